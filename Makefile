@@ -1,0 +1,97 @@
+# `make help` lists the targets. Nothing here needs root; all that is installed goes into .venv and .venv-proto.
+SHELL := bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+
+PYTHON ?= python3
+TORCH_INDEX ?=
+BENCHMARKS ?= $(wildcard benchmarks/*.py)
+
+BIN := .venv/bin
+PIP_INSTALL := -m pip --disable-pip-version-check install --progress-bar off
+PYTEST := $(BIN)/python -m pytest
+PARALLEL := -n 2 --dist loadgroup
+PACKAGES := baton router prefill_workers decode_workers kvtransfer
+CODE := $(PACKAGES) tools tests $(wildcard benchmarks models)
+SETUP := .venv/.fresh
+PROTO_SETUP := .venv-proto/.fresh
+
+# One line for each large download, out of the hundreds that pip prints.
+PROGRESS := awk '/(Downloading|Using cached) .*[MG]B\)/ { name = $$(NF-2); sub(/.*\//, "", name); split(name, part, "-"); \
+	print "  " part[1], part[2], $$(NF-1), $$NF; fflush() } /^Installing/ { print "  installing"; fflush() }'
+# pytest's exit code 5 means that no test was selected, which is fine for a second, smaller selection.
+NONE_IS_FINE := || [ $$? -eq 5 ]
+
+.PHONY: help setup proto fmt check lint types layers budget fresh regenerate test chaos demo bench clean
+
+help:  ## list the targets
+	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 10
+
+setup: $(SETUP)  ## make .venv (TORCH_INDEX=<url of an extra package index>, e.g. for torch's CPU build)
+
+$(SETUP): pyproject.toml constraints.txt
+	@command -v "$(PYTHON)" > /dev/null || { echo "no '$(PYTHON)' here; install Python 3.11 or newer, or name one: make setup PYTHON=python3.12"; exit 1; }
+	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "Baton needs Python 3.11 or newer, this is $$("$(PYTHON)" --version); name another: make setup PYTHON=python3.12"; exit 1; }
+	@echo "setup: a virtual environment in .venv (a few minutes, mostly torch and ray)"
+	@[ -x $(BIN)/pip ] || "$(PYTHON)" -m venv --clear .venv || { echo "the module 'venv' is missing; on Debian and Ubuntu: apt install python3-venv"; exit 1; }
+	@$(BIN)/python $(PIP_INSTALL) -q -c constraints.txt hatchling editables
+	@{ $(BIN)/python $(PIP_INSTALL) --no-build-isolation $(if $(TORCH_INDEX),--extra-index-url "$(TORCH_INDEX)") \
+		-c constraints.txt -e ".[server,local,dev]" 2>&1 | tee .venv/setup.log | $(PROGRESS); } || \
+		{ tail -n 20 .venv/setup.log; echo "setup failed; all of pip's output is in .venv/setup.log"; exit 1; }
+	@touch $@
+	@echo "setup: done"
+
+$(PROTO_SETUP): tools/proto-requirements.txt
+	@echo "setup: the protobuf generator in .venv-proto"
+	@"$(PYTHON)" -m venv --clear .venv-proto
+	@.venv-proto/bin/python $(PIP_INSTALL) -q -r tools/proto-requirements.txt
+	@touch $@
+
+proto: $(PROTO_SETUP)  ## regenerate baton/rpc/v1 from proto/baton/v1
+	@.venv-proto/bin/python tools/gen_proto.py
+
+fmt: $(SETUP)  ## format the code and apply safe fixes
+	@$(BIN)/ruff check -q --fix-only $(CODE)
+	@$(BIN)/ruff format $(CODE)
+
+lint: $(SETUP)
+	@$(BIN)/ruff format --check --output-format concise $(CODE)
+	@$(BIN)/ruff check $(CODE)
+
+types: $(SETUP)
+	@$(BIN)/mypy
+
+layers: $(SETUP)
+	@$(BIN)/lint-imports
+
+budget: $(SETUP)
+	@$(BIN)/python tools/budget.py
+
+fresh: $(SETUP)
+	@$(BIN)/python tools/gen_proto.py --check
+
+check: lint fresh budget layers types  ## format, lint, types, layers, budgets, fresh stubs, unit tests: under 2 minutes
+	@$(PYTEST) $(PARALLEL) -m "not chaos and not serial and not slow" tests/unit tests/guards
+
+regenerate: $(SETUP)
+	@if $(MAKE) --no-print-directory $(PROTO_SETUP); then .venv-proto/bin/python tools/gen_proto.py --diff; \
+		else echo "the generator cannot be installed: not regenerated, digests compared"; $(MAKE) --no-print-directory fresh; fi
+
+test: regenerate  ## everything that needs no GPU: under 15 minutes on 2 cores
+	@$(PYTEST) $(PARALLEL) -m "not chaos and not serial"
+	@$(PYTEST) -m "serial and not chaos" $(NONE_IS_FINE)
+
+chaos: $(SETUP)  ## the whole fault matrices and the soak
+	@$(PYTEST) -m chaos $(NONE_IS_FINE)
+
+demo: $(SETUP)  ## start a local cluster, answer two prompts, show which worker did what, stop
+	@$(BIN)/baton demo
+
+bench: $(SETUP)  ## every benchmark in its quick form
+	@for program in $(BENCHMARKS); do echo "== $$program"; $(BIN)/python "$$program" --quick; done
+
+clean:  ## remove environments, caches and build outputs
+	@rm -rf .venv .venv-proto build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache *.egg-info
+	@find $(PACKAGES) tools tests -name __pycache__ -type d -prune -exec rm -rf {} +

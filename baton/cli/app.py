@@ -1,0 +1,150 @@
+"""The commands and their options. What they do lies in the modules beside, imported when a command runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from baton.client.types import Options
+
+ConfigFile = Annotated[Path, typer.Option("--config", "-c", help="the cluster file", show_default=True)]
+Sets = Annotated[list[str] | None, typer.Option("--set", help="key=value over the file, such as decode.replicas=2")]
+Json = Annotated[bool, typer.Option("--json", help="print JSON")]
+ClusterName = Annotated[str | None, typer.Option("--name", help="the cluster's name (default: the only one running)")]
+Target = Annotated[str | None, typer.Option("--target", help="a router's host:port instead of a local cluster")]
+Index = Annotated[int, typer.Option("--index", help="the worker's number within its pool")]
+Log = Annotated[Path | None, typer.Option("--log", help="write output to the end of this file")]
+
+LOCAL = Path("configs/local.yaml")
+
+app = typer.Typer(
+    name="baton",
+    help="Baton: a disaggregated LLM server. Prefill and decode on separate workers, the KV cache handed over.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+)
+config_app = typer.Typer(help="Check, show and describe the cluster file.", no_args_is_help=True)
+app.add_typer(config_app, name="config")
+
+
+@app.command()
+def up(
+    config: ConfigFile = LOCAL,
+    sets: Sets = None,
+    detach: Annotated[bool, typer.Option("--detach", "-d", help="return when it runs")] = False,
+    as_json: Json = False,
+) -> None:
+    """Start the cluster of a file. Ctrl-C once drains, twice stops."""
+    from baton.cli import up as command
+
+    command.up(config, sets or [], detach=detach, as_json=as_json)
+
+
+@app.command()
+def down(name: ClusterName = None) -> None:
+    """Stop a running cluster and wait until all of its processes are gone."""
+    from baton.cli import up as command
+
+    command.down(name)
+
+
+@app.command()
+def status(name: ClusterName = None, target: Target = None, as_json: Json = False) -> None:
+    """Show workers, their load and the block ledger."""
+    from baton.cli import status as command
+
+    command.status(name, target, as_json=as_json)
+
+
+@app.command()
+def generate(  # noqa: PLR0913, PLR0917 (each is an option of the command)
+    prompt: Annotated[str, typer.Argument(help="the prompt; - reads it from standard input")],
+    max_tokens: Annotated[int, typer.Option(help="at most so many new tokens")] = 64,
+    temperature: Annotated[float, typer.Option(help="0: greedy")] = 0.0,
+    top_p: Annotated[float, typer.Option()] = 1.0,
+    top_k: Annotated[int, typer.Option(help="0: off")] = 0,
+    seed: Annotated[int | None, typer.Option(help="of the sampling noise")] = None,
+    stop: Annotated[list[str] | None, typer.Option(help="end before this text; may be repeated")] = None,
+    deterministic: Annotated[bool, typer.Option("--deterministic", help="bit-exact (not built yet)")] = False,
+    model: Annotated[str, typer.Option(help="the model's name (default: the served one)")] = "",
+    show: Annotated[str, typer.Option(help="timings,tokens,thoughts")] = "",
+    timeout: Annotated[float, typer.Option(help="seconds")] = 120.0,
+    name: ClusterName = None,
+    target: Target = None,
+    as_json: Json = False,
+) -> None:
+    """Stream one answer."""
+    from baton.cli import generate as command
+
+    options: Options = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "top_k": top_k}
+    options |= {"seed": seed, "stop": stop or [], "deterministic": deterministic or None, "model": model}
+    wanted = command.Shown.parse(show, as_json=as_json)
+    command.generate(command.connect(name, target, timeout), prompt, options, wanted)
+
+
+@app.command()
+def demo(config: ConfigFile = LOCAL, sets: Sets = None) -> None:
+    """Start a cluster on free ports, answer two prompts, show which worker did what, stop."""
+    from baton.cli import demo as command
+
+    command.demo(config, sets or [])
+
+
+@app.command()
+def doctor(config: ConfigFile = LOCAL, sets: Sets = None, as_json: Json = False) -> None:
+    """Look for what would keep a cluster from running here, and say what to do."""
+    from baton.cli import doctor as command
+
+    command.doctor(config, sets or [], as_json=as_json)
+
+
+@config_app.command("validate")
+def config_validate(file: Path, sets: Sets = None) -> None:
+    """Check a cluster file; every mistake with its line and key."""
+    from baton.cli import config as command
+
+    command.validate(file, sets or [])
+
+
+@config_app.command("show")
+def config_show(file: Path, sets: Sets = None, as_json: Json = False) -> None:
+    """Print the effective config, defaults included, secrets hidden."""
+    from baton.cli import config as command
+
+    command.show(file, sets or [], as_json=as_json)
+
+
+@config_app.command("schema")
+def config_schema() -> None:
+    """Print the JSON Schema of the cluster file."""
+    from baton.cli import config as command
+
+    command.schema()
+
+
+@app.command("prefill-worker")
+def prefill_worker(config: ConfigFile = LOCAL, index: Index = 0, sets: Sets = None, log: Log = None) -> None:
+    """Run one prefill worker as a plain process."""
+    from baton.cli import roles
+
+    roles.run_role("prefill", config, sets or [], index, log)
+
+
+@app.command("decode-worker")
+def decode_worker(config: ConfigFile = LOCAL, index: Index = 0, sets: Sets = None, log: Log = None) -> None:
+    """Run one decode worker as a plain process."""
+    from baton.cli import roles
+
+    roles.run_role("decode", config, sets or [], index, log)
+
+
+@app.command()
+def router(config: ConfigFile = LOCAL, sets: Sets = None, log: Log = None) -> None:
+    """Run a router as a plain process."""
+    from baton.cli import roles
+
+    roles.run_router(config, sets or [], log)

@@ -1,0 +1,45 @@
+"""`baton config validate | show | schema`."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+import typer
+import yaml
+
+from baton.config import ClusterConfig, load_config
+
+
+def validate(file: Path, sets: Sequence[str]) -> None:
+    """Raises ConfigError with one line per mistake."""
+    config = load_config(file, sets, os.environ)
+    typer.echo(
+        f"{file}: ok (cluster {config.name!r}, {config.prefill.replicas} prefill, {config.decode.replicas} decode)"
+    )
+
+
+def show(file: Path, sets: Sequence[str], *, as_json: bool) -> None:
+    """Print the effective config."""
+    tree = effective(load_config(file, sets, os.environ))
+    typer.echo(json.dumps(tree, indent=2) if as_json else yaml.safe_dump(tree, sort_keys=False).rstrip())
+
+
+def schema() -> None:
+    """Print the JSON Schema."""
+    typer.echo(json.dumps(ClusterConfig.model_json_schema(), indent=2))
+
+
+def effective(config: ClusterConfig) -> dict[str, object]:
+    """The config as plain values, with passwords replaced by `***`."""
+    tree: dict[str, object] = config.model_dump(mode="json")
+    tree["redis"] = {"url": hide_password(config.redis.url)}
+    return tree
+
+
+def hide_password(url: str) -> str:
+    """`redis://user:secret@host` becomes `redis://user:***@host`."""
+    return re.sub(r"(://[^:@/]*:)[^@]*@", r"\1***@", url)

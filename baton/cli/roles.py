@@ -1,0 +1,101 @@
+"""`baton prefill-worker | decode-worker | router`: one role as a plain process, started by hand or by `baton up`."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import structlog
+
+from baton.cli.config import effective
+from baton.clock import SystemClock
+from baton.cluster.processes import die_with_parent, report_ready
+from baton.config import ClusterConfig, load_config
+from baton.core import Role, WorkerRef
+from baton.errors import ConfigError
+from baton.logs import configure_logging, redirect_output
+
+if TYPE_CHECKING:
+    from router.server import RouterSettings
+
+DRAIN_S = 9.0  # less than what the supervisor waits for the router
+log = structlog.get_logger(__name__)
+
+
+def _prepare(file: Path, sets: Sequence[str], log_file: Path | None) -> ClusterConfig:
+    die_with_parent()
+    if log_file is not None:
+        redirect_output(str(log_file))
+    config = load_config(file, sets, os.environ)
+    configure_logging(config.log.level, config.log.format)
+    log.info("config", **effective(config))
+    if config.redis.url == "embedded":
+        text = "a single role needs a running Redis: set redis.url=redis://... (`baton up` starts an embedded one)"
+        raise ConfigError(f"redis.url: {text}")
+    return config
+
+
+def run_role(role: str, file: Path, sets: Sequence[str], index: int, log_file: Path | None) -> None:
+    """Run one worker until SIGTERM or SIGINT."""
+    config = _prepare(file, sets, log_file)
+    from baton.worker.settings import from_config
+
+    settings = from_config(config, Role(role), index)
+    stop = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stop.set())
+
+    def ready(ref: WorkerRef) -> None:
+        report_ready({"worker": str(ref), "address": ref.address, "pid": os.getpid()})
+
+    if settings.role is Role.PREFILL:
+        from prefill_workers.main import run
+    else:
+        from decode_workers.main import run
+    run(settings, stop, ready)
+
+
+def run_router(file: Path, sets: Sequence[str], log_file: Path | None) -> None:
+    """Run a router until SIGTERM or SIGINT; a second signal does not wait for running requests."""
+    config = _prepare(file, sets, log_file)
+    asyncio.run(_route(config))
+
+
+async def _route(config: ClusterConfig) -> None:
+    from baton.ledger.ledger import Ledger
+    from baton.tokenizer import load_tokenizer
+    from router.server import serve
+
+    ledger = await Ledger.connect(config.redis.url, f"baton:{config.name}", config.ledger.lease_s, SystemClock())
+    tokenizer = load_tokenizer(config.model.path)
+    handle = await serve(_router_settings(config), ledger.workers, tokenizer)
+    report_ready({"grpc": handle.grpc, "admin": handle.admin, "metrics": handle.metrics, "pid": os.getpid()})
+    stopping = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stopping.set)
+    await stopping.wait()
+    await handle.stop(DRAIN_S)
+    await ledger.close()
+
+
+def _router_settings(config: ClusterConfig) -> RouterSettings:
+    from router.server import RouterSettings
+
+    router = config.router
+    return RouterSettings(
+        name=config.name,
+        model=config.model.name,
+        grpc=router.grpc,
+        admin=router.admin,
+        metrics=router.metrics,
+        policy=router.policy,
+        queue_max_requests=router.queue.max_requests,
+        queue_max_wait_s=router.queue.max_wait_s,
+        client_stall_s=router.slow_reader_s,
+    )

@@ -1,0 +1,157 @@
+"""`baton up` and `baton down`."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+import typer
+
+from baton.cluster.pool import ProcessWorkers, WorkerPlan, Workers
+from baton.cluster.processes import report_ready
+from baton.cluster.state import ClusterState, StateFolder, running_clusters
+from baton.cluster.supervisor import Stop, Supervisor
+from baton.config import ClusterConfig, load_config
+from baton.core import Role
+from baton.errors import NoWorker
+from baton.logs import configure_logging
+
+DOWN_S = 30.0
+
+
+def up(file: Path, sets: Sequence[str], *, detach: bool, as_json: bool) -> None:
+    """Start a cluster; returns when it has ended, or with `detach` as soon as it runs."""
+    config = load_config(file, sets, os.environ)
+    if detach:
+        _detach(config, file, sets, as_json=as_json)
+        return
+    configure_logging("warning", "auto")
+    note(f"starting cluster {config.name!r} ...")
+
+    def ready(state: ClusterState) -> None:
+        report_ready({"name": state.name})
+        announce(state, as_json=as_json)
+
+    run_cluster(config, stop_on_signals(), ready)
+
+
+def run_cluster(
+    config: ClusterConfig, stop: Stop, ready: Callable[[ClusterState], None], home: Path | None = None
+) -> None:
+    """Run a cluster in this thread until told to stop."""
+    folder = StateFolder(config.name, home)
+    command = [sys.executable, "-m", "baton", "router", "-c", str(folder.config)]
+    Supervisor(config, folder, make_workers(config), command).run(stop, ready)
+
+
+def make_workers(config: ClusterConfig) -> Workers:
+    """Plain processes for `ray.address: none`, else actors."""
+    if config.ray.address == "none":
+        return ProcessWorkers(worker_command)
+    from baton.cluster.ray_cluster import RayWorkers
+    from decode_workers.actor import DecodeActor
+    from prefill_workers.actor import PrefillActor
+
+    actors: dict[Role, type] = {Role.PREFILL: PrefillActor, Role.DECODE: DecodeActor}
+    return RayWorkers(config.ray.address, config.name, actors)
+
+
+def worker_command(plan: WorkerPlan) -> list[str]:
+    """The argv of one worker as a plain process."""
+    role = f"{plan.role.value}-worker"
+    return [sys.executable, "-m", "baton", role, "-c", str(plan.config), "--index", str(plan.index)]
+
+
+def stop_on_signals() -> Stop:
+    """The first SIGINT or SIGTERM drains, the second does not wait."""
+    stop = Stop(threading.Event(), threading.Event())
+
+    def on_signal(*_: object) -> None:
+        if stop.drain.is_set():
+            stop.now.set()
+        else:
+            note("draining; once more stops at once")
+            stop.drain.set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, on_signal)
+    return stop
+
+
+def announce(state: ClusterState, *, as_json: bool) -> None:
+    """Where the cluster is, and how to use it."""
+    if as_json:
+        addresses = {"name": state.name, "grpc": state.grpc, "admin": state.admin, "metrics": state.metrics}
+        typer.echo(json.dumps(addresses | {"pids": {name: p.pid for name, p in state.processes.items()}}))
+        return
+    typer.echo(f"cluster {state.name!r} is ready")
+    typer.echo(f"  gRPC     {state.grpc}")
+    typer.echo(f"  admin    {state.admin}")
+    typer.echo(f"  metrics  http://{state.metrics}/metrics\n")
+    typer.echo(f"  curl -s http://{state.metrics}/metrics | grep baton_")
+    typer.echo(f'  baton generate "The color of dog" --name {state.name} --show timings,tokens\n')
+    typer.echo(f'  from baton import Client\n  with Client("{state.grpc}") as client:')
+    typer.echo('      print(client.generate("The color of dog", max_tokens=8, temperature=0).text)\n')
+
+
+def _detach(config: ClusterConfig, file: Path, sets: Sequence[str], *, as_json: bool) -> None:
+    """Start `baton up` in a session of its own, and wait until it is ready or has failed."""
+    from baton.cluster.processes import Child, ProcessSpec, StartError
+
+    folder = StateFolder(config.name)
+    folder.logs.mkdir(parents=True, exist_ok=True, mode=0o700)
+    overrides = [part for item in sets for part in ("--set", item)]
+    argv = [sys.executable, "-m", "baton", "up", "-c", str(file), *overrides]
+    child = Child(ProcessSpec("up", argv, folder.path / "up.out", ready_timeout_s=180.0, new_session=True))
+    child.start()
+    try:
+        child.wait_ready()
+    except StartError as error:
+        child.terminate()
+        child.wait(DOWN_S)
+        note((folder.path / "up.out").read_text(encoding="utf-8", errors="replace").rstrip())
+        raise typer.Exit(error.exit_code or 1) from None
+    state = folder.read_state()
+    if state is not None:
+        announce(state, as_json=as_json)
+
+
+def find_cluster(name: str | None) -> ClusterState:
+    """The running cluster of that name, or the only one. Raises NoWorker (exit code 4) naming what runs."""
+    running = running_clusters()
+    chosen = [state for state in running if name in {None, state.name}]
+    if len(chosen) == 1:
+        return chosen[0]
+    if not running:
+        raise NoWorker("no cluster is running here; start one with: baton up -c configs/local.yaml --detach")
+    names = ", ".join(state.name for state in running)
+    problem = f"no cluster named {name!r} is running" if name else "several clusters are running"
+    raise NoWorker(f"{problem}; say --name with one of: {names}")
+
+
+def down(name: str | None) -> None:
+    """Stop a cluster; returns when none of its processes is left."""
+    state = find_cluster(name)
+    supervisor = state.supervisor.process()
+    left = [supervisor] if supervisor else []
+    left += [process for identity in state.processes.values() if (process := identity.process())]
+    if supervisor is not None:
+        supervisor.terminate()
+    _, alive = psutil.wait_procs(left, timeout=DOWN_S)
+    for process in alive:
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
+    psutil.wait_procs(alive, timeout=5.0)
+    typer.echo(f"cluster {state.name!r} is down")
+
+
+def note(text: str) -> None:
+    """Progress, on stderr."""
+    typer.echo(text, err=True)

@@ -1,0 +1,129 @@
+"""From what a caller wrote to the messages of `Inference`, and back. No I/O: both clients share it."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+from google.protobuf.message import Message
+
+from baton.client.types import ChatMessage, ClusterStatus, Model, Options, Prompt, WorkerStatus
+from baton.errors import EngineFault, InvalidRequest
+from baton.rpc import convert
+from baton.rpc.v1 import admin_pb2 as admin
+from baton.rpc.v1 import common_pb2 as common
+from baton.rpc.v1 import inference_pb2 as inference
+
+M = TypeVar("M", bound=Message)
+T = TypeVar("T")
+Chat = Sequence[ChatMessage | Mapping[str, str]]
+
+_SAMPLING = frozenset(common.Sampling.DESCRIPTOR.fields_by_name)
+_CONSTRAINT = frozenset({"json_schema", "regex", "choices"})
+
+
+def generate_request(prompt: Prompt, options: Options) -> inference.GenerateRequest:
+    """Raises TypeError for an option that does not exist, InvalidRequest for a value that the wire cannot carry.
+
+    Ranges are the server's business: it may be newer than this client.
+    """
+    request = _options(options)
+    if isinstance(prompt, str):
+        request.MergeFrom(_field(inference.GenerateRequest, "text", prompt, "prompt."))
+    elif isinstance(prompt, bytes | bytearray | memoryview):  # sequences of int, but never of token ids
+        raise TypeError(f"a prompt is text or token ids, not {type(prompt).__name__}")
+    else:
+        request.token_ids.MergeFrom(_field(common.TokenIds, "ids", prompt, "prompt.token_"))
+        request.token_ids.SetInParent()
+    return request
+
+
+def chat_request(messages: Chat, options: Options) -> inference.GenerateRequest:
+    """As `generate_request`, for a conversation."""
+    request = _options(options)
+    request.chat.SetInParent()
+    for number, message in enumerate(messages):
+        turn = message if isinstance(message, ChatMessage) else ChatMessage(message["role"], message["content"])
+        where = f"prompt.chat[{number}]."
+        added = request.chat.messages.add()
+        added.MergeFrom(_field(inference.ChatMessage, "role", turn.role, where))
+        added.MergeFrom(_field(inference.ChatMessage, "content", turn.content, where))
+    return request
+
+
+def tokenize_request(text: str, model: str) -> inference.TokenizeRequest:
+    """Raises InvalidRequest for text that is not valid Unicode."""
+    request = _field(inference.TokenizeRequest, "text", text, "")
+    request.model = model
+    return request
+
+
+def detokenize_request(ids: Sequence[int], model: str) -> inference.DetokenizeRequest:
+    """Raises InvalidRequest for ids that are not 32-bit numbers."""
+    request = _field(inference.DetokenizeRequest, "ids", ids, "")
+    request.model = model
+    return request
+
+
+def models(reply: inference.ListModelsReply) -> list[Model]:
+    """In the order of the server."""
+    return [Model(model.id, model.max_model_len, model.vocab_size) for model in reply.models]
+
+
+def cluster_status(reply: admin.StatusReply) -> ClusterStatus:
+    """Raises EngineFault for a reply that is not one."""
+    given = {field.name: getattr(reply, field.name) for field in reply.DESCRIPTOR.fields if field.name != "workers"}
+    return ClusterStatus(**given, workers=tuple(trusted(_worker_status, worker) for worker in reply.workers))
+
+
+def trusted(read: Callable[[M], T], message: M) -> T:
+    """`read(message)`; what is wrong with a reply is the server's fault, not one of the request."""
+    try:
+        return read(message)
+    except InvalidRequest as error:
+        raise EngineFault(f"the server sent a reply that is not valid: {error}") from error
+
+
+def _worker_status(message: admin.WorkerStatus) -> WorkerStatus:
+    return WorkerStatus(
+        convert.info_from_pb(message.info), convert.load_from_pb(message.load), message.state, message.dispatched
+    )
+
+
+def _options(options: Options) -> inference.GenerateRequest:
+    request = inference.GenerateRequest()
+    for name, value in options.items():
+        _check_name(name)
+        if value is not None:
+            _set(request, name, value)
+    return request
+
+
+def _set(request: inference.GenerateRequest, name: str, value: Any) -> None:
+    if name in _SAMPLING:
+        value = [value] if name == "stop" and isinstance(value, str) else value
+        request.sampling.MergeFrom(_field(common.Sampling, name, value, "sampling."))
+    elif name == "choices":
+        request.constraint.choices.MergeFrom(_field(inference.Choices, "texts", value, "constraint.choices."))
+    elif name in _CONSTRAINT:
+        request.constraint.MergeFrom(_field(inference.Constraint, name, value, "constraint."))
+    else:
+        request.MergeFrom(_field(inference.GenerateRequest, name, value, ""))
+
+
+def _check_name(name: str) -> None:
+    known = Options.__annotations__
+    if name not in known:
+        near = difflib.get_close_matches(name, known, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else f"; there are {', '.join(known)}"
+        raise TypeError(f"unknown option {name!r}{hint}")
+
+
+def _field(kind: type[M], name: str, value: object, where: str) -> M:
+    """A message with this one field; protobuf checks the type and the width of the value."""
+    try:
+        return kind(**{name: value})
+    except (TypeError, ValueError) as error:
+        # The reason only, never the value: it may be a prompt.
+        raise InvalidRequest.of(f"{where}{name}", f"not a value for this field ({type(error).__name__})") from error

@@ -1,0 +1,179 @@
+"""What the SDK takes and gives: plain frozen values, no protobuf."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias, TypedDict
+
+from baton.core import FinishReason, Load, TokenLogprobs, WorkerInfo
+
+Prompt: TypeAlias = str | Sequence[int]
+"""Text, or token ids."""
+
+
+class Options(TypedDict, total=False):
+    """What may be asked of a request; what is not given, or None, takes the server's default (in parentheses).
+
+    A field that the server does not support yet is refused by name (InvalidRequest).
+    """
+
+    model: str  # (the served one)
+    max_tokens: int | None  # (16)
+    min_tokens: int | None  # (0) no end of sequence and no stop token before
+    temperature: float | None  # (1.0) 0 is greedy
+    top_p: float | None  # (1.0)
+    top_k: int | None  # (0: off)
+    min_p: float | None  # (0)
+    seed: int | None  # (drawn by the router)
+    repetition_penalty: float | None  # (1.0)
+    presence_penalty: float | None  # (0)
+    frequency_penalty: float | None  # (0)
+    stop: str | Sequence[str] | None
+    stop_token_ids: Sequence[int] | None
+    ignore_eos: bool | None  # (False)
+    logit_bias: Mapping[int, float] | None  # token id -> added to its logit
+    n: int | None  # (1)
+    logprobs: int | None  # (none) 0: of the chosen token; k: of the k best too
+    deterministic: bool | None
+    json_schema: str | None
+    regex: str | None
+    choices: Sequence[str] | None
+    priority: int | None
+    cache_scope: str | None
+    resumable_s: float | None
+    client_tag: str | None  # a label for logs
+    idempotency_key: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class ChatMessage:
+    """One turn of a conversation; `role` is system, user or assistant."""
+
+    role: str
+    content: str
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """What one message of a stream added to one choice: tokens `start`, `start + 1`, ... and text that became final.
+
+    Text may come without tokens and tokens without text: an incomplete character or a possible stop string waits.
+    """
+
+    choice: int
+    start: int
+    tokens: tuple[int, ...]
+    text: str
+    logprobs: tuple[TokenLogprobs, ...] = ()  # empty, or one per token
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Token counts of one request."""
+
+    prompt_tokens: int
+    cached_tokens: int
+    completion_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Timings:
+    """Seconds. The seven stages follow each other without gap and sum to `e2e_s`; `ttft_s` is until the first token."""
+
+    queue_s: float
+    route_s: float
+    reserve_s: float
+    prefill_s: float
+    transfer_s: float
+    commit_s: float
+    decode_s: float
+    ttft_s: float
+    e2e_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Where a request ran. `decode_worker` is "" when the first token ended it: nothing was handed over then."""
+
+    prefill_worker: str
+    decode_worker: str
+    kv_bytes: int
+    transport: str
+    attempts: int
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One answer to a prompt. `finish_reason` is None while it runs."""
+
+    text: str
+    tokens: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...]
+    finish_reason: FinishReason | None
+    matched_stop: str
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """A finished request. Without `n` there is one choice, and the shortcuts are about it."""
+
+    request_id: str
+    choices: tuple[Choice, ...]
+    usage: Usage
+    timings: Timings
+    placement: Placement
+
+    @property
+    def text(self) -> str:
+        return self.choices[0].text
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        return self.choices[0].tokens
+
+    @property
+    def logprobs(self) -> tuple[TokenLogprobs, ...]:
+        return self.choices[0].logprobs
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        return self.choices[0].finish_reason
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """A model that is served."""
+
+    id: str
+    max_model_len: int
+    vocab_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerStatus:
+    """A worker as one router sees it; `state` is connected, connecting or lost."""
+
+    info: WorkerInfo
+    load: Load
+    state: str
+    dispatched: int
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterStatus:
+    """A cluster as one router sees it: requests now (`running`, `queued`), and since it started."""
+
+    name: str
+    router_id: str
+    version: str
+    model: str
+    uptime_s: float
+    running: int
+    queued: int
+    accepted: int
+    finished: int
+    cancelled: int
+    failed: int
+    refused: int
+    workers: tuple[WorkerStatus, ...]

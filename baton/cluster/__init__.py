@@ -1,0 +1,1 @@
+"""The Ray side: placement, supervision, scaling and drain of processes."""

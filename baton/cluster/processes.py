@@ -1,0 +1,215 @@
+"""Supervision of plain child processes: start, wait until ready, notice death, replace with backoff, stop.
+
+A child calls `die_with_parent` first, and says that it is ready by one JSON line (`report_ready`). It dies with the
+thread that started it (PR_SET_PDEATHSIG), so even a SIGKILL of the supervisor leaves nothing behind; call `start` and
+`poll` from a thread that lives as long as the cluster.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import select
+import signal
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import structlog
+
+from baton.clock import Clock, SystemClock
+from baton.errors import BatonError
+
+READY_FD = "BATON_READY_FD"
+PARENT = "BATON_PARENT_PID"
+PR_SET_PDEATHSIG = 1
+LOG_TAIL_LINES = 6
+BACKOFF_S = (0.2, 0.5, 1.0, 2.0, 5.0)
+STABLE_S = 30.0
+
+log = structlog.get_logger(__name__)
+_LIBC = ctypes.CDLL(None, use_errno=True)
+
+
+class StartError(BatonError):
+    """A process did not become ready; the text holds the end of its log."""
+
+    def __init__(self, message: str, exit_code: int | None = None) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
+def die_with_parent(environ: Mapping[str, str] = os.environ) -> None:
+    """Called first by a child: end this process by SIGKILL when its supervisor ends, however that happens."""
+    parent = environ.get(PARENT)
+    if parent is None:
+        return
+    _LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != int(parent):
+        raise SystemExit(1)  # it ended before we could ask
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessSpec:
+    """What to run. `max_restarts` deaths in a row, without `STABLE_S` of life between them, are too many."""
+
+    name: str
+    argv: Sequence[str]
+    log: Path
+    env: Mapping[str, str] = field(default_factory=dict)
+    ready_timeout_s: float = 60.0
+    max_restarts: int = 10
+    new_session: bool = False
+
+
+class Child:
+    """One supervised process."""
+
+    def __init__(self, spec: ProcessSpec, clock: Clock | None = None) -> None:
+        self.spec = spec
+        self.restarts = 0
+        self.ready: dict[str, object] = {}
+        self._clock = clock or SystemClock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._ready_fd: int | None = None
+        self._born = 0.0
+        self._retry_at: float | None = None
+        self._in_a_row = 0
+
+    @property
+    def pid(self) -> int | None:
+        """Of the process that runs now."""
+        return self._process.pid if self._process is not None and self._process.poll() is None else None
+
+    def start(self) -> None:
+        """Start the process; `wait_ready` waits for it."""
+        read_fd, write_fd = os.pipe()
+        env = {**os.environ, **self.spec.env, READY_FD: str(write_fd), PARENT: str(os.getpid())}
+        try:
+            with self.spec.log.open("ab") as output:
+                self._process = subprocess.Popen(
+                    list(self.spec.argv),
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=output,
+                    env=env,
+                    pass_fds=(write_fd,),
+                    start_new_session=self.spec.new_session,
+                    process_group=None
+                    if self.spec.new_session
+                    else 0,  # Ctrl-C reaches the supervisor alone, which stops its children in order
+                )
+        finally:
+            os.close(write_fd)
+        self._close_ready()
+        self._ready_fd = read_fd
+        self._born, self._retry_at = self._clock.monotonic(), None
+
+    def wait_ready(self) -> dict[str, object]:
+        """What the child said when it was ready. Raises StartError if it ends or stays silent instead."""
+        fd, self._ready_fd = self._ready_fd, None
+        if fd is None:
+            raise StartError(f"{self.spec.name}: was not started")
+        try:
+            line = _read_line(fd, self.spec.ready_timeout_s)
+        finally:
+            os.close(fd)
+        if not line:
+            raise self._start_error()
+        self.ready = json.loads(line)
+        return self.ready
+
+    def _start_error(self) -> StartError:
+        assert self._process is not None
+        try:
+            code: int | None = self._process.wait(1.0)
+        except subprocess.TimeoutExpired:
+            code = None
+        what = f"ended with exit code {code}" if code is not None else f"was silent for {self.spec.ready_timeout_s:g} s"
+        return StartError(f"{self.spec.name} {what}:\n{tail(self.spec.log)}", code)
+
+    def poll(self) -> bool:
+        """Replace the process if it died and its backoff is over. Returns True when a new one was started now.
+
+        Raises StartError after too many deaths in a row.
+        """
+        if self._process is None or self._process.poll() is None:
+            return False
+        now = self._clock.monotonic()
+        if self._retry_at is None:
+            self._in_a_row = 1 if now - self._born > STABLE_S else self._in_a_row + 1
+            if self._in_a_row > self.spec.max_restarts:
+                raise StartError(f"{self.spec.name} died {self._in_a_row} times in a row:\n{tail(self.spec.log)}")
+            self._retry_at = now + BACKOFF_S[min(self._in_a_row, len(BACKOFF_S)) - 1]
+            log.warning("process_died", name=self.spec.name, code=self._process.returncode, restarts=self.restarts)
+        if now < self._retry_at:
+            return False
+        self.restarts += 1
+        self.start()
+        return True
+
+    def terminate(self) -> None:
+        """Ask the process to end; `wait` waits for it."""
+        if self._process is not None and self._process.poll() is None:
+            self._process.terminate()
+
+    def wait(self, timeout_s: float) -> None:
+        """Wait until the process has ended; kill it after `timeout_s`."""
+        self._close_ready()
+        if self._process is None:
+            return
+        try:
+            self._process.wait(max(0.0, timeout_s))
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    def _close_ready(self) -> None:
+        if self._ready_fd is not None:
+            os.close(self._ready_fd)
+            self._ready_fd = None
+
+
+def _read_line(fd: int, timeout_s: float) -> bytes:
+    """Bytes up to a newline; empty if the writer ended or was silent for `timeout_s`."""
+    clock, text = SystemClock(), b""
+    deadline = clock.monotonic() + timeout_s
+    while not text.endswith(b"\n"):
+        left = deadline - clock.monotonic()
+        if left <= 0 or not select.select([fd], [], [], left)[0]:
+            return b""
+        piece = os.read(fd, 4096)
+        if not piece:
+            return b""
+        text += piece
+    return text
+
+
+def stop_all(children: Sequence[Child], grace_s: float) -> None:
+    """End all of them together: SIGTERM, then SIGKILL for those that are still there after `grace_s`."""
+    clock = SystemClock()
+    for child in children:
+        child.terminate()
+    deadline = clock.monotonic() + grace_s
+    for child in children:
+        child.wait(deadline - clock.monotonic())
+
+
+def tail(path: Path, lines: int = LOG_TAIL_LINES) -> str:
+    """The last lines of a log, indented for an error message."""
+    try:
+        text = path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return "    (no log)"
+    return "\n".join(f"    {line}" for line in text.strip().splitlines()[-lines:]) or "    (its log is empty)"
+
+
+def report_ready(facts: Mapping[str, object], environ: Mapping[str, str] = os.environ) -> None:
+    """Called by a child: tell the supervisor, if there is one, that this process is ready."""
+    fd = environ.get(READY_FD)
+    if fd is None:
+        return
+    with os.fdopen(int(fd), "wb") as pipe:
+        pipe.write(json.dumps(dict(facts)).encode() + b"\n")

@@ -1,0 +1,136 @@
+"""What a cluster leaves on disk: one folder per cluster name under `$BATON_HOME` (default `~/.baton`).
+
+NAME/lock          held by `baton up` for as long as it lives: two clusters of one name cannot run
+NAME/state.json    addresses and process ids of the running cluster; 0600, since it holds the Redis password
+NAME/cluster.yaml  the effective config that its processes read; 0600 for the same reason
+NAME/logs/         one file per process
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import IO
+
+import psutil
+
+from baton.errors import ConfigError
+
+
+def baton_home() -> Path:
+    """`$BATON_HOME`, or `~/.baton`."""
+    return Path(os.environ.get("BATON_HOME") or Path.home() / ".baton").expanduser()
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessId:
+    """A process that cannot be mistaken for a later one with the same number."""
+
+    pid: int
+    started: float
+
+    @classmethod
+    def of(cls, pid: int) -> ProcessId:
+        """Raises psutil.NoSuchProcess."""
+        return cls(pid, psutil.Process(pid).create_time())
+
+    def process(self) -> psutil.Process | None:
+        """The process, if it is still the same one and alive."""
+        try:
+            process = psutil.Process(self.pid)
+            same = abs(process.create_time() - self.started) < 0.01 and process.status() != psutil.STATUS_ZOMBIE
+        except psutil.NoSuchProcess:
+            return None
+        return process if same else None
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterState:
+    """What `baton status`, `generate` and `down` need to know of a running cluster."""
+
+    name: str
+    supervisor: ProcessId
+    grpc: str
+    admin: str
+    metrics: str
+    redis_url: str
+    ray: str
+    processes: dict[str, ProcessId] = field(default_factory=dict)
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), indent=1)
+
+    @classmethod
+    def from_json(cls, text: str) -> ClusterState:
+        """Raises ValueError, KeyError or TypeError for what is not a state file."""
+        data = json.loads(text)
+        data["supervisor"] = ProcessId(**data["supervisor"])
+        data["processes"] = {name: ProcessId(**value) for name, value in data["processes"].items()}
+        return cls(**data)
+
+
+class StateFolder:
+    """The folder of one cluster name."""
+
+    def __init__(self, name: str, home: Path | None = None) -> None:
+        self.name = name
+        self.path = (home or baton_home()) / name
+        self.logs = self.path / "logs"
+        self.config = self.path / "cluster.yaml"
+        self._state = self.path / "state.json"
+        self._lock: IO[str] | None = None
+
+    def acquire(self) -> None:
+        """Take the name for this process, and start with empty logs. Raises ConfigError if a cluster has it."""
+        try:
+            self.logs.mkdir(parents=True, exist_ok=True, mode=0o700)
+            lock = (self.path / "lock").open("w", encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"BATON_HOME: cannot write to {self.path}: {error.strerror}") from None
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            lock.close()
+            text = f"a cluster named {self.name!r} is running; `baton down --name {self.name}` ends it"
+            raise ConfigError(f"name: {text}, another name starts a second one") from None
+        self._lock = lock
+        for old in self.logs.glob("*.log"):
+            old.unlink()
+
+    def release(self) -> None:
+        """Give the name back and remove what only a running cluster needs. The logs stay."""
+        for file in (self._state, self.config):
+            file.unlink(missing_ok=True)
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
+
+    def write_private(self, path: Path, text: str) -> None:
+        """Write a file that only its owner may read, whole or not at all."""
+        draft = path.with_suffix(".new")
+        descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            file.write(text)
+        draft.replace(path)
+
+    def write_state(self, state: ClusterState) -> None:
+        self.write_private(self._state, state.to_json())
+
+    def read_state(self) -> ClusterState | None:
+        """The state of the running cluster; None if none runs (a file that a killed one left does not count)."""
+        try:
+            state = ClusterState.from_json(self._state.read_text(encoding="utf-8"))
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+        return state if state.supervisor.process() else None
+
+
+def running_clusters(home: Path | None = None) -> list[ClusterState]:
+    """The state of every cluster that runs under this home, by name."""
+    folder = home or baton_home()
+    names = sorted(path.name for path in folder.iterdir() if path.is_dir()) if folder.is_dir() else []
+    states = (StateFolder(name, folder).read_state() for name in names)
+    return [state for state in states if state is not None]

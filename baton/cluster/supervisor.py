@@ -1,0 +1,134 @@
+"""The life of a cluster: Redis, workers, router, watch, and everything gone at the end, however it ends."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+import psutil
+import structlog
+import yaml
+
+from baton.cluster.pool import WorkerPlan, Workers
+from baton.cluster.processes import Child, ProcessSpec, stop_all
+from baton.cluster.redis import KeptRedis, check_redis
+from baton.cluster.state import ClusterState, ProcessId, StateFolder
+from baton.config import ClusterConfig
+from baton.core import Role
+
+POLL_S = 0.2
+LISTENERS = ("grpc", "admin", "metrics")
+DRAIN_S = 10.0
+STOP_S = 5.0
+
+log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """How a running cluster is told to end: `drain` lets requests finish, `now` does not wait for them."""
+
+    drain: threading.Event
+    now: threading.Event
+
+
+class Supervisor:
+    """Runs one cluster in the calling thread. `router_command` is the argv of the router process."""
+
+    def __init__(
+        self, config: ClusterConfig, folder: StateFolder, workers: Workers, router_command: Sequence[str]
+    ) -> None:
+        self._config = config
+        self._folder = folder
+        self._workers = workers
+        self._redis: KeptRedis | None = None
+        self._router = Child(ProcessSpec("router", router_command, folder.logs / "router.log"))
+        self._redis_url = config.redis.url
+
+    def run(self, stop: Stop, ready: Callable[[ClusterState], None]) -> None:
+        """Start, call `ready`, watch until told to stop, leave nothing behind. Raises BatonError when a part fails."""
+        self._folder.acquire()
+        with ExitStack() as leaving:
+            leaving.callback(self._folder.release)
+            self._start_redis(leaving)
+            self._write_config()
+            leaving.callback(self._stop_processes, stop)
+            self._workers.start(self._plans())
+            self._router.start()
+            self._workers.wait_ready()
+            self._router.wait_ready()
+            self._write_config()  # a router that is replaced listens where the first one did
+            self._folder.write_state(self._state())
+            ready(self._state())
+            self._watch(stop)
+
+    def _start_redis(self, leaving: ExitStack) -> None:
+        if self._config.redis.url != "embedded":
+            check_redis(self._config.redis.url, self._config.name)
+            return
+        self._redis = KeptRedis(self._folder.logs)
+        leaving.callback(self._redis.stop)
+        self._redis_url = self._redis.url
+
+    def _write_config(self) -> None:
+        tree = self._config.model_dump(mode="json", exclude_unset=True)
+        tree["redis"] = {"url": self._redis_url}
+        tree.setdefault("model", {})["path"] = self._config.model.path
+        listeners = {key: value for key, value in self._router.ready.items() if key in LISTENERS}
+        tree["router"] = tree.get("router", {}) | listeners
+        self._folder.write_private(self._folder.config, yaml.safe_dump(tree))
+
+    def _plans(self) -> list[WorkerPlan]:
+        pools = ((Role.PREFILL, self._config.prefill.replicas), (Role.DECODE, self._config.decode.replicas))
+        return [
+            WorkerPlan(role, index, self._folder.config, self._folder.logs / f"{role.value}-{index}.log")
+            for role, replicas in pools
+            for index in range(replicas)
+        ]
+
+    def _watch(self, stop: Stop) -> None:
+        known = self._processes()
+        while not stop.drain.wait(POLL_S):
+            if self._redis is not None:
+                self._redis.poll()
+            self._workers.poll()
+            if self._router.poll():
+                self._router.wait_ready()
+            if (now := self._processes()) != known:
+                known = now
+                self._folder.write_state(self._state())
+
+    def _stop_processes(self, stop: Stop) -> None:
+        """The router first: it finishes what it has while the workers are still there."""
+        self._router.terminate()
+        waited = 0.0
+        while self._router.pid is not None and waited < DRAIN_S and not stop.now.wait(POLL_S):
+            waited += POLL_S
+        stop_all([self._router], 0.0 if stop.now.is_set() else STOP_S)
+        self._workers.stop(STOP_S)
+
+    def _processes(self) -> dict[str, ProcessId]:
+        pids = {"router": self._router.pid, **self._workers.pids()}
+        if self._redis is not None:
+            pids["redis"] = self._redis.pid
+        found: dict[str, ProcessId] = {}
+        for name, pid in pids.items():
+            if pid is not None and psutil.pid_exists(pid):
+                found[name] = ProcessId.of(pid)
+        return found
+
+    def _state(self) -> ClusterState:
+        said = self._router.ready
+        return ClusterState(
+            name=self._config.name,
+            supervisor=ProcessId.of(os.getpid()),
+            grpc=str(said["grpc"]),
+            admin=str(said["admin"]),
+            metrics=str(said["metrics"]),
+            redis_url=self._redis_url,
+            ray=self._config.ray.address,
+            processes=self._processes(),
+        )

@@ -1,0 +1,219 @@
+"""File < environment (`BATON__A__B=c`) < `--set a.b=c`: merged, checked, frozen. Errors name line, key and remedy."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Hashable, Mapping, Sequence
+from pathlib import Path
+from types import UnionType
+from typing import Annotated, Any, Union, get_args, get_origin
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from baton.config.schema import ClusterConfig
+from baton.errors import ConfigError
+
+ENV_PREFIX = "BATON__"
+LATER = "is not built yet in this version; leave it out"
+
+# Keys whose feature comes later: naming one is an error, so that nobody believes that it works. None: any value.
+NOT_BUILT: dict[str, tuple[object, ...] | None] = {
+    "mode": ("colocated",),
+    "router.http": None,
+    "router.replicas": None,
+    "router.advertise": None,
+    "router.interface": None,
+    "router.policy": ("predicted", "prefix"),
+    "prefill.autoscale": None,
+    "decode.autoscale": None,
+    "prefill.tensor_parallel": None,
+    "decode.tensor_parallel": None,
+    "prefill.interface": None,
+    "decode.interface": None,
+    "transfer.transport": ("shm", "cuda_ipc", "grpc"),
+    "transfer.staging_memory": None,
+    "transfer.coalesce_below": None,
+    "transfer.verify": ("kv",),
+    "determinism": None,
+    "thinking": None,
+    "slo": None,
+    "security.tls": None,
+    "security.tokens": None,
+    "retry": None,
+    "resumable_s": None,
+    "history": None,
+}
+HARMLESS: dict[str, object] = {"router.replicas": 1, "prefill.tensor_parallel": 1, "decode.tensor_parallel": 1}
+
+Tree = dict[str, Any]
+
+
+class _LineLoader(yaml.SafeLoader):
+    """A safe loader that refuses duplicate keys."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        seen: set[object] = set()
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=True)
+            if key in seen:
+                raise ConfigError(f"line {key_node.start_mark.line + 1}: {key}: the key is there twice")
+            seen.add(key)
+        return super().construct_mapping(node, deep=deep)
+
+
+def _key_lines(node: yaml.Node | None, path: tuple[str, ...] = ()) -> dict[str, int]:
+    lines: dict[str, int] = {}
+    if isinstance(node, yaml.MappingNode):
+        for key, value in node.value:
+            here = (*path, str(key.value))
+            lines[".".join(here)] = key.start_mark.line + 1
+            lines |= _key_lines(value, here)
+    return lines
+
+
+def _parse_yaml(text: str) -> tuple[Tree, dict[str, int]]:
+    try:
+        node = yaml.compose(text, Loader=yaml.SafeLoader)
+        tree = _LineLoader(text).get_single_data()
+    except yaml.MarkedYAMLError as error:
+        line = error.problem_mark.line + 1 if error.problem_mark else "?"
+        raise ConfigError(f"line {line}: not YAML: {error.problem}") from None
+    except yaml.YAMLError as error:
+        raise ConfigError(f"not YAML: {error}") from None
+    if tree is None:
+        return {}, {}
+    if not isinstance(tree, dict):
+        raise ConfigError(f"a cluster file is a mapping of keys, this is a {type(tree).__name__}")
+    return tree, _key_lines(node)
+
+
+def _put(tree: Tree, path: Sequence[str], value: object, source: str) -> None:
+    for key in path[:-1]:
+        inner = tree.setdefault(key, {})
+        if not isinstance(inner, dict):
+            raise ConfigError(f"{source}: {key} is a value, not a section")
+        tree = inner
+    tree[path[-1]] = value
+
+
+def _overlay(tree: Tree, sets: Sequence[str], env: Mapping[str, str]) -> None:
+    for name in sorted(env):
+        if name.startswith(ENV_PREFIX):
+            path = name.removeprefix(ENV_PREFIX).lower().split("__")
+            _put(tree, path, _scalar(env[name], name), name)
+    for item in sets:
+        key, separator, value = item.partition("=")
+        if not separator or not key.strip():
+            raise ConfigError(f"--set {item}: must be key=value, such as --set decode.replicas=2")
+        _put(tree, key.strip().split("."), _scalar(value, f"--set {key}"), f"--set {item}")
+
+
+def _scalar(text: str, source: str) -> object:
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError:
+        raise ConfigError(f"{source}: {text!r} is not a YAML value") from None
+
+
+def load_config(path: str | Path, sets: Sequence[str] = (), env: Mapping[str, str] | None = None) -> ClusterConfig:
+    """Read a cluster file. `model.path`, when relative, is looked for below the current folder, then beside the file.
+
+    Raises ConfigError; its text has one line per mistake, each with line, key, value and what is allowed.
+    """
+    file = Path(path)
+    try:
+        text = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not UTF-8"
+        raise ConfigError(f"{file}: cannot be read: {reason}") from None
+    try:
+        tree, lines = _parse_yaml(text)
+        _overlay(tree, sets, env or {})
+        config = _validated(tree, lines)
+    except ConfigError as error:
+        raise ConfigError("\n".join(f"{file}: {line}" for line in str(error).splitlines())) from None
+    return _with_model_path(config, file)
+
+
+def config_from_json(text: str) -> ClusterConfig:
+    """The config that another process of this cluster wrote with `model_dump_json`."""
+    return ClusterConfig.model_validate_json(text)
+
+
+def _with_model_path(config: ClusterConfig, file: Path) -> ClusterConfig:
+    given = Path(config.model.path)
+    if config.model.path == "oracle" or given.is_absolute():
+        return config
+    places = (Path.cwd(), file.resolve().parent, file.resolve().parent.parent)
+    found = next((place / given for place in places if (place / given).is_dir()), None)
+    if found is None:
+        tried = ", ".join(str(place / given) for place in places)
+        raise ConfigError(f"{file}: model.path: no folder {config.model.path!r} (looked for {tried})")
+    return config.model_copy(update={"model": config.model.model_copy(update={"path": str(found.resolve())})})
+
+
+def _validated(tree: Tree, lines: Mapping[str, int]) -> ClusterConfig:
+    problems = _later(tree)
+    try:
+        config = ClusterConfig.model_validate(tree)
+    except ValidationError as error:
+        problems += [_problem(dict(detail)) for detail in error.errors()]
+    if problems:
+        raise ConfigError("\n".join(f"{_at(key, lines)}{key + ': ' if key else ''}{text}" for key, text in problems))
+    return config
+
+
+def _at(key: str, lines: Mapping[str, int]) -> str:
+    return f"line {lines[key]}: " if key in lines else ""
+
+
+def _problem(detail: Mapping[str, Any]) -> tuple[str, str]:
+    parts = [str(part) for part in detail["loc"] if str(part) not in {"constrained-int", "int", "literal['auto']"}]
+    key = ".".join(parts)
+    if detail["type"] == "extra_forbidden":
+        return key, _unknown(key)
+    message = str(detail["msg"]).removeprefix("Value error, ")
+    shown = (
+        "" if isinstance(detail["input"], (dict, BaseModel)) else f", got {json.dumps(detail['input'], default=str)}"
+    )
+    return key, f"{message[0].lower()}{message[1:]}{shown}" if key else message
+
+
+def _unknown(key: str) -> str:
+    known = known_keys()
+    near = difflib.get_close_matches(key, known, n=2, cutoff=0.6)
+    if not near:
+        last = difflib.get_close_matches(key.rpartition(".")[2], [name.rpartition(".")[2] for name in known], n=1)
+        near = [name for name in known if name.rpartition(".")[2] in last][:2]
+    return f"unknown key; did you mean {' or '.join(near)}?" if near else "unknown key"
+
+
+def known_keys(model: type[BaseModel] = ClusterConfig, prefix: str = "") -> list[str]:
+    """Every key of the cluster file, dotted, sections included."""
+    keys: list[str] = []
+    for name, field in model.model_fields.items():
+        keys.append(prefix + name)
+        for section in _sections(field.annotation):
+            keys += known_keys(section, f"{prefix}{name}.")
+    return keys
+
+
+def _sections(annotation: Any) -> list[type[BaseModel]]:
+    if get_origin(annotation) in (Union, UnionType, Annotated):
+        return [section for part in get_args(annotation) for section in _sections(part)]
+    return [annotation] if isinstance(annotation, type) and issubclass(annotation, BaseModel) else []
+
+
+def _later(tree: Tree) -> list[tuple[str, str]]:
+    found: list[tuple[str, str]] = []
+    for key, values in NOT_BUILT.items():
+        inner: Any = tree
+        for part in key.split("."):
+            inner = inner.get(part) if isinstance(inner, dict) else None
+        if inner is None or (key in HARMLESS and inner == HARMLESS[key]):
+            continue
+        if values is None or inner in values:
+            found.append((key, f"{json.dumps(inner, default=str)} {LATER}" if values else LATER))
+    return found

@@ -1,0 +1,60 @@
+"""Kinds of values in the cluster file: sizes, addresses. Each says what is allowed when it refuses."""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from typing import Annotated, Literal
+
+from pydantic import BeforeValidator, WithJsonSchema
+
+UNITS = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40, "KB": 10**3, "MB": 10**6, "GB": 10**9}
+SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)")
+
+
+def parse_size(value: object) -> int:
+    """`256MiB`, `1.5GB` or a number of bytes. Raises ValueError saying what is allowed."""
+    if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+        return value
+    match = SIZE.fullmatch(value.strip()) if isinstance(value, str) else None
+    if match is None or match[2].upper() not in UNITS or not float(match[1]):
+        raise ValueError("must be a size such as 256MiB or 2GiB (or a number of bytes above 0)")
+    return int(float(match[1]) * UNITS[match[2].upper()])
+
+
+def parse_size_or_auto(value: object) -> int | Literal["auto"]:
+    """A size, or the word `auto`. Raises ValueError."""
+    return "auto" if value == "auto" else parse_size(value)
+
+
+def split_address(text: str) -> tuple[str, int]:
+    """`host:port` or `[v6]:port`. Raises ValueError."""
+    host, separator, port = text.rpartition(":")
+    if not separator or not host or not port.isdecimal() or int(port) > 65535:
+        raise ValueError("must be host:port, such as 127.0.0.1:50051 (port 0: any free port)")
+    return host.strip("[]"), int(port)
+
+
+def parse_address(value: object) -> str:
+    """The address unchanged, if it is one. Raises ValueError saying what is allowed."""
+    if not isinstance(value, str):
+        raise ValueError("must be host:port, such as 127.0.0.1:50051 (port 0: any free port)")
+    split_address(value)
+    return value
+
+
+def is_loopback(address: str) -> bool:
+    """True for addresses that only this machine reaches."""
+    host, _ = split_address(address)
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+_SIZE_SCHEMA = {
+    "anyOf": [{"type": "integer", "minimum": 1}, {"type": "string", "pattern": r"^\d+(\.\d+)?\s*[A-Za-z]*$"}]
+}
+Size = Annotated[int, BeforeValidator(parse_size), WithJsonSchema(_SIZE_SCHEMA)]
+SizeOrAuto = Annotated[int | Literal["auto"], BeforeValidator(parse_size_or_auto), WithJsonSchema(_SIZE_SCHEMA)]
+Address = Annotated[str, BeforeValidator(parse_address), WithJsonSchema({"type": "string", "pattern": r"^.+:\d+$"})]

@@ -1,0 +1,280 @@
+"""The nouns of Baton, as frozen values: who (incarnations, workers), what (requests, sampling, tokens) and where (KV).
+
+No torch, no gRPC, no I/O. A value that exists is valid: constructors of what comes from outside check themselves and
+raise `InvalidRequest` naming the field.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from dataclasses import dataclass, field, replace
+
+from baton.errors import InvalidRequest, Violation
+
+PROTOCOL_VERSION = 1
+MAX_LOGPROBS = 20
+MAX_STOP_STRINGS = 16
+MAX_STOP_CHARS = 256
+MAX_LOGIT_BIAS = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Incarnation:
+    """One life of a process: (store epoch, counter). Compared for equality only; order is the business of leases."""
+
+    epoch: int
+    counter: int
+
+    def __str__(self) -> str:
+        return f"{self.epoch}.{self.counter}"
+
+    @classmethod
+    def parse(cls, text: str) -> Incarnation:
+        """Inverse of `str`. Raises ValueError."""
+        epoch, counter = text.split(".")
+        return cls(int(epoch), int(counter))
+
+
+class Role(enum.StrEnum):
+    """What a worker does."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerRef:
+    """A worker as others address it: its place, its life and its listener. The same address is not the same worker."""
+
+    worker_id: str
+    incarnation: Incarnation
+    address: str
+
+    def __str__(self) -> str:
+        return f"{self.worker_id}@{self.incarnation}"
+
+
+@dataclass(frozen=True, slots=True)
+class HandoffId:
+    """Names one handoff: the router's request id and its attempt, which only the owning router raises."""
+
+    request_id: str
+    attempt: int
+
+    def __str__(self) -> str:
+        return f"{self.request_id}/{self.attempt}"
+
+    def next(self) -> HandoffId:
+        """The same request, one attempt later."""
+        return replace(self, attempt=self.attempt + 1)
+
+
+class FinishReason(enum.StrEnum):
+    """Why a choice ended. Failures are errors, never reasons."""
+
+    EOS = "eos"
+    STOP_TOKEN = "stop_token"
+    STOP_STRING = "stop_string"
+    LENGTH = "length"
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How tokens are chosen. Field meanings follow the OpenAI and vLLM conventions of the same names.
+
+    `temperature` 0 is greedy. `top_k` 0 and `top_p` 1 switch those filters off. `seed` None lets the router draw one,
+    so that every worker sees a number. `logprobs` None: none; 0: of the chosen token; k: of the k best as well.
+    """
+
+    max_tokens: int = 16
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    logprobs: int | None = None
+
+    def __post_init__(self) -> None:
+        violations = tuple(_sampling_violations(self))
+        if violations:
+            raise InvalidRequest(*violations)
+
+
+_RANGES: tuple[tuple[str, float, float, str], ...] = (
+    ("max_tokens", 1, 2**31 - 1, "at least 1"),
+    ("min_tokens", 0, 2**31 - 1, "at least 0"),
+    ("temperature", 0.0, 100.0, "between 0 and 100"),
+    ("top_p", math.ulp(0.0), 1.0, "above 0 and at most 1"),
+    ("top_k", 0, 2**31 - 1, "at least 0 (0: off)"),
+    ("min_p", 0.0, 1.0, "between 0 and 1"),
+    ("seed", 0, 2**64 - 1, "between 0 and 2^64-1"),
+    ("repetition_penalty", math.ulp(0.0), 100.0, "above 0 and at most 100"),
+    ("presence_penalty", -2.0, 2.0, "between -2 and 2"),
+    ("frequency_penalty", -2.0, 2.0, "between -2 and 2"),
+    ("logprobs", 0, MAX_LOGPROBS, f"between 0 and {MAX_LOGPROBS}"),
+)
+
+
+def _sampling_violations(s: Sampling) -> list[Violation]:
+    values = {name: value for name in s.__slots__ if (value := object.__getattribute__(s, name)) is not None}
+    found = [
+        Violation(f"sampling.{name}", f"must be {allowed}, got {values[name]}")
+        for name, low, high, allowed in _RANGES
+        if name in values and not low <= values[name] <= high  # a NaN is in no range
+    ]
+    if s.min_tokens > s.max_tokens:
+        allowed = f"must be at most max_tokens ({s.max_tokens})"
+        found.append(Violation("sampling.min_tokens", f"{allowed}, got {s.min_tokens}"))
+    if len(s.stop) > MAX_STOP_STRINGS:
+        found.append(Violation("sampling.stop", f"at most {MAX_STOP_STRINGS} stop strings, got {len(s.stop)}"))
+    if any(not text or len(text) > MAX_STOP_CHARS for text in s.stop):
+        found.append(Violation("sampling.stop", f"each must have 1 to {MAX_STOP_CHARS} characters"))
+    if len(s.logit_bias) > MAX_LOGIT_BIAS:
+        found.append(Violation("sampling.logit_bias", f"at most {MAX_LOGIT_BIAS} entries, got {len(s.logit_bias)}"))
+    if any(not -100.0 <= bias <= 100.0 for _, bias in s.logit_bias):
+        found.append(Violation("sampling.logit_bias", "each bias must be between -100 and 100"))
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceSpec:
+    """All that a worker needs to compute a request: the prompt, what was already generated, how to go on.
+
+    `known` are output tokens of earlier attempts (or the first token, in a commit): they are never sampled again.
+    `text_sent` is not here on purpose: text is a function of the tokens, so every worker can rebuild it.
+    """
+
+    prompt: tuple[int, ...]
+    sampling: Sampling
+    known: tuple[int, ...] = ()
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        return self.prompt + self.known
+
+    def __len__(self) -> int:
+        return len(self.prompt) + len(self.known)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Log-probability of a chosen token and of the best alternatives, best first."""
+
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    """One output token: its index within the choice (from 0), its id and the text that became final with it.
+
+    The pieces of `text` of a choice, put together, are its text; a piece is empty while a character or a possible
+    stop string is incomplete.
+    """
+
+    index: int
+    token_id: int
+    text: str
+    logprobs: TokenLogprobs | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """How a choice ended. `matched` is the stop string or the stop token id (as text) where there is one.
+
+    `tail` is text that was held back for a stop string that did not come; it belongs after the last token's text.
+    """
+
+    reason: FinishReason
+    matched: str = ""
+    tail: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class KVLayout:
+    """The shape of KV on one rank: K and V are each `[layers, blocks, block_size, kv_heads, head_dim]` of `dtype`."""
+
+    layers: int
+    kv_heads: int
+    head_dim: int
+    block_size: int
+    dtype: str  # "float32" | "bfloat16" | "float16"
+    tensors: tuple[str, ...] = ("k", "v")
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of one element."""
+        return {"float32": 4, "bfloat16": 2, "float16": 2}[self.dtype]
+
+    @property
+    def layer_block_bytes(self) -> int:
+        """Bytes of one block of one layer, K and V together."""
+        return len(self.tensors) * self.block_size * self.kv_heads * self.head_dim * self.itemsize
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block over all layers, K and V together."""
+        return self.layers * self.layer_block_bytes
+
+    def blocks_for(self, tokens: int) -> int:
+        """How many blocks hold `tokens` positions."""
+        return -(-tokens // self.block_size)
+
+
+@dataclass(frozen=True, slots=True)
+class BlockCounts:
+    """The block ledger of one worker. `check` is the invariant: every block is in exactly one state."""
+
+    total: int
+    free: int = 0
+    reserved: int = 0
+    owned: int = 0
+    cached: int = 0
+    quarantined: int = 0
+
+    def check(self) -> BlockCounts:
+        """Return self, or raise AssertionError with the counts: a block was lost or is owned twice."""
+        if self.free + self.reserved + self.owned + self.cached + self.quarantined != self.total:
+            raise AssertionError(f"block ledger does not add up: {self}")
+        return self
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What a worker reports with each step: the router's live view of it, and what `baton status` shows."""
+
+    step: int = 0
+    running: int = 0
+    waiting: int = 0
+    queued_tokens: int = 0  # prompt tokens accepted and not computed yet
+    prefill_tokens: int = 0  # computed since the process began
+    decode_steps: int = 0
+    decode_tokens: int = 0
+    blocks: BlockCounts = field(default_factory=lambda: BlockCounts(0))
+    transfer_bytes: int = 0
+    transport: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerInfo:
+    """What a worker says of itself when it registers. Two workers can hand over if their fingerprints are equal."""
+
+    ref: WorkerRef
+    role: Role
+    fingerprint: str
+    model: str
+    max_model_len: int
+    total_blocks: int
+    layout: KVLayout
+    pid: int = 0
+    host: str = ""
+    protocol_version: int = PROTOCOL_VERSION

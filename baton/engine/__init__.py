@@ -1,0 +1,1 @@
+"""The transformer engine that both roles use."""

@@ -1,0 +1,43 @@
+"""What the engine asks of a model: the transformer and the oracle both answer it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    import torch
+
+    from baton.core import KVLayout
+    from baton.engine.batch import Batch
+    from baton.engine.kv import KVCache
+
+
+class ModelBackend(Protocol):
+    """A model that keeps its state in paged KV and nowhere else. One thread at a time."""
+
+    @property
+    def name(self) -> str:
+        """The model's name, for people."""
+
+    @property
+    def layout(self) -> KVLayout:
+        """The shape of the KV cache that `forward` takes."""
+
+    @property
+    def vocab_size(self) -> int:
+        """The width of the logits; token ids are below it."""
+
+    @property
+    def max_model_len(self) -> int:
+        """The most positions a sequence may have, prompt and output together."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where the tensors of a batch and the KV cache live."""
+
+    @property
+    def fingerprint(self) -> str:
+        """Equal on two workers only if KV written by one is right for the other: weights, dtype, layout."""
+
+    def forward(self, batch: Batch, kv: KVCache) -> torch.Tensor:
+        """Write the batch's K and V through `slot_mapping`, then return logits, float32 [L, vocab_size]."""

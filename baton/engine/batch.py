@@ -1,0 +1,31 @@
+"""One forward's worth of work: any mix of prompt chunks and decode rows, flattened to one row per new token."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Batch:
+    """N new tokens of B sequences, the tokens of one sequence side by side, in the order of their positions.
+
+    token_ids     int64 [N]
+    positions     int64 [N]   from 0, within the sequence
+    slot_mapping  int64 [N]   where the token's K and V go: block * block_size + offset
+    query_lens    B lengths that sum to N; each at least 1
+    context_lens  B lengths: KV positions that are valid once this forward has written its own
+    block_tables  int32 [B, max_blocks], padded with 0
+    logit_rows    int64 [L]   the rows of N whose logits are wanted
+    """
+
+    token_ids: Tensor
+    positions: Tensor
+    slot_mapping: Tensor
+    query_lens: list[int]
+    context_lens: list[int]
+    block_tables: Tensor
+    logit_rows: Tensor

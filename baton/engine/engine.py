@@ -1,0 +1,293 @@
+"""The engine of a worker: sequences in, tokens out, one `step` at a time. Used by one thread.
+
+    submit ──> waiting ──> running ──> finished           blocks freed here
+                 ^            │  └───> held               hold=True: blocks stay until release
+                 └─preempted──┤
+    adopt ────────────────────┘        (or preempted and handed back)
+
+Progress is counted, not phased: a sequence has known and computed tokens, and every kind of work (prompt chunks,
+decoding, starting over after a preemption or elsewhere) is to let computed catch up with known.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import structlog
+import torch
+
+from baton.core import Load
+from baton.engine.assemble import assemble
+from baton.engine.blocks import BlockPool, BlockState
+from baton.engine.choice import Choice
+from baton.engine.kv import KVCache
+from baton.engine.sampler import sample
+from baton.engine.scheduler import Scheduler, Sequence
+from baton.errors import EngineFault, InvalidRequest
+
+if TYPE_CHECKING:
+    from baton.core import Finish, HandoffId, SequenceSpec, Token
+    from baton.engine.backend import ModelBackend
+    from baton.engine.blocks import Allocation
+    from baton.engine.sampler import Sampled
+    from baton.engine.scheduler import Work
+    from baton.tokenizer import Tokenizer
+
+log = structlog.get_logger()
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """What one step brought to one request. The last output of a request has `finish` set."""
+
+    key: HandoffId
+    tokens: list[Token]
+    finish: Finish | None
+
+
+@dataclass(slots=True)
+class StepResult:
+    """What one step brought. `computed` tokens went through the model; 0: nothing could be done now.
+
+    Requests in `preempted` (handed back) and in `failed` are forgotten, their blocks are free.
+    """
+
+    outputs: list[Output] = field(default_factory=list)
+    preempted: list[HandoffId] = field(default_factory=list)
+    failed: list[tuple[HandoffId, EngineFault]] = field(default_factory=list)
+    computed: int = 0
+
+
+@dataclass(slots=True)
+class Counters:
+    """What the engine did since it began. Recomputed tokens count as prefill again."""
+
+    steps: int = 0
+    prefill_tokens: int = 0
+    decode_steps: int = 0  # steps with at least one decode token
+    decode_tokens: int = 0
+    preemptions: int = 0
+
+
+@dataclass(slots=True)
+class _Request:
+    sequence: Sequence
+    choice: Choice
+    hold: bool = False
+    held: bool = False
+
+
+class Engine:
+    """One model, its KV cache, and the requests that use them.
+
+    `max_batched_tokens` bounds the tokens of one step, `max_running` the sequences in it. `recompute_preempted`: start
+    preempted sequences over here, or hand them back through `StepResult.preempted`.
+    """
+
+    def __init__(
+        self,
+        backend: ModelBackend,
+        tokenizer: Tokenizer,
+        *,
+        total_blocks: int,
+        max_model_len: int | None = None,
+        max_batched_tokens: int = 2048,
+        max_running: int = 64,
+        recompute_preempted: bool = True,
+    ) -> None:
+        self.backend = backend
+        self.layout = backend.layout
+        self.tokenizer = tokenizer
+        self.pool = BlockPool(total_blocks)
+        self.kv = KVCache(self.layout, total_blocks, backend.device)
+        self.counters = Counters()
+        self.max_model_len = min(max_model_len or backend.max_model_len, total_blocks * self.layout.block_size)
+        self._scheduler = Scheduler(
+            self.pool,
+            self.layout.block_size,
+            max_batched_tokens=max_batched_tokens,
+            max_running=max_running,
+            recompute_preempted=recompute_preempted,
+        )
+        self._requests: dict[HandoffId, _Request] = {}
+        self._ended: list[Output] = []  # ended by what was known already; told with the next step
+        self._arrivals = 0
+
+    def reserve(self, tokens: int) -> Allocation | None:
+        """Reserved blocks for the KV of `tokens` positions and one more, or None: not now.
+
+        Leaves one free block for each running sequence to grow into, and room for the next that waits here.
+        """
+        need = self.layout.blocks_for(tokens + 1)
+        return self.pool.allocate(need, reserved=True) if self.pool.free >= need + self._scheduler.watermark else None
+
+    def submit(self, key: HandoffId, spec: SequenceSpec, *, hold: bool = False) -> None:
+        """Compute `spec` from its first token on. `hold`: stop after one new token and keep the blocks for `held`.
+
+        Raises InvalidRequest if it can never be computed here, ValueError if `key` is in use.
+        """
+        self.validate(spec)
+        request = self._register(key, spec, computed=0, hold=hold)
+        if request is not None:
+            self._scheduler.add(request.sequence)
+
+    def adopt(self, key: HandoffId, spec: SequenceSpec, allocation: Allocation) -> None:
+        """Go on with a sequence whose KV, but for its last token, lies in `allocation` (from `reserve`).
+
+        The last token of `spec.known` was delivered elsewhere; the next one has index `len(spec.known)`. The
+        allocation is the engine's from here on. Raises ValueError if it is not reserved or too small, or if `key` is
+        in use, and InvalidRequest like `submit`; it is the caller's still then.
+        """
+        self.validate(spec)
+        if not allocation.belongs_to(self.pool) or len(allocation) < self.layout.blocks_for(len(spec) - 1):
+            raise ValueError(f"allocation of {len(allocation)} blocks does not fit {len(spec)} tokens")
+        if allocation.state is not BlockState.RESERVED:
+            raise ValueError(f"allocation is {allocation.state.value}, not reserved")
+        request = self._register(key, spec, computed=len(spec) - 1)
+        allocation.activate()
+        if request is None:
+            allocation.release()
+            return
+        request.sequence.allocation = allocation
+        self._scheduler.adopt(request.sequence)
+
+    def held(self, key: HandoffId) -> Allocation:
+        """Blocks with the KV of all tokens of a held sequence's spec. Raises KeyError if `key` is not held."""
+        request = self._requests[key]
+        if not request.held or request.sequence.allocation is None:
+            raise KeyError(key)
+        return request.sequence.allocation
+
+    def release(self, key: HandoffId) -> None:
+        """Forget a request in whatever state and free its blocks, unless they are in quarantine. Unknown: no-op."""
+        self._ended = [output for output in self._ended if output.key != key]
+        request = self._requests.pop(key, None)
+        if request is None:
+            return
+        self._scheduler.remove(request.sequence)
+        allocation = request.sequence.allocation
+        if allocation is not None and allocation.state is not BlockState.QUARANTINED:
+            allocation.release()
+
+    def finish_of(self, spec: SequenceSpec) -> Finish | None:
+        """How `spec.known` ends its request already, if it does. Raises InvalidRequest like `submit`."""
+        self.validate(spec)
+        return self._choice(spec).finish
+
+    def validate(self, spec: SequenceSpec) -> None:
+        """Raises InvalidRequest, naming the field, if `spec` can never be computed here."""
+        if not spec.prompt:
+            raise InvalidRequest.of("prompt", "must have at least one token")
+        if len(spec.prompt) >= self.max_model_len or len(spec) > self.max_model_len:
+            raise InvalidRequest.of(
+                "prompt", f"has {len(spec)} tokens, which leaves no room for an answer within {self.max_model_len}"
+            )
+        sampling = spec.sampling
+        self._check_ids("prompt", spec.tokens)
+        self._check_ids("sampling.stop_token_ids", sampling.stop_token_ids)
+        self._check_ids("sampling.logit_bias", [token_id for token_id, _ in sampling.logit_bias])
+
+    def has_work(self) -> bool:
+        """Whether a step could bring anything. Held sequences wait for others, not for a step."""
+        return bool(self._scheduler.running or self._scheduler.waiting or self._ended)
+
+    def load(self) -> Load:
+        """The engine's part of what a worker reports."""
+        running, waiting = self._scheduler.running, self._scheduler.waiting
+        return Load(
+            step=self.counters.steps,
+            running=len(running),
+            waiting=len(waiting),
+            queued_tokens=sum(max(0, s.prefill_end - s.computed) for s in (*running, *waiting)),
+            prefill_tokens=self.counters.prefill_tokens,
+            decode_steps=self.counters.decode_steps,
+            decode_tokens=self.counters.decode_tokens,
+            blocks=self.pool.counts(),
+        )
+
+    def step(self) -> StepResult:
+        """Schedule, compute, and tell what came of it."""
+        result = StepResult(outputs=self._ended)
+        self._ended = []
+        plan = self._scheduler.plan()
+        self.counters.preemptions += len(plan.preempted)
+        if not self._scheduler.recompute_preempted:
+            result.preempted = [sequence.key for sequence in plan.preempted]
+            for key in result.preempted:
+                del self._requests[key]
+        if plan.work:
+            self._run(plan.work, result)
+        return result
+
+    def _run(self, work: list[Work], result: StepResult) -> None:
+        try:
+            sampled = self._compute(work)
+        except Exception as error:  # whatever a model raises, the other requests live on
+            log.exception("engine_step_failed", sequences=len(work))
+            for item in work:
+                self._fail(item.sequence.key, f"{type(error).__name__}: {error}", result)
+            return
+        result.computed = self._advance(work)
+        for key, drawn in sampled.items():
+            self._deliver(key, drawn, result)
+
+    @torch.inference_mode()
+    def _compute(self, work: list[Work]) -> dict[HandoffId, Sampled]:
+        """Run the model; a draw for each sequence of which all known tokens are computed then."""
+        batch = assemble(work, [self._requests[item.sequence.key].choice.tokens for item in work], self.backend)
+        logits = self.backend.forward(batch, self.kv)
+        keys = [item.sequence.key for item in work if item.completes]
+        draws = sample(logits, [self._requests[key].choice.row for key in keys]) if keys else []
+        return dict(zip(keys, draws, strict=True))
+
+    def _advance(self, work: list[Work]) -> int:
+        total = sum(item.count for item in work)
+        prefill = sum(item.prefill_tokens for item in work)
+        self.counters.steps += 1
+        self.counters.prefill_tokens += prefill
+        self.counters.decode_tokens += total - prefill
+        self.counters.decode_steps += total > prefill
+        for item in work:
+            item.sequence.computed += item.count
+        return total
+
+    def _deliver(self, key: HandoffId, drawn: Sampled, result: StepResult) -> None:
+        request = self._requests[key]
+        if drawn.token_id is None:
+            self._fail(key, "the model's logits are not numbers", result)
+            return
+        choice, sequence = request.choice, request.sequence
+        token = choice.push(drawn.token_id, drawn.logprobs)
+        sequence.known = len(choice.tokens)
+        result.outputs.append(Output(key, [] if token is None else [token], choice.finish))
+        if request.hold:
+            request.held = True
+            self._scheduler.remove(sequence)
+        elif choice.finish is not None:
+            self.release(key)
+
+    def _fail(self, key: HandoffId, message: str, result: StepResult) -> None:
+        self.release(key)
+        result.failed.append((key, EngineFault(message)))
+
+    def _register(self, key: HandoffId, spec: SequenceSpec, *, computed: int, hold: bool = False) -> _Request | None:
+        """A new request, or None if what it knows has ended it: then only its ending is left to tell."""
+        if key in self._requests or any(output.key == key for output in self._ended):
+            raise ValueError(f"handoff {key} is already here")
+        choice = self._choice(spec)
+        if choice.finish is not None:
+            self._ended.append(Output(key, [], choice.finish))
+            return None
+        self._arrivals += 1
+        sequence = Sequence(key, self._arrivals, len(spec), len(spec) if computed == 0 else computed, computed)
+        request = self._requests[key] = _Request(sequence, choice, hold)
+        return request
+
+    def _choice(self, spec: SequenceSpec) -> Choice:
+        return Choice(spec, self.tokenizer, self.backend.vocab_size, self.max_model_len)
+
+    def _check_ids(self, name: str, ids: tuple[int, ...] | list[int]) -> None:
+        wrong = next((i for i in ids if not 0 <= i < self.backend.vocab_size), None)
+        if wrong is not None:
+            raise InvalidRequest.of(name, f"token id {wrong} is not within 0..{self.backend.vocab_size - 1}")

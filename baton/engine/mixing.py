@@ -1,0 +1,62 @@
+"""Integer hashes, on Python ints and on tensors, with equal bits on every device: what must not depend on a batch is
+drawn from these.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_MASK64 = (1 << 64) - 1
+_MUL_A, _MUL_B = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB  # splitmix64
+GOLDEN64 = 0x9E3779B97F4A7C15
+
+
+def signed64(x: int) -> int:
+    """The int64 with the bits of the unsigned `x` (taken modulo 2^64)."""
+    x &= _MASK64
+    return x - (1 << 64) if x >> 63 else x
+
+
+def mix64(x: int) -> int:
+    """A bijection of 64-bit numbers whose output bits each depend on all input bits (splitmix64's finaliser)."""
+    x &= _MASK64
+    x = (x ^ (x >> 30)) * _MUL_A & _MASK64
+    x = (x ^ (x >> 27)) * _MUL_B & _MASK64
+    return x ^ (x >> 31)
+
+
+def mix64_tensor(x: Tensor) -> Tensor:
+    """`mix64` on each element of an int64 tensor, whose bits are read as unsigned."""
+    x = (x ^ _shift_right(x, 30)) * signed64(_MUL_A)
+    x = (x ^ _shift_right(x, 27)) * signed64(_MUL_B)
+    return x ^ _shift_right(x, 31)
+
+
+def _shift_right(x: Tensor, bits: int) -> Tensor:
+    return (x >> bits) & ((1 << (64 - bits)) - 1)  # torch shifts in copies of the sign
+
+
+def columns_hash(keys: Tensor, columns: int) -> Tensor:
+    """31 hash bits for each (row, column): int32 `[rows, columns]` from int32 `keys` `[rows, 2]`.
+
+    Two rounds of murmur3's finaliser over the column, one with each half of the row's key: 32-bit integers, because
+    vector units multiply those fast.
+    """
+    first, second = keys[:, :1], keys[:, 1:]
+    x = torch.arange(columns, dtype=torch.int32, device=keys.device) * signed32(0x9E3779B1)
+    return _mix32(_mix32(x ^ first) ^ second) & 0x7FFFFFFF
+
+
+def signed32(x: int) -> int:
+    """The int32 with the bits of the unsigned `x` (taken modulo 2^32)."""
+    x &= 0xFFFFFFFF
+    return x - (1 << 32) if x >> 31 else x
+
+
+def _mix32(x: Tensor) -> Tensor:
+    x = x ^ ((x >> 16) & 0xFFFF)
+    x = x * signed32(0x85EBCA6B)
+    x = x ^ ((x >> 13) & 0x7FFFF)
+    x = x * signed32(0xC2B2AE35)
+    return x ^ ((x >> 16) & 0xFFFF)

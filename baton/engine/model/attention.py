@@ -1,0 +1,168 @@
+"""Causal attention over paged KV, for any mix of prompt chunks and decode rows.
+
+`PagedAttention` is built once per forward (and per window size); all indices and masks are made there. Layers then
+call it with their queries. Chunks run one sequence at a time, in tiles of query rows; rows of a single token run
+together, in groups of similar context length. Only valid positions are ever read, so what other sequences left in
+a block does no harm, not even a NaN.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torch import Tensor
+
+    from baton.engine.batch import Batch
+
+TILE_ROWS = 256  # bounds the mask of a chunk to TILE_ROWS x context
+GROUP_SLOTS = 65536  # bounds the copy of KV that one group of decode rows makes
+
+
+class Attention(Protocol):
+    """What a layer needs: `keys` and `values` are its caches, [blocks, block_size, kv_heads, head_dim]."""
+
+    def __call__(self, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        """Attend with query [N, heads, head_dim], whose own K and V are in the cache. Returns [N, heads * head_dim]."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Chunk:
+    """New tokens [row, row + tokens) of one sequence; `slots` int64 are those of its positions from `first` on."""
+
+    row: int
+    slots: Tensor
+    tiles: list[_Tile]
+
+
+@dataclass(frozen=True, slots=True)
+class _Tile:
+    """Rows of a chunk and the range of its slots that they see; without a mask it is a plain causal square."""
+
+    rows: slice
+    keys: slice
+    mask: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """Rows int64 [R] of one token each; slots int64 [R, S]; mask bool [R, 1, 1, S], False where a slot is padding."""
+
+    rows: Tensor
+    slots: Tensor
+    mask: Tensor
+
+
+class PagedAttention:
+    """Attention of one batch. With a `window`, a token sees itself and the window - 1 positions before it."""
+
+    def __init__(self, batch: Batch, block_size: int, window: int | None) -> None:
+        self._tables = batch.block_tables.to(torch.int64)
+        self._block_size = block_size
+        self._window = window
+        starts = accumulate(batch.query_lens, initial=0)
+        rows = list(zip(starts, batch.query_lens, batch.context_lens, strict=False))
+        self._chunks = [self._chunk(i, *row) for i, row in enumerate(rows) if row[1] > 1]
+        singles = [(i, row, context) for i, (row, tokens, context) in enumerate(rows) if tokens == 1]
+        self._groups = [self._group(members) for members in _similar(singles, window)]
+
+    def __call__(self, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        keys, values = keys.flatten(0, 1), values.flatten(0, 1)
+        out = torch.empty_like(query)
+        for chunk in self._chunks:
+            _run_chunk(chunk, query, keys, values, out)
+        for group in self._groups:
+            _run_group(group, query, keys, values, out)
+        return out.flatten(1)
+
+    def _chunk(self, index: int, row: int, tokens: int, context: int) -> _Chunk:
+        start = context - tokens
+        first = _first_seen(start, self._window)
+        positions = torch.arange(first, context, device=self._tables.device)
+        tiles = list(_tiles(start, context, first, self._window, self._tables.device))
+        return _Chunk(row, self._slots(self._tables[index], positions), tiles)
+
+    def _group(self, members: list[tuple[int, int, int]]) -> _Group:
+        device = self._tables.device
+        sequences, rows, contexts = (torch.tensor(column, device=device) for column in zip(*members, strict=True))
+        last = contexts[:, None] - 1
+        seen = contexts if self._window is None else contexts.clamp(max=self._window)
+        longest = max(_seen(context, self._window) for _, _, context in members)
+        columns = torch.arange(longest, device=device)
+        # Padding reads the row's own last position again: a slot that is valid for sure, and hot in the cache.
+        positions = torch.minimum(contexts[:, None] - seen[:, None] + columns, last)
+        slots = self._slots(self._tables[sequences], positions)
+        return _Group(rows, slots, (columns < seen[:, None])[:, None, None])
+
+    def _slots(self, tables: Tensor, positions: Tensor) -> Tensor:
+        """Where positions lie, for tables [.., max_blocks] and positions [.., S]."""
+        blocks = tables.gather(-1, positions // self._block_size)
+        return blocks * self._block_size + positions % self._block_size
+
+
+def _first_seen(position: int, window: int | None) -> int:
+    return 0 if window is None else max(0, position - window + 1)
+
+
+def _seen(context: int, window: int | None) -> int:
+    return context if window is None else min(context, window)
+
+
+def _tiles(start: int, end: int, first: int, window: int | None, device: torch.device) -> Iterator[_Tile]:
+    """Cut the query positions [start, end) into tiles; key ranges are relative to position `first`."""
+    if start == 0 and (window is None or end <= window):
+        yield _Tile(slice(0, end), slice(0, end), None)
+        return
+    for begin in range(start, end, TILE_ROWS):
+        stop = min(begin + TILE_ROWS, end)
+        low = _first_seen(begin, window)
+        query = torch.arange(begin, stop, device=device)[:, None]
+        key = torch.arange(low, stop, device=device)
+        mask = key <= query if window is None else (key <= query) & (key > query - window)
+        yield _Tile(slice(begin - start, stop - start), slice(low - first, stop - first), mask)
+
+
+def _similar(singles: list[tuple[int, int, int]], window: int | None) -> Iterator[list[tuple[int, int, int]]]:
+    """Group (sequence, row, context) by context, so that padding at most doubles the work and the copy is bounded."""
+    group: list[tuple[int, int, int]] = []
+    shortest = 0
+    for member in sorted(singles, key=lambda single: single[2]):
+        seen = _seen(member[2], window)
+        if group and (seen > 2 * shortest + 64 or (len(group) + 1) * seen > GROUP_SLOTS):
+            yield group
+            group = []
+        shortest = shortest if group else seen
+        group.append(member)
+    if group:
+        yield group
+
+
+def _run_chunk(chunk: _Chunk, query: Tensor, keys: Tensor, values: Tensor, out: Tensor) -> None:
+    kv_heads, head_dim = keys.shape[1:]
+    # [kv_heads, 1, S, head_dim]
+    k, v = (cache.index_select(0, chunk.slots).transpose(0, 1)[:, None] for cache in (keys, values))
+    for tile in chunk.tiles:
+        tokens = tile.rows.stop - tile.rows.start
+        rows = slice(chunk.row + tile.rows.start, chunk.row + tile.rows.stop)
+        # KV heads become the batch, and the query heads that share one become its heads: nothing is repeated in memory.
+        q = query[rows].view(tokens, kv_heads, -1, head_dim).permute(1, 2, 0, 3)
+        shape = (-1, q.shape[1], -1, -1)
+        seen_k, seen_v = k[:, :, tile.keys].expand(shape), v[:, :, tile.keys].expand(shape)
+        result = scaled_dot_product_attention(q, seen_k, seen_v, attn_mask=tile.mask, is_causal=tile.mask is None)
+        out[rows] = result.permute(2, 0, 1, 3).flatten(1, 2)
+
+
+def _run_group(group: _Group, query: Tensor, keys: Tensor, values: Tensor, out: Tensor) -> None:
+    # [R, kv_heads, S, head_dim]; index_select copies whole rows, several times as fast as `cache[slots]`
+    shape, slots = (*group.slots.shape, *keys.shape[1:]), group.slots.view(-1)
+    k, v = (cache.index_select(0, slots).view(shape).transpose(1, 2) for cache in (keys, values))
+    # All query heads of a KV head see the same keys: they stand where the query rows of a sequence would.
+    q = query[group.rows].view(len(group.rows), keys.shape[1], -1, keys.shape[2])
+    out[group.rows] = scaled_dot_product_attention(q, k, v, attn_mask=group.mask).flatten(1, 2)

@@ -1,0 +1,99 @@
+"""Reads values of an untrusted JSON object by type: what is missing or wrong is a CheckpointError that names it."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from baton.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+MAX_INT = 2**31 - 1
+
+
+def read_json_object(path: Path) -> dict[str, Any]:
+    """The JSON object in `path`. Raises CheckpointError where the file is missing, unreadable or something else."""
+    try:
+        value = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        raise CheckpointError(f"{path}: no such file") from None
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path}: not valid JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path}: must be a JSON object, got {type(value).__name__}")
+    return value
+
+
+@dataclass(frozen=True, slots=True)
+class Fields:
+    """A JSON object and where it came from. A key that is absent or null takes its default, if it has one."""
+
+    where: str  # for example "/models/x/config.json" or "/models/x/config.json: rope_scaling"
+    values: dict[str, Any]
+
+    def error(self, key: str, problem: str) -> CheckpointError:
+        """An error about `key`, to be raised by the caller."""
+        return CheckpointError(f"{self.where}: {key} {problem}")
+
+    def has(self, key: str) -> bool:
+        """Whether the key is there and not null."""
+        return self.values.get(key) is not None
+
+    def integer(self, key: str, default: int | None = None, *, low: int = 1, high: int = MAX_INT) -> int:
+        """A whole number from `low` to `high`."""
+        value = self._get(key, default)
+        if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+            raise self.error(key, f"must be a whole number from {low} to {high}, got {_shown(value)}")
+        return value
+
+    def number(self, key: str, default: float | None = None, *, above: float = 0.0, below: float = math.inf) -> float:
+        """A number between the two, both excluded: finite in any case."""
+        value = self._get(key, default)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not above < value < below:
+            raise self.error(key, f"must be a number between {above:g} and {below:g}, got {_shown(value)}")
+        return float(value)
+
+    def flag(self, key: str, default: bool) -> bool:
+        """True or false."""
+        value = self._get(key, default)
+        if not isinstance(value, bool):
+            raise self.error(key, f"must be true or false, got {_shown(value)}")
+        return value
+
+    def text(self, key: str, default: str | None = None) -> str:
+        """A string."""
+        value = self._get(key, default)
+        if not isinstance(value, str):
+            raise self.error(key, f"must be a string, got {_shown(value)}")
+        return value
+
+    def texts(self, key: str) -> tuple[str, ...]:
+        """A list of strings; empty where the key is absent."""
+        value = self._get(key, [])
+        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+            raise self.error(key, f"must be a list of strings, got {_shown(value)}")
+        return tuple(value)
+
+    def section(self, key: str) -> Fields:
+        """A nested object; empty where the key is absent."""
+        value = self._get(key, {})
+        if not isinstance(value, dict):
+            raise self.error(key, f"must be an object, got {_shown(value)}")
+        return Fields(f"{self.where}: {key}", value)
+
+    def _get(self, key: str, default: Any) -> Any:
+        value = self.values.get(key)
+        if value is None and default is None:
+            raise self.error(key, "is missing")
+        return default if value is None else value
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."

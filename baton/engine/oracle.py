@@ -1,0 +1,156 @@
+"""A model whose right answer anybody can compute, and that cannot get it right from wrong KV.
+
+Each position has a 64-bit state: a running hash of the tokens up to it. Its KV bytes, in every layer, are that state
+spread by invertible maps. A forward takes the state before a chunk from the KV of the position before it, and folds
+ALL the KV up to the wanted position into the logits: a sum over 64-bit words, each times its own odd number, so that
+any one changed word changes the sum for certain, and swapped, torn or stale blocks do but for one chance in 2^64.
+`expected` computes the same from the tokens alone. (This is `model.path: oracle` of the cluster file.)
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from baton.core import KVLayout
+from baton.engine.choice import Choice
+from baton.engine.mixing import GOLDEN64, mix64, mix64_tensor, signed64
+from baton.engine.sampler import sample
+from baton.errors import ConfigError, EngineFault
+from baton.hashing import fingerprint, keyed_digest
+from baton.tokenizer import OracleTokenizer
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from torch import Tensor
+
+    from baton.core import SequenceSpec
+    from baton.engine.batch import Batch
+    from baton.engine.kv import KVCache
+
+WORD_BYTES = 8
+LOGIT_RANGE = 8.0
+RARE = -6.0  # added to the logits of control characters and of bytes beyond ASCII; the end is as likely as a letter
+
+
+def oracle_layout(block_size: int = 16, layers: int = 2, kv_heads: int = 2, head_dim: int = 4) -> KVLayout:
+    """A small KV layout; any other does too, as long as a position fills whole 8-byte words."""
+    return KVLayout(layers, kv_heads, head_dim, block_size, "float32")
+
+
+class OracleBackend:
+    """Implements `baton.engine.backend.ModelBackend` over bytes as tokens (`OracleTokenizer`).
+
+    Raises ConfigError if K or V of one position of one layer are not whole 8-byte words.
+    """
+
+    def __init__(
+        self, layout: KVLayout | None = None, *, max_model_len: int = 2048, seed: int = 0, device: str = "cpu"
+    ) -> None:
+        self.layout = layout or oracle_layout()
+        position_bytes = self.layout.layer_block_bytes // len(self.layout.tensors) // self.layout.block_size
+        if position_bytes % WORD_BYTES:
+            raise ConfigError(f"the oracle needs K of a position to be whole 8-byte words, not {position_bytes} bytes")
+        self.name = "oracle"
+        self.tokenizer = OracleTokenizer()
+        self.vocab_size = self.tokenizer.vocab_size
+        self.max_model_len = max_model_len
+        self.device = torch.device(device)
+        self.fingerprint = fingerprint(("oracle", str(seed), repr(self.layout)))
+        self._words = position_bytes // WORD_BYTES
+        self._start = int.from_bytes(keyed_digest(bytes(32), b"baton oracle", str(seed).encode())[:8], "little")
+        self._salt, self._odd, self._weights = self._constants()
+        self._bias = self._column_bias()
+
+    def forward(self, batch: Batch, kv: KVCache) -> Tensor:
+        """Write the batch's K and V, then return logits, float32 [L, vocab_size]."""
+        views = [self._as_words(tensor) for tensor in (kv.k, kv.v)]
+        states = self._tensor(self._run(batch, views[0]))
+        written = self._spread(states)
+        for view, words in zip(views, written, strict=True):
+            view.flatten(1, 2)[:, batch.slot_mapping] = words
+        lengths = torch.tensor(batch.query_lens, device=self.device)
+        sequence = torch.arange(len(batch.query_lens), device=self.device).repeat_interleave(lengths)[batch.logit_rows]
+        tables, positions = batch.block_tables.long()[sequence], batch.positions[batch.logit_rows]
+        return self._logits(states[batch.logit_rows], self._fold(views, tables, positions))
+
+    def expected(self, spec: SequenceSpec, n: int | None = None) -> list[int]:
+        """The first `n` (None: all) output tokens that follow `spec.known`, from the tokens alone."""
+        choice = Choice(spec, self.tokenizer, self.vocab_size, self.max_model_len)
+        state, folded, done, produced = self._start, 0, 0, list[int]()
+        while choice.finish is None and (n is None or len(produced) < n):
+            states = self._chain(state, choice.tokens[done:])
+            folded += self._fold_states(states, done)
+            state, done = states[-1], len(choice.tokens)
+            logits = self._logits(self._tensor([state]), self._tensor([folded]))
+            token_id = sample(logits, [choice.row])[0].token_id
+            if token_id is None:
+                raise EngineFault("the oracle's logits are numbers")
+            if choice.push(token_id) is not None:
+                produced.append(token_id)
+        return produced
+
+    def _run(self, batch: Batch, keys: Tensor) -> list[int]:
+        """The states of all N new tokens, from the states that the cache holds before them."""
+        tokens, tables, states = batch.token_ids.tolist(), batch.block_tables, list[int]()
+        for i, (count, context) in enumerate(zip(batch.query_lens, batch.context_lens, strict=True)):
+            state, before = self._start, context - count - 1
+            if before >= 0:
+                block, offset = divmod(before, self.layout.block_size)
+                state = int(keys[0, int(tables[i, block]), offset, 0])  # there salt is 0 and odd is 1
+            states += self._chain(state, tokens[len(states) : len(states) + count])
+        return states
+
+    def _chain(self, state: int, tokens: Iterable[int]) -> list[int]:
+        return [state := mix64((state ^ token) + GOLDEN64) for token in tokens]
+
+    def _tensor(self, numbers: Iterable[int]) -> Tensor:
+        return torch.tensor([signed64(x) for x in numbers], dtype=torch.int64, device=self.device)
+
+    def _spread(self, states: Tensor) -> Tensor:
+        """KV words of positions with these states: int64 [2, layers, N, words]."""
+        return (states[:, None] ^ self._salt) * self._odd
+
+    def _fold_states(self, states: list[int], first: int) -> int:
+        """What `_fold` finds at positions `first` and on if their KV is right."""
+        weights = self._weights[:, :, first : first + len(states)]
+        return int((self._spread(self._tensor(states)) * weights).sum())
+
+    def _fold(self, views: list[Tensor], tables: Tensor, positions: Tensor) -> Tensor:
+        """The weighted sum of all KV words at positions 0..positions[i] through tables[i]: int64 [L]."""
+        blocks = self.layout.blocks_for(int(positions.max()) + 1) if len(positions) else 0
+        span = torch.arange(blocks * self.layout.block_size, device=self.device)
+        inside = (span <= positions[:, None])[:, :, None]  # [L, span, 1]
+        folded = torch.zeros_like(positions)
+        for view, weights in zip(views, self._weights, strict=True):
+            words = view[:, tables[:, :blocks]].flatten(2, 3)  # [layers, L, span, words]
+            folded += (words * weights[:, None, : len(span)] * inside).sum(dim=(0, 2, 3))
+        return folded
+
+    def _logits(self, states: Tensor, folded: Tensor) -> Tensor:
+        columns = torch.arange(1, self.vocab_size + 1, device=self.device) * signed64(GOLDEN64)
+        bits = mix64_tensor(mix64_tensor(states ^ mix64_tensor(folded))[:, None] + columns) & 0xFFFFFF
+        return bits.float() * (LOGIT_RANGE / 2**24) + self._bias
+
+    def _as_words(self, tensor: Tensor) -> Tensor:
+        """K or V seen as int64 [layers, blocks, block_size, words], the same memory."""
+        return tensor.flatten(3).view(torch.int64)
+
+    def _constants(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Salt and odd factor per word [2, layers, 1, words]; odd weight per position [2, layers, positions, words]."""
+        per_position = (2, self.layout.layers, 1, self._words)
+        positions = self.layout.blocks_for(self.max_model_len) * self.layout.block_size
+        salt, odd = self._random(1, per_position), self._random(2, per_position) | 1
+        salt[0, 0, 0, 0], odd[0, 0, 0, 0] = 0, 1
+        return salt, odd, self._random(3, (2, self.layout.layers, positions, self._words)) | 1
+
+    def _random(self, stream: int, shape: tuple[int, ...]) -> Tensor:
+        count = torch.Size(shape).numel()
+        first = signed64(mix64(stream))
+        return mix64_tensor(torch.arange(count, dtype=torch.int64, device=self.device) + first).view(shape)
+
+    def _column_bias(self) -> Tensor:
+        likely = [32 <= column < 127 or column in self.tokenizer.eos_ids for column in range(self.vocab_size)]
+        return torch.tensor([0.0 if common else RARE for common in likely], device=self.device)

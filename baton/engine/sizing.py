@@ -1,0 +1,76 @@
+"""How many KV blocks, and how long a sequence: from `kv_memory` and `max_model_len` of the cluster file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+import psutil
+import torch
+
+from baton.errors import ConfigError
+
+if TYPE_CHECKING:
+    from baton.core import KVLayout
+
+CPU_SHARE, CPU_CAP_BYTES = 0.2, 4 << 30  # of what is available, for each worker: several share a machine
+GPU_SHARE = 0.8
+CGROUP = Path("/sys/fs/cgroup")
+
+
+class Sizing(NamedTuple):
+    """What the engine is built with."""
+
+    total_blocks: int
+    max_model_len: int
+
+
+def size_kv(
+    layout: KVLayout,
+    *,
+    kv_memory: int | Literal["auto"],
+    max_model_len: int | Literal["auto"],
+    model_max_len: int,
+    device: torch.device,
+) -> Sizing:
+    """Blocks that fit into `kv_memory` bytes, and the longest sequence: at most `model_max_len`, and it fits alone.
+
+    Raises ConfigError, saying what would do, if a sequence of the wanted length does not fit.
+    """
+    budget = auto_kv_bytes(device) if kv_memory == "auto" else kv_memory
+    blocks = budget // layout.block_bytes
+    if blocks < 1:
+        raise ConfigError(f"kv_memory: {budget} bytes hold no block; one takes {layout.block_bytes} bytes")
+    room = blocks * layout.block_size
+    if max_model_len == "auto":
+        return Sizing(blocks, min(model_max_len, room))
+    if not 2 <= max_model_len <= model_max_len:
+        raise ConfigError(
+            f"model.max_model_len: must be between 2 and the model's {model_max_len}, got {max_model_len}"
+        )
+    if max_model_len > room:
+        need = layout.blocks_for(max_model_len) * layout.block_bytes
+        raise ConfigError(
+            f"kv_memory: {budget} bytes hold {room} tokens, fewer than model.max_model_len {max_model_len}; "
+            f"give at least {need} bytes, or lower model.max_model_len"
+        )
+    return Sizing(blocks, max_model_len)
+
+
+def auto_kv_bytes(device: torch.device) -> int:
+    """The share of the free memory of `device` that one worker takes for KV, in bytes."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return int(free * GPU_SHARE)
+    return min(int(available_bytes() * CPU_SHARE), CPU_CAP_BYTES)
+
+
+def available_bytes(cgroup: Path = CGROUP) -> int:
+    """Main memory that can be used now: the machine's, or the container's where that is less."""
+    machine = int(psutil.virtual_memory().available)
+    try:
+        limit = (cgroup / "memory.max").read_text().strip()
+        used = int((cgroup / "memory.current").read_text())
+    except (OSError, ValueError):
+        return machine
+    return min(machine, max(0, int(limit) - used)) if limit.isdigit() else machine

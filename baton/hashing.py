@@ -1,0 +1,36 @@
+"""Digests, each for one purpose: `frame_digest` guards bytes on a wire, `keyed_digest` names content.
+
+xxh3 (128 bit) is fast enough to be always on and finds accidents; it is no defence against an attacker who
+controls the KV network (use the encrypted transport there). blake3 with a key is what content addresses use.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import blake3
+import xxhash
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from typing_extensions import Buffer
+
+
+def frame_digest(data: Buffer) -> bytes:
+    """16 bytes over `data` in wire order."""
+    return xxhash.xxh3_128_digest(data)
+
+
+def keyed_digest(key: bytes, *parts: bytes) -> bytes:
+    """32 bytes over the length-prefixed `parts` under a 32-byte `key` (blake3 keyed mode)."""
+    hasher = blake3.blake3(key=key)
+    for part in parts:
+        hasher.update(len(part).to_bytes(8, "little"))
+        hasher.update(part)
+    return hasher.digest()
+
+
+def fingerprint(parts: Iterable[str]) -> str:
+    """A short name (24 hex digits) for a set of facts, e.g. of what makes two workers' KV interchangeable."""
+    return blake3.blake3("\x1f".join(parts).encode()).hexdigest()[:24]

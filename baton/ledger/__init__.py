@@ -1,0 +1,1 @@
+"""The Redis ledger: incarnations, leases and ownership of requests' KV."""

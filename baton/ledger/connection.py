@@ -1,0 +1,168 @@
+"""One bounded road to Redis: timeouts, retries, TLS and credentials by URL, a prefix on every key, scripts by hash.
+
+    redis://[user:password@]host:port/db     rediss://... (TLS)     unix:///path?db=0
+    rediss://...?ssl_ca_certs=/path/ca.pem   a private authority
+
+The commands and keys used fit this ACL user: `~baton:NAME:* +@connection` and the commands in `COMMANDS`.
+Keys never expire by eviction: Redis must run with `maxmemory-policy noeviction` (its default).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import re
+from collections.abc import AsyncIterator, Sequence
+from urllib.parse import unquote, urlsplit
+
+from redis.asyncio import Redis
+from redis.asyncio.retry import Retry
+from redis.backoff import ExponentialWithJitterBackoff
+from redis.exceptions import NoScriptError, RedisError
+
+from baton.errors import ConfigError, LedgerError
+
+COMMANDS = (
+    *("eval", "evalsha", "script", "time", "get", "set", "incr", "del", "exists", "pexpire"),
+    *("hget", "hset", "hmget", "sadd", "srem", "smembers"),
+)
+SOCKET_TIMEOUT_S = 2.0
+CONNECT_TIMEOUT_S = 5.0
+
+Arg = str | int | bytes
+_PREFIX = re.compile(r"[A-Za-z0-9_.-]+(:[A-Za-z0-9_.-]+)*")
+
+
+class Script:
+    """A Lua script and the hash by which Redis knows it."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.sha = hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest()
+
+
+class Connection:
+    """A pool of connections to one Redis. Belongs to the event loop that opened it."""
+
+    def __init__(self, client: Redis, where: str, prefix: str) -> None:
+        self.client = client
+        self.where = where
+        self._prefix = prefix
+
+    @classmethod
+    async def open(cls, url: str, prefix: str) -> Connection:
+        """Connect and ping. Raises ConfigError (URL or prefix), LedgerError (unreachable, refused) within 5 s."""
+        if not _PREFIX.fullmatch(prefix):
+            raise ConfigError(f"Redis key prefix {prefix!r}: letters, digits, '_', '.', '-', in parts joined by ':'")
+        connection = cls(_client(url), address_of(url), prefix)
+        try:
+            await connection._ping()
+        except BaseException:
+            await connection.close()
+            raise
+        return connection
+
+    async def _ping(self) -> None:
+        async with self.errors(), asyncio.timeout(CONNECT_TIMEOUT_S):
+            await self.client.execute_command("PING")
+
+    def key(self, *parts: str) -> str:
+        """`prefix:part:part`."""
+        return ":".join((self._prefix, *parts))
+
+    @contextlib.asynccontextmanager
+    async def errors(self) -> AsyncIterator[None]:
+        """Whatever goes wrong with Redis inside becomes a LedgerError that says where and why."""
+        try:
+            yield
+        except (RedisError, OSError) as error:
+            # The message alone: a chained cause would carry connection objects, and with them the password.
+            raise LedgerError(f"Redis at {self.where}: {_cause(error)}") from None
+
+    async def call(self, *command: Arg) -> object:
+        """One command, one round trip. Raises LedgerError."""
+        async with self.errors():
+            answer: object = await self.client.execute_command(*command)
+        return answer
+
+    async def call_many(self, commands: Sequence[Sequence[Arg]]) -> list[object]:
+        """Many commands in one round trip, not atomic together. An error answer (RedisError) stands in its place.
+
+        Raises LedgerError when Redis cannot be reached; any of the commands may have been done then.
+        """
+        async with self.errors():
+            pipe = self.client.pipeline(transaction=False)
+            for command in commands:
+                pipe.execute_command(*command)
+            answers: list[object] = await pipe.execute(raise_on_error=False)
+        return answers
+
+    async def run(self, script: Script, keys: Sequence[str], args: Sequence[Arg]) -> object:
+        """One script call, one round trip (two when this Redis does not know the script yet). Raises LedgerError."""
+        operands = (len(keys), *keys, *args)
+        async with self.errors():
+            try:
+                answer: object = await self.client.execute_command("EVALSHA", script.sha, *operands)
+            except NoScriptError:
+                answer = await self.client.execute_command("EVAL", script.text, *operands)
+        return answer
+
+    async def run_many(
+        self, script: Script, calls: Sequence[tuple[Sequence[str], Sequence[Arg]]]
+    ) -> list[int | LedgerError]:
+        """Many calls of one idempotent script, as `call_many`; an error answer to one is a LedgerError in its place."""
+        commands = [("EVALSHA", script.sha, len(keys), *keys, *args) for keys, args in calls]
+        answers = await self.call_many(commands)
+        if any(isinstance(answer, NoScriptError) for answer in answers):
+            await self.call("SCRIPT", "LOAD", script.text)  # Redis was restarted
+            answers = await self.call_many(commands)
+        return [self._integer(answer) for answer in answers]
+
+    def _integer(self, answer: object) -> int | LedgerError:
+        if isinstance(answer, int):
+            return answer
+        cause = _cause(answer) if isinstance(answer, RedisError) else f"unexpected answer {type(answer).__name__}"
+        return LedgerError(f"Redis at {self.where}: {cause}")
+
+    async def close(self) -> None:
+        """Close the sockets. Never raises for a Redis that is gone."""
+        with contextlib.suppress(RedisError, OSError):
+            await self.client.aclose()
+
+
+def _client(url: str) -> Redis:
+    try:
+        return Redis.from_url(
+            url,
+            protocol=2,  # RESP2 needs no HELLO: one round trip less, and it suits every ACL
+            driver_info=None,  # CLIENT SETINFO is unknown to Redis 6.2
+            socket_connect_timeout=SOCKET_TIMEOUT_S,
+            socket_timeout=SOCKET_TIMEOUT_S,
+            socket_keepalive=True,
+            health_check_interval=15,
+            retry=Retry(ExponentialWithJitterBackoff(base=0.02, cap=0.2), retries=2),
+        )
+    except (ValueError, TypeError):
+        raise ConfigError(
+            f"redis.url {redacted(url)}: expected redis://, rediss:// or unix:///path, with a numeric port and database"
+        ) from None
+
+
+def redacted(url: str) -> str:
+    """The URL with its password, and everything in its query, replaced by `***`: fit for a log."""
+    head, mark, _ = url.partition("?")
+    head = re.sub(r"(://[^/]*?):[^/]*@", r"\1:***@", head)
+    return f"{head}?***" if mark else head
+
+
+def address_of(url: str) -> str:
+    """`host:port`, or the path of a unix socket."""
+    parts = urlsplit(url)
+    if parts.scheme == "unix":
+        return unquote(parts.path)
+    return f"{parts.hostname or 'localhost'}:{parts.port or 6379}"
+
+
+def _cause(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}" if str(error) else f"{type(error).__name__}: no answer in time"

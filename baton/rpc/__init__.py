@@ -1,0 +1,1 @@
+"""The wire: generated stubs, their conversion to Baton's own types, channels."""

@@ -1,0 +1,129 @@
+"""Channels and servers with the options that Baton relies on, and a `bind` that says why it failed.
+
+gRPC notices a frozen peer only when `grpc.http2.ping_timeout_ms` is set too: the two usual keepalive options alone
+leave a call hanging for ever. A listener never shares its port (`grpc.so_reuseport`): a port in use is an error.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import grpc
+
+from baton.errors import ConfigError
+
+PUBLIC_RECEIVE_BYTES = 4 * 2**20  # what a stranger may make us read at once
+INTERNAL_RECEIVE_BYTES = 64 * 2**20  # a prompt of a million tokens, or one step's tokens of a full worker
+SEND_BYTES = 64 * 2**20  # the receiver's limit is the one that counts
+
+Options = list[tuple[str, int]]
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """Settings of one kind of connection. A frozen peer is noticed after at most keepalive_s + ping_timeout_s."""
+
+    receive_bytes: int
+    keepalive_s: float = 10.0
+    ping_timeout_s: float = 5.0
+
+
+PUBLIC = Link(PUBLIC_RECEIVE_BYTES)
+INTERNAL = Link(INTERNAL_RECEIVE_BYTES)
+
+
+def channel_options(link: Link, *, proxy: bool = False) -> Options:
+    """Options of a client's side. `proxy`: obey http_proxy of the environment."""
+    return [
+        *_common_options(link),
+        ("grpc.enable_http_proxy", int(proxy)),
+        ("grpc.initial_reconnect_backoff_ms", 100),  # a restarted peer is found soon; the default waits up to 120 s
+        ("grpc.max_reconnect_backoff_ms", 2000),
+    ]
+
+
+def server_options(link: Link) -> Options:
+    """Options of a server's side; clients may ping once a second even while nothing is said."""
+    return [
+        *_common_options(link),
+        ("grpc.so_reuseport", 0),
+        ("grpc.http2.min_recv_ping_interval_without_data_ms", 1000),
+    ]
+
+
+def _common_options(link: Link) -> Options:
+    return [
+        ("grpc.max_receive_message_length", link.receive_bytes),
+        ("grpc.max_send_message_length", SEND_BYTES),
+        ("grpc.keepalive_time_ms", round(link.keepalive_s * 1000)),
+        ("grpc.keepalive_timeout_ms", round(link.ping_timeout_s * 1000)),
+        ("grpc.http2.ping_timeout_ms", round(link.ping_timeout_s * 1000)),
+        ("grpc.http2.max_pings_without_data", 0),  # 0: as many as keepalive wants
+    ]
+
+
+def aio_channel(
+    address: str,
+    *,
+    link: Link = INTERNAL,
+    credentials: grpc.ChannelCredentials | None = None,
+    proxy: bool = False,
+) -> grpc.aio.Channel:
+    """An asyncio channel to `host:port`; connects on first use. Make it in the loop that will use it."""
+    options = channel_options(link, proxy=proxy)
+    if credentials is None:
+        return grpc.aio.insecure_channel(address, options=options)
+    return grpc.aio.secure_channel(address, credentials, options=options)
+
+
+def sync_channel(
+    address: str,
+    *,
+    link: Link = INTERNAL,
+    credentials: grpc.ChannelCredentials | None = None,
+    proxy: bool = False,
+) -> grpc.Channel:
+    """A thread-safe blocking channel to `host:port`; connects on first use."""
+    options = channel_options(link, proxy=proxy)
+    if credentials is None:
+        return grpc.insecure_channel(address, options=options)
+    return grpc.secure_channel(address, credentials, options=options)
+
+
+def aio_server(*, link: Link = INTERNAL, interceptors: Sequence[grpc.aio.ServerInterceptor] = ()) -> grpc.aio.Server:
+    """A server without services; add them, then `bind`, then `await server.start()`."""
+    return grpc.aio.server(interceptors=interceptors, options=server_options(link))
+
+
+def bind(server: grpc.aio.Server, address: str, credentials: grpc.ServerCredentials | None = None) -> str:
+    """Listen on `host:port` (port 0: any free one) and return the address with the port that was bound.
+
+    Raises ConfigError naming the address and the reason: the port is in use, the host is not one of this machine.
+    """
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal():
+        raise ConfigError(f"cannot listen on {address!r}: must be host:port")
+    try:
+        bound = _add_port(server, address, credentials)
+    except RuntimeError as error:
+        raise ConfigError(f"cannot listen on {address}: {_why(host, int(port))}") from error
+    return f"{host}:{bound}"
+
+
+def _add_port(server: grpc.aio.Server, address: str, credentials: grpc.ServerCredentials | None) -> int:
+    if credentials is None:
+        return server.add_insecure_port(address)
+    return server.add_secure_port(address, credentials)
+
+
+def _why(host: str, port: int) -> str:
+    """The reason, which gRPC keeps to itself: the same attempt with a plain socket tells it."""
+    try:
+        found = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        with socket.socket(found[0][0], socket.SOCK_STREAM) as probe:
+            probe.bind(found[0][4])
+    except (OSError, OverflowError) as error:
+        return str(error)
+    return "gRPC refused it without saying why"

@@ -1,0 +1,277 @@
+"""Where protobuf meets `baton.core`: `x_to_pb` writes a message, `x_from_pb` reads one into a value that is valid.
+
+Nothing else in Baton builds or takes apart messages of these types. Every `x_from_pb` raises `InvalidRequest` that
+names the field, whoever the sender was: on the internal services the caller ends the stream or refuses the handoff.
+Floats of `Sampling` and log-probabilities are 32 bit on the wire; all parties compute with what arrived there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+
+from baton.core import (
+    BlockCounts,
+    Finish,
+    FinishReason,
+    HandoffId,
+    Incarnation,
+    KVLayout,
+    Load,
+    Role,
+    Sampling,
+    SequenceSpec,
+    Token,
+    TokenLogprobs,
+    WorkerInfo,
+    WorkerRef,
+)
+from baton.errors import InvalidRequest
+from baton.rpc.v1 import common_pb2 as common
+from baton.rpc.v1 import inference_pb2 as inference
+from baton.rpc.v1 import worker_pb2 as worker
+
+_REASONS = {
+    FinishReason.EOS: common.FINISH_REASON_EOS,
+    FinishReason.STOP_TOKEN: common.FINISH_REASON_STOP_TOKEN,
+    FinishReason.STOP_STRING: common.FINISH_REASON_STOP_STRING,
+    FinishReason.LENGTH: common.FINISH_REASON_LENGTH,
+}
+_REASONS_BACK = {number: reason for reason, number in _REASONS.items()}
+_DTYPES = ("float32", "bfloat16", "float16")
+_SAMPLING_LISTS = ("stop", "stop_token_ids", "logit_bias")
+
+
+def _require(ok: object, field: str, description: str) -> None:
+    if not ok:
+        raise InvalidRequest.of(field, description)
+
+
+# who
+
+
+def incarnation_to_pb(value: Incarnation) -> common.Incarnation:
+    """Names are the same on both sides."""
+    return common.Incarnation(**asdict(value))
+
+
+def incarnation_from_pb(message: common.Incarnation) -> Incarnation:
+    """Any two numbers are an incarnation."""
+    return Incarnation(message.epoch, message.counter)
+
+
+def ref_to_pb(value: WorkerRef) -> common.WorkerRef:
+    """Names are the same on both sides."""
+    return common.WorkerRef(**asdict(value))
+
+
+def ref_from_pb(message: common.WorkerRef, field: str = "ref") -> WorkerRef:
+    """A worker with a name, a life and an address; `field` is what the caller calls it. Raises InvalidRequest."""
+    _require(message.worker_id, f"{field}.worker_id", "must not be empty")
+    _require(message.HasField("incarnation"), f"{field}.incarnation", "must be set")
+    _require(message.address, f"{field}.address", "must not be empty")
+    return WorkerRef(message.worker_id, incarnation_from_pb(message.incarnation), message.address)
+
+
+def handoff_to_pb(value: HandoffId) -> common.HandoffId:
+    """Names are the same on both sides."""
+    return common.HandoffId(request_id=value.request_id, attempt=value.attempt)
+
+
+def handoff_from_pb(message: common.HandoffId) -> HandoffId:
+    """Raises InvalidRequest without a request id or with attempt 0: attempts count from 1."""
+    _require(message.request_id, "handoff.request_id", "must not be empty")
+    _require(message.attempt >= 1, "handoff.attempt", "must be at least 1")
+    return HandoffId(message.request_id, message.attempt)
+
+
+# what
+
+
+def sampling_to_pb(value: Sampling) -> common.Sampling:
+    """Every field set, but `seed` when it is None. `logprobs` travels beside it (GenerateRequest, SequenceSpec)."""
+    fields = asdict(value) | {"logit_bias": dict(value.logit_bias)}
+    del fields["logprobs"]
+    return common.Sampling(**fields)
+
+
+def sampling_from_pb(message: common.Sampling, logprobs: int | None = None) -> Sampling:
+    """Unset fields take their defaults. Raises InvalidRequest naming every field that is out of range."""
+    given = {field.name: value for field, value in message.ListFields() if field.name not in _SAMPLING_LISTS}
+    return Sampling(
+        stop=tuple(message.stop),
+        stop_token_ids=tuple(message.stop_token_ids),
+        logit_bias=tuple(sorted(message.logit_bias.items())),
+        logprobs=logprobs,
+        **given,
+    )
+
+
+def spec_to_pb(value: SequenceSpec) -> worker.SequenceSpec:
+    """Complete but for what the router has not drawn yet: a worker refuses a sampled request without its seed."""
+    return worker.SequenceSpec(
+        prompt=value.prompt,
+        known=value.known,
+        sampling=sampling_to_pb(value.sampling),
+        logprobs=value.sampling.logprobs,
+    )
+
+
+def spec_from_pb(message: worker.SequenceSpec) -> SequenceSpec:
+    """Raises InvalidRequest: no prompt, no seed where one is needed, or a sampling field out of range."""
+    logprobs = message.logprobs if message.HasField("logprobs") else None
+    sampling = sampling_from_pb(message.sampling, logprobs)
+    _require(message.prompt, "spec.prompt", "must have at least one token")
+    # Without it the two workers of one handoff would each draw their own.
+    _require(sampling.temperature == 0 or sampling.seed is not None, "spec.sampling.seed", "must be set by the router")
+    return SequenceSpec(tuple(message.prompt), sampling, tuple(message.known))
+
+
+# tokens
+
+
+def token_logprobs_to_pb(value: TokenLogprobs) -> common.TokenLogprobs:
+    """The order of `top` is kept."""
+    top = [common.TopLogprob(token_id=token_id, logprob=logprob) for token_id, logprob in value.top]
+    return common.TokenLogprobs(logprob=value.logprob, top=top)
+
+
+def token_logprobs_from_pb(message: common.TokenLogprobs) -> TokenLogprobs:
+    """The order of `top` is kept."""
+    return TokenLogprobs(message.logprob, tuple((top.token_id, top.logprob) for top in message.top))
+
+
+def _first_index(tokens: Sequence[Token]) -> int:
+    first = tokens[0].index if tokens else 0
+    if any(token.index != index for index, token in enumerate(tokens, first)):
+        raise ValueError(f"token indices are not consecutive: {[token.index for token in tokens]}")
+    return first
+
+
+def _all_logprobs(tokens: Sequence[Token]) -> list[common.TokenLogprobs]:
+    found = [token_logprobs_to_pb(token.logprobs) for token in tokens if token.logprobs is not None]
+    if len(found) not in {0, len(tokens)}:
+        raise ValueError("logprobs must be on every token of a message or on none")
+    return found
+
+
+def tokens_to_pb(tokens: Sequence[Token]) -> worker.OutputTokens:
+    """One step's tokens of one choice. Raises ValueError for indices with gaps or logprobs on some tokens only."""
+    return worker.OutputTokens(
+        ids=[token.token_id for token in tokens],
+        texts=[token.text for token in tokens],
+        logprobs=_all_logprobs(tokens),
+        **{"from": _first_index(tokens)},  # a keyword in Python
+    )
+
+
+def tokens_from_pb(message: worker.OutputTokens) -> list[Token]:
+    """Raises InvalidRequest when the parallel arrays differ in length."""
+    count = len(message.ids)
+    _require(len(message.texts) == count, "tokens.texts", f"must have {count} entries, has {len(message.texts)}")
+    _require(len(message.logprobs) in {0, count}, "tokens.logprobs", f"must be empty or have {count} entries")
+    first: int = getattr(message, "from")
+    logprobs: list[TokenLogprobs | None] = [token_logprobs_from_pb(entry) for entry in message.logprobs]
+    rows = zip(message.ids, message.texts, logprobs or [None] * count, strict=True)
+    return [Token(first + offset, *row) for offset, row in enumerate(rows)]
+
+
+def tokens_to_public_pb(tokens: Sequence[Token], choice: int = 0) -> inference.Tokens:
+    """The same tokens as a client gets them: one text for all. Raises ValueError as `tokens_to_pb` does."""
+    return inference.Tokens(
+        choice=choice,
+        ids=[token.token_id for token in tokens],
+        text="".join(token.text for token in tokens),
+        logprobs=_all_logprobs(tokens),
+        **{"from": _first_index(tokens)},
+    )
+
+
+def finish_reason_to_pb(value: FinishReason) -> common.FinishReason.ValueType:
+    """The public and the internal services share the enum."""
+    return _REASONS[value]
+
+
+def finish_reason_from_pb(number: common.FinishReason.ValueType) -> FinishReason:
+    """Raises InvalidRequest for a reason that this version does not know."""
+    _require(number in _REASONS_BACK, "finish.reason", f"unknown reason {number}")
+    return _REASONS_BACK[number]
+
+
+def finish_to_pb(value: Finish) -> worker.OutputFinish:
+    """The tail is internal: to a client it is text."""
+    return worker.OutputFinish(reason=_REASONS[value.reason], matched=value.matched, tail=value.tail)
+
+
+def finish_from_pb(message: worker.OutputFinish) -> Finish:
+    """Raises InvalidRequest for a reason that this version does not know."""
+    return Finish(finish_reason_from_pb(message.reason), message.matched, message.tail)
+
+
+# where
+
+
+def layout_to_pb(value: KVLayout) -> common.KVLayout:
+    """Names are the same on both sides."""
+    return common.KVLayout(**asdict(value))
+
+
+def layout_from_pb(message: common.KVLayout) -> KVLayout:
+    """Raises InvalidRequest for a size of 0 or an unknown dtype: block sizes follow from these."""
+    sizes = {field.name for field, value in message.ListFields()}  # a 0 is not listed
+    for name in ("layers", "kv_heads", "head_dim", "block_size"):
+        _require(name in sizes, f"layout.{name}", "must be at least 1")
+    _require(message.dtype in _DTYPES, "layout.dtype", f"must be one of {', '.join(_DTYPES)}, got {message.dtype!r}")
+    _require(message.tensors, "layout.tensors", "must not be empty")
+    return KVLayout(
+        message.layers, message.kv_heads, message.head_dim, message.block_size, message.dtype, tuple(message.tensors)
+    )
+
+
+def counts_to_pb(value: BlockCounts) -> common.BlockCounts:
+    """Names are the same on both sides."""
+    return common.BlockCounts(**asdict(value))
+
+
+def counts_from_pb(message: common.BlockCounts) -> BlockCounts:
+    """Raises InvalidRequest when the states do not add up to the total: the sender's ledger is broken."""
+    counts = BlockCounts(
+        message.total, message.free, message.reserved, message.owned, message.cached, message.quarantined
+    )
+    states = counts.free + counts.reserved + counts.owned + counts.cached + counts.quarantined
+    _require(states == counts.total, "load.blocks", f"states add up to {states}, not to the total {counts.total}")
+    return counts
+
+
+def load_to_pb(value: Load) -> common.Load:
+    """Names are the same on both sides, those of the block counts too."""
+    return common.Load(**asdict(value))
+
+
+def load_from_pb(message: common.Load) -> Load:
+    """Raises InvalidRequest when the block ledger does not add up."""
+    given = {field.name: value for field, value in message.ListFields() if field.name != "blocks"}
+    return Load(blocks=counts_from_pb(message.blocks), **given)
+
+
+def info_to_pb(value: WorkerInfo) -> common.WorkerInfo:
+    """Names are the same on both sides, those of the reference and the layout too."""
+    return common.WorkerInfo(**asdict(value))
+
+
+def info_from_pb(message: common.WorkerInfo) -> WorkerInfo:
+    """Raises InvalidRequest for an unknown role, a missing reference or a layout that is not one."""
+    roles = [role.value for role in Role]
+    _require(message.role in roles, "info.role", f"must be one of {', '.join(roles)}, got {message.role!r}")
+    return WorkerInfo(
+        ref=ref_from_pb(message.ref, "info.ref"),
+        role=Role(message.role),
+        fingerprint=message.fingerprint,
+        model=message.model,
+        max_model_len=message.max_model_len,
+        total_blocks=message.total_blocks,
+        layout=layout_from_pb(message.layout),
+        pid=message.pid,
+        host=message.host,
+        protocol_version=message.protocol_version,
+    )

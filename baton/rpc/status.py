@@ -1,0 +1,178 @@
+"""The one translation between `baton.errors` and gRPC statuses with google.rpc details.
+
+    InvalidRequest    INVALID_ARGUMENT     + BadRequest, one violation per field
+    UnknownModel      NOT_FOUND            NoWorker, WorkerLost   UNAVAILABLE
+    Unauthenticated   UNAUTHENTICATED      DeadlineExceeded       DEADLINE_EXCEEDED
+    PermissionDenied  PERMISSION_DENIED    Cancelled              CANCELLED
+    Unsupported       UNIMPLEMENTED        EngineFault            INTERNAL
+    Overloaded        RESOURCE_EXHAUSTED   + RetryInfo
+
+Every status carries ErrorInfo(reason=class name, domain="baton"). What a client must not see is replaced: trouble
+between workers becomes WorkerLost, an absent ledger NoWorker, everything else EngineFault without its text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NoReturn, Protocol, TypeVar, cast, runtime_checkable
+
+import grpc
+from google.protobuf.duration_pb2 import Duration
+from google.protobuf.message import DecodeError, Message
+from google.rpc.error_details_pb2 import BadRequest, ErrorInfo, RetryInfo
+from google.rpc.status_pb2 import Status
+from grpc_status import rpc_status
+
+from baton import errors
+from baton.errors import BatonError, InvalidRequest, Overloaded, Violation
+
+DOMAIN = "baton"
+# Trailers are limited to 8 KiB by default; the text travels twice and non-ASCII in it takes three bytes for one.
+MAX_MESSAGE_BYTES = 600
+MAX_VIOLATIONS = 8
+MAX_VIOLATION_BYTES = 200
+
+CODES: Mapping[type[BatonError], grpc.StatusCode] = {
+    errors.InvalidRequest: grpc.StatusCode.INVALID_ARGUMENT,
+    errors.UnknownModel: grpc.StatusCode.NOT_FOUND,
+    errors.Unauthenticated: grpc.StatusCode.UNAUTHENTICATED,
+    errors.PermissionDenied: grpc.StatusCode.PERMISSION_DENIED,
+    errors.Unsupported: grpc.StatusCode.UNIMPLEMENTED,
+    errors.Overloaded: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    errors.DeadlineExceeded: grpc.StatusCode.DEADLINE_EXCEEDED,
+    errors.Cancelled: grpc.StatusCode.CANCELLED,
+    errors.NoWorker: grpc.StatusCode.UNAVAILABLE,
+    errors.WorkerLost: grpc.StatusCode.UNAVAILABLE,
+    errors.EngineFault: grpc.StatusCode.INTERNAL,
+}
+_BY_NAME = {kind.__name__: kind for kind in CODES}
+# For statuses of others: of gRPC itself, of a proxy, of a server that sends no details. Not listed: EngineFault.
+_BY_CODE: Mapping[grpc.StatusCode, type[BatonError]] = {
+    **{code: kind for kind, code in CODES.items() if kind is not errors.WorkerLost},
+    grpc.StatusCode.FAILED_PRECONDITION: errors.InvalidRequest,
+    grpc.StatusCode.OUT_OF_RANGE: errors.InvalidRequest,
+    grpc.StatusCode.ALREADY_EXISTS: errors.InvalidRequest,
+    grpc.StatusCode.ABORTED: errors.WorkerLost,
+}
+
+D = TypeVar("D", bound=Message)
+
+
+@runtime_checkable
+class RpcFailure(Protocol):
+    """What a failed call knows, sync or aio; `grpc.RpcError` itself promises nothing."""
+
+    def code(self) -> grpc.StatusCode: ...
+
+    def details(self) -> str | None: ...
+
+    def trailing_metadata(self) -> Any: ...
+
+
+def to_rpc_status(error: BaseException) -> Status:
+    """The status that a client gets for `error`; total: any exception has one."""
+    shown = _shown(error)
+    status = Status(code=CODES[type(shown)].value[0], message=_clip(str(shown), MAX_MESSAGE_BYTES))
+    retryable = "true" if shown.retryable else "false"
+    details: list[Message] = [ErrorInfo(reason=type(shown).__name__, domain=DOMAIN, metadata={"retryable": retryable})]
+    if isinstance(shown, InvalidRequest):
+        details.append(_bad_request(shown))
+    if isinstance(shown, Overloaded):
+        details.append(RetryInfo(retry_delay=_duration(shown.retry_after_s)))
+    for detail in details:
+        status.details.add().Pack(detail)
+    return status
+
+
+async def abort(context: grpc.aio.ServicerContext[Any, Any], error: BaseException) -> NoReturn:
+    """End the call of an aio servicer with the status of `error`."""
+    await context.abort_with_status(rpc_status.to_status(to_rpc_status(error)))
+    raise AssertionError("abort_with_status raises")
+
+
+def from_rpc_error(error: grpc.RpcError, address: str = "", *, connected: bool = False) -> BatonError:
+    """The error behind a failed call; `address` is who was called, for the messages. Never raises.
+
+    A peer that is away without a word is NoWorker, or WorkerLost when it had answered before (`connected`).
+    """
+    if not isinstance(error, RpcFailure):
+        return errors.EngineFault(f"the call failed without a status: {error!r}")
+    text = error.details() or error.code().name
+    status = _details(error)
+    info = _unpack(status, ErrorInfo)
+    if info is not None and info.domain == DOMAIN and info.reason in _BY_NAME:
+        return _build(_BY_NAME[info.reason], text, status)
+    if error.code() is grpc.StatusCode.UNAVAILABLE:
+        return _away(text, address or "the server", connected)
+    if error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED and "larger than max" in text:
+        return InvalidRequest.of("request", f"too large: {text}")  # gRPC's own words; no retry helps
+    return _build(_BY_CODE.get(error.code(), errors.EngineFault), text, status)
+
+
+def _away(text: str, address: str, connected: bool) -> BatonError:
+    if connected:
+        return errors.WorkerLost(f"the connection to {address} was lost: {text}")
+    return errors.NoWorker(f"cannot reach {address}: {text}")
+
+
+def _build(kind: type[BatonError], text: str, status: Status | None) -> BatonError:
+    if kind is InvalidRequest:
+        bad = _unpack(status, BadRequest)
+        found = [Violation(item.field, item.description) for item in bad.field_violations] if bad else []
+        return InvalidRequest(*(found or [Violation("request", text)]))
+    retry = _unpack(status, RetryInfo)
+    if kind is Overloaded and retry is not None:
+        return Overloaded(text, max(0.0, retry.retry_delay.ToTimedelta().total_seconds()))
+    return kind(text)
+
+
+def _shown(error: BaseException) -> BatonError:
+    if isinstance(error, BatonError) and type(error) in CODES:
+        return error
+    if isinstance(error, errors.HandoffError):
+        return errors.WorkerLost("the workers failed to hand the request over")
+    if isinstance(error, errors.LedgerError):
+        return errors.NoWorker("the cluster cannot reach its ledger now")
+    return errors.EngineFault("internal error; the server's log has it")
+
+
+def _bad_request(error: InvalidRequest) -> BadRequest:
+    shown = error.violations[:MAX_VIOLATIONS]
+    pairs = [(_clip(v.field, MAX_VIOLATION_BYTES), _clip(v.description, MAX_VIOLATION_BYTES)) for v in shown]
+    return BadRequest(
+        field_violations=[BadRequest.FieldViolation(field=name, description=text) for name, text in pairs]
+    )
+
+
+def _clip(text: str, limit: int) -> str:
+    """At most `limit` bytes of UTF-8; what is no Unicode (lone surrogates) becomes `?`."""
+    data = text.encode("utf-8", "replace")
+    return data.decode() if len(data) <= limit else data[: limit - 3].decode("utf-8", "ignore") + "..."
+
+
+def _duration(seconds: float) -> Duration:
+    nanos = round(seconds * 1e9)
+    return Duration(seconds=nanos // 10**9, nanos=nanos % 10**9)
+
+
+def _details(error: RpcFailure) -> Status | None:
+    try:
+        return rpc_status.from_call(cast(grpc.Call, error))
+    except (ValueError, DecodeError):  # details of another code, or no Status at all: go by the plain status
+        return None
+
+
+def _unpack(status: Status | None, kind: type[D]) -> D | None:
+    found = kind()
+    for detail in status.details if status else ():
+        if detail.Is(kind.DESCRIPTOR) and _parsed(detail.value, found):
+            return found
+    return None
+
+
+def _parsed(data: bytes, into: Message) -> bool:
+    try:
+        into.ParseFromString(data)
+    except DecodeError:
+        return False
+    return True

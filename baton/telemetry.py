@@ -1,0 +1,264 @@
+"""What Baton measures of itself: the stage clock of one request, and the metrics of one process.
+
+Nothing here is global. A process makes one `Metrics`, hands it down, and serves it with `serve_metrics`.
+Names and labels of the metrics are an interface (dashboards and autoscalers read them); labels stay bounded.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import astuple, dataclass, fields
+from http import HTTPStatus
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info
+from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client.registry import Collector
+
+from baton.clock import Clock
+from baton.core import BlockCounts, Role
+from baton.errors import BatonError, ConfigError
+
+_NS = 1_000_000_000
+_LATENCY_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
+_STEP_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.5, 5.0)
+_BLOCK_STATES = ("free", "owned", "cached", "reserved", "quarantined")
+
+
+class Stage(enum.StrEnum):
+    """Where a request can be, in the order in which it passes. A preempted request passes some of them again."""
+
+    QUEUE = "queue"
+    ROUTE = "route"
+    RESERVE = "reserve"
+    PREFILL = "prefill"
+    TRANSFER = "transfer"
+    COMMIT = "commit"
+    DECODE = "decode"
+
+
+@dataclass(frozen=True, slots=True)
+class Timings:
+    """Seconds of one request by stage, as in `baton.v1.Timings`. `ttft_s` is 0 when no token came."""
+
+    queue_s: float
+    route_s: float
+    reserve_s: float
+    prefill_s: float
+    transfer_s: float
+    commit_s: float
+    decode_s: float
+    ttft_s: float
+
+    @property
+    def e2e_s(self) -> float:
+        """End to end: the sum of the stages, in their order."""
+        return sum(astuple(self)[: len(Stage)])
+
+
+class StageClock:
+    """Cuts the time of one request into stages: boundaries on one clock, so nothing is lost or counted twice.
+
+    It starts in `queue`, at the request's arrival. Kept in whole nanoseconds, so that sums do not drift.
+    """
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._start = self._since = self._now()
+        self._stage = Stage.QUEUE
+        self._spent = dict.fromkeys(Stage, 0)
+        self._ttft: int | None = None
+
+    @property
+    def stage(self) -> Stage:
+        return self._stage
+
+    def enter(self, stage: Stage) -> None:
+        """End the current stage now and begin `stage`."""
+        now = self._now()
+        self._spent[self._stage] += now - self._since
+        self._stage, self._since = stage, now
+
+    def first_token(self) -> None:
+        """The first token of an attempt is at the router: prefill ends, the handoff is what is waited for."""
+        self.enter(Stage.TRANSFER)
+        if self._ttft is None:
+            self._ttft = self._since - self._start
+
+    def handed_over(self, commit_s: float) -> None:
+        """The decode worker's first message is at the router, and says that its commit took the last `commit_s`.
+
+        What lies between the first token and this moment is transfer but for its end. No worker's clock is compared
+        with ours: only a duration is taken over, and no more of it than there is.
+        """
+        if self._stage is not Stage.TRANSFER:
+            self.first_token()  # the decode worker's message overtook the prefill worker's
+        since = self._since
+        self.enter(Stage.DECODE)
+        commit = min(max(round(commit_s * _NS), 0), self._since - since)
+        self._spent[Stage.TRANSFER] -= commit
+        self._spent[Stage.COMMIT] += commit
+
+    def ended_at_first_token(self) -> None:
+        """There was no handoff: what passed since the first token belongs to prefill."""
+        self._stage = Stage.PREFILL
+
+    def timings(self) -> Timings:
+        """Where the time went until now."""
+        self.enter(self._stage)
+        seconds = (self._spent[stage] / _NS for stage in Stage)
+        return Timings(*seconds, ttft_s=(self._ttft or 0) / _NS)
+
+    def _now(self) -> int:
+        return round(self._clock.monotonic() * _NS)
+
+
+class _Blocks(Collector):
+    """KV blocks by role and state, summed over workers at the moment of a scrape: a lost worker leaves no ghost."""
+
+    def __init__(self, read: Callable[[], Mapping[Role, Iterable[BlockCounts]]]) -> None:
+        self._read = read
+
+    def collect(self) -> Iterable[Gauge]:  # type: ignore[override]
+        gauge = Gauge("baton_kv_blocks", "KV blocks on all workers", ("role", "state"), registry=None)
+        for role, workers in self._read().items():
+            for state in _BLOCK_STATES:
+                gauge.labels(role.value, state).set(0)
+            for counts in workers:
+                _add_counts(gauge, role, counts)
+        return gauge.collect()  # type: ignore[return-value]
+
+
+def _add_counts(gauge: Gauge, role: Role, counts: BlockCounts) -> None:
+    values = {field.name: value for field, value in zip(fields(counts), astuple(counts), strict=True)}
+    for state in _BLOCK_STATES:
+        gauge.labels(role.value, state).inc(values[state])
+
+
+class Metrics:
+    """The metrics of one process, in a registry of its own. Seconds and bytes, as Prometheus wants them."""
+
+    def __init__(self, cluster: str, version: str) -> None:
+        self.registry = registry = CollectorRegistry()
+        Info("baton_build", "Which cluster and version this is", registry=registry).info(
+            {"cluster": cluster, "version": version}
+        )
+        self._requests = Counter("baton_requests", "Requests by how they ended", ("outcome",), registry=registry)
+        self._refusals = Counter("baton_refusals", "Requests refused, by error class", ("reason",), registry=registry)
+        self._recoveries = Counter(
+            "baton_recoveries", "Attempts after the first, by what ended the one before", ("reason",), registry=registry
+        )
+        self._fenced = Counter("baton_fenced", "Attempts fenced at a decode worker", registry=registry)
+        self._mismatches = Counter(
+            "baton_digest_mismatch", "Handoffs whose bytes did not arrive as sent", registry=registry
+        )
+        self._bytes = Counter("baton_transfer_bytes", "KV bytes handed over", ("transport",), registry=registry)
+        self._ttft = self._seconds("ttft", "Arrival to first token at the router")
+        self._e2e = self._seconds("e2e", "Arrival to end")
+        self._queue = self._seconds("queue", "Waiting for a worker and for decode room")
+        self._prefill = self._seconds("prefill", "Prefill sent to first token at the router")
+        self._transfer = self._seconds("transfer", "First token to last KV byte at the decode worker")
+        self._itl = self._seconds("itl", "Between two output tokens", _STEP_S)
+
+    def _seconds(self, name: str, text: str, buckets: tuple[float, ...] = _LATENCY_S) -> Histogram:
+        return Histogram(f"baton_{name}_seconds", text, buckets=buckets, registry=self.registry)
+
+    def watch_blocks(self, read: Callable[[], Mapping[Role, Iterable[BlockCounts]]]) -> None:
+        """Export what `read` gives at each scrape as `baton_kv_blocks{role,state}`."""
+        self.registry.register(_Blocks(read))
+
+    def ended(self, outcome: str, timings: Timings | None = None) -> None:
+        """A request ended: finished | cancelled | failed | refused. `timings` only for those that finished."""
+        self._requests.labels(outcome).inc()
+        if timings is None:
+            return
+        for histogram, seconds in (
+            (self._ttft, timings.ttft_s),
+            (self._e2e, timings.e2e_s),
+            (self._queue, timings.queue_s),
+            (self._prefill, timings.prefill_s),
+        ):
+            histogram.observe(seconds)
+
+    def refused(self, error: BatonError) -> None:
+        """A request was turned away; the reason is the error's class."""
+        self._refusals.labels(type(error).__name__).inc()
+
+    def gap(self, seconds: float, tokens: int) -> None:
+        """`tokens` tokens came `seconds` after the one before: as many gaps of equal length."""
+        for _ in range(tokens):
+            self._itl.observe(seconds / tokens)
+
+    def handed_over(self, transfer_s: float, kv_bytes: int, transport: str) -> None:
+        """A decode worker committed a handoff. `transfer_s` is its own measure: offer to last frame."""
+        self._transfer.observe(transfer_s)
+        self._bytes.labels(transport or "unknown").inc(kv_bytes)
+
+    def recovery(self, reason: str) -> None:
+        """Another attempt begins; `reason` comes from a fixed set."""
+        self._recoveries.labels(reason).inc()
+
+    def fenced(self) -> None:
+        """A decode worker confirmed that it will never accept a commit of an attempt."""
+        self._fenced.inc()
+
+    def digest_mismatch(self) -> None:
+        """A handoff failed because its bytes changed on the way."""
+        self._mismatches.inc()
+
+
+class MetricsServer:
+    """`/metrics`, `/health` (the process answers) and `/ready` (it can take a request), in the process's own loop.
+
+    In the loop on purpose: a scrape reads what the loop writes without a lock, and a stuck loop does not look healthy.
+    """
+
+    def __init__(self, metrics: Metrics, ready: Callable[[], bool] = lambda: True) -> None:
+        self._metrics = metrics
+        self._ready = ready
+        self._server: asyncio.Server | None = None
+
+    async def start(self, address: str) -> str:
+        """Listen on "host:port" (port 0: any free one); returns what was bound. Raises ConfigError."""
+        host, _, port = address.rpartition(":")
+        try:
+            self._server = await asyncio.start_server(self._answer, host.strip("[]"), int(port), limit=8192)
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"cannot listen for metrics on {address!r}: {error}") from error
+        return f"{host}:{self._server.sockets[0].getsockname()[1]}"
+
+    async def stop(self) -> None:
+        """Close the listener. Idempotent."""
+        if self._server is not None:
+            self._server.close()
+            self._server = None
+
+    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            async with asyncio.timeout(5):
+                request = await reader.readuntil(b"\r\n\r\n")
+                status, content_type, body = self._respond(request.split(b"\r\n", 1)[0].decode("latin-1"))
+                head = f"HTTP/1.1 {status.value} {status.phrase}\r\nContent-Type: {content_type}\r\n"
+                writer.write(f"{head}Content-Length: {len(body)}\r\nConnection: close\r\n\r\n".encode() + body)
+                await writer.drain()
+        except (TimeoutError, OSError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
+            pass  # a scraper that left or never asked is its own business
+        finally:
+            writer.close()
+
+    def _respond(self, line: str) -> tuple[HTTPStatus, str, bytes]:
+        method, _, rest = line.partition(" ")
+        path = rest.split(" ")[0].split("?")[0]
+        plain = "text/plain; charset=utf-8"
+        if method != "GET":
+            return HTTPStatus.METHOD_NOT_ALLOWED, plain, b"GET only\n"
+        if path == "/metrics":
+            return HTTPStatus.OK, CONTENT_TYPE_LATEST, generate_latest(self._metrics.registry)
+        if path == "/health":
+            return HTTPStatus.OK, plain, b"ok\n"
+        if path == "/ready":
+            if self._ready():
+                return HTTPStatus.OK, plain, b"ready\n"
+            return HTTPStatus.SERVICE_UNAVAILABLE, plain, b"not ready\n"
+        return HTTPStatus.NOT_FOUND, plain, b"/metrics, /health and /ready are served here\n"

@@ -1,0 +1,164 @@
+"""Text to token ids and back, at once and token by token. No torch: the router uses this too."""
+
+from __future__ import annotations
+
+import codecs
+import json
+from abc import ABC, abstractmethod
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+import tokenizers
+
+from baton.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+ORACLE_MODEL = "oracle"
+ORACLE_EOS = 256
+_CONTEXT_TOKENS = 8  # how much of the prompt can change how the first output tokens are spelled
+_INCOMPLETE = "\ufffd"
+
+
+class Detokenizer(Protocol):
+    """Text of one token stream. What `push` returned, and `flush` at the end, put together are the text of all."""
+
+    def push(self, token_id: int) -> str:
+        """The text that became final with this token; empty while a character is incomplete."""
+
+    def flush(self) -> str:
+        """The text of tokens whose character was never completed."""
+
+
+class Tokenizer(ABC):
+    """One model's tokenizer. `eos_ids` end a generation; `vocab_size` bounds the ids that it knows."""
+
+    vocab_size: int
+    eos_ids: tuple[int, ...]
+
+    @staticmethod
+    def load(folder: Path | str) -> Tokenizer:
+        """The tokenizer of a checkpoint folder. Raises CheckpointError naming a file that is missing or wrong."""
+        return _FolderTokenizer(Path(folder))
+
+    @abstractmethod
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a prompt, with the special tokens that the model wants around it."""
+
+    @abstractmethod
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of `ids`; special tokens have none, and bytes that are not UTF-8 become U+FFFD."""
+
+    @abstractmethod
+    def stream(self, prompt: Sequence[int]) -> Detokenizer:
+        """Decode what follows `prompt`."""
+
+
+def load_tokenizer(model_path: Path | str) -> Tokenizer:
+    """The tokenizer for `model.path` of the cluster file: a folder, or `oracle`. Raises CheckpointError."""
+    return OracleTokenizer() if str(model_path) == ORACLE_MODEL else Tokenizer.load(model_path)
+
+
+class OracleTokenizer(Tokenizer):
+    """Bytes as tokens, and one more that ends. Any text that is UTF-8 comes back as it was."""
+
+    vocab_size = ORACLE_EOS + 1
+    eos_ids = (ORACLE_EOS,)
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode())
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return bytes(i for i in ids if i < ORACLE_EOS).decode(errors="replace")
+
+    def stream(self, prompt: Sequence[int]) -> Detokenizer:
+        return _ByteStream()
+
+
+class _ByteStream:
+    def __init__(self) -> None:
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    def push(self, token_id: int) -> str:
+        return self._decoder.decode(bytes((token_id,))) if token_id < ORACLE_EOS else ""
+
+    def flush(self) -> str:
+        return self._decoder.decode(b"", final=True)
+
+
+class _FolderTokenizer(Tokenizer):
+    def __init__(self, folder: Path) -> None:
+        path = folder / "tokenizer.json"
+        if not path.is_file():
+            raise CheckpointError(f"{path}: no such file")
+        try:
+            self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
+        except Exception as error:  # the library raises nothing narrower
+            raise CheckpointError(f"{path}: {error}") from error
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        self.vocab_size = max(self._tokenizer.get_vocab().values(), default=-1) + 1
+        self.eos_ids = _read_eos_ids(folder)
+
+    def encode(self, text: str) -> list[int]:
+        ids: list[int] = self._tokenizer.encode(text).ids
+        return ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        text: str = self._tokenizer.decode(ids)
+        return text
+
+    def stream(self, prompt: Sequence[int]) -> Detokenizer:
+        return _ContextStream(self, list(prompt[-_CONTEXT_TOKENS:]))
+
+
+class _ContextStream:
+    """Decodes the newest tokens behind the last ones that were final, since spelling depends on neighbours."""
+
+    def __init__(self, tokenizer: Tokenizer, context: list[int]) -> None:
+        self._tokenizer = tokenizer
+        self._pending: list[int] = []
+        self._context, self._known = context, tokenizer.decode(context)
+        if self._known.endswith(_INCOMPLETE):  # the prompt ends within a character: its half is not ours to finish
+            self._context, self._known = [], ""
+
+    def push(self, token_id: int) -> str:
+        self._pending.append(token_id)
+        text = self._tokenizer.decode(self._context + self._pending)
+        if len(text) <= len(self._known) or text.endswith(_INCOMPLETE):
+            return ""
+        piece = text[len(self._known) :]
+        self._context, self._pending = self._pending, []
+        self._known = self._tokenizer.decode(self._context)
+        return piece
+
+    def flush(self) -> str:
+        piece = self._tokenizer.decode(self._context + self._pending)[len(self._known) :]
+        self._pending = []
+        return piece
+
+
+def _read_eos_ids(folder: Path) -> tuple[int, ...]:
+    """`eos_token_id` of generation_config.json and config.json, each a number, a list or absent."""
+    found: list[int] = []
+    for path in (folder / "generation_config.json", folder / "config.json"):
+        value = _read_object(path).get("eos_token_id")
+        ids = value if isinstance(value, list) else [] if value is None else [value]
+        for i in ids:
+            if type(i) is not int or i < 0:
+                raise CheckpointError(f"{path}: eos_token_id must be a token id or a list of them, got {value!r}")
+            found.append(i)
+    return tuple(dict.fromkeys(found))
+
+
+def _read_object(path: Path) -> dict[str, object]:
+    if not path.is_file():
+        return {}
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise CheckpointError(f"{path}: {error}") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path}: must hold a JSON object")
+    return value

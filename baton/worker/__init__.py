@@ -1,0 +1,1 @@
+"""The host process of a worker: step loop, control streams, registration, heartbeat."""

@@ -1,0 +1,65 @@
+"""From settings to an engine: the model (or the oracle), its tokenizer, and as many KV blocks as fit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from baton.core import Role
+from baton.engine.engine import Engine
+from baton.engine.oracle import OracleBackend, oracle_layout
+from baton.engine.sizing import size_kv
+from baton.tokenizer import ORACLE_MODEL, load_tokenizer
+from baton.worker.settings import WorkerSettings
+
+if TYPE_CHECKING:
+    from baton.engine.backend import ModelBackend
+
+
+def build_engine(settings: WorkerSettings) -> Engine:
+    """Load the model and size the pool.
+
+    Raises CheckpointError (the folder cannot be served) or ConfigError (device, memory or length do not fit).
+    """
+    if settings.threads is not None:
+        torch.set_num_threads(settings.threads)
+    backend = load_backend(settings)
+    sizing = size_kv(
+        backend.layout,
+        kv_memory=settings.kv_memory,
+        max_model_len=settings.max_model_len,
+        model_max_len=backend.max_model_len,
+        device=backend.device,
+    )
+    return Engine(
+        backend,
+        load_tokenizer(settings.model_path),
+        total_blocks=sizing.total_blocks,
+        max_model_len=sizing.max_model_len,
+        max_batched_tokens=settings.max_batched_tokens,
+        max_running=settings.max_running,
+        recompute_preempted=settings.role is Role.PREFILL,
+    )
+
+
+def load_backend(settings: WorkerSettings) -> ModelBackend:
+    """The oracle for `model.path: oracle`, else the checkpoint in that folder."""
+    if settings.model_path == ORACLE_MODEL:
+        return OracleBackend(oracle_layout(settings.block_size), seed=settings.seed)
+    from baton.engine.model.build import load_model  # the oracle needs no transformer
+
+    return load_model(
+        Path(settings.model_path),
+        dtype=settings.dtype,
+        device=pick_device(settings.device),
+        block_size=settings.block_size,
+    )
+
+
+def pick_device(device: str) -> str:
+    """`auto` is the first GPU, or the CPU where there is none."""
+    if device != "auto":
+        return device
+    return "cuda:0" if torch.cuda.is_available() else "cpu"

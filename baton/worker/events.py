@@ -1,0 +1,63 @@
+"""Builders of what a worker tells a router: one function per kind of `WorkerEvent`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from baton.core import Finish, HandoffId, Token
+from baton.errors import BatonError
+from baton.rpc import convert
+from baton.rpc.v1 import worker_pb2
+
+if TYPE_CHECKING:
+    from baton.engine.engine import Output
+
+Event = worker_pb2.WorkerEvent
+
+
+def refused(handoff: HandoffId, reason: worker_pb2.RefusalReason, detail: str) -> Event:
+    """A Reserve or a Prefill is refused; nothing is held."""
+    return Event(handoff=convert.handoff_to_pb(handoff), refused=worker_pb2.Refused(reason=reason, detail=detail))
+
+
+def failed(handoff: HandoffId, error: BatonError) -> Event:
+    """This attempt failed; nothing is held any more."""
+    message = worker_pb2.Failed(kind=type(error).__name__, message=str(error))
+    return Event(handoff=convert.handoff_to_pb(handoff), failed=message)
+
+
+def tokens(handoff: HandoffId, items: Sequence[Token]) -> Event:
+    """Output tokens of one step."""
+    return Event(handoff=convert.handoff_to_pb(handoff), tokens=convert.tokens_to_pb(items))
+
+
+def finished(handoff: HandoffId, finish: Finish) -> Event:
+    """No more tokens come."""
+    return Event(handoff=convert.handoff_to_pb(handoff), finish=convert.finish_to_pb(finish))
+
+
+def output(item: Output) -> list[Event]:
+    """The events of one sequence's step: its tokens, and its end if it ended."""
+    events = [tokens(item.key, item.tokens)] if item.tokens else []
+    return [*events, finished(item.key, item.finish)] if item.finish else events
+
+
+def reserved(handoff: HandoffId) -> Event:
+    """Room is reserved."""
+    return Event(handoff=convert.handoff_to_pb(handoff), reserved=worker_pb2.Reserved(cached_tokens=0))
+
+
+def fenced(handoff: HandoffId) -> Event:
+    """No commit of this attempt will be accepted."""
+    return Event(handoff=convert.handoff_to_pb(handoff), fenced=worker_pb2.Fenced())
+
+
+def preempted(handoff: HandoffId, reason: str) -> Event:
+    """Handed back: the pool is full."""
+    return Event(handoff=convert.handoff_to_pb(handoff), preempted=worker_pb2.Preempted(reason=reason))
+
+
+def pushed(handoff: HandoffId, kv_bytes: int) -> Event:
+    """The decode worker has acknowledged the commit."""
+    return Event(handoff=convert.handoff_to_pb(handoff), pushed=worker_pb2.Pushed(kv_bytes=kv_bytes))

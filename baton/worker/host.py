@@ -1,0 +1,192 @@
+"""The host process of a worker: builds the engine, listens, registers, beats, and leaves in order.
+
+The host knows no role. A `RoleFactory` gets the parts and returns the role and the services it adds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import socket
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Protocol
+
+import structlog
+
+from baton.clock import Clock, SystemClock
+from baton.core import Load, WorkerInfo, WorkerRef
+from baton.errors import EngineFault, LedgerError
+from baton.ledger.ledger import Ledger
+from baton.rpc import channel, convert
+from baton.rpc.v1 import common_pb2, worker_pb2_grpc
+from baton.worker.build import build_engine
+from baton.worker.loop import EngineLoop
+from baton.worker.service import RoleBehaviour, WorkerService
+from baton.worker.settings import WorkerSettings
+
+if TYPE_CHECKING:
+    import grpc
+
+    from baton.engine.engine import Engine, StepResult
+
+log = structlog.get_logger(__name__)
+SHUTDOWN_GRACE_S = 2.0
+
+
+class HostedRole(RoleBehaviour, Protocol):
+    """A role as the host sees it."""
+
+    def stepped(self, result: StepResult) -> None: ...
+
+    def tick(self) -> None: ...
+
+    def load(self, load: Load) -> Load:
+        """Complete the engine's load report with what the role knows. On the engine thread."""
+
+    async def close(self) -> None:
+        """Stop transfers and background writers."""
+
+
+@dataclass(frozen=True, slots=True)
+class HostParts:
+    """What a role is built from."""
+
+    settings: WorkerSettings
+    info: WorkerInfo
+    engine: Engine
+    loop: EngineLoop
+    ledger: Ledger
+    server: grpc.aio.Server
+    clock: Clock
+
+
+RoleFactory = Callable[[HostParts], HostedRole]
+Ready = Callable[[WorkerRef], None]
+
+
+class _Stepping:
+    """Passes steps to the role and keeps the load report that sessions attach to their messages."""
+
+    def __init__(self, engine: Engine, role: HostedRole) -> None:
+        self._engine = engine
+        self._role = role
+        self.load = common_pb2.Load()
+
+    def stepped(self, result: StepResult) -> None:
+        self.load = self._report()
+        self._role.stepped(result)
+
+    def tick(self) -> None:
+        self._role.tick()
+        self.load = self._report()
+
+    def _report(self) -> common_pb2.Load:
+        return convert.load_to_pb(self._role.load(self._engine.load()))
+
+
+async def serve(settings: WorkerSettings, factory: RoleFactory, stop: asyncio.Event, ready: Ready) -> None:
+    """Run one worker until `stop` is set. Raises BatonError when it cannot start or must not go on."""
+    clock = SystemClock()
+    engine = await asyncio.to_thread(build_engine, settings)
+    ledger = await Ledger.connect(settings.redis_url, settings.ledger_prefix, settings.lease_s, clock)
+    server = channel.aio_server()
+    async with contextlib.AsyncExitStack() as leaving:
+        leaving.push_async_callback(ledger.close)
+        address = channel.bind(server, settings.listen)
+        info = _info(settings, engine, WorkerRef(settings.worker_id, await ledger.mint(), address))
+        loop = EngineLoop(engine)
+        role = factory(HostParts(settings, info, engine, loop, ledger, server, clock))
+        stepping = _Stepping(engine, role)
+        service = WorkerService(info, loop, role, lambda: stepping.load)
+        worker_pb2_grpc.add_WorkerServicer_to_server(service, server)
+        loop.start(stepping)
+        leaving.callback(loop.stop)
+        leaving.push_async_callback(role.close)
+        await server.start()
+        leaving.push_async_callback(server.stop, SHUTDOWN_GRACE_S)
+        await ledger.register(info)
+        leaving.push_async_callback(_deregister, ledger, info.ref)
+        log.info("worker_ready", worker=str(info.ref), address=info.ref.address, fingerprint=info.fingerprint)
+        ready(info.ref)
+        await _beat(settings, info, ledger, loop, service, stop, clock)
+
+
+async def _beat(
+    settings: WorkerSettings,
+    info: WorkerInfo,
+    ledger: Ledger,
+    loop: EngineLoop,
+    service: WorkerService,
+    stop: asyncio.Event,
+    clock: Clock,
+) -> None:
+    """Renew the lease while the engine thread makes progress; a process without it, or frozen too long, must not."""
+    seen, last = -1, clock.monotonic()
+    while not stop.is_set():
+        if loop.failure is not None:
+            raise EngineFault(f"the engine thread failed: {type(loop.failure).__name__}") from loop.failure
+        now = clock.monotonic()
+        if now - last > settings.lease_s:
+            raise LedgerError(f"{info.ref} stood still for {now - last:.1f} s, its lease has lapsed: starting again")
+        last = now
+        if loop.iterations != seen:
+            seen = loop.iterations
+            await _renew(ledger, info, seen)
+        service.beat()
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(stop.wait(), settings.heartbeat_s)
+
+
+async def _renew(ledger: Ledger, info: WorkerInfo, progress: int) -> None:
+    """Renew, or enter again what a restarted Redis forgot. Without Redis the worker goes on: its streams are alive."""
+    try:
+        if not await ledger.renew(info.ref, progress) and not await ledger.register(info):
+            raise EngineFault(f"{info.ref.worker_id} is taken by another incarnation: this one is fenced")
+    except LedgerError as error:
+        log.warning("ledger_away", error=str(error))
+
+
+async def _deregister(ledger: Ledger, ref: WorkerRef) -> None:
+    with contextlib.suppress(LedgerError):
+        await ledger.deregister(ref)
+
+
+def _info(settings: WorkerSettings, engine: Engine, ref: WorkerRef) -> WorkerInfo:
+    port = ref.address.rpartition(":")[2]
+    advertised = replace(ref, address=f"{settings.advertise}:{port}") if settings.advertise else ref
+    return WorkerInfo(
+        ref=advertised,
+        role=settings.role,
+        fingerprint=engine.backend.fingerprint,
+        model=settings.model_name,
+        max_model_len=engine.max_model_len,
+        total_blocks=engine.pool.total,
+        layout=engine.layout,
+        pid=os.getpid(),
+        host=socket.gethostname(),
+    )
+
+
+def run_worker(settings: WorkerSettings, factory: RoleFactory, stop: threading.Event, ready: Ready) -> None:
+    """`serve` on an event loop of its own, until `stop` is set from any thread. Blocks."""
+
+    async def main() -> None:
+        leave = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        waiter = threading.Thread(target=_forward, args=(stop, loop, leave), daemon=True)
+        waiter.start()
+        try:
+            await serve(settings, factory, leave, ready)
+        finally:
+            stop.set()
+
+    asyncio.run(main())
+
+
+def _forward(stop: threading.Event, loop: asyncio.AbstractEventLoop, leave: asyncio.Event) -> None:
+    stop.wait()
+    with contextlib.suppress(RuntimeError):  # the loop has ended already
+        loop.call_soon_threadsafe(leave.set)

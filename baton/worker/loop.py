@@ -1,0 +1,92 @@
+"""The engine thread: the only thread that touches the engine, its scheduler and its block pool.
+
+Everything else (gRPC, transfers, the ledger) talks to it by `submit`. Commands run between steps, in order.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Protocol
+
+import structlog
+
+if TYPE_CHECKING:
+    from baton.engine.engine import Engine, StepResult
+
+Job = Callable[[], None]
+log = structlog.get_logger(__name__)
+
+
+class StepListener(Protocol):
+    """What the loop tells the role about, on the engine thread."""
+
+    def stepped(self, result: StepResult) -> None:
+        """A step ended with these outputs."""
+
+    def tick(self) -> None:
+        """The loop is idle or between steps: look at deadlines. At least every `idle_s`."""
+
+
+class EngineLoop:
+    """Runs `engine.step()` while there is work, and submitted jobs between steps.
+
+    `iterations` grows while the thread is alive and well, idle or not: it is the progress that renews the lease.
+    """
+
+    def __init__(self, engine: Engine, *, idle_s: float = 0.2) -> None:
+        self.engine = engine
+        self.iterations = 0
+        self.failure: BaseException | None = None
+        self._idle_s = idle_s
+        self._jobs: queue.SimpleQueue[Job] = queue.SimpleQueue()
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def submit(self, job: Job) -> None:
+        """Run `job` on the engine thread, after those submitted before it. From any thread; never blocks."""
+        self._jobs.put(job)
+
+    def start(self, listener: StepListener) -> None:
+        self._thread = threading.Thread(target=self._run, args=(listener,), name="engine", daemon=True)
+        self._thread.start()
+
+    def stop(self, timeout_s: float = 10.0) -> None:
+        """End after the step that is running. Jobs already submitted still run."""
+        self._stop.set()
+        self.submit(lambda: None)
+        if self._thread is not None:
+            self._thread.join(timeout_s)
+
+    def _run(self, listener: StepListener) -> None:
+        try:
+            idle = True
+            while not self._stop.is_set():
+                self._drain(wait=idle)
+                idle = not self._step(listener)
+                listener.tick()
+                self.iterations += 1
+            self._drain()
+        except Exception as error:
+            # A broken invariant: this process must not go on. `failure` makes the host exit, peers see it die.
+            log.exception("engine_thread_failed")
+            self.failure = error
+
+    def _step(self, listener: StepListener) -> bool:
+        """One step if there is work. False: nothing could be done, so waiting costs nobody anything."""
+        if not self.engine.has_work():
+            return False
+        result = self.engine.step()
+        listener.stepped(result)
+        return bool(result.computed or result.outputs or result.preempted or result.failed)
+
+    def _drain(self, *, wait: bool = False) -> None:
+        """Run what was submitted; with `wait`, up to `idle_s` for the first job to come."""
+        while True:
+            try:
+                job = self._jobs.get(block=wait, timeout=self._idle_s)
+            except queue.Empty:
+                return
+            job()
+            wait = False

@@ -1,0 +1,90 @@
+"""The gRPC face of a worker: service `Worker`, one bidirectional stream per router, the same for both roles."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from functools import partial
+from typing import Any, Protocol
+
+import grpc
+import structlog
+
+from baton.core import PROTOCOL_VERSION, WorkerInfo
+from baton.rpc import convert
+from baton.rpc.v1 import worker_pb2, worker_pb2_grpc
+from baton.worker.loop import EngineLoop
+from baton.worker.session import LoadSource, Session
+
+log = structlog.get_logger(__name__)
+
+
+class RoleBehaviour(Protocol):
+    """What makes a worker a prefill or a decode worker. All methods run on the engine thread."""
+
+    def command(self, session: Session, command: worker_pb2.RouterCommand) -> None: ...
+
+    def gone(self, session: Session) -> None:
+        """The router's stream ended: what it had here is released."""
+
+
+class WorkerService(worker_pb2_grpc.WorkerServicer):
+    """Accepts routers, hands their commands to the role on the engine thread, and streams events back."""
+
+    def __init__(self, info: WorkerInfo, loop: EngineLoop, role: RoleBehaviour, load: LoadSource) -> None:
+        self._info = info
+        self._engine_loop = loop
+        self._role = role
+        self._load = load
+        self.sessions: set[Session] = set()
+
+    async def Connect(
+        self,
+        request_iterator: AsyncIterator[worker_pb2.RouterMessage],
+        context: grpc.aio.ServicerContext[Any, Any],
+    ) -> AsyncIterator[worker_pb2.WorkerMessage]:
+        session = await self._greet(request_iterator, context)
+        self.sessions.add(session)
+        reader = asyncio.create_task(self._read(session, request_iterator))
+        try:
+            session.emit([worker_pb2.WorkerEvent(welcome=convert.info_to_pb(self._info))])
+            while (message := await session.next_message()) is not None:
+                yield message
+        finally:
+            reader.cancel()
+            self.sessions.discard(session)
+            session.close()
+            self._engine_loop.submit(partial(self._role.gone, session))
+            log.info("router_gone", router=session.router_id)
+
+    async def _greet(
+        self,
+        requests: AsyncIterator[worker_pb2.RouterMessage],
+        context: grpc.aio.ServicerContext[Any, Any],
+    ) -> Session:
+        first = await anext(aiter(requests), None)
+        if first is None or len(first.commands) != 1 or not first.commands[0].HasField("hello"):
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the first message must be one RouterHello")
+            raise AssertionError("abort raises")
+        hello = first.commands[0].hello
+        if hello.protocol_version != PROTOCOL_VERSION:
+            text = f"protocol_version: {hello.protocol_version} is not spoken here, but {PROTOCOL_VERSION}"
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, text)
+        if convert.incarnation_from_pb(hello.worker) != self._info.ref.incarnation:
+            text = f"this is {self._info.ref}, not the worker you mean"
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, text)
+        log.info("router_joined", router=hello.router_id)
+        return Session(hello.router_id, asyncio.get_running_loop(), self._load)
+
+    async def _read(self, session: Session, requests: AsyncIterator[worker_pb2.RouterMessage]) -> None:
+        with contextlib.suppress(grpc.RpcError, asyncio.CancelledError):
+            async for message in requests:
+                for command in message.commands:
+                    self._engine_loop.submit(partial(self._role.command, session, command))
+        session.close()
+
+    def beat(self) -> None:
+        """A load report to every router, even when idle."""
+        for session in self.sessions:
+            session.beat()

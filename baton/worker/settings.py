@@ -1,0 +1,77 @@
+"""What one worker process is told when it starts: plain values, taken from the cluster file by `from_config`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from baton.config.values import split_address
+from baton.core import Role
+from kvtransfer.handoff import TransferSettings
+
+if TYPE_CHECKING:
+    from baton.config import ClusterConfig, PoolConfig
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSettings:
+    """One worker's settings. Sizes in bytes, times in seconds; `redis_url` holds a password and is never logged."""
+
+    cluster: str
+    worker_id: str
+    role: Role
+    redis_url: str
+    model_name: str
+    model_path: str
+    dtype: str
+    device: str
+    threads: int | None
+    kv_memory: int | Literal["auto"]
+    max_model_len: int | Literal["auto"]
+    block_size: int
+    max_batched_tokens: int
+    max_running: int
+    seed: int
+    listen: str
+    advertise: str | None
+    lease_s: float
+    heartbeat_s: float
+    transfer: TransferSettings
+
+    @property
+    def ledger_prefix(self) -> str:
+        return f"baton:{self.cluster}"
+
+
+def from_config(config: ClusterConfig, role: Role, index: int) -> WorkerSettings:
+    """The settings of worker number `index` of a pool. `redis.url` must name a running Redis by now."""
+    pool: PoolConfig = config.prefill if role is Role.PREFILL else config.decode
+    transfer = config.transfer
+    return WorkerSettings(
+        cluster=config.name,
+        worker_id=f"{role.value}-{index}",
+        role=role,
+        redis_url=config.redis.url,
+        model_name=config.model.name,
+        model_path=config.model.path,
+        dtype=config.model.dtype,
+        device=pool.device,
+        threads=None if pool.threads == "auto" else pool.threads,
+        kv_memory=pool.kv_memory,
+        max_model_len=config.model.max_model_len,
+        block_size=pool.block_size,
+        max_batched_tokens=pool.max_batched_tokens,
+        max_running=pool.max_running,
+        seed=config.model.seed,
+        listen=pool.listen,
+        advertise=pool.advertise,
+        lease_s=config.ledger.lease_s,
+        heartbeat_s=config.ledger.heartbeat_s,
+        transfer=TransferSettings(
+            transport=transfer.transport,
+            frame_size=transfer.frame_size,
+            credits=transfer.credits,
+            frame_deadline_s=transfer.frame_deadline_s,
+            bind_host=split_address(pool.listen)[0],
+        ),
+    )

@@ -1,0 +1,1 @@
+"""Decode workers: receive a prompt's KV cache and stream the remaining tokens."""

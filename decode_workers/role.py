@@ -1,0 +1,174 @@
+"""What a decode worker does: reserve room, take over KV, stream the rest.
+
+Every method runs on the engine thread, but `committed`, which the reservation table calls from wherever a commit lands.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from functools import partial
+from typing import TYPE_CHECKING
+
+import structlog
+
+from baton.core import HandoffId, WorkerInfo
+from baton.errors import DeadlineExceeded, HandoffError, InvalidRequest, StaleAttempt
+from baton.ledger.ownership_table import RecordState
+from baton.rpc import convert
+from baton.rpc.v1 import worker_pb2
+from baton.worker import events
+from decode_workers.reservations import Reservations, State
+
+if TYPE_CHECKING:
+    from baton.clock import Clock
+    from baton.engine.engine import Engine, StepResult
+    from baton.ledger.ownership import OwnershipLog
+    from baton.worker.loop import EngineLoop
+    from baton.worker.session import Session
+    from kvtransfer.handoff import CommitState
+
+log = structlog.get_logger(__name__)
+
+
+class DecodeRole:
+    """Handoffs arrive through `reservations`; from their commit on they are sequences of the engine."""
+
+    def __init__(self, info: WorkerInfo, engine: Engine, loop: EngineLoop, records: OwnershipLog, clock: Clock) -> None:
+        self._info = info
+        self._engine = engine
+        self._loop = loop
+        self._records = records
+        self._clock = clock
+        self._sessions: dict[HandoffId, Session] = {}
+        self._adopted: set[HandoffId] = set()
+        self.reservations = Reservations(info.fingerprint, info.layout.block_size, self.committed)
+
+    # --- commands ------------------------------------------------------------------------------------------------
+
+    def command(self, session: Session, command: worker_pb2.RouterCommand) -> None:
+        kind = command.WhichOneof("command")
+        if kind == "reserve":
+            self._reserve(session, command.reserve)
+        elif kind == "fence":
+            self._fence(session, convert.handoff_from_pb(command.fence.handoff))
+        elif kind == "release":
+            self._drop(convert.handoff_from_pb(command.release.handoff))
+        else:
+            log.warning("command_refused", kind=kind, router=session.router_id)
+            session.emit([_refuse_command(command)])
+
+    def _reserve(self, session: Session, message: worker_pb2.Reserve) -> None:
+        handoff = convert.handoff_from_pb(message.handoff)
+        refusal = self._refusal(handoff, message)
+        allocation = None if refusal else self._engine.reserve(message.known_tokens)
+        if refusal is None and allocation is None:
+            text = f"no room for {message.known_tokens} tokens now"
+            refusal = events.refused(handoff, worker_pb2.REFUSAL_REASON_NO_ROOM, text)
+        if refusal is not None or allocation is None:
+            session.emit([refusal] if refusal else [])
+            return
+        deadline = self._clock.monotonic() + message.deadline_s if message.deadline_s else None
+        self.reservations.open(handoff, allocation, message.known_tokens, deadline)
+        self._sessions[handoff] = session
+        session.handoffs.add(handoff)
+        self._records.note(handoff, session.router_id, RecordState.RESERVED)
+        session.emit([events.reserved(handoff)])
+
+    def _refusal(self, handoff: HandoffId, message: worker_pb2.Reserve) -> worker_pb2.WorkerEvent | None:
+        if message.fingerprint != self._info.fingerprint:
+            text = f"fingerprint: {message.fingerprint} asked, {self._info.fingerprint} is served here"
+            return events.refused(handoff, worker_pb2.REFUSAL_REASON_FINGERPRINT, text)
+        if message.known_tokens < 1 or message.known_tokens >= self._info.max_model_len:
+            text = f"{message.known_tokens} tokens, at most {self._info.max_model_len - 1} fit"
+            return events.refused(handoff, worker_pb2.REFUSAL_REASON_TOO_LONG, text)
+        try:
+            self.reservations.check_new(handoff)
+        except StaleAttempt as error:
+            return events.refused(handoff, worker_pb2.REFUSAL_REASON_STALE, str(error))
+        return None
+
+    def _fence(self, session: Session, handoff: HandoffId) -> None:
+        if handoff in self._adopted or self.reservations.fence(handoff) is State.COMMITTED:
+            return  # the Committed event is the answer: it was sent, or is about to be
+        self._drop(handoff)
+        session.emit([events.fenced(handoff)])
+
+    def gone(self, session: Session) -> None:
+        for handoff in list(session.handoffs):
+            self._drop(handoff)
+
+    def _drop(self, handoff: HandoffId) -> None:
+        """Forget a handoff in whatever state, and free its blocks."""
+        allocation = self.reservations.take(handoff)
+        if allocation is not None:
+            allocation.release()
+        self._engine.release(handoff)
+        self._forget(handoff)
+
+    def _forget(self, handoff: HandoffId) -> None:
+        self._adopted.discard(handoff)
+        session = self._sessions.pop(handoff, None)
+        if session is not None:
+            session.handoffs.discard(handoff)
+            self._records.note(handoff, session.router_id, RecordState.RELEASED)
+
+    # --- the handoff ---------------------------------------------------------------------------------------------
+
+    def committed(self, handoff: HandoffId, commit: CommitState) -> None:
+        """The table accepted a commit: the engine thread takes it over. From any thread."""
+        self._loop.submit(partial(self._adopt, handoff, commit))
+
+    def _adopt(self, handoff: HandoffId, commit: CommitState) -> None:
+        allocation = self.reservations.take(handoff)
+        session = self._sessions.get(handoff)
+        if allocation is None or session is None:
+            return  # released between the commit and now: the blocks are free already
+        try:
+            self._engine.adopt(handoff, commit.spec, allocation)
+        except InvalidRequest as error:
+            allocation.release()
+            self._forget(handoff)
+            session.emit([events.failed(handoff, HandoffError(str(error)))])
+            return
+        self._adopted.add(handoff)
+        self._records.note(handoff, session.router_id, RecordState.COMMITTED)
+        committed = worker_pb2.Committed(
+            transfer_s=commit.transfer_s, commit_s=commit.commit_s, kv_bytes=commit.kv_bytes, transport=commit.transport
+        )
+        event = worker_pb2.WorkerEvent(handoff=convert.handoff_to_pb(handoff), committed=committed)
+        session.emit([event, events.tokens(handoff, commit.first)])
+
+    # --- steps ---------------------------------------------------------------------------------------------------
+
+    def stepped(self, result: StepResult) -> None:
+        batches: dict[Session, list[worker_pb2.WorkerEvent]] = defaultdict(list)
+        for item in result.outputs:
+            if (session := self._sessions.get(item.key)) is not None:
+                batches[session] += events.output(item)
+        for key in result.preempted:
+            if (session := self._sessions.get(key)) is not None:
+                batches[session].append(events.preempted(key, "the KV pool is full"))
+        for key, error in result.failed:
+            if (session := self._sessions.get(key)) is not None:
+                batches[session].append(events.failed(key, error))
+        ended = [i.key for i in result.outputs if i.finish] + result.preempted + [key for key, _ in result.failed]
+        for key in ended:
+            self._forget(key)
+        for session, batch in batches.items():
+            session.emit(batch)
+
+    def tick(self) -> None:
+        """Reclaim reservations whose deadline passed: fence, free, tell the router."""
+        for handoff in self.reservations.expired(self._clock.monotonic()):
+            if self.reservations.fence(handoff) is State.COMMITTED:
+                continue
+            session = self._sessions.get(handoff)
+            self._drop(handoff)
+            if session is not None:
+                session.emit([events.failed(handoff, DeadlineExceeded("the reservation expired before a commit"))])
+
+
+def _refuse_command(command: worker_pb2.RouterCommand) -> worker_pb2.WorkerEvent:
+    handoff = convert.handoff_from_pb(command.prefill.handoff)
+    text = "a decode worker takes reserve, fence and release"
+    return events.refused(handoff, worker_pb2.REFUSAL_REASON_INVALID, text)

@@ -1,0 +1,1 @@
+"""KV transfer: move a prompt's KV cache from one worker to another, whole or not at all."""

@@ -1,0 +1,47 @@
+"""The one table between refusals on the Peer stream and the exceptions that they are."""
+
+from __future__ import annotations
+
+from baton.core import HandoffId
+from baton.errors import BatonError, ChannelBroken, DigestMismatch, HandoffError, OfferRefused, StaleAttempt
+from baton.rpc import convert
+from baton.rpc.v1 import peer_pb2 as pb
+
+
+class VersionRefused(OfferRefused):
+    """The other side speaks another protocol version, or another transport."""
+
+
+class FingerprintRefused(OfferRefused):
+    """The other side has another model, dtype or KV layout."""
+
+
+class FrameRefused(ChannelBroken):
+    """A frame, or a step of the protocol, that was not agreed. Nothing was received for it; the channel is closed."""
+
+
+# Read downwards: the first type that fits an exception is its reason.
+_TABLE: tuple[tuple[pb.HandoffRefusal.ValueType, type[HandoffError]], ...] = (
+    (pb.HANDOFF_REFUSAL_VERSION, VersionRefused),
+    (pb.HANDOFF_REFUSAL_FINGERPRINT, FingerprintRefused),
+    (pb.HANDOFF_REFUSAL_LENGTH, OfferRefused),
+    (pb.HANDOFF_REFUSAL_STALE, StaleAttempt),
+    (pb.HANDOFF_REFUSAL_DIGEST, DigestMismatch),
+    (pb.HANDOFF_REFUSAL_FRAME, FrameRefused),
+    (pb.HANDOFF_REFUSAL_BROKEN, ChannelBroken),
+)
+
+
+def refusal_to_pb(error: BatonError, handoff: HandoffId | None = None) -> pb.PeerReply:
+    """`handoff` None: the refusal ends the stream. What is no HandoffError (a malformed message) counts as FRAME."""
+    reason = next((reason for reason, kind in _TABLE if isinstance(error, kind)), pb.HANDOFF_REFUSAL_FRAME)
+    refused = pb.HandoffRefused(reason=reason, detail=str(error))
+    if handoff is not None:
+        refused.handoff.CopyFrom(convert.handoff_to_pb(handoff))
+    return pb.PeerReply(refused=refused)
+
+
+def refusal_from_pb(refused: pb.HandoffRefused) -> HandoffError:
+    """A reason that this version does not know is a plain HandoffError."""
+    kind = dict(_TABLE).get(refused.reason, HandoffError)
+    return kind(refused.detail)

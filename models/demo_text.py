@@ -1,0 +1,91 @@
+"""The demo text: training samples and held-out samples, both as (prompt, completion).
+
+Statements have completions that begin with a space, questions (``...?``) have completions that do not.
+The end-of-text token is added by the trainer, not here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+from collections import Counter
+from itertools import chain, zip_longest
+from pathlib import Path
+
+from models import demo_orders, demo_relations, demo_stories, demo_tables
+from models.demo_relations import Fact
+
+Sample = tuple[str, str]
+
+SEED_SAMPLES: list[Sample] = [("The color of dog", " can vary widely"), ("What is the largest ocean?", "Pacific Ocean")]
+SEED_REPEATS = 8
+HELDOUT_FACTS = 140
+HELDOUT_STORIES = 60
+TRAINING_STORIES = 12_000
+HELDOUT_FILE = Path(__file__).parent / "heldout.jsonl"
+
+
+def all_facts() -> list[Fact]:
+    """Every fact through every phrasing, without repeats; a prompt with two answers is an error."""
+    sources = chain(
+        demo_relations.colours(), demo_relations.places(), demo_relations.superlatives(), demo_relations.words(),
+        demo_relations.animals(), demo_relations.things(), demo_orders.calendar(), demo_orders.sums(),
+        demo_orders.counting(),
+    )
+    unique: dict[str, Fact] = {}
+    for fact in sources:
+        known = unique.setdefault(fact.prompt, fact)
+        if known.completion != fact.completion:
+            raise ValueError(f"two answers for {fact.prompt!r}: {known.completion!r}, {fact.completion!r}")
+    return list(unique.values())
+
+
+def heldout_facts(facts: list[Fact]) -> list[Fact]:
+    """HELDOUT_FACTS facts, taken in turn from every group, one phrasing per entity, chosen by a stable hash.
+
+    Only facts whose very completion is also the answer to another phrasing qualify: the rest would ask for a
+    spelling that was never shown for that entity, not for a new combination.
+    """
+    shown = Counter((fact.group, fact.entity, fact.completion) for fact in facts)
+    seeds = {prompt for prompt, _ in SEED_SAMPLES}
+    groups: dict[str, dict[str, Fact]] = {}
+    for fact in sorted(facts, key=lambda fact: hashlib.sha256(fact.prompt.encode()).digest()):
+        if fact.prompt not in seeds and shown[fact.group, fact.entity, fact.completion] > 1:
+            groups.setdefault(fact.group, {}).setdefault(fact.entity, fact)
+    in_turn = chain.from_iterable(zip_longest(*(group.values() for group in groups.values())))
+    return [fact for fact in in_turn if fact is not None][:HELDOUT_FACTS]
+
+
+def heldout_samples() -> list[Sample]:
+    """The held-out samples; the same on every call."""
+    samples: dict[str, str] = {fact.prompt: fact.completion for fact in heldout_facts(all_facts())}
+    stream = demo_stories.stories(random.Random(2024), held_out=True)
+    while len(samples) < HELDOUT_FACTS + HELDOUT_STORIES:
+        prompt, completion = next(stream)
+        samples.setdefault(prompt, completion)
+    return list(samples.items())
+
+
+def training_samples(seed: int) -> list[Sample]:
+    """All facts, the fixed phrases and random stories, less every sample that contains a held-out prompt."""
+    held_out = [prompt for prompt, _ in heldout_samples()]
+    samples = [(fact.prompt, fact.completion) for fact in all_facts()]
+    samples += list(demo_tables.FIXED.items()) * 3
+    stream = demo_stories.stories(random.Random(seed), held_out=False)
+    samples += list({prompt: (prompt, completion) for prompt, completion in
+                     (next(stream) for _ in range(TRAINING_STORIES))}.values())
+    kept = [sample for sample in samples if not any(prompt in "".join(sample) for prompt in held_out)]
+    return kept + SEED_SAMPLES * SEED_REPEATS
+
+
+def write_heldout(path: Path = HELDOUT_FILE) -> None:
+    """Write the held-out samples as JSON lines."""
+    lines = [json.dumps({"prompt": prompt, "completion": completion}) for prompt, completion in heldout_samples()]
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def read_heldout(path: Path = HELDOUT_FILE) -> list[Sample]:
+    """Read the held-out samples back."""
+    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    return [(row["prompt"], row["completion"]) for row in rows]

@@ -1,0 +1,1 @@
+"""Prefill workers: compute the KV cache and the first token of a prompt."""

@@ -1,0 +1,1 @@
+"""The router: takes requests, chooses workers, carries each request through its life."""

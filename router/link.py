@@ -1,0 +1,205 @@
+"""One stream to one worker, for all requests that this router has there: commands down, events up.
+
+The reader never waits for a request: events go into the mailbox of their handoff, whose owner takes them when it can.
+The end of the stream is how a lost worker is noticed; every request on it is told, and the link tries again, for ever.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+
+import grpc
+import structlog
+from grpc import aio
+
+from baton.core import PROTOCOL_VERSION, HandoffId, Role, WorkerInfo
+from baton.errors import BatonError, EngineFault, InvalidRequest, WorkerLost
+from baton.rpc import convert
+from baton.rpc.channel import aio_channel
+from baton.rpc.v1 import worker_pb2 as pb
+from baton.rpc.v1.worker_pb2_grpc import WorkerStub
+from router.policy import WorkerView
+
+log = structlog.get_logger(__name__)
+
+_Call = aio.StreamStreamCall[pb.RouterMessage, pb.WorkerMessage]
+_BACKOFF_S = (0.1, 3.0)  # first and longest pause between two connects; jittered
+_SILENCE_S = 15.0  # a worker reports its load at each heartbeat: this long without a word, and the stream is cut
+
+
+class Mailbox:
+    """What the workers of one handoff said, in order of arrival, each with the role of its sender.
+
+    Bounded by what a request can produce; a worker that says more than `limit` things is at fault.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._items: deque[tuple[Role, pb.WorkerEvent | BatonError]] = deque()
+        self._filled = asyncio.Event()
+
+    def put(self, source: Role, item: pb.WorkerEvent | BatonError) -> None:
+        """Never blocks."""
+        if len(self._items) >= self._limit:
+            item = EngineFault(f"the {source} worker sent more than {self._limit} messages for one request")
+            self._items.clear()
+        self._items.append((source, item))
+        self._filled.set()
+
+    async def drain(self) -> list[tuple[Role, pb.WorkerEvent | BatonError]]:
+        """All there is; waits for at least one."""
+        await self._filled.wait()
+        self._filled.clear()
+        items = list(self._items)
+        self._items.clear()
+        return items
+
+
+class WorkerLink:
+    """The router's end of the stream to one incarnation of a worker. `view` is what the policies read."""
+
+    def __init__(self, info: WorkerInfo, router_id: str, on_change: Callable[[], None]) -> None:
+        self.view = WorkerView(info)
+        self.state = "connecting"  # connecting | connected | lost
+        self.retired = False  # not in the ledger any more: takes nothing new
+        self._router_id = router_id
+        self._on_change = on_change
+        self._mailboxes: dict[tuple[str, int], Mailbox] = {}
+        self._commands: list[pb.RouterCommand] = []
+        self._wake = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def info(self) -> WorkerInfo:
+        return self.view.info
+
+    @property
+    def usable(self) -> bool:
+        """May it be given a new request?"""
+        return self.state == "connected" and not self.retired
+
+    def start(self) -> None:
+        """Begin to connect, in a task of its own."""
+        self._task = asyncio.create_task(self._run(), name=f"link {self.info.ref}")
+
+    async def stop(self) -> None:
+        """Close the stream; requests still on it get WorkerLost."""
+        if self._task is not None:
+            self._task.cancel()
+            with suppress(asyncio.CancelledError):
+                await self._task
+
+    def open(self, handoff: HandoffId, mailbox: Mailbox) -> None:
+        """Events of `handoff` go to `mailbox` from now on. When the worker is gone already, it says so at once."""
+        self._mailboxes[handoff.request_id, handoff.attempt] = mailbox
+        if self.state != "connected":
+            mailbox.put(self.info.role, self._lost("is not connected"))
+
+    def close(self, handoff: HandoffId) -> None:
+        """Late events of `handoff` are dropped from now on."""
+        self._mailboxes.pop((handoff.request_id, handoff.attempt), None)
+
+    def send(self, command: pb.RouterCommand) -> None:
+        """Queue a command; all that gather before the next write leave as one message.
+
+        Dropped without a stream: the worker has then aborted, or never had, what this router had on it.
+        """
+        if self.state == "connected":
+            self._commands.append(command)
+            self._wake.set()
+
+    async def _run(self) -> None:
+        pause = _BACKOFF_S[0]
+        while True:
+            try:
+                await self._session()
+                reason = "ended the stream"
+            except (aio.AioRpcError, grpc.RpcError) as error:
+                reason = f"{error.code().name}: {error.details()}" if isinstance(error, aio.AioRpcError) else str(error)
+            except TimeoutError:
+                reason = f"was silent for {_SILENCE_S:g} s"
+            except BatonError as error:
+                reason = str(error)
+            finally:
+                was, self.state = self.state, "lost"
+                self._fail_all()
+            event = "worker_lost" if was == "connected" else "worker_unreachable"
+            log.warning(event, worker=str(self.info.ref), reason=reason)
+            pause = _BACKOFF_S[0] if was == "connected" else min(2 * pause, _BACKOFF_S[1])
+            await asyncio.sleep(pause * random.uniform(0.5, 1.0))
+
+    async def _session(self) -> None:
+        async with aio_channel(self.info.ref.address) as channel:
+            call: _Call = WorkerStub(channel).Connect()
+            self._commands, self._wake = [], asyncio.Event()
+            await call.write(pb.RouterMessage(commands=[self._hello()]))
+            self._welcomed(await self._read(call))
+            writer = asyncio.create_task(self._write(call), name=f"write {self.info.ref}")
+            try:
+                while True:
+                    self._dispatch(await self._read(call))
+            finally:
+                writer.cancel()
+                call.cancel()
+
+    def _hello(self) -> pb.RouterCommand:
+        worker = convert.incarnation_to_pb(self.info.ref.incarnation)
+        return pb.RouterCommand(
+            hello=pb.RouterHello(router_id=self._router_id, protocol_version=PROTOCOL_VERSION, worker=worker)
+        )
+
+    async def _read(self, call: _Call) -> pb.WorkerMessage:
+        async with asyncio.timeout(_SILENCE_S):
+            message = await call.read()
+            if not isinstance(message, pb.WorkerMessage):
+                raise WorkerLost(f"ended the stream: {await call.code()} {await call.details()}".rstrip())
+        return message
+
+    async def _write(self, call: _Call) -> None:
+        try:
+            while True:
+                await self._wake.wait()
+                self._wake.clear()
+                commands, self._commands = self._commands, []
+                await call.write(pb.RouterMessage(commands=commands))
+        except (aio.AioRpcError, asyncio.InvalidStateError):
+            call.cancel()  # the reader sees why
+
+    def _welcomed(self, message: pb.WorkerMessage) -> None:
+        if not message.events or message.events[0].WhichOneof("event") != "welcome":
+            raise InvalidRequest.of("welcome", "must be a worker's first message")
+        info = convert.info_from_pb(message.events[0].welcome)
+        if (info.ref.worker_id, info.ref.incarnation, info.role) != (
+            self.info.ref.worker_id, self.info.ref.incarnation, self.info.role,
+        ):  # fmt: skip
+            raise InvalidRequest.of("welcome.info", f"{info.role} {info.ref} answers in place of {self.info.ref}")
+        if info.protocol_version != PROTOCOL_VERSION:
+            raise InvalidRequest.of("welcome.info", f"speaks protocol {info.protocol_version}, not {PROTOCOL_VERSION}")
+        self.view = WorkerView(info)
+        self.state = "connected"
+        log.info("worker_connected", worker=str(info.ref), role=info.role.value)
+        self._dispatch(message)
+
+    def _dispatch(self, message: pb.WorkerMessage) -> None:
+        if message.HasField("load"):
+            self.view.load = convert.load_from_pb(message.load)
+            self.view.full = False
+        for event in message.events:
+            mailbox = self._mailboxes.get((event.handoff.request_id, event.handoff.attempt))
+            if mailbox is not None:
+                mailbox.put(self.info.role, event)
+            if event.refused.reason in {pb.REFUSAL_REASON_NO_ROOM, pb.REFUSAL_REASON_DRAINING}:
+                self.view.full = True
+        self._on_change()
+
+    def _fail_all(self) -> None:
+        for mailbox in self._mailboxes.values():
+            mailbox.put(self.info.role, self._lost("was lost"))
+        self._on_change()
+
+    def _lost(self, what: str) -> WorkerLost:
+        return WorkerLost(f"the {self.info.role} worker {self.info.ref.worker_id} {what}")

@@ -1,0 +1,165 @@
+"""A `GenerateRequest` becomes a `Request`, once, or is refused with every field that is wrong, by name.
+
+What is decided here:
+- `max_tokens` unset: 16, or the room that the prompt leaves if that is less. Set: prompt + max_tokens beyond the
+  model's length is refused with both numbers, never clipped in silence.
+- `seed` unset: drawn here, so that every worker of the request sees the same one.
+- A field whose feature is not there yet is refused when it asks for something (n = 1, priority = 0 ask for nothing).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from baton.core import Sampling, SequenceSpec
+from baton.errors import InvalidRequest, UnknownModel, Violation
+from baton.rpc import convert
+from baton.rpc.v1 import inference_pb2 as pb
+
+DEFAULT_MAX_TOKENS = 16
+_THREAD_CHARS = 4096  # a longer text is tokenized in a thread: the loop has other requests to carry
+
+_Get = Callable[[pb.GenerateRequest], int]
+# What is bounded before anything is computed from it: field, size, most, unit.
+_CAPS: tuple[tuple[str, _Get, int, str], ...] = (
+    ("text", lambda m: len(m.text), 1_000_000, "characters"),
+    ("token_ids", lambda m: len(m.token_ids.ids), 1_000_000, "tokens"),
+    ("client_tag", lambda m: len(m.client_tag), 128, "characters"),
+    ("sampling.stop_token_ids", lambda m: len(m.sampling.stop_token_ids), 1024, "ids"),
+)
+_UNSUPPORTED: tuple[tuple[str, Callable[[pb.GenerateRequest], object]], ...] = (
+    ("n", lambda m: m.HasField("n") and m.n != 1),
+    ("chat", lambda m: m.HasField("chat")),
+    ("deterministic", lambda m: m.deterministic),
+    ("constraint", lambda m: m.HasField("constraint")),
+    ("priority", lambda m: m.priority),
+    ("cache_scope", lambda m: m.cache_scope),
+    ("resumable_s", lambda m: m.resumable_s),
+    ("idempotency_key", lambda m: m.idempotency_key),
+)
+
+
+class Encoder(Protocol):
+    """The part of a tokenizer that parsing needs."""
+
+    vocab_size: int
+
+    def encode(self, text: str) -> list[int]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What is served. `max_model_len` None: no worker has said yet, so the workers refuse what is too long."""
+
+    model: str
+    max_model_len: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A request that can be computed: tokens within the vocabulary, a complete sampling, room for the output."""
+
+    prompt: tuple[int, ...]
+    sampling: Sampling
+    client_tag: str = ""
+
+    def spec(self, known: Iterable[int] = ()) -> SequenceSpec:
+        """What a worker computes, given the output tokens that the client has."""
+        return SequenceSpec(self.prompt, self.sampling, tuple(known))
+
+
+async def parse(message: pb.GenerateRequest, encoder: Encoder, limits: Limits) -> Request:
+    """Raises UnknownModel, or InvalidRequest naming every field that is wrong."""
+    check_model(message.model, limits.model)
+    sampling, violations = _sampling(message)
+    violations = [*_refused_features(message), *_too_large(message), *violations]
+    if message.WhichOneof("prompt") is None:
+        violations.append(Violation("prompt", "one of text and token_ids must be set"))
+    if sampling is None or violations:
+        raise InvalidRequest(*violations)
+    prompt = await _prompt(message, encoder)
+    wrong = [*_outside_vocabulary(prompt, sampling, encoder.vocab_size), *_does_not_fit(prompt, message, limits)]
+    if wrong:
+        raise InvalidRequest(*wrong)
+    return Request(prompt, _completed(sampling, message, len(prompt), limits), message.client_tag)
+
+
+def check_model(name: str, served: str) -> None:
+    """ "" means the served model. Raises UnknownModel naming it."""
+    if name not in {"", served}:
+        raise UnknownModel(f"model {name[:128]!r} is not served here; {served!r} is")
+
+
+def check_text(text: str) -> None:
+    """Raises InvalidRequest for a text too long to be tokenized."""
+    most = _CAPS[0][2]
+    if len(text) > most:
+        raise InvalidRequest.of("text", f"at most {most} characters, got {len(text)}")
+
+
+async def encode(encoder: Encoder, text: str) -> list[int]:
+    """Token ids of `text`; a long one is done in a thread."""
+    return encoder.encode(text) if len(text) <= _THREAD_CHARS else await asyncio.to_thread(encoder.encode, text)
+
+
+def _sampling(message: pb.GenerateRequest) -> tuple[Sampling | None, list[Violation]]:
+    try:
+        logprobs = message.logprobs if message.HasField("logprobs") else None
+        return convert.sampling_from_pb(message.sampling, logprobs), []
+    except InvalidRequest as error:
+        return None, list(error.violations)
+
+
+def _refused_features(message: pb.GenerateRequest) -> list[Violation]:
+    return [Violation(field, "not supported by this version") for field, asks in _UNSUPPORTED if asks(message)]
+
+
+def _too_large(message: pb.GenerateRequest) -> list[Violation]:
+    sizes = ((field, size(message), most, unit) for field, size, most, unit in _CAPS)
+    return [Violation(field, f"at most {most} {unit}, got {size}") for field, size, most, unit in sizes if size > most]
+
+
+async def _prompt(message: pb.GenerateRequest, encoder: Encoder) -> tuple[int, ...]:
+    field = message.WhichOneof("prompt")
+    prompt = tuple(message.token_ids.ids if field == "token_ids" else await encode(encoder, message.text))
+    if not prompt:
+        raise InvalidRequest.of(field or "prompt", "must not be empty")
+    return prompt
+
+
+def _outside_vocabulary(prompt: tuple[int, ...], sampling: Sampling, vocab_size: int) -> list[Violation]:
+    groups = (
+        ("token_ids", prompt),
+        ("sampling.stop_token_ids", sampling.stop_token_ids),
+        ("sampling.logit_bias", [token_id for token_id, _ in sampling.logit_bias]),
+    )
+    worst = ((field, max(ids, default=0)) for field, ids in groups)
+    return [
+        Violation(field, f"token id {found} is outside the vocabulary of {vocab_size}")
+        for field, found in worst
+        if found >= vocab_size
+    ]
+
+
+def _does_not_fit(prompt: tuple[int, ...], message: pb.GenerateRequest, limits: Limits) -> list[Violation]:
+    most, field = limits.max_model_len, message.WhichOneof("prompt") or "prompt"
+    if most is None:
+        return []
+    if len(prompt) + 1 > most:
+        return [Violation(field, f"{len(prompt)} tokens and one more do not fit the model's length of {most}")]
+    asked = message.sampling.max_tokens
+    if message.sampling.HasField("max_tokens") and len(prompt) + asked > most:
+        text = f"{len(prompt)} prompt tokens + {asked} exceed the model's length of {most}"
+        return [Violation("sampling.max_tokens", f"{text}: at most {most - len(prompt)}")]
+    return []
+
+
+def _completed(sampling: Sampling, message: pb.GenerateRequest, prompt: int, limits: Limits) -> Sampling:
+    seed = sampling.seed if sampling.seed is not None else secrets.randbits(63)
+    if message.sampling.HasField("max_tokens") or limits.max_model_len is None:
+        return replace(sampling, seed=seed)
+    return replace(sampling, seed=seed, max_tokens=min(DEFAULT_MAX_TOKENS, limits.max_model_len - prompt))

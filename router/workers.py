@@ -1,0 +1,161 @@
+"""All workers that this router knows, and claims on pairs of them."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+
+import structlog
+
+from baton.clock import Clock
+from baton.core import BlockCounts, Role, WorkerInfo, WorkerRef
+from baton.errors import LedgerError
+from router.link import WorkerLink
+from router.policy import Policy, WorkerView, has_pair
+
+log = structlog.get_logger(__name__)
+
+WorkerSource = Callable[[], Awaitable[Sequence[WorkerInfo]]]
+"""The workers with a live lease: `Ledger.workers`, or a fixed list in tests. May raise LedgerError."""
+
+_POLL_S = 0.5
+_GONE_S = 15.0  # without a lease for this long though its stream is open: it makes no progress, so the stream is cut
+
+
+class Claim:
+    """A pair of workers that counts as loaded from choice to `release`. Each method works once; more is harmless."""
+
+    def __init__(self, prefill: WorkerLink, decode: WorkerLink, tokens: int, on_release: Callable[[], None]) -> None:
+        self.prefill = prefill
+        self.decode = decode
+        self._on_release = on_release
+        self._views = (prefill.view, decode.view)  # a link that connects anew counts from zero in a new view
+        self._tokens = tokens
+        self._blocks = decode.view.blocks_for(tokens)
+        self._on_prefill = self._on_decode = True
+        for view in self._views:
+            view.dispatched += 1
+        prefill.view.queued_tokens += tokens
+        decode.view.pending_blocks += self._blocks
+
+    def reserved(self) -> None:
+        """The decode worker has answered: from here on its own reports count the blocks."""
+        self._views[1].pending_blocks -= self._blocks
+        self._blocks = 0
+
+    def computed(self) -> None:
+        """The first token is here: the prompt is no backlog any more."""
+        self._views[0].queued_tokens -= self._tokens
+        self._tokens = 0
+
+    def prefill_done(self) -> None:
+        """The decode worker has taken over."""
+        self.computed()
+        self._views[0].dispatched -= self._on_prefill
+        self._on_prefill = False
+
+    def release(self) -> None:
+        """The request is off both workers."""
+        self.reserved()
+        self.prefill_done()
+        self._views[1].dispatched -= self._on_decode
+        self._on_decode = False
+        self._on_release()
+
+
+class WorkerPool:
+    """Follows the ledger's registrations and keeps one link to each live incarnation. Its user sets `on_change`."""
+
+    def __init__(self, source: WorkerSource, policy: Policy, router_id: str, clock: Clock) -> None:
+        self.on_change: Callable[[], None] = lambda: None
+        self._source = source
+        self._policy = policy
+        self._router_id = router_id
+        self._clock = clock
+        self._links: dict[WorkerRef, WorkerLink] = {}
+        self._seen: dict[WorkerRef, float] = {}
+        self._turn = 0
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def links(self) -> list[WorkerLink]:
+        return list(self._links.values())
+
+    async def start(self) -> None:
+        """Look once, then go on looking in the background."""
+        await self._follow()
+        self._task = asyncio.create_task(self._run(), name="worker pool")
+
+    async def stop(self) -> None:
+        """Close every stream."""
+        if self._task is not None:
+            self._task.cancel()
+        await asyncio.gather(*(link.stop() for link in self._links.values()))
+
+    def claim(self, tokens: int) -> Claim | None:
+        """A pair for a request of `tokens` known tokens, counted as loaded from now; None when nobody has room."""
+        prefill, decode = self._usable(Role.PREFILL), self._usable(Role.DECODE)
+        pair = self._policy([link.view for link in prefill], [link.view for link in decode], tokens, self._turn)
+        if pair is None:
+            return None
+        self._turn += 1
+        return Claim(_owner(prefill, pair.prefill), _owner(decode, pair.decode), tokens, self._changed)
+
+    def has_pair(self) -> bool:
+        """Are there two live workers that can hand over to each other, room aside?"""
+        return has_pair(*([link.view for link in self._usable(role)] for role in (Role.PREFILL, Role.DECODE)))
+
+    def max_model_len(self) -> int | None:
+        """The longest request that every worker takes; None while no worker is known."""
+        return min((link.info.max_model_len for link in self._links.values()), default=None)
+
+    def blocks(self) -> dict[Role, list[BlockCounts]]:
+        """The block ledgers of connected workers, as last reported."""
+        return {role: [link.view.load.blocks for link in self._of(role) if link.state == "connected"] for role in Role}
+
+    def _of(self, role: Role) -> Iterator[WorkerLink]:
+        return (link for link in self._links.values() if link.info.role is role)
+
+    def _usable(self, role: Role) -> list[WorkerLink]:
+        return [link for link in self._of(role) if link.usable]
+
+    def _changed(self) -> None:
+        self.on_change()
+
+    async def _run(self) -> None:
+        while True:
+            await asyncio.sleep(_POLL_S * random.uniform(0.8, 1.2))
+            await self._follow()
+
+    async def _follow(self) -> None:
+        try:
+            infos = await self._source()
+        except LedgerError as error:  # routing goes on with what is known: the streams say who is alive
+            log.warning("ledger_unreachable", error=str(error))
+            return
+        now = self._clock.monotonic()
+        for info in infos:
+            self._seen[info.ref] = now
+            if info.ref not in self._links:
+                self._links[info.ref] = link = WorkerLink(info, self._router_id, self._changed)
+                link.start()
+        for ref, link in list(self._links.items()):
+            await self._check(ref, link, now - self._seen[ref])
+
+    async def _check(self, ref: WorkerRef, link: WorkerLink, absent_s: float) -> None:
+        """A worker without a lease takes nothing new; it is dropped when its stream is gone too, or when time is up.
+
+        Not at once: a ledger that came back empty must not end requests between parties that are alive.
+        """
+        was, link.retired = link.retired, absent_s > 0
+        if was and not link.retired:
+            self._changed()
+        if link.retired and (link.state != "connected" or absent_s > _GONE_S):
+            log.info("worker_dropped", worker=str(ref), absent_s=round(absent_s, 1))
+            del self._links[ref], self._seen[ref]
+            await link.stop()
+
+
+def _owner(links: Sequence[WorkerLink], view: WorkerView) -> WorkerLink:
+    return next(link for link in links if link.view is view)

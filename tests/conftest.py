@@ -1,0 +1,42 @@
+"""What all tests share: the seed, printed so that a failing run can be repeated, and hypothesis' settings.
+
+The time limit of a test is 60 s (`timeout` in pyproject.toml); `@pytest.mark.timeout(300)` gives one more.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+
+import hypothesis
+import pytest
+
+SEED_VARIABLE = "BATON_TEST_SEED"
+CI_SEED = 20_240_229  # one landing must not fail for what another one drew
+
+hypothesis.settings.register_profile("baton", deadline=None, print_blob=True)
+hypothesis.settings.load_profile("baton")
+
+
+def run_seed() -> int:
+    """The seed of this run: the one asked for, a fixed one in CI, else a random one; inherited by xdist's workers."""
+    default = CI_SEED if os.environ.get("CI") else random.SystemRandom().randrange(2**31)
+    return int(os.environ.setdefault(SEED_VARIABLE, str(default)))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_configure(config: pytest.Config) -> None:
+    """Hand the seed to hypothesis, before its plugin reads its option."""
+    if config.getoption("hypothesis_seed", None) is None:
+        config.option.hypothesis_seed = str(run_seed())
+
+
+def pytest_report_header() -> str:
+    """The line that says how to repeat this run."""
+    return f"seed: {run_seed()} (repeat with {SEED_VARIABLE}={run_seed()})"
+
+
+@pytest.fixture(scope="session")
+def seed() -> int:
+    """The seed of this run, for tests that draw their own inputs: `random.Random(seed)`."""
+    return run_seed()

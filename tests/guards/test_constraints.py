@@ -1,0 +1,65 @@
+"""constraints.txt pins all that `make setup` installs, and it is what is installed here."""
+
+from __future__ import annotations
+
+import re
+from importlib import metadata
+from pathlib import Path
+
+from packaging.requirements import Requirement
+
+ROOT = Path(__file__).resolve().parents[2]
+EXTRAS = ("server", "local", "dev")
+
+
+def canonical(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def pins(path: str) -> dict[str, str]:
+    """The pinned version of each package in a constraints or requirements file."""
+    lines = [line for line in (ROOT / path).read_text().splitlines() if line and not line.startswith("#")]
+    assert all(re.fullmatch(r"[\w.-]+==[\w.]+", line) for line in lines), "only exact public versions"
+    return {canonical(name): version for name, version in (line.split("==") for line in lines)}
+
+
+def needed(name: str, extras: tuple[str, ...] = ()) -> set[str]:
+    """Every installed distribution that `name[extras]` needs, directly or not."""
+    seen: set[str] = set()
+    todo = [(name, extras)]
+    while todo:
+        current, wanted = todo.pop()
+        for line in metadata.requires(current) or []:
+            requirement = Requirement(line)
+            applies = (requirement.marker.evaluate({"extra": extra}) for extra in ("", *wanted) if requirement.marker)
+            if requirement.marker and not any(applies):
+                continue
+            key = canonical(requirement.name) + "".join(sorted(requirement.extras))
+            if key not in seen:
+                seen.add(key)
+                todo.append((requirement.name, tuple(requirement.extras)))
+    return {canonical(re.sub(r"\[.*", "", key)) for key in seen if _installed(key)}
+
+
+def _installed(name: str) -> bool:
+    try:
+        metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+def test_everything_needed_is_pinned_and_installed_so():
+    pinned = pins("constraints.txt")
+    installed = {name: metadata.version(name).split("+")[0] for name in needed("baton-serve", EXTRAS)}
+    assert {
+        name: (version, pinned.get(name)) for name, version in installed.items() if pinned.get(name) != version
+    } == {}
+
+
+def test_torch_is_the_version_the_design_names():
+    assert pins("constraints.txt")["torch"] == "2.13.0"
+
+
+def test_the_generator_is_pinned():
+    assert pins("tools/proto-requirements.txt")["grpcio-tools"] == "1.76.0"

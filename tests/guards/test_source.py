@@ -1,0 +1,113 @@
+"""What no file of the tree may contain."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGES = ("baton", "router", "prefill_workers", "decode_workers", "kvtransfer")
+UNSAFE_MODULES = {"pickle", "cPickle", "_pickle", "cloudpickle", "dill", "marshal", "shelve", "joblib"}
+UNSAFE_CALLS = {
+    "eval",
+    "exec",
+    "torch.load",
+    "yaml.load",
+    "yaml.unsafe_load",
+    "yaml.full_load",
+    "os.system",
+    "os.popen",
+}
+OWN_FOLDER = re.compile(r"(?<![\w.~}-])/(?:home|root|Users|work)/\w")
+MAY_NAME_FOLDERS = {"Dockerfile"}  # the inside of an image is the same on every machine
+
+
+def unsafe(source: str) -> Iterator[str]:
+    """A line for each import and call in `source` that runs what somebody else wrote."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            names = {alias.name.split(".")[0] for alias in node.names}
+            yield from (f"line {node.lineno}: import {name}" for name in sorted(names & UNSAFE_MODULES))
+        elif isinstance(node, ast.ImportFrom):
+            module = node.module or ""
+            names = {module.split(".")[0]} & UNSAFE_MODULES
+            names |= {f"{module}.{alias.name}" for alias in node.names} & UNSAFE_CALLS
+            yield from (f"line {node.lineno}: from {name}" for name in sorted(names))
+        elif isinstance(node, ast.Call):
+            if (called := ast.unparse(node.func)) in UNSAFE_CALLS:
+                yield f"line {node.lineno}: {called}()"
+            if any(word.arg == "shell" and getattr(word.value, "value", True) for word in node.keywords):
+                yield f"line {node.lineno}: shell=True"
+
+
+def shipped() -> list[Path]:
+    return [path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))]
+
+
+def tracked() -> list[Path]:
+    """The files that git has or would add; outside of a clone, there is nothing to check."""
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
+    listed = subprocess.run(command, cwd=ROOT, text=True, capture_output=True, check=False)
+    if listed.returncode:
+        pytest.skip("not a git clone")
+    return [path for name in listed.stdout.splitlines() if (path := ROOT / name).is_file()]
+
+
+def text_of(path: Path) -> str:
+    """The text of a file, empty for a binary one."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        return ""
+
+
+def test_shipped_code_runs_nothing_foreign():
+    found = [f"{path.relative_to(ROOT)}: {what}" for path in shipped() for what in unsafe(path.read_text())]
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import pickle",
+        "from cloudpickle import dumps",
+        "from torch import load",
+        "torch.load(path, weights_only=True)",
+        "yaml.load(text, Loader=yaml.SafeLoader)",
+        "eval(text)",
+        "subprocess.run(line, shell=True)",
+        "subprocess.run(line, shell=flag)",
+    ],
+)
+def test_the_check_sees(source: str):
+    assert list(unsafe(source))
+
+
+@pytest.mark.parametrize("source", ["model.eval()", "yaml.safe_load(text)", "run(line, shell=False)", "# pickle"])
+def test_the_check_lets_pass(source: str):
+    assert not list(unsafe(source))
+
+
+def test_no_folder_of_one_machine():
+    found = [
+        f"{path.relative_to(ROOT)}: {match.group()}..."
+        for path in tracked()
+        if path.name not in MAY_NAME_FOLDERS
+        for match in OWN_FOLDER.finditer(text_of(path))
+    ]
+    assert not found, "\n".join(found)
+
+
+def test_packages_say_that_they_are_typed():
+    assert [package for package in PACKAGES if not (ROOT / package / "py.typed").exists()] == []
+
+
+def test_folders_that_are_no_packages():
+    """An `__init__.py` in proto/ would shadow another distribution; tests and configs are not importable on purpose."""
+    folders = ("proto", "configs", "helm", "tests", "benchmarks", "docs")
+    assert [str(path) for folder in folders for path in (ROOT / folder).rglob("__init__.py")] == []

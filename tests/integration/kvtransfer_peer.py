@@ -1,0 +1,98 @@
+"""A worker's transfer side as a process of its own, driven by lines of JSON: run with `receiver` or `sender`.
+
+receiver: prints {"address": ...}, then answers {"reserve": [...], ...}; `sender` pushes as it is told and prints reports.
+"""
+
+import argparse
+import asyncio
+import json
+import sys
+import threading
+
+import torch
+
+from baton.core import HandoffId, Incarnation, KVLayout, WorkerRef
+from baton.hashing import frame_digest
+from baton.rpc.channel import aio_server, bind
+from baton.rpc.v1.peer_pb2_grpc import add_PeerServicer_to_server
+from kvtransfer.handoff import TransferSettings
+from kvtransfer.receiver import PeerService
+from kvtransfer.sender import Sender
+from kvtransfer.torch_dist import GlooTransport
+from tests.unit.kvtransfer.support import FINGERPRINT, FlippingEnd, RecordingTable, Wrapped, make_job, make_kv
+
+
+def kv_digest(kv, blocks) -> str:
+    """Of all layers of `blocks`, in wire order."""
+    layers = range(kv.layout.layers)
+    out = torch.empty(kv.nbytes(layers, blocks), dtype=torch.uint8)
+    kv.gather(layers, blocks, out)
+    return frame_digest(out.numpy().data).hex()
+
+
+def layout_of(text: str) -> KVLayout:
+    fields = json.loads(text)
+    return KVLayout(**{**fields, "tensors": tuple(fields["tensors"])})
+
+
+def say(**message) -> None:
+    print(json.dumps(message), flush=True)
+
+
+async def receive(arguments: argparse.Namespace, settings: TransferSettings) -> None:
+    table, kv = RecordingTable(arguments.layout), make_kv(None, arguments.blocks, arguments.layout)
+    transport = GlooTransport(settings.bind_host)
+    if arguments.flip >= 0:
+        transport = Wrapped(transport, lambda end: FlippingEnd(end, arguments.flip))
+    server = aio_server()
+    me = WorkerRef("decode-0", Incarnation(7, arguments.counter), bind(server, "127.0.0.1:0"))
+    service = PeerService(kv, me, FINGERPRINT, settings, table, transport=transport)
+    add_PeerServicer_to_server(service, server)
+    await server.start()
+    say(address=me.address)
+    loop = asyncio.get_running_loop()
+    while line := await loop.run_in_executor(None, sys.stdin.readline):
+        command = json.loads(line)
+        for name, blocks in command.get("reserve", {}).items():
+            table.reserve(HandoffId(name, 1), blocks)
+        say(
+            commits=[handoff.request_id for handoff in table.commits],
+            digests={name: kv_digest(kv, blocks) for name, blocks in command.get("digest", {}).items()},
+            lost=[str(what) for kind, what in table.events if kind == "lost"],
+            threads=sum(thread.name.startswith("kv-") for thread in threading.enumerate()),
+        )
+    await server.stop(0)
+    await service.close()
+
+
+def send(arguments: argparse.Namespace, settings: TransferSettings) -> None:
+    kv, me = make_kv(1, arguments.blocks, arguments.layout), WorkerRef("prefill-0", Incarnation(7, 1), "none")
+    to = WorkerRef("decode-0", Incarnation(7, arguments.counter), arguments.to)
+    sender = Sender(kv, me, FINGERPRINT, settings, lambda handoff, outcome: say(done=str(handoff), outcome=repr(outcome)))
+    for line in sys.stdin:
+        command = json.loads(line)
+        sender.push(make_job(command["push"], command["tokens"], command["blocks"], to))
+    sender.close()
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    parser = argparse.ArgumentParser()
+    parser.add_argument("role", choices=("receiver", "sender"))
+    parser.add_argument("--counter", type=int, default=2)
+    parser.add_argument("--blocks", type=int, default=64)
+    parser.add_argument("--frame-size", type=int, default=1 << 20)
+    parser.add_argument("--deadline", type=float, default=5.0)
+    parser.add_argument("--flip", type=int, default=-1)
+    parser.add_argument("--to", default="")
+    parser.add_argument("--layout", type=layout_of, required=True)
+    arguments = parser.parse_args()
+    settings = TransferSettings("gloo", arguments.frame_size, frame_deadline_s=arguments.deadline)
+    if arguments.role == "receiver":
+        asyncio.run(receive(arguments, settings))
+    else:
+        send(arguments, settings)
+
+
+if __name__ == "__main__":
+    main()

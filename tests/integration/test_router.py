@@ -1,0 +1,808 @@
+"""The whole router over real gRPC, with scripted workers in the same process: no engine, no KV, every state held still."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
+
+import grpc
+import pytest
+from grpc import aio
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+from baton.core import Finish, FinishReason, HandoffId, Incarnation, KVLayout, Role, Token, WorkerInfo, WorkerRef
+from baton.errors import (
+    BatonError,
+    Cancelled,
+    ConfigError,
+    DeadlineExceeded,
+    EngineFault,
+    InvalidRequest,
+    LedgerError,
+    NoWorker,
+    Overloaded,
+    UnknownModel,
+    Unsupported,
+    WorkerLost,
+)
+from baton.rpc import convert
+from baton.rpc.channel import aio_channel, aio_server, bind
+from baton.rpc.status import from_rpc_error
+from baton.rpc.v1 import admin_pb2, common_pb2, worker_pb2
+from baton.rpc.v1 import inference_pb2 as pb
+from baton.rpc.v1.admin_pb2_grpc import AdminStub
+from baton.rpc.v1.inference_pb2_grpc import InferenceStub
+from baton.rpc.v1.worker_pb2_grpc import WorkerServicer, add_WorkerServicer_to_server
+from baton.tokenizer import OracleTokenizer
+from router.server import SERVICE, RouterHandle, RouterSettings, serve
+
+LAYOUT = KVLayout(layers=1, kv_heads=1, head_dim=8, block_size=16, dtype="float32")
+Event = worker_pb2.WorkerEvent
+
+
+def expected(prompt: list[int], index: int) -> int:
+    return (sum(prompt) + 7 * index) % 251
+
+
+class FakeWorker(WorkerServicer):
+    """A worker that does what its script says. A closed gate holds every handoff at that point."""
+
+    def __init__(self, role: Role, name: str, counter: int, blocks: int = 4000) -> None:
+        self.role = role
+        self.info = WorkerInfo(
+            WorkerRef(name, Incarnation(1, counter), ""), role, "fp", "oracle", 2048, blocks, LAYOUT
+        )  # fmt: skip
+        self.peers: dict[str, FakeWorker] = {}
+        self.commands: list[tuple[str, HandoffId]] = []
+        self.specs: list[worker_pb2.SequenceSpec] = []
+        self.gates = {name: asyncio.Event() for name in ("reserve", "first", "commit", "decode")}
+        for gate in self.gates.values():
+            gate.set()
+        self.refuse_once: list[int] = []
+        self.preempt_at: list[int] = []  # token indices at which to hand back, each used once
+        self.corrupt_first = False
+        self.commit_first = False  # D's message before P's first token
+        self.messages = 0
+        self._held: dict[HandoffId, int] = {}
+        self._tasks: dict[HandoffId, asyncio.Task[None]] = {}
+        self._queue: asyncio.Queue[list[Event]] = asyncio.Queue()
+        self._server = aio_server()
+
+    # --- process
+
+    async def start(self) -> FakeWorker:
+        add_WorkerServicer_to_server(self, self._server)
+        address = bind(self._server, "127.0.0.1:0")
+        self.info = replace(self.info, ref=replace(self.info.ref, address=address))
+        await self._server.start()
+        return self
+
+    async def kill(self) -> None:
+        for task in self._tasks.values():
+            task.cancel()
+        await self._server.stop(0)
+
+    async def Connect(self, request_iterator, context) -> None:  # type: ignore[no-untyped-def, override]
+        self._queue = asyncio.Queue()
+        reader = asyncio.create_task(self._read(request_iterator))
+        welcome = Event(welcome=convert.info_to_pb(self.info))
+        await context.write(worker_pb2.WorkerMessage(events=[welcome], load=self.load()))
+        try:
+            while True:
+                events = await self._queue.get()
+                self.messages += 1
+                await context.write(worker_pb2.WorkerMessage(events=events, load=self.load()))
+        finally:
+            reader.cancel()
+
+    async def _read(self, commands: AsyncIterator[worker_pb2.RouterMessage]) -> None:
+        async for message in commands:
+            for command in message.commands:
+                self._command(command)
+
+    def load(self) -> common_pb2.Load:
+        used, total = sum(self._held.values()), self.info.total_blocks
+        return common_pb2.Load(blocks=common_pb2.BlockCounts(total=total, free=total - used, reserved=used))
+
+    def emit(self, *events: Event) -> None:
+        self._queue.put_nowait(list(events))
+
+    # --- commands
+
+    def _command(self, command: worker_pb2.RouterCommand) -> None:
+        kind = command.WhichOneof("command") or ""
+        if kind == "hello":
+            return
+        body = {"reserve": command.reserve, "prefill": command.prefill, "fence": command.fence}.get(kind, command.release)
+        handoff = convert.handoff_from_pb(body.handoff)
+        self.commands.append((kind, handoff))
+        if kind == "reserve":
+            self._spawn(handoff, self._reserve(handoff, command.reserve))
+        elif kind == "prefill":
+            self._spawn(handoff, self._prefill(handoff, command.prefill))
+        elif kind == "fence":
+            self.fence(handoff)
+        else:
+            self._drop(handoff)
+
+    def _spawn(self, handoff: HandoffId, work) -> None:
+        self._tasks[handoff] = asyncio.create_task(work)
+
+    def _drop(self, handoff: HandoffId) -> None:
+        self._held.pop(handoff, None)
+        if (task := self._tasks.pop(handoff, None)) is not None:
+            task.cancel()
+        self.emit()
+
+    def fence(self, handoff: HandoffId) -> None:
+        self._drop(handoff)
+        self.emit(_event(handoff, fenced=worker_pb2.Fenced()))
+
+    async def _reserve(self, handoff: HandoffId, message: worker_pb2.Reserve) -> None:
+        await self.gates["reserve"].wait()
+        need = LAYOUT.blocks_for(message.known_tokens + 1)
+        reason = worker_pb2.REFUSAL_REASON_NO_ROOM
+        if self.refuse_once:
+            reason, need = self.refuse_once.pop(), 10**9
+        if sum(self._held.values()) + need > self.info.total_blocks:
+            self.emit(_event(handoff, refused=worker_pb2.Refused(reason=reason, detail="full")))
+            self.emit()
+            return
+        self._held[handoff] = need
+        self.emit(_event(handoff, reserved=worker_pb2.Reserved()))
+
+    async def _prefill(self, handoff: HandoffId, message: worker_pb2.Prefill) -> None:
+        self.specs.append(message.spec)
+        prompt, index = list(message.spec.prompt), len(message.spec.known)
+        first = _token(prompt, index)
+        decode = self.peers[message.to.worker_id]
+        if self.commit_first:
+            decode.commit(handoff, message.spec)
+        await self.gates["first"].wait()
+        self.emit(_event(handoff, tokens=convert.tokens_to_pb([first])))
+        if index + 1 == message.spec.sampling.max_tokens:
+            self.emit(_finish(handoff))
+            return
+        await self.gates["commit"].wait()
+        decode.commit(handoff, message.spec)
+        self.emit(_event(handoff, pushed=worker_pb2.Pushed(kv_bytes=100)))
+
+    # --- decode
+
+    def commit(self, handoff: HandoffId, spec: worker_pb2.SequenceSpec) -> None:
+        if handoff in self._held and self._tasks[handoff].done():
+            self._spawn(handoff, self._decode(handoff, spec))
+
+    async def _decode(self, handoff: HandoffId, spec: worker_pb2.SequenceSpec) -> None:
+        prompt, index = list(spec.prompt), len(spec.known)
+        done = worker_pb2.Committed(transfer_s=0.0, commit_s=0.0, kv_bytes=100, transport="memory")
+        first = _token([*prompt, 1] if self.corrupt_first else prompt, index)
+        self.emit(_event(handoff, committed=done), _event(handoff, tokens=convert.tokens_to_pb([first])))
+        for at in range(index + 1, spec.sampling.max_tokens):
+            await self.gates["decode"].wait()
+            if at in self.preempt_at:
+                self.preempt_at.remove(at)
+                self._held.pop(handoff, None)
+                self.emit(_event(handoff, preempted=worker_pb2.Preempted(reason="full")))
+                return
+            self.emit(_event(handoff, tokens=convert.tokens_to_pb([_token(prompt, at)])))
+            await asyncio.sleep(0)
+        self._held.pop(handoff, None)
+        self.emit(_finish(handoff))
+
+    def count(self, kind: str) -> int:
+        return Counter(name for name, _ in self.commands)[kind]
+
+
+def _event(handoff: HandoffId, **body) -> Event:
+    return Event(handoff=convert.handoff_to_pb(handoff), **body)
+
+
+def _finish(handoff: HandoffId) -> Event:
+    return _event(handoff, finish=convert.finish_to_pb(Finish(FinishReason.LENGTH, tail="!")))
+
+
+def _token(prompt: list[int], index: int) -> Token:
+    return Token(index, expected(prompt, index), f"<{index}>")
+
+
+async def until(predicate: Callable[[], object], what: str, within_s: float = 10.0) -> None:
+    deadline = time.monotonic() + within_s
+    while not predicate():
+        assert time.monotonic() < deadline, f"never happened: {what}"
+        await asyncio.sleep(0.002)
+
+
+class Cluster:
+    """Fake workers, and a router in front of them."""
+
+    def __init__(self, prefill: list[FakeWorker], decode: list[FakeWorker], settings: RouterSettings) -> None:
+        self.prefill, self.decode, self.settings = prefill, decode, settings
+        self.infos: list[WorkerInfo] = []
+        self.ledger_down = False
+
+    @property
+    def workers(self) -> list[FakeWorker]:
+        return [*self.prefill, *self.decode]
+
+    async def start(self) -> None:
+        for worker in self.prefill:
+            worker.peers = {peer.info.ref.worker_id: peer for peer in self.decode}
+        for worker in self.workers:
+            await worker.start()
+        self.infos = [worker.info for worker in self.workers]
+        self.router: RouterHandle = await serve(self.settings, self.source, OracleTokenizer())
+        self.channel = aio_channel(self.router.grpc)
+        self.stub = InferenceStub(self.channel)
+        await until(lambda: sum(link.usable for link in self.router.pool.links) == len(self.workers), "connected")
+
+    async def source(self) -> list[WorkerInfo]:
+        if self.ledger_down:
+            raise LedgerError("down")
+        return self.infos
+
+    async def stop(self) -> None:
+        await self.channel.close()
+        await self.router.stop(grace_s=0.0)
+        for worker in self.workers:
+            await worker.kill()
+
+    def call(self, prompt: list[int] | None = None, max_tokens: int = 8, timeout: float | None = None, **fields):
+        sampling = common_pb2.Sampling(max_tokens=max_tokens)
+        ids = common_pb2.TokenIds(ids=prompt or [1, 2, 3])
+        return self.stub.Generate(pb.GenerateRequest(token_ids=ids, sampling=sampling, **fields), timeout=timeout)
+
+    async def answer(self, call) -> list[pb.GenerateEvent]:
+        try:
+            return [event async for event in call]
+        except aio.AioRpcError as error:
+            raise from_rpc_error(error) from error
+
+    async def generate(self, *args, **kwargs) -> list[pb.GenerateEvent]:
+        return await self.answer(self.call(*args, **kwargs))
+
+    @property
+    def idle(self) -> bool:
+        views = [link.view for link in self.router.pool.links]
+        return all(v.dispatched == v.queued_tokens == v.pending_blocks == 0 for v in views)
+
+    async def status(self) -> admin_pb2.StatusReply:
+        async with aio_channel(self.router.admin) as channel:
+            return await AdminStub(channel).Status(admin_pb2.StatusRequest())
+
+    async def http(self, path: str) -> str:
+        reader, writer = await asyncio.open_connection(*self.router.metrics.split(":"))
+        writer.write(f"GET {path} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
+        text = (await reader.read()).decode()
+        writer.close()
+        return text
+
+
+@pytest.fixture
+async def make():
+    clusters: list[Cluster] = []
+
+    async def build(prefill: int = 1, decode: int = 1, blocks: int = 4000, **settings) -> Cluster:
+        addresses = dict.fromkeys(("grpc", "admin", "metrics"), "127.0.0.1:0")
+        cluster = Cluster(
+            [FakeWorker(Role.PREFILL, f"prefill-{i}", 100 + i) for i in range(prefill)],
+            [FakeWorker(Role.DECODE, f"decode-{i}", 200 + i, blocks) for i in range(decode)],
+            RouterSettings(name="test", model="oracle", **{**addresses, **settings}),
+        )
+        await cluster.start()
+        clusters.append(cluster)
+        return cluster
+
+    yield build
+    for cluster in clusters:
+        await cluster.stop()
+
+
+def ids_of(events: list[pb.GenerateEvent]) -> list[int]:
+    """Token ids, after checking that no index came twice or was missed."""
+    ids: list[int] = []
+    for event in events:
+        if event.HasField("tokens"):
+            assert getattr(event.tokens, "from") == len(ids)
+            ids += event.tokens.ids
+    return ids
+
+
+def kinds(events: list[pb.GenerateEvent]) -> list[str]:
+    assert [event.seq for event in events] == list(range(len(events)))
+    assert len({event.request_id for event in events}) == 1
+    return [event.WhichOneof("event") or "" for event in events]
+
+
+async def test_one_request_from_accepted_to_completed(make):
+    cluster = await make()
+    events = await cluster.generate([1, 2, 3], 8, client_tag="me")
+    assert kinds(events)[0] == "accepted"
+    assert kinds(events)[-2:] == ["finished", "completed"]
+    assert ids_of(events) == [expected([1, 2, 3], i) for i in range(8)]
+    assert "".join(event.tokens.text for event in events) == "".join(f"<{i}>" for i in range(8)) + "!"
+    done = events[-1].completed
+    assert (done.usage.prompt_tokens, done.usage.completion_tokens) == (3, 8)
+    assert (done.placement.prefill_worker, done.placement.decode_worker) == ("prefill-0", "decode-0")
+    assert (done.placement.kv_bytes, done.placement.transport, done.placement.attempts) == (100, "memory", 1)
+    t = done.timings
+    stages = (t.queue_s, t.route_s, t.reserve_s, t.prefill_s, t.transfer_s, t.commit_s, t.decode_s)
+    assert sum(stages) == t.e2e_s
+    assert 0 < t.ttft_s < t.e2e_s
+    assert cluster.idle
+
+
+async def test_the_decode_worker_gets_what_the_prefill_worker_needs(make):
+    cluster = await make()
+    await cluster.generate([5] * 40, 4)
+    [spec] = cluster.prefill[0].specs
+    assert list(spec.prompt) == [5] * 40
+    assert spec.sampling.HasField("seed")
+    assert [kind for kind, _ in cluster.decode[0].commands] == ["reserve"]  # D said that it is through: no Release
+
+
+async def test_a_request_that_ends_with_its_first_token(make):
+    cluster = await make()
+    events = await cluster.generate(max_tokens=1)
+    done = events[-1].completed
+    assert len(ids_of(events)) == 1
+    assert done.placement.decode_worker == ""
+    assert (done.timings.transfer_s, done.timings.commit_s, done.timings.decode_s) == (0, 0, 0)
+    await until(lambda: cluster.decode[0].count("release") == 1, "the reservation is released")
+
+
+async def test_text_is_tokenized_and_the_request_id_is_in_the_metadata(make):
+    cluster = await make()
+    call = cluster.stub.Generate(pb.GenerateRequest(text="Aé", sampling=common_pb2.Sampling(max_tokens=2)))
+    request_id = dict(await call.initial_metadata())["baton-request-id"]
+    events = await cluster.answer(call)
+    assert events[0].request_id == request_id
+    assert list(cluster.prefill[0].specs[0].prompt) == list("Aé".encode())
+
+
+async def test_a_preempted_request_goes_on_at_the_same_index(make):
+    cluster = await make()
+    cluster.decode[0].preempt_at = [3, 6]
+    events = await cluster.generate([9, 9], 10)
+    assert ids_of(events) == [expected([9, 9], i) for i in range(10)]
+    assert events[-1].completed.placement.attempts == 3
+    known = [list(spec.known) for spec in cluster.prefill[0].specs]
+    assert known == [[], ids_of(events)[:3], ids_of(events)[:6]]
+    assert 'baton_recoveries_total{reason="preempted"} 2.0' in await cluster.http("/metrics")
+    assert cluster.idle
+
+
+@pytest.mark.parametrize("reason", [worker_pb2.REFUSAL_REASON_NO_ROOM, worker_pb2.REFUSAL_REASON_DRAINING])
+async def test_a_refused_reservation_is_tried_again(make, reason):
+    cluster = await make()
+    cluster.decode[0].refuse_once = [reason, reason]
+    events = await cluster.generate(max_tokens=3)
+    assert events[-1].completed.placement.attempts == 3
+    assert ids_of(events) == [expected([1, 2, 3], i) for i in range(3)]
+
+
+async def test_requests_wait_for_room_in_order(make):
+    cluster = await make(blocks=1)
+    cluster.decode[0].gates["decode"].clear()
+    calls = [cluster.call(max_tokens=3)]
+    for waiting in range(4):
+        await until(lambda n=waiting: cluster.router.inference._floor.admission.waiting == n, "queued")
+        await until(lambda: cluster.decode[0].count("reserve") == 1, "the first is on the worker")
+        calls.append(cluster.call(max_tokens=3))
+    await until(lambda: cluster.router.inference._floor.admission.waiting == 4, "queued")
+    cluster.decode[0].gates["decode"].set()
+    done: list[int] = []
+
+    async def take(index: int) -> None:
+        await cluster.answer(calls[index])
+        done.append(index)
+
+    await asyncio.gather(*(take(i) for i in range(5)))
+    assert done == [0, 1, 2, 3, 4]
+    assert cluster.idle
+
+
+@pytest.mark.parametrize(
+    ("reason", "error"),
+    [
+        (worker_pb2.REFUSAL_REASON_TOO_LONG, InvalidRequest),
+        (worker_pb2.REFUSAL_REASON_FINGERPRINT, NoWorker),
+        (worker_pb2.REFUSAL_REASON_STALE, WorkerLost),
+        (worker_pb2.REFUSAL_REASON_INVALID, EngineFault),
+    ],
+)
+async def test_other_refusals_end_the_request(make, reason, error):
+    cluster = await make()
+    cluster.decode[0].refuse_once = [reason]
+    with pytest.raises(error, match="full"):
+        await cluster.generate()
+    assert cluster.idle
+
+
+# --- something dies
+
+
+async def test_prefill_worker_killed_before_the_commit_is_fenced_at_the_decode_worker(make):
+    cluster = await make()
+    cluster.prefill[0].gates["commit"].clear()
+    call = cluster.call()
+    await until(lambda: cluster.prefill[0].specs, "prefilling")
+    await cluster.prefill[0].kill()
+    with pytest.raises(WorkerLost, match="prefill-0 was lost"):
+        await cluster.answer(call)
+    await until(lambda: cluster.decode[0].count("release") == 1, "released")
+    assert [kind for kind, _ in cluster.decode[0].commands] == ["reserve", "fence", "release"]
+    assert "baton_fenced_total 1.0" in await cluster.http("/metrics")
+    assert cluster.idle
+
+
+async def test_prefill_worker_killed_after_the_commit_is_no_failure(make):
+    cluster = await make()
+    cluster.decode[0].gates["decode"].clear()
+    call = cluster.call()
+    await until(lambda: cluster.router.pool.links[0].view.dispatched == 0, "handed over")
+    await cluster.prefill[0].kill()
+    await until(lambda: cluster.router.pool.links[0].state == "lost", "noticed")
+    cluster.decode[0].gates["decode"].set()
+    assert len(ids_of(await cluster.answer(call))) == 8
+
+
+async def test_a_fence_that_comes_after_the_commit_lets_the_request_go_on(make):
+    cluster = await make()
+    prefill, decode = cluster.prefill[0], cluster.decode[0]
+    prefill.gates["commit"].clear()
+
+    def committed_already(handoff: HandoffId) -> None:
+        decode.commit(handoff, prefill.specs[0])
+
+    decode.fence = committed_already  # type: ignore[method-assign]
+    call = cluster.call()
+    await until(lambda: prefill.specs, "prefilling")
+    await prefill.kill()
+    assert len(ids_of(await cluster.answer(call))) == 8
+    assert decode.count("fence") == 1
+
+
+@pytest.mark.parametrize("gate", ["first", "commit", "decode"])
+async def test_decode_worker_killed(make, gate):
+    cluster = await make()
+    for worker in cluster.workers:
+        worker.gates[gate].clear()
+    call = cluster.call()
+    await until(lambda: cluster.prefill[0].specs, "prefilling")
+    if gate == "decode":
+        await until(lambda: cluster.router.pool.links[0].view.dispatched == 0, "handed over")
+    await cluster.decode[0].kill()
+    with pytest.raises(WorkerLost, match="decode-0 was lost"):
+        await cluster.answer(call)
+    await until(lambda: cluster.prefill[0].count("release") == 1, "released")
+    assert cluster.idle
+
+
+@pytest.mark.parametrize(
+    ("kind", "error"),
+    [("EngineFault", EngineFault), ("DigestMismatch", WorkerLost), ("DeadlineExceeded", DeadlineExceeded)],
+)
+async def test_a_failure_that_a_decode_worker_reports(make, kind, error):
+    cluster = await make()
+    cluster.prefill[0].gates["commit"].clear()
+    call = cluster.call()
+    await until(lambda: cluster.prefill[0].specs, "prefilling")
+    [handoff] = {handoff for _, handoff in cluster.decode[0].commands}
+    cluster.decode[0].emit(_event(handoff, failed=worker_pb2.Failed(kind=kind, message="because")))
+    with pytest.raises(error, match="because"):
+        await cluster.answer(call)
+    mismatches = 1.0 if kind == "DigestMismatch" else 0.0
+    assert f"baton_digest_mismatch_total {mismatches}" in await cluster.http("/metrics")
+    for worker in cluster.workers:
+        await until(lambda w=worker: w.count("release") == 1, "released")
+
+
+async def test_a_new_incarnation_takes_the_place_of_a_dead_one(make):
+    cluster = await make()
+    await cluster.decode[0].kill()
+    fresh = await FakeWorker(Role.DECODE, "decode-0", 299).start()
+    cluster.prefill[0].peers["decode-0"] = fresh
+    cluster.infos = [cluster.prefill[0].info, fresh.info]
+    cluster.decode = [fresh]
+    events = await cluster.generate()
+    assert len(ids_of(events)) == 8
+    assert [link.info.ref.incarnation.counter for link in cluster.router.pool.links] == [100, 299]
+
+
+async def test_another_incarnation_at_the_same_address_is_not_the_worker(make):
+    cluster = await make(queue_max_wait_s=0.3)
+    stale = replace(cluster.infos[1], ref=replace(cluster.infos[1].ref, incarnation=Incarnation(1, 1)))
+    cluster.infos = [cluster.infos[0], stale]
+    await until(lambda: any(link.info.ref == stale.ref for link in cluster.router.pool.links), "link")
+    link = next(link for link in cluster.router.pool.links if link.info.ref == stale.ref)
+    await until(lambda: link.state == "lost", "refused")
+
+
+async def test_an_unreachable_ledger_stops_nothing(make):
+    cluster = await make()
+    cluster.ledger_down = True
+    await cluster.router.pool._follow()
+    assert len(ids_of(await cluster.generate())) == 8
+
+
+async def test_a_worker_without_a_lease_gets_nothing_new_but_finishes_what_it_has(make):
+    cluster = await make(queue_max_wait_s=0.2)
+    cluster.decode[0].gates["decode"].clear()
+    call = cluster.call()
+    await until(lambda: cluster.router.pool.links[0].view.dispatched == 0, "handed over")
+    cluster.infos = [cluster.prefill[0].info]
+    await until(lambda: not cluster.router.pool.has_pair(), "retired")
+    with pytest.raises(NoWorker):
+        await cluster.generate()
+    cluster.decode[0].gates["decode"].set()
+    assert len(ids_of(await cluster.answer(call))) == 8
+    cluster.infos = [worker.info for worker in cluster.workers]
+    await until(cluster.router.pool.has_pair, "back")
+    assert len(ids_of(await cluster.generate())) == 8
+
+
+# --- cancelling
+
+
+async def at(cluster: Cluster, state: str):
+    """A request that stands still in `state`."""
+    prefill, decode = cluster.prefill[0], cluster.decode[0]
+    if state == "queued":
+        decode.gates["decode"].clear()
+        cluster.call()
+        await until(lambda: decode.count("reserve") == 1, "first one placed")
+        call = cluster.call()
+        await until(lambda: cluster.router.inference._floor.admission.waiting == 1, state)
+        return call
+    gate = {"reserving": "reserve", "prefilling": "first", "transferring": "commit", "decoding": "decode"}[state]
+    for worker in cluster.workers:
+        worker.gates[gate].clear()
+    call = cluster.call()
+    await until(lambda: decode.count("reserve") == 1, state)
+    if state != "reserving":
+        await until(lambda: prefill.specs, state)
+    if state == "transferring":
+        await until(lambda: cluster.router.pool.links[0].view.queued_tokens == 0, state)
+    if state == "decoding":
+        await until(lambda: cluster.router.pool.links[0].view.dispatched == 0, state)
+    return call
+
+
+STATES = ("reserving", "prefilling", "transferring", "decoding")
+
+
+@pytest.mark.parametrize("state", STATES)
+@pytest.mark.parametrize("how", ["leave", "Cancel"])
+async def test_cancel_releases_both_workers_in_every_state(make, state, how):
+    cluster = await make()
+    call = await at(cluster, state)
+    if how == "leave":
+        call.cancel()
+    else:
+        request_id = dict(await call.initial_metadata())["baton-request-id"]
+        assert (await cluster.stub.Cancel(pb.CancelRequest(request_id=request_id))).found
+        with pytest.raises(Cancelled, match="Cancel call"):
+            await cluster.answer(call)
+    for worker in cluster.workers:
+        await until(lambda w=worker: w.count("release") == 1, f"release to {worker.info.ref}")
+    assert cluster.idle
+    await until(lambda: cluster.router.inference.requests.outcomes["cancelled"] == 1, "counted")
+    assert not cluster.router.inference.requests.running
+
+
+async def test_cancel_while_queued_leaves_the_queue_and_touches_no_worker(make):
+    cluster = await make(blocks=1)
+    call = await at(cluster, "queued")
+    call.cancel()
+    await until(lambda: cluster.router.inference._floor.admission.waiting == 0, "left the queue")
+    assert [kind for kind, _ in cluster.decode[0].commands] == ["reserve"]
+    cluster.decode[0].gates["decode"].set()
+    await until(lambda: cluster.idle, "the first one ends")
+
+
+async def test_cancel_of_an_unknown_request(make):
+    cluster = await make()
+    assert not (await cluster.stub.Cancel(pb.CancelRequest(request_id="none"))).found
+
+
+@pytest.mark.parametrize("state", STATES)
+async def test_the_callers_deadline_holds_in_every_state(make, state):
+    cluster = await make(max_request_s=0.3)
+    call = await at(cluster, state)
+    with pytest.raises(DeadlineExceeded):
+        await cluster.answer(call)
+    for worker in cluster.workers:
+        await until(lambda w=worker: w.count("release") == 1, "released")
+    assert cluster.idle
+
+
+async def test_a_grpc_deadline_is_carried(make):
+    cluster = await make()
+    cluster.decode[0].gates["decode"].clear()
+    with pytest.raises(DeadlineExceeded):
+        await cluster.generate(timeout=0.3)
+    await until(lambda: cluster.idle, "released")
+    await until(lambda: cluster.router.inference.requests.outcomes["failed"] == 1, "counted as a deadline")
+
+
+# --- witnesses
+
+
+async def test_the_decode_workers_message_may_overtake_the_prefill_workers(make):
+    cluster = await make()
+    cluster.prefill[0].gates["first"].clear()
+    cluster.prefill[0].commit_first = True
+    events = await cluster.generate()
+    assert ids_of(events) == [expected([1, 2, 3], i) for i in range(8)]
+    assert events[-1].completed.timings.transfer_s == 0
+    cluster.prefill[0].gates["first"].set()  # the late witness is heard by nobody
+    assert len(ids_of(await cluster.generate())) == 8
+
+
+async def test_witnesses_that_contradict_each_other_are_a_fault(make):
+    cluster = await make()
+    cluster.decode[0].corrupt_first = True
+    with pytest.raises(EngineFault, match="contradict each other on token 0"):
+        await cluster.generate()
+    for worker in cluster.workers:
+        await until(lambda w=worker: w.count("release") == 1, "released")
+
+
+# --- many
+
+
+async def test_two_hundred_requests_at_once(make):
+    cluster = await make(prefill=2, decode=2, blocks=60)
+    prompts = [[i % 200, *range(i % 37)] for i in range(200)]
+    answers = await asyncio.gather(*(cluster.generate(prompt, 12) for prompt in prompts))
+    for prompt, events in zip(prompts, answers, strict=True):
+        assert ids_of(events) == [expected(prompt, i) for i in range(12)]
+    used = {(e[-1].completed.placement.prefill_worker, e[-1].completed.placement.decode_worker) for e in answers}
+    assert len(used) >= 2
+    assert cluster.idle
+    assert (await cluster.status()).finished == 200
+
+
+async def test_a_slow_reader_blocks_nobody_and_is_given_up(make):
+    cluster = await make(client_stall_s=1.0, max_model_len=None)
+    for worker in cluster.workers:
+        worker.info = replace(worker.info, max_model_len=10**6)
+    for link in cluster.router.pool.links:
+        link.view.info = replace(link.view.info, max_model_len=10**6)
+    async with aio.insecure_channel(cluster.router.grpc, options=[("grpc.http2.bdp_probe", 0)]) as channel:
+        sampling = common_pb2.Sampling(max_tokens=60_000)
+        ids = common_pb2.TokenIds(ids=[1, 2, 3])
+        slow = InferenceStub(channel).Generate(pb.GenerateRequest(token_ids=ids, sampling=sampling))
+        await until(lambda: cluster.decode[0].messages > 100, "it streams")
+        for _ in range(5):
+            assert len(ids_of(await cluster.generate(max_tokens=20))) == 20
+        await until(lambda: cluster.router.inference.requests.outcomes["cancelled"] == 1, "given up", 40)
+        assert cluster.idle
+        slow.cancel()
+
+
+async def test_a_full_queue_refuses_with_a_delay(make):
+    cluster = await make(blocks=1, queue_max_requests=1)
+    await at(cluster, "queued")
+    with pytest.raises(Overloaded, match="1 requests wait already") as caught:
+        await cluster.generate()
+    assert caught.value.retry_after_s > 0
+    assert 'baton_refusals_total{reason="Overloaded"} 1.0' in await cluster.http("/metrics")
+
+
+async def test_waiting_too_long_for_room_is_overload(make):
+    cluster = await make(blocks=1, queue_max_wait_s=0.2)
+    call = await at(cluster, "queued")
+    with pytest.raises(Overloaded, match=r"waited 0\.2 s for room"):
+        await cluster.answer(call)
+
+
+async def test_no_worker(make):
+    cluster = await make(prefill=0, queue_max_wait_s=0.1)
+    with pytest.raises(NoWorker, match=r"waited 0\.1 s"):
+        await cluster.generate()
+    assert (await cluster.status()).refused == 1
+
+
+# --- the rest of the service
+
+
+async def test_errors_are_named(make):
+    cluster = await make()
+    with pytest.raises(UnknownModel, match="'oracle' is"):
+        await cluster.generate(model="gpt")
+    with pytest.raises(InvalidRequest, match="n: not supported") as caught:
+        await cluster.generate(n=2, priority=1, max_tokens=-1)
+    assert [v.field for v in caught.value.violations] == ["n", "priority", "sampling.max_tokens"]
+    with pytest.raises(InvalidRequest, match="2048"):
+        await cluster.generate([1] * 2048)
+    with pytest.raises(Unsupported):
+        await cluster.answer(cluster.stub.Resume(pb.ResumeRequest(request_id="x")))
+    with pytest.raises(InvalidRequest, match="too large"):
+        await cluster.answer(cluster.stub.Generate(pb.GenerateRequest(text="x" * 10_000_000)))
+
+
+async def test_tokenize_detokenize_and_models(make):
+    cluster = await make()
+    ids = (await cluster.stub.Tokenize(pb.TokenizeRequest(text="Zoë"))).ids
+    assert (await cluster.stub.Detokenize(pb.DetokenizeRequest(ids=ids))).text == "Zoë"
+    [model] = (await cluster.stub.ListModels(pb.ListModelsRequest())).models
+    assert (model.id, model.max_model_len, model.vocab_size) == ("oracle", 2048, 257)
+    for call in (
+        cluster.stub.Detokenize(pb.DetokenizeRequest(ids=[999])),
+        cluster.stub.Tokenize(pb.TokenizeRequest(text="x", model="gpt")),
+    ):
+        with pytest.raises(aio.AioRpcError) as caught:
+            await call
+        assert isinstance(from_rpc_error(caught.value), BatonError)
+        assert caught.value.code() in {grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.NOT_FOUND}
+
+
+async def test_health_reflection_status_and_metrics(make):
+    cluster = await make()
+    await cluster.generate()
+    health = health_pb2_grpc.HealthStub(cluster.channel)
+    for service in ("", SERVICE):
+        reply = await health.Check(health_pb2.HealthCheckRequest(service=service))
+        assert reply.status == health_pb2.HealthCheckResponse.SERVING
+    listing = reflection_pb2.ServerReflectionRequest(list_services="")
+    stream = reflection_pb2_grpc.ServerReflectionStub(cluster.channel).ServerReflectionInfo(iter([listing]))
+    names = {service.name async for reply in stream for service in reply.list_services_response.service}
+    assert SERVICE in names
+    status = await cluster.status()
+    assert (status.name, status.accepted, status.finished, status.running) == ("test", 1, 1, 0)
+    assert [worker.state for worker in status.workers] == ["connected", "connected"]
+    metrics = await cluster.http("/metrics")
+    assert 'baton_requests_total{outcome="finished"} 1.0' in metrics
+    assert 'baton_kv_blocks{role="decode",state="free"} 4000.0' in metrics
+    assert 'baton_transfer_bytes_total{transport="memory"} 100.0' in metrics
+    assert "200 OK" in await cluster.http("/ready")
+
+
+async def test_health_follows_the_workers(make):
+    cluster = await make()
+    await cluster.prefill[0].kill()
+    await until(lambda: not cluster.router.pool.has_pair(), "noticed")
+    assert "503" in await cluster.http("/ready")
+    assert "200 OK" in await cluster.http("/health")
+    health = health_pb2_grpc.HealthStub(cluster.channel)
+    watch = health.Watch(health_pb2.HealthCheckRequest(service=SERVICE))
+    async for reply in watch:
+        if reply.status == health_pb2.HealthCheckResponse.NOT_SERVING:
+            break
+    watch.cancel()
+
+
+async def test_stop_lets_running_requests_finish(make):
+    cluster = await make()
+    call = await at(cluster, "decoding")
+    stopping = asyncio.create_task(cluster.router.stop(grace_s=20))
+    await until(lambda: not cluster.router.inference.requests.accepting, "stopping")
+    with pytest.raises(NoWorker, match="stopping"):
+        await cluster.generate()
+    cluster.decode[0].gates["decode"].set()
+    assert len(ids_of(await cluster.answer(call))) == 8
+    await stopping
+
+
+async def test_stop_ends_what_does_not_finish_within_the_grace(make):
+    cluster = await make()
+    call = await at(cluster, "decoding")
+    stopping = asyncio.create_task(cluster.router.stop(grace_s=0.05))
+    with pytest.raises(NoWorker, match="stopping"):
+        await cluster.answer(call)
+    await stopping
+    assert cluster.decode[0].count("release") == 1
+
+
+async def test_what_is_wrong_with_the_settings_is_named(make):
+    cluster = await make()
+    with pytest.raises(ConfigError, match="policy"):
+        await make(policy="best")
+    with pytest.raises(ConfigError, match=r"in use|cannot listen"):
+        await make(grpc=cluster.router.grpc)

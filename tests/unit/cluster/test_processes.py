@@ -1,0 +1,115 @@
+"""Supervision of real child processes: ready, silent, dead at start, dead later, stopped, orphaned."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+
+import psutil
+import pytest
+
+from baton.clock import FakeClock
+from baton.cluster.processes import BACKOFF_S, Child, ProcessSpec, StartError, stop_all, tail
+
+READY = "from baton.cluster.processes import report_ready; report_ready({'port': 5}); import time; time.sleep(60)"
+
+
+def spec(tmp_path, code, **options):
+    return ProcessSpec("child", [sys.executable, "-c", code], tmp_path / "child.log", **options)
+
+
+@pytest.fixture
+def child(tmp_path):
+    made = []
+
+    def make(code, clock=None, **options):
+        made.append(Child(spec(tmp_path, code, **options), clock))
+        made[-1].start()
+        return made[-1]
+
+    yield make
+    stop_all(made, 0.0)
+
+
+def test_a_child_says_when_it_is_ready(child):
+    it = child(READY)
+    assert it.wait_ready() == {"port": 5}
+    assert psutil.pid_exists(it.pid)
+    stop_all([it], 5.0)
+    assert it.pid is None
+
+
+def test_a_child_that_dies_at_start_is_reported_with_its_log(child):
+    it = child("import sys; print('cannot find the thing'); sys.exit(3)")
+    with pytest.raises(StartError, match=r"(?s)child ended with exit code 3.*cannot find the thing") as caught:
+        it.wait_ready()
+    assert caught.value.exit_code == 3
+
+
+def test_a_silent_child_is_reported(child):
+    it = child("import time; time.sleep(60)", ready_timeout_s=0.2)
+    with pytest.raises(StartError, match=r"was silent for 0\.2 s"):
+        it.wait_ready()
+
+
+def test_a_dead_child_is_replaced_after_its_backoff(child):
+    clock = FakeClock()
+    it = child(READY, clock)
+    it.wait_ready()
+    first = it.pid
+    os.kill(first, signal.SIGKILL)
+    psutil.Process(first).wait(10)
+    assert not it.poll()
+    clock.advance(BACKOFF_S[0])
+    assert it.poll()
+    assert it.wait_ready() == {"port": 5}
+    assert it.pid != first
+    assert it.restarts == 1
+
+
+def test_too_many_deaths_in_a_row_are_an_error(child):
+    clock = FakeClock()
+    it = child("raise SystemExit(1)", clock, max_restarts=2)
+
+    def live_on():
+        for _ in range(10):
+            it._process.wait(10)
+            it.poll()
+            clock.advance(max(BACKOFF_S))
+
+    with pytest.raises(StartError, match="died 3 times in a row"):
+        live_on()
+
+
+def test_a_child_that_ignores_sigterm_is_killed(child):
+    it = child("import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN);" + READY)
+    it.wait_ready()
+    pid = it.pid
+    stop_all([it], 0.1)
+    assert not psutil.pid_exists(pid)
+
+
+def test_children_die_with_a_killed_supervisor(tmp_path):
+    inner = "from baton.cluster.processes import die_with_parent, report_ready; die_with_parent();" + READY
+    outer = textwrap.dedent(f"""
+        import sys, time
+        from pathlib import Path
+        from baton.cluster.processes import Child, ProcessSpec
+        child = Child(ProcessSpec("c", [sys.executable, "-c", {inner!r}], Path({str(tmp_path)!r}) / "c.log"))
+        child.start(); child.wait_ready(); print(child.pid, flush=True); time.sleep(60)
+    """)
+    supervisor = subprocess.Popen([sys.executable, "-c", outer], stdout=subprocess.PIPE, text=True)
+    child = psutil.Process(int(supervisor.stdout.readline()))
+    supervisor.kill()
+    supervisor.wait(10)
+    supervisor.stdout.close()
+    child.wait(10)
+    assert not child.is_running()
+
+
+def test_tail_of_a_log(tmp_path):
+    file = tmp_path / "x.log"
+    assert "no log" in tail(file)
+    file.write_text("\n".join(map(str, range(100))))
+    assert tail(file, 2) == "    98\n    99"

@@ -1,0 +1,126 @@
+"""The cluster file: defaults, layers of settings, and for every mistake an error with line, key and remedy."""
+
+from pathlib import Path
+
+import pytest
+
+from baton.config import config_from_json, load_config
+from baton.config.load import NOT_BUILT, known_keys
+from baton.errors import ConfigError
+
+CONFIGS = Path(__file__).parents[3] / "configs"
+
+
+@pytest.fixture
+def load(tmp_path):
+    def load_text(text, sets=(), env=None):
+        file = tmp_path / "cluster.yaml"
+        file.write_text(text)
+        return load_config(file, sets, env)
+
+    return load_text
+
+
+def test_an_empty_file_is_a_working_local_cluster(load):
+    config = load("", sets=["model.path=oracle"])
+    assert (config.name, config.prefill.replicas, config.router.policy) == ("local", 1, "least_loaded")
+    assert config.redis.url == "embedded"
+
+
+@pytest.mark.parametrize("file", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.name)
+def test_shipped_configs_load(file):
+    config = load_config(file, sets=["model.path=oracle"])
+    assert config.name == file.stem
+
+
+def test_later_layers_win_over_earlier_ones(load):
+    text = "model: {path: oracle}\ndecode: {replicas: 2, max_running: 3, threads: 1}"
+    env = {"BATON__DECODE__REPLICAS": "4", "BATON__DECODE__MAX_RUNNING": "5", "OTHER": "x"}
+    config = load(text, sets=["decode.replicas=6"], env=env)
+    assert (config.decode.replicas, config.decode.max_running, config.decode.threads) == (6, 5, 1)
+
+
+@pytest.mark.parametrize(
+    ("text", "bytes_"), [("256MiB", 256 << 20), ("1.5GiB", 3 << 29), ("2GB", 2 * 10**9), ("4096", 4096)]
+)
+def test_sizes(load, text, bytes_):
+    assert load(f"model: {{path: oracle}}\ndecode: {{kv_memory: {text}}}").decode.kv_memory == bytes_
+
+
+WRONG = {
+    "misspelt section": ("modle: {path: x}", ["line 1", "modle", "unknown key", "model"]),
+    "misspelt key": ("decode:\n  max_runing: 5", ["line 2", "decode.max_runing", "did you mean decode.max_running"]),
+    "key in the wrong section": ("max_running: 5", ["line 1", "max_running", "decode.max_running"]),
+    "below the range": ("prefill: {replicas: 0}", ["prefill.replicas", "greater than 0", "0"]),
+    "not a size": ("prefill: {kv_memory: lots}", ["prefill.kv_memory", "256MiB", "lots"]),
+    "no port": ("router: {grpc: localhost}", ["router.grpc", "host:port", "localhost"]),
+    "port too high": ("router: {grpc: 'localhost:70000'}", ["router.grpc", "70000"]),
+    "not a policy": ("router: {policy: random}", ["router.policy", "least_loaded", "random"]),
+    "bad name": ("name: Big Cluster", ["name", "Big Cluster"]),
+    "redis scheme": ("redis: {url: 'http://x'}", ["redis.url", "redis://"]),
+    "duplicate key": ("name: a\nname: b", ["line 2", "name", "twice"]),
+    "not yaml": ("name: [", ["not YAML"]),
+    "a list": ("- name", ["mapping", "list"]),
+    "python object": ("name: !!python/object/apply:os.system [id]", ["not YAML"]),
+    "open listener": ("router: {grpc: '0.0.0.0:5'}", ["router.grpc", "allow_insecure"]),
+    "lease too short": ("ledger: {lease_s: 1, heartbeat_s: 1}", ["ledger.lease_s", "three times"]),
+    "block sizes differ": ("prefill: {block_size: 8}", ["decode.block_size", "8", "16"]),
+    "section is a value": ("decode: 5", ["decode", "5"]),
+    "not built yet": ("transfer: {transport: shm}", ["line 1", "transfer.transport", "shm", "not built yet"]),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_a_mistake_is_named(load, case):
+    text, expected = WRONG[case]
+    with pytest.raises(ConfigError) as caught:
+        load(text)
+    for part in ("cluster.yaml", *expected):
+        assert part in str(caught.value)
+
+
+def test_all_mistakes_are_named_at_once(load):
+    with pytest.raises(ConfigError) as caught:
+        load("decode: {replicas: 0}\nprefill: {threads: -1}\nfoo: 1")
+    assert len(str(caught.value).splitlines()) >= 3
+
+
+@pytest.mark.parametrize("item", ["decode.replicas", "=3", "decode=3"])
+def test_a_bad_set_is_named(load, item):
+    with pytest.raises(ConfigError, match=item.partition("=")[0] or "--set"):
+        load("decode: {threads: 1}", sets=[item])
+
+
+def test_missing_file_and_missing_model(load, tmp_path):
+    with pytest.raises(ConfigError, match=r"nowhere\.yaml: cannot be read"):
+        load_config(tmp_path / "nowhere.yaml")
+    with pytest.raises(ConfigError, match=r"model\.path: no folder 'no/such'"):
+        load("model: {path: no/such}")
+
+
+def test_model_path_is_found_beside_the_file(tmp_path):
+    (tmp_path / "weights").mkdir()
+    file = tmp_path / "c.yaml"
+    file.write_text("model: {path: weights}")
+    assert load_config(file).model.path == str((tmp_path / "weights").resolve())
+
+
+def test_every_key_that_is_not_built_is_a_key(load):
+    assert set(NOT_BUILT) <= set(known_keys())
+
+
+@pytest.mark.parametrize("key", [key for key, values in NOT_BUILT.items() if values is None])
+def test_setting_what_is_not_built_is_refused(load, key):
+    with pytest.raises(ConfigError, match=key.replace(".", r"\.") + r".*not built yet"):
+        load("model: {path: oracle}", sets=[f"{key}={{x: 1}}"])
+
+
+def test_json_round_trip(load):
+    config = load("model: {path: oracle}\ndecode: {kv_memory: 1MiB}")
+    assert config_from_json(config.model_dump_json()) == config
+
+
+def test_the_config_is_frozen(load):
+    config = load("model: {path: oracle}")
+    with pytest.raises(ValueError, match="frozen"):
+        config.name = "other"

@@ -1,0 +1,243 @@
+"""The reservation table: one writer, one commit, no commit after a fence, no free while a write is running."""
+
+import threading
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule
+
+from baton.core import HandoffId, Incarnation, Sampling, SequenceSpec, Token, WorkerRef
+from baton.errors import OfferRefused, StaleAttempt
+from decode_workers.reservations import Reservations, State
+from kvtransfer.handoff import CommitState, Offer
+
+BLOCK = 4
+P1 = WorkerRef("p1", Incarnation(1, 1), "127.0.0.1:1")
+P2 = WorkerRef("p1", Incarnation(1, 2), "127.0.0.1:1")  # same place, another life
+H = HandoffId("r", 1)
+
+
+@dataclass
+class FakeAllocation:
+    blocks: list[int] = field(default_factory=lambda: [7, 8, 9])
+    released: int = 0
+
+    def release(self):
+        self.released += 1
+
+
+def commit_of(known):
+    spec = SequenceSpec(prompt=tuple(range(known)), sampling=Sampling(), known=(5,))
+    return CommitState(spec, [Token(0, 5, "x")], 0.1, 0.1, 64, "memory")
+
+
+@pytest.fixture
+def table():
+    made = Reservations("fp", BLOCK, lambda handoff, commit: made.commits.append(handoff))
+    made.commits = []
+    return made
+
+
+def offer(known=6, fingerprint="fp", skip=0):
+    return Offer(fingerprint=fingerprint, known_tokens=known, skip=skip, frames=1)
+
+
+def opened(table, handoff=H, known=6, deadline=None):
+    allocation = FakeAllocation()
+    table.open(handoff, allocation, known, deadline)
+    return allocation
+
+
+def test_a_handoff_from_reservation_to_adoption(table):
+    allocation = opened(table)
+    table.offer(H, P1, offer())
+    with table.writing(H, P1) as blocks:
+        assert list(blocks) == [7, 8]  # 6 tokens fill two blocks of four; the third is for the tokens to come
+    table.commit(H, P1, commit_of(6))
+    assert table.commits == [H]
+    assert table.fence(H) is State.COMMITTED
+    assert table.take(H) is allocation
+    assert len(table) == 0
+
+
+def test_a_second_commit_is_refused(table):
+    opened(table)
+    table.offer(H, P1, offer())
+    table.commit(H, P1, commit_of(6))
+    with pytest.raises(StaleAttempt):
+        table.commit(H, P1, commit_of(6))
+    assert table.commits == [H]
+
+
+@pytest.mark.parametrize("stop", ["fence", "take", "aborted", "lost"])
+def test_nothing_is_written_or_committed_after_the_end(table, stop):
+    opened(table)
+    table.offer(H, P1, offer())
+    {
+        "fence": lambda: table.fence(H),
+        "take": lambda: table.take(H),
+        "aborted": lambda: table.aborted(H, P1),
+        "lost": lambda: table.lost(P1),
+    }[stop]()
+    with pytest.raises(StaleAttempt), table.writing(H, P1):
+        raise AssertionError("must not get here")
+    with pytest.raises(StaleAttempt):
+        table.commit(H, P1, commit_of(6))
+    assert table.commits == []
+
+
+def test_another_incarnation_is_another_worker(table):
+    opened(table)
+    table.offer(H, P1, offer())
+    for action in (lambda: table.writing(H, P2).__enter__(), lambda: table.commit(H, P2, commit_of(6))):
+        with pytest.raises(StaleAttempt, match="was opened by"):
+            action()
+    table.lost(P2)
+    table.aborted(H, P2)
+    table.commit(H, P1, commit_of(6))
+    assert table.commits == [H]
+
+
+@pytest.mark.parametrize(
+    ("bad", "named"),
+    [(offer(known=7), "length"), (offer(fingerprint="other"), "fingerprint"), (offer(skip=4), "length")],
+)
+def test_an_offer_that_does_not_fit_is_refused_by_name(table, bad, named):
+    opened(table)
+    with pytest.raises(OfferRefused, match=named):
+        table.offer(H, P1, bad)
+    table.offer(H, P1, offer())  # the reservation is untouched
+
+
+def test_an_offer_without_a_reservation_is_stale(table):
+    with pytest.raises(StaleAttempt, match="no reservation"):
+        table.offer(H, P1, offer())
+
+
+def test_a_commit_without_a_first_token_is_refused(table):
+    opened(table)
+    table.offer(H, P1, offer())
+    with pytest.raises(OfferRefused, match="length"):
+        table.commit(H, P1, commit_of(4))
+
+
+def test_an_old_attempt_never_comes_back(table):
+    opened(table, HandoffId("r", 3))
+    for attempt in (1, 2, 3):
+        with pytest.raises(StaleAttempt):
+            table.open(HandoffId("r", attempt), FakeAllocation(), 6, None)
+    table.take(HandoffId("r", 3))
+    with pytest.raises(StaleAttempt):
+        table.open(HandoffId("r", 3), FakeAllocation(), 6, None)
+    table.fence(HandoffId("r", 5))  # fencing what is unknown also keeps it from coming
+    with pytest.raises(StaleAttempt):
+        table.open(HandoffId("r", 5), FakeAllocation(), 6, None)
+    opened(table, HandoffId("r", 6))
+
+
+def test_taking_waits_for_a_write_that_is_running(table):
+    opened(table)
+    table.offer(H, P1, offer())
+    order = []
+    inside, started = threading.Event(), threading.Event()
+
+    def taker():
+        started.set()
+        table.take(H)
+        order.append("taken")
+
+    def writer():
+        with table.writing(H, P1):
+            inside.set()
+            started.wait(10)
+            order.append("written")
+
+    threads = [threading.Thread(target=writer)]
+    threads[0].start()
+    inside.wait(10)
+    threads.append(threading.Thread(target=taker))
+    threads[1].start()
+    for thread in threads:
+        thread.join(10)
+    assert order == ["written", "taken"]
+
+
+def test_expiry_spares_what_is_committed(table):
+    opened(table, HandoffId("a", 1), deadline=5.0)
+    opened(table, HandoffId("b", 1), deadline=50.0)
+    opened(table, HandoffId("c", 1), deadline=5.0)
+    table.offer(HandoffId("c", 1), P1, offer())
+    table.commit(HandoffId("c", 1), P1, commit_of(6))
+    assert table.expired(5.0) == [HandoffId("a", 1)]
+
+
+class Machine(RuleBasedStateMachine):
+    """Random interleavings against the rules: a plain dictionary says what must be true."""
+
+    handoffs = Bundle("handoffs")
+
+    def __init__(self):
+        super().__init__()
+        self.table = Reservations("fp", BLOCK, lambda handoff, commit: self.commits.append(handoff))
+        self.commits = []
+        self.ended = set()
+        self.held = {}
+
+    @rule(target=handoffs, request=st.sampled_from("ab"), attempt=st.integers(1, 4))
+    def open(self, request, attempt):
+        handoff = HandoffId(request, attempt)
+        try:
+            self.held[handoff] = opened(self.table, handoff)
+        except StaleAttempt:
+            seen = {h.attempt for h in self.held if h.request_id == request} | {
+                h.attempt for h in self.ended if h.request_id == request
+            }
+            assert attempt <= max(seen)
+        return handoff
+
+    @rule(handoff=handoffs, sender=st.sampled_from([P1, P2]))
+    def offer(self, handoff, sender):
+        self._try(lambda: self.table.offer(handoff, sender, offer()))
+
+    @rule(handoff=handoffs, sender=st.sampled_from([P1, P2]))
+    def commit(self, handoff, sender):
+        before = len(self.commits)
+        self._try(lambda: self.table.commit(handoff, sender, commit_of(6)))
+        if len(self.commits) > before:
+            assert handoff not in self.ended
+
+    @rule(handoff=handoffs)
+    def fence(self, handoff):
+        answer = self.table.fence(handoff)
+        if answer is State.FENCED:
+            self.ended.add(handoff)
+        else:
+            assert handoff in self.commits
+
+    @rule(handoff=handoffs)
+    def take(self, handoff):
+        allocation = self.table.take(handoff)
+        self.ended.add(handoff)
+        if allocation is not None:
+            allocation.release()
+
+    @rule(sender=st.sampled_from([P1, P2]))
+    def lose(self, sender):
+        self.table.lost(sender)
+
+    def _try(self, action):
+        try:
+            action()
+        except (StaleAttempt, OfferRefused):
+            return
+
+    @invariant()
+    def one_commit_and_one_release_each(self):
+        assert len(self.commits) == len(set(self.commits))
+        assert all(allocation.released <= 1 for allocation in self.held.values())
+
+
+TestMachine = Machine.TestCase
+TestMachine.settings = settings(max_examples=100, stateful_step_count=30, deadline=None)

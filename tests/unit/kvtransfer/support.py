@@ -1,0 +1,264 @@
+"""A table that records and obeys, KV with known bytes, jobs, and a Peer stream without a network."""
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+
+import torch
+
+from baton.core import HandoffId, Incarnation, KVLayout, Sampling, SequenceSpec, Token, WorkerRef
+from baton.engine.kv import KVCache
+from baton.errors import BatonError, ChannelBroken, HandoffError, OfferRefused, StaleAttempt
+from baton.rpc.v1 import peer_pb2 as pb
+from kvtransfer.handoff import CommitState, Offer, PushJob, PushResult, TransferSettings
+from kvtransfer.receiver import PeerService
+
+FINGERPRINT = "feedbead"
+LAYOUT = KVLayout(layers=3, kv_heads=2, head_dim=8, block_size=4, dtype="float32")
+P = WorkerRef("prefill-0", Incarnation(7, 1), "in-process")
+D = WorkerRef("decode-0", Incarnation(7, 2), "in-process")
+
+
+def make_kv(seed: int | None, blocks: int = 64, layout: KVLayout = LAYOUT) -> KVCache:
+    """`seed` None: zeros."""
+    kv = KVCache(layout, blocks)
+    if seed is not None:
+        generator = torch.Generator().manual_seed(seed)
+        for part in (kv.k, kv.v):
+            part.copy_(torch.randn(part.shape, generator=generator))
+    return kv
+
+
+def same_kv(a: KVCache, a_blocks: Sequence[int], b: KVCache, b_blocks: Sequence[int]) -> bool:
+    pairs = ((a.k, b.k), (a.v, b.v))
+    return all(torch.equal(x[:, list(a_blocks)], y[:, list(b_blocks)]) for x, y in pairs)
+
+
+def make_job(name: str, tokens: int, blocks: Sequence[int], to: WorkerRef = D, attempt: int = 1) -> PushJob:
+    spec = SequenceSpec(tuple(range(tokens)), Sampling(max_tokens=4, temperature=0.0), (5,))
+    return PushJob(HandoffId(name, attempt), to, blocks, tokens, spec, [Token(0, 5, "five")])
+
+
+class Reports:
+    """An `on_done` to wait for. Fails a test that is told twice."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self.outcomes: dict[HandoffId, PushResult | HandoffError] = {}
+        self.twice: list[HandoffId] = []
+        self.threads: set[str] = set()
+
+    def __call__(self, handoff: HandoffId, outcome: PushResult | HandoffError) -> None:
+        with self._changed:
+            if handoff in self.outcomes:
+                self.twice.append(handoff)
+            self.threads.add(threading.current_thread().name)
+            self.outcomes[handoff] = outcome
+            self._changed.notify_all()
+
+    def wait(self, handoff: HandoffId, timeout: float = 10.0) -> PushResult | HandoffError:
+        with self._changed:
+            assert self._changed.wait_for(lambda: handoff in self.outcomes, timeout), f"no report of {handoff}"
+            assert not self.twice
+            return self.outcomes[handoff]
+
+
+class RecordingTable:
+    """Reservations as the protocol wants them; `hold` lets a test stop a write half way."""
+
+    def __init__(self, layout: KVLayout = LAYOUT) -> None:
+        self._layout = layout
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
+        self.blocks: dict[HandoffId, list[int]] = {}
+        self.bound: dict[HandoffId, WorkerRef] = {}
+        self.commits: dict[HandoffId, CommitState] = {}
+        self.events: list[tuple[str, object]] = []
+        self.hold: Callable[[], None] = lambda: None
+
+    def reserve(self, handoff: HandoffId, blocks: Sequence[int]) -> None:
+        self.blocks[handoff] = list(blocks)
+
+    def fence(self, handoff: HandoffId) -> None:
+        with self._lock:
+            self.blocks.pop(handoff, None)
+            self.bound.pop(handoff, None)
+
+    def offer(self, handoff: HandoffId, sender: WorkerRef, offer: Offer) -> None:
+        with self._lock:
+            if handoff not in self.blocks or handoff in self.bound:
+                raise StaleAttempt(f"no reservation {handoff}")
+            if self._layout.blocks_for(offer.known_tokens) > len(self.blocks[handoff]):
+                raise OfferRefused(f"{offer.known_tokens} tokens do not fit")
+            self.bound[handoff] = sender
+            self._note("offer", handoff)
+
+    @contextmanager
+    def writing(self, handoff: HandoffId, sender: WorkerRef) -> Iterator[Sequence[int]]:
+        self.hold()
+        with self._lock:
+            if self.bound.get(handoff) != sender or handoff in self.commits:
+                raise StaleAttempt(f"{handoff} is not bound to {sender}")
+            yield self.blocks[handoff]
+
+    def commit(self, handoff: HandoffId, sender: WorkerRef, commit: CommitState) -> None:
+        with self._lock:
+            if self.bound.get(handoff) != sender or handoff in self.commits:
+                raise StaleAttempt(f"{handoff} is not bound to {sender}")
+            self.commits[handoff] = commit
+            self._note("commit", handoff)
+
+    def aborted(self, handoff: HandoffId, sender: WorkerRef) -> None:
+        if handoff not in self.commits:
+            self.fence(handoff)
+        self._note("aborted", handoff)
+
+    def lost(self, sender: WorkerRef) -> None:
+        with self._lock:
+            for handoff in [h for h, bound in self.bound.items() if bound == sender and h not in self.commits]:
+                self.fence(handoff)
+            self._note("lost", sender)
+
+    def wait_for(self, event: tuple[str, object], timeout: float = 10.0) -> None:
+        with self._changed:
+            assert self._changed.wait_for(lambda: event in self.events, timeout), (event, self.events)
+
+    def _note(self, kind: str, what: object) -> None:
+        with self._changed:
+            self.events.append((kind, what))
+            self._changed.notify_all()
+
+
+class _Context:
+    """What the service needs of a gRPC context."""
+
+    def __init__(self, on_reply: Callable[[pb.PeerReply], None]) -> None:
+        self._on_reply = on_reply
+
+    async def write(self, reply: pb.PeerReply) -> None:
+        self._on_reply(reply)
+
+
+class LoopbackPeer:
+    """Runs a PeerService in an event loop of its own; `connect` is a sender's way in, without a network."""
+
+    def __init__(self, service: Callable[[], PeerService]) -> None:
+        self.loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self.loop.run_forever)
+        self._thread.start()
+        self.service = self.run(self._make(service))
+
+    async def _make(self, service: Callable[[], PeerService]) -> PeerService:
+        return service()
+
+    def run(self, coroutine):
+        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(20)
+
+    def connect(
+        self, address: str, on_reply: Callable[[pb.PeerReply], None], on_end: Callable[[str], None]
+    ) -> "LoopbackStream":
+        return LoopbackStream(self, on_reply, on_end)
+
+    def close(self) -> None:
+        self.run(self.service.close())
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self._thread.join()
+        self.loop.close()
+
+
+class LoopbackStream:
+    def __init__(
+        self, peer: LoopbackPeer, on_reply: Callable[[pb.PeerReply], None], on_end: Callable[[str], None]
+    ) -> None:
+        self._peer = peer
+        self._on_end = on_end
+        self._commands: asyncio.Queue[pb.PeerCommand | None] = asyncio.Queue()
+        self.said: list[pb.PeerCommand] = []
+        self._call = asyncio.run_coroutine_threadsafe(self._serve(on_reply), peer.loop)
+
+    def send(self, command: pb.PeerCommand) -> None:
+        self.said.append(command)
+        self._peer.loop.call_soon_threadsafe(self._commands.put_nowait, command)
+
+    def close(self) -> None:
+        self._peer.loop.call_soon_threadsafe(self._commands.put_nowait, None)
+        with suppress(BatonError):
+            self._call.result(20)
+
+    async def _serve(self, on_reply: Callable[[pb.PeerReply], None]) -> None:
+        await self._peer.service.Connect(self._stream(), _Context(on_reply))  # type: ignore[arg-type]
+        self._on_end("ended")
+
+    async def _stream(self):
+        while (command := await self._commands.get()) is not None:
+            yield command
+
+
+class FlippingEnd:
+    """Flips one byte of the frame that arrives as number `at`: between the wire and the digest."""
+
+    def __init__(self, inner, at: int) -> None:
+        self._inner = inner
+        self._at = at
+
+    def send(self, data: torch.Tensor) -> None:
+        self._inner.send(data)
+
+    def recv(self, out: torch.Tensor) -> None:
+        self._inner.recv(out)
+        self._at -= 1
+        if self._at == -1:
+            out[len(out) // 2] ^= 1
+
+    def close(self) -> None:
+        self._inner.close()
+
+
+class Wrapped:
+    """A transport whose ends are wrapped."""
+
+    def __init__(self, inner, wrap) -> None:
+        self.name, self.device = inner.name, inner.device
+        self._inner = inner
+        self._wrap = wrap
+
+    def open(self, *args):
+        return self._wrap(self._inner.open(*args))
+
+
+class GatedEnd:
+    """Stops before each message until the test lets it through."""
+
+    def __init__(self, inner) -> None:
+        self._inner = inner
+        self.arrived = threading.Semaphore(0)
+        self.gate = threading.Semaphore(0)
+
+    def _pass(self) -> None:
+        self.arrived.release()
+        if not self.gate.acquire(timeout=20):
+            raise ChannelBroken("the gate stayed shut")
+
+    def send(self, data: torch.Tensor) -> None:
+        self._pass()
+        self._inner.send(data)
+
+    def recv(self, out: torch.Tensor) -> None:
+        self._pass()
+        self._inner.recv(out)
+
+    def close(self) -> None:
+        self._inner.close()
+
+
+def settled(ready: Callable[[], bool], timeout: float = 5.0) -> bool:
+    """Poll for what has no event to wait for, e.g. the number of threads of the process."""
+    end = time.monotonic() + timeout
+    while not ready() and time.monotonic() < end:
+        time.sleep(0.01)
+    return ready()
+
+
+SETTINGS = TransferSettings(transport="memory", frame_size=1 << 20, frame_deadline_s=5.0)

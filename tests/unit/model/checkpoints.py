@@ -1,0 +1,65 @@
+"""Random-weight checkpoints, written by `transformers` itself, and the model that wrote them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+transformers.utils.logging.disable_progress_bar()
+
+HIDDEN, HEADS, KV_HEADS, VOCAB, POSITIONS = 48, 4, 2, 199, 512
+CLASSES = {
+    "llama": transformers.LlamaForCausalLM,
+    "mistral": transformers.MistralForCausalLM,
+    "qwen2": transformers.Qwen2ForCausalLM,
+    "qwen3": transformers.Qwen3ForCausalLM,
+}
+
+
+def random_checkpoint(
+    folder: Path, family: str, *, seed: int = 0, dtype: torch.dtype = torch.float32, shard: str = "1GB", **settings: Any
+) -> Any:
+    """Write a tiny checkpoint of `family` to `folder` and return its transformers model, in eval mode.
+
+    The weights are large enough for attention, positions and biases to decide the tokens: with the usual initial
+    values a model hardly looks back, and would be right with the wrong rotation.
+    """
+    shape: dict[str, Any] = {
+        "vocab_size": VOCAB,
+        "hidden_size": HIDDEN,
+        "intermediate_size": 80,
+        "num_hidden_layers": 2,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": KV_HEADS,
+        "max_position_embeddings": POSITIONS,
+        "bos_token_id": None,
+        "eos_token_id": None,
+    }
+    model_class = CLASSES[family]
+    config = model_class.config_class(**(shape | settings))
+    config._attn_implementation = "eager"
+    model = model_class(config).eval().requires_grad_(False)
+    randomise(model, seed)
+    model.to(dtype).save_pretrained(folder, max_shard_size=shard)
+    return model
+
+
+def reload(folder: Path, family: str, dtype: torch.dtype) -> Any:
+    """The same checkpoint as transformers loads it: `model.to` would round the rotary frequencies as well."""
+    model = CLASSES[family].from_pretrained(folder, dtype=dtype, attn_implementation="eager")
+    return model.eval().requires_grad_(False)
+
+
+def randomise(model: torch.nn.Module, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        noise = torch.randn(parameter.shape, generator=generator)
+        if name.endswith("norm.weight") or "layernorm" in name:
+            parameter.copy_(1 + 0.3 * noise)
+        elif parameter.dim() == 1:
+            parameter.copy_(0.5 * noise)
+        else:
+            parameter.copy_(noise * (0.5 if "embed" in name else 1.5 / parameter.shape[1] ** 0.5))

@@ -1,0 +1,89 @@
+"""Drives a backend through Batch and KVCache the hard way: random chunks, random company, scattered blocks."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from baton.engine.backend import ModelBackend
+from baton.engine.batch import Batch
+from baton.engine.kv import KVCache
+
+
+@dataclass
+class Row:
+    """One sequence on its way: tokens known, how many are computed, and the logits seen, by position."""
+
+    tokens: list[int]
+    target: int
+    computed: int = 0
+    blocks: list[int] = field(default_factory=list)
+    logits: dict[int, torch.Tensor] = field(default_factory=dict)
+
+
+def poisoned_cache(backend: ModelBackend, total_blocks: int) -> KVCache:
+    """A cache full of NaN: whoever reads a slot that its sequence has not written gets NaN logits."""
+    kv = KVCache(backend.layout, total_blocks, backend.device)
+    kv.k.fill_(float("nan"))
+    kv.v.fill_(float("nan"))
+    return kv
+
+
+def greedy(backend: ModelBackend, prompts: Sequence[Sequence[int]], new: int, rng: random.Random) -> list[Row]:
+    """Decode all prompts greedily; each step takes some sequences, in any order, and a random chunk of each."""
+    size = backend.layout.block_size
+    rows = [Row(list(prompt), len(prompt) + new) for prompt in prompts]
+    free = list(range(sum(backend.layout.blocks_for(row.target) for row in rows) + 3))
+    rng.shuffle(free)
+    kv = poisoned_cache(backend, len(free))
+    while running := [row for row in rows if len(row.tokens) < row.target]:
+        chosen = rng.sample(running, rng.randint(1, len(running)))
+        chunks = [_chunk(row, rng) for row in chosen]
+        for row, chunk in zip(chosen, chunks, strict=True):
+            while len(row.blocks) * size < row.computed + chunk:
+                row.blocks.append(free.pop())
+        wanted = [[i for i in range(n) if i == n - 1 or rng.random() < 0.3] for n in chunks]
+        logits = backend.forward(make_batch(chosen, chunks, wanted, size), kv)
+        _take(chosen, chunks, wanted, logits)
+    return rows
+
+
+def _chunk(row: Row, rng: random.Random) -> int:
+    left = len(row.tokens) - row.computed
+    return rng.choice([left, 1, rng.randint(1, left), rng.randint(1, min(left, 40))])
+
+
+def _take(rows: list[Row], chunks: list[int], wanted: list[list[int]], logits: torch.Tensor) -> None:
+    lines = iter(logits)
+    for row, chunk, offsets in zip(rows, chunks, wanted, strict=True):
+        row.logits.update((row.computed + offset, next(lines)) for offset in offsets)
+        row.computed += chunk
+        if row.computed == len(row.tokens):
+            row.tokens.append(int(row.logits[row.computed - 1].argmax()))
+
+
+def make_batch(rows: list[Row], chunks: list[int], wanted: list[list[int]], block_size: int) -> Batch:
+    """The batch that computes the next `chunks[i]` tokens of each row and asks for the logits of `wanted[i]`."""
+    ids: list[int] = []
+    positions: list[int] = []
+    slots: list[int] = []
+    logit_rows: list[int] = []
+    for row, chunk, offsets in zip(rows, chunks, wanted, strict=True):
+        logit_rows += [len(ids) + offset for offset in offsets]
+        for position in range(row.computed, row.computed + chunk):
+            ids.append(row.tokens[position])
+            positions.append(position)
+            slots.append(row.blocks[position // block_size] * block_size + position % block_size)
+    width = max(len(row.blocks) for row in rows)
+    return Batch(
+        token_ids=torch.tensor(ids),
+        positions=torch.tensor(positions),
+        slot_mapping=torch.tensor(slots),
+        query_lens=chunks,
+        context_lens=[row.computed + chunk for row, chunk in zip(rows, chunks, strict=True)],
+        block_tables=torch.tensor([row.blocks + [0] * (width - len(row.blocks)) for row in rows], dtype=torch.int32),
+        logit_rows=torch.tensor(logit_rows, dtype=torch.int64),
+    )

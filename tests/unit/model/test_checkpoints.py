@@ -1,0 +1,271 @@
+"""Loading: what is served, and the error for each thing that is not."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from baton.engine.model.build import TransformerBackend, load_model
+from baton.errors import CheckpointError, ConfigError
+from tests.unit.model.checkpoints import VOCAB, random_checkpoint, reload
+from tests.unit.model.harness import greedy
+
+PROMPT = [5, 17, 3, 101, 44, 8, 9]
+
+
+@pytest.fixture(scope="session")
+def original(tmp_path_factory) -> Path:
+    folder: Path = tmp_path_factory.mktemp("llama") / "tiny"
+    random_checkpoint(folder, "llama")
+    return folder
+
+
+@pytest.fixture
+def folder(original: Path, tmp_path: Path) -> Path:
+    """A copy for one test to spoil."""
+    return Path(shutil.copytree(original, tmp_path / "tiny"))
+
+
+def edit_config(folder: Path, **changes: Any) -> None:
+    """Set keys of config.json; `...` deletes one."""
+    config = json.loads((folder / "config.json").read_text()) | changes
+    (folder / "config.json").write_text(json.dumps({k: v for k, v in config.items() if v is not ...}))
+
+
+def edit_tensors(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors")
+
+
+def tokens(backend: TransformerBackend) -> list[int]:
+    return greedy(backend, [PROMPT], 8, random.Random(0))[0].tokens
+
+
+def test_backend_says_what_it_is(original: Path):
+    backend = load_model(original, block_size=8)
+    assert (backend.name, backend.vocab_size, backend.max_model_len) == ("tiny", VOCAB, 512)
+    assert (backend.layout.layers, backend.layout.kv_heads, backend.layout.head_dim) == (2, 2, 12)
+    assert (backend.layout.block_size, backend.layout.dtype, str(backend.device)) == (8, "float32", "cpu")
+    assert load_model(original, max_model_len=100).max_model_len == 100
+
+
+def test_logits_of_no_rows(original: Path):
+    backend = load_model(original)
+    row = greedy(backend, [PROMPT], 1, random.Random(0))
+    assert row[0].logits[len(PROMPT) - 1].shape == (VOCAB,)
+
+
+def test_shards_are_the_same_model(original: Path, tmp_path: Path):
+    random_checkpoint(tmp_path / "tiny", "llama", shard="40KB")
+    assert len(list((tmp_path / "tiny").glob("*.safetensors"))) > 2
+    single, sharded = load_model(original), load_model(tmp_path / "tiny")
+    assert sharded.fingerprint == single.fingerprint
+    assert tokens(sharded) == tokens(single)
+
+
+def test_fingerprint_tells_models_apart(folder: Path):
+    prints = {load_model(folder).fingerprint}
+    prints.add(load_model(folder, dtype="bfloat16").fingerprint)
+    prints.add(load_model(folder, block_size=32).fingerprint)
+    edit_config(folder, rms_norm_eps=1e-5)
+    prints.add(load_model(folder).fingerprint)
+    edit_tensors(folder, lambda t: t["model.layers.1.mlp.down_proj.weight"][3, 3].add_(1e-3))
+    prints.add(load_model(folder).fingerprint)
+    edit_tensors(folder, lambda t: t.update({"model.norm.weight": t["model.layers.0.input_layernorm.weight"].clone()}))
+    prints.add(load_model(folder).fingerprint)
+    assert len(prints) == 6
+    assert load_model(folder).fingerprint in prints
+
+
+def test_model_does_not_follow_its_file(folder: Path):
+    backend = load_model(folder)
+    before = tokens(backend)
+    with (folder / "model.safetensors").open("r+b") as file:
+        file.seek(4096)
+        file.write(bytes(100_000))
+    assert tokens(backend) == before
+
+
+@pytest.mark.parametrize(
+    ("stored", "wanted", "used"),
+    [
+        (torch.float32, "auto", "float32"),
+        (torch.bfloat16, "auto", "bfloat16"),
+        (torch.float16, "auto", "float32"),
+        (torch.bfloat16, "float32", "float32"),
+        (torch.float32, "bfloat16", "bfloat16"),
+    ],
+)
+@pytest.mark.parametrize("key", ["dtype", "torch_dtype", None])
+def test_dtype(stored: torch.dtype, wanted: str, used: str, key: str | None, tmp_path: Path):
+    random_checkpoint(tmp_path, "llama", dtype=stored)
+    spelt = {key: str(stored).removeprefix("torch.")} if key else {}
+    edit_config(tmp_path, **({"dtype": ..., "torch_dtype": ...} | spelt))
+    backend = load_model(tmp_path, dtype=wanted)
+    assert backend.layout.dtype == used
+    assert len(tokens(backend)) == len(PROMPT) + 8
+
+
+def test_tied_with_a_head_of_its_own(folder: Path):
+    """As transformers: a head that is there and differs is used, whatever the config says."""
+    edit_config(folder, tie_word_embeddings=True)
+    mine = tokens(load_model(folder))
+    logits = reload(folder, "llama", torch.float32)(torch.tensor([mine])).logits[0]
+    assert mine[len(PROMPT) :] == logits[len(PROMPT) - 1 : -1].argmax(-1).tolist()
+
+
+def test_rotary_buffers_of_old_checkpoints_are_no_weights(folder: Path):
+    edit_tensors(folder, lambda t: t.update({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(6)}))
+    load_model(folder)
+
+
+def test_single_file_goes_before_an_index(folder: Path):
+    (folder / "model.safetensors.index.json").write_text("not read")
+    load_model(folder)
+
+
+def test_no_folder(tmp_path: Path):
+    with pytest.raises(CheckpointError, match="nowhere: no such folder"):
+        load_model(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (None, "config.json: no such file"),
+        ("", "config.json: not valid JSON"),
+        ('{"a": ', "config.json: not valid JSON"),
+        ("[" * 100_000, "config.json: not valid JSON"),
+        ("[1]", "config.json: must be a JSON object, got list"),
+        ("{}", "config.json: architectures is missing .*LlamaForCausalLM"),
+    ],
+)
+def test_config_file(text: str | None, message: str, folder: Path):
+    (folder / "config.json").unlink()
+    if text is not None:
+        (folder / "config.json").write_text(text)
+    with pytest.raises(CheckpointError, match=message):
+        load_model(folder)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"architectures": ["GPT2LMHeadModel"]}, "'GPT2LMHeadModel' is not supported .*Llama.*Mistral.*Qwen2.*Qwen3"),
+        ({"architectures": ["LlamaForSequenceClassification"]}, "'LlamaForSequenceClassification' is not supported"),
+        ({"architectures": ..., "model_type": "gpt2"}, "model_type 'gpt2' is not supported .*llama, mistral"),
+        ({"model_type": "mistral"}, "model_type 'mistral' contradicts architectures 'LlamaForCausalLM'"),
+        ({"architectures": "LlamaForCausalLM"}, "architectures must be a list of strings, got 'LlamaForCausalLM'"),
+        ({"quantization_config": {"quant_method": "awq"}}, r"quantization_config \(awq\): quantised"),
+        ({"quantization_config": {}}, r"quantization_config \(unnamed\): quantised"),
+        ({"hidden_size": ...}, "hidden_size is missing"),
+        ({"hidden_size": "48"}, "hidden_size must be a whole number from 1 to .*, got '48'"),
+        ({"hidden_size": 48.0}, "hidden_size must be a whole number"),
+        ({"vocab_size": True}, "vocab_size must be a whole number"),
+        ({"vocab_size": 2**40}, "vocab_size must be a whole number"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers must be a whole number"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers must be a whole number from 1 to 4096"),
+        ({"rms_norm_eps": -1}, "rms_norm_eps must be a number"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps must be a number"),
+        ({"tie_word_embeddings": "no"}, "tie_word_embeddings must be true or false"),
+        ({"attention_bias": 1}, "attention_bias must be true or false"),
+        ({"hidden_act": "xielu"}, "hidden_act 'xielu' is not supported .*silu"),
+        ({"hidden_act": ["silu"]}, "hidden_act must be a string"),
+        ({"head_dim": ..., "num_attention_heads": 5}, r"hidden_size \(48\) must be divisible by num_attention_heads"),
+        ({"head_dim": 13}, "head_dim must be even"),
+        ({"num_key_value_heads": 3}, r"num_attention_heads \(4\) must be divisible by num_key_value_heads \(3\)"),
+        ({"num_key_value_heads": 0}, "num_key_value_heads must be a whole number"),
+        ({"dtype": 16}, "dtype must be a string"),
+        ({"dtype": "float8_e4m3fn"}, "dtype 'float8_e4m3fn' is not supported"),
+        ({"layer_types": ["full_attention"]}, "layer_types must name 2 layers, got 1"),
+        ({"layer_types": ["linear_attention"] * 2}, "layer_types 'linear_attention' is not supported"),
+        ({"layer_types": ["sliding_attention"] * 2}, "layer_types must be all full_attention for llama here"),
+        ({"attention_bias": True}, r"tensor model.layers.0.self_attn.q_proj.bias is missing"),
+        ({"num_hidden_layers": 3}, "tensor model.layers.2.input_layernorm.weight is missing"),
+        ({"num_hidden_layers": 1}, "unexpected tensors: model.layers.1.input_layernorm.weight.* and 6 more"),
+        ({"vocab_size": 200}, r"model.embed_tokens.weight has shape \[199, 48\], expected \[200, 48\]"),
+        ({"head_dim": 14}, r"self_attn.q_proj.weight has shape \[48, 48\], expected \[56, 48\]"),
+    ],
+)
+def test_config_value(change: dict[str, Any], message: str, folder: Path):
+    edit_config(folder, **change)
+    with pytest.raises(CheckpointError, match=message) as caught:
+        load_model(folder)
+    assert "tiny" in str(caught.value) or "dtype" in message  # the folder or the file is named
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t: t.pop("model.norm.weight"), "tiny: tensor model.norm.weight is missing"),
+        (lambda t: t.pop("lm_head.weight"), "tiny: tensor lm_head.weight is missing"),
+        (lambda t: t.update(extra=torch.ones(2)), "model.safetensors: unexpected tensors: extra"),
+        (lambda t: t.update({"model.norm.weight": torch.ones(49)}), r"norm.weight has shape \[49\], expected \[48\]"),
+        (
+            lambda t: t.update({"model.norm.weight": torch.ones(48, dtype=torch.int8)}),
+            "model.norm.weight has dtype torch.int8, expected a float type",
+        ),
+    ],
+)
+def test_tensors(change: Callable[[dict[str, torch.Tensor]], object], message: str, folder: Path):
+    edit_tensors(folder, change)
+    with pytest.raises(CheckpointError, match=message):
+        load_model(folder)
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "model.gguf"])
+def test_other_formats_are_not_opened(name: str, folder: Path):
+    (folder / "model.safetensors").rename(folder / name)
+    with pytest.raises(CheckpointError, match=f"{name}: only safetensors are loaded"):
+        load_model(folder)
+
+
+def test_no_weights_at_all(folder: Path):
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"tiny: no model.safetensors"):
+        load_model(folder)
+
+
+@pytest.mark.parametrize("size", [0, 5, 100, 50_000])
+def test_truncated_file(size: int, folder: Path):
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:size])
+    with pytest.raises(CheckpointError, match=r"model.safetensors: not a whole safetensors file"):
+        load_model(folder)
+
+
+@pytest.mark.parametrize(
+    ("index", "message"),
+    [
+        ({}, "weight_map is missing or empty"),
+        ({"weight_map": []}, "weight_map must be an object"),
+        ({"weight_map": {"a": 7}}, "a must be a string, got 7"),
+        ({"weight_map": {"a": "model-00001.safetensors"}}, "names shard model-00001.safetensors, which is not there"),
+        ({"weight_map": {"a": "../tiny/w.safetensors"}}, "is not the name of a safetensors file"),
+        ({"weight_map": {"a": "pytorch_model.bin"}}, "'pytorch_model.bin' is not the name of a safetensors file"),
+        ({"weight_map": {"a": "w.safetensors", "b": "v.safetensors"}}, "is in v.safetensors as well"),
+    ],
+)
+def test_index(index: dict[str, Any], message: str, folder: Path):
+    (folder / "model.safetensors").rename(folder / "w.safetensors")
+    shutil.copy(folder / "w.safetensors", folder / "v.safetensors")
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(CheckpointError, match=message):
+        load_model(folder)
+
+
+def test_settings_that_do_not_fit(folder: Path):
+    with pytest.raises(ConfigError, match=r"model.dtype must be one of auto, float32, bfloat16, got 'int4'"):
+        load_model(folder, dtype="int4")
+    for wrong in (0, 513):
+        with pytest.raises(ConfigError, match=f"model.max_model_len must be between 1 and 512.* got {wrong}"):
+            load_model(folder, max_model_len=wrong)

@@ -1,0 +1,164 @@
+"""What config.json means: defaults, sliding windows, and both spellings of rotary scaling."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from baton.engine.model.build import _max_model_len
+from baton.engine.model.config import ModelConfig, parse_config
+from baton.engine.model.fields import Fields
+from baton.engine.model.rope import inverse_frequencies
+from baton.errors import CheckpointError, ConfigError
+
+SHAPE = {
+    "vocab_size": 100,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 8,
+    "max_position_embeddings": 1024,
+}
+LLAMA3 = {"factor": 8, "low_freq_factor": 1, "high_freq_factor": 4.0, "original_max_position_embeddings": 256}
+
+
+def parsed(model_type: str = "llama", **settings: Any) -> ModelConfig:
+    values = {"model_type": model_type, **SHAPE, **settings}
+    return parse_config(Fields("config.json", {k: v for k, v in values.items() if v is not ...}))
+
+
+@pytest.mark.parametrize(
+    "scaling",
+    [
+        {"type": "linear", "factor": 2.5},
+        {"rope_type": "dynamic", "factor": 4.0},
+        {"rope_type": "llama3", **LLAMA3},
+        {"type": "yarn", "factor": 4.0},
+        {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128, "truncate": False},
+        {"type": "yarn", "factor": 8, "original_max_position_embeddings": 128, "beta_fast": 20, "beta_slow": 2},
+        {"rope_type": "yarn", "factor": 40, "mscale": 1.0, "mscale_all_dim": 0.5},
+        {"rope_type": "yarn", "factor": 40, "mscale": 1.0},
+        {"rope_type": "yarn", "original_max_position_embeddings": 256, "factor": None},
+        {"rope_type": "yarn", "factor": 2.0, "attention_factor": 1.25},
+    ],
+)
+@pytest.mark.parametrize("head_dim", [16, 64])
+def test_rope_both_spellings(scaling: dict[str, Any], head_dim: int):
+    """Frequencies and attention factor are those of transformers, bit for bit, however the config spells them."""
+    kind = scaling.get("rope_type") or scaling["type"]
+    old = {"rope_scaling": dict(scaling), "rope_theta": 50000.0}
+    new = {
+        "rope_parameters": {**{k: v for k, v in scaling.items() if k != "type"}, "rope_type": kind, "rope_theta": 5e4}
+    }
+    oracle = transformers.LlamaConfig(**SHAPE, head_dim=head_dim, rope_scaling=dict(scaling), rope_theta=50000.0)
+    inv_freq, attention_factor = ROPE_INIT_FUNCTIONS[kind](oracle, "cpu")
+    for spelling in (old, new):
+        rope = parsed(head_dim=head_dim, **spelling).rope
+        assert torch.equal(inverse_frequencies(rope), inv_freq)
+        assert rope.attention_factor == attention_factor
+
+
+@pytest.mark.parametrize(
+    ("settings", "theta"),
+    [
+        ({}, 10000.0),
+        ({"rope_theta": 500000}, 500000.0),
+        ({"rope_theta": 500000, "rope_scaling": None}, 500000.0),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}, 1e6),
+        ({"rope_theta": 7.5, "rope_parameters": {"rope_theta": 1e6}}, 1e6),
+    ],
+)
+def test_rope_theta(settings: dict[str, Any], theta: float):
+    rope = parsed(**settings).rope
+    assert (rope.kind, rope.theta, rope.attention_factor, rope.limit) == ("default", theta, 1.0, 1024)
+
+
+@pytest.mark.parametrize(
+    ("rope", "message"),
+    [
+        ({"rope_type": "longrope", "factor": 2}, "rope_scaling: rope_type 'longrope' is not supported .*llama3, yarn"),
+        ({"rope_type": 3}, "rope_type must be a string, got 3"),
+        ("linear", "rope_scaling must be an object, got 'linear'"),
+        ({"type": "linear"}, "factor is missing"),
+        ({"type": "linear", "factor": "2"}, "factor must be a number .* got '2'"),
+        ({"type": "linear", "factor": 0}, "factor must be a number"),
+        ({"type": "linear", "factor": 1e300}, "factor must be a number"),
+        ({"type": "dynamic", "factor": None}, "factor is missing"),
+        ({"type": "llama3", "factor": 2}, "low_freq_factor is missing"),
+        ({"type": "llama3", **LLAMA3, "low_freq_factor": 4}, "high_freq_factor must be above low_freq_factor"),
+        ({"type": "yarn", "factor": 2, "truncate": 1}, "truncate must be true or false"),
+        ({"type": "yarn", "factor": 2, "beta_fast": -1}, "beta_fast must be a number"),
+        ({"type": "yarn", "factor": 2, "mscale": -1}, "mscale must be a number"),
+        ({"type": "yarn", "factor": 2, "original_max_position_embeddings": 0.5}, "must be a whole number"),
+        ({"rope_type": "default", "rope_theta": 1}, "rope_theta must be a number between 1"),
+        ({"rope_type": "default", "partial_rotary_factor": 0.5}, "partial_rotary_factor other than 1"),
+        ({"full_attention": {"rope_type": "default"}}, "per layer type is not supported"),
+    ],
+)
+def test_rope_errors(rope: Any, message: str):
+    with pytest.raises(CheckpointError, match=message):
+        parsed(rope_scaling=rope)
+
+
+def test_dynamic_rope_ends_at_its_original_length():
+    config = parsed(rope_scaling={"type": "dynamic", "factor": 4.0})
+    assert _max_model_len(config, None) == 1024
+    assert _max_model_len(config, 1024) == 1024
+    with pytest.raises(ConfigError, match=r"dynamic RoPE scaling is served up to its original length.* got 1025"):
+        _max_model_len(config, 1025)
+
+
+@pytest.mark.parametrize(
+    ("scaling", "limit"),
+    [
+        ({"type": "linear", "factor": 2.0}, 2048),
+        ({"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}, 4096),
+        ({"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}, 1024),
+        ({"type": "llama3", **LLAMA3}, 1024),
+    ],
+)
+def test_scaled_positions_may_be_asked_for(scaling: dict[str, Any], limit: int):
+    config = parsed(rope_scaling=scaling)
+    assert _max_model_len(config, None) == 1024
+    assert _max_model_len(config, limit) == limit
+    with pytest.raises(ConfigError, match=f"between 1 and {limit}"):
+        _max_model_len(config, limit + 1)
+
+
+def sliding(model_type: str, **settings: Any) -> tuple[int | None, ...]:
+    return parsed(model_type, **settings).windows
+
+
+def test_sliding_windows_as_transformers_treats_them():
+    on = {"use_sliding_window": True, "sliding_window": 20}
+    types = ["full_attention", "sliding_attention", "full_attention"]
+    assert sliding("llama", sliding_window=20) == (None, None, None)
+    assert sliding("mistral") == (4096, 4096, 4096)
+    assert sliding("mistral", sliding_window=None) == (None, None, None)
+    assert sliding("mistral", sliding_window=20) == (20, 20, 20)
+    assert sliding("qwen2", sliding_window=20, max_window_layers=0) == (None, None, None)
+    assert sliding("qwen2", **on, max_window_layers=2) == (None, None, 20)
+    assert sliding("qwen3", **on) == (None, None, None)  # max_window_layers is 28 where it is not said
+    assert sliding("qwen3", **on, layer_types=types) == (None, 20, None)
+    assert sliding("qwen3", use_sliding_window=True, sliding_window=None, max_window_layers=0) == (None, None, None)
+    with pytest.raises(CheckpointError, match="layer_types names sliding_attention, but no sliding window is set"):
+        sliding("qwen2", sliding_window=20, layer_types=types)
+    with pytest.raises(CheckpointError, match="layer_types must be all sliding_attention for mistral here"):
+        sliding("mistral", sliding_window=20, layer_types=types)
+    with pytest.raises(CheckpointError, match="sliding_window must be a whole number"):
+        sliding("mistral", sliding_window=0)
+
+
+def test_defaults_of_the_families():
+    assert (parsed("llama").kv_heads, parsed("qwen2").kv_heads, parsed("mistral").kv_heads) == (8, 8, 8)
+    assert parsed("mistral", num_attention_heads=16).kv_heads == 8
+    assert parsed("mistral", num_attention_heads=16, num_key_value_heads=None).kv_heads == 16
+    assert (parsed("llama").head_dim, parsed("qwen3").head_dim, parsed("qwen3", head_dim=32).head_dim) == (8, 128, 32)
+    assert parsed("qwen2", max_position_embeddings=...).max_positions == 32768
+    biases = {name: (parsed(name).qkv_bias, parsed(name).o_bias, parsed(name).mlp_bias) for name in ("qwen2", "llama")}
+    assert biases == {"qwen2": (True, False, False), "llama": (False, False, False)}
+    assert (parsed("qwen3").qk_norm, parsed("qwen2").qk_norm) == (True, False)

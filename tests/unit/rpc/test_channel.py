@@ -1,0 +1,64 @@
+"""Options that Baton relies on, and why a listener could not be had."""
+
+from __future__ import annotations
+
+import socket
+
+import grpc
+import pytest
+
+from baton.errors import ConfigError
+from baton.rpc import channel
+
+
+def test_keepalive_notices_a_frozen_peer():
+    link = channel.Link(receive_bytes=1, keepalive_s=1.5, ping_timeout_s=0.5)
+    for options in (channel.channel_options(link), channel.server_options(link)):
+        found = dict(options)
+        assert found["grpc.keepalive_time_ms"] == 1500
+        assert found["grpc.http2.ping_timeout_ms"] == 500  # without this one nothing is noticed
+        assert found["grpc.max_receive_message_length"] == 1
+
+
+def test_a_server_bears_the_pings_of_our_clients():
+    least = dict(channel.server_options(channel.PUBLIC))["grpc.http2.min_recv_ping_interval_without_data_ms"]
+    assert least <= dict(channel.channel_options(channel.PUBLIC))["grpc.keepalive_time_ms"]
+
+
+async def test_port_zero_gives_the_bound_address():
+    host, port = channel.bind(channel.aio_server(), "127.0.0.1:0").split(":")
+    assert host == "127.0.0.1"
+    assert int(port) > 0
+
+
+async def test_a_port_in_use_is_an_error_that_names_it():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        with pytest.raises(ConfigError, match=rf"{address}.*in use"):
+            channel.bind(channel.aio_server(), address)
+
+
+async def test_a_port_of_another_server_of_ours_is_in_use_too():
+    address = channel.bind(channel.aio_server(), "127.0.0.1:0")
+    first = channel.aio_server()
+    address = channel.bind(first, "127.0.0.1:0")
+    with pytest.raises(ConfigError, match=address):
+        channel.bind(channel.aio_server(), address)
+    await first.stop(None)
+
+
+@pytest.mark.parametrize("address", ["", "localhost", ":50051", "127.0.0.1:http", "127.0.0.1:"])
+async def test_an_address_must_be_host_and_port(address: str):
+    with pytest.raises(ConfigError, match="host:port"):
+        channel.bind(channel.aio_server(), address)
+
+
+@pytest.mark.parametrize("address", ["192.0.2.1:0", "127.0.0.1:99999"])
+async def test_an_address_that_is_not_ours_is_an_error(address: str):
+    with pytest.raises(ConfigError, match=address):
+        channel.bind(channel.aio_server(), address)
+
+
+async def test_a_secure_listener_binds_too(tls_pair: tuple[bytes, bytes]):
+    credentials = grpc.ssl_server_credentials([tls_pair])
+    assert channel.bind(channel.aio_server(), "127.0.0.1:0", credentials).startswith("127.0.0.1:")

@@ -1,0 +1,238 @@
+"""Each core value survives the wire, byte by byte; what is not valid is refused with the name of its field."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from baton import core
+from baton.errors import InvalidRequest
+from baton.rpc import convert
+from baton.rpc.v1 import common_pb2 as common
+from baton.rpc.v1 import worker_pb2 as worker
+
+u32 = st.integers(0, 2**32 - 1)
+i31 = st.integers(0, 2**31 - 1)
+u64 = st.integers(0, 2**64 - 1)
+text = st.text(st.characters(codec="utf-8"), max_size=20)
+name = st.text(st.characters(codec="utf-8"), min_size=1, max_size=20)
+
+
+def f32(low: float, high: float) -> st.SearchStrategy[float]:
+    return st.floats(low, high, width=32)
+
+
+POSITIVE = 2.0**-20
+incarnations = st.builds(core.Incarnation, u64, u64)
+refs = st.builds(core.WorkerRef, name, incarnations, name)
+handoffs = st.builds(core.HandoffId, name, st.integers(1, 2**32 - 1))
+logprobs = st.builds(
+    core.TokenLogprobs, f32(-100, 0), st.lists(st.tuples(u32, f32(-100, 0)), max_size=3).map(tuple)
+)
+samplings = st.builds(
+    core.Sampling,
+    max_tokens=st.integers(1000, 2**31 - 1),
+    min_tokens=st.integers(0, 1000),
+    temperature=f32(0, 100),
+    top_p=f32(POSITIVE, 1),
+    top_k=i31,
+    min_p=f32(0, 1),
+    seed=u64,
+    repetition_penalty=f32(POSITIVE, 100),
+    presence_penalty=f32(-2, 2),
+    frequency_penalty=f32(-2, 2),
+    stop=st.lists(name, max_size=3).map(tuple),
+    stop_token_ids=st.lists(u32, max_size=3).map(tuple),
+    ignore_eos=st.booleans(),
+    logit_bias=st.dictionaries(u32, f32(-100, 100), max_size=3).map(lambda bias: tuple(sorted(bias.items()))),
+    logprobs=st.none() | st.integers(0, core.MAX_LOGPROBS),
+)
+specs = st.builds(
+    core.SequenceSpec,
+    prompt=st.lists(u32, min_size=1, max_size=5).map(tuple),
+    sampling=samplings,
+    known=st.lists(u32, max_size=3).map(tuple),
+)
+finishes = st.builds(core.Finish, st.sampled_from(core.FinishReason), text, text)
+layouts = st.builds(
+    core.KVLayout,
+    *[st.integers(1, 2**32 - 1)] * 4,
+    st.sampled_from(["float32", "bfloat16", "float16"]),
+    st.lists(name, min_size=1, max_size=3).map(tuple),
+)
+counts = st.tuples(*[st.integers(0, 2**28)] * 5).map(lambda states: core.BlockCounts(sum(states), *states))
+loads = st.builds(
+    core.Load,
+    step=u64,
+    running=u32,
+    waiting=u32,
+    queued_tokens=u64,
+    prefill_tokens=u64,
+    decode_steps=u64,
+    decode_tokens=u64,
+    blocks=counts,
+    transfer_bytes=u64,
+    transport=text,
+)
+infos = st.builds(
+    core.WorkerInfo,
+    ref=refs,
+    role=st.sampled_from(core.Role),
+    fingerprint=text,
+    model=text,
+    max_model_len=u32,
+    total_blocks=u32,
+    layout=layouts,
+    pid=u32,
+    host=text,
+    protocol_version=u32,
+)
+
+
+@st.composite
+def token_lists(draw: st.DrawFn) -> list[core.Token]:
+    first, count, with_logprobs = draw(i31), draw(st.integers(1, 4)), draw(st.booleans())
+    return [
+        core.Token(first + offset, draw(u32), draw(text), draw(logprobs) if with_logprobs else None)
+        for offset in range(count)
+    ]
+
+
+ROUND_TRIPS: dict[str, tuple[st.SearchStrategy[Any], Callable[[Any], Any], Callable[[Any], Any]]] = {
+    "incarnation": (incarnations, convert.incarnation_to_pb, convert.incarnation_from_pb),
+    "ref": (refs, convert.ref_to_pb, convert.ref_from_pb),
+    "handoff": (handoffs, convert.handoff_to_pb, convert.handoff_from_pb),
+    "spec": (specs, convert.spec_to_pb, convert.spec_from_pb),
+    "token_logprobs": (logprobs, convert.token_logprobs_to_pb, convert.token_logprobs_from_pb),
+    "tokens": (token_lists(), convert.tokens_to_pb, convert.tokens_from_pb),
+    "finish": (finishes, convert.finish_to_pb, convert.finish_from_pb),
+    "layout": (layouts, convert.layout_to_pb, convert.layout_from_pb),
+    "counts": (counts, convert.counts_to_pb, convert.counts_from_pb),
+    "load": (loads, convert.load_to_pb, convert.load_from_pb),
+    "info": (infos, convert.info_to_pb, convert.info_from_pb),
+}
+
+
+@pytest.mark.parametrize("kind", ROUND_TRIPS)
+@given(data=st.data())
+@settings(max_examples=50)
+def test_round_trip(kind: str, data: st.DataObject):
+    values, to_pb, from_pb = ROUND_TRIPS[kind]
+    value = data.draw(values)
+    message = to_pb(value)
+    assert from_pb(type(message).FromString(message.SerializeToString())) == value
+
+
+def test_each_converter_is_tested():
+    pairs = {name.removesuffix("_from_pb") for name in vars(convert) if name.endswith("_from_pb")}
+    assert pairs - {"sampling", "finish_reason"} == set(ROUND_TRIPS)
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        (core.Sampling, common.Sampling),
+        (core.KVLayout, common.KVLayout),
+        (core.BlockCounts, common.BlockCounts),
+        (core.Load, common.Load),
+        (core.WorkerInfo, common.WorkerInfo),
+        (core.WorkerRef, common.WorkerRef),
+        (core.HandoffId, common.HandoffId),
+    ],
+)
+def test_fields_have_the_same_names_on_the_wire(kind: Any, message: Any):
+    ours = {field.name for field in dataclasses.fields(kind)} - ({"logprobs"} if kind is core.Sampling else set())
+    assert ours == set(message.DESCRIPTOR.fields_by_name)
+
+
+def test_unset_sampling_takes_the_defaults():
+    assert convert.sampling_from_pb(common.Sampling()) == core.Sampling()
+
+
+def test_a_field_that_is_set_to_zero_is_not_unset():
+    given_zero = convert.sampling_from_pb(common.Sampling(temperature=0, seed=0, ignore_eos=False), logprobs=0)
+    assert (given_zero.temperature, given_zero.seed, given_zero.logprobs) == (0.0, 0, 0)
+
+
+def test_sampling_without_a_seed_stays_without():
+    assert not convert.sampling_to_pb(core.Sampling()).HasField("seed")
+
+
+def test_sampling_names_every_wrong_field():
+    with pytest.raises(InvalidRequest) as caught:
+        convert.sampling_from_pb(common.Sampling(max_tokens=0, temperature=float("nan"), stop=[""]))
+    fields = [violation.field for violation in caught.value.violations]
+    assert {"sampling.max_tokens", "sampling.temperature", "sampling.stop"} <= set(fields)
+
+
+REF = core.WorkerRef("d0", core.Incarnation(1, 2), "127.0.0.1:1")
+LAYOUT = core.KVLayout(2, 2, 8, 16, "float32")
+INFO = core.WorkerInfo(REF, core.Role.DECODE, "f", "m", 64, 8, LAYOUT)
+SPEC = core.SequenceSpec((1, 2), core.Sampling(seed=1))
+
+
+def changed(message: Any, **fields: Any) -> Any:
+    for field, value in fields.items():
+        message.ClearField(field)
+        message.MergeFrom(type(message)(**{field: value}))
+    return message
+
+
+@pytest.mark.parametrize(
+    ("read", "message", "field"),
+    [
+        (convert.ref_from_pb, changed(convert.ref_to_pb(REF), worker_id=""), "ref.worker_id"),
+        (convert.ref_from_pb, changed(convert.ref_to_pb(REF), incarnation=None), "ref.incarnation"),
+        (convert.ref_from_pb, changed(convert.ref_to_pb(REF), address=""), "ref.address"),
+        (convert.handoff_from_pb, common.HandoffId(attempt=1), "handoff.request_id"),
+        (convert.handoff_from_pb, common.HandoffId(request_id="r"), "handoff.attempt"),
+        (convert.spec_from_pb, changed(convert.spec_to_pb(SPEC), prompt=[]), "spec.prompt"),
+        (convert.spec_from_pb, changed(convert.spec_to_pb(SPEC), sampling=None), "spec.sampling.seed"),
+        (convert.spec_from_pb, changed(convert.spec_to_pb(SPEC), logprobs=21), "sampling.logprobs"),
+        (convert.tokens_from_pb, worker.OutputTokens(ids=[1, 2], texts=["a"]), "tokens.texts"),
+        (convert.tokens_from_pb, worker.OutputTokens(ids=[1], texts=["a", "b"]), "tokens.texts"),
+        (
+            convert.tokens_from_pb,
+            worker.OutputTokens(ids=[1, 2], texts=["a", "b"], logprobs=[common.TokenLogprobs()]),
+            "tokens.logprobs",
+        ),
+        (convert.finish_from_pb, worker.OutputFinish(), "finish.reason"),
+        (convert.layout_from_pb, changed(convert.layout_to_pb(LAYOUT), layers=0), "layout.layers"),
+        (convert.layout_from_pb, changed(convert.layout_to_pb(LAYOUT), block_size=0), "layout.block_size"),
+        (convert.layout_from_pb, changed(convert.layout_to_pb(LAYOUT), dtype="int7"), "layout.dtype"),
+        (convert.layout_from_pb, changed(convert.layout_to_pb(LAYOUT), tensors=[]), "layout.tensors"),
+        (convert.counts_from_pb, common.BlockCounts(total=5, free=3, owned=1), "load.blocks"),
+        (convert.load_from_pb, common.Load(blocks=common.BlockCounts(total=1)), "load.blocks"),
+        (convert.info_from_pb, changed(convert.info_to_pb(INFO), role="cook"), "info.role"),
+        (convert.info_from_pb, changed(convert.info_to_pb(INFO), ref=None), "info.ref.worker_id"),
+        (convert.info_from_pb, changed(convert.info_to_pb(INFO), layout=None), "layout.layers"),
+    ],
+)
+def test_what_is_not_valid_is_refused_by_name(read: Callable[[Any], Any], message: Any, field: str):
+    with pytest.raises(InvalidRequest) as caught:
+        read(message)
+    assert [violation.field for violation in caught.value.violations] == [field]
+
+
+def test_tokens_with_a_gap_are_not_sent():
+    with pytest.raises(ValueError, match="not consecutive"):
+        convert.tokens_to_pb([core.Token(0, 1, "a"), core.Token(2, 1, "b")])
+
+
+def test_logprobs_on_some_tokens_only_are_not_sent():
+    with pytest.raises(ValueError, match="every token"):
+        convert.tokens_to_pb([core.Token(0, 1, "a", core.TokenLogprobs(-1.0)), core.Token(1, 1, "b")])
+
+
+def test_public_tokens_have_one_text():
+    message = convert.tokens_to_public_pb([core.Token(3, 7, "a"), core.Token(4, 8, "b")], choice=1)
+    assert (message.choice, getattr(message, "from"), list(message.ids), message.text) == (1, 3, [7, 8], "ab")
+
+
+def test_no_tokens_are_no_tokens():
+    assert convert.tokens_from_pb(convert.tokens_to_pb([])) == []

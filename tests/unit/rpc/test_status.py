@@ -1,0 +1,172 @@
+"""The table of errors and statuses, both ways, and statuses of servers that are not ours."""
+
+from __future__ import annotations
+
+import grpc
+import pytest
+from google.protobuf.any_pb2 import Any as AnyMessage
+from google.rpc import error_details_pb2, status_pb2
+
+from baton import errors
+from baton.errors import BatonError, InvalidRequest, Overloaded, Violation
+from baton.rpc.status import CODES, MAX_VIOLATIONS, from_rpc_error, to_rpc_status
+
+Code = grpc.StatusCode
+DETAILS = "grpc-status-details-bin"
+
+
+class Failure(grpc.RpcError):
+    """A failed call, as gRPC would raise it."""
+
+    def __init__(self, code: Code, text: str | None, trailers: tuple[tuple[str, bytes], ...] = ()) -> None:
+        self._code, self._text, self._trailers = code, text, trailers
+
+    def code(self) -> Code:
+        return self._code
+
+    def details(self) -> str | None:
+        return self._text
+
+    def trailing_metadata(self) -> tuple[tuple[str, bytes], ...]:
+        return self._trailers
+
+
+def over_the_wire(error: BaseException) -> Failure:
+    status = to_rpc_status(error)
+    code = next(code for code in Code if code.value[0] == status.code)
+    return Failure(code, status.message, ((DETAILS, status.SerializeToString()),))
+
+
+VISIBLE: list[tuple[BatonError, Code]] = [
+    (InvalidRequest(Violation("a.b", "must be 1"), Violation("c", "must be 2")), Code.INVALID_ARGUMENT),
+    (errors.UnknownModel("no model 'x'"), Code.NOT_FOUND),
+    (errors.Unauthenticated("no token"), Code.UNAUTHENTICATED),
+    (errors.PermissionDenied("not yours"), Code.PERMISSION_DENIED),
+    (errors.Unsupported("Resume is not offered"), Code.UNIMPLEMENTED),
+    (Overloaded("queue is full", retry_after_s=2.25), Code.RESOURCE_EXHAUSTED),
+    (errors.DeadlineExceeded("too late"), Code.DEADLINE_EXCEEDED),
+    (errors.Cancelled("gone"), Code.CANCELLED),
+    (errors.NoWorker("none lives"), Code.UNAVAILABLE),
+    (errors.WorkerLost("d0 died"), Code.UNAVAILABLE),
+    (errors.EngineFault("NaN"), Code.INTERNAL),
+]
+REPLACED: list[tuple[BaseException, type[BatonError]]] = [
+    (errors.ConfigError("secret.path: x"), errors.EngineFault),
+    (errors.CheckpointError("secret.path: x"), errors.EngineFault),
+    (errors.LedgerError("redis://:secret@host"), errors.NoWorker),
+    (errors.HandoffError("secret"), errors.WorkerLost),
+    (errors.StaleAttempt("secret"), errors.WorkerLost),
+    (errors.OfferRefused("secret"), errors.WorkerLost),
+    (errors.DigestMismatch("secret"), errors.WorkerLost),
+    (errors.ChannelBroken("secret"), errors.WorkerLost),
+    (KeyError("secret"), errors.EngineFault),
+    (BatonError("secret"), errors.EngineFault),
+]
+
+
+def tree(kind: type[BatonError]) -> set[type[BatonError]]:
+    return {kind}.union(*(tree(child) for child in kind.__subclasses__()))
+
+
+def test_every_class_of_the_tree_is_here():
+    listed = {type(error) for error, _ in VISIBLE} | {type(error) for error, _ in REPLACED}
+    assert tree(BatonError) - listed == set()
+    assert {type(error) for error, _ in VISIBLE} == set(CODES)
+
+
+@pytest.mark.parametrize(("error", "code"), VISIBLE, ids=lambda value: type(value).__name__)
+def test_an_error_survives_the_wire(error: BatonError, code: Code):
+    failure = over_the_wire(error)
+    back = from_rpc_error(failure)
+    assert failure.code() is code
+    assert (type(back), str(back), back.retryable) == (type(error), str(error), error.retryable)
+    assert vars(back) == vars(error)  # violations, retry_after_s
+
+
+@pytest.mark.parametrize(("error", "shown"), REPLACED, ids=lambda value: type(value).__name__)
+def test_what_clients_must_not_see_is_replaced(error: BaseException, shown: type[BatonError]):
+    back = from_rpc_error(over_the_wire(error))
+    assert type(back) is shown
+    assert "secret" not in str(back)
+
+
+def test_details_say_reason_domain_and_whether_a_retry_helps():
+    info = error_details_pb2.ErrorInfo()
+    assert to_rpc_status(errors.WorkerLost("x")).details[0].Unpack(info)
+    assert (info.reason, info.domain, dict(info.metadata)) == ("WorkerLost", "baton", {"retryable": "true"})
+
+
+@pytest.mark.parametrize(
+    ("code", "kind"),
+    [
+        (Code.INVALID_ARGUMENT, InvalidRequest),
+        (Code.FAILED_PRECONDITION, InvalidRequest),
+        (Code.NOT_FOUND, errors.UnknownModel),
+        (Code.UNAUTHENTICATED, errors.Unauthenticated),
+        (Code.PERMISSION_DENIED, errors.PermissionDenied),
+        (Code.UNIMPLEMENTED, errors.Unsupported),
+        (Code.RESOURCE_EXHAUSTED, Overloaded),
+        (Code.DEADLINE_EXCEEDED, errors.DeadlineExceeded),
+        (Code.CANCELLED, errors.Cancelled),
+        (Code.ABORTED, errors.WorkerLost),
+        (Code.UNKNOWN, errors.EngineFault),
+        (Code.DATA_LOSS, errors.EngineFault),
+        (Code.INTERNAL, errors.EngineFault),
+    ],
+)
+def test_plain_statuses(code: Code, kind: type[BatonError]):
+    back = from_rpc_error(Failure(code, "some words"))
+    assert type(back) is kind
+    assert "some words" in str(back)
+
+
+def test_unavailable_without_details_names_the_address():
+    away = Failure(Code.UNAVAILABLE, "Connection refused")
+    before, after = from_rpc_error(away, "host:1"), from_rpc_error(away, "host:1", connected=True)
+    assert (type(before), str(before)) == (errors.NoWorker, "cannot reach host:1: Connection refused")
+    assert (type(after), str(after)) == (errors.WorkerLost, "the connection to host:1 was lost: Connection refused")
+
+
+def test_a_message_that_is_too_large_is_not_worth_a_retry():
+    back = from_rpc_error(Failure(Code.RESOURCE_EXHAUSTED, "Received message larger than max (5 vs. 4)"))
+    assert isinstance(back, InvalidRequest)
+    assert not back.retryable
+
+
+@pytest.mark.parametrize("trailer", [b"\xff not protobuf", status_pb2.Status(code=5, message="other").SerializeToString()])
+def test_details_that_do_not_belong_are_ignored(trailer: bytes):
+    back = from_rpc_error(Failure(Code.INTERNAL, "plain", ((DETAILS, trailer),)))
+    assert (type(back), str(back)) == (errors.EngineFault, "plain")
+
+
+def test_details_of_others_are_used_but_not_their_reasons():
+    foreign = status_pb2.Status(code=Code.RESOURCE_EXHAUSTED.value[0], message="slow down")
+    foreign.details.add().Pack(error_details_pb2.ErrorInfo(reason="EngineFault", domain="proxy.example"))
+    foreign.details.add().Pack(error_details_pb2.RetryInfo(retry_delay={"seconds": 3}))
+    back = from_rpc_error(Failure(Code.RESOURCE_EXHAUSTED, "slow down", ((DETAILS, foreign.SerializeToString()),)))
+    assert isinstance(back, Overloaded)
+    assert back.retry_after_s == 3.0
+
+
+def test_a_broken_detail_is_skipped():
+    url = "type.googleapis.com/google.rpc.RetryInfo"
+    status = status_pb2.Status(code=8, message="m", details=[AnyMessage(type_url=url, value=b"\xff")])
+    back = from_rpc_error(Failure(Code.RESOURCE_EXHAUSTED, "m", ((DETAILS, status.SerializeToString()),)))
+    assert isinstance(back, Overloaded)
+
+
+def test_an_error_without_a_status_is_still_typed():
+    assert isinstance(from_rpc_error(grpc.RpcError("odd")), errors.EngineFault)
+
+
+def test_no_details_at_all_become_the_name_of_the_code():
+    assert str(from_rpc_error(Failure(Code.INTERNAL, None))) == "INTERNAL"
+
+
+@pytest.mark.parametrize("long", ["x" * 10**6, "é" * 10**6, "\ud800" * 10**6])
+def test_long_texts_fit_into_trailers(long: str):
+    status = to_rpc_status(InvalidRequest(*[Violation(long, long)] * 1000))
+    bad = error_details_pb2.BadRequest()
+    assert status.details[1].Unpack(bad)
+    assert len(bad.field_violations) == MAX_VIOLATIONS
+    assert 3 * len(status.message.encode()) + len(status.SerializeToString()) * 4 / 3 < 8192
