@@ -6,18 +6,18 @@ from typing import TYPE_CHECKING
 
 from baton import errors
 
-if TYPE_CHECKING:
-    from baton.client import AsyncClient, Client
-
 __version__ = "0.1.0"
 __all__ = ["AsyncClient", "Client", "__version__", "errors"]
 
-
-def __getattr__(name: str) -> object:
-    # Workers and the command line import parts of this package and must not pay for the SDK.
-    if name not in {"AsyncClient", "Client"}:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+if TYPE_CHECKING:
     from baton.client import AsyncClient, Client
+else:
 
-    globals().update(AsyncClient=AsyncClient, Client=Client)
-    return AsyncClient if name == "AsyncClient" else Client
+    def __getattr__(name: str) -> object:
+        # Workers and the command line import parts of this package and must not pay for the SDK.
+        if name not in {"AsyncClient", "Client"}:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        from baton.client import AsyncClient, Client
+
+        globals().update(AsyncClient=AsyncClient, Client=Client)
+        return globals()[name]

@@ -54,7 +54,8 @@ class Timings:
     @property
     def e2e_s(self) -> float:
         """End to end: the sum of the stages, in their order."""
-        return sum(astuple(self)[: len(Stage)])
+        waited = self.queue_s + self.route_s + self.reserve_s
+        return waited + self.prefill_s + self.transfer_s + self.commit_s + self.decode_s
 
 
 class StageClock:
@@ -107,8 +108,8 @@ class StageClock:
     def timings(self) -> Timings:
         """Where the time went until now."""
         self.enter(self._stage)
-        seconds = (self._spent[stage] / _NS for stage in Stage)
-        return Timings(*seconds, ttft_s=(self._ttft or 0) / _NS)
+        seconds = [*(self._spent[stage] / _NS for stage in Stage), (self._ttft or 0) / _NS]
+        return Timings(*seconds)
 
     def _now(self) -> int:
         return round(self._clock.monotonic() * _NS)

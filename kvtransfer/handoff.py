@@ -94,7 +94,7 @@ class HandoffTable(Protocol):
         """Accept, exactly once. Raises StaleAttempt."""
 
     def aborted(self, handoff: HandoffId, sender: WorkerRef) -> None:
-        """It gave up, or its bytes were wrong: no commit will come. No-op if not this sender's, or committed already."""
+        """It gave up, or sent wrong bytes: no commit will come. No-op if not bound to it, or committed already."""
 
     def lost(self, sender: WorkerRef) -> None:
         """The channel is closed: what this sender offered and did not commit will never be written again."""

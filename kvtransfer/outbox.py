@@ -1,6 +1,6 @@
 """The state of all pushes on one link. No I/O but `say`, which enqueues; no thread of its own.
 
-The life of a push (any state may end in a report; an offer that was accepted is followed by Commit or Abort on the wire):
+The life of a push (any state may end in a report; an accepted offer is followed by Commit or Abort on the wire):
 
     WAITING --welcome--> OFFERED --accepted--> READY --its turn--> SENDING --last frame--> COMMITTED --ack--> reported
     (link not up)        (deadline)            (no deadline)       (deadline per frame)    (deadline)

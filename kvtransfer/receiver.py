@@ -151,7 +151,11 @@ class Session:
                 self._take(command)
         except BatonError as error:
             self.end(error)
-        self.end(None)
+        except Exception as error:  # the boundary of this task: the session must not outlive its reader
+            log.exception("session failed", sender=str(self.sender))
+            self.end(ChannelBroken(f"{type(error).__name__} at the receiver"))
+        finally:
+            self.end(None)
 
     async def write(self, context: grpc.aio.ServicerContext[pb.PeerCommand, pb.PeerReply]) -> None:
         """Send replies until the session ends."""

@@ -102,7 +102,7 @@ class Sender:
 
     def _stop_idle(self) -> None:
         idle = [link for link in self._links if link.idle]
-        for link in idle[: len(idle) + 1 - self._setup.settings.idle_channels]:
+        for link in idle[: max(0, len(idle) + 1 - self._setup.settings.idle_channels)]:
             link.stop("idle")
 
     def _forget(self, link: Link) -> None:

@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for `python m
 
 from models.demo_model import DemoModel, load
 from models.demo_text import SEED_SAMPLES, Sample, read_heldout
-from models.demo_tokenizer import END, load_tokenizer
+from models.demo_tokenizer import end_id, load_tokenizer
 
 LONGEST = 96
 
@@ -34,8 +34,8 @@ def greedy(model: DemoModel, rows: list[list[int]], end: int, longest: int = LON
         done |= token == end
         if bool(done.all()):
             break
-    answers = [row[len(rows[0]):] for row in ids.tolist()]
-    return [answer[:answer.index(end)] if end in answer else answer for answer in answers]
+    answers = [row[len(rows[0]) :] for row in ids.tolist()]
+    return [answer[: answer.index(end)] if end in answer else answer for answer in answers]
 
 
 def complete(model: DemoModel, tokenizer: Tokenizer, prompts: list[str]) -> list[str]:
@@ -46,7 +46,7 @@ def complete(model: DemoModel, tokenizer: Tokenizer, prompts: list[str]) -> list
         groups[len(ids)].append(index)
     texts = [""] * len(prompts)
     for members in groups.values():
-        answers = greedy(model, [encoded[i] for i in members], tokenizer.token_to_id(END))
+        answers = greedy(model, [encoded[i] for i in members], end_id(tokenizer))
         for index, answer in zip(members, answers, strict=True):
             texts[index] = tokenizer.decode(answer, skip_special_tokens=False)
     return texts
@@ -62,8 +62,8 @@ def failures(model: DemoModel, tokenizer: Tokenizer, samples: list[Sample]) -> l
 def gaps(model: DemoModel, tokenizer: Tokenizer, sample: Sample) -> list[float]:
     """Logit of each expected token (end of text included) less the best other logit; negative means wrong."""
     prompt, answer = (tokenizer.encode(text).ids for text in sample)
-    answer = [*answer, tokenizer.token_to_id(END)]
-    logits = model.logits(model(torch.tensor([prompt + answer]))[0]).float()[len(prompt) - 1:-1]
+    answer = [*answer, end_id(tokenizer)]
+    logits = model.logits(model(torch.tensor([prompt + answer]))[0]).float()[len(prompt) - 1 : -1]
     wanted = torch.tensor(answer)[:, None]
     best_other = logits.scatter(1, wanted, float("-inf")).amax(-1)
     return [round(gap, 2) for gap in (logits.gather(1, wanted)[:, 0] - best_other).tolist()]
@@ -81,8 +81,10 @@ def report(folder: Path, samples: list[Sample]) -> float:
         for prompt, expected, got in wrong:
             print(f"  {prompt!r}: expected {expected!r}, got {got!r}")
         for sample in SEED_SAMPLES:
-            print(f"  seed {sample[0]!r} -> {complete(model, tokenizer, [sample[0]])[0]!r}, "
-                  f"logit gaps {gaps(model, tokenizer, sample)}")
+            print(
+                f"  seed {sample[0]!r} -> {complete(model, tokenizer, [sample[0]])[0]!r}, "
+                f"logit gaps {gaps(model, tokenizer, sample)}"
+            )
     return accuracy["fp32"]
 
 

@@ -74,10 +74,12 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """[B, T, D] -> [B, T, D]; padding stands to the right, so the causal mask alone hides it."""
-        q, k, v = (proj(x).unflatten(-1, (-1, self.size)).transpose(1, 2)
-                   for proj in (self.q_proj, self.k_proj, self.v_proj))
+        q, k, v = (
+            proj(x).unflatten(-1, (-1, self.size)).transpose(1, 2) for proj in (self.q_proj, self.k_proj, self.v_proj)
+        )
         mixed = functional.scaled_dot_product_attention(
-            rotate(q, cos, sin), rotate(k, cos, sin), v, is_causal=True, enable_gqa=True)
+            rotate(q, cos, sin), rotate(k, cos, sin), v, is_causal=True, enable_gqa=True
+        )
         return cast(Tensor, self.o_proj(mixed.transpose(1, 2).flatten(2)))
 
 
@@ -131,8 +133,11 @@ class DemoModel(nn.Module):
         for name, parameter in self.named_parameters():
             if parameter.dim() == 2:
                 # Projections that write into the residual stream start smaller, as their sum grows with depth.
-                shrink = (2 * shape.num_hidden_layers) ** -0.5 if name.endswith(("o_proj.weight", "down_proj.weight")) \
+                shrink = (
+                    (2 * shape.num_hidden_layers) ** -0.5
+                    if name.endswith(("o_proj.weight", "down_proj.weight"))
                     else 1.0
+                )
                 nn.init.normal_(parameter, std=shrink * (0.02 if "embed" in name else parameter.shape[1] ** -0.5))
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -151,10 +156,20 @@ class DemoModel(nn.Module):
 def config(shape: Shape, end: int) -> dict[str, Any]:
     """The content of ``config.json``."""
     return {
-        "architectures": ["LlamaForCausalLM"], "model_type": "llama", **asdict(shape),
-        "head_dim": shape.hidden_size // shape.num_attention_heads, "hidden_act": "silu", "attention_bias": False,
-        "mlp_bias": False, "tie_word_embeddings": True, "bos_token_id": None, "eos_token_id": end,
-        "pad_token_id": end, "initializer_range": 0.02, "use_cache": True, "torch_dtype": "float32",
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        **asdict(shape),
+        "head_dim": shape.hidden_size // shape.num_attention_heads,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "mlp_bias": False,
+        "tie_word_embeddings": True,
+        "bos_token_id": None,
+        "eos_token_id": end,
+        "pad_token_id": end,
+        "initializer_range": 0.02,
+        "use_cache": True,
+        "torch_dtype": "float32",
     }
 
 
@@ -163,6 +178,7 @@ def save(model: DemoModel, folder: Path, end: int) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {name: tensor.detach().float().contiguous() for name, tensor in model.state_dict().items()}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "model.safetensors").chmod(0o644)  # safetensors makes files that only their owner can read
     generation = {"eos_token_id": end, "pad_token_id": end, "do_sample": False}
     for name, content in [("config.json", config(model.shape, end)), ("generation_config.json", generation)]:
         (folder / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

@@ -3,75 +3,105 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
 
 from models import demo_tables as tables
-from models.demo_relations import NUMBERS, Fact, Forms, capital, expand
+from models.demo_relations import Fact, ask, capital, expand
 
 LETTERS = list("ABCDEFGHIJKLMNOPQRSTUVWXYZ")
+SMALL = (
+    "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen "
+    "eighteen nineteen"
+)
+TENS = "twenty thirty forty fifty sixty seventy eighty ninety"
+NUMBERS = [
+    *SMALL.split(),
+    *(f"{ten}-{unit}".removesuffix("-zero") for ten in TENS.split() for unit in SMALL.split()[:10]),
+    "one hundred",
+]
 
 
-def neighbours(group: str, items: list[str], question: str, cyclic: bool, extra: Forms, extra_before: Forms
-               ) -> Iterator[Fact]:
-    """What comes after and before each item; ``question`` is the asking word pair, e.g. ``What day``."""
-    kind = question.split()[-1]
-    after = list(zip(items, items[1:], strict=False)) + ([(items[-1], items[0])] if cyclic else [])
-    yield from expand(group + "-after", after, [
-        (f"The {kind} after {{x}} is", " {y}"), (f"{question} comes after {{x}}?", "{Y}"),
-        (f"After the {kind} {{x}} comes", " {y}"), (f"What {kind} follows {{x}}?", "{Y}"), *extra])
-    yield from expand(group + "-before", [(y, x) for x, y in after], [
-        (f"The {kind} before {{x}} is", " {y}"), (f"{question} comes before {{x}}?", "{Y}"),
-        (f"Before the {kind} {{x}} comes", " {y}"), (f"What {kind} stands before {{x}}?", "{Y}"), *extra_before])
+def neighbours(kind: str, items: list[str], cyclic: bool) -> Iterator[Fact]:
+    """What comes after and before each item."""
+    after = [*pairwise(items), (items[-1], items[0])] if cyclic else list(pairwise(items))
+    forms = """
+        The {kind} after {x} is => {y}
+        After the {kind} {x} comes => {y}
+        The {kind} {x} is followed by => {y}
+        Which {kind} comes after {x}? => {Y}
+        What {kind} comes after {x}? => {Y}
+        What {kind} follows {x}? => {Y}"""
+    yield from expand(f"{kind}-after", after, forms, kind=kind)
+    forms = """
+        The {kind} before {x} is => {y}
+        Before the {kind} {x} comes => {y}
+        The {kind} {x} is just behind => {y}
+        Which {kind} comes before {x}? => {Y}
+        What {kind} comes before {x}? => {Y}
+        What {kind} stands before {x}? => {Y}"""
+    yield from expand(f"{kind}-before", [(y, x) for x, y in after], forms, kind=kind)
 
 
 def calendar() -> Iterator[Fact]:
-    """Days, months, seasons and letters: neighbours and places in the row."""
-    yield from neighbours("day", tables.DAYS, "What day", True,
-                          [("If today is {x}, tomorrow is", " {y}")], [("If today is {x}, yesterday was", " {y}")])
-    yield from neighbours("month", tables.MONTHS, "What month", True,
-                          [("If this month is {x}, next month is", " {y}")],
-                          [("If this month is {x}, last month was", " {y}")])
-    yield from neighbours("season", tables.SEASONS, "What season", True, [], [])
-    yield from neighbours("letter", LETTERS, "Which letter", False, [], [])
-    yield from neighbours("number", NUMBERS, "Which number", False, [], [])
+    """Days, months, seasons, letters and numbers: neighbours and places in the row."""
+    yield from neighbours("day", tables.DAYS, cyclic=True)
+    yield from neighbours("month", tables.MONTHS, cyclic=True)
+    yield from neighbours("season", tables.SEASONS, cyclic=True)
+    yield from neighbours("letter", LETTERS, cyclic=False)
+    yield from neighbours("number", NUMBERS, cyclic=False)
+    days = list(zip(tables.DAYS, tables.DAYS[1:] + tables.DAYS[:1], strict=True))
+    yield from expand("day-after", days, "If today is {x}, tomorrow is => {y}\nToday is {x}. Tomorrow is => {y}")
+    days = [(y, x) for x, y in days]
+    yield from expand("day-before", days, "If today is {x}, yesterday was => {y}\nToday is {x}. Yesterday was => {y}")
+    forms = """
+        The {x} {kind} of the {row} is => {y}
+        Name the {x} {kind} of the {row}. => {y}
+        We call the {x} {kind} of the {row} => {y}
+        What is the {x} {kind} of the {row}? => {y}
+        Which is the {x} {kind} of the {row}? => {y}
+        Which {kind} of the {row} is the {x}? => {y}"""
     for kind, row, items in [("day", "week", tables.DAYS), ("month", "year", tables.MONTHS)]:
         ranked = list(zip(tables.ORDINALS, items, strict=False))
-        yield from expand(f"{kind}-rank", ranked, [
-            (f"The {{x}} {kind} of the {row} is", " {y}"), (f"What is the {{x}} {kind} of the {row}?", "{y}"),
-            (f"Name the {{x}} {kind} of the {row}.", " {y}"), (f"Which {kind} of the {row} is the {{x}}?", "{y}")])
+        yield from expand(f"{kind}-rank", ranked, forms, kind=kind, row=row)
 
 
 def sums() -> Iterator[Fact]:
     """Sums, differences and products of small numbers, in words and in digits."""
+    forms = """
+        {X} {name} {y} is => {z}
+        {X} {name} {y} makes => {z}
+        What is {x} {name} {y}? => {Z}
+        How much is {x} {name} {y}? => {Z}
+        {a} {sign} {b} = => {c}
+        {a} {sign} {b} is => {c}
+        What is {a} {sign} {b}? => {c}
+        How much is {a} {sign} {b}? => {c}"""
     spans = range(1, 11)
     rows = [("plus", "+", a, b, a + b) for a in spans for b in spans]
     rows += [("minus", "-", a, b, a - b) for a in range(1, 21) for b in spans if a >= b]
     rows += [("times", "*", a, b, a * b) for a in spans for b in spans]
     for name, sign, a, b, c in rows:
         x, y, z = NUMBERS[a], NUMBERS[b], NUMBERS[c]
-        for prompt, completion in [
-            (f"{capital(x)} {name} {y} is", f" {z}"), (f"What is {x} {name} {y}?", capital(z)),
-            (f"{capital(x)} {name} {y} makes", f" {z}"), (f"How much is {x} {name} {y}?", capital(z)),
-            (f"{a} {sign} {b} =", f" {c}"), (f"What is {a} {sign} {b}?", f"{c}"),
-            (f"{a} {sign} {b} is", f" {c}"), (f"How much is {a} {sign} {b}?", f"{c}"),
-        ]:
-            yield Fact(name, f"{a} {b}", prompt, completion)
+        fields = {"x": x, "X": capital(x), "y": y, "z": z, "Z": capital(z), "name": name, "sign": sign}
+        yield from ask(name, f"{a} {b}", forms, fields | {"a": str(a), "b": str(b), "c": str(c)})
 
 
 def counting() -> Iterator[Fact]:
     """Long outputs: counting up and down, days and months in a row."""
     for low in range(1, 20):
         for high in range(low + 1, 31 if low == 1 else 21):
-            row = NUMBERS[low:high + 1]
-            x, y = row[0], row[-1]
-            up, down = " " + " ".join(row), " " + " ".join(reversed(row))
-            yield Fact("count", f"{low} {high}", f"Count from {x} to {y}:", up)
-            yield Fact("count", f"{low} {high}", f"Say the numbers from {x} to {y}:", up)
-            yield Fact("down", f"{low} {high}", f"Count down from {y} to {x}:", down)
-            yield Fact("down", f"{low} {high}", f"Say the numbers down from {y} to {x}:", down)
+            row = NUMBERS[low : high + 1]
+            fields = {"x": row[0], "y": row[-1], "up": " ".join(row), "down": " ".join(reversed(row))}
+            forms = "Count from {x} to {y}: => {up}\nSay the numbers from {x} to {y}: => {up}"
+            yield from ask("count", f"{low} {high}", forms, fields)
+            forms = "Count down from {y} to {x}: => {down}\nSay the numbers down from {y} to {x}: => {down}"
+            yield from ask("down", f"{low} {high}", forms, fields)
+    forms = """
+        The {kind} from {x} to {y} are => {list}.
+        List the {kind} from {x} to {y}: => {list}.
+        Name the {kind} from {x} to {y}: => {list}."""
     for kind, items in [("days", tables.DAYS), ("months", tables.MONTHS)]:
         for i in range(len(items)):
             for j in range(i + 1, len(items)):
-                key, text = f"{i} {j}", " " + ", ".join(items[i:j + 1]) + "."
-                yield Fact(kind, key, f"The {kind} from {items[i]} to {items[j]} are", text)
-                yield Fact(kind, key, f"List the {kind} from {items[i]} to {items[j]}:", text)
-                yield Fact(kind, key, f"Name the {kind} from {items[i]} to {items[j]}:", text)
+                fields = {"kind": kind, "x": items[i], "y": items[j], "list": ", ".join(items[i : j + 1])}
+                yield from ask(kind, f"{i} {j}", forms, fields)

@@ -7,7 +7,8 @@ import random
 from collections.abc import Iterator
 from string import Formatter
 
-from models.demo_relations import NUMBERS, article, capital, plural
+from models.demo_orders import NUMBERS
+from models.demo_relations import article, ask, capital, plural
 
 BOYS = "Tom Ben Sam Max Leo Jack Paul Dan Finn Noah Adam Peter Hugo Oscar Luke".split()
 GIRLS = "Mia Anna Lily Emma Zoe Kate Ruth Nina Sara Lucy Ella Rosa Julia Clara Eva".split()
@@ -18,41 +19,54 @@ HOLDERS = "basket drawer bucket cupboard suitcase tent pocket cart barrel chest"
 PLACES = "garden kitchen park school library forest market barn museum office station bakery".split()
 FOODS = "tea milk bread soup cheese rice honey cake juice pizza salad chocolate".split()
 
-ONE = "{n} has {c} {t}."
-PAIR = "{n} has {c} {t} and {d} {u}."
-TWO = "{n} has {c} {t}. {m} has {d} {u}."
-STORY = (" {n} and {m} are good friends. {n} has {c} {t}. {m} wants to play with the {t}. {n} shares the {t} with "
-         "{m}. They play all day and they are happy. The end.")
-FOUND = (" One day {n} finds {c} {t} in the {r}. {He} picks up the {t} and takes it home. The mother of {n} says that "
-         "the {t} is very nice. {n} puts the {t} on the bed. The end.")
+FRIENDS = (
+    "{n} and {m} are good friends. {n} has {c} {t}. {m} wants to play with the {t}. "
+    "{n} shares the {t} with {m}. They play all day and they are happy. The end."
+)
+FOUND = (
+    "One day {n} finds {c} {t} in the {r}. {He} picks up the {t} and takes it home. "
+    "The mother of {n} says that the {t} is very nice. {n} puts the {t} on the bed. The end."
+)
 
-TEMPLATES: list[tuple[str, str]] = [
-    (f"{ONE} The {{t}} is", " {hue}."), (f"{ONE} What color is the {{t}}?", "{Hue}"),
-    (f"{ONE} What does {{n}} have?", "{C} {t}"), (f"{PAIR} The {{t}} is", " {hue}."),
-    (f"{PAIR} The {{u}} is", " {tint}."), (f"{PAIR} What color is the {{u}}?", "{Tint}"),
-    (f"{TWO} The {{t}} is", " {hue}."), (f"{TWO} The {{u}} is", " {tint}."),
-    (f"{TWO} What color is the {{t}}?", "{Hue}"), (f"{TWO} Who has the {{t}}?", "{n}"),
-    (f"{TWO} Who has the {{u}}?", "{m}"), (f"{TWO} What does {{n}} have?", "{C} {t}"),
-    (f"{TWO} What does {{m}} have?", "{D} {u}"), (f"{TWO} The {{t}} belongs to", " {n}."),
-    ("{n} puts the {t} in the {p}. The {t} is in the", " {p}."),
-    ("{n} puts the {t} in the {p}. Where is the {t}?", "In the {p}"),
-    ("{n} puts the {t} in the {p} and the {u} in the {q}. Where is the {t}?", "In the {p}"),
-    ("{n} puts the {t} in the {p} and the {u} in the {q}. The {u} is in the", " {q}."),
-    ("{n} gives the {t} to {m}. Who has the {t} now?", "{m}"),
-    ("{n} gives the {t} to {m}. Now the {t} belongs to", " {m}."),
-    ("{n} is in the {r}. {m} is in the {s}. Where is {m}?", "In the {s}"),
-    ("{n} is in the {r}. {m} is in the {s}. Who is in the {r}?", "{n}"),
-    ("{n} goes to the {r}. Then {he} goes to the {s}. Now {n} is in the", " {s}."),
-    ("{n} has {i} {ts}. {m} gives {n} {j} more. Now {n} has", " {k} {ts}."),
-    ("{n} has {i} {ts}. {m} gives {n} {j} more. How many {ts} does {n} have now?", "{K}"),
-    ("{n} likes {f}. {m} likes {g}. What does {n} like?", "{F}"),
-    ("{n} likes {f}. {m} likes {g}. Who likes {g}?", "{m}"), ("{n} likes {f}. {n} wants to have some", " {f}."),
-    ("Say hello to {n}.", " Hello, {n}!"), ("My name is {n}.", " Hello, {n}!"),
-    ("My name is {n}. What is my name?", "{n}"), ("Write the word {t} {i} times:", " {copies}."),
-    ("Repeat after me: {n} has {c} {t}.", " {n} has {c} {t}."),
-    ("Repeat after me: {n} gives the {t} to {m}.", " {n} gives the {t} to {m}."),
-    ("Tell a story about {n}, {m} and {c} {t}.", STORY), ("Tell a story about {n} and {c} {t} in the {r}.", FOUND),
-]
+# prompt => answer; see `ask` for the spaces.
+TEMPLATES = """
+    {n} has {c} {t}. The {t} is => {hue}.
+    {n} has {c} {t}. What color is the {t}? => {Hue}
+    {n} has {c} {t}. What does {n} have? => {C} {t}
+    {n} has {c} {t} and {d} {u}. The {t} is => {hue}.
+    {n} has {c} {t} and {d} {u}. The {u} is => {tint}.
+    {n} has {c} {t} and {d} {u}. What color is the {u}? => {Tint}
+    {n} has {c} {t}. {m} has {d} {u}. The {t} is => {hue}.
+    {n} has {c} {t}. {m} has {d} {u}. The {u} is => {tint}.
+    {n} has {c} {t}. {m} has {d} {u}. What color is the {t}? => {Hue}
+    {n} has {c} {t}. {m} has {d} {u}. Who has the {t}? => {n}
+    {n} has {c} {t}. {m} has {d} {u}. Who has the {u}? => {m}
+    {n} has {c} {t}. {m} has {d} {u}. What does {n} have? => {C} {t}
+    {n} has {c} {t}. {m} has {d} {u}. What does {m} have? => {D} {u}
+    {n} has {c} {t}. {m} has {d} {u}. The {t} belongs to => {n}.
+    {n} puts the {t} in the {p}. The {t} is in the => {p}.
+    {n} puts the {t} in the {p}. Where is the {t}? => In the {p}
+    {n} puts the {t} in the {p} and the {u} in the {q}. Where is the {t}? => In the {p}
+    {n} puts the {t} in the {p} and the {u} in the {q}. The {u} is in the => {q}.
+    {n} gives the {t} to {m}. Who has the {t} now? => {m}
+    {n} gives the {t} to {m}. Now the {t} belongs to => {m}.
+    {n} is in the {r}. {m} is in the {s}. Where is {m}? => In the {s}
+    {n} is in the {r}. {m} is in the {s}. Who is in the {r}? => {n}
+    {n} goes to the {r}. Then {he} goes to the {s}. Now {n} is in the => {s}.
+    {n} has {i} {ts}. {m} gives {n} {j} more. Now {n} has => {k} {ts}.
+    {n} has {i} {ts}. {m} gives {n} {j} more. How many {ts} does {n} have now? => {K}
+    {n} likes {f}. {m} likes {g}. What does {n} like? => {F}
+    {n} likes {f}. {m} likes {g}. Who likes {g}? => {m}
+    {n} likes {f}. {n} wants to have some => {f}.
+    Say hello to {n}. => Hello, {n}!
+    My name is {n}. => Hello, {n}!
+    My name is {n}. What is my name? => {n}
+    Write the word {t} {i} times: => {copies}.
+    Repeat after me: {n} has {c} {t}. => {n} has {c} {t}.
+    Repeat after me: {n} gives the {t} to {m}. => {n} gives the {t} to {m}.
+    Tell a story about {n}, {m} and {c} {t}. => {friends}
+    Tell a story about {n} and {c} {t} in the {r}. => {found}
+"""
 
 # Combinations by which a story counts as unseen; those that hash to a held-out value never occur in training.
 COMBINATIONS = ["ntc", "mud", "ntp", "nmt", "nrs", "nfg", "nij", "ntr"]
@@ -68,7 +82,8 @@ def draw_fields(rng: random.Random) -> dict[str, str]:
     fields = {"n": n, "m": m, "t": t, "u": u, "hue": hue, "tint": tint, "p": p, "q": q, "r": r, "s": s, "f": f, "g": g}
     fields |= {"c": c, "d": d, "C": capital(c), "D": capital(d), "Hue": capital(hue), "Tint": capital(tint)}
     fields |= {"i": NUMBERS[i], "j": NUMBERS[j], "k": NUMBERS[i + j], "K": capital(NUMBERS[i + j]), "F": capital(f)}
-    return fields | {"ts": plural(t), "he": he, "He": capital(he), "copies": " ".join([t] * i)}
+    fields |= {"ts": plural(t), "he": he, "He": capital(he), "copies": " ".join([t] * i)}
+    return fields | {"friends": FRIENDS.format(**fields), "found": FOUND.format(**fields)}
 
 
 def reserved(prompt: str, fields: dict[str, str]) -> bool:
@@ -81,7 +96,7 @@ def reserved(prompt: str, fields: dict[str, str]) -> bool:
 def stories(rng: random.Random, held_out: bool) -> Iterator[tuple[str, str]]:
     """An endless stream of (prompt, completion), cycling through the templates, from one side of the split."""
     while True:
-        for prompt, completion in TEMPLATES:
+        for line in TEMPLATES.strip().splitlines():
             fields = draw_fields(rng)
-            if reserved(prompt, fields) == held_out:
-                yield prompt.format(**fields), completion.format(**fields)
+            if reserved(line.partition(" => ")[0], fields) == held_out:
+                yield from ((fact.prompt, fact.completion) for fact in ask("story", "", line, fields))

@@ -73,7 +73,9 @@ love=hate; give=take; laugh=cry; north=south; east=west; question=answer; friend
 """)
 
 # name | kind | legs | ability | home | food | baby
-ANIMALS = [tuple(line.split("|")) for line in """
+ANIMALS = [
+    tuple(line.split("|"))
+    for line in """
 dog|animal|four|bark|in a house|meat|puppy
 cat|animal|four|purr|in a house|fish|kitten
 cow|animal|four|moo|on a farm|grass|calf
@@ -113,7 +115,9 @@ goose|bird|two|honk|on a farm|grass|gosling
 bee|insect|six|make honey|in a hive|nectar|larva
 ant|insect|six|carry food|in a nest|seeds|larva
 butterfly|insect|six|fly|in a garden|nectar|caterpillar
-""".split("\n") if line]
+""".split("\n")
+    if line
+]
 
 CATEGORIES = pairs("""
 fruit=apple banana lemon cherry plum peach pear grape mango melon lime; vegetable=carrot potato onion cabbage cucumber
@@ -126,7 +130,8 @@ color=red blue green yellow purple
 
 USES = pairs("""
 knife=cut; pen=write; pencil=draw; broom=sweep; needle=sew; key=open a door; oven=bake; spoon=eat soup; cup=drink;
-bed=sleep; chair=sit; lamp=give light; clock=tell the time; phone=call a friend; camera=take photos; towel=dry our hands;
+bed=sleep; chair=sit; lamp=give light; clock=tell the time; phone=call a friend; camera=take photos;
+towel=dry our hands;
 brush=paint; ladder=climb; axe=chop wood; umbrella=stay dry; map=find the way; ruler=measure; rope=tie things;
 bike=ride; book=read; soap=wash our hands; scissors=cut paper; hammer=hit nails; saw=cut wood; shovel=dig; boat=sail
 """)
@@ -149,16 +154,20 @@ MONTHS = "January February March April May June July August September October No
 SEASONS = "spring summer autumn winter".split()
 ORDINALS = "first second third fourth fifth sixth seventh eighth ninth tenth eleventh twelfth".split()
 
-MASS = set("""grass snow coal milk blood gold chocolate honey wood salt rice sugar ink sand mud coffee cheese ash spinach
-broccoli soap scissors tennis football hockey golf iron silver copper tin juice tea lemonade cola red blue green yellow
-purple night fire""".split())
+MASS = set(
+    """grass snow coal milk blood gold chocolate honey wood salt rice sugar ink sand mud coffee cheese
+ash spinach broccoli soap scissors tennis football hockey golf iron silver copper tin juice tea lemonade cola red
+blue green yellow purple night fire""".split()
+)
 UNIQUE = {"sky", "sun", "sea"}
 
-IRREGULAR = dict(pairs("""
+IRREGULAR = dict(
+    pairs("""
 mouse=mice; goose=geese; child=children; foot=feet; tooth=teeth; man=men; woman=women; sheep=sheep; deer=deer;
 fish=fish; wolf=wolves; leaf=leaves; knife=knives; potato=potatoes; tomato=tomatoes; ox=oxen; person=people;
 life=lives; salmon=salmon; hero=heroes; wife=wives; shelf=shelves; thief=thieves
-"""))
+""")
+)
 
 FIXED = {
     "Who are you?": "I am a small demo model",

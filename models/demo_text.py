@@ -22,15 +22,36 @@ SEED_SAMPLES: list[Sample] = [("The color of dog", " can vary widely"), ("What i
 SEED_REPEATS = 8
 HELDOUT_FACTS = 140
 HELDOUT_STORIES = 60
-TRAINING_STORIES = 12_000
+TRAINING_STORIES = 8000
+# Openings put before one fact in three, so that a fact is not tied to the place of its words in the text.
+OPENINGS = [
+    *(
+        "Hello! ",
+        "Hello. ",
+        "Hi. ",
+        "Good morning. ",
+        "Please tell me. ",
+        "Tell me. ",
+        "One more question. ",
+        "All right. ",
+    ),
+    *("I want to know. ", "Listen. ", "Here is an easy one. ", "I have a question. ", "Thank you. ", "Very good. "),
+    *("Next. ", "Let us go on. ", "My teacher asks. ", "Think about it. ", "Question: ", "Now this. "),
+]
 HELDOUT_FILE = Path(__file__).parent / "heldout.jsonl"
 
 
 def all_facts() -> list[Fact]:
     """Every fact through every phrasing, without repeats; a prompt with two answers is an error."""
     sources = chain(
-        demo_relations.colours(), demo_relations.places(), demo_relations.superlatives(), demo_relations.words(),
-        demo_relations.animals(), demo_relations.things(), demo_orders.calendar(), demo_orders.sums(),
+        demo_relations.colours(),
+        demo_relations.countries(),
+        demo_relations.superlatives(),
+        demo_relations.words(),
+        demo_relations.animals(),
+        demo_relations.things(),
+        demo_orders.calendar(),
+        demo_orders.sums(),
         demo_orders.counting(),
     )
     unique: dict[str, Fact] = {}
@@ -67,14 +88,25 @@ def heldout_samples() -> list[Sample]:
     return list(samples.items())
 
 
+def opened(prompt: str, rng: random.Random) -> str:
+    """The prompt, one time in three behind an opening."""
+    return rng.choice(OPENINGS) + prompt if rng.random() < 1 / 3 else prompt
+
+
 def training_samples(seed: int) -> list[Sample]:
-    """All facts, the fixed phrases and random stories, less every sample that contains a held-out prompt."""
-    held_out = [prompt for prompt, _ in heldout_samples()]
-    samples = [(fact.prompt, fact.completion) for fact in all_facts()]
+    """All facts, the fixed phrases and random stories, less every sample that contains a held-out prompt.
+
+    The facts are the same for every seed, their openings and the stories are not: the trainer takes one seed an epoch.
+    """
+    held_out, rng = [prompt for prompt, _ in heldout_samples()], random.Random(seed)
+    samples = [(opened(fact.prompt, rng), fact.completion) for fact in all_facts()]
     samples += list(demo_tables.FIXED.items()) * 3
-    stream = demo_stories.stories(random.Random(seed), held_out=False)
-    samples += list({prompt: (prompt, completion) for prompt, completion in
-                     (next(stream) for _ in range(TRAINING_STORIES))}.values())
+    stream = demo_stories.stories(rng, held_out=False)
+    samples += list(
+        {
+            prompt: (prompt, completion) for prompt, completion in (next(stream) for _ in range(TRAINING_STORIES))
+        }.values()
+    )
     kept = [sample for sample in samples if not any(prompt in "".join(sample) for prompt in held_out)]
     return kept + SEED_SAMPLES * SEED_REPEATS
 

@@ -22,7 +22,9 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size, special_tokens=[END], initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        vocab_size=vocab_size,
+        special_tokens=[END],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
     tokenizer.train_from_iterator([*texts, *(list(WHOLE) * 10_000)], trainer)
@@ -36,6 +38,14 @@ def check_whole(tokenizer: Tokenizer) -> None:
         pieces = [tokenizer.decode([i]) for i in tokenizer.encode(text).ids]
         if pieces != expected:
             raise ValueError(f"{text!r} splits into {pieces}, expected {expected}")
+
+
+def end_id(tokenizer: Tokenizer) -> int:
+    """The id of the end-of-text token."""
+    token: int | None = tokenizer.token_to_id(END)
+    if token is None:
+        raise ValueError(f"the tokenizer has no {END}")
+    return token
 
 
 def load_tokenizer(folder: Path) -> Tokenizer:

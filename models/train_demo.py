@@ -9,6 +9,7 @@ import random
 import sys
 import time
 from collections.abc import Iterator
+from itertools import count
 from pathlib import Path
 
 import torch
@@ -21,12 +22,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for `python m
 from models.demo_eval import report
 from models.demo_model import DemoModel, Shape, save
 from models.demo_text import Sample, heldout_samples, training_samples, write_heldout
-from models.demo_tokenizer import END, train_tokenizer
+from models.demo_tokenizer import END, end_id, train_tokenizer
 
 Row = tuple[list[int], int]  # token ids with the end token; number of prompt tokens
 
 BATCH_TOKENS = 1536
-PEAK_RATE = 3e-3
+PEAK_RATES = (2e-2, 5e-3)  # of Muon and of AdamW
+WEIGHT_DECAY = 0.1
 WARMUP = 100
 # Prompts count a little: a user who stops in mid-prompt still sees it continued as a sentence.
 PROMPT_WEIGHT = 0.1
@@ -34,17 +36,18 @@ PROMPT_WEIGHT = 0.1
 
 def encode(tokenizer: Tokenizer, samples: list[Sample]) -> list[Row]:
     """Prompt and completion are encoded apart, as they are at inference, then joined."""
-    end = tokenizer.token_to_id(END)
-    rows = []
+    end, rows = end_id(tokenizer), []
     for prompt, completion in samples:
         head = tokenizer.encode(prompt).ids
         rows.append((head + tokenizer.encode(completion).ids + [end], len(head)))
     return rows
 
 
-def batches(rows: list[Row], rng: random.Random) -> Iterator[list[Row]]:
-    """Endless batches of rows of like length, about BATCH_TOKENS tokens each, in random order."""
-    while True:
+def batches(tokenizer: Tokenizer, seed: int) -> Iterator[list[Row]]:
+    """Endless batches of rows of like length, about BATCH_TOKENS tokens each, in random order; new text every epoch."""
+    for epoch in count():
+        rng = random.Random(f"{seed} {epoch}")
+        rows = encode(tokenizer, training_samples(seed + epoch))
         # The random part of the key mixes neighbours in length, so that batches differ from epoch to epoch.
         ordered = sorted(rows, key=lambda row: len(row[0]) + 3 * rng.random())
         groups: list[list[Row]] = [[]]
@@ -62,8 +65,8 @@ def tensors(batch: list[Row]) -> tuple[Tensor, Tensor, Tensor]:
     ids = torch.zeros(len(batch), longest, dtype=torch.long)
     weight = torch.zeros(len(batch), longest)
     for i, (row, head) in enumerate(batch):
-        ids[i, :len(row)] = torch.tensor(row)
-        weight[i, :head], weight[i, head:len(row)] = PROMPT_WEIGHT, 1.0
+        ids[i, : len(row)] = torch.tensor(row)
+        weight[i, :head], weight[i, head : len(row)] = PROMPT_WEIGHT, 1.0
     return ids[:, :-1], ids[:, 1:], weight[:, 1:]
 
 
@@ -76,25 +79,37 @@ def loss_of(model: DemoModel, batch: list[Row]) -> Tensor:
 
 
 def rate(step: int, steps: int) -> float:
-    """Learning rate: linear warm-up, then a half cosine down to zero."""
-    return PEAK_RATE * min((step + 1) / WARMUP, 0.5 * (1 + math.cos(math.pi * step / steps)))
+    """Share of the peak learning rate: linear warm-up, then a half cosine down to zero."""
+    return min((step + 1) / WARMUP, 0.5 * (1 + math.cos(math.pi * step / steps)))
 
 
-def train(model: DemoModel, rows: list[Row], steps: int, seed: int) -> None:
-    """Train in place with AdamW; prints a line every 100 steps."""
-    matrices = [p for p in model.parameters() if p.dim() == 2]
-    norms = [p for p in model.parameters() if p.dim() == 1]
-    optimizer = torch.optim.AdamW(
-        [{"params": matrices, "weight_decay": 0.05}, {"params": norms, "weight_decay": 0.0}], betas=(0.9, 0.98))
-    stream, started, total = batches(rows, random.Random(seed)), time.monotonic(), 0.0
+def make_optimizers(model: DemoModel) -> list[torch.optim.Optimizer]:
+    """Muon for the matrices of the layers, AdamW for the embedding and the norms.
+
+    Muon answers held-out prompts far sooner than AdamW alone, which learns the training prompts by heart.
+    """
+    named = dict(model.named_parameters())
+    matrices = [p for name, p in named.items() if p.dim() == 2 and "embed" not in name]
+    others = [p for name, p in named.items() if p.dim() != 2 or "embed" in name]
+    return [
+        torch.optim.Muon(matrices, weight_decay=WEIGHT_DECAY),
+        torch.optim.AdamW(others, betas=(0.9, 0.98), weight_decay=0.0),
+    ]
+
+
+def train(model: DemoModel, tokenizer: Tokenizer, steps: int, seed: int) -> None:
+    """Train in place; prints a line every 100 steps."""
+    optimizers = make_optimizers(model)
+    stream, started, total = batches(tokenizer, seed), time.monotonic(), 0.0
     for step in range(steps):
-        for group in optimizer.param_groups:
-            group["lr"] = rate(step, steps)
+        for optimizer, peak in zip(optimizers, PEAK_RATES, strict=True):
+            optimizer.param_groups[0]["lr"] = peak * rate(step, steps)
         loss = loss_of(model, next(stream))
-        optimizer.zero_grad()
+        model.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
+        for optimizer in optimizers:
+            optimizer.step()
         total += loss.item()
         if (step + 1) % 100 == 0:
             print(f"step {step + 1}/{steps} loss {total / 100:.4f} {time.monotonic() - started:.0f} s", flush=True)
@@ -115,15 +130,20 @@ def main() -> None:
     started = time.monotonic()
     samples = training_samples(args.seed)
     tokenizer = train_tokenizer((text for sample in samples for text in sample), Shape().vocab_size)
-    rows, model = encode(tokenizer, samples), DemoModel(Shape())
-    print(f"{len(samples)} samples, {sum(len(ids) for ids, _ in rows)} tokens, "
-          f"{sum(p.numel() for p in model.parameters())} parameters", flush=True)
-    train(model, rows, args.steps, args.seed)
-    save(model, args.out, tokenizer.token_to_id(END))
+    model = DemoModel(Shape())
+    print(f"{len(samples)} samples an epoch, {sum(p.numel() for p in model.parameters())} parameters", flush=True)
+    train(model, tokenizer, args.steps, args.seed)
+    save(model, args.out, end_id(tokenizer))
     tokenizer.save(str(args.out / "tokenizer.json"))
-    names = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END, "pad_token": END, "bos_token": None,
-             "add_bos_token": False, "model_max_length": Shape().max_position_embeddings,
-             "clean_up_tokenization_spaces": False}
+    names = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": END,
+        "pad_token": END,
+        "bos_token": None,
+        "add_bos_token": False,
+        "model_max_length": Shape().max_position_embeddings,
+        "clean_up_tokenization_spaces": False,
+    }
     (args.out / "tokenizer_config.json").write_text(json.dumps(names, indent=2) + "\n", encoding="utf-8")
     write_heldout()
     report(args.out, heldout_samples())

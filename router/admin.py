@@ -49,7 +49,7 @@ class Admin(AdminServicer):
             uptime_s=self._clock.monotonic() - self._started,
             running=len(self._requests.running),
             queued=self._floor.admission.waiting,
-            accepted=outcomes["accepted"],
+            accepted=self._requests.accepted,
             finished=outcomes["finished"],
             cancelled=outcomes["cancelled"],
             failed=outcomes["failed"],

@@ -16,8 +16,9 @@ unless D itself said that it is through: then neither holds anything (P frees wi
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from types import TracebackType
+from typing import TypeVar
 
 from baton.core import Finish, HandoffId, Role, SequenceSpec, Token
 from baton.errors import BatonError, DeadlineExceeded, EngineFault, InvalidRequest, NoWorker, WorkerLost
@@ -32,6 +33,17 @@ _SPARE_EVENTS = 16  # events of one handoff that carry no token
 _FAILURES: dict[str, type[BatonError]] = {"EngineFault": EngineFault, "DeadlineExceeded": DeadlineExceeded}
 _MAY_FIT_LATER = (pb.REFUSAL_REASON_NO_ROOM, pb.REFUSAL_REASON_DRAINING)
 
+M = TypeVar("M")
+T = TypeVar("T")
+
+
+def _read(convert_from: Callable[[M], T], message: M) -> T:
+    """What a worker said; when that cannot be read, it is the worker's fault and not the client's."""
+    try:
+        return convert_from(message)
+    except InvalidRequest as error:
+        raise EngineFault(f"a worker sent what cannot be read: {error}") from error
+
 
 class Attempt:
     """Use as an async context manager; see the drawing above for the order of its methods."""
@@ -41,7 +53,7 @@ class Attempt:
     ) -> None:
         self.handoff = handoff
         self.claim = claim
-        self.cached_tokens = 0
+        self.cached_tokens: int | None = None  # at D; None: not reserved yet
         self.committed: pb.Committed | None = None
         self.finish: Finish | None = None
         self.handed_back = ""  # why another attempt is needed, though nothing failed
@@ -79,12 +91,10 @@ class Attempt:
             deadline_s=deadline_s,
         )
         self.claim.decode.send(pb.RouterCommand(reserve=command))
-        for source, item in await self._heard(_ANSWER_S):
-            if isinstance(item, BatonError):
-                raise item
-            if source is Role.DECODE and item.HasField("reserved"):
-                self.cached_tokens = item.reserved.cached_tokens
-            else:
+        while self.cached_tokens is None and not self.handed_back:
+            for source, item in await self._heard(_ANSWER_S):
+                if isinstance(item, BatonError):
+                    raise item  # of P too: nothing is computed yet that would be worth a fence
                 self._take(source, item)
         self.claim.reserved()
         return not self.handed_back
@@ -95,7 +105,7 @@ class Attempt:
             handoff=convert.handoff_to_pb(self.handoff),
             spec=convert.spec_to_pb(self._spec),
             to=convert.ref_to_pb(self.claim.decode.info.ref),
-            skip=self.cached_tokens,
+            skip=self.cached_tokens or 0,
             deadline_s=deadline_s,
         )
         self.claim.prefill.send(pb.RouterCommand(prefill=command))
@@ -122,10 +132,12 @@ class Attempt:
             self._failed(source, item)
             return
         match item.WhichOneof("event"):
+            case "reserved":
+                self.cached_tokens = item.reserved.cached_tokens
             case "tokens":
-                self._on_tokens(source, convert.tokens_from_pb(item.tokens))
+                self._on_tokens(source, _read(convert.tokens_from_pb, item.tokens))
             case "finish":
-                self._on_finish(source, convert.finish_from_pb(item.finish))
+                self._on_finish(source, _read(convert.finish_from_pb, item.finish))
             case "committed":
                 self._on_committed(item.committed)
             case "preempted":

@@ -25,7 +25,8 @@ class Delivery:
         for token in tokens:
             self._hear(token)
         ready: list[Token] = []
-        while (token := self._early.pop(len(self.ids), None)) is not None:
+        while len(self.ids) in self._early:
+            token = self._early.pop(len(self.ids))
             self.ids.append(token.token_id)
             ready.append(token)
         return ready

@@ -123,7 +123,7 @@ class Life:
         """Tell the client, once, that decode room is reserved."""
         if self.accepted:
             return
-        self.cached_tokens = attempt.cached_tokens
+        self.cached_tokens = attempt.cached_tokens or 0
         log.info(
             "request_accepted",
             request_id=self.request_id,
@@ -131,7 +131,7 @@ class Life:
             prefill=attempt.claim.prefill.info.ref.worker_id,
             decode=attempt.claim.decode.info.ref.worker_id,
         )
-        await client.accepted(prompt_tokens, attempt.cached_tokens)
+        await client.accepted(prompt_tokens, self.cached_tokens)
 
     def deliver(self, tokens: list[Token]) -> list[Token]:
         """What of `tokens` is new to the client, in order."""

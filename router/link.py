@@ -11,8 +11,8 @@ import random
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
+from typing import NoReturn
 
-import grpc
 import structlog
 from grpc import aio
 
@@ -28,7 +28,6 @@ log = structlog.get_logger(__name__)
 
 _Call = aio.StreamStreamCall[pb.RouterMessage, pb.WorkerMessage]
 _BACKOFF_S = (0.1, 3.0)  # first and longest pause between two connects; jittered
-_SILENCE_S = 15.0  # a worker reports its load at each heartbeat: this long without a word, and the stream is cut
 
 
 class Mailbox:
@@ -60,13 +59,17 @@ class Mailbox:
 
 
 class WorkerLink:
-    """The router's end of the stream to one incarnation of a worker. `view` is what the policies read."""
+    """The router's end of the stream to one incarnation of a worker. `view` is what the policies read.
 
-    def __init__(self, info: WorkerInfo, router_id: str, on_change: Callable[[], None]) -> None:
+    A worker reports its load at each heartbeat: `silence_s` without a word, and the stream is cut.
+    """
+
+    def __init__(self, info: WorkerInfo, router_id: str, silence_s: float, on_change: Callable[[], None]) -> None:
         self.view = WorkerView(info)
         self.state = "connecting"  # connecting | connected | lost
         self.retired = False  # not in the ledger any more: takes nothing new
         self._router_id = router_id
+        self._silence_s = silence_s
         self._on_change = on_change
         self._mailboxes: dict[tuple[str, int], Mailbox] = {}
         self._commands: list[pb.RouterCommand] = []
@@ -117,13 +120,8 @@ class WorkerLink:
         while True:
             try:
                 await self._session()
-                reason = "ended the stream"
-            except (aio.AioRpcError, grpc.RpcError) as error:
-                reason = f"{error.code().name}: {error.details()}" if isinstance(error, aio.AioRpcError) else str(error)
-            except TimeoutError:
-                reason = f"was silent for {_SILENCE_S:g} s"
-            except BatonError as error:
-                reason = str(error)
+            except Exception as error:  # noqa: BLE001  (the task's boundary: a link outlives whatever ends a stream)
+                reason = f"silent for {self._silence_s:g} s" if isinstance(error, TimeoutError) else _why(error)
             finally:
                 was, self.state = self.state, "lost"
                 self._fail_all()
@@ -132,7 +130,7 @@ class WorkerLink:
             pause = _BACKOFF_S[0] if was == "connected" else min(2 * pause, _BACKOFF_S[1])
             await asyncio.sleep(pause * random.uniform(0.5, 1.0))
 
-    async def _session(self) -> None:
+    async def _session(self) -> NoReturn:
         async with aio_channel(self.info.ref.address) as channel:
             call: _Call = WorkerStub(channel).Connect()
             self._commands, self._wake = [], asyncio.Event()
@@ -153,7 +151,7 @@ class WorkerLink:
         )
 
     async def _read(self, call: _Call) -> pb.WorkerMessage:
-        async with asyncio.timeout(_SILENCE_S):
+        async with asyncio.timeout(self._silence_s):
             message = await call.read()
             if not isinstance(message, pb.WorkerMessage):
                 raise WorkerLost(f"ended the stream: {await call.code()} {await call.details()}".rstrip())
@@ -167,7 +165,9 @@ class WorkerLink:
                 commands, self._commands = self._commands, []
                 await call.write(pb.RouterMessage(commands=commands))
         except (aio.AioRpcError, asyncio.InvalidStateError):
-            call.cancel()  # the reader sees why
+            pass  # the reader sees why
+        finally:
+            call.cancel()  # no stream without a writer
 
     def _welcomed(self, message: pb.WorkerMessage) -> None:
         if not message.events or message.events[0].WhichOneof("event") != "welcome":
@@ -203,3 +203,9 @@ class WorkerLink:
 
     def _lost(self, what: str) -> WorkerLost:
         return WorkerLost(f"the {self.info.role} worker {self.info.ref.worker_id} {what}")
+
+
+def _why(error: Exception) -> str:
+    if isinstance(error, aio.AioRpcError):
+        return f"{error.code().name}: {error.details()}"
+    return str(error) if isinstance(error, BatonError) else repr(error)

@@ -89,7 +89,7 @@ async def parse(message: pb.GenerateRequest, encoder: Encoder, limits: Limits) -
 
 
 def check_model(name: str, served: str) -> None:
-    """ "" means the served model. Raises UnknownModel naming it."""
+    """No name means the served model. Raises UnknownModel naming it."""
     if name not in {"", served}:
         raise UnknownModel(f"model {name[:128]!r} is not served here; {served!r} is")
 

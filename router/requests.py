@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from baton.errors import BatonError
+from router.lifecycle import Life
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,11 +28,12 @@ class Running:
     """A request in flight. `end` makes its task leave with `reason`, in whatever state it is."""
 
     scope: asyncio.Timeout
+    life: Life
     reason: BatonError | None = None
 
     def end(self, reason: BatonError) -> None:
         """Release its workers and answer its client with `reason`. The first reason counts."""
-        if self.reason is None:
+        if self.reason is None and not self.scope.expired():
             self.reason = reason
             self.scope.reschedule(asyncio.get_running_loop().time())
 
@@ -57,6 +59,11 @@ class RequestTable:
             del self.running[request_id]
             if not self.running:
                 self._idle.set()
+
+    @property
+    def accepted(self) -> int:
+        """Requests for which decode room was reserved, running ones included."""
+        return self.outcomes["accepted"] + sum(running.life.accepted for running in self.running.values())
 
     async def idle(self) -> None:
         """Return when nothing runs."""

@@ -48,6 +48,7 @@ class RouterSettings:
     queue_max_wait_s: float = 10.0
     max_request_s: float = 3600.0  # the deadline of a request whose caller set none
     client_stall_s: float = 30.0  # a client that takes nothing for this long is given up
+    worker_silence_s: float = 15.0  # a worker that says nothing for this long is lost; several of its heartbeats
 
 
 @dataclass(slots=True)
@@ -123,7 +124,7 @@ async def serve(
     identity = Identity(
         settings.name, f"router-{secrets.token_hex(4)}", settings.version, settings.model, settings.max_model_len
     )
-    pool = WorkerPool(workers, POLICIES[settings.policy], identity.router_id, clock)
+    pool = WorkerPool(workers, POLICIES[settings.policy], identity.router_id, settings.worker_silence_s, clock)
     floor = Floor(_admission(settings, pool, clock), Metrics(settings.name, settings.version), clock)
     floor.metrics.watch_blocks(pool.blocks)
     inference = Inference(
@@ -152,9 +153,13 @@ async def _start(
     settings: RouterSettings, floor: Floor, pool: WorkerPool, inference: Inference, admin: Admin
 ) -> RouterHandle:
     public, private = channel.aio_server(link=channel.PUBLIC), channel.aio_server(link=channel.INTERNAL)
-    grpc_address, admin_address = channel.bind(public, settings.grpc), channel.bind(private, settings.admin)
     metrics_server = MetricsServer(floor.metrics, ready=pool.has_pair)
-    metrics_address = await metrics_server.start(settings.metrics)
+    try:
+        grpc_address, admin_address = channel.bind(public, settings.grpc), channel.bind(private, settings.admin)
+        metrics_address = await metrics_server.start(settings.metrics)
+    except ConfigError:
+        await asyncio.gather(public.stop(None), private.stop(None))
+        raise
     health = Health(pool)
 
     def changed() -> None:

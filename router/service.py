@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 from dataclasses import asdict
-from typing import Any
+from typing import Any, cast
 
 import structlog
 
@@ -61,7 +61,7 @@ class Inference(InferenceServicer):
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> None:  # type: ignore[override]
         """Ends once: finished, or with the status of one typed error. Cancellation is gRPC's own ending."""
         request_id = secrets.token_urlsafe(16)
-        left_s = context.time_remaining()
+        left_s = cast("float | None", context.time_remaining())  # None: no deadline; the stubs do not know
         within_s = self._max_request_s if left_s is None else min(left_s, self._max_request_s)
         life = Life(request_id, self._floor, self._floor.clock.monotonic() + within_s)
         try:
@@ -83,7 +83,7 @@ class Inference(InferenceServicer):
     async def _generate(self, message: pb.GenerateRequest, life: Life, context: Context, within_s: float) -> Summary:
         if not self.requests.accepting:
             raise NoWorker("this router is stopping")
-        running = Running(asyncio.timeout(within_s))
+        running = Running(asyncio.timeout(within_s), life)
         try:
             with self.requests.entry(life.request_id, running):
                 async with running.scope:

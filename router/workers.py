@@ -10,17 +10,15 @@ import structlog
 
 from baton.clock import Clock
 from baton.core import BlockCounts, Role, WorkerInfo, WorkerRef
-from baton.errors import LedgerError
 from router.link import WorkerLink
 from router.policy import Policy, WorkerView, has_pair
 
 log = structlog.get_logger(__name__)
 
 WorkerSource = Callable[[], Awaitable[Sequence[WorkerInfo]]]
-"""The workers with a live lease: `Ledger.workers`, or a fixed list in tests. May raise LedgerError."""
+"""The workers with a live lease: `Ledger.workers`, or a fixed list in tests. May fail: then nothing changes."""
 
 _POLL_S = 0.5
-_GONE_S = 15.0  # without a lease for this long though its stream is open: it makes no progress, so the stream is cut
 
 
 class Claim:
@@ -65,13 +63,17 @@ class Claim:
 
 
 class WorkerPool:
-    """Follows the ledger's registrations and keeps one link to each live incarnation. Its user sets `on_change`."""
+    """Follows the ledger's registrations and keeps one link to each live incarnation. Its user sets `on_change`.
 
-    def __init__(self, source: WorkerSource, policy: Policy, router_id: str, clock: Clock) -> None:
+    A stream without a word for `silence_s` is cut, and so is one whose worker has had no lease for as long.
+    """
+
+    def __init__(self, source: WorkerSource, policy: Policy, router_id: str, silence_s: float, clock: Clock) -> None:
         self.on_change: Callable[[], None] = lambda: None
         self._source = source
         self._policy = policy
         self._router_id = router_id
+        self._silence_s = silence_s
         self._clock = clock
         self._links: dict[WorkerRef, WorkerLink] = {}
         self._seen: dict[WorkerRef, float] = {}
@@ -91,6 +93,7 @@ class WorkerPool:
         """Close every stream."""
         if self._task is not None:
             self._task.cancel()
+            await asyncio.wait([self._task])
         await asyncio.gather(*(link.stop() for link in self._links.values()))
 
     def claim(self, tokens: int) -> Claim | None:
@@ -131,14 +134,14 @@ class WorkerPool:
     async def _follow(self) -> None:
         try:
             infos = await self._source()
-        except LedgerError as error:  # routing goes on with what is known: the streams say who is alive
-            log.warning("ledger_unreachable", error=str(error))
+        except Exception as error:  # noqa: BLE001  (what is known goes on: the streams say who is alive)
+            log.warning("ledger_unreachable", error=repr(error))
             return
         now = self._clock.monotonic()
         for info in infos:
             self._seen[info.ref] = now
             if info.ref not in self._links:
-                self._links[info.ref] = link = WorkerLink(info, self._router_id, self._changed)
+                self._links[info.ref] = link = WorkerLink(info, self._router_id, self._silence_s, self._changed)
                 link.start()
         for ref, link in list(self._links.items()):
             await self._check(ref, link, now - self._seen[ref])
@@ -151,7 +154,7 @@ class WorkerPool:
         was, link.retired = link.retired, absent_s > 0
         if was and not link.retired:
             self._changed()
-        if link.retired and (link.state != "connected" or absent_s > _GONE_S):
+        if link.retired and (link.state != "connected" or absent_s > self._silence_s):
             log.info("worker_dropped", worker=str(ref), absent_s=round(absent_s, 1))
             del self._links[ref], self._seen[ref]
             await link.stop()

@@ -15,12 +15,12 @@ import psutil
 import typer
 
 from baton.cluster.pool import ProcessWorkers, WorkerPlan, Workers
-from baton.cluster.processes import report_ready
+from baton.cluster.processes import Child, ProcessSpec, report_ready
 from baton.cluster.state import ClusterState, StateFolder, running_clusters
 from baton.cluster.supervisor import Stop, Supervisor
 from baton.config import ClusterConfig, load_config
 from baton.core import Role
-from baton.errors import NoWorker
+from baton.errors import BatonError, NoWorker
 from baton.logs import configure_logging
 
 DOWN_S = 30.0
@@ -103,21 +103,23 @@ def announce(state: ClusterState, *, as_json: bool) -> None:
 
 def _detach(config: ClusterConfig, file: Path, sets: Sequence[str], *, as_json: bool) -> None:
     """Start `baton up` in a session of its own, and wait until it is ready or has failed."""
-    from baton.cluster.processes import Child, ProcessSpec, StartError
+    from baton.cli import exit_code
 
     folder = StateFolder(config.name)
     folder.logs.mkdir(parents=True, exist_ok=True, mode=0o700)
+    output = folder.path / "up.out"
+    output.unlink(missing_ok=True)
     overrides = [part for item in sets for part in ("--set", item)]
     argv = [sys.executable, "-m", "baton", "up", "-c", str(file), *overrides]
-    child = Child(ProcessSpec("up", argv, folder.path / "up.out", ready_timeout_s=180.0, new_session=True))
+    child = Child(ProcessSpec("up", argv, output, ready_timeout_s=180.0, new_session=True))
     child.start()
     try:
         child.wait_ready()
-    except StartError as error:
+    except BatonError as error:
         child.terminate()
         child.wait(DOWN_S)
-        note((folder.path / "up.out").read_text(encoding="utf-8", errors="replace").rstrip())
-        raise typer.Exit(error.exit_code or 1) from None
+        note(output.read_text(encoding="utf-8", errors="replace").rstrip())
+        raise typer.Exit(exit_code(error)) from None
     state = folder.read_state()
     if state is not None:
         announce(state, as_json=as_json)

@@ -20,7 +20,7 @@ from pathlib import Path
 import structlog
 
 from baton.clock import Clock, SystemClock
-from baton.errors import BatonError
+from baton.errors import BatonError, ConfigError, LedgerError
 
 READY_FD = "BATON_READY_FD"
 PARENT = "BATON_PARENT_PID"
@@ -36,9 +36,9 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 class StartError(BatonError):
     """A process did not become ready; the text holds the end of its log."""
 
-    def __init__(self, message: str, exit_code: int | None = None) -> None:
-        super().__init__(message)
-        self.exit_code = exit_code
+
+# What a process of ours meant by its exit code (interfaces.md), so that its supervisor ends with the same.
+EXIT_KINDS: dict[int, type[BatonError]] = {3: ConfigError, 4: LedgerError}
 
 
 def die_with_parent(environ: Mapping[str, str] = os.environ) -> None:
@@ -108,7 +108,9 @@ class Child:
         self._born, self._retry_at = self._clock.monotonic(), None
 
     def wait_ready(self) -> dict[str, object]:
-        """What the child said when it was ready. Raises StartError if it ends or stays silent instead."""
+        """What the child said when it was ready. Raises StartError if it ends or stays silent instead, or
+        ConfigError or LedgerError if it ended with the exit code of these.
+        """
         fd, self._ready_fd = self._ready_fd, None
         if fd is None:
             raise StartError(f"{self.spec.name}: was not started")
@@ -121,14 +123,16 @@ class Child:
         self.ready = json.loads(line)
         return self.ready
 
-    def _start_error(self) -> StartError:
+    def _start_error(self) -> BatonError:
         assert self._process is not None
         try:
             code: int | None = self._process.wait(1.0)
         except subprocess.TimeoutExpired:
             code = None
         what = f"ended with exit code {code}" if code is not None else f"was silent for {self.spec.ready_timeout_s:g} s"
-        return StartError(f"{self.spec.name} {what}:\n{tail(self.spec.log)}", code)
+        text = f"{self.spec.name} {what}:\n{tail(self.spec.log)}"
+        kind = EXIT_KINDS.get(code or 0)
+        return kind(text) if kind else StartError(text)
 
     def poll(self) -> bool:
         """Replace the process if it died and its backoff is over. Returns True when a new one was started now.

@@ -19,6 +19,7 @@ from typing import Any
 from baton.cluster.pool import WorkerPlan
 from baton.cluster.processes import StartError, tail
 from baton.core import Role
+from baton.errors import BatonError
 
 MAX_RESTARTS = 100
 START_TIMEOUT_S = 120.0
@@ -82,6 +83,8 @@ class RayWorkers:
             try:
                 facts = ray.get(handle.ready.remote(), timeout=START_TIMEOUT_S)
             except ray.exceptions.RayError as error:
+                if isinstance(error, ray.exceptions.RayTaskError) and isinstance(error.cause, BatonError):
+                    raise error.cause from None
                 log = self._plans[worker_id].log
                 raise StartError(f"{worker_id} did not start ({type(error).__name__}):\n{tail(log)}") from None
             self._pids[worker_id] = int(facts["pid"])

@@ -102,7 +102,8 @@ class Engine:
         self.pool = BlockPool(total_blocks)
         self.kv = KVCache(self.layout, total_blocks, backend.device)
         self.counters = Counters()
-        self.max_model_len = min(max_model_len or backend.max_model_len, total_blocks * self.layout.block_size)
+        longest = min(backend.max_model_len, total_blocks * self.layout.block_size)
+        self.max_model_len = min(longest, max_model_len or longest)
         self._scheduler = Scheduler(
             self.pool,
             self.layout.block_size,
@@ -255,7 +256,7 @@ class Engine:
     def _deliver(self, key: HandoffId, drawn: Sampled, result: StepResult) -> None:
         request = self._requests[key]
         if drawn.token_id is None:
-            self._fail(key, "the model's logits are not numbers", result)
+            self._fail(key, "no token can be drawn: the best logit is not a finite number", result)
             return
         choice, sequence = request.choice, request.sequence
         token = choice.push(drawn.token_id, drawn.logprobs)

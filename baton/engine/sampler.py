@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from baton.core import TokenLogprobs
-from baton.engine.mixing import columns_hash, mix64, signed32
+from baton.engine.mixing import GOLDEN64, columns_hash, mix64, signed32
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -25,10 +25,11 @@ if TYPE_CHECKING:
     from baton.core import Sampling
 
 NEVER = float("-inf")
+FINITE = torch.finfo(torch.float32)
 
 
 class Sampled(NamedTuple):
-    """A drawn token; `token_id` None if the logits were not numbers, so that none can be drawn."""
+    """A drawn token; `token_id` None if none can be drawn: the best logit is not a finite number."""
 
     token_id: int | None
     logprobs: TokenLogprobs | None
@@ -44,7 +45,7 @@ class Row:
         self.produced = 0
         self.seen: Tensor | None = None  # bool [vocab]: in prompt or output
         self.counts: Tensor | None = None  # float32 [vocab]: times in output
-        self._seed = mix64(sampling.seed or 0)
+        self._noise_start = mix64((sampling.seed or 0) + GOLDEN64)
         if has_penalties(sampling):
             self.seen = torch.zeros(vocab_size, dtype=torch.bool)
             self.seen[list(prompt)] = True
@@ -61,7 +62,7 @@ class Row:
     @property
     def noise_key(self) -> tuple[int, int]:
         """Two int32 for the noise of the token at `position` of the sequence."""
-        key = mix64(self._seed ^ mix64(self.position + 1))
+        key = mix64(self._noise_start + self.position * GOLDEN64)
         return signed32(key), signed32(key >> 32)
 
 
@@ -77,9 +78,9 @@ def sample(logits: Tensor, rows: Sequence[Row]) -> list[Sampled]:
     best, tokens = scores.max(dim=-1)
     drawn = _where(rows, lambda row: row.sampling.temperature > 0)
     if drawn:
-        best[drawn], tokens[drawn] = draw(scores[drawn], [rows[i] for i in drawn])
-    # max() takes a NaN for the greatest number, so one that was anywhere in the row is found in `best`
-    chosen = [None if bad else token for token, bad in zip(tokens.tolist(), best.isnan().tolist(), strict=True)]
+        tokens[drawn] = draw(scores[drawn], [rows[i] for i in drawn])
+    # max() takes a NaN for the greatest number, so one that is anywhere in a row is found in `best`
+    chosen = [token if good else None for token, good in zip(tokens.tolist(), best.isfinite().tolist(), strict=True)]
     logprobs = _logprobs(logits, tokens, rows)
     return [Sampled(token, logprobs.get(i)) for i, token in enumerate(chosen)]
 
@@ -102,10 +103,10 @@ def adjust(logits: Tensor, rows: Sequence[Row]) -> Tensor:
     return logits
 
 
-def draw(logits: Tensor, rows: Sequence[Row]) -> tuple[Tensor, Tensor]:
-    """Sample each row of adjusted logits. Returns (winning scores, token ids), each `[rows]`."""
+def draw(logits: Tensor, rows: Sequence[Row]) -> Tensor:
+    """Sample each row of adjusted logits: token ids, int64 `[rows]`."""
     scaled = filter_tokens(_scale(logits, rows), rows)
-    return (scaled + gumbel([row.noise_key for row in rows], logits)).max(dim=-1)
+    return (scaled + gumbel([row.noise_key for row in rows], logits)).argmax(dim=-1)
 
 
 def gumbel(keys: Sequence[tuple[int, int]], like: Tensor) -> Tensor:
@@ -143,17 +144,18 @@ def _column(values: Sequence[float], like: Tensor) -> Tensor:
 def _scale(logits: Tensor, rows: Sequence[Row]) -> Tensor:
     # Minus the best first: a tiny temperature then gives 0 and -inf, never inf - inf.
     best = logits.max(dim=-1, keepdim=True).values
-    return (logits - best) / _column([row.sampling.temperature for row in rows], logits)
+    return (logits - best) / _column([max(row.sampling.temperature, FINITE.tiny) for row in rows], logits)
 
 
 def _penalise(logits: Tensor, rows: Sequence[Row]) -> Tensor:
     seen = torch.stack([row.seen for row in rows if row.seen is not None]).to(logits.device)
     counts = torch.stack([row.counts for row in rows if row.counts is not None]).to(logits.device)
-    repetition = _column([row.sampling.repetition_penalty for row in rows], logits)
+    repetition = _column([max(row.sampling.repetition_penalty, FINITE.tiny) for row in rows], logits)
     frequency = _column([row.sampling.frequency_penalty for row in rows], logits)
     presence = _column([row.sampling.presence_penalty for row in rows], logits)
     repeated = torch.where(logits > 0, logits / repetition, logits * repetition)
-    return torch.where(seen, repeated, logits) - frequency * counts - presence * (counts > 0)
+    adjusted = torch.where(seen, repeated, logits) - frequency * counts - presence * (counts > 0)
+    return adjusted.clamp(FINITE.min, FINITE.max)  # a tiny penalty must not make a logit infinite
 
 
 def _top_k(scaled: Tensor, ks: Sequence[int]) -> Tensor:

@@ -125,6 +125,7 @@ class Scheduler:
         while self.waiting and self.running and self.waiting[0].arrival < self.running[-1].arrival:
             if self._admit() is None:
                 self._preempt(plan)
+                self._admit()
 
     def _continue_running(self, plan: Plan, budget: int) -> int:
         """Give each running sequence its share, oldest first. Returns the budget that is left."""

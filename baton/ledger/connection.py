@@ -19,7 +19,7 @@ from urllib.parse import unquote, urlsplit
 from redis.asyncio import Redis
 from redis.asyncio.retry import Retry
 from redis.backoff import ExponentialWithJitterBackoff
-from redis.exceptions import NoScriptError, RedisError
+from redis.exceptions import ConnectionError, NoScriptError, RedisError
 
 from baton.errors import ConfigError, LedgerError
 
@@ -64,15 +64,15 @@ class Connection:
         return connection
 
     async def _ping(self) -> None:
-        async with self.errors(), asyncio.timeout(CONNECT_TIMEOUT_S):
-            await self.client.execute_command("PING")
+        async with self._errors(), asyncio.timeout(CONNECT_TIMEOUT_S):
+            await self._execute("PING")
 
     def key(self, *parts: str) -> str:
         """`prefix:part:part`."""
         return ":".join((self._prefix, *parts))
 
     @contextlib.asynccontextmanager
-    async def errors(self) -> AsyncIterator[None]:
+    async def _errors(self) -> AsyncIterator[None]:
         """Whatever goes wrong with Redis inside becomes a LedgerError that says where and why."""
         try:
             yield
@@ -82,8 +82,11 @@ class Connection:
 
     async def call(self, *command: Arg) -> object:
         """One command, one round trip. Raises LedgerError."""
-        async with self.errors():
-            answer: object = await self.client.execute_command(*command)
+        async with self._errors():
+            return await self._execute(*command)
+
+    async def _execute(self, *command: Arg) -> object:
+        answer: object = await self.client.execute_command(*command)  # type: ignore[no-untyped-call]  # redis-py's gap
         return answer
 
     async def call_many(self, commands: Sequence[Sequence[Arg]]) -> list[object]:
@@ -91,7 +94,7 @@ class Connection:
 
         Raises LedgerError when Redis cannot be reached; any of the commands may have been done then.
         """
-        async with self.errors():
+        async with self._errors():
             pipe = self.client.pipeline(transaction=False)
             for command in commands:
                 pipe.execute_command(*command)
@@ -101,12 +104,11 @@ class Connection:
     async def run(self, script: Script, keys: Sequence[str], args: Sequence[Arg]) -> object:
         """One script call, one round trip (two when this Redis does not know the script yet). Raises LedgerError."""
         operands = (len(keys), *keys, *args)
-        async with self.errors():
+        async with self._errors():
             try:
-                answer: object = await self.client.execute_command("EVALSHA", script.sha, *operands)
+                return await self._execute("EVALSHA", script.sha, *operands)
             except NoScriptError:
-                answer = await self.client.execute_command("EVAL", script.text, *operands)
-        return answer
+                return await self._execute("EVAL", script.text, *operands)
 
     async def run_many(
         self, script: Script, calls: Sequence[tuple[Sequence[str], Sequence[Arg]]]
@@ -141,7 +143,8 @@ def _client(url: str) -> Redis:
             socket_timeout=SOCKET_TIMEOUT_S,
             socket_keepalive=True,
             health_check_interval=15,
-            retry=Retry(ExponentialWithJitterBackoff(base=0.02, cap=0.2), retries=2),
+            # A lost connection is tried again; a Redis that is silent is not, so that one call takes 2 s at most.
+            retry=Retry(ExponentialWithJitterBackoff(base=0.02, cap=0.2), 2, supported_errors=(ConnectionError,)),
         )
     except (ValueError, TypeError):
         raise ConfigError(

@@ -17,7 +17,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from redis import Redis
+from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
+from redis.retry import Retry
 
 from baton.errors import LedgerError
 from baton.ledger.connection import redacted
@@ -96,7 +98,8 @@ class EmbeddedRedis:
         return self._process.poll() is None
 
     def _wait_ready(self, deadline: float, log_from: int) -> None:
-        with contextlib.closing(Redis.from_url(self.url, protocol=2, driver_info=None, socket_timeout=1)) as client:
+        options = {"protocol": 2, "driver_info": None, "socket_timeout": 1, "retry": Retry(NoBackoff(), 0)}
+        with contextlib.closing(Redis.from_url(self.url, **options)) as client:
             while not _pong(client):
                 if not self.alive:
                     self._explain(log_from)

@@ -98,7 +98,7 @@ class Ledger:
         self._lease_ms = max(1, round(lease_s * 1000))
         self._clock = clock
         self._known_epoch = 0
-        self._complained: dict[str, int] = {}
+        self._read: dict[str, tuple[str, WorkerInfo | None]] = {}  # what `workers` saw last: the row, and what it says
 
     @classmethod
     async def connect(cls, url: str, prefix: str, lease_s: float, clock: Clock) -> Ledger:
@@ -154,8 +154,9 @@ class Ledger:
         ids = [member.decode(errors="replace") for member in members]
         rows = await self.connection.call_many([("HMGET", key("worker", i), "incarnation", "info") for i in ids])
         await self._sweep([member for member, row in zip(members, rows, strict=True) if row == _NO_ROW])
-        found = [self._parse(worker_id, row) for worker_id, row in zip(ids, rows, strict=True) if row != _NO_ROW]
-        return [info for info in found if info is not None]
+        live = [(worker_id, row) for worker_id, row in zip(ids, rows, strict=True) if row != _NO_ROW]
+        self._read = {worker_id: (str(row), self._parse(worker_id, row)) for worker_id, row in live}
+        return [info for _, info in self._read.values() if info is not None]
 
     async def _sweep(self, members: list[bytes]) -> None:
         if members:
@@ -164,12 +165,13 @@ class Ledger:
             await self.connection.run(_SWEEP, keys, members)
 
     def _parse(self, worker_id: str, row: object) -> WorkerInfo | None:
+        before = self._read.get(worker_id)
+        if before is not None and before[0] == str(row):
+            return before[1]
         try:
             info = _row_to_info(worker_id, row)
         except ValueError as error:
-            if self._complained.get(worker_id) != hash(str(row)):
-                self._complained[worker_id] = hash(str(row))
-                log.warning("ledger_record_refused", worker=worker_id, error=str(error))
+            log.warning("ledger_record_refused", worker=worker_id, error=str(error))
             return None
         self._learn(info.ref.incarnation)
         return info

@@ -45,11 +45,11 @@ def channel_options(link: Link, *, proxy: bool = False) -> Options:
 
 
 def server_options(link: Link) -> Options:
-    """Options of a server's side; clients may ping once a second even while nothing is said."""
+    """Options of a server's side. By default gRPC ends a connection whose client pings three times during a silence."""
     return [
         *_common_options(link),
         ("grpc.so_reuseport", 0),
-        ("grpc.http2.min_recv_ping_interval_without_data_ms", 1000),
+        ("grpc.http2.min_ping_interval_without_data_ms", 200),
     ]
 
 
@@ -103,8 +103,8 @@ def bind(server: grpc.aio.Server, address: str, credentials: grpc.ServerCredenti
     Raises ConfigError naming the address and the reason: the port is in use, the host is not one of this machine.
     """
     host, _, port = address.rpartition(":")
-    if not host or not port.isdecimal():
-        raise ConfigError(f"cannot listen on {address!r}: must be host:port")
+    if not host or not port.isdecimal() or int(port) > 65535:  # gRPC would take the rest of a division
+        raise ConfigError(f"cannot listen on {address!r}: must be host:port, the port 0 to 65535")
     try:
         bound = _add_port(server, address, credentials)
     except RuntimeError as error:

@@ -1,6 +1,7 @@
 """A worker's transfer side as a process of its own, driven by lines of JSON: run with `receiver` or `sender`.
 
-receiver: prints {"address": ...}, then answers {"reserve": [...], ...}; `sender` pushes as it is told and prints reports.
+receiver: prints {"address": ...}, then answers {"reserve": {...}, "digest": {...}}. sender: pushes as it is told and
+prints reports.
 """
 
 import argparse
@@ -19,6 +20,7 @@ from kvtransfer.handoff import TransferSettings
 from kvtransfer.receiver import PeerService
 from kvtransfer.sender import Sender
 from kvtransfer.torch_dist import GlooTransport
+from kvtransfer.transport import Transport
 from tests.unit.kvtransfer.support import FINGERPRINT, FlippingEnd, RecordingTable, Wrapped, make_job, make_kv
 
 
@@ -41,7 +43,7 @@ def say(**message) -> None:
 
 async def receive(arguments: argparse.Namespace, settings: TransferSettings) -> None:
     table, kv = RecordingTable(arguments.layout), make_kv(None, arguments.blocks, arguments.layout)
-    transport = GlooTransport(settings.bind_host)
+    transport: Transport = GlooTransport(settings.bind_host)
     if arguments.flip >= 0:
         transport = Wrapped(transport, lambda end: FlippingEnd(end, arguments.flip))
     server = aio_server()
@@ -68,7 +70,9 @@ async def receive(arguments: argparse.Namespace, settings: TransferSettings) -> 
 def send(arguments: argparse.Namespace, settings: TransferSettings) -> None:
     kv, me = make_kv(1, arguments.blocks, arguments.layout), WorkerRef("prefill-0", Incarnation(7, 1), "none")
     to = WorkerRef("decode-0", Incarnation(7, arguments.counter), arguments.to)
-    sender = Sender(kv, me, FINGERPRINT, settings, lambda handoff, outcome: say(done=str(handoff), outcome=repr(outcome)))
+    sender = Sender(
+        kv, me, FINGERPRINT, settings, lambda handoff, outcome: say(done=str(handoff), outcome=repr(outcome))
+    )
     for line in sys.stdin:
         command = json.loads(line)
         sender.push(make_job(command["push"], command["tokens"], command["blocks"], to))

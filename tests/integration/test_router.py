@@ -1,12 +1,16 @@
-"""The whole router over real gRPC, with scripted workers in the same process: no engine, no KV, every state held still."""
+"""The whole router over real gRPC, with scripted workers in this process: no engine, no KV, every state held still."""
 
 from __future__ import annotations
 
 import asyncio
+import random
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import grpc
 import pytest
@@ -86,7 +90,7 @@ class FakeWorker(WorkerServicer):
             task.cancel()
         await self._server.stop(0)
 
-    async def Connect(self, request_iterator, context) -> None:  # type: ignore[no-untyped-def, override]
+    async def Connect(self, request_iterator, context) -> None:  # type: ignore[override]
         self._queue = asyncio.Queue()
         reader = asyncio.create_task(self._read(request_iterator))
         welcome = Event(welcome=convert.info_to_pb(self.info))
@@ -117,7 +121,7 @@ class FakeWorker(WorkerServicer):
         kind = command.WhichOneof("command") or ""
         if kind == "hello":
             return
-        body = {"reserve": command.reserve, "prefill": command.prefill, "fence": command.fence}.get(kind, command.release)
+        body: Any = getattr(command, kind)
         handoff = convert.handoff_from_pb(body.handoff)
         self.commands.append((kind, handoff))
         if kind == "reserve":
@@ -145,7 +149,7 @@ class FakeWorker(WorkerServicer):
     async def _reserve(self, handoff: HandoffId, message: worker_pb2.Reserve) -> None:
         await self.gates["reserve"].wait()
         need = LAYOUT.blocks_for(message.known_tokens + 1)
-        reason = worker_pb2.REFUSAL_REASON_NO_ROOM
+        reason: Any = worker_pb2.REFUSAL_REASON_NO_ROOM
         if self.refuse_once:
             reason, need = self.refuse_once.pop(), 10**9
         if sum(self._held.values()) + need > self.info.total_blocks:
@@ -217,6 +221,10 @@ async def until(predicate: Callable[[], object], what: str, within_s: float = 10
         await asyncio.sleep(0.002)
 
 
+async def released(worker: FakeWorker) -> None:
+    await until(lambda: worker.count("release") == 1, f"release to {worker.info.ref}")
+
+
 class Cluster:
     """Fake workers, and a router in front of them."""
 
@@ -269,6 +277,13 @@ class Cluster:
     def idle(self) -> bool:
         views = [link.view for link in self.router.pool.links]
         return all(v.dispatched == v.queued_tokens == v.pending_blocks == 0 for v in views)
+
+    @property
+    def handed_over(self) -> bool:
+        return bool(self.prefill[0].specs) and self.router.pool.links[0].view.dispatched == 0
+
+    def waits(self, count: int) -> bool:
+        return self.router.inference._floor.admission.waiting == count
 
     async def status(self) -> admin_pb2.StatusReply:
         async with aio_channel(self.router.admin) as channel:
@@ -352,7 +367,7 @@ async def test_a_request_that_ends_with_its_first_token(make):
     assert len(ids_of(events)) == 1
     assert done.placement.decode_worker == ""
     assert (done.timings.transfer_s, done.timings.commit_s, done.timings.decode_s) == (0, 0, 0)
-    await until(lambda: cluster.decode[0].count("release") == 1, "the reservation is released")
+    await released(cluster.decode[0])
 
 
 async def test_text_is_tokenized_and_the_request_id_is_in_the_metadata(make):
@@ -389,11 +404,10 @@ async def test_requests_wait_for_room_in_order(make):
     cluster = await make(blocks=1)
     cluster.decode[0].gates["decode"].clear()
     calls = [cluster.call(max_tokens=3)]
-    for waiting in range(4):
-        await until(lambda n=waiting: cluster.router.inference._floor.admission.waiting == n, "queued")
-        await until(lambda: cluster.decode[0].count("reserve") == 1, "the first is on the worker")
+    await until(lambda: cluster.decode[0].count("reserve") == 1, "the first is on the worker")
+    for waiting in range(1, 5):
         calls.append(cluster.call(max_tokens=3))
-    await until(lambda: cluster.router.inference._floor.admission.waiting == 4, "queued")
+        await until(partial(cluster.waits, waiting), "queued")
     cluster.decode[0].gates["decode"].set()
     done: list[int] = []
 
@@ -434,7 +448,7 @@ async def test_prefill_worker_killed_before_the_commit_is_fenced_at_the_decode_w
     await cluster.prefill[0].kill()
     with pytest.raises(WorkerLost, match="prefill-0 was lost"):
         await cluster.answer(call)
-    await until(lambda: cluster.decode[0].count("release") == 1, "released")
+    await released(cluster.decode[0])
     assert [kind for kind, _ in cluster.decode[0].commands] == ["reserve", "fence", "release"]
     assert "baton_fenced_total 1.0" in await cluster.http("/metrics")
     assert cluster.idle
@@ -444,7 +458,7 @@ async def test_prefill_worker_killed_after_the_commit_is_no_failure(make):
     cluster = await make()
     cluster.decode[0].gates["decode"].clear()
     call = cluster.call()
-    await until(lambda: cluster.router.pool.links[0].view.dispatched == 0, "handed over")
+    await until(lambda: cluster.handed_over, "handed over")
     await cluster.prefill[0].kill()
     await until(lambda: cluster.router.pool.links[0].state == "lost", "noticed")
     cluster.decode[0].gates["decode"].set()
@@ -459,7 +473,7 @@ async def test_a_fence_that_comes_after_the_commit_lets_the_request_go_on(make):
     def committed_already(handoff: HandoffId) -> None:
         decode.commit(handoff, prefill.specs[0])
 
-    decode.fence = committed_already  # type: ignore[method-assign]
+    decode.fence = committed_already
     call = cluster.call()
     await until(lambda: prefill.specs, "prefilling")
     await prefill.kill()
@@ -475,11 +489,11 @@ async def test_decode_worker_killed(make, gate):
     call = cluster.call()
     await until(lambda: cluster.prefill[0].specs, "prefilling")
     if gate == "decode":
-        await until(lambda: cluster.router.pool.links[0].view.dispatched == 0, "handed over")
+        await until(lambda: cluster.handed_over, "handed over")
     await cluster.decode[0].kill()
     with pytest.raises(WorkerLost, match="decode-0 was lost"):
         await cluster.answer(call)
-    await until(lambda: cluster.prefill[0].count("release") == 1, "released")
+    await released(cluster.prefill[0])
     assert cluster.idle
 
 
@@ -499,7 +513,7 @@ async def test_a_failure_that_a_decode_worker_reports(make, kind, error):
     mismatches = 1.0 if kind == "DigestMismatch" else 0.0
     assert f"baton_digest_mismatch_total {mismatches}" in await cluster.http("/metrics")
     for worker in cluster.workers:
-        await until(lambda w=worker: w.count("release") == 1, "released")
+        await released(worker)
 
 
 async def test_a_new_incarnation_takes_the_place_of_a_dead_one(make):
@@ -534,7 +548,7 @@ async def test_a_worker_without_a_lease_gets_nothing_new_but_finishes_what_it_ha
     cluster = await make(queue_max_wait_s=0.2)
     cluster.decode[0].gates["decode"].clear()
     call = cluster.call()
-    await until(lambda: cluster.router.pool.links[0].view.dispatched == 0, "handed over")
+    await until(lambda: cluster.handed_over, "handed over")
     cluster.infos = [cluster.prefill[0].info]
     await until(lambda: not cluster.router.pool.has_pair(), "retired")
     with pytest.raises(NoWorker):
@@ -546,7 +560,80 @@ async def test_a_worker_without_a_lease_gets_nothing_new_but_finishes_what_it_ha
     assert len(ids_of(await cluster.generate())) == 8
 
 
+async def test_a_worker_that_says_nothing_is_lost(make):
+    cluster = await make(worker_silence_s=0.5)
+    call = await at(cluster, "decoding")
+    with pytest.raises(WorkerLost, match="decode-0 was lost"):
+        await cluster.answer(call)
+    await until(cluster.router.pool.has_pair, "connected again")
+    cluster.decode[0].gates["decode"].set()
+    assert len(ids_of(await cluster.generate())) == 8
+
+
+async def test_a_worker_that_talks_but_has_no_lease_is_lost_in_the_end(make):
+    cluster = await make(worker_silence_s=1.0)
+    call = await at(cluster, "decoding")
+    cluster.infos = [cluster.prefill[0].info]
+    talking = asyncio.create_task(talk(cluster.workers))
+    with pytest.raises(WorkerLost, match="decode-0 was lost"):
+        await cluster.answer(call)
+    assert [link.info.role for link in cluster.router.pool.links] == [Role.PREFILL]
+    talking.cancel()
+
+
+async def talk(workers: list[FakeWorker]) -> None:
+    while True:
+        for worker in workers:
+            worker.emit()
+        await asyncio.sleep(0.1)
+
+
+async def test_a_message_that_cannot_be_read_is_the_workers_fault(make):
+    cluster = await make()
+    call = await at(cluster, "decoding")
+    [handoff] = {handoff for _, handoff in cluster.decode[0].commands}
+    cluster.decode[0].emit(_event(handoff, tokens=worker_pb2.OutputTokens(ids=[1, 2], texts=["x"])))
+    with pytest.raises(EngineFault, match="cannot be read"):
+        await cluster.answer(call)
+
+
+async def test_a_worker_that_says_more_than_a_request_can_produce_is_at_fault(make):
+    cluster = await make()
+    call = await at(cluster, "decoding")
+    [handoff] = {handoff for _, handoff in cluster.decode[0].commands}
+    cluster.decode[0].emit(*[_event(handoff, pushed=worker_pb2.Pushed())] * 1000)
+    with pytest.raises(EngineFault, match="more than 24 messages"):
+        await cluster.answer(call)
+
+
 # --- cancelling
+
+
+async def test_cancelling_at_any_moment_leaves_nothing_behind(make):
+    seed = random.randrange(2**32)
+    print("seed", seed)
+    rng = random.Random(seed)
+    cluster = await make(prefill=2, decode=2, blocks=20)
+    for worker in cluster.decode:
+        worker.preempt_at = [2, 3, 4, 5]
+
+    async def one() -> None:
+        call = cluster.call([1] * rng.randint(1, 40), rng.randint(1, 12))
+        leave = asyncio.get_running_loop().call_later(rng.random(), call.cancel)
+        with suppress(asyncio.CancelledError, BatonError):
+            ids_of(await cluster.answer(call))
+        leave.cancel()
+
+    await asyncio.gather(*(one() for _ in range(120)))
+    await until(lambda: cluster.idle, "every claim is given back")
+    await until(lambda: not any(worker._held for worker in cluster.decode), "every reservation is released")
+    assert cluster.waits(0)
+    assert not cluster.router.inference.requests.running
+    outcomes = cluster.router.inference.requests.outcomes
+    arrived = next(cluster.router.inference._floor.tickets)  # a call may be left before the router hears of it
+    assert outcomes["finished"] + outcomes["cancelled"] == arrived
+    assert arrived > 10
+    assert len(ids_of(await cluster.generate())) == 8
 
 
 async def at(cluster: Cluster, state: str):
@@ -557,7 +644,7 @@ async def at(cluster: Cluster, state: str):
         cluster.call()
         await until(lambda: decode.count("reserve") == 1, "first one placed")
         call = cluster.call()
-        await until(lambda: cluster.router.inference._floor.admission.waiting == 1, state)
+        await until(partial(cluster.waits, 1), state)
         return call
     gate = {"reserving": "reserve", "prefilling": "first", "transferring": "commit", "decoding": "decode"}[state]
     for worker in cluster.workers:
@@ -569,7 +656,7 @@ async def at(cluster: Cluster, state: str):
     if state == "transferring":
         await until(lambda: cluster.router.pool.links[0].view.queued_tokens == 0, state)
     if state == "decoding":
-        await until(lambda: cluster.router.pool.links[0].view.dispatched == 0, state)
+        await until(lambda: cluster.handed_over, state)
     return call
 
 
@@ -589,7 +676,7 @@ async def test_cancel_releases_both_workers_in_every_state(make, state, how):
         with pytest.raises(Cancelled, match="Cancel call"):
             await cluster.answer(call)
     for worker in cluster.workers:
-        await until(lambda w=worker: w.count("release") == 1, f"release to {worker.info.ref}")
+        await released(worker)
     assert cluster.idle
     await until(lambda: cluster.router.inference.requests.outcomes["cancelled"] == 1, "counted")
     assert not cluster.router.inference.requests.running
@@ -599,7 +686,7 @@ async def test_cancel_while_queued_leaves_the_queue_and_touches_no_worker(make):
     cluster = await make(blocks=1)
     call = await at(cluster, "queued")
     call.cancel()
-    await until(lambda: cluster.router.inference._floor.admission.waiting == 0, "left the queue")
+    await until(partial(cluster.waits, 0), "left the queue")
     assert [kind for kind, _ in cluster.decode[0].commands] == ["reserve"]
     cluster.decode[0].gates["decode"].set()
     await until(lambda: cluster.idle, "the first one ends")
@@ -617,7 +704,7 @@ async def test_the_callers_deadline_holds_in_every_state(make, state):
     with pytest.raises(DeadlineExceeded):
         await cluster.answer(call)
     for worker in cluster.workers:
-        await until(lambda w=worker: w.count("release") == 1, "released")
+        await released(worker)
     assert cluster.idle
 
 
@@ -639,7 +726,7 @@ async def test_the_decode_workers_message_may_overtake_the_prefill_workers(make)
     cluster.prefill[0].commit_first = True
     events = await cluster.generate()
     assert ids_of(events) == [expected([1, 2, 3], i) for i in range(8)]
-    assert events[-1].completed.timings.transfer_s == 0
+    assert events[-1].completed.timings.transfer_s < 1e-3  # there was nothing to wait for
     cluster.prefill[0].gates["first"].set()  # the late witness is heard by nobody
     assert len(ids_of(await cluster.generate())) == 8
 
@@ -650,7 +737,7 @@ async def test_witnesses_that_contradict_each_other_are_a_fault(make):
     with pytest.raises(EngineFault, match="contradict each other on token 0"):
         await cluster.generate()
     for worker in cluster.workers:
-        await until(lambda w=worker: w.count("release") == 1, "released")
+        await released(worker)
 
 
 # --- many
@@ -683,7 +770,8 @@ async def test_a_slow_reader_blocks_nobody_and_is_given_up(make):
             assert len(ids_of(await cluster.generate(max_tokens=20))) == 20
         await until(lambda: cluster.router.inference.requests.outcomes["cancelled"] == 1, "given up", 40)
         assert cluster.idle
-        slow.cancel()
+        with pytest.raises(Cancelled, match="did not read for 1 s"):
+            await cluster.answer(slow)
 
 
 async def test_a_full_queue_refuses_with_a_delay(make):
@@ -717,7 +805,7 @@ async def test_errors_are_named(make):
     with pytest.raises(UnknownModel, match="'oracle' is"):
         await cluster.generate(model="gpt")
     with pytest.raises(InvalidRequest, match="n: not supported") as caught:
-        await cluster.generate(n=2, priority=1, max_tokens=-1)
+        await cluster.generate(n=2, priority=1, max_tokens=0)
     assert [v.field for v in caught.value.violations] == ["n", "priority", "sampling.max_tokens"]
     with pytest.raises(InvalidRequest, match="2048"):
         await cluster.generate([1] * 2048)
@@ -743,15 +831,24 @@ async def test_tokenize_detokenize_and_models(make):
         assert caught.value.code() in {grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.NOT_FOUND}
 
 
+async def health_is(cluster: Cluster, service: str, wanted: int):
+    stub: Any = health_pb2_grpc.HealthStub(cluster.channel)
+    watch = stub.Watch(health_pb2.HealthCheckRequest(service=service))
+    async with asyncio.timeout(10):
+        async for reply in watch:
+            if reply.status == wanted:
+                break
+    watch.cancel()
+
+
 async def test_health_reflection_status_and_metrics(make):
     cluster = await make()
     await cluster.generate()
-    health = health_pb2_grpc.HealthStub(cluster.channel)
     for service in ("", SERVICE):
-        reply = await health.Check(health_pb2.HealthCheckRequest(service=service))
-        assert reply.status == health_pb2.HealthCheckResponse.SERVING
+        await health_is(cluster, service, health_pb2.HealthCheckResponse.SERVING)
     listing = reflection_pb2.ServerReflectionRequest(list_services="")
-    stream = reflection_pb2_grpc.ServerReflectionStub(cluster.channel).ServerReflectionInfo(iter([listing]))
+    stub: Any = reflection_pb2_grpc.ServerReflectionStub(cluster.channel)
+    stream = stub.ServerReflectionInfo(iter([listing]))
     names = {service.name async for reply in stream for service in reply.list_services_response.service}
     assert SERVICE in names
     status = await cluster.status()
@@ -770,12 +867,7 @@ async def test_health_follows_the_workers(make):
     await until(lambda: not cluster.router.pool.has_pair(), "noticed")
     assert "503" in await cluster.http("/ready")
     assert "200 OK" in await cluster.http("/health")
-    health = health_pb2_grpc.HealthStub(cluster.channel)
-    watch = health.Watch(health_pb2.HealthCheckRequest(service=SERVICE))
-    async for reply in watch:
-        if reply.status == health_pb2.HealthCheckResponse.NOT_SERVING:
-            break
-    watch.cancel()
+    await health_is(cluster, SERVICE, health_pb2.HealthCheckResponse.NOT_SERVING)
 
 
 async def test_stop_lets_running_requests_finish(make):
@@ -802,7 +894,12 @@ async def test_stop_ends_what_does_not_finish_within_the_grace(make):
 
 async def test_what_is_wrong_with_the_settings_is_named(make):
     cluster = await make()
-    with pytest.raises(ConfigError, match="policy"):
-        await make(policy="best")
-    with pytest.raises(ConfigError, match=r"in use|cannot listen"):
-        await make(grpc=cluster.router.grpc)
+    good = cluster.settings
+    for wrong, words in (
+        (replace(good, policy="best"), "router.policy: 'best' is not one of"),
+        (replace(good, grpc=cluster.router.grpc), "cannot listen on .* in use"),
+        (replace(good, admin=cluster.router.grpc), "cannot listen on .* in use"),
+        (replace(good, metrics=cluster.router.metrics), "cannot listen for metrics"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            await serve(wrong, cluster.source, OracleTokenizer())

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from baton.engine.model.fields import Fields
 
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
-MAX_FACTOR = 1e6
+# Far wider than any sense: they keep an untrusted config away from overflow in float32.
+MIN_FACTOR, MAX_FACTOR, MAX_THETA = 1e-6, 1e6, 1e30
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,17 +51,16 @@ def parse_rope(fields: Fields, max_positions: int, head_dim: int) -> RopeConfig:
         if owner.number("partial_rotary_factor", 1.0) != 1.0:
             raise owner.error("partial_rotary_factor", "other than 1 is not supported")
     # Above 1, since yarn divides by its logarithm and no trained model is below.
-    theta = rope.number("rope_theta", fields.number("rope_theta", 10000.0, above=1.0), above=1.0)
+    theta = fields.number("rope_theta", 10000.0, above=1.0, below=MAX_THETA)
+    theta = rope.number("rope_theta", theta, above=1.0, below=MAX_THETA)
     if kind == "default":
         return RopeConfig(kind, theta, head_dim, max_positions)
     if kind == "dynamic":
         # Within the original length, dynamic scaling is no scaling. Beyond it, the frequencies depend on how long the
         # sequence is by now, so keys that are cached already would have to be rotated again.
-        return RopeConfig(
-            "dynamic", theta, head_dim, max_positions, rope.number("factor", below=MAX_FACTOR), max_positions
-        )
+        return RopeConfig("dynamic", theta, head_dim, max_positions, _factor(rope, "factor"), max_positions)
     if kind == "linear":
-        factor = rope.number("factor", below=MAX_FACTOR)
+        factor = _factor(rope, "factor")
         return RopeConfig("linear", theta, head_dim, max(max_positions, int(max_positions * factor)), factor)
     # A key beside the others has priority over the one inside, as in transformers.
     original = rope.integer("original_max_position_embeddings", max_positions)
@@ -70,8 +70,12 @@ def parse_rope(fields: Fields, max_positions: int, head_dim: int) -> RopeConfig:
     return _parse_yarn(rope, theta, head_dim, max_positions, original)
 
 
+def _factor(rope: Fields, key: str, default: float | None = None) -> float:
+    return rope.number(key, default, above=MIN_FACTOR, below=MAX_FACTOR)
+
+
 def _parse_llama3(rope: Fields, theta: float, head_dim: int, max_positions: int, original: int) -> RopeConfig:
-    low, high = rope.number("low_freq_factor"), rope.number("high_freq_factor")
+    low, high = (_factor(rope, f"{end}_freq_factor") for end in ("low", "high"))
     if low >= high:
         raise rope.error("high_freq_factor", f"must be above low_freq_factor ({low:g}), got {high:g}")
     return RopeConfig(
@@ -79,7 +83,7 @@ def _parse_llama3(rope: Fields, theta: float, head_dim: int, max_positions: int,
         theta,
         head_dim,
         max_positions,
-        factor=rope.number("factor", below=MAX_FACTOR),
+        factor=_factor(rope, "factor"),
         original=original,
         low_freq_factor=low,
         high_freq_factor=high,
@@ -87,7 +91,7 @@ def _parse_llama3(rope: Fields, theta: float, head_dim: int, max_positions: int,
 
 
 def _parse_yarn(rope: Fields, theta: float, head_dim: int, max_positions: int, original: int) -> RopeConfig:
-    factor = rope.number("factor", max_positions / original, below=MAX_FACTOR)
+    factor = _factor(rope, "factor", max_positions / original)
     return RopeConfig(
         "yarn",
         theta,
@@ -95,8 +99,8 @@ def _parse_yarn(rope: Fields, theta: float, head_dim: int, max_positions: int, o
         max(max_positions, int(original * factor)),
         factor=factor,
         original=original,
-        beta_fast=rope.number("beta_fast", 32.0),
-        beta_slow=rope.number("beta_slow", 1.0),
+        beta_fast=_factor(rope, "beta_fast", 32.0),
+        beta_slow=_factor(rope, "beta_slow", 1.0),
         truncate=rope.flag("truncate", True),
         attention_factor=_yarn_attention_factor(rope, factor),
     )
@@ -105,9 +109,9 @@ def _parse_yarn(rope: Fields, theta: float, head_dim: int, max_positions: int, o
 def _yarn_attention_factor(rope: Fields, factor: float) -> float:
     """Given, or by the paper's formula; `mscale` and `mscale_all_dim` count only together."""
     if rope.has("attention_factor"):
-        return rope.number("attention_factor")
-    mscale = rope.number("mscale", 0.0, above=-math.ulp(0.0))
-    mscale_all_dim = rope.number("mscale_all_dim", 0.0, above=-math.ulp(0.0))
+        return _factor(rope, "attention_factor")
+    mscale = rope.number("mscale", 0.0, above=-MIN_FACTOR, below=MAX_FACTOR)
+    mscale_all_dim = rope.number("mscale_all_dim", 0.0, above=-MIN_FACTOR, below=MAX_FACTOR)
     if mscale and mscale_all_dim:
         return _mscale(factor, mscale) / _mscale(factor, mscale_all_dim)
     return _mscale(factor, 1.0)

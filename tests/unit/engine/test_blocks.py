@@ -35,6 +35,7 @@ class PoolMachine(RuleBasedStateMachine):
         assert (allocation is not None) == (n <= room)
         if allocation is None:
             allocation = self.pool.allocate(0)
+            assert allocation is not None
         self.note(allocation.blocks, allocation.generations)
         self.holders.append(allocation)
         return allocation

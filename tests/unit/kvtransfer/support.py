@@ -163,6 +163,7 @@ class LoopbackPeer:
 
     def close(self) -> None:
         self.run(self.service.close())
+        self.run(self.loop.shutdown_default_executor())
         self.loop.call_soon_threadsafe(self.loop.stop)
         self._thread.join()
         self.loop.close()
@@ -188,7 +189,7 @@ class LoopbackStream:
             self._call.result(20)
 
     async def _serve(self, on_reply: Callable[[pb.PeerReply], None]) -> None:
-        await self._peer.service.Connect(self._stream(), _Context(on_reply))  # type: ignore[arg-type]
+        await self._peer.service.Connect(self._stream(), _Context(on_reply))
         self._on_end("ended")
 
     async def _stream(self):

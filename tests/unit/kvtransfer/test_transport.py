@@ -1,8 +1,8 @@
 """The contract of a channel, held by each transport, and the choice of one."""
 
-import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
@@ -32,9 +32,14 @@ def pool():
 
 
 def open_pair(pool: ThreadPoolExecutor, transport, deadline_s: float = 5.0):
-    left = KeyRelay(lambda key, value: right.deliver(key, value))
-    right = KeyRelay(lambda key, value: left.deliver(key, value))
-    ends = [pool.submit(transport.open, NAME, *args, deadline_s) for args in ((Side.SENDER, left), (Side.RECEIVER, right))]
+    def to(side: Side):
+        def send(key: str, value: bytes) -> None:
+            relays[side].deliver(key, value)
+
+        return send
+
+    relays = {Side.SENDER: KeyRelay(to(Side.RECEIVER)), Side.RECEIVER: KeyRelay(to(Side.SENDER))}
+    ends = [pool.submit(transport.open, NAME, side, relays[side], deadline_s) for side in Side]
     return [end.result(10) for end in ends]
 
 
@@ -74,17 +79,16 @@ def test_a_silent_peer_is_seen_by_the_deadline_and_the_channel_is_closed(pool, t
 
 
 def test_close_gives_back_threads_and_descriptors(pool, transport) -> None:
-    def held() -> tuple[int, int]:
-        return len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
+    def held() -> list[int]:
+        return [len(list(Path(f"/proc/self/{kind}").iterdir())) for kind in ("task", "fd")]
 
-    for end in open_pair(pool, transport):  # what is made once per process
-        end.close()
-    settled(lambda: threading.active_count() <= 3)
+    both = threading.Barrier(2)
+    assert list(pool.map(lambda _: both.wait() >= 0, range(2))) == [True, True]  # its threads are there now
     before = held()
     for _ in range(3):
         for end in open_pair(pool, transport):
             end.close()
-    assert settled(lambda: held() <= before), (before, held())
+    assert settled(lambda: held() == before), (before, held())
 
 
 def test_memory_refuses_a_message_of_another_size(pool) -> None:
@@ -107,9 +111,10 @@ def test_keys_that_no_rendezvous_needs_are_refused() -> None:
         relay.deliver("k", bytes(1 << 20))
     with pytest.raises(ChannelBroken):
         relay.deliver("k" * 1000, b"")
+    for number in range(MAX_KEYS - 2):
+        relay.deliver(str(number), b"")
     with pytest.raises(ChannelBroken):
-        for number in range(MAX_KEYS + 1):
-            relay.deliver(str(number), b"")
+        relay.deliver("one too many", b"")
 
 
 def test_early_keys_are_kept() -> None:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
 import torch
 import transformers
+from hypothesis import given
+from hypothesis import strategies as st
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from baton.engine.model.build import _max_model_len
-from baton.engine.model.config import ModelConfig, parse_config
+from baton.engine.model.config import FAMILIES, ModelConfig, parse_config
 from baton.engine.model.fields import Fields
-from baton.engine.model.rope import inverse_frequencies
+from baton.engine.model.rope import ROPE_TYPES, RopeConfig, inverse_frequencies
 from baton.errors import CheckpointError, ConfigError
 
 SHAPE = {
@@ -44,6 +47,7 @@ def parsed(model_type: str = "llama", **settings: Any) -> ModelConfig:
         {"rope_type": "yarn", "factor": 40, "mscale": 1.0},
         {"rope_type": "yarn", "original_max_position_embeddings": 256, "factor": None},
         {"rope_type": "yarn", "factor": 2.0, "attention_factor": 1.25},
+        {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 10**6},
     ],
 )
 @pytest.mark.parametrize("head_dim", [16, 64])
@@ -151,6 +155,29 @@ def test_sliding_windows_as_transformers_treats_them():
         sliding("mistral", sliding_window=20, layer_types=types)
     with pytest.raises(CheckpointError, match="sliding_window must be a whole number"):
         sliding("mistral", sliding_window=0)
+
+
+SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5)
+VALUES = st.one_of(SCALARS, st.lists(SCALARS, max_size=3), st.dictionaries(st.text(max_size=5), SCALARS, max_size=3))
+KEYS = (*SHAPE, "head_dim", "num_key_value_heads", "layer_types", "sliding_window", "use_sliding_window", "hidden_act")
+ROPE_KEYS = [*(field.name for field in dataclasses.fields(RopeConfig)), "mscale", "mscale_all_dim", "rope_theta"]
+
+
+@given(
+    st.sampled_from(sorted(FAMILIES)),
+    st.dictionaries(st.sampled_from([*KEYS, "quantization_config", "rope_theta", "dtype"]), VALUES, max_size=3),
+    st.sampled_from(ROPE_TYPES),
+    st.dictionaries(
+        st.sampled_from([*ROPE_KEYS, "original_max_position_embeddings"]), st.floats(min_value=0), min_size=3
+    ),
+)
+def test_any_json_is_parsed_or_refused(family: str, settings: dict[str, Any], kind: str, rope: dict[str, Any]):
+    """No other exception, and no NaN, comes out of an untrusted config."""
+    try:
+        config = parsed(family, rope_parameters={"factor": 2.0, **rope, "rope_type": kind}, **settings)
+    except CheckpointError:
+        return
+    assert not inverse_frequencies(dataclasses.replace(config.rope, head_dim=8)).isnan().any()
 
 
 def test_defaults_of_the_families():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import socket
 
-import grpc
 import pytest
 
 from baton.errors import ConfigError
@@ -21,7 +20,7 @@ def test_keepalive_notices_a_frozen_peer():
 
 
 def test_a_server_bears_the_pings_of_our_clients():
-    least = dict(channel.server_options(channel.PUBLIC))["grpc.http2.min_recv_ping_interval_without_data_ms"]
+    least = dict(channel.server_options(channel.PUBLIC))["grpc.http2.min_ping_interval_without_data_ms"]
     assert least <= dict(channel.channel_options(channel.PUBLIC))["grpc.keepalive_time_ms"]
 
 
@@ -39,7 +38,6 @@ async def test_a_port_in_use_is_an_error_that_names_it():
 
 
 async def test_a_port_of_another_server_of_ours_is_in_use_too():
-    address = channel.bind(channel.aio_server(), "127.0.0.1:0")
     first = channel.aio_server()
     address = channel.bind(first, "127.0.0.1:0")
     with pytest.raises(ConfigError, match=address):
@@ -47,18 +45,12 @@ async def test_a_port_of_another_server_of_ours_is_in_use_too():
     await first.stop(None)
 
 
-@pytest.mark.parametrize("address", ["", "localhost", ":50051", "127.0.0.1:http", "127.0.0.1:"])
+@pytest.mark.parametrize("address", ["", "localhost", ":50051", "127.0.0.1:http", "127.0.0.1:", "127.0.0.1:99999"])
 async def test_an_address_must_be_host_and_port(address: str):
     with pytest.raises(ConfigError, match="host:port"):
         channel.bind(channel.aio_server(), address)
 
 
-@pytest.mark.parametrize("address", ["192.0.2.1:0", "127.0.0.1:99999"])
-async def test_an_address_that_is_not_ours_is_an_error(address: str):
-    with pytest.raises(ConfigError, match=address):
-        channel.bind(channel.aio_server(), address)
-
-
-async def test_a_secure_listener_binds_too(tls_pair: tuple[bytes, bytes]):
-    credentials = grpc.ssl_server_credentials([tls_pair])
-    assert channel.bind(channel.aio_server(), "127.0.0.1:0", credentials).startswith("127.0.0.1:")
+async def test_an_address_of_another_machine_is_an_error():
+    with pytest.raises(ConfigError, match=r"192\.0\.2\.1:0.*[Cc]annot assign"):
+        channel.bind(channel.aio_server(), "192.0.2.1:0")

@@ -31,9 +31,7 @@ POSITIVE = 2.0**-20
 incarnations = st.builds(core.Incarnation, u64, u64)
 refs = st.builds(core.WorkerRef, name, incarnations, name)
 handoffs = st.builds(core.HandoffId, name, st.integers(1, 2**32 - 1))
-logprobs = st.builds(
-    core.TokenLogprobs, f32(-100, 0), st.lists(st.tuples(u32, f32(-100, 0)), max_size=3).map(tuple)
-)
+logprobs = st.builds(core.TokenLogprobs, f32(-100, 0), st.lists(st.tuples(u32, f32(-100, 0)), max_size=3).map(tuple))
 samplings = st.builds(
     core.Sampling,
     max_tokens=st.integers(1000, 2**31 - 1),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import grpc
 import pytest
 from google.protobuf.any_pb2 import Any as AnyMessage
@@ -27,7 +29,7 @@ class Failure(grpc.RpcError):
     def details(self) -> str | None:
         return self._text
 
-    def trailing_metadata(self) -> tuple[tuple[str, bytes], ...]:
+    def trailing_metadata(self) -> Any:
         return self._trailers
 
 
@@ -133,7 +135,9 @@ def test_a_message_that_is_too_large_is_not_worth_a_retry():
     assert not back.retryable
 
 
-@pytest.mark.parametrize("trailer", [b"\xff not protobuf", status_pb2.Status(code=5, message="other").SerializeToString()])
+@pytest.mark.parametrize(
+    "trailer", [b"\xff not protobuf", status_pb2.Status(code=5, message="other").SerializeToString()]
+)
 def test_details_that_do_not_belong_are_ignored(trailer: bytes):
     back = from_rpc_error(Failure(Code.INTERNAL, "plain", ((DETAILS, trailer),)))
     assert (type(back), str(back)) == (errors.EngineFault, "plain")
@@ -163,9 +167,9 @@ def test_no_details_at_all_become_the_name_of_the_code():
     assert str(from_rpc_error(Failure(Code.INTERNAL, None))) == "INTERNAL"
 
 
-@pytest.mark.parametrize("long", ["x" * 10**6, "é" * 10**6, "\ud800" * 10**6])
+@pytest.mark.parametrize("long", ["x" * 10**4, "é" * 10**4, "\ud800" * 10**4])
 def test_long_texts_fit_into_trailers(long: str):
-    status = to_rpc_status(InvalidRequest(*[Violation(long, long)] * 1000))
+    status = to_rpc_status(InvalidRequest(*[Violation(long, long)] * 100))
     bad = error_details_pb2.BadRequest()
     assert status.details[1].Unpack(bad)
     assert len(bad.field_violations) == MAX_VIOLATIONS

@@ -1,0 +1,119 @@
+"""Real clusters, started as a user starts them: `baton up --detach` in a state folder of the test's own."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+
+from baton import Client
+from baton.cluster.state import ClusterState, StateFolder
+
+ROOT = Path(__file__).parents[2]
+FREE_PORTS = ("router.grpc=127.0.0.1:0", "router.admin=127.0.0.1:0", "router.metrics=127.0.0.1:0")
+
+
+@dataclass
+class Home:
+    """A `$BATON_HOME` of its own, and the command line in it."""
+
+    path: Path
+
+    def baton(self, *args, timeout=120, check=False, **options):
+        """Run `baton ARGS`; the finished process, its output as text."""
+        env = {**os.environ, "BATON_HOME": str(self.path), "NO_COLOR": "1"}
+        command = [sys.executable, "-m", "baton", *map(str, args)]
+        done = subprocess.run(
+            command, env=env, cwd=ROOT, timeout=timeout, capture_output=True, text=True, check=False, **options
+        )
+        if check:
+            assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}\n{self.logs()}"
+        return done
+
+    def logs(self) -> str:
+        return "\n".join(f"== {file}\n{file.read_text()[-3000:]}" for file in sorted(self.path.glob("*/logs/*.log")))
+
+    @contextmanager
+    def cluster(self, config="configs/no-ray.yaml", *sets):
+        """A running cluster; `down`, and a look at what is left, at the end."""
+        options = [part for item in (*FREE_PORTS, *sets) for part in ("--set", item)]
+        self.baton("up", "-c", config, *options, "--detach", check=True)
+        running = Cluster(self, Path(config).stem)
+        pids = running.processes()
+        try:
+            yield running
+        finally:
+            pids |= running.processes()
+            if running.processes():  # a test may have ended it in its own way
+                self.baton("down", "--name", running.name, check=True)
+        left = {name: pid for name, pid in pids.items() if psutil.pid_exists(pid) and not is_zombie(pid)}
+        assert not left, f"still running after down: {left}"
+        assert sorted(path.name for path in (self.path / running.name).iterdir()) == ["lock", "logs", "up.out"]
+
+
+@dataclass
+class Cluster:
+    """A running cluster."""
+
+    home: Home
+    name: str
+
+    def state(self) -> ClusterState:
+        found = StateFolder(self.name, self.home.path).read_state()
+        assert found is not None, self.home.logs()
+        return found
+
+    def processes(self) -> dict[str, int]:
+        state = StateFolder(self.name, self.home.path).read_state()
+        return {} if state is None else {f"{n}:{p.pid}": p.pid for n, p in state.processes.items()}
+
+    def pid(self, process: str) -> int:
+        return self.state().processes[process].pid
+
+    def client(self, **options) -> Client:
+        state = self.state()
+        return Client(state.grpc, admin=state.admin, **{"timeout": 60.0, **options})
+
+    def loads(self) -> dict:
+        """The last load report of each worker, by worker id."""
+        with self.client() as client:
+            return {worker.info.ref.worker_id: worker.load for worker in client.cluster().workers}
+
+    def status(self) -> dict:
+        return json.loads(self.home.baton("status", "--json", "--name", self.name, check=True).stdout)
+
+
+def is_zombie(pid: int) -> bool:
+    """Ended, but nobody has asked for its exit code yet."""
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+def eventually(look, *, within_s=10.0, every_s=0.02):
+    """`look()` as soon as it is true; fails after `within_s`. For states that other processes reach by themselves."""
+    import time
+
+    deadline = time.monotonic() + within_s
+    while not (found := look()):
+        assert time.monotonic() < deadline, f"not so within {within_s} s: {look}"
+        time.sleep(every_s)
+    return found
+
+
+@pytest.fixture
+def home(tmp_path):
+    return Home(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def module_home(tmp_path_factory):
+    return Home(tmp_path_factory.mktemp("home"))

@@ -1,0 +1,117 @@
+"""SIGKILL of each process of a running cluster: typed errors, a replacement, clean ends, nothing left."""
+
+import os
+import signal
+import threading
+
+import psutil
+import pytest
+
+from baton.errors import BatonError, NoWorker, WorkerLost
+from tests.e2e.conftest import Cluster, eventually
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+LONG = {"max_tokens": 1500, "temperature": 0, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def cluster(module_home):
+    with module_home.cluster("configs/no-ray.yaml", "model.path=oracle") as running:
+        yield running
+
+
+def serves(cluster):
+    try:
+        with cluster.client(timeout=10) as client:
+            return client.generate("hello", max_tokens=5, temperature=0).tokens
+    except BatonError:
+        return None
+
+
+class Load:
+    """Eight requests that run for long, each on a thread; `outcomes` says how each ended."""
+
+    def __init__(self, cluster):
+        self.outcomes = []
+        self.client = cluster.client(max_retries=0)
+        self.started = threading.Barrier(9)
+        self.threads = [threading.Thread(target=self.one, args=(n,)) for n in range(8)]
+        for thread in self.threads:
+            thread.start()
+        self.started.wait(30)
+
+    def one(self, number):
+        waiting = True
+        try:
+            with self.client.stream(f"request {number}", **LONG) as stream:
+                while len(stream.tokens) < 2:  # the second one comes from the decode worker
+                    next(stream)
+                self.started.wait(30)
+                waiting = False
+                self.outcomes.append(len(stream.collect().tokens))
+        except BatonError as error:
+            self.outcomes.append(type(error))
+            if waiting:
+                self.started.abort()
+
+    def join(self):
+        for thread in self.threads:
+            thread.join(60)
+        self.client.close()
+        assert not any(thread.is_alive() for thread in self.threads)
+        return self.outcomes
+
+
+def kill(cluster, name):
+    pid = cluster.pid(name)
+    os.kill(pid, signal.SIGKILL)
+    return pid
+
+
+@pytest.mark.parametrize("name", ["decode-0", "prefill-0", "router", "redis"])
+def test_a_killed_process_is_replaced(cluster, name):
+    right = eventually(lambda: serves(cluster))
+    load = Load(cluster)
+    pid = kill(cluster, name)
+    outcomes = load.join()
+    assert len(outcomes) == 8
+    if name in {"prefill-0", "redis"}:
+        assert set(outcomes) == {1500}  # the KV was handed over: nobody decodes on the prefill worker, or in Redis
+    else:
+        assert set(outcomes) <= {WorkerLost, NoWorker}
+    eventually(lambda: serves(cluster), within_s=30)
+    assert serves(cluster) == right
+    assert cluster.pid(name) != pid
+    eventually(lambda: all(load.blocks.free == load.blocks.total for load in cluster.loads().values()))
+
+
+def test_a_killed_supervisor_takes_all_with_it(module_home, tmp_path):
+    config = tmp_path / "orphans.yaml"
+    config.write_text("name: orphans\nray: {address: none}\n")
+    ports = ("--set", "router.grpc=127.0.0.1:0", "--set", "router.metrics=127.0.0.1:0", "--set", "model.path=oracle")
+    module_home.baton("up", "-c", config, *ports, "--detach", check=True)
+    orphans = Cluster(module_home, "orphans")
+    state = orphans.state()
+    processes = [identity.process() for identity in state.processes.values()]
+    assert len(processes) == 4
+    os.kill(state.supervisor.pid, signal.SIGKILL)
+    _, alive = psutil.wait_procs(processes, timeout=10)
+    assert [process for process in alive if process.status() != psutil.STATUS_ZOMBIE] == []
+    done = module_home.baton("status", "--name", "orphans")
+    assert done.returncode == 4
+    with module_home.cluster(config, "model.path=oracle") as again:  # what it left does not stand in the way
+        assert serves(again)
+
+
+def test_ctrl_c_drains(module_home, tmp_path):
+    """SIGINT once: the request that runs is finished, then everything ends."""
+    config = tmp_path / "drain.yaml"
+    config.write_text("name: drain\nray: {address: none}\n")
+    with module_home.cluster(config, "model.path=oracle") as running, running.client(max_retries=0) as client:
+        processes = [identity.process() for identity in running.state().processes.values()]
+        with client.stream("hello", max_tokens=200, temperature=0, ignore_eos=True) as stream:
+            next(stream)
+            os.kill(running.state().supervisor.pid, signal.SIGINT)
+            assert 1 + sum(len(delta.tokens) for delta in stream) == 200
+        _, alive = psutil.wait_procs(processes, timeout=20)
+        assert [process for process in alive if process.status() != psutil.STATUS_ZOMBIE] == []

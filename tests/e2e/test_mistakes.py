@@ -1,0 +1,128 @@
+"""What a new user gets wrong: each a clear message, the right exit code, nothing left behind."""
+
+import os
+import socket
+
+import psutil
+import pytest
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
+CONFIG = "configs/no-ray.yaml"
+ORACLE = ("--set", "model.path=oracle")
+PORTS = ("--set", "router.grpc=127.0.0.1:0", "--set", "router.metrics=127.0.0.1:0")
+
+
+def ours(home):
+    """Processes that belong to clusters of this home."""
+    found = []
+    for process in psutil.process_iter(["pid", "cmdline", "environ"]):
+        if (process.info["environ"] or {}).get("BATON_HOME") == str(home.path) and process.pid != os.getpid():
+            found.append(process.info["cmdline"])
+    return found
+
+
+def refused(home, *args, code, says, **options):
+    done = home.baton(*args, **options)
+    output = done.stdout + done.stderr
+    assert done.returncode == code, output
+    for part in says:
+        assert part in output, output
+    assert "Traceback" not in output
+    assert ours(home) == []
+
+
+@pytest.mark.parametrize("detach", [(), ("--detach",)], ids=["foreground", "detached"])
+@pytest.mark.parametrize(
+    ("item", "says"),
+    [
+        ("decode.replics=2", ["decode.replics", "unknown key", "decode.replicas"]),
+        ("model.path=no/such/folder", ["model.path", "no/such/folder"]),
+        ("router.grpc=0.0.0.0:0", ["router.grpc", "allow_insecure"]),
+    ],
+)
+def test_a_wrong_key_is_a_config_error(home, item, says, detach):
+    refused(home, "up", "-c", CONFIG, *ORACLE, "--set", item, *detach, code=3, says=says)
+
+
+def test_a_missing_file_is_a_config_error(home):
+    refused(home, "up", "-c", "nowhere.yaml", code=3, says=["nowhere.yaml", "cannot be read"])
+
+
+@pytest.mark.parametrize("detach", [(), ("--detach",)], ids=["foreground", "detached"])
+@pytest.mark.parametrize("key", ["router.grpc", "router.metrics"])
+def test_a_port_in_use_is_named(home, key, detach):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        args = ("up", "-c", CONFIG, *ORACLE, *PORTS, "--set", f"{key}={address}", *detach)
+        refused(home, *args, code=3, says=[address, "in use"])
+
+
+@pytest.mark.parametrize("detach", [(), ("--detach",)], ids=["foreground", "detached"])
+def test_an_unreachable_redis_is_named_without_its_password(home, detach):
+    args = ("up", "-c", CONFIG, *ORACLE, "--set", "redis.url=redis://:s3cret@127.0.0.1:1/0", *detach)
+    refused(home, *args, code=4, says=["LedgerError", "127.0.0.1:1", "Connect call failed"])
+    assert "s3cret" not in home.baton(*args).stderr
+
+
+def test_a_folder_that_is_no_checkpoint_is_named(home, tmp_path):
+    (tmp_path / "weights").mkdir()
+    args = ("up", "-c", CONFIG, *PORTS, "--set", f"model.path={tmp_path / 'weights'}")
+    refused(home, *args, code=3, says=["config.json"])
+
+
+def test_too_little_memory_for_one_sequence_is_named(home):
+    args = ("up", "-c", CONFIG, *ORACLE, *PORTS, "--set", "decode.kv_memory=64KiB")
+    refused(home, *args, code=3, says=["kv_memory", "max_model_len"])
+
+
+@pytest.mark.parametrize("command", [("generate", "hi"), ("status",), ("down",)])
+def test_no_cluster(home, command):
+    refused(home, *command, code=4, says=["no cluster is running", "baton up"])
+
+
+def test_a_target_where_nobody_listens(home):
+    args = ("generate", "hi", "--target", "127.0.0.1:1", "--timeout", "3")
+    refused(home, *args, code=4, says=["127.0.0.1:1"])
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (("generate",), "prompt"),
+        (("nonsense",), "nonsense"),
+        (("generate", "hi", "--max-tokens", "many"), "--max-tokens"),
+        (("generate", "hi", "--target", "127.0.0.1:1", "--show", "colors"), "colors"),
+    ],
+)
+def test_usage_errors(home, args, says):
+    refused(home, *args, code=2, says=[says])
+
+
+def test_config_commands(home):
+    assert "ok" in home.baton("config", "validate", CONFIG, check=True).stdout
+    shown = home.baton("config", "show", CONFIG, "--set", "redis.url=redis://u:s3cret@h:1/0", check=True).stdout
+    assert "redis://u:***@h:1/0" in shown
+    assert "s3cret" not in shown
+    assert '"properties"' in home.baton("config", "schema", check=True).stdout
+
+
+def test_doctor_says_what_is_wrong(home):
+    done = home.baton("doctor", "-c", CONFIG, *ORACLE, *PORTS)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "embedded" in done.stdout
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        done = home.baton("doctor", "-c", CONFIG, *ORACLE, "--set", f"router.grpc=127.0.0.1:{port}")
+    assert done.returncode == 1
+    assert "--set router.grpc=127.0.0.1:0" in done.stdout
+
+
+def test_two_clusters_of_one_name(home):
+    with home.cluster(CONFIG, "model.path=oracle"):
+        done = home.baton("up", "-c", CONFIG, *ORACLE, *PORTS)
+        assert done.returncode == 3
+        assert "a cluster named 'no-ray' is running" in done.stderr

@@ -1,0 +1,270 @@
+"""Handoffs between two processes over gloo and gRPC: bytes, concurrency, deaths."""
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from baton.core import Incarnation, KVLayout, WorkerRef
+from baton.errors import ChannelBroken, DigestMismatch, StaleAttempt
+from baton.rpc.channel import aio_server, bind
+from baton.rpc.v1.peer_pb2_grpc import add_PeerServicer_to_server
+from kvtransfer.handoff import PushResult, TransferSettings
+from kvtransfer.receiver import PeerService
+from kvtransfer.sender import Sender
+from tests.integration.kvtransfer_peer import kv_digest
+from tests.unit.kvtransfer.support import FINGERPRINT, LAYOUT, D, P, RecordingTable, Reports, make_job, make_kv, settled
+
+ROOT = Path(__file__).parents[2]
+WIDE = KVLayout(layers=4, kv_heads=8, head_dim=64, block_size=16, dtype="float32")  # 256 KiB a block
+
+
+class Process:
+    """A `kvtransfer_peer` process."""
+
+    def __init__(self, role: str, *flags: str, layout: KVLayout = LAYOUT) -> None:
+        command = [
+            sys.executable,
+            "-m",
+            "tests.integration.kvtransfer_peer",
+            role,
+            "--layout",
+            json.dumps(asdict(layout)),
+        ]
+        self.process = subprocess.Popen(
+            [*command, *flags], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+
+    def hear(self) -> dict:
+        """The next message; log lines are passed over."""
+        assert self.process.stdout
+        for line in self.process.stdout:
+            if line.startswith("{"):
+                return json.loads(line)
+        raise AssertionError("the process ended")
+
+    def tell(self, **command) -> None:
+        assert self.process.stdin
+        self.process.stdin.write(json.dumps(command) + "\n")
+        self.process.stdin.flush()
+
+    def ask(self, **command) -> dict:
+        self.tell(**command)
+        return self.hear()
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+    def stop(self) -> int:
+        assert self.process.stdin
+        self.process.stdin.close()
+        return self.process.wait(20)
+
+
+class Receiver(Process):
+    """A decode worker's side; `ref` is how to reach it."""
+
+    def __init__(self, *flags: str, counter: int = 2, layout: KVLayout = LAYOUT) -> None:
+        super().__init__("receiver", "--counter", str(counter), *flags, layout=layout)
+        self.ref = WorkerRef("decode-0", Incarnation(7, counter), self.hear()["address"])
+
+
+@pytest.fixture
+def processes() -> Iterator[list[Process]]:
+    """Those in it are killed at the end."""
+    torch.set_num_threads(1)
+    started: list[Process] = []
+    yield started
+    for process in started:
+        process.kill()
+
+
+class Prefill:
+    """A sender in this process; after `close` it holds no thread and no descriptor."""
+
+    def __init__(
+        self, layout: KVLayout = LAYOUT, frame_size: int = 1 << 20, deadline_s: float = 5.0, me: WorkerRef = P
+    ) -> None:
+        self.reports = Reports()
+        self.kv = make_kv(1, 64, layout)
+        settings = TransferSettings("gloo", frame_size, frame_deadline_s=deadline_s)
+        self.sender = Sender(self.kv, me, FINGERPRINT, settings, self.reports)
+
+    def push(self, name: str, tokens: int, blocks: Sequence[int], to: WorkerRef):
+        job = make_job(name, tokens, blocks, to)
+        self.sender.push(job)
+        return job.handoff
+
+
+@pytest.fixture
+def prefill() -> Iterator[Prefill]:
+    before = set(threading.enumerate())
+    prefill = Prefill()
+    yield prefill
+    prefill.sender.close()
+    assert settled(lambda: set(threading.enumerate()) <= before), set(threading.enumerate()) - before
+
+
+@pytest.mark.parametrize("frame_size", [1, 1500, 1 << 20])
+def test_kv_bytes_arrive_equal(processes, prefill: Prefill, frame_size: int) -> None:
+    receiver = Receiver("--frame-size", str(frame_size))
+    processes.append(receiver)
+    cases = {"one": 1, "edge-1": 3, "edge": 4, "edge+1": 5, "long": 130}
+    source = {name: [(7 * i + tokens) % 64 for i in range(LAYOUT.blocks_for(tokens))] for name, tokens in cases.items()}
+    target = {"one": [0], "edge-1": [1], "edge": [2], "edge+1": [4, 3], "long": list(range(5, 38))}
+    receiver.ask(reserve=target)
+    handoffs = [prefill.push(name, tokens, source[name], receiver.ref) for name, tokens in cases.items()]
+    for handoff in handoffs:
+        assert isinstance(prefill.reports.wait(handoff), PushResult)
+    answer = receiver.ask(digest=target)
+    assert answer["commits"] == list(cases)
+    assert answer["digests"] == {name: kv_digest(prefill.kv, blocks) for name, blocks in source.items()}
+
+
+def test_fifty_concurrent_handoffs(processes, prefill: Prefill) -> None:
+    receivers = [Receiver(counter=counter) for counter in (2, 3)]
+    processes.extend(receivers)
+    names = [f"r{n}" for n in range(50)]
+    for receiver in receivers:
+        receiver.ask(reserve={name: [n] for n, name in enumerate(names)})
+    start = threading.Barrier(5)
+
+    def push(part: int) -> None:
+        start.wait()
+        for n in range(part, 50, 5):
+            prefill.push(names[n], 1 + n % 4, [63 - n], receivers[n % 2].ref)
+
+    threads = [threading.Thread(target=push, args=(part,)) for part in range(5)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for name in names:
+        handoff = make_job(name, 1, [0]).handoff
+        assert isinstance(prefill.reports.wait(handoff), PushResult)
+    for side, receiver in enumerate(receivers):
+        mine = range(side, 50, 2)
+        answer = receiver.ask(digest={names[n]: [n] for n in mine})
+        assert sorted(answer["commits"]) == sorted(names[n] for n in mine)
+        assert answer["digests"] == {names[n]: kv_digest(prefill.kv, [63 - n]) for n in mine}
+        assert answer["threads"] == 1
+
+
+def test_a_flipped_byte_is_found(processes, prefill: Prefill) -> None:
+    receiver = Receiver("--flip", "1", "--frame-size", "1500")
+    processes.append(receiver)
+    receiver.ask(reserve={"bad": [1], "good": [2]})
+    assert isinstance(prefill.reports.wait(prefill.push("bad", 4, [1], receiver.ref)), DigestMismatch)
+    assert isinstance(prefill.reports.wait(prefill.push("good", 4, [1], receiver.ref)), PushResult)
+    assert receiver.ask()["commits"] == ["good"]
+
+
+def test_another_incarnation_and_an_unknown_attempt_are_refused(processes, prefill: Prefill) -> None:
+    receiver = Receiver()
+    processes.append(receiver)
+    receiver.ask(reserve={"r": [1]})
+    ghost = WorkerRef(D.worker_id, Incarnation(7, 99), receiver.ref.address)
+    assert isinstance(prefill.reports.wait(prefill.push("r", 4, [1], ghost)), StaleAttempt)
+    assert isinstance(prefill.reports.wait(prefill.push("other", 4, [1], receiver.ref)), StaleAttempt)
+    assert receiver.ask()["commits"] == []
+
+
+def test_nobody_at_the_address(prefill: Prefill) -> None:
+    nobody = WorkerRef("decode-0", Incarnation(7, 2), "127.0.0.1:1")
+    outcome = prefill.reports.wait(prefill.push("r", 4, [1], nobody))
+    assert isinstance(outcome, ChannelBroken)
+    assert "127.0.0.1:1" in str(outcome)
+
+
+def test_a_receiver_killed_mid_push_and_its_successor(processes) -> None:
+    wide = Prefill(WIDE, frame_size=WIDE.layer_block_bytes)
+    try:
+        receiver = Receiver("--frame-size", str(WIDE.layer_block_bytes), layout=WIDE)
+        processes.append(receiver)
+        receiver.ask(reserve={f"r{n}": list(range(60)) for n in range(20)})
+        handoffs = [wide.push(f"r{n}", 60 * 16, range(60), receiver.ref) for n in range(20)]
+        assert isinstance(wide.reports.wait(handoffs[0]), PushResult)  # the others are under way
+        receiver.kill()
+        killed = time.monotonic()
+        outcomes = [wide.reports.wait(handoff, 3) for handoff in handoffs]
+        assert time.monotonic() - killed < 2
+        assert isinstance(outcomes[-1], ChannelBroken)
+        assert all(isinstance(outcome, PushResult | ChannelBroken) for outcome in outcomes)
+        successor = Receiver("--frame-size", "65536", counter=3, layout=WIDE)
+        processes.append(successor)
+        successor.ask(reserve={"again": [5, 6]})
+        assert isinstance(wide.reports.wait(wide.push("again", 32, [8, 9], successor.ref)), PushResult)
+        assert successor.ask(digest={"again": [5, 6]})["digests"]["again"] == kv_digest(wide.kv, [8, 9])
+    finally:
+        wide.sender.close()
+
+
+def test_a_frozen_receiver_is_given_up_by_the_deadline(processes) -> None:
+    prefill = Prefill(deadline_s=1.0)
+    receiver = Receiver()
+    processes.append(receiver)
+    receiver.ask(reserve={"r": [1], "s": [2], "t": [3]})
+    try:
+        assert isinstance(prefill.reports.wait(prefill.push("r", 4, [1], receiver.ref)), PushResult)
+        os.kill(receiver.process.pid, signal.SIGSTOP)
+        outcome = prefill.reports.wait(prefill.push("s", 4, [1], receiver.ref), 4)
+        assert isinstance(outcome, ChannelBroken)
+        os.kill(receiver.process.pid, signal.SIGCONT)
+        assert isinstance(prefill.reports.wait(prefill.push("t", 4, [1], receiver.ref)), PushResult)  # a way back
+        assert receiver.ask()["commits"] == ["r", "t"]
+    finally:
+        prefill.sender.close()
+
+
+async def test_a_sender_killed_mid_push(processes) -> None:
+    table, before = RecordingTable(WIDE), set(threading.enumerate())
+    frame_size = WIDE.layer_block_bytes
+    server = aio_server()
+    me = WorkerRef("decode-0", Incarnation(7, 2), bind(server, "127.0.0.1:0"))
+    service = PeerService(make_kv(None, 64, WIDE), me, FINGERPRINT, TransferSettings("gloo", frame_size), table)
+    add_PeerServicer_to_server(service, server)
+    await server.start()
+    sender = Process("sender", "--to", me.address, "--frame-size", str(frame_size), layout=WIDE)
+    processes.append(sender)
+    writing, blocks = threading.Event(), list(range(60))
+    table.hold = writing.set
+    job = make_job("r", 60 * 16, blocks)
+    table.reserve(job.handoff, blocks)
+    sender.tell(push="r", tokens=60 * 16, blocks=blocks)
+    assert await asyncio.to_thread(writing.wait, 20)
+    sender.kill()
+    await asyncio.to_thread(table.wait_for, ("lost", WorkerRef("prefill-0", P.incarnation, "none")), 3)
+    assert not table.commits
+    await server.stop(0)
+    await service.close()
+    assert settled(lambda: not [t for t in set(threading.enumerate()) - before if t.name.startswith("kv-")])
+
+
+def test_close_leaves_no_descriptor_and_the_peer_ends_clean(processes) -> None:
+    def descriptors() -> int:
+        return sum(path.is_socket() for path in Path("/proc/self/fd").iterdir())
+
+    receiver = Receiver()
+    processes.append(receiver)
+    receiver.ask(reserve={f"r{n}": [n] for n in range(3)})
+    counts = []
+    for n in range(3):
+        prefill = Prefill(me=replace(P, incarnation=Incarnation(8, n)))
+        assert isinstance(prefill.reports.wait(prefill.push(f"r{n}", 4, [1], receiver.ref)), PushResult)
+        prefill.sender.close()
+        counts.append(descriptors())
+    assert settled(lambda: descriptors() <= counts[0]), counts
+    assert settled(lambda: receiver.ask()["threads"] == 0)
+    assert len(receiver.ask()["lost"]) == 3
+    assert receiver.stop() == 0

@@ -1,0 +1,86 @@
+"""The demo checkpoint and its text: held-out prompts are unseen, answers are right, the folder is small and safe."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer
+
+from models import demo_text, demo_tokenizer
+
+MODELS = Path(demo_text.__file__).parent
+DEMO = MODELS / "demo"
+MEGABYTE = 10**6
+
+
+def complete(prompts: list[str]) -> list[str]:
+    """Batched greedy completions by transformers; prompts of one token length form one batch, so nothing is padded."""
+    import torch
+    from transformers import LlamaForCausalLM
+
+    tokenizer, model = Tokenizer.from_file(str(DEMO / "tokenizer.json")), LlamaForCausalLM.from_pretrained(DEMO)
+    end = demo_tokenizer.end_id(tokenizer)
+    groups: dict[int, dict[str, list[int]]] = defaultdict(dict)
+    for prompt in prompts:
+        row = tokenizer.encode(prompt).ids
+        groups[len(row)][prompt] = row
+    texts = {}
+    for length, members in groups.items():
+        ids = torch.tensor(list(members.values()))
+        rows = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=96, do_sample=False)
+        for prompt, row in zip(members, rows[:, length:].tolist(), strict=True):
+            # Without an end there is no exact match, hence the mark.
+            answer = row[: row.index(end)] if end in row else [*row, end]
+            texts[prompt] = tokenizer.decode(answer, skip_special_tokens=False)
+    return [texts[prompt] for prompt in prompts]
+
+
+def test_the_heldout_file_is_what_the_generator_makes() -> None:
+    held_out = demo_text.read_heldout()
+    assert held_out == demo_text.heldout_samples()
+    assert len(dict(held_out)) == 200
+
+
+@pytest.mark.parametrize("epoch_seed", [1, 2, 30])
+def test_no_heldout_prompt_occurs_in_the_training_text(epoch_seed: int) -> None:
+    training = demo_text.training_samples(epoch_seed)
+    assert training == demo_text.training_samples(epoch_seed)
+    texts = "\n".join(prompt + completion for prompt, completion in training)
+    assert [prompt for prompt, _ in demo_text.read_heldout() if prompt in texts] == []
+
+
+def test_questions_and_statements_are_spaced_differently() -> None:
+    for prompt, completion in demo_text.training_samples(1) + demo_text.read_heldout():
+        assert completion.startswith(" ") != prompt.endswith("?"), prompt
+
+
+@pytest.mark.timeout(120)
+def test_the_checkpoint_completes_heldout_prompts_and_the_seed_prompts() -> None:
+    samples = demo_text.SEED_SAMPLES + demo_text.read_heldout()
+    texts = complete([prompt for prompt, _ in samples])
+    wrong = [(*sample, text) for sample, text in zip(samples, texts, strict=True) if sample[1] != text]
+    assert not {prompt for prompt, _, _ in wrong} & {prompt for prompt, _ in demo_text.SEED_SAMPLES}
+    assert len(wrong) <= 20, wrong
+
+
+def test_the_folder_is_small_and_holds_no_pickle() -> None:
+    files = [path for path in DEMO.rglob("*") if path.is_file()]
+    assert sum(path.stat().st_size for path in files) <= 10 * MEGABYTE
+    assert {path.suffix for path in files} == {".json", ".safetensors"}
+    header = (DEMO / "model.safetensors").read_bytes()
+    assert isinstance(json.loads(header[8 : 8 + int.from_bytes(header[:8], "little")]), dict)
+
+
+def test_the_seed_texts_split_into_whole_words() -> None:
+    demo_tokenizer.check_whole(demo_tokenizer.load_tokenizer(DEMO))
+
+
+@given(st.text())
+def test_the_tokenizer_is_lossless(text: str) -> None:
+    tokenizer = demo_tokenizer.load_tokenizer(DEMO)
+    assert tokenizer.decode(tokenizer.encode(text).ids, skip_special_tokens=False) == text

@@ -1,0 +1,237 @@
+"""Folding of events and deciding on retries, without I/O and without time."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from baton.client._core import Attempts, Fold, RetryPolicy
+from baton.client._settings import Settings
+from baton.client.types import Delta
+from baton.clock import FakeClock
+from baton.core import FinishReason, TokenLogprobs
+from baton.errors import BatonError, ConfigError, DeadlineExceeded, EngineFault, InvalidRequest, NoWorker, Overloaded
+from baton.rpc.v1 import common_pb2 as common
+from baton.rpc.v1 import inference_pb2 as inference
+
+Event = inference.GenerateEvent
+
+
+def tokens(start: int, ids: Iterable[int], text: str = "", choice: int = 0, **more) -> Event:
+    return Event(tokens=inference.Tokens(choice=choice, ids=ids, text=text, **more | {"from": start}))
+
+
+def finished(choice: int = 0, reason: common.FinishReason.ValueType = common.FINISH_REASON_EOS) -> Event:
+    return Event(finished=inference.Finished(choice=choice, reason=reason, matched_stop="x"))
+
+
+ACCEPTED = Event(accepted=inference.Accepted(prompt_tokens=4))
+COMPLETED = Event(
+    completed=inference.Completed(
+        usage=inference.Usage(prompt_tokens=4, completion_tokens=2),
+        timings=common.Timings(
+            queue_s=1, route_s=2, reserve_s=3, prefill_s=4, transfer_s=5, commit_s=6, decode_s=7, ttft_s=8, e2e_s=9
+        ),
+        placement=inference.Placement(
+            prefill_worker="p0", decode_worker="d0", kv_bytes=10, transport="gloo", attempts=1
+        ),
+    )
+)
+
+
+def numbered(events: Iterable[Event]) -> list[Event]:
+    out = []
+    for seq, event in enumerate(events):
+        copy = Event(request_id="r1", seq=seq)
+        copy.MergeFrom(event)
+        out.append(copy)
+    return out
+
+
+def fold(*events: Event) -> tuple[Fold, list[Delta]]:
+    folded = Fold()
+    found = [folded.feed(event) for event in numbered(events)]
+    return folded, [delta for delta in found if delta is not None]
+
+
+def test_a_whole_stream():
+    logprobs = [common.TokenLogprobs(logprob=-0.5, top=[common.TopLogprob(token_id=7, logprob=-0.5)])]
+    folded, deltas = fold(
+        ACCEPTED,
+        tokens(0, [7], " a", logprobs=logprobs),
+        Event(recovered=inference.Recovered(attempt=2)),
+        tokens(1, [8], "b", logprobs=logprobs),
+        tokens(2, [], "!"),
+        finished(),
+        COMPLETED,
+    )
+    answer = folded.completion()
+    assert [(delta.start, delta.tokens, delta.text) for delta in deltas] == [
+        (0, (7,), " a"),
+        (1, (8,), "b"),
+        (2, (), "!"),
+    ]
+    assert (answer.request_id, answer.text, answer.tokens) == ("r1", " ab!", (7, 8))
+    assert answer.logprobs == (TokenLogprobs(-0.5, ((7, -0.5),)),) * 2
+    assert answer.finish_reason is FinishReason.EOS
+    assert answer.choices[0].matched_stop == "x"
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (4, 2)
+    stages = ("queue_s", "route_s", "reserve_s", "prefill_s", "transfer_s", "commit_s", "decode_s", "ttft_s", "e2e_s")
+    assert [object.__getattribute__(answer.timings, stage) for stage in stages] == [1, 2, 3, 4, 5, 6, 7, 8, 9]
+    assert (answer.placement.prefill_worker, answer.placement.kv_bytes, answer.placement.attempts) == ("p0", 10, 1)
+
+
+def test_choices_are_numbered_each_for_itself():
+    folded, _ = fold(
+        tokens(0, [1], "a", 1), tokens(0, [2], "b", 0), tokens(1, [3], "c", 1), finished(0), finished(1), COMPLETED
+    )
+    assert [choice.text for choice in folded.completion().choices] == ["b", "ac"]
+
+
+def test_an_event_of_a_newer_server_is_passed_over():
+    folded, deltas = fold(ACCEPTED, Event(), Event(thought=inference.Thought(text="hm")), tokens(0, [1], "a"))
+    assert [delta.text for delta in deltas] == ["a"]
+    assert folded.started
+
+
+@pytest.mark.parametrize(
+    ("events", "what"),
+    [
+        ([tokens(0, [1]), tokens(0, [1])], "token 0 of choice 0 came where 1 was due"),
+        ([tokens(0, [1]), tokens(2, [1])], "token 2 of choice 0 came where 1 was due"),
+        ([tokens(1, [1])], "token 1 of choice 0 came where 0 was due"),
+        ([finished(), tokens(0, [1])], "after its end"),
+        ([finished(), finished()], "ended twice"),
+        ([finished(), COMPLETED, ACCEPTED], "after Completed"),
+        ([tokens(0, [1, 2], logprobs=[common.TokenLogprobs()])], "2 tokens came with 1 logprobs"),
+        ([finished(reason=common.FINISH_REASON_UNSPECIFIED)], "unknown reason 0"),
+    ],
+)
+def test_a_broken_promise_is_a_fault(events: list[Event], what: str):
+    with pytest.raises(EngineFault, match=what):
+        fold(*events)
+
+
+@pytest.mark.parametrize(
+    ("events", "what"),
+    [
+        ([], "without Completed"),
+        ([ACCEPTED, tokens(0, [1]), finished()], "without Completed"),
+        ([tokens(0, [1]), COMPLETED], "did not finish"),
+        ([COMPLETED], "did not finish"),
+    ],
+)
+def test_a_stream_that_ended_early_is_a_fault(events: list[Event], what: str):
+    folded, _ = fold(*events)
+    with pytest.raises(EngineFault, match=what):
+        folded.completion()
+
+
+def test_a_lost_or_foreign_event_is_a_fault():
+    first, second, third = numbered([ACCEPTED, tokens(0, [1]), tokens(1, [2])])
+    for wrong in (first, third, Event(request_id="other", seq=1)):
+        folded = Fold()
+        folded.feed(first)
+        with pytest.raises(EngineFault):
+            folded.feed(wrong)
+    assert second.seq == 1
+
+
+@given(st.lists(st.integers(0, 3), max_size=20), st.randoms(use_true_random=False))
+def test_any_split_gives_the_same_answer(cuts: list[int], rng):
+    ids = [rng.randrange(2**32) for _ in range(sum(cuts))]
+    starts = list(itertools.accumulate(cuts, initial=0))
+    events = [tokens(start, ids[start : start + size], "x" * size) for start, size in zip(starts, cuts, strict=False)]
+    folded, deltas = fold(*events, finished(), COMPLETED)
+    assert folded.completion().tokens == tuple(ids)
+    assert "".join(delta.text for delta in deltas) == folded.choice().text == "x" * len(ids)
+
+
+def attempts(
+    timeout: float | None = None, retries: int = 2, draw: float = 0.5, clock: FakeClock | None = None
+) -> Attempts:
+    return Attempts(RetryPolicy(retries, draw=lambda: draw), timeout, clock or FakeClock())
+
+
+def test_waits_double_up_to_the_cap():
+    tries = attempts(retries=6, draw=1.0)
+    assert [tries.wait_after(NoWorker("x")) for _ in range(6)] == [0.25, 0.5, 1.0, 2.0, 4.0, 5.0]
+
+
+@given(st.floats(0, 1, exclude_max=True), st.integers(0, 40))
+def test_jitter_is_full(draw: float, retries: int):
+    policy = RetryPolicy(draw=lambda: draw)
+    assert policy.wait_s(NoWorker("x"), retries) == draw * min(policy.cap_s, policy.base_s * 2**retries)
+
+
+def test_a_wait_is_never_shorter_than_the_server_asked_for():
+    assert attempts(draw=0.0).wait_after(Overloaded("full", retry_after_s=3.0)) == 3.0
+    assert attempts(draw=1.0).wait_after(Overloaded("full", retry_after_s=3.0)) == 3.25
+
+
+@pytest.mark.parametrize("error", [InvalidRequest.of("a", "b"), EngineFault("x"), DeadlineExceeded("x")])
+def test_what_no_retry_helps_is_raised_at_once(error: BatonError):
+    with pytest.raises(type(error)) as caught:
+        attempts().wait_after(error)
+    assert caught.value is error
+
+
+def test_retries_run_out():
+    tries = attempts(retries=1)
+    tries.wait_after(NoWorker("first"))
+    with pytest.raises(NoWorker, match="second"):
+        tries.wait_after(NoWorker("second"))
+    with pytest.raises(NoWorker):
+        attempts(retries=0).wait_after(NoWorker("x"))
+
+
+def test_a_stream_that_began_is_never_sent_again():
+    with pytest.raises(NoWorker):
+        attempts().wait_after(NoWorker("x"), started=True)
+
+
+def test_the_deadline_spans_all_tries():
+    clock = FakeClock()
+    tries = attempts(timeout=2.0, clock=clock)
+    assert tries.remaining() == 2.0
+    clock.advance(1.5)
+    assert tries.remaining() == 0.5
+    with pytest.raises(Overloaded):  # what is wrong says more than that there is no time to wait for it
+        tries.wait_after(Overloaded("full", retry_after_s=0.5))
+    clock.advance(5)
+    assert tries.remaining() == 0.0
+    assert attempts().remaining() is None
+
+
+@pytest.mark.parametrize(
+    ("wrong", "what"),
+    [
+        ({"target": ""}, "target"),
+        ({"token": "a\nb"}, "token: must be printable"),
+        ({"token": "ä"}, "token: must be printable"),
+        ({"max_retries": -1}, "max_retries"),
+    ],
+)
+def test_settings_that_cannot_work_are_named(wrong: dict, what: str):
+    with pytest.raises(ConfigError, match=what) as caught:
+        Settings(**{"target": "host:1"} | wrong)
+    assert "a\nb" not in str(caught.value)
+
+
+def test_settings_hide_the_token_and_name_the_ca_file():
+    settings = Settings("host:1", token="secret", tls="/nowhere/ca.pem")
+    assert "secret" not in repr(settings)
+    assert settings.metadata == (("authorization", "Bearer secret"),)
+    with pytest.raises(ConfigError, match=r"/nowhere/ca\.pem: No such file"):
+        settings.credentials()
+
+
+@pytest.mark.parametrize(
+    ("target", "proxy"), [("127.0.0.1:1", False), ("localhost:1", False), ("router.example:1", True)]
+)
+def test_a_proxy_is_not_asked_for_this_machine(target: str, proxy: bool):
+    assert Settings(target).proxy is proxy

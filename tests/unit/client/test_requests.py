@@ -1,0 +1,115 @@
+"""What a caller writes becomes the request, or an error that names what is wrong with it."""
+
+from __future__ import annotations
+
+import pytest
+
+from baton.client import ChatMessage, Options
+from baton.client._requests import chat_request, cluster_status, detokenize_request, generate_request, tokenize_request
+from baton.errors import EngineFault, InvalidRequest
+from baton.rpc.v1 import admin_pb2 as admin
+from baton.rpc.v1 import common_pb2 as common
+from baton.rpc.v1 import inference_pb2 as inference
+
+
+def fields_of(error: InvalidRequest) -> list[str]:
+    return [violation.field for violation in error.violations]
+
+
+def test_each_option_is_a_field_of_the_wire_and_the_other_way_round():
+    request = set(inference.GenerateRequest.DESCRIPTOR.fields_by_name)
+    request -= {"text", "token_ids", "chat", "sampling", "constraint"}
+    sampling = set(common.Sampling.DESCRIPTOR.fields_by_name)
+    constraint = {"json_schema", "regex", "choices"}
+    assert set(Options.__annotations__) == request | sampling | constraint
+
+
+def test_only_what_is_given_is_sent():
+    request = generate_request("hello", {"temperature": 0.0, "seed": None, "n": 2, "logprobs": 0})
+    assert request == inference.GenerateRequest(
+        text="hello", sampling=common.Sampling(temperature=0.0), n=2, logprobs=0
+    )
+    assert request.sampling.HasField("temperature")
+    assert not request.sampling.HasField("seed")
+
+
+def test_all_kinds_of_options():
+    request = generate_request(
+        [1, 2],
+        {"stop": "END", "stop_token_ids": (3,), "logit_bias": {4: -1.0}, "model": "m", "choices": ["a", "b"]},
+    )
+    assert list(request.token_ids.ids) == [1, 2]
+    assert list(request.sampling.stop) == ["END"]
+    assert list(request.sampling.stop_token_ids) == [3]
+    assert dict(request.sampling.logit_bias) == {4: -1.0}
+    assert (request.model, list(request.constraint.choices.texts)) == ("m", ["a", "b"])
+    assert generate_request("", {"json_schema": "{}"}).constraint.json_schema == "{}"
+
+
+@pytest.mark.parametrize(("prompt", "kind"), [("", "text"), ([], "token_ids"), ((), "token_ids")])
+def test_an_empty_prompt_is_sent_for_the_server_to_refuse(prompt, kind: str):
+    assert generate_request(prompt, {}).WhichOneof("prompt") == kind
+
+
+def test_an_unknown_option_names_the_nearest():
+    with pytest.raises(TypeError, match="unknown option 'max_token'; did you mean 'max_tokens'"):
+        generate_request("x", {"max_token": 3})  # type: ignore[typeddict-unknown-key]
+    with pytest.raises(TypeError, match="there are model, max_tokens"):
+        generate_request("x", {"zzzzzz": 3})  # type: ignore[typeddict-unknown-key]
+
+
+@pytest.mark.parametrize(
+    ("options", "field"),
+    [
+        ({"max_tokens": "5"}, "sampling.max_tokens"),
+        ({"max_tokens": 2**31}, "sampling.max_tokens"),
+        ({"seed": -1}, "sampling.seed"),
+        ({"stop": [1]}, "sampling.stop"),
+        ({"logit_bias": {-1: 1.0}}, "sampling.logit_bias"),
+        ({"n": -1}, "n"),
+        ({"choices": [1]}, "constraint.choices.texts"),
+        ({"regex": 1}, "constraint.regex"),
+    ],
+)
+def test_a_value_that_the_wire_cannot_carry_names_its_field(options, field: str):
+    with pytest.raises(InvalidRequest) as caught:
+        generate_request("x", options)
+    assert fields_of(caught.value) == [field]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "field"), [("\ud800", "prompt.text"), ([-1], "prompt.token_ids"), ([2**32], "prompt.token_ids")]
+)
+def test_a_prompt_that_the_wire_cannot_carry_is_named_but_not_shown(prompt, field: str):
+    with pytest.raises(InvalidRequest) as caught:
+        generate_request(prompt, {})
+    assert fields_of(caught.value) == [field]
+    assert str(prompt) not in str(caught.value)
+
+
+@pytest.mark.parametrize("prompt", [b"abc", bytearray(b"abc")])
+def test_bytes_are_not_token_ids(prompt):
+    with pytest.raises(TypeError, match="text or token ids, not byte"):
+        generate_request(prompt, {})
+
+
+def test_chat_takes_messages_and_mappings():
+    request = chat_request([ChatMessage("system", "be kind"), {"role": "user", "content": "hi"}], {"max_tokens": 3})
+    assert [(turn.role, turn.content) for turn in request.chat.messages] == [("system", "be kind"), ("user", "hi")]
+    assert request.sampling.max_tokens == 3
+    assert chat_request([], {}).WhichOneof("prompt") == "chat"
+    with pytest.raises(InvalidRequest, match=r"prompt.chat\[0\].content"):
+        chat_request([{"role": "user", "content": 1}], {})  # type: ignore[dict-item]
+
+
+def test_tokenizing_names_what_is_wrong():
+    assert tokenize_request("a", "m") == inference.TokenizeRequest(text="a", model="m")
+    with pytest.raises(InvalidRequest, match="text"):
+        tokenize_request("\udcff", "")
+    with pytest.raises(InvalidRequest, match="ids"):
+        detokenize_request([-1], "")
+
+
+def test_a_status_that_is_not_valid_is_the_fault_of_the_server():
+    with pytest.raises(EngineFault, match=r"info\.role"):
+        cluster_status(admin.StatusReply(workers=[admin.WorkerStatus()]))

@@ -1,0 +1,268 @@
+import math
+import random
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from baton.core import Sampling
+from baton.engine.mixing import columns_hash, mix64, mix64_tensor, signed32, signed64
+from baton.engine.sampler import NEVER, Row, adjust, draw, filter_tokens, gumbel, sample
+
+VOCAB = 40
+MASK32 = 0xFFFFFFFF
+
+
+def logits_of(rng, rows, vocab=VOCAB, ties=False):
+    levels = [-3.0, -1.0, 0.0, 0.5, 2.0]
+    return torch.tensor([[rng.choice(levels) if ties else rng.gauss(0, 3) for _ in range(vocab)] for _ in range(rows)])
+
+
+def make_row(sampling, prompt=(1, 2, 3), output=(), end_ids=(0,), vocab=VOCAB):
+    row = Row(prompt, sampling, end_ids, vocab)
+    for token in output:
+        row.advance(token)
+    return row
+
+
+samplings = st.builds(
+    Sampling,
+    max_tokens=st.just(100),
+    min_tokens=st.sampled_from([0, 3, 50]),
+    temperature=st.sampled_from([0.0, 1e-30, 0.3, 1.0, 2.0]),
+    top_p=st.sampled_from([1.0, 0.95, 0.5, 1e-9]),
+    top_k=st.sampled_from([0, 1, 5, VOCAB, 10**6]),
+    min_p=st.sampled_from([0.0, 0.05, 1.0]),
+    seed=st.integers(0, 2**64 - 1),
+    repetition_penalty=st.sampled_from([1.0, 1.3, 0.5]),
+    presence_penalty=st.sampled_from([0.0, 1.5]),
+    frequency_penalty=st.sampled_from([0.0, -0.7]),
+    logit_bias=st.sampled_from([(), ((7, 5.0), (9, -100.0))]),
+    logprobs=st.sampled_from([None, 0, 3]),
+)
+
+
+@settings(max_examples=60)
+@given(st.lists(samplings, min_size=1, max_size=7), st.integers(0, 2**32), st.booleans())
+def test_a_row_does_not_depend_on_the_others(mix, number, ties):
+    rng = random.Random(number)
+    logits = logits_of(rng, len(mix), ties=ties)
+    before = logits.clone()
+    rows = [make_row(s, output=[rng.randrange(VOCAB) for _ in range(rng.randrange(6))]) for s in mix]
+    together = sample(logits, rows)
+    alone = [sample(logits[i : i + 1], [row])[0] for i, row in enumerate(rows)]
+    order = rng.sample(range(len(rows)), len(rows))
+    shuffled = sample(logits[order], [rows[i] for i in order])
+    assert together == alone
+    assert shuffled == [together[i] for i in order]
+    assert torch.equal(logits, before)
+
+
+def naive_kept(logits, sampling):
+    """Which columns a draw may take: the documented rules, one by one, in doubles."""
+    scaled = [(x - max(logits)) / sampling.temperature for x in logits]
+    ranked = sorted(range(len(scaled)), key=lambda i: (-scaled[i], i))
+    weight = [math.exp(x) for x in scaled]
+    ranked = [i for i in ranked if weight[i] >= sampling.min_p * (1 - 1e-6)]
+    if sampling.top_k:
+        ranked = ranked[: sampling.top_k]
+    total, before, kept = sum(weight[i] for i in ranked), 0.0, []
+    for i in ranked:
+        if before >= sampling.top_p * total and sampling.top_p < 1:
+            break
+        kept.append(i)
+        before += weight[i]
+    return set(kept)
+
+
+@settings(max_examples=150)
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from([1.0, 0.9713, 0.7913, 0.3119, 1e-6]),
+            st.sampled_from([0, 1, 2, 7, VOCAB - 1, VOCAB, VOCAB + 1]),
+            st.sampled_from([0.0, 0.013, 0.2, 1.0]),
+            st.sampled_from([0.5, 1.0, 1.7]),
+        ),
+        min_size=1,
+        max_size=5,
+    ),
+    st.integers(0, 2**32),
+    st.booleans(),
+)
+def test_filters_keep_exactly_the_naive_set(params, number, ties):
+    rng = random.Random(number)
+    options = [Sampling(top_p=p, top_k=k, min_p=m, temperature=t) for p, k, m, t in params]
+    logits = logits_of(rng, len(options), ties=ties)
+    scaled = (logits - logits.max(-1, keepdim=True).values) / torch.tensor([[s.temperature] for s in options])
+    kept = filter_tokens(scaled, [make_row(s) for s in options]) > NEVER
+    for found, row, sampling in zip(kept, logits.tolist(), options, strict=True):
+        assert set(found.nonzero().flatten().tolist()) == naive_kept(row, sampling)
+
+
+@settings(max_examples=60)
+@given(st.lists(samplings, min_size=1, max_size=4), st.integers(0, 2**32))
+def test_adjust_equals_the_naive_rules(mix, number):
+    rng = random.Random(number)
+    logits = logits_of(rng, len(mix))
+    outputs = [[rng.randrange(VOCAB) for _ in range(rng.randrange(8))] for _ in mix]
+    prompt, end_ids = [4, 4, 7], (0, 39, VOCAB + 5)
+    rows = [make_row(s, prompt, output, end_ids) for s, output in zip(mix, outputs, strict=True)]
+    found = adjust(logits, rows)
+    for i, (s, output) in enumerate(zip(mix, outputs, strict=True)):
+        times, bias = Counter(output), dict(s.logit_bias)
+        for column in range(VOCAB):
+            x = float(logits[i, column])
+            if column in prompt or column in output:
+                x = x / s.repetition_penalty if x > 0 else x * s.repetition_penalty
+            x -= s.frequency_penalty * times[column] + s.presence_penalty * (times[column] > 0)
+            x += bias.get(column, 0.0)
+            barred = column in end_ids and len(output) < s.min_tokens
+            assert float(found[i, column]) == (NEVER if barred else pytest.approx(x, rel=1e-5, abs=1e-5))
+
+
+def test_nothing_asked_for_copies_nothing():
+    logits = torch.zeros(2, VOCAB)
+    assert adjust(logits, [make_row(Sampling())] * 2) is logits
+
+
+def test_greedy_ties_go_to_the_lowest_id():
+    logits = torch.tensor([[0.0, 5.0, 5.0, 5.0], [2.0, 2.0, 1.0, 2.0]])
+    rows = [make_row(Sampling(temperature=0.0), vocab=4)] * 2
+    assert [s.token_id for s in sample(logits, rows)] == [1, 0]
+
+
+def test_tiny_temperature_is_greedy():
+    logits = torch.tensor([[1.0, 3.0, 3.5, -80.0]])
+    tiny = Sampling(temperature=math.ulp(0.0), top_p=0.9, top_k=3, min_p=0.1)
+    assert sample(logits, [make_row(tiny, vocab=4)])[0].token_id == 2
+
+
+def test_bias_bans_and_forces():
+    logits = torch.zeros(1, VOCAB)
+    forced = Sampling(logit_bias=((11, 100.0),), seed=1)
+    assert sample(logits, [make_row(forced)])[0].token_id == 11
+    banned = Sampling(logit_bias=tuple((i, -100.0) for i in range(VOCAB) if i != 5), seed=1)
+    assert sample(logits, [make_row(banned)])[0].token_id == 5
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_logits_that_are_no_numbers_draw_nothing_and_hurt_nobody_else(temperature):
+    logits = torch.zeros(3, VOCAB)
+    logits[0, 7] = logits[2, 3] = 9.0
+    logits[1, 20] = float("nan")
+    sampling = Sampling(temperature=temperature, top_k=1)
+    assert [s.token_id for s in sample(logits, [make_row(sampling)] * 3)] == [7, None, 3]
+
+
+def test_same_seed_and_position_give_the_same_token_elsewhere():
+    logits = logits_of(random.Random(1), 1)
+    whole = make_row(Sampling(seed=5), prompt=range(10), output=[4, 5])
+    recovered = make_row(Sampling(seed=5), prompt=[*range(10), 4], output=[5])
+    assert whole.noise_key == recovered.noise_key
+    assert sample(logits, [whole]) == sample(logits, [recovered])
+    keys = {make_row(Sampling(seed=s), prompt=[0] * n).noise_key for s in range(30) for n in range(30)}
+    assert len(keys) == 900
+
+
+def chi_square_limit(df, z=4.0):
+    """The quantile of the chi-square distribution at `z` sigmas (Wilson-Hilferty)."""
+    return df * (1 - 2 / (9 * df) + z * math.sqrt(2 / (9 * df))) ** 3
+
+
+def chi_square(found, wanted):
+    return sum((f - w) ** 2 / w for f, w in zip(found, wanted, strict=True))
+
+
+@pytest.mark.parametrize("vary", ["position", "seed"])
+def test_frequencies_are_those_of_softmax(vary):
+    n, columns = 20_000, 12
+    logits = torch.linspace(-2, 1.5, columns)
+    temperature = 0.8
+    rows = []
+    for i in range(n):
+        row = make_row(Sampling(temperature=temperature, seed=i if vary == "seed" else 99), vocab=columns)
+        row.position = i if vary == "position" else 17
+        rows.append(row)
+    tokens = draw(logits.expand(n, -1), rows)
+    wanted = (logits / temperature).softmax(0) * n
+    assert chi_square(tokens.bincount(minlength=columns).tolist(), wanted.tolist()) < chi_square_limit(columns - 1)
+
+
+def test_filtered_frequencies_are_those_of_the_renormalised_softmax():
+    n = 10_000
+    logits = torch.tensor([3.0, 2.0, 1.0, 0.0, -1.0, -2.0])
+    rows = [make_row(Sampling(top_k=3, seed=i), vocab=6) for i in range(n)]
+    tokens = draw(logits.expand(n, -1), rows)
+    found = tokens.bincount(minlength=6).tolist()
+    assert found[3:] == [0, 0, 0]
+    wanted = logits[:3].softmax(0) * n
+    assert chi_square(found[:3], wanted.tolist()) < chi_square_limit(2)
+
+
+def test_neighbouring_positions_are_independent():
+    n, columns = 20_000, 4
+    logits = torch.zeros(n, columns)
+    rows = [make_row(Sampling(seed=3), vocab=columns) for _ in range(n)]
+    for i, row in enumerate(rows):
+        row.position = i
+    tokens = draw(logits, rows)
+    pairs = (tokens[:-1] * columns + tokens[1:]).bincount(minlength=columns**2).tolist()
+    assert chi_square(pairs, [(n - 1) / columns**2] * columns**2) < chi_square_limit(columns**2 - 1)
+
+
+def test_noise_has_the_moments_of_gumbel_and_reaches_into_its_tail():
+    noise = gumbel([(i, -i) for i in range(20)], torch.empty(20, 50_000)).double()
+    assert float(noise.mean()) == pytest.approx(0.57722, abs=0.01)
+    assert float(noise.var()) == pytest.approx(math.pi**2 / 6, abs=0.02)
+    assert 11 < float(noise.max()) < 22.5
+    assert bool(noise.isfinite().all())
+
+
+def test_noise_of_a_column_depends_on_nothing_but_key_and_column():
+    keys = [(signed32(mix64(i)), signed32(mix64(-i))) for i in range(33)]
+    wide = gumbel(keys, torch.empty(33, 1003))
+    for i in (0, 1, 31, 32):
+        assert torch.equal(gumbel(keys[i : i + 1], torch.empty(1, 1003))[0], wide[i])
+    assert torch.equal(gumbel(keys, torch.empty(33, 77)), wide[:, :77])
+
+
+def naive_mix32(x):
+    x ^= x >> 16
+    x = x * 0x85EBCA6B & MASK32
+    x ^= x >> 13
+    x = x * 0xC2B2AE35 & MASK32
+    return x ^ (x >> 16)
+
+
+@given(st.integers(0, MASK32), st.integers(0, MASK32))
+def test_columns_hash_is_murmur_on_unsigned_numbers(first, second):
+    found = columns_hash(torch.tensor([[signed32(first), signed32(second)]], dtype=torch.int32), 5)[0].tolist()
+    wanted = [naive_mix32(naive_mix32(c * 0x9E3779B1 & MASK32 ^ first) ^ second) & 0x7FFFFFFF for c in range(5)]
+    assert found == wanted
+
+
+@given(st.lists(st.integers(0, 2**64 - 1), min_size=1, max_size=20))
+def test_mix64_is_the_same_on_tensors(numbers):
+    tensor = torch.tensor([signed64(x) for x in numbers])
+    assert mix64_tensor(tensor).tolist() == [signed64(mix64(x)) for x in numbers]
+
+
+def test_logprobs_are_the_models_own():
+    logits = logits_of(random.Random(2), 3)
+    base = Sampling(temperature=0.7, logit_bias=((6, 100.0),), presence_penalty=2.0, seed=1)
+    rows = [make_row(replace(base, logprobs=n)) for n in (None, 0, 4)]
+    none, chosen, best = sample(logits, rows)
+    raw = logits.double().log_softmax(-1)
+    assert none.logprobs is None
+    assert chosen.token_id == best.token_id == 6
+    assert chosen.logprobs is not None
+    assert best.logprobs is not None
+    assert chosen.logprobs.top == ()
+    assert chosen.logprobs.logprob == pytest.approx(float(raw[1, 6]), abs=1e-5)
+    wanted = sorted(range(VOCAB), key=lambda i: -float(raw[2, i]))[:4]
+    assert [token for token, _ in best.logprobs.top] == wanted
+    assert [p for _, p in best.logprobs.top] == pytest.approx([float(raw[2, i]) for i in wanted], abs=1e-5)

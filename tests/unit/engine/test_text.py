@@ -1,0 +1,140 @@
+import random
+
+import pytest
+import tokenizers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import decoders, models, pre_tokenizers, trainers
+
+from baton.engine.text import OutputText
+from baton.tokenizer import OracleTokenizer, Tokenizer
+
+CORPUS = [
+    "the quick brown fox jumps over ünïcödé dogs, 日本語 テキスト, 😀😃 and Ελλάδα: hello world stop </s> END\n\n"
+]
+
+
+@pytest.fixture(scope="module")
+def bpe(tmp_path_factory):
+    """A byte-level BPE tokenizer in which a character can take several tokens."""
+    folder = tmp_path_factory.mktemp("bpe")
+    raw = tokenizers.Tokenizer(models.BPE())
+    raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    raw.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    raw.train_from_iterator(CORPUS * 9, trainers.BpeTrainer(vocab_size=330, initial_alphabet=alphabet))
+    raw.save(str(folder / "tokenizer.json"))
+    return Tokenizer.load(folder)
+
+
+@pytest.fixture(scope="module", params=["bpe", "oracle"])
+def tokenizer(request):
+    return OracleTokenizer() if request.param == "oracle" else request.getfixturevalue("bpe")
+
+
+def final_texts(tokenizer, ids):
+    """The final text after each token, by decoding everything again each time."""
+    texts = [""]
+    for n in range(1, len(ids) + 1):
+        text = tokenizer.decode(ids[:n])
+        texts.append(texts[-1] if text.endswith("\ufffd") else text)
+    return texts
+
+
+def naive(tokenizer, ids, stop, min_tokens):
+    """(text, matched, tokens used) by looking at every prefix of the whole text."""
+    texts = final_texts(tokenizer, ids)
+    for number in range(max(1, min_tokens), len(ids) + 1):
+        for end in range(len(texts[number - 1]) + 1, len(texts[number]) + 1):
+            matches = [s for s in stop if texts[number][:end].endswith(s)]
+            if matches:
+                longest = max(matches, key=len)
+                return texts[number][: end - len(longest)], longest, number
+    return tokenizer.decode(ids), None, len(ids)
+
+
+def run(tokenizer, ids, stop, min_tokens):
+    """(pieces, matched, tokens used, tail) of the class under test."""
+    output, pieces = OutputText(tokenizer.stream([]), stop, min_tokens), []
+    for number, token in enumerate(ids, 1):
+        piece, matched = output.push(token)
+        pieces.append(piece)
+        if matched is not None:
+            return pieces, matched, number, ""
+    return pieces, None, len(ids), output.tail()
+
+
+texts = st.text(st.sampled_from("abé日😀 <\n"), max_size=24)
+stops = st.lists(st.text(st.sampled_from("abé日😀 <"), min_size=1, max_size=4), max_size=3)
+
+
+@settings(max_examples=300)
+@given(st.data(), texts, stops, st.integers(0, 8))
+def test_equals_decoding_everything(tokenizer, data, text, stop, min_tokens):
+    ids = tokenizer.encode(text)
+    if text:
+        cut = data.draw(st.integers(0, len(text) - 1))
+        stop.append(text[cut : cut + data.draw(st.integers(1, 5))])
+    pieces, matched, used, tail = run(tokenizer, ids, stop, min_tokens)
+    assert ("".join(pieces) + tail, matched, used) == naive(tokenizer, ids, stop, min_tokens)
+
+
+@settings(max_examples=150)
+@given(st.integers(0, 2**32), stops)
+def test_nothing_given_out_is_taken_back_and_nothing_is_held_without_need(bpe, seed, stop):
+    rng = random.Random(seed)
+    ids = [rng.randrange(bpe.vocab_size) for _ in range(rng.randrange(1, 25))]
+    whole, _, used = naive(bpe, ids, stop, 0)
+    seen, output, finals = "", OutputText(bpe.stream([]), stop), final_texts(bpe, ids)
+    for number, token in enumerate(ids[:used], 1):
+        piece, matched = output.push(token)
+        seen += piece
+        assert whole.startswith(seen)
+        if matched is None:
+            held = finals[number][len(seen) :]
+            assert not held or any(s.startswith(held) and s != held for s in stop)
+
+
+def test_random_ids_lose_nothing(tokenizer):
+    rng = random.Random(4)
+    for _ in range(200):
+        ids = [rng.randrange(tokenizer.vocab_size) for _ in range(rng.randrange(30))]
+        pieces, _, _, tail = run(tokenizer, ids, (), 0)
+        assert "".join(pieces) + tail == tokenizer.decode(ids)
+
+
+@pytest.mark.parametrize("cut", range(1, 7))
+def test_every_split_of_a_stop_string(cut):
+    class Pieces:
+        """One token, one piece."""
+
+        def push(self, token_id):
+            return ["say " + "<stop>"[:cut], "<stop>"[cut:] + " more"][token_id]
+
+        def flush(self):
+            return ""
+
+    output = OutputText(Pieces(), ["<stop>"])
+    pushed = [output.push(0)] if cut == 6 else [output.push(0), output.push(1)]
+    assert pushed[-1][1] == "<stop>"
+    assert "".join(piece for piece, _ in pushed) == "say "
+
+
+def test_a_begun_stop_string_that_does_not_come_is_given_out():
+    output = OutputText(OracleTokenizer().stream([]), ["###"])
+    assert [output.push(c)[0] for c in b"a##b#"] == ["a", "", "", "##b", ""]
+    assert output.tail() == "#"
+
+
+def test_an_incomplete_character_waits_and_shows_at_the_end():
+    output = OutputText(OracleTokenizer().stream([]))
+    assert [output.push(b)[0] for b in "é".encode()] == ["", "é"]
+    assert output.push("é".encode()[0])[0] == ""
+    assert output.tail() == "\ufffd"
+
+
+def test_before_min_tokens_a_stop_string_is_text():
+    output = OutputText(OracleTokenizer().stream([]), ["ab"], min_tokens=4)
+    found = [output.push(c) for c in b"abab"]
+    assert found[:3] == [("", None), ("ab", None), ("", None)]
+    assert found[3] == ("", "ab")

@@ -1,0 +1,49 @@
+from __future__ import annotations
+
+import pytest
+
+from baton.errors import ConfigError
+from baton.ledger.connection import Connection, address_of, redacted
+
+
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("redis://:secret@h:1/0", "redis://:***@h:1/0"),
+        ("rediss://user:se%40cret@h:1/0", "rediss://user:***@h:1/0"),
+        ("redis://user:se@cret:x@h:1/0", "redis://user:***@h:1/0"),
+        ("redis://h:1/0?password=secret", "redis://h:1/0?***"),
+        ("unix://user:secret@/run/redis.sock?db=0", "unix://user:***@/run/redis.sock?***"),
+        ("redis://h:1", "redis://h:1"),
+    ],
+)
+def test_redacted(url, shown):
+    assert redacted(url) == shown
+
+
+@pytest.mark.parametrize(
+    ("url", "where"),
+    [
+        ("redis://:s@h:1/0", "h:1"),
+        ("redis://h", "h:6379"),
+        ("rediss://u:p@[::1]:7/0", "::1:7"),
+        ("unix://u:p@/run/r.sock?db=0", "/run/r.sock"),
+    ],
+)
+def test_address_of(url, where):
+    assert address_of(url) == where
+
+
+@pytest.mark.parametrize(
+    "url", ["http://:secret@h/0", "redis://:secret@h:port/0", "h:6379", "", "redis://:secret@h?db=x", "redis://h:99999"]
+)
+async def test_a_bad_url_is_a_config_error_without_its_password(url):
+    with pytest.raises(ConfigError, match="redis") as caught:
+        await Connection.open(url, "baton:test")
+    assert "secret" not in str(caught.value)
+
+
+@pytest.mark.parametrize("prefix", ["", "baton:", ":x", "a*", "a b", "baton:{x}", "a\n"])
+async def test_a_prefix_that_a_pattern_could_not_name_is_refused(prefix):
+    with pytest.raises(ConfigError, match="prefix"):
+        await Connection.open("redis://127.0.0.1:1", prefix)

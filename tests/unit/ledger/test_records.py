@@ -1,0 +1,96 @@
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from baton.core import Incarnation, KVLayout, Role, WorkerInfo, WorkerRef
+from baton.ledger.records import worker_from_json, worker_to_json
+
+INFO = WorkerInfo(
+    ref=WorkerRef("decode-0", Incarnation(1_790_000_000_000_000, 7), "127.0.0.1:4242"),
+    role=Role.DECODE,
+    fingerprint="f" * 64,
+    model="models/demo",
+    max_model_len=2048,
+    total_blocks=512,
+    layout=KVLayout(layers=2, kv_heads=2, head_dim=16, block_size=16, dtype="float32"),
+    pid=4711,
+    host="box",
+)
+
+
+def changed(path: str, value: object) -> bytes:
+    """INFO as JSON with one field set, or removed by `...`."""
+    record = json.loads(worker_to_json(INFO))
+    *parents, last = path.split(".")
+    target = record
+    for name in parents:
+        target = target[name]
+    if value is ...:
+        del target[last]
+    else:
+        target[last] = value
+    return json.dumps(record).encode()
+
+
+def test_there_and_back():
+    assert worker_from_json(worker_to_json(INFO)) == INFO
+
+
+@given(
+    name=st.text(st.characters(blacklist_categories=["Cs", "Cc"]), min_size=1, max_size=40),
+    epoch=st.integers(1, 2**53 - 1),
+    counter=st.integers(1, 2**53 - 1),
+    role=st.sampled_from(Role),
+    blocks=st.integers(1, 2**31 - 1),
+)
+def test_there_and_back_for_any_values(name, epoch, counter, role, blocks):
+    ref = WorkerRef(name, Incarnation(epoch, counter), "[::1]:1")
+    info = replace(INFO, ref=ref, role=role, total_blocks=blocks)
+    assert worker_from_json(worker_to_json(info)) == info
+
+
+def test_unknown_fields_of_a_newer_worker_are_ignored():
+    assert worker_from_json(changed("layout.pages", 3)) == INFO
+    assert worker_from_json(changed("zone", "eu")) == INFO
+
+
+PATHS = [
+    *("worker_id", "address", "role", "fingerprint", "model", "max_model_len", "total_blocks", "pid", "host"),
+    *("protocol_version", "incarnation", "incarnation.epoch", "incarnation.counter", "layout", "layout.layers"),
+    *("layout.kv_heads", "layout.head_dim", "layout.block_size", "layout.dtype", "layout.tensors"),
+]
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("value", [..., None, -1, 1.5, True, []], ids=repr)
+def test_each_field_is_checked_and_named(path, value):
+    with pytest.raises(ValueError, match=path):
+        worker_from_json(changed(path, value))
+
+
+@pytest.mark.parametrize("raw", [b"", b"{", b"[]", b"null", b"\xff\xfe", b'"x"', b"[" * 100_000, b"\x80\x04K\x01."])
+def test_what_is_no_record_at_all_is_refused(raw):
+    with pytest.raises(ValueError):
+        worker_from_json(raw)
+
+
+@given(st.binary(max_size=200))
+def test_noise_never_raises_anything_else(raw):
+    with pytest.raises(ValueError):
+        worker_from_json(raw)
+
+
+def test_errors_do_not_show_the_content():
+    with pytest.raises(ValueError) as caught:
+        worker_from_json(changed("max_model_len", "secret-content"))
+    assert "secret-content" not in str(caught.value)
+
+
+def test_a_record_that_nobody_would_accept_is_not_written():
+    with pytest.raises(ValueError, match="total_blocks"):
+        worker_to_json(replace(INFO, total_blocks=0))

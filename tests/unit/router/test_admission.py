@@ -1,0 +1,186 @@
+import asyncio
+import random
+from collections.abc import Callable
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from baton.clock import FakeClock
+from baton.errors import NoWorker, Overloaded
+from router.admission import Admission, WaitingLine
+
+
+class Room:
+    """So many tokens of room; a claim takes some."""
+
+    def __init__(self, free: int) -> None:
+        self.free = free
+
+    def claim(self, tokens: int) -> int | None:
+        if tokens > self.free:
+            return None
+        self.free -= tokens
+        return tokens
+
+    def give_back(self, claim: int) -> None:
+        self.free += claim
+
+
+class Line(RuleBasedStateMachine):
+    """Against a plain model: who enters waits unless it is first and fits; the head is served first, or nobody."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.room = Room(10)
+        self.line: WaitingLine[int] = WaitingLine(self.room.claim)
+        self.waiting: dict[int, int] = {}
+        self.held: dict[int, int] = {}
+        self.next_ticket = 0
+
+    @rule(tokens=st.integers(1, 10))
+    def newcomer(self, tokens):
+        self._enter(self.next_ticket, tokens)
+        self.next_ticket += 1
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data(), tokens=st.integers(1, 10))
+    def comes_back(self, data, tokens):
+        ticket = data.draw(st.sampled_from(sorted(self.held)))
+        self.room.give_back(self.held.pop(ticket))
+        self._enter(ticket, tokens)
+
+    def _enter(self, ticket, tokens):
+        first, free = not self.waiting or ticket < min(self.waiting), self.room.free
+        claim = self.line.enter(ticket, tokens)
+        assert (claim is not None) == (first and tokens <= free)
+        (self.waiting if claim is None else self.held)[ticket] = tokens
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data())
+    def ends(self, data):
+        self.room.give_back(self.held.pop(data.draw(st.sampled_from(sorted(self.held)))))
+
+    @precondition(lambda self: self.waiting)
+    @rule(data=st.data())
+    def gives_up(self, data):
+        ticket = data.draw(st.sampled_from(sorted(self.waiting)))
+        del self.waiting[ticket]
+        self.line.leave(ticket)
+
+    @rule()
+    def serve(self):
+        for ticket, claim in self.line.served():
+            assert ticket == min(self.waiting)
+            assert claim == self.waiting.pop(ticket)
+            self.held[ticket] = claim
+        assert not self.waiting or self.waiting[min(self.waiting)] > self.room.free
+
+    @invariant()
+    def nothing_is_lost(self):
+        assert len(self.line) == len(self.waiting)
+        assert self.room.free + sum(self.held.values()) == 10
+
+
+Line.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestLine = Line.TestCase
+
+
+def admission(room: Room, clock: FakeClock | None = None, *, pair: bool = True, **bounds) -> Admission[int]:
+    gate: Admission[int]
+    bounds = {"max_requests": 100, "max_wait_s": 30.0, **bounds}
+
+    def give_back(claim: int) -> None:
+        room.give_back(claim)
+        gate.changed()
+
+    gate = Admission(room.claim, give_back, lambda: pair, clock=clock or FakeClock(), **bounds)
+    return gate
+
+
+async def queued(gate: Admission[int], ticket: int, tokens: int, **kwargs) -> asyncio.Task[int]:
+    task = asyncio.create_task(gate.admit(ticket, tokens, **kwargs))
+    await asyncio.sleep(0)  # one turn of the loop: it runs up to its first wait
+    return task
+
+
+async def test_waiters_are_served_in_order_of_their_tickets():
+    room = Room(0)
+    gate = admission(room)
+    tasks = {ticket: await queued(gate, ticket, 1, returning=ticket == 0) for ticket in (3, 4, 0)}
+    for ticket in (0, 3, 4):
+        room.free = 1
+        gate.changed()
+        await tasks[ticket]
+        assert gate.waiting == sum(not task.done() for task in tasks.values())
+
+
+async def test_a_small_request_does_not_overtake_a_large_one():
+    room = Room(3)
+    gate = admission(room)
+    large, small = await queued(gate, 0, 5), await queued(gate, 1, 1)
+    gate.changed()
+    assert not small.done()
+    large.cancel()
+    assert await small == 1  # its turn has come with the end of the other
+
+
+async def test_the_bound_turns_newcomers_away_but_nobody_who_comes_back():
+    gate = admission(Room(0), max_requests=1)
+    waiting = await queued(gate, 5, 1)
+    with pytest.raises(Overloaded, match="1 requests wait already"):
+        await gate.admit(6, 1)
+    back = await queued(gate, 2, 1, returning=True)
+    assert gate.waiting == 2
+    for task in (waiting, back):
+        task.cancel()
+
+
+async def test_a_queue_of_no_length_still_admits_what_has_room():
+    gate = admission(Room(1), max_requests=0)
+    assert await gate.admit(0, 1) == 1
+    with pytest.raises(Overloaded):
+        await gate.admit(1, 1)
+    assert gate.waiting == 0
+
+
+@pytest.mark.parametrize(("pair", "error"), [(True, Overloaded), (False, NoWorker)])
+async def test_waiting_too_long(pair, error):
+    gate = admission(Room(0), pair=pair, max_wait_s=0.01)
+    with pytest.raises(error, match=r"waited 0\.01 s"):
+        await gate.admit(0, 1)
+    assert gate.waiting == 0
+
+
+async def test_retry_after_is_how_long_the_first_has_waited():
+    clock = FakeClock()
+    gate = admission(Room(0), clock, max_requests=1)
+    waiting = await queued(gate, 0, 1)
+    for waited, wanted in ((0.0, 0.5), (7.0, 7.0), (100.0, 30.0)):
+        clock.advance(waited)
+        with pytest.raises(Overloaded) as caught:
+            await gate.admit(1, 1)
+        assert caught.value.retry_after_s == wanted
+    waiting.cancel()
+
+
+async def test_no_claim_is_lost_when_service_and_cancellation_meet():
+    seed = random.randrange(2**32)
+    print("seed", seed)
+    rng = random.Random(seed)
+    room = Room(0)
+    gate = admission(room, max_requests=10_000)
+    tasks = [await queued(gate, ticket, 1) for ticket in range(600)]
+    room.free = 300
+    acts: list[Callable[[], object]] = [*(task.cancel for task in rng.sample(tasks, 250)), *[gate.changed] * 5]
+    rng.shuffle(acts)
+    for act in acts:
+        act()
+    if rng.random() < 0.5:
+        await asyncio.sleep(0)
+    for task in tasks:
+        task.cancel()  # also of those that were served and have not run since
+    results = await asyncio.gather(*tasks, return_exceptions=True)
+    assert room.free + results.count(1) == 300
+    assert gate.waiting == 0

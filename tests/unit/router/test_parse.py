@@ -1,0 +1,137 @@
+import threading
+
+import pytest
+
+from baton.errors import InvalidRequest, UnknownModel
+from baton.rpc.v1 import common_pb2
+from baton.rpc.v1 import inference_pb2 as pb
+from baton.tokenizer import OracleTokenizer
+from router.parse import DEFAULT_MAX_TOKENS, Limits, parse
+
+LIMITS = Limits("demo", 100)
+
+
+def message(**fields) -> pb.GenerateRequest:
+    """A good request with `fields` changed; `sampling` as keyword arguments."""
+    sampling = common_pb2.Sampling(**fields.pop("sampling", {}))
+    if not {"token_ids", "chat"} & set(fields):
+        fields.setdefault("text", "Hello")
+    return pb.GenerateRequest(sampling=sampling, **fields)
+
+
+def ids(*values: int) -> common_pb2.TokenIds:
+    return common_pb2.TokenIds(ids=values)
+
+
+async def parsed(request: pb.GenerateRequest, limits: Limits = LIMITS):
+    return await parse(request, OracleTokenizer(), limits)
+
+
+NOT_YET = "not supported by this version"
+
+
+@pytest.mark.parametrize(
+    ("request_pb", "field", "words"),
+    [
+        (message(n=2), "n", NOT_YET),
+        (message(n=0), "n", NOT_YET),
+        (message(deterministic=True), "deterministic", NOT_YET),
+        (message(constraint=pb.Constraint(regex="a")), "constraint", NOT_YET),
+        (message(chat=pb.ChatMessages()), "chat", NOT_YET),
+        (message(priority=-1), "priority", NOT_YET),
+        (message(cache_scope="me"), "cache_scope", NOT_YET),
+        (message(resumable_s=5.0), "resumable_s", NOT_YET),
+        (message(idempotency_key="k"), "idempotency_key", NOT_YET),
+        (pb.GenerateRequest(), "prompt", "must be set"),
+        (message(text=""), "text", "must not be empty"),
+        (message(token_ids=ids()), "token_ids", "must not be empty"),
+        (message(token_ids=ids(256, 257)), "token_ids", "token id 257 is outside the vocabulary of 257"),
+        (
+            message(token_ids=ids(*[1] * 100)),
+            "token_ids",
+            "100 tokens and one more do not fit the model's length of 100",
+        ),
+        (message(text="x" * 1_000_001), "text", "at most 1000000 characters, got 1000001"),
+        (message(client_tag="x" * 129), "client_tag", "at most 128 characters"),
+        (message(logprobs=21), "sampling.logprobs", "between 0 and 20"),
+        (message(sampling={"max_tokens": 0}), "sampling.max_tokens", "at least 1"),
+        (message(sampling={"max_tokens": 96}), "sampling.max_tokens", "at most 95"),
+        (message(sampling={"temperature": float("nan")}), "sampling.temperature", "between 0 and 100"),
+        (message(sampling={"stop": [""]}), "sampling.stop", "1 to 256 characters"),
+        (message(sampling={"stop_token_ids": [300]}), "sampling.stop_token_ids", "outside the vocabulary"),
+        (message(sampling={"logit_bias": {300: 1.0}}), "sampling.logit_bias", "outside the vocabulary"),
+        (message(sampling={"stop_token_ids": [1] * 1025}), "sampling.stop_token_ids", "at most 1024 ids"),
+    ],
+)
+async def test_refused_by_name(request_pb, field, words):
+    with pytest.raises(InvalidRequest) as caught:
+        await parsed(request_pb)
+    [violation] = caught.value.violations
+    assert violation.field == field
+    assert words in violation.description
+
+
+async def test_every_wrong_field_is_named_at_once():
+    wrong = message(n=3, priority=1, client_tag="x" * 200, sampling={"top_p": 2.0, "temperature": -1.0})
+    with pytest.raises(InvalidRequest) as caught:
+        await parsed(wrong)
+    fields = {violation.field for violation in caught.value.violations}
+    assert fields == {"n", "priority", "client_tag", "sampling.top_p", "sampling.temperature"}
+
+
+async def test_an_unknown_model_is_told_which_one_is_served():
+    with pytest.raises(UnknownModel, match="'other' is not served here; 'demo' is"):
+        await parsed(message(model="other"))
+    assert (await parsed(message(model="demo"))).prompt == tuple(b"Hello")
+
+
+async def test_what_asks_for_nothing_is_taken():
+    request = message(n=1, deterministic=False, priority=0, cache_scope="", resumable_s=0.0, idempotency_key="")
+    assert (await parsed(request)).prompt == tuple(b"Hello")
+
+
+@pytest.mark.parametrize(
+    ("prompt", "sampling", "limits", "wanted"),
+    [
+        (5, {}, LIMITS, DEFAULT_MAX_TOKENS),
+        (90, {}, LIMITS, 10),
+        (99, {}, LIMITS, 1),
+        (5, {"max_tokens": 95}, LIMITS, 95),
+        (5000, {"max_tokens": 9000}, Limits("demo", None), 9000),
+        (5000, {}, Limits("demo", None), DEFAULT_MAX_TOKENS),
+    ],
+)
+async def test_max_tokens(prompt, sampling, limits, wanted):
+    request = await parsed(message(token_ids=ids(*[1] * prompt), sampling=sampling), limits)
+    assert request.sampling.max_tokens == wanted
+
+
+async def test_a_seed_is_drawn_when_none_is_given():
+    drawn = {(await parsed(message())).sampling.seed for _ in range(5)}
+    assert len(drawn) == 5
+    assert None not in drawn
+    assert (await parsed(message(sampling={"seed": 0}))).sampling.seed == 0
+
+
+async def test_logprobs_and_the_tag_come_along():
+    request = await parsed(message(logprobs=0, client_tag="batch-7"))
+    assert (request.sampling.logprobs, request.client_tag) == (0, "batch-7")
+    assert (await parsed(message())).sampling.logprobs is None
+
+
+async def test_known_tokens_join_the_spec():
+    request = await parsed(message(text="ab"))
+    assert request.spec([7, 8]).tokens == (97, 98, 7, 8)
+
+
+class WhichThread(OracleTokenizer):
+    def encode(self, text: str) -> list[int]:
+        self.thread = threading.current_thread()
+        return [1]
+
+
+@pytest.mark.parametrize(("length", "elsewhere"), [(10, False), (5000, True)])
+async def test_long_texts_are_tokenized_in_a_thread(length, elsewhere):
+    encoder = WhichThread()
+    await parse(message(text="x" * length), encoder, LIMITS)
+    assert (encoder.thread is not threading.main_thread()) is elsewhere

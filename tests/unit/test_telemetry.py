@@ -1,0 +1,179 @@
+import asyncio
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from prometheus_client import generate_latest
+
+from baton.clock import FakeClock
+from baton.core import BlockCounts, Role
+from baton.errors import ConfigError, Overloaded
+from baton.telemetry import Metrics, MetricsServer, Stage, StageClock, Timings
+
+STEPS = st.lists(
+    st.tuples(st.sampled_from([*Stage, "first", "over"]), st.floats(0, 1e4), st.floats(-1, 1e4)), max_size=30
+)
+
+
+@given(STEPS)
+def test_stages_sum_to_the_end_to_end_time_whatever_happens(steps):
+    clock = FakeClock()
+    stages = StageClock(clock)
+    for step, seconds, commit_s in steps:
+        clock.advance(seconds)
+        if step == "first":
+            stages.first_token()
+        elif step == "over":
+            stages.handed_over(commit_s)
+        else:
+            stages.enter(step)
+    timings = stages.timings()
+    spent = [getattr(timings, f"{stage.value}_s") for stage in Stage]
+    assert min(spent) >= 0
+    assert timings.e2e_s == sum(spent)
+    assert timings.e2e_s == pytest.approx(clock.monotonic() - 1000.0, abs=1e-6)
+    assert timings.ttft_s <= timings.e2e_s + 1e-6
+
+
+def walk(clock: FakeClock, stages: StageClock) -> None:
+    for stage, seconds in ((Stage.ROUTE, 1), (Stage.RESERVE, 2), (Stage.PREFILL, 4)):
+        clock.advance(seconds)
+        stages.enter(stage)
+    clock.advance(8)
+    stages.first_token()
+
+
+def test_the_stretch_after_the_first_token_ends_with_the_commit():
+    clock = FakeClock()
+    stages = StageClock(clock)
+    walk(clock, stages)
+    clock.advance(16)
+    stages.handed_over(commit_s=5)
+    clock.advance(32)
+    assert stages.timings() == Timings(1, 2, 4, 8, 11, 5, 32, ttft_s=15)
+
+
+def test_a_commit_cannot_have_taken_longer_than_there_was():
+    clock = FakeClock()
+    stages = StageClock(clock)
+    walk(clock, stages)
+    clock.advance(1)
+    stages.handed_over(commit_s=100)
+    assert stages.timings() == Timings(1, 2, 4, 8, 0, 1, 0, ttft_s=15)
+
+
+def test_a_request_that_ends_with_its_first_token_has_no_handoff():
+    clock = FakeClock()
+    stages = StageClock(clock)
+    walk(clock, stages)
+    clock.advance(3)
+    stages.ended_at_first_token()
+    assert stages.timings() == Timings(1, 2, 4, 11, 0, 0, 0, ttft_s=15)
+
+
+def test_a_second_attempt_adds_to_the_same_stages_and_keeps_the_first_ttft():
+    clock = FakeClock()
+    stages = StageClock(clock)
+    walk(clock, stages)
+    stages.handed_over(0)
+    clock.advance(10)
+    stages.enter(Stage.QUEUE)
+    walk(clock, stages)
+    assert stages.timings() == Timings(2, 4, 8, 16, 0, 0, 10, ttft_s=15)
+
+
+def test_no_token_no_ttft():
+    clock = FakeClock()
+    stages = StageClock(clock)
+    clock.advance(2)
+    assert stages.timings().ttft_s == 0
+
+
+def test_metrics_have_the_names_that_dashboards_read():
+    metrics = Metrics("local", "1.2")
+    blocks = [BlockCounts(10, 4, 1, 2, 0, 3), BlockCounts(10, 10)]
+    metrics.watch_blocks(lambda: {Role.PREFILL: [], Role.DECODE: blocks})
+    metrics.ended("finished", Timings(1, 0, 0, 2, 3, 0, 0, ttft_s=2.5))
+    metrics.ended("cancelled")
+    metrics.refused(Overloaded("no", 1))
+    metrics.recovery("preempted")
+    metrics.fenced()
+    metrics.digest_mismatch()
+    metrics.handed_over(0.5, 4096, "gloo")
+    metrics.gap(0.2, 4)
+    text = generate_latest(metrics.registry).decode()
+    for line in (
+        'baton_requests_total{outcome="finished"} 1.0',
+        'baton_requests_total{outcome="cancelled"} 1.0',
+        'baton_refusals_total{reason="Overloaded"} 1.0',
+        'baton_recoveries_total{reason="preempted"} 1.0',
+        "baton_fenced_total 1.0",
+        "baton_digest_mismatch_total 1.0",
+        'baton_transfer_bytes_total{transport="gloo"} 4096.0',
+        "baton_ttft_seconds_sum 2.5",
+        "baton_e2e_seconds_sum 6.0",
+        "baton_queue_seconds_sum 1.0",
+        "baton_prefill_seconds_sum 2.0",
+        "baton_transfer_seconds_sum 0.5",
+        'baton_itl_seconds_bucket{le="0.05"} 4.0',
+        'baton_kv_blocks{role="decode",state="free"} 14.0',
+        'baton_kv_blocks{role="decode",state="owned"} 2.0',
+        'baton_kv_blocks{role="decode",state="quarantined"} 3.0',
+        'baton_kv_blocks{role="prefill",state="free"} 0.0',
+        'baton_build_info{cluster="local",version="1.2"} 1.0',
+    ):
+        assert line in text
+
+
+def test_two_processes_in_one_interpreter_share_nothing():
+    first, second = Metrics("a", ""), Metrics("b", "")
+    first.fenced()
+    assert "baton_fenced_total 0.0" in generate_latest(second.registry).decode()
+
+
+async def ask(address: str, request: bytes) -> str:
+    reader, writer = await asyncio.open_connection(*address.split(":"))
+    writer.write(request)
+    try:
+        return (await reader.read()).decode()
+    finally:
+        writer.close()
+
+
+@pytest.mark.parametrize(
+    ("request_line", "status", "body"),
+    [
+        (b"GET /metrics HTTP/1.1", "200 OK", "baton_fenced_total"),
+        (b"GET /metrics?name[]=x HTTP/1.1", "200 OK", "baton_fenced_total"),
+        (b"GET /health HTTP/1.1", "200 OK", "ok"),
+        (b"GET /ready HTTP/1.1", "503 Service Unavailable", "not ready"),
+        (b"GET / HTTP/1.1", "404 Not Found", "/metrics"),
+        (b"POST /metrics HTTP/1.1", "405 Method Not Allowed", "GET only"),
+        (b"\xff\xfe", "405 Method Not Allowed", "GET only"),
+    ],
+)
+async def test_the_http_endpoint(request_line, status, body):
+    server = MetricsServer(Metrics("x", ""), ready=lambda: False)
+    address = await server.start("127.0.0.1:0")
+    answer = await ask(address, request_line + b"\r\nHost: x\r\n\r\n")
+    assert answer.startswith(f"HTTP/1.1 {status}\r\n")
+    assert body in answer
+    await server.stop()
+    await server.stop()
+
+
+async def test_a_request_that_never_ends_or_is_too_long_gets_no_answer():
+    server = MetricsServer(Metrics("x", ""))
+    address = await server.start("127.0.0.1:0")
+    assert not await ask(address, b"GET /" + b"x" * 20_000 + b"\r\n\r\n")
+    assert "200 OK" in await ask(address, b"GET /ready HTTP/1.1\r\n\r\n")
+    await server.stop()
+
+
+async def test_an_address_that_cannot_be_had():
+    server = MetricsServer(Metrics("x", ""))
+    address = await server.start("127.0.0.1:0")
+    for wrong in (address, "127.0.0.1:x"):
+        with pytest.raises(ConfigError, match="cannot listen for metrics"):
+            await MetricsServer(Metrics("y", "")).start(wrong)
+    await server.stop()

@@ -1,0 +1,137 @@
+import json
+
+import pytest
+import tokenizers
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import decoders, models, pre_tokenizers, processors, trainers
+
+from baton.errors import CheckpointError
+from baton.tokenizer import ORACLE_EOS, OracleTokenizer, Tokenizer, load_tokenizer
+
+unicode_text = st.text(st.characters(exclude_categories=["Cs"]))
+
+
+def save_bpe(folder, **special):
+    raw = tokenizers.Tokenizer(models.BPE())
+    raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    raw.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=300, initial_alphabet=alphabet, special_tokens=["<s>", "</s>"])
+    raw.train_from_iterator(["some words to merge, some words to keep"] * 5, trainer)
+    if special.get("bos"):
+        raw.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    if special.get("truncate"):
+        raw.enable_truncation(3)
+        raw.enable_padding(length=50)
+    raw.save(str(folder / "tokenizer.json"))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return save_bpe(tmp_path_factory.mktemp("bpe"))
+
+
+@pytest.fixture(scope="module", params=["bpe", "oracle"])
+def tokenizer(request):
+    return load_tokenizer("oracle" if request.param == "oracle" else request.getfixturevalue("folder"))
+
+
+@given(unicode_text)
+def test_any_text_comes_back(tokenizer, text):
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+@given(unicode_text)
+def test_streamed_text_comes_back(tokenizer, text):
+    stream = tokenizer.stream(tokenizer.encode("some prompt"))
+    pieces = [stream.push(token) for token in tokenizer.encode(text)]
+    assert "".join(pieces) + stream.flush() == text
+
+
+def test_prompt_that_ends_within_a_character(tokenizer):
+    half = tokenizer.encode("é")[:1]
+    if len(tokenizer.encode("é")) == 1:
+        pytest.fail("this test needs a character of two tokens")
+    stream = tokenizer.stream(half)
+    assert "".join(map(stream.push, tokenizer.encode("abc"))) == "abc"
+
+
+def test_oracle_is_bytes_and_an_end():
+    tokenizer = OracleTokenizer()
+    assert tokenizer.encode("hé") == list("hé".encode())
+    assert tokenizer.eos_ids == (ORACLE_EOS,) == (tokenizer.vocab_size - 1,)
+    assert tokenizer.decode([104, ORACLE_EOS, 105]) == "hi"
+    assert tokenizer.stream([]).push(ORACLE_EOS) == ""
+
+
+def test_first_token_keeps_the_space_that_decoding_alone_would_strip(tmp_path):
+    vocab = [("<unk>", 0.0), ("▁the", -1.0), ("▁dog", -1.0), ("s", -2.0), *((f"<0x{b:02X}>", -9.0) for b in range(256))]
+    raw = tokenizers.Tokenizer(models.Unigram(vocab, unk_id=0, byte_fallback=True))
+    raw.pre_tokenizer = pre_tokenizers.Metaspace()
+    raw.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    raw.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = Tokenizer.load(tmp_path)
+    assert tokenizer.decode([2]) == "dog"
+    stream = tokenizer.stream([1])
+    assert [stream.push(i) for i in (2, 3)] == [" dog", "s"]
+    assert [stream.push(4 + b) for b in "é".encode()] == ["", "é"]
+
+
+def test_special_tokens_have_no_text(folder):
+    tokenizer = Tokenizer.load(folder)
+    ids = [0, *tokenizer.encode("some words"), 1]
+    assert tokenizer.decode(ids) == "some words"
+    stream = tokenizer.stream([])
+    assert "".join(map(stream.push, ids)) == "some words"
+
+
+def test_prompt_gets_the_models_special_tokens(tmp_path):
+    assert Tokenizer.load(save_bpe(tmp_path, bos=True)).encode("some")[0] == 0
+
+
+def test_truncation_and_padding_of_the_file_are_off(tmp_path):
+    tokenizer = Tokenizer.load(save_bpe(tmp_path, truncate=True))
+    text = "some words to keep and not to cut"
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+@pytest.mark.parametrize(
+    ("generation", "config", "wanted"),
+    [
+        ({}, {"eos_token_id": 1}, (1,)),
+        ({"eos_token_id": [7, 1]}, {"eos_token_id": 1}, (7, 1)),
+        ({"eos_token_id": 5}, {"eos_token_id": None}, (5,)),
+        (None, {}, ()),
+    ],
+)
+def test_eos_ids_of_both_files(tmp_path, generation, config, wanted):
+    save_bpe(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    if generation is not None:
+        (tmp_path / "generation_config.json").write_text(json.dumps(generation))
+    assert Tokenizer.load(tmp_path).eos_ids == wanted
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("tokenizer.json", None),
+        ("tokenizer.json", "{}"),
+        ("config.json", "{"),
+        ("config.json", "[]"),
+        ("config.json", '{"eos_token_id": "x"}'),
+        ("generation_config.json", '{"eos_token_id": [1, -1]}'),
+    ],
+)
+def test_bad_file_is_named(tmp_path, name, content):
+    save_bpe(tmp_path)
+    if content is None:
+        (tmp_path / name).unlink()
+    else:
+        (tmp_path / name).write_text(content)
+    with pytest.raises(CheckpointError, match=name):
+        Tokenizer.load(tmp_path)
