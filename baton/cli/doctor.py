@@ -118,9 +118,8 @@ def _threads(config: ClusterConfig) -> Finding:
 def _ports(config: ClusterConfig) -> Iterator[Finding]:
     listeners = {"router.grpc": config.router.grpc, "router.metrics": config.router.metrics}
     for key, address in listeners.items():
-        if address is None or split_address(address)[1] == 0:
-            continue
-        yield _port(key, address)
+        if split_address(address)[1] != 0:
+            yield _port(key, address)
 
 
 def _port(key: str, address: str) -> Finding:

@@ -81,6 +81,7 @@ class _Request:
 class Engine:
     """One model, its KV cache, and the requests that use them.
 
+    A sequence ends at `max_model_len` tokens (None: the model's), and where it would not fit the pool alone.
     `max_batched_tokens` bounds the tokens of one step, `max_running` the sequences in it. `recompute_preempted`: start
     preempted sequences over here, or hand them back through `StepResult.preempted`.
     """

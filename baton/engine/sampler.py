@@ -173,7 +173,6 @@ def _top_p(scaled: Tensor, ps: Sequence[float]) -> Tensor:
     probabilities = ranked.double().softmax(dim=-1)
     before = probabilities.cumsum(dim=-1) - probabilities
     dropped = before >= torch.tensor(ps, dtype=torch.float64, device=scaled.device)[:, None]
-    dropped[:, 0] = False
     return scaled.masked_fill(torch.zeros_like(dropped).scatter(-1, order, dropped), NEVER)
 
 

@@ -113,6 +113,7 @@ class Scheduler:
         plan = Plan()
         self._admit_elders(plan)
         budget = self._continue_running(plan, self.max_batched_tokens)
+        # Nobody new in a step that had to preempt: it could be the one that was just sent away.
         while budget > 0 and len(plan.work) < self.max_running and not plan.preempted:
             sequence = self._admit()
             if sequence is None:

@@ -92,7 +92,7 @@ def test_a_killed_supervisor_takes_all_with_it(module_home, tmp_path):
     module_home.baton("up", "-c", config, *ports, "--detach", check=True)
     orphans = Cluster(module_home, "orphans")
     state = orphans.state()
-    processes = [identity.process() for identity in state.processes.values()]
+    processes = [p for identity in state.processes.values() if (p := identity.process())]
     assert len(processes) == 4
     os.kill(state.supervisor.pid, signal.SIGKILL)
     _, alive = psutil.wait_procs(processes, timeout=10)
@@ -108,7 +108,7 @@ def test_ctrl_c_drains(module_home, tmp_path):
     config = tmp_path / "drain.yaml"
     config.write_text("name: drain\nray: {address: none}\n")
     with module_home.cluster(config, "model.path=oracle") as running, running.client(max_retries=0) as client:
-        processes = [identity.process() for identity in running.state().processes.values()]
+        processes = [p for identity in running.state().processes.values() if (p := identity.process())]
         with client.stream("hello", max_tokens=200, temperature=0, ignore_eos=True) as stream:
             next(stream)
             os.kill(running.state().supervisor.pid, signal.SIGINT)

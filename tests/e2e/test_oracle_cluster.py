@@ -1,8 +1,8 @@
 """A cluster of plain processes on the oracle engine: every stream is exactly the right one, whatever runs beside it."""
 
 import random
-import threading
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import grpc
 import pytest
@@ -136,7 +136,7 @@ def test_a_reader_that_does_not_read_holds_nobody_up(cluster):
     eventually(lambda: free_again(cluster))
 
 
-BAD = {
+BAD: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {
     "empty text": ("", {}, InvalidRequest, "text"),
     "empty ids": ([], {}, InvalidRequest, "token_ids"),
     "id beyond the vocabulary": ([1, 99999], {}, InvalidRequest, "99999"),
@@ -169,39 +169,37 @@ def test_bad_input_is_refused_by_name(cluster, case):
 def test_invalid_utf8_on_the_wire_is_refused_and_nobody_dies(cluster):
     before = cluster.processes()
     channel = grpc.insecure_channel(cluster.state().grpc)
-    call = channel.unary_stream(
+    call: Any = channel.unary_stream(
         "/baton.v1.Inference/Generate", request_serializer=lambda b: b, response_deserializer=None
     )
     with pytest.raises(grpc.RpcError) as caught:
         list(call(b"\x12\x02\xff\xfe", timeout=10))
     channel.close()
-    assert "bad UTF-8" in caught.value.details()  # gRPC parses before we are asked, and calls it UNKNOWN
+    assert "bad UTF-8" in str(caught.value.details())  # gRPC parses before we are asked, and calls it UNKNOWN
     assert cluster.processes() == before
 
 
 def test_a_full_queue_refuses_with_a_delay(module_home):
     """Its own cluster: one place to wait in, and decode room for one long request."""
-    sets = (
+    sets = [
         *SMALL,
         "name=narrow",
         "router.queue.max_requests=1",
         "router.queue.max_wait_s=0.2",
         "decode.kv_memory=32KiB",
-    )
-    sets = (*sets, "model.max_model_len=250")
+        "model.max_model_len=250",
+    ]
     config = module_home.path / "narrow.yaml"
     config.write_text("ray: {address: none}\nprefill: {threads: 1}\ndecode: {threads: 1}\n")
     with module_home.cluster(config, *sets) as narrow, narrow.client(max_retries=0) as client:
-        outcomes, lock = [], threading.Lock()
+        outcomes: list[int | str] = []
 
         def one(_):
             try:
                 answer = client.generate("x" * 150, max_tokens=90, temperature=0, ignore_eos=True)
-                outcome = len(answer.tokens)
+                outcomes.append(len(answer.tokens))
             except Overloaded as error:
-                outcome = "overloaded" if error.retry_after_s > 0 else "no delay"
-            with lock:
-                outcomes.append(outcome)
+                outcomes.append("overloaded" if error.retry_after_s > 0 else "no delay")
 
         with ThreadPoolExecutor(12) as pool:
             list(pool.map(one, range(12)))

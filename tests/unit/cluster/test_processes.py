@@ -10,8 +10,8 @@ import psutil
 import pytest
 
 from baton.clock import FakeClock
-from baton.errors import ConfigError
 from baton.cluster.processes import BACKOFF_S, Child, ProcessSpec, StartError, stop_all, tail
+from baton.errors import ConfigError
 
 READY = "from baton.cluster.processes import report_ready; report_ready({'port': 5}); import time; time.sleep(60)"
 
@@ -99,11 +99,11 @@ def test_children_die_with_a_killed_supervisor(tmp_path):
         child = Child(ProcessSpec("c", [sys.executable, "-c", {inner!r}], Path({str(tmp_path)!r}) / "c.log"))
         child.start(); child.wait_ready(); print(child.pid, flush=True); time.sleep(60)
     """)
-    supervisor = subprocess.Popen([sys.executable, "-c", outer], stdout=subprocess.PIPE, text=True)
-    child = psutil.Process(int(supervisor.stdout.readline()))
-    supervisor.kill()
-    supervisor.wait(10)
-    supervisor.stdout.close()
+    with subprocess.Popen([sys.executable, "-c", outer], stdout=subprocess.PIPE, text=True) as supervisor:
+        assert supervisor.stdout is not None
+        child = psutil.Process(int(supervisor.stdout.readline()))
+        supervisor.kill()
+        supervisor.wait(10)
     child.wait(10)
     assert not child.is_running()
 

@@ -14,7 +14,7 @@ from baton.errors import ConfigError
 def state(name="a", pid=None):
     me = ProcessId.of(pid or os.getpid())
     return ClusterState(
-        name, me, "127.0.0.1:1", "127.0.0.1:2", None, "redis://:secret@127.0.0.1:3/0", "none", {"router": me}
+        name, me, "127.0.0.1:1", "127.0.0.1:2", "127.0.0.1:4", "redis://:secret@127.0.0.1:3/0", "none", {"router": me}
     )
 
 

@@ -33,11 +33,17 @@ def commit_of(known):
     return CommitState(spec, [Token(0, 5, "x")], 0.1, 0.1, 64, "memory")
 
 
+class Recording(Reservations):
+    """A table that remembers its commits."""
+
+    def __init__(self):
+        self.commits = []
+        super().__init__("fp", BLOCK, lambda handoff, commit: self.commits.append(handoff))
+
+
 @pytest.fixture
 def table():
-    made = Reservations("fp", BLOCK, lambda handoff, commit: made.commits.append(handoff))
-    made.commits = []
-    return made
+    return Recording()
 
 
 def offer(known=6, fingerprint="fp", skip=0):
