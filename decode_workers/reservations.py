@@ -147,9 +147,10 @@ class Reservations:
         entry = self._entry(handoff)
         with entry.lock:
             entry.require(State.RECEIVING, sender)
-            if len(commit.spec) <= entry.known_tokens:
-                text = f"the commit knows {len(commit.spec)} tokens, more than {entry.known_tokens} are due"
+            if len(commit.spec) != entry.known_tokens + 1:
+                text = f"the commit knows {len(commit.spec)} tokens, {entry.known_tokens} and the first are due"
                 raise OfferRefused(f"length: {text}")
+            _check_first(commit)
             entry.state = State.COMMITTED
         self._on_commit(handoff, commit)
 
@@ -184,3 +185,11 @@ class Reservations:
         self._attempts[handoff.request_id] = max(last, handoff.attempt)
         if len(self._attempts) > REMEMBERED_ATTEMPTS:
             self._attempts.popitem(last=False)
+
+
+def _check_first(commit: CommitState) -> None:
+    """What the router was told must be what decoding goes on from."""
+    known = commit.spec.known
+    told = [(token.index, token.token_id) for token in commit.first]
+    if not known or told != [(len(known) - 1, token_id) for token_id in known[-1:]]:
+        raise OfferRefused(f"first: {len(told)} tokens that are not the last of the {len(known)} known")

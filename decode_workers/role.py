@@ -17,6 +17,7 @@ from baton.ledger.ownership_table import RecordState
 from baton.rpc import convert
 from baton.rpc.v1 import worker_pb2
 from baton.worker import events
+from baton.worker.commands import deadline_after
 from decode_workers.reservations import Reservations, State
 
 if TYPE_CHECKING:
@@ -46,28 +47,28 @@ class DecodeRole:
     # --- commands ------------------------------------------------------------------------------------------------
 
     def command(self, session: Session, command: worker_pb2.RouterCommand) -> None:
-        kind = command.WhichOneof("command")
-        if kind == "reserve":
-            self._reserve(session, command.reserve)
-        elif kind == "fence":
-            self._fence(session, convert.handoff_from_pb(command.fence.handoff))
-        elif kind == "release":
-            self._drop(convert.handoff_from_pb(command.release.handoff))
-        else:
-            log.warning("command_refused", kind=kind, router=session.router_id)
-            session.emit([_refuse_command(command)])
+        """See `RoleBehaviour.command`."""
+        match command.WhichOneof("command"):
+            case "reserve":
+                self._reserve(session, command.reserve)
+            case "fence":
+                self._fence(session, convert.handoff_from_pb(command.fence.handoff))
+            case "release":
+                self._release(session, convert.handoff_from_pb(command.release.handoff))
+            case kind:
+                raise InvalidRequest.of("command", f"a decode worker takes reserve, fence and release, not {kind}")
 
     def _reserve(self, session: Session, message: worker_pb2.Reserve) -> None:
         handoff = convert.handoff_from_pb(message.handoff)
-        refusal = self._refusal(handoff, message)
-        allocation = None if refusal else self._engine.reserve(message.known_tokens)
-        if refusal is None and allocation is None:
-            text = f"no room for {message.known_tokens} tokens now"
-            refusal = events.refused(handoff, worker_pb2.REFUSAL_REASON_NO_ROOM, text)
-        if refusal is not None or allocation is None:
-            session.emit([refusal] if refusal else [])
+        deadline = deadline_after(message.deadline_s, self._clock)
+        if (refusal := self._refusal(handoff, message)) is not None:
+            session.emit([refusal])
             return
-        deadline = self._clock.monotonic() + message.deadline_s if message.deadline_s else None
+        allocation = self._engine.reserve(message.known_tokens)
+        if allocation is None:
+            text = f"no room for {message.known_tokens} tokens now"
+            session.emit([events.refused(handoff, worker_pb2.REFUSAL_REASON_NO_ROOM, text)])
+            return
         self.reservations.open(handoff, allocation, message.known_tokens, deadline)
         self._sessions[handoff] = session
         session.handoffs.add(handoff)
@@ -81,6 +82,8 @@ class DecodeRole:
         if message.known_tokens < 1 or message.known_tokens >= self._info.max_model_len:
             text = f"{message.known_tokens} tokens, at most {self._info.max_model_len - 1} fit"
             return events.refused(handoff, worker_pb2.REFUSAL_REASON_TOO_LONG, text)
+        if handoff in self._sessions:
+            return events.refused(handoff, worker_pb2.REFUSAL_REASON_STALE, f"{handoff} is here already")
         try:
             self.reservations.check_new(handoff)
         except StaleAttempt as error:
@@ -88,10 +91,20 @@ class DecodeRole:
         return None
 
     def _fence(self, session: Session, handoff: HandoffId) -> None:
+        owner = self._sessions.get(handoff, session)
         if handoff in self._adopted or self.reservations.fence(handoff) is State.COMMITTED:
-            return  # the Committed event is the answer: it was sent, or is about to be
+            if owner is not session:  # to the owner, the Committed event is the answer: it was sent, or is about to be
+                session.emit([events.committed(handoff)])
+            return
         self._drop(handoff)
-        session.emit([events.fenced(handoff)])
+        for router in {owner, session}:
+            router.emit([events.fenced(handoff)])
+
+    def _release(self, session: Session, handoff: HandoffId) -> None:
+        owner = self._sessions.get(handoff, session)
+        self._drop(handoff)
+        if owner is not session:
+            owner.emit([events.failed(handoff, StaleAttempt(f"released by router {session.router_id}"))])
 
     def gone(self, session: Session) -> None:
         for handoff in list(session.handoffs):
@@ -125,18 +138,21 @@ class DecodeRole:
             return  # released between the commit and now: the blocks are free already
         try:
             self._engine.adopt(handoff, commit.spec, allocation)
-        except InvalidRequest as error:
+        except (InvalidRequest, ValueError) as error:
             allocation.release()
             self._forget(handoff)
             session.emit([events.failed(handoff, HandoffError(str(error)))])
             return
         self._adopted.add(handoff)
         self._records.note(handoff, session.router_id, RecordState.COMMITTED)
-        committed = worker_pb2.Committed(
-            transfer_s=commit.transfer_s, commit_s=commit.commit_s, kv_bytes=commit.kv_bytes, transport=commit.transport
+        committed = events.committed(
+            handoff,
+            transfer_s=commit.transfer_s,
+            commit_s=commit.commit_s,
+            kv_bytes=commit.kv_bytes,
+            transport=commit.transport,
         )
-        event = worker_pb2.WorkerEvent(handoff=convert.handoff_to_pb(handoff), committed=committed)
-        session.emit([event, events.tokens(handoff, commit.first)])
+        session.emit([committed, events.tokens(handoff, commit.first)])
 
     # --- steps ---------------------------------------------------------------------------------------------------
 
@@ -166,9 +182,3 @@ class DecodeRole:
             self._drop(handoff)
             if session is not None:
                 session.emit([events.failed(handoff, DeadlineExceeded("the reservation expired before a commit"))])
-
-
-def _refuse_command(command: worker_pb2.RouterCommand) -> worker_pb2.WorkerEvent:
-    handoff = convert.handoff_from_pb(command.prefill.handoff)
-    text = "a decode worker takes reserve, fence and release"
-    return events.refused(handoff, worker_pb2.REFUSAL_REASON_INVALID, text)

@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Protocol
 import structlog
 
 from baton.core import HandoffId, SequenceSpec, Token, WorkerInfo, WorkerRef
-from baton.errors import DeadlineExceeded, HandoffError, InvalidRequest
+from baton.errors import DeadlineExceeded, HandoffError, InvalidRequest, StaleAttempt
 from baton.rpc import convert
 from baton.rpc.v1 import worker_pb2
 from baton.worker import events
+from baton.worker.commands import deadline_after
 from kvtransfer.handoff import PushJob, PushResult
 
 if TYPE_CHECKING:
@@ -66,27 +67,31 @@ class PrefillRole:
     # --- commands ------------------------------------------------------------------------------------------------
 
     def command(self, session: Session, command: worker_pb2.RouterCommand) -> None:
-        kind = command.WhichOneof("command")
-        if kind == "prefill":
-            self._prefill(session, command.prefill)
-        elif kind == "release":
-            self._drop(convert.handoff_from_pb(command.release.handoff))
-        else:
-            log.warning("command_refused", kind=kind, router=session.router_id)
+        """See `RoleBehaviour.command`."""
+        match command.WhichOneof("command"):
+            case "prefill":
+                self._prefill(session, command.prefill)
+            case "release":
+                self._release(session, convert.handoff_from_pb(command.release.handoff))
+            case kind:
+                raise InvalidRequest.of("command", f"a prefill worker takes prefill and release, not {kind}")
 
     def _prefill(self, session: Session, message: worker_pb2.Prefill) -> None:
         handoff = convert.handoff_from_pb(message.handoff)
-        try:
-            spec, to = convert.spec_from_pb(message.spec), convert.ref_from_pb(message.to)
-            if handoff in self._work:
-                raise InvalidRequest.of("handoff", f"{handoff} is already here")
-            self._engine.submit(handoff, spec, hold=True)
-        except InvalidRequest as error:
-            session.emit([events.refused(handoff, worker_pb2.REFUSAL_REASON_INVALID, str(error))])
-            return
-        deadline = self._clock.monotonic() + message.deadline_s if message.deadline_s else None
+        spec, to = convert.spec_from_pb(message.spec), convert.ref_from_pb(message.to, "to")
+        deadline = deadline_after(message.deadline_s, self._clock)
+        if handoff in self._work:
+            raise InvalidRequest.of("handoff", f"{handoff} is already here")
+        self._engine.submit(handoff, spec, hold=True)
         self._work[handoff] = Work(session, spec, to, deadline)
         session.handoffs.add(handoff)
+
+    def _release(self, session: Session, handoff: HandoffId) -> None:
+        work = self._work.get(handoff)
+        self._drop(handoff)
+        if work is not None and work.session is not session and not work.pushing:  # a push reports its own end
+            text = f"released by router {session.router_id}"
+            work.session.emit([events.failed(handoff, StaleAttempt(text))])
 
     def gone(self, session: Session) -> None:
         for handoff in list(session.handoffs):
@@ -132,7 +137,11 @@ class PrefillRole:
             self._forget(item.key)  # the first token ended it: there is nothing to commit
             return
         work.pushing = True
-        self._pusher.push(self._job(item.key, work, item.tokens))
+        try:
+            self._pusher.push(self._job(item.key, work, item.tokens))
+        except (HandoffError, ValueError) as error:  # it was not taken, so nothing else reports its end
+            log.warning("push_refused", handoff=str(item.key), error=str(error))
+            self._pushed(item.key, error if isinstance(error, HandoffError) else HandoffError(str(error)))
 
     def _job(self, handoff: HandoffId, work: Work, first: list[Token]) -> PushJob:
         spec = replace(work.spec, known=(*work.spec.known, *(token.token_id for token in first)))
@@ -149,9 +158,10 @@ class PrefillRole:
         if isinstance(outcome, PushResult):
             self.transfer_bytes += outcome.nbytes
             self.transport = outcome.transport
+            event = events.pushed(handoff, outcome.nbytes)
+        else:
+            event = events.failed(handoff, outcome)
         if work is not None:
-            done = isinstance(outcome, PushResult)
-            event = events.pushed(handoff, outcome.nbytes) if done else events.failed(handoff, outcome)
             work.session.emit([event])
 
     def tick(self) -> None:

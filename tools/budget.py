@@ -2,14 +2,17 @@
 
     python tools/budget.py
 
-Counted are the lines of Python files, blank ones and comments included. Tests, benchmarks, models, tools and generated
-code are not part of the budget. A file above 300 lines or a function above 50 fails too: split it.
+The two budgets count lines of code: docstrings, comments and blank lines are free, since every public name must have a
+docstring and nobody should save on it. All lines of the files are shown beside. Tests, benchmarks, models, tools and
+generated code are not part of the budget. A file above 300 lines, all counted, or a function above 50 fails too.
 """
 
 from __future__ import annotations
 
 import ast
+import io
 import sys
+import tokenize
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +30,14 @@ CORE = (
 )
 NOT_CORE = ("baton/engine/model/",)
 TREE = ("baton", "router", "prefill_workers", "decode_workers", "kvtransfer", "simulator")
+NOT_CODE = {
+    tokenize.COMMENT,
+    tokenize.NL,
+    tokenize.NEWLINE,
+    tokenize.INDENT,
+    tokenize.DEDENT,
+    tokenize.ENDMARKER,
+}
 CORE_LIMIT, TREE_LIMIT, FILE_LIMIT, FUNCTION_LIMIT = 7000, 14000, 300, 50
 
 
@@ -41,11 +52,29 @@ class Source:
     def lines(self) -> int:
         return len(self.text.splitlines())
 
+    @property
+    def code(self) -> int:
+        """Lines with a token of code on them: no blank lines, no comments, no docstrings."""
+        docs = {line for node in ast.walk(ast.parse(self.text)) for line in docstring_lines(node)}
+        tokens = tokenize.generate_tokens(io.StringIO(self.text).readline)
+        spans = (range(token.start[0], token.end[0] + 1) for token in tokens if token.type not in NOT_CODE)
+        return len({line for span in spans for line in span} - docs)
+
     def functions(self) -> Iterator[tuple[str, int]]:
         """The name and the lines of each function, without those of its decorators."""
         for node in ast.walk(ast.parse(self.text)):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 yield node.name, (node.end_lineno or node.lineno) - node.lineno + 1
+
+
+def docstring_lines(node: ast.AST) -> range:
+    """The lines of the docstring of a module, class or function; empty for what has none."""
+    if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+        return range(0)
+    first = node.body[0] if node.body else None
+    if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant) and isinstance(first.value.value, str):
+        return range(first.lineno, (first.end_lineno or first.lineno) + 1)
+    return range(0)
 
 
 def sources(folders: Iterable[str], skip: tuple[str, ...] = ()) -> list[Source]:
@@ -65,31 +94,26 @@ def faults(tree: Iterable[Source]) -> Iterator[str]:
                 yield f"{source.path}: {name}() has {lines} lines, at most {FUNCTION_LIMIT}"
 
 
-def total(folder: str, skip: tuple[str, ...] = ()) -> tuple[int, int]:
-    """The number of files and of lines below `folder`."""
-    found = sources([folder], skip)
-    return len(found), sum(source.lines for source in found)
-
-
-def row(name: str, files: int, lines: int, limit: int | None = None) -> str:
+def row(name: str, found: list[Source], limit: int | None = None) -> str:
     """One line of the table."""
-    share = f"{limit:>7} {lines / limit:>5.0%}" if limit else ""
-    return f"{name:<18}{files:>6}{lines:>7}{share}"
+    code = sum(source.code for source in found)
+    share = f"{limit:>7} {code / limit:>5.0%}" if limit else ""
+    return f"{name:<18}{len(found):>6}{sum(source.lines for source in found):>7}{code:>7}{share}"
 
 
 def main() -> int:
     """Print the table; 1 if anything is over its limit."""
-    core = {folder: total(folder, NOT_CORE) for folder in CORE}
-    tree = sources(TREE)
-    core_lines, tree_lines = sum(lines for _, lines in core.values()), sum(source.lines for source in tree)
-    print(f"{'':<18}{'files':>6}{'lines':>7}{'limit':>7}")
-    for folder, (files, lines) in core.items():
-        print(row(f"  {folder}", files, lines))
-    print(row("core", sum(files for files, _ in core.values()), core_lines, CORE_LIMIT))
-    print(row("whole tree", len(tree), tree_lines, TREE_LIMIT))
+    parts = {folder: sources([folder], NOT_CORE) for folder in CORE}
+    core, tree = [source for part in parts.values() for source in part], sources(TREE)
+    print(f"{'':<18}{'files':>6}{'lines':>7}{'code':>7}{'limit':>7}")
+    for folder, part in parts.items():
+        print(row(f"  {folder}", part))
+    print(row("core", core, CORE_LIMIT))
+    print(row("whole tree", tree, TREE_LIMIT))
     wrong = list(faults(tree))
-    wrong += [f"the core has {core_lines} lines, at most {CORE_LIMIT}"] if core_lines > CORE_LIMIT else []
-    wrong += [f"the whole tree has {tree_lines} lines, at most {TREE_LIMIT}"] if tree_lines > TREE_LIMIT else []
+    for name, found, limit in (("core", core, CORE_LIMIT), ("whole tree", tree, TREE_LIMIT)):
+        if (code := sum(source.code for source in found)) > limit:
+            wrong.append(f"{name}: {code} lines of code, at most {limit}")
     for line in wrong:
         print(line, file=sys.stderr)
     return 1 if wrong else 0

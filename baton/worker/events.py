@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 Event = worker_pb2.WorkerEvent
 
 
-def refused(handoff: HandoffId, reason: worker_pb2.RefusalReason, detail: str) -> Event:
+def refused(handoff: HandoffId, reason: worker_pb2.RefusalReason.ValueType, detail: str) -> Event:
     """A Reserve or a Prefill is refused; nothing is held."""
     return Event(handoff=convert.handoff_to_pb(handoff), refused=worker_pb2.Refused(reason=reason, detail=detail))
 
@@ -46,6 +46,14 @@ def output(item: Output) -> list[Event]:
 def reserved(handoff: HandoffId) -> Event:
     """Room is reserved."""
     return Event(handoff=convert.handoff_to_pb(handoff), reserved=worker_pb2.Reserved(cached_tokens=0))
+
+
+def committed(
+    handoff: HandoffId, *, transfer_s: float = 0.0, commit_s: float = 0.0, kv_bytes: int = 0, transport: str = ""
+) -> Event:
+    """The one commit was accepted; the figures are for the router that waits for it."""
+    message = worker_pb2.Committed(transfer_s=transfer_s, commit_s=commit_s, kv_bytes=kv_bytes, transport=transport)
+    return Event(handoff=convert.handoff_to_pb(handoff), committed=message)
 
 
 def fenced(handoff: HandoffId) -> Event:

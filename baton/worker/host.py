@@ -12,6 +12,8 @@ import socket
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
+from types import TracebackType
 from typing import TYPE_CHECKING, Protocol
 
 import structlog
@@ -23,6 +25,7 @@ from baton.ledger.ledger import Ledger
 from baton.rpc import channel, convert
 from baton.rpc.v1 import common_pb2, worker_pb2_grpc
 from baton.worker.build import build_engine
+from baton.worker.lease import Lease
 from baton.worker.loop import EngineLoop
 from baton.worker.service import RoleBehaviour, WorkerService
 from baton.worker.settings import WorkerSettings
@@ -73,7 +76,7 @@ class _Stepping:
     def __init__(self, engine: Engine, role: HostedRole) -> None:
         self._engine = engine
         self._role = role
-        self.load = common_pb2.Load()
+        self.load = self._report()
 
     def stepped(self, result: StepResult) -> None:
         self.load = self._report()
@@ -103,50 +106,40 @@ async def serve(settings: WorkerSettings, factory: RoleFactory, stop: asyncio.Ev
         service = WorkerService(info, loop, role, lambda: stepping.load)
         worker_pb2_grpc.add_WorkerServicer_to_server(service, server)
         loop.start(stepping)
-        leaving.callback(loop.stop)
-        leaving.push_async_callback(role.close)
+        leaving.push_async_callback(role.close)  # last of these: what the engine thread still notes must get out
+        leaving.push_async_callback(asyncio.to_thread, loop.stop)
         await server.start()
-        leaving.push_async_callback(server.stop, SHUTDOWN_GRACE_S)
-        await ledger.register(info)
+        leaving.push_async_exit(partial(_stop_serving, server))
+        lease = Lease(ledger, info, settings.lease_s, clock)
+        await lease.take()
         leaving.push_async_callback(_deregister, ledger, info.ref)
         log.info("worker_ready", worker=str(info.ref), address=info.ref.address, fingerprint=info.fingerprint)
         ready(info.ref)
-        await _beat(settings, info, ledger, loop, service, stop, clock)
+        await _beat(lease, loop, service, stop, settings.heartbeat_s)
 
 
 async def _beat(
-    settings: WorkerSettings,
-    info: WorkerInfo,
-    ledger: Ledger,
-    loop: EngineLoop,
-    service: WorkerService,
-    stop: asyncio.Event,
-    clock: Clock,
+    lease: Lease, loop: EngineLoop, service: WorkerService, stop: asyncio.Event, heartbeat_s: float
 ) -> None:
     """Renew the lease while the engine thread makes progress; a process without it, or frozen too long, must not."""
-    seen, last = -1, clock.monotonic()
+    seen = -1
     while not stop.is_set():
         if loop.failure is not None:
             raise EngineFault(f"the engine thread failed: {type(loop.failure).__name__}") from loop.failure
-        now = clock.monotonic()
-        if now - last > settings.lease_s:
-            raise LedgerError(f"{info.ref} stood still for {now - last:.1f} s, its lease has lapsed: starting again")
-        last = now
+        lease.check()
+        service.beat()
         if loop.iterations != seen:
             seen = loop.iterations
-            await _renew(ledger, info, seen)
-        service.beat()
+            await lease.renew(seen)
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(stop.wait(), settings.heartbeat_s)
+            await asyncio.wait_for(stop.wait(), heartbeat_s)
 
 
-async def _renew(ledger: Ledger, info: WorkerInfo, progress: int) -> None:
-    """Renew, or enter again what a restarted Redis forgot. Without Redis the worker goes on: its streams are alive."""
-    try:
-        if not await ledger.renew(info.ref, progress) and not await ledger.register(info):
-            raise EngineFault(f"{info.ref.worker_id} is taken by another incarnation: this one is fenced")
-    except LedgerError as error:
-        log.warning("ledger_away", error=str(error))
+async def _stop_serving(
+    server: grpc.aio.Server, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
+) -> None:
+    """Who leaves in peace lets running calls end; who is fenced, or broken, says nothing more."""
+    await server.stop(None if error else SHUTDOWN_GRACE_S)
 
 
 async def _deregister(ledger: Ledger, ref: WorkerRef) -> None:
@@ -178,10 +171,7 @@ def run_worker(settings: WorkerSettings, factory: RoleFactory, stop: threading.E
         loop = asyncio.get_running_loop()
         waiter = threading.Thread(target=_forward, args=(stop, loop, leave), daemon=True)
         waiter.start()
-        try:
-            await serve(settings, factory, leave, ready)
-        finally:
-            stop.set()
+        await serve(settings, factory, leave, ready)
 
     asyncio.run(main())
 

@@ -12,8 +12,10 @@ import grpc
 import structlog
 
 from baton.core import PROTOCOL_VERSION, WorkerInfo
+from baton.errors import InvalidRequest
 from baton.rpc import convert
 from baton.rpc.v1 import worker_pb2, worker_pb2_grpc
+from baton.worker.commands import not_taken
 from baton.worker.loop import EngineLoop
 from baton.worker.session import LoadSource, Session
 
@@ -23,7 +25,8 @@ log = structlog.get_logger(__name__)
 class RoleBehaviour(Protocol):
     """What makes a worker a prefill or a decode worker. All methods run on the engine thread."""
 
-    def command(self, session: Session, command: worker_pb2.RouterCommand) -> None: ...
+    def command(self, session: Session, command: worker_pb2.RouterCommand) -> None:
+        """Obey. Raises InvalidRequest for a command that is malformed or for another role; nothing was done then."""
 
     def gone(self, session: Session) -> None:
         """The router's stream ended: what it had here is released."""
@@ -32,11 +35,14 @@ class RoleBehaviour(Protocol):
 class WorkerService(worker_pb2_grpc.WorkerServicer):
     """Accepts routers, hands their commands to the role on the engine thread, and streams events back."""
 
-    def __init__(self, info: WorkerInfo, loop: EngineLoop, role: RoleBehaviour, load: LoadSource) -> None:
+    def __init__(
+        self, info: WorkerInfo, loop: EngineLoop, role: RoleBehaviour, load: LoadSource, *, hello_s: float = 10.0
+    ) -> None:
         self._info = info
         self._engine_loop = loop
         self._role = role
         self._load = load
+        self._hello_s = hello_s
         self.sessions: set[Session] = set()
 
     async def Connect(
@@ -63,7 +69,10 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         requests: AsyncIterator[worker_pb2.RouterMessage],
         context: grpc.aio.ServicerContext[Any, Any],
     ) -> Session:
-        first = await anext(aiter(requests), None)
+        first = None
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._hello_s):
+                first = await anext(aiter(requests), None)
         if first is None or len(first.commands) != 1 or not first.commands[0].HasField("hello"):
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the first message must be one RouterHello")
             raise AssertionError("abort raises")
@@ -78,11 +87,25 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         return Session(hello.router_id, asyncio.get_running_loop(), self._load)
 
     async def _read(self, session: Session, requests: AsyncIterator[worker_pb2.RouterMessage]) -> None:
-        with contextlib.suppress(grpc.RpcError, asyncio.CancelledError):
+        try:
             async for message in requests:
                 for command in message.commands:
-                    self._engine_loop.submit(partial(self._role.command, session, command))
-        session.close()
+                    self._engine_loop.submit(partial(self._obey, session, command))
+        except grpc.RpcError as error:
+            log.info("router_lost", router=session.router_id, error=str(error))
+        except Exception:  # the task's boundary: bytes that are no message, say
+            log.exception("router_unreadable", router=session.router_id)
+        finally:
+            session.close()  # nobody is served whose commands are not read
+
+    def _obey(self, session: Session, command: worker_pb2.RouterCommand) -> None:
+        """On the engine thread. A malformed command costs its sender that command, and nobody else anything."""
+        try:
+            self._role.command(session, command)
+        except InvalidRequest as error:
+            kind = command.WhichOneof("command")
+            log.warning("command_refused", kind=kind, router=session.router_id, error=str(error))
+            session.emit(not_taken(command, str(error)))
 
     def beat(self) -> None:
         """A load report to every router, even when idle."""

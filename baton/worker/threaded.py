@@ -12,7 +12,7 @@ from collections.abc import Callable
 import structlog
 
 from baton.core import WorkerRef
-from baton.errors import BatonError
+from baton.errors import BatonError, Cancelled
 
 Run = Callable[[threading.Event, Callable[[WorkerRef], None]], None]
 log = structlog.get_logger(__name__)
@@ -32,11 +32,12 @@ class HostedWorker:
         self._thread.start()
 
     def ready(self) -> WorkerRef:
-        """Wait until the worker is registered. Raises what kept it from starting."""
+        """Wait until the worker is registered. Raises what kept it from starting, Cancelled if that was `stop`."""
         self._settled.wait()
         if self._failure is not None:
             raise self._failure
-        assert self._ref is not None
+        if self._ref is None:
+            raise Cancelled("the worker was stopped before it was ready")
         return self._ref
 
     def stop(self, timeout_s: float = 10.0) -> None:

@@ -37,7 +37,7 @@ class Recording(Reservations):
     """A table that remembers its commits."""
 
     def __init__(self):
-        self.commits = []
+        self.commits: list[HandoffId] = []
         super().__init__("fp", BLOCK, lambda handoff, commit: self.commits.append(handoff))
 
 
@@ -187,7 +187,7 @@ class Machine(RuleBasedStateMachine):
     def __init__(self):
         super().__init__()
         self.table = Reservations("fp", BLOCK, lambda handoff, commit: self.commits.append(handoff))
-        self.commits = []
+        self.commits: list[HandoffId] = []
         self.ended = set()
         self.held = {}
 

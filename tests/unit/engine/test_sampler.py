@@ -108,7 +108,7 @@ def test_filters_keep_exactly_the_naive_set(params, number, ties):
 def test_adjust_equals_the_naive_rules(mix, number):
     rng = random.Random(number)
     logits = logits_of(rng, len(mix))
-    outputs = [[rng.randrange(VOCAB) for _ in range(rng.randrange(8))] for _ in mix]
+    outputs = [[rng.randrange(6) for _ in range(rng.randrange(8))] for _ in mix]
     prompt, end_ids = [4, 4, 7], (0, 39, VOCAB + 5)
     rows = [make_row(s, prompt, output, end_ids) for s, output in zip(mix, outputs, strict=True)]
     found = adjust(logits, rows)
@@ -156,6 +156,11 @@ def test_logits_that_are_no_numbers_draw_nothing_and_hurt_nobody_else(temperatur
     logits[1, 20] = float("nan")
     sampling = Sampling(temperature=temperature, top_k=1)
     assert [s.token_id for s in sample(logits, [make_row(sampling)] * 3)] == [7, None, 3]
+
+
+def test_nothing_left_to_draw_draws_nothing():
+    row = make_row(Sampling(min_tokens=1), end_ids=range(VOCAB))
+    assert sample(torch.zeros(1, VOCAB), [row])[0].token_id is None
 
 
 def test_same_seed_and_position_give_the_same_token_elsewhere():
@@ -220,6 +225,12 @@ def test_noise_has_the_moments_of_gumbel_and_reaches_into_its_tail():
     assert float(noise.var()) == pytest.approx(math.pi**2 / 6, abs=0.02)
     assert 11 < float(noise.max()) < 22.5
     assert bool(noise.isfinite().all())
+
+
+@pytest.mark.parametrize("bits", [0, 0x7FFFFFFF])
+def test_noise_is_finite_at_the_ends_of_the_hash(bits, monkeypatch):
+    monkeypatch.setattr("baton.engine.sampler.columns_hash", lambda keys, columns: torch.tensor([[bits]]))
+    assert bool(gumbel([(0, 0)], torch.empty(1, 1)).isfinite().all())
 
 
 def test_noise_of_a_column_depends_on_nothing_but_key_and_column():

@@ -103,18 +103,30 @@ def test_random_ids_lose_nothing(tokenizer):
         assert "".join(pieces) + tail == tokenizer.decode(ids)
 
 
+class Pieces:
+    """One token, one piece."""
+
+    def __init__(self, *pieces):
+        self.pieces = pieces
+
+    def push(self, token_id):
+        return self.pieces[token_id]
+
+    def flush(self):
+        return ""
+
+
+@pytest.mark.parametrize(
+    ("stop", "text", "matched"),
+    [(["abcd", "bc"], "a", "bc"), (["bc", "abc"], "", "abc"), (["d", "ab"], "", "ab"), (["x", "cd"], "ab", "cd")],
+)
+def test_the_first_complete_match_wins_and_the_longest_of_those(stop, text, matched):
+    assert OutputText(Pieces("abcde"), stop).push(0) == (text, matched)
+
+
 @pytest.mark.parametrize("cut", range(1, 7))
 def test_every_split_of_a_stop_string(cut):
-    class Pieces:
-        """One token, one piece."""
-
-        def push(self, token_id):
-            return ["say " + "<stop>"[:cut], "<stop>"[cut:] + " more"][token_id]
-
-        def flush(self):
-            return ""
-
-    output = OutputText(Pieces(), ["<stop>"])
+    output = OutputText(Pieces("say " + "<stop>"[:cut], "<stop>"[cut:] + " more"), ["<stop>"])
     pushed = [output.push(0)] if cut == 6 else [output.push(0), output.push(1)]
     assert pushed[-1][1] == "<stop>"
     assert "".join(piece for piece, _ in pushed) == "say "

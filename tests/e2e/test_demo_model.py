@@ -1,0 +1,135 @@
+"""The trained demo model through Ray, as in README: its answers, roles kept apart, everything equal to one process."""
+
+import os
+import random
+import signal
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from baton.core import Sampling, SequenceSpec
+from baton.engine.engine import Engine
+from baton.engine.generate import generate
+from baton.engine.model.build import load_model
+from baton.errors import BatonError
+from baton.tokenizer import load_tokenizer
+from tests.e2e.conftest import eventually
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+DEMO = Path(__file__).parents[2] / "models" / "demo"
+ANSWERS = {
+    "The color of dog": (4, " can vary widely", 3),
+    "What is the largest ocean?": (None, "Pacific Ocean", 2),
+}
+
+
+@pytest.fixture(scope="module")
+def cluster(module_home):
+    with module_home.cluster("configs/local.yaml") as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def engine():
+    return Engine(load_model(DEMO), load_tokenizer(DEMO), total_blocks=512)
+
+
+@pytest.mark.parametrize("prompt", ANSWERS)
+def test_the_seed_prompts(cluster, prompt):
+    prompt_tokens, text, new_tokens = ANSWERS[prompt]
+    with cluster.client() as client:
+        answer = client.generate(prompt, max_tokens=16, temperature=0)
+    assert (answer.text, len(answer.tokens)) == (text, new_tokens)
+    assert answer.finish_reason is not None
+    assert answer.finish_reason.value == "eos"
+    if prompt_tokens is not None:
+        assert answer.usage.prompt_tokens == prompt_tokens
+    assert (answer.placement.prefill_worker, answer.placement.decode_worker) == ("prefill-0", "decode-0")
+    assert answer.placement.kv_bytes > 0
+
+
+def test_prefill_and_decode_stay_where_they_belong(cluster):
+    with cluster.client() as client:
+        client.generate("The days of the week are", max_tokens=32, temperature=0)
+    loads = cluster.loads()
+    assert loads["decode-0"].prefill_tokens == 0
+    assert loads["prefill-0"].decode_steps == 0
+    assert min(loads["prefill-0"].prefill_tokens, loads["decode-0"].decode_steps) > 0
+
+
+def draw(rng, heldout):
+    options = {"max_tokens": rng.randrange(1, 40), "temperature": rng.choice([0.0, 0.0, 0.9])}
+    options |= {"seed": rng.randrange(2**62), "top_k": rng.choice([0, 4]), "min_p": rng.choice([0.0, 0.1])}
+    return rng.choice(heldout), {**options, "ignore_eos": rng.random() < 0.3}
+
+
+def test_concurrent_requests_equal_a_single_process(cluster, engine, seed):
+    """32 mixed requests at once; each is what one process computes alone, in fp32, greedy and sampled."""
+    import json
+
+    heldout = [json.loads(line)["prompt"] for line in (DEMO.parent / "heldout.jsonl").read_text().splitlines()]
+    rng = random.Random(seed)
+    jobs = [draw(rng, heldout) for _ in range(32)]
+    with cluster.client() as client, ThreadPoolExecutor(32) as pool:
+        answers = list(pool.map(lambda job: client.generate(job[0], **job[1]), jobs))
+    for (prompt, options), answer in zip(jobs, answers, strict=True):
+        spec = SequenceSpec(tuple(engine.tokenizer.encode(prompt)), Sampling(**as_sent(options)))
+        alone = generate(engine, spec)
+        assert (list(answer.tokens), answer.text) == ([t.token_id for t in alone.tokens], alone.text), (prompt, options)
+        assert answer.finish_reason == alone.finish.reason
+
+
+def as_sent(options):
+    """Floats have 32 bits on the wire."""
+    import struct
+
+    return {k: struct.unpack("f", struct.pack("f", v))[0] if isinstance(v, float) else v for k, v in options.items()}
+
+
+def test_stop_strings_and_logprobs_cross_the_handoff(cluster, engine):
+    spec = SequenceSpec(
+        tuple(engine.tokenizer.encode("The days of the week are")), Sampling(max_tokens=40, temperature=0)
+    )
+    whole = generate(engine, spec)
+    stop = whole.text[12:15]
+    with cluster.client() as client:
+        cut = client.generate("The days of the week are", max_tokens=40, temperature=0, stop=[stop], logprobs=2)
+    assert cut.text == whole.text[: whole.text.index(stop)]
+    assert cut.finish_reason is not None
+    assert cut.finish_reason.value == "stop_string"
+    assert len(cut.logprobs) == len(cut.tokens)
+    assert all(len(item.top) == 2 and item.top[0][1] >= item.top[1][1] for item in cut.logprobs)
+
+
+def test_the_command_line_shows_tokens_and_timings(cluster):
+    args = ("generate", "The color of dog", "--name", "local", "--show", "timings,tokens")
+    shown = cluster.home.baton(*args, check=True).stdout
+    for part in (" can vary widely\n", "tokens    3 (", "ended by eos", "prefill-0 -> ", "TTFT", "ITL"):
+        assert part in shown
+    assert {worker["state"] for worker in cluster.status()["workers"]} == {"connected"}
+
+
+@pytest.mark.parametrize("worker", ["decode-0", "prefill-0"])
+def test_ray_replaces_a_killed_worker(cluster, worker):
+    pid = cluster.pid(worker)
+    os.kill(pid, signal.SIGKILL)
+
+    def serves():
+        try:
+            with cluster.client(timeout=10) as client:
+                return client.generate("The color of dog", max_tokens=8, temperature=0).text
+        except BatonError:
+            return None
+
+    assert eventually(serves, within_s=60) == " can vary widely"
+    eventually(lambda: cluster.pid(worker) != pid, within_s=30)
+    assert cluster.loads()["decode-0"].prefill_tokens == 0
+
+
+def test_two_by_two_uses_all_workers(home):
+    with home.cluster("configs/local-2x2.yaml", "ray.address=none") as cluster, cluster.client() as client:
+        with ThreadPoolExecutor(16) as pool:
+            answers = list(pool.map(lambda n: client.generate(f"Count from {n}", max_tokens=20, seed=n), range(32)))
+        assert {a.placement.prefill_worker for a in answers} == {"prefill-0", "prefill-1"}
+        assert {a.placement.decode_worker for a in answers} - {""} == {"decode-0", "decode-1"}
