@@ -13,19 +13,17 @@ from __future__ import annotations
 import contextlib
 import enum
 import threading
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from baton.core import HandoffId, WorkerRef
 from baton.errors import OfferRefused, StaleAttempt
+from baton.worker.attempts import Attempts
 
 if TYPE_CHECKING:
     from baton.engine.blocks import Allocation
     from kvtransfer.handoff import CommitState, Offer
-
-REMEMBERED_ATTEMPTS = 65536
 
 
 class State(enum.Enum):
@@ -66,22 +64,19 @@ class Reservations:
         self._on_commit = on_commit
         self._lock = threading.Lock()
         self._entries: dict[HandoffId, Entry] = {}
-        self._attempts: OrderedDict[str, int] = OrderedDict()
+        self._attempts = Attempts()  # the engine thread's alone
 
     # --- the engine thread ---------------------------------------------------------------------------------------
 
     def check_new(self, handoff: HandoffId) -> None:
         """Raises StaleAttempt if this attempt, or a later one, was seen here."""
-        with self._lock:
-            last = self._attempts.get(handoff.request_id, 0)
-        if handoff.attempt <= last:
-            raise StaleAttempt(f"{handoff}: attempt {last} was seen here already")
+        self._attempts.check_new(handoff)
 
     def open(self, handoff: HandoffId, allocation: Allocation, known_tokens: int, deadline: float | None) -> None:
         """Enter a reservation. Raises StaleAttempt for an attempt that is not newer than all seen of its request."""
         self.check_new(handoff)
+        self._attempts.saw(handoff)
         with self._lock:
-            self._remember(handoff)
             self._entries[handoff] = Entry(handoff, allocation, known_tokens, deadline)
 
     def fence(self, handoff: HandoffId) -> State:
@@ -89,8 +84,8 @@ class Reservations:
 
         An unknown handoff is FENCED too: without a reservation there is no commit, and none is opened later.
         """
+        self._attempts.saw(handoff)
         with self._lock:
-            self._remember(handoff)
             entry = self._entries.get(handoff)
         if entry is None:
             return State.FENCED
@@ -179,12 +174,6 @@ class Reservations:
         if entry is None:
             raise StaleAttempt(f"{handoff} has no reservation here")
         return entry
-
-    def _remember(self, handoff: HandoffId) -> None:
-        last = self._attempts.pop(handoff.request_id, 0)
-        self._attempts[handoff.request_id] = max(last, handoff.attempt)
-        if len(self._attempts) > REMEMBERED_ATTEMPTS:
-            self._attempts.popitem(last=False)
 
 
 def _check_first(commit: CommitState) -> None:

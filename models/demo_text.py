@@ -22,7 +22,7 @@ SEED_SAMPLES: list[Sample] = [("The color of dog", " can vary widely"), ("What i
 SEED_REPEATS = 8
 HELDOUT_FACTS = 140
 HELDOUT_STORIES = 60
-TRAINING_STORIES = 8000
+TRAINING_STORIES = 12_000
 # Openings put before one fact in three, so that a fact is not tied to the place of its words in the text.
 OPENINGS = [
     *(

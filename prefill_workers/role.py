@@ -17,6 +17,7 @@ from baton.errors import DeadlineExceeded, HandoffError, InvalidRequest, StaleAt
 from baton.rpc import convert
 from baton.rpc.v1 import worker_pb2
 from baton.worker import events
+from baton.worker.attempts import Attempts
 from baton.worker.commands import deadline_after
 from kvtransfer.handoff import PushJob, PushResult
 
@@ -57,6 +58,7 @@ class PrefillRole:
         self._loop = loop
         self._clock = clock
         self._work: dict[HandoffId, Work] = {}
+        self._attempts = Attempts()
         self._pusher: Pusher | None = None
         self.transfer_bytes = 0
         self.transport = ""
@@ -80,9 +82,15 @@ class PrefillRole:
         handoff = convert.handoff_from_pb(message.handoff)
         spec, to = convert.spec_from_pb(message.spec), convert.ref_from_pb(message.to, "to")
         deadline = deadline_after(message.deadline_s, self._clock)
-        if handoff in self._work:
+        try:
+            self._attempts.check_new(handoff)
+        except StaleAttempt as error:
+            session.emit([events.refused(handoff, worker_pb2.REFUSAL_REASON_STALE, str(error))])
+            return
+        if handoff in self._work:  # for so long that it was forgotten
             raise InvalidRequest.of("handoff", f"{handoff} is already here")
         self._engine.submit(handoff, spec, hold=True)
+        self._attempts.saw(handoff)
         self._work[handoff] = Work(session, spec, to, deadline)
         session.handoffs.add(handoff)
 

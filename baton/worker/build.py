@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from baton.core import Role
-from baton.engine.engine import Engine
+from baton.core import Role, Sampling, SequenceSpec
+from baton.engine.engine import Counters, Engine
+from baton.engine.generate import generate
 from baton.engine.oracle import OracleBackend, oracle_layout
 from baton.engine.sizing import size_kv
 from baton.tokenizer import ORACLE_MODEL, load_tokenizer
@@ -33,7 +34,7 @@ def build_engine(settings: WorkerSettings) -> Engine:
         model_max_len=backend.max_model_len,
         device=backend.device,
     )
-    return Engine(
+    engine = Engine(
         backend,
         load_tokenizer(settings.model_path),
         total_blocks=sizing.total_blocks,
@@ -42,6 +43,14 @@ def build_engine(settings: WorkerSettings) -> Engine:
         max_running=settings.max_running,
         recompute_preempted=settings.role is Role.PREFILL,
     )
+    warm_up(engine)
+    return engine
+
+
+def warm_up(engine: Engine) -> None:
+    """Pay for what only the first prompt and the first decode step cost, and start counting after it."""
+    generate(engine, SequenceSpec((0,), Sampling(max_tokens=3, temperature=0.0, ignore_eos=True)))
+    engine.counters = Counters()
 
 
 def load_backend(settings: WorkerSettings) -> ModelBackend:

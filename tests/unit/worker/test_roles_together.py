@@ -1,0 +1,202 @@
+"""A prefill and a decode role in one thread, in any order of events: hypothesis looks for one that breaks a promise.
+
+Routers reserve, prefill, fence, release and vanish; pushes go on by a stage, are reported late, or lose their channel;
+time passes; both engines step. The decode pool is small, so there is no room, and there are preemptions.
+"""
+
+import functools
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from baton.core import HandoffId, Sampling
+from tests.unit.worker.support import BACKEND, FakeSession, Pair, fence, prefill, release, reserve, spec_of
+
+REQUESTS = "abcd"
+P_ENDS = {"pushed", "failed", "finish"}
+D_ENDS = {"finish", "preempted", "failed", "fenced"}
+requests, numbers = st.sampled_from(REQUESTS), st.integers(0, 3)
+
+
+@functools.cache
+def known_answer(request):
+    spec = spec_for(request)
+    return BACKEND.expected(spec)
+
+
+def spec_for(request):
+    """`a` ends with its first token; the others grow past a block, at random ones of the seeds or greedily."""
+    index = REQUESTS.index(request)
+    sampling = Sampling(
+        max_tokens=1 + 4 * index, temperature=float(index == 2), seed=5, ignore_eos=index != 3, logprobs=None
+    )
+    return spec_of(HandoffId(request, 1), 5 + 3 * index, sampling)
+
+
+class Router:
+    """Its streams to both workers; a side whose stream broke gets a new one, as a link does."""
+
+    def __init__(self, name):
+        self.name = name
+        self.p, self.d = FakeSession(name), FakeSession(name)
+
+
+class TogetherMachine(RuleBasedStateMachine):
+    @initialize(decode_blocks=st.integers(7, 20), prefill_blocks=st.integers(6, 12))
+    def start(self, decode_blocks, prefill_blocks):
+        self.pair = Pair(prefill_blocks, decode_blocks)
+        self.routers = [Router("router-a"), Router("router-b")]
+        self.sessions = [(r.p, r.d) for r in self.routers]
+        self.attempts = dict.fromkeys(REQUESTS, 0)
+
+    # --- routers
+
+    @rule(request=requests, router=st.integers(0, 1), deadline_s=st.sampled_from([0.0, 3.0]))
+    def begin(self, request, router, deadline_s):
+        """The next attempt: reserve, and prefill if there is room."""
+        self.attempts[request] += 1
+        handoff, spec, router = HandoffId(request, self.attempts[request]), spec_for(request), self.routers[router]
+        self.pair.decode.take(router.d, reserve(handoff, len(spec), deadline_s))
+        if router.d.kinds(handoff) == ["reserved"]:
+            self.pair.prefill.take(router.p, prefill(handoff, spec, deadline_s=deadline_s))
+
+    @rule(request=requests, router=st.integers(0, 1), back=numbers)
+    def prefill_late_or_again(self, request, router, back):
+        handoff = self.one_of(request, back)
+        self.pair.prefill.take(self.routers[router].p, prefill(handoff, spec_for(request)))
+
+    @rule(request=requests, router=st.integers(0, 1), back=numbers)
+    def reserve_again(self, request, router, back):
+        if self.attempts[request]:
+            session = self.routers[router].d
+            self.pair.decode.take(session, reserve(self.one_of(request, back), len(spec_for(request))))
+            assert session.kinds()[-1] == "refused"
+
+    @rule(request=requests, router=st.integers(0, 1), back=numbers)
+    def fence(self, request, router, back):
+        self.pair.decode.take(self.routers[router].d, fence(self.one_of(request, back)))
+        self.attempts[request] = max(self.attempts[request], 1)
+
+    @rule(request=requests, router=st.integers(0, 1), back=numbers, sides=st.sampled_from(["p", "d", "pd"]))
+    def release(self, request, router, back, sides):
+        handoff = self.one_of(request, back)
+        if "p" in sides:
+            self.pair.prefill.take(self.routers[router].p, release(handoff))
+        if "d" in sides:
+            self.pair.decode.take(self.routers[router].d, release(handoff))
+
+    @rule(router=st.integers(0, 1), sides=st.sampled_from(["p", "d", "pd"]))
+    def lose_streams(self, router, sides):
+        lost, fresh = self.routers[router], Router(self.routers[router].name)
+        if "p" in sides:
+            self.pair.prefill.loop.submit(functools.partial(self.pair.prefill.role.gone, lost.p))
+            lost.p = fresh.p
+        if "d" in sides:
+            self.pair.decode.loop.submit(functools.partial(self.pair.decode.role.gone, lost.d))
+            lost.d = fresh.d
+        self.sessions.append((lost.p, lost.d))
+
+    # --- what goes on by itself
+
+    @rule(times=st.integers(1, 4))
+    def step_prefill(self, times):
+        for _ in range(times):
+            self.pair.prefill.step()
+
+    @rule(times=st.integers(1, 4))
+    def step_decode(self, times):
+        for _ in range(times):
+            self.pair.decode.step()
+
+    @rule(number=numbers, stages=st.integers(1, 4))
+    def advance_a_push(self, number, stages):
+        pusher = self.pair.prefill.pusher
+        for _ in range(stages):
+            if handoffs := list(pusher.pushes):
+                pusher.advance(handoffs[number % len(handoffs)], self.pair.decode)
+
+    @rule()
+    def break_the_channel(self):
+        self.pair.prefill.pusher.break_channel(self.pair.decode)
+
+    @rule(seconds=st.sampled_from([1.0, 5.0]))
+    def time_passes(self, seconds):
+        self.pair.clock.advance(seconds)
+
+    # --- promises
+
+    @invariant()
+    def no_block_is_lost(self):
+        for side in (self.pair.prefill, self.pair.decode):
+            side.counts.check()
+        held = sum(len(entry.allocation) for entry in self.pair.decode.role.reservations._entries.values())
+        assert self.pair.decode.counts.reserved == held
+
+    @invariant()
+    def each_handoff_ends_once_on_each_side(self):
+        reports = self.pair.prefill.pusher.reports
+        assert len(reports) == len(set(reports))
+        for p, d in self.sessions:
+            for handoff in self.handoffs():
+                once(p.kinds(handoff), P_ENDS, "refused")
+                once(d.kinds(handoff), D_ENDS, "refused")
+
+    @invariant()
+    def the_tokens_are_right(self):
+        for p, d in self.sessions:
+            for handoff in self.handoffs():
+                answer = known_answer(handoff.request_id)
+                assert [t.token_id for t in p.tokens(handoff)] in ([], answer[:1])
+                kinds, tokens = d.kinds(handoff), [t.token_id for t in d.tokens(handoff)]
+                assert tokens == answer[: len(tokens)]
+                assert bool(tokens) == ("committed" in kinds and kinds[0] == "reserved")
+                if "finish" in kinds:
+                    assert tokens == answer
+
+    def teardown(self):
+        if not hasattr(self, "pair"):
+            return
+        for router in self.routers:
+            self.pair.prefill.role.gone(router.p)
+            self.pair.decode.role.gone(router.d)
+        pusher = self.pair.prefill.pusher
+        while pusher.pushes:
+            pusher.advance(next(iter(pusher.pushes)), self.pair.decode)
+        for side in (self.pair.prefill, self.pair.decode):
+            side.run()
+            assert side.all_free
+            assert not side.engine._requests
+        assert len(self.pair.decode.role.reservations) == 0
+        assert not any(session.handoffs for pair in self.sessions for session in pair)
+        assert self.pair.decode.engine.counters.prefill_tokens == 0
+        assert self.pair.prefill.engine.counters.decode_tokens == 0
+        self.each_handoff_ends_once_on_each_side()
+        self.the_tokens_are_right()
+
+    def one_of(self, request, back):
+        return HandoffId(request, max(1, self.attempts[request] - back))
+
+    def handoffs(self):
+        return [HandoffId(r, attempt) for r, last in self.attempts.items() for attempt in range(1, last + 1)]
+
+
+def once(kinds, ends, refusal):
+    """After its one end a handoff is silent: but for fences, which are answered each time, and refused repetitions."""
+    kinds = [kind for kind in kinds if kind != refusal]
+    found = [kind for kind in kinds if kind in ends and kind != "fenced"]
+    assert len(found) <= 1, kinds
+    if found:
+        assert set(kinds[kinds.index(found[0]) + 1 :]) <= {"fenced", "committed"} - {found[0]} - (
+            {"committed"} if found[0] == "pushed" else set()
+        ), kinds
+
+
+TestTogether = TogetherMachine.TestCase
+TestTogether.settings = settings(
+    report_multiple_bugs=False,
+    max_examples=60,
+    stateful_step_count=40,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+)
