@@ -1,6 +1,6 @@
 """The command line. `main` is the one place where errors become exit codes.
 
-0 ok   1 anything else   2 usage   3 config   4 unreachable   5 overloaded
+0 ok   1 anything else   2 usage   3 config   4 unreachable   5 overloaded   130 stopped
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from baton.errors import (
     NoWorker,
     Overloaded,
     UnknownModel,
-    WorkerLost,
 )
 
 EXIT_CODES: tuple[tuple[type[BatonError], int], ...] = (
@@ -27,7 +26,6 @@ EXIT_CODES: tuple[tuple[type[BatonError], int], ...] = (
     (CheckpointError, 3),
     (LedgerError, 4),
     (NoWorker, 4),
-    (WorkerLost, 1),
     (Overloaded, 5),
     (Cancelled, 130),
 )
@@ -42,14 +40,14 @@ def main() -> None:
     """Run the command line; a `BatonError` is one message on stderr and an exit code, never a traceback."""
     try:
         from baton.cli.app import app
-    except ModuleNotFoundError as error:
-        sys.exit(
-            f"baton: {error.name} is not installed; the command line needs: pip install 'baton-serve[server,local]'"
-        )
-    try:
+
         app()
     except BatonError as error:
         sys.stderr.write(f"baton: {type(error).__name__}: {error}\n")
         sys.exit(exit_code(error))
+    except ModuleNotFoundError as error:
+        sys.exit(
+            f"baton: {error.name} is not installed; the command line needs: pip install 'baton-serve[server,local]'"
+        )
     except KeyboardInterrupt:
         sys.exit(130)

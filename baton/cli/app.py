@@ -39,9 +39,12 @@ def up(
     as_json: Json = False,
 ) -> None:
     """Start the cluster of a file. Ctrl-C once drains, twice stops."""
+    from baton.cluster.stop import stop_on_signals
+
+    stop = stop_on_signals()  # before the imports, which take a while: a signal there must count too
     from baton.cli import up as command
 
-    command.up(config, sets or [], detach=detach, as_json=as_json)
+    command.up(config, sets or [], stop, detach=detach, as_json=as_json)
 
 
 @app.command()
@@ -89,9 +92,12 @@ def generate(  # noqa: PLR0913, PLR0917 (each is an option of the command)
 @app.command()
 def demo(config: ConfigFile = LOCAL, sets: Sets = None) -> None:
     """Start a cluster on free ports, answer two prompts, show which worker did what, stop."""
+    from baton.cluster.stop import stop_on_signals
+
+    stop = stop_on_signals()
     from baton.cli import demo as command
 
-    command.demo(config, sets or [])
+    command.demo(config, sets or [], stop)
 
 
 @app.command()

@@ -41,5 +41,8 @@ def effective(config: ClusterConfig) -> dict[str, object]:
 
 
 def hide_password(url: str) -> str:
-    """`redis://user:secret@host` becomes `redis://user:***@host`."""
-    return re.sub(r"(://[^:@/]*:)[^@]*@", r"\1***@", url)
+    """`redis://user:secret@host/0?password=secret` becomes `redis://user:***@host/0?***`."""
+    head, mark, query = url.partition("?")
+    if "@" in query:  # the password holds one of the two marks: nobody can say where it ends
+        return re.sub("://.*", "://***", url)
+    return re.sub(r"(://[^:@/]*:).*@", r"\1***@", head) + mark + "***" * bool(query)

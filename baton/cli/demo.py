@@ -5,19 +5,19 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import typer
 
 from baton.cli.generate import latency, placed
-from baton.cli.up import run_cluster, stop_on_signals
+from baton.cli.up import run_cluster
 from baton.client import Client
 from baton.client.types import Completion
 from baton.cluster.state import ClusterState
-from baton.cluster.supervisor import Stop
+from baton.cluster.stop import Stop
 from baton.config import load_config
 from baton.errors import BatonError
 from baton.logs import configure_logging
@@ -26,12 +26,12 @@ PROMPTS = ("The color of dog", "What is the largest ocean?")
 FREE_PORTS = ("name=demo", "router.grpc=127.0.0.1:0", "router.admin=127.0.0.1:0", "router.metrics=127.0.0.1:0")
 
 
-def demo(file: Path, sets: Sequence[str]) -> None:
+def demo(file: Path, sets: Sequence[str], stop: Stop) -> None:
     """Run it; the cluster lives in a temporary folder and is gone afterwards. Raises BatonError when a part fails."""
     configure_logging("warning", "auto")
     config = load_config(file, [*FREE_PORTS, *sets], os.environ)
-    stop, started = stop_on_signals(), time.monotonic()
-    failures: list[BatonError] = []
+    started = time.monotonic()
+    asking: list[Future[None]] = []
     typer.echo(
         f"starting Redis, Ray, one router, {config.prefill.replicas} prefill and {config.decode.replicas} decode "
         f"worker(s) with {config.model.path} ...",
@@ -40,22 +40,23 @@ def demo(file: Path, sets: Sequence[str]) -> None:
 
     def ready(state: ClusterState) -> None:
         typer.echo(f"ready after {time.monotonic() - started:.1f} s\n")
-        threading.Thread(target=_ask, args=(state, stop, failures), name="demo").start()
+        asking.append(asker.submit(_ask, state, stop))
 
-    with tempfile.TemporaryDirectory(prefix="baton-demo-") as home:
+    with ThreadPoolExecutor(1) as asker, tempfile.TemporaryDirectory(prefix="baton-demo-") as home:
         run_cluster(config, stop, ready, Path(home))
-    if failures:
-        raise failures[0]
+    for answered in asking:
+        answered.result()
 
 
-def _ask(state: ClusterState, stop: Stop, failures: list[BatonError]) -> None:
+def _ask(state: ClusterState, stop: Stop) -> None:
     try:
         with Client(state.grpc, admin=state.admin, timeout=30.0) as client:
             for prompt in PROMPTS:
                 _show(prompt, client)
             _roles(client)
-    except BatonError as error:
-        failures.append(error)
+    except BatonError:
+        stop.check()  # no fault of the cluster, if it was told to end
+        raise
     finally:
         stop.drain.set()
 

@@ -45,7 +45,8 @@ def connect(name: str | None, target: str | None, timeout: float) -> Client:
 
 def generate(client: Client, prompt: str, options: Options, shown: Shown) -> None:
     """Print the answer as it comes. Raises BatonError."""
-    text = sys.stdin.read() if prompt == "-" else prompt
+    # As in an argument: what is not UTF-8 is refused by name later, and not a traceback here.
+    text = sys.stdin.buffer.read().decode(errors="surrogateescape") if prompt == "-" else prompt
     with client, client.stream(text, **options) as stream:
         for delta in stream:
             if not shown.as_json:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import structlog
 
+from baton import __version__
 from baton.cli.config import effective
 from baton.clock import SystemClock
 from baton.cluster.processes import die_with_parent, report_ready
@@ -23,7 +24,7 @@ from baton.logs import configure_logging, redirect_output
 if TYPE_CHECKING:
     from router.server import RouterSettings
 
-DRAIN_S = 9.0  # less than what the supervisor waits for the router
+DRAIN_S = 9.0  # less than the supervisor's DRAIN_S: it waits so long for the router
 log = structlog.get_logger(__name__)
 
 
@@ -61,7 +62,7 @@ def run_role(role: str, file: Path, sets: Sequence[str], index: int, log_file: P
 
 
 def run_router(file: Path, sets: Sequence[str], log_file: Path | None) -> None:
-    """Run a router until SIGTERM or SIGINT; a second signal does not wait for running requests."""
+    """Run a router until SIGTERM or SIGINT; a second signal ends it at once."""
     config = _prepare(file, sets, log_file)
     asyncio.run(_route(config))
 
@@ -73,24 +74,28 @@ async def _route(config: ClusterConfig) -> None:
 
     ledger = await Ledger.connect(config.redis.url, f"baton:{config.name}", config.ledger.lease_s, SystemClock())
     tokenizer = load_tokenizer(config.model.path)
-    handle = await serve(_router_settings(config), ledger.workers, tokenizer)
+    handle = await serve(router_settings(config), ledger.workers, tokenizer)
     report_ready({"grpc": handle.grpc, "admin": handle.admin, "metrics": handle.metrics, "pid": os.getpid()})
     stopping = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stopping.set)
     await stopping.wait()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.remove_signal_handler(number)
     await handle.stop(DRAIN_S)
     await ledger.close()
 
 
-def _router_settings(config: ClusterConfig) -> RouterSettings:
+def router_settings(config: ClusterConfig) -> RouterSettings:
+    """What the cluster file says about its router."""
     from router.server import RouterSettings
 
     router = config.router
     return RouterSettings(
         name=config.name,
         model=config.model.name,
+        version=__version__,
         grpc=router.grpc,
         admin=router.admin,
         metrics=router.metrics,
@@ -98,4 +103,5 @@ def _router_settings(config: ClusterConfig) -> RouterSettings:
         queue_max_requests=router.queue.max_requests,
         queue_max_wait_s=router.queue.max_wait_s,
         client_stall_s=router.slow_reader_s,
+        worker_silence_s=config.ledger.lease_s,  # as long as a worker may be silent in the ledger, at least three beats
     )

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import sys
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -15,22 +13,24 @@ import psutil
 import typer
 
 from baton.cluster.pool import ProcessWorkers, WorkerPlan, Workers
-from baton.cluster.processes import Child, ProcessSpec, report_ready
+from baton.cluster.processes import START_TIMEOUT_S, Child, ProcessSpec, report_ready
 from baton.cluster.state import ClusterState, StateFolder, running_clusters
-from baton.cluster.supervisor import Stop, Supervisor
+from baton.cluster.stop import Stop
+from baton.cluster.supervisor import Supervisor
 from baton.config import ClusterConfig, load_config
+from baton.config.load import ENV_PREFIX
 from baton.core import Role
-from baton.errors import BatonError, NoWorker
+from baton.errors import BatonError, ConfigError, NoWorker
 from baton.logs import configure_logging
 
 DOWN_S = 30.0
 
 
-def up(file: Path, sets: Sequence[str], *, detach: bool, as_json: bool) -> None:
+def up(file: Path, sets: Sequence[str], stop: Stop, *, detach: bool, as_json: bool) -> None:
     """Start a cluster; returns when it has ended, or with `detach` as soon as it runs."""
     config = load_config(file, sets, os.environ)
     if detach:
-        _detach(config, file, sets, as_json=as_json)
+        _detach(config, file, sets, stop, as_json=as_json)
         return
     configure_logging("warning", "auto")
     note(f"starting cluster {config.name!r} ...")
@@ -39,7 +39,7 @@ def up(file: Path, sets: Sequence[str], *, detach: bool, as_json: bool) -> None:
         report_ready({"name": state.name})
         announce(state, as_json=as_json)
 
-    run_cluster(config, stop_on_signals(), ready)
+    run_cluster(config, stop, ready)
 
 
 def run_cluster(
@@ -48,10 +48,10 @@ def run_cluster(
     """Run a cluster in this thread until told to stop."""
     folder = StateFolder(config.name, home)
     command = [sys.executable, "-m", "baton", "router", "-c", str(folder.config)]
-    Supervisor(config, folder, make_workers(config), command).run(stop, ready)
+    Supervisor(config, folder, make_workers(config, folder), command).run(stop, ready)
 
 
-def make_workers(config: ClusterConfig) -> Workers:
+def make_workers(config: ClusterConfig, folder: StateFolder) -> Workers:
     """Plain processes for `ray.address: none`, else actors."""
     if config.ray.address == "none":
         return ProcessWorkers(worker_command)
@@ -60,29 +60,13 @@ def make_workers(config: ClusterConfig) -> Workers:
     from prefill_workers.actor import PrefillActor
 
     actors: dict[Role, type] = {Role.PREFILL: PrefillActor, Role.DECODE: DecodeActor}
-    return RayWorkers(config.ray.address, config.name, actors)
+    return RayWorkers(config.ray.address, config.name, actors, folder.scratch)
 
 
 def worker_command(plan: WorkerPlan) -> list[str]:
     """The argv of one worker as a plain process."""
     role = f"{plan.role.value}-worker"
     return [sys.executable, "-m", "baton", role, "-c", str(plan.config), "--index", str(plan.index)]
-
-
-def stop_on_signals() -> Stop:
-    """The first SIGINT or SIGTERM drains, the second does not wait."""
-    stop = Stop(threading.Event(), threading.Event())
-
-    def on_signal(*_: object) -> None:
-        if stop.drain.is_set():
-            stop.now.set()
-        else:
-            note("draining; once more stops at once")
-            stop.drain.set()
-
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, on_signal)
-    return stop
 
 
 def announce(state: ClusterState, *, as_json: bool) -> None:
@@ -101,20 +85,21 @@ def announce(state: ClusterState, *, as_json: bool) -> None:
     typer.echo('      print(client.generate("The color of dog", max_tokens=8, temperature=0).text)\n')
 
 
-def _detach(config: ClusterConfig, file: Path, sets: Sequence[str], *, as_json: bool) -> None:
+def _detach(config: ClusterConfig, file: Path, sets: Sequence[str], stop: Stop, *, as_json: bool) -> None:
     """Start `baton up` in a session of its own, and wait until it is ready or has failed."""
     from baton.cli import exit_code
 
     folder = StateFolder(config.name)
-    folder.logs.mkdir(parents=True, exist_ok=True, mode=0o700)
+    folder.acquire()  # says what is wrong with the folder, and who has it; the child takes it for good
+    folder.release()
     output = folder.path / "up.out"
     output.unlink(missing_ok=True)
-    overrides = [part for item in sets for part in ("--set", item)]
-    argv = [sys.executable, "-m", "baton", "up", "-c", str(file), *overrides]
-    child = Child(ProcessSpec("up", argv, output, ready_timeout_s=180.0, new_session=True))
+    argv = [sys.executable, "-m", "baton", "up", "-c", str(file)]
+    env = as_environment(sets, os.environ)
+    child = Child(ProcessSpec("up", argv, output, env, ready_timeout_s=2 * START_TIMEOUT_S, new_session=True))
     child.start()
     try:
-        child.wait_ready()
+        child.wait_ready(stop)
     except BatonError as error:
         child.terminate()
         child.wait(DOWN_S)
@@ -125,11 +110,25 @@ def _detach(config: ClusterConfig, file: Path, sets: Sequence[str], *, as_json: 
         announce(state, as_json=as_json)
 
 
-def find_cluster(name: str | None) -> ClusterState:
-    """The running cluster of that name, or the only one. Raises NoWorker (exit code 4) naming what runs."""
+def as_environment(sets: Sequence[str], environ: Mapping[str, str]) -> dict[str, str]:
+    """All that stands over the cluster file, as variables: everybody sees a command line, and the password in it."""
+    given = {name: value for name, value in environ.items() if name.startswith(ENV_PREFIX)}
+    for item in sets:
+        key, _, value = item.partition("=")
+        given[ENV_PREFIX + key.strip().upper().replace(".", "__")] = value
+    return given
+
+
+def find_cluster(name: str | None, *, starting: bool = False) -> ClusterState:
+    """The running cluster of that name, or the only one; one that still starts only if `starting`.
+
+    Raises NoWorker (exit code 4) naming what runs.
+    """
     running = running_clusters()
     chosen = [state for state in running if name in {None, state.name}]
     if len(chosen) == 1:
+        if not (chosen[0].ready or starting):
+            raise NoWorker(f"cluster {chosen[0].name!r} is still starting")
         return chosen[0]
     if not running:
         raise NoWorker("no cluster is running here; start one with: baton up -c configs/local.yaml --detach")
@@ -139,18 +138,23 @@ def find_cluster(name: str | None) -> ClusterState:
 
 
 def down(name: str | None) -> None:
-    """Stop a cluster; returns when none of its processes is left."""
-    state = find_cluster(name)
+    """Stop a cluster, also one that still starts; returns when none of its processes is left."""
+    state = find_cluster(name, starting=True)
     supervisor = state.supervisor.process()
     left = [supervisor] if supervisor else []
     left += [process for identity in state.processes.values() if (process := identity.process())]
     if supervisor is not None:
-        supervisor.terminate()
+        with suppress(psutil.NoSuchProcess):
+            supervisor.terminate()
     _, alive = psutil.wait_procs(left, timeout=DOWN_S)
     for process in alive:
         with suppress(psutil.NoSuchProcess):
             process.kill()
     psutil.wait_procs(alive, timeout=5.0)
+    folder = StateFolder(state.name)
+    with suppress(ConfigError):  # taken by the next one already
+        folder.acquire()  # removes what a supervisor that had to be killed left
+        folder.release()
     typer.echo(f"cluster {state.name!r} is down")
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Protocol
 
 from baton.cluster.processes import Child, ProcessSpec, stop_all
+from baton.cluster.stop import Stop
 from baton.core import Role
 
 
@@ -31,14 +32,14 @@ class Workers(Protocol):
     def start(self, plans: Sequence[WorkerPlan]) -> None:
         """Begin to start all of them, without waiting."""
 
-    def wait_ready(self) -> None:
-        """Wait until each of them is registered. Raises StartError with the end of a log."""
+    def wait_ready(self, stop: Stop) -> None:
+        """Wait until each of them is registered. Raises StartError with the end of a log; Cancelled by `stop`."""
 
     def poll(self) -> None:
         """Replace what died. Raises StartError when that is hopeless."""
 
     def pids(self) -> dict[str, int]:
-        """Process ids by worker id, of those alive."""
+        """Process ids by worker id, of those alive on this machine."""
 
     def stop(self, grace_s: float) -> None:
         """End all of them; when this returns no process is left."""
@@ -57,9 +58,9 @@ class ProcessWorkers:
             self._children[plan.worker_id] = child
             child.start()
 
-    def wait_ready(self) -> None:
+    def wait_ready(self, stop: Stop) -> None:
         for child in self._children.values():
-            child.wait_ready()
+            child.wait_ready(stop)
 
     def poll(self) -> None:
         for child in self._children.values():

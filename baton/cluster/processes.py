@@ -20,6 +20,8 @@ from pathlib import Path
 import structlog
 
 from baton.clock import Clock, SystemClock
+from baton.cluster.stop import Stop
+from baton.config.load import ENV_PREFIX
 from baton.errors import BatonError, ConfigError, LedgerError
 
 READY_FD = "BATON_READY_FD"
@@ -28,6 +30,8 @@ PR_SET_PDEATHSIG = 1
 LOG_TAIL_LINES = 6
 BACKOFF_S = (0.2, 0.5, 1.0, 2.0, 5.0)
 STABLE_S = 30.0
+START_TIMEOUT_S = 600.0  # a large model loads for minutes; who dies, or is told to stop, is noticed at once
+POLL_S = 0.1
 
 log = structlog.get_logger(__name__)
 _LIBC = ctypes.CDLL(None, use_errno=True)
@@ -53,13 +57,17 @@ def die_with_parent(environ: Mapping[str, str] = os.environ) -> None:
 
 @dataclass(frozen=True, slots=True)
 class ProcessSpec:
-    """What to run. `max_restarts` deaths in a row, without `STABLE_S` of life between them, are too many."""
+    """What to run. `max_restarts` deaths in a row, without `STABLE_S` of life between them, are too many.
+
+    The process gets this one's environment and `env`, but not the keys of the cluster file in it (`BATON__A__B`):
+    they are part of the file that it is given, and must not be laid over that once more.
+    """
 
     name: str
     argv: Sequence[str]
     log: Path
     env: Mapping[str, str] = field(default_factory=dict)
-    ready_timeout_s: float = 60.0
+    ready_timeout_s: float = START_TIMEOUT_S
     max_restarts: int = 10
     new_session: bool = False
 
@@ -86,7 +94,8 @@ class Child:
     def start(self) -> None:
         """Start the process; `wait_ready` waits for it."""
         read_fd, write_fd = os.pipe()
-        env = {**os.environ, **self.spec.env, READY_FD: str(write_fd), PARENT: str(os.getpid())}
+        inherited = {name: value for name, value in os.environ.items() if not name.startswith(ENV_PREFIX)}
+        env = {**inherited, **self.spec.env, READY_FD: str(write_fd), PARENT: str(os.getpid())}
         try:
             with self.spec.log.open("ab") as output:
                 self._process = subprocess.Popen(
@@ -97,9 +106,8 @@ class Child:
                     env=env,
                     pass_fds=(write_fd,),
                     start_new_session=self.spec.new_session,
-                    process_group=None
-                    if self.spec.new_session
-                    else 0,  # Ctrl-C reaches the supervisor alone, which stops its children in order
+                    # Ctrl-C reaches the supervisor alone, which stops its children in order.
+                    process_group=None if self.spec.new_session else 0,
                 )
         finally:
             os.close(write_fd)
@@ -107,15 +115,15 @@ class Child:
         self._ready_fd = read_fd
         self._born, self._retry_at = self._clock.monotonic(), None
 
-    def wait_ready(self) -> dict[str, object]:
-        """What the child said when it was ready. Raises StartError if it ends or stays silent instead, or
-        ConfigError or LedgerError if it ended with the exit code of these.
+    def wait_ready(self, stop: Stop) -> dict[str, object]:
+        """What the child said when it was ready. Raises StartError if it ends or stays silent instead, ConfigError or
+        LedgerError if it ended with the exit code of these, Cancelled if `stop` comes first.
         """
         fd, self._ready_fd = self._ready_fd, None
         if fd is None:
             raise StartError(f"{self.spec.name}: was not started")
         try:
-            line = _read_line(fd, self.spec.ready_timeout_s)
+            line = _read_line(fd, self.spec.ready_timeout_s, stop)
         finally:
             os.close(fd)
         if not line:
@@ -176,14 +184,17 @@ class Child:
             self._ready_fd = None
 
 
-def _read_line(fd: int, timeout_s: float) -> bytes:
-    """Bytes up to a newline; empty if the writer ended or was silent for `timeout_s`."""
+def _read_line(fd: int, timeout_s: float, stop: Stop) -> bytes:
+    """Bytes up to a newline; empty if the writer ended or was silent for `timeout_s`. Raises Cancelled."""
     clock, text = SystemClock(), b""
     deadline = clock.monotonic() + timeout_s
     while not text.endswith(b"\n"):
+        stop.check()
         left = deadline - clock.monotonic()
-        if left <= 0 or not select.select([fd], [], [], left)[0]:
+        if left <= 0:
             return b""
+        if not select.select([fd], [], [], min(left, POLL_S))[0]:
+            continue
         piece = os.read(fd, 4096)
         if not piece:
             return b""
@@ -202,12 +213,14 @@ def stop_all(children: Sequence[Child], grace_s: float) -> None:
 
 
 def tail(path: Path, lines: int = LOG_TAIL_LINES) -> str:
-    """The last lines of a log, indented for an error message."""
+    """The last lines of a log, indented for an error message: from a process's own last word on, where there is one."""
     try:
         text = path.read_text(encoding="utf-8", errors="replace")
     except OSError:
         return "    (no log)"
-    return "\n".join(f"    {line}" for line in text.strip().splitlines()[-lines:]) or "    (its log is empty)"
+    last = text.strip().splitlines()[-lines:]
+    words = [number for number, line in enumerate(last) if line.startswith("baton: ")]
+    return "\n".join(f"    {line}" for line in last[words[-1] if words else 0 :]) or "    (its log is empty)"
 
 
 def report_ready(facts: Mapping[str, object], environ: Mapping[str, str] = os.environ) -> None:

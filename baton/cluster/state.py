@@ -4,6 +4,7 @@ NAME/lock          held by `baton up` for as long as it lives: two clusters of o
 NAME/state.json    addresses and process ids of the running cluster; 0600, since it holds the Redis password
 NAME/cluster.yaml  the effective config that its processes read; 0600 for the same reason
 NAME/logs/         one file per process
+NAME/scratch       a link to the temporary folder of a local Ray; what a killed cluster left there, the next one removes
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import shutil
+import tempfile
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO
@@ -49,7 +52,7 @@ class ProcessId:
 
 @dataclass(frozen=True, slots=True)
 class ClusterState:
-    """What `baton status`, `generate` and `down` need to know of a running cluster."""
+    """What `baton status`, `generate` and `down` need to know of a cluster; without addresses while it starts."""
 
     name: str
     supervisor: ProcessId
@@ -59,6 +62,10 @@ class ClusterState:
     redis_url: str
     ray: str
     processes: dict[str, ProcessId] = field(default_factory=dict)
+
+    @property
+    def ready(self) -> bool:
+        return bool(self.grpc)
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=1)
@@ -81,10 +88,11 @@ class StateFolder:
         self.logs = self.path / "logs"
         self.config = self.path / "cluster.yaml"
         self._state = self.path / "state.json"
+        self._scratch = self.path / "scratch"
         self._lock: IO[str] | None = None
 
     def acquire(self) -> None:
-        """Take the name for this process, and start with empty logs. Raises ConfigError if a cluster has it."""
+        """Take the name for this process, and remove what a killed cluster left. Raises ConfigError if one has it."""
         try:
             self.logs.mkdir(parents=True, exist_ok=True, mode=0o700)
             lock = (self.path / "lock").open("w", encoding="utf-8")
@@ -97,16 +105,32 @@ class StateFolder:
             text = f"a cluster named {self.name!r} is running; `baton down --name {self.name}` ends it"
             raise ConfigError(f"name: {text}, another name starts a second one") from None
         self._lock = lock
+        self._clear()
+
+    def start_logs(self) -> None:
+        """Begin with empty logs."""
         for old in self.logs.glob("*.log"):
             old.unlink()
 
     def release(self) -> None:
         """Give the name back and remove what only a running cluster needs. The logs stay."""
-        for file in (self._state, self.config):
-            file.unlink(missing_ok=True)
+        self._clear()
         if self._lock is not None:
             self._lock.close()
             self._lock = None
+
+    def _clear(self) -> None:
+        for file in (self._state, self.config):
+            file.unlink(missing_ok=True)
+        if self._scratch.is_symlink():
+            shutil.rmtree(self._scratch.readlink(), ignore_errors=True)
+            self._scratch.unlink()
+
+    def scratch(self) -> Path:
+        """A new temporary folder with a short path, gone with `release`."""
+        folder = Path(tempfile.mkdtemp(prefix="baton-ray-"))
+        self._scratch.symlink_to(folder)
+        return folder
 
     def write_private(self, path: Path, text: str) -> None:
         """Write a file that only its owner may read, whole or not at all."""

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass
+from contextlib import ExitStack, suppress
 
 import psutil
 import structlog
@@ -16,8 +14,10 @@ from baton.cluster.pool import WorkerPlan, Workers
 from baton.cluster.processes import Child, ProcessSpec, stop_all
 from baton.cluster.redis import KeptRedis, check_redis
 from baton.cluster.state import ClusterState, ProcessId, StateFolder
+from baton.cluster.stop import Stop
 from baton.config import ClusterConfig
 from baton.core import Role
+from baton.errors import BatonError, Cancelled
 
 POLL_S = 0.2
 LISTENERS = ("grpc", "admin", "metrics")
@@ -25,14 +25,6 @@ DRAIN_S = 10.0
 STOP_S = 5.0
 
 log = structlog.get_logger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class Stop:
-    """How a running cluster is told to end: `drain` lets requests finish, `now` does not wait for them."""
-
-    drain: threading.Event
-    now: threading.Event
 
 
 class Supervisor:
@@ -49,17 +41,22 @@ class Supervisor:
         self._redis_url = config.redis.url
 
     def run(self, stop: Stop, ready: Callable[[ClusterState], None]) -> None:
-        """Start, call `ready`, watch until told to stop, leave nothing behind. Raises BatonError when a part fails."""
+        """Start, call `ready`, watch until told to stop, leave nothing behind. Raises BatonError when a part fails,
+        Cancelled when told to stop before all is ready.
+        """
         self._folder.acquire()
         with ExitStack() as leaving:
             leaving.callback(self._folder.release)
+            self._folder.start_logs()
+            self._folder.write_state(self._state())  # so that `baton down` finds who is starting
             self._start_redis(leaving)
             self._write_config()
             leaving.callback(self._stop_processes, stop)
-            self._workers.start(self._plans())
+            stop.check()
             self._router.start()
-            self._workers.wait_ready()
-            self._router.wait_ready()
+            self._workers.start(self._plans())
+            self._router.wait_ready(stop)  # first: it says soon what is wrong, a model may load for minutes
+            self._workers.wait_ready(stop)
             self._write_config()  # a router that is replaced listens where the first one did
             self._folder.write_state(self._state())
             ready(self._state())
@@ -96,10 +93,20 @@ class Supervisor:
                 self._redis.poll()
             self._workers.poll()
             if self._router.poll():
-                self._router.wait_ready()
+                self._follow_router(stop)
             if (now := self._processes()) != known:
                 known = now
                 self._folder.write_state(self._state())
+
+    def _follow_router(self, stop: Stop) -> None:
+        """Wait for a router that was started again. One that fails is replaced too, until that is hopeless."""
+        try:
+            self._router.wait_ready(stop)
+        except Cancelled:
+            return  # `_watch` sees it too
+        except BatonError as error:
+            log.warning("router_not_back", error=str(error))
+            self._router.wait(0.0)
 
     def _stop_processes(self, stop: Stop) -> None:
         """The router first: it finishes what it has while the workers are still there."""
@@ -116,8 +123,9 @@ class Supervisor:
             pids["redis"] = self._redis.pid
         found: dict[str, ProcessId] = {}
         for name, pid in pids.items():
-            if pid is not None and psutil.pid_exists(pid):
-                found[name] = ProcessId.of(pid)
+            if pid is not None:
+                with suppress(psutil.NoSuchProcess):
+                    found[name] = ProcessId.of(pid)
         return found
 
     def _state(self) -> ClusterState:
@@ -125,9 +133,9 @@ class Supervisor:
         return ClusterState(
             name=self._config.name,
             supervisor=ProcessId.of(os.getpid()),
-            grpc=str(said["grpc"]),
-            admin=str(said["admin"]),
-            metrics=str(said["metrics"]),
+            grpc=str(said.get("grpc", "")),
+            admin=str(said.get("admin", "")),
+            metrics=str(said.get("metrics", "")),
             redis_url=self._redis_url,
             ray=self._config.ray.address,
             processes=self._processes(),

@@ -32,7 +32,7 @@ NOT_BUILT: dict[str, tuple[object, ...] | None] = {
     "decode.tensor_parallel": None,
     "prefill.interface": None,
     "decode.interface": None,
-    "transfer.transport": ("shm", "cuda_ipc", "grpc"),
+    "transfer.transport": ("shm", "cuda_ipc", "grpc", "memory"),
     "transfer.staging_memory": None,
     "transfer.coalesce_below": None,
     "transfer.verify": ("kv",),

@@ -12,6 +12,7 @@ from baton.engine.engine import Counters, Engine
 from baton.engine.generate import generate
 from baton.engine.oracle import OracleBackend, oracle_layout
 from baton.engine.sizing import size_kv
+from baton.errors import ConfigError
 from baton.tokenizer import ORACLE_MODEL, load_tokenizer
 from baton.worker.settings import WorkerSettings
 
@@ -55,6 +56,7 @@ def warm_up(engine: Engine) -> None:
 
 def load_backend(settings: WorkerSettings) -> ModelBackend:
     """The oracle for `model.path: oracle`, else the checkpoint in that folder."""
+    device = pick_device(settings.device)
     if settings.model_path == ORACLE_MODEL:
         return OracleBackend(oracle_layout(settings.block_size), seed=settings.seed)
     from baton.engine.model.build import load_model  # the oracle needs no transformer
@@ -62,13 +64,16 @@ def load_backend(settings: WorkerSettings) -> ModelBackend:
     return load_model(
         Path(settings.model_path),
         dtype=settings.dtype,
-        device=pick_device(settings.device),
+        device=device,
         block_size=settings.block_size,
     )
 
 
 def pick_device(device: str) -> str:
-    """`auto` is the first GPU, or the CPU where there is none."""
-    if device != "auto":
-        return device
-    return "cuda:0" if torch.cuda.is_available() else "cpu"
+    """`auto` is the first GPU, or the CPU where there is none. Raises ConfigError for a GPU that is not there."""
+    count = torch.cuda.device_count()
+    if device == "auto":
+        return "cuda:0" if count else "cpu"
+    if device.startswith("cuda") and int(device.partition(":")[2] or 0) >= count:
+        raise ConfigError(f"device: {device} is not here ({count} GPUs that torch {torch.__version__} can use)")
+    return device

@@ -26,6 +26,14 @@ class Home:
 
     path: Path
 
+    def start(self, *args, **options) -> subprocess.Popen:
+        """`baton ARGS` as a running process, its output as text."""
+        env = {**os.environ, "BATON_HOME": str(self.path), "NO_COLOR": "1"}
+        command = [sys.executable, "-m", "baton", *map(str, args)]
+        return subprocess.Popen(
+            command, env=env, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, **options
+        )
+
     def baton(self, *args, timeout=120, check=False, **options):
         """Run `baton ARGS`; the finished process, its output as text."""
         env = {**os.environ, "BATON_HOME": str(self.path), "NO_COLOR": "1"}
@@ -75,7 +83,8 @@ class Cluster:
         return {} if state is None else {f"{n}:{p.pid}": p.pid for n, p in state.processes.items()}
 
     def pid(self, process: str) -> int:
-        return self.state().processes[process].pid
+        """Of the process that runs under that name, as soon as one does: it may be being replaced right now."""
+        return eventually(lambda: self.state().processes.get(process), within_s=30).pid
 
     def client(self, **options) -> Client:
         state = self.state()

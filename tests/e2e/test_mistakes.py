@@ -1,10 +1,15 @@
 """What a new user gets wrong: each a clear message, the right exit code, nothing left behind."""
 
 import os
+import signal
 import socket
+import subprocess
+from pathlib import Path
 
 import psutil
 import pytest
+
+from tests.e2e.conftest import ROOT, Home, eventually
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 CONFIG = "configs/no-ray.yaml"
@@ -66,10 +71,79 @@ def test_an_unreachable_redis_is_named_without_its_password(home, detach):
     assert "s3cret" not in home.baton(*args).stderr
 
 
+@pytest.mark.parametrize("detach", [(), ("--detach",)], ids=["foreground", "detached"])
+def test_a_ray_that_nobody_runs_is_named(home, detach):
+    args = ("up", "-c", "configs/local.yaml", *ORACLE, *PORTS, "--set", "ray.address=127.0.0.1:1", *detach)
+    refused(home, *args, code=4, says=["ray.address", "127.0.0.1:1"])
+
+
+@pytest.mark.parametrize("detach", [(), ("--detach",)], ids=["foreground", "detached"])
+def test_a_home_that_is_no_folder(tmp_path, detach):
+    (tmp_path / "file").touch()
+    args = ("up", "-c", CONFIG, *ORACLE, *PORTS, *detach)
+    refused(Home(tmp_path / "file"), *args, code=3, says=["BATON_HOME: cannot write"])
+
+
+def test_keys_in_the_environment_are_not_laid_over_what_up_has_chosen(home, monkeypatch):
+    monkeypatch.setenv("BATON__REDIS__URL", "embedded")
+    monkeypatch.setenv("BATON__ROUTER__ADMIN", "127.0.0.1:0")
+    with home.cluster(CONFIG, "model.path=oracle") as cluster:
+        assert eventually(cluster.loads)
+
+
+def starting(home, config, *options):
+    """`baton up` while its workers load, and the name of its cluster."""
+    name = Path(config).stem
+    process = home.start("up", "-c", config, *ORACLE, *PORTS, *options)
+    eventually((home.path / name / "state.json").exists, within_s=30)
+    first = home.path / name / ("scratch" if name == "local" else "logs/prefill-0.log")
+    eventually(lambda: os.path.lexists(first), within_s=30)
+    return process, home.path / name
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize(
+    ("config", "detach"),
+    [(CONFIG, ()), (CONFIG, ("--detach",)), ("configs/local.yaml", ())],
+    ids=["plain", "detached", "ray"],
+)
+def test_a_signal_while_workers_load_leaves_nothing(home, config, detach, number):
+    process, folder = starting(home, config, *detach)
+    scratch = folder / "scratch"
+    temporary = scratch.readlink() if scratch.is_symlink() else Path("/nonexistent")
+    process.send_signal(number)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 130, output
+    assert "Traceback" not in output
+    assert ours(home) == []
+    assert not temporary.exists()
+    assert {path.name for path in folder.iterdir()} <= {"lock", "logs", "up.out"}
+
+
+def test_down_while_it_starts(home):
+    process, _ = starting(home, CONFIG)
+    asked = home.baton("generate", "hi")
+    if asked.returncode:  # else it was ready in the meantime
+        assert "still starting" in asked.stderr
+    assert "is down" in home.baton("down", check=True).stdout
+    output, _ = process.communicate(timeout=30)
+    assert process.returncode in {0, 130}, output
+    assert ours(home) == []
+
+
+def test_a_prompt_that_is_no_text(home):
+    with home.cluster(CONFIG, "model.path=oracle"):
+        done = home.start("generate", "-", stdin=subprocess.PIPE, errors="surrogateescape")
+        output, _ = done.communicate("a\udcff", timeout=60)
+        assert done.returncode == 2, output
+        assert "InvalidRequest: prompt.text" in output
+
+
 def test_a_folder_that_is_no_checkpoint_is_named(home, tmp_path):
     (tmp_path / "weights").mkdir()
+    (tmp_path / "weights" / "tokenizer.json").write_bytes((ROOT / "models/demo/tokenizer.json").read_bytes())
     args = ("up", "-c", CONFIG, *PORTS, "--set", f"model.path={tmp_path / 'weights'}")
-    refused(home, *args, code=3, says=["config.json"])
+    refused(home, *args, code=3, says=["weights/", ".json: no such file"])
 
 
 def test_too_little_memory_for_one_sequence_is_named(home):
@@ -123,6 +197,19 @@ def test_doctor_says_what_is_wrong(home):
 
 def test_two_clusters_of_one_name(home):
     with home.cluster(CONFIG, "model.path=oracle"):
-        done = home.baton("up", "-c", CONFIG, *ORACLE, *PORTS)
-        assert done.returncode == 3
-        assert "a cluster named 'no-ray' is running" in done.stderr
+        output = home.path / "no-ray" / "up.out"
+        said = output.read_text()
+        for detach in ((), ("--detach",)):
+            done = home.baton("up", "-c", CONFIG, *ORACLE, *PORTS, *detach)
+            assert done.returncode == 3
+            assert "a cluster named 'no-ray' is running" in done.stderr
+        assert said
+        assert output.read_text() == said
+
+
+def test_overrides_are_not_on_the_command_line_of_what_stays(home):
+    """They may hold a password, and everybody on the machine sees command lines."""
+    with home.cluster(CONFIG, "model.path=oracle") as cluster:
+        state = cluster.state()
+        for identity in (state.supervisor, *state.processes.values()):
+            assert "oracle" not in " ".join(psutil.Process(identity.pid).cmdline())

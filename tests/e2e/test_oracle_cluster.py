@@ -78,12 +78,10 @@ def test_the_stages_sum_to_the_whole(cluster):
 
 
 def test_a_request_that_ends_with_its_first_token_is_not_handed_over(cluster):
-    before = cluster.loads()["prefill-0"].transfer_bytes
     with cluster.client() as client:
         answer = client.generate("hello", max_tokens=1, temperature=0, ignore_eos=True)
     assert (len(answer.tokens), answer.placement.decode_worker, answer.placement.kv_bytes) == (1, "", 0)
     eventually(lambda: free_again(cluster))
-    assert cluster.loads()["prefill-0"].transfer_bytes == before
 
 
 @pytest.mark.parametrize("tokens_before_leaving", [0, 1, 2, 5, 17])

@@ -5,13 +5,15 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 
 import psutil
 import pytest
 
 from baton.clock import FakeClock
 from baton.cluster.processes import BACKOFF_S, Child, ProcessSpec, StartError, stop_all, tail
-from baton.errors import ConfigError
+from baton.cluster.stop import Stop
+from baton.errors import Cancelled, ConfigError
 
 READY = "from baton.cluster.processes import report_ready; report_ready({'port': 5}); import time; time.sleep(60)"
 
@@ -35,7 +37,7 @@ def child(tmp_path):
 
 def test_a_child_says_when_it_is_ready(child):
     it = child(READY)
-    assert it.wait_ready() == {"port": 5}
+    assert it.wait_ready(Stop()) == {"port": 5}
     assert psutil.pid_exists(it.pid)
     stop_all([it], 5.0)
     assert it.pid is None
@@ -44,26 +46,44 @@ def test_a_child_says_when_it_is_ready(child):
 def test_a_child_that_dies_at_start_is_reported_with_its_log(child):
     it = child("import sys; print('cannot find the thing'); sys.exit(3)")
     with pytest.raises(ConfigError, match=r"(?s)child ended with exit code 3.*cannot find the thing"):
-        it.wait_ready()
+        it.wait_ready(Stop())
 
 
 def test_a_silent_child_is_reported(child):
     it = child("import time; time.sleep(60)", ready_timeout_s=0.2)
     with pytest.raises(StartError, match=r"was silent for 0\.2 s"):
-        it.wait_ready()
+        it.wait_ready(Stop())
+
+
+def test_told_to_stop_while_a_child_starts(child):
+    stop = Stop()
+    it = child("import time; time.sleep(60)")
+    threading.Timer(0.1, stop.drain.set).start()
+    with pytest.raises(Cancelled):
+        it.wait_ready(stop)
+
+
+def test_keys_of_the_cluster_file_in_the_environment_are_not_inherited(child, monkeypatch):
+    """They are in the file that the child reads, where the supervisor has put the ports and the Redis of its own."""
+    monkeypatch.setenv("BATON__REDIS__URL", "embedded")
+    monkeypatch.setenv("BATON_HOME", "/kept")
+    code = "import os; from baton.cluster.processes import report_ready; report_ready(dict(os.environ))"
+    env = child(code, env={"BATON__A": "given"}).wait_ready(Stop())
+    assert "BATON__REDIS__URL" not in env
+    assert (env["BATON__A"], env["BATON_HOME"]) == ("given", "/kept")
 
 
 def test_a_dead_child_is_replaced_after_its_backoff(child):
     clock = FakeClock()
     it = child(READY, clock)
-    it.wait_ready()
+    it.wait_ready(Stop())
     first = it.pid
     os.kill(first, signal.SIGKILL)
     psutil.Process(first).wait(10)
     assert not it.poll()
     clock.advance(BACKOFF_S[0])
     assert it.poll()
-    assert it.wait_ready() == {"port": 5}
+    assert it.wait_ready(Stop()) == {"port": 5}
     assert it.pid != first
     assert it.restarts == 1
 
@@ -84,7 +104,7 @@ def test_too_many_deaths_in_a_row_are_an_error(child):
 
 def test_a_child_that_ignores_sigterm_is_killed(child):
     it = child("import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN);" + READY)
-    it.wait_ready()
+    it.wait_ready(Stop())
     pid = it.pid
     stop_all([it], 0.1)
     assert not psutil.pid_exists(pid)
@@ -95,9 +115,9 @@ def test_children_die_with_a_killed_supervisor(tmp_path):
     outer = textwrap.dedent(f"""
         import sys, time
         from pathlib import Path
-        from baton.cluster.processes import Child, ProcessSpec
+        from baton.cluster.processes import Child, ProcessSpec; from baton.cluster.stop import Stop
         child = Child(ProcessSpec("c", [sys.executable, "-c", {inner!r}], Path({str(tmp_path)!r}) / "c.log"))
-        child.start(); child.wait_ready(); print(child.pid, flush=True); time.sleep(60)
+        child.start(); child.wait_ready(Stop()); print(child.pid, flush=True); time.sleep(60)
     """)
     with subprocess.Popen([sys.executable, "-c", outer], stdout=subprocess.PIPE, text=True) as supervisor:
         assert supervisor.stdout is not None
@@ -113,3 +133,5 @@ def test_tail_of_a_log(tmp_path):
     assert "no log" in tail(file)
     file.write_text("\n".join(map(str, range(100))))
     assert tail(file, 2) == "    98\n    99"
+    file.write_text('{"event": "config"}\nbaton: ConfigError: a\nbaton: ConfigError: b\nc\n')
+    assert tail(file) == "    baton: ConfigError: b\n    c"

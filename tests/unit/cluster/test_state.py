@@ -1,5 +1,6 @@
 """The state folder: one cluster per name, private files, and no trust in what a killed one left behind."""
 
+import dataclasses
 import os
 import stat
 import subprocess
@@ -57,6 +58,29 @@ def test_a_damaged_state_file_is_no_cluster(tmp_path, damage):
     folder.acquire()
     (tmp_path / "a" / "state.json").write_text(damage)
     assert folder.read_state() is None
+
+
+def test_what_a_killed_cluster_left_goes_when_the_name_is_taken_again(tmp_path):
+    killed = StateFolder("a", tmp_path)
+    killed.acquire()
+    scratch = killed.scratch()
+    (scratch / "session").mkdir()
+    killed.write_state(state())
+    killed.write_private(killed.config, "redis: {url: secret}")
+    assert killed._lock is not None
+    killed._lock.close()  # the kernel does this for a killed process
+    again = StateFolder("a", tmp_path)
+    again.acquire()
+    assert not scratch.exists()
+    assert sorted(path.name for path in (tmp_path / "a").iterdir()) == ["lock", "logs"]
+    own = again.scratch()
+    again.release()
+    assert not own.exists()
+
+
+def test_a_cluster_without_addresses_is_not_ready_yet(tmp_path):
+    assert state().ready
+    assert not dataclasses.replace(state(), grpc="").ready
 
 
 def test_an_unwritable_home_is_a_config_error(tmp_path):

@@ -239,6 +239,16 @@ def test_a_deadline_ends_what_is_not_committed(pair, side, state):
         raise AssertionError("must not get here")
 
 
+def test_a_commit_that_lands_while_its_deadline_passes_counts(side, router, monkeypatch):
+    """It came between the look at the deadlines and the fence."""
+    receiving(side, router)
+    commit(side, SequenceSpec(spec_of().prompt, GREEDY, (65,)), [Token(0, 65, "A")])
+    monkeypatch.setattr(side.role.reservations, "expired", lambda now: [H])
+    side.role.tick()
+    side.loop.drain()
+    assert router.kinds() == ["reserved", "committed", "tokens"]
+
+
 def test_what_does_not_fit_any_more_is_handed_back(router):
     pair = Pair(decode_blocks=8)
     handoffs = [HandoffId("a", 1), HandoffId("b", 1)]

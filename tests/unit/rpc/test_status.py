@@ -72,7 +72,8 @@ def tree(kind: type[BatonError]) -> set[type[BatonError]]:
 
 def test_every_class_of_the_tree_is_here():
     listed = {type(error) for error, _ in VISIBLE} | {type(error) for error, _ in REPLACED}
-    assert tree(BatonError) - listed == set()
+    ours = {kind for kind in tree(BatonError) if kind.__module__ == BatonError.__module__}  # others have imported more
+    assert ours - listed == set()
     assert {type(error) for error, _ in VISIBLE} == set(CODES)
 
 

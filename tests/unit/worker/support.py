@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
+from typing import Any, cast
 
 import torch
 
@@ -128,7 +129,7 @@ class SyncLoop:
     """Jobs wait until the test runs them, as they do for a step to end."""
 
     def __init__(self):
-        self.jobs = deque()
+        self.jobs: deque[Any] = deque()
 
     def submit(self, job):
         self.jobs.append(job)
@@ -187,7 +188,7 @@ class Side:
 class PrefillSide(Side):
     def __init__(self, blocks=40, clock=None):
         self.clock = clock or FakeClock()
-        engine, loop = engine_of(Role.PREFILL, blocks), SyncLoop()
+        engine, loop = engine_of(Role.PREFILL, blocks), cast(Any, SyncLoop())
         super().__init__(engine, PrefillRole(info_of(P, Role.PREFILL, engine), engine, loop, self.clock), loop)
         self.pusher = FakePusher(self)
         self.role.attach(self.pusher)
@@ -195,8 +196,8 @@ class PrefillSide(Side):
 
 class DecodeSide(Side):
     def __init__(self, blocks=40, clock=None):
-        self.clock, self.records = clock or FakeClock(), Records()
-        engine, loop = engine_of(Role.DECODE, blocks), SyncLoop()
+        self.clock, self.records = clock or FakeClock(), cast(Any, Records())
+        engine, loop = engine_of(Role.DECODE, blocks), cast(Any, SyncLoop())
         role = DecodeRole(info_of(D, Role.DECODE, engine), engine, loop, self.records, self.clock)
         super().__init__(engine, role, loop)
 

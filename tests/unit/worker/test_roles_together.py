@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from baton.core import HandoffId, Sampling
+from decode_workers.reservations import State
 from tests.unit.worker.support import BACKEND, FakeSession, Pair, fence, prefill, release, reserve, spec_of
 
 REQUESTS = "abcd"
@@ -75,7 +76,11 @@ class TogetherMachine(RuleBasedStateMachine):
 
     @rule(request=requests, router=st.integers(0, 1), back=numbers)
     def fence(self, request, router, back):
-        self.pair.decode.take(self.routers[router].d, fence(self.one_of(request, back)))
+        handoff, session = self.one_of(request, back), self.routers[router].d
+        adopted, said = handoff in self.pair.decode.role._adopted, session.kinds(handoff).count("fenced")
+        self.pair.decode.take(session, fence(handoff))
+        assert (handoff in self.pair.decode.role._adopted) == adopted  # a commit is final
+        assert session.kinds(handoff).count("fenced") == said + (not adopted and not self.committed(handoff))
         self.attempts[request] = max(self.attempts[request], 1)
 
     @rule(request=requests, router=st.integers(0, 1), back=numbers, sides=st.sampled_from(["p", "d", "pd"]))
@@ -115,6 +120,19 @@ class TogetherMachine(RuleBasedStateMachine):
         for _ in range(stages):
             if handoffs := list(pusher.pushes):
                 pusher.advance(handoffs[number % len(handoffs)], self.pair.decode)
+
+    @rule(rounds=st.integers(1, 6))
+    def all_goes_on(self, rounds):
+        for _ in range(rounds):
+            self.pair.prefill.step()
+            for handoff in list(self.pair.prefill.pusher.pushes):
+                self.pair.prefill.pusher.advance(handoff, self.pair.decode)
+            self.pair.decode.step()
+
+    @rule(request=requests, router=st.integers(0, 1), rounds=st.integers(3, 12))
+    def begin_and_go_on(self, request, router, rounds):
+        self.begin(request, router, 0.0)
+        self.all_goes_on(rounds)
 
     @rule()
     def break_the_channel(self):
@@ -174,6 +192,11 @@ class TogetherMachine(RuleBasedStateMachine):
         self.each_handoff_ends_once_on_each_side()
         self.the_tokens_are_right()
 
+    def committed(self, handoff):
+        """Accepted, and waiting for the engine thread."""
+        entry = self.pair.decode.role.reservations._entries.get(handoff)
+        return entry is not None and entry.state is State.COMMITTED
+
     def one_of(self, request, back):
         return HandoffId(request, max(1, self.attempts[request] - back))
 
@@ -195,8 +218,8 @@ def once(kinds, ends, refusal):
 TestTogether = TogetherMachine.TestCase
 TestTogether.settings = settings(
     report_multiple_bugs=False,
-    max_examples=60,
-    stateful_step_count=40,
+    max_examples=100,
+    stateful_step_count=50,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow],
 )

@@ -1,0 +1,418 @@
+"""One prefill and one decode worker, each a process of its own with a real Redis, and a router that is only a stream:
+it can say what no router would, and leave when it likes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import json
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+
+import psutil
+import pytest
+from grpc import StatusCode
+
+from baton.clock import SystemClock
+from baton.cluster.processes import PARENT, READY_FD
+from baton.core import PROTOCOL_VERSION, HandoffId, Incarnation, Load, Role, Sampling, SequenceSpec, WorkerRef
+from baton.engine.oracle import OracleBackend
+from baton.ledger.embedded import EmbeddedRedis
+from baton.ledger.ledger import Ledger
+from baton.ledger.ownership import OwnershipStore, RecordState
+from baton.rpc import convert
+from baton.rpc.channel import aio_channel
+from baton.rpc.v1 import worker_pb2 as pb
+from baton.rpc.v1.worker_pb2_grpc import WorkerStub
+from tests.unit.worker import support
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
+LEASE_S = 2.5
+CONFIG = f"""
+name: workers
+model: {{path: oracle, max_model_len: 1024}}
+ray: {{address: none}}
+prefill: {{device: cpu, threads: 1, kv_memory: 256KiB}}
+decode: {{device: cpu, threads: 1, kv_memory: 256KiB}}
+ledger: {{lease_s: {LEASE_S}, heartbeat_s: 0.1}}
+transfer: {{frame_deadline_s: 2.0}}
+"""
+LONG = Sampling(max_tokens=900, temperature=0.0, ignore_eos=True)
+SHORT = Sampling(max_tokens=40, temperature=0.7, seed=11, ignore_eos=True)
+
+
+class Process:
+    """A worker, started as its supervisor starts it; `ref` is what it said of itself when it was ready."""
+
+    def __init__(self, role, config, log):
+        self.log = log
+        read_fd, write_fd = os.pipe()
+        argv = [sys.executable, "-m", "baton", f"{role}-worker", "-c", str(config)]
+        env = {**os.environ, READY_FD: str(write_fd), PARENT: str(os.getpid())}
+        with log.open("wb") as output:
+            self.popen = subprocess.Popen(argv, stdout=output, stderr=output, env=env, pass_fds=(write_fd,))
+        os.close(write_fd)
+        self._ready = os.fdopen(read_fd)
+
+    @property
+    def pid(self):
+        return self.popen.pid
+
+    def wait_ready(self):
+        with self._ready as pipe:
+            line = pipe.readline()
+        assert line, self.log.read_text()
+        ready = json.loads(line)
+        worker_id, _, incarnation = ready["worker"].partition("@")
+        self.ref = WorkerRef(worker_id, Incarnation.parse(incarnation), ready["address"])
+
+    async def exit_code(self):
+        return await asyncio.to_thread(self.popen.wait, 20)
+
+
+class Workers:
+    """The processes; a role that has died is started again when it is asked for."""
+
+    def __init__(self, folder, redis):
+        self.folder, self.redis = folder, redis
+        self.children, self.numbers = {}, itertools.count()
+        self.config = folder / "workers.yaml"
+        self.config.write_text(CONFIG + f"redis: {{url: '{redis.url}'}}\n")
+
+    def spawn(self, role):
+        return Process(role, self.config, self.folder / f"{role}-{next(self.numbers)}.log")
+
+    def child(self, role):
+        if role not in self.children or self.children[role].popen.poll() is not None:
+            self.children[role] = self.spawn(role)
+            self.children[role].wait_ready()
+        return self.children[role]
+
+    def ref(self, role):
+        return self.child(role).ref
+
+    def close(self):
+        for child in self.children.values():
+            child.popen.terminate()
+        for child in self.children.values():
+            child.popen.wait(20)
+
+
+@pytest.fixture(scope="module")
+def workers(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("workers")
+    with EmbeddedRedis.start(folder) as redis:
+        made = Workers(folder, redis)
+        made.children = {role: made.spawn(role) for role in Role}
+        try:
+            for child in made.children.values():
+                child.wait_ready()
+            yield made
+        finally:
+            made.close()
+
+
+class Stream:
+    """A router's stream to one worker."""
+
+    def __init__(self, ref, incarnation=None):
+        self.ref = ref
+        self.hello = incarnation or ref.incarnation
+        self.events: list[pb.WorkerEvent] = []
+        self.load, self.messages = Load(), 0
+        self._news = asyncio.Condition()
+        self._stack = contextlib.AsyncExitStack()
+
+    async def __aenter__(self):
+        channel = await self._stack.enter_async_context(aio_channel(self.ref.address))
+        self.call = WorkerStub(channel).Connect()
+        worker = convert.incarnation_to_pb(self.hello)
+        hello = pb.RouterHello(router_id="raw", protocol_version=PROTOCOL_VERSION, worker=worker)
+        await self.say(pb.RouterCommand(hello=hello))
+        self.reader = asyncio.create_task(self._read())
+        return self
+
+    async def __aexit__(self, *_):
+        self.call.cancel()
+        self.reader.cancel()
+        await self._stack.aclose()
+
+    async def say(self, *commands):
+        await self.call.write(pb.RouterMessage(commands=commands))
+
+    async def _read(self):
+        with contextlib.suppress(Exception):
+            async for message in self.call:
+                async with self._news:
+                    self.events += message.events
+                    self.messages += 1
+                    self.load = convert.load_from_pb(message.load)
+                    self._news.notify_all()
+
+    async def until(self, ready, within_s=20):
+        """Wait for messages until `ready()`."""
+        async with asyncio.timeout(within_s), self._news:
+            await self._news.wait_for(ready)
+
+    async def heard(self, kind, handoff):
+        await self.until(lambda: kind in self.kinds(handoff))
+
+    def of(self, handoff):
+        return [event for event in self.events if event.handoff == convert.handoff_to_pb(handoff)]
+
+    def kinds(self, handoff):
+        return [event.WhichOneof("event") for event in self.of(handoff)]
+
+    def token_ids(self, handoff):
+        found = [event.tokens for event in self.of(handoff) if event.HasField("tokens")]
+        return [token.token_id for message in found for token in convert.tokens_from_pb(message)]
+
+    async def welcome(self):
+        await self.until(lambda: self.events and self.events[0].HasField("welcome"))
+        return convert.info_from_pb(self.events[0].welcome)
+
+    async def all_free(self):
+        """In a report of some beats from now: what was said before must have arrived by then."""
+        due = self.messages + 3
+        await self.until(lambda: self.messages >= due and self.load.blocks.free == self.load.blocks.total > 0)
+
+
+class Router:
+    """Streams to both workers."""
+
+    def __init__(self, workers):
+        self.p, self.d = (Stream(workers.ref(role)) for role in Role)
+        self._stack = contextlib.AsyncExitStack()
+
+    async def __aenter__(self):
+        for stream in (self.p, self.d):
+            await self._stack.enter_async_context(stream)
+        self.infos = [await stream.welcome() for stream in (self.p, self.d)]
+        return self
+
+    async def __aexit__(self, *_):
+        await self._stack.aclose()
+
+    async def reserve(self, handoff, spec):
+        await self.d.say(support.reserve(handoff, len(spec), fingerprint=self.infos[1].fingerprint))
+        await self.d.heard("reserved", handoff)
+
+    async def prefill(self, handoff, spec, to=None):
+        await self.p.say(support.prefill(handoff, spec, to or self.d.ref))
+
+    async def answer(self, handoff, spec):
+        """One request from Reserve to its last token, as the decode worker tells it."""
+        await self.reserve(handoff, spec)
+        await self.prefill(handoff, spec)
+        await self.d.heard("finish", handoff)
+        return self.d.token_ids(handoff)
+
+    async def all_free(self):
+        for stream in (self.p, self.d):
+            await stream.all_free()
+
+
+def spec_of(length=100, sampling=LONG):
+    return SequenceSpec(tuple((3 * i + length) % 250 for i in range(length)), sampling)
+
+
+def handoff_of(request, attempt=1):
+    return HandoffId(request, attempt)
+
+
+async def test_a_handoff_between_two_processes(workers):
+    async with Router(workers) as router:
+        handoff, spec = handoff_of("whole"), spec_of(sampling=SHORT)
+        tokens = await router.answer(handoff, spec)
+        assert tokens == OracleBackend().expected(spec)
+        assert router.p.token_ids(handoff) == tokens[:1]
+        assert router.d.kinds(handoff)[:3] == ["reserved", "committed", "tokens"]
+        await router.p.heard("pushed", handoff)
+        await router.all_free()
+        assert router.d.load.prefill_tokens == router.p.load.decode_steps == 0
+        assert [info.role for info in router.infos] == list(Role)
+
+
+async def cut(workers, state):
+    """A router that leaves in `state` without a word."""
+    handoff, spec = handoff_of(f"cut in {state}"), spec_of(length=900 if state == "prefilling" else 100)
+    async with Router(workers) as router:
+        await router.reserve(handoff, spec)
+        if state == "reserved":
+            return
+        await router.prefill(handoff, spec)
+        if state == "prefilling":
+            return
+        await router.p.heard("tokens", handoff)
+        if state == "first token":
+            return
+        await router.d.heard("committed", handoff)
+        if state == "decoding":
+            await router.d.until(lambda: len(router.d.token_ids(handoff)) > 20)
+        assert "finish" not in router.d.kinds(handoff)
+
+
+@pytest.mark.parametrize("state", ["reserved", "prefilling", "first token", "committed", "decoding"])
+async def test_a_router_that_leaves_gets_all_blocks_back(workers, state):
+    async with Router(workers) as watcher:
+        await cut(workers, state)
+        await watcher.all_free()
+        spec = spec_of(sampling=SHORT)
+        assert await watcher.answer(handoff_of(f"after {state}"), spec) == OracleBackend().expected(spec)
+
+
+async def test_a_router_that_leaves_during_a_push_gets_all_blocks_back(workers):
+    """The decode worker is frozen, for less than its lease: the push waits, its blocks are free though."""
+    decode = psutil.Process(workers.child(Role.DECODE).pid)
+    handoff, spec = handoff_of("cut in push"), spec_of(length=400)
+    async with Router(workers) as watcher, contextlib.AsyncExitStack() as leaving:
+        router = await leaving.enter_async_context(Router(workers))
+        await router.reserve(handoff, spec)
+        decode.suspend()
+        try:
+            await router.prefill(handoff, spec)
+            await router.p.heard("tokens", handoff)
+            await leaving.aclose()
+            await watcher.p.all_free()
+        finally:
+            decode.resume()
+        await watcher.all_free()
+        assert workers.children[Role.DECODE].pid == decode.pid
+        again = spec_of(sampling=SHORT)
+        assert await watcher.answer(handoff_of("after push"), again) == OracleBackend().expected(again)
+
+
+async def test_malformed_commands_of_every_kind_leave_both_workers_alive(workers):
+    pids = [workers.child(role).pid for role in Role]
+    async with Router(workers) as router:
+        for stream in (router.p, router.d):
+            for _, command, _ in support.malformed():
+                await stream.say(command)
+        spec = spec_of(sampling=SHORT)
+        assert await router.answer(handoff_of("after malformed"), spec) == OracleBackend().expected(spec)
+        for stream in (router.p, router.d):
+            assert {event.WhichOneof("event") for event in stream.events if not event.handoff.attempt} == {
+                "welcome",
+                "refused",
+            }
+        await router.all_free()
+    assert [workers.child(role).pid for role in Role] == pids
+
+
+@pytest.mark.parametrize("where", ["nonsense", "127.0.0.1:1", "itself", "another incarnation", "no reservation"])
+async def test_a_prefill_for_the_wrong_decode_worker_fails_alone(workers, where):
+    async with Router(workers) as router:
+        address = {"nonsense": "not an address", "127.0.0.1:1": where, "itself": router.p.ref.address}
+        to = replace(router.d.ref, address=address.get(where, router.d.ref.address))
+        if where == "another incarnation":
+            to = replace(to, incarnation=Incarnation(1, 1))
+        handoff, good, spec = handoff_of(f"to {where}"), handoff_of(f"beside {where}"), spec_of(sampling=SHORT)
+        if where != "no reservation":
+            await router.reserve(handoff, spec)
+        await router.prefill(handoff, spec, to)
+        assert await router.answer(good, spec) == OracleBackend().expected(spec)
+        await router.p.heard("failed", handoff)
+        kind = next(event.failed.kind for event in router.p.of(handoff) if event.HasField("failed"))
+        assert kind == "StaleAttempt" if where in {"another incarnation", "no reservation"} else "ChannelBroken"
+        await router.d.say(support.fence(handoff))
+        await router.d.heard("fenced", handoff)
+        await router.all_free()
+
+
+async def refused(ref, incarnation):
+    async with Stream(ref, incarnation) as stream, asyncio.timeout(10):
+        return await stream.call.code(), await stream.call.details()
+
+
+@pytest.mark.parametrize("role", list(Role))
+async def test_messages_for_another_incarnation_are_refused(workers, role):
+    ref = workers.ref(role)
+    now = ref.incarnation
+    for other in (replace(now, counter=now.counter + 1), Incarnation(1, now.counter), Incarnation(0, 0)):
+        code, details = await refused(ref, other)
+        assert (code, "not the worker you mean" in details) == (StatusCode.FAILED_PRECONDITION, True)
+
+
+async def ledger_of(workers):
+    return await Ledger.connect(workers.redis.url, "baton:workers", LEASE_S, SystemClock())
+
+
+async def registered(workers):
+    ledger = await ledger_of(workers)
+    try:
+        return {info.ref for info in await ledger.workers()}
+    finally:
+        await ledger.close()
+
+
+async def eventually(look, within_s=20.0):
+    """For what Redis or the kernel tells only when asked."""
+    async with asyncio.timeout(within_s):
+        while not (found := await look()):  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+        return found
+
+
+async def test_a_worker_that_was_frozen_beyond_its_lease_comes_back_as_another(workers):
+    frozen = workers.child(Role.DECODE)
+    old = frozen.ref
+    async with Router(workers) as router:
+        handoff, spec = handoff_of("frozen"), spec_of()
+        await router.reserve(handoff, spec)
+        await router.prefill(handoff, spec)
+        await router.d.heard("committed", handoff)
+        os.kill(frozen.pid, signal.SIGSTOP)
+        try:
+            await eventually(lambda: lapsed(workers, old))
+            replacement = workers.spawn(Role.DECODE)  # in the same place, while the old one sleeps
+            await asyncio.to_thread(replacement.wait_ready)
+        finally:
+            os.kill(frozen.pid, signal.SIGCONT)
+        workers.children[Role.DECODE] = replacement
+        assert await frozen.exit_code() == 4  # LedgerError
+        await asyncio.wait([router.d.reader], timeout=10)
+        assert router.d.reader.done()
+    new = replacement.ref
+    assert new.worker_id == old.worker_id
+    assert new.incarnation != old.incarnation
+    assert {ref for ref in await registered(workers) if ref.worker_id == old.worker_id} == {new}
+    code, _ = await refused(new, old.incarnation)
+    assert code is StatusCode.FAILED_PRECONDITION
+    async with Router(workers) as router:
+        await router.prefill(handoff_of("to the old one"), spec_of(), replace(new, incarnation=old.incarnation))
+        await router.p.heard("failed", handoff_of("to the old one"))
+        assert router.p.of(handoff_of("to the old one"))[-1].failed.kind == "StaleAttempt"
+        await router.all_free()
+        spec = spec_of(sampling=SHORT)
+        assert await router.answer(handoff_of("after the freeze"), spec) == OracleBackend().expected(spec)
+
+
+async def lapsed(workers, ref):
+    return ref not in await registered(workers)
+
+
+async def test_a_worker_that_is_stopped_leaves_the_ledger_clean(workers):
+    """SIGTERM with a reservation and a running request in hand: both records say that nothing is held any more."""
+    decode = workers.child(Role.DECODE)
+    held, running, spec = handoff_of("held"), handoff_of("running"), spec_of()
+    async with Router(workers) as router:
+        await router.reserve(held, spec)
+        await router.reserve(running, spec)
+        await router.prefill(running, spec)
+        await router.d.heard("committed", running)
+        decode.popen.terminate()
+        assert await decode.exit_code() == 0
+    assert Role.DECODE not in {role_of(ref) for ref in await registered(workers)}
+    ledger = await ledger_of(workers)
+    records = [await OwnershipStore(ledger.connection).read(h.request_id) for h in (held, running)]
+    await ledger.close()
+    assert [record and record.state for record in records] == [RecordState.RELEASED] * 2
+
+
+def role_of(ref):
+    return Role(ref.worker_id.partition("-")[0])

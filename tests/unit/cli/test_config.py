@@ -1,0 +1,51 @@
+"""No password is shown, in whichever form Redis URLs allow it; overrides survive the way into a detached process."""
+
+import pytest
+
+from baton.cli.config import effective, hide_password
+from baton.cli.roles import router_settings
+from baton.cli.up import as_environment
+from baton.config import ClusterConfig, load_config
+
+
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("embedded", "embedded"),
+        ("redis://host:6379/0", "redis://host:6379/0"),
+        ("redis://:s3cret@host:6379/0", "redis://:***@host:6379/0"),
+        ("rediss://user:s3cret@host/0", "rediss://user:***@host/0"),
+        ("redis://user@host/0", "redis://user@host/0"),
+        ("redis://user:s3@cret@host/0", "redis://user:***@host/0"),
+        ("redis://user:s3/cret@host/0", "redis://user:***@host/0"),
+        ("redis://user:s3:cret@host/0", "redis://user:***@host/0"),
+        ("redis://user:s3?cret@host/0", "redis://***"),
+        ("redis://host:1/0?password=s3cret", "redis://host:1/0?***"),
+        ("redis://host:1/0?password=s3@cret", "redis://***"),
+        ("unix://user:s3cret@/run/redis.sock?db=0", "unix://user:***@/run/redis.sock?***"),
+    ],
+)
+def test_no_part_of_a_password_is_shown(url, shown):
+    assert hide_password(url) == shown
+    config = ClusterConfig.model_validate({"redis": {"url": url}})
+    assert effective(config)["redis"] == {"url": shown}
+    assert "cret" not in str(effective(config))
+
+
+SETS = ["redis.url=redis://:s3=cret@h:1/0", "decode.replicas=2", " router.queue.max_wait_s = 2.5", "name=other"]
+
+
+def test_overrides_say_the_same_as_variables(tmp_path):
+    file = tmp_path / "c.yaml"
+    file.write_text("model: {path: oracle}\nprefill: {replicas: 3}\n")
+    mine = {"BATON__PREFILL__REPLICAS": "4", "BATON__NAME": "mine", "HOME": "/"}
+    env = as_environment(SETS, mine)
+    assert load_config(file, (), env) == load_config(file, SETS, mine)
+    assert "HOME" not in env
+
+
+def test_a_router_is_told_its_version_and_when_a_silent_worker_is_lost():
+    ledger = {"lease_s": 6.0, "heartbeat_s": 2.0}
+    settings = router_settings(ClusterConfig.model_validate({"ledger": ledger}))
+    assert settings.version.count(".") == 2
+    assert settings.worker_silence_s == 6.0

@@ -1,0 +1,93 @@
+"""Each finding of `baton doctor`: what is wrong is called wrong, with a remedy."""
+
+import importlib.metadata
+import json
+import shutil
+import socket
+from types import SimpleNamespace
+
+import pytest
+import typer
+
+from baton.cli import doctor
+from baton.cli.doctor import BAD, OK, WARN
+
+BASE = "model: {path: oracle}\nrouter: {grpc: '127.0.0.1:0', metrics: '127.0.0.1:0'}\n"
+
+
+@pytest.fixture
+def examine(tmp_path):
+    def look(text=BASE, *sets):
+        file = tmp_path / "c.yaml"
+        file.write_text(text)
+        return {finding.what: finding for finding in doctor.examine(file, sets)}
+
+    return look
+
+
+def test_a_machine_that_is_fine(examine):
+    found = examine()
+    assert not [finding for finding in found.values() if finding.verdict == BAD]
+    for what in ("python", "torch", "config", "model", "redis", "threads", "shared memory", "gpu", "clock"):
+        assert what in found
+    assert "router.grpc" not in found  # port 0 is always free
+
+
+@pytest.mark.parametrize(
+    ("sets", "what", "remedy"),
+    [
+        (["redis.url=redis://u:s3cret@127.0.0.1:1/0"], "redis", "redis.url=embedded"),
+        (["decode.device=cuda"], "gpu", "decode.device to cpu"),
+    ],
+)
+def test_what_is_wrong_has_a_remedy(examine, sets, what, remedy):
+    finding = examine(BASE, *sets)[what]
+    assert finding.verdict == BAD
+    assert remedy in finding.remedy
+    assert "s3cret" not in finding.found
+
+
+def test_a_port_in_use(examine):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        finding = examine(BASE, f"router.metrics=127.0.0.1:{taken.getsockname()[1]}")["router.metrics"]
+    assert finding.verdict == BAD
+    assert "--set router.metrics=127.0.0.1:0" in finding.remedy
+
+
+def test_a_config_that_is_none_ends_the_search(examine):
+    found = examine("decode: {replics: 2}")
+    assert found["config"].verdict == BAD
+    assert "decode.replicas" in found["config"].found
+    assert "model" not in found
+
+
+def test_a_folder_that_is_no_model(examine, tmp_path):
+    (tmp_path / "empty").mkdir()
+    finding = examine(f"model: {{path: {tmp_path / 'empty'}}}")["model"]
+    assert (finding.verdict, finding.remedy) == (BAD, "set model.path to a checkpoint folder")
+
+
+def test_what_is_only_worth_a_note(examine, monkeypatch):
+    def version(name):
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=2**20))
+    found = examine(BASE, "prefill.threads=4096")
+    for what in ("ray", "threads", "shared memory"):
+        assert found[what].verdict == WARN
+        assert found[what].remedy
+    assert found["config"].verdict == OK
+
+
+def test_the_exit_code_and_json(tmp_path, capsys):
+    file = tmp_path / "c.yaml"
+    file.write_text(BASE)
+    doctor.doctor(file, [], as_json=True)
+    assert {finding["verdict"] for finding in json.loads(capsys.readouterr().out)} <= {OK, WARN}
+    with pytest.raises(typer.Exit) as ended:
+        doctor.doctor(file, ["decode.device=cuda"], as_json=False)
+    assert ended.value.exit_code == 1
+    assert " wrong  gpu: " in capsys.readouterr().out

@@ -1,0 +1,258 @@
+"""The life of a cluster around fake workers and a fake Redis; the router is a real process that does nothing."""
+
+import os
+import signal
+import stat
+import sys
+import threading
+import time
+
+import psutil
+import pytest
+import yaml
+
+from baton.cluster import supervisor
+from baton.cluster.processes import StartError
+from baton.cluster.redis import KeptRedis
+from baton.cluster.state import StateFolder
+from baton.cluster.stop import Stop
+from baton.cluster.supervisor import Supervisor
+from baton.config import ClusterConfig
+from baton.errors import BatonError, Cancelled
+
+ROUTER = """
+import sys, time, yaml
+from pathlib import Path
+from baton.cluster.processes import die_with_parent, report_ready
+die_with_parent()
+fails = Path(sys.argv[1]).with_name("router-fails-once")
+if fails.exists():
+    fails.unlink()
+    sys.exit("as it was told")
+given = yaml.safe_load(Path(sys.argv[1]).read_text())["router"]
+report_ready({key: value.replace(":0", ":4711") for key, value in given.items()})
+time.sleep(60)
+"""
+
+
+class FakeRedis:
+    url, pid = "redis://:secret@127.0.0.1:1/0", None
+
+    def __init__(self, folder):
+        self.log = log
+        log.append("redis starts")
+
+    def poll(self):
+        pass
+
+    def stop(self):
+        log.append("redis stops")
+
+
+log: list[str] = []
+
+
+class FakeWorkers:
+    """Notes when it is asked for what, and what it finds then."""
+
+    def __init__(self, folder):
+        self.folder = folder
+        self.failure = None
+        self.holds = False  # never ready
+        self.waiting = threading.Event()
+        self.polled = threading.Event()
+        self.mode = self.url = None
+        self.router_at_stop = None
+        self.plans = []
+
+    def start(self, plans):
+        log.append("workers start")
+        self.plans = [(plan.worker_id, plan.config, plan.log.name) for plan in plans]
+        self.mode = stat.S_IMODE(self.folder.config.stat().st_mode)
+        self.url = yaml.safe_load(self.folder.config.read_text())["redis"]["url"]
+
+    def wait_ready(self, stop):
+        log.append("workers ready")
+        self.waiting.set()
+        if self.failure:
+            raise self.failure
+        while self.holds:
+            stop.check()
+            time.sleep(0.01)
+
+    def poll(self):
+        self.polled.set()
+
+    def pids(self):
+        return {"decode-0": 2**22 + 1}  # nobody: beyond the largest process id
+
+    def stop(self, grace_s):
+        log.append("workers stop")
+        state = self.folder.read_state()
+        router = state.processes.get("router") if state else None
+        self.router_at_stop = router.process() if router else None
+
+
+class Run:
+    """A supervisor on a thread of its own, as it runs on the main thread of `baton up`."""
+
+    def __init__(self, tmp_path):
+        self.folder = StateFolder("test", tmp_path)
+        self.workers = FakeWorkers(self.folder)
+        self.stop = Stop()
+        self.ready = threading.Event()
+        self.state = None
+        self.error = None
+        router = {"grpc": "127.0.0.1:0", "admin": "127.0.0.1:0", "metrics": "127.0.0.1:0"}
+        config = ClusterConfig.model_validate({"name": "test", "router": router, "decode": {"replicas": 2}})
+        command = [sys.executable, "-c", ROUTER, str(self.folder.config)]
+        self.supervisor = Supervisor(config, self.folder, self.workers, command)
+        self.thread = threading.Thread(target=self._main)
+
+    def _main(self):
+        try:
+            self.supervisor.run(self.stop, self._ready)
+        except BatonError as error:
+            self.error = error
+
+    def _ready(self, state):
+        log.append("ready")
+        self.state = state
+        self.ready.set()
+
+    def start(self, until="ready"):
+        self.thread.start()
+        assert (self.ready if until == "ready" else self.workers.waiting).wait(30), self.error
+        return self
+
+    def end(self):
+        self.stop.drain.set()
+        self.thread.join(30)
+        assert not self.thread.is_alive()
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    log.clear()
+    monkeypatch.setattr(supervisor, "KeptRedis", FakeRedis)
+    monkeypatch.setattr(supervisor, "POLL_S", 0.02)
+    made = Run(tmp_path)
+    yield made
+    if made.thread.is_alive():
+        made.end()
+
+
+def left(run):
+    return sorted(path.name for path in run.folder.path.iterdir())
+
+
+def until(look, within_s=20.0):
+    deadline = time.monotonic() + within_s
+    while not (found := look()):
+        assert time.monotonic() < deadline, look
+        time.sleep(0.01)
+    return found
+
+
+def test_start_and_stop_are_in_order_and_leave_only_logs(run):
+    run.start()
+    router = run.state.processes["router"].process()
+    assert set(run.state.processes) == {"router"}  # no fake process is told to be one
+    assert run.state.grpc == "127.0.0.1:4711"
+    assert (run.workers.mode, run.workers.url) == (0o600, FakeRedis.url)
+    assert [name for name, _, _ in run.workers.plans] == ["prefill-0", "decode-0", "decode-1"]
+    assert run.workers.polled.wait(10)
+    run.end()
+    assert run.error is None
+    assert log == [
+        "redis starts", "workers start", "workers ready", "ready", "workers stop", "redis stops",
+    ]  # fmt: skip
+    assert run.workers.router_at_stop is None
+    assert not router.is_running()
+    assert left(run) == ["lock", "logs"]
+
+
+def test_a_worker_that_does_not_start_ends_all(run):
+    run.workers.failure = StartError("decode-0 ended")
+    run.start(until="waiting").thread.join(30)
+    assert isinstance(run.error, StartError)
+    assert log[-2:] == ["workers stop", "redis stops"]
+    assert left(run) == ["lock", "logs"]
+    run.folder.acquire()  # the name is free again
+    run.folder.release()
+
+
+def test_told_to_stop_while_workers_load(run):
+    run.workers.holds = True
+    run.start(until="waiting")
+    state = run.folder.read_state()
+    assert state is not None  # `baton down` finds it
+    assert not state.ready
+    assert state.supervisor.pid == os.getpid()
+    run.end()
+    assert isinstance(run.error, Cancelled)
+    assert not run.ready.is_set()
+    assert log[-2:] == ["workers stop", "redis stops"]
+    assert left(run) == ["lock", "logs"]
+
+
+def test_told_to_stop_before_anything_starts(run):
+    run.stop.drain.set()
+    run.thread.start()
+    run.end()
+    assert isinstance(run.error, Cancelled)
+    assert "workers start" not in log
+
+
+def killed_router(run):
+    old = run.folder.read_state()
+    os.kill(old.processes["router"].pid, signal.SIGKILL)
+    new = until(
+        lambda: (
+            (s := run.folder.read_state()) and s.processes.get("router") not in {None, old.processes["router"]} and s
+        )
+    )
+    return old, new
+
+
+def test_a_router_that_died_comes_back_at_the_same_address(run):
+    run.start()
+    old, new = killed_router(run)
+    assert (new.grpc, new.admin, new.metrics) == (old.grpc, old.admin, old.metrics)
+    run.end()
+    assert run.error is None
+
+
+def test_a_router_that_fails_when_it_comes_back_is_tried_again(run):
+    run.start()
+    marker = run.folder.config.with_name("router-fails-once")
+    marker.touch()
+    killed_router(run)
+    until(lambda: not marker.exists())
+    until(lambda: run.supervisor._router.restarts == 2)
+    until(lambda: run.supervisor._router.ready and run.supervisor._router.pid)
+    assert run.thread.is_alive()
+    run.end()
+    assert run.error is None
+
+
+def test_a_process_that_ends_while_it_is_looked_at_is_no_trouble(run, monkeypatch):
+    monkeypatch.setattr(psutil, "pid_exists", lambda pid: True)
+    assert run.supervisor._processes() == {}
+
+
+def test_redis_is_started_again_at_the_same_address_with_the_same_password(tmp_path):
+    redis = KeptRedis(tmp_path)
+    try:
+        url, pid = redis.url, redis.pid
+        redis.poll()
+        assert pid is not None
+        assert redis.pid == pid
+        os.kill(pid, signal.SIGKILL)
+        until(lambda: redis.pid is None)
+        redis.poll()
+        assert redis.pid not in {None, pid}
+        assert redis.url == url
+    finally:
+        redis.stop()
+    assert redis.pid is None

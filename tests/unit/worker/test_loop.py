@@ -1,0 +1,183 @@
+"""The engine thread: jobs in order between steps, idle without spinning, and a failure that says so."""
+
+import threading
+from functools import partial
+
+import pytest
+
+from baton.engine.engine import StepResult
+from baton.worker.loop import EngineLoop
+
+
+class FakeEngine:
+    """Has work while `work` says so; a step brings what `bring` gives."""
+
+    def __init__(self):
+        self.work = False
+        self.bring = StepResult
+        self.steps = 0
+        self.many = threading.Event()  # set when it was stepped more often than any of these tests needs
+
+    def has_work(self):
+        return self.work
+
+    def step(self):
+        self.steps += 1
+        if self.steps > 20:
+            self.many.set()
+        return self.bring()
+
+
+class Listener:
+    def __init__(self):
+        self.log = []
+        self.ticks = threading.Semaphore(0)
+
+    def stepped(self, result):
+        self.log.append("step")
+
+    def tick(self):
+        self.log.append("tick")
+        self.ticks.release()
+
+
+@pytest.fixture
+def engine():
+    return FakeEngine()
+
+
+@pytest.fixture
+def listener():
+    return Listener()
+
+
+@pytest.fixture
+def started(engine, listener):
+    """Starts loops and stops them."""
+    loops = []
+
+    def start(idle_s=60.0):
+        loop = EngineLoop(engine, idle_s=idle_s)
+        loops.append(loop)
+        loop.start(listener)
+        return loop
+
+    yield start
+    for loop in loops:
+        loop.stop()
+
+
+def run_on(loop, job=lambda: None):
+    """Submit and wait."""
+    done = threading.Event()
+
+    def run():
+        job()
+        done.set()
+
+    loop.submit(run)
+    assert done.wait(10)
+
+
+def test_jobs_run_in_order_on_the_engine_thread(started):
+    loop, seen = started(), []
+    for number in range(50):
+        loop.submit(lambda number=number: seen.append((number, threading.current_thread().name)))
+    run_on(loop)
+    assert seen == [(number, "engine") for number in range(50)]
+
+
+def test_a_job_is_run_at_once_though_the_loop_is_idle(started, listener):
+    loop = started(idle_s=60.0)
+    for _ in range(3):
+        run_on(loop)  # 10 s would be too late
+        assert listener.ticks.acquire(timeout=10)
+
+
+def test_jobs_run_between_steps(engine, listener, started):
+    computed = StepResult(computed=1)
+    engine.work, engine.bring = True, lambda: computed
+    loop = started()
+    for _ in range(3):
+        run_on(loop, lambda: listener.log.append("job"))
+    run_on(loop, lambda: setattr(engine, "work", False))
+    loop.stop()
+    log = listener.log
+    for at in [i for i, what in enumerate(log) if what == "job"]:
+        assert log[at - 1] in {"tick", "job"}  # never between a step and its tick
+
+
+def test_ticks_come_though_nothing_happens(started, listener):
+    loop = started(idle_s=0.01)
+    for _ in range(5):
+        assert listener.ticks.acquire(timeout=10)
+    assert loop.iterations >= 4
+    assert loop.failure is None
+
+
+def test_work_that_cannot_be_scheduled_does_not_spin(engine, listener, started):
+    engine.work = True  # and a step computes nothing: the pool is held by others
+    loop = started(idle_s=60.0)
+    for _ in range(3):
+        run_on(loop)
+        assert listener.ticks.acquire(timeout=10)
+    assert not engine.many.wait(0.1)
+    assert engine.steps <= 4
+
+
+def test_work_that_computes_goes_on_without_waiting(engine, started):
+    engine.work, engine.bring = True, lambda: StepResult(computed=1)
+    loop = started(idle_s=60.0)
+    run_on(loop)
+    assert engine.many.wait(10)
+    run_on(loop, lambda: setattr(engine, "work", False))
+
+
+@pytest.mark.parametrize("where", ["job", "step", "tick", "stepped"])
+def test_a_failure_ends_the_thread_and_is_told(engine, listener, where):
+    def broken(*_):
+        raise AssertionError("the ledger does not add up")
+
+    loop = EngineLoop(engine, idle_s=0.01)
+    if where == "job":
+        loop.submit(broken)
+    elif where == "tick":
+        listener.tick = broken
+    else:
+        engine.work = True
+        engine.bring = broken if where == "step" else StepResult
+        listener.stepped = broken if where == "stepped" else listener.stepped
+    loop.start(listener)
+    assert loop._thread is not None
+    loop._thread.join(10)
+    assert isinstance(loop.failure, AssertionError)
+    before = loop.iterations
+    loop.submit(lambda: None)  # by a transfer thread that does not know: harmless
+    assert loop.iterations == before
+    loop.stop()
+
+
+def test_what_was_submitted_before_the_stop_still_runs(engine, listener):
+    seen: list[int] = []
+    loop = EngineLoop(engine, idle_s=0.01)
+    gate, inside = threading.Event(), threading.Event()
+
+    def hold():
+        inside.set()
+        gate.wait(10)
+
+    loop.start(listener)
+    loop.submit(hold)
+    assert inside.wait(10)
+    for number in range(5):
+        loop.submit(partial(seen.append, number))
+    stopping = threading.Thread(target=loop.stop)
+    stopping.start()
+    gate.set()
+    stopping.join(10)
+    assert seen == list(range(5))
+    assert loop.failure is None
+
+
+def test_a_loop_that_was_never_started_stops(engine):
+    EngineLoop(engine).stop()
