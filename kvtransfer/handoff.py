@@ -46,7 +46,7 @@ class PushJob:
 
 @dataclass(frozen=True, slots=True)
 class PushResult:
-    """The decode worker accepted the commit. `transfer_s`: first byte read to last frame taken, in seconds."""
+    """The decode worker accepted the commit. `transfer_s`: from the push's turn to the acknowledgement, in seconds."""
 
     nbytes: int
     transfer_s: float

@@ -2,65 +2,74 @@
 
 The life of a push (any state may end in a report; an accepted offer is followed by Commit or Abort on the wire):
 
-    WAITING --welcome--> OFFERED --accepted--> READY --its turn--> SENDING --last frame--> COMMITTED --ack--> reported
-    (link not up)        (deadline)            (no deadline)       (deadline per frame)    (deadline)
+    WAITING --welcome--> OFFERED --accepted--> ACCEPTED --its bytes have left--> COMMITTED --ack--> reported
+    (link not up)        (deadline)            (queued; a deadline per frame)    (deadline)
 
 The link's thread asks for the next push, reads, announces and commits; replies, aborts and the end come from any
-thread. Blocks are read only inside `reading`, into staging: so a push that ends outside it is reported at once,
-whatever the wire does, and one that ends inside is reported when it is left.
+thread, and `expire` from one that nothing holds up. Blocks are read only inside `reading`, into staging: so a push that
+ends outside it is reported at once, whatever the wire does, and one that ends inside is reported when it is left.
 """
 
 from __future__ import annotations
 
+import enum
 import threading
 import time
 from collections import deque
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from dataclasses import dataclass, field
+from typing import TypeVar
 
+from baton.core import HandoffId
 from baton.errors import BatonError, ChannelBroken, HandoffError, StaleAttempt
 from baton.rpc import convert
 from baton.rpc.v1 import peer_pb2 as pb
-from kvtransfer.handoff import PushResult
-from kvtransfer.plan import plan_frames
-from kvtransfer.push import NEVER, Push, State
-from kvtransfer.refusals import refusal_from_pb
+from kvtransfer.handoff import PushJob, PushResult
+from kvtransfer.messages import announcement, refusal_from_pb
+from kvtransfer.plan import FrameSpec
+from kvtransfer.transport import Endpoint, KeyRelay
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from baton.core import HandoffId, KVLayout
-    from kvtransfer.handoff import PushJob
-
+Report = Callable[[HandoffId, PushResult | HandoffError], None]
 T = TypeVar("T")
+NEVER = float("inf")
 
 
-@dataclass(frozen=True, slots=True)
-class Wording:
-    """What goes into an outbox's messages and reports."""
+class State(enum.Enum):
+    """Of a push; its life is drawn above."""
 
-    link: str
-    layout: KVLayout
-    fingerprint: str
-    transport: str
-    deadline_s: float
+    WAITING = enum.auto()
+    OFFERED = enum.auto()
+    ACCEPTED = enum.auto()
+    COMMITTED = enum.auto()
+
+
+@dataclass(slots=True, eq=False)
+class Push:
+    """One push under way. State under the outbox's lock; `digests` and `started` are the link thread's own."""
+
+    job: PushJob
+    state: State = State.WAITING
+    deadline: float = NEVER  # of the receiver's answer
+    plan: tuple[FrameSpec, ...] = ()
+    digests: list[bytes] = field(default_factory=list)
+    started: float = 0.0
+    reading: bool = False
+    outcome: HandoffError | None = None  # decided while `reading`, reported after it
 
 
 class Outbox:
     """Thread-safe. Once it is broken it stays so: every push has its report, and waiting raises the reason."""
 
     def __init__(
-        self,
-        wording: Wording,
-        say: Callable[[pb.PeerCommand], None],
-        key_arrived: Callable[[str, bytes], None],
-        report: Callable[[HandoffId, PushResult | HandoffError], None],
+        self, end: Endpoint, title: str, say: Callable[[pb.PeerCommand], None], keys: KeyRelay, report: Report
     ) -> None:
-        self._wording = wording
+        self._end = end
+        self._title = title
         self._say = say
-        self._key_arrived = key_arrived
+        self._keys = keys
         self._report = report
+        self._deadline_s = end.settings.frame_deadline_s
         self._changed = threading.Condition()
         self._pushes: dict[HandoffId, Push] = {}
         self._ready: deque[Push] = deque()
@@ -98,6 +107,7 @@ class Outbox:
 
     def stop(self, error: HandoffError) -> None:
         """The link is broken: end all pushes with `error`. The first call counts."""
+        error.with_traceback(None)  # it is kept: with its frames it would keep the link's staging and threads' locals
         with self._changed:
             self._error = self._error or error
             for push in self._pushes.values():
@@ -105,13 +115,25 @@ class Outbox:
             self._pushes.clear()
             self._changed.notify_all()
 
+    def retire(self) -> None:
+        """Break the link if it is idle; a push that is added from now on finds it broken."""
+        with self._changed:
+            if self.idle:
+                self.stop(ChannelBroken(f"{self._title}: closed, it was idle"))
+
+    def expire(self) -> None:
+        """Break the link if the receiver owes an answer for too long, whatever the link's thread is doing."""
+        with self._changed:
+            if min((push.deadline for push in self._pushes.values()), default=NEVER) <= time.monotonic():
+                self.stop(self._late("answer"))
+
     def take(self, reply: pb.PeerReply) -> None:
         """A message from the receiver. One that makes no sense breaks the link."""
         with self._changed:
             try:
                 self._dispatch(reply)
             except BatonError as error:
-                self.stop(ChannelBroken(f"{self._wording.link}: {error}"))
+                self.stop(ChannelBroken(f"{self._title}: {error}"))
             self._changed.notify_all()
 
     # From the link's thread
@@ -123,13 +145,7 @@ class Outbox:
     def next(self) -> Push:
         """Wait for the next push whose offer was accepted. Raises HandoffError when the link broke."""
         with self._changed:
-            while not self._ready:
-                self._check()
-                overdue = min((push.deadline for push in self._pushes.values()), default=NEVER)
-                if overdue <= time.monotonic():
-                    raise self._late("answer")
-                self._changed.wait(None if overdue == NEVER else overdue - time.monotonic())
-            self._check()
+            self._wait(lambda: self._ready)
             push = self._ready.popleft()
             push.started = time.monotonic()
             return push
@@ -152,23 +168,28 @@ class Outbox:
 
         Waits for a credit. Raises HandoffError when the link broke or none came within the deadline.
         """
+        frame = announcement(push.job.handoff, index, self._announced, push.plan[index])
         with self._changed:
-            self._wait(self._has_credit, "credit")
+            credits = self.welcome().credits
+            self._wait(lambda: self._announced - self._credited < credits, "credit")
             if not self._alive(push):
                 return False
-            push.state = State.SENDING
-            self._say(push.frame(index, self._announced))
             self._announced += 1
+            self._say(pb.PeerCommand(frame=frame))
             return True
 
     def commit(self, push: Push) -> None:
-        """All frames are with the receiver."""
-        push.transfer_s = time.monotonic() - push.started
-        message = push.commit()
+        """All its bytes have left."""
+        commit = pb.Commit(
+            handoff=convert.handoff_to_pb(push.job.handoff),
+            spec=convert.spec_to_pb(push.job.spec),
+            first=convert.tokens_to_pb(push.job.first),
+            digests=push.digests,
+        )
         with self._changed:
             if self._alive(push):
-                self._expect_answer(push, State.COMMITTED)
-                self._say(message)
+                push.state, push.deadline = State.COMMITTED, time.monotonic() + self._deadline_s
+                self._say(pb.PeerCommand(commit=commit))
 
     # Under the lock
 
@@ -177,7 +198,7 @@ class Outbox:
             case "welcome":
                 self._welcomed(reply.welcome)
             case "store_key":
-                self._key_arrived(reply.store_key.key, reply.store_key.value)
+                self._keys.deliver(reply.store_key.key, reply.store_key.value)
             case "offer_accepted":
                 self._accepted(convert.handoff_from_pb(reply.offer_accepted.handoff))
             case "refused":
@@ -188,8 +209,8 @@ class Outbox:
                 self._acknowledged(convert.handoff_from_pb(reply.commit_ack.handoff))
 
     def _welcomed(self, welcome: pb.PeerWelcome) -> None:
-        if not (welcome.credits and welcome.frame_size):
-            raise ChannelBroken("the receiver's welcome grants no frames")
+        if self._welcome is not None or not (welcome.credits and welcome.frame_size):
+            raise ChannelBroken("a second welcome, or one that grants no frames")
         self._welcome = welcome
         for push in self._pushes.values():
             self._offer(push)
@@ -197,14 +218,19 @@ class Outbox:
     def _offer(self, push: Push) -> None:
         if self._welcome is None:
             return
-        layout, job = self._wording.layout, push.job
-        push.plan = plan_frames(layout, layout.blocks_for(job.known_tokens), self._welcome.frame_size)
-        self._expect_answer(push, State.OFFERED)
-        self._say(push.offer(self._wording.fingerprint))
+        push.plan = self._end.plan(push.job.known_tokens, self._welcome.frame_size)
+        push.state, push.deadline = State.OFFERED, time.monotonic() + self._deadline_s
+        offer = pb.Offer(
+            handoff=convert.handoff_to_pb(push.job.handoff),
+            fingerprint=self._end.fingerprint,
+            known_tokens=push.job.known_tokens,
+            frames=len(push.plan),
+        )
+        self._say(pb.PeerCommand(offer=offer))
 
     def _accepted(self, handoff: HandoffId) -> None:
         if (push := self._pushes.get(handoff)) and push.state is State.OFFERED:
-            push.state, push.deadline = State.READY, NEVER
+            push.state, push.deadline = State.ACCEPTED, NEVER
             self._ready.append(push)
 
     def _refused(self, refused: pb.HandoffRefused) -> None:
@@ -222,12 +248,13 @@ class Outbox:
     def _acknowledged(self, handoff: HandoffId) -> None:
         if (push := self._pushes.get(handoff)) and push.state is State.COMMITTED:
             del self._pushes[handoff]
-            self._report(handoff, PushResult(push.nbytes, push.transfer_s, self._wording.transport))
+            nbytes = sum(frame.nbytes for frame in push.plan)
+            self._report(handoff, PushResult(nbytes, time.monotonic() - push.started, self._end.transport.name))
 
     def _fail(self, push: Push, error: HandoffError, *, tell: bool) -> None:
         del self._pushes[push.job.handoff]
         if tell:
-            self._say(push.abort())
+            self._say(pb.PeerCommand(abort=pb.AbortHandoff(handoff=convert.handoff_to_pb(push.job.handoff))))
         self._close(push, error)
 
     def _close(self, push: Push, error: HandoffError) -> None:
@@ -236,27 +263,18 @@ class Outbox:
         else:
             self._report(push.job.handoff, error)
 
-    def _expect_answer(self, push: Push, state: State) -> None:
-        push.state, push.deadline = state, time.monotonic() + self._wording.deadline_s
-        self._changed.notify_all()  # `next` watches the deadlines
-
     def _alive(self, push: Push) -> bool:
         return self._pushes.get(push.job.handoff) is push
 
-    def _has_credit(self) -> bool:
-        return self._welcome is not None and self._announced - self._credited < self._welcome.credits
-
-    def _wait(self, ready: Callable[[], T | None], what: str) -> T:
+    def _wait(self, ready: Callable[[], T | None], what: str = "") -> T:
+        """`what` is due within the deadline; without it, this waits until the link breaks."""
         with self._changed:
-            self._changed.wait_for(lambda: self.broken or ready(), self._wording.deadline_s)
-            self._check()
+            self._changed.wait_for(lambda: self.broken or ready(), self._deadline_s if what else None)
+            if self._error is not None:
+                raise self._error
             if not (found := ready()):
                 raise self._late(what)
             return found
 
     def _late(self, what: str) -> ChannelBroken:
-        return ChannelBroken(f"{self._wording.link}: no {what} within {self._wording.deadline_s} s")
-
-    def _check(self) -> None:
-        if self._error is not None:
-            raise self._error
+        return ChannelBroken(f"{self._title}: no {what} within {self._deadline_s} s")

@@ -13,8 +13,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from baton.core import KVLayout
 
 
@@ -49,20 +47,15 @@ def plan_frames(layout: KVLayout, n_blocks: int, frame_size: int) -> tuple[Frame
     if n_blocks < 1 or frame_size < 1:
         raise ValueError(f"need at least 1 block and 1 byte per frame, got {n_blocks} and {frame_size}")
     cells = max(1, frame_size // layout.layer_block_bytes)  # layer-blocks that fit one frame
-    layer_step = max(1, cells // n_blocks)
-    block_step = n_blocks if cells >= n_blocks else cells
-    return tuple(_rectangles(layout, n_blocks, layer_step, block_step))
+    layer_step, block_step = max(1, cells // n_blocks), min(cells, n_blocks)
+    rectangles = (
+        (layer, min(layer + layer_step, layout.layers), block, min(block + block_step, n_blocks))
+        for layer in range(0, layout.layers, layer_step)
+        for block in range(0, n_blocks, block_step)
+    )
+    return tuple(FrameSpec(*r, (r[1] - r[0]) * (r[3] - r[2]) * layout.layer_block_bytes) for r in rectangles)
 
 
 def staging_bytes(layout: KVLayout, frame_size: int) -> int:
     """Bytes of the largest frame that `plan_frames` can make."""
     return max(frame_size, layout.layer_block_bytes)
-
-
-def _rectangles(layout: KVLayout, n_blocks: int, layer_step: int, block_step: int) -> Iterator[FrameSpec]:
-    for layer in range(0, layout.layers, layer_step):
-        layer_end = min(layer + layer_step, layout.layers)
-        for block in range(0, n_blocks, block_step):
-            block_end = min(block + block_step, n_blocks)
-            nbytes = (layer_end - layer) * (block_end - block) * layout.layer_block_bytes
-            yield FrameSpec(layer, layer_end, block, block_end, nbytes)

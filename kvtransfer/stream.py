@@ -8,17 +8,20 @@ from __future__ import annotations
 
 import queue
 import threading
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Callable
+from typing import Protocol
 
 import grpc
+import structlog
 
 from baton.rpc.channel import sync_channel
+from baton.rpc.v1 import peer_pb2 as pb
 from baton.rpc.v1.peer_pb2_grpc import PeerStub
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
+log = structlog.get_logger()
 
-    from baton.rpc.v1 import peer_pb2 as pb
+OnReply = Callable[[pb.PeerReply], None]
+OnEnd = Callable[[str], None]
 
 
 class PeerStream(Protocol):
@@ -31,18 +34,14 @@ class PeerStream(Protocol):
         """Idempotent. Returns when no callback will come any more; not to be called from a callback."""
 
 
-class Connect(Protocol):
-    """Opens a stream to `address`. `on_end` is called once, with the reason, after the last reply."""
-
-    def __call__(
-        self, address: str, on_reply: Callable[[pb.PeerReply], None], on_end: Callable[[str], None]
-    ) -> PeerStream: ...
+# Opens a stream to an address. OnEnd is called once, with the reason, after the last reply.
+Connect = Callable[[str, OnReply, OnEnd], PeerStream]
 
 
 class GrpcPeerStream:
     """A connection and a stream of its own, so that closing it leaves nothing behind."""
 
-    def __init__(self, address: str, on_reply: Callable[[pb.PeerReply], None], on_end: Callable[[str], None]) -> None:
+    def __init__(self, address: str, on_reply: OnReply, on_end: OnEnd) -> None:
         self._on_reply = on_reply
         self._on_end = on_end
         self._commands: queue.SimpleQueue[pb.PeerCommand | None] = queue.SimpleQueue()
@@ -67,4 +66,7 @@ class GrpcPeerStream:
                 self._on_reply(reply)
         except grpc.RpcError:
             reason = f"stream failed: {self._call.code()}: {self._call.details()}"
+        except Exception as error:  # the boundary of this thread: nobody may wait for a stream that is deaf
+            reason = f"a reply could not be taken: {type(error).__name__}"
+            log.exception("peer stream failed")
         self._on_end(reason)

@@ -2,7 +2,7 @@
 
 The contract of both ends:
 - `send` and `recv` block, at most for the channel's deadline per call. Any error closes the channel for good and is
-  raised as `ChannelBroken`; a new channel gets a new generation and new staging.
+  raised as `ChannelBroken`, which keeps nothing of the channel alive; a new one gets a new generation and new staging.
 - The two ends agree on the size of every message beforehand, over the Peer stream. A transport need not survive a
   message that is longer than the posted receive (gloo aborts the process), and no size ever comes from the data.
 - `send` returns when `data` may be overwritten: the bytes have left. `recv` returns when all of `out` is written.
@@ -13,20 +13,24 @@ The contract of both ends:
 from __future__ import annotations
 
 import enum
-import threading
+import queue
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+import torch
+
 from baton.errors import ChannelBroken
 from baton.hashing import frame_digest
+from kvtransfer.plan import FrameSpec, plan_frames, staging_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    import torch
     from torch import Tensor
 
-    from baton.core import Incarnation
+    from baton.core import Incarnation, WorkerRef
+    from baton.engine.kv import KVCache
+    from kvtransfer.handoff import TransferSettings
 
 MAX_KEYS = 64
 MAX_KEY_BYTES = 256
@@ -77,7 +81,7 @@ class Transport(Protocol):
         """Where staging must lie."""
 
     def open(self, name: ChannelName, side: Side, keys: KeyRelay, deadline_s: float) -> ChannelEnd:
-        """Build this end, exchanging `keys` with the other one. `deadline_s` bounds this call and later each message.
+        """Build this end, exchanging `keys` with the other one. `deadline_s` bounds each step, and later each message.
 
         Raises ChannelBroken.
         """
@@ -86,34 +90,48 @@ class Transport(Protocol):
 class KeyRelay:
     """Carries rendezvous keys between the two ends, over the Peer stream instead of a store that listens.
 
-    `deliver` may be called (by the stream's thread) before the transport asks: what came early is kept, in bounds.
+    `send` says a key to the other side. What comes from there waits, in bounds, until the transport asks for it.
     """
 
     def __init__(self, send: Callable[[str, bytes], None]) -> None:
         self.send = send
-        self._lock = threading.Lock()
-        self._early: list[tuple[str, bytes]] = []
+        self._arrived: queue.SimpleQueue[tuple[str, bytes]] = queue.SimpleQueue()
         self._count = 0
-        self._sink: Callable[[str, bytes], None] | None = None
 
     def deliver(self, key: str, value: bytes) -> None:
-        """A key of the other side came. Raises ChannelBroken when it is no key that a rendezvous needs."""
-        with self._lock:
-            self._count += 1
-            if self._count > MAX_KEYS or len(key) > MAX_KEY_BYTES or len(value) > MAX_VALUE_BYTES:
-                raise ChannelBroken(f"rendezvous key out of bounds: number {self._count}, {len(value)} bytes")
-            if self._sink is None:
-                self._early.append((key, value))
-            else:
-                self._sink(key, value)
+        """From the stream's thread: a key came. Raises ChannelBroken when it is no key that a rendezvous needs."""
+        self._count += 1
+        if self._count > MAX_KEYS or len(key) > MAX_KEY_BYTES or len(value) > MAX_VALUE_BYTES:
+            raise ChannelBroken(f"rendezvous key out of bounds: number {self._count}, {len(value)} bytes")
+        self._arrived.put((key, value))
 
-    def attach(self, sink: Callable[[str, bytes], None]) -> None:
-        """Pass keys to `sink` from now on, those that came early first."""
-        with self._lock:
-            self._sink = sink
-            for key, value in self._early:
-                sink(key, value)
-            self._early.clear()
+    def receive(self, timeout_s: float) -> tuple[str, bytes] | None:
+        """The next key of the other side; None: none came in this time."""
+        try:
+            return self._arrived.get(timeout=timeout_s)
+        except queue.Empty:
+            return None
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """What all channels of one worker have in common."""
+
+    kv: KVCache
+    me: WorkerRef
+    fingerprint: str
+    settings: TransferSettings
+    transport: Transport
+
+    def plan(self, known_tokens: int, frame_size: int) -> tuple[FrameSpec, ...]:
+        """The frames of a handoff of that many positions, at least 1."""
+        layout = self.kv.layout
+        return plan_frames(layout, layout.blocks_for(known_tokens), frame_size)
+
+    def staging(self, frame_size: int) -> Tensor:
+        """Memory for the largest frame: uint8 [n], on the transport's device. It belongs to one channel."""
+        nbytes = staging_bytes(self.kv.layout, frame_size)
+        return torch.empty(nbytes, dtype=torch.uint8, device=self.transport.device)
 
 
 def wire_digest(data: Tensor) -> bytes:

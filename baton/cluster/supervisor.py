@@ -5,13 +5,16 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
+from http import HTTPStatus
+from http.client import HTTPConnection, HTTPException
 
 import psutil
 import structlog
 import yaml
 
+from baton.clock import SystemClock
 from baton.cluster.pool import WorkerPlan, Workers
-from baton.cluster.processes import Child, ProcessSpec, stop_all
+from baton.cluster.processes import Child, ProcessSpec, StartError, stop_all, tail
 from baton.cluster.redis import KeptRedis, check_redis
 from baton.cluster.state import ClusterState, ProcessId, StateFolder
 from baton.cluster.stop import Stop
@@ -20,11 +23,25 @@ from baton.core import Role
 from baton.errors import BatonError, Cancelled
 
 POLL_S = 0.2
+READY_POLL_S = 0.02
+SERVING_S = 30.0
 LISTENERS = ("grpc", "admin", "metrics")
 DRAIN_S = 10.0
 STOP_S = 5.0
 
 log = structlog.get_logger(__name__)
+
+
+def router_serves(metrics: str) -> bool:
+    """Whether the router that has this metrics address sees a pair of workers."""
+    connection = HTTPConnection(metrics, timeout=2.0)
+    try:
+        connection.request("GET", "/ready")
+        return connection.getresponse().status == HTTPStatus.OK
+    except (OSError, HTTPException):
+        return False
+    finally:
+        connection.close()
 
 
 class Supervisor:
@@ -57,10 +74,23 @@ class Supervisor:
             self._workers.start(self._plans())
             self._router.wait_ready(stop)  # first: it says soon what is wrong, a model may load for minutes
             self._workers.wait_ready(stop)
+            self._wait_serving(stop)
             self._write_config()  # a router that is replaced listens where the first one did
             self._folder.write_state(self._state())
             ready(self._state())
             self._watch(stop)
+
+    def _wait_serving(self, stop: Stop) -> None:
+        """Until the router has found the workers: the first request must not be the one that waits for that."""
+        clock = SystemClock()
+        deadline = clock.monotonic() + SERVING_S
+        while not router_serves(str(self._router.ready["metrics"])):
+            stop.check()
+            if clock.monotonic() > deadline:
+                raise StartError(
+                    f"the router found no pair of workers in {SERVING_S:g} s:\n{tail(self._router.spec.log)}"
+                )
+            stop.drain.wait(READY_POLL_S)
 
     def _start_redis(self, leaving: ExitStack) -> None:
         if self._config.redis.url != "embedded":

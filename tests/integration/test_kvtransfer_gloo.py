@@ -22,6 +22,7 @@ from baton.rpc.v1.peer_pb2_grpc import add_PeerServicer_to_server
 from kvtransfer.handoff import PushResult, TransferSettings
 from kvtransfer.receiver import PeerService
 from kvtransfer.sender import Sender
+from kvtransfer.stream import GrpcPeerStream
 from tests.integration.kvtransfer_peer import kv_digest
 from tests.unit.kvtransfer.support import FINGERPRINT, LAYOUT, D, P, RecordingTable, Reports, make_job, make_kv, settled
 
@@ -185,6 +186,24 @@ def test_nobody_at_the_address(prefill: Prefill) -> None:
     outcome = prefill.reports.wait(prefill.push("r", 4, [1], nobody))
     assert isinstance(outcome, ChannelBroken)
     assert "127.0.0.1:1" in str(outcome)
+
+
+def test_a_reply_that_nobody_can_take_ends_the_channel(processes) -> None:
+    def bad(reply) -> None:
+        raise RuntimeError("a bug")
+
+    def connect(address, on_reply, on_end):
+        return GrpcPeerStream(address, bad, on_end)
+
+    receiver, reports = Receiver(), Reports()
+    processes.append(receiver)
+    sender = Sender(make_kv(1), P, FINGERPRINT, TransferSettings("gloo"), reports, connect=connect)
+    try:
+        job = make_job("r", 4, [1], receiver.ref)
+        sender.push(job)
+        assert "RuntimeError" in str(reports.wait(job.handoff, 4))
+    finally:
+        sender.close()
 
 
 def test_a_receiver_killed_mid_push_and_its_successor(processes) -> None:

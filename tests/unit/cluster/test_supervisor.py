@@ -136,6 +136,7 @@ def run(tmp_path, monkeypatch):
     log.clear()
     monkeypatch.setattr(supervisor, "KeptRedis", FakeRedis)
     monkeypatch.setattr(supervisor, "POLL_S", 0.02)
+    monkeypatch.setattr(supervisor, "router_serves", lambda metrics: metrics == "127.0.0.1:4711")
     made = Run(tmp_path)
     yield made
     if made.thread.is_alive():
@@ -256,3 +257,18 @@ def test_redis_is_started_again_at_the_same_address_with_the_same_password(tmp_p
     finally:
         redis.stop()
     assert redis.pid is None
+
+
+def test_a_router_that_finds_no_workers_is_a_failed_start(run, monkeypatch):
+    monkeypatch.setattr(supervisor, "router_serves", lambda metrics: False)
+    monkeypatch.setattr(supervisor, "SERVING_S", 0.1)
+    run.thread.start()
+    run.thread.join(30)
+    assert isinstance(run.error, StartError)
+    assert "found no pair of workers" in str(run.error)
+    assert not run.ready.is_set()
+    assert log[-2:] == ["workers stop", "redis stops"]
+
+
+def test_nobody_at_the_metrics_address_is_not_serving():
+    assert not supervisor.router_serves("127.0.0.1:1")

@@ -1,6 +1,7 @@
 """Handoffs between a Sender and a PeerService in one process: what arrives, what is refused, how each push ends."""
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
@@ -10,6 +11,7 @@ from baton.errors import ChannelBroken, DigestMismatch, HandoffError, OfferRefus
 from baton.rpc.v1 import peer_pb2 as pb
 from kvtransfer.handoff import PushResult
 from kvtransfer.memory import MemoryTransport
+from kvtransfer.outbox import Outbox
 from tests.unit.kvtransfer.support import (
     LAYOUT,
     SETTINGS,
@@ -330,5 +332,98 @@ def test_the_least_recently_used_idle_channels_are_closed(pairs) -> None:
         others[where].table.reserve(job.handoff, [1])
         pair.sender.push(job)
         assert isinstance(pair.reports.wait(job.handoff), PushResult)
-    assert settled(lambda: [link.to.address for link in pair.sender._links] == ["2", "3"])
+    assert settled(lambda: [link.to.address for link in pair.sender._links if link.running] == ["2", "3"])
     assert [kind for kind, _ in others[1].table.events] == ["offer", "commit", "lost"]
+
+
+def test_a_push_that_meets_the_eviction_of_its_channel_is_not_lost(pairs, monkeypatch) -> None:
+    shared = MemoryTransport()
+    others = [pairs(wrap_recv=lambda transport: shared) for _ in range(2)]
+    pair = pairs(
+        replace(SETTINGS, idle_channels=1),
+        wrap_send=lambda transport: shared,
+        connect=lambda address, *callbacks: others[int(address)].peer.connect(address, *callbacks),
+    )
+    jobs = [make_job(f"r{n}", 3, [0], replace(D, address=str(where))) for n, where in enumerate([0, 0, 1])]
+    for job in jobs:
+        others[int(job.to.address)].table.reserve(job.handoff, [1])
+    pair.sender.push(jobs[0])
+    assert isinstance(pair.reports.wait(jobs[0].handoff), PushResult)
+    found_idle, late = vars(Outbox)["idle"], [jobs[1]]
+
+    def idle(outbox: Outbox) -> bool:
+        was = found_idle.fget(outbox)
+        if was and late:
+            outbox.add(late.pop())  # another thread's push, right after the look
+        return was
+
+    monkeypatch.setattr(Outbox, "idle", property(idle))
+    pair.sender.push(jobs[2])
+    assert [type(pair.reports.wait(job.handoff)) for job in jobs[1:]] == [PushResult, PushResult]
+
+
+def test_a_warmed_channel_is_the_one_that_the_first_push_takes(pairs) -> None:
+    pair, ends = gated(pairs)
+    pair.sender.warm(D)
+    assert settled(lambda: bool(ends))
+    assert not pair.table.events
+    handoff = push(pair, "r", 3, [0], [1])
+    ends[0].gate.release(10)
+    assert isinstance(pair.reports.wait(handoff), PushResult)
+    assert len(ends) == 1
+
+
+# a receiver by hand
+
+
+class Scripted:
+    """A stream whose receiver welcomes, and accepts what is not named `late`; and a channel that takes no byte."""
+
+    def __init__(self, pairs, welcomes: int = 1) -> None:
+        self.stuck = threading.Event()
+        self.free = threading.Event()
+        self._welcomes = welcomes
+        self._pool = ThreadPoolExecutor(1)
+        stuck = Wrapped(MemoryTransport(), lambda end: self)
+        settings = replace(SETTINGS, frame_deadline_s=0.4)
+        self.pair = pairs(settings, wrap_send=lambda transport: stuck, connect=self._connect)
+
+    def _connect(self, address, on_reply, on_end):
+        self._on_reply = on_reply
+        return self
+
+    def send(self, what) -> None:
+        """As a stream, a command; as a channel, a frame."""
+        if not isinstance(what, pb.PeerCommand):
+            self.stuck.set()
+            self.free.wait(10)
+        elif what.HasField("hello"):
+            for _ in range(self._welcomes):
+                self._reply(welcome=pb.PeerWelcome(credits=4, frame_size=1 << 20))
+        elif what.HasField("offer") and what.offer.handoff.request_id != "late":
+            self._reply(offer_accepted=pb.OfferAccepted(handoff=what.offer.handoff))
+
+    def _reply(self, **reply) -> None:
+        self._pool.submit(self._on_reply, pb.PeerReply(**reply))
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=False)
+
+
+def test_an_answer_is_overdue_at_its_deadline_although_the_wire_holds_the_link_up(pairs) -> None:
+    scripted = Scripted(pairs)
+    first = push(scripted.pair, "first", 3, [0], [1])
+    assert scripted.stuck.wait(5)
+    late = push(scripted.pair, "late", 3, [0], [1])
+    try:
+        outcomes = [scripted.pair.reports.wait(handoff, 0.4 * 1.8) for handoff in (late, first)]
+    finally:
+        scripted.free.set()
+    assert [type(outcome) for outcome in outcomes] == [ChannelBroken, ChannelBroken]
+    assert "no answer" in str(outcomes[0])
+
+
+def test_a_second_welcome_breaks_the_link(pairs) -> None:
+    scripted = Scripted(pairs, welcomes=2)
+    scripted.free.set()
+    assert "welcome" in str(scripted.pair.reports.wait(push(scripted.pair, "late", 3, [0], [1])))

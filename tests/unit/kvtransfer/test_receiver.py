@@ -1,16 +1,19 @@
 """The receiver against senders that break the protocol: refused by name, and no receive is posted for it."""
 
 import queue
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
+import torch
 
 from baton.core import PROTOCOL_VERSION, KVLayout
 from baton.rpc import convert
 from baton.rpc.v1 import peer_pb2 as pb
 from kvtransfer.memory import MemoryTransport
 from kvtransfer.receiver import PeerService
+from kvtransfer.transport import ChannelName, KeyRelay, Side
 from tests.unit.kvtransfer.support import (
     FINGERPRINT,
     LAYOUT,
@@ -22,6 +25,7 @@ from tests.unit.kvtransfer.support import (
     Wrapped,
     make_job,
     make_kv,
+    settled,
 )
 
 JOB = make_job("r", 8, [1, 2])
@@ -51,9 +55,10 @@ class Stranger:
         self.table = RecordingTable()
         self.table.reserve(JOB.handoff, [11, 12])
         self.ends: list[Receives] = []
-        memory = Wrapped(MemoryTransport(), self._count)
+        self.memory = MemoryTransport()
+        transport = Wrapped(self.memory, self._count)
         self.peer = LoopbackPeer(
-            lambda: PeerService(make_kv(None), D, FINGERPRINT, SMALL, self.table, transport=memory)
+            lambda: PeerService(make_kv(None), D, FINGERPRINT, SMALL, self.table, transport=transport)
         )
         self.streams: list = []
         self.replies: queue.Queue[pb.PeerReply | str] = queue.Queue()
@@ -233,3 +238,32 @@ def test_malformed_messages_end_the_stream(stranger: Stranger) -> None:
     stranger.say(abort=pb.AbortHandoff())
     assert [stranger.hear(), stranger.hear()] == ["FRAME", "ended"]
     assert stranger.table.events == [("lost", P)]
+
+
+def test_an_offer_of_more_than_the_cache_holds_is_refused_before_it_is_planned(stranger: Stranger) -> None:
+    stranger.welcomed()
+    stranger.offer(known_tokens=2**32 - 1)  # its plan alone would fill the memory
+    assert stranger.hear() == "LENGTH"
+
+
+def test_a_generation_is_over_for_good_when_its_channel_has_ended(stranger: Stranger) -> None:
+    stranger.welcomed()
+    stranger.say(abort=pb.AbortHandoff())
+    assert [stranger.hear(), stranger.hear()] == ["FRAME", "ended"]
+    for generation, heard in ((2, ["STALE", "ended"]), (3, ["STALE", "ended"]), (4, ["welcome"])):
+        stranger.stream = stranger.open()
+        stranger.hello(generation=generation)
+        assert [stranger.hear() for _ in heard] == heard
+
+
+def test_no_receive_is_posted_after_the_end(stranger: Stranger) -> None:
+    stranger.offered()
+    for index in range(2):
+        stranger.frame(index=index, sequence=index, layer_begin=index, layer_end=index + 1)
+    assert settled(lambda: [len(end.posted) for end in stranger.ends] == [1])
+    stranger.say(abort=pb.AbortHandoff())
+    assert [stranger.hear(), stranger.hear()] == ["FRAME", "ended"]
+    other = stranger.memory.open(ChannelName(P.incarnation, D.incarnation, 3), Side.SENDER, KeyRelay(print), 5.0)
+    other.send(torch.zeros(stranger.ends[0].posted[0], dtype=torch.uint8))
+    assert settled(lambda: not [t for t in threading.enumerate() if t.name.startswith("kv-recv")])
+    assert len(stranger.ends[0].posted) == 1

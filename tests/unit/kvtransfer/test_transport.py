@@ -1,5 +1,6 @@
 """The contract of a channel, held by each transport, and the choice of one."""
 
+import gc
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -9,10 +10,9 @@ import torch
 
 from baton.core import Incarnation
 from baton.errors import ChannelBroken, ConfigError
-from kvtransfer.choose import make_transport
 from kvtransfer.handoff import TransferSettings
 from kvtransfer.memory import MemoryTransport
-from kvtransfer.torch_dist import GlooTransport
+from kvtransfer.torch_dist import GlooTransport, make_transport
 from kvtransfer.transport import MAX_KEYS, ChannelName, KeyRelay, Side
 from tests.unit.kvtransfer.support import settled
 
@@ -91,6 +91,45 @@ def test_close_gives_back_threads_and_descriptors(pool, transport) -> None:
     assert settled(lambda: held() == before), (before, held())
 
 
+@pytest.mark.parametrize("waiting", [True, False])
+def test_a_kept_error_keeps_no_descriptor(pool, transport, waiting: bool) -> None:
+    def held() -> int:
+        return len(list(Path("/proc/self/fd").iterdir()))
+
+    before = held()
+    sender, receiver = open_pair(pool, transport)
+    if waiting:
+        failed = pool.submit(receiver.recv, torch.empty(8, dtype=torch.uint8))
+        sender.close()
+    else:
+        sender.close()
+        assert settled(lambda: held() < before + 8 or isinstance(transport, MemoryTransport))
+        failed = pool.submit(receiver.recv, torch.empty(8, dtype=torch.uint8))
+    gc.disable()
+    try:
+        error = failed.exception(5)
+        assert isinstance(error, ChannelBroken)
+        receiver.close()
+        del sender, receiver
+        assert settled(lambda: held() == before), (before, held())
+    finally:
+        gc.enable()
+
+
+def test_a_pair_that_cannot_be_built_keeps_no_descriptor() -> None:
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    transport, errors = GlooTransport("127.0.0.1"), []
+    gc.disable()
+    try:
+        for _ in range(2):
+            with pytest.raises(ChannelBroken) as caught:
+                transport.open(NAME, Side.SENDER, KeyRelay(lambda key, value: None), 0.05)
+            errors.append(caught.value)
+        assert settled(lambda: len(list(Path("/proc/self/fd").iterdir())) == before)
+    finally:
+        gc.enable()
+
+
 def test_memory_refuses_a_message_of_another_size(pool) -> None:
     sender, receiver = open_pair(pool, MemoryTransport())
     sent = pool.submit(sender.send, torch.zeros(9, dtype=torch.uint8))
@@ -118,12 +157,10 @@ def test_keys_that_no_rendezvous_needs_are_refused() -> None:
 
 
 def test_early_keys_are_kept() -> None:
-    got: list[str] = []
     relay = KeyRelay(lambda key, value: None)
-    relay.deliver("a", b"")
-    relay.attach(lambda key, value: got.append(key))
-    relay.deliver("b", b"")
-    assert got == ["a", "b"]
+    relay.deliver("a", b"1")
+    relay.deliver("b", b"2")
+    assert [relay.receive(0.01) for _ in range(3)] == [("a", b"1"), ("b", b"2"), None]
 
 
 def test_auto_takes_gloo_for_a_cpu() -> None:
