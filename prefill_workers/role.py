@@ -6,6 +6,7 @@ Every method runs on the engine thread, but `push_ended`, which the sender calls
 from __future__ import annotations
 
 from collections import defaultdict
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Protocol
 import structlog
 
 from baton.core import HandoffId, SequenceSpec, Token, WorkerInfo, WorkerRef
-from baton.errors import DeadlineExceeded, HandoffError, InvalidRequest, StaleAttempt
+from baton.errors import ChannelBroken, DeadlineExceeded, HandoffError, InvalidRequest, StaleAttempt
 from baton.rpc import convert
 from baton.rpc.v1 import worker_pb2
 from baton.worker import events
@@ -32,6 +33,8 @@ log = structlog.get_logger(__name__)
 
 class Pusher(Protocol):
     """The part of `kvtransfer.sender.Sender` that the role uses."""
+
+    def warm(self, to: WorkerRef) -> None: ...
 
     def push(self, job: PushJob) -> None: ...
 
@@ -93,6 +96,9 @@ class PrefillRole:
         self._attempts.saw(handoff)
         self._work[handoff] = Work(session, spec, to, deadline)
         session.handoffs.add(handoff)
+        if self._pusher is not None:
+            with suppress(ChannelBroken):  # closing down: the push will say so
+                self._pusher.warm(to)  # the channel is built while the prompt is computed
 
     def _release(self, session: Session, handoff: HandoffId) -> None:
         work = self._work.get(handoff)

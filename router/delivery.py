@@ -1,20 +1,28 @@
-"""What a client has been sent of one choice. Pure.
-
-Token 0 has two witnesses: the prefill worker says it first, the decode worker's first message repeats it. Every later
-attempt repeats one token in the same way. Whatever order that arrives in, a client sees each index once and in order,
-and what it has seen never changes.
-"""
+"""What a client has been sent: tokens merged by index, and numbered events on its stream."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterable
+from typing import Any
 
-from baton.core import Token
-from baton.errors import EngineFault
+from grpc import aio
+
+from baton.core import Finish, Token
+from baton.errors import Cancelled, EngineFault
+from baton.rpc import convert
+from baton.rpc.v1 import inference_pb2 as pb
+
+Context = aio.ServicerContext[Any, Any]
 
 
 class Delivery:
-    """Merges tokens of any number of witnesses by index. `ids` are those delivered, and grow only at the end."""
+    """Merges tokens of any number of witnesses by index. `ids` are those delivered, and grow only at the end. Pure.
+
+    Token 0 has two witnesses: the prefill worker says it first, the decode worker's first message repeats it. Every
+    later attempt repeats one token in the same way. Whatever order that arrives in, a client sees each index once and
+    in order, and what it has seen never changes.
+    """
 
     def __init__(self) -> None:
         self.ids: list[int] = []
@@ -26,18 +34,15 @@ class Delivery:
             self._hear(token)
         ready: list[Token] = []
         while len(self.ids) in self._early:
-            token = self._early.pop(len(self.ids))
-            self.ids.append(token.token_id)
-            ready.append(token)
+            ready.append(self._early.pop(len(self.ids)))
+            self.ids.append(ready[-1].token_id)
         return ready
 
     def _hear(self, token: Token) -> None:
-        known = self._early.get(token.index)
-        said = self.ids[token.index] if token.index < len(self.ids) else known.token_id if known else token.token_id
+        known = self._early.setdefault(token.index, token) if token.index >= len(self.ids) else None
+        said = known.token_id if known else self.ids[token.index]
         if said != token.token_id:
             raise EngineFault(f"workers contradict each other on token {token.index}: {said} and {token.token_id}")
-        if token.index >= len(self.ids):
-            self._early[token.index] = token
 
     def complete(self) -> None:
         """The stream is said to have ended here. Raises EngineFault when an earlier token never came."""
@@ -47,3 +52,40 @@ class Delivery:
     def forget_early(self) -> None:
         """A new attempt begins: what was held back is computed again."""
         self._early.clear()
+
+
+class EventStream:
+    """Writes one request's numbered events. A client that takes none for `stall_s` is given up.
+
+    What a slow client has not taken waits in its request's mailbox, which max_tokens bounds; nobody else waits for it.
+    """
+
+    def __init__(self, context: Context, request_id: str, stall_s: float) -> None:
+        self._context = context
+        self._request_id = request_id
+        self._stall_s = stall_s
+        self._seq = 0
+
+    async def accepted(self, prompt_tokens: int, cached_tokens: int) -> None:
+        await self._write(accepted=pb.Accepted(prompt_tokens=prompt_tokens, cached_tokens=cached_tokens))
+
+    async def tokens(self, tokens: list[Token]) -> None:
+        if tokens:
+            await self._write(tokens=convert.tokens_to_public_pb(tokens))
+
+    async def ended(self, finish: Finish, delivered: int, completed: pb.Completed) -> None:
+        """The text that was held back for a stop string belongs to the stream: it comes without a token."""
+        if finish.tail:
+            await self._write(tokens=convert.tail_to_public_pb(finish.tail, delivered))
+        reason = convert.finish_reason_to_pb(finish.reason)
+        await self._write(finished=pb.Finished(reason=reason, matched_stop=finish.matched))
+        await self._write(completed=completed)
+
+    async def _write(self, **event: Any) -> None:
+        message = pb.GenerateEvent(request_id=self._request_id, seq=self._seq, **event)
+        self._seq += 1
+        try:
+            async with asyncio.timeout(self._stall_s):
+                await self._context.write(message)
+        except TimeoutError:
+            raise Cancelled(f"the client did not read for {self._stall_s:g} s") from None

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections import deque
 from collections.abc import Callable
-from contextlib import suppress
 from typing import NoReturn
 
 import structlog
+from google.protobuf.message import Message
 from grpc import aio
 
 from baton.core import PROTOCOL_VERSION, HandoffId, Role, WorkerInfo
@@ -28,6 +27,8 @@ log = structlog.get_logger(__name__)
 
 _Call = aio.StreamStreamCall[pb.RouterMessage, pb.WorkerMessage]
 _BACKOFF_S = (0.1, 3.0)  # first and longest pause between two connects; jittered
+Item = pb.WorkerEvent | BatonError
+"""What a mailbox holds: a worker's words, or what happened to it."""
 
 
 class Mailbox:
@@ -38,28 +39,27 @@ class Mailbox:
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
-        self._items: deque[tuple[Role, pb.WorkerEvent | BatonError]] = deque()
+        self._items: list[tuple[Role, Item]] = []
         self._filled = asyncio.Event()
 
-    def put(self, source: Role, item: pb.WorkerEvent | BatonError) -> None:
+    def put(self, source: Role, item: Item) -> None:
         """Never blocks."""
         if len(self._items) >= self._limit:
             item = EngineFault(f"the {source} worker sent more than {self._limit} messages for one request")
-            self._items.clear()
+            self._items = []
         self._items.append((source, item))
         self._filled.set()
 
-    async def drain(self) -> list[tuple[Role, pb.WorkerEvent | BatonError]]:
+    async def drain(self) -> list[tuple[Role, Item]]:
         """All there is; waits for at least one."""
         await self._filled.wait()
         self._filled.clear()
-        items = list(self._items)
-        self._items.clear()
+        items, self._items = self._items, []
         return items
 
 
 class WorkerLink:
-    """The router's end of the stream to one incarnation of a worker. `view` is what the policies read.
+    """The router's end of the stream to one incarnation of a worker, until `stop`. `view` is what the policies read.
 
     A worker reports its load at each heartbeat: `silence_s` without a word, and the stream is cut.
     """
@@ -71,10 +71,10 @@ class WorkerLink:
         self._router_id = router_id
         self._silence_s = silence_s
         self._on_change = on_change
-        self._mailboxes: dict[tuple[str, int], Mailbox] = {}
+        self._mailboxes: dict[HandoffId, Mailbox] = {}
         self._commands: list[pb.RouterCommand] = []
         self._wake = asyncio.Event()
-        self._task: asyncio.Task[None] | None = None
+        self._task = asyncio.create_task(self._run(), name=f"link {info.ref}")
 
     @property
     def info(self) -> WorkerInfo:
@@ -85,34 +85,28 @@ class WorkerLink:
         """May it be given a new request?"""
         return self.state == "connected" and not self.retired
 
-    def start(self) -> None:
-        """Begin to connect, in a task of its own."""
-        self._task = asyncio.create_task(self._run(), name=f"link {self.info.ref}")
-
     async def stop(self) -> None:
         """Close the stream; requests still on it get WorkerLost."""
-        if self._task is not None:
-            self._task.cancel()
-            with suppress(asyncio.CancelledError):
-                await self._task
+        self._task.cancel()
+        await asyncio.wait([self._task])
 
     def open(self, handoff: HandoffId, mailbox: Mailbox) -> None:
         """Events of `handoff` go to `mailbox` from now on. When the worker is gone already, it says so at once."""
-        self._mailboxes[handoff.request_id, handoff.attempt] = mailbox
+        self._mailboxes[handoff] = mailbox
         if self.state != "connected":
             mailbox.put(self.info.role, self._lost("is not connected"))
 
     def close(self, handoff: HandoffId) -> None:
         """Late events of `handoff` are dropped from now on."""
-        self._mailboxes.pop((handoff.request_id, handoff.attempt), None)
+        self._mailboxes.pop(handoff, None)
 
-    def send(self, command: pb.RouterCommand) -> None:
-        """Queue a command; all that gather before the next write leave as one message.
+    def send(self, **command: Message) -> None:
+        """Queue a command, by its name in `RouterCommand`; all that gather before the next write leave as one message.
 
         Dropped without a stream: the worker has then aborted, or never had, what this router had on it.
         """
         if self.state == "connected":
-            self._commands.append(command)
+            self._commands.append(pb.RouterCommand(**command))  # type: ignore[arg-type]
             self._wake.set()
 
     async def _run(self) -> None:
@@ -120,21 +114,26 @@ class WorkerLink:
         while True:
             try:
                 await self._session()
-            except Exception as error:  # noqa: BLE001  (the task's boundary: a link outlives whatever ends a stream)
+            except (Exception, asyncio.CancelledError) as error:  # a link outlives whatever ends a stream
+                if (task := asyncio.current_task()) and task.cancelling():
+                    raise  # else a call that was cancelled from this side only looks like it
                 reason = f"silent for {self._silence_s:g} s" if isinstance(error, TimeoutError) else _why(error)
             finally:
-                was, self.state = self.state, "lost"
-                self._fail_all()
-            event = "worker_lost" if was == "connected" else "worker_unreachable"
-            log.warning(event, worker=str(self.info.ref), reason=reason)
-            pause = _BACKOFF_S[0] if was == "connected" else min(2 * pause, _BACKOFF_S[1])
+                connected, self.state = self.state == "connected", "lost"
+                for mailbox in self._mailboxes.values():
+                    mailbox.put(self.info.role, self._lost("was lost"))
+                self._on_change()
+            log.warning("worker_lost" if connected else "worker_unreachable", worker=str(self.info.ref), reason=reason)
+            pause = _BACKOFF_S[0] if connected else min(2 * pause, _BACKOFF_S[1])
             await asyncio.sleep(pause * random.uniform(0.5, 1.0))
 
     async def _session(self) -> NoReturn:
         async with aio_channel(self.info.ref.address) as channel:
             call: _Call = WorkerStub(channel).Connect()
             self._commands, self._wake = [], asyncio.Event()
-            await call.write(pb.RouterMessage(commands=[self._hello()]))
+            worker = convert.incarnation_to_pb(self.info.ref.incarnation)
+            hello = pb.RouterHello(router_id=self._router_id, protocol_version=PROTOCOL_VERSION, worker=worker)
+            await call.write(pb.RouterMessage(commands=[pb.RouterCommand(hello=hello)]))
             self._welcomed(await self._read(call))
             writer = asyncio.create_task(self._write(call), name=f"write {self.info.ref}")
             try:
@@ -143,12 +142,6 @@ class WorkerLink:
             finally:
                 writer.cancel()
                 call.cancel()
-
-    def _hello(self) -> pb.RouterCommand:
-        worker = convert.incarnation_to_pb(self.info.ref.incarnation)
-        return pb.RouterCommand(
-            hello=pb.RouterHello(router_id=self._router_id, protocol_version=PROTOCOL_VERSION, worker=worker)
-        )
 
     async def _read(self, call: _Call) -> pb.WorkerMessage:
         async with asyncio.timeout(self._silence_s):
@@ -172,13 +165,9 @@ class WorkerLink:
     def _welcomed(self, message: pb.WorkerMessage) -> None:
         if not message.events or message.events[0].WhichOneof("event") != "welcome":
             raise InvalidRequest.of("welcome", "must be a worker's first message")
-        info = convert.info_from_pb(message.events[0].welcome)
-        if (info.ref.worker_id, info.ref.incarnation, info.role) != (
-            self.info.ref.worker_id, self.info.ref.incarnation, self.info.role,
-        ):  # fmt: skip
-            raise InvalidRequest.of("welcome.info", f"{info.role} {info.ref} answers in place of {self.info.ref}")
-        if info.protocol_version != PROTOCOL_VERSION:
-            raise InvalidRequest.of("welcome.info", f"speaks protocol {info.protocol_version}, not {PROTOCOL_VERSION}")
+        info, known = convert.info_from_pb(message.events[0].welcome), self.info
+        if (str(info.ref), info.role) != (str(known.ref), known.role):  # id and incarnation, not the address
+            raise InvalidRequest.of("welcome.info", f"{info.role} {info.ref} answers in place of {known.ref}")
         self.view = WorkerView(info)
         self.state = "connected"
         log.info("worker_connected", worker=str(info.ref), role=info.role.value)
@@ -189,23 +178,18 @@ class WorkerLink:
             self.view.load = convert.load_from_pb(message.load)
             self.view.full = False
         for event in message.events:
-            mailbox = self._mailboxes.get((event.handoff.request_id, event.handoff.attempt))
+            mailbox = self._mailboxes.get(HandoffId(event.handoff.request_id, event.handoff.attempt))
             if mailbox is not None:
                 mailbox.put(self.info.role, event)
             if event.refused.reason in {pb.REFUSAL_REASON_NO_ROOM, pb.REFUSAL_REASON_DRAINING}:
                 self.view.full = True
         self._on_change()
 
-    def _fail_all(self) -> None:
-        for mailbox in self._mailboxes.values():
-            mailbox.put(self.info.role, self._lost("was lost"))
-        self._on_change()
-
     def _lost(self, what: str) -> WorkerLost:
         return WorkerLost(f"the {self.info.role} worker {self.info.ref.worker_id} {what}")
 
 
-def _why(error: Exception) -> str:
+def _why(error: BaseException) -> str:
     if isinstance(error, aio.AioRpcError):
         return f"{error.code().name}: {error.details()}"
     return str(error) if isinstance(error, BatonError) else repr(error)

@@ -1,4 +1,4 @@
-"""A `GenerateRequest` becomes a `Request`, once, or is refused with every field that is wrong, by name.
+"""A `GenerateRequest` becomes a `SequenceSpec`, once, or is refused with every field that is wrong, by name.
 
 What is decided here:
 - `max_tokens` unset: 16, or the room that the prompt leaves if that is less. Set: prompt + max_tokens beyond the
@@ -11,14 +11,14 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
-from typing import Protocol
+from collections.abc import Callable, Collection
+from dataclasses import replace
 
 from baton.core import Sampling, SequenceSpec
 from baton.errors import InvalidRequest, UnknownModel, Violation
 from baton.rpc import convert
 from baton.rpc.v1 import inference_pb2 as pb
+from baton.tokenizer import Tokenizer
 
 DEFAULT_MAX_TOKENS = 16
 _THREAD_CHARS = 4096  # a longer text is tokenized in a thread: the loop has other requests to carry
@@ -43,49 +43,29 @@ _UNSUPPORTED: tuple[tuple[str, Callable[[pb.GenerateRequest], object]], ...] = (
 )
 
 
-class Encoder(Protocol):
-    """The part of a tokenizer that parsing needs."""
+async def parse(
+    message: pb.GenerateRequest, tokenizer: Tokenizer, model: str, max_model_len: int | None
+) -> SequenceSpec:
+    """What can be computed: tokens within the vocabulary, a complete sampling, room for the output.
 
-    vocab_size: int
-
-    def encode(self, text: str) -> list[int]: ...
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """What is served. `max_model_len` None: no worker has said yet, so the workers refuse what is too long."""
-
-    model: str
-    max_model_len: int | None
-
-
-@dataclass(frozen=True, slots=True)
-class Request:
-    """A request that can be computed: tokens within the vocabulary, a complete sampling, room for the output."""
-
-    prompt: tuple[int, ...]
-    sampling: Sampling
-    client_tag: str = ""
-
-    def spec(self, known: Iterable[int] = ()) -> SequenceSpec:
-        """What a worker computes, given the output tokens that the client has."""
-        return SequenceSpec(self.prompt, self.sampling, tuple(known))
-
-
-async def parse(message: pb.GenerateRequest, encoder: Encoder, limits: Limits) -> Request:
-    """Raises UnknownModel, or InvalidRequest naming every field that is wrong."""
-    check_model(message.model, limits.model)
+    `model` is what is served. `max_model_len` None: no worker has said yet, so they refuse what is too long themselves.
+    Raises UnknownModel, or InvalidRequest naming every field that is wrong.
+    """
+    check_model(message.model, model)
     sampling, violations = _sampling(message)
     violations = [*_refused_features(message), *_too_large(message), *violations]
     if message.WhichOneof("prompt") is None:
         violations.append(Violation("prompt", "one of text and token_ids must be set"))
     if sampling is None or violations:
         raise InvalidRequest(*violations)
-    prompt = await _prompt(message, encoder)
-    wrong = [*_outside_vocabulary(prompt, sampling, encoder.vocab_size), *_does_not_fit(prompt, message, limits)]
+    prompt = await _prompt(message, tokenizer)
+    wrong = [
+        *_outside_vocabulary(prompt, sampling, tokenizer.vocab_size),
+        *_does_not_fit(prompt, message, max_model_len),
+    ]
     if wrong:
         raise InvalidRequest(*wrong)
-    return Request(prompt, _completed(sampling, message, len(prompt), limits), message.client_tag)
+    return SequenceSpec(prompt, _completed(sampling, message, len(prompt), max_model_len))
 
 
 def check_model(name: str, served: str) -> None:
@@ -101,9 +81,9 @@ def check_text(text: str) -> None:
         raise InvalidRequest.of("text", f"at most {most} characters, got {len(text)}")
 
 
-async def encode(encoder: Encoder, text: str) -> list[int]:
+async def encode(tokenizer: Tokenizer, text: str) -> list[int]:
     """Token ids of `text`; a long one is done in a thread."""
-    return encoder.encode(text) if len(text) <= _THREAD_CHARS else await asyncio.to_thread(encoder.encode, text)
+    return tokenizer.encode(text) if len(text) <= _THREAD_CHARS else await asyncio.to_thread(tokenizer.encode, text)
 
 
 def _sampling(message: pb.GenerateRequest) -> tuple[Sampling | None, list[Violation]]:
@@ -123,30 +103,28 @@ def _too_large(message: pb.GenerateRequest) -> list[Violation]:
     return [Violation(field, f"at most {most} {unit}, got {size}") for field, size, most, unit in sizes if size > most]
 
 
-async def _prompt(message: pb.GenerateRequest, encoder: Encoder) -> tuple[int, ...]:
+async def _prompt(message: pb.GenerateRequest, tokenizer: Tokenizer) -> tuple[int, ...]:
     field = message.WhichOneof("prompt")
-    prompt = tuple(message.token_ids.ids if field == "token_ids" else await encode(encoder, message.text))
+    prompt = tuple(message.token_ids.ids if field == "token_ids" else await encode(tokenizer, message.text))
     if not prompt:
         raise InvalidRequest.of(field or "prompt", "must not be empty")
     return prompt
 
 
 def _outside_vocabulary(prompt: tuple[int, ...], sampling: Sampling, vocab_size: int) -> list[Violation]:
-    groups = (
-        ("token_ids", prompt),
-        ("sampling.stop_token_ids", sampling.stop_token_ids),
-        ("sampling.logit_bias", [token_id for token_id, _ in sampling.logit_bias]),
-    )
-    worst = ((field, max(ids, default=0)) for field, ids in groups)
-    return [
-        Violation(field, f"token id {found} is outside the vocabulary of {vocab_size}")
-        for field, found in worst
-        if found >= vocab_size
-    ]
+    biased = [token_id for token_id, _ in sampling.logit_bias]
+    groups = {"token_ids": prompt, "sampling.stop_token_ids": sampling.stop_token_ids, "sampling.logit_bias": biased}
+    return [violation for field, ids in groups.items() for violation in outside(field, ids, vocab_size)]
 
 
-def _does_not_fit(prompt: tuple[int, ...], message: pb.GenerateRequest, limits: Limits) -> list[Violation]:
-    most, field = limits.max_model_len, message.WhichOneof("prompt") or "prompt"
+def outside(field: str, ids: Collection[int], vocab_size: int) -> list[Violation]:
+    """At most one: the largest token id of `field`, if the vocabulary does not have it."""
+    worst = max(ids, default=0)
+    return [Violation(field, f"token id {worst} is outside the vocabulary of {vocab_size}")] * (worst >= vocab_size)
+
+
+def _does_not_fit(prompt: tuple[int, ...], message: pb.GenerateRequest, most: int | None) -> list[Violation]:
+    field = message.WhichOneof("prompt") or "prompt"
     if most is None:
         return []
     if len(prompt) + 1 > most:
@@ -158,8 +136,9 @@ def _does_not_fit(prompt: tuple[int, ...], message: pb.GenerateRequest, limits: 
     return []
 
 
-def _completed(sampling: Sampling, message: pb.GenerateRequest, prompt: int, limits: Limits) -> Sampling:
-    seed = sampling.seed if sampling.seed is not None else secrets.randbits(63)
-    if message.sampling.HasField("max_tokens") or limits.max_model_len is None:
-        return replace(sampling, seed=seed)
-    return replace(sampling, seed=seed, max_tokens=min(DEFAULT_MAX_TOKENS, limits.max_model_len - prompt))
+def _completed(sampling: Sampling, message: pb.GenerateRequest, prompt: int, most: int | None) -> Sampling:
+    if sampling.seed is None:
+        sampling = replace(sampling, seed=secrets.randbits(63))
+    if message.sampling.HasField("max_tokens") or most is None:
+        return sampling
+    return replace(sampling, max_tokens=min(DEFAULT_MAX_TOKENS, most - prompt))

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
 import structlog
 
 from baton.clock import Clock
 from baton.core import BlockCounts, Role, WorkerInfo, WorkerRef
 from router.link import WorkerLink
-from router.policy import Policy, WorkerView, has_pair
+from router.policy import Policy, has_pair
 
 log = structlog.get_logger(__name__)
 
@@ -19,10 +19,11 @@ WorkerSource = Callable[[], Awaitable[Sequence[WorkerInfo]]]
 """The workers with a live lease: `Ledger.workers`, or a fixed list in tests. May fail: then nothing changes."""
 
 _POLL_S = 0.5
+_HURRY_S = 0.1  # while nobody can be served
 
 
 class Claim:
-    """A pair of workers that counts as loaded from choice to `release`. Each method works once; more is harmless."""
+    """A pair of workers that counts as loaded from choice to `release`, which comes once and makes up for the rest."""
 
     def __init__(self, prefill: WorkerLink, decode: WorkerLink, tokens: int, on_release: Callable[[], None]) -> None:
         self.prefill = prefill
@@ -31,7 +32,7 @@ class Claim:
         self._views = (prefill.view, decode.view)  # a link that connects anew counts from zero in a new view
         self._tokens = tokens
         self._blocks = decode.view.blocks_for(tokens)
-        self._on_prefill = self._on_decode = True
+        self._on_prefill = 1
         for view in self._views:
             view.dispatched += 1
         prefill.view.queued_tokens += tokens
@@ -51,14 +52,13 @@ class Claim:
         """The decode worker has taken over."""
         self.computed()
         self._views[0].dispatched -= self._on_prefill
-        self._on_prefill = False
+        self._on_prefill = 0
 
     def release(self) -> None:
         """The request is off both workers."""
         self.reserved()
         self.prefill_done()
-        self._views[1].dispatched -= self._on_decode
-        self._on_decode = False
+        self._views[1].dispatched -= 1
         self._on_release()
 
 
@@ -103,7 +103,8 @@ class WorkerPool:
         if pair is None:
             return None
         self._turn += 1
-        return Claim(_owner(prefill, pair.prefill), _owner(decode, pair.decode), tokens, self._changed)
+        owners = {id(link.view): link for link in (*prefill, *decode)}
+        return Claim(owners[id(pair.prefill)], owners[id(pair.decode)], tokens, self.on_change)
 
     def has_pair(self) -> bool:
         """Are there two live workers that can hand over to each other, room aside?"""
@@ -115,20 +116,15 @@ class WorkerPool:
 
     def blocks(self) -> dict[Role, list[BlockCounts]]:
         """The block ledgers of connected workers, as last reported."""
-        return {role: [link.view.load.blocks for link in self._of(role) if link.state == "connected"] for role in Role}
-
-    def _of(self, role: Role) -> Iterator[WorkerLink]:
-        return (link for link in self._links.values() if link.info.role is role)
+        connected = [link for link in self._links.values() if link.state == "connected"]
+        return {role: [link.view.load.blocks for link in connected if link.info.role is role] for role in Role}
 
     def _usable(self, role: Role) -> list[WorkerLink]:
-        return [link for link in self._of(role) if link.usable]
-
-    def _changed(self) -> None:
-        self.on_change()
+        return [link for link in self._links.values() if link.info.role is role and link.usable]
 
     async def _run(self) -> None:
         while True:
-            await asyncio.sleep(_POLL_S * random.uniform(0.8, 1.2))
+            await asyncio.sleep((_POLL_S if self.has_pair() else _HURRY_S) * random.uniform(0.8, 1.2))
             await self._follow()
 
     async def _follow(self) -> None:
@@ -141,8 +137,7 @@ class WorkerPool:
         for info in infos:
             self._seen[info.ref] = now
             if info.ref not in self._links:
-                self._links[info.ref] = link = WorkerLink(info, self._router_id, self._silence_s, self._changed)
-                link.start()
+                self._links[info.ref] = WorkerLink(info, self._router_id, self._silence_s, self.on_change)
         for ref, link in list(self._links.items()):
             await self._check(ref, link, now - self._seen[ref])
 
@@ -151,14 +146,10 @@ class WorkerPool:
 
         Not at once: a ledger that came back empty must not end requests between parties that are alive.
         """
-        was, link.retired = link.retired, absent_s > 0
-        if was and not link.retired:
-            self._changed()
+        back, link.retired = link.retired and not absent_s, absent_s > 0
+        if back:
+            self.on_change()
         if link.retired and (link.state != "connected" or absent_s > self._silence_s):
             log.info("worker_dropped", worker=str(ref), absent_s=round(absent_s, 1))
             del self._links[ref], self._seen[ref]
             await link.stop()
-
-
-def _owner(links: Sequence[WorkerLink], view: WorkerView) -> WorkerLink:
-    return next(link for link in links if link.view is view)

@@ -22,7 +22,7 @@ from baton.errors import ConfigError
 from baton.logs import configure_logging, redirect_output
 
 if TYPE_CHECKING:
-    from router.server import RouterSettings
+    from router.floor import RouterSettings
 
 DRAIN_S = 9.0  # less than the supervisor's DRAIN_S: it waits so long for the router
 log = structlog.get_logger(__name__)
@@ -89,7 +89,7 @@ async def _route(config: ClusterConfig) -> None:
 
 def router_settings(config: ClusterConfig) -> RouterSettings:
     """What the cluster file says about its router."""
-    from router.server import RouterSettings
+    from router.floor import RouterSettings
 
     router = config.router
     return RouterSettings(

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
+import itertools
 import re
 from collections.abc import AsyncIterator, Sequence
 from urllib.parse import unquote, urlsplit
@@ -19,12 +20,12 @@ from urllib.parse import unquote, urlsplit
 from redis.asyncio import Redis
 from redis.asyncio.retry import Retry
 from redis.backoff import ExponentialWithJitterBackoff
-from redis.exceptions import ConnectionError, NoScriptError, RedisError
+from redis.exceptions import ConnectionError, RedisError
 
 from baton.errors import ConfigError, LedgerError
 
 COMMANDS = (
-    *("eval", "evalsha", "script", "time", "get", "set", "incr", "del", "exists", "pexpire"),
+    *("eval", "evalsha", "time", "get", "set", "incr", "del", "exists", "pexpire"),
     *("hget", "hset", "hmget", "sadd", "srem", "smembers"),
 )
 SOCKET_TIMEOUT_S = 2.0
@@ -65,7 +66,7 @@ class Connection:
 
     async def _ping(self) -> None:
         async with self._errors(), asyncio.timeout(CONNECT_TIMEOUT_S):
-            await self._execute("PING")
+            await self.call("PING")
 
     def key(self, *parts: str) -> str:
         """`prefix:part:part`."""
@@ -83,42 +84,29 @@ class Connection:
     async def call(self, *command: Arg) -> object:
         """One command, one round trip. Raises LedgerError."""
         async with self._errors():
-            return await self._execute(*command)
-
-    async def _execute(self, *command: Arg) -> object:
-        answer: object = await self.client.execute_command(*command)  # type: ignore[no-untyped-call]  # redis-py's gap
+            answer: object = await self.client.execute_command(*command)  # type: ignore[no-untyped-call]  # its gap
         return answer
 
-    async def call_many(self, commands: Sequence[Sequence[Arg]]) -> list[object]:
-        """Many commands in one round trip, not atomic together. An error answer (RedisError) stands in its place.
-
-        Raises LedgerError when Redis cannot be reached; any of the commands may have been done then.
-        """
-        async with self._errors():
-            pipe = self.client.pipeline(transaction=False)
-            for command in commands:
-                pipe.execute_command(*command)
-            answers: list[object] = await pipe.execute(raise_on_error=False)
-        return answers
-
     async def run(self, script: Script, keys: Sequence[str], args: Sequence[Arg]) -> object:
-        """One script call, one round trip (two when this Redis does not know the script yet). Raises LedgerError."""
-        operands = (len(keys), *keys, *args)
-        async with self._errors():
-            try:
-                return await self._execute("EVALSHA", script.sha, *operands)
-            except NoScriptError:
-                return await self._execute("EVAL", script.text, *operands)
+        """One script call, one round trip. Raises LedgerError."""
+        return await self.call("EVAL", script.text, len(keys), *keys, *args)
 
     async def run_many(
         self, script: Script, calls: Sequence[tuple[Sequence[str], Sequence[Arg]]]
     ) -> list[int | LedgerError]:
-        """Many calls of one idempotent script, as `call_many`; an error answer to one is a LedgerError in its place."""
-        commands = [("EVALSHA", script.sha, len(keys), *keys, *args) for keys, args in calls]
-        answers = await self.call_many(commands)
-        if any(isinstance(answer, NoScriptError) for answer in answers):
-            await self.call("SCRIPT", "LOAD", script.text)  # Redis was restarted
-            answers = await self.call_many(commands)
+        """Many calls of one idempotent script in one round trip, not atomic together; answers in order.
+
+        An error answer to one is a LedgerError in its place. Raises LedgerError when Redis cannot be reached; any of
+        the calls may have been done then.
+        """
+        names = itertools.chain(
+            [("EVAL", script.text)], itertools.repeat(("EVALSHA", script.sha))
+        )  # the first loads it
+        pipe = self.client.pipeline(transaction=False)
+        for name, (keys, args) in zip(names, calls, strict=False):
+            pipe.execute_command(*name, len(keys), *keys, *args)
+        async with self._errors():
+            answers: list[object] = await pipe.execute(raise_on_error=False)
         return [self._integer(answer) for answer in answers]
 
     def _integer(self, answer: object) -> int | LedgerError:

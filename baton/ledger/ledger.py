@@ -11,6 +11,8 @@ minted later gets it. A store that lost its data starts an epoch above all that 
 
 from __future__ import annotations
 
+from operator import itemgetter
+
 import structlog
 
 from baton.clock import Clock
@@ -21,7 +23,6 @@ from baton.ledger.records import worker_from_json, worker_to_json
 log = structlog.get_logger(__name__)
 
 PLACE_TTL_S = 7 * 86400
-_NO_ROW = [None, None]
 
 # Epochs are about 2e15, so tostring() would round them: format with %.0f.
 _EPOCH = """
@@ -80,13 +81,16 @@ redis.call('SREM', KEYS[2], ARGV[2])
 return redis.call('DEL', KEYS[1])
 """)
 
-# KEYS: workers, worker... ARGV: worker ids in the same order. Looks again, so that one that just registered stays.
-_SWEEP = Script("""
-local swept = 0
-for i, id in ipairs(ARGV) do
-  if redis.call('EXISTS', KEYS[i + 1]) == 0 then swept = swept + redis.call('SREM', KEYS[1], id) end
+# KEYS: workers. ARGV: the prefix of the workers' keys. An id without a key is forgotten, in the same moment.
+_WORKERS = Script("""
+local rows = {}
+for _, id in ipairs(redis.call('SMEMBERS', KEYS[1])) do
+  local row = redis.pcall('HMGET', ARGV[1] .. id, 'incarnation', 'info')
+  if row.err then row = {false, false} end
+  if redis.call('EXISTS', ARGV[1] .. id) == 0 then redis.call('SREM', KEYS[1], id)
+  else rows[#rows + 1] = {id, row[1], row[2]} end
 end
-return swept
+return rows
 """)
 
 
@@ -149,20 +153,11 @@ class Ledger:
     async def workers(self) -> list[WorkerInfo]:
         """Those whose lease is live, by worker id. A damaged or foreign record is logged once and left out."""
         key = self.connection.key
-        answer = await self.connection.call("SMEMBERS", key("workers"))
-        members = sorted(member for member in answer if isinstance(member, bytes)) if isinstance(answer, set) else []
-        ids = [member.decode(errors="replace") for member in members]
-        rows = await self.connection.call_many([("HMGET", key("worker", i), "incarnation", "info") for i in ids])
-        await self._sweep([member for member, row in zip(members, rows, strict=True) if row == _NO_ROW])
-        live = [(worker_id, row) for worker_id, row in zip(ids, rows, strict=True) if row != _NO_ROW]
-        self._read = {worker_id: (str(row), self._parse(worker_id, row)) for worker_id, row in live}
+        rows = await self.connection.run(_WORKERS, (key("workers"),), (key("worker", ""),))
+        assert isinstance(rows, list)
+        live = {row[0].decode(errors="replace"): row[1:] for row in sorted(rows, key=itemgetter(0))}
+        self._read = {worker_id: (str(row), self._parse(worker_id, row)) for worker_id, row in live.items()}
         return [info for _, info in self._read.values() if info is not None]
-
-    async def _sweep(self, members: list[bytes]) -> None:
-        if members:
-            key = self.connection.key
-            keys = [key("workers"), *(key("worker", member.decode(errors="replace")) for member in members)]
-            await self.connection.run(_SWEEP, keys, members)
 
     def _parse(self, worker_id: str, row: object) -> WorkerInfo | None:
         before = self._read.get(worker_id)
@@ -192,7 +187,7 @@ class Ledger:
 
 
 def _row_to_info(worker_id: str, row: object) -> WorkerInfo:
-    """Raises ValueError, also for the error answer that a key of another type gives."""
+    """Raises ValueError, also for a row without fields: a key of another type gives one."""
     match row:
         case [bytes() as incarnation, bytes() as raw]:
             info = worker_from_json(raw)

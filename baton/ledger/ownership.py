@@ -1,4 +1,4 @@
-"""Who owns which request's KV: the rules (`ownership_table`), the records in Redis (`ownership_store`), D's writer.
+"""Who owns which request's KV: D's writer. The rules and the records in Redis are in `ownership_table`.
 
 `OwnershipLog` keeps Redis off the path of a handoff: a note costs microseconds and never waits, one task writes.
 """
@@ -17,8 +17,7 @@ import structlog
 from baton.core import HandoffId, WorkerRef
 from baton.errors import LedgerError
 from baton.ledger.ledger import Ledger
-from baton.ledger.ownership_store import OwnershipStore, Write
-from baton.ledger.ownership_table import OwnershipRecord, OwnershipTable, RecordState
+from baton.ledger.ownership_table import OwnershipRecord, OwnershipStore, OwnershipTable, RecordState, Write
 
 __all__ = ["LogCounters", "OwnershipLog", "OwnershipRecord", "OwnershipStore", "OwnershipTable", "RecordState", "Write"]
 

@@ -68,19 +68,10 @@ def worker_from_json(raw: bytes) -> WorkerInfo:
         record = _Worker.model_validate_json(raw)
     except ValidationError as error:
         raise ValueError(_fields(error)) from None
-    incarnation = Incarnation(record.incarnation.epoch, record.incarnation.counter)
-    return WorkerInfo(
-        ref=WorkerRef(record.worker_id, incarnation, record.address),
-        role=Role(record.role),
-        fingerprint=record.fingerprint,
-        model=record.model,
-        max_model_len=record.max_model_len,
-        total_blocks=record.total_blocks,
-        layout=KVLayout(**record.layout.model_dump()),
-        pid=record.pid,
-        host=record.host,
-        protocol_version=record.protocol_version,
-    )
+    fields = record.model_dump()
+    who = (fields.pop("worker_id"), Incarnation(**fields.pop("incarnation")), fields.pop("address"))
+    role, layout = Role(fields.pop("role")), KVLayout(**fields.pop("layout"))
+    return WorkerInfo(ref=WorkerRef(*who), role=role, layout=layout, **fields)
 
 
 def _fields(error: ValidationError) -> str:

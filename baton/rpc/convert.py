@@ -187,6 +187,11 @@ def tokens_to_public_pb(tokens: Sequence[Token], choice: int = 0) -> inference.T
     )
 
 
+def tail_to_public_pb(text: str, start: int, choice: int = 0) -> inference.Tokens:
+    """Text that comes without a token, after `start` tokens."""
+    return inference.Tokens(choice=choice, ids=[], text=text, logprobs=[], **{"from": start})
+
+
 def finish_reason_to_pb(value: FinishReason) -> common.FinishReason.ValueType:
     """The public and the internal services share the enum."""
     return _REASONS[value]

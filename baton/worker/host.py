@@ -108,6 +108,7 @@ async def serve(settings: WorkerSettings, factory: RoleFactory, stop: asyncio.Ev
         loop.start(stepping)
         leaving.push_async_callback(role.close)  # last of these: what the engine thread still notes must get out
         leaving.push_async_callback(asyncio.to_thread, loop.stop)
+        leaving.callback(service.close)
         await server.start()
         leaving.push_async_exit(partial(_stop_serving, server))
         lease = Lease(ledger, info, settings.lease_s, clock)

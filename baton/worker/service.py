@@ -59,10 +59,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
                 yield message
         finally:
             reader.cancel()
-            self.sessions.discard(session)
-            session.close()
-            self._engine_loop.submit(partial(self._role.gone, session))
-            log.info("router_gone", router=session.router_id)
+            self._leave(session)
 
     async def _greet(
         self,
@@ -106,6 +103,19 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             kind = command.WhichOneof("command")
             log.warning("command_refused", kind=kind, router=session.router_id, error=str(error))
             session.emit(not_taken(command, str(error)))
+
+    def _leave(self, session: Session) -> None:
+        """Once per session: by the end of its stream, or by `close`."""
+        if session in self.sessions:
+            self.sessions.remove(session)
+            session.close()
+            self._engine_loop.submit(partial(self._role.gone, session))
+            log.info("router_gone", router=session.router_id)
+
+    def close(self) -> None:
+        """No router is here any more. The server's stop does not wait until the calls that it cancels have ended."""
+        for session in list(self.sessions):
+            self._leave(session)
 
     def beat(self) -> None:
         """A load report to every router, even when idle."""

@@ -63,7 +63,8 @@ class Home:
                 self.baton("down", "--name", running.name, check=True)
         left = {name: pid for name, pid in pids.items() if psutil.pid_exists(pid) and not is_zombie(pid)}
         assert not left, f"still running after down: {left}"
-        assert sorted(path.name for path in (self.path / running.name).iterdir()) == ["lock", "logs", "up.out"]
+        folder, kept = self.path / running.name, ["lock", "logs", "up.out"]
+        eventually(lambda: sorted(path.name for path in folder.iterdir()) == kept)
 
 
 @dataclass

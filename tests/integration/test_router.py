@@ -42,7 +42,9 @@ from baton.rpc.v1.admin_pb2_grpc import AdminStub
 from baton.rpc.v1.inference_pb2_grpc import InferenceStub
 from baton.rpc.v1.worker_pb2_grpc import WorkerServicer, add_WorkerServicer_to_server
 from baton.tokenizer import OracleTokenizer
-from router.server import SERVICE, RouterHandle, RouterSettings, serve
+from router.floor import RouterSettings
+from router.link import WorkerLink
+from router.server import SERVICE, Router, serve
 
 LAYOUT = KVLayout(layers=1, kv_heads=1, head_dim=8, block_size=16, dtype="float32")
 Event = worker_pb2.WorkerEvent
@@ -243,10 +245,10 @@ class Cluster:
         for worker in self.workers:
             await worker.start()
         self.infos = [worker.info for worker in self.workers]
-        self.router: RouterHandle = await serve(self.settings, self.source, OracleTokenizer())
+        self.router: Router = await serve(self.settings, self.source, OracleTokenizer())
         self.channel = aio_channel(self.router.grpc)
         self.stub = InferenceStub(self.channel)
-        await until(lambda: sum(link.usable for link in self.router.pool.links) == len(self.workers), "connected")
+        await until(lambda: sum(link.usable for link in self.router.floor.pool.links) == len(self.workers), "connected")
 
     async def source(self) -> list[WorkerInfo]:
         if self.ledger_down:
@@ -275,15 +277,15 @@ class Cluster:
 
     @property
     def idle(self) -> bool:
-        views = [link.view for link in self.router.pool.links]
+        views = [link.view for link in self.router.floor.pool.links]
         return all(v.dispatched == v.queued_tokens == v.pending_blocks == 0 for v in views)
 
     @property
     def handed_over(self) -> bool:
-        return bool(self.prefill[0].specs) and self.router.pool.links[0].view.dispatched == 0
+        return bool(self.prefill[0].specs) and self.router.floor.pool.links[0].view.dispatched == 0
 
     def waits(self, count: int) -> bool:
-        return self.router.inference._floor.admission.waiting == count
+        return self.router.floor.admission.waiting == count
 
     async def status(self) -> admin_pb2.StatusReply:
         async with aio_channel(self.router.admin) as channel:
@@ -460,7 +462,7 @@ async def test_prefill_worker_killed_after_the_commit_is_no_failure(make):
     call = cluster.call()
     await until(lambda: cluster.handed_over, "handed over")
     await cluster.prefill[0].kill()
-    await until(lambda: cluster.router.pool.links[0].state == "lost", "noticed")
+    await until(lambda: cluster.router.floor.pool.links[0].state == "lost", "noticed")
     cluster.decode[0].gates["decode"].set()
     assert len(ids_of(await cluster.answer(call))) == 8
 
@@ -472,6 +474,7 @@ async def test_a_fence_that_comes_after_the_commit_lets_the_request_go_on(make):
 
     def committed_already(handoff: HandoffId) -> None:
         decode.commit(handoff, prefill.specs[0])
+        decode.emit(_event(handoff, committed=worker_pb2.Committed(kv_bytes=100, transport="memory")))
 
     decode.fence = committed_already
     call = cluster.call()
@@ -479,6 +482,7 @@ async def test_a_fence_that_comes_after_the_commit_lets_the_request_go_on(make):
     await prefill.kill()
     assert len(ids_of(await cluster.answer(call))) == 8
     assert decode.count("fence") == 1
+    assert 'baton_transfer_bytes_total{transport="memory"} 100.0' in await cluster.http("/metrics")  # said twice, once
 
 
 @pytest.mark.parametrize("gate", ["first", "commit", "decode"])
@@ -525,22 +529,22 @@ async def test_a_new_incarnation_takes_the_place_of_a_dead_one(make):
     cluster.decode = [fresh]
     events = await cluster.generate()
     assert len(ids_of(events)) == 8
-    assert [link.info.ref.incarnation.counter for link in cluster.router.pool.links] == [100, 299]
+    assert [link.info.ref.incarnation.counter for link in cluster.router.floor.pool.links] == [100, 299]
 
 
 async def test_another_incarnation_at_the_same_address_is_not_the_worker(make):
     cluster = await make(queue_max_wait_s=0.3)
     stale = replace(cluster.infos[1], ref=replace(cluster.infos[1].ref, incarnation=Incarnation(1, 1)))
     cluster.infos = [cluster.infos[0], stale]
-    await until(lambda: any(link.info.ref == stale.ref for link in cluster.router.pool.links), "link")
-    link = next(link for link in cluster.router.pool.links if link.info.ref == stale.ref)
+    await until(lambda: any(link.info.ref == stale.ref for link in cluster.router.floor.pool.links), "link")
+    link = next(link for link in cluster.router.floor.pool.links if link.info.ref == stale.ref)
     await until(lambda: link.state == "lost", "refused")
 
 
 async def test_an_unreachable_ledger_stops_nothing(make):
     cluster = await make()
     cluster.ledger_down = True
-    await cluster.router.pool._follow()
+    await cluster.router.floor.pool._follow()
     assert len(ids_of(await cluster.generate())) == 8
 
 
@@ -550,13 +554,13 @@ async def test_a_worker_without_a_lease_gets_nothing_new_but_finishes_what_it_ha
     call = cluster.call()
     await until(lambda: cluster.handed_over, "handed over")
     cluster.infos = [cluster.prefill[0].info]
-    await until(lambda: not cluster.router.pool.has_pair(), "retired")
+    await until(lambda: not cluster.router.floor.pool.has_pair(), "retired")
     with pytest.raises(NoWorker):
         await cluster.generate()
     cluster.decode[0].gates["decode"].set()
     assert len(ids_of(await cluster.answer(call))) == 8
     cluster.infos = [worker.info for worker in cluster.workers]
-    await until(cluster.router.pool.has_pair, "back")
+    await until(cluster.router.floor.pool.has_pair, "back")
     assert len(ids_of(await cluster.generate())) == 8
 
 
@@ -565,7 +569,7 @@ async def test_a_worker_that_says_nothing_is_lost(make):
     call = await at(cluster, "decoding")
     with pytest.raises(WorkerLost, match="decode-0 was lost"):
         await cluster.answer(call)
-    await until(cluster.router.pool.has_pair, "connected again")
+    await until(cluster.router.floor.pool.has_pair, "connected again")
     cluster.decode[0].gates["decode"].set()
     assert len(ids_of(await cluster.generate())) == 8
 
@@ -577,8 +581,22 @@ async def test_a_worker_that_talks_but_has_no_lease_is_lost_in_the_end(make):
     talking = asyncio.create_task(talk(cluster.workers))
     with pytest.raises(WorkerLost, match="decode-0 was lost"):
         await cluster.answer(call)
-    assert [link.info.role for link in cluster.router.pool.links] == [Role.PREFILL]
+    assert [link.info.role for link in cluster.router.floor.pool.links] == [Role.PREFILL]
     talking.cancel()
+
+
+async def test_a_link_outlives_a_writer_that_breaks(make):
+    cluster = await make()
+    for link in cluster.router.floor.pool.links:
+        link._commands.append("no command")
+        link._wake.set()
+        await until(partial(_lost, link), "noticed")
+    await until(cluster.router.floor.pool.has_pair, "connected again")
+    assert len(ids_of(await cluster.generate())) == 8
+
+
+def _lost(link: WorkerLink) -> bool:
+    return link.state == "lost"
 
 
 async def talk(workers: list[FakeWorker]) -> None:
@@ -628,9 +646,9 @@ async def test_cancelling_at_any_moment_leaves_nothing_behind(make):
     await until(lambda: cluster.idle, "every claim is given back")
     await until(lambda: not any(worker._held for worker in cluster.decode), "every reservation is released")
     assert cluster.waits(0)
-    assert not cluster.router.inference.requests.running
-    outcomes = cluster.router.inference.requests.outcomes
-    arrived = next(cluster.router.inference._floor.tickets)  # a call may be left before the router hears of it
+    assert not cluster.router.floor.running
+    outcomes = cluster.router.floor.outcomes
+    arrived = next(cluster.router.floor.tickets)  # a call may be left before the router hears of it
     assert outcomes["finished"] + outcomes["cancelled"] == arrived
     assert arrived > 10
     assert len(ids_of(await cluster.generate())) == 8
@@ -654,7 +672,7 @@ async def at(cluster: Cluster, state: str):
     if state != "reserving":
         await until(lambda: prefill.specs, state)
     if state == "transferring":
-        await until(lambda: cluster.router.pool.links[0].view.queued_tokens == 0, state)
+        await until(lambda: cluster.router.floor.pool.links[0].view.queued_tokens == 0, state)
     if state == "decoding":
         await until(lambda: cluster.handed_over, state)
     return call
@@ -678,8 +696,8 @@ async def test_cancel_releases_both_workers_in_every_state(make, state, how):
     for worker in cluster.workers:
         await released(worker)
     assert cluster.idle
-    await until(lambda: cluster.router.inference.requests.outcomes["cancelled"] == 1, "counted")
-    assert not cluster.router.inference.requests.running
+    await until(lambda: cluster.router.floor.outcomes["cancelled"] == 1, "counted")
+    assert not cluster.router.floor.running
 
 
 async def test_cancel_while_queued_leaves_the_queue_and_touches_no_worker(make):
@@ -714,7 +732,7 @@ async def test_a_grpc_deadline_is_carried(make):
     with pytest.raises(DeadlineExceeded):
         await cluster.generate(timeout=0.3)
     await until(lambda: cluster.idle, "released")
-    await until(lambda: cluster.router.inference.requests.outcomes["failed"] == 1, "counted as a deadline")
+    await until(lambda: cluster.router.floor.outcomes["failed"] == 1, "counted as a deadline")
 
 
 # --- witnesses
@@ -756,10 +774,10 @@ async def test_two_hundred_requests_at_once(make):
 
 
 async def test_a_slow_reader_blocks_nobody_and_is_given_up(make):
-    cluster = await make(client_stall_s=1.0, max_model_len=None)
+    cluster = await make(client_stall_s=1.0)
     for worker in cluster.workers:
         worker.info = replace(worker.info, max_model_len=10**6)
-    for link in cluster.router.pool.links:
+    for link in cluster.router.floor.pool.links:
         link.view.info = replace(link.view.info, max_model_len=10**6)
     async with aio.insecure_channel(cluster.router.grpc, options=[("grpc.http2.bdp_probe", 0)]) as channel:
         sampling = common_pb2.Sampling(max_tokens=60_000)
@@ -768,7 +786,7 @@ async def test_a_slow_reader_blocks_nobody_and_is_given_up(make):
         await until(lambda: cluster.decode[0].messages > 100, "it streams")
         for _ in range(5):
             assert len(ids_of(await cluster.generate(max_tokens=20))) == 20
-        await until(lambda: cluster.router.inference.requests.outcomes["cancelled"] == 1, "given up", 40)
+        await until(lambda: cluster.router.floor.outcomes["cancelled"] == 1, "given up", 40)
         assert cluster.idle
         with pytest.raises(Cancelled, match="did not read for 1 s"):
             await cluster.answer(slow)
@@ -864,7 +882,7 @@ async def test_health_reflection_status_and_metrics(make):
 async def test_health_follows_the_workers(make):
     cluster = await make()
     await cluster.prefill[0].kill()
-    await until(lambda: not cluster.router.pool.has_pair(), "noticed")
+    await until(lambda: not cluster.router.floor.pool.has_pair(), "noticed")
     assert "503" in await cluster.http("/ready")
     assert "200 OK" in await cluster.http("/health")
     await health_is(cluster, SERVICE, health_pb2.HealthCheckResponse.NOT_SERVING)
@@ -874,7 +892,7 @@ async def test_stop_lets_running_requests_finish(make):
     cluster = await make()
     call = await at(cluster, "decoding")
     stopping = asyncio.create_task(cluster.router.stop(grace_s=20))
-    await until(lambda: not cluster.router.inference.requests.accepting, "stopping")
+    await until(lambda: not cluster.router.floor.accepting, "stopping")
     with pytest.raises(NoWorker, match="stopping"):
         await cluster.generate()
     cluster.decode[0].gates["decode"].set()

@@ -42,6 +42,7 @@ def test_a_prompt_becomes_a_token_and_a_push(side, router):
     first = BACKEND.expected(spec_of(), 1)
     assert [token.token_id for token in router.tokens()] == first
     job = side.pusher.pushes[H].job
+    assert side.pusher.warmed == [job.to]  # the channel was being built while the prompt was computed
     assert (job.handoff, job.to, job.known_tokens) == (H, D, 9)
     assert job.spec == SequenceSpec(spec_of().prompt, GREEDY, tuple(first))
     assert [(t.index, t.token_id) for t in job.first] == [(0, first[0])]

@@ -9,7 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from baton.clock import FakeClock
 from baton.errors import NoWorker, Overloaded
-from router.admission import Admission, WaitingLine
+from router.admission import Admission
 
 
 class Room:
@@ -33,11 +33,24 @@ class Line(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
+        self.loop = asyncio.new_event_loop()
         self.room = Room(10)
-        self.line: WaitingLine[int] = WaitingLine(self.room.claim)
+        self.gate = admission(self.room)
         self.waiting: dict[int, int] = {}
         self.held: dict[int, int] = {}
+        self.tasks: dict[int, asyncio.Task[int]] = {}
         self.next_ticket = 0
+
+    def teardown(self):
+        for task in self.tasks.values():
+            task.cancel()
+        self._turn()
+        self.loop.close()
+
+    def _turn(self) -> None:
+        """Until every task waits or has ended."""
+        for _ in range(5):
+            self.loop.run_until_complete(asyncio.sleep(0))
 
     @rule(tokens=st.integers(1, 10))
     def newcomer(self, tokens):
@@ -53,9 +66,10 @@ class Line(RuleBasedStateMachine):
 
     def _enter(self, ticket, tokens):
         first, free = not self.waiting or ticket < min(self.waiting), self.room.free
-        claim = self.line.enter(ticket, tokens)
-        assert (claim is not None) == (first and tokens <= free)
-        (self.waiting if claim is None else self.held)[ticket] = tokens
+        self.tasks[ticket] = self.loop.create_task(self.gate.admit(ticket, tokens, returning=True))
+        self._turn()
+        assert self.tasks[ticket].done() == (first and tokens <= free)
+        (self.held if self.tasks[ticket].done() else self.waiting)[ticket] = tokens
 
     @precondition(lambda self: self.held)
     @rule(data=st.data())
@@ -67,19 +81,26 @@ class Line(RuleBasedStateMachine):
     def gives_up(self, data):
         ticket = data.draw(st.sampled_from(sorted(self.waiting)))
         del self.waiting[ticket]
-        self.line.leave(ticket)
+        self.tasks[ticket].cancel()
+        self._served()
 
     @rule()
     def serve(self):
-        for ticket, claim in self.line.served():
-            assert ticket == min(self.waiting)
-            assert claim == self.waiting.pop(ticket)
-            self.held[ticket] = claim
+        self.gate.changed()
+        self._served()
+
+    def _served(self):
+        self._turn()
+        while self.waiting and self.tasks[min(self.waiting)].done():
+            ticket = min(self.waiting)
+            assert self.tasks[ticket].result() == self.waiting[ticket]
+            self.held[ticket] = self.waiting.pop(ticket)
+        assert not any(self.tasks[ticket].done() for ticket in self.waiting)
         assert not self.waiting or self.waiting[min(self.waiting)] > self.room.free
 
     @invariant()
     def nothing_is_lost(self):
-        assert len(self.line) == len(self.waiting)
+        assert self.gate.waiting == len(self.waiting)
         assert self.room.free + sum(self.held.values()) == 10
 
 
@@ -95,7 +116,7 @@ def admission(room: Room, clock: FakeClock | None = None, *, pair: bool = True, 
         room.give_back(claim)
         gate.changed()
 
-    gate = Admission(room.claim, give_back, lambda: pair, clock=clock or FakeClock(), **bounds)
+    gate = Admission(room.claim, give_back, lambda: pair, clock or FakeClock(), **bounds)
     return gate
 
 

@@ -6,9 +6,9 @@ from baton.errors import InvalidRequest, UnknownModel
 from baton.rpc.v1 import common_pb2
 from baton.rpc.v1 import inference_pb2 as pb
 from baton.tokenizer import OracleTokenizer
-from router.parse import DEFAULT_MAX_TOKENS, Limits, parse
+from router.parse import DEFAULT_MAX_TOKENS, parse
 
-LIMITS = Limits("demo", 100)
+LIMITS = ("demo", 100)
 
 
 def message(**fields) -> pb.GenerateRequest:
@@ -23,8 +23,8 @@ def ids(*values: int) -> common_pb2.TokenIds:
     return common_pb2.TokenIds(ids=values)
 
 
-async def parsed(request: pb.GenerateRequest, limits: Limits = LIMITS):
-    return await parse(request, OracleTokenizer(), limits)
+async def parsed(request: pb.GenerateRequest, limits: tuple[str, int | None] = LIMITS):
+    return await parse(request, OracleTokenizer(), *limits)
 
 
 NOT_YET = "not supported by this version"
@@ -97,8 +97,8 @@ async def test_what_asks_for_nothing_is_taken():
         (90, {}, LIMITS, 10),
         (99, {}, LIMITS, 1),
         (5, {"max_tokens": 95}, LIMITS, 95),
-        (5000, {"max_tokens": 9000}, Limits("demo", None), 9000),
-        (5000, {}, Limits("demo", None), DEFAULT_MAX_TOKENS),
+        (5000, {"max_tokens": 9000}, ("demo", None), 9000),
+        (5000, {}, ("demo", None), DEFAULT_MAX_TOKENS),
     ],
 )
 async def test_max_tokens(prompt, sampling, limits, wanted):
@@ -113,15 +113,10 @@ async def test_a_seed_is_drawn_when_none_is_given():
     assert (await parsed(message(sampling={"seed": 0}))).sampling.seed == 0
 
 
-async def test_logprobs_and_the_tag_come_along():
-    request = await parsed(message(logprobs=0, client_tag="batch-7"))
-    assert (request.sampling.logprobs, request.client_tag) == (0, "batch-7")
+async def test_logprobs_come_along():
+    request = await parsed(message(logprobs=0))
+    assert request.sampling.logprobs == 0
     assert (await parsed(message())).sampling.logprobs is None
-
-
-async def test_known_tokens_join_the_spec():
-    request = await parsed(message(text="ab"))
-    assert request.spec([7, 8]).tokens == (97, 98, 7, 8)
 
 
 class WhichThread(OracleTokenizer):
@@ -133,5 +128,5 @@ class WhichThread(OracleTokenizer):
 @pytest.mark.parametrize(("length", "elsewhere"), [(10, False), (5000, True)])
 async def test_long_texts_are_tokenized_in_a_thread(length, elsewhere):
     encoder = WhichThread()
-    await parse(message(text="x" * length), encoder, LIMITS)
+    await parse(message(text="x" * length), encoder, *LIMITS)
     assert (encoder.thread is not threading.main_thread()) is elsewhere

@@ -219,7 +219,13 @@ class FakePusher:
         self.side = side
         self.pushes: dict[HandoffId, Push] = {}
         self.reports = []
-        self.refuse = None  # raised by push
+        self.warmed = []
+        self.refuse = None  # raised by push, and by warm when the sender is closed
+
+    def warm(self, to):
+        if isinstance(self.refuse, ChannelBroken):
+            raise self.refuse
+        self.warmed.append(to)
 
     def push(self, job):
         if self.refuse is not None:

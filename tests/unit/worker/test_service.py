@@ -270,6 +270,19 @@ class Lazy:
         self.loop.submit(job)
 
 
+async def test_close_tells_of_every_router_at_once_and_only_once(worker):
+    calls = [await worker.joined(f"router-{n}") for n in range(3)]
+    sessions = set(worker.service.sessions)
+    worker.service.close()
+    assert worker.service.sessions == set()
+    worker.service.close()
+    heard = [await worker.role.next() for _ in calls]
+    assert {(kind, session) for kind, session, _ in heard} == {("gone", session) for session in sessions}
+    for call in calls:
+        assert (await refusal(call))[0] is StatusCode.OK
+    assert worker.role.heard.empty()
+
+
 async def test_a_stop_of_the_server_ends_every_stream(worker):
     call = await worker.joined()
     await worker.server.stop(None)

@@ -1,5 +1,6 @@
 """A worker on a thread of somebody's process: ready, failing, stopped, and ending by itself."""
 
+import asyncio
 import threading
 from functools import partial
 from typing import Any
@@ -86,13 +87,17 @@ def test_a_worker_that_ends_by_itself_ends_the_process(exit_process, error):
 def test_so_does_a_host_that_fails(exit_process, monkeypatch):
     """`run_worker` must not make its own end look like a stop that was asked for."""
 
+    go_on = threading.Event()
+
     async def serve(settings, factory, stop, ready):
         ready(D)
+        await asyncio.to_thread(go_on.wait, 10)
         raise EngineFault("the engine thread failed")
 
     monkeypatch.setattr(host, "serve", serve)
     worker = HostedWorker(partial(run_worker, *NO_SETTINGS), exit_process=exit_process)
     worker.ready()
+    go_on.set()
     assert exit_process.called.wait(10)
     assert exit_process.codes == [1]
     worker.stop()

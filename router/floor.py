@@ -1,0 +1,55 @@
+"""What all requests of a router share: settings, workers, queue, metrics, and the list of those that run."""
+
+from __future__ import annotations
+
+import itertools
+import secrets
+from collections import Counter
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from baton.clock import Clock
+from baton.telemetry import Metrics
+from router.admission import Admission
+from router.policy import POLICIES
+from router.workers import Claim, WorkerPool, WorkerSource
+
+if TYPE_CHECKING:
+    from router.lifecycle import Life
+
+
+@dataclass(frozen=True, slots=True)
+class RouterSettings:
+    """What a router is told. Addresses are "host:port", port 0 any free one. Times in seconds."""
+
+    name: str  # of the cluster
+    model: str  # as clients name it
+    version: str = ""
+    grpc: str = "127.0.0.1:50051"
+    admin: str = "127.0.0.1:0"
+    metrics: str = "127.0.0.1:9100"
+    policy: str = "least_loaded"
+    queue_max_requests: int = 256
+    queue_max_wait_s: float = 10.0
+    max_request_s: float = 3600.0  # the deadline of a request whose caller set none
+    client_stall_s: float = 30.0  # a client that takes nothing for this long is given up
+    worker_silence_s: float = 15.0  # a worker that says nothing for this long is lost; several of its heartbeats
+
+
+class Floor:
+    """One per router."""
+
+    def __init__(self, settings: RouterSettings, workers: WorkerSource, clock: Clock) -> None:
+        self.settings = settings
+        self.clock = clock
+        self.router_id = f"router-{secrets.token_hex(4)}"
+        self.pool = WorkerPool(workers, POLICIES[settings.policy], self.router_id, settings.worker_silence_s, clock)
+        bounds = settings.queue_max_requests, settings.queue_max_wait_s
+        self.admission = Admission(self.pool.claim, Claim.release, self.pool.has_pair, clock, *bounds)
+        self.pool.on_change = self.admission.changed
+        self.metrics = Metrics(settings.name, settings.version)
+        self.metrics.watch_blocks(self.pool.blocks)
+        self.tickets = itertools.count()
+        self.accepting = True
+        self.running: dict[str, Life] = {}
+        self.outcomes: Counter[str] = Counter()  # of those before; "accepted" beside how each ended
