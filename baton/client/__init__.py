@@ -1,37 +1,18 @@
 """The SDK: `Client`, `AsyncClient` and the plain values that they take and give. Loads neither torch nor ray."""
 
-from baton.client.aio import AsyncClient, AsyncStream
-from baton.client.sync import Client, Stream
-from baton.client.types import (
-    ChatMessage,
-    Choice,
-    ClusterStatus,
-    Completion,
-    Delta,
-    Model,
-    Options,
-    Placement,
-    Prompt,
-    Timings,
-    Usage,
-    WorkerStatus,
-)
-
-__all__ = [
-    "AsyncClient",
-    "AsyncStream",
-    "ChatMessage",
-    "Choice",
-    "Client",
-    "ClusterStatus",
-    "Completion",
-    "Delta",
-    "Model",
-    "Options",
-    "Placement",
-    "Prompt",
-    "Stream",
-    "Timings",
-    "Usage",
-    "WorkerStatus",
-]
+from baton.client.aio import AsyncClient as AsyncClient
+from baton.client.aio import AsyncStream as AsyncStream
+from baton.client.sync import Client as Client
+from baton.client.sync import Stream as Stream
+from baton.client.types import ChatMessage as ChatMessage
+from baton.client.types import Choice as Choice
+from baton.client.types import ClusterStatus as ClusterStatus
+from baton.client.types import Completion as Completion
+from baton.client.types import Delta as Delta
+from baton.client.types import Model as Model
+from baton.client.types import Options as Options
+from baton.client.types import Placement as Placement
+from baton.client.types import Prompt as Prompt
+from baton.client.types import Timings as Timings
+from baton.client.types import Usage as Usage
+from baton.client.types import WorkerStatus as WorkerStatus

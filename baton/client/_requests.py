@@ -45,36 +45,30 @@ def chat_request(messages: Chat, options: Options) -> inference.GenerateRequest:
     request.chat.SetInParent()
     for number, message in enumerate(messages):
         turn = message if isinstance(message, ChatMessage) else ChatMessage(message["role"], message["content"])
-        where = f"prompt.chat[{number}]."
         added = request.chat.messages.add()
-        added.MergeFrom(_field(inference.ChatMessage, "role", turn.role, where))
-        added.MergeFrom(_field(inference.ChatMessage, "content", turn.content, where))
+        for name, value in (("role", turn.role), ("content", turn.content)):
+            added.MergeFrom(_field(inference.ChatMessage, name, value, f"prompt.chat[{number}]."))
     return request
 
 
 def tokenize_request(text: str, model: str) -> inference.TokenizeRequest:
     """Raises InvalidRequest for text that is not valid Unicode."""
-    request = _field(inference.TokenizeRequest, "text", text, "")
-    request.model = model
-    return request
-
-
-def detokenize_request(ids: Sequence[int], model: str) -> inference.DetokenizeRequest:
-    """Raises InvalidRequest for ids that are not 32-bit numbers."""
-    request = _field(inference.DetokenizeRequest, "ids", ids, "")
-    request.model = model
-    return request
+    return _field(inference.TokenizeRequest, "text", text, "", model=model)
 
 
 def models(reply: inference.ListModelsReply) -> list[Model]:
     """In the order of the server."""
-    return [Model(model.id, model.max_model_len, model.vocab_size) for model in reply.models]
+    return [Model(**values(model)) for model in reply.models]
 
 
 def cluster_status(reply: admin.StatusReply) -> ClusterStatus:
     """Raises EngineFault for a reply that is not one."""
-    given = {field.name: getattr(reply, field.name) for field in reply.DESCRIPTOR.fields if field.name != "workers"}
-    return ClusterStatus(**given, workers=tuple(trusted(_worker_status, worker) for worker in reply.workers))
+    return ClusterStatus(**values(reply) | {"workers": tuple(trusted(_worker_status, each) for each in reply.workers)})
+
+
+def values(message: Message) -> dict[str, Any]:
+    """The fields of a message by name, for the dataclass that has the same ones."""
+    return {field.name: getattr(message, field.name) for field in message.DESCRIPTOR.fields}
 
 
 def trusted(read: Callable[[M], T], message: M) -> T:
@@ -94,7 +88,8 @@ def _worker_status(message: admin.WorkerStatus) -> WorkerStatus:
 def _options(options: Options) -> inference.GenerateRequest:
     request = inference.GenerateRequest()
     for name, value in options.items():
-        _check_name(name)
+        if name not in Options.__annotations__:
+            raise _unknown(name)
         if value is not None:
             _set(request, name, value)
     return request
@@ -112,18 +107,16 @@ def _set(request: inference.GenerateRequest, name: str, value: Any) -> None:
         request.MergeFrom(_field(inference.GenerateRequest, name, value, ""))
 
 
-def _check_name(name: str) -> None:
-    known = Options.__annotations__
-    if name not in known:
-        near = difflib.get_close_matches(name, known, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else f"; there are {', '.join(known)}"
-        raise TypeError(f"unknown option {name!r}{hint}")
+def _unknown(name: str) -> TypeError:
+    near = difflib.get_close_matches(name, Options.__annotations__, n=1)
+    hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(Options.__annotations__)}"
+    return TypeError(f"unknown option {name!r}; {hint}")
 
 
-def _field(kind: type[M], name: str, value: object, where: str) -> M:
-    """A message with this one field; protobuf checks the type and the width of the value."""
+def _field(kind: type[M], name: str, value: object, where: str, **more: object) -> M:
+    """A message with this field; protobuf checks the type and the width of the value."""
     try:
-        return kind(**{name: value})
+        return kind(**{name: value}, **more)
     except (TypeError, ValueError) as error:
         # The reason only, never the value: it may be a prompt.
         raise InvalidRequest.of(f"{where}{name}", f"not a value for this field ({type(error).__name__})") from error

@@ -1,17 +1,16 @@
-"""The asyncio client: `Client` with `await`. What is decided is decided in `_core`."""
+"""The asyncio client: `Client` with `await`. What is decided is decided in the modules beside."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
-from types import TracebackType
+from collections.abc import Awaitable, Callable
 from typing import Self, TypeVar, Unpack
 
 import grpc
 
 from baton.client import _requests
-from baton.client._core import Attempts, StreamState
-from baton.client._settings import Settings, Tls
+from baton.client._base import ClientBase
+from baton.client._fold import Fold
 from baton.client.types import ClusterStatus, Completion, Delta, Model, Options, Prompt
 from baton.errors import BatonError, Cancelled
 from baton.rpc.channel import PUBLIC, aio_channel
@@ -23,7 +22,7 @@ Q = TypeVar("Q")
 R = TypeVar("R")
 
 
-class AsyncClient:
+class AsyncClient(ClientBase):
     """A connection to a router, for any number of tasks of one event loop. Arguments are those of `Client`.
 
     >>> import asyncio
@@ -37,21 +36,9 @@ class AsyncClient:
     All methods raise the errors of `baton.errors`.
     """
 
-    def __init__(
-        self,
-        target: str,
-        *,
-        token: str | None = None,
-        tls: Tls = None,
-        timeout: float | None = None,
-        max_retries: int = 2,
-        admin: str | None = None,
-        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
-        draw: Callable[[], float] | None = None,
-    ) -> None:
-        self._settings = Settings(target, token, tls, timeout, max_retries, admin, draw)
-        self._sleep = sleep
-        self._credentials = self._settings.credentials()
+    _sleep: Callable[[float], Awaitable[None]] = staticmethod(asyncio.sleep)
+
+    def _opened(self) -> None:
         self._channel: grpc.aio.Channel | None = None
 
     async def __aenter__(self) -> Self:
@@ -72,13 +59,13 @@ class AsyncClient:
 
     def stream(self, prompt: Prompt, *, timeout: float | None = None, **options: Unpack[Options]) -> AsyncStream:
         """The answer as it comes; the request is under way when this returns."""
-        return self._stream(_requests.generate_request(prompt, options), timeout)
+        return AsyncStream(self, _requests.generate_request(prompt, options), timeout)
 
     async def chat(
         self, messages: _requests.Chat, *, timeout: float | None = None, **options: Unpack[Options]
     ) -> Completion:
         """The next turn of a conversation; a message is a ChatMessage or a mapping of `role` and `content`."""
-        async with self._stream(_requests.chat_request(messages, options), timeout) as stream:
+        async with AsyncStream(self, _requests.chat_request(messages, options), timeout) as stream:
             return await stream.collect()
 
     async def cancel(self, request_id: str) -> bool:
@@ -89,65 +76,50 @@ class AsyncClient:
         """Token ids of a text."""
         return list((await self._call(self._stub().Tokenize, _requests.tokenize_request(text, model))).ids)
 
-    async def detokenize(self, ids: Sequence[int], model: str = "") -> str:
-        """The text of token ids."""
-        return (await self._call(self._stub().Detokenize, _requests.detokenize_request(ids, model))).text
-
     async def models(self) -> list[Model]:
         """What is served here."""
         return _requests.models(await self._call(self._stub().ListModels, inference.ListModelsRequest()))
 
     async def cluster(self) -> ClusterStatus:
         """The workers and counts of this router. Raises ConfigError if the client was made without `admin`."""
-        async with self._connect(self._settings.admin_target()) as channel:
+        target = self._admin_target()
+        async with self._connect(target) as channel:
             stub = admin_pb2_grpc.AdminStub(channel)
-            return _requests.cluster_status(await self._call(stub.Status, admin_pb.StatusRequest()))
+            return _requests.cluster_status(await self._call(stub.Status, admin_pb.StatusRequest(), target))
 
     def _connect(self, target: str) -> grpc.aio.Channel:
-        return aio_channel(target, link=PUBLIC, credentials=self._credentials, proxy=self._settings.proxy)
+        return aio_channel(target, link=PUBLIC, credentials=self._credentials, proxy=self._proxy)
 
     def _stub(self) -> inference_pb2_grpc.InferenceAsyncStub:
         if self._channel is None:  # not before: a channel belongs to the loop in which it was made
-            self._channel = self._connect(self._settings.target)
+            self._channel = self._connect(self._target)
         return inference_pb2_grpc.InferenceStub(self._channel)
 
-    def _stream(self, request: inference.GenerateRequest, timeout: float | None) -> AsyncStream:
-        return AsyncStream(self._settings, self._stub(), request, self._settings.attempts(timeout), self._sleep)
-
-    async def _call(self, method: grpc.aio.UnaryUnaryMultiCallable[Q, R], request: Q) -> R:
-        attempts = self._settings.attempts(None)
+    async def _call(self, method: grpc.aio.UnaryUnaryMultiCallable[Q, R], request: Q, target: str = "") -> R:
+        attempts = self._attempts(None)
         while True:
             try:
-                return await method(request, timeout=attempts.remaining(), metadata=self._settings.metadata)
+                return await method(request, timeout=attempts.remaining(), metadata=self._metadata)
             except grpc.RpcError as failure:
-                wait = attempts.wait_after(self._settings.error(failure))
+                wait = self._wait_after(failure, attempts, target or self._target)
             await self._sleep(wait)
 
 
-class AsyncStream(StreamState):
+class AsyncStream(Fold):
     """An answer as it comes: `async for` over its `Delta`s; leaving the `async with` block cancels what still runs."""
 
-    def __init__(
-        self,
-        settings: Settings,
-        stub: inference_pb2_grpc.InferenceAsyncStub,
-        request: inference.GenerateRequest,
-        attempts: Attempts,
-        sleep: Callable[[float], Awaitable[None]],
-    ) -> None:
-        super().__init__(attempts)
-        self._settings = settings
-        self._generate = stub.Generate
+    def __init__(self, client: AsyncClient, request: inference.GenerateRequest, timeout: float | None) -> None:
+        super().__init__()
+        self._client = client
         self._request = request
-        self._sleep = sleep
-        self._call = self._open()
+        self._attempts = client._attempts(timeout)
+        self._closed = False
+        self._call = self._send()
 
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
     async def close(self) -> None:
@@ -159,7 +131,7 @@ class AsyncStream(StreamState):
         """Wait for the rest, and return all of it."""
         async for _ in self:
             pass
-        return self._fold.completion()
+        return self._completion()
 
     def __aiter__(self) -> Self:
         return self
@@ -167,32 +139,33 @@ class AsyncStream(StreamState):
     async def __anext__(self) -> Delta:
         try:
             while (event := await self._read()) is not None:
-                if (delta := self._fold.feed(event)) is not None:
+                if (delta := self._feed(event)) is not None:
                     return delta
-            self._fold.completion()  # raises if it is not whole
+            self._completion()  # raises if it is not whole
         except BatonError:
             self._call.cancel()
             raise
         raise StopAsyncIteration
 
-    def _open(self) -> grpc.aio.UnaryStreamCall[inference.GenerateRequest, inference.GenerateEvent]:
-        return self._generate(self._request, timeout=self._attempts.remaining(), metadata=self._settings.metadata)
+    def _send(self) -> grpc.aio.UnaryStreamCall[inference.GenerateRequest, inference.GenerateEvent]:
+        client, left = self._client, self._attempts.remaining()
+        return client._stub().Generate(self._request, timeout=left, metadata=client._metadata)
 
     async def _read(self) -> inference.GenerateEvent | None:
+        client = self._client
         while True:
             try:
                 event = await self._call.read()
                 return event if isinstance(event, inference.GenerateEvent) else None  # EOF
             except grpc.RpcError as failure:
-                error = self._settings.error(failure, connected=self._fold.started)
-                wait = self._attempts.wait_after(error, started=self._fold.started)
+                wait = client._wait_after(failure, self._attempts, client._target, started=self._started)
             except asyncio.CancelledError:
                 self._raise_if_closed()
                 raise
-            await self._sleep(wait)
-            self._call = self._open()
-            if self._closed:  # by somebody else, meanwhile
-                self._call.cancel()
+            await client._sleep(wait)
+            if self._closed:  # by somebody else, meanwhile: then it must not be sent again
+                raise Cancelled("the stream was closed")
+            self._call = self._send()
 
     def _raise_if_closed(self) -> None:
         """A call that was cancelled here looks like a cancelled task; tell them apart."""

@@ -1,19 +1,18 @@
-"""The blocking client. What is decided is decided in `_core`; here messages move and time passes."""
+"""The blocking client. What is decided is decided in the modules beside; here messages move and time passes."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from types import TracebackType
+from collections.abc import Callable
 from typing import Protocol, Self, TypeVar, Unpack
 
 import grpc
 
 from baton.client import _requests
-from baton.client._core import Attempts, StreamState
-from baton.client._settings import Settings, Tls
+from baton.client._base import ClientBase
+from baton.client._fold import Fold
 from baton.client.types import ClusterStatus, Completion, Delta, Model, Options, Prompt
-from baton.errors import BatonError
+from baton.errors import BatonError, Cancelled
 from baton.rpc.channel import PUBLIC, sync_channel
 from baton.rpc.v1 import admin_pb2 as admin_pb
 from baton.rpc.v1 import admin_pb2_grpc, inference_pb2_grpc
@@ -23,7 +22,7 @@ Q = TypeVar("Q")
 R = TypeVar("R")
 
 
-class Client:
+class Client(ClientBase):
     """A connection to a router, for any number of threads.
 
     >>> from baton import Client
@@ -35,25 +34,13 @@ class Client:
     `target` is the router's `host:port`. `token` is sent as bearer token. `tls` is a CA file or its bytes. `timeout`
     bounds each call in seconds, retries included. A call is tried `max_retries` times more when that can help, after
     the delay that the server asks for and a random one. `admin` is the address for `cluster`. Raises ConfigError.
-
     All methods raise the errors of `baton.errors`.
     """
 
-    def __init__(
-        self,
-        target: str,
-        *,
-        token: str | None = None,
-        tls: Tls = None,
-        timeout: float | None = None,
-        max_retries: int = 2,
-        admin: str | None = None,
-        sleep: Callable[[float], None] = time.sleep,
-        draw: Callable[[], float] | None = None,
-    ) -> None:
-        self._settings = Settings(target, token, tls, timeout, max_retries, admin, draw)
-        self._sleep = sleep
-        self._channel = self._connect(target)
+    _sleep: Callable[[float], None] = staticmethod(time.sleep)
+
+    def _opened(self) -> None:
+        self._channel = self._connect(self._target)
         self._stub = inference_pb2_grpc.InferenceStub(self._channel)
 
     def __enter__(self) -> Self:
@@ -73,11 +60,11 @@ class Client:
 
     def stream(self, prompt: Prompt, *, timeout: float | None = None, **options: Unpack[Options]) -> Stream:
         """The answer as it comes; the request is under way when this returns."""
-        return self._stream(_requests.generate_request(prompt, options), timeout)
+        return Stream(self, _requests.generate_request(prompt, options), timeout)
 
     def chat(self, messages: _requests.Chat, *, timeout: float | None = None, **options: Unpack[Options]) -> Completion:
         """The next turn of a conversation; a message is a ChatMessage or a mapping of `role` and `content`."""
-        with self._stream(_requests.chat_request(messages, options), timeout) as stream:
+        with Stream(self, _requests.chat_request(messages, options), timeout) as stream:
             return stream.collect()
 
     def cancel(self, request_id: str) -> bool:
@@ -88,34 +75,27 @@ class Client:
         """Token ids of a text."""
         return list(self._call(self._stub.Tokenize, _requests.tokenize_request(text, model)).ids)
 
-    def detokenize(self, ids: Sequence[int], model: str = "") -> str:
-        """The text of token ids."""
-        return self._call(self._stub.Detokenize, _requests.detokenize_request(ids, model)).text
-
     def models(self) -> list[Model]:
         """What is served here."""
         return _requests.models(self._call(self._stub.ListModels, inference.ListModelsRequest()))
 
     def cluster(self) -> ClusterStatus:
         """The workers and counts of this router. Raises ConfigError if the client was made without `admin`."""
-        with self._connect(self._settings.admin_target()) as channel:
+        target = self._admin_target()
+        with self._connect(target) as channel:
             stub = admin_pb2_grpc.AdminStub(channel)
-            return _requests.cluster_status(self._call(stub.Status, admin_pb.StatusRequest()))
+            return _requests.cluster_status(self._call(stub.Status, admin_pb.StatusRequest(), target))
 
     def _connect(self, target: str) -> grpc.Channel:
-        settings = self._settings
-        return sync_channel(target, link=PUBLIC, credentials=settings.credentials(), proxy=settings.proxy)
+        return sync_channel(target, link=PUBLIC, credentials=self._credentials, proxy=self._proxy)
 
-    def _stream(self, request: inference.GenerateRequest, timeout: float | None) -> Stream:
-        return Stream(self._settings, self._stub, request, self._settings.attempts(timeout), self._sleep)
-
-    def _call(self, method: grpc.UnaryUnaryMultiCallable[Q, R], request: Q) -> R:
-        attempts = self._settings.attempts(None)
+    def _call(self, method: grpc.UnaryUnaryMultiCallable[Q, R], request: Q, target: str = "") -> R:
+        attempts = self._attempts(None)
         while True:
             try:
-                return method(request, timeout=attempts.remaining(), metadata=self._settings.metadata)
+                return method(request, timeout=attempts.remaining(), metadata=self._metadata)
             except grpc.RpcError as failure:
-                wait = attempts.wait_after(self._settings.error(failure))
+                wait = self._wait_after(failure, attempts, target or self._target)
             self._sleep(wait)
 
 
@@ -127,7 +107,7 @@ class _Call(Protocol):
     def cancel(self) -> object: ...
 
 
-class Stream(StreamState):
+class Stream(Fold):
     """An answer as it comes: iterate over its `Delta`s; leaving the `with` block cancels what is still running.
 
     >>> with Client(target) as client, client.stream("The color of dog", temperature=0) as stream:
@@ -139,25 +119,18 @@ class Stream(StreamState):
     (' can vary widely', 3)
     """
 
-    def __init__(
-        self,
-        settings: Settings,
-        stub: inference_pb2_grpc.InferenceStub,
-        request: inference.GenerateRequest,
-        attempts: Attempts,
-        sleep: Callable[[float], None],
-    ) -> None:
-        super().__init__(attempts)
-        self._settings = settings
-        self._generate = stub.Generate
+    def __init__(self, client: Client, request: inference.GenerateRequest, timeout: float | None) -> None:
+        super().__init__()
+        self._client = client
         self._request = request
-        self._sleep = sleep
-        self._call = self._open()
+        self._attempts = client._attempts(timeout)
+        self._closed = False
+        self._call = self._send()
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -169,7 +142,7 @@ class Stream(StreamState):
         """Wait for the rest, and return all of it."""
         for _ in self:
             pass
-        return self._fold.completion()
+        return self._completion()
 
     def __iter__(self) -> Self:
         return self
@@ -177,25 +150,28 @@ class Stream(StreamState):
     def __next__(self) -> Delta:
         try:
             while (event := self._read()) is not None:
-                if (delta := self._fold.feed(event)) is not None:
+                if (delta := self._feed(event)) is not None:
                     return delta
-            self._fold.completion()  # raises if it is not whole
+            self._completion()  # raises if it is not whole
         except BatonError:
             self._call.cancel()
             raise
         raise StopIteration
 
-    def _open(self) -> _Call:
-        return self._generate(self._request, timeout=self._attempts.remaining(), metadata=self._settings.metadata)
+    def _send(self) -> _Call:
+        client, left = self._client, self._attempts.remaining()
+        return client._stub.Generate(self._request, timeout=left, metadata=client._metadata)
 
     def _read(self) -> inference.GenerateEvent | None:
+        client = self._client
         while True:
             try:
                 return next(self._call, None)
             except grpc.RpcError as failure:
-                error = self._settings.error(failure, connected=self._fold.started)
-                wait = self._attempts.wait_after(error, started=self._fold.started)
-            self._sleep(wait)
-            self._call = self._open()
-            if self._closed:  # by somebody else, meanwhile
+                wait = client._wait_after(failure, self._attempts, client._target, started=self._started)
+            client._sleep(wait)
+            if self._closed:  # by somebody else, meanwhile: then it must not be sent again
+                raise Cancelled("the stream was closed")
+            self._call = self._send()
+            if self._closed:
                 self._call.cancel()

@@ -175,9 +175,8 @@ def _problem(detail: Mapping[str, Any]) -> tuple[str, str]:
     if detail["type"] == "extra_forbidden":
         return key, _unknown(key)
     message = str(detail["msg"]).removeprefix("Value error, ")
-    shown = (
-        "" if isinstance(detail["input"], (dict, BaseModel)) else f", got {json.dumps(detail['input'], default=str)}"
-    )
+    hidden = key == "redis.url" or isinstance(detail["input"], (dict, BaseModel))  # a URL may hold a password
+    shown = "" if hidden else f", got {json.dumps(detail['input'], default=str)}"
     return key, f"{message[0].lower()}{message[1:]}{shown}" if key else message
 
 

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.client._core import Attempts, Fold, RetryPolicy
-from baton.client._settings import Settings
+from baton.client._base import RETRY_BASE_S, RETRY_CAP_S, Attempts, ClientBase
+from baton.client._fold import Fold
 from baton.client.types import Delta
 from baton.clock import FakeClock
 from baton.core import FinishReason, TokenLogprobs
@@ -54,7 +54,7 @@ def numbered(events: Iterable[Event]) -> list[Event]:
 
 def fold(*events: Event) -> tuple[Fold, list[Delta]]:
     folded = Fold()
-    found = [folded.feed(event) for event in numbered(events)]
+    found = [folded._feed(event) for event in numbered(events)]
     return folded, [delta for delta in found if delta is not None]
 
 
@@ -69,7 +69,7 @@ def test_a_whole_stream():
         finished(),
         COMPLETED,
     )
-    answer = folded.completion()
+    answer = folded._completion()
     assert [(delta.start, delta.tokens, delta.text) for delta in deltas] == [
         (0, (7,), " a"),
         (1, (8,), "b"),
@@ -89,13 +89,13 @@ def test_choices_are_numbered_each_for_itself():
     folded, _ = fold(
         tokens(0, [1], "a", 1), tokens(0, [2], "b", 0), tokens(1, [3], "c", 1), finished(0), finished(1), COMPLETED
     )
-    assert [choice.text for choice in folded.completion().choices] == ["b", "ac"]
+    assert [choice.text for choice in folded._completion().choices] == ["b", "ac"]
 
 
 def test_an_event_of_a_newer_server_is_passed_over():
     folded, deltas = fold(ACCEPTED, Event(), Event(thought=inference.Thought(text="hm")), tokens(0, [1], "a"))
     assert [delta.text for delta in deltas] == ["a"]
-    assert folded.started
+    assert folded._started
 
 
 @pytest.mark.parametrize(
@@ -128,16 +128,16 @@ def test_a_broken_promise_is_a_fault(events: list[Event], what: str):
 def test_a_stream_that_ended_early_is_a_fault(events: list[Event], what: str):
     folded, _ = fold(*events)
     with pytest.raises(EngineFault, match=what):
-        folded.completion()
+        folded._completion()
 
 
 def test_a_lost_or_foreign_event_is_a_fault():
     first, second, third = numbered([ACCEPTED, tokens(0, [1]), tokens(1, [2])])
     for wrong in (first, third, Event(request_id="other", seq=1)):
         folded = Fold()
-        folded.feed(first)
+        folded._feed(first)
         with pytest.raises(EngineFault):
-            folded.feed(wrong)
+            folded._feed(wrong)
     assert second.seq == 1
 
 
@@ -147,14 +147,14 @@ def test_any_split_gives_the_same_answer(cuts: list[int], rng):
     starts = list(itertools.accumulate(cuts, initial=0))
     events = [tokens(start, ids[start : start + size], "x" * size) for start, size in zip(starts, cuts, strict=False)]
     folded, deltas = fold(*events, finished(), COMPLETED)
-    assert folded.completion().tokens == tuple(ids)
-    assert "".join(delta.text for delta in deltas) == folded.choice().text == "x" * len(ids)
+    assert folded._completion().tokens == tuple(ids)
+    assert "".join(delta.text for delta in deltas) == folded.text == "x" * len(ids)
 
 
 def attempts(
     timeout: float | None = None, retries: int = 2, draw: float = 0.5, clock: FakeClock | None = None
 ) -> Attempts:
-    return Attempts(RetryPolicy(retries, draw=lambda: draw), timeout, clock or FakeClock())
+    return Attempts(retries, timeout, clock or FakeClock(), lambda: draw)
 
 
 def test_waits_double_up_to_the_cap():
@@ -163,9 +163,11 @@ def test_waits_double_up_to_the_cap():
 
 
 @given(st.floats(0, 1, exclude_max=True), st.integers(0, 40))
-def test_jitter_is_full(draw: float, retries: int):
-    policy = RetryPolicy(draw=lambda: draw)
-    assert policy.wait_s(NoWorker("x"), retries) == draw * min(policy.cap_s, policy.base_s * 2**retries)
+def test_jitter_is_full(draw: float, before: int):
+    tries = attempts(retries=before + 1, draw=draw)
+    for _ in range(before):
+        tries.wait_after(NoWorker("x"))
+    assert tries.wait_after(NoWorker("x")) == draw * min(RETRY_CAP_S, RETRY_BASE_S * 2**before)
 
 
 def test_a_wait_is_never_shorter_than_the_server_asked_for():
@@ -218,20 +220,20 @@ def test_the_deadline_spans_all_tries():
 )
 def test_settings_that_cannot_work_are_named(wrong: dict, what: str):
     with pytest.raises(ConfigError, match=what) as caught:
-        Settings(**{"target": "host:1"} | wrong)
+        ClientBase(**{"target": "host:1"} | wrong)
     assert "a\nb" not in str(caught.value)
 
 
-def test_settings_hide_the_token_and_name_the_ca_file():
-    settings = Settings("host:1", token="secret", tls="/nowhere/ca.pem")
-    assert "secret" not in repr(settings)
-    assert settings.metadata == (("authorization", "Bearer secret"),)
+def test_the_token_is_hidden_and_the_ca_file_named():
+    client = ClientBase("host:1", token="secret")
+    assert "secret" not in repr(client)
+    assert client._metadata == (("authorization", "Bearer secret"),)
     with pytest.raises(ConfigError, match=r"/nowhere/ca\.pem: No such file"):
-        settings.credentials()
+        ClientBase("host:1", tls="/nowhere/ca.pem")
 
 
 @pytest.mark.parametrize(
     ("target", "proxy"), [("127.0.0.1:1", False), ("localhost:1", False), ("router.example:1", True)]
 )
 def test_a_proxy_is_not_asked_for_this_machine(target: str, proxy: bool):
-    assert Settings(target).proxy is proxy
+    assert ClientBase(target)._proxy is proxy

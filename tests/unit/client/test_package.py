@@ -24,10 +24,6 @@ def test_the_clients_are_exported():
         _ = baton.Clinet  # type: ignore[attr-defined]
 
 
-def test_exported_names_exist():
-    assert all(name in vars(baton.client) for name in baton.client.__all__)
-
-
 def test_sync_and_async_offer_the_same():
     def public(kind: type) -> set[str]:
         return {name for name in dir(kind) if not name.startswith("_")}

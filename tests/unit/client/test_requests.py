@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from baton.client import ChatMessage, Options
-from baton.client._requests import chat_request, cluster_status, detokenize_request, generate_request, tokenize_request
+from baton.client._requests import chat_request, cluster_status, generate_request, tokenize_request
 from baton.errors import EngineFault, InvalidRequest
 from baton.rpc.v1 import admin_pb2 as admin
 from baton.rpc.v1 import common_pb2 as common
@@ -106,8 +106,6 @@ def test_tokenizing_names_what_is_wrong():
     assert tokenize_request("a", "m") == inference.TokenizeRequest(text="a", model="m")
     with pytest.raises(InvalidRequest, match="text"):
         tokenize_request("\udcff", "")
-    with pytest.raises(InvalidRequest, match="ids"):
-        detokenize_request([-1], "")
 
 
 def test_a_status_that_is_not_valid_is_the_fault_of_the_server():

@@ -79,6 +79,12 @@ def test_a_mistake_is_named(load, case):
         assert part in str(caught.value)
 
 
+def test_a_wrong_redis_url_is_not_repeated(load):
+    with pytest.raises(ConfigError, match=r"redis\.url") as caught:
+        load("redis: {url: 'http://me:s3cret@host'}")
+    assert "s3cret" not in str(caught.value)
+
+
 def test_all_mistakes_are_named_at_once(load):
     with pytest.raises(ConfigError) as caught:
         load("decode: {replicas: 0}\nprefill: {threads: -1}\nfoo: 1")
