@@ -1,6 +1,6 @@
 """What Baton measures of itself: the stage clock of one request, and the metrics of one process.
 
-Nothing here is global. A process makes one `Metrics`, hands it down, and serves it with `serve_metrics`.
+Nothing here is global. A process makes one `Metrics`, hands it down, and serves it with `MetricsServer`.
 Names and labels of the metrics are an interface (dashboards and autoscalers read them); labels stay bounded.
 """
 
@@ -159,7 +159,9 @@ class Metrics:
         self._e2e = self._seconds("e2e", "Arrival to end")
         self._queue = self._seconds("queue", "Waiting for a worker and for decode room")
         self._prefill = self._seconds("prefill", "Prefill sent to first token at the router")
-        self._transfer = self._seconds("transfer", "First token to last KV byte at the decode worker")
+        self._transfer = self._seconds(
+            "transfer", "First frame announced to last frame in its blocks, at the decode worker"
+        )
         self._itl = self._seconds("itl", "Between two output tokens", _STEP_S)
 
     def _seconds(self, name: str, text: str, buckets: tuple[float, ...] = _LATENCY_S) -> Histogram:
@@ -192,7 +194,7 @@ class Metrics:
             self._itl.observe(seconds / tokens)
 
     def handed_over(self, transfer_s: float, kv_bytes: int, transport: str) -> None:
-        """A decode worker committed a handoff. `transfer_s` is its own measure: offer to last frame."""
+        """A decode worker committed a handoff. `transfer_s` is its own measure: first frame to last."""
         self._transfer.observe(transfer_s)
         self._bytes.labels(transport or "unknown").inc(kv_bytes)
 

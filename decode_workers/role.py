@@ -79,8 +79,9 @@ class DecodeRole:
         if message.fingerprint != self._info.fingerprint:
             text = f"fingerprint: {message.fingerprint} asked, {self._info.fingerprint} is served here"
             return events.refused(handoff, worker_pb2.REFUSAL_REASON_FINGERPRINT, text)
-        if message.known_tokens < 1 or message.known_tokens >= self._info.max_model_len:
-            text = f"{message.known_tokens} tokens, at most {self._info.max_model_len - 1} fit"
+        most = self._info.max_model_len
+        if not 1 <= message.known_tokens < most or message.max_total > most:
+            text = f"{message.known_tokens} tokens, {message.max_total} with all that may follow, of {most} at most"
             return events.refused(handoff, worker_pb2.REFUSAL_REASON_TOO_LONG, text)
         if handoff in self._sessions:
             return events.refused(handoff, worker_pb2.REFUSAL_REASON_STALE, f"{handoff} is here already")

@@ -15,6 +15,9 @@ Sets = Annotated[list[str] | None, typer.Option("--set", help="key=value over th
 Json = Annotated[bool, typer.Option("--json", help="print JSON")]
 ClusterName = Annotated[str | None, typer.Option("--name", help="the cluster's name (default: the only one running)")]
 Target = Annotated[str | None, typer.Option("--target", help="a router's host:port instead of a local cluster")]
+AdminTarget = Annotated[
+    str | None, typer.Option("--target", help="a router's admin address instead of a local cluster")
+]
 Index = Annotated[int, typer.Option("--index", help="the worker's number within its pool")]
 Log = Annotated[Path | None, typer.Option("--log", help="write output to the end of this file")]
 
@@ -56,7 +59,7 @@ def down(name: ClusterName = None) -> None:
 
 
 @app.command()
-def status(name: ClusterName = None, target: Target = None, as_json: Json = False) -> None:
+def status(name: ClusterName = None, target: AdminTarget = None, as_json: Json = False) -> None:
     """Show workers, their load and the block ledger."""
     from baton.cli import status as command
 

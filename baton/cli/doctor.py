@@ -150,9 +150,7 @@ def _gpu(config: ClusterConfig) -> Finding:
         return Finding("gpu", OK, f"{torch.cuda.device_count()}: {', '.join(sorted(names))}")
     wants = any(pool.device.startswith("cuda") for pool in (config.prefill, config.decode))
     remedy = "install torch with CUDA, or set prefill.device and decode.device to cpu" if wants else ""
-    return Finding(
-        "gpu", BAD if wants else OK, "none here: workers run on CPU, KV moves by gloo, NCCL is not used", remedy
-    )
+    return Finding("gpu", BAD if wants else OK, "none here: workers run on CPU, NCCL cannot be used", remedy)
 
 
 def _clock() -> Finding:

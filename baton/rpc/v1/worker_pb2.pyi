@@ -169,7 +169,7 @@ class Reserve(_message.Message):
     known_tokens: _builtins.int
     """prompt + tokens of earlier attempts"""
     max_total: _builtins.int
-    """prompt + max_tokens: what can never fit is refused at once"""
+    """prompt + max_tokens: what can never fit is refused at once; 0: not said"""
     deadline_s: _builtins.float
     """seconds from now until the reservation may be reclaimed; 0: none"""
     @_builtins.property
@@ -524,7 +524,7 @@ class Committed(_message.Message):
     KV_BYTES_FIELD_NUMBER: _builtins.int
     TRANSPORT_FIELD_NUMBER: _builtins.int
     transfer_s: _builtins.float
-    """offer to last frame"""
+    """first frame announced to last frame in its blocks"""
     commit_s: _builtins.float
     """last frame to accepted commit"""
     kv_bytes: _builtins.int

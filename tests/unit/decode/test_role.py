@@ -107,13 +107,14 @@ def test_the_commit_and_token_0_leave_in_one_message(pair):
         (reserve(known=0), pb.REFUSAL_REASON_TOO_LONG),
         (reserve(known=64), pb.REFUSAL_REASON_TOO_LONG),
         (reserve(known=2**32 - 1), pb.REFUSAL_REASON_TOO_LONG),
+        (reserve(max_total=65), pb.REFUSAL_REASON_TOO_LONG),
     ],
 )
 def test_a_reserve_that_never_fits_is_refused(side, router, command, reason):
     side.take(router, command)
     assert [event.refused.reason for event in router.events] == [reason]
     assert side.all_free
-    side.take(router, reserve())  # the attempt is not used up
+    side.take(router, reserve(max_total=64))  # the attempt is not used up
     assert router.kinds() == ["refused", "reserved"]
 
 

@@ -51,9 +51,13 @@ def spec_of(handoff=H, length=9, sampling=GREEDY):
     return SequenceSpec(prompt_of(handoff, length), sampling)
 
 
-def reserve(handoff=H, known=9, deadline_s=0.0, fingerprint=BACKEND.fingerprint):
+def reserve(handoff=H, known=9, deadline_s=0.0, fingerprint=BACKEND.fingerprint, max_total=0):
     message = pb.Reserve(
-        handoff=convert.handoff_to_pb(handoff), fingerprint=fingerprint, known_tokens=known, deadline_s=deadline_s
+        handoff=convert.handoff_to_pb(handoff),
+        fingerprint=fingerprint,
+        known_tokens=known,
+        max_total=max_total,
+        deadline_s=deadline_s,
     )
     return pb.RouterCommand(reserve=message)
 
