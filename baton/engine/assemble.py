@@ -35,6 +35,8 @@ def assemble(work: Sequence[Work], tokens: Sequence[list[int]], backend: ModelBa
         slot_mapping=torch.from_numpy(slots).to(backend.device),
         query_lens=counts.tolist(),
         context_lens=(starts + counts).tolist(),
+        query_starts=torch.from_numpy(np.concatenate(([0], ends)).astype(np.int32)).to(backend.device),
+        kv_lens=torch.from_numpy((starts + counts).astype(np.int32)).to(backend.device),
         block_tables=torch.from_numpy(tables).to(backend.device),
         logit_rows=torch.from_numpy(rows).to(backend.device),
     )

@@ -16,8 +16,10 @@ class Batch:
     token_ids     int64 [N]
     positions     int64 [N]   from 0, within the sequence
     slot_mapping  int64 [N]   where the token's K and V go: block * block_size + offset
-    query_lens    B lengths that sum to N; each at least 1
-    context_lens  B lengths: KV positions that are valid once this forward has written its own
+    query_lens    B lengths that sum to N; each at least 1 (on the host)
+    context_lens  B lengths: KV positions that are valid once this forward has written its own (on the host)
+    query_starts  int32 [B + 1]   first row of each sequence, and N
+    kv_lens       int32 [B]       `context_lens`, on the device
     block_tables  int32 [B, max_blocks], padded with 0
     logit_rows    int64 [L]   the rows of N whose logits are wanted
     """
@@ -27,5 +29,7 @@ class Batch:
     slot_mapping: Tensor
     query_lens: list[int]
     context_lens: list[int]
+    query_starts: Tensor
+    kv_lens: Tensor
     block_tables: Tensor
     logit_rows: Tensor

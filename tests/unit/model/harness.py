@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 import torch
 
@@ -78,12 +79,15 @@ def make_batch(rows: list[Row], chunks: list[int], wanted: list[list[int]], bloc
             positions.append(position)
             slots.append(row.blocks[position // block_size] * block_size + position % block_size)
     width = max(len(row.blocks) for row in rows)
+    contexts = [row.computed + chunk for row, chunk in zip(rows, chunks, strict=True)]
     return Batch(
         token_ids=torch.tensor(ids),
         positions=torch.tensor(positions),
         slot_mapping=torch.tensor(slots),
         query_lens=chunks,
-        context_lens=[row.computed + chunk for row, chunk in zip(rows, chunks, strict=True)],
+        context_lens=contexts,
+        query_starts=torch.tensor(list(accumulate(chunks, initial=0)), dtype=torch.int32),
+        kv_lens=torch.tensor(contexts, dtype=torch.int32),
         block_tables=torch.tensor([row.blocks + [0] * (width - len(row.blocks)) for row in rows], dtype=torch.int32),
         logit_rows=torch.tensor(logit_rows, dtype=torch.int64),
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from itertools import accumulate
 
 import pytest
 import torch
@@ -48,7 +49,9 @@ def test_any_mix(window: int | None, tile_rows: int, group_slots: int, monkeypat
         query.append(q)
         expected.append(plain(q, k, v, window))
     none = torch.empty(0, dtype=torch.int64)
-    batch = Batch(none, none, none, queries, contexts, tables, none)
+    starts = torch.tensor(list(accumulate(queries, initial=0)), dtype=torch.int32)
+    kv_lens = torch.tensor(contexts, dtype=torch.int32)
+    batch = Batch(none, none, none, queries, contexts, starts, kv_lens, tables, none)
     out = PagedAttention(batch, BLOCK, window)(torch.cat(query), keys, values)
     torch.testing.assert_close(out, torch.cat(expected), atol=2e-5, rtol=1e-4)
 
