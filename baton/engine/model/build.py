@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING
 import torch
 
 from baton.core import KVLayout
+from baton.engine.kernels.choose import choose_kernels
 from baton.engine.kv import DTYPES
 from baton.engine.model.config import chosen_dtype, read_config
-from baton.engine.model.layers import Weights
+from baton.engine.model.layers import Parts
 from baton.engine.model.llama import Llama
 from baton.engine.model.loader import Checkpoint
+from baton.engine.model.weights import Weights
 from baton.errors import CheckpointError, ConfigError
 from baton.hashing import fingerprint
 
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
     from baton.engine.batch import Batch
     from baton.engine.kv import KVCache
     from baton.engine.model.config import ModelConfig
+    from baton.engine.model.loader import Progress
 
 DTYPE_CHOICES = ("auto", "float32", "bfloat16")
 
@@ -50,13 +53,14 @@ def load_model(
     block_size: int = 16,
     max_model_len: int | None = None,
     seed: int = 0,
+    progress: Progress | None = None,
 ) -> TransformerBackend:
     """Load a Hugging Face checkpoint.
 
     `dtype` is auto, float32 or bfloat16; auto is the checkpoint's own, and float32 for float16 checkpoints.
     `max_model_len` None takes max_position_embeddings. `seed` is for backends that draw their weights: a checkpoint
-    has nothing random. Raises CheckpointError for a folder that cannot be served, naming the file, key or tensor,
-    and ConfigError for a `dtype` or `max_model_len` that does not fit.
+    has nothing random. `progress` is told how far the weights are. Raises CheckpointError for a folder that cannot be
+    served, naming the file, key or tensor, and ConfigError for a `dtype` or `max_model_len` that does not fit.
     """
     del seed
     if dtype not in DTYPE_CHOICES:
@@ -66,10 +70,11 @@ def load_model(
         raise CheckpointError(f"{folder}: no such folder")
     config = read_config(folder)
     length = _max_model_len(config, max_model_len)
-    checkpoint = Checkpoint(folder)
+    checkpoint = Checkpoint(folder, progress)
     dtype = chosen_dtype(config, dtype, checkpoint.stored_dtype("model.embed_tokens.weight"))
     device = torch.device(device)
-    model = Llama(config, Weights(checkpoint, DTYPES[dtype], device))
+    parts = Parts(Weights(checkpoint, DTYPES[dtype], device), choose_kernels(device, DTYPES[dtype]))
+    model = Llama(config, parts)
     layout = KVLayout(config.layers, config.kv_heads, config.head_dim, block_size, dtype)
     return TransformerBackend(
         name=folder.resolve().name,

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from baton.engine.model.fields import Fields, read_json_object
+from baton.engine.model.quantised import refuse_quantised
 from baton.engine.model.rope import RopeConfig, parse_rope
 from baton.errors import CheckpointError
 
@@ -75,9 +76,7 @@ def read_config(folder: Path) -> ModelConfig:
 
 def parse_config(fields: Fields) -> ModelConfig:
     """The checked config. Raises CheckpointError naming the key."""
-    if fields.has("quantization_config"):
-        method = fields.section("quantization_config").text("quant_method", "unnamed")
-        raise fields.error("quantization_config", f"({method}): quantised checkpoints are not supported")
+    refuse_quantised(fields)
     name = _family_name(fields)
     family = FAMILIES[name]
     heads = fields.integer("num_attention_heads", high=2**16)

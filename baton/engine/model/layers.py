@@ -3,71 +3,94 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
-from torch.nn import functional as F
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from torch import Tensor
 
-    from baton.engine.model.loader import Checkpoint
+    from baton.engine.kernels.base import Attention, Kernels, Linear, Rotation
+    from baton.engine.model.weights import Weights
 
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "silu": F.silu,
-    "swish": F.silu,
-    "gelu": F.gelu,
-    "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh"),
-}
+# The names of config.json, and those of the kernels.
+ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"}
 
 
-@dataclass(frozen=True, slots=True)
-class Linear:
-    """y = x W^T + b, with weight [out, in] and bias [out] or None."""
+class Scratch:
+    """Tensors for what a forward computes on its way, used again by the next one: views of storage that only grows.
 
-    weight: Tensor
-    bias: Tensor | None = None
+    `take` gives one [rows, width] per name; what it held is gone when the name is taken again.
+    """
 
-    def __call__(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight, self.bias)
+    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+        self.dtype, self.device = dtype, device
+        self._storage: dict[str, Tensor] = {}
+        self._views: dict[str, Tensor] = {}
+
+    def take(self, name: str, rows: int, width: int, dtype: torch.dtype | None = None) -> Tensor:
+        """A contiguous [rows, width] of `dtype` (None: the model's)."""
+        view = self._views.get(name)
+        if view is None or view.shape != (rows, width):
+            view = self._views[name] = self._grown(name, rows * width, dtype or self.dtype).view(rows, width)
+        return view
+
+    def _grown(self, name: str, size: int, dtype: torch.dtype) -> Tensor:
+        storage = self._storage.get(name)
+        if storage is None or len(storage) < size:
+            storage = self._storage[name] = torch.empty(size, dtype=dtype, device=self.device)
+        return storage[:size]
 
 
-@dataclass(frozen=True, slots=True)
-class RMSNorm:
-    """Root mean square norm over the last dimension: statistics in float32, the weight applied in its dtype."""
+@dataclass(frozen=True, slots=True, eq=False)
+class Step:
+    """What all layers share in one forward: the rotation of each row, where its K and V go, what it may see."""
 
-    weight: Tensor
-    eps: float
-
-    def __call__(self, x: Tensor) -> Tensor:
-        wide = x.float()
-        normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
-        return self.weight * normed.to(x.dtype)
+    rotation: Rotation
+    slots: Tensor
+    attend: dict[int | None, Attention]  # by window
+    scratch: Scratch
 
 
-@dataclass(frozen=True, slots=True)
-class Weights:
-    """Takes tensors out of a checkpoint, in the dtype and on the device of the model."""
+@dataclass(frozen=True, slots=True, eq=False)
+class Parts:
+    """Makes the parts of a model: its weights, and the kernels that they are computed with."""
 
-    checkpoint: Checkpoint
-    dtype: torch.dtype
-    device: torch.device
-
-    def tensor(self, name: str, *shape: int) -> Tensor:
-        """One tensor. Raises CheckpointError if it is missing or has another shape."""
-        # A copy even where nothing is converted: a view of the file would follow what happens to the file.
-        return self.checkpoint.take(name, shape).to(self.device, self.dtype, copy=True)
+    weights: Weights
+    kernels: Kernels
 
     def norm(self, name: str, size: int, eps: float) -> RMSNorm:
         """An RMSNorm over `size` elements."""
-        return RMSNorm(self.tensor(f"{name}.weight", size), eps)
+        return RMSNorm(self.kernels, self.weights.tensor(f"{name}.weight", size), eps)
 
     def linear(self, names: tuple[str, ...], outs: tuple[int, ...], n_in: int, *, bias: bool) -> Linear:
         """Several projections of the same input as one matrix: its output rows lie in the order of `names`."""
-        weight = torch.cat([self.tensor(f"{n}.weight", out, n_in) for n, out in zip(names, outs, strict=True)])
+        weight = self.weights.matrix(tuple(f"{name}.weight" for name in names), outs, n_in)
         if not bias:
-            return Linear(weight)
-        return Linear(weight, torch.cat([self.tensor(f"{n}.bias", out) for n, out in zip(names, outs, strict=True)]))
+            return self.kernels.linear(weight)
+        return self.kernels.linear(weight, self.weights.vector(tuple(f"{name}.bias" for name in names), outs))
+
+    def summed(self, name: str, out: int, n_in: int, *, bias: bool) -> Linear:
+        """A projection back to the residual stream, whose input features were made by `linear` layers.
+
+        Under tensor parallelism each rank holds its share of the input features, and the results are summed.
+        """
+        return self.linear((name,), (out,), n_in, bias=bias)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RMSNorm:
+    """Root mean square norm over the last dimension."""
+
+    kernels: Kernels
+    weight: Tensor
+    eps: float
+
+    def __call__(self, x: Tensor, out: Tensor) -> Tensor:
+        return self.kernels.rms_norm(x, self.weight, self.eps, out)
+
+    def after_adding(self, delta: Tensor | None, x: Tensor, out: Tensor) -> Tensor:
+        """Add delta to x in place (None: nothing to add), and the norm of the sum."""
+        if delta is None:
+            return self(x, out)
+        return self.kernels.add_rms_norm(x, delta, self.weight, self.eps, out)

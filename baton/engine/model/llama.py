@@ -11,112 +11,119 @@ sequence it belongs to: only attention knows sequences.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
-from torch.nn.functional import embedding
 
-from baton.engine.model.attention import PagedAttention
-from baton.engine.model.layers import ACTIVATIONS, Linear
-from baton.engine.model.rope import Rotary, rotate
+from baton.engine.kernels.base import HeadNorms
+from baton.engine.model.layers import ACTIVATIONS, Scratch, Step
+from baton.engine.model.rope import Rotary
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from baton.engine.batch import Batch
     from baton.engine.kv import KVCache
-    from baton.engine.model.attention import Attention
     from baton.engine.model.config import ModelConfig
-    from baton.engine.model.layers import Weights
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """What all layers share in one forward: the rotation of each row, where its K and V go, what it may see."""
-
-    cos: Tensor
-    sin: Tensor
-    slots: Tensor
-    attend: dict[int | None, Attention]  # by window
+    from baton.engine.model.layers import Parts
 
 
 class SelfAttention:
     """Projects, rotates, writes K and V to the cache, attends, projects back."""
 
-    def __init__(self, config: ModelConfig, weights: Weights, name: str, window: int | None) -> None:
+    def __init__(self, config: ModelConfig, parts: Parts, name: str, window: int | None) -> None:
         self.window = window
-        self.heads, self.kv_heads, self.head_dim = config.heads, config.kv_heads, config.head_dim
+        self.kernels = parts.kernels
+        self.head_dim = config.head_dim
         q, kv = config.heads * config.head_dim, config.kv_heads * config.head_dim
         names = (f"{name}.q_proj", f"{name}.k_proj", f"{name}.v_proj")
-        self.qkv = weights.linear(names, (q, kv, kv), config.hidden_size, bias=config.qkv_bias)
-        self.o = weights.linear((f"{name}.o_proj",), (config.hidden_size,), q, bias=config.o_bias)
-        self.q_norm, self.k_norm = (
-            (weights.norm(f"{name}.{part}_norm", config.head_dim, config.norm_eps) if config.qk_norm else None)
-            for part in ("q", "k")
-        )
+        self.qkv = parts.linear(names, (q, kv, kv), config.hidden_size, bias=config.qkv_bias)
+        self.o = parts.summed(f"{name}.o_proj", config.hidden_size, q, bias=config.o_bias)
+        self.norms = _head_norms(config, parts, name) if config.qk_norm else None
 
     def __call__(self, x: Tensor, step: Step, keys: Tensor, values: Tensor) -> Tensor:
-        qkv = self.qkv(x).view(len(x), -1, self.head_dim)
-        q, k, v = qkv.tensor_split((self.heads, self.heads + self.kv_heads), dim=1)
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        q, k = rotate(q, step.cos, step.sin), rotate(k, step.cos, step.sin)
-        keys.flatten(0, 1).index_put_((step.slots,), k)
-        values.flatten(0, 1).index_put_((step.slots,), v)
-        return self.o(step.attend[self.window](q, keys, values))
+        rows, take = len(x), step.scratch.take
+        qkv = self.qkv(x, take("qkv", rows, self.qkv.width)).view(rows, -1, self.head_dim)
+        query = self.kernels.rotate_and_store(qkv, step.rotation, self.norms, step.slots, keys, values)
+        attended = take("attended", rows, query.shape[1] * self.head_dim)
+        return self.o(step.attend[self.window](query, keys, values, attended), take("delta", rows, self.o.width))
+
+
+def _head_norms(config: ModelConfig, parts: Parts, name: str) -> HeadNorms:
+    query, key = (parts.weights.tensor(f"{name}.{part}_norm.weight", config.head_dim) for part in ("q", "k"))
+    return HeadNorms(query, key, config.norm_eps)
 
 
 class MLP:
     """The gated feed-forward network."""
 
-    def __init__(self, config: ModelConfig, weights: Weights, name: str) -> None:
+    def __init__(self, config: ModelConfig, parts: Parts, name: str) -> None:
         inner = config.intermediate_size
         names = (f"{name}.gate_proj", f"{name}.up_proj")
-        self.gate_up = weights.linear(names, (inner, inner), config.hidden_size, bias=config.mlp_bias)
-        self.down = weights.linear((f"{name}.down_proj",), (config.hidden_size,), inner, bias=config.mlp_bias)
-        self.act = ACTIVATIONS[config.activation]
+        self.gate_up = parts.linear(names, (inner, inner), config.hidden_size, bias=config.mlp_bias)
+        self.down = parts.summed(f"{name}.down_proj", config.hidden_size, inner, bias=config.mlp_bias)
+        self.kernels, self.activation = parts.kernels, ACTIVATIONS[config.activation]
 
-    def __call__(self, x: Tensor) -> Tensor:
-        gate, up = self.gate_up(x).chunk(2, dim=-1)
-        return self.down(self.act(gate) * up)
+    def __call__(self, x: Tensor, step: Step) -> Tensor:
+        rows, take = len(x), step.scratch.take
+        gate_up = self.gate_up(x, take("gate_up", rows, self.gate_up.width))
+        gated = self.kernels.gate(gate_up, self.activation, take("gated", rows, self.gate_up.width // 2))
+        return self.down(gated, take("delta", rows, self.down.width))
 
 
 class Layer:
-    """One pre-norm block."""
+    """One pre-norm block: adds what the last one left to the residual stream, and leaves what is to be added next."""
 
-    def __init__(self, config: ModelConfig, weights: Weights, index: int) -> None:
+    def __init__(self, config: ModelConfig, parts: Parts, index: int) -> None:
         name = f"model.layers.{index}"
-        self.input_norm = weights.norm(f"{name}.input_layernorm", config.hidden_size, config.norm_eps)
-        self.attention = SelfAttention(config, weights, f"{name}.self_attn", config.windows[index])
-        self.post_norm = weights.norm(f"{name}.post_attention_layernorm", config.hidden_size, config.norm_eps)
-        self.mlp = MLP(config, weights, f"{name}.mlp")
+        self.input_norm = parts.norm(f"{name}.input_layernorm", config.hidden_size, config.norm_eps)
+        self.attention = SelfAttention(config, parts, f"{name}.self_attn", config.windows[index])
+        self.post_norm = parts.norm(f"{name}.post_attention_layernorm", config.hidden_size, config.norm_eps)
+        self.mlp = MLP(config, parts, f"{name}.mlp")
+
+    def __call__(self, x: Tensor, delta: Tensor | None, step: Step, keys: Tensor, values: Tensor) -> Tensor:
+        normed = step.scratch.take("normed", *x.shape)
+        delta = self.attention(self.input_norm.after_adding(delta, x, normed), step, keys, values)
+        return self.mlp(self.post_norm.after_adding(delta, x, normed), step)
 
 
 class Llama:
     """Token ids in, logits out."""
 
-    def __init__(self, config: ModelConfig, weights: Weights) -> None:
-        self.config = config
+    def __init__(self, config: ModelConfig, parts: Parts) -> None:
+        self.config, self.kernels, weights = config, parts.kernels, parts.weights
         self.embed = weights.tensor("model.embed_tokens.weight", config.vocab_size, config.hidden_size)
-        self.layers = [Layer(config, weights, index) for index in range(config.layers)]
-        self.norm = weights.norm("model.norm", config.hidden_size, config.norm_eps)
+        self.layers = [Layer(config, parts, index) for index in range(config.layers)]
+        self.norm = parts.norm("model.norm", config.hidden_size, config.norm_eps)
         # A tied checkpoint that carries a head all the same means it: transformers then does not tie either.
         tied = config.tied and "lm_head.weight" not in weights.checkpoint
         head = ("lm_head",), (config.vocab_size,), config.hidden_size
-        self.head = Linear(self.embed) if tied else weights.linear(*head, bias=False)
+        self.head = self.kernels.linear(self.embed) if tied else parts.linear(*head, bias=False)
         self.rotary = Rotary(config.rope, weights.dtype, weights.device)
+        self.scratch = Scratch(weights.dtype, weights.device)
 
-    @torch.no_grad()
+    @torch.inference_mode()
     def forward(self, batch: Batch, kv: KVCache) -> Tensor:
-        """Logits of the batch's `logit_rows`, float32 [L, vocab]; K and V of all N tokens are in `kv` afterwards."""
-        block_size = kv.layout.block_size
-        attend: dict[int | None, Attention] = {
-            window: PagedAttention(batch, block_size, window) for window in set(self.config.windows)
-        }
-        step = Step(*self.rotary(batch.positions), batch.slot_mapping, attend)
-        x = embedding(batch.token_ids, self.embed)
+        """Logits of the batch's `logit_rows`, float32 [L, vocab]; K and V of all N tokens are in `kv` afterwards.
+
+        The logits are valid until the next forward, which writes its own to the same place.
+        """
+        step = self._step(batch, kv.layout.block_size)
+        x = self.scratch.take("x", len(batch.token_ids), self.config.hidden_size)
+        torch.index_select(self.embed, 0, batch.token_ids, out=x)
+        delta = None
         for layer, keys, values in zip(self.layers, kv.k, kv.v, strict=True):
-            x = x + layer.attention(layer.input_norm(x), step, keys, values)
-            x = x + layer.mlp(layer.post_norm(x))
-        return self.head(self.norm(x[batch.logit_rows])).float()
+            delta = layer(x, delta, step, keys, values)
+        return self._logits(x if delta is None else x.add_(delta), batch.logit_rows)
+
+    def _step(self, batch: Batch, block_size: int) -> Step:
+        scale = self.config.head_dim**-0.5
+        attend = {
+            window: self.kernels.attention(batch, block_size, window, scale) for window in set(self.config.windows)
+        }
+        return Step(self.rotary(batch.positions), batch.slot_mapping, attend, self.scratch)
+
+    def _logits(self, x: Tensor, rows: Tensor) -> Tensor:
+        last = torch.index_select(x, 0, rows, out=self.scratch.take("last", len(rows), x.shape[1]))
+        normed = self.norm(last, self.scratch.take("normed", *last.shape))
+        return self.head(normed, self.scratch.take("logits", len(rows), self.head.width, torch.float32))

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import xxhash
 from safetensors import SafetensorError, safe_open
 
+from baton.clock import SystemClock
 from baton.engine.model.fields import Fields, read_json_object
+from baton.engine.model.memory import drop_pages
+from baton.engine.model.quantised import REFUSED, quantised_as
 from baton.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -18,7 +23,20 @@ if TYPE_CHECKING:
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 OTHER_FORMATS = frozenset({".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack"})
-FLOATS = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float64: "float64"}
+FLOATS = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "F64": "float64"}
+
+
+@dataclass(frozen=True, slots=True)
+class LoadProgress:
+    """How far loading is: bytes as they lie on disk, tensors taken, seconds since it began."""
+
+    bytes_done: int
+    bytes_total: int
+    tensors: int
+    seconds: float
+
+
+Progress = Callable[[LoadProgress], None]
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -52,42 +70,63 @@ def _shard(index: Path, name: str) -> Path:
 def _no_weights(folder: Path) -> CheckpointError:
     others = sorted(file.name for file in folder.iterdir() if file.suffix in OTHER_FORMATS)
     if others:
-        return CheckpointError(f"{folder / others[0]}: only safetensors are loaded; convert it to {SINGLE}")
+        kind = " (GGUF: most are quantised as well)" if others[0].endswith(".gguf") else ""
+        return CheckpointError(f"{folder / others[0]}: only safetensors are loaded{kind}; convert it to {SINGLE}")
     return CheckpointError(f"{folder}: no {SINGLE} and no {INDEX}")
 
 
 class Checkpoint:
     """The tensors of a checkpoint by name. A model takes each once; what is left over at the end is an error.
 
-    All methods raise CheckpointError naming the file or the tensor.
+    Files are mapped into memory from the first look until `finish`. All methods raise CheckpointError naming the file
+    or the tensor; so does a checkpoint whose weights are quantised. `progress` is called at the start and after each
+    tensor.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, progress: Progress | None = None) -> None:
         self.folder = folder
+        self._progress = progress
+        self._clock = SystemClock()
+        self._began = self._clock.monotonic()
         self._files: dict[str, Path] = {}
+        self._dtypes: dict[str, str] = {}
         self._digests: dict[str, str] = {}
-        for file in weight_files(folder):
-            for name in self._names(file):
-                if name in self._files:
-                    raise CheckpointError(f"{file}: tensor {name} is in {self._files[name].name} as well")
-                self._files[name] = file
+        self._bytes_done = 0
+        files = weight_files(folder)
+        self._mapped: dict[Path, Any] = {file: _opened(file) for file in files}
+        self._bytes_total = sum(file.stat().st_size for file in files)
+        for file in files:
+            self._list(file)
+        self._refuse_quantised()
+        self._report()
 
     def __contains__(self, name: str) -> bool:
         return name in self._files
 
     def stored_dtype(self, name: str) -> str:
         """The dtype that a tensor has on disk."""
-        return FLOATS.get(self._read(name).dtype, "unknown")
+        self._file(name)
+        return FLOATS.get(self._dtypes[name], "unknown")
 
     def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """A tensor of this shape, as stored: a read-only view of the file, for the caller to convert."""
-        tensor = self._read(name)
+        """A tensor of this shape, as stored: a read-only view of the file, to be copied and then released."""
+        file = self._file(name)
+        try:
+            tensor: Tensor = self._mapped[file].get_tensor(name)
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"{file}: {name} cannot be read: {error}") from error
         if tensor.shape != shape:
-            raise CheckpointError(f"{self._files[name]}: {name} has shape {list(tensor.shape)}, expected {list(shape)}")
-        if tensor.dtype not in FLOATS:
-            raise CheckpointError(f"{self._files[name]}: {name} has dtype {tensor.dtype}, expected a float type")
+            raise CheckpointError(f"{file}: {name} has shape {list(tensor.shape)}, expected {list(shape)}")
+        if self._dtypes[name] not in FLOATS:
+            raise CheckpointError(f"{file}: {name} has dtype {tensor.dtype}, expected a float type")
         self._digests[name] = xxhash.xxh3_128_hexdigest(tensor.reshape(-1).view(torch.uint8).numpy().data)
         return tensor
+
+    def release(self, taken: Tensor) -> None:
+        """A tensor from `take` has been copied: count it, and keep its pages no longer."""
+        drop_pages(taken)
+        self._bytes_done += taken.nbytes
+        self._report()
 
     def finish(self) -> str:
         """A digest of all the tensors taken. Others left over are an error: the model would not be itself."""
@@ -95,22 +134,37 @@ class Checkpoint:
         if left:
             more = f" and {len(left) - 3} more" if len(left) > 3 else ""
             raise CheckpointError(f"{self._files[left[0]]}: unexpected tensors: {', '.join(left[:3])}{more}")
+        self._mapped.clear()
         lines = "".join(f"{name}={self._digests[name]}\n" for name in sorted(self._digests))
         return xxhash.xxh3_128_hexdigest(lines.encode())
 
-    def _names(self, file: Path) -> list[str]:
-        try:
-            with safe_open(file, framework="pt") as opened:
-                return list(opened.keys())
-        except (SafetensorError, OSError) as error:
-            raise CheckpointError(f"{file}: not a whole safetensors file: {error}") from error
+    def _list(self, file: Path) -> None:
+        mapped = self._mapped[file]
+        for name in mapped.keys():  # noqa: SIM118  (not a mapping: it has no iterator)
+            if name in self._files:
+                raise CheckpointError(f"{file}: tensor {name} is in {self._files[name].name} as well")
+            self._files[name] = file
+            self._dtypes[name] = str(mapped.get_slice(name).get_dtype())
 
-    def _read(self, name: str) -> Tensor:
+    def _refuse_quantised(self) -> None:
+        found = quantised_as(self._dtypes)
+        if found is not None:
+            name, method = found
+            raise CheckpointError(f"{self._files[name]}: {name} ({self._dtypes[name]}) is {method}: {REFUSED}")
+
+    def _file(self, name: str) -> Path:
         if name not in self._files:
             raise CheckpointError(f"{self.folder}: tensor {name} is missing")
-        try:
-            with safe_open(self._files[name], framework="pt") as opened:
-                tensor: Tensor = opened.get_tensor(name)
-                return tensor
-        except (SafetensorError, OSError) as error:
-            raise CheckpointError(f"{self._files[name]}: {name} cannot be read: {error}") from error
+        return self._files[name]
+
+    def _report(self) -> None:
+        if self._progress is not None:
+            seconds = self._clock.monotonic() - self._began
+            self._progress(LoadProgress(self._bytes_done, self._bytes_total, len(self._digests), seconds))
+
+
+def _opened(file: Path) -> safe_open:
+    try:
+        return safe_open(file, framework="pt")
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{file}: not a whole safetensors file: {error}") from error

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from baton.engine.kernels.base import Rotation
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -169,13 +171,7 @@ class Rotary:
         self._scale = rope.attention_factor
         self._dtype = dtype
 
-    def __call__(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """The cosines and sines, each [N, 1, head_dim / 2], for int64 positions [N]."""
-        angles = positions[:, None, None].float() * self._inv_freq
-        return (angles.cos() * self._scale).to(self._dtype), (angles.sin() * self._scale).to(self._dtype)
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the pairs (i, i + head_dim / 2) of x [N, heads, head_dim]."""
-    first, second = x.chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    def __call__(self, positions: Tensor) -> Rotation:
+        """The rotation of each row, for int64 positions [N]."""
+        angles = positions[:, None].float() * self._inv_freq
+        return Rotation((angles.cos() * self._scale).to(self._dtype), (angles.sin() * self._scale).to(self._dtype))

@@ -58,7 +58,7 @@ def _chunk(row: Row, rng: random.Random) -> int:
 
 
 def _take(rows: list[Row], chunks: list[int], wanted: list[list[int]], logits: torch.Tensor) -> None:
-    lines = iter(logits)
+    lines = iter(logits.clone())  # a backend may write the next ones to the same place
     for row, chunk, offsets in zip(rows, chunks, wanted, strict=True):
         row.logits.update((row.computed + offset, next(lines)) for offset in offsets)
         row.computed += chunk

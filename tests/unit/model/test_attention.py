@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from baton.engine.batch import Batch
-from baton.engine.model import attention
-from baton.engine.model.attention import PagedAttention
+from baton.engine.kernels import paged as attention
+from baton.engine.kernels.paged import PagedAttention
 
 HEADS, KV_HEADS, DIM, BLOCK = 6, 3, 8, 4
 
@@ -52,7 +52,9 @@ def test_any_mix(window: int | None, tile_rows: int, group_slots: int, monkeypat
     starts = torch.tensor(list(accumulate(queries, initial=0)), dtype=torch.int32)
     kv_lens = torch.tensor(contexts, dtype=torch.int32)
     batch = Batch(none, none, none, queries, contexts, starts, kv_lens, tables, none)
-    out = PagedAttention(batch, BLOCK, window)(torch.cat(query), keys, values)
+    queries_flat = torch.cat(query)
+    out = torch.empty(len(queries_flat), HEADS * DIM)
+    PagedAttention(batch, BLOCK, window, DIM**-0.5)(queries_flat, keys, values, out)
     torch.testing.assert_close(out, torch.cat(expected), atol=2e-5, rtol=1e-4)
 
 

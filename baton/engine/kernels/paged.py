@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
@@ -24,13 +24,6 @@ if TYPE_CHECKING:
 
 TILE_ROWS = 256  # bounds the mask of a chunk to TILE_ROWS x context
 GROUP_SLOTS = 65536  # bounds the copy of KV that one group of decode rows makes
-
-
-class Attention(Protocol):
-    """What a layer needs: `keys` and `values` are its caches, [blocks, block_size, kv_heads, head_dim]."""
-
-    def __call__(self, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        """Attend with query [N, heads, head_dim], whose own K and V are in the cache. Returns [N, heads * head_dim]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,9 +54,10 @@ class _Group:
 
 
 class PagedAttention:
-    """Attention of one batch. With a `window`, a token sees itself and the window - 1 positions before it."""
+    """Attention of one batch: implements `baton.engine.kernels.base.Attention` for any device and dtype."""
 
-    def __init__(self, batch: Batch, block_size: int, window: int | None) -> None:
+    def __init__(self, batch: Batch, block_size: int, window: int | None, scale: float) -> None:
+        self._scale = scale
         self._tables = batch.block_tables.to(torch.int64)
         self._block_size = block_size
         self._window = window
@@ -73,14 +67,14 @@ class PagedAttention:
         singles = [(i, row, context) for i, (row, tokens, context) in enumerate(rows) if tokens == 1]
         self._groups = [self._group(members) for members in _similar(singles, window)]
 
-    def __call__(self, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    def __call__(self, query: Tensor, keys: Tensor, values: Tensor, out: Tensor) -> Tensor:
+        result = out.view(*query.shape[:2], values.shape[-1])
         keys, values = keys.flatten(0, 1), values.flatten(0, 1)
-        out = torch.empty_like(query)
         for chunk in self._chunks:
-            _run_chunk(chunk, query, keys, values, out)
+            _run_chunk(chunk, query, keys, values, result, self._scale)
         for group in self._groups:
-            _run_group(group, query, keys, values, out)
-        return out.flatten(1)
+            _run_group(group, query, keys, values, result, self._scale)
+        return out
 
     def _chunk(self, index: int, row: int, tokens: int, context: int) -> _Chunk:
         start = context - tokens
@@ -144,7 +138,7 @@ def _similar(singles: list[tuple[int, int, int]], window: int | None) -> Iterato
         yield group
 
 
-def _run_chunk(chunk: _Chunk, query: Tensor, keys: Tensor, values: Tensor, out: Tensor) -> None:
+def _run_chunk(chunk: _Chunk, query: Tensor, keys: Tensor, values: Tensor, out: Tensor, scale: float) -> None:
     kv_heads, head_dim = keys.shape[1:]
     # [kv_heads, 1, S, head_dim]
     k, v = (cache.index_select(0, chunk.slots).transpose(0, 1)[:, None] for cache in (keys, values))
@@ -155,14 +149,16 @@ def _run_chunk(chunk: _Chunk, query: Tensor, keys: Tensor, values: Tensor, out: 
         q = query[rows].view(tokens, kv_heads, -1, head_dim).permute(1, 2, 0, 3)
         shape = (-1, q.shape[1], -1, -1)
         seen_k, seen_v = k[:, :, tile.keys].expand(shape), v[:, :, tile.keys].expand(shape)
-        result = scaled_dot_product_attention(q, seen_k, seen_v, attn_mask=tile.mask, is_causal=tile.mask is None)
+        result = scaled_dot_product_attention(
+            q, seen_k, seen_v, attn_mask=tile.mask, is_causal=tile.mask is None, scale=scale
+        )
         out[rows] = result.permute(2, 0, 1, 3).flatten(1, 2)
 
 
-def _run_group(group: _Group, query: Tensor, keys: Tensor, values: Tensor, out: Tensor) -> None:
+def _run_group(group: _Group, query: Tensor, keys: Tensor, values: Tensor, out: Tensor, scale: float) -> None:
     # [R, kv_heads, S, head_dim]; index_select copies whole rows, several times as fast as `cache[slots]`
-    shape, slots = (*group.slots.shape, *keys.shape[1:]), group.slots.view(-1)
-    k, v = (cache.index_select(0, slots).view(shape).transpose(1, 2) for cache in (keys, values))
+    shape, slots = group.slots.shape, group.slots.view(-1)
+    k, v = (cache.index_select(0, slots).view(*shape, *cache.shape[1:]).transpose(1, 2) for cache in (keys, values))
     # All query heads of a KV head see the same keys: they stand where the query rows of a sequence would.
     q = query[group.rows].view(len(group.rows), keys.shape[1], -1, keys.shape[2])
-    out[group.rows] = scaled_dot_product_attention(q, k, v, attn_mask=group.mask).flatten(1, 2)
+    out[group.rows] = scaled_dot_product_attention(q, k, v, attn_mask=group.mask, scale=scale).flatten(1, 2)

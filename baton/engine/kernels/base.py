@@ -1,0 +1,92 @@
+"""The kernels that model files are written against.
+
+One row per new token throughout. All results go to tensors that the caller owns (`out`), so that a forward in steady
+state allocates nothing. `N` is the rows of the batch; activations are contiguous and of the model's dtype.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from baton.engine.batch import Batch
+
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
+
+
+class HeadNorms(NamedTuple):
+    """The RMS norms of each query and key head before rotation (Qwen3): weights [head_dim]."""
+
+    query: Tensor
+    key: Tensor
+    eps: float
+
+
+class Rotation(NamedTuple):
+    """Cosines and sines of a forward's positions, each [N, head_dim / 2] in the model's dtype."""
+
+    cos: Tensor
+    sin: Tensor
+
+
+class Linear(Protocol):
+    """y = x W^T + b, with W [width, K]."""
+
+    @property
+    def width(self) -> int:
+        """How many features come out."""
+
+    def __call__(self, x: Tensor, out: Tensor) -> Tensor:
+        """Write the product of x [N, K] to out [N, width], of the model's dtype or float32, and return it."""
+
+
+class Attention(Protocol):
+    """Causal attention of one batch over paged KV, made once per forward and window, used by each layer."""
+
+    def __call__(self, query: Tensor, keys: Tensor, values: Tensor, out: Tensor) -> Tensor:
+        """Attend with query [N, heads, head_dim], whose own K and V are in the cache already.
+
+        `keys` [blocks, block_size, kv_heads, head_dim] and `values` [.., value_dim] are one layer's cache; they may be
+        views with strides, but the last dimension is contiguous. Writes out [N, heads * value_dim] and returns it.
+        """
+
+
+class Kernels(Protocol):
+    """One implementation for one device and dtype. Used by one thread."""
+
+    @property
+    def name(self) -> str:
+        """What `baton profile` and the logs call it."""
+
+    def linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
+        """A layer with weight [width, K], which it may use as it lies, and bias [width]."""
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, out: Tensor) -> Tensor:
+        """Writes weight * x / sqrt(mean(x^2) + eps), over the last dimension, to out; statistics in float32."""
+
+    def add_rms_norm(self, x: Tensor, delta: Tensor, weight: Tensor, eps: float, out: Tensor) -> Tensor:
+        """Add delta to x in place, then `rms_norm` of x to out."""
+
+    def rotate_and_store(
+        self,
+        qkv: Tensor,
+        rotation: Rotation,
+        norms: HeadNorms | None,
+        slots: Tensor,
+        keys: Tensor,
+        values: Tensor,
+    ) -> Tensor:
+        """Rotate queries and keys, and write keys and values to the cache.
+
+        qkv [N, heads + 2 kv_heads, head_dim] holds queries, keys and values; its query part is changed in place, and
+        returned, [N, heads, head_dim]. `slots` int64 [N] are the batch's slot_mapping; `keys` and `values` one
+        layer's cache, as in `Attention`.
+        """
+
+    def gate(self, gate_up: Tensor, activation: str, out: Tensor) -> Tensor:
+        """Writes activation(gate) * up to out [N, I], for gate_up [N, 2 I]; one of ACTIVATIONS."""
+
+    def attention(self, batch: Batch, block_size: int, window: int | None, scale: float) -> Attention:
+        """Attention for this batch. With a `window`, a token sees itself and the window - 1 positions before it."""

@@ -1,0 +1,156 @@
+/* y = x W^T + b for few rows of x: W [N, K] streams through once, as it lies in memory.
+ *
+ * A tile is NR rows of W times up to MR rows of x, over at most KB elements of K, so that the part of W stays in the
+ * first-level cache while the rows of x pass by from the second. Each output is one chain of dots over K, then one fixed
+ * tree over 16 lanes: its bits depend neither on the tile that it fell into nor on the other rows.
+ */
+#include "common.h"
+
+#ifndef BATON_LINEAR
+#define BATON_LINEAR
+#define NR 8
+#define MR 3
+#define TILE_BYTES 4096           /* of one row of W */
+#define PANEL_BYTES (384 << 10)   /* of x: stays in the second-level cache */
+#define MAX_PANEL 192             /* rows of x */
+
+INLINE __m256 halves(__m512 v) { return _mm256_add_ps(_mm512_castps512_ps256(v), _mm512_extractf32x8_ps(v, 1)); }
+
+/* The sums of eight vectors, as one vector of eight. */
+INLINE __m256 sum8(const __m512 v[8]) {
+    __m256 a = _mm256_hadd_ps(halves(v[0]), halves(v[1])), b = _mm256_hadd_ps(halves(v[2]), halves(v[3]));
+    __m256 c = _mm256_hadd_ps(halves(v[4]), halves(v[5])), d = _mm256_hadd_ps(halves(v[6]), halves(v[7]));
+    a = _mm256_hadd_ps(a, b), c = _mm256_hadd_ps(c, d);
+    return _mm256_add_ps(_mm256_permute2f128_ps(a, c, 0x20), _mm256_permute2f128_ps(a, c, 0x31));
+}
+#endif
+
+typedef struct {
+    const elem *x, *w, *bias;
+    void *y; /* elements, or float32 where `wide` */
+    long rows, n, k, stride_x, stride_y, wide;
+} NAME(linear_args);
+
+INLINE void NAME(put)(const NAME(linear_args) * a, long m, long n, int nr, __m512 sums) {
+    const __mmask16 lanes = first_lanes(nr);
+    if (a->bias) sums = _mm512_add_ps(sums, NAME(load)(a->bias + n, lanes));
+    if (a->wide)
+        _mm512_mask_storeu_ps((float *)a->y + m * a->stride_y + n, lanes, sums);
+    else
+        NAME(store)((elem *)a->y + m * a->stride_y + n, lanes, sums);
+}
+
+INLINE __m512i NAME(part)(const elem *p, long n) {
+#ifdef ELEM_BF16
+    return _mm512_maskz_loadu_epi16((__mmask32)((1ull << n) - 1), p);
+#else
+    return _mm512_maskz_loadu_epi32((__mmask16)((1u << n) - 1), p);
+#endif
+}
+
+/* acc[i][j] += x_i . w_j over `k` elements; `fetch` of the rows of W at `next` are fetched ahead. */
+INLINE void NAME(tile)(__m512 acc[MR][NR], const elem *x, long sx, const elem *w, long sw, long k, const int mr,
+                       const int nr, const elem *next, const int fetch) {
+    const long step = LANES * PAIR;
+    long at = 0;
+    for (; at + step <= k; at += step) {
+        __m512i xv[MR];
+#pragma GCC unroll 3
+        for (int i = 0; i < mr; i++) xv[i] = _mm512_loadu_si512(x + i * sx + at);
+#pragma GCC unroll 8
+        for (int j = 0; j < nr; j++) {
+            const __m512i wv = _mm512_loadu_si512(w + j * sw + at);
+            if (j < fetch) _mm_prefetch((const char *)(next + j * sw + at), _MM_HINT_T0);
+#pragma GCC unroll 3
+            for (int i = 0; i < mr; i++) acc[i][j] = NAME(dot)(acc[i][j], xv[i], wv);
+        }
+    }
+    if (at < k)
+        for (int i = 0; i < mr; i++)
+            for (int j = 0; j < nr; j++)
+                acc[i][j] = NAME(dot)(acc[i][j], NAME(part)(x + i * sx + at, k - at), NAME(part)(w + j * sw + at, k - at));
+}
+
+/* Rows [m, m + mr) against W rows [n, n + nr), K from k0 to k1; `kept` holds unfinished sums. */
+INLINE void NAME(step)(const NAME(linear_args) * a, long m, long n, long k0, long k1, const int mr, const int nr,
+                       __m512 *kept, const elem *next, const int fetch) {
+    __m512 acc[MR][NR];
+#pragma GCC unroll 3
+    for (int i = 0; i < mr; i++)
+#pragma GCC unroll 8
+        for (int j = 0; j < nr; j++) acc[i][j] = k0 ? kept[i * NR + j] : _mm512_setzero_ps();
+    NAME(tile)(acc, a->x + m * a->stride_x + k0, a->stride_x, a->w + n * a->k + k0, a->k, k1 - k0, mr, nr, next, fetch);
+    if (k1 < a->k) {
+#pragma GCC unroll 3
+        for (int i = 0; i < mr; i++)
+#pragma GCC unroll 8
+            for (int j = 0; j < nr; j++) kept[i * NR + j] = acc[i][j];
+        return;
+    }
+#pragma GCC unroll 3
+    for (int i = 0; i < mr; i++) {
+        if (nr < NR)
+            NAME(put)(a, m + i, n, 1, _mm512_set1_ps(_mm256_cvtss_f32(sum8((__m512[8]){acc[i][0]}))));
+        else
+            NAME(put)(a, m + i, n, nr, _mm512_castps256_ps512(sum8(acc[i])));
+    }
+}
+
+#define STEP(MR_, NR_, FETCH_) NAME(step)(a, m, n, k0, k1, MR_, NR_, kept, next, FETCH_)
+#define BY_ROWS(NR_, FETCH_) (mr == 3 ? STEP(3, NR_, FETCH_) : mr == 2 ? STEP(2, NR_, FETCH_) : STEP(1, NR_, FETCH_))
+
+static void NAME(pick)(const NAME(linear_args) * a, long m, int mr, long n, long k0, long k1, __m512 *kept,
+                       const elem *next, int fetch) {
+    if (fetch == 8) BY_ROWS(8, 8);
+    else if (fetch == 4) BY_ROWS(8, 4);
+    else if (fetch == 2) BY_ROWS(8, 2);
+    else if (fetch == 1) BY_ROWS(8, 1);
+    else BY_ROWS(8, 0);
+}
+
+static void NAME(single)(const NAME(linear_args) * a, long m, int mr, long n, long k0, long k1, __m512 *kept) {
+    const elem *next = a->w;
+    BY_ROWS(1, 0);
+}
+
+/* All rows of a panel of x against the W rows [begin, end). */
+static void NAME(panel)(const NAME(linear_args) * a, long first, long rows, long begin, long end, int ahead) {
+    static __thread __m512 kept[(MAX_PANEL + MR) * NR];
+    const long passes = (rows + MR - 1) / MR, most = TILE_BYTES / (long)sizeof(elem);
+    const long parts = rows > MR ? (a->k + most - 1) / most : 1;
+    const long kb = ((a->k + parts - 1) / parts + 63) / 64 * 64;
+    const int fetch = !ahead ? 0 : passes >= 8 ? 1 : passes >= 4 ? 2 : passes >= 2 ? 4 : 8;
+    long n = begin;
+    for (; n + NR <= end; n += NR)
+        for (long k0 = 0; k0 < a->k; k0 += kb) {
+            const long k1 = MIN(a->k, k0 + kb);
+            const elem *next = k1 < a->k ? a->w + n * a->k + k1 : a->w + (n + NR) * a->k;
+            for (long p = 0; p < passes; p++) {
+                const long m = rows * p / passes, stop = rows * (p + 1) / passes;
+                const int mine = n + 2 * NR <= end && p * fetch < NR ? fetch : 0;
+                NAME(pick)(a, first + m, (int)(stop - m), n, k0, k1, kept + m * NR, next + p * fetch * a->k, mine);
+            }
+        }
+    for (; n < end; n++)
+        for (long p = 0; p < passes; p++) {
+            const long m = rows * p / passes, stop = rows * (p + 1) / passes;
+            NAME(single)(a, first + m, (int)(stop - m), n, 0, a->k, kept);
+        }
+}
+
+/* The W rows are shared out among the threads, in whole cache lines of y. */
+void NAME(linear)(const NAME(linear_args) * a, int threads, int ahead) {
+    const long most = MAX(MR, MIN(MAX_PANEL, PANEL_BYTES / (long)(a->k * sizeof(elem)) / MR * MR));
+    const long panels = (a->rows + most - 1) / most;
+    const long share = ((a->n + threads - 1) / threads + 63) / 64 * 64;
+#pragma omp parallel for num_threads(threads) schedule(static, 1) if (threads > 1)
+    for (int t = 0; t < threads; t++) {
+        const long begin = MIN(a->n, t * share), end = MIN(a->n, begin + share);
+        for (long p = 0; p < panels; p++) {
+            const long first = a->rows * p / panels, rows = a->rows * (p + 1) / panels - first;
+            if (begin < end) NAME(panel)(a, first, rows, begin, end, ahead);
+        }
+    }
+}
+#undef STEP
+#undef BY_ROWS

@@ -1,0 +1,92 @@
+"""The kernels in plain torch, for any device and dtype: the reference that all others are tested against."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+from torch.nn import functional as F
+
+from baton.engine.kernels.paged import PagedAttention
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+
+    from baton.engine.batch import Batch
+    from baton.engine.kernels.base import HeadNorms, Rotation
+
+ACTIVATE: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TorchLinear:
+    """`Linear` by torch's own matrix product."""
+
+    weight: Tensor
+    bias: Tensor | None = None
+
+    @property
+    def width(self) -> int:
+        return len(self.weight)
+
+    def __call__(self, x: Tensor, out: Tensor) -> Tensor:
+        # Not torch.mm(out=): F.linear has the better kernels for bfloat16 on a CPU, and no `out`.
+        return out.copy_(F.linear(x, self.weight, self.bias))
+
+
+class TorchKernels:
+    """Implements `baton.engine.kernels.base.Kernels`."""
+
+    name = "torch"
+
+    def linear(self, weight: Tensor, bias: Tensor | None = None) -> TorchLinear:
+        return TorchLinear(weight, bias)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, out: Tensor) -> Tensor:
+        wide = x.float()
+        normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+        return torch.mul(weight, normed.to(x.dtype), out=out)
+
+    def add_rms_norm(self, x: Tensor, delta: Tensor, weight: Tensor, eps: float, out: Tensor) -> Tensor:
+        return self.rms_norm(x.add_(delta), weight, eps, out)
+
+    def rotate_and_store(
+        self,
+        qkv: Tensor,
+        rotation: Rotation,
+        norms: HeadNorms | None,
+        slots: Tensor,
+        keys: Tensor,
+        values: Tensor,
+    ) -> Tensor:
+        kv_heads = keys.shape[-2]
+        query, key, value = qkv.tensor_split((qkv.shape[1] - 2 * kv_heads, qkv.shape[1] - kv_heads), dim=1)
+        if norms is not None:
+            self.rms_norm(query, norms.query, norms.eps, query)
+            self.rms_norm(key, norms.key, norms.eps, key)
+        query.copy_(rotate(query, rotation))
+        keys.view(-1, *keys.shape[2:]).index_put_((slots,), rotate(key, rotation))
+        values.view(-1, *values.shape[2:]).index_put_((slots,), value)
+        return query
+
+    def gate(self, gate_up: Tensor, activation: str, out: Tensor) -> Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        return torch.mul(ACTIVATE[activation](gate), up, out=out)
+
+    def attention(self, batch: Batch, block_size: int, window: int | None, scale: float) -> PagedAttention:
+        return PagedAttention(batch, block_size, window, scale)
+
+
+def rotate(x: Tensor, rotation: Rotation) -> Tensor:
+    """Rotate the pairs (i, i + head_dim / 2) of x [N, heads, head_dim]."""
+    first, second = x.chunk(2, dim=-1)
+    cos, sin = rotation.cos[:, None], rotation.sin[:, None]
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
