@@ -2,17 +2,42 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
+import structlog
+import torch
+
+from baton.engine.kernels.cpu.build import Unavailable
+from baton.engine.kernels.cpu.ops import ELEMENTS, CpuKernels
+from baton.engine.kernels.cpu.profile import load_profile, profile_path
 from baton.engine.kernels.plain import TorchKernels
 
 if TYPE_CHECKING:
-    import torch
+    from pathlib import Path
 
     from baton.engine.kernels.base import Kernels
+
+log = structlog.get_logger()
+
+OLDEST_GPU = (8, 0)  # Ampere: the first with bfloat16
+
+
+def profile_of(dtype: torch.dtype) -> Path:
+    """Where the profile for this machine and torch's present number of threads lies."""
+    return profile_path(ELEMENTS[dtype], torch.get_num_threads(), torch.__version__)
 
 
 def choose_kernels(device: torch.device, dtype: torch.dtype) -> Kernels:
     """The fastest set that runs on this device."""
-    del device, dtype
-    return TorchKernels()
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) >= OLDEST_GPU and find_spec("triton"):
+        from baton.engine.kernels.gpu.ops import GpuKernels  # triton is not there for CPUs
+
+        return GpuKernels.on(device)
+    if device.type != "cpu" or dtype not in ELEMENTS:
+        return TorchKernels()
+    try:
+        return CpuKernels(dtype, load_profile(profile_of(dtype)))
+    except Unavailable as why:
+        log.info("kernels_torch", reason=str(why))
+        return TorchKernels()

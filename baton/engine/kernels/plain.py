@@ -39,7 +39,11 @@ class TorchLinear:
 
     def __call__(self, x: Tensor, out: Tensor) -> Tensor:
         # Not torch.mm(out=): F.linear has the better kernels for bfloat16 on a CPU, and no `out`.
-        return out.copy_(F.linear(x, self.weight, self.bias))
+        if out.dtype is not x.dtype:
+            return out.copy_(F.linear(x, self.weight, self.bias))
+        if self.bias is None:
+            return torch.mm(x, self.weight.t(), out=out)
+        return torch.addmm(self.bias, x, self.weight.t(), out=out)
 
 
 class TorchKernels:

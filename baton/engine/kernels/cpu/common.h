@@ -1,16 +1,16 @@
-/* What the kernels share. Each kernel file is compiled twice: once with elements of bfloat16, once of float32.
+#pragma once
+/* What the kernels share. Each kernel file is compiled twice: with elements of bfloat16 (ELEM_BF16), and of float32.
  *
  * A "word" is 32 bits: two bfloat16 or one float32. A vector of 16 words times a vector of 16 words, summed into
  * 16 float32 lanes (`dot`), is the one operation that all matrix work here is made of.
  */
 #include <immintrin.h>
 #include <math.h>
+#include <omp.h>
 #include <stddef.h>
 #include <stdint.h>
 #include <string.h>
 
-#ifndef BATON_COMMON
-#define BATON_COMMON
 #define INLINE static inline __attribute__((always_inline))
 #define LANES 16
 #define MIN(a, b) ((a) < (b) ? (a) : (b))
@@ -36,23 +36,19 @@ INLINE __m512 exp16(__m512 x) {
     p = _mm512_fmadd_ps(p, _mm512_mul_ps(r, r), _mm512_add_ps(r, _mm512_set1_ps(1.0f)));
     return _mm512_maskz_scalef_ps(alive, p, n);
 }
-#endif
 
-#undef NAME
-#undef PAIR
 #ifdef ELEM_BF16
 #define NAME(f) JOIN(f, bf16)
 #define PAIR 2
-typedef uint16_t JOIN(elem, bf16);
+typedef uint16_t elem;
 #else
 #define NAME(f) JOIN(f, f32)
 #define PAIR 1
-typedef float JOIN(elem, f32);
+typedef float elem;
 #endif
-#define elem NAME(elem)
 
 /* acc + a * b over the elements of each word. */
-INLINE __m512 NAME(dot)(__m512 acc, __m512i a, __m512i b) {
+INLINE __m512 dot(__m512 acc, __m512i a, __m512i b) {
 #ifdef ELEM_BF16
     return _mm512_dpbf16_ps(acc, (__m512bh)a, (__m512bh)b);
 #else
@@ -61,7 +57,7 @@ INLINE __m512 NAME(dot)(__m512 acc, __m512i a, __m512i b) {
 }
 
 /* Up to 16 elements as float32, and back (to the nearest, ties to even). */
-INLINE __m512 NAME(load)(const elem *p, __mmask16 lanes) {
+INLINE __m512 load(const elem *p, __mmask16 lanes) {
 #ifdef ELEM_BF16
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(lanes, p)), 16));
 #else
@@ -69,7 +65,7 @@ INLINE __m512 NAME(load)(const elem *p, __mmask16 lanes) {
 #endif
 }
 
-INLINE void NAME(store)(elem *p, __mmask16 lanes, __m512 x) {
+INLINE void store(elem *p, __mmask16 lanes, __m512 x) {
 #ifdef ELEM_BF16
     _mm256_mask_storeu_epi16(p, lanes, (__m256i)_mm512_cvtneps_pbh(x));
 #else
@@ -77,7 +73,7 @@ INLINE void NAME(store)(elem *p, __mmask16 lanes, __m512 x) {
 #endif
 }
 
-INLINE __m512 NAME(rounded)(__m512 x) {
+INLINE __m512 rounded(__m512 x) {
 #ifdef ELEM_BF16
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(x)), 16));
 #else

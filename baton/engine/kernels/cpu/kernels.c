@@ -1,6 +1,4 @@
-/* All kernels, for both kinds of elements, as one translation unit. */
-#define ELEM_BF16
+/* All kernels for one kind of elements, as one translation unit. */
 #include "linear.c"
-#undef ELEM_BF16
-#undef elem
-#include "linear.c"
+#include "attention.c"
+#include "elementwise.c"

@@ -6,8 +6,6 @@
  */
 #include "common.h"
 
-#ifndef BATON_LINEAR
-#define BATON_LINEAR
 #define NR 8
 #define MR 3
 #define TILE_BYTES 4096           /* of one row of W */
@@ -23,24 +21,23 @@ INLINE __m256 sum8(const __m512 v[8]) {
     a = _mm256_hadd_ps(a, b), c = _mm256_hadd_ps(c, d);
     return _mm256_add_ps(_mm256_permute2f128_ps(a, c, 0x20), _mm256_permute2f128_ps(a, c, 0x31));
 }
-#endif
 
 typedef struct {
     const elem *x, *w, *bias;
     void *y; /* elements, or float32 where `wide` */
     long rows, n, k, stride_x, stride_y, wide;
-} NAME(linear_args);
+} linear_args;
 
-INLINE void NAME(put)(const NAME(linear_args) * a, long m, long n, int nr, __m512 sums) {
+INLINE void put(const linear_args * a, long m, long n, int nr, __m512 sums) {
     const __mmask16 lanes = first_lanes(nr);
-    if (a->bias) sums = _mm512_add_ps(sums, NAME(load)(a->bias + n, lanes));
+    if (a->bias) sums = _mm512_add_ps(sums, load(a->bias + n, lanes));
     if (a->wide)
         _mm512_mask_storeu_ps((float *)a->y + m * a->stride_y + n, lanes, sums);
     else
-        NAME(store)((elem *)a->y + m * a->stride_y + n, lanes, sums);
+        store((elem *)a->y + m * a->stride_y + n, lanes, sums);
 }
 
-INLINE __m512i NAME(part)(const elem *p, long n) {
+INLINE __m512i part(const elem *p, long n) {
 #ifdef ELEM_BF16
     return _mm512_maskz_loadu_epi16((__mmask32)((1ull << n) - 1), p);
 #else
@@ -49,7 +46,7 @@ INLINE __m512i NAME(part)(const elem *p, long n) {
 }
 
 /* acc[i][j] += x_i . w_j over `k` elements; `fetch` of the rows of W at `next` are fetched ahead. */
-INLINE void NAME(tile)(__m512 acc[MR][NR], const elem *x, long sx, const elem *w, long sw, long k, const int mr,
+INLINE void tile(__m512 acc[MR][NR], const elem *x, long sx, const elem *w, long sw, long k, const int mr,
                        const int nr, const elem *next, const int fetch) {
     const long step = LANES * PAIR;
     long at = 0;
@@ -62,24 +59,24 @@ INLINE void NAME(tile)(__m512 acc[MR][NR], const elem *x, long sx, const elem *w
             const __m512i wv = _mm512_loadu_si512(w + j * sw + at);
             if (j < fetch) _mm_prefetch((const char *)(next + j * sw + at), _MM_HINT_T0);
 #pragma GCC unroll 3
-            for (int i = 0; i < mr; i++) acc[i][j] = NAME(dot)(acc[i][j], xv[i], wv);
+            for (int i = 0; i < mr; i++) acc[i][j] = dot(acc[i][j], xv[i], wv);
         }
     }
     if (at < k)
         for (int i = 0; i < mr; i++)
             for (int j = 0; j < nr; j++)
-                acc[i][j] = NAME(dot)(acc[i][j], NAME(part)(x + i * sx + at, k - at), NAME(part)(w + j * sw + at, k - at));
+                acc[i][j] = dot(acc[i][j], part(x + i * sx + at, k - at), part(w + j * sw + at, k - at));
 }
 
 /* Rows [m, m + mr) against W rows [n, n + nr), K from k0 to k1; `kept` holds unfinished sums. */
-INLINE void NAME(step)(const NAME(linear_args) * a, long m, long n, long k0, long k1, const int mr, const int nr,
+INLINE void step(const linear_args * a, long m, long n, long k0, long k1, const int mr, const int nr,
                        __m512 *kept, const elem *next, const int fetch) {
     __m512 acc[MR][NR];
 #pragma GCC unroll 3
     for (int i = 0; i < mr; i++)
 #pragma GCC unroll 8
         for (int j = 0; j < nr; j++) acc[i][j] = k0 ? kept[i * NR + j] : _mm512_setzero_ps();
-    NAME(tile)(acc, a->x + m * a->stride_x + k0, a->stride_x, a->w + n * a->k + k0, a->k, k1 - k0, mr, nr, next, fetch);
+    tile(acc, a->x + m * a->stride_x + k0, a->stride_x, a->w + n * a->k + k0, a->k, k1 - k0, mr, nr, next, fetch);
     if (k1 < a->k) {
 #pragma GCC unroll 3
         for (int i = 0; i < mr; i++)
@@ -89,17 +86,17 @@ INLINE void NAME(step)(const NAME(linear_args) * a, long m, long n, long k0, lon
     }
 #pragma GCC unroll 3
     for (int i = 0; i < mr; i++) {
-        if (nr < NR)
-            NAME(put)(a, m + i, n, 1, _mm512_set1_ps(_mm256_cvtss_f32(sum8((__m512[8]){acc[i][0]}))));
-        else
-            NAME(put)(a, m + i, n, nr, _mm512_castps256_ps512(sum8(acc[i])));
+        __m512 sums[NR] = {0};
+#pragma GCC unroll 8
+        for (int j = 0; j < nr; j++) sums[j] = acc[i][j];
+        put(a, m + i, n, nr, _mm512_castps256_ps512(sum8(sums)));
     }
 }
 
-#define STEP(MR_, NR_, FETCH_) NAME(step)(a, m, n, k0, k1, MR_, NR_, kept, next, FETCH_)
+#define STEP(MR_, NR_, FETCH_) step(a, m, n, k0, k1, MR_, NR_, kept, next, FETCH_)
 #define BY_ROWS(NR_, FETCH_) (mr == 3 ? STEP(3, NR_, FETCH_) : mr == 2 ? STEP(2, NR_, FETCH_) : STEP(1, NR_, FETCH_))
 
-static void NAME(pick)(const NAME(linear_args) * a, long m, int mr, long n, long k0, long k1, __m512 *kept,
+static void pick(const linear_args * a, long m, int mr, long n, long k0, long k1, __m512 *kept,
                        const elem *next, int fetch) {
     if (fetch == 8) BY_ROWS(8, 8);
     else if (fetch == 4) BY_ROWS(8, 4);
@@ -108,38 +105,42 @@ static void NAME(pick)(const NAME(linear_args) * a, long m, int mr, long n, long
     else BY_ROWS(8, 0);
 }
 
-static void NAME(single)(const NAME(linear_args) * a, long m, int mr, long n, long k0, long k1, __m512 *kept) {
+/* Few rows of W at a time: what is left over at the end, and one or two rows of x, for which the processor itself
+ * fetches ahead best. */
+static void few(const linear_args *a, long m, int mr, long n, long end) {
     const elem *next = a->w;
-    BY_ROWS(1, 0);
+    const long k0 = 0, k1 = a->k;
+    __m512 *kept = NULL;
+    for (; n + 4 <= end; n += 4) BY_ROWS(4, 0);
+    for (; n < end; n++) BY_ROWS(1, 0);
 }
 
 /* All rows of a panel of x against the W rows [begin, end). */
-static void NAME(panel)(const NAME(linear_args) * a, long first, long rows, long begin, long end, int ahead) {
+static void panel(const linear_args * a, long first, long rows, long begin, long end, int ahead) {
     static __thread __m512 kept[(MAX_PANEL + MR) * NR];
     const long passes = (rows + MR - 1) / MR, most = TILE_BYTES / (long)sizeof(elem);
     const long parts = rows > MR ? (a->k + most - 1) / most : 1;
     const long kb = ((a->k + parts - 1) / parts + 63) / 64 * 64;
     const int fetch = !ahead ? 0 : passes >= 8 ? 1 : passes >= 4 ? 2 : passes >= 2 ? 4 : 8;
     long n = begin;
-    for (; n + NR <= end; n += NR)
+    for (; n + NR <= end && rows > 2; n += NR)
         for (long k0 = 0; k0 < a->k; k0 += kb) {
             const long k1 = MIN(a->k, k0 + kb);
             const elem *next = k1 < a->k ? a->w + n * a->k + k1 : a->w + (n + NR) * a->k;
             for (long p = 0; p < passes; p++) {
                 const long m = rows * p / passes, stop = rows * (p + 1) / passes;
                 const int mine = n + 2 * NR <= end && p * fetch < NR ? fetch : 0;
-                NAME(pick)(a, first + m, (int)(stop - m), n, k0, k1, kept + m * NR, next + p * fetch * a->k, mine);
+                pick(a, first + m, (int)(stop - m), n, k0, k1, kept + m * NR, next + p * fetch * a->k, mine);
             }
         }
-    for (; n < end; n++)
-        for (long p = 0; p < passes; p++) {
-            const long m = rows * p / passes, stop = rows * (p + 1) / passes;
-            NAME(single)(a, first + m, (int)(stop - m), n, 0, a->k, kept);
-        }
+    for (long p = 0; p < passes && n < end; p++) {
+        const long m = rows * p / passes, stop = rows * (p + 1) / passes;
+        few(a, first + m, (int)(stop - m), n, end);
+    }
 }
 
 /* The W rows are shared out among the threads, in whole cache lines of y. */
-void NAME(linear)(const NAME(linear_args) * a, int threads, int ahead) {
+void NAME(linear)(const linear_args * a, int threads, int ahead) {
     const long most = MAX(MR, MIN(MAX_PANEL, PANEL_BYTES / (long)(a->k * sizeof(elem)) / MR * MR));
     const long panels = (a->rows + most - 1) / most;
     const long share = ((a->n + threads - 1) / threads + 63) / 64 * 64;
@@ -148,7 +149,7 @@ void NAME(linear)(const NAME(linear_args) * a, int threads, int ahead) {
         const long begin = MIN(a->n, t * share), end = MIN(a->n, begin + share);
         for (long p = 0; p < panels; p++) {
             const long first = a->rows * p / panels, rows = a->rows * (p + 1) / panels - first;
-            if (begin < end) NAME(panel)(a, first, rows, begin, end, ahead);
+            if (begin < end) panel(a, first, rows, begin, end, ahead);
         }
     }
 }

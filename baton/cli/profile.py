@@ -1,0 +1,88 @@
+"""`baton profile`: find out which kernels are the fastest on this machine for a model, and keep it for the workers."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from baton.config import load_config
+from baton.core import Role
+from baton.engine.kernels.choose import profile_of
+from baton.engine.kernels.cpu.measure import Point, make_profile, measure_attention, measure_linear
+from baton.engine.kernels.cpu.ops import CpuKernels
+from baton.engine.kernels.cpu.profile import load_profile, save_profile
+from baton.engine.model.build import TransformerBackend
+from baton.errors import ConfigError
+from baton.worker.build import load_backend
+from baton.worker.settings import from_config
+
+if TYPE_CHECKING:
+    from baton.worker.settings import WorkerSettings
+
+
+def profile(file: Path, sets: list[str], *, as_json: bool) -> None:
+    """Measure for each number of threads that the pools of a cluster file use. Raises ConfigError, CheckpointError."""
+    config = load_config(file, sets)
+    pools = {settings.threads: settings for settings in (from_config(config, role, 0) for role in Role)}
+    reports = [_profile_pool(settings) for settings in pools.values()]
+    if as_json:
+        typer.echo(json.dumps(reports))
+
+
+def _profile_pool(settings: WorkerSettings) -> dict[str, object]:
+    if settings.threads is not None:
+        torch.set_num_threads(settings.threads)
+    backend = load_backend(replace(settings, device="cpu"))
+    kernels = backend.model.kernels if isinstance(backend, TransformerBackend) else None
+    if not (isinstance(backend, TransformerBackend) and isinstance(kernels, CpuKernels)):
+        raise ConfigError(
+            f"model.path: {settings.model_path} does not run on the compiled CPU kernels here; nothing to profile"
+        )
+    console = Console(stderr=True)
+    points: list[Point] = []
+    for width, k in sorted(kernels.shapes):
+        console.print(f"measuring [{width}, {k}] with {torch.get_num_threads()} threads ...")
+        points += measure_linear(kernels, width, k)
+    return _kept(kernels, points, _attention(kernels, backend))
+
+
+def _attention(kernels: CpuKernels, backend: TransformerBackend) -> list[float] | None:
+    layout, config = backend.layout, backend.model.config
+    if layout.tensors != ("k", "v"):
+        return None
+    return measure_attention(kernels, config.heads, layout.kv_heads, layout.head_dim)
+
+
+def _kept(kernels: CpuKernels, points: list[Point], attention: list[float] | None) -> dict[str, object]:
+    path, found = profile_of(kernels.dtype), make_profile(points, attention)
+    save_profile(path, load_profile(path).merged(found))
+    table = Table("weight", "rows", "flat GFLOP/s", "full GFLOP/s", "flat GB/s", "flat / full")
+    for p in points:
+        work, size = 2 * p.width * p.k * p.rows / 1e9, p.width * p.k * kernels.dtype.itemsize / 1e9
+        ratio = p.full_s / p.flat_s
+        figures = (f"{work / p.flat_s:.0f}", f"{work / p.full_s:.0f}", f"{size / p.flat_s:.1f}", f"{ratio:.2f}")
+        table.add_row(f"{p.width} x {p.k}", str(p.rows), *figures)
+    console = Console(stderr=True)
+    console.print(table)
+    for (width, k), rows in sorted(found.rows.items()):
+        console.print(f"{width} x {k}: flat kernel up to {rows} rows")
+    if attention is not None:
+        unified = "preset" if found.unified_max is not None else "running"
+        times = f"running {attention[0] * 1e6:.0f} us, preset {attention[1] * 1e6:.0f} us"
+        console.print(f"attention: {unified} maximum ({times})")
+    console.print(f"kept in {path}")
+    return {
+        "path": str(path),
+        "threads": torch.get_num_threads(),
+        "dtype": str(kernels.dtype).removeprefix("torch."),
+        "flat_rows": {f"{width}x{k}": rows for (width, k), rows in sorted(found.rows.items())},
+        "unified_max": found.unified_max,
+        "points": [p._asdict() for p in points],
+    }

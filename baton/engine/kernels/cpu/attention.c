@@ -1,0 +1,391 @@
+/* Causal attention over paged keys and values, for any mix of prompt chunks and decode rows.
+ *
+ * The work is cut into tasks: some query tokens and heads of one sequence against a range of its positions. A task walks
+ * that range in chunks of CHUNK positions. Of each chunk, keys are turned so that 16 of them lie in the lanes of a
+ * vector, and values so that the elements of one word belong to neighbouring positions; both products are then dots.
+ * Ranges of one row that were cut in splits leave (maximum, sum, weighted values), and are put together at the end.
+ *
+ * Softmax keeps a running maximum, or (`unified`) subtracts one preset constant instead, so that nothing is rescaled;
+ * a row whose scores leave the range that is safe for that is computed again with its running maximum.
+ */
+#include "common.h"
+
+#define CHUNK 64
+#define GROUPS (CHUNK / LANES)
+#define MAX_ROWS 128
+#define MAX_DIM 576
+#define ROWS_AT_ONCE 6
+#define SAFE 60.0f /* exp of it, and of minus it, are far from the ends of float32 */
+
+typedef struct {
+    int32_t sequence, token, tokens, head, heads, begin, end, partial, splits;
+} task_t;
+
+/* 16 vectors of 16 words, turned: out[w * CHUNK + i] = rows[i][w]. */
+INLINE void turn(__m512i r[16], int32_t *out) {
+    __m512i t[16];
+#pragma GCC unroll 8
+    for (int i = 0; i < 16; i += 2) {
+        t[i] = _mm512_unpacklo_epi32(r[i], r[i + 1]);
+        t[i + 1] = _mm512_unpackhi_epi32(r[i], r[i + 1]);
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < 16; i += 4) {
+        r[i] = _mm512_unpacklo_epi64(t[i], t[i + 2]);
+        r[i + 1] = _mm512_unpackhi_epi64(t[i], t[i + 2]);
+        r[i + 2] = _mm512_unpacklo_epi64(t[i + 1], t[i + 3]);
+        r[i + 3] = _mm512_unpackhi_epi64(t[i + 1], t[i + 3]);
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; i++) {
+        __m512i a = _mm512_shuffle_i32x4(r[i], r[i + 4], 0x88), b = _mm512_shuffle_i32x4(r[i], r[i + 4], 0xdd);
+        __m512i c = _mm512_shuffle_i32x4(r[i + 8], r[i + 12], 0x88), d = _mm512_shuffle_i32x4(r[i + 8], r[i + 12], 0xdd);
+        _mm512_storeu_si512(out + (long)i * CHUNK, _mm512_shuffle_i32x4(a, c, 0x88));
+        _mm512_storeu_si512(out + (long)(i + 8) * CHUNK, _mm512_shuffle_i32x4(a, c, 0xdd));
+        _mm512_storeu_si512(out + (long)(i + 4) * CHUNK, _mm512_shuffle_i32x4(b, d, 0x88));
+        _mm512_storeu_si512(out + (long)(i + 12) * CHUNK, _mm512_shuffle_i32x4(b, d, 0xdd));
+    }
+}
+
+/* What one thread works in. */
+typedef struct {
+    int32_t keys[MAX_DIM * CHUNK];
+    int32_t values[MAX_DIM * CHUNK];
+    float scores[MAX_ROWS * CHUNK];
+    int32_t weights[MAX_ROWS * CHUNK]; /* elements, CHUNK of them to a row */
+    float sums[MAX_ROWS * MAX_DIM];
+    float most[MAX_ROWS], total[MAX_ROWS], shrink[MAX_ROWS];
+    long limit[MAX_ROWS], lower[MAX_ROWS];
+    int again[MAX_ROWS];
+} __attribute__((aligned(64))) room_t;
+
+/* Cut the batch into tasks; returns how many, at most `capacity`, or -1. Splits get places in the list of partials. */
+long NAME(attention_plan)(task_t *tasks, long capacity, const int32_t *starts, const int32_t *lens, long sequences,
+                    long heads, long kv_heads, long window, long threads, long forced, int32_t *partials) {
+    const long group = heads / kv_heads, whole = MAX(1, MIN(kv_heads, MAX_ROWS / group));
+    long n = 0, used = 0, singles = 0;
+    for (long s = 0; s < sequences; s++) singles += starts[s + 1] - starts[s] == 1;
+    for (long s = 0; s < sequences; s++) {
+        const long count = starts[s + 1] - starts[s], len = lens[s], first = len - count;
+        /* Decode rows take all heads at once, so that KV streams by as it lies; unless that leaves a thread idle. */
+        const long kv_step = count > 1 ? 1 : singles >= threads ? whole : MIN(whole, MAX(1, kv_heads * singles / threads));
+        const long heads_step = MIN(kv_step * group, MAX_ROWS), step = count > 1 ? MAX(1, 64 / group) : 1;
+        for (long head = 0; head < heads;) {
+            /* A task's heads are of whole groups, or all of one group. */
+            const long here = MIN(heads_step, group <= MAX_ROWS ? heads - head : group - head % group);
+            for (long t = 0; t < count; t += step) {
+                const long tokens = MIN(step, count - t), end = first + t + tokens;
+                const long begin = window ? MAX(0, first + t + 1 - window) : 0, length = end - begin;
+                const long units = singles * ((heads + heads_step - 1) / heads_step);
+                long splits = count > 1 ? 1 : MIN((2 * threads + units - 1) / units, (length + 255) / 256);
+                if (forced && count == 1) splits = forced;
+                if (units >= threads && !forced) splits = 1;
+                const long per = ((length + splits - 1) / splits + CHUNK - 1) / CHUNK * CHUNK;
+                for (long i = 0; i < splits; i++) {
+                    if (n == capacity) return -1;
+                    const long a = MIN(end, begin + i * per), b = MIN(end, a + per);
+                    tasks[n++] = (task_t){s, t, tokens, head, here, a, b, splits > 1 ? used : -1, i ? 0 : splits};
+                    used += splits > 1 ? here : 0;
+                }
+            }
+            head += here;
+        }
+    }
+    *partials = used;
+    return n;
+}
+
+typedef struct {
+    const elem *query, *keys, *values;
+    elem *out;
+    const int32_t *tables, *starts, *lens;
+    const task_t *tasks;
+    float *partials;
+    long count, heads, kv_heads, dim, value_dim, block_size, table_stride, query_stride, out_stride;
+    long k_block, k_token, k_head, v_block, v_token, v_head, window, unified;
+    float scale, phi;
+} attention_args;
+
+#define WORDS(n) (((n) + PAIR - 1) / PAIR)
+
+/* Where position `p` of one KV head lies. */
+INLINE const elem *key_at(const attention_args *a, const int32_t *table, long kv_head, long p) {
+    return a->keys + table[p / a->block_size] * a->k_block + p % a->block_size * a->k_token + kv_head * a->k_head;
+}
+
+INLINE const elem *value_at(const attention_args *a, const int32_t *table, long kv_head, long p) {
+    return a->values + table[p / a->block_size] * a->v_block + p % a->block_size * a->v_token + kv_head * a->v_head;
+}
+
+/* KV does not lie as hardware guesses it: what the next chunk needs is asked for while this one is computed. */
+INLINE void fetch(const elem *row, long n) {
+    for (long i = 0; i < n * (long)sizeof(elem); i += 64) _mm_prefetch((const char *)row + i, _MM_HINT_T0);
+}
+
+/* Keys of the chunk that starts at `at`, turned; rows behind `end` are zero. */
+static void turn_keys(const attention_args * a, const int32_t *table, long kv_head, long at, long end,
+                      long last, room_t *room) {
+    const long words = WORDS(a->dim);
+    for (long g = 0; g < GROUPS; g++) {
+        const elem *rows[LANES];
+        const long here = MAX(0, MIN(LANES, end - at - g * LANES));
+        for (long i = 0; i < here; i++) {
+            rows[i] = key_at(a, table, kv_head, at + g * LANES + i);
+            const long later = at + CHUNK + g * LANES + i;
+            if (later < last) fetch(key_at(a, table, kv_head, later), a->dim);
+        }
+        for (long w = 0; w < words; w += LANES) {
+            const __mmask16 lanes = first_lanes(words - w);
+            __m512i r[LANES];
+            for (long i = 0; i < LANES; i++)
+                r[i] = i < here ? _mm512_maskz_loadu_epi32(lanes, rows[i] + w * PAIR) : _mm512_setzero_si512();
+            turn(r, room->keys + w * CHUNK + g * LANES);
+        }
+    }
+}
+
+/* Values of the chunk: word j of row c holds element j of positions at + c * PAIR and its neighbour. */
+static void pair_values(const attention_args * a, const int32_t *table, long kv_head, long at, long end,
+                        long last, room_t *room) {
+    for (long c = 0; c < CHUNK / PAIR && at + c * PAIR < end; c++) {
+        const elem *rows[2] = {NULL, NULL};
+        for (long i = 0; i < PAIR && at + c * PAIR + i < end; i++) {
+            rows[i] = value_at(a, table, kv_head, at + c * PAIR + i);
+            const long later = at + CHUNK + c * PAIR + i;
+            if (later < last) fetch(value_at(a, table, kv_head, later), a->value_dim);
+        }
+        int32_t *out = room->values + c * a->value_dim;
+        for (long d = 0; d < a->value_dim; d += LANES) {
+#ifdef ELEM_BF16
+            __m512i low = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)(rows[0] + d)));
+            if (rows[1])
+                low = _mm512_or_si512(low, _mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)(rows[1] + d))), 16));
+            _mm512_storeu_si512(out + d, low);
+#else
+            _mm512_storeu_si512(out + d, _mm512_loadu_si512(rows[0] + d));
+#endif
+        }
+    }
+}
+
+/* out[i][0..64) = sum over words of left[i][w] . right[w][0..64), for `n` rows. */
+INLINE void score_tile(const elem *const *left, long words, const int32_t *right, float *out, const int n) {
+    __m512 acc[ROWS_AT_ONCE][GROUPS];
+#pragma GCC unroll 6
+    for (int i = 0; i < n; i++)
+#pragma GCC unroll 4
+        for (int j = 0; j < GROUPS; j++) acc[i][j] = _mm512_setzero_ps();
+    for (long w = 0; w < words; w++) {
+        __m512i k[GROUPS];
+#pragma GCC unroll 4
+        for (int j = 0; j < GROUPS; j++) k[j] = _mm512_loadu_si512(right + w * CHUNK + j * LANES);
+#pragma GCC unroll 6
+        for (int i = 0; i < n; i++) {
+            const __m512i q = _mm512_set1_epi32(((const int32_t *)left[i])[w]);
+#pragma GCC unroll 4
+            for (int j = 0; j < GROUPS; j++) acc[i][j] = dot(acc[i][j], q, k[j]);
+        }
+    }
+#pragma GCC unroll 6
+    for (int i = 0; i < n; i++)
+#pragma GCC unroll 4
+        for (int j = 0; j < GROUPS; j++) _mm512_storeu_ps(out + i * CHUNK + j * LANES, acc[i][j]);
+}
+
+/* sums[i][0..16 v) = sums[i] * shrink[i] + sum over words of weights[i][w] . values[w][0..16 v). */
+INLINE void value_tile(const int32_t *weights, long words, const int32_t *values, long stride, float *sums,
+                             const float *shrink, const int n, const int v) {
+    __m512 acc[ROWS_AT_ONCE][4];
+#pragma GCC unroll 6
+    for (int i = 0; i < n; i++)
+#pragma GCC unroll 4
+        for (int j = 0; j < v; j++)
+            acc[i][j] = _mm512_mul_ps(_mm512_loadu_ps(sums + i * stride + j * LANES), _mm512_set1_ps(shrink[i]));
+    for (long w = 0; w < words; w++) {
+        __m512i r[4];
+#pragma GCC unroll 4
+        for (int j = 0; j < v; j++) r[j] = _mm512_loadu_si512(values + w * stride + j * LANES);
+#pragma GCC unroll 6
+        for (int i = 0; i < n; i++) {
+            const __m512i p = _mm512_set1_epi32(weights[i * CHUNK + w]);
+#pragma GCC unroll 4
+            for (int j = 0; j < v; j++) acc[i][j] = dot(acc[i][j], p, r[j]);
+        }
+    }
+#pragma GCC unroll 6
+    for (int i = 0; i < n; i++)
+#pragma GCC unroll 4
+        for (int j = 0; j < v; j++) _mm512_storeu_ps(sums + i * stride + j * LANES, acc[i][j]);
+}
+
+#define BY_COUNT(call, n)                                                                                              \
+    switch (n) {                                                                                                       \
+    case 1: call(1); break;                                                                                            \
+    case 2: call(2); break;                                                                                            \
+    case 3: call(3); break;                                                                                            \
+    case 4: call(4); break;                                                                                            \
+    case 5: call(5); break;                                                                                            \
+    case 6: call(6); break;                                                                                            \
+    }
+
+static void scores(const elem *const *left, long words, const int32_t *right, float *out, long n) {
+#define CALL(N) score_tile(left, words, right, out, N)
+    BY_COUNT(CALL, n)
+#undef CALL
+}
+
+static void weigh(const int32_t *weights, long words, const int32_t *values, long stride, float *sums,
+                        const float *shrink, long n) {
+    for (long d = 0; d < stride; d += 4 * LANES) {
+        const long v = MIN(4, (stride - d) / LANES);
+#define CALL(N)                                                                                                        \
+    (v == 4   ? value_tile(weights, words, values + d, stride, sums + d, shrink, N, 4)                           \
+     : v == 3 ? value_tile(weights, words, values + d, stride, sums + d, shrink, N, 3)                           \
+     : v == 2 ? value_tile(weights, words, values + d, stride, sums + d, shrink, N, 2)                           \
+              : value_tile(weights, words, values + d, stride, sums + d, shrink, N, 1))
+        BY_COUNT(CALL, n)
+#undef CALL
+    }
+}
+
+/* Turns the scores of row `r` of the chunk at `at` into weights, and brings its maximum and total up to date. */
+static void soften(const attention_args * a, room_t *room, long r, long at, int unified) {
+    const __m512 scale = _mm512_set1_ps(a->scale), none = _mm512_set1_ps(-INFINITY);
+    float *scores = room->scores + r * CHUNK;
+    __mmask16 seen[GROUPS];
+    __m512 s[GROUPS], best = none;
+    for (int j = 0; j < GROUPS; j++) {
+        const long first = at + j * LANES;
+        seen[j] = first_lanes(room->limit[r] - first) & (__mmask16)~first_lanes(room->lower[r] - first);
+        s[j] = _mm512_mask_mul_ps(none, seen[j], _mm512_loadu_ps(scores + j * LANES), scale);
+        best = _mm512_max_ps(best, s[j]);
+    }
+    const float before = room->most[r], top = fmaxf(before, _mm512_reduce_max_ps(best));
+    const float base = unified ? a->phi : top;
+    elem *weights = (elem *)(room->weights + r * CHUNK);
+    __m512 sum = _mm512_setzero_ps();
+    for (int j = 0; j < GROUPS; j++) {
+        const __m512 p = _mm512_maskz_mov_ps(seen[j], exp16(_mm512_sub_ps(s[j], _mm512_set1_ps(base))));
+        sum = _mm512_add_ps(sum, p);
+        store(weights + j * LANES, 0xffff, p);
+    }
+    room->shrink[r] = unified || before == top ? 1.0f : _mm512_cvtss_f32(exp16(_mm512_set1_ps(before - top)));
+    room->total[r] = room->total[r] * room->shrink[r] + _mm512_reduce_add_ps(sum);
+    room->most[r] = top;
+}
+
+/* Rows [first, first + n) of one KV head against the chunk at `at`; their queries are at `left`. */
+static void chunk(const attention_args * a, room_t *room, const elem *const *left, long first, long n,
+                        long at, long end, int unified) {
+    const long words = WORDS(MIN(CHUNK, end - at));
+    const long parts = (n + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE;
+    for (long p = 0; p < parts; p++) {
+        const long r = first + n * p / parts, stop = first + n * (p + 1) / parts;
+        scores(left + r, WORDS(a->dim), room->keys, room->scores + r * CHUNK, stop - r);
+        for (long i = r; i < stop; i++) soften(a, room, i, at, unified);
+        weigh(room->weights + r * CHUNK, words, room->values, a->value_dim, room->sums + r * a->value_dim,
+                    room->shrink + r, stop - r);
+    }
+}
+
+/* Rows of one task: token `row % tokens`... of each head; heads of one KV head lie side by side. */
+static void run(const attention_args * a, const task_t *t, room_t *room, const int *rows, long n,
+                      int unified) {
+    const elem *left[MAX_ROWS];
+    const long group = a->heads / a->kv_heads, start = a->starts[t->sequence];
+    const long context = a->lens[t->sequence] - (a->starts[t->sequence + 1] - start);
+    const int32_t *table = a->tables + t->sequence * a->table_stride;
+    long bound[MAX_ROWS + 1], kv_heads = 0, last = -1;
+    for (long i = 0; i < n; i++) {
+        const long head = t->head + rows[i] / t->tokens, token = t->token + rows[i] % t->tokens;
+        left[i] = a->query + (start + token) * a->query_stride + head * a->dim;
+        room->limit[i] = context + token + 1;
+        room->lower[i] = a->window ? room->limit[i] - a->window : 0;
+        room->most[i] = -INFINITY, room->total[i] = 0;
+        if (head / group != last) bound[kv_heads++] = i, last = head / group;
+    }
+    bound[kv_heads] = n;
+    memset(room->sums, 0, n * a->value_dim * sizeof(float));
+    for (long at = t->begin; at < t->end; at += CHUNK) {
+        const long end = MIN(t->end, at + CHUNK);
+        for (long h = 0; h < kv_heads; h++) {
+            const long kv_head = (t->head + rows[bound[h]] / t->tokens) / group;
+            turn_keys(a, table, kv_head, at, end, t->end, room);
+            pair_values(a, table, kv_head, at, end, t->end, room);
+            chunk(a, room, left, bound[h], bound[h + 1] - bound[h], at, end, unified);
+        }
+    }
+}
+
+/* Leaves the results of `n` rows: divided by their totals, or as they are with maximum and total, for `join`. */
+static void leave(const attention_args * a, const task_t *t, const room_t *room, const int *rows, long n,
+                        int unified) {
+    for (long i = 0; i < n; i++) {
+        const float *sums = room->sums + i * a->value_dim;
+        if (t->partial >= 0) {
+            float *to = a->partials + (t->partial + rows[i]) * (a->value_dim + 2);
+            to[0] = room->total[i] > 0 && unified ? a->phi : room->most[i], to[1] = room->total[i];
+            memcpy(to + 2, sums, a->value_dim * sizeof(float));
+            continue;
+        }
+        const long head = t->head + rows[i] / t->tokens, token = a->starts[t->sequence] + t->token + rows[i] % t->tokens;
+        elem *out = a->out + token * a->out_stride + head * a->value_dim;
+        const __m512 share = _mm512_set1_ps(1.0f / room->total[i]);
+        for (long d = 0; d < a->value_dim; d += LANES)
+            store(out + d, 0xffff, _mm512_mul_ps(_mm512_loadu_ps(sums + d), share));
+    }
+}
+
+static void task(const attention_args * a, const task_t *t, room_t *room) {
+    const int n = t->tokens * t->heads;
+    int rows[MAX_ROWS];
+    for (int i = 0; i < n; i++) rows[i] = i;
+    run(a, t, room, rows, n, (int)a->unified);
+    leave(a, t, room, rows, n, (int)a->unified);
+    if (!a->unified) return;
+    long again = 0;
+    for (int i = 0; i < n; i++)
+        if (room->most[i] > -INFINITY && !(fabsf(room->most[i] - a->phi) <= SAFE)) rows[again++] = i;
+    if (!again) return;
+    run(a, t, room, rows, again, 0);
+    leave(a, t, room, rows, again, 0);
+}
+
+/* Puts the splits of one task's rows together: each weighs exp(its maximum - the greatest) times its total. */
+static void join(const attention_args * a, const task_t *t) {
+    const long width = a->value_dim + 2;
+    for (long r = 0; r < t->heads; r++) {
+        const float *parts = a->partials + (t->partial + r) * width;
+        const long step = t->heads * width;
+        float most = -INFINITY, total = 0, weight[256];
+        for (long i = 0; i < t->splits; i++) most = fmaxf(most, parts[i * step]);
+        for (long i = 0; i < t->splits; i++) {
+            weight[i] = parts[i * step + 1] > 0 ? _mm512_cvtss_f32(exp16(_mm512_set1_ps(parts[i * step] - most))) : 0;
+            total += weight[i] * parts[i * step + 1];
+        }
+        elem *out = a->out + (a->starts[t->sequence] + t->token) * a->out_stride + (t->head + r) * a->value_dim;
+        for (long d = 0; d < a->value_dim; d += LANES) {
+            __m512 sum = _mm512_setzero_ps();
+            for (long i = 0; i < t->splits; i++)
+                sum = _mm512_fmadd_ps(_mm512_loadu_ps(parts + i * step + 2 + d), _mm512_set1_ps(weight[i]), sum);
+            store(out + d, 0xffff, _mm512_mul_ps(sum, _mm512_set1_ps(1.0f / total)));
+        }
+    }
+}
+
+void NAME(attention)(const attention_args * a, room_t *rooms, long joins, int threads) {
+#pragma omp parallel num_threads(threads) if (threads > 1)
+    {
+#pragma omp for schedule(dynamic, 1)
+        for (long i = 0; i < a->count; i++) task(a, a->tasks + i, rooms + omp_get_thread_num());
+        if (joins) {
+#pragma omp for schedule(static)
+            for (long i = 0; i < a->count; i++)
+                if (a->tasks[i].splits > 1) join(a, a->tasks + i);
+        }
+    }
+}
+#undef BY_COUNT
+
+/* Bytes of the room that one thread needs. */
+long NAME(attention_room)(void) { return sizeof(room_t); }

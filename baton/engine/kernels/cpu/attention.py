@@ -1,0 +1,109 @@
+"""Paged attention by the compiled kernel."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import TYPE_CHECKING
+
+import torch
+
+from baton.engine.kernels.cpu.args import TASK_INTS, AttentionArgs, strides_of
+from baton.engine.kernels.paged import PagedAttention
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from baton.engine.batch import Batch
+
+MAX_DIM, LANES = 576, 16  # as in the sources
+MAX_SPLITS = 256
+
+
+class CompiledAttention:
+    """Implements `baton.engine.kernels.base.Attention` for one window; `bind` turns it to another batch.
+
+    `unified_max` is the constant that scores are reduced by instead of their maximum, or None to keep a running
+    maximum. `splits` cuts each decode row's context into so many ranges; None: as load and length suggest.
+    """
+
+    def __init__(
+        self,
+        library: ctypes.CDLL,
+        element: str,
+        window: int | None,
+        unified_max: float | None,
+        splits: int | None = None,
+    ) -> None:
+        self._run, self._cut = library[f"attention_{element}"], library[f"attention_plan_{element}"]
+        self._cut.restype = self._run.restype = ctypes.c_long
+        room = library[f"attention_room_{element}"]
+        room.restype = ctypes.c_long
+        self._room_bytes = int(room())
+        self._window, self._splits = window, splits
+        self._args = AttentionArgs(window=window or 0, unified=unified_max is not None, phi=unified_max or 0.0)
+        self._tasks = torch.empty(256, TASK_INTS, dtype=torch.int32)
+        self._partials = torch.empty(0)
+        self._rooms = torch.empty(0, dtype=torch.uint8)
+        self._batch: Batch
+        self._fallback: PagedAttention | None = None
+        self._planned: tuple[int, int] | None = None  # heads and KV heads that the tasks were cut for
+
+    def bind(self, batch: Batch, block_size: int, scale: float) -> CompiledAttention:
+        """Attend in this batch from now on."""
+        self._batch, self._planned, self._fallback = batch, None, None
+        args = self._args
+        args.tables, args.table_stride = batch.block_tables.data_ptr(), batch.block_tables.stride(0)
+        args.starts, args.lens = batch.query_starts.data_ptr(), batch.kv_lens.data_ptr()
+        args.block_size, args.scale = block_size, scale
+        return self
+
+    def __call__(self, query: Tensor, keys: Tensor, values: Tensor, out: Tensor) -> Tensor:
+        _, heads, dim = query.shape
+        if dim % 2 or values.shape[3] % LANES or max(dim, values.shape[3]) > MAX_DIM:
+            return self._in_torch(query, keys, values, out)
+        args, threads = self._args, torch.get_num_threads()
+        if self._planned != (heads, keys.shape[2]):
+            self._plan(heads, keys.shape[2], values.shape[3], threads)
+        args.query, args.keys, args.values, args.out = (t.data_ptr() for t in (query, keys, values, out))
+        args.heads, args.kv_heads, args.dim, args.value_dim = heads, keys.shape[2], dim, values.shape[3]
+        args.query_stride, args.out_stride = query.stride(0), out.stride(0)
+        args.k_block, args.k_token, args.k_head = strides_of(keys)
+        args.v_block, args.v_token, args.v_head = strides_of(values)
+        self._run(ctypes.byref(args), ctypes.c_void_p(self._rooms.data_ptr()), ctypes.c_long(self._joins), threads)
+        return out
+
+    def _plan(self, heads: int, kv_heads: int, value_dim: int, threads: int) -> None:
+        partials = ctypes.c_int32()
+        while True:
+            count = self._cut_tasks(heads, kv_heads, threads, partials)
+            if count >= 0:
+                break
+            self._tasks = torch.empty(2 * len(self._tasks), TASK_INTS, dtype=torch.int32)
+        self._planned, self._joins = (heads, kv_heads), partials.value
+        if self._partials.numel() < partials.value * (value_dim + 2):
+            self._partials = torch.empty(partials.value * (value_dim + 2))
+        if len(self._rooms) < threads * self._room_bytes + 64:
+            self._rooms = torch.empty(threads * self._room_bytes + 64, dtype=torch.uint8)
+            self._rooms = self._rooms[-self._rooms.data_ptr() % 64 :]
+        self._args.tasks, self._args.partials = self._tasks.data_ptr(), self._partials.data_ptr()
+        self._args.count = count
+
+    def _cut_tasks(self, heads: int, kv_heads: int, threads: int, partials: ctypes.c_int32) -> int:
+        batch = self._batch
+        sizes = (len(batch.query_lens), heads, kv_heads, self._window or 0, threads, self._splits or 0)
+        return int(
+            self._cut(
+                ctypes.c_void_p(self._tasks.data_ptr()),
+                ctypes.c_long(len(self._tasks)),
+                ctypes.c_void_p(batch.query_starts.data_ptr()),
+                ctypes.c_void_p(batch.kv_lens.data_ptr()),
+                *map(ctypes.c_long, sizes),
+                ctypes.byref(partials),
+            )
+        )
+
+    def _in_torch(self, query: Tensor, keys: Tensor, values: Tensor, out: Tensor) -> Tensor:
+        if self._fallback is None:
+            args = self._args
+            self._fallback = PagedAttention(self._batch, args.block_size, self._window, args.scale)
+        return self._fallback(query, keys, values, out)

@@ -1,0 +1,101 @@
+"""Compiles the C kernels for this machine, once, into the state folder.
+
+A library is named after all that it depends on (sources, compiler, processor), so a stale one is never loaded. The
+sources are compiled for OpenMP but not linked to it: the library then shares the threads of torch, which brings one.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+from baton.hashing import fingerprint
+
+SOURCES = Path(__file__).parent
+AVX512 = ("avx512f", "avx512bw", "avx512dq", "avx512vl")
+NEEDED = {"f32": AVX512, "bf16": (*AVX512, "avx512_bf16")}
+FLAGS = ("-std=gnu11", "-O3", "-march=native", "-mprefer-vector-width=512", "-fopenmp", "-fPIC")
+COMPILE_SECONDS = 120
+
+
+class Unavailable(Exception):
+    """The kernels cannot be used on this machine; the message says why."""
+
+
+class Machine(NamedTuple):
+    """The processor, as far as code for it is concerned."""
+
+    model: str
+    flags: frozenset[str]
+
+
+def machine(cpuinfo: Path = Path("/proc/cpuinfo")) -> Machine:
+    """Read off Linux; without flags elsewhere."""
+    try:
+        lines = cpuinfo.read_text().splitlines()
+    except OSError:
+        return Machine("unknown", frozenset())
+    fields: dict[str, str] = {}
+    for name, _, value in (line.partition(":") for line in lines):
+        fields.setdefault(name.strip(), value.strip())
+    return Machine(fields.get("model name", "unknown"), frozenset(fields.get("flags", "").split()))
+
+
+def load_library(element: str, folder: Path | None = None) -> ctypes.CDLL:
+    """The kernels for "bf16" or "f32" elements, compiled into `folder` (None: the state folder) if need be.
+
+    Raises Unavailable where the processor lacks an instruction, there is no compiler, or it fails.
+    """
+    here = machine()
+    missing = [flag for flag in NEEDED[element] if flag not in here.flags]
+    if missing:
+        raise Unavailable(f"the processor ({here.model}) has no {', '.join(missing)}")
+    path = _path(folder or state_folder() / "kernels", element, here)
+    try:
+        if not path.is_file():
+            _compile(path, element)
+        return ctypes.CDLL(str(path), mode=os.RTLD_NOW)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise Unavailable(f"the kernels cannot be compiled or loaded: {error}") from error
+
+
+def state_folder() -> Path:
+    """`$BATON_HOME`, or `~/.baton`: what is profiled and compiled on this machine is kept there."""
+    return Path(os.environ.get("BATON_HOME") or Path.home() / ".baton").expanduser()
+
+
+def _compiler() -> str:
+    names = (os.environ.get("CC"), "cc", "gcc")
+    found = next((path for name in names if name and (path := shutil.which(name))), None)
+    if found is None:
+        raise Unavailable("no C compiler is here (set CC, or install gcc)")
+    return found
+
+
+def _path(folder: Path, element: str, here: Machine) -> Path:
+    sources = [file.read_text() for file in sorted(SOURCES.glob("*.[ch]"))]
+    version = _run((_compiler(), "--version")).splitlines()[0]
+    return folder / f"{element}-{fingerprint((*sources, *FLAGS, version, here.model, *sorted(here.flags)))}.so"
+
+
+def _compile(path: Path, element: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    define = ("-DELEM_BF16",) if element == "bf16" else ()
+    with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
+        unit, library = Path(scratch) / "kernels.o", Path(scratch) / "kernels.so"
+        _run((_compiler(), *FLAGS, *define, "-c", str(SOURCES / "kernels.c"), "-o", str(unit)))
+        _run((_compiler(), "-shared", str(unit), "-lm", "-o", str(library)))
+        # Another worker may be compiling the same: whoever is last wins, and both are right.
+        library.replace(path)
+
+
+def _run(command: tuple[str, ...]) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, timeout=COMPILE_SECONDS, check=False)
+    if done.returncode:
+        raise Unavailable(f"{command[0]} failed: {done.stderr.strip()[-500:]}")
+    return done.stdout

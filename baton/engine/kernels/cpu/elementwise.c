@@ -1,0 +1,106 @@
+/* Norms, rotary positions, the write to the KV cache and the gate: one pass over memory each. */
+#include "common.h"
+
+typedef struct {
+    elem *x, *out;
+    const elem *delta, *weight; /* delta: added to x in place first, or NULL */
+    long rows, width;
+    float eps;
+} norm_args;
+
+INLINE void norm_row(const elem *x, const elem *weight, elem *out, long width, float eps) {
+    __m512 squares = _mm512_setzero_ps();
+    for (long i = 0; i < width; i += LANES) {
+        const __m512 v = load(x + i, first_lanes(width - i));
+        squares = _mm512_fmadd_ps(v, v, squares);
+    }
+    const __m512 scale = _mm512_set1_ps(1.0f / sqrtf(_mm512_reduce_add_ps(squares) / width + eps));
+    for (long i = 0; i < width; i += LANES) {
+        const __mmask16 lanes = first_lanes(width - i);
+        /* Rounded before the weight is applied, as the models were trained. */
+        const __m512 normed = rounded(_mm512_mul_ps(load(x + i, lanes), scale));
+        store(out + i, lanes, _mm512_mul_ps(normed, load(weight + i, lanes)));
+    }
+}
+
+void NAME(norm)(const norm_args * a, int threads) {
+#pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1 && a->rows * a->width > 16384)
+    for (long r = 0; r < a->rows; r++) {
+        elem *x = a->x + r * a->width;
+        for (long i = 0; a->delta && i < a->width; i += LANES) {
+            const __mmask16 lanes = first_lanes(a->width - i);
+            store(x + i, lanes, _mm512_add_ps(load(x + i, lanes), load(a->delta + r * a->width + i, lanes)));
+        }
+        norm_row(x, a->weight, a->out + r * a->width, a->width, a->eps);
+    }
+}
+
+typedef struct {
+    elem *qkv, *keys, *values;
+    const elem *cos, *sin, *q_norm, *k_norm; /* norms: or NULL */
+    const int64_t *slots;
+    long rows, heads, kv_heads, dim, block_size, k_block, k_token, k_head, v_block, v_token, v_head;
+    float eps;
+} rotate_args;
+
+/* to = x rotated: pairs (i, i + half). Products and differences are rounded as the plain kernels round them. */
+INLINE void rotate_head(const elem *x, const elem *cos, const elem *sin, elem *to, long half) {
+    for (long i = 0; i < half; i += LANES) {
+        const __mmask16 lanes = first_lanes(half - i);
+        const __m512 a = load(x + i, lanes), b = load(x + half + i, lanes);
+        const __m512 c = load(cos + i, lanes), s = load(sin + i, lanes);
+        const __m512 first = _mm512_sub_ps(rounded(_mm512_mul_ps(a, c)), rounded(_mm512_mul_ps(b, s)));
+        const __m512 second = _mm512_add_ps(rounded(_mm512_mul_ps(b, c)), rounded(_mm512_mul_ps(a, s)));
+        store(to + i, lanes, first);
+        store(to + half + i, lanes, second);
+    }
+}
+
+void NAME(rotate_and_store)(const rotate_args * a, int threads) {
+    const long half = a->dim / 2, all = a->heads + 2 * a->kv_heads;
+#pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1 && a->rows * all * a->dim > 16384)
+    for (long r = 0; r < a->rows; r++) {
+        elem *row = a->qkv + r * all * a->dim;
+        const elem *cos = a->cos + r * half, *sin = a->sin + r * half;
+        const long block = a->slots[r] / a->block_size, offset = a->slots[r] % a->block_size;
+        elem *key = a->keys + block * a->k_block + offset * a->k_token;
+        elem *value = a->values + block * a->v_block + offset * a->v_token;
+        for (long h = 0; h < a->heads + a->kv_heads; h++) {
+            elem *x = row + h * a->dim;
+            const elem *norm = h < a->heads ? a->q_norm : a->k_norm;
+            if (norm) norm_row(x, norm, x, a->dim, a->eps);
+            rotate_head(x, cos, sin, h < a->heads ? x : key + (h - a->heads) * a->k_head, half);
+        }
+        for (long h = 0; h < a->kv_heads; h++)
+            memcpy(value + h * a->v_head, row + (a->heads + a->kv_heads + h) * a->dim, a->dim * sizeof(elem));
+    }
+}
+
+typedef struct {
+    const elem *gate_up;
+    elem *out;
+    long rows, width; /* of out */
+    long activation;  /* 0 silu, 1 gelu by tanh */
+} gate_args;
+
+INLINE __m512 activate(__m512 x, long activation) {
+    __m512 z = x; /* both are x * sigmoid(z) */
+    if (activation == 1) {
+        const __m512 cubic = _mm512_mul_ps(_mm512_mul_ps(x, x), _mm512_mul_ps(x, _mm512_set1_ps(0.044715f)));
+        z = _mm512_mul_ps(_mm512_add_ps(x, cubic), _mm512_set1_ps(1.5957691216f));
+    }
+    const __m512 one = _mm512_set1_ps(1.0f);
+    return _mm512_div_ps(x, _mm512_add_ps(one, exp16(_mm512_sub_ps(_mm512_setzero_ps(), z))));
+}
+
+void NAME(gate)(const gate_args * a, int threads) {
+#pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1 && a->rows * a->width > 16384)
+    for (long r = 0; r < a->rows; r++) {
+        const elem *gate = a->gate_up + r * 2 * a->width, *up = gate + a->width;
+        for (long i = 0; i < a->width; i += LANES) {
+            const __mmask16 lanes = first_lanes(a->width - i);
+            const __m512 g = rounded(activate(load(gate + i, lanes), a->activation));
+            store(a->out + r * a->width + i, lanes, _mm512_mul_ps(g, load(up + i, lanes)));
+        }
+    }
+}

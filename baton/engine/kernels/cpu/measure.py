@@ -1,0 +1,113 @@
+"""Measures the kernels against each other on this machine: what `baton profile` does.
+
+The candidates take turns, so that whatever else the machine does meets both; medians decide. The static choice is
+left only where the other is faster by more than the noise.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from functools import partial
+from itertools import accumulate
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from baton.engine.batch import Batch
+from baton.engine.kernels.cpu.attention import CompiledAttention
+from baton.engine.kernels.cpu.ops import CompiledLinear, CpuKernels
+from baton.engine.kernels.cpu.profile import DEFAULT_FLAT_ROWS, Profile
+from baton.engine.kernels.plain import TorchLinear
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from baton.engine.kernels.base import Linear
+
+ROWS = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512)
+COLD_BYTES = 192 << 20  # weights are read from memory, not from a cache: so many bytes of copies take turns
+COLD_COPIES = 64
+NOISE = 1.05
+REPEATS = 5
+BLOCK_SIZE = 16
+UNIFIED = 0.0
+
+
+class Point(NamedTuple):
+    """Seconds of one product of `rows` rows with a weight [width, K]."""
+
+    width: int
+    k: int
+    rows: int
+    flat_s: float
+    full_s: float
+
+
+def measure_linear(kernels: CpuKernels, width: int, k: int, rows: Iterable[int] = ROWS) -> list[Point]:
+    """Flat kernel and torch's product, for each number of rows."""
+    count = max(2, min(COLD_COPIES, COLD_BYTES // (width * k * kernels.dtype.itemsize)))
+    weights = torch.randn(width, k).to(kernels.dtype).repeat(count, 1, 1)
+    flat: list[Linear] = [CompiledLinear(kernels.flat_function, weight, None, 1 << 30) for weight in weights]
+    full: list[Linear] = [TorchLinear(weight) for weight in weights]
+    points = []
+    for n in rows:
+        x, out = torch.randn(n, k).to(kernels.dtype), torch.empty(n, width, dtype=kernels.dtype)
+        several = max(1, min(count, 256 // n))
+        seconds = alternate([partial(_each, layers[:several], x, out) for layers in (flat, full)])
+        points.append(Point(width, k, n, seconds[0] / several, seconds[1] / several))
+    return points
+
+
+def flat_rows(points: Sequence[Point]) -> int:
+    """The most rows for which the flat kernel is right: the static choice, unless another is clearly faster."""
+    best = DEFAULT_FLAT_ROWS
+    for point in sorted(points, key=lambda p: p.rows):
+        static_flat = point.rows <= DEFAULT_FLAT_ROWS
+        if static_flat and point.full_s * NOISE < point.flat_s:
+            return max((p.rows for p in points if p.rows < point.rows), default=0)
+        if not static_flat:
+            if point.flat_s * NOISE > point.full_s:
+                break
+            best = point.rows
+    return best
+
+
+def measure_attention(kernels: CpuKernels, heads: int, kv_heads: int, dim: int, context: int = 1024) -> list[float]:
+    """Seconds of one layer's attention for 8 decode rows, with a running and with a preset maximum."""
+    rows, blocks = 8, -(-context // BLOCK_SIZE)
+    cache = torch.randn(2, rows * blocks, BLOCK_SIZE, kv_heads, dim).to(kernels.dtype)
+    query, out = torch.randn(rows, heads, dim).to(kernels.dtype), torch.empty(rows, heads * dim, dtype=kernels.dtype)
+    none = torch.empty(0, dtype=torch.int64)
+    starts = torch.tensor(list(accumulate([1] * rows, initial=0)), dtype=torch.int32)
+    tables = torch.arange(rows * blocks, dtype=torch.int32).view(rows, blocks)
+    lens = torch.full((rows,), context, dtype=torch.int32)
+    batch = Batch(none, none, none, [1] * rows, [context] * rows, starts, lens, tables, none)
+    kinds = [CompiledAttention(kernels.library, kernels.element, None, phi) for phi in (None, UNIFIED)]
+    bound = [kind.bind(batch, BLOCK_SIZE, dim**-0.5) for kind in kinds]
+    return alternate([partial(attend, query, cache[0], cache[1], out) for attend in bound])
+
+
+def make_profile(points: Sequence[Point], attention: Sequence[float] | None) -> Profile:
+    """What the measured points say."""
+    shapes = {(p.width, p.k) for p in points}
+    rows = {shape: flat_rows([p for p in points if (p.width, p.k) == shape]) for shape in shapes}
+    faster = attention is not None and attention[1] * NOISE < attention[0]
+    return Profile(rows, UNIFIED if faster else None)
+
+
+def alternate(candidates: Sequence[Callable[[], object]], repeats: int = REPEATS) -> list[float]:
+    """The median seconds of each, taken in turns after one call to warm up."""
+    seconds: list[list[float]] = [[] for _ in candidates]
+    for turn in range(repeats + 1):
+        for taken, candidate in zip(seconds, candidates, strict=True):
+            start = time.perf_counter()
+            candidate()
+            if turn:
+                taken.append(time.perf_counter() - start)
+    return [statistics.median(taken) for taken in seconds]
+
+
+def _each(layers: Sequence[Linear], x: torch.Tensor, out: torch.Tensor) -> None:
+    for layer in layers:
+        layer(x, out)

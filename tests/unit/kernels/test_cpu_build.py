@@ -1,0 +1,66 @@
+"""Compiling the kernels: once, for this machine, and never a crash where it cannot be done."""
+
+from __future__ import annotations
+
+import os
+import stat
+
+import pytest
+import torch
+
+from baton.engine.kernels import choose
+from baton.engine.kernels.cpu import build
+from baton.engine.kernels.cpu.build import Machine, Unavailable, load_library, machine
+from baton.engine.kernels.plain import TorchKernels
+
+
+def test_a_processor_without_the_instructions_is_named(monkeypatch, tmp_path):
+    monkeypatch.setattr(build, "machine", lambda: Machine("Some CPU", frozenset({"avx512f", "avx2"})))
+    with pytest.raises(Unavailable, match=r"Some CPU.*avx512bw"):
+        load_library("f32", tmp_path)
+
+
+def test_no_compiler_is_said_so(monkeypatch, tmp_path):
+    monkeypatch.setattr(build, "machine", lambda: Machine("x", frozenset(build.NEEDED["bf16"])))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CC", raising=False)
+    with pytest.raises(Unavailable, match="no C compiler"):
+        load_library("bf16", tmp_path)
+
+
+def test_a_compiler_that_fails_is_quoted(monkeypatch, tmp_path):
+    broken = tmp_path / "cc"
+    broken.write_text("#!/bin/sh\n[ $1 = --version ] && echo broken 1 && exit 0\necho it is a teapot >&2\nexit 1\n")
+    broken.chmod(broken.stat().st_mode | stat.S_IEXEC)
+    monkeypatch.setattr(build, "machine", lambda: Machine("x", frozenset(build.NEEDED["bf16"])))
+    monkeypatch.setenv("CC", str(broken))
+    with pytest.raises(Unavailable, match="it is a teapot"):
+        load_library("f32", tmp_path / "kernels")
+
+
+def test_a_model_runs_on_torch_where_kernels_are_unavailable(monkeypatch):
+    def unavailable(*_: object) -> None:
+        raise Unavailable("for a test")
+
+    monkeypatch.setattr(choose, "CpuKernels", unavailable)
+    assert isinstance(choose.choose_kernels(torch.device("cpu"), torch.float32), TorchKernels)
+
+
+def test_it_is_compiled_once(monkeypatch, tmp_path):
+    try:
+        load_library("f32", tmp_path)
+    except Unavailable as why:
+        pytest.skip(f"the compiled kernels cannot be used here: {why}")
+    (library,) = tmp_path.iterdir()
+    before = library.stat().st_mtime_ns
+    load_library("f32", tmp_path)
+    assert [library] == list(tmp_path.iterdir())
+    assert library.stat().st_mtime_ns == before
+    assert not os.access(tmp_path / "kernels.o", os.F_OK)
+
+
+def test_the_processor_is_read_off_linux(tmp_path):
+    file = tmp_path / "cpuinfo"
+    file.write_text("processor\t: 0\nmodel name\t: A CPU\nflags\t\t: fpu avx512f\n\nprocessor\t: 1\nmodel name\t: B\n")
+    assert machine(file) == Machine("A CPU", frozenset({"fpu", "avx512f"}))
+    assert machine(tmp_path / "absent").flags == frozenset()

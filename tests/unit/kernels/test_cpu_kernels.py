@@ -1,0 +1,237 @@
+"""The compiled kernels against the plain torch ones, at the edges of their tiles, lanes, chunks and splits."""
+
+from __future__ import annotations
+
+import random
+from itertools import accumulate, product
+
+import pytest
+import torch
+
+from baton.engine.batch import Batch
+from baton.engine.kernels.base import HeadNorms, Rotation
+from baton.engine.kernels.cpu.attention import CompiledAttention
+from baton.engine.kernels.cpu.build import Unavailable, load_library
+from baton.engine.kernels.cpu.ops import ELEMENTS, CpuKernels
+from baton.engine.kernels.cpu.profile import Profile
+from baton.engine.kernels.paged import PagedAttention
+from baton.engine.kernels.plain import TorchKernels, TorchLinear
+
+DTYPES = list(ELEMENTS)
+BLOCK = 16
+
+
+@pytest.fixture(scope="module", params=DTYPES, ids=str)
+def kernels(request) -> CpuKernels:
+    try:
+        return CpuKernels(request.param, Profile({}, None, default_rows=1 << 20))
+    except Unavailable as why:
+        pytest.skip(f"the compiled kernels cannot be used here: {why}")
+
+
+@pytest.fixture
+def dtype(kernels: CpuKernels) -> torch.dtype:
+    return kernels.dtype
+
+
+@pytest.fixture(autouse=True, params=[1, 2], ids=["one thread", "two threads"])
+def threads(request):
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+def close(found: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype, scale: float = 1.0) -> None:
+    """Equal up to rounding: float32 to about 1e-5, bfloat16 to its last bits."""
+    atol, rtol = (2e-5, 1e-4) if dtype is torch.float32 else (8e-3, 1.6e-2)
+    torch.testing.assert_close(found.float(), expected.float(), atol=atol * scale, rtol=rtol)
+
+
+def normal(*shape: int, dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
+    return torch.randn(*shape, generator=generator).to(dtype)
+
+
+@pytest.mark.parametrize("k", [1, 5, 16, 31, 32, 33, 64, 100, 2048, 2049, 5632])
+@pytest.mark.parametrize("width", [1, 3, 4, 7, 8, 9, 64, 71, 130])
+def test_linear_equals_torch(kernels: CpuKernels, dtype, seed: int, width: int, k: int):
+    generator = torch.Generator().manual_seed(seed)
+    weight, bias = normal(width, k, dtype=dtype, generator=generator), normal(width, dtype=dtype, generator=generator)
+    for rows in (1, 2, 3, 4, 7, 16, 50):
+        x = normal(rows, k, dtype=dtype, generator=generator)
+        for b in (None, bias):
+            found = kernels.linear(weight, b)(x, torch.full((rows, width), torch.nan, dtype=dtype))
+            exact = x.double() @ weight.double().t() + (0 if b is None else b.double())
+            close(found, exact, dtype, scale=k**0.5)
+        wide = kernels.linear(weight)(x, torch.full((rows, width), torch.nan))
+        torch.testing.assert_close(wide.double(), x.double() @ weight.double().t(), atol=1e-4 * k**0.5, rtol=1e-3)
+
+
+def test_rows_of_a_linear_layer_do_not_depend_on_their_company(kernels: CpuKernels, dtype, seed: int):
+    """Bit for bit, whatever the number of rows: what batches of any size may rely on."""
+    generator = torch.Generator().manual_seed(seed)
+    layer = kernels.linear(normal(77, 4500, dtype=dtype, generator=generator))
+    x = normal(70, 4500, dtype=dtype, generator=generator)
+    whole = layer(x, torch.empty(70, 77, dtype=dtype))
+    for first, rows in ((0, 1), (69, 1), (5, 2), (7, 3), (11, 4), (30, 8), (1, 33)):
+        part = layer(x[first : first + rows], torch.empty(rows, 77, dtype=dtype))
+        assert torch.equal(part, whole[first : first + rows])
+
+
+def test_linear_leaves_what_lies_around_its_output_alone(kernels: CpuKernels, dtype):
+    around = torch.full((9, 40), 7.0, dtype=dtype)
+    weight, x = torch.ones(13, 20, dtype=dtype), torch.ones(5, 20, dtype=dtype)
+    kernels.linear(weight)(x, around[2:7, 10:23])
+    assert (around[2:7, 10:23] == 20).all()
+    around[2:7, 10:23] = 7
+    assert (around == 7).all()
+
+
+@pytest.mark.parametrize("width", [1, 15, 16, 17, 48, 64, 1000])
+def test_norms_equal_torch(kernels: CpuKernels, dtype, seed: int, width: int):
+    generator = torch.Generator().manual_seed(seed)
+    for rows in (1, 3, 40):
+        x, delta = (normal(rows, width, dtype=dtype, generator=generator) for _ in range(2))
+        weight = normal(width, dtype=dtype, generator=generator)
+        plain, other = TorchKernels(), x.clone()
+        close(kernels.rms_norm(x, weight, 1e-5, torch.empty_like(x)), plain.rms_norm(x, weight, 1e-5, x.clone()), dtype)
+        found = kernels.add_rms_norm(x, delta, weight, 1e-5, torch.empty_like(x))
+        close(found, plain.add_rms_norm(other, delta, weight, 1e-5, torch.empty_like(x)), dtype)
+        assert torch.equal(x, other)
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh"])
+@pytest.mark.parametrize("width", [1, 16, 33, 700])
+def test_gates_equal_torch(kernels: CpuKernels, dtype, seed: int, width: int, activation: str):
+    gate_up = normal(5, 2 * width, dtype=dtype, generator=torch.Generator().manual_seed(seed)) * 4
+    gate_up[0, 0], gate_up[1, 0] = 100, -100  # the ends of exp
+    found = kernels.gate(gate_up, activation, torch.empty(5, width, dtype=dtype))
+    close(found, TorchKernels().gate(gate_up, activation, torch.empty(5, width, dtype=dtype)), dtype, scale=4)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 4, 16), (6, 2, 48), (8, 1, 64), (3, 3, 10)])
+@pytest.mark.parametrize("normed", [False, True])
+def test_rotation_and_cache_equal_torch(kernels: CpuKernels, dtype, seed: int, heads, kv_heads, dim, normed):
+    generator = torch.Generator().manual_seed(seed)
+    rows = 9
+    qkv = normal(rows, heads + 2 * kv_heads, dim, dtype=dtype, generator=generator)
+    angles = torch.rand(rows, dim // 2, generator=generator) * 6
+    rotation = Rotation(angles.cos().to(dtype), angles.sin().to(dtype))
+    norms = HeadNorms(*(normal(dim, dtype=dtype, generator=generator) for _ in range(2)), 1e-6) if normed else None
+    slots = torch.randperm(5 * BLOCK, generator=generator)[:rows]
+    results = []
+    for one in (kernels, TorchKernels()):
+        # Views of a wider cache, as a rank of a tensor-parallel group has them.
+        wide = torch.zeros(2, 5, BLOCK, kv_heads + 3, dim, dtype=dtype)
+        keys, values = wide[:, :, :, 1 : 1 + kv_heads]
+        query = one.rotate_and_store(qkv.clone(), rotation, norms, slots, keys, values)
+        results.append((query, wide))
+    close(results[0][0], results[1][0], dtype, scale=2)
+    close(results[0][1], results[1][1], dtype, scale=2)
+
+
+def case(seed: int, lengths, heads: int, kv_heads: int, dim: int, value_dim: int, dtype: torch.dtype):
+    """A batch of (new tokens, context) over scattered blocks, NaN in every slot that nobody wrote."""
+    rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+    needed = [-(-context // BLOCK) for _, context in lengths]
+    blocks = list(range(1, 1 + sum(needed)))
+    rng.shuffle(blocks)
+    keys = torch.full((len(blocks) + 1, BLOCK, kv_heads, dim), torch.nan, dtype=dtype)
+    values = torch.full((len(blocks) + 1, BLOCK, kv_heads, value_dim), torch.nan, dtype=dtype)
+    tables = torch.zeros(len(lengths), max(needed) + 5, dtype=torch.int32)
+    for i, (_, context) in enumerate(lengths):
+        own = [blocks.pop() for _ in range(needed[i])]
+        tables[i, : len(own)] = torch.tensor(own)
+        slots = [own[p // BLOCK] * BLOCK + p % BLOCK for p in range(context)]
+        keys.view(-1, kv_heads, dim)[slots] = normal(context, kv_heads, dim, dtype=dtype, generator=generator)
+        values.view(-1, kv_heads, value_dim)[slots] = normal(
+            context, kv_heads, value_dim, dtype=dtype, generator=generator
+        )
+    new, contexts = [n for n, _ in lengths], [c for _, c in lengths]
+    starts = torch.tensor(list(accumulate(new, initial=0)), dtype=torch.int32)
+    none = torch.empty(0, dtype=torch.int64)
+    kv_lens = torch.tensor(contexts, dtype=torch.int32)
+    batch = Batch(none, none, none, new, contexts, starts, kv_lens, tables[:, : max(needed)], none)
+    return batch, normal(sum(new), heads, dim, dtype=dtype, generator=generator), keys, values
+
+
+def attend(kernels: CpuKernels, data, window, *, unified=None, splits=None) -> torch.Tensor:
+    batch, query, keys, values = data
+    element = ELEMENTS[query.dtype]
+    attention = CompiledAttention(load_library(element), element, window, unified, splits)
+    out = torch.full((len(query), query.shape[1] * values.shape[3]), torch.nan, dtype=query.dtype)
+    return attention.bind(batch, BLOCK, query.shape[2] ** -0.5)(query, keys, values, out)
+
+
+def reference(data, window) -> torch.Tensor:
+    """In float32: what the kernel loses to bfloat16 on its way must not be hidden by the reference losing it too."""
+    batch, query, keys, values = data
+    out = torch.empty(len(query), query.shape[1] * values.shape[3])
+    scale = query.shape[2] ** -0.5
+    return PagedAttention(batch, BLOCK, window, scale)(query.float(), keys.float(), values.float(), out)
+
+
+LENGTHS = [(1, 1), (1, 15), (1, 16), (1, 17), (1, 63), (1, 64), (1, 65), (1, 300), (2, 2), (5, 64), (40, 40), (30, 97)]
+HEADS = [(4, 4, 64, 64), (12, 4, 48, 48), (8, 1, 128, 128), (32, 2, 16, 16), (4, 1, 96, 64), (130, 1, 32, 32)]
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "dim", "value_dim"), HEADS)
+@pytest.mark.parametrize("window", [None, 1, 20, 64])
+def test_attention_equals_the_reference(kernels, dtype, seed, heads, kv_heads, dim, value_dim, window):
+    data = case(seed, LENGTHS, heads, kv_heads, dim, value_dim, dtype)
+    close(attend(kernels, data, window), reference(data, window), dtype)
+
+
+@pytest.mark.parametrize("splits", [1, 2, 3, 9, 100])
+@pytest.mark.parametrize("unified", [None, 0.0, 3.0])
+def test_splits_change_nothing_even_where_some_are_empty(kernels, dtype, seed, splits, unified):
+    data = case(seed, [(1, 1), (1, 64), (1, 65), (1, 700), (3, 70)], 6, 2, 64, 64, dtype)
+    for window in (None, 100):
+        close(attend(kernels, data, window, splits=splits, unified=unified), reference(data, window), dtype)
+
+
+@pytest.mark.parametrize("outlier", [3000.0, -3000.0, 90.0])
+def test_a_row_outside_the_unified_range_falls_back_alone(kernels, dtype, seed, outlier):
+    """One sequence's scores are far from the preset constant: it is right, and the bits of the others stay."""
+    batch, query, keys, values = case(seed, [(1, 40), (1, 130), (2, 70)], 4, 2, 64, 64, dtype)
+    calm = attend(kernels, (batch, query, keys, values), None, unified=0.0)
+    loud = query.clone()
+    positions = keys[batch.block_tables[1, 0].item(), 3, 0]  # a key of the second sequence
+    loud[1, 0] = (positions * outlier / positions.float().square().sum() * 8).to(dtype)
+    found = attend(kernels, (batch, loud, keys, values), None, unified=0.0)
+    close(found, reference((batch, loud, keys, values), None), dtype)
+    others = [0, 2, 3]
+    assert torch.equal(found[others], calm[others])
+    assert not torch.equal(found[1], calm[1])
+    assert torch.equal(found[1, 64:], calm[1, 64:])  # the same row's other heads
+
+
+def test_attention_without_room_for_its_head_size_is_done_by_torch(kernels, dtype, seed):
+    for dim, value_dim in ((10, 10), (640, 640), (32, 20)):
+        data = case(seed, [(1, 20), (7, 30)], 2, 2, dim, value_dim, dtype)
+        close(attend(kernels, data, None), reference(data, None), dtype)
+
+
+def test_many_tasks_find_room(kernels, dtype, seed):
+    data = case(seed, [(1, 5)] * 300 + [(90, 90)], 4, 4, 16, 16, dtype)
+    close(attend(kernels, data, None), reference(data, None), dtype)
+
+
+def test_one_attention_serves_batch_after_batch(kernels, dtype, seed):
+    made = kernels.attention
+    for lengths, (heads, kv_heads) in product(([(1, 9)] * 3, [(50, 60)], [(1, 200)]), ((2, 2), (8, 2))):
+        batch, query, keys, values = case(seed, lengths, heads, kv_heads, 32, 32, dtype)
+        out = torch.empty(len(query), heads * 32, dtype=dtype)
+        made(batch, BLOCK, None, 0.2)(query, keys, values, out)
+        expected = PagedAttention(batch, BLOCK, None, 0.2)(query, keys, values, out.clone())
+        close(out, expected, dtype, scale=2)
+
+
+def test_more_rows_than_the_profile_says_go_to_torch(dtype):
+    narrow = CpuKernels(dtype, Profile({(8, 8): 2}, None))
+    layer, calls = narrow.linear(torch.eye(8, dtype=dtype)), []
+    layer._full = lambda x, out: calls.append(len(x)) or TorchLinear(layer.weight)(x, out)
+    for rows in (1, 2, 3):
+        x = torch.rand(rows, 8).to(dtype)
+        assert torch.equal(layer(x, torch.empty_like(x)), x)
+    assert calls == [3]
