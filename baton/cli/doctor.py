@@ -63,6 +63,7 @@ def examine(file: Path, sets: Sequence[str]) -> Iterator[Finding]:
     yield from _ports(config)
     yield _shared_memory()
     yield _gpu(config)
+    yield _kernels()
     yield _clock()
 
 
@@ -106,7 +107,8 @@ def _redis(config: ClusterConfig) -> Finding:
 
 def _threads(config: ClusterConfig) -> Finding:
     pools = (config.prefill, config.decode)
-    wanted = sum(pool.replicas * pool.threads for pool in pools if isinstance(pool.threads, int))
+    asked = ((pool.replicas * pool.tensor_parallel, pool.threads) for pool in pools)
+    wanted = sum(processes * threads for processes, threads in asked if isinstance(threads, int))
     cores = len(os.sched_getaffinity(0))
     if wanted > cores:
         return Finding(
@@ -151,6 +153,20 @@ def _gpu(config: ClusterConfig) -> Finding:
     wants = any(pool.device.startswith("cuda") for pool in (config.prefill, config.decode))
     remedy = "install torch with CUDA, or set prefill.device and decode.device to cpu" if wants else ""
     return Finding("gpu", BAD if wants else OK, "none here: workers run on CPU, NCCL cannot be used", remedy)
+
+
+def _kernels() -> Finding:
+    import torch
+
+    from baton.engine.kernels.cpu.build import Unavailable
+    from baton.engine.kernels.cpu.ops import ELEMENTS, CpuKernels
+    from baton.engine.kernels.cpu.profile import Profile
+
+    try:
+        made = [CpuKernels(dtype, Profile()).element for dtype in ELEMENTS]
+    except Unavailable as why:
+        return Finding("cpu kernels", WARN, f"torch's, which are slower: {why}", "gcc and a processor with AVX-512")
+    return Finding("cpu kernels", OK, f"compiled ({', '.join(made)}), {torch.get_num_threads()} threads")
 
 
 def _clock() -> Finding:

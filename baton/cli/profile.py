@@ -20,6 +20,7 @@ from baton.engine.kernels.cpu.ops import CpuKernels
 from baton.engine.kernels.cpu.profile import load_profile, save_profile
 from baton.engine.model.build import TransformerBackend
 from baton.errors import ConfigError
+from baton.logs import configure_logging
 from baton.worker.build import load_backend
 from baton.worker.settings import from_config
 
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 
 def profile(file: Path, sets: list[str], *, as_json: bool) -> None:
     """Measure for each number of threads that the pools of a cluster file use. Raises ConfigError, CheckpointError."""
+    configure_logging("warning", "auto")
     config = load_config(file, sets)
     pools = {settings.threads: settings for settings in (from_config(config, role, 0) for role in Role)}
     reports = [_profile_pool(settings) for settings in pools.values()]

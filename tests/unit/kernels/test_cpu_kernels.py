@@ -52,12 +52,12 @@ def normal(*shape: int, dtype: torch.dtype, generator: torch.Generator) -> torch
     return torch.randn(*shape, generator=generator).to(dtype)
 
 
-@pytest.mark.parametrize("k", [1, 5, 16, 31, 32, 33, 64, 100, 2048, 2049, 5632])
-@pytest.mark.parametrize("width", [1, 3, 4, 7, 8, 9, 64, 71, 130])
+@pytest.mark.parametrize("k", [1, 16, 31, 32, 33, 100, 2049, 5632])
+@pytest.mark.parametrize("width", [1, 3, 4, 9, 71, 130])
 def test_linear_equals_torch(kernels: CpuKernels, dtype, seed: int, width: int, k: int):
     generator = torch.Generator().manual_seed(seed)
     weight, bias = normal(width, k, dtype=dtype, generator=generator), normal(width, dtype=dtype, generator=generator)
-    for rows in (1, 2, 3, 4, 7, 16, 50):
+    for rows in (1, 2, 3, 7, 50):
         x = normal(rows, k, dtype=dtype, generator=generator)
         for b in (None, bias):
             found = kernels.linear(weight, b)(x, torch.full((rows, width), torch.nan, dtype=dtype))
@@ -117,7 +117,8 @@ def test_rotation_and_cache_equal_torch(kernels: CpuKernels, dtype, seed: int, h
     qkv = normal(rows, heads + 2 * kv_heads, dim, dtype=dtype, generator=generator)
     angles = torch.rand(rows, dim // 2, generator=generator) * 6
     rotation = Rotation(angles.cos().to(dtype), angles.sin().to(dtype))
-    norms = HeadNorms(*(normal(dim, dtype=dtype, generator=generator) for _ in range(2)), 1e-6) if normed else None
+    q_norm, k_norm = (normal(dim, dtype=dtype, generator=generator) for _ in range(2))
+    norms = HeadNorms(q_norm, k_norm, 1e-6) if normed else None
     slots = torch.randperm(5 * BLOCK, generator=generator)[:rows]
     results = []
     for one in (kernels, TorchKernels()):
@@ -227,10 +228,16 @@ def test_one_attention_serves_batch_after_batch(kernels, dtype, seed):
         close(out, expected, dtype, scale=2)
 
 
-def test_more_rows_than_the_profile_says_go_to_torch(dtype):
-    narrow = CpuKernels(dtype, Profile({(8, 8): 2}, None))
-    layer, calls = narrow.linear(torch.eye(8, dtype=dtype)), []
-    layer._full = lambda x, out: calls.append(len(x)) or TorchLinear(layer.weight)(x, out)
+def test_more_rows_than_the_profile_says_go_to_torch(dtype, monkeypatch):
+    calls: list[int] = []
+    full = TorchLinear.__call__
+
+    def counted(self: TorchLinear, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        calls.append(len(x))
+        return full(self, x, out)
+
+    monkeypatch.setattr(TorchLinear, "__call__", counted)
+    layer = CpuKernels(dtype, Profile({(8, 8): 2})).linear(torch.eye(8, dtype=dtype))
     for rows in (1, 2, 3):
         x = torch.rand(rows, 8).to(dtype)
         assert torch.equal(layer(x, torch.empty_like(x)), x)

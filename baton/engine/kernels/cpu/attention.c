@@ -5,7 +5,7 @@
  * vector, and values so that the elements of one word belong to neighbouring positions; both products are then dots.
  * Ranges of one row that were cut in splits leave (maximum, sum, weighted values), and are put together at the end.
  *
- * Softmax keeps a running maximum, or (`unified`) subtracts one preset constant instead, so that nothing is rescaled;
+ * Softmax is computed to the base 2 (scores are multiplied by log2 e). It keeps a running maximum, or (`unified`) subtracts one preset constant instead, so that nothing is rescaled;
  * a row whose scores leave the range that is safe for that is computed again with its running maximum.
  */
 #include "common.h"
@@ -15,7 +15,7 @@
 #define MAX_ROWS 128
 #define MAX_DIM 576
 #define ROWS_AT_ONCE 6
-#define SAFE 60.0f /* exp of it, and of minus it, are far from the ends of float32 */
+#define SAFE 80.0f /* 2 to the power of it, and of minus it, are far from the ends of float32 */
 
 typedef struct {
     int32_t sequence, token, tokens, head, heads, begin, end, partial, splits;
@@ -47,13 +47,20 @@ INLINE void turn(__m512i r[16], int32_t *out) {
     }
 }
 
+/* Where the positions of a chunk lie in the cache, in elements from its beginning. */
+typedef struct {
+    long count, keys[CHUNK], values[CHUNK];
+} place_t;
+
 /* What one thread works in. */
 typedef struct {
+    place_t places[2];
     int32_t keys[MAX_DIM * CHUNK];
     int32_t values[MAX_DIM * CHUNK];
     float scores[MAX_ROWS * CHUNK];
     int32_t weights[MAX_ROWS * CHUNK]; /* elements, CHUNK of them to a row */
     float sums[MAX_ROWS * MAX_DIM];
+    float totals[MAX_ROWS * LANES]; /* by lane: summed up at the end */
     float most[MAX_ROWS], total[MAX_ROWS], shrink[MAX_ROWS];
     long limit[MAX_ROWS], lower[MAX_ROWS];
     int again[MAX_ROWS];
@@ -108,13 +115,15 @@ typedef struct {
 
 #define WORDS(n) (((n) + PAIR - 1) / PAIR)
 
-/* Where position `p` of one KV head lies. */
-INLINE const elem *key_at(const attention_args *a, const int32_t *table, long kv_head, long p) {
-    return a->keys + table[p / a->block_size] * a->k_block + p % a->block_size * a->k_token + kv_head * a->k_head;
-}
-
-INLINE const elem *value_at(const attention_args *a, const int32_t *table, long kv_head, long p) {
-    return a->values + table[p / a->block_size] * a->v_block + p % a->block_size * a->v_token + kv_head * a->v_head;
+/* Where the positions from `at` to `end`, at most a chunk of them, lie: offsets from `keys` and `values`. */
+static void find(const attention_args *a, const int32_t *table, long at, long end, place_t *place) {
+    long block = at / a->block_size, slot = at % a->block_size;
+    place->count = MAX(0, MIN(CHUNK, end - at));
+    for (long i = 0; i < place->count; i++) {
+        place->keys[i] = table[block] * a->k_block + slot * a->k_token;
+        place->values[i] = table[block] * a->v_block + slot * a->v_token;
+        if (++slot == a->block_size) slot = 0, block++;
+    }
 }
 
 /* KV does not lie as hardware guesses it: what the next chunk needs is asked for while this one is computed. */
@@ -122,49 +131,43 @@ INLINE void fetch(const elem *row, long n) {
     for (long i = 0; i < n * (long)sizeof(elem); i += 64) _mm_prefetch((const char *)row + i, _MM_HINT_T0);
 }
 
-/* Keys of the chunk that starts at `at`, turned; rows behind `end` are zero. */
-static void turn_keys(const attention_args * a, const int32_t *table, long kv_head, long at, long end,
-                      long last, room_t *room) {
+/* The keys of a chunk, turned; rows behind its end are zero. */
+static void turn_keys(const attention_args *a, long kv_head, const place_t *here, const place_t *next, room_t *room) {
     const long words = WORDS(a->dim);
+    const elem *keys = a->keys + kv_head * a->k_head;
     for (long g = 0; g < GROUPS; g++) {
-        const elem *rows[LANES];
-        const long here = MAX(0, MIN(LANES, end - at - g * LANES));
-        for (long i = 0; i < here; i++) {
-            rows[i] = key_at(a, table, kv_head, at + g * LANES + i);
-            const long later = at + CHUNK + g * LANES + i;
-            if (later < last) fetch(key_at(a, table, kv_head, later), a->dim);
-        }
+        const long count = MAX(0, MIN(LANES, here->count - g * LANES));
         for (long w = 0; w < words; w += LANES) {
             const __mmask16 lanes = first_lanes(words - w);
             __m512i r[LANES];
+            for (long i = g * LANES; !w && i < MIN(next->count, (g + 1) * LANES); i++) fetch(keys + next->keys[i], a->dim);
             for (long i = 0; i < LANES; i++)
-                r[i] = i < here ? _mm512_maskz_loadu_epi32(lanes, rows[i] + w * PAIR) : _mm512_setzero_si512();
+                r[i] = i < count ? _mm512_maskz_loadu_epi32(lanes, keys + here->keys[g * LANES + i] + w * PAIR)
+                                 : _mm512_setzero_si512();
             turn(r, room->keys + w * CHUNK + g * LANES);
         }
     }
 }
 
 /* Values of the chunk: word j of row c holds element j of positions at + c * PAIR and its neighbour. */
-static void pair_values(const attention_args * a, const int32_t *table, long kv_head, long at, long end,
-                        long last, room_t *room) {
-    for (long c = 0; c < CHUNK / PAIR && at + c * PAIR < end; c++) {
-        const elem *rows[2] = {NULL, NULL};
-        for (long i = 0; i < PAIR && at + c * PAIR + i < end; i++) {
-            rows[i] = value_at(a, table, kv_head, at + c * PAIR + i);
-            const long later = at + CHUNK + c * PAIR + i;
-            if (later < last) fetch(value_at(a, table, kv_head, later), a->value_dim);
-        }
+static void pair_values(const attention_args *a, long kv_head, const place_t *here, const place_t *next, room_t *room) {
+    const elem *values = a->values + kv_head * a->v_head;
+    for (long c = 0; c * PAIR < here->count; c++) {
+        for (long i = c * PAIR; i < MIN(next->count, (c + 1) * PAIR); i++) fetch(values + next->values[i], a->value_dim);
+        const elem *row = values + here->values[c * PAIR];
         int32_t *out = room->values + c * a->value_dim;
-        for (long d = 0; d < a->value_dim; d += LANES) {
 #ifdef ELEM_BF16
-            __m512i low = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)(rows[0] + d)));
-            if (rows[1])
-                low = _mm512_or_si512(low, _mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)(rows[1] + d))), 16));
-            _mm512_storeu_si512(out + d, low);
-#else
-            _mm512_storeu_si512(out + d, _mm512_loadu_si512(rows[0] + d));
-#endif
+        const int both = c * PAIR + 1 < here->count;
+        const elem *other = both ? values + here->values[c * PAIR + 1] : row;
+        const __mmask16 there = both ? 0xffff : 0;
+        for (long d = 0; d < a->value_dim; d += LANES) {
+            const __m512i low = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)(row + d)));
+            const __m512i high = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(there, other + d));
+            _mm512_storeu_si512(out + d, _mm512_or_si512(low, _mm512_slli_epi32(high, 16)));
         }
+#else
+        memcpy(out, row, a->value_dim * sizeof(elem));
+#endif
     }
 }
 
@@ -248,29 +251,37 @@ static void weigh(const int32_t *weights, long words, const int32_t *values, lon
     }
 }
 
+INLINE float power(float x) { return _mm512_cvtss_f32(exp2_16(_mm512_set1_ps(x))); }
+
 /* Turns the scores of row `r` of the chunk at `at` into weights, and brings its maximum and total up to date. */
 static void soften(const attention_args * a, room_t *room, long r, long at, int unified) {
-    const __m512 scale = _mm512_set1_ps(a->scale), none = _mm512_set1_ps(-INFINITY);
+    const __m512 scale = _mm512_set1_ps(a->scale * LOG2E), none = _mm512_set1_ps(-INFINITY);
     float *scores = room->scores + r * CHUNK;
-    __mmask16 seen[GROUPS];
+    const long limit = room->limit[r] - at, lower = room->lower[r] - at;
     __m512 s[GROUPS], best = none;
-    for (int j = 0; j < GROUPS; j++) {
-        const long first = at + j * LANES;
-        seen[j] = first_lanes(room->limit[r] - first) & (__mmask16)~first_lanes(room->lower[r] - first);
-        s[j] = _mm512_mask_mul_ps(none, seen[j], _mm512_loadu_ps(scores + j * LANES), scale);
-        best = _mm512_max_ps(best, s[j]);
-    }
-    const float before = room->most[r], top = fmaxf(before, _mm512_reduce_max_ps(best));
-    const float base = unified ? a->phi : top;
+    for (int j = 0; j < GROUPS; j++) s[j] = _mm512_mul_ps(_mm512_loadu_ps(scores + j * LANES), scale);
+    if (limit < CHUNK || lower > 0)
+        for (int j = 0; j < GROUPS; j++) {
+            const __mmask16 seen = first_lanes(limit - j * LANES) & (__mmask16)~first_lanes(lower - j * LANES);
+            s[j] = _mm512_mask_mov_ps(none, seen, s[j]);
+        }
+    for (int j = 0; j < GROUPS; j++) best = _mm512_max_ps(best, s[j]);
+    const float before = room->most[r];
+    /* Most chunks bring no new maximum, and then there is nothing to reduce and nothing to shrink. */
+    const int higher = _mm512_cmp_ps_mask(best, _mm512_set1_ps(before), _CMP_GT_OQ) != 0;
+    const float top = higher ? _mm512_reduce_max_ps(best) : before;
+    /* A row that sees nothing of this chunk has no maximum yet: any base will do, its weights are 0. */
+    const float base = unified ? a->phi * LOG2E : top > -INFINITY ? top : 0;
     elem *weights = (elem *)(room->weights + r * CHUNK);
     __m512 sum = _mm512_setzero_ps();
     for (int j = 0; j < GROUPS; j++) {
-        const __m512 p = _mm512_maskz_mov_ps(seen[j], exp16(_mm512_sub_ps(s[j], _mm512_set1_ps(base))));
+        const __m512 p = exp2_16(_mm512_sub_ps(s[j], _mm512_set1_ps(base)));
         sum = _mm512_add_ps(sum, p);
         store(weights + j * LANES, 0xffff, p);
     }
-    room->shrink[r] = unified || before == top ? 1.0f : _mm512_cvtss_f32(exp16(_mm512_set1_ps(before - top)));
-    room->total[r] = room->total[r] * room->shrink[r] + _mm512_reduce_add_ps(sum);
+    room->shrink[r] = unified || !higher ? 1.0f : power(before - top);
+    float *totals = room->totals + r * LANES;
+    _mm512_storeu_ps(totals, _mm512_fmadd_ps(_mm512_loadu_ps(totals), _mm512_set1_ps(room->shrink[r]), sum));
     room->most[r] = top;
 }
 
@@ -301,20 +312,25 @@ static void run(const attention_args * a, const task_t *t, room_t *room, const i
         left[i] = a->query + (start + token) * a->query_stride + head * a->dim;
         room->limit[i] = context + token + 1;
         room->lower[i] = a->window ? room->limit[i] - a->window : 0;
-        room->most[i] = -INFINITY, room->total[i] = 0;
+        room->most[i] = -INFINITY;
         if (head / group != last) bound[kv_heads++] = i, last = head / group;
     }
     bound[kv_heads] = n;
     memset(room->sums, 0, n * a->value_dim * sizeof(float));
-    for (long at = t->begin; at < t->end; at += CHUNK) {
-        const long end = MIN(t->end, at + CHUNK);
+    memset(room->totals, 0, n * LANES * sizeof(float));
+    find(a, table, t->begin, t->end, room->places);
+    for (long at = t->begin, turn = 0; at < t->end; at += CHUNK, turn ^= 1) {
+        const place_t *here = room->places + turn;
+        place_t *next = room->places + (turn ^ 1);
+        find(a, table, at + CHUNK, t->end, next);
         for (long h = 0; h < kv_heads; h++) {
             const long kv_head = (t->head + rows[bound[h]] / t->tokens) / group;
-            turn_keys(a, table, kv_head, at, end, t->end, room);
-            pair_values(a, table, kv_head, at, end, t->end, room);
-            chunk(a, room, left, bound[h], bound[h + 1] - bound[h], at, end, unified);
+            turn_keys(a, kv_head, here, next, room);
+            pair_values(a, kv_head, here, next, room);
+            chunk(a, room, left, bound[h], bound[h + 1] - bound[h], at, at + here->count, unified);
         }
     }
+    for (long i = 0; i < n; i++) room->total[i] = _mm512_reduce_add_ps(_mm512_loadu_ps(room->totals + i * LANES));
 }
 
 /* Leaves the results of `n` rows: divided by their totals, or as they are with maximum and total, for `join`. */
@@ -324,7 +340,7 @@ static void leave(const attention_args * a, const task_t *t, const room_t *room,
         const float *sums = room->sums + i * a->value_dim;
         if (t->partial >= 0) {
             float *to = a->partials + (t->partial + rows[i]) * (a->value_dim + 2);
-            to[0] = room->total[i] > 0 && unified ? a->phi : room->most[i], to[1] = room->total[i];
+            to[0] = unified ? a->phi * LOG2E : room->most[i], to[1] = room->total[i];
             memcpy(to + 2, sums, a->value_dim * sizeof(float));
             continue;
         }
@@ -345,7 +361,7 @@ static void task(const attention_args * a, const task_t *t, room_t *room) {
     if (!a->unified) return;
     long again = 0;
     for (int i = 0; i < n; i++)
-        if (room->most[i] > -INFINITY && !(fabsf(room->most[i] - a->phi) <= SAFE)) rows[again++] = i;
+        if (room->most[i] > -INFINITY && !(fabsf(room->most[i] - a->phi * LOG2E) <= SAFE)) rows[again++] = i;
     if (!again) return;
     run(a, t, room, rows, again, 0);
     leave(a, t, room, rows, again, 0);
@@ -360,7 +376,7 @@ static void join(const attention_args * a, const task_t *t) {
         float most = -INFINITY, total = 0, weight[256];
         for (long i = 0; i < t->splits; i++) most = fmaxf(most, parts[i * step]);
         for (long i = 0; i < t->splits; i++) {
-            weight[i] = parts[i * step + 1] > 0 ? _mm512_cvtss_f32(exp16(_mm512_set1_ps(parts[i * step] - most))) : 0;
+            weight[i] = parts[i * step + 1] > 0 ? power(parts[i * step] - most) : 0;
             total += weight[i] * parts[i * step + 1];
         }
         elem *out = a->out + (a->starts[t->sequence] + t->token) * a->out_stride + (t->head + r) * a->value_dim;

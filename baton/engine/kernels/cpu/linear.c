@@ -57,7 +57,7 @@ INLINE void tile(__m512 acc[MR][NR], const elem *x, long sx, const elem *w, long
 #pragma GCC unroll 8
         for (int j = 0; j < nr; j++) {
             const __m512i wv = _mm512_loadu_si512(w + j * sw + at);
-            if (j < fetch) _mm_prefetch((const char *)(next + j * sw + at), _MM_HINT_T0);
+            if (j < fetch) _mm_prefetch((const char *)(next + j * sw + at), _MM_HINT_T1);
 #pragma GCC unroll 3
             for (int i = 0; i < mr; i++) acc[i][j] = dot(acc[i][j], xv[i], wv);
         }

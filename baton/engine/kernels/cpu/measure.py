@@ -6,6 +6,7 @@ left only where the other is faster by more than the noise.
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from functools import partial
@@ -60,17 +61,16 @@ def measure_linear(kernels: CpuKernels, width: int, k: int, rows: Iterable[int] 
 
 
 def flat_rows(points: Sequence[Point]) -> int:
-    """The most rows for which the flat kernel is right: the static choice, unless another is clearly faster."""
-    best = DEFAULT_FLAT_ROWS
-    for point in sorted(points, key=lambda p: p.rows):
-        static_flat = point.rows <= DEFAULT_FLAT_ROWS
-        if static_flat and point.full_s * NOISE < point.flat_s:
-            return max((p.rows for p in points if p.rows < point.rows), default=0)
-        if not static_flat:
-            if point.flat_s * NOISE > point.full_s:
-                break
-            best = point.rows
-    return best
+    """The most rows to give to the flat kernel: where the sum of the logarithms of all times is least.
+
+    A single disturbed point then moves little. The static choice stays unless another is clearly better.
+    """
+
+    def cost(most: int) -> float:
+        return sum(math.log(p.flat_s if p.rows <= most else p.full_s) for p in points)
+
+    best = min((0, *(p.rows for p in points)), key=cost)
+    return best if cost(best) + math.log(NOISE) < cost(DEFAULT_FLAT_ROWS) else DEFAULT_FLAT_ROWS
 
 
 def measure_attention(kernels: CpuKernels, heads: int, kv_heads: int, dim: int, context: int = 1024) -> list[float]:

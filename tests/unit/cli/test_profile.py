@@ -1,0 +1,47 @@
+"""`baton profile`: measures, keeps, reports; and says why when there is nothing to profile."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+from baton.cli import profile as command
+from baton.engine.kernels.cpu.measure import measure_linear
+from baton.engine.kernels.cpu.profile import load_profile
+from baton.errors import ConfigError
+
+DEMO = Path(__file__).parents[3] / "models" / "demo"
+
+
+@pytest.fixture
+def cluster_file(tmp_path, monkeypatch):
+    monkeypatch.setenv("BATON_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr(command, "measure_linear", partial(measure_linear, rows=(1, 8)))
+    before = torch.get_num_threads()
+    file = tmp_path / "c.yaml"
+    file.write_text(f"model: {{path: {DEMO}}}\nprefill: {{threads: 1}}\ndecode: {{threads: 1}}\n")
+    yield file
+    torch.set_num_threads(before)
+
+
+def test_every_shape_of_the_model_is_measured_and_kept(cluster_file, capsys):
+    try:
+        command.profile(cluster_file, [], as_json=True)
+    except ConfigError as why:
+        pytest.skip(f"the compiled kernels cannot be used here: {why}")
+    (report,) = json.loads(capsys.readouterr().out)  # both pools have one thread: one profile
+    shapes = {f"{p['width']}x{p['k']}" for p in report["points"]}
+    assert shapes == set(report["flat_rows"])
+    assert len(shapes) == 5  # qkv, o, gate and up, down, head
+    kept = load_profile(Path(report["path"]))
+    assert {f"{width}x{k}": rows for (width, k), rows in kept.rows.items()} == report["flat_rows"]
+    assert kept.unified_max == report["unified_max"]
+
+
+def test_the_oracle_has_nothing_to_profile(cluster_file):
+    with pytest.raises(ConfigError, match=r"model\.path: oracle"):
+        command.profile(cluster_file, ["model.path=oracle"], as_json=False)

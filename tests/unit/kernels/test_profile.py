@@ -1,0 +1,82 @@
+"""What `baton profile` measures, decides and keeps."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from baton.engine.kernels.cpu.build import Unavailable
+from baton.engine.kernels.cpu.measure import UNIFIED, Point, flat_rows, make_profile, measure_attention, measure_linear
+from baton.engine.kernels.cpu.ops import CpuKernels
+from baton.engine.kernels.cpu.profile import (
+    DEFAULT_FLAT_ROWS,
+    Profile,
+    load_profile,
+    profile_path,
+    save_profile,
+)
+
+
+def points(**full_over_flat: float) -> list[Point]:
+    """One point per `rNNN=ratio`."""
+    return [Point(64, 32, int(name[1:]), 1.0, ratio) for name, ratio in full_over_flat.items()]
+
+
+def test_without_a_clear_winner_the_static_choice_stays():
+    assert flat_rows(points(r1=1.0, r64=1.0, r96=1.0, r128=1.02, r512=0.98)) == DEFAULT_FLAT_ROWS
+
+
+def test_a_slower_flat_kernel_gives_way_where_that_begins():
+    assert flat_rows(points(r1=2.0, r16=1.2, r32=0.8, r64=0.7, r128=0.7)) == 16
+    assert flat_rows(points(r1=0.5, r16=0.5)) == 0
+
+
+def test_a_faster_flat_kernel_is_taken_as_far_as_it_leads():
+    assert flat_rows(points(r1=2.0, r96=1.3, r128=1.3, r192=1.2, r256=0.9, r384=0.8)) == 192
+
+
+def test_one_disturbed_point_among_others_changes_nothing():
+    assert flat_rows(points(r1=2.0, r8=1.5, r16=0.7, r32=1.5, r96=1.3, r128=0.7, r192=0.6)) == DEFAULT_FLAT_ROWS
+
+
+@pytest.mark.parametrize(("attention", "expected"), [([2.0, 1.0], UNIFIED), ([1.0, 0.98], None), ([1.0, 2.0], None)])
+def test_the_preset_maximum_must_be_clearly_faster(attention, expected):
+    assert make_profile(points(r1=2.0), attention).unified_max == expected
+
+
+def test_a_profile_survives_the_disk_and_is_added_to(tmp_path):
+    path = tmp_path / "deep" / "file.json"
+    first = Profile({(64, 32): 7, (1, 2): 3}, 0.0)
+    save_profile(path, first)
+    assert load_profile(path) == first
+    save_profile(path, load_profile(path).merged(Profile({(64, 32): 9})))
+    assert load_profile(path) == Profile({(64, 32): 9, (1, 2): 3}, None)
+    assert load_profile(path).flat_rows(64, 32) == 9
+    assert load_profile(path).flat_rows(5, 5) == DEFAULT_FLAT_ROWS
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", json.dumps({"rows": [[1, 2]], "unified_max": None})])
+def test_a_broken_file_means_the_defaults(tmp_path, text):
+    path = tmp_path / "p.json"
+    path.write_text(text)
+    assert load_profile(path) == Profile() == load_profile(tmp_path / "absent")
+
+
+def test_another_torch_dtype_or_thread_count_has_another_profile(tmp_path):
+    paths = {
+        profile_path(*key, tmp_path) for key in (("bf16", 1, "2"), ("f32", 1, "2"), ("bf16", 2, "2"), ("bf16", 1, "3"))
+    }
+    assert len(paths) == 4
+
+
+def test_measuring_gives_a_time_for_each_candidate():
+    try:
+        kernels = CpuKernels(torch.float32, Profile())
+    except Unavailable as why:
+        pytest.skip(f"the compiled kernels cannot be used here: {why}")
+    found = measure_linear(kernels, 24, 16, rows=(1, 5))
+    assert [(p.width, p.k, p.rows) for p in found] == [(24, 16, 1), (24, 16, 5)]
+    assert min(min(p.flat_s, p.full_s) for p in found) > 0
+    assert len(measure_attention(kernels, 4, 2, 16, context=40)) == 2
