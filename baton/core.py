@@ -17,6 +17,8 @@ MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 256
 MAX_LOGIT_BIAS = 1024
+MAX_PRIORITY = 100
+MAX_CACHE_SCOPE_CHARS = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,11 +153,14 @@ class SequenceSpec:
 
     `known` are output tokens of earlier attempts (or the first token, in a commit): they are never sampled again.
     `text_sent` is not here on purpose: text is a function of the tokens, so every worker can rebuild it.
+    A higher `priority` (-100 to 100) goes first. Cached KV is shared only between requests of one `cache_scope`.
     """
 
     prompt: tuple[int, ...]
     sampling: Sampling
     known: tuple[int, ...] = ()
+    priority: int = 0
+    cache_scope: str = ""
 
     @property
     def tokens(self) -> tuple[int, ...]:
@@ -201,7 +206,10 @@ class Finish:
 
 @dataclass(frozen=True, slots=True)
 class KVLayout:
-    """The shape of KV on one rank: K and V are each `[layers, blocks, block_size, kv_heads, head_dim]` of `dtype`."""
+    """The shape of KV on one rank: each of `tensors` is `[layers, blocks, block_size, kv_heads, head_dim]` of `dtype`.
+
+    They are K and V, or with latent attention one from which both are made.
+    """
 
     layers: int
     kv_heads: int
@@ -217,12 +225,12 @@ class KVLayout:
 
     @property
     def layer_block_bytes(self) -> int:
-        """Bytes of one block of one layer, K and V together."""
+        """Bytes of one block of one layer, all `tensors` together."""
         return len(self.tensors) * self.block_size * self.kv_heads * self.head_dim * self.itemsize
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one block over all layers, K and V together."""
+        """Bytes of one block over all layers, all `tensors` together."""
         return self.layers * self.layer_block_bytes
 
     def blocks_for(self, tokens: int) -> int:
@@ -241,6 +249,11 @@ class BlockCounts:
     cached: int = 0
     quarantined: int = 0
 
+    @property
+    def available(self) -> int:
+        """Blocks that can be allocated: what is only cached makes room when it is needed."""
+        return self.free + self.cached
+
     def check(self) -> BlockCounts:
         """Return self, or raise AssertionError with the counts: a block was lost or is owned twice."""
         if self.free + self.reserved + self.owned + self.cached + self.quarantined != self.total:
@@ -257,6 +270,7 @@ class Load:
     waiting: int = 0
     queued_tokens: int = 0  # prompt tokens accepted and not computed yet
     prefill_tokens: int = 0  # computed since the process began
+    cached_tokens: int = 0  # found in the prefix cache instead
     decode_steps: int = 0
     decode_tokens: int = 0
     blocks: BlockCounts = field(default_factory=lambda: BlockCounts(0))

@@ -12,6 +12,7 @@
     ├── NoWorker              no live worker can take this now                  UNAVAILABLE
     ├── WorkerLost            a worker died with this request in hand           UNAVAILABLE
     ├── EngineFault           the engine failed on this request                 INTERNAL
+    │   └── RankLost          a process of a tensor-parallel worker is gone     INTERNAL
     ├── ConfigError           cluster file, flag or environment is wrong        exit code 3
     ├── CheckpointError       a model folder cannot be served                   exit code 3
     ├── LedgerError           Redis refused or cannot be reached                exit code 4
@@ -107,6 +108,10 @@ class WorkerLost(BatonError):
 
 class EngineFault(BatonError):
     """The engine failed on this request; the worker lives on."""
+
+
+class RankLost(EngineFault):
+    """A rank of this worker died, failed or hangs: the worker as a whole cannot go on."""
 
 
 class ConfigError(BatonError):

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 import tokenizers
 
 from baton.errors import CheckpointError
+from baton.hub import model_folder
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -56,8 +57,12 @@ class Tokenizer(ABC):
 
 
 def load_tokenizer(model_path: Path | str) -> Tokenizer:
-    """The tokenizer for `model.path` of the cluster file: a folder, or `oracle`. Raises CheckpointError."""
-    return OracleTokenizer() if str(model_path) == ORACLE_MODEL else Tokenizer.load(model_path)
+    """The tokenizer for `model.path` of the cluster file: `oracle`, a folder, or `hf:org/name` of which the small files
+    are downloaded where they are missing. Raises CheckpointError.
+    """
+    if str(model_path) == ORACLE_MODEL:
+        return OracleTokenizer()
+    return Tokenizer.load(model_folder(model_path, weights=False))
 
 
 class OracleTokenizer(Tokenizer):

@@ -22,7 +22,8 @@ from decode_workers.reservations import Reservations, State
 
 if TYPE_CHECKING:
     from baton.clock import Clock
-    from baton.engine.engine import Engine, StepResult
+    from baton.engine.engine import Engine
+    from baton.engine.outcome import StepResult
     from baton.ledger.ownership import OwnershipLog
     from baton.worker.loop import EngineLoop
     from baton.worker.session import Session

@@ -24,7 +24,8 @@ from kvtransfer.handoff import PushJob, PushResult
 
 if TYPE_CHECKING:
     from baton.clock import Clock
-    from baton.engine.engine import Engine, Output, StepResult
+    from baton.engine.engine import Engine
+    from baton.engine.outcome import Output, StepResult
     from baton.worker.loop import EngineLoop
     from baton.worker.session import Session
 

@@ -1,8 +1,9 @@
-"""Who waits, and for how long: one bounded queue in order of arrival.
+"""Who waits, and for how long: one bounded queue in order of tickets.
 
 A request waits when no live pair has room for it. It keeps its ticket for life: one that comes back (a decode worker
 ran full, or preempted it) stands where it stood, before all later ones, and is never turned away by the bound.
-The head of the queue is served first, even if a smaller request behind it would fit: nobody starves.
+The head of the queue is served first, even if a smaller request behind it would fit. A level of priority overtakes the
+`OVERTAKES` arrivals before it and no others. So nobody starves.
 """
 
 from __future__ import annotations
@@ -17,11 +18,19 @@ from baton.clock import Clock
 from baton.errors import BatonError, NoWorker, Overloaded
 
 Claim = TypeVar("Claim")
+Ticket = tuple[int, int]  # who has less is served first
+
+OVERTAKES = 256
+
+
+def ticket_for(arrival: int, priority: int) -> Ticket:
+    """The ticket of the request that came as number `arrival`."""
+    return arrival - priority * OVERTAKES, arrival
 
 
 @dataclass(order=True, slots=True)
 class _Waiter(Generic[Claim]):
-    ticket: int
+    ticket: Ticket
     tokens: int = field(compare=False)
     since: float = field(compare=False)
     served: asyncio.Future[Claim] = field(compare=False)
@@ -52,7 +61,7 @@ class Admission(Generic[Claim]):
     def waiting(self) -> int:
         return len(self._line)
 
-    async def admit(self, ticket: int, tokens: int, *, returning: bool = False) -> Claim:
+    async def admit(self, ticket: Ticket, tokens: int, *, returning: bool = False) -> Claim:
         """A claim on a pair of workers for a request of `tokens` known tokens.
 
         Raises Overloaded (the queue is full, or no room came up in time) or NoWorker (there was nobody to wait for).

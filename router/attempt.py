@@ -44,6 +44,7 @@ class Attempt:
         self, handoff: HandoffId, claim: Claim, spec: SequenceSpec, stages: StageClock, metrics: Metrics
     ) -> None:
         self.cached_tokens: int | None = None  # at D; None: not reserved yet
+        self.prefill_cached = 0  # tokens that P did not have to compute
         self.committed: pb.Committed | None = None
         self.finish: Finish | None = None
         self.handed_back = ""  # why another attempt is needed, though nothing failed
@@ -142,6 +143,8 @@ class Attempt:
                 raise self._fencing or WorkerLost("the decode worker fenced the attempt")
 
     def _on_output(self, source: Role, item: pb.WorkerEvent) -> None:
+        if source is Role.PREFILL:
+            self.prefill_cached = item.cached_tokens
         try:
             if item.HasField("tokens"):
                 self._on_tokens(source, convert.tokens_from_pb(item.tokens))

@@ -49,7 +49,7 @@ class Floor:
         self.pool.on_change = self.admission.changed
         self.metrics = Metrics(settings.name, settings.version)
         self.metrics.watch_blocks(self.pool.blocks)
-        self.tickets = itertools.count()
+        self.arrivals = itertools.count()
         self.accepting = True
         self.running: dict[str, Life] = {}
         self.outcomes: Counter[str] = Counter()  # of those before; "accepted" beside how each ended

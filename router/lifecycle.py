@@ -13,6 +13,7 @@ from baton.errors import BatonError
 from baton.rpc.v1 import common_pb2
 from baton.rpc.v1 import inference_pb2 as pb
 from baton.telemetry import Stage, StageClock
+from router.admission import ticket_for
 from router.attempt import Attempt
 from router.delivery import Delivery, EventStream
 from router.floor import Floor
@@ -30,7 +31,7 @@ async def run(request: SequenceSpec, life: Life, client: EventStream) -> pb.Comp
     while True:
         life.stages.enter(Stage.QUEUE)
         spec = replace(request, known=tuple(life.delivery.ids))  # what the client has is never sampled again
-        claim = await life.admit(len(spec))  # waits for a pair of workers with room
+        claim = await life.admit(spec)  # waits for a pair of workers with room
         life.stages.enter(Stage.ROUTE)
         async with life.attempt(claim, spec) as attempt:
             life.stages.enter(Stage.RESERVE)
@@ -41,6 +42,7 @@ async def run(request: SequenceSpec, life: Life, client: EventStream) -> pb.Comp
             attempt.prefill(life.remaining_s())
             async for tokens in attempt.outputs():  # token 0 from P at once; D repeats it and goes on
                 await client.tokens(life.deliver(tokens))
+            life.computed(attempt)
             if attempt.finish is None:
                 life.handed_back(attempt)
                 continue  # D ran full: prefill again what the client has, and go on at the same index
@@ -65,11 +67,12 @@ class Life:
         self.stages = StageClock(floor.clock)
         self.delivery = Delivery()
         self.attempts = 0
-        self.cached_tokens: int | None = None  # None: not accepted yet
+        self.cached_tokens: int | None = None  # as the client is told; None: not accepted yet
         self._floor = floor
         self._deadline = floor.clock.monotonic() + within_s
-        self._ticket = next(floor.tickets)
+        self._arrival = next(floor.arrivals)
         self._last_token_at: float | None = None
+        self._computed = False
 
     @property
     def accepted(self) -> bool:
@@ -85,9 +88,10 @@ class Life:
         """Seconds until the deadline; never 0, which would mean "none" to a worker."""
         return max(self._deadline - self._floor.clock.monotonic(), 0.001)
 
-    async def admit(self, known_tokens: int) -> Claim:
+    async def admit(self, spec: SequenceSpec) -> Claim:
         """A pair of workers; a request that has been there before keeps its place in the queue."""
-        return await self._floor.admission.admit(self._ticket, known_tokens, returning=self.attempts > 0)
+        ticket = ticket_for(self._arrival, spec.priority)
+        return await self._floor.admission.admit(ticket, len(spec), returning=self.attempts > 0)
 
     def attempt(self, claim: Claim, spec: SequenceSpec) -> Attempt:
         """The next attempt."""
@@ -111,6 +115,12 @@ class Life:
                 self._floor.metrics.gap(now - self._last_token_at, len(fresh))
             self._last_token_at = now
         return fresh
+
+    def computed(self, attempt: Attempt) -> None:
+        """What the first attempt found cached was saved; what a later one finds there, this request may have left."""
+        if not self._computed:
+            self.cached_tokens = max(self.cached_tokens or 0, attempt.prefill_cached)
+        self._computed = True
 
     def handed_back(self, attempt: Attempt) -> None:
         """The attempt ended without a failure and without an end: another one follows."""

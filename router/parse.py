@@ -4,7 +4,7 @@ What is decided here:
 - `max_tokens` unset: 16, or the room that the prompt leaves if that is less. Set: prompt + max_tokens beyond the
   model's length is refused with both numbers, never clipped in silence.
 - `seed` unset: drawn here, so that every worker of the request sees the same one.
-- A field whose feature is not there yet is refused when it asks for something (n = 1, priority = 0 ask for nothing).
+- A field whose feature is not there yet is refused when it asks for something (n = 1, resumable_s = 0 ask for nothing).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import secrets
 from collections.abc import Callable, Collection
 from dataclasses import replace
 
-from baton.core import Sampling, SequenceSpec
+from baton.core import MAX_CACHE_SCOPE_CHARS, MAX_PRIORITY, Sampling, SequenceSpec
 from baton.errors import InvalidRequest, UnknownModel, Violation
 from baton.rpc import convert
 from baton.rpc.v1 import inference_pb2 as pb
@@ -29,6 +29,7 @@ _CAPS: tuple[tuple[str, _Get, int, str], ...] = (
     ("text", lambda m: len(m.text), 1_000_000, "characters"),
     ("token_ids", lambda m: len(m.token_ids.ids), 1_000_000, "tokens"),
     ("client_tag", lambda m: len(m.client_tag), 128, "characters"),
+    ("cache_scope", lambda m: len(m.cache_scope), MAX_CACHE_SCOPE_CHARS, "characters"),
     ("sampling.stop_token_ids", lambda m: len(m.sampling.stop_token_ids), 1024, "ids"),
 )
 _UNSUPPORTED: tuple[tuple[str, Callable[[pb.GenerateRequest], object]], ...] = (
@@ -36,8 +37,6 @@ _UNSUPPORTED: tuple[tuple[str, Callable[[pb.GenerateRequest], object]], ...] = (
     ("chat", lambda m: m.HasField("chat")),
     ("deterministic", lambda m: m.deterministic),
     ("constraint", lambda m: m.HasField("constraint")),
-    ("priority", lambda m: m.priority),
-    ("cache_scope", lambda m: m.cache_scope),
     ("resumable_s", lambda m: m.resumable_s),
     ("idempotency_key", lambda m: m.idempotency_key),
 )
@@ -53,7 +52,7 @@ async def parse(
     """
     check_model(message.model, model)
     sampling, violations = _sampling(message)
-    violations = [*_refused_features(message), *_too_large(message), *violations]
+    violations = [*_refused_features(message), *_priority(message), *_too_large(message), *violations]
     if message.WhichOneof("prompt") is None:
         violations.append(Violation("prompt", "one of text and token_ids must be set"))
     if sampling is None or violations:
@@ -65,7 +64,8 @@ async def parse(
     ]
     if wrong:
         raise InvalidRequest(*wrong)
-    return SequenceSpec(prompt, _completed(sampling, message, len(prompt), max_model_len))
+    sampling = _completed(sampling, message, len(prompt), max_model_len)
+    return SequenceSpec(prompt, sampling, priority=message.priority, cache_scope=message.cache_scope)
 
 
 def check_model(name: str, served: str) -> None:
@@ -96,6 +96,11 @@ def _sampling(message: pb.GenerateRequest) -> tuple[Sampling | None, list[Violat
 
 def _refused_features(message: pb.GenerateRequest) -> list[Violation]:
     return [Violation(field, "not supported by this version") for field, asks in _UNSUPPORTED if asks(message)]
+
+
+def _priority(message: pb.GenerateRequest) -> list[Violation]:
+    text = f"must be between -{MAX_PRIORITY} and {MAX_PRIORITY}, got {message.priority}"
+    return [Violation("priority", text)] * (abs(message.priority) > MAX_PRIORITY)
 
 
 def _too_large(message: pb.GenerateRequest) -> list[Violation]:

@@ -47,7 +47,7 @@ class WorkerView:
         if self.full:
             return False
         blocks = self.load.blocks
-        room = blocks.free + blocks.cached - self.pending_blocks - self.load.running
+        room = blocks.available - self.pending_blocks - self.load.running
         return self.dispatched == 0 or self.blocks_for(tokens) <= room
 
 
@@ -72,7 +72,7 @@ def least_loaded(prefill: Sequence[WorkerView], decode: Sequence[WorkerView], to
     prefill, decode = _candidates(prefill, decode, tokens)
     if not decode:
         return None
-    chosen = min(decode, key=lambda view: (view.requests, -view.load.blocks.free, view.info.ref.worker_id))
+    chosen = min(decode, key=lambda view: (view.requests, -view.load.blocks.available, view.info.ref.worker_id))
     able = [view for view in prefill if view.info.fingerprint == chosen.info.fingerprint]
     return Pair(min(able, key=lambda view: (view.prefill_backlog, view.dispatched, view.info.ref.worker_id)), chosen)
 

@@ -28,7 +28,7 @@ CORE = (
     "baton/worker",
     "baton/ledger",
 )
-NOT_CORE = ("baton/engine/model/",)
+NOT_CORE = ("baton/engine/model/", "baton/engine/kernels/")
 TREE = ("baton", "router", "prefill_workers", "decode_workers", "kvtransfer", "simulator")
 NOT_CODE = {
     tokenize.COMMENT,

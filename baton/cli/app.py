@@ -51,6 +51,14 @@ def up(
 
 
 @app.command()
+def pull(model: str) -> None:
+    """Download a model, such as hf:Qwen/Qwen3-0.6B, to the local cache, and print its folder."""
+    from baton.cli import model as command
+
+    command.pull(model)
+
+
+@app.command()
 def down(name: ClusterName = None) -> None:
     """Stop a running cluster and wait until all of its processes are gone."""
     from baton.cli import up as command
@@ -109,6 +117,14 @@ def doctor(config: ConfigFile = LOCAL, sets: Sets = None, as_json: Json = False)
     from baton.cli import doctor as command
 
     command.doctor(config, sets or [], as_json=as_json)
+
+
+@app.command()
+def profile(config: ConfigFile = LOCAL, sets: Sets = None, as_json: Json = False) -> None:
+    """Measure which kernels are the fastest here for the model of a file. Workers started afterwards use it."""
+    from baton.cli import profile as command
+
+    command.profile(config, sets or [], as_json=as_json)
 
 
 @config_app.command("validate")

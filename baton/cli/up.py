@@ -12,6 +12,7 @@ from pathlib import Path
 import psutil
 import typer
 
+from baton.cli.model import fetched, shown_loading
 from baton.cluster.pool import ProcessWorkers, WorkerPlan, Workers
 from baton.cluster.processes import START_TIMEOUT_S, Child, ProcessSpec, report_ready
 from baton.cluster.state import ClusterState, StateFolder, running_clusters
@@ -35,17 +36,21 @@ def up(file: Path, sets: Sequence[str], stop: Stop, *, detach: bool, as_json: bo
     configure_logging("warning", "auto")
     note(f"starting cluster {config.name!r} ...")
 
-    def ready(state: ClusterState) -> None:
-        report_ready({"name": state.name})
-        announce(state, as_json=as_json)
+    with shown_loading(StateFolder(config.name).logs) as shown:
 
-    run_cluster(config, stop, ready)
+        def ready(state: ClusterState) -> None:
+            shown()
+            report_ready({"name": state.name})
+            announce(state, as_json=as_json)
+
+        run_cluster(config, stop, ready)
 
 
 def run_cluster(
     config: ClusterConfig, stop: Stop, ready: Callable[[ClusterState], None], home: Path | None = None
 ) -> None:
     """Run a cluster in this thread until told to stop."""
+    config = fetched(config, stop)
     folder = StateFolder(config.name, home)
     command = [sys.executable, "-m", "baton", "router", "-c", str(folder.config)]
     Supervisor(config, folder, make_workers(config, folder), command).run(stop, ready)
@@ -95,11 +100,13 @@ def _detach(config: ClusterConfig, file: Path, sets: Sequence[str], stop: Stop, 
     output = folder.path / "up.out"
     output.unlink(missing_ok=True)
     argv = [sys.executable, "-m", "baton", "up", "-c", str(file)]
-    env = as_environment(sets, os.environ)
+    here = fetched(config, stop).model.path  # now, where somebody sees it, and as long as it takes
+    env = as_environment([*sets, *[f"model.path={here}"] * (here != config.model.path)], os.environ)
     child = Child(ProcessSpec("up", argv, output, env, ready_timeout_s=2 * START_TIMEOUT_S, new_session=True))
     child.start()
     try:
-        child.wait_ready(stop)
+        with shown_loading(folder.logs):
+            child.wait_ready(stop)
     except BatonError as error:
         child.terminate()
         child.wait(DOWN_S)

@@ -13,6 +13,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from baton.config.schema import ClusterConfig
+from baton.config.values import HUB_PREFIX
 from baton.errors import ConfigError
 
 ENV_PREFIX = "BATON__"
@@ -28,8 +29,6 @@ NOT_BUILT: dict[str, tuple[object, ...] | None] = {
     "router.policy": ("predicted", "prefix"),
     "prefill.autoscale": None,
     "decode.autoscale": None,
-    "prefill.tensor_parallel": None,
-    "decode.tensor_parallel": None,
     "prefill.interface": None,
     "decode.interface": None,
     "transfer.transport": ("shm", "cuda_ipc", "grpc", "memory"),
@@ -45,7 +44,7 @@ NOT_BUILT: dict[str, tuple[object, ...] | None] = {
     "resumable_s": None,
     "history": None,
 }
-HARMLESS: dict[str, object] = {"router.replicas": 1, "prefill.tensor_parallel": 1, "decode.tensor_parallel": 1}
+HARMLESS: dict[str, object] = {"router.replicas": 1}
 
 Tree = dict[str, Any]
 
@@ -144,7 +143,7 @@ def config_from_json(text: str) -> ClusterConfig:
 
 def _with_model_path(config: ClusterConfig, file: Path) -> ClusterConfig:
     given = Path(config.model.path)
-    if config.model.path == "oracle" or given.is_absolute():
+    if config.model.path == "oracle" or config.model.path.startswith(HUB_PREFIX) or given.is_absolute():
         return config
     places = (Path.cwd(), file.resolve().parent, file.resolve().parent.parent)
     found = next((place / given for place in places if (place / given).is_dir()), None)

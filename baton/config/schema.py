@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, field_validator, model_validator
 
-from baton.config.values import Address, Size, SizeOrAuto, is_loopback
+from baton.config.values import Address, Size, SizeOrAuto, is_loopback, parse_hub_name
 
 Name = Annotated[str, Field(pattern=r"^[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?$")]
 Auto = Literal["auto"]
@@ -22,15 +22,24 @@ class Section(BaseModel):
 class ModelConfig(Section):
     """Which model every worker serves."""
 
-    path: str = Field(default="models/demo", min_length=1, description="a checkpoint folder, or `oracle`")
+    path: str = Field(
+        default="models/demo", min_length=1, description="a checkpoint folder, hf:org/name[@revision], or oracle"
+    )
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     max_model_len: PositiveInt | Auto = "auto"
     seed: int = 0
 
     @property
     def name(self) -> str:
-        """What clients call the model: the last part of its path."""
-        return PurePath(self.path).name
+        """What clients call the model: the last part of its path, or its `org/name`."""
+        hub = parse_hub_name(self.path)
+        return hub.repo if hub else PurePath(self.path).name
+
+    @field_validator("path")
+    @classmethod
+    def _hub_name(cls, path: str) -> str:
+        parse_hub_name(path)
+        return path
 
 
 class RedisConfig(Section):
@@ -85,13 +94,21 @@ class PoolConfig(Section):
     """One pool of workers."""
 
     replicas: PositiveInt = 1
-    tensor_parallel: PositiveInt = 1
+    tensor_parallel: PositiveInt = Field(
+        default=1,
+        description="processes that compute one worker's model together, each a share of its heads; only on CPUs yet",
+    )
     device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$")] = "auto"
-    threads: PositiveInt | Auto = "auto"
-    kv_memory: SizeOrAuto = "auto"
+    threads: PositiveInt | Auto = Field(
+        default="auto", description="of each process of a worker; auto: all cores, divided by tensor_parallel"
+    )
+    kv_memory: SizeOrAuto = Field(default="auto", description="of a worker, however many processes share it")
     block_size: PositiveInt = 16
     max_batched_tokens: PositiveInt = 2048
     max_running: PositiveInt = 64
+    prefix_cache: bool = Field(
+        default=True, description="keep computed KV while there is room, and use it for prompts with equal beginnings"
+    )
     listen: Address = "127.0.0.1:0"
     advertise: str | None = None
     interface: str | None = None

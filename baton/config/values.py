@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import ipaddress
 import re
+from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, WithJsonSchema
 
 UNITS = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40, "KB": 10**3, "MB": 10**6, "GB": 10**9}
+HUB_PREFIX = "hf:"
+_HUB_PART = r"[A-Za-z0-9_](?:[A-Za-z0-9_.-]{0,94}[A-Za-z0-9_])?"
+HUB_NAME = re.compile(rf"hf:({_HUB_PART}/{_HUB_PART})(?:@([A-Za-z0-9_][A-Za-z0-9_./-]{{0,127}}))?")
 SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)")
 
 
@@ -25,6 +29,24 @@ def parse_size(value: object) -> int:
 def parse_size_or_auto(value: object) -> int | Literal["auto"]:
     """A size, or the word `auto`. Raises ValueError."""
     return "auto" if value == "auto" else parse_size(value)
+
+
+@dataclass(frozen=True, slots=True)
+class HubName:
+    """A model of the Hugging Face Hub: `repo` is its `org/name`, `revision` a branch, tag or commit, None for main."""
+
+    repo: str
+    revision: str | None
+
+
+def parse_hub_name(path: str) -> HubName | None:
+    """`hf:org/name[@revision]`; None for a `model.path` that is none. Raises ValueError saying what is allowed."""
+    if not path.startswith(HUB_PREFIX):
+        return None
+    match = HUB_NAME.fullmatch(path)
+    if match is None or any(twice in path for twice in ("..", "--", "//")):
+        raise ValueError("must be hf:org/name or hf:org/name@revision, such as hf:Qwen/Qwen3-0.6B@main")
+    return HubName(match[1], match[2])
 
 
 def split_address(text: str) -> tuple[str, int]:

@@ -39,5 +39,14 @@ class ModelBackend(Protocol):
     def fingerprint(self) -> str:
         """Equal on two workers only if KV written by one is right for the other: weights, dtype, layout."""
 
+    def make_cache(self, total_blocks: int) -> KVCache:
+        """The cache that `forward` takes, finite everywhere; the one before it must not be used any more."""
+
     def forward(self, batch: Batch, kv: KVCache) -> torch.Tensor:
         """Write the batch's K and V through `slot_mapping`, then return logits, float32 [L, vocab_size]."""
+
+    def check(self) -> None:
+        """Looked at between steps: raises RankLost if the model cannot be computed any more."""
+
+    def close(self) -> None:
+        """End what else computes for it, if anything does. The last call."""

@@ -11,23 +11,25 @@ decoding, starting over after a preemption or elsewhere) is to let computed catc
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import structlog
 import torch
 
 from baton.core import Load
-from baton.engine.assemble import assemble
 from baton.engine.blocks import BlockPool, BlockState
 from baton.engine.choice import Choice
-from baton.engine.kv import KVCache
-from baton.engine.sampler import sample
+from baton.engine.inputs import Inputs
+from baton.engine.limits import check_spec
+from baton.engine.outcome import Counters, Output, StepResult
+from baton.engine.prefix import Chain, scope_key
+from baton.engine.sampler import Sampler
 from baton.engine.scheduler import Scheduler, Sequence
-from baton.errors import EngineFault, InvalidRequest
+from baton.errors import EngineFault, RankLost
 
 if TYPE_CHECKING:
-    from baton.core import Finish, HandoffId, SequenceSpec, Token
+    from baton.core import Finish, HandoffId, SequenceSpec
     from baton.engine.backend import ModelBackend
     from baton.engine.blocks import Allocation
     from baton.engine.sampler import Sampled
@@ -35,39 +37,6 @@ if TYPE_CHECKING:
     from baton.tokenizer import Tokenizer
 
 log = structlog.get_logger()
-
-
-@dataclass(frozen=True, slots=True)
-class Output:
-    """What one step brought to one request. The last output of a request has `finish` set."""
-
-    key: HandoffId
-    tokens: list[Token]
-    finish: Finish | None
-
-
-@dataclass(slots=True)
-class StepResult:
-    """What one step brought. `computed` tokens went through the model; 0: nothing could be done now.
-
-    Requests in `preempted` (handed back) and in `failed` are forgotten, their blocks are free.
-    """
-
-    outputs: list[Output] = field(default_factory=list)
-    preempted: list[HandoffId] = field(default_factory=list)
-    failed: list[tuple[HandoffId, EngineFault]] = field(default_factory=list)
-    computed: int = 0
-
-
-@dataclass(slots=True)
-class Counters:
-    """What the engine did since it began. Recomputed tokens count as prefill again."""
-
-    steps: int = 0
-    prefill_tokens: int = 0
-    decode_steps: int = 0  # steps with at least one decode token
-    decode_tokens: int = 0
-    preemptions: int = 0
 
 
 @dataclass(slots=True)
@@ -83,7 +52,8 @@ class Engine:
 
     A sequence ends at `max_model_len` tokens (None: the model's), and where it would not fit the pool alone.
     `max_batched_tokens` bounds the tokens of one step, `max_running` the sequences in it. `recompute_preempted`: start
-    preempted sequences over here, or hand them back through `StepResult.preempted`.
+    preempted sequences over here, or hand them back through `StepResult.preempted`. `prefix_cache`: keep the KV of full
+    blocks while there is room, and compute nothing that is there already, within a request's `cache_scope`.
     """
 
     def __init__(
@@ -96,13 +66,15 @@ class Engine:
         max_batched_tokens: int = 2048,
         max_running: int = 64,
         recompute_preempted: bool = True,
+        prefix_cache: bool = True,
     ) -> None:
         self.backend = backend
         self.layout = backend.layout
         self.tokenizer = tokenizer
         self.pool = BlockPool(total_blocks)
-        self.kv = KVCache(self.layout, total_blocks, backend.device)
+        self.kv = backend.make_cache(total_blocks)
         self.counters = Counters()
+        self._prefix_cache = prefix_cache
         longest = min(backend.max_model_len, total_blocks * self.layout.block_size)
         self.max_model_len = min(longest, max_model_len or longest)
         self._scheduler = Scheduler(
@@ -112,6 +84,9 @@ class Engine:
             max_running=max_running,
             recompute_preempted=recompute_preempted,
         )
+        max_blocks = self.layout.blocks_for(self.max_model_len)
+        self._inputs = Inputs(backend, max_batched_tokens, max_running, max_blocks)
+        self._sampler = Sampler()
         self._requests: dict[HandoffId, _Request] = {}
         self._ended: list[Output] = []  # ended by what was known already; told with the next step
         self._arrivals = 0
@@ -119,10 +94,9 @@ class Engine:
     def reserve(self, tokens: int) -> Allocation | None:
         """Reserved blocks for the KV of `tokens` positions and one more, or None: not now.
 
-        Leaves one free block for each running sequence to grow into, and room for the next that waits here.
+        Leaves one block for each running sequence to grow into, and room for the next that waits here.
         """
-        need = self.layout.blocks_for(tokens + 1)
-        return self.pool.allocate(need, reserved=True) if self.pool.free >= need + self._scheduler.watermark else None
+        return self.pool.allocate(self.layout.blocks_for(tokens + 1), reserved=True, spare=self._scheduler.watermark)
 
     def submit(self, key: HandoffId, spec: SequenceSpec, *, hold: bool = False) -> None:
         """Compute `spec` from its first token on. `hold`: stop after one new token and keep the blocks for `held`.
@@ -179,16 +153,7 @@ class Engine:
 
     def validate(self, spec: SequenceSpec) -> None:
         """Raises InvalidRequest, naming the field, if `spec` can never be computed here."""
-        if not spec.prompt:
-            raise InvalidRequest.of("prompt", "must have at least one token")
-        if len(spec.prompt) >= self.max_model_len or len(spec) > self.max_model_len:
-            raise InvalidRequest.of(
-                "prompt", f"has {len(spec)} tokens, which leaves no room for an answer within {self.max_model_len}"
-            )
-        sampling = spec.sampling
-        self._check_ids("prompt", spec.tokens)
-        self._check_ids("sampling.stop_token_ids", sampling.stop_token_ids)
-        self._check_ids("sampling.logit_bias", [token_id for token_id, _ in sampling.logit_bias])
+        check_spec(spec, self.backend.vocab_size, self.max_model_len)
 
     def has_work(self) -> bool:
         """Whether a step could bring anything. Held sequences wait for others, not for a step."""
@@ -196,13 +161,14 @@ class Engine:
 
     def load(self) -> Load:
         """The engine's part of what a worker reports."""
-        running, waiting = self._scheduler.running, self._scheduler.waiting
+        running = self._scheduler.running
         return Load(
             step=self.counters.steps,
             running=len(running),
-            waiting=len(waiting),
-            queued_tokens=sum(max(0, s.prefill_end - s.computed) for s in (*running, *waiting)),
+            waiting=len(self._scheduler.waiting),
+            queued_tokens=sum(max(0, s.prefill_end - s.computed) for s in running) + self._scheduler.waiting_tokens,
             prefill_tokens=self.counters.prefill_tokens,
+            cached_tokens=self.counters.cached_tokens,
             decode_steps=self.counters.decode_steps,
             decode_tokens=self.counters.decode_tokens,
             blocks=self.pool.counts(),
@@ -214,6 +180,7 @@ class Engine:
         self._ended = []
         plan = self._scheduler.plan()
         self.counters.preemptions += len(plan.preempted)
+        self.counters.cached_tokens += plan.cached_tokens
         if not self._scheduler.recompute_preempted:
             result.preempted = [sequence.key for sequence in plan.preempted]
             for key in result.preempted:
@@ -225,6 +192,8 @@ class Engine:
     def _run(self, work: list[Work], result: StepResult) -> None:
         try:
             sampled = self._compute(work)
+        except RankLost:
+            raise  # there is no model any more, for any request
         except Exception as error:  # whatever a model raises, the other requests live on
             log.exception("engine_step_failed", sequences=len(work))
             for item in work:
@@ -237,10 +206,10 @@ class Engine:
     @torch.inference_mode()
     def _compute(self, work: list[Work]) -> dict[HandoffId, Sampled]:
         """Run the model; a draw for each sequence of which all known tokens are computed then."""
-        batch = assemble(work, [self._requests[item.sequence.key].choice.tokens for item in work], self.backend)
+        batch = self._inputs.build(work, [self._requests[item.sequence.key].choice.tokens for item in work])
         logits = self.backend.forward(batch, self.kv)
         keys = [item.sequence.key for item in work if item.completes]
-        draws = sample(logits, [self._requests[key].choice.row for key in keys]) if keys else []
+        draws = self._sampler.sample(logits, [self._requests[key].choice.row for key in keys]) if keys else []
         return dict(zip(keys, draws, strict=True))
 
     def _advance(self, work: list[Work]) -> int:
@@ -250,8 +219,7 @@ class Engine:
         self.counters.prefill_tokens += prefill
         self.counters.decode_tokens += total - prefill
         self.counters.decode_steps += total > prefill
-        for item in work:
-            item.sequence.computed += item.count
+        self._scheduler.advance(work)
         return total
 
     def _deliver(self, key: HandoffId, drawn: Sampled, result: StepResult) -> None:
@@ -262,7 +230,7 @@ class Engine:
         choice, sequence = request.choice, request.sequence
         token = choice.push(drawn.token_id, drawn.logprobs)
         sequence.known = len(choice.tokens)
-        result.outputs.append(Output(key, [] if token is None else [token], choice.finish))
+        result.outputs.append(Output(key, [] if token is None else [token], choice.finish, sequence.cached or 0))
         if request.hold:
             request.held = True
             self._scheduler.remove(sequence)
@@ -270,6 +238,9 @@ class Engine:
             self.release(key)
 
     def _fail(self, key: HandoffId, message: str, result: StepResult) -> None:
+        allocation = self._requests[key].sequence.allocation
+        if allocation is not None:
+            allocation.withdraw()  # whether KV that was read or KV that was written is wrong, nobody shall find it
         self.release(key)
         result.failed.append((key, EngineFault(message)))
 
@@ -282,14 +253,13 @@ class Engine:
             self._ended.append(Output(key, [], choice.finish))
             return None
         self._arrivals += 1
-        sequence = Sequence(key, self._arrivals, len(spec), len(spec) if computed == 0 else computed, computed)
+        prefill_end = len(spec) if computed == 0 else computed
+        sequence = Sequence(key, self._arrivals, len(spec), prefill_end, computed, priority=spec.priority)
+        if self._prefix_cache:
+            scope = scope_key(self.backend.fingerprint, spec.cache_scope)
+            sequence.chain = Chain(scope, choice.tokens, self.layout.block_size)
         request = self._requests[key] = _Request(sequence, choice, hold)
         return request
 
     def _choice(self, spec: SequenceSpec) -> Choice:
         return Choice(spec, self.tokenizer, self.backend.vocab_size, self.max_model_len)
-
-    def _check_ids(self, name: str, ids: tuple[int, ...] | list[int]) -> None:
-        wrong = next((i for i in ids if not 0 <= i < self.backend.vocab_size), None)
-        if wrong is not None:
-            raise InvalidRequest.of(name, f"token id {wrong} is not within 0..{self.backend.vocab_size - 1}")

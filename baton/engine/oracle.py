@@ -15,8 +15,9 @@ import torch
 
 from baton.core import KVLayout
 from baton.engine.choice import Choice
+from baton.engine.kv import KVCache
 from baton.engine.mixing import GOLDEN64, mix64, mix64_tensor, signed64
-from baton.engine.sampler import sample
+from baton.engine.sampler import Sampler
 from baton.errors import ConfigError, EngineFault
 from baton.hashing import fingerprint, keyed_digest
 from baton.tokenizer import OracleTokenizer
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
 
     from baton.core import SequenceSpec
     from baton.engine.batch import Batch
-    from baton.engine.kv import KVCache
 
 WORD_BYTES = 8
 LOGIT_RANGE = 8.0
@@ -64,9 +64,19 @@ class OracleBackend:
         self._salt, self._odd, self._weights = self._constants()
         self._bias = self._column_bias()
 
+    def make_cache(self, total_blocks: int) -> KVCache:
+        """A cache of this layout."""
+        return KVCache(self.layout, total_blocks, self.device)
+
+    def check(self) -> None:
+        """One process computes all: nothing is lost while it lives."""
+
+    def close(self) -> None:
+        """Nothing to end."""
+
     def forward(self, batch: Batch, kv: KVCache) -> Tensor:
         """Write the batch's K and V, then return logits, float32 [L, vocab_size]."""
-        views = [self._as_words(tensor) for tensor in (kv.k, kv.v)]
+        views = [self._as_words(tensor) for tensor in kv.tensors]
         states = self._tensor(self._run(batch, views[0]))
         written = self._spread(states)
         for view, words in zip(views, written, strict=True):
@@ -79,13 +89,13 @@ class OracleBackend:
     def expected(self, spec: SequenceSpec, n: int | None = None) -> list[int]:
         """The first `n` (None: all) output tokens that follow `spec.known`, from the tokens alone."""
         choice = Choice(spec, self.tokenizer, self.vocab_size, self.max_model_len)
-        state, folded, done, produced = self._start, 0, 0, list[int]()
+        sampler, state, folded, done, produced = Sampler(), self._start, 0, 0, list[int]()
         while choice.finish is None and (n is None or len(produced) < n):
             states = self._chain(state, choice.tokens[done:])
             folded += self._fold_states(states, done)
             state, done = states[-1], len(choice.tokens)
             logits = self._logits(self._tensor([state]), self._tensor([folded]))
-            token_id = sample(logits, [choice.row])[0].token_id
+            token_id = sampler.sample(logits, [choice.row])[0].token_id
             if token_id is None:
                 raise EngineFault("the oracle's logits are numbers")
             if choice.push(token_id) is not None:
@@ -110,7 +120,7 @@ class OracleBackend:
         return torch.tensor([signed64(x) for x in numbers], dtype=torch.int64, device=self.device)
 
     def _spread(self, states: Tensor) -> Tensor:
-        """KV words of positions with these states: int64 [2, layers, N, words]."""
+        """KV words of positions with these states: int64 [tensors, layers, N, words]."""
         return (states[:, None] ^ self._salt) * self._odd
 
     def _fold_states(self, states: list[int], first: int) -> int:
@@ -135,16 +145,16 @@ class OracleBackend:
         return bits.float() * (LOGIT_RANGE / 2**24) + self._bias
 
     def _as_words(self, tensor: Tensor) -> Tensor:
-        """K or V seen as int64 [layers, blocks, block_size, words], the same memory."""
+        """A tensor of the cache seen as int64 [layers, blocks, block_size, words], the same memory."""
         return tensor.flatten(3).view(torch.int64)
 
     def _constants(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Salt and odd factor per word [2, layers, 1, words]; odd weight per position [2, layers, positions, words]."""
-        per_position = (2, self.layout.layers, 1, self._words)
+        """Salt and odd factor per word [tensors, layers, 1, words]; odd weight per position [.., positions, words]."""
+        per_position = (len(self.layout.tensors), self.layout.layers, 1, self._words)
         positions = self.layout.blocks_for(self.max_model_len) * self.layout.block_size
         salt, odd = self._random(1, per_position), self._random(2, per_position) | 1
         salt[0, 0, 0, 0], odd[0, 0, 0, 0] = 0, 1
-        return salt, odd, self._random(3, (2, self.layout.layers, positions, self._words)) | 1
+        return salt, odd, self._random(3, (*per_position[:2], positions, self._words)) | 1
 
     def _random(self, stream: int, shape: tuple[int, ...]) -> Tensor:
         count = torch.Size(shape).numel()

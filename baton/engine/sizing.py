@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from baton.core import KVLayout
 
 CPU_SHARE, CPU_CAP_BYTES = 0.2, 4 << 30  # of what is available, for each worker: several share a machine
-GPU_SHARE = 0.8
+GPU_SHARE = 0.9  # activations are claimed before (`claim_activations`); the rest is for graphs, sampling, transfers
 CGROUP = Path("/sys/fs/cgroup")
 
 

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 
 from baton.core import (
+    MAX_PRIORITY,
     BlockCounts,
     Finish,
     FinishReason,
@@ -114,17 +115,21 @@ def spec_to_pb(value: SequenceSpec) -> worker.SequenceSpec:
         known=value.known,
         sampling=sampling_to_pb(value.sampling),
         logprobs=value.sampling.logprobs,
+        priority=value.priority,
+        cache_scope=value.cache_scope,
     )
 
 
 def spec_from_pb(message: worker.SequenceSpec) -> SequenceSpec:
-    """Raises InvalidRequest: no prompt, no seed where one is needed, or a sampling field out of range."""
+    """Raises InvalidRequest: no prompt, no seed where one is needed, or a field out of range."""
     logprobs = message.logprobs if message.HasField("logprobs") else None
     sampling = sampling_from_pb(message.sampling, logprobs)
     _require(message.prompt, "spec.prompt", "must have at least one token")
     # Without it the two workers of one handoff would each draw their own.
     _require(sampling.temperature == 0 or sampling.seed is not None, "spec.sampling.seed", "must be set by the router")
-    return SequenceSpec(tuple(message.prompt), sampling, tuple(message.known))
+    _require(abs(message.priority) <= MAX_PRIORITY, "spec.priority", f"must be within {MAX_PRIORITY} of 0")
+    known = tuple(message.known)
+    return SequenceSpec(tuple(message.prompt), sampling, known, message.priority, message.cache_scope)
 
 
 # tokens

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 
 from baton.core import Role, Sampling, SequenceSpec
-from baton.engine.engine import Counters, Engine
+from baton.engine.engine import Engine
 from baton.engine.generate import generate
+from baton.engine.kernels.gpu.memory import claim_activations
 from baton.engine.oracle import OracleBackend, oracle_layout
+from baton.engine.outcome import Counters
 from baton.engine.sizing import size_kv
 from baton.errors import ConfigError
+from baton.hub import model_folder
 from baton.tokenizer import ORACLE_MODEL, load_tokenizer
+from baton.worker.loading import LoadingLog
 from baton.worker.settings import WorkerSettings
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from baton.engine.backend import ModelBackend
 
 
@@ -28,6 +34,7 @@ def build_engine(settings: WorkerSettings) -> Engine:
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
     backend = load_backend(settings)
+    claim_activations(backend, settings.max_batched_tokens, settings.max_running)
     sizing = size_kv(
         backend.layout,
         kv_memory=settings.kv_memory,
@@ -43,7 +50,12 @@ def build_engine(settings: WorkerSettings) -> Engine:
         max_batched_tokens=settings.max_batched_tokens,
         max_running=settings.max_running,
         recompute_preempted=settings.role is Role.PREFILL,
+        prefix_cache=settings.prefix_cache,
     )
+    if settings.role is Role.DECODE and backend.device.type == "cuda":
+        from baton.engine.kernels.gpu.graphs import with_graphs  # a CPU has no use for it
+
+        engine.backend = with_graphs(backend, engine.kv, settings.max_running, engine.max_model_len)
     warm_up(engine)
     return engine
 
@@ -55,18 +67,43 @@ def warm_up(engine: Engine) -> None:
 
 
 def load_backend(settings: WorkerSettings) -> ModelBackend:
-    """The oracle for `model.path: oracle`, else the checkpoint in that folder."""
+    """The oracle for `model.path: oracle`, else the checkpoint in that folder, or downloaded by that name."""
     device = pick_device(settings.device)
+    _check_ranks(settings, device)
     if settings.model_path == ORACLE_MODEL:
         return OracleBackend(oracle_layout(settings.block_size), seed=settings.seed)
-    from baton.engine.model.build import load_model  # the oracle needs no transformer
+    # The oracle needs no transformer.
+    from baton.engine.model.build import load_model
+    from baton.engine.tp.backend import Ranking, load_sharded
 
-    return load_model(
-        Path(settings.model_path),
+    loading = LoadingLog(settings.model_path)
+    if settings.tensor_parallel == 1:
+        load: Callable[..., ModelBackend] = load_model
+    else:
+        load = partial(load_sharded, ranking=Ranking(settings.tensor_parallel, settings.threads, _ranks_key(settings)))
+    backend = load(
+        model_folder(settings.model_path),
         dtype=settings.dtype,
         device=device,
         block_size=settings.block_size,
+        max_model_len=None if settings.max_model_len == "auto" else settings.max_model_len,
+        progress=loading,
     )
+    loading.finish(backend)
+    return backend
+
+
+def _ranks_key(settings: WorkerSettings) -> str:
+    return f"{settings.role.value}.tensor_parallel"
+
+
+def _check_ranks(settings: WorkerSettings, device: str) -> None:
+    ranks, key = settings.tensor_parallel, _ranks_key(settings)
+    if ranks > 1 and settings.model_path == ORACLE_MODEL:
+        raise ConfigError(f"{key}: {ranks}: the oracle is not divided; {key}=1 serves it")
+    if ranks > 1 and device != "cpu":
+        text = "KV that is divided over GPUs cannot be handed over yet"
+        raise ConfigError(f"{key}: {ranks} on {device}: {text}; use {key}=1, or {settings.role.value}.device=cpu")
 
 
 def pick_device(device: str) -> str:

@@ -11,7 +11,7 @@ from baton.rpc import convert
 from baton.rpc.v1 import worker_pb2
 
 if TYPE_CHECKING:
-    from baton.engine.engine import Output
+    from baton.engine.outcome import Output
 
 Event = worker_pb2.WorkerEvent
 
@@ -40,7 +40,11 @@ def finished(handoff: HandoffId, finish: Finish) -> Event:
 def output(item: Output) -> list[Event]:
     """The events of one sequence's step: its tokens, and its end if it ended."""
     events = [tokens(item.key, item.tokens)] if item.tokens else []
-    return [*events, finished(item.key, item.finish)] if item.finish else events
+    if item.finish:
+        events.append(finished(item.key, item.finish))
+    for event in events:
+        event.cached_tokens = item.cached_tokens
+    return events
 
 
 def reserved(handoff: HandoffId) -> Event:

@@ -33,7 +33,8 @@ from baton.worker.settings import WorkerSettings
 if TYPE_CHECKING:
     import grpc
 
-    from baton.engine.engine import Engine, StepResult
+    from baton.engine.engine import Engine
+    from baton.engine.outcome import StepResult
 
 log = structlog.get_logger(__name__)
 SHUTDOWN_GRACE_S = 2.0
@@ -83,6 +84,7 @@ class _Stepping:
         self._role.stepped(result)
 
     def tick(self) -> None:
+        self._engine.backend.check()
         self._role.tick()
         self.load = self._report()
 
@@ -97,6 +99,7 @@ async def serve(settings: WorkerSettings, factory: RoleFactory, stop: asyncio.Ev
     ledger = await Ledger.connect(settings.redis_url, settings.ledger_prefix, settings.lease_s, clock)
     server = channel.aio_server()
     async with contextlib.AsyncExitStack() as leaving:
+        leaving.callback(engine.backend.close)
         leaving.push_async_callback(ledger.close)
         address = channel.bind(server, settings.listen)
         info = _info(settings, engine, WorkerRef(settings.worker_id, await ledger.mint(), address))

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Protocol
 import structlog
 
 if TYPE_CHECKING:
-    from baton.engine.engine import Engine, StepResult
+    from baton.engine.engine import Engine
+    from baton.engine.outcome import StepResult
 
 Job = Callable[[], None]
 log = structlog.get_logger(__name__)

@@ -25,12 +25,14 @@ class WorkerSettings:
     model_path: str
     dtype: str
     device: str
+    tensor_parallel: int
     threads: int | None
     kv_memory: int | Literal["auto"]
     max_model_len: int | Literal["auto"]
     block_size: int
     max_batched_tokens: int
     max_running: int
+    prefix_cache: bool
     seed: int
     listen: str
     advertise: str | None
@@ -56,12 +58,14 @@ def from_config(config: ClusterConfig, role: Role, index: int) -> WorkerSettings
         model_path=config.model.path,
         dtype=config.model.dtype,
         device=pool.device,
+        tensor_parallel=pool.tensor_parallel,
         threads=None if pool.threads == "auto" else pool.threads,
         kv_memory=pool.kv_memory,
         max_model_len=config.model.max_model_len,
         block_size=pool.block_size,
         max_batched_tokens=pool.max_batched_tokens,
         max_running=pool.max_running,
+        prefix_cache=pool.prefix_cache,
         seed=config.model.seed,
         listen=pool.listen,
         advertise=pool.advertise,

@@ -82,7 +82,7 @@ def test_a_killed_process_is_replaced(cluster, name):
     eventually(lambda: serves(cluster), within_s=30)
     assert serves(cluster) == right
     assert cluster.pid(name) != pid
-    eventually(lambda: all(load.blocks.free == load.blocks.total for load in cluster.loads().values()))
+    eventually(lambda: all(load.blocks.available == load.blocks.total for load in cluster.loads().values()))
 
 
 def test_a_killed_supervisor_takes_all_with_it(module_home, tmp_path):

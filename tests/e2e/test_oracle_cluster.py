@@ -40,9 +40,9 @@ def draw(rng):
 
 
 def free_again(cluster):
-    """All blocks of both workers are free, and nothing runs."""
+    """Nobody holds a block on either worker, and nothing runs."""
     loads = cluster.loads()
-    return all(load.blocks.free == load.blocks.total and not load.running for load in loads.values()) and loads
+    return all(load.blocks.available == load.blocks.total and not load.running for load in loads.values()) and loads
 
 
 def test_many_mixed_requests_each_get_their_own_stream(cluster, seed):
@@ -67,6 +67,26 @@ def test_roles_are_kept_apart(cluster):
     assert loads["prefill-0"].decode_steps == 0
     assert loads["prefill-0"].prefill_tokens > 0
     assert loads["decode-0"].decode_steps > 0
+
+
+def test_a_prompt_is_computed_once_per_cache_scope(cluster):
+    """216 tokens: 13 blocks of 16 and a rest."""
+    with cluster.client() as client:
+        before = cluster.loads()["prefill-0"]
+        options = {"max_tokens": 12, "temperature": 0, "ignore_eos": True, "priority": 2}
+        answers = [client.generate("Once upon a time, " * 12, **options, cache_scope=scope) for scope in "aabab"]
+        after = eventually(lambda: free_again(cluster))
+    assert [answer.usage.cached_tokens for answer in answers] == [0, 208, 0, 208, 208]
+    assert len({answer.tokens for answer in answers}) == 1
+    assert after["prefill-0"].cached_tokens - before.cached_tokens == 3 * 208
+    assert after["prefill-0"].prefill_tokens - before.prefill_tokens == 5 * 216 - 3 * 208
+    assert after["prefill-0"].blocks.cached > 0
+
+
+def test_a_prompt_that_ends_with_its_first_token_says_what_was_cached(cluster):
+    with cluster.client() as client:
+        answers = [client.generate("z" * 40, max_tokens=1, temperature=0, cache_scope="short") for _ in range(2)]
+    assert [answer.usage.cached_tokens for answer in answers] == [0, 32]
 
 
 def test_the_stages_sum_to_the_whole(cluster):
@@ -148,8 +168,8 @@ BAD: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {
     "n": ("hi", {"n": 2}, InvalidRequest, "n"),
     "deterministic": ("hi", {"deterministic": True}, InvalidRequest, "deterministic"),
     "constraint": ("hi", {"regex": "a*"}, InvalidRequest, "constraint"),
-    "priority": ("hi", {"priority": 3}, InvalidRequest, "priority"),
-    "cache scope": ("hi", {"cache_scope": "me"}, InvalidRequest, "cache_scope"),
+    "priority": ("hi", {"priority": 101}, InvalidRequest, "priority"),
+    "cache scope": ("hi", {"cache_scope": "x" * 257}, InvalidRequest, "cache_scope"),
     "resumable": ("hi", {"resumable_s": 5.0}, InvalidRequest, "resumable_s"),
     "idempotency key": ("hi", {"idempotency_key": "k"}, InvalidRequest, "idempotency_key"),
     "stop too long": ("hi", {"stop": "x" * 300}, InvalidRequest, r"sampling\.stop"),

@@ -72,6 +72,7 @@ class FakeWorker(WorkerServicer):
         self.preempt_at: list[int] = []  # token indices at which to hand back, each used once
         self.corrupt_first = False
         self.commit_first = False  # D's message before P's first token
+        self.cached: list[int] = []  # tokens that P finds in its cache, by attempt
         self.messages = 0
         self._held: dict[HandoffId, int] = {}
         self._tasks: dict[HandoffId, asyncio.Task[None]] = {}
@@ -169,7 +170,8 @@ class FakeWorker(WorkerServicer):
         if self.commit_first:
             decode.commit(handoff, message.spec)
         await self.gates["first"].wait()
-        self.emit(_event(handoff, tokens=convert.tokens_to_pb([first])))
+        cached = self.cached.pop(0) if self.cached else 0
+        self.emit(_event(handoff, tokens=convert.tokens_to_pb([first]), cached_tokens=cached))
         if index + 1 == message.spec.sampling.max_tokens:
             self.emit(_finish(handoff))
             return
@@ -384,9 +386,12 @@ async def test_text_is_tokenized_and_the_request_id_is_in_the_metadata(make):
 async def test_a_preempted_request_goes_on_at_the_same_index(make):
     cluster = await make()
     cluster.decode[0].preempt_at = [3, 6]
+    cluster.decode[0].refuse_once = [worker_pb2.REFUSAL_REASON_NO_ROOM]
+    cluster.prefill[0].cached = [1, 2, 3]
     events = await cluster.generate([9, 9], 10)
     assert ids_of(events) == [expected([9, 9], i) for i in range(10)]
-    assert events[-1].completed.placement.attempts == 3
+    assert events[-1].completed.placement.attempts == 4
+    assert events[-1].completed.usage.cached_tokens == 1, "later attempts find what the first one left"
     known = [list(spec.known) for spec in cluster.prefill[0].specs]
     assert known == [[], ids_of(events)[:3], ids_of(events)[:6]]
     assert 'baton_recoveries_total{reason="preempted"} 2.0' in await cluster.http("/metrics")
@@ -648,7 +653,7 @@ async def test_cancelling_at_any_moment_leaves_nothing_behind(make):
     assert cluster.waits(0)
     assert not cluster.router.floor.running
     outcomes = cluster.router.floor.outcomes
-    arrived = next(cluster.router.floor.tickets)  # a call may be left before the router hears of it
+    arrived = next(cluster.router.floor.arrivals)  # a call may be left before the router hears of it
     assert outcomes["finished"] + outcomes["cancelled"] == arrived
     assert arrived > 10
     assert len(ids_of(await cluster.generate())) == 8
@@ -823,7 +828,7 @@ async def test_errors_are_named(make):
     with pytest.raises(UnknownModel, match="'oracle' is"):
         await cluster.generate(model="gpt")
     with pytest.raises(InvalidRequest, match="n: not supported") as caught:
-        await cluster.generate(n=2, priority=1, max_tokens=0)
+        await cluster.generate(n=2, priority=101, max_tokens=0)
     assert [v.field for v in caught.value.violations] == ["n", "priority", "sampling.max_tokens"]
     with pytest.raises(InvalidRequest, match="2048"):
         await cluster.generate([1] * 2048)

@@ -179,7 +179,7 @@ class Stream:
     async def all_free(self):
         """In a report of some beats from now: what was said before must have arrived by then."""
         due = self.messages + 3
-        await self.until(lambda: self.messages >= due and self.load.blocks.free == self.load.blocks.total > 0)
+        await self.until(lambda: self.messages >= due and self.load.blocks.available == self.load.blocks.total > 0)
 
 
 class Router:

@@ -4,24 +4,26 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
 from baton.core import KVLayout
 from baton.engine.kernels.choose import choose_kernels
-from baton.engine.kv import DTYPES
+from baton.engine.kv import DTYPES, KVCache
 from baton.engine.model.config import chosen_dtype, read_config
+from baton.engine.model.deepseek import DeepSeek
 from baton.engine.model.layers import Parts
-from baton.engine.model.llama import Llama
+from baton.engine.model.llama import Llama, SelfAttention, Variant
 from baton.engine.model.loader import Checkpoint
+from baton.engine.model.moe import feed_forward
 from baton.engine.model.weights import Weights
 from baton.errors import CheckpointError, ConfigError
 from baton.hashing import fingerprint
 
 if TYPE_CHECKING:
     from baton.engine.batch import Batch
-    from baton.engine.kv import KVCache
+    from baton.engine.kernels.base import Kernels
     from baton.engine.model.config import ModelConfig
     from baton.engine.model.loader import Progress
 
@@ -44,6 +46,30 @@ class TransformerBackend:
         """Write the batch's K and V, then return logits, float32 [L, vocab_size]."""
         return self.model.forward(batch, kv)
 
+    def make_cache(self, total_blocks: int) -> KVCache:
+        """A cache of this layout."""
+        return KVCache(self.layout, total_blocks, self.device)
+
+    def check(self) -> None:
+        """One process computes all: nothing is lost while it lives."""
+
+    def close(self) -> None:
+        """Nothing to end."""
+
+
+class Split(Protocol):
+    """What one rank of several computes of a model (`baton.engine.tp`)."""
+
+    @property
+    def names_the_model(self) -> bool:
+        """Whether this rank makes the fingerprint, for which all weights are read, those of other ranks too."""
+
+    def config(self, whole: ModelConfig) -> ModelConfig:
+        """The sizes of the rank's part."""
+
+    def parts(self, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, kernels: Kernels) -> Parts:
+        """Makes the rank's parts of layers."""
+
 
 def load_model(
     path: Path | str,
@@ -54,13 +80,15 @@ def load_model(
     max_model_len: int | None = None,
     seed: int = 0,
     progress: Progress | None = None,
+    split: Split | None = None,
 ) -> TransformerBackend:
     """Load a Hugging Face checkpoint.
 
     `dtype` is auto, float32 or bfloat16; auto is the checkpoint's own, and float32 for float16 checkpoints.
     `max_model_len` None takes max_position_embeddings. `seed` is for backends that draw their weights: a checkpoint
-    has nothing random. `progress` is told how far the weights are. Raises CheckpointError for a folder that cannot be
-    served, naming the file, key or tensor, and ConfigError for a `dtype` or `max_model_len` that does not fit.
+    has nothing random. `progress` is told how far the weights are. With `split`, it is one rank's part of the model;
+    layout and fingerprint are the whole's. Raises CheckpointError for a folder that cannot be served, naming the file,
+    key or tensor, and ConfigError for a `dtype` or `max_model_len` that does not fit.
     """
     del seed
     if dtype not in DTYPE_CHOICES:
@@ -70,21 +98,34 @@ def load_model(
         raise CheckpointError(f"{folder}: no such folder")
     config = read_config(folder)
     length = _max_model_len(config, max_model_len)
-    checkpoint = Checkpoint(folder, progress)
+    checkpoint = Checkpoint(folder, progress, digests=split is None or split.names_the_model)
     dtype = chosen_dtype(config, dtype, checkpoint.stored_dtype("model.embed_tokens.weight"))
     device = torch.device(device)
-    parts = Parts(Weights(checkpoint, DTYPES[dtype], device), choose_kernels(device, DTYPES[dtype]))
-    model = Llama(config, parts)
-    layout = KVLayout(config.layers, config.kv_heads, config.head_dim, block_size, dtype)
+    kernels = choose_kernels(device, DTYPES[dtype])
+    if split is None:
+        model = _model(config, Parts(Weights(checkpoint, DTYPES[dtype], device), kernels))
+    else:
+        model = _model(split.config(config), split.parts(checkpoint, DTYPES[dtype], device, kernels))
+    layout = KVLayout(config.layers, config.kv_heads, config.head_dim, block_size, dtype, config.kv_tensors)
     return TransformerBackend(
         name=folder.resolve().name,
         layout=layout,
         vocab_size=config.vocab_size,
         max_model_len=length,
         device=device,
-        fingerprint=fingerprint((checkpoint.finish(), dtype, repr(layout), repr(config))),
+        fingerprint=fingerprint((checkpoint.finish(_unread(config)), dtype, repr(layout), repr(config))),
         model=model,
     )
+
+
+def _model(config: ModelConfig, parts: Parts) -> Llama:
+    if config.latent is not None:
+        return DeepSeek(config, parts, config.latent)
+    return Llama(config, parts, Variant(SelfAttention, feed_forward))
+
+
+def _unread(config: ModelConfig) -> tuple[str, ...]:
+    return tuple(f"model.layers.{config.layers + i}." for i in range(config.unread_layers))
 
 
 def _max_model_len(config: ModelConfig, wanted: int | None) -> int:

@@ -6,9 +6,11 @@ refused by name, never ignored.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal
 
+from baton.engine.model.config_latent import LatentConfig, parse_latent
+from baton.engine.model.config_moe import ExpertsConfig, parse_experts
 from baton.engine.model.fields import Fields, read_json_object
 from baton.engine.model.quantised import refuse_quantised
 from baton.engine.model.rope import RopeConfig, parse_rope
@@ -33,19 +35,33 @@ class Family:
     qk_norm: bool = False
     kv_heads: int | None = None  # where the key is absent; None: as many as query heads
     head_dim: int | None = None  # where the key is absent; None: hidden_size / heads
+    norm_eps: float = 1e-6  # where the key is absent
+    rope_theta: float = 10000.0  # where the key is absent
+    slides: Literal["never", "all", "flagged", "layers"] = "never"  # see `_windows`
+    window: int | None = 4096  # where the key is absent
 
 
+_QWEN3 = Family("Qwen3ForCausalLM", 32768, qkv_bias=None, o_bias=None, qk_norm=True, head_dim=128, slides="layers")
 FAMILIES = {
     "llama": Family("LlamaForCausalLM", 2048, qkv_bias=None, o_bias=None, mlp_bias=None),
-    "mistral": Family("MistralForCausalLM", 131072, kv_heads=8),
-    "qwen2": Family("Qwen2ForCausalLM", 32768, qkv_bias=True),
-    "qwen3": Family("Qwen3ForCausalLM", 32768, qkv_bias=None, o_bias=None, qk_norm=True, head_dim=128),
+    "mistral": Family("MistralForCausalLM", 131072, kv_heads=8, slides="all"),
+    "mixtral": Family(
+        "MixtralForCausalLM", 131072, kv_heads=8, norm_eps=1e-5, rope_theta=1e6, slides="all", window=None
+    ),
+    "qwen2": Family("Qwen2ForCausalLM", 32768, qkv_bias=True, slides="layers"),
+    "qwen3": _QWEN3,
+    "qwen3_moe": replace(_QWEN3, architecture="Qwen3MoeForCausalLM", kv_heads=4, head_dim=None, slides="flagged"),
+    "deepseek_v2": Family("DeepseekV2ForCausalLM", 2048, qkv_bias=None, o_bias=None, mlp_bias=None),
+    "deepseek_v3": Family("DeepseekV3ForCausalLM", 4096, qkv_bias=None, o_bias=None),
 }
 
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """The shape of a decoder-only transformer. `windows[i]` is layer i's sliding window in tokens, None for all."""
+    """The shape of a decoder-only transformer. `windows[i]` is layer i's sliding window in tokens, None for all.
+
+    `kv_heads` and `head_dim` are those of the cache: latent attention has one head there, `latent.width` wide.
+    """
 
     family: str
     vocab_size: int
@@ -66,6 +82,14 @@ class ModelConfig:
     windows: tuple[int | None, ...]
     rope: RopeConfig
     dtype: str | None  # as config.json names it; None: not said
+    experts: ExpertsConfig | None = None  # a mixture of experts in some layers
+    latent: LatentConfig | None = None  # latent attention
+    unread_layers: int = 0  # that a checkpoint may have beyond `layers`: they predict tokens further ahead
+
+    @property
+    def kv_tensors(self) -> tuple[str, ...]:
+        """What is cached, as `KVLayout.tensors` names it."""
+        return ("k", "v") if self.latent is None else ("latent",)
 
 
 def read_config(folder: Path) -> ModelConfig:
@@ -81,7 +105,8 @@ def parse_config(fields: Fields) -> ModelConfig:
     family = FAMILIES[name]
     heads = fields.integer("num_attention_heads", high=2**16)
     layers = fields.integer("num_hidden_layers", high=MAX_LAYERS)
-    head_dim = _head_dim(fields, heads, family)
+    latent = parse_latent(fields, name, heads)
+    head_dim = latent.width if latent else _head_dim(fields, heads, family)
     attention_bias = fields.flag("attention_bias", False)
     max_positions = fields.integer("max_position_embeddings", family.max_positions)
     return ModelConfig(
@@ -91,10 +116,10 @@ def parse_config(fields: Fields) -> ModelConfig:
         intermediate_size=fields.integer("intermediate_size"),
         layers=layers,
         heads=heads,
-        kv_heads=_kv_heads(fields, heads, family),
+        kv_heads=1 if latent else _kv_heads(fields, heads, family),
         head_dim=head_dim,
         activation=_activation(fields),
-        norm_eps=fields.number("rms_norm_eps", 1e-6),
+        norm_eps=fields.number("rms_norm_eps", family.norm_eps),
         max_positions=max_positions,
         tied=fields.flag("tie_word_embeddings", False),
         qkv_bias=attention_bias if family.qkv_bias is None else family.qkv_bias,
@@ -102,8 +127,13 @@ def parse_config(fields: Fields) -> ModelConfig:
         mlp_bias=fields.flag("mlp_bias", False) if family.mlp_bias is None else family.mlp_bias,
         qk_norm=family.qk_norm,
         windows=_windows(fields, name, layers),
-        rope=parse_rope(fields, max_positions, head_dim),
+        rope=parse_rope(fields, max_positions, latent.rope_dim if latent else head_dim, family.rope_theta),
         dtype=_dtype(fields),
+        experts=parse_experts(fields, name, layers),
+        latent=latent,
+        unread_layers=fields.integer("num_nextn_predict_layers", 1, low=0, high=MAX_LAYERS)
+        if name == "deepseek_v3"
+        else 0,
     )
 
 
@@ -155,25 +185,30 @@ def _dtype(fields: Fields) -> str | None:
     return fields.text(key).removeprefix("torch.") if fields.has(key) else None
 
 
-def _windows(fields: Fields, family: str, layers: int) -> tuple[int | None, ...]:
-    """Which layers slide, as transformers has it: Mistral all or none, Qwen by flag and layer type, Llama never."""
-    window: int | None = None
-    if family == "mistral" and ("sliding_window" not in fields.values or fields.has("sliding_window")):
-        window = fields.integer("sliding_window", 4096)
-    elif family.startswith("qwen") and fields.flag("use_sliding_window", False):
-        window = fields.integer("sliding_window", 4096) if _qwen_slides(fields) else None
-    types = _layer_types(fields, family, layers, slides=window is not None)
+def _windows(fields: Fields, name: str, layers: int) -> tuple[int | None, ...]:
+    """Which layers slide, as transformers has it.
+
+    Llama's never; Mistral's all or none; Qwen's only if `use_sliding_window` says so, and then those with experts all,
+    the others by layer type.
+    """
+    family = FAMILIES[name]
+    on = family.slides == "all" or (family.slides in {"flagged", "layers"} and fields.flag("use_sliding_window", False))
+    window = _window(fields, family) if on else None
+    types = _layer_types(fields, name, layers, slides=window is not None)
     if window is None and "sliding_attention" in types:
         raise fields.error("layer_types", "names sliding_attention, but no sliding window is set")
     return tuple(window if kind == "sliding_attention" else None for kind in types)
 
 
-def _qwen_slides(fields: Fields) -> bool:
-    return "sliding_window" not in fields.values or fields.has("sliding_window")
+def _window(fields: Fields, family: Family) -> int | None:
+    if "sliding_window" not in fields.values:
+        return family.window
+    return fields.integer("sliding_window") if fields.has("sliding_window") else None
 
 
-def _layer_types(fields: Fields, family: str, layers: int, *, slides: bool) -> tuple[str, ...]:
-    first_sliding = fields.integer("max_window_layers", 28, low=0) if family.startswith("qwen") else 0
+def _layer_types(fields: Fields, name: str, layers: int, *, slides: bool) -> tuple[str, ...]:
+    by_layer = FAMILIES[name].slides == "layers"
+    first_sliding = fields.integer("max_window_layers", 28, low=0) if by_layer else 0
     default = tuple("sliding_attention" if slides and i >= first_sliding else "full_attention" for i in range(layers))
     types = fields.texts("layer_types") or default
     if len(types) != layers:
@@ -181,8 +216,8 @@ def _layer_types(fields: Fields, family: str, layers: int, *, slides: bool) -> t
     unknown = sorted(set(types) - {"full_attention", "sliding_attention"})
     if unknown:
         raise fields.error("layer_types", f"{unknown[0]!r} is not supported")
-    if not family.startswith("qwen") and types != default:
-        raise fields.error("layer_types", f"must be all {default[0]} for {family} here")
+    if not by_layer and types != default:
+        raise fields.error("layer_types", f"must be all {default[0]} for {name} here")
     return types
 
 

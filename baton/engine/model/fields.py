@@ -80,6 +80,13 @@ class Fields:
             raise self.error(key, f"must be a list of strings, got {_shown(value)}")
         return tuple(value)
 
+    def integers(self, key: str) -> tuple[int, ...]:
+        """A list of whole numbers; empty where the key is absent."""
+        value = self._get(key, [])
+        if not isinstance(value, list) or not all(type(item) is int for item in value):
+            raise self.error(key, f"must be a list of whole numbers, got {_shown(value)}")
+        return tuple(value)
+
     def section(self, key: str) -> Fields:
         """A nested object; empty where the key is absent."""
         value = self._get(key, {})

@@ -50,6 +50,7 @@ class Step:
     slots: Tensor
     attend: dict[int | None, Attention]  # by window
     scratch: Scratch
+    over_rows: bool = False  # `attend` takes K and V of this forward's own rows in place of the cache
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -65,10 +66,19 @@ class Parts:
 
     def linear(self, names: tuple[str, ...], outs: tuple[int, ...], n_in: int, *, bias: bool) -> Linear:
         """Several projections of the same input as one matrix: its output rows lie in the order of `names`."""
-        weight = self.weights.matrix(tuple(f"{name}.weight" for name in names), outs, n_in)
+        weight = self.columns(names, outs, n_in)
         if not bias:
             return self.kernels.linear(weight)
         return self.kernels.linear(weight, self.weights.vector(tuple(f"{name}.bias" for name in names), outs))
+
+    def columns(self, names: tuple[str, ...], outs: tuple[int, ...], n_in: int) -> Tensor:
+        """The weight of such a layer [sum(outs), n_in]. Under tensor parallelism each rank holds its share of rows."""
+        return self.weights.matrix(tuple(f"{name}.weight" for name in names), outs, n_in)
+
+    def whole(self, name: str, out: int, n_in: int, *, bias: bool) -> Linear:
+        """A projection that every rank computes whole: its results are needed by all, and it is small."""
+        weight = self.weights.tensor(f"{name}.weight", out, n_in)
+        return self.kernels.linear(weight, self.weights.tensor(f"{name}.bias", out) if bias else None)
 
     def summed(self, name: str, out: int, n_in: int, *, bias: bool) -> Linear:
         """A projection back to the residual stream, whose input features were made by `linear` layers.
@@ -76,6 +86,10 @@ class Parts:
         Under tensor parallelism each rank holds its share of the input features, and the results are summed.
         """
         return self.linear((name,), (out,), n_in, bias=bias)
+
+    def head(self, embed: Tensor, *, tied: bool) -> Linear:
+        """The projection to the vocabulary: by the embedding [vocab, n_in] itself if `tied`, else by `lm_head`."""
+        return self.kernels.linear(embed if tied else self.weights.tensor("lm_head.weight", *embed.shape))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -11,7 +11,7 @@ sequence it belongs to: only attention knows sequences.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -20,6 +20,8 @@ from baton.engine.model.layers import ACTIVATIONS, Scratch, Step
 from baton.engine.model.rope import Rotary
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch import Tensor
 
     from baton.engine.batch import Batch
@@ -57,8 +59,7 @@ def _head_norms(config: ModelConfig, parts: Parts, name: str) -> HeadNorms:
 class MLP:
     """The gated feed-forward network."""
 
-    def __init__(self, config: ModelConfig, parts: Parts, name: str) -> None:
-        inner = config.intermediate_size
+    def __init__(self, config: ModelConfig, parts: Parts, name: str, inner: int) -> None:
         names = (f"{name}.gate_proj", f"{name}.up_proj")
         self.gate_up = parts.linear(names, (inner, inner), config.hidden_size, bias=config.mlp_bias)
         self.down = parts.summed(f"{name}.down_proj", config.hidden_size, inner, bias=config.mlp_bias)
@@ -71,34 +72,53 @@ class MLP:
         return self.down(gated, take("delta", rows, self.down.width))
 
 
+class Variant(NamedTuple):
+    """What the layers of an architecture are made of, where it is not Llama's.
+
+    `attention` takes a config, parts, the name of its tensors and its window; `feed_forward` the last two as the name
+    and the index of its layer.
+    """
+
+    attention: Callable[[ModelConfig, Parts, str, int | None], Callable[[Tensor, Step, Tensor, Tensor], Tensor]]
+    feed_forward: Callable[[ModelConfig, Parts, str, int], Callable[[Tensor, Step], Tensor]]
+
+
+def dense(config: ModelConfig, parts: Parts, layer: str, index: int) -> MLP:
+    """The same feed-forward network in all layers."""
+    del index
+    return MLP(config, parts, f"{layer}.mlp", config.intermediate_size)
+
+
+LLAMA = Variant(SelfAttention, dense)
+
+
 class Layer:
     """One pre-norm block: adds what the last one left to the residual stream, and leaves what is to be added next."""
 
-    def __init__(self, config: ModelConfig, parts: Parts, index: int) -> None:
+    def __init__(self, config: ModelConfig, parts: Parts, variant: Variant, index: int) -> None:
         name = f"model.layers.{index}"
         self.input_norm = parts.norm(f"{name}.input_layernorm", config.hidden_size, config.norm_eps)
-        self.attention = SelfAttention(config, parts, f"{name}.self_attn", config.windows[index])
+        self.attention = variant.attention(config, parts, f"{name}.self_attn", config.windows[index])
         self.post_norm = parts.norm(f"{name}.post_attention_layernorm", config.hidden_size, config.norm_eps)
-        self.mlp = MLP(config, parts, f"{name}.mlp")
+        self.feed_forward = variant.feed_forward(config, parts, name, index)
 
     def __call__(self, x: Tensor, delta: Tensor | None, step: Step, keys: Tensor, values: Tensor) -> Tensor:
         normed = step.scratch.take("normed", *x.shape)
         delta = self.attention(self.input_norm.after_adding(delta, x, normed), step, keys, values)
-        return self.mlp(self.post_norm.after_adding(delta, x, normed), step)
+        return self.feed_forward(self.post_norm.after_adding(delta, x, normed), step)
 
 
 class Llama:
     """Token ids in, logits out."""
 
-    def __init__(self, config: ModelConfig, parts: Parts) -> None:
+    def __init__(self, config: ModelConfig, parts: Parts, variant: Variant = LLAMA) -> None:
         self.config, self.kernels, weights = config, parts.kernels, parts.weights
         self.embed = weights.tensor("model.embed_tokens.weight", config.vocab_size, config.hidden_size)
-        self.layers = [Layer(config, parts, index) for index in range(config.layers)]
+        self.layers = [Layer(config, parts, variant, index) for index in range(config.layers)]
         self.norm = parts.norm("model.norm", config.hidden_size, config.norm_eps)
         # A tied checkpoint that carries a head all the same means it: transformers then does not tie either.
         tied = config.tied and "lm_head.weight" not in weights.checkpoint
-        head = ("lm_head",), (config.vocab_size,), config.hidden_size
-        self.head = self.kernels.linear(self.embed) if tied else parts.linear(*head, bias=False)
+        self.head = parts.head(self.embed, tied=tied)
         self.rotary = Rotary(config.rope, weights.dtype, weights.device)
         self.scratch = Scratch(weights.dtype, weights.device)
 

@@ -83,8 +83,9 @@ class Checkpoint:
     tensor.
     """
 
-    def __init__(self, folder: Path, progress: Progress | None = None) -> None:
+    def __init__(self, folder: Path, progress: Progress | None = None, *, digests: bool = True) -> None:
         self.folder = folder
+        self._digest = _digest if digests else _no_digest
         self._progress = progress
         self._clock = SystemClock()
         self._began = self._clock.monotonic()
@@ -119,7 +120,7 @@ class Checkpoint:
             raise CheckpointError(f"{file}: {name} has shape {list(tensor.shape)}, expected {list(shape)}")
         if self._dtypes[name] not in FLOATS:
             raise CheckpointError(f"{file}: {name} has dtype {tensor.dtype}, expected a float type")
-        self._digests[name] = xxhash.xxh3_128_hexdigest(tensor.reshape(-1).view(torch.uint8).numpy().data)
+        self._digests[name] = self._digest(tensor)
         return tensor
 
     def release(self, taken: Tensor) -> None:
@@ -128,9 +129,13 @@ class Checkpoint:
         self._bytes_done += taken.nbytes
         self._report()
 
-    def finish(self) -> str:
-        """A digest of all the tensors taken. Others left over are an error: the model would not be itself."""
-        left = sorted(n for n in self._files.keys() - self._digests.keys() if not n.endswith("rotary_emb.inv_freq"))
+    def finish(self, unread: tuple[str, ...] = ()) -> str:
+        """A digest of all the tensors taken. Others left over are an error: the model would not be itself.
+
+        No error are those whose names begin with one of `unread`.
+        """
+        left = sorted(self._files.keys() - self._digests.keys())
+        left = [name for name in left if not name.startswith(unread) and not name.endswith("rotary_emb.inv_freq")]
         if left:
             more = f" and {len(left) - 3} more" if len(left) > 3 else ""
             raise CheckpointError(f"{self._files[left[0]]}: unexpected tensors: {', '.join(left[:3])}{more}")
@@ -161,6 +166,14 @@ class Checkpoint:
         if self._progress is not None:
             seconds = self._clock.monotonic() - self._began
             self._progress(LoadProgress(self._bytes_done, self._bytes_total, len(self._digests), seconds))
+
+
+def _digest(tensor: Tensor) -> str:
+    return xxhash.xxh3_128_hexdigest(tensor.reshape(-1).view(torch.uint8).numpy().data)
+
+
+def _no_digest(_: Tensor) -> str:
+    return ""
 
 
 def _opened(file: Path) -> safe_open:

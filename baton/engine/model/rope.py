@@ -6,7 +6,7 @@ Formulas and defaults are those of `transformers` (modeling_rope_utils), which t
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -39,9 +39,10 @@ class RopeConfig:
     beta_slow: float = 1.0  # yarn
     truncate: bool = True  # yarn
     attention_factor: float = 1.0  # yarn: multiplies cos and sin
+    softmax_factor: float = 1.0  # multiplies the scores of latent attention, and of no other
 
 
-def parse_rope(fields: Fields, max_positions: int, head_dim: int) -> RopeConfig:
+def parse_rope(fields: Fields, max_positions: int, head_dim: int, default_theta: float = 10000.0) -> RopeConfig:
     """From `rope_parameters` (transformers 5) or `rope_scaling` with a `rope_theta` beside it (before)."""
     rope = fields.section("rope_scaling" if fields.values.get("rope_scaling") else "rope_parameters")
     kind = rope.text("rope_type", rope.text("type", "default"))
@@ -53,10 +54,17 @@ def parse_rope(fields: Fields, max_positions: int, head_dim: int) -> RopeConfig:
         if owner.number("partial_rotary_factor", 1.0) != 1.0:
             raise owner.error("partial_rotary_factor", "other than 1 is not supported")
     # Above 1, since yarn divides by its logarithm and no trained model is below.
-    theta = fields.number("rope_theta", 10000.0, above=1.0, below=MAX_THETA)
+    theta = fields.number("rope_theta", default_theta, above=1.0, below=MAX_THETA)
     theta = rope.number("rope_theta", theta, above=1.0, below=MAX_THETA)
     if kind == "default":
         return RopeConfig(kind, theta, head_dim, max_positions)
+    config = _parse_scaled(rope, fields, RopeConfig(kind, theta, head_dim, max_positions))
+    mscale_all_dim = rope.number("mscale_all_dim", 0.0, above=-MIN_FACTOR, below=MAX_FACTOR)
+    return replace(config, softmax_factor=_mscale(config.factor, mscale_all_dim) ** 2) if mscale_all_dim else config
+
+
+def _parse_scaled(rope: Fields, fields: Fields, plain: RopeConfig) -> RopeConfig:
+    kind, theta, head_dim, max_positions = plain.kind, plain.theta, plain.head_dim, plain.limit
     if kind == "dynamic":
         # Within the original length, dynamic scaling is no scaling. Beyond it, the frequencies depend on how long the
         # sequence is by now, so keys that are cached already would have to be rotated again.

@@ -9,6 +9,8 @@ import torch
 from baton.engine.model.memory import Arena
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import Tensor
 
     from baton.engine.model.loader import Checkpoint
@@ -30,7 +32,9 @@ class Weights:
 
     def tensor(self, name: str, *shape: int) -> Tensor:
         """One tensor of this shape."""
-        return self._stacked((name,), shape[:1], shape[1:])
+        place = self._place(shape)
+        self._fill(place, name)
+        return place
 
     def matrix(self, names: tuple[str, ...], outs: tuple[int, ...], n_in: int) -> Tensor:
         """The tensors `names`, [outs[i], n_in] each, stacked in this order: [sum(outs), n_in].
@@ -39,15 +43,31 @@ class Weights:
         """
         return self._stacked(names, outs, (n_in,))
 
+    def stack(self, names: Sequence[tuple[str, ...]], outs: tuple[int, ...], n_in: int) -> Tensor:
+        """A `matrix` of each entry of `names` as one tensor: [len(names), sum(outs), n_in]."""
+        place = self._place((len(names), sum(outs), n_in))
+        for matrix, parts in zip(place, names, strict=True):
+            self._fill_parts(matrix, parts, outs)
+        return place
+
+    def float32(self, name: str, *shape: int) -> Tensor:
+        """One tensor of this shape in float32, whatever the model's dtype."""
+        place = torch.empty(shape, dtype=torch.float32, device=self.device)
+        self._fill(place, name)
+        return place
+
     def vector(self, names: tuple[str, ...], outs: tuple[int, ...]) -> Tensor:
         """The same for biases: [sum(outs)]."""
         return self._stacked(names, outs, ())
 
     def _stacked(self, names: tuple[str, ...], outs: tuple[int, ...], rest: tuple[int, ...]) -> Tensor:
         place = self._place((sum(outs), *rest))
+        self._fill_parts(place, names, outs)
+        return place
+
+    def _fill_parts(self, place: Tensor, names: tuple[str, ...], outs: tuple[int, ...]) -> None:
         for name, part in zip(names, torch.split(place, list(outs)), strict=True):
             self._fill(part, name)
-        return place
 
     def _place(self, shape: tuple[int, ...]) -> Tensor:
         if self.device.type == "cpu":
@@ -56,7 +76,10 @@ class Weights:
 
     def _fill(self, place: Tensor, name: str) -> None:
         stored = self.checkpoint.take(name, tuple(place.shape))
-        flat, source = place.view(-1), stored.view(-1)
-        for start in range(0, len(flat), PIECE):
-            flat[start : start + PIECE].copy_(source[start : start + PIECE])
+        self._copy(place.view(-1), stored.view(-1))
         self.checkpoint.release(stored)
+
+    def _copy(self, place: Tensor, source: Tensor) -> None:
+        rows = max(1, PIECE * len(place) // max(1, place.numel()))
+        for target, piece in zip(torch.split(place, rows), torch.split(source, rows), strict=True):
+            target.copy_(piece)

@@ -465,15 +465,19 @@ class Load(_message.Message):
     BLOCKS_FIELD_NUMBER: _builtins.int
     TRANSFER_BYTES_FIELD_NUMBER: _builtins.int
     TRANSPORT_FIELD_NUMBER: _builtins.int
+    CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     running: _builtins.int
     waiting: _builtins.int
     queued_tokens: _builtins.int
     prefill_tokens: _builtins.int
+    """computed"""
     decode_steps: _builtins.int
     decode_tokens: _builtins.int
     transfer_bytes: _builtins.int
     transport: _builtins.str
+    cached_tokens: _builtins.int
+    """found in the prefix cache instead of computed"""
     @_builtins.property
     def blocks(self) -> Global___BlockCounts: ...
     def __init__(
@@ -489,10 +493,11 @@ class Load(_message.Message):
         blocks: Global___BlockCounts | None = ...,
         transfer_bytes: _builtins.int = ...,
         transport: _builtins.str = ...,
+        cached_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "decode_steps", b"decode_steps", "decode_tokens", b"decode_tokens", "prefill_tokens", b"prefill_tokens", "queued_tokens", b"queued_tokens", "running", b"running", "step", b"step", "transfer_bytes", b"transfer_bytes", "transport", b"transport", "waiting", b"waiting"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "cached_tokens", b"cached_tokens", "decode_steps", b"decode_steps", "decode_tokens", b"decode_tokens", "prefill_tokens", b"prefill_tokens", "queued_tokens", b"queued_tokens", "running", b"running", "step", b"step", "transfer_bytes", b"transfer_bytes", "transport", b"transport", "waiting", b"waiting"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

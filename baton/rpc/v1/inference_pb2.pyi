@@ -140,7 +140,13 @@ class GenerateRequest(_message.Message):
     """unset: none; 0: of the chosen token; k: of the k best too"""
     deterministic: _builtins.bool
     priority: _builtins.int
+    """-100 to 100 (0). Higher goes first: before what waits, and before what arrived shortly earlier when there is no room
+    for both. Waiting makes up for it, so that nobody starves.
+    """
     cache_scope: _builtins.str
+    """At most 256 characters (""). Computed prompts are reused only between requests of equal scope: one scope per tenant
+    keeps tenants from finding out, by timing, what others have asked.
+    """
     resumable_s: _builtins.float
     client_tag: _builtins.str
     """a label for logs; never an identity"""
@@ -249,6 +255,7 @@ class Accepted(_message.Message):
     CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     prompt_tokens: _builtins.int
     cached_tokens: _builtins.int
+    """at the decode worker, as far as known by now; `Usage` has the final number"""
     def __init__(
         self,
         *,
@@ -387,6 +394,7 @@ class Usage(_message.Message):
     COMPLETION_TOKENS_FIELD_NUMBER: _builtins.int
     prompt_tokens: _builtins.int
     cached_tokens: _builtins.int
+    """of them, those that were not computed anew"""
     completion_tokens: _builtins.int
     def __init__(
         self,

@@ -199,7 +199,13 @@ class SequenceSpec(_message.Message):
     KNOWN_FIELD_NUMBER: _builtins.int
     SAMPLING_FIELD_NUMBER: _builtins.int
     LOGPROBS_FIELD_NUMBER: _builtins.int
+    PRIORITY_FIELD_NUMBER: _builtins.int
+    CACHE_SCOPE_FIELD_NUMBER: _builtins.int
     logprobs: _builtins.int
+    priority: _builtins.int
+    """-100 to 100, higher first, as in GenerateRequest"""
+    cache_scope: _builtins.str
+    """at most 256 characters"""
     @_builtins.property
     def prompt(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -217,10 +223,12 @@ class SequenceSpec(_message.Message):
         known: _abc.Iterable[_builtins.int] | None = ...,
         sampling: _common_pb2.Sampling | None = ...,
         logprobs: _builtins.int | None = ...,
+        priority: _builtins.int = ...,
+        cache_scope: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "logprobs", b"logprobs", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "known", b"known", "logprobs", b"logprobs", "prompt", b"prompt", "sampling", b"sampling"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "cache_scope", b"cache_scope", "known", b"known", "logprobs", b"logprobs", "priority", b"priority", "prompt", b"prompt", "sampling", b"sampling"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__logprobs: _TypeAlias = _typing.Literal["logprobs"]  # noqa: Y015
     _WhichOneofArgType__logprobs: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs"]  # noqa: Y015
@@ -347,6 +355,9 @@ class WorkerEvent(_message.Message):
     PREEMPTED_FIELD_NUMBER: _builtins.int
     FAILED_FIELD_NUMBER: _builtins.int
     PUSHED_FIELD_NUMBER: _builtins.int
+    CACHED_TOKENS_FIELD_NUMBER: _builtins.int
+    cached_tokens: _builtins.int
+    """P, with its tokens or finish: known tokens whose KV was in its prefix cache"""
     @_builtins.property
     def handoff(self) -> _common_pb2.HandoffId:
         """unset only in welcome"""
@@ -403,10 +414,11 @@ class WorkerEvent(_message.Message):
         preempted: Global___Preempted | None = ...,
         failed: Global___Failed | None = ...,
         pushed: Global___Pushed | None = ...,
+        cached_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["committed", b"committed", "event", b"event", "failed", b"failed", "fenced", b"fenced", "finish", b"finish", "handoff", b"handoff", "preempted", b"preempted", "pushed", b"pushed", "refused", b"refused", "reserved", b"reserved", "tokens", b"tokens", "welcome", b"welcome"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["committed", b"committed", "event", b"event", "failed", b"failed", "fenced", b"fenced", "finish", b"finish", "handoff", b"handoff", "preempted", b"preempted", "pushed", b"pushed", "refused", b"refused", "reserved", b"reserved", "tokens", b"tokens", "welcome", b"welcome"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "committed", b"committed", "event", b"event", "failed", b"failed", "fenced", b"fenced", "finish", b"finish", "handoff", b"handoff", "preempted", b"preempted", "pushed", b"pushed", "refused", b"refused", "reserved", b"reserved", "tokens", b"tokens", "welcome", b"welcome"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["welcome", "reserved", "refused", "tokens", "finish", "committed", "fenced", "preempted", "failed", "pushed"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015

@@ -111,6 +111,27 @@ def test_model_path_is_found_beside_the_file(tmp_path):
     assert load_config(file).model.path == str((tmp_path / "weights").resolve())
 
 
+@pytest.mark.parametrize(
+    ("path", "name"),
+    [
+        ("hf:Qwen/Qwen3-0.6B", "Qwen/Qwen3-0.6B"),
+        ("hf:org/tiny@refs/pr/1", "org/tiny"),
+        ("hf:org/tiny@v1.0", "org/tiny"),
+    ],
+)
+def test_models_of_the_hub(load, path, name):
+    for config in (load(f"model: {{path: '{path}'}}"), load("", sets=[f"model.path={path}"])):
+        assert (config.model.path, config.model.name) == (path, name)
+
+
+@pytest.mark.parametrize(
+    "path", ["hf:", "hf:tiny", "hf:a/b/c", "hf:../b", "hf:a/..", "hf:a/b@", "hf:a/b@../c", "hf:a/-b"]
+)
+def test_a_name_that_the_hub_cannot_have_is_refused(load, path):
+    with pytest.raises(ConfigError, match=r"line 1: model\.path: must be hf:org/name or .*such as hf:.*, got \"hf:"):
+        load(f"model: {{path: '{path}'}}")
+
+
 def test_every_key_that_is_not_built_is_a_key(load):
     assert set(NOT_BUILT) <= set(known_keys())
 

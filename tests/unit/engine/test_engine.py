@@ -98,7 +98,7 @@ def test_concurrent_mixed_requests_each_equal_their_solo_run(backend, solo, tota
     for key, (_, alone) in solo.items():
         assert (streams[key], finishes[key]) == (alone.tokens, alone.finish)
         assert text_of(streams[key], finishes[key]) == alone.text
-    assert engine.pool.free == total_blocks
+    assert engine.pool.available == total_blocks
     assert (engine.counters.preemptions > 0) == (total_blocks <= 24 and max_running > 3)
 
 
@@ -130,7 +130,7 @@ def test_staggered_arrivals_aborts_and_other_holders(backend, solo, number):
         drain(engine, streams, finishes, shake)
     for allocation in foreign:
         allocation.release()
-    assert engine.pool.free == 30
+    assert engine.pool.available == 30
     assert set(finishes) | aborted == set(solo)
     for key, (_, alone) in solo.items():
         whole = streams.get(key, [])
@@ -146,7 +146,7 @@ def test_handed_back_requests_go_on_elsewhere_with_the_same_tokens(backend, solo
     drain(first, streams, finishes, lambda result: handed_back.extend(result.preempted))
     assert len(handed_back) >= 2
     assert len(set(handed_back)) == len(handed_back)
-    assert first.pool.free == 24
+    assert first.pool.available == 24
     first.submit(handed_back[0], solo[handed_back[0]][0])  # forgotten, so it may come back
     for key in handed_back:
         spec = solo[key][0]
@@ -186,7 +186,7 @@ def test_what_known_tokens_have_ended_ends_at_once_without_sampling(backend, ado
     assert [(o.key, o.tokens, o.finish) for o in result.outputs] == [(key, [], wanted)]
     assert result.computed == 0
     assert not engine.has_work()
-    assert engine.pool.free == 40
+    assert engine.pool.available == 40
 
 
 def test_released_before_its_ending_was_told(backend):
@@ -268,7 +268,7 @@ def test_adopt_takes_only_a_fitting_reservation(backend):
     engine.adopt(key, spec, allocation := engine.reserve(9))
     assert allocation.state is BlockState.OWNED
     engine.release(key)
-    assert engine.pool.free == 40
+    assert engine.pool.available == 40
 
 
 def test_held_blocks_stay_until_release_also_in_quarantine(backend):
@@ -286,7 +286,7 @@ def test_held_blocks_stay_until_release_also_in_quarantine(backend):
     engine.release(key)
     assert engine.pool.counts().quarantined == 3
     engine.pool.unquarantine(allocation)
-    assert engine.pool.free == 40
+    assert engine.pool.available == 40
 
 
 def test_held_request_may_end_with_its_first_token(backend):
@@ -297,7 +297,7 @@ def test_held_request_may_end_with_its_first_token(backend):
     assert len(engine.held(key)) == 1
     engine.release(key)
     engine.release(key)
-    assert engine.pool.free == 40
+    assert engine.pool.available == 40
 
 
 def test_stalled_engine_says_so(backend):
@@ -319,6 +319,8 @@ class Faulty:
         self.backend, self.poison = backend, poison
         self.name, self.layout, self.fingerprint = backend.name, backend.layout, backend.fingerprint
         self.vocab_size, self.max_model_len, self.device = backend.vocab_size, backend.max_model_len, backend.device
+        self.make_cache = backend.make_cache
+        self.make_cache = backend.make_cache
 
     def forward(self, batch, kv):
         logits = self.backend.forward(batch, kv)
@@ -344,7 +346,7 @@ def test_backend_that_raises_fails_only_its_batch(backend):
     drain(engine, streams, finishes)
     for i in (2, 3):
         assert [t.token_id for t in streams[HandoffId(str(i), 1)]] == backend.expected(specs[i])
-    assert engine.pool.free == 40
+    assert engine.pool.available == 40
 
 
 def test_row_without_numbers_fails_alone(backend):
@@ -355,7 +357,7 @@ def test_row_without_numbers_fails_alone(backend):
     assert [key.request_id for key, _ in result.failed] == ["bad"]
     assert [output.key.request_id for output in result.outputs] == ["good"]
     engine.release(HandoffId("good", 1))
-    assert engine.pool.free == 40
+    assert engine.pool.available == 40
 
 
 def test_load_counts_what_was_done(backend):

@@ -2,9 +2,9 @@ import pytest
 import torch
 
 from baton.core import FinishReason, HandoffId, KVLayout, Sampling, SequenceSpec
-from baton.engine.assemble import assemble
 from baton.engine.engine import Engine
 from baton.engine.generate import generate
+from baton.engine.inputs import Inputs
 from baton.engine.oracle import OracleBackend, oracle_layout
 from baton.engine.scheduler import Sequence, Work
 from baton.errors import ConfigError
@@ -46,7 +46,7 @@ def handed_over(backend, spec, damage=None):
     sender.release(key)
     other.release()
     for engine in (sender, receiver):
-        assert engine.pool.free == 40
+        assert engine.pool.available == 40
     assert (sender.counters.decode_steps, sender.counters.prefill_tokens) == (0, len(spec))
     assert (receiver.counters.prefill_tokens, receiver.counters.decode_tokens) == (0, len(tokens) - len(first))
     return tokens
@@ -109,7 +109,8 @@ def test_every_flipped_byte_changes_the_logits():
         allocation = reserved(engine, tokens)
         engine.kv.scatter(layers, allocation.blocks, data)
         position = Sequence(HandoffId("d", 1), 1, len(known), tokens, tokens, allocation)
-        logits = backend.forward(assemble([Work(position, 1)], [list(known.tokens)], backend), engine.kv)
+        batch = Inputs(backend, 1, 1, 4).build([Work(position, 1)], [list(known.tokens)])
+        logits = backend.forward(batch, engine.kv)
         allocation.release()
         return logits
 
@@ -124,8 +125,9 @@ def test_every_flipped_byte_changes_the_logits():
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_any_layout_of_whole_words(dtype):
-    backend = OracleBackend(KVLayout(layers=3, kv_heads=1, head_dim=8, block_size=5, dtype=dtype))
+@pytest.mark.parametrize("tensors", [("k", "v"), ("latent",)])
+def test_any_layout_of_whole_words(dtype, tensors):
+    backend = OracleBackend(KVLayout(layers=3, kv_heads=1, head_dim=8, block_size=5, dtype=dtype, tensors=tensors))
     spec = SequenceSpec(PROMPT, LONG)
     assert [t.token_id for t in handed_over(backend, spec)] == backend.expected(spec)
 

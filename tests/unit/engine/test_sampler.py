@@ -3,16 +3,20 @@ import random
 from collections import Counter
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.core import Sampling
-from baton.engine.mixing import columns_hash, mix64, mix64_tensor, signed32, signed64
-from baton.engine.sampler import NEVER, Row, adjust, draw, filter_tokens, gumbel, sample
+from baton.engine.filters import GROUPS, LANES, SLACK, Limits, descending, kept, kept_leaders, leaders, mass
+from baton.engine.mixing import _mix32, _mix32_array, columns_hash, mix64, mix64_tensor, signed32, signed64
+from baton.engine.penalties import NEVER, Adjustments
+from baton.engine.sampler import Row, Sampler, gumbel
 
 VOCAB = 40
+WIDE = 3 * GROUPS * LANES  # wide enough for a draw that does not look at all columns
 MASK32 = 0xFFFFFFFF
 
 
@@ -26,6 +30,22 @@ def make_row(sampling, prompt=(1, 2, 3), output=(), end_ids=(0,), vocab=VOCAB):
     for token in output:
         row.advance(token)
     return row
+
+
+def sample(logits, rows):
+    return Sampler().sample(logits, rows)
+
+
+def draw(logits, rows):
+    return torch.tensor([s.token_id for s in sample(logits, rows)])
+
+
+def columns(n):
+    return torch.arange(n, dtype=torch.int32)
+
+
+def limits_of(options, vocab=VOCAB):
+    return Limits.of(options, vocab, torch.device("cpu"))
 
 
 samplings = st.builds(
@@ -98,8 +118,7 @@ def test_filters_keep_exactly_the_naive_set(params, number, ties):
     options = [Sampling(top_p=p, top_k=k, min_p=m, temperature=t) for p, k, m, t in params]
     logits = logits_of(rng, len(options), ties=ties)
     scaled = (logits - logits.max(-1, keepdim=True).values) / torch.tensor([[s.temperature] for s in options])
-    kept = filter_tokens(scaled, [make_row(s) for s in options]) > NEVER
-    for found, row, sampling in zip(kept, logits.tolist(), options, strict=True):
+    for found, row, sampling in zip(kept(scaled, limits_of(options)), logits.tolist(), options, strict=True):
         assert set(found.nonzero().flatten().tolist()) == naive_kept(row, sampling)
 
 
@@ -111,7 +130,7 @@ def test_adjust_equals_the_naive_rules(mix, number):
     outputs = [[rng.randrange(6) for _ in range(rng.randrange(8))] for _ in mix]
     prompt, end_ids = [4, 4, 7], (0, 39, VOCAB + 5)
     rows = [make_row(s, prompt, output, end_ids) for s, output in zip(mix, outputs, strict=True)]
-    found = adjust(logits, rows)
+    found = Adjustments(rows).apply(logits)
     for i, (s, output) in enumerate(zip(mix, outputs, strict=True)):
         times, bias = Counter(output), dict(s.logit_bias)
         for column in range(VOCAB):
@@ -126,7 +145,7 @@ def test_adjust_equals_the_naive_rules(mix, number):
 
 def test_nothing_asked_for_copies_nothing():
     logits = torch.zeros(2, VOCAB)
-    assert adjust(logits, [make_row(Sampling())] * 2) is logits
+    assert Adjustments([make_row(Sampling())] * 2).apply(logits) is logits
 
 
 def test_greedy_ties_go_to_the_lowest_id():
@@ -192,7 +211,7 @@ def test_frequencies_are_those_of_softmax(vary):
         row = make_row(Sampling(temperature=temperature, seed=i if vary == "seed" else 99), vocab=columns)
         row.position = i if vary == "position" else 17
         rows.append(row)
-    tokens = draw(logits.expand(n, -1), rows)
+    tokens = draw(logits.expand(n, -1).contiguous(), rows)
     wanted = (logits / temperature).softmax(0) * n
     assert chi_square(tokens.bincount(minlength=columns).tolist(), wanted.tolist()) < chi_square_limit(columns - 1)
 
@@ -201,7 +220,7 @@ def test_filtered_frequencies_are_those_of_the_renormalised_softmax():
     n = 10_000
     logits = torch.tensor([3.0, 2.0, 1.0, 0.0, -1.0, -2.0])
     rows = [make_row(Sampling(top_k=3, seed=i), vocab=6) for i in range(n)]
-    tokens = draw(logits.expand(n, -1), rows)
+    tokens = draw(logits.expand(n, -1).contiguous(), rows)
     found = tokens.bincount(minlength=6).tolist()
     assert found[3:] == [0, 0, 0]
     wanted = logits[:3].softmax(0) * n
@@ -220,7 +239,7 @@ def test_neighbouring_positions_are_independent():
 
 
 def test_noise_has_the_moments_of_gumbel_and_reaches_into_its_tail():
-    noise = gumbel([(i, -i) for i in range(20)], torch.empty(20, 50_000)).double()
+    noise = gumbel(torch.tensor([(i, -i) for i in range(20)], dtype=torch.int32), columns(50_000)).double()
     assert float(noise.mean()) == pytest.approx(0.57722, abs=0.01)
     assert float(noise.var()) == pytest.approx(math.pi**2 / 6, abs=0.02)
     assert 11 < float(noise.max()) < 22.5
@@ -230,15 +249,17 @@ def test_noise_has_the_moments_of_gumbel_and_reaches_into_its_tail():
 @pytest.mark.parametrize("bits", [0, 0x7FFFFFFF])
 def test_noise_is_finite_at_the_ends_of_the_hash(bits, monkeypatch):
     monkeypatch.setattr("baton.engine.sampler.columns_hash", lambda keys, columns: torch.tensor([[bits]]))
-    assert bool(gumbel([(0, 0)], torch.empty(1, 1)).isfinite().all())
+    assert bool(gumbel(torch.zeros(1, 2, dtype=torch.int32), columns(1)).isfinite().all())
 
 
 def test_noise_of_a_column_depends_on_nothing_but_key_and_column():
-    keys = [(signed32(mix64(i)), signed32(mix64(-i))) for i in range(33)]
-    wide = gumbel(keys, torch.empty(33, 1003))
+    keys = torch.tensor([(signed32(mix64(i)), signed32(mix64(-i))) for i in range(33)], dtype=torch.int32)
+    wide = gumbel(keys, columns(1003))
     for i in (0, 1, 31, 32):
-        assert torch.equal(gumbel(keys[i : i + 1], torch.empty(1, 1003))[0], wide[i])
-    assert torch.equal(gumbel(keys, torch.empty(33, 77)), wide[:, :77])
+        assert torch.equal(gumbel(keys[i : i + 1], columns(1003))[0], wide[i])
+    assert torch.equal(gumbel(keys, columns(77)), wide[:, :77])
+    some = torch.stack([torch.randperm(1003)[:91].int() for _ in range(33)])
+    assert torch.equal(gumbel(keys, some), wide.gather(-1, some.long()))
 
 
 def naive_mix32(x):
@@ -251,7 +272,7 @@ def naive_mix32(x):
 
 @given(st.integers(0, MASK32), st.integers(0, MASK32))
 def test_columns_hash_is_murmur_on_unsigned_numbers(first, second):
-    found = columns_hash(torch.tensor([[signed32(first), signed32(second)]], dtype=torch.int32), 5)[0].tolist()
+    found = columns_hash(torch.tensor([[signed32(first), signed32(second)]], dtype=torch.int32), columns(5))[0].tolist()
     wanted = [naive_mix32(naive_mix32(c * 0x9E3779B1 & MASK32 ^ first) ^ second) & 0x7FFFFFFF for c in range(5)]
     assert found == wanted
 
@@ -277,3 +298,143 @@ def test_logprobs_are_the_models_own():
     wanted = sorted(range(VOCAB), key=lambda i: -float(raw[2, i]))[:4]
     assert [token for token, _ in best.logprobs.top] == wanted
     assert [p for _, p in best.logprobs.top] == pytest.approx([float(raw[2, i]) for i in wanted], abs=1e-5)
+
+
+def slow_kept(scaled, sampling):
+    """The columns that a draw may take, by sorting all of them: one row, best at 0."""
+    scaled = scaled.masked_fill(scaled < torch.tensor(sampling.min_p).log(), NEVER)
+    order = scaled.sort(descending=True, stable=True).indices
+    if sampling.top_k:
+        scaled = scaled.index_fill(0, order[sampling.top_k :], NEVER)
+    if sampling.top_p < 1:
+        shares = scaled[order].double().softmax(0)
+        scaled = scaled.index_fill(0, order[shares.cumsum(0) - shares >= sampling.top_p], NEVER)
+    return scaled
+
+
+def slow_token(logits, row):
+    scaled = slow_kept((logits - logits.max()) / torch.tensor(row.sampling.temperature), row.sampling)
+    return int((scaled + gumbel(torch.tensor([row.noise_key], dtype=torch.int32), columns(len(logits)))[0]).argmax())
+
+
+def wide_logits(rng, shape, vocab):
+    """Logits of a kind, by name: how many columns matter is what a draw from a part of them turns on."""
+    generator = torch.Generator().manual_seed(rng.getrandbits(32))
+    x = torch.randn(vocab, generator=generator)
+    if shape == "ties":
+        return (x * 4).round() / 2
+    if shape == "sparse":
+        return x.masked_fill(torch.rand(vocab, generator=generator) < 0.998, NEVER)
+    return x * {"flat": 0.1, "usual": 4.0, "peaked": 12.0}[shape]
+
+
+wide_options = st.tuples(
+    st.sampled_from(["flat", "usual", "peaked", "ties", "sparse"]),
+    st.builds(
+        Sampling,
+        temperature=st.sampled_from([0.6, 1.0, 1.4]),
+        top_p=st.sampled_from([1.0, 0.9, 0.99, 0.3, 1e-9]),
+        top_k=st.sampled_from([0, 0, 1, 40, GROUPS, 2 * GROUPS, GROUPS * LANES + 5, 10**6]),
+        min_p=st.sampled_from([0.0, 0.0, 0.1, 1e-4]),
+        seed=st.integers(0, 2**64 - 1),
+    ),
+)
+
+
+@settings(max_examples=60)
+@given(st.lists(wide_options, min_size=1, max_size=4), st.sampled_from([WIDE, WIDE + 3]), st.integers(0, 2**32))
+def test_a_draw_from_the_leaders_is_the_draw_from_all(mix, vocab, number):
+    rng = random.Random(number)
+    logits = torch.stack([wide_logits(rng, shape, vocab) for shape, _ in mix])
+    rows = [make_row(sampling, prompt=range(rng.randrange(1, 9)), vocab=vocab) for _, sampling in mix]
+    wanted = [slow_token(line, row) for line, row in zip(logits, rows, strict=True)]
+    assert [s.token_id for s in sample(logits, rows)] == wanted
+
+
+@settings(max_examples=60)
+@given(st.lists(wide_options, min_size=1, max_size=4), st.sampled_from([WIDE, WIDE + 3]), st.integers(0, 2**32))
+def test_what_is_kept_of_the_leaders_is_kept_of_all_where_it_is_sure(mix, vocab, number):
+    rng = random.Random(number)
+    logits = torch.stack([wide_logits(rng, shape, vocab) for shape, _ in mix])
+    scaled = logits - logits.max(-1, keepdim=True).values
+    limits = limits_of([sampling for _, sampling in mix], vocab)
+    every, found = kept(scaled, limits), leaders(scaled)
+    some, sure = kept_leaders(found, limits, mass(scaled))
+    for i, (_, sampling) in enumerate(mix):
+        assert set(every[i].nonzero()[:, 0].tolist()) >= set(
+            (slow_kept(scaled[i], sampling) > NEVER).nonzero()[:, 0].tolist()
+        )
+        if sure[i]:
+            assert found.columns[i][some[i]].tolist() == every[i].nonzero()[:, 0].tolist()
+
+
+def test_leaders_are_sure_of_a_peak_and_not_of_a_plain():
+    rng = random.Random(3)
+    logits = torch.stack([wide_logits(rng, shape, WIDE) for shape in ("peaked", "flat")])
+    scaled = logits - logits.max(-1, keepdim=True).values
+    limits = limits_of([Sampling(top_p=0.9)] * 2, WIDE)
+    assert kept_leaders(leaders(scaled), limits, mass(scaled))[1].tolist() == [True, False]
+
+
+@pytest.mark.parametrize("vocab", [WIDE, WIDE + 1])
+def test_leaders_hold_all_that_is_above_their_bound(vocab):
+    x = torch.stack([wide_logits(random.Random(i), shape, vocab) for i, shape in enumerate(("usual", "ties"))])
+    found = leaders(x)
+    for row, values, ids, bound in zip(x, *found, strict=True):
+        above = (row > bound).nonzero()[:, 0].tolist()
+        assert set(above) <= set(ids.tolist())
+        assert ids.tolist() == sorted(ids.tolist())
+        inside = ids < vocab
+        assert torch.equal(row[ids[inside]], values[inside])
+        assert bool((values[~inside] == NEVER).all())
+
+
+@pytest.mark.parametrize("scale", [0.0, 0.1, 1.0, 5.0, 30.0])
+def test_mass_is_as_exact_as_the_slack_asks(scale):
+    x = torch.randn(3, 150_000, generator=torch.Generator().manual_seed(1)) * scale
+    x -= x.max(-1, keepdim=True).values
+    wanted = x.double().exp().sum(-1, keepdim=True)
+    assert float(((mass(x) - wanted) / wanted).abs().max()) < SLACK / 2
+
+
+def test_descending_puts_what_is_no_number_first_and_the_rest_in_order():
+    x = torch.tensor([[1.0, NEVER, 3.0, float("nan"), -0.5]])
+    found = descending(x)[0].tolist()
+    assert math.isnan(found[0])
+    assert found[1:] == [3.0, 1.0, -0.5, NEVER]
+
+
+@pytest.mark.parametrize("number", range(3))
+def test_one_sampler_follows_its_rows_through_joins_leaves_and_new_tokens(number):
+    rng = random.Random(number)
+    options = Sampling(
+        max_tokens=99, min_tokens=4, frequency_penalty=0.4, repetition_penalty=1.1, logit_bias=((3, 2.0),)
+    )
+    mix = [options, replace(options, temperature=0.0), replace(options, min_tokens=0, top_p=0.7, logprobs=2)]
+    sampler, rows = Sampler(), list[Row]()
+    for _ in range(40):
+        if rows and rng.random() < 0.2:
+            rows.pop(rng.randrange(len(rows)))
+        if not rows or rng.random() < 0.3:
+            rows.append(make_row(replace(rng.choice(mix), seed=rng.getrandbits(64))))
+        logits = logits_of(rng, len(rows))
+        found = sampler.sample(logits, rows)
+        assert found == sample(logits, rows)
+        for row, drawn in zip(rows, found, strict=True):
+            row.advance(drawn.token_id)
+
+
+def test_a_row_without_a_number_among_rows_with_filters_and_logprobs():
+    logits = torch.stack([wide_logits(random.Random(5), "peaked", WIDE)] * 2)
+    logits[1, 70] = float("nan")
+    rows = [make_row(Sampling(top_p=0.9, logprobs=2, seed=1), vocab=WIDE) for _ in range(2)]
+    good, bad = sample(logits, rows)
+    assert good.token_id == slow_token(logits[0], rows[0])
+    assert bad.token_id is None
+
+
+def test_both_ways_to_mix_are_one():
+    x = torch.randint(-(2**31), 2**31, (4, 500), dtype=torch.int64).int()
+    unsigned = x.clone().numpy().view(np.uint32)
+    _mix32_array(unsigned, np.empty_like(unsigned))
+    assert torch.equal(_mix32(x), torch.from_numpy(unsigned.view(np.int32)))

@@ -1,15 +1,25 @@
 import pytest
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from baton.core import HandoffId
 from baton.engine.blocks import BlockPool
+from baton.engine.prefix import Chain
 from baton.engine.scheduler import Scheduler, Sequence
+
+PATIENCE = 5
+
+
+def rank(sequence):
+    return sequence.rank
 
 
 class SchedulerMachine(RuleBasedStateMachine):
-    """Random arrivals, adoptions, aborts and foreign holders of blocks, under tiny pools and budgets."""
+    """Random arrivals, adoptions, aborts and foreign holders of blocks, under tiny pools and budgets.
+
+    Sequences have random priorities, and one of two contents, so that they find each other's blocks.
+    """
 
     @initialize(
         total=st.integers(1, 14),
@@ -27,15 +37,20 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_batched_tokens=budget,
             max_running=max_running,
             recompute_preempted=recompute,
+            patience=PATIENCE,
         )
         self.alive = {}  # sequence -> the length at which it ends
         self.foreign = []  # reserved or held by others
         self.endings = {}
         self.arrivals = 0
 
-    def new(self, known, prefill_end, computed, allocation, length):
+    def new(self, data, known, prefill_end, computed, allocation, length):
         self.arrivals += 1
-        sequence = Sequence(HandoffId(str(self.arrivals), 1), self.arrivals, known, prefill_end, computed, allocation)
+        key, priority = HandoffId(str(self.arrivals), 1), data.draw(st.integers(-2, 2))
+        sequence = Sequence(key, self.arrivals, known, prefill_end, computed, allocation, priority)
+        content = data.draw(st.sampled_from([None, 1, 2]))
+        if content is not None:
+            sequence.chain = Chain(bytes(32), [content] * length, self.block_size)
         self.alive[sequence] = length
         self.endings[sequence] = 0
         return sequence
@@ -45,15 +60,15 @@ class SchedulerMachine(RuleBasedStateMachine):
         room = self.total * self.block_size
         length = data.draw(st.integers(1, room))
         known = data.draw(st.integers(1, length))
-        self.scheduler.add(self.new(known, known, 0, None, length))
+        self.scheduler.add(self.new(data, known, known, 0, None, length))
 
-    @precondition(lambda self: self.pool.free * self.block_size > 1)
+    @precondition(lambda self: self.pool.available * self.block_size > 1)
     @rule(data=st.data())
     def adopt(self, data):
-        known = data.draw(st.integers(2, self.pool.free * self.block_size))
+        known = data.draw(st.integers(2, self.pool.available * self.block_size))
         length = data.draw(st.integers(known, self.total * self.block_size))
         allocation = self.pool.allocate(-(-known // self.block_size))
-        self.scheduler.adopt(self.new(known, known - 1, known - 1, allocation, length))
+        self.scheduler.adopt(self.new(data, known, known - 1, known - 1, allocation, length))
 
     @rule(n=st.integers(1, 4))
     def foreign_takes(self, n):
@@ -74,7 +89,8 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule()
     def step(self):
         before = {sequence: (sequence.known, sequence.computed) for sequence in self.alive}
-        eldest = min(self.alive, key=lambda s: s.arrival, default=None)
+        newcomers = list(self.scheduler.waiting)
+        eldest = min(self.alive, key=rank, default=None)
         plan = self.scheduler.plan()
         self.check(plan, eldest)
         for sequence in plan.preempted:
@@ -82,9 +98,14 @@ class SchedulerMachine(RuleBasedStateMachine):
             if not self.recompute:
                 self.end(sequence)
         for item in plan.work:
-            if item.sequence not in plan.preempted:
-                assert (item.sequence.known, item.sequence.computed) == before[item.sequence]
-            self.compute(item)
+            known, computed = before[item.sequence]
+            cached = item.sequence.computed if item.sequence in newcomers + plan.preempted else computed
+            assert (item.sequence.known, item.sequence.computed) == (known, cached)
+            assert cached % self.block_size == 0 or item.sequence not in newcomers
+        completed = [item.sequence for item in plan.work if item.completes]
+        self.scheduler.advance(plan.work)
+        for sequence in completed:
+            self.sampled(sequence)
 
     def check(self, plan, eldest):
         worked = [item.sequence for item in plan.work]
@@ -96,17 +117,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert not set(worked) & set(plan.preempted)
         if eldest is not None:
             assert eldest not in plan.preempted
-            assert eldest in worked or self.foreign, "the oldest stands still"
+            assert eldest in worked or self.foreign, "the first in rank stands still"
 
-    def compute(self, item):
-        completes = item.completes
-        item.sequence.computed += item.count
-        if not completes:
-            return
-        if item.sequence.known >= self.alive[item.sequence]:
-            self.end(item.sequence)
+    def sampled(self, sequence):
+        if sequence.known >= self.alive[sequence]:
+            self.end(sequence)
         else:
-            item.sequence.known += 1
+            sequence.known += 1
 
     def end(self, sequence):
         self.endings[sequence] += 1
@@ -122,12 +139,13 @@ class SchedulerMachine(RuleBasedStateMachine):
             return
         mine = [b for s in self.scheduler.running if s.allocation for b in s.allocation.blocks]
         counts = self.pool.counts()
-        assert len(mine) == len(set(mine)) == counts.owned
+        assert len(set(mine)) == counts.owned
         assert counts.reserved == sum(len(a) for a in self.foreign)
         assert set(self.alive) == {*self.scheduler.running, *self.scheduler.waiting}
         for line in (self.scheduler.running, self.scheduler.waiting):
-            assert [s.arrival for s in line] == sorted(s.arrival for s in line)
+            assert line == sorted(line, key=rank)
         assert all(s.allocation is None and s.computed == 0 for s in self.scheduler.waiting)
+        assert self.scheduler.waiting_tokens == sum(s.known for s in self.scheduler.waiting)
 
     def teardown(self):
         if not hasattr(self, "pool"):
@@ -140,21 +158,26 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert bound > 0, "starved"
             self.step()
         assert set(self.endings.values()) <= {1}
-        assert self.pool.free == self.total
+        assert self.pool.available == self.total
 
 
 TestScheduler = SchedulerMachine.TestCase
 TestScheduler.settings = settings(max_examples=120, stateful_step_count=40, deadline=None)
 
 
-def scheduler(total=8, block_size=4, budget=8, running=4, recompute=True):
+def scheduler(total=8, block_size=4, budget=8, running=4, recompute=True, patience=PATIENCE):
     return Scheduler(
-        BlockPool(total), block_size, max_batched_tokens=budget, max_running=running, recompute_preempted=recompute
+        BlockPool(total),
+        block_size,
+        max_batched_tokens=budget,
+        max_running=running,
+        recompute_preempted=recompute,
+        patience=patience,
     )
 
 
-def sequence(arrival, known, computed=0, allocation=None):
-    return Sequence(HandoffId(f"r{arrival}", 1), arrival, known, computed or known, computed, allocation)
+def sequence(arrival, known, computed=0, allocation=None, priority=0):
+    return Sequence(HandoffId(f"r{arrival}", 1), arrival, known, computed or known, computed, allocation, priority)
 
 
 def counts(plan):
@@ -165,6 +188,120 @@ def advance(plan):
     for item in plan.work:
         item.sequence.known += item.completes
         item.sequence.computed += item.count
+
+
+def steps_until_served(s, victim, rivals):
+    """Steps until `victim` has its last token, while `rivals` come one per step as long as they last; None: never."""
+    ends = {other: other.known + 2 for other in (victim, *rivals)}
+    s.add(victim)
+    for step, rival in enumerate(rivals, 1):
+        s.add(rival)
+        for sequence in completed(s):
+            sequence.known += 1
+            if sequence.known == ends[sequence]:
+                s.remove(sequence)
+                sequence.allocation.release()
+        if victim.known == ends[victim]:
+            return step
+    return None
+
+
+def completed(s):
+    work = s.plan().work
+    done = [item.sequence for item in work if item.completes]
+    s.advance(work)
+    return done
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    lead=st.integers(1, 3),
+    length=st.integers(1, 9),
+    budget=st.integers(2, 9),
+    running=st.integers(1, 3),
+    total=st.integers(4, 9),
+)
+def test_nobody_starves_behind_an_endless_stream_of_the_more_urgent(lead, length, budget, running, total):
+    """Only what came in the first `lead * PATIENCE` steps is served before; each of them goes on in every step."""
+    overtakers = lead * PATIENCE + 1
+    bound = (overtakers + 1) * (length + 2)
+    rivals = [sequence(i, known=length, priority=lead) for i in range(2, 2 * bound)]
+    s = scheduler(total=total, block_size=4, budget=budget, running=running)
+    assert steps_until_served(s, sequence(1, known=length), rivals) <= bound
+
+
+def test_without_ageing_the_same_stream_starves():
+    """The check above can fail: here waiting counts for nothing."""
+    rivals = [sequence(i, known=9, priority=1) for i in range(2, 1000)]
+    s = scheduler(total=4, budget=2, running=1, patience=10**9)
+    assert steps_until_served(s, sequence(1, known=9), rivals) is None
+
+
+def test_the_urgent_go_first_and_take_the_place_of_the_last_if_that_helps():
+    s = scheduler(total=4, budget=100)
+    s.add(low := sequence(1, known=15))
+    advance(s.plan())
+    assert low in s.running
+    s.add(sequence(2, known=4))
+    s.add(sequence(3, known=4, priority=1))
+    plan = s.plan()
+    assert plan.preempted == [low]
+    assert counts(plan) == {3: 4}
+    assert [w.arrival for w in s.waiting] == [1, 2]
+
+
+def test_nobody_is_preempted_for_what_would_not_fit_even_then():
+    s = scheduler(total=4, budget=100)
+    foreign = s.pool.allocate(2, reserved=True)
+    s.add(low := sequence(1, known=5))
+    advance(s.plan())
+    s.add(sequence(2, known=12, priority=1))
+    plan = s.plan()
+    assert plan.preempted == []
+    assert counts(plan) == {1: 1}
+    foreign.release()
+    assert s.plan().preempted == [low]
+
+
+def test_of_equal_priority_the_latest_is_preempted_and_of_others_the_least_urgent():
+    s = scheduler(total=6, budget=100)
+    for arrival, priority in ((1, 0), (2, -1), (3, 0)):
+        allocation = s.pool.allocate(2)
+        s.adopt(sequence(arrival, known=8 + (arrival == 1), computed=7, allocation=allocation, priority=priority))
+    s.running[0].known, s.running[0].computed = 9, 8
+    assert [v.arrival for v in s.plan().preempted] == [2]
+    s.running[0].known, s.running[0].computed = 17, 16
+    assert s.running[0].arrival == 1
+    s.pool.allocate(s.pool.available, reserved=True)
+    assert [v.arrival for v in s.plan().preempted] == [3]
+
+
+def test_a_preempted_sequence_finds_its_own_blocks():
+    s = scheduler(total=6, budget=100)
+    s.add(old := sequence(1, known=7))
+    s.add(young := sequence(2, known=9))
+    young.chain = Chain(bytes(32), [7] * 20, 4)
+    s.advance(s.plan().work)
+    old.known = 9
+    foreign = s.pool.allocate(s.pool.available, reserved=True)
+    assert s.plan().preempted == [young]
+    old.allocation.release()
+    s.remove(old)
+    plan = s.plan()
+    assert (counts(plan), plan.cached_tokens, young.computed) == ({2: 1}, 8, 8)
+    assert young.cached == 0, "what it found at first is what it saved"
+    foreign.release()
+
+
+def test_thousands_that_wait_cost_a_step_nothing():
+    s = scheduler(total=8, budget=8)
+    for arrival in range(1, 5001):
+        s.add(sequence(arrival, known=8))
+    assert counts(s.plan()) == {1: 8}
+    assert s.waiting_tokens == 8 * 4999
+    for waiting in list(s.waiting):
+        s.remove(waiting)
+    assert s.waiting_tokens == 0
 
 
 def test_long_prompt_is_cut_and_leaves_room_for_decodes():

@@ -95,6 +95,7 @@ def test_a_flipped_byte_fails_the_handoff_and_no_other(pairs, frame: int) -> Non
     [
         ({"fingerprint": "other"}, OfferRefused, "fingerprint"),
         ({"source": make_kv(1, layout=replace(LAYOUT, head_dim=16))}, OfferRefused, "layout"),
+        ({"source": make_kv(1, layout=replace(LAYOUT, tensors=("latent",)))}, OfferRefused, "'latent'"),
     ],
 )
 def test_a_sender_that_does_not_fit_is_refused_by_name(pairs, change, error, match) -> None:

@@ -16,6 +16,10 @@ CLASSES = {
     "mistral": transformers.MistralForCausalLM,
     "qwen2": transformers.Qwen2ForCausalLM,
     "qwen3": transformers.Qwen3ForCausalLM,
+    "mixtral": transformers.MixtralForCausalLM,
+    "qwen3_moe": transformers.Qwen3MoeForCausalLM,
+    "deepseek_v2": transformers.DeepseekV2ForCausalLM,
+    "deepseek_v3": transformers.DeepseekV3ForCausalLM,
 }
 
 
@@ -62,4 +66,7 @@ def randomise(model: torch.nn.Module, seed: int) -> None:
         elif parameter.dim() == 1:
             parameter.copy_(0.5 * noise)
         else:
-            parameter.copy_(noise * (0.5 if "embed" in name else 1.5 / parameter.shape[1] ** 0.5))
+            parameter.copy_(noise * (0.5 if "embed" in name else 1.5 / parameter.shape[-1] ** 0.5))
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.copy_(0.2 * torch.randn(buffer.shape, generator=generator))

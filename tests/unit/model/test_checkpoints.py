@@ -211,8 +211,8 @@ def test_config_value(change: dict[str, Any], message: str, folder: Path):
         (lambda t: t.update(extra=torch.ones(2)), "model.safetensors: unexpected tensors: extra"),
         (lambda t: t.update({"model.norm.weight": torch.ones(49)}), r"norm.weight has shape \[49\], expected \[48\]"),
         (
-            lambda t: t.update({"model.norm.weight": torch.ones(48, dtype=torch.int8)}),
-            "model.norm.weight has dtype torch.int8, expected a float type",
+            lambda t: t.update({"model.norm.weight": torch.ones(48, dtype=torch.int16)}),
+            "model.norm.weight has dtype torch.int16, expected a float type",
         ),
     ],
 )

@@ -10,7 +10,7 @@ import torch
 
 from baton.engine.model.build import load_model
 from tests.unit.model.checkpoints import VOCAB, random_checkpoint, reload
-from tests.unit.model.harness import greedy
+from tests.unit.model.harness import assert_bfloat16_as_good, assert_equals, greedy
 
 NEW = 32
 LENGTHS = (1, 2, 3, 15, 16, 17, 31, 33, 48, 64, 65, 90, 100, 127, 128, 150, 199, 256, 270, 300)
@@ -67,17 +67,9 @@ def prompts() -> list[list[int]]:
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_equals_transformers(variant: str, tmp_path, seed: int):
-    """Greedy tokens by induction: each is the argmax of what transformers gives for the tokens before it."""
     family, settings = VARIANTS[variant]
     oracle = random_checkpoint(tmp_path, family, **settings)
-    rows = greedy(load_model(tmp_path), prompts(), NEW, random.Random(seed))
-    for prompt, row in zip(prompts(), rows, strict=True):
-        assert row.tokens[: len(prompt)] == prompt
-        logits = oracle(torch.tensor([row.tokens])).logits[0]
-        assert row.tokens[len(prompt) :] == logits[len(prompt) - 1 : -1].argmax(-1).tolist()
-        seen = sorted(row.logits)
-        assert set(seen) >= set(range(len(prompt) - 1, len(row.tokens) - 1))
-        torch.testing.assert_close(torch.stack([row.logits[i] for i in seen]), logits[seen], atol=1e-4, rtol=0)
+    assert_equals(oracle, load_model(tmp_path), prompts(), NEW, random.Random(seed))
 
 
 @pytest.mark.parametrize("variant", ["llama", "mistral", "qwen2", "qwen3"])
@@ -96,20 +88,7 @@ def test_equals_generate(variant: str, tmp_path, seed: int):
 
 @pytest.mark.parametrize("variant", ["llama", "mistral", "qwen2", "qwen3"])
 def test_bfloat16_is_as_good_as_transformers(variant: str, tmp_path, seed: int):
-    """Both round: neither is right, so ours may be no farther from the float32 logits than theirs, but for chance."""
     family, settings = VARIANTS[variant]
     random_checkpoint(tmp_path, family, dtype=torch.bfloat16, **settings)
     oracle, exact = reload(tmp_path, family, torch.bfloat16), reload(tmp_path, family, torch.float32)
-    backend = load_model(tmp_path)
-    assert backend.layout.dtype == "bfloat16"
-    same, total, error, their_error = 0, 0, 0.0, 0.0
-    for row in greedy(backend, prompts(), NEW, random.Random(seed)):
-        seen, tokens = sorted(row.logits), torch.tensor([row.tokens])
-        mine = torch.stack([row.logits[i] for i in seen])
-        theirs, right = oracle(tokens).logits[0, seen].float(), exact(tokens).logits[0, seen]
-        error += float((mine - right).abs().sum())
-        their_error += float((theirs - right).abs().sum())
-        same += int((mine.argmax(-1) == theirs.argmax(-1)).sum())
-        total += len(seen)
-    assert error < 1.1 * their_error
-    assert same > 0.9 * total
+    assert_bfloat16_as_good(oracle, exact, load_model(tmp_path), prompts(), NEW, random.Random(seed))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -65,3 +67,20 @@ def test_out_of_range(layers: range, blocks: list[int]):
         with pytest.raises(IndexError, match="out of range"):
             call(layers, blocks, data)
     assert torch.equal(kv.k, before)
+
+
+def test_a_layout_of_one_tensor():
+    """What latent attention caches: half the bytes, and the same operations."""
+    layout = replace(LAYOUT, tensors=("latent",))
+    source, target = KVCache(layout, 7), KVCache(layout, 9)
+    source.k.copy_(torch.randn(source.k.shape, generator=torch.Generator().manual_seed(1)))
+    assert source.v.numel() == 0
+    assert 2 * layout.block_bytes == LAYOUT.block_bytes
+    assert source.nbytes(range(3), range(7)) == source.k.nbytes
+    data = torch.empty(source.nbytes(range(1, 3), [5, 2]), dtype=torch.uint8)
+    source.gather(range(1, 3), [5, 2], data)
+    assert torch.equal(data.view(torch.bfloat16), source.k[1:3, [5, 2]].flatten())
+    target.scatter(range(1, 3), [8, 3], data)
+    assert torch.equal(target.k[1:3, [8, 3]], source.k[1:3, [5, 2]])
+    target.k[1:3, [8, 3]] = 0
+    assert not target.k.any()

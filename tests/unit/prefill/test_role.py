@@ -1,5 +1,7 @@
 """The prefill role on a real engine: whatever happens to a handoff, it ends once, and its blocks come back."""
 
+from dataclasses import replace
+
 import pytest
 
 from baton.core import HandoffId, Sampling, SequenceSpec
@@ -48,6 +50,15 @@ def test_a_prompt_becomes_a_token_and_a_push(side, router):
     assert [(t.index, t.token_id) for t in job.first] == [(0, first[0])]
     assert len(job.blocks) == -(-9 // BLOCK)
     assert side.counts.owned >= len(job.blocks)
+
+
+def test_the_router_hears_what_was_cached_with_the_first_token_or_the_end(side, router):
+    for number, sampling in enumerate([GREEDY, GREEDY, replace(GREEDY, max_tokens=1)]):
+        handoff = HandoffId(f"cached{number}", 1)
+        side.take(router, prefill(handoff, spec=SequenceSpec(spec_of().prompt, sampling)))
+        side.run()
+    found = [event.cached_tokens for event in router.events if event.HasField("tokens") or event.HasField("finish")]
+    assert found == [0, 8, 8, 8]
 
 
 def test_the_blocks_come_back_with_the_end_of_the_push(side, router):

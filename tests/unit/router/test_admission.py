@@ -9,7 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from baton.clock import FakeClock
 from baton.errors import NoWorker, Overloaded
-from router.admission import Admission
+from router.admission import OVERTAKES, Admission, Ticket, ticket_for
 
 
 class Room:
@@ -66,7 +66,7 @@ class Line(RuleBasedStateMachine):
 
     def _enter(self, ticket, tokens):
         first, free = not self.waiting or ticket < min(self.waiting), self.room.free
-        self.tasks[ticket] = self.loop.create_task(self.gate.admit(ticket, tokens, returning=True))
+        self.tasks[ticket] = self.loop.create_task(self.gate.admit(ticket_for(ticket, 0), tokens, returning=True))
         self._turn()
         assert self.tasks[ticket].done() == (first and tokens <= free)
         (self.held if self.tasks[ticket].done() else self.waiting)[ticket] = tokens
@@ -121,7 +121,7 @@ def admission(room: Room, clock: FakeClock | None = None, *, pair: bool = True, 
 
 
 async def queued(gate: Admission[int], ticket: int, tokens: int, **kwargs) -> asyncio.Task[int]:
-    task = asyncio.create_task(gate.admit(ticket, tokens, **kwargs))
+    task = asyncio.create_task(gate.admit(ticket_for(ticket, 0), tokens, **kwargs))
     await asyncio.sleep(0)  # one turn of the loop: it runs up to its first wait
     return task
 
@@ -135,6 +135,24 @@ async def test_waiters_are_served_in_order_of_their_tickets():
         gate.changed()
         await tasks[ticket]
         assert gate.waiting == sum(not task.done() for task in tasks.values())
+
+
+async def test_the_urgent_overtake_only_so_many_arrivals():
+    tickets = [ticket_for(0, 0), ticket_for(OVERTAKES - 1, 1), ticket_for(OVERTAKES, 1), ticket_for(OVERTAKES + 1, 1)]
+    assert sorted(tickets) == [tickets[1], *(tickets[i] for i in (0, 2, 3))]
+    room, served = Room(0), list[Ticket]()
+    gate = admission(room)
+
+    async def wait(ticket: Ticket) -> None:
+        await gate.admit(ticket, 1)
+        served.append(ticket)
+
+    tasks = [asyncio.create_task(wait(ticket)) for ticket in tickets]
+    await asyncio.sleep(0)
+    room.free = len(tickets)
+    gate.changed()
+    await asyncio.gather(*tasks)
+    assert served == sorted(tickets)
 
 
 async def test_a_small_request_does_not_overtake_a_large_one():
@@ -151,7 +169,7 @@ async def test_the_bound_turns_newcomers_away_but_nobody_who_comes_back():
     gate = admission(Room(0), max_requests=1)
     waiting = await queued(gate, 5, 1)
     with pytest.raises(Overloaded, match="1 requests wait already"):
-        await gate.admit(6, 1)
+        await gate.admit(ticket_for(6, 0), 1)
     back = await queued(gate, 2, 1, returning=True)
     assert gate.waiting == 2
     for task in (waiting, back):
@@ -160,9 +178,9 @@ async def test_the_bound_turns_newcomers_away_but_nobody_who_comes_back():
 
 async def test_a_queue_of_no_length_still_admits_what_has_room():
     gate = admission(Room(1), max_requests=0)
-    assert await gate.admit(0, 1) == 1
+    assert await gate.admit(ticket_for(0, 0), 1) == 1
     with pytest.raises(Overloaded):
-        await gate.admit(1, 1)
+        await gate.admit(ticket_for(1, 0), 1)
     assert gate.waiting == 0
 
 
@@ -170,7 +188,7 @@ async def test_a_queue_of_no_length_still_admits_what_has_room():
 async def test_waiting_too_long(pair, error):
     gate = admission(Room(0), pair=pair, max_wait_s=0.01)
     with pytest.raises(error, match=r"waited 0\.01 s"):
-        await gate.admit(0, 1)
+        await gate.admit(ticket_for(0, 0), 1)
     assert gate.waiting == 0
 
 
@@ -181,7 +199,7 @@ async def test_retry_after_is_how_long_the_first_has_waited():
     for waited, wanted in ((0.0, 0.5), (7.0, 7.0), (100.0, 30.0)):
         clock.advance(waited)
         with pytest.raises(Overloaded) as caught:
-            await gate.admit(1, 1)
+            await gate.admit(ticket_for(1, 0), 1)
         assert caught.value.retry_after_s == wanted
     waiting.cancel()
 

@@ -38,8 +38,8 @@ NOT_YET = "not supported by this version"
         (message(deterministic=True), "deterministic", NOT_YET),
         (message(constraint=pb.Constraint(regex="a")), "constraint", NOT_YET),
         (message(chat=pb.ChatMessages()), "chat", NOT_YET),
-        (message(priority=-1), "priority", NOT_YET),
-        (message(cache_scope="me"), "cache_scope", NOT_YET),
+        (message(priority=-101), "priority", "between -100 and 100, got -101"),
+        (message(cache_scope="x" * 257), "cache_scope", "at most 256 characters, got 257"),
         (message(resumable_s=5.0), "resumable_s", NOT_YET),
         (message(idempotency_key="k"), "idempotency_key", NOT_YET),
         (pb.GenerateRequest(), "prompt", "must be set"),
@@ -72,7 +72,7 @@ async def test_refused_by_name(request_pb, field, words):
 
 
 async def test_every_wrong_field_is_named_at_once():
-    wrong = message(n=3, priority=1, client_tag="x" * 200, sampling={"top_p": 2.0, "temperature": -1.0})
+    wrong = message(n=3, priority=101, client_tag="x" * 200, sampling={"top_p": 2.0, "temperature": -1.0})
     with pytest.raises(InvalidRequest) as caught:
         await parsed(wrong)
     fields = {violation.field for violation in caught.value.violations}
@@ -83,6 +83,12 @@ async def test_an_unknown_model_is_told_which_one_is_served():
     with pytest.raises(UnknownModel, match="'other' is not served here; 'demo' is"):
         await parsed(message(model="other"))
     assert (await parsed(message(model="demo"))).prompt == tuple(b"Hello")
+
+
+async def test_priority_and_cache_scope_are_taken_over():
+    spec = await parsed(message(priority=-100, cache_scope="me"))
+    assert (spec.priority, spec.cache_scope) == (-100, "me")
+    assert ((await parsed(message())).priority, (await parsed(message())).cache_scope) == (0, "")
 
 
 async def test_what_asks_for_nothing_is_taken():

@@ -55,6 +55,8 @@ specs = st.builds(
     prompt=st.lists(u32, min_size=1, max_size=5).map(tuple),
     sampling=samplings,
     known=st.lists(u32, max_size=3).map(tuple),
+    priority=st.integers(-core.MAX_PRIORITY, core.MAX_PRIORITY),
+    cache_scope=text,
 )
 finishes = st.builds(core.Finish, st.sampled_from(core.FinishReason), text, text)
 layouts = st.builds(
@@ -71,6 +73,7 @@ loads = st.builds(
     waiting=u32,
     queued_tokens=u64,
     prefill_tokens=u64,
+    cached_tokens=u64,
     decode_steps=u64,
     decode_tokens=u64,
     blocks=counts,
@@ -192,6 +195,7 @@ def changed(message: Any, **fields: Any) -> Any:
         (convert.spec_from_pb, changed(convert.spec_to_pb(SPEC), prompt=[]), "spec.prompt"),
         (convert.spec_from_pb, changed(convert.spec_to_pb(SPEC), sampling=None), "spec.sampling.seed"),
         (convert.spec_from_pb, changed(convert.spec_to_pb(SPEC), logprobs=21), "sampling.logprobs"),
+        (convert.spec_from_pb, changed(convert.spec_to_pb(SPEC), priority=-101), "spec.priority"),
         (convert.tokens_from_pb, worker.OutputTokens(ids=[1, 2], texts=["a"]), "tokens.texts"),
         (convert.tokens_from_pb, worker.OutputTokens(ids=[1], texts=["a", "b"]), "tokens.texts"),
         (

@@ -186,7 +186,7 @@ class Side:
 
     @property
     def all_free(self):
-        return self.counts.free == self.counts.total
+        return self.counts.available == self.counts.total
 
 
 class PrefillSide(Side):

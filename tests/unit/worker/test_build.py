@@ -1,12 +1,16 @@
 """From settings to an engine: devices that are not there, and counters that start at zero."""
 
+from pathlib import Path
+
 import pytest
 
 from baton.config import load_config
 from baton.core import Role
 from baton.errors import ConfigError
-from baton.worker.build import build_engine, pick_device
+from baton.worker.build import build_engine, load_backend, pick_device
 from baton.worker.settings import from_config
+
+DEMO = Path(__file__).parents[3] / "models/demo"
 
 
 def settings(tmp_path, *sets):
@@ -30,9 +34,24 @@ def test_a_new_engine_has_been_warmed_and_counts_from_zero(tmp_path):
     engine = build_engine(settings(tmp_path, "decode.kv_memory=1MiB", "decode.block_size=16"))
     load = engine.load()
     assert (load.step, load.prefill_tokens, load.decode_tokens) == (0, 0, 0)
-    assert load.blocks.free == load.blocks.total
+    assert load.blocks.available == load.blocks.total
 
 
 def test_too_little_memory_says_how_much_would_do(tmp_path):
     with pytest.raises(ConfigError, match=r"give at least \d+ bytes"):
         build_engine(settings(tmp_path, "decode.kv_memory=64KiB", "model.max_model_len=2048"))
+
+
+@pytest.mark.parametrize(
+    ("sets", "message"),
+    [
+        (("decode.tensor_parallel=8", "decode.device=cpu"), r"8 does not divide the model's num_key_value_heads \(4\)"),
+        (("decode.tensor_parallel=2", "decode.device=cpu", "model.path=oracle"), "2: the oracle is not divided"),
+        (("decode.tensor_parallel=2", "decode.device=cuda:0"), "2 on cuda:0: KV that is divided over GPUs cannot be"),
+    ],
+)
+def test_ranks_that_cannot_be_are_refused_by_key_before_any_starts(monkeypatch, tmp_path, sets, message):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    monkeypatch.setattr("subprocess.Popen", None)
+    with pytest.raises(ConfigError, match=f"^decode.tensor_parallel: {message}"):
+        load_backend(settings(tmp_path, f"model.path={DEMO}", *sets))

@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 
-from baton.engine.engine import StepResult
+from baton.engine.outcome import StepResult
 from baton.worker.loop import EngineLoop
 
 

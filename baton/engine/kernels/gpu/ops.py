@@ -1,0 +1,139 @@
+"""The kernels of a model on an NVIDIA GPU: cuBLAS for products, Triton and FlashAttention for the rest."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch.nn import functional as F
+
+from baton.engine.kernels.gpu import triton_decode, triton_prefill, triton_rotary, triton_rows
+from baton.engine.kernels.gpu.plan import WIDEST_HEAD, decode_tiles, prefill_tiles, split_count
+from baton.engine.kernels.gpu.varlen import VarlenAttention, find_varlen, varlen_fits
+from baton.engine.kernels.paged import PagedAttention
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from baton.engine.batch import Batch
+    from baton.engine.kernels.base import Attention, HeadNorms, Rotation
+    from baton.engine.kernels.gpu.varlen import Varlen
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CublasLinear:
+    """`Linear` by cuBLAS, which writes to `out` itself unless that has another dtype (logits are float32)."""
+
+    weight: Tensor
+    bias: Tensor | None = None
+
+    @property
+    def width(self) -> int:
+        return len(self.weight)
+
+    def __call__(self, x: Tensor, out: Tensor) -> Tensor:
+        if out.dtype != x.dtype:
+            return out.copy_(F.linear(x, self.weight, self.bias))
+        if self.bias is None:
+            return torch.mm(x, self.weight.t(), out=out)
+        return torch.addmm(self.bias, x, self.weight.t(), out=out)
+
+
+class GpuAttention:
+    """Attention of one batch: single tokens by split KV, chunks by FlashAttention or the Triton kernel.
+
+    Which one is known when the cache is seen, as it depends on its blocks and head size.
+    """
+
+    def __init__(self, kernels: GpuKernels, batch: Batch, block_size: int, window: int | None, scale: float) -> None:
+        self._kernels = kernels
+        self._batch, self._block_size, self._window, self._scale = batch, block_size, window, scale
+        self._longest_query, self._longest = max(batch.query_lens), max(batch.context_lens)
+        self._singles = 1 in batch.query_lens
+        self._whole: Attention | None = None
+        self._pieces: triton_decode.Pieces | None = None
+
+    def __call__(self, query: Tensor, keys: Tensor, values: Tensor, out: Tensor) -> Tensor:
+        if self._whole is None:
+            self._whole = self._choose(keys, values)
+        return self._whole(query, keys, values, out)
+
+    def _choose(self, keys: Tensor, values: Tensor) -> Attention:
+        varlen = self._kernels.varlen
+        if max(keys.shape[3], values.shape[3]) > WIDEST_HEAD:
+            return PagedAttention(self._batch, self._block_size, self._window, self._scale)
+        if self._longest_query > 1 and varlen is not None and varlen_fits(keys, values):
+            return VarlenAttention(varlen, self._batch, self._window, self._scale)
+        return self._by_triton
+
+    def _by_triton(self, query: Tensor, keys: Tensor, values: Tensor, out: Tensor) -> Tensor:
+        batch = self._batch
+        where = query, keys, values, batch.block_tables, batch.query_starts, batch.kv_lens, out
+        sizes = keys.shape[3], values.shape[3], keys.element_size()
+        if self._longest_query > 1:
+            triton_prefill.prefill_attention(
+                *where,
+                prefill_tiles(*sizes),
+                longest_query=self._longest_query,
+                scale=self._scale,
+                window=self._window,
+            )
+        if self._singles:
+            triton_decode.decode_attention(
+                *where,
+                self._pieces_for(query.shape[1], keys, values),
+                decode_tiles(query.shape[1] // keys.shape[2], *sizes),
+                scale=self._scale,
+                window=self._window,
+                unified=self._kernels.unified,
+            )
+        return out
+
+    def _pieces_for(self, heads: int, keys: Tensor, values: Tensor) -> triton_decode.Pieces:
+        """Room for the splits, made by the first layer and used by all: they run one after the other."""
+        if self._pieces is None:
+            sequences = len(self._batch.kv_lens)
+            seen = self._longest if self._window is None else min(self._longest, self._window)
+            splits = split_count(sequences * keys.shape[2], seen, self._kernels.processors)
+            self._pieces = triton_decode.Pieces.empty(sequences, heads, splits, values.shape[3], keys.device)
+        return self._pieces
+
+
+class GpuKernels:
+    """Implements `baton.engine.kernels.base.Kernels`.
+
+    `unified`: the constant that decode attention takes for the maximum of all rows, in units of the scaled scores;
+    None: the running maximum. `varlen`: torch's FlashAttention over block tables, None where there is none.
+    `processors`: those of the device. A row of slot -1 is padding: nothing of it is stored.
+    """
+
+    name = "triton"
+
+    def __init__(self, processors: int, varlen: Varlen | None = None, unified: float | None = None) -> None:
+        self.processors, self.varlen, self.unified = processors, varlen, unified
+
+    @classmethod
+    def on(cls, device: torch.device) -> GpuKernels:
+        """What this device and this torch can do."""
+        return cls(torch.cuda.get_device_properties(device).multi_processor_count, find_varlen())
+
+    def linear(self, weight: Tensor, bias: Tensor | None = None) -> CublasLinear:
+        return CublasLinear(weight, bias)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, out: Tensor) -> Tensor:
+        return triton_rows.rms_norm(x, None, weight, eps, out)
+
+    def add_rms_norm(self, x: Tensor, delta: Tensor, weight: Tensor, eps: float, out: Tensor) -> Tensor:
+        return triton_rows.rms_norm(x, delta, weight, eps, out)
+
+    def rotate_and_store(
+        self, qkv: Tensor, rotation: Rotation, norms: HeadNorms | None, slots: Tensor, keys: Tensor, values: Tensor
+    ) -> Tensor:
+        return triton_rotary.rotate_and_store(qkv, rotation, norms, slots, keys, values)
+
+    def gate(self, gate_up: Tensor, activation: str, out: Tensor) -> Tensor:
+        return triton_rows.gate(gate_up, activation, out)
+
+    def attention(self, batch: Batch, block_size: int, window: int | None, scale: float) -> GpuAttention:
+        return GpuAttention(self, batch, block_size, window, scale)

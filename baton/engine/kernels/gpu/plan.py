@@ -1,0 +1,68 @@
+"""What the attention kernels and the graphs decide from shapes alone: no tensors, no triton, no device."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+WAVES = 2  # programs wanted for each processor: one computes while another waits for memory
+SPLIT_TOKENS = 256  # a split below this costs more to combine than it saves
+MAX_SPLITS = 64
+FINE_BUCKETS = (1, 2, 4)
+BUCKET_STEP, WIDE_BUCKET, WIDE_STEP = 8, 256, 32
+WIDEST_HEAD = 256  # beyond it, a tile of keys does not fit next to its values
+
+
+class Tiles(NamedTuple):
+    """Rows of queries (tokens x heads of one group) and keys that one program holds at a time."""
+
+    rows: int
+    keys: int
+    warps: int
+    stages: int
+
+
+def split_count(pairs: int, longest: int, processors: int) -> int:
+    """Into how many pieces each context is cut, a power of two.
+
+    `pairs` is sequences x KV heads, which is all the parallelism without splits; `longest` the longest context in
+    tokens; `processors` those of the device. Enough programs to fill the device, no piece below SPLIT_TOKENS.
+    """
+    wanted = -(-processors * WAVES // max(pairs, 1))
+    room = max(longest // SPLIT_TOKENS, 1)
+    return min(_power_of_two(wanted), 1 << (room.bit_length() - 1), MAX_SPLITS)
+
+
+def prefill_tiles(head_dim: int, value_dim: int, element_bytes: int) -> Tiles:
+    """The tiles of prompt chunks: as large as the shared memory of small GPUs (99 KB) allows."""
+    wide = max(head_dim, value_dim)
+    if element_bytes > 2 or wide > 128:
+        return Tiles(64 if wide <= 128 else 32, 32, 4, 1)
+    return Tiles(128, 64, 8, 3 if wide <= 64 else 2)
+
+
+def decode_tiles(group: int, head_dim: int, value_dim: int, element_bytes: int) -> Tiles:
+    """The tiles of decoding: all heads of a group, at least the 16 rows that a tensor core takes."""
+    rows = max(16, _power_of_two(group))
+    if element_bytes > 2 or max(head_dim, value_dim) > 128:
+        return Tiles(rows, 32, 4, 2)
+    return Tiles(rows, 64, 4, 3)
+
+
+def buckets(most: int) -> list[int]:
+    """The batch sizes that a graph is captured for: dense where batches are small, and `most` itself."""
+    sizes = {
+        *FINE_BUCKETS,
+        *range(BUCKET_STEP, min(most, WIDE_BUCKET), BUCKET_STEP),
+        *range(WIDE_BUCKET, most, WIDE_STEP),
+    }
+    return sorted({size for size in sizes if size < most} | {most})
+
+
+def bucket_for(rows: int, sizes: list[int]) -> int | None:
+    """The smallest of the sorted `sizes` that holds `rows`; None: all are too small."""
+    return next((size for size in sizes if size >= rows), None)
+
+
+def _power_of_two(n: int) -> int:
+    """The smallest one that is not below n."""
+    return 1 << (n - 1).bit_length() if n > 1 else 1

@@ -1,0 +1,152 @@
+"""Split-KV attention for sequences with one new token: each context is cut into pieces that run at the same time.
+
+A piece leaves its base (the maximum of its scores), the sum of its weights and its weighted values, in float32; a
+second kernel combines the pieces by log-sum-exp. A piece without keys has weight 0. All query heads of a KV head are
+one tile, so that K and V are read once. Sequences with more new tokens are left to the prefill kernel.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from baton.engine.kernels.gpu.triton_tile import attend
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from baton.engine.kernels.gpu.plan import Tiles
+
+
+LOG2E = 1.4426950408889634
+# How far a row's best score may lie from the unified maximum, in powers of two: sums over a million keys stay finite
+# in float32 above, and keep all their bits below.
+SAFE_RANGE = 60.0
+
+
+class Pieces(NamedTuple):
+    """What the splits leave, float32: bases and sums [B, heads, splits], values [B, heads, splits, value_dim]."""
+
+    bases: Tensor
+    sums: Tensor
+    values: Tensor
+
+    @classmethod
+    def empty(cls, sequences: int, heads: int, splits: int, value_dim: int, device: torch.device) -> Pieces:
+        """Room for them, to be used by every layer of a forward."""
+        shape = (sequences, heads, splits)
+        bases, sums = (torch.empty(shape, dtype=torch.float32, device=device) for _ in range(2))
+        return cls(bases, sums, torch.empty((*shape, value_dim), dtype=torch.float32, device=device))
+
+
+# Arguments stand in groups: memory, strides, constants.
+# fmt: off
+@triton.jit
+def split_kernel(
+    query: tl.tensor, keys: tl.tensor, values: tl.tensor, tables: tl.tensor, starts: tl.tensor, lengths: tl.tensor,
+    bases: tl.tensor, sums: tl.tensor, parts: tl.tensor, block_size: int, query_row: int, query_head: int,
+    key_block: int, key_slot: int, key_head: int, value_block: int, value_slot: int, value_head: int, table_row: int,
+    scale: float, unified: float, safe: float,
+    GROUP: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr,
+    ROWS: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr, UNIFIED: tl.constexpr,
+) -> None:
+    sequence, kv_head, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
+    row = tl.load(starts + sequence).to(tl.int64)
+    if tl.load(starts + sequence + 1) - row != 1:
+        return
+    length = tl.load(lengths + sequence)
+    first = tl.maximum(length - WINDOW, 0) if WINDOW > 0 else 0
+    piece = tl.cdiv(tl.cdiv(length - first, tl.num_programs(2)), TILE) * TILE
+    begin = first + split * piece
+    end = tl.minimum(begin + piece, length)
+    member = tl.arange(0, ROWS)
+    columns, value_columns = tl.arange(0, WIDTH)[None, :], tl.arange(0, VALUE_WIDTH)[None, :]
+    ours, heads = member < GROUP, kv_head * GROUP + member
+    source = query + row * query_row + heads[:, None] * query_head + columns
+    q = tl.load(source, mask=ours[:, None] & (columns < DIM), other=0.0)
+    last = tl.zeros([ROWS], tl.int32) + length
+    none, nothing = tl.full([ROWS], float("-inf"), tl.float32), tl.zeros([ROWS], tl.float32)
+    empty = tl.zeros([ROWS, VALUE_WIDTH], tl.float32)
+    k, v, table = keys + kv_head * key_head, values + kv_head * value_head, tables + sequence * table_row
+    peak, total, result = attend(
+        q, last, begin, end, k, v, table, block_size, key_block, key_slot, value_block, value_slot, none, nothing,
+        empty, scale, unified, DIM, VALUE_DIM, WIDTH, VALUE_WIDTH, TILE, 0, False, UNIFIED,
+    )
+    if UNIFIED:
+        # Decided for each row: one that left the safe range takes the running maximum, the others keep the constant.
+        far = ours & (peak > float("-inf")) & (tl.abs(peak - unified) > safe)
+        base = tl.where(peak == float("-inf"), peak, unified)
+        if tl.max(far.to(tl.int32), axis=0) > 0:
+            peak, exact_total, exact_result = attend(
+                q, last, begin, end, k, v, table, block_size, key_block, key_slot, value_block, value_slot, none,
+                nothing, empty, scale, unified, DIM, VALUE_DIM, WIDTH, VALUE_WIDTH, TILE, 0, False, False,
+            )
+            base = tl.where(far, peak, base)
+            total = tl.where(far, exact_total, total)
+            result = tl.where(far[:, None], exact_result, result)
+        peak = base
+    place = (sequence * tl.num_programs(1) * GROUP + heads) * tl.num_programs(2) + split
+    tl.store(bases + place, peak, mask=ours)
+    tl.store(sums + place, total, mask=ours)
+    # Nobody reads the values of an empty piece.
+    filled = ours[:, None] & (value_columns < VALUE_DIM) & (begin < end)
+    tl.store(parts + place[:, None] * VALUE_DIM + value_columns, result, mask=filled)
+
+
+@triton.jit
+def combine_kernel(
+    bases: tl.tensor, sums: tl.tensor, parts: tl.tensor, starts: tl.tensor, out: tl.tensor, out_row: int,
+    SPLITS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr,
+) -> None:
+    sequence, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    row = tl.load(starts + sequence).to(tl.int64)
+    if tl.load(starts + sequence + 1) - row != 1:
+        return
+    place = (sequence * tl.num_programs(1) + head) * SPLITS + tl.arange(0, SPLITS)
+    columns = tl.arange(0, WIDTH)
+    base = tl.load(bases + place)
+    top = tl.max(base, axis=0)
+    weights = tl.exp2(base - tl.where(top == float("-inf"), 0.0, top))
+    total = tl.sum(weights * tl.load(sums + place), axis=0)
+    there = (weights > 0)[:, None] & (columns < DIM)[None, :]
+    pieces = tl.load(parts + place[:, None] * DIM + columns[None, :], mask=there, other=0.0)
+    # A sequence without any key is padding: it gets zeros.
+    result = tl.sum(weights[:, None] * pieces, axis=0) / tl.where(total > 0, total, 1.0)
+    tl.store(out + row * out_row + head * DIM + columns, result.to(out.dtype.element_ty), mask=columns < DIM)
+
+
+def decode_attention(
+    query: Tensor, keys: Tensor, values: Tensor, tables: Tensor, starts: Tensor, lengths: Tensor, out: Tensor,
+    pieces: Pieces, tiles: Tiles, *, scale: float, window: int | None, unified: float | None = None,
+    safe_range: float = SAFE_RANGE,
+) -> None:
+    """Attend for the rows of sequences with one new token; the other rows of `out` are not touched.
+
+    query [N, heads, head_dim], keys [blocks, block_size, kv_heads, head_dim], values [.., value_dim], tables int32
+    [B, W], starts int32 [B + 1], lengths int32 [B], out [N, heads * value_dim]. `pieces` says how many splits there
+    are, a power of two. `unified` is the constant that stands for every row's maximum, in units of the scaled scores;
+    rows whose best score lies further than `safe_range` (in powers of two) from it use the running maximum.
+    """
+    sequences, (heads, head_dim) = len(lengths), query.shape[1:]
+    kv_heads, value_dim = keys.shape[2], values.shape[3]
+    splits = pieces.bases.shape[2]
+    split_kernel[(sequences, kv_heads, splits)](
+        query, keys, values, tables, starts, lengths, *pieces, keys.shape[1], *query.stride()[:2], *keys.stride()[:3],
+        *values.stride()[:3], tables.stride(0), scale * LOG2E, (unified or 0.0) * LOG2E, safe_range,
+        GROUP=heads // kv_heads, DIM=head_dim, VALUE_DIM=value_dim, WIDTH=max(16, triton.next_power_of_2(head_dim)),
+        VALUE_WIDTH=max(16, triton.next_power_of_2(value_dim)), ROWS=tiles.rows, TILE=tiles.keys, WINDOW=window or 0,
+        UNIFIED=unified is not None, num_warps=tiles.warps, num_stages=tiles.stages,
+    )
+    combine_kernel[(sequences, heads)](
+        *pieces,
+        starts,
+        out,
+        out.stride(0),
+        SPLITS=splits,
+        DIM=value_dim,
+        WIDTH=triton.next_power_of_2(value_dim),
+        num_warps=4,
+    )

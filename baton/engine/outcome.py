@@ -1,0 +1,48 @@
+"""What comes out of an engine: the outputs of each step, and what it did since it began."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from baton.core import Finish, HandoffId, Token
+    from baton.errors import EngineFault
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """What one step brought to one request. The last output of a request has `finish` set.
+
+    `cached_tokens` of what it knew at its submission were found in the cache.
+    """
+
+    key: HandoffId
+    tokens: list[Token]
+    finish: Finish | None
+    cached_tokens: int = 0
+
+
+@dataclass(slots=True)
+class StepResult:
+    """What one step brought. `computed` tokens went through the model; 0: nothing could be done now.
+
+    Requests in `preempted` (handed back) and in `failed` are forgotten, their blocks are free.
+    """
+
+    outputs: list[Output] = field(default_factory=list)
+    preempted: list[HandoffId] = field(default_factory=list)
+    failed: list[tuple[HandoffId, EngineFault]] = field(default_factory=list)
+    computed: int = 0
+
+
+@dataclass(slots=True)
+class Counters:
+    """What the engine did since it began. Recomputed tokens count as prefill again, those found in the cache do not."""
+
+    steps: int = 0
+    prefill_tokens: int = 0
+    cached_tokens: int = 0
+    decode_steps: int = 0  # steps with at least one decode token
+    decode_tokens: int = 0
+    preemptions: int = 0

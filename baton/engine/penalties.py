@@ -1,0 +1,111 @@
+"""What moves the logits of single tokens before a draw: penalties, logit bias, and the ban of end tokens.
+
+All of it is sparse: for each row the few tokens that are touched, laid end to end over the rows, so that a step
+gathers, computes and scatters once whatever the batch.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from torch import Tensor
+
+    from baton.core import Sampling
+    from baton.engine.sampler import Row
+
+    Array = np.ndarray[Any, np.dtype[Any]]
+
+NEVER = float("-inf")
+FINITE = torch.finfo(torch.float32)
+
+
+class Seen:
+    """The distinct tokens of a prompt and its output, and how often each is in the output."""
+
+    def __init__(self, prompt: Iterable[int]) -> None:
+        self._places = {token: place for place, token in enumerate(dict.fromkeys(prompt))}
+        self._ids = np.array(list(self._places), dtype=np.int64)
+        self._counts = np.zeros(len(self._ids), dtype=np.float32)
+
+    def add(self, token_id: int) -> None:
+        """One more token of the output."""
+        place = self._places.setdefault(token_id, len(self._places))
+        if place == len(self._ids):
+            room = np.zeros(place + 16, dtype=np.int64)
+            self._ids, self._counts = np.append(self._ids, room), np.append(self._counts, room.astype(np.float32))
+        self._ids[place] = token_id
+        self._counts[place] += 1
+
+    @property
+    def ids(self) -> Array:
+        """int64 [tokens], each once."""
+        return self._ids[: len(self._places)]
+
+    @property
+    def counts(self) -> Array:
+        """float32 [tokens]: times in the output."""
+        return self._counts[: len(self._places)]
+
+
+def has_penalties(sampling: Sampling) -> bool:
+    """Whether the tokens so far change the logits."""
+    return (sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty) != (1.0, 0.0, 0.0)
+
+
+class Adjustments:
+    """The changes of one set of rows, applied step by step."""
+
+    def __init__(self, rows: Sequence[Row]) -> None:
+        self._penalised = [(i, row.seen, row.sampling) for i, row in enumerate(rows) if row.seen is not None]
+        self._rates = [
+            np.array(column, dtype=np.float32)
+            for column in zip(
+                *(
+                    (max(s.repetition_penalty, FINITE.tiny), s.frequency_penalty, s.presence_penalty)
+                    for _, _, s in self._penalised
+                ),
+                strict=True,
+            )
+        ]
+        biases = [(i, *pair) for i, row in enumerate(rows) for pair in row.sampling.logit_bias]
+        self._biases = [np.array(column) for column in zip(*biases, strict=True)]
+        self._barring = [(i, row) for i, row in enumerate(rows) if row.produced < row.sampling.min_tokens]
+
+    def apply(self, logits: Tensor) -> Tensor:
+        """Logits `[rows, vocab]` after penalties, then bias, then bans; a copy if any row asks for any of them."""
+        self._barring = [(i, row) for i, row in self._barring if row.produced < row.sampling.min_tokens]
+        if not (self._penalised or self._biases or self._barring):
+            return logits
+        vocab = logits.shape[-1]
+        flat = logits.flatten().clone() if logits.is_contiguous() else logits.flatten()
+        if self._penalised:
+            self._penalise(flat, vocab)
+        if self._biases:
+            rows, ids, values = self._biases
+            places = _on(flat, rows * vocab + ids)
+            flat[places] += _on(flat, values.astype(np.float32))
+        if self._barring:
+            flat[_on(flat, np.concatenate([row.end_ids + i * vocab for i, row in self._barring]))] = NEVER
+        return flat.view_as(logits)
+
+    def _penalise(self, flat: Tensor, vocab: int) -> None:
+        places = _on(flat, np.concatenate([seen.ids + i * vocab for i, seen, _ in self._penalised]))
+        counts = _on(flat, np.concatenate([seen.counts for _, seen, _ in self._penalised]))
+        sizes = [len(seen.ids) for _, seen, _ in self._penalised]
+        repetition, frequency, presence = (_on(flat, rates.repeat(sizes)) for rates in self._rates)
+        logits = flat.index_select(0, places)
+        repeated = torch.where(logits > 0, logits / repetition, logits * repetition)
+        adjusted = repeated - frequency * counts - presence * (counts > 0)
+        flat.index_copy_(
+            0, places, adjusted.clamp_(FINITE.min, FINITE.max)
+        )  # a tiny penalty must not make a logit infinite
+
+
+def _on(like: Tensor, array: Array) -> Tensor:
+    return torch.from_numpy(array).to(like.device, non_blocking=True)

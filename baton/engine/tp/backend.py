@@ -1,0 +1,176 @@
+"""A model that several processes compute, as the engine on rank 0 sees it: one backend like any other."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from baton.engine.model.config import read_config
+from baton.engine.tp.exchange import SharedExchange
+from baton.engine.tp.follower import Followers
+from baton.engine.tp.messages import body, lengths
+from baton.engine.tp.model import load_rank, rank_cache, rank_layout
+from baton.engine.tp.ranks import CACHE, END, STEP, Plan, Ranks, memory_is_ordered
+from baton.engine.tp.shard import divided
+from baton.errors import RankLost
+
+if TYPE_CHECKING:
+    from baton.engine.batch import Batch
+    from baton.engine.kv import KVCache
+    from baton.engine.model.build import TransformerBackend
+    from baton.engine.model.loader import Progress
+
+PART_ELEMENTS = 2**20
+HEAD_ROWS = 64  # so many rows of logits pass in one exchange
+TIMEOUT_S = 30.0
+START_S = 600.0
+END_S = 2.0
+
+
+class ShardedBackend:
+    """Implements `baton.engine.backend.ModelBackend` with rank 0 in this process. Made by `load_sharded`.
+
+    All errors of a forward are RankLost: once one rank is elsewhere than the others, none can go on.
+    """
+
+    def __init__(self, plan: Plan, local: TransformerBackend, ranks: Ranks, followers: Followers) -> None:
+        self.name, self.vocab_size, self.max_model_len = local.name, local.vocab_size, local.max_model_len
+        self.device, self.fingerprint = local.device, local.fingerprint
+        # On GPUs rank 0 has only its own heads to show.
+        self.layout = local.layout if plan.kv >= 0 else rank_layout(local.layout, plan.size)
+        self._plan, self._local, self._ranks, self._followers = plan, local, ranks, followers
+        self._caches: tuple[KVCache, KVCache] | None = None
+        self._closed = False
+
+    @property
+    def pids(self) -> list[int]:
+        """Of the processes of the ranks above 0."""
+        return [process.pid for process in self._followers.processes]
+
+    def make_cache(self, total_blocks: int) -> KVCache:
+        """The cache for `forward`, on all ranks; the one before it must not be used any more. Raises RankLost."""
+        self._caches = rank_cache(self._plan, 0, self._local.layout, total_blocks)
+        self._ranks.tell(CACHE, [total_blocks])
+        return self._caches[0]
+
+    def forward(self, batch: Batch, kv: KVCache) -> torch.Tensor:
+        """As the backend of a whole model. When it returns, the K and V of all ranks are written: each rank has
+        written those of a layer before it gives its part of that layer's sums.
+        """
+        if self._closed:
+            raise RankLost("the ranks of this worker have ended")
+        if self._caches is None or kv is not self._caches[0]:
+            raise ValueError("not the cache that make_cache made last")
+        try:
+            self._ranks.tell(STEP, lengths(batch), body(batch))
+            return self._local.model.forward(batch, self._caches[1])
+        except Exception as error:  # whatever it is, the other ranks are in the middle of this forward
+            lost = self._followers.explain(error)
+            self._end(0.0)
+            raise lost from error
+
+    def check(self) -> None:
+        """Raises RankLost if one of the other ranks has ended."""
+        if not self._closed:
+            self._followers.check()
+
+    def close(self) -> None:
+        """End the other ranks; when this returns none is left."""
+        if not self._closed:
+            with suppress(RankLost):
+                self._ranks.tell(END, [])
+            self._end(END_S)
+
+    def _end(self, patience_s: float) -> None:
+        self._closed = True
+        self._followers.close(patience_s)
+        _close_memory(self._plan)
+
+
+@dataclass(frozen=True, slots=True)
+class Ranking:
+    """How a model is spread over `size` ranks of `threads` each; None: what torch would take, divided by the ranks.
+
+    `key` is what the cluster file calls `size`. `shared_memory` says how ranks on a CPU exchange their parts: through
+    memory or over gloo; None: through memory where that works. A rank that is silent for `timeout_s` is lost.
+    """
+
+    size: int
+    threads: int | None = None
+    key: str = "tensor_parallel"
+    shared_memory: bool | None = None
+    timeout_s: float = TIMEOUT_S
+
+
+def load_sharded(
+    path: Path | str,
+    ranking: Ranking,
+    *,
+    dtype: str = "auto",
+    device: torch.device | str = "cpu",
+    block_size: int = 16,
+    max_model_len: int | None = None,
+    progress: Progress | None = None,
+) -> ShardedBackend:
+    """Load a checkpoint onto ranks: this process and `size - 1` new ones, which die with the calling thread.
+
+    Raises as `load_model`, ConfigError naming `key` if the model does not divide, RankLost if a rank does not start.
+    """
+    size, config = ranking.size, read_config(Path(path))
+    divided(config, size, ranking.key)
+    threads = ranking.threads or max(1, torch.get_num_threads() // size)
+    torch.set_num_threads(threads)
+    capacity = max(PART_ELEMENTS, config.hidden_size, HEAD_ROWS * -(-config.vocab_size // size))
+    cpu = torch.device(device).type == "cpu"
+    shared = memory_is_ordered() if ranking.shared_memory is None else ranking.shared_memory
+    with tempfile.TemporaryDirectory(prefix="baton-ranks-") as folder:
+        plan = Plan(
+            folder=str(path),
+            key=ranking.key,
+            size=size,
+            dtype=dtype,
+            device=str(device),
+            block_size=block_size,
+            max_model_len=max_model_len,
+            threads=threads,
+            store=str(Path(folder) / "store"),
+            parent=os.getpid(),
+            capacity=capacity,
+            timeout_s=ranking.timeout_s,
+            memory=_memory(SharedExchange.nbytes(size, capacity)) if cpu and shared else -1,
+            kv=_memory(0) if cpu else -1,
+        )
+        return _started(plan, progress)
+
+
+def _started(plan: Plan, progress: Progress | None) -> ShardedBackend:
+    followers = Followers(plan)
+    try:
+        followers.wait("started", START_S)
+        ranks = Ranks(plan, 0, followers.check)
+        local = load_rank(plan, ranks, progress)
+        followers.wait("loaded", START_S)
+    except BaseException:
+        followers.close(0.0)
+        _close_memory(plan)
+        raise
+    return ShardedBackend(plan, local, ranks, followers)
+
+
+def _memory(nbytes: int) -> int:
+    """A descriptor of memory that has no name, and is gone with the last process that has it."""
+    descriptor = os.memfd_create("baton-ranks")
+    os.ftruncate(descriptor, nbytes)
+    return descriptor
+
+
+def _close_memory(plan: Plan) -> None:
+    for descriptor in (plan.memory, plan.kv):
+        if descriptor >= 0:
+            os.close(descriptor)

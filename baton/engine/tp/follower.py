@@ -1,0 +1,128 @@
+"""The process of a rank above 0: it loads its part of the model, and computes what rank 0 says until that ends.
+
+    python -m baton.engine.tp.follower PLAN RANK
+
+Rank 0 starts the others, and looks at them between steps. One that ends takes the worker with it, and nobody
+outlives rank 0: not even a frozen one, as the kernel kills them with it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from baton.engine.tp.messages import unpack
+from baton.engine.tp.model import load_rank, rank_cache
+from baton.engine.tp.ranks import CACHE, END, Plan, Ranks
+from baton.errors import BatonError, RankLost
+
+if TYPE_CHECKING:
+    from baton.engine.kv import KVCache
+
+PR_SET_PDEATHSIG = 1
+POLL_S = 0.01
+GRACE_S = 0.5  # a broken connection is seen a little before the exit code of who broke it
+
+
+class Followers:
+    """The processes of ranks 1 and up. Started from a thread that lives as long as they shall: they die with it."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._folder = Path(plan.store).parent
+        command = [sys.executable, "-m", "baton.engine.tp.follower", plan.to_json()]
+        shared = [fd for fd in (plan.memory, plan.kv) if fd >= 0]
+        self.processes = [_start([*command, str(rank)], shared) for rank in range(1, plan.size)]
+
+    def check(self) -> None:
+        """Raises RankLost if one has ended."""
+        for rank, process in enumerate(self.processes, 1):
+            if process.poll() is not None:
+                raise RankLost(f"rank {rank} of this worker (process {process.pid}) {_ending(process.returncode)}")
+
+    def wait(self, stage: str, timeout_s: float) -> None:
+        """Until all have reached a stage. Raises RankLost if one ends instead, or takes longer."""
+        deadline = time.monotonic() + timeout_s
+        for rank in range(1, len(self.processes) + 1):
+            while not _mark(self._folder, stage, rank).exists():
+                self.check()
+                if time.monotonic() > deadline:
+                    raise RankLost(f"rank {rank} of this worker is not {stage} after {timeout_s:g} s")
+                time.sleep(POLL_S)
+
+    def explain(self, error: Exception) -> RankLost:
+        """What went wrong, by who has ended if one has, else by `error`."""
+        deadline = time.monotonic() + GRACE_S
+        while time.monotonic() < deadline:
+            try:
+                self.check()
+            except RankLost as ended:
+                return ended
+            time.sleep(POLL_S)
+        return error if isinstance(error, RankLost) else RankLost(f"rank 0 failed: {type(error).__name__}: {error}")
+
+    def close(self, patience_s: float) -> None:
+        """Wait for their end, and kill those that are still there after `patience_s`."""
+        deadline = time.monotonic() + patience_s
+        for process in self.processes:
+            try:
+                process.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+def _start(command: list[str], shared: list[int]) -> subprocess.Popen[bytes]:
+    """With stderr for all it says, and in a group of its own: Ctrl-C is for rank 0, which ends the others in order."""
+    return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=2, pass_fds=shared, process_group=0)
+
+
+def _ending(code: int) -> str:
+    return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}; see the log"
+
+
+def _mark(folder: Path, stage: str, rank: int) -> Path:
+    return folder / f"{stage}-{rank}"
+
+
+def follow(plan: Plan, rank: int) -> None:
+    """Compute what rank 0 says until it says END. Raises RankLost when the group breaks."""
+    folder = Path(plan.store).parent
+    _mark(folder, "started", rank).touch()
+    ranks = Ranks(plan, rank, alive=lambda: None)
+    backend = load_rank(plan, ranks)
+    _mark(folder, "loaded", rank).touch()
+    cache: KVCache | None = None
+    while (message := ranks.hear()).kind != END:
+        if message.kind == CACHE:
+            _, cache = rank_cache(plan, rank, backend.layout, message.numbers[0])
+        elif cache is not None:
+            backend.model.forward(unpack(message.numbers, message.body), cache)
+
+
+def main() -> int:
+    """The exit code."""
+    plan, rank = Plan.from_json(sys.argv[1]), int(sys.argv[2])
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != plan.parent:
+        return 1  # it ended before we could ask
+    torch.set_num_threads(plan.threads)
+    try:
+        follow(plan, rank)
+    except BatonError as error:
+        sys.stderr.write(f"baton: rank {rank}: {type(error).__name__}: {error}\n")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    code = main()
+    sys.stderr.flush()
+    os._exit(code)  # nothing is left to save, and torch takes its time to end

@@ -1,0 +1,71 @@
+"""Where a model's files are: the folder that is named, or a snapshot from the Hugging Face Hub. No torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from baton.config.values import HubName, parse_hub_name
+from baton.errors import CheckpointError
+
+SMALL_FILES = ("*.json", "*.jinja", "tokenizer*")
+WEIGHT_FILES = ("*.safetensors",)
+# Folders hold other forms of the same model, and `consolidated` is Mistral's second copy of it.
+IGNORED = ("*/*", "consolidated*")
+
+
+def model_folder(path: Path | str, *, weights: bool = True) -> Path:
+    """The folder of a `model.path`. For `hf:org/name[@revision]` it is the snapshot in the local cache.
+
+    What is missing there is downloaded (without `weights`, only the small files beside them), as HF_HOME, HF_TOKEN,
+    HF_ENDPOINT and HF_HUB_OFFLINE say. Raises CheckpointError saying what was tried and what to do.
+    """
+    try:
+        name = parse_hub_name(str(path))
+    except ValueError as error:
+        raise CheckpointError(f"model.path: {path} {error}") from None
+    if name is not None:
+        return _snapshot(name, SMALL_FILES + WEIGHT_FILES * weights)
+    if Path(path).is_file():
+        why = "GGUF is not supported; " if str(path).endswith(".gguf") else ""
+        raise CheckpointError(f"model.path: {path} is a file: {why}name a folder with config.json and safetensors")
+    return Path(path)
+
+
+def pinned(path: str, folder: Path) -> str:
+    """The `hf:` name of exactly what is in `folder`: the same for all who ask from now on, whatever is pushed."""
+    name = parse_hub_name(path)
+    return path if name is None else f"hf:{name.repo}@{folder.name}"
+
+
+def _snapshot(name: HubName, patterns: tuple[str, ...]) -> Path:
+    import huggingface_hub  # it takes a while, and a folder needs none of it
+
+    wanted, ignored = list(patterns), list(IGNORED)
+    try:
+        return Path(
+            huggingface_hub.snapshot_download(
+                name.repo, revision=name.revision, allow_patterns=wanted, ignore_patterns=ignored
+            )
+        )
+    except Exception as error:  # the boundary to a library with dozens of kinds, its HTTP client's included
+        revision = f"@{name.revision}" if name.revision else ""
+        raise CheckpointError(f"model.path: hf:{name.repo}{revision}: {_why(name, error)}") from error
+
+
+def _why(name: HubName, error: Exception) -> str:
+    from huggingface_hub import constants, errors
+
+    cache, hub = constants.HF_HUB_CACHE, constants.ENDPOINT
+    if isinstance(error, errors.GatedRepoError):
+        return f"gated: accept its conditions at {hub}/{name.repo}, then set HF_TOKEN"
+    if isinstance(error, errors.RepositoryNotFoundError):
+        return f"no such model at {hub}, or a private one: correct the name, or set HF_TOKEN"
+    if isinstance(error, errors.RevisionNotFoundError):
+        return f"the model has no revision {name.revision or 'main'!r}: name a branch, tag or commit of it"
+    reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else 'no reason'}"
+    if not isinstance(error, errors.LocalEntryNotFoundError):
+        return f"cannot be downloaded from {hub} to {cache}: {reason}"
+    partly = "only partly" if type(error).__name__ == "IncompleteSnapshotError" else "not"  # not in all versions
+    if constants.HF_HUB_OFFLINE:
+        return f"{partly} in the cache {cache}, and HF_HUB_OFFLINE is set: unset it, or set model.path to a folder"
+    return f"{partly} in the cache {cache}, and {hub} cannot be reached ({reason}): set model.path to a folder"

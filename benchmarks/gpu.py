@@ -1,0 +1,157 @@
+"""Whether the GPU path is right and fast, on a machine with one GPU.
+
+    python benchmarks/gpu.py            every table (some minutes, 24 GB of GPU memory)
+    python benchmarks/gpu.py --quick    the 1.1 B model alone
+
+It runs the kernel tests on the GPU, compares attention with its reference as the engine launches it, and measures
+decode steps against the memory's speed and prompts against the fastest matrix product, both measured in the same run.
+The last line of stdout is one JSON object. Without a GPU it says so, and every ratio is null.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for `python benchmarks/gpu.py`
+
+import torch
+
+from baton.engine.kernels.plain import TorchKernels
+from benchmarks.lib import device as gpu
+from benchmarks.lib.shapes import SIZES, Shape
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from baton.engine.kernels.gpu.ops import GpuKernels
+
+ROOT = Path(__file__).resolve().parent.parent
+MODELS = {"1b": SIZES["L"], "8b": Shape(hidden=4096, ffn=14336, layers=32, heads=32, kv_heads=8, vocab=128_256)}
+BATCHES, CONTEXT, PROMPT = (1, 64), 1024, 4096
+BLOCKS = {"triton": 16, "flash": 256}
+DECODE_GOAL, PREFILL_GOAL = 0.80, 0.65
+TOLERANCE = 0.02  # of attention in bfloat16, for values of about 1
+
+Ratios = dict[str, float | None]
+
+
+def names() -> list[str]:
+    """The ratios of a run: a decode step's least time over its own, and the same of a prompt."""
+    decode = [f"decode_{model}_batch{rows}_of_memory" for model in MODELS for rows in BATCHES]
+    return [*decode, *(f"prefill_{model}_of_gemm" for model in MODELS)]
+
+
+def last_line(ratios: Ratios, note: str) -> str:
+    """The line for programs: what was not measured is null."""
+    return json.dumps({"benchmark": "gpu", "device": note, "ratios": {name: ratios.get(name) for name in names()}})
+
+
+def main(argv: list[str]) -> int:
+    """Measure and print; 1 if a kernel is wrong."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="the 1.1 B model alone, and no kernel tests")
+    args = parser.parse_args(argv)
+    if not torch.cuda.is_available():
+        print("no GPU that this torch can use: nothing is measured")
+        print(last_line({}, "none"))
+        return 0
+    device = torch.device("cuda:0")
+    print(f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}")
+    right = kernels_are_right(device, tests=not args.quick)
+    ratios = measure(device, ["1b"] if args.quick else list(MODELS))
+    print(last_line(ratios, torch.cuda.get_device_name(device)))
+    return 0 if right else 1
+
+
+def kernels_are_right(device: torch.device, *, tests: bool) -> bool:
+    """The tests of the kernels on this GPU, then attention with the tiles and splits that the engine takes."""
+    from baton.engine.kernels.gpu.ops import GpuKernels
+
+    right = True
+    if tests:
+        variables = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+        command = [sys.executable, "-m", "pytest", "-q", "tests/unit/gpu/kernels"]
+        right = subprocess.run(command, cwd=ROOT, env=variables, check=False).returncode == 0
+    chosen = GpuKernels.on(device)
+    variants = {"as chosen": chosen, "triton": GpuKernels(chosen.processors)}
+    variants["unified"] = GpuKernels(chosen.processors, unified=0.0)
+    for label, kernels in variants.items():
+        errors = [gpu.attention_error(case, kernels, device, torch.bfloat16) for case in gpu.CASES]
+        print(f"attention, {label}: largest error {max(errors):.4f} over {len(errors)} batches (at most {TOLERANCE})")
+        right = right and max(errors) <= TOLERANCE
+    return right
+
+
+def measure(device: torch.device, models: list[str]) -> Ratios:
+    """All the tables."""
+    shapes = [(PROMPT, *linear) for model in models for linear in MODELS[model].linears]
+    memory, gemm = gpu.bandwidth(device), gpu.gemm_rate(device, shapes)
+    print(f"memory {memory / 1e9:.0f} GB/s, bfloat16 products {gemm / 1e12:.0f} TFLOP/s")
+    ratios: Ratios = {}
+    for model in models:
+        ratios |= dict(of_model(model, device, memory, gemm))
+    small_products(MODELS[models[-1]], device)
+    compiled(device)
+    return ratios
+
+
+def of_model(name: str, device: torch.device, memory: float, gemm: float) -> Iterator[tuple[str, float]]:
+    """The decode and prefill ratios of one model, by graphs and without, with either block size."""
+    shape = MODELS[name]
+    prompts = []
+    for label, block_size in BLOCKS.items():
+        model = gpu.model_of(shape, device, block_size)
+        share = shape.prefill_flops(PROMPT) / gemm / gpu.prefill_seconds(model, PROMPT)
+        print(
+            f"{name}: {PROMPT} tokens, {label} (blocks of {block_size}): {share:.2f} of products, goal {PREFILL_GOAL}"
+        )
+        prompts.append(share)
+        for rows in BATCHES if label == "triton" else ():
+            least = shape.decode_bytes(rows, CONTEXT, 2) / memory
+            eager, graph = (least / gpu.decode_seconds(model, rows, CONTEXT, graphs=on) for on in (False, True))
+            print(f"{name}: batch {rows}: {eager:.2f} of the memory, by graphs {graph:.2f} (goal {DECODE_GOAL})")
+            yield f"decode_{name}_batch{rows}_of_memory", round(graph, 3)
+        del model
+        torch.cuda.empty_cache()
+    yield f"prefill_{name}_of_gemm", round(max(prompts), 3)
+
+
+def small_products(shape: Shape, device: torch.device) -> None:
+    """Whether few rows are faster when padded to 8: the engine does not pad, and this says whether it should."""
+    for inputs, outputs in shape.linears:
+        weight = torch.randn(outputs, inputs, dtype=torch.bfloat16, device=device)
+        for rows in (1, 3, 5, 7):
+            times = []
+            for m in (rows, 8):
+                x, out = (torch.zeros(m, n, dtype=torch.bfloat16, device=device) for n in (inputs, outputs))
+                times.append(gpu.seconds(partial(torch.mm, x, weight.t(), out=out)))
+            print(f"product {inputs} x {outputs}, {rows} rows: {times[0] * 1e6:.1f} us, padded {times[1] * 1e6:.1f} us")
+
+
+def compiled(device: torch.device, rows: int = 64, width: int = 4096) -> None:
+    """What torch.compile makes of the row kernels' references, beside Triton's, and what it costs at start."""
+    from baton.engine.kernels.gpu.ops import GpuKernels
+
+    ours: GpuKernels = GpuKernels.on(device)
+    x, out = (torch.randn(rows, width, dtype=torch.bfloat16, device=device) for _ in range(2))
+    weight = torch.ones(width, dtype=torch.bfloat16, device=device)
+    began = time.monotonic()
+    norm = torch.compile(TorchKernels().rms_norm)
+    norm(x, weight, 1e-5, out)
+    torch.cuda.synchronize()
+    start = time.monotonic() - began
+    by_compile = gpu.seconds(lambda: norm(x, weight, 1e-5, out))
+    by_triton = gpu.seconds(lambda: ours.rms_norm(x, weight, 1e-5, out))
+    print(f"RMS norm: {by_triton * 1e6:.1f} us, torch.compile {by_compile * 1e6:.1f} us and {start:.1f} s at start")
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

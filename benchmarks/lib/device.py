@@ -1,0 +1,161 @@
+"""What one GPU does, timed by its own events: memory, matrix products, attention, and whole forwards of a model."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import accumulate
+from statistics import median
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from baton.engine.batch import Batch
+from baton.engine.kernels.gpu.graphs import CudaCapture, DecodeGraphs
+from baton.engine.kernels.paged import PagedAttention
+from benchmarks.lib.random_weights import random_model, settings_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from torch import Tensor
+
+    from baton.engine.kernels.base import Kernels
+    from baton.engine.kv import KVCache
+    from baton.engine.model.build import TransformerBackend
+    from benchmarks.lib.shapes import Shape
+
+ROUNDS, PROBE_BYTES, GEMM_SIZE = 20, 4 << 30, 8192
+
+
+class Case(NamedTuple):
+    """One attention: which lengths, which cache, which heads."""
+
+    queries: tuple[int, ...]
+    contexts: tuple[int, ...]
+    heads: int
+    kv_heads: int
+    dim: int
+    block_size: int
+    window: int | None = None
+
+
+CASES = (
+    Case((1,), (1,), 8, 2, 64, 16),
+    Case((1,) * 5, (1, 255, 256, 257, 4097), 32, 8, 128, 16),
+    Case((1,) * 3, (15, 16, 3000), 7, 1, 64, 16, 1000),
+    Case((1, 300, 1, 65), (900, 300, 5, 1089), 32, 4, 64, 16),
+    Case((511, 1, 130), (1500, 77, 130), 32, 8, 128, 256),
+    Case((200, 1), (900, 40), 12, 12, 128, 256, 128),
+)
+
+
+def seconds(work: Callable[[], object], rounds: int = ROUNDS) -> float:
+    """The median time of `work` on the device, after three runs that do not count."""
+    for _ in range(3):
+        work()
+    marks = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(rounds)]  # type: ignore[no-untyped-call]
+    for start, end in marks:
+        start.record()
+        work()
+        end.record()
+    torch.cuda.synchronize()
+    return float(median(start.elapsed_time(end) for start, end in marks)) / 1000
+
+
+def bandwidth(device: torch.device) -> float:
+    """Bytes per second: the better of reading alone and of copying."""
+    source = torch.zeros(PROBE_BYTES // 4, dtype=torch.float32, device=device)
+    target = torch.empty_like(source)
+    read = source.nbytes / seconds(source.sum)
+    return max(read, 2 * source.nbytes / seconds(lambda: target.copy_(source)))
+
+
+def gemm_rate(device: torch.device, shapes: Sequence[tuple[int, int, int]]) -> float:
+    """Operations per second of the fastest bfloat16 product: a large square one, and these (M, K, N)."""
+
+    def rate(m: int, k: int, n: int) -> float:
+        a, b = (torch.randn(size, dtype=torch.bfloat16, device=device) for size in ((m, k), (n, k)))
+        out = torch.empty(m, n, dtype=torch.bfloat16, device=device)
+        return 2 * m * k * n / seconds(lambda: torch.mm(a, b.t(), out=out))
+
+    return max(rate(*shape) for shape in [(GEMM_SIZE,) * 3, *shapes])
+
+
+def model_of(shape: Shape, device: torch.device, block_size: int) -> TransformerBackend:
+    """A bfloat16 model of this shape with random weights."""
+    return random_model(settings_of(shape, 8192), device=device, dtype="bfloat16", block_size=block_size)
+
+
+def batch_of(queries: Sequence[int], contexts: Sequence[int], block_size: int, device: torch.device) -> Batch:
+    """Sequences with blocks of their own, in no order; the first block is nobody's."""
+    counts = [-(-context // block_size) for context in contexts]
+    blocks = torch.randperm(sum(counts), generator=torch.Generator().manual_seed(1)) + 1
+    tables = torch.zeros(len(counts), max(counts), dtype=torch.int32)
+    for row, own in zip(tables, torch.split(blocks, counts), strict=True):
+        row[: len(own)] = own
+    positions = [torch.arange(end - new, end) for new, end in zip(queries, contexts, strict=True)]
+    slots = [t[p // block_size] * block_size + p % block_size for t, p in zip(tables.long(), positions, strict=True)]
+    starts = torch.tensor(list(accumulate(queries, initial=0)), dtype=torch.int32)
+    ids = torch.arange(sum(queries)) % 1000
+    kv_lens = torch.tensor(list(contexts), dtype=torch.int32)
+    tensors = (ids, torch.cat(positions), torch.cat(slots))
+    batch = Batch(*tensors, list(queries), list(contexts), starts, kv_lens, tables, starts[1:].long() - 1)
+    return on_device(batch, device)
+
+
+def on_device(batch: Batch, device: torch.device) -> Batch:
+    """The same batch there."""
+    return replace(
+        batch,
+        token_ids=batch.token_ids.to(device),
+        positions=batch.positions.to(device),
+        slot_mapping=batch.slot_mapping.to(device),
+        query_starts=batch.query_starts.to(device),
+        kv_lens=batch.kv_lens.to(device),
+        block_tables=batch.block_tables.to(device),
+        logit_rows=batch.logit_rows.to(device),
+    )
+
+
+def attention_error(case: Case, kernels: Kernels, device: torch.device, dtype: torch.dtype) -> float:
+    """The largest difference to the torch reference in float32, for values of about 1."""
+    batch = batch_of(case.queries, case.contexts, case.block_size, device)
+    blocks = int(batch.block_tables.max()) + 1
+    generator = torch.Generator().manual_seed(2)
+
+    def drawn(*size: int) -> Tensor:
+        return torch.randn(size, generator=generator).to(device, dtype)
+
+    query = drawn(len(batch.token_ids), case.heads, case.dim)
+    keys, values = (drawn(blocks, case.block_size, case.kv_heads, case.dim) for _ in range(2))
+    scale, out = case.dim**-0.5, torch.empty(len(query), case.heads * case.dim, dtype=dtype, device=device)
+    kernels.attention(batch, case.block_size, case.window, scale)(query, keys, values, out)
+    wide = PagedAttention(batch, case.block_size, case.window, scale)
+    expected = wide(query.float(), keys.float(), values.float(), torch.empty(out.shape, device=device))
+    return float((out.float() - expected).abs().max())
+
+
+def decode_seconds(model: TransformerBackend, rows: int, context: int, *, graphs: bool) -> float:
+    """One decode step of `rows` sequences, each with `context` positions of KV."""
+    batch = batch_of([1] * rows, [context] * rows, model.layout.block_size, model.device)
+    kv = _cache(model, batch)
+    if not graphs:
+        return seconds(lambda: model.forward(batch, kv))
+    decode = DecodeGraphs(model, kv, rows, model.layout.blocks_for(2 * context))
+    decode.sizes = [rows]
+    decode.capture(CudaCapture(model.device))
+    return seconds(lambda: decode.run(batch, rows))
+
+
+def prefill_seconds(model: TransformerBackend, tokens: int) -> float:
+    """One prompt in one forward."""
+    batch = batch_of([tokens], [tokens], model.layout.block_size, model.device)
+    kv = _cache(model, batch)
+    return seconds(lambda: model.forward(batch, kv), rounds=5)
+
+
+def _cache(model: TransformerBackend, batch: Batch) -> KVCache:
+    kv = model.make_cache(int(batch.block_tables.max()) + 1)
+    kv.k.normal_()
+    kv.v.normal_()
+    return kv

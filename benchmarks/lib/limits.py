@@ -1,0 +1,84 @@
+"""The machine as a competitor: the least time that each point could take, at what this process measures here and now.
+
+A decode step reads each weight and the KV once, at the memory's speed. A prompt takes its operations at the speed of
+the fastest matrix product among the model's own shapes.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch.nn.functional import linear
+
+from benchmarks.lib.bandwidth import Reader
+from benchmarks.lib.protocol import serve
+from benchmarks.lib.shapes import ITEMSIZE, read_shape
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from benchmarks.lib.protocol import Answer, Handler, Setup
+
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+GEMM_S = 0.1  # the least time over which one product is measured
+
+
+class Limits:
+    """The two measurements, answered as an engine would."""
+
+    def __init__(self, setup: Setup) -> None:
+        self._shape = read_shape(Path(setup.model))
+        self._dtype, self._itemsize = DTYPES[setup.dtype], ITEMSIZE[setup.dtype]
+        weights = self._shape.read_params * self._itemsize
+        self._reader = Reader(weights, setup.threads, Path(setup.cache))
+
+    def prefill(self, tokens: int, repeats: int) -> Answer:
+        """The seconds of a prompt's operations at the best rate, and all rates in operations a second."""
+        rates: dict[str, float] = {}
+        for inputs, outputs in self._shape.linears:
+            for name, product in self._products(tokens, inputs, outputs).items():
+                best = min(_seconds_each(product) for _ in range(repeats))
+                rates[f"{name} {tokens}x{inputs}x{outputs}"] = 2 * tokens * inputs * outputs / best
+        return _answer(rates, self._shape.prefill_flops(tokens))
+
+    def decode(self, batch: int, context: int, steps: int) -> Answer:
+        """The seconds of a step's reads at the best rate, and all rates in bytes a second."""
+        del steps
+        return _answer(self._reader.measure(), self._shape.decode_bytes(batch, context, self._itemsize))
+
+    def _products(self, rows: int, inputs: int, outputs: int) -> dict[str, Callable[[], object]]:
+        x = torch.randn(rows, inputs).to(self._dtype)
+        weight = torch.randn(outputs, inputs).to(self._dtype)
+        products: dict[str, Callable[[], object]] = {"F.linear": lambda: linear(x, weight)}
+        if self._dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported():
+            packed = torch.ops.mkldnn._reorder_linear_weight(weight, rows)
+            products["packed oneDNN"] = lambda: torch.ops.mkldnn._linear_pointwise(x, packed, None, "none", [], "")
+        return products
+
+
+def _answer(rates: dict[str, float], work: int) -> Answer:
+    best = max(rates, key=rates.__getitem__)
+    return {"seconds": [work / rates[best]], "best": best, "rates": rates}
+
+
+def _seconds_each(call: Callable[[], object]) -> float:
+    call()
+    calls, began = 0, time.perf_counter()
+    while (passed := time.perf_counter() - began) < GEMM_S or calls < 2:
+        call()
+        calls += 1
+    return passed / calls
+
+
+def load(setup: Setup) -> tuple[Answer, Mapping[str, Handler]]:
+    """What `serve` needs."""
+    torch.set_num_threads(setup.threads)
+    limits = Limits(setup)
+    return {"version": f"torch {torch.__version__}"}, {"prefill": limits.prefill, "decode": limits.decode}
+
+
+if __name__ == "__main__":
+    serve(load)

@@ -1,0 +1,147 @@
+"""A measured process and the program that asks it: one JSON object a line, requests on stdin, answers on stdout.
+
+    parent: {"command": "decode", "batch": 4, ...}  ──>  child: {"seconds": [...]} or {"error": "..."}
+
+The first line is the child's own: what it is, once it is loaded. A child that is not asked is stopped (SIGSTOP), so
+that threads that spin for work cannot slow down the one that is measured.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+import traceback
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    Answer = dict[str, Any]
+    Handler = Callable[..., Answer]
+
+ROOT = Path(__file__).resolve().parents[2]
+PR_SET_PDEATHSIG = 1
+
+
+class ChildFailed(Exception):
+    """A measured process ended, answered with an error, or was too slow."""
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What a measured process needs to know. `kv_tokens` is the room for KV, `cache` a folder for what it converts."""
+
+    model: str
+    dtype: str
+    threads: int
+    kv_tokens: int
+    cache: str
+
+
+def serve(load: Callable[[Setup], tuple[Answer, Mapping[str, Handler]]]) -> None:
+    """The life of a measured process: load, tell what it is, answer until stdin ends."""
+    if sys.platform == "linux":  # a stopped process would outlive a killed parent for ever
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)  # whatever a library prints must not get between the answers
+    about, handlers = load(Setup(**json.loads(sys.argv[1])))
+    print(json.dumps(about), file=answers)
+    for line in sys.stdin:
+        print(json.dumps(_answer(json.loads(line), handlers)), file=answers)
+
+
+def _answer(request: Answer, handlers: Mapping[str, Handler]) -> Answer:
+    try:
+        return handlers[request.pop("command")](**request)
+    except Exception as error:  # noqa: BLE001 - the boundary of a process: the parent decides what becomes of it
+        traceback.print_exc()
+        return {"error": f"{type(error).__name__}: {error}".splitlines()[0]}
+
+
+class Child:
+    """One measured process, from the parent's side. Use as a context manager: it is killed at the end."""
+
+    def __init__(self, name: str, command: list[str], setup: Setup, log: Path) -> None:
+        self.name, self._log = name, log
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with log.open("a") as stderr:
+            self._process = subprocess.Popen(
+                [*command, json.dumps(asdict(setup))],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=stderr,
+                text=True,
+                env=_environment(setup.threads),
+                start_new_session=True,
+            )
+        self.pid = self._process.pid
+        self.about: Answer = {}
+
+    def __enter__(self) -> Child:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._signal(signal.SIGKILL)
+        self._process.communicate()
+
+    def start(self, timeout_s: float) -> None:
+        """Wait until it is loaded, then let it sleep. Raises ChildFailed."""
+        self.about = self._read(timeout_s)
+        self._signal(signal.SIGSTOP)
+
+    def ask(self, command: str, timeout_s: float, **arguments: object) -> Answer:
+        """Wake it up, ask, let it sleep again. Raises ChildFailed."""
+        self._signal(signal.SIGCONT)
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(json.dumps({"command": command, **arguments}) + "\n")
+            self._process.stdin.flush()
+            answer = self._read(timeout_s)
+        except BrokenPipeError:
+            raise self._failure("ended") from None
+        finally:
+            self._signal(signal.SIGSTOP)
+        if "error" in answer:
+            raise ChildFailed(f"{self.name}: {answer['error']}")
+        return answer
+
+    def _read(self, timeout_s: float) -> Answer:
+        stdout, began = self._process.stdout, time.monotonic()
+        assert stdout is not None
+        if not select.select([stdout], [], [], timeout_s)[0]:
+            raise self._failure(f"no answer within {time.monotonic() - began:.0f} s")
+        line = stdout.readline()
+        if not line:
+            raise self._failure("ended")
+        answer: Answer = json.loads(line)
+        return answer
+
+    @property
+    def alive(self) -> bool:
+        """Whether it can still be asked."""
+        return self._process.poll() is None
+
+    def _failure(self, what: str) -> ChildFailed:
+        self._signal(signal.SIGKILL)  # an answer that comes too late must not be taken for the next one
+        lines = [line for line in self._log.read_text(errors="replace").splitlines() if line.strip()]
+        return ChildFailed(
+            f"{self.name}: {what}; last line of {self._log}: {lines[-1].strip() if lines else '(empty)'}"
+        )
+
+    def _signal(self, number: signal.Signals) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, number)
+
+
+def _environment(threads: int) -> dict[str, str]:
+    variables = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+    return {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1", **dict.fromkeys(variables, str(threads))}

@@ -1,0 +1,92 @@
+"""A model with random weights and no files: made on the device, in the time that the device takes to draw them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+
+from baton.core import KVLayout
+from baton.engine.kernels.choose import choose_kernels
+from baton.engine.kv import DTYPES
+from baton.engine.model.build import TransformerBackend
+from baton.engine.model.config import parse_config
+from baton.engine.model.fields import Fields
+from baton.engine.model.layers import Parts
+from baton.engine.model.llama import Llama
+from baton.engine.model.weights import Weights
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
+
+    from torch import Tensor
+
+    from baton.engine.kernels.base import Kernels
+    from baton.engine.model.loader import Checkpoint
+    from benchmarks.lib.shapes import Shape
+
+
+class RandomCheckpoint:
+    """Stands in for `Checkpoint`: whatever tensor is asked for is there. Norms are near 1, matrices keep variance."""
+
+    folder = Path("random")
+
+    def __init__(self, device: torch.device, seed: int, missing: Collection[str] = ()) -> None:
+        self._generator = torch.Generator(device).manual_seed(seed)
+        self._device, self._missing = device, missing
+
+    def __contains__(self, name: str) -> bool:
+        return name not in self._missing
+
+    def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """Drawn on the device."""
+        noise = torch.randn(shape, generator=self._generator, device=self._device)
+        if "norm" in name:
+            return noise.mul_(0.1).add_(1)
+        return noise.mul_(0.5 if len(shape) == 1 or "embed" in name else shape[1] ** -0.5)
+
+    def release(self, taken: Tensor) -> None:
+        """Nothing is mapped."""
+
+
+def random_model(
+    settings: dict[str, Any],
+    *,
+    device: torch.device,
+    dtype: str,
+    block_size: int,
+    kernels: Kernels | None = None,
+    seed: int = 0,
+) -> TransformerBackend:
+    """A Llama-like model of these config.json settings; `kernels` None: those that the device would get."""
+    config = parse_config(Fields("random", settings))
+    missing = ("lm_head.weight",) if config.tied else ()
+    checkpoint = cast("Checkpoint", RandomCheckpoint(device, seed, missing))
+    chosen = kernels or choose_kernels(device, DTYPES[dtype])
+    model = Llama(config, Parts(Weights(checkpoint, DTYPES[dtype], device), chosen))
+    return TransformerBackend(
+        name="random",
+        layout=KVLayout(config.layers, config.kv_heads, config.head_dim, block_size, dtype),
+        vocab_size=config.vocab_size,
+        max_model_len=config.max_positions,
+        device=device,
+        fingerprint="random",
+        model=model,
+    )
+
+
+def settings_of(shape: Shape, max_positions: int) -> dict[str, Any]:
+    """The config.json of a shape."""
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": shape.vocab,
+        "hidden_size": shape.hidden,
+        "intermediate_size": shape.ffn,
+        "num_hidden_layers": shape.layers,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.kv_heads,
+        "max_position_embeddings": max_positions,
+        "tie_word_embeddings": shape.tied,
+    }

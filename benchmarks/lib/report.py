@@ -1,0 +1,90 @@
+"""Results for people: Markdown tables, and the part of docs/performance.md that they fill."""
+
+from __future__ import annotations
+
+from statistics import median
+from typing import TYPE_CHECKING
+
+from benchmarks.lib.ratios import BATON, LIMIT, Measured
+from benchmarks.lib.shapes import LABELS
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from benchmarks.lib.points import Point
+    from benchmarks.lib.ratios import Setting
+
+BEGIN, END = "<!-- engine:begin -->", "<!-- engine:end -->"
+NAMES = {LIMIT: "machine's limit", BATON: "**Baton**"}
+
+
+def tables(measured: Measured) -> str:
+    """One table for each setting: tokens/s with the spread over the rounds, then Baton's ratios."""
+    return "\n\n".join(_table(measured, setting) for setting in measured.settings)
+
+
+def _table(measured: Measured, setting: Setting) -> str:
+    points = measured.points
+    threads = "1 thread" if setting.threads == 1 else f"{setting.threads} threads"
+    rows = [
+        [NAMES.get(engine, engine), *(_rate(measured.seconds(setting, engine, point), point) for point in points)]
+        for engine in (BATON, LIMIT, *measured.peers)
+    ]
+    ratios: list[list[str]] = [
+        [f"Baton / {NAMES.get(engine, engine)}", *(_ratio(measured.speed(setting, point, engine)) for point in points)]
+        for engine in (LIMIT, *measured.peers)
+    ]
+    overhead = ["outside the forward", *(_percent(measured.overhead(setting, point)) for point in points)]
+    return f"### {LABELS[setting.size]}, {threads}\n\n" + markdown(
+        ["tokens/s (spread)", *map(str, points)], [*rows, *ratios, overhead]
+    )
+
+
+def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A Markdown table, padded so that it can be read as it is."""
+    body = list(rows)
+    widths = [max(len(row[i]) for row in (header, *body)) for i in range(len(header))]
+    lines = [" | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in (header, *body)]
+    rule = "|".join("-" * (width + 2) for width in widths)
+    first, *others = (f"| {line} |" for line in lines)
+    return "\n".join([first, f"|{rule}|", *others])
+
+
+def ratio_table(figures: Mapping[str, float | None], missing: Mapping[str, str], *, with_peers: bool) -> str:
+    """The figures that others rely on, and the reason for each that is not there."""
+    reason = "a size, point or engine that it needs was not measured"
+    rows = [
+        [key, "null" if value is None else f"{value:.3f}", "" if value is not None else _why(key, reason, with_peers)]
+        for key, value in figures.items()
+    ]
+    notes = [f"- not measured: {what}: {why}" for what, why in missing.items()]
+    return "\n".join([markdown(["figure", "value", "why not"], rows), *([""] if notes else []), *notes])
+
+
+def fill(text: str, content: str) -> str:
+    """`text` with what stands between the two marks replaced. Raises ValueError without the marks."""
+    before, begin, rest = text.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        raise ValueError(f"there is no {BEGIN} ... {END}")
+    return f"{before}{BEGIN}\n{content}\n{END}{after}"
+
+
+def _why(key: str, reason: str, with_peers: bool) -> str:
+    return reason if with_peers or not key.startswith("vs_best") else "measured with --peers only"
+
+
+def _rate(seconds: Sequence[float], point: Point) -> str:
+    if not seconds:
+        return "-"
+    middle = median(seconds)
+    rate, spread = point.produced / middle, (max(seconds) - min(seconds)) / middle
+    return f"{rate:.0f} ({spread:.0%})" if rate >= 100 else f"{rate:.1f} ({spread:.0%})"
+
+
+def _ratio(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}"
+
+
+def _percent(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1%}"

@@ -1,0 +1,123 @@
+"""Baton itself as a measured process: the engine with its scheduler, sampler and detokenizer, as a worker runs it."""
+
+from __future__ import annotations
+
+import random
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+
+import baton
+from baton.core import HandoffId, Sampling, SequenceSpec
+from baton.engine.engine import Engine
+from baton.engine.model.build import load_model
+from baton.tokenizer import load_tokenizer
+from benchmarks.lib.protocol import serve
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from baton.engine.backend import ModelBackend
+    from benchmarks.lib.protocol import Answer, Handler, Setup
+
+DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
+MAX_BATCHED_TOKENS = 2048
+WARM_STEPS = 2
+FOREVER = 1 << 20  # more tokens than any measurement takes
+
+
+class TimedBackend:
+    """A backend that adds up how long its forwards take; all else is the backend's own."""
+
+    def __init__(self, backend: ModelBackend) -> None:
+        self._backend = backend
+        self.seconds = 0.0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._backend, name)
+
+    def forward(self, *args: Any) -> torch.Tensor:
+        """The backend's forward, timed."""
+        began = time.perf_counter()
+        try:
+            return self._backend.forward(*args)
+        finally:
+            self.seconds += time.perf_counter() - began
+
+
+class Subject:
+    """The engine and the two measurements. No prompt is ever seen twice, so no cache can help."""
+
+    def __init__(self, setup: Setup) -> None:
+        self._backend = TimedBackend(load_model(setup.model, dtype=DTYPES[setup.dtype]))
+        blocks = self._backend.layout.blocks_for(setup.kv_tokens)
+        self._engine = Engine(
+            cast("ModelBackend", self._backend),
+            load_tokenizer(Path(setup.model)),
+            total_blocks=blocks,
+            max_batched_tokens=MAX_BATCHED_TOKENS,
+        )
+        self._random = random.Random(0)
+        self._requests = 0
+
+    def prefill(self, tokens: int, repeats: int) -> Answer:
+        """Seconds from submitting a prompt to its first token."""
+        return {"seconds": [self._first_token(tokens) for _ in range(repeats)]}
+
+    def decode(self, batch: int, context: int, steps: int) -> Answer:
+        """Seconds of each step while all `batch` sequences decode, and what the model's forward took of each."""
+        keys = {self._submit(self._prompt(context), FOREVER) for _ in range(batch)}
+        waiting = set(keys)
+        while waiting:
+            waiting -= self._step()
+        for _ in range(WARM_STEPS):
+            self._step()
+        timed = [self._timed_step() for _ in range(steps)]
+        for key in keys:
+            self._engine.release(key)
+        return {"seconds": [step for step, _ in timed], "forward": [forward for _, forward in timed]}
+
+    def _first_token(self, tokens: int) -> float:
+        prompt = self._prompt(tokens)
+        began = time.perf_counter()
+        key = self._submit(prompt, 1)
+        while key not in self._step():
+            pass
+        return time.perf_counter() - began
+
+    def _timed_step(self) -> tuple[float, float]:
+        self._backend.seconds, began = 0.0, time.perf_counter()
+        self._step()
+        return time.perf_counter() - began, self._backend.seconds
+
+    def _step(self) -> set[HandoffId]:
+        result = self._engine.step()
+        if result.failed or result.preempted or not result.computed:
+            raise RuntimeError(f"the engine cannot go on: {result}")
+        return {output.key for output in result.outputs}
+
+    def _prompt(self, tokens: int) -> tuple[int, ...]:
+        return tuple(self._random.randrange(3, self._backend.vocab_size) for _ in range(tokens))
+
+    def _submit(self, prompt: tuple[int, ...], max_tokens: int) -> HandoffId:
+        self._requests += 1
+        key = HandoffId(f"bench-{self._requests}", 0)
+        sampling = Sampling(max_tokens=max_tokens, temperature=0.0, seed=0, ignore_eos=True)
+        self._engine.submit(key, SequenceSpec(prompt, sampling))
+        return key
+
+
+def load(setup: Setup) -> tuple[Answer, Mapping[str, Handler]]:
+    """What `serve` needs."""
+    torch.set_num_threads(setup.threads)
+    subject = Subject(setup)
+    return {"version": f"{baton.__version__} (torch {torch.__version__})"}, {
+        "prefill": subject.prefill,
+        "decode": subject.decode,
+    }
+
+
+if __name__ == "__main__":
+    serve(load)

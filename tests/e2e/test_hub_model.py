@@ -1,0 +1,37 @@
+"""A model by its name on the Hub, from the local cache and without network: fetched once, served under its name."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests.unit.test_hub import COMMIT, snapshot
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+
+
+def test_a_model_of_the_hub(home, monkeypatch, tmp_path):
+    cache = tmp_path / "cache"
+    snapshot(cache)
+    monkeypatch.setenv("HF_HOME", str(cache))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with home.cluster("configs/no-ray.yaml", "model.path=hf:org/tiny") as cluster, cluster.client() as client:
+        answer = client.generate("The color of dog", model="org/tiny", max_tokens=8, temperature=0)
+        assert answer.text == " can vary widely"
+        for worker in ("prefill-0", "decode-0"):
+            log = (home.path / "no-ray" / "logs" / f"{worker}.log").read_text()
+            events = [json.loads(line) for line in log.splitlines() if line.startswith("{")]
+            loaded = [event for event in events if event["event"] == "model_loaded"]
+            assert [event["model"] for event in loaded] == [f"hf:org/tiny@{COMMIT}"]
+
+
+def test_a_model_that_is_not_there_is_named_before_anything_starts(home, monkeypatch, tmp_path):
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    for detach in ((), ("--detach",)):
+        done = home.baton("up", "-c", "configs/no-ray.yaml", "--set", "model.path=hf:org/tiny", *detach)
+        assert done.returncode == 3
+        assert "model.path: hf:org/tiny: not in the cache" in done.stderr
+        assert "Traceback" not in done.stderr
+        assert not (home.path / "no-ray" / "state.json").exists()

@@ -1,0 +1,59 @@
+"""Clusters whose pools have different tensor-parallel sizes, on the demo model: its answers, and one rank's death."""
+
+import os
+import signal
+from pathlib import Path
+
+import psutil
+import pytest
+
+from baton.core import Sampling, SequenceSpec
+from baton.engine.engine import Engine
+from baton.engine.generate import generate
+from baton.engine.model.build import load_model
+from baton.errors import BatonError
+from baton.tokenizer import load_tokenizer
+from tests.e2e.conftest import eventually
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+DEMO = Path(__file__).parents[2] / "models" / "demo"
+PROMPTS = ("The color of dog", "What is the largest ocean?", "The days of the week are " * 30)
+TOKENS = 24
+
+
+@pytest.fixture(scope="module")
+def alone():
+    engine = Engine(load_model(DEMO), load_tokenizer(DEMO), total_blocks=64)
+    sampling = Sampling(max_tokens=TOKENS, temperature=0.0, ignore_eos=True)
+    specs = [SequenceSpec(tuple(engine.tokenizer.encode(prompt)), sampling) for prompt in PROMPTS]
+    return [generate(engine, spec).text for spec in specs]
+
+
+def answers(cluster):
+    with cluster.client() as client:
+        return [client.generate(p, max_tokens=TOKENS, temperature=0, ignore_eos=True).text for p in PROMPTS]
+
+
+def answered(cluster):
+    try:
+        return answers(cluster)
+    except BatonError:
+        return None
+
+
+@pytest.mark.parametrize(("config", "prefill", "decode"), [("no-ray", 2, 1), ("local", 1, 2)])
+def test_pools_of_different_sizes_answer_as_one_process(home, alone, config, prefill, decode):
+    sizes = {"prefill-0": prefill, "decode-0": decode}
+    sets = (f"prefill.tensor_parallel={prefill}", f"decode.tensor_parallel={decode}")
+    with home.cluster(f"configs/{config}.yaml", *sets) as cluster:
+        assert answers(cluster) == alone
+        ranks = {name: psutil.Process(cluster.pid(name)).children() for name in sizes}
+        assert {name: 1 + len(children) for name, children in ranks.items()} == sizes
+        (first,) = ranks["prefill-0"] + ranks["decode-0"]
+        worker = first.ppid()
+        os.kill(first.pid, signal.SIGKILL)
+        eventually(lambda: not psutil.pid_exists(worker), within_s=10)
+        assert eventually(lambda: answered(cluster), within_s=60) == alone
+        left = [child for name in sizes for child in psutil.Process(cluster.pid(name)).children()]
+        assert [child.pid for child in left] != [first.pid]
+    assert not [child for child in left if child.is_running()]

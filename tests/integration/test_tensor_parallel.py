@@ -1,0 +1,210 @@
+"""One model on several processes gives the tokens of one process, and none of them outlives another."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+from baton.core import HandoffId, Sampling, SequenceSpec
+from baton.engine.engine import Engine
+from baton.engine.generate import generate
+from baton.engine.model.build import load_model
+from baton.engine.tp.backend import Ranking, load_sharded
+from baton.engine.tp.ranks import memory_is_ordered
+from baton.errors import CheckpointError, ConfigError, RankLost
+from baton.tokenizer import OracleTokenizer
+from tests.unit.model.checkpoints import random_checkpoint
+from tests.unit.model.harness import greedy
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+BLOCK = 8
+SHAPES: dict[str, dict[str, Any]] = {
+    "llama": {"tie_word_embeddings": True},
+    "qwen3": {"head_dim": 12, "attention_bias": True},
+}
+HEADS: dict[str, Any] = {"vocab_size": 259, "num_attention_heads": 8, "num_key_value_heads": 4}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def folder_of(tmp_path_factory):
+    made = {}
+
+    def folder(family):
+        if family not in made:
+            made[family] = tmp_path_factory.mktemp(family)
+            random_checkpoint(made[family], family, **HEADS, **SHAPES[family])
+        return made[family]
+
+    return folder
+
+
+@contextmanager
+def ranks(folder, size, **options):
+    """A backend on `size` processes; none is left afterwards."""
+    backend = load_sharded(folder, Ranking(size, threads=1, **options), block_size=BLOCK)
+    pids = backend.pids
+    assert len(pids) == size - 1
+    try:
+        yield backend
+    finally:
+        backend.close()
+    assert not [pid for pid in pids if psutil.pid_exists(pid)]
+
+
+def answers(backend, seed):
+    """The tokens of nine requests at once: prompts in chunks, prefixes shared, more than the pool holds."""
+    rng = random.Random(seed)
+    engine = Engine(backend, OracleTokenizer(), total_blocks=18, max_batched_tokens=48, max_running=6)
+    shared = [rng.randrange(1, 250) for _ in range(20)]
+    tokens = {HandoffId(f"r{i}", 0): list[int]() for i in range(9)}
+    for i, key in enumerate(tokens):
+        prompt = (shared if i % 3 == 0 else []) + [rng.randrange(1, 250) for _ in range(rng.randint(10, 50))]
+        sampling = Sampling(max_tokens=rng.randint(20, 40), temperature=0.0, ignore_eos=True)
+        engine.submit(key, SequenceSpec(tuple(prompt), sampling))
+    while engine.has_work():
+        result = engine.step()
+        assert not result.failed
+        for output in result.outputs:
+            tokens[output.key] += [token.token_id for token in output.tokens]
+    assert engine.counters.preemptions > 0
+    assert engine.counters.cached_tokens > 0
+    return tokens
+
+
+@pytest.mark.parametrize(
+    ("family", "size", "shared_memory"),
+    [("llama", 2, None), ("llama", 4, None), ("qwen3", 2, False), ("qwen3", 4, None)],
+)
+def test_tokens_are_those_of_one_process(folder_of, family, size, shared_memory, seed):
+    whole = load_model(folder_of(family), block_size=BLOCK)
+    with ranks(folder_of(family), size, shared_memory=shared_memory) as backend:
+        assert (backend.layout, backend.fingerprint) == (whole.layout, whole.fingerprint)
+        first = answers(backend, seed)
+        assert first == answers(whole, seed)
+        assert first == answers(backend, seed)
+
+
+def logits_of(backend, seed):
+    rng = random.Random(seed)
+    prompts = [[rng.randrange(1, 250) for _ in range(rng.randint(1, 70))] for _ in range(4)]
+    return [row.logits for row in greedy(backend, prompts, 6, rng)]
+
+
+@pytest.mark.skipif(not memory_is_ordered(), reason="gloo is all there is")
+def test_the_bits_do_not_depend_on_how_parts_travel(folder_of, seed):
+    """Nor on the run. And they are near to those of one process, from a cache that began as NaN."""
+    folder = folder_of("qwen3")
+    with ranks(folder, 2) as memory, ranks(folder, 2, shared_memory=False) as gloo:
+        found = [logits_of(backend, seed) for backend in (memory, memory, gloo)]
+    for rows in zip(*found, logits_of(load_model(folder, block_size=BLOCK), seed), strict=True):
+        *divided, whole = rows
+        for position, logits in whole.items():
+            assert all(torch.equal(divided[0][position], other[position]) for other in divided)
+            torch.testing.assert_close(divided[0][position], logits, rtol=1e-4, atol=1e-4)
+
+
+def busy(backend):
+    engine = Engine(backend, OracleTokenizer(), total_blocks=64)
+    sampling = Sampling(max_tokens=400, temperature=0.0, ignore_eos=True)
+    engine.submit(HandoffId("r", 0), SequenceSpec((1, 2, 3), sampling))
+    steps(engine, 3)
+    return engine
+
+
+def steps(engine, count):
+    for _ in range(count):
+        engine.step()
+
+
+@pytest.mark.parametrize(("size", "shared_memory"), [(4, None), (2, False)])
+def test_a_killed_rank_ends_the_step_and_the_others(folder_of, size, shared_memory):
+    with ranks(folder_of("llama"), size, shared_memory=shared_memory) as backend:
+        engine = busy(backend)
+        os.kill(backend.pids[-1], signal.SIGKILL)
+        began = time.monotonic()
+        with pytest.raises(RankLost, match=rf"rank {size - 1} of this worker .* was ended by SIGKILL"):
+            steps(engine, 50)
+        assert time.monotonic() - began < 5.0
+        assert not [pid for pid in backend.pids if psutil.pid_exists(pid)]
+        with pytest.raises(RankLost, match="have ended"):
+            engine.step()
+
+
+def test_a_rank_killed_while_nothing_happens_is_noticed_by_looking(folder_of):
+    with ranks(folder_of("llama"), 2) as backend:
+        backend.check()
+        os.kill(backend.pids[0], signal.SIGKILL)
+        os.waitid(os.P_PID, backend.pids[0], os.WEXITED | os.WNOWAIT)
+        with pytest.raises(RankLost, match=r"rank 1 .* SIGKILL"):
+            backend.check()
+
+
+@pytest.mark.parametrize("shared_memory", [None, False])
+def test_a_frozen_rank_is_lost_by_its_silence(folder_of, shared_memory):
+    with ranks(folder_of("llama"), 2, shared_memory=shared_memory, timeout_s=1.0) as backend:
+        engine = busy(backend)
+        os.kill(backend.pids[0], signal.SIGSTOP)
+        began = time.monotonic()
+        with pytest.raises(RankLost):
+            steps(engine, 50)
+        assert time.monotonic() - began < 10.0
+
+
+STARTED = """
+import sys, time
+from baton.engine.tp.backend import Ranking, load_sharded
+print(*load_sharded(sys.argv[1], Ranking(2, threads=1)).pids, flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_nobody_outlives_a_killed_rank_0(folder_of, frozen):
+    process = subprocess.Popen(
+        [sys.executable, "-c", STARTED, str(folder_of("llama"))], stdout=subprocess.PIPE, text=True
+    )
+    with process:
+        assert process.stdout is not None
+        follower = psutil.Process(int(process.stdout.readline()))
+        if frozen:
+            follower.suspend()
+        process.kill()
+    psutil.wait_procs([follower], timeout=5.0)
+    assert not follower.is_running() or follower.status() == psutil.STATUS_ZOMBIE
+
+
+def test_heads_that_do_not_divide_start_nothing(folder_of):
+    before = psutil.Process().children()
+    with pytest.raises(ConfigError, match=r"prefill.tensor_parallel: 8 .*num_key_value_heads \(4\)"):
+        load_sharded(folder_of("llama"), Ranking(8, key="prefill.tensor_parallel"))
+    assert psutil.Process().children() == before
+
+
+def test_a_model_that_cannot_be_loaded_leaves_nobody(folder_of, tmp_path):
+    for file in folder_of("llama").iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes()[: None if file.suffix == ".json" else -4])
+    with pytest.raises(CheckpointError, match="not a whole safetensors file"):
+        load_sharded(tmp_path, Ranking(2, threads=1))
+    assert not psutil.Process().children()
+
+
+def test_a_new_engine_may_have_another_cache(folder_of):
+    spec = SequenceSpec((5, 6, 7), Sampling(max_tokens=9, temperature=0.0, ignore_eos=True))
+    with ranks(folder_of("llama"), 2) as backend:
+        found = [generate(Engine(backend, OracleTokenizer(), total_blocks=n), spec).tokens for n in (4, 40, 8)]
+    assert found[0] == found[1] == found[2]

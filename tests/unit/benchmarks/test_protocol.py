@@ -1,0 +1,70 @@
+"""The pipe between the program and a measured process, with real processes."""
+
+import os
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from benchmarks.lib.protocol import Child, ChildFailed, Setup
+
+PROGRAM = """
+import os, time
+from benchmarks.lib.protocol import serve
+
+def load(setup):
+    os.write(1, b"a library that prints too early\\n")
+    return {"threads": setup.threads, "omp": os.environ["OMP_NUM_THREADS"]}, {
+        "add": lambda a, b: (print("noise"), {"sum": a + b})[1],
+        "fail": lambda: {}["missing"],
+        "leave": lambda: (print("bye bye", flush=True), os._exit(3)),
+        "hang": lambda: time.sleep(60),
+    }
+
+if __name__ == "__main__":
+    serve(load)
+"""
+SETUP = Setup(model="m", dtype="bf16", threads=2, kv_tokens=1, cache="c")
+
+
+@pytest.fixture
+def child(tmp_path: Path) -> Iterator[Child]:
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    with Child("it", [sys.executable, str(program)], SETUP, tmp_path / "it.log") as child:
+        child.start(30)
+        yield child
+
+
+def test_it_is_told_its_setup_and_answers(child: Child) -> None:
+    assert child.about == {"threads": 2, "omp": "2"}
+    assert child.ask("add", 30, a=2, b=3) == {"sum": 5}
+
+
+def test_an_error_is_an_answer(child: Child) -> None:
+    with pytest.raises(ChildFailed, match="it: KeyError: 'missing'"):
+        child.ask("fail", 30)
+    assert child.ask("add", 30, a=1, b=1) == {"sum": 2}
+
+
+def test_it_is_stopped_while_nobody_asks(child: Child) -> None:
+    process, until = psutil.Process(child.pid), time.monotonic() + 20
+    while process.status() != psutil.STATUS_STOPPED:
+        assert time.monotonic() < until
+        os.sched_yield()
+    child.ask("add", 30, a=1, b=1)
+
+
+def test_an_end_is_told_with_its_last_words(child: Child) -> None:
+    with pytest.raises(ChildFailed, match=r"it: ended.*bye bye"):
+        child.ask("leave", 30)
+    assert not child.alive
+
+
+def test_a_slow_one_is_ended_so_that_its_answer_is_never_mistaken(child: Child) -> None:
+    with pytest.raises(ChildFailed, match="no answer within"):
+        child.ask("hang", 0.05)
+    psutil.Process(child.pid).wait(30)

@@ -1,0 +1,110 @@
+"""A model is fetched once before a cluster starts, and a terminal shows how far it is loaded."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+import threading
+
+import pytest
+import typer
+
+from baton.cli import model
+from baton.cli.model import fetched, loading, shown_loading
+from baton.cluster.stop import Stop
+from baton.config import ClusterConfig
+from baton.errors import Cancelled
+from tests.unit.test_hub import COMMIT, snapshot
+
+
+def config(path):
+    return ClusterConfig.model_validate({"model": {"path": path}})
+
+
+@pytest.fixture
+def cache(monkeypatch, tmp_path):
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.delenv("HF_HUB_CACHE", raising=False)
+    return tmp_path
+
+
+@pytest.mark.parametrize("path", ["oracle", "models/demo"])
+def test_folders_are_left_alone(path):
+    assert fetched(config(path), Stop()) == config(path)
+
+
+def test_a_model_of_the_hub_is_pinned_to_its_commit_and_keeps_its_name(cache):
+    snapshot(cache)
+    found = fetched(config("hf:org/tiny"), Stop())
+    assert (found.model.path, found.model.name) == (f"hf:org/tiny@{COMMIT}", "org/tiny")
+    assert fetched(found, Stop()) == found
+
+
+def test_a_model_that_cannot_be_had_is_a_config_error(cache, capfd):
+    with pytest.raises(typer.Exit) as ended:
+        fetched(config("hf:org/tiny"), Stop())
+    assert ended.value.exit_code == 3
+    assert capfd.readouterr().err.startswith("baton: CheckpointError: model.path: hf:org/tiny: not in the cache")
+
+
+def test_a_download_ends_when_told_to(monkeypatch):
+    """The process that downloads is replaced by one that never ends."""
+    monkeypatch.setattr(sys, "executable", "/bin/sh")
+    monkeypatch.setattr(model, "COMMAND", ("-c", "exec sleep 1000"))
+    stop = Stop()
+    threading.Timer(0.2, stop.drain.set).start()
+    with pytest.raises(Cancelled):
+        fetched(config("hf:org/tiny"), stop)
+
+
+def write_log(folder, name, *events):
+    (folder / f"{name}.log").write_text("\n".join(json.dumps(event) for event in events))
+
+
+def test_logs_say_how_far_each_worker_is(tmp_path):
+    write_log(tmp_path, "decode-0", {"event": "config"}, {"event": "model_loading", "percent": 40})
+    write_log(tmp_path, "prefill-0", {"event": "model_loading", "percent": 40}, {"event": "model_loaded"})
+    write_log(tmp_path, "prefill-1", {"event": "config"})
+    (tmp_path / "prefill-2.log").write_text('{"event": "model_lo')
+    (tmp_path / "prefill-3.log").write_text("[1]")
+    assert loading(tmp_path, since=0) == ["decode-0 40 %", "prefill-0 100 %"]
+    assert loading(tmp_path, since=2e10) == []  # an earlier run's
+    assert loading(tmp_path / "none", since=0) == []
+
+
+class Terminal(io.StringIO):
+    def __init__(self, wanted):
+        super().__init__()
+        self.wanted, self.seen = wanted, threading.Event()
+
+    def isatty(self):
+        return True
+
+    def write(self, text):
+        if self.wanted in text:
+            self.seen.set()
+        return super().write(text)
+
+
+def test_a_terminal_shows_one_line_and_clears_it(monkeypatch, tmp_path):
+    monkeypatch.setattr(model, "SHOWN_S", 0.01)
+    terminal = Terminal("loading: decode-0 40 %")
+    monkeypatch.setattr(sys, "stderr", terminal)
+    with shown_loading(tmp_path) as shown:
+        write_log(tmp_path, "decode-0", {"event": "model_loading", "percent": 40})
+        assert terminal.seen.wait(20)
+        shown()
+        before = terminal.getvalue()
+    assert terminal.getvalue() == before  # cleared once
+    assert before.endswith(model.CLEAR)
+    assert "\n" not in before
+
+
+def test_no_terminal_no_line(monkeypatch, tmp_path):
+    stderr = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", stderr)
+    with shown_loading(tmp_path):
+        assert not [thread for thread in threading.enumerate() if thread.name == "loading"]
+    assert stderr.getvalue() == ""

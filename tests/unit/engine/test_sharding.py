@@ -1,0 +1,166 @@
+"""Tensor parallelism without processes: what a rank reads, what it is refused, what it is told, and the sums.
+
+Ranks are threads here, over the exchange that processes use.
+"""
+
+from __future__ import annotations
+
+import mmap
+import random
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import pytest
+import torch
+
+from baton.engine.kernels.plain import TorchKernels
+from baton.engine.model.config import read_config
+from baton.engine.model.loader import Checkpoint
+from baton.engine.model.weights import Weights
+from baton.engine.tp import shard
+from baton.engine.tp.exchange import SharedExchange
+from baton.engine.tp.messages import body, lengths, unpack
+from baton.engine.tp.ranks import memory_is_ordered
+from baton.errors import ConfigError, RankLost
+from tests.unit.model.checkpoints import HIDDEN, random_checkpoint
+from tests.unit.model.harness import Row, make_batch
+
+HEADS, KV_HEADS, DIM, INNER = 8, 4, 6, 80
+CPU = torch.device("cpu")
+needs_order = pytest.mark.skipif(not memory_is_ordered(), reason="shared memory is used on x86-64 Linux alone")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("qwen2")
+    random_checkpoint(path, "qwen2", num_attention_heads=HEADS, num_key_value_heads=KV_HEADS)
+    return path
+
+
+def exchanges(size, capacity, *, timeout_s=20.0, alive=lambda: None):
+    memory = mmap.mmap(-1, SharedExchange.nbytes(size, capacity))
+    return [SharedExchange(memory, rank, size, capacity, timeout_s, alive) for rank in range(size)]
+
+
+def on_all(ranks, call):
+    """`call(rank)` for all of them at once."""
+    with ThreadPoolExecutor(len(ranks)) as pool:
+        return list(pool.map(call, ranks))
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_the_slices_of_all_ranks_are_the_whole(folder, size):
+    whole = Weights(Checkpoint(folder), torch.float32, CPU)
+    ranks = [shard.ShardedWeights(Checkpoint(folder, digests=False), torch.float32, CPU, r, size) for r in range(size)]
+    name, outs = "model.layers.1.self_attn", (HEADS * DIM, KV_HEADS * DIM, KV_HEADS * DIM)
+    own = tuple(out // size for out in outs)
+    for kind, rest in (("weight", (HIDDEN,)), ("bias", ())):
+        names = tuple(f"{name}.{part}_proj.{kind}" for part in "qkv")
+        parts = [(r.matrix(names, own, *rest) if rest else r.vector(names, own)).split(own) for r in ranks]
+        for index, (tensor, out) in enumerate(zip(names, outs, strict=True)):
+            assert torch.equal(torch.cat([part[index] for part in parts]), whole.tensor(tensor, out, *rest))
+    down = "model.layers.0.mlp.down_proj.weight"
+    columns = [r.columns(down, HIDDEN, INNER // size) for r in ranks]
+    assert torch.equal(torch.cat(columns, dim=1), whole.tensor(down, HIDDEN, INNER))
+    norm = whole.tensor("model.norm.weight", HIDDEN)
+    assert all(torch.equal(r.tensor("model.norm.weight", HIDDEN), norm) for r in ranks)
+
+
+@needs_order
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("rows", [1, 7])
+def test_divided_layers_are_the_whole_layer(folder, size, rows):
+    """A row-parallel layer with its bias once, and a head of 199 tokens that no number of ranks divides."""
+    generator = torch.Generator().manual_seed(0)
+    x, kernels = torch.randn(rows, INNER, generator=generator), TorchKernels()
+    weight = Weights(Checkpoint(folder), torch.float32, CPU).tensor(
+        "model.layers.0.mlp.down_proj.weight", HIDDEN, INNER
+    )
+    embed, bias = torch.randn(199, HIDDEN, generator=generator), torch.randn(HIDDEN, generator=generator)
+    hidden = torch.randn(rows, HIDDEN, generator=generator)
+
+    def run(exchange):
+        inner = INNER // size
+        columns = slice(exchange.rank * inner, (exchange.rank + 1) * inner)
+        part = kernels.linear(weight[:, columns], bias if exchange.rank == 0 else None)
+        summed = shard.Summed(part, exchange)
+        weights = shard.ShardedWeights(Checkpoint(folder), torch.float32, CPU, exchange.rank, size)
+        head = shard.ShardedParts(weights, kernels, exchange).head(embed, tied=True)
+        return summed(x[:, columns], torch.empty(rows, HIDDEN)), head(hidden, torch.empty(rows, 199))
+
+    results = on_all(exchanges(size, 250), run)  # 250 elements: two rows at a time, some left over
+    assert all(torch.equal(results[0][0], other) for other, _ in results)
+    torch.testing.assert_close(results[0][0], x @ weight.T + bias)
+    torch.testing.assert_close(results[0][1], hidden @ embed.T)
+
+
+@needs_order
+def test_many_sums_in_a_row(seed):
+    """Shapes of all sizes, each rank at its own pace: every sum is that of its own parts, in a fixed order."""
+    size, rng = 3, random.Random(seed)
+    shapes = [(rng.randint(1, 9), rng.randint(1, 30)) for _ in range(400)]
+    parts = [
+        [torch.randn(shape, generator=torch.Generator().manual_seed(n * 10 + rank)) for rank in range(size)]
+        for n, shape in enumerate(shapes)
+    ]
+
+    def run(exchange):
+        sums = []
+        for shape, own in zip(shapes, parts, strict=True):
+            exchange.place(*shape).copy_(own[exchange.rank])
+            first, second, third = exchange.swap()
+            sums.append(first + second + third)
+        return sums
+
+    for sums in on_all(exchanges(size, 300), run):
+        assert all(torch.equal(got, a + b + c) for got, (a, b, c) in zip(sums, parts, strict=True))
+
+
+@needs_order
+def test_a_silent_rank_and_a_dead_one():
+    first, _ = exchanges(2, 8, timeout_s=0.2)
+    first.place(1, 8).zero_()
+    with pytest.raises(RankLost, match=r"rank 1 .* no progress for 0.2 s"):
+        first.swap()
+
+    def dead():
+        raise RankLost("rank 1 was ended by SIGKILL")
+
+    first, _ = exchanges(2, 8, alive=dead)
+    first.place(1, 8).zero_()
+    with pytest.raises(RankLost, match="SIGKILL"):
+        first.swap()
+
+
+@pytest.mark.parametrize(
+    ("size", "changes", "message"),
+    [
+        (3, {}, r"num_attention_heads \(8\) and num_key_value_heads \(4\) and intermediate_size \(80\); .* 1, 2, 4$"),
+        (8, {}, r" does not divide the model's num_key_value_heads \(4\); these would do: 1, 2, 4$"),
+        (4, {"intermediate_size": 82}, r"intermediate_size \(82\); these would do: 1, 2$"),
+        (2, {"family": "mixtral"}, "family mixtral is not divided; decode.tensor_parallel=1 serves it"),
+    ],
+)
+def test_what_does_not_divide_is_refused_by_name(folder, size, changes, message):
+    config = replace(read_config(folder), **changes)
+    with pytest.raises(ConfigError, match=f"^decode.tensor_parallel: {size}.*{message}"):
+        shard.divided(config, size, "decode.tensor_parallel")
+
+
+def test_a_rank_builds_a_smaller_model(folder):
+    whole = read_config(folder)
+    own = shard.divided(whole, 4, "key")
+    assert (own.heads, own.kv_heads, own.intermediate_size) == (2, 1, 20)
+    assert replace(own, heads=HEADS, kv_heads=KV_HEADS, intermediate_size=INNER) == whole
+
+
+def test_a_batch_arrives_as_it_was():
+    rows = [Row([5, 6, 7, 8, 9], 9, computed=1, blocks=[4, 2, 7]), Row([1, 2], 9, computed=1, blocks=[9])]
+    batch = make_batch(rows, [4, 1], [[0, 3], [0]], 2)
+    arrived = unpack(lengths(batch), body(batch))
+    for name in batch.__slots__:
+        sent, got = object.__getattribute__(batch, name), object.__getattribute__(arrived, name)
+        if isinstance(sent, torch.Tensor):
+            assert (sent.dtype, sent.tolist()) == (got.dtype, got.tolist()), name
+        else:
+            assert sent == got, name

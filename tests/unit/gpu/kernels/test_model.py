@@ -1,0 +1,132 @@
+"""The same engine on the GPU kernels: a whole model against the reference kernels, and its decode steps by graphs."""
+
+from __future__ import annotations
+
+import random
+from typing import TYPE_CHECKING, Any, cast
+
+import pytest
+import torch
+
+from baton.engine.batch import Batch
+from baton.engine.kernels.gpu import graphs
+from baton.engine.kernels.gpu.graphs import Captured, CudaCapture, DecodeGraphs, graphed
+from baton.engine.kernels.gpu.ops import GpuKernels
+from baton.engine.kernels.plain import TorchKernels
+from benchmarks.lib.random_weights import random_model
+from tests.unit.model import harness
+from tests.unit.model.harness import greedy
+
+if TYPE_CHECKING:
+    from baton.engine.backend import ModelBackend
+
+SHAPE: dict[str, Any] = {
+    "vocab_size": 97,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 256,
+}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {"architectures": ["LlamaForCausalLM"], "tie_word_embeddings": True},
+    "mistral": {"architectures": ["MistralForCausalLM"], "sliding_window": 7},
+    "qwen2": {"architectures": ["Qwen2ForCausalLM"]},
+    "qwen3": {"architectures": ["Qwen3ForCausalLM"]},
+}
+
+
+def both(family, device, dtype="float32", block_size=4):
+    """The model on the reference kernels and on those under test, with equal weights."""
+    settings = SHAPE | FAMILIES[family]
+    options = {"device": device, "dtype": dtype, "block_size": block_size}
+    kernels = GpuKernels.on(device) if device.type == "cuda" else GpuKernels(4)
+    return random_model(settings, kernels=TorchKernels(), **options), random_model(settings, kernels=kernels, **options)
+
+
+def eager(forward):
+    """What stands in for a graph: the forward, run again into where its logits were."""
+    logits = forward()
+    return Captured(torch.inference_mode()(lambda: logits.copy_(forward())), logits)
+
+
+@pytest.fixture(autouse=True)
+def batches_on_the_device(device, monkeypatch):
+    make = harness.make_batch
+
+    def moved(*args):
+        batch = make(*args)
+        named: dict[str, Any] = {name: getattr(batch, name) for name in batch.__slots__}
+        named |= {name: value.to(device) for name, value in named.items() if isinstance(value, torch.Tensor)}
+        return Batch(**named)
+
+    monkeypatch.setattr(harness, "make_batch", moved)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_whole_model(family, device, seed):
+    reference, tested = both(family, device)
+    prompts = [list(range(3, 3 + n)) for n in (1, 4, 13)]
+    expected, found = (greedy(model, prompts, 3, random.Random(seed)) for model in (reference, tested))
+    for a, b in zip(expected, found, strict=True):
+        assert a.tokens == b.tokens
+        assert a.logits.keys() == b.logits.keys()
+        for position, logits in a.logits.items():
+            torch.testing.assert_close(b.logits[position], logits, rtol=1e-4, atol=1e-4)
+
+
+class Graphed:
+    """The model with graphs over whatever cache it is asked for; `buckets` are those that were replayed."""
+
+    def __init__(self, model):
+        self.model, self.layout = model, model.layout
+        self.buckets: list[int | None] = []
+
+    def make_cache(self, total_blocks):
+        kv = self.model.make_cache(total_blocks)
+        self.graphs = DecodeGraphs(self.model, kv, max_rows=6, max_blocks=8)
+        self.graphs.capture(CudaCapture(kv.device) if kv.device.type == "cuda" else eager)
+        assert bool((kv.k == 0).all())  # nothing is stored by capturing
+        self.backend = graphed(self.model, self.graphs)
+        return kv
+
+    def forward(self, batch, kv):
+        self.buckets.append(self.graphs.bucket(batch, kv))
+        return self.backend.forward(batch, kv)
+
+
+@pytest.mark.parametrize("sequences", [1, 3, 5])
+def test_decode_steps_by_graphs(sequences, device, seed):
+    """Batches that fill no bucket, in any order; what a padded row did would show as a NaN, or in another's KV."""
+    _, model = both("llama", device)
+    prompts = [[7 + i] * (2 + 3 * i) for i in range(sequences)]
+    with_graphs = Graphed(model)
+    expected = greedy(model, prompts, 3, random.Random(seed))
+    found = greedy(cast("ModelBackend", with_graphs), prompts, 3, random.Random(seed))
+    assert set(with_graphs.buckets) & {1, 2, 4, 6}
+    for a, b in zip(expected, found, strict=True):
+        assert a.tokens == b.tokens
+        for position, logits in a.logits.items():
+            torch.testing.assert_close(b.logits[position], logits, rtol=1e-5, atol=1e-5)
+
+
+def test_scratch_of_the_graphs_is_not_the_models(device):
+    _, model = both("llama", device)
+    scratch = model.model.scratch
+    seen = []
+
+    def watched(forward):
+        seen.append(model.model.scratch)
+        return eager(forward)
+
+    kv = model.make_cache(4)
+    DecodeGraphs(model, kv, max_rows=2, max_blocks=4).capture(watched)
+    assert model.model.scratch is scratch
+    assert all(one is not scratch for one in seen)
+
+
+def test_without_a_gpu_there_are_no_graphs(device):
+    _, model = both("llama", torch.device("cpu")) if device.type == "cpu" else pytest.skip("there is a GPU")
+    assert graphs.with_graphs(model, model.make_cache(2), 2, 8) is model

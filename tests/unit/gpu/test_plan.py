@@ -1,0 +1,143 @@
+"""What is decided without a GPU: splits, tiles, buckets, what a graph reads, when FlashAttention fits."""
+
+from __future__ import annotations
+
+import inspect
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+
+from baton.engine.batch import Batch
+from baton.engine.kernels.gpu import varlen
+from baton.engine.kernels.gpu.graphs import Static
+from baton.engine.kernels.gpu.memory import widest_batch
+from baton.engine.kernels.gpu.plan import MAX_SPLITS, bucket_for, buckets, decode_tiles, prefill_tiles, split_count
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    ("pairs", "longest", "wanted"),
+    [(8, 32_768, 64), (8, 4096, 16), (8, 300, 1), (64, 4096, 8), (512, 4096, 1), (100_000, 100_000, 1), (1, 1, 1)],
+)
+def test_splits_fill_the_device_and_are_not_too_short(pairs, longest, wanted):
+    assert split_count(pairs, longest, 132) == wanted
+
+
+def test_splits_are_powers_of_two_within_bounds():
+    for pairs in (1, 3, 8, 100):
+        for longest in (0, 1, 255, 512, 10**6):
+            found = split_count(pairs, longest, 132)
+            assert 1 <= found <= MAX_SPLITS
+            assert found & (found - 1) == 0
+            assert found == 1 or longest // found >= 256
+
+
+def test_buckets_are_dense_below_and_end_at_the_most():
+    assert buckets(1) == [1]
+    assert buckets(3) == [1, 2, 3]
+    assert buckets(64) == [1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64]
+    assert buckets(300)[-3:] == [256, 288, 300]
+    assert [bucket_for(rows, buckets(20)) for rows in (1, 3, 5, 17, 20, 21)] == [1, 4, 8, 20, 20, None]
+
+
+@pytest.mark.parametrize("dim", [16, 64, 80, 128, 192, 256])
+@pytest.mark.parametrize("size", [2, 4])
+def test_tiles_are_what_tensor_cores_and_shared_memory_take(dim, size):
+    for tiles in (prefill_tiles(dim, dim, size), decode_tiles(1, dim, dim, size), decode_tiles(20, dim, dim, size)):
+        assert tiles.rows >= 16
+        assert tiles.rows & (tiles.rows - 1) == 0
+    assert decode_tiles(20, dim, dim, size).rows == 32
+
+
+def batch_of(rows, width=2):
+    numbers = torch.arange(rows)
+    lengths = [int(n) + 1 for n in numbers]
+    tables = torch.full((rows, width), 5, dtype=torch.int32)
+    starts = torch.arange(rows + 1, dtype=torch.int32)
+    kv_lens = torch.tensor(lengths, dtype=torch.int32)
+    return Batch(numbers + 40, numbers, numbers + 20, [1] * rows, lengths, starts, kv_lens, tables, numbers)
+
+
+def test_a_filled_bucket_holds_the_batch_and_padding():
+    static = Static(rows=8, blocks=3, block_size=4, device=CPU)
+    static.fill(batch_of(8), 8)
+    static.fill(batch_of(3), 4)  # after a fuller one: its rows must not be stored again
+    read = static.batch(4)
+    assert read.token_ids[:3].tolist() == [40, 41, 42]
+    assert read.slot_mapping.tolist() == [20, 21, 22, -1]
+    assert read.kv_lens.tolist() == [1, 2, 3, 0]
+    assert read.block_tables[:3, :2].eq(5).all()
+    assert read.logit_rows.tolist() == [0, 1, 2, 0]
+    assert read.query_lens == [1] * 4
+    assert read.context_lens == [12] * 4  # what splits are chosen for: the same at every replay
+
+
+def test_fewer_logits_than_rows():
+    static = Static(rows=4, blocks=2, block_size=4, device=CPU)
+    static.fill(replace(batch_of(4), logit_rows=torch.tensor([1, 3])), 4)
+    assert static.batch(4).logit_rows.tolist() == [1, 3, 0, 0]
+
+
+@pytest.mark.parametrize(("tokens", "longest", "lengths"), [(10, 100, [10]), (10, 4, [4, 4, 2]), (4, 4, [4])])
+def test_the_widest_batch_needs_one_block(tokens, longest, lengths):
+    batch = widest_batch(tokens, 3, longest, 4, CPU)
+    assert batch.query_lens == batch.context_lens == lengths
+    assert len(batch.token_ids) == batch.query_starts[-1] == tokens
+    assert int(batch.slot_mapping.max()) < 4
+    assert int(batch.block_tables.max()) == 0
+    assert batch.block_tables.shape[1] == -(-max(lengths) // 4)
+    assert len(batch.logit_rows) == 3
+
+
+def test_this_torch_has_what_flash_attention_needs():
+    found = varlen.find_varlen()
+    assert found is not None
+    assert list(inspect.signature(found).parameters)[:8] == "out query key value cu_seq_q cu_seq_k max_q max_k".split()
+
+
+@pytest.mark.parametrize(
+    ("shape", "value_dim", "dtype", "fits"),
+    [
+        ((2, 256, 2, 64), 64, torch.bfloat16, True),
+        ((2, 512, 2, 128), 128, torch.float16, True),
+        ((2, 16, 2, 64), 64, torch.bfloat16, False),
+        ((2, 256, 2, 64), 64, torch.float32, False),
+        ((2, 256, 2, 64), 32, torch.bfloat16, False),
+        ((2, 256, 1, 576), 576, torch.bfloat16, False),
+        ((2, 256, 2, 12), 12, torch.bfloat16, False),
+    ],
+)
+def test_which_caches_flash_attention_takes(shape, value_dim, dtype, fits):
+    keys = torch.empty(shape, dtype=dtype)
+    assert varlen.varlen_fits(keys, torch.empty(*shape[:3], value_dim, dtype=dtype)) is fits
+
+
+@pytest.mark.parametrize(("window", "wanted"), [(None, (-1, 0)), (5, (4, 0))])
+def test_how_flash_attention_is_called(window, wanted):
+    calls = []
+    batch = replace(
+        batch_of(2), query_lens=[1, 2], context_lens=[4, 7], kv_lens=torch.tensor([4, 7], dtype=torch.int32)
+    )
+    attend = varlen.VarlenAttention(lambda *args, **options: calls.append((args, options)), batch, window, 0.5)
+    query, cache, out = torch.zeros(3, 4, 64), torch.zeros(2, 256, 2, 64), torch.zeros(3, 256)
+    assert attend(query, cache, cache, out) is out
+    args, options = calls[0]
+    assert args[0].shape == (3, 4, 64)
+    assert args[0].data_ptr() == out.data_ptr()
+    assert args[5].tolist() == [0, 4, 11]
+    assert args[6:] == (2, 7)
+    assert options["window_size"] == wanted
+    assert options["num_splits"] == 1  # with more, torch leaves rows unwritten
+
+
+def test_a_cpu_does_not_import_triton():
+    modules = (
+        "baton.worker.build, baton.engine.model.build, baton.engine.kernels.choose, baton.engine.kernels.gpu.graphs"
+    )
+    code = f"import sys, {modules}; print('triton' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], text=True, capture_output=True, check=True)
+    assert done.stdout.strip() == "False"

@@ -1,0 +1,65 @@
+"""How sure the routers of a transformers model are: a near tie may fall either way when a logit is rounded otherwise.
+
+Tests of sparse models use checkpoints and prompts whose routers have no near tie: `assert_sure` measures it in the
+oracle itself. Where it fails, another seed for the checkpoint will do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+SURE = 1e-5  # several times the difference that float32 makes between two right implementations
+
+
+@contextmanager
+def routers_watched(oracle: Any) -> Iterator[list[tuple[Any, torch.Tensor, torch.Tensor]]]:
+    """Collect (router, its logits [N, experts], the experts that it chose [N, k]) of every call."""
+    seen: list[tuple[Any, torch.Tensor, torch.Tensor]] = []
+    routers = [module for module in oracle.modules() if type(module).__name__.lower().endswith("topkrouter")]
+    hooks = [
+        router.register_forward_hook(lambda module, _, result: seen.append((module, result[0].float(), result[2])))
+        for router in routers
+    ]
+    try:
+        yield seen
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def assert_sure(oracle: Any, sequences: Sequence[Sequence[int]]) -> None:
+    """No router has a near tie at any token of these; and it is no trivial one: most experts are chosen by some."""
+    with routers_watched(oracle) as seen:
+        for tokens in sequences:
+            oracle(torch.tensor([tokens]))
+    assert seen
+    assert min(float(margins(router, logits).min()) for router, logits, _ in seen) > SURE
+    for router in {router for router, _, _ in seen}:
+        chosen = torch.cat([experts.flatten() for module, _, experts in seen if module is router])
+        assert len(chosen.unique()) > 0.7 * router.weight.shape[0]
+
+
+def margins(router: Any, logits: torch.Tensor) -> torch.Tensor:
+    """By how much the last choice beats the first that is not chosen, of groups and of experts: [N]."""
+    biased = hasattr(router, "e_score_correction_bias")
+    ranks = logits.sigmoid() + router.e_score_correction_bias if biased else logits.softmax(-1)
+    sure = torch.full((len(ranks),), float("inf"))
+    grouped = biased or getattr(router, "topk_method", "") == "group_limited_greedy"
+    if grouped and router.topk_group < router.num_group:
+        of_expert = ranks.view(len(ranks), router.num_group, -1)
+        of_group = of_expert.topk(2)[0].sum(-1) if biased else of_expert.amax(-1)
+        sure = torch.minimum(sure, _gap(of_group, router.topk_group))
+        worst = of_group.topk(router.topk_group)[0][:, -1:]
+        ranks = of_expert.masked_fill((of_group < worst)[..., None], float("-inf")).flatten(1)
+    return torch.minimum(sure, _gap(ranks, router.top_k))
+
+
+def _gap(ranks: torch.Tensor, chosen: int) -> torch.Tensor:
+    if chosen == ranks.shape[1]:
+        return torch.full((len(ranks),), float("inf"))
+    best = ranks.topk(chosen + 1)[0]
+    return best[:, -2] - best[:, -1]

@@ -1,0 +1,145 @@
+"""Weights: where they lie, that they are what the file holds, and how little memory it takes to get them there."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from baton.engine.model.build import load_model
+from baton.engine.model.loader import Checkpoint, LoadProgress
+from baton.engine.model.memory import CACHE_LINE, CHUNK, HUGE_PAGE, SMALL, Arena
+from baton.engine.model.weights import Weights
+from baton.errors import CheckpointError
+
+ROOT = Path(__file__).resolve().parents[3]
+CPU = torch.device("cpu")
+HIDDEN, INNER, VOCAB = 1024, 12288, 8192
+
+
+def stored(folder: Path, **tensors: torch.Tensor) -> Checkpoint:
+    save_file(tensors, folder / "model.safetensors")
+    return Checkpoint(folder)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("on_disk", [torch.float32, torch.float16, torch.bfloat16, torch.float64])
+def test_stacked_in_the_order_of_names(on_disk: torch.dtype, dtype: torch.dtype, tmp_path: Path, seed: int):
+    torch.manual_seed(seed)
+    parts = {name: torch.randn(rows, 24).to(on_disk) for name, rows in (("v", 3), ("q", 700), ("k", 5))}
+    biases = {f"{name}_bias": part[:, 0].contiguous() for name, part in parts.items()}
+    weights = Weights(stored(tmp_path, **parts, **biases), dtype, CPU)
+    assert torch.equal(
+        weights.matrix(("q", "k", "v"), (700, 5, 3), 24), torch.cat([parts["q"], parts["k"], parts["v"]]).to(dtype)
+    )
+    assert torch.equal(
+        weights.vector(("k_bias", "v_bias"), (5, 3)), torch.cat([biases["k_bias"], biases["v_bias"]]).to(dtype)
+    )
+    assert torch.equal(weights.tensor("q_bias", 700), biases["q_bias"].to(dtype))
+    assert weights.checkpoint.finish()
+
+
+def test_pieces_cover_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("baton.engine.model.weights.PIECE", 7)
+    value = torch.arange(60.0).view(5, 4, 3)
+    assert torch.equal(Weights(stored(tmp_path, a=value), torch.float32, CPU).tensor("a", 5, 4, 3), value)
+
+
+def test_a_part_of_another_shape_is_named(tmp_path: Path):
+    weights = Weights(stored(tmp_path, q=torch.ones(4, 8), k=torch.ones(2, 8)), torch.float32, CPU)
+    with pytest.raises(CheckpointError, match=r"k has shape \[2, 8\], expected \[3, 8\]"):
+        weights.matrix(("q", "k"), (4, 3), 8)
+
+
+@pytest.mark.parametrize("rows", [1, 3, 511, 515, 2048, 16385, 20001])
+def test_matrices_are_aligned(rows: int, tmp_path: Path):
+    """To a cache line always, to a huge page from 32 MiB on."""
+    matrix = Weights(stored(tmp_path, a=torch.ones(rows, 512)), torch.float32, CPU).matrix(("a",), (rows,), 512)
+    assert matrix.data_ptr() % (HUGE_PAGE if matrix.nbytes >= CHUNK // 2 else CACHE_LINE) == 0
+    assert matrix.is_contiguous()
+
+
+def test_tensors_of_one_mapping_do_not_overlap(seed: int):
+    sizes = torch.randint(SMALL, CHUNK // 2, (12,), generator=torch.Generator().manual_seed(seed)).tolist()
+    arena = Arena()
+    places = [arena.empty((size,), torch.uint8) for size in sizes]
+    for number, place in enumerate(places):
+        place.fill_(number)
+    assert [(int(place.min()), int(place.max())) for place in places] == [(n, n) for n in range(len(sizes))]
+    assert {place.data_ptr() % CACHE_LINE for place in places} == {0}
+    assert len({place.untyped_storage().data_ptr() for place in places}) < len(places)
+
+
+def test_progress_is_told(tmp_path: Path):
+    seen: list[LoadProgress] = []
+    load_model(ROOT / "models/demo", progress=seen.append)
+    size = (ROOT / "models/demo/model.safetensors").stat().st_size
+    assert (seen[0].bytes_done, seen[0].tensors) == (0, 0)
+    assert {progress.bytes_total for progress in seen} == {size}
+    assert 0 <= size - seen[-1].bytes_done < 2**16  # the file's header
+    assert seen[-1].tensors == len(seen) - 1
+    for values in ([p.bytes_done for p in seen], [p.seconds for p in seen]):
+        assert values == sorted(values)
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory) -> Path:
+    """A model of about 110 MB, most of it in one stacked matrix."""
+    folder: Path = tmp_path_factory.mktemp("large")
+    shape = {"vocab_size": VOCAB, "hidden_size": HIDDEN, "intermediate_size": INNER, "tie_word_embeddings": True}
+    heads = {"num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 64}
+    config = {"model_type": "llama", "max_position_embeddings": 64, **shape, **heads}
+    (folder / "config.json").write_text(json.dumps(config))
+    layer, attention, mlp = "model.layers.0", "model.layers.0.self_attn", "model.layers.0.mlp"
+    shapes: dict[str, tuple[int, ...]] = {
+        f"{attention}.{name}_proj": (rows, HIDDEN) for name, rows in (("q", 256), ("k", 64), ("v", 64))
+    }
+    shapes |= {f"{attention}.o_proj": (HIDDEN, 256), f"{mlp}.down_proj": (HIDDEN, INNER)}
+    shapes |= {f"{mlp}.{name}_proj": (INNER, HIDDEN) for name in ("gate", "up")}
+    shapes |= {"model.embed_tokens": (VOCAB, HIDDEN), "model.norm": (HIDDEN,)}
+    shapes |= {f"{layer}.{name}_layernorm": (HIDDEN,) for name in ("input", "post_attention")}
+    tensors = {f"{name}.weight": torch.full(shape, 0.5, dtype=torch.bfloat16) for name, shape in shapes.items()}
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+MEASURE = """
+import sys, threading, torch
+from baton.engine.model.build import load_model
+def resident():
+    lines = (line.split() for line in open("/proc/self/status"))
+    return {line[0]: int(line[1]) * 1024 for line in lines if line[0] in ("RssAnon:", "RssFile:")}
+def note(_=None):
+    for key, value in resident().items():
+        peak[key] = max(peak[key], value)
+def sample():
+    while not done.wait(0.001):
+        note()
+torch.set_num_threads(1)
+load_model(sys.argv[3])  # what only the first one needs
+before = resident()
+peak, done = dict(before), threading.Event()
+sampler = threading.Thread(target=sample)
+sampler.start()
+model = load_model(sys.argv[1], dtype=sys.argv[2], progress=note)
+done.set()
+sampler.join()
+print(*(peak[key] - before[key] for key in ("RssAnon:", "RssFile:")))
+"""
+
+
+@pytest.mark.parametrize(("dtype", "times"), [("bfloat16", 1), ("float32", 2)])
+def test_there_is_no_second_copy(dtype: str, times: int, large: Path):
+    """Neither in memory of the process nor, once copied, in mapped pages of the file."""
+    command = [sys.executable, "-c", MEASURE, str(large), dtype, str(ROOT / "models/demo")]
+    done = subprocess.run(command, cwd=ROOT, text=True, capture_output=True, check=False)
+    assert done.returncode == 0, done.stderr
+    anonymous, mapped = map(int, done.stdout.split())
+    size = (large / "model.safetensors").stat().st_size
+    assert 0.95 * size * times < anonymous < 1.1 * size * times
+    assert mapped < 0.4 * size  # the largest tensor has .26 of it

@@ -1,0 +1,143 @@
+"""Models by their name on the Hub: from a cache without network, and every reason why one cannot be had."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import huggingface_hub
+import pytest
+from huggingface_hub import constants, errors
+from huggingface_hub.utils._paths import filter_repo_objects
+
+from baton.errors import CheckpointError
+from baton.hub import IGNORED, model_folder, pinned
+from baton.tokenizer import load_tokenizer
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def snapshot(home: Path, repo: str = "org/tiny", revision: str = "main") -> Path:
+    """A model in the cache, laid out as huggingface_hub does."""
+    stored = home / "hub" / f"models--{repo.replace('/', '--')}"
+    folder = stored / "snapshots" / COMMIT
+    folder.mkdir(parents=True)
+    for file in (ROOT / "models/demo").iterdir():
+        (folder / file.name).symlink_to(file)
+    (stored / "refs").mkdir()
+    (stored / "refs" / revision).write_text(COMMIT)
+    return folder
+
+
+def offline(home: Path, code: str) -> subprocess.CompletedProcess[str]:
+    """Run `code` with this cache and no network: huggingface_hub reads its settings once, when it is imported."""
+    env = os.environ | {"HF_HOME": str(home), "HF_HUB_OFFLINE": "1"}
+    env.pop("HF_HUB_CACHE", None)
+    command = [sys.executable, "-c", f"import sys\nfrom baton.hub import *\n{code}"]
+    return subprocess.run(command, env=env, text=True, capture_output=True, cwd=ROOT, check=False)
+
+
+def test_from_the_cache_without_network(tmp_path):
+    folder = snapshot(tmp_path)
+    code = f"""
+for name in ("hf:org/tiny", "hf:org/tiny@main", "hf:org/tiny@{COMMIT}"):
+    print(model_folder(name), pinned(name, model_folder(name, weights=False)))
+from baton.tokenizer import load_tokenizer
+print(load_tokenizer("hf:org/tiny").vocab_size, "torch" in sys.modules)
+"""
+    done = offline(tmp_path, code)
+    size = load_tokenizer(ROOT / "models/demo").vocab_size
+    assert done.stdout.splitlines() == [f"{folder} hf:org/tiny@{COMMIT}"] * 3 + [f"{size} False"], done.stderr
+
+
+def test_what_is_not_in_the_cache_is_said(tmp_path):
+    code = "try:\n  model_folder('hf:org/tiny@v2')\nexcept CheckpointError as error:\n  print(error)"
+    done = offline(tmp_path, code)
+    for part in ("model.path: hf:org/tiny@v2: not in the cache", str(tmp_path), "HF_HUB_OFFLINE is set: unset it"):
+        assert part in done.stdout, done.stderr
+
+
+def test_pull_prints_the_folder_and_refuses_others(tmp_path):
+    folder = snapshot(tmp_path)
+    main = "from baton.cli import main\nsys.argv = ['baton', 'pull', {!r}]\nmain()"
+    done = offline(tmp_path, main.format("hf:org/tiny"))
+    assert (done.returncode, done.stdout) == (0, f"{folder}\n"), done.stderr
+    for model, says in (("hf:org/other", "not in the cache"), ("models/demo", "only a name such as hf:")):
+        done = offline(tmp_path, main.format(model))
+        assert done.returncode == 3
+        assert says in done.stderr
+
+
+def failing(monkeypatch: pytest.MonkeyPatch, error: Exception) -> str:
+    def download(*_: object, **__: object) -> str:
+        raise error
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    with pytest.raises(CheckpointError) as caught:
+        model_folder("hf:org/tiny@v2")
+    assert str(caught.value).startswith("model.path: hf:org/tiny@v2: ")
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "says"),
+    [
+        (errors.GatedRepoError, ["gated: accept its conditions at", "org/tiny", "set HF_TOKEN"]),
+        (errors.RepositoryNotFoundError, ["no such model", "private", "correct the name, or set HF_TOKEN"]),
+        (errors.RevisionNotFoundError, ["no revision 'v2'", "branch, tag or commit"]),
+    ],
+)
+def test_what_the_hub_answers_is_translated(kind, says, monkeypatch):
+    error = kind.__new__(kind)  # its constructor wants a response of an HTTP client
+    message = failing(monkeypatch, error)
+    assert [part for part in says if part not in message] == []
+
+
+def test_no_network_and_no_disk(monkeypatch):
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    message = failing(monkeypatch, errors.LocalEntryNotFoundError("Got: ConnectError: refused\nAn error happened"))
+    for part in ("not in the cache", "cannot be reached", "ConnectError: refused", "set model.path to a folder"):
+        assert part in message
+    assert "cannot be downloaded" in failing(monkeypatch, OSError(28, "No space left on device"))
+    assert "No space left" in failing(monkeypatch, OSError(28, "No space left on device"))
+
+
+def test_what_is_asked_for(monkeypatch, tmp_path):
+    """Weights for a worker, none for a router; nothing that has to be unpickled, nothing twice."""
+    asked = []
+
+    def download(repo, **options):
+        asked.append((repo, options))
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    assert model_folder("hf:org/tiny@v2") == model_folder("hf:org/tiny", weights=False) == tmp_path
+    (repo, worker), (_, router) = asked
+    assert (repo, worker["revision"], router["revision"]) == ("org/tiny", "v2", None)
+    names = ["config.json", "tokenizer.json", "chat_template.jinja", "model-00001-of-00002.safetensors"]
+    others = ["pytorch_model.bin", "model.pt", "consolidated.safetensors", "onnx/config.json", "README.md", "m.gguf"]
+
+    def passes(options):
+        return list(filter_repo_objects(names + others, **options))
+
+    keys = ("allow_patterns", "ignore_patterns")
+    assert passes({key: worker[key] for key in keys}) == names
+    assert passes({key: router[key] for key in keys}) == names[:3]
+    assert worker["ignore_patterns"] == list(IGNORED)
+
+
+def test_folders_are_themselves(tmp_path):
+    assert model_folder(tmp_path) == tmp_path
+    assert pinned(str(tmp_path), tmp_path) == str(tmp_path)
+    (tmp_path / "model.gguf").touch()
+    with pytest.raises(CheckpointError, match=r"model\.gguf is a file: GGUF is not supported; name a folder"):
+        model_folder(tmp_path / "model.gguf")
+
+
+def test_a_name_that_is_none():
+    with pytest.raises(CheckpointError, match=r"model\.path: hf:tiny must be hf:org/name"):
+        model_folder("hf:tiny")

@@ -1,0 +1,72 @@
+"""What is logged while a model is loaded: not too often, and once at the end how long it took and what it needs."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from structlog.testing import capture_logs
+
+from baton.config import load_config
+from baton.core import Role
+from baton.engine.model.loader import LoadProgress
+from baton.errors import ConfigError
+from baton.worker.build import load_backend
+from baton.worker.loading import LoadingLog
+from baton.worker.settings import from_config
+
+DEMO = Path(__file__).resolve().parents[3] / "models/demo"
+
+
+def settings(tmp_path, path):
+    file = tmp_path / "c.yaml"
+    file.write_text(f"model: {{path: {path}}}\nredis: {{url: 'redis://127.0.0.1:1/0'}}\n")
+    return from_config(load_config(file), Role.DECODE, 0)
+
+
+def test_progress_is_logged_at_most_every_two_seconds():
+    with capture_logs() as events:
+        loading = LoadingLog("hf:org/tiny")
+        for seconds in (0.0, 0.1, 1.9, 2.1, 2.2, 4.0, 4.2):
+            loading(LoadProgress(int(seconds * 1e9), 5_000_000_000, 3, seconds))
+    assert [(event["percent"], event["gb"]) for event in events] == [(0, 0.0), (42, 2.1), (84, 4.2)]
+    assert {(event["event"], event["model"], event["of_gb"]) for event in events} == {
+        ("model_loading", "hf:org/tiny", 5.0)
+    }
+
+
+def test_the_end_is_logged_once(tmp_path):
+    with capture_logs() as events:
+        backend = load_backend(settings(tmp_path, DEMO))
+    assert [event["event"] for event in events] == ["model_loading", "model_loaded"]
+    loaded = events[-1]
+    assert (loaded["model"], loaded["dtype"], loaded["device"]) == (str(DEMO), backend.layout.dtype, "cpu")
+    assert loaded["gb"] == round((DEMO / "model.safetensors").stat().st_size / 1e9, 3)
+    assert loaded["tensors"] > 10
+    assert loaded["seconds"] >= 0
+    assert loaded["gb_per_s"] > 0
+    assert loaded["resident_gb"] > loaded["gb"]
+
+
+def test_a_length_for_which_positions_are_not_right_is_refused_before_weights_are_read(tmp_path):
+    """The model's rotary scaling says how long that is, which may be more than what its config.json starts with."""
+    folder = shutil.copytree(DEMO, tmp_path / "demo")
+    config = json.loads((folder / "config.json").read_text())
+    limit = config["max_position_embeddings"]
+    with capture_logs() as events, pytest.raises(ConfigError, match=f"between 1 and {limit}, .*got {limit + 1}"):
+        load_backend(replace(settings(tmp_path, folder), max_model_len=limit + 1))
+    assert events == []
+    scaling = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": limit}
+    config |= {"rope_parameters": {"rope_theta": 10000.0, **scaling}, "rope_scaling": None}
+    (folder / "config.json").write_text(json.dumps(config))
+    longer = replace(settings(tmp_path, folder), max_model_len=limit + 1)
+    assert load_backend(longer).max_model_len == limit + 1
+
+
+def test_the_oracle_loads_nothing(tmp_path):
+    with capture_logs() as events:
+        load_backend(settings(tmp_path, "oracle"))
+    assert events == []
