@@ -110,9 +110,7 @@ def of_model(name: str, device: torch.device, memory: float, gemm: float) -> Ite
     for label, block_size in BLOCKS.items():
         model = gpu.model_of(shape, device, block_size)
         share = shape.prefill_flops(PROMPT) / gemm / gpu.prefill_seconds(model, PROMPT)
-        print(
-            f"{name}: {PROMPT} tokens, {label} (blocks of {block_size}): {share:.2f} of products, goal {PREFILL_GOAL}"
-        )
+        print(f"{name}: {PROMPT} tokens, {label} (blocks of {block_size}): {share:.2f} of gemm, goal {PREFILL_GOAL}")
         prompts.append(share)
         for rows in BATCHES if label == "triton" else ():
             least = shape.decode_bytes(rows, CONTEXT, 2) / memory

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from baton.core import HandoffId
 from baton.engine.batch import Batch
-from baton.engine.blocks import BlockPool
+from baton.engine.blocks import Allocation, BlockPool
 from baton.engine.inputs import STAGES, Inputs, Mirror
 from baton.engine.oracle import oracle_layout
 from baton.engine.scheduler import Sequence, Work
@@ -91,7 +91,7 @@ class Traffic:
 
     def work(self):
         """Some of who runs, decoding or with a chunk."""
-        budget, work = MAX_TOKENS - MAX_ROWS, []
+        budget, work = MAX_TOKENS - MAX_ROWS, list[Work]()
         for sequence in self.running:
             if self.rng.random() < 0.1 and work:
                 continue
@@ -127,6 +127,11 @@ def test_batches_equal_those_built_from_nothing(number, staged):
         traffic.advance(work)
 
 
+def held(sequence: Sequence) -> Allocation:
+    assert sequence.allocation is not None
+    return sequence.allocation
+
+
 def test_steady_decoding_writes_no_row_of_the_table_again():
     pool, inputs = BlockPool(20), inputs_of(staged=False)
     sequences = [Sequence(HandoffId(str(i), 1), i, 5, 5, 4, pool.allocate(2)) for i in range(3)]
@@ -138,13 +143,11 @@ def test_steady_decoding_writes_no_row_of_the_table_again():
             sequence.computed, sequence.known = step, step + 1
             known.append(step)
         if step == 8:
-            assert sequences[1].allocation.grow(1)
-            sequences[0].allocation.grow(1)
-            sequences[2].allocation.grow(1)
+            assert all(held(sequence).grow(1) for sequence in (sequences[1], sequences[0], sequences[2]))
         batch = inputs.build([Work(sequence, 1) for sequence in sequences], tokens)
         assert batch.block_tables[1, 0] == 77
         assert batch.positions.tolist() == [step] * 3
-    assert batch.block_tables[:, 2].tolist() == [sequence.allocation.blocks[2] for sequence in sequences]
+    assert batch.block_tables[:, 2].tolist() == [held(sequence).blocks[2] for sequence in sequences]
 
 
 @pytest.mark.parametrize("staged", [False, True])
@@ -153,7 +156,7 @@ def test_a_shorter_table_leaves_nothing_of_a_longer_one(staged):
     long = Sequence(HandoffId("long", 1), 1, 36, 36, 35, pool.allocate(9))
     short, other = (Sequence(HandoffId(name, 1), 2, 5, 5, 4, pool.allocate(2)) for name in "ab")
     inputs.build([Work(long, 1), Work(other, 1)], [[1] * 36, [1] * 5])
-    long.allocation.release()
+    held(long).release()
     work, tokens = [Work(short, 1), Work(other, 1)], [[1] * 5, [1] * 5]
     assert_equal(inputs.build(work, tokens), from_nothing(work, tokens))
     again = Sequence(HandoffId("again", 1), 3, 36, 36, 35, pool.allocate(9))
@@ -173,9 +176,14 @@ def test_a_copy_in_flight_is_not_written_over():
 
 
 def test_builds_take_the_stages_in_turn(monkeypatch):
-    taken = []
+    taken: list[int] = []
     push = Mirror.push
-    monkeypatch.setattr(Mirror, "push", lambda self, n, stage: taken.append(stage) or push(self, n, stage))
+
+    def noted(self: Mirror, n: int, stage: int) -> torch.Tensor:
+        taken.append(stage)
+        return push(self, n, stage)
+
+    monkeypatch.setattr(Mirror, "push", noted)
     inputs = inputs_of(staged=True)
     sequence = Sequence(HandoffId("a", 1), 1, 5, 5, 0, BlockPool(9).allocate(2))
     rounds = []

@@ -421,6 +421,7 @@ def test_one_sampler_follows_its_rows_through_joins_leaves_and_new_tokens(number
         found = sampler.sample(logits, rows)
         assert found == sample(logits, rows)
         for row, drawn in zip(rows, found, strict=True):
+            assert drawn.token_id is not None
             row.advance(drawn.token_id)
 
 
