@@ -45,7 +45,7 @@ PEERS = {
     ),
     "llama.cpp": Peer(
         "benchmarks.peers.llama_cpp_python",
-        ("llama-cpp-python==0.3.36", "gguf", "numpy"),
+        ("llama-cpp-python==0.3.36", "gguf==0.19.0", "numpy==2.4.6"),
         limit_minutes=30,
         build={"CMAKE_ARGS": "-DGGML_NATIVE=ON", "CMAKE_BUILD_PARALLEL_LEVEL": str(os.cpu_count() or 1)},
     ),

@@ -1,4 +1,7 @@
-"""``openvino_export.py MODEL OUT``: a checkpoint and its tokenizer as openvino-genai reads them, not quantized."""
+"""``openvino_export.py MODEL OUT DTYPE``: a checkpoint as openvino-genai reads it, not quantized.
+
+bf16 weights are stored as fp16: half the memory of fp32, and the same speed, since it computes in bf16 either way.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +12,10 @@ from optimum.intel import OVConfig
 
 
 def main() -> None:
-    """Export `MODEL` to `OUT`."""
-    model, out = sys.argv[1:]
-    main_export(model, out, task="text-generation-with-past", ov_config=OVConfig(dtype="fp32"))
+    """Export `MODEL`, of dtype bf16 or fp32, to `OUT`."""
+    model, out, dtype = sys.argv[1:]
+    stored = {"bf16": "fp16", "fp32": "fp32"}[dtype]
+    main_export(model, out, task="text-generation-with-past", ov_config=OVConfig(dtype=stored))
 
 
 if __name__ == "__main__":

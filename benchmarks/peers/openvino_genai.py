@@ -51,7 +51,7 @@ class OpenVino:
             "KV_CACHE_PRECISION": PRECISION[setup.dtype],
             "PERFORMANCE_HINT": "LATENCY",
         }
-        folder = _exported(Path(setup.model), Path(setup.cache))
+        folder = _exported(Path(setup.model), Path(setup.cache), setup.dtype)
         self._pipeline = openvino_genai.ContinuousBatchingPipeline(str(folder), scheduler, "CPU", properties, {})
         self._requests = 0
 
@@ -106,13 +106,13 @@ class OpenVino:
         return self._pipeline.add_request(self._requests, prompt, config)
 
 
-def _exported(model: Path, cache: Path) -> Path:
+def _exported(model: Path, cache: Path, dtype: str) -> Path:
     folder = cache / "openvino" / model.name
     if not folder.is_dir():
         unfinished = folder.with_suffix(".unfinished")
         shutil.rmtree(unfinished, ignore_errors=True)
-        arguments = [sys.executable, "-P", "-m", "benchmarks.peers.openvino_export", str(model), str(unfinished)]
-        subprocess.run(arguments, check=True)
+        program = [sys.executable, "-P", "-m", "benchmarks.peers.openvino_export"]
+        subprocess.run([*program, str(model), str(unfinished), dtype], check=True)
         unfinished.rename(folder)
     return folder
 

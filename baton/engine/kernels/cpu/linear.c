@@ -8,6 +8,7 @@
 
 #define NR 8
 #define MR 3
+#define LINE 64
 #define TILE_BYTES 4096           /* of one row of W */
 #define PANEL_BYTES (384 << 10)   /* of x: stays in the second-level cache */
 #define MAX_PANEL 192             /* rows of x */
@@ -45,9 +46,9 @@ INLINE __m512i part(const elem *p, long n) {
 #endif
 }
 
-/* acc[i][j] += x_i . w_j over `k` elements; `fetch` of the rows of W at `next` are fetched ahead. */
+/* acc[i][j] += x_i . w_j over `k` elements. With each step, `fetch` lines of memory from `next` on are fetched ahead. */
 INLINE void tile(__m512 acc[MR][NR], const elem *x, long sx, const elem *w, long sw, long k, const int mr,
-                       const int nr, const elem *next, const int fetch) {
+                       const int nr, const char *next, const int fetch) {
     const long step = LANES * PAIR;
     long at = 0;
     for (; at + step <= k; at += step) {
@@ -57,10 +58,11 @@ INLINE void tile(__m512 acc[MR][NR], const elem *x, long sx, const elem *w, long
 #pragma GCC unroll 8
         for (int j = 0; j < nr; j++) {
             const __m512i wv = _mm512_loadu_si512(w + j * sw + at);
-            if (j < fetch) _mm_prefetch((const char *)(next + j * sw + at), _MM_HINT_T1);
+            if (j < fetch) _mm_prefetch(next + j * LINE, _MM_HINT_T1);
 #pragma GCC unroll 3
             for (int i = 0; i < mr; i++) acc[i][j] = dot(acc[i][j], xv[i], wv);
         }
+        next += fetch * LINE;
     }
     if (at < k)
         for (int i = 0; i < mr; i++)
@@ -70,7 +72,7 @@ INLINE void tile(__m512 acc[MR][NR], const elem *x, long sx, const elem *w, long
 
 /* Rows [m, m + mr) against W rows [n, n + nr), K from k0 to k1; `kept` holds unfinished sums. */
 INLINE void step(const linear_args * a, long m, long n, long k0, long k1, const int mr, const int nr,
-                       __m512 *kept, const elem *next, const int fetch) {
+                       __m512 *kept, const char *next, const int fetch) {
     __m512 acc[MR][NR];
 #pragma GCC unroll 3
     for (int i = 0; i < mr; i++)
@@ -97,7 +99,7 @@ INLINE void step(const linear_args * a, long m, long n, long k0, long k1, const 
 #define BY_ROWS(NR_, FETCH_) (mr == 3 ? STEP(3, NR_, FETCH_) : mr == 2 ? STEP(2, NR_, FETCH_) : STEP(1, NR_, FETCH_))
 
 static void pick(const linear_args * a, long m, int mr, long n, long k0, long k1, __m512 *kept,
-                       const elem *next, int fetch) {
+                       const char *next, int fetch) {
     if (fetch == 8) BY_ROWS(8, 8);
     else if (fetch == 4) BY_ROWS(8, 4);
     else if (fetch == 2) BY_ROWS(8, 2);
@@ -108,7 +110,7 @@ static void pick(const linear_args * a, long m, int mr, long n, long k0, long k1
 /* Few rows of W at a time: what is left over at the end, and one or two rows of x, for which the processor itself
  * fetches ahead best. */
 static void few(const linear_args *a, long m, int mr, long n, long end) {
-    const elem *next = a->w;
+    const char *next = NULL;
     const long k0 = 0, k1 = a->k;
     __m512 *kept = NULL;
     for (; n + 4 <= end; n += 4) BY_ROWS(4, 0);
@@ -122,34 +124,42 @@ static void panel(const linear_args * a, long first, long rows, long begin, long
     const long parts = rows > MR ? (a->k + most - 1) / most : 1;
     const long kb = ((a->k + parts - 1) / parts + 63) / 64 * 64;
     const int fetch = !ahead ? 0 : passes >= 8 ? 1 : passes >= 4 ? 2 : passes >= 2 ? 4 : 8;
+    const long lines = fetch * LINE, step = LANES * PAIR;
     long n = begin;
-    for (; n + NR <= end && rows > 2; n += NR)
+    for (; n + NR <= end && rows > 1; n += NR) {
+        /* The next rows of W, in the order in which they lie: memory is fastest when it is read so. */
+        const char *next = (const char *)(a->w + (n + NR) * a->k), *stop = next + NR * a->k * sizeof(elem);
         for (long k0 = 0; k0 < a->k; k0 += kb) {
             const long k1 = MIN(a->k, k0 + kb);
-            const elem *next = k1 < a->k ? a->w + n * a->k + k1 : a->w + (n + NR) * a->k;
             for (long p = 0; p < passes; p++) {
-                const long m = rows * p / passes, stop = rows * (p + 1) / passes;
-                const int mine = n + 2 * NR <= end && p * fetch < NR ? fetch : 0;
-                pick(a, first + m, (int)(stop - m), n, k0, k1, kept + m * NR, next + p * fetch * a->k, mine);
+                const long m = rows * p / passes, count = rows * (p + 1) / passes - m;
+                const int mine = n + 2 * NR <= end && next < stop ? fetch : 0;
+                pick(a, first + m, (int)count, n, k0, k1, kept + m * NR, next, mine);
+                next += mine ? (k1 - k0) / step * lines : 0;
             }
         }
+    }
     for (long p = 0; p < passes && n < end; p++) {
         const long m = rows * p / passes, stop = rows * (p + 1) / passes;
         few(a, first + m, (int)(stop - m), n, end);
     }
 }
 
-/* The W rows are shared out among the threads, in whole cache lines of y. */
-void NAME(linear)(const linear_args * a, int threads, int ahead) {
+/* Threads take the W rows in pieces, whoever is ready the next one: a thread that is disturbed takes fewer. */
+#define PIECE_BYTES (256 << 10)
+
+void NAME(linear)(const linear_args *a, int threads, int ahead) {
     const long most = MAX(MR, MIN(MAX_PANEL, PANEL_BYTES / (long)(a->k * sizeof(elem)) / MR * MR));
     const long panels = (a->rows + most - 1) / most;
-    const long share = ((a->n + threads - 1) / threads + 63) / 64 * 64;
-#pragma omp parallel for num_threads(threads) schedule(static, 1) if (threads > 1)
-    for (int t = 0; t < threads; t++) {
-        const long begin = MIN(a->n, t * share), end = MIN(a->n, begin + share);
+    const long even = (a->n + threads - 1) / threads, row = a->k * sizeof(elem);
+    const long piece = threads > 1 ? (MIN(even, MAX(PIECE_BYTES / row, even / 16)) + 63) / 64 * 64 : a->n;
+    const long pieces = (a->n + piece - 1) / piece;
+#pragma omp parallel for num_threads(threads) schedule(dynamic, 1) if (threads > 1)
+    for (long i = 0; i < pieces; i++) {
+        const long begin = i * piece, end = MIN(a->n, begin + piece);
         for (long p = 0; p < panels; p++) {
             const long first = a->rows * p / panels, rows = a->rows * (p + 1) / panels - first;
-            if (begin < end) panel(a, first, rows, begin, end, ahead);
+            panel(a, first, rows, begin, end, ahead);
         }
     }
 }

@@ -35,15 +35,19 @@ def split_count(pairs: int, longest: int, processors: int) -> int:
 def prefill_tiles(head_dim: int, value_dim: int, element_bytes: int) -> Tiles:
     """The tiles of prompt chunks: as large as the shared memory of small GPUs (99 KB) allows."""
     wide = max(head_dim, value_dim)
-    if element_bytes > 2 or wide > 128:
-        return Tiles(64 if wide <= 128 else 32, 32, 4, 1)
+    if element_bytes > 2:  # products without tensor cores hold their factors in registers
+        return Tiles(32, 32, 8, 1) if wide <= 128 else Tiles(16, 16, 8, 1)
+    if wide > 128:
+        return Tiles(64, 32, 8, 1)
     return Tiles(128, 64, 8, 3 if wide <= 64 else 2)
 
 
 def decode_tiles(group: int, head_dim: int, value_dim: int, element_bytes: int) -> Tiles:
     """The tiles of decoding: all heads of a group, at least the 16 rows that a tensor core takes."""
     rows = max(16, _power_of_two(group))
-    if element_bytes > 2 or max(head_dim, value_dim) > 128:
+    if element_bytes > 2:
+        return Tiles(rows, 16, 8, 1)
+    if max(head_dim, value_dim) > 128:
         return Tiles(rows, 32, 4, 2)
     return Tiles(rows, 64, 4, 3)
 

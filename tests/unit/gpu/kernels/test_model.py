@@ -97,7 +97,7 @@ class Graphed:
         return self.backend.forward(batch, kv)
 
 
-@pytest.mark.parametrize("sequences", [1, 3, 5])
+@pytest.mark.parametrize("sequences", [1, 3])
 def test_decode_steps_by_graphs(sequences, device, seed):
     """Batches that fill no bucket, in any order; what a padded row did would show as a NaN, or in another's KV."""
     _, model = both("llama", device)

@@ -1,0 +1,155 @@
+"""Which way to multiply few rows with a bfloat16 weight is the fastest on this CPU: the choice behind decode's speed.
+
+    python benchmarks/linear.py --quick       one shape, in about a minute
+    python benchmarks/linear.py               the shapes of the 1.1 B model, and Inductor's templates (minutes)
+
+Each candidate reads weights that no cache holds: copies of one weight take turns. Candidates alternate, medians count.
+The last line of stdout is one JSON object: gigabytes a second at one row as shares of the memory's limit, and how many
+times as fast as F.linear the compiled kernel is at 1, 4, 16 and 32 rows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import time
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for `python benchmarks/linear.py`
+
+import torch
+from torch._dynamo import config as dynamo
+from torch._inductor import config as inductor
+from torch.nn.functional import linear
+
+from baton.engine.kernels.cpu.build import Unavailable
+from baton.engine.kernels.cpu.ops import CpuKernels
+from baton.engine.kernels.cpu.profile import Profile
+from baton.engine.model.memory import Arena
+from benchmarks.lib.bandwidth import Reader
+from benchmarks.lib.machine import machine
+from benchmarks.lib.report import markdown
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    Product = Callable[[torch.Tensor], object]
+
+SHAPES = ((11264, 2048), (2048, 5632), (2560, 2048), (2048, 2048))  # [width, K]: gate and up, down, qkv, o
+ROWS = (1, 4, 16, 32)
+COLD_BYTES = 400 << 20
+COMPILED, PLAIN = "compiled kernel, huge pages", "F.linear"
+
+
+def candidates(width: int, k: int, *, templates: bool) -> dict[str, list[Product]]:
+    """For each way, one product per copy of a weight [width, K]."""
+    count = max(2, COLD_BYTES // (2 * width * k))
+    weights = torch.randn(width, k).to(torch.bfloat16).repeat(count, 1, 1)
+    huge = Arena().empty((count, width, k), torch.bfloat16).copy_(weights)
+    found: dict[str, list[Product]] = {
+        PLAIN: [partial(_plain, weight) for weight in weights],
+        "F.linear, huge pages": [partial(_plain, weight) for weight in huge],
+        "packed oneDNN": [partial(_packed, torch.ops.mkldnn._reorder_linear_weight(weight, 1)) for weight in weights],
+    }
+    if templates:
+        found["Inductor, max-autotune"] = _inductor(weights)
+    try:
+        kernels = CpuKernels(torch.bfloat16, Profile(default_rows=1 << 30))
+    except Unavailable as why:
+        print(f"no compiled kernel here: {why}")
+        return found
+    for name, where in (("compiled kernel", weights), (COMPILED, huge)):
+        found[name] = [partial(_into, kernels.linear(weight), width) for weight in where]
+    return found
+
+
+def _plain(weight: torch.Tensor, x: torch.Tensor) -> object:
+    return linear(x, weight)
+
+
+def _packed(weight: torch.Tensor, x: torch.Tensor) -> object:
+    return torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")
+
+
+def _inductor(weights: torch.Tensor) -> list[Product]:
+    """Frozen graphs: each has packed its own weight."""
+    inductor.freezing, inductor.max_autotune = True, True
+    inductor.max_autotune_gemm_backends = "CPP,ATEN"
+    dynamo.recompile_limit = 1000  # one graph for each copy and number of rows
+    return [
+        torch.compile(_layer(weight), dynamic=False) for weight in weights[: 1 + COLD_BYTES // 4 // weights[0].nbytes]
+    ]
+
+
+def _layer(weight: torch.Tensor) -> torch.nn.Linear:
+    layer = torch.nn.Linear(weight.shape[1], weight.shape[0], bias=False, dtype=weight.dtype)
+    layer.weight = torch.nn.Parameter(weight, requires_grad=False)
+    return layer.eval()
+
+
+def _into(layer: Callable[[torch.Tensor, torch.Tensor], object], width: int, x: torch.Tensor) -> object:
+    return layer(x, torch.empty(len(x), width, dtype=x.dtype))
+
+
+def measure(ways: dict[str, list[Product]], rows: int, k: int, rounds: int) -> dict[str, float]:
+    """Median seconds of one product of each way."""
+    x = torch.randn(rows, k).to(torch.bfloat16)
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    for turn in range(rounds + 1):
+        for name, products in ways.items():
+            began = time.perf_counter()
+            for product in products:
+                product(x)
+            if turn:
+                seconds[name].append((time.perf_counter() - began) / len(products))
+    return {name: statistics.median(taken) for name, taken in seconds.items()}
+
+
+def run(shapes: Sequence[tuple[int, int]], threads: int, *, templates: bool, rounds: int) -> dict[str, float]:
+    """Print one table, and return the ratios."""
+    torch.set_num_threads(threads)
+    home = Path(os.environ.get("BATON_HOME") or Path.home() / ".baton").expanduser()
+    limit = max(Reader(COLD_BYTES, threads, home / "bench").measure().values())
+    rows, shares, gains = list[list[str]](), list[dict[str, float]](), list[float]()
+    for width, k in shapes:
+        ways = candidates(width, k, templates=templates)
+        for n in ROWS:
+            seconds, size = measure(ways, n, k, rounds), 2 * width * k
+            for name, s in seconds.items():
+                speed = (f"{size / s / 1e9:.1f}", f"{n * size / s / 1e9:.0f}")
+                rows.append(
+                    [f"{width} x {k}", str(n), name, *speed, f"{size / s / limit:.2f}", f"{seconds[PLAIN] / s:.2f}"]
+                )
+            gains += [seconds[PLAIN] / seconds[COMPILED]] if COMPILED in seconds else []
+            shares += [{name: size / s / limit for name, s in seconds.items()}] if n == 1 else []
+    print(f"\n### {threads} threads, memory's limit {limit / 1e9:.1f} GB/s\n")
+    print(markdown(["weight", "rows", "way", "GB/s", "GFLOP/s", "share of limit", "times F.linear"], rows))
+    median = {name: statistics.median(share[name] for share in shares) for name in shares[0]}
+    return {f"{name}, 1 row, share of limit": round(value, 3) for name, value in median.items()} | {
+        "compiled_vs_linear_min": round(min(gains), 3) if gains else float("nan")
+    }
+
+
+def main() -> None:
+    """Measure with the numbers of threads that were asked for."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="one shape, without Inductor")
+    parser.add_argument("--threads", default="1,2", help="numbers of threads, such as 1,2")
+    args = parser.parse_args()
+    print(*(f"{name}: {value}" for name, value in machine().items()), sep="\n")
+    shapes, rounds = (SHAPES[:1], 5) if args.quick else (SHAPES, 9)
+    with torch.inference_mode():
+        ratios = {
+            f"{threads} threads": run(shapes, int(threads), templates=not args.quick, rounds=rounds)
+            for threads in args.threads.split(",")
+        }
+    print(json.dumps({"benchmark": "linear", "ratios": ratios}))
+
+
+if __name__ == "__main__":
+    main()
