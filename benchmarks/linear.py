@@ -29,7 +29,7 @@ from torch.nn.functional import linear
 
 from baton.engine.kernels.cpu.build import Unavailable
 from baton.engine.kernels.cpu.ops import CpuKernels
-from baton.engine.kernels.cpu.profile import Profile
+from baton.engine.kernels.cpu.profile import Choice, Profile
 from baton.engine.model.memory import Arena
 from benchmarks.lib.bandwidth import Reader
 from benchmarks.lib.machine import machine
@@ -59,7 +59,7 @@ def candidates(width: int, k: int, *, templates: bool) -> dict[str, list[Product
     if templates:
         found["Inductor, max-autotune"] = _inductor(weights)
     try:
-        kernels = CpuKernels(torch.bfloat16, Profile(default_rows=1 << 30))
+        kernels = CpuKernels(torch.bfloat16, Profile(static=Choice(1 << 30, tall=True)))
     except Unavailable as why:
         print(f"no compiled kernel here: {why}")
         return found

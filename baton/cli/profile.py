@@ -65,16 +65,15 @@ def _attention(kernels: CpuKernels, backend: TransformerBackend) -> list[float] 
 def _kept(kernels: CpuKernels, points: list[Point], attention: list[float] | None) -> dict[str, object]:
     path, found = profile_of(kernels.dtype), make_profile(points, attention)
     save_profile(path, load_profile(path).merged(found))
-    table = Table("weight", "rows", "flat GFLOP/s", "full GFLOP/s", "flat GB/s", "flat / full")
+    table = Table("weight", "rows", "flat GFLOP/s", "tall GFLOP/s", "torch GFLOP/s", "flat GB/s")
     for p in points:
         work, size = 2 * p.width * p.k * p.rows / 1e9, p.width * p.k * kernels.dtype.itemsize / 1e9
-        ratio = p.full_s / p.flat_s
-        figures = (f"{work / p.flat_s:.0f}", f"{work / p.full_s:.0f}", f"{size / p.flat_s:.1f}", f"{ratio:.2f}")
-        table.add_row(f"{p.width} x {p.k}", str(p.rows), *figures)
+        rates = (f"{work / seconds:.0f}" for seconds in (p.flat_s, p.tall_s, p.torch_s))
+        table.add_row(f"{p.width} x {p.k}", str(p.rows), *rates, f"{size / p.flat_s:.1f}")
     console = Console(stderr=True)
     console.print(table)
-    for (width, k), rows in sorted(found.rows.items()):
-        console.print(f"{width} x {k}: flat kernel up to {rows} rows")
+    for (width, k), (rows, tall) in sorted(found.choices.items()):
+        console.print(f"{width} x {k}: flat kernel up to {rows} rows, then {'the tall one' if tall else 'torch'}")
     if attention is not None:
         unified = "preset" if found.unified_max is not None else "running"
         times = f"running {attention[0] * 1e6:.0f} us, preset {attention[1] * 1e6:.0f} us"
@@ -84,7 +83,7 @@ def _kept(kernels: CpuKernels, points: list[Point], attention: list[float] | Non
         "path": str(path),
         "threads": torch.get_num_threads(),
         "dtype": str(kernels.dtype).removeprefix("torch."),
-        "flat_rows": {f"{width}x{k}": rows for (width, k), rows in sorted(found.rows.items())},
+        "choices": {f"{width}x{k}": choice._asdict() for (width, k), choice in sorted(found.choices.items())},
         "unified_max": found.unified_max,
         "points": [p._asdict() for p in points],
     }

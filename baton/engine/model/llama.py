@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from baton.engine.kernels.base import HeadNorms
-from baton.engine.model.layers import ACTIVATIONS, Scratch, Step
+from baton.engine.kernels.scratch import Scratch
+from baton.engine.model.layers import ACTIVATIONS, Step
 from baton.engine.model.rope import Rotary
 
 if TYPE_CHECKING:

@@ -35,10 +35,10 @@ def test_every_shape_of_the_model_is_measured_and_kept(cluster_file, capsys):
         pytest.skip(f"the compiled kernels cannot be used here: {why}")
     (report,) = json.loads(capsys.readouterr().out)  # both pools have one thread: one profile
     shapes = {f"{p['width']}x{p['k']}" for p in report["points"]}
-    assert shapes == set(report["flat_rows"])
+    assert shapes == set(report["choices"])
     assert len(shapes) == 5  # qkv, o, gate and up, down, head
     kept = load_profile(Path(report["path"]))
-    assert {f"{width}x{k}": rows for (width, k), rows in kept.rows.items()} == report["flat_rows"]
+    assert {f"{n}x{k}": choice._asdict() for (n, k), choice in kept.choices.items()} == report["choices"]
     assert kept.unified_max == report["unified_max"]
 
 

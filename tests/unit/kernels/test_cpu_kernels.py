@@ -13,7 +13,7 @@ from baton.engine.kernels.base import HeadNorms, Rotation
 from baton.engine.kernels.cpu.attention import CompiledAttention
 from baton.engine.kernels.cpu.build import Unavailable, load_library
 from baton.engine.kernels.cpu.ops import ELEMENTS, CpuKernels
-from baton.engine.kernels.cpu.profile import Profile
+from baton.engine.kernels.cpu.profile import Choice, Profile
 from baton.engine.kernels.paged import PagedAttention
 from baton.engine.kernels.plain import TorchKernels, TorchLinear
 
@@ -21,10 +21,13 @@ DTYPES = list(ELEMENTS)
 BLOCK = 16
 
 
+FLAT, TALL = Choice(1 << 20, tall=True), Choice(0, tall=True)
+
+
 @pytest.fixture(scope="module", params=DTYPES, ids=str)
 def kernels(request) -> CpuKernels:
     try:
-        return CpuKernels(request.param, Profile({}, None, default_rows=1 << 20))
+        return CpuKernels(request.param, Profile(static=FLAT))
     except Unavailable as why:
         pytest.skip(f"the compiled kernels cannot be used here: {why}")
 
@@ -54,10 +57,12 @@ def normal(*shape: int, dtype: torch.dtype, generator: torch.Generator) -> torch
 
 @pytest.mark.parametrize("k", [1, 16, 31, 32, 33, 100, 2049, 5632])
 @pytest.mark.parametrize("width", [1, 3, 4, 9, 71, 130])
-def test_linear_equals_torch(kernels: CpuKernels, dtype, seed: int, width: int, k: int):
+@pytest.mark.parametrize("choice", [FLAT, TALL], ids=["flat", "tall"])
+def test_linear_equals_torch(dtype, seed: int, width: int, k: int, choice: Choice):
+    kernels = CpuKernels(dtype, Profile(static=choice))
     generator = torch.Generator().manual_seed(seed)
     weight, bias = normal(width, k, dtype=dtype, generator=generator), normal(width, dtype=dtype, generator=generator)
-    for rows in (1, 2, 3, 7, 50):
+    for rows in (1, 2, 3, 7, 50, 130):
         x = normal(rows, k, dtype=dtype, generator=generator)
         for b in (None, bias):
             found = kernels.linear(weight, b)(x, torch.full((rows, width), torch.nan, dtype=dtype))
@@ -67,8 +72,10 @@ def test_linear_equals_torch(kernels: CpuKernels, dtype, seed: int, width: int, 
         torch.testing.assert_close(wide.double(), x.double() @ weight.double().t(), atol=1e-4 * k**0.5, rtol=1e-3)
 
 
-def test_rows_of_a_linear_layer_do_not_depend_on_their_company(kernels: CpuKernels, dtype, seed: int):
-    """Bit for bit, whatever the number of rows: what batches of any size may rely on."""
+@pytest.mark.parametrize("choice", [FLAT, TALL], ids=["flat", "tall"])
+def test_rows_of_a_linear_layer_do_not_depend_on_their_company(dtype, seed: int, choice: Choice):
+    """Bit for bit, whatever the number of rows, as long as the kernel is the same."""
+    kernels = CpuKernels(dtype, Profile(static=choice))
     generator = torch.Generator().manual_seed(seed)
     layer = kernels.linear(normal(77, 4500, dtype=dtype, generator=generator))
     x = normal(70, 4500, dtype=dtype, generator=generator)
@@ -78,7 +85,9 @@ def test_rows_of_a_linear_layer_do_not_depend_on_their_company(kernels: CpuKerne
         assert torch.equal(part, whole[first : first + rows])
 
 
-def test_linear_leaves_what_lies_around_its_output_alone(kernels: CpuKernels, dtype):
+@pytest.mark.parametrize("choice", [FLAT, TALL], ids=["flat", "tall"])
+def test_linear_leaves_what_lies_around_its_output_alone(dtype, choice: Choice):
+    kernels = CpuKernels(dtype, Profile(static=choice))
     around = torch.full((9, 40), 7.0, dtype=dtype)
     weight, x = torch.ones(13, 20, dtype=dtype), torch.ones(5, 20, dtype=dtype)
     kernels.linear(weight)(x, around[2:7, 10:23])
@@ -228,7 +237,8 @@ def test_one_attention_serves_batch_after_batch(kernels, dtype, seed):
         close(out, expected, dtype, scale=2)
 
 
-def test_more_rows_than_the_profile_says_go_to_torch(dtype, monkeypatch):
+@pytest.mark.parametrize("tall", [False, True])
+def test_the_profile_says_which_kernel_is_taken(dtype, monkeypatch, tall: bool):
     calls: list[int] = []
     full = TorchLinear.__call__
 
@@ -237,8 +247,9 @@ def test_more_rows_than_the_profile_says_go_to_torch(dtype, monkeypatch):
         return full(self, x, out)
 
     monkeypatch.setattr(TorchLinear, "__call__", counted)
-    layer = CpuKernels(dtype, Profile({(8, 8): 2})).linear(torch.eye(8, dtype=dtype))
+    kernels = CpuKernels(dtype, Profile({(8, 8): Choice(2, tall=tall)}))
+    layer = kernels.linear(torch.eye(8, dtype=dtype))
     for rows in (1, 2, 3):
         x = torch.rand(rows, 8).to(dtype)
         assert torch.equal(layer(x, torch.empty_like(x)), x)
-    assert calls == [3]
+    assert calls == ([] if tall else [3])

@@ -7,38 +7,67 @@ import json
 import pytest
 import torch
 
-from baton.engine.kernels.cpu.build import Unavailable
-from baton.engine.kernels.cpu.measure import UNIFIED, Point, flat_rows, make_profile, measure_attention, measure_linear
+from baton.engine.kernels.cpu import profile
+from baton.engine.kernels.cpu.build import Machine, Unavailable
+from baton.engine.kernels.cpu.measure import (
+    UNIFIED,
+    Point,
+    best_choice,
+    make_profile,
+    measure_attention,
+    measure_linear,
+)
 from baton.engine.kernels.cpu.ops import CpuKernels
 from baton.engine.kernels.cpu.profile import (
-    DEFAULT_FLAT_ROWS,
+    FLAT_ROWS,
+    LONG_K,
+    TILE_UNIT,
+    Choice,
     Profile,
     load_profile,
     profile_path,
     save_profile,
+    static_choice,
 )
 
+K = 32
+STATIC = static_choice(K)
 
-def points(**full_over_flat: float) -> list[Point]:
-    """One point per `rNNN=ratio`."""
-    return [Point(64, 32, int(name[1:]), 1.0, ratio) for name, ratio in full_over_flat.items()]
+
+def points(tall: float = 1.0, **others_over_flat: float) -> list[Point]:
+    """One point per `rNNN=ratio`; the tall kernel takes `tall` times as long as torch."""
+    return [Point(64, K, int(name[1:]), 1.0, ratio * tall, ratio) for name, ratio in others_over_flat.items()]
 
 
 def test_without_a_clear_winner_the_static_choice_stays():
-    assert flat_rows(points(r1=1.0, r64=1.0, r96=1.0, r128=1.02, r512=0.98)) == DEFAULT_FLAT_ROWS
+    found = best_choice(points(r1=1.0, r64=1.0, r96=1.0, r128=1.02, r512=0.98))
+    assert found == STATIC == Choice(FLAT_ROWS, STATIC.tall)
 
 
 def test_a_slower_flat_kernel_gives_way_where_that_begins():
-    assert flat_rows(points(r1=2.0, r16=1.2, r32=0.8, r64=0.7, r128=0.7)) == 16
-    assert flat_rows(points(r1=0.5, r16=0.5)) == 0
+    assert best_choice(points(r1=2.0, r16=1.2, r32=0.8, r64=0.7, r128=0.7)).flat_rows == 16
+    assert best_choice(points(r1=0.5, r16=0.5)).flat_rows == 0
 
 
 def test_a_faster_flat_kernel_is_taken_as_far_as_it_leads():
-    assert flat_rows(points(r1=2.0, r96=1.3, r128=1.3, r192=1.2, r256=0.9, r384=0.8)) == 192
+    assert best_choice(points(r1=2.0, r96=1.3, r128=1.3, r192=1.2, r256=0.9, r384=0.8)).flat_rows == 192
+
+
+@pytest.mark.parametrize(("ratio", "tall"), [(0.5, True), (2.0, False)])
+def test_the_faster_of_the_tall_kernel_and_torch_is_taken(ratio, tall):
+    assert best_choice(points(ratio, r1=4.0, r128=0.4, r512=0.4)).tall is tall
 
 
 def test_one_disturbed_point_among_others_changes_nothing():
-    assert flat_rows(points(r1=2.0, r8=1.5, r16=0.7, r32=1.5, r96=1.3, r128=0.7, r192=0.6)) == DEFAULT_FLAT_ROWS
+    assert best_choice(points(r1=2.0, r8=1.5, r16=0.7, r32=1.5, r96=1.3, r128=0.7, r192=0.6)) == STATIC
+
+
+def test_a_processor_with_a_tile_unit_leaves_many_rows_to_torch(monkeypatch):
+    monkeypatch.setattr(profile, "machine", lambda: Machine("x", frozenset({TILE_UNIT})))
+    assert not static_choice(K).tall
+    monkeypatch.setattr(profile, "machine", lambda: Machine("x", frozenset()))
+    assert static_choice(K).tall
+    assert static_choice(LONG_K).flat_rows < static_choice(LONG_K - 1).flat_rows
 
 
 @pytest.mark.parametrize(("attention", "expected"), [([2.0, 1.0], UNIFIED), ([1.0, 0.98], None), ([1.0, 2.0], None)])
@@ -48,16 +77,16 @@ def test_the_preset_maximum_must_be_clearly_faster(attention, expected):
 
 def test_a_profile_survives_the_disk_and_is_added_to(tmp_path):
     path = tmp_path / "deep" / "file.json"
-    first = Profile({(64, 32): 7, (1, 2): 3}, 0.0)
+    first = Profile({(64, 32): Choice(7, True), (1, 2): Choice(3, False)}, 0.0)
     save_profile(path, first)
     assert load_profile(path) == first
-    save_profile(path, load_profile(path).merged(Profile({(64, 32): 9})))
-    assert load_profile(path) == Profile({(64, 32): 9, (1, 2): 3}, None)
-    assert load_profile(path).flat_rows(64, 32) == 9
-    assert load_profile(path).flat_rows(5, 5) == DEFAULT_FLAT_ROWS
+    save_profile(path, load_profile(path).merged(Profile({(64, 32): Choice(9, False)})))
+    assert load_profile(path) == Profile({(64, 32): Choice(9, False), (1, 2): Choice(3, False)}, None)
+    assert load_profile(path).choice(64, 32).flat_rows == 9
+    assert load_profile(path).choice(5, 5) == static_choice(5)
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", json.dumps({"rows": [[1, 2]], "unified_max": None})])
+@pytest.mark.parametrize("text", ["", "{", "[]", json.dumps({"choices": [[1, 2]], "unified_max": None})])
 def test_a_broken_file_means_the_defaults(tmp_path, text):
     path = tmp_path / "p.json"
     path.write_text(text)
@@ -78,5 +107,5 @@ def test_measuring_gives_a_time_for_each_candidate():
         pytest.skip(f"the compiled kernels cannot be used here: {why}")
     found = measure_linear(kernels, 24, 16, rows=(1, 5))
     assert [(p.width, p.k, p.rows) for p in found] == [(24, 16, 1), (24, 16, 5)]
-    assert min(min(p.flat_s, p.full_s) for p in found) > 0
+    assert min(min(p.flat_s, p.tall_s, p.torch_s) for p in found) > 0
     assert len(measure_attention(kernels, 4, 2, 16, context=40)) == 2

@@ -9,6 +9,7 @@
  * a row whose scores leave the range that is safe for that is computed again with its running maximum.
  */
 #include "common.h"
+#include "turn.h"
 
 #define CHUNK 64
 #define GROUPS (CHUNK / LANES)
@@ -20,32 +21,6 @@
 typedef struct {
     int32_t sequence, token, tokens, head, heads, begin, end, partial, splits;
 } task_t;
-
-/* 16 vectors of 16 words, turned: out[w * CHUNK + i] = rows[i][w]. */
-INLINE void turn(__m512i r[16], int32_t *out) {
-    __m512i t[16];
-#pragma GCC unroll 8
-    for (int i = 0; i < 16; i += 2) {
-        t[i] = _mm512_unpacklo_epi32(r[i], r[i + 1]);
-        t[i + 1] = _mm512_unpackhi_epi32(r[i], r[i + 1]);
-    }
-#pragma GCC unroll 4
-    for (int i = 0; i < 16; i += 4) {
-        r[i] = _mm512_unpacklo_epi64(t[i], t[i + 2]);
-        r[i + 1] = _mm512_unpackhi_epi64(t[i], t[i + 2]);
-        r[i + 2] = _mm512_unpacklo_epi64(t[i + 1], t[i + 3]);
-        r[i + 3] = _mm512_unpackhi_epi64(t[i + 1], t[i + 3]);
-    }
-#pragma GCC unroll 4
-    for (int i = 0; i < 4; i++) {
-        __m512i a = _mm512_shuffle_i32x4(r[i], r[i + 4], 0x88), b = _mm512_shuffle_i32x4(r[i], r[i + 4], 0xdd);
-        __m512i c = _mm512_shuffle_i32x4(r[i + 8], r[i + 12], 0x88), d = _mm512_shuffle_i32x4(r[i + 8], r[i + 12], 0xdd);
-        _mm512_storeu_si512(out + (long)i * CHUNK, _mm512_shuffle_i32x4(a, c, 0x88));
-        _mm512_storeu_si512(out + (long)(i + 8) * CHUNK, _mm512_shuffle_i32x4(a, c, 0xdd));
-        _mm512_storeu_si512(out + (long)(i + 4) * CHUNK, _mm512_shuffle_i32x4(b, d, 0x88));
-        _mm512_storeu_si512(out + (long)(i + 12) * CHUNK, _mm512_shuffle_i32x4(b, d, 0xdd));
-    }
-}
 
 /* Where the positions of a chunk lie in the cache, in elements from its beginning. */
 typedef struct {
@@ -141,9 +116,12 @@ static void turn_keys(const attention_args *a, long kv_head, const place_t *here
             const __mmask16 lanes = first_lanes(words - w);
             __m512i r[LANES];
             for (long i = g * LANES; !w && i < MIN(next->count, (g + 1) * LANES); i++) fetch(keys + next->keys[i], a->dim);
-            for (long i = 0; i < LANES; i++)
-                r[i] = i < count ? _mm512_maskz_loadu_epi32(lanes, keys + here->keys[g * LANES + i] + w * PAIR)
-                                 : _mm512_setzero_si512();
+            const long *rows = here->keys + g * LANES;
+            if (count == LANES && words - w >= LANES)
+                for (long i = 0; i < LANES; i++) r[i] = _mm512_loadu_si512(keys + rows[i] + w * PAIR);
+            else
+                for (long i = 0; i < LANES; i++)
+                    r[i] = i < count ? _mm512_maskz_loadu_epi32(lanes, keys + rows[i] + w * PAIR) : _mm512_setzero_si512();
             turn(r, room->keys + w * CHUNK + g * LANES);
         }
     }
@@ -159,11 +137,11 @@ static void pair_values(const attention_args *a, long kv_head, const place_t *he
 #ifdef ELEM_BF16
         const int both = c * PAIR + 1 < here->count;
         const elem *other = both ? values + here->values[c * PAIR + 1] : row;
-        const __mmask16 there = both ? 0xffff : 0;
+        const __mmask16 there = both ? ALL : 0;
         for (long d = 0; d < a->value_dim; d += LANES) {
             const __m512i low = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)(row + d)));
-            const __m512i high = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(there, other + d));
-            _mm512_storeu_si512(out + d, _mm512_or_si512(low, _mm512_slli_epi32(high, 16)));
+            const __m512i high = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)(other + d)));
+            _mm512_storeu_si512(out + d, _mm512_mask_or_epi32(low, there, low, _mm512_slli_epi32(high, 16)));
         }
 #else
         memcpy(out, row, a->value_dim * sizeof(elem));
@@ -277,7 +255,7 @@ static void soften(const attention_args * a, room_t *room, long r, long at, int 
     for (int j = 0; j < GROUPS; j++) {
         const __m512 p = exp2_16(_mm512_sub_ps(s[j], _mm512_set1_ps(base)));
         sum = _mm512_add_ps(sum, p);
-        store(weights + j * LANES, 0xffff, p);
+        store(weights + j * LANES, ALL, p);
     }
     room->shrink[r] = unified || !higher ? 1.0f : power(before - top);
     float *totals = room->totals + r * LANES;
@@ -348,7 +326,7 @@ static void leave(const attention_args * a, const task_t *t, const room_t *room,
         elem *out = a->out + token * a->out_stride + head * a->value_dim;
         const __m512 share = _mm512_set1_ps(1.0f / room->total[i]);
         for (long d = 0; d < a->value_dim; d += LANES)
-            store(out + d, 0xffff, _mm512_mul_ps(_mm512_loadu_ps(sums + d), share));
+            store(out + d, ALL, _mm512_mul_ps(_mm512_loadu_ps(sums + d), share));
     }
 }
 
@@ -384,7 +362,7 @@ static void join(const attention_args * a, const task_t *t) {
             __m512 sum = _mm512_setzero_ps();
             for (long i = 0; i < t->splits; i++)
                 sum = _mm512_fmadd_ps(_mm512_loadu_ps(parts + i * step + 2 + d), _mm512_set1_ps(weight[i]), sum);
-            store(out + d, 0xffff, _mm512_mul_ps(sum, _mm512_set1_ps(1.0f / total)));
+            store(out + d, ALL, _mm512_mul_ps(sum, _mm512_set1_ps(1.0f / total)));
         }
     }
 }

@@ -41,20 +41,45 @@ INLINE __m512 dot(__m512 acc, __m512i a, __m512i b) {
 #endif
 }
 
+#define ALL ((__mmask16)0xffff)
+#define WHOLE(lanes) (__builtin_constant_p(lanes) && (lanes) == ALL)
+
+/* Does what follows for each vector of `n` elements: whole ones with `lanes` a constant, which is much faster, and the rest. */
+#define EACH_VECTOR(i, lanes, n, ...)                                                                                  \
+    do {                                                                                                               \
+        long i = 0;                                                                                                    \
+        for (; i + LANES <= (n); i += LANES) {                                                                         \
+            const __mmask16 lanes = ALL;                                                                               \
+            __VA_ARGS__                                                                                                \
+        }                                                                                                              \
+        if (i < (n)) {                                                                                                 \
+            const __mmask16 lanes = first_lanes((n) - i);                                                              \
+            __VA_ARGS__                                                                                                \
+        }                                                                                                              \
+    } while (0)
+
 /* Up to 16 elements as float32, and back (to the nearest, ties to even). */
 INLINE __m512 load(const elem *p, __mmask16 lanes) {
 #ifdef ELEM_BF16
-    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(lanes, p)), 16));
+    const __m256i bits = WHOLE(lanes) ? _mm256_loadu_si256((const __m256i *)p) : _mm256_maskz_loadu_epi16(lanes, p);
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16));
 #else
-    return _mm512_maskz_loadu_ps(lanes, p);
+    return WHOLE(lanes) ? _mm512_loadu_ps(p) : _mm512_maskz_loadu_ps(lanes, p);
 #endif
 }
 
 INLINE void store(elem *p, __mmask16 lanes, __m512 x) {
 #ifdef ELEM_BF16
-    _mm256_mask_storeu_epi16(p, lanes, (__m256i)_mm512_cvtneps_pbh(x));
+    const __m256i bits = (__m256i)_mm512_cvtneps_pbh(x);
+    if (WHOLE(lanes))
+        _mm256_storeu_si256((__m256i *)p, bits);
+    else
+        _mm256_mask_storeu_epi16(p, lanes, bits);
 #else
-    _mm512_mask_storeu_ps(p, lanes, x);
+    if (WHOLE(lanes))
+        _mm512_storeu_ps(p, x);
+    else
+        _mm512_mask_storeu_ps(p, lanes, x);
 #endif
 }
 

@@ -10,27 +10,26 @@ typedef struct {
 
 INLINE void norm_row(const elem *x, const elem *weight, elem *out, long width, float eps) {
     __m512 squares = _mm512_setzero_ps();
-    for (long i = 0; i < width; i += LANES) {
-        const __m512 v = load(x + i, first_lanes(width - i));
+    EACH_VECTOR(i, lanes, width, {
+        const __m512 v = load(x + i, lanes);
         squares = _mm512_fmadd_ps(v, v, squares);
-    }
+    });
     const __m512 scale = _mm512_set1_ps(1.0f / sqrtf(_mm512_reduce_add_ps(squares) / width + eps));
-    for (long i = 0; i < width; i += LANES) {
-        const __mmask16 lanes = first_lanes(width - i);
+    EACH_VECTOR(i, lanes, width, {
         /* Rounded before the weight is applied, as the models were trained. */
         const __m512 normed = rounded(_mm512_mul_ps(load(x + i, lanes), scale));
         store(out + i, lanes, _mm512_mul_ps(normed, load(weight + i, lanes)));
-    }
+    });
 }
 
 void NAME(norm)(const norm_args * a, int threads) {
 #pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1 && a->rows * a->width > 16384)
     for (long r = 0; r < a->rows; r++) {
         elem *x = a->x + r * a->width;
-        for (long i = 0; a->delta && i < a->width; i += LANES) {
-            const __mmask16 lanes = first_lanes(a->width - i);
-            store(x + i, lanes, _mm512_add_ps(load(x + i, lanes), load(a->delta + r * a->width + i, lanes)));
-        }
+        const elem *delta = a->delta ? a->delta + r * a->width : NULL;
+        if (delta)
+            EACH_VECTOR(i, lanes, a->width,
+                        { store(x + i, lanes, _mm512_add_ps(load(x + i, lanes), load(delta + i, lanes))); });
         norm_row(x, a->weight, a->out + r * a->width, a->width, a->eps);
     }
 }
@@ -45,15 +44,14 @@ typedef struct {
 
 /* to = x rotated: pairs (i, i + half). Products and differences are rounded as the plain kernels round them. */
 INLINE void rotate_head(const elem *x, const elem *cos, const elem *sin, elem *to, long half) {
-    for (long i = 0; i < half; i += LANES) {
-        const __mmask16 lanes = first_lanes(half - i);
+    EACH_VECTOR(i, lanes, half, {
         const __m512 a = load(x + i, lanes), b = load(x + half + i, lanes);
         const __m512 c = load(cos + i, lanes), s = load(sin + i, lanes);
         const __m512 first = _mm512_sub_ps(rounded(_mm512_mul_ps(a, c)), rounded(_mm512_mul_ps(b, s)));
         const __m512 second = _mm512_add_ps(rounded(_mm512_mul_ps(b, c)), rounded(_mm512_mul_ps(a, s)));
         store(to + i, lanes, first);
         store(to + half + i, lanes, second);
-    }
+    });
 }
 
 void NAME(rotate_and_store)(const rotate_args * a, int threads) {
@@ -96,14 +94,18 @@ INLINE __m512 activate(__m512 x, long activation) {
     return _mm512_mul_ps(x, _mm512_mul_ps(guess, _mm512_fnmadd_ps(below, guess, _mm512_set1_ps(2.0f))));
 }
 
+INLINE void gate_vector(const elem *gate, const elem *up, elem *out, __mmask16 lanes, int activation) {
+    store(out, lanes, _mm512_mul_ps(rounded(activate(load(gate, lanes), activation)), load(up, lanes)));
+}
+
 void NAME(gate)(const gate_args * a, int threads) {
 #pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1 && a->rows * a->width > 16384)
     for (long r = 0; r < a->rows; r++) {
         const elem *gate = a->gate_up + r * 2 * a->width, *up = gate + a->width;
-        for (long i = 0; i < a->width; i += LANES) {
-            const __mmask16 lanes = first_lanes(a->width - i);
-            const __m512 g = rounded(activate(load(gate + i, lanes), a->activation));
-            store(a->out + r * a->width + i, lanes, _mm512_mul_ps(g, load(up + i, lanes)));
-        }
+        elem *out = a->out + r * a->width;
+        if (a->activation)
+            EACH_VECTOR(i, lanes, a->width, { gate_vector(gate + i, up + i, out + i, lanes, 1); });
+        else
+            EACH_VECTOR(i, lanes, a->width, { gate_vector(gate + i, up + i, out + i, lanes, 0); });
     }
 }

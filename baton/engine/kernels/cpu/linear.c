@@ -29,13 +29,20 @@ typedef struct {
     long rows, n, k, stride_x, stride_y, wide;
 } linear_args;
 
-INLINE void put(const linear_args * a, long m, long n, int nr, __m512 sums) {
+INLINE void put(const linear_args *a, long m, long n, int nr, __m512 sums) {
     const __mmask16 lanes = first_lanes(nr);
+    const long at = m * a->stride_y + n;
     if (a->bias) sums = _mm512_add_ps(sums, load(a->bias + n, lanes));
     if (a->wide)
-        _mm512_mask_storeu_ps((float *)a->y + m * a->stride_y + n, lanes, sums);
+        _mm512_mask_storeu_ps((float *)a->y + at, lanes, sums);
+#ifdef ELEM_BF16
+    else if (nr == NR)
+        _mm_storeu_si128((__m128i *)((elem *)a->y + at), _mm256_castsi256_si128((__m256i)_mm512_cvtneps_pbh(sums)));
+#endif
+    else if (nr == LANES)
+        store((elem *)a->y + at, ALL, sums);
     else
-        store((elem *)a->y + m * a->stride_y + n, lanes, sums);
+        store((elem *)a->y + at, lanes, sums);
 }
 
 INLINE __m512i part(const elem *p, long n) {
@@ -112,18 +119,18 @@ static void pick(const linear_args * a, long m, int mr, long n, long k0, long k1
 static void few(const linear_args *a, long m, int mr, long n, long end) {
     const char *next = NULL;
     const long k0 = 0, k1 = a->k;
-    __m512 *kept = NULL;
+    __m512 kept[MR * NR]; /* not used: K is whole */
     for (; n + 4 <= end; n += 4) BY_ROWS(4, 0);
     for (; n < end; n++) BY_ROWS(1, 0);
 }
 
 /* All rows of a panel of x against the W rows [begin, end). */
-static void panel(const linear_args * a, long first, long rows, long begin, long end, int ahead) {
+static void panel(const linear_args * a, long first, long rows, long begin, long end) {
     static __thread __m512 kept[(MAX_PANEL + MR) * NR];
     const long passes = (rows + MR - 1) / MR, most = TILE_BYTES / (long)sizeof(elem);
     const long parts = rows > MR ? (a->k + most - 1) / most : 1;
     const long kb = ((a->k + parts - 1) / parts + 63) / 64 * 64;
-    const int fetch = !ahead ? 0 : passes >= 8 ? 1 : passes >= 4 ? 2 : passes >= 2 ? 4 : 8;
+    const int fetch = passes >= 8 ? 1 : passes >= 4 ? 2 : passes >= 2 ? 4 : 8;
     const long lines = fetch * LINE, step = LANES * PAIR;
     long n = begin;
     for (; n + NR <= end && rows > 1; n += NR) {
@@ -148,7 +155,7 @@ static void panel(const linear_args * a, long first, long rows, long begin, long
 /* Threads take the W rows in pieces, whoever is ready the next one: a thread that is disturbed takes fewer. */
 #define PIECE_BYTES (256 << 10)
 
-void NAME(linear)(const linear_args *a, int threads, int ahead) {
+void NAME(linear)(const linear_args *a, int threads) {
     const long most = MAX(MR, MIN(MAX_PANEL, PANEL_BYTES / (long)(a->k * sizeof(elem)) / MR * MR));
     const long panels = (a->rows + most - 1) / most;
     const long even = (a->n + threads - 1) / threads, row = a->k * sizeof(elem);
@@ -159,7 +166,7 @@ void NAME(linear)(const linear_args *a, int threads, int ahead) {
         const long begin = i * piece, end = MIN(a->n, begin + piece);
         for (long p = 0; p < panels; p++) {
             const long first = a->rows * p / panels, rows = a->rows * (p + 1) / panels - first;
-            panel(a, first, rows, begin, end, ahead);
+            panel(a, first, rows, begin, end);
         }
     }
 }

@@ -18,7 +18,7 @@ import torch
 from baton.engine.batch import Batch
 from baton.engine.kernels.cpu.attention import CompiledAttention
 from baton.engine.kernels.cpu.ops import CompiledLinear, CpuKernels
-from baton.engine.kernels.cpu.profile import DEFAULT_FLAT_ROWS, Profile
+from baton.engine.kernels.cpu.profile import Choice, Profile, static_choice
 from baton.engine.kernels.plain import TorchLinear
 
 if TYPE_CHECKING:
@@ -42,35 +42,45 @@ class Point(NamedTuple):
     k: int
     rows: int
     flat_s: float
-    full_s: float
+    tall_s: float
+    torch_s: float
+
+    def other_s(self, *, tall: bool) -> float:
+        """Without the flat kernel."""
+        return self.tall_s if tall else self.torch_s
 
 
 def measure_linear(kernels: CpuKernels, width: int, k: int, rows: Iterable[int] = ROWS) -> list[Point]:
-    """Flat kernel and torch's product, for each number of rows."""
+    """The compiled kernels and torch's product, for each number of rows."""
     count = max(2, min(COLD_COPIES, COLD_BYTES // (width * k * kernels.dtype.itemsize)))
     weights = torch.randn(width, k).to(kernels.dtype).repeat(count, 1, 1)
-    flat: list[Linear] = [CompiledLinear(kernels.flat_function, weight, None, 1 << 30) for weight in weights]
-    full: list[Linear] = [TorchLinear(weight) for weight in weights]
+    kinds: list[list[Linear]] = [
+        [CompiledLinear(kernels.products, weight, None, Choice(1 << 30, tall=True)) for weight in weights],
+        [CompiledLinear(kernels.products, weight, None, Choice(0, tall=True)) for weight in weights],
+        [TorchLinear(weight) for weight in weights],
+    ]
     points = []
     for n in rows:
         x, out = torch.randn(n, k).to(kernels.dtype), torch.empty(n, width, dtype=kernels.dtype)
         several = max(1, min(count, 256 // n))
-        seconds = alternate([partial(_each, layers[:several], x, out) for layers in (flat, full)])
-        points.append(Point(width, k, n, seconds[0] / several, seconds[1] / several))
+        seconds = alternate([partial(_each, layers[:several], x, out) for layers in kinds])
+        points.append(Point(width, k, n, *(s / several for s in seconds)))
     return points
 
 
-def flat_rows(points: Sequence[Point]) -> int:
-    """The most rows to give to the flat kernel: where the sum of the logarithms of all times is least.
+def best_choice(points: Sequence[Point]) -> Choice:
+    """Where the sum of the logarithms of all times is least, so that a single disturbed point moves little.
 
-    A single disturbed point then moves little. The static choice stays unless another is clearly better.
+    The static choice stays unless another is clearly better.
     """
 
-    def cost(most: int) -> float:
-        return sum(math.log(p.flat_s if p.rows <= most else p.full_s) for p in points)
+    def cost(choice: Choice) -> float:
+        flat, tall = choice
+        return sum(math.log(p.flat_s if p.rows <= flat else p.other_s(tall=tall)) for p in points)
 
-    best = min((0, *(p.rows for p in points)), key=cost)
-    return best if cost(best) + math.log(NOISE) < cost(DEFAULT_FLAT_ROWS) else DEFAULT_FLAT_ROWS
+    static = static_choice(points[0].k)
+    best = min((Choice(most, tall) for tall in (True, False) for most in (0, *(p.rows for p in points))), key=cost)
+    return best if cost(best) + math.log(NOISE) < cost(static) else static
 
 
 def measure_attention(kernels: CpuKernels, heads: int, kv_heads: int, dim: int, context: int = 1024) -> list[float]:
@@ -91,9 +101,9 @@ def measure_attention(kernels: CpuKernels, heads: int, kv_heads: int, dim: int, 
 def make_profile(points: Sequence[Point], attention: Sequence[float] | None) -> Profile:
     """What the measured points say."""
     shapes = {(p.width, p.k) for p in points}
-    rows = {shape: flat_rows([p for p in points if (p.width, p.k) == shape]) for shape in shapes}
+    choices = {shape: best_choice([p for p in points if (p.width, p.k) == shape]) for shape in shapes}
     faster = attention is not None and attention[1] * NOISE < attention[0]
-    return Profile(rows, UNIFIED if faster else None)
+    return Profile(choices, UNIFIED if faster else None)
 
 
 def alternate(candidates: Sequence[Callable[[], object]], repeats: int = REPEATS) -> list[float]:

@@ -7,7 +7,7 @@ call to call is set. What the C code does not handle goes to the torch kernels.
 from __future__ import annotations
 
 import ctypes
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -15,6 +15,7 @@ from baton.engine.kernels.cpu.args import GateArgs, LinearArgs, NormArgs, Rotate
 from baton.engine.kernels.cpu.attention import CompiledAttention
 from baton.engine.kernels.cpu.build import load_library
 from baton.engine.kernels.plain import TorchKernels, TorchLinear
+from baton.engine.kernels.scratch import Scratch
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -23,9 +24,10 @@ if TYPE_CHECKING:
 
     from baton.engine.batch import Batch
     from baton.engine.kernels.base import HeadNorms, Rotation
-    from baton.engine.kernels.cpu.profile import Profile
+    from baton.engine.kernels.cpu.profile import Choice, Profile
 
 ELEMENTS = {torch.bfloat16: "bf16", torch.float32: "f32"}
+LANES, GROUP = 16, 64  # as in the sources
 GATES = {"silu": 0, "gelu_tanh": 1}
 
 
@@ -40,7 +42,9 @@ class CpuKernels:
         self.dtype, self.profile = dtype, profile
         self.shapes: set[tuple[int, int]] = set()  # of the weights of the linear layers made so far
         self._torch = TorchKernels()
-        self.flat_function = library[f"linear_{element}"]
+        room = Scratch(torch.int32, torch.device("cpu"))
+        flat, tall = library[f"linear_{element}"], library[f"gemm_{element}"]
+        self.products = Products(flat, tall, room, 4 // dtype.itemsize)
         self._norm, self._norm_args = library[f"norm_{element}"], NormArgs()
         self._gate, self._gate_args = library[f"gate_{element}"], GateArgs()
         self._rotate, self._rotate_args = library[f"rotate_and_store_{element}"], RotateArgs()
@@ -50,7 +54,7 @@ class CpuKernels:
     def linear(self, weight: Tensor, bias: Tensor | None = None) -> CompiledLinear:
         width, k = weight.shape
         self.shapes.add((width, k))
-        return CompiledLinear(self.flat_function, weight, bias, self.profile.flat_rows(width, k))
+        return CompiledLinear(self.products, weight, bias, self.profile.choice(width, k))
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, out: Tensor) -> Tensor:
         return self._normed(x, None, weight, eps, out)
@@ -103,24 +107,40 @@ class CpuKernels:
         return self._attention[window].bind(batch, block_size, scale)
 
 
-class CompiledLinear:
-    """`Linear` by rows: the compiled kernel for at most `flat_rows`, torch's matrix product above."""
+class Products(NamedTuple):
+    """The two compiled products of one dtype, and the room in which `tall` turns the rows of x."""
 
-    def __init__(self, function: ctypes._NamedFuncPointer, weight: Tensor, bias: Tensor | None, flat_rows: int) -> None:
-        self.weight, self.bias, self.flat_rows = weight, bias, flat_rows
-        self._function, self._full = function, TorchLinear(weight, bias)
+    flat: ctypes._NamedFuncPointer
+    tall: ctypes._NamedFuncPointer
+    room: Scratch
+    words: int  # elements in 32 bits
+
+
+class CompiledLinear:
+    """`Linear` by rows: the flat kernel for few, then the tall one or torch's product, as the choice says."""
+
+    def __init__(self, products: Products, weight: Tensor, bias: Tensor | None, choice: Choice) -> None:
+        self.weight, self.bias, self.choice = weight, bias, choice
+        self._products, self._torch = products, TorchLinear(weight, bias)
         self._args = LinearArgs(w=weight.data_ptr(), bias=None if bias is None else bias.data_ptr())
         self._args.n, self._args.k = weight.shape
+        vectors = -(-weight.shape[1] // (LANES * products.words))
+        self._turned_words = vectors * LANES * GROUP  # of one group of rows
 
     @property
     def width(self) -> int:
         return len(self.weight)
 
     def __call__(self, x: Tensor, out: Tensor) -> Tensor:
-        if len(x) > self.flat_rows:
-            return self._full(x, out)
-        args = self._args
+        flat = len(x) <= self.choice.flat_rows
+        if not (flat or self.choice.tall):
+            return self._torch(x, out)
+        args, products = self._args, self._products
         args.x, args.y, args.rows = x.data_ptr(), out.data_ptr(), len(x)
         args.stride_x, args.stride_y, args.wide = x.stride(0), out.stride(0), out.dtype is not x.dtype
-        self._function(ctypes.byref(args), torch.get_num_threads(), 1)
+        if flat:
+            products.flat(ctypes.byref(args), torch.get_num_threads())
+            return out
+        turned = products.room.take("turned", -(-len(x) // GROUP), self._turned_words)
+        products.tall(ctypes.byref(args), ctypes.c_void_p(turned.data_ptr()), torch.get_num_threads())
         return out

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import structlog
 
@@ -16,25 +16,41 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger()
 
-# Measured on a Zen 5 and good on average: with many rows, torch's own product is the faster one, by repacking W.
-DEFAULT_FLAT_ROWS = 96
+# Measured on a Zen 5 (docs/performance.md): the flat kernel leads up to here, less far where a row of W is long.
+FLAT_ROWS, LONG_K, FLAT_ROWS_LONG = 96, 4096, 32
+TILE_UNIT = "amx_bf16"  # has its own multiplier for bfloat16, which torch uses and the compiled kernels do not
+
+
+class Choice(NamedTuple):
+    """How a weight is multiplied: the flat kernel for at most `flat_rows` rows, and for more the tall one, or torch."""
+
+    flat_rows: int
+    tall: bool
 
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """Up to how many rows the flat kernel is taken, by (width, K), and whether softmax subtracts a preset constant."""
+    """The choice for each weight [width, K] that was measured, and whether softmax subtracts a preset constant.
 
-    rows: dict[tuple[int, int], int] = field(default_factory=dict)
+    `static`: for all weights that were not measured (None: what was good elsewhere).
+    """
+
+    choices: dict[tuple[int, int], Choice] = field(default_factory=dict)
     unified_max: float | None = None
-    default_rows: int = DEFAULT_FLAT_ROWS
+    static: Choice | None = None
 
-    def flat_rows(self, width: int, k: int) -> int:
-        """The most rows that a product with a weight [width, K] is given to the flat kernel for."""
-        return self.rows.get((width, k), self.default_rows)
+    def choice(self, width: int, k: int) -> Choice:
+        """How to multiply with a weight [width, K]."""
+        return self.choices.get((width, k)) or self.static or static_choice(k)
 
     def merged(self, other: Profile) -> Profile:
         """This profile, with what the `other` knows taken from it."""
-        return Profile(self.rows | other.rows, other.unified_max, self.default_rows)
+        return Profile(self.choices | other.choices, other.unified_max, self.static)
+
+
+def static_choice(k: int) -> Choice:
+    """Without a measurement on this machine."""
+    return Choice(FLAT_ROWS if k < LONG_K else FLAT_ROWS_LONG, TILE_UNIT not in machine().flags)
 
 
 def profile_path(dtype: str, threads: int, torch_version: str, folder: Path | None = None) -> Path:
@@ -49,9 +65,9 @@ def load_profile(path: Path) -> Profile:
     """What was measured before; the defaults where nothing was, or where the file is not whole."""
     try:
         stored = json.loads(path.read_text())
-        rows = {(int(width), int(k)): int(most) for width, k, most in stored["rows"]}
+        choices = {(int(n), int(k)): Choice(int(rows), bool(tall)) for n, k, rows, tall in stored["choices"]}
         unified = stored["unified_max"]
-        return Profile(rows, None if unified is None else float(unified))
+        return Profile(choices, None if unified is None else float(unified))
     except FileNotFoundError:
         return Profile()
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -62,7 +78,7 @@ def load_profile(path: Path) -> Profile:
 def save_profile(path: Path, profile: Profile) -> None:
     """Write it in one piece."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    rows = [[width, k, most] for (width, k), most in sorted(profile.rows.items())]
+    choices = [[*shape, *choice] for shape, choice in sorted(profile.choices.items())]
     scratch = path.with_suffix(".part")
-    scratch.write_text(json.dumps({"rows": rows, "unified_max": profile.unified_max}, indent=1))
+    scratch.write_text(json.dumps({"choices": choices, "unified_max": profile.unified_max}, indent=1))
     scratch.replace(path)

@@ -18,8 +18,8 @@ import torch
 from baton.clock import SystemClock
 from baton.engine.batch import Batch
 from baton.engine.kernels.gpu.plan import WIDEST_HEAD, bucket_for, buckets
+from baton.engine.kernels.scratch import Scratch
 from baton.engine.model.build import TransformerBackend
-from baton.engine.model.layers import Scratch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -1,0 +1,137 @@
+/* y = x W^T + b for many rows of x. Groups of x's rows are turned once, so that they lie in the lanes of vectors; rows of
+ * W stay as they lie, and each of their words meets all rows of a group. Nothing is summed over lanes.
+ */
+#include "common.h"
+#include "turn.h"
+
+#define GROUP 64                     /* rows of x */
+#define TALL 6                       /* rows of W in a tile */
+#define BLOCK_WORDS 1024             /* of K: a block of the turned rows stays in the second-level cache */
+#define SLAB 192                     /* most rows of W that one thread takes at a time, */
+#define SLAB_BYTES (400 << 10)       /* and most of their bytes: they stay in the second-level cache too */
+
+/* Rows [g * GROUP, ..) of x, turned, to out[word * GROUP + row]; what lies behind the last row is zero. */
+static void turn_rows(const linear_args *a, long g, int32_t *out) {
+    const long words = (a->k + PAIR - 1) / PAIR;
+    for (long r = 0; r < GROUP; r += LANES)
+        for (long w = 0; w < words; w += LANES) {
+            __m512i rows[LANES];
+            for (long i = 0; i < LANES; i++) {
+                const long row = g * GROUP + r + i;
+                const long left = MIN((long)LANES * PAIR, a->k - w * PAIR);
+                rows[i] = row >= a->rows ? _mm512_setzero_si512()
+                        : left == LANES * PAIR ? _mm512_loadu_si512(a->x + row * a->stride_x + w * PAIR)
+                                               : part(a->x + row * a->stride_x + w * PAIR, left);
+            }
+            turn(rows, out + w * GROUP + r);
+        }
+}
+
+/* sums[i][0..16 v) += the products of `n` rows of W with the turned rows, over `words` words. */
+INLINE void tall_tile(const elem *w, long stride, const int32_t *x, long words, float *sums, const int n,
+                      const int v) {
+    __m512 acc[TALL][GROUP / LANES];
+#pragma GCC unroll 6
+    for (int i = 0; i < n; i++)
+#pragma GCC unroll 4
+        for (int j = 0; j < v; j++) acc[i][j] = _mm512_loadu_ps(sums + i * GROUP + j * LANES);
+    for (long k = 0; k < words; k++) {
+        __m512i xv[GROUP / LANES];
+#pragma GCC unroll 4
+        for (int j = 0; j < v; j++) xv[j] = _mm512_loadu_si512(x + k * GROUP + j * LANES);
+#pragma GCC unroll 6
+        for (int i = 0; i < n; i++) {
+            const __m512i wv = _mm512_set1_epi32(((const int32_t *)(w + i * stride))[k]);
+#pragma GCC unroll 4
+            for (int j = 0; j < v; j++) acc[i][j] = dot(acc[i][j], wv, xv[j]);
+        }
+    }
+#pragma GCC unroll 6
+    for (int i = 0; i < n; i++)
+#pragma GCC unroll 4
+        for (int j = 0; j < v; j++) _mm512_storeu_ps(sums + i * GROUP + j * LANES, acc[i][j]);
+}
+
+/* An odd element at the end of each row of W: the last word of x's rows has a zero beside it. */
+static void last_element(const linear_args *a, long n, long count, const int32_t *x, float *sums) {
+#ifdef ELEM_BF16
+    for (long i = 0; i < count; i++) {
+        const __m512i w = _mm512_set1_epi32(a->w[(n + i) * a->k + a->k - 1]);
+        for (int j = 0; j < GROUP / LANES; j++) {
+            float *at = sums + i * GROUP + j * LANES;
+            _mm512_storeu_ps(at, dot(_mm512_loadu_ps(at), w, _mm512_loadu_si512(x + j * LANES)));
+        }
+    }
+#else
+    (void)a, (void)n, (void)count, (void)x, (void)sums;
+#endif
+}
+
+INLINE void tall(const linear_args *a, long n, long count, long k0, long words, const int32_t *x, float *sums,
+                 const int v) {
+    const elem *w = a->w + n * a->k + k0;
+    long i = 0;
+    for (; i + TALL <= count; i += TALL) tall_tile(w + i * a->k, a->k, x, words, sums + i * GROUP, TALL, v);
+    for (; i < count; i++) tall_tile(w + i * a->k, a->k, x, words, sums + i * GROUP, 1, v);
+}
+
+/* One group of rows of x against rows [n, n + count) of W. */
+static void group_sums(const linear_args *a, long g, long n, long count, const int32_t *x, float *sums) {
+    const long whole = a->k / PAIR, vectors = (MIN(GROUP, a->rows - g * GROUP) + LANES - 1) / LANES;
+    memset(sums, 0, count * GROUP * sizeof(float));
+    for (long k = 0; k < whole; k += BLOCK_WORDS) {
+        const long words = MIN(BLOCK_WORDS, whole - k);
+        switch (vectors) {
+        case 1: tall(a, n, count, k * PAIR, words, x + k * GROUP, sums, 1); break;
+        case 2: tall(a, n, count, k * PAIR, words, x + k * GROUP, sums, 2); break;
+        case 3: tall(a, n, count, k * PAIR, words, x + k * GROUP, sums, 3); break;
+        default: tall(a, n, count, k * PAIR, words, x + k * GROUP, sums, 4);
+        }
+    }
+    if (whole * PAIR < a->k) last_element(a, n, count, x + whole * GROUP, sums);
+}
+
+/* Sums of rows [n, n + count) of W, turned back, to y: whole cache lines at a time, since rows of y may share a set. */
+static void put_back(const linear_args *a, long g, long n, long count, const float *sums) {
+    const long rows = MIN(GROUP, a->rows - g * GROUP);
+    int32_t back[2][LANES * GROUP];
+    for (long r = 0; r < rows; r += LANES)
+        for (long i = 0; i < count; i += 2 * LANES) {
+            for (long half = 0; half < 2; half++) {
+                const float *from = sums + (i + half * LANES) * GROUP + r;
+                __m512i v[LANES];
+                for (long j = 0; j < LANES; j++) v[j] = _mm512_loadu_si512(from + j * GROUP);
+                turn(v, back[half]);
+            }
+            for (long j = 0; j < MIN(LANES, rows - r); j++)
+                for (long half = 0, at = i; half < 2 && at < count; half++, at += LANES) {
+                    const __m512 sum = _mm512_loadu_ps((float *)back[half] + j * GROUP);
+                    if (count - at >= LANES)
+                        put(a, g * GROUP + r + j, n + at, LANES, sum);
+                    else
+                        put(a, g * GROUP + r + j, n + at, (int)(count - at), sum);
+                }
+        }
+}
+
+/* `turned`: room for ceil(rows / GROUP) * GROUP * K elements, K rounded up to whole vectors. */
+void NAME(gemm)(const linear_args *a, int32_t *turned, int threads) {
+    const long groups = (a->rows + GROUP - 1) / GROUP;
+    const long slab = MIN(SLAB, MAX(4, SLAB_BYTES / (a->k * (long)sizeof(elem)) / TALL) * TALL);
+    const long slabs = (a->n + slab - 1) / slab;
+    const long room = (a->k + LANES * PAIR - 1) / (LANES * PAIR) * LANES * GROUP;
+#pragma omp parallel num_threads(threads) if (threads > 1)
+    {
+#pragma omp for schedule(static)
+        for (long g = 0; g < groups; g++) turn_rows(a, g, turned + g * room);
+#pragma omp for schedule(dynamic, 1)
+        for (long s = 0; s < slabs; s++) {
+            static __thread float sums[(SLAB + 2 * LANES) * GROUP]; /* what is turned back may reach beyond */
+            const long n = s * slab, count = MIN(slab, a->n - n);
+            for (long g = 0; g < groups; g++) {
+                group_sums(a, g, n, count, turned + g * room, sums);
+                put_back(a, g, n, count, sums);
+            }
+        }
+    }
+}

@@ -1,1 +1,0 @@
-"""What the benchmark programs share. Modules that a peer's environment imports need the standard library only."""
