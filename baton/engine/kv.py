@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from baton.engine.model.memory import SMALL, Arena
+from baton.engine.model.memory import Arena
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -88,6 +88,5 @@ class KVCache:
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
-    # Fresh pages are zero, and huge ones: attention reads KV all over the cache.
-    empty = Arena().empty(shape, dtype)
-    return empty if empty.nbytes >= SMALL else empty.zero_()
+    # On huge pages, since attention reads KV all over the cache; and written, so that no request waits for a page.
+    return Arena().empty(shape, dtype).zero_()

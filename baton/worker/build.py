@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -57,6 +58,8 @@ def build_engine(settings: WorkerSettings) -> Engine:
 
         engine.backend = with_graphs(backend, engine.kv, settings.max_running, engine.max_model_len)
     warm_up(engine)
+    gc.collect()
+    gc.freeze()  # what is here now stays: no later collection need look at it in the middle of a step
     return engine
 
 

@@ -88,5 +88,8 @@ class Kernels(Protocol):
     def gate(self, gate_up: Tensor, activation: str, out: Tensor) -> Tensor:
         """Writes activation(gate) * up to out [N, I], for gate_up [N, 2 I]; one of ACTIVATIONS."""
 
+    def gated(self, gate_up: Linear, x: Tensor, activation: str, room: Tensor, out: Tensor) -> Tensor:
+        """`gate` of the product of x [N, K] with a layer of width 2 I: out [N, I]. `room` [N, 2 I] may be written."""
+
     def attention(self, batch: Batch, block_size: int, window: int | None, scale: float) -> Attention:
         """Attention for this batch. With a `window`, a token sees itself and the window - 1 positions before it."""

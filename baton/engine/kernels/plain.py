@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from baton.engine.batch import Batch
-    from baton.engine.kernels.base import HeadNorms, Rotation
+    from baton.engine.kernels.base import HeadNorms, Linear, Rotation
 
 ACTIVATE: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
@@ -84,6 +84,9 @@ class TorchKernels:
     def gate(self, gate_up: Tensor, activation: str, out: Tensor) -> Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
         return torch.mul(ACTIVATE[activation](gate), up, out=out)
+
+    def gated(self, gate_up: Linear, x: Tensor, activation: str, room: Tensor, out: Tensor) -> Tensor:
+        return self.gate(gate_up(x, room), activation, out)
 
     def attention(self, batch: Batch, block_size: int, window: int | None, scale: float) -> PagedAttention:
         return PagedAttention(batch, block_size, window, scale)

@@ -68,8 +68,8 @@ class MLP:
 
     def __call__(self, x: Tensor, step: Step) -> Tensor:
         rows, take = len(x), step.scratch.take
-        gate_up = self.gate_up(x, take("gate_up", rows, self.gate_up.width))
-        gated = self.kernels.gate(gate_up, self.activation, take("gated", rows, self.gate_up.width // 2))
+        both, gated = take("gate_up", rows, self.gate_up.width), take("gated", rows, self.gate_up.width // 2)
+        self.kernels.gated(self.gate_up, x, self.activation, both, gated)
         return self.down(gated, take("delta", rows, self.down.width))
 
 

@@ -118,6 +118,22 @@ def test_gates_equal_torch(kernels: CpuKernels, dtype, seed: int, width: int, ac
     close(found, TorchKernels().gate(gate_up, activation, torch.empty(5, width, dtype=dtype)), dtype, scale=4)
 
 
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh"])
+@pytest.mark.parametrize("inner", [1, 15, 16, 33, 96, 97, 250])
+def test_gated_products_equal_torch(dtype, seed: int, inner: int, activation: str):
+    generator = torch.Generator().manual_seed(seed)
+    kernels, plain = CpuKernels(dtype, Profile(static=Choice(2, tall=True))), TorchKernels()
+    for k, biased in ((40, False), (33, True), (4200, True)):
+        weight = normal(2 * inner, k, dtype=dtype, generator=generator) * k**-0.5
+        bias = normal(2 * inner, dtype=dtype, generator=generator) if biased else None
+        for rows in (1, 3, 64, 70):
+            x = normal(rows, k, dtype=dtype, generator=generator)
+            room, out = torch.empty(rows, 2 * inner, dtype=dtype), torch.full((rows, inner), torch.nan, dtype=dtype)
+            found = kernels.gated(kernels.linear(weight, bias), x, activation, room, out)
+            expected = plain.gated(plain.linear(weight, bias), x, activation, room.clone(), out.clone())
+            close(found, expected, dtype, scale=4)
+
+
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 4, 16), (6, 2, 48), (8, 1, 64), (3, 3, 10)])
 @pytest.mark.parametrize("normed", [False, True])
 def test_rotation_and_cache_equal_torch(kernels: CpuKernels, dtype, seed: int, heads, kv_heads, dim, normed):

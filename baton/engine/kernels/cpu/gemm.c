@@ -1,6 +1,7 @@
 /* y = x W^T + b for many rows of x. Groups of x's rows are turned once, so that they lie in the lanes of vectors; rows of
  * W stay as they lie, and each of their words meets all rows of a group. Nothing is summed over lanes.
  */
+#include "activate.h"
 #include "common.h"
 #include "turn.h"
 
@@ -75,7 +76,7 @@ INLINE void tall(const linear_args *a, long n, long count, long k0, long words, 
     for (; i < count; i++) tall_tile(w + i * a->k, a->k, x, words, sums + i * GROUP, 1, v);
 }
 
-/* One group of rows of x against rows [n, n + count) of W. */
+/* One group of rows of x, turned, against rows [n, n + count) of W. */
 static void group_sums(const linear_args *a, long g, long n, long count, const int32_t *x, float *sums) {
     const long whole = a->k / PAIR, vectors = (MIN(GROUP, a->rows - g * GROUP) + LANES - 1) / LANES;
     memset(sums, 0, count * GROUP * sizeof(float));
@@ -114,23 +115,64 @@ static void put_back(const linear_args *a, long g, long n, long count, const flo
         }
 }
 
-/* `turned`: room for ceil(rows / GROUP) * GROUP * K elements, K rounded up to whole vectors. */
-void NAME(gemm)(const linear_args *a, int32_t *turned, int threads) {
-    const long groups = (a->rows + GROUP - 1) / GROUP;
-    const long slab = MIN(SLAB, MAX(4, SLAB_BYTES / (a->k * (long)sizeof(elem)) / TALL) * TALL);
-    const long slabs = (a->n + slab - 1) / slab;
-    const long room = (a->k + LANES * PAIR - 1) / (LANES * PAIR) * LANES * GROUP;
+/* The same for a gated pair: sums of rows of the gate, and `apart` rows behind them those of the other half of W. */
+static void put_gated(const linear_args *a, long g, long n, long count, const float *sums, long apart, int activation) {
+    const long rows = MIN(GROUP, a->rows - g * GROUP), width = a->n / 2;
+    int32_t back[4][LANES * GROUP];
+    for (long r = 0; r < rows; r += LANES)
+        for (long i = 0; i < count; i += 2 * LANES) {
+            for (long part = 0; part < 4; part++) {
+                const float *from = sums + (i + part / 2 * LANES + part % 2 * apart) * GROUP + r;
+                __m512i v[LANES];
+                for (long j = 0; j < LANES; j++) v[j] = _mm512_loadu_si512(from + j * GROUP);
+                turn(v, back[part]);
+            }
+            for (long j = 0; j < MIN(LANES, rows - r); j++)
+                for (long half = 0, at = i; half < 2 && at < count; half++, at += LANES) {
+                    const __mmask16 lanes = first_lanes(count - at);
+                    __m512 gate = _mm512_loadu_ps((float *)back[2 * half] + j * GROUP);
+                    __m512 up = _mm512_loadu_ps((float *)back[2 * half + 1] + j * GROUP);
+                    if (a->bias) {
+                        gate = _mm512_add_ps(gate, load(a->bias + n + at, lanes));
+                        up = _mm512_add_ps(up, load(a->bias + width + n + at, lanes));
+                    }
+                    const __m512 y = _mm512_mul_ps(rounded(activate(rounded(gate), activation)), rounded(up));
+                    elem *to = (elem *)a->y + (g * GROUP + r + j) * a->stride_y + n + at;
+                    if (lanes == ALL)
+                        store(to, ALL, y);
+                    else
+                        store(to, lanes, y);
+                }
+        }
+}
+
+/* How many rows of W one thread takes at a time: a multiple of TALL. */
+static long slab_of(const linear_args *a, long most) {
+    return MIN(most, MAX(4, SLAB_BYTES / (a->k * (long)sizeof(elem)) / TALL) * TALL);
+}
+
+/* `turned`: room for ceil(rows / GROUP) * GROUP * K elements, K rounded up to whole vectors. `activation`: -1, or the gate
+ * of a pair: the first half of W is the gate, the second what it is multiplied with, and y has half the width. */
+void NAME(gemm)(const linear_args *a, int32_t *turned, int threads, int activation) {
+    const long groups = (a->rows + GROUP - 1) / GROUP, gated = activation >= 0, width = gated ? a->n / 2 : a->n;
+    const long slab = gated ? slab_of(a, SLAB) / (2 * TALL) * TALL : slab_of(a, SLAB), slabs = (width + slab - 1) / slab;
+    const long room = (a->k + LANES * PAIR - 1) / (LANES * PAIR) * LANES * GROUP, apart = slab + 2 * LANES;
 #pragma omp parallel num_threads(threads) if (threads > 1)
     {
 #pragma omp for schedule(static)
         for (long g = 0; g < groups; g++) turn_rows(a, g, turned + g * room);
 #pragma omp for schedule(dynamic, 1)
         for (long s = 0; s < slabs; s++) {
-            static __thread float sums[(SLAB + 2 * LANES) * GROUP]; /* what is turned back may reach beyond */
-            const long n = s * slab, count = MIN(slab, a->n - n);
+            static __thread float sums[(SLAB + 4 * LANES) * GROUP]; /* what is turned back may reach beyond */
+            const long n = s * slab, count = MIN(slab, width - n);
             for (long g = 0; g < groups; g++) {
                 group_sums(a, g, n, count, turned + g * room, sums);
-                put_back(a, g, n, count, sums);
+                if (!gated) {
+                    put_back(a, g, n, count, sums);
+                    continue;
+                }
+                group_sums(a, g, width + n, count, turned + g * room, sums + apart * GROUP);
+                put_gated(a, g, n, count, sums, apart, activation);
             }
         }
     }

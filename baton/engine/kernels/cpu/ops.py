@@ -23,12 +23,13 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from baton.engine.batch import Batch
-    from baton.engine.kernels.base import HeadNorms, Rotation
+    from baton.engine.kernels.base import HeadNorms, Linear, Rotation
     from baton.engine.kernels.cpu.profile import Choice, Profile
 
 ELEMENTS = {torch.bfloat16: "bf16", torch.float32: "f32"}
 LANES, GROUP = 16, 64  # as in the sources
 GATES = {"silu": 0, "gelu_tanh": 1}
+NO_GATE = -1
 
 
 class CpuKernels:
@@ -101,6 +102,11 @@ class CpuKernels:
         self._gate(ctypes.byref(args), torch.get_num_threads())
         return out
 
+    def gated(self, gate_up: Linear, x: Tensor, activation: str, room: Tensor, out: Tensor) -> Tensor:
+        if isinstance(gate_up, CompiledLinear) and gate_up.is_tall(len(x)) and activation in GATES:
+            return gate_up.tall(x, out, GATES[activation])
+        return self.gate(gate_up(x, room), activation, out)
+
     def attention(self, batch: Batch, block_size: int, window: int | None, scale: float) -> CompiledAttention:
         if window not in self._attention:
             self._attention[window] = CompiledAttention(self.library, self.element, window, self.profile.unified_max)
@@ -132,15 +138,26 @@ class CompiledLinear:
         return len(self.weight)
 
     def __call__(self, x: Tensor, out: Tensor) -> Tensor:
-        flat = len(x) <= self.choice.flat_rows
-        if not (flat or self.choice.tall):
+        if self.is_tall(len(x)):
+            return self.tall(x, out, NO_GATE)
+        if len(x) > self.choice.flat_rows:
             return self._torch(x, out)
-        args, products = self._args, self._products
+        self._products.flat(self._filled(x, out), torch.get_num_threads())
+        return out
+
+    def is_tall(self, rows: int) -> bool:
+        """Whether the tall kernel is taken for so many rows."""
+        return rows > self.choice.flat_rows and self.choice.tall
+
+    def tall(self, x: Tensor, out: Tensor, activation: int) -> Tensor:
+        """The product by the tall kernel, gated on its way out unless `activation` is NO_GATE."""
+        turned = self._products.room.take("turned", -(-len(x) // GROUP), self._turned_words)
+        room = ctypes.c_void_p(turned.data_ptr())
+        self._products.tall(self._filled(x, out), room, torch.get_num_threads(), activation)
+        return out
+
+    def _filled(self, x: Tensor, out: Tensor) -> ctypes._CArgObject:
+        args = self._args
         args.x, args.y, args.rows = x.data_ptr(), out.data_ptr(), len(x)
         args.stride_x, args.stride_y, args.wide = x.stride(0), out.stride(0), out.dtype is not x.dtype
-        if flat:
-            products.flat(ctypes.byref(args), torch.get_num_threads())
-            return out
-        turned = products.room.take("turned", -(-len(x) // GROUP), self._turned_words)
-        products.tall(ctypes.byref(args), ctypes.c_void_p(turned.data_ptr()), torch.get_num_threads())
-        return out
+        return ctypes.byref(args)

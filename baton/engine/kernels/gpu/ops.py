@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from baton.engine.batch import Batch
-    from baton.engine.kernels.base import Attention, HeadNorms, Rotation
+    from baton.engine.kernels.base import Attention, HeadNorms, Linear, Rotation
     from baton.engine.kernels.gpu.varlen import Varlen
 
 
@@ -134,6 +134,9 @@ class GpuKernels:
 
     def gate(self, gate_up: Tensor, activation: str, out: Tensor) -> Tensor:
         return triton_rows.gate(gate_up, activation, out)
+
+    def gated(self, gate_up: Linear, x: Tensor, activation: str, room: Tensor, out: Tensor) -> Tensor:
+        return self.gate(gate_up(x, room), activation, out)
 
     def attention(self, batch: Batch, block_size: int, window: int | None, scale: float) -> GpuAttention:
         return GpuAttention(self, batch, block_size, window, scale)
