@@ -269,3 +269,18 @@ def test_the_profile_says_which_kernel_is_taken(dtype, monkeypatch, tall: bool):
         x = torch.rand(rows, 8).to(dtype)
         assert torch.equal(layer(x, torch.empty_like(x)), x)
     assert calls == ([] if tall else [3])
+
+
+def test_what_is_not_a_number_is_never_hidden(kernels: CpuKernels, dtype, seed):
+    """A broken key, score or gate must reach the logits, where the engine looks for it."""
+    batch, query, keys, values = case(seed, [(1, 40), (6, 90)], 4, 2, 64, 64, dtype)
+    broken = query.clone()
+    broken[0, 1, 5] = torch.nan
+    out = attend(kernels, (batch, broken, keys, values), None)
+    assert out[0, 64:128].isnan().all()
+    assert out[0, :64].isfinite().all()
+    assert out[1:].isfinite().all()
+    gate_up = torch.ones(2, 40, dtype=dtype)
+    gate_up[1, 3] = torch.nan
+    gated = kernels.gate(gate_up, "silu", torch.empty(2, 20, dtype=dtype))
+    assert gated.isnan().nonzero().tolist() == [[1, 3]]

@@ -94,7 +94,7 @@ INLINE __m512 rounded(__m512 x) {
 /* 2 to the power of x, for x up to 127; 0 from about -150 down. By a polynomial on [-1/2, 1/2] (minimax, relative error
  * below 2e-7; below 5e-6 for bfloat16, which keeps 8 bits), as everything that softmax and the gates need. */
 INLINE __m512 exp2_16(__m512 x) {
-    x = _mm512_max_ps(x, _mm512_set1_ps(-200.0f));
+    x = _mm512_max_ps(_mm512_set1_ps(-200.0f), x); /* in this order, which lets a NaN through */
     const __m512 n = _mm512_roundscale_ps(x, 0), f = _mm512_sub_ps(x, n);
 #ifdef ELEM_BF16
     __m512 p = _mm512_set1_ps(9.582851877e-03f);

@@ -8,6 +8,7 @@
 
 #define NR 8
 #define MR 3
+#define FEW 4 /* rows of x that are done in one pass, with as many rows of W */
 #define LINE 64
 #define TILE_BYTES 4096           /* of one row of W */
 #define PANEL_BYTES (384 << 10)   /* of x: stays in the second-level cache */
@@ -38,6 +39,8 @@ INLINE void put(const linear_args *a, long m, long n, int nr, __m512 sums) {
 #ifdef ELEM_BF16
     else if (nr == NR)
         _mm_storeu_si128((__m128i *)((elem *)a->y + at), _mm256_castsi256_si128((__m256i)_mm512_cvtneps_pbh(sums)));
+    else if (nr == FEW) /* stores with a mask are slow */
+        _mm_storel_epi64((__m128i *)((elem *)a->y + at), _mm256_castsi256_si128((__m256i)_mm512_cvtneps_pbh(sums)));
 #endif
     else if (nr == LANES)
         store((elem *)a->y + at, ALL, sums);
@@ -54,19 +57,19 @@ INLINE __m512i part(const elem *p, long n) {
 }
 
 /* acc[i][j] += x_i . w_j over `k` elements. With each step, `fetch` lines of memory from `next` on are fetched ahead. */
-INLINE void tile(__m512 acc[MR][NR], const elem *x, long sx, const elem *w, long sw, long k, const int mr,
+INLINE void tile(__m512 acc[FEW][NR], const elem *x, long sx, const elem *w, long sw, long k, const int mr,
                        const int nr, const char *next, const int fetch) {
     const long step = LANES * PAIR;
     long at = 0;
     for (; at + step <= k; at += step) {
-        __m512i xv[MR];
-#pragma GCC unroll 3
+        __m512i xv[FEW];
+#pragma GCC unroll 4
         for (int i = 0; i < mr; i++) xv[i] = _mm512_loadu_si512(x + i * sx + at);
 #pragma GCC unroll 8
         for (int j = 0; j < nr; j++) {
             const __m512i wv = _mm512_loadu_si512(w + j * sw + at);
             if (j < fetch) _mm_prefetch(next + j * LINE, _MM_HINT_T1);
-#pragma GCC unroll 3
+#pragma GCC unroll 4
             for (int i = 0; i < mr; i++) acc[i][j] = dot(acc[i][j], xv[i], wv);
         }
         next += fetch * LINE;
@@ -80,20 +83,20 @@ INLINE void tile(__m512 acc[MR][NR], const elem *x, long sx, const elem *w, long
 /* Rows [m, m + mr) against W rows [n, n + nr), K from k0 to k1; `kept` holds unfinished sums. */
 INLINE void step(const linear_args * a, long m, long n, long k0, long k1, const int mr, const int nr,
                        __m512 *kept, const char *next, const int fetch) {
-    __m512 acc[MR][NR];
-#pragma GCC unroll 3
+    __m512 acc[FEW][NR];
+#pragma GCC unroll 4
     for (int i = 0; i < mr; i++)
 #pragma GCC unroll 8
         for (int j = 0; j < nr; j++) acc[i][j] = k0 ? kept[i * NR + j] : _mm512_setzero_ps();
     tile(acc, a->x + m * a->stride_x + k0, a->stride_x, a->w + n * a->k + k0, a->k, k1 - k0, mr, nr, next, fetch);
     if (k1 < a->k) {
-#pragma GCC unroll 3
+#pragma GCC unroll 4
         for (int i = 0; i < mr; i++)
 #pragma GCC unroll 8
             for (int j = 0; j < nr; j++) kept[i * NR + j] = acc[i][j];
         return;
     }
-#pragma GCC unroll 3
+#pragma GCC unroll 4
     for (int i = 0; i < mr; i++) {
         __m512 sums[NR] = {0};
 #pragma GCC unroll 8
@@ -103,7 +106,11 @@ INLINE void step(const linear_args * a, long m, long n, long k0, long k1, const 
 }
 
 #define STEP(MR_, NR_, FETCH_) step(a, m, n, k0, k1, MR_, NR_, kept, next, FETCH_)
-#define BY_ROWS(NR_, FETCH_) (mr == 3 ? STEP(3, NR_, FETCH_) : mr == 2 ? STEP(2, NR_, FETCH_) : STEP(1, NR_, FETCH_))
+#define BY_ROWS(NR_, FETCH_)                                                                                           \
+    (mr == 4   ? STEP(4, NR_, FETCH_)                                                                                  \
+     : mr == 3 ? STEP(3, NR_, FETCH_)                                                                                  \
+     : mr == 2 ? STEP(2, NR_, FETCH_)                                                                                  \
+               : STEP(1, NR_, FETCH_))
 
 static void pick(const linear_args * a, long m, int mr, long n, long k0, long k1, __m512 *kept,
                        const char *next, int fetch) {
@@ -114,12 +121,15 @@ static void pick(const linear_args * a, long m, int mr, long n, long k0, long k1
     else BY_ROWS(8, 0);
 }
 
-/* Few rows of W at a time: what is left over at the end, and one or two rows of x, for which the processor itself
- * fetches ahead best. */
+/* A few rows of x in one pass over W; also what is left of W at the end. One row needs nothing fetched ahead. */
 static void few(const linear_args *a, long m, int mr, long n, long end) {
-    const char *next = NULL;
     const long k0 = 0, k1 = a->k;
-    __m512 kept[MR * NR]; /* not used: K is whole */
+    __m512 kept[FEW * NR]; /* not used: K is whole */
+    for (; mr == FEW && n + 2 * FEW <= end; n += FEW) {
+        const char *next = (const char *)(a->w + (n + FEW) * a->k);
+        STEP(FEW, FEW, FEW);
+    }
+    const char *next = NULL;
     for (; n + 4 <= end; n += 4) BY_ROWS(4, 0);
     for (; n < end; n++) BY_ROWS(1, 0);
 }
@@ -127,13 +137,13 @@ static void few(const linear_args *a, long m, int mr, long n, long end) {
 /* All rows of a panel of x against the W rows [begin, end). */
 static void panel(const linear_args * a, long first, long rows, long begin, long end) {
     static __thread __m512 kept[(MAX_PANEL + MR) * NR];
-    const long passes = (rows + MR - 1) / MR, most = TILE_BYTES / (long)sizeof(elem);
+    const long passes = rows == FEW ? 1 : (rows + MR - 1) / MR, most = TILE_BYTES / (long)sizeof(elem);
     const long parts = rows > MR ? (a->k + most - 1) / most : 1;
     const long kb = ((a->k + parts - 1) / parts + 63) / 64 * 64;
     const int fetch = passes >= 8 ? 1 : passes >= 4 ? 2 : passes >= 2 ? 4 : 8;
     const long lines = fetch * LINE, step = LANES * PAIR;
     long n = begin;
-    for (; n + NR <= end && rows > 1; n += NR) {
+    for (; n + NR <= end && rows > 1 && rows != FEW; n += NR) {
         /* The next rows of W, in the order in which they lie: memory is fastest when it is read so. */
         const char *next = (const char *)(a->w + (n + NR) * a->k), *stop = next + NR * a->k * sizeof(elem);
         for (long k0 = 0; k0 < a->k; k0 += kb) {
