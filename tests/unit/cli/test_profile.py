@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from structlog.testing import capture_logs
 
 from baton.cli import profile as command
 from baton.engine.kernels.cpu.measure import measure_linear
@@ -21,10 +22,12 @@ DEMO = Path(__file__).parents[3] / "models" / "demo"
 def cluster_file(tmp_path, monkeypatch):
     monkeypatch.setenv("BATON_HOME", str(tmp_path / "home"))
     monkeypatch.setattr(command, "measure_linear", partial(measure_linear, rows=(1, 8)))
+    monkeypatch.setattr(command, "configure_logging", lambda *_: None)  # it is the process's, and others log here too
     before = torch.get_num_threads()
     file = tmp_path / "c.yaml"
     file.write_text(f"model: {{path: {DEMO}}}\nprefill: {{threads: 1}}\ndecode: {{threads: 1}}\n")
-    yield file
+    with capture_logs():
+        yield file
     torch.set_num_threads(before)
 
 

@@ -61,6 +61,7 @@ REPLACED: list[tuple[BaseException, type[BatonError]]] = [
     (errors.OfferRefused("secret"), errors.WorkerLost),
     (errors.DigestMismatch("secret"), errors.WorkerLost),
     (errors.ChannelBroken("secret"), errors.WorkerLost),
+    (errors.RankLost("secret"), errors.EngineFault),
     (KeyError("secret"), errors.EngineFault),
     (BatonError("secret"), errors.EngineFault),
 ]
