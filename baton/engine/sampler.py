@@ -77,6 +77,8 @@ class Sampler:
             self._rows, self._plan = list(rows), _Plan(rows, logits)
         plan = self._plan
         scores = plan.adjustments.apply(logits)
+        if plan.greedy and scores.device.type == "cpu":
+            return _greedy(scores)
         best, tokens = _best(scores)
         for group in plan.groups:
             tokens[group.index] = group.draw(scores, best)
@@ -100,6 +102,7 @@ class _Plan:
         split = [[i for i in drawn if _filters(rows[i].sampling, logits.shape[-1]) is asked] for asked in (False, True)]
         self.groups = [_Group(part, rows, logits) for part in split if part]
         self.with_logprobs = [i for i, row in enumerate(rows) if row.sampling.logprobs is not None]
+        self.greedy = not (self.groups or self.with_logprobs)
 
 
 class _Group:
@@ -163,6 +166,16 @@ def gumbel(keys: Tensor, columns: Tensor) -> Tensor:
 
 def _filters(sampling: Sampling, vocab: int) -> bool:
     return sampling.top_p < 1 or 0 < sampling.top_k < vocab or sampling.min_p > 0
+
+
+def _greedy(scores: Tensor) -> list[Sampled]:
+    """The best of each row and no more. In numpy: of a step's overhead, the calls are most."""
+    array = scores.numpy()
+    columns = array.argmax(axis=-1)
+    finite = np.isfinite(array[np.arange(len(array)), columns])
+    return [
+        Sampled(token if good else None, None) for token, good in zip(columns.tolist(), finite.tolist(), strict=True)
+    ]
 
 
 def _best(scores: Tensor) -> tuple[Tensor, Tensor]:

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parents[2]
 PR_SET_PDEATHSIG = 1
+KILL_S = 10.0  # until a killed process is gone
 
 
 class ChildFailed(Exception):
@@ -132,6 +133,8 @@ class Child:
 
     def _failure(self, what: str) -> ChildFailed:
         self._signal(signal.SIGKILL)  # an answer that comes too late must not be taken for the next one
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(KILL_S)
         lines = [line for line in self._log.read_text(errors="replace").splitlines() if line.strip()]
         return ChildFailed(
             f"{self.name}: {what}; last line of {self._log}: {lines[-1].strip() if lines else '(empty)'}"
