@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
-from torch.nn import functional as F
 
 from baton.engine.kernels.gpu import triton_decode, triton_prefill, triton_rotary, triton_rows
 from baton.engine.kernels.gpu.plan import WIDEST_HEAD, decode_tiles, prefill_tiles, split_count
 from baton.engine.kernels.gpu.varlen import VarlenAttention, find_varlen, varlen_fits
 from baton.engine.kernels.paged import PagedAttention
+from baton.engine.kernels.plain import TorchLinear
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -19,25 +18,6 @@ if TYPE_CHECKING:
     from baton.engine.batch import Batch
     from baton.engine.kernels.base import Attention, HeadNorms, Linear, Rotation
     from baton.engine.kernels.gpu.varlen import Varlen
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class CublasLinear:
-    """`Linear` by cuBLAS, which writes to `out` itself unless that has another dtype (logits are float32)."""
-
-    weight: Tensor
-    bias: Tensor | None = None
-
-    @property
-    def width(self) -> int:
-        return len(self.weight)
-
-    def __call__(self, x: Tensor, out: Tensor) -> Tensor:
-        if out.dtype != x.dtype:
-            return out.copy_(F.linear(x, self.weight, self.bias))
-        if self.bias is None:
-            return torch.mm(x, self.weight.t(), out=out)
-        return torch.addmm(self.bias, x, self.weight.t(), out=out)
 
 
 class GpuAttention:
@@ -118,8 +98,8 @@ class GpuKernels:
         """What this device and this torch can do."""
         return cls(torch.cuda.get_device_properties(device).multi_processor_count, find_varlen())
 
-    def linear(self, weight: Tensor, bias: Tensor | None = None) -> CublasLinear:
-        return CublasLinear(weight, bias)
+    def linear(self, weight: Tensor, bias: Tensor | None = None) -> TorchLinear:
+        return TorchLinear(weight, bias)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, out: Tensor) -> Tensor:
         return triton_rows.rms_norm(x, None, weight, eps, out)
