@@ -116,19 +116,22 @@ class StageClock:
 
 
 class _Blocks(Collector):
-    """KV blocks by role and state, summed over workers at the moment of a scrape: a lost worker leaves no ghost."""
+    """Connected workers by role, and their KV blocks by role and state, at a scrape: a lost worker leaves no ghost."""
 
     def __init__(self, read: Callable[[], Mapping[Role, Iterable[BlockCounts]]]) -> None:
         self._read = read
 
     def collect(self) -> Iterable[Gauge]:  # type: ignore[override]
         gauge = Gauge("baton_kv_blocks", "KV blocks on all workers", ("role", "state"), registry=None)
+        connected = Gauge("baton_workers", "Workers that this router is connected to", ("role",), registry=None)
         for role, workers in self._read().items():
+            connected.labels(role.value).set(0)
             for state in _BLOCK_STATES:
                 gauge.labels(role.value, state).set(0)
             for counts in workers:
+                connected.labels(role.value).inc()
                 _add_counts(gauge, role, counts)
-        return gauge.collect()  # type: ignore[return-value]
+        return [*gauge.collect(), *connected.collect()]  # type: ignore[list-item]
 
 
 def _add_counts(gauge: Gauge, role: Role, counts: BlockCounts) -> None:
@@ -168,7 +171,7 @@ class Metrics:
         return Histogram(f"baton_{name}_seconds", text, buckets=buckets, registry=self.registry)
 
     def watch_blocks(self, read: Callable[[], Mapping[Role, Iterable[BlockCounts]]]) -> None:
-        """Export what `read` gives at each scrape as `baton_kv_blocks{role,state}`."""
+        """Export what `read` gives at each scrape as `baton_kv_blocks{role,state}` and `baton_workers{role}`."""
         self.registry.register(_Blocks(read))
 
     def ended(self, outcome: str, timings: Timings | None = None) -> None:

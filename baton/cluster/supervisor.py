@@ -11,6 +11,7 @@ from http.client import HTTPConnection, HTTPException
 import psutil
 import structlog
 import yaml
+from prometheus_client.parser import text_string_to_metric_families
 
 from baton.clock import SystemClock
 from baton.cluster.pool import WorkerPlan, Workers
@@ -32,14 +33,23 @@ STOP_S = 5.0
 log = structlog.get_logger(__name__)
 
 
-def router_serves(metrics: str) -> bool:
-    """Whether the router that has this metrics address sees a pair of workers."""
-    connection = HTTPConnection(metrics, timeout=2.0)
+def router_serves(metrics: str, workers: int) -> bool:
+    """Whether the router with this metrics address is connected to `workers` workers, a pair of them among these."""
     try:
-        connection.request("GET", "/ready")
-        return connection.getresponse().status == HTTPStatus.OK
+        if _get(metrics, "/ready")[0] != HTTPStatus.OK:
+            return False
+        families = text_string_to_metric_families(_get(metrics, "/metrics")[1])
+        return sum(s.value for family in families for s in family.samples if s.name == "baton_workers") >= workers
     except (OSError, HTTPException):
         return False
+
+
+def _get(address: str, path: str) -> tuple[int, str]:
+    connection = HTTPConnection(address, timeout=2.0)
+    try:
+        connection.request("GET", path)
+        answer = connection.getresponse()
+        return answer.status, answer.read().decode()
     finally:
         connection.close()
 
@@ -81,14 +91,14 @@ class Supervisor:
             self._watch(stop)
 
     def _wait_serving(self, stop: Stop) -> None:
-        """Until the router has found the workers: the first request must not be the one that waits for that."""
-        clock = SystemClock()
+        """Until the router has found all workers: no request waits for that, and load spreads from the first on."""
+        clock, workers = SystemClock(), len(self._plans())
         deadline = clock.monotonic() + SERVING_S
-        while not router_serves(str(self._router.ready["metrics"])):
+        while not router_serves(str(self._router.ready["metrics"]), workers):
             stop.check()
             if clock.monotonic() > deadline:
                 raise StartError(
-                    f"the router found no pair of workers in {SERVING_S:g} s:\n{tail(self._router.spec.log)}"
+                    f"the router did not find all {workers} workers in {SERVING_S:g} s:\n{tail(self._router.spec.log)}"
                 )
             stop.drain.wait(READY_POLL_S)
 

@@ -120,6 +120,8 @@ def test_metrics_have_the_names_that_dashboards_read():
         'baton_kv_blocks{role="decode",state="owned"} 2.0',
         'baton_kv_blocks{role="decode",state="quarantined"} 3.0',
         'baton_kv_blocks{role="prefill",state="free"} 0.0',
+        'baton_workers{role="decode"} 2.0',
+        'baton_workers{role="prefill"} 0.0',
         'baton_build_info{cluster="local",version="1.2"} 1.0',
     ):
         assert line in text

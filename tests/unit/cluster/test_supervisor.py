@@ -1,5 +1,6 @@
 """The life of a cluster around fake workers and a fake Redis; the router is a real process that does nothing."""
 
+import asyncio
 import os
 import signal
 import stat
@@ -18,7 +19,9 @@ from baton.cluster.state import StateFolder
 from baton.cluster.stop import Stop
 from baton.cluster.supervisor import Supervisor
 from baton.config import ClusterConfig
+from baton.core import BlockCounts, Role
 from baton.errors import BatonError, Cancelled
+from baton.telemetry import Metrics, MetricsServer
 
 ROUTER = """
 import sys, time, yaml
@@ -136,7 +139,7 @@ def run(tmp_path, monkeypatch):
     log.clear()
     monkeypatch.setattr(supervisor, "KeptRedis", FakeRedis)
     monkeypatch.setattr(supervisor, "POLL_S", 0.02)
-    monkeypatch.setattr(supervisor, "router_serves", lambda metrics: metrics == "127.0.0.1:4711")
+    monkeypatch.setattr(supervisor, "router_serves", lambda *asked: asked == ("127.0.0.1:4711", 3))
     made = Run(tmp_path)
     yield made
     if made.thread.is_alive():
@@ -260,15 +263,30 @@ def test_redis_is_started_again_at_the_same_address_with_the_same_password(tmp_p
 
 
 def test_a_router_that_finds_no_workers_is_a_failed_start(run, monkeypatch):
-    monkeypatch.setattr(supervisor, "router_serves", lambda metrics: False)
+    monkeypatch.setattr(supervisor, "router_serves", lambda metrics, workers: False)
     monkeypatch.setattr(supervisor, "SERVING_S", 0.1)
     run.thread.start()
     run.thread.join(30)
     assert isinstance(run.error, StartError)
-    assert "found no pair of workers" in str(run.error)
+    assert "did not find all 3 workers" in str(run.error)
     assert not run.ready.is_set()
     assert log[-2:] == ["workers stop", "redis stops"]
 
 
 def test_nobody_at_the_metrics_address_is_not_serving():
-    assert not supervisor.router_serves("127.0.0.1:1")
+    assert not supervisor.router_serves("127.0.0.1:1", 0)
+
+
+@pytest.mark.parametrize(("connected", "serves"), [(1, False), (2, True)])
+def test_a_router_serves_when_it_is_connected_to_all_workers(connected, serves):
+    async def ask():
+        metrics = Metrics("c", "1")
+        metrics.watch_blocks(lambda: {Role.PREFILL: [BlockCounts(1)], Role.DECODE: [BlockCounts(1)] * (connected - 1)})
+        server = MetricsServer(metrics)
+        address = await server.start("127.0.0.1:0")
+        try:
+            return await asyncio.to_thread(supervisor.router_serves, address, 2)
+        finally:
+            await server.stop()
+
+    assert asyncio.run(ask()) is serves
