@@ -5,6 +5,7 @@ from __future__ import annotations
 import codecs
 import json
 from abc import ABC, abstractmethod
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -14,12 +15,15 @@ from baton.errors import CheckpointError
 from baton.hub import model_folder
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
+
+    _Decode = Callable[[tuple[int, ...]], str]
 
 ORACLE_MODEL = "oracle"
 ORACLE_EOS = 256
 _CONTEXT_TOKENS = 8  # how much of the prompt can change how the first output tokens are spelled
 _INCOMPLETE = "\ufffd"
+_SPELLINGS = 1 << 16  # texts of a token or a few that are kept: the context of a stream is mostly one token
 
 
 class Detokenizer(Protocol):
@@ -105,6 +109,7 @@ class _FolderTokenizer(Tokenizer):
         self._tokenizer.no_padding()
         self.vocab_size = max(self._tokenizer.get_vocab().values(), default=-1) + 1
         self.eos_ids = _read_eos_ids(folder)
+        self._spelling = lru_cache(_SPELLINGS)(self.decode)
 
     def encode(self, text: str) -> list[int]:
         ids: list[int] = self._tokenizer.encode(text).ids
@@ -115,32 +120,32 @@ class _FolderTokenizer(Tokenizer):
         return text
 
     def stream(self, prompt: Sequence[int]) -> Detokenizer:
-        return _ContextStream(self, list(prompt[-_CONTEXT_TOKENS:]))
+        return _ContextStream(self.decode, self._spelling, tuple(prompt[-_CONTEXT_TOKENS:]))
 
 
 class _ContextStream:
     """Decodes the newest tokens behind the last ones that were final, since spelling depends on neighbours."""
 
-    def __init__(self, tokenizer: Tokenizer, context: list[int]) -> None:
-        self._tokenizer = tokenizer
-        self._pending: list[int] = []
-        self._context, self._known = context, tokenizer.decode(context)
+    def __init__(self, decode: _Decode, spelling: _Decode, prompt: tuple[int, ...]) -> None:
+        self._decode, self._spelling = decode, spelling
+        self._pending: tuple[int, ...] = ()
+        self._context, self._known = prompt, decode(prompt)
         if self._known.endswith(_INCOMPLETE):  # the prompt ends within a character: its half is not ours to finish
-            self._context, self._known = [], ""
+            self._context, self._known = (), ""
 
     def push(self, token_id: int) -> str:
-        self._pending.append(token_id)
-        text = self._tokenizer.decode(self._context + self._pending)
+        self._pending += (token_id,)
+        text = self._decode(self._context + self._pending)
         if len(text) <= len(self._known) or text.endswith(_INCOMPLETE):
             return ""
         piece = text[len(self._known) :]
-        self._context, self._pending = self._pending, []
-        self._known = self._tokenizer.decode(self._context)
+        self._context, self._pending = self._pending, ()
+        self._known = self._spelling(self._context)
         return piece
 
     def flush(self) -> str:
-        piece = self._tokenizer.decode(self._context + self._pending)[len(self._known) :]
-        self._pending = []
+        piece = self._decode(self._context + self._pending)[len(self._known) :]
+        self._pending = ()
         return piece
 
 
