@@ -7,13 +7,12 @@ raise `InvalidRequest` naming the field.
 from __future__ import annotations
 
 import enum
-import math
 from dataclasses import dataclass, field, replace
 
 from baton.errors import InvalidRequest, Violation
+from baton.ranges import SAMPLING
 
-PROTOCOL_VERSION = 1
-MAX_LOGPROBS = 20
+PROTOCOL_VERSION = 2
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 256
 MAX_LOGIT_BIAS = 1024
@@ -67,10 +66,6 @@ class HandoffId:
     def __str__(self) -> str:
         return f"{self.request_id}/{self.attempt}"
 
-    def next(self) -> HandoffId:
-        """The same request, one attempt later."""
-        return replace(self, attempt=self.attempt + 1)
-
 
 class FinishReason(enum.StrEnum):
     """Why a choice ended. Failures are errors, never reasons."""
@@ -111,26 +106,11 @@ class Sampling:
             raise InvalidRequest(*violations)
 
 
-_RANGES: tuple[tuple[str, float, float, str], ...] = (
-    ("max_tokens", 1, 2**31 - 1, "at least 1"),
-    ("min_tokens", 0, 2**31 - 1, "at least 0"),
-    ("temperature", 0.0, 100.0, "between 0 and 100"),
-    ("top_p", math.ulp(0.0), 1.0, "above 0 and at most 1"),
-    ("top_k", 0, 2**31 - 1, "at least 0 (0: off)"),
-    ("min_p", 0.0, 1.0, "between 0 and 1"),
-    ("seed", 0, 2**64 - 1, "between 0 and 2^64-1"),
-    ("repetition_penalty", math.ulp(0.0), 100.0, "above 0 and at most 100"),
-    ("presence_penalty", -2.0, 2.0, "between -2 and 2"),
-    ("frequency_penalty", -2.0, 2.0, "between -2 and 2"),
-    ("logprobs", 0, MAX_LOGPROBS, f"between 0 and {MAX_LOGPROBS}"),
-)
-
-
 def _sampling_violations(s: Sampling) -> list[Violation]:
     values = {name: value for name in s.__slots__ if (value := object.__getattribute__(s, name)) is not None}
     found = [
         Violation(f"sampling.{name}", f"must be {allowed}, got {values[name]}")
-        for name, low, high, allowed in _RANGES
+        for name, low, high, allowed in SAMPLING
         if name in values and not low <= values[name] <= high  # a NaN is in no range
     ]
     if s.min_tokens > s.max_tokens:
@@ -224,14 +204,24 @@ class KVLayout:
         return {"float32": 4, "bfloat16": 2, "float16": 2}[self.dtype]
 
     @property
+    def layer_token_bytes(self) -> int:
+        """Bytes of one position of one layer, all `tensors` together."""
+        return len(self.tensors) * self.kv_heads * self.head_dim * self.itemsize
+
+    @property
     def layer_block_bytes(self) -> int:
         """Bytes of one block of one layer, all `tensors` together."""
-        return len(self.tensors) * self.block_size * self.kv_heads * self.head_dim * self.itemsize
+        return self.block_size * self.layer_token_bytes
 
     @property
     def block_bytes(self) -> int:
         """Bytes of one block over all layers, all `tensors` together."""
         return self.layers * self.layer_block_bytes
+
+    @property
+    def wire(self) -> str:
+        """What two workers must have in common to hand over: all but the size of their blocks."""
+        return repr(replace(self, block_size=0))
 
     def blocks_for(self, tokens: int) -> int:
         """How many blocks hold `tokens` positions."""
@@ -262,6 +252,15 @@ class BlockCounts:
 
 
 @dataclass(frozen=True, slots=True)
+class Channel:
+    """A data channel that a worker sends on: to which worker, by what, and how fast its probe went through."""
+
+    peer: str
+    transport: str
+    bytes_per_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class Load:
     """What a worker reports with each step: the router's live view of it, and what `baton status` shows."""
 
@@ -276,6 +275,8 @@ class Load:
     blocks: BlockCounts = field(default_factory=lambda: BlockCounts(0))
     transfer_bytes: int = 0
     transport: str = ""
+    fetched_tokens: int = 0  # whose KV came from a decode worker instead of being computed
+    channels: tuple[Channel, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

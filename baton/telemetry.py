@@ -17,7 +17,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.registry import Collector
 
 from baton.clock import Clock
-from baton.core import BlockCounts, Role
+from baton.core import BlockCounts, Channel, Role
 from baton.errors import BatonError, ConfigError
 
 _NS = 1_000_000_000
@@ -140,6 +140,20 @@ def _add_counts(gauge: Gauge, role: Role, counts: BlockCounts) -> None:
         gauge.labels(role.value, state).inc(values[state])
 
 
+class _Channels(Collector):
+    """The open data channels of connected workers, at a scrape."""
+
+    def __init__(self, read: Callable[[], Iterable[tuple[str, Channel]]]) -> None:
+        self._read = read
+
+    def collect(self) -> Iterable[Gauge]:  # type: ignore[override]
+        name, text = "baton_channel_bytes_per_second", "What the probe of an open data channel took per second"
+        gauge = Gauge(name, text, ("worker", "peer", "transport"), registry=None)
+        for worker, channel in self._read():
+            gauge.labels(worker, channel.peer, channel.transport).set(channel.bytes_per_s)
+        return gauge.collect()  # type: ignore[return-value]
+
+
 class Metrics:
     """The metrics of one process, in a registry of its own. Seconds and bytes, as Prometheus wants them."""
 
@@ -173,6 +187,10 @@ class Metrics:
     def watch_blocks(self, read: Callable[[], Mapping[Role, Iterable[BlockCounts]]]) -> None:
         """Export what `read` gives at each scrape as `baton_kv_blocks{role,state}` and `baton_workers{role}`."""
         self.registry.register(_Blocks(read))
+
+    def watch_channels(self, read: Callable[[], Iterable[tuple[str, Channel]]]) -> None:
+        """Export what `read` gives at each scrape as `baton_channel_bytes_per_second{worker,peer,transport}`."""
+        self.registry.register(_Channels(read))
 
     def ended(self, outcome: str, timings: Timings | None = None) -> None:
         """A request ended: finished | cancelled | failed | refused. `timings` only for those that finished."""

@@ -3,32 +3,34 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 
 from baton.core import Load, Role
+from baton.ledger.directory_log import DirectoryLog
 from baton.ledger.ownership import OwnershipLog
-from baton.rpc.v1 import peer_pb2_grpc
 from baton.worker.host import HostParts, Ready, run_worker
 from baton.worker.settings import WorkerSettings
+from baton.worker.transfers import Transfers
 from decode_workers.role import DecodeRole
-from kvtransfer.receiver import PeerService
 
 
 class HostedDecode(DecodeRole):
-    """The role with the listener for its peers and the writer of its records."""
+    """The role with the listener for its peers, the sender of what they fetch, and the writer of its records."""
 
     def __init__(self, parts: HostParts) -> None:
         self._log = OwnershipLog(parts.ledger, parts.info.ref)
         super().__init__(parts.info, parts.engine, parts.loop, self._log, parts.clock)
-        info = parts.info
-        transfer = parts.settings.transfer
-        self._peers = PeerService(parts.engine.kv, info.ref, info.fingerprint, transfer, self.reservations)
-        peer_pb2_grpc.add_PeerServicer_to_server(self._peers, parts.server)
+        self._transfers = Transfers(parts, self.reservations, self.push_ended)
+        self.attach(self._transfers.sender)
+        self._directory = DirectoryLog(parts.ledger, parts.info.ref)
+        parts.engine.pool.on_index = self._directory.note
 
     def load(self, load: Load) -> Load:
-        return load
+        return replace(load, channels=self._transfers.sender.channels())
 
     async def close(self) -> None:
-        await self._peers.close()
+        await self._transfers.close()
+        await self._directory.close()
         await self._log.close()
 
 

@@ -17,12 +17,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from baton.core import HandoffId, WorkerRef
+from baton.core import HandoffId, SequenceSpec, Token, WorkerRef
 from baton.errors import OfferRefused, StaleAttempt
 from baton.worker.attempts import Attempts
+from kvtransfer.handoff import PushJob
 
 if TYPE_CHECKING:
-    from baton.engine.blocks import Allocation
+    from baton.engine.reservation import Reservation
     from kvtransfer.handoff import CommitState, Offer
 
 
@@ -40,12 +41,11 @@ class Entry:
     """One handoff's blocks here, and how far it got. `lock` guards `state` and every write into the blocks."""
 
     handoff: HandoffId
-    allocation: Allocation
+    reservation: Reservation
     known_tokens: int
     deadline: float | None
     state: State = State.RESERVED
     sender: WorkerRef | None = None
-    blocks: int = 0
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def require(self, state: State, sender: WorkerRef) -> None:
@@ -56,12 +56,20 @@ class Entry:
 
 
 class Reservations:
-    """Implements `kvtransfer.handoff.HandoffTable`. `on_commit(handoff, state)` is called exactly once per handoff."""
+    """Implements `kvtransfer.handoff.HandoffTable`. `on_commit(handoff, state)` is called exactly once per handoff.
 
-    def __init__(self, fingerprint: str, block_size: int, on_commit: Callable[[HandoffId, CommitState], None]) -> None:
+    `on_fetch(job)`: the other side wants to be pushed what is here already.
+    """
+
+    def __init__(
+        self,
+        fingerprint: str,
+        on_commit: Callable[[HandoffId, CommitState], None],
+        on_fetch: Callable[[PushJob], None],
+    ) -> None:
         self._fingerprint = fingerprint
-        self._block_size = block_size
         self._on_commit = on_commit
+        self._on_fetch = on_fetch
         self._lock = threading.Lock()
         self._entries: dict[HandoffId, Entry] = {}
         self._attempts = Attempts()  # the engine thread's alone
@@ -72,12 +80,12 @@ class Reservations:
         """Raises StaleAttempt if this attempt, or a later one, was seen here."""
         self._attempts.check_new(handoff)
 
-    def open(self, handoff: HandoffId, allocation: Allocation, known_tokens: int, deadline: float | None) -> None:
+    def open(self, handoff: HandoffId, reservation: Reservation, known_tokens: int, deadline: float | None) -> None:
         """Enter a reservation. Raises StaleAttempt for an attempt that is not newer than all seen of its request."""
         self.check_new(handoff)
         self._attempts.saw(handoff)
         with self._lock:
-            self._entries[handoff] = Entry(handoff, allocation, known_tokens, deadline)
+            self._entries[handoff] = Entry(handoff, reservation, known_tokens, deadline)
 
     def fence(self, handoff: HandoffId) -> State:
         """After this, `handoff` is never committed here, unless it was: returns FENCED or COMMITTED.
@@ -94,7 +102,7 @@ class Reservations:
                 entry.state = State.FENCED
             return entry.state
 
-    def take(self, handoff: HandoffId) -> Allocation | None:
+    def take(self, handoff: HandoffId) -> Reservation | None:
         """Remove the entry, fenced, and hand out its blocks: nobody writes into them any more. None: no such entry."""
         with self._lock:
             entry = self._entries.pop(handoff, None)
@@ -102,7 +110,13 @@ class Reservations:
             return None
         with entry.lock:
             entry.state = State.FENCED
-            return entry.allocation
+            return entry.reservation
+
+    def shared(self, handoff: HandoffId) -> list[int]:
+        """The blocks of a handoff that were here before it; none: it is over."""
+        with self._lock:
+            entry = self._entries.get(handoff)
+        return entry.reservation.shared.blocks if entry is not None else []
 
     def expired(self, now: float) -> list[HandoffId]:
         """Handoffs whose deadline passed without a commit."""
@@ -123,31 +137,44 @@ class Reservations:
                 raise StaleAttempt(f"{handoff} is {entry.state.name}, not RESERVED")
             if offer.fingerprint != self._fingerprint:
                 raise OfferRefused(f"fingerprint: {offer.fingerprint} offered, {self._fingerprint} is served here")
-            if offer.known_tokens != entry.known_tokens or offer.skip:
+            cached = entry.reservation.cached_tokens
+            if (offer.known_tokens, offer.skip) != (entry.known_tokens, cached):
                 got = f"{offer.known_tokens} tokens after {offer.skip} offered"
-                raise OfferRefused(f"length: {got}, {entry.known_tokens} after 0 reserved")
+                raise OfferRefused(f"length: {got}, {entry.known_tokens} after {cached} reserved")
             entry.state, entry.sender = State.RECEIVING, sender
-            entry.blocks = -(-offer.known_tokens // self._block_size)
 
     @contextlib.contextmanager
     def writing(self, handoff: HandoffId, sender: WorkerRef) -> Iterator[Sequence[int]]:
-        """The blocks that the handoff's KV goes to; fence and take wait until this is left. Raises StaleAttempt."""
+        """The blocks of all the handoff's positions; fence and take wait until this is left. Raises StaleAttempt.
+
+        Those of the positions that the offer skipped are shared, and are not written.
+        """
         entry = self._entry(handoff)
         with entry.lock:
             entry.require(State.RECEIVING, sender)
-            yield entry.allocation.blocks[: entry.blocks]
+            yield entry.reservation.blocks
 
     def commit(self, handoff: HandoffId, sender: WorkerRef, commit: CommitState) -> None:
         """Accept the one commit. Raises StaleAttempt for any other."""
         entry = self._entry(handoff)
         with entry.lock:
             entry.require(State.RECEIVING, sender)
-            if len(commit.spec) != entry.known_tokens + 1:
-                text = f"the commit knows {len(commit.spec)} tokens, {entry.known_tokens} and the first are due"
+            known = len(commit.spec or ())
+            if commit.spec is None or known != entry.known_tokens + 1:
+                text = f"the commit knows {known} tokens, {entry.known_tokens} and the first are due"
                 raise OfferRefused(f"length: {text}")
-            _check_first(commit)
+            _check_first(commit.spec, commit.first)
             entry.state = State.COMMITTED
         self._on_commit(handoff, commit)
+
+    def fetch(self, handoff: HandoffId, sender: WorkerRef, begin: int, end: int) -> None:
+        """P lacks KV of the part that it need not send. Raises StaleAttempt or OfferRefused."""
+        entry = self._entry(handoff)
+        with entry.lock:
+            entry.require(State.RECEIVING, sender)
+            if not 0 <= begin < end <= entry.reservation.cached_tokens:
+                raise OfferRefused(f"positions {begin} to {end}: {entry.reservation.cached_tokens} are here")
+        self._on_fetch(PushJob(handoff, sender, end, begin))
 
     def aborted(self, handoff: HandoffId, sender: WorkerRef) -> None:
         """P gave the handoff up: no commit of it will be accepted."""
@@ -176,9 +203,9 @@ class Reservations:
         return entry
 
 
-def _check_first(commit: CommitState) -> None:
+def _check_first(spec: SequenceSpec, first: Sequence[Token]) -> None:
     """What the router was told must be what decoding goes on from."""
-    known = commit.spec.known
-    told = [(token.index, token.token_id) for token in commit.first]
+    known = spec.known
+    told = [(token.index, token.token_id) for token in first]
     if not known or told != [(len(known) - 1, token_id) for token_id in known[-1:]]:
         raise OfferRefused(f"first: {len(told)} tokens that are not the last of the {len(known)} known")

@@ -6,8 +6,9 @@ Every method runs on the engine thread, but `committed`, which the reservation t
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import structlog
 
@@ -19,17 +20,28 @@ from baton.rpc.v1 import worker_pb2
 from baton.worker import events
 from baton.worker.commands import deadline_after
 from decode_workers.reservations import Reservations, State
+from kvtransfer.handoff import CommitState, PushEnd, PushJob, PushResult
 
 if TYPE_CHECKING:
     from baton.clock import Clock
+    from baton.engine.blocks import Allocation
     from baton.engine.engine import Engine
     from baton.engine.outcome import StepResult
     from baton.ledger.ownership import OwnershipLog
     from baton.worker.loop import EngineLoop
     from baton.worker.session import Session
-    from kvtransfer.handoff import CommitState
 
 log = structlog.get_logger(__name__)
+
+
+class Pusher(Protocol):
+    """The part of `kvtransfer.sender.Sender` that the role uses."""
+
+    def begin(self, job: PushJob) -> None: ...
+
+    def computed(self, handoff: HandoffId, blocks: Sequence[int], layers: int, end: int) -> None: ...
+
+    def finish(self, handoff: HandoffId, end: PushEnd) -> None: ...
 
 
 class DecodeRole:
@@ -43,7 +55,13 @@ class DecodeRole:
         self._clock = clock
         self._sessions: dict[HandoffId, Session] = {}
         self._adopted: set[HandoffId] = set()
-        self.reservations = Reservations(info.fingerprint, info.layout.block_size, self.committed)
+        self.reservations = Reservations(info.fingerprint, self.committed, self.fetch)
+        self._pusher: Pusher | None = None
+        self._pins: dict[HandoffId, Allocation] = {}  # of what is being fetched from here
+
+    def attach(self, pusher: Pusher) -> None:
+        """`pusher` sends what prefill workers fetch."""
+        self._pusher = pusher
 
     # --- commands ------------------------------------------------------------------------------------------------
 
@@ -65,16 +83,16 @@ class DecodeRole:
         if (refusal := self._refusal(handoff, message)) is not None:
             session.emit([refusal])
             return
-        allocation = self._engine.reserve(message.known_tokens)
-        if allocation is None:
+        reservation = self._engine.reserve(message.known_tokens, message.prefix)
+        if reservation is None:
             text = f"no room for {message.known_tokens} tokens now"
             session.emit([events.refused(handoff, worker_pb2.REFUSAL_REASON_NO_ROOM, text)])
             return
-        self.reservations.open(handoff, allocation, message.known_tokens, deadline)
+        self.reservations.open(handoff, reservation, message.known_tokens, deadline)
         self._sessions[handoff] = session
         session.handoffs.add(handoff)
         self._records.note(handoff, session.router_id, RecordState.RESERVED)
-        session.emit([events.reserved(handoff)])
+        session.emit([events.reserved(handoff, reservation.cached_tokens)])
 
     def _refusal(self, handoff: HandoffId, message: worker_pb2.Reserve) -> worker_pb2.WorkerEvent | None:
         if message.fingerprint != self._info.fingerprint:
@@ -114,9 +132,11 @@ class DecodeRole:
 
     def _drop(self, handoff: HandoffId) -> None:
         """Forget a handoff in whatever state, and free its blocks."""
-        allocation = self.reservations.take(handoff)
-        if allocation is not None:
-            allocation.release()
+        if (session := self._sessions.get(handoff)) is not None:
+            self._records.note(handoff, session.router_id, RecordState.ABORTED)
+        reservation = self.reservations.take(handoff)
+        if reservation is not None:
+            reservation.release()
         self._engine.release(handoff)
         self._forget(handoff)
 
@@ -134,14 +154,15 @@ class DecodeRole:
         self._loop.submit(partial(self._adopt, handoff, commit))
 
     def _adopt(self, handoff: HandoffId, commit: CommitState) -> None:
-        allocation = self.reservations.take(handoff)
+        reservation = self.reservations.take(handoff)
         session = self._sessions.get(handoff)
-        if allocation is None or session is None:
+        if reservation is None or session is None:
             return  # released between the commit and now: the blocks are free already
+        assert commit.spec is not None  # the table has seen to it
         try:
-            self._engine.adopt(handoff, commit.spec, allocation)
+            self._engine.adopt(handoff, commit.spec, reservation)
         except (InvalidRequest, ValueError) as error:
-            allocation.release()
+            reservation.release()
             self._forget(handoff)
             session.emit([events.failed(handoff, HandoffError(str(error)))])
             return
@@ -155,6 +176,40 @@ class DecodeRole:
             transport=commit.transport,
         )
         session.emit([committed, events.tokens(handoff, commit.first)])
+
+    # --- what a prefill worker lacks of it -----------------------------------------------------------------------
+
+    def fetch(self, job: PushJob) -> None:
+        """Push what is here already of a reservation to its prefill worker. From any thread."""
+        self._loop.submit(partial(self._push_back, job))
+
+    def _push_back(self, job: PushJob) -> None:
+        shared = self.reservations.shared(job.handoff)
+        if (
+            self._pusher is None
+            or job.handoff in self._pins
+            or len(shared) * self._info.layout.block_size < job.known_tokens
+        ):
+            return  # it is over, or was asked for before
+        pin = self._engine.pool.allocate(0, shared=shared)
+        assert pin is not None  # nobody has to make room for what is held
+        self._pins[job.handoff] = pin
+        try:
+            self._pusher.begin(job)
+        except (HandoffError, ValueError) as error:
+            log.warning("fetch_refused", handoff=str(job.handoff), error=str(error))
+            self._unpin(job.handoff)
+            return
+        self._pusher.computed(job.handoff, pin.blocks, self._info.layout.layers, job.known_tokens)
+        self._pusher.finish(job.handoff, PushEnd())
+
+    def push_ended(self, handoff: HandoffId, outcome: PushResult | HandoffError) -> None:
+        """The blocks that were fetched are not read any more. From a transfer thread, once per push."""
+        self._loop.submit(partial(self._unpin, handoff))
+
+    def _unpin(self, handoff: HandoffId) -> None:
+        if (pin := self._pins.pop(handoff, None)) is not None:
+            pin.release()
 
     # --- steps ---------------------------------------------------------------------------------------------------
 

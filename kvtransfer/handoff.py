@@ -1,7 +1,7 @@
 """The values that the two ends of a handoff take and give, and the table that decides what lands.
 
-`PushJob` goes into a `Sender` and comes back as a `PushResult` or a `HandoffError`. On the other side a `HandoffTable`
-is asked at each step: it is the authority over the decode worker's reservations.
+A push begins with a `PushJob`, is told what is computed, ends with a `PushEnd`, and comes back as a `PushResult` or a
+`HandoffError`. On the other side a `HandoffTable` is asked at each step: it is the authority over the reservations.
 """
 
 from __future__ import annotations
@@ -10,67 +10,95 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
     from contextlib import AbstractContextManager
 
     from baton.core import HandoffId, SequenceSpec, Token, WorkerRef
+    from baton.errors import HandoffError
 
 
 @dataclass(frozen=True, slots=True)
 class TransferSettings:
     """How KV moves. `frame_deadline_s` bounds every single step (a frame, an answer), never a time spent queued."""
 
-    transport: str = "auto"  # auto | gloo | nccl | memory
-    frame_size: int = 8 << 20  # bytes; the receiver's value holds for the channel
-    credits: int = 4  # frames announced and not yet out of staging
+    transport: str = "auto"  # auto | gloo | nccl | shm | cuda_ipc | grpc | memory
+    frame_size: int = 2 << 20  # bytes; the receiver's value holds for the channel
+    credits: int = 4  # frames in flight, and slots of the staging ring; the receiver's value holds
+    coalesce_below: int = 256 << 10  # bytes that are waited for before a frame leaves, while there is more to compute
     frame_deadline_s: float = 10.0
     bind_host: str = "127.0.0.1"  # where gloo listens and connects from
-    idle_channels: int = 64  # more idle ones than this: the least recently used is closed
+    staging_memory: int = 1 << 30  # bytes of all rings: when used up, the channel that is idle for longest is closed
+    verify_kv: bool = False  # beside the digest of each frame, one of the whole KV that knows no frames
 
 
 @dataclass(frozen=True, slots=True)
 class PushJob:
-    """KV of the first `known_tokens` positions, in `blocks` of the pusher's cache, for the reservation at `to`.
+    """KV of positions [skip, known_tokens) for the reservation at `to`, which has the first `skip` already.
 
-    `spec.known` ends with the first token; `first` is what the router was told. KV of that token is not sent:
-    `len(spec) == known_tokens + 1`. `blocks` may be longer than needed.
+    `fetch`: positions [begin, end) of these first that the pusher lacks, and wants to be sent.
     """
 
     handoff: HandoffId
     to: WorkerRef
-    blocks: Sequence[int]
     known_tokens: int
-    spec: SequenceSpec
-    first: Sequence[Token]
+    skip: int = 0
+    fetch: tuple[int, int] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PushEnd:
+    """All is computed. `spec.known` ends with the first token, whose KV is not sent: `len(spec) == known_tokens + 1`.
+
+    `first` is what the router was told. `spec` None: the answer to a fetch, after which nobody decodes.
+    """
+
+    spec: SequenceSpec | None = None
+    first: Sequence[Token] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class PushResult:
-    """The decode worker accepted the commit. `transfer_s`: from the push's turn to the acknowledgement, in seconds."""
+    """The decode worker accepted the commit. All in seconds, by the pusher's clock.
+
+    `exposed_s`: from `finish` to the acknowledgement. `round_trip_s`: what one message and its answer took (the
+    offer). `filling_s`: spent on reading KV into frames.
+    """
 
     nbytes: int
-    transfer_s: float
+    frames: int
+    exposed_s: float
+    round_trip_s: float
+    filling_s: float
     transport: str
 
 
 @dataclass(frozen=True, slots=True)
+class Reports:
+    """Where a sender says what became of a push: `done` exactly once; `unfetched` if its fetch was refused."""
+
+    done: Callable[[HandoffId, PushResult | HandoffError], None]
+    unfetched: Callable[[HandoffId], None] = lambda handoff: None
+
+
+@dataclass(frozen=True, slots=True)
 class Offer:
-    """What a sender wants to hand over: KV of `known_tokens` positions from `skip` on, in `frames` frames."""
+    """What a sender wants to hand over: KV of positions [skip, known_tokens)."""
 
     fingerprint: str
     known_tokens: int
     skip: int
-    frames: int
 
 
 @dataclass(frozen=True, slots=True)
 class CommitState:
     """All that decoding needs beside KV, and what the transfer took.
 
-    `transfer_s`: first frame announced to last one in its blocks. `commit_s`: from there until the commit was checked.
+    `transfer_s`: the time in which frames of it were under way, each from its announcement (or the end of the one
+    before, if that is later) until it was in its blocks. `commit_s`: from the last of these until the commit was
+    checked. `spec` None: the KV was fetched.
     """
 
-    spec: SequenceSpec
+    spec: SequenceSpec | None
     first: Sequence[Token]
     transfer_s: float
     commit_s: float
@@ -81,7 +109,7 @@ class CommitState:
 class HandoffTable(Protocol):
     """A decode worker's reservations, as transfers see them. Thread-safe; no method blocks longer than a block copy.
 
-    `offer`, `aborted` and `lost` are called in the asyncio thread, `writing` and `commit` in a receiver thread.
+    `writing` and `commit` are called in a receiver thread, the others in the asyncio thread.
     """
 
     def offer(self, handoff: HandoffId, sender: WorkerRef, offer: Offer) -> None:
@@ -92,6 +120,9 @@ class HandoffTable(Protocol):
 
     def commit(self, handoff: HandoffId, sender: WorkerRef, commit: CommitState) -> None:
         """Accept, exactly once. Raises StaleAttempt."""
+
+    def fetch(self, handoff: HandoffId, sender: WorkerRef, begin: int, end: int) -> None:
+        """It wants KV of these positions, which are here. Returns at once. Raises HandoffError if they are not."""
 
     def aborted(self, handoff: HandoffId, sender: WorkerRef) -> None:
         """It gave up, or sent wrong bytes: no commit will come. No-op if not bound to it, or committed already."""

@@ -8,10 +8,13 @@ from typing import TYPE_CHECKING
 from baton.errors import BatonError, ChannelBroken, DigestMismatch, HandoffError, OfferRefused, StaleAttempt
 from baton.rpc import convert
 from baton.rpc.v1 import peer_pb2 as pb
+from kvtransfer.plan import FrameSpec
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
     from baton.core import HandoffId
-    from kvtransfer.plan import FrameSpec
+    from kvtransfer.handoff import PushEnd, PushJob
 
 
 class VersionRefused(OfferRefused):
@@ -38,9 +41,37 @@ _REASONS: tuple[tuple[pb.HandoffRefusal.ValueType, type[HandoffError]], ...] = (
 )
 
 
-def announcement(handoff: HandoffId, index: int, sequence: int, frame: FrameSpec) -> pb.FrameAnnounce:
-    """Frame `index` of the handoff is the next, number `sequence`, of the channel. The receiver expects just this."""
-    return pb.FrameAnnounce(handoff=convert.handoff_to_pb(handoff), index=index, sequence=sequence, **asdict(frame))
+def offer_of(job: PushJob, fingerprint: str) -> Iterator[pb.PeerCommand]:
+    """What the receiver may refuse before any KV moves, and what the sender would like to be sent itself."""
+    handoff = convert.handoff_to_pb(job.handoff)
+    offer = pb.Offer(handoff=handoff, fingerprint=fingerprint, known_tokens=job.known_tokens, skip=job.skip)
+    yield pb.PeerCommand(offer=offer)
+    if job.fetch is not None:
+        yield pb.PeerCommand(fetch=pb.Fetch(handoff=handoff, begin=job.fetch[0], end=job.fetch[1]))
+
+
+def commit_of(handoff: HandoffId, end: PushEnd, digests: Sequence[bytes], kv_digest: bytes) -> pb.Commit:
+    """All that decoding needs beside KV, and what the KV must add up to."""
+    return pb.Commit(
+        handoff=convert.handoff_to_pb(handoff),
+        spec=None if end.spec is None else convert.spec_to_pb(end.spec),
+        first=convert.tokens_to_pb(end.first),
+        digests=digests,
+        kv_digest=kv_digest,
+    )
+
+
+def announcement(handoff: HandoffId | None, sequence: int, frame: FrameSpec) -> pb.FrameAnnounce:
+    """Frame number `sequence` of the channel is this rectangle of the handoff; None: a piece of the probe's pattern."""
+    message = pb.FrameAnnounce(sequence=sequence, **asdict(frame))
+    if handoff is not None:
+        message.handoff.CopyFrom(convert.handoff_to_pb(handoff))
+    return message
+
+
+def frame_of(message: pb.FrameAnnounce) -> FrameSpec:
+    """The rectangle that was announced; nothing of it is checked."""
+    return FrameSpec(message.layer_begin, message.layer_end, message.begin, message.end, message.nbytes)
 
 
 def refusal_to_pb(error: BatonError, handoff: HandoffId | None = None) -> pb.PeerReply:

@@ -2,81 +2,57 @@
 
 The life of a push (any state may end in a report; an accepted offer is followed by Commit or Abort on the wire):
 
-    WAITING --welcome--> OFFERED --accepted--> ACCEPTED --its bytes have left--> COMMITTED --ack--> reported
-    (link not up)        (deadline)            (queued; a deadline per frame)    (deadline)
+    WAITING --probed--> OFFERED --accepted--> ACCEPTED --all has left, finished--> COMMITTED --ack--> reported
+    (link not up)       (deadline)            (frames leave as KV is computed)     (deadline)
 
-The link's thread asks for the next push, reads, announces and commits; replies, aborts and the end come from any
-thread, and `expire` from one that nothing holds up. Blocks are read only inside `reading`, into staging: so a push that
-ends outside it is reported at once, whatever the wire does, and one that ends inside is reported when it is left.
+The engine thread says what is computed, and when that is all. The link's thread asks for the next frame, reads,
+announces and commits; the rest comes from any thread, and `expire` from one that nothing holds up. Blocks are read only
+inside `reading`, into staging: a push that ends outside it is reported at once, whatever the wire does, one that ends
+inside when it is left; `withdraw` waits for that too.
 """
 
 from __future__ import annotations
 
-import enum
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import TypeVar
 
 from baton.core import HandoffId
 from baton.errors import BatonError, ChannelBroken, HandoffError, StaleAttempt
 from baton.rpc import convert
 from baton.rpc.v1 import peer_pb2 as pb
-from kvtransfer.handoff import PushJob, PushResult
-from kvtransfer.messages import announcement, refusal_from_pb
-from kvtransfer.plan import FrameSpec
-from kvtransfer.transport import Endpoint, KeyRelay
+from kvtransfer import probe
+from kvtransfer.handoff import PushEnd, PushJob, Reports
+from kvtransfer.messages import announcement, commit_of, offer_of, refusal_from_pb
+from kvtransfer.plan import FrameSpec, Progress
+from kvtransfer.push import NEVER, Push, State
+from kvtransfer.transport import Endpoint, KeyRelay, Ring
 
-Report = Callable[[HandoffId, PushResult | HandoffError], None]
 T = TypeVar("T")
-NEVER = float("inf")
-
-
-class State(enum.Enum):
-    """Of a push; its life is drawn above."""
-
-    WAITING = enum.auto()
-    OFFERED = enum.auto()
-    ACCEPTED = enum.auto()
-    COMMITTED = enum.auto()
-
-
-@dataclass(slots=True, eq=False)
-class Push:
-    """One push under way. State under the outbox's lock; `digests` and `started` are the link thread's own."""
-
-    job: PushJob
-    state: State = State.WAITING
-    deadline: float = NEVER  # of the receiver's answer
-    plan: tuple[FrameSpec, ...] = ()
-    digests: list[bytes] = field(default_factory=list)
-    started: float = 0.0
-    reading: bool = False
-    outcome: HandoffError | None = None  # decided while `reading`, reported after it
 
 
 class Outbox:
     """Thread-safe. Once it is broken it stays so: every push has its report, and waiting raises the reason."""
 
     def __init__(
-        self, end: Endpoint, title: str, say: Callable[[pb.PeerCommand], None], keys: KeyRelay, report: Report
+        self, end: Endpoint, title: str, say: Callable[[pb.PeerCommand], None], keys: KeyRelay, reports: Reports
     ) -> None:
+        self.number = 0  # of the next frame of the channel; the link's thread alone changes it
         self._end = end
         self._title = title
         self._say = say
         self._keys = keys
-        self._report = report
+        self._report, self._unfetched = reports.done, reports.unfetched
         self._deadline_s = end.settings.frame_deadline_s
         self._changed = threading.Condition()
         self._pushes: dict[HandoffId, Push] = {}
-        self._ready: deque[Push] = deque()
+        self._reads: HandoffId | None = None  # whose blocks are being read
         self._error: HandoffError | None = None
         self._welcome: pb.PeerWelcome | None = None
-        self._announced = 0
         self._credited = 0
+        self._probed = 0
 
     @property
     def broken(self) -> bool:
@@ -95,8 +71,33 @@ class Outbox:
                 return False
             if job.handoff in self._pushes:
                 raise ValueError(f"push {job.handoff} is under way already")
-            push = self._pushes[job.handoff] = Push(job)
-            self._offer(push)
+            self._pushes[job.handoff] = Push(job, Progress(self._end.kv.layout, job.skip, job.known_tokens))
+            self._offer(self._pushes[job.handoff])
+            return True
+
+    def computed(self, handoff: HandoffId, blocks: Sequence[int], layers: int, end: int) -> None:
+        """KV of the first `layers` layers is final up to position `end`, in `blocks`. Unknown: no-op."""
+        with self._changed:
+            if push := self._pushes.get(handoff):
+                push.blocks, push.mark = blocks, self._end.kv.mark()
+                push.progress.computed(layers, end)
+                self._changed.notify_all()
+
+    def withdraw(self, handoff: HandoffId) -> None:
+        """Its blocks go to somebody else: what has not left will be computed again. Waits for a read under way."""
+        with self._changed:
+            if push := self._pushes.get(handoff):
+                push.progress.withdrawn()
+                push.blocks = ()
+            self._changed.wait_for(lambda: self._reads != handoff)  # also for one that has ended meanwhile
+
+    def finish(self, handoff: HandoffId, end: PushEnd) -> bool:
+        """All is computed. False: unknown here."""
+        with self._changed:
+            if (push := self._pushes.get(handoff)) is None:
+                return False
+            push.end, push.finished_at = end, time.monotonic()
+            self._changed.notify_all()
             return True
 
     def abort(self, handoff: HandoffId) -> None:
@@ -105,10 +106,11 @@ class Outbox:
             if push := self._pushes.get(handoff):
                 self._fail(push, StaleAttempt(f"push {handoff}: aborted"), tell=push.state is not State.WAITING)
 
-    def stop(self, error: HandoffError) -> None:
-        """The link is broken: end all pushes with `error`. The first call counts."""
+    def stop(self, error: HandoffError, *, after_s: float = 0.0) -> None:
+        """The link is broken: end all pushes with `error`, or with what is said within `after_s`. First come counts."""
         error.with_traceback(None)  # it is kept: with its frames it would keep the link's staging and threads' locals
         with self._changed:
+            self._changed.wait_for(lambda: self.broken, after_s)
             self._error = self._error or error
             for push in self._pushes.values():
                 self._close(push, self._error)
@@ -138,60 +140,81 @@ class Outbox:
 
     # From the link's thread
 
-    def welcome(self) -> pb.PeerWelcome:
-        """Wait for the receiver's consent. Raises HandoffError: refused, or not within the deadline."""
-        return self._wait(lambda: self._welcome, "welcome")
+    def welcome(self) -> tuple[str, Ring]:
+        """Wait for the receiver's consent: the transport and the ring. Raises HandoffError: refused, or too late."""
+        welcome = self._wait(lambda: self._welcome, "welcome")
+        return welcome.transport, Ring(welcome.credits, welcome.frame_size)
 
-    def next(self) -> Push:
-        """Wait for the next push whose offer was accepted. Raises HandoffError when the link broke."""
-        with self._changed:
-            self._wait(lambda: self._ready)
-            push = self._ready.popleft()
-            push.started = time.monotonic()
-            return push
+    def next(self) -> tuple[Push, FrameSpec | None]:
+        """Wait for a frame that can be sent now, or (None) a push that can be committed. Raises HandoffError."""
+        while True:
+            self._wait(self._pick)
+            self.wait_credit()
+            with self._changed:
+                if (found := self._pick()) is not None:
+                    return found
+
+    def wait_credit(self) -> None:
+        """Wait until a slot is free. Raises HandoffError when the link broke or none was within the deadline."""
+        _, ring = self.welcome()
+        self._wait(lambda: self.number - self._credited < ring.slots, "credit")
+
+    def wait_probed(self, frames: int) -> None:
+        """Wait until the receiver has seen the probe's pattern. Raises HandoffError."""
+        self._wait(lambda: self._probed >= frames, "answer to the probe")
 
     @contextmanager
-    def reading(self, push: Push) -> Iterator[bool]:
-        """While inside, blocks may be read; False: the push has ended, they may not."""
+    def reading(self, push: Push, frame: FrameSpec) -> Iterator[Sequence[int]]:
+        """While inside, these blocks may be read for `frame`; none: the push has ended, or was withdrawn."""
         with self._changed:
-            push.reading = self._alive(push)
+            push.reading = push in self._pushes.values() and push.progress.offers(frame)
+            blocks = push.blocks if push.reading else ()
+            self._reads = push.job.handoff
         try:
-            yield push.reading
+            yield blocks
         finally:
             with self._changed:
-                push.reading = False
+                push.reading, self._reads = False, None
                 if push.outcome is not None:
                     self._report(push.job.handoff, push.outcome)
+                self._changed.notify_all()
 
-    def announce(self, push: Push, index: int) -> bool:
-        """Say that frame `index` enters the channel now; False: the push has ended, nothing was said.
-
-        Waits for a credit. Raises HandoffError when the link broke or none came within the deadline.
-        """
-        frame = announcement(push.job.handoff, index, self._announced, push.plan[index])
+    def announce(self, push: Push | None, frame: FrameSpec) -> bool:
+        """Say that `frame` enters the channel now; False: the push has ended, nothing was said. None: a probe's."""
         with self._changed:
-            credits = self.welcome().credits
-            self._wait(lambda: self._announced - self._credited < credits, "credit")
-            if not self._alive(push):
-                return False
-            self._announced += 1
-            self._say(pb.PeerCommand(frame=frame))
+            if push is not None:
+                if push not in self._pushes.values():
+                    return False
+                push.progress.took(frame)
+                push.nbytes += frame.nbytes
+            handoff = push.job.handoff if push is not None else None
+            self._say(pb.PeerCommand(frame=announcement(handoff, self.number, frame)))
+            self.number += 1
             return True
 
     def commit(self, push: Push) -> None:
-        """All its bytes have left."""
-        commit = pb.Commit(
-            handoff=convert.handoff_to_pb(push.job.handoff),
-            spec=convert.spec_to_pb(push.job.spec),
-            first=convert.tokens_to_pb(push.job.first),
-            digests=push.digests,
-        )
+        """All its bytes are on their way."""
+        assert push.end is not None
+        commit = commit_of(push.job.handoff, push.end, push.digests, push.whole.value if push.whole else b"")
         with self._changed:
-            if self._alive(push):
+            if push in self._pushes.values():
                 push.state, push.deadline = State.COMMITTED, time.monotonic() + self._deadline_s
                 self._say(pb.PeerCommand(commit=commit))
 
     # Under the lock
+
+    def _pick(self) -> tuple[Push, FrameSpec | None] | None:
+        """In the order of arrival: who came first is through first."""
+        if self._welcome is None:
+            return None
+        for push in self._pushes.values():
+            if push.state is not State.ACCEPTED:
+                continue
+            wanted = 1 if push.end else self._end.settings.coalesce_below
+            frame = push.progress.next(self._welcome.frame_size, wanted) if push.blocks else None
+            if frame is not None or (push.end and push.progress.complete):
+                return push, frame
+        return None
 
     def _dispatch(self, reply: pb.PeerReply) -> None:
         match reply.WhichOneof("reply"):
@@ -205,33 +228,34 @@ class Outbox:
                 self._refused(reply.refused)
             case "credit":
                 self._credit(reply.credit.sequence)
+            case "probed":
+                self._probed = reply.probed.frames
+                for push in self._pushes.values():
+                    self._offer(push)
+            case "fetch_refused":
+                self._unfetched(convert.handoff_from_pb(reply.fetch_refused.handoff))
             case "commit_ack":
                 self._acknowledged(convert.handoff_from_pb(reply.commit_ack.handoff))
 
     def _welcomed(self, welcome: pb.PeerWelcome) -> None:
-        if self._welcome is not None or not (welcome.credits and welcome.frame_size):
+        if self._welcome is not None or not welcome.credits:
             raise ChannelBroken("a second welcome, or one that grants no frames")
+        if welcome.frame_size < self._end.kv.layout.layer_token_bytes:
+            raise ChannelBroken(f"frames of {welcome.frame_size} bytes hold no position of a layer")
         self._welcome = welcome
-        for push in self._pushes.values():
-            self._offer(push)
 
     def _offer(self, push: Push) -> None:
-        if self._welcome is None:
+        if self._probed < probe.FRAMES or push.state is not State.WAITING:
             return
-        push.plan = self._end.plan(push.job.known_tokens, self._welcome.frame_size)
         push.state, push.deadline = State.OFFERED, time.monotonic() + self._deadline_s
-        offer = pb.Offer(
-            handoff=convert.handoff_to_pb(push.job.handoff),
-            fingerprint=self._end.fingerprint,
-            known_tokens=push.job.known_tokens,
-            frames=len(push.plan),
-        )
-        self._say(pb.PeerCommand(offer=offer))
+        push.offered_at = time.monotonic()
+        for command in offer_of(push.job, self._end.fingerprint):
+            self._say(command)
 
     def _accepted(self, handoff: HandoffId) -> None:
         if (push := self._pushes.get(handoff)) and push.state is State.OFFERED:
             push.state, push.deadline = State.ACCEPTED, NEVER
-            self._ready.append(push)
+            push.round_trip_s = time.monotonic() - push.offered_at
 
     def _refused(self, refused: pb.HandoffRefused) -> None:
         error = refusal_from_pb(refused)
@@ -241,15 +265,14 @@ class Outbox:
             self._fail(push, error, tell=push.state is not State.OFFERED)  # a refused offer binds nobody
 
     def _credit(self, sequence: int) -> None:
-        if not self._credited <= sequence < self._announced:
-            raise ChannelBroken(f"credit for frame {sequence}, with {self._announced} announced")
+        if not self._credited <= sequence < self.number:
+            raise ChannelBroken(f"credit for frame {sequence}, with {self.number} announced")
         self._credited = sequence + 1
 
     def _acknowledged(self, handoff: HandoffId) -> None:
-        if (push := self._pushes.get(handoff)) and push.state is State.COMMITTED:
+        if (push := self._pushes.get(handoff)) and push.state is State.COMMITTED and self._welcome is not None:
             del self._pushes[handoff]
-            nbytes = sum(frame.nbytes for frame in push.plan)
-            self._report(handoff, PushResult(nbytes, time.monotonic() - push.started, self._end.transport.name))
+            self._report(handoff, push.result(self._welcome.transport))
 
     def _fail(self, push: Push, error: HandoffError, *, tell: bool) -> None:
         del self._pushes[push.job.handoff]
@@ -262,9 +285,6 @@ class Outbox:
             push.outcome = error
         else:
             self._report(push.job.handoff, error)
-
-    def _alive(self, push: Push) -> bool:
-        return self._pushes.get(push.job.handoff) is push
 
     def _wait(self, ready: Callable[[], T | None], what: str = "") -> T:
         """`what` is due within the deadline; without it, this waits until the link breaks."""

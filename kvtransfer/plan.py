@@ -1,10 +1,12 @@
-"""Which rectangles of (layers x blocks) a handoff's KV is cut into. Pure: both sides compute it and compare.
+"""Which rectangles of (layers x positions) of a handoff's KV travel together, decided as they are computed. Pure.
 
-        blocks ->
-layers  +--------------------+        everything fits one frame: one rectangle
-  |     |  whole layers while |       else: as many whole layers per frame as fit
-  v     |  they fit           |       else (one layer is too long): pieces of one layer
-        +--------------------+
+        positions ->
+layers  | sent    | ready    .       Chunks of a prompt make KV ready from left to right, and in each chunk layer by
+  |     | sent    | ready    .       layer from the top. What is ready and not sent is cut into rectangles of at most a
+  v     | sent  .                    frame: as many whole layers as fit, else a part of one layer's positions.
+
+The sender keeps a `Progress`, the receiver a `Coverage`: of each layer only how far it has come. So the receiver needs
+no plan of the sender's: a frame must go on, in each of its layers, exactly where the one before has ended.
 """
 
 from __future__ import annotations
@@ -18,44 +20,105 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class FrameSpec:
-    """Layers [layer_begin, layer_end) of the handoff's blocks [block_begin, block_end), and their bytes on the wire.
-
-    Blocks are counted within the handoff: block 0 holds its first positions, on either side.
-    """
+    """Layers [layer_begin, layer_end) of the handoff's positions [begin, end), and their bytes on the wire."""
 
     layer_begin: int
     layer_end: int
-    block_begin: int
-    block_end: int
+    begin: int
+    end: int
     nbytes: int
 
     @property
     def layers(self) -> range:
         return range(self.layer_begin, self.layer_end)
 
+
+class Progress:
+    """The sender's side of a handoff of positions [skip, tokens). Used under its owner's lock."""
+
+    __slots__ = ("_ready", "_sent", "_token_bytes", "_tokens")
+
+    def __init__(self, layout: KVLayout, skip: int, tokens: int) -> None:
+        self._token_bytes = layout.layer_token_bytes
+        self._tokens = tokens
+        self._ready = [skip] * layout.layers
+        self._sent = [skip] * layout.layers
+
+    def computed(self, layers: int, end: int) -> None:
+        """The KV of the first `layers` layers is final up to position `end`."""
+        for layer in range(layers):
+            self._ready[layer] = max(self._ready[layer], min(end, self._tokens))
+
+    def withdrawn(self) -> None:
+        """What is not sent yet is lost, and will be computed again."""
+        self._ready = list(self._sent)
+
+    def next(self, frame_size: int, at_least: int = 1) -> FrameSpec | None:
+        """The next frame, of at most `frame_size` bytes and (unless more would not fit) of `at_least`; None: not yet.
+
+        A position of a layer always fits. What is too little by itself does not hold up what comes after it.
+        """
+        for first in self._waiting():
+            frame = self._from(first, frame_size)
+            more = frame.nbytes + self._token_bytes * (frame.end - frame.begin)
+            if frame.nbytes >= at_least or more > frame_size:
+                return frame
+        return None
+
+    def offers(self, frame: FrameSpec) -> bool:
+        """Whether `frame` can still be sent: nothing of it was withdrawn."""
+        return all(self._sent[layer] == frame.begin and self._ready[layer] >= frame.end for layer in frame.layers)
+
+    def took(self, frame: FrameSpec) -> None:
+        """`frame` is on its way."""
+        self._sent[frame.layer_begin : frame.layer_end] = [frame.end] * len(frame.layers)
+
     @property
-    def blocks(self) -> slice:
-        """The part of the handoff's block list that this frame carries."""
-        return slice(self.block_begin, self.block_end)
+    def complete(self) -> bool:
+        """All positions of all layers are on their way."""
+        return min(self._sent) == self._tokens
+
+    def _waiting(self) -> list[int]:
+        """Of each run of layers that have come equally far and go on: the first. Those that are behind come first."""
+        sent = self._sent
+        firsts = [n for n in range(len(sent)) if sent[n] < self._ready[n] and (n == 0 or sent[n - 1] != sent[n])]
+        return sorted(firsts, key=sent.__getitem__)
+
+    def _from(self, first: int, frame_size: int) -> FrameSpec:
+        """As much as fits, from this layer on: positions of the first layer before further layers."""
+        begin, width = self._sent[first], frame_size // self._token_bytes
+        end = min(self._ready[first], begin + max(1, width))
+        last, most = first + 1, max(1, width // (end - begin))
+        while last < len(self._sent) and last - first < most and self._sent[last] == begin and self._ready[last] >= end:
+            last += 1
+        return FrameSpec(first, last, begin, end, (last - first) * (end - begin) * self._token_bytes)
 
 
-def plan_frames(layout: KVLayout, n_blocks: int, frame_size: int) -> tuple[FrameSpec, ...]:
-    """Rectangles that tile all layers of `n_blocks` blocks exactly, in wire order, each at most `frame_size` bytes.
+class Coverage:
+    """The receiver's side: what has been announced of positions [skip, tokens)."""
 
-    Where one block of one layer is larger than that, each is a frame of its own. Raises ValueError for sizes below 1.
-    """
-    if n_blocks < 1 or frame_size < 1:
-        raise ValueError(f"need at least 1 block and 1 byte per frame, got {n_blocks} and {frame_size}")
-    cells = max(1, frame_size // layout.layer_block_bytes)  # layer-blocks that fit one frame
-    layer_step, block_step = max(1, cells // n_blocks), min(cells, n_blocks)
-    rectangles = (
-        (layer, min(layer + layer_step, layout.layers), block, min(block + block_step, n_blocks))
-        for layer in range(0, layout.layers, layer_step)
-        for block in range(0, n_blocks, block_step)
-    )
-    return tuple(FrameSpec(*r, (r[1] - r[0]) * (r[3] - r[2]) * layout.layer_block_bytes) for r in rectangles)
+    __slots__ = ("_reached", "_token_bytes", "_tokens", "nbytes")
 
+    def __init__(self, layout: KVLayout, skip: int, tokens: int) -> None:
+        self._token_bytes = layout.layer_token_bytes
+        self._tokens = tokens
+        self._reached = [skip] * layout.layers
+        self.nbytes = 0
 
-def staging_bytes(layout: KVLayout, frame_size: int) -> int:
-    """Bytes of the largest frame that `plan_frames` can make."""
-    return max(frame_size, layout.layer_block_bytes)
+    def accepts(self, frame: FrameSpec) -> bool:
+        """Whether `frame` goes on where its layers have ended, within the handoff; then it counts."""
+        layers = self._reached[frame.layer_begin : frame.layer_end]
+        fits = (
+            0 <= frame.layer_begin < frame.layer_end <= len(self._reached) and frame.begin < frame.end <= self._tokens
+        )
+        if not fits or any(reached != frame.begin for reached in layers):
+            return False
+        if frame.nbytes != len(layers) * (frame.end - frame.begin) * self._token_bytes:
+            return False
+        self._reached[frame.layer_begin : frame.layer_end] = [frame.end] * len(layers)
+        self.nbytes += frame.nbytes
+        return True
+
+    @property
+    def complete(self) -> bool:
+        return min(self._reached) == self._tokens

@@ -1,6 +1,6 @@
-"""The prefill worker's end: takes pushes, gives each to the link of its destination, reports each exactly once.
+"""The pusher's end: takes pushes, gives each to the link of its destination, reports each exactly once.
 
-    push -> Link (one per destination incarnation and generation) -> on_done
+    begin, computed ..., finish -> Link (one per destination incarnation and generation) -> on_done
 A link is one channel: a Peer stream, a data channel, one thread, one queue. One that broke is never mended: the next
 push to that worker makes a new one, with the next generation.
 """
@@ -10,36 +10,40 @@ from __future__ import annotations
 import itertools
 import threading
 import time
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 import structlog
 
-from baton.core import PROTOCOL_VERSION, HandoffId, WorkerRef
+from baton.core import PROTOCOL_VERSION, Channel, HandoffId, WorkerRef
 from baton.errors import ChannelBroken, HandoffError
 from baton.rpc import convert
 from baton.rpc.v1 import peer_pb2 as pb
-from kvtransfer.handoff import PushJob, PushResult, TransferSettings
-from kvtransfer.outbox import Outbox, Push, Report
+from kvtransfer import probe
+from kvtransfer.digests import KVDigest, wire_digest
+from kvtransfer.handoff import PushEnd, PushJob, PushResult, Reports, TransferSettings
+from kvtransfer.outbox import Outbox
+from kvtransfer.plan import FrameSpec
+from kvtransfer.push import Push
 from kvtransfer.stream import Connect, GrpcPeerStream, PeerStream
-from kvtransfer.torch_dist import make_transport
-from kvtransfer.transport import ChannelEnd, ChannelName, Endpoint, KeyRelay, Side, Transport, wire_digest
+from kvtransfer.transport import ChannelEnd, ChannelName, Endpoint, KeyRelay, Ring, Side, Transport
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from baton.engine.kv import KVCache
 
 log = structlog.get_logger()
 LOOKS = 16  # at the answers that are due, per deadline
+REASON_S = 0.2  # for the receiver's own reason to come, when the channel fails first
 
 
 class Sender:
     """Pushes KV out of `kv`. Thread-safe.
 
     `on_done` is called exactly once per push, from one thread of the sender's; from then on nothing reads the push's
-    blocks. `transport` and `connect` are for workers that share a process, and for tests.
+    blocks. `on_unfetched`: a push's fetch was refused; from a thread of the link's. `transports`: what may be used, the
+    best first. `connect` is for workers that share a process.
     """
 
     def __init__(
@@ -48,14 +52,16 @@ class Sender:
         me: WorkerRef,
         fingerprint: str,
         settings: TransferSettings,
-        on_done: Report,
+        transports: Sequence[Transport],
+        on_done: Callable[[HandoffId, PushResult | HandoffError], None],
         *,
-        transport: Transport | None = None,
+        on_unfetched: Callable[[HandoffId], None] = lambda handoff: None,
         connect: Connect = GrpcPeerStream,
     ) -> None:
-        self._end = Endpoint(kv, me, fingerprint, settings, transport or make_transport(settings, kv.device))
+        self._end = Endpoint(kv, me, fingerprint, settings, tuple(transports))
         self._connect = connect
         self._on_done = on_done
+        self._told = Reports(self._report, on_unfetched)
         self._lock = threading.Lock()
         self._links: list[Link] = []  # least recently used first; broken ones stay until their thread has ended
         self._generations = itertools.count(1)
@@ -64,33 +70,41 @@ class Sender:
         self._watch = threading.Thread(target=self._watch_deadlines, name="kv-deadlines", daemon=True)
         self._watch.start()
 
-    def push(self, job: PushJob) -> None:
-        """Start a handoff; returns at once. The blocks must stay as they are until `on_done`.
+    def begin(self, job: PushJob) -> None:
+        """Start a handoff: its channel is built and it is offered while the prompt is computed. Returns at once.
 
         Raises ValueError for a job that contradicts itself or is under way already, ChannelBroken after `close`;
         `on_done` is not called then.
         """
-        blocks = self._end.kv.layout.blocks_for(job.known_tokens)
-        if not 1 <= blocks <= len(job.blocks) or len(job.spec) != job.known_tokens + 1:
-            raise ValueError(
-                f"push {job.handoff}: {job.known_tokens} positions need {blocks} blocks and a spec of one token more,"
-                f" got {len(job.blocks)} and {len(job.spec)}"
-            )
-        while not self._link_to(job.to).outbox.add(job):
-            pass  # it broke in between; the next one is new
+        if not 0 <= job.skip < job.known_tokens:
+            raise ValueError(f"push {job.handoff}: {job.skip} of {job.known_tokens} positions skipped")
+        while not self._give(job):
+            pass  # the link broke in between; the next one is new
 
-    def warm(self, to: WorkerRef) -> None:
-        """Start to build the channel to `to`, unless it is there: the first push will not wait for it.
-
-        Returns at once. A channel that cannot be built is reported by the push that needs it. Raises ChannelBroken
-        after `close`.
+    def computed(self, handoff: HandoffId, blocks: Sequence[int], layers: int, end: int) -> None:
+        """KV of the first `layers` layers is final up to position `end`, in `blocks`, which must stay as they are until
+        `on_done` or `withdraw`. Unknown, ended: no-op.
         """
-        self._link_to(to)
+        for link in self._all():
+            link.outbox.computed(handoff, blocks, layers, end)
+
+    def withdraw(self, handoff: HandoffId) -> None:
+        """Its blocks go to somebody else now; what has not left will be computed again. Waits for a read under way."""
+        for link in self._all():
+            link.outbox.withdraw(handoff)
+
+    def finish(self, handoff: HandoffId, end: PushEnd) -> None:
+        """All positions are computed, and `computed` was told so: commit when all has left. Ended: no-op."""
+        any(link.outbox.finish(handoff, end) for link in self._all())
 
     def abort(self, handoff: HandoffId) -> None:
         """Give a push up, in whatever state: `on_done` follows soon, with StaleAttempt. Unknown: no-op."""
         for link in self._all():
             link.outbox.abort(handoff)
+
+    def channels(self) -> tuple[Channel, ...]:
+        """Those that are open, each with what its probe said."""
+        return tuple(link.channel for link in self._all() if link.channel is not None and link.running)
 
     def close(self) -> None:
         """End all pushes with ChannelBroken and free everything. Returns after the last `on_done`."""
@@ -107,23 +121,24 @@ class Sender:
         with self._lock:
             return list(self._links)
 
-    def _link_to(self, to: WorkerRef) -> Link:
+    def _give(self, job: PushJob) -> bool:
         with self._lock:
             if self._closed.is_set():
                 raise ChannelBroken("the sender was closed")
             self._links = [link for link in self._links if link.running]
-            link = next((link for link in self._links if link.to == to and not link.outbox.broken), None)
+            link = next((link for link in self._links if link.to == job.to and not link.outbox.broken), None)
             if link is None:
                 self._retire_idle()
-                link = Link(self._end, self._connect, to, next(self._generations), self._report)
-            else:
-                self._links.remove(link)
+                self._links.append(Link(self._end, self._connect, job, next(self._generations), self._told))
+                return True
+            self._links.remove(link)
             self._links.append(link)
-            return link
+            return link.outbox.add(job)
 
     def _retire_idle(self) -> None:
-        idle = [link for link in self._links if link.outbox.idle]
-        for link in idle[: max(0, len(idle) + 1 - self._end.settings.idle_channels)]:
+        up = [link for link in self._links if not link.outbox.broken]
+        idle = [link for link in up if link.outbox.idle]
+        for link in idle[: max(0, len(up) + 1 - self._end.max_channels)]:
             link.outbox.retire()
 
     def _watch_deadlines(self) -> None:
@@ -143,16 +158,21 @@ class Sender:
 
 
 class Link:
-    """Runs from the start until it breaks, which is final. The state of its pushes is in `outbox`."""
+    """Runs from the start until it breaks, which is final. The state of its pushes is in `outbox`.
 
-    def __init__(self, end: Endpoint, connect: Connect, to: WorkerRef, generation: int, report: Report) -> None:
-        self.to = to
+    It has its first push before it runs: one that breaks at once has somebody to tell.
+    """
+
+    def __init__(self, end: Endpoint, connect: Connect, job: PushJob, generation: int, reports: Reports) -> None:
+        self.to = to = job.to
+        self.channel: Channel | None = None  # once it is open
         self._end = end
         self._connect = connect
         self._name = ChannelName(end.me.incarnation, to.incarnation, generation)
         self._keys = KeyRelay(lambda key, value: self._say(pb.PeerCommand(store_key=pb.StoreKey(key=key, value=value))))
-        self.outbox = Outbox(end, f"channel {self._name} to {to}", self._say, self._keys, report)
+        self.outbox = Outbox(end, f"channel {self._name} to {to}", self._say, self._keys, reports)
         self._stream: PeerStream | None = None
+        self.outbox.add(job)
         self._thread = threading.Thread(target=self._run, name=f"kv-send-{self._name}", daemon=True)
         self._thread.start()
 
@@ -173,51 +193,83 @@ class Link:
             try:
                 self._serve(leaving)
             except HandoffError as error:
-                self.outbox.stop(error)
+                self.outbox.stop(error, after_s=REASON_S)
                 log.info("channel closed", channel=str(self._name), why=str(error))
             except Exception as error:  # the boundary of this thread: whatever it is, every push gets its report
                 self.stop(f"{type(error).__name__}: {error}")
                 log.exception("channel failed", channel=str(self._name))
 
     def _serve(self, leaving: ExitStack) -> None:
-        started, transport, deadline_s = time.monotonic(), self._end.transport, self._end.settings.frame_deadline_s
+        started = time.monotonic()
         self._stream = self._connect(self.to.address, self.outbox.take, self.stop)
         leaving.callback(self._stream.close)
         self._say(pb.PeerCommand(hello=self._hello()))
-        staging = self._end.staging(self.outbox.welcome().frame_size)
-        channel = transport.open(self._name, Side.SENDER, self._keys, deadline_s)
+        transport, ring = self.outbox.welcome()
+        channel = self._open(transport, ring)
         leaving.callback(channel.close)
+        probed = self._probe(channel, ring)
+        self.channel = Channel(self.to.worker_id, transport, probed)
         took_ms = round((time.monotonic() - started) * 1e3, 1)
-        log.info("channel open", to=str(self.to), channel=str(self._name), transport=transport.name, ms=took_ms)
+        facts = {"to": str(self.to), "channel": str(self._name), "transport": transport, "ms": took_ms}
+        log.info("channel open", **facts, mib_per_s=round(probed / 2**20))
         while True:
-            self._transfer(channel, staging, self.outbox.next())
+            push, frame = self.outbox.next()
+            if frame is None:
+                self.outbox.commit(push)
+            elif self._fill(channel, push, frame):
+                self._send(channel, ring, push, frame)
+
+    def _open(self, transport: str, ring: Ring) -> ChannelEnd:
+        chosen = self._end.transport(transport)
+        if chosen is None:
+            raise ChannelBroken(f"channel {self._name}: {self.to} chose the transport {transport!r}, not offered")
+        return chosen.open(self._name, Side.SENDER, self._keys, ring, self._end.settings.frame_deadline_s)
+
+    def _probe(self, channel: ChannelEnd, ring: Ring) -> float:
+        """Send the known pattern, wait until it was seen. Bytes per second, with the receiver's look at it."""
+        frame = probe.frame(ring)
+        patterns = [probe.pattern(number, frame.nbytes) for number in range(probe.FRAMES)]
+        started = time.monotonic()
+        for pattern in patterns:
+            self.outbox.wait_credit()
+            channel.slot(self.outbox.number)[: frame.nbytes].copy_(pattern)
+            self._send(channel, ring, None, frame)
+        self.outbox.wait_probed(probe.FRAMES)
+        return probe.FRAMES * frame.nbytes / (time.monotonic() - started)
 
     def _hello(self) -> pb.PeerHello:
         return pb.PeerHello(
             protocol_version=PROTOCOL_VERSION,
             sender=convert.ref_to_pb(self._end.me),
             receiver=convert.ref_to_pb(self.to),
-            transport=self._end.transport.name,
+            transports=[pb.TransportOffer(name=t.name, reach=t.reach) for t in self._end.transports],
             generation=self._name.generation,
             fingerprint=self._end.fingerprint,
             layout=convert.layout_to_pb(self._end.kv.layout),
         )
 
-    def _transfer(self, channel: ChannelEnd, staging: Tensor, push: Push) -> None:
-        for index, frame in enumerate(push.plan):
-            data = staging[: frame.nbytes]
-            if not self._read(push, index, data) or not self.outbox.announce(push, index):
-                return  # it ended meanwhile, and has its report
-            channel.send(data)
-        self.outbox.commit(push)
+    def _fill(self, channel: ChannelEnd, push: Push, frame: FrameSpec) -> bool:
+        """Read the frame's KV into the next slot; False: there is nothing to be sent any more."""
+        started, data = time.monotonic(), channel.slot(self.outbox.number)[: frame.nbytes]
+        with self.outbox.reading(push, frame) as blocks:
+            if not blocks:
+                return False
+            if push.mark is not None:
+                push.mark.wait()
+            self._end.kv.gather(frame.layers, blocks, frame.begin, frame.end, data)
+            push.digests.append(wire_digest(data))  # on a GPU, this also waits until the blocks have been read
+        if self._end.settings.verify_kv:
+            push.whole = push.whole or KVDigest(self._end.kv.layout)
+            push.whole.add(frame, data)
+        push.filling_s += time.monotonic() - started
+        return True
 
-    def _read(self, push: Push, index: int, data: Tensor) -> bool:
-        frame = push.plan[index]
-        with self.outbox.reading(push) as allowed:
-            if allowed:
-                self._end.kv.gather(frame.layers, push.job.blocks[frame.blocks], data)
-                push.digests.append(wire_digest(data))  # on a GPU, this also waits until the blocks have been read
-        return allowed
+    def _send(self, channel: ChannelEnd, ring: Ring, push: Push | None, frame: FrameSpec) -> None:
+        number = self.outbox.number
+        if self.outbox.announce(push, frame):
+            channel.start(number, frame.nbytes)
+            if number >= ring.slots:
+                channel.finish(number - ring.slots)  # its slot has come back: it has left long ago
 
     def _say(self, command: pb.PeerCommand) -> None:
         if self._stream is not None:

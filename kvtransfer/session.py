@@ -2,9 +2,9 @@
 
     stream --(event loop)--> checks, agrees sizes --items--> thread: receives, writes, commits, in announced order
            <--(event loop)-- replies <----------------------'
-The thread posts a receive only for a frame that was checked against the plan, always into staging that belongs to this
-channel. A frame of a handoff that ended meanwhile is still received, so that the channel stays in order, and is then
-dropped.
+The thread expects only frames that were checked, always in staging that belongs to this channel; all that are announced
+are expected at once, so that one is on its way while another is written. A frame of a handoff that ended meanwhile is
+still received, so that the channel stays in order, and is then dropped.
 """
 
 from __future__ import annotations
@@ -13,22 +13,25 @@ import asyncio
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import closing, suppress
-from dataclasses import dataclass, field
-from itertools import zip_longest
 from typing import TYPE_CHECKING, TypeVar
 
 import structlog
+import torch
 
 from baton.core import HandoffId, SequenceSpec, Token, WorkerRef
-from baton.errors import BatonError, ChannelBroken, DigestMismatch, HandoffError, OfferRefused, StaleAttempt
+from baton.errors import BatonError, ChannelBroken, DigestMismatch, HandoffError, StaleAttempt
 from baton.rpc import convert
 from baton.rpc.v1 import peer_pb2 as pb
-from kvtransfer.handoff import CommitState, HandoffTable, Offer
-from kvtransfer.messages import FingerprintRefused, FrameRefused, announcement, refusal_to_pb
+from kvtransfer import probe
+from kvtransfer.digests import wire_digest
+from kvtransfer.handoff import CommitState, HandoffTable
+from kvtransfer.inbound import Frame, Inbound, Item, inbound_of
+from kvtransfer.messages import FrameRefused, frame_of, refusal_to_pb
 from kvtransfer.plan import FrameSpec
-from kvtransfer.transport import ChannelEnd, ChannelName, Endpoint, KeyRelay, Side, wire_digest
+from kvtransfer.transport import ChannelEnd, ChannelName, Endpoint, KeyRelay, Side, Transport
 
 if TYPE_CHECKING:
     import grpc
@@ -38,41 +41,30 @@ A = TypeVar("A")
 log = structlog.get_logger()
 
 
-@dataclass(slots=True, eq=False)
-class Inbound:
-    """A handoff that was offered on this channel and accepted by the table."""
-
-    handoff: HandoffId
-    known_tokens: int
-    plan: tuple[FrameSpec, ...]
-    announced: int = 0  # frames; the event loop's, like `first_at`
-    first_at: float = 0.0  # when the first of them was announced
-    received: int = 0  # frames; the thread's, like all below
-    digests: list[bytes] = field(default_factory=list)
-    dropped: bool = False
-    last_at: float = 0.0
-
-
 class Session:
     """Make it in the event loop that serves its stream; it runs from there on."""
 
-    def __init__(self, end: Endpoint, table: HandoffTable, sender: WorkerRef, generation: int) -> None:
+    def __init__(
+        self, end: Endpoint, table: HandoffTable, sender: WorkerRef, generation: int, transport: Transport
+    ) -> None:
         self.sender = sender
         self.generation = generation
         self._end = end
         self._table = table
+        self._transport = transport
+        self._ring = end.ring
         self._name = ChannelName(sender.incarnation, end.me.incarnation, generation)
         self._loop = asyncio.get_running_loop()
         self._replies: asyncio.Queue[pb.PeerReply | None] = asyncio.Queue()
-        welcome = pb.PeerWelcome(credits=end.settings.credits, frame_size=end.settings.frame_size)
+        welcome = pb.PeerWelcome(credits=self._ring.slots, frame_size=self._ring.size, transport=transport.name)
         self._replies.put_nowait(pb.PeerReply(welcome=welcome))
         self._keys = KeyRelay(lambda key, value: self._reply(pb.PeerReply(store_key=pb.StoreKey(key=key, value=value))))
         self._inbound: dict[HandoffId, Inbound] = {}
         self._over = False
         self._sequence = 0  # frames announced
         self._received = 0  # frames; counted by the thread before their credit is given
-        # An Inbound stands for its next frame, whose bytes come next on the channel. Bounded by credits and offers.
-        self._items: queue.SimpleQueue[Inbound | tuple[Inbound, pb.Commit] | None] = queue.SimpleQueue()
+        self._done_at = 0.0  # when the last of these was done; the thread's
+        self._items: queue.SimpleQueue[Item] = queue.SimpleQueue()  # bounded by credits and offers
         self._thread = threading.Thread(target=self._run, name=f"kv-recv-{self._name}", daemon=True)
         self._thread.start()
 
@@ -123,6 +115,8 @@ class Session:
                 self._announced(command.frame)
             case "commit":
                 self._claimed(command.commit)
+            case "fetch":
+                self._fetch(command.fetch)
             case "abort":
                 handoff = convert.handoff_from_pb(command.abort.handoff)
                 self._inbound.pop(handoff, None)
@@ -140,33 +134,36 @@ class Session:
             self._replies.put_nowait(pb.PeerReply(offer_accepted=pb.OfferAccepted(handoff=message.handoff)))
 
     def _accept(self, handoff: HandoffId, message: pb.Offer) -> Inbound:
-        offer = Offer(message.fingerprint, message.known_tokens, message.skip, message.frames)
         if handoff in self._inbound:
             raise StaleAttempt(f"handoff {handoff} was offered before")
-        if offer.fingerprint != self._end.fingerprint:
-            raise FingerprintRefused(f"model fingerprint {offer.fingerprint!r}, here {self._end.fingerprint!r}")
-        kv = self._end.kv
-        if offer.skip or not 1 <= kv.layout.blocks_for(offer.known_tokens) <= kv.total_blocks:  # before it is planned
-            raise OfferRefused(f"{offer.known_tokens} tokens with {offer.skip} skipped: need all, at least 1, that fit")
-        plan = self._end.plan(offer.known_tokens, self._end.settings.frame_size)
-        if len(plan) != offer.frames:
-            raise OfferRefused(f"{offer.frames} frames offered, {len(plan)} planned here")
+        offer, inbound = inbound_of(self._end, handoff, message)
         self._table.offer(handoff, self.sender, offer)
-        return Inbound(handoff, offer.known_tokens, plan)
+        return inbound
+
+    def _fetch(self, message: pb.Fetch) -> None:
+        handoff = convert.handoff_from_pb(message.handoff)
+        try:
+            self._table.fetch(handoff, self.sender, message.begin, message.end)
+        except HandoffError as error:
+            refused = pb.FetchRefused(handoff=message.handoff, detail=str(error))
+            self._replies.put_nowait(pb.PeerReply(fetch_refused=refused))
 
     def _announced(self, message: pb.FrameAnnounce) -> None:
-        inbound = self._inbound.get(convert.handoff_from_pb(message.handoff))
-        if inbound is None or inbound.announced == len(inbound.plan):
-            raise FrameRefused(f"frame {message.sequence}: of a handoff that was not accepted, or has all its frames")
-        spec = inbound.plan[inbound.announced]
-        if message != announcement(inbound.handoff, inbound.announced, self._sequence, spec):
-            raise FrameRefused(f"frame {message.sequence}: index, place or size is not what was planned, {spec}")
-        if self._sequence - self._received >= self._end.settings.credits:
-            raise FrameRefused(f"frame {message.sequence}: more than {self._end.settings.credits} in flight")
-        inbound.first_at = inbound.first_at or time.monotonic()
-        inbound.announced += 1
+        spec, inbound = frame_of(message), None
+        if message.HasField("handoff"):
+            inbound = self._inbound.get(convert.handoff_from_pb(message.handoff))
+            if inbound is None or not inbound.announced.accepts(spec):
+                raise FrameRefused(f"frame {message.sequence}: {spec} does not go on where an accepted handoff is")
+        elif spec != probe.frame(self._ring) or message.sequence >= probe.FRAMES:
+            raise FrameRefused(f"frame {message.sequence}: of no handoff")
+        if message.sequence != self._sequence or spec.nbytes > self._ring.size:
+            raise FrameRefused(
+                f"frame {message.sequence}: {self._sequence} is next, of {self._ring.size} bytes at most"
+            )
+        if self._sequence - self._received >= self._ring.slots:
+            raise FrameRefused(f"frame {message.sequence}: more than {self._ring.slots} in flight")
+        self._items.put(Frame(inbound, spec, self._sequence, time.monotonic()))
         self._sequence += 1
-        self._items.put(inbound)
 
     def _claimed(self, message: pb.Commit) -> None:
         handoff = convert.handoff_from_pb(message.handoff)
@@ -175,8 +172,8 @@ class Session:
             error = StaleAttempt(f"handoff {handoff} was not offered on this channel")
             self._replies.put_nowait(refusal_to_pb(error, handoff))
             return
-        if inbound.announced != len(inbound.plan):
-            raise FrameRefused(f"commit of {handoff}: {inbound.announced} of {len(inbound.plan)} frames")
+        if not inbound.announced.complete:
+            raise FrameRefused(f"commit of {handoff}: {inbound.announced.nbytes} bytes were announced, more are due")
         self._items.put((inbound, message))
 
     # From any thread
@@ -184,6 +181,11 @@ class Session:
     @property
     def running(self) -> bool:
         return self._thread.is_alive()
+
+    @property
+    def idle(self) -> bool:
+        """No handoff is on its way. In the event loop."""
+        return not self._inbound and self._received == self._sequence
 
     def join(self) -> None:
         """Wait for the thread: at most the deadline of what is on the wire."""
@@ -199,72 +201,99 @@ class Session:
     # In the thread
 
     def _run(self) -> None:
-        settings, transport = self._end.settings, self._end.transport
+        deadline_s = self._end.settings.frame_deadline_s
         try:
-            staging = self._end.staging(settings.frame_size)
-            with closing(transport.open(self._name, Side.RECEIVER, self._keys, settings.frame_deadline_s)) as channel:
-                self._serve(channel, staging)
+            opened = self._transport.open(self._name, Side.RECEIVER, self._keys, self._ring, deadline_s)
+            with closing(opened) as channel:
+                self._serve(channel)
         except BatonError as error:
             self._in_loop(self.end, error)
         except Exception as error:  # the boundary of this thread: the sender must hear that the channel is gone
             log.exception("channel failed", channel=str(self._name))
             self._in_loop(self.end, ChannelBroken(f"channel {self._name}: {type(error).__name__} at the receiver"))
 
-    def _serve(self, channel: ChannelEnd, staging: Tensor) -> None:
-        while (item := self._items.get()) is not None and not self._over:
-            if isinstance(item, Inbound):
-                self._receive(channel, item, staging)
+    def _serve(self, channel: ChannelEnd) -> None:
+        items: deque[Item] = deque()
+        while not self._over:
+            self._expect(channel, items)
+            item = items.popleft()
+            if item is None:
+                return
+            if isinstance(item, Frame):
+                self._receive(channel, item)
             else:
                 self._answer(*item)
 
-    def _receive(self, channel: ChannelEnd, inbound: Inbound, staging: Tensor) -> None:
-        spec = inbound.plan[inbound.received]
-        data = staging[: spec.nbytes]
-        channel.recv(data)
-        inbound.received += 1
-        if not inbound.dropped:
+    def _expect(self, channel: ChannelEnd, items: deque[Item]) -> None:
+        """Take up what was announced; wait for it if there is nothing else to do."""
+        while not items or not self._items.empty():
+            item = self._items.get()
+            items.append(item)
+            if isinstance(item, Frame):
+                channel.start(item.number, item.spec.nbytes)
+
+    def _receive(self, channel: ChannelEnd, frame: Frame) -> None:
+        channel.finish(frame.number)
+        data, inbound = channel.slot(frame.number)[: frame.spec.nbytes], frame.inbound
+        if inbound is None:
+            self._check_pattern(frame, data)
+        elif not inbound.dropped:
             inbound.digests.append(wire_digest(data))
-            self._write(inbound, spec, data)
-        inbound.last_at = time.monotonic()
-        credit = pb.Credit(sequence=self._received)
+            if inbound.whole is not None:
+                inbound.whole.add(frame.spec, data)
+            self._write(inbound, frame.spec, data)
+        now = time.monotonic()
+        if inbound is not None:
+            inbound.busy_s += now - max(frame.announced_at, self._done_at)
+            inbound.last_at = now
+        self._done_at = now
         self._received += 1
-        self._reply(pb.PeerReply(credit=credit))
+        self._reply(pb.PeerReply(credit=pb.Credit(sequence=frame.number)))
+
+    def _check_pattern(self, frame: Frame, data: Tensor) -> None:
+        if not torch.equal(data.cpu(), probe.pattern(frame.number, frame.spec.nbytes)):
+            raise FrameRefused(f"the {self._transport.name} channel changes bytes: frame {frame.number} of its probe")
+        if frame.number == probe.FRAMES - 1:
+            self._reply(pb.PeerReply(probed=pb.Probed(frames=probe.FRAMES)))
 
     def _write(self, inbound: Inbound, spec: FrameSpec, data: Tensor) -> None:
         try:
             with self._table.writing(inbound.handoff, self.sender) as blocks:
                 if self._over:  # set before the table heard `lost`: what it lets in now is for a newer channel
                     raise StaleAttempt(f"handoff {inbound.handoff}: its channel is closed")
-                self._end.kv.scatter(spec.layers, blocks[spec.blocks], data)
+                self._end.kv.scatter(spec.layers, blocks, spec.begin, spec.end, data)
+                self._end.kv.settle()  # before the blocks, and the slot, may be somebody else's
         except HandoffError as error:
             inbound.dropped = True
             self._reply(refusal_to_pb(error, inbound.handoff))
 
     def _answer(self, inbound: Inbound, message: pb.Commit) -> None:
         """Raises InvalidRequest or FrameRefused for a commit that makes no sense: that ends the session."""
-        spec, first = convert.spec_from_pb(message.spec), convert.tokens_from_pb(message.first)
-        if len(spec) != inbound.known_tokens + 1:
+        spec = convert.spec_from_pb(message.spec) if message.HasField("spec") else None
+        first = convert.tokens_from_pb(message.first)
+        if spec is not None and len(spec) != inbound.known_tokens + 1:
             raise FrameRefused(f"commit of {inbound.handoff}: {len(spec)} tokens, {inbound.known_tokens} were offered")
         try:
-            self._commit(inbound, spec, first, message.digests)
+            self._commit(inbound, spec, first, message)
         except HandoffError as error:
             self._reply(refusal_to_pb(error, inbound.handoff))
         else:
             self._reply(pb.PeerReply(commit_ack=pb.CommitAck(handoff=message.handoff)))
 
-    def _commit(self, inbound: Inbound, spec: SequenceSpec, first: Sequence[Token], digests: Sequence[bytes]) -> None:
+    def _commit(self, inbound: Inbound, spec: SequenceSpec | None, first: Sequence[Token], message: pb.Commit) -> None:
         if inbound.dropped or self._over:
             raise StaleAttempt(f"handoff {inbound.handoff} has ended here")
-        if list(digests) != inbound.digests:
+        try:
+            inbound.check(message)
+        except DigestMismatch:
             self._table.aborted(inbound.handoff, self.sender)
-            wrong = [n for n, pair in enumerate(zip_longest(inbound.digests, digests)) if len(set(pair)) > 1]
-            raise DigestMismatch(f"handoff {inbound.handoff}: frames {wrong} of {len(inbound.plan)}")
+            raise
         state = CommitState(
             spec=spec,
             first=first,
-            transfer_s=inbound.last_at - inbound.first_at,
+            transfer_s=inbound.busy_s,
             commit_s=time.monotonic() - inbound.last_at,
-            kv_bytes=sum(frame.nbytes for frame in inbound.plan),
-            transport=self._end.transport.name,
+            kv_bytes=inbound.announced.nbytes,
+            transport=self._transport.name,
         )
         self._table.commit(inbound.handoff, self.sender, state)

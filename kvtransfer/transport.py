@@ -1,12 +1,16 @@
-"""What a data channel is: one direction, two ends, bytes in order, disposable.
+"""What a data channel is: one direction, two ends, frames in order through a ring of staging slots, disposable.
 
 The contract of both ends:
-- `send` and `recv` block, at most for the channel's deadline per call. Any error closes the channel for good and is
-  raised as `ChannelBroken`, which keeps nothing of the channel alive; a new one gets a new generation and new staging.
-- The two ends agree on the size of every message beforehand, over the Peer stream. A transport need not survive a
-  message that is longer than the posted receive (gloo aborts the process), and no size ever comes from the data.
-- `send` returns when `data` may be overwritten: the bytes have left. `recv` returns when all of `out` is written.
-- Both point at staging memory, never at KV blocks: a receive that was posted cannot be taken back.
+- A channel has a ring of slots (`Ring`) in staging memory, never KV blocks: frame n uses slot n modulo their number.
+  The sender fills the slot, the receiver finds the same bytes in its own. Where both see the same memory (shared
+  memory, one GPU) the slot is one and the same, and nothing is copied.
+- The sender touches a slot again only when the receiver has given it back (a credit, over the Peer stream): so `start`
+  need not have left when the next frame is started, and the receiver may read a slot until it gives the credit.
+- `start` never waits for the other end; `finish` does, at most for the channel's deadline, and is called in the order
+  of the frames. Any error closes the channel for good and is raised as `ChannelBroken`, which keeps nothing of the
+  channel alive; a new one gets a new generation and new staging.
+- The two ends agree on the size of every frame beforehand, over the Peer stream. A transport need not survive a message
+  that is longer than the posted receive (gloo aborts the process), and no size ever comes from the data.
 - An end belongs to one thread, which opens, uses and closes it. `close` is idempotent; it frees threads and sockets.
 """
 
@@ -20,8 +24,6 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from baton.errors import ChannelBroken
-from baton.hashing import frame_digest
-from kvtransfer.plan import FrameSpec, plan_frames, staging_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
 MAX_KEYS = 64
 MAX_KEY_BYTES = 256
 MAX_VALUE_BYTES = 16 << 10
+ALIGNMENT = 64
 
 
 class Side(enum.IntEnum):
@@ -56,32 +59,51 @@ class ChannelName:
         return f"{self.sender}-{self.receiver}-{self.generation}"
 
 
+@dataclass(frozen=True, slots=True)
+class Ring:
+    """Staging of a channel: `slots` pieces of `size` bytes each. Both ends use the receiver's values."""
+
+    slots: int
+    size: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.slots * self.size
+
+
 class ChannelEnd(Protocol):
-    """One end of a channel; see the contract above."""
+    """One end of a channel; see the contract above. Frames are numbered 0, 1, 2, ... on both ends."""
 
-    def send(self, data: Tensor) -> None:
-        """Sender only. `data`: uint8 [n], contiguous, on the transport's device. Raises ChannelBroken."""
+    def slot(self, number: int) -> Tensor:
+        """Staging of frame `number`: uint8 [ring.size], contiguous, aligned to 64 bytes, on the transport's device."""
 
-    def recv(self, out: Tensor) -> None:
-        """Receiver only. Fills `out`: uint8 [n], contiguous, on the transport's device. Raises ChannelBroken."""
+    def start(self, number: int, nbytes: int) -> None:
+        """The sender's slot is filled: let `nbytes` of it leave. The receiver: expect them. Raises ChannelBroken."""
+
+    def finish(self, number: int) -> None:
+        """Wait until frame `number` has left (sender), or is in its slot (receiver). Raises ChannelBroken."""
 
     def close(self) -> None:
         """Give everything back; the other end fails at its next or current call."""
 
 
 class Transport(Protocol):
-    """A way to make channels."""
+    """A way to make channels. Two ends can use one if their `name` and `reach` are equal."""
 
     @property
     def name(self) -> str:
         """As in the cluster file and in PeerHello."""
 
     @property
-    def device(self) -> torch.device:
-        """Where staging must lie."""
+    def reach(self) -> str:
+        """Within what it works: the same for all ends that can meet, such as a name of this host; "": anywhere."""
 
-    def open(self, name: ChannelName, side: Side, keys: KeyRelay, deadline_s: float) -> ChannelEnd:
-        """Build this end, exchanging `keys` with the other one. `deadline_s` bounds each step, and later each message.
+    @property
+    def device(self) -> torch.device:
+        """Where staging lies."""
+
+    def open(self, name: ChannelName, side: Side, keys: KeyRelay, ring: Ring, deadline_s: float) -> ChannelEnd:
+        """Build this end, exchanging `keys` with the other one. `deadline_s` bounds each step, and later each frame.
 
         Raises ChannelBroken.
         """
@@ -115,25 +137,30 @@ class KeyRelay:
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """What all channels of one worker have in common."""
+    """What all channels of one worker have in common. `transports`: those that may be used, the best first."""
 
     kv: KVCache
     me: WorkerRef
     fingerprint: str
     settings: TransferSettings
-    transport: Transport
+    transports: tuple[Transport, ...]
 
-    def plan(self, known_tokens: int, frame_size: int) -> tuple[FrameSpec, ...]:
-        """The frames of a handoff of that many positions, at least 1."""
-        layout = self.kv.layout
-        return plan_frames(layout, layout.blocks_for(known_tokens), frame_size)
+    @property
+    def ring(self) -> Ring:
+        """As this worker grants it: a slot holds a frame, and at least one position of one layer."""
+        size = max(self.settings.frame_size, self.kv.layout.layer_token_bytes)
+        return Ring(self.settings.credits, -(-size // ALIGNMENT) * ALIGNMENT)
 
-    def staging(self, frame_size: int) -> Tensor:
-        """Memory for the largest frame: uint8 [n], on the transport's device. It belongs to one channel."""
-        nbytes = staging_bytes(self.kv.layout, frame_size)
-        return torch.empty(nbytes, dtype=torch.uint8, device=self.transport.device)
+    @property
+    def max_channels(self) -> int:
+        """How many rings staging memory holds; at least 1."""
+        return max(1, self.settings.staging_memory // self.ring.nbytes)
+
+    def transport(self, name: str) -> Transport | None:
+        """The one of that name, if this worker has it."""
+        return next((transport for transport in self.transports if transport.name == name), None)
 
 
-def wire_digest(data: Tensor) -> bytes:
-    """The digest of a frame in staging, wherever that lies. Waits for the device."""
-    return frame_digest(data.cpu().numpy().data)
+def local_ring(ring: Ring, device: torch.device) -> Tensor:
+    """Memory for a ring of one end: uint8 [slots, size]."""
+    return torch.empty(ring.slots, ring.size, dtype=torch.uint8, device=device)

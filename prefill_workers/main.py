@@ -2,32 +2,41 @@
 
 from __future__ import annotations
 
-import asyncio
 import threading
 from dataclasses import replace
 
 from baton.core import Load, Role
+from baton.ledger.directory_log import DirectoryLog
 from baton.worker.host import HostParts, Ready, run_worker
 from baton.worker.settings import WorkerSettings
-from kvtransfer.sender import Sender
+from baton.worker.transfers import Transfers
 from prefill_workers.role import PrefillRole
 
 
 class HostedPrefill(PrefillRole):
-    """The role with its sender."""
+    """The role with its sender, and with the listener for what it fetches."""
 
     def __init__(self, parts: HostParts) -> None:
-        super().__init__(parts.info, parts.engine, parts.loop, parts.clock)
         transfer = parts.settings.transfer
-        info = parts.info
-        self._sender = Sender(parts.engine.kv, info.ref, info.fingerprint, transfer, self.push_ended)
-        self.attach(self._sender)
+        less, fetch_s = transfer.coalesce_below, transfer.frame_deadline_s
+        super().__init__(parts.info, parts.engine, parts.loop, parts.clock, coalesce_below=less, fetch_s=fetch_s)
+        self._transfers = Transfers(parts, self.fetches, self.push_ended, self.fetch_ended)
+        self.attach(self._transfers.sender)
+        self._directory = DirectoryLog(parts.ledger, parts.info.ref)
+        parts.engine.pool.on_index = self._directory.note
 
     def load(self, load: Load) -> Load:
-        return replace(load, transfer_bytes=self.transfer_bytes, transport=self.transport)
+        return replace(
+            load,
+            transfer_bytes=self.transfer_bytes,
+            transport=self.transport,
+            fetched_tokens=self.fetches.fetched_tokens,
+            channels=self._transfers.sender.channels(),
+        )
 
     async def close(self) -> None:
-        await asyncio.to_thread(self._sender.close)
+        await self._transfers.close()
+        await self._directory.close()
 
 
 def run(settings: WorkerSettings, stop: threading.Event, ready: Ready) -> None:

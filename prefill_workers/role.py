@@ -1,4 +1,4 @@
-"""What a prefill worker does: compute the prompt and the first token, push the KV, forget.
+"""What a prefill worker does: compute the prompt and the first token, push the KV meanwhile, forget.
 
 Every method runs on the engine thread, but `push_ended`, which the sender calls from a transfer thread.
 """
@@ -6,26 +6,28 @@ Every method runs on the engine thread, but `push_ended`, which the sender calls
 from __future__ import annotations
 
 from collections import defaultdict
-from contextlib import suppress
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 import structlog
 
-from baton.core import HandoffId, SequenceSpec, Token, WorkerInfo, WorkerRef
-from baton.errors import ChannelBroken, DeadlineExceeded, HandoffError, InvalidRequest, StaleAttempt
+from baton.core import HandoffId, SequenceSpec, WorkerInfo
+from baton.errors import DeadlineExceeded, DigestMismatch, HandoffError, InvalidRequest, StaleAttempt
 from baton.rpc import convert
 from baton.rpc.v1 import worker_pb2
 from baton.worker import events
 from baton.worker.attempts import Attempts
 from baton.worker.commands import deadline_after
-from kvtransfer.handoff import PushJob, PushResult
+from kvtransfer.handoff import PushEnd, PushJob, PushResult
+from prefill_workers.fetch import Fetches
 
 if TYPE_CHECKING:
     from baton.clock import Clock
     from baton.engine.engine import Engine
     from baton.engine.outcome import Output, StepResult
+    from baton.engine.scheduler import Work as StepWork
     from baton.worker.loop import EngineLoop
     from baton.worker.session import Session
 
@@ -35,40 +37,64 @@ log = structlog.get_logger(__name__)
 class Pusher(Protocol):
     """The part of `kvtransfer.sender.Sender` that the role uses."""
 
-    def warm(self, to: WorkerRef) -> None: ...
+    def begin(self, job: PushJob) -> None: ...
 
-    def push(self, job: PushJob) -> None: ...
+    def computed(self, handoff: HandoffId, blocks: Sequence[int], layers: int, end: int) -> None: ...
+
+    def withdraw(self, handoff: HandoffId) -> None: ...
+
+    def finish(self, handoff: HandoffId, end: PushEnd) -> None: ...
 
     def abort(self, handoff: HandoffId) -> None: ...
 
 
 @dataclass(slots=True)
 class Work:
-    """One handoff here. Once `pushing`, its blocks are freed by the end of the push and by nothing else."""
+    """One handoff here. `streams`: its KV leaves layer by layer, it is long. `first`: what was sampled, once it was.
+
+    `waits`: its push failed, and its KV waits for a Repush or a Release.
+    """
 
     session: Session
     spec: SequenceSpec
-    to: WorkerRef
     deadline: float | None
-    pushing: bool = False
+    streams: bool
+    first: Output | None = None
+    waits: bool = False
 
 
 class PrefillRole:
-    """Prompts come as commands, leave as KV; `attach` gives it the sender it pushes with."""
+    """Prompts come as commands, leave as KV; `attach` gives it the sender it pushes with.
 
-    def __init__(self, info: WorkerInfo, engine: Engine, loop: EngineLoop, clock: Clock) -> None:
+    KV of more than `coalesce_below` bytes leaves while the prompt is computed, shorter ones when it is. What the decode
+    worker has already of a prompt is fetched from there if that is cheaper than computing it, within `fetch_s`.
+    """
+
+    def __init__(
+        self,
+        info: WorkerInfo,
+        engine: Engine,
+        loop: EngineLoop,
+        clock: Clock,
+        *,
+        coalesce_below: int = 0,
+        fetch_s: float = 10.0,
+    ) -> None:
         self._info = info
         self._engine = engine
         self._loop = loop
         self._clock = clock
+        self._coalesce_below = coalesce_below
         self._work: dict[HandoffId, Work] = {}
         self._attempts = Attempts()
         self._pusher: Pusher | None = None
+        self.fetches = Fetches(engine, clock, fetch_s, self.fetch_ended)
         self.transfer_bytes = 0
         self.transport = ""
 
     def attach(self, pusher: Pusher) -> None:
         self._pusher = pusher
+        self._engine.watch(self._layer_done, lambda sequence: pusher.withdraw(sequence.key))
 
     # --- commands ------------------------------------------------------------------------------------------------
 
@@ -77,50 +103,108 @@ class PrefillRole:
         match command.WhichOneof("command"):
             case "prefill":
                 self._prefill(session, command.prefill)
+            case "repush":
+                self._repush(session, command.repush)
             case "release":
                 self._release(session, convert.handoff_from_pb(command.release.handoff))
             case kind:
-                raise InvalidRequest.of("command", f"a prefill worker takes prefill and release, not {kind}")
+                raise InvalidRequest.of("command", f"a prefill worker takes prefill, repush and release, not {kind}")
 
     def _prefill(self, session: Session, message: worker_pb2.Prefill) -> None:
         handoff = convert.handoff_from_pb(message.handoff)
         spec, to = convert.spec_from_pb(message.spec), convert.ref_from_pb(message.to, "to")
         deadline = deadline_after(message.deadline_s, self._clock)
+        if not self._is_new(session, handoff):
+            return
+        streams = self._streams(spec, message.skip)
+        self._engine.validate(spec)
+        self._attempts.saw(handoff)
+        if spec.known and (finish := self._engine.finish_of(spec)) is not None:  # there is nothing to compute
+            session.emit([events.finished(handoff, finish)])
+            return
+        self._work[handoff] = Work(session, spec, deadline, streams)
+        session.handoffs.add(handoff)
+        fetch = self.fetches.begin(handoff, spec, to, message.skip)
+        if fetch is None:
+            self._engine.submit(handoff, spec, hold=True)
+        self._begin(PushJob(handoff, to, len(spec), message.skip, fetch))
+
+    def fetch_ended(self, handoff: HandoffId) -> None:
+        """The KV came, or will not. From any thread."""
+        self._loop.submit(partial(self._fetched, handoff))
+
+    def _fetched(self, handoff: HandoffId) -> None:
+        """Compute the prompt, from wherever its KV is there."""
+        ended, work = self.fetches.end(handoff), self._work.get(handoff)
+        if ended and work is not None:
+            self._engine.submit(handoff, work.spec, hold=True)
+
+    def _repush(self, session: Session, message: worker_pb2.Repush) -> None:
+        held, handoff = convert.handoff_from_pb(message.held), convert.handoff_from_pb(message.handoff)
+        to, deadline = convert.ref_from_pb(message.to, "to"), deadline_after(message.deadline_s, self._clock)
+        if not self._is_new(session, handoff):
+            return
+        work = self._work.get(held)
+        streams = work is not None and self._streams(work.spec, message.skip)
+        if work is None or work.session is not session:
+            text = f"nothing of {held} is held here"
+            session.emit([events.refused(handoff, worker_pb2.REFUSAL_REASON_STALE, text)])
+            return
+        self._fetched(held)
+        if self._pusher is not None:
+            self._pusher.withdraw(held)
+            self._pusher.abort(held)
+        self._engine.rename(held, handoff)
+        self._attempts.saw(handoff)
+        self._work[handoff] = self._work.pop(held)
+        session.handoffs.discard(held)
+        session.handoffs.add(handoff)
+        work.streams, work.deadline, work.waits = streams, deadline, False
+        self._begin(PushJob(handoff, to, len(work.spec), message.skip))
+        if work.first is not None:
+            session.emit(events.output(replace(work.first, key=handoff)))
+            self._finish(handoff, work, work.first)
+
+    def _is_new(self, session: Session, handoff: HandoffId) -> bool:
         try:
             self._attempts.check_new(handoff)
         except StaleAttempt as error:
             session.emit([events.refused(handoff, worker_pb2.REFUSAL_REASON_STALE, str(error))])
-            return
+            return False
         if handoff in self._work:  # for so long that it was forgotten
             raise InvalidRequest.of("handoff", f"{handoff} is already here")
-        self._engine.submit(handoff, spec, hold=True)
-        self._attempts.saw(handoff)
-        self._work[handoff] = Work(session, spec, to, deadline)
-        session.handoffs.add(handoff)
-        if self._pusher is not None:
-            with suppress(ChannelBroken):  # closing down: the push will say so
-                self._pusher.warm(to)  # the channel is built while the prompt is computed
+        return True
+
+    def _streams(self, spec: SequenceSpec, skip: int) -> bool:
+        if not 0 <= skip < len(spec):
+            raise InvalidRequest.of("skip", f"must be less than {len(spec)} tokens, got {skip}")
+        layout = self._info.layout
+        return (len(spec) - skip) * layout.layers * layout.layer_token_bytes > self._coalesce_below
+
+    def _begin(self, job: PushJob) -> None:
+        assert self._pusher is not None
+        try:
+            self._pusher.begin(job)
+        except (HandoffError, ValueError) as error:  # it was not taken, so nothing else reports its end
+            log.warning("push_refused", handoff=str(job.handoff), error=str(error))
+            self._pushed(job.handoff, error if isinstance(error, HandoffError) else HandoffError(str(error)))
 
     def _release(self, session: Session, handoff: HandoffId) -> None:
         work = self._work.get(handoff)
         self._drop(handoff)
-        if work is not None and work.session is not session and not work.pushing:  # a push reports its own end
-            text = f"released by router {session.router_id}"
-            work.session.emit([events.failed(handoff, StaleAttempt(text))])
+        if work is not None and work.session is not session:
+            work.session.emit([events.failed(handoff, StaleAttempt(f"released by router {session.router_id}"))])
 
     def gone(self, session: Session) -> None:
         for handoff in list(session.handoffs):
             self._drop(handoff)
 
     def _drop(self, handoff: HandoffId) -> None:
-        """Give a handoff up. Blocks that are being read stay until the sender says that it is done with them."""
-        work = self._work.get(handoff)
-        if work is None:
-            return
-        if work.pushing and self._pusher is not None:
+        """Give a handoff up, and its push. The engine has the push withdrawn before it lets go of the blocks."""
+        self.fetches.end(handoff)
+        if handoff in self._work and self._pusher is not None:
             self._pusher.abort(handoff)
-        else:
-            self._forget(handoff)
+        self._forget(handoff)
 
     def _forget(self, handoff: HandoffId) -> None:
         self._engine.release(handoff)
@@ -131,6 +215,7 @@ class PrefillRole:
     # --- steps ---------------------------------------------------------------------------------------------------
 
     def stepped(self, result: StepResult) -> None:
+        self.fetches.step_ended(result.computed)
         batches: dict[Session, list[worker_pb2.WorkerEvent]] = defaultdict(list)
         for item in result.outputs:
             if (work := self._work.get(item.key)) is not None:
@@ -138,52 +223,75 @@ class PrefillRole:
         for key, error in result.failed:
             if (work := self._work.get(key)) is not None:
                 batches[work.session].append(events.failed(key, error))
-                self._forget(key)
+                self._drop(key)
         for session, batch in batches.items():
-            session.emit(batch)  # the first token leaves before its KV does
+            session.emit(batch)  # the first token leaves before the last of its KV does
         for item in result.outputs:
             self._hand_over(item)
+
+    def _layer_done(self, step: list[StepWork], layer: int) -> None:
+        """In the middle of a step: the KV of a layer is there. What was computed before the step is, of all layers."""
+        assert self._pusher is not None
+        if layer == 0:
+            self.fetches.step_began()
+        for item in step:
+            sequence = item.sequence
+            work = self._work.get(sequence.key)
+            if work is None or not work.streams or sequence.allocation is None:
+                continue
+            blocks = sequence.allocation.blocks
+            if layer == 0 and sequence.computed:
+                self._pusher.computed(sequence.key, blocks, self._info.layout.layers, sequence.computed)
+            self._pusher.computed(sequence.key, blocks, layer + 1, sequence.computed + item.count)
 
     def _hand_over(self, item: Output) -> None:
         work = self._work.get(item.key)
         if work is None or self._pusher is None:
             return
         if item.finish is not None:
-            self._forget(item.key)  # the first token ended it: there is nothing to commit
+            self._drop(item.key)  # the first token ended it: there is nothing to commit
             return
-        work.pushing = True
-        try:
-            self._pusher.push(self._job(item.key, work, item.tokens))
-        except (HandoffError, ValueError) as error:  # it was not taken, so nothing else reports its end
-            log.warning("push_refused", handoff=str(item.key), error=str(error))
-            self._pushed(item.key, error if isinstance(error, HandoffError) else HandoffError(str(error)))
+        work.first = item
+        self._finish(item.key, work, item)
 
-    def _job(self, handoff: HandoffId, work: Work, first: list[Token]) -> PushJob:
-        spec = replace(work.spec, known=(*work.spec.known, *(token.token_id for token in first)))
-        blocks = self._engine.held(handoff).blocks[: self._info.layout.blocks_for(len(work.spec))]
-        return PushJob(handoff=handoff, to=work.to, blocks=blocks, known_tokens=len(work.spec), spec=spec, first=first)
+    def _finish(self, handoff: HandoffId, work: Work, first: Output) -> None:
+        assert self._pusher is not None
+        known = (*work.spec.known, *(token.token_id for token in first.tokens))
+        blocks = self._engine.held(handoff).blocks
+        self._pusher.computed(handoff, blocks, self._info.layout.layers, len(work.spec))
+        self._pusher.finish(handoff, PushEnd(replace(work.spec, known=known), first.tokens))
 
     def push_ended(self, handoff: HandoffId, outcome: PushResult | HandoffError) -> None:
         """The sender will not read this handoff's blocks any more. From a transfer thread, once per push."""
         self._loop.submit(partial(self._pushed, handoff, outcome))
 
     def _pushed(self, handoff: HandoffId, outcome: PushResult | HandoffError) -> None:
+        self._fetched(handoff)  # which is not waited for: what it was to come from is gone
         work = self._work.get(handoff)
-        self._forget(handoff)
         if isinstance(outcome, PushResult):
+            self._forget(handoff)
             self.transfer_bytes += outcome.nbytes
             self.transport = outcome.transport
-            event = events.pushed(handoff, outcome.nbytes)
+            seconds = {"exposed_s": outcome.exposed_s, "round_trip_s": outcome.round_trip_s}
+            event = events.pushed(handoff, kv_bytes=outcome.nbytes, frames=outcome.frames, **seconds)
+        elif work is not None and not isinstance(outcome, DigestMismatch):
+            work.waits = True
+            event = events.failed(handoff, outcome, held=True)
         else:
+            self._forget(handoff)  # bytes that changed on the way are computed again
             event = events.failed(handoff, outcome)
         if work is not None:
             work.session.emit([event])
 
     def tick(self) -> None:
-        """Give up prompts whose deadline passed before they were computed."""
+        """Give up prompts whose deadline passed before they were computed, KV that nobody wants, and late fetches."""
         now = self._clock.monotonic()
-        late = [h for h, w in self._work.items() if w.deadline is not None and w.deadline <= now and not w.pushing]
-        for handoff in late:
-            session = self._work[handoff].session
+        for handoff in self.fetches.late():
+            self._fetched(handoff)
+        for handoff, work in list(self._work.items()):
+            if work.deadline is None or work.deadline > now or (work.first and not work.waits):
+                continue
             self._drop(handoff)
-            session.emit([events.failed(handoff, DeadlineExceeded("the prompt was not computed in time"))])
+            if not work.waits:
+                text = "the prompt was not computed in time"
+                work.session.emit([events.failed(handoff, DeadlineExceeded(text))])

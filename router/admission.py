@@ -12,7 +12,7 @@ import asyncio
 import bisect
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from baton.clock import Clock
 from baton.errors import BatonError, NoWorker, Overloaded
@@ -32,16 +32,19 @@ def ticket_for(arrival: int, priority: int) -> Ticket:
 class _Waiter(Generic[Claim]):
     ticket: Ticket
     tokens: int = field(compare=False)
+    keep: object = field(compare=False)
     since: float = field(compare=False)
     served: asyncio.Future[Claim] = field(compare=False)
 
 
 class Admission(Generic[Claim]):
-    """Gives `claim(tokens)` to one after the other. Call `changed` whenever room, or a worker, may have appeared."""
+    """Gives `claim(tokens, keep)` to one after the other, in turn. Call `changed` whenever room, or a worker, may have
+    appeared.
+    """
 
     def __init__(
         self,
-        claim: Callable[[int], Claim | None],
+        claim: Callable[[int, Any], Claim | None],
         give_back: Callable[[Claim], None],
         has_pair: Callable[[], bool],
         clock: Clock,
@@ -61,18 +64,18 @@ class Admission(Generic[Claim]):
     def waiting(self) -> int:
         return len(self._line)
 
-    async def admit(self, ticket: Ticket, tokens: int, *, returning: bool = False) -> Claim:
-        """A claim on a pair of workers for a request of `tokens` known tokens.
+    async def admit(self, ticket: Ticket, tokens: int, keep: object = None, *, returning: bool = False) -> Claim:
+        """A claim on a pair of workers for a request of `tokens` known tokens; `keep`: a prefill worker that has them.
 
         Raises Overloaded (the queue is full, or no room came up in time) or NoWorker (there was nobody to wait for).
         """
         if not self._line or ticket < self._line[0].ticket:
-            claim = self._claim(tokens)
+            claim = self._claim(tokens, keep)
             if claim is not None:
                 return claim
         if not returning and self.waiting >= self._max_requests:
             raise Overloaded(f"{self.waiting} requests wait already, no more are taken", self._retry_after_s())
-        waiter = _Waiter(ticket, tokens, self._clock.monotonic(), asyncio.get_running_loop().create_future())
+        waiter = _Waiter(ticket, tokens, keep, self._clock.monotonic(), asyncio.get_running_loop().create_future())
         bisect.insort(self._line, waiter)
         return await self._wait(waiter)
 
@@ -96,7 +99,7 @@ class Admission(Generic[Claim]):
             return  # a claim that is given back below makes room itself; the loop goes on anyway
         self._serving = True
         try:
-            while self._line and (claim := self._claim(self._line[0].tokens)) is not None:
+            while self._line and (claim := self._claim(self._line[0].tokens, self._line[0].keep)) is not None:
                 served = self._line.pop(0).served
                 if served.done():
                     self._give_back(claim)  # cancelled, its task did not run yet

@@ -1,16 +1,17 @@
 """One attempt at a request, that is one handoff: reserve at D, prefill at P, listen to both, release both.
 
                       NO_ROOM                                       P lost or failed, no commit heard
-    reserving ------------------> (left)          prefilling -----------------------------> fencing -- FENCED --> error
+    reserving ------------------> (left)          prefilling -----------------------------> fencing -- FENCED --> lost
         | Reserved                                    | P's first token      |                 |
         v                                             v                      | finish of P     | Committed: no failure
     reserved -- Prefill sent --> prefilling       handing over               v                 v
-                                                      | D's first message  finished         decoding
+                (or Repush)                           | D's first message  finished         decoding
                                                       v
                                                   decoding -- finish of D --> finished, or Preempted --> next attempt
 
-D lost or failed is an error in every state. Leaving the attempt, for whatever reason, sends Release to both workers,
-unless D itself said that it is through: then neither holds anything (P frees with D's ack).
+D lost or failed before its commit: lost, too. A lost attempt is followed by the next, to which P pushes what it still
+holds; later, and for what would fail again, it is an error. Leaving the attempt, for whatever reason, sends Release to
+each worker that did not say itself that it is through, unless P's KV goes to the next attempt.
 """
 
 from __future__ import annotations
@@ -19,11 +20,12 @@ import asyncio
 from collections.abc import AsyncIterator
 
 from baton.core import Finish, HandoffId, Role, SequenceSpec, Token
+from baton.engine.prefix import Chain, scope_key
 from baton.errors import BatonError, DeadlineExceeded, EngineFault, InvalidRequest, NoWorker, WorkerLost
 from baton.rpc import convert
 from baton.rpc.v1 import worker_pb2 as pb
 from baton.telemetry import Metrics, StageClock
-from router.link import Item, Mailbox
+from router.link import Item, Mailbox, WorkerLink
 from router.workers import Claim
 
 _ANSWER_S = 15.0  # for a Reserve or a Fence, which a live worker answers between two steps
@@ -34,6 +36,7 @@ _REFUSALS: dict[int, type[BatonError]] = {
     pb.REFUSAL_REASON_FINGERPRINT: NoWorker,  # it serves another model now
     pb.REFUSAL_REASON_STALE: WorkerLost,
 }
+_WORTH_ANOTHER = (WorkerLost, NoWorker)
 _MAY_FIT_LATER = (pb.REFUSAL_REASON_NO_ROOM, pb.REFUSAL_REASON_DRAINING)
 
 
@@ -47,16 +50,19 @@ class Attempt:
         self.prefill_cached = 0  # tokens that P did not have to compute
         self.committed: pb.Committed | None = None
         self.finish: Finish | None = None
-        self.handed_back = ""  # why another attempt is needed, though nothing failed
-        self._handoff = handoff
+        self.handed_back = ""  # why another attempt is needed
+        self.lost: BatonError | None = None  # the failure, if that is why
+        self.kept = False  # P's KV is for the next attempt
+        self.handoff = handoff
         self._name = convert.handoff_to_pb(handoff)
         self._claim = claim
-        self._spec = spec
+        self.spec = spec
         self._stages = stages
         self._metrics = metrics
         self._mailbox = Mailbox(spec.sampling.max_tokens + _SPARE_EVENTS)
         self._tokens: list[Token] = []  # heard, not handed on yet
         self._decoding = False
+        self._holds = False  # P has KV of this, or is about to: it was told, and has not said that it is through
         self._through = False  # D said that it holds nothing of this any more
         self._fencing: BatonError | None = None  # what happened to P
 
@@ -65,16 +71,28 @@ class Attempt:
         """The ids of P and D."""
         return self._claim.prefill.info.ref.worker_id, self._claim.decode.info.ref.worker_id
 
+    @property
+    def prefill_link(self) -> WorkerLink:
+        return self._claim.prefill
+
+    @property
+    def held(self) -> bool:
+        """Whether the attempt was lost, and P has what the next one needs."""
+        return self.lost is not None and self._holds
+
     async def __aenter__(self) -> Attempt:
         for link in (self._claim.prefill, self._claim.decode):
-            link.open(self._handoff, self._mailbox)
+            link.open(self.handoff, self._mailbox)
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        for link in (self._claim.prefill, self._claim.decode):
-            if not self._through:
-                link.send(release=pb.Release(handoff=self._name))
-            link.close(self._handoff)
+        prefill, decode = self._claim.prefill, self._claim.decode
+        if not self._through:
+            decode.send(release=pb.Release(handoff=self._name))
+        if not self.kept and (self._holds or not self._through):
+            prefill.send(release=pb.Release(handoff=self._name))
+        for link in (prefill, decode):
+            link.close(self.handoff)
         self._claim.release()
 
     async def reserve(self, deadline_s: float) -> bool:
@@ -83,26 +101,41 @@ class Attempt:
             reserve=pb.Reserve(
                 handoff=self._name,
                 fingerprint=self._claim.decode.info.fingerprint,
-                known_tokens=len(self._spec),
-                max_total=len(self._spec.prompt) + self._spec.sampling.max_tokens,
+                known_tokens=len(self.spec),
+                max_total=len(self.spec.prompt) + self.spec.sampling.max_tokens,
                 deadline_s=deadline_s,
+                prefix=self._prefix(),
             )
         )
         while self.cached_tokens is None and not self.handed_back:
             for source, item in await self._heard(_ANSWER_S):
                 if isinstance(item, BatonError):
-                    raise item  # of P too: nothing is computed yet that would be worth a fence
-                self._take(source, item)
+                    self._lose(source, item)  # of P too: nothing is computed yet that would be worth a fence
+                else:
+                    self._take(source, item)
         self._claim.reserved()
         return not self.handed_back
 
+    def _prefix(self) -> list[bytes]:
+        """What D's cache calls the full blocks of what is known."""
+        info, tokens = self._claim.decode.info, self.spec.tokens
+        chain = Chain(scope_key(info.fingerprint, self.spec.cache_scope), tokens, info.layout.block_size)
+        return [chain.digest(block) for block in range((len(tokens) - 1) // info.layout.block_size)]
+
     def prefill(self, deadline_s: float) -> None:
         """Let P compute what is known, say the first token and hand over to D. `deadline_s` from now, 0: none."""
-        spec, to = convert.spec_to_pb(self._spec), convert.ref_to_pb(self._claim.decode.info.ref)
-        skip = self.cached_tokens or 0
+        spec, to = convert.spec_to_pb(self.spec), convert.ref_to_pb(self._claim.decode.info.ref)
+        skip, self._holds = self.cached_tokens or 0, True
         self._claim.prefill.send(
             prefill=pb.Prefill(handoff=self._name, spec=spec, to=to, skip=skip, deadline_s=deadline_s)
         )
+
+    def repush(self, held: HandoffId, deadline_s: float) -> None:
+        """Let P hand over to D what it holds of an attempt that was lost. `deadline_s` from now, 0: none."""
+        to = convert.ref_to_pb(self._claim.decode.info.ref)
+        message = pb.Repush(held=convert.handoff_to_pb(held), handoff=self._name, to=to, deadline_s=deadline_s)
+        message.skip, self._holds = self.cached_tokens or 0, True
+        self._claim.prefill.send(repush=message)
 
     async def outputs(self) -> AsyncIterator[list[Token]]:
         """Tokens as they come, of both witnesses, until `finish` or `handed_back` is set. Raises what ended it."""
@@ -114,14 +147,16 @@ class Attempt:
                 yield tokens
 
     async def _heard(self, timeout_s: float | None) -> list[tuple[Role, Item]]:
+        """What was said; a D that says nothing in time is lost."""
         try:
             async with asyncio.timeout(timeout_s):
                 return await self._mailbox.drain()
         except TimeoutError:
-            raise WorkerLost(f"{self._worker(Role.DECODE)} did not answer within {timeout_s:g} s") from None
+            error = WorkerLost(f"{self._worker(Role.DECODE)} did not answer within {timeout_s:g} s")
+            return [(Role.DECODE, error)]
 
     def _take(self, source: Role, item: Item) -> None:
-        """The rest (pushed, and what later versions add) needs nothing done."""
+        """What later versions add needs nothing done."""
         if isinstance(item, BatonError):
             self._failed(source, item)
             return
@@ -138,9 +173,11 @@ class Attempt:
                 self._on_refused(source, item.refused)
             case "failed":
                 self._on_failed(source, item.failed)
+            case "pushed":
+                self._holds = False
             case "fenced":
                 self._metrics.fenced()
-                raise self._fencing or WorkerLost("the decode worker fenced the attempt")
+                self._lose(Role.PREFILL, self._fencing or WorkerLost("the decode worker fenced the attempt"))
 
     def _on_output(self, source: Role, item: pb.WorkerEvent) -> None:
         if source is Role.PREFILL:
@@ -178,26 +215,37 @@ class Attempt:
 
     def _on_refused(self, source: Role, refused: pb.Refused) -> None:
         text = f"{self._worker(source)} refused the request: {refused.detail}"
+        self._holds = self._holds and source is Role.DECODE
         if refused.reason in _MAY_FIT_LATER:
             self.handed_back = "no_room"
         elif refused.reason == pb.REFUSAL_REASON_TOO_LONG:
             raise InvalidRequest.of("prompt", text)
         else:
-            raise _REFUSALS.get(refused.reason, EngineFault)(text)
+            self._lose(source, _REFUSALS.get(refused.reason, EngineFault)(text))
 
     def _on_failed(self, source: Role, failed: pb.Failed) -> None:
         if failed.kind == "DigestMismatch":
             self._metrics.digest_mismatch()
         kind = _FAILURES.get(failed.kind, WorkerLost)
-        self._failed(source, kind(f"{self._worker(source)}: {failed.kind}: {failed.message}"))
+        self._failed(source, kind(f"{self._worker(source)}: {failed.kind}: {failed.message}"), holds=failed.held)
 
-    def _failed(self, source: Role, error: BatonError) -> None:
+    def _failed(self, source: Role, error: BatonError, *, holds: bool = False) -> None:
         """First failure ends both legs. Whether P's is one at all, D knows: it accepted the commit or never will."""
+        if source is Role.PREFILL:
+            self._holds = holds
+        if self.finish is not None:
+            return
         if source is Role.DECODE:
-            raise error
-        if self.committed is None and self._fencing is None and self.finish is None:
+            self._lose(source, error)
+        elif self.committed is None and self._fencing is None:
             self._fencing = error
             self._claim.decode.send(fence=pb.Fence(handoff=self._name))
+
+    def _lose(self, source: Role, error: BatonError) -> None:
+        """The attempt is over. Raises what the next one would meet again, or what came after the commit."""
+        if self.committed is not None or not isinstance(error, _WORTH_ANOTHER):
+            raise error
+        self.lost, self.handed_back = error, f"{source}_lost"
 
     def _worker(self, source: Role) -> str:
         return f"the {source} worker {self.workers[source is Role.DECODE]}"

@@ -73,6 +73,9 @@ class EventStream:
         if tokens:
             await self._write(tokens=convert.tokens_to_public_pb(tokens))
 
+    async def recovered(self, attempt: int, reason: str) -> None:
+        await self._write(recovered=pb.Recovered(attempt=attempt, reason=reason))
+
     async def ended(self, finish: Finish, delivered: int, completed: pb.Completed) -> None:
         """The text that was held back for a stop string belongs to the stream: it comes without a token."""
         if finish.tail:

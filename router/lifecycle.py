@@ -4,52 +4,64 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 
 import structlog
 
 from baton.core import HandoffId, SequenceSpec, Token
 from baton.errors import BatonError
-from baton.rpc.v1 import common_pb2
+from baton.rpc import convert
+from baton.rpc.v1 import common_pb2, worker_pb2
 from baton.rpc.v1 import inference_pb2 as pb
 from baton.telemetry import Stage, StageClock
 from router.admission import ticket_for
 from router.attempt import Attempt
 from router.delivery import Delivery, EventStream
 from router.floor import Floor
+from router.link import WorkerLink
 from router.workers import Claim
 
 log = structlog.get_logger(__name__)
 
 
 async def run(request: SequenceSpec, life: Life, client: EventStream) -> pb.Completed:
-    """Carry one request from arrival to its end, through as many attempts as decode workers that run full make it take.
+    """Carry one request from arrival to its end, through as many attempts as it takes: decode workers run full, and
+    workers are lost before its KV was handed over.
 
     Raises the one typed error that ended it. In whatever state that happens, also by cancellation, the attempt's
     workers are released on the way out.
     """
     while True:
         life.stages.enter(Stage.QUEUE)
-        spec = replace(request, known=tuple(life.delivery.ids))  # what the client has is never sampled again
-        claim = await life.admit(spec)  # waits for a pair of workers with room
+        claim = await life.admit(request)  # waits for a pair of workers with room
         life.stages.enter(Stage.ROUTE)
-        async with life.attempt(claim, spec) as attempt:
+        async with life.attempt(claim, request) as attempt:
             life.stages.enter(Stage.RESERVE)
             if not await attempt.reserve(life.remaining_s()):
-                continue  # it filled up meanwhile: back to our place in the queue
+                await life.handed_back(attempt, client)  # D filled up meanwhile, or one was lost: back to the queue
+                continue
             await life.accept(client, attempt, len(request.prompt))
             life.stages.enter(Stage.PREFILL)
-            attempt.prefill(life.remaining_s())
+            life.begin(attempt)
             async for tokens in attempt.outputs():  # token 0 from P at once; D repeats it and goes on
                 await client.tokens(life.deliver(tokens))
             life.computed(attempt)
             if attempt.finish is None:
-                life.handed_back(attempt)
-                continue  # D ran full: prefill again what the client has, and go on at the same index
+                await life.handed_back(attempt, client)
+                continue  # D ran full, or one was lost: what the client has is known, go on at the same index
         life.delivery.complete()
         completed = life.completed(attempt, len(request.prompt))
         await client.ended(attempt.finish, len(life.delivery.ids), completed)
         return completed
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """What a prefill worker keeps of an attempt that was lost: the KV of `spec`."""
+
+    link: WorkerLink
+    handoff: HandoffId
+    spec: SequenceSpec
 
 
 class Life:
@@ -73,6 +85,8 @@ class Life:
         self._arrival = next(floor.arrivals)
         self._last_token_at: float | None = None
         self._computed = False
+        self._failures = 0
+        self._held: Held | None = None
 
     @property
     def accepted(self) -> bool:
@@ -88,21 +102,36 @@ class Life:
         """Seconds until the deadline; never 0, which would mean "none" to a worker."""
         return max(self._deadline - self._floor.clock.monotonic(), 0.001)
 
-    async def admit(self, spec: SequenceSpec) -> Claim:
-        """A pair of workers; a request that has been there before keeps its place in the queue."""
-        ticket = ticket_for(self._arrival, spec.priority)
-        return await self._floor.admission.admit(ticket, len(spec), returning=self.attempts > 0)
+    def known(self, request: SequenceSpec) -> SequenceSpec:
+        """What the next attempt starts from: what the client has is never sampled again. KV that is held is of less."""
+        return self._held.spec if self._held else replace(request, known=tuple(self.delivery.ids))
 
-    def attempt(self, claim: Claim, spec: SequenceSpec) -> Attempt:
-        """The next attempt."""
+    async def admit(self, request: SequenceSpec) -> Claim:
+        """A pair of workers; a request that has been there before keeps its place in the queue."""
+        ticket, keep = ticket_for(self._arrival, request.priority), self._held.link if self._held else None
+        return await self._floor.admission.admit(ticket, len(self.known(request)), keep, returning=self.attempts > 0)
+
+    def attempt(self, claim: Claim, request: SequenceSpec) -> Attempt:
+        """The next attempt. What is held is of no use to another worker."""
+        if self._held is not None and self._held.link is not claim.prefill:
+            self.let_go()
         self.attempts += 1
-        return Attempt(HandoffId(self.request_id, self.attempts), claim, spec, self.stages, self._floor.metrics)
+        handoff, spec = HandoffId(self.request_id, self.attempts), self.known(request)
+        return Attempt(handoff, claim, spec, self.stages, self._floor.metrics)
+
+    def begin(self, attempt: Attempt) -> None:
+        """Have the prompt computed, or what is held of it handed over."""
+        held, self._held = self._held, None
+        if held is not None:
+            attempt.repush(held.handoff, self.remaining_s())
+        else:
+            attempt.prefill(self.remaining_s())
 
     async def accept(self, client: EventStream, attempt: Attempt, prompt_tokens: int) -> None:
         """Tell the client, once, that decode room is reserved."""
         if self.accepted:
             return
-        self.cached_tokens = attempt.cached_tokens or 0
+        self.cached_tokens = 0  # what P finds, it says with its first token; what D has is only not moved
         log.info("request_accepted", request_id=self.request_id, tokens=prompt_tokens, workers=attempt.workers)
         await client.accepted(prompt_tokens, self.cached_tokens)
 
@@ -122,11 +151,26 @@ class Life:
             self.cached_tokens = max(self.cached_tokens or 0, attempt.prefill_cached)
         self._computed = True
 
-    def handed_back(self, attempt: Attempt) -> None:
-        """The attempt ended without a failure and without an end: another one follows."""
+    async def handed_back(self, attempt: Attempt, client: EventStream) -> None:
+        """The attempt did not end the request: another one follows. Raises its failure if that was one too many."""
         self.delivery.forget_early()
-        self._floor.metrics.recovery(attempt.handed_back)
-        log.info("request_handed_back", request_id=self.request_id, attempt=self.attempts, reason=attempt.handed_back)
+        self._failures += attempt.lost is not None
+        if attempt.lost is not None and self._failures >= self._floor.settings.attempts:
+            raise attempt.lost
+        if attempt.held:
+            attempt.kept = True
+            self._held = Held(attempt.prefill_link, attempt.handoff, attempt.spec)
+        reason = attempt.handed_back
+        self._floor.metrics.recovery(reason)
+        log.info("request_handed_back", request_id=self.request_id, attempt=self.attempts, reason=reason)
+        if attempt.lost is not None and self.accepted:
+            await client.recovered(self.attempts + 1, reason)
+
+    def let_go(self) -> None:
+        """Nothing is held for another attempt any more."""
+        held, self._held = self._held, None
+        if held is not None:
+            held.link.send(release=worker_pb2.Release(handoff=convert.handoff_to_pb(held.handoff)))
 
     def completed(self, attempt: Attempt, prompt_tokens: int) -> pb.Completed:
         """Taken at the end: the stages sum to the time from arrival until now."""

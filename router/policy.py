@@ -67,6 +67,22 @@ def has_pair(prefill: Sequence[WorkerView], decode: Sequence[WorkerView]) -> boo
     return bool({view.info.fingerprint for view in prefill} & {view.info.fingerprint for view in decode})
 
 
+def misfit(info: WorkerInfo, others: Sequence[WorkerInfo]) -> str:
+    """Why `info` can hand over to none of `others` (or take from none); "": it can, or nobody of them is there."""
+    others = [other for other in others if other.role is not info.role]
+    if not others or any(other.fingerprint == info.fingerprint for other in others):
+        return ""
+    other = others[0]
+    for what, mine, theirs in (
+        ("dtype", info.layout.dtype, other.layout.dtype),
+        ("model", info.model, other.model),
+        ("KV layout", info.layout.wire, other.layout.wire),
+    ):
+        if mine != theirs:
+            return f"{what} {mine}, {other.ref.worker_id} has {theirs}"
+    return f"weights or config differ from those of {other.ref.worker_id}"
+
+
 def least_loaded(prefill: Sequence[WorkerView], decode: Sequence[WorkerView], tokens: int, turn: int) -> Pair | None:
     """The decode worker with the fewest requests among those with room; the prefill worker with the least to do."""
     prefill, decode = _candidates(prefill, decode, tokens)

@@ -74,6 +74,7 @@ class Inference(InferenceServicer):
         except TimeoutError:
             raise life.reason or errors.DeadlineExceeded(f"not finished within {life.within_s:.3g} s") from None
         finally:
+            life.let_go()
             del self._floor.running[life.request_id]
 
     async def Resume(self, request: pb.ResumeRequest, context: Context) -> None:  # type: ignore[override]
@@ -161,15 +162,19 @@ class Admin(AdminServicer):
             running=len(floor.running),
             queued=floor.admission.waiting,
             accepted=floor.outcomes["accepted"] + sum(life.accepted for life in floor.running.values()),
-            workers=[_worker(link) for link in sorted(floor.pool.links, key=lambda link: link.info.ref.worker_id)],
+            workers=[
+                _worker(link, floor.pool.misfit(link))
+                for link in sorted(floor.pool.links, key=lambda link: link.info.ref.worker_id)
+            ],
             **ended,
         )
 
 
-def _worker(link: WorkerLink) -> admin_pb2.WorkerStatus:
+def _worker(link: WorkerLink, note: str) -> admin_pb2.WorkerStatus:
     return admin_pb2.WorkerStatus(
         info=convert.info_to_pb(link.info),
         load=convert.load_to_pb(link.view.load),
         state=link.state,
         dispatched=link.view.dispatched,
+        note=note,
     )

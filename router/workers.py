@@ -9,9 +9,9 @@ from collections.abc import Awaitable, Callable, Sequence
 import structlog
 
 from baton.clock import Clock
-from baton.core import BlockCounts, Role, WorkerInfo, WorkerRef
+from baton.core import BlockCounts, Channel, Role, WorkerInfo, WorkerRef
 from router.link import WorkerLink
-from router.policy import Policy, has_pair
+from router.policy import Policy, has_pair, misfit
 
 log = structlog.get_logger(__name__)
 
@@ -96,9 +96,14 @@ class WorkerPool:
             await asyncio.wait([self._task])
         await asyncio.gather(*(link.stop() for link in self._links.values()))
 
-    def claim(self, tokens: int) -> Claim | None:
-        """A pair for a request of `tokens` known tokens, counted as loaded from now; None when nobody has room."""
+    def claim(self, tokens: int, keep: WorkerLink | None = None) -> Claim | None:
+        """A pair for a request of `tokens` known tokens, counted as loaded from now; None when nobody has room.
+
+        `keep`: the prefill worker that holds its KV already, and is taken while it is there.
+        """
         prefill, decode = self._usable(Role.PREFILL), self._usable(Role.DECODE)
+        if keep is not None and keep.usable:
+            prefill = [keep]
         pair = self._policy([link.view for link in prefill], [link.view for link in decode], tokens, self._turn)
         if pair is None:
             return None
@@ -119,6 +124,15 @@ class WorkerPool:
         connected = [link for link in self._links.values() if link.state == "connected"]
         return {role: [link.view.load.blocks for link in connected if link.info.role is role] for role in Role}
 
+    def channels(self) -> list[tuple[str, Channel]]:
+        """The open data channels of connected workers, each with its worker's id."""
+        connected = [link for link in self._links.values() if link.state == "connected"]
+        return [(link.info.ref.worker_id, channel) for link in connected for channel in link.view.load.channels]
+
+    def misfit(self, link: WorkerLink) -> str:
+        """Why a worker can hand over to none of the others here; "": it can, or it is alone."""
+        return misfit(link.info, [other.info for other in self._links.values() if other.usable])
+
     def _usable(self, role: Role) -> list[WorkerLink]:
         return [link for link in self._links.values() if link.info.role is role and link.usable]
 
@@ -137,7 +151,9 @@ class WorkerPool:
         for info in infos:
             self._seen[info.ref] = now
             if info.ref not in self._links:
-                self._links[info.ref] = WorkerLink(info, self._router_id, self._silence_s, self.on_change)
+                link = self._links[info.ref] = WorkerLink(info, self._router_id, self._silence_s, self.on_change)
+                if reason := self.misfit(link):
+                    log.warning("worker_does_not_fit", worker=str(info.ref), reason=reason)
         for ref, link in list(self._links.items()):
             await self._check(ref, link, now - self._seen[ref])
 

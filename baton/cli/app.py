@@ -112,11 +112,18 @@ def demo(config: ConfigFile = LOCAL, sets: Sets = None) -> None:
 
 
 @app.command()
-def doctor(config: ConfigFile = LOCAL, sets: Sets = None, as_json: Json = False) -> None:
+def doctor(
+    config: ConfigFile = LOCAL,
+    sets: Sets = None,
+    as_json: Json = False,
+    transport: Annotated[
+        str | None, typer.Option(help="Only open a channel of this kind between two processes here, and probe it.")
+    ] = None,
+) -> None:
     """Look for what would keep a cluster from running here, and say what to do."""
     from baton.cli import doctor as command
 
-    command.doctor(config, sets or [], as_json=as_json)
+    command.doctor(config, sets or [], transport=transport, as_json=as_json)
 
 
 @app.command()

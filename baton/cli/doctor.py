@@ -35,9 +35,9 @@ class Finding:
     remedy: str = ""
 
 
-def doctor(file: Path, sets: Sequence[str], *, as_json: bool) -> None:
-    """Print findings; exit code 1 when something is wrong."""
-    findings = list(examine(file, sets))
+def doctor(file: Path, sets: Sequence[str], *, transport: str | None = None, as_json: bool) -> None:
+    """Print findings; exit code 1 when something is wrong. `transport`: only the probe of a pair."""
+    findings = list(examine(file, sets)) if transport is None else [_pair(file, sets, transport)]
     if as_json:
         typer.echo(json.dumps([asdict(finding) for finding in findings], indent=2))
     else:
@@ -65,6 +65,23 @@ def examine(file: Path, sets: Sequence[str]) -> Iterator[Finding]:
     yield _gpu(config)
     yield _kernels()
     yield _clock()
+
+
+def _pair(file: Path, sets: Sequence[str], transport: str) -> Finding:
+    """A channel of this kind between two processes of this machine, as two workers would open it."""
+    from baton.cli.pair import probe_pair, settings_for
+    from baton.core import Role
+    from baton.worker.settings import from_config
+
+    config = load_config(file, sets, os.environ)
+    settings = settings_for(transport, from_config(config, Role.PREFILL, 0).transfer)
+    devices = {"nccl": ("cuda:0", "cuda:1"), "cuda_ipc": ("cuda:0", "cuda:0")}.get(transport, ("cpu", "cpu"))
+    try:
+        found = probe_pair(settings, devices)
+    except BatonError as error:
+        return Finding(f"transport {transport}", BAD, str(error), "choose another transfer.transport")
+    speed = f"{found.bytes_per_s / 2**20:.0f} MiB/s in its probe"
+    return Finding(f"transport {transport}", OK, f"{found.transport} between two processes here, {speed}")
 
 
 def _python() -> Finding:

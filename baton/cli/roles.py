@@ -93,6 +93,7 @@ def router_settings(config: ClusterConfig) -> RouterSettings:
 
     router = config.router
     return RouterSettings(
+        attempts=config.retry.attempts,
         name=config.name,
         model=config.model.name,
         version=__version__,

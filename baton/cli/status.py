@@ -25,6 +25,7 @@ COLUMNS = (
     "decode steps",
     "KV moved",
     "blocks",
+    "channels",
 )
 
 
@@ -52,7 +53,10 @@ def show(cluster: ClusterStatus) -> None:
     table = Table(*COLUMNS, box=None, pad_edge=False)
     for worker in cluster.workers:
         table.add_row(*_row(worker))
-    width = None if sys.stdout.isatty() else 200
+    for worker in cluster.workers:
+        if worker.note:
+            typer.echo(f"{worker.info.ref.worker_id} fits no other worker: {worker.note}")
+    width = None if sys.stdout.isatty() else 240
     Console(width=width).print(table)
 
 
@@ -74,4 +78,5 @@ def _row(worker: WorkerStatus) -> tuple[str, ...]:
         str(load.decode_steps),
         f"{load.transfer_bytes:,}",
         f"{ledger or '-'} of {blocks.total}",
+        ", ".join(f"{c.transport} to {c.peer} ({c.bytes_per_s / 2**20:.0f} MiB/s)" for c in load.channels) or "-",
     )

@@ -81,7 +81,11 @@ def trusted(read: Callable[[M], T], message: M) -> T:
 
 def _worker_status(message: admin.WorkerStatus) -> WorkerStatus:
     return WorkerStatus(
-        convert.info_from_pb(message.info), convert.load_from_pb(message.load), message.state, message.dispatched
+        convert.info_from_pb(message.info),
+        convert.load_from_pb(message.load),
+        message.state,
+        message.dispatched,
+        message.note,
     )
 
 

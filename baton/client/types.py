@@ -152,12 +152,13 @@ class Model:
 
 @dataclass(frozen=True, slots=True)
 class WorkerStatus:
-    """A worker as one router sees it; `state` is connected, connecting or lost."""
+    """A worker as one router sees it; `state` is connected, connecting or lost. `note`: why it fits no other, if so."""
 
     info: WorkerInfo
     load: Load
     state: str
     dispatched: int
+    note: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -119,12 +119,21 @@ class TransferConfig(Section):
     """How KV moves between workers."""
 
     transport: Literal["auto", "nccl", "gloo", "shm", "cuda_ipc", "grpc", "memory"] = "auto"
-    frame_size: Size = 8 * 2**20
-    staging_memory: Size | None = None
-    credits: PositiveInt = 4
-    coalesce_below: Size | None = None
+    frame_size: Size = Field(default=2 * 2**20, description="the most that one frame carries, on each channel")
+    credits: PositiveInt = Field(
+        default=4, description="frames in flight: a channel's staging takes frame_size times this, at each end"
+    )
+    coalesce_below: Size = Field(
+        default=256 * 2**10, description="KV that is waited for before a frame leaves, while its prompt is computed"
+    )
     frame_deadline_s: PositiveFloat = 10.0
-    verify: Literal["frames", "kv"] = "frames"
+    staging_memory: Size = Field(
+        default=2**30,
+        description="of a worker's channels at each end; when it is used up, the longest idle one is closed",
+    )
+    verify: Literal["frames", "kv"] = Field(
+        default="frames", description="kv: beside the digest of each frame, one of the whole KV"
+    )
 
 
 class LedgerConfig(Section):
@@ -163,9 +172,11 @@ class SecurityConfig(Section):
 
 
 class RetryConfig(Section):
-    """Attempts per request after a failure."""
+    """What becomes of a request when a worker is lost."""
 
-    attempts: PositiveInt = 1
+    attempts: PositiveInt = Field(
+        default=3, description="at one request, the first included, if workers are lost before its KV is handed over"
+    )
 
 
 class LogConfig(Section):
@@ -199,9 +210,6 @@ class ClusterConfig(Section):
 
     @model_validator(mode="after")
     def _pools_fit(self) -> ClusterConfig:
-        if self.prefill.block_size != self.decode.block_size:
-            sizes = f"prefill {self.prefill.block_size}, decode {self.decode.block_size}"
-            raise ValueError(f"decode.block_size: both pools must use the same block size, got {sizes}")
         if self.ledger.heartbeat_s * 3 > self.ledger.lease_s:
             raise ValueError("ledger.lease_s: must be at least three times ledger.heartbeat_s")
         return self

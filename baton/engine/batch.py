@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch import Tensor
 
 
@@ -22,6 +24,7 @@ class Batch:
     kv_lens       int32 [B]       `context_lens`, on the device
     block_tables  int32 [B, max_blocks], padded with 0
     logit_rows    int64 [L]   the rows of N whose logits are wanted
+    on_layer      called with the number of each layer as soon as its K and V are written; on a GPU, issued to be
     """
 
     token_ids: Tensor
@@ -33,3 +36,4 @@ class Batch:
     kv_lens: Tensor
     block_tables: Tensor
     logit_rows: Tensor
+    on_layer: Callable[[int], None] | None = None

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 from baton.core import BlockCounts
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
 
 class BlockState(enum.Enum):
@@ -64,6 +64,13 @@ class Allocation:
         self._expect(*HOLDING)
         return self._pool._grow(self, n)
 
+    def prepend(self, head: Allocation) -> None:
+        """The blocks of `head`, shared ones, come before its own and are its own from now on. Both must be owned."""
+        self._expect(BlockState.OWNED)
+        head._expect(BlockState.OWNED)
+        self.blocks, self.generations = head.blocks + self.blocks, head.generations + self.generations
+        head.blocks, head.generations, head.state = [], [], BlockState.RELEASED
+
     def publish(self, first: int, digests: Sequence[bytes]) -> None:
         """From its `first` block on, these are the contents: full, to be found by others, never to change again.
 
@@ -103,7 +110,10 @@ class Allocation:
 
 
 class BlockPool:
-    """The blocks 0..total-1 of one worker. Used by one thread. After every transition the ledger must add up."""
+    """The blocks 0..total-1 of one worker. Used by one thread. After every transition the ledger must add up.
+
+    `on_index(added, removed)`: contents that are found from now on, and that are not any more.
+    """
 
     def __init__(self, total: int) -> None:
         if total < 1:
@@ -116,6 +126,7 @@ class BlockPool:
         self._isolated: Counter[int] = Counter()  # those of them in quarantine; no zeros
         self._digest: list[bytes | None] = [None] * total
         self._index: dict[bytes, int] = {}  # of blocks with equal content, the first one published
+        self.on_index: Callable[[Sequence[bytes], Sequence[bytes]], None] = lambda added, removed: None
         self._held = dict.fromkeys(BlockState, 0)
 
     @property
@@ -207,15 +218,18 @@ class BlockPool:
 
     def _publish(self, blocks: Sequence[int], digests: Sequence[bytes]) -> None:
         self._check_writable(blocks)
+        new = [digest for digest in digests if digest not in self._index]
         for block, digest in zip(blocks, digests, strict=True):
             self._digest[block] = digest
             self._index.setdefault(digest, block)
+        self.on_index(new, ())
 
     def _withdraw(self, block: int) -> None:
         """Out of the index, for good. A cached block is only withdrawn when it is taken."""
         digest, self._digest[block] = self._digest[block], None
         if digest is not None and self._index.get(digest) == block:
             del self._index[digest]
+            self.on_index((), (digest,))
 
     def _check_writable(self, blocks: Iterable[int]) -> None:
         for block in blocks:
@@ -267,7 +281,10 @@ class BlockPool:
     def _retire(self, block: int) -> None:
         """Nobody holds the block any more. One of each content stays, as recently used as the last holder of any."""
         digest = self._digest[block]
-        kept = block if digest is None else self._index.setdefault(digest, block)
+        if digest is not None and digest not in self._index:
+            self._index[digest] = block
+            self.on_index((digest,), ())
+        kept = block if digest is None else self._index[digest]
         if digest is not None and kept == block:
             self._cached[block] = None
             return

@@ -12,6 +12,7 @@ decoding, starting over after a preemption or elsewhere) is to let computed catc
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import structlog
@@ -24,17 +25,24 @@ from baton.engine.inputs import Inputs
 from baton.engine.limits import check_spec
 from baton.engine.outcome import Counters, Output, StepResult
 from baton.engine.prefix import Chain, scope_key
+from baton.engine.reservation import Reservation
 from baton.engine.sampler import Sampler
 from baton.engine.scheduler import Scheduler, Sequence
 from baton.errors import EngineFault, RankLost
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+    from collections.abc import Sequence as TokenSequence
+
     from baton.core import Finish, HandoffId, SequenceSpec
     from baton.engine.backend import ModelBackend
     from baton.engine.blocks import Allocation
     from baton.engine.sampler import Sampled
     from baton.engine.scheduler import Work
     from baton.tokenizer import Tokenizer
+
+    LayerListener = Callable[[list[Work], int], None]
+    """Told the work of a step and the number of a layer whose K and V are written for it."""
 
 log = structlog.get_logger()
 
@@ -90,13 +98,30 @@ class Engine:
         self._requests: dict[HandoffId, _Request] = {}
         self._ended: list[Output] = []  # ended by what was known already; told with the next step
         self._arrivals = 0
+        self._on_layer: LayerListener | None = None
 
-    def reserve(self, tokens: int) -> Allocation | None:
-        """Reserved blocks for the KV of `tokens` positions and one more, or None: not now.
-
-        Leaves one block for each running sequence to grow into, and room for the next that waits here.
+    def watch(self, on_layer: LayerListener, on_free: Callable[[Sequence], None]) -> None:
+        """Have `on_layer` told, in the middle of each step, what is computed layer by layer, and `on_free` of each
+        sequence whose blocks are about to be let go: when it returns, nobody may read them any more.
         """
-        return self.pool.allocate(self.layout.blocks_for(tokens + 1), reserved=True, spare=self._scheduler.watermark)
+        self._on_layer, self._scheduler.on_free = on_layer, on_free
+
+    def reserve(self, tokens: int, prefix: TokenSequence[bytes] = ()) -> Reservation | None:
+        """Room for the KV of `tokens` positions and one more, or None: not now.
+
+        `prefix` names the sequence's first full blocks: those that are in the cache need not come, but for the last
+        position, which always does. Leaves one block for each running sequence to grow into, and room for the next that
+        waits here.
+        """
+        most = (tokens - 1) // self.layout.block_size
+        shared = self.pool.allocate(0, shared=self.pool.find(prefix[:most]) if self._prefix_cache else ())
+        assert shared is not None  # nobody has to make room for them
+        need, spare = self.layout.blocks_for(tokens + 1) - len(shared), self._scheduler.watermark
+        own = self.pool.allocate(need, reserved=True, spare=spare)
+        if own is None:
+            shared.release()
+            return None
+        return Reservation(shared, own, len(shared) * self.layout.block_size)
 
     def submit(self, key: HandoffId, spec: SequenceSpec, *, hold: bool = False) -> None:
         """Compute `spec` from its first token on. `hold`: stop after one new token and keep the blocks for `held`.
@@ -108,25 +133,33 @@ class Engine:
         if request is not None:
             self._scheduler.add(request.sequence)
 
-    def adopt(self, key: HandoffId, spec: SequenceSpec, allocation: Allocation) -> None:
-        """Go on with a sequence whose KV, but for its last token, lies in `allocation` (from `reserve`).
+    def adopt(self, key: HandoffId, spec: SequenceSpec, reservation: Reservation) -> None:
+        """Go on with a sequence whose KV, but for its last token, lies in `reservation` (from `reserve`).
 
         The last token of `spec.known` was delivered elsewhere; the next one has index `len(spec.known)`. The
-        allocation is the engine's from here on. Raises ValueError if it is not reserved or too small, or if `key` is
+        reservation is the engine's from here on. Raises ValueError if it is used already or too small, or if `key` is
         in use, and InvalidRequest like `submit`; it is the caller's still then.
         """
         self.validate(spec)
-        if not allocation.belongs_to(self.pool) or len(allocation) < self.layout.blocks_for(len(spec) - 1):
-            raise ValueError(f"allocation of {len(allocation)} blocks does not fit {len(spec)} tokens")
-        if allocation.state is not BlockState.RESERVED:
-            raise ValueError(f"allocation is {allocation.state.value}, not reserved")
+        own, blocks = reservation.own, len(reservation.blocks)
+        if not own.belongs_to(self.pool) or blocks < self.layout.blocks_for(len(spec) - 1):
+            raise ValueError(f"a reservation of {blocks} blocks does not fit {len(spec)} tokens")
+        if own.state is not BlockState.RESERVED:
+            raise ValueError(f"the reservation is {own.state.value}, not reserved")
         request = self._register(key, spec, computed=len(spec) - 1)
-        allocation.activate()
+        allocation = reservation.activate()
         if request is None:
             allocation.release()
             return
         request.sequence.allocation = allocation
-        self._scheduler.adopt(request.sequence)
+        self._scheduler.adopt(request.sequence, reservation.cached_tokens)
+
+    def rename(self, key: HandoffId, new: HandoffId) -> None:
+        """From now on the request `key` is `new`, in whatever state. Raises KeyError or ValueError for wrong ones."""
+        if new in self._requests:
+            raise ValueError(f"handoff {new} is already here")
+        request = self._requests[new] = self._requests.pop(key)
+        request.sequence.key = new
 
     def held(self, key: HandoffId) -> Allocation:
         """Blocks with the KV of all tokens of a held sequence's spec. Raises KeyError if `key` is not held."""
@@ -144,6 +177,7 @@ class Engine:
         self._scheduler.remove(request.sequence)
         allocation = request.sequence.allocation
         if allocation is not None and allocation.state is not BlockState.QUARANTINED:
+            self._scheduler.on_free(request.sequence)
             allocation.release()
 
     def finish_of(self, spec: SequenceSpec) -> Finish | None:
@@ -206,7 +240,8 @@ class Engine:
     @torch.inference_mode()
     def _compute(self, work: list[Work]) -> dict[HandoffId, Sampled]:
         """Run the model; a draw for each sequence of which all known tokens are computed then."""
-        batch = self._inputs.build(work, [self._requests[item.sequence.key].choice.tokens for item in work])
+        told = partial(self._on_layer, work) if self._on_layer is not None else None
+        batch = self._inputs.build(work, [self._requests[item.sequence.key].choice.tokens for item in work], told)
         logits = self.backend.forward(batch, self.kv)
         keys = [item.sequence.key for item in work if item.completes]
         draws = self._sampler.sample(logits, [self._requests[key].choice.row for key in keys]) if keys else []

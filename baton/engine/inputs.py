@@ -18,7 +18,7 @@ import torch
 from baton.engine.batch import Batch
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from baton.engine.backend import ModelBackend
     from baton.engine.blocks import Allocation
@@ -82,7 +82,9 @@ class Inputs:
             else []
         )
 
-    def build(self, work: Sequence[Work], tokens: Sequence[list[int]]) -> Batch:
+    def build(
+        self, work: Sequence[Work], tokens: Sequence[list[int]], on_layer: Callable[[int], None] | None = None
+    ) -> Batch:
         """The batch for `work`; `tokens[i]` are all known tokens of its i-th sequence. Good until the next build."""
         self._stage = (self._stage + 1) % STAGES
         if self._copied:
@@ -104,6 +106,7 @@ class Inputs:
             kv_lens=self._kv_lens.push(len(work), self._stage),
             block_tables=tables,
             logit_rows=self._rows_wanted(work, counts, ones),
+            on_layer=on_layer,
         )
         if self._copied:
             self._copied[self._stage].record()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
@@ -22,13 +23,21 @@ DTYPES: dict[str, torch.dtype] = {
 }
 
 
+class Mark(Protocol):
+    """A point in the work of a device."""
+
+    def wait(self) -> None:
+        """Nothing that the current stream is given from now on begins before this point is reached."""
+
+
 class KVCache:
     """The `tensors` of a layout, each `[layers, total_blocks, block_size, kv_heads, head_dim]`, on `device`.
 
     `k` and `v` are the two of most models. Where there is one alone (latent attention), it is `k`, and `v` has no
     blocks. Block-major, so that a range of blocks of one layer is one contiguous piece. The wire order of a rectangle
-    (layers x blocks) is, for each layer: its K blocks, then its V blocks. Not thread-safe by itself: who may touch
-    a block is what the block ledger says. `storage`: the tensors, where they are elsewhere already.
+    (layers x positions) is, for each layer: K of all positions, then V of all; it knows no blocks, so each side has its
+    own block size. Not thread-safe by itself: who may touch a block is what the block ledger says. `storage`: the
+    tensors, where they are elsewhere already.
     """
 
     def __init__(
@@ -48,41 +57,109 @@ class KVCache:
         self.k = self.tensors[0]
         self.v = self.tensors[1] if len(self.tensors) > 1 else self.k[:, :0]
 
-    def nbytes(self, layers: range, blocks: Sequence[int]) -> int:
-        """Bytes of this rectangle on the wire."""
-        return len(layers) * len(blocks) * self.layout.layer_block_bytes
+    def mark(self) -> Mark | None:
+        """What was issued to the device until now, to be waited for before its results are read; None: nothing is."""
+        if self.device.type == "cpu":
+            return None
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record()
+        return event
 
-    def gather(self, layers: range, blocks: Sequence[int], out: Tensor) -> None:
-        """Copy a rectangle into `out`, uint8 [nbytes], contiguous and aligned to the element size, on any device.
+    def settle(self) -> None:
+        """Wait until what this thread has issued to the device is done. On a CPU it is."""
+        if self.device.type != "cpu":
+            torch.cuda.current_stream(self.device).synchronize()
 
-        Raises ValueError on a wrong size or dtype, IndexError on a layer or block out of range.
+    def gather(self, layers: range, blocks: Sequence[int], begin: int, end: int, out: Tensor) -> None:
+        """Copy positions [begin, end) of a sequence that lies in `blocks` into `out`, in wire order.
+
+        `out`: uint8 [layers * (end - begin) * layer_token_bytes], contiguous, aligned to the element size, on any
+        device. Raises ValueError on a wrong size or dtype, IndexError on a layer, position or block out of range.
         """
-        pieces, index = self._pieces(layers, blocks, out), self._index(layers, blocks)
-        for piece, layer in zip(pieces, layers, strict=True):
+        spans = self._spans(layers, blocks, begin, end)
+        for piece, layer in zip(self._pieces(layers, end - begin, out), layers, strict=True):
             for part, source in zip(piece, self.tensors, strict=True):
-                if out.device == self.device:
-                    torch.index_select(source[layer], 0, index, out=part)
-                else:
-                    part.copy_(source[layer].index_select(0, index))
+                for span in spans:
+                    span.read(source[layer], part)
 
-    def scatter(self, layers: range, blocks: Sequence[int], data: Tensor) -> None:
-        """Copy `data`, in wire order, into a rectangle. The inverse of `gather`, with the same conditions."""
-        pieces, index = self._pieces(layers, blocks, data), self._index(layers, blocks)
-        for piece, layer in zip(pieces, layers, strict=True):
+    def scatter(self, layers: range, blocks: Sequence[int], begin: int, end: int, data: Tensor) -> None:
+        """The inverse of `gather`, with the same conditions."""
+        spans = self._spans(layers, blocks, begin, end)
+        for piece, layer in zip(self._pieces(layers, end - begin, data), layers, strict=True):
             for part, target in zip(piece, self.tensors, strict=True):
-                target[layer].index_copy_(0, index, part.to(self.device))
+                for span in spans:
+                    span.write(target[layer], part)
 
-    def _pieces(self, layers: range, blocks: Sequence[int], data: Tensor) -> Tensor:
-        """`data` seen as [layers, tensors, blocks, block_size, kv_heads, head_dim]."""
-        if data.dtype != torch.uint8 or data.shape != (self.nbytes(layers, blocks),):
-            raise ValueError(f"need uint8 [{self.nbytes(layers, blocks)}], got {data.dtype} {list(data.shape)}")
-        return data.view(self.k.dtype).view(len(layers), len(self.tensors), len(blocks), *self.k.shape[2:])
+    def _pieces(self, layers: range, tokens: int, data: Tensor) -> Tensor:
+        """`data` seen as [layers, tensors, tokens, kv_heads, head_dim]."""
+        nbytes = len(layers) * tokens * self.layout.layer_token_bytes
+        if data.dtype != torch.uint8 or data.shape != (nbytes,):
+            raise ValueError(f"need uint8 [{nbytes}], got {data.dtype} {list(data.shape)}")
+        return data.view(self.k.dtype).view(len(layers), len(self.tensors), tokens, *self.k.shape[3:])
 
-    def _index(self, layers: range, blocks: Sequence[int]) -> Tensor:
-        for what, wanted, total in (("layer", layers, self.layout.layers), ("block", blocks, self.total_blocks)):
+    def _spans(self, layers: range, blocks: Sequence[int], begin: int, end: int) -> list[_Span]:
+        size = self.layout.block_size
+        for what, wanted, total in (
+            ("layer", layers, self.layout.layers),
+            ("position", (begin, end - 1), len(blocks) * size),
+            ("block", blocks[begin // size : -(-end // size)], self.total_blocks),
+        ):
             if wanted and not 0 <= min(wanted) <= max(wanted) < total:
                 raise IndexError(f"{what} out of range 0..{total - 1}: {min(wanted)}..{max(wanted)}")
-        return torch.tensor(blocks, dtype=torch.int64, device=self.device)
+        full, last = -(-begin // size), end // size  # [full, last): the blocks that lie in it as a whole
+        if full > last:
+            return [_Part(blocks[last], begin - last * size, end - last * size, 0)]
+        spans: list[_Span] = []
+        if begin < full * size:
+            spans.append(_Part(blocks[full - 1], begin - (full - 1) * size, size, 0))
+        if full < last:
+            index = torch.tensor(blocks[full:last], dtype=torch.int64, device=self.device)
+            spans.append(_Whole(index, size, full * size - begin))
+        if last * size < end:
+            spans.append(_Part(blocks[last], 0, end - last * size, last * size - begin))
+        return spans
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Slots [begin, end) of one block; on the wire from `at` on."""
+
+    block: int
+    begin: int
+    end: int
+    at: int
+
+    def read(self, source: Tensor, out: Tensor) -> None:
+        out[self.at : self.at + self.end - self.begin].copy_(source[self.block, self.begin : self.end])
+
+    def write(self, target: Tensor, data: Tensor) -> None:
+        target[self.block, self.begin : self.end].copy_(data[self.at : self.at + self.end - self.begin])
+
+
+@dataclass(frozen=True, slots=True)
+class _Whole:
+    """Whole blocks; on the wire from `at` on."""
+
+    index: Tensor
+    size: int
+    at: int
+
+    def read(self, source: Tensor, out: Tensor) -> None:
+        part = self._of(out)
+        if out.device == source.device:
+            torch.index_select(source, 0, self.index, out=part)
+        else:
+            part.copy_(source.index_select(0, self.index))
+
+    def write(self, target: Tensor, data: Tensor) -> None:
+        target.index_copy_(0, self.index, self._of(data).to(target.device))
+
+    def _of(self, wire: Tensor) -> Tensor:
+        n = len(self.index)
+        return wire[self.at : self.at + n * self.size].view(n, self.size, *wire.shape[1:])
+
+
+_Span = _Part | _Whole
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -58,7 +58,7 @@ class OracleBackend:
         self.vocab_size = self.tokenizer.vocab_size
         self.max_model_len = max_model_len
         self.device = torch.device(device)
-        self.fingerprint = fingerprint(("oracle", str(seed), repr(self.layout)))
+        self.fingerprint = fingerprint(("oracle", str(seed), self.layout.wire))
         self._words = position_bytes // WORD_BYTES
         self._start = int.from_bytes(keyed_digest(bytes(32), b"baton oracle", str(seed).encode())[:8], "little")
         self._salt, self._odd, self._weights = self._constants()
@@ -81,6 +81,9 @@ class OracleBackend:
         written = self._spread(states)
         for view, words in zip(views, written, strict=True):
             view.flatten(1, 2)[:, batch.slot_mapping] = words
+        if batch.on_layer is not None:
+            for layer in range(self.layout.layers):
+                batch.on_layer(layer)
         lengths = torch.tensor(batch.query_lens, device=self.device)
         sequence = torch.arange(len(batch.query_lens), device=self.device).repeat_interleave(lengths)[batch.logit_rows]
         tables, positions = batch.block_tables.long()[sequence], batch.positions[batch.logit_rows]

@@ -17,6 +17,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from baton.core import HandoffId
     from baton.engine.blocks import Allocation, BlockPool
     from baton.engine.prefix import Chain
@@ -103,6 +105,7 @@ class Scheduler:
         self.running: list[Sequence] = []  # both in order of rank
         self.waiting: list[Sequence] = []
         self.waiting_tokens = 0
+        self.on_free: Callable[[Sequence], None] = lambda sequence: None  # before its blocks may go to somebody else
         self._patience = patience
         self._steps = 0
 
@@ -116,10 +119,13 @@ class Scheduler:
         self._enter(self.waiting, sequence)
         self.waiting_tokens += sequence.known
 
-    def adopt(self, sequence: Sequence) -> None:
-        """Run a sequence whose blocks hold its computed tokens already; whole blocks of it can be found from now on."""
+    def adopt(self, sequence: Sequence, known_before: int = 0) -> None:
+        """Run a sequence whose blocks hold its computed tokens already; whole blocks of it can be found from now on.
+
+        Those of the first `known_before` tokens could be found before.
+        """
         self._enter(self.running, sequence)
-        self._publish(sequence, 0)
+        self._publish(sequence, known_before)
 
     def remove(self, sequence: Sequence) -> None:
         """Forget a sequence, wherever it is. Its blocks stay with it."""
@@ -204,6 +210,7 @@ class Scheduler:
         """The last gives up its blocks. It cannot be in the plan yet: that is filled in order of rank."""
         victim = self.running.pop()
         assert victim.allocation is not None
+        self.on_free(victim)
         victim.allocation.release()
         victim.allocation = None
         victim.computed = 0

@@ -3,7 +3,13 @@
     redis://[user:password@]host:port/db     rediss://... (TLS)     unix:///path?db=0
     rediss://...?ssl_ca_certs=/path/ca.pem   a private authority
 
-The commands and keys used fit this ACL user: `~baton:NAME:* +@connection` and the commands in `COMMANDS`.
+Redis 6.2 or later, one server. The keys and commands used fit this user (`ACL SETUSER`, or `user` in an ACL file), who
+may do what is in `COMMANDS`, and nothing beside its prefix:
+
+    user baton on >PASSWORD resetchannels ~baton:NAME:* -@all +@connection +eval +evalsha +time +get +set +incr +del
+        +exists +pexpire +pttl +hget +hset +hmget +hdel +hkeys +sadd +srem +smembers +zadd +zrem +zrange
+        +zremrangebyscore +xadd +xread +xrevrange
+
 Keys never expire by eviction: Redis must run with `maxmemory-policy noeviction` (its default).
 """
 
@@ -25,8 +31,9 @@ from redis.exceptions import ConnectionError, RedisError
 from baton.errors import ConfigError, LedgerError
 
 COMMANDS = (
-    *("eval", "evalsha", "time", "get", "set", "incr", "del", "exists", "pexpire"),
-    *("hget", "hset", "hmget", "sadd", "srem", "smembers"),
+    *("eval", "evalsha", "time", "get", "set", "incr", "del", "exists", "pexpire", "pttl"),
+    *("hget", "hset", "hmget", "hdel", "hkeys", "sadd", "srem", "smembers"),
+    *("zadd", "zrem", "zrange", "zremrangebyscore", "xadd", "xread", "xrevrange"),
 )
 SOCKET_TIMEOUT_S = 2.0
 CONNECT_TIMEOUT_S = 5.0
@@ -75,11 +82,17 @@ class Connection:
     @contextlib.asynccontextmanager
     async def _errors(self) -> AsyncIterator[None]:
         """Whatever goes wrong with Redis inside becomes a LedgerError that says where and why."""
+        task, failure = asyncio.current_task(), None
+        cancelled = task.cancelling() if task else 0
         try:
             yield
         except (RedisError, OSError) as error:
             # The message alone: a chained cause would carry connection objects, and with them the password.
-            raise LedgerError(f"Redis at {self.where}: {_cause(error)}") from None
+            failure = LedgerError(f"Redis at {self.where}: {_cause(error)}")
+        if task and task.cancelling() > cancelled:  # swallowed: redis-py uses `wait_for`, which may, before Python 3.12
+            raise asyncio.CancelledError
+        if failure is not None:
+            raise failure
 
     async def call(self, *command: Arg) -> object:
         """One command, one round trip. Raises LedgerError."""

@@ -5,10 +5,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-import random
-import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -16,6 +12,7 @@ import structlog
 
 from baton.core import HandoffId, WorkerRef
 from baton.errors import LedgerError
+from baton.ledger.beside import BesideWriter
 from baton.ledger.ledger import Ledger
 from baton.ledger.ownership_table import OwnershipRecord, OwnershipStore, OwnershipTable, RecordState, Write
 
@@ -24,15 +21,17 @@ __all__ = ["LogCounters", "OwnershipLog", "OwnershipRecord", "OwnershipStore", "
 log = structlog.get_logger(__name__)
 
 BATCH = 128
-FIRST_DELAY_S = 0.05
-LONGEST_DELAY_S = 2.0
+MOST_WRITES = 4  # of one handoff, so as many round trips at most
+LINGER_S = 0.1  # PREPARED lasts for as long as a commit takes: written only if that is long, or with something else
+REPEAT_S = 1200.0  # a third of the life of a record
 
 
 @dataclass(slots=True)
 class LogCounters:
-    """What became of the notes: noted = coalesced + written + refused + dropped + still pending."""
+    """What became of the notes: noted + repeated = coalesced + written + refused + dropped + still pending."""
 
     noted: int = 0
+    repeated: int = 0  # queued again: the store lost something, room ran out, or the record would expire
     coalesced: int = 0  # overtaken by a later state of the same request before it was written
     written: int = 0
     refused: int = 0  # stale: another attempt or incarnation owns the record
@@ -41,12 +40,21 @@ class LogCounters:
     failures: int = 0  # round trips that Redis did not answer
 
 
-class OwnershipLog:
+@dataclass(slots=True)
+class _Entry:
+    """The latest state of one request, and how many writes of its handoff were queued."""
+
+    write: Write
+    queued: int = 0
+
+
+class OwnershipLog(BesideWriter):
     """Writes one decode worker's records beside the path, in order for each request. Create it on the event loop.
 
     At most one round trip is under way, and all that is noted meanwhile goes with the next: one write per request,
-    its latest state. So a handoff costs at most as many round trips as it has states (4), under load far fewer.
-    While Redis is away it holds the latest state of up to `max_pending` requests and drops the oldest beyond.
+    its latest state. So a handoff costs at most `MOST_WRITES` round trips, usually three, under load far fewer.
+    While Redis is away it queues up to `max_pending` requests and drops the oldest beyond. Those which are not released
+    are remembered all the same, and are written again when Redis is back, or comes back without its data.
     """
 
     def __init__(self, ledger: Ledger, owner: WorkerRef, *, max_pending: int = 10_000) -> None:
@@ -54,16 +62,11 @@ class OwnershipLog:
         self._store = OwnershipStore(ledger.connection)
         self._owner = owner
         self._max_pending = max_pending
-        self._lock = threading.Lock()  # guards what follows, up to the counters; held for microseconds
-        self._pending: dict[str, Write] = {}
+        self._entries: dict[str, _Entry] = {}  # held here, or queued
+        self._pending: dict[str, None] = {}  # in the order in which they are written
         self._in_flight: list[Write] = []
-        self._signalled = False
-        self._closed = False
-        self._delay_s = FIRST_DELAY_S
-        self._loop = asyncio.get_running_loop()
-        self._wake = asyncio.Event()
-        self._drained = asyncio.Event()
-        self._task = self._loop.create_task(self._run(), name="ownership-log")
+        self._missing = False  # something that is held was dropped from the queue
+        super().__init__(ledger, "ownership records", REPEAT_S)
 
     def note(self, handoff: HandoffId, router_id: str, state: RecordState) -> None:
         """Have this transition recorded. From any thread; never blocks, never raises for a Redis that is away."""
@@ -71,113 +74,108 @@ class OwnershipLog:
             self.counters.noted += 1
             if self._closed:
                 self.counters.dropped += 1
-                return
-            self._merge(Write(handoff, self._owner, router_id, state))
-            signal, self._signalled = not self._signalled, True
-        if signal:
-            with contextlib.suppress(RuntimeError):  # the loop is closed: the process is on its way out
-                self._loop.call_soon_threadsafe(self._wake.set)
+            elif not self._update(Write(handoff, self._owner, router_id, state)):
+                self.counters.coalesced += 1
+            else:
+                self._enqueue(handoff.request_id)
+                self._signal(LINGER_S if state is RecordState.PREPARED else 0.0)
 
-    def _merge(self, write: Write) -> None:
-        """Keep the later one of this and what is pending for the request, at its place in the queue."""
-        request_id = write.handoff.request_id
-        other = self._pending.get(request_id)
-        if other is not None:
+    def _update(self, new: Write) -> bool:
+        """Take in what was noted. False: nothing is to be written; it came late, or the next write is the last."""
+        entry = self._entries.get(new.handoff.request_id)
+        if entry is None or entry.write.handoff.attempt < new.handoff.attempt:
+            self._entries[new.handoff.request_id] = _Entry(new)
+            return True
+        if (new.handoff.attempt, new.state) < (entry.write.handoff.attempt, entry.write.state):
+            return False
+        entry.write = replace(new, router_id=entry.write.router_id)
+        return entry.queued < MOST_WRITES - 1 or new.state is RecordState.RELEASED
+
+    def _enqueue(self, request_id: str) -> None:
+        if request_id in self._pending:
             self.counters.coalesced += 1
-            self._pending[request_id] = _later(other, write)
             return
-        if len(self._pending) >= self._max_pending:
-            del self._pending[next(iter(self._pending))]
+        self._entries[request_id].queued += 1
+        self._pending[request_id] = None
+        self._bound()
+
+    def _bound(self) -> None:
+        while len(self._pending) > self._max_pending:
+            request_id = next(iter(self._pending))
+            del self._pending[request_id]
             self.counters.dropped += 1
-        self._pending[request_id] = write
+            self._missing = True
+            if self._entries[request_id].write.state is RecordState.RELEASED:
+                del self._entries[request_id]
 
-    async def _run(self) -> None:
-        try:
-            while True:
-                await self._wake.wait()
-                self._wake.clear()
-                while batch := self._take():
-                    await self._write(batch)
-                self._drained.set()
-        except Exception:
-            log.exception("ownership_log_failed")
-            raise
+    def _repeat(self) -> None:
+        again = [request_id for request_id in self._entries if request_id not in self._pending]
+        self._pending.update(dict.fromkeys(again))  # beyond the bound: these are held, and so is memory for them
+        self.counters.repeated += len(again)
 
-    def _take(self) -> list[Write]:
-        with self._lock:
-            self._signalled = False
-            requests = list(self._pending)[:BATCH]
-            self._in_flight = [self._pending.pop(request) for request in requests]
-            return self._in_flight
+    def _left(self) -> int:
+        return len(self._pending) + len(self._in_flight)
 
-    async def _write(self, batch: list[Write]) -> None:
+    async def _write(self) -> LedgerError | None:
+        batch = self._take()
         self.counters.round_trips += 1
         answers: Sequence[bool | LedgerError]
         try:
             answers = await self._store.write_many(batch)
         except LedgerError as error:
             answers = [error] * len(batch)
-        failed = self._settle(batch, answers)
-        if failed is None:
-            self._delay_s = FIRST_DELAY_S
-            return
-        if self._delay_s == FIRST_DELAY_S:
-            log.warning("ownership_log_waits", pending=len(self._pending), error=str(failed))
-        await asyncio.sleep(self._delay_s * random.uniform(0.5, 1.0))
-        self._delay_s = min(2 * self._delay_s, LONGEST_DELAY_S)
+        return self._settle(batch, answers)
+
+    def _take(self) -> list[Write]:
+        with self._lock:
+            requests = list(self._pending)[:BATCH]
+            for request_id in requests:
+                del self._pending[request_id]
+            self._in_flight = [self._entries[request_id].write for request_id in requests]
+            return self._in_flight
 
     def _settle(self, batch: list[Write], answers: Sequence[bool | LedgerError]) -> LedgerError | None:
         """Count what was decided; what was not goes back to the front of the queue. The last error, if any."""
         error: LedgerError | None = None
-        again: list[Write] = []
+        again: list[str] = []
         with self._lock:
             for write, answer in zip(batch, answers, strict=True):
-                if isinstance(answer, LedgerError):
-                    error = answer
-                    again.append(write)
-                elif answer:
-                    self.counters.written += 1
-                else:
-                    self.counters.refused += 1
-                    log.info("ownership_write_refused", handoff=str(write.handoff), state=write.state.name)
-            self._requeue(again)
+                if not isinstance(answer, LedgerError):
+                    self._decided(write, answer)
+                    continue
+                error = answer
+                if write.handoff.request_id in self._entries:
+                    again.append(write.handoff.request_id)
+                else:  # what came after it was dropped
+                    self.counters.dropped += 1
             self._in_flight = []
+            self._requeue(again)
             self.counters.failures += error is not None
+            if error is None and self._missing:
+                self._missing = False
+                self._repeat()
         return error
 
-    def _requeue(self, writes: list[Write]) -> None:
-        if not writes:
-            return
-        newer, self._pending = self._pending, {}
-        for write in [*writes, *newer.values()]:
-            self._merge(write)
+    def _decided(self, write: Write, accepted: bool) -> None:
+        """The store has accepted or refused it: what is released, or not ours, need not be remembered any more."""
+        if accepted:
+            self.counters.written += 1
+        else:
+            self.counters.refused += 1
+            log.info("ownership_write_refused", handoff=str(write.handoff), state=write.state.name)
+        request_id = write.handoff.request_id
+        entry, over = self._entries.get(request_id), not accepted or write.state is RecordState.RELEASED
+        if over and entry and entry.write == write and request_id not in self._pending:
+            del self._entries[request_id]
 
-    async def flush(self, timeout_s: float = 10.0) -> None:
-        """Wait until nothing is pending. Raises LedgerError with what is left after `timeout_s`."""
-        try:
-            async with asyncio.timeout(timeout_s):
-                while self._pending or self._in_flight:
-                    self._drained.clear()
-                    await self._drained.wait()
-        except TimeoutError:
-            left = len(self._pending) + len(self._in_flight)
-            raise LedgerError(f"{left} ownership records not written within {timeout_s:g} s") from None
+    def _requeue(self, requests: list[str]) -> None:
+        newer, self._pending = self._pending, dict.fromkeys(requests)
+        self.counters.coalesced += len(newer.keys() & self._pending.keys())
+        self._pending |= newer
+        self._bound()
 
     async def close(self, timeout_s: float = 1.0) -> None:
         """Write what is left, for `timeout_s` at most; the rest is dropped and counted."""
-        with self._lock:
-            self._closed = True
-        try:
-            await self.flush(timeout_s)
-        except LedgerError as error:
-            log.warning("ownership_log_closed", error=str(error))
-        self._task.cancel()
-        await asyncio.wait([self._task])
-        self.counters.dropped += len(self._pending) + len(self._in_flight)
+        await super().close(timeout_s)
+        self.counters.dropped += self._left()
         self._pending, self._in_flight = {}, []
-
-
-def _later(old: Write, new: Write) -> Write:
-    if (new.handoff.attempt, new.state) < (old.handoff.attempt, old.state):
-        return old
-    return replace(new, router_id=old.router_id) if new.handoff == old.handoff else new

@@ -2,18 +2,21 @@
 
 One record per request. Its attempt and state only move along the arrows, and never back:
 
-    attempt n     (none) ──> RESERVED ──> COMMITTED ──> ABORTED ──> RELEASED
+    attempt n     (none) ──> RESERVED ──> PREPARED ──> COMMITTED ──> ABORTED ──> RELEASED
     any state of attempt n ──> any state of attempt m > n, by any owner
 
 A state may be skipped (the writer coalesces), a repeat is accepted and changes nothing. Refused are: a lower attempt,
 an earlier state of the same attempt, the same attempt from anyone but the worker and incarnation that wrote it first,
 and any write of an incarnation whose place was given to another one. So at most one worker ever writes to an attempt.
 
-RESERVED: the decode worker keeps room. COMMITTED: the KV is there, it decodes. ABORTED: it gave the attempt up before
-the end. RELEASED: its blocks are back. RELEASED is kept for a while as a tombstone, so that a late write of an older
-attempt does not bring the record back; every state expires at last.
+RESERVED (the handoff is open): the decode worker keeps room. PREPARED: all KV is there, no commit was accepted yet.
+COMMITTED: it decodes. ABORTED: it gave the attempt up before the end. RELEASED: its blocks are back. RELEASED is kept
+for a while as a tombstone, so that a late write of an older attempt does not bring the record back.
 
-In Redis, `PREFIX:req:REQUEST_ID` is a hash {attempt, state, worker, incarnation, router, updated (ms)}, with a TTL.
+In Redis, each with a TTL:
+    PREFIX:req:REQUEST_ID             hash {attempt, state, worker, incarnation, router, updated (ms)}
+    PREFIX:holds:WORKER:INCARNATION   sorted set, by time of the last write: requests that it holds KV of, or did lately
+The second only says where to look: what it names is compared with the first.
 """
 
 from __future__ import annotations
@@ -34,10 +37,17 @@ log = structlog.get_logger(__name__)
 class RecordState(enum.IntEnum):
     """How far an attempt has come. The order is the order of the transitions."""
 
-    RESERVED = 1
-    COMMITTED = 2
-    ABORTED = 3
-    RELEASED = 4
+    RESERVED = 10
+    PREPARED = 20
+    COMMITTED = 30
+    ABORTED = 40
+    RELEASED = 50
+
+    @classmethod
+    def _missing_(cls, value: object) -> RecordState | None:
+        """What version 1 wrote as 1 to 4 is still read. Nobody compares the two: an incarnation is of one version."""
+        old = (cls.RESERVED, cls.COMMITTED, cls.ABORTED, cls.RELEASED)
+        return old[value - 1] if isinstance(value, int) and 1 <= value <= len(old) else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +104,8 @@ class OwnershipTable:
         self._records.pop(request_id, None)
 
 
-# KEYS: record, place of the writer. ARGV: attempt, state, worker id, incarnation, router id, TTL ms.
+# KEYS: record, place of the writer, what it holds. ARGV: attempt, state, worker id, incarnation, router id, TTL ms of
+# this state, TTL ms of a live record, request id, 1 if its blocks are held in this state.
 # Answers 1: done, 0: refused, -1: the key is foreign, it holds something else. A damaged record is overwritten.
 _WRITE = Script("""
 local place = redis.call('GET', KEYS[2])
@@ -109,15 +120,34 @@ if last and reached then
   if last == attempt and not (mine and reached <= state) then return 0 end
 end
 local time = redis.call('TIME')
-redis.call('HSET', KEYS[1], 'state', state, 'updated', time[1] .. string.format('%03d', math.floor(time[2] / 1000)))
+local ms = time[1] .. string.format('%03d', math.floor(time[2] / 1000))
+redis.call('HSET', KEYS[1], 'state', state, 'updated', ms)
 if last ~= attempt or not reached then
   redis.call('HSET', KEYS[1], 'attempt', attempt, 'worker', ARGV[3], 'incarnation', ARGV[4], 'router', ARGV[5])
 end
 redis.call('PEXPIRE', KEYS[1], ARGV[6])
+if ARGV[9] == '1' then redis.call('ZADD', KEYS[3], ms, ARGV[8]) else redis.call('ZREM', KEYS[3], ARGV[8]) end
+redis.call('ZREMRANGEBYSCORE', KEYS[3], '-inf', ms - ARGV[7])
+redis.call('PEXPIRE', KEYS[3], ARGV[7])
 return 1
 """)
 _FOREIGN = -1
 _FIELDS = ("attempt", "state", "worker", "incarnation", "router", "updated")
+
+# KEYS: what a worker holds, the store's grace. ARGV: prefix of records, worker id, incarnation, how many at most, the
+# record's fields. Answers the records, each after its request id, or the ms of grace left. Forgets what is not held.
+_HOLDS = Script("""
+local wait = redis.call('PTTL', KEYS[2])
+if wait > 0 then return wait end
+local rows = {}
+for _, id in ipairs(redis.call('ZRANGE', KEYS[1], 0, ARGV[4] - 1)) do
+  local row = redis.pcall('HMGET', ARGV[1] .. id, unpack(ARGV, 5))
+  if row.err or row[3] ~= ARGV[2] or row[4] ~= ARGV[3] then redis.call('ZREM', KEYS[1], id)
+  else rows[#rows + 1] = {id, row} end
+end
+return rows
+""")
+MOST_RECORDS = 10_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,21 +188,44 @@ class OwnershipStore:
 
     def _call(self, write: Write) -> tuple[Sequence[str], Sequence[Arg]]:
         key, owner = self._connection.key, write.owner
-        ttl_ms = self._released_ms if write.state is RecordState.RELEASED else self._live_ms
+        held = write.state is not RecordState.RELEASED
+        ttl_ms = self._live_ms if held else self._released_ms
         who = (owner.worker_id, str(owner.incarnation), write.router_id)
-        keys = (key("req", write.handoff.request_id), key("place", owner.worker_id))
-        return keys, (write.handoff.attempt, int(write.state), *who, ttl_ms)
+        request_id, attempt = write.handoff.request_id, write.handoff.attempt
+        keys = (key("req", request_id), key("place", owner.worker_id), self._holds(owner.worker_id, owner.incarnation))
+        return keys, (attempt, int(write.state), *who, ttl_ms, self._live_ms, request_id, int(held))
+
+    def _holds(self, worker_id: str, incarnation: Incarnation) -> str:
+        return self._connection.key("holds", worker_id, str(incarnation))
 
     async def read(self, request_id: str) -> OwnershipRecord | None:
         """The record, tombstones included; None: no record, or a damaged one (logged). Raises LedgerError."""
         row = await self._connection.call("HMGET", self._connection.key("req", request_id), *_FIELDS)
-        if not isinstance(row, list) or row == [None] * len(_FIELDS):
-            return None
-        try:
-            return _parse(request_id, row)
-        except ValueError:
-            log.warning("ownership_record_damaged", request=request_id)
-            return None
+        return None if row == [None] * len(_FIELDS) else _parse_or_log(request_id, row)
+
+    async def records_of(
+        self, worker_id: str, incarnation: Incarnation, most: int = MOST_RECORDS
+    ) -> list[OwnershipRecord]:
+        """What the ledger believes this incarnation holds now, of the `most` requests that it wrote of longest ago.
+
+        One round trip, for arbiters: a reclaim, a census. Raises LedgerError while the store's grace lasts too: it may
+        not have been told again of all that is held.
+        """
+        key = self._connection.key
+        args = (key("req", ""), worker_id, str(incarnation), most, *_FIELDS)
+        answer = await self._connection.run(_HOLDS, (self._holds(worker_id, incarnation), key("grace")), args)
+        if not isinstance(answer, list):
+            raise LedgerError(f"the ledger lost its data: try again in {answer} ms, when workers have entered theirs")
+        rows = (_parse_or_log(request_id.decode(errors="replace"), row) for request_id, row in answer)
+        return [record for record in rows if record is not None]
+
+
+def _parse_or_log(request_id: str, row: object) -> OwnershipRecord | None:
+    try:
+        return _parse(request_id, row) if isinstance(row, list) else None
+    except ValueError:
+        log.warning("ownership_record_damaged", request=request_id)
+        return None
 
 
 def _parse(request_id: str, row: list[object]) -> OwnershipRecord:

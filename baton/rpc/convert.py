@@ -13,6 +13,7 @@ from dataclasses import asdict
 from baton.core import (
     MAX_PRIORITY,
     BlockCounts,
+    Channel,
     Finish,
     FinishReason,
     HandoffId,
@@ -260,8 +261,9 @@ def load_to_pb(value: Load) -> common.Load:
 
 def load_from_pb(message: common.Load) -> Load:
     """Raises InvalidRequest when the block ledger does not add up."""
-    given = {field.name: value for field, value in message.ListFields() if field.name != "blocks"}
-    return Load(blocks=counts_from_pb(message.blocks), **given)
+    given = {field.name: value for field, value in message.ListFields() if field.name not in {"blocks", "channels"}}
+    channels = tuple(Channel(c.peer, c.transport, c.bytes_per_s) for c in message.channels)
+    return Load(blocks=counts_from_pb(message.blocks), channels=channels, **given)
 
 
 def info_to_pb(value: WorkerInfo) -> common.WorkerInfo:

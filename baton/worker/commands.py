@@ -26,6 +26,8 @@ def not_taken(command: worker_pb2.RouterCommand, detail: str) -> list[worker_pb2
             handoff = command.reserve.handoff
         case "prefill":
             handoff = command.prefill.handoff
+        case "repush":
+            handoff = command.repush.handoff
         case "fence":
             handoff = command.fence.handoff
         case _:

@@ -21,9 +21,9 @@ def refused(handoff: HandoffId, reason: worker_pb2.RefusalReason.ValueType, deta
     return Event(handoff=convert.handoff_to_pb(handoff), refused=worker_pb2.Refused(reason=reason, detail=detail))
 
 
-def failed(handoff: HandoffId, error: BatonError) -> Event:
-    """This attempt failed; nothing is held any more."""
-    message = worker_pb2.Failed(kind=type(error).__name__, message=str(error))
+def failed(handoff: HandoffId, error: BatonError, *, held: bool = False) -> Event:
+    """This attempt failed; nothing is held any more, unless `held` says that the KV waits for a Repush."""
+    message = worker_pb2.Failed(kind=type(error).__name__, message=str(error), held=held)
     return Event(handoff=convert.handoff_to_pb(handoff), failed=message)
 
 
@@ -47,9 +47,9 @@ def output(item: Output) -> list[Event]:
     return events
 
 
-def reserved(handoff: HandoffId) -> Event:
-    """Room is reserved."""
-    return Event(handoff=convert.handoff_to_pb(handoff), reserved=worker_pb2.Reserved(cached_tokens=0))
+def reserved(handoff: HandoffId, cached_tokens: int) -> Event:
+    """Room is reserved; the KV of the first `cached_tokens` is here already."""
+    return Event(handoff=convert.handoff_to_pb(handoff), reserved=worker_pb2.Reserved(cached_tokens=cached_tokens))
 
 
 def committed(
@@ -70,6 +70,9 @@ def preempted(handoff: HandoffId, reason: str) -> Event:
     return Event(handoff=convert.handoff_to_pb(handoff), preempted=worker_pb2.Preempted(reason=reason))
 
 
-def pushed(handoff: HandoffId, kv_bytes: int) -> Event:
+def pushed(
+    handoff: HandoffId, *, kv_bytes: int, exposed_s: float = 0.0, round_trip_s: float = 0.0, frames: int = 0
+) -> Event:
     """The decode worker has acknowledged the commit."""
-    return Event(handoff=convert.handoff_to_pb(handoff), pushed=worker_pb2.Pushed(kv_bytes=kv_bytes))
+    message = worker_pb2.Pushed(kv_bytes=kv_bytes, exposed_s=exposed_s, round_trip_s=round_trip_s, frames=frames)
+    return Event(handoff=convert.handoff_to_pb(handoff), pushed=message)

@@ -102,7 +102,7 @@ async def serve(settings: WorkerSettings, factory: RoleFactory, stop: asyncio.Ev
         leaving.callback(engine.backend.close)
         leaving.push_async_callback(ledger.close)
         address = channel.bind(server, settings.listen)
-        info = _info(settings, engine, WorkerRef(settings.worker_id, await ledger.mint(), address))
+        info = _info(settings, engine, WorkerRef(settings.worker_id, await ledger.mint(settings.worker_id), address))
         loop = EngineLoop(engine)
         role = factory(HostParts(settings, info, engine, loop, ledger, server, clock))
         stepping = _Stepping(engine, role)

@@ -18,7 +18,11 @@ log = structlog.get_logger(__name__)
 
 
 class Lease:
-    """Counts from the start of the last call that renewed it, or found Redis away: then nobody can take the place."""
+    """Counts from the start of the last call that renewed it, or found Redis away.
+
+    A Redis that is back is asked whether somebody took the place meanwhile; one that forgot is told again, with the
+    same incarnation, and with that begins its next epoch (`baton.ledger.ledger`).
+    """
 
     def __init__(self, ledger: Ledger, info: WorkerInfo, lease_s: float, clock: Clock) -> None:
         self._ledger = ledger

@@ -75,7 +75,10 @@ def from_config(config: ClusterConfig, role: Role, index: int) -> WorkerSettings
             transport=transfer.transport,
             frame_size=transfer.frame_size,
             credits=transfer.credits,
+            coalesce_below=transfer.coalesce_below,
             frame_deadline_s=transfer.frame_deadline_s,
+            staging_memory=transfer.staging_memory,
+            verify_kv=transfer.verify == "kv",
             bind_host=split_address(pool.listen)[0],
         ),
     )

@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from benchmarks.lib.points import Point
     from benchmarks.lib.ratios import Setting
 
-BEGIN, END = "<!-- engine:begin -->", "<!-- engine:end -->"
 NAMES = {LIMIT: "machine's limit", BATON: "**Baton**"}
 
 
@@ -61,13 +60,22 @@ def ratio_table(figures: Mapping[str, float | None], missing: Mapping[str, str],
     return "\n".join([markdown(["figure", "value", "why not"], rows), *([""] if notes else []), *notes])
 
 
-def fill(text: str, content: str) -> str:
-    """`text` with what stands between the two marks replaced. Raises ValueError without the marks."""
-    before, begin, rest = text.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end:
-        raise ValueError(f"there is no {BEGIN} ... {END}")
-    return f"{before}{BEGIN}\n{content}\n{END}{after}"
+def marks(section: str) -> tuple[str, str]:
+    """Where a section that a program writes begins and ends."""
+    return f"<!-- {section}:begin -->", f"<!-- {section}:end -->"
+
+
+BEGIN, END = marks("engine")
+
+
+def fill(text: str, content: str, section: str = "engine") -> str:
+    """`text` with what stands between the marks of `section` replaced. Raises ValueError without the marks."""
+    begin, end = marks(section)
+    before, found, rest = text.partition(begin)
+    _, closed, after = rest.partition(end)
+    if not found or not closed:
+        raise ValueError(f"there is no {begin} ... {end}")
+    return f"{before}{begin}\n{content}\n{end}{after}"
 
 
 def _why(key: str, reason: str, with_peers: bool) -> str:

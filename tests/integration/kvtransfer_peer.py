@@ -1,7 +1,7 @@
 """A worker's transfer side as a process of its own, driven by lines of JSON: run with `receiver` or `sender`.
 
-receiver: prints {"address": ...}, then answers {"reserve": {...}, "digest": {...}}. sender: pushes as it is told and
-prints reports.
+receiver: prints {"address": ...}, then answers {"reserve": {...}, "digest": {...}}. sender: computes and pushes as it
+is told and prints reports.
 """
 
 import argparse
@@ -9,27 +9,40 @@ import asyncio
 import json
 import sys
 import threading
+from collections.abc import Sequence
 
 import torch
 
 from baton.core import HandoffId, Incarnation, KVLayout, WorkerRef
+from baton.engine.kv import KVCache
 from baton.hashing import frame_digest
 from baton.rpc.channel import aio_server, bind
 from baton.rpc.v1.peer_pb2_grpc import add_PeerServicer_to_server
-from kvtransfer.handoff import TransferSettings
+from kvtransfer import probe
+from kvtransfer.handoff import PushJob, TransferSettings
 from kvtransfer.receiver import PeerService
 from kvtransfer.sender import Sender
-from kvtransfer.torch_dist import GlooTransport
 from kvtransfer.transport import Transport
-from tests.unit.kvtransfer.support import FINGERPRINT, FlippingEnd, RecordingTable, Wrapped, make_job, make_kv
+from kvtransfer.transports.gloo import GlooTransport
+from tests.unit.kvtransfer.ends import FlippingEnd, Wrapped
+from tests.unit.kvtransfer.support import FINGERPRINT, RecordingTable, make_end, make_job, make_kv
 
 
-def kv_digest(kv, blocks) -> str:
-    """Of all layers of `blocks`, in wire order."""
+def kv_digest(kv: KVCache, blocks: Sequence[int], tokens: int, skip: int = 0) -> str:
+    """Of all layers of positions [skip, tokens), in wire order."""
     layers = range(kv.layout.layers)
-    out = torch.empty(kv.nbytes(layers, blocks), dtype=torch.uint8)
-    kv.gather(layers, blocks, out)
+    out = torch.empty(len(layers) * (tokens - skip) * kv.layout.layer_token_bytes, dtype=torch.uint8)
+    kv.gather(layers, blocks, skip, tokens, out)
     return frame_digest(out.numpy().data).hex()
+
+
+def stream(sender: Sender, job: PushJob, blocks: Sequence[int], layers: int, chunk: int) -> None:
+    """Begin, say that it is computed layer by layer of each chunk, finish."""
+    sender.begin(job)
+    for begin in range(job.skip, job.known_tokens, chunk):
+        for layer in range(1, layers + 1):
+            sender.computed(job.handoff, blocks, layer, min(begin + chunk, job.known_tokens))
+    sender.finish(job.handoff, make_end(job.known_tokens))
 
 
 def layout_of(text: str) -> KVLayout:
@@ -45,10 +58,10 @@ async def receive(arguments: argparse.Namespace, settings: TransferSettings) -> 
     table, kv = RecordingTable(arguments.layout), make_kv(None, arguments.blocks, arguments.layout)
     transport: Transport = GlooTransport(settings.bind_host)
     if arguments.flip >= 0:
-        transport = Wrapped(transport, lambda end: FlippingEnd(end, arguments.flip))
+        transport = Wrapped(transport, lambda end: FlippingEnd(end, probe.FRAMES + arguments.flip))
     server = aio_server()
     me = WorkerRef("decode-0", Incarnation(7, arguments.counter), bind(server, "127.0.0.1:0"))
-    service = PeerService(kv, me, FINGERPRINT, settings, table, transport=transport)
+    service = PeerService(kv, me, FINGERPRINT, settings, table, [transport])
     add_PeerServicer_to_server(service, server)
     await server.start()
     say(address=me.address)
@@ -59,7 +72,7 @@ async def receive(arguments: argparse.Namespace, settings: TransferSettings) -> 
             table.reserve(HandoffId(name, 1), blocks)
         say(
             commits=[handoff.request_id for handoff in table.commits],
-            digests={name: kv_digest(kv, blocks) for name, blocks in command.get("digest", {}).items()},
+            digests={name: kv_digest(kv, *where) for name, where in command.get("digest", {}).items()},
             lost=[str(what) for kind, what in table.events if kind == "lost"],
             threads=sum(thread.name.startswith("kv-") for thread in threading.enumerate()),
         )
@@ -70,12 +83,19 @@ async def receive(arguments: argparse.Namespace, settings: TransferSettings) -> 
 def send(arguments: argparse.Namespace, settings: TransferSettings) -> None:
     kv, me = make_kv(1, arguments.blocks, arguments.layout), WorkerRef("prefill-0", Incarnation(7, 1), "none")
     to = WorkerRef("decode-0", Incarnation(7, arguments.counter), arguments.to)
+    transports = [GlooTransport(settings.bind_host)]
     sender = Sender(
-        kv, me, FINGERPRINT, settings, lambda handoff, outcome: say(done=str(handoff), outcome=repr(outcome))
+        kv,
+        me,
+        FINGERPRINT,
+        settings,
+        transports,
+        lambda handoff, outcome: say(done=str(handoff), outcome=repr(outcome)),
     )
     for line in sys.stdin:
         command = json.loads(line)
-        sender.push(make_job(command["push"], command["tokens"], command["blocks"], to))
+        job = make_job(command["push"], command["tokens"], to)
+        stream(sender, job, command["blocks"], kv.layout.layers, command["tokens"])
     sender.close()
 
 
@@ -85,13 +105,21 @@ def main() -> None:
     parser.add_argument("role", choices=("receiver", "sender"))
     parser.add_argument("--counter", type=int, default=2)
     parser.add_argument("--blocks", type=int, default=64)
-    parser.add_argument("--frame-size", type=int, default=1 << 20)
+    parser.add_argument("--frame-size", type=int, default=1 << 16)
     parser.add_argument("--deadline", type=float, default=5.0)
     parser.add_argument("--flip", type=int, default=-1)
+    parser.add_argument("--staging-memory", type=int, default=1 << 30)
+    parser.add_argument("--verify-kv", action="store_true")
     parser.add_argument("--to", default="")
     parser.add_argument("--layout", type=layout_of, required=True)
     arguments = parser.parse_args()
-    settings = TransferSettings("gloo", arguments.frame_size, frame_deadline_s=arguments.deadline)
+    settings = TransferSettings(
+        "gloo",
+        arguments.frame_size,
+        frame_deadline_s=arguments.deadline,
+        staging_memory=arguments.staging_memory,
+        verify_kv=arguments.verify_kv,
+    )
     if arguments.role == "receiver":
         asyncio.run(receive(arguments, settings))
     else:

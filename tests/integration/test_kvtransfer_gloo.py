@@ -1,15 +1,12 @@
 """Handoffs between two processes over gloo and gRPC: bytes, concurrency, deaths."""
 
 import asyncio
-import json
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -23,62 +20,23 @@ from kvtransfer.handoff import PushResult, TransferSettings
 from kvtransfer.receiver import PeerService
 from kvtransfer.sender import Sender
 from kvtransfer.stream import GrpcPeerStream
+from kvtransfer.transports.gloo import GlooTransport
 from tests.integration.kvtransfer_peer import kv_digest
-from tests.unit.kvtransfer.support import FINGERPRINT, LAYOUT, D, P, RecordingTable, Reports, make_job, make_kv, settled
+from tests.integration.kvtransfer_processes import Prefill, Process, Receiver
+from tests.unit.kvtransfer.support import (
+    FINGERPRINT,
+    LAYOUT,
+    D,
+    P,
+    RecordingTable,
+    Reports,
+    hand_over,
+    make_job,
+    make_kv,
+    settled,
+)
 
-ROOT = Path(__file__).parents[2]
 WIDE = KVLayout(layers=4, kv_heads=8, head_dim=64, block_size=16, dtype="float32")  # 256 KiB a block
-
-
-class Process:
-    """A `kvtransfer_peer` process."""
-
-    def __init__(self, role: str, *flags: str, layout: KVLayout = LAYOUT) -> None:
-        command = [
-            sys.executable,
-            "-m",
-            "tests.integration.kvtransfer_peer",
-            role,
-            "--layout",
-            json.dumps(asdict(layout)),
-        ]
-        self.process = subprocess.Popen(
-            [*command, *flags], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
-
-    def hear(self) -> dict:
-        """The next message; log lines are passed over."""
-        assert self.process.stdout
-        for line in self.process.stdout:
-            if line.startswith("{"):
-                return json.loads(line)
-        raise AssertionError("the process ended")
-
-    def tell(self, **command) -> None:
-        assert self.process.stdin
-        self.process.stdin.write(json.dumps(command) + "\n")
-        self.process.stdin.flush()
-
-    def ask(self, **command) -> dict:
-        self.tell(**command)
-        return self.hear()
-
-    def kill(self) -> None:
-        self.process.kill()
-        self.process.wait()
-
-    def stop(self) -> int:
-        assert self.process.stdin
-        self.process.stdin.close()
-        return self.process.wait(20)
-
-
-class Receiver(Process):
-    """A decode worker's side; `ref` is how to reach it."""
-
-    def __init__(self, *flags: str, counter: int = 2, layout: KVLayout = LAYOUT) -> None:
-        super().__init__("receiver", "--counter", str(counter), *flags, layout=layout)
-        self.ref = WorkerRef("decode-0", Incarnation(7, counter), self.hear()["address"])
 
 
 @pytest.fixture
@@ -91,23 +49,6 @@ def processes() -> Iterator[list[Process]]:
         process.kill()
 
 
-class Prefill:
-    """A sender in this process; after `close` it holds no thread and no descriptor."""
-
-    def __init__(
-        self, layout: KVLayout = LAYOUT, frame_size: int = 1 << 20, deadline_s: float = 5.0, me: WorkerRef = P
-    ) -> None:
-        self.reports = Reports()
-        self.kv = make_kv(1, 64, layout)
-        settings = TransferSettings("gloo", frame_size, frame_deadline_s=deadline_s)
-        self.sender = Sender(self.kv, me, FINGERPRINT, settings, self.reports)
-
-    def push(self, name: str, tokens: int, blocks: Sequence[int], to: WorkerRef):
-        job = make_job(name, tokens, blocks, to)
-        self.sender.push(job)
-        return job.handoff
-
-
 @pytest.fixture
 def prefill() -> Iterator[Prefill]:
     before = set(threading.enumerate())
@@ -118,19 +59,48 @@ def prefill() -> Iterator[Prefill]:
 
 
 @pytest.mark.parametrize("frame_size", [1, 1500, 1 << 20])
-def test_kv_bytes_arrive_equal(processes, prefill: Prefill, frame_size: int) -> None:
-    receiver = Receiver("--frame-size", str(frame_size))
+@pytest.mark.parametrize("chunk", [0, 48])
+def test_kv_bytes_arrive_equal(processes, prefill: Prefill, frame_size: int, chunk: int) -> None:
+    receiver = Receiver("--frame-size", str(frame_size), "--verify-kv")
     processes.append(receiver)
     cases = {"one": 1, "edge-1": 3, "edge": 4, "edge+1": 5, "long": 130}
     source = {name: [(7 * i + tokens) % 64 for i in range(LAYOUT.blocks_for(tokens))] for name, tokens in cases.items()}
     target = {"one": [0], "edge-1": [1], "edge": [2], "edge+1": [4, 3], "long": list(range(5, 38))}
     receiver.ask(reserve=target)
-    handoffs = [prefill.push(name, tokens, source[name], receiver.ref) for name, tokens in cases.items()]
+    handoffs = [prefill.push(name, tokens, source[name], receiver.ref, chunk=chunk) for name, tokens in cases.items()]
     for handoff in handoffs:
-        assert isinstance(prefill.reports.wait(handoff), PushResult)
-    answer = receiver.ask(digest=target)
-    assert answer["commits"] == list(cases)
-    assert answer["digests"] == {name: kv_digest(prefill.kv, blocks) for name, blocks in source.items()}
+        prefill.reports.done(handoff)
+    answer = receiver.ask(digest={name: [target[name], tokens] for name, tokens in cases.items()})
+    assert sorted(answer["commits"]) == sorted(cases)
+    assert answer["digests"] == {name: kv_digest(prefill.kv, source[name], tokens) for name, tokens in cases.items()}
+
+
+def test_only_what_the_receiver_lacks_is_sent_also_into_blocks_of_another_size(processes, prefill: Prefill) -> None:
+    receiver = Receiver("--verify-kv", layout=replace(LAYOUT, block_size=16))
+    processes.append(receiver)
+    receiver.ask(reserve={"r": [5, 9, 2]})
+    result = prefill.reports.done(prefill.push("r", 41, range(11), receiver.ref, chunk=10, skip=30))
+    assert result.nbytes == 11 * LAYOUT.layers * LAYOUT.layer_token_bytes
+    answer = receiver.ask(digest={"r": [[5, 9, 2], 41, 30], "before": [[5, 9, 2], 30], "zeros": [[0, 1, 3], 30]})
+    assert answer["digests"]["r"] == kv_digest(prefill.kv, range(11), 41, 30)
+    assert answer["digests"]["before"] == answer["digests"]["zeros"]
+
+
+def test_two_prefill_workers_share_staging_for_one_channel(processes) -> None:
+    """Each new channel takes the place of the other one's, which is idle by then."""
+    receiver = Receiver("--staging-memory", str(4 << 16))
+    processes.append(receiver)
+    pair = [Prefill(me=replace(P, incarnation=Incarnation(8, n))) for n in range(2)]
+    receiver.ask(reserve={f"r{n}": [n] for n in range(4)})
+    try:
+        for n in range(4):
+            assert settled(lambda: receiver.ask()["threads"] <= 1)
+            pair[n % 2].reports.done(pair[n % 2].push(f"r{n}", 4, [n], receiver.ref))
+            assert settled(lambda: not [link for link in pair[1 - n % 2].sender._links if link.running])  # noqa: B023
+        assert receiver.ask()["commits"] == [f"r{n}" for n in range(4)]
+    finally:
+        for prefill in pair:
+            prefill.sender.close()
 
 
 def test_fifty_concurrent_handoffs(processes, prefill: Prefill) -> None:
@@ -144,7 +114,7 @@ def test_fifty_concurrent_handoffs(processes, prefill: Prefill) -> None:
     def push(part: int) -> None:
         start.wait()
         for n in range(part, 50, 5):
-            prefill.push(names[n], 1 + n % 4, [63 - n], receivers[n % 2].ref)
+            prefill.push(names[n], 1 + n % 4, [63 - n], receivers[n % 2].ref, chunk=n % 3)
 
     threads = [threading.Thread(target=push, args=(part,)) for part in range(5)]
     for thread in threads:
@@ -152,18 +122,18 @@ def test_fifty_concurrent_handoffs(processes, prefill: Prefill) -> None:
     for thread in threads:
         thread.join()
     for name in names:
-        handoff = make_job(name, 1, [0]).handoff
+        handoff = make_job(name, 1).handoff
         assert isinstance(prefill.reports.wait(handoff), PushResult)
     for side, receiver in enumerate(receivers):
         mine = range(side, 50, 2)
-        answer = receiver.ask(digest={names[n]: [n] for n in mine})
+        answer = receiver.ask(digest={names[n]: [[n], 1 + n % 4] for n in mine})
         assert sorted(answer["commits"]) == sorted(names[n] for n in mine)
-        assert answer["digests"] == {names[n]: kv_digest(prefill.kv, [63 - n]) for n in mine}
+        assert answer["digests"] == {names[n]: kv_digest(prefill.kv, [63 - n], 1 + n % 4) for n in mine}
         assert answer["threads"] == 1
 
 
 def test_a_flipped_byte_is_found(processes, prefill: Prefill) -> None:
-    receiver = Receiver("--flip", "1", "--frame-size", "1500")
+    receiver = Receiver("--flip", "1", "--frame-size", "512")
     processes.append(receiver)
     receiver.ask(reserve={"bad": [1], "good": [2]})
     assert isinstance(prefill.reports.wait(prefill.push("bad", 4, [1], receiver.ref)), DigestMismatch)
@@ -197,22 +167,22 @@ def test_a_reply_that_nobody_can_take_ends_the_channel(processes) -> None:
 
     receiver, reports = Receiver(), Reports()
     processes.append(receiver)
-    sender = Sender(make_kv(1), P, FINGERPRINT, TransferSettings("gloo"), reports, connect=connect)
+    transports = [GlooTransport("127.0.0.1")]
+    sender = Sender(make_kv(1), P, FINGERPRINT, TransferSettings(), transports, reports, connect=connect)
     try:
-        job = make_job("r", 4, [1], receiver.ref)
-        sender.push(job)
-        assert "RuntimeError" in str(reports.wait(job.handoff, 4))
+        handoff = hand_over(sender, make_job("r", 4, receiver.ref), [1])
+        assert "RuntimeError" in str(reports.wait(handoff, 4))
     finally:
         sender.close()
 
 
 def test_a_receiver_killed_mid_push_and_its_successor(processes) -> None:
-    wide = Prefill(WIDE, frame_size=WIDE.layer_block_bytes)
+    wide = Prefill(WIDE)
     try:
         receiver = Receiver("--frame-size", str(WIDE.layer_block_bytes), layout=WIDE)
         processes.append(receiver)
         receiver.ask(reserve={f"r{n}": list(range(60)) for n in range(20)})
-        handoffs = [wide.push(f"r{n}", 60 * 16, range(60), receiver.ref) for n in range(20)]
+        handoffs = [wide.push(f"r{n}", 60 * 16, range(60), receiver.ref, chunk=256) for n in range(20)]
         assert isinstance(wide.reports.wait(handoffs[0]), PushResult)  # the others are under way
         receiver.kill()
         killed = time.monotonic()
@@ -223,8 +193,8 @@ def test_a_receiver_killed_mid_push_and_its_successor(processes) -> None:
         successor = Receiver("--frame-size", "65536", counter=3, layout=WIDE)
         processes.append(successor)
         successor.ask(reserve={"again": [5, 6]})
-        assert isinstance(wide.reports.wait(wide.push("again", 32, [8, 9], successor.ref)), PushResult)
-        assert successor.ask(digest={"again": [5, 6]})["digests"]["again"] == kv_digest(wide.kv, [8, 9])
+        wide.reports.done(wide.push("again", 32, [8, 9], successor.ref))
+        assert successor.ask(digest={"again": [[5, 6], 32]})["digests"]["again"] == kv_digest(wide.kv, [8, 9], 32)
     finally:
         wide.sender.close()
 
@@ -251,14 +221,16 @@ async def test_a_sender_killed_mid_push(processes) -> None:
     frame_size = WIDE.layer_block_bytes
     server = aio_server()
     me = WorkerRef("decode-0", Incarnation(7, 2), bind(server, "127.0.0.1:0"))
-    service = PeerService(make_kv(None, 64, WIDE), me, FINGERPRINT, TransferSettings("gloo", frame_size), table)
+    settings = TransferSettings("gloo", frame_size)
+    transports = [GlooTransport(settings.bind_host)]
+    service = PeerService(make_kv(None, 64, WIDE), me, FINGERPRINT, settings, table, transports)
     add_PeerServicer_to_server(service, server)
     await server.start()
-    sender = Process("sender", "--to", me.address, "--frame-size", str(frame_size), layout=WIDE)
+    sender = Process("sender", "--to", me.address, layout=WIDE)
     processes.append(sender)
     writing, blocks = threading.Event(), list(range(60))
     table.hold = writing.set
-    job = make_job("r", 60 * 16, blocks)
+    job = make_job("r", 60 * 16)
     table.reserve(job.handoff, blocks)
     sender.tell(push="r", tokens=60 * 16, blocks=blocks)
     assert await asyncio.to_thread(writing.wait, 20)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import os
 import shutil
 import signal
@@ -17,28 +16,25 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import psutil
 import pytest
-import redis as redis_sync
 import structlog
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
 from baton.clock import Clock, FakeClock, SystemClock
-from baton.core import HandoffId, Incarnation, KVLayout, Role, WorkerInfo, WorkerRef
+from baton.core import HandoffId, Incarnation, WorkerRef
 from baton.errors import LedgerError
 from baton.ledger import embedded
 from baton.ledger.connection import COMMANDS
 from baton.ledger.embedded import EmbeddedRedis, server_binary
 from baton.ledger.ledger import Ledger
 from baton.ledger.ownership import OwnershipLog, OwnershipStore, OwnershipTable, RecordState
+from tests.integration.ledger_support import LONG_LEASE_S, PREFIXES, info_of, order, password_of, raw, registered, until
 
-RESERVED, COMMITTED, ABORTED, RELEASED = RecordState
-PREFIXES = (f"baton:t{n}" for n in itertools.count())
-LONG_LEASE_S = 30.0
+RESERVED, PREPARED, COMMITTED, ABORTED, RELEASED = RecordState
 
 Connect = Callable[..., Awaitable[Ledger]]
 
@@ -68,36 +64,6 @@ async def ledger(connect: Connect) -> Ledger:
     return await connect()
 
 
-def raw(server: EmbeddedRedis) -> redis_sync.Redis:
-    return redis_sync.Redis.from_url(server.url, protocol=2, driver_info=None)
-
-
-def password_of(server: EmbeddedRedis) -> str:
-    return urlsplit(server.url).password or ""
-
-
-def info_of(incarnation: Incarnation, worker_id: str = "decode-0") -> WorkerInfo:
-    layout = KVLayout(layers=2, kv_heads=2, head_dim=16, block_size=16, dtype="float32")
-    ref = WorkerRef(worker_id, incarnation, "127.0.0.1:4242")
-    return WorkerInfo(ref, Role.DECODE, "f" * 64, "models/demo", 2048, 512, layout, pid=1, host="box")
-
-
-async def registered(ledger: Ledger, worker_id: str = "decode-0") -> WorkerInfo:
-    info = info_of(await ledger.mint(), worker_id)
-    assert await ledger.register(info)
-    return info
-
-
-async def until(condition: Callable[[], Awaitable[bool]], within_s: float = 10.0) -> None:
-    async with asyncio.timeout(within_s):
-        while not await condition():  # noqa: ASYNC110  # Redis tells nobody of a lapse
-            await asyncio.sleep(0.005)
-
-
-def order(incarnation: Incarnation) -> tuple[int, int]:
-    return incarnation.epoch, incarnation.counter
-
-
 # --- incarnations ----------------------------------------------------------------------------------------------------
 
 
@@ -111,7 +77,7 @@ async def test_minted_incarnations_are_unique_and_rise_over_many_clients(connect
 
 async def test_a_store_that_lost_its_data_starts_a_higher_epoch(tmp_path):
     server = EmbeddedRedis.start(tmp_path)
-    ledger = await Ledger.connect(server.url, "baton:x", LONG_LEASE_S, FakeClock(9e9))  # far ahead of Redis's clock
+    ledger = await Ledger.connect(server.url, "baton:x", 0.05, FakeClock(9e9))  # far ahead of Redis's clock
     minted = [await ledger.mint() for _ in range(3)]
     for _ in range(2):
         os.kill(server.pid, signal.SIGKILL)
@@ -131,7 +97,7 @@ async def test_a_known_epoch_lifts_a_store_that_started_too_low(server, connect)
     low = await fresh.mint()  # it knows of nothing
     assert low.epoch < info.ref.incarnation.epoch
     assert await ahead.register(info)  # the worker enters again what it holds, and says what it knows
-    assert order(await fresh.mint()) > order(info.ref.incarnation)
+    assert order(await fresh.mint("decode-0")) > order(info.ref.incarnation)
 
 
 # --- leases ----------------------------------------------------------------------------------------------------------
@@ -227,15 +193,6 @@ async def test_a_damaged_or_foreign_record_is_left_out(ledger, server):
     assert await ledger.workers() == []
 
 
-async def test_every_key_but_the_epoch_has_a_time_to_live(ledger, server):
-    info = await registered(ledger)
-    for state in RecordState:
-        await OwnershipStore(ledger.connection).write(HandoffId(state.name, 1), info.ref, "router", state)
-    client = raw(server)
-    lasting = {name for name in client.scan_iter(ledger.connection.key("*")) if client.pttl(name) < 0}
-    assert lasting == {ledger.connection.key(name).encode() for name in ("epoch", "counter", "workers")}
-
-
 # --- connection ------------------------------------------------------------------------------------------------------
 
 
@@ -309,6 +266,24 @@ async def test_a_frozen_redis_costs_one_timeout_and_answers_do_not_get_mixed_up(
         assert await ledger.workers() == [info]
         assert await ledger.renew(info.ref, 1)
         await ledger.close()
+
+
+async def test_a_task_that_uses_redis_can_be_cancelled_at_any_moment(ledger):
+    """`asyncio.wait_for` before Python 3.12 swallows a cancellation that comes as its future is done."""
+
+    async def work() -> None:
+        while True:
+            await ledger.workers()
+            await ledger.connection.call("XREAD", "BLOCK", 2, "STREAMS", ledger.connection.key("block-events"), "0-0")
+
+    for steps in range(40):
+        task = asyncio.create_task(work())
+        for _ in range(steps):
+            await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.wait([task], timeout=5)
+        assert task.cancelled(), f"after {steps} steps"
+    assert await ledger.workers() == []
 
 
 async def test_an_acl_user_limited_to_the_prefix_and_the_listed_commands(connect, server):
@@ -520,10 +495,13 @@ async def test_the_log_writes_at_most_four_round_trips_a_handoff(ledger, server)
     await log.flush()
     before = calls()
     for n in range(20):
-        for state in (RESERVED, COMMITTED, ABORTED, RELEASED):
+        for state in RecordState:
             log.note(HandoffId(f"r{n}", 1), "router", state)
             await log.flush()
     assert calls() - before == 80
+    record = await store.read("r0")
+    assert record is not None
+    assert record.state is RELEASED
     before, trips = calls(), log.counters.round_trips
     for n in range(100):
         for state in (RESERVED, COMMITTED, RELEASED):

@@ -113,7 +113,7 @@ def load_model(
         vocab_size=config.vocab_size,
         max_model_len=length,
         device=device,
-        fingerprint=fingerprint((checkpoint.finish(_unread(config)), dtype, repr(layout), repr(config))),
+        fingerprint=fingerprint((checkpoint.finish(_unread(config)), dtype, layout.wire, repr(config))),
         model=model,
     )
 

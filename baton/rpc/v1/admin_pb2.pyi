@@ -42,10 +42,13 @@ class WorkerStatus(_message.Message):
     LOAD_FIELD_NUMBER: _builtins.int
     STATE_FIELD_NUMBER: _builtins.int
     DISPATCHED_FIELD_NUMBER: _builtins.int
+    NOTE_FIELD_NUMBER: _builtins.int
     state: _builtins.str
     """connected | connecting | lost"""
     dispatched: _builtins.int
     """requests that this router has on it"""
+    note: _builtins.str
+    """why it can hand over to nobody, if so"""
     @_builtins.property
     def info(self) -> _common_pb2.WorkerInfo: ...
     @_builtins.property
@@ -57,10 +60,11 @@ class WorkerStatus(_message.Message):
         load: _common_pb2.Load | None = ...,
         state: _builtins.str = ...,
         dispatched: _builtins.int = ...,
+        note: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["info", b"info", "load", b"load"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["dispatched", b"dispatched", "info", b"info", "load", b"load", "state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dispatched", b"dispatched", "info", b"info", "load", b"load", "note", b"note", "state", b"state"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

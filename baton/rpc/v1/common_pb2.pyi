@@ -466,6 +466,8 @@ class Load(_message.Message):
     TRANSFER_BYTES_FIELD_NUMBER: _builtins.int
     TRANSPORT_FIELD_NUMBER: _builtins.int
     CACHED_TOKENS_FIELD_NUMBER: _builtins.int
+    FETCHED_TOKENS_FIELD_NUMBER: _builtins.int
+    CHANNELS_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     running: _builtins.int
     waiting: _builtins.int
@@ -478,8 +480,12 @@ class Load(_message.Message):
     transport: _builtins.str
     cached_tokens: _builtins.int
     """found in the prefix cache instead of computed"""
+    fetched_tokens: _builtins.int
+    """whose KV came from a decode worker instead of being computed"""
     @_builtins.property
     def blocks(self) -> Global___BlockCounts: ...
+    @_builtins.property
+    def channels(self) -> _containers.RepeatedCompositeFieldContainer[Global___Channel]: ...
     def __init__(
         self,
         *,
@@ -494,14 +500,43 @@ class Load(_message.Message):
         transfer_bytes: _builtins.int = ...,
         transport: _builtins.str = ...,
         cached_tokens: _builtins.int = ...,
+        fetched_tokens: _builtins.int = ...,
+        channels: _abc.Iterable[Global___Channel] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "cached_tokens", b"cached_tokens", "decode_steps", b"decode_steps", "decode_tokens", b"decode_tokens", "prefill_tokens", b"prefill_tokens", "queued_tokens", b"queued_tokens", "running", b"running", "step", b"step", "transfer_bytes", b"transfer_bytes", "transport", b"transport", "waiting", b"waiting"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "cached_tokens", b"cached_tokens", "channels", b"channels", "decode_steps", b"decode_steps", "decode_tokens", b"decode_tokens", "fetched_tokens", b"fetched_tokens", "prefill_tokens", b"prefill_tokens", "queued_tokens", b"queued_tokens", "running", b"running", "step", b"step", "transfer_bytes", b"transfer_bytes", "transport", b"transport", "waiting", b"waiting"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Load: _TypeAlias = Load  # noqa: Y015
+
+@_typing.final
+class Channel(_message.Message):
+    """A data channel that the worker sends on, and how fast its probe went through."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PEER_FIELD_NUMBER: _builtins.int
+    TRANSPORT_FIELD_NUMBER: _builtins.int
+    BYTES_PER_S_FIELD_NUMBER: _builtins.int
+    peer: _builtins.str
+    transport: _builtins.str
+    bytes_per_s: _builtins.float
+    def __init__(
+        self,
+        *,
+        peer: _builtins.str = ...,
+        transport: _builtins.str = ...,
+        bytes_per_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_per_s", b"bytes_per_s", "peer", b"peer", "transport", b"transport"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Channel: _TypeAlias = Channel  # noqa: Y015
 
 @_typing.final
 class WorkerInfo(_message.Message):

@@ -39,6 +39,11 @@ class PeerStub(object):
                 request_serializer=baton_dot_v1_dot_peer__pb2.PeerCommand.SerializeToString,
                 response_deserializer=baton_dot_v1_dot_peer__pb2.PeerReply.FromString,
                 _registered_method=True)
+        self.Data = channel.stream_unary(
+                '/baton.v1.Peer/Data',
+                request_serializer=baton_dot_v1_dot_peer__pb2.DataChunk.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_peer__pb2.DataEnd.FromString,
+                _registered_method=True)
 
 
 class PeerServicer(object):
@@ -50,6 +55,13 @@ class PeerServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Data(self, request_iterator, context):
+        """The bytes of a channel whose transport is grpc: chunks of its frames, in order, without gaps.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_PeerServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -57,6 +69,11 @@ def add_PeerServicer_to_server(servicer, server):
                     servicer.Connect,
                     request_deserializer=baton_dot_v1_dot_peer__pb2.PeerCommand.FromString,
                     response_serializer=baton_dot_v1_dot_peer__pb2.PeerReply.SerializeToString,
+            ),
+            'Data': grpc.stream_unary_rpc_method_handler(
+                    servicer.Data,
+                    request_deserializer=baton_dot_v1_dot_peer__pb2.DataChunk.FromString,
+                    response_serializer=baton_dot_v1_dot_peer__pb2.DataEnd.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -86,6 +103,33 @@ class Peer(object):
             '/baton.v1.Peer/Connect',
             baton_dot_v1_dot_peer__pb2.PeerCommand.SerializeToString,
             baton_dot_v1_dot_peer__pb2.PeerReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Data(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_unary(
+            request_iterator,
+            target,
+            '/baton.v1.Peer/Data',
+            baton_dot_v1_dot_peer__pb2.DataChunk.SerializeToString,
+            baton_dot_v1_dot_peer__pb2.DataEnd.FromString,
             options,
             channel_credentials,
             insecure,

@@ -87,6 +87,7 @@ class RouterCommand(_message.Message):
     PREFILL_FIELD_NUMBER: _builtins.int
     FENCE_FIELD_NUMBER: _builtins.int
     RELEASE_FIELD_NUMBER: _builtins.int
+    REPUSH_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> Global___RouterHello:
         """first, once"""
@@ -107,6 +108,10 @@ class RouterCommand(_message.Message):
     def release(self) -> Global___Release:
         """to either: forget this handoff, in whatever state; idempotent, not answered"""
 
+    @_builtins.property
+    def repush(self) -> Global___Repush:
+        """to the prefill worker that still holds the KV of a failed attempt"""
+
     def __init__(
         self,
         *,
@@ -115,12 +120,13 @@ class RouterCommand(_message.Message):
         prefill: Global___Prefill | None = ...,
         fence: Global___Fence | None = ...,
         release: Global___Release | None = ...,
+        repush: Global___Repush | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["command", b"command", "fence", b"fence", "hello", b"hello", "prefill", b"prefill", "release", b"release", "reserve", b"reserve"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["command", b"command", "fence", b"fence", "hello", b"hello", "prefill", b"prefill", "release", b"release", "repush", b"repush", "reserve", b"reserve"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["command", b"command", "fence", b"fence", "hello", b"hello", "prefill", b"prefill", "release", b"release", "reserve", b"reserve"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["command", b"command", "fence", b"fence", "hello", b"hello", "prefill", b"prefill", "release", b"release", "repush", b"repush", "reserve", b"reserve"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_command: _TypeAlias = _typing.Literal["hello", "reserve", "prefill", "fence", "release"]  # noqa: Y015
+    _WhichOneofReturnType_command: _TypeAlias = _typing.Literal["hello", "reserve", "prefill", "fence", "release", "repush"]  # noqa: Y015
     _WhichOneofArgType_command: _TypeAlias = _typing.Literal["command", b"command"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_command) -> _WhichOneofReturnType_command | None: ...
 
@@ -165,6 +171,7 @@ class Reserve(_message.Message):
     KNOWN_TOKENS_FIELD_NUMBER: _builtins.int
     MAX_TOTAL_FIELD_NUMBER: _builtins.int
     DEADLINE_S_FIELD_NUMBER: _builtins.int
+    PREFIX_FIELD_NUMBER: _builtins.int
     fingerprint: _builtins.str
     known_tokens: _builtins.int
     """prompt + tokens of earlier attempts"""
@@ -174,6 +181,10 @@ class Reserve(_message.Message):
     """seconds from now until the reservation may be reclaimed; 0: none"""
     @_builtins.property
     def handoff(self) -> _common_pb2.HandoffId: ...
+    @_builtins.property
+    def prefix(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """names of its full blocks (of the worker's own block size), from the first on"""
+
     def __init__(
         self,
         *,
@@ -182,10 +193,11 @@ class Reserve(_message.Message):
         known_tokens: _builtins.int = ...,
         max_total: _builtins.int = ...,
         deadline_s: _builtins.float = ...,
+        prefix: _abc.Iterable[_builtins.bytes] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["handoff", b"handoff"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["deadline_s", b"deadline_s", "fingerprint", b"fingerprint", "handoff", b"handoff", "known_tokens", b"known_tokens", "max_total", b"max_total"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["deadline_s", b"deadline_s", "fingerprint", b"fingerprint", "handoff", b"handoff", "known_tokens", b"known_tokens", "max_total", b"max_total", "prefix", b"prefix"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -273,6 +285,46 @@ class Prefill(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Prefill: _TypeAlias = Prefill  # noqa: Y015
+
+@_typing.final
+class Repush(_message.Message):
+    """The next attempt of a handoff whose decode worker was lost: the KV that `held` left here goes to another one. Nothing
+    is computed twice; the first token, if there was one, is said again under the new name. Refused as stale if nothing is
+    held.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HELD_FIELD_NUMBER: _builtins.int
+    HANDOFF_FIELD_NUMBER: _builtins.int
+    TO_FIELD_NUMBER: _builtins.int
+    SKIP_FIELD_NUMBER: _builtins.int
+    DEADLINE_S_FIELD_NUMBER: _builtins.int
+    skip: _builtins.int
+    deadline_s: _builtins.float
+    """seconds from now; 0: none"""
+    @_builtins.property
+    def held(self) -> _common_pb2.HandoffId: ...
+    @_builtins.property
+    def handoff(self) -> _common_pb2.HandoffId: ...
+    @_builtins.property
+    def to(self) -> _common_pb2.WorkerRef: ...
+    def __init__(
+        self,
+        *,
+        held: _common_pb2.HandoffId | None = ...,
+        handoff: _common_pb2.HandoffId | None = ...,
+        to: _common_pb2.WorkerRef | None = ...,
+        skip: _builtins.int = ...,
+        deadline_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["handoff", b"handoff", "held", b"held", "to", b"to"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["deadline_s", b"deadline_s", "handoff", b"handoff", "held", b"held", "skip", b"skip", "to", b"to"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Repush: _TypeAlias = Repush  # noqa: Y015
 
 @_typing.final
 class Fence(_message.Message):
@@ -432,6 +484,7 @@ class Reserved(_message.Message):
 
     CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     cached_tokens: _builtins.int
+    """of the known ones, from the first on, whose KV is here already and need not come"""
     def __init__(
         self,
         *,
@@ -536,7 +589,7 @@ class Committed(_message.Message):
     KV_BYTES_FIELD_NUMBER: _builtins.int
     TRANSPORT_FIELD_NUMBER: _builtins.int
     transfer_s: _builtins.float
-    """first frame announced to last frame in its blocks"""
+    """in which frames were under way, until each was in its blocks"""
     commit_s: _builtins.float
     """last frame to accepted commit"""
     kv_bytes: _builtins.int
@@ -597,18 +650,22 @@ class Failed(_message.Message):
 
     KIND_FIELD_NUMBER: _builtins.int
     MESSAGE_FIELD_NUMBER: _builtins.int
+    HELD_FIELD_NUMBER: _builtins.int
     kind: _builtins.str
     """DigestMismatch, ChannelBroken, OfferRefused, EngineFault, ..."""
     message: _builtins.str
+    held: _builtins.bool
+    """P: its KV is still there, until a Repush or a Release"""
     def __init__(
         self,
         *,
         kind: _builtins.str = ...,
         message: _builtins.str = ...,
+        held: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["kind", b"kind", "message", b"message"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["held", b"held", "kind", b"kind", "message", b"message"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -619,15 +676,26 @@ class Pushed(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     KV_BYTES_FIELD_NUMBER: _builtins.int
+    EXPOSED_S_FIELD_NUMBER: _builtins.int
+    ROUND_TRIP_S_FIELD_NUMBER: _builtins.int
+    FRAMES_FIELD_NUMBER: _builtins.int
     kv_bytes: _builtins.int
+    exposed_s: _builtins.float
+    """from the end of prefill to the acknowledged commit"""
+    round_trip_s: _builtins.float
+    """of one message to D and its answer"""
+    frames: _builtins.int
     def __init__(
         self,
         *,
         kv_bytes: _builtins.int = ...,
+        exposed_s: _builtins.float = ...,
+        round_trip_s: _builtins.float = ...,
+        frames: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["kv_bytes", b"kv_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["exposed_s", b"exposed_s", "frames", b"frames", "kv_bytes", b"kv_bytes", "round_trip_s", b"round_trip_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

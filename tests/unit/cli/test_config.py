@@ -44,6 +44,11 @@ def test_overrides_say_the_same_as_variables(tmp_path):
     assert "HOME" not in env
 
 
+def test_a_router_is_told_how_often_a_request_is_tried():
+    assert router_settings(ClusterConfig()).attempts == 3
+    assert router_settings(ClusterConfig.model_validate({"retry": {"attempts": 5}})).attempts == 5
+
+
 def test_a_router_is_told_its_version_and_when_a_silent_worker_is_lost():
     ledger = {"lease_s": 6.0, "heartbeat_s": 2.0}
     settings = router_settings(ClusterConfig.model_validate({"ledger": ledger}))

@@ -64,9 +64,10 @@ WRONG = {
     "python object": ("name: !!python/object/apply:os.system [id]", ["not YAML"]),
     "open listener": ("router: {grpc: '0.0.0.0:5'}", ["router.grpc", "allow_insecure"]),
     "lease too short": ("ledger: {lease_s: 1, heartbeat_s: 1}", ["ledger.lease_s", "three times"]),
-    "block sizes differ": ("prefill: {block_size: 8}", ["decode.block_size", "8", "16"]),
     "section is a value": ("decode: 5", ["decode", "5"]),
-    "not built yet": ("transfer: {transport: shm}", ["line 1", "transfer.transport", "shm", "not built yet"]),
+    "not built yet": ("transfer: {transport: memory}", ["line 1", "transfer.transport", "memory", "not built yet"]),
+    "no attempt at all": ("retry: {attempts: 0}", ["line 1", "retry.attempts", "greater than 0", "0"]),
+    "not a kind of check": ("transfer: {verify: all}", ["transfer.verify", "frames", "kv", "all"]),
 }
 
 
@@ -140,6 +141,27 @@ def test_every_key_that_is_not_built_is_a_key(load):
 def test_setting_what_is_not_built_is_refused(load, key):
     with pytest.raises(ConfigError, match=key.replace(".", r"\.") + r".*not built yet"):
         load("model: {path: oracle}", sets=[f"{key}={{x: 1}}"])
+
+
+TRANSPORTS = ("auto", "nccl", "gloo", "shm", "cuda_ipc", "grpc")
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_how_kv_moves(load, transport):
+    keys = "frame_size: 1MiB, staging_memory: 64MiB, coalesce_below: 8KiB, verify: kv"
+    found = load(f"model: {{path: oracle}}\ntransfer: {{transport: {transport}, {keys}}}").transfer
+    assert (found.transport, found.verify) == (transport, "kv")
+    assert (found.frame_size, found.staging_memory, found.coalesce_below) == (1 << 20, 64 << 20, 8 << 10)
+
+
+def test_each_pool_has_its_own_block_size(load):
+    config = load("model: {path: oracle}\nprefill: {block_size: 8}\ndecode: {block_size: 32}")
+    assert (config.prefill.block_size, config.decode.block_size) == (8, 32)
+
+
+def test_a_request_is_tried_three_times_unless_the_file_says_otherwise(load):
+    assert load("model: {path: oracle}").retry.attempts == 3
+    assert load("model: {path: oracle}\nretry: {attempts: 1}").retry.attempts == 1
 
 
 def test_json_round_trip(load):

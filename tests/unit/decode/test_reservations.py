@@ -2,6 +2,7 @@
 
 import threading
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -11,9 +12,8 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule
 from baton.core import HandoffId, Incarnation, Sampling, SequenceSpec, Token, WorkerRef
 from baton.errors import OfferRefused, StaleAttempt
 from decode_workers.reservations import Reservations, State
-from kvtransfer.handoff import CommitState, Offer
+from kvtransfer.handoff import CommitState, Offer, PushJob
 
-BLOCK = 4
 P1 = WorkerRef("p1", Incarnation(1, 1), "127.0.0.1:1")
 P2 = WorkerRef("p1", Incarnation(1, 2), "127.0.0.1:1")  # same place, another life
 H = HandoffId("r", 1)
@@ -21,11 +21,19 @@ H = HandoffId("r", 1)
 
 @dataclass
 class FakeAllocation:
-    blocks: list[int] = field(default_factory=lambda: [7, 8, 9])
-    released: int = 0
+    blocks: list[int]
 
-    def release(self):
-        self.released += 1
+
+@dataclass
+class FakeReservation:
+    """Of blocks of 4 positions: `cached_tokens` of them are in shared blocks."""
+
+    cached_tokens: int = 0
+    blocks: list[int] = field(default_factory=lambda: [7, 8, 9])
+
+    @property
+    def shared(self):
+        return FakeAllocation(self.blocks[: self.cached_tokens // 4])
 
 
 def commit_of(known):
@@ -38,7 +46,8 @@ class Recording(Reservations):
 
     def __init__(self):
         self.commits: list[HandoffId] = []
-        super().__init__("fp", BLOCK, lambda handoff, commit: self.commits.append(handoff))
+        self.fetches: list[PushJob] = []
+        super().__init__("fp", lambda handoff, commit: self.commits.append(handoff), self.fetches.append)
 
 
 @pytest.fixture
@@ -47,24 +56,24 @@ def table():
 
 
 def offer(known=6, fingerprint="fp", skip=0):
-    return Offer(fingerprint=fingerprint, known_tokens=known, skip=skip, frames=1)
+    return Offer(fingerprint=fingerprint, known_tokens=known, skip=skip)
 
 
-def opened(table, handoff=H, known=6, deadline=None):
-    allocation = FakeAllocation()
-    table.open(handoff, allocation, known, deadline)
-    return allocation
+def opened(table, handoff=H, known=6, deadline=None, cached=0):
+    reservation: Any = FakeReservation(cached)
+    table.open(handoff, reservation, known, deadline)
+    return reservation
 
 
 def test_a_handoff_from_reservation_to_adoption(table):
-    allocation = opened(table)
+    reservation = opened(table)
     table.offer(H, P1, offer())
     with table.writing(H, P1) as blocks:
-        assert list(blocks) == [7, 8]  # 6 tokens fill two blocks of four; the third is for the tokens to come
+        assert list(blocks) == [7, 8, 9]
     table.commit(H, P1, commit_of(6))
     assert table.commits == [H]
     assert table.fence(H) is State.COMMITTED
-    assert table.take(H) is allocation
+    assert table.take(H) is reservation
     assert len(table) == 0
 
 
@@ -117,6 +126,38 @@ def test_an_offer_that_does_not_fit_is_refused_by_name(table, bad, named):
     table.offer(H, P1, offer())  # the reservation is untouched
 
 
+@pytest.mark.parametrize("cached", [0, 4])
+def test_an_offer_skips_exactly_what_is_here(table, cached):
+    opened(table, cached=cached)
+    for skip in {0, 1, 4, 5, 6} - {cached}:
+        with pytest.raises(OfferRefused, match=f"after {skip} offered, 6 after {cached} reserved"):
+            table.offer(H, P1, offer(skip=skip))
+    table.offer(H, P1, offer(skip=cached))
+    with table.writing(H, P1) as blocks:
+        assert list(blocks) == [7, 8, 9], "by position, with those that are shared"
+
+
+def test_what_is_here_can_be_fetched_by_the_sender_while_it_may_send(table):
+    opened(table, cached=4)
+    with pytest.raises(StaleAttempt, match="RESERVED"):
+        table.fetch(H, P1, 0, 4)
+    table.offer(H, P1, offer(skip=4))
+    for begin, end in ((-1, 4), (0, 5), (4, 4), (3, 2)):
+        with pytest.raises(OfferRefused, match="4 are here"):
+            table.fetch(H, P1, begin, end)
+    with pytest.raises(StaleAttempt, match="was opened by"):
+        table.fetch(H, P2, 0, 4)
+    assert table.fetches == []
+    table.fetch(H, P1, 1, 4)
+    assert table.fetches == [PushJob(H, P1, 4, 1)]
+    assert table.shared(H) == [7]
+    table.fence(H)
+    with pytest.raises(StaleAttempt, match="FENCED"):
+        table.fetch(H, P1, 0, 4)
+    table.take(H)
+    assert table.shared(H) == []
+
+
 def test_an_offer_without_a_reservation_is_stale(table):
     with pytest.raises(StaleAttempt, match="no reservation"):
         table.offer(H, P1, offer())
@@ -125,21 +166,23 @@ def test_an_offer_without_a_reservation_is_stale(table):
 def test_a_commit_without_a_first_token_is_refused(table):
     opened(table)
     table.offer(H, P1, offer())
-    with pytest.raises(OfferRefused, match="length"):
-        table.commit(H, P1, commit_of(4))
+    for wrong in (commit_of(4), CommitState(None, [], 0.1, 0.1, 64, "memory")):
+        with pytest.raises(OfferRefused, match="length"):
+            table.commit(H, P1, wrong)
+    assert table.commits == []
 
 
 def test_an_old_attempt_never_comes_back(table):
     opened(table, HandoffId("r", 3))
     for attempt in (1, 2, 3):
         with pytest.raises(StaleAttempt):
-            table.open(HandoffId("r", attempt), FakeAllocation(), 6, None)
+            table.open(HandoffId("r", attempt), FakeReservation(), 6, None)
     table.take(HandoffId("r", 3))
     with pytest.raises(StaleAttempt):
-        table.open(HandoffId("r", 3), FakeAllocation(), 6, None)
+        table.open(HandoffId("r", 3), FakeReservation(), 6, None)
     table.fence(HandoffId("r", 5))  # fencing what is unknown also keeps it from coming
     with pytest.raises(StaleAttempt):
-        table.open(HandoffId("r", 5), FakeAllocation(), 6, None)
+        table.open(HandoffId("r", 5), FakeReservation(), 6, None)
     opened(table, HandoffId("r", 6))
 
 
@@ -186,10 +229,11 @@ class Machine(RuleBasedStateMachine):
 
     def __init__(self):
         super().__init__()
-        self.table = Reservations("fp", BLOCK, lambda handoff, commit: self.commits.append(handoff))
+        self.table = Reservations("fp", lambda handoff, commit: self.commits.append(handoff), lambda job: None)
         self.commits: list[HandoffId] = []
         self.ended = set()
         self.held = {}
+        self.taken = []
 
     @rule(target=handoffs, request=st.sampled_from("ab"), attempt=st.integers(1, 4))
     def open(self, request, attempt):
@@ -224,10 +268,11 @@ class Machine(RuleBasedStateMachine):
 
     @rule(handoff=handoffs)
     def take(self, handoff):
-        allocation = self.table.take(handoff)
+        reservation = self.table.take(handoff)
         self.ended.add(handoff)
-        if allocation is not None:
-            allocation.release()
+        if reservation is not None:
+            assert reservation is self.held[handoff]
+            self.taken.append(handoff)
 
     @rule(sender=st.sampled_from([P1, P2]))
     def lose(self, sender):
@@ -240,9 +285,9 @@ class Machine(RuleBasedStateMachine):
             return
 
     @invariant()
-    def one_commit_and_one_release_each(self):
+    def one_commit_and_one_end_each(self):
         assert len(self.commits) == len(set(self.commits))
-        assert all(allocation.released <= 1 for allocation in self.held.values())
+        assert len(self.taken) == len(set(self.taken))
 
 
 TestMachine = Machine.TestCase

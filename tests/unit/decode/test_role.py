@@ -8,7 +8,8 @@ from baton.core import HandoffId, Sampling, SequenceSpec, Token
 from baton.errors import InvalidRequest, OfferRefused, StaleAttempt
 from baton.rpc.v1 import worker_pb2 as pb
 from baton.worker.attempts import Attempts
-from kvtransfer.handoff import CommitState, Offer
+from kvtransfer.handoff import Offer
+from tests.unit.worker.pusher import P, commit_of
 from tests.unit.worker.support import (
     BACKEND,
     GREEDY,
@@ -16,12 +17,13 @@ from tests.unit.worker.support import (
     DecodeSide,
     FakeSession,
     H,
-    P,
     Pair,
     fence,
     malformed,
+    next_of,
     prefill,
     release,
+    repush,
     reserve,
     spec_of,
 )
@@ -62,11 +64,8 @@ STATES = ["reserved", "receiving", "written", "committed", "adopted", "decoding"
 
 
 def ends_free(pair):
-    """What is left of pushes ends; then nobody holds anything."""
-    for handoff in list(pair.prefill.pusher.pushes):
-        while handoff in pair.prefill.pusher.pushes:
-            pair.prefill.pusher.advance(handoff, pair.decode)
-    pair.prefill.run()
+    """What is left of pushes ends, and their routers leave the KV alone; then nobody holds anything."""
+    pair.end_pushes()
     pair.decode.run()
     assert pair.prefill.all_free
     assert pair.decode.all_free
@@ -219,10 +218,10 @@ def test_a_deadline_ends_what_is_not_committed(pair, side, state):
     side.take(session, reserve(deadline_s=5.0))
     table = side.role.reservations
     if state != "reserved":
-        table.offer(H, P, Offer(BACKEND.fingerprint, 9, 0, 1))
+        table.offer(H, P, Offer(BACKEND.fingerprint, 9, 0))
     if state == "committed":
         spec = SequenceSpec(spec_of().prompt, GREEDY, (65,))
-        table.commit(H, P, CommitState(spec, [Token(0, 65, "A")], 0.1, 0.1, 64, "memory"))
+        table.commit(H, P, commit_of(spec, [Token(0, 65, "A")]))
     side.clock.advance(4.9)
     side.role.tick()
     assert session.kinds() == ["reserved"]
@@ -262,7 +261,7 @@ def test_what_does_not_fit_any_more_is_handed_back(router):
     assert [t.token_id for t in router.tokens(handoffs[0])][1:] == BACKEND.expected(
         spec_of(handoffs[0], sampling=sampling)
     )
-    again = handoffs[1].next()
+    again = next_of(handoffs[1])
     pair.decode.take(router, reserve(again))
     assert router.kinds(again) == ["reserved"]
     pair.decode.take(router, release(again))
@@ -271,11 +270,11 @@ def test_what_does_not_fit_any_more_is_handed_back(router):
 
 def receiving(side, session):
     side.take(session, reserve())
-    side.role.reservations.offer(H, P, Offer(BACKEND.fingerprint, 9, 0, 1))
+    side.role.reservations.offer(H, P, Offer(BACKEND.fingerprint, 9, 0))
 
 
 def commit(side, spec, first):
-    side.role.reservations.commit(H, P, CommitState(spec, first, 0.1, 0.1, 64, "memory"))
+    side.role.reservations.commit(H, P, commit_of(spec, first))
 
 
 @pytest.mark.parametrize(
@@ -340,7 +339,7 @@ def test_commits_and_fences_that_race_agree(side, router):
     handoffs = [HandoffId(f"h{n}", 1) for n in range(6)]
     for handoff in handoffs:
         side.take(router, reserve(handoff))
-        side.role.reservations.offer(handoff, P, Offer(BACKEND.fingerprint, 9, 0, 1))
+        side.role.reservations.offer(handoff, P, Offer(BACKEND.fingerprint, 9, 0))
     start, accepted = threading.Barrier(2), []
 
     def receiver():
@@ -348,9 +347,7 @@ def test_commits_and_fences_that_race_agree(side, router):
         for handoff in handoffs:
             spec = SequenceSpec(spec_of(handoff).prompt, GREEDY, (65,))
             try:
-                side.role.reservations.commit(
-                    handoff, P, CommitState(spec, [Token(0, 65, "A")], 0.1, 0.1, 64, "memory")
-                )
+                side.role.reservations.commit(handoff, P, commit_of(spec, [Token(0, 65, "A")]))
             except StaleAttempt:
                 continue
             accepted.append(handoff)
@@ -368,13 +365,16 @@ def test_commits_and_fences_that_race_agree(side, router):
     assert side.all_free
 
 
-CASES = {name: (command, named) for name, command, named in malformed()} | {"prefill": (prefill(), "command")}
+CASES = {name: (command, named) for name, command, named in malformed()} | {
+    "prefill": (prefill(), "command"),
+    "repush": (repush(), "command"),
+}
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_malformed_command_changes_nothing(side, router, case):
     command, named = CASES[case]
-    if command.WhichOneof("command") == "prefill":
+    if command.WhichOneof("command") in {"prefill", "repush"}:
         named = "command"
     with pytest.raises(InvalidRequest, match=named):
         side.role.command(router, command)

@@ -72,6 +72,23 @@ class PoolMachine(RuleBasedStateMachine):
             assert allocation.generations[: len(shared)] == [self.uses[block] for block in shared]
             self.note(allocation, len(shared))
 
+    @rule(n=st.integers(0, 4), chain=st.sampled_from(CHAINS), most=st.integers(0, 5))
+    def reserve_behind_what_is_found(self, n, chain, most):
+        """As a reservation does: pin first, take the rest reserved, make one of both."""
+        shared = self.pool.find(names(chain, 0, most))
+        head = taken_from(self.pool, 0, shared=shared)
+        own = self.pool.allocate(n, reserved=True)
+        if own is None:
+            head.release()
+            assert self.pool.available == self.room()
+            return
+        self.holders[own] = (chain, 0)
+        self.note(own, 0)
+        own.activate()
+        own.prepend(head)
+        self.holders[own] = (chain, len(shared))
+        assert own.blocks[: len(shared)] == shared
+
     @has(BlockState.OWNED)
     @rule(data=st.data(), n=st.integers(1, 4))
     def fill_and_publish(self, data, n):

@@ -8,6 +8,7 @@ from baton.engine.blocks import Allocation, BlockState
 from baton.engine.engine import Engine
 from baton.engine.generate import generate
 from baton.engine.oracle import OracleBackend, oracle_layout
+from baton.engine.reservation import Reservation
 from baton.errors import EngineFault, InvalidRequest
 from baton.tokenizer import ORACLE_EOS, OracleTokenizer
 
@@ -244,7 +245,7 @@ def test_what_can_never_run_is_refused_by_field(backend, spec, field):
 def test_reserve_leaves_room_to_grow_and_to_those_who_wait(backend):
     engine = engine_of(backend, total_blocks=6, max_running=1)
     whole = engine.reserve(23)
-    assert len(whole) == 6
+    assert len(whole.blocks) == 6
     assert engine.reserve(0) is None
     whole.release()
     assert engine.reserve(24) is None
@@ -253,7 +254,7 @@ def test_reserve_leaves_room_to_grow_and_to_those_who_wait(backend):
     assert engine.reserve(12) is None, "2 are owned, and 1 is to grow into"
     engine.submit(HandoffId("b", 1), SequenceSpec((1,) * 5, Sampling(ignore_eos=True)))
     assert engine.reserve(4) is None, "2 more are for the one that waits"
-    assert len(engine.reserve(3)) == 1
+    assert len(engine.reserve(3).blocks) == 1
     assert engine.load().waiting == engine.load().running == 1
 
 
@@ -261,12 +262,13 @@ def test_adopt_takes_only_a_fitting_reservation(backend):
     engine, other = engine_of(backend), engine_of(backend)
     spec = SequenceSpec((1,) * 9, Sampling(ignore_eos=True), (65,))
     key = HandoffId("r", 1)
-    for wrong in (engine.reserve(3), other.reserve(9), engine.pool.allocate(3)):
-        with pytest.raises(ValueError, match="allocation"):
+    used = Reservation(engine.pool.allocate(0), engine.pool.allocate(3), 0)
+    for wrong, named in ((engine.reserve(3), "1 blocks"), (other.reserve(9), "does not fit"), (used, "is owned")):
+        with pytest.raises(ValueError, match=named):
             engine.adopt(key, spec, wrong)
         wrong.release()
-    engine.adopt(key, spec, allocation := engine.reserve(9))
-    assert allocation.state is BlockState.OWNED
+    engine.adopt(key, spec, right := engine.reserve(9))
+    assert right.own.state is BlockState.OWNED
     engine.release(key)
     assert engine.pool.available == 40
 

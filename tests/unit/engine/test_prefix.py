@@ -95,10 +95,9 @@ def test_adopted_blocks_are_found_only_once_they_are_adopted(backend):
     sender.submit(key, SequenceSpec(prompt, GREEDY), hold=True)
     first = sender.step().outputs[0].tokens[0].token_id
     reserved = receiver.reserve(len(prompt))
-    held = sender.held(key).blocks
-    kv = torch.empty(sender.kv.nbytes(range(2), held), dtype=torch.uint8)
-    sender.kv.gather(range(2), held, kv)
-    receiver.kv.scatter(range(2), reserved.blocks[: len(held)], kv)
+    kv = torch.empty(2 * len(prompt) * sender.layout.layer_token_bytes, dtype=torch.uint8)
+    sender.kv.gather(range(2), sender.held(key).blocks, 0, len(prompt), kv)
+    receiver.kv.scatter(range(2), reserved.blocks, 0, len(prompt), kv)
     assert tokens_of(receiver, prompt)[1] == 0, "reserved blocks may still be written by a peer"
     receiver.pool.allocate(receiver.pool.available, reserved=True).release()  # evicts what that has left
     receiver.adopt(key, SequenceSpec(prompt, GREEDY, (first,)), reserved)
@@ -147,7 +146,7 @@ def test_a_full_cache_gives_way_to_a_reservation_and_to_the_next_prompt(backend)
     tokens_of(engine, range(20))
     assert engine.pool.counts().cached == 7
     reserved = engine.reserve(31)
-    assert len(reserved) == 8
+    assert len(reserved.blocks) == 8
     reserved.release()
     assert engine.pool.counts().free == 8
     tokens_of(engine, range(20))

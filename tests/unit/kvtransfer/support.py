@@ -1,8 +1,9 @@
-"""A table that records and obeys, KV with known bytes, jobs, and a Peer stream without a network."""
+"""A table that records and obeys, KV with known bytes, pushes, and a Peer stream without a network."""
 
 import asyncio
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 
@@ -10,15 +11,20 @@ import torch
 
 from baton.core import HandoffId, Incarnation, KVLayout, Sampling, SequenceSpec, Token, WorkerRef
 from baton.engine.kv import KVCache
-from baton.errors import BatonError, ChannelBroken, HandoffError, OfferRefused, StaleAttempt
+from baton.errors import BatonError, HandoffError, OfferRefused, StaleAttempt
+from baton.rpc import convert
 from baton.rpc.v1 import peer_pb2 as pb
-from kvtransfer.handoff import CommitState, Offer, PushJob, PushResult, TransferSettings
+from kvtransfer.handoff import CommitState, Offer, PushEnd, PushJob, PushResult, TransferSettings
+from kvtransfer.messages import frame_of
+from kvtransfer.plan import FrameSpec
 from kvtransfer.receiver import PeerService
+from kvtransfer.sender import Sender
 
 FINGERPRINT = "feedbead"
 LAYOUT = KVLayout(layers=3, kv_heads=2, head_dim=8, block_size=4, dtype="float32")
 P = WorkerRef("prefill-0", Incarnation(7, 1), "in-process")
 D = WorkerRef("decode-0", Incarnation(7, 2), "in-process")
+SETTINGS = TransferSettings(transport="memory", frame_size=1 << 16, frame_deadline_s=5.0)
 
 
 def make_kv(seed: int | None, blocks: int = 64, layout: KVLayout = LAYOUT) -> KVCache:
@@ -26,19 +32,56 @@ def make_kv(seed: int | None, blocks: int = 64, layout: KVLayout = LAYOUT) -> KV
     kv = KVCache(layout, blocks)
     if seed is not None:
         generator = torch.Generator().manual_seed(seed)
-        for part in (kv.k, kv.v):
+        for part in kv.tensors:
             part.copy_(torch.randn(part.shape, generator=generator))
     return kv
 
 
-def same_kv(a: KVCache, a_blocks: Sequence[int], b: KVCache, b_blocks: Sequence[int]) -> bool:
-    pairs = ((a.k, b.k), (a.v, b.v))
-    return all(torch.equal(x[:, list(a_blocks)], y[:, list(b_blocks)]) for x, y in pairs)
+def rows(kv: KVCache, blocks: Sequence[int], begin: int, end: int) -> torch.Tensor:
+    """Positions [begin, end) of what lies in `blocks`, each looked up: [tensors, layers, positions, heads, dim]."""
+    size = kv.layout.block_size
+    where = [blocks[position // size] for position in range(begin, end)], [p % size for p in range(begin, end)]
+    return torch.stack([tensor[:, where[0], where[1]] for tensor in kv.tensors])
 
 
-def make_job(name: str, tokens: int, blocks: Sequence[int], to: WorkerRef = D, attempt: int = 1) -> PushJob:
+def same_kv(a: KVCache, a_blocks: Sequence[int], b: KVCache, b_blocks: Sequence[int], tokens: int, skip: int = 0):
+    return torch.equal(rows(a, a_blocks, skip, tokens), rows(b, b_blocks, skip, tokens))
+
+
+def put(kv: KVCache, blocks: Sequence[int], layer: int, begin: int, end: int, values: torch.Tensor | float) -> None:
+    """Positions [begin, end) of one layer become `values`: [tensors, positions, heads, dim], or a number."""
+    size = kv.layout.block_size
+    for position in range(begin, end):
+        for n, tensor in enumerate(kv.tensors):
+            value = values if isinstance(values, float) else values[n, position - begin]
+            tensor[layer, blocks[position // size], position % size] = value
+
+
+def only_these(kv: KVCache, blocks: Sequence[int], tokens: int, skip: int = 0) -> bool:
+    """Everything but positions [skip, tokens) of `blocks` is as it was made: zero."""
+    rest = make_kv(None, kv.total_blocks, kv.layout)
+    for mine, theirs in zip(rest.tensors, kv.tensors, strict=True):
+        mine.copy_(theirs)
+    for layer in range(kv.layout.layers):
+        put(rest, blocks, layer, skip, tokens, 0.0)
+    return not any(tensor.any() for tensor in rest.tensors)
+
+
+def make_job(name: str, tokens: int, to: WorkerRef = D, *, attempt: int = 1, skip: int = 0) -> PushJob:
+    return PushJob(HandoffId(name, attempt), to, tokens, skip)
+
+
+def make_end(tokens: int) -> PushEnd:
     spec = SequenceSpec(tuple(range(tokens)), Sampling(max_tokens=4, temperature=0.0), (5,))
-    return PushJob(HandoffId(name, attempt), to, blocks, tokens, spec, [Token(0, 5, "five")])
+    return PushEnd(spec, [Token(0, 5, "five")])
+
+
+def hand_over(sender: Sender, job: PushJob, blocks: Sequence[int], layers: int = LAYOUT.layers) -> HandoffId:
+    """All is computed at once."""
+    sender.begin(job)
+    sender.computed(job.handoff, blocks, layers, job.known_tokens)
+    sender.finish(job.handoff, make_end(job.known_tokens))
+    return job.handoff
 
 
 class Reports:
@@ -64,6 +107,12 @@ class Reports:
             assert not self.twice
             return self.outcomes[handoff]
 
+    def done(self, handoff: HandoffId) -> PushResult:
+        """The result; a push that failed fails the test."""
+        outcome = self.wait(handoff)
+        assert isinstance(outcome, PushResult), outcome
+        return outcome
+
 
 class RecordingTable:
     """Reservations as the protocol wants them; `hold` lets a test stop a write half way."""
@@ -75,6 +124,9 @@ class RecordingTable:
         self.blocks: dict[HandoffId, list[int]] = {}
         self.bound: dict[HandoffId, WorkerRef] = {}
         self.commits: dict[HandoffId, CommitState] = {}
+        self.written: Counter[HandoffId] = Counter()  # frames that are in their blocks
+        self.cached = 0  # positions of any prompt that may be fetched here
+        self.fetches: list[tuple[HandoffId, WorkerRef, int, int]] = []
         self.events: list[tuple[str, object]] = []
         self.hold: Callable[[], None] = lambda: None
 
@@ -102,6 +154,8 @@ class RecordingTable:
             if self.bound.get(handoff) != sender or handoff in self.commits:
                 raise StaleAttempt(f"{handoff} is not bound to {sender}")
             yield self.blocks[handoff]
+            self.written[handoff] += 1
+            self._changed.notify_all()
 
     def commit(self, handoff: HandoffId, sender: WorkerRef, commit: CommitState) -> None:
         with self._lock:
@@ -109,6 +163,12 @@ class RecordingTable:
                 raise StaleAttempt(f"{handoff} is not bound to {sender}")
             self.commits[handoff] = commit
             self._note("commit", handoff)
+
+    def fetch(self, handoff: HandoffId, sender: WorkerRef, begin: int, end: int) -> None:
+        if end > self.cached:
+            raise StaleAttempt(f"{self.cached} positions are here")
+        self.fetches.append((handoff, sender, begin, end))
+        self._note("fetch", handoff)
 
     def aborted(self, handoff: HandoffId, sender: WorkerRef) -> None:
         if handoff not in self.commits:
@@ -124,6 +184,10 @@ class RecordingTable:
     def wait_for(self, event: tuple[str, object], timeout: float = 10.0) -> None:
         with self._changed:
             assert self._changed.wait_for(lambda: event in self.events, timeout), (event, self.events)
+
+    def wait_written(self, handoff: HandoffId, frames: int, timeout: float = 10.0) -> None:
+        with self._changed:
+            assert self._changed.wait_for(lambda: self.written[handoff] >= frames, timeout), self.written
 
     def _note(self, kind: str, what: object) -> None:
         with self._changed:
@@ -146,6 +210,7 @@ class LoopbackPeer:
 
     def __init__(self, service: Callable[[], PeerService]) -> None:
         self.loop = asyncio.new_event_loop()
+        self.streams: list[LoopbackStream] = []
         self._thread = threading.Thread(target=self.loop.run_forever)
         self._thread.start()
         self.service = self.run(self._make(service))
@@ -159,7 +224,8 @@ class LoopbackPeer:
     def connect(
         self, address: str, on_reply: Callable[[pb.PeerReply], None], on_end: Callable[[str], None]
     ) -> "LoopbackStream":
-        return LoopbackStream(self, on_reply, on_end)
+        self.streams.append(LoopbackStream(self, on_reply, on_end))
+        return self.streams[-1]
 
     def close(self) -> None:
         self.run(self.service.close())
@@ -170,6 +236,8 @@ class LoopbackPeer:
 
 
 class LoopbackStream:
+    """`said`: all commands so far. `alter` may change one on its way."""
+
     def __init__(
         self, peer: LoopbackPeer, on_reply: Callable[[pb.PeerReply], None], on_end: Callable[[str], None]
     ) -> None:
@@ -177,11 +245,19 @@ class LoopbackStream:
         self._on_end = on_end
         self._commands: asyncio.Queue[pb.PeerCommand | None] = asyncio.Queue()
         self.said: list[pb.PeerCommand] = []
+        self.alter: Callable[[pb.PeerCommand], None] = lambda command: None
         self._call = asyncio.run_coroutine_threadsafe(self._serve(on_reply), peer.loop)
 
     def send(self, command: pb.PeerCommand) -> None:
+        self.alter(command)
         self.said.append(command)
         self._peer.loop.call_soon_threadsafe(self._commands.put_nowait, command)
+
+    def frames(self, handoff: HandoffId) -> list[FrameSpec]:
+        """What has been announced of it."""
+        wanted = convert.handoff_to_pb(handoff)
+        said = [command.frame for command in list(self.said) if command.HasField("frame")]
+        return [frame_of(frame) for frame in said if frame.HasField("handoff") and frame.handoff == wanted]
 
     def close(self) -> None:
         self._peer.loop.call_soon_threadsafe(self._commands.put_nowait, None)
@@ -197,69 +273,9 @@ class LoopbackStream:
             yield command
 
 
-class FlippingEnd:
-    """Flips one byte of the frame that arrives as number `at`: between the wire and the digest."""
-
-    def __init__(self, inner, at: int) -> None:
-        self._inner = inner
-        self._at = at
-
-    def send(self, data: torch.Tensor) -> None:
-        self._inner.send(data)
-
-    def recv(self, out: torch.Tensor) -> None:
-        self._inner.recv(out)
-        self._at -= 1
-        if self._at == -1:
-            out[len(out) // 2] ^= 1
-
-    def close(self) -> None:
-        self._inner.close()
-
-
-class Wrapped:
-    """A transport whose ends are wrapped."""
-
-    def __init__(self, inner, wrap) -> None:
-        self.name, self.device = inner.name, inner.device
-        self._inner = inner
-        self._wrap = wrap
-
-    def open(self, *args):
-        return self._wrap(self._inner.open(*args))
-
-
-class GatedEnd:
-    """Stops before each message until the test lets it through."""
-
-    def __init__(self, inner) -> None:
-        self._inner = inner
-        self.arrived = threading.Semaphore(0)
-        self.gate = threading.Semaphore(0)
-
-    def _pass(self) -> None:
-        self.arrived.release()
-        if not self.gate.acquire(timeout=20):
-            raise ChannelBroken("the gate stayed shut")
-
-    def send(self, data: torch.Tensor) -> None:
-        self._pass()
-        self._inner.send(data)
-
-    def recv(self, out: torch.Tensor) -> None:
-        self._pass()
-        self._inner.recv(out)
-
-    def close(self) -> None:
-        self._inner.close()
-
-
 def settled(ready: Callable[[], bool], timeout: float = 5.0) -> bool:
     """Poll for what has no event to wait for, e.g. the number of threads of the process."""
     end = time.monotonic() + timeout
     while not ready() and time.monotonic() < end:
         time.sleep(0.01)
     return ready()
-
-
-SETTINGS = TransferSettings(transport="memory", frame_size=1 << 20, frame_deadline_s=5.0)

@@ -1,44 +1,262 @@
-"""Frames tile the KV exactly and keep their size, for any layout."""
+"""Whatever is computed, withdrawn and computed again: frames tile the KV exactly, and the receiver follows them."""
+
+import itertools
 
 import pytest
-from hypothesis import example, given
+from hypothesis import given
 from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from baton.core import KVLayout
-from kvtransfer.plan import plan_frames, staging_bytes
+from kvtransfer.plan import Coverage, FrameSpec, Progress
 
 layouts = st.builds(
     KVLayout,
-    layers=st.integers(1, 40),
-    kv_heads=st.integers(1, 9),
-    head_dim=st.sampled_from([1, 8, 64]),
-    block_size=st.sampled_from([1, 4, 16]),
+    layers=st.integers(1, 6),
+    kv_heads=st.integers(1, 3),
+    head_dim=st.sampled_from([1, 8]),
+    block_size=st.sampled_from([1, 4]),
     dtype=st.sampled_from(["float32", "bfloat16"]),
+    tensors=st.sampled_from([("k", "v"), ("latent",)]),
 )
 
 
-@given(layouts, st.integers(1, 60), st.integers(1, 1 << 20))
-@example(KVLayout(2, 1, 1, 1, "bfloat16"), 3, 1)  # not even one layer-block fits
-@example(KVLayout(2, 1, 1, 1, "bfloat16"), 3, 3 * 4)  # one layer fits exactly
-@example(KVLayout(2, 1, 1, 1, "bfloat16"), 3, 3 * 4 - 1)  # and just not
-def test_rectangles_tile_exactly(layout: KVLayout, n_blocks: int, frame_size: int) -> None:
-    frames = plan_frames(layout, n_blocks, frame_size)
-    cells = [(la, b) for f in frames for la in f.layers for b in range(n_blocks)[f.blocks]]
-    assert sorted(cells) == [(la, b) for la in range(layout.layers) for b in range(n_blocks)]
-    assert sum(frame.nbytes for frame in frames) == n_blocks * layout.block_bytes
-    for frame in frames:
-        cell_count = len(frame.layers) * (frame.block_end - frame.block_begin)
-        assert frame.nbytes == cell_count * layout.layer_block_bytes
-        assert frame.nbytes <= staging_bytes(layout, frame_size)
-        assert frame.nbytes <= frame_size or cell_count == 1
+def cells(frame: FrameSpec) -> set[tuple[int, int]]:
+    return set(itertools.product(frame.layers, range(frame.begin, frame.end)))
 
 
-@given(layouts, st.integers(1, 60))
-def test_what_fits_one_frame_is_one_frame(layout: KVLayout, n_blocks: int) -> None:
-    assert len(plan_frames(layout, n_blocks, n_blocks * layout.block_bytes)) == 1
+class Handoffs(RuleBasedStateMachine):
+    """An engine that computes, forgets and computes again, a link that sends when it can, a receiver that checks."""
+
+    @initialize(layout=layouts, skip=st.integers(0, 9), due=st.integers(1, 20), data=st.data())
+    def begin(self, layout: KVLayout, skip: int, due: int, data) -> None:
+        self.layout, self.skip, self.tokens = layout, skip, skip + due
+        token = layout.layer_token_bytes
+        self.frame_size = data.draw(st.integers(1, 40) | st.integers(1, 40 * token), "frame_size")
+        self.progress = Progress(layout, skip, self.tokens)
+        self.coverage = Coverage(layout, skip, self.tokens)
+        self.sent: set[tuple[int, int]] = set()
+        self.final = [0] * layout.layers  # of each layer: what is in its blocks now
+        self.told = [skip] * layout.layers  # and what the sender has been told of, or has sent
+        self.start = self.stop = self.layer = 0  # the chunk that is being computed, and its next layer
+        self.picked: FrameSpec | None = None  # by the link, but not read yet
+
+    @rule(size=st.integers(1, 12), layers=st.integers(1, 6))
+    def compute(self, size: int, layers: int) -> None:
+        """Some layers of the chunk at hand, or of the next one."""
+        if self.layer == 0:
+            self.stop = min(self.start + size, self.tokens)
+        self.layer = min(self.layer + layers, self.layout.layers)
+        self.final[: self.layer] = [self.stop] * self.layer
+        self.told[: self.layer] = [max(told, self.stop) for told in self.told[: self.layer]]
+        self.progress.computed(self.layer, self.stop)
+        if self.layer == self.layout.layers:
+            self.start, self.layer = self.stop, 0
+
+    @rule(size=st.integers(1, 5))
+    def past_the_end(self, size: int) -> None:
+        """Tokens behind the prompt are nobody's business: nothing of them is sent."""
+        if self.start == self.tokens:
+            self.progress.computed(self.layout.layers, self.tokens + size)
+
+    @rule(due=st.integers(1, 30))
+    def pick(self, due: int) -> None:
+        at_least = due * self.layout.layer_token_bytes
+        self.picked = self.progress.next(self.frame_size, at_least)
+        if self.picked is not None:
+            token = self.layout.layer_token_bytes
+            more = self.picked.nbytes + (self.picked.end - self.picked.begin) * token
+            assert self.picked.nbytes >= at_least or more > self.frame_size
+
+    @precondition(lambda self: self.picked is not None)
+    @rule(lost_while_read=st.booleans(), again_from=st.floats(0, 1))
+    def send(self, lost_while_read: bool, again_from: float) -> None:
+        """What was picked is read and announced, unless it was withdrawn; or it is withdrawn just before the latter."""
+        assert self.picked is not None
+        if self.progress.offers(self.picked):
+            assert all(position < self.final[layer] for layer, position in cells(self.picked))
+            if lost_while_read:
+                self.withdraw(again_from)
+            self.take(self.picked)
+        self.picked = None
+
+    @rule(again_from=st.floats(0, 1))
+    def withdraw(self, again_from: float) -> None:
+        """The blocks are gone. What is computed next begins at any earlier position: the rest is found in a cache.
+
+        At least one token is computed, as for any prompt.
+        """
+        self.progress.withdrawn()
+        self.start, self.layer = min(int(again_from * self.start), self.tokens - 1), 0
+        self.final = [self.start] * self.layout.layers
+        self.told = [self.end_of(layer) for layer in range(self.layout.layers)]
+        assert self.progress.next(self.frame_size) is None
+
+    def take(self, frame: FrameSpec) -> None:
+        assert cells(frame)
+        assert not cells(frame) & self.sent
+        assert frame.nbytes == len(cells(frame)) * self.layout.layer_token_bytes
+        assert frame.nbytes <= self.frame_size or len(cells(frame)) == 1
+        assert self.coverage.accepts(frame)
+        assert not self.coverage.accepts(frame)
+        self.progress.took(frame)
+        self.sent |= cells(frame)
+
+    def end_of(self, layer: int) -> int:
+        return self.skip + sum(sent == layer for sent, _ in self.sent)
+
+    @property
+    def due(self) -> set[tuple[int, int]]:
+        return set(itertools.product(range(self.layout.layers), range(self.skip, self.tokens)))
+
+    @invariant()
+    def both_know_what_is_there(self) -> None:
+        if hasattr(self, "sent"):
+            assert self.progress.complete == self.coverage.complete == (self.sent == self.due)
+            assert self.coverage.nbytes == len(self.sent) * self.layout.layer_token_bytes
+
+    @invariant()
+    def what_is_there_can_leave(self) -> None:
+        if hasattr(self, "sent"):
+            waits = any(told > self.end_of(layer) for layer, told in enumerate(self.told))
+            assert waits == (self.progress.next(self.frame_size) is not None)
+
+    def teardown(self) -> None:
+        """What is left is computed and sent."""
+        if not hasattr(self, "sent"):
+            return
+        while self.start < self.tokens:
+            self.compute(3, 2)
+        while (frame := self.progress.next(self.frame_size)) is not None:
+            self.take(frame)
+        assert self.sent == self.due
+        self.both_know_what_is_there()
 
 
-@pytest.mark.parametrize(("n_blocks", "frame_size"), [(0, 1), (1, 0), (-1, 8)])
-def test_sizes_below_one_are_refused(n_blocks: int, frame_size: int) -> None:
-    with pytest.raises(ValueError, match="at least 1"):
-        plan_frames(KVLayout(1, 1, 1, 1, "float32"), n_blocks, frame_size)
+TestHandoffs = Handoffs.TestCase
+
+LAYOUT = KVLayout(layers=6, kv_heads=1, head_dim=1, block_size=4, dtype="bfloat16")  # 4 bytes a position and layer
+TOKEN = LAYOUT.layer_token_bytes
+
+
+def drain(progress: Progress, frame_size: int, at_least: int = 1) -> list[FrameSpec]:
+    frames = []
+    while (frame := progress.next(frame_size, at_least)) is not None:
+        progress.took(frame)
+        frames.append(frame)
+    return frames
+
+
+@given(layouts, st.integers(0, 5), st.integers(1, 30))
+def test_what_fits_one_frame_is_one_frame(layout: KVLayout, skip: int, due: int) -> None:
+    nbytes = layout.layers * due * layout.layer_token_bytes
+    progress = Progress(layout, skip, skip + due)
+    for layers in range(1, layout.layers + 1):
+        assert progress.next(nbytes, nbytes) is None
+        progress.computed(layers, skip + due)
+    assert drain(progress, nbytes, nbytes) == [FrameSpec(0, layout.layers, skip, skip + due, nbytes)]
+    assert progress.complete
+
+
+def test_whole_layers_travel_together_and_a_layer_that_is_too_large_in_parts() -> None:
+    progress = Progress(LAYOUT, 0, 10)
+    progress.computed(6, 10)
+    frames = drain(progress, 25 * TOKEN)
+    assert [(f.layer_begin, f.layer_end, f.begin, f.end) for f in frames] == [
+        (0, 2, 0, 10),
+        (2, 4, 0, 10),
+        (4, 6, 0, 10),
+    ]
+    progress = Progress(LAYOUT, 0, 10)
+    progress.computed(1, 10)
+    assert [(f.begin, f.end) for f in drain(progress, 4 * TOKEN)] == [(0, 4), (4, 8), (8, 10)]
+
+
+def test_less_than_at_least_waits_while_more_could_come() -> None:
+    progress = Progress(LAYOUT, 0, 10)
+    progress.computed(2, 10)
+    assert progress.next(1000, 30 * TOKEN) is None
+    progress.computed(3, 10)
+    assert progress.next(1000, 30 * TOKEN) == FrameSpec(0, 3, 0, 10, 30 * TOKEN)
+
+
+def test_a_frame_that_is_full_does_not_wait_for_more_than_it_could_hold() -> None:
+    progress = Progress(LAYOUT, 0, 10)
+    progress.computed(1, 10)
+    assert progress.next(19 * TOKEN, 30 * TOKEN) == FrameSpec(0, 1, 0, 10, 10 * TOKEN)
+
+
+def test_the_rest_of_a_chunk_does_not_hold_up_the_next_one() -> None:
+    """Six layers leave as four and a rest of two, which is too little: the next chunk's first four go before it."""
+    progress = Progress(LAYOUT, 0, 20)
+    progress.computed(4, 10)
+    assert drain(progress, 1000, 40 * TOKEN) == [FrameSpec(0, 4, 0, 10, 40 * TOKEN)]
+    progress.computed(6, 10)
+    assert drain(progress, 1000, 40 * TOKEN) == []
+    progress.computed(4, 20)
+    assert drain(progress, 1000, 40 * TOKEN) == [FrameSpec(0, 4, 10, 20, 40 * TOKEN)]
+    progress.computed(6, 20)
+    assert drain(progress, 1000, 40 * TOKEN) == [FrameSpec(4, 6, 0, 20, 40 * TOKEN)]
+    assert progress.complete
+
+
+def test_layers_that_are_ahead_are_left_alone() -> None:
+    progress = Progress(LAYOUT, 0, 20)
+    progress.computed(4, 10)
+    assert drain(progress, 1000, 40 * TOKEN) == [FrameSpec(0, 4, 0, 10, 40 * TOKEN)]
+    progress.computed(6, 10)
+    progress.computed(6, 20)
+    assert drain(progress, 1000, 40 * TOKEN) == [
+        FrameSpec(4, 6, 0, 20, 40 * TOKEN),
+        FrameSpec(0, 4, 10, 20, 40 * TOKEN),
+    ]
+
+
+GOOD = FrameSpec(0, 2, 3, 5, 4 * TOKEN)
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [
+        FrameSpec(0, 2, 4, 6, 4 * TOKEN),  # a gap
+        FrameSpec(0, 2, 2, 4, 4 * TOKEN),  # of what was skipped
+        FrameSpec(0, 2, 0, 5, 10 * TOKEN),
+        FrameSpec(0, 2, 3, 9, 12 * TOKEN),  # behind the last position
+        FrameSpec(5, 7, 3, 5, 4 * TOKEN),  # below the last layer
+        FrameSpec(6, 7, 3, 5, 2 * TOKEN),
+        FrameSpec(9, 8, 3, 5, -2 * TOKEN),
+        FrameSpec(2, 2, 3, 5, 0),  # nothing
+        FrameSpec(0, 2, 3, 3, 0),
+        FrameSpec(0, 2, 5, 3, -4 * TOKEN),
+        FrameSpec(-1, 1, 3, 5, 4 * TOKEN),
+        FrameSpec(0, 2, 3, 5, 4 * TOKEN - 1),  # another size than it has
+        FrameSpec(0, 2, 3, 5, 4 * TOKEN + 1),
+        FrameSpec(0, 2, 3, 5, 0),
+    ],
+)
+def test_what_does_not_go_on_is_refused_and_counts_for_nothing(frame: FrameSpec) -> None:
+    coverage = Coverage(LAYOUT, 3, 8)
+    assert not coverage.accepts(frame)
+    assert coverage.nbytes == 0
+    assert coverage.accepts(GOOD)
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [
+        GOOD,  # twice
+        FrameSpec(0, 2, 4, 6, 4 * TOKEN),  # overlaps
+        FrameSpec(1, 3, 5, 8, 6 * TOKEN),  # goes on in one layer, but not in the other
+        FrameSpec(1, 3, 3, 5, 4 * TOKEN),
+        FrameSpec(0, 2, 6, 8, 4 * TOKEN),  # a gap
+    ],
+)
+def test_layers_of_a_frame_must_have_ended_together(frame: FrameSpec) -> None:
+    coverage = Coverage(LAYOUT, 3, 8)
+    assert coverage.accepts(GOOD)
+    assert not coverage.accepts(frame)
+    assert coverage.nbytes == GOOD.nbytes
+    assert coverage.accepts(FrameSpec(0, 2, 5, 8, 6 * TOKEN))
+    assert not coverage.complete
+    assert coverage.accepts(FrameSpec(2, 6, 3, 8, 20 * TOKEN))
+    assert coverage.complete

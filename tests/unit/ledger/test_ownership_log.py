@@ -8,15 +8,17 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from baton.clock import FakeClock
 from baton.core import HandoffId, Incarnation, WorkerRef
 from baton.errors import LedgerError
 from baton.ledger.ledger import Ledger
-from baton.ledger.ownership import OwnershipLog, RecordState
+from baton.ledger.ownership import OwnershipLog, OwnershipTable, RecordState
 
 OWNER = WorkerRef("decode-0", Incarnation(5, 1), "127.0.0.1:1")
-RESERVED, COMMITTED, ABORTED, RELEASED = RecordState
+RESERVED, PREPARED, COMMITTED, ABORTED, RELEASED = RecordState
 
 
 class StubConnection:
@@ -49,15 +51,21 @@ def stub():
 
 
 @pytest.fixture
-async def log(stub):
-    made = OwnershipLog(Ledger(stub, 1.0, FakeClock()), OWNER, max_pending=4)
+def ledger(stub):
+    return Ledger(stub, 1.0, FakeClock())
+
+
+@pytest.fixture
+async def log(ledger):
+    made = OwnershipLog(ledger, OWNER, max_pending=4)
     yield made
     await made.close(0.1)
 
 
 def identity(log: OwnershipLog) -> bool:
     c = log.counters
-    return c.noted == c.coalesced + c.written + c.refused + c.dropped + len(log._pending) + len(log._in_flight)
+    ended = c.coalesced + c.written + c.refused + c.dropped
+    return c.noted + c.repeated == ended + len(log._pending) + len(log._in_flight)
 
 
 async def test_notes_are_written_in_order(log, stub):
@@ -180,3 +188,219 @@ async def test_close_gives_up_on_a_redis_that_is_away_and_counts(stub):
     log.note(HandoffId("b", 1), "router", RESERVED)
     assert log.counters.dropped == 2
     assert identity(log)
+
+
+async def written(log: OwnershipLog, *notes: tuple[str, int, RecordState]) -> None:
+    for request, attempt, state in notes:
+        log.note(HandoffId(request, attempt), "router", state)
+        await log.flush()
+
+
+@pytest.mark.parametrize("states", [list(RecordState), [s for s in RecordState if s is not PREPARED]], ids=len)
+async def test_a_handoff_is_written_four_times_at_most_and_its_end_always(log, stub, states):
+    await written(log, *(("a", 1, state) for state in states))
+    await written(log, *(("a", 2, state) for state in states))
+    by_attempt = [[write for batch in stub.batches for write in batch if write[1] == attempt] for attempt in (1, 2)]
+    for writes in by_attempt:
+        assert len(writes) == 4
+        assert writes[-1][2] is RELEASED
+    assert identity(log)
+
+
+async def test_prepared_waits_for_company(log, stub):
+    await written(log, ("a", 1, RESERVED))
+    log.note(HandoffId("a", 1), "router", PREPARED)
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert len(stub.batches) == 1
+    log.note(HandoffId("b", 1), "router", RESERVED)
+    await log.flush()
+    assert stub.batches[1:] == [[("a", 1, PREPARED), ("b", 1, RESERVED)]]
+
+
+async def test_prepared_is_written_alone_when_it_lasts(log, stub, monkeypatch):
+    monkeypatch.setattr("baton.ledger.ownership.LINGER_S", 0.001)
+    await written(log, ("a", 1, RESERVED))
+    stub.arrived.clear()
+    log.note(HandoffId("a", 1), "router", PREPARED)
+    await stub.arrived.wait()
+    assert stub.batches[1:] == [[("a", 1, PREPARED)]]
+
+
+async def test_a_store_that_forgot_is_told_again_what_is_held(log, stub, ledger):
+    ledger._saw(5)
+    await written(log, ("a", 1, RESERVED), ("b", 1, RESERVED), ("b", 1, COMMITTED), ("c", 1, RESERVED))
+    await written(log, ("c", 1, RELEASED))
+    seen = len(stub.batches)
+    ledger._saw(6)
+    await log.flush()
+    assert stub.batches[seen:] == [[("a", 1, RESERVED), ("b", 1, COMMITTED)]]
+    assert log.counters.repeated == 2
+    ledger._saw(6)
+    ledger._saw(5)
+    await log.flush()
+    assert len(stub.batches) == seen + 1
+    assert identity(log)
+
+
+async def test_what_was_refused_is_not_told_again(log, stub, ledger):
+    ledger._saw(5)
+    stub.answer = 0
+    await written(log, ("a", 1, RESERVED))
+    stub.answer = 1
+    ledger._saw(6)
+    await log.flush()
+    assert len(stub.batches) == 1
+
+
+async def test_an_older_attempts_end_does_not_end_the_newer_one(log, stub, ledger):
+    ledger._saw(5)
+    await written(log, ("a", 1, RESERVED), ("a", 2, COMMITTED), ("a", 1, RELEASED))
+    ledger._saw(6)
+    await log.flush()
+    assert stub.batches[2:] == [[("a", 2, COMMITTED)]]
+
+
+async def test_what_the_queue_had_no_room_for_is_written_after_the_return_if_it_is_held(log, stub):
+    stub.failures = 1
+    stub.gate.clear()
+    log.note(HandoffId("0", 1), "router", RESERVED)
+    await stub.arrived.wait()
+    for i in range(1, 7):
+        log.note(HandoffId(str(i), 1), "router", RESERVED)
+    log.note(HandoffId("6", 1), "router", RELEASED)
+    stub.gate.set()
+    await log.flush()
+    last = {request: state for batch in stub.batches[1:] for request, _, state in batch}
+    assert last == {**{str(i): RESERVED for i in range(6)}, "6": RELEASED}
+    assert identity(log)
+
+
+async def test_a_release_that_found_no_room_is_forgotten_with_what_was_under_way(log, stub):
+    stub.failures = 1
+    stub.gate.clear()
+    log.note(HandoffId("0", 1), "router", RESERVED)
+    await stub.arrived.wait()
+    log.note(HandoffId("0", 1), "router", RELEASED)
+    for i in range(1, 5):
+        log.note(HandoffId(str(i), 1), "router", RELEASED)
+    stub.gate.set()
+    await log.flush()
+    assert [request for request, _, _ in stub.batches[1]] == ["1", "2", "3", "4"]
+    assert log.counters.dropped == 2
+    assert log._entries == {}
+    assert identity(log)
+
+
+async def test_a_newer_attempt_that_found_no_room_is_not_forgotten_with_the_end_of_the_older(log, stub):
+    await written(log, ("0", 1, RESERVED))
+    stub.gate.clear()
+    stub.arrived.clear()
+    log.note(HandoffId("0", 1), "router", RELEASED)
+    await stub.arrived.wait()
+    log.note(HandoffId("0", 2), "router", RESERVED)
+    for i in range(1, 5):
+        log.note(HandoffId(str(i), 1), "router", RESERVED)
+    stub.gate.set()
+    await log.flush()
+    assert ("0", 2, RESERVED) in [write for batch in stub.batches for write in batch]
+    assert identity(log)
+
+
+async def test_what_is_held_for_long_is_written_again_before_it_expires(stub, ledger, monkeypatch):
+    monkeypatch.setattr("baton.ledger.ownership.REPEAT_S", 0.01)
+    log = OwnershipLog(ledger, OWNER)
+    await written(log, ("a", 1, COMMITTED))
+    for _ in range(2):
+        stub.arrived.clear()
+        await stub.arrived.wait()
+    assert stub.batches[:3] == [[("a", 1, COMMITTED)]] * 3
+    await log.close()
+
+
+async def test_a_closed_log_follows_nothing(log, stub, ledger):
+    ledger._saw(5)
+    await written(log, ("a", 1, RESERVED))
+    await log.close()
+    ledger._saw(6)
+    await asyncio.sleep(0)
+    assert len(stub.batches) == 1
+    assert ledger._followers == set()
+
+
+NOTES = st.tuples(st.sampled_from("abc"), st.integers(1, 2), st.sampled_from(RecordState))
+STEPS = st.lists(st.one_of(NOTES, st.sampled_from(["fail", "wipe", "flush", "let it run"])), max_size=40)
+
+
+class Trouble:
+    """A log whose store is the pure table; `wipe` empties it, as the ledger finds at the next heartbeat."""
+
+    def __init__(self) -> None:
+        self.stub = StubConnection()
+        self.stub.run_many = self.run_many  # type: ignore[method-assign]
+        self.ledger = Ledger(self.stub, 1.0, FakeClock())  # type: ignore[arg-type]
+        self.ledger._saw(1)
+        self.table = OwnershipTable()
+        self.log = OwnershipLog(self.ledger, OWNER)
+        self.noted: dict[str, tuple[int, RecordState]] = {}
+
+    async def run_many(self, script: Any, calls: Sequence[Any]) -> list[int | LedgerError]:
+        answers: list[int | LedgerError] = []
+        for keys, (attempt, state, *rest) in calls:
+            handoff, router = HandoffId(keys[0].removeprefix("req:"), attempt), rest[2]
+            answers.append(int(self.table.write(handoff, OWNER, router, RecordState(state))))
+        if self.stub.failures:
+            self.stub.failures -= 1
+            raise LedgerError("done, but the answers were lost")
+        return answers
+
+    def wipe(self) -> None:
+        self.table = OwnershipTable()
+        self.ledger._saw(self.ledger._epoch + 1)
+
+    def note(self, request: str, attempt: int, state: RecordState) -> None:
+        if self.noted.get(request, (0, RESERVED)) <= (attempt, state):
+            self.noted[request] = (attempt, state)
+            self.log.note(HandoffId(request, attempt), f"router {attempt}", state)
+
+    async def step(self, step: Any) -> None:
+        match step:
+            case "fail":
+                self.stub.failures = 1
+            case "wipe":
+                self.wipe()
+            case "flush":
+                await self.log.flush()
+            case "let it run":
+                await asyncio.sleep(0)
+            case (request, attempt, state):
+                self.note(request, attempt, state)
+
+    def check(self) -> None:
+        assert identity(self.log)
+        held = {request for request, (_, state) in self.noted.items() if state is not RELEASED}
+        assert set(self.log._entries) == held
+        for request, (attempt, state) in self.noted.items():
+            record = self.table.read(request)
+            if request not in held:  # released, before or after the store forgot
+                assert record is None or (record.handoff.attempt, record.state) == (attempt, state)
+                continue
+            assert record is not None
+            assert (record.handoff.attempt, record.router_id) == (attempt, f"router {attempt}")
+            assert record.state == state or (record.state < state and self.log._entries[request].queued >= 3)
+
+
+async def trouble(steps: list[Any]) -> None:
+    case = Trouble()
+    for step in steps:
+        await case.step(step)
+    await case.log.flush()
+    case.check()
+    await case.log.close()
+
+
+@given(STEPS)
+def test_after_any_trouble_the_store_says_what_is_held(steps):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("baton.ledger.beside.FIRST_DELAY_S", 0.0)
+        asyncio.run(trouble(steps))

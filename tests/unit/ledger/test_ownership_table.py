@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from baton.core import HandoffId, Incarnation, WorkerRef
 from baton.ledger.ownership import OwnershipTable, RecordState
 
-RESERVED, COMMITTED, ABORTED, RELEASED = RecordState
+RESERVED, PREPARED, COMMITTED, ABORTED, RELEASED = RecordState
 
 
 def worker(name: str = "decode-0", counter: int = 1, epoch: int = 5) -> WorkerRef:
@@ -46,6 +46,17 @@ def test_an_attempt_belongs_to_the_first_who_wrote_it(other):
     table = OwnershipTable()
     assert table.write(FIRST, worker(), "router", RESERVED)
     assert not table.write(FIRST, other, "router", COMMITTED)
+
+
+def test_records_of_version_1_are_still_read():
+    assert [RecordState(old) for old in (1, 2, 3, 4)] == [RESERVED, COMMITTED, ABORTED, RELEASED]
+    for damaged in (0, 5, -1, 11):
+        with pytest.raises(ValueError):
+            RecordState(damaged)
+
+
+def test_the_order_of_the_states():
+    assert sorted(RecordState) == [RESERVED, PREPARED, COMMITTED, ABORTED, RELEASED]
 
 
 def test_a_tombstone_keeps_a_late_write_of_an_older_attempt_out():

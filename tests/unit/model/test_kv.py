@@ -2,85 +2,180 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from baton.core import KVLayout
 from baton.engine.kv import KVCache
 
 LAYOUT = KVLayout(layers=3, kv_heads=2, head_dim=4, block_size=5, dtype="bfloat16")
+TOTAL = 40
 
 
-def numbered(total_blocks: int = 7) -> KVCache:
-    kv = KVCache(LAYOUT, total_blocks)
-    kv.k.copy_(torch.randn(kv.k.shape, generator=torch.Generator().manual_seed(1)))
-    kv.v.copy_(torch.randn(kv.v.shape, generator=torch.Generator().manual_seed(2)))
+def numbered(layout: KVLayout = LAYOUT, total_blocks: int = 7) -> KVCache:
+    """No two elements of it are alike, but by chance."""
+    kv = KVCache(layout, total_blocks)
+    for n, tensor in enumerate(kv.tensors):
+        tensor.copy_(torch.randn(tensor.shape, generator=torch.Generator().manual_seed(n)))
     return kv
+
+
+def buffer(kv: KVCache, layers: range, tokens: int) -> torch.Tensor:
+    return torch.zeros(len(layers) * tokens * kv.layout.layer_token_bytes, dtype=torch.uint8)
+
+
+def gathered(kv: KVCache, layers: range, blocks: list[int], begin: int, end: int) -> torch.Tensor:
+    out = buffer(kv, layers, end - begin)
+    kv.gather(layers, blocks, begin, end, out)
+    return out
+
+
+def row_by_row(kv: KVCache, layers: range, blocks: list[int], begin: int, end: int) -> torch.Tensor:
+    """The wire order as it is defined: of each layer, of each tensor, one position after the other."""
+    size = kv.layout.block_size
+    rows = [
+        tensor[layer, blocks[position // size], position % size].flatten()
+        for layer in layers
+        for tensor in kv.tensors
+        for position in range(begin, end)
+    ]
+    return torch.cat(rows).view(torch.uint8)
 
 
 def test_shape_and_size():
     kv = KVCache(LAYOUT, 7)
     assert kv.k.shape == kv.v.shape == (3, 7, 5, 2, 4)
     assert kv.k.dtype == torch.bfloat16
-    assert kv.nbytes(range(3), range(7)) == 7 * LAYOUT.block_bytes == 2 * kv.k.numel() * 2
+    assert 7 * LAYOUT.block_bytes == 2 * kv.k.nbytes == 3 * 7 * 5 * LAYOUT.layer_token_bytes
+    assert kv.mark() is None  # nothing on a CPU is under way
 
 
-def test_wire_order_is_k_then_v_of_each_layer():
-    kv, layers, blocks = numbered(), range(1, 3), [4, 0, 6]
-    out = torch.empty(kv.nbytes(layers, blocks), dtype=torch.uint8)
-    kv.gather(layers, blocks, out)
-    expected = torch.cat([cache[layer, blocks].reshape(-1) for layer in layers for cache in (kv.k, kv.v)])
-    assert torch.equal(out.view(torch.bfloat16), expected)
+@st.composite
+def sequences(draw: st.DrawFn):
+    """A layout without its block size, a range of layers and one of positions."""
+    layout = KVLayout(
+        layers=draw(st.integers(1, 3)),
+        kv_heads=draw(st.integers(1, 3)),
+        head_dim=draw(st.integers(1, 5)),
+        block_size=0,
+        dtype=draw(st.sampled_from(["float32", "bfloat16", "float16"])),
+        tensors=draw(st.sampled_from([("k", "v"), ("latent",)])),
+    )
+    first = draw(st.integers(0, layout.layers - 1))
+    begin = draw(st.integers(0, TOTAL - 1))
+    return layout, range(first, draw(st.integers(first + 1, layout.layers))), begin, draw(st.integers(begin + 1, TOTAL))
 
 
-def test_scatter_puts_back_what_gather_took_and_nothing_else():
-    source, target = numbered(), KVCache(LAYOUT, 9)
-    data = torch.empty(source.nbytes(range(1, 2), [5, 2]), dtype=torch.uint8)
-    source.gather(range(1, 2), [5, 2], data)
-    target.scatter(range(1, 2), [8, 3], data)
-    for there, here in ((target.k, source.k), (target.v, source.v)):
-        assert torch.equal(there[1, [8, 3]], here[1, [5, 2]])
-        there[1, [8, 3]] = 0
-        assert not there.any()
+def holding(data: st.DataObject, layout: KVLayout, fill: bool) -> tuple[KVCache, list[int]]:
+    """A cache with blocks of any size, and room in it for TOTAL positions, scattered."""
+    layout = replace(layout, block_size=data.draw(st.integers(1, TOTAL + 3), "block size"))
+    due = layout.blocks_for(TOTAL)
+    kv = numbered(layout, due + 2) if fill else KVCache(layout, due + 2)
+    return kv, data.draw(st.permutations(range(due + 2)), "blocks")[:due]
 
 
-def test_empty_rectangle():
+@given(sequences(), st.data())
+def test_any_positions_go_from_any_blocks_to_any_others(sequence, data: st.DataObject):
+    layout, layers, begin, end = sequence
+    source, there = holding(data, layout, fill=True)
+    target, here = holding(data, layout, fill=False)
+    wire = gathered(source, layers, there, begin, end)
+    assert torch.equal(wire, row_by_row(source, layers, there, begin, end))
+    target.scatter(layers, here, begin, end, wire)
+    assert torch.equal(row_by_row(target, layers, here, begin, end), wire)
+    elements = sum(int(tensor.count_nonzero()) for tensor in target.tensors)
+    assert elements == int(wire.view(target.k.dtype).count_nonzero())  # nothing else was written
+
+
+@given(sequences(), st.data())
+def test_pieces_are_what_the_whole_is(sequence, data: st.DataObject):
+    """Each piece, of any positions, is written where it belongs whatever was written before."""
+    layout, layers, begin, end = sequence
+    source, there = holding(data, layout, fill=True)
+    target, here = holding(data, layout, fill=False)
+    cuts = sorted(data.draw(st.sets(st.integers(begin, end), max_size=4), "cuts") | {begin, end})
+    pieces = data.draw(st.permutations(list(itertools.pairwise(cuts))), "order")
+    for first, last in pieces:
+        for layer in layers:
+            only = range(layer, layer + 1)
+            target.scatter(only, here, first, last, gathered(source, only, there, first, last))
+    assert torch.equal(
+        row_by_row(target, layers, here, begin, end),
+        row_by_row(source, layers, there, begin, end),
+    )
+
+
+def test_a_view_with_strides_is_gathered_as_its_elements():
+    """What a rank of a tensor-parallel worker sees: some heads of KV that lies elsewhere."""
+    whole = numbered(replace(LAYOUT, kv_heads=4))
+    storage = [tensor[:, :, :, 1:3] for tensor in whole.tensors]
+    part, copy = KVCache(LAYOUT, 7, storage=storage), KVCache(LAYOUT, 7)
+    for mine, theirs in zip(copy.tensors, storage, strict=True):
+        mine.copy_(theirs)
+    wire = gathered(part, range(3), [4, 0, 6], 2, 13)
+    assert torch.equal(wire, gathered(copy, range(3), [4, 0, 6], 2, 13))
+    others = whole.k[:, :, :, [0, 3]].clone()
+    part.scatter(range(3), [1, 2, 3], 2, 13, wire)
+    assert torch.equal(gathered(part, range(3), [1, 2, 3], 2, 13), wire)
+    assert torch.equal(whole.k[:, :, :, [0, 3]], others)
+
+
+def test_no_layers_are_nothing():
     kv = numbered()
-    kv.gather(range(3), [], torch.empty(0, dtype=torch.uint8))
-    kv.scatter(range(0), [1], torch.empty(0, dtype=torch.uint8))
+    kv.gather(range(0), [1], 0, 5, torch.empty(0, dtype=torch.uint8))
+    kv.scatter(range(0), [1], 0, 5, torch.empty(0, dtype=torch.uint8))
 
 
-@pytest.mark.parametrize("data", [torch.empty(79, dtype=torch.uint8), torch.empty(160), torch.empty(0)])
+@pytest.mark.parametrize("data", [torch.empty(159, dtype=torch.uint8), torch.empty(160), torch.empty(0)])
 def test_wrong_buffer(data: torch.Tensor):
     with pytest.raises(ValueError, match="need uint8"):
-        numbered().gather(range(1), [0], data)
+        numbered().gather(range(1), [0], 0, 5, data)
+    with pytest.raises(ValueError, match="need uint8"):
+        numbered().scatter(range(1), [0], 0, 5, data)
 
 
-@pytest.mark.parametrize(("layers", "blocks"), [(range(2, 4), [0]), (range(1), [7]), (range(1), [-1, 3])])
-def test_out_of_range(layers: range, blocks: list[int]):
+@pytest.mark.parametrize(
+    ("layers", "blocks", "begin", "end"),
+    [
+        (range(2, 4), [0], 0, 5),
+        (range(-1, 1), [0], 0, 5),
+        (range(1), [7], 0, 5),
+        (range(1), [-1, 3], 4, 6),
+        (range(1), [3, -1], 4, 6),
+        (range(1), [0, 1], 5, 11),
+        (range(1), [0, 1], -1, 3),
+        (range(1), [], 0, 1),
+    ],
+)
+def test_out_of_range(layers: range, blocks: list[int], begin: int, end: int):
     kv = numbered()
-    data = torch.zeros(kv.nbytes(layers, blocks), dtype=torch.uint8)
+    data = buffer(kv, layers, end - begin)
     before = kv.k.clone()
     for call in (kv.gather, kv.scatter):
         with pytest.raises(IndexError, match="out of range"):
-            call(layers, blocks, data)
+            call(layers, blocks, begin, end, data)
     assert torch.equal(kv.k, before)
+
+
+def test_blocks_that_hold_none_of_the_positions_need_not_be_there():
+    kv = numbered()
+    assert torch.equal(gathered(kv, range(3), [99, 4, 99], 5, 10), row_by_row(kv, range(3), [0, 4, 0], 5, 10))
 
 
 def test_a_layout_of_one_tensor():
     """What latent attention caches: half the bytes, and the same operations."""
     layout = replace(LAYOUT, tensors=("latent",))
-    source, target = KVCache(layout, 7), KVCache(layout, 9)
-    source.k.copy_(torch.randn(source.k.shape, generator=torch.Generator().manual_seed(1)))
+    source, target = numbered(layout), KVCache(layout, 9)
     assert source.v.numel() == 0
     assert 2 * layout.block_bytes == LAYOUT.block_bytes
-    assert source.nbytes(range(3), range(7)) == source.k.nbytes
-    data = torch.empty(source.nbytes(range(1, 3), [5, 2]), dtype=torch.uint8)
-    source.gather(range(1, 3), [5, 2], data)
+    data = gathered(source, range(1, 3), [5, 2], 0, 10)
     assert torch.equal(data.view(torch.bfloat16), source.k[1:3, [5, 2]].flatten())
-    target.scatter(range(1, 3), [8, 3], data)
+    target.scatter(range(1, 3), [8, 3], 0, 10, data)
     assert torch.equal(target.k[1:3, [8, 3]], source.k[1:3, [5, 2]])
     target.k[1:3, [8, 3]] = 0
     assert not target.k.any()

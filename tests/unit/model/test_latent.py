@@ -15,7 +15,7 @@ from baton.engine.kv import KVCache
 from baton.engine.model.build import TransformerBackend, load_model
 from baton.engine.model.deepseek import LatentAttention
 from baton.errors import CheckpointError
-from kvtransfer.plan import plan_frames
+from kvtransfer.plan import Progress
 from tests.unit.model.checkpoints import VOCAB, random_checkpoint, reload
 from tests.unit.model.harness import Row, assert_bfloat16_as_good, assert_equals, greedy, make_batch, poisoned_cache
 from tests.unit.model.routing import assert_sure
@@ -131,12 +131,17 @@ def test_handed_over(variant: str, frame_size: int, tmp_path: Path):
     assert prefill.fingerprint == decode.fingerprint
     source, target = poisoned_cache(prefill, 9), poisoned_cache(decode, 9)
     there, here = Row(list(prompt), 0, blocks=[6, 0, 3]), Row(list(prompt), 0, len(prompt), blocks=[1, 8, 4, 7])
-    advance(prefill, source, there, 20)
-    here.tokens.append(int(advance(prefill, source, there, len(prompt) - 20).argmax()))
-    for frame in plan_frames(prefill.layout, 3, frame_size):
-        data = torch.empty(frame.nbytes, dtype=torch.uint8)
-        source.gather(frame.layers, there.blocks[frame.blocks], data)
-        target.scatter(frame.layers, here.blocks[frame.blocks], data)
+    progress = Progress(prefill.layout, 0, len(prompt))
+    for chunk in (20, len(prompt) - 20):
+        logits = advance(prefill, source, there, chunk)
+        progress.computed(prefill.layout.layers, there.computed)
+        while (frame := progress.next(frame_size)) is not None:
+            data = torch.empty(frame.nbytes, dtype=torch.uint8)
+            source.gather(frame.layers, there.blocks, frame.begin, frame.end, data)
+            target.scatter(frame.layers, here.blocks, frame.begin, frame.end, data)
+            progress.took(frame)
+    assert progress.complete
+    here.tokens.append(int(logits.argmax()))
     while len(here.tokens) < len(prompt) + NEW:
         here.tokens.append(int(advance(decode, target, here, 1).argmax()))
     logits = oracle(torch.tensor([here.tokens])).logits[0]

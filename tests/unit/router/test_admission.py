@@ -17,8 +17,10 @@ class Room:
 
     def __init__(self, free: int) -> None:
         self.free = free
+        self.kept: list[object] = []  # what was asked for with each claim
 
-    def claim(self, tokens: int) -> int | None:
+    def claim(self, tokens: int, keep: object = None) -> int | None:
+        self.kept.append(keep)
         if tokens > self.free:
             return None
         self.free -= tokens
@@ -182,6 +184,18 @@ async def test_a_queue_of_no_length_still_admits_what_has_room():
     with pytest.raises(Overloaded):
         await gate.admit(ticket_for(1, 0), 1)
     assert gate.waiting == 0
+
+
+async def test_a_claim_asks_for_the_worker_that_holds_the_kv_at_once_and_from_the_queue():
+    room = Room(1)
+    gate = admission(room)
+    assert await gate.admit(ticket_for(0, 0), 1, "mine") == 1
+    waiting = await queued(gate, 1, 1, keep="mine too")
+    behind = await queued(gate, 2, 1)
+    room.free = 2
+    gate.changed()
+    assert [await waiting, await behind] == [1, 1]
+    assert room.kept == ["mine", "mine too", "mine too", None]
 
 
 @pytest.mark.parametrize(("pair", "error"), [(True, Overloaded), (False, NoWorker)])

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from baton import core
 from baton.errors import InvalidRequest
+from baton.ranges import MAX_LOGPROBS
 from baton.rpc import convert
 from baton.rpc.v1 import common_pb2 as common
 from baton.rpc.v1 import worker_pb2 as worker
@@ -48,7 +49,7 @@ samplings = st.builds(
     stop_token_ids=st.lists(u32, max_size=3).map(tuple),
     ignore_eos=st.booleans(),
     logit_bias=st.dictionaries(u32, f32(-100, 100), max_size=3).map(lambda bias: tuple(sorted(bias.items()))),
-    logprobs=st.none() | st.integers(0, core.MAX_LOGPROBS),
+    logprobs=st.none() | st.integers(0, MAX_LOGPROBS),
 )
 specs = st.builds(
     core.SequenceSpec,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
@@ -12,29 +11,30 @@ from baton.clock import FakeClock
 from baton.core import HandoffId, Incarnation, Role, Sampling, SequenceSpec, WorkerInfo, WorkerRef
 from baton.engine.engine import Engine
 from baton.engine.oracle import OracleBackend, oracle_layout
-from baton.errors import ChannelBroken, HandoffError, InvalidRequest, StaleAttempt
+from baton.engine.prefix import Chain, scope_key
+from baton.errors import InvalidRequest
 from baton.rpc import convert
 from baton.rpc.v1 import worker_pb2 as pb
 from baton.tokenizer import OracleTokenizer
 from baton.worker.commands import not_taken
 from decode_workers.role import DecodeRole
-from kvtransfer.handoff import CommitState, Offer, PushJob, PushResult
 from prefill_workers.role import PrefillRole
+from tests.unit.worker.pusher import FakePusher, P
 
 torch.set_num_threads(1)
 BLOCK = 4
 BACKEND = OracleBackend(oracle_layout(block_size=BLOCK), max_model_len=64)
-P = WorkerRef("prefill-0", Incarnation(7, 1), "127.0.0.1:1")
 D = WorkerRef("decode-0", Incarnation(7, 2), "127.0.0.1:2")
 H = HandoffId("r", 1)
 GREEDY = Sampling(max_tokens=6, temperature=0.0, ignore_eos=True)
 NAN = float("nan")
 
 
-def engine_of(role, total_blocks):
-    return Engine(
-        BACKEND, OracleTokenizer(), total_blocks=total_blocks, recompute_preempted=role is Role.PREFILL, max_running=16
-    )
+def engine_of(role, total_blocks, block_size=BLOCK, **options):
+    """Sizes of blocks may differ: the fingerprint does not."""
+    backend = BACKEND if block_size == BLOCK else OracleBackend(oracle_layout(block_size=block_size), max_model_len=64)
+    options = {"recompute_preempted": role is Role.PREFILL, "max_running": 16, **options}
+    return Engine(backend, OracleTokenizer(), total_blocks=total_blocks, **options)
 
 
 def info_of(ref, role, engine):
@@ -51,25 +51,50 @@ def spec_of(handoff=H, length=9, sampling=GREEDY):
     return SequenceSpec(prompt_of(handoff, length), sampling)
 
 
-def reserve(handoff=H, known=9, deadline_s=0.0, fingerprint=BACKEND.fingerprint, max_total=0):
+def names_of(tokens, block_size=BLOCK):
+    """What a cache calls the full blocks of `tokens`."""
+    chain = Chain(scope_key(BACKEND.fingerprint, ""), tokens, block_size)
+    return [chain.digest(block) for block in range(len(tokens) // block_size)]
+
+
+def reserve(handoff=H, known=9, deadline_s=0.0, fingerprint=BACKEND.fingerprint, max_total=0, prefix=()):
     message = pb.Reserve(
         handoff=convert.handoff_to_pb(handoff),
         fingerprint=fingerprint,
         known_tokens=known,
         max_total=max_total,
         deadline_s=deadline_s,
+        prefix=prefix,
     )
     return pb.RouterCommand(reserve=message)
 
 
-def prefill(handoff=H, spec=None, to=D, deadline_s=0.0):
+def prefill(handoff=H, spec=None, to=D, deadline_s=0.0, skip=0):
     message = pb.Prefill(
         handoff=convert.handoff_to_pb(handoff),
         spec=convert.spec_to_pb(spec_of(handoff) if spec is None else spec),
         to=convert.ref_to_pb(to),
         deadline_s=deadline_s,
+        skip=skip,
     )
     return pb.RouterCommand(prefill=message)
+
+
+def repush(held=H, handoff=None, to=D, deadline_s=0.0, skip=0):
+    """`handoff`: the next attempt."""
+    handoff = handoff or next_of(held)
+    message = pb.Repush(
+        held=convert.handoff_to_pb(held),
+        handoff=convert.handoff_to_pb(handoff),
+        to=convert.ref_to_pb(to),
+        deadline_s=deadline_s,
+        skip=skip,
+    )
+    return pb.RouterCommand(repush=message)
+
+
+def next_of(handoff):
+    return HandoffId(handoff.request_id, handoff.attempt + 1)
 
 
 def fence(handoff=H):
@@ -91,10 +116,12 @@ def malformed():
     foreign = prefill()
     foreign.prefill.spec.prompt.append(2**32 - 1)
     yield from [("nothing", nobody, "command"), ("hello", hello, "command")]
-    for make in (reserve, prefill, fence, release):
+    for make in (reserve, prefill, fence, release, repush):
         yield f"{make.__name__} without a request id", make(HandoffId("", 1)), "handoff"
         yield f"{make.__name__} of attempt 0", make(zeroth), "handoff"
-    for make in (reserve, prefill):
+    yield "repush under no name", repush(handoff=zeroth), "handoff"
+    yield "repush to nowhere", repush(to=no_address), "to.address"
+    for make in (reserve, prefill, repush):
         for seconds in (NAN, float("inf"), -1.0):
             yield f"{make.__name__} with deadline {seconds}", make(deadline_s=seconds), "deadline_s"
     yield "prefill without a prompt", prefill(spec=SequenceSpec((), GREEDY)), "prompt"
@@ -103,6 +130,7 @@ def malformed():
     yield "prefill at NaN degrees", broken, "temperature"
     yield "prefill of a foreign token", foreign, "prompt"
     yield "prefill that never fits", prefill(spec=spec_of(length=64)), "prompt"
+    yield "prefill that skips all of it", prefill(skip=9), "skip"
 
 
 class FakeSession:
@@ -123,6 +151,11 @@ class FakeSession:
     def kinds(self, handoff=None):
         mine = [e for e in self.events if handoff is None or convert.handoff_from_pb(e.handoff) == handoff]
         return [event.WhichOneof("event") for event in mine]
+
+    def cached_at(self, handoff):
+        """What the decode worker said to its Reserve; None: it refused."""
+        said = [e for e in self.events if convert.handoff_from_pb(e.handoff) == handoff and e.HasField("reserved")]
+        return said[0].reserved.cached_tokens if said else None
 
     def tokens(self, handoff=H):
         mine = [e.tokens for e in self.events if convert.handoff_from_pb(e.handoff) == handoff and e.HasField("tokens")]
@@ -190,113 +223,54 @@ class Side:
 
 
 class PrefillSide(Side):
-    def __init__(self, blocks=40, clock=None):
+    def __init__(self, blocks=40, clock=None, *, coalesce_below=0, **options):
         self.clock = clock or FakeClock()
-        engine, loop = engine_of(Role.PREFILL, blocks), cast(Any, SyncLoop())
-        super().__init__(engine, PrefillRole(info_of(P, Role.PREFILL, engine), engine, loop, self.clock), loop)
-        self.pusher = FakePusher(self)
+        engine, loop = engine_of(Role.PREFILL, blocks, **options), cast(Any, SyncLoop())
+        info = info_of(P, Role.PREFILL, engine)
+        role = PrefillRole(info, engine, loop, self.clock, coalesce_below=coalesce_below)
+        super().__init__(engine, role, loop)
+        self.pusher = FakePusher(engine, role.push_ended)
         self.role.attach(self.pusher)
 
 
 class DecodeSide(Side):
-    def __init__(self, blocks=40, clock=None):
+    def __init__(self, blocks=40, clock=None, **options):
         self.clock, self.records = clock or FakeClock(), cast(Any, Records())
-        engine, loop = engine_of(Role.DECODE, blocks), cast(Any, SyncLoop())
+        engine, loop = engine_of(Role.DECODE, blocks, **options), cast(Any, SyncLoop())
         role = DecodeRole(info_of(D, Role.DECODE, engine), engine, loop, self.records, self.clock)
         super().__init__(engine, role, loop)
-
-
-@dataclass
-class Push:
-    """Under way: what a sender has of it, and how far it got at the receiver."""
-
-    job: PushJob
-    stage: str = "queued"  # queued | offered | written | committed
-    aborted: bool = False
-    buffer: torch.Tensor | None = field(default=None, repr=False)
-
-
-class FakePusher:
-    """A sender that goes on when told: one stage at a time, over memory, into a reservation table."""
-
-    def __init__(self, side):
-        self.side = side
-        self.pushes: dict[HandoffId, Push] = {}
-        self.reports = []
-        self.warmed = []
-        self.refuse = None  # raised by push, and by warm when the sender is closed
-
-    def warm(self, to):
-        if isinstance(self.refuse, ChannelBroken):
-            raise self.refuse
-        self.warmed.append(to)
-
-    def push(self, job):
-        if self.refuse is not None:
-            raise self.refuse
-        if job.handoff in self.pushes:
-            raise ValueError(f"push {job.handoff} is under way already")
-        self.pushes[job.handoff] = Push(job)
-
-    def abort(self, handoff):
-        if (push := self.pushes.get(handoff)) is not None:
-            push.aborted = True
-
-    def done(self, handoff, outcome):
-        """The one report of a push."""
-        del self.pushes[handoff]
-        self.reports.append(handoff)
-        self.side.role.push_ended(handoff, outcome)
-
-    def advance(self, handoff, decode):
-        """One stage further towards `decode`'s table."""
-        push, table = self.pushes[handoff], decode.role.reservations
-        try:
-            if push.aborted:
-                raise StaleAttempt("aborted")
-            self._stage(push, table, decode.engine.kv)
-        except HandoffError as error:
-            table.aborted(handoff, P)
-            self.done(handoff, error)
-
-    def break_channel(self, decode):
-        """Every push fails, the table hears that the sender is gone."""
-        for handoff in list(self.pushes):
-            self.done(handoff, ChannelBroken("cut"))
-        decode.role.reservations.lost(P)
-
-    def _stage(self, push, table, kv):
-        job, handoff, layout = push.job, push.job.handoff, kv.layout
-        layers, count = range(layout.layers), layout.blocks_for(job.known_tokens)
-        if push.stage == "queued":
-            table.offer(handoff, P, Offer(BACKEND.fingerprint, job.known_tokens, 0, 1))
-            push.stage = "offered"
-        elif push.stage == "offered":
-            data = torch.empty(count * layout.block_bytes, dtype=torch.uint8)
-            self.side.engine.kv.gather(layers, job.blocks[:count], data)
-            with table.writing(handoff, P) as blocks:
-                kv.scatter(layers, blocks, data)
-            push.stage = "written"
-        elif push.stage == "written":
-            table.commit(handoff, P, CommitState(job.spec, job.first, 0.1, 0.1, 64, "memory"))
-            push.stage = "committed"
-        else:
-            self.done(handoff, PushResult(64, 0.1, "memory"))
 
 
 class Pair:
     """Both sides, one clock."""
 
-    def __init__(self, prefill_blocks=40, decode_blocks=40):
+    def __init__(self, prefill_blocks=40, decode_blocks=40, *, decode_block_size=BLOCK):
         self.clock = FakeClock()
         self.prefill = PrefillSide(prefill_blocks, self.clock)
-        self.decode = DecodeSide(decode_blocks, self.clock)
+        self.decode = DecodeSide(decode_blocks, self.clock, block_size=decode_block_size)
+
+    def begin(self, session, handoff=H, spec=None, *, known=True):
+        """Reserve, and Prefill if there is room. `known`: the decode worker may have the beginning in its cache."""
+        spec = spec or spec_of(handoff)
+        prefix = names_of(spec.tokens, self.decode.engine.layout.block_size) if known else ()
+        self.decode.take(session, reserve(handoff, len(spec), prefix=prefix))
+        if (skip := session.cached_at(handoff)) is not None:
+            self.prefill.take(session, prefill(handoff, spec, skip=skip))
+
+    def end_pushes(self):
+        """To whatever end; what waits for a Repush is released."""
+        side = self.prefill
+        for handoff in list(side.pusher.pushes):
+            while handoff in side.pusher.pushes:
+                side.pusher.advance(handoff, self.decode)
+        side.run()
+        for handoff, work in list(side.role._work.items()):
+            side.take(work.session, release(handoff))
+        side.run()
 
     def hand_over(self, session, handoff=H, spec=None, *, upto="committed"):
         """From Reserve on, until the push reached stage `upto` ("reported": to its end)."""
-        spec = spec or spec_of(handoff)
-        self.decode.take(session, reserve(handoff, len(spec)))
-        self.prefill.take(session, prefill(handoff, spec))
+        self.begin(session, handoff, spec)
         self.prefill.run()
         pusher = self.prefill.pusher
         while handoff in pusher.pushes and pusher.pushes[handoff].stage != upto:

@@ -37,6 +37,13 @@ def test_a_new_engine_has_been_warmed_and_counts_from_zero(tmp_path):
     assert load.blocks.available == load.blocks.total
 
 
+def test_a_worker_is_told_how_kv_moves(tmp_path):
+    sets = ("transfer.coalesce_below=8KiB", "transfer.staging_memory=64MiB", "transfer.frame_size=1MiB")
+    transfer = settings(tmp_path, *sets).transfer
+    assert (transfer.coalesce_below, transfer.staging_memory, transfer.frame_size) == (8 << 10, 64 << 20, 1 << 20)
+    assert [settings(tmp_path, *verify).transfer.verify_kv for verify in ((), ("transfer.verify=kv",))] == [False, True]
+
+
 def test_too_little_memory_says_how_much_would_do(tmp_path):
     with pytest.raises(ConfigError, match=r"give at least \d+ bytes"):
         build_engine(settings(tmp_path, "decode.kv_memory=64KiB", "model.max_model_len=2048"))

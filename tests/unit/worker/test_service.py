@@ -19,7 +19,8 @@ from baton.worker.loop import EngineLoop
 from baton.worker.service import WorkerService
 from decode_workers.role import DecodeRole
 from prefill_workers.role import PrefillRole
-from tests.unit.worker.support import D, P, Records, engine_of, info_of, malformed, release, reserve
+from tests.unit.worker.pusher import P
+from tests.unit.worker.support import D, Records, engine_of, info_of, malformed, release, reserve
 
 H = HandoffId("r", 1)
 CONNECT = "/baton.v1.Worker/Connect"

@@ -162,7 +162,7 @@ class GraphedBackend(TransformerBackend):
 
     def forward(self, batch: Batch, kv: KVCache) -> Tensor:
         """Write the batch's K and V, then return logits, float32 [L, vocab_size], valid until the next forward."""
-        bucket = self.graphs.bucket(batch, kv)
+        bucket = None if batch.on_layer else self.graphs.bucket(batch, kv)  # a graph tells nobody about its layers
         return self.model.forward(batch, kv) if bucket is None else self.graphs.run(batch, bucket)
 
 

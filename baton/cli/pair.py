@@ -1,0 +1,143 @@
+"""`baton doctor --transport NAME`: a data channel between two processes of this machine, opened and probed."""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import threading
+from contextlib import closing
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from baton.core import Channel, HandoffId, Incarnation, KVLayout, WorkerRef
+from baton.engine.kv import KVCache
+from baton.errors import BatonError, ChannelBroken, OfferRefused, StaleAttempt
+from baton.logs import configure_logging
+from baton.rpc import channel
+from baton.rpc.v1 import peer_pb2_grpc
+from baton.worker.build import pick_device
+from kvtransfer.handoff import PushJob, TransferSettings
+from kvtransfer.receiver import PeerService
+from kvtransfer.sender import Sender
+from kvtransfer.transports.choose import make_transports
+from kvtransfer.transports.grpc_bytes import GrpcTransport
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from contextlib import AbstractContextManager
+    from multiprocessing.connection import Connection
+
+    from kvtransfer.handoff import CommitState, Offer
+
+LAYOUT = KVLayout(layers=1, kv_heads=1, head_dim=8, block_size=16, dtype="float32")
+SENDER, RECEIVER = Incarnation(1, 1), Incarnation(1, 2)
+START_S = 60.0
+
+
+class _Nobody:
+    """A table without reservations: the channel is all that is wanted."""
+
+    def offer(self, handoff: HandoffId, sender: WorkerRef, offer: Offer) -> None:
+        raise StaleAttempt("nothing is reserved here")
+
+    def fetch(self, handoff: HandoffId, sender: WorkerRef, begin: int, end: int) -> None:
+        raise OfferRefused("nothing is here")
+
+    def writing(self, handoff: HandoffId, sender: WorkerRef) -> AbstractContextManager[Sequence[int]]:
+        raise StaleAttempt("nothing is reserved here")
+
+    def commit(self, handoff: HandoffId, sender: WorkerRef, commit: CommitState) -> None:
+        raise StaleAttempt("nothing is reserved here")
+
+    def aborted(self, handoff: HandoffId, sender: WorkerRef) -> None: ...
+
+    def lost(self, sender: WorkerRef) -> None: ...
+
+
+def probe_pair(settings: TransferSettings, devices: tuple[str, str]) -> Channel:
+    """Open a channel from a KV cache on the first device to one on the second, in another process; what its probe said.
+
+    Raises ConfigError or ChannelBroken with the reason why it cannot be had.
+    """
+    for device in devices:
+        pick_device(device)
+    configure_logging("error", "auto")
+    here, there = multiprocessing.get_context("spawn").Pipe()
+    process = multiprocessing.get_context("spawn").Process(target=_receive, args=(there, settings, devices[1]))
+    process.start()
+    there.close()
+    try:
+        address = _answer(here)
+        return _send(settings, torch.device(devices[0]), WorkerRef("receiver", RECEIVER, address))
+    finally:
+        here.close()  # the other side's sign to end
+        process.join(START_S)
+
+
+def _answer(here: Connection) -> str:
+    if not here.poll(START_S):
+        raise ChannelBroken(f"the receiving process said nothing within {START_S:g} s")
+    try:
+        good, text = here.recv_bytes()[:1] == b"+", here.recv_bytes().decode()
+    except EOFError:
+        raise ChannelBroken("the receiving process died") from None
+    if not good:
+        raise ChannelBroken(text)
+    return text
+
+
+def _send(settings: TransferSettings, device: torch.device, to: WorkerRef) -> Channel:
+    ended, outcome = threading.Event(), list[object]()
+
+    def done(handoff: HandoffId, result: object) -> None:
+        outcome.append(result)
+        ended.set()
+
+    transports = make_transports(settings, device, grpc=GrpcTransport())
+    me = WorkerRef("sender", SENDER, "nowhere:0")
+    with closing(Sender(KVCache(LAYOUT, 1, device), me, "doctor", settings, transports, done)) as sender:
+        sender.begin(PushJob(HandoffId("doctor", 1), to, 1))
+        ended.wait(START_S)
+        opened = sender.channels()
+    if not opened or not isinstance(outcome[0], StaleAttempt):
+        raise ChannelBroken(str(outcome[0]) if outcome else f"nothing happened within {START_S:g} s")
+    return opened[0]
+
+
+def _receive(there: Connection, settings: TransferSettings, device: str) -> None:
+    """The other process, until the pipe closes."""
+    configure_logging("error", "auto")
+    try:
+        asyncio.run(_serve(there, settings, torch.device(device)))
+    except BatonError as error:
+        there.send_bytes(b"-")
+        there.send_bytes(str(error).encode())
+
+
+async def _serve(there: Connection, settings: TransferSettings, device: torch.device) -> None:
+    server = channel.aio_server()
+    me = WorkerRef("receiver", RECEIVER, channel.bind(server, f"{settings.bind_host}:0"))
+    grpc = GrpcTransport(me.address)
+    kv, table = KVCache(LAYOUT, 1, device), _Nobody()
+    peers = PeerService(kv, me, "doctor", settings, table, make_transports(settings, device, grpc=grpc), grpc)
+    peer_pb2_grpc.add_PeerServicer_to_server(peers, server)
+    await server.start()
+    there.send_bytes(b"+")
+    there.send_bytes(me.address.encode())
+    await asyncio.to_thread(_wait_closed, there)
+    await server.stop(None)
+    await peers.close()
+
+
+def _wait_closed(there: Connection) -> None:
+    try:
+        there.recv_bytes()
+    except (EOFError, OSError):
+        return
+
+
+def settings_for(name: str, settings: TransferSettings) -> TransferSettings:
+    """The cluster's, with the transport that is to be tried."""
+    return replace(settings, transport=name, frame_deadline_s=min(settings.frame_deadline_s, START_S / 2))

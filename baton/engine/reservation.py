@@ -1,0 +1,34 @@
+"""Room for a sequence whose KV comes from elsewhere: what is here already, and blocks for the rest."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from baton.engine.blocks import Allocation
+
+
+@dataclass(frozen=True, slots=True)
+class Reservation:
+    """`shared` holds the first `cached_tokens` positions, in blocks that nobody may write; `own` is reserved."""
+
+    shared: Allocation
+    own: Allocation
+    cached_tokens: int
+
+    @property
+    def blocks(self) -> list[int]:
+        """All blocks, in the order of their positions."""
+        return self.shared.blocks + self.own.blocks
+
+    def activate(self) -> Allocation:
+        """All KV is there: one allocation, owned. The reservation must not be used any more."""
+        self.own.activate()
+        self.own.prepend(self.shared)
+        return self.own
+
+    def release(self) -> None:
+        """Let go of all of it. Idempotent."""
+        self.own.release()
+        self.shared.release()

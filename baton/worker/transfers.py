@@ -1,0 +1,47 @@
+"""A worker's way to send KV and to take it: both ends of `kvtransfer`, put together the same for both roles."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+from baton.rpc.v1 import peer_pb2_grpc
+from kvtransfer.receiver import PeerService
+from kvtransfer.sender import Sender
+from kvtransfer.transports.choose import make_transports
+from kvtransfer.transports.grpc_bytes import GrpcTransport
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from baton.core import HandoffId
+    from baton.errors import HandoffError
+    from baton.worker.host import HostParts
+    from kvtransfer.handoff import HandoffTable, PushResult
+
+
+class Transfers:
+    """`sender` pushes what the role gives it; what others push lands by the word of `table`.
+
+    Raises ConfigError for a transport that cannot be had.
+    """
+
+    def __init__(
+        self,
+        parts: HostParts,
+        table: HandoffTable,
+        on_done: Callable[[HandoffId, PushResult | HandoffError], None],
+        on_unfetched: Callable[[HandoffId], None] = lambda handoff: None,
+    ) -> None:
+        info, kv, settings = parts.info, parts.engine.kv, parts.settings.transfer
+        grpc = GrpcTransport(info.ref.address)
+        transports = make_transports(settings, kv.device, grpc=grpc)
+        ends = (kv, info.ref, info.fingerprint, settings)
+        self.sender = Sender(*ends, transports, on_done, on_unfetched=on_unfetched)
+        self._peers = PeerService(*ends, table, transports, grpc)
+        peer_pb2_grpc.add_PeerServicer_to_server(self._peers, parts.server)
+
+    async def close(self) -> None:
+        """End all channels, and every push with them."""
+        await asyncio.to_thread(self.sender.close)
+        await self._peers.close()

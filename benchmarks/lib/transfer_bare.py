@@ -1,0 +1,121 @@
+"""The least that any transfer between two processes costs: a gloo pair that only sends, memory that is only copied.
+
+Both ends of each, with nothing around them: no gathering, no digests, no announcements. The bytes go from one buffer of
+the whole size into another one, in the frames and through the number of slots that Baton uses.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+from collections import deque
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import FileStore
+
+from baton.engine.model.memory import Arena
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+
+    Post = Callable[[list[Tensor], int, int], dist.Work]
+    Group = dist.ProcessGroupGloo | dist.ProcessGroupNCCL
+
+SENDER, RECEIVER = 0, 1
+DEADLINE = timedelta(seconds=30)
+
+
+def buffer(nbytes: int, device: str = "cpu") -> Tensor:
+    """Memory as the KV cache has it (on a CPU in huge pages), with all its pages there: uint8 [nbytes]."""
+    if device != "cpu":
+        return torch.ones(nbytes, dtype=torch.uint8, device=device)
+    return Arena().empty((nbytes,), torch.uint8).fill_(1)
+
+
+def gloo_pair(store: str, side: int) -> dist.ProcessGroupGloo:
+    """One end of a pair that meets at the file `store`, over the loopback."""
+    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # the stub calls it Options
+    options._timeout = DEADLINE
+    options._threads = 1
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+    return dist.ProcessGroupGloo(FileStore(store, 2), side, 2, options)
+
+
+def nccl_pair(store: str, side: int) -> dist.ProcessGroupNCCL:
+    """The same between the GPUs 0 and 1. Not yet run: no machine with two was at hand."""
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = DEADLINE
+    torch.cuda.set_device(side)
+    return dist.ProcessGroupNCCL(FileStore(store, 2), side, 2, options)
+
+
+def stream(post: Post, peer: int, data: Tensor, frame: int, window: int) -> None:
+    """Send or receive all of `data` in frames, at most `window` of them under way."""
+    under_way: deque[dist.Work] = deque()
+    for piece in torch.split(data, frame):
+        if len(under_way) == window:
+            under_way.popleft().wait()
+        under_way.append(post([piece], peer, 0))
+    for work in under_way:
+        work.wait()
+
+
+class SharedRing:
+    """Slots in memory that two processes map, and how many frames either of them is done with.
+
+    Each waits for the other by looking, so nothing but copying takes time; on a machine with one core that would be no
+    limit but a fight.
+    """
+
+    _WRITTEN, _READ, _HERE = 0, 8, 16  # in units of 8 bytes: on cache lines of their own
+
+    def __init__(self, file: int, slots: int, size: int) -> None:
+        self._slots, self._size = slots, size
+        self._map = mmap.mmap(file, ring_bytes(slots, size), flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+        self._counts = memoryview(self._map)[: mmap.PAGESIZE].cast("q")
+        self._address = torch.frombuffer(self._map, dtype=torch.uint8).data_ptr() + mmap.PAGESIZE
+
+    def reset(self) -> None:
+        """Nothing was written and read. For the writer, while no reader is there."""
+        for which in (self._WRITTEN, self._READ, self._HERE):
+            self._counts[which] = 0
+
+    def wait_reader(self) -> None:
+        """Until a `read` begins that no `wait_reader` has seen."""
+        self._wait(self._HERE, 1)
+        self._counts[self._HERE] = 0
+
+    def write(self, data: Tensor) -> None:
+        """Copy all of `data` in, and wait until it was copied out."""
+        first, frames = self._counts[self._WRITTEN], torch.split(data, self._size)
+        for number, frame in enumerate(frames, first):
+            self._wait(self._READ, number + 1 - self._slots)
+            ctypes.memmove(self._slot(number), frame.data_ptr(), len(frame))
+            self._counts[self._WRITTEN] = number + 1
+        self._wait(self._READ, first + len(frames))
+
+    def read(self, data: Tensor) -> None:
+        """Copy as many bytes out as `data` has."""
+        self._counts[self._HERE] = 1
+        for number, frame in enumerate(torch.split(data, self._size), self._counts[self._READ]):
+            self._wait(self._WRITTEN, number + 1)
+            ctypes.memmove(frame.data_ptr(), self._slot(number), len(frame))
+            self._counts[self._READ] = number + 1
+
+    def _slot(self, number: int) -> int:
+        return self._address + number % self._slots * self._size
+
+    def _wait(self, which: int, count: int) -> None:
+        while self._counts[which] < count:
+            os.sched_yield()
+
+
+def ring_bytes(slots: int, size: int) -> int:
+    """What `SharedRing` maps: the counts, then the slots."""
+    return mmap.PAGESIZE + slots * size

@@ -1,0 +1,156 @@
+"""The sending end of a measured lane: a `Sender`, what it says on its Peer stream, and what comes of each push."""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import asdict, dataclass, field
+from itertools import count
+from typing import TYPE_CHECKING
+
+from baton.core import HandoffId, Incarnation, Sampling, SequenceSpec, Token, WorkerRef
+from baton.errors import HandoffError
+from baton.rpc import convert
+from benchmarks.lib.transfer_peer import FINGERPRINT
+from kvtransfer.handoff import PushEnd, PushJob, PushResult
+from kvtransfer.sender import Sender
+from kvtransfer.stream import GrpcPeerStream
+from kvtransfer.transports.choose import make_transports
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from baton.engine.kv import KVCache
+    from baton.rpc.v1 import peer_pb2 as pb
+    from benchmarks.lib.protocol import Answer
+    from benchmarks.lib.transfer_partner import Partner
+    from kvtransfer.handoff import TransferSettings
+    from kvtransfer.stream import OnEnd, OnReply, PeerStream
+
+WAIT_S = 30.0
+LANES = count(1)  # each lane has an incarnation of its own, so its receiver knows one sender
+
+
+@dataclass(slots=True, eq=False)
+class Told:
+    """What is known of one push: events, and by the monotonic clock when it was done and each frame announced."""
+
+    accepted: threading.Event = field(default_factory=threading.Event)
+    done: threading.Event = field(default_factory=threading.Event)
+    done_at: float = 0.0
+    outcome: PushResult | HandoffError | None = None
+    announced: list[tuple[float, pb.FrameAnnounce]] = field(default_factory=list)
+
+    def result(self) -> PushResult:
+        """Wait for it. Raises HandoffError or TimeoutError."""
+        if not self.done.wait(WAIT_S):
+            raise TimeoutError(f"no report of a push within {WAIT_S} s")
+        if not isinstance(self.outcome, PushResult):
+            raise self.outcome or HandoffError("no outcome")
+        return self.outcome
+
+
+class Lane:
+    """One sender and its receiver in the partner process, with settings of their own. Names a push by a number."""
+
+    def __init__(self, kv: KVCache, partner: Partner, settings: TransferSettings, peer_device: str) -> None:
+        self.settings = settings
+        self.told: dict[str, Told] = {}
+        self.on_done: Callable[[HandoffId, PushResult | HandoffError], None] = self.ended
+        self._layers = kv.layout.layers
+        self._partner = partner
+        opened = partner.ask("open", settings=asdict(settings), device=peer_device)
+        self.to = WorkerRef("decode-0", Incarnation(1, opened["counter"]), opened["address"])
+        me = WorkerRef("prefill-0", Incarnation(1, next(LANES)), "none")
+        transports = make_transports(settings, kv.device)
+        self.sender = Sender(kv, me, FINGERPRINT, settings, transports, self._done, connect=self._connect)
+        self._numbers = count(1)
+
+    def new(self) -> HandoffId:
+        """The name of the next push."""
+        handoff = HandoffId(f"push-{next(self._numbers)}", 1)
+        self.told[handoff.request_id] = Told()
+        return handoff
+
+    def hand_over(self, blocks: Sequence[int], end: PushEnd, *, from_begin: bool) -> dict[str, float]:
+        """One handoff with all of its KV there: seconds from `begin`, or from `computed`, until it is acknowledged."""
+        handoff, tokens = self.new(), len(end.spec or ()) - 1
+        told, began = self.told[handoff.request_id], time.monotonic()
+        self.sender.begin(PushJob(handoff, self.to, tokens))
+        if not from_begin:
+            told.accepted.wait(WAIT_S)  # as it is long before a prompt is computed
+            began = time.monotonic()
+        self.sender.computed(handoff, blocks, self._layers, tokens)
+        self.sender.finish(handoff, end)
+        result = told.result()
+        there = self.committed(handoff)
+        return {
+            "seconds": told.done_at - began,
+            "exposed_s": result.exposed_s,
+            "round_trip_s": result.round_trip_s,
+            "filling_s": result.filling_s,
+            "transfer_s": there["transfer_s"],
+            "commit_s": there["commit_s"],
+        }
+
+    def wake(self, blocks: Sequence[int]) -> None:
+        """Have the channel open and warm. One that did not survive a pause of the processes is replaced."""
+        for attempt in range(3):
+            try:
+                self.hand_over(blocks, end_of(1), from_begin=True)
+                return
+            except HandoffError:
+                if attempt == 2:
+                    raise
+
+    def committed(self, handoff: HandoffId) -> Answer:
+        """What the receiver knows of it, which is then forgotten on both sides."""
+        self.told.pop(handoff.request_id, None)
+        return self._partner.ask("committed", address=self.to.address, handoff=handoff.request_id)
+
+    def close(self) -> None:
+        """End both ends."""
+        self.sender.close()
+        self._partner.ask("close", address=self.to.address)
+
+    def ended(self, handoff: HandoffId, outcome: PushResult | HandoffError) -> None:
+        """Take the sender's report."""
+        if (told := self.told.get(handoff.request_id)) is not None:
+            told.done_at, told.outcome = time.monotonic(), outcome
+            told.done.set()
+
+    def _done(self, handoff: HandoffId, outcome: PushResult | HandoffError) -> None:
+        self.on_done(handoff, outcome)
+
+    def _connect(self, address: str, on_reply: OnReply, on_end: OnEnd) -> PeerStream:
+        def noted(reply: pb.PeerReply) -> None:
+            on_reply(reply)
+            if reply.HasField("offer_accepted"):
+                told = self.told.get(reply.offer_accepted.handoff.request_id)
+                if told is not None:
+                    told.accepted.set()
+
+        return _Noted(GrpcPeerStream(address, noted, on_end), self.told)
+
+
+class _Noted:
+    """A stream that notes when frames are announced."""
+
+    def __init__(self, stream: PeerStream, told: dict[str, Told]) -> None:
+        self._stream, self._told = stream, told
+
+    def send(self, command: pb.PeerCommand) -> None:
+        self._stream.send(command)
+        if command.HasField("frame") and command.frame.HasField("handoff"):
+            told = self._told.get(convert.handoff_from_pb(command.frame.handoff).request_id)
+            if told is not None:
+                told.announced.append((time.monotonic(), command.frame))
+
+    def close(self) -> None:
+        self._stream.close()
+
+
+def end_of(tokens: int) -> PushEnd:
+    """A commit as long as a real one: ids that take as many bytes as those of a vocabulary of 32,000."""
+    ids = tuple(1000 + position % 31_000 for position in range(tokens))
+    return PushEnd(SequenceSpec(ids, Sampling(max_tokens=4, temperature=0.0), (5,)), [Token(0, 5, " five")])

@@ -1,0 +1,149 @@
+"""The receiving process of measured handoffs: a decode worker's end of transfers, with no model behind it."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import threading
+import time
+from collections import defaultdict
+from contextlib import contextmanager
+from itertools import count
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+import torch
+
+from baton.core import HandoffId, Incarnation, KVLayout, WorkerRef
+from baton.engine.kv import KVCache
+from baton.errors import StaleAttempt
+from baton.rpc.channel import aio_server, bind
+from baton.rpc.v1.peer_pb2_grpc import add_PeerServicer_to_server
+from benchmarks.lib.protocol import serve
+from benchmarks.lib.shapes import read_shape
+from kvtransfer.handoff import TransferSettings
+from kvtransfer.receiver import PeerService
+from kvtransfer.transports.choose import make_transports
+
+if TYPE_CHECKING:
+    from collections.abc import Coroutine, Iterator, Mapping, Sequence
+
+    import grpc
+
+    from benchmarks.lib.protocol import Answer, Handler, Setup
+    from kvtransfer.handoff import CommitState, Offer
+
+T = TypeVar("T")
+DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
+FINGERPRINT = "benchmark"
+BLOCK_SIZE = 16
+STEP_S = 30.0  # for opening and closing a lane
+
+
+class Table:
+    """Takes every handoff, all into the same blocks, and notes when each of its frames was there."""
+
+    def __init__(self, blocks: Sequence[int]) -> None:
+        self._blocks = blocks
+        self.landed: defaultdict[HandoffId, list[float]] = defaultdict(list)
+        self.commits: dict[HandoffId, CommitState] = {}
+
+    def offer(self, handoff: HandoffId, sender: WorkerRef, offer: Offer) -> None:
+        """Whatever is offered is welcome."""
+
+    @contextmanager
+    def writing(self, handoff: HandoffId, sender: WorkerRef) -> Iterator[Sequence[int]]:
+        """See `HandoffTable`."""
+        yield self._blocks
+        self.landed[handoff].append(time.monotonic())
+
+    def commit(self, handoff: HandoffId, sender: WorkerRef, commit: CommitState) -> None:
+        """See `HandoffTable`."""
+        self.commits[handoff] = commit
+
+    def fetch(self, handoff: HandoffId, sender: WorkerRef, begin: int, end: int) -> None:
+        """Nothing is cached here."""
+        raise StaleAttempt(f"{handoff}: nothing of it is here")
+
+    def aborted(self, handoff: HandoffId, sender: WorkerRef) -> None:
+        """No block is anybody's."""
+
+    def lost(self, sender: WorkerRef) -> None:
+        """No block is anybody's."""
+
+
+class Receiver:
+    """Opens lanes: each a Peer service of its own, with the settings of the lane. All share the memory for KV."""
+
+    def __init__(self, setup: Setup) -> None:
+        self._setup = setup
+        self._kv: dict[str, KVCache] = {}
+        self._tables: dict[str, Table] = {}
+        self._servers: dict[str, tuple[grpc.aio.Server, PeerService]] = {}
+        self._counter = count(1000)
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=self._loop.run_forever, daemon=True).start()
+
+    def open(self, settings: dict[str, object], device: str) -> Answer:
+        """The address and the incarnation's counter of a new lane."""
+        return self._run(self._open(TransferSettings(**settings), device))  # type: ignore[arg-type]  # from JSON
+
+    def close(self, address: str) -> Answer:
+        """End a lane."""
+        server, service = self._servers.pop(address)
+        self._run(server.stop(0))
+        self._run(service.close())
+        return {}
+
+    def committed(self, address: str, handoff: str) -> Answer:
+        """What became of a handoff: seconds as in `CommitState`, and when each frame was in its blocks."""
+        table, key = self._tables[address], HandoffId(handoff, 1)
+        commit, landed = table.commits.pop(key), table.landed.pop(key)
+        return {"transfer_s": commit.transfer_s, "commit_s": commit.commit_s, "landed": landed}
+
+    async def _open(self, settings: TransferSettings, device: str) -> Answer:
+        counter = next(self._counter)
+        kv = self._kv[device] = self._kv.get(device) or make_kv(self._setup, device)
+        table, server = Table(blocks_of(kv, seed=2)), aio_server()
+        me = WorkerRef("decode-0", Incarnation(1, counter), bind(server, "127.0.0.1:0"))
+        service = PeerService(kv, me, FINGERPRINT, settings, table, make_transports(settings, kv.device))
+        add_PeerServicer_to_server(service, server)
+        await server.start()
+        self._tables[me.address], self._servers[me.address] = table, (server, service)
+        return {"address": me.address, "counter": counter}
+
+    def _run(self, work: Coroutine[object, object, T]) -> T:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(STEP_S)
+
+
+def layout_of(setup: Setup) -> KVLayout:
+    """The KV of the set-up model."""
+    shape = read_shape(Path(setup.model))
+    return KVLayout(shape.layers, shape.kv_heads, shape.head_dim, BLOCK_SIZE, DTYPES[setup.dtype])
+
+
+def make_kv(setup: Setup, device: str) -> KVCache:
+    """Room for `setup.kv_tokens`, with random content."""
+    layout = layout_of(setup)
+    kv = KVCache(layout, layout.blocks_for(setup.kv_tokens), device)
+    for part in kv.tensors:
+        part.view(torch.int16).random_()
+    return kv
+
+
+def blocks_of(kv: KVCache, seed: int) -> list[int]:
+    """All blocks, in no order: as they are handed out after a while."""
+    blocks = list(range(kv.total_blocks))
+    random.Random(seed).shuffle(blocks)
+    return blocks
+
+
+def load(setup: Setup) -> tuple[Answer, Mapping[str, Handler]]:
+    """What `serve` needs."""
+    torch.set_num_threads(1)
+    receiver = Receiver(setup)
+    return {}, {"open": receiver.open, "close": receiver.close, "committed": receiver.committed}
+
+
+if __name__ == "__main__":
+    serve(load)

@@ -1,0 +1,145 @@
+"""The prefill worker of the exposure measurements: the real engine, role and sender, with no router and no ledger.
+
+What leaves while a prompt is computed, and what is left to send when it is: by the role's own events.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from itertools import count, pairwise
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING
+
+import torch
+
+import baton
+from baton.clock import SystemClock
+from baton.core import HandoffId, Incarnation, Role, Sampling, SequenceSpec, WorkerInfo, WorkerRef
+from baton.engine.engine import Engine
+from baton.engine.model.build import load_model
+from baton.rpc import convert
+from baton.rpc.v1 import worker_pb2
+from baton.tokenizer import load_tokenizer
+from baton.worker.loop import EngineLoop
+from benchmarks.lib.protocol import serve
+from benchmarks.lib.transfer_lane import Lane, end_of
+from benchmarks.lib.transfer_partner import Partner
+from benchmarks.lib.transfer_peer import DTYPES, FINGERPRINT
+from benchmarks.lib.transfer_watch import DECODE, NotedSender, Router, Steps
+from kvtransfer.handoff import TransferSettings
+from prefill_workers.role import PrefillRole
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from benchmarks.lib.protocol import Answer, Handler, Setup
+    from benchmarks.lib.transfer_lane import Told
+
+MAX_BATCHED_TOKENS = 2048
+ROUND_TRIPS = 5  # of which the median is taken
+STEPS = 4  # decode steps, likewise
+
+
+class Prefill:
+    """Prompts through lanes of their own settings: the first token is sampled here, the KV arrives in the partner."""
+
+    def __init__(self, setup: Setup) -> None:
+        self._partner = Partner("benchmarks.lib.transfer_peer", setup)
+        backend = load_model(setup.model, dtype=DTYPES[setup.dtype])
+        blocks, tokenizer = backend.layout.blocks_for(setup.kv_tokens), load_tokenizer(Path(setup.model))
+        self._engine = Engine(backend, tokenizer, total_blocks=blocks, max_batched_tokens=MAX_BATCHED_TOKENS)
+        self._loop, self._steps = EngineLoop(self._engine), Steps()
+        self._loop.start(self._steps)
+        self._router, self._random = Router(), random.Random(0)
+        self._lanes: dict[int, tuple[Lane, NotedSender, PrefillRole]] = {}
+        self._numbers = count()
+
+    def open(self, settings: dict[str, object]) -> Answer:
+        """A lane with these `TransferSettings`; `coalesce_below` decides from how many bytes on a prompt streams."""
+        lane = Lane(self._engine.kv, self._partner, TransferSettings(**settings), "cpu")  # type: ignore[arg-type]  # JSON
+        ref, layout = WorkerRef("prefill-0", Incarnation(1, 1), "none"), self._engine.layout
+        blocks, length = self._engine.pool.total, self._engine.max_model_len
+        info = WorkerInfo(ref, Role.PREFILL, FINGERPRINT, "benchmark", length, blocks, layout)
+        below, number = lane.settings.coalesce_below, next(self._numbers)
+        role = PrefillRole(info, self._engine, self._loop, SystemClock(), coalesce_below=below)
+        self._lanes[number] = lane, NotedSender(lane.sender), role
+        return {"lane": number}
+
+    def close(self, lane: int) -> Answer:
+        """End it on both sides."""
+        self._lanes.pop(lane)[0].close()
+        return {}
+
+    def prompt(self, lane: int, tokens: int) -> Answer:
+        """One prompt that nobody has seen: what it took, and how its KV moved, in seconds since it came."""
+        way, sender, role = self._lanes[lane]
+        ids = tuple(self._random.randrange(3, self._engine.backend.vocab_size) for _ in range(tokens))
+        round_trip_s = self._round_trip(way)
+        way.on_done = role.push_ended
+        self._loop.submit(lambda: self._attach(role, sender))
+        handoff = way.new()
+        told, command = way.told[handoff.request_id], _prefill(handoff, ids, way.to)
+        began = time.monotonic()
+        self._loop.submit(lambda: role.command(self._router, command))
+        first_at, _ = self._router.wait("tokens")
+        pushed = self._router.wait("pushed")[1].pushed
+        return {
+            "ttft_s": first_at - began,
+            "exposed_s": pushed.exposed_s,
+            "offer_s": pushed.round_trip_s,
+            "round_trip_s": round_trip_s,
+            "kv_bytes": pushed.kv_bytes,
+            "frames": pushed.frames,
+            **way.committed(handoff),
+            "step_s": self._decode_step(ids),
+            **_times(sender, told),
+            "began": began,
+        }
+
+    def _attach(self, role: PrefillRole, sender: NotedSender) -> None:
+        sender.computed_at.clear()
+        self._steps.role = role
+        role.attach(sender)
+
+    def _round_trip(self, way: Lane) -> float:
+        """Of one control message and its answer, while this process computes nothing."""
+        way.on_done = way.ended
+        way.wake([0])
+        end = end_of(1)
+        return median(way.hand_over([0], end, from_begin=True)["round_trip_s"] for _ in range(ROUND_TRIPS))
+
+    def _decode_step(self, ids: tuple[int, ...]) -> float:
+        """What the next token of this prompt takes here, on the prompt's cached KV."""
+        self._loop.submit(lambda: self._engine.submit(HandoffId(DECODE, 1), _spec(ids, STEPS + 1)))
+        at = self._steps.token_times(STEPS + 1)
+        return median(later - earlier for earlier, later in pairwise(at))
+
+
+def _times(sender: NotedSender, told: Told) -> Answer:
+    frames = [(at, f.layer_begin, f.layer_end, f.begin, f.end) for at, f in told.announced]
+    return {"computed": list(sender.computed_at), "announced": frames}
+
+
+def _prefill(handoff: HandoffId, ids: tuple[int, ...], to: WorkerRef) -> worker_pb2.RouterCommand:
+    message = worker_pb2.Prefill(
+        handoff=convert.handoff_to_pb(handoff), spec=convert.spec_to_pb(_spec(ids, STEPS)), to=convert.ref_to_pb(to)
+    )
+    return worker_pb2.RouterCommand(prefill=message)
+
+
+def _spec(ids: tuple[int, ...], max_tokens: int) -> SequenceSpec:
+    return SequenceSpec(ids, Sampling(max_tokens=max_tokens, temperature=0.0, seed=0, ignore_eos=True))
+
+
+def load(setup: Setup) -> tuple[Answer, Mapping[str, Handler]]:
+    """What `serve` needs."""
+    torch.set_num_threads(setup.threads)
+    prefill = Prefill(setup)
+    version = f"{baton.__version__} (torch {torch.__version__})"
+    return {"version": version}, {"open": prefill.open, "close": prefill.close, "prompt": prefill.prompt}
+
+
+if __name__ == "__main__":
+    serve(load)

@@ -1,0 +1,126 @@
+"""The sending process of the raw limits, which starts the receiving one (`transfer_raw_partner`) and has the clock."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import tempfile
+import time
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from benchmarks.lib import transfer_bare as bare
+from benchmarks.lib.protocol import serve
+from benchmarks.lib.transfer_partner import Partner
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from torch import Tensor
+
+    from benchmarks.lib.protocol import Answer, Handler, Setup
+
+MAX_RING = 64 << 20  # bytes of shared memory, for the largest frames and most slots that are asked for
+
+
+class Raw:
+    """The measurements; each answers with seconds by way of doing it, so that the best way can be the limit."""
+
+    def __init__(self, setup: Setup) -> None:
+        self._file = os.memfd_create("baton-bench", os.MFD_CLOEXEC)
+        os.ftruncate(self._file, MAX_RING)
+        self._partner = Partner("benchmarks.lib.transfer_raw_partner", setup, [self._file])
+        self._groups: dict[str, bare.Group] = {}
+
+    def pair(self, kind: str, nbytes: int, frame: int, slots: int, repeats: int) -> Answer:
+        """`kind` gloo or nccl: from the first send until the receiver says that it has all."""
+        group = self._group(kind)
+        device = "cuda:0" if kind == "nccl" else "cpu"
+        data, byte = bare.buffer(nbytes, device), bare.buffer(1, device)
+
+        def run(window: int) -> float:
+            self._partner.tell("pair", kind=kind, nbytes=nbytes, frame=frame, window=window)
+            _take(group, byte)  # it is ready
+            began = time.perf_counter()
+            bare.stream(group.send, bare.RECEIVER, data, frame, window)  # type: ignore[union-attr]  # not in the stub
+            _take(group, byte)
+            took = time.perf_counter() - began
+            self._partner.answer()
+            return took
+
+        windows = dict.fromkeys((1, slots))
+        return {"ways": {f"{window} in flight": _repeated(partial(run, window), repeats) for window in windows}}
+
+    def shm(self, nbytes: int, frame: int, slots: int, repeats: int) -> Answer:
+        """One process copies into a shared ring while the other copies out, from the first byte to the last."""
+        ring, data = bare.SharedRing(self._file, slots, frame), bare.buffer(nbytes)
+        ring.reset()
+        self._partner.ask("ready", file=self._file, nbytes=nbytes, frame=frame, slots=slots)
+
+        def run() -> float:
+            self._partner.tell("shm")
+            ring.wait_reader()
+            began = time.perf_counter()
+            ring.write(data)
+            took = time.perf_counter() - began
+            self._partner.answer()
+            return took
+
+        return {"ways": {"memcpy in, memcpy out": _repeated(run, repeats)}}
+
+    def copy(self, nbytes: int, repeats: int) -> Answer:
+        """One process, one copy, from one buffer to another."""
+        source, target = bare.buffer(nbytes), bare.buffer(nbytes)
+        ways: dict[str, Callable[[], object]] = {
+            "memcpy": lambda: ctypes.memmove(target.data_ptr(), source.data_ptr(), nbytes),
+            "torch": lambda: target.copy_(source),
+        }
+        return {"ways": {name: _repeated(partial(_timed, way), repeats) for name, way in ways.items()}}
+
+    def device_copy(self, nbytes: int, repeats: int) -> Answer:
+        """One copy within the memory of GPU 0, seen from the CPU: issued and waited for."""
+        source, target = bare.buffer(nbytes, "cuda:0"), bare.buffer(nbytes, "cuda:0")
+
+        def run() -> None:
+            target.copy_(source)
+            torch.cuda.synchronize()
+
+        return {"ways": {"device to device": _repeated(partial(_timed, run), repeats)}}
+
+    def _group(self, kind: str) -> bare.Group:
+        if kind not in self._groups:
+            store = str(Path(tempfile.mkdtemp(prefix="baton-bench-")) / "store")
+            self._partner.tell("meet", kind=kind, store=store)
+            self._groups[kind] = (bare.nccl_pair if kind == "nccl" else bare.gloo_pair)(store, bare.SENDER)
+            self._partner.answer()
+        return self._groups[kind]
+
+
+def _take(group: bare.Group, byte: Tensor) -> None:
+    group.recv([byte], bare.RECEIVER, 0).wait()  # type: ignore[union-attr]  # not in the stub
+
+
+def _repeated(run: Callable[[], float], repeats: int) -> list[float]:
+    run()  # wakes up caches and pages
+    return [run() for _ in range(repeats)]
+
+
+def _timed(work: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    work()
+    return time.perf_counter() - began
+
+
+def load(setup: Setup) -> tuple[Answer, Mapping[str, Handler]]:
+    """What `serve` needs."""
+    torch.set_num_threads(1)
+    raw = Raw(setup)
+    handlers: dict[str, Handler] = {"pair": raw.pair, "shm": raw.shm, "copy": raw.copy, "device_copy": raw.device_copy}
+    return {"version": f"torch {torch.__version__}"}, handlers
+
+
+if __name__ == "__main__":
+    serve(load)

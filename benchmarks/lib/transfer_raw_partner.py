@@ -1,0 +1,69 @@
+"""The receiving process of the raw limits; see `transfer_raw`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from benchmarks.lib import transfer_bare as bare
+from benchmarks.lib.protocol import serve
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torch import Tensor
+
+    from benchmarks.lib.protocol import Answer, Handler, Setup
+
+
+class Taker:
+    """The other end of each measurement."""
+
+    def __init__(self) -> None:
+        self._groups: dict[str, bare.Group] = {}
+        self._buffer = torch.empty(0, dtype=torch.uint8)
+        self._ring: bare.SharedRing | None = None
+
+    def meet(self, kind: str, store: str) -> Answer:
+        """Build this end of a pair."""
+        self._groups[kind] = (bare.nccl_pair if kind == "nccl" else bare.gloo_pair)(store, bare.RECEIVER)
+        return {}
+
+    def pair(self, kind: str, nbytes: int, frame: int, window: int) -> Answer:
+        """Say that all is ready, receive, say that all is here."""
+        group, data = self._groups[kind], self._room(nbytes, "cuda:1" if kind == "nccl" else "cpu")
+        byte = torch.zeros(1, dtype=torch.uint8, device=data.device)
+        group.send([byte], bare.SENDER, 0).wait()  # type: ignore[union-attr]  # not in the stub
+        bare.stream(group.recv, bare.SENDER, data, frame, window)  # type: ignore[union-attr]
+        group.send([byte], bare.SENDER, 0).wait()  # type: ignore[union-attr]
+        return {}
+
+    def ready(self, file: int, nbytes: int, frame: int, slots: int) -> Answer:
+        """Map the ring, have a buffer."""
+        self._ring = bare.SharedRing(file, slots, frame)
+        self._room(nbytes, "cpu")
+        return {}
+
+    def shm(self) -> Answer:
+        """Copy out what is copied in."""
+        assert self._ring is not None
+        self._ring.read(self._buffer)
+        return {}
+
+    def _room(self, nbytes: int, device: str) -> Tensor:
+        if len(self._buffer) != nbytes or self._buffer.device != torch.device(device):
+            self._buffer = bare.buffer(nbytes, device)
+        return self._buffer
+
+
+def load(setup: Setup) -> tuple[Answer, Mapping[str, Handler]]:
+    """What `serve` needs."""
+    del setup
+    torch.set_num_threads(1)
+    taker = Taker()
+    return {}, {"meet": taker.meet, "pair": taker.pair, "ready": taker.ready, "shm": taker.shm}
+
+
+if __name__ == "__main__":
+    serve(load)

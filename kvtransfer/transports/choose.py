@@ -1,0 +1,81 @@
+"""Which transports a worker has: the one that the cluster file names, or all that this machine can have."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import structlog
+
+from baton.errors import ConfigError
+from kvtransfer.transports.cuda_ipc import CudaIpcTransport
+from kvtransfer.transports.gloo import GlooTransport
+from kvtransfer.transports.nccl import NcclTransport
+from kvtransfer.transports.shm import ShmTransport
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import torch
+
+    from kvtransfer.handoff import TransferSettings
+    from kvtransfer.transport import Transport
+    from kvtransfer.transports.grpc_bytes import GrpcTransport
+
+    Makers = dict[str, Callable[[], Transport]]
+
+log = structlog.get_logger()
+
+
+def make_transports(
+    settings: TransferSettings, device: torch.device, *, grpc: GrpcTransport | None = None
+) -> tuple[Transport, ...]:
+    """What `settings.transport` names, for KV on `device`, the best first. `grpc`: the worker's own, if it has one.
+
+    Raises ConfigError when the named one cannot be had: never takes another one. `auto` leaves out what this machine
+    lacks. `memory` is not made here: both workers of a process must share one `MemoryTransport`.
+    """
+    makers: Makers = {
+        "shm": ShmTransport,
+        "gloo": lambda: GlooTransport(settings.bind_host),
+        "cuda_ipc": lambda: CudaIpcTransport(device),
+        "nccl": lambda: NcclTransport(device),
+        "grpc": lambda: _given(grpc),
+        "memory": _memory,
+    }
+    if settings.transport == "auto" and device.type == "cuda":
+        made = _available(["cuda_ipc", "nccl"], makers)
+        if not made:
+            raise ConfigError(f"transfer.transport: 'auto' finds neither cuda_ipc nor nccl for KV on {device}")
+        return made
+    if settings.transport == "auto":
+        return *_available(["shm"], makers), _named("gloo", makers)
+    return (_named(settings.transport, makers),)
+
+
+def _named(name: str, makers: Makers) -> Transport:
+    if name not in makers:
+        raise ConfigError(f"transfer.transport: {name!r} is not one of auto, {', '.join(makers)}")
+    try:
+        return makers[name]()
+    except ConfigError as error:
+        raise ConfigError(f"transfer.transport: {name!r} cannot be had: {error}") from error
+
+
+def _available(names: list[str], makers: Makers) -> tuple[Transport, ...]:
+    made: list[Transport] = []
+    for name in names:
+        try:
+            made.append(makers[name]())
+        except ConfigError as error:
+            log.info("transport left out", transport=name, why=str(error))
+    return tuple(made)
+
+
+def _given(grpc: GrpcTransport | None) -> GrpcTransport:
+    if grpc is None:
+        raise ConfigError("this worker serves no address for it")
+    return grpc
+
+
+def _memory() -> Transport:
+    raise ConfigError("works only between workers of one process, which share an object")

@@ -1,0 +1,116 @@
+"""Two processes on one GPU: the sender's ring in device memory, which the receiver reads where it lies.
+
+    sender: fill slot, record event, notice   --unix socket-->   receiver: notice, poll event, read slot, credit
+The memory is the sender's, so no process ever writes into another one's. It outlives the channel until the receiver has
+let go of it, which the socket proves: the receiver closes it after the memory, and the kernel does when it dies.
+Not yet run on a GPU; see `cuda_driver`. The protocol is tested with a device made of main memory.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from contextlib import ExitStack, suppress
+from functools import partial
+from typing import TYPE_CHECKING
+
+from kvtransfer.transport import Side
+from kvtransfer.transports import unix_pair
+from kvtransfer.transports.cuda_driver import HANDLE_BYTES, CudaDevice, Device
+from kvtransfer.transports.end import told
+from kvtransfer.transports.rendezvous import awaited_key, host_reach
+from kvtransfer.transports.unix_pair import PairEnd, UnixPair
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import torch
+
+    from kvtransfer.transport import ChannelName, KeyRelay, Ring
+
+_POLL_S = 0.00002
+_RING = "cuda-ring"  # the key: handles of the memory and of an event for each slot
+
+
+class CudaIpcTransport:
+    """Raises ConfigError where KV is not on an NVIDIA GPU, or its memory cannot be shared. `gpu` is for tests.
+
+    Between two GPUs of a host NCCL is as direct, so only processes on one GPU reach each other here. What reads a slot
+    must be done, and not only queued on the GPU, before its credit is given.
+    """
+
+    name = "cuda_ipc"
+
+    def __init__(self, device: torch.device, gpu: Device | None = None) -> None:
+        self._gpu = gpu or CudaDevice(device)
+        self.device = device
+        self.reach = f"{host_reach('ipc', 'pid')}-{self._gpu.uuid}"
+        self._lock = threading.Lock()
+        self._quarantine: list[tuple[int, Ring, UnixPair]] = []
+
+    def open(self, name: ChannelName, side: Side, keys: KeyRelay, ring: Ring, deadline_s: float) -> PairEnd:
+        """See `Transport`. No tensor of a slot may be used after the end was closed."""
+        self._free_what_is_proved()
+        title, build = f"cuda_ipc channel {name}", self._take if side is Side.RECEIVER else self._give
+        return told(f"{title}: not built", lambda: build(title, keys, ring, deadline_s))
+
+    @property
+    def quarantined(self) -> int:
+        """Bytes of device memory of closed channels whose receiver has not been seen to let go."""
+        self._free_what_is_proved()
+        return sum(ring.nbytes for _, ring, _ in self._quarantine)
+
+    def _give(self, title: str, keys: KeyRelay, ring: Ring, deadline_s: float) -> PairEnd:
+        with ExitStack() as undo:
+            address = self._gpu.allocate(ring.nbytes)
+            undo.callback(self._gpu.free, address)
+            pair = unix_pair.connect(keys, deadline_s)
+            undo.pop_all()
+            let_go = partial(self._let_go, address, ring, pair)  # from here on, the receiver may have it open
+            undo.callback(let_go)
+            events = [self._gpu.event() for _ in range(ring.slots)]
+            keys.send(_RING, self._gpu.handle(address) + b"".join(handle for _, handle in events))
+            pair.expect(0, ring.nbytes)
+            staging = self._gpu.tensor(address, ring.nbytes).view(ring.slots, ring.size)
+            undo.pop_all()
+        return PairEnd(title, staging, pair, Side.SENDER, let_go, lambda n: events[n % ring.slots][0]())
+
+    def _take(self, title: str, keys: KeyRelay, ring: Ring, deadline_s: float) -> PairEnd:
+        with ExitStack() as held:
+            pair = unix_pair.accept(keys, deadline_s)
+            held.callback(pair.socket.close)  # after the memory: it is the proof for the sender
+            said = awaited_key(keys, _RING, deadline_s)
+            if len(said) != (1 + ring.slots) * HANDLE_BYTES:
+                raise ConnectionError(f"{len(said)} bytes are no handles of {ring.slots} slots")
+            handles = [said[at : at + HANDLE_BYTES] for at in range(0, len(said), HANDLE_BYTES)]
+            address = self._gpu.open(handles[0])
+            held.callback(self._gpu.close, address)
+            events = [self._gpu.open_event(handle) for handle in handles[1:]]
+            staging = self._gpu.tensor(address, ring.nbytes).view(ring.slots, ring.size)
+            pair.tell(0, ring.nbytes)  # all of it is seen
+            let_go = held.pop_all().close
+        return PairEnd(title, staging, pair, Side.RECEIVER, let_go, lambda n: _wait(events[n % ring.slots], deadline_s))
+
+    def _let_go(self, address: int, ring: Ring, pair: UnixPair) -> None:
+        with suppress(OSError):
+            pair.socket.shutdown(socket.SHUT_WR)  # the receiver hears it, and closes
+        with self._lock:
+            self._quarantine.append((address, ring, pair))
+        self._free_what_is_proved()
+
+    def _free_what_is_proved(self) -> None:
+        with self._lock:
+            proved = [entry for entry in self._quarantine if entry[2].gone]
+            self._quarantine = [entry for entry in self._quarantine if entry not in proved]
+        for address, _, pair in proved:
+            self._gpu.free(address)
+            pair.socket.close()
+
+
+def _wait(done: Callable[[], bool], deadline_s: float) -> None:
+    deadline = time.monotonic() + deadline_s
+    while not done():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"the slot was not written within {deadline_s} s")
+        time.sleep(_POLL_S)

@@ -1,0 +1,172 @@
+"""A unix socket between the two ends, for those who share memory: proof of the peer's life, and small messages.
+
+The name is abstract, so nothing is left in any folder, and unguessable; but all users of the host can read it in
+/proc/net/unix. So the kernel is asked who the other process belongs to, and it has to know a secret as well.
+"""
+
+from __future__ import annotations
+
+import hmac
+import os
+import secrets
+import select
+import socket
+import struct
+import time
+from contextlib import ExitStack, suppress
+from typing import TYPE_CHECKING
+
+from kvtransfer.transport import Side
+from kvtransfer.transports.end import RingEnd
+from kvtransfer.transports.rendezvous import awaited_key
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+
+    from kvtransfer.transport import KeyRelay
+
+KEY = "unix"
+_PREFIX = b"\0baton-kv-"  # of the name; the zero byte makes it abstract
+_SECRET_BYTES = 16
+_GREETING_S = 1.0  # for a process of the same user to say the secret after it has connected
+_CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
+_NOTICE = struct.Struct("<QQ")  # number and bytes of a frame
+
+
+class UnixPair:
+    """One end of a connected pair. Each message is one packet; a peer that is gone is seen at once, however it went.
+
+    Methods raise OSError. `socket` has the channel's deadline.
+    """
+
+    def __init__(self, connected: socket.socket) -> None:
+        self.socket = connected
+
+    def tell(self, number: int, nbytes: int) -> None:
+        """Frame `number` is there. Waits only if some 250 notices are unread, more than there should be credits."""
+        self.socket.send(_NOTICE.pack(number, nbytes))
+
+    def expect(self, number: int, nbytes: int) -> None:
+        """Wait until the other end says just that, at most for the deadline."""
+        try:
+            notice = self.socket.recv(_NOTICE.size + 1)
+        except TimeoutError:
+            raise TimeoutError(f"no progress within {self.socket.gettimeout()} s") from None
+        if not notice:
+            raise ConnectionError("closed by the other end")
+        if notice != _NOTICE.pack(number, nbytes):
+            raise ConnectionError(f"frame {number} of {nbytes} bytes was expected, the other end said {notice.hex()}")
+
+    def check(self) -> None:
+        """Raises ConnectionError if the other end has closed, or will not say any more."""
+        if self._polled(select.POLLRDHUP):
+            raise ConnectionError("closed by the other end")
+
+    @property
+    def gone(self) -> bool:
+        """Whether the other end has closed its socket, or its process is dead."""
+        return self._polled(0)
+
+    def _polled(self, events: int) -> bool:
+        poll = select.poll()
+        poll.register(self.socket, events)  # POLLHUP and POLLERR come unasked
+        return bool(poll.poll(0))
+
+
+class PairEnd(RingEnd):
+    """An end of a ring that both ends see: a notice says that a slot is filled, nothing is copied.
+
+    `mark` is called with the number of a frame, at the sender before the notice, at the receiver after it.
+    """
+
+    def __init__(
+        self,
+        title: str,
+        staging: Tensor,
+        pair: UnixPair,
+        side: Side,
+        let_go: Callable[[], object],
+        mark: Callable[[int], object] = lambda number: None,
+    ) -> None:
+        super().__init__(title, staging)
+        self._pair = pair
+        self._side = side
+        self._let_go = let_go
+        self._mark = mark
+        self._expected: dict[int, int] = {}
+
+    def _start(self, number: int, nbytes: int) -> None:
+        if self._side is Side.SENDER:
+            self._mark(number)
+            self._pair.tell(number, nbytes)
+        else:
+            self._pair.check()
+            self._expected[number] = nbytes
+
+    def _finish(self, number: int) -> None:
+        if self._side is Side.SENDER:
+            self._pair.check()
+        else:
+            self._pair.expect(number, self._expected.pop(number, 0))
+            self._mark(number)
+
+    def _release(self) -> None:
+        self._let_go()
+
+
+def accept(keys: KeyRelay, deadline_s: float) -> UnixPair:
+    """Listen, say where, and wait for the other end. Whoever else connects is turned away. Raises OSError."""
+    name = _PREFIX + secrets.token_hex(16).encode()
+    secret, deadline = secrets.token_bytes(_SECRET_BYTES), time.monotonic() + deadline_s
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind(name)
+        listener.listen()
+        keys.send(KEY, secret + name)
+        while (left := deadline - time.monotonic()) > 0:
+            if (connected := _next(listener, secret, left)) is not None:
+                connected.settimeout(deadline_s)
+                return UnixPair(connected)
+    raise TimeoutError(f"the other end did not connect within {deadline_s} s")
+
+
+def connect(keys: KeyRelay, deadline_s: float) -> UnixPair:
+    """Connect to where the other end says it listens. Raises OSError."""
+    value = awaited_key(keys, KEY, deadline_s)
+    secret, name = value[:_SECRET_BYTES], value[_SECRET_BYTES:]
+    if not name.startswith(_PREFIX):
+        raise ConnectionError(f"{name!r} is no name of a channel")
+    with ExitStack() as failing:
+        connected = failing.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+        connected.settimeout(deadline_s)
+        connected.connect(name)
+        if not _mine(connected):
+            raise PermissionError("the other end belongs to another user")
+        connected.send(secret)
+        failing.pop_all()
+    return UnixPair(connected)
+
+
+def _next(listener: socket.socket, secret: bytes, timeout_s: float) -> socket.socket | None:
+    """Who connects next, if it is the other end."""
+    listener.settimeout(timeout_s)
+    with suppress(TimeoutError):
+        connected, _ = listener.accept()
+        if _knows(connected, secret):
+            return connected
+        connected.close()
+    return None
+
+
+def _knows(connected: socket.socket, secret: bytes) -> bool:
+    connected.settimeout(_GREETING_S)
+    with suppress(OSError):
+        return _mine(connected) and hmac.compare_digest(connected.recv(_SECRET_BYTES + 1), secret)
+    return False
+
+
+def _mine(connected: socket.socket) -> bool:
+    """Whether the process at the other end had this user when it connected, or began to listen."""
+    credentials = connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    return bool(_CREDENTIALS.unpack(credentials)[1] == os.geteuid())

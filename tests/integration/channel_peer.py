@@ -1,0 +1,203 @@
+"""One end of a channel as a process of its own: `python -m tests.integration.channel_peer shm sender`.
+
+What a Peer stream would carry goes over stdin and stdout, as lines of JSON: rendezvous keys, announcements of frames,
+credits. Frames have the bytes of `frame`, so that either end can tell what the other one should have.
+"""
+
+import argparse
+import json
+import os
+import queue
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from contextlib import closing
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+from torch import Tensor
+
+from baton.core import Incarnation
+from baton.errors import ChannelBroken
+from baton.hashing import frame_digest
+from kvtransfer.handoff import TransferSettings
+from kvtransfer.transport import ChannelEnd, ChannelName, KeyRelay, Ring, Side
+from kvtransfer.transports.choose import make_transports
+
+NAME = ChannelName(Incarnation(7, 1), Incarnation(7, 2), 1)
+RING = Ring(4, 1 << 20)
+
+
+def frame(number: int) -> Tensor:
+    """uint8 of 1 to `RING.size` bytes, on the CPU; every third one fills its slot."""
+    draw = random.Random(number)
+    size = RING.size if number % 3 == 0 else draw.randint(1, RING.size)
+    return torch.frombuffer(bytearray(draw.randbytes(size)), dtype=torch.uint8)
+
+
+def digest(data: Tensor) -> str:
+    """Of a slot, wherever it lies; waits for the device."""
+    return frame_digest(data.cpu().numpy().data).hex()
+
+
+class Wire:
+    """Both directions of a control stream. `heard`: all but the keys; None when the other process has ended it."""
+
+    def __init__(self, reader: IO[str], writer: IO[str]) -> None:
+        self._reader = reader
+        self._writer = writer
+        self._lock = threading.Lock()
+        self.keys = KeyRelay(lambda key, value: self.say(key=key, value=value.hex()))
+        self.heard: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
+        self.thread = threading.Thread(target=self._read, daemon=True)
+        self.thread.start()
+
+    def say(self, **message: object) -> None:
+        with self._lock:
+            self._writer.write(json.dumps(message) + "\n")
+            self._writer.flush()
+
+    def hear(self, timeout: float = 20.0) -> dict[str, Any] | None:
+        return self.heard.get(timeout=timeout)
+
+    def _read(self) -> None:
+        for line in self._reader:
+            message = json.loads(line) if line.startswith("{") else {}  # log lines are passed over
+            if "key" in message:
+                self.keys.deliver(message["key"], bytes.fromhex(message["value"]))
+            elif message:
+                self.heard.put(message)
+        self.heard.put(None)
+
+
+def open_end(wire: Wire, transport: str, side: Side, device: str, deadline_s: float) -> ChannelEnd:
+    """An end whose other one is at the other end of `wire`."""
+    chosen = make_transports(TransferSettings(transport=transport), torch.device(device))[0]
+    return chosen.open(NAME, side, wire.keys, RING, deadline_s)
+
+
+def send(end: ChannelEnd, wire: Wire, count: int) -> None:
+    """Frames 0 to count - 1, at most as many ahead of their credits as there are slots."""
+    for number in range(count):
+        if number >= RING.slots and wire.hear() is None:
+            raise ChannelBroken("no credit came")
+        data = frame(number)
+        end.slot(number)[: len(data)].copy_(data)
+        wire.say(number=number, nbytes=len(data))
+        end.start(number, len(data))
+
+
+def receive(end: ChannelEnd, wire: Wire) -> None:
+    """Every frame that is announced; its credit tells the digest of what came."""
+    while (announced := wire.hear(timeout=600)) is not None:
+        number, nbytes = announced["number"], announced["nbytes"]
+        end.start(number, nbytes)
+        end.finish(number)
+        wire.say(credit=number, digest=digest(end.slot(number)[:nbytes]))
+
+
+class Peer:
+    """The other end as a process, driven from here; `end` is this one. Stop it and close `end` after use."""
+
+    def __init__(
+        self, side: Side, *flags: str, transport: str = "shm", device: str = "cpu", deadline_s: float = 10.0
+    ) -> None:
+        program = [sys.executable, "-m", "tests.integration.channel_peer", transport, Side(1 - side).name.lower()]
+        self.process = subprocess.Popen(
+            [*program, "--device", device, "--deadline-s", str(deadline_s), *flags],
+            cwd=Path(__file__).parents[2],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert self.process.stdin
+        assert self.process.stdout
+        self.wire = Wire(self.process.stdout, self.process.stdin)
+        assert self.wire.hear() == {"started": self.process.pid}  # which takes longer than many a deadline
+        try:
+            self.end = open_end(self.wire, transport, side, device, deadline_s)
+        except ChannelBroken:
+            self.stop()
+            raise
+        assert self.wire.hear() == {"ready": self.process.pid}
+
+    def take(self, number: int) -> bool:
+        """Receive a frame as it was announced; whether it has the right bytes. Its credit is given."""
+        announced = self.wire.hear()
+        assert announced is not None
+        assert announced["number"] == number
+        self.end.start(number, announced["nbytes"])
+        self.end.finish(number)
+        right = torch.equal(self.end.slot(number)[: announced["nbytes"]].cpu(), frame(number))
+        self.wire.say(credit=number)
+        return right
+
+    def give(self, number: int) -> None:
+        """Announce and send a frame, without a look at the credits."""
+        data = frame(number)
+        self.end.slot(number)[: len(data)].copy_(data)
+        self.wire.say(number=number, nbytes=len(data))
+        self.end.start(number, len(data))
+
+    def credit(self) -> int:
+        """The number of the next credit, after its digest was compared."""
+        credit = self.wire.hear()
+        assert credit is not None
+        assert credit["digest"] == digest(frame(credit["credit"]))
+        return int(credit["credit"])
+
+    def signal(self, number: signal.Signals) -> None:
+        """To the process."""
+        os.kill(self.process.pid, number)
+
+    def kill(self) -> float:
+        """When it was dead."""
+        self.process.kill()
+        self.process.wait()
+        return time.monotonic()
+
+    def stop(self) -> None:
+        """Kill it, and leave no thread and no pipe here."""
+        self.kill()
+        self.wire.thread.join(5)
+        for pipe in (self.process.stdin, self.process.stdout):
+            if pipe:
+                pipe.close()
+
+
+def serve(end: ChannelEnd, wire: Wire, side: Side, frames: int) -> None:
+    """All frames of a sender, or whatever a receiver is told, until the other process ends `wire`."""
+    if side is Side.RECEIVER:
+        receive(end, wire)
+        return
+    send(end, wire, frames)
+    while wire.hear() is not None:
+        pass
+
+
+def main() -> None:
+    """Say `started` and `ready`, serve the channel, and say `failed` if it broke."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("transport")
+    parser.add_argument("side", choices=["sender", "receiver"])
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--deadline-s", type=float, default=10.0)
+    parser.add_argument("--frames", type=int, default=10_000)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    wire, side = Wire(sys.stdin, sys.stdout), Side[arguments.side.upper()]
+    wire.say(started=os.getpid())
+    try:
+        with closing(open_end(wire, arguments.transport, side, arguments.device, arguments.deadline_s)) as end:
+            wire.say(ready=os.getpid())
+            serve(end, wire, side, arguments.frames)
+    except ChannelBroken as error:
+        wire.say(failed=str(error))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,431 @@
+"""Scripted workers behind a real router over real gRPC: no engine, no KV, and every state can be held still.
+
+A worker does what its script says; a closed gate holds every handoff at that point. As the real one does, a prefill
+worker keeps what it has computed until it was handed over, released, or is named by a Repush.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from grpc import aio
+
+from baton.core import Finish, FinishReason, HandoffId, Incarnation, KVLayout, Role, Token, WorkerInfo, WorkerRef
+from baton.errors import LedgerError
+from baton.rpc import convert
+from baton.rpc.channel import aio_channel, aio_server, bind
+from baton.rpc.status import from_rpc_error
+from baton.rpc.v1 import admin_pb2, common_pb2, worker_pb2
+from baton.rpc.v1 import inference_pb2 as pb
+from baton.rpc.v1.admin_pb2_grpc import AdminStub
+from baton.rpc.v1.inference_pb2_grpc import InferenceStub
+from baton.rpc.v1.worker_pb2_grpc import WorkerServicer, add_WorkerServicer_to_server
+from baton.tokenizer import OracleTokenizer
+from router.floor import RouterSettings
+from router.server import Router, serve
+
+LAYOUT = KVLayout(layers=1, kv_heads=1, head_dim=8, block_size=16, dtype="float32")
+Event = worker_pb2.WorkerEvent
+
+
+def expected(prompt: list[int], index: int) -> int:
+    return (sum(prompt) + 7 * index) % 251
+
+
+@dataclass(eq=False)
+class Work:
+    """What a prefill worker has of one request. `computed`: the first token was said, under whatever name."""
+
+    handoff: HandoffId
+    spec: worker_pb2.SequenceSpec
+    to: str
+    computed: bool = False
+    task: asyncio.Task[None] | None = None
+
+
+class FakeWorker(WorkerServicer):
+    """A worker in this process; which script it follows depends on its role."""
+
+    def __init__(self, role: Role, name: str, counter: int, blocks: int = 4000) -> None:
+        self.role = role
+        self.info = WorkerInfo(
+            WorkerRef(name, Incarnation(1, counter), ""), role, "fp", "oracle", 2048, blocks, LAYOUT
+        )  # fmt: skip
+        self.peers: dict[str, FakeWorker] = {}
+        self.commands: list[tuple[str, HandoffId]] = []
+        self.messages_in: list[worker_pb2.RouterCommand] = []
+        self.specs: list[worker_pb2.SequenceSpec] = []  # of prompts that it was told to compute
+        self.gates = {name: asyncio.Event() for name in ("reserve", "first", "commit", "decode")}
+        for gate in self.gates.values():
+            gate.set()
+        self.refuse_once: list[int] = []  # reasons, for a Reserve or a Repush
+        self.preempt_at: list[int] = []  # token indices at which to hand back, each used once
+        self.fail_push: list[worker_pb2.Failed] = []  # what becomes of the next pushes, instead of a commit
+        self.corrupt_first = False
+        self.commit_first = False  # D's message before P's first token
+        self.said_twice = 0  # tokens said again for a Repush
+        self.cached: list[int] = []  # tokens that P finds in its cache, by attempt
+        self.cached_here = 0  # what D says to a Reserve
+        self.alive = True
+        self.committed: set[HandoffId] = set()
+        self.messages = 0
+        self._work: dict[HandoffId, Work] = {}
+        self._held: dict[HandoffId, int] = {}
+        self._tasks: dict[HandoffId, asyncio.Task[None]] = {}
+        self._queue: asyncio.Queue[list[Event]] = asyncio.Queue()
+        self._server = aio_server()
+
+    # --- process
+
+    async def start(self) -> FakeWorker:
+        add_WorkerServicer_to_server(self, self._server)
+        address = bind(self._server, "127.0.0.1:0")
+        self.info = replace(self.info, ref=replace(self.info.ref, address=address))
+        await self._server.start()
+        return self
+
+    async def kill(self) -> None:
+        self.alive = False
+        tasks = [*self._tasks.values(), *(work.task for work in self._work.values() if work.task)]
+        for task in tasks:
+            task.cancel()
+        await self._server.stop(0)
+
+    async def Connect(self, request_iterator, context) -> None:  # type: ignore[override]
+        self._queue = asyncio.Queue()
+        reader = asyncio.create_task(self._read(request_iterator))
+        welcome = Event(welcome=convert.info_to_pb(self.info))
+        await context.write(worker_pb2.WorkerMessage(events=[welcome], load=self.load()))
+        try:
+            while True:
+                events = await self._queue.get()
+                self.messages += 1
+                await context.write(worker_pb2.WorkerMessage(events=events, load=self.load()))
+        finally:
+            reader.cancel()
+
+    async def _read(self, commands: AsyncIterator[worker_pb2.RouterMessage]) -> None:
+        async for message in commands:
+            for command in message.commands:
+                self._command(command)
+
+    def load(self) -> common_pb2.Load:
+        used, total = sum(self._held.values()), self.info.total_blocks
+        return common_pb2.Load(blocks=common_pb2.BlockCounts(total=total, free=total - used, reserved=used))
+
+    def emit(self, *events: Event) -> None:
+        self._queue.put_nowait(list(events))
+
+    def count(self, kind: str) -> int:
+        return Counter(name for name, _ in self.commands)[kind]
+
+    @property
+    def kinds(self) -> list[str]:
+        """What it was told, in order."""
+        return [kind for kind, _ in self.commands]
+
+    @property
+    def holds_nothing(self) -> bool:
+        return not self._held and not self._work
+
+    # --- commands
+
+    def _command(self, command: worker_pb2.RouterCommand) -> None:
+        kind = command.WhichOneof("command") or ""
+        if kind == "hello":
+            return
+        body: Any = getattr(command, kind)
+        handoff = convert.handoff_from_pb(body.handoff)
+        self.commands.append((kind, handoff))
+        self.messages_in.append(command)
+        if kind == "reserve":
+            self._tasks[handoff] = asyncio.create_task(self._reserve(handoff, command.reserve))
+        elif kind == "prefill":
+            self.specs.append(command.prefill.spec)
+            self._go_on(Work(handoff, command.prefill.spec, command.prefill.to.worker_id))
+        elif kind == "repush":
+            self._repush(handoff, command.repush)
+        elif kind == "fence":
+            self.fence(handoff)
+        else:
+            self._drop(handoff)
+
+    def _drop(self, handoff: HandoffId) -> None:
+        self._held.pop(handoff, None)
+        if (work := self._work.pop(handoff, None)) is not None and work.task is not None:
+            work.task.cancel()
+        if (task := self._tasks.pop(handoff, None)) is not None:
+            task.cancel()
+        self.emit()
+
+    def fence(self, handoff: HandoffId) -> None:
+        self._drop(handoff)
+        self.emit(event(handoff, fenced=worker_pb2.Fenced()))
+
+    # --- prefill
+
+    def _go_on(self, work: Work) -> None:
+        self._work[work.handoff] = work
+        work.task = asyncio.create_task(self._prefill(work))
+
+    def _repush(self, handoff: HandoffId, message: worker_pb2.Repush) -> None:
+        """What is held goes on under its new name: computing, or from its first token on."""
+        work = self._work.pop(convert.handoff_from_pb(message.held), None)
+        if work is not None and work.task is not None:
+            work.task.cancel()
+        if work is None or self.refuse_once:
+            reason: Any = self.refuse_once.pop() if self.refuse_once else worker_pb2.REFUSAL_REASON_STALE
+            self.emit(event(handoff, refused=worker_pb2.Refused(reason=reason, detail="nothing is held")))
+            return
+        work.handoff, work.to = handoff, message.to.worker_id
+        self._go_on(work)
+
+    async def _prefill(self, work: Work) -> None:
+        decode, spec = self.peers[work.to], work.spec
+        if self.commit_first:
+            decode.commit(work.handoff, spec)
+        if not work.computed:
+            await self.gates["first"].wait()
+        self.said_twice += work.computed
+        work.computed, index = True, len(spec.known)
+        cached = self.cached.pop(0) if self.cached else 0
+        first = convert.tokens_to_pb([token_at(list(spec.prompt), index)])
+        said = [event(work.handoff, tokens=first, cached_tokens=cached)]
+        if index + 1 == spec.sampling.max_tokens:
+            self._done(work, *said, finish(work.handoff))
+            return
+        self.emit(*said)
+        await self.gates["commit"].wait()
+        if self.fail_push:
+            self._push_failed(work, self.fail_push.pop(0))
+            return
+        if not decode.alive or not decode.commit(work.handoff, spec):
+            self._push_failed(work, worker_pb2.Failed(kind="ChannelBroken", message="cut", held=True))
+            return
+        self._done(work, event(work.handoff, pushed=worker_pb2.Pushed(kv_bytes=100)))
+
+    def _push_failed(self, work: Work, failed: worker_pb2.Failed) -> None:
+        if failed.held:
+            self.emit(event(work.handoff, failed=failed))
+        else:
+            self._done(work, event(work.handoff, failed=failed))
+
+    def _done(self, work: Work, *last: Event) -> None:
+        del self._work[work.handoff]
+        self.emit(*last)
+
+    # --- decode
+
+    async def _reserve(self, handoff: HandoffId, message: worker_pb2.Reserve) -> None:
+        await self.gates["reserve"].wait()
+        need = LAYOUT.blocks_for(message.known_tokens + 1)
+        reason: Any = worker_pb2.REFUSAL_REASON_NO_ROOM
+        if self.refuse_once:
+            reason, need = self.refuse_once.pop(), 10**9
+        if sum(self._held.values()) + need > self.info.total_blocks:
+            self.emit(event(handoff, refused=worker_pb2.Refused(reason=reason, detail="full")))
+            self.emit()
+            return
+        self._held[handoff] = need
+        self.emit(event(handoff, reserved=worker_pb2.Reserved(cached_tokens=self.cached_here)))
+
+    def commit(self, handoff: HandoffId, spec: worker_pb2.SequenceSpec) -> bool:
+        """Whether it was accepted, now or before."""
+        if handoff in self._held and self._tasks[handoff].done():
+            self._tasks[handoff] = asyncio.create_task(self._decode(handoff, spec))
+            self.committed.add(handoff)
+        return handoff in self.committed
+
+    async def _decode(self, handoff: HandoffId, spec: worker_pb2.SequenceSpec) -> None:
+        prompt, index = list(spec.prompt), len(spec.known)
+        done = worker_pb2.Committed(transfer_s=0.0, commit_s=0.0, kv_bytes=100, transport="memory")
+        first = token_at([*prompt, 1] if self.corrupt_first else prompt, index)
+        self.emit(event(handoff, committed=done), event(handoff, tokens=convert.tokens_to_pb([first])))
+        last = spec.sampling.max_tokens - 1
+        for at in range(index + 1, last + 1):
+            await self.gates["decode"].wait()
+            if at in self.preempt_at:
+                self.preempt_at.remove(at)
+                self._held.pop(handoff, None)
+                self.emit(event(handoff, preempted=worker_pb2.Preempted(reason="full")))
+                return
+            if at == last:
+                self._held.pop(handoff, None)
+            said = event(handoff, tokens=convert.tokens_to_pb([token_at(prompt, at)]))
+            self.emit(said, *([finish(handoff)] if at == last else []))
+            await asyncio.sleep(0)
+
+
+def event(handoff: HandoffId, **body) -> Event:
+    return Event(handoff=convert.handoff_to_pb(handoff), **body)
+
+
+def finish(handoff: HandoffId) -> Event:
+    return event(handoff, finish=convert.finish_to_pb(Finish(FinishReason.LENGTH, tail="!")))
+
+
+def token_at(prompt: list[int], index: int) -> Token:
+    return Token(index, expected(prompt, index), f"<{index}>")
+
+
+async def until(predicate: Callable[[], object], what: str, within_s: float = 10.0) -> None:
+    deadline = time.monotonic() + within_s
+    while not predicate():
+        assert time.monotonic() < deadline, f"never happened: {what}"
+        await asyncio.sleep(0.002)
+
+
+async def released(worker: FakeWorker) -> None:
+    await until(lambda: worker.count("release") == 1, f"release to {worker.info.ref}")
+
+
+class Cluster:
+    """Fake workers, and a router in front of them."""
+
+    def __init__(self, prefill: list[FakeWorker], decode: list[FakeWorker], settings: RouterSettings) -> None:
+        self.prefill, self.decode, self.settings = prefill, decode, settings
+        self.infos: list[WorkerInfo] = []
+        self.ledger_down = False
+
+    @property
+    def workers(self) -> list[FakeWorker]:
+        return [*self.prefill, *self.decode]
+
+    async def start(self) -> None:
+        for worker in self.prefill:
+            worker.peers = {peer.info.ref.worker_id: peer for peer in self.decode}
+        for worker in self.workers:
+            await worker.start()
+        self.infos = [worker.info for worker in self.workers]
+        self.router: Router = await serve(self.settings, self.source, OracleTokenizer())
+        self.channel = aio_channel(self.router.grpc)
+        self.stub = InferenceStub(self.channel)
+        await until(lambda: sum(link.usable for link in self.router.floor.pool.links) == len(self.workers), "connected")
+
+    async def source(self) -> list[WorkerInfo]:
+        if self.ledger_down:
+            raise LedgerError("down")
+        return self.infos
+
+    async def stop(self) -> None:
+        await self.channel.close()
+        await self.router.stop(grace_s=0.0)
+        for worker in self.workers:
+            await worker.kill()
+
+    def call(self, prompt: list[int] | None = None, max_tokens: int = 8, timeout: float | None = None, **fields):
+        sampling = common_pb2.Sampling(max_tokens=max_tokens)
+        ids = common_pb2.TokenIds(ids=prompt or [1, 2, 3])
+        return self.stub.Generate(pb.GenerateRequest(token_ids=ids, sampling=sampling, **fields), timeout=timeout)
+
+    async def answer(self, call) -> list[pb.GenerateEvent]:
+        try:
+            return [event async for event in call]
+        except aio.AioRpcError as error:
+            raise from_rpc_error(error) from error
+
+    async def generate(self, *args, **kwargs) -> list[pb.GenerateEvent]:
+        return await self.answer(self.call(*args, **kwargs))
+
+    @property
+    def idle(self) -> bool:
+        views = [link.view for link in self.router.floor.pool.links]
+        return all(v.dispatched == v.queued_tokens == v.pending_blocks == 0 for v in views)
+
+    @property
+    def handed_over(self) -> bool:
+        return bool(self.prefill[0].specs) and self.router.floor.pool.links[0].view.dispatched == 0
+
+    def waits(self, count: int) -> bool:
+        return self.router.floor.admission.waiting == count
+
+    async def nothing_is_left(self) -> None:
+        """No claim, no reservation and no KV, on any worker that lives."""
+        await until(lambda: self.idle, "every claim is given back")
+        alive = [worker for worker in self.workers if worker.alive]
+        await until(lambda: all(worker.holds_nothing for worker in alive), "every worker has let go")
+        await until(lambda: not self.router.floor.running, "no request is left")
+
+    async def status(self) -> admin_pb2.StatusReply:
+        async with aio_channel(self.router.admin) as channel:
+            return await AdminStub(channel).Status(admin_pb2.StatusRequest())
+
+    async def http(self, path: str) -> str:
+        reader, writer = await asyncio.open_connection(*self.router.metrics.split(":"))
+        writer.write(f"GET {path} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
+        text = (await reader.read()).decode()
+        writer.close()
+        return text
+
+
+@asynccontextmanager
+async def clusters() -> AsyncIterator[Any]:
+    """Gives a function that starts a cluster; all of them are stopped in the end."""
+    made: list[Cluster] = []
+
+    async def build(prefill: int = 1, decode: int = 1, blocks: int = 4000, **settings) -> Cluster:
+        addresses = dict.fromkeys(("grpc", "admin", "metrics"), "127.0.0.1:0")
+        cluster = Cluster(
+            [FakeWorker(Role.PREFILL, f"prefill-{i}", 100 + i) for i in range(prefill)],
+            [FakeWorker(Role.DECODE, f"decode-{i}", 200 + i, blocks) for i in range(decode)],
+            RouterSettings(name="test", model="oracle", **{**addresses, **settings}),
+        )
+        await cluster.start()
+        made.append(cluster)
+        return cluster
+
+    try:
+        yield build
+    finally:
+        for cluster in made:
+            await cluster.stop()
+
+
+def ids_of(events: list[pb.GenerateEvent]) -> list[int]:
+    """Token ids, after checking that no index came twice or was missed."""
+    ids: list[int] = []
+    for item in events:
+        if item.HasField("tokens"):
+            assert getattr(item.tokens, "from") == len(ids)
+            ids += item.tokens.ids
+    return ids
+
+
+def kinds(events: list[pb.GenerateEvent]) -> list[str]:
+    assert [item.seq for item in events] == list(range(len(events)))
+    assert len({item.request_id for item in events}) == 1
+    return [item.WhichOneof("event") or "" for item in events]
+
+
+async def at(cluster: Cluster, state: str):
+    """A request that stands still in `state`."""
+    prefill, decode = cluster.prefill[0], cluster.decode[0]
+    if state == "queued":
+        decode.gates["decode"].clear()
+        cluster.call()
+        await until(lambda: decode.count("reserve") == 1, "first one placed")
+        call = cluster.call()
+        await until(partial(cluster.waits, 1), state)
+        return call
+    gate = {"reserving": "reserve", "prefilling": "first", "transferring": "commit", "decoding": "decode"}[state]
+    for worker in cluster.workers:
+        worker.gates[gate].clear()
+    call = cluster.call()
+    await until(lambda: decode.count("reserve") == 1, state)
+    if state != "reserving":
+        await until(lambda: prefill.specs, state)
+    if state == "transferring":
+        await until(lambda: cluster.router.floor.pool.links[0].view.queued_tokens == 0, state)
+    if state == "decoding":
+        await until(lambda: cluster.handed_over, state)
+    return call
+
+
+STATES = ("reserving", "prefilling", "transferring", "decoding")

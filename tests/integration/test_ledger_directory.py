@@ -1,0 +1,331 @@
+"""The prefix directory against a real redis-server: writers, a reader, and everything that can get lost between."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import random
+import signal
+from collections import Counter
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import pytest
+import structlog
+
+from baton.clock import SystemClock
+from baton.core import WorkerInfo
+from baton.errors import LedgerError
+from baton.ledger import directory_log, directory_view
+from baton.ledger.directory import DONE, GAP, REFUSED, DirectoryStore
+from baton.ledger.directory_log import DirectoryLog
+from baton.ledger.directory_view import DirectoryView
+from baton.ledger.embedded import EmbeddedRedis
+from baton.ledger.ledger import Ledger
+from baton.ledger.prefix_map import Change, Holder
+from tests.integration import ledger_support as support
+from tests.integration.ledger_support import LONG_LEASE_S, raw, registered
+
+DIGESTS = [n.to_bytes(2, "big") * 16 for n in range(5000)]
+
+
+@pytest.fixture(autouse=True)
+def without_pauses(monkeypatch):
+    monkeypatch.setattr(directory_log, "INTERVAL_S", 0.0)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedRedis]:
+    with EmbeddedRedis.start(tmp_path_factory.mktemp("redis")) as running:
+        yield running
+
+
+@pytest.fixture
+async def ledger(server: EmbeddedRedis) -> AsyncIterator[Ledger]:
+    made = await Ledger.connect(server.url, next(support.PREFIXES), LONG_LEASE_S, SystemClock())
+    yield made
+    await made.close()
+
+
+def holder_of(info: WorkerInfo) -> Holder:
+    return Holder(info.ref.worker_id, info.ref.incarnation)
+
+
+@contextlib.asynccontextmanager
+async def following(view: DirectoryView) -> AsyncIterator[None]:
+    task = asyncio.create_task(view.run())
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.wait([task])
+        assert task.cancelled()
+
+
+async def test_a_router_that_starts_late_knows_all_and_one_that_follows_is_told(ledger):
+    one, two = await registered(ledger, "prefill-0"), await registered(ledger, "prefill-1")
+    logs = [DirectoryLog(ledger, info.ref) for info in (one, two)]
+    logs[0].note(DIGESTS)
+    logs[1].note(DIGESTS[:10])
+    for log in logs:
+        await log.flush()
+    view = DirectoryView(ledger.connection, compare_s=3600)
+    await view.compare()
+    assert view.holders(DIGESTS) == {holder_of(one): 5000, holder_of(two): 10}
+
+    async def says(expected) -> bool:
+        return view.holders(DIGESTS) == expected
+
+    async with following(view):
+        logs[1].note(DIGESTS[10:20])
+        await support.until(lambda: says({holder_of(one): 5000, holder_of(two): 20}))
+        logs[0].note([], DIGESTS[100:])
+        await support.until(lambda: says({holder_of(one): 100, holder_of(two): 20}))
+        replaced = await registered(ledger, "prefill-1")
+        newer = DirectoryLog(ledger, replaced.ref)
+        newer.note(DIGESTS[:3])
+        await newer.flush()
+        await support.until(lambda: has(view, holder_of(replaced), 3))
+    await view.compare()
+    assert view.holders(DIGESTS) == {holder_of(one): 100, holder_of(replaced): 3}
+    for log in (*logs, newer):
+        await log.close()
+
+
+async def has(view: DirectoryView, holder: Holder, count: int) -> bool:
+    return view.holders(DIGESTS).get(holder) == count
+
+
+async def test_a_waiting_reader_is_told_at_once_and_hinders_nobody(ledger):
+    """The reader waits on a connection of its own: the same ledger answers others meanwhile."""
+    info = await registered(ledger)
+    store = DirectoryStore(ledger.connection)
+    waiting = asyncio.create_task(store.events("0-0", 1500))
+    for _ in range(3):
+        assert await ledger.renew(info.ref, 1)
+    assert not waiting.done()
+    await store.publish(Change(holder_of(info), 1, True, [b"n" * 16]))
+    ((_, change),) = await waiting
+    assert change == Change(holder_of(info), 1, True, [b"n" * 16], [])
+    assert await store.events("0-0", 0) != []
+
+
+async def test_the_script_takes_changes_in_order_once_and_from_the_holder_of_the_place(ledger, server):
+    old = await registered(ledger)
+    store, mine, name = DirectoryStore(ledger.connection), holder_of(old), [b"n" * 16]
+
+    def length() -> int:
+        return int(raw(server).xlen(ledger.connection.key("block-events")))
+
+    assert await store.publish(Change(mine, 1, added=name)) == GAP
+    assert await store.publish(Change(mine, 0)) == GAP
+    assert await store.publish(Change(mine, 1, True, name)) == DONE
+    assert await store.publish(Change(mine, 1, True, name)) == DONE
+    assert length() == 1
+    assert await store.publish(Change(mine, 1)) == DONE  # still here
+    assert await store.publish(Change(mine, 3, added=name)) == GAP
+    assert await store.publish(Change(mine, 2, removed=name)) == DONE
+    assert await store.read("decode-0") == Change(mine, 2, True, [])
+    assert length() == 2
+    assert await store.publish(Change(mine, 3)) == GAP  # says that its change 3 is there: it is not
+    new = await registered(ledger)
+    assert await store.publish(Change(mine, 3, added=name)) == REFUSED
+    assert await store.publish(Change(holder_of(new), 3, added=name)) == GAP
+    assert await store.publish(Change(holder_of(new), 1, True, name)) == DONE
+    assert await store.read("decode-0") == Change(holder_of(new), 1, True, name)
+    assert await store.read("nobody") is None
+
+
+async def test_the_stream_is_bounded_and_a_reader_that_was_away_longer_reads_the_sets(ledger, server, monkeypatch):
+    monkeypatch.setattr("baton.ledger.directory.EVENTS", 100)
+    info = await registered(ledger)
+    log, view = DirectoryLog(ledger, info.ref), DirectoryView(ledger.connection)
+    log.note(DIGESTS[:1])
+    await log.flush()
+    await view.compare()
+    for n in range(1, 500):
+        log.note([DIGESTS[n]])
+        await log.flush()
+    assert raw(server).xlen(ledger.connection.key("block-events")) < 300
+    await view.compare()
+    assert view.holders(DIGESTS) == {holder_of(info): 500}
+    await log.close()
+
+
+async def test_a_dead_workers_blocks_expire_and_a_live_ones_do_not(ledger, server):
+    dead, live = await registered(ledger, "prefill-0"), await registered(ledger, "prefill-1")
+    last, log = DirectoryLog(ledger, dead.ref, ttl_s=0.4), DirectoryLog(ledger, live.ref, ttl_s=0.4)
+    for one in (last, log):
+        one.note(DIGESTS[:3])
+        await one.flush()
+    await last.close()  # says nothing any more
+    view = DirectoryView(ledger.connection)
+    await view.compare()
+    assert set(view.holders(DIGESTS)) == {holder_of(dead), holder_of(live)}
+
+    async def gone() -> bool:
+        await view.compare()
+        return set(view.holders(DIGESTS)) == {holder_of(live)}
+
+    await support.until(gone)
+    assert not raw(server).exists(ledger.connection.key("blocks", "prefill-0"))
+    await log.close()
+
+
+async def test_a_worker_without_a_lease_is_forgotten(ledger):
+    info = await registered(ledger)
+    log, view = DirectoryLog(ledger, info.ref), DirectoryView(ledger.connection)
+    log.note(DIGESTS[:3])
+    await log.flush()
+    await view.compare()
+    assert view.holders(DIGESTS) == {holder_of(info): 3}
+    await ledger.deregister(info.ref)
+    await view.compare()
+    assert view.holders(DIGESTS) == {}
+    await log.close()
+
+
+async def test_damaged_and_foreign_events_and_sets_are_passed_over(ledger, server):
+    info = await registered(ledger)
+    log, view, client, key = (
+        DirectoryLog(ledger, info.ref),
+        DirectoryView(ledger.connection),
+        raw(server),
+        ledger.connection.key,
+    )
+    log.note(DIGESTS[:3])
+    await log.flush()
+    await view.compare()
+    client.xadd(key("block-events"), {"hello": "world"})
+    fields: dict[Any, Any] = {"worker": "w", "seq": "1", "reset": "1", "added": "", "removed": ""}
+    client.xadd(key("block-events"), {**fields, "incarnation": "x"})
+    client.xadd(key("block-events"), {**fields, "incarnation": "1.1", "worker": b"\xff"})
+    client.sadd(key("workers"), "string", "half", "other", b"\xff")
+    client.set(key("blocks", "string"), "x")
+    client.hset(key("blocks", "half"), "seq", 1)
+    client.hset(key("blocks", "other"), mapping={"seq": "1", "incarnation": "none"})
+    client.hset(key("blocks", "").encode() + b"\xff", mapping={"seq": "1", "incarnation": "1.1"})
+    log.note(DIGESTS[3:5])
+    await log.flush()
+    with structlog.testing.capture_logs() as logged:
+        await view.compare()
+    assert [entry["event"] for entry in logged] == ["directory_damaged"] * 5
+    assert await DirectoryStore(ledger.connection).read("other") is None
+    assert view.holders(DIGESTS) == {holder_of(info): 5}
+    await log.close()
+
+
+async def test_a_store_that_begins_anew_with_its_clock_behind_is_followed(ledger, server):
+    info = await registered(ledger)
+    log, view, events = DirectoryLog(ledger, info.ref), DirectoryView(ledger.connection), "block-events"
+    log.note(DIGESTS[:1])
+    await log.flush()
+    raw(server).xadd(ledger.connection.key(events), {"from": "the future"}, id="99999999999999-0")
+    await view.compare()
+    raw(server).delete(ledger.connection.key(events))
+    await view.compare()
+    log.note(DIGESTS[1:2])
+    await log.flush()
+    assert await view._advance()
+    assert view.holders(DIGESTS) == {holder_of(info): 2}
+    await log.close()
+
+
+async def test_a_redis_that_is_killed_and_comes_back_empty(tmp_path, monkeypatch):
+    monkeypatch.setattr(directory_view, "RETRY_S", 0.02)
+    server = EmbeddedRedis.start(tmp_path)
+    ledger = await Ledger.connect(server.url, "baton:x", LONG_LEASE_S, SystemClock())
+    info = await registered(ledger)
+    log, view = DirectoryLog(ledger, info.ref), DirectoryView(ledger.connection, compare_s=0.05)
+    log.note(DIGESTS[:100])
+    await log.flush()
+    async with following(view):
+        await support.until(lambda: has(view, holder_of(info), 100))
+        os.kill(server.pid, signal.SIGKILL)
+        server.stop()
+        log.note(DIGESTS[100:110], DIGESTS[90:100])
+        log.note(DIGESTS[90:100])
+        with pytest.raises(LedgerError, match="prefix blocks not written"):
+            await log.flush(0.1)
+        assert view.holders(DIGESTS) == {holder_of(info): 100}  # what it knows
+        password = support.password_of(server)
+        with EmbeddedRedis.start(tmp_path, port=server.port, password=password):
+            assert await ledger.register(info)
+            await log.flush()
+            await support.until(lambda: has(view, holder_of(info), 110))
+            await log.close()
+    await ledger.close()
+
+
+class Cluster:
+    """Two writers, a reader, and a Redis that loses things; `held` is what the reader should know in the end."""
+
+    def __init__(self, ledger: Ledger, server: EmbeddedRedis, seed: int) -> None:
+        self.dice = random.Random(seed)
+        self.ledger, self.redis, self.key = ledger, raw(server), ledger.connection.key
+        self.view = DirectoryView(ledger.connection)
+        self.infos: dict[str, WorkerInfo] = {}
+        self.logs: dict[str, DirectoryLog] = {}
+        self.held: dict[str, set[int]] = {}
+        self.done: Counter[str] = Counter()
+
+    async def step(self) -> None:
+        rare = (self.flush, self.compare, self.trim, self.expire, self.wipe, self.start)
+        what = self.dice.choice((self.change,) * 8 + rare)
+        await what(self.dice.choice(("prefill-0", "decode-0")))
+        self.done[what.__name__] += 1
+
+    async def start(self, name: str) -> None:
+        if name in self.logs:
+            await self.logs[name].close()
+        self.infos[name], self.held[name] = await registered(self.ledger, name), set()
+        self.logs[name] = DirectoryLog(self.ledger, self.infos[name].ref)
+
+    async def change(self, name: str) -> None:
+        added, removed = (set(self.dice.sample(range(30), self.dice.randrange(8))) for _ in range(2))
+        self.logs[name].note([DIGESTS[n] for n in added], [DIGESTS[n] for n in removed])
+        self.held[name] = self.held[name] - removed | added
+
+    async def flush(self, name: str) -> None:
+        await self.logs[name].flush()
+
+    async def compare(self, _: str) -> None:
+        await self.view.compare()
+
+    async def trim(self, _: str) -> None:
+        self.redis.xtrim(self.key("block-events"), maxlen=self.dice.randrange(3), approximate=False)
+
+    async def expire(self, name: str) -> None:
+        self.redis.delete(self.key("blocks", name))
+
+    async def wipe(self, _: str) -> None:
+        self.redis.delete(*self.redis.keys(self.key("*")))
+        for info in self.infos.values():
+            assert await self.ledger.register(info)
+
+
+@pytest.mark.parametrize("seed", range(4))
+async def test_reader_and_store_agree_after_any_trouble(ledger, server, seed, monkeypatch):
+    print(f"seed {seed}")
+    monkeypatch.setattr(directory_log, "BATCH", 7)
+    cluster = Cluster(ledger, server, seed)
+    for name in ("prefill-0", "decode-0"):
+        await cluster.start(name)
+    for _ in range(150):
+        await cluster.step()
+    assert len(cluster.done) == 7, cluster.done
+    for log in cluster.logs.values():
+        log._refresh()  # as after a while: an expired key is noticed at the latest then
+        await log.flush()
+    await cluster.view.compare()
+    known = {holder: names for holder, (_, names) in cluster.view._map._held.items()}
+    assert known == {
+        holder_of(info): {DIGESTS[n][:16] for n in cluster.held[name]} for name, info in cluster.infos.items()
+    }
+    for log in cluster.logs.values():
+        await log.close()
+
+
+def test_the_digests_of_these_tests_have_names_of_their_own():
+    assert len({digest[:16] for digest in DIGESTS}) == len(DIGESTS)

@@ -1,0 +1,327 @@
+"""A Redis that was away, came back empty, or from an older copy: epochs, grace, what is told again, what expires."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, MutableMapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import structlog
+
+from baton.clock import SystemClock
+from baton.core import HandoffId
+from baton.errors import LedgerError
+from baton.ledger.directory_log import DirectoryLog
+from baton.ledger.embedded import EmbeddedRedis
+from baton.ledger.ledger import Ledger
+from baton.ledger.ownership import OwnershipLog, OwnershipStore, RecordState
+from baton.worker.lease import Lease
+from tests.integration import ledger_support as support
+from tests.integration.ledger_support import LONG_LEASE_S, info_of, order, raw, registered
+
+RESERVED, PREPARED, COMMITTED, ABORTED, RELEASED = RecordState
+Connect = Callable[..., Awaitable[Ledger]]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedRedis]:
+    with EmbeddedRedis.start(tmp_path_factory.mktemp("redis")) as running:
+        yield running
+
+
+@pytest.fixture
+async def connect(server: EmbeddedRedis) -> AsyncIterator[Connect]:
+    """A function that opens a ledger of a process that knows nothing yet, under the test's own prefix."""
+    prefix, opened = next(support.PREFIXES), []
+
+    async def make(lease_s: float = LONG_LEASE_S) -> Ledger:
+        opened.append(await Ledger.connect(server.url, prefix, lease_s, SystemClock()))
+        return opened[-1]
+
+    yield make
+    for ledger in opened:
+        await ledger.close()
+
+
+def wipe(server: EmbeddedRedis, ledger: Ledger) -> None:
+    client = raw(server)
+    client.delete(*client.keys(ledger.connection.key("*")))
+
+
+def grace_ms(server: EmbeddedRedis, ledger: Ledger) -> int:
+    return max(0, raw(server).pttl(ledger.connection.key("grace")))
+
+
+# --- epochs and grace ------------------------------------------------------------------------------------------------
+
+
+async def test_a_first_store_makes_nobody_wait(connect, server):
+    ledgers = [await connect() for _ in range(3)]
+    with structlog.testing.capture_logs() as logged:
+        infos = [await registered(ledger, f"decode-{n}") for n, ledger in enumerate(ledgers)]
+        assert await ledgers[0].workers() == infos
+    assert logged == []
+    assert grace_ms(server, ledgers[0]) == 0
+    assert len({info.ref.incarnation.epoch for info in infos}) == 1
+
+
+async def test_looking_at_an_empty_store_starts_nothing(connect, server):
+    ledger = await connect()
+    assert await ledger.workers() == []
+    assert raw(server).keys(ledger.connection.key("*")) == []
+
+
+@pytest.mark.parametrize("how", ["renew", "workers", "register", "mint"])
+async def test_whoever_knows_more_than_the_store_starts_the_next_epoch_and_its_grace(connect, server, how):
+    ledger = await connect(0.2 if how == "mint" else LONG_LEASE_S)
+    info = await registered(ledger)
+    wipe(server, ledger)
+    match how:
+        case "renew":
+            assert not await ledger.renew(info.ref, 1)
+        case "workers":
+            assert await ledger.workers() == []
+        case "register":
+            assert await ledger.register(info)
+        case "mint":
+            assert order(await ledger.mint()) > order(info.ref.incarnation)
+    epoch = int(raw(server).get(ledger.connection.key("epoch")) or 0)
+    assert epoch > info.ref.incarnation.epoch
+    if how != "mint":  # which has waited for its end
+        assert 0 < grace_ms(server, ledger) <= LONG_LEASE_S * 1000
+
+
+async def test_after_a_loss_a_new_incarnation_waits_one_lease_time_unless_its_place_was_entered_again(connect, server):
+    lease_s = 0.8
+    live, fresh = await connect(lease_s), await connect(lease_s)
+    info = await registered(live)
+    wipe(server, live)
+    assert await live.register(info)
+    left = grace_ms(server, live)
+    assert left > 0
+    at_once = await fresh.mint("decode-0")
+    assert order(at_once) > order(info.ref.incarnation)
+    left, began = grace_ms(server, live), time.monotonic()
+    assert left > 0, "the machine was too slow for this test: the grace is over"
+    waited = await fresh.mint("prefill-0")
+    assert time.monotonic() - began >= left / 1000 - 0.002
+    assert grace_ms(server, live) == 0
+    assert order(waited) > order(at_once)
+
+
+async def test_what_is_minted_after_a_loss_is_later_than_all_who_live(connect, server):
+    """Why there is a grace: the first who speaks need not be the one who knows the highest epoch."""
+    other, live, fresh = [await connect(0.5) for _ in range(3)]
+    low = await registered(other, "prefill-0")
+    high = replace(low.ref.incarnation, epoch=low.ref.incarnation.epoch + 10**12)
+    assert await live.register(info_of(high))
+    wipe(server, live)
+    assert await other.workers() == []
+    with structlog.testing.capture_logs() as logged:
+        minting = asyncio.create_task(fresh.mint("decode-1"))
+        await support.until(lambda: waits(logged))
+    assert await live.register(info_of(high))
+    assert order(await minting) > order(high)
+
+
+async def waits(logged: list[MutableMapping[str, Any]]) -> bool:
+    return any(entry["event"] == "mint_waits" for entry in logged)
+
+
+async def test_a_loss_that_a_newcomer_hid_is_noticed_by_the_first_who_enters_again(connect, server):
+    live, newcomer = await connect(), await connect()
+    info = await registered(live)
+    told: list[str] = []
+    live.follow(lambda: told.append("live"))
+    wipe(server, live)
+    hidden = await newcomer.mint("prefill-0")  # knows nothing: a first store, for all that it can tell
+    assert grace_ms(server, live) == 0
+    assert not await live.renew(info.ref, 1)
+    assert told == ["live"]
+    assert await live.register(info)
+    assert grace_ms(server, live) > 0
+    assert await newcomer.register(info_of(hidden, "prefill-0"))
+    assert len(await live.workers()) == 2
+
+
+async def test_an_older_copy_of_the_store_does_not_mint_twice(connect, server):
+    live, fresh = await connect(0.1), await connect(0.1)
+    minted = [await live.mint() for _ in range(5)]
+    raw(server).set(live.connection.key("counter"), 2)
+    assert await live.workers() == []
+    assert await fresh.mint() not in minted
+    assert grace_ms(server, live) == 0
+
+
+async def test_a_grace_is_not_prolonged_by_those_who_enter_again(connect, server):
+    ledgers = [await connect() for _ in range(3)]
+    infos = [await registered(ledger, f"decode-{n}") for n, ledger in enumerate(ledgers)]
+    wipe(server, ledgers[0])
+    assert await ledgers[0].register(infos[0])
+    raw(server).pexpire(ledgers[0].connection.key("grace"), 5000)
+    for ledger, info in zip(ledgers[1:], infos[1:], strict=True):
+        assert await ledger.register(info)
+    assert 0 < grace_ms(server, ledgers[0]) <= 5000
+
+
+# --- what is told again ----------------------------------------------------------------------------------------------
+
+
+async def test_records_and_blocks_of_the_living_are_back_after_a_kill(tmp_path):
+    """kill -9, a new Redis without data, one heartbeat: the lease, every live record and the directory are there."""
+    server = EmbeddedRedis.start(tmp_path)
+    ledger = await Ledger.connect(server.url, "baton:x", LONG_LEASE_S, SystemClock())
+    info = info_of(await ledger.mint("decode-0"))
+    lease = Lease(ledger, info, LONG_LEASE_S, SystemClock())
+    await lease.take()
+    records, blocks = OwnershipLog(ledger, info.ref), DirectoryLog(ledger, info.ref)
+    store = OwnershipStore(ledger.connection)
+    live = {"reserved": RESERVED, "prepared": PREPARED, "committed": COMMITTED}
+    for request, state in {**live, "released": RELEASED}.items():
+        records.note(HandoffId(request, 2), "router", state)
+    digests = [bytes([n]) * 32 for n in range(8)]
+    blocks.note(digests)
+    for writer in (records, blocks):
+        await writer.flush()
+    for _ in range(2):
+        server = support.killed_and_empty(server, tmp_path)
+        assert raw(server).dbsize() == 0
+        await lease.renew(1)
+        assert await ledger.workers() == [info]
+        for writer in (records, blocks):
+            await writer.flush()
+        found = {request: await store.read(request) for request in (*live, "released")}
+        assert found.pop("released") is None
+        assert {r: record and (record.state, record.owned_by(info.ref)) for r, record in found.items()} == {
+            request: (state, True) for request, state in live.items()
+        }
+        names = raw(server).hkeys("baton:x:blocks:decode-0")
+        assert {digest[:16] for digest in digests} <= set(names)
+    for closing in (records, blocks, ledger):
+        await closing.close()
+    server.stop()
+
+
+# --- what a worker holds ---------------------------------------------------------------------------------------------
+
+
+async def test_records_of_a_worker_are_those_that_it_holds_now(connect, server):
+    ledger = await connect()
+    one, other = await registered(ledger, "decode-0"), await registered(ledger, "decode-1")
+    store = OwnershipStore(ledger.connection)
+
+    async def held(info) -> dict[str, RecordState]:
+        records = await store.records_of(info.ref.worker_id, info.ref.incarnation)
+        assert all(record.owned_by(info.ref) for record in records)
+        return {record.handoff.request_id: record.state for record in records}
+
+    assert await held(one) == {}
+    for request in ("a", "b", "c", "d"):
+        assert await store.write(HandoffId(request, 1), one.ref, "router", RESERVED)
+    assert await store.write(HandoffId("a", 1), one.ref, "router", COMMITTED)
+    assert await store.write(HandoffId("b", 1), one.ref, "router", RELEASED)
+    assert await store.write(HandoffId("c", 2), other.ref, "router", RESERVED)  # the next attempt is elsewhere
+    assert await held(one) == {"a": COMMITTED, "d": RESERVED}
+    assert await held(other) == {"c": RESERVED}
+    assert len(await store.records_of("decode-0", one.ref.incarnation, most=1)) == 1
+    raw(server).delete(ledger.connection.key("req", "d"))  # as if it had expired
+    assert await held(one) == {"a": COMMITTED}
+    assert raw(server).zrange(ledger.connection.key("holds", "decode-0", str(one.ref.incarnation)), 0, -1) == [b"a"]
+    replaced = await registered(ledger, "decode-0")
+    assert await held(one) == {"a": COMMITTED}  # the dead one's, for whoever reclaims it
+    assert await held(replaced) == {}
+
+
+async def test_nobody_is_told_what_a_worker_holds_while_the_grace_lasts(connect, server):
+    ledger = await connect()
+    info = await registered(ledger)
+    store = OwnershipStore(ledger.connection)
+    wipe(server, ledger)
+    assert await ledger.register(info)
+    with pytest.raises(LedgerError, match="try again in"):
+        await store.records_of("decode-0", info.ref.incarnation)
+    raw(server).delete(ledger.connection.key("grace"))
+    assert await store.records_of("decode-0", info.ref.incarnation) == []
+
+
+async def test_what_a_worker_holds_does_not_grow_with_what_expired(connect, server):
+    ledger = await connect()
+    info = await registered(ledger)
+    store, key = OwnershipStore(ledger.connection), ledger.connection.key
+    held = key("holds", "decode-0", str(info.ref.incarnation))
+    now_ms = time.time() * 1000
+    raw(server).zadd(held, {"expired": now_ms - 3601_000, "an hour is not over": now_ms - 3500_000})
+    assert await store.write(HandoffId("new", 1), info.ref, "router", RESERVED)
+    assert raw(server).zrange(held, 0, -1) == [b"an hour is not over", b"new"]
+
+
+# --- what expires ----------------------------------------------------------------------------------------------------
+
+
+async def test_every_key_has_a_time_to_live_but_the_two_that_carry_the_order(connect, server):
+    """Without the epoch and the counter a store could mint an incarnation twice: two small numbers stay for ever."""
+    ledger, client = await connect(), raw(server)
+    info = await registered(ledger)
+    await registered(ledger, "prefill-0")
+    wipe(server, ledger)
+    for _ in range(2):
+        assert await ledger.register(info)
+        assert await ledger.renew(info.ref, 1)
+    log = OwnershipLog(ledger, info.ref)
+    for state in RecordState:
+        log.note(HandoffId(state.name, 1), "router", state)
+    blocks = DirectoryLog(ledger, info.ref)
+    blocks.note([b"x" * 32])
+    for writer in (log, blocks):
+        await writer.flush()
+    await ledger.mint("decode-0")
+    prefix = ledger.connection.key("")
+    names = [str(name, "utf-8") for name in client.keys(f"{prefix}*") if isinstance(name, bytes)]
+    ttl_ms = {name.removeprefix(prefix): client.pttl(name) for name in names}
+    assert set(ttl_ms) == {
+        *("epoch", "counter", "grace", "workers", "worker:decode-0", "place:decode-0"),
+        *("blocks:decode-0", "block-events", f"holds:decode-0:{info.ref.incarnation}"),
+        *(f"req:{state.name}" for state in RecordState),
+    }
+    assert {name for name, ttl in ttl_ms.items() if ttl < 0} == {"epoch", "counter"}
+    assert ttl_ms["worker:decode-0"] <= LONG_LEASE_S * 1000
+    for writer in (log, blocks):
+        await writer.close()
+
+
+# --- what a handoff costs --------------------------------------------------------------------------------------------
+
+
+async def test_a_handoff_waits_for_redis_not_once_and_costs_four_round_trips_at_most(connect, server):
+    """`note` is no coroutine: nothing on the path of a token can wait for it. The rest is counted by Redis itself."""
+    ledger, client = await connect(), raw(server)
+    info = await registered(ledger)
+    log = OwnershipLog(ledger, info.ref)
+    log.note(HandoffId("warm", 1), "router", RESERVED)
+    await log.flush()
+
+    def commands() -> dict[str, int]:
+        stats = client.info("commandstats")
+        return {name: row["calls"] for name, row in stats.items() if name in {"cmdstat_eval", "cmdstat_evalsha"}}
+
+    def calls() -> int:
+        return sum(commands().values())
+
+    before = calls()
+    for state in (RESERVED, PREPARED, COMMITTED, RELEASED):
+        log.note(HandoffId("alone", 1), "router", state)
+        assert calls() == before  # the loop did not run: nothing left, and nobody waited
+    await log.flush()
+    assert calls() - before == 1
+
+    before = calls()
+    for n in range(10):
+        for state in RecordState:
+            log.note(HandoffId(f"slow-{n}", 1), "router", state)
+            await log.flush()
+    assert calls() - before == 40
+    assert log.counters.round_trips == 1 + 1 + 40
+    await log.close()

@@ -1,0 +1,234 @@
+"""The whole ledger against each redis-server that is here: 6.2 from the wheel, and 7 or later where one is installed.
+
+Three ways in: the password of all, a user limited to our keys and commands, and TLS with an authority of one's own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shlex
+import shutil
+import socket
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from baton.clock import SystemClock
+from baton.core import HandoffId, Incarnation
+from baton.errors import LedgerError
+from baton.ledger import connection, directory_log
+from baton.ledger.connection import COMMANDS, Connection
+from baton.ledger.directory_log import DirectoryLog
+from baton.ledger.directory_view import DirectoryView
+from baton.ledger.embedded import EmbeddedRedis, server_binary
+from baton.ledger.ledger import Ledger
+from baton.ledger.ownership import OwnershipLog, OwnershipStore, RecordState
+from tests.integration import ledger_support as support
+from tests.integration.ledger_support import info_of, password_of, raw, registered
+
+LEASE_S = 0.3
+DIGESTS = [bytes([n]) * 32 for n in range(20)]
+
+
+@pytest.fixture(scope="module", params=["6.2", "7 or later"])
+def binary(request: pytest.FixtureRequest) -> Path:
+    if request.param == "6.2":
+        wheel = server_binary()
+        assert support.version_of(wheel)[:2] == (6, 2)
+        return wheel
+    newer = support.newer_server()
+    if newer is None:
+        pytest.skip(f"no redis-server 7 or later on PATH or in {', '.join(support.KNOWN_PLACES)}")
+    print(f"{newer} is version {support.version_of(newer)}")
+    return newer
+
+
+@pytest.fixture(scope="module")
+def server(binary: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedRedis]:
+    with EmbeddedRedis.start(tmp_path_factory.mktemp("redis"), binary=binary) as running:
+        yield running
+
+
+@pytest.fixture(autouse=True)
+def without_pauses(monkeypatch):
+    monkeypatch.setattr(directory_log, "INTERVAL_S", 0.0)
+
+
+async def everything(url: str, prefix: str) -> None:
+    """What a worker and a router do, with a loss of all data in between."""
+    worker, router = [await Ledger.connect(url, prefix, LEASE_S, SystemClock()) for _ in range(2)]
+    info = await registered(worker, "decode-0")
+    assert await worker.renew(info.ref, 1)
+    assert await router.workers() == [info]
+    records, blocks = OwnershipLog(worker, info.ref), DirectoryLog(worker, info.ref)
+    view, store = DirectoryView(router.connection), OwnershipStore(router.connection)
+    following = asyncio.create_task(view.run())
+
+    async def told() -> None:
+        for writer in (records, blocks):
+            await writer.flush()
+
+    async def seen() -> bool:
+        return view.holders(DIGESTS) == {("decode-0", info.ref.incarnation): len(DIGESTS)}
+
+    for state in RecordState:
+        for request in ("live", "over") if state <= RecordState.COMMITTED else ("over",):
+            records.note(HandoffId(request, 1), "router", state)
+        await told()
+    blocks.note(DIGESTS)
+    blocks.note(DIGESTS, DIGESTS)
+    await told()
+    await support.until(seen)
+    over = await store.read("over")
+    assert over is not None
+    assert over.state is RecordState.RELEASED
+    await forgotten(worker)
+    assert not await worker.renew(info.ref, 2)
+    assert await worker.register(info)
+    await told()
+    await support.until(seen)
+    assert (await router.mint("prefill-0")).epoch > info.ref.incarnation.epoch  # after the grace
+    held = await store.records_of("decode-0", info.ref.incarnation)
+    assert [(record.handoff, record.state) for record in held] == [(HandoffId("live", 1), RecordState.COMMITTED)]
+    following.cancel()
+    await asyncio.wait([following])
+    for closing in (records, blocks):
+        await closing.close()
+    await worker.deregister(info.ref)
+    assert await router.workers() == []
+    for ledger in (worker, router):
+        await ledger.close()
+
+
+async def forgotten(ledger: Ledger) -> None:
+    key = ledger.connection.key
+    single = (key(name) for name in ("epoch", "counter", "workers", "block-events"))
+    of_worker = (key(kind, "decode-0") for kind in ("worker", "place", "blocks"))
+    await ledger.connection.call("DEL", *single, *of_worker, key("req", "live"), key("req", "over"))
+
+
+async def test_with_the_password(server):
+    await everything(server.url, next(support.PREFIXES))
+
+
+async def test_with_a_user_limited_to_the_prefix_and_the_listed_commands(server):
+    """The user is the one in the docstring of `connection`: who copies that has what is needed."""
+    prefix = next(support.PREFIXES)
+    text = " ".join((connection.__doc__ or "").partition("user baton ")[2].partition("\n\n")[0].split())
+    rules = text.replace("baton:NAME", prefix).replace("PASSWORD", "pw").split()
+    assert {rule[1:] for rule in rules if rule.startswith("+") and "@" not in rule} == set(COMMANDS)
+    raw(server).execute_command("ACL", "SETUSER", "limited", "reset", *rules)
+    url = f"redis://limited:pw@127.0.0.1:{server.port}/0"
+    await everything(url, prefix)
+    foreign = await Ledger.connect(url, "baton:elsewhere", LEASE_S, SystemClock())
+    store = OwnershipStore(foreign.connection)
+    info = info_of(Incarnation(5, 1))
+    for refused in (
+        foreign.mint(),
+        foreign.register(info),
+        foreign.workers(),
+        store.write(HandoffId("r", 1), info.ref, "router", RecordState.RESERVED),
+        store.records_of("decode-0", info.ref.incarnation),
+        DirectoryView(foreign.connection).compare(),
+        foreign.connection.call("FLUSHALL"),
+        foreign.connection.call("KEYS", "*"),
+        foreign.connection.call("CONFIG", "GET", "*"),
+    ):
+        with pytest.raises(LedgerError, match="NoPermission"):
+            await refused
+    await foreign.close()
+
+
+async def test_who_has_no_or_another_password_is_refused_without_showing_it(server):
+    for url in (f"redis://127.0.0.1:{server.port}/0", f"redis://:another-one@127.0.0.1:{server.port}/0"):
+        with pytest.raises(LedgerError, match="Authentication") as caught:
+            await Connection.open(url, "baton:x")
+        assert "another-one" not in str(caught.value)
+
+
+async def test_killed_and_started_again_without_data(binary, tmp_path):
+    server = EmbeddedRedis.start(tmp_path, binary=binary)
+    ledger = await Ledger.connect(server.url, "baton:x", LEASE_S, SystemClock())
+    info = await registered(ledger)
+    log = OwnershipLog(ledger, info.ref)
+    log.note(HandoffId("live", 3), "router", RecordState.COMMITTED)
+    await log.flush()
+    server.stop()
+    with EmbeddedRedis.start(tmp_path, binary=binary, port=server.port, password=password_of(server)):
+        assert not await ledger.renew(info.ref, 1)
+        await log.flush()
+        record = await OwnershipStore(ledger.connection).read("live")
+        assert record is not None
+        assert (record.handoff, record.state) == (HandoffId("live", 3), RecordState.COMMITTED)
+        assert (await ledger.mint()).epoch > info.ref.incarnation.epoch
+        await log.close()
+        await ledger.close()
+
+
+@dataclass(frozen=True)
+class Authority:
+    """A certificate authority of our own, and the certificate that it gave to 127.0.0.1."""
+
+    ca: Path
+    certificate: Path
+    key: Path
+
+
+@pytest.fixture(scope="module")
+def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
+    openssl, folder = shutil.which("openssl"), tmp_path_factory.mktemp("authority")
+    if openssl is None:
+        pytest.skip("no openssl here to make certificates")
+    made = Authority(folder / "ca.pem", folder / "server.pem", folder / "server.key")
+
+    def run(*args: str) -> None:
+        subprocess.run([openssl, *args], capture_output=True, check=True, cwd=folder)
+
+    fresh = ("-nodes", "-newkey", "rsa:2048", "-days", "2")
+    run("req", "-x509", *fresh, "-subj", "/CN=authority of a test", "-keyout", "ca.key", "-out", "ca.pem")
+    run("req", *fresh[:3], "-subj", "/CN=redis", "-keyout", "server.key", "-out", "server.csr")
+    (folder / "names").write_text("subjectAltName=IP:127.0.0.1\n")
+    signing = ("-CA", "ca.pem", "-CAkey", "ca.key", "-CAcreateserial", "-days", "2", "-extfile", "names")
+    run("x509", "-req", "-in", "server.csr", *signing, "-out", "server.pem")
+    return made
+
+
+def speaks_tls(binary: Path) -> bool:
+    """A server without TLS knows no such option; one with TLS finds the value wrong. Both end at once."""
+    told = subprocess.run([binary, "--tls-port", "nonsense"], capture_output=True, text=True, timeout=10, check=False)
+    return "Bad directive" not in told.stdout + told.stderr
+
+
+def with_tls(binary: Path, folder: Path, port: int, authority: Authority) -> Path:
+    """A redis-server that listens for TLS too, beside what its configuration says."""
+    lines = (
+        f"tls-port {port}",
+        f"tls-cert-file {authority.certificate}",
+        f"tls-key-file {authority.key}",
+        f"tls-ca-cert-file {authority.ca}",
+        "tls-auth-clients no",
+    )
+    words = " ".join(shlex.quote(line) for line in lines)
+    file = shlex.quote(str(folder / "redis.conf"))
+    script = folder / "redis-server"
+    script.write_text(
+        f"#!/bin/sh\n{{ cat; printf '%s\\n' {words}; }} > {file}\nexec {shlex.quote(str(binary))} {file}\n"
+    )
+    script.chmod(0o755)
+    return script
+
+
+async def test_over_tls(binary, authority, tmp_path):
+    if not speaks_tls(binary):
+        pytest.skip(f"{binary} is built without TLS")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = int(probe.getsockname()[1])
+    with EmbeddedRedis.start(tmp_path, binary=with_tls(binary, tmp_path, port, authority)) as server:
+        url = f"rediss://:{password_of(server)}@127.0.0.1:{port}/0"
+        await everything(f"{url}?ssl_ca_certs={authority.ca}", next(support.PREFIXES))
+        with pytest.raises(LedgerError, match=r"(?i)certificate"):
+            await Connection.open(url, "baton:x")

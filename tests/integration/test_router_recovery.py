@@ -1,0 +1,572 @@
+"""What becomes of a request when a worker is lost, or a push fails, before its KV was handed over.
+
+Another attempt follows; what the prefill worker has computed is pushed again, not computed again; the client misses
+nothing and sees nothing twice; and whoever holds something that nobody needs any more is told to let go.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from contextlib import suppress
+from functools import partial
+
+import pytest
+
+from baton.core import HandoffId, Role
+from baton.engine.prefix import Chain, scope_key
+from baton.errors import BatonError, Cancelled, NoWorker, Overloaded, WorkerLost
+from baton.rpc.v1 import inference_pb2 as pb
+from baton.rpc.v1 import worker_pb2
+from tests.integration.router_support import (
+    LAYOUT,
+    Cluster,
+    FakeWorker,
+    at,
+    clusters,
+    event,
+    expected,
+    ids_of,
+    kinds,
+    until,
+)
+
+PROMPT = [1, 2, 3]
+ANSWER = [expected(PROMPT, index) for index in range(8)]
+HELD = worker_pb2.Failed(kind="ChannelBroken", message="cut", held=True)
+MISMATCH = worker_pb2.Failed(kind="DigestMismatch", message="not what was sent")
+
+
+@pytest.fixture
+async def make():
+    async with clusters() as build:
+        yield build
+
+
+def attempts_of(worker: FakeWorker, *wanted: str) -> list[tuple[str, int]]:
+    """The commands it got, each with its attempt; `wanted`: only these."""
+    return [(kind, handoff.attempt) for kind, handoff in worker.commands if not wanted or kind in wanted]
+
+
+def recovered(events: list[pb.GenerateEvent]) -> list[tuple[int, str]]:
+    found = [item.recovered for item in events if item.HasField("recovered")]
+    return [(item.attempt, item.reason) for item in found]
+
+
+async def finishes(cluster: Cluster, call, *reasons: str) -> pb.Completed:
+    """The right answer, after losses for these reasons; then nobody holds anything."""
+    events = await cluster.answer(call)
+    assert ids_of(events) == ANSWER
+    assert recovered(events) == [(number, reason) for number, reason in enumerate(reasons, 2)]
+    assert kinds(events)[-2:] == ["finished", "completed"]
+    assert events[-1].completed.placement.attempts == len(reasons) + 1
+    await cluster.nothing_is_left()
+    return events[-1].completed
+
+
+# --- the prefill worker is lost
+
+
+@pytest.mark.parametrize("state", ["prefilling", "transferring"])
+async def test_a_lost_prefill_worker_is_followed_by_another_one(make, state):
+    cluster = await make(prefill=2)
+    call = await at(cluster, state)
+    await cluster.prefill[0].kill()
+    cluster.prefill[1].gates["first"].set()
+    cluster.prefill[1].gates["commit"].set()
+    await finishes(cluster, call, "prefill_lost")
+    assert attempts_of(cluster.prefill[1]) == [("prefill", 2)]
+    said = ANSWER[:1] if state == "transferring" else []
+    assert [list(spec.known) for spec in cluster.prefill[1].specs] == [said]
+    assert attempts_of(cluster.decode[0])[:2] == [("reserve", 1), ("fence", 1)], "fenced before anything else"
+    assert ("reserve", 2) in attempts_of(cluster.decode[0])
+
+
+async def test_the_next_attempt_waits_for_the_answer_to_the_fence(make):
+    cluster = await make(prefill=2)
+    call = await at(cluster, "prefilling")
+    decode, fenced = cluster.decode[0], list[HandoffId]()
+    decode.fence = fenced.append
+    await cluster.prefill[0].kill()
+    await until(lambda: fenced, "fence")
+    await asyncio.sleep(0.05)  # time in which a router that does not wait would go on
+    assert attempts_of(decode) == [("reserve", 1), ("fence", 1)]
+    assert cluster.prefill[1].commands == []
+    decode.emit(event(fenced[0], fenced=worker_pb2.Fenced()))
+    cluster.prefill[1].gates["first"].set()
+    await finishes(cluster, call, "prefill_lost")
+
+
+async def test_a_prefill_worker_that_is_lost_before_it_was_told_anything(make):
+    cluster = await make(prefill=2)
+    call = await at(cluster, "reserving")
+    await cluster.prefill[0].kill()
+    await until(lambda: cluster.decode[0].count("reserve") == 2, "the next attempt")
+    cluster.decode[0].gates["reserve"].set()
+    events = await cluster.answer(call)
+    assert ids_of(events) == ANSWER
+    assert recovered(events) == [], "nothing was promised to the client yet"
+    assert cluster.decode[0].count("fence") == 0
+    await cluster.nothing_is_left()
+
+
+# --- the decode worker is lost
+
+
+@pytest.mark.parametrize("state", ["prefilling", "transferring"])
+async def test_what_was_computed_for_a_lost_decode_worker_goes_to_another_one(make, state):
+    cluster = await make(prefill=2, decode=2)
+    prefill = cluster.prefill[0]
+    call = await at(cluster, state)
+    await cluster.decode[0].kill()
+    await until(lambda: prefill.count("repush") == 1, "repush")
+    for gate in ("first", "commit"):
+        prefill.gates[gate].set()
+    done = await finishes(cluster, call, "decode_lost")
+    assert attempts_of(prefill, "prefill", "repush") == [("prefill", 1), ("repush", 2)]
+    assert prefill.said_twice == (state == "transferring")
+    assert cluster.prefill[1].commands == [], "it holds nothing of this"
+    assert (done.placement.prefill_worker, done.placement.decode_worker) == ("prefill-0", "decode-1")
+    assert done.usage.prompt_tokens == 3
+
+
+@pytest.mark.parametrize("first", ["decode", "prefill"])
+async def test_whoever_of_the_two_is_heard_first(make, first):
+    """P sees the end of the channel when R sees the end of the stream: its push failed, and its KV waits."""
+    cluster = await make(decode=2)
+    call = await at(cluster, "transferring")
+    [prefill], link = cluster.prefill, cluster.router.floor.pool.links[0]
+    [handoff] = {handoff for _, handoff in prefill.commands}
+    said = [(Role.PREFILL, event(handoff, failed=HELD)), (Role.DECODE, WorkerLost("gone"))]
+    for source, item in said if first == "prefill" else reversed(said):
+        link._mailboxes[handoff].put(source, item)
+    await until(lambda: prefill.count("repush") == 1, "repush")
+    prefill.gates["commit"].set()
+    await finishes(cluster, call, "decode_lost")
+    assert attempts_of(prefill, "prefill", "repush") == [("prefill", 1), ("repush", 2)]
+
+
+async def test_a_decode_worker_that_is_lost_before_it_answers_the_fence(make):
+    cluster = await make(decode=2)
+    call = await at(cluster, "transferring")
+    [prefill], decode = cluster.prefill, cluster.decode[0]
+    decode.fence = lambda handoff: None
+    prefill.emit(event(prefill.commands[0][1], failed=HELD))
+    await until(lambda: decode.count("fence") == 1, "fence")
+    await decode.kill()
+    await until(lambda: prefill.count("repush") == 1, "repush")
+    prefill.gates["commit"].set()
+    await finishes(cluster, call, "decode_lost")
+    assert prefill.count("prefill") == 1
+
+
+@pytest.mark.parametrize("silent", ["reserve", "fence"])
+async def test_a_decode_worker_that_does_not_answer_is_lost(make, silent, monkeypatch):
+    monkeypatch.setattr("router.attempt._ANSWER_S", 0.2)
+    cluster = await make()
+    [prefill], [decode] = cluster.prefill, cluster.decode
+    if silent == "reserve":
+        decode.gates["reserve"].clear()
+    else:
+        decode.fence = lambda handoff: None
+        prefill.fail_push = [HELD]
+    call = cluster.call()
+    await until(lambda: decode.count("reserve") == 2, "the next attempt")
+    decode.gates["reserve"].set()
+    events = await cluster.answer(call)
+    assert ids_of(events) == ANSWER
+    assert recovered(events) == ([(2, "decode_lost")] if silent == "fence" else [])
+    assert prefill.count("prefill") == 1
+    await cluster.nothing_is_left()
+
+
+async def test_a_decode_worker_that_reports_a_failure_before_its_commit(make):
+    cluster = await make()
+    call = await at(cluster, "transferring")
+    [prefill], [decode] = cluster.prefill, cluster.decode
+    decode._drop(decode.commands[0][1])
+    decode.emit(event(decode.commands[0][1], failed=worker_pb2.Failed(kind="StaleAttempt", message="released")))
+    prefill.gates["commit"].set()
+    await finishes(cluster, call, "decode_lost")
+    assert attempts_of(prefill, "prefill", "repush") == [("prefill", 1), ("repush", 2)]
+
+
+async def test_both_workers_are_lost(make):
+    """One after the other: the fence, or the next attempt, may still meet the second one."""
+    cluster = await make(prefill=2, decode=2)
+    call = await at(cluster, "transferring")
+    for worker in (cluster.prefill[0], cluster.decode[0]):
+        await worker.kill()
+    cluster.prefill[1].gates["commit"].set()
+    events = await cluster.answer(call)
+    assert ids_of(events) == ANSWER
+    assert 1 <= len(recovered(events)) <= 2
+    assert [list(spec.known) for spec in cluster.prefill[1].specs] == [ANSWER[:1]], "computed once more"
+    await cluster.nothing_is_left()
+
+
+@pytest.mark.parametrize("order", ["prefill first", "decode first"])
+async def test_both_workers_are_lost_in_one_breath(make, order):
+    cluster = await make(prefill=2, decode=2)
+    call = await at(cluster, "transferring")
+    link = cluster.router.floor.pool.links[0]
+    [handoff] = {handoff for _, handoff in cluster.prefill[0].commands}
+    for role in Role if order == "prefill first" else reversed(Role):
+        link._mailboxes[handoff].put(role, WorkerLost(f"the {role} worker is gone"))
+    for prefill in cluster.prefill:
+        prefill.gates["commit"].set()
+    await finishes(cluster, call, "decode_lost")
+    assert sum(prefill.count("repush") for prefill in cluster.prefill) == 0
+
+
+# --- a push fails
+
+
+async def test_a_push_that_failed_is_pushed_again_when_the_attempt_is_fenced(make):
+    cluster = await make()
+    [prefill], [decode] = cluster.prefill, cluster.decode
+    prefill.fail_push = [HELD]
+    await finishes(cluster, cluster.call(), "prefill_lost")
+    assert attempts_of(prefill, "prefill", "repush") == [("prefill", 1), ("repush", 2)]
+    assert attempts_of(decode) == [("reserve", 1), ("fence", 1), ("release", 1), ("reserve", 2)]
+
+
+async def test_bytes_that_changed_on_the_way_are_computed_again(make):
+    cluster = await make()
+    [prefill] = cluster.prefill
+    prefill.fail_push = [MISMATCH]
+    await finishes(cluster, cluster.call(), "prefill_lost")
+    assert attempts_of(prefill, "prefill", "repush") == [("prefill", 1), ("prefill", 2)]
+    assert [list(spec.known) for spec in prefill.specs] == [[], ANSWER[:1]]
+    assert "baton_digest_mismatch_total 1.0" in await cluster.http("/metrics")
+
+
+async def test_a_repush_that_is_refused_is_a_failure_and_then_it_is_computed_again(make):
+    cluster = await make()
+    [prefill] = cluster.prefill
+    prefill.fail_push = [HELD]
+    prefill.refuse_once = [worker_pb2.REFUSAL_REASON_STALE]  # it has given up waiting, at the deadline say
+    await finishes(cluster, cluster.call(), "prefill_lost", "prefill_lost")
+    assert attempts_of(prefill, "prefill", "repush") == [("prefill", 1), ("repush", 2), ("prefill", 3)]
+    assert cluster.decode[0].count("fence") == 1, "a refused attempt has nothing to be fenced"
+
+
+async def test_a_second_failure_is_followed_by_a_second_repush(make):
+    cluster = await make()
+    [prefill] = cluster.prefill
+    prefill.fail_push = [HELD, HELD]
+    await finishes(cluster, cluster.call(), "prefill_lost", "prefill_lost")
+    named = [command.repush.held.attempt for command in prefill.messages_in if command.HasField("repush")]
+    assert (named, prefill.count("prefill")) == ([1, 2], 1)
+
+
+@pytest.mark.parametrize("when", ["before the finish", "after the finish"])
+async def test_a_push_that_failed_for_its_sender_alone(make, when):
+    """D has committed, but its word did not reach P: nobody needs what waits there."""
+    cluster = await make()
+    [prefill], [decode] = cluster.prefill, cluster.decode
+    prefill.gates["commit"].clear()
+    decode.gates["decode"].clear()
+    call = cluster.call()
+    await until(lambda: cluster.router.floor.pool.links[0].view.queued_tokens == 0 and prefill.specs, "computed")
+    [handoff] = {handoff for _, handoff in prefill.commands}
+    decode.commit(handoff, prefill.specs[0])
+    await until(lambda: cluster.handed_over, "handed over")
+    if when == "before the finish":
+        prefill.emit(event(handoff, failed=HELD))
+        await until(lambda: not prefill._queue.qsize(), "said")
+    decode.gates["decode"].set()
+    await finishes(cluster, call)
+    assert attempts_of(prefill) == [("prefill", 1), ("release", 1)]
+    assert decode.count("fence") == 0
+
+
+async def test_a_push_that_failed_after_the_commit_does_not_outlive_a_preemption(make):
+    """The next attempt starts from what the client has, not from what waits."""
+    cluster = await make()
+    [prefill], [decode] = cluster.prefill, cluster.decode
+    prefill.gates["commit"].clear()
+    decode.gates["decode"].clear()
+    decode.preempt_at = [3]
+    call = cluster.call()
+    await until(lambda: prefill.specs, "prefilling")
+    [handoff] = {handoff for _, handoff in prefill.commands}
+    await until(lambda: cluster.router.floor.pool.links[0].view.queued_tokens == 0, "computed")
+    decode.commit(handoff, prefill.specs[0])
+    await until(lambda: cluster.handed_over, "handed over")
+    prefill.emit(event(handoff, failed=HELD))
+    prefill.gates["commit"].set()
+    prefill._drop(handoff)
+    decode.gates["decode"].set()
+    events = await cluster.answer(call)
+    assert ids_of(events) == ANSWER
+    assert attempts_of(prefill, "prefill", "repush") == [("prefill", 1), ("prefill", 2)]
+    assert list(prefill.specs[1].known) == ANSWER[:3]
+    assert ("release", 1) in attempts_of(prefill)
+    await cluster.nothing_is_left()
+
+
+async def test_what_was_pushed_is_not_asked_for_again(make):
+    """P has heard that D committed; D is lost before it could say so itself."""
+    cluster = await make(decode=2)
+    call = await at(cluster, "transferring")
+    [prefill], link = cluster.prefill, cluster.router.floor.pool.links[0]
+    [handoff] = {handoff for _, handoff in prefill.commands}
+    prefill._drop(handoff)
+    link._mailboxes[handoff].put(Role.PREFILL, event(handoff, pushed=worker_pb2.Pushed(kv_bytes=1)))
+    link._mailboxes[handoff].put(Role.DECODE, WorkerLost("gone"))
+    prefill.gates["commit"].set()
+    await finishes(cluster, call, "decode_lost")
+    assert attempts_of(prefill, "prefill", "repush") == [("prefill", 1), ("prefill", 2)]
+
+
+# --- how often
+
+
+@pytest.mark.parametrize("attempts", [1, 2, 3])
+async def test_too_many_failures_end_the_request_and_free_what_waits(make, attempts):
+    cluster = await make(attempts=attempts)
+    [prefill] = cluster.prefill
+    prefill.fail_push = [HELD] * 5
+    with pytest.raises(WorkerLost, match="ChannelBroken: cut"):
+        await cluster.generate()
+    await cluster.nothing_is_left()
+    assert cluster.decode[0].count("reserve") == attempts
+    assert ("release", attempts) in attempts_of(prefill)
+    assert cluster.router.floor.outcomes["failed"] == 1
+
+
+async def test_only_failures_are_counted(make):
+    cluster = await make(attempts=1)
+    cluster.decode[0].refuse_once = [worker_pb2.REFUSAL_REASON_NO_ROOM] * 4
+    cluster.decode[0].preempt_at = [2, 3, 5]
+    events = await cluster.generate()
+    assert (ids_of(events), events[-1].completed.placement.attempts) == (ANSWER, 8)
+    assert recovered(events) == []
+    await cluster.nothing_is_left()
+    one_more = await make(attempts=2)
+    one_more.decode[0].refuse_once = [worker_pb2.REFUSAL_REASON_NO_ROOM] * 4
+    one_more.prefill[0].fail_push = [HELD]
+    assert recovered(await one_more.generate()) == [(6, "prefill_lost")]
+
+
+# --- while its KV is held
+
+
+async def waiting_with_kv(cluster: Cluster, state: str):
+    """A request whose decode worker was lost, and whose KV is held at `prefill[0]`, standing still in `state`."""
+    prefill, second = cluster.prefill[0], cluster.decode[1]
+    if state == "fencing":
+        call = await at(cluster, "transferring")
+        cluster.decode[0].fence = lambda handoff: None  # type: ignore[method-assign]
+        prefill.emit(event(prefill.commands[0][1], failed=HELD))
+        await until(lambda: cluster.decode[0].count("fence") == 1, state)
+        return call
+    call = await at(cluster, "prefilling" if state == "repushed" else "transferring")
+    if state == "queued":
+        cluster.infos = [info for info in cluster.infos if info.ref.worker_id != "decode-1"]
+        retired = cluster.router.floor.pool.links[-1]
+        await until(lambda: not retired.usable, "retired")
+    second.gates["reserve"].clear()
+    if state not in {"queued", "reserving"}:
+        second.gates["reserve"].set()
+    await cluster.decode[0].kill()
+    if state == "queued":
+        await until(partial(cluster.waits, 1), state)
+    if state == "reserving":
+        await until(lambda: second.count("reserve") == 1, state)
+    if state.startswith("repushed"):
+        await until(lambda: prefill.count("repush") == 1, state)
+    if state == "repushed, computed":
+        await until(lambda: prefill.said_twice == 1, state)
+    assert prefill._work, "it holds the KV"
+    return call
+
+
+HOLDING = ["fencing", "queued", "reserving", "repushed", "repushed, computed"]
+
+
+@pytest.mark.parametrize("state", HOLDING)
+@pytest.mark.parametrize("how", ["leave", "Cancel"])
+async def test_cancel_frees_what_is_held_in_every_state(make, state, how):
+    cluster = await make(decode=2)
+    call = await waiting_with_kv(cluster, state)
+    if how == "leave":
+        call.cancel()
+    else:
+        request_id = dict(await call.initial_metadata())["baton-request-id"]
+        assert (await cluster.stub.Cancel(pb.CancelRequest(request_id=request_id))).found
+        with pytest.raises(Cancelled):
+            await cluster.answer(call)
+    await until(lambda: cluster.prefill[0].count("release"), "release to the prefill worker")
+    last = {"fencing": cluster.decode[0], "queued": None}.get(state, cluster.decode[1])
+    if last is not None:
+        await until(lambda: last.count("release") == 1, "release to the decode worker")
+    await cluster.nothing_is_left()
+    await until(lambda: cluster.router.floor.outcomes["cancelled"] == 1, "counted")
+
+
+async def test_what_is_held_is_freed_when_no_worker_comes_to_take_it(make):
+    cluster = await make(queue_max_wait_s=0.3)
+    call = await at(cluster, "transferring")
+    await cluster.decode[0].kill()
+    with pytest.raises(NoWorker, match=r"waited 0\.3 s"):
+        await cluster.answer(call)
+    await until(lambda: cluster.prefill[0].count("release") == 1, "release")
+    await cluster.nothing_is_left()
+
+
+async def test_what_is_held_is_freed_when_nobody_has_room_for_it(make):
+    cluster = await make(decode=2, queue_max_wait_s=0.3, blocks=1)
+    call = await at(cluster, "transferring")
+    other = cluster.call([9], 8)
+    [prefill] = cluster.prefill
+    await until(lambda: len(prefill.specs) == 2, "both are prefilling")
+    await cluster.decode[0].kill()
+    with pytest.raises(Overloaded, match=r"waited 0\.3 s for room"):
+        await cluster.answer(call)
+    await until(lambda: prefill.count("release") == 1, "release")
+    prefill.gates["commit"].set()
+    assert len(ids_of(await cluster.answer(other))) == 8
+    await cluster.nothing_is_left()
+
+
+@pytest.mark.parametrize("how", ["dies", "loses its lease"])
+async def test_a_prefill_worker_that_goes_while_its_kv_waits(make, how):
+    """Another one computes it, and what the client has is never sampled again."""
+    cluster = await make(prefill=2, decode=2)
+    call = await waiting_with_kv(cluster, "queued")
+    first, second = cluster.prefill
+    link = cluster.router.floor.pool.links[0]
+    if how == "dies":
+        await first.kill()
+        await until(lambda: link.state != "connected", how)
+    else:
+        cluster.infos = [info for info in cluster.infos if info.ref.worker_id != "prefill-0"]
+        await until(lambda: not link.usable, how)
+    cluster.infos = [second.info, cluster.decode[1].info]
+    second.gates["commit"].set()
+    cluster.decode[1].gates["reserve"].set()
+    await finishes(cluster, call, "decode_lost")
+    assert attempts_of(second) == [("prefill", 2)]
+    assert list(second.specs[0].known) == ANSWER[:1]
+    assert first.count("repush") == 0
+    assert first.count("release") == (how == "loses its lease")
+
+
+async def test_the_worker_that_holds_the_kv_is_taken_though_another_one_is_idle(make):
+    """And one that finds no room for it goes on waiting for that worker's KV."""
+    cluster = await make(prefill=2, decode=2)
+    call = await at(cluster, "transferring")
+    prefill, second = cluster.prefill[0], cluster.decode[1]
+    second.refuse_once = [worker_pb2.REFUSAL_REASON_NO_ROOM]
+    cluster.router.floor.pool.links[0].view.queued_tokens += 1000  # a policy would not choose it
+    await cluster.decode[0].kill()
+    await until(lambda: prefill.count("repush") == 1, "repush")
+    cluster.router.floor.pool.links[0].view.queued_tokens -= 1000
+    prefill.gates["commit"].set()
+    events = await cluster.answer(call)
+    assert ids_of(events) == ANSWER
+    assert attempts_of(prefill, "prefill", "repush") == [("prefill", 1), ("repush", 3)]
+    assert cluster.prefill[1].commands == []
+    await cluster.nothing_is_left()
+
+
+# --- what a decode worker has already
+
+
+async def test_a_reserve_names_the_full_blocks_of_what_is_known(make):
+    cluster = await make()
+    prompt = list(range(40))
+    cluster.decode[0].preempt_at = [30]
+    await cluster.answer(cluster.call(prompt, 40, cache_scope="mine"))
+    asked = [command.reserve for command in cluster.decode[0].messages_in if command.HasField("reserve")]
+    known = [*prompt, *(expected(prompt, index) for index in range(30))]
+    for message, tokens in zip(asked, (prompt, known), strict=True):
+        chain = Chain(scope_key("fp", "mine"), tokens, LAYOUT.block_size)
+        assert message.known_tokens == len(tokens)
+        assert list(message.prefix) == [chain.digest(block) for block in range(len(tokens) // LAYOUT.block_size)]
+
+
+@pytest.mark.parametrize(("length", "names"), [(15, 0), (16, 0), (17, 1), (32, 1), (33, 2)])
+async def test_the_last_position_is_in_no_name(make, length, names):
+    cluster = await make()
+    await cluster.generate([7] * length, 2)
+    assert len(cluster.decode[0].messages_in[0].reserve.prefix) == names
+
+
+async def test_what_a_decode_worker_has_is_skipped_by_the_push_to_it(make):
+    cluster = await make(decode=2)
+    for decode, cached in zip(cluster.decode, (16, 32), strict=True):
+        decode.cached_here = cached
+    prefill = cluster.prefill[0]
+    prefill.gates["commit"].clear()
+    call = cluster.call([5] * 40, 8)
+    await until(lambda: prefill.specs, "prefilling")
+    await cluster.decode[0].kill()
+    prefill.gates["commit"].set()
+    events = await cluster.answer(call)
+    assert ids_of(events) == [expected([5] * 40, index) for index in range(8)]
+    told = [command.prefill or command.repush for command in prefill.messages_in]
+    assert [command.prefill.skip for command in prefill.messages_in if command.HasField("prefill")] == [16], told
+    repushed = [command.repush for command in prefill.messages_in if command.HasField("repush")]
+    assert [(message.skip, message.to.worker_id) for message in repushed] == [(32, "decode-1")]
+    assert events[-1].completed.usage.cached_tokens == 0, "it was computed, only not moved"
+
+
+async def test_every_attempt_has_what_is_left_of_the_time(make):
+    cluster = await make(max_request_s=30.0)
+    [prefill] = cluster.prefill
+    prefill.fail_push = [HELD]
+    await cluster.generate()
+    messages = [getattr(c, c.WhichOneof("command") or "") for w in cluster.workers for c in w.messages_in]
+    left = [message.deadline_s for message in messages if hasattr(message, "deadline_s")]
+    assert len(left) == 4
+    assert all(0 < seconds <= 30.0 for seconds in left)
+
+
+# --- many
+
+
+async def test_any_failure_at_any_moment_leaves_nothing_behind(make):
+    seed = random.randrange(2**32)
+    print("seed", seed)
+    rng = random.Random(seed)
+    cluster = await make(prefill=2, decode=2, blocks=24, attempts=6, max_request_s=30.0)
+    for prefill in cluster.prefill:
+        prefill.fail_push = [rng.choice([HELD, HELD, MISMATCH]) for _ in range(25)]
+    for decode in cluster.decode:
+        decode.preempt_at = [2, 3, 4, 5]
+
+    async def hiccup(worker: FakeWorker) -> None:
+        """It fails a handoff that is only reserved, as when another router has released it."""
+        while True:
+            await asyncio.sleep(rng.random() * 0.02)
+            waiting = [h for h in worker._held if worker._tasks[h].done()]
+            if waiting:
+                handoff = rng.choice(waiting)
+                worker._drop(handoff)
+                worker.emit(event(handoff, failed=worker_pb2.Failed(kind="StaleAttempt", message="hiccup")))
+
+    async def one(number: int) -> None:
+        prompt, length = [number % 200] * rng.randint(1, 40), rng.randint(1, 12)
+        call = cluster.call(prompt, length)
+        leave = asyncio.get_running_loop().call_later(rng.random(), call.cancel) if rng.random() < 0.3 else None
+        with suppress(asyncio.CancelledError, BatonError):
+            events = await cluster.answer(call)
+            assert ids_of(events) == [expected(prompt, index) for index in range(length)]
+        if leave is not None:
+            leave.cancel()
+
+    hiccups = [asyncio.create_task(hiccup(decode)) for decode in cluster.decode]
+    await asyncio.gather(*(one(number) for number in range(150)))
+    for task in hiccups:
+        task.cancel()
+    await cluster.nothing_is_left()
+    assert sum(prefill.count("repush") for prefill in cluster.prefill) > 5
+    outcomes = cluster.router.floor.outcomes
+    assert outcomes["finished"] > 50, outcomes
+    assert sum(outcomes[end] for end in ("finished", "cancelled", "failed", "refused")) == next(
+        cluster.router.floor.arrivals
+    )
+    assert len(ids_of(await cluster.generate())) == 8

@@ -1,0 +1,141 @@
+"""Shared memory between two processes: bytes, and what a death or a freeze on either side leaves."""
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+from baton.errors import ChannelBroken
+from kvtransfer.transport import Side
+from tests.integration.channel_peer import NAME, RING, Peer, frame
+from tests.unit.kvtransfer.transports.pairs import breaks, descriptors, settled
+
+AT_ONCE_S = 1.0
+
+
+class Peers:
+    """Starts peers; in the end all are killed and all ends are closed."""
+
+    def __init__(self) -> None:
+        self.started: list[Peer] = []
+
+    def __call__(self, side: Side, *flags: str, deadline_s: float = 10.0) -> Peer:
+        self.started.append(Peer(side, *flags, deadline_s=deadline_s))
+        return self.started[-1]
+
+    def close(self) -> None:
+        for peer in self.started:
+            peer.stop()
+            peer.end.close()
+
+
+@pytest.fixture
+def peers() -> Iterator[Peers]:
+    """Whatever a test did: afterwards no file, no mapping and no descriptor is left here, and none in any folder."""
+    torch.set_num_threads(1)
+    files, before = sorted(os.listdir("/dev/shm")), descriptors()  # noqa: PTH208
+    peers = Peers()
+    yield peers
+    peers.close()
+    peers.started.clear()
+    assert sorted(os.listdir("/dev/shm")) == files  # noqa: PTH208
+    assert settled(lambda: f"memfd:baton-kv-{NAME}" not in Path("/proc/self/maps").read_text())
+    assert settled(lambda: descriptors() <= before), descriptors() - before
+
+
+def test_frames_from_another_process(peers: Peers) -> None:
+    peer = peers(Side.RECEIVER, "--frames", "60")
+    assert all(peer.take(number) for number in range(60))
+
+
+def test_frames_to_another_process(peers: Peers) -> None:
+    peer = peers(Side.SENDER)
+    for number in range(60):
+        if number >= RING.slots:
+            assert peer.credit() == number - RING.slots
+        peer.give(number)
+    assert [peer.credit() for _ in range(RING.slots)] == [56, 57, 58, 59]
+
+
+def take(peer: Peer, number: int) -> None:
+    """Without an announcement, which may have been lost."""
+    peer.end.start(number, len(frame(number)))
+    peer.end.finish(number)
+    assert torch.equal(peer.end.slot(number)[: len(frame(number))], frame(number))
+
+
+def test_a_sender_killed_in_the_middle_is_seen_at_once(peers: Peers) -> None:
+    peer = peers(Side.RECEIVER, deadline_s=30.0)
+    assert all(peer.take(number) for number in range(10))
+    peer.signal(signal.SIGKILL)  # it is filling slots just now
+    killed = time.monotonic()
+    numbers = range(10, 10 + 2 * RING.slots)  # of those that had left, the slots are whole
+    assert any(breaks(partial(take, peer, number)) for number in numbers)
+    assert time.monotonic() - killed < AT_ONCE_S
+
+
+def test_a_sender_killed_while_the_receiver_waits_is_seen_at_once(peers: Peers) -> None:
+    peer = peers(Side.RECEIVER, "--frames", "2", deadline_s=30.0)
+    assert all(peer.take(number) for number in range(2))
+    peer.end.start(2, 8)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(peer.end.finish, 2)
+        killed = peer.kill()
+        with pytest.raises(ChannelBroken, match="closed by the other end"):
+            waiting.result(10)
+    assert time.monotonic() - killed < AT_ONCE_S
+
+
+def test_a_receiver_killed_in_the_middle_is_seen_at_once(peers: Peers) -> None:
+    peer = peers(Side.SENDER, deadline_s=30.0)
+    for number in range(RING.slots):
+        peer.give(number)
+    assert peer.credit() == 0  # it is reading slots just now
+    killed = peer.kill()
+    assert breaks(lambda: peer.end.start(RING.slots, 8))
+    assert time.monotonic() - killed < AT_ONCE_S
+
+
+def test_a_frozen_sender_is_given_up_by_the_deadline_and_wakes_up_to_nothing(peers: Peers) -> None:
+    peer = peers(Side.RECEIVER, "--frames", "1", deadline_s=0.6)
+    assert peer.take(0)
+    peer.signal(signal.SIGSTOP)
+    peer.end.start(1, 8)
+    started = time.monotonic()
+    with pytest.raises(ChannelBroken, match=r"no progress within 0\.6 s"):
+        peer.end.finish(1)
+    assert 0.5 < time.monotonic() - started < 0.6 + AT_ONCE_S
+    successor = peers(Side.RECEIVER, "--frames", "3")
+    peer.signal(signal.SIGCONT)
+    assert all(successor.take(number) for number in range(3))
+
+
+def test_a_sender_that_wakes_up_late_writes_into_memory_of_its_own_generation(peers: Peers) -> None:
+    peer = peers(Side.RECEIVER, deadline_s=0.6)
+    assert all(peer.take(number) for number in range(3))
+    peer.signal(signal.SIGSTOP)
+    peer.end.close()
+    successor = peers(Side.RECEIVER, "--frames", "6")
+    peer.signal(signal.SIGCONT)
+    while (said := peer.wire.hear()) is not None and "failed" not in said:
+        assert said["number"] < 3 + 2 * RING.slots
+    assert said is not None
+    assert said["failed"].startswith("shm channel")
+    assert all(successor.take(number) for number in range(6))
+
+
+def test_a_sender_does_not_wait_for_a_frozen_receiver(peers: Peers) -> None:
+    peer = peers(Side.SENDER, deadline_s=30.0)
+    peer.signal(signal.SIGSTOP)
+    started = time.monotonic()
+    for number in range(RING.slots):
+        peer.give(number)
+    assert time.monotonic() - started < AT_ONCE_S
+    peer.signal(signal.SIGCONT)
+    assert [peer.credit() for _ in range(RING.slots)] == list(range(RING.slots))

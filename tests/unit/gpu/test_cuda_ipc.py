@@ -1,0 +1,104 @@
+"""CUDA IPC between two processes on one GPU: `python -m pytest tests/unit/gpu/test_cuda_ipc.py` on a machine with one.
+
+None was at hand when this was written, so it has not been run. The protocol without a GPU is in
+`tests/unit/kvtransfer/transports/test_cuda_ipc.py`.
+"""
+
+import signal
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+from baton.errors import ChannelBroken
+from kvtransfer.handoff import TransferSettings
+from kvtransfer.transport import Side
+from kvtransfer.transports.choose import make_transports
+from kvtransfer.transports.cuda_driver import CudaDevice
+from tests.integration.channel_peer import RING, Peer, frame
+
+pytestmark = [
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU and torch built for CUDA"),
+    pytest.mark.timeout(120),
+]
+FRAMES = 40
+Start = Callable[..., Peer]
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    """Starts the other end; in the end it is dead and this end is closed."""
+    started: list[Peer] = []
+
+    def start(side: Side, *flags: str, deadline_s: float = 20.0) -> Peer:
+        peer = Peer(side, *flags, transport="cuda_ipc", device="cuda:0", deadline_s=deadline_s)
+        started.append(peer)
+        return peer
+
+    yield start
+    for peer in started:
+        peer.stop()
+        peer.end.close()
+
+
+def free_bytes() -> int:
+    torch.cuda.synchronize()
+    return torch.cuda.mem_get_info(0)[0]
+
+
+def test_frames_from_another_process(start: Start) -> None:
+    peer = start(Side.RECEIVER, "--frames", str(FRAMES))
+    assert peer.end.slot(0).device == torch.device("cuda", 0)
+    assert all(peer.take(number) for number in range(FRAMES))
+
+
+def test_frames_to_another_process(start: Start) -> None:
+    peer = start(Side.SENDER)
+    for number in range(FRAMES):
+        if number >= RING.slots:
+            assert peer.credit() == number - RING.slots
+        peer.give(number)
+    assert [peer.credit() for _ in range(RING.slots)] == list(range(FRAMES - RING.slots, FRAMES))
+
+
+def test_a_frame_waits_for_the_work_that_fills_it(start: Start) -> None:
+    """The kernel that fills the slot runs for long: the other process must not read before its end."""
+    peer, data = start(Side.SENDER), frame(0).to("cuda:0")
+    torch.cuda._sleep(2_000_000_000)  # cycles: about a second
+    peer.end.slot(0)[: len(data)].copy_(data)  # queued behind it
+    peer.wire.say(number=0, nbytes=len(data))
+    peer.end.start(0, len(data))
+    assert peer.credit() == 0  # its digest was compared
+
+
+@pytest.mark.parametrize("side", list(Side))
+def test_a_killed_peer_is_seen_at_once_and_its_memory_comes_back(start: Start, side: Side) -> None:
+    first = start(side)  # what CUDA makes once for the process is there then
+    first.end.close()
+    first.kill()
+    before = free_bytes()
+    peer = start(side, "--frames", "1")
+    if side is Side.RECEIVER:
+        assert peer.take(0)
+    killed = peer.kill()
+    with pytest.raises(ChannelBroken):
+        peer.end.start(1, 8)
+    assert time.monotonic() - killed < 1.0
+    peer.end.close()
+    assert before - free_bytes() < RING.nbytes
+
+
+def test_a_frozen_sender_is_given_up_by_the_deadline(start: Start) -> None:
+    peer = start(Side.RECEIVER, "--frames", "1", deadline_s=5.0)
+    assert peer.take(0)
+    peer.signal(signal.SIGSTOP)
+    peer.end.start(1, 8)
+    with pytest.raises(ChannelBroken, match="no progress"):
+        peer.end.finish(1)
+
+
+def test_auto_takes_it_first() -> None:
+    transports = make_transports(TransferSettings(), torch.device("cuda", 0))
+    assert [transport.name for transport in transports] == ["cuda_ipc", "nccl"]
+    assert transports[0].reach.endswith(CudaDevice(torch.device("cuda")).uuid)

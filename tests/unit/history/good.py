@@ -1,0 +1,301 @@
+"""A cluster that only takes notes: the history of every kind of request, as its processes would keep it."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from pathlib import Path
+
+from baton.core import HandoffId
+from baton.engine.blocks import Allocation, BlockPool
+from baton.history import History
+
+
+class TickingClock:
+    """One for all processes: each look at it takes a little."""
+
+    def __init__(self):
+        self.now = 100.0
+
+    def monotonic(self):
+        self.now += 0.01
+        return self.now
+
+    def wall(self):
+        return self.now
+
+
+def taken(pool, own, shared=()) -> Allocation:
+    allocation = pool.allocate(own, shared=shared)
+    assert allocation is not None
+    return allocation
+
+
+class Process:
+    """One process with its history and, if it is a worker, its blocks."""
+
+    def __init__(self, cluster, name, role, life=""):
+        self.ref = f"{name}@{life}"
+        self.history = History.open(str(cluster.folder), cluster.clock, role, name, life)
+        self.note = self.history.note
+        self.pool = BlockPool(12)
+        self.held = {}
+        if role != "router":
+            self.note("registered")
+
+    def reserve(self, handoff, blocks, digests=()):
+        shared = self.pool.find(digests)
+        allocation = taken(self.pool, blocks - len(shared), shared)
+        self.held[handoff] = allocation
+        self.history.blocks("reserved", handoff, allocation, shared=len(shared))
+
+    def compute(self, handoff, blocks, digests=()):
+        """At a prefill worker: blocks are taken, the prompt is computed, full ones are published."""
+        shared = self.pool.find(digests)
+        allocation = taken(self.pool, blocks - len(shared), shared)
+        self.held[handoff] = allocation
+        self.history.blocks("owned", handoff, allocation, shared=len(shared))
+        self.publish(handoff, len(shared), digests)
+
+    def publish(self, handoff, first, digests):
+        if digests[first:]:
+            self.held[handoff].publish(first, digests[first:])
+            self.history.blocks("published", handoff, self.held[handoff], first, len(digests))
+
+    def grow(self, handoff):
+        allocation = self.held[handoff]
+        before = len(allocation)
+        assert allocation.grow(1)
+        self.history.blocks("owned", handoff, allocation, before)
+
+    def let_go(self, handoff):
+        allocation = self.held.pop(handoff)
+        self.history.blocks("let_go", handoff, allocation)
+        allocation.release()
+
+
+class Cluster:
+    """Two workers of each role and a router. A request of each kind is a method, in the order of `run`."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.clock = TickingClock()
+        self.router = Process(self, "router-a", "router")
+        self.p = Process(self, "prefill-0", "prefill", "7.1")
+        self.d = Process(self, "decode-0", "decode", "7.2")
+        self.other = Process(self, "decode-1", "decode", "7.3")
+        self.names = [bytes([n]) * 32 for n in range(4)]
+
+    def run(self):
+        self.plain("plain")
+        self.plain("shares", digests=self.names[:2])
+        self.preempted("preempted")
+        self.prefill_lost("fenced")
+        self.decode_killed("repushed")
+        self.ends_at_first_token("short")
+        self.cancelled("cancelled")
+        self.fetches("fetched")
+        self.refused("refused")
+        self.clock.now += 10
+        for process in (self.router, self.p, self.d, self.other):
+            process.note("beat")
+            process.history.close()
+
+    # --- steps of a request --------------------------------------------------------------------------------------
+
+    @contextmanager
+    def request(self, name, outcome="finished", count=0):
+        first = HandoffId(name, 0)
+        self.router.note("arrived", first)
+        attempts: list[HandoffId] = []
+        yield attempts
+        last = HandoffId(name, len(attempts))
+        self.router.note("ended", last, outcome=outcome, count=count)
+
+    def begin(self, attempts, name, decode, *, accept=True):
+        handoff = HandoffId(name, len(attempts) + 1)
+        attempts.append(handoff)
+        self.router.note("attempt", handoff, prefill=self.p.ref, decode=decode.ref)
+        return handoff
+
+    def accept(self, handoff):
+        self.router.note("accepted", handoff)
+
+    def first_token(self, handoff, index=0, *, new=True):
+        self.p.note("tokens", handoff, first=index, count=1)
+        if new:
+            self.router.note("delivered", handoff, first=index, count=1)
+
+    def commit(self, handoff, decode, index=0):
+        decode.note("offered", handoff)
+        decode.note("committed", handoff)
+        decode.note("adopted", handoff, first=index, count=1)
+        self.p.let_go(handoff)
+        self.p.note("pushed", handoff)
+
+    def decode(self, handoff, decode, first, count):
+        decode.note("tokens", handoff, first=first, count=count)
+        self.router.note("delivered", handoff, first=first, count=count)
+
+    def recovered(self, handoff, reason):
+        self.router.note("recovered", handoff, reason=reason)
+
+    # --- requests ------------------------------------------------------------------------------------------------
+
+    def plain(self, name, digests=None):
+        """Two full blocks are published at P; D publishes them, too, and grows by one."""
+        digests = self.names[:2] if digests is None else digests
+        with self.request(name, count=4) as attempts:
+            handoff = self.begin(attempts, name, self.d)
+            self.d.reserve(handoff, 3, digests)
+            self.accept(handoff)
+            self.p.note("prefill", handoff)
+            self.p.compute(handoff, 3, digests)
+            self.first_token(handoff)
+            already = self.d.pool.find(digests)
+            self.commit(handoff, self.d)
+            self.d.publish(handoff, len(already), digests)
+            self.decode(handoff, self.d, 1, 2)
+            self.d.grow(handoff)
+            self.d.let_go(handoff)
+            self.decode(handoff, self.d, 3, 1)
+            self.d.note("finished", handoff)
+
+    def preempted(self, name):
+        with self.request(name, count=3) as attempts:
+            handoff = self.begin(attempts, name, self.d)
+            self.d.reserve(handoff, 2)
+            self.accept(handoff)
+            self.p.note("prefill", handoff)
+            self.p.compute(handoff, 2)
+            self.first_token(handoff)
+            self.commit(handoff, self.d)
+            self.d.let_go(handoff)
+            self.d.note("preempted", handoff)
+            self.recovered(handoff, "preempted")
+            self._again(attempts, name)
+
+    def _again(self, attempts, name):
+        """The next attempt goes on at token 1."""
+        handoff = self.begin(attempts, name, self.d)
+        self.d.reserve(handoff, 2)
+        self.p.note("prefill", handoff)
+        self.p.compute(handoff, 2)
+        self.first_token(handoff, 1)
+        self.commit(handoff, self.d, 1)
+        self.d.let_go(handoff)
+        self.decode(handoff, self.d, 2, 1)
+        self.d.note("finished", handoff)
+
+    def prefill_lost(self, name):
+        """The push failed: D is told to fence, P's KV is released."""
+        with self.request(name, count=3) as attempts:
+            handoff = self.begin(attempts, name, self.d)
+            self.d.reserve(handoff, 2)
+            self.accept(handoff)
+            self.p.note("prefill", handoff)
+            self.p.compute(handoff, 2)
+            self.first_token(handoff)
+            self.d.note("offered", handoff)
+            self.p.note("failed", handoff, error="ChannelBroken", held=True)
+            self.d.note("fenced", handoff)
+            self.d.let_go(handoff)
+            self.d.note("released", handoff)
+            self.recovered(handoff, "prefill_lost")
+            self.p.let_go(handoff)
+            self.p.note("aborted", handoff)
+            self._again(attempts, name)
+
+    def decode_killed(self, name):
+        """The other decode worker dies with a reservation; its successor takes what P still holds."""
+        with self.request(name, count=2) as attempts:
+            first = self.begin(attempts, name, self.other)
+            self.other.reserve(first, 2)
+            self.accept(first)
+            self.p.note("prefill", first)
+            self.p.compute(first, 2)
+            self.first_token(first)
+            self.other = Process(self, "decode-1", "decode", "7.4")
+            self.recovered(first, "decode_lost")
+            second = self.begin(attempts, name, self.other)
+            self.other.reserve(second, 2)
+            self.p.note("repush", second, held=first.attempt)
+            self.p.held[second] = self.p.held.pop(first)
+            self.first_token(second, new=False)
+            self.commit(second, self.other)
+            self.other.let_go(second)
+            self.decode(second, self.other, 1, 1)
+            self.other.note("finished", second)
+
+    def ends_at_first_token(self, name):
+        with self.request(name, count=1) as attempts:
+            handoff = self.begin(attempts, name, self.d)
+            self.d.reserve(handoff, 2)
+            self.accept(handoff)
+            self.p.note("prefill", handoff)
+            self.p.compute(handoff, 2)
+            self.first_token(handoff)
+            self.p.let_go(handoff)
+            self.p.note("aborted", handoff)
+            self._drop(handoff)
+
+    def _drop(self, handoff):
+        self.d.note("fenced", handoff)
+        self.d.let_go(handoff)
+        self.d.note("released", handoff)
+
+    def cancelled(self, name):
+        """While decoding. The router has said so before D has let go."""
+        with self.request(name, "cancelled", count=2) as attempts:
+            handoff = self.begin(attempts, name, self.d)
+            self.d.reserve(handoff, 2)
+            self.accept(handoff)
+            self.p.note("prefill", handoff)
+            self.p.compute(handoff, 2)
+            self.first_token(handoff)
+            self.commit(handoff, self.d)
+            self.decode(handoff, self.d, 1, 1)
+        self.d.let_go(handoff)
+        self.d.note("released", handoff)
+
+    def fetches(self, name):
+        """D pins what it has of a prompt, and P fetches that before it computes the rest; then the client leaves."""
+        digests = [bytes([99]) * 32]
+        self._fill(digests)
+        with self.request(name, "cancelled") as attempts:
+            handoff = self.begin(attempts, name, self.d)
+            self.d.reserve(handoff, 2, digests)
+            self.accept(handoff)
+            self.p.note("prefill", handoff)
+            fetch = taken(self.p.pool, 1)
+            pin = taken(self.d.pool, 0, self.d.pool.find(digests))
+            self.p.history.blocks("owned", handoff, fetch, part="fetch")
+            self.d.history.blocks("owned", handoff, pin, shared=1, part="pin")
+            self.d.note("offered", handoff)
+            fetch.publish(0, digests)
+            self.p.history.blocks("published", handoff, fetch, part="fetch")
+            self.p.history.blocks("let_go", handoff, fetch, part="fetch")
+            fetch.release()
+            self.d.history.blocks("let_go", handoff, pin, part="pin")
+            pin.release()
+            self.p.compute(handoff, 2, digests)
+        self.p.let_go(handoff)
+        self.p.note("aborted", handoff)
+        self._drop(handoff)
+
+    def _fill(self, digests):
+        """An earlier turn leaves a block at D: P never had it."""
+        with self.request("earlier", count=1) as attempts:
+            handoff = self.begin(attempts, "earlier", self.d)
+            self.d.reserve(handoff, 2)
+            self.accept(handoff)
+            self.p.note("prefill", handoff)
+            self.p.compute(handoff, 2)
+            self.first_token(handoff)
+            self.commit(handoff, self.d)
+            self.d.publish(handoff, 0, digests)
+            self.d.let_go(handoff)
+            self.d.note("finished", handoff)
+
+    def refused(self, name):
+        with self.request(name, "refused"):
+            pass

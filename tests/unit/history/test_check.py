@@ -1,0 +1,385 @@
+"""The checker of histories: it lets a good one pass, and names the rule that each mutation of it breaks."""
+
+import json
+import random
+import shutil
+from collections import defaultdict
+from itertools import pairwise
+
+import pytest
+
+from tests.unit.history.good import Cluster
+from tools.check_history import main
+from tools.history_check import check
+from tools.history_order import STEPS
+
+P, D, OLD_D, NEW_D, R = (
+    "prefill-0-7.1.jsonl",
+    "decode-0-7.2.jsonl",
+    "decode-1-7.3.jsonl",
+    "decode-1-7.4.jsonl",
+    "router-a.jsonl",
+)
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("good")
+    Cluster(folder).run()
+    return folder
+
+
+@pytest.fixture
+def folder(good, tmp_path):
+    """A copy of it, to be changed."""
+    return shutil.copytree(good, tmp_path / "history")
+
+
+def rows(folder, file):
+    return [json.loads(line) for line in (folder / file).read_text().splitlines()]
+
+
+def write(folder, file, events):
+    """Times stay with their lines: what is tested is not the clock."""
+    times = sorted(event["monotonic"] for event in events)
+    lines = [json.dumps(event | {"monotonic": time}) for event, time in zip(events, times, strict=True)]
+    (folder / file).write_text("".join(line + "\n" for line in lines))
+
+
+def where(events, name, request=None, attempt=None):
+    """The place of the first such event."""
+    wanted = {"event": name, "request": request, "attempt": attempt}
+    given = {key: value for key, value in wanted.items() if value is not None}
+    return next(n for n, event in enumerate(events) if given.items() <= event.items())
+
+
+def rules(folder):
+    return {violation.rule for violation in check([folder]).violations}
+
+
+def test_a_good_history_passes(good, capsys):
+    report = check([good])
+    assert [str(violation) for violation in report.violations] == []
+    assert report.outcomes == {"accepted": 9, "finished": 7, "cancelled": 2, "refused": 1}
+    assert main([str(good), "--at-least", "9"]) == 0
+    assert "0 violations" in capsys.readouterr().out
+
+
+def test_violations_are_printed_with_file_and_line(folder, capsys):
+    events = rows(folder, D)
+    place = where(events, "committed", "plain")
+    write(folder, D, events[: place + 1] + events[place:])
+    assert main([str(folder)]) == 1
+    assert f"{folder / D}:{place + 2}: order: committed of plain/1" in capsys.readouterr().out
+
+
+def test_a_history_of_too_little_fails(good, tmp_path, capsys):
+    assert main([str(good), "--at-least", "10"]) == 1
+    assert "at least 10" in capsys.readouterr().out
+    assert main([str(tmp_path)]) == 2
+    assert main([str(tmp_path / "nowhere.jsonl")]) == 2
+
+
+# --- one mutation for each thing that must not happen ------------------------------------------------------------
+
+DROPS = [
+    (R, "arrived", "plain", "order"),
+    (R, "accepted", "plain", "order"),
+    (R, "attempt", "plain", "attempts"),
+    (R, "delivered", "plain", "tokens"),
+    (R, "recovered", "preempted", "order"),
+    (R, "ended", "plain", "one_ending"),
+    (P, "registered", None, "place"),
+    (P, "prefill", "plain", "order"),
+    (P, "owned", "plain", "one_owner"),
+    (P, "owned", "preempted", "let_go"),
+    (P, "let_go", "plain", "let_go"),
+    (P, "published", "plain", "one_owner"),
+    (P, "tokens", "plain", "order"),
+    (P, "pushed", "plain", "one_ending"),
+    (P, "aborted", "short", "one_ending"),
+    (D, "started", None, "place"),
+    (D, "reserved", "plain", "order"),
+    (D, "offered", "plain", "order"),
+    (D, "committed", "plain", "order"),
+    (D, "adopted", "plain", "order"),
+    (D, "tokens", "plain", "tokens"),
+    (D, "finished", "plain", "one_ending"),
+    (D, "fenced", "fenced", "let_go"),
+    (D, "let_go", "plain", "let_go"),
+    (D, "released", "fenced", "one_ending"),
+]
+
+
+@pytest.mark.parametrize(("file", "event", "request_id", "rule"), DROPS)
+def test_a_dropped_event_is_missed(folder, file, event, request_id, rule):
+    events = rows(folder, file)
+    del events[where(events, event, request_id)]
+    write(folder, file, events)
+    assert rule in rules(folder)
+
+
+DOUBLES = [
+    (R, "arrived", "order"),
+    (R, "accepted", "order"),
+    (R, "attempt", "attempts"),
+    (R, "delivered", "tokens"),
+    (R, "ended", "one_ending"),
+    (P, "prefill", "attempts"),
+    (P, "owned", "one_owner"),
+    (P, "published", "one_owner"),
+    (P, "pushed", "one_ending"),
+    (D, "registered", "place"),
+    (D, "stopped", "place"),
+    (D, "reserved", "one_owner"),
+    (D, "committed", "order"),
+    (D, "committed", "one_commit"),
+    (D, "adopted", "order"),
+    (D, "tokens", "tokens"),
+    (D, "let_go", "let_go"),
+    (D, "finished", "one_ending"),
+]
+
+
+@pytest.mark.parametrize(("file", "event", "rule"), DOUBLES)
+def test_an_event_that_comes_twice_is_seen(folder, file, event, rule):
+    events = rows(folder, file)
+    place = where(events, event)
+    write(folder, file, events[: place + 1] + events[place:])
+    assert rule in rules(folder)
+
+
+SWAPS = [
+    (R, "accepted", "delivered", "plain", "order"),
+    (R, "attempt", "accepted", "plain", "attempts"),
+    (P, "prefill", "tokens", "plain", "order"),
+    (P, "let_go", "published", "plain", "one_owner"),
+    (D, "reserved", "offered", "plain", "order"),
+    (D, "offered", "committed", "plain", "order"),
+    (D, "committed", "adopted", "plain", "order"),
+    (D, "adopted", "tokens", "plain", "tokens"),
+    (D, "tokens", "finished", "plain", "one_ending"),
+    (D, "fenced", "let_go", "fenced", "let_go"),
+    (D, "reserved", "let_go", "plain", "let_go"),
+]
+
+
+@pytest.mark.parametrize(("file", "one", "other", "request_id", "rule"), SWAPS)
+def test_swapped_events_are_seen(folder, file, one, other, request_id, rule):
+    events = rows(folder, file)
+    first, second = where(events, one, request_id), where(events, other, request_id)
+    events[first], events[second] = events[second], events[first]
+    write(folder, file, events)
+    assert rule in rules(folder)
+
+
+def insert(after, new, **facts):
+    """After the event `after` of request `fenced`, another one of its first attempt."""
+
+    def change(events):
+        place = where(events, after, "fenced", 1)
+        events.insert(place + 1, events[place] | {"event": new, "own": [], "shared": []} | facts)
+
+    return change
+
+
+def alter(name, request, **facts):
+    def change(events):
+        events[where(events, name, request)].update(facts)
+
+    return change
+
+
+CHANGES = {
+    "a commit after the fence": (D, insert("fenced", "committed"), "order"),
+    "a fence after the commit": (D, alter("adopted", "plain", event="fenced"), "order"),
+    "tokens after the fence": (D, insert("released", "tokens", first=0, count=1), "one_ending"),
+    "a token that nobody said": (R, alter("delivered", "cancelled", count=5), "witness"),
+    "an ending with too few tokens": (R, alter("ended", "plain", count=3), "tokens"),
+    "an attempt that does not rise": (R, alter("attempt", "plain", attempt=2), "attempts"),
+    "a reservation of an old attempt": (D, alter("reserved", "fenced", attempt=3), "attempts"),
+    "a block of somebody else": (D, alter("reserved", "shares", own=[[11, 9]], shared=[]), "let_go"),
+    "an old generation": (P, alter("owned", "preempted", own=[[2, 1], [3, 1]]), "one_owner"),
+    "sharing what is not published": (P, alter("owned", "preempted", own=[], shared=[[5, 1]]), "one_owner"),
+    "a release of more than was held": (P, alter("let_go", "plain", own=[[1, 1]]), "let_go"),
+    "an older incarnation as successor": (NEW_D, lambda rows: [r.update(incarnation="6.9") for r in rows], "place"),
+    "another process in the file": (D, alter("committed", "plain", process="decode-9"), "place"),
+    "an unknown event": (D, alter("beat", None, event="bet"), "readable"),
+    "an incarnation that is none": (D, alter("beat", None, incarnation="new"), "readable"),
+    "blocks that are none": (D, alter("reserved", "plain", own=[1, 2]), "readable"),
+}
+
+
+@pytest.mark.parametrize("case", CHANGES)
+def test_what_must_not_be_is_seen(folder, case):
+    file, change, rule = CHANGES[case]
+    events = rows(folder, file)
+    change(events)
+    write(folder, file, events)
+    assert rule in rules(folder)
+
+
+def test_a_commit_of_one_attempt_at_two_workers(folder):
+    mine = rows(folder, D)
+    begin, end = where(mine, "reserved", "plain"), where(mine, "adopted", "plain")
+    others = rows(folder, NEW_D)
+    there = {"process": "decode-1", "incarnation": "7.4"}
+    blocks = {"own": [[0, 9]], "shared": []}
+    copied = [event | there | (blocks if event["event"] == "reserved" else {}) for event in mine[begin:end]]
+    write(folder, NEW_D, others[:2] + copied + others[2:])
+    assert "one_commit" in rules(folder)
+
+
+def test_two_owners_of_one_block(folder):
+    """Two handoffs are given the same block, each in a generation of its own: the first still holds it."""
+    events = rows(folder, D)
+    place = where(events, "reserved", "plain")
+    index, generation = events[place]["own"][0]
+    thief = events[place] | {"request": "thief", "own": [[index, generation + 50]]}
+    write(folder, D, [*events[: place + 1], thief, *events[place + 1 :]])
+    assert "one_owner" in rules(folder)
+
+
+def test_time_that_goes_back(folder):
+    events = rows(folder, D)
+    events[3]["monotonic"] -= 50
+    (folder / D).write_text("".join(json.dumps(event) + "\n" for event in events))
+    assert rules(folder) == {"clock"}
+
+
+def test_an_older_incarnation_takes_nothing_new(folder):
+    """The one that was replaced wakes up, long after, and reserves."""
+    old, new = rows(folder, OLD_D), rows(folder, NEW_D)
+    late = next(event for event in old if event["event"] == "reserved") | {"wall": new[1]["wall"] + 60, "attempt": 9}
+    late["monotonic"] = new[1]["monotonic"] + 60
+    late["own"] = [[7, 99]]
+    write(folder, OLD_D, [*old, late])
+    assert "place" in rules(folder)
+    late["wall"] = new[1]["wall"] + 1  # it had not heard yet
+    write(folder, OLD_D, [*old, late])
+    assert "place" not in rules(folder)
+
+
+# --- who is excused, and who is not ------------------------------------------------------------------------------
+
+
+def test_a_killed_process_is_excused_from_what_it_could_not_do(folder):
+    """The last line is torn, what it held is held for ever, and nobody took its place."""
+    events = rows(folder, D)[: where(rows(folder, D), "adopted", "plain") + 1]
+    write(folder, D, events)
+    with (folder / D).open("a") as file:
+        file.write('{"monotonic": 12')
+    assert not {"one_ending", "let_go", "readable"} & rules(folder)
+
+
+def test_a_line_that_is_torn_in_the_middle_is_not_excused(folder):
+    lines = (folder / D).read_text().splitlines()
+    lines[4] = lines[4][:20]
+    (folder / D).write_text("\n".join(lines) + "\n")
+    assert "readable" in rules(folder)
+
+
+def test_who_died_is_excused_and_who_lived_on_is_not(folder):
+    """Without an end of its own, a process is judged by how long it lived after the request had ended."""
+    events = rows(folder, D)
+    del events[[event["event"] for event in events].index("beat") - 2]  # the last let_go
+    write(folder, D, events)
+    assert rules(folder) == {"let_go"}  # nobody is given these blocks any more
+    write(folder, D, [*events[:-1], events[-1] | {"event": "died"}])
+    assert rules(folder) == set()
+    write(folder, D, events[:-2])
+    assert rules(folder) == set()  # it was killed soon after
+    write(folder, D, events[:-1])
+    assert rules(folder) == {"let_go"}  # its last beat came long after
+    lost = events[-2] | {"event": "lease_lost"}
+    write(folder, D, [*events[:-1], lost])
+    assert rules(folder) == set()
+
+
+def test_a_router_that_was_killed_is_excused_and_one_that_stopped_is_not(folder):
+    events = [event for event in rows(folder, R) if event["event"] != "ended" or event["request"] != "plain"]
+    write(folder, R, events)
+    assert rules(folder) == {"one_ending"}
+    write(folder, R, events[:-1])
+    assert rules(folder) == set()
+
+
+# --- all of them, and seeded -------------------------------------------------------------------------------------
+
+MAY_LACK = {"beat", "stopped", "published", "failed"}  # `published` is missed when the block is shared
+LEGAL_WITHOUT = {("offered", "fenced"), ("offered", "fetched"), ("accepted", "fetched")}  # given what follows
+MAY_REPEAT = {"beat"}
+
+
+def all_events(folder, without):
+    """Every event of the processes that lived to the end."""
+    for file in (P, D, NEW_D, R):
+        for place, event in enumerate(rows(folder, file)):
+            if event["event"] not in without:
+                yield file, place, event["event"]
+
+
+def test_no_event_can_be_dropped(folder):
+    missed = []
+    for file, place, name in all_events(folder, MAY_LACK):
+        events = rows(folder, file)
+        write(folder, file, events[:place] + events[place + 1 :])
+        legal = (name, events[place].get("request")) in LEGAL_WITHOUT and events[place]["attempt"] == 1
+        missed += [] if rules(folder) or legal else [(file, place, name)]
+        write(folder, file, events)
+    assert missed == []
+
+
+def test_no_event_can_come_twice(folder):
+    missed = []
+    for file, place, name in all_events(folder, MAY_REPEAT):
+        events = rows(folder, file)
+        write(folder, file, events[: place + 1] + events[place:])
+        missed += [] if rules(folder) else [(file, place, name)]
+        write(folder, file, events)
+    assert missed == []
+
+
+LEGAL = {"tokens", "failed"}  # a push may break before the first token is there
+
+
+def neighbours(folder):
+    """Two events that follow each other in the life of a request at its router, or of a handoff at a worker."""
+    for file in (P, D, NEW_D, R):
+        events = rows(folder, file)
+        lives = defaultdict(list)
+        for place, event in enumerate(events):
+            if any(event["event"] in steps for steps in STEPS.values()):
+                lives[event["request"], 0 if file == R else event["attempt"]].append(place)
+        for places in lives.values():
+            yield from ((file, *pair) for pair in pairwise(places) if {events[n]["event"] for n in pair} != LEGAL)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_neighbours_that_change_places_are_seen(folder, seed):
+    print("seed", seed)
+    missed = []
+    for file, one, other in random.Random(seed).sample(list(neighbours(folder)), 40):
+        events = rows(folder, file)
+        swapped = list(events)
+        swapped[one], swapped[other] = events[other], events[one]
+        write(folder, file, swapped)
+        missed += [] if rules(folder) else [(file, one, events[one]["event"], events[other]["event"])]
+        write(folder, file, events)
+    assert missed == []
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_no_mutation_breaks_the_checker(folder, seed):
+    """Several changes at once: it says what it finds, and does not raise."""
+    print("seed", seed)
+    choose = random.Random(seed)
+    for _ in range(30):
+        file = choose.choice((P, D, NEW_D, R))
+        events = rows(folder, file)
+        for _ in range(choose.randint(1, 6)):
+            one, other = choose.randrange(len(events)), choose.randrange(len(events))
+            events[one], events[other] = events[other], events[one]
+            events[one] = events[one] | {choose.choice(("event", "request", "own")): choose.choice(("tokens", "x", []))}
+        write(folder, file, events)
+        check([folder])

@@ -1,0 +1,91 @@
+"""What an engine does with its prompts: layer by layer, on blocks that are poison until computed."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from baton.engine.kv import KVCache
+from kvtransfer.handoff import PushJob, PushResult
+from tests.unit.kvtransfer.support import LAYOUT, SETTINGS, make_end, make_kv, put, rows
+
+if TYPE_CHECKING:
+    from tests.unit.kvtransfer.conftest import Pair
+
+POISON = float("nan")  # what is not final, or somebody else's: it must arrive nowhere
+TOKEN = LAYOUT.layer_token_bytes
+EAGER = replace(SETTINGS, frame_size=5 * TOKEN, coalesce_below=1, verify_kv=True)
+RIGHT = make_kv(1)  # what positions hold when they are final, in blocks 0, 1, 2, ...
+
+
+def poisoned() -> KVCache:
+    kv = make_kv(None)
+    for tensor in kv.tensors:
+        tensor.fill_(POISON)
+    return kv
+
+
+@dataclass
+class Prompt:
+    """What an engine does with one prompt, on a cache that is poison wherever it has not computed."""
+
+    pair: "Pair"
+    job: PushJob
+    blocks: Sequence[int]
+    calls: int = field(default=0)
+
+    @property
+    def tokens(self) -> int:
+        return self.job.known_tokens
+
+    def begin(self) -> "Prompt":
+        self.pair.sender.begin(self.job)
+        return self
+
+    def layer(self, layer: int, begin: int, end: int) -> None:
+        """Compute one layer of a chunk, and say so."""
+        put(self.pair.source, self.blocks, layer, begin, end, rows(RIGHT, range(64), begin, end)[:, layer])
+        self.pair.sender.computed(self.job.handoff, self.blocks, layer + 1, end)
+        self.calls += 1
+
+    def chunk(self, begin: int, end: int, layers: int = LAYOUT.layers) -> None:
+        for layer in range(layers):
+            self.layer(layer, begin, end)
+
+    def withdraw(self) -> None:
+        """The blocks are somebody else's from now on."""
+        self.pair.sender.withdraw(self.job.handoff)
+        for layer in range(LAYOUT.layers):
+            put(self.pair.source, self.blocks, layer, 0, len(self.blocks) * LAYOUT.block_size, POISON)
+
+    def finish(self) -> None:
+        self.pair.sender.finish(self.job.handoff, make_end(self.tokens))
+
+    def arrived(self) -> bool:
+        """Every position that was due is at the receiver, as it should be."""
+        there = self.pair.table.blocks[self.job.handoff]
+        due = rows(RIGHT, range(64), self.job.skip, self.tokens)
+        return torch.equal(rows(self.pair.target, there, self.job.skip, self.tokens), due)
+
+    def done(self) -> PushResult:
+        result = self.pair.reports.done(self.job.handoff)
+        assert self.arrived()
+        assert result.nbytes == (self.tokens - self.job.skip) * LAYOUT.layers * TOKEN
+        return result
+
+
+def prompt(pair, name: str, tokens: int, blocks: Sequence[int], target: Sequence[int], skip: int = 0) -> Prompt:
+    return Prompt(pair, pair.reserve(name, tokens, target, skip=skip), blocks)
+
+
+def fence(pair, name: str) -> None:
+    """A handoff that comes after all others: when it is through, they had their turn, and nothing of them can leave."""
+    push = prompt(pair, name, 1, [63], [63]).begin()
+    push.chunk(0, 1)
+    push.finish()
+    push.done()
+
+
+def announced(pair, push: Prompt) -> list[tuple[int, int, int, int]]:
+    return [(f.layer_begin, f.layer_end, f.begin, f.end) for f in pair.stream.frames(push.job.handoff)]

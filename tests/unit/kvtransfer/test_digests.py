@@ -1,0 +1,202 @@
+"""Digests: of each frame as it was sent, and of the whole KV, which knows neither the cut nor the order of frames."""
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from baton.core import HandoffId, KVLayout
+from baton.errors import DigestMismatch
+from baton.rpc.v1 import peer_pb2 as pb
+from kvtransfer.digests import KVDigest, wire_digest
+from kvtransfer.handoff import PushResult
+from kvtransfer.inbound import Inbound
+from kvtransfer.plan import Coverage, FrameSpec
+from tests.unit.kvtransfer.support import LAYOUT, SETTINGS, same_kv
+
+layouts = st.builds(
+    KVLayout,
+    layers=st.integers(1, 4),
+    kv_heads=st.integers(1, 3),
+    head_dim=st.sampled_from([1, 3, 8]),
+    block_size=st.just(4),
+    dtype=st.sampled_from(["float32", "bfloat16"]),
+    tensors=st.sampled_from([("k", "v"), ("latent",)]),
+)
+
+
+class Whole:
+    """KV of positions [begin, end) as it is on the wire: uint8 [layers, tensors, positions, bytes of a row]."""
+
+    def __init__(self, layout: KVLayout, begin: int, end: int, seed: int, zeros: float = 0.0) -> None:
+        self.layout, self.begin, self.end = layout, begin, end
+        generator = torch.Generator().manual_seed(seed)
+        shape = (layout.layers, len(layout.tensors), end - begin, layout.layer_token_bytes // len(layout.tensors))
+        self.bytes = torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
+        self.bytes[torch.rand(shape[:3], generator=generator) < zeros] = 0
+
+    def frame(self, layers: range, begin: int, end: int) -> tuple[FrameSpec, torch.Tensor]:
+        data = self.bytes[layers.start : layers.stop, :, begin - self.begin : end - self.begin].flatten()
+        return FrameSpec(layers.start, layers.stop, begin, end, len(data)), data
+
+    @property
+    def all(self) -> tuple[FrameSpec, torch.Tensor]:
+        return self.frame(range(self.layout.layers), self.begin, self.end)
+
+    def digest(self, *frames: tuple[FrameSpec, torch.Tensor]) -> bytes:
+        digest = KVDigest(self.layout)
+        for spec, data in frames or [self.all]:
+            digest.add(spec, data)
+        return digest.value
+
+    def cut(self, draw: random.Random) -> list[tuple[FrameSpec, torch.Tensor]]:
+        """Into any rectangles, in any order."""
+        frames, layer = [], 0
+        while layer < self.layout.layers:
+            below, position = draw.randint(layer + 1, self.layout.layers), self.begin
+            while position < self.end:
+                last = draw.randint(position + 1, self.end)
+                frames.append(self.frame(range(layer, below), position, last))
+                position = last
+            layer = below
+        draw.shuffle(frames)
+        return frames
+
+
+wholes = st.builds(
+    lambda layout, begin, due, seed, zeros: Whole(layout, begin, begin + due, seed, zeros),
+    layouts,
+    st.integers(0, 70_000),
+    st.integers(1, 9),
+    st.integers(0, 2**32),
+    st.sampled_from([0.0, 0.5, 1.0]),
+)
+
+
+@given(wholes, st.randoms(use_true_random=False))
+def test_the_whole_does_not_depend_on_the_frames(whole: Whole, draw: random.Random) -> None:
+    assert whole.digest(*whole.cut(draw)) == whole.digest()
+    assert len(whole.digest()) == 8
+
+
+@given(wholes, st.data())
+def test_any_bit_changes_it(whole: Whole, data: st.DataObject) -> None:
+    before, rows = whole.digest(), whole.bytes.view(-1)
+    at = data.draw(st.integers(0, len(rows) - 1), "byte")
+    rows[at] ^= 1 << data.draw(st.integers(0, 7), "bit")
+    assert whole.digest() != before
+
+
+@given(wholes, st.data())
+def test_rows_that_have_changed_places_change_it(whole: Whole, data: st.DataObject) -> None:
+    """Positions, layers, or K and V of one position."""
+    before, rows = whole.digest(), whole.bytes.view(-1, whole.bytes.shape[-1])
+    a, b = (data.draw(st.integers(0, len(rows) - 1), "row") for _ in range(2))
+    same = torch.equal(rows[a], rows[b])
+    rows[[a, b]] = rows[[b, a]]
+    assert (whole.digest() == before) == same
+
+
+@given(wholes, st.randoms(use_true_random=False))
+def test_a_frame_that_is_missing_or_twice_there_changes_it(whole: Whole, draw: random.Random) -> None:
+    """Zeros are no exception: where nothing was written, there may be something else."""
+    frames = whole.cut(draw)
+    assert KVDigest(whole.layout).value not in (whole.digest(), whole.digest(*frames))
+    assert whole.digest(*frames, frames[0]) != whole.digest()
+    if len(frames) > 1:
+        assert whole.digest(*frames[1:]) != whole.digest()
+
+
+@given(wholes, st.integers(1, 5))
+def test_the_same_bytes_elsewhere_are_not_the_same(whole: Whole, shift: int) -> None:
+    spec, data = whole.all
+    assert whole.digest((replace(spec, begin=spec.begin + shift, end=spec.end + shift), data)) != whole.digest()
+
+
+def test_a_frame_has_a_digest_of_its_own() -> None:
+    data = torch.arange(1000).to(torch.uint8)
+    digest = wire_digest(data)
+    assert len(digest) == 16
+    assert wire_digest(data.clone()) == digest
+    data[999] ^= 128
+    assert wire_digest(data) != digest
+
+
+@pytest.mark.parametrize(
+    ("sent", "wrong"),
+    [
+        ([b"a", b"x", b"c"], "[1] of 3"),
+        ([b"b", b"a", b"c"], "[0, 1] of 3"),
+        ([b"a", b"b"], "[2] of 3"),
+        ([b"a", b"b", b"c", b"d"], "[3] of 3"),
+        ([], "[0, 1, 2] of 3"),
+    ],
+)
+def test_frames_that_differ_are_named(sent: list[bytes], wrong: str) -> None:
+    inbound = Inbound(HandoffId("r", 1), 8, Coverage(LAYOUT, 0, 8), digests=[b"a", b"b", b"c"])
+    with pytest.raises(DigestMismatch) as caught:
+        inbound.check(pb.Commit(digests=sent))
+    assert wrong in str(caught.value)
+    inbound.check(pb.Commit(digests=[b"a", b"b", b"c"]))
+
+
+# end to end
+
+VERIFYING = replace(SETTINGS, verify_kv=True)
+
+
+@pytest.mark.parametrize(("sender", "receiver"), [(VERIFYING, VERIFYING), (VERIFYING, SETTINGS)])
+def test_kv_that_is_verified_arrives(pairs, sender, receiver) -> None:
+    """A receiver that does not verify takes no notice of a digest."""
+    pair = pairs(sender, receiver=replace(receiver, frame_size=1000))
+    handoff = pair.push("r", 30, range(8), range(10, 18), skip=3)
+    assert isinstance(pair.reports.wait(handoff), PushResult)
+    assert same_kv(pair.source, range(8), pair.target, range(10, 18), 30, 3)
+    [commit] = [command.commit for command in pair.stream.said if command.HasField("commit")]
+    assert len(commit.kv_digest) == 8
+
+
+def test_a_receiver_that_verifies_takes_nothing_without_a_digest_of_the_whole(pairs) -> None:
+    pair = pairs(SETTINGS, receiver=VERIFYING)
+    handoff = pair.push("r", 30, range(8), range(10, 18))
+    outcome = pair.reports.wait(handoff)
+    assert isinstance(outcome, DigestMismatch)
+    assert "no digest of the whole KV was sent" in str(outcome)
+    assert not pair.table.commits
+    pair.table.wait_for(("aborted", handoff))
+
+
+def test_another_digest_of_the_whole_is_refused(pairs) -> None:
+    """As it is when frames are right, each by itself, but were taken for other positions or layers."""
+
+    def alter(command: pb.PeerCommand) -> None:
+        if command.HasField("commit"):
+            command.commit.kv_digest = bytes(8)
+
+    pair = pairs(VERIFYING)
+    assert isinstance(pair.reports.wait(pair.push("right", 8, [1, 2], [11, 12])), PushResult)
+    pair.stream.alter = alter
+    outcome = pair.reports.wait(pair.push("wrong", 8, [1, 2], [13, 14]))
+    assert isinstance(outcome, DigestMismatch)
+    assert "as a whole" in str(outcome)
+    assert [handoff.request_id for handoff in pair.table.commits] == ["right"]
+
+
+def test_layers_that_were_taken_for_others_are_found_by_the_whole_alone(pairs) -> None:
+    """The announcements of two layers are swapped: sizes and frame digests agree."""
+    layer = 8 * LAYOUT.layer_token_bytes
+    swapped = {0: 1, 1: 0, 2: 2}
+
+    def alter(command: pb.PeerCommand) -> None:
+        if command.HasField("frame") and command.frame.HasField("handoff"):
+            begin = swapped[command.frame.layer_begin]
+            command.frame.layer_begin, command.frame.layer_end = begin, begin + 1
+
+    for settings, outcome in ((SETTINGS, PushResult), (VERIFYING, DigestMismatch)):
+        pair = pairs(replace(settings, frame_size=layer))
+        assert isinstance(pair.reports.wait(pair.push("right", 8, [1, 2], [11, 12])), PushResult)
+        pair.stream.alter = alter
+        assert isinstance(pair.reports.wait(pair.push("wrong", 8, [1, 2], [13, 14])), outcome)

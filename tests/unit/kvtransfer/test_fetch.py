@@ -1,0 +1,58 @@
+"""A sender that lacks KV which the receiver has asks for it; the answer is a handoff without a sequence."""
+
+from dataclasses import replace
+
+import pytest
+
+from baton.rpc.v1 import peer_pb2 as pb
+from kvtransfer.handoff import PushEnd, PushResult
+from tests.unit.kvtransfer.byhand import HANDOFF, JOB, Receiver, running
+from tests.unit.kvtransfer.support import LAYOUT, P, make_end, only_these, same_kv
+
+
+def test_a_fetch_follows_the_offer(pair) -> None:
+    pair.table.cached = 12
+    job = replace(pair.reserve("r", 16, range(4), skip=12), fetch=(4, 12))
+    pair.sender.begin(job)
+    pair.table.wait_for(("fetch", job.handoff))
+    assert pair.table.fetches == [(job.handoff, P, 4, 12)]
+    assert [kind for kind, _ in pair.table.events] == ["offer", "fetch"]
+    pair.sender.computed(job.handoff, range(10, 14), LAYOUT.layers, 16)
+    pair.sender.finish(job.handoff, make_end(16))
+    assert isinstance(pair.reports.wait(job.handoff), PushResult)
+    assert pair.unfetched.empty()
+
+
+def test_a_fetch_that_is_refused_is_told_and_the_push_goes_on(pair) -> None:
+    pair.table.cached = 8
+    job = replace(pair.reserve("r", 16, range(4), skip=12), fetch=(4, 12))
+    pair.sender.begin(job)
+    assert pair.unfetched.get(timeout=5) == job.handoff
+    pair.sender.computed(job.handoff, range(10, 14), LAYOUT.layers, 16)
+    pair.sender.finish(job.handoff, make_end(16))
+    assert isinstance(pair.reports.wait(job.handoff), PushResult)
+    assert pair.table.fetches == []
+
+
+def test_the_answer_to_a_fetch_is_committed_without_a_sequence(pair) -> None:
+    job = pair.reserve("r", 12, range(3), skip=4)
+    pair.sender.begin(job)
+    pair.sender.computed(job.handoff, range(10, 13), LAYOUT.layers, 12)
+    pair.sender.finish(job.handoff, PushEnd())
+    assert isinstance(pair.reports.wait(job.handoff), PushResult)
+    commit = pair.table.commits[job.handoff]
+    assert (commit.spec, list(commit.first)) == (None, [])
+    assert same_kv(pair.source, range(10, 13), pair.target, range(3), 12, 4)
+    assert only_these(pair.target, range(3), 12, 4)
+
+
+@pytest.mark.parametrize(("cached", "heard"), [(8, []), (7, ["fetch_refused"])])
+def test_a_receiver_answers_only_what_it_refuses(cached: int, heard: list[str]) -> None:
+    with running(Receiver()) as receiver:
+        receiver.table.cached = cached
+        call = receiver.call().offered()
+        call.say(fetch=pb.Fetch(handoff=HANDOFF, begin=0, end=8))
+        call.offer()
+        assert [call.hear() for _ in (*heard, "then")] == [*heard, "STALE"]
+        assert len(receiver.table.fetches) == (not heard)
+        assert receiver.table.bound[JOB.handoff] == P

@@ -1,0 +1,225 @@
+"""A channel is agreed and proved before anything is offered on it: which transport, and whether it keeps bytes."""
+
+import threading
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+
+from baton.errors import ChannelBroken
+from baton.rpc.v1 import peer_pb2 as pb
+from kvtransfer import probe
+from kvtransfer.handoff import PushResult
+from kvtransfer.messages import FrameRefused, VersionRefused
+from kvtransfer.transport import Ring
+from tests.unit.kvtransfer.byhand import SMALL, Receiver, running
+from tests.unit.kvtransfer.ends import FlippingEnd, Wrapped, WrappedEnd
+from tests.unit.kvtransfer.support import SETTINGS, P, same_kv
+
+# the pattern
+
+
+@pytest.mark.parametrize("nbytes", [1, 7, 8, 9, 64, 4097])
+def test_no_two_words_and_no_two_frames_are_alike(nbytes: int) -> None:
+    patterns = [probe.pattern(number, nbytes) for number in range(probe.FRAMES)]
+    assert all((pattern.dtype, pattern.shape) == (torch.uint8, (nbytes,)) for pattern in patterns)
+    whole = nbytes // 8 * 8
+    words = torch.cat([pattern[:whole].view(torch.int64) for pattern in patterns]).tolist()
+    assert len(set(words)) == len(words)
+    assert nbytes < 8 or len({bytes(pattern.tolist()) for pattern in patterns}) == probe.FRAMES
+
+
+def test_a_frame_of_the_probe_is_a_rectangle_of_nothing_that_fills_a_slot_up_to_a_limit() -> None:
+    assert probe.frame(Ring(4, 1000)).nbytes == 1000
+    assert probe.frame(Ring(4, 1 << 30)).nbytes == 1 << 20
+    assert not probe.frame(Ring(4, 1000)).layers
+
+
+# the probe
+
+
+class Probing(WrappedEnd):
+    """A sender's end: `out` is set when all of the probe has left."""
+
+    def __init__(self, inner, out: threading.Event) -> None:
+        super().__init__(inner)
+        self._out = out
+
+    def start(self, number: int, nbytes: int) -> None:
+        self.inner.start(number, nbytes)
+        if number == probe.FRAMES - 1:
+            self._out.set()
+
+
+class Probed(WrappedEnd):
+    """A receiver's end that looks at the probe when all of it has left: the sender is at the stream then, and hears."""
+
+    def __init__(self, inner, out: threading.Event) -> None:
+        super().__init__(inner)
+        self._out = out
+
+    def finish(self, number: int) -> None:
+        assert self._out.wait(5)
+        self.inner.finish(number)
+
+
+class SwappingEnd(WrappedEnd):
+    """A receiver's end: what frame 1 holds comes as frame 2, and the other way round."""
+
+    def slot(self, number: int) -> torch.Tensor:
+        return self.inner.slot({1: 2, 2: 1}.get(number, number))
+
+
+class StaleEnd(WrappedEnd):
+    """A receiver's end that shows what was in its slot before."""
+
+    def slot(self, number: int) -> torch.Tensor:
+        return torch.zeros_like(self.inner.slot(number))
+
+
+def first(wrap):
+    """The ends of the first channel are wrapped, those after it are not."""
+    wraps = [wrap]
+    return lambda memory: [Wrapped(memory, lambda end: wraps.pop()(end) if wraps else end)]
+
+
+SPOILERS = [*((partial(FlippingEnd, at=at), at) for at in range(probe.FRAMES)), (SwappingEnd, 1), (StaleEnd, 0)]
+
+
+@pytest.mark.parametrize(("spoil", "frame"), SPOILERS)
+def test_a_channel_that_changes_bytes_is_refused_by_name(pairs, spoil, frame: int) -> None:
+    """Nothing is offered on it, and the next one is tried afresh."""
+    out = threading.Event()
+    send, recv = first(lambda end: Probing(end, out)), first(lambda end: spoil(Probed(end, out)))
+    pair = pairs(send=send, recv=recv)
+    outcome = pair.reports.wait(pair.push("r", 8, [1, 2], [11, 12]))
+    assert isinstance(outcome, FrameRefused)
+    assert f"the memory channel changes bytes: frame {frame}" in str(outcome)
+    pair.table.wait_for(("lost", P))
+    assert pair.table.events == [("lost", P)]
+    assert not any(command.HasField("offer") for command in pair.stream.said)
+    again = pair.push("again", 8, [1, 2], [11, 12])
+    assert isinstance(pair.reports.wait(again), PushResult)
+    assert same_kv(pair.source, [1, 2], pair.target, [11, 12], 8)
+
+
+@pytest.mark.parametrize("slots", [1, 2, 3])
+def test_a_channel_that_changes_bytes_is_never_used(pairs, slots: int) -> None:
+    """Whether the sender hears why, or sees the receiver's end close before."""
+    pair = pairs(replace(SETTINGS, credits=slots), recv=first(partial(FlippingEnd, at=2)))
+    assert isinstance(pair.reports.wait(pair.push("r", 8, [1, 2], [11, 12])), ChannelBroken)
+    pair.table.wait_for(("lost", P))
+    assert pair.table.events == [("lost", P)]
+    assert isinstance(pair.reports.wait(pair.push("again", 8, [1, 2], [11, 12])), PushResult)
+
+
+def test_the_probe_comes_before_the_first_offer_and_only_once(pair) -> None:
+    for name in ("a", "b"):
+        assert isinstance(pair.reports.wait(pair.push(name, 8, [1, 2], [11, 12])), PushResult)
+    said = [(command.WhichOneof("command"), command) for command in pair.stream.said]
+    kinds = [kind for kind, _ in said]
+    assert kinds[: probe.FRAMES + 2] == ["hello", *["frame"] * probe.FRAMES, "offer"]
+    of_the_probe = [command for kind, command in said if kind == "frame" and not command.frame.HasField("handoff")]
+    assert len(of_the_probe) == probe.FRAMES
+
+
+class SilentEnd(WrappedEnd):
+    """A sender's end: nothing leaves."""
+
+    def start(self, number: int, nbytes: int) -> None:
+        pass
+
+
+def test_a_probe_that_never_arrives_ends_by_the_deadline(pairs) -> None:
+    settings = replace(SETTINGS, frame_deadline_s=0.3)
+    pair = pairs(settings, send=lambda memory: [Wrapped(memory, SilentEnd)])
+    outcome = pair.reports.wait(pair.push("r", 8, [1, 2], [11, 12]), 3)
+    assert isinstance(outcome, ChannelBroken)
+    assert "0.3 s" in str(outcome)
+    assert not any(kind == "offer" for kind, _ in pair.table.events)
+
+
+def test_a_probe_that_is_never_answered_ends_by_the_deadline(pairs) -> None:
+    def connect(address, on_reply, on_end):
+        def most(reply: pb.PeerReply) -> None:
+            if not reply.HasField("probed"):
+                on_reply(reply)
+
+        return pair.peer.connect(address, most, on_end)
+
+    pair = pairs(replace(SETTINGS, frame_deadline_s=0.3), connect=connect)
+    outcome = pair.reports.wait(pair.push("r", 8, [1, 2], [11, 12]), 3)
+    assert isinstance(outcome, ChannelBroken)
+    assert "no answer to the probe within 0.3 s" in str(outcome)
+    assert not any(kind == "offer" for kind, _ in pair.table.events)
+
+
+def test_a_receiver_answers_the_probe_once_and_takes_no_more_of_it() -> None:
+    with running(Receiver()) as receiver:
+        call, spec = receiver.call().welcomed(), probe.frame(Ring(SMALL.credits, SMALL.frame_size))
+        for number in range(probe.FRAMES):
+            call.say(frame=pb.FrameAnnounce(sequence=number, nbytes=spec.nbytes))
+            receiver.end.arrive(probe.pattern(number, spec.nbytes))
+            if number == probe.FRAMES - 1:
+                assert call.hear() == "probed"
+            assert call.hear() == "credit"
+        call.say(frame=pb.FrameAnnounce(sequence=probe.FRAMES, nbytes=spec.nbytes))
+        assert [call.hear(), call.hear()] == ["FRAME", "ended"]
+        assert len(receiver.end.expected) == probe.FRAMES
+
+
+# which transport
+
+
+def named(*names: str):
+    """Transports of these names, each "name" or "name@reach"; all of them work between the two ends."""
+    parts = [name.partition("@") for name in names]
+    return lambda memory: [Wrapped(memory, name=name, reach=reach) for name, _, reach in parts]
+
+
+@pytest.mark.parametrize(
+    ("send", "recv", "chosen"),
+    [
+        (["fast", "slow"], ["fast", "slow"], "fast"),
+        (["fast", "slow"], ["slow", "fast"], "fast"),  # the sender's order counts
+        (["new", "slow"], ["fast", "slow"], "slow"),
+        (["fast@here", "slow"], ["fast@here", "slow"], "fast"),
+        (["fast@here", "slow"], ["fast@there", "slow"], "slow"),
+        (["fast@here", "slow"], ["fast", "slow"], "slow"),
+    ],
+)
+def test_the_best_that_both_have_is_used(pairs, send, recv, chosen: str) -> None:
+    pair = pairs(send=named(*send), recv=named(*recv))
+    handoff = pair.push("r", 8, [1, 2], [11, 12])
+    assert pair.reports.done(handoff).transport == chosen
+    assert pair.table.commits[handoff].transport == chosen
+    assert same_kv(pair.source, [1, 2], pair.target, [11, 12], 8)
+
+
+@pytest.mark.parametrize(
+    ("send", "recv"),
+    [(["one", "two"], ["three", "four"]), (["one@here", "two"], ["one@there", "four"]), ([], ["one"])],
+)
+def test_none_in_common_is_refused_and_both_lists_are_named(pairs, send, recv) -> None:
+    pair = pairs(send=named(*send), recv=named(*recv))
+    outcome = pair.reports.wait(pair.push("r", 8, [1, 2], [11, 12]))
+    assert isinstance(outcome, VersionRefused)
+    assert all(name.partition("@")[0] in str(outcome) for name in (*send, *recv))
+    assert not pair.table.events
+
+
+def test_a_receiver_that_chooses_what_was_not_offered_is_left(pairs) -> None:
+    def connect(address, on_reply, on_end):
+        def other(reply: pb.PeerReply) -> None:
+            if reply.HasField("welcome"):
+                reply.welcome.transport = "gloo"
+            on_reply(reply)
+
+        return pair.peer.connect(address, other, on_end)
+
+    pair = pairs(replace(SETTINGS, frame_deadline_s=1.0), connect=connect)
+    outcome = pair.reports.wait(pair.push("r", 8, [1, 2], [11, 12]), 3)
+    assert isinstance(outcome, ChannelBroken)
+    assert "'gloo', not offered" in str(outcome)
+    assert not any(kind == "offer" for kind, _ in pair.table.events)

@@ -1,0 +1,157 @@
+"""Staging memory bounds the channels of each end: those that are idle make room, those that are busy do not."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from baton.core import Incarnation
+from baton.rpc import convert
+from baton.rpc.v1 import peer_pb2 as pb
+from kvtransfer.handoff import PushResult
+from kvtransfer.outbox import Outbox
+from kvtransfer.transport import Ring
+from kvtransfer.transports.memory import MemoryTransport
+from tests.unit.kvtransfer.byhand import HANDOFF, JOB, LAYER, SMALL, Call, Receiver, running
+from tests.unit.kvtransfer.support import LAYOUT, SETTINGS, D, P, hand_over, make_end, make_job, settled
+
+RING = Ring(SETTINGS.credits, SETTINGS.frame_size)
+OTHERS = [replace(P, worker_id=f"prefill-{n}", incarnation=Incarnation(7, 10 + n)) for n in range(5)]
+
+
+def farm(pairs, count: int, settings):
+    """One sender and `count` receivers, at the addresses "0", "1", ..."""
+    shared = MemoryTransport()
+    others = [pairs(recv=lambda memory: [shared]) for _ in range(count)]
+    pair = pairs(
+        settings,
+        send=lambda memory: [shared],
+        connect=lambda address, *callbacks: others[int(address)].peer.connect(address, *callbacks),
+    )
+    return pair, others
+
+
+def reserved(others, name: str, where: int):
+    job = make_job(name, 3, replace(D, address=str(where)))
+    others[where].table.reserve(job.handoff, [1])
+    return job
+
+
+def links(pair) -> Sequence[str]:
+    return [link.to.address for link in pair.sender._links if link.running]
+
+
+def test_the_least_recently_used_idle_channels_are_closed(pairs) -> None:
+    pair, others = farm(pairs, 4, replace(SETTINGS, staging_memory=2 * RING.nbytes))
+    for n, where in enumerate([0, 1, 0, 2, 3]):
+        handoff = hand_over(pair.sender, reserved(others, f"r{n}", where), [0])
+        assert isinstance(pair.reports.wait(handoff), PushResult)
+    assert settled(lambda: links(pair) == ["2", "3"])
+    assert [kind for kind, _ in others[1].table.events] == ["offer", "commit", "lost"]
+
+
+def test_a_busy_channel_counts_and_is_not_closed(pairs) -> None:
+    pair, others = farm(pairs, 3, replace(SETTINGS, staging_memory=2 * RING.nbytes))
+    busy = reserved(others, "busy", 0)
+    pair.sender.begin(busy)
+    for n in (1, 2):
+        assert isinstance(pair.reports.wait(hand_over(pair.sender, reserved(others, f"r{n}", n), [0])), PushResult)
+    assert settled(lambda: links(pair) == ["0", "2"]), links(pair)
+    pair.sender.computed(busy.handoff, [0], LAYOUT.layers, 3)
+    pair.sender.finish(busy.handoff, make_end(3))
+    assert isinstance(pair.reports.wait(busy.handoff), PushResult)
+
+
+def test_a_push_that_meets_the_eviction_of_its_channel_is_not_lost(pairs, monkeypatch) -> None:
+    pair, others = farm(pairs, 2, replace(SETTINGS, staging_memory=RING.nbytes))
+    jobs = [reserved(others, f"r{n}", where) for n, where in enumerate([0, 0, 1])]
+    assert isinstance(pair.reports.wait(hand_over(pair.sender, jobs[0], [0])), PushResult)
+    found_idle, late = vars(Outbox)["idle"], [jobs[1]]
+
+    def idle(outbox: Outbox) -> bool:
+        was = found_idle.fget(outbox)
+        if was and late:
+            outbox.add(late.pop())  # another thread's push, right after the look
+        return was
+
+    monkeypatch.setattr(Outbox, "idle", property(idle))
+    hand_over(pair.sender, jobs[2], [0])
+    assert not late
+    pair.sender.computed(jobs[1].handoff, [0], LAYOUT.layers, 3)
+    pair.sender.finish(jobs[1].handoff, make_end(3))
+    assert [type(pair.reports.wait(job.handoff)) for job in jobs[1:]] == [PushResult, PushResult]
+
+
+def test_a_receiver_without_room_closes_the_channel_that_was_idle(pairs) -> None:
+    """Two senders and staging for one channel: they take turns, and each push arrives."""
+    one = pairs(receiver=replace(SETTINGS, staging_memory=RING.nbytes))
+    shared = one.sender._end.transports[0]
+    other = pairs(send=lambda memory: [shared], me=OTHERS[0], connect=one.peer.connect)
+    for n, pair in enumerate([one, other, one, other]):
+        assert not links(pair)
+        job = make_job(f"r{n}", 8)
+        one.table.reserve(job.handoff, [11, 12])
+        assert isinstance(pair.reports.wait(hand_over(pair.sender, job, [1, 2])), PushResult)
+        if n:
+            lost = other if pair is one else one
+            assert settled(lambda: not links(lost))  # noqa: B023  # it hears that its channel is gone
+    assert [kind for kind, _ in one.table.events] == ["offer", "commit", "lost"] * 3 + ["offer", "commit"]
+
+
+# the receiver alone
+
+
+def offered(receiver: Receiver, sender, name: str) -> Call:
+    """A channel with a handoff under way."""
+    job = make_job(name, 8)
+    receiver.table.reserve(job.handoff, [11, 12])
+    call = receiver.call(sender).welcomed()
+    call.offer(handoff=convert.handoff_to_pb(job.handoff))
+    assert call.hear() == "offer_accepted"
+    return call
+
+
+def test_the_oldest_idle_channel_makes_room_for_a_new_one() -> None:
+    with running(Receiver(replace(SMALL, staging_memory=3 * SMALL.credits * LAYER))) as receiver:
+        busy = offered(receiver, OTHERS[0], "busy")
+        idle, newer = receiver.call(OTHERS[1]).welcomed(), receiver.call(OTHERS[2]).welcomed()
+        receiver.call(OTHERS[3]).welcomed()
+        reply = idle.next()
+        assert isinstance(reply, pb.PeerReply)
+        assert reply.refused.reason == pb.HANDOFF_REFUSAL_BROKEN
+        assert "idle" in reply.refused.detail
+        assert idle.hear() == "ended"
+        assert receiver.table.events[-1] == ("lost", OTHERS[1])
+        assert busy.replies.empty()
+        assert newer.replies.empty()
+
+
+def test_a_channel_is_refused_while_all_others_are_busy() -> None:
+    with running(Receiver(replace(SMALL, staging_memory=2 * SMALL.credits * LAYER))) as receiver:
+        first, second = (offered(receiver, OTHERS[n], f"r{n}") for n in range(2))
+        refused = receiver.call(OTHERS[2])
+        refused.hello()
+        reply = refused.next()
+        assert isinstance(reply, pb.PeerReply)
+        assert reply.refused.reason == pb.HANDOFF_REFUSAL_BROKEN
+        assert "all of them busy" in reply.refused.detail
+        assert refused.hear() == "ended"
+        second.say(abort=pb.AbortHandoff(handoff=convert.handoff_to_pb(make_job("r1", 8).handoff)))
+        receiver.table.wait_for(("aborted", make_job("r1", 8).handoff))
+        receiver.call(OTHERS[2]).welcomed()
+        assert [second.hear(), second.hear()] == ["BROKEN", "ended"]
+        assert first.replies.empty()
+
+
+def test_a_channel_with_a_frame_on_its_way_is_not_idle() -> None:
+    with running(Receiver(replace(SMALL, staging_memory=SMALL.credits * LAYER))) as receiver:
+        call = receiver.call().offered()
+        call.frame(0)
+        call.say(abort=pb.AbortHandoff(handoff=HANDOFF))
+        receiver.table.wait_for(("aborted", JOB.handoff))
+        refused = receiver.call(OTHERS[0])
+        refused.hello()
+        assert [refused.hear(), refused.hear()] == ["BROKEN", "ended"]
+        receiver.end.arrive(torch.zeros(LAYER, dtype=torch.uint8))
+        assert [call.hear(), call.hear()] == ["STALE", "credit"]
+        receiver.call(OTHERS[0]).welcomed()

@@ -1,0 +1,215 @@
+"""KV that leaves while it is computed: layer by layer, several prompts at a time, without what the receiver has."""
+
+import random
+import threading
+from dataclasses import replace
+
+import pytest
+
+from baton.rpc import convert
+from tests.unit.kvtransfer.prompts import EAGER, TOKEN, announced, fence, poisoned, prompt
+from tests.unit.kvtransfer.support import LAYOUT, SETTINGS, make_job, make_kv, only_these, put, rows, same_kv, settled
+
+
+@pytest.mark.parametrize("chunk", [1, 5, 8, 37])
+@pytest.mark.parametrize("frame_size", [TOKEN, 5 * TOKEN, 16 * TOKEN, 1 << 16])
+def test_kv_that_leaves_while_it_is_computed_arrives_equal(pairs, chunk: int, frame_size: int) -> None:
+    pair = pairs(replace(EAGER, frame_size=frame_size), source=poisoned())
+    push = prompt(pair, "r", 37, range(20, 30), range(40, 30, -1)).begin()
+    for begin in range(0, 37, chunk):
+        push.chunk(begin, min(begin + chunk, 37))
+    push.finish()
+    push.done()
+    assert only_these(pair.target, range(40, 30, -1), 37)
+
+
+def test_a_layer_leaves_before_the_next_one_is_computed(pairs) -> None:
+    """And nothing that is not final: each layer is poison until right before it is reported."""
+    pair = pairs(replace(EAGER, frame_size=1 << 16), source=poisoned())
+    push = prompt(pair, "r", 12, [1, 2, 3], [11, 12, 13]).begin()
+    for frames, (layer, begin) in enumerate(((layer, begin) for begin in (0, 8) for layer in range(3)), 1):
+        push.layer(layer, begin, min(begin + 8, 12))
+        pair.table.wait_written(push.job.handoff, frames)
+    assert announced(pair, push) == [(n, n + 1, *span) for span in ((0, 8), (8, 12)) for n in range(3)]
+    assert push.arrived()  # before the end was said
+    assert push.job.handoff not in pair.table.commits
+    push.finish()
+    assert push.done().frames == 6
+
+
+def test_a_short_prompt_leaves_as_one_frame_when_it_is_finished(pairs) -> None:
+    pair = pairs(replace(SETTINGS, coalesce_below=1 << 16), source=poisoned())
+    push = prompt(pair, "short", 37, range(10), range(10, 20)).begin()
+    for begin in range(0, 37, 8):
+        push.chunk(begin, min(begin + 8, 37))
+    fence(pair, "fence")
+    assert announced(pair, push) == []
+    push.finish()
+    assert push.done().frames == 1
+
+
+def test_nothing_smaller_than_asked_for_leaves_before_the_end(pairs) -> None:
+    pair = pairs(replace(SETTINGS, coalesce_below=16 * TOKEN), source=poisoned())
+    push = prompt(pair, "r", 16, range(4), range(10, 14)).begin()
+    push.layer(0, 0, 8)
+    fence(pair, "one layer is too little")
+    assert announced(pair, push) == []
+    push.layer(1, 0, 8)
+    pair.table.wait_written(push.job.handoff, 1)
+    push.layer(2, 0, 8)
+    fence(pair, "one layer is too little again")
+    assert announced(pair, push) == [(0, 2, 0, 8)]
+    push.layer(0, 8, 16)
+    push.layer(1, 8, 16)
+    pair.table.wait_written(push.job.handoff, 2)  # the rest of the first chunk holds nothing up
+    assert announced(pair, push) == [(0, 2, 0, 8), (0, 2, 8, 16)]
+    push.layer(2, 8, 16)
+    pair.table.wait_written(push.job.handoff, 3)
+    push.finish()
+    assert push.done().frames == 3
+
+
+def test_the_rest_leaves_at_the_end_however_small_it_is(pairs) -> None:
+    pair = pairs(replace(SETTINGS, coalesce_below=16 * TOKEN), source=poisoned())
+    push = prompt(pair, "r", 8, range(2), range(10, 12)).begin()
+    push.chunk(0, 8, 2)
+    pair.table.wait_written(push.job.handoff, 1)
+    push.layer(2, 0, 8)
+    fence(pair, "fence")
+    push.finish()
+    push.done()
+    assert announced(pair, push) == [(0, 2, 0, 8), (2, 3, 0, 8)]
+
+
+def test_a_prompt_that_stalls_does_not_hold_up_one_that_is_ready(pairs) -> None:
+    pair = pairs(EAGER, source=poisoned())
+    stalled = prompt(pair, "stalled", 30, range(8), range(8)).begin()
+    unborn = prompt(pair, "unborn", 30, range(8, 16), range(8, 16)).begin()
+    stalled.chunk(0, 7)
+    stalled.layer(0, 7, 30)
+    for n in range(3):
+        ready = prompt(pair, f"ready-{n}", 30, range(16, 24), range(16, 24)).begin()
+        ready.chunk(0, 30)
+        ready.finish()
+        ready.done()
+    assert not {stalled.job.handoff, unborn.job.handoff} & set(pair.table.commits)
+    for push in (unborn, stalled):
+        push.chunk(0 if push is unborn else 7, 30)
+        push.finish()
+    stalled.done()
+    unborn.done()
+    assert len(pair.peer.streams) == 1
+
+
+def test_a_push_that_waits_for_its_acknowledgement_does_not_hold_up_the_next(pairs) -> None:
+    pair = pairs(replace(EAGER, frame_size=1 << 16), source=poisoned())
+    committing, leave, commit = threading.Event(), threading.Event(), pair.table.commit
+
+    def slow(*args) -> None:
+        committing.set()
+        leave.wait(5)
+        commit(*args)
+
+    pair.table.commit = slow
+    first = prompt(pair, "first", 8, [0, 1], [0, 1]).begin()
+    second = prompt(pair, "second", 8, [2, 3], [2, 3]).begin()
+    for push in (first, second):
+        pair.table.wait_for(("offer", push.job.handoff))
+    first.chunk(0, 8)
+    first.finish()
+    assert committing.wait(5)
+    second.layer(0, 0, 8)
+    assert settled(lambda: announced(pair, second) == [(0, 1, 0, 8)])
+    leave.set()
+    second.chunk(0, 8)
+    second.finish()
+    first.done()
+    second.done()
+
+
+def test_prompts_of_one_batch_leave_side_by_side(pairs, seed: int) -> None:
+    """Eight prompts, whose layers are computed in turn, chunk by chunk of any size, while their frames flow."""
+    draw, pair = random.Random(seed), pairs(replace(EAGER, credits=2), source=poisoned())
+    lengths = [draw.randint(1, 28) for _ in range(8)]
+    batch = [
+        prompt(pair, f"r{n}", tokens, range(7 * n, 7 * n + 7), range(7 * n, 7 * n + 7))
+        for n, tokens in enumerate(lengths)
+    ]
+    reached = dict.fromkeys(range(8), 0)
+    while left := [n for n in reached if reached[n] < lengths[n]]:
+        step = {n: min(reached[n] + draw.randint(1, 9), lengths[n]) for n in draw.sample(left, min(len(left), 3))}
+        for n in step:
+            if not reached[n]:
+                batch[n].begin()
+        for layer in range(LAYOUT.layers):
+            for n, end in step.items():
+                batch[n].layer(layer, reached[n], end)
+        reached.update(step)
+        for n, end in step.items():
+            if end == lengths[n]:
+                batch[n].finish()
+    for push in batch:
+        push.done()
+    assert sum(push.calls for push in batch) > 3 * 8
+
+
+# skipped
+
+
+@pytest.mark.parametrize("skip", [1, 3, 4, 5, 12, 15])
+def test_what_is_skipped_is_not_sent_and_not_touched(pairs, skip: int) -> None:
+    """The sender has it as well: its blocks begin with position 0. At the receiver it is poison here, to be told."""
+    pair = pairs(EAGER, source=poisoned())
+    for layer in range(LAYOUT.layers):
+        put(pair.target, range(10, 14), layer, 0, skip, 7.0)
+    push = prompt(pair, "r", 16, range(4), range(10, 14), skip=skip).begin()
+    push.chunk(skip, 16)
+    push.finish()
+    result = push.done()
+    assert bool((rows(pair.target, range(10, 14), 0, skip) == 7.0).all())
+    assert all(begin >= skip for *_, begin, _ in announced(pair, push))
+    assert pair.table.commits[push.job.handoff].kv_bytes == result.nbytes == (16 - skip) * LAYOUT.layers * TOKEN
+    for layer in range(LAYOUT.layers):
+        put(pair.target, range(10, 14), layer, 0, skip, 0.0)
+    assert only_these(pair.target, range(10, 14), 16, skip)
+
+
+def test_where_all_but_one_block_is_known_one_block_moves(pairs) -> None:
+    pair = pairs(source=make_kv(1))
+    handoff = pair.push("r", 64, range(16), range(20, 36), skip=60)
+    result = pair.reports.done(handoff)
+    assert (result.nbytes, result.frames) == (LAYOUT.block_bytes, 1)
+    assert same_kv(pair.source, range(16), pair.target, range(20, 36), 64, 60)
+    assert only_these(pair.target, [35], 4)
+
+
+def test_the_sender_computes_more_than_it_has_to_send(pairs) -> None:
+    """The receiver has more of the prefix than the sender: what is computed of it stays here."""
+    pair = pairs(EAGER, source=poisoned())
+    push = prompt(pair, "r", 16, range(4), range(10, 14), skip=9).begin()
+    for begin in (0, 5, 10):
+        push.chunk(begin, min(begin + 5, 16))
+    push.chunk(15, 16)
+    push.finish()
+    push.done()
+    assert not rows(pair.target, range(10, 14), 0, 9).any()
+
+
+# blocks of another size
+
+
+@pytest.mark.parametrize("size", [1, 3, 7, 16, 64])
+@pytest.mark.parametrize("skip", [0, 6])
+def test_the_two_sides_may_have_blocks_of_different_sizes(pairs, size: int, skip: int) -> None:
+    layout = replace(LAYOUT, block_size=size)
+    pair = pairs(EAGER, source=poisoned(), layout=layout)
+    blocks = random.Random(size).sample(range(64), layout.blocks_for(37))
+    push = prompt(pair, "r", 37, range(20, 30), blocks, skip).begin()
+    for begin in range(skip, 37, 9):
+        push.chunk(begin, min(begin + 9, 37))
+    push.finish()
+    push.done()
+    assert only_these(pair.target, blocks, 37, skip)
+    hello = pair.stream.said[0].hello
+    assert convert.layout_from_pb(hello.layout) == LAYOUT
+    assert make_job("r", 37).handoff in pair.table.commits

@@ -1,0 +1,92 @@
+"""Which transports a worker has."""
+
+import os
+
+import pytest
+import torch
+
+from baton.errors import ConfigError
+from kvtransfer.handoff import TransferSettings
+from kvtransfer.transports import choose
+from kvtransfer.transports.choose import make_transports
+from kvtransfer.transports.grpc_bytes import GrpcTransport
+from tests.unit.kvtransfer.transports.pairs import CPU
+
+CUDA = torch.device("cuda", 0)
+
+
+def names(settings: TransferSettings, device: torch.device = CPU, grpc: GrpcTransport | None = None) -> list[str]:
+    return [transport.name for transport in make_transports(settings, device, grpc=grpc)]
+
+
+class Made:
+    """Stands for a transport whose machine is not at hand."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+
+def refuse(*_: object) -> None:
+    raise ConfigError("not on this machine")
+
+
+def test_auto_on_a_cpu_is_shared_memory_and_then_gloo() -> None:
+    assert names(TransferSettings()) == ["shm", "gloo"]
+    assert names(TransferSettings(), grpc=GrpcTransport("decode:1")) == ["shm", "gloo"]
+
+
+def test_auto_leaves_out_what_the_system_lacks(monkeypatch) -> None:
+    monkeypatch.delattr(os, "memfd_create")
+    assert names(TransferSettings()) == ["gloo"]
+
+
+@pytest.mark.parametrize("lacks", [set(), {"cuda_ipc"}, {"nccl"}])
+def test_auto_on_a_gpu(monkeypatch, lacks: set[str]) -> None:
+    for name, maker in (("cuda_ipc", "CudaIpcTransport"), ("nccl", "NcclTransport")):
+        monkeypatch.setattr(choose, maker, refuse if name in lacks else lambda device, name=name: Made(name))
+    assert names(TransferSettings(), CUDA) == [name for name in ("cuda_ipc", "nccl") if name not in lacks]
+
+
+def test_auto_on_a_gpu_with_neither_is_an_error(monkeypatch) -> None:
+    for maker in ("CudaIpcTransport", "NcclTransport"):
+        monkeypatch.setattr(choose, maker, refuse)
+    with pytest.raises(ConfigError, match=r"transfer\.transport: 'auto' .*cuda:0"):
+        make_transports(TransferSettings(), CUDA)
+
+
+@pytest.mark.parametrize("name", ["shm", "gloo", "grpc"])
+def test_a_named_one_is_the_only_one(name: str) -> None:
+    assert names(TransferSettings(transport=name), grpc=GrpcTransport("decode:1")) == [name]
+    if name != "grpc":
+        assert names(TransferSettings(transport=name), CUDA) == [name]  # staged in main memory
+
+
+def test_the_workers_own_grpc_is_used() -> None:
+    mine = GrpcTransport("decode:1")
+    assert make_transports(TransferSettings(transport="grpc"), CPU, grpc=mine) == (mine,)
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [("nccl", "KV is on cpu"), ("cuda_ipc", "KV is on cpu"), ("memory", "one process"), ("grpc", "no address")],
+)
+def test_a_named_one_that_cannot_be_had_is_an_error(name: str, why: str) -> None:
+    with pytest.raises(ConfigError, match=rf"transfer\.transport: '{name}' cannot be had: .*{why}"):
+        make_transports(TransferSettings(transport=name), CPU)
+
+
+def test_shared_memory_that_cannot_be_had_is_an_error_when_it_is_named(monkeypatch) -> None:
+    monkeypatch.delattr(os, "memfd_create")
+    with pytest.raises(ConfigError, match=r"transfer\.transport: 'shm' cannot be had: .*memfd_create"):
+        make_transports(TransferSettings(transport="shm"), CPU)
+
+
+def test_an_unknown_name_says_what_is_known() -> None:
+    with pytest.raises(ConfigError, match=r"'carrier-pigeon' is not one of auto, shm, gloo, .*memory"):
+        make_transports(TransferSettings(transport="carrier-pigeon"), CPU)
+
+
+@pytest.mark.parametrize("name", ["auto", "gloo"])
+def test_an_address_of_another_machine_is_an_error(name: str) -> None:
+    with pytest.raises(ConfigError, match=r"192\.0\.2\.1"):
+        make_transports(TransferSettings(transport=name, bind_host="192.0.2.1"), CPU)

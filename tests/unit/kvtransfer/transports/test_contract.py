@@ -1,0 +1,239 @@
+"""The contract of a channel, held by each transport."""
+
+import gc
+import itertools
+import threading
+import time
+
+import pytest
+import torch
+
+from baton.errors import ChannelBroken
+from kvtransfer.transport import ALIGNMENT, MAX_KEYS, KeyRelay, Ring, Side
+from tests.unit.kvtransfer.transports.pairs import (
+    CPU,
+    NAME,
+    RING,
+    Control,
+    Pairs,
+    breaks,
+    frames,
+    given_back,
+    held,
+    receive,
+    send,
+    settled,
+)
+
+AT_ONCE_S = 1.0
+
+
+@pytest.mark.parametrize("ahead", [1, 3, 4])
+def test_bytes_arrive_in_order_through_a_ring_that_is_used_again(pairs: Pairs, ahead: int, seed: int) -> None:
+    sender, receiver = pairs()
+    control, data = Control(RING.slots), frames(seed, 40)
+    sending = pairs.pool.submit(send, sender, control, data, RING.slots)
+    taken = receive(receiver, control, len(data), ahead)
+    sending.result(10)
+    assert [len(part) for part in taken] == [len(part) for part in data]
+    assert all(map(torch.equal, taken, data))
+
+
+def test_frames_larger_than_any_buffer_of_the_system(pairs: Pairs, seed: int) -> None:
+    ring = Ring(2, 9 << 20)
+    sender, receiver = pairs(ring=ring)
+    control, data = Control(ring.slots), frames(seed, 5, ring)
+    sending = pairs.pool.submit(send, sender, control, data, ring.slots)
+    taken = receive(receiver, control, len(data), 1)
+    sending.result(10)
+    assert all(map(torch.equal, taken, data))
+
+
+def test_the_sender_starts_all_its_slots_before_the_receiver_takes_one(pairs: Pairs, seed: int) -> None:
+    sender, receiver = pairs()
+    control, data = Control(RING.slots), frames(seed, RING.slots)
+    send(sender, control, data, RING.slots)  # in this very thread: none of it may wait for the receiver
+    assert all(map(torch.equal, receive(receiver, control, len(data), RING.slots), data))
+    for number in range(RING.slots):
+        sender.finish(number)
+
+
+def test_the_receiver_expects_frames_before_the_sender_has_them(pairs: Pairs, seed: int) -> None:
+    sender, receiver = pairs()
+    data = frames(seed, RING.slots)
+    for number, part in enumerate(data):
+        receiver.start(number, len(part))
+    send(sender, Control(RING.slots), data, RING.slots)
+    for number, part in enumerate(data):
+        receiver.finish(number)
+        assert torch.equal(receiver.slot(number)[: len(part)], part)
+
+
+def test_slots_are_as_promised(pairs: Pairs) -> None:
+    for end in pairs():
+        slots = [end.slot(number) for number in range(RING.slots)]
+        assert {(slot.dtype, slot.shape, slot.device) for slot in slots} == {(torch.uint8, (RING.size,), CPU)}
+        assert all(slot.is_contiguous() and slot.data_ptr() % ALIGNMENT == 0 for slot in slots)
+        assert len({slot.data_ptr() for slot in slots}) == RING.slots
+        assert end.slot(RING.slots + 1).data_ptr() == slots[1].data_ptr()
+
+
+def test_an_idle_channel_has_no_deadline(pairs: Pairs, seed: int) -> None:
+    sender, receiver = pairs(deadline_s=0.5)
+    time.sleep(0.7)
+    control, data = Control(RING.slots), frames(seed, 6)
+    sending = pairs.pool.submit(send, sender, control, data, RING.slots)
+    assert all(map(torch.equal, receive(receiver, control, len(data), 1), data))
+    sending.result(10)
+
+
+@pytest.mark.parametrize("nbytes", [0, RING.size + 1])
+def test_no_frame_is_larger_than_a_slot(pairs: Pairs, nbytes: int) -> None:
+    for end in pairs():
+        with pytest.raises(ChannelBroken, match=r"slot|clos"):
+            end.start(0, nbytes)
+
+
+def test_a_receiver_that_waits_sees_at_once_that_the_sender_closed(pairs: Pairs) -> None:
+    sender, receiver = pairs(deadline_s=30.0)
+    receiver.start(0, 8)
+    waiting = pairs.pool.submit(receiver.finish, 0)
+    started = time.monotonic()
+    sender.close()
+    with pytest.raises(ChannelBroken):
+        waiting.result(10)
+    assert time.monotonic() - started < AT_ONCE_S
+    with pytest.raises(ChannelBroken):
+        receiver.start(1, 8)
+
+
+def test_an_idle_receiver_sees_that_the_sender_closed(pairs: Pairs) -> None:
+    sender, receiver = pairs(deadline_s=30.0)
+    sender.close()
+    numbers = itertools.count()
+    assert settled(lambda: breaks(lambda: receiver.start(next(numbers), 8)), AT_ONCE_S)
+
+
+def test_a_sender_sees_at_once_that_the_receiver_closed(pairs: Pairs) -> None:
+    sender, receiver = pairs(deadline_s=30.0)
+    receiver.close()
+    numbers = itertools.count()
+    assert settled(lambda: breaks(lambda: sender.start(next(numbers), 8)), AT_ONCE_S)
+    for call in (lambda: sender.start(0, 8), lambda: sender.finish(0), lambda: sender.slot(0)):
+        with pytest.raises(ChannelBroken):
+            call()
+
+
+def test_a_silent_sender_is_seen_by_the_deadline_and_the_channel_is_closed(pairs: Pairs) -> None:
+    sender, receiver = pairs(deadline_s=0.3)
+    receiver.start(0, 8)
+    started = time.monotonic()
+    with pytest.raises(ChannelBroken):
+        receiver.finish(0)
+    assert 0.25 < time.monotonic() - started < 0.3 + AT_ONCE_S
+    with pytest.raises(ChannelBroken):
+        receiver.start(1, 8)
+    numbers = itertools.count()
+    assert settled(lambda: breaks(lambda: sender.start(next(numbers), 8)), AT_ONCE_S)
+
+
+@pytest.mark.parametrize("side", list(Side))
+def test_without_another_end_none_opens_and_nothing_stays(pairs: Pairs, side: Side) -> None:
+    def alone() -> None:
+        started = time.monotonic()
+        with pytest.raises(ChannelBroken):
+            pairs.sides[side].open(NAME, side, KeyRelay(lambda key, value: None), RING, 0.2)
+        assert 0.15 < time.monotonic() - started < 0.2 + AT_ONCE_S
+
+    pairs()[0].close()
+    pairs.close()
+    gc.collect()
+    before = held()
+    alone()
+    assert given_back(before), (before, held())
+
+
+def test_close_gives_back_threads_and_descriptors_and_can_be_repeated(pairs: Pairs, pool) -> None:
+    def one() -> None:
+        ends = pairs()
+        control = Control(RING.slots)
+        sending = pool.submit(send, ends[0], control, frames(1, 6), RING.slots)
+        receive(ends[1], control, 6, 2)
+        sending.result(10)
+        for end in (*ends, *ends):
+            end.close()
+        pairs.opened.clear()
+
+    all_there = threading.Barrier(4)
+    assert list(pool.map(lambda _: all_there.wait() >= 0, range(4))) == [True] * 4
+    one()  # what a library makes once for the process is there now
+    before = held()
+    for _ in range(3):
+        one()
+    assert given_back(before), (before, held(), threading.enumerate())
+
+
+@pytest.mark.parametrize("waiting", [True, False])
+def test_a_kept_error_keeps_no_descriptor(pairs: Pairs, pool, waiting: bool) -> None:
+    for end in pairs():
+        end.close()
+    pairs.opened.clear()
+    gc.collect()
+    before = held()
+    sender, receiver = pairs()
+    pairs.opened.clear()
+    receiver.start(0, 8)
+    if waiting:
+        failed = pool.submit(receiver.finish, 0)
+        sender.close()
+    else:
+        sender.close()
+        failed = pool.submit(receiver.finish, 0)
+    gc.disable()
+    try:
+        error = failed.exception(5)
+        assert isinstance(error, ChannelBroken)
+        assert error.__context__ is None
+        del sender, receiver
+        assert given_back(before), (before, held())
+    finally:
+        gc.enable()
+
+
+def test_keys_that_no_rendezvous_needs_are_refused() -> None:
+    relay = KeyRelay(lambda key, value: None)
+    with pytest.raises(ChannelBroken):
+        relay.deliver("k", bytes(1 << 20))
+    with pytest.raises(ChannelBroken):
+        relay.deliver("k" * 1000, b"")
+    for number in range(MAX_KEYS - 2):
+        relay.deliver(str(number), b"")
+    with pytest.raises(ChannelBroken):
+        relay.deliver("one too many", b"")
+
+
+def test_early_keys_are_kept() -> None:
+    relay = KeyRelay(lambda key, value: None)
+    relay.deliver("a", b"1")
+    relay.deliver("b", b"2")
+    assert [relay.receive(0.01) for _ in range(3)] == [("a", b"1"), ("b", b"2"), None]
+
+
+@pytest.mark.parametrize("kind", ["shm", "grpc"])
+def test_a_foreign_key_ends_the_opening(pairs: Pairs) -> None:
+    keys = KeyRelay(lambda key, value: None)
+    keys.deliver("what is this", b"?")
+    with pytest.raises(ChannelBroken, match="what is this"):
+        pairs.sides[Side.SENDER].open(NAME, Side.SENDER, keys, RING, 5.0)
+
+
+@pytest.mark.parametrize("kind", ["memory", "shm"])
+@pytest.mark.parametrize("nbytes", [7, 9])
+def test_a_frame_of_another_size_is_refused(pairs: Pairs, nbytes: int) -> None:
+    sender, receiver = pairs(deadline_s=30.0)
+    receiver.start(0, 8)
+    sender.start(0, nbytes)
+    with pytest.raises(ChannelBroken, match="expected"):
+        receiver.finish(0)
+    numbers = itertools.count(1)
+    assert settled(lambda: breaks(lambda: sender.start(next(numbers), 8)), AT_ONCE_S)

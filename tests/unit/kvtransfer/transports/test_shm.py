@@ -1,0 +1,284 @@
+"""Shared memory: what a wrong peer can do to either end, which is to break the channel, and what stays of it."""
+
+import fcntl
+import mmap
+import os
+import secrets
+import socket
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import closing, contextmanager, suppress
+from pathlib import Path
+
+import pytest
+
+from baton.errors import ChannelBroken, ConfigError
+from kvtransfer.transport import KeyRelay, Side
+from kvtransfer.transports import unix_pair
+from kvtransfer.transports.rendezvous import host_reach
+from kvtransfer.transports.shm import ShmTransport
+from tests.unit.kvtransfer.transports.pairs import NAME, RING, Pairs, descriptors, settled
+
+SIZED = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
+
+
+@pytest.fixture
+def kind() -> str:
+    return "shm"
+
+
+@pytest.fixture(autouse=True)
+def _no_descriptor_is_left() -> Iterator[None]:
+    before = descriptors()
+    yield
+    assert settled(lambda: descriptors() <= before), descriptors() - before
+
+
+def memory_file(nbytes: int = RING.nbytes, seals: int = SIZED) -> int:
+    file = os.memfd_create("test", os.MFD_ALLOW_SEALING)
+    os.ftruncate(file, nbytes)
+    fcntl.fcntl(file, fcntl.F_ADD_SEALS, seals)
+    return file
+
+
+def ordinary_file() -> int:
+    file, path = tempfile.mkstemp()
+    Path(path).unlink()
+    os.ftruncate(file, RING.nbytes)
+    return file
+
+
+def mapped() -> int:
+    """How many mappings of channels this process has."""
+    return Path("/proc/self/maps").read_text().count(f"memfd:baton-kv-{NAME}")
+
+
+@contextmanager
+def false_receiver(files: list[int]) -> Iterator[KeyRelay]:
+    """Listens as a receiver would, and gives what is in `files` to who comes. Yields the sender's keys."""
+    name = unix_pair._PREFIX + secrets.token_hex(16).encode()
+    keys = KeyRelay(lambda key, value: None)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind(name)
+        listener.listen()
+
+        def serve() -> None:
+            connected, _ = listener.accept()
+            with connected:
+                socket.send_fds(connected, [b"\0"], files)
+                connected.recv(100)
+                connected.recv(100)  # until the sender has gone
+
+        serving = threading.Thread(target=serve)
+        serving.start()
+        keys.deliver("unix", bytes(16) + name)
+        yield keys
+        serving.join(5)
+        assert not serving.is_alive()
+    for file in files:
+        os.close(file)
+
+
+@pytest.mark.parametrize(
+    ("files", "why"),
+    [
+        (lambda: [memory_file(RING.nbytes - 1)], "bytes instead of"),
+        (lambda: [memory_file(RING.nbytes + 1)], "bytes instead of"),
+        (lambda: [memory_file(0)], "bytes instead of"),
+        (lambda: [memory_file(seals=0)], "not sealed"),
+        (lambda: [memory_file(seals=fcntl.F_SEAL_GROW)], "not sealed"),
+        (lambda: [memory_file(seals=fcntl.F_SEAL_SHRINK)], "not sealed"),
+        (lambda: [memory_file(seals=SIZED | fcntl.F_SEAL_WRITE)], "not permitted"),
+        (lambda: [ordinary_file()], "Invalid argument"),
+        (lambda: [os.open("/dev/zero", os.O_RDWR)], "Invalid argument"),
+        (list, "no memory"),
+    ],
+    ids="smaller larger empty unsealed shrinks grows read-only file device none".split(),
+)
+def test_a_sender_refuses_memory_that_it_could_not_touch_safely(files, why: str) -> None:
+    with false_receiver(files()) as keys, pytest.raises(ChannelBroken, match=why):
+        ShmTransport().open(NAME, Side.SENDER, keys, RING, 5.0)
+
+
+def test_of_many_files_a_sender_keeps_none() -> None:
+    with false_receiver([memory_file() for _ in range(3)]) as keys:
+        ShmTransport().open(NAME, Side.SENDER, keys, RING, 5.0).close()
+
+
+def test_a_sender_connects_to_nothing_but_a_channel(tmp_path: Path) -> None:
+    keys = KeyRelay(lambda key, value: None)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as other:
+        other.bind(str(tmp_path / "service.sock"))
+        other.listen()
+        other.setblocking(False)
+        keys.deliver("unix", bytes(16) + str(tmp_path / "service.sock").encode())
+        with pytest.raises(ChannelBroken, match="no name of a channel"):
+            ShmTransport().open(NAME, Side.SENDER, keys, RING, 5.0)
+        with pytest.raises(BlockingIOError):
+            other.accept()
+
+
+def turned_away(connected: socket.socket) -> bool:
+    """Whether the other end closes, without having sent memory."""
+    try:
+        return connected.recv(1) == b""
+    except ConnectionResetError:  # it did not even read the secret
+        return True
+
+
+class Stranger:
+    """A sender's side by hand, against a real receiver."""
+
+    def __init__(self, pool, deadline_s: float = 5.0) -> None:
+        self.said = KeyRelay(lambda key, value: None)
+        keys = KeyRelay(self.said.deliver)
+        self.opening = pool.submit(ShmTransport().open, NAME, Side.RECEIVER, keys, RING, deadline_s)
+        key = self.said.receive(5.0)
+        assert key is not None
+        self.value = key[1]
+
+    @contextmanager
+    def connect(self, secret: bytes | None) -> Iterator[socket.socket]:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connected:
+            connected.settimeout(5)
+            connected.connect(self.value[16:])
+            if secret is not None:
+                with suppress(BrokenPipeError):  # turned away before it could say it
+                    connected.send(secret)
+            yield connected
+
+
+def test_a_receiver_turns_strangers_away_and_still_meets_its_sender(pool) -> None:
+    stranger = Stranger(pool)
+    for secret in (bytes(16), b"", b"short", stranger.value[:16] + b"!", bytes(4000)):
+        with stranger.connect(secret) as connected:
+            assert turned_away(connected)
+    with stranger.connect(None), stranger.connect(stranger.value[:16]) as right:  # the silent one is left after a while
+        _, files, _, _ = socket.recv_fds(right, 1, 1)
+        assert os.fstat(files[0]).st_size == RING.nbytes
+        os.close(files[0])
+        stranger.opening.result(5).close()
+
+
+def test_strangers_alone_do_not_keep_a_receiver_beyond_its_deadline(pool) -> None:
+    stranger = Stranger(pool, deadline_s=0.5)
+    started = time.monotonic()
+    with stranger.connect(bytes(16)), pytest.raises(ChannelBroken, match="not built"):
+        stranger.opening.result(5)
+    assert time.monotonic() - started < 1.0
+
+
+def test_neither_end_takes_one_of_another_user(pool, monkeypatch) -> None:
+    stranger = Stranger(pool, deadline_s=0.5)
+    keys = KeyRelay(lambda key, value: None)
+    keys.deliver("unix", stranger.value)
+    mine = os.geteuid()
+    monkeypatch.setattr(os, "geteuid", lambda: mine + 1)
+    with pytest.raises(ChannelBroken, match="another user"):
+        ShmTransport().open(NAME, Side.SENDER, keys, RING, 5.0)
+    with stranger.connect(stranger.value[:16]) as connected:  # who knows the secret, too
+        assert turned_away(connected)
+    with pytest.raises(ChannelBroken, match="not built"):
+        stranger.opening.result(5)
+
+
+@pytest.mark.parametrize(
+    "notice",
+    [
+        unix_pair._NOTICE.pack(1, 8),
+        unix_pair._NOTICE.pack(0, 9),
+        unix_pair._NOTICE.pack(0, 1 << 63),
+        b"short",
+        unix_pair._NOTICE.pack(0, 8) + b"!",
+        bytes(5000),
+    ],
+    ids="number size huge short long large".split(),
+)
+def test_a_receiver_refuses_another_notice_than_the_expected_one(pool, notice: bytes) -> None:
+    stranger = Stranger(pool)
+    with stranger.connect(stranger.value[:16]) as connected, closing(stranger.opening.result(5)) as receiver:
+        receiver.start(0, 8)
+        connected.send(notice)
+        with pytest.raises(ChannelBroken, match="frame 0 of 8 bytes was expected"):
+            receiver.finish(0)
+        assert connected.recv(1) == b"\0"  # with the memory
+        assert connected.recv(1) == b""
+
+
+def test_the_memory_cannot_change_its_size(pool) -> None:
+    stranger = Stranger(pool)
+    with stranger.connect(stranger.value[:16]) as connected, closing(stranger.opening.result(5)):
+        _, files, _, _ = socket.recv_fds(connected, 1, 1)
+        for nbytes in (0, RING.nbytes - 1, RING.nbytes + 1):
+            with pytest.raises(PermissionError):
+                os.ftruncate(files[0], nbytes)
+        os.close(files[0])
+
+
+def test_both_ends_see_the_same_memory_and_all_of_it_is_there(pairs: Pairs) -> None:
+    sender, receiver = pairs()
+    sender.slot(3)[-1] = 77
+    assert receiver.slot(3)[-1] == 77
+    resident = Path("/proc/self/smaps").read_text().split(f"memfd:baton-kv-{NAME}")[1:]
+    assert len(resident) == 2
+    for part in resident:
+        kib = next(int(line.split()[1]) for line in part.splitlines() if line.startswith("Rss:"))
+        assert kib * 1024 >= RING.nbytes // mmap.PAGESIZE * mmap.PAGESIZE
+
+
+def test_the_memory_goes_with_the_last_tensor_of_it(pairs: Pairs) -> None:
+    sender, receiver = pairs()
+    pairs.opened.clear()
+    sender.slot(1).fill_(5)
+    kept = receiver.slot(1)
+    sender.close()
+    receiver.close()
+    del sender, receiver
+    assert settled(lambda: mapped() == 1), mapped()  # of the pool's results, nothing is left
+    assert int(kept.sum()) == 5 * RING.size
+    del kept
+    assert settled(lambda: mapped() == 0), mapped()
+
+
+def test_nobody_can_join_an_open_channel_and_no_file_is_there(pool) -> None:
+    before = sorted(path.name for path in Path("/dev/shm").iterdir())
+    stranger = Stranger(pool)
+    with stranger.connect(stranger.value[:16]), closing(stranger.opening.result(5)):
+        assert sorted(path.name for path in Path("/dev/shm").iterdir()) == before
+        with pytest.raises(ConnectionRefusedError), stranger.connect(stranger.value[:16]):
+            pass
+
+
+def test_no_memory_is_an_error_and_no_signal(pool, monkeypatch) -> None:
+    def refuse(file: int, offset: int, nbytes: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    transport = ShmTransport()
+    monkeypatch.setattr(os, "posix_fallocate", refuse)
+    with pytest.raises(ChannelBroken, match="No space left"):
+        transport.open(NAME, Side.RECEIVER, KeyRelay(lambda key, value: None), RING, 5.0)
+
+
+def test_reach_names_the_host_and_what_divides_it() -> None:
+    assert ShmTransport().reach == ShmTransport().reach == host_reach()
+    assert len({host_reach(), host_reach("pid"), host_reach("pid", "ipc")}) == 3
+
+
+def test_reach_is_another_one_for_another_user(monkeypatch) -> None:
+    here, mine = host_reach(), os.geteuid()
+    monkeypatch.setattr(os, "geteuid", lambda: mine + 1)
+    assert host_reach() != here
+
+
+def test_without_sealed_memory_it_cannot_be_had(monkeypatch) -> None:
+    monkeypatch.delattr(os, "memfd_create")
+    with pytest.raises(ConfigError, match="memfd_create"):
+        ShmTransport()
+
+
+def test_without_proc_it_cannot_be_had(monkeypatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(Path, "read_text", lambda self: (tmp_path / "none").open().read())
+    with pytest.raises(ConfigError, match="Linux"):
+        ShmTransport()

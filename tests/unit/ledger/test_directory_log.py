@@ -1,0 +1,263 @@
+"""DirectoryLog over a store that follows the rules of the script, and fails when the test says so."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from baton.clock import FakeClock
+from baton.core import Incarnation, WorkerRef
+from baton.errors import LedgerError
+from baton.ledger import directory_log
+from baton.ledger.directory import DONE, GAP, REFUSED
+from baton.ledger.directory_log import DirectoryLog
+from baton.ledger.ledger import Ledger
+from baton.ledger.prefix_map import NAME_BYTES
+
+OWNER = WorkerRef("prefill-0", Incarnation(5, 1), "127.0.0.1:1")
+
+
+def digest(number: int) -> bytes:
+    return number.to_bytes(NAME_BYTES, "big") + b"second half"
+
+
+def name(number: int) -> bytes:
+    return digest(number)[:NAME_BYTES]
+
+
+class StubConnection:
+    """Keeps one worker's set. `lose_next`: the next call is done, or not, and its answer is lost."""
+
+    def __init__(self) -> None:
+        self.names: set[bytes] | None = None
+        self.seq = 0
+        self.calls: list[tuple[str, int, int]] = []  # kind, how many were added, removed
+        self.lose_next: list[bool] = []
+        self.fenced = False
+        self.arrived = asyncio.Event()
+
+    def key(self, *parts: str) -> str:
+        return ":".join(parts)
+
+    async def run(self, script: Any, keys: Any, args: Any) -> int:
+        worker_id, _, seq, kind, _, added, removed, *_ = args
+        assert worker_id == OWNER.worker_id
+        lost = self.lose_next.pop(0) if self.lose_next else None
+        answer = GAP
+        if lost is not False:
+            answer = self._publish(seq, kind, split(added), split(removed))
+        self.calls.append((kind, len(split(added)), len(split(removed))))
+        self.arrived.set()
+        if lost is not None:
+            raise LedgerError("away")
+        return answer
+
+    def _publish(self, seq: int, kind: str, added: set[bytes], removed: set[bytes]) -> int:
+        if self.fenced:
+            return REFUSED
+        if self.names is not None and seq == self.seq:
+            return DONE
+        if kind == "reset":
+            self.names = set()
+        elif kind == "touch" or self.names is None or self.seq != seq - 1:
+            return GAP
+        self.names = (self.names or set()) - removed | added
+        self.seq = seq
+        return DONE
+
+    def wipe(self) -> None:
+        self.names, self.seq = None, 0
+
+
+def split(names: bytes) -> set[bytes]:
+    assert len(names) % NAME_BYTES == 0
+    return {names[at : at + NAME_BYTES] for at in range(0, len(names), NAME_BYTES)}
+
+
+@pytest.fixture(autouse=True)
+def without_pauses(monkeypatch):
+    monkeypatch.setattr(directory_log, "INTERVAL_S", 0.0)
+    monkeypatch.setattr("baton.ledger.beside.FIRST_DELAY_S", 0.0)
+
+
+@pytest.fixture
+def stub():
+    return StubConnection()
+
+
+@pytest.fixture
+def ledger(stub):
+    made = Ledger(stub, 1.0, FakeClock())
+    made._saw(1)
+    return made
+
+
+@pytest.fixture
+async def log(ledger):
+    made = DirectoryLog(ledger, OWNER)
+    yield made
+    await made.close(0.1)
+
+
+async def test_the_first_write_starts_from_nothing_and_later_ones_tell_what_changed(log, stub):
+    log.note([digest(1), digest(2)])
+    await log.flush()
+    log.note([digest(3)], [digest(1)])
+    await log.flush()
+    assert stub.calls == [("reset", 2, 0), ("delta", 1, 1)]
+    assert stub.names == {name(2), name(3)}
+
+
+async def test_what_comes_and_goes_between_two_writes_is_not_written(log, stub):
+    log.note([digest(1)])
+    await log.flush()
+    log.note([digest(2)])
+    log.note([], [digest(1)])
+    log.note([digest(1)], [digest(2)])
+    log.note([digest(1), digest(1)], [digest(9)])
+    await log.flush()
+    assert stub.calls == [("reset", 1, 0)]
+
+
+async def test_many_are_written_in_pieces(log, stub, monkeypatch):
+    monkeypatch.setattr(directory_log, "BATCH", 10)
+    log.note([digest(n) for n in range(35)])
+    await log.flush()
+    assert stub.calls == [("reset", 10, 0), ("delta", 10, 0), ("delta", 10, 0), ("delta", 5, 0)]
+    assert stub.names == {name(n) for n in range(35)}
+
+
+async def test_a_store_that_forgot_is_given_the_whole_set(log, stub, ledger):
+    log.note([digest(1), digest(2)])
+    await log.flush()
+    stub.wipe()
+    ledger._saw(2)
+    await log.flush()
+    assert stub.calls[1:] == [("touch", 0, 0), ("reset", 2, 0)]
+    stub.wipe()
+    log.note([digest(3)])
+    await log.flush()
+    assert stub.calls[3:] == [("delta", 1, 0), ("reset", 3, 0)]
+
+
+async def test_a_lost_answer_costs_one_repetition_and_not_the_whole_set(log, stub):
+    log.note([digest(n) for n in range(5)])
+    await log.flush()
+    for lost in (False, True):
+        stub.lose_next = [lost]
+        log.note([digest(5 + lost)], [digest(0 + lost)])
+        await log.flush()
+    assert stub.calls == [("reset", 5, 0), *[("delta", 1, 1)] * 4]
+    assert stub.names == {name(n) for n in range(2, 7)}
+
+
+async def test_a_worker_without_blocks_says_so_too(log, stub, ledger):
+    log.note([digest(1)])
+    await log.flush()
+    log.note([], [digest(1)])
+    stub.wipe()
+    await log.flush()
+    assert stub.names == set()
+
+
+async def test_an_idle_worker_says_that_it_is_still_there(stub, ledger):
+    log = DirectoryLog(ledger, OWNER, ttl_s=0.03)
+    log.note([digest(1)])
+    await log.flush()
+    stub.arrived.clear()
+    await stub.arrived.wait()
+    assert stub.calls[1] == ("touch", 0, 0)
+    await log.close()
+
+
+async def test_a_worker_whose_place_is_not_its_own_yet_writes_later(log, stub):
+    stub.fenced = True
+    log.note([digest(1)])
+    with pytest.raises(LedgerError, match="prefix blocks not written"):
+        await log.flush(0.05)
+    stub.fenced = False
+    await log.flush()
+    assert stub.names == {name(1)}
+
+
+async def test_the_queue_is_bounded_by_what_is_held_and_was_written(log, stub):
+    log.note([digest(n) for n in range(10)])
+    await log.flush()
+    stub.lose_next = [False] * 10**6
+    for n in range(10, 5000):
+        log.note([digest(n)], [digest(n - 10)])
+    assert log._left() <= 20 + 2
+    stub.lose_next = []
+    await log.flush()
+    assert stub.names == {name(n) for n in range(4990, 5000)}
+
+
+async def test_notes_after_close_are_nothing(log, stub):
+    await log.close()
+    log.note([digest(1)])
+    assert (stub.calls, log._left()) == ([], 0)
+
+
+async def test_note_from_many_threads(log, stub):
+    def work(thread: int) -> None:
+        for n in range(200):
+            log.note([digest(1000 * (thread + 1) + n)])
+            log.note([], [digest(1000 * (thread + 1) + n - 50)])
+
+    threads = [threading.Thread(target=work, args=(t,)) for t in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        await asyncio.to_thread(thread.join)
+    await log.flush()
+    assert stub.names == {name(1000 * t + n) for t in range(1, 5) for n in range(150, 200)}
+
+
+NUMBERS = st.lists(st.integers(0, 7), max_size=5)
+STEPS = st.lists(
+    st.one_of(
+        st.tuples(NUMBERS, NUMBERS),
+        st.sampled_from(["lost before", "lost after", "wipe", "expire", "run", "flush"]),
+    ),
+    max_size=40,
+)
+
+
+@given(STEPS, st.integers(1, 4))
+def test_after_any_trouble_the_store_has_the_set(steps, batch):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(directory_log, "BATCH", batch)
+        asyncio.run(trouble(steps))
+
+
+async def trouble(steps: list[Any]) -> None:
+    stub = StubConnection()
+    ledger = Ledger(stub, 1.0, FakeClock())  # type: ignore[arg-type]
+    ledger._saw(1)
+    log = DirectoryLog(ledger, OWNER)
+    held: set[int] = set()
+    for step in steps:
+        match step:
+            case "lost before" | "lost after":
+                stub.lose_next.append(step == "lost after")
+            case "wipe":
+                stub.wipe()
+                ledger._saw(ledger._epoch + 1)
+            case "expire":
+                stub.wipe()
+            case "run":
+                await asyncio.sleep(0)
+            case "flush":
+                await log.flush()
+            case (added, removed):
+                log.note([digest(n) for n in added], [digest(n) for n in removed])
+                held = held - set(removed) | set(added)
+    log._refresh()  # as after a while: a key that expired is noticed at the latest then
+    await log.flush()
+    assert stub.names == {name(n) for n in held}
+    await log.close()

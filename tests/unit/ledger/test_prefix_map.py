@@ -1,0 +1,155 @@
+"""A reader of the directory against a store that trims its events, forgets, and changes hands."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from baton.core import Incarnation
+from baton.ledger.prefix_map import NAME_BYTES, Change, Holder, PrefixMap
+
+A, B = Holder("prefill-0", Incarnation(5, 1)), Holder("decode-0", Incarnation(5, 2))
+NAMES = [bytes([n]) * NAME_BYTES for n in range(6)]
+
+
+def test_leading_blocks_are_counted_for_each_holder():
+    prefixes = PrefixMap()
+    assert prefixes.holders(NAMES) == {}
+    prefixes.apply(Change(A, 1, reset=True, added=NAMES[:3]))
+    prefixes.apply(Change(B, 1, reset=True, added=[NAMES[0], NAMES[2]]))
+    assert prefixes.holders(NAMES) == {A: 3, B: 1}
+    assert prefixes.holders(NAMES[:2]) == {A: 2, B: 1}
+    assert prefixes.holders(NAMES[1:]) == {A: 2}
+    assert prefixes.holders([]) == {}
+
+
+def test_whole_digests_are_asked_by_their_names():
+    prefixes = PrefixMap()
+    prefixes.apply(Change(A, 1, reset=True, added=NAMES[:2]))
+    assert prefixes.holders([name + b"the other half!!" for name in NAMES]) == {A: 2}
+
+
+def test_a_change_out_of_order_is_not_applied():
+    prefixes = PrefixMap()
+    assert not prefixes.apply(Change(A, 1, added=NAMES))  # what was before?
+    assert prefixes.apply(Change(A, 1, reset=True, added=NAMES[:1]))
+    assert not prefixes.apply(Change(A, 3, added=NAMES[1:2]))
+    assert prefixes.apply(Change(A, 1, added=NAMES))  # known already
+    assert prefixes.holders(NAMES) == {A: 1}
+    assert prefixes.apply(Change(A, 2, added=NAMES[1:2]))
+    assert prefixes.apply(Change(A, 3, added=NAMES[2:3], removed=NAMES[:1]))
+    assert prefixes.holders(NAMES) == {}
+    assert prefixes.holders(NAMES[1:]) == {A: 2}
+
+
+def test_another_incarnation_is_another_holder():
+    prefixes, later = PrefixMap(), replace_incarnation(A)
+    prefixes.apply(Change(A, 7, reset=True, added=NAMES))
+    assert not prefixes.apply(Change(later, 8, added=NAMES))
+    assert prefixes.behind({later: 1}) == [later]
+    assert prefixes.holders(NAMES) == {}
+
+
+def replace_incarnation(holder: Holder) -> Holder:
+    return holder._replace(incarnation=replace(holder.incarnation, counter=holder.incarnation.counter + 10))
+
+
+class Directory(RuleBasedStateMachine):
+    """Two writers, a store with a stream that is trimmed, and a reader that is sometimes late."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.holders = {"prefill-0": A, "decode-0": B}
+        self.history: dict[tuple[Holder, int], set[bytes]] = {}  # what each holder had after each change
+        self.stored: dict[str, tuple[Holder, int, set[bytes]]] = {}
+        self.events: list[Change] = []
+        self.position = 0
+        self.reader = PrefixMap()
+
+    def publish(self, change: Change, names: set[bytes]) -> None:
+        self.stored[change.holder.worker_id] = (change.holder, change.seq, names)
+        self.history[change.holder, change.seq] = set(names)
+        self.events.append(change)
+
+    def last(self, holder: Holder) -> int:
+        return max((seq for one, seq in self.history if one == holder), default=0)
+
+    workers = st.sampled_from(["prefill-0", "decode-0"])
+    some = st.sets(st.sampled_from(NAMES))
+
+    @rule(worker=workers, added=some, removed=some)
+    def change(self, worker: str, added: set[bytes], removed: set[bytes]) -> None:
+        holder = self.holders[worker]
+        before = self.stored.get(worker)
+        seq = self.last(holder) + 1
+        if before is None or before[:2] != (holder, seq - 1):
+            self.publish(Change(holder, seq, reset=True, added=added), added)
+        else:
+            after = before[2] - removed | added
+            self.publish(Change(holder, seq, added=added, removed=removed - added), after)
+
+    @rule(worker=workers)
+    def restart(self, worker: str) -> None:
+        self.holders[worker] = replace_incarnation(self.holders[worker])
+
+    @rule()
+    def forget_everything(self) -> None:
+        self.stored.clear()
+        self.events.clear()
+        self.position = 0
+
+    @precondition(lambda self: self.events)
+    @rule(data=st.data())
+    def trim(self, data: st.DataObject) -> None:
+        dropped = data.draw(st.integers(1, len(self.events)))
+        del self.events[:dropped]
+        self.position = max(0, self.position - dropped)
+
+    @precondition(lambda self: self.position < len(self.events))
+    @rule(data=st.data())
+    def follow(self, data: st.DataObject) -> None:
+        end = data.draw(st.integers(self.position + 1, len(self.events)))
+        for change in self.events[self.position : end]:
+            if not self.reader.apply(change):
+                self.read(change.holder.worker_id)
+        self.position = end
+
+    def read(self, worker_id: str) -> None:
+        if worker_id in self.stored:
+            holder, seq, names = self.stored[worker_id]
+            self.reader.apply(Change(holder, seq, reset=True, added=set(names)))
+
+    @rule()
+    def compare(self) -> None:
+        for holder in self.reader.behind({holder: seq for holder, seq, _ in self.stored.values()}):
+            self.read(holder.worker_id)
+        assert {h: names for h, (_, names) in self.reader._held.items()} == {
+            holder: names for holder, _, names in self.stored.values()
+        }
+
+    @invariant()
+    def never_wrong_for_its_change(self) -> None:
+        for holder, (seq, names) in self.reader._held.items():
+            assert names == self.history[holder, seq]
+
+
+TestDirectory = Directory.TestCase
+TestDirectory.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+
+
+@given(
+    st.lists(st.sampled_from(NAMES), max_size=8),
+    st.dictionaries(st.sampled_from([A, B]), st.sets(st.sampled_from(NAMES))),
+)
+def test_holders_counts_as_a_plain_loop_does(chain, sets):
+    prefixes = PrefixMap()
+    for holder, names in sets.items():
+        prefixes.apply(Change(holder, 1, reset=True, added=names))
+    for holder, names in sets.items():
+        count = 0
+        while count < len(chain) and chain[count] in names:
+            count += 1
+        assert prefixes.holders(chain).get(holder, 0) == count

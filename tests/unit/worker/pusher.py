@@ -1,0 +1,151 @@
+"""A sender that goes on when the test says so: one stage at a time, over memory, into a reservation table.
+
+It keeps the promises of the real one (`kvtransfer.sender.Sender`), and watches over those of its user: blocks that it
+may still read are not let go before they were withdrawn, and what it reads is in blocks that somebody owns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from baton.core import Incarnation, WorkerRef
+from baton.errors import ChannelBroken, HandoffError, StaleAttempt
+from kvtransfer.handoff import CommitState, Offer, PushEnd, PushJob, PushResult
+from kvtransfer.plan import Progress
+
+P = WorkerRef("prefill-0", Incarnation(7, 1), "127.0.0.1:1")
+FRAME = 1 << 16
+
+
+def done_of(nbytes=64):
+    return PushResult(nbytes=nbytes, frames=1, exposed_s=0.1, round_trip_s=0.01, filling_s=0.0, transport="memory")
+
+
+def commit_of(spec, first):
+    return CommitState(spec, first, 0.1, 0.1, 64, "memory")
+
+
+@dataclass
+class Push:
+    """Under way: what a sender has of it, and how far it got at the receiver."""
+
+    job: PushJob
+    progress: Progress
+    stage: str = "queued"  # queued | offered | written | committed
+    blocks: Sequence[int] = ()
+    end: PushEnd | None = None
+    aborted: bool = False
+    told: list[tuple[int, int]] = field(default_factory=list)  # (layers, end) of each `computed`
+    frames: list[tuple[range, int, int]] = field(default_factory=list)
+
+
+class FakePusher:
+    """Attached to the engine of a worker, and reports to `ended`."""
+
+    def __init__(self, engine, ended):
+        self.engine, self.ended = engine, ended
+        self.pushes = {}
+        self.reports = []
+        self.log = []  # (what, handoff) of all that it was told, but `computed`
+        self.refuse = None  # raised by begin
+        self._let_go, engine.pool._let_go = engine.pool._let_go, self._checked
+
+    # --- what the role calls
+
+    def begin(self, job):
+        self.log.append(("begin", job.handoff))
+        if self.refuse is not None:
+            raise self.refuse
+        if job.handoff in self.pushes:
+            raise ValueError(f"push {job.handoff} is under way already")
+        self.pushes[job.handoff] = Push(job, Progress(self.engine.layout, job.skip, job.known_tokens))
+
+    def computed(self, handoff, blocks, layers, end):
+        if (push := self._live(handoff)) is not None:
+            assert len(blocks) * self.engine.layout.block_size >= min(end, push.job.known_tokens)
+            push.blocks = blocks
+            push.progress.computed(layers, end)
+            push.told.append((layers, end))
+
+    def withdraw(self, handoff):
+        """Waits for a read under way, so that afterwards nothing reads these blocks, whatever became of the push."""
+        self.log.append(("withdraw", handoff))
+        if (push := self.pushes.get(handoff)) is not None:
+            push.progress.withdrawn()
+            push.blocks = ()
+
+    def finish(self, handoff, end):
+        if (push := self._live(handoff)) is not None:
+            assert end.spec is None or len(end.spec) == push.job.known_tokens + 1
+            push.end = end
+
+    def abort(self, handoff):
+        """The read under way, if there is one, goes on until `withdraw`."""
+        self.log.append(("abort", handoff))
+        if (push := self.pushes.get(handoff)) is not None:
+            push.aborted = True
+
+    def _live(self, handoff):
+        push = self.pushes.get(handoff)
+        return None if push is None or push.aborted else push
+
+    def _checked(self, allocation):
+        readers = [
+            push.job.handoff for push in self.pushes.values() if push.blocks and push.blocks is allocation.blocks
+        ]
+        assert not readers, f"blocks are let go that {readers} may still read"
+        self._let_go(allocation)
+
+    # --- what the test calls
+
+    def done(self, handoff, outcome):
+        """The one report of a push."""
+        del self.pushes[handoff]
+        self.reports.append(handoff)
+        self.ended(handoff, outcome)
+
+    def advance(self, handoff, decode):
+        """One stage further towards `decode`'s table, or as far as KV is computed."""
+        push, table = self.pushes[handoff], decode.role.reservations
+        try:
+            if push.aborted:
+                raise StaleAttempt("aborted")
+            self._stage(push, table, decode.engine.kv)
+        except HandoffError as error:
+            table.aborted(handoff, P)
+            self.done(handoff, error)
+
+    def break_channel(self, decode):
+        """Every push fails, the table hears that the sender is gone."""
+        for handoff in list(self.pushes):
+            self.done(handoff, ChannelBroken("cut"))
+        decode.role.reservations.lost(P)
+
+    def _stage(self, push, table, kv):
+        job, handoff = push.job, push.job.handoff
+        if push.stage == "queued":
+            table.offer(handoff, P, Offer(self.engine.backend.fingerprint, job.known_tokens, job.skip))
+            push.stage = "offered"
+        elif push.stage == "offered":
+            while push.blocks and (frame := push.progress.next(FRAME)) is not None:
+                self._send(push, frame, table, kv)
+            if push.progress.complete and push.end is not None:
+                push.stage = "written"
+        elif push.stage == "written":
+            table.commit(handoff, P, commit_of(push.end.spec, push.end.first))
+            push.stage = "committed"
+        else:
+            self.done(handoff, done_of())
+
+    def _send(self, push, frame, table, kv):
+        used = push.blocks[: self.engine.layout.blocks_for(frame.end)]
+        assert all(self.engine.pool._holders[block] for block in used), "reads what nobody owns"
+        data = torch.empty(frame.nbytes, dtype=torch.uint8)
+        self.engine.kv.gather(frame.layers, used, frame.begin, frame.end, data)
+        with table.writing(push.job.handoff, P) as blocks:
+            kv.scatter(frame.layers, blocks, frame.begin, frame.end, data)
+        push.progress.took(frame)
+        push.frames.append((frame.layers, frame.begin, frame.end))

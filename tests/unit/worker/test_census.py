@@ -1,0 +1,88 @@
+"""A census counts who holds blocks, and finds those that nobody holds."""
+
+import threading
+
+import pytest
+
+from baton.core import BlockCounts, HandoffId, Role
+from baton.errors import DeadlineExceeded
+from baton.worker.census import Holding, count, take
+from baton.worker.loop import EngineLoop
+from tests.unit.history.good import taken
+from tests.unit.worker.support import D, engine_of
+
+A, B = HandoffId("a", 1), HandoffId("b", 2)
+
+
+def test_shared_blocks_count_once():
+    holdings = [Holding(A, "decoding", [0, 1, 2], "router-a"), Holding(B, "reserved", [0, 1, 3], "router-b")]
+    found = count(D, BlockCounts(8, free=4, owned=3, reserved=1), holdings)
+    assert [(held.handoff, held.state, held.blocks, held.counted) for held in found.held] == [
+        (A, "decoding", 3, 3),
+        (B, "reserved", 3, 1),
+    ]
+    assert (found.worker, found.unaccounted) == (D, 0)
+
+
+@pytest.mark.parametrize(("owned", "unaccounted"), [(4, 2), (2, 0), (1, -1)])
+def test_what_nobody_holds_is_unaccounted(owned, unaccounted):
+    counts = BlockCounts(8, free=8 - owned, owned=owned)
+    assert count(D, counts, [Holding(A, "decoding", [4, 5])]).unaccounted == unaccounted
+
+
+def test_cached_and_quarantined_blocks_need_no_holder():
+    assert count(D, BlockCounts(8, free=2, cached=5, quarantined=1), []).unaccounted == 0
+
+
+class Idle:
+    """Listens to the loop."""
+
+    def stepped(self, result):
+        pass
+
+    def tick(self):
+        pass
+
+
+@pytest.fixture
+def loop():
+    made = EngineLoop(engine_of(Role.DECODE, 10), idle_s=0.01)
+    yield made
+    made.stop()
+
+
+async def test_it_is_taken_on_the_engine_thread(loop):
+    allocation, threads = taken(loop.engine.pool, 3), []
+
+    def holdings():
+        threads.append(threading.current_thread().name)
+        return [Holding(A, "decoding", allocation.blocks)]
+
+    loop.start(Idle())
+    found = await take(loop, D, holdings)
+    assert (threads, found.blocks.owned, found.unaccounted) == (["engine"], 3, 0)
+
+
+async def test_a_failure_is_the_askers_and_not_the_engines(loop):
+    def holdings():
+        raise ZeroDivisionError
+
+    loop.start(Idle())
+    with pytest.raises(ZeroDivisionError):
+        await take(loop, D, holdings)
+    assert (await take(loop, D, list)).unaccounted == 0
+    assert loop.failure is None
+
+
+async def test_an_engine_that_does_not_come_to_it_is_not_waited_for(loop):
+    looked: list[Holding] = []
+
+    def holdings():
+        looked.append(Holding(A, "decoding", []))
+        return looked
+
+    with pytest.raises(DeadlineExceeded, match=r"decode-0@7\.2: no census within 0\.01 s"):
+        await take(loop, D, holdings, within_s=0.01)
+    loop.start(Idle())
+    assert (await take(loop, D, list)).unaccounted == 0
+    assert looked == []  # nobody waited for it any more

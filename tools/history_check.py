@@ -1,0 +1,134 @@
+"""What must hold for the histories of all processes of a cluster, whatever was killed, frozen or cut meanwhile.
+
+readable     each line is an event; only the last one of a killed process may be torn
+place        a file begins with `started`, is of one process, ends with its end; incarnations of a place rise, and an
+             older one takes nothing new once the next has registered
+clock        time does not go back within a file
+order        the events of a request, or of a handoff at a worker, follow each other as `history_order.py` draws it: no
+             commit after a fence, no second one, no token without a commit
+one_ending   what was accepted ends exactly once, and every handoff at a worker does
+attempts     attempts of a request rise, by one at its router
+one_commit   an attempt is committed at one worker at most
+tokens       indices are 0, 1, 2, ... once each, in order, for the client and from each decode worker
+witness      what a client was sent, a worker of that attempt has said
+one_owner    a block has one owner; those who share it found it published, in its present generation
+let_go       exactly what was held is let go, when nobody writes into it any more, and in the end all is
+
+A process that died, was killed, or was followed by its next incarnation is excused from what it could not do any more.
+One without an end and a successor may also run still: what it should have done by now is what others did `grace_s` ago.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+from tools.history_events import Event, Handoff, Journal, Violation, read_all
+from tools.history_order import NEW_WORK, Book, name_of
+
+
+@dataclass(slots=True)
+class Report:
+    """What was read, and what does not hold."""
+
+    journals: list[Journal]
+    violations: list[Violation]
+    outcomes: Counter[str]  # of requests; "accepted" beside how each ended
+
+
+def check(paths: Sequence[Path], *, grace_s: float = 5.0) -> Report:
+    """Check these files, and those of these folders. What must happen may be late by `grace_s` of wall time."""
+    journals = list(read_all(paths))
+    faults = [fault for journal in journals for fault in journal.faults]
+    journals = [journal for journal in journals if journal.events]
+    books = [Book(journal) for journal in journals]
+    for book in books:
+        book.read()
+        faults += book.faults
+    faults += _places(journals, grace_s)
+    faults += _ends(books, grace_s)
+    faults += _one_commit(journals)
+    faults += _witnesses(books)
+    return Report(journals, faults, _outcomes(journals))
+
+
+def _registered(journal: Journal) -> Event | None:
+    return next((event for event in journal.events if event.name == "registered"), None)
+
+
+def _places(journals: Sequence[Journal], grace_s: float) -> Iterator[Violation]:
+    """Incarnations in the order in which they registered."""
+    lives: dict[str, list[tuple[float, Journal, Event]]] = defaultdict(list)
+    for journal in journals:
+        if (event := _registered(journal)) is not None:
+            lives[journal.process].append((event.wall, journal, event))
+    for place in lives.values():
+        place.sort(key=lambda entry: entry[0])
+        for (_, older, _), (_, newer, event) in pairwise(place):
+            if newer.life <= older.life:
+                yield Violation("place", event.at, f"{newer.incarnation} comes after {older.incarnation}")
+            yield from _late(older, event, grace_s)
+
+
+def _late(older: Journal, taken: Event, grace_s: float) -> Iterator[Violation]:
+    for event in older.events:
+        if event.name in NEW_WORK and event.wall > taken.wall + grace_s:
+            yield Violation("place", event.at, f"{event.name} after another incarnation took the place: {taken.at}")
+
+
+def _ends(books: Sequence[Book], grace_s: float) -> Iterator[Violation]:
+    """What did not end, or was not let go, though its process lived on."""
+    routed = [event for book in books if book.journal.role == "router" for event in book.journal.events]
+    ended = {event.request: event.wall for event in routed if event.name == "ended"}
+    newest = {journal.process: journal.life for journal in sorted((b.journal for b in books), key=lambda j: j.life)}
+    for book in books:
+        journal, last = book.journal, book.journal.last.wall
+        lost = any(event.name in {"died", "lease_lost"} for event in journal.events)
+        if lost or journal.life != newest[journal.process]:
+            continue
+        for event, text in _left(book):
+            # A push of what is pinned may be under way in the end: it is cut after the engine has stopped.
+            strict = journal.end == "stopped" and event.facts.get("part") != "pin"
+            if strict or ended.get(event.request, last) + grace_s < last:
+                yield Violation("let_go" if "holds" in text else "one_ending", event.at, f"{name_of(event)} {text}")
+
+
+def _left(book: Book) -> Iterator[tuple[Event, str]]:
+    """What is not over by the end of a journal: the last event of it, and what it is."""
+    for life in book.lives.values():
+        if life.last is not None and life.state != "ended":
+            yield life.last, f"is {life.state} in the end"
+    for event, count in book.blocks.held():
+        yield event, f"still holds {count} blocks in the end"
+
+
+def _one_commit(journals: Sequence[Journal]) -> Iterator[Violation]:
+    seen: dict[Handoff, Event] = {}
+    for event in (event for journal in journals for event in journal.events if event.name == "committed"):
+        if (first := seen.setdefault(event.handoff, event)) is not event:
+            yield Violation("one_commit", event.at, f"{name_of(event)} was committed before, at {first.at}")
+
+
+def _witnesses(books: Sequence[Book]) -> Iterator[Violation]:
+    """Only of attempts whose two workers are both among the journals."""
+    workers = {f"{book.journal.process}@{book.journal.incarnation}": book for book in books}
+    for book in books:
+        asked: dict[Handoff, list[Book]] = {}
+        for event in book.journal.events:
+            if event.name == "attempt":
+                names = [str(event.facts.get(role)) for role in ("prefill", "decode")]
+                asked[event.handoff] = [workers[name] for name in names if name in workers]
+            said = [worker.said[event.handoff] for worker in asked.get(event.handoff, [])]
+            missing = set(event.tokens).difference(*said) if event.name == "delivered" and len(said) == 2 else None
+            if missing:
+                yield Violation("witness", event.at, f"no worker of {name_of(event)} has said {sorted(missing)}")
+
+
+def _outcomes(journals: Sequence[Journal]) -> Counter[str]:
+    events = [event for journal in journals if journal.role == "router" for event in journal.events]
+    ended = Counter(str(event.facts.get("outcome")) for event in events if event.name == "ended")
+    ended["accepted"] = sum(event.name == "accepted" for event in events)
+    return ended

@@ -1,0 +1,138 @@
+"""Reading what processes noted (`baton/history.py`): one journal per file, its events in order."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+Handoff = tuple[str, int]
+"""Request and attempt."""
+
+ENDS = ("stopped", "died")
+_COMMON = {"monotonic": (int, float), "wall": (int, float), "process": (str,), "incarnation": (str,), "event": (str,)}
+_INCARNATION = re.compile(r"(\d+\.\d+)?")
+_NUMBERS = ("attempt", "first", "count", "held")
+
+
+@dataclass(frozen=True, slots=True)
+class Violation:
+    """A rule that does not hold, and the line that shows it."""
+
+    rule: str
+    at: str
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.at}: {self.rule}: {self.text}"
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One line. `at` is its file and line; `facts` are all its values."""
+
+    at: str
+    name: str
+    wall: float
+    facts: dict[str, Any]
+
+    @property
+    def request(self) -> str:
+        return str(self.facts.get("request", ""))
+
+    @property
+    def handoff(self) -> Handoff:
+        return self.request, int(self.facts.get("attempt", 0))
+
+    @property
+    def tokens(self) -> range:
+        """The token indices that it is about."""
+        first = int(self.facts.get("first", 0))
+        return range(first, first + int(self.facts.get("count", 0)))
+
+    def blocks(self, name: str) -> list[tuple[int, int]]:
+        """Pairs of index and generation."""
+        return [(index, generation) for index, generation in self.facts.get(name, [])]
+
+
+@dataclass(slots=True)
+class Journal:
+    """The events of one process; `faults` are lines that are none."""
+
+    path: Path
+    events: list[Event] = field(default_factory=list)
+    faults: list[Violation] = field(default_factory=list)
+
+    @property
+    def process(self) -> str:
+        return str(self.events[0].facts["process"])
+
+    @property
+    def incarnation(self) -> str:
+        return str(self.events[0].facts["incarnation"])
+
+    @property
+    def life(self) -> tuple[int, ...]:
+        """The incarnation as what it is ordered by."""
+        return tuple(int(part) for part in self.incarnation.split(".") if part)
+
+    @property
+    def role(self) -> str:
+        """router, prefill or decode: what its first event says."""
+        return str(self.events[0].facts.get("role", ""))
+
+    @property
+    def last(self) -> Event:
+        return self.events[-1]
+
+    @property
+    def end(self) -> str:
+        """stopped, died, or "": it was killed, or runs still."""
+        return self.last.name if self.last.name in ENDS else ""
+
+
+def read(path: Path) -> Journal:
+    """One file. A last line without its end is left out: its process was killed while it wrote."""
+    journal = Journal(path)
+    lines = path.read_bytes().split(b"\n")
+    for number, line in enumerate(lines[:-1], 1):
+        at = f"{path}:{number}"
+        try:
+            facts = json.loads(line)
+            _check(facts)
+        except ValueError as error:  # bytes that are no text are one, too
+            journal.faults.append(Violation("readable", at, str(error)))
+            continue
+        journal.events.append(Event(at, facts["event"], facts["wall"], facts))
+    return journal
+
+
+def _check(facts: Any) -> None:
+    """Raises ValueError for what is not an event."""
+    if not isinstance(facts, dict):
+        raise ValueError("not an object")
+    for name, kinds in _COMMON.items():
+        if not isinstance(facts.get(name), kinds):
+            raise ValueError(f"{name} is missing, or not one")
+    if not _INCARNATION.fullmatch(facts["incarnation"]):
+        raise ValueError("incarnation is not one")
+    for name in _NUMBERS:
+        if not isinstance(facts.get(name, 0), int):
+            raise ValueError(f"{name} is not a number")
+    for name in ("own", "shared"):
+        pairs = facts.get(name, [])
+        if not isinstance(pairs, list) or not all(map(_is_pair, pairs)):
+            raise ValueError(f"{name} is not pairs of numbers")
+
+
+def _is_pair(value: Any) -> bool:
+    return isinstance(value, list) and [type(number) for number in value] == [int, int]
+
+
+def read_all(paths: Sequence[Path]) -> Iterator[Journal]:
+    """All journals of these files, and of the files *.jsonl of these folders."""
+    for path in paths:
+        yield from map(read, sorted(path.glob("*.jsonl")) if path.is_dir() else [path])
