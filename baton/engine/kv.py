@@ -152,7 +152,12 @@ class _Whole:
             part.copy_(source.index_select(0, self.index))
 
     def write(self, target: Tensor, data: Tensor) -> None:
-        target.index_copy_(0, self.index, self._of(data).to(target.device))
+        part = self._of(data)
+        if target.device.type == "cpu" and target.is_contiguous():  # rows of bytes: torch copies elements
+            rows = target.view(torch.uint8).view(len(target), -1).numpy()
+            rows[self.index.numpy()] = part.view(torch.uint8).view(len(part), -1).numpy()
+        else:
+            target.index_copy_(0, self.index, part.to(target.device))
 
     def _of(self, wire: Tensor) -> Tensor:
         n = len(self.index)

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    Post = Callable[[list[Tensor], int, int], dist.Work]
     Group = dist.ProcessGroupGloo | dist.ProcessGroupNCCL
+    Post = Callable[[list[Tensor], int, int], dist.Work]
 
 SENDER, RECEIVER = 0, 1
 DEADLINE = timedelta(seconds=30)
@@ -55,8 +55,11 @@ def nccl_pair(store: str, side: int) -> dist.ProcessGroupNCCL:
     return dist.ProcessGroupNCCL(FileStore(store, 2), side, 2, options)
 
 
+PAIRS: dict[str, Callable[[str, int], Group]] = {"gloo": gloo_pair, "nccl": nccl_pair}
+
+
 def stream(post: Post, peer: int, data: Tensor, frame: int, window: int) -> None:
-    """Send or receive all of `data` in frames, at most `window` of them under way."""
+    """Send or receive all of `data` in frames, at most `window` of them under way. Returns when it is done."""
     under_way: deque[dist.Work] = deque()
     for piece in torch.split(data, frame):
         if len(under_way) == window:
@@ -64,6 +67,8 @@ def stream(post: Post, peer: int, data: Tensor, frame: int, window: int) -> None
         under_way.append(post([piece], peer, 0))
     for work in under_way:
         work.wait()
+    if data.is_cuda:  # NCCL's wait holds up the stream, not this thread
+        torch.cuda.synchronize(data.device)
 
 
 class SharedRing:

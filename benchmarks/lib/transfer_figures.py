@@ -37,9 +37,11 @@ class Moved:
 
 @dataclass(frozen=True)
 class Prompt:
-    """One prompt in one round. Seconds: `ttft_s` until its first token was sampled, `exposed_s` from then (`finish`)
-    until its commit was acknowledged, `round_trip_s` of one idle control message, `transfer_s` as in `CommitState`,
-    `step_s` of the decode step that would follow.
+    """One prompt in one round.
+
+    Seconds: `ttft_s` until its first token was sampled, `exposed_s` from then (`finish`) until its commit was
+    acknowledged, `round_trip_s` of one control message while all is idle, `transfer_s` as in `CommitState`, `step_s` of
+    the decode step that would follow.
     """
 
     transport: str

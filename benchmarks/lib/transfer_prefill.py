@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 
 MAX_BATCHED_TOKENS = 2048
 ROUND_TRIPS = 5  # of which the median is taken
+PAUSE_S = 0.1  # before each: the commit, too, comes when both ends were idle for about as long as a layer takes
 STEPS = 4  # decode steps, likewise
 
 
@@ -104,11 +105,14 @@ class Prefill:
         role.attach(sender)
 
     def _round_trip(self, way: Lane) -> float:
-        """Of one control message and its answer, while this process computes nothing."""
+        """Of one control message and its answer (an offer), while this process computes nothing."""
         way.on_done = way.ended
         way.wake([0])
-        end = end_of(1)
-        return median(way.hand_over([0], end, from_begin=True)["round_trip_s"] for _ in range(ROUND_TRIPS))
+        found = []
+        for _ in range(ROUND_TRIPS):
+            time.sleep(PAUSE_S)
+            found.append(way.hand_over([0], end_of(1), from_begin=True)["round_trip_s"])
+        return median(found)
 
     def _decode_step(self, ids: tuple[int, ...]) -> float:
         """What the next token of this prompt takes here, on the prompt's cached KV."""

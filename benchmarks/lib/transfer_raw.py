@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     from benchmarks.lib.protocol import Answer, Handler, Setup
 
+DEVICES = {"gloo": "cpu", "nccl": "cuda:0"}
 MAX_RING = 64 << 20  # bytes of shared memory, for the largest frames and most slots that are asked for
 
 
@@ -38,8 +39,7 @@ class Raw:
     def pair(self, kind: str, nbytes: int, frame: int, slots: int, repeats: int) -> Answer:
         """`kind` gloo or nccl: from the first send until the receiver says that it has all."""
         group = self._group(kind)
-        device = "cuda:0" if kind == "nccl" else "cpu"
-        data, byte = bare.buffer(nbytes, device), bare.buffer(1, device)
+        data, byte = bare.buffer(nbytes, DEVICES[kind]), bare.buffer(1, DEVICES[kind])
 
         def run(window: int) -> float:
             self._partner.tell("pair", kind=kind, nbytes=nbytes, frame=frame, window=window)
@@ -91,16 +91,24 @@ class Raw:
         return {"ways": {"device to device": _repeated(partial(_timed, run), repeats)}}
 
     def _group(self, kind: str) -> bare.Group:
+        if kind == "nccl" and torch.cuda.device_count() < 2:
+            raise RuntimeError("a bare NCCL pair needs two GPUs")
         if kind not in self._groups:
-            store = str(Path(tempfile.mkdtemp(prefix="baton-bench-")) / "store")
-            self._partner.tell("meet", kind=kind, store=store)
-            self._groups[kind] = (bare.nccl_pair if kind == "nccl" else bare.gloo_pair)(store, bare.SENDER)
-            self._partner.answer()
+            self._groups[kind] = self._meet(kind)
         return self._groups[kind]
+
+    def _meet(self, kind: str) -> bare.Group:
+        with tempfile.TemporaryDirectory(prefix="baton-bench-") as folder:
+            store = str(Path(folder) / "store")
+            self._partner.tell("meet", kind=kind, store=store)
+            group = bare.PAIRS[kind](store, bare.SENDER)
+            _take(group, bare.buffer(1, DEVICES[kind]))  # from here on nobody needs the file
+            self._partner.answer()
+        return group
 
 
 def _take(group: bare.Group, byte: Tensor) -> None:
-    group.recv([byte], bare.RECEIVER, 0).wait()  # type: ignore[union-attr]  # not in the stub
+    bare.stream(group.recv, bare.RECEIVER, byte, 1, 1)  # type: ignore[union-attr]  # not in the stub
 
 
 def _repeated(run: Callable[[], float], repeats: int) -> list[float]:

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
     from benchmarks.lib.protocol import Answer, Handler, Setup
 
+DEVICES = {"gloo": "cpu", "nccl": "cuda:1"}
+
 
 class Taker:
     """The other end of each measurement."""
@@ -26,17 +28,17 @@ class Taker:
         self._ring: bare.SharedRing | None = None
 
     def meet(self, kind: str, store: str) -> Answer:
-        """Build this end of a pair."""
-        self._groups[kind] = (bare.nccl_pair if kind == "nccl" else bare.gloo_pair)(store, bare.RECEIVER)
+        """Build this end of a pair, and say hello through it."""
+        group = self._groups[kind] = bare.PAIRS[kind](store, bare.RECEIVER)
+        self._say(kind, group)
         return {}
 
     def pair(self, kind: str, nbytes: int, frame: int, window: int) -> Answer:
         """Say that all is ready, receive, say that all is here."""
-        group, data = self._groups[kind], self._room(nbytes, "cuda:1" if kind == "nccl" else "cpu")
-        byte = torch.zeros(1, dtype=torch.uint8, device=data.device)
-        group.send([byte], bare.SENDER, 0).wait()  # type: ignore[union-attr]  # not in the stub
-        bare.stream(group.recv, bare.SENDER, data, frame, window)  # type: ignore[union-attr]
-        group.send([byte], bare.SENDER, 0).wait()  # type: ignore[union-attr]
+        group, data = self._groups[kind], self._room(nbytes, DEVICES[kind])
+        self._say(kind, group)
+        bare.stream(group.recv, bare.SENDER, data, frame, window)  # type: ignore[union-attr]  # not in the stub
+        self._say(kind, group)
         return {}
 
     def ready(self, file: int, nbytes: int, frame: int, slots: int) -> Answer:
@@ -50,6 +52,10 @@ class Taker:
         assert self._ring is not None
         self._ring.read(self._buffer)
         return {}
+
+    def _say(self, kind: str, group: bare.Group) -> None:
+        byte = torch.zeros(1, dtype=torch.uint8, device=DEVICES[kind])
+        bare.stream(group.send, bare.SENDER, byte, 1, 1)  # type: ignore[union-attr]  # not in the stub
 
     def _room(self, nbytes: int, device: str) -> Tensor:
         if len(self._buffer) != nbytes or self._buffer.device != torch.device(device):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from baton.core import HandoffId, SequenceSpec
+from baton.core import HandoffId, SequenceSpec, Token
 from baton.errors import OfferRefused
 from kvtransfer.handoff import Offer, PushJob
 from tests.unit.worker.pusher import FakePusher, P, commit_of
@@ -42,7 +42,7 @@ def warm(pair, spec=SPEC):
     pair.hand_over(session, WARM, spec, upto="reported")
     pair.decode.run()
     pair.end_pushes()
-    assert session.kinds(WARM)[-1] == "finish"
+    assert session.kinds(WARM)[-2:] == ["finish", "pushed"]
     assert pair.decode.all_free
     return pair
 
@@ -159,14 +159,13 @@ def test_two_handoffs_share_what_is_here(pair, router):
 
 
 def test_a_reservation_without_room_pins_nothing(router):
-    pair = warm(Pair(decode_blocks=6))
-    pair.decode.take(router, reserve(HandoffId("large", 1), known=14))
-    before = pair.decode.counts
-    assert before.available == 2
-    assert found(pair) == found(pair, NAMES[: len(found(pair))])
-    pair.decode.take(router, reserve(known=20, prefix=NAMES))
+    pair = warm(Pair(decode_blocks=8))
+    pair.decode.take(router, reserve(HandoffId("other", 1), known=11))
+    before, blocks = pair.decode.counts, found(pair)
+    assert (before.reserved, len(blocks)) == (3, 2)
+    pair.decode.take(router, reserve(known=31, prefix=NAMES))
     assert router.kinds(H) == ["refused"]
-    assert pair.decode.counts == before
+    assert (pair.decode.counts, found(pair)) == (before, blocks)
 
 
 @pytest.mark.parametrize("size", [2, 8])
@@ -237,6 +236,4 @@ def test_a_commit_that_ends_a_shared_handoff_at_once_gives_all_back(pair, router
 
 def spec_first(spec):
     """The last known token, as the router was told it."""
-    from baton.core import Token
-
     return [Token(len(spec.known) - 1, spec.known[-1], "A")]

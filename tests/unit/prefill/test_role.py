@@ -5,10 +5,11 @@ from dataclasses import replace
 import pytest
 
 from baton.core import HandoffId, Sampling, SequenceSpec
-from baton.errors import ChannelBroken, InvalidRequest, StaleAttempt
+from baton.errors import InvalidRequest, StaleAttempt
 from baton.rpc.v1 import worker_pb2 as pb
 from baton.worker.attempts import Attempts
-from kvtransfer.handoff import PushResult
+from kvtransfer.handoff import PushJob
+from tests.unit.worker.pusher import done_of
 from tests.unit.worker.support import (
     BACKEND,
     BLOCK,
@@ -19,13 +20,14 @@ from tests.unit.worker.support import (
     PrefillSide,
     fence,
     malformed,
+    next_of,
     prefill,
     release,
     reserve,
     spec_of,
 )
 
-DONE = PushResult(64, 0.1, "memory")
+DONE = done_of()
 
 
 @pytest.fixture
@@ -40,16 +42,16 @@ def router():
 
 def test_a_prompt_becomes_a_token_and_a_push(side, router):
     side.take(router, prefill())
+    push = side.pusher.pushes[H]
+    assert push.job == PushJob(H, D, 9), "its channel is built, and it is offered, while the prompt is computed"
+    assert not push.end
     side.run()
     first = BACKEND.expected(spec_of(), 1)
     assert [token.token_id for token in router.tokens()] == first
-    job = side.pusher.pushes[H].job
-    assert side.pusher.warmed == [job.to]  # the channel was being built while the prompt was computed
-    assert (job.handoff, job.to, job.known_tokens) == (H, D, 9)
-    assert job.spec == SequenceSpec(spec_of().prompt, GREEDY, tuple(first))
-    assert [(t.index, t.token_id) for t in job.first] == [(0, first[0])]
-    assert len(job.blocks) == -(-9 // BLOCK)
-    assert side.counts.owned >= len(job.blocks)
+    assert push.end.spec == SequenceSpec(spec_of().prompt, GREEDY, tuple(first))
+    assert [(t.index, t.token_id) for t in push.end.first] == [(0, first[0])]
+    assert len(push.blocks) == -(-9 // BLOCK)
+    assert side.counts.owned >= len(push.blocks)
 
 
 def test_the_router_hears_what_was_cached_with_the_first_token_or_the_end(side, router):
@@ -73,30 +75,6 @@ def test_the_blocks_come_back_with_the_end_of_the_push(side, router):
     assert (side.role.transfer_bytes, side.role.transport, router.handoffs) == (64, "memory", set())
 
 
-def test_a_push_that_fails_is_the_end_of_the_handoff(side, router):
-    side.take(router, prefill())
-    side.run()
-    side.pusher.done(H, ChannelBroken("cut"))
-    side.run()
-    assert router.kinds() == ["tokens", "failed"]
-    assert router.events[-1].failed.kind == "ChannelBroken"
-    assert side.all_free
-
-
-@pytest.mark.parametrize("error", [ChannelBroken("the sender was closed"), ValueError("contradicts itself")])
-def test_a_push_that_is_not_taken_fails_that_handoff_alone(side, router, error):
-    side.pusher.refuse = error
-    side.take(router, prefill())
-    side.run()
-    assert router.kinds() == ["tokens", "failed"]
-    assert side.all_free
-    side.pusher.refuse = None
-    other = HandoffId("s", 1)
-    side.take(router, prefill(other))
-    side.run()
-    assert list(side.pusher.pushes) == [other]
-
-
 @pytest.mark.parametrize(
     "sampling", [Sampling(max_tokens=1, temperature=0.0), Sampling(max_tokens=9, temperature=0.0, stop=("\x00",))]
 )
@@ -108,8 +86,11 @@ def test_what_the_first_token_ends_is_not_handed_over(side, router, sampling):
     side.take(router, prefill(spec=spec))
     side.run()
     assert router.kinds() == ["tokens", "finish"]
-    assert side.pusher.pushes == {}
+    assert (side.pusher.pushes[H].aborted, side.pusher.pushes[H].end) == (True, None)
     assert side.all_free
+    side.pusher.done(H, StaleAttempt("aborted"))
+    side.run()
+    assert router.kinds() == ["tokens", "finish"]
 
 
 def test_what_was_known_to_have_ended_is_only_told(side, router):
@@ -117,8 +98,11 @@ def test_what_was_known_to_have_ended_is_only_told(side, router):
     side.take(router, prefill(spec=SequenceSpec(spec_of().prompt, GREEDY, known)))
     side.run()
     assert router.kinds() == ["finish"]
+    assert side.pusher.pushes == {}
     assert side.all_free
     assert side.engine.counters.prefill_tokens == 0
+    side.take(router, prefill())
+    assert router.events[-1].refused.reason == pb.REFUSAL_REASON_STALE
 
 
 def leave(side, router, how):
@@ -133,24 +117,26 @@ def test_leaving_before_the_compute_frees_at_once(side, router, how):
     side.take(router, prefill())
     leave(side, router, how)
     side.run()
+    assert side.pusher.pushes[H].aborted
     assert side.all_free
     assert router.events == []
     assert side.engine.counters.prefill_tokens == 0
 
 
 @pytest.mark.parametrize("how", ["release", "gone"])
-def test_leaving_during_a_push_waits_for_its_end(side, router, how):
+def test_leaving_during_a_push_frees_at_once_since_it_was_withdrawn(side, router, how):
     side.take(router, prefill())
     side.run()
     leave(side, router, how)
-    side.run()
     assert side.pusher.pushes[H].aborted
-    assert not side.all_free  # the sender may still read
+    assert side.pusher.log[-2:] == [("abort", H), ("withdraw", H)]
+    assert side.all_free
     side.pusher.done(H, StaleAttempt("aborted"))
     leave(side, router, how)  # between the report and the engine thread's turn
     side.run()
     leave(side, router, how)
     assert side.all_free
+    assert router.kinds() == ["tokens"]
     assert router.handoffs == set()
 
 
@@ -250,7 +236,7 @@ def test_a_model_that_fails_fails_its_batch_and_frees_it(side, router, monkeypat
     assert router.kinds() == ["failed"]
     assert router.events[0].failed.kind == "EngineFault"
     assert side.all_free
-    side.take(router, prefill(H.next()))
+    side.take(router, prefill(next_of(H)))
     side.run()
     assert router.kinds() == ["failed", "tokens"]
 

@@ -244,9 +244,9 @@ class DecodeSide(Side):
 class Pair:
     """Both sides, one clock."""
 
-    def __init__(self, prefill_blocks=40, decode_blocks=40, *, decode_block_size=BLOCK):
+    def __init__(self, prefill_blocks=40, decode_blocks=40, *, decode_block_size=BLOCK, **options):
         self.clock = FakeClock()
-        self.prefill = PrefillSide(prefill_blocks, self.clock)
+        self.prefill = PrefillSide(prefill_blocks, self.clock, **options)
         self.decode = DecodeSide(decode_blocks, self.clock, block_size=decode_block_size)
 
     def begin(self, session, handoff=H, spec=None, *, known=True):
@@ -258,8 +258,9 @@ class Pair:
             self.prefill.take(session, prefill(handoff, spec, skip=skip))
 
     def end_pushes(self):
-        """To whatever end; what waits for a Repush is released."""
+        """To whatever end, when all is computed; what waits for a Repush is released."""
         side = self.prefill
+        side.run()
         for handoff in list(side.pusher.pushes):
             while handoff in side.pusher.pushes:
                 side.pusher.advance(handoff, self.decode)

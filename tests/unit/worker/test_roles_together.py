@@ -1,18 +1,33 @@
 """A prefill and a decode role in one thread, in any order of events: hypothesis looks for one that breaks a promise.
 
-Routers reserve, prefill, fence, release and vanish; pushes go on by a stage, are reported late, or lose their channel;
-time passes; both engines step. The decode pool is small, so there is no room, and there are preemptions.
+Routers reserve, prefill, push again what is held, fence, release and vanish; pushes go on by a stage while the prompt
+is computed, are reported late, or lose their channel; time passes; both engines step. Both pools are small, so there is
+no room, and there are preemptions, in the middle of pushes too. The decode worker keeps what it had of a prompt, and
+only the rest comes. The oracle's tokens depend on every byte of KV.
 """
 
 import functools
+from dataclasses import replace
 
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from baton.core import HandoffId, Sampling
+from baton.rpc import convert
 from decode_workers.reservations import State
-from tests.unit.worker.support import BACKEND, FakeSession, Pair, fence, prefill, release, reserve, spec_of
+from tests.unit.worker.support import (
+    BACKEND,
+    FakeSession,
+    Pair,
+    fence,
+    names_of,
+    prefill,
+    release,
+    repush,
+    reserve,
+    spec_of,
+)
 
 REQUESTS = "abcd"
 P_ENDS = {"pushed", "failed", "finish"}
@@ -27,12 +42,14 @@ def known_answer(request):
 
 
 def spec_for(request):
-    """`a` ends with its first token; the others grow past a block, at random ones of the seeds or greedily."""
+    """`a` ends with its first token; the others grow past a block, at random ones of the seeds or greedily; `d` is in a
+    hurry.
+    """
     index = REQUESTS.index(request)
     sampling = Sampling(
         max_tokens=1 + 4 * index, temperature=float(index == 2), seed=5, ignore_eos=index != 3, logprobs=None
     )
-    return spec_of(HandoffId(request, 1), 5 + 3 * index, sampling)
+    return replace(spec_of(HandoffId(request, 1), 5 + 3 * index, sampling), priority=int(request == "d"))
 
 
 class Router:
@@ -44,9 +61,15 @@ class Router:
 
 
 class TogetherMachine(RuleBasedStateMachine):
-    @initialize(decode_blocks=st.integers(7, 20), prefill_blocks=st.integers(6, 12))
-    def start(self, decode_blocks, prefill_blocks):
-        self.pair = Pair(prefill_blocks, decode_blocks)
+    @initialize(
+        decode_blocks=st.integers(7, 20),
+        prefill_blocks=st.integers(6, 12),
+        block_size=st.sampled_from([2, 4, 4]),
+        budget=st.sampled_from([3, 2048]),
+    )
+    def start(self, decode_blocks, prefill_blocks, block_size, budget):
+        blocks = decode_blocks * 4 // block_size
+        self.pair = Pair(prefill_blocks, blocks, decode_block_size=block_size, max_batched_tokens=budget)
         self.routers = [Router("router-a"), Router("router-b")]
         self.sessions = [(r.p, r.d) for r in self.routers]
         self.attempts = dict.fromkeys(REQUESTS, 0)
@@ -58,9 +81,28 @@ class TogetherMachine(RuleBasedStateMachine):
         """The next attempt: reserve, and prefill if there is room."""
         self.attempts[request] += 1
         handoff, spec, router = HandoffId(request, self.attempts[request]), spec_for(request), self.routers[router]
-        self.pair.decode.take(router.d, reserve(handoff, len(spec), deadline_s))
-        if router.d.kinds(handoff) == ["reserved"]:
-            self.pair.prefill.take(router.p, prefill(handoff, spec, deadline_s=deadline_s))
+        cached = self.reserve(router, handoff, deadline_s)
+        if cached is not None:
+            self.pair.prefill.take(router.p, prefill(handoff, spec, deadline_s=deadline_s, skip=cached))
+
+    def reserve(self, router, handoff, deadline_s=0.0):
+        """What is here already; None: it was refused."""
+        spec = spec_for(handoff.request_id)
+        prefix = names_of(spec.tokens, self.pair.decode.engine.layout.block_size)
+        self.pair.decode.take(router.d, reserve(handoff, len(spec), deadline_s, prefix=prefix))
+        return router.d.cached_at(handoff) if router.d.kinds(handoff) == ["reserved"] else None
+
+    @rule(request=requests, router=st.integers(0, 1), back=numbers, deadline_s=st.sampled_from([0.0, 3.0]))
+    def push_again(self, request, router, back, deadline_s):
+        """The next attempt of what the prefill worker holds of this one, or has let go of."""
+        held, router = self.one_of(request, back), self.routers[router]
+        self.pair.decode.take(router.d, release(held))
+        self.attempts[request] = max(self.attempts[request], 1) + 1
+        handoff = HandoffId(request, self.attempts[request])
+        if (cached := self.reserve(router, handoff, deadline_s)) is not None:
+            computed = self.pair.prefill.engine.counters.prefill_tokens
+            self.pair.prefill.take(router.p, repush(held, handoff, deadline_s=deadline_s, skip=cached))
+            assert self.pair.prefill.engine.counters.prefill_tokens == computed
 
     @rule(request=requests, router=st.integers(0, 1), back=numbers)
     def prefill_late_or_again(self, request, router, back):
@@ -150,8 +192,9 @@ class TogetherMachine(RuleBasedStateMachine):
     def no_block_is_lost(self):
         for side in (self.pair.prefill, self.pair.decode):
             side.counts.check()
-        held = sum(len(entry.allocation) for entry in self.pair.decode.role.reservations._entries.values())
+        held = sum(len(entry.reservation.own) for entry in self.pair.decode.role.reservations._entries.values())
         assert self.pair.decode.counts.reserved == held
+        assert self.pair.prefill.counts.reserved == 0
 
     @invariant()
     def each_handoff_ends_once_on_each_side(self):
@@ -159,7 +202,8 @@ class TogetherMachine(RuleBasedStateMachine):
         assert len(reports) == len(set(reports))
         for p, d in self.sessions:
             for handoff in self.handoffs():
-                once(p.kinds(handoff), P_ENDS, "refused")
+                once([kind for kind in kinds_of(p, handoff) if kind != "held"], P_ENDS, "refused")
+                assert p.kinds(handoff).count("pushed") + kinds_of(p, handoff).count("held") <= 1
                 once(d.kinds(handoff), D_ENDS, "refused")
 
     @invariant()
@@ -180,9 +224,7 @@ class TogetherMachine(RuleBasedStateMachine):
         for router in self.routers:
             self.pair.prefill.role.gone(router.p)
             self.pair.decode.role.gone(router.d)
-        pusher = self.pair.prefill.pusher
-        while pusher.pushes:
-            pusher.advance(next(iter(pusher.pushes)), self.pair.decode)
+        self.pair.end_pushes()
         for side in (self.pair.prefill, self.pair.decode):
             side.run()
             assert side.all_free
@@ -204,6 +246,12 @@ class TogetherMachine(RuleBasedStateMachine):
 
     def handoffs(self):
         return [HandoffId(r, attempt) for r, last in self.attempts.items() for attempt in range(1, last + 1)]
+
+
+def kinds_of(session, handoff):
+    """A failure after which the KV is held is "held": it may be followed by what becomes of the prompt."""
+    mine = [event for event in session.events if event.handoff == convert.handoff_to_pb(handoff)]
+    return ["held" if event.failed.held else event.WhichOneof("event") for event in mine]
 
 
 def once(kinds, ends, refusal):
