@@ -7,13 +7,11 @@ import random
 from dataclasses import dataclass
 
 from baton.core import Role, Sampling
-from baton.engine.oracle import OracleBackend
 from kvtransfer.handoff import TransferSettings
 from router.floor import RouterSettings
 from tests.simulation.faults import Fault, Faults, draw
 from tests.simulation.front import Ask, Client, RouterHost
 from tests.simulation.ledger import SimLedger
-from tests.simulation.memory import BLOCK, LAYOUT
 from tests.simulation.transfer import SimTransport
 from tests.simulation.worker import WorkerHost, WorkerPlan
 from tests.simulation.world import World
@@ -141,7 +139,9 @@ class Cluster:
         """Whether the faults of the schedule can explain how a request ended."""
         struck, outcome = self.faults.struck, client.outcome
         lost_d = any(kind.endswith("decode") or kind == "cut worker" for kind in struck)
-        tight = self.plan.workers[0].transfer.staging_memory == 1  # a busy receiver refuses channels, at an attempt each
+        tight = (
+            self.plan.workers[0].transfer.staging_memory == 1
+        )  # a busy receiver refuses channels, at an attempt each
         fine = {
             "finished": True,
             "left": client.ask.leaves_after is not None,

@@ -32,7 +32,7 @@ class RouterHost:
     def _build(self) -> None:
         self.floor = Floor(self._settings, self._ledger.workers, LoopClock())
         self.inference = Inference(self.floor, BACKEND.tokenizer)
-        self.process.spawn(self.floor.pool.start(), "start")
+        self.process.start(self.floor.pool.start(), "start")
 
     def crash(self) -> None:
         self.process.kill()
@@ -79,7 +79,7 @@ class Client:
         if not task.done():
             task.cancel()
             await asyncio.wait([task])
-        if not self.outcome:
+        if task.cancelled():
             self._end("left" if self.router.process.alive else "router crashed")
 
     def _leaves(self) -> bool:

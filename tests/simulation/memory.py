@@ -1,13 +1,12 @@
-"""Engines whose blocks tell on whoever touches what is not its own: freed blocks are poisoned, each access is checked."""
+"""Engines whose blocks tell on whoever touches what is not its own: what is free is poisoned, each access is checked."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 
-from baton.core import KVLayout
 from baton.engine.blocks import BlockPool
 from baton.engine.engine import Engine
 from baton.engine.kv import KVCache
@@ -57,6 +56,9 @@ class PoisonedPool(BlockPool):
         return self._holders[block] == 1 and self._digest[block] is None
 
 
+Fine = Callable[[PoisonedPool, int], bool]
+
+
 class CheckedCache(KVCache):
     """What transfers read is held by somebody; what they write by one alone, and not published."""
 
@@ -76,7 +78,7 @@ class CheckedCache(KVCache):
         self._check("writes", blocks, begin, end, PoisonedPool.writable)
         super().scatter(layers, blocks, begin, end, data)
 
-    def _check(self, does: str, blocks: Sequence[int], begin: int, end: int, fine) -> None:
+    def _check(self, does: str, blocks: Sequence[int], begin: int, end: int, fine: Fine) -> None:
         assert self.pool is not None
         assert self.world is not None
         wrong = [block for block in blocks[begin // BLOCK : -(-end // BLOCK)] if not fine(self.pool, block)]
@@ -92,10 +94,6 @@ class SimBackend(OracleBackend):
 
 
 BACKEND = SimBackend(LAYOUT, max_model_len=MAX_LEN)
-
-
-def layout() -> KVLayout:
-    return LAYOUT
 
 
 def engine_of(world: World, name: str, total_blocks: int, *, prefill: bool, batched: int, running: int) -> Engine:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, MutableMapping
 from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NoReturn
 from unittest.mock import patch
 
 import structlog
@@ -47,7 +47,7 @@ class _Chance:
     token_hex = token_urlsafe
 
 
-def _record(_: Any, method: str, event: dict[str, Any]) -> Any:
+def _record(_: Any, method: str, event: MutableMapping[str, Any]) -> NoReturn:
     """Every log line is a step of the trace; one that a bug would leave is a violation."""
     process = PROCESS.get(None)
     if process is not None:

@@ -1,4 +1,4 @@
-"""gRPC as the code under test uses it, over the streams of a `World`: both ends of Worker and Peer streams, one client."""
+"""gRPC as the code under test uses it, over the streams of a `World`: Worker and Peer streams, and a client's call."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from grpc import aio
 
 from baton.errors import BatonError
 from baton.rpc.status import from_rpc_error
-from baton.rpc.v1 import peer_pb2, worker_pb2
 from baton.rpc.v1 import inference_pb2 as pb
+from baton.rpc.v1 import peer_pb2, worker_pb2
 from tests.simulation.world import END, PROCESS, Handler, Stream, World, connect
 
 _DUPLICATES = 0.03  # of Fence and Release, which mean the same when they come twice

@@ -13,14 +13,14 @@ from tests.simulation.world import World, task_factory
 
 @dataclass(frozen=True)
 class Report:
-    """`found`: what does not hold. `trace`: the last steps."""
+    """`found`: what does not hold. `trace`: the last steps. `met`: how often each kind of step and message came."""
 
     seed: int
     found: list[str]
     trace: list[str]
     outcomes: Counter[str]
     struck: list[str]
-    kinds: Counter[str]
+    met: Counter[str]
     steps: int
 
     def __str__(self) -> str:
@@ -51,4 +51,4 @@ async def _run(seed: int) -> Report:
     trace, steps = list(world.trace), world.steps
     cluster.stop()
     outcomes = Counter(client.outcome for client in cluster.clients)
-    return Report(seed, found, trace, outcomes, cluster.faults.struck, world.kinds, steps)
+    return Report(seed, found, trace, outcomes, cluster.faults.struck, world.met, steps)

@@ -27,7 +27,6 @@ from kvtransfer.transport import ChannelEnd, ChannelName, KeyRelay, Ring, Side
 from tests.simulation.clock import SimCondition, SimQueue
 from tests.simulation.world import PROCESS, Process, World
 
-
 _LOOKS = 4  # at the answers that are due, per deadline: fewer than the real one's
 
 
@@ -156,7 +155,9 @@ class SimLink(Link):
     async def _prove(self, channel: ChannelEnd, ring: Ring) -> None:
         outbox, frame = self.outbox, probe.frame(ring)
         for number in range(probe.FRAMES):
-            await _until(outbox, lambda: outbox.number - outbox._credited < ring.slots, self._end.settings.frame_deadline_s)
+            await _until(
+                outbox, lambda: outbox.number - outbox._credited < ring.slots, self._end.settings.frame_deadline_s
+            )
             outbox.wait_credit()
             channel.slot(outbox.number)[: frame.nbytes].copy_(probe.pattern(number, frame.nbytes))
             self._send(channel, ring, None, frame)
@@ -193,7 +194,7 @@ class SimExecutor:
     def __init__(self, workers: int, thread_name_prefix: str = "") -> None:
         assert workers == 1
         self._jobs = SimQueue()
-        PROCESS.get().spawn(self._run(PROCESS.get()), thread_name_prefix)
+        PROCESS.get().start(self._run(PROCESS.get()), thread_name_prefix)
 
     def submit(self, call: Callable[..., None], *args: Any) -> None:
         self._jobs.put((call, args))

@@ -161,19 +161,21 @@ class WorkerHost:
             role = PrefillRole(self.info, self.engine, loop, clock, coalesce_below=less, fetch_s=fetch_s)
             self.role: PrefillRole | SimDecode = role
             table: Any = role.fetches
-            unfetched = {"on_unfetched": role.fetch_ended}
+            unfetched: Callable[[HandoffId], None] = role.fetch_ended
         else:
             self.role = SimDecode(self.info, self.engine, loop, cast("Any", self), clock)
-            table, unfetched = self.role.reservations, {}
-        self.sender = SimSender(*ends, [self._transport], self.role.push_ended, connect=SimPeerStream, **unfetched)
+            table, unfetched = self.role.reservations, lambda handoff: None
+        self.sender = SimSender(
+            *ends, [self._transport], self.role.push_ended, on_unfetched=unfetched, connect=SimPeerStream
+        )
         self.role.attach(self.sender)
         self.report()
         self.service = WorkerService(self.info, loop, self.role, lambda: convert.load_to_pb(self._load))
         self.peers = PeerService(*ends, table, [self._transport])
         handlers = {"worker": serving(self._routers), "peer": serving(self._peers)}
         self.world.listening[ref.address] = Listener(self.process, handlers)
-        self.process.spawn(self.loop.run(), "engine")
-        self.process.spawn(self._beat(clock), "beat")
+        self.process.start(self.loop.run(), "engine")
+        self.process.start(self._beat(clock), "beat")
 
     async def _routers(self, requests: Any, context: Any, stream: Any) -> None:
         async for message in self.service.Connect(requests, context):

@@ -27,7 +27,7 @@ class World:
         self.loop = asyncio.get_running_loop()
         self.trace: deque[str] = deque(maxlen=60)
         self.steps = 0
-        self.kinds: Counter[str] = Counter()
+        self.met: Counter[str] = Counter()
         self.violations: list[str] = []
         self.facts = Facts(self)
         self.listening: dict[str, Listener] = {}
@@ -39,7 +39,8 @@ class World:
     def note(self, kind: str, *facts: object) -> None:
         """One step of the trace."""
         self.steps += 1
-        self.kinds[kind] += 1
+        self.met[kind] += 1
+        self.met.update(str(fact).partition("(")[0] for fact in facts[1:])
         self.trace.append(f"{self.loop.time() - 1000:9.4f} {self.steps:4} {kind} " + " ".join(map(str, facts)))
         for act in self._due.pop(self.steps, ()):
             self.loop.call_soon(act)
@@ -107,6 +108,10 @@ class Process:
 
     def spawn(self, work: Coroutine[Any, Any, Any], name: str = "") -> asyncio.Task[Any]:
         return self.run(lambda: self.world.loop.create_task(work, name=f"{self.name} {name}"))
+
+    def start(self, work: Coroutine[Any, Any, Any], name: str = "") -> None:
+        """A task that nobody waits for."""
+        _ = self.spawn(work, name)
 
     def run(self, make: Callable[[], Any]) -> Any:
         """Call `make` as this process: what it starts belongs here."""
@@ -253,7 +258,7 @@ def connect(world: World, client: Process, address: str, kind: str) -> Stream | 
     world.streams.append(stream)
     client.on_death.append(stream.up.cut)
     server.on_death.append(stream.down.cut)
-    server.spawn(listener.handlers[kind](stream), kind)
+    server.start(listener.handlers[kind](stream), kind)
     return stream
 
 

@@ -75,14 +75,14 @@ def test_shards_are_the_same_model(original: Path, tmp_path: Path):
 def test_fingerprint_tells_models_apart(folder: Path):
     prints = {load_model(folder).fingerprint}
     prints.add(load_model(folder, dtype="bfloat16").fingerprint)
-    prints.add(load_model(folder, block_size=32).fingerprint)
+    assert load_model(folder, block_size=32).fingerprint in prints  # the wire knows no blocks
     edit_config(folder, rms_norm_eps=1e-5)
     prints.add(load_model(folder).fingerprint)
     edit_tensors(folder, lambda t: t["model.layers.1.mlp.down_proj.weight"][3, 3].add_(1e-3))
     prints.add(load_model(folder).fingerprint)
     edit_tensors(folder, lambda t: t.update({"model.norm.weight": t["model.layers.0.input_layernorm.weight"].clone()}))
     prints.add(load_model(folder).fingerprint)
-    assert len(prints) == 6
+    assert len(prints) == 5
     assert load_model(folder).fingerprint in prints
 
 
