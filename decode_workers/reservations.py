@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 from baton.core import HandoffId, SequenceSpec, Token, WorkerRef
 from baton.errors import OfferRefused, StaleAttempt
+from baton.history import OFF, History
 from baton.worker.attempts import Attempts
 from kvtransfer.handoff import PushJob
 
@@ -66,10 +67,12 @@ class Reservations:
         fingerprint: str,
         on_commit: Callable[[HandoffId, CommitState], None],
         on_fetch: Callable[[PushJob], None],
+        history: History = OFF,
     ) -> None:
         self._fingerprint = fingerprint
         self._on_commit = on_commit
         self._on_fetch = on_fetch
+        self._history = history
         self._lock = threading.Lock()
         self._entries: dict[HandoffId, Entry] = {}
         self._attempts = Attempts()  # the engine thread's alone
@@ -99,7 +102,7 @@ class Reservations:
             return State.FENCED
         with entry.lock:
             if entry.state is not State.COMMITTED:
-                entry.state = State.FENCED
+                self._end(entry)
             return entry.state
 
     def take(self, handoff: HandoffId) -> Reservation | None:
@@ -109,7 +112,7 @@ class Reservations:
         if entry is None:
             return None
         with entry.lock:
-            entry.state = State.FENCED
+            self._end(entry)
             return entry.reservation
 
     def shared(self, handoff: HandoffId) -> list[int]:
@@ -120,9 +123,13 @@ class Reservations:
 
     def expired(self, now: float) -> list[HandoffId]:
         """Handoffs whose deadline passed without a commit."""
-        with self._lock:
-            entries = [e for e in self._entries.values() if e.deadline is not None and e.deadline <= now]
+        entries = [entry for entry in self.entries() if entry.deadline is not None and entry.deadline <= now]
         return [entry.handoff for entry in entries if entry.state is not State.COMMITTED]
+
+    def entries(self) -> list[Entry]:
+        """All that is open."""
+        with self._lock:
+            return list(self._entries.values())
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -142,6 +149,7 @@ class Reservations:
                 got = f"{offer.known_tokens} tokens after {offer.skip} offered"
                 raise OfferRefused(f"length: {got}, {entry.known_tokens} after {cached} reserved")
             entry.state, entry.sender = State.RECEIVING, sender
+            self._history.note("offered", handoff)
 
     @contextlib.contextmanager
     def writing(self, handoff: HandoffId, sender: WorkerRef) -> Iterator[Sequence[int]]:
@@ -165,6 +173,7 @@ class Reservations:
                 raise OfferRefused(f"length: {text}")
             _check_first(commit.spec, commit.first)
             entry.state = State.COMMITTED
+            self._history.note("committed", handoff)
         self._on_commit(handoff, commit)
 
     def fetch(self, handoff: HandoffId, sender: WorkerRef, begin: int, end: int) -> None:
@@ -185,15 +194,18 @@ class Reservations:
 
     def lost(self, sender: WorkerRef) -> None:
         """The channel from `sender` is closed: what it was sending is fenced."""
-        with self._lock:
-            entries = list(self._entries.values())
-        for entry in entries:
+        for entry in self.entries():
             self._give_up(entry, sender)
 
     def _give_up(self, entry: Entry, sender: WorkerRef) -> None:
         with entry.lock:
             if entry.state is State.RECEIVING and entry.sender == sender:
-                entry.state = State.FENCED
+                self._end(entry)
+
+    def _end(self, entry: Entry) -> None:
+        if entry.state in {State.RESERVED, State.RECEIVING}:
+            self._history.note("fenced", entry.handoff)
+        entry.state = State.FENCED
 
     def _entry(self, handoff: HandoffId) -> Entry:
         with self._lock:

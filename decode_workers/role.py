@@ -6,9 +6,9 @@ Every method runs on the engine thread, but `committed`, which the reservation t
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import structlog
 
@@ -18,6 +18,7 @@ from baton.ledger.ownership_table import RecordState
 from baton.rpc import convert
 from baton.rpc.v1 import worker_pb2
 from baton.worker import events
+from baton.worker.census import Holding
 from baton.worker.commands import deadline_after
 from decode_workers.reservations import Reservations, State
 from kvtransfer.handoff import CommitState, PushEnd, PushJob, PushResult
@@ -27,21 +28,13 @@ if TYPE_CHECKING:
     from baton.engine.blocks import Allocation
     from baton.engine.engine import Engine
     from baton.engine.outcome import StepResult
+    from baton.history import Blocks
     from baton.ledger.ownership import OwnershipLog
     from baton.worker.loop import EngineLoop
     from baton.worker.session import Session
+    from baton.worker.transfers import Pusher
 
 log = structlog.get_logger(__name__)
-
-
-class Pusher(Protocol):
-    """The part of `kvtransfer.sender.Sender` that the role uses."""
-
-    def begin(self, job: PushJob) -> None: ...
-
-    def computed(self, handoff: HandoffId, blocks: Sequence[int], layers: int, end: int) -> None: ...
-
-    def finish(self, handoff: HandoffId, end: PushEnd) -> None: ...
 
 
 class DecodeRole:
@@ -53,9 +46,10 @@ class DecodeRole:
         self._loop = loop
         self._records = records
         self._clock = clock
+        self._history = engine.pool.history
         self._sessions: dict[HandoffId, Session] = {}
         self._adopted: set[HandoffId] = set()
-        self.reservations = Reservations(info.fingerprint, self.committed, self.fetch)
+        self.reservations = Reservations(info.fingerprint, self.committed, self.fetch, self._history)
         self._pusher: Pusher | None = None
         self._pins: dict[HandoffId, Allocation] = {}  # of what is being fetched from here
 
@@ -88,6 +82,7 @@ class DecodeRole:
             text = f"no room for {message.known_tokens} tokens now"
             session.emit([events.refused(handoff, worker_pb2.REFUSAL_REASON_NO_ROOM, text)])
             return
+        self._history.blocks("reserved", handoff, reservation, shared=len(reservation.shared))
         self.reservations.open(handoff, reservation, message.known_tokens, deadline)
         self._sessions[handoff] = session
         session.handoffs.add(handoff)
@@ -130,20 +125,35 @@ class DecodeRole:
         for handoff in list(session.handoffs):
             self._drop(handoff)
 
+    def holdings(self) -> Iterator[Holding]:
+        """See `RoleBehaviour.holdings`."""
+        for entry in self.reservations.entries():
+            yield self._holding(entry.handoff, entry.state.name.lower(), entry.reservation)
+        for handoff, allocation in self._engine.holdings():
+            yield self._holding(handoff, "decoding", allocation)
+        for handoff, pin in self._pins.items():
+            yield self._holding(handoff, "fetched", pin)
+
+    def _holding(self, handoff: HandoffId, state: str, held: Blocks | None) -> Holding:
+        session = self._sessions.get(handoff)
+        return Holding(handoff, state, held.blocks if held else (), session.router_id if session else "")
+
     def _drop(self, handoff: HandoffId) -> None:
         """Forget a handoff in whatever state, and free its blocks."""
         if (session := self._sessions.get(handoff)) is not None:
             self._records.note(handoff, session.router_id, RecordState.ABORTED)
         reservation = self.reservations.take(handoff)
         if reservation is not None:
+            self._history.blocks("let_go", handoff, reservation)
             reservation.release()
         self._engine.release(handoff)
         self._forget(handoff)
 
-    def _forget(self, handoff: HandoffId) -> None:
+    def _forget(self, handoff: HandoffId, how: str = "released") -> None:
         self._adopted.discard(handoff)
         session = self._sessions.pop(handoff, None)
         if session is not None:
+            self._history.note(how, handoff)
             session.handoffs.discard(handoff)
             self._records.note(handoff, session.router_id, RecordState.RELEASED)
 
@@ -162,11 +172,13 @@ class DecodeRole:
         try:
             self._engine.adopt(handoff, commit.spec, reservation)
         except (InvalidRequest, ValueError) as error:
+            self._history.blocks("let_go", handoff, reservation)
             reservation.release()
-            self._forget(handoff)
+            self._forget(handoff, "failed")
             session.emit([events.failed(handoff, HandoffError(str(error)))])
             return
         self._adopted.add(handoff)
+        self._history.tokens("adopted", handoff, commit.first)
         self._records.note(handoff, session.router_id, RecordState.COMMITTED)
         committed = events.committed(
             handoff,
@@ -194,6 +206,7 @@ class DecodeRole:
         pin = self._engine.pool.allocate(0, shared=shared)
         assert pin is not None  # nobody has to make room for what is held
         self._pins[job.handoff] = pin
+        self._history.blocks("owned", job.handoff, pin, shared=len(pin), part="pin")
         try:
             self._pusher.begin(job)
         except (HandoffError, ValueError) as error:
@@ -209,6 +222,7 @@ class DecodeRole:
 
     def _unpin(self, handoff: HandoffId) -> None:
         if (pin := self._pins.pop(handoff, None)) is not None:
+            self._history.blocks("let_go", handoff, pin, part="pin")
             pin.release()
 
     # --- steps ---------------------------------------------------------------------------------------------------
@@ -217,6 +231,7 @@ class DecodeRole:
         batches: dict[Session, list[worker_pb2.WorkerEvent]] = defaultdict(list)
         for item in result.outputs:
             if (session := self._sessions.get(item.key)) is not None:
+                self._history.tokens("tokens", item.key, item.tokens)
                 batches[session] += events.output(item)
         for key in result.preempted:
             if (session := self._sessions.get(key)) is not None:
@@ -224,9 +239,10 @@ class DecodeRole:
         for key, error in result.failed:
             if (session := self._sessions.get(key)) is not None:
                 batches[session].append(events.failed(key, error))
-        ended = [i.key for i in result.outputs if i.finish] + result.preempted + [key for key, _ in result.failed]
-        for key in ended:
-            self._forget(key)
+        ended = [(item.key, "finished") for item in result.outputs if item.finish]
+        ended += [(key, "preempted") for key in result.preempted] + [(key, "failed") for key, _ in result.failed]
+        for key, how in ended:
+            self._forget(key, how)
         for session, batch in batches.items():
             session.emit(batch)
 

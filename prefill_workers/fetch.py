@@ -81,6 +81,7 @@ class Fetches:
     def __init__(self, engine: Engine, clock: Clock, within_s: float, on_end: Callable[[HandoffId], None]) -> None:
         self.fetched_tokens = 0
         self._engine = engine
+        self._history = engine.pool.history
         self._clock = clock
         self._within_s = within_s
         self._on_end = on_end
@@ -105,6 +106,7 @@ class Fetches:
         allocation = pool.allocate(missing, reserved=True)
         if allocation is None:
             return None
+        self._history.blocks("owned", handoff, allocation, part="fetch")
         fetch = Fetch(source, begin * size, len(names) * size, allocation, names[begin:], self._clock.monotonic())
         with self._lock:
             self._fetches[handoff] = fetch
@@ -121,11 +123,18 @@ class Fetches:
         if fetch.whole:
             fetch.allocation.activate()
             fetch.allocation.publish(0, fetch.names)
+            self._history.blocks("published", handoff, fetch.allocation, part="fetch")
             nbytes = len(fetch.names) * self._engine.layout.block_bytes
             self._cost.fetched(nbytes, self._clock.monotonic() - fetch.started)
             self.fetched_tokens += fetch.end - fetch.begin
+        self._history.blocks("let_go", handoff, fetch.allocation, part="fetch")
         fetch.allocation.release()
         return True
+
+    def holdings(self) -> dict[HandoffId, Allocation]:
+        """The blocks that each comes to."""
+        with self._lock:
+            return {handoff: fetch.allocation for handoff, fetch in self._fetches.items()}
 
     def late(self) -> list[HandoffId]:
         """Those that took too long."""

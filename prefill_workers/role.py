@@ -6,10 +6,10 @@ Every method runs on the engine thread, but `push_ended`, which the sender calls
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import structlog
 
@@ -19,48 +19,23 @@ from baton.rpc import convert
 from baton.rpc.v1 import worker_pb2
 from baton.worker import events
 from baton.worker.attempts import Attempts
+from baton.worker.census import Holding
 from baton.worker.commands import deadline_after
 from kvtransfer.handoff import PushEnd, PushJob, PushResult
 from prefill_workers.fetch import Fetches
+from prefill_workers.work import Work
 
 if TYPE_CHECKING:
     from baton.clock import Clock
+    from baton.engine.blocks import Allocation
     from baton.engine.engine import Engine
     from baton.engine.outcome import Output, StepResult
     from baton.engine.scheduler import Work as StepWork
     from baton.worker.loop import EngineLoop
     from baton.worker.session import Session
+    from baton.worker.transfers import Pusher
 
 log = structlog.get_logger(__name__)
-
-
-class Pusher(Protocol):
-    """The part of `kvtransfer.sender.Sender` that the role uses."""
-
-    def begin(self, job: PushJob) -> None: ...
-
-    def computed(self, handoff: HandoffId, blocks: Sequence[int], layers: int, end: int) -> None: ...
-
-    def withdraw(self, handoff: HandoffId) -> None: ...
-
-    def finish(self, handoff: HandoffId, end: PushEnd) -> None: ...
-
-    def abort(self, handoff: HandoffId) -> None: ...
-
-
-@dataclass(slots=True)
-class Work:
-    """One handoff here. `streams`: its KV leaves layer by layer, it is long. `first`: what was sampled, once it was.
-
-    `waits`: its push failed, and its KV waits for a Repush or a Release.
-    """
-
-    session: Session
-    spec: SequenceSpec
-    deadline: float | None
-    streams: bool
-    first: Output | None = None
-    waits: bool = False
 
 
 class PrefillRole:
@@ -84,6 +59,7 @@ class PrefillRole:
         self._engine = engine
         self._loop = loop
         self._clock = clock
+        self._history = engine.pool.history
         self._coalesce_below = coalesce_below
         self._work: dict[HandoffId, Work] = {}
         self._attempts = Attempts()
@@ -122,6 +98,7 @@ class PrefillRole:
         if spec.known and (finish := self._engine.finish_of(spec)) is not None:  # there is nothing to compute
             session.emit([events.finished(handoff, finish)])
             return
+        self._history.note("prefill", handoff)
         self._work[handoff] = Work(session, spec, deadline, streams)
         session.handoffs.add(handoff)
         fetch = self.fetches.begin(handoff, spec, to, message.skip)
@@ -155,6 +132,7 @@ class PrefillRole:
             self._pusher.withdraw(held)
             self._pusher.abort(held)
         self._engine.rename(held, handoff)
+        self._history.note("repush", handoff, held=held.attempt)
         self._attempts.saw(handoff)
         self._work[handoff] = self._work.pop(held)
         session.handoffs.discard(held)
@@ -162,6 +140,7 @@ class PrefillRole:
         work.streams, work.deadline, work.waits = streams, deadline, False
         self._begin(PushJob(handoff, to, len(work.spec), message.skip))
         if work.first is not None:
+            self._history.tokens("tokens", handoff, work.first.tokens)
             session.emit(events.output(replace(work.first, key=handoff)))
             self._finish(handoff, work, work.first)
 
@@ -199,17 +178,30 @@ class PrefillRole:
         for handoff in list(session.handoffs):
             self._drop(handoff)
 
+    def holdings(self) -> Iterator[Holding]:
+        """See `RoleBehaviour.holdings`."""
+        for handoff, fetched in self.fetches.holdings().items():
+            yield self._holding(handoff, "fetching", fetched)
+        for handoff, allocation in self._engine.holdings():
+            yield self._holding(handoff, "", allocation)
+
+    def _holding(self, handoff: HandoffId, state: str, held: Allocation | None) -> Holding:
+        work, blocks = self._work.get(handoff), held.blocks if held else []
+        state = state or (work.state if work and blocks else "queued")
+        return Holding(handoff, state, blocks, work.session.router_id if work else "")
+
     def _drop(self, handoff: HandoffId) -> None:
         """Give a handoff up, and its push. The engine has the push withdrawn before it lets go of the blocks."""
         self.fetches.end(handoff)
         if handoff in self._work and self._pusher is not None:
             self._pusher.abort(handoff)
-        self._forget(handoff)
+        self._forget(handoff, "aborted")
 
-    def _forget(self, handoff: HandoffId) -> None:
+    def _forget(self, handoff: HandoffId, how: str) -> None:
         self._engine.release(handoff)
         work = self._work.pop(handoff, None)
         if work is not None:
+            self._history.note(how, handoff)
             work.session.handoffs.discard(handoff)
 
     # --- steps ---------------------------------------------------------------------------------------------------
@@ -219,6 +211,7 @@ class PrefillRole:
         batches: dict[Session, list[worker_pb2.WorkerEvent]] = defaultdict(list)
         for item in result.outputs:
             if (work := self._work.get(item.key)) is not None:
+                self._history.tokens("tokens", item.key, item.tokens)
                 batches[work.session] += events.output(item)
         for key, error in result.failed:
             if (work := self._work.get(key)) is not None:
@@ -269,16 +262,17 @@ class PrefillRole:
         self._fetched(handoff)  # which is not waited for: what it was to come from is gone
         work = self._work.get(handoff)
         if isinstance(outcome, PushResult):
-            self._forget(handoff)
+            self._forget(handoff, "pushed")
             self.transfer_bytes += outcome.nbytes
             self.transport = outcome.transport
             seconds = {"exposed_s": outcome.exposed_s, "round_trip_s": outcome.round_trip_s}
             event = events.pushed(handoff, kv_bytes=outcome.nbytes, frames=outcome.frames, **seconds)
         elif work is not None and not isinstance(outcome, DigestMismatch):
             work.waits = True
+            self._history.note("failed", handoff, error=type(outcome).__name__, held=True)
             event = events.failed(handoff, outcome, held=True)
         else:
-            self._forget(handoff)  # bytes that changed on the way are computed again
+            self._forget(handoff, "failed")  # bytes that changed on the way are computed again
             event = events.failed(handoff, outcome)
         if work is not None:
             work.session.emit([event])

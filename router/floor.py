@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from baton.clock import Clock
+from baton.history import History
 from baton.telemetry import Metrics
 from router.admission import Admission
 from router.policy import POLICIES
@@ -35,6 +36,7 @@ class RouterSettings:
     max_request_s: float = 3600.0  # the deadline of a request whose caller set none
     client_stall_s: float = 30.0  # a client that takes nothing for this long is given up
     worker_silence_s: float = 15.0  # a worker that says nothing for this long is lost; several of its heartbeats
+    history: str | None = None  # a folder; see `baton.history`
 
 
 class Floor:
@@ -44,6 +46,7 @@ class Floor:
         self.settings = settings
         self.clock = clock
         self.router_id = f"router-{secrets.token_hex(4)}"
+        self.history = History.open(settings.history, clock, "router", self.router_id)
         self.pool = WorkerPool(workers, POLICIES[settings.policy], self.router_id, settings.worker_silence_s, clock)
         bounds = settings.queue_max_requests, settings.queue_max_wait_s
         self.admission = Admission(self.pool.claim, Claim.release, self.pool.has_pair, clock, *bounds)

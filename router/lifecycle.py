@@ -87,10 +87,15 @@ class Life:
         self._computed = False
         self._failures = 0
         self._held: Held | None = None
+        self.note("arrived")
 
     @property
     def accepted(self) -> bool:
         return self.cached_tokens is not None
+
+    def note(self, event: str, **facts: object) -> None:
+        """Into the history: about the attempt that runs, or ran last."""
+        self._floor.history.note(event, HandoffId(self.request_id, self.attempts), **facts)
 
     def end(self, reason: BatonError) -> None:
         """Release its workers and answer its client with `reason`. The first reason counts."""
@@ -116,6 +121,7 @@ class Life:
         if self._held is not None and self._held.link is not claim.prefill:
             self.let_go()
         self.attempts += 1
+        self.note("attempt", prefill=str(claim.prefill.info.ref), decode=str(claim.decode.info.ref))
         handoff, spec = HandoffId(self.request_id, self.attempts), self.known(request)
         return Attempt(handoff, claim, spec, self.stages, self._floor.metrics)
 
@@ -132,6 +138,7 @@ class Life:
         if self.accepted:
             return
         self.cached_tokens = 0  # what P finds, it says with its first token; what D has is only not moved
+        self.note("accepted")
         log.info("request_accepted", request_id=self.request_id, tokens=prompt_tokens, workers=attempt.workers)
         await client.accepted(prompt_tokens, self.cached_tokens)
 
@@ -139,6 +146,7 @@ class Life:
         """What of `tokens` is new to the client, in order."""
         fresh = self.delivery.take(tokens)
         if fresh:
+            self.note("delivered", first=fresh[0].index, count=len(fresh))
             now = self._floor.clock.monotonic()
             if self._last_token_at is not None:
                 self._floor.metrics.gap(now - self._last_token_at, len(fresh))
@@ -162,6 +170,7 @@ class Life:
             self._held = Held(attempt.prefill_link, attempt.handoff, attempt.spec)
         reason = attempt.handed_back
         self._floor.metrics.recovery(reason)
+        self.note("recovered", reason=reason)
         log.info("request_handed_back", request_id=self.request_id, attempt=self.attempts, reason=reason)
         if attempt.lost is not None and self.accepted:
             await client.recovered(self.attempts + 1, reason)

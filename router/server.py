@@ -51,8 +51,9 @@ class Router:
             self.grpc = channel.bind(self._public, settings.grpc)
             self.admin = channel.bind(self._private, settings.admin)
             self.metrics = await self._metrics.start(settings.metrics)
-        except ConfigError:
+        except ConfigError as error:
             await asyncio.gather(self._public.stop(None), self._private.stop(None))
+            self.floor.history.close(error)
             raise
         await self.floor.pool.start()
         await asyncio.gather(self._public.start(), self._private.start())
@@ -75,6 +76,7 @@ class Router:
         await asyncio.gather(self._public.stop(1.0), self._private.stop(1.0))
         await self.floor.pool.stop()
         await self._metrics.stop()
+        self.floor.history.close()
         log.info("router_stopped", router_id=self.floor.router_id)
 
     async def _tell_health(self) -> None:

@@ -112,6 +112,7 @@ class Inference(InferenceServicer):
         floor, outcome = self._floor, _outcome(life, error)
         floor.outcomes[outcome] += 1
         floor.outcomes["accepted"] += life.accepted
+        life.note("ended", outcome=outcome, count=len(life.delivery.ids))
         floor.metrics.ended(outcome, None if error else life.stages.timings())
         if outcome == "refused" and error is not None:
             floor.metrics.refused(error)
@@ -168,6 +169,9 @@ class Admin(AdminServicer):
             ],
             **ended,
         )
+
+    async def Requests(self, request: admin_pb2.RequestsRequest, context: Context) -> admin_pb2.RequestsReply:
+        return admin_pb2.RequestsReply(router_id=self._floor.router_id, request_ids=self._floor.running)
 
 
 def _worker(link: WorkerLink, note: str) -> admin_pb2.WorkerStatus:

@@ -67,8 +67,18 @@ def down(name: ClusterName = None) -> None:
 
 
 @app.command()
-def status(name: ClusterName = None, target: AdminTarget = None, as_json: Json = False) -> None:
+def status(
+    name: ClusterName = None,
+    target: AdminTarget = None,
+    census: Annotated[bool, typer.Option("--census", help="who holds which blocks; 1 if some are lost")] = False,
+    as_json: Json = False,
+) -> None:
     """Show workers, their load and the block ledger."""
+    if census:
+        from baton.cli import census as counted
+
+        counted.census(name, target, as_json=as_json)
+        return
     from baton.cli import status as command
 
     command.status(name, target, as_json=as_json)

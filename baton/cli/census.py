@@ -2,11 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence, Set
+import dataclasses
+import json
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
+from typing import TypeVar
 
+import grpc
+import typer
+
+from baton.cli.up import find_cluster
 from baton.core import HandoffId
+from baton.errors import BatonError
+from baton.rpc import convert
+from baton.rpc.channel import sync_channel
+from baton.rpc.status import from_rpc_error
+from baton.rpc.v1 import admin_pb2, admin_pb2_grpc, worker_pb2, worker_pb2_grpc
 from baton.worker.census import Census, Held
+
+PAUSE_S = 1.0  # within which a release that is on its way has come
+TIMEOUT_S = 15.0
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +37,77 @@ class Problem:
 
     def __str__(self) -> str:
         return f"{self.worker}: {self.text}"
+
+
+def census(name: str | None, target: str | None, *, as_json: bool) -> None:
+    """Print it. Exit code 1 if something is unaccounted for in two looks in a row. Raises NoWorker without a router."""
+    admin = target or find_cluster(name).admin
+    censuses, found = look(admin)
+    if found:
+        time.sleep(PAUSE_S)
+        censuses, again = look(admin)
+        found = [problem for problem in again if problem in found]
+    if as_json:
+        workers = [dataclasses.asdict(one) for one in censuses]
+        typer.echo(json.dumps({"workers": workers, "problems": [str(problem) for problem in found]}))
+    else:
+        for line in (*map(summary, censuses), *map(str, found)):
+            typer.echo(line)
+    if found:
+        raise typer.Exit(1)
+
+
+def look(admin: str) -> tuple[list[Census], list[Problem]]:
+    """The census of each worker that this router knows. A request that ran before it or after it is one that runs."""
+    before, censuses, found = _requests(admin), [], []
+    for worker in _ask(admin, _workers):
+        ref = worker.info.ref
+        try:
+            censuses.append(_read(_ask(ref.address, _census)))
+        except BatonError as error:
+            found.append(Problem(ref.worker_id, None, f"cannot be asked: {error}"))
+    running: dict[str, set[str]] = {}
+    for reply in (before, _requests(admin)):
+        running.setdefault(reply.router_id, set()).update(reply.request_ids)
+    return censuses, [*found, *problems(censuses, running)]
+
+
+def summary(census: Census) -> str:
+    """One line: who holds how much."""
+    states = Counter(held.state for held in census.held)
+    blocks = {state: sum(held.counted for held in census.held if held.state == state) for state in states}
+    parts = ", ".join(f"{count} {state} ({_blocks(blocks[state])})" for state, count in states.items())
+    counts = census.blocks
+    return f"{census.worker}: {counts.reserved + counts.owned} of {_blocks(counts.total)} held: {parts or 'by nobody'}"
+
+
+def _requests(admin: str) -> admin_pb2.RequestsReply:
+    return _ask(admin, lambda c: admin_pb2_grpc.AdminStub(c).Requests(admin_pb2.RequestsRequest(), timeout=TIMEOUT_S))
+
+
+def _workers(channel: grpc.Channel) -> Sequence[admin_pb2.WorkerStatus]:
+    return admin_pb2_grpc.AdminStub(channel).Status(admin_pb2.StatusRequest(), timeout=TIMEOUT_S).workers
+
+
+def _census(channel: grpc.Channel) -> worker_pb2.CensusReply:
+    return worker_pb2_grpc.WorkerStub(channel).Census(worker_pb2.CensusRequest(), timeout=TIMEOUT_S)
+
+
+def _read(message: worker_pb2.CensusReply) -> Census:
+    """Raises InvalidRequest for a ledger that does not add up, and for one of nobody."""
+    held = [
+        Held(convert.handoff_from_pb(entry.handoff), entry.state, entry.router_id, entry.blocks, entry.counted)
+        for entry in message.holdings
+    ]
+    return Census(convert.ref_from_pb(message.worker), convert.counts_from_pb(message.blocks), tuple(held))
+
+
+def _ask(address: str, call: Callable[[grpc.Channel], T]) -> T:
+    with sync_channel(address) as channel:
+        try:
+            return call(channel)
+        except grpc.RpcError as error:
+            raise from_rpc_error(error, address) from error
 
 
 def problems(censuses: Sequence[Census], running: Mapping[str, Set[str]]) -> Iterator[Problem]:

@@ -96,6 +96,7 @@ def router_settings(config: ClusterConfig) -> RouterSettings:
         attempts=config.retry.attempts,
         name=config.name,
         model=config.model.name,
+        history=config.history,
         version=__version__,
         grpc=router.grpc,
         admin=router.admin,

@@ -38,7 +38,6 @@ NOT_BUILT: dict[str, tuple[object, ...] | None] = {
     "security.tls": None,
     "security.tokens": None,
     "resumable_s": None,
-    "history": None,
 }
 HARMLESS: dict[str, object] = {"router.replicas": 1}
 
@@ -129,12 +128,19 @@ def load_config(path: str | Path, sets: Sequence[str] = (), env: Mapping[str, st
         config = _validated(tree, lines)
     except ConfigError as error:
         raise ConfigError("\n".join(f"{file}: {line}" for line in str(error).splitlines())) from None
-    return _with_model_path(config, file)
+    return _with_model_path(_with_history(config), file)
 
 
 def config_from_json(text: str) -> ClusterConfig:
     """The config that another process of this cluster wrote with `model_dump_json`."""
     return ClusterConfig.model_validate_json(text)
+
+
+def _with_history(config: ClusterConfig) -> ClusterConfig:
+    """One folder for all processes, wherever they run."""
+    if config.history is None:
+        return config
+    return config.model_copy(update={"history": str(Path(config.history).absolute())})
 
 
 def _with_model_path(config: ClusterConfig, file: Path) -> ClusterConfig:

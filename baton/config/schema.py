@@ -206,7 +206,11 @@ class ClusterConfig(Section):
     retry: RetryConfig = RetryConfig()
     log: LogConfig = LogConfig()
     resumable_s: PositiveFloat | None = None
-    history: str | None = None
+    history: str | None = Field(
+        default=None,
+        min_length=1,
+        description="a folder where each process notes what becomes of requests and blocks, for tools/check_history.py",
+    )
 
     @model_validator(mode="after")
     def _pools_fit(self) -> ClusterConfig:

@@ -19,9 +19,12 @@ from itertools import chain
 from typing import TYPE_CHECKING
 
 from baton.core import BlockCounts
+from baton.history import OFF
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
+
+    from baton.history import History
 
 
 class BlockState(enum.Enum):
@@ -128,6 +131,7 @@ class BlockPool:
         self._index: dict[bytes, int] = {}  # of blocks with equal content, the first one published
         self.on_index: Callable[[Sequence[bytes], Sequence[bytes]], None] = lambda added, removed: None
         self._held = dict.fromkeys(BlockState, 0)
+        self.history: History = OFF  # kept by those who allocate here: they know for whom
 
     @property
     def available(self) -> int:

@@ -31,7 +31,7 @@ from baton.engine.scheduler import Scheduler, Sequence
 from baton.errors import EngineFault, RankLost
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
     from collections.abc import Sequence as TokenSequence
 
     from baton.core import Finish, HandoffId, SequenceSpec
@@ -149,6 +149,7 @@ class Engine:
         request = self._register(key, spec, computed=len(spec) - 1)
         allocation = reservation.activate()
         if request is None:
+            self.pool.history.blocks("let_go", key, allocation)
             allocation.release()
             return
         request.sequence.allocation = allocation
@@ -168,17 +169,16 @@ class Engine:
             raise KeyError(key)
         return request.sequence.allocation
 
+    def holdings(self) -> Iterator[tuple[HandoffId, Allocation | None]]:
+        """Each request here with its blocks; none: it has not begun."""
+        return ((key, request.sequence.allocation) for key, request in self._requests.items())
+
     def release(self, key: HandoffId) -> None:
         """Forget a request in whatever state and free its blocks, unless they are in quarantine. Unknown: no-op."""
         self._ended = [output for output in self._ended if output.key != key]
-        request = self._requests.pop(key, None)
-        if request is None:
-            return
-        self._scheduler.remove(request.sequence)
-        allocation = request.sequence.allocation
-        if allocation is not None and allocation.state is not BlockState.QUARANTINED:
-            self._scheduler.on_free(request.sequence)
-            allocation.release()
+        if (request := self._requests.pop(key, None)) is not None:
+            self._scheduler.remove(request.sequence)
+            self._scheduler.let_go(request.sequence)
 
     def finish_of(self, spec: SequenceSpec) -> Finish | None:
         """How `spec.known` ends its request already, if it does. Raises InvalidRequest like `submit`."""

@@ -22,6 +22,11 @@ class Reservation:
         """All blocks, in the order of their positions."""
         return self.shared.blocks + self.own.blocks
 
+    @property
+    def generations(self) -> list[int]:
+        """Of these blocks."""
+        return self.shared.generations + self.own.generations
+
     def activate(self) -> Allocation:
         """All KV is there: one allocation, owned. The reservation must not be used any more."""
         self.own.activate()

@@ -16,6 +16,8 @@ from bisect import bisect_left, insort
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from baton.engine.blocks import BlockState
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -132,6 +134,15 @@ class Scheduler:
         if not self._leave(self.running, sequence) and self._leave(self.waiting, sequence):
             self.waiting_tokens -= sequence.known
 
+    def let_go(self, sequence: Sequence) -> None:
+        """Release its blocks, if it has any that are not in quarantine."""
+        if sequence.allocation is None or sequence.allocation.state is BlockState.QUARANTINED:
+            return
+        self.on_free(sequence)
+        self.pool.history.blocks("let_go", sequence.key, sequence.allocation)
+        sequence.allocation.release()
+        sequence.allocation = None
+
     def plan(self) -> Plan:
         """Decide the next step, and take the blocks that it needs."""
         plan = Plan()
@@ -157,6 +168,7 @@ class Scheduler:
         first, end = before // self.block_size, sequence.computed // self.block_size
         if first < end and sequence.chain is not None and sequence.allocation is not None:
             sequence.allocation.publish(first, [sequence.chain.digest(block) for block in range(first, end)])
+            self.pool.history.blocks("published", sequence.key, sequence.allocation, first, end)
 
     def _admit_elders(self, plan: Plan) -> None:
         """Who waits and ranks before some that run goes first, if need be and if it helps at the cost of the last."""
@@ -204,15 +216,14 @@ class Scheduler:
             return True
         while self.pool.available < missing and len(self.running) > keep:
             self._preempt(plan)
-        return sequence.allocation.grow(missing)
+        before, grown = len(sequence.allocation), sequence.allocation.grow(missing)
+        self.pool.history.blocks("owned", sequence.key, sequence.allocation, before)
+        return grown
 
     def _preempt(self, plan: Plan) -> None:
         """The last gives up its blocks. It cannot be in the plan yet: that is filled in order of rank."""
         victim = self.running.pop()
-        assert victim.allocation is not None
-        self.on_free(victim)
-        victim.allocation.release()
-        victim.allocation = None
+        self.let_go(victim)
         victim.computed = 0
         victim.prefill_end = victim.known
         plan.preempted.append(victim)
@@ -229,6 +240,7 @@ class Scheduler:
         sequence.allocation = self.pool.allocate(need, shared=shared, spare=len(self.running))
         if sequence.allocation is None:
             return None
+        self.pool.history.blocks("owned", sequence.key, sequence.allocation, shared=len(shared))
         self.remove(sequence)
         self._enter(self.running, sequence)
         sequence.computed = len(shared) * self.block_size

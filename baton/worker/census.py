@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING
 
 from baton.core import BlockCounts, HandoffId, WorkerRef
 from baton.errors import DeadlineExceeded
+from baton.rpc import convert
+from baton.rpc.v1 import worker_pb2 as pb
 
 if TYPE_CHECKING:
     from baton.worker.loop import EngineLoop
@@ -90,3 +92,19 @@ async def take(
             return await asyncio.wrap_future(answer)
     except TimeoutError:
         raise DeadlineExceeded(f"{worker}: no census within {within_s:g} s") from None
+
+
+def to_pb(census: Census) -> pb.CensusReply:
+    """Names are the same on both sides."""
+    holdings = [
+        pb.Holding(
+            handoff=convert.handoff_to_pb(held.handoff),
+            state=held.state,
+            router_id=held.router_id,
+            blocks=held.blocks,
+            counted=held.counted,
+        )
+        for held in census.held
+    ]
+    worker, blocks = convert.ref_to_pb(census.worker), convert.counts_to_pb(census.blocks)
+    return pb.CensusReply(worker=worker, blocks=blocks, holdings=holdings)

@@ -21,6 +21,7 @@ import structlog
 from baton.clock import Clock, SystemClock
 from baton.core import Load, WorkerInfo, WorkerRef
 from baton.errors import EngineFault, LedgerError
+from baton.history import History
 from baton.ledger.ledger import Ledger
 from baton.rpc import channel, convert
 from baton.rpc.v1 import common_pb2, worker_pb2_grpc
@@ -103,6 +104,8 @@ async def serve(settings: WorkerSettings, factory: RoleFactory, stop: asyncio.Ev
         leaving.push_async_callback(ledger.close)
         address = channel.bind(server, settings.listen)
         info = _info(settings, engine, WorkerRef(settings.worker_id, await ledger.mint(settings.worker_id), address))
+        history = _history(settings, info.ref, clock)
+        engine.pool.history = leaving.enter_context(history)
         loop = EngineLoop(engine)
         role = factory(HostParts(settings, info, engine, loop, ledger, server, clock))
         stepping = _Stepping(engine, role)
@@ -114,8 +117,9 @@ async def serve(settings: WorkerSettings, factory: RoleFactory, stop: asyncio.Ev
         leaving.callback(service.close)
         await server.start()
         leaving.push_async_exit(partial(_stop_serving, server))
-        lease = Lease(ledger, info, settings.lease_s, clock)
+        lease = Lease(ledger, info, settings.lease_s, clock, history)
         await lease.take()
+        history.note("registered")
         leaving.push_async_callback(_deregister, ledger, info.ref)
         log.info("worker_ready", worker=str(info.ref), address=info.ref.address, fingerprint=info.fingerprint)
         ready(info.ref)
@@ -149,6 +153,10 @@ async def _stop_serving(
 async def _deregister(ledger: Ledger, ref: WorkerRef) -> None:
     with contextlib.suppress(LedgerError):
         await ledger.deregister(ref)
+
+
+def _history(settings: WorkerSettings, ref: WorkerRef, clock: Clock) -> History:
+    return History.open(settings.history, clock, settings.role.value, ref.worker_id, str(ref.incarnation))
 
 
 def _info(settings: WorkerSettings, engine: Engine, ref: WorkerRef) -> WorkerInfo:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import structlog
 
 from baton.errors import EngineFault, LedgerError
+from baton.history import OFF, History
 
 if TYPE_CHECKING:
     from baton.clock import Clock
@@ -24,23 +25,26 @@ class Lease:
     same incarnation, and with that begins its next epoch (`baton.ledger.ledger`).
     """
 
-    def __init__(self, ledger: Ledger, info: WorkerInfo, lease_s: float, clock: Clock) -> None:
+    def __init__(self, ledger: Ledger, info: WorkerInfo, lease_s: float, clock: Clock, history: History = OFF) -> None:
         self._ledger = ledger
         self._info = info
         self._lease_s = lease_s
         self._clock = clock
+        self._history = history
         self._kept = clock.monotonic()
 
     async def take(self) -> None:
         """Register. Raises LedgerError without Redis, EngineFault if a newer incarnation has the place."""
         self._kept = self._clock.monotonic()
         if not await self._ledger.register(self._info):
+            self._history.note("lease_lost")
             raise EngineFault(f"{self._info.ref.worker_id} is taken by another incarnation: this one is fenced")
 
     def check(self) -> None:
         """Raises LedgerError once the lease must have lapsed, whatever kept this process from renewing it."""
         elapsed = self._clock.monotonic() - self._kept
         if elapsed > self._lease_s:
+            self._history.note("lease_lost")
             text = f"no progress for {elapsed:.1f} s, the lease of {self._lease_s:g} s has lapsed: starting again"
             raise LedgerError(f"{self._info.ref}: {text}")
 
@@ -51,6 +55,7 @@ class Lease:
         """
         self.check()
         asked = self._clock.monotonic()
+        self._history.note("beat", progress=progress)
         try:
             async with asyncio.timeout(self._lease_s / 3):
                 if not await self._ledger.renew(self._info.ref, progress):

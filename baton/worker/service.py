@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from functools import partial
 from typing import Any, Protocol
 
@@ -12,9 +12,12 @@ import grpc
 import structlog
 
 from baton.core import PROTOCOL_VERSION, WorkerInfo
-from baton.errors import InvalidRequest
+from baton.errors import BatonError, InvalidRequest
 from baton.rpc import convert
+from baton.rpc.status import abort
 from baton.rpc.v1 import worker_pb2, worker_pb2_grpc
+from baton.worker import census
+from baton.worker.census import Holding
 from baton.worker.commands import not_taken
 from baton.worker.loop import EngineLoop
 from baton.worker.session import LoadSource, Session
@@ -30,6 +33,9 @@ class RoleBehaviour(Protocol):
 
     def gone(self, session: Session) -> None:
         """The router's stream ended: what it had here is released."""
+
+    def holdings(self) -> Iterable[Holding]:
+        """Who holds which blocks, by the tables of those who should."""
 
 
 class WorkerService(worker_pb2_grpc.WorkerServicer):
@@ -60,6 +66,14 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         finally:
             reader.cancel()
             self._leave(session)
+
+    async def Census(
+        self, request: worker_pb2.CensusRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> worker_pb2.CensusReply:
+        try:
+            return census.to_pb(await census.take(self._engine_loop, self._info.ref, self._role.holdings))
+        except BatonError as error:
+            await abort(context, error)
 
     async def _greet(
         self,

@@ -39,6 +39,7 @@ class WorkerSettings:
     lease_s: float
     heartbeat_s: float
     transfer: TransferSettings
+    history: str | None = None  # a folder
 
     @property
     def ledger_prefix(self) -> str:
@@ -71,6 +72,7 @@ def from_config(config: ClusterConfig, role: Role, index: int) -> WorkerSettings
         advertise=pool.advertise,
         lease_s=config.ledger.lease_s,
         heartbeat_s=config.ledger.heartbeat_s,
+        history=config.history,
         transfer=TransferSettings(
             transport=transfer.transport,
             frame_size=transfer.frame_size,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from baton.rpc.v1 import peer_pb2_grpc
 from kvtransfer.receiver import PeerService
@@ -12,12 +12,26 @@ from kvtransfer.transports.choose import make_transports
 from kvtransfer.transports.grpc_bytes import GrpcTransport
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from baton.core import HandoffId
     from baton.errors import HandoffError
     from baton.worker.host import HostParts
-    from kvtransfer.handoff import HandoffTable, PushResult
+    from kvtransfer.handoff import HandoffTable, PushEnd, PushJob, PushResult
+
+
+class Pusher(Protocol):
+    """The part of `kvtransfer.sender.Sender` that the roles use."""
+
+    def begin(self, job: PushJob) -> None: ...
+
+    def computed(self, handoff: HandoffId, blocks: Sequence[int], layers: int, end: int) -> None: ...
+
+    def withdraw(self, handoff: HandoffId) -> None: ...
+
+    def finish(self, handoff: HandoffId, end: PushEnd) -> None: ...
+
+    def abort(self, handoff: HandoffId) -> None: ...
 
 
 class Transfers:

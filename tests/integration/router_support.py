@@ -98,6 +98,9 @@ class FakeWorker(WorkerServicer):
             task.cancel()
         await self._server.stop(0)
 
+    async def Census(self, request, context):
+        raise NotImplementedError
+
     async def Connect(self, request_iterator, context) -> None:  # type: ignore[override]
         self._queue = asyncio.Queue()
         reader = asyncio.create_task(self._read(request_iterator))

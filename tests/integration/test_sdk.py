@@ -132,6 +132,9 @@ class Scripted(inference_pb2_grpc.InferenceServicer, admin_pb2_grpc.AdminService
         worker = admin.WorkerStatus(info=convert.info_to_pb(INFO), load=load, state="connected", dispatched=1)
         return admin.StatusReply(name="local", running=2, workers=[worker])
 
+    async def Requests(self, request: admin.RequestsRequest, context: Any) -> admin.RequestsReply:
+        return admin.RequestsReply()
+
     def _note(self, request: Any, context: Any) -> None:
         self.requests.append(request)
         self.metadata = dict(context.invocation_metadata())

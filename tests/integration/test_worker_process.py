@@ -22,6 +22,7 @@ from baton.clock import SystemClock
 from baton.cluster.processes import PARENT, READY_FD
 from baton.core import PROTOCOL_VERSION, HandoffId, Incarnation, Load, Role, Sampling, SequenceSpec, WorkerRef
 from baton.engine.oracle import OracleBackend
+from baton.engine.prefix import Chain, scope_key
 from baton.ledger.embedded import EmbeddedRedis
 from baton.ledger.ledger import Ledger
 from baton.ledger.ownership import OwnershipStore, RecordState
@@ -198,19 +199,35 @@ class Router:
     async def __aexit__(self, *_):
         await self._stack.aclose()
 
-    async def reserve(self, handoff, spec):
-        await self.d.say(support.reserve(handoff, len(spec), fingerprint=self.infos[1].fingerprint))
+    async def reserve(self, handoff, spec, *, known=False):
+        """`known`: the decode worker may have the beginning already. Returns how much it has."""
+        info = self.infos[1]
+        names = self.names_of(spec.tokens) if known else ()
+        await self.d.say(support.reserve(handoff, len(spec), fingerprint=info.fingerprint, prefix=names))
         await self.d.heard("reserved", handoff)
+        return next(event.reserved.cached_tokens for event in self.d.of(handoff) if event.HasField("reserved"))
 
-    async def prefill(self, handoff, spec, to=None):
-        await self.p.say(support.prefill(handoff, spec, to or self.d.ref))
+    def names_of(self, tokens):
+        info = self.infos[1]
+        chain = Chain(scope_key(info.fingerprint, ""), tokens, info.layout.block_size)
+        return [chain.digest(block) for block in range(len(tokens) // info.layout.block_size)]
 
-    async def answer(self, handoff, spec):
+    async def prefill(self, handoff, spec, to=None, skip=0):
+        await self.p.say(support.prefill(handoff, spec, to or self.d.ref, skip=skip))
+
+    async def repush(self, held, handoff, spec):
+        skip = await self.reserve(handoff, spec, known=True)
+        await self.p.say(support.repush(held, handoff, self.d.ref, skip=skip))
+
+    async def answer(self, handoff, spec, *, known=False):
         """One request from Reserve to its last token, as the decode worker tells it."""
-        await self.reserve(handoff, spec)
-        await self.prefill(handoff, spec)
+        await self.prefill(handoff, spec, skip=await self.reserve(handoff, spec, known=known))
         await self.d.heard("finish", handoff)
         return self.d.token_ids(handoff)
+
+    async def release(self, *handoffs):
+        """At the prefill worker, where KV waits whose push failed."""
+        await self.p.say(*map(support.release, handoffs))
 
     async def all_free(self):
         for stream in (self.p, self.d):
@@ -251,13 +268,18 @@ async def cut(workers, state):
         await router.p.heard("tokens", handoff)
         if state == "first token":
             return
+        if state == "waiting":
+            other = handoff_of("waits for a repush")
+            await router.prefill(other, spec, replace(router.d.ref, address="127.0.0.1:1"))
+            assert (await failed_push(router, other)).held
+            return
         await router.d.heard("committed", handoff)
         if state == "decoding":
             await router.d.until(lambda: len(router.d.token_ids(handoff)) > 20)
         assert "finish" not in router.d.kinds(handoff)
 
 
-@pytest.mark.parametrize("state", ["reserved", "prefilling", "first token", "committed", "decoding"])
+@pytest.mark.parametrize("state", ["reserved", "prefilling", "first token", "waiting", "committed", "decoding"])
 async def test_a_router_that_leaves_gets_all_blocks_back(workers, state):
     async with Router(workers) as watcher:
         await cut(workers, state)
@@ -300,6 +322,7 @@ async def test_malformed_commands_of_every_kind_leave_both_workers_alive(workers
                 "welcome",
                 "refused",
             }
+        await router.release(support.H)  # what is too long for the small model of unit tests is not for this one
         await router.all_free()
     assert [workers.child(role).pid for role in Role] == pids
 
@@ -316,12 +339,80 @@ async def test_a_prefill_for_the_wrong_decode_worker_fails_alone(workers, where)
             await router.reserve(handoff, spec)
         await router.prefill(handoff, spec, to)
         assert await router.answer(good, spec) == OracleBackend().expected(spec)
-        await router.p.heard("failed", handoff)
-        kind = next(event.failed.kind for event in router.p.of(handoff) if event.HasField("failed"))
-        assert kind == "StaleAttempt" if where in {"another incarnation", "no reservation"} else "ChannelBroken"
+        failed = await failed_push(router, handoff)
+        stale = where in {"itself", "another incarnation", "no reservation"}
+        assert (failed.kind, failed.held) == ("StaleAttempt" if stale else "ChannelBroken", True)
         await router.d.say(support.fence(handoff))
         await router.d.heard("fenced", handoff)
+        await router.release(handoff)
         await router.all_free()
+
+
+async def failed_push(router, handoff):
+    await router.p.heard("failed", handoff)
+    return next(event.failed for event in router.p.of(handoff) if event.HasField("failed"))
+
+
+@pytest.mark.parametrize("computed", [False, True])
+async def test_what_was_computed_for_a_lost_decode_worker_goes_to_another_one(workers, computed):
+    """The first one is only a name at an address where nobody listens."""
+    name, length = f"lost, {computed}", 300 if computed else 900
+    spec = SequenceSpec((251 + computed, *spec_of(length).prompt), SHORT)  # which nobody has in a cache
+    first, second = handoff_of(name), handoff_of(name, 2)
+    async with Router(workers) as router:
+        before = await prefill_tokens(router)
+        await router.prefill(first, spec, replace(router.d.ref, address="127.0.0.1:1"))
+        if computed:
+            await router.p.heard("tokens", first)
+            assert (await failed_push(router, first)).held
+        await router.repush(first, second, spec)
+        await router.d.heard("finish", second)
+        assert router.d.token_ids(second) == OracleBackend().expected(spec)
+        await router.p.heard("pushed", second)
+        assert router.p.token_ids(second) == router.d.token_ids(second)[:1], "said again, under the new name"
+        assert await prefill_tokens(router) == before + len(spec), "nothing is computed twice"
+        await router.all_free()
+
+
+async def prefill_tokens(router):
+    """As a report of some beats from now says it."""
+    due = router.p.messages + 2
+    await router.p.until(lambda: router.p.messages >= due)
+    return router.p.load.prefill_tokens
+
+
+async def test_a_repush_of_what_is_not_held_is_refused(workers):
+    async with Router(workers) as router:
+        spec, done = spec_of(length=50, sampling=SHORT), handoff_of("repush after all")
+        await router.answer(done, spec)
+        await router.p.heard("pushed", done)
+        for held in (done, handoff_of("never heard of")):
+            after = handoff_of(held.request_id, 2)
+            await router.p.say(support.repush(held, after, router.d.ref))
+            await router.p.heard("refused", after)
+        await router.all_free()
+
+
+async def test_what_a_decode_worker_has_of_a_prompt_does_not_come_again(workers):
+    """A conversation in three turns: each prompt begins with all that was said before it."""
+    async with Router(workers) as router:
+        prompt, size = tuple((11 * i) % 250 for i in range(60)), router.infos[1].layout.block_size
+        had = 0
+        for turn in range(3):
+            spec, handoff = SequenceSpec(prompt, SHORT), handoff_of(f"turn {turn}")
+            tokens = await router.answer(handoff, spec, known=True)
+            assert tokens == OracleBackend().expected(spec)
+            reserved, moved = router.d.of(handoff)[0].reserved, router.d.of(handoff)[1].committed
+            assert reserved.cached_tokens == had
+            assert moved.kv_bytes == (len(prompt) - had) * moved_per_token(router)
+            had = (len(prompt) + len(tokens) - 1) // size * size
+            prompt = (*prompt, *tokens, *b"and then?")
+        await router.all_free()
+
+
+def moved_per_token(router):
+    layout = router.infos[0].layout
+    return layout.layers * layout.layer_token_bytes
 
 
 async def refused(ref, incarnation):
@@ -385,8 +476,8 @@ async def test_a_worker_that_was_frozen_beyond_its_lease_comes_back_as_another(w
     assert code is StatusCode.FAILED_PRECONDITION
     async with Router(workers) as router:
         await router.prefill(handoff_of("to the old one"), spec_of(), replace(new, incarnation=old.incarnation))
-        await router.p.heard("failed", handoff_of("to the old one"))
-        assert router.p.of(handoff_of("to the old one"))[-1].failed.kind == "StaleAttempt"
+        assert (await failed_push(router, handoff_of("to the old one"))).kind == "StaleAttempt"
+        await router.release(handoff_of("to the old one"))
         await router.all_free()
         spec = spec_of(sampling=SHORT)
         assert await router.answer(handoff_of("after the freeze"), spec) == OracleBackend().expected(spec)

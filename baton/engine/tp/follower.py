@@ -43,9 +43,11 @@ class Followers:
 
     def check(self) -> None:
         """Raises RankLost if one has ended."""
-        for rank, process in enumerate(self.processes, 1):
-            if process.poll() is not None:
-                raise RankLost(f"rank {rank} of this worker (process {process.pid}) {_ending(process.returncode)}")
+        polled = [(process.poll(), rank, process.pid) for rank, process in enumerate(self.processes, 1)]
+        ended = [(code, rank, pid) for code, rank, pid in polled if code is not None]
+        if ended:
+            code, rank, pid = min(ended)  # by a signal (less than 0), before those that ended because of it
+            raise RankLost(f"rank {rank} of this worker (process {pid}) {_ending(code)}")
 
     def wait(self, stage: str, timeout_s: float) -> None:
         """Until all have reached a stage. Raises RankLost if one ends instead, or takes longer."""

@@ -39,12 +39,23 @@ class AdminStub(object):
                 request_serializer=baton_dot_v1_dot_admin__pb2.StatusRequest.SerializeToString,
                 response_deserializer=baton_dot_v1_dot_admin__pb2.StatusReply.FromString,
                 _registered_method=True)
+        self.Requests = channel.unary_unary(
+                '/baton.v1.Admin/Requests',
+                request_serializer=baton_dot_v1_dot_admin__pb2.RequestsRequest.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_admin__pb2.RequestsReply.FromString,
+                _registered_method=True)
 
 
 class AdminServicer(object):
     """Missing associated documentation comment in .proto file."""
 
     def Status(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Requests(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -57,6 +68,11 @@ def add_AdminServicer_to_server(servicer, server):
                     servicer.Status,
                     request_deserializer=baton_dot_v1_dot_admin__pb2.StatusRequest.FromString,
                     response_serializer=baton_dot_v1_dot_admin__pb2.StatusReply.SerializeToString,
+            ),
+            'Requests': grpc.unary_unary_rpc_method_handler(
+                    servicer.Requests,
+                    request_deserializer=baton_dot_v1_dot_admin__pb2.RequestsRequest.FromString,
+                    response_serializer=baton_dot_v1_dot_admin__pb2.RequestsReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -86,6 +102,33 @@ class Admin(object):
             '/baton.v1.Admin/Status',
             baton_dot_v1_dot_admin__pb2.StatusRequest.SerializeToString,
             baton_dot_v1_dot_admin__pb2.StatusReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Requests(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.Admin/Requests',
+            baton_dot_v1_dot_admin__pb2.RequestsRequest.SerializeToString,
+            baton_dot_v1_dot_admin__pb2.RequestsReply.FromString,
             options,
             channel_credentials,
             insecure,

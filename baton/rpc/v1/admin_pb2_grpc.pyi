@@ -32,11 +32,13 @@ class AdminStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> AdminAsyncStub: ...
     Status: _grpc.UnaryUnaryMultiCallable[_admin_pb2.StatusRequest, _admin_pb2.StatusReply]
+    Requests: _grpc.UnaryUnaryMultiCallable[_admin_pb2.RequestsRequest, _admin_pb2.RequestsReply]
 
 @_typing.type_check_only
 class AdminAsyncStub(AdminStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Status: _aio.UnaryUnaryMultiCallable[_admin_pb2.StatusRequest, _admin_pb2.StatusReply]  # type: ignore[assignment]
+    Requests: _aio.UnaryUnaryMultiCallable[_admin_pb2.RequestsRequest, _admin_pb2.RequestsReply]  # type: ignore[assignment]
 
 class AdminServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -45,5 +47,12 @@ class AdminServicer(metaclass=_abc_1.ABCMeta):
         request: _admin_pb2.StatusRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.StatusReply, _abc.Awaitable[_admin_pb2.StatusReply]]: ...
+
+    @_abc_1.abstractmethod
+    def Requests(
+        self,
+        request: _admin_pb2.RequestsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.RequestsReply, _abc.Awaitable[_admin_pb2.RequestsReply]]: ...
 
 def add_AdminServicer_to_server(servicer: AdminServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

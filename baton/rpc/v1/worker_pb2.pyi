@@ -700,3 +700,87 @@ class Pushed(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Pushed: _TypeAlias = Pushed  # noqa: Y015
+
+@_typing.final
+class CensusRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CensusRequest: _TypeAlias = CensusRequest  # noqa: Y015
+
+@_typing.final
+class Holding(_message.Message):
+    """What one handoff has here for one reason."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HANDOFF_FIELD_NUMBER: _builtins.int
+    STATE_FIELD_NUMBER: _builtins.int
+    ROUTER_ID_FIELD_NUMBER: _builtins.int
+    BLOCKS_FIELD_NUMBER: _builtins.int
+    COUNTED_FIELD_NUMBER: _builtins.int
+    state: _builtins.str
+    """D: reserved | receiving | committed | fenced | decoding | fetched"""
+    router_id: _builtins.str
+    """P: fetching | queued | prefilling | pushing | waiting
+    whose it is; empty: nobody's any more
+    """
+    blocks: _builtins.int
+    counted: _builtins.int
+    """of these, those that no earlier holding has: shared blocks count once"""
+    @_builtins.property
+    def handoff(self) -> _common_pb2.HandoffId: ...
+    def __init__(
+        self,
+        *,
+        handoff: _common_pb2.HandoffId | None = ...,
+        state: _builtins.str = ...,
+        router_id: _builtins.str = ...,
+        blocks: _builtins.int = ...,
+        counted: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["handoff", b"handoff"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "counted", b"counted", "handoff", b"handoff", "router_id", b"router_id", "state", b"state"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Holding: _TypeAlias = Holding  # noqa: Y015
+
+@_typing.final
+class CensusReply(_message.Message):
+    """All that is counted adds up to reserved + owned, or something is lost."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_FIELD_NUMBER: _builtins.int
+    BLOCKS_FIELD_NUMBER: _builtins.int
+    HOLDINGS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def worker(self) -> _common_pb2.WorkerRef: ...
+    @_builtins.property
+    def blocks(self) -> _common_pb2.BlockCounts: ...
+    @_builtins.property
+    def holdings(self) -> _containers.RepeatedCompositeFieldContainer[Global___Holding]: ...
+    def __init__(
+        self,
+        *,
+        worker: _common_pb2.WorkerRef | None = ...,
+        blocks: _common_pb2.BlockCounts | None = ...,
+        holdings: _abc.Iterable[Global___Holding] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "worker", b"worker"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "holdings", b"holdings", "worker", b"worker"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CensusReply: _TypeAlias = CensusReply  # noqa: Y015

@@ -39,6 +39,11 @@ class WorkerStub(object):
                 request_serializer=baton_dot_v1_dot_worker__pb2.RouterMessage.SerializeToString,
                 response_deserializer=baton_dot_v1_dot_worker__pb2.WorkerMessage.FromString,
                 _registered_method=True)
+        self.Census = channel.unary_unary(
+                '/baton.v1.Worker/Census',
+                request_serializer=baton_dot_v1_dot_worker__pb2.CensusRequest.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_worker__pb2.CensusReply.FromString,
+                _registered_method=True)
 
 
 class WorkerServicer(object):
@@ -50,6 +55,13 @@ class WorkerServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Census(self, request, context):
+        """Who holds which blocks here, counted between two steps: for operators and tests.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_WorkerServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -57,6 +69,11 @@ def add_WorkerServicer_to_server(servicer, server):
                     servicer.Connect,
                     request_deserializer=baton_dot_v1_dot_worker__pb2.RouterMessage.FromString,
                     response_serializer=baton_dot_v1_dot_worker__pb2.WorkerMessage.SerializeToString,
+            ),
+            'Census': grpc.unary_unary_rpc_method_handler(
+                    servicer.Census,
+                    request_deserializer=baton_dot_v1_dot_worker__pb2.CensusRequest.FromString,
+                    response_serializer=baton_dot_v1_dot_worker__pb2.CensusReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -86,6 +103,33 @@ class Worker(object):
             '/baton.v1.Worker/Connect',
             baton_dot_v1_dot_worker__pb2.RouterMessage.SerializeToString,
             baton_dot_v1_dot_worker__pb2.WorkerMessage.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Census(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.Worker/Census',
+            baton_dot_v1_dot_worker__pb2.CensusRequest.SerializeToString,
+            baton_dot_v1_dot_worker__pb2.CensusReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -35,11 +35,15 @@ class WorkerStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> WorkerAsyncStub: ...
     Connect: _grpc.StreamStreamMultiCallable[_worker_pb2.RouterMessage, _worker_pb2.WorkerMessage]
+    Census: _grpc.UnaryUnaryMultiCallable[_worker_pb2.CensusRequest, _worker_pb2.CensusReply]
+    """Who holds which blocks here, counted between two steps: for operators and tests."""
 
 @_typing.type_check_only
 class WorkerAsyncStub(WorkerStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Connect: _aio.StreamStreamMultiCallable[_worker_pb2.RouterMessage, _worker_pb2.WorkerMessage]  # type: ignore[assignment]
+    Census: _aio.UnaryUnaryMultiCallable[_worker_pb2.CensusRequest, _worker_pb2.CensusReply]  # type: ignore[assignment]
+    """Who holds which blocks here, counted between two steps: for operators and tests."""
 
 class WorkerServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -48,5 +52,13 @@ class WorkerServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_worker_pb2.RouterMessage],
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_worker_pb2.WorkerMessage], _abc.AsyncIterator[_worker_pb2.WorkerMessage]]: ...
+
+    @_abc_1.abstractmethod
+    def Census(
+        self,
+        request: _worker_pb2.CensusRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_worker_pb2.CensusReply, _abc.Awaitable[_worker_pb2.CensusReply]]:
+        """Who holds which blocks here, counted between two steps: for operators and tests."""
 
 def add_WorkerServicer_to_server(servicer: WorkerServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
