@@ -88,7 +88,7 @@ def _asks(rng: random.Random) -> list[Ask]:
             ignore_eos=rng.random() < 0.5,
         )
         leaves_after = rng.choice((None,) * 14 + (0, 1, 2, 4))
-        at, stall = rng.choice((0.0, 0.0, 0.1, 1.0)) * rng.random(), rng.choice((0.0, 0.0, 0.2))
+        at, stall = rng.choice((0.0, 0.0, 0.1, 1.0)) * rng.random(), rng.choice((0.0, 0.0, 0.2, 0.6))
         asks.append(Ask(f"ask{number}", prompt, sampling, at, leaves_after, stall))
     return asks
 
@@ -123,7 +123,9 @@ class Cluster:
     async def run(self) -> list[str]:
         """What is wrong."""
         asked = [asyncio.create_task(client.run()) for client in self.clients]
-        _, hung = await asyncio.wait(asked, timeout=BOUND_S)
+        done, hung = await asyncio.wait(asked, timeout=BOUND_S)
+        for task in done:
+            task.result()
         found = [f"{client.ask.name} hangs" for client, task in zip(self.clients, asked, strict=True) if task in hung]
         await asyncio.sleep(QUIET_S)
         for client in self.clients:

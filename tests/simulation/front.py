@@ -79,8 +79,11 @@ class Client:
         if not task.done():
             task.cancel()
             await asyncio.wait([task])
-        if task.cancelled():
-            self._end("left" if self.router.process.alive else "router crashed")
+        if not self.outcome:
+            self._end(self._why_gone())
+
+    def _why_gone(self) -> str:
+        return "left" if self.router.process.alive else "router crashed"
 
     def _leaves(self) -> bool:
         return self.ask.leaves_after is not None and len(self.call.events) >= self.ask.leaves_after

@@ -1,4 +1,4 @@
-"""Engines whose blocks tell on whoever touches what is not its own: what is free is poisoned, each access is checked."""
+"""Engines whose blocks tell on whoever touches what is not its own: free ones are poisoned, each access is checked."""
 
 from __future__ import annotations
 

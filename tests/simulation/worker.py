@@ -11,6 +11,7 @@ from typing import Any, cast
 from baton.core import HandoffId, Incarnation, Role, WorkerInfo, WorkerRef
 from baton.errors import EngineFault, LedgerError
 from baton.rpc import convert
+from baton.rpc.v1 import worker_pb2
 from baton.worker.lease import Lease
 from baton.worker.service import WorkerService
 from baton.worker.session import Session
@@ -46,6 +47,12 @@ class WorkerPlan:
 class SimDecode(DecodeRole):
     """The role, watched."""
 
+    def command(self, session: Session, command: worker_pb2.RouterCommand) -> None:
+        if command.HasField("release"):
+            process = PROCESS.get()
+            process.world.facts.settled.add((process.name, convert.handoff_from_pb(command.release.handoff)))
+        super().command(session, command)
+
     def committed(self, handoff: HandoffId, commit: CommitState) -> None:
         process = PROCESS.get()
         process.world.facts.committed(process.name, handoff)
@@ -67,6 +74,8 @@ class SimWorkerSession(Session):
             world.note("emit", name, shown(event, kind))
             if kind == "fenced":
                 world.facts.said_fenced(name, convert.handoff_from_pb(event.handoff))
+            elif kind == "committed":
+                world.facts.settled.add((name, convert.handoff_from_pb(event.handoff)))
         super().emit(events)
 
 

@@ -72,10 +72,11 @@ class Facts:
         self._world = world
         self.fenced: set[tuple[str, HandoffId]] = set()
         self.commits: dict[HandoffId, str] = {}
+        self.settled: set[tuple[str, HandoffId]] = set()  # the router was told of the commit, or wants none any more
 
     def said_fenced(self, worker: str, handoff: HandoffId) -> None:
         self.fenced.add((worker, handoff))
-        if self.commits.get(handoff) == worker:
+        if self.commits.get(handoff) == worker and (worker, handoff) not in self.settled:
             self._world.broken(f"{worker} says that {handoff} is fenced, which it has committed")
 
     def committed(self, worker: str, handoff: HandoffId) -> None:
