@@ -22,7 +22,7 @@ class TransferSettings:
     """How KV moves. `frame_deadline_s` bounds every single step (a frame, an answer), never a time spent queued."""
 
     transport: str = "auto"  # auto | gloo | nccl | shm | cuda_ipc | grpc | memory
-    frame_size: int = 2 << 20  # bytes; the receiver's value holds for the channel
+    frame_size: int = 4 << 20  # bytes; the receiver's value holds for the channel
     credits: int = 4  # frames in flight, and slots of the staging ring; the receiver's value holds
     coalesce_below: int = 256 << 10  # bytes that are waited for before a frame leaves, while there is more to compute
     frame_deadline_s: float = 10.0

@@ -119,7 +119,7 @@ class TransferConfig(Section):
     """How KV moves between workers."""
 
     transport: Literal["auto", "nccl", "gloo", "shm", "cuda_ipc", "grpc", "memory"] = "auto"
-    frame_size: Size = Field(default=2 * 2**20, description="the most that one frame carries, on each channel")
+    frame_size: Size = Field(default=4 * 2**20, description="the most that one frame carries, on each channel")
     credits: PositiveInt = Field(
         default=4, description="frames in flight: a channel's staging takes frame_size times this, at each end"
     )
