@@ -175,7 +175,7 @@ class Attempt:
                 self._on_failed(source, item.failed)
             case "pushed":
                 self._holds = False
-            case "fenced":
+            case "fenced" if self.committed is None:  # else it comes late: D committed, ended, and forgot the attempt
                 self._metrics.fenced()
                 self._lose(Role.PREFILL, self._fencing or WorkerLost("the decode worker fenced the attempt"))
 

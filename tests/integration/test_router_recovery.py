@@ -306,6 +306,18 @@ async def test_a_push_that_failed_after_the_commit_does_not_outlive_a_preemption
     await cluster.nothing_is_left()
 
 
+async def test_a_fence_that_is_answered_after_the_commit_ends_nothing(make):
+    """D has committed, and a later Fence found the attempt forgotten."""
+    cluster = await make()
+    call = await at(cluster, "decoding")
+    [decode], link = cluster.decode, cluster.router.floor.pool.links[1]
+    [handoff] = {handoff for _, handoff in decode.commands}
+    link._mailboxes[handoff].put(Role.DECODE, event(handoff, fenced=worker_pb2.Fenced()))
+    decode.gates["decode"].set()
+    await finishes(cluster, call)
+    assert "baton_fenced_total 0.0" in await cluster.http("/metrics")
+
+
 async def test_what_was_pushed_is_not_asked_for_again(make):
     """P has heard that D committed; D is lost before it could say so itself."""
     cluster = await make(decode=2)

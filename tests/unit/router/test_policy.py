@@ -1,11 +1,12 @@
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.core import BlockCounts, Incarnation, KVLayout, Load, Role, WorkerInfo, WorkerRef
-from router.policy import POLICIES, Pair, Policy, WorkerView, has_pair, least_loaded, round_robin
+from router.policy import POLICIES, Pair, Policy, WorkerView, has_pair, least_loaded, misfit, round_robin
 
 LAYOUT = KVLayout(1, 1, 8, 16, "float32")
 
@@ -97,3 +98,25 @@ def test_room(worker, tokens, room):
 def test_workers_of_different_fingerprints_are_no_pair():
     assert not has_pair([prefill("p", "a")], [decode("d", "b")])
     assert least_loaded([prefill("p", "a")], [decode("d", "b")], 10, 0) is None
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"layout": replace(LAYOUT, dtype="bfloat16")}, "dtype bfloat16, d has float32"),
+        ({"model": "other"}, "model other, d has m"),
+        ({"layout": replace(LAYOUT, layers=2)}, "KV layout"),
+        ({}, "weights or config differ from those of d"),
+    ],
+)
+def test_a_worker_that_fits_nobody_is_told_why(change, named):
+    mine, other = replace(prefill("p", "b").info, **change), decode("d").info
+    assert misfit(mine, [other, prefill("q").info]).startswith(named)
+    assert misfit(mine, [other, decode("e", "b").info]) == "", "one that fits is enough"
+    assert misfit(mine, [mine, prefill("q").info]) == "", "it is alone"
+    assert misfit(other, [mine]) != ""
+
+
+def test_the_size_of_blocks_is_no_reason():
+    mine = replace(prefill("p", "b").info, layout=replace(LAYOUT, block_size=32))
+    assert misfit(mine, [decode("d").info]) == "weights or config differ from those of d"

@@ -1,0 +1,262 @@
+"""Fetching what the decode worker has of a prompt: when it pays, what may be written, and that the prompt goes on."""
+
+import threading
+
+import pytest
+import torch
+
+from baton.core import HandoffId, Incarnation, WorkerRef
+from baton.errors import ChannelBroken, OfferRefused, StaleAttempt
+from kvtransfer.handoff import CommitState, Offer
+from prefill_workers.fetch import CostModel
+from tests.unit.worker.pusher import done_of
+from tests.unit.worker.support import (
+    BACKEND,
+    D,
+    FakeSession,
+    H,
+    PrefillSide,
+    names_of,
+    next_of,
+    prefill,
+    release,
+    repush,
+    spec_of,
+)
+
+OTHER = WorkerRef("decode-0", Incarnation(7, 99), D.address)
+WHOLE = CommitState(None, [], 0.1, 0.1, 64, "memory")
+SPEC = spec_of(H, 14)  # 14 tokens: three full blocks
+
+
+@pytest.fixture
+def side():
+    """Computing is known to be slow: a second a token."""
+    made = PrefillSide(prefix_cache=True)
+    made.role.fetches._cost.computed(1, 1.0)
+    return made
+
+
+@pytest.fixture
+def router():
+    return FakeSession()
+
+
+def offer_of(begin=0, end=12):
+    return Offer(BACKEND.fingerprint, end, begin)
+
+
+def begun(side, router, *, skip=12, handoff=H):
+    side.take(router, prefill(handoff, SPEC, skip=skip))
+    return side.pusher.pushes[handoff].job.fetch
+
+
+def came(side, *, begin=0, end=12, handoff=H):
+    """The right KV, as the decode worker has it."""
+    other = PrefillSide()
+    other.engine.submit(handoff, SPEC, hold=True)
+    other.engine.step()
+    fetches, layers = side.role.fetches, range(BACKEND.layout.layers)
+    wire = torch.empty((end - begin) * len(layers) * BACKEND.layout.layer_token_bytes, dtype=torch.uint8)
+    other.engine.kv.gather(layers, other.engine.held(handoff).blocks, begin, end, wire)
+    fetches.offer(handoff, D, offer_of(begin, end))
+    with fetches.writing(handoff, D) as blocks:
+        side.engine.kv.scatter(layers, blocks, begin, end, wire)
+    fetches.commit(handoff, D, WHOLE)
+
+
+def ends_well(side, router, handoff=H):
+    side.run()
+    assert [token.token_id for token in router.tokens(handoff)] == BACKEND.expected(SPEC, 1)
+    side.pusher.done(handoff, done_of())
+    side.run()
+    assert side.all_free
+    assert side.counts.reserved == 0
+
+
+# --- what it costs
+
+
+def test_nothing_is_fetched_before_something_was_computed():
+    cost = CostModel()
+    assert not cost.worth(1000, 1)
+    cost.computed(100, 1.0)
+    assert cost.worth(1000, 1)
+
+
+def test_the_cheaper_way_is_taken_and_what_was_seen_counts():
+    cost = CostModel(fetch_s=0.1, bytes_per_s=1000.0)
+    cost.computed(10, 0.1)
+    assert [cost.worth(tokens, 100) for tokens in (19, 20, 21, 100)] == [False, False, True, True]
+    for _ in range(50):
+        cost.fetched(100, 2.0)
+    assert not cost.worth(100, 100)
+    for _ in range(50):
+        cost.computed(10, 10.0)
+    assert cost.worth(100, 100)
+
+
+def test_only_large_steps_say_what_computing_costs(router):
+    side = PrefillSide()
+    side.role.fetches.step_began()
+    side.clock.advance(10.0)
+    side.role.fetches.step_ended(31)
+    assert begun(side, router) is None
+    side.role.fetches.step_began()
+    side.clock.advance(10.0)
+    side.role.fetches.step_ended(32)
+    assert begun(side, router, handoff=HandoffId("s", 1)) == (0, 12)
+
+
+# --- what is fetched
+
+
+def test_what_came_is_not_computed(side, router):
+    assert begun(side, router) == (0, 12)
+    side.run()
+    assert router.events == []
+    assert side.engine.counters.prefill_tokens == 0
+    came(side)
+    ends_well(side, router)
+    assert side.engine.counters.prefill_tokens == len(SPEC) - 12
+    assert side.role.fetches.fetched_tokens == 12
+    assert side.engine.pool.find(names_of(SPEC.tokens))
+
+
+def test_only_whole_blocks_that_are_not_here_are_fetched(side, router):
+    assert begun(side, router, skip=11) == (0, 8)
+    side.take(router, release())
+    side.take(router, prefill(HandoffId("before", 1), spec_of(H, 9)))
+    side.run()
+    assert side.engine.pool.find(names_of(SPEC.tokens)[:2])
+    again = HandoffId("again", 1)
+    assert begun(side, router, handoff=again) == (8, 12)
+    came(side, begin=8, handoff=again)
+    side.run()
+    assert [token.token_id for token in router.tokens(again)] == BACKEND.expected(SPEC, 1)
+    assert begun(side, router, handoff=HandoffId("more", 1)) is None, "all of it is here now"
+
+
+def test_without_room_the_prompt_is_computed(router):
+    side = PrefillSide(blocks=5)
+    side.role.fetches._cost.computed(1, 1.0)
+    taken = side.engine.pool.allocate(3)
+    assert begun(side, router) is None
+    taken.release()
+    ends_well(side, router)
+    assert side.engine.counters.prefill_tokens == len(SPEC)
+
+
+# --- what may be written
+
+
+def test_nothing_is_written_that_was_not_asked_for(side, router):
+    fetches = side.role.fetches
+    with pytest.raises(StaleAttempt, match="was asked of"):
+        fetches.offer(H, D, offer_of())
+    begun(side, router)
+    for sender, offer, error in ((OTHER, offer_of(), StaleAttempt), (D, offer_of(0, 8), OfferRefused)):
+        with pytest.raises(error, match="asked"):
+            fetches.offer(H, sender, offer)
+    with pytest.raises(StaleAttempt), fetches.writing(H, D):
+        raise AssertionError("must not get here")
+    fetches.offer(H, D, offer_of())
+    with pytest.raises(OfferRefused, match="once"):
+        fetches.offer(H, D, offer_of())
+    with pytest.raises(StaleAttempt), fetches.writing(H, OTHER):
+        raise AssertionError("must not get here")
+    with pytest.raises(OfferRefused):
+        fetches.fetch(H, D, 0, 4)
+    assert side.counts.reserved == 3
+
+
+def late(side, router):
+    side.clock.advance(10.0)
+
+
+def aborted(side, router):
+    side.role.fetches.aborted(H, OTHER)
+    assert not side.loop.jobs
+    side.role.fetches.aborted(H, D)
+
+
+def lost(side, router):
+    side.role.fetches.lost(OTHER)
+    assert not side.loop.jobs
+    side.role.fetches.lost(D)
+
+
+ENDINGS = {
+    "released": lambda side, router: side.take(router, release()),
+    "router gone": lambda side, router: side.role.gone(router),
+    "repush": lambda side, router: side.take(router, repush(skip=12)),
+    "push failed": lambda side, router: side.pusher.done(H, ChannelBroken("cut")),
+    "refused": lambda side, router: side.role.fetch_ended(H),
+    "late": late,
+    "aborted": aborted,
+    "lost": lost,
+}
+
+
+@pytest.mark.parametrize(
+    ("how", "accepted"), [(how, accepted) for how in ENDINGS for accepted in (False, True) if accepted or how != "lost"]
+)
+def test_a_fetch_that_ends_early_gives_its_blocks_back_and_the_prompt_goes_on(side, router, how, accepted):
+    begun(side, router)
+    fetches = side.role.fetches
+    if accepted:
+        fetches.offer(H, D, offer_of())
+    ENDINGS[how](side, router)
+    side.step()
+    assert side.counts.reserved == 0
+    with pytest.raises(StaleAttempt), fetches.writing(H, D):
+        raise AssertionError("must not get here")
+    with pytest.raises(StaleAttempt):
+        fetches.commit(H, D, WHOLE)
+    side.run()
+    assert fetches.fetched_tokens == 0
+    if how in {"released", "router gone"}:
+        assert (router.events, side.all_free, side.engine.counters.prefill_tokens) == ([], True, 0)
+        return
+    assert side.engine.counters.prefill_tokens == len(SPEC)
+    goes_on = next_of(H) if how == "repush" else H
+    assert [token.token_id for token in router.tokens(goes_on)] == BACKEND.expected(SPEC, 1)
+
+
+def test_what_came_for_a_handoff_that_was_released_is_kept_in_the_cache(side, router):
+    begun(side, router)
+    came(side)
+    side.take(router, release())
+    side.run()
+    assert side.all_free
+    assert len(side.engine.pool.find(names_of(SPEC.tokens))) == 3
+
+
+def test_a_commit_with_a_sequence_is_no_answer_to_a_fetch(side, router):
+    begun(side, router)
+    side.role.fetches.offer(H, D, offer_of())
+    with pytest.raises(StaleAttempt):
+        side.role.fetches.commit(H, D, CommitState(SPEC, [], 0.1, 0.1, 64, "memory"))
+    side.role.fetches.commit(H, D, WHOLE)
+
+
+def test_the_end_waits_for_a_write_under_way_and_none_begins_after_it(side, router, monkeypatch):
+    begun(side, router)
+    fetches = side.role.fetches
+    fetches.offer(H, D, offer_of())
+    entry, order = fetches._fetch(H, D), list[str]()
+
+    def end():
+        fetches.end(H)
+        order.append("ended")
+
+    ending = threading.Thread(target=end)
+    with fetches.writing(H, D):
+        ending.start()
+        ending.join(0.05)  # time in which an end that does not wait would come
+        order.append("written")
+    ending.join(10)
+    assert order == ["written", "ended"]
+    monkeypatch.setattr(fetches, "_fetch", lambda handoff, sender: entry)  # it was looked up just before
+    with pytest.raises(StaleAttempt, match="has ended"), fetches.writing(H, D):
+        raise AssertionError("must not get here")
