@@ -1,0 +1,183 @@
+"""A cluster of one schedule: who is in it, what is asked of it, and what must hold when all is quiet again."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from dataclasses import dataclass, replace
+
+from baton.core import Role, Sampling
+from kvtransfer.handoff import TransferSettings
+from router.floor import RouterSettings
+from tests.simulation.faults import Fault, Faults, draw
+from tests.simulation.front import Ask, Client, RouterHost
+from tests.simulation.ledger import SimLedger
+from tests.simulation.transfer import SimTransport
+from tests.simulation.worker import WorkerHost, WorkerPlan
+from tests.simulation.world import World
+
+LEASE_S = 3.0
+BOUND_S = 150.0  # of virtual time, for a request: far more than all that it may wait for, and than its deadline
+DEADLINE_S = 100.0
+QUIET_S = 8.0  # virtual time in which all that was held is given back
+ATTEMPTS = 3
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All that a seed decides beforehand."""
+
+    workers: list[WorkerPlan]
+    routers: int
+    settings: RouterSettings
+    asks: list[Ask]
+    faults: list[Fault]
+
+
+def plan_of(rng: random.Random) -> Plan:
+    """A small cluster under strain."""
+    transfer = TransferSettings(
+        transport="auto",
+        frame_size=rng.choice((64, 128, 256, 4096)),
+        credits=rng.choice((1, 2, 4)),
+        coalesce_below=rng.choice((0, 100, 1 << 20)),
+        frame_deadline_s=2.0,
+        staging_memory=rng.choice((1 << 30, 1 << 30, 1)),
+        verify_kv=rng.random() < 0.3,
+    )
+    step_s = rng.choice((0.001, 0.005, 0.02))
+    workers = [
+        WorkerPlan(
+            role,
+            f"{role.value}-{number}",
+            blocks=rng.choice(blocks),
+            batched=rng.choice((4, 8, 64)),
+            running=rng.choice((2, 8)),
+            transfer=transfer,
+            lease_s=LEASE_S,
+            step_s=step_s,
+        )
+        for role, blocks in ((Role.PREFILL, (16, 24, 40)), (Role.DECODE, (14, 14, 18, 30)))
+        for number in range(rng.choice((1, 1, 2, 3)))
+    ]
+    routers = rng.choice((1, 1, 2))
+    settings = RouterSettings(
+        name="sim",
+        model="oracle",
+        policy=rng.choice(("least_loaded", "round_robin")),
+        attempts=ATTEMPTS,
+        queue_max_wait_s=60.0,
+        max_request_s=DEADLINE_S,
+        worker_silence_s=LEASE_S,
+    )
+    return Plan(workers, routers, settings, _asks(rng), draw(rng, LEASE_S, routers=routers))
+
+
+def urgent(plan: Plan, rng: random.Random) -> Plan:
+    """In one schedule of five, prompts push others out of a prefill worker in the middle of their pushes."""
+    if rng.random() > 0.2:
+        return plan
+    transfer = replace(plan.workers[0].transfer, coalesce_below=0, staging_memory=1 << 30)
+    workers = [
+        replace(worker, blocks=16, batched=4, running=8, step_s=0.004, transfer=transfer)
+        if worker.role is Role.PREFILL
+        else replace(worker, blocks=60, running=8, transfer=transfer)
+        for worker in plan.workers
+    ]
+    asks = [
+        replace(ask, prompt=_prompt(rng, 30 + rng.randrange(14)), at=0.02 * number * rng.random(), priority=number)
+        for number, ask in enumerate(plan.asks)
+    ]
+    return replace(plan, workers=workers, asks=asks)
+
+
+def _prompt(rng: random.Random, tokens: int) -> tuple[int, ...]:
+    return tuple(rng.randrange(256) for _ in range(tokens))
+
+
+def _asks(rng: random.Random) -> list[Ask]:
+    """Prompts with common beginnings, so that caches find something."""
+    roots = [tuple(rng.randrange(256) for _ in range(32)) for _ in range(2)]
+    asks = []
+    for number in range(rng.randint(2, 8)):
+        shared, own = rng.choice((0, 0, 8, 13, 24, 32)), rng.choice((1, 2, 7, 12))
+        prompt = rng.choice(roots)[:shared] + tuple(rng.randrange(256) for _ in range(own))
+        temperature = rng.choice((0.0, 1.0))
+        sampling = Sampling(
+            max_tokens=rng.choice((1, 2, 4, 8, 12, 12)),
+            temperature=temperature,
+            seed=rng.randrange(1 << 20),
+            ignore_eos=rng.random() < 0.5,
+        )
+        leaves_after = rng.choice((None,) * 14 + (0, 1, 2, 4))
+        at, stall = rng.choice((0.0, 0.0, 0.1, 1.0)) * rng.random(), rng.choice((0.0, 0.0, 0.2, 0.6))
+        priority = rng.choice((0, 0, 0, 0, 1, 2))
+        asks.append(Ask(f"ask{number}", prompt, sampling, at, leaves_after, stall, priority))
+    return asks
+
+
+class Cluster:
+    """Runs a plan in its world; a worker that ends is followed by its next incarnation."""
+
+    def __init__(self, world: World, plan: Plan) -> None:
+        self.world, self.plan = world, plan
+        self.transport = SimTransport(world)
+        self.ledger = SimLedger(world, LEASE_S)
+        self.live: list[WorkerHost] = []
+        self._minted = 0
+        for worker in plan.workers:
+            self._start(worker)
+        self.routers = [RouterHost(world, f"router-{n}", plan.settings, self.ledger) for n in range(plan.routers)]
+        self.faults = Faults(self, plan.faults)
+        self.clients = [
+            Client(world, self.routers[number % len(self.routers)], ask) for number, ask in enumerate(plan.asks)
+        ]
+
+    def _start(self, plan: WorkerPlan) -> None:
+        self._minted += 1
+        host = WorkerHost(self.world, plan, self._minted, self.ledger, self.transport)
+        self.live.append(host)
+        host.process.on_death.append(lambda: self._died(host))
+
+    def _died(self, host: WorkerHost) -> None:
+        self.live.remove(host)
+        self.world.loop.call_later(self.world.rng.choice((0.01, 0.5, 2.0)), self._start, host.plan)
+
+    async def run(self) -> list[str]:
+        """What is wrong."""
+        asked = [asyncio.create_task(client.run()) for client in self.clients]
+        done, hung = await asyncio.wait(asked, timeout=BOUND_S)
+        for task in done:
+            task.result()
+        found = [f"{client.ask.name} hangs" for client, task in zip(self.clients, asked, strict=True) if task in hung]
+        await asyncio.sleep(QUIET_S)
+        for client in self.clients:
+            found += client.check()
+            found += self._allowed(client)
+        for host in self.live:
+            found += host.leftovers() if not host.process.paused else []
+        for router in self.routers:
+            found += router.leftovers() if router.process.alive else []
+        return found + self.world.violations
+
+    def _allowed(self, client: Client) -> list[str]:
+        """Whether the faults of the schedule can explain how a request ended."""
+        struck, outcome = self.faults.struck, client.outcome
+        lost_d = any(kind.endswith("decode") or kind == "cut worker" for kind in struck)
+        tight = (
+            self.plan.workers[0].transfer.staging_memory == 1
+        )  # a busy receiver refuses channels, at an attempt each
+        fine = {
+            "finished": True,
+            "left": client.ask.leaves_after is not None,
+            "router crashed": not client.router.process.alive,
+            "WorkerLost": lost_d or tight or len(struck) >= ATTEMPTS,
+        }
+        return [] if fine.get(outcome) else [f"{client.ask.name} ended as {outcome!r} with faults {struck}"]
+
+    def stop(self) -> None:
+        for host in list(self.live):
+            host.process.on_death.clear()
+            host.process.kill()
+        for router in self.routers:
+            router.process.kill()

@@ -1,0 +1,122 @@
+"""What goes wrong in a schedule: each fault strikes right after some step of the trace, and may be healed later."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from baton.core import Role
+from tests.simulation.world import Process, Stream
+
+if TYPE_CHECKING:
+    from kvtransfer.transport import ChannelName
+    from tests.simulation.cluster import Cluster
+    from tests.simulation.worker import WorkerHost
+
+KINDS = (
+    "crash prefill",
+    "crash decode",
+    "pause prefill",
+    "pause decode",
+    "cut worker",
+    "cut peer",
+    "break channel",
+    "flip",
+    "crash router",
+)
+WEIGHTS = (4, 4, 2, 2, 2, 3, 3, 3, 1)
+
+
+@dataclass(frozen=True)
+class Fault:
+    """`step`: of the trace. `number`: which of those it could strike. `long_s`: how long a pause is."""
+
+    kind: str
+    step: int
+    number: int
+    long_s: float
+
+    def __str__(self) -> str:
+        return f"{self.kind} at step {self.step}"
+
+
+def draw(rng: random.Random, lease_s: float, *, routers: int) -> list[Fault]:
+    """None to six; every eighth schedule is calm."""
+    count = rng.choice((0, 1, 1, 2, 2, 3, 4, 6))
+    kinds = rng.choices(KINDS, WEIGHTS, k=count)
+    faults = [
+        Fault(kind, int(rng.expovariate(1 / 200.0)), rng.randrange(1000), lease_s * rng.choice((0.1, 0.5, 1.2, 2.0)))
+        for kind in kinds
+    ]
+    return [fault for fault in faults if fault.kind != "crash router" or routers > 1]
+
+
+class Faults:
+    """Strikes a cluster. `struck`: what really happened, by kind."""
+
+    def __init__(self, cluster: Cluster, faults: list[Fault]) -> None:
+        self.struck: list[str] = []
+        self.pending = len(faults)
+        self._cluster, self._world = cluster, cluster.world
+        for fault in faults:
+            self._world.at(max(1, fault.step), lambda fault=fault: self._strike(fault))  # type: ignore[misc]
+
+    def _strike(self, fault: Fault) -> None:
+        self.pending -= 1
+        what, _, whom = fault.kind.partition(" ")
+        if what in {"crash", "pause"} and whom != "router":
+            hit = self._worker(fault, what, Role(whom))
+        else:
+            acts = {"crash": self._crash_router, "cut": self._cut, "break": self._break, "flip": self._flip}
+            hit = acts[what](fault, whom)
+        if hit:
+            self.struck.append(fault.kind)
+            self._world.note("FAULT", fault.kind, hit)
+
+    def _worker(self, fault: Fault, what: str, role: Role) -> str:
+        hosts = [host for host in self._cluster.live if host.plan.role is role and not host.process.paused]
+        if not hosts:
+            return ""
+        host = hosts[fault.number % len(hosts)]
+        if what == "crash":
+            host.process.kill()
+        else:
+            self._pause(host, fault.long_s)
+        return host.name
+
+    def _pause(self, host: WorkerHost, long_s: float) -> None:
+        host.process.pause()
+        self._world.loop.call_later(long_s, self._resume, host.process)
+
+    def _resume(self, process: Process) -> None:
+        self._world.note("RESUME", process)
+        process.resume()
+
+    def _crash_router(self, fault: Fault, whom: str) -> str:
+        routers = [router for router in self._cluster.routers if router.process.alive]
+        if len(routers) < 2:
+            return ""
+        router = routers[fault.number % len(routers)]
+        router.crash()
+        return router.process.name
+
+    def _cut(self, fault: Fault, whom: str) -> str:
+        streams: list[Stream] = [s for s in self._world.streams if s.kind == whom and s.open]
+        if not streams:
+            return ""
+        stream = streams[fault.number % len(streams)]
+        stream.cut()
+        return stream.name
+
+    def _break(self, fault: Fault, whom: str) -> str:
+        open_ones = [name for name, meeting in self._cluster.transport.meetings.items() if not meeting.closed]
+        if not open_ones:
+            return ""
+        broken: ChannelName = open_ones[fault.number % len(open_ones)]
+        self._cluster.transport.break_all(lambda name: name == broken)
+        return str(broken)
+
+    def _flip(self, fault: Fault, whom: str) -> str:
+        self._cluster.transport.flips += 1
+        return "the next frame"

@@ -1,0 +1,130 @@
+"""A router process, and clients that ask it and keep what they were told."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from typing import Any, cast
+
+from baton.core import Sampling, SequenceSpec
+from baton.rpc import convert
+from baton.rpc.v1 import common_pb2
+from baton.rpc.v1 import inference_pb2 as pb
+from router.floor import Floor, RouterSettings
+from router.service import Inference
+from tests.simulation.clock import LoopClock
+from tests.simulation.ledger import SimLedger
+from tests.simulation.memory import BACKEND
+from tests.simulation.rpc import Aborted, ClientCall
+from tests.simulation.world import Process, World
+
+
+class RouterHost:
+    """One router, without its listeners."""
+
+    def __init__(self, world: World, name: str, settings: RouterSettings, ledger: SimLedger) -> None:
+        self.world = world
+        self.process = Process(world, name)
+        self._ledger = ledger
+        self._settings = settings
+        self.process.run(self._build)
+
+    def _build(self) -> None:
+        self.floor = Floor(self._settings, self._ledger.workers, LoopClock())
+        self.inference = Inference(self.floor, BACKEND.tokenizer)
+        self.process.start(self.floor.pool.start(), "start")
+
+    def crash(self) -> None:
+        self.process.kill()
+
+    def leftovers(self) -> list[str]:
+        """What is counted here though no request runs."""
+        views = [(link.info.ref, link.view) for link in self.floor.pool.links]
+        found = [f"{ref} counts as loaded" for ref, v in views if v.dispatched or v.queued_tokens or v.pending_blocks]
+        if self.floor.running or self.floor.admission.waiting:
+            found.append("requests that run or wait")
+        found += [f"a mailbox for {handoff}" for link in self.floor.pool.links for handoff in link._mailboxes]
+        return [f"{self.process} has {what}" for what in found]
+
+
+@dataclass(frozen=True)
+class Ask:
+    """A request, and what its client does. `leaves_after`: so many events, then it cancels; None: it stays."""
+
+    name: str
+    prompt: tuple[int, ...]
+    sampling: Sampling
+    at: float
+    leaves_after: int | None
+    stall: float
+    priority: int
+
+
+class Client:
+    """One request's client: asks once, and says how that ended."""
+
+    def __init__(self, world: World, router: RouterHost, ask: Ask) -> None:
+        self.world, self.router, self.ask = world, router, ask
+        self.outcome = ""  # "finished", the name of an error, "left", or "router crashed"
+        self.ended_at = 0.0
+        self.call = ClientCall(world, ask.name, ask.stall)
+
+    async def run(self) -> None:
+        await asyncio.sleep(self.ask.at)
+        if not self.router.process.alive:
+            self._end("router crashed")
+            return
+        task = self.router.process.spawn(self._generate(), self.ask.name)
+        while not task.done() and not self._leaves():
+            await asyncio.wait([task], timeout=0.01 if self.ask.leaves_after is not None else 1.0)
+        if not task.done():
+            task.cancel()
+            await asyncio.wait([task])
+        if not self.outcome:
+            self._end(self._why_gone())
+
+    def _why_gone(self) -> str:
+        return "left" if self.router.process.alive else "router crashed"
+
+    def _leaves(self) -> bool:
+        return self.ask.leaves_after is not None and len(self.call.events) >= self.ask.leaves_after
+
+    async def _generate(self) -> None:
+        sampling = convert.sampling_to_pb(self.ask.sampling)
+        ids = common_pb2.TokenIds(ids=self.ask.prompt)
+        try:
+            await self.router.inference.Generate(
+                pb.GenerateRequest(token_ids=ids, sampling=sampling, priority=self.ask.priority), cast("Any", self.call)
+            )
+        except Aborted:
+            self._end(type(self.call.error()).__name__)
+        else:
+            self._end("finished")
+
+    def _end(self, outcome: str) -> None:
+        if self.outcome:
+            self.world.broken(f"{self.ask.name} ended twice: {self.outcome} and {outcome}")
+        self.outcome, self.ended_at = outcome, self.world.loop.time()
+        self.world.note("ended", self.ask.name, outcome)
+
+    def check(self) -> list[str]:
+        """What is wrong with the events that came, whatever the outcome."""
+        kinds = [event.WhichOneof("event") for event in self.call.events]
+        ids: list[int] = []
+        found: list[str] = []
+        for event in self.call.events:
+            if event.HasField("tokens"):
+                first = getattr(event.tokens, "from")
+                if first != len(ids):
+                    found.append(f"tokens from {first} after {len(ids)}")
+                ids += event.tokens.ids
+        expected = BACKEND.expected(SequenceSpec(self.ask.prompt, self.ask.sampling))
+        if ids != expected[: len(ids)]:
+            found.append(f"tokens {ids} instead of {expected}")
+        if self.outcome == "finished" and (ids != expected or kinds[-2:] != ["finished", "completed"]):
+            found.append(f"finished with {ids} instead of {expected}, {kinds}")
+        if [event.seq for event in self.call.events] != list(range(len(kinds))):
+            found.append("events are not numbered")
+        if kinds.count("accepted") > 1 or kinds.count("finished") > 1:
+            found.append(f"said twice: {kinds}")
+        return [f"{self.ask.name}: {what}" for what in found]

@@ -1,0 +1,40 @@
+"""The cluster's register, as far as leases go: who renewed last, and when."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from baton.core import WorkerInfo, WorkerRef
+    from tests.simulation.world import World
+
+
+class SimLedger:
+    """The part of `baton.ledger.ledger.Ledger` that a lease and a router's worker pool use; never away."""
+
+    def __init__(self, world: World, lease_s: float) -> None:
+        self._world, self._lease_s = world, lease_s
+        self._entries: dict[str, tuple[WorkerInfo, float]] = {}
+
+    async def register(self, info: WorkerInfo) -> bool:
+        """Of two that want one place, the later minted gets it."""
+        found = self._entries.get(info.ref.worker_id)
+        if found is not None and found[0].ref.incarnation.counter > info.ref.incarnation.counter:
+            return False
+        self._entries[info.ref.worker_id] = (info, self._until())
+        return True
+
+    async def renew(self, ref: WorkerRef, progress: int) -> bool:
+        """False: it is not registered."""
+        found = self._entries.get(ref.worker_id)
+        if found is None or found[0].ref != ref or found[1] < self._world.loop.time():
+            return False
+        self._entries[ref.worker_id] = (found[0], self._until())
+        return True
+
+    async def workers(self) -> list[WorkerInfo]:
+        """Those with a lease."""
+        return [info for info, until in self._entries.values() if until >= self._world.loop.time()]
+
+    def _until(self) -> float:
+        return self._world.loop.time() + self._lease_s

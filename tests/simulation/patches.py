@@ -1,0 +1,86 @@
+"""Where the code under test meets the machine: gRPC, threads, time and chance, each replaced by its simulated one."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, MutableMapping
+from contextlib import ExitStack, contextmanager
+from types import SimpleNamespace
+from typing import Any, NoReturn
+from unittest.mock import patch
+
+import structlog
+
+import baton.engine.engine
+import baton.worker.service
+import kvtransfer.outbox
+import kvtransfer.push
+import kvtransfer.receiver
+import kvtransfer.sender
+import kvtransfer.session
+import prefill_workers.fetch
+import router.floor
+import router.lifecycle
+import router.link
+import router.workers
+from tests.simulation.clock import LoopClock, SimCondition, SimQueue, SimThread
+from tests.simulation.memory import PoisonedPool
+from tests.simulation.rpc import SimStub, sim_channel
+from tests.simulation.transfer import SimExecutor, SimLink, SimSession
+from tests.simulation.worker import SimCost, SimWorkerSession
+from tests.simulation.world import PROCESS
+
+_BUGS = {"error", "exception", "critical"}
+
+
+class _Chance:
+    """`random` and `secrets`, of the process that asks."""
+
+    def uniform(self, low: float, high: float) -> float:
+        return PROCESS.get().rng.uniform(low, high)
+
+    def token_urlsafe(self, nbytes: int) -> str:
+        process = PROCESS.get()
+        process.minted += 1
+        return f"{process.name}.{process.minted}"
+
+    token_hex = token_urlsafe
+
+
+def _record(_: Any, method: str, event: MutableMapping[str, Any]) -> NoReturn:
+    """Every log line is a step of the trace; one that a bug would leave is a violation."""
+    process = PROCESS.get(None)
+    if process is not None:
+        facts = [f"{key}={value}" for key, value in event.items() if key not in {"event", "exc_info"}]
+        process.world.note("log", process.name, event["event"], *facts)
+        if method in _BUGS and process.alive:
+            process.world.broken(f"{process.name} logged {event['event']}: {event.get('exc_info')}")
+    raise structlog.DropEvent
+
+
+@contextmanager
+def simulated() -> Iterator[None]:
+    """While inside, the code under test runs on the `World` of the process that calls it."""
+    chance, clock = _Chance(), LoopClock()
+    plain = SimpleNamespace(Lock=threading.Lock, Event=threading.Event, Thread=SimThread, Condition=SimCondition)
+    stand_ins: list[tuple[Any, dict[str, Any]]] = [
+        (baton.engine.engine, {"BlockPool": PoisonedPool}),
+        (baton.worker.service, {"Session": SimWorkerSession}),
+        (kvtransfer.outbox, {"threading": plain, "time": clock}),
+        (kvtransfer.push, {"time": clock}),
+        (kvtransfer.receiver, {"Session": SimSession}),
+        (kvtransfer.sender, {"threading": plain, "time": clock, "ThreadPoolExecutor": SimExecutor, "Link": SimLink}),
+        (kvtransfer.session, {"threading": plain, "time": clock, "queue": SimpleNamespace(SimpleQueue=SimQueue)}),
+        (prefill_workers.fetch, {"CostModel": SimCost}),
+        (router.floor, {"secrets": chance}),
+        (router.lifecycle, {"secrets": chance}),
+        (router.link, {"aio_channel": sim_channel, "WorkerStub": SimStub, "random": chance}),
+        (router.workers, {"random": chance}),
+    ]
+    before = structlog.get_config()
+    with ExitStack() as leaving:
+        for module, names in stand_ins:
+            leaving.enter_context(patch.multiple(module, **names))
+        leaving.callback(structlog.configure, **before)
+        structlog.configure(processors=[_record])
+        yield

@@ -1,0 +1,54 @@
+"""One schedule: a seed in, what went wrong and how it came to it out."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from dataclasses import dataclass
+
+from tests.simulation.clock import Stuck, VirtualLoop
+from tests.simulation.cluster import Cluster, plan_of, urgent
+from tests.simulation.world import World, task_factory
+
+
+@dataclass(frozen=True)
+class Report:
+    """`found`: what does not hold. `trace`: the last steps. `met`: how often each kind of step and message came."""
+
+    seed: int
+    found: list[str]
+    trace: list[str]
+    outcomes: Counter[str]
+    struck: list[str]
+    met: Counter[str]
+    steps: int
+
+    def __str__(self) -> str:
+        lines = [f"schedule {self.seed}:", *self.found, f"faults: {self.struck}", "last steps:", *self.trace]
+        return "\n  ".join(lines)
+
+
+def run(seed: int) -> Report:
+    """Run the schedule of `seed` to its end, within `patches.simulated`."""
+    loop = VirtualLoop()
+    loop.set_task_factory(task_factory)
+    try:
+        return loop.run_until_complete(_run(seed))
+    finally:
+        for task in asyncio.all_tasks(loop):
+            task.cancel()
+        loop.run_until_complete(asyncio.sleep(0))
+        loop.close()
+
+
+async def _run(seed: int) -> Report:
+    world = World(seed)
+    cluster = Cluster(world, urgent(plan_of(world.rng), world.random_for("urgent")))
+    try:
+        found = await cluster.run()
+    except Stuck as error:
+        found = [f"stuck: {error}"]
+    trace, steps = list(world.trace), world.steps
+    cluster.stop()
+    outcomes = Counter(client.outcome for client in cluster.clients)
+    return Report(seed, found, trace, outcomes, cluster.faults.struck, world.met, steps)

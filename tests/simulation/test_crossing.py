@@ -1,0 +1,42 @@
+"""What is too narrow for chance: a decode worker's last words that cross a Fence, all heard at once."""
+
+from __future__ import annotations
+
+from unittest.mock import MagicMock
+
+import pytest
+
+from baton.core import Finish, FinishReason, HandoffId, Role, Sampling, SequenceSpec, Token
+from baton.errors import WorkerLost
+from baton.worker import events
+from router.attempt import Attempt
+
+H = HandoffId("r", 1)
+FIRST, SECOND = Token(0, 5, ""), Token(1, 6, "")
+LAST_WORDS = {
+    "finish": events.finished(H, Finish(FinishReason.LENGTH)),
+    "preempted": events.preempted(H, "full"),
+}
+
+
+@pytest.mark.parametrize("last", LAST_WORDS)
+async def test_a_fence_that_meets_a_handoff_which_has_ended_is_no_failure(last):
+    """D commits, ends, and forgets the handoff; the Fence comes then, and D can only say FENCED."""
+    attempt = Attempt(H, MagicMock(), SequenceSpec((1, 2), Sampling(max_tokens=4)), MagicMock(), MagicMock())
+    attempt._mailbox.put(Role.PREFILL, events.tokens(H, [FIRST]))
+    attempt._mailbox.put(Role.PREFILL, WorkerLost("it died"))
+    heard = attempt.outputs()
+    assert await anext(heard) == [FIRST]
+    for event in (
+        events.committed(H),
+        events.tokens(H, [FIRST]),
+        events.tokens(H, [SECOND]),
+        LAST_WORDS[last],
+        events.fenced(H),
+    ):
+        attempt._mailbox.put(Role.DECODE, event)
+    assert [tokens async for tokens in heard] == [[FIRST, SECOND]]
+    assert attempt.lost is None
+    assert (attempt.finish is not None, attempt.handed_back) == (
+        (True, "") if last == "finish" else (False, "preempted")
+    )

@@ -1,0 +1,104 @@
+"""Property tests of the handoff as a whole: random schedules of crashes, pauses, cuts, flipped bytes and late messages.
+
+Each schedule is drawn from its seed and runs the real router, roles, engines (oracle), outbox and receiver in virtual
+time on one thread (`transfer.py` says what that leaves out). What must hold in each of them:
+- every request ends once, within its time, with the oracle's tokens or with an error that its faults can explain;
+- tokens come numbered, each once, and never change;
+- no decode worker commits a handoff twice, or after it said FENCED, and no two commit the same;
+- transfers touch no block that is not theirs, nothing is written into what is free, and block ledgers add up;
+- when all is quiet, no live worker or router holds anything, and nothing that must not happen was logged.
+
+More of them: `BATON_SCHEDULES=5000 make chaos`. One: `BATON_SCHEDULE=<seed> pytest -s tests/simulation -k one_s`.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import Counter
+
+import pytest
+
+from tests.simulation.patches import simulated
+from tests.simulation.schedule import Report, run
+
+# Not part of `make test` yet: REGRESSIONS still fail. A prefill worker whose blocks are full of KV that waits for a
+# Repush, and decode workers whose room is reserved by those who wait for that prefill worker, hold each other up until
+# their deadlines.
+pytestmark = pytest.mark.chaos
+
+RANGES, EACH = 8, 50
+MANY = int(os.environ.get("BATON_SCHEDULES", "2000"))
+PARTS = 20
+REGRESSIONS = (30, 138, 627)
+"""Schedules that once found a bug: KV that waited for a Repush had the blocks for which others waited that had room."""
+
+
+def check(seeds: range | tuple[int, ...]) -> Counter[str]:
+    """Run them all; fail with the first that is not right. How their requests ended."""
+    outcomes: Counter[str] = Counter()
+    started = time.perf_counter()
+    with simulated():
+        for seed in seeds:
+            report = run(seed)
+            assert not report.found, str(report)
+            outcomes += report.outcomes
+    rate = len(seeds) / (time.perf_counter() - started)
+    print(f"{len(seeds)} schedules, {rate:.0f} per second: {dict(sorted(outcomes.items()))}")
+    return outcomes
+
+
+@pytest.mark.parametrize("part", range(RANGES))
+def test_schedules(part):
+    outcomes = check(range(part * EACH, (part + 1) * EACH))
+    assert outcomes["finished"] > outcomes.total() / 2  # else the faults hide what is to be seen
+
+
+def test_schedules_that_once_found_a_bug():
+    check(REGRESSIONS)
+
+
+@pytest.mark.timeout(60 + MANY)
+@pytest.mark.parametrize("part", range(PARTS))
+def test_many_schedules(part, seed):
+    first, each = seed * 1000 + part * 1_000_000_000_000, -(-MANY // PARTS)
+    check(range(first, first + each))
+
+
+@pytest.mark.skipif("BATON_SCHEDULE" not in os.environ, reason="BATON_SCHEDULE names no schedule to show")
+def test_one_schedule():
+    with simulated():
+        report = run(int(os.environ["BATON_SCHEDULE"]))
+    print(report)
+    assert not report.found
+
+
+def test_a_schedule_repeats_itself():
+    with simulated():
+        first, again = _facts(run(7)), _facts(run(7))
+    assert first == again
+
+
+def test_what_schedules_meet():
+    """That the states which matter are reached at all."""
+    met: Counter[str] = Counter()
+    with simulated():
+        for seed in range(60):
+            met += run(seed).met
+    wanted = {
+        "repush",
+        "fetch",
+        "fence",
+        "fenced",
+        "preempted",
+        "refused",
+        "abort",
+        "recovered",
+        "flip",
+        "RESUME",
+    }
+    assert not {what for what in wanted if not met[what]}
+
+
+def _facts(report: Report) -> tuple[object, ...]:
+    return report.trace, report.outcomes, report.struck, report.steps

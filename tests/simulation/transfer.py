@@ -1,0 +1,233 @@
+"""The real sender, outbox, receiver and session, with coroutines for their threads and a ring that both ends see.
+
+What is left out: two threads at one lock. A read of blocks, and a write, happens at once here (that `withdraw`, `fence`
+and `take` wait for one that is under way is tested with threads, in tests/unit/kvtransfer and tests/unit/decode). All
+else may come in between: a link goes on after a while, each time, and so does a session.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from baton.errors import BatonError, ChannelBroken, HandoffError
+from baton.rpc.v1 import peer_pb2 as pb
+from kvtransfer import probe
+from kvtransfer.inbound import Frame
+from kvtransfer.outbox import Outbox
+from kvtransfer.sender import REASON_S, Link, Sender
+from kvtransfer.session import Session
+from kvtransfer.transport import ChannelEnd, ChannelName, KeyRelay, Ring, Side
+from tests.simulation.clock import SimCondition, SimQueue
+from tests.simulation.world import PROCESS, Process, World
+
+_LOOKS = 4  # at the answers that are due, per deadline: fewer than the real one's
+
+
+@dataclass(eq=False)
+class Meeting:
+    """A channel: one ring that both ends see, and what has left the sender."""
+
+    staging: Tensor
+    left: set[int] = field(default_factory=set)
+    closed: set[Side] = field(default_factory=set)  # who has seen that it is closed
+    changed: SimCondition = field(default_factory=SimCondition)
+
+    def close(self, side: Side) -> None:
+        self.closed.add(side)
+        self.changed.notify_all()
+
+
+class SimTransport:
+    """All workers of a world meet here. `flips`: frames to come of which a byte changes on the way."""
+
+    name = reach = "sim"
+    device = torch.device("cpu")
+
+    def __init__(self, world: World) -> None:
+        self.flips = 0
+        self.meetings: dict[ChannelName, Meeting] = {}
+        self.world = world
+
+    def open(self, name: ChannelName, side: Side, keys: KeyRelay, ring: Ring, deadline_s: float) -> SimEnd:
+        if name not in self.meetings:
+            self.meetings[name] = Meeting(torch.zeros(ring.slots, ring.size, dtype=torch.uint8))
+        end = SimEnd(self, self.meetings[name], side, deadline_s)
+        PROCESS.get().on_death.append(end.close)
+        return end
+
+    def break_all(self, parts: Callable[[ChannelName], bool]) -> None:
+        """Both ends see it, each in its time."""
+        for name, meeting in self.meetings.items():
+            for side in Side if parts(name) else ():
+                self.world.loop.call_later(self.world.rng.random() * 0.1, meeting.close, side)
+
+
+class SimEnd:
+    """A `ChannelEnd`; `arrived` waits for what `finish` says then."""
+
+    def __init__(self, transport: SimTransport, meeting: Meeting, side: Side, deadline_s: float) -> None:
+        self._transport, self._meeting, self._side, self._deadline_s = transport, meeting, side, deadline_s
+        self._world, self._rng = transport.world, PROCESS.get().rng
+        self._last = 0.0
+
+    def slot(self, number: int) -> Tensor:
+        return self._meeting.staging[number % len(self._meeting.staging)]
+
+    def start(self, number: int, nbytes: int) -> None:
+        self._check()
+        if self._side is Side.SENDER:
+            if number >= probe.FRAMES and self._transport.flips:
+                self._transport.flips -= 1
+                self._world.note("flip", number)
+                self.slot(number)[self._rng.randrange(nbytes)] ^= 1 << self._rng.randrange(8)
+            self._last = max(self._last, self._world.loop.time() + self._world.delay(self._rng))
+            self._world.loop.call_at(self._last, self._leave, number)
+
+    def _leave(self, number: int) -> None:
+        self._meeting.left.add(number)
+        self._meeting.changed.notify_all()
+
+    async def arrived(self, number: int) -> None:
+        meeting = self._meeting
+        await meeting.changed.until(lambda: self._side in meeting.closed or number in meeting.left, self._deadline_s)
+
+    def finish(self, number: int) -> None:
+        self._check()
+        if self._side is Side.RECEIVER and number not in self._meeting.left:
+            raise ChannelBroken(f"frame {number}: no progress")
+
+    def close(self) -> None:
+        """The other end sees it later."""
+        self._meeting.closed.add(self._side)
+        self._world.loop.call_later(self._world.delay(self._rng), self._meeting.close, Side(1 - self._side))
+
+    def _check(self) -> None:
+        if self._side in self._meeting.closed:
+            raise ChannelBroken("closed")
+
+
+class SimLink(Link):
+    """`_run` and `_serve` as coroutines, step by step the same."""
+
+    async def _run(self) -> None:  # type: ignore[override]
+        with ExitStack() as leaving:
+            try:
+                await self._go(PROCESS.get(), leaving)
+            except HandoffError as error:
+                await _condition(self.outbox).until(lambda: self.outbox.broken, REASON_S)
+                self.outbox.stop(error)
+
+    async def _go(self, process: Process, leaving: ExitStack) -> None:
+        outbox, deadline_s = self.outbox, self._end.settings.frame_deadline_s
+        await process.turn()
+        self._stream = self._connect(self.to.address, outbox.take, self.stop)
+        leaving.callback(self._stream.close)
+        self._say(pb.PeerCommand(hello=self._hello()))
+        await _until(outbox, lambda: outbox._welcome, deadline_s)
+        transport, ring = outbox.welcome()
+        channel = self._open(transport, ring)
+        leaving.callback(channel.close)
+        await self._prove(channel, ring)
+        while True:
+            await process.turn()
+            await _until(outbox, outbox._pick, None)
+            await _until(outbox, lambda: outbox.number - outbox._credited < ring.slots, deadline_s)
+            outbox.wait_credit()
+            if (found := outbox._pick()) is not None:
+                await self._one(process, channel, ring, *found)
+
+    async def _one(self, process: Process, channel: ChannelEnd, ring: Ring, push: Any, frame: Any) -> None:
+        await process.turn()
+        if frame is None:
+            self.outbox.commit(push)
+        elif self._fill(channel, push, frame):
+            process.world.note("read", process, push.job.handoff, frame)
+            await process.turn()
+            self._send(channel, ring, push, frame)
+
+    async def _prove(self, channel: ChannelEnd, ring: Ring) -> None:
+        outbox, frame = self.outbox, probe.frame(ring)
+        for number in range(probe.FRAMES):
+            await _until(
+                outbox, lambda: outbox.number - outbox._credited < ring.slots, self._end.settings.frame_deadline_s
+            )
+            outbox.wait_credit()
+            channel.slot(outbox.number)[: frame.nbytes].copy_(probe.pattern(number, frame.nbytes))
+            self._send(channel, ring, None, frame)
+        await _until(outbox, lambda: outbox._probed >= probe.FRAMES, self._end.settings.frame_deadline_s)
+        outbox.wait_probed(probe.FRAMES)
+
+
+async def _until(outbox: Outbox, ready: Callable[[], Any], within_s: float | None) -> None:
+    """What the outbox would wait for: after this, its own waiting returns or raises at once."""
+    await _condition(outbox).until(lambda: outbox.broken or ready(), within_s)
+    await PROCESS.get().resumed()
+    if outbox._error is not None:
+        raise outbox._error
+
+
+def _condition(outbox: Outbox) -> SimCondition:
+    return cast("SimCondition", outbox._changed)
+
+
+class SimSender(Sender):
+    """Looks at deadlines in a coroutine."""
+
+    async def _watch_deadlines(self) -> None:  # type: ignore[override]
+        while True:
+            await asyncio.sleep(self._end.settings.frame_deadline_s / _LOOKS)
+            await PROCESS.get().resumed()
+            for link in self._all():
+                link.outbox.expire()
+
+
+class SimExecutor:
+    """A `ThreadPoolExecutor` of one thread."""
+
+    def __init__(self, workers: int, thread_name_prefix: str = "") -> None:
+        assert workers == 1
+        self._jobs = SimQueue()
+        PROCESS.get().start(self._run(PROCESS.get()), thread_name_prefix)
+
+    def submit(self, call: Callable[..., None], *args: Any) -> None:
+        self._jobs.put((call, args))
+
+    async def _run(self, process: Process) -> None:
+        while True:
+            call, args = await self._jobs.take()
+            await process.turn()
+            call(*args)
+
+
+class SimSession(Session):
+    """Its thread as a coroutine, step by step the same."""
+
+    async def _run(self) -> None:  # type: ignore[override]
+        deadline_s = self._end.settings.frame_deadline_s
+        try:
+            opened = self._transport.open(self._name, Side.RECEIVER, self._keys, self._ring, deadline_s)
+            with closing(opened) as channel:
+                await self._go(PROCESS.get(), cast("SimEnd", channel))
+        except BatonError as error:
+            self._in_loop(self.end, error)
+
+    async def _go(self, process: Process, channel: SimEnd) -> None:
+        while not self._over:
+            item = await cast("SimQueue", self._items).take()
+            await process.turn()
+            if item is None:
+                return
+            if isinstance(item, Frame):
+                channel.start(item.number, item.spec.nbytes)
+                await channel.arrived(item.number)
+                await process.turn()
+                self._receive(channel, item)
+            else:
+                self._answer(*item)

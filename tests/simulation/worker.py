@@ -1,0 +1,236 @@
+"""A worker process: the real role, engine, services and lease, with one coroutine for the engine thread."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+from baton.core import HandoffId, Incarnation, Role, WorkerInfo, WorkerRef
+from baton.errors import EngineFault, LedgerError
+from baton.rpc import convert
+from baton.rpc.v1 import worker_pb2
+from baton.worker.lease import Lease
+from baton.worker.service import WorkerService
+from baton.worker.session import Session
+from decode_workers.role import DecodeRole
+from kvtransfer.handoff import CommitState, TransferSettings
+from kvtransfer.receiver import PeerService
+from prefill_workers.fetch import CostModel
+from prefill_workers.role import PrefillRole
+from tests.simulation.clock import LoopClock, OrderedSet
+from tests.simulation.ledger import SimLedger
+from tests.simulation.memory import BACKEND, engine_of
+from tests.simulation.rpc import SimPeerStream, serving, shown
+from tests.simulation.transfer import SimSender, SimTransport
+from tests.simulation.world import PROCESS, Listener, Process, World
+
+IDLE_S = 0.5
+
+
+@dataclass(frozen=True)
+class WorkerPlan:
+    """What a worker's incarnations have in common."""
+
+    role: Role
+    worker_id: str
+    blocks: int
+    batched: int
+    running: int
+    transfer: TransferSettings
+    lease_s: float
+    step_s: float
+
+
+class SimDecode(DecodeRole):
+    """The role, watched."""
+
+    def command(self, session: Session, command: worker_pb2.RouterCommand) -> None:
+        if command.HasField("release"):
+            process = PROCESS.get()
+            process.world.facts.settled.add((process.name, convert.handoff_from_pb(command.release.handoff)))
+        super().command(session, command)
+
+    def committed(self, handoff: HandoffId, commit: CommitState) -> None:
+        process = PROCESS.get()
+        process.world.facts.committed(process.name, handoff)
+        super().committed(handoff, commit)
+
+
+class SimWorkerSession(Session):
+    """A router's session, watched, and in an order that every run repeats."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.handoffs = cast("set[HandoffId]", OrderedSet())
+        self._process = PROCESS.get()
+
+    def emit(self, events: Any) -> None:
+        events, world, name = list(events), self._process.world, self._process.name
+        for event in events:
+            kind = event.WhichOneof("event")
+            world.note("emit", name, shown(event, kind))
+            if kind == "fenced":
+                world.facts.said_fenced(name, convert.handoff_from_pb(event.handoff))
+            elif kind == "committed":
+                world.facts.settled.add((name, convert.handoff_from_pb(event.handoff)))
+        super().emit(events)
+
+
+class SimCost(CostModel):
+    """Virtual time says nothing of what computing costs: mostly, fetching is worth it."""
+
+    def worth(self, tokens: int, nbytes: int) -> bool:
+        return PROCESS.get().rng.random() < 0.7
+
+
+class SimEngineLoop:
+    """`EngineLoop` as a coroutine: jobs between steps; a step takes a while, and its results may take another."""
+
+    def __init__(self, host: WorkerHost) -> None:
+        self.iterations = 0
+        self._host = host
+        self._jobs: deque[Callable[[], None]] = deque()
+        self._wake = asyncio.Event()
+
+    def submit(self, job: Callable[[], None]) -> None:
+        self._jobs.append(job)
+        self._wake.set()
+
+    async def run(self) -> None:
+        host, process = self._host, self._host.process
+        while True:
+            if not self._jobs and not host.engine.has_work():
+                await self._sleep()
+            await process.resumed()
+            while self._jobs:
+                self._jobs.popleft()()
+            if host.engine.has_work():
+                await self._step(process)
+            host.role.tick()
+            host.report()
+            self.iterations += 1
+
+    async def _sleep(self) -> None:
+        self._wake.clear()
+        try:
+            async with asyncio.timeout(IDLE_S):
+                await self._wake.wait()
+        except TimeoutError:
+            pass
+
+    async def _step(self, process: Process) -> None:
+        host = self._host
+        await asyncio.sleep(process.rng.expovariate(1 / host.plan.step_s))
+        await process.resumed()
+        result = host.engine.step()
+        host.world.note("step", host.name, f"computed={result.computed}", *(str(o.key) for o in result.outputs))
+        if process.rng.random() < 0.3:
+            await process.turn()
+        host.report()
+        host.role.stepped(result)
+        if not (result.computed or result.outputs or result.preempted or result.failed):
+            await self._sleep()
+
+
+class WorkerHost:
+    """One incarnation."""
+
+    def __init__(
+        self, world: World, plan: WorkerPlan, counter: int, ledger: SimLedger, transport: SimTransport
+    ) -> None:
+        self.world, self.plan = world, plan
+        self.name = f"{plan.worker_id}#{counter}"
+        self.process = Process(world, self.name)
+        self._ledger, self._transport = ledger, transport
+        self._counter = counter
+        self.process.run(self._build)
+
+    @property
+    def alive(self) -> bool:
+        return self.process.alive
+
+    def _build(self) -> None:
+        plan, clock, prefill = self.plan, LoopClock(), self.plan.role is Role.PREFILL
+        ref = WorkerRef(plan.worker_id, Incarnation(1, self._counter), f"{plan.worker_id}:1")
+        self.engine = engine_of(
+            self.world, self.name, plan.blocks, prefill=prefill, batched=plan.batched, running=plan.running
+        )
+        pool, longest = self.engine.pool, self.engine.max_model_len
+        self.info = WorkerInfo(
+            ref, plan.role, BACKEND.fingerprint, "oracle", longest, pool.total, self.engine.layout
+        )  # fmt: skip
+        self.loop = SimEngineLoop(self)
+        loop: Any = self.loop
+        ends = self.engine.kv, ref, self.info.fingerprint, plan.transfer
+        if prefill:
+            less, fetch_s = plan.transfer.coalesce_below, plan.transfer.frame_deadline_s
+            role = PrefillRole(self.info, self.engine, loop, clock, coalesce_below=less, fetch_s=fetch_s)
+            self.role: PrefillRole | SimDecode = role
+            table: Any = role.fetches
+            unfetched: Callable[[HandoffId], None] = role.fetch_ended
+        else:
+            self.role = SimDecode(self.info, self.engine, loop, cast("Any", self), clock)
+            table, unfetched = self.role.reservations, lambda handoff: None
+        self.sender = SimSender(
+            *ends, [self._transport], self.role.push_ended, on_unfetched=unfetched, connect=SimPeerStream
+        )
+        self.role.attach(self.sender)
+        self.report()
+        self.service = WorkerService(self.info, loop, self.role, lambda: convert.load_to_pb(self._load))
+        self.peers = PeerService(*ends, table, [self._transport])
+        handlers = {"worker": serving(self._routers), "peer": serving(self._peers)}
+        self.world.listening[ref.address] = Listener(self.process, handlers)
+        self.process.start(self.loop.run(), "engine")
+        self.process.start(self._beat(clock), "beat")
+
+    async def _routers(self, requests: Any, context: Any, stream: Any) -> None:
+        async for message in self.service.Connect(requests, context):
+            await context.write(message)
+
+    async def _peers(self, requests: Any, context: Any, stream: Any) -> None:
+        await self.peers.Connect(requests, context)
+
+    def note(self, handoff: HandoffId, router_id: str, state: object) -> None:
+        """The ownership log, which nobody reads."""
+
+    def report(self) -> None:
+        """After each step and tick: with the ledger of blocks, which checks itself."""
+        self._load = replace(self.engine.load(), channels=self.sender.channels())
+
+    async def _beat(self, clock: LoopClock) -> None:
+        """As `baton.worker.host._beat`: a process that has lost its lease ends."""
+        lease, seen = Lease(cast("Any", self._ledger), self.info, self.plan.lease_s, clock), -1
+        try:
+            await lease.take()
+            while True:
+                lease.check()
+                self.service.beat()
+                if self.loop.iterations != seen:
+                    seen = self.loop.iterations
+                    await lease.renew(seen)
+                await asyncio.sleep(self.plan.lease_s / 3)
+                await self.process.turn()
+        except (LedgerError, EngineFault) as error:
+            self.world.note("fenced by its lease", self.name, error)
+            self.process.kill()
+
+    def leftovers(self) -> list[str]:
+        """What is held here though nothing is under way."""
+        counts, role = self.engine.pool.counts(), self.role
+        found = {
+            "reserved": counts.reserved,
+            "owned": counts.owned,
+            "quarantined": counts.quarantined,
+            "requests": len(self.engine._requests),
+            "pushes": sum(len(link.outbox._pushes) for link in self.sender._all()),
+            "poisoned": not cast("Any", self.engine.pool).untouched(),
+        }
+        if isinstance(role, PrefillRole):
+            found |= {"work": len(role._work), "fetches": len(role.fetches._fetches)}
+        else:
+            found |= {"reservations": len(role.reservations), "sessions": len(role._sessions)}
+            found |= {"pins": len(role._pins), "adopted": len(role._adopted)}
+        return [f"{self.name} has {what}: {number}" for what, number in found.items() if number]

@@ -1,0 +1,272 @@
+"""One schedule's world: processes that crash and freeze, streams that delay and break, a trace, and what went wrong."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter, deque
+from collections.abc import Callable, Coroutine
+from contextvars import ContextVar, copy_context
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from baton.core import HandoffId
+
+PROCESS: ContextVar[Process] = ContextVar("process")
+END = object()
+"""What a pipe gives when its stream has ended."""
+
+
+class World:
+    """`at(n, act)`: do something right after the n-th step of the trace, whatever that is."""
+
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
+        self.rng = random.Random(seed)
+        self.loop = asyncio.get_running_loop()
+        self.trace: deque[str] = deque(maxlen=60)
+        self.steps = 0
+        self.met: Counter[str] = Counter()
+        self.violations: list[str] = []
+        self.facts = Facts(self)
+        self.listening: dict[str, Listener] = {}
+        self.streams: list[Stream] = []
+        self.slow = self.rng.choice((0.0, 0.0, 0.02, 0.2))  # how often a message takes long
+        self._due: dict[int, list[Callable[[], None]]] = {}
+        self._names: Counter[str] = Counter()
+
+    def note(self, kind: str, *facts: object) -> None:
+        """One step of the trace."""
+        self.steps += 1
+        self.met[kind] += 1
+        self.met.update(str(fact).partition("(")[0] for fact in facts[1:])
+        self.trace.append(f"{self.loop.time() - 1000:9.4f} {self.steps:4} {kind} " + " ".join(map(str, facts)))
+        for act in self._due.pop(self.steps, ()):
+            self.loop.call_soon(act)
+
+    def at(self, step: int, act: Callable[[], None]) -> None:
+        self._due.setdefault(step, []).append(act)
+
+    def broken(self, what: str) -> None:
+        """A property does not hold."""
+        self.note("VIOLATION", what)
+        self.violations.append(what)
+
+    def random_for(self, name: str) -> random.Random:
+        """A generator of its own for each use, so that no draw hangs on the order of other draws."""
+        self._names[name] += 1
+        return random.Random(f"{self.seed} {name} {self._names[name]}")
+
+    def delay(self, rng: random.Random) -> float:
+        """Seconds that a message, or a thread, takes: mostly next to nothing."""
+        if rng.random() < self.slow:
+            return min(rng.expovariate(5.0), 0.5)  # else a heartbeat could come too late by chance
+        return rng.expovariate(2000.0)
+
+
+class Facts:
+    """What decode workers promised, of all handoffs of a world."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self.fenced: set[tuple[str, HandoffId]] = set()
+        self.commits: dict[HandoffId, str] = {}
+        self.settled: set[tuple[str, HandoffId]] = set()  # the router was told of the commit, or wants none any more
+
+    def said_fenced(self, worker: str, handoff: HandoffId) -> None:
+        self.fenced.add((worker, handoff))
+        if self.commits.get(handoff) == worker and (worker, handoff) not in self.settled:
+            self._world.broken(f"{worker} says that {handoff} is fenced, which it has committed")
+
+    def committed(self, worker: str, handoff: HandoffId) -> None:
+        if handoff in self.commits:
+            self._world.broken(f"{worker} commits {handoff}, which {self.commits[handoff]} has committed")
+        if (worker, handoff) in self.fenced:
+            self._world.broken(f"{worker} commits {handoff}, of which it has said that it is fenced")
+        self.commits[handoff] = worker
+
+
+class Process:
+    """Tasks that live and die together, and stand still together."""
+
+    def __init__(self, world: World, name: str) -> None:
+        self.world, self.name = world, name
+        self.alive = True
+        self.minted = 0  # names
+        self.on_death: list[Callable[[], None]] = []
+        self.rng = world.random_for(name)
+        self._tasks: dict[asyncio.Task[Any], None] = {}
+        self._running = asyncio.Event()
+        self._running.set()
+
+    def __str__(self) -> str:
+        return self.name
+
+    @property
+    def paused(self) -> bool:
+        return not self._running.is_set()
+
+    def spawn(self, work: Coroutine[Any, Any, Any], name: str = "") -> asyncio.Task[Any]:
+        return self.run(lambda: self.world.loop.create_task(work, name=f"{self.name} {name}"))
+
+    def start(self, work: Coroutine[Any, Any, Any], name: str = "") -> None:
+        """A task that nobody waits for."""
+        _ = self.spawn(work, name)
+
+    def run(self, make: Callable[[], Any]) -> Any:
+        """Call `make` as this process: what it starts belongs here."""
+        context = copy_context()
+        context.run(PROCESS.set, self)
+        return context.run(make)
+
+    def adopt(self, task: asyncio.Task[Any]) -> None:
+        self._tasks[task] = None
+        task.add_done_callback(self._ended)
+        if not self.alive:
+            task.cancel()
+
+    def _ended(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.pop(task, None)
+        if not task.cancelled() and (error := task.exception()) is not None and self.alive:
+            self.world.broken(f"{self.name}: task {task.get_name()} failed: {error!r}")
+
+    async def turn(self) -> None:
+        """A thread of this process goes on: after a while, and not while the process is stopped."""
+        await asyncio.sleep(self.world.delay(self.rng))
+        await self._running.wait()
+
+    async def resumed(self) -> None:
+        await self._running.wait()
+
+    def pause(self) -> None:
+        self._running.clear()
+
+    def resume(self) -> None:
+        self._running.set()
+
+    def kill(self) -> None:
+        """Its state is gone. Others hear of it by and by."""
+        if not self.alive:
+            return
+        self.alive = False
+        for act in self.on_death:
+            act()
+        for task in list(self._tasks):
+            task.cancel()
+        self._running.set()
+
+
+class Pipe:
+    """One direction of a stream: messages arrive late, in order, or, once it is cut, from some moment on not at all."""
+
+    def __init__(self, world: World, name: str, to: Process) -> None:
+        self._world, self._to = world, to
+        self.rng = world.random_for(name)
+        self._flight: deque[Any] = deque()
+        self._arrived: deque[Any] = deque()
+        self._filled = asyncio.Event()
+        self._last = 0.0
+        self.closed = False
+
+    def send(self, message: Any) -> None:
+        if self.closed:
+            return
+        if message is END:
+            self.closed = True
+        self._flight.append(message)
+        self._last = max(self._last, self._world.loop.time() + self._world.delay(self.rng))
+        self._world.loop.call_at(self._last, self._arrive)
+
+    def cut(self) -> None:
+        """What is on its way arrives up to some message; then the end is seen, sooner or later."""
+        if self.closed:
+            return
+        self._flight = deque(list(self._flight)[: self.rng.randint(0, len(self._flight))])
+        self._last += self.rng.choice((0.0, 0.001, 0.05, 0.5)) * self.rng.random()
+        self.send(END)
+
+    def drop(self) -> None:
+        """This end does not listen any more."""
+        self.closed = True
+        self._flight.clear()
+        self._arrived.clear()
+
+    def _arrive(self) -> None:
+        if self._flight:
+            self._arrived.append(self._flight.popleft())
+            self._filled.set()
+
+    async def receive(self) -> Any:
+        """The next message, or END; not while the receiver is stopped."""
+        while True:
+            await self._filled.wait()
+            await self._to.resumed()
+            if self._arrived:
+                break
+            self._filled.clear()
+        if self._arrived[0] is END:
+            return END
+        return self._arrived.popleft()
+
+
+@dataclass(eq=False)
+class Stream:
+    """Two pipes between a client and a server process."""
+
+    kind: str
+    name: str
+    client: Process
+    server: Process
+    up: Pipe
+    down: Pipe
+
+    @property
+    def open(self) -> bool:
+        return not self.up.closed and not self.down.closed
+
+    def cut(self) -> None:
+        """It breaks: both ends see it, each in its time."""
+        self.up.cut()
+        self.down.cut()
+
+    def leave(self, who: Process) -> None:
+        """One end goes: it hears nothing more, the other one sees the end later."""
+        mine, theirs = (self.down, self.up) if who is self.client else (self.up, self.down)
+        mine.drop()
+        theirs.cut()
+
+
+Handler = Callable[[Stream], Coroutine[Any, Any, None]]
+
+
+@dataclass(frozen=True)
+class Listener:
+    """Who listens at an address, and with what, by the kind of the stream."""
+
+    process: Process
+    handlers: dict[str, Handler]
+
+
+def connect(world: World, client: Process, address: str, kind: str) -> Stream | None:
+    """A stream to whoever listens there now; None: nobody does."""
+    listener = world.listening.get(address)
+    if listener is None or not listener.process.alive:
+        return None
+    server = listener.process
+    name = f"{kind} {client}>{server}"
+    stream = Stream(kind, name, client, server, Pipe(world, name + " up", server), Pipe(world, name + " down", client))
+    world.streams.append(stream)
+    client.on_death.append(stream.up.cut)
+    server.on_death.append(stream.down.cut)
+    server.start(listener.handlers[kind](stream), kind)
+    return stream
+
+
+def task_factory(loop: asyncio.AbstractEventLoop, work: Any, **options: Any) -> asyncio.Task[Any]:
+    """Every task belongs to the process that starts it."""
+    task: asyncio.Task[Any] = asyncio.Task(work, loop=loop, **options)
+    process = PROCESS.get(None)
+    if process is not None:
+        process.adopt(task)
+    return task
