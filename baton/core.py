@@ -278,6 +278,11 @@ class Load:
     fetched_tokens: int = 0  # whose KV came from a decode worker instead of being computed
     channels: tuple[Channel, ...] = ()
 
+    @property
+    def starved(self) -> bool:
+        """After a step: all that is here waits for blocks, which others have."""
+        return self.waiting > 0 and self.running == 0
+
 
 @dataclass(frozen=True, slots=True)
 class WorkerInfo:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import queue
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import TYPE_CHECKING
 
 from baton.errors import DigestMismatch, OfferRefused
+from baton.rpc.v1 import peer_pb2 as pb
 from kvtransfer.digests import KVDigest
 from kvtransfer.handoff import Offer
 from kvtransfer.messages import FingerprintRefused
@@ -14,18 +16,18 @@ from kvtransfer.plan import Coverage
 
 if TYPE_CHECKING:
     from baton.core import HandoffId
-    from baton.rpc.v1 import peer_pb2 as pb
     from kvtransfer.plan import FrameSpec
     from kvtransfer.transport import Endpoint
+    from kvtransfer.transports.express import Express
 
 
 @dataclass(slots=True, eq=False)
 class Inbound:
-    """A handoff that was offered on this channel and accepted by the table."""
+    """A handoff that was offered on this channel and accepted by the table. `dropped`: by whoever knows it first."""
 
     handoff: HandoffId
     known_tokens: int
-    announced: Coverage  # the event loop's; all below are the thread's
+    announced: Coverage
     whole: KVDigest | None = None  # None: nobody looks at it
     digests: list[bytes] = field(default_factory=list)
     dropped: bool = False
@@ -63,5 +65,43 @@ class Frame:
     announced_at: float
 
 
-Item = Frame | tuple[Inbound, "pb.Commit"] | None
+@dataclass(slots=True, eq=False)
+class Ended:
+    """The sender has said all of this handoff, with the first `after` frames of the channel. None: it gave up."""
+
+    inbound: Inbound
+    commit: pb.Commit | None
+    after: int
+
+
+Item = pb.FrameAnnounce | Ended | None
 """What the thread of a session is given; None: the session is over."""
+
+
+class Inbox:
+    """Items for the thread of a session: put here by the event loop, or come from the sender by `express`.
+
+    Each way keeps its order; between the two there is none, but what `Ended.after` says.
+    """
+
+    def __init__(self) -> None:
+        self.express: Express | None = None  # set by the thread, before it takes
+        self._items: queue.SimpleQueue[Item] = queue.SimpleQueue()  # bounded by credits and offers
+
+    def put(self, item: Item) -> None:
+        """From the event loop."""
+        self._items.put(item)
+        if self.express is not None:
+            self.express.wake()
+
+    @property
+    def ready(self) -> bool:
+        """Whether there is something to take."""
+        return not self._items.empty() or (self.express is not None and self.express.ready)
+
+    def take(self) -> Item:
+        """Wait for the next one. Raises ChannelBroken."""
+        while self.express is not None and self._items.empty():
+            if (packet := self.express.receive()) is not None:
+                return pb.FrameAnnounce.FromString(packet)
+        return self._items.get()

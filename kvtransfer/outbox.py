@@ -25,10 +25,11 @@ from baton.rpc import convert
 from baton.rpc.v1 import peer_pb2 as pb
 from kvtransfer import probe
 from kvtransfer.handoff import PushEnd, PushJob, Reports
-from kvtransfer.messages import announcement, commit_of, offer_of, refusal_from_pb
+from kvtransfer.messages import commit_of, offer_of, refusal_from_pb
 from kvtransfer.plan import FrameSpec, Progress
 from kvtransfer.push import NEVER, Push, State
 from kvtransfer.transport import Endpoint, KeyRelay, Ring
+from kvtransfer.window import Window
 
 T = TypeVar("T")
 
@@ -39,7 +40,8 @@ class Outbox:
     def __init__(
         self, end: Endpoint, title: str, say: Callable[[pb.PeerCommand], None], keys: KeyRelay, reports: Reports
     ) -> None:
-        self.number = 0  # of the next frame of the channel; the link's thread alone changes it
+        self.window = Window(say)  # the link's thread alone announces
+        self.wake: Callable[[], None] = lambda: None  # the link's thread, when it waits for the channel
         self._end = end
         self._title = title
         self._say = say
@@ -51,7 +53,6 @@ class Outbox:
         self._reads: HandoffId | None = None  # whose blocks are being read
         self._error: HandoffError | None = None
         self._welcome: pb.PeerWelcome | None = None
-        self._credited = 0
         self._probed = 0
 
     @property
@@ -116,6 +117,7 @@ class Outbox:
                 self._close(push, self._error)
             self._pushes.clear()
             self._changed.notify_all()
+        self.wake()
 
     def retire(self) -> None:
         """Break the link if it is idle; a push that is added from now on finds it broken."""
@@ -127,7 +129,7 @@ class Outbox:
         """Break the link if the receiver owes an answer for too long, whatever the link's thread is doing."""
         with self._changed:
             if min((push.deadline for push in self._pushes.values()), default=NEVER) <= time.monotonic():
-                self.stop(self._late("answer"))
+                self.stop(self.late("answer"))
 
     def take(self, reply: pb.PeerReply) -> None:
         """A message from the receiver. One that makes no sense breaks the link."""
@@ -145,19 +147,18 @@ class Outbox:
         welcome = self._wait(lambda: self._welcome, "welcome")
         return welcome.transport, Ring(welcome.credits, welcome.frame_size)
 
-    def next(self) -> tuple[Push, FrameSpec | None]:
-        """Wait for a frame that can be sent now, or (None) a push that can be committed. Raises HandoffError."""
+    def next(self, room: Callable[[], None]) -> tuple[Push, FrameSpec | None]:
+        """Wait for a frame that can be sent now (`room` waits for a slot), or (None) a push that can be committed."""
         while True:
             self._wait(self._pick)
-            self.wait_credit()
+            room()
             with self._changed:
                 if (found := self._pick()) is not None:
                     return found
 
     def wait_credit(self) -> None:
         """Wait until a slot is free. Raises HandoffError when the link broke or none was within the deadline."""
-        _, ring = self.welcome()
-        self._wait(lambda: self.number - self._credited < ring.slots, "credit")
+        self._wait(lambda: self.window.room, "credit")
 
     def wait_probed(self, frames: int) -> None:
         """Wait until the receiver has seen the probe's pattern. Raises HandoffError."""
@@ -188,8 +189,7 @@ class Outbox:
                 push.progress.took(frame)
                 push.nbytes += frame.nbytes
             handoff = push.job.handoff if push is not None else None
-            self._say(pb.PeerCommand(frame=announcement(handoff, self.number, frame)))
-            self.number += 1
+            self.window.announce(handoff, frame)
             return True
 
     def commit(self, push: Push) -> None:
@@ -199,7 +199,8 @@ class Outbox:
         with self._changed:
             if push in self._pushes.values():
                 push.state, push.deadline = State.COMMITTED, time.monotonic() + self._deadline_s
-                self._say(pb.PeerCommand(commit=commit))
+                self.window.flush()
+                self._say(pb.PeerCommand(commit=commit, after=self.window.number))
 
     # Under the lock
 
@@ -227,7 +228,7 @@ class Outbox:
             case "refused":
                 self._refused(reply.refused)
             case "credit":
-                self._credit(reply.credit.sequence)
+                self.window.credited(reply.credit.sequence)
             case "probed":
                 self._probed = reply.probed.frames
                 for push in self._pushes.values():
@@ -242,7 +243,7 @@ class Outbox:
             raise ChannelBroken("a second welcome, or one that grants no frames")
         if welcome.frame_size < self._end.kv.layout.layer_token_bytes:
             raise ChannelBroken(f"frames of {welcome.frame_size} bytes hold no position of a layer")
-        self._welcome = welcome
+        self._welcome, self.window.slots = welcome, welcome.credits
 
     def _offer(self, push: Push) -> None:
         if self._probed < probe.FRAMES or push.state is not State.WAITING:
@@ -264,11 +265,6 @@ class Outbox:
         elif push := self._pushes.get(convert.handoff_from_pb(refused.handoff)):
             self._fail(push, error, tell=push.state is not State.OFFERED)  # a refused offer binds nobody
 
-    def _credit(self, sequence: int) -> None:
-        if not self._credited <= sequence < self.number:
-            raise ChannelBroken(f"credit for frame {sequence}, with {self.number} announced")
-        self._credited = sequence + 1
-
     def _acknowledged(self, handoff: HandoffId) -> None:
         if (push := self._pushes.get(handoff)) and push.state is State.COMMITTED and self._welcome is not None:
             del self._pushes[handoff]
@@ -277,7 +273,8 @@ class Outbox:
     def _fail(self, push: Push, error: HandoffError, *, tell: bool) -> None:
         del self._pushes[push.job.handoff]
         if tell:
-            self._say(pb.PeerCommand(abort=pb.AbortHandoff(handoff=convert.handoff_to_pb(push.job.handoff))))
+            abort = pb.AbortHandoff(handoff=convert.handoff_to_pb(push.job.handoff))
+            self._say(pb.PeerCommand(abort=abort, after=self.window.number))
         self._close(push, error)
 
     def _close(self, push: Push, error: HandoffError) -> None:
@@ -289,12 +286,15 @@ class Outbox:
     def _wait(self, ready: Callable[[], T | None], what: str = "") -> T:
         """`what` is due within the deadline; without it, this waits until the link breaks."""
         with self._changed:
+            if not (self.broken or ready()):
+                self.window.flush()
             self._changed.wait_for(lambda: self.broken or ready(), self._deadline_s if what else None)
             if self._error is not None:
                 raise self._error
             if not (found := ready()):
-                raise self._late(what)
+                raise self.late(what)
             return found
 
-    def _late(self, what: str) -> ChannelBroken:
+    def late(self, what: str) -> ChannelBroken:
+        """It should have come by now."""
         return ChannelBroken(f"{self._title}: no {what} within {self._deadline_s} s")

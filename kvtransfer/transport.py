@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from baton.core import Incarnation, WorkerRef
     from baton.engine.kv import KVCache
     from kvtransfer.handoff import TransferSettings
+    from kvtransfer.transports.express import Express
 
 MAX_KEYS = 64
 MAX_KEY_BYTES = 256
@@ -72,7 +73,13 @@ class Ring:
 
 
 class ChannelEnd(Protocol):
-    """One end of a channel; see the contract above. Frames are numbered 0, 1, 2, ... on both ends."""
+    """One end of a channel; see the contract above. Frames are numbered 0, 1, 2, ... on both ends.
+
+    `express`: where announcements and credits pass faster than over the Peer stream, and in their order.
+    """
+
+    @property
+    def express(self) -> Express | None: ...
 
     def slot(self, number: int) -> Tensor:
         """Staging of frame `number`: uint8 [ring.size], contiguous, aligned to 64 bytes, on the transport's device."""

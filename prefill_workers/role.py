@@ -23,7 +23,7 @@ from baton.worker.census import Holding
 from baton.worker.commands import deadline_after
 from kvtransfer.handoff import PushEnd, PushJob, PushResult
 from prefill_workers.fetch import Fetches
-from prefill_workers.work import Work
+from prefill_workers.work import Work, spare
 
 if TYPE_CHECKING:
     from baton.clock import Clock
@@ -280,6 +280,8 @@ class PrefillRole:
     def tick(self) -> None:
         """Give up prompts whose deadline passed before they were computed, KV that nobody wants, and late fetches."""
         now = self._clock.monotonic()
+        if (held := spare(self._work)) is not None and self._engine.load().starved:
+            self._drop(held)
         for handoff in self.fetches.late():
             self._fetched(handoff)
         for handoff, work in list(self._work.items()):

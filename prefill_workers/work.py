@@ -6,7 +6,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from baton.core import SequenceSpec
+    from collections.abc import Mapping
+
+    from baton.core import HandoffId, SequenceSpec
     from baton.engine.outcome import Output
     from baton.worker.session import Session
 
@@ -31,3 +33,13 @@ class Work:
         if self.waits:
             return "waiting"
         return "prefilling" if self.first is None else "pushing"
+
+
+def spare(works: Mapping[HandoffId, Work]) -> HandoffId | None:
+    """Whose KV to give up if prompts find no room: the oldest that waits for a Repush, unless a push is under way.
+
+    That one will free blocks by itself. KV that waits may do so for ever: who is to take it may have no room before one
+    of these prompts is computed.
+    """
+    computed = [(handoff, work.waits) for handoff, work in works.items() if work.first is not None]
+    return computed[0][0] if computed and all(waits for _, waits in computed) else None

@@ -65,6 +65,7 @@ class Attempt:
         self._holds = False  # P has KV of this, or is about to: it was told, and has not said that it is through
         self._through = False  # D said that it holds nothing of this any more
         self._fencing: BatonError | None = None  # what happened to P
+        self._repushes = False  # P was asked for what it holds, and has not begun
 
     @property
     def workers(self) -> tuple[str, str]:
@@ -134,7 +135,7 @@ class Attempt:
         """Let P hand over to D what it holds of an attempt that was lost. `deadline_s` from now, 0: none."""
         to = convert.ref_to_pb(self._claim.decode.info.ref)
         message = pb.Repush(held=convert.handoff_to_pb(held), handoff=self._name, to=to, deadline_s=deadline_s)
-        message.skip, self._holds = self.cached_tokens or 0, True
+        message.skip, self._holds, self._repushes = self.cached_tokens or 0, True, True
         self._claim.prefill.send(repush=message)
 
     async def outputs(self) -> AsyncIterator[list[Token]]:
@@ -220,6 +221,8 @@ class Attempt:
             self.handed_back = "no_room"
         elif refused.reason == pb.REFUSAL_REASON_TOO_LONG:
             raise InvalidRequest.of("prompt", text)
+        elif self._repushes and source is Role.PREFILL and refused.reason == pb.REFUSAL_REASON_STALE:
+            self.handed_back = "kv_dropped"  # P needed the room for others: no failure, the prompt is computed again
         else:
             self._lose(source, _REFUSALS.get(refused.reason, EngineFault)(text))
 

@@ -120,7 +120,7 @@ class TransferConfig(Section):
 
     transport: Literal["auto", "nccl", "gloo", "shm", "cuda_ipc", "grpc", "memory"] = "auto"
     frame_size: Size = Field(default=4 * 2**20, description="the most that one frame carries, on each channel")
-    credits: PositiveInt = Field(
+    credits: Annotated[int, Field(ge=1, le=64)] = Field(
         default=4, description="frames in flight: a channel's staging takes frame_size times this, at each end"
     )
     coalesce_below: Size = Field(

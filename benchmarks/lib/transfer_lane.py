@@ -7,15 +7,16 @@ import time
 from dataclasses import asdict, dataclass, field
 from itertools import count
 from typing import TYPE_CHECKING
+from unittest.mock import patch
 
 from baton.core import HandoffId, Incarnation, Sampling, SequenceSpec, Token, WorkerRef
 from baton.errors import HandoffError
-from baton.rpc import convert
 from benchmarks.lib.transfer_peer import FINGERPRINT
 from kvtransfer.handoff import PushEnd, PushJob, PushResult
 from kvtransfer.sender import Sender
 from kvtransfer.stream import GrpcPeerStream
 from kvtransfer.transports.choose import make_transports
+from kvtransfer.window import Window
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from benchmarks.lib.protocol import Answer
     from benchmarks.lib.transfer_partner import Partner
     from kvtransfer.handoff import TransferSettings
+    from kvtransfer.plan import FrameSpec
     from kvtransfer.stream import OnEnd, OnReply, PeerStream
 
 WAIT_S = 30.0
@@ -39,7 +41,7 @@ class Told:
     done: threading.Event = field(default_factory=threading.Event)
     done_at: float = 0.0
     outcome: PushResult | HandoffError | None = None
-    announced: list[tuple[float, pb.FrameAnnounce]] = field(default_factory=list)
+    announced: list[tuple[float, FrameSpec]] = field(default_factory=list)
 
     def result(self) -> PushResult:
         """Wait for it. Raises HandoffError or TimeoutError."""
@@ -76,7 +78,8 @@ class Lane:
         """One handoff with all of its KV there: seconds from `begin`, or from `computed`, until it is acknowledged."""
         handoff, tokens = self.new(), len(end.spec or ()) - 1
         told, began = self.told[handoff.request_id], time.monotonic()
-        self.sender.begin(PushJob(handoff, self.to, tokens))
+        with patch("kvtransfer.outbox.Window", self._window):  # a link that this makes is this lane's
+            self.sender.begin(PushJob(handoff, self.to, tokens))
         if not from_begin:
             told.accepted.wait(WAIT_S)  # as it is long before a prompt is computed
             began = time.monotonic()
@@ -130,24 +133,23 @@ class Lane:
                 if told is not None:
                     told.accepted.set()
 
-        return _Noted(GrpcPeerStream(address, noted, on_end), self.told)
+        return GrpcPeerStream(address, noted, on_end)
+
+    def _window(self, say: Callable[[pb.PeerCommand], None]) -> Window:
+        return _Noted(say, self.told)
 
 
-class _Noted:
-    """A stream that notes when frames are announced."""
+class _Noted(Window):
+    """Notes when frames are announced, whichever way that is said."""
 
-    def __init__(self, stream: PeerStream, told: dict[str, Told]) -> None:
-        self._stream, self._told = stream, told
+    def __init__(self, say: Callable[[pb.PeerCommand], None], told: dict[str, Told]) -> None:
+        super().__init__(say)
+        self._told = told
 
-    def send(self, command: pb.PeerCommand) -> None:
-        self._stream.send(command)
-        if command.HasField("frame") and command.frame.HasField("handoff"):
-            told = self._told.get(convert.handoff_from_pb(command.frame.handoff).request_id)
-            if told is not None:
-                told.announced.append((time.monotonic(), command.frame))
-
-    def close(self) -> None:
-        self._stream.close()
+    def announce(self, handoff: HandoffId | None, frame: FrameSpec) -> None:
+        super().announce(handoff, frame)
+        if handoff is not None and (told := self._told.get(handoff.request_id)) is not None:
+            told.announced.append((time.monotonic(), frame))
 
 
 def end_of(tokens: int) -> PushEnd:

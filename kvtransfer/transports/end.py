@@ -12,6 +12,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from kvtransfer.transports.express import Express
+
 T = TypeVar("T")
 
 
@@ -21,6 +23,8 @@ class RingEnd(ABC):
     A transport raises OSError or RuntimeError, as its libraries do; the end makes ChannelBroken of it, with the text
     alone: a kept exception would keep the connection, and its sockets.
     """
+
+    express: Express | None = None
 
     def __init__(self, title: str, staging: Tensor) -> None:
         self._title = title

@@ -48,7 +48,7 @@ class ShmTransport:
         """
         title, build = f"shm channel {name}", _give if side is Side.RECEIVER else _take
         pair, staging = told(f"{title}: not built", lambda: build(name, keys, ring, deadline_s))
-        return PairEnd(title, staging, pair, side, pair.socket.close)
+        return PairEnd(title, staging, pair, side, pair.close)
 
 
 def _give(name: ChannelName, keys: KeyRelay, ring: Ring, deadline_s: float) -> tuple[UnixPair, Tensor]:
@@ -58,7 +58,7 @@ def _give(name: ChannelName, keys: KeyRelay, ring: Ring, deadline_s: float) -> t
         leaving.callback(os.close, file)
         staging = _mapped(file, ring)
         pair = unix_pair.accept(keys, deadline_s)
-        failing.callback(pair.socket.close)
+        failing.callback(pair.close)
         socket.send_fds(pair.socket, [b"\0"], [file])
         failing.pop_all()
     return pair, staging
@@ -68,7 +68,7 @@ def _take(name: ChannelName, keys: KeyRelay, ring: Ring, deadline_s: float) -> t
     """The sender's part. Raises OSError."""
     with ExitStack() as leaving, ExitStack() as failing:
         pair = unix_pair.connect(keys, deadline_s)
-        failing.callback(pair.socket.close)
+        failing.callback(pair.close)
         _, files, _, _ = socket.recv_fds(pair.socket, 1, 1, socket.MSG_CMSG_CLOEXEC)
         if not files:
             raise ConnectionError("the other end sent no memory")

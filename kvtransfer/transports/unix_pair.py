@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 from kvtransfer.transport import Side
 from kvtransfer.transports.end import RingEnd
+from kvtransfer.transports.express import Express
 from kvtransfer.transports.rendezvous import awaited_key
 
 if TYPE_CHECKING:
@@ -32,17 +33,19 @@ _PREFIX = b"\0baton-kv-"  # of the name; the zero byte makes it abstract
 _SECRET_BYTES = 16
 _GREETING_S = 1.0  # for a process of the same user to say the secret after it has connected
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
+_EXPRESS_BYTES = 1 << 18  # for 64 packets of some 100 bytes: a socket counts as full when a quarter of this is taken
 _NOTICE = struct.Struct("<QQ")  # number and bytes of a frame
 
 
 class UnixPair:
     """One end of a connected pair. Each message is one packet; a peer that is gone is seen at once, however it went.
 
-    Methods raise OSError. `socket` has the channel's deadline.
+    Methods raise OSError. `socket` has the channel's deadline, and so has `express`, a second pair for its user.
     """
 
-    def __init__(self, connected: socket.socket) -> None:
+    def __init__(self, connected: socket.socket, express: socket.socket) -> None:
         self.socket = connected
+        self.express = express
 
     def tell(self, number: int, nbytes: int) -> None:
         """Frame `number` is there. Waits only if some 250 notices are unread, more than there should be credits."""
@@ -58,6 +61,11 @@ class UnixPair:
             raise ConnectionError("closed by the other end")
         if notice != _NOTICE.pack(number, nbytes):
             raise ConnectionError(f"frame {number} of {nbytes} bytes was expected, the other end said {notice.hex()}")
+
+    def close(self) -> None:
+        """Both sockets. Idempotent."""
+        self.express.close()
+        self.socket.close()
 
     def check(self) -> None:
         """Raises ConnectionError if the other end has closed, or will not say any more."""
@@ -96,6 +104,7 @@ class PairEnd(RingEnd):
         self._let_go = let_go
         self._mark = mark
         self._expected: dict[int, int] = {}
+        self.express = Express(title, pair.express)
 
     def _start(self, number: int, nbytes: int) -> None:
         if self._side is Side.SENDER:
@@ -113,6 +122,8 @@ class PairEnd(RingEnd):
             self._mark(number)
 
     def _release(self) -> None:
+        if self.express is not None:
+            self.express.close()
         self._let_go()
 
 
@@ -126,8 +137,7 @@ def accept(keys: KeyRelay, deadline_s: float) -> UnixPair:
         keys.send(KEY, secret + name)
         while (left := deadline - time.monotonic()) > 0:
             if (connected := _next(listener, secret, left)) is not None:
-                connected.settimeout(deadline_s)
-                return UnixPair(connected)
+                return _with_express(connected, deadline_s)
     raise TimeoutError(f"the other end did not connect within {deadline_s} s")
 
 
@@ -144,8 +154,28 @@ def connect(keys: KeyRelay, deadline_s: float) -> UnixPair:
         if not _mine(connected):
             raise PermissionError("the other end belongs to another user")
         connected.send(secret)
+        _, files, _, _ = socket.recv_fds(connected, 1, 1, socket.MSG_CMSG_CLOEXEC)
+        if not files:
+            raise ConnectionError("closed by the other end")
+        express = socket.socket(fileno=files[0])
+        express.settimeout(deadline_s)
         failing.pop_all()
-    return UnixPair(connected)
+    return UnixPair(connected, express)
+
+
+def _with_express(connected: socket.socket, deadline_s: float) -> UnixPair:
+    """Make the second pair, and give the other end its half."""
+    connected.settimeout(deadline_s)
+    mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ExitStack() as failing, theirs:
+        failing.callback(mine.close)
+        failing.callback(connected.close)
+        mine.settimeout(deadline_s)
+        for half in (mine, theirs):
+            half.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _EXPRESS_BYTES)
+        socket.send_fds(connected, [b"\0"], [theirs.fileno()])
+        failing.pop_all()
+    return UnixPair(connected, mine)
 
 
 def _next(listener: socket.socket, secret: bytes, timeout_s: float) -> socket.socket | None:

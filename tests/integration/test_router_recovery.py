@@ -241,14 +241,24 @@ async def test_bytes_that_changed_on_the_way_are_computed_again(make):
     assert "baton_digest_mismatch_total 1.0" in await cluster.http("/metrics")
 
 
-async def test_a_repush_that_is_refused_is_a_failure_and_then_it_is_computed_again(make):
+async def test_a_repush_of_what_is_held_no_more_is_no_failure_and_then_it_is_computed_again(make):
     cluster = await make()
     [prefill] = cluster.prefill
     prefill.fail_push = [HELD]
-    prefill.refuse_once = [worker_pb2.REFUSAL_REASON_STALE]  # it has given up waiting, at the deadline say
-    await finishes(cluster, cluster.call(), "prefill_lost", "prefill_lost")
+    prefill.refuse_once = [worker_pb2.REFUSAL_REASON_STALE]  # it needed the room for others
+    events = await cluster.answer(cluster.call())
+    assert (ids_of(events), recovered(events)) == (ANSWER, [(2, "prefill_lost")])
+    assert events[-1].completed.placement.attempts == 3
+    await cluster.nothing_is_left()
     assert attempts_of(prefill, "prefill", "repush") == [("prefill", 1), ("repush", 2), ("prefill", 3)]
     assert cluster.decode[0].count("fence") == 1, "a refused attempt has nothing to be fenced"
+
+
+async def test_a_repush_that_is_refused_for_another_reason_is_a_failure(make):
+    cluster = await make()
+    [prefill] = cluster.prefill
+    prefill.fail_push, prefill.refuse_once = [HELD], [worker_pb2.REFUSAL_REASON_FINGERPRINT]
+    await finishes(cluster, cluster.call(), "prefill_lost", "prefill_lost")
 
 
 async def test_a_second_failure_is_followed_by_a_second_repush(make):

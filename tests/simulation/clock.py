@@ -127,10 +127,16 @@ class SimQueue:
     def empty(self) -> bool:
         return not self._items
 
-    async def take(self) -> Any:
+    def get(self) -> Any:
+        return self._items.popleft()
+
+    async def filled(self) -> None:
         while not self._items:
             self._filled.clear()
             await self._filled.wait()
+
+    async def take(self) -> Any:
+        await self.filled()
         return self._items.popleft()
 
 

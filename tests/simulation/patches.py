@@ -13,6 +13,8 @@ import structlog
 
 import baton.engine.engine
 import baton.worker.service
+import kvtransfer.inbound
+import kvtransfer.intake
 import kvtransfer.outbox
 import kvtransfer.push
 import kvtransfer.receiver
@@ -70,7 +72,9 @@ def simulated() -> Iterator[None]:
         (kvtransfer.push, {"time": clock}),
         (kvtransfer.receiver, {"Session": SimSession}),
         (kvtransfer.sender, {"threading": plain, "time": clock, "ThreadPoolExecutor": SimExecutor, "Link": SimLink}),
-        (kvtransfer.session, {"threading": plain, "time": clock, "queue": SimpleNamespace(SimpleQueue=SimQueue)}),
+        (kvtransfer.inbound, {"queue": SimpleNamespace(SimpleQueue=SimQueue)}),
+        (kvtransfer.intake, {"time": clock}),
+        (kvtransfer.session, {"threading": plain}),
         (prefill_workers.fetch, {"CostModel": SimCost}),
         (router.floor, {"secrets": chance}),
         (router.lifecycle, {"secrets": chance}),

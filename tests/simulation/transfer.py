@@ -8,6 +8,7 @@ else may come in between: a link goes on after a while, each time, and so does a
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Callable
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
@@ -19,7 +20,7 @@ from torch import Tensor
 from baton.errors import BatonError, ChannelBroken, HandoffError
 from baton.rpc.v1 import peer_pb2 as pb
 from kvtransfer import probe
-from kvtransfer.inbound import Frame
+from kvtransfer.inbound import Ended, Frame
 from kvtransfer.outbox import Outbox
 from kvtransfer.sender import REASON_S, Link, Sender
 from kvtransfer.session import Session
@@ -35,6 +36,8 @@ class Meeting:
     """A channel: one ring that both ends see, and what has left the sender."""
 
     staging: Tensor
+    express: dict[Side, SimExpress] = field(default_factory=dict)
+    packets: dict[Side, deque[bytes]] = field(default_factory=lambda: {side: deque() for side in Side})
     left: set[int] = field(default_factory=set)
     closed: set[Side] = field(default_factory=set)  # who has seen that it is closed
     changed: SimCondition = field(default_factory=SimCondition)
@@ -42,16 +45,63 @@ class Meeting:
     def close(self, side: Side) -> None:
         self.closed.add(side)
         self.changed.notify_all()
+        if side in self.express:
+            self.express[side].changed.notify_all()
+
+
+class SimExpress:
+    """`Express`: packets that arrive in their order, and in none with what the Peer stream carries."""
+
+    def __init__(self, world: World, meeting: Meeting, side: Side) -> None:
+        self.changed = SimCondition()
+        self._world, self._meeting, self._side = world, meeting, side
+        self._packets = meeting.packets[side]
+        self._rng, self._last = PROCESS.get().rng, 0.0
+        meeting.express[side] = self
+
+    def send(self, packet: bytes) -> None:
+        self._check()
+        due = self._world.loop.time() + self._world.delay(self._rng)
+        self._last = max(self._last + 1e-9, due)  # of timers for one moment none is the first
+        self._world.loop.call_at(self._last, self._arrive, packet)
+
+    def _arrive(self, packet: bytes) -> None:
+        other = Side(1 - self._side)
+        self._meeting.packets[other].append(packet)
+        if other in self._meeting.express:
+            self._meeting.express[other].changed.notify_all()
+
+    @property
+    def ready(self) -> bool:
+        return bool(self._packets) or self._side in self._meeting.closed
+
+    def receive(self, timeout_s: float | None = None) -> bytes | None:
+        """Never waits: `changed` is what to wait for."""
+        if self._packets:
+            return self._packets.popleft()
+        self._check()
+        return None
+
+    def wake(self) -> None:
+        self.changed.notify_all()
+
+    def _check(self) -> None:
+        if self._side in self._meeting.closed:
+            raise ChannelBroken("closed")
 
 
 class SimTransport:
-    """All workers of a world meet here. `flips`: frames to come of which a byte changes on the way."""
+    """All workers of a world meet here, in every other one with an express.
+
+    `flips`: frames to come of which a byte changes on the way.
+    """
 
     name = reach = "sim"
     device = torch.device("cpu")
 
     def __init__(self, world: World) -> None:
         self.flips = 0
+        self.fast = world.random_for("express").random() < 0.5
         self.meetings: dict[ChannelName, Meeting] = {}
         self.world = world
 
@@ -76,6 +126,7 @@ class SimEnd:
         self._transport, self._meeting, self._side, self._deadline_s = transport, meeting, side, deadline_s
         self._world, self._rng = transport.world, PROCESS.get().rng
         self._last = 0.0
+        self.express: Any = SimExpress(self._world, meeting, side) if transport.fast else None
 
     def slot(self, number: int) -> Tensor:
         return self._meeting.staging[number % len(self._meeting.staging)]
@@ -134,14 +185,32 @@ class SimLink(Link):
         transport, ring = outbox.welcome()
         channel = self._open(transport, ring)
         leaving.callback(channel.close)
+        self._express = channel.express
+        if self._express is None:
+            outbox.window.batch = max(1, ring.slots // 2)
         await self._prove(channel, ring)
         while True:
             await process.turn()
+            if not outbox._pick():
+                outbox.window.flush()
             await _until(outbox, outbox._pick, None)
-            await _until(outbox, lambda: outbox.number - outbox._credited < ring.slots, deadline_s)
-            outbox.wait_credit()
+            await self._slot(deadline_s)
             if (found := outbox._pick()) is not None:
                 await self._one(process, channel, ring, *found)
+
+    async def _slot(self, deadline_s: float) -> None:
+        outbox, express = self.outbox, cast("SimExpress | None", self._express)
+        while express is not None and not (outbox.window.room or outbox.broken):
+            await express.changed.until(lambda: outbox.broken or express.ready, deadline_s)
+            await PROCESS.get().resumed()
+            if not (outbox.broken or express.ready):
+                raise outbox.late("credit")
+            if (packet := express.receive()) is not None:
+                outbox.take(pb.PeerReply.FromString(packet))
+        if not outbox.window.room:
+            outbox.window.flush()
+        await _until(outbox, lambda: outbox.window.room, deadline_s)
+        outbox.wait_credit()
 
     async def _one(self, process: Process, channel: ChannelEnd, ring: Ring, push: Any, frame: Any) -> None:
         await process.turn()
@@ -155,12 +224,10 @@ class SimLink(Link):
     async def _prove(self, channel: ChannelEnd, ring: Ring) -> None:
         outbox, frame = self.outbox, probe.frame(ring)
         for number in range(probe.FRAMES):
-            await _until(
-                outbox, lambda: outbox.number - outbox._credited < ring.slots, self._end.settings.frame_deadline_s
-            )
-            outbox.wait_credit()
-            channel.slot(outbox.number)[: frame.nbytes].copy_(probe.pattern(number, frame.nbytes))
+            await self._slot(self._end.settings.frame_deadline_s)
+            channel.slot(outbox.window.number)[: frame.nbytes].copy_(probe.pattern(number, frame.nbytes))
             self._send(channel, ring, None, frame)
+        outbox.window.flush()
         await _until(outbox, lambda: outbox._probed >= probe.FRAMES, self._end.settings.frame_deadline_s)
         outbox.wait_probed(probe.FRAMES)
 
@@ -219,15 +286,23 @@ class SimSession(Session):
             self._in_loop(self.end, error)
 
     async def _go(self, process: Process, channel: SimEnd) -> None:
-        while not self._over:
-            item = await cast("SimQueue", self._items).take()
-            await process.turn()
-            if item is None:
-                return
+        intake, inbox, express = self._intake, self._intake.inbox, channel.express
+        inbox.express = express
+        todo: deque[Frame | Ended | None] = deque()
+        early: deque[Ended] = deque()
+        while not intake.over:
+            while not todo or inbox.ready:
+                if express is None:
+                    await cast("SimQueue", inbox._items).filled()
+                else:
+                    await express.changed.until(lambda: inbox.ready, None)
+                await process.turn()
+                intake._take_up(channel, todo, early)
+            item = todo.popleft()
             if isinstance(item, Frame):
-                channel.start(item.number, item.spec.nbytes)
                 await channel.arrived(item.number)
                 await process.turn()
-                self._receive(channel, item)
-            else:
-                self._answer(*item)
+                intake._receive(channel, item)
+                intake._credit(channel, at_once=not any(isinstance(other, Frame) for other in todo))
+            elif item is not None:
+                intake._conclude(item)

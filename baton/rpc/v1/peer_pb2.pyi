@@ -67,6 +67,10 @@ class PeerCommand(_message.Message):
     COMMIT_FIELD_NUMBER: _builtins.int
     ABORT_FIELD_NUMBER: _builtins.int
     FETCH_FIELD_NUMBER: _builtins.int
+    MORE_FIELD_NUMBER: _builtins.int
+    AFTER_FIELD_NUMBER: _builtins.int
+    after: _builtins.int
+    """with `commit` and `abort`: frames of the channel that were announced before"""
     @_builtins.property
     def hello(self) -> Global___PeerHello:
         """first, once"""
@@ -91,6 +95,10 @@ class PeerCommand(_message.Message):
     def fetch(self) -> Global___Fetch:
         """after an offer: send me what you have of it already"""
 
+    @_builtins.property
+    def more(self) -> _containers.RepeatedCompositeFieldContainer[Global___FrameAnnounce]:
+        """with `frame`: those that follow it"""
+
     def __init__(
         self,
         *,
@@ -101,10 +109,12 @@ class PeerCommand(_message.Message):
         commit: Global___Commit | None = ...,
         abort: Global___AbortHandoff | None = ...,
         fetch: Global___Fetch | None = ...,
+        more: _abc.Iterable[Global___FrameAnnounce] | None = ...,
+        after: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "command", b"command", "commit", b"commit", "fetch", b"fetch", "frame", b"frame", "hello", b"hello", "offer", b"offer", "store_key", b"store_key"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "command", b"command", "commit", b"commit", "fetch", b"fetch", "frame", b"frame", "hello", b"hello", "offer", b"offer", "store_key", b"store_key"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "after", b"after", "command", b"command", "commit", b"commit", "fetch", b"fetch", "frame", b"frame", "hello", b"hello", "more", b"more", "offer", b"offer", "store_key", b"store_key"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_command: _TypeAlias = _typing.Literal["hello", "store_key", "offer", "frame", "commit", "abort", "fetch"]  # noqa: Y015
     _WhichOneofArgType_command: _TypeAlias = _typing.Literal["command", b"command"]  # noqa: Y015
@@ -505,7 +515,7 @@ class Credit(_message.Message):
 
     SEQUENCE_FIELD_NUMBER: _builtins.int
     sequence: _builtins.int
-    """this frame has been taken out of its slot, which is free again"""
+    """this frame, and all before it, have been taken out of their slots, which are free again"""
     def __init__(
         self,
         *,

@@ -26,6 +26,7 @@ class WrappedEnd:
 
     def __init__(self, inner) -> None:
         self.inner = inner
+        self.express = inner.express
 
     def slot(self, number: int) -> torch.Tensor:
         return self.inner.slot(number)

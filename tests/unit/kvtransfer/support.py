@@ -256,7 +256,8 @@ class LoopbackStream:
     def frames(self, handoff: HandoffId) -> list[FrameSpec]:
         """What has been announced of it."""
         wanted = convert.handoff_to_pb(handoff)
-        said = [command.frame for command in list(self.said) if command.HasField("frame")]
+        commands = [command for command in list(self.said) if command.HasField("frame")]
+        said = [frame for command in commands for frame in (command.frame, *command.more)]
         return [frame_of(frame) for frame in said if frame.HasField("handoff") and frame.handoff == wanted]
 
     def close(self) -> None:

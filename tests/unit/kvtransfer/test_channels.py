@@ -163,8 +163,9 @@ class Scripted:
             case "hello":
                 self._reply(self._welcome)
             case "frame" if not command.frame.HasField("handoff"):
-                self._reply(pb.PeerReply(credit=pb.Credit(sequence=command.frame.sequence)))
-                if command.frame.sequence == probe.FRAMES - 1:
+                last = [command.frame, *command.more][-1].sequence
+                self._reply(pb.PeerReply(credit=pb.Credit(sequence=last)))
+                if last == probe.FRAMES - 1:
                     self._reply(pb.PeerReply(probed=pb.Probed(frames=probe.FRAMES)), *self._more)
             case "offer" if command.offer.handoff.request_id != "late":
                 self._reply(pb.PeerReply(offer_accepted=pb.OfferAccepted(handoff=command.offer.handoff)))
@@ -179,6 +180,8 @@ class Scripted:
 
 class StuckEnd:
     """Takes the probe, and not a byte of anything else."""
+
+    express = None
 
     def __init__(self) -> None:
         self.stuck = threading.Event()

@@ -191,9 +191,9 @@ def test_layers_that_were_taken_for_others_are_found_by_the_whole_alone(pairs) -
     swapped = {0: 1, 1: 0, 2: 2}
 
     def alter(command: pb.PeerCommand) -> None:
-        if command.HasField("frame") and command.frame.HasField("handoff"):
-            begin = swapped[command.frame.layer_begin]
-            command.frame.layer_begin, command.frame.layer_end = begin, begin + 1
+        for frame in (command.frame, *command.more) if command.HasField("frame") else ():
+            begin = swapped[frame.layer_begin]
+            frame.layer_begin, frame.layer_end = begin, begin + 1
 
     for settings, outcome in ((SETTINGS, PushResult), (VERIFYING, DigestMismatch)):
         pair = pairs(replace(settings, frame_size=layer))

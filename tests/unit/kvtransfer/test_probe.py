@@ -117,11 +117,14 @@ def test_a_channel_that_changes_bytes_is_never_used(pairs, slots: int) -> None:
 def test_the_probe_comes_before_the_first_offer_and_only_once(pair) -> None:
     for name in ("a", "b"):
         assert isinstance(pair.reports.wait(pair.push(name, 8, [1, 2], [11, 12])), PushResult)
-    said = [(command.WhichOneof("command"), command) for command in pair.stream.said]
-    kinds = [kind for kind, _ in said]
-    assert kinds[: probe.FRAMES + 2] == ["hello", *["frame"] * probe.FRAMES, "offer"]
-    of_the_probe = [command for kind, command in said if kind == "frame" and not command.frame.HasField("handoff")]
-    assert len(of_the_probe) == probe.FRAMES
+    commands = list(pair.stream.said)
+    kinds = [command.WhichOneof("command") for command in commands]
+    first = kinds.index("offer")
+    assert kinds[:first] == ["hello", *["frame"] * (first - 1)]
+    frames = [[frame.HasField("handoff") for frame in (c.frame, *c.more)] for c in commands if c.HasField("frame")]
+    assert frames[: first - 1] == [[False] * len(batch) for batch in frames[: first - 1]]
+    assert sum(map(len, frames[: first - 1])) == probe.FRAMES
+    assert all(of_a_handoff for batch in frames[first - 1 :] for of_a_handoff in batch)
 
 
 class SilentEnd(WrappedEnd):

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 
+from baton.engine.kernels.gpu.cuda_driver import HANDLE_BYTES, CudaDevice
 from baton.errors import ChannelBroken, ConfigError
 from kvtransfer.transport import KeyRelay, Side
 from kvtransfer.transports import unix_pair
-from kvtransfer.transports.cuda_driver import HANDLE_BYTES, CudaDevice
 from kvtransfer.transports.cuda_ipc import CudaIpcTransport
 from tests.unit.kvtransfer.transports.pairs import (
     CPU,
@@ -199,7 +199,7 @@ def test_a_receiver_refuses_handles_that_are_none(pairs: Pairs, pool, handles: b
     with pytest.raises(ChannelBroken, match=r"no handles|INVALID_VALUE"):
         opening.result(5)
     assert pair.gone
-    pair.socket.close()
+    pair.close()
 
 
 def test_a_sender_keeps_what_it_offered_until_the_receiver_is_gone(pairs: Pairs, pool, gpu: MainMemory) -> None:
@@ -213,7 +213,7 @@ def test_a_sender_keeps_what_it_offered_until_the_receiver_is_gone(pairs: Pairs,
         opening.result(5)
     assert quarantined(pairs) == RING.nbytes
     gpu.close(address)
-    pair.socket.close()
+    pair.close()
 
 
 def test_processes_reach_each_other_on_one_gpu(gpu: MainMemory) -> None:

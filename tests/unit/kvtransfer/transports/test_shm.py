@@ -66,7 +66,9 @@ def false_receiver(files: list[int]) -> Iterator[KeyRelay]:
 
         def serve() -> None:
             connected, _ = listener.accept()
-            with connected:
+            mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            with connected, mine, theirs:
+                socket.send_fds(connected, [b"\0"], [theirs.fileno()])
                 socket.send_fds(connected, [b"\0"], files)
                 connected.recv(100)
                 connected.recv(100)  # until the sender has gone
@@ -120,6 +122,14 @@ def test_a_sender_connects_to_nothing_but_a_channel(tmp_path: Path) -> None:
             other.accept()
 
 
+def given_memory(connected: socket.socket) -> int:
+    """What a real receiver gives: the other half of its express, which is closed here, and its memory."""
+    (express,), (file,) = (socket.recv_fds(connected, 1, 1)[1] for _ in range(2))
+    assert os.fstat(express).st_size == 0
+    os.close(express)
+    return file
+
+
 def turned_away(connected: socket.socket) -> bool:
     """Whether the other end closes, without having sent memory."""
     try:
@@ -156,9 +166,9 @@ def test_a_receiver_turns_strangers_away_and_still_meets_its_sender(pool) -> Non
         with stranger.connect(secret) as connected:
             assert turned_away(connected)
     with stranger.connect(None), stranger.connect(stranger.value[:16]) as right:  # the silent one is left after a while
-        _, files, _, _ = socket.recv_fds(right, 1, 1)
-        assert os.fstat(files[0]).st_size == RING.nbytes
-        os.close(files[0])
+        file = given_memory(right)
+        assert os.fstat(file).st_size == RING.nbytes
+        os.close(file)
         stranger.opening.result(5).close()
 
 
@@ -203,18 +213,18 @@ def test_a_receiver_refuses_another_notice_than_the_expected_one(pool, notice: b
         connected.send(notice)
         with pytest.raises(ChannelBroken, match="frame 0 of 8 bytes was expected"):
             receiver.finish(0)
-        assert connected.recv(1) == b"\0"  # with the memory
+        assert connected.recv(2) == connected.recv(2) == b"\0"  # with the express, and with the memory
         assert connected.recv(1) == b""
 
 
 def test_the_memory_cannot_change_its_size(pool) -> None:
     stranger = Stranger(pool)
     with stranger.connect(stranger.value[:16]) as connected, closing(stranger.opening.result(5)):
-        _, files, _, _ = socket.recv_fds(connected, 1, 1)
+        file = given_memory(connected)
         for nbytes in (0, RING.nbytes - 1, RING.nbytes + 1):
             with pytest.raises(PermissionError):
-                os.ftruncate(files[0], nbytes)
-        os.close(files[0])
+                os.ftruncate(file, nbytes)
+        os.close(file)
 
 
 def test_both_ends_see_the_same_memory_and_all_of_it_is_there(pairs: Pairs) -> None:

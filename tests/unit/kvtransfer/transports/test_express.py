@@ -1,0 +1,123 @@
+"""Packets beside the Peer stream: whole, in order, and an end that is seen by the other one."""
+
+import os
+import socket
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from baton.errors import ChannelBroken
+from kvtransfer.transports.express import MAX_PACKET, Express
+from kvtransfer.transports.unix_pair import _EXPRESS_BYTES
+
+
+@pytest.fixture
+def two() -> Iterator[tuple[Express, Express]]:
+    sockets = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    for one in sockets:
+        one.settimeout(5.0)
+        one.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _EXPRESS_BYTES)
+    ends = Express("a", sockets[0]), Express("b", sockets[1])
+    yield ends
+    for end in ends:
+        end.close()
+
+
+def test_packets_come_whole_and_in_order(two) -> None:
+    left, right = two
+    sent = [bytes([number]) * (number + 100) for number in range(64)]
+    for packet in sent:
+        left.send(packet)
+    right.send(b"back")
+    assert [right.receive(5.0) for _ in sent] == sent
+    assert left.receive(5.0) == b"back"
+
+
+def test_none_within_the_time(two) -> None:
+    assert two[0].receive(0.01) is None
+
+
+def test_a_waiting_end_is_woken(two, pool: ThreadPoolExecutor) -> None:
+    waiting = pool.submit(two[0].receive)
+    two[0].wake()
+    assert waiting.result(5) is None
+
+
+def test_a_wake_before_the_wait_is_not_lost_and_counts_once(two) -> None:
+    two[0].wake()
+    two[0].wake()
+    assert two[0].receive(5.0) is None
+    assert two[0].receive(0.01) is None
+
+
+def test_a_wake_is_nothing_to_take(two) -> None:
+    """Who asks `ready` first, and then receives because of it, must not wait."""
+    left, right = two
+    left.wake()
+    assert not left.ready
+    right.send(b"packet")
+    assert left.ready
+    assert left.receive(5.0) == b"packet"
+    assert not left.ready
+
+
+def test_the_end_of_the_other_one_is_seen_after_its_last_packet(two) -> None:
+    left, right = two
+    left.send(b"last")
+    left.close()
+    assert right.receive(5.0) == b"last"
+    assert right.ready
+    with pytest.raises(ChannelBroken, match="closed by the other end"):
+        right.receive()
+    with pytest.raises(ChannelBroken, match="Broken pipe"):
+        right.send(b"nobody hears it")
+
+
+def test_a_packet_that_is_too_large_breaks_the_channel(two) -> None:
+    left, right = two
+    left.send(bytes(MAX_PACKET))
+    left.send(bytes(MAX_PACKET + 1))
+    assert right.receive(5.0) == bytes(MAX_PACKET)
+    with pytest.raises(ChannelBroken, match="a packet of over 4096 bytes"):
+        right.receive(5.0)
+
+
+def test_a_wake_after_the_end_writes_to_no_other_file(two) -> None:
+    """The number of a file that was closed is given to the next one at once."""
+    left, _ = two
+    left.close()
+    files = [os.eventfd(0, os.EFD_NONBLOCK) for _ in range(8)]
+    try:
+        left.wake()
+        left.close()
+        for file in files:
+            with pytest.raises(BlockingIOError):
+                os.eventfd_read(file)
+    finally:
+        for file in files:
+            os.close(file)
+
+
+def test_wakes_from_many_threads_while_packets_come(two) -> None:
+    left, right = two
+    stop = threading.Event()
+
+    def disturb() -> None:
+        while not stop.is_set():
+            left.wake()
+
+    threads = [threading.Thread(target=disturb) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    got = []
+    for number in range(500):
+        right.send(number.to_bytes(4, "big"))
+        while (packet := left.receive(5.0)) is None:
+            pass
+        got.append(int.from_bytes(packet, "big"))
+    stop.set()
+    for thread in threads:
+        thread.join(5)
+    assert got == list(range(500))
