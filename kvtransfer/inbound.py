@@ -74,8 +74,8 @@ class Ended:
     after: int
 
 
-Item = pb.FrameAnnounce | Ended | None
-"""What the thread of a session is given; None: the session is over."""
+Item = Frame | pb.FrameAnnounce | Ended | None
+"""What the thread of a session is given: a frame that is checked, or is to be; None: the session is over."""
 
 
 class Inbox:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -47,14 +47,14 @@ class Intake:
         self.inbox = Inbox()
         self.inbound: dict[HandoffId, Inbound] = {}
         self.over = False
+        self.announced = 0  # frames
+        self.received = 0  # counted before their credit is given
         self._end = end
         self._table = table
         self._sender = sender
         self._transport = transport
         self._reply = reply
         self._ring = end.ring
-        self._announced = 0  # frames
-        self._received = 0
         self._credited = 0
         self._done_at = 0.0  # when the last of these was done
 
@@ -63,13 +63,10 @@ class Intake:
         self.over = True
         self.inbox.put(None)
 
-    @property
-    def idle(self) -> bool:
-        """No handoff is on its way."""
-        return not self.inbound and self._received == self._announced
-
     def serve(self, channel: ChannelEnd) -> None:
         """Until `stop`. Raises BatonError: the channel, or what was said on it, is no good."""
+        if channel.express is not None and self.announced:
+            raise FrameRefused("a frame was announced before the channel was built")
         self.inbox.express = channel.express
         todo: deque[Frame | Ended | None] = deque()
         early: deque[Ended] = deque()
@@ -87,30 +84,34 @@ class Intake:
         """Wait for an item; expect a frame at once, and an end after the frames that come before it."""
         item = self.inbox.take()
         if isinstance(item, pb.FrameAnnounce):
-            frame = self._checked(item)
-            channel.start(frame.number, frame.spec.nbytes)
-            todo.append(frame)
+            item = self.checked(item, self.inbound)
+        if isinstance(item, Frame):
+            channel.start(item.number, item.spec.nbytes)
+            todo.append(item)
         elif item is None:
             todo.append(None)
         else:
             early.append(item)
-        while early and early[0].after <= self._announced:
+        while early and early[0].after <= self.announced:
             todo.append(early.popleft())
 
-    def _checked(self, message: pb.FrameAnnounce) -> Frame:
-        """Raises FrameRefused for a frame that was not agreed."""
+    def checked(self, message: pb.FrameAnnounce, known: Mapping[HandoffId, Inbound]) -> Frame:
+        """The frame that is next; `known`: of which one may come. Raises FrameRefused for one that was not agreed.
+
+        Called where announcements come: by the event loop, or by the thread where there is an express.
+        """
         spec, number, inbound = frame_of(message), message.sequence, None
         if message.HasField("handoff"):
-            inbound = self.inbound.get(convert.handoff_from_pb(message.handoff))
+            inbound = known.get(convert.handoff_from_pb(message.handoff))
             if inbound is None or not inbound.announced.accepts(spec):
                 raise FrameRefused(f"frame {number}: {spec} does not go on where an accepted handoff is")
         elif spec != probe.frame(self._ring) or number >= probe.FRAMES:
             raise FrameRefused(f"frame {number}: of no handoff")
-        if number != self._announced or spec.nbytes > self._ring.size:
-            raise FrameRefused(f"frame {number}: {self._announced} is next, of {self._ring.size} bytes at most")
-        if self._announced - self._received >= self._ring.slots:
+        if number != self.announced or spec.nbytes > self._ring.size:
+            raise FrameRefused(f"frame {number}: {self.announced} is next, of {self._ring.size} bytes at most")
+        if self.announced - self.received >= self._ring.slots:
             raise FrameRefused(f"frame {number}: more than {self._ring.slots} in flight")
-        self._announced += 1
+        self.announced += 1
         return Frame(inbound, spec, number, time.monotonic())
 
     def _receive(self, channel: ChannelEnd, frame: Frame) -> None:
@@ -128,14 +129,14 @@ class Intake:
             inbound.busy_s += now - max(frame.announced_at, self._done_at)
             inbound.last_at = now
         self._done_at = now
-        self._received += 1
+        self.received += 1
 
     def _credit(self, channel: ChannelEnd, *, at_once: bool) -> None:
         """Give slots back: half a ring at a time, or all if there is nothing else to do."""
-        if not at_once and self._received - self._credited < self._ring.slots // 2:
+        if not at_once and self.received - self._credited < self._ring.slots // 2:
             return
-        self._credited = self._received
-        reply = pb.PeerReply(credit=pb.Credit(sequence=self._received - 1))
+        self._credited = self.received
+        reply = pb.PeerReply(credit=pb.Credit(sequence=self.received - 1))
         if channel.express is not None:
             channel.express.send(reply.SerializeToString())
         else:

@@ -188,8 +188,7 @@ class Outbox:
                     return False
                 push.progress.took(frame)
                 push.nbytes += frame.nbytes
-            handoff = push.job.handoff if push is not None else None
-            self.window.announce(handoff, frame)
+            self.window.announce(push.job.handoff if push is not None else None, frame)
             return True
 
     def commit(self, push: Push) -> None:
@@ -273,6 +272,7 @@ class Outbox:
     def _fail(self, push: Push, error: HandoffError, *, tell: bool) -> None:
         del self._pushes[push.job.handoff]
         if tell:
+            self.window.flush()
             abort = pb.AbortHandoff(handoff=convert.handoff_to_pb(push.job.handoff))
             self._say(pb.PeerCommand(abort=abort, after=self.window.number))
         self._close(push, error)

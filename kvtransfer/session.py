@@ -134,10 +134,10 @@ class Session:
             self._replies.put_nowait(pb.PeerReply(fetch_refused=refused))
 
     def _heard(self, frames: Sequence[pb.FrameAnnounce]) -> None:
-        if len(frames) > self._ring.slots:
-            raise FrameRefused(f"{len(frames)} frames announced at once, {self._ring.slots} may be in flight")
+        if self._intake.inbox.express is not None:
+            raise FrameRefused(f"frame {frames[0].sequence}: announced over the stream, beside the express")
         for frame in frames:
-            self._intake.inbox.put(frame)
+            self._intake.inbox.put(self._intake.checked(frame, self._open))
 
     def _claimed(self, message: pb.Commit, after: int) -> None:
         handoff = convert.handoff_from_pb(message.handoff)
@@ -163,7 +163,7 @@ class Session:
     @property
     def idle(self) -> bool:
         """No handoff is on its way."""
-        return self._intake.idle
+        return not self._open and self._intake.received == self._intake.announced
 
     def join(self) -> None:
         """Wait for the thread: at most the deadline of what is on the wire."""

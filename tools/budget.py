@@ -28,8 +28,15 @@ CORE = (
     "baton/worker",
     "baton/ledger",
 )
-# Behind one protocol each, of which the core knows no more: models, kernels, ranks, and ways to move bytes.
-NOT_CORE = ("baton/engine/model/", "baton/engine/kernels/", "baton/engine/tp/", "kvtransfer/transports/")
+# Behind one protocol each, of which the core knows no more: models, kernels, ranks, and ways to move bytes. And what
+# only looks on, for an operator.
+NOT_CORE = (
+    "baton/engine/model/",
+    "baton/engine/kernels/",
+    "baton/engine/tp/",
+    "baton/worker/census.py",
+    "kvtransfer/transports/",
+)
 TREE = ("baton", "router", "prefill_workers", "decode_workers", "kvtransfer", "simulator")
 NOT_CODE = {
     tokenize.COMMENT,

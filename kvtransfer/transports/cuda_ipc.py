@@ -15,9 +15,9 @@ from contextlib import ExitStack, suppress
 from functools import partial
 from typing import TYPE_CHECKING
 
+from baton.engine.kernels.gpu.cuda_driver import HANDLE_BYTES, CudaDevice, Device
 from kvtransfer.transport import Side
 from kvtransfer.transports import unix_pair
-from kvtransfer.transports.cuda_driver import HANDLE_BYTES, CudaDevice, Device
 from kvtransfer.transports.end import told
 from kvtransfer.transports.rendezvous import awaited_key, host_reach
 from kvtransfer.transports.unix_pair import PairEnd, UnixPair
@@ -79,7 +79,7 @@ class CudaIpcTransport:
     def _take(self, title: str, keys: KeyRelay, ring: Ring, deadline_s: float) -> PairEnd:
         with ExitStack() as held:
             pair = unix_pair.accept(keys, deadline_s)
-            held.callback(pair.socket.close)  # after the memory: it is the proof for the sender
+            held.callback(pair.close)  # after the memory: it is the proof for the sender
             said = awaited_key(keys, _RING, deadline_s)
             if len(said) != (1 + ring.slots) * HANDLE_BYTES:
                 raise ConnectionError(f"{len(said)} bytes are no handles of {ring.slots} slots")
@@ -105,7 +105,7 @@ class CudaIpcTransport:
             self._quarantine = [entry for entry in self._quarantine if entry not in proved]
         for address, _, pair in proved:
             self._gpu.free(address)
-            pair.socket.close()
+            pair.close()
 
 
 def _wait(done: Callable[[], bool], deadline_s: float) -> None:

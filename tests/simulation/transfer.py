@@ -203,8 +203,10 @@ class SimLink(Link):
         while express is not None and not (outbox.window.room or outbox.broken):
             await express.changed.until(lambda: outbox.broken or express.ready, deadline_s)
             await PROCESS.get().resumed()
-            if not (outbox.broken or express.ready):
-                raise outbox.late("credit")
+            if not express.ready:
+                if not outbox.broken:
+                    raise outbox.late("credit")
+                continue
             if (packet := express.receive()) is not None:
                 outbox.take(pb.PeerReply.FromString(packet))
         if not outbox.window.room:

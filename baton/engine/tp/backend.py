@@ -14,8 +14,9 @@ import torch
 from baton.engine.model.config import read_config
 from baton.engine.tp.exchange import SharedExchange
 from baton.engine.tp.follower import Followers
+from baton.engine.tp.memory import kv_memory
 from baton.engine.tp.messages import body, lengths
-from baton.engine.tp.model import load_rank, rank_cache, rank_layout
+from baton.engine.tp.model import load_rank
 from baton.engine.tp.ranks import CACHE, END, STEP, Plan, Ranks, memory_is_ordered
 from baton.engine.tp.shard import divided
 from baton.errors import RankLost
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from baton.engine.kv import KVCache
     from baton.engine.model.build import TransformerBackend
     from baton.engine.model.loader import Progress
+    from baton.engine.tp.memory import KVMemory
 
 PART_ELEMENTS = 2**20
 HEAD_ROWS = 64  # so many rows of logits pass in one exchange
@@ -36,15 +38,15 @@ END_S = 2.0
 class ShardedBackend:
     """Implements `baton.engine.backend.ModelBackend` with rank 0 in this process. Made by `load_sharded`.
 
-    All errors of a forward are RankLost: once one rank is elsewhere than the others, none can go on.
+    All errors of a forward or a new cache are RankLost: once one rank is elsewhere than the others, none can go on.
     """
 
-    def __init__(self, plan: Plan, local: TransformerBackend, ranks: Ranks, followers: Followers) -> None:
+    def __init__(
+        self, plan: Plan, local: TransformerBackend, ranks: Ranks, followers: Followers, memory: KVMemory
+    ) -> None:
         self.name, self.vocab_size, self.max_model_len = local.name, local.vocab_size, local.max_model_len
-        self.device, self.fingerprint = local.device, local.fingerprint
-        # On GPUs rank 0 has only its own heads to show.
-        self.layout = local.layout if plan.kv >= 0 else rank_layout(local.layout, plan.size)
-        self._plan, self._local, self._ranks, self._followers = plan, local, ranks, followers
+        self.device, self.fingerprint, self.layout = local.device, local.fingerprint, local.layout
+        self._plan, self._local, self._ranks, self._followers, self._memory = plan, local, ranks, followers, memory
         self._caches: tuple[KVCache, KVCache] | None = None
         self._closed = False
 
@@ -55,25 +57,28 @@ class ShardedBackend:
 
     def make_cache(self, total_blocks: int) -> KVCache:
         """The cache for `forward`, on all ranks; the one before it must not be used any more. Raises RankLost."""
-        self._caches = rank_cache(self._plan, 0, self._local.layout, total_blocks)
-        self._ranks.tell(CACHE, [total_blocks])
+        self._check_open()
+        self._caches = None
+        self._memory.prepare(total_blocks)
+        try:
+            self._ranks.tell(CACHE, [total_blocks])
+            self._caches = self._memory.make(total_blocks)
+        except Exception as error:  # whatever it is, the other ranks may be in the middle of this
+            raise self._lost(error) from error
         return self._caches[0]
 
     def forward(self, batch: Batch, kv: KVCache) -> torch.Tensor:
         """As the backend of a whole model. When it returns, the K and V of all ranks are written: each rank has
         written those of a layer before it gives its part of that layer's sums.
         """
-        if self._closed:
-            raise RankLost("the ranks of this worker have ended")
+        self._check_open()
         if self._caches is None or kv is not self._caches[0]:
             raise ValueError("not the cache that make_cache made last")
         try:
             self._ranks.tell(STEP, lengths(batch), body(batch))
             return self._local.model.forward(batch, self._caches[1])
         except Exception as error:  # whatever it is, the other ranks are in the middle of this forward
-            lost = self._followers.explain(error)
-            self._end(0.0)
-            raise lost from error
+            raise self._lost(error) from error
 
     def check(self) -> None:
         """Raises RankLost if one of the other ranks has ended."""
@@ -81,11 +86,27 @@ class ShardedBackend:
             self._followers.check()
 
     def close(self) -> None:
-        """End the other ranks; when this returns none is left."""
-        if not self._closed:
+        """End the other ranks; when this returns none is left, and on GPUs no KV of theirs can be reached."""
+        if self._closed:
+            return
+        try:
+            self._memory.close()
             with suppress(RankLost):
                 self._ranks.tell(END, [])
+        finally:
             self._end(END_S)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise RankLost("the ranks of this worker have ended")
+
+    def _lost(self, error: Exception) -> RankLost:
+        """End the other ranks, since one failed. What rank 0 has open of their memory stays so until its process ends:
+        to close it is to wait for a GPU, which may wait for the rank that was lost.
+        """
+        lost = self._followers.explain(error)
+        self._end(0.0)
+        return lost
 
     def _end(self, patience_s: float) -> None:
         self._closed = True
@@ -155,12 +176,13 @@ def _started(plan: Plan, progress: Progress | None) -> ShardedBackend:
         followers.wait("started", START_S)
         ranks = Ranks(plan, 0, followers.check)
         local = load_rank(plan, ranks, progress)
+        memory = kv_memory(plan, ranks, local.layout)
         followers.wait("loaded", START_S)
     except BaseException:
         followers.close(0.0)
         _close_memory(plan)
         raise
-    return ShardedBackend(plan, local, ranks, followers)
+    return ShardedBackend(plan, local, ranks, followers, memory)
 
 
 def _memory(nbytes: int) -> int:

@@ -19,13 +19,15 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from baton.engine.tp.memory import kv_memory
 from baton.engine.tp.messages import unpack
-from baton.engine.tp.model import load_rank, rank_cache
+from baton.engine.tp.model import load_rank
 from baton.engine.tp.ranks import CACHE, END, Plan, Ranks
 from baton.errors import BatonError, RankLost
 
 if TYPE_CHECKING:
     from baton.engine.kv import KVCache
+    from baton.engine.tp.memory import GpuOf
 
 PR_SET_PDEATHSIG = 1
 POLL_S = 0.01
@@ -94,19 +96,23 @@ def _mark(folder: Path, stage: str, rank: int) -> Path:
     return folder / f"{stage}-{rank}"
 
 
-def follow(plan: Plan, rank: int) -> None:
-    """Compute what rank 0 says until it says END. Raises RankLost when the group breaks."""
-    folder = Path(plan.store).parent
+def follow(plan: Plan, rank: int, gpu_of: GpuOf | None = None) -> None:
+    """Compute what rank 0 says until it says END. Raises RankLost when the group breaks. `gpu_of` is for tests."""
+    folder, device = Path(plan.store).parent, plan.device_of(rank)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # kernels are launched on the current one
     _mark(folder, "started", rank).touch()
     ranks = Ranks(plan, rank, alive=lambda: None)
     backend = load_rank(plan, ranks)
+    memory = kv_memory(plan, ranks, backend.layout, gpu_of)
     _mark(folder, "loaded", rank).touch()
     cache: KVCache | None = None
     while (message := ranks.hear()).kind != END:
         if message.kind == CACHE:
-            _, cache = rank_cache(plan, rank, backend.layout, message.numbers[0])
+            _, cache = memory.make(message.numbers[0])
         elif cache is not None:
             backend.model.forward(unpack(message.numbers, message.body), cache)
+    memory.close()
 
 
 def main() -> int:

@@ -1,21 +1,16 @@
-"""A rank's part of a model, and its heads of the KV cache."""
+"""A rank's part of a model."""
 
 from __future__ import annotations
 
-import math
-import mmap
-import os
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import torch
-
-from baton.engine.kv import DTYPES, KVCache
 from baton.engine.model.build import load_model
 from baton.engine.tp.shard import ShardedParts, ShardedWeights, divided
 
 if TYPE_CHECKING:
-    from baton.core import KVLayout
+    import torch
+
     from baton.engine.kernels.base import Kernels
     from baton.engine.model.build import TransformerBackend
     from baton.engine.model.config import ModelConfig
@@ -54,29 +49,3 @@ def load_rank(plan: Plan, ranks: Ranks, progress: Progress | None = None) -> Tra
         progress=progress,
         split=Split(plan, ranks),
     )
-
-
-def rank_layout(layout: KVLayout, size: int) -> KVLayout:
-    """What one of `size` ranks has of a cache."""
-    return replace(layout, kv_heads=layout.kv_heads // size)
-
-
-def rank_cache(plan: Plan, rank: int, layout: KVLayout, total_blocks: int) -> tuple[KVCache, KVCache]:
-    """The cache that the engine sees, and what this rank's model sees of it. `layout` is that of the whole model.
-
-    On a CPU one piece of shared memory holds the KV of all heads, and a rank sees its own: so a handoff is the same
-    whatever the number of ranks at either end. On GPUs each rank has a cache of its own, and both are that one.
-    """
-    own = rank_layout(layout, plan.size)
-    if plan.kv < 0:
-        cache = KVCache(own, total_blocks, plan.device_of(rank))
-        return cache, cache
-    shape = (len(layout.tensors), layout.layers, total_blocks, layout.block_size, layout.kv_heads, layout.head_dim)
-    count = math.prod(shape)
-    nbytes = count * layout.itemsize
-    if rank == 0 and os.fstat(plan.kv).st_size < nbytes:
-        os.ftruncate(plan.kv, nbytes)
-    memory = mmap.mmap(plan.kv, nbytes)
-    tensors = list(torch.frombuffer(memory, dtype=DTYPES[layout.dtype], count=count).view(shape))
-    heads = [tensor.narrow(3, rank * own.kv_heads, own.kv_heads) for tensor in tensors]
-    return KVCache(layout, total_blocks, storage=tensors), KVCache(own, total_blocks, storage=heads)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import BroadcastOptions, FileStore, PrefixStore
+from torch._C._distributed_c10d import AllgatherOptions, BroadcastOptions, FileStore, PrefixStore
 
 from baton.engine.tp.exchange import Exchange, GroupExchange, SharedExchange
 from baton.errors import RankLost
@@ -84,7 +84,7 @@ class Ranks:
     """
 
     def __init__(self, plan: Plan, rank: int, alive: Callable[[], None]) -> None:
-        self.rank, self.device = rank, plan.device_of(rank)
+        self.rank, self.size, self.device = rank, plan.size, plan.device_of(rank)
         store = FileStore(plan.store, plan.size)
         self._control = _gloo(PrefixStore("control", store), rank, plan)
         self._frame = torch.zeros(FRAME, dtype=torch.int64)
@@ -122,19 +122,32 @@ class Ranks:
             self._broadcast(self._data, body)
         return Message(kind, numbers, body)
 
+    def told(self, own: bytes) -> list[bytes]:
+        """What each rank says, in their order; all say the same number of bytes at the same time. Raises RankLost."""
+        said = torch.frombuffer(bytearray(own), dtype=torch.uint8)
+        heard = [torch.empty_like(said) for _ in range(self.size)]
+        options = AllgatherOptions()
+        options.timeout = self._limit
+        _wait(lambda: self._control.allgather([heard], [said], options))  # type: ignore[union-attr]  # not in the stub
+        return [bytes(each.tolist()) for each in heard]
+
     def _broadcast(self, group: Group, data: Tensor) -> None:
         options = BroadcastOptions()
         options.rootRank, options.timeout = 0, self._limit
-        try:
-            group.broadcast([data], options).wait()  # type: ignore[union-attr]  # not in the stub
-        except RuntimeError as error:
-            raise RankLost(f"a rank of this worker does not answer: {error}") from error
+        _wait(lambda: group.broadcast([data], options))  # type: ignore[union-attr]  # not in the stub
 
     def _exchange(self, plan: Plan, alive: Callable[[], None]) -> Exchange:
         if plan.memory < 0:
             return GroupExchange(self._data, plan.size, plan.capacity, self.device, plan.timeout_s)
         memory = mmap.mmap(plan.memory, SharedExchange.nbytes(plan.size, plan.capacity))
         return SharedExchange(memory, self.rank, plan.size, plan.capacity, plan.timeout_s, alive)
+
+
+def _wait(start: Callable[[], dist.Work]) -> None:
+    try:
+        start().wait()
+    except RuntimeError as error:
+        raise RankLost(f"a rank of this worker does not answer: {error}") from error
 
 
 def memory_is_ordered() -> bool:

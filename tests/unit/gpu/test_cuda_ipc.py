@@ -11,11 +11,11 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
+from baton.engine.kernels.gpu.cuda_driver import CudaDevice
 from baton.errors import ChannelBroken
 from kvtransfer.handoff import TransferSettings
 from kvtransfer.transport import Side
 from kvtransfer.transports.choose import make_transports
-from kvtransfer.transports.cuda_driver import CudaDevice
 from tests.integration.channel_peer import RING, Peer, frame
 
 pytestmark = [

@@ -14,6 +14,7 @@ from baton.rpc import convert
 from baton.rpc.v1 import peer_pb2 as pb
 from kvtransfer.receiver import PeerService
 from kvtransfer.transport import Ring, local_ring
+from kvtransfer.transports.express import Express
 from tests.unit.kvtransfer.support import (
     FINGERPRINT,
     LAYOUT,
@@ -48,7 +49,7 @@ class HandMade:
 
 
 class HandMadeEnd:
-    express = None
+    express: Express | None = None
 
     def __init__(self, ring: Ring) -> None:
         self._ring = local_ring(ring, torch.device("cpu"))

@@ -52,11 +52,16 @@ class Side:
     def send(self, packet: bytes) -> None:
         self._channels.ours.send(packet)
 
+    def forgotten(self) -> bool:
+        """Whether no frame of any handoff may come."""
+        return not any(session._intake.inbound for session in self.receiver.peer.service._sessions)
+
     def leave(self) -> None:
         self._channels.ours.close()
 
     def commit(self, after: int) -> None:
         end = make_end(8)
+        assert end.spec is not None
         spec, first = convert.spec_to_pb(end.spec), convert.tokens_to_pb(end.first)
         self.call.say(commit=pb.Commit(handoff=HANDOFF, spec=spec, first=first, digests=DIGESTS), after=after)
 
@@ -65,7 +70,7 @@ class Side:
 def side() -> Iterator[Side]:
     receiver = Receiver()
     channels = Fast()
-    receiver.channels.open = channels.open  # type: ignore[method-assign]
+    receiver.channels.open = channels.open  # type: ignore[method-assign,assignment]
     receiver.channels.ends = channels.ends
     with running(receiver):
         side = Side(receiver, channels)
@@ -102,8 +107,10 @@ def test_frames_that_an_abort_has_overtaken_are_taken_and_dropped(side: Side) ->
         side.frame(layer)
         assert side.credit() == layer
     assert not side.receiver.kv.k.any()
-    side.announce(2)
-    assert [side.call.hear(), side.call.hear()] == ["FRAME", "ended"]
+    side.table.reserve(JOB.handoff, [11, 12])
+    assert settled(side.forgotten)
+    side.call.offer()
+    assert side.call.hear() == "offer_accepted"
 
 
 @pytest.mark.parametrize(
@@ -122,10 +129,11 @@ def test_a_frame_that_was_not_agreed_ends_the_session_and_is_not_expected(side: 
     assert side.end.expected == []
 
 
-def test_more_frames_than_slots_end_the_session(side: Side) -> None:
+def test_more_frames_than_slots_are_never_expected(side: Side) -> None:
+    """The third is refused, or not read before there is a slot for it."""
     for layer in range(3):
         side.announce(layer)
-    assert [side.call.hear(), side.call.hear()] == ["FRAME", "ended"]
+    assert settled(lambda: bool(side.end.waited) or side.end._closed)
     assert len(side.end.expected) <= 2
 
 
@@ -146,3 +154,10 @@ def test_the_end_of_the_stream_wakes_the_thread(side: Side) -> None:
     assert len(threads) == 1
     side.call.stream.close()
     assert settled(lambda: not threads[0].is_alive())
+
+
+def test_a_frame_that_is_announced_the_other_way_ends_the_session(side: Side) -> None:
+    side.frame(0)
+    side.credit()
+    side.call.frame(1)
+    assert [side.call.hear(), side.call.hear()] == ["FRAME", "ended"]

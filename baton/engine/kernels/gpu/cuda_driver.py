@@ -2,8 +2,9 @@
 
 torch's own way (`_share_cuda_`) counts its users in a file of /dev/shm, which a killed process leaves behind, and never
 frees what such a process had open. Here the owner frees when it knows that nobody else can touch the memory any more.
-Written from CUDA's documentation and not yet run: no GPU was at hand. On a machine with one:
-`python -m pytest tests/unit/gpu/test_cuda_ipc.py`.
+Channels between workers use it (`kvtransfer.transports.cuda_ipc`), and ranks of one worker (`baton.engine.tp.memory`).
+Written from CUDA's documentation and not yet run: no GPU was at hand. On a machine with one, and with two:
+`python -m pytest tests/unit/gpu/test_cuda_ipc.py tests/unit/gpu/test_ranks.py`.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ class CudaDevice:
 
     def __init__(self, device: torch.device) -> None:
         if device.type != "cuda" or not torch.cuda.is_available():
-            raise ConfigError(f"cuda_ipc needs KV on an NVIDIA GPU; KV is on {device}")
+            raise ConfigError(f"CUDA IPC needs KV on an NVIDIA GPU; KV is on {device}")
         self._device = torch.empty(0, device=device).device  # with its index
         self.uuid = str(torch.cuda.get_device_properties(self._device).uuid)
         try:
@@ -69,7 +70,7 @@ class CudaDevice:
             self._context = self._primary_context(self._device.index)
             self._probe()
         except (OSError, RuntimeError) as error:
-            raise ConfigError(f"cuda_ipc: memory of {self._device} cannot be shared: {error}") from error
+            raise ConfigError(f"CUDA IPC: memory of {self._device} cannot be shared: {error}") from error
 
     def allocate(self, nbytes: int) -> int:
         """See `Device`."""
@@ -130,8 +131,12 @@ class CudaDevice:
             self.free(address)
 
     def _call(self, name: str, *arguments: object) -> None:
-        _checked(self._cuda, "cuCtxSetCurrent", self._context)  # it belongs to a thread, and this may be a new one
-        _checked(self._cuda, name, *arguments)
+        # What is current belongs to a thread: another GPU's may be, and is afterwards, or none in a new thread.
+        _checked(self._cuda, "cuCtxPushCurrent_v2", self._context)
+        try:
+            _checked(self._cuda, name, *arguments)
+        finally:
+            _checked(self._cuda, "cuCtxPopCurrent_v2", ctypes.byref(ctypes.c_void_p()))
 
 
 class _Handle(ctypes.Structure):

@@ -1,0 +1,163 @@
+"""KV of ranks that have a GPU each: `python -m pytest tests/unit/gpu/test_ranks.py` on a machine with two.
+
+None was at hand when this was written, so it has not been run. The protocol without GPUs is in
+`tests/unit/tp/test_memory.py`, the copies in `tests/unit/tp/test_cache.py`. The first test needs one GPU only.
+"""
+
+import os
+import random
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from baton.core import HandoffId, Sampling, SequenceSpec
+from baton.engine.engine import Engine
+from baton.engine.generate import generate
+from baton.engine.kv import KVCache
+from baton.engine.model.build import load_model
+from baton.engine.tp.backend import Ranking, ShardedBackend, load_sharded
+from baton.engine.tp.cache import ShardedCache, rank_layout
+from baton.errors import RankLost
+from baton.tokenizer import load_tokenizer
+from tests.unit.tp.support import GQA, LATENT, poisoned, put, whole, wire_of
+
+GPUS = torch.cuda.device_count()
+DEMO = Path(__file__).parents[3] / "models" / "demo"
+PROMPTS = ("The color of dog", "What is the largest ocean?", "The days of the week are " * 30)
+TOKENS = 24
+pytestmark = pytest.mark.timeout(300)
+one_gpu = pytest.mark.skipif(GPUS < 1, reason="needs an NVIDIA GPU and torch built for CUDA")
+two_gpus = pytest.mark.skipif(GPUS < 2, reason=f"needs two NVIDIA GPUs and torch built for CUDA; {GPUS} here")
+
+
+@one_gpu
+@pytest.mark.parametrize("layout", [GQA, replace(GQA, kv_heads=2), LATENT], ids=["gqa8", "gqa2", "latent"])
+@pytest.mark.parametrize("staging", ["cuda:0", "cpu"])
+def test_ranks_caches_on_gpus_are_one(layout, staging: str, seed: int) -> None:
+    """Caches of four ranks on as many GPUs as there are; staging on rank 0's, or in main memory."""
+    model, kv = poisoned(layout, 4, 9), whole(layout, 23, seed)
+    put(model, [7, 1, 4, 0, 8, 2], kv)
+    own = rank_layout(layout, 4)
+    ranks = [KVCache(own, 9, f"cuda:{rank % GPUS}") for rank in range(4)]
+    for cache, filled in zip(ranks, model.ranks, strict=True):
+        for tensor, values in zip(cache.tensors, filled.tensors, strict=True):
+            tensor.copy_(values)
+    source, target = ShardedCache(layout, ranks), KVCache(layout, 9)
+    mark = source.mark()
+    assert mark is not None
+    out = torch.empty(layout.layers * 21 * layout.layer_token_bytes, dtype=torch.uint8, device=staging)
+    mark.wait()
+    source.gather(range(layout.layers), [7, 1, 4, 0, 8, 2], 2, 23, out)
+    wire = wire_of(kv, range(layout.layers), 2, 23)
+    assert torch.equal(out.cpu(), wire)
+    back = ShardedCache(layout, [KVCache(own, 9, cache.device) for cache in ranks])
+    back.scatter(range(layout.layers), [0, 1, 2, 3, 4, 5], 2, 23, out)
+    back.settle()
+    again = torch.empty_like(wire)
+    back.gather(range(layout.layers), [0, 1, 2, 3, 4, 5], 2, 23, again)
+    assert torch.equal(again, wire)
+    target.scatter(range(layout.layers), [0, 1, 2, 3, 4, 5], 2, 23, again)
+    assert target.k.any()
+
+
+@contextmanager
+def sharded() -> Iterator[ShardedBackend]:
+    backend = load_sharded(DEMO, Ranking(2), device="cuda:0", dtype="float32")
+    try:
+        yield backend
+    finally:
+        backend.close()
+
+
+def specs(backend) -> list[SequenceSpec]:
+    sampling = Sampling(max_tokens=TOKENS, temperature=0.0, ignore_eos=True)
+    tokenizer = load_tokenizer(DEMO)
+    return [SequenceSpec(tuple(tokenizer.encode(prompt)), sampling) for prompt in PROMPTS]
+
+
+def engine(backend) -> Engine:
+    return Engine(backend, load_tokenizer(DEMO), total_blocks=96, prefix_cache=False)
+
+
+def carried(giver: Engine, taker: Engine, spec: SequenceSpec) -> list[int]:
+    """Prefill here, hand over, decode there: all tokens."""
+    key, layers = HandoffId("r", 0), range(giver.layout.layers)
+    giver.submit(key, spec, hold=True)
+    (first,) = run(giver)
+    nbytes = giver.layout.layers * len(spec) * giver.layout.layer_token_bytes
+    wire = torch.empty(nbytes, dtype=torch.uint8, device=giver.kv.device)
+    mark = giver.kv.mark()
+    if mark is not None:
+        mark.wait()
+    giver.kv.gather(layers, giver.held(key).blocks, 0, len(spec), wire)
+    giver.kv.settle()
+    giver.release(key)
+    room = taker.reserve(len(spec))
+    assert room is not None
+    taker.kv.scatter(layers, room.blocks, 0, len(spec), wire.to(taker.kv.device))
+    taker.kv.settle()
+    taker.adopt(key, replace(spec, known=(first,)), room)
+    return [first, *run(taker)]
+
+
+def run(engine: Engine) -> list[int]:
+    found = []
+    while engine.has_work():
+        found += [token.token_id for output in engine.step().outputs for token in output.tokens]
+    return found
+
+
+@two_gpus
+def test_two_gpus_hand_over_to_one_process_and_take_over_from_it() -> None:
+    """The tokens are those of one process on the CPU; rank 1's heads come and go through its own memory."""
+    one = engine(load_model(DEMO, dtype="float32"))
+    with sharded() as backend:
+        many = engine(backend)
+        assert isinstance(many.kv, ShardedCache)
+        assert [cache.device.index for cache in many.kv.ranks] == [0, 1]
+        assert backend.layout == one.layout
+        for spec in specs(backend):
+            expected = [token.token_id for token in generate(one, spec).tokens]
+            assert [token.token_id for token in generate(many, spec).tokens] == expected
+            assert carried(many, one, spec) == expected
+            assert carried(one, many, spec) == expected
+            assert carried(many, many, spec) == expected
+
+
+@two_gpus
+def test_memory_of_a_cache_comes_back() -> None:
+    """With each new cache, and with the end."""
+
+    def used(index: int) -> int:
+        torch.cuda.synchronize(index)
+        free, total = torch.cuda.mem_get_info(index)
+        return total - free
+
+    with sharded() as backend:
+        backend.make_cache(8)
+        blocks = (256 << 20) // rank_layout(backend.layout, 2).block_bytes
+        before = used(1)
+        for _ in range(3):
+            cache = backend.make_cache(blocks)
+            assert used(1) - before < (256 + 64) << 20
+        del cache
+        backend.make_cache(8)
+        assert used(1) - before < 64 << 20
+
+
+@two_gpus
+def test_a_killed_rank_ends_the_worker() -> None:
+    rng = random.Random(0)
+    with sharded() as backend:
+        kv = engine(backend)
+        kv.submit(HandoffId("r", 0), SequenceSpec((rng.randrange(1, 200),), Sampling(max_tokens=400, ignore_eos=True)))
+        kv.step()
+        os.kill(backend.pids[0], signal.SIGKILL)
+        os.waitid(os.P_PID, backend.pids[0], os.WEXITED | os.WNOWAIT)
+        with pytest.raises(RankLost, match="SIGKILL"):
+            backend.check()
