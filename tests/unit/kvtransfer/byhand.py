@@ -83,6 +83,8 @@ class HandMadeEnd:
         with self._changed:
             self._closed = True
             self._changed.notify_all()
+        if self.express is not None:
+            self.express.close()
 
 
 class Call:
