@@ -74,8 +74,8 @@ class Ended:
     after: int
 
 
-Item = Frame | pb.FrameAnnounce | Ended | None
-"""What the thread of a session is given: a frame that is checked, or is to be; None: the session is over."""
+Item = Frame | Ended | pb.PeerCommand | None
+"""What the thread of a session is given: what came by express is still to be checked; None: it is over."""
 
 
 class Inbox:
@@ -103,5 +103,5 @@ class Inbox:
         """Wait for the next one. Raises ChannelBroken."""
         while self.express is not None and self._items.empty():
             if (packet := self.express.receive()) is not None:
-                return pb.FrameAnnounce.FromString(packet)
+                return pb.PeerCommand.FromString(packet)
         return self._items.get()

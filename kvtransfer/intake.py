@@ -34,6 +34,7 @@ class Intake:
     """What the thread of a session does: `serve`. The rest is for the event loop.
 
     `inbound`: the handoffs of which frames may come; the event loop enters them before it says so to the sender.
+    `open`: those of them that are neither committed nor aborted. Whoever takes one out says which it is.
     """
 
     def __init__(
@@ -46,6 +47,7 @@ class Intake:
     ) -> None:
         self.inbox = Inbox()
         self.inbound: dict[HandoffId, Inbound] = {}
+        self.open: dict[HandoffId, Inbound] = {}
         self.over = False
         self.announced = 0  # frames
         self.received = 0  # counted before their credit is given
@@ -76,15 +78,17 @@ class Intake:
             item = todo.popleft()
             if isinstance(item, Frame):
                 self._receive(channel, item)
-                self._credit(channel, at_once=not any(isinstance(other, Frame) for other in todo))
+                self._credit(at_once=not any(isinstance(other, Frame) for other in todo))
             elif item is not None:
                 self._conclude(item)
 
     def _take_up(self, channel: ChannelEnd, todo: deque[Frame | Ended | None], early: deque[Ended]) -> None:
         """Wait for an item; expect a frame at once, and an end after the frames that come before it."""
         item = self.inbox.take()
-        if isinstance(item, pb.FrameAnnounce):
-            item = self.checked(item, self.inbound)
+        if isinstance(item, pb.PeerCommand):
+            if item.HasField("commit"):
+                return self.claim(item)
+            item = self.checked(item.frame, self.inbound)
         if isinstance(item, Frame):
             channel.start(item.number, item.spec.nbytes)
             todo.append(item)
@@ -94,6 +98,15 @@ class Intake:
             early.append(item)
         while early and early[0].after <= self.announced:
             todo.append(early.popleft())
+
+    def claim(self, command: pb.PeerCommand) -> None:
+        """A commit: its turn comes after the frames before it. From either thread, wherever it came."""
+        handoff = convert.handoff_from_pb(command.commit.handoff)
+        if (inbound := self.open.pop(handoff, None)) is not None:
+            self.inbox.put(Ended(inbound, command.commit, command.after))
+        else:
+            error = StaleAttempt(f"handoff {handoff} was not offered on this channel")
+            self._reply(refusal_to_pb(error, handoff))
 
     def checked(self, message: pb.FrameAnnounce, known: Mapping[HandoffId, Inbound]) -> Frame:
         """The frame that is next; `known`: of which one may come. Raises FrameRefused for one that was not agreed.
@@ -131,14 +144,16 @@ class Intake:
         self._done_at = now
         self.received += 1
 
-    def _credit(self, channel: ChannelEnd, *, at_once: bool) -> None:
+    def _credit(self, *, at_once: bool) -> None:
         """Give slots back: half a ring at a time, or all if there is nothing else to do."""
         if not at_once and self.received - self._credited < self._ring.slots // 2:
             return
         self._credited = self.received
-        reply = pb.PeerReply(credit=pb.Credit(sequence=self.received - 1))
-        if channel.express is not None:
-            channel.express.send(reply.SerializeToString())
+        self._hurry(pb.PeerReply(credit=pb.Credit(sequence=self.received - 1)))
+
+    def _hurry(self, reply: pb.PeerReply) -> None:
+        if self.inbox.express is not None:
+            self.inbox.express.send(reply.SerializeToString())
         else:
             self._reply(reply)
 
@@ -177,7 +192,7 @@ class Intake:
         except HandoffError as error:
             self._reply(refusal_to_pb(error, inbound.handoff))
         else:
-            self._reply(pb.PeerReply(commit_ack=pb.CommitAck(handoff=message.handoff)))
+            self._hurry(pb.PeerReply(commit_ack=pb.CommitAck(handoff=message.handoff)))
 
     def _commit(self, inbound: Inbound, spec: SequenceSpec | None, first: Sequence[Token], message: pb.Commit) -> None:
         if inbound.dropped or self.over:

@@ -13,7 +13,6 @@ inside when it is left; `withdraw` waits for that too.
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -24,6 +23,7 @@ from baton.errors import BatonError, ChannelBroken, HandoffError, StaleAttempt
 from baton.rpc import convert
 from baton.rpc.v1 import peer_pb2 as pb
 from kvtransfer import probe
+from kvtransfer.bell import Bell
 from kvtransfer.handoff import PushEnd, PushJob, Reports
 from kvtransfer.messages import commit_of, offer_of, refusal_from_pb
 from kvtransfer.plan import FrameSpec, Progress
@@ -41,14 +41,14 @@ class Outbox:
         self, end: Endpoint, title: str, say: Callable[[pb.PeerCommand], None], keys: KeyRelay, reports: Reports
     ) -> None:
         self.window = Window(say)  # the link's thread alone announces
-        self.wake: Callable[[], None] = lambda: None  # the link's thread, when it waits for the channel
+        self.bell = Bell()
         self._end = end
         self._title = title
         self._say = say
         self._keys = keys
         self._report, self._unfetched = reports.done, reports.unfetched
         self._deadline_s = end.settings.frame_deadline_s
-        self._changed = threading.Condition()
+        self._changed = self.bell.changed
         self._pushes: dict[HandoffId, Push] = {}
         self._reads: HandoffId | None = None  # whose blocks are being read
         self._error: HandoffError | None = None
@@ -82,7 +82,7 @@ class Outbox:
             if push := self._pushes.get(handoff):
                 push.blocks, push.mark = blocks, self._end.kv.mark()
                 push.progress.computed(layers, end)
-                self._changed.notify_all()
+                self.bell.ring()
 
     def withdraw(self, handoff: HandoffId) -> None:
         """Its blocks go to somebody else: what has not left will be computed again. Waits for a read under way."""
@@ -98,7 +98,7 @@ class Outbox:
             if (push := self._pushes.get(handoff)) is None:
                 return False
             push.end, push.finished_at = end, time.monotonic()
-            self._changed.notify_all()
+            self.bell.ring()
             return True
 
     def abort(self, handoff: HandoffId) -> None:
@@ -116,8 +116,7 @@ class Outbox:
             for push in self._pushes.values():
                 self._close(push, self._error)
             self._pushes.clear()
-            self._changed.notify_all()
-        self.wake()
+            self.bell.ring()
 
     def retire(self) -> None:
         """Break the link if it is idle; a push that is added from now on finds it broken."""
@@ -129,7 +128,7 @@ class Outbox:
         """Break the link if the receiver owes an answer for too long, whatever the link's thread is doing."""
         with self._changed:
             if min((push.deadline for push in self._pushes.values()), default=NEVER) <= time.monotonic():
-                self.stop(self.late("answer"))
+                self.stop(self._late("answer"))
 
     def take(self, reply: pb.PeerReply) -> None:
         """A message from the receiver. One that makes no sense breaks the link."""
@@ -138,7 +137,7 @@ class Outbox:
                 self._dispatch(reply)
             except BatonError as error:
                 self.stop(ChannelBroken(f"{self._title}: {error}"))
-            self._changed.notify_all()
+            self.bell.ring()
 
     # From the link's thread
 
@@ -147,11 +146,11 @@ class Outbox:
         welcome = self._wait(lambda: self._welcome, "welcome")
         return welcome.transport, Ring(welcome.credits, welcome.frame_size)
 
-    def next(self, room: Callable[[], None]) -> tuple[Push, FrameSpec | None]:
-        """Wait for a frame that can be sent now (`room` waits for a slot), or (None) a push that can be committed."""
+    def next(self) -> tuple[Push, FrameSpec | None]:
+        """Wait for a frame that can be sent now, or (None) a push that can be committed."""
         while True:
             self._wait(self._pick)
-            room()
+            self.wait_credit()
             with self._changed:
                 if (found := self._pick()) is not None:
                     return found
@@ -178,7 +177,7 @@ class Outbox:
                 push.reading, self._reads = False, None
                 if push.outcome is not None:
                     self._report(push.job.handoff, push.outcome)
-                self._changed.notify_all()
+                self.bell.ring()
 
     def announce(self, push: Push | None, frame: FrameSpec) -> bool:
         """Say that `frame` enters the channel now; False: the push has ended, nothing was said. None: a probe's."""
@@ -285,16 +284,18 @@ class Outbox:
 
     def _wait(self, ready: Callable[[], T | None], what: str = "") -> T:
         """`what` is due within the deadline; without it, this waits until the link breaks."""
+        due = time.monotonic() + self._deadline_s if what else NEVER
         with self._changed:
-            if not (self.broken or ready()):
+            while self._error is None:
+                if found := ready():
+                    return found
+                if (left := due - time.monotonic()) <= 0:
+                    raise self._late(what)
                 self.window.flush()
-            self._changed.wait_for(lambda: self.broken or ready(), self._deadline_s if what else None)
-            if self._error is not None:
-                raise self._error
-            if not (found := ready()):
-                raise self.late(what)
-            return found
+                packet = self.bell.wait(left if what else None)
+                if packet is not None:
+                    self.take(pb.PeerReply.FromString(packet))
+            raise self._error
 
-    def late(self, what: str) -> ChannelBroken:
-        """It should have come by now."""
+    def _late(self, what: str) -> ChannelBroken:
         return ChannelBroken(f"{self._title}: no {what} within {self._deadline_s} s")

@@ -32,7 +32,6 @@ from kvtransfer.transport import ChannelEnd, ChannelName, Endpoint, KeyRelay, Ri
 
 if TYPE_CHECKING:
     from baton.engine.kv import KVCache
-    from kvtransfer.transports.express import Express
 
 log = structlog.get_logger()
 LOOKS = 16  # at the answers that are due, per deadline
@@ -173,7 +172,6 @@ class Link:
         self._keys = KeyRelay(lambda key, value: self._say(pb.PeerCommand(store_key=pb.StoreKey(key=key, value=value))))
         self.outbox = Outbox(end, f"channel {self._name} to {to}", self._say, self._keys, reports)
         self._stream: PeerStream | None = None
-        self._express: Express | None = None
         self.outbox.add(job)
         self._thread = threading.Thread(target=self._run, name=f"kv-send-{self._name}", daemon=True)
         self._thread.start()
@@ -209,18 +207,16 @@ class Link:
         transport, ring = self.outbox.welcome()
         channel = self._open(transport, ring)
         leaving.callback(channel.close)
-        self._express = channel.express
-        if self._express is None:
+        self.outbox.bell.express = channel.express
+        if channel.express is None:
             self.outbox.window.batch = max(1, ring.slots // 2)
-        else:
-            self.outbox.wake = self._express.wake
         probed = self._probe(channel, ring)
         self.channel = Channel(self.to.worker_id, transport, probed)
         took_ms = round((time.monotonic() - started) * 1e3, 1)
         facts = {"to": str(self.to), "channel": str(self._name), "transport": transport, "ms": took_ms}
         log.info("channel open", **facts, mib_per_s=round(probed / 2**20))
         while True:
-            push, frame = self.outbox.next(self._wait_credit)
+            push, frame = self.outbox.next()
             if frame is None:
                 self.outbox.commit(push)
             elif self._fill(channel, push, frame):
@@ -238,7 +234,7 @@ class Link:
         patterns = [probe.pattern(number, frame.nbytes) for number in range(probe.FRAMES)]
         started = time.monotonic()
         for pattern in patterns:
-            self._wait_credit()
+            self.outbox.wait_credit()
             channel.slot(self.outbox.window.number)[: frame.nbytes].copy_(pattern)
             self._send(channel, ring, None, frame)
         self.outbox.wait_probed(probe.FRAMES)
@@ -278,18 +274,11 @@ class Link:
             if number >= ring.slots:
                 channel.finish(number - ring.slots)  # its slot has come back: it has left long ago
 
-    def _wait_credit(self) -> None:
-        """Wait until a slot is free. Raises HandoffError."""
-        while self._express is not None and not (self.outbox.window.room or self.outbox.broken):
-            packet = self._express.receive(self._end.settings.frame_deadline_s)
-            if packet is not None:
-                self.outbox.take(pb.PeerReply.FromString(packet))
-            elif not self.outbox.broken:
-                raise self.outbox.late("credit")
-        self.outbox.wait_credit()
-
     def _say(self, command: pb.PeerCommand) -> None:
-        if self._express is not None and command.HasField("frame"):
-            self._express.send(command.frame.SerializeToString())
+        express = self.outbox.bell.express
+        if express is not None and (
+            command.HasField("frame") or (command.HasField("commit") and express.takes(command.ByteSize()))
+        ):
+            express.send(command.SerializeToString())
         elif self._stream is not None:
             self._stream.send(command)

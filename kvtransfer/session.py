@@ -2,8 +2,8 @@
 
     stream --(event loop)--> offers, aborts --items--> thread (intake.py): frames, commits
            <--(event loop)-- replies <----------------'
-Where the channel has an express, announcements and credits take that way; a commit and an abort say after how many
-frames they come.
+Where the channel has an express, announcements, credits and commits take that way; a commit and an abort say after
+how many frames they come.
 """
 
 from __future__ import annotations
@@ -51,7 +51,6 @@ class Session:
         welcome = pb.PeerWelcome(credits=self._ring.slots, frame_size=self._ring.size, transport=transport.name)
         self._replies.put_nowait(pb.PeerReply(welcome=welcome))
         self._keys = KeyRelay(lambda key, value: self._reply(pb.PeerReply(store_key=pb.StoreKey(key=key, value=value))))
-        self._open: dict[HandoffId, Inbound] = {}  # neither committed nor aborted: the event loop's
         self._intake = Intake(end, table, sender, transport.name, self._reply)
         self._thread = threading.Thread(target=self._run, name=f"kv-recv-{self._name}", daemon=True)
         self._thread.start()
@@ -101,7 +100,7 @@ class Session:
             case "frame":
                 self._heard([command.frame, *command.more])
             case "commit":
-                self._claimed(command.commit, command.after)
+                self._intake.claim(command)
             case "fetch":
                 self._fetch(command.fetch)
             case "abort":
@@ -112,7 +111,7 @@ class Session:
     def _offered(self, message: pb.Offer) -> None:
         handoff = convert.handoff_from_pb(message.handoff)
         try:
-            self._open[handoff] = self._intake.inbound[handoff] = self._accept(handoff, message)
+            self._intake.open[handoff] = self._intake.inbound[handoff] = self._accept(handoff, message)
         except HandoffError as error:
             self._replies.put_nowait(refusal_to_pb(error, handoff))
         else:
@@ -137,20 +136,11 @@ class Session:
         if self._intake.inbox.express is not None:
             raise FrameRefused(f"frame {frames[0].sequence}: announced over the stream, beside the express")
         for frame in frames:
-            self._intake.inbox.put(self._intake.checked(frame, self._open))
-
-    def _claimed(self, message: pb.Commit, after: int) -> None:
-        handoff = convert.handoff_from_pb(message.handoff)
-        inbound = self._open.pop(handoff, None)
-        if inbound is None:
-            error = StaleAttempt(f"handoff {handoff} was not offered on this channel")
-            self._replies.put_nowait(refusal_to_pb(error, handoff))
-        else:
-            self._intake.inbox.put(Ended(inbound, message, after))
+            self._intake.inbox.put(self._intake.checked(frame, self._intake.open))
 
     def _aborted(self, handoff: HandoffId, after: int) -> None:
         self._table.aborted(handoff, self.sender)
-        if (inbound := self._open.pop(handoff, None)) is not None:
+        if (inbound := self._intake.open.pop(handoff, None)) is not None:
             inbound.dropped = True
             self._intake.inbox.put(Ended(inbound, None, after))
 
@@ -163,7 +153,7 @@ class Session:
     @property
     def idle(self) -> bool:
         """No handoff is on its way."""
-        return not self._open and self._intake.received == self._intake.announced
+        return not self._intake.open and self._intake.received == self._intake.announced
 
     def join(self) -> None:
         """Wait for the thread: at most the deadline of what is on the wire."""

@@ -75,7 +75,7 @@ class Ring:
 class ChannelEnd(Protocol):
     """One end of a channel; see the contract above. Frames are numbered 0, 1, 2, ... on both ends.
 
-    `express`: where announcements and credits pass faster than over the Peer stream, and in their order.
+    `express`: where announcements, credits and commits pass faster than over the Peer stream, and in their order.
     """
 
     @property

@@ -1,7 +1,8 @@
-"""Announcements and credits between two processes of one host: packets over a unix socket, past gRPC and its threads.
+"""What hurries between two processes of one host: packets over a unix socket, past gRPC and its threads.
 
 A frame of 4 MiB passes shared memory in well under a millisecond; a message over a gRPC stream costs a third of one, at
-each end (`benchmarks/transfer.py`). What is said here is what the Peer stream would carry, in the same bytes.
+each end (`benchmarks/transfer.py`). What is said here is what the Peer stream would carry, in the same bytes:
+announcements and credits, commits, if they are not too long, and what they are answered with.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import threading
 
 from kvtransfer.transports.end import told
 
-MAX_PACKET = 4096
+MAX_PACKET = 1 << 15
 
 
 class Express:
@@ -30,8 +31,14 @@ class Express:
         self._poll = select.poll()
         self._poll.register(connected, select.POLLIN)
         self._poll.register(self._woken, select.POLLIN)
+        self._outlet = select.poll()
+        self._outlet.register(connected, select.POLLOUT)
         self._closed = False
         self._lock = threading.Lock()  # a file that is closed may be another one's at once
+
+    def takes(self, nbytes: int) -> bool:
+        """Whether `send` would take a packet of this size without waiting."""
+        return nbytes <= MAX_PACKET and bool(self._outlet.poll(0))
 
     def send(self, packet: bytes) -> None:
         """Raises ChannelBroken."""

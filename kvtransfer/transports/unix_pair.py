@@ -33,7 +33,7 @@ _PREFIX = b"\0baton-kv-"  # of the name; the zero byte makes it abstract
 _SECRET_BYTES = 16
 _GREETING_S = 1.0  # for a process of the same user to say the secret after it has connected
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
-_EXPRESS_BYTES = 1 << 18  # for 64 packets of some 100 bytes: a socket counts as full when a quarter of this is taken
+_EXPRESS_BYTES = 1 << 18  # for 64 packets of some 100 bytes and a commit: it counts as full when a quarter is taken
 _NOTICE = struct.Struct("<QQ")  # number and bytes of a frame
 
 

@@ -13,6 +13,7 @@ import structlog
 
 import baton.engine.engine
 import baton.worker.service
+import kvtransfer.bell
 import kvtransfer.inbound
 import kvtransfer.intake
 import kvtransfer.outbox
@@ -68,7 +69,8 @@ def simulated() -> Iterator[None]:
     stand_ins: list[tuple[Any, dict[str, Any]]] = [
         (baton.engine.engine, {"BlockPool": PoisonedPool}),
         (baton.worker.service, {"Session": SimWorkerSession}),
-        (kvtransfer.outbox, {"threading": plain, "time": clock}),
+        (kvtransfer.bell, {"threading": plain}),
+        (kvtransfer.outbox, {"time": clock}),
         (kvtransfer.push, {"time": clock}),
         (kvtransfer.receiver, {"Session": SimSession}),
         (kvtransfer.sender, {"threading": plain, "time": clock, "ThreadPoolExecutor": SimExecutor, "Link": SimLink}),

@@ -59,6 +59,9 @@ class SimExpress:
         self._rng, self._last = PROCESS.get().rng, 0.0
         meeting.express[side] = self
 
+    def takes(self, nbytes: int) -> bool:
+        return self._rng.random() < 0.8
+
     def send(self, packet: bytes) -> None:
         self._check()
         due = self._world.loop.time() + self._world.delay(self._rng)
@@ -185,8 +188,10 @@ class SimLink(Link):
         transport, ring = outbox.welcome()
         channel = self._open(transport, ring)
         leaving.callback(channel.close)
-        self._express = channel.express
-        if self._express is None:
+        outbox.bell.express = channel.express
+        if channel.express is not None:
+            cast("SimExpress", channel.express).changed = _condition(outbox)
+        else:
             outbox.window.batch = max(1, ring.slots // 2)
         await self._prove(channel, ring)
         while True:
@@ -199,16 +204,7 @@ class SimLink(Link):
                 await self._one(process, channel, ring, *found)
 
     async def _slot(self, deadline_s: float) -> None:
-        outbox, express = self.outbox, cast("SimExpress | None", self._express)
-        while express is not None and not (outbox.window.room or outbox.broken):
-            await express.changed.until(lambda: outbox.broken or express.ready, deadline_s)
-            await PROCESS.get().resumed()
-            if not express.ready:
-                if not outbox.broken:
-                    raise outbox.late("credit")
-                continue
-            if (packet := express.receive()) is not None:
-                outbox.take(pb.PeerReply.FromString(packet))
+        outbox = self.outbox
         if not outbox.window.room:
             outbox.window.flush()
         await _until(outbox, lambda: outbox.window.room, deadline_s)
@@ -236,10 +232,24 @@ class SimLink(Link):
 
 async def _until(outbox: Outbox, ready: Callable[[], Any], within_s: float | None) -> None:
     """What the outbox would wait for: after this, its own waiting returns or raises at once."""
-    await _condition(outbox).until(lambda: outbox.broken or ready(), within_s)
-    await PROCESS.get().resumed()
+    clock, express = asyncio.get_running_loop().time, cast("SimExpress | None", outbox.bell.express)
+    due = None if within_s is None else clock() + within_s
+
+    def heard() -> bool:
+        return express is not None and express.ready
+
+    while True:
+        left = None if due is None else max(0.0, due - clock())
+        await _condition(outbox).until(lambda: outbox.broken or ready() or heard(), left)
+        await PROCESS.get().resumed()
+        if express is None or outbox.broken or ready() or not heard():
+            break
+        if (packet := express.receive()) is not None:
+            outbox.take(pb.PeerReply.FromString(packet))
     if outbox._error is not None:
         raise outbox._error
+    if not ready():
+        raise outbox._late("answer")
 
 
 def _condition(outbox: Outbox) -> SimCondition:
@@ -305,6 +315,6 @@ class SimSession(Session):
                 await channel.arrived(item.number)
                 await process.turn()
                 intake._receive(channel, item)
-                intake._credit(channel, at_once=not any(isinstance(other, Frame) for other in todo))
+                intake._credit(at_once=not any(isinstance(other, Frame) for other in todo))
             elif item is not None:
                 intake._conclude(item)

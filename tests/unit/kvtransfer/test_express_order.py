@@ -39,15 +39,21 @@ class Side:
     def announce(self, layer: int, **change) -> None:
         frame = {"handoff": HANDOFF, "sequence": layer, "begin": 0, "end": 8, "nbytes": LAYER}
         frame |= {"layer_begin": layer, "layer_end": layer + 1}
-        self._channels.ours.send(pb.FrameAnnounce(**{**frame, **change}).SerializeToString())
+        self.send(pb.PeerCommand(frame=pb.FrameAnnounce(**{**frame, **change})).SerializeToString())
 
     def frame(self, layer: int) -> None:
         self.announce(layer)
         self.end.arrive(ZEROS)
 
+    def reply(self) -> pb.PeerReply:
+        return pb.PeerReply.FromString(self._channels.ours.recv(100))
+
     def credit(self) -> int:
         """The last frame whose slot came back."""
-        return pb.PeerReply.FromString(self._channels.ours.recv(100)).credit.sequence
+        return self.reply().credit.sequence
+
+    def hear(self) -> str | None:
+        return self.reply().WhichOneof("reply")
 
     def send(self, packet: bytes) -> None:
         self._channels.ours.send(packet)
@@ -59,11 +65,15 @@ class Side:
     def leave(self) -> None:
         self._channels.ours.close()
 
-    def commit(self, after: int) -> None:
+    def commit(self, after: int, *, beside: bool = False) -> None:
         end = make_end(8)
         assert end.spec is not None
         spec, first = convert.spec_to_pb(end.spec), convert.tokens_to_pb(end.first)
-        self.call.say(commit=pb.Commit(handoff=HANDOFF, spec=spec, first=first, digests=DIGESTS), after=after)
+        commit = pb.Commit(handoff=HANDOFF, spec=spec, first=first, digests=DIGESTS)
+        if beside:
+            self.send(pb.PeerCommand(commit=commit, after=after).SerializeToString())
+        else:
+            self.call.say(commit=commit, after=after)
 
 
 @pytest.fixture
@@ -82,8 +92,58 @@ def test_credits_come_back_the_same_way(side: Side) -> None:
     for layer in range(3):
         side.frame(layer)
         assert side.credit() == layer
-    side.commit(after=3)
-    assert side.call.hear() == "commit_ack"
+    side.commit(after=3, beside=True)
+    assert side.hear() == "commit_ack"
+
+
+def test_a_commit_follows_its_frames_at_once(side: Side) -> None:
+    for layer in range(2):
+        side.frame(layer)
+        side.credit()
+    side.frame(2)
+    side.commit(after=3, beside=True)
+    assert [side.hear(), side.hear()] == ["credit", "commit_ack"]
+    assert list(side.table.commits) == [JOB.handoff]
+
+
+def test_of_two_commits_the_second_one_is_refused(side: Side) -> None:
+    for layer in range(3):
+        side.frame(layer)
+        side.credit()
+    for _ in range(2):
+        side.commit(after=3, beside=True)
+    assert side.hear() == "commit_ack"
+    assert side.call.hear() == "STALE"
+    assert list(side.table.commits) == [JOB.handoff]
+
+
+def test_a_commit_that_an_abort_has_overtaken_is_refused(side: Side) -> None:
+    for layer in range(3):
+        side.frame(layer)
+        side.credit()
+    side.call.say(abort=pb.AbortHandoff(handoff=HANDOFF), after=3)
+    side.table.wait_for(("aborted", JOB.handoff))
+    side.commit(after=3, beside=True)
+    assert side.call.hear() == "STALE"
+    assert not side.table.commits
+
+
+def test_a_commit_before_its_last_frame_ends_the_session(side: Side) -> None:
+    side.frame(0)
+    side.credit()
+    side.commit(after=1, beside=True)
+    assert [side.call.hear(), side.call.hear()] == ["FRAME", "ended"]
+
+
+@pytest.mark.parametrize(
+    "command",
+    [pb.PeerCommand(), pb.PeerCommand(abort=pb.AbortHandoff(handoff=HANDOFF)), pb.PeerCommand(offer=pb.Offer())],
+    ids="nothing abort offer".split(),
+)
+def test_what_belongs_on_the_stream_ends_the_session(side: Side, command: pb.PeerCommand) -> None:
+    side.send(command.SerializeToString() or b"\x00")
+    assert side.call.hear() in {"FRAME", "BROKEN"}
+    assert side.call.hear() == "ended"
 
 
 @pytest.mark.parametrize("before", [0, 1, 2])
@@ -96,7 +156,7 @@ def test_a_commit_waits_for_the_frames_that_it_comes_after(side: Side, before: i
         assert not side.table.commits
         side.frame(layer)
         side.credit()
-    assert side.call.hear() == "commit_ack"
+    assert side.hear() == "commit_ack"
     assert list(side.table.commits) == [JOB.handoff]
 
 
@@ -137,7 +197,7 @@ def test_more_frames_than_slots_are_never_expected(side: Side) -> None:
     assert len(side.end.expected) <= 2
 
 
-@pytest.mark.parametrize("packet", [b"\xff", b"\x0a\xff", bytes(5000)], ids="tag length large".split())
+@pytest.mark.parametrize("packet", [b"\xff", b"\x0a\xff", bytes(40000)], ids="tag length large".split())
 def test_a_packet_that_is_no_announcement_ends_the_session(side: Side, packet: bytes) -> None:
     side.send(packet)
     assert side.call.hear() in {"FRAME", "BROKEN"}

@@ -80,8 +80,20 @@ def test_a_packet_that_is_too_large_breaks_the_channel(two) -> None:
     left.send(bytes(MAX_PACKET))
     left.send(bytes(MAX_PACKET + 1))
     assert right.receive(5.0) == bytes(MAX_PACKET)
-    with pytest.raises(ChannelBroken, match="a packet of over 4096 bytes"):
+    with pytest.raises(ChannelBroken, match="a packet of over 32768 bytes"):
         right.receive(5.0)
+
+
+def test_it_takes_what_is_neither_too_long_nor_has_to_wait(two) -> None:
+    left, right = two
+    assert left.takes(MAX_PACKET)
+    assert not left.takes(MAX_PACKET + 1)
+    while left.takes(MAX_PACKET):
+        left.send(bytes(MAX_PACKET))
+    assert not left.takes(1)
+    while right.ready:
+        right.receive()
+    assert left.takes(MAX_PACKET)
 
 
 def test_a_wake_after_the_end_writes_to_no_other_file(two) -> None:
