@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 
 from baton.core import HandoffId, Incarnation, KVLayout, WorkerRef
+from baton.engine.kernels.choose import block_copy, choose_kernels
+from baton.engine.kv import DTYPES as TORCH_DTYPES
 from baton.engine.kv import KVCache
 from baton.errors import StaleAttempt
 from baton.rpc.channel import aio_server, bind
@@ -125,7 +127,8 @@ def layout_of(setup: Setup) -> KVLayout:
 def make_kv(setup: Setup, device: str) -> KVCache:
     """Room for `setup.kv_tokens`, with random content."""
     layout = layout_of(setup)
-    kv = KVCache(layout, layout.blocks_for(setup.kv_tokens), device)
+    copy = block_copy(choose_kernels(torch.device(device), TORCH_DTYPES[layout.dtype]))
+    kv = KVCache(layout, layout.blocks_for(setup.kv_tokens), device, copy=copy)
     for part in kv.tensors:
         part.view(torch.int16).random_()
     return kv

@@ -9,6 +9,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import Tensor
 
     from baton.engine.batch import Batch
@@ -29,6 +31,18 @@ class Rotation(NamedTuple):
 
     cos: Tensor
     sin: Tensor
+
+
+class BlockCopy(Protocol):
+    """Copies KV between the blocks of a cache and its wire order."""
+
+    def __call__(
+        self, planes: Sequence[Tensor], layers: range, blocks: Sequence[int], span: range, wire: Tensor, *, write: bool
+    ) -> None:
+        """Positions `span` of a sequence that lies in `blocks`, of `layers` of all `planes`, each
+        [layers, total_blocks, block_size, kv_heads, head_dim]; to `wire`, uint8 [bytes of that], or `write`: from it.
+        Nothing is checked.
+        """
 
 
 class Linear(Protocol):

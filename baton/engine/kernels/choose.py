@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import structlog
 import torch
 
+from baton.engine.kernels.cpu.blocks import CompiledBlockCopy
 from baton.engine.kernels.cpu.build import Unavailable
 from baton.engine.kernels.cpu.ops import ELEMENTS, CpuKernels
 from baton.engine.kernels.cpu.profile import load_profile, profile_path
@@ -16,7 +17,7 @@ from baton.engine.kernels.plain import TorchKernels
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from baton.engine.kernels.base import Kernels
+    from baton.engine.kernels.base import BlockCopy, Kernels
 
 log = structlog.get_logger()
 
@@ -26,6 +27,11 @@ OLDEST_GPU = (8, 0)  # Ampere: the first with bfloat16
 def profile_of(dtype: torch.dtype) -> Path:
     """Where the profile for this machine and torch's present number of threads lies."""
     return profile_path(ELEMENTS[dtype], torch.get_num_threads(), torch.__version__)
+
+
+def block_copy(kernels: Kernels) -> BlockCopy | None:
+    """What comes with them to move KV faster than torch does; None: nothing."""
+    return CompiledBlockCopy(kernels.library, kernels.element) if isinstance(kernels, CpuKernels) else None
 
 
 def choose_kernels(device: torch.device, dtype: torch.dtype) -> Kernels:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from baton.core import KVLayout
-from baton.engine.kernels.choose import choose_kernels
+from baton.engine.kernels.choose import block_copy, choose_kernels
 from baton.engine.kv import DTYPES, KVCache
 from baton.engine.model.config import chosen_dtype, read_config
 from baton.engine.model.deepseek import DeepSeek
@@ -48,7 +48,7 @@ class TransformerBackend:
 
     def make_cache(self, total_blocks: int) -> KVCache:
         """A cache of this layout."""
-        return KVCache(self.layout, total_blocks, self.device)
+        return KVCache(self.layout, total_blocks, self.device, copy=block_copy(self.model.kernels))
 
     def check(self) -> None:
         """One process computes all: nothing is lost while it lives."""

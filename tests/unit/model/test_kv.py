@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 
 import pytest
 import torch
@@ -11,15 +13,30 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.core import KVLayout
+from baton.engine.kernels.base import BlockCopy
+from baton.engine.kernels.cpu.blocks import CompiledBlockCopy
+from baton.engine.kernels.cpu.build import Unavailable, load_library
 from baton.engine.kv import KVCache
 
+Copier = Callable[[], BlockCopy | None]
+
+
+@cache
+def compiled() -> CompiledBlockCopy:
+    try:
+        return CompiledBlockCopy(load_library("f32"), "f32")
+    except Unavailable as why:
+        pytest.skip(str(why))
+
+
+COPIES = pytest.mark.parametrize("copier", [lambda: None, compiled], ids=["torch", "compiled"])
 LAYOUT = KVLayout(layers=3, kv_heads=2, head_dim=4, block_size=5, dtype="bfloat16")
 TOTAL = 40
 
 
-def numbered(layout: KVLayout = LAYOUT, total_blocks: int = 7) -> KVCache:
+def numbered(layout: KVLayout = LAYOUT, total_blocks: int = 7, copy: BlockCopy | None = None) -> KVCache:
     """No two elements of it are alike, but by chance."""
-    kv = KVCache(layout, total_blocks)
+    kv = KVCache(layout, total_blocks, copy=copy)
     for n, tensor in enumerate(kv.tensors):
         tensor.copy_(torch.randn(tensor.shape, generator=torch.Generator().manual_seed(n)))
     return kv
@@ -71,19 +88,20 @@ def sequences(draw: st.DrawFn):
     return layout, range(first, draw(st.integers(first + 1, layout.layers))), begin, draw(st.integers(begin + 1, TOTAL))
 
 
-def holding(data: st.DataObject, layout: KVLayout, fill: bool) -> tuple[KVCache, list[int]]:
+def holding(data: st.DataObject, layout: KVLayout, copier: Copier, *, fill: bool) -> tuple[KVCache, list[int]]:
     """A cache with blocks of any size, and room in it for TOTAL positions, scattered."""
     layout = replace(layout, block_size=data.draw(st.integers(1, TOTAL + 3), "block size"))
     due = layout.blocks_for(TOTAL)
-    kv = numbered(layout, due + 2) if fill else KVCache(layout, due + 2)
+    kv = numbered(layout, due + 2, copier()) if fill else KVCache(layout, due + 2, copy=copier())
     return kv, data.draw(st.permutations(range(due + 2)), "blocks")[:due]
 
 
-@given(sequences(), st.data())
-def test_any_positions_go_from_any_blocks_to_any_others(sequence, data: st.DataObject):
+@COPIES
+@given(sequence=sequences(), data=st.data())
+def test_any_positions_go_from_any_blocks_to_any_others(copier: Copier, sequence, data: st.DataObject):
     layout, layers, begin, end = sequence
-    source, there = holding(data, layout, fill=True)
-    target, here = holding(data, layout, fill=False)
+    source, there = holding(data, layout, copier, fill=True)
+    target, here = holding(data, layout, copier, fill=False)
     wire = gathered(source, layers, there, begin, end)
     assert torch.equal(wire, row_by_row(source, layers, there, begin, end))
     target.scatter(layers, here, begin, end, wire)
@@ -92,12 +110,13 @@ def test_any_positions_go_from_any_blocks_to_any_others(sequence, data: st.DataO
     assert elements == int(wire.view(target.k.dtype).count_nonzero())  # nothing else was written
 
 
-@given(sequences(), st.data())
-def test_pieces_are_what_the_whole_is(sequence, data: st.DataObject):
+@COPIES
+@given(sequence=sequences(), data=st.data())
+def test_pieces_are_what_the_whole_is(copier: Copier, sequence, data: st.DataObject):
     """Each piece, of any positions, is written where it belongs whatever was written before."""
     layout, layers, begin, end = sequence
-    source, there = holding(data, layout, fill=True)
-    target, here = holding(data, layout, fill=False)
+    source, there = holding(data, layout, copier, fill=True)
+    target, here = holding(data, layout, copier, fill=False)
     cuts = sorted(data.draw(st.sets(st.integers(begin, end), max_size=4), "cuts") | {begin, end})
     pieces = data.draw(st.permutations(list(itertools.pairwise(cuts))), "order")
     for first, last in pieces:
@@ -110,11 +129,12 @@ def test_pieces_are_what_the_whole_is(sequence, data: st.DataObject):
     )
 
 
-def test_a_view_with_strides_is_gathered_as_its_elements():
+@COPIES
+def test_a_view_with_strides_is_gathered_as_its_elements(copier: Copier):
     """What a rank of a tensor-parallel worker sees: some heads of KV that lies elsewhere."""
     whole = numbered(replace(LAYOUT, kv_heads=4))
     storage = [tensor[:, :, :, 1:3] for tensor in whole.tensors]
-    part, copy = KVCache(LAYOUT, 7, storage=storage), KVCache(LAYOUT, 7)
+    part, copy = KVCache(LAYOUT, 7, storage=storage, copy=copier()), KVCache(LAYOUT, 7)
     for mine, theirs in zip(copy.tensors, storage, strict=True):
         mine.copy_(theirs)
     wire = gathered(part, range(3), [4, 0, 6], 2, 13)
@@ -125,8 +145,9 @@ def test_a_view_with_strides_is_gathered_as_its_elements():
     assert torch.equal(whole.k[:, :, :, [0, 3]], others)
 
 
-def test_no_layers_are_nothing():
-    kv = numbered()
+@COPIES
+def test_no_layers_are_nothing(copier: Copier):
+    kv = numbered(copy=copier())
     kv.gather(range(0), [1], 0, 5, torch.empty(0, dtype=torch.uint8))
     kv.scatter(range(0), [1], 0, 5, torch.empty(0, dtype=torch.uint8))
 
@@ -152,8 +173,9 @@ def test_wrong_buffer(data: torch.Tensor):
         (range(1), [], 0, 1),
     ],
 )
-def test_out_of_range(layers: range, blocks: list[int], begin: int, end: int):
-    kv = numbered()
+@COPIES
+def test_out_of_range(copier: Copier, layers: range, blocks: list[int], begin: int, end: int):
+    kv = numbered(copy=copier())
     data = buffer(kv, layers, end - begin)
     before = kv.k.clone()
     for call in (kv.gather, kv.scatter):
@@ -165,6 +187,17 @@ def test_out_of_range(layers: range, blocks: list[int], begin: int, end: int):
 def test_blocks_that_hold_none_of_the_positions_need_not_be_there():
     kv = numbered()
     assert torch.equal(gathered(kv, range(3), [99, 4, 99], 5, 10), row_by_row(kv, range(3), [0, 4, 0], 5, 10))
+
+
+@COPIES
+def test_rows_of_whole_cache_lines(copier: Copier):
+    """Those are written past the caches."""
+    layout = KVLayout(layers=2, kv_heads=4, head_dim=64, block_size=16, dtype="bfloat16")
+    source, target = numbered(layout, 9, copier()), KVCache(layout, 9, copy=copier())
+    wire = gathered(source, range(2), [4, 8, 1, 2], 5, 60)
+    assert torch.equal(wire, row_by_row(source, range(2), [4, 8, 1, 2], 5, 60))
+    target.scatter(range(2), [3, 0, 7, 5], 5, 60, wire)
+    assert torch.equal(row_by_row(target, range(2), [3, 0, 7, 5], 5, 60), wire)
 
 
 def test_a_layout_of_one_tensor():

@@ -55,6 +55,15 @@ class AttentionArgs(ctypes.Structure):
     )
 
 
+class BlocksArgs(ctypes.Structure):
+    """`blocks_args` of blocks.c."""
+
+    _fields_: ClassVar = _fields(
+        (c_void_p, "planes blocks wire"),
+        (c_long, "tensors layers layer_bytes block_size token_bytes begin end write"),
+    )
+
+
 def strides_of(cache: Tensor) -> tuple[int, int, int]:
     """Elements from one block, token and head of a layer's cache [blocks, block_size, kv_heads, dim] to the next."""
     block, token, head, _ = cache.stride()

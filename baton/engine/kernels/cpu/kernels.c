@@ -3,3 +3,4 @@
 #include "gemm.c"
 #include "attention.c"
 #include "elementwise.c"
+#include "blocks.c"
