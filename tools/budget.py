@@ -35,6 +35,8 @@ NOT_CORE = (
     "baton/engine/kernels/",
     "baton/engine/tp/",
     "baton/worker/census.py",
+    "router/gateway/",
+    "router/access/",
     "kvtransfer/transports/",
 )
 TREE = ("baton", "router", "prefill_workers", "decode_workers", "kvtransfer", "simulator")
@@ -46,7 +48,7 @@ NOT_CODE = {
     tokenize.DEDENT,
     tokenize.ENDMARKER,
 }
-CORE_LIMIT, TREE_LIMIT, FILE_LIMIT, FUNCTION_LIMIT = 7000, 20000, 300, 50
+CORE_LIMIT, TREE_LIMIT, FILE_LIMIT, FUNCTION_LIMIT = 9000, 24000, 300, 50
 
 
 @dataclass(frozen=True, slots=True)
