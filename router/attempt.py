@@ -9,9 +9,9 @@
                                                       v
                                                   decoding -- finish of D --> finished, or Preempted --> next attempt
 
-D lost or failed before its commit: lost, too. A lost attempt is followed by the next, to which P pushes what it still
-holds; later, and for what would fail again, it is an error. Leaving the attempt, for whatever reason, sends Release to
-each worker that did not say itself that it is through, unless P's KV goes to the next attempt.
+D lost or failed, at any time: lost, too. A lost attempt is followed by the next, to which P pushes what it still holds
+if the client has no more than that; what would fail again is an error. Leaving the attempt, for whatever reason, sends
+Release to each worker that did not say itself that it is through, unless P's KV goes to the next attempt.
 """
 
 from __future__ import annotations
@@ -53,6 +53,7 @@ class Attempt:
         self.handed_back = ""  # why another attempt is needed
         self.lost: BatonError | None = None  # the failure, if that is why
         self.kept = False  # P's KV is for the next attempt
+        self.died = False  # a worker's process was lost, with this request among what it computed
         self.handoff = handoff
         self._name = convert.handoff_to_pb(handoff)
         self._claim = claim
@@ -65,6 +66,7 @@ class Attempt:
         self._holds = False  # P has KV of this, or is about to: it was told, and has not said that it is through
         self._through = False  # D said that it holds nothing of this any more
         self._fencing: BatonError | None = None  # what happened to P
+        self._computed = False  # P has said the first token
         self._repushes = False  # P was asked for what it holds, and has not begun
 
     @property
@@ -79,7 +81,7 @@ class Attempt:
     @property
     def held(self) -> bool:
         """Whether the attempt was lost, and P has what the next one needs."""
-        return self.lost is not None and self._holds
+        return self.lost is not None and self._holds and not self._decoding
 
     async def __aenter__(self) -> Attempt:
         for link in (self._claim.prefill, self._claim.decode):
@@ -159,6 +161,10 @@ class Attempt:
     def _take(self, source: Role, item: Item) -> None:
         """What later versions add needs nothing done."""
         if isinstance(item, BatonError):
+            computing = (
+                self._decoding if source is Role.DECODE else self._holds and not (self._computed or self._repushes)
+            )
+            self.died = self.died or (computing and self.finish is None)
             self._failed(source, item)
             return
         match item.WhichOneof("event"):
@@ -198,6 +204,7 @@ class Attempt:
 
     def _on_tokens(self, source: Role, tokens: list[Token]) -> None:
         self._tokens += tokens
+        self._computed = True
         if self._decoding:
             return
         if source is Role.PREFILL:
@@ -245,8 +252,8 @@ class Attempt:
             self._claim.decode.send(fence=pb.Fence(handoff=self._name))
 
     def _lose(self, source: Role, error: BatonError) -> None:
-        """The attempt is over. Raises what the next one would meet again, or what came after the commit."""
-        if self.committed is not None or not isinstance(error, _WORTH_ANOTHER):
+        """The attempt is over. Raises what the next one would meet again."""
+        if not isinstance(error, _WORTH_ANOTHER):
             raise error
         self.lost, self.handed_back = error, f"{source}_lost"
 

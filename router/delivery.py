@@ -24,8 +24,8 @@ class Delivery:
     in order, and what it has seen never changes.
     """
 
-    def __init__(self) -> None:
-        self.ids: list[int] = []
+    def __init__(self, received: Iterable[int] = ()) -> None:
+        self.ids: list[int] = list(received)  # a client that resumes has these
         self._early: dict[int, Token] = {}  # later indices, held back until the earlier ones are there
 
     def take(self, tokens: Iterable[Token]) -> list[Token]:
@@ -55,9 +55,9 @@ class Delivery:
 
 
 class EventStream:
-    """Writes one request's numbered events. A client that takes none for `stall_s` is given up.
+    """Writes one request's numbered events, of all its choices. A client that takes none for `stall_s` is given up.
 
-    What a slow client has not taken waits in its request's mailbox, which max_tokens bounds; nobody else waits for it.
+    What a slow client has not taken waits in the mailboxes of its request, which max_tokens bounds; nobody else waits.
     """
 
     def __init__(self, context: Context, request_id: str, stall_s: float) -> None:
@@ -65,30 +65,37 @@ class EventStream:
         self._request_id = request_id
         self._stall_s = stall_s
         self._seq = 0
+        self._turn = asyncio.Lock()  # choices write side by side, a stream takes one message at a time
 
     async def accepted(self, prompt_tokens: int, cached_tokens: int) -> None:
         await self._write(accepted=pb.Accepted(prompt_tokens=prompt_tokens, cached_tokens=cached_tokens))
 
-    async def tokens(self, tokens: list[Token]) -> None:
+    async def tokens(self, choice: int, tokens: list[Token]) -> None:
         if tokens:
-            await self._write(tokens=convert.tokens_to_public_pb(tokens))
+            await self._say(choice, convert.tokens_to_public_pb(tokens))
 
     async def recovered(self, attempt: int, reason: str) -> None:
         await self._write(recovered=pb.Recovered(attempt=attempt, reason=reason))
 
-    async def ended(self, finish: Finish, delivered: int, completed: pb.Completed) -> None:
+    async def finished(self, choice: int, finish: Finish, delivered: int) -> None:
         """The text that was held back for a stop string belongs to the stream: it comes without a token."""
         if finish.tail:
-            await self._write(tokens=convert.tail_to_public_pb(finish.tail, delivered))
+            await self._say(choice, convert.tail_to_public_pb(finish.tail, delivered))
         reason = convert.finish_reason_to_pb(finish.reason)
-        await self._write(finished=pb.Finished(reason=reason, matched_stop=finish.matched))
+        await self._write(finished=pb.Finished(choice=choice, reason=reason, matched_stop=finish.matched))
+
+    async def completed(self, completed: pb.Completed) -> None:
         await self._write(completed=completed)
 
+    async def _say(self, choice: int, tokens: pb.Tokens) -> None:
+        tokens.choice = choice
+        await self._write(tokens=tokens)
+
     async def _write(self, **event: Any) -> None:
-        message = pb.GenerateEvent(request_id=self._request_id, seq=self._seq, **event)
-        self._seq += 1
         try:
-            async with asyncio.timeout(self._stall_s):
+            async with asyncio.timeout(self._stall_s), self._turn:
+                message = pb.GenerateEvent(request_id=self._request_id, seq=self._seq, **event)
+                self._seq += 1
                 await self._context.write(message)
         except TimeoutError:
             raise Cancelled(f"the client did not read for {self._stall_s:g} s") from None

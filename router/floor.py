@@ -16,7 +16,7 @@ from router.policy import POLICIES
 from router.workers import Claim, WorkerPool, WorkerSource
 
 if TYPE_CHECKING:
-    from router.lifecycle import Life
+    from router.call import Call
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,5 +56,6 @@ class Floor:
         self.metrics.watch_channels(self.pool.channels)
         self.arrivals = itertools.count()
         self.accepting = True
-        self.running: dict[str, Life] = {}
+        self.running: set[Call] = set()
+        self.named: dict[str, Call] = {}  # of these: by request id, and by idempotency key
         self.outcomes: Counter[str] = Counter()  # of those before; "accepted" beside how each ended

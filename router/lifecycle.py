@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import secrets
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING
 
 import structlog
 
 from baton.core import HandoffId, SequenceSpec, Token
-from baton.errors import BatonError
+from baton.errors import EngineFault
 from baton.rpc import convert
 from baton.rpc.v1 import common_pb2, worker_pb2
 from baton.rpc.v1 import inference_pb2 as pb
@@ -21,12 +22,17 @@ from router.floor import Floor
 from router.link import WorkerLink
 from router.workers import Claim
 
+if TYPE_CHECKING:
+    from router.call import Call
+
 log = structlog.get_logger(__name__)
+
+DEADLY = 2  # a request that as many workers died of may be the reason
 
 
 async def run(request: SequenceSpec, life: Life, client: EventStream) -> pb.Completed:
-    """Carry one request from arrival to its end, through as many attempts as it takes: decode workers run full, and
-    workers are lost before its KV was handed over.
+    """Carry one choice of a request from arrival to its end, through as many attempts as it takes: decode workers run
+    full, and workers are lost.
 
     Raises the one typed error that ended it. In whatever state that happens, also by cancellation, the attempt's
     workers are released on the way out.
@@ -44,15 +50,14 @@ async def run(request: SequenceSpec, life: Life, client: EventStream) -> pb.Comp
             life.stages.enter(Stage.PREFILL)
             life.begin(attempt)
             async for tokens in attempt.outputs():  # token 0 from P at once; D repeats it and goes on
-                await client.tokens(life.deliver(tokens))
+                await client.tokens(life.choice, life.deliver(tokens))
             life.computed(attempt)
             if attempt.finish is None:
                 await life.handed_back(attempt, client)
                 continue  # D ran full, or one was lost: what the client has is known, go on at the same index
         life.delivery.complete()
-        completed = life.completed(attempt, len(request.prompt))
-        await client.ended(attempt.finish, len(life.delivery.ids), completed)
-        return completed
+        await client.finished(life.choice, attempt.finish, len(life.delivery.ids))
+        return life.completed(attempt, len(request.prompt))
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,29 +70,29 @@ class Held:
 
 
 class Life:
-    """One request's own state: its names, its clock, and what its client has. It ends after `within_s` at the latest.
+    """The state of one choice of a request: its names, its clock, and what its client has of it.
 
-    `scope` is what its task runs in; `end` makes the task leave it with `reason`, in whatever state it is.
+    `call` is what the choices of a request have in common, `received` what the client has from a router that was lost.
+    Workers know the choice by its `request_id`.
     """
 
-    def __init__(self, floor: Floor, task: asyncio.Task[None], within_s: float) -> None:
-        self.task = task
-        self.request_id = secrets.token_urlsafe(16)
-        self.within_s = within_s
-        self.scope = asyncio.timeout(within_s)
-        self.reason: BatonError | None = None
+    def __init__(self, floor: Floor, call: Call, choice: int = 0, received: Sequence[int] = ()) -> None:
+        self.call = call
+        self.choice = choice
+        self.request_id = call.life_id(choice)
+        self.started = asyncio.Event()  # the first token is there
         self.stages = StageClock(floor.clock)
-        self.delivery = Delivery()
+        self.delivery = Delivery(received)
         self.attempts = 0
         self.cached_tokens: int | None = None  # as the client is told; None: not accepted yet
         self._floor = floor
-        self._deadline = floor.clock.monotonic() + within_s
         self._arrival = next(floor.arrivals)
         self._last_token_at: float | None = None
         self._computed = False
         self._failures = 0
+        self._deaths = 0
         self._held: Held | None = None
-        self.note("arrived")
+        self.note("arrived", **({"known": len(received)} if received else {}))
 
     @property
     def accepted(self) -> bool:
@@ -97,15 +102,9 @@ class Life:
         """Into the history: about the attempt that runs, or ran last."""
         self._floor.history.note(event, HandoffId(self.request_id, self.attempts), **facts)
 
-    def end(self, reason: BatonError) -> None:
-        """Release its workers and answer its client with `reason`. The first reason counts."""
-        if self.reason is None and not self.scope.expired():
-            self.reason = reason
-            self.scope.reschedule(asyncio.get_running_loop().time())
-
     def remaining_s(self) -> float:
         """Seconds until the deadline; never 0, which would mean "none" to a worker."""
-        return max(self._deadline - self._floor.clock.monotonic(), 0.001)
+        return max(self.call.deadline - self._floor.clock.monotonic(), 0.001)
 
     def known(self, request: SequenceSpec) -> SequenceSpec:
         """What the next attempt starts from: what the client has is never sampled again. KV that is held is of less."""
@@ -139,13 +138,21 @@ class Life:
             return
         self.cached_tokens = 0  # what P finds, it says with its first token; what D has is only not moved
         self.note("accepted")
-        log.info("request_accepted", request_id=self.request_id, tokens=prompt_tokens, workers=attempt.workers)
-        await client.accepted(prompt_tokens, self.cached_tokens)
+        log.info(
+            "request_accepted",
+            request_id=self.request_id,
+            choice=self.choice,
+            tokens=prompt_tokens,
+            workers=attempt.workers,
+        )
+        if self.choice == 0:
+            await client.accepted(prompt_tokens, self.cached_tokens)
 
     def deliver(self, tokens: list[Token]) -> list[Token]:
         """What of `tokens` is new to the client, in order."""
         fresh = self.delivery.take(tokens)
         if fresh:
+            self.started.set()
             self.note("delivered", first=fresh[0].index, count=len(fresh))
             now = self._floor.clock.monotonic()
             if self._last_token_at is not None:
@@ -165,6 +172,11 @@ class Life:
         self._failures += attempt.lost is not None
         if attempt.lost is not None and self._failures >= self._floor.settings.attempts:
             raise attempt.lost
+        self._deaths += attempt.died
+        if self._deaths >= DEADLY:
+            raise EngineFault(
+                f"{self._deaths} workers were lost while they computed this request: it is not tried again"
+            )
         if attempt.held:
             attempt.kept = True
             self._held = Held(attempt.prefill_link, attempt.handoff, attempt.spec)

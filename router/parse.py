@@ -3,14 +3,13 @@
 What is decided here:
 - `max_tokens` unset: 16, or the room that the prompt leaves if that is less. Set: prompt + max_tokens beyond the
   model's length is refused with both numbers, never clipped in silence.
-- `seed` unset: drawn here, so that every worker of the request sees the same one.
-- A field whose feature is not there yet is refused when it asks for something (n = 1, resumable_s = 0 ask for nothing).
+- `seed` unset: the caller's, so that every worker of the request sees the same one.
+- A field whose feature is not there yet is refused when it asks for something (resumable_s = 0 asks for nothing).
 """
 
 from __future__ import annotations
 
 import asyncio
-import secrets
 from collections.abc import Callable, Collection
 from dataclasses import replace
 
@@ -21,6 +20,7 @@ from baton.rpc.v1 import inference_pb2 as pb
 from baton.tokenizer import Tokenizer
 
 DEFAULT_MAX_TOKENS = 16
+MAX_CHOICES = 16
 _THREAD_CHARS = 4096  # a longer text is tokenized in a thread: the loop has other requests to carry
 
 _Get = Callable[[pb.GenerateRequest], int]
@@ -29,30 +29,37 @@ _CAPS: tuple[tuple[str, _Get, int, str], ...] = (
     ("text", lambda m: len(m.text), 1_000_000, "characters"),
     ("token_ids", lambda m: len(m.token_ids.ids), 1_000_000, "tokens"),
     ("client_tag", lambda m: len(m.client_tag), 128, "characters"),
+    ("idempotency_key", lambda m: len(m.idempotency_key), 128, "characters"),
+    ("n", lambda m: m.n, MAX_CHOICES, "choices"),
     ("cache_scope", lambda m: len(m.cache_scope), MAX_CACHE_SCOPE_CHARS, "characters"),
     ("sampling.stop_token_ids", lambda m: len(m.sampling.stop_token_ids), 1024, "ids"),
 )
 _UNSUPPORTED: tuple[tuple[str, Callable[[pb.GenerateRequest], object]], ...] = (
-    ("n", lambda m: m.HasField("n") and m.n != 1),
     ("chat", lambda m: m.HasField("chat")),
     ("deterministic", lambda m: m.deterministic),
     ("constraint", lambda m: m.HasField("constraint")),
     ("resumable_s", lambda m: m.resumable_s),
-    ("idempotency_key", lambda m: m.idempotency_key),
 )
 
 
 async def parse(
-    message: pb.GenerateRequest, tokenizer: Tokenizer, model: str, max_model_len: int | None
+    message: pb.GenerateRequest, tokenizer: Tokenizer, model: str, max_model_len: int | None, seed: int
 ) -> SequenceSpec:
     """What can be computed: tokens within the vocabulary, a complete sampling, room for the output.
 
     `model` is what is served. `max_model_len` None: no worker has said yet, so they refuse what is too long themselves.
+    `seed` is for a request that names none.
     Raises UnknownModel, or InvalidRequest naming every field that is wrong.
     """
     check_model(message.model, model)
     sampling, violations = _sampling(message)
-    violations = [*_refused_features(message), *_priority(message), *_too_large(message), *violations]
+    violations = [
+        *_refused_features(message),
+        *_choices(message),
+        *_priority(message),
+        *_too_large(message),
+        *violations,
+    ]
     if message.WhichOneof("prompt") is None:
         violations.append(Violation("prompt", "one of text and token_ids must be set"))
     if sampling is None or violations:
@@ -64,8 +71,29 @@ async def parse(
     ]
     if wrong:
         raise InvalidRequest(*wrong)
+    if sampling.seed is None:
+        sampling = replace(sampling, seed=seed)
     sampling = _completed(sampling, message, len(prompt), max_model_len)
     return SequenceSpec(prompt, sampling, priority=message.priority, cache_scope=message.cache_scope)
+
+
+def received_of(message: pb.ResumeRequest, spec: SequenceSpec, vocab_size: int) -> list[tuple[int, ...]]:
+    """What a client has of each choice already. Raises InvalidRequest for what cannot be of this request."""
+    found = [tuple(ids.ids) for ids in message.received]
+    choices, most = choices_of(message.request), spec.sampling.max_tokens
+    wrong = [violation for ids in found for violation in outside("received", ids, vocab_size)]
+    if len(found) > choices:
+        wrong.append(Violation("received", f"of {choices} choices at most, got {len(found)}"))
+    if any(len(ids) > most for ids in found):
+        wrong.append(Violation("received", f"at most max_tokens ({most}) of each choice"))
+    if wrong:
+        raise InvalidRequest(*wrong)
+    return found + [()] * (choices - len(found))
+
+
+def choices_of(message: pb.GenerateRequest) -> int:
+    """How many answers are asked for."""
+    return message.n if message.HasField("n") else 1
 
 
 def check_model(name: str, served: str) -> None:
@@ -96,6 +124,10 @@ def _sampling(message: pb.GenerateRequest) -> tuple[Sampling | None, list[Violat
 
 def _refused_features(message: pb.GenerateRequest) -> list[Violation]:
     return [Violation(field, "not supported by this version") for field, asks in _UNSUPPORTED if asks(message)]
+
+
+def _choices(message: pb.GenerateRequest) -> list[Violation]:
+    return [Violation("n", "must be at least 1, got 0")] * (message.HasField("n") and not message.n)
 
 
 def _priority(message: pb.GenerateRequest) -> list[Violation]:
@@ -142,8 +174,6 @@ def _does_not_fit(prompt: tuple[int, ...], message: pb.GenerateRequest, most: in
 
 
 def _completed(sampling: Sampling, message: pb.GenerateRequest, prompt: int, most: int | None) -> Sampling:
-    if sampling.seed is None:
-        sampling = replace(sampling, seed=secrets.randbits(63))
     if message.sampling.HasField("max_tokens") or most is None:
         return sampling
     return replace(sampling, max_tokens=min(DEFAULT_MAX_TOKENS, most - prompt))

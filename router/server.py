@@ -70,9 +70,9 @@ class Router:
             async with asyncio.timeout(1.0):
                 await self._health.enter_graceful_shutdown()
         if self.floor.running:
-            await asyncio.wait([life.task for life in self.floor.running.values()], timeout=grace_s)
-        for life in self.floor.running.values():
-            life.end(NoWorker("this router is stopping"))
+            await asyncio.wait([call.task for call in self.floor.running], timeout=grace_s)
+        for call in self.floor.running:
+            call.end(NoWorker("this router is stopping"))
         await asyncio.gather(self._public.stop(1.0), self._private.stop(1.0))
         await self.floor.pool.stop()
         await self._metrics.stop()

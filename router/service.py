@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection
+from collections.abc import AsyncIterator, Collection
+from contextlib import asynccontextmanager
 from typing import cast
 
 import structlog
@@ -18,11 +19,11 @@ from baton.rpc.v1 import inference_pb2 as pb
 from baton.rpc.v1.admin_pb2_grpc import AdminServicer
 from baton.rpc.v1.inference_pb2_grpc import InferenceServicer
 from baton.tokenizer import Tokenizer
+from router.call import Call, answer, seed_of
 from router.delivery import Context, EventStream
 from router.floor import Floor
-from router.lifecycle import Life, run
 from router.link import WorkerLink
-from router.parse import check_model, check_text, encode, outside, parse
+from router.parse import check_model, check_text, encode, outside, parse, received_of
 
 log = structlog.get_logger(__name__)
 
@@ -39,49 +40,73 @@ class Inference(InferenceServicer):
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> None:  # type: ignore[override]
         """Ends once: finished, or with the status of one typed error. Cancellation is gRPC's own ending."""
+        await self._serve(pb.ResumeRequest(request=request), context)
+
+    async def Resume(self, request: pb.ResumeRequest, context: Context) -> None:  # type: ignore[override]
+        """Goes on where the client's tokens end, whoever served it before: what is missing is computed from them."""
+        await self._serve(request, context)
+
+    async def _serve(self, message: pb.ResumeRequest, context: Context) -> None:
+        request = message.request
         left_s = cast("float | None", context.time_remaining())  # None: no deadline; the stubs do not know
         most_s = self._floor.settings.max_request_s
         task = cast("asyncio.Task[None]", asyncio.current_task())
-        life = Life(self._floor, task, most_s if left_s is None else min(left_s, most_s))
+        within_s = most_s if left_s is None else min(left_s, most_s)
+        call = Call(task, within_s, self._floor.clock, message.request_id)
         try:
-            completed = await self._generate(request, life, context)
+            completed = await self._answer(message, call, context)
         except asyncio.CancelledError:
             late = context.time_remaining() == 0
-            self._note(life, request, errors.DeadlineExceeded("of the caller") if late else Cancelled("by the caller"))
+            self._note(call, request, errors.DeadlineExceeded("of the caller") if late else Cancelled("by the caller"))
             raise
         except BatonError as error:
-            self._note(life, request, error)
+            self._note(call, request, error)
             await abort(context, error)
         except Exception as error:  # the task's boundary: one request's bug is not the next one's
-            log.exception("request_broke", request_id=life.request_id)
-            self._note(life, request, errors.EngineFault(type(error).__name__))
+            log.exception("request_broke", request_id=call.name)
+            self._note(call, request, errors.EngineFault(type(error).__name__))
             await abort(context, error)
         else:
-            self._note(life, request, None, **MessageToDict(completed, preserving_proto_field_name=True))
+            self._note(call, request, None, **MessageToDict(completed, preserving_proto_field_name=True))
 
-    async def _generate(self, message: pb.GenerateRequest, life: Life, context: Context) -> pb.Completed:
-        if not self._floor.accepting:
+    async def _answer(self, message: pb.ResumeRequest, call: Call, context: Context) -> pb.Completed:
+        floor, request = self._floor, message.request
+        if not floor.accepting:
             raise errors.NoWorker("this router is stopping")
-        self._floor.running[life.request_id] = life  # found, and ended, by its id from here on
+        if message.request_id and not message.HasField("request"):
+            raise InvalidRequest.of("request", "must be the original one")
         try:
-            async with life.scope:
+            async with call.scope, self._entered(call, request.idempotency_key):
                 # At once, so that a client can name its request while it is queued.
-                await context.send_initial_metadata((("baton-request-id", life.request_id),))
-                model, length = self._floor.settings.model, self._floor.pool.max_model_len()
-                request = await parse(message, self._tokenizer, model, length)
-                client = EventStream(context, life.request_id, self._floor.settings.client_stall_s)
-                return await run(request, life, client)
+                await context.send_initial_metadata((("baton-request-id", call.name), ("baton-resumable", "1")))
+                model, length = floor.settings.model, floor.pool.max_model_len()
+                seed = seed_of(request.idempotency_key or call.name)
+                spec = await parse(request, self._tokenizer, model, length, seed)
+                received = received_of(message, spec, self._tokenizer.vocab_size)
+                client = EventStream(context, call.name, floor.settings.client_stall_s)
+                return await answer(floor, call, spec, received, client)
         except TimeoutError:
-            raise life.reason or errors.DeadlineExceeded(f"not finished within {life.within_s:.3g} s") from None
-        finally:
-            life.let_go()
-            del self._floor.running[life.request_id]
+            raise call.reason or errors.DeadlineExceeded(f"not finished within {call.within_s:.3g} s") from None
 
-    async def Resume(self, request: pb.ResumeRequest, context: Context) -> None:  # type: ignore[override]
-        await abort(context, errors.Unsupported("Resume is not supported by this version: send the request again"))
+    @asynccontextmanager
+    async def _entered(self, call: Call, key: str) -> AsyncIterator[None]:
+        """Found, and ended, by its name from here on. Who comes with a name or a key that is in use takes over."""
+        floor, names = self._floor, [call.name, f"key {key}"][: 1 + bool(key)]
+        for name in names:
+            if name in floor.named:
+                floor.named[name].end(Cancelled("another call has taken over this request"))
+        floor.running.add(call)
+        floor.named |= dict.fromkeys(names, call)
+        try:
+            yield
+        finally:
+            floor.running.remove(call)
+            for name in names:
+                if floor.named[name] is call:
+                    del floor.named[name]
 
     async def Cancel(self, request: pb.CancelRequest, context: Context) -> pb.CancelReply:
-        found = self._floor.running.get(request.request_id)
+        found = self._floor.named.get(request.request_id)
         if found is not None:
             found.end(Cancelled("by a Cancel call"))
         return pb.CancelReply(found=found is not None)
@@ -107,31 +132,33 @@ class Inference(InferenceServicer):
         served = pb.Model(id=model, max_model_len=length, vocab_size=self._tokenizer.vocab_size)
         return pb.ListModelsReply(models=[served])
 
-    def _note(self, life: Life, message: pb.GenerateRequest, error: BatonError | None, **facts: object) -> None:
+    def _note(self, call: Call, message: pb.GenerateRequest, error: BatonError | None, **facts: object) -> None:
         """Count and log how a request ended; `error` None: it finished."""
-        floor, outcome = self._floor, _outcome(life, error)
+        floor, outcome = self._floor, _outcome(call, error)
         floor.outcomes[outcome] += 1
-        floor.outcomes["accepted"] += life.accepted
-        life.note("ended", outcome=outcome, count=len(life.delivery.ids))
-        floor.metrics.ended(outcome, None if error else life.stages.timings())
+        floor.outcomes["accepted"] += call.accepted
+        for life in call.lives:
+            life.note("ended", outcome=outcome, count=len(life.delivery.ids))
+        floor.metrics.ended(outcome, None if error else call.lives[0].stages.timings())
         if outcome == "refused" and error is not None:
             floor.metrics.refused(error)
         if error is not None:
-            facts = {"stage": life.stages.stage.value, "error": type(error).__name__, "reason": str(error)}
+            stage = call.lives[0].stages.stage.value if call.lives else "parse"
+            facts = {"stage": stage, "error": type(error).__name__, "reason": str(error)}
         log.info(
             f"request_{outcome}",
-            request_id=life.request_id,
+            request_id=call.name,
             client_tag=message.client_tag[:128],
-            completion_tokens=len(life.delivery.ids),
-            attempts=life.attempts,
+            completion_tokens=sum(len(life.delivery.ids) for life in call.lives),
+            attempts=sum(life.attempts for life in call.lives),
             **facts,
         )
 
 
-def _outcome(life: Life, error: BatonError | None) -> str:
+def _outcome(call: Call, error: BatonError | None) -> str:
     if error is None:
         return "finished"
-    if isinstance(error, _REFUSALS) and not life.accepted:
+    if isinstance(error, _REFUSALS) and not call.accepted:
         return "refused"
     return "cancelled" if isinstance(error, Cancelled) else "failed"
 
@@ -162,7 +189,7 @@ class Admin(AdminServicer):
             uptime_s=floor.clock.monotonic() - self._started,
             running=len(floor.running),
             queued=floor.admission.waiting,
-            accepted=floor.outcomes["accepted"] + sum(life.accepted for life in floor.running.values()),
+            accepted=floor.outcomes["accepted"] + sum(call.accepted for call in floor.running),
             workers=[
                 _worker(link, floor.pool.misfit(link))
                 for link in sorted(floor.pool.links, key=lambda link: link.info.ref.worker_id)
@@ -171,7 +198,8 @@ class Admin(AdminServicer):
         )
 
     async def Requests(self, request: admin_pb2.RequestsRequest, context: Context) -> admin_pb2.RequestsReply:
-        return admin_pb2.RequestsReply(router_id=self._floor.router_id, request_ids=self._floor.running)
+        ids = [life.request_id for call in self._floor.running for life in call.lives]
+        return admin_pb2.RequestsReply(router_id=self._floor.router_id, request_ids=ids)
 
 
 def _worker(link: WorkerLink, note: str) -> admin_pb2.WorkerStatus:

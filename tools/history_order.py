@@ -105,6 +105,8 @@ class Book:
 
     def _routed(self, event: Event, life: Life) -> None:
         attempt = event.handoff[1]
+        if event.name == "arrived":
+            life.tokens = int(event.facts.get("known", 0))  # of a stream that its client resumed
         life.attempt += event.name == "attempt"
         if attempt != life.attempt:
             self.fault("attempts", event, f"{event.name} of attempt {attempt}, {life.attempt} is due")

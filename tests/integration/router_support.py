@@ -62,10 +62,11 @@ class FakeWorker(WorkerServicer):
         self.commands: list[tuple[str, HandoffId]] = []
         self.messages_in: list[worker_pb2.RouterCommand] = []
         self.specs: list[worker_pb2.SequenceSpec] = []  # of prompts that it was told to compute
-        self.gates = {name: asyncio.Event() for name in ("reserve", "first", "commit", "decode")}
+        self.gates = {name: asyncio.Event() for name in ("reserve", "first", "commit", "decode", "hold")}
         for gate in self.gates.values():
             gate.set()
         self.refuse_once: list[int] = []  # reasons, for a Reserve or a Repush
+        self.hold_at: int | None = None  # the token index before which "hold" is waited for
         self.preempt_at: list[int] = []  # token indices at which to hand back, each used once
         self.fail_push: list[worker_pb2.Failed] = []  # what becomes of the next pushes, instead of a commit
         self.corrupt_first = False
@@ -198,6 +199,9 @@ class FakeWorker(WorkerServicer):
             await self.gates["first"].wait()
         self.said_twice += work.computed
         work.computed, index = True, len(spec.known)
+        if index == spec.sampling.max_tokens:  # a client had all tokens, and not the end
+            self._done(work, finish(work.handoff))
+            return
         cached = self.cached.pop(0) if self.cached else 0
         first = convert.tokens_to_pb([token_at(list(spec.prompt), index)])
         said = [event(work.handoff, tokens=first, cached_tokens=cached)]
@@ -254,6 +258,8 @@ class FakeWorker(WorkerServicer):
         last = spec.sampling.max_tokens - 1
         for at in range(index + 1, last + 1):
             await self.gates["decode"].wait()
+            if at == self.hold_at:
+                await self.gates["hold"].wait()
             if at in self.preempt_at:
                 self.preempt_at.remove(at)
                 self._held.pop(handoff, None)

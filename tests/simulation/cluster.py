@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from baton.core import Role, Sampling
 from kvtransfer.handoff import TransferSettings
 from router.floor import RouterSettings
+from router.lifecycle import DEADLY
 from tests.simulation.faults import Fault, Faults, draw
 from tests.simulation.front import Ask, Client, RouterHost
 from tests.simulation.ledger import SimLedger
@@ -163,7 +164,6 @@ class Cluster:
     def _allowed(self, client: Client) -> list[str]:
         """Whether the faults of the schedule can explain how a request ended."""
         struck, outcome = self.faults.struck, client.outcome
-        lost_d = any(kind.endswith("decode") or kind == "cut worker" for kind in struck)
         tight = (
             self.plan.workers[0].transfer.staging_memory == 1
         )  # a busy receiver refuses channels, at an attempt each
@@ -171,7 +171,8 @@ class Cluster:
             "finished": True,
             "left": client.ask.leaves_after is not None,
             "router crashed": not client.router.process.alive,
-            "WorkerLost": lost_d or tight or len(struck) >= ATTEMPTS,
+            "WorkerLost": tight or len(struck) >= ATTEMPTS,
+            "EngineFault": len(struck) >= DEADLY,  # it was computed by both, and may be the reason
         }
         return [] if fine.get(outcome) else [f"{client.ask.name} ended as {outcome!r} with faults {struck}"]
 

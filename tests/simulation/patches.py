@@ -22,8 +22,8 @@ import kvtransfer.receiver
 import kvtransfer.sender
 import kvtransfer.session
 import prefill_workers.fetch
+import router.call
 import router.floor
-import router.lifecycle
 import router.link
 import router.workers
 from tests.simulation.clock import LoopClock, SimCondition, SimQueue, SimThread
@@ -79,7 +79,7 @@ def simulated() -> Iterator[None]:
         (kvtransfer.session, {"threading": plain}),
         (prefill_workers.fetch, {"CostModel": SimCost}),
         (router.floor, {"secrets": chance}),
-        (router.lifecycle, {"secrets": chance}),
+        (router.call, {"secrets": chance}),
         (router.link, {"aio_channel": sim_channel, "WorkerStub": SimStub, "random": chance}),
         (router.workers, {"random": chance}),
     ]

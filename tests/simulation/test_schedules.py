@@ -8,7 +8,7 @@ time on one thread (`transfer.py` says what that leaves out). What must hold in 
 - transfers touch no block that is not theirs, nothing is written into what is free, and block ledgers add up;
 - when all is quiet, no live worker or router holds anything, and nothing that must not happen was logged.
 
-More of them: `make chaos`, BATON_SCHEDULES says how many. One: `BATON_SCHEDULE=<seed> pytest -s tests/simulation -k one_s`.
+More: `make chaos`, as many as BATON_SCHEDULES says. One: `BATON_SCHEDULE=<seed> pytest -s tests/simulation -k one_s`.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ def ids(*values: int) -> common_pb2.TokenIds:
 
 
 async def parsed(request: pb.GenerateRequest, limits: tuple[str, int | None] = LIMITS):
-    return await parse(request, OracleTokenizer(), *limits)
+    return await parse(request, OracleTokenizer(), *limits, seed=4711)
 
 
 NOT_YET = "not supported by this version"
@@ -33,15 +33,15 @@ NOT_YET = "not supported by this version"
 @pytest.mark.parametrize(
     ("request_pb", "field", "words"),
     [
-        (message(n=2), "n", NOT_YET),
-        (message(n=0), "n", NOT_YET),
+        (message(n=17), "n", "at most 16 choices, got 17"),
+        (message(n=0), "n", "at least 1, got 0"),
         (message(deterministic=True), "deterministic", NOT_YET),
         (message(constraint=pb.Constraint(regex="a")), "constraint", NOT_YET),
         (message(chat=pb.ChatMessages()), "chat", NOT_YET),
         (message(priority=-101), "priority", "between -100 and 100, got -101"),
         (message(cache_scope="x" * 257), "cache_scope", "at most 256 characters, got 257"),
         (message(resumable_s=5.0), "resumable_s", NOT_YET),
-        (message(idempotency_key="k"), "idempotency_key", NOT_YET),
+        (message(idempotency_key="k" * 129), "idempotency_key", "at most 128 characters, got 129"),
         (pb.GenerateRequest(), "prompt", "must be set"),
         (message(text=""), "text", "must not be empty"),
         (message(token_ids=ids()), "token_ids", "must not be empty"),
@@ -72,7 +72,7 @@ async def test_refused_by_name(request_pb, field, words):
 
 
 async def test_every_wrong_field_is_named_at_once():
-    wrong = message(n=3, priority=101, client_tag="x" * 200, sampling={"top_p": 2.0, "temperature": -1.0})
+    wrong = message(n=17, priority=101, client_tag="x" * 200, sampling={"top_p": 2.0, "temperature": -1.0})
     with pytest.raises(InvalidRequest) as caught:
         await parsed(wrong)
     fields = {violation.field for violation in caught.value.violations}
@@ -112,10 +112,8 @@ async def test_max_tokens(prompt, sampling, limits, wanted):
     assert request.sampling.max_tokens == wanted
 
 
-async def test_a_seed_is_drawn_when_none_is_given():
-    drawn = {(await parsed(message())).sampling.seed for _ in range(5)}
-    assert len(drawn) == 5
-    assert None not in drawn
+async def test_a_request_without_a_seed_gets_the_callers():
+    assert (await parsed(message())).sampling.seed == 4711
     assert (await parsed(message(sampling={"seed": 0}))).sampling.seed == 0
 
 
@@ -134,5 +132,5 @@ class WhichThread(OracleTokenizer):
 @pytest.mark.parametrize(("length", "elsewhere"), [(10, False), (5000, True)])
 async def test_long_texts_are_tokenized_in_a_thread(length, elsewhere):
     encoder = WhichThread()
-    await parse(message(text="x" * length), encoder, *LIMITS)
+    await parse(message(text="x" * length), encoder, *LIMITS, seed=1)
     assert (encoder.thread is not threading.main_thread()) is elsewhere

@@ -1,0 +1,96 @@
+"""A client's request as a whole: its name, its end, and its choices side by side."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Sequence
+from dataclasses import replace
+from hashlib import blake2b
+
+from baton.clock import Clock
+from baton.core import SequenceSpec
+from baton.errors import BatonError
+from baton.rpc.v1 import inference_pb2 as pb
+from router.delivery import EventStream
+from router.floor import Floor
+from router.lifecycle import Life, run
+
+
+class Call:
+    """One request of a client. It ends after `within_s` at the latest.
+
+    `name` is the request id that the client knows, also of a stream that it resumes. `scope` is what `task` runs in;
+    `end` makes the task leave it with `reason`, in whatever state it is.
+    """
+
+    def __init__(self, task: asyncio.Task[None], within_s: float, clock: Clock, name: str = "") -> None:
+        self._own = secrets.token_urlsafe(16)
+        self.name = name or self._own
+        self.task = task
+        self.within_s = within_s
+        self.deadline = clock.monotonic() + within_s
+        self.scope = asyncio.timeout(within_s)
+        self.reason: BatonError | None = None
+        self.lives: list[Life] = []
+
+    def life_id(self, choice: int) -> str:
+        """What workers call a choice. Never a name that was resumed: they may know its attempts."""
+        return f"{self._own}.{choice}" if choice else self._own
+
+    def end(self, reason: BatonError) -> None:
+        """Release its workers and answer its client with `reason`. The first reason counts."""
+        if self.reason is None and not self.scope.expired():
+            self.reason = reason
+            self.scope.reschedule(asyncio.get_running_loop().time())
+
+    @property
+    def accepted(self) -> bool:
+        return any(life.accepted for life in self.lives)
+
+
+async def answer(
+    floor: Floor, call: Call, request: SequenceSpec, received: Sequence[Sequence[int]], client: EventStream
+) -> pb.Completed:
+    """All choices of a request, one for each of `received`: what the client has of it already. The first one computes
+    the prompt; the others begin when it is there, and find it in the prefix cache.
+
+    Raises the one typed error that ended it: of whichever choice it was, the others end with it.
+    """
+    call.lives = [Life(floor, call, choice, ids) for choice, ids in enumerate(received)]
+    try:
+        completed = await (_all(request, call.lives, client) if received[1:] else run(request, call.lives[0], client))
+    finally:
+        for life in call.lives:
+            life.let_go()
+    await client.completed(completed)
+    return completed
+
+
+async def _all(request: SequenceSpec, lives: list[Life], client: EventStream) -> pb.Completed:
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(_one(request, life, lives[0], client)) for life in lives]
+    except BaseExceptionGroup as failed:
+        raise failed.exceptions[0] from None
+    completed, *others = (task.result() for task in tasks)
+    completed.usage.completion_tokens += sum(other.usage.completion_tokens for other in others)
+    last = max((completed, *others), key=lambda one: one.timings.e2e_s)
+    completed.timings.CopyFrom(last.timings)
+    return completed
+
+
+async def _one(request: SequenceSpec, life: Life, first: Life, client: EventStream) -> pb.Completed:
+    if life is not first:
+        await first.started.wait()
+        seed = seed_of(f"{request.sampling.seed} {life.choice}")
+        request = replace(request, sampling=replace(request.sampling, seed=seed))
+    try:
+        return await run(request, life, client)
+    finally:
+        life.started.set()
+
+
+def seed_of(text: str) -> int:
+    """63 bits that depend on nothing else: a request that is resumed, or sent again with its key, has the same."""
+    return int.from_bytes(blake2b(text.encode(), digest_size=8).digest()) >> 1

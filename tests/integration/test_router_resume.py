@@ -1,0 +1,272 @@
+"""Streams that go on: after the death of a decode worker at any token, and on a router that never saw the request.
+
+And requests with several answers, and those that come again with the same key.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from functools import partial
+
+import pytest
+from grpc import aio
+
+from baton.errors import Cancelled, EngineFault, InvalidRequest, WorkerLost
+from baton.rpc.v1 import common_pb2
+from baton.rpc.v1 import inference_pb2 as pb
+from router.call import seed_of
+from tests.integration.router_support import LAYOUT, Cluster, at, clusters, expected, ids_of, kinds, until
+
+PROMPT = [1, 2, 3]
+MOST = 2 * LAYOUT.block_size + 1
+ANSWER = [expected(PROMPT, index) for index in range(MOST)]
+EDGE = LAYOUT.block_size - len(PROMPT)
+
+
+@pytest.fixture
+async def make():
+    async with clusters() as build:
+        yield build
+
+
+def asked(most: int = MOST, **fields) -> pb.GenerateRequest:
+    sampling = common_pb2.Sampling(max_tokens=most)
+    return pb.GenerateRequest(token_ids=common_pb2.TokenIds(ids=PROMPT), sampling=sampling, **fields)
+
+
+async def resume(cluster: Cluster, request: pb.GenerateRequest, *received: list[int], name: str = "earlier"):
+    message = pb.ResumeRequest(request_id=name, request=request)
+    message.received.extend(common_pb2.TokenIds(ids=ids) for ids in received)
+    return await cluster.answer(cluster.stub.Resume(message))
+
+
+def by_choice(events: list[pb.GenerateEvent]) -> dict[int, list[int]]:
+    """The ids of each choice; that none comes twice or is missing is checked on the way."""
+    found: defaultdict[int, list[int]] = defaultdict(list)
+    for item in events:
+        if item.HasField("tokens"):
+            assert getattr(item.tokens, "from") == len(found[item.tokens.choice])
+            found[item.tokens.choice] += item.tokens.ids
+    return dict(found)
+
+
+def resumed_at(events: list[pb.GenerateEvent], begin: int) -> list[int]:
+    """The ids after the first `begin`, which the client has already; none comes twice or is missing."""
+    ids: list[int] = []
+    for item in events:
+        if item.HasField("tokens"):
+            assert getattr(item.tokens, "from") == begin + len(ids)
+            ids += item.tokens.ids
+    return ids
+
+
+# --- a decode worker dies
+
+
+@pytest.mark.parametrize("index", [1, 2, EDGE, EDGE + 1, MOST - 1])
+async def test_the_stream_goes_on_at_the_same_index(make, index):
+    cluster = await make(decode=2)
+    first, second = cluster.decode
+    first.hold_at = index
+    first.gates["hold"].clear()
+    call = cluster.stub.Generate(asked())
+    events = []
+    async for event in call:
+        events.append(event)
+        if len(ids_of(events)) == index and first.alive:
+            await first.kill()
+    assert ids_of(events) == ANSWER
+    assert [(e.recovered.attempt, e.recovered.reason) for e in events if e.HasField("recovered")] == [
+        (2, "decode_lost")
+    ]
+    assert list(cluster.prefill[0].specs[-1].known) == ANSWER[:index]
+    assert events[-1].completed.usage.completion_tokens == MOST
+    assert events[-1].completed.placement.decode_worker == second.info.ref.worker_id or index == MOST - 1
+    await cluster.nothing_is_left()
+
+
+async def test_a_request_that_workers_die_of_is_stopped(make):
+    cluster = await make(decode=3, attempts=10)
+    call = await at(cluster, "decoding")
+    for worker in cluster.decode:
+        await until(partial(bool, worker.committed), "decoding")
+        await worker.kill()
+        if worker is cluster.decode[1]:
+            break
+    with pytest.raises(EngineFault, match="2 workers were lost while they computed this request"):
+        await cluster.answer(call)
+    assert cluster.decode[2].count("reserve") == 0
+    await cluster.nothing_is_left()
+
+
+async def test_workers_that_die_before_they_compute_it_do_not_count(make):
+    cluster = await make(decode=3, attempts=10)
+    call = await at(cluster, "prefilling")
+    for worker in cluster.decode[:2]:
+        await until(partial(worker.count, "reserve"), "reserved")
+        await worker.kill()
+    await until(lambda: cluster.prefill[0].count("repush") == 2, "pushed to the third")
+    for worker in cluster.workers:
+        for gate in worker.gates.values():
+            gate.set()
+    assert ids_of(await cluster.answer(call)) == ANSWER[:8]
+
+
+async def test_attempts_bound_what_is_tried_after_the_handoff_too(make):
+    cluster = await make(decode=2, attempts=1)
+    call = await at(cluster, "decoding")
+    await cluster.decode[0].kill()
+    with pytest.raises(WorkerLost, match="decode-0 was lost"):
+        await cluster.answer(call)
+    await cluster.nothing_is_left()
+
+
+# --- a router dies
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, EDGE, MOST - 1])
+async def test_a_router_that_never_saw_the_request_goes_on_with_it(make, count):
+    cluster = await make()
+    events = await resume(cluster, asked(), ANSWER[:count])
+    assert kinds(events)[0] == "accepted"
+    assert kinds(events)[-2:] == ["finished", "completed"]
+    assert [event.seq for event in events] == list(range(len(events)))
+    assert {event.request_id for event in events} == {"earlier"}
+    assert resumed_at(events, count) == ANSWER[count:]
+    assert list(cluster.prefill[0].specs[0].known) == ANSWER[:count]
+    assert events[-1].completed.usage.completion_tokens == MOST
+    await cluster.nothing_is_left()
+
+
+async def test_a_client_that_has_all_but_the_end(make):
+    cluster = await make()
+    events = await resume(cluster, asked(), ANSWER)
+    assert [kind for kind in kinds(events) if kind != "tokens"] == ["accepted", "finished", "completed"]
+    assert resumed_at(events, MOST) == []
+
+
+async def test_it_is_sampled_as_it_was(make):
+    cluster = await make()
+    call = cluster.stub.Generate(asked(8))
+    events = await cluster.answer(call)
+    name = events[0].request_id
+    await resume(cluster, asked(8), ANSWER[:3], name=name)
+    first, second = (spec.sampling.seed for spec in cluster.prefill[0].specs)
+    assert first == second == seed_of(name)
+
+
+async def test_who_resumes_takes_over(make):
+    cluster = await make()
+    call = await at(cluster, "decoding")
+    name = dict(await call.initial_metadata())["baton-request-id"]
+    resumed = asyncio.create_task(resume(cluster, asked(8), ANSWER[:1], name=name))
+    with pytest.raises(Cancelled, match="another call has taken over"):
+        await cluster.answer(call)
+    cluster.decode[0].gates["decode"].set()
+    assert resumed_at(await resumed, 1) == ANSWER[1:8]
+    await cluster.nothing_is_left()
+
+
+async def test_a_resumed_stream_is_cancelled_by_the_name_that_the_client_knows(make):
+    cluster = await make()
+    cluster.decode[0].gates["decode"].clear()
+    resumed = asyncio.create_task(resume(cluster, asked(8), ANSWER[:1]))
+    await until(lambda: cluster.decode[0].committed, "decoding")
+    assert (await cluster.stub.Cancel(pb.CancelRequest(request_id="earlier"))).found
+    with pytest.raises(Cancelled):
+        await resumed
+    await cluster.nothing_is_left()
+
+
+@pytest.mark.parametrize(
+    ("received", "words"),
+    [
+        ([[300]], "received: token id 300 is outside the vocabulary"),
+        ([[1] * (MOST + 1)], rf"received: at most max_tokens \({MOST}\)"),
+        ([[1], [2]], "received: of 1 choices at most, got 2"),
+    ],
+)
+async def test_what_cannot_be_of_this_request(make, received, words):
+    cluster = await make()
+    with pytest.raises(InvalidRequest, match=words):
+        await resume(cluster, asked(), *received)
+    await cluster.nothing_is_left()
+
+
+# --- several answers
+
+
+async def test_choices_are_numbered_and_the_first_one_computes_the_prompt(make):
+    cluster = await make()
+    cluster.prefill[0].gates["first"].clear()
+    call = cluster.stub.Generate(asked(8, n=3))
+    await until(lambda: cluster.prefill[0].specs, "the first choice")
+    await asyncio.sleep(0.05)  # time in which the others would come
+    assert len(cluster.prefill[0].specs) == 1
+    cluster.prefill[0].gates["first"].set()
+    events = await cluster.answer(call)
+    assert by_choice(events) == dict.fromkeys(range(3), ANSWER[:8])
+    assert sorted(event.finished.choice for event in events if event.HasField("finished")) == [0, 1, 2]
+    assert (kinds(events).count("accepted"), kinds(events).count("completed")) == (1, 1)
+    assert kinds(events)[-1] == "completed"
+    assert events[-1].completed.usage.completion_tokens == 24
+    assert events[-1].completed.usage.prompt_tokens == 3
+    assert [event.seq for event in events] == list(range(len(events)))
+    assert len({spec.sampling.seed for spec in cluster.prefill[0].specs}) == 3
+    await cluster.nothing_is_left()
+
+
+async def test_choices_that_are_resumed(make):
+    cluster = await make()
+    events = await resume(cluster, asked(8, n=3), ANSWER[:2], ANSWER[:8])
+    found: defaultdict[int, list[int]] = defaultdict(list)
+    for event in events:
+        if event.HasField("tokens"):
+            found[event.tokens.choice] += event.tokens.ids
+    assert {choice: ids for choice, ids in found.items() if ids} == {0: ANSWER[2:8], 2: ANSWER[:8]}
+    assert sorted(event.finished.choice for event in events if event.HasField("finished")) == [0, 1, 2]
+    assert events[-1].completed.usage.completion_tokens == 24
+
+
+async def test_all_choices_end_with_one_of_them(make):
+    cluster = await make(attempts=1)
+    cluster.decode[0].gates["decode"].clear()
+    call = cluster.stub.Generate(asked(8, n=2))
+    await until(lambda: len(cluster.decode[0].committed) == 2, "both are decoding")
+    await cluster.decode[0].kill()
+    with pytest.raises(WorkerLost):
+        await cluster.answer(call)
+    await cluster.nothing_is_left()
+
+
+async def test_a_census_knows_all_choices(make):
+    cluster = await make()
+    cluster.decode[0].gates["decode"].clear()
+    call = cluster.stub.Generate(asked(8, n=2))
+    await until(lambda: len(cluster.decode[0].committed) == 2, "both are decoding")
+    async with aio.insecure_channel(cluster.router.admin) as channel:
+        from baton.rpc.v1 import admin_pb2, admin_pb2_grpc
+
+        reply = await admin_pb2_grpc.AdminStub(channel).Requests(admin_pb2.RequestsRequest())
+    assert {handoff.request_id for handoff in cluster.decode[0].committed} == set(reply.request_ids)
+    cluster.decode[0].gates["decode"].set()
+    await cluster.answer(call)
+
+
+# --- the same request again
+
+
+async def test_who_comes_again_with_a_key_takes_over_and_is_sampled_alike(make):
+    cluster = await make()
+    cluster.decode[0].gates["decode"].clear()
+    older = cluster.stub.Generate(asked(8, idempotency_key="k"))
+    await until(lambda: cluster.decode[0].committed, "decoding")
+    newer = cluster.stub.Generate(asked(8, idempotency_key="k"))
+    with pytest.raises(Cancelled, match="another call has taken over"):
+        await cluster.answer(older)
+    cluster.decode[0].gates["decode"].set()
+    assert ids_of(await cluster.answer(newer)) == ANSWER[:8]
+    first, second = (spec.sampling.seed for spec in cluster.prefill[0].specs)
+    assert first == second
+    await cluster.nothing_is_left()
