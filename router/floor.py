@@ -30,7 +30,7 @@ class RouterSettings:
     admin: str = "127.0.0.1:0"
     metrics: str = "127.0.0.1:9100"
     policy: str = "least_loaded"
-    attempts: int = 3  # at one request, if workers are lost before its KV was handed over
+    attempts: int = 3  # at one request, if workers are lost
     queue_max_requests: int = 256
     queue_max_wait_s: float = 10.0
     max_request_s: float = 3600.0  # the deadline of a request whose caller set none

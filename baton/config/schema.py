@@ -174,9 +174,7 @@ class SecurityConfig(Section):
 class RetryConfig(Section):
     """What becomes of a request when a worker is lost."""
 
-    attempts: PositiveInt = Field(
-        default=3, description="at one request, the first included, if workers are lost before its KV is handed over"
-    )
+    attempts: PositiveInt = Field(default=3, description="at one request, the first included, if workers are lost")
 
 
 class LogConfig(Section):
