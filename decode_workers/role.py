@@ -1,4 +1,4 @@
-"""What a decode worker does: reserve room, take over KV, stream the rest.
+"""What a decode worker does: reserve room, take over KV, stream the rest; or compute the prompt as well.
 
 Every method runs on the engine thread, but `committed`, which the reservation table calls from wherever a commit lands.
 """
@@ -64,12 +64,16 @@ class DecodeRole:
         match command.WhichOneof("command"):
             case "reserve":
                 self._reserve(session, command.reserve)
+            case "prefill":
+                self._compute(session, command.prefill)
             case "fence":
                 self._fence(session, convert.handoff_from_pb(command.fence.handoff))
             case "release":
                 self._release(session, convert.handoff_from_pb(command.release.handoff))
             case kind:
-                raise InvalidRequest.of("command", f"a decode worker takes reserve, fence and release, not {kind}")
+                raise InvalidRequest.of(
+                    "command", f"a decode worker takes reserve, prefill, fence and release, not {kind}"
+                )
 
     def _reserve(self, session: Session, message: worker_pb2.Reserve) -> None:
         handoff = convert.handoff_from_pb(message.handoff)
@@ -104,6 +108,29 @@ class DecodeRole:
         except StaleAttempt as error:
             return events.refused(handoff, worker_pb2.REFUSAL_REASON_STALE, str(error))
         return None
+
+    def _compute(self, session: Session, message: worker_pb2.Prefill) -> None:
+        """The prompt is computed here as well, in what was reserved for it: nobody hands it over."""
+        handoff, spec = convert.handoff_from_pb(message.handoff), convert.spec_from_pb(message.spec)
+        if message.HasField("to"):
+            raise InvalidRequest.of("to", "a decode worker hands over to nobody")
+        finish = self._engine.finish_of(spec) if spec.known else None
+        mine = self._sessions.get(handoff) is session and handoff not in self._adopted
+        reservation = self.reservations.take(handoff) if mine else None
+        if reservation is None:
+            text = f"nothing is reserved for {handoff} here"
+            session.emit([events.refused(handoff, worker_pb2.REFUSAL_REASON_STALE, text)])
+            return
+        self._history.blocks("let_go", handoff, reservation)
+        reservation.release()
+        self._history.note("computes", handoff)
+        if finish is not None:
+            self._forget(handoff, "finished")
+            session.emit([events.finished(handoff, finish)])
+            return
+        self._engine.submit(handoff, spec)
+        self._adopted.add(handoff)
+        self._records.note(handoff, session.router_id, RecordState.COMMITTED)
 
     def _fence(self, session: Session, handoff: HandoffId) -> None:
         owner = self._sessions.get(handoff, session)

@@ -42,6 +42,7 @@ DECODE: Steps = {
     "committed": {"receiving": "committed"},
     "fenced": _any("reserved receiving", "fenced"),
     "adopted": {"committed": "decoding"},
+    "computes": {"fenced": "decoding"},  # its prompt as well: nobody hands it over
     "tokens": {"decoding": "decoding"},
     "finished": {"decoding": "ended"},
     "preempted": {"decoding": "ended"},

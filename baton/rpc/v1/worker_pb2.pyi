@@ -98,7 +98,7 @@ class RouterCommand(_message.Message):
 
     @_builtins.property
     def prefill(self) -> Global___Prefill:
-        """to prefill workers"""
+        """to prefill workers; or, without `to`, to the decode worker that has the reservation"""
 
     @_builtins.property
     def fence(self) -> Global___Fence:
@@ -267,7 +267,7 @@ class Prefill(_message.Message):
     def spec(self) -> Global___SequenceSpec: ...
     @_builtins.property
     def to(self) -> _common_pb2.WorkerRef:
-        """the decode worker that holds the reservation"""
+        """the decode worker that holds the reservation; unset: the receiver itself, which hands nothing over"""
 
     def __init__(
         self,

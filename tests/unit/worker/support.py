@@ -73,7 +73,7 @@ def prefill(handoff=H, spec=None, to=D, deadline_s=0.0, skip=0):
     message = pb.Prefill(
         handoff=convert.handoff_to_pb(handoff),
         spec=convert.spec_to_pb(spec_of(handoff) if spec is None else spec),
-        to=convert.ref_to_pb(to),
+        to=convert.ref_to_pb(to) if to is not None else None,
         deadline_s=deadline_s,
         skip=skip,
     )

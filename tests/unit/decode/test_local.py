@@ -1,0 +1,113 @@
+"""A decode worker that computes prompts as well: without a prefill worker, in what was reserved."""
+
+from dataclasses import replace
+
+import pytest
+
+from baton.errors import InvalidRequest
+from baton.rpc.v1 import worker_pb2 as pb
+from tests.unit.worker.support import DecodeSide, FakeSession, H, Pair, fence, prefill, release, reserve, spec_of
+
+
+@pytest.fixture
+def side():
+    return DecodeSide()
+
+
+@pytest.fixture
+def router():
+    return FakeSession()
+
+
+def whole_answer():
+    """What the same request gets where a prefill worker hands it over."""
+    pair, session = Pair(), FakeSession()
+    pair.hand_over(session)
+    pair.decode.run()
+    return list({token.index: token for token in session.tokens()}.values())  # of the first there are two witnesses
+
+
+def test_the_answer_is_that_of_a_handoff(side, router):
+    side.take(router, reserve())
+    side.take(router, prefill(to=None))
+    side.run()
+    assert router.tokens() == whole_answer()
+    assert router.kinds()[-1] == "finish"
+    assert side.all_free
+    assert len(side.role.reservations) == 0
+    assert not router.handoffs
+
+
+def test_what_is_known_is_not_sampled_again(side, router):
+    tokens = whole_answer()
+    known = tuple(token.token_id for token in tokens[:3])
+    side.take(router, reserve(known=12))
+    side.take(router, prefill(spec=replace(spec_of(), known=known), to=None))
+    side.run()
+    assert router.tokens() == tokens[3:]
+
+
+def test_a_request_that_had_ended_already(side, router):
+    spec = spec_of()
+    known = tuple(token.token_id for token in whole_answer())
+    assert len(known) == spec.sampling.max_tokens
+    side.take(router, reserve(known=len(spec) + len(known)))
+    side.take(router, prefill(spec=replace(spec, known=known), to=None))
+    assert router.kinds() == ["reserved", "finish"]
+    assert side.all_free
+    assert not router.handoffs
+
+
+def test_its_cache_is_used(router):
+    side = DecodeSide(prefix_cache=True)
+    for handoff in (H, replace(H, request_id="again")):
+        side.take(router, reserve(handoff))
+        side.take(router, prefill(handoff, spec=spec_of(), to=None))
+        side.run()
+    assert side.engine.counters.cached_tokens > 0
+
+
+@pytest.mark.parametrize("state", ["nothing", "somebody else's", "twice", "fenced", "released"])
+def test_only_what_was_reserved_is_computed(side, router, state):
+    owner = FakeSession("router-b") if state == "somebody else's" else router
+    if state != "nothing":
+        side.take(owner, reserve())
+    if state == "twice":
+        side.take(router, prefill(to=None))
+    if state in {"fenced", "released"}:
+        side.take(router, {"fenced": fence, "released": release}[state]())
+    side.take(router, prefill(to=None))
+    assert [event.refused.reason for event in router.events if event.HasField("refused")] == [pb.REFUSAL_REASON_STALE]
+    side.take(owner, release())
+    side.run()
+    assert side.all_free
+
+
+def test_nobody_may_commit_to_it_any_more(side, router):
+    side.take(router, reserve())
+    side.take(router, prefill(to=None))
+    assert side.role.reservations.entries() == []
+
+
+@pytest.mark.parametrize("steps", [0, 1, 3])
+@pytest.mark.parametrize("how", ["release", "gone"])
+def test_it_can_be_given_up_at_any_time(side, router, steps, how):
+    side.take(router, reserve())
+    side.take(router, prefill(to=None))
+    for _ in range(steps):
+        side.step()
+    if how == "release":
+        side.take(router, release())
+    else:
+        side.role.gone(router)
+    side.run()
+    assert side.all_free
+    assert not router.handoffs
+
+
+def test_it_hands_over_to_nobody(side, router):
+    side.take(router, reserve())
+    with pytest.raises(InvalidRequest, match="to: a decode worker hands over to nobody"):
+        side.role.command(router, prefill())
+    side.take(router, release())
+    assert side.all_free
