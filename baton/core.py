@@ -261,6 +261,29 @@ class Channel:
 
 
 @dataclass(frozen=True, slots=True)
+class Pace:
+    """Steps of one kind since the process began, all together, and the seconds they took."""
+
+    steps: int = 0
+    tokens: int = 0  # computed
+    context: int = 0  # positions that these tokens attended to, summed
+    seconds: float = 0.0
+
+    def plus(self, tokens: int, context: int, seconds: float) -> Pace:
+        """After one more step."""
+        return Pace(self.steps + 1, self.tokens + tokens, self.context + context, self.seconds + seconds)
+
+    def since(self, before: Pace) -> Pace:
+        """What came after `before`."""
+        return Pace(
+            self.steps - before.steps,
+            self.tokens - before.tokens,
+            self.context - before.context,
+            self.seconds - before.seconds,
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class Load:
     """What a worker reports with each step: the router's live view of it, and what `baton status` shows."""
 
@@ -277,6 +300,8 @@ class Load:
     transport: str = ""
     fetched_tokens: int = 0  # whose KV came from a decode worker instead of being computed
     channels: tuple[Channel, ...] = ()
+    prefill_pace: Pace = field(default_factory=Pace)  # of steps that only computed prompts
+    decode_pace: Pace = field(default_factory=Pace)  # of steps that only decoded
 
     @property
     def starved(self) -> bool:

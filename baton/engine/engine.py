@@ -233,7 +233,7 @@ class Engine:
             for item in work:
                 self._fail(item.sequence.key, f"{type(error).__name__}: {error}", result)
             return
-        result.computed = self._advance(work)
+        self._advance(work, result)
         for key, drawn in sampled.items():
             self._deliver(key, drawn, result)
 
@@ -247,15 +247,15 @@ class Engine:
         draws = self._sampler.sample(logits, [self._requests[key].choice.row for key in keys]) if keys else []
         return dict(zip(keys, draws, strict=True))
 
-    def _advance(self, work: list[Work]) -> int:
-        total = sum(item.count for item in work)
-        prefill = sum(item.prefill_tokens for item in work)
+    def _advance(self, work: list[Work], result: StepResult) -> None:
+        result.computed = total = sum(item.count for item in work)
+        result.prefill = prefill = sum(item.prefill_tokens for item in work)
+        result.context = sum(item.context for item in work)
         self.counters.steps += 1
         self.counters.prefill_tokens += prefill
         self.counters.decode_tokens += total - prefill
         self.counters.decode_steps += total > prefill
         self._scheduler.advance(work)
-        return total
 
     def _deliver(self, key: HandoffId, drawn: Sampled, result: StepResult) -> None:
         request = self._requests[key]

@@ -27,6 +27,7 @@ class Output:
 class StepResult:
     """What one step brought. `computed` tokens went through the model; 0: nothing could be done now.
 
+    `context`: how many positions these tokens attended to, summed.
     Requests in `preempted` (handed back) and in `failed` are forgotten, their blocks are free.
     """
 
@@ -34,6 +35,8 @@ class StepResult:
     preempted: list[HandoffId] = field(default_factory=list)
     failed: list[tuple[HandoffId, EngineFault]] = field(default_factory=list)
     computed: int = 0
+    prefill: int = 0  # of the computed ones
+    context: int = 0
 
 
 @dataclass(slots=True)

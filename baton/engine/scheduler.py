@@ -70,6 +70,11 @@ class Work:
         """How many of the `count` tokens are prefill."""
         return min(self.count, max(0, self.sequence.prefill_end - self.sequence.computed))
 
+    @property
+    def context(self) -> int:
+        """How many positions its tokens attend to, themselves among them, summed."""
+        return self.count * self.sequence.computed + self.count * (self.count + 1) // 2
+
 
 @dataclass(slots=True)
 class Plan:

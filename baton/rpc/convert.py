@@ -7,6 +7,7 @@ Floats of `Sampling` and log-probabilities are 32 bit on the wire; all parties c
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import asdict
 
@@ -20,6 +21,7 @@ from baton.core import (
     Incarnation,
     KVLayout,
     Load,
+    Pace,
     Role,
     Sampling,
     SequenceSpec,
@@ -41,6 +43,7 @@ _REASONS = {
 }
 _REASONS_BACK = {number: reason for reason, number in _REASONS.items()}
 _DTYPES = ("float32", "bfloat16", "float16")
+_NESTED_LOAD = {"blocks", "channels", "prefill_pace", "decode_pace"}
 _SAMPLING_LISTS = ("stop", "stop_token_ids", "logit_bias")
 
 
@@ -260,10 +263,21 @@ def load_to_pb(value: Load) -> common.Load:
 
 
 def load_from_pb(message: common.Load) -> Load:
-    """Raises InvalidRequest when the block ledger does not add up."""
-    given = {field.name: value for field, value in message.ListFields() if field.name not in {"blocks", "channels"}}
-    channels = tuple(Channel(c.peer, c.transport, c.bytes_per_s) for c in message.channels)
-    return Load(blocks=counts_from_pb(message.blocks), channels=channels, **given)
+    """Raises InvalidRequest when the block ledger does not add up, or time does not."""
+    given = {field.name: value for field, value in message.ListFields() if field.name not in _NESTED_LOAD}
+    return Load(
+        blocks=counts_from_pb(message.blocks),
+        channels=tuple(Channel(c.peer, c.transport, c.bytes_per_s) for c in message.channels),
+        prefill_pace=_pace(message.prefill_pace, "load.prefill_pace"),
+        decode_pace=_pace(message.decode_pace, "load.decode_pace"),
+        **given,
+    )
+
+
+def _pace(message: common.Pace, field: str) -> Pace:
+    """Not set: no such step yet. `field` is what the caller calls it."""
+    _require(0 <= message.seconds < math.inf, f"{field}.seconds", f"must be 0 or more, got {message.seconds}")
+    return Pace(message.steps, message.tokens, message.context, message.seconds)
 
 
 def info_to_pb(value: WorkerInfo) -> common.WorkerInfo:

@@ -27,7 +27,7 @@ from baton.rpc import channel, convert
 from baton.rpc.v1 import common_pb2, worker_pb2_grpc
 from baton.worker.build import build_engine
 from baton.worker.lease import Lease
-from baton.worker.loop import EngineLoop
+from baton.worker.loop import EngineLoop, Paces
 from baton.worker.service import RoleBehaviour, WorkerService
 from baton.worker.settings import WorkerSettings
 
@@ -75,8 +75,9 @@ Ready = Callable[[WorkerRef], None]
 class _Stepping:
     """Passes steps to the role and keeps the load report that sessions attach to their messages."""
 
-    def __init__(self, engine: Engine, role: HostedRole) -> None:
+    def __init__(self, engine: Engine, role: HostedRole, paces: Paces) -> None:
         self._engine = engine
+        self._paces = paces
         self._role = role
         self.load = self._report()
 
@@ -90,7 +91,7 @@ class _Stepping:
         self.load = self._report()
 
     def _report(self) -> common_pb2.Load:
-        return convert.load_to_pb(self._role.load(self._engine.load()))
+        return convert.load_to_pb(self._paces.into(self._role.load(self._engine.load())))
 
 
 async def serve(settings: WorkerSettings, factory: RoleFactory, stop: asyncio.Event, ready: Ready) -> None:
@@ -106,9 +107,9 @@ async def serve(settings: WorkerSettings, factory: RoleFactory, stop: asyncio.Ev
         info = _info(settings, engine, WorkerRef(settings.worker_id, await ledger.mint(settings.worker_id), address))
         history = _history(settings, info.ref, clock)
         engine.pool.history = leaving.enter_context(history)
-        loop = EngineLoop(engine)
+        loop = EngineLoop(engine, clock=clock)
         role = factory(HostParts(settings, info, engine, loop, ledger, server, clock))
-        stepping = _Stepping(engine, role)
+        stepping = _Stepping(engine, role, loop.paces)
         service = WorkerService(info, loop, role, lambda: stepping.load)
         worker_pb2_grpc.add_WorkerServicer_to_server(service, server)
         loop.start(stepping)

@@ -8,11 +8,17 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 
 import structlog
 
+from baton.clock import SystemClock
+from baton.core import Pace
+
 if TYPE_CHECKING:
+    from baton.clock import Clock
+    from baton.core import Load
     from baton.engine.engine import Engine
     from baton.engine.outcome import StepResult
 
@@ -30,14 +36,36 @@ class StepListener(Protocol):
         """The loop is idle or between steps: look at deadlines. At least every `idle_s`."""
 
 
+class Paces:
+    """What steps took so far, by kind; those that mixed kinds say nothing of either. On the engine thread."""
+
+    def __init__(self) -> None:
+        self.prefill, self.decode = Pace(), Pace()
+
+    def note(self, result: StepResult, seconds: float) -> None:
+        """A step took so long, with telling what came of it."""
+        if not result.computed or result.failed:
+            return
+        if result.prefill == result.computed:
+            self.prefill = self.prefill.plus(result.computed, result.context, seconds)
+        elif not result.prefill:
+            self.decode = self.decode.plus(result.computed, result.context, seconds)
+
+    def into(self, load: Load) -> Load:
+        """The report with these."""
+        return replace(load, prefill_pace=self.prefill, decode_pace=self.decode)
+
+
 class EngineLoop:
     """Runs `engine.step()` while there is work, and submitted jobs between steps.
 
     `iterations` grows while the thread is alive and well, idle or not: it is the progress that renews the lease.
     """
 
-    def __init__(self, engine: Engine, *, idle_s: float = 0.2) -> None:
+    def __init__(self, engine: Engine, *, idle_s: float = 0.2, clock: Clock | None = None) -> None:
         self.engine = engine
+        self.paces = Paces()
+        self._clock = clock or SystemClock()
         self.iterations = 0
         self.failure: BaseException | None = None
         self._idle_s = idle_s
@@ -78,8 +106,10 @@ class EngineLoop:
         """One step if there is work. False: nothing could be done, so waiting costs nobody anything."""
         if not self.engine.has_work():
             return False
+        began = self._clock.monotonic()
         result = self.engine.step()
         listener.stepped(result)
+        self.paces.note(result, self._clock.monotonic() - began)
         return bool(result.computed or result.outputs or result.preempted or result.failed)
 
     def _drain(self, *, wait: bool = False) -> None:

@@ -468,6 +468,8 @@ class Load(_message.Message):
     CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     FETCHED_TOKENS_FIELD_NUMBER: _builtins.int
     CHANNELS_FIELD_NUMBER: _builtins.int
+    PREFILL_PACE_FIELD_NUMBER: _builtins.int
+    DECODE_PACE_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     running: _builtins.int
     waiting: _builtins.int
@@ -486,6 +488,14 @@ class Load(_message.Message):
     def blocks(self) -> Global___BlockCounts: ...
     @_builtins.property
     def channels(self) -> _containers.RepeatedCompositeFieldContainer[Global___Channel]: ...
+    @_builtins.property
+    def prefill_pace(self) -> Global___Pace:
+        """of steps that only computed prompts"""
+
+    @_builtins.property
+    def decode_pace(self) -> Global___Pace:
+        """of steps that only decoded"""
+
     def __init__(
         self,
         *,
@@ -502,14 +512,48 @@ class Load(_message.Message):
         cached_tokens: _builtins.int = ...,
         fetched_tokens: _builtins.int = ...,
         channels: _abc.Iterable[Global___Channel] | None = ...,
+        prefill_pace: Global___Pace | None = ...,
+        decode_pace: Global___Pace | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "decode_pace", b"decode_pace", "prefill_pace", b"prefill_pace"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "cached_tokens", b"cached_tokens", "channels", b"channels", "decode_steps", b"decode_steps", "decode_tokens", b"decode_tokens", "fetched_tokens", b"fetched_tokens", "prefill_tokens", b"prefill_tokens", "queued_tokens", b"queued_tokens", "running", b"running", "step", b"step", "transfer_bytes", b"transfer_bytes", "transport", b"transport", "waiting", b"waiting"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "cached_tokens", b"cached_tokens", "channels", b"channels", "decode_pace", b"decode_pace", "decode_steps", b"decode_steps", "decode_tokens", b"decode_tokens", "fetched_tokens", b"fetched_tokens", "prefill_pace", b"prefill_pace", "prefill_tokens", b"prefill_tokens", "queued_tokens", b"queued_tokens", "running", b"running", "step", b"step", "transfer_bytes", b"transfer_bytes", "transport", b"transport", "waiting", b"waiting"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Load: _TypeAlias = Load  # noqa: Y015
+
+@_typing.final
+class Pace(_message.Message):
+    """Steps of one kind since the process began, all together: what a router fits its predictions to. It only grows."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STEPS_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
+    CONTEXT_FIELD_NUMBER: _builtins.int
+    SECONDS_FIELD_NUMBER: _builtins.int
+    steps: _builtins.int
+    tokens: _builtins.int
+    """computed"""
+    context: _builtins.int
+    """positions that these tokens attended to, summed"""
+    seconds: _builtins.float
+    def __init__(
+        self,
+        *,
+        steps: _builtins.int = ...,
+        tokens: _builtins.int = ...,
+        context: _builtins.int = ...,
+        seconds: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["context", b"context", "seconds", b"seconds", "steps", b"steps", "tokens", b"tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Pace: _TypeAlias = Pace  # noqa: Y015
 
 @_typing.final
 class Channel(_message.Message):

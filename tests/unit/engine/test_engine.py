@@ -373,3 +373,11 @@ def test_load_counts_what_was_done(backend):
     drain(engine, {}, {})
     load = engine.load()
     assert (load.step, load.prefill_tokens, load.decode_steps, load.decode_tokens) == (4, 12, 2, 2)
+
+
+def test_a_step_tells_of_what_kind_it_was_and_how_far_its_tokens_look_back(backend):
+    engine = engine_of(backend, max_batched_tokens=8)
+    engine.submit(HandoffId("a", 1), SequenceSpec((1,) * 12, Sampling(max_tokens=3, ignore_eos=True)))
+    steps = [engine.step() for _ in range(4)]
+    assert [(step.computed, step.prefill) for step in steps] == [(8, 8), (4, 4), (1, 0), (1, 0)]
+    assert [step.context for step in steps] == [sum(range(1, 9)), sum(range(9, 13)), 13, 14]

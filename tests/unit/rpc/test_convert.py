@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -67,6 +68,7 @@ layouts = st.builds(
     st.lists(name, min_size=1, max_size=3).map(tuple),
 )
 counts = st.tuples(*[st.integers(0, 2**28)] * 5).map(lambda states: core.BlockCounts(sum(states), *states))
+paces = st.builds(core.Pace, u64, u64, u64, st.floats(0, 1e9))
 loads = st.builds(
     core.Load,
     step=u64,
@@ -80,6 +82,8 @@ loads = st.builds(
     blocks=counts,
     transfer_bytes=u64,
     transport=text,
+    prefill_pace=paces,
+    decode_pace=paces,
 )
 infos = st.builds(
     core.WorkerInfo,
@@ -211,6 +215,8 @@ def changed(message: Any, **fields: Any) -> Any:
         (convert.layout_from_pb, changed(convert.layout_to_pb(LAYOUT), tensors=[]), "layout.tensors"),
         (convert.counts_from_pb, common.BlockCounts(total=5, free=3, owned=1), "load.blocks"),
         (convert.load_from_pb, common.Load(blocks=common.BlockCounts(total=1)), "load.blocks"),
+        (convert.load_from_pb, common.Load(decode_pace=common.Pace(seconds=-1.0)), "load.decode_pace.seconds"),
+        (convert.load_from_pb, common.Load(prefill_pace=common.Pace(seconds=math.nan)), "load.prefill_pace.seconds"),
         (convert.info_from_pb, changed(convert.info_to_pb(INFO), role="cook"), "info.role"),
         (convert.info_from_pb, changed(convert.info_to_pb(INFO), ref=None), "info.ref.worker_id"),
         (convert.info_from_pb, changed(convert.info_to_pb(INFO), layout=None), "layout.layers"),

@@ -5,7 +5,10 @@ from functools import partial
 
 import pytest
 
+from baton.clock import FakeClock
+from baton.core import HandoffId, Load, Pace
 from baton.engine.outcome import StepResult
+from baton.errors import EngineFault
 from baton.worker.loop import EngineLoop
 
 
@@ -181,3 +184,29 @@ def test_what_was_submitted_before_the_stop_still_runs(engine, listener):
 
 def test_a_loop_that_was_never_started_stops(engine):
     EngineLoop(engine).stop()
+
+
+def test_what_steps_took_is_kept_by_kind_and_those_that_mix_kinds_tell_nothing(engine, listener):
+    clock = FakeClock()
+    loop = EngineLoop(engine, clock=clock)
+    results = [
+        StepResult(computed=8, prefill=8, context=36),
+        StepResult(computed=3, prefill=0, context=300),
+        StepResult(computed=9, prefill=8, context=99),
+        StepResult(),
+        StepResult(computed=2, prefill=0, context=200),
+        StepResult(computed=5, prefill=5, context=15, failed=[(HandoffId("r", 1), EngineFault("nan"))]),
+    ]
+
+    def bring():
+        clock.advance(2.0 ** (engine.steps - 1))
+        return results[engine.steps - 1]
+
+    engine.work, engine.bring = True, bring
+    for _ in results:
+        loop._step(listener)
+    assert loop.paces.prefill == Pace(1, 8, 36, 1.0)
+    assert loop.paces.decode == Pace(2, 5, 500, 2.0 + 16.0)
+    load = loop.paces.into(Load(running=3))
+    assert (load.running, load.prefill_pace, load.decode_pace) == (3, loop.paces.prefill, loop.paces.decode)
+    assert loop.paces.decode.since(Pace(1, 3, 300, 2.0)) == Pace(1, 2, 200, 16.0)
