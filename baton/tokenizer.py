@@ -37,10 +37,14 @@ class Detokenizer(Protocol):
 
 
 class Tokenizer(ABC):
-    """One model's tokenizer. `eos_ids` end a generation; `vocab_size` bounds the ids that it knows."""
+    """One model's tokenizer. `eos_ids` end a generation; `vocab_size` bounds the ids that it knows.
+
+    `folder` is where it came from, with what else describes the model; None: the oracle.
+    """
 
     vocab_size: int
     eos_ids: tuple[int, ...]
+    folder: Path | None = None
 
     @staticmethod
     def load(folder: Path | str) -> Tokenizer:
@@ -50,6 +54,10 @@ class Tokenizer(ABC):
     @abstractmethod
     def encode(self, text: str) -> list[int]:
         """Token ids of a prompt, with the special tokens that the model wants around it."""
+
+    def encode_rendered(self, text: str) -> list[int]:
+        """Token ids of a text that has its special tokens already: none are added."""
+        return self.encode(text)
 
     @abstractmethod
     def decode(self, ids: Sequence[int]) -> str:
@@ -107,12 +115,17 @@ class _FolderTokenizer(Tokenizer):
             raise CheckpointError(f"{path}: {error}") from error
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
+        self.folder = folder
         self.vocab_size = max(self._tokenizer.get_vocab().values(), default=-1) + 1
         self.eos_ids = _read_eos_ids(folder)
         self._spelling = lru_cache(_SPELLINGS)(self.decode)
 
     def encode(self, text: str) -> list[int]:
         ids: list[int] = self._tokenizer.encode(text).ids
+        return ids
+
+    def encode_rendered(self, text: str) -> list[int]:
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:

@@ -18,6 +18,7 @@ from baton.errors import InvalidRequest, UnknownModel, Violation
 from baton.rpc import convert
 from baton.rpc.v1 import inference_pb2 as pb
 from baton.tokenizer import Tokenizer
+from router.chat import NO_CHATS, Chats
 
 DEFAULT_MAX_TOKENS = 16
 MAX_CHOICES = 16
@@ -35,7 +36,6 @@ _CAPS: tuple[tuple[str, _Get, int, str], ...] = (
     ("sampling.stop_token_ids", lambda m: len(m.sampling.stop_token_ids), 1024, "ids"),
 )
 _UNSUPPORTED: tuple[tuple[str, Callable[[pb.GenerateRequest], object]], ...] = (
-    ("chat", lambda m: m.HasField("chat")),
     ("deterministic", lambda m: m.deterministic),
     ("constraint", lambda m: m.HasField("constraint")),
     ("resumable_s", lambda m: m.resumable_s),
@@ -43,12 +43,18 @@ _UNSUPPORTED: tuple[tuple[str, Callable[[pb.GenerateRequest], object]], ...] = (
 
 
 async def parse(
-    message: pb.GenerateRequest, tokenizer: Tokenizer, model: str, max_model_len: int | None, seed: int
+    message: pb.GenerateRequest,
+    tokenizer: Tokenizer,
+    model: str,
+    max_model_len: int | None,
+    chats: Chats = NO_CHATS,
+    *,
+    seed: int,
 ) -> SequenceSpec:
     """What can be computed: tokens within the vocabulary, a complete sampling, room for the output.
 
     `model` is what is served. `max_model_len` None: no worker has said yet, so they refuse what is too long themselves.
-    `seed` is for a request that names none.
+    `chats` renders conversations. `seed` is for a request that names none.
     Raises UnknownModel, or InvalidRequest naming every field that is wrong.
     """
     check_model(message.model, model)
@@ -61,10 +67,10 @@ async def parse(
         *violations,
     ]
     if message.WhichOneof("prompt") is None:
-        violations.append(Violation("prompt", "one of text and token_ids must be set"))
+        violations.append(Violation("prompt", "one of text, token_ids and chat must be set"))
     if sampling is None or violations:
         raise InvalidRequest(*violations)
-    prompt = await _prompt(message, tokenizer)
+    prompt = await _prompt(message, tokenizer, chats)
     wrong = [
         *_outside_vocabulary(prompt, sampling, tokenizer.vocab_size),
         *_does_not_fit(prompt, message, max_model_len),
@@ -114,6 +120,14 @@ async def encode(tokenizer: Tokenizer, text: str) -> list[int]:
     return tokenizer.encode(text) if len(text) <= _THREAD_CHARS else await asyncio.to_thread(tokenizer.encode, text)
 
 
+async def encode_chat(tokenizer: Tokenizer, chats: Chats, chat: pb.ChatMessages) -> list[int]:
+    """Token ids of a conversation. Raises InvalidRequest like `Chats.prompt`."""
+    text = await chats.prompt(chat)
+    if len(text) <= _THREAD_CHARS:
+        return tokenizer.encode_rendered(text)
+    return await asyncio.to_thread(tokenizer.encode_rendered, text)
+
+
 def _sampling(message: pb.GenerateRequest) -> tuple[Sampling | None, list[Violation]]:
     try:
         logprobs = message.logprobs if message.HasField("logprobs") else None
@@ -140,9 +154,12 @@ def _too_large(message: pb.GenerateRequest) -> list[Violation]:
     return [Violation(field, f"at most {most} {unit}, got {size}") for field, size, most, unit in sizes if size > most]
 
 
-async def _prompt(message: pb.GenerateRequest, tokenizer: Tokenizer) -> tuple[int, ...]:
+async def _prompt(message: pb.GenerateRequest, tokenizer: Tokenizer, chats: Chats) -> tuple[int, ...]:
     field = message.WhichOneof("prompt")
-    prompt = tuple(message.token_ids.ids if field == "token_ids" else await encode(tokenizer, message.text))
+    if field == "chat":
+        prompt = tuple(await encode_chat(tokenizer, chats, message.chat))
+    else:
+        prompt = tuple(message.token_ids.ids if field == "token_ids" else await encode(tokenizer, message.text))
     if not prompt:
         raise InvalidRequest.of(field or "prompt", "must not be empty")
     return prompt

@@ -20,10 +20,11 @@ from baton.rpc.v1.admin_pb2_grpc import AdminServicer
 from baton.rpc.v1.inference_pb2_grpc import InferenceServicer
 from baton.tokenizer import Tokenizer
 from router.call import Call, answer, seed_of
+from router.chat import Chats
 from router.delivery import Context, EventStream
 from router.floor import Floor
 from router.link import WorkerLink
-from router.parse import check_model, check_text, encode, outside, parse, received_of
+from router.parse import check_model, check_text, encode, encode_chat, outside, parse, received_of
 
 log = structlog.get_logger(__name__)
 
@@ -37,6 +38,7 @@ class Inference(InferenceServicer):
     def __init__(self, floor: Floor, tokenizer: Tokenizer) -> None:
         self._floor = floor
         self._tokenizer = tokenizer
+        self._chats = Chats.of(tokenizer)
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> None:  # type: ignore[override]
         """Ends once: finished, or with the status of one typed error. Cancellation is gRPC's own ending."""
@@ -81,7 +83,7 @@ class Inference(InferenceServicer):
                 await context.send_initial_metadata((("baton-request-id", call.name), ("baton-resumable", "1")))
                 model, length = floor.settings.model, floor.pool.max_model_len()
                 seed = seed_of(request.idempotency_key or call.name)
-                spec = await parse(request, self._tokenizer, model, length, seed)
+                spec = await parse(request, self._tokenizer, model, length, self._chats, seed=seed)
                 received = received_of(message, spec, self._tokenizer.vocab_size)
                 client = EventStream(context, call.name, floor.settings.client_stall_s)
                 return await answer(floor, call, spec, received, client)
@@ -115,9 +117,13 @@ class Inference(InferenceServicer):
         try:
             check_model(request.model, self._floor.settings.model)
             check_text(request.text)
+            if request.HasField("chat"):
+                ids = await encode_chat(self._tokenizer, self._chats, request.chat)
+            else:
+                ids = await encode(self._tokenizer, request.text)
         except BatonError as error:
             await abort(context, error)
-        return pb.TokenizeReply(ids=await encode(self._tokenizer, request.text))
+        return pb.TokenizeReply(ids=ids)
 
     async def Detokenize(self, request: pb.DetokenizeRequest, context: Context) -> pb.DetokenizeReply:
         try:

@@ -588,6 +588,22 @@ async def test_tokenize_detokenize_and_models(make):
         assert caught.value.code() in {grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.NOT_FOUND}
 
 
+async def test_a_conversation_becomes_a_prompt(make):
+    cluster = await make()
+    turns = pb.ChatMessages(messages=[pb.ChatMessage(role="user", content="Zoë?")])
+    text = "user: Zoë?\nassistant:"
+    assert bytes((await cluster.stub.Tokenize(pb.TokenizeRequest(chat=turns))).ids).decode() == text
+    events = await cluster.answer(cluster.stub.Generate(pb.GenerateRequest(chat=turns)))
+    assert kinds(events)[-1] == "completed"
+    [spec] = cluster.prefill[0].specs
+    assert bytes(spec.prompt).decode() == text
+    turns.messages[0].role = ""
+    with pytest.raises(aio.AioRpcError) as caught:
+        await cluster.stub.Tokenize(pb.TokenizeRequest(chat=turns))
+    with pytest.raises(InvalidRequest, match=r"chat.messages\[0\].role"):
+        raise from_rpc_error(caught.value)
+
+
 async def health_is(cluster: Cluster, service: str, wanted: int):
     stub: Any = health_pb2_grpc.HealthStub(cluster.channel)
     watch = stub.Watch(health_pb2.HealthCheckRequest(service=service))

@@ -7,6 +7,7 @@ had on it. Cluster-internal.
 """
 
 from baton.rpc.v1 import common_pb2 as _common_pb2
+from baton.rpc.v1 import inference_pb2 as _inference_pb2
 from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
@@ -213,6 +214,7 @@ class SequenceSpec(_message.Message):
     LOGPROBS_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
     CACHE_SCOPE_FIELD_NUMBER: _builtins.int
+    CONSTRAINT_FIELD_NUMBER: _builtins.int
     logprobs: _builtins.int
     priority: _builtins.int
     """-100 to 100, higher first, as in GenerateRequest"""
@@ -228,6 +230,10 @@ class SequenceSpec(_message.Message):
     def sampling(self) -> _common_pb2.Sampling:
         """complete: seed and every default filled in"""
 
+    @_builtins.property
+    def constraint(self) -> _inference_pb2.Constraint:
+        """of the whole answer: `known` follows it already"""
+
     def __init__(
         self,
         *,
@@ -237,10 +243,11 @@ class SequenceSpec(_message.Message):
         logprobs: _builtins.int | None = ...,
         priority: _builtins.int = ...,
         cache_scope: _builtins.str = ...,
+        constraint: _inference_pb2.Constraint | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "logprobs", b"logprobs", "sampling", b"sampling"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "constraint", b"constraint", "logprobs", b"logprobs", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "cache_scope", b"cache_scope", "known", b"known", "logprobs", b"logprobs", "priority", b"priority", "prompt", b"prompt", "sampling", b"sampling"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "cache_scope", b"cache_scope", "constraint", b"constraint", "known", b"known", "logprobs", b"logprobs", "priority", b"priority", "prompt", b"prompt", "sampling", b"sampling"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__logprobs: _TypeAlias = _typing.Literal["logprobs"]  # noqa: Y015
     _WhichOneofArgType__logprobs: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs"]  # noqa: Y015

@@ -37,7 +37,7 @@ NOT_YET = "not supported by this version"
         (message(n=0), "n", "at least 1, got 0"),
         (message(deterministic=True), "deterministic", NOT_YET),
         (message(constraint=pb.Constraint(regex="a")), "constraint", NOT_YET),
-        (message(chat=pb.ChatMessages()), "chat", NOT_YET),
+        (message(chat=pb.ChatMessages()), "chat", "the model has no chat template"),
         (message(priority=-101), "priority", "between -100 and 100, got -101"),
         (message(cache_scope="x" * 257), "cache_scope", "at most 256 characters, got 257"),
         (message(resumable_s=5.0), "resumable_s", NOT_YET),

@@ -1,0 +1,145 @@
+"""Chat templates as `transformers` renders them, with what one of them may cost bounded.
+
+A template comes with the model, and what it is given comes from clients. So it runs in jinja's sandbox, and every turn
+of a loop, every macro and every piece of output looks at the clock and at what is there already. What is not bounded
+is the memory of a template that was written to waste it: whoever runs the server chooses the model.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from datetime import datetime
+from time import monotonic
+from typing import Any
+
+from jinja2 import TemplateError, nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.meta import find_undeclared_variables
+from jinja2.parser import Parser
+from jinja2.runtime import Context
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+MAX_SOURCE_CHARS = 262_144
+MAX_OUTPUT_CHARS = 1_000_000
+MAX_SECONDS = 2.0
+_MAX_PRODUCT = 1_000_000  # of a number, a text or a list with `*` and `**`
+_TICK = "baton_tick"
+_FUNCTIONS = frozenset({"raise_exception", "strftime_now", _TICK})
+
+
+class TemplateFailed(Exception):
+    """Why a template cannot be read, or does not render what it was given."""
+
+
+class Template:
+    """One compiled template. `variables` are the names that it reads and does not set itself.
+
+    Raises TemplateFailed if it is too long or not a template.
+    """
+
+    def __init__(self, source: str, clock: Callable[[], float] = monotonic) -> None:
+        if len(source) > MAX_SOURCE_CHARS:
+            raise TemplateFailed(f"it has {len(source)} characters, of {MAX_SOURCE_CHARS} at most")
+        environment = _Environment()
+        try:
+            tree = environment.parse(source)
+            self.variables = frozenset(find_undeclared_variables(tree)) - environment.globals.keys() - _FUNCTIONS
+            self._words = frozenset(_words(tree))
+            _watch(tree)
+            self._template = environment.from_string(tree)
+        except (TemplateError, RecursionError) as error:
+            raise TemplateFailed(f"{type(error).__name__}: {error}") from error
+        self._clock = clock
+
+    def mentions(self, word: str) -> bool:
+        """Whether `word` is a variable of it, or the name of a field that it looks at."""
+        return word in self.variables or word in self._words
+
+    def render(self, variables: Mapping[str, object]) -> str:
+        """Raises TemplateFailed: it refuses them, takes too long, or writes too much. Any thread."""
+        meter = _Meter(self._clock)
+        functions = {"raise_exception": _refuse, "strftime_now": _strftime_now, _TICK: meter.tick}
+        try:
+            return "".join(meter.measured(piece) for piece in self._template.generate({**variables, **functions}))
+        except TemplateFailed:
+            raise
+        except Exception as error:  # the template's own code: it can raise whatever Python can
+            raise TemplateFailed(f"{type(error).__name__}: {str(error)[:200]}") from error
+
+
+class _Meter:
+    """What one rendering has taken so far."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._until = clock() + MAX_SECONDS
+        self._chars = 0
+
+    def tick(self) -> str:
+        if self._clock() > self._until:
+            raise TemplateFailed(f"it takes longer than {MAX_SECONDS:g} s")
+        return ""
+
+    def measured(self, piece: str) -> str:
+        self._chars += len(piece)
+        if self._chars > MAX_OUTPUT_CHARS:
+            raise TemplateFailed(f"it writes more than {MAX_OUTPUT_CHARS} characters")
+        return piece + self.tick()
+
+
+class _Generation(Extension):
+    """`{% generation %}` marks, for training, what the model has said. Here it only has to be read."""
+
+    tags = {"generation"}  # noqa: RUF012  (as jinja declares it)
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
+
+
+class _Environment(ImmutableSandboxedEnvironment):
+    intercepted_binops = frozenset({"*", "**"})
+
+    def __init__(self) -> None:
+        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _Generation])
+        self.filters["tojson"] = _tojson
+        del self.globals["lipsum"]
+
+    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+        sizes = [len(side) if isinstance(side, str | list | tuple) else abs(side) for side in (left, right)]
+        if (sizes[0] * sizes[1] if operator == "*" else sizes[1] * len(str(left))) > _MAX_PRODUCT:
+            raise TemplateFailed(f"a result of {operator} is larger than {_MAX_PRODUCT}")
+        return super().call_binop(context, operator, left, right)
+
+
+def _watch(tree: nodes.Template) -> None:
+    """Have the clock looked at wherever the template can go in circles."""
+    circles: list[nodes.For | nodes.Macro | nodes.CallBlock] = [*tree.find_all(nodes.For), *tree.find_all(nodes.Macro)]
+    for node in [*circles, *tree.find_all(nodes.CallBlock)]:
+        tick = nodes.Call(nodes.Name(_TICK, "load"), [], [], None, None)
+        node.body.insert(0, nodes.ExprStmt(tick).set_lineno(node.lineno))
+
+
+def _words(tree: nodes.Template) -> list[str]:
+    fields = [node.attr for node in tree.find_all(nodes.Getattr)]
+    return fields + [node.value for node in tree.find_all(nodes.Const) if isinstance(node.value, str)]
+
+
+def _refuse(message: str) -> None:
+    raise TemplateFailed(str(message)[:500])
+
+
+def _strftime_now(layout: str) -> str:
+    return datetime.now().strftime(layout)
+
+
+def _tojson(
+    value: object,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """As `transformers` has it: jinja's own filter escapes for HTML."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)

@@ -1,0 +1,235 @@
+"""Conversations as prompts. `transformers` renders the same templates beside: what it writes is right."""
+
+import json
+import threading
+from itertools import count
+from pathlib import Path
+
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from baton.errors import InvalidRequest
+from baton.rpc.v1 import inference_pb2 as pb
+from baton.tokenizer import OracleTokenizer, Tokenizer
+from router.chat import Chats
+from router.parse import encode_chat, parse
+from router.template import MAX_OUTPUT_CHARS, MAX_SOURCE_CHARS, Template, TemplateFailed
+from tests.unit.test_tokenizer import save_bpe
+
+TEMPLATES = Path(__file__).parent / "templates"
+DEMO = Path(__file__).resolve().parents[3] / "models" / "demo"
+WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "title": "é <b>"}}}
+CALL = pb.ToolCall(id="call00001", name="weather", arguments='{"city": "Köln", "days": [1, 2]}')
+ASKED = [("system", " be brief "), ("user", "Hi 'you' <b>&"), ("assistant", "Hello\n"), ("user", "  and now? é")]
+CALLED = [
+    pb.ChatMessage(role="user", content="How is it?"),
+    pb.ChatMessage(role="assistant", tool_calls=[CALL]),
+    pb.ChatMessage(role="tool", content='{"rain": true}', tool_call_id="call00001", name="weather"),
+]
+
+
+def chat(*turns: tuple[str, str] | pb.ChatMessage, **more) -> pb.ChatMessages:
+    made = [
+        turn if isinstance(turn, pb.ChatMessage) else pb.ChatMessage(role=turn[0], content=turn[1]) for turn in turns
+    ]
+    return pb.ChatMessages(messages=made, **more)
+
+
+def model(tmp_path: Path, template: object, **config: object) -> Tokenizer:
+    """A model's folder with this template: a text for its own file, else what tokenizer_config.json says."""
+    save_bpe(tmp_path, bos=True)
+    if isinstance(template, str):
+        (tmp_path / "chat_template.jinja").write_text(template)
+    elif template is not None:
+        config["chat_template"] = template
+    tokens = {"bos_token": "<s>", "eos_token": {"content": "</s>", "special": True}, "pad_token": None}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(tokens | config))
+    return Tokenizer.load(tmp_path)
+
+
+async def refused(chats: Chats, asked: pb.ChatMessages) -> list[tuple[str, str]]:
+    with pytest.raises(InvalidRequest) as caught:
+        await chats.prompt(asked)
+    return [(violation.field, violation.description) for violation in caught.value.violations]
+
+
+def peer(tmp_path: Path) -> PreTrainedTokenizerFast:
+    return PreTrainedTokenizerFast(
+        tokenizer_file=str(tmp_path / "tokenizer.json"),
+        bos_token="<s>",
+        eos_token="</s>",
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def as_peer_takes_it(message: pb.ChatMessage) -> dict[str, object]:
+    made: dict[str, object] = {"role": message.role, "content": message.content}
+    if message.tool_calls:
+        function = [{"name": call.name, "arguments": json.loads(call.arguments)} for call in message.tool_calls]
+        made["tool_calls"] = [{"type": "function", "function": each} for each in function]
+    return made
+
+
+@pytest.mark.parametrize("prompted", [True, False])
+@pytest.mark.parametrize(
+    ("name", "turns", "tools", "kwargs"),
+    [
+        ("llama3", ASKED, None, {}),
+        ("llama3", ASKED[1:], [WEATHER], {"date_string": "1 May"}),
+        ("llama3", CALLED, [WEATHER], {}),
+        ("qwen", ASKED, None, {"enable_thinking": False}),
+        ("qwen", ASKED, [WEATHER, WEATHER], {}),
+        ("qwen", CALLED, [WEATHER], {"enable_thinking": True}),
+        ("mistral", ASKED, None, {}),
+    ],
+)
+async def test_prompts_equal_those_of_transformers(tmp_path, name, turns, tools, kwargs, prompted):
+    template = (TEMPLATES / f"{name}.jinja").read_text()
+    tokenizer = model(tmp_path, template)
+    asked = chat(*turns, add_generation_prompt=prompted)
+    if tools:
+        asked.tools = json.dumps(tools)
+    if kwargs:
+        asked.template_kwargs = json.dumps(kwargs)
+    conversation = [as_peer_takes_it(message) for message in asked.messages]
+    options = {"tools": tools, "chat_template": template, "add_generation_prompt": prompted, **kwargs}
+    chats = Chats.of(tokenizer)
+    assert await chats.prompt(asked) == peer(tmp_path).apply_chat_template(conversation, tokenize=False, **options)
+    right = peer(tmp_path).apply_chat_template(conversation, tokenize=True, return_dict=False, **options)
+    assert await encode_chat(tokenizer, chats, asked) == right
+
+
+async def test_special_tokens_are_not_added_twice(tmp_path):
+    tokenizer = model(tmp_path, "{{ bos_token }}{{ messages[0].content }}{{ eos_token }}{{ pad_token }}")
+    ids = await encode_chat(tokenizer, Chats.of(tokenizer), chat(("user", "some")))
+    assert ids == [0, *tokenizer.encode("some")[1:], 1]
+    assert tokenizer.encode("some")[0] == 0
+
+
+async def test_a_request_takes_a_conversation(tmp_path):
+    tokenizer = model(tmp_path, "{{ messages | length }}{% if add_generation_prompt %}!{% endif %}")
+    spec = await parse(pb.GenerateRequest(chat=chat(*ASKED)), tokenizer, "m", 100, Chats.of(tokenizer), seed=1)
+    assert spec.prompt == tuple(tokenizer.encode_rendered("4!"))
+    tokenizer = model(tmp_path, "{% for m in messages %}{% endfor %}")
+    with pytest.raises(InvalidRequest, match="chat: must not be empty"):
+        await parse(pb.GenerateRequest(chat=chat(*ASKED)), tokenizer, "m", 100, Chats.of(tokenizer), seed=1)
+
+
+async def test_the_oracle_has_a_plain_template():
+    assert await Chats.of(OracleTokenizer()).prompt(chat(("user", "hi"))) == "user: hi\nassistant:"
+
+
+async def test_the_demo_model_reads_what_was_said():
+    tokenizer = Tokenizer.load(DEMO)
+    assert await Chats.of(tokenizer).prompt(chat(("user", "A flute"), ("user", "is an"))) == "A flute is an"
+
+
+async def test_of_several_templates_the_one_for_tools_is_taken(tmp_path):
+    named = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "{{ tools | length }} tools"}]
+    chats = Chats.of(model(tmp_path, named))
+    assert await chats.prompt(chat(*ASKED)) == "plain"
+    assert await chats.prompt(chat(*ASKED, tools=json.dumps([WEATHER]))) == "1 tools"
+    assert await chats.prompt(chat(*ASKED, tools="[]")) == "plain"
+
+
+@pytest.mark.parametrize(
+    ("template", "words"),
+    [
+        (None, "the model has no chat template: send text or token_ids"),
+        ("{% for %}", "cannot be used: TemplateSyntaxError"),
+        ("x" * (MAX_SOURCE_CHARS + 1), "cannot be used: it has 262145 characters, of 262144 at most"),
+        ([{"name": "default"}], "cannot be used: chat_template must be a text, or a list"),
+        ([{"name": "tool_use", "template": "x"}], "the model's chat template has no default"),
+        (7, "chat_template must be a text"),
+    ],
+)
+async def test_a_model_without_a_template_says_so(tmp_path, template, words):
+    [(field, text)] = await refused(Chats.of(model(tmp_path, template)), chat(*ASKED))
+    assert field == "chat"
+    assert words in text
+
+
+DEEP = "[" * 100_000
+WRONG_TURNS = [
+    (chat(), "chat.messages", "1 to 10000, got 0"),
+    (chat(("", "x")), "chat.messages[0].role", "1 to 64"),
+    (chat(("user", ""), ("r" * 65, "x")), "chat.messages[1].role", "1 to 64"),
+    (chat(("user", "x" * 1_000_001)), "chat", "at most 1000000 bytes"),
+    (chat(("user", "x"), tools="{}"), "chat.tools", "JSON array"),
+    (chat(("user", "x"), tools="[1]"), "chat.tools", "JSON array of objects"),
+    (chat(("user", "x"), tools=DEEP), "chat.tools", "JSON array"),
+    (chat(("user", "x"), tools=json.dumps([WEATHER])), "chat.tools", "no place"),
+    (chat(("user", "x"), template_kwargs="[]"), "chat.template_kwargs", "JSON object"),
+    (chat(("user", "x"), template_kwargs='{"y": 1}'), "chat.template_kwargs", "set: the model's chat template has x"),
+    (chat(("user", "x"), template_kwargs='{"messages": 1}'), "chat.template_kwargs", "'messages' is not"),
+    (chat(("user", "x"), template_kwargs='{"bos_token": "x"}'), "chat.template_kwargs", "'bos_token' is not"),
+    (chat(("user", "x"), template_kwargs='{"range": 1}'), "chat.template_kwargs", "'range' is not"),
+    (chat(pb.ChatMessage(role="a", tool_calls=[CALL])), "chat.messages[0].tool_calls", "no place"),
+    (
+        chat(pb.ChatMessage(role="a", tool_calls=[CALL, pb.ToolCall(arguments="[]")])),
+        "chat.messages[0].tool_calls[1].arguments",
+        "JSON object",
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("asked", "field", "words"), WRONG_TURNS)
+async def test_wrong_conversations_are_refused_by_name(tmp_path, asked, field, words):
+    template = "{{ bos_token }}{% for i in range(x or 1) %}{{ messages[i].content }}{% endfor %}"
+    [(found, text)] = await refused(Chats.of(model(tmp_path, template)), asked)
+    assert found == field
+    assert words in text
+
+
+async def test_what_the_template_says_is_told(tmp_path):
+    chats = Chats.of(model(tmp_path, (TEMPLATES / "mistral.jinja").read_text()))
+    [(field, text)] = await refused(chats, chat(("assistant", "x")))
+    assert field == "chat"
+    assert "the model's chat template refuses it: Conversation roles must alternate" in text
+
+
+@pytest.mark.parametrize(
+    ("template", "words"),
+    [
+        ("{{ messages.__class__.__mro__ }}", "SecurityError"),
+        ("{{ messages.append(1) }}", "SecurityError"),
+        ("{{ messages[7].content }}", "UndefinedError"),
+        ("{{ 'a' * 10**9 }}", "larger than 1000000"),
+        ("{{ 9 ** 99999999 }}", "larger than 1000000"),
+        ("{% for i in range(99999999) %}{% endfor %}", "OverflowError"),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "RecursionError"),
+        ("{% for i in range(99) %}{{ messages[0].content * 9000 }}{% endfor %}", f"more than {MAX_OUTPUT_CHARS}"),
+        ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", "longer than 2 s"),
+        ("{% macro f() %}{% endmacro %}{% for i in range(9999) %}{{ f() }}{% endfor %}", "longer than 2 s"),
+    ],
+)
+def test_a_template_can_take_only_so_much(template, words):
+    """The clock moves by a millisecond with each look, so that the test takes none of it."""
+    ticking = map((0.001).__mul__, count())
+    with pytest.raises(TemplateFailed, match=words):
+        Template(template, lambda: next(ticking)).render({"messages": [{"content": "ab"}]})
+
+
+def test_strftime_now_is_offered():
+    assert Template("{{ strftime_now('%Y') | int > 2000 }}").render({}) == "True"
+
+
+def test_variables_and_fields_of_a_template_are_known():
+    template = Template(
+        "{% set a = 1 %}{{ a }}{{ b }}{{ m.tool_calls }}{{ m['x'] }}{{ strftime_now('%d') }}{{ namespace() }}"
+    )
+    assert template.variables == {"b", "m"}
+    assert [template.mentions(word) for word in ("b", "tool_calls", "x", "y")] == [True, True, True, False]
+
+
+class Slow(OracleTokenizer):
+    def encode(self, text: str) -> list[int]:
+        self.thread = threading.current_thread()
+        return [1]
+
+
+@pytest.mark.parametrize(("length", "elsewhere"), [(10, False), (5000, True)])
+async def test_long_conversations_go_to_a_thread(length, elsewhere):
+    encoder = Slow()
+    await encode_chat(encoder, Chats.of(encoder), chat(("user", "x" * length)))
+    assert (encoder.thread is not threading.main_thread()) is elsewhere
