@@ -1,4 +1,4 @@
-"""What both clients share: their arguments, and the decision on retries. No I/O."""
+"""What both clients share: their arguments, the routers to ask, and the decision on retries. No I/O."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import grpc
 
 from baton.clock import Clock, SystemClock
 from baton.errors import BatonError, ConfigError, Overloaded
-from baton.rpc.status import from_rpc_error
 
 Tls: TypeAlias = str | Path | bytes | bool | None
 """CA certificates (PEM) as a path or as bytes; True: those of the system; None: no TLS."""
@@ -19,6 +18,7 @@ Tls: TypeAlias = str | Path | bytes | bool | None
 RETRY_BASE_S = 0.25
 RETRY_CAP_S = 5.0
 _LOOPBACK = ("127.", "localhost:", "[::1]", "unix:")
+_LISTS = ("ipv4:", "ipv6:")  # of gRPC's own: several addresses of one router
 
 
 class Attempts:
@@ -51,6 +51,10 @@ class Attempts:
         self._retries += 1
         return wait
 
+    def progressed(self) -> None:
+        """The call has got further: from here on its retries are counted anew."""
+        self._retries = 0
+
 
 class ClientBase:
     """Raises ConfigError when made: an unreadable CA file, a token that no header can carry, a negative number."""
@@ -68,19 +72,18 @@ class ClientBase:
         max_retries: int = 2,
         admin: str | None = None,
     ) -> None:
-        if not target:
-            raise ConfigError("target: must be host:port, got ''")
+        self._targets = _targets(target)
         if token is not None and not (token.isascii() and token.isprintable()):
             raise ConfigError("token: must be printable ASCII without line breaks")
         if max_retries < 0:
             raise ConfigError(f"max_retries: must be at least 0, got {max_retries}")
-        self._target = target
+        self._target = self._targets[0]  # the one to begin with
         self._admin = admin
         self._timeout = timeout
         self._max_retries = max_retries
         self._metadata = (("authorization", f"Bearer {token}"),) if token else ()
         self._credentials = _credentials(tls)
-        self._proxy = not target.startswith(_LOOPBACK)  # of the environment: not on the way to this very machine
+        self._proxy = not all(here(each) for each in self._targets)  # of the environment
         self._opened()
 
     def _opened(self) -> None:
@@ -90,14 +93,27 @@ class ClientBase:
         """The tries of one call; `timeout` in seconds, None: the client's own."""
         return Attempts(self._max_retries, self._timeout if timeout is None else timeout, self._clock, self._draw)
 
-    def _wait_after(self, failure: grpc.RpcError, attempts: Attempts, target: str, *, started: bool = False) -> float:
-        """Seconds to wait before the next try of a call to `target`, or raises the typed error behind the failure."""
-        return attempts.wait_after(from_rpc_error(failure, target, connected=started), started=started)
+    def _after(self, target: str) -> str:
+        """Whom to ask after `target` has failed; calls to come begin there too."""
+        self._target = self._targets[(self._targets.index(target) + 1) % len(self._targets)]
+        return self._target
 
     def _admin_target(self) -> str:
         if self._admin is None:
             raise ConfigError("admin: not known; make the client with admin='host:port' to see the cluster")
         return self._admin
+
+
+def _targets(target: str) -> tuple[str, ...]:
+    targets = (target,) if target.startswith(_LISTS) else tuple(part.strip() for part in target.split(","))
+    if not all(targets):
+        raise ConfigError(f"target: must be host:port, or several with commas between them, got {target!r}")
+    return targets
+
+
+def here(target: str) -> bool:
+    """Whether this is an address of this very machine: no proxy is on the way there."""
+    return target.startswith(_LOOPBACK)
 
 
 def _credentials(tls: Tls) -> grpc.ChannelCredentials | None:

@@ -9,6 +9,7 @@ from baton.client.types import Choice, Completion, Delta, Placement, Timings, Us
 from baton.core import FinishReason, TokenLogprobs
 from baton.errors import EngineFault
 from baton.rpc import convert
+from baton.rpc.v1 import common_pb2 as common
 from baton.rpc.v1 import inference_pb2 as inference
 
 
@@ -19,6 +20,9 @@ class _ChoiceState:
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     matched_stop: str = ""
+    ended_in: int = 0  # which stream said so: the first is number 0, each resumed one has the next number
+    tail: str = ""  # text that came without a token, since the last token
+    repeated: str = ""  # of the tail: what a resumed stream says again
 
     def freeze(self) -> Choice:
         return Choice(
@@ -30,15 +34,17 @@ class Fold:
     """What both kinds of stream show of the answer so far; complete once the stream has ended.
 
     Asserts that each event is the next one, and each token too. A stream that breaks its promises raises EngineFault:
-    an answer with a gap must not look like an answer.
+    an answer with a gap must not look like an answer. `resumed` counts the streams that went on with a broken one.
     """
 
     def __init__(self) -> None:
         self.request_id = ""  # named by the server in its first event
+        self.resumed = 0
         self.usage: Usage | None = None
         self.timings: Timings | None = None
         self.placement: Placement | None = None
-        self._events = 0
+        self._started = False  # an event has arrived: from then on the request must not be sent again
+        self._events = 0  # of the stream that is read now
         self._choices: dict[int, _ChoiceState] = {}
 
     @property
@@ -53,19 +59,13 @@ class Fold:
     def finish_reason(self) -> FinishReason | None:
         return self._choice().finish_reason
 
-    @property
-    def _started(self) -> bool:
-        """Whether an event has arrived: from then on the request must not be sent again."""
-        return self._events > 0
-
     def _choice(self, index: int = 0) -> Choice:
         return self._choices.get(index, _ChoiceState()).freeze()
 
     def _feed(self, event: inference.GenerateEvent) -> Delta | None:
         """Take the next event; returns what it added, if that is text or tokens. Raises EngineFault."""
         self._check_order(event)
-        self.request_id = event.request_id
-        self._events += 1
+        self._count(event)
         match event.WhichOneof("event"):
             case "tokens":
                 return self._tokens(event.tokens)
@@ -76,6 +76,17 @@ class Fold:
                 self.timings = Timings(**values(event.completed.timings))
                 self.placement = Placement(**values(event.completed.placement))
         return None  # the others, also those of newer servers, need nothing done
+
+    def _received(self, choices: int) -> list[common.TokenIds]:
+        """The tokens of each choice so far: where a resumed stream goes on."""
+        count = max(choices, 1, *(index + 1 for index in self._choices))
+        return [common.TokenIds(ids=self._choice(index).tokens) for index in range(count)]
+
+    def _rewind(self) -> None:
+        """A new stream goes on with the answer. What came without a token had no number: it will be said again."""
+        self._events = 0
+        for state in self._choices.values():
+            state.repeated = state.tail
 
     def _completion(self) -> Completion:
         """The whole answer, once the stream has ended. Raises EngineFault if it ended early."""
@@ -91,10 +102,16 @@ class Fold:
             raise self._broken("an event came after Completed")
         if event.seq != self._events:
             raise self._broken(f"event {event.seq} came where {self._events} was due")
-        if self._started and event.request_id != self.request_id:
+        if self._events and event.request_id != self.request_id:
             raise self._broken(f"an event of request {event.request_id!r} came")
 
-    def _tokens(self, message: inference.Tokens) -> Delta:
+    def _count(self, event: inference.GenerateEvent) -> None:
+        self.resumed += self._started and not self._events
+        self._started = True
+        self.request_id = event.request_id
+        self._events += 1
+
+    def _tokens(self, message: inference.Tokens) -> Delta | None:
         state = self._choices.setdefault(message.choice, _ChoiceState())
         start: int = getattr(message, "from")  # a keyword in Python
         if start != len(state.tokens):
@@ -104,17 +121,27 @@ class Fold:
         if len(message.logprobs) not in {0, len(message.ids)}:
             raise self._broken(f"{len(message.ids)} tokens came with {len(message.logprobs)} logprobs")
         logprobs = tuple(convert.token_logprobs_from_pb(entry) for entry in message.logprobs)
-        delta = Delta(message.choice, start, tuple(message.ids), message.text, logprobs)
+        delta = Delta(message.choice, start, tuple(message.ids), self._fresh(state, message), logprobs)
         state.text.append(delta.text)
+        state.tail = "" if delta.tokens else state.tail + delta.text
         state.tokens.extend(delta.tokens)
         state.logprobs.extend(logprobs)
-        return delta
+        return delta if delta.text or delta.tokens or not message.text else None
+
+    def _fresh(self, state: _ChoiceState, message: inference.Tokens) -> str:
+        """The text of a message without what had come before the stream broke."""
+        said = message.text[: len(state.repeated)]
+        if not state.repeated.startswith(said):
+            raise self._broken(f"text of choice {message.choice} came again and was another")
+        state.repeated = state.repeated[len(said) :]
+        return message.text[len(said) :]
 
     def _finished(self, message: inference.Finished) -> None:
         state = self._choices.setdefault(message.choice, _ChoiceState())
-        if state.finish_reason is not None:
+        reason = trusted(lambda m: convert.finish_reason_from_pb(m.reason), message)
+        if state.finish_reason is not None and (state.ended_in == self.resumed or state.finish_reason is not reason):
             raise self._broken(f"choice {message.choice} ended twice")
-        state.finish_reason = trusted(lambda m: convert.finish_reason_from_pb(m.reason), message)
+        state.finish_reason, state.ended_in = reason, self.resumed
         state.matched_stop = message.matched_stop
 
     def _broken(self, what: str) -> EngineFault:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import difflib
+import json
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from google.protobuf.message import Message
 
@@ -17,7 +18,8 @@ from baton.rpc.v1 import inference_pb2 as inference
 
 M = TypeVar("M", bound=Message)
 T = TypeVar("T")
-Chat = Sequence[ChatMessage | Mapping[str, str]]
+Ids: TypeAlias = Sequence[int]
+Chat: TypeAlias = Sequence[ChatMessage | Mapping[str, str]]
 
 _SAMPLING = frozenset(common.Sampling.DESCRIPTOR.fields_by_name)
 _CONSTRAINT = frozenset({"json_schema", "regex", "choices"})
@@ -54,6 +56,11 @@ def chat_request(messages: Chat, options: Options) -> inference.GenerateRequest:
 def tokenize_request(text: str, model: str) -> inference.TokenizeRequest:
     """Raises InvalidRequest for text that is not valid Unicode."""
     return _field(inference.TokenizeRequest, "text", text, "", model=model)
+
+
+def detokenize_request(ids: Ids, model: str) -> inference.DetokenizeRequest:
+    """Raises InvalidRequest for what is no token id."""
+    return _field(inference.DetokenizeRequest, "ids", ids, "", model=model)
 
 
 def models(reply: inference.ListModelsReply) -> list[Model]:
@@ -106,6 +113,7 @@ def _set(request: inference.GenerateRequest, name: str, value: Any) -> None:
     elif name == "choices":
         request.constraint.choices.MergeFrom(_field(inference.Choices, "texts", value, "constraint.choices."))
     elif name in _CONSTRAINT:
+        value = json.dumps(value) if name == "json_schema" and isinstance(value, Mapping) else value
         request.constraint.MergeFrom(_field(inference.Constraint, name, value, "constraint."))
     else:
         request.MergeFrom(_field(inference.GenerateRequest, name, value, ""))

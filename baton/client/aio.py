@@ -1,21 +1,23 @@
-"""The asyncio client: `Client` with `await`. What is decided is decided in the modules beside."""
+"""The asyncio client. `sync.py` is generated from this file by tools/gen_sync_client.py, which `make fmt` runs.
+
+What is decided is decided in the modules beside; here messages move and time passes.
+"""
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from typing import Self, TypeVar, Unpack
 
 import grpc
 
 from baton.client import _requests
+from baton.client import _wire_aio as wire
 from baton.client._base import ClientBase
-from baton.client._fold import Fold
-from baton.client.types import ClusterStatus, Completion, Delta, Model, Options, Prompt
-from baton.errors import BatonError, Cancelled
-from baton.rpc.channel import PUBLIC, aio_channel
-from baton.rpc.v1 import admin_pb2 as admin_pb
-from baton.rpc.v1 import admin_pb2_grpc, inference_pb2_grpc
+from baton.client._stream_aio import AsyncStream
+from baton.client.types import ClusterStatus, Completion, Model, Options, Prompt
+from baton.errors import NoWorker
+from baton.rpc.status import from_rpc_error
+from baton.rpc.v1 import admin_pb2 as admin
 from baton.rpc.v1 import inference_pb2 as inference
 
 Q = TypeVar("Q")
@@ -36,10 +38,10 @@ class AsyncClient(ClientBase):
     All methods raise the errors of `baton.errors`.
     """
 
-    _sleep: Callable[[float], Awaitable[None]] = staticmethod(asyncio.sleep)
+    _sleep: wire.Sleep = staticmethod(wire.sleep)
 
     def _opened(self) -> None:
-        self._channel: grpc.aio.Channel | None = None
+        self._stubs = wire.Stubs(self._credentials, self._proxy)
 
     async def __aenter__(self) -> Self:
         return self
@@ -49,8 +51,7 @@ class AsyncClient(ClientBase):
 
     async def close(self) -> None:
         """Close the connection; running calls end with Cancelled."""
-        if self._channel is not None:
-            await self._channel.close()
+        await self._stubs.close()
 
     async def generate(self, prompt: Prompt, *, timeout: float | None = None, **options: Unpack[Options]) -> Completion:
         """The whole answer to a text or to token ids. Raises TypeError for an unknown option, naming the nearest."""
@@ -65,110 +66,67 @@ class AsyncClient(ClientBase):
         self, messages: _requests.Chat, *, timeout: float | None = None, **options: Unpack[Options]
     ) -> Completion:
         """The next turn of a conversation; a message is a ChatMessage or a mapping of `role` and `content`."""
-        async with AsyncStream(self, _requests.chat_request(messages, options), timeout) as stream:
+        async with self.stream_chat(messages, timeout=timeout, **options) as stream:
             return await stream.collect()
 
+    def stream_chat(
+        self, messages: _requests.Chat, *, timeout: float | None = None, **options: Unpack[Options]
+    ) -> AsyncStream:
+        """The next turn of a conversation as it comes."""
+        return AsyncStream(self, _requests.chat_request(messages, options), timeout)
+
     async def cancel(self, request_id: str) -> bool:
-        """End a running request, whoever started it; False: no such request runs on this router."""
-        return (await self._call(self._stub().Cancel, inference.CancelRequest(request_id=request_id))).found
+        """End a running request, whoever started it; False: no such request runs on the routers of this client."""
+        unreachable: NoWorker | None = None
+        for target in self._targets:
+            try:
+                if await self._cancel_at(target, request_id):
+                    return True
+            except NoWorker as error:
+                unreachable = error
+        if unreachable is not None:
+            raise unreachable
+        return False
 
     async def tokenize(self, text: str, model: str = "") -> list[int]:
         """Token ids of a text."""
-        return list((await self._call(self._stub().Tokenize, _requests.tokenize_request(text, model))).ids)
+        request = _requests.tokenize_request(text, model)
+        reply = await self._call(lambda target: self._stubs.of(target).Tokenize, request)
+        return list(reply.ids)
+
+    async def detokenize(self, ids: _requests.Ids, model: str = "") -> str:
+        """The text of token ids."""
+        request = _requests.detokenize_request(ids, model)
+        reply = await self._call(lambda target: self._stubs.of(target).Detokenize, request)
+        return reply.text
 
     async def models(self) -> list[Model]:
         """What is served here."""
-        return _requests.models(await self._call(self._stub().ListModels, inference.ListModelsRequest()))
+        request = inference.ListModelsRequest()
+        reply = await self._call(lambda target: self._stubs.of(target).ListModels, request)
+        return _requests.models(reply)
 
     async def cluster(self) -> ClusterStatus:
         """The workers and counts of this router. Raises ConfigError if the client was made without `admin`."""
         target = self._admin_target()
-        async with self._connect(target) as channel:
-            stub = admin_pb2_grpc.AdminStub(channel)
-            return _requests.cluster_status(await self._call(stub.Status, admin_pb.StatusRequest(), target))
+        async with self._stubs.connect(target) as channel:
+            stub = wire.admin_stub(channel)
+            reply = await self._call(lambda _: stub.Status, admin.StatusRequest(), target)
+            return _requests.cluster_status(reply)
 
-    def _connect(self, target: str) -> grpc.aio.Channel:
-        return aio_channel(target, link=PUBLIC, credentials=self._credentials, proxy=self._proxy)
+    async def _cancel_at(self, target: str, request_id: str) -> bool:
+        request = inference.CancelRequest(request_id=request_id)
+        reply = await self._call(lambda target: self._stubs.of(target).Cancel, request, target)
+        return reply.found
 
-    def _stub(self) -> inference_pb2_grpc.InferenceAsyncStub:
-        if self._channel is None:  # not before: a channel belongs to the loop in which it was made
-            self._channel = self._connect(self._target)
-        return inference_pb2_grpc.InferenceStub(self._channel)
-
-    async def _call(self, method: grpc.aio.UnaryUnaryMultiCallable[Q, R], request: Q, target: str = "") -> R:
+    async def _call(self, method: Callable[[str], wire.Unary[Q, R]], request: Q, only: str = "") -> R:
+        """The reply of the router `only`, else of any one of this client."""
         attempts = self._attempts(None)
+        target = only or self._target
         while True:
             try:
-                return await method(request, timeout=attempts.remaining(), metadata=self._metadata)
+                return await wire.ask(method(target), request, attempts.remaining(), self._metadata)
             except grpc.RpcError as failure:
-                wait = self._wait_after(failure, attempts, target or self._target)
+                wait = attempts.wait_after(from_rpc_error(failure, target))
             await self._sleep(wait)
-
-
-class AsyncStream(Fold):
-    """An answer as it comes: `async for` over its `Delta`s; leaving the `async with` block cancels what still runs."""
-
-    def __init__(self, client: AsyncClient, request: inference.GenerateRequest, timeout: float | None) -> None:
-        super().__init__()
-        self._client = client
-        self._request = request
-        self._attempts = client._attempts(timeout)
-        self._closed = False
-        self._call = self._send()
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.close()
-
-    async def close(self) -> None:
-        """Cancel the request if it still runs. From then on iterating raises Cancelled, unless it had ended."""
-        self._closed = True
-        self._call.cancel()
-
-    async def collect(self) -> Completion:
-        """Wait for the rest, and return all of it."""
-        async for _ in self:
-            pass
-        return self._completion()
-
-    def __aiter__(self) -> Self:
-        return self
-
-    async def __anext__(self) -> Delta:
-        try:
-            while (event := await self._read()) is not None:
-                if (delta := self._feed(event)) is not None:
-                    return delta
-            self._completion()  # raises if it is not whole
-        except BatonError:
-            self._call.cancel()
-            raise
-        raise StopAsyncIteration
-
-    def _send(self) -> grpc.aio.UnaryStreamCall[inference.GenerateRequest, inference.GenerateEvent]:
-        client, left = self._client, self._attempts.remaining()
-        return client._stub().Generate(self._request, timeout=left, metadata=client._metadata)
-
-    async def _read(self) -> inference.GenerateEvent | None:
-        client = self._client
-        while True:
-            try:
-                event = await self._call.read()
-                return event if isinstance(event, inference.GenerateEvent) else None  # EOF
-            except grpc.RpcError as failure:
-                wait = client._wait_after(failure, self._attempts, client._target, started=self._started)
-            except asyncio.CancelledError:
-                self._raise_if_closed()
-                raise
-            await client._sleep(wait)
-            if self._closed:  # by somebody else, meanwhile: then it must not be sent again
-                raise Cancelled("the stream was closed")
-            self._call = self._send()
-
-    def _raise_if_closed(self) -> None:
-        """A call that was cancelled here looks like a cancelled task; tell them apart."""
-        task = asyncio.current_task()
-        if self._closed and not (task and task.cancelling()):
-            raise Cancelled("the stream was closed") from None
+            target = only or self._after(target)

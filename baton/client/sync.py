@@ -1,21 +1,21 @@
-"""The blocking client. What is decided is decided in the modules beside; here messages move and time passes."""
+# Generated from baton/client/aio.py by tools/gen_sync_client.py; do not edit.
+"""The blocking client. What is decided is decided in the modules beside."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
-from typing import Protocol, Self, TypeVar, Unpack
+from typing import Self, TypeVar, Unpack
 
 import grpc
 
 from baton.client import _requests
+from baton.client import _wire_sync as wire
 from baton.client._base import ClientBase
-from baton.client._fold import Fold
-from baton.client.types import ClusterStatus, Completion, Delta, Model, Options, Prompt
-from baton.errors import BatonError, Cancelled
-from baton.rpc.channel import PUBLIC, sync_channel
-from baton.rpc.v1 import admin_pb2 as admin_pb
-from baton.rpc.v1 import admin_pb2_grpc, inference_pb2_grpc
+from baton.client._stream_sync import Stream
+from baton.client.types import ClusterStatus, Completion, Model, Options, Prompt
+from baton.errors import NoWorker
+from baton.rpc.status import from_rpc_error
+from baton.rpc.v1 import admin_pb2 as admin
 from baton.rpc.v1 import inference_pb2 as inference
 
 Q = TypeVar("Q")
@@ -31,17 +31,17 @@ class Client(ClientBase):
     >>> answer.text, answer.finish_reason.value
     (' can vary widely', 'eos')
 
-    `target` is the router's `host:port`. `token` is sent as bearer token. `tls` is a CA file or its bytes. `timeout`
-    bounds each call in seconds, retries included. A call is tried `max_retries` times more when that can help, after
-    the delay that the server asks for and a random one. `admin` is the address for `cluster`. Raises ConfigError.
+    `target` is the router's `host:port`, or those of several with commas between them: when one cannot be reached, the
+    next one is asked. `token` is sent as bearer token. `tls` is a CA file or its bytes. `timeout` bounds each call in
+    seconds, retries included. A call is tried `max_retries` times more when that can help, after the delay that the
+    server asks for and a random one. `admin` is the address for `cluster`. Raises ConfigError.
     All methods raise the errors of `baton.errors`.
     """
 
-    _sleep: Callable[[float], None] = staticmethod(time.sleep)
+    _sleep: wire.Sleep = staticmethod(wire.sleep)
 
     def _opened(self) -> None:
-        self._channel = self._connect(self._target)
-        self._stub = inference_pb2_grpc.InferenceStub(self._channel)
+        self._stubs = wire.Stubs(self._credentials, self._proxy)
 
     def __enter__(self) -> Self:
         return self
@@ -51,7 +51,7 @@ class Client(ClientBase):
 
     def close(self) -> None:
         """Close the connection; running calls end with Cancelled."""
-        self._channel.close()
+        self._stubs.close()
 
     def generate(self, prompt: Prompt, *, timeout: float | None = None, **options: Unpack[Options]) -> Completion:
         """The whole answer to a text or to token ids. Raises TypeError for an unknown option, naming the nearest."""
@@ -64,114 +64,67 @@ class Client(ClientBase):
 
     def chat(self, messages: _requests.Chat, *, timeout: float | None = None, **options: Unpack[Options]) -> Completion:
         """The next turn of a conversation; a message is a ChatMessage or a mapping of `role` and `content`."""
-        with Stream(self, _requests.chat_request(messages, options), timeout) as stream:
+        with self.stream_chat(messages, timeout=timeout, **options) as stream:
             return stream.collect()
 
+    def stream_chat(
+        self, messages: _requests.Chat, *, timeout: float | None = None, **options: Unpack[Options]
+    ) -> Stream:
+        """The next turn of a conversation as it comes."""
+        return Stream(self, _requests.chat_request(messages, options), timeout)
+
     def cancel(self, request_id: str) -> bool:
-        """End a running request, whoever started it; False: no such request runs on this router."""
-        return self._call(self._stub.Cancel, inference.CancelRequest(request_id=request_id)).found
+        """End a running request, whoever started it; False: no such request runs on the routers of this client."""
+        unreachable: NoWorker | None = None
+        for target in self._targets:
+            try:
+                if self._cancel_at(target, request_id):
+                    return True
+            except NoWorker as error:
+                unreachable = error
+        if unreachable is not None:
+            raise unreachable
+        return False
 
     def tokenize(self, text: str, model: str = "") -> list[int]:
         """Token ids of a text."""
-        return list(self._call(self._stub.Tokenize, _requests.tokenize_request(text, model)).ids)
+        request = _requests.tokenize_request(text, model)
+        reply = self._call(lambda target: self._stubs.of(target).Tokenize, request)
+        return list(reply.ids)
+
+    def detokenize(self, ids: _requests.Ids, model: str = "") -> str:
+        """The text of token ids."""
+        request = _requests.detokenize_request(ids, model)
+        reply = self._call(lambda target: self._stubs.of(target).Detokenize, request)
+        return reply.text
 
     def models(self) -> list[Model]:
         """What is served here."""
-        return _requests.models(self._call(self._stub.ListModels, inference.ListModelsRequest()))
+        request = inference.ListModelsRequest()
+        reply = self._call(lambda target: self._stubs.of(target).ListModels, request)
+        return _requests.models(reply)
 
     def cluster(self) -> ClusterStatus:
         """The workers and counts of this router. Raises ConfigError if the client was made without `admin`."""
         target = self._admin_target()
-        with self._connect(target) as channel:
-            stub = admin_pb2_grpc.AdminStub(channel)
-            return _requests.cluster_status(self._call(stub.Status, admin_pb.StatusRequest(), target))
+        with self._stubs.connect(target) as channel:
+            stub = wire.admin_stub(channel)
+            reply = self._call(lambda _: stub.Status, admin.StatusRequest(), target)
+            return _requests.cluster_status(reply)
 
-    def _connect(self, target: str) -> grpc.Channel:
-        return sync_channel(target, link=PUBLIC, credentials=self._credentials, proxy=self._proxy)
+    def _cancel_at(self, target: str, request_id: str) -> bool:
+        request = inference.CancelRequest(request_id=request_id)
+        reply = self._call(lambda target: self._stubs.of(target).Cancel, request, target)
+        return reply.found
 
-    def _call(self, method: grpc.UnaryUnaryMultiCallable[Q, R], request: Q, target: str = "") -> R:
+    def _call(self, method: Callable[[str], wire.Unary[Q, R]], request: Q, only: str = "") -> R:
+        """The reply of the router `only`, else of any one of this client."""
         attempts = self._attempts(None)
+        target = only or self._target
         while True:
             try:
-                return method(request, timeout=attempts.remaining(), metadata=self._metadata)
+                return wire.ask(method(target), request, attempts.remaining(), self._metadata)
             except grpc.RpcError as failure:
-                wait = self._wait_after(failure, attempts, target or self._target)
+                wait = attempts.wait_after(from_rpc_error(failure, target))
             self._sleep(wait)
-
-
-class _Call(Protocol):
-    """A running `Generate`."""
-
-    def __next__(self) -> inference.GenerateEvent: ...
-
-    def cancel(self) -> object: ...
-
-
-class Stream(Fold):
-    """An answer as it comes: iterate over its `Delta`s; leaving the `with` block cancels what is still running.
-
-    >>> with Client(target) as client, client.stream("The color of dog", temperature=0) as stream:
-    ...     for delta in stream:
-    ...         print(delta.text, end="|")
-    ...
-     can| vary| widely|
-    >>> stream.text, stream.usage.completion_tokens
-    (' can vary widely', 3)
-    """
-
-    def __init__(self, client: Client, request: inference.GenerateRequest, timeout: float | None) -> None:
-        super().__init__()
-        self._client = client
-        self._request = request
-        self._attempts = client._attempts(timeout)
-        self._closed = False
-        self._call = self._send()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Cancel the request if it still runs. From then on iterating raises Cancelled, unless it had ended."""
-        self._closed = True
-        self._call.cancel()
-
-    def collect(self) -> Completion:
-        """Wait for the rest, and return all of it."""
-        for _ in self:
-            pass
-        return self._completion()
-
-    def __iter__(self) -> Self:
-        return self
-
-    def __next__(self) -> Delta:
-        try:
-            while (event := self._read()) is not None:
-                if (delta := self._feed(event)) is not None:
-                    return delta
-            self._completion()  # raises if it is not whole
-        except BatonError:
-            self._call.cancel()
-            raise
-        raise StopIteration
-
-    def _send(self) -> _Call:
-        client, left = self._client, self._attempts.remaining()
-        return client._stub.Generate(self._request, timeout=left, metadata=client._metadata)
-
-    def _read(self) -> inference.GenerateEvent | None:
-        client = self._client
-        while True:
-            try:
-                return next(self._call, None)
-            except grpc.RpcError as failure:
-                wait = client._wait_after(failure, self._attempts, client._target, started=self._started)
-            client._sleep(wait)
-            if self._closed:  # by somebody else, meanwhile: then it must not be sent again
-                raise Cancelled("the stream was closed")
-            self._call = self._send()
-            if self._closed:
-                self._call.cancel()
+            target = only or self._after(target)

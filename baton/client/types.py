@@ -35,13 +35,13 @@ class Options(TypedDict, total=False):
     logit_bias: Mapping[int, float] | None  # token id -> added to its logit
     n: int | None  # (1)
     logprobs: int | None  # (none) 0: of the chosen token; k: of the k best too
-    deterministic: bool | None
-    json_schema: str | None
+    deterministic: bool | None  # (False) the same tokens whatever else runs
+    json_schema: str | Mapping[str, object] | None  # of these three at most one: what the answer must be
     regex: str | None
     choices: Sequence[str] | None
-    priority: int | None
-    cache_scope: str | None
-    resumable_s: float | None
+    priority: int | None  # (0) -100 to 100; higher goes first
+    cache_scope: str | None  # ("") computed prompts are shared only within a scope
+    resumable_s: float | None  # (0) how long a broken stream may be resumed
     client_tag: str | None  # a label for logs
     idempotency_key: str | None
 

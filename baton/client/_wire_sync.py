@@ -1,0 +1,93 @@
+"""What only the blocking client does: gRPC's blocking API, safe for threads. The names are those of `_wire_aio`."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable
+from typing import Protocol, TypeAlias, TypeVar
+
+import grpc
+
+from baton.client._base import here
+from baton.errors import Cancelled
+from baton.rpc import channel
+from baton.rpc.v1 import admin_pb2_grpc, inference_pb2_grpc
+from baton.rpc.v1 import inference_pb2 as inference
+
+Q = TypeVar("Q")
+R = TypeVar("R")
+Channel: TypeAlias = "grpc.Channel"
+Stub: TypeAlias = "inference_pb2_grpc.InferenceStub"
+AdminStub: TypeAlias = "admin_pb2_grpc.AdminStub"
+Unary: TypeAlias = "grpc.UnaryUnaryMultiCallable[Q, R]"
+Metadata: TypeAlias = tuple[tuple[str, str], ...]
+Sleep: TypeAlias = Callable[[float], None]
+
+sleep: Sleep = time.sleep
+
+
+class Call(Protocol):
+    """A running `Generate` or `Resume`."""
+
+    def __next__(self) -> inference.GenerateEvent: ...
+
+    def cancel(self) -> object: ...
+
+    def initial_metadata(self) -> Iterable[tuple[str, str | bytes]]: ...
+
+
+ResumeCall: TypeAlias = Call
+
+
+class Stubs:
+    """One channel for each router, made on first use by whichever thread comes first."""
+
+    def __init__(self, credentials: grpc.ChannelCredentials | None, proxy: bool) -> None:
+        self._credentials = credentials
+        self._proxy = proxy
+        self._closed = False
+        self._made: dict[str, tuple[Channel, Stub]] = {}
+        self._lock = threading.Lock()
+
+    def connect(self, target: str) -> Channel:
+        """A channel that the caller closes."""
+        proxy = self._proxy and not here(target)
+        return channel.sync_channel(target, link=channel.PUBLIC, credentials=self._credentials, proxy=proxy)
+
+    def of(self, target: str) -> Stub:
+        """Raises Cancelled once it is closed."""
+        with self._lock:
+            if self._closed:
+                raise Cancelled("the client was closed")
+            if target not in self._made:
+                made = self.connect(target)
+                self._made[target] = made, inference_pb2_grpc.InferenceStub(made)
+            return self._made[target][1]
+
+    def close(self) -> None:
+        """Running calls end with Cancelled."""
+        with self._lock:
+            self._closed = True
+            for made, _ in self._made.values():
+                made.close()
+
+
+def admin_stub(made: Channel) -> AdminStub:
+    """The service for operators."""
+    return admin_pb2_grpc.AdminStub(made)
+
+
+def ask(method: Unary[Q, R], request: Q, timeout: float | None, metadata: Metadata) -> R:
+    """Raises grpc.RpcError."""
+    return method(request, timeout=timeout, metadata=metadata)
+
+
+def read(call: Call) -> inference.GenerateEvent | None:
+    """The next event, None at the end. Raises grpc.RpcError."""
+    return next(call, None)
+
+
+def headers(call: Call) -> dict[str, str | bytes]:
+    """What the server sent before its first event."""
+    return dict(call.initial_metadata())
