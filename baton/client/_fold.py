@@ -116,17 +116,18 @@ class Fold:
         start: int = getattr(message, "from")  # a keyword in Python
         if start != len(state.tokens):
             raise self._broken(f"token {start} of choice {message.choice} came where {len(state.tokens)} was due")
-        if state.finish_reason is not None:
-            raise self._broken(f"tokens of choice {message.choice} came after its end")
         if len(message.logprobs) not in {0, len(message.ids)}:
             raise self._broken(f"{len(message.ids)} tokens came with {len(message.logprobs)} logprobs")
         logprobs = tuple(convert.token_logprobs_from_pb(entry) for entry in message.logprobs)
         delta = Delta(message.choice, start, tuple(message.ids), self._fresh(state, message), logprobs)
+        again = message.text and not delta.text and not delta.tokens
+        if state.finish_reason is not None and not again:
+            raise self._broken(f"tokens of choice {message.choice} came after its end")
         state.text.append(delta.text)
         state.tail = "" if delta.tokens else state.tail + delta.text
         state.tokens.extend(delta.tokens)
         state.logprobs.extend(logprobs)
-        return delta if delta.text or delta.tokens or not message.text else None
+        return None if again else delta
 
     def _fresh(self, state: _ChoiceState, message: inference.Tokens) -> str:
         """The text of a message without what had come before the stream broke."""

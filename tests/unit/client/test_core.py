@@ -151,6 +151,53 @@ def test_any_split_gives_the_same_answer(cuts: list[int], rng):
     assert "".join(delta.text for delta in deltas) == folded.text == "x" * len(ids)
 
 
+def resumed(before: list[Event], *streams: list[Event]) -> tuple[Fold, list[Delta]]:
+    """What becomes of an answer whose stream broke after `before` and went on with `streams`."""
+    folded, found = Fold(), []
+    for stream in (before, *streams):
+        found += [folded._feed(event) for event in numbered(stream)]
+        folded._rewind()
+    return folded, [delta for delta in found if delta is not None]
+
+
+END = [tokens(1, [2], "b"), tokens(2, [], "!?"), finished(), COMPLETED]
+
+
+@pytest.mark.parametrize("cut", range(len(END)))
+@pytest.mark.parametrize("split", [1, 2])
+def test_a_tail_that_was_said_is_not_said_again(cut: int, split: int):
+    again = [tokens(2, [], "!?"[:split]), *([tokens(2, [], "!?"[split:])] if split < 2 else []), finished(), COMPLETED]
+    rest = END if cut == 0 else again
+    folded, deltas = resumed([ACCEPTED, tokens(0, [1], "a"), *END[:cut]], [ACCEPTED], [ACCEPTED, *rest])
+    assert folded._completion().text == "".join(delta.text for delta in deltas) == "ab!?"
+    assert (folded._completion().tokens, folded.resumed) == ((1, 2), 2)
+
+
+def test_what_a_resumed_stream_may_not_do():
+    began = [ACCEPTED, tokens(0, [1], "a")]
+    for wrong, what in (
+        ([tokens(0, [1], "a")], "token 0 of choice 0 came where 1 was due"),
+        ([tokens(2, [1], "a")], "token 2 of choice 0 came where 1 was due"),
+        ([finished(), finished()], "ended twice"),
+    ):
+        with pytest.raises(EngineFault, match=what):
+            resumed(began, [ACCEPTED, *wrong])
+    with pytest.raises(EngineFault, match="ended twice"):
+        resumed([*began, finished()], [finished(reason=common.FINISH_REASON_LENGTH)])
+    with pytest.raises(EngineFault, match="after its end"):
+        resumed([*began, finished()], [tokens(1, [2], "b")])
+    with pytest.raises(EngineFault, match="came again and was another"):
+        resumed([*began, tokens(1, [], "!?")], [tokens(1, [], "!.")])
+
+
+def test_an_event_of_a_resumed_stream_may_be_lost_no_more_than_of_the_first():
+    folded = Fold()
+    folded._feed(numbered([ACCEPTED])[0])
+    folded._rewind()
+    with pytest.raises(EngineFault, match="event 1 came where 0 was due"):
+        folded._feed(Event(request_id="r1", seq=1))
+
+
 def attempts(
     timeout: float | None = None, retries: int = 2, draw: float = 0.5, clock: FakeClock | None = None
 ) -> Attempts:
@@ -189,6 +236,22 @@ def test_retries_run_out():
         tries.wait_after(NoWorker("second"))
     with pytest.raises(NoWorker):
         attempts(retries=0).wait_after(NoWorker("x"))
+
+
+def test_progress_gives_the_retries_back():
+    tries = attempts(retries=1, draw=1.0)
+    assert tries.wait_after(NoWorker("x")) == 0.25
+    tries.progressed()
+    assert tries.wait_after(NoWorker("x")) == 0.25
+
+
+def test_several_routers_are_asked_in_turn():
+    client = ClientBase("a:1, b:2,c:3")
+    assert (client._target, client._targets) == ("a:1", ("a:1", "b:2", "c:3"))
+    assert [client._after("a:1"), client._target, client._after("c:3"), client._target] == ["b:2", "b:2", "a:1", "a:1"]
+    assert ClientBase("ipv4:127.0.0.1:1,127.0.0.1:2")._targets == ("ipv4:127.0.0.1:1,127.0.0.1:2",)
+    with pytest.raises(ConfigError, match="target: must be host:port, or several"):
+        ClientBase("a:1,,b:2")
 
 
 def test_a_stream_that_began_is_never_sent_again():

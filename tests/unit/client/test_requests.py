@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from baton.client import ChatMessage, Options
-from baton.client._requests import chat_request, cluster_status, generate_request, tokenize_request
+from baton.client._requests import chat_request, cluster_status, detokenize_request, generate_request, tokenize_request
 from baton.errors import EngineFault, InvalidRequest
 from baton.rpc.v1 import admin_pb2 as admin
 from baton.rpc.v1 import common_pb2 as common
@@ -44,6 +44,10 @@ def test_all_kinds_of_options():
     assert dict(request.sampling.logit_bias) == {4: -1.0}
     assert (request.model, list(request.constraint.choices.texts)) == ("m", ["a", "b"])
     assert generate_request("", {"json_schema": "{}"}).constraint.json_schema == "{}"
+
+
+def test_a_schema_may_be_a_mapping():
+    assert generate_request("", {"json_schema": {"type": "object"}}).constraint.json_schema == '{"type": "object"}'
 
 
 @pytest.mark.parametrize(("prompt", "kind"), [("", "text"), ([], "token_ids"), ((), "token_ids")])
@@ -106,6 +110,12 @@ def test_tokenizing_names_what_is_wrong():
     assert tokenize_request("a", "m") == inference.TokenizeRequest(text="a", model="m")
     with pytest.raises(InvalidRequest, match="text"):
         tokenize_request("\udcff", "")
+
+
+def test_detokenizing_names_what_is_wrong():
+    assert detokenize_request([1, 2], "m") == inference.DetokenizeRequest(ids=[1, 2], model="m")
+    with pytest.raises(InvalidRequest, match="ids"):
+        detokenize_request([-1], "")
 
 
 def test_a_status_that_is_not_valid_is_the_fault_of_the_server():
