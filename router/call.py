@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from hashlib import blake2b
 
-from baton.clock import Clock
 from baton.core import SequenceSpec
 from baton.errors import BatonError
 from baton.rpc.v1 import inference_pb2 as pb
@@ -24,12 +23,13 @@ class Call:
     `end` makes the task leave it with `reason`, in whatever state it is.
     """
 
-    def __init__(self, task: asyncio.Task[None], within_s: float, clock: Clock, name: str = "") -> None:
+    def __init__(self, floor: Floor, task: asyncio.Task[None], within_s: float, name: str = "") -> None:
         self._own = secrets.token_urlsafe(16)
         self.name = name or self._own
         self.task = task
         self.within_s = within_s
-        self.deadline = clock.monotonic() + within_s
+        self.arrival = next(floor.arrivals)
+        self.deadline = floor.clock.monotonic() + within_s
         self.scope = asyncio.timeout(within_s)
         self.reason: BatonError | None = None
         self.lives: list[Life] = []

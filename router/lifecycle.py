@@ -86,7 +86,6 @@ class Life:
         self.attempts = 0
         self.cached_tokens: int | None = None  # as the client is told; None: not accepted yet
         self._floor = floor
-        self._arrival = next(floor.arrivals)
         self._last_token_at: float | None = None
         self._computed = False
         self._failures = 0
@@ -112,7 +111,7 @@ class Life:
 
     async def admit(self, request: SequenceSpec) -> Claim:
         """A pair of workers; a request that has been there before keeps its place in the queue."""
-        ticket, keep = ticket_for(self._arrival, request.priority), self._held.link if self._held else None
+        ticket, keep = ticket_for(self.call.arrival, request.priority), self._held.link if self._held else None
         return await self._floor.admission.admit(ticket, len(self.known(request)), keep, returning=self.attempts > 0)
 
     def attempt(self, claim: Claim, request: SequenceSpec) -> Attempt:

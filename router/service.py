@@ -54,7 +54,7 @@ class Inference(InferenceServicer):
         most_s = self._floor.settings.max_request_s
         task = cast("asyncio.Task[None]", asyncio.current_task())
         within_s = most_s if left_s is None else min(left_s, most_s)
-        call = Call(task, within_s, self._floor.clock, message.request_id)
+        call = Call(self._floor, task, within_s, message.request_id)
         try:
             completed = await self._answer(message, call, context)
         except asyncio.CancelledError:
