@@ -251,7 +251,7 @@ class LoopbackStream:
     def send(self, command: pb.PeerCommand) -> None:
         self.alter(command)
         self.said.append(command)
-        self._peer.loop.call_soon_threadsafe(self._commands.put_nowait, command)
+        self._put(command)
 
     def frames(self, handoff: HandoffId) -> list[FrameSpec]:
         """What has been announced of it."""
@@ -261,9 +261,13 @@ class LoopbackStream:
         return [frame_of(frame) for frame in said if frame.HasField("handoff") and frame.handoff == wanted]
 
     def close(self) -> None:
-        self._peer.loop.call_soon_threadsafe(self._commands.put_nowait, None)
+        self._put(None)
         with suppress(BatonError):
             self._call.result(20)
+
+    def _put(self, command: pb.PeerCommand | None) -> None:
+        with suppress(RuntimeError):  # the receiver was ended first, and its loop with it
+            self._peer.loop.call_soon_threadsafe(self._commands.put_nowait, command)
 
     async def _serve(self, on_reply: Callable[[pb.PeerReply], None]) -> None:
         await self._peer.service.Connect(self._stream(), _Context(on_reply))
