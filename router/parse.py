@@ -10,6 +10,7 @@ What is decided here:
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Callable, Collection
 from dataclasses import replace
 
@@ -22,6 +23,7 @@ from router.chat import NO_CHATS, Chats
 
 DEFAULT_MAX_TOKENS = 16
 MAX_CHOICES = 16
+_REQUEST_ID = re.compile(r"[A-Za-z0-9_-]{1,64}", re.ASCII)
 _THREAD_CHARS = 4096  # a longer text is tokenized in a thread: the loop has other requests to carry
 
 _Get = Callable[[pb.GenerateRequest], int]
@@ -81,6 +83,17 @@ async def parse(
         sampling = replace(sampling, seed=seed)
     sampling = _completed(sampling, message, len(prompt), max_model_len)
     return SequenceSpec(prompt, sampling, priority=message.priority, cache_scope=message.cache_scope)
+
+
+def check_resumes(message: pb.ResumeRequest) -> None:
+    """Raises InvalidRequest unless it names a request, and brings it along."""
+    wrong = []
+    if not _REQUEST_ID.fullmatch(message.request_id):
+        wrong.append(Violation("request_id", "must be that of the stream: 1 to 64 of the characters A-Z a-z 0-9 _ -"))
+    if not message.HasField("request"):
+        wrong.append(Violation("request", "must be the original one"))
+    if wrong:
+        raise InvalidRequest(*wrong)
 
 
 def received_of(message: pb.ResumeRequest, spec: SequenceSpec, vocab_size: int) -> list[tuple[int, ...]]:

@@ -24,7 +24,7 @@ from router.chat import Chats
 from router.delivery import Context, EventStream
 from router.floor import Floor
 from router.link import WorkerLink
-from router.parse import check_model, check_text, encode, encode_chat, outside, parse, received_of
+from router.parse import check_model, check_resumes, check_text, encode, encode_chat, outside, parse, received_of
 
 log = structlog.get_logger(__name__)
 
@@ -46,9 +46,9 @@ class Inference(InferenceServicer):
 
     async def Resume(self, request: pb.ResumeRequest, context: Context) -> None:  # type: ignore[override]
         """Goes on where the client's tokens end, whoever served it before: what is missing is computed from them."""
-        await self._serve(request, context)
+        await self._serve(request, context, resumes=True)
 
-    async def _serve(self, message: pb.ResumeRequest, context: Context) -> None:
+    async def _serve(self, message: pb.ResumeRequest, context: Context, *, resumes: bool = False) -> None:
         request = message.request
         left_s = cast("float | None", context.time_remaining())  # None: no deadline; the stubs do not know
         most_s = self._floor.settings.max_request_s
@@ -56,6 +56,8 @@ class Inference(InferenceServicer):
         within_s = most_s if left_s is None else min(left_s, most_s)
         call = Call(self._floor, task, within_s, message.request_id)
         try:
+            if resumes:
+                check_resumes(message)
             completed = await self._answer(message, call, context)
         except asyncio.CancelledError:
             late = context.time_remaining() == 0
@@ -75,8 +77,6 @@ class Inference(InferenceServicer):
         floor, request = self._floor, message.request
         if not floor.accepting:
             raise errors.NoWorker("this router is stopping")
-        if message.request_id and not message.HasField("request"):
-            raise InvalidRequest.of("request", "must be the original one")
         try:
             async with call.scope, self._entered(call, request.idempotency_key):
                 # At once, so that a client can name its request while it is queued.

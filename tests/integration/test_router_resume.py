@@ -194,6 +194,14 @@ async def test_what_cannot_be_of_this_request(make, received, words):
     await cluster.nothing_is_left()
 
 
+@pytest.mark.parametrize("name", ["", "a b", "\x00", "\u00fc", "x" * 65, "a\n"])
+async def test_a_name_that_is_none(make, name):
+    cluster = await make()
+    with pytest.raises(InvalidRequest, match="request_id: must be that of the stream"):
+        await resume(cluster, asked(), name=name)
+    assert (await cluster.status()).refused == 1
+
+
 # --- several answers
 
 

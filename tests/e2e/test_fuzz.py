@@ -1,0 +1,100 @@
+"""Any message to any public method: an answer or a typed error, and afterwards the same processes, serving."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+
+import grpc
+import pytest
+from google.protobuf.message_factory import GetMessageClass
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from baton.errors import BatonError
+from baton.rpc.status import from_rpc_error
+from baton.rpc.v1 import inference_pb2 as pb
+from tests.e2e.conftest import eventually
+from tests.fuzz import messages
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+SERVICE = pb.DESCRIPTOR.services_by_name["Inference"]
+EXAMPLES = int(os.environ.get("BATON_FUZZ", "150"))
+PATIENCE_S = 5.0  # most that is asked for is refused; some of it may well take for ever
+# What a caller may get; anything else is a fault of the server's, or says nothing about what was wrong.
+FINE = {
+    grpc.StatusCode.OK,
+    grpc.StatusCode.INVALID_ARGUMENT,
+    grpc.StatusCode.NOT_FOUND,
+    grpc.StatusCode.RESOURCE_EXHAUSTED,
+    grpc.StatusCode.CANCELLED,
+    grpc.StatusCode.DEADLINE_EXCEEDED,
+}
+
+
+@pytest.fixture(scope="module")
+def cluster(module_home):
+    sets = ("model.path=oracle", "model.max_model_len=256", "decode.kv_memory=1MiB", "prefill.kv_memory=1MiB")
+    with module_home.cluster("configs/no-ray.yaml", *sets) as running:
+        yield running
+
+
+def called(channel: grpc.Channel, method, message) -> grpc.StatusCode:
+    """How the call ended; a stream is left after its first events."""
+    path, answer = f"/{SERVICE.full_name}/{method.name}", GetMessageClass(method.output_type)
+    codec = {"request_serializer": type(message).SerializeToString, "response_deserializer": answer.FromString}
+    try:
+        if not method.server_streaming:
+            channel.unary_unary(path, **codec)(message, timeout=PATIENCE_S)
+            return grpc.StatusCode.OK
+        call = channel.unary_stream(path, **codec)(message, timeout=PATIENCE_S)
+        for number, _ in enumerate(call):
+            if number == 20:
+                call.cancel()
+        return grpc.StatusCode.OK
+    except grpc.RpcError as error:
+        typed = from_rpc_error(error)
+        assert isinstance(typed, BatonError)
+        assert str(typed), "an error without a word"
+        return error.code()
+
+
+def aimed(kind):
+    """Messages that get past the first look: most that are drawn at random end at the model's name."""
+
+    def tame(message):
+        request = message.request if isinstance(message, pb.ResumeRequest) else message
+        if isinstance(request, pb.GenerateRequest):
+            request.model = ""
+            request.ClearField("constraint") if request.constraint.ByteSize() == 0 else None
+            with contextlib.suppress(ValueError):
+                request.sampling.max_tokens = min(max(request.sampling.max_tokens, 1), 8)
+            if not request.HasField("token_ids"):
+                request.text = "x"
+        elif "model" in message.DESCRIPTOR.fields_by_name:
+            message.model = ""
+        return message
+
+    return messages(kind).map(tame)
+
+
+@pytest.mark.parametrize("method", list(SERVICE.methods), ids=lambda method: method.name)
+def test_any_message(cluster, method):
+    pids = {name: identity.pid for name, identity in cluster.state().processes.items()}
+    ended: set[grpc.StatusCode] = set()
+    kind = method.input_type
+
+    @settings(max_examples=EXAMPLES, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+    @given(message=st.one_of(messages(kind), aimed(kind)))
+    def run(message):
+        code = called(channel, method, message)
+        assert code in FINE, f"{code} for {message}"
+        ended.add(code)
+
+    with grpc.insecure_channel(cluster.state().grpc) as channel:
+        run()
+    print(sorted(code.name for code in ended))
+    assert pids == {name: identity.pid for name, identity in cluster.state().processes.items()}
+    with cluster.client() as client:
+        assert len(client.generate("hello", max_tokens=5, temperature=0, ignore_eos=True).tokens) == 5
+    eventually(lambda: all(load.blocks.available == load.blocks.total for load in cluster.loads().values()))

@@ -1,0 +1,76 @@
+"""Random messages of any protobuf type, drawn from its descriptor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from google.protobuf import descriptor as pb
+from google.protobuf.message import Message
+from google.protobuf.message_factory import GetMessageClass
+from hypothesis import strategies as st
+
+DEPTH = 4
+MOST = 3  # entries of a repeated field
+F = pb.FieldDescriptor
+
+_ODD = ["", "\x00", "\n", "{}", "[", "oracle", "a" * 5000, "\U0001f600", "\u0301" * 20, "{{ 7 * 7 }}", "(a+)+$"]
+TEXT = st.one_of(st.sampled_from(_ODD), st.text(max_size=20))
+FLOATS = st.one_of(st.floats(width=32), st.sampled_from([0.0, 1.0, 0.5]))
+
+
+def integers(bits: int, *, signed: bool) -> st.SearchStrategy[int]:
+    """All of them, small ones and the ends most often."""
+    low, high = (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1) if signed else (0, 2**bits - 1)
+    return st.one_of(st.integers(max(low, -2), 9), st.sampled_from([low, high]), st.integers(low, high))
+
+
+SCALARS: dict[int, st.SearchStrategy[Any]] = {
+    F.TYPE_STRING: TEXT,
+    F.TYPE_BYTES: st.binary(max_size=20),
+    F.TYPE_BOOL: st.booleans(),
+    F.TYPE_FLOAT: FLOATS,
+    F.TYPE_DOUBLE: FLOATS,
+    F.TYPE_UINT32: integers(32, signed=False),
+    F.TYPE_UINT64: integers(64, signed=False),
+    F.TYPE_INT32: integers(32, signed=True),
+    F.TYPE_SINT32: integers(32, signed=True),
+    F.TYPE_INT64: integers(64, signed=True),
+    F.TYPE_ENUM: st.integers(0, 9),
+}
+
+
+@st.composite
+def messages(draw: st.DrawFn, kind: pb.Descriptor, depth: int = DEPTH) -> Message:
+    """Of type `kind`: some of its fields are set, and of a oneof the last that was drawn stays."""
+    message = GetMessageClass(kind)()
+    for field in draw(st.permutations(list(kind.fields))):
+        if draw(st.booleans()):
+            _set(draw, message, field, depth)
+    return message
+
+
+def _set(draw: st.DrawFn, message: Message, field: pb.FieldDescriptor, depth: int) -> None:
+    value: Any = message
+    if field.message_type is not None and field.message_type.GetOptions().map_entry:
+        key, item = (SCALARS[field.message_type.fields_by_name[name].type] for name in ("key", "value"))
+        value.__getattribute__(field.name).update(draw(st.dictionaries(key, item, max_size=MOST)))
+    elif field.message_type is not None:
+        _nest(draw, value.__getattribute__(field.name), field, depth)
+    elif field.is_repeated:
+        value.__getattribute__(field.name).extend(draw(st.lists(SCALARS[field.type], max_size=MOST)))
+    else:
+        value.__setattr__(field.name, draw(SCALARS[field.type]))
+
+
+def _nest(draw: st.DrawFn, inner: Any, field: pb.FieldDescriptor, depth: int) -> None:
+    if depth == 0:
+        return
+    kind = field.message_type
+    assert kind is not None
+    one: Callable[[], Message] = lambda: draw(messages(kind, depth - 1))  # noqa: E731
+    if field.is_repeated:
+        inner.extend(one() for _ in range(draw(st.integers(0, MOST))))
+    else:
+        inner.SetInParent()
+        inner.MergeFrom(one())
