@@ -38,7 +38,7 @@ $(SETUP): pyproject.toml constraints.txt
 	@[ -x $(BIN)/pip ] || "$(PYTHON)" -m venv --clear .venv || { echo "the module 'venv' is missing; on Debian and Ubuntu: apt install python3-venv"; exit 1; }
 	@$(BIN)/python $(PIP_INSTALL) -q -c constraints.txt hatchling editables
 	@{ $(BIN)/python $(PIP_INSTALL) --no-build-isolation $(if $(TORCH_INDEX),--extra-index-url "$(TORCH_INDEX)") \
-		-c constraints.txt -e ".[server,local,dev]" 2>&1 | tee .venv/setup.log | $(PROGRESS); } || \
+		-c constraints.txt -e ".[server,gateway,local,dev]" 2>&1 | tee .venv/setup.log | $(PROGRESS); } || \
 		{ tail -n 20 .venv/setup.log; echo "setup failed; all of pip's output is in .venv/setup.log"; exit 1; }
 	@touch $@
 	@echo "setup: done"

@@ -29,6 +29,8 @@ class RouterSettings:
     grpc: str = "127.0.0.1:50051"
     admin: str = "127.0.0.1:0"
     metrics: str = "127.0.0.1:9100"
+    http: str | None = None  # None: no gateway in this process
+    http_body: int = 2**20  # bytes that a request to it may have
     policy: str = "least_loaded"
     attempts: int = 3  # at one request, if workers are lost
     queue_max_requests: int = 256

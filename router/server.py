@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import suppress
+from typing import TYPE_CHECKING
 
 import structlog
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -21,21 +22,26 @@ from router.policy import POLICIES
 from router.service import Admin, Inference
 from router.workers import WorkerSource
 
+if TYPE_CHECKING:
+    from router.gateway.server import HttpServer
+
 log = structlog.get_logger(__name__)
 
 SERVICE = "baton.v1.Inference"
 _LOOK_S = 0.1
+_GOODBYE_S = 1.0
 
 
 class Router:
-    """A router. `grpc`, `admin` and `metrics` are the addresses that were bound, once `start` has returned."""
+    """A router. `grpc`, `admin`, `metrics` and `http` (empty without a gateway) are what `start` has bound."""
 
     def __init__(self, floor: Floor, tokenizer: Tokenizer) -> None:
         self.floor = floor
-        self.grpc = self.admin = self.metrics = ""
+        self.grpc = self.admin = self.metrics = self.http = ""
         self._public, self._private = channel.aio_server(link=channel.PUBLIC), channel.aio_server(link=channel.INTERNAL)
         self._metrics = MetricsServer(floor.metrics, ready=floor.pool.has_pair)
         self._health = health_aio.HealthServicer()
+        self._gateway: HttpServer | None = None
         self._watch: asyncio.Task[None] | None = None
         inference_pb2_grpc.add_InferenceServicer_to_server(Inference(floor, tokenizer), self._public)
         admin_pb2_grpc.add_AdminServicer_to_server(Admin(floor), self._private)
@@ -51,14 +57,18 @@ class Router:
             self.grpc = channel.bind(self._public, settings.grpc)
             self.admin = channel.bind(self._private, settings.admin)
             self.metrics = await self._metrics.start(settings.metrics)
+            self._gateway = _gateway(self.floor) if settings.http else None
         except ConfigError as error:
-            await asyncio.gather(self._public.stop(None), self._private.stop(None))
+            await asyncio.gather(self._public.stop(None), self._private.stop(None), self._metrics.stop())
             self.floor.history.close(error)
             raise
         await self.floor.pool.start()
         await asyncio.gather(self._public.start(), self._private.start())
         self._watch = asyncio.create_task(self._tell_health(), name="health")
-        bound = {"grpc": self.grpc, "admin": self.admin, "metrics": self.metrics}
+        if self._gateway is not None:
+            self.http = self._gateway.address
+            await self._gateway.start(self.grpc)
+        bound = {"grpc": self.grpc, "admin": self.admin, "metrics": self.metrics, "http": self.http}
         log.info("router_started", router_id=self.floor.router_id, **bound)
 
     async def stop(self, grace_s: float = 30.0) -> None:
@@ -69,10 +79,15 @@ class Router:
         with suppress(TimeoutError):  # it waits for every watcher to take the news; one may have stopped reading
             async with asyncio.timeout(1.0):
                 await self._health.enter_graceful_shutdown()
+        leaving = [asyncio.create_task(self._gateway.stop(grace_s + _GOODBYE_S))] if self._gateway is not None else []
         if self.floor.running:
             await asyncio.wait([call.task for call in self.floor.running], timeout=grace_s)
         for call in self.floor.running:
             call.end(NoWorker("this router is stopping"))
+        if leaving:  # HTTP answers end with their calls: let them be written
+            await asyncio.wait(leaving, timeout=_GOODBYE_S)
+            leaving[0].cancel()
+            await asyncio.gather(*leaving, return_exceptions=True)
         await asyncio.gather(self._public.stop(1.0), self._private.stop(1.0))
         await self.floor.pool.stop()
         await self._metrics.stop()
@@ -85,6 +100,19 @@ class Router:
             status = "SERVING" if self.floor.pool.has_pair() else "NOT_SERVING"
             await self._health.set(SERVICE, health_pb2.HealthCheckResponse.ServingStatus.Value(status))
             await asyncio.sleep(_LOOK_S)
+
+
+def _gateway(floor: Floor) -> HttpServer:
+    """Bound. Raises ConfigError, also when its libraries are not there."""
+    try:
+        from router.gateway.app import GatewaySettings
+        from router.gateway.server import HttpServer
+    except ModuleNotFoundError as error:
+        text = f"{error.name} is not installed: pip install 'baton-serve[gateway]', or leave router.http out"
+        raise ConfigError(f"router.http: {text}") from error
+    settings = floor.settings
+    serving = GatewaySettings(settings.version, settings.http_body, registry=floor.metrics.registry)
+    return HttpServer(settings.http or "", serving)
 
 
 async def serve(

@@ -190,3 +190,16 @@ def router(config: ConfigFile = LOCAL, sets: Sets = None, log: Log = None) -> No
     from baton.cli import roles
 
     roles.run_router(config, sets or [], log)
+
+
+@app.command()
+def gateway(
+    config: ConfigFile = LOCAL,
+    target: Annotated[str | None, typer.Option("--target", help="a router's host:port (default: router.grpc)")] = None,
+    sets: Sets = None,
+    log: Log = None,
+) -> None:
+    """Run OpenAI's HTTP API alone, on router.http, in front of a router."""
+    from baton.cli import roles
+
+    roles.run_gateway(config, sets or [], target, log)

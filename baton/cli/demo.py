@@ -23,7 +23,13 @@ from baton.errors import BatonError
 from baton.logs import configure_logging
 
 PROMPTS = ("The color of dog", "What is the largest ocean?")
-FREE_PORTS = ("name=demo", "router.grpc=127.0.0.1:0", "router.admin=127.0.0.1:0", "router.metrics=127.0.0.1:0")
+FREE_PORTS = (
+    "name=demo",
+    "router.grpc=127.0.0.1:0",
+    "router.admin=127.0.0.1:0",
+    "router.metrics=127.0.0.1:0",
+    "router.http=null",
+)
 
 
 def demo(file: Path, sets: Sequence[str], stop: Stop) -> None:

@@ -136,6 +136,7 @@ def _threads(config: ClusterConfig) -> Finding:
 
 def _ports(config: ClusterConfig) -> Iterator[Finding]:
     listeners = {"router.grpc": config.router.grpc, "router.metrics": config.router.metrics}
+    listeners |= {"router.http": config.router.http} if config.router.http else {}
     for key, address in listeners.items():
         if split_address(address)[1] != 0:
             yield _port(key, address)

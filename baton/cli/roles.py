@@ -75,7 +75,38 @@ async def _route(config: ClusterConfig) -> None:
     ledger = await Ledger.connect(config.redis.url, f"baton:{config.name}", config.ledger.lease_s, SystemClock())
     tokenizer = load_tokenizer(config.model.path)
     handle = await serve(router_settings(config), ledger.workers, tokenizer)
-    report_ready({"grpc": handle.grpc, "admin": handle.admin, "metrics": handle.metrics, "pid": os.getpid()})
+    bound = {"grpc": handle.grpc, "admin": handle.admin, "metrics": handle.metrics}
+    report_ready(bound | ({"http": handle.http} if handle.http else {}) | {"pid": os.getpid()})
+    await _told_to_stop()
+    await handle.stop(DRAIN_S)
+    await ledger.close()
+
+
+def run_gateway(file: Path, sets: Sequence[str], target: str | None, log_file: Path | None) -> None:
+    """Run the HTTP gateway alone until told to stop. `target` is its router; None: `router.grpc` of the file."""
+    if log_file is not None:
+        redirect_output(str(log_file))
+    config = load_config(file, sets, os.environ)
+    configure_logging(config.log.level, config.log.format)
+    if config.router.http is None:
+        raise ConfigError(f"{file}: router.http: must be set, such as --set router.http=127.0.0.1:8000")
+    asyncio.run(_serve_http(config, config.router.http, target or config.router.grpc))
+
+
+async def _serve_http(config: ClusterConfig, address: str, target: str) -> None:
+    from router.gateway.app import GatewaySettings
+    from router.gateway.server import HttpServer
+
+    server = HttpServer(address, GatewaySettings(__version__, config.router.http_body))
+    await server.start(target)
+    log.info("gateway_started", http=server.address, target=target)
+    report_ready({"http": server.address, "target": target, "pid": os.getpid()})
+    await _told_to_stop()
+    await server.stop(DRAIN_S)
+
+
+async def _told_to_stop() -> None:
+    """Until SIGTERM or SIGINT; the next one ends the process at once."""
     stopping = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -83,8 +114,6 @@ async def _route(config: ClusterConfig) -> None:
     await stopping.wait()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.remove_signal_handler(number)
-    await handle.stop(DRAIN_S)
-    await ledger.close()
 
 
 def router_settings(config: ClusterConfig) -> RouterSettings:
@@ -101,6 +130,8 @@ def router_settings(config: ClusterConfig) -> RouterSettings:
         grpc=router.grpc,
         admin=router.admin,
         metrics=router.metrics,
+        http=router.http,
+        http_body=router.http_body,
         policy=router.policy,
         queue_max_requests=router.queue.max_requests,
         queue_max_wait_s=router.queue.max_wait_s,

@@ -78,13 +78,18 @@ def announce(state: ClusterState, *, as_json: bool) -> None:
     """Where the cluster is, and how to use it."""
     if as_json:
         addresses = {"name": state.name, "grpc": state.grpc, "admin": state.admin, "metrics": state.metrics}
+        addresses |= {"http": state.http} if state.http else {}
         typer.echo(json.dumps(addresses | {"pids": {name: p.pid for name, p in state.processes.items()}}))
         return
     typer.echo(f"cluster {state.name!r} is ready")
     typer.echo(f"  gRPC     {state.grpc}")
     typer.echo(f"  admin    {state.admin}")
-    typer.echo(f"  metrics  http://{state.metrics}/metrics\n")
+    typer.echo(f"  metrics  http://{state.metrics}/metrics")
+    typer.echo(f"  HTTP     http://{state.http}/v1\n" if state.http else "")
     typer.echo(f"  curl -s http://{state.metrics}/metrics | grep baton_")
+    if state.http:
+        body = '{"prompt": "The color of dog", "max_tokens": 8, "temperature": 0}'
+        typer.echo(f"  curl -s http://{state.http}/v1/completions -H 'content-type: application/json' -d '{body}'")
     typer.echo(f'  baton generate "The color of dog" --name {state.name} --show timings,tokens\n')
     typer.echo(f'  from baton import Client\n  with Client("{state.grpc}") as client:')
     typer.echo('      print(client.generate("The color of dog", max_tokens=8, temperature=0).text)\n')

@@ -62,6 +62,7 @@ class ClusterState:
     redis_url: str
     ray: str
     processes: dict[str, ProcessId] = field(default_factory=dict)
+    http: str = ""  # empty: no gateway
 
     @property
     def ready(self) -> bool:

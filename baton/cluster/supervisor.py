@@ -26,7 +26,7 @@ from baton.errors import BatonError, Cancelled
 POLL_S = 0.2
 READY_POLL_S = 0.02
 SERVING_S = 30.0
-LISTENERS = ("grpc", "admin", "metrics")
+LISTENERS = ("grpc", "admin", "metrics", "http")
 DRAIN_S = 10.0
 STOP_S = 5.0
 
@@ -179,4 +179,5 @@ class Supervisor:
             redis_url=self._redis_url,
             ray=self._config.ray.address,
             processes=self._processes(),
+            http=str(said.get("http", "")),
         )

@@ -22,7 +22,6 @@ LATER = "is not built yet in this version; leave it out"
 # Keys whose feature comes later: naming one is an error, so that nobody believes that it works. None: any value.
 NOT_BUILT: dict[str, tuple[object, ...] | None] = {
     "mode": ("colocated",),
-    "router.http": None,
     "router.replicas": None,
     "router.advertise": None,
     "router.interface": None,

@@ -73,7 +73,8 @@ class RouterConfig(Section):
 
     replicas: PositiveInt = 1
     grpc: Address = "127.0.0.1:50051"
-    http: Address | None = None
+    http: Address | None = Field(default=None, description="OpenAI's HTTP API; none: it is not served")
+    http_body: Size = Field(default=2**20, description="the most that the body of an HTTP request may have")
     metrics: Address = "127.0.0.1:9100"
     admin: Address = "127.0.0.1:0"
     advertise: str | None = None
@@ -222,6 +223,7 @@ class ClusterConfig(Section):
             "router.grpc": self.router.grpc,
             "router.metrics": self.router.metrics,
             "router.admin": self.router.admin,
+            "router.http": self.router.http,
             "prefill.listen": self.prefill.listen,
             "decode.listen": self.decode.listen,
         }

@@ -17,7 +17,7 @@ from baton import Client
 from baton.cluster.state import ClusterState, StateFolder
 
 ROOT = Path(__file__).parents[2]
-FREE_PORTS = ("router.grpc=127.0.0.1:0", "router.admin=127.0.0.1:0", "router.metrics=127.0.0.1:0")
+FREE_PORTS = tuple(f"router.{listener}=127.0.0.1:0" for listener in ("grpc", "admin", "metrics", "http"))
 
 
 @dataclass

@@ -14,7 +14,7 @@ from tests.e2e.conftest import ROOT, Home, eventually
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 CONFIG = "configs/no-ray.yaml"
 ORACLE = ("--set", "model.path=oracle")
-PORTS = ("--set", "router.grpc=127.0.0.1:0", "--set", "router.metrics=127.0.0.1:0")
+PORTS = tuple(part for name in ("grpc", "metrics", "http") for part in ("--set", f"router.{name}=127.0.0.1:0"))
 
 
 def ours(home):
@@ -54,7 +54,7 @@ def test_a_missing_file_is_a_config_error(home):
 
 
 @pytest.mark.parametrize("detach", [(), ("--detach",)], ids=["foreground", "detached"])
-@pytest.mark.parametrize("key", ["router.grpc", "router.metrics"])
+@pytest.mark.parametrize("key", ["router.grpc", "router.metrics", "router.http"])
 def test_a_port_in_use_is_named(home, key, detach):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

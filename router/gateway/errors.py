@@ -1,0 +1,92 @@
+"""Every typed error as an HTTP status, OpenAI's error body, and the headers that its clients obey."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import orjson
+from starlette.responses import Response
+
+from baton import errors
+from baton.errors import BatonError, InvalidRequest, Overloaded, Violation
+
+JSON = "application/json"
+UNKNOWN, UNSUPPORTED = "unknown field", "not supported"
+
+# class: status, type, code
+_SHOWN: Mapping[type[BatonError], tuple[int, str, str]] = {
+    errors.InvalidRequest: (400, "invalid_request_error", "invalid_value"),
+    errors.UnknownModel: (404, "invalid_request_error", "model_not_found"),
+    errors.Unauthenticated: (401, "authentication_error", "invalid_api_key"),
+    errors.PermissionDenied: (403, "permission_error", "permission_denied"),
+    errors.Unsupported: (501, "invalid_request_error", "unsupported"),
+    errors.Overloaded: (503, "overloaded_error", "overloaded"),
+    errors.NoWorker: (503, "server_error", "no_worker"),
+    errors.WorkerLost: (503, "server_error", "worker_lost"),
+    errors.DeadlineExceeded: (504, "timeout_error", "deadline_exceeded"),
+    errors.Cancelled: (499, "server_error", "cancelled"),
+    errors.EngineFault: (500, "server_error", "engine_fault"),
+}
+
+
+class HttpError(Exception):
+    """What is wrong with HTTP itself, before there is a request: path, method, size, type of the body."""
+
+    def __init__(self, status: int, code: str, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.status, self.code, self.param = status, code, param
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """An error as a client of OpenAI's API sees it."""
+
+    status: int
+    kind: str
+    code: str
+    message: str
+    param: str | None = None
+    headers: dict[str, str] = field(default_factory=dict)
+
+    def body(self) -> bytes:
+        """The error body, also the data of an error event in a stream."""
+        return orjson.dumps(
+            {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
+        )
+
+    def response(self) -> Response:
+        """The whole answer."""
+        return Response(self.body(), self.status, self.headers, JSON)
+
+
+def problem_of(error: BatonError) -> Problem:
+    """Total: what the table does not name is an engine fault without its text."""
+    if type(error) not in _SHOWN:
+        error = errors.EngineFault("internal error; the server's log has it")
+    status, kind, code = _SHOWN[type(error)]
+    headers = {"x-should-retry": "true" if error.retryable else "false"} | _headers(error)
+    if not isinstance(error, InvalidRequest):
+        return Problem(status, kind, code, str(error), "model" if status == 404 else None, headers)
+    first = error.violations[0] if error.violations else Violation("request", str(error))
+    return Problem(status, kind, _code(first), str(error), first.field, headers)
+
+
+def http_problem(error: HttpError) -> Problem:
+    """A connection whose body was not read to its end is of no more use."""
+    headers = {"connection": "close"} if error.status in {408, 413, 431} else {}
+    return Problem(error.status, "invalid_request_error", error.code, str(error), error.param, headers)
+
+
+def _headers(error: BatonError) -> dict[str, str]:
+    if isinstance(error, Overloaded):
+        wait_s = max(0.0, error.retry_after_s)
+        return {"retry-after": str(max(1, math.ceil(wait_s))), "retry-after-ms": str(math.ceil(wait_s * 1000))}
+    return {"www-authenticate": "Bearer"} if isinstance(error, errors.Unauthenticated) else {}
+
+
+def _code(violation: Violation) -> str:
+    if violation.description.startswith(UNKNOWN):
+        return "unknown_parameter"
+    return "unsupported_parameter" if violation.description.startswith(UNSUPPORTED) else "invalid_value"

@@ -1,0 +1,86 @@
+"""What an HTTP request asks for, as calls of the router, and the shape in which its answer is written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from baton.rpc.v1 import common_pb2
+from baton.rpc.v1 import inference_pb2 as pb
+from router.gateway.schema import Common
+from router.gateway.texts import Scored
+
+_SAMPLING = frozenset(common_pb2.Sampling.DESCRIPTOR.fields_by_name) - {"max_tokens", "top_k", "seed", "logit_bias"}
+_NAMES = {"cache_scope": "cache_salt", "client_tag": "user"}
+
+Json = dict[str, Any]
+
+
+class Shape(Protocol):
+    """How choices look: of one endpoint, whole or in pieces. `offset`: characters of the choice's tokens before."""
+
+    prefix: str  # of the answer's id
+    whole: str  # the object's name
+    chunk: str
+
+    def choice(self, index: int, text: str, scored: Sequence[Scored] | None, reason: str) -> Json:
+        """A choice of an answer that is not streamed."""
+
+    def opening(self, index: int) -> Json | None:
+        """What comes before the first piece of a choice."""
+
+    def piece(self, index: int, text: str, scored: Sequence[Scored] | None, offset: int) -> Json:
+        """Some of a choice's text."""
+
+    def ending(self, index: int, reason: str) -> Json:
+        """Why a choice ended."""
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """The calls of one HTTP request; choice c of call i is choice i * n + c of the answer."""
+
+    requests: Sequence[pb.GenerateRequest]
+    shape: Shape
+    rename: Callable[[int, str], str]
+    n: int
+    stream: bool
+    include_usage: bool
+    logprobs: bool
+
+
+def base_request(body: Common, max_tokens: int | None) -> pb.GenerateRequest:
+    """All but the prompt, the logprobs and the constraint. Fields that are not given stay unset."""
+    given = body.model_dump(include=set(_SAMPLING), exclude_none=True)
+    bias = {int(token_id): value for token_id, value in (body.logit_bias or {}).items()}
+    sampling = common_pb2.Sampling(**given, logit_bias=bias)
+    if max_tokens is not None:
+        sampling.max_tokens = max_tokens
+    if body.top_k is not None:
+        sampling.top_k = 0 if body.top_k == -1 else body.top_k  # -1 is how others say: off
+    if body.seed is not None:
+        sampling.seed = body.seed % 2**64
+    request = pb.GenerateRequest(model=body.model or "", sampling=sampling, client_tag=body.user or "")
+    _set_options(request, body)
+    return request
+
+
+def _set_options(request: pb.GenerateRequest, body: Common) -> None:
+    if body.n is not None:
+        request.n = body.n
+    if body.deterministic is not None:
+        request.deterministic = body.deterministic
+    if body.priority is not None:
+        request.priority = body.priority
+    if body.cache_salt is not None:
+        request.cache_scope = body.cache_salt
+
+
+def http_name(field: str, more: dict[str, str]) -> str:
+    """The HTTP field behind a field of the protocol: `sampling.top_p` is `top_p`, `cache_scope` is `cache_salt`."""
+    name = field.removeprefix("spec.").removeprefix("sampling.")
+    for known, http in (_NAMES | more).items():
+        if name == known or name.startswith((f"{known}.", f"{known}[")):
+            return http + name.removeprefix(known)
+    return name

@@ -1,0 +1,178 @@
+"""The bodies of `/v1/completions` and `/v1/chat/completions`. Closed: a field that is not here is refused by name.
+
+Types are strict (a number is not a string). Ranges of sampling parameters are the router's business; here is checked
+only what the protocol behind could not carry.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, TypeAlias
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+MAX_PROMPTS = 128
+MAX_CHOICES = 128
+_ID_LIMIT = 2**32
+
+Int32 = Annotated[int, Field(ge=-(2**31), lt=2**31)]
+TokenId = Annotated[int, Field(ge=0, lt=_ID_LIMIT)]
+Seed = Annotated[int, Field(ge=-(2**63), lt=2**64)]
+Prompt: TypeAlias = str | list[int]
+_PROMPT = "must be a string, a list of strings, a list of token ids, or a list of lists of token ids"
+
+
+class Body(BaseModel):
+    """Closed and strict."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+
+def _listed(value: object) -> object:
+    return [value] if isinstance(value, str) else value
+
+
+def _is_id(key: str) -> bool:
+    return key.isascii() and key.isdecimal() and len(key) <= 10 and int(key) < _ID_LIMIT
+
+
+def _by_id(value: dict[str, float]) -> dict[str, float]:
+    wrong = next((key for key in value if not _is_id(key)), None)
+    if wrong is not None:
+        raise ValueError(f"keys must be token ids, got {wrong[:32]!r}")
+    return value
+
+
+def _ids(value: object) -> bool:
+    return isinstance(value, list) and all(type(each) is int and 0 <= each < _ID_LIMIT for each in value)
+
+
+def _prompts(value: object) -> list[Prompt]:
+    """Raises ValueError."""
+    if isinstance(value, str) or (_ids(value) and value):
+        return [value]  # type: ignore[list-item]  # looked at just now
+    if not isinstance(value, list) or not value:
+        raise ValueError(_PROMPT if value != [] else "must not be empty")
+    if not (all(isinstance(each, str) for each in value) or all(_ids(each) for each in value)):
+        raise ValueError(_PROMPT)
+    if len(value) > MAX_PROMPTS:
+        raise ValueError(f"at most {MAX_PROMPTS} prompts, got {len(value)}")
+    return value
+
+
+class StreamOptions(Body):
+    """Of a stream."""
+
+    include_usage: bool | None = None
+    include_obfuscation: Literal[False] | None = None
+
+
+class Common(Body):
+    """What both endpoints take: OpenAI's fields, then the extras."""
+
+    model: str | None = None
+    max_tokens: Int32 | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    stop: Annotated[list[str] | None, BeforeValidator(_listed)] = None
+    seed: Seed | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: Annotated[dict[str, float], AfterValidator(_by_id)] | None = None
+    user: str | None = None
+
+    top_k: Int32 | None = None
+    min_p: float | None = None
+    min_tokens: Int32 | None = None
+    ignore_eos: bool | None = None
+    repetition_penalty: float | None = None
+    stop_token_ids: list[TokenId] | None = None
+    cache_salt: str | None = None
+    priority: Int32 | None = None
+    deterministic: bool | None = None
+
+    @model_validator(mode="after")
+    def _options_of_a_stream(self) -> Common:
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("stream_options: only allowed with stream: true")
+        return self
+
+
+class CompletionBody(Common):
+    """`POST /v1/completions`."""
+
+    prompt: Annotated[Any, AfterValidator(_prompts)]
+    logprobs: Int32 | None = None
+    best_of: Int32 | None = None
+
+    @model_validator(mode="after")
+    def _best_is_all(self) -> CompletionBody:
+        if self.best_of is not None and self.best_of != (self.n or 1):
+            raise ValueError(f"best_of: not supported, unless it equals n ({self.n or 1}); got {self.best_of}")
+        return self
+
+
+def _joined(value: object) -> object:
+    """Text parts as one text, a line each, as vLLM joins them for templates that want a string. Raises ValueError."""
+    if not isinstance(value, list):
+        return value
+    if not all(isinstance(part, dict) and set(part) == {"type", "text"} and part["type"] == "text" for part in value):
+        raise ValueError('parts must be {"type": "text", "text": ...}; other kinds are not supported')
+    if not all(isinstance(part["text"], str) for part in value):
+        raise ValueError("the text of a part must be a string")
+    return "\n".join(part["text"] for part in value)
+
+
+class Message(Body):
+    """One turn. The fields that must be null are in what clients send back of an earlier answer."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Annotated[str, BeforeValidator(_joined)]
+    name: None = None
+    refusal: None = None
+    annotations: list[None] | None = None
+    audio: None = None
+    function_call: None = None
+    tool_calls: None = None
+
+
+class JsonSchema(Body):
+    """The schema that an answer must fit."""
+
+    name: str | None = None
+    description: str | None = None
+    strict: bool | None = None
+    shape: dict[str, Any] = Field(alias="schema")
+
+
+class ResponseFormat(Body):
+    """What kind of text the answer is."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    @model_validator(mode="after")
+    def _schema_is_there(self) -> ResponseFormat:
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise ValueError("json_schema must be there with type json_schema, and only then")
+        return self
+
+
+class ChatBody(Common):
+    """`POST /v1/chat/completions`."""
+
+    messages: Annotated[list[Message], Field(min_length=1)]
+    max_completion_tokens: Int32 | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, lt=2**31)] | None = None
+    response_format: ResponseFormat | None = None
+
+    @model_validator(mode="after")
+    def _fits(self) -> ChatBody:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ValueError("top_logprobs: only allowed with logprobs: true")
+        if None not in {self.max_tokens, self.max_completion_tokens} and self.max_tokens != self.max_completion_tokens:
+            raise ValueError("max_tokens: must be left out, or equal max_completion_tokens")
+        return self

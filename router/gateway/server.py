@@ -1,0 +1,116 @@
+"""The gateway's listener: uvicorn within a loop that is there already, without its signal handlers."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import socket
+from collections.abc import Generator
+from contextlib import contextmanager
+
+import structlog
+import uvicorn
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from baton.errors import ConfigError
+from router.gateway.app import Gateway, GatewaySettings
+from router.gateway.errors import HttpError, http_problem
+from router.gateway.upstream import Upstream
+
+MAX_HEADER_BYTES = 16 * 2**10
+_KEEP_ALIVE_S = 75  # longer than what clients keep an idle connection for: then the client closes, and loses no request
+_BACKLOG = 2048
+_ANY = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]", "::": "[::1]"}
+log = structlog.get_logger(__name__)
+
+
+class _Embedded(uvicorn.Server):
+    """Signals are the business of the process around it."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.listening = asyncio.Event()
+
+    @contextmanager
+    def capture_signals(self) -> Generator[None]:
+        yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self.listening.set()
+
+
+class HttpServer:
+    """The gateway on its listener. `address` is what was bound."""
+
+    def __init__(self, address: str, settings: GatewaySettings) -> None:
+        """Binds "host:port" (port 0: any free one). Raises ConfigError saying why it cannot."""
+        self._settings = settings
+        self._socket = _bind(address)
+        self.address = f"{address.rpartition(':')[0]}:{self._socket.getsockname()[1]}"
+        self._upstream: Upstream | None = None
+        self._server: _Embedded | None = None
+        self._task: asyncio.Task[None] | None = None
+
+    async def start(self, target: str) -> None:
+        """Serve, with the router at `target` behind; returns when connections are taken."""
+        self._upstream = Upstream(reachable(target))
+        app = Gateway(self._upstream, self._settings).app()
+        config = uvicorn.Config(
+            bounded(app),
+            http="h11",
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            log_level="error",
+            access_log=False,
+            proxy_headers=False,
+            server_header=False,
+            timeout_keep_alive=_KEEP_ALIVE_S,
+            h11_max_incomplete_event_size=MAX_HEADER_BYTES,
+        )
+        self._server = _Embedded(config)
+        self._task = asyncio.create_task(self._server.serve([self._socket]), name="http")
+        await self._server.listening.wait()
+
+    async def stop(self, grace_s: float) -> None:
+        """Take no new connection; what runs may end by itself for `grace_s`, then it is cancelled. Idempotent."""
+        try:
+            if self._server is not None and self._task is not None:
+                self._server.config.timeout_graceful_shutdown = max(1, math.ceil(grace_s))
+                self._server.should_exit = True
+                await asyncio.gather(self._task, return_exceptions=True)
+        finally:
+            self._socket.close()
+            if self._upstream is not None:
+                await self._upstream.close()
+
+
+def bounded(app: ASGIApp) -> ASGIApp:
+    """`app`, without requests whose headers are too long: uvicorn bounds only what it has to wait for."""
+
+    async def checked(scope: Scope, receive: Receive, send: Send) -> None:
+        size = sum(len(name) + len(value) for name, value in scope["headers"])
+        if size <= MAX_HEADER_BYTES:
+            await app(scope, receive, send)
+            return
+        error = HttpError(431, "headers_too_large", f"headers: at most {MAX_HEADER_BYTES} bytes, got {size}")
+        await http_problem(error).response()(scope, receive, send)
+
+    return checked
+
+
+def reachable(address: str) -> str:
+    """Where a listener at `address` is reached from this machine."""
+    host, _, port = address.rpartition(":")
+    return f"{_ANY.get(host, host)}:{port}"
+
+
+def _bind(address: str) -> socket.socket:
+    host, _, port = address.rpartition(":")
+    host = host.strip("[]")
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, int(port)), family=family, backlog=_BACKLOG)
+    except (OSError, ValueError, OverflowError) as error:
+        raise ConfigError(f"cannot listen for HTTP on {address!r}: {error}") from error

@@ -1,0 +1,458 @@
+"""The HTTP gateway in front of a scripted `Inference`: what the router's side can say, and how it looks to `openai`."""
+
+import asyncio
+import json
+
+import openai
+import pytest
+
+from baton import errors
+from baton.errors import InvalidRequest, Overloaded
+from baton.rpc.v1 import common_pb2
+from router.gateway.respond import Patience
+from tests.integration.gateway_support import alone, completed, finished, tokens, two_words
+from tests.integration.router_support import until
+
+HELLO = [{"role": "user", "content": "hello"}]
+
+
+@pytest.fixture
+async def gateway():
+    async with alone() as made:
+        yield made
+
+
+async def chat(gateway, messages=HELLO, **options):
+    return await gateway.client.chat.completions.create(model="org/tiny", messages=messages, **options)
+
+
+def failing(*steps):
+    async def script(request):
+        for step in steps:
+            yield step
+
+    return script
+
+
+# --- chat
+
+
+async def test_chat(gateway):
+    done = await chat(gateway, max_completion_tokens=9, user="me")
+    assert (done.object, done.id, done._request_id) == ("chat.completion", "chatcmpl-r-1", "r-1")
+    (choice,) = done.choices
+    assert (choice.message.role, choice.message.content, choice.finish_reason) == ("assistant", "dog cat", "stop")
+    assert (done.usage.prompt_tokens, done.usage.completion_tokens) == (3, 2)
+    (request,) = gateway.fake.requests
+    assert (request.sampling.max_tokens, request.client_tag, request.model) == (9, "me", "org/tiny")
+    assert not request.HasField("n")
+    assert not request.HasField("logprobs")
+
+
+async def test_chat_messages(gateway):
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    earlier = {"role": "assistant", "content": "x", "refusal": None, "tool_calls": None}
+    first = [{"role": "developer", "content": "be kind"}, {"role": "user", "content": parts}]
+    await chat(gateway, [*first, earlier, {"role": "system", "content": "s"}])
+    turns = [(turn.role, turn.content) for turn in gateway.fake.requests[0].chat.messages]
+    assert turns == [("system", "be kind"), ("user", "a\nb"), ("assistant", "x"), ("system", "s")]
+
+
+async def test_an_answer_can_be_sent_back(gateway):
+    done = await chat(gateway)
+    await chat(gateway, [*HELLO, done.choices[0].message.model_dump(), *HELLO])
+    assert [turn.content for turn in gateway.fake.requests[1].chat.messages] == ["hello", "dog cat", "hello"]
+
+
+async def test_chat_stream(gateway):
+    chunks = [chunk async for chunk in await chat(gateway, stream=True, stream_options={"include_usage": True})]
+    deltas = [chunk.choices[0].delta for chunk in chunks[:-1]]
+    assert [(delta.role, delta.content) for delta in deltas] == [
+        ("assistant", ""), (None, "dog"), (None, " cat"), (None, None)
+    ]  # fmt: skip
+    assert [chunk.choices[0].finish_reason for chunk in chunks[:-1]] == [None, None, None, "stop"]
+    assert (chunks[-1].choices, chunks[-1].usage.total_tokens) == ([], 5)
+    assert {chunk.object for chunk in chunks} == {"chat.completion.chunk"}
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_choices(gateway, streamed):
+    if streamed:
+        texts = ["", "", ""]
+        async for chunk in await chat(gateway, n=3, stream=True):
+            texts[chunk.choices[0].index] += chunk.choices[0].delta.content or ""
+    else:
+        texts = [choice.message.content for choice in (await chat(gateway, n=3)).choices]
+    assert texts == ["dog cat"] * 3
+    assert gateway.fake.requests[0].n == 3
+
+
+async def test_choices_of_several_prompts(gateway):
+    done = await gateway.client.completions.create(model="org/tiny", prompt=["a", "b"], n=2)
+    assert [choice.index for choice in done.choices] == [0, 1, 2, 3]
+    assert sorted(request.text for request in gateway.fake.requests) == ["a", "b"]
+    assert done.usage.completion_tokens == 8
+
+
+async def test_cached_tokens(gateway):
+    gateway.fake.script = failing(tokens(0, 0, [1], "x"), finished(), completed(cached=2))
+    assert (await chat(gateway)).usage.prompt_tokens_details.cached_tokens == 2
+
+
+# --- response_format
+
+
+@pytest.mark.parametrize(
+    ("given", "schema"),
+    [
+        ({"type": "text"}, None),
+        ({"type": "json_object"}, {"type": "object"}),
+        ({"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "array"}}}, {"type": "array"}),
+    ],
+    ids=lambda value: value["type"] if value else None,
+)
+async def test_response_format(gateway, given, schema):
+    await chat(gateway, response_format=given)
+    (request,) = gateway.fake.requests
+    assert request.HasField("constraint") == (schema is not None)
+    assert schema is None or json.loads(request.constraint.json_schema) == schema
+
+
+# --- logprobs
+
+
+async def test_chat_logprobs(gateway):
+    done = await chat(gateway, logprobs=True, top_logprobs=4)
+    first, second = done.choices[0].logprobs.content
+    assert (first.token, first.logprob, first.bytes) == (" dog", -0.5, list(b" dog"))
+    found = [(top.token, top.bytes, top.logprob) for top in second.top_logprobs]
+    assert found == [
+        (" dog", list(b" dog"), -0.5), ("cat", list(b"cat"), -1.5),
+        ("\ufffd", None, -2.5), ("é", list("é".encode()), -3.5),
+    ]  # fmt: skip
+    assert gateway.fake.requests[0].logprobs == 4
+
+
+async def test_chat_logprobs_of_the_chosen_only(gateway):
+    content = (await chat(gateway, logprobs=True)).choices[0].logprobs.content
+    assert [(entry.token, entry.top_logprobs) for entry in content] == [(" dog", []), ("cat", [])]
+    assert gateway.fake.requests[0].HasField("logprobs")
+
+
+async def test_chat_logprobs_in_a_stream(gateway):
+    chunks = [chunk.choices[0] async for chunk in await chat(gateway, logprobs=True, stream=True)]
+    found = [entry.token for choice in chunks if choice.logprobs for entry in choice.logprobs.content]
+    assert found == [" dog", "cat"]
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_completion_logprobs(gateway, streamed):
+    asked = {"model": "org/tiny", "prompt": "x", "logprobs": 2}
+    if streamed:
+        pieces = [
+            chunk.choices[0].logprobs async for chunk in await gateway.client.completions.create(**asked, stream=True)
+        ]
+    else:
+        pieces = [(await gateway.client.completions.create(**asked)).choices[0].logprobs]
+    pieces = [piece for piece in pieces if piece]
+    assert [token for piece in pieces for token in piece.tokens] == [" dog", "cat"]
+    assert [offset for piece in pieces for offset in piece.text_offset] == [0, 4]
+    assert [value for piece in pieces for value in piece.token_logprobs] == [-0.5, -0.5]
+    assert pieces[0].top_logprobs[0] == {" dog": -0.5, "cat": -1.5}
+
+
+async def test_token_texts_are_asked_for_once(gateway):
+    for _ in range(3):
+        await chat(gateway, logprobs=True, top_logprobs=2)
+    assert sorted(gateway.fake.decoded) == [[1], [1, 1], [2], [2, 2]]
+
+
+# --- errors
+
+STATUS = {
+    "InvalidRequest": (400, openai.BadRequestError),
+    "UnknownModel": (404, openai.NotFoundError),
+    "Unauthenticated": (401, openai.AuthenticationError),
+    "PermissionDenied": (403, openai.PermissionDeniedError),
+    "Unsupported": (501, openai.InternalServerError),
+    "Overloaded": (503, openai.InternalServerError),
+    "NoWorker": (503, openai.InternalServerError),
+    "WorkerLost": (503, openai.InternalServerError),
+    "DeadlineExceeded": (504, openai.InternalServerError),
+    "Cancelled": (499, openai.APIStatusError),
+    "EngineFault": (500, openai.InternalServerError),
+}
+
+
+def error_of(name):
+    kinds = {kind.__name__: kind for kind in errors.BatonError.__subclasses__()}
+    return InvalidRequest.of("n", "too many") if name == "InvalidRequest" else kinds[name]("because")
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize("name", STATUS)
+async def test_errors(gateway, name, streamed):
+    status, kind = STATUS[name]
+    error = error_of(name)
+    gateway.fake.script = failing(error)
+    with pytest.raises(kind, match=str(error)) as failed:
+        await chat(gateway, stream=streamed)
+    assert failed.value.status_code == status
+    assert failed.value.code
+    assert failed.value.response.headers["x-should-retry"] == ("true" if error.retryable else "false")
+
+
+async def test_retry_after(gateway):
+    gateway.fake.script = failing(Overloaded("full", 2.25))
+    with pytest.raises(openai.InternalServerError) as failed:
+        await chat(gateway)
+    headers = failed.value.response.headers
+    assert (headers["retry-after"], headers["retry-after-ms"]) == ("3", "2250")
+
+
+async def test_the_client_tries_again(gateway):
+    scripts = [failing(Overloaded("full", 0.01)), two_words]
+
+    def script(request):
+        return scripts.pop(0)(request)
+
+    gateway.fake.script = script
+    done = await gateway.client.with_options(max_retries=1).chat.completions.create(model="m", messages=HELLO)
+    assert done.choices[0].message.content == "dog cat"
+
+
+@pytest.mark.parametrize(
+    ("field", "param"),
+    [
+        ("chat", "messages"),
+        ("chat.messages[0].role", "messages[0].role"),
+        ("constraint", "response_format"),
+        ("constraint.json_schema", "response_format.json_schema"),
+        ("n", "n"),
+        ("sampling.max_tokens", "max_completion_tokens"),
+        ("sampling.logprobs", "top_logprobs"),
+        ("logprobs", "top_logprobs"),
+        ("cache_scope", "cache_salt"),
+        ("client_tag", "user"),
+        ("deterministic", "deterministic"),
+    ],
+)
+async def test_a_refused_field_has_its_http_name(gateway, field, param):
+    gateway.fake.script = failing(InvalidRequest.of(field, "not supported by this version"))
+    with pytest.raises(openai.BadRequestError) as refused:
+        await chat(gateway, max_completion_tokens=5)
+    assert (refused.value.param, refused.value.code) == (param, "unsupported_parameter")
+
+
+async def test_an_error_within_a_stream_is_the_last_event(gateway):
+    gateway.fake.script = failing(tokens(0, 0, [1], "dog"), errors.WorkerLost("gone"))
+    body = json.dumps({"messages": HELLO, "stream": True}).encode()
+    status, _, data = await gateway.raw("POST", "/v1/chat/completions", body)
+    assert status == 200
+    assert b'"content":"dog"' in data
+    assert b'data: {"error":{"message":"gone","type":"server_error","param":null,"code":"worker_lost"}}\n\n' in data
+    assert b"[DONE]" not in data
+
+
+@pytest.mark.parametrize(
+    "steps",
+    [
+        [tokens(0, 0, [1], "x")],
+        [tokens(0, 0, [1], "x"), completed()],
+        [tokens(7, 0, [1], "x"), finished(7), completed()],
+    ],
+    ids=["no end", "no reason", "a choice too many"],
+)
+async def test_an_answer_that_is_not_complete_is_no_answer(gateway, steps):
+    gateway.fake.script = failing(*steps)
+    with pytest.raises(openai.InternalServerError, match="router") as failed:
+        await chat(gateway)
+    assert failed.value.code == "engine_fault"
+
+
+async def test_the_first_failure_ends_all_prompts(gateway):
+    async def script(request):
+        if request.text == "b":
+            yield errors.EngineFault("broken")
+        await asyncio.Event().wait()
+
+    gateway.fake.script = script
+    with pytest.raises(openai.InternalServerError, match="broken"):
+        await gateway.client.completions.create(model="m", prompt=["a", "b", "c"])
+    await until(lambda: gateway.fake.running == 0, "all calls are cancelled")
+
+
+async def test_no_router():
+    async with alone(target="127.0.0.1:1") as gateway:
+        with pytest.raises(openai.InternalServerError, match=r"cannot reach 127\.0\.0\.1:1") as failed:
+            await chat(gateway)
+        assert failed.value.code == "no_worker"
+        assert (await gateway.raw("GET", "/health"))[0] == 200
+        assert (await gateway.raw("GET", "/ready"))[0] == 503
+
+
+# --- the request itself
+
+
+async def test_the_credential_is_passed_on(gateway):
+    await chat(gateway)
+    await anext(aiter(gateway.client.models.list()))
+    assert [metadata["authorization"] for metadata in gateway.fake.metadata] == ["Bearer k"] * 2
+
+
+async def test_a_credential_that_no_header_can_carry(gateway):
+    status, headers, body = await gateway.raw("GET", "/v1/models", authorization="Bearer \xfc")
+    assert (status, headers["www-authenticate"]) == (401, "Bearer")
+    assert json.loads(body)["error"]["code"] == "invalid_api_key"
+
+
+@pytest.mark.parametrize(
+    ("wrong", "param", "says"),
+    [
+        ({"temprature": 1}, "temprature", "unknown field; did you mean temperature"),
+        ({"xyzzy": 1}, "xyzzy", "unknown field"),
+        ({"tools": [{"type": "function"}]}, "tools", "not supported"),
+        ({"tool_choice": "required"}, "tool_choice", "not supported"),
+        ({"top_logprobs": 2}, "top_logprobs", "only allowed with logprobs"),
+        ({"stream_options": {"include_usage": True}}, "stream_options", "only allowed with stream"),
+        (
+            {"stream": True, "stream_options": {"include_usages": 1}},
+            "stream_options.include_usages",
+            "did you mean include_usage",
+        ),
+        ({"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens", "equal max_completion_tokens"),
+        ({"response_format": {"type": "xml"}}, "response_format.type", "json_schema"),
+        ({"response_format": {"type": "json_schema"}}, "response_format", "json_schema must be there"),
+        ({"messages": []}, "messages", "at least 1"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role", "'user'"),
+        ({"messages": [{"role": "user"}]}, "messages[0].content", "required"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content", "not supported"),
+        ({"messages": [{"role": "user", "content": "x", "naem": 1}]}, "messages[0].naem", "did you mean name"),
+        ({"temperature": "hot"}, "temperature", "number, got a string"),
+        ({"n": 0}, "n", "greater than or equal to 1, got 0"),
+        ({"logit_bias": {"dog": 1}}, "logit_bias", "token ids, got 'dog'"),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else None,
+)
+async def test_wrong_fields(gateway, wrong, param, says):
+    messages = wrong.get("messages", HELLO)
+    with pytest.raises(openai.BadRequestError, match=says) as refused:
+        await chat(gateway, messages, extra_body={name: value for name, value in wrong.items() if name != "messages"})
+    assert refused.value.param == param
+    assert gateway.fake.requests == []
+
+
+@pytest.mark.parametrize(
+    ("wrong", "param"),
+    [({"echo": True}, "echo"), ({"suffix": "x"}, "suffix"), ({"best_of": 2}, "best_of"), ({"prompt": []}, "prompt"),
+     ({"prompt": ["a", 1]}, "prompt"), ({"prompt": ["x"] * 129}, "prompt"), ({"messages": HELLO}, "messages")],
+    ids=str,
+)  # fmt: skip
+async def test_wrong_fields_of_completions(gateway, wrong, param):
+    with pytest.raises(openai.BadRequestError) as refused:
+        await gateway.client.completions.create(model="m", prompt=wrong.get("prompt", "x"), extra_body=wrong)
+    assert refused.value.param == param
+
+
+async def test_values_that_ask_for_nothing(gateway):
+    harmless = {"tools": [], "tool_choice": "none", "parallel_tool_calls": False, "store": False, "audio": None}
+    await chat(gateway, extra_body=harmless)
+    await gateway.client.completions.create(model="m", prompt="x", echo=False, suffix="", best_of=1)
+    assert len(gateway.fake.requests) == 2
+
+
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        (b'{"prompt": "x",}', "line 1 column 15"),
+        (b'{"prompt":\n "\xff"}', "not JSON"),
+        (b'{"temperature": NaN}', "line 1 column 17"),
+        (b"[1]", "must be a JSON object"),
+        (b"", "not JSON"),
+        (b"[" * 100_000, "not JSON"),
+    ],
+    ids=["comma", "utf8", "nan", "list", "empty", "deep"],
+)
+async def test_what_is_no_json(gateway, body, says):
+    status, _, answer = await gateway.raw("POST", "/v1/completions", body)
+    error = json.loads(answer)["error"]
+    assert (status, error["param"]) == (400, "body")
+    assert says in error["message"]
+
+
+async def test_limits():
+    async with alone(max_body=1000) as gateway:
+        for size in (1001, 10_000, 100_000):
+            status, headers, body = await gateway.raw("POST", "/v1/completions", b"x" * size)
+            assert (status, headers["connection"]) == (413, "close")
+            assert "at most 1000 bytes" in json.loads(body)["error"]["message"]
+        fits = json.dumps({"prompt": "x" * 970}).encode()
+        assert (await gateway.raw("POST", "/v1/completions", fits))[0] == 200
+        status, headers, body = await gateway.raw("GET", "/health", x_long="x" * 20_000)
+        assert (status, headers["connection"]) == (431, "close")
+        assert json.loads(body)["error"]["code"] == "headers_too_large"
+        assert (await gateway.raw("GET", "/health"))[0] == 200
+
+
+async def test_paths_methods_and_types(gateway):
+    status, _, body = await gateway.raw("GET", "/v1/embeddings")
+    assert (status, json.loads(body)["error"]["code"]) == (404, "not_found")
+    status, headers, body = await gateway.raw("GET", "/v1/completions")
+    assert (status, headers["allow"]) == (405, "POST")
+    assert json.loads(body)["error"]["code"] == "method_not_allowed"
+    status, _, body = await gateway.raw("POST", "/v1/completions", b"{}", content_type="text/plain")
+    assert (status, json.loads(body)["error"]["param"]) == (415, "content-type")
+    assert (await gateway.raw("GET", "/metrics"))[0] == 404
+    assert (await gateway.raw("GET", "/version"))[2] == b'{"version":"1.2"}'
+    assert (await gateway.client.models.retrieve("org/tiny")).max_model_len == 64
+
+
+async def test_keep_alive_while_nothing_comes():
+    held = asyncio.Event()
+
+    async def script(request):
+        await held.wait()
+        yield errors.NoWorker("none came")
+
+    async with alone(Patience(keep_alive_s=0.02)) as gateway:
+        gateway.fake.script = script
+        reader, writer = await asyncio.open_connection(*gateway.address.split(":"))
+        body = json.dumps({"prompt": "x", "stream": True}).encode()
+        head = (
+            f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(body)}"
+        )
+        writer.write(head.encode() + b"\r\nconnection: close\r\n\r\n" + body)
+        for _ in range(3):
+            await reader.readuntil(b": waiting\n\n")
+        held.set()
+        rest = await reader.read()
+        assert b'data: {"error":{"message":"none came"' in rest
+        writer.close()
+
+
+async def test_a_client_that_does_not_read_is_given_up():
+    async def script(request):
+        start = 0
+        while True:
+            yield tokens(0, start, [1], "x" * 100_000)
+            start += 1
+
+    async with alone(Patience(stall_s=0.1)) as gateway:
+        gateway.fake.script = script
+        reader, writer = await asyncio.open_connection(*gateway.address.split(":"), limit=1000)
+        body = json.dumps({"prompt": "x", "stream": True}).encode()
+        head = (
+            f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(body)}"
+        )
+        writer.write(head.encode() + b"\r\n\r\n" + body)
+        await until(lambda: gateway.fake.running == 1, "it runs")
+        await until(lambda: gateway.fake.running == 0, "it is given up")
+        writer.close()
+        assert reader is not None
+
+
+def test_the_wire_has_no_other_finish_reasons():
+    """A new one must be given a name here: `_reason` calls all but one of them stop."""
+    assert set(common_pb2.FinishReason.keys()) == {
+        f"FINISH_REASON_{name}" for name in ("UNSPECIFIED", "EOS", "STOP_TOKEN", "STOP_STRING", "LENGTH")
+    }
