@@ -14,7 +14,19 @@ ConfigFile = Annotated[Path, typer.Option("--config", "-c", help="the cluster fi
 Sets = Annotated[list[str] | None, typer.Option("--set", help="key=value over the file, such as decode.replicas=2")]
 Json = Annotated[bool, typer.Option("--json", help="print JSON")]
 ClusterName = Annotated[str | None, typer.Option("--name", help="the cluster's name (default: the only one running)")]
-Target = Annotated[str | None, typer.Option("--target", help="a router's host:port instead of a local cluster")]
+Target = Annotated[
+    str | None,
+    typer.Option("--target", help="a router's host:port, or several with commas, instead of a local cluster"),
+]
+Token = Annotated[str | None, typer.Option("--token", envvar="BATON_TOKEN", help="sent as bearer token")]
+Tls = Annotated[str | None, typer.Option("--tls", help="TLS with this CA file, or with those of the 'system'")]
+MaxTokens = Annotated[int, typer.Option("--max-tokens", help="at most so many new tokens")]
+Temperature = Annotated[float, typer.Option("--temperature", help="0: greedy")]
+TopP = Annotated[float, typer.Option("--top-p")]
+TopK = Annotated[int, typer.Option("--top-k", help="0: off")]
+Seed = Annotated[int | None, typer.Option("--seed", help="of the sampling noise")]
+ModelName = Annotated[str, typer.Option("--model", help="the model's name (default: the served one)")]
+Timeout = Annotated[float, typer.Option("--timeout", help="seconds for each request")]
 AdminTarget = Annotated[
     str | None, typer.Option("--target", help="a router's admin address instead of a local cluster")
 ]
@@ -87,27 +99,87 @@ def status(
 @app.command()
 def generate(  # noqa: PLR0913, PLR0917 (each is an option of the command)
     prompt: Annotated[str, typer.Argument(help="the prompt; - reads it from standard input")],
-    max_tokens: Annotated[int, typer.Option(help="at most so many new tokens")] = 64,
-    temperature: Annotated[float, typer.Option(help="0: greedy")] = 0.0,
-    top_p: Annotated[float, typer.Option()] = 1.0,
-    top_k: Annotated[int, typer.Option(help="0: off")] = 0,
-    seed: Annotated[int | None, typer.Option(help="of the sampling noise")] = None,
+    max_tokens: MaxTokens = 64,
+    temperature: Temperature = 0.0,
+    top_p: TopP = 1.0,
+    top_k: TopK = 0,
+    seed: Seed = None,
+    n: Annotated[int, typer.Option("--n", help="so many answers, shown when all are there")] = 1,
     stop: Annotated[list[str] | None, typer.Option(help="end before this text; may be repeated")] = None,
     deterministic: Annotated[bool, typer.Option("--deterministic", help="bit-exact (not built yet)")] = False,
-    model: Annotated[str, typer.Option(help="the model's name (default: the served one)")] = "",
+    model: ModelName = "",
     show: Annotated[str, typer.Option(help="timings,tokens,thoughts")] = "",
-    timeout: Annotated[float, typer.Option(help="seconds")] = 120.0,
+    timeout: Timeout = 120.0,
     name: ClusterName = None,
     target: Target = None,
+    token: Token = None,
+    tls: Tls = None,
     as_json: Json = False,
 ) -> None:
     """Stream one answer."""
     from baton.cli import generate as command
+    from baton.cli.connect import Router
 
-    options: Options = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "top_k": top_k}
+    options: Options = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "top_k": top_k, "n": n}
     options |= {"seed": seed, "stop": stop or [], "deterministic": deterministic or None, "model": model}
     wanted = command.Shown.parse(show, as_json=as_json)
-    command.generate(command.connect(name, target, timeout), prompt, options, wanted)
+    command.generate(Router(name, target, timeout, token, tls).client(), prompt, options, wanted)
+
+
+@app.command()
+def chat(  # noqa: PLR0913, PLR0917 (each is an option of the command)
+    system: Annotated[str, typer.Option(help="what the model is told first")] = "",
+    max_tokens: MaxTokens = 512,
+    temperature: Temperature = 0.0,
+    top_p: TopP = 1.0,
+    top_k: TopK = 0,
+    seed: Seed = None,
+    model: ModelName = "",
+    timeout: Timeout = 120.0,
+    name: ClusterName = None,
+    target: Target = None,
+    token: Token = None,
+    tls: Tls = None,
+) -> None:
+    """Talk in turns; Ctrl-C ends an answer, Ctrl-D or /exit the conversation, /reset begins a new one."""
+    from baton.cli import chat as command
+    from baton.cli.connect import Router
+
+    options: Options = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "top_k": top_k}
+    options |= {"seed": seed, "model": model}
+    command.chat(Router(name, target, timeout, token, tls).client(), options, system)
+
+
+@app.command()
+def bench(  # noqa: PLR0913, PLR0917 (each is an option of the command)
+    concurrency: Annotated[int, typer.Option(min=1, help="requests under way at any time")] = 8,
+    requests: Annotated[int | None, typer.Option(min=1, help="so many in all (default: 100, or the trace)")] = None,
+    duration: Annotated[float | None, typer.Option(min=0, help="begin no request after so many seconds")] = None,
+    prompt_tokens: Annotated[int, typer.Option(min=1, help="length of a prompt of random tokens")] = 128,
+    max_tokens: Annotated[int, typer.Option(min=1, help="new tokens of each request")] = 64,
+    trace: Annotated[Path | None, typer.Option(help="JSON lines: prompt or prompt_tokens, and max_tokens")] = None,
+    temperature: Temperature = 0.0,
+    ignore_eos: Annotated[bool, typer.Option(help="always all of the new tokens")] = True,
+    seed: Annotated[int, typer.Option(help="of the prompts")] = 0,
+    ttft_ms: Annotated[float | None, typer.Option(help="goodput: the first token within")] = None,
+    itl_ms: Annotated[float | None, typer.Option(help="goodput: mean time between tokens within")] = None,
+    model: ModelName = "",
+    timeout: Timeout = 120.0,
+    name: ClusterName = None,
+    target: Target = None,
+    token: Token = None,
+    tls: Tls = None,
+    as_json: Json = False,
+) -> None:
+    """Keep so many requests under way and measure: latencies, throughput, goodput."""
+    from baton.cli import bench as command
+    from baton.cli.bench_report import Goals
+    from baton.cli.connect import Router
+
+    options: Options = {"temperature": temperature, "ignore_eos": ignore_eos or None, "model": model}
+    plan = command.Plan(concurrency, requests, duration, prompt_tokens, max_tokens, trace, seed)
+    goals = Goals(ttft_ms, itl_ms)
+    command.bench(Router(name, target, timeout, token, tls).async_client(max_retries=0), plan, options, goals, as_json)
 
 
 @app.command()

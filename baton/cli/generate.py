@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import typer
 
-from baton.cli.up import find_cluster
 from baton.client import Client
 from baton.client.types import Completion, Options
 from baton.errors import EngineFault, InvalidRequest
@@ -38,26 +38,29 @@ class Shown:
         return cls("timings" in names, "tokens" in names, as_json)
 
 
-def connect(name: str | None, target: str | None, timeout: float) -> Client:
-    """A client of `target`, or of the running cluster."""
-    return Client(target or find_cluster(name).grpc, timeout=timeout)
-
-
 def generate(client: Client, prompt: str, options: Options, shown: Shown) -> None:
     """Print the answer as it comes. Raises BatonError."""
     # As in an argument: what is not UTF-8 is refused by name later, and not a traceback here.
     text = sys.stdin.buffer.read().decode(errors="surrogateescape") if prompt == "-" else prompt
+    at_once = not shown.as_json and options.get("n") in {None, 1}  # several answers cannot be shown as they come
     with client, client.stream(text, **options) as stream:
         for delta in stream:
-            if not shown.as_json:
+            if at_once:
                 typer.echo(delta.text, nl=False)
                 sys.stdout.flush()
         completion = stream.collect()
     if shown.as_json:
         typer.echo(json.dumps(dataclasses.asdict(completion)))
         return
-    typer.echo("")
+    typer.echo("" if at_once else "\n".join(numbered(completion)))
     describe(completion, shown)
+
+
+def numbered(completion: Completion) -> Iterator[str]:
+    """The answers to one prompt, each below its number."""
+    for number, choice in enumerate(completion.choices):
+        yield f"--- {number}"
+        yield choice.text
 
 
 def describe(completion: Completion, shown: Shown) -> None:
