@@ -53,7 +53,10 @@ function generate(client, request, onText) {
     let expected = 0;
     let completed = null;
     call.on("data", (event) => {
-      if (event.seq !== expected++) call.destroy(new Error(`event ${event.seq} came where ${expected - 1} was due`));
+      if (event.seq !== expected++) {
+        reject(new Error(`event ${event.seq} came where ${expected - 1} was due`));
+        return call.cancel();
+      }
       if (event.event === "tokens") onText(event.tokens.text);
       if (event.event === "completed") completed = event.completed;
     });

@@ -1,0 +1,82 @@
+"""The example client in Node.js, against a real router: the proto files are enough for a client in another language."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.integration.router_support import clusters, until
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "node"
+INSTALL_S = 45
+PATIENCE_S = 20
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
+
+
+@pytest.fixture(scope="module")
+def modules(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The packages of the example, in a folder of the test's own."""
+    npm = shutil.which("npm")
+    if npm is None or shutil.which("node") is None:
+        pytest.skip("needs node and npm")
+    folder = tmp_path_factory.mktemp("node")
+    shutil.copy(EXAMPLE / "package.json", folder)
+    command = [npm, "install", "--no-audit", "--no-fund", "--ignore-scripts", "--fetch-retries=1", "--prefer-offline"]
+    try:
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=INSTALL_S, check=False)
+    except subprocess.TimeoutExpired:
+        pytest.skip(f"npm did not get the packages within {INSTALL_S} s")
+    if done.returncode:
+        pytest.skip(f"npm cannot get the packages: {done.stderr[-500:]}")
+    return folder / "node_modules"
+
+
+async def start(modules: Path, *args: str) -> asyncio.subprocess.Process:
+    return await asyncio.create_subprocess_exec(
+        "node",
+        str(EXAMPLE / "client.js"),
+        *args,
+        env={**os.environ, "NODE_PATH": str(modules), "BATON_TOKEN": "secret"},
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+
+
+async def ended(process: asyncio.subprocess.Process) -> tuple[int | None, str, str]:
+    out, err = await asyncio.wait_for(process.communicate(), PATIENCE_S)
+    return process.returncode, out.decode(), err.decode()
+
+
+async def test_an_answer_and_errors(modules: Path):
+    async with clusters() as build:
+        cluster = await build()
+        text = "".join(f"<{index}>" for index in range(4)) + "!"
+        answered = await ended(await start(modules, cluster.router.grpc, "1 2 3", "4"))
+        refused = await ended(await start(modules, cluster.router.grpc, "1 2 3", "0"))
+        assert answered[0] == 0, answered
+        assert answered[1].startswith(text + "\n")
+        assert answered[1].endswith(" prompt tokens, 4 new ones\n")
+        assert refused[0] == 2
+        assert "INVALID_ARGUMENT" in refused[2]
+        assert "max_tokens" in refused[2]
+    assert (await ended(await start(modules, "127.0.0.1:1", "x")))[0] == 4
+    assert (await ended(await start(modules)))[0] == 2
+
+
+async def test_leaving_cancels_the_request(modules: Path):
+    async with clusters() as build:
+        cluster = await build()
+        cluster.decode[0].gates["decode"].clear()
+        process = await start(modules, cluster.router.grpc, "1 2 3", "4")
+        assert process.stdout is not None
+        assert await asyncio.wait_for(process.stdout.readexactly(3), PATIENCE_S) == b"<0>"
+        process.send_signal(signal.SIGINT)
+        code, _, err = await ended(process)
+        assert (code, "CANCELLED" in err) == (130, True)
+        await until(lambda: cluster.idle, "the router has let go of the request")
