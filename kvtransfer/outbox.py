@@ -42,10 +42,8 @@ class Outbox:
     ) -> None:
         self.window = Window(say)  # the link's thread alone announces
         self.bell = Bell()
-        self._end = end
-        self._title = title
-        self._say = say
-        self._keys = keys
+        self._end, self._title = end, title
+        self._say, self._keys = say, keys
         self._report, self._unfetched = reports.done, reports.unfetched
         self._deadline_s = end.settings.frame_deadline_s
         self._changed = self.bell.changed
