@@ -1,40 +1,50 @@
-"""Who waits, and for how long: one bounded queue in order of tickets.
+"""Who waits, for how long, and who is turned away at once.
 
-A request waits when no live pair has room for it. It keeps its ticket for life: one that comes back (a decode worker
-ran full, or preempted it) stands where it stood, before all later ones, and is never turned away by the bound.
-The head of the queue is served first, even if a smaller request behind it would fit. A level of priority overtakes the
-`OVERTAKES` arrivals before it and no others. So nobody starves.
+A request waits when no live pair has room for it. `router.queue` says in which order: fair between tenants, and in
+order of tickets within one. A request keeps its ticket for life: one that comes back (a decode worker ran full, or
+preempted it) stands where it stood, before all later ones, and is never turned away by a bound.
+The head of the queue is served first, even if a smaller request behind it would fit.
+
+A newcomer is refused when the queue holds too many requests or tokens, or when it would wait longer than it may: its
+own wait, by what stands before it, and by how fast the queue has drained lately.
 """
 
 from __future__ import annotations
 
 import asyncio
-import bisect
-from collections.abc import Callable
-from dataclasses import dataclass, field
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from baton.clock import Clock
-from baton.errors import BatonError, NoWorker, Overloaded
+from baton.errors import BatonError, DeadlineExceeded, NoWorker, Overloaded
+from router.drain import Drain
+from router.queue import OVERTAKES, Entry, FairQueue, Ticket, ticket_for
+
+__all__ = ["OVERTAKES", "Admission", "Bounds", "Ticket", "ticket_for"]
 
 Claim = TypeVar("Claim")
-Ticket = tuple[int, int]  # who has less is served first
 
-OVERTAKES = 256
-
-
-def ticket_for(arrival: int, priority: int) -> Ticket:
-    """The ticket of the request that came as number `arrival`."""
-    return arrival - priority * OVERTAKES, arrival
+_LEAST_RETRY_S = 0.5
+_RESERVE = 8  # one part in so many, on top of a bound, is for tenants who have less than their share
 
 
-@dataclass(order=True, slots=True)
-class _Waiter(Generic[Claim]):
-    ticket: Ticket
-    tokens: int = field(compare=False)
-    keep: object = field(compare=False)
-    since: float = field(compare=False)
-    served: asyncio.Future[Claim] = field(compare=False)
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """How much may wait: requests, their known tokens, and each for how long."""
+
+    requests: int
+    tokens: int
+    wait_s: float
+
+
+@dataclass(eq=False, kw_only=True, slots=True)
+class _Waiter(Entry, Generic[Claim]):
+    keep: object
+    since: float  # on the clock, as is the next
+    deadline: float
+    served: asyncio.Future[Claim]
 
 
 class Admission(Generic[Claim]):
@@ -48,49 +58,91 @@ class Admission(Generic[Claim]):
         give_back: Callable[[Claim], None],
         has_pair: Callable[[], bool],
         clock: Clock,
-        max_requests: int,
-        max_wait_s: float,
+        bounds: Bounds,
+        weights: Mapping[str, float] | None = None,
     ) -> None:
+        self.drain = Drain(clock, bounds.wait_s)
         self._claim = claim
         self._give_back = give_back
         self._has_pair = has_pair
         self._clock = clock
-        self._max_requests = max_requests
-        self._max_wait_s = max_wait_s
-        self._line: list[_Waiter[Claim]] = []  # by ticket
+        self._bounds = bounds
+        self._queue: FairQueue[_Waiter[Claim]] = FairQueue(weights or {})
         self._serving = False
 
     @property
     def waiting(self) -> int:
-        return len(self._line)
+        return len(self._queue)
 
-    async def admit(self, ticket: Ticket, tokens: int, keep: object = None, *, returning: bool = False) -> Claim:
+    @property
+    def waiting_tokens(self) -> int:
+        return self._queue.tokens
+
+    async def admit(
+        self,
+        ticket: Ticket,
+        tokens: int,
+        keep: object = None,
+        *,
+        returning: bool = False,
+        tenant: str = "",
+        deadline_s: float | None = None,
+        since: float | None = None,
+    ) -> Claim:
         """A claim on a pair of workers for a request of `tokens` known tokens; `keep`: a prefill worker that has them.
 
-        Raises Overloaded (the queue is full, or no room came up in time) or NoWorker (there was nobody to wait for).
+        `deadline_s`: what is left to the request, in seconds. `since`: when it began to wait for room, on our clock, if
+        it was given a claim meanwhile that came to nothing.
+
+        Raises Overloaded (the queue is full, its wait would be too long, or was), DeadlineExceeded, or NoWorker (there
+        was nobody to wait for).
         """
-        if not self._line or ticket < self._line[0].ticket:
-            claim = self._claim(tokens, keep)
+        now = self._clock.monotonic()
+        waiter: _Waiter[Claim] = _Waiter(
+            ticket,
+            tokens,
+            tenant,
+            returning,
+            keep=keep,
+            since=now if since is None else since,
+            deadline=math.inf if deadline_s is None else now + deadline_s,
+            served=asyncio.get_running_loop().create_future(),
+        )
+        claim = self._enter(waiter)
+        return await self._wait(waiter) if claim is None else claim
+
+    def _enter(self, waiter: _Waiter[Claim]) -> Claim | None:
+        """A claim at once for who comes first, or a place in the queue. Raises Overloaded."""
+        self._queue.push(waiter)
+        if self._queue.first is waiter:
+            claim = self._claim(waiter.tokens, waiter.keep)
             if claim is not None:
+                self._serve(waiter)
                 return claim
-        if not returning and self.waiting >= self._max_requests:
-            raise Overloaded(f"{self.waiting} requests wait already, no more are taken", self._retry_after_s())
-        waiter = _Waiter(ticket, tokens, keep, self._clock.monotonic(), asyncio.get_running_loop().create_future())
-        bisect.insort(self._line, waiter)
-        return await self._wait(waiter)
+        refusal = None if waiter.returning else self._full(waiter) or self._too_long(waiter)
+        if refusal is not None:
+            self._queue.remove(waiter)
+            raise refusal
+        self.drain.watch(waiting=True)
+        return None
+
+    def _serve(self, first: _Waiter[Claim]) -> None:
+        self._queue.serve()
+        if not first.returning:  # it was counted before
+            self.drain.served(first.tokens)
 
     async def _wait(self, waiter: _Waiter[Claim]) -> Claim:
         try:
-            async with asyncio.timeout(self._max_wait_s):
+            async with asyncio.timeout(self._left_s(waiter)):
                 return await waiter.served
         except BaseException as error:
-            if waiter in self._line:
-                self._line.remove(waiter)
+            if waiter in self._queue:
+                self._queue.remove(waiter)
             if waiter.served.done() and not waiter.served.cancelled():
                 self._give_back(waiter.served.result())  # served and cancelled in the same moment
             self.changed()  # the next one may have waited only for its turn
             if isinstance(error, TimeoutError):
-                raise self._gave_up() from None
+                raise self._gave_up(waiter) from None
             raise
 
     def changed(self) -> None:
@@ -99,23 +151,79 @@ class Admission(Generic[Claim]):
             return  # a claim that is given back below makes room itself; the loop goes on anyway
         self._serving = True
         try:
-            while self._line and (claim := self._claim(self._line[0].tokens, self._line[0].keep)) is not None:
-                served = self._line.pop(0).served
-                if served.done():
-                    self._give_back(claim)  # cancelled, its task did not run yet
-                else:
-                    served.set_result(claim)
+            while (first := self._queue.first) is not None and self._let_in(first):
+                pass
         finally:
             self._serving = False
+            self.drain.watch(waiting=self.waiting > 0)
 
-    def _gave_up(self) -> BatonError:
-        waited = f"waited {self._max_wait_s:g} s"
+    def _let_in(self, first: _Waiter[Claim]) -> bool:
+        """Whether the next one may try."""
+        if first.served.done():  # cancelled, its task did not run since
+            self._queue.remove(first)
+            return True
+        claim = self._claim(first.tokens, first.keep)
+        if claim is None:
+            return False
+        self._serve(first)
+        first.served.set_result(claim)
+        return True
+
+    def _full(self, waiter: _Waiter[Claim]) -> Overloaded | None:
+        """Why `waiter`, the last to come, finds no place."""
+        (requests, tokens), share = self._queue.held_by(waiter.tenant), self._queue.share_of(waiter.tenant)
+        if over := _over(self._bounds.requests, self.waiting, requests, 1, share):
+            text = f"{self.waiting - 1} requests wait already, no more are taken"
+            return self._refusal(text, over, self.drain.requests_per_s)
+        alone = self.waiting == 1  # the longest prompt may wait, too
+        over = _over(self._bounds.tokens, self.waiting_tokens, tokens, waiter.tokens, share)
+        if alone or not over:
+            return None
+        text = f"{self.waiting_tokens - waiter.tokens} tokens wait already, there is no place for {waiter.tokens} more"
+        return self._refusal(text, over, self.drain.tokens_per_s)
+
+    def _too_long(self, waiter: _Waiter[Claim]) -> Overloaded | None:
+        """Whether `waiter` is not worth waiting for. While no worker is there, the drain says nothing."""
+        predicted, most = self._predicted_s(waiter), self._left_s(waiter)
+        if predicted <= max(most, 0.0) or not self._has_pair():
+            return None
+        return self._refusal(
+            f"it would wait for about {predicted:.3g} s, and {most:.3g} s are left", predicted - most, 1.0
+        )
+
+    def _predicted_s(self, waiter: _Waiter[Claim]) -> float:
+        """0 when nothing is known. Requests may be as dear as their tokens, or each as the other: the dearer counts."""
+        requests, tokens = self.waiting - 1, self.waiting_tokens - waiter.tokens
+        if not self.drain.measured or not tokens:
+            return 0.0
+        all_of_them = max(requests / self.drain.requests_per_s, tokens / self.drain.tokens_per_s)
+        return all_of_them * self._queue.ahead(waiter) / tokens
+
+    def _left_s(self, waiter: _Waiter[Claim]) -> float:
+        """How long it may still wait."""
+        return min(waiter.since + self._bounds.wait_s, waiter.deadline) - self._clock.monotonic()
+
+    def _gave_up(self, waiter: _Waiter[Claim]) -> BatonError:
+        if waiter.deadline < waiter.since + self._bounds.wait_s:
+            return DeadlineExceeded("its deadline came while it waited for room")
+        waited = f"waited {self._bounds.wait_s:g} s"
         if self._has_pair():
-            return Overloaded(f"{waited} for room on a decode worker", self._retry_after_s())
+            return self._refusal(f"{waited} for room on a decode worker", self.waiting, self.drain.requests_per_s)
         return NoWorker(f"{waited}: no prefill worker and decode worker that fit each other are connected")
 
-    def _retry_after_s(self) -> float:
-        """The longest wait of those in the queue: a newcomer will hardly do better."""
-        first = min((waiter.since for waiter in self._line), default=None)
-        waited = self._max_wait_s if first is None else self._clock.monotonic() - first
-        return min(max(waited, 0.5), max(self._max_wait_s, 0.5))
+    def _refusal(self, text: str, over: float, per_s: float) -> Overloaded:
+        """Come back when what is too much has drained. Unknown: after as long as the next one has waited."""
+        first = self._queue.first
+        waited = self._clock.monotonic() - first.since if first else self._bounds.wait_s
+        return Overloaded(text, min(max(over / per_s if per_s else waited, _LEAST_RETRY_S), self._most_retry_s))
+
+    @property
+    def _most_retry_s(self) -> float:
+        return max(self._bounds.wait_s, _LEAST_RETRY_S)
+
+
+def _over(bound: int, waiting: int, own: int, adding: int, share: float) -> int:
+    """By how much `waiting` is too much for a tenant that has `own` of it, `adding` of it new."""
+    if own == adding or own <= bound * share:
+        bound += math.ceil(bound / _RESERVE)
+    return max(waiting - bound, 0)

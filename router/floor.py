@@ -5,13 +5,14 @@ from __future__ import annotations
 import itertools
 import secrets
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from baton.clock import Clock
 from baton.history import History
 from baton.telemetry import Metrics
-from router.admission import Admission
+from router.admission import Admission, Bounds
 from router.policy import POLICIES
 from router.workers import Claim, WorkerPool, WorkerSource
 
@@ -34,7 +35,9 @@ class RouterSettings:
     policy: str = "least_loaded"
     attempts: int = 3  # at one request, if workers are lost
     queue_max_requests: int = 256
+    queue_max_tokens: int = 1_000_000
     queue_max_wait_s: float = 10.0
+    tenants: Mapping[str, float] = field(default_factory=dict)  # weights by name; of all others 1
     max_request_s: float = 3600.0  # the deadline of a request whose caller set none
     client_stall_s: float = 30.0  # a client that takes nothing for this long is given up
     worker_silence_s: float = 15.0  # a worker that says nothing for this long is lost; several of its heartbeats
@@ -50,8 +53,8 @@ class Floor:
         self.router_id = f"router-{secrets.token_hex(4)}"
         self.history = History.open(settings.history, clock, "router", self.router_id)
         self.pool = WorkerPool(workers, POLICIES[settings.policy], self.router_id, settings.worker_silence_s, clock)
-        bounds = settings.queue_max_requests, settings.queue_max_wait_s
-        self.admission = Admission(self.pool.claim, Claim.release, self.pool.has_pair, clock, *bounds)
+        bounds = Bounds(settings.queue_max_requests, settings.queue_max_tokens, settings.queue_max_wait_s)
+        self.admission = Admission(self.pool.claim, Claim.release, self.pool.has_pair, clock, bounds, settings.tenants)
         self.pool.on_change = self.admission.changed
         self.metrics = Metrics(settings.name, settings.version)
         self.metrics.watch_blocks(self.pool.blocks)

@@ -91,6 +91,7 @@ class Life:
         self._failures = 0
         self._deaths = 0
         self._held: Held | None = None
+        self._waits_since: float | None = None  # for room; a claim that came to nothing does not end it
         self.note("arrived", **({"known": len(received)} if received else {}))
 
     @property
@@ -112,7 +113,16 @@ class Life:
     async def admit(self, request: SequenceSpec) -> Claim:
         """A pair of workers; a request that has been there before keeps its place in the queue."""
         ticket, keep = ticket_for(self.call.arrival, request.priority), self._held.link if self._held else None
-        return await self._floor.admission.admit(ticket, len(self.known(request)), keep, returning=self.attempts > 0)
+        self._waits_since = self._waits_since or self._floor.clock.monotonic()
+        return await self._floor.admission.admit(
+            ticket,
+            len(self.known(request)),
+            keep,
+            returning=self.attempts > 0,
+            tenant=request.cache_scope,
+            deadline_s=self.remaining_s(),
+            since=self._waits_since,
+        )
 
     def attempt(self, claim: Claim, request: SequenceSpec) -> Attempt:
         """The next attempt. What is held is of no use to another worker."""
@@ -126,6 +136,7 @@ class Life:
     def begin(self, attempt: Attempt) -> None:
         """Have the prompt computed, or what is held of it handed over."""
         held, self._held = self._held, None
+        self._waits_since = None
         if held is not None:
             attempt.repush(held.handoff, self.remaining_s())
         else:

@@ -134,7 +134,9 @@ def router_settings(config: ClusterConfig) -> RouterSettings:
         http_body=router.http_body,
         policy=router.policy,
         queue_max_requests=router.queue.max_requests,
+        queue_max_tokens=router.queue.max_tokens,
         queue_max_wait_s=router.queue.max_wait_s,
+        tenants=router.tenants,
         client_stall_s=router.slow_reader_s,
         worker_silence_s=config.ledger.lease_s,  # as long as a worker may be silent in the ledger, at least three beats
     )

@@ -11,6 +11,7 @@ from baton.config.values import Address, Size, SizeOrAuto, is_loopback, parse_hu
 
 Name = Annotated[str, Field(pattern=r"^[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?$")]
 Auto = Literal["auto"]
+Weight = Annotated[float, Field(ge=0.001, le=1000)]
 
 
 class Section(BaseModel):
@@ -65,6 +66,7 @@ class QueueConfig(Section):
     """How much may wait in the router, and for how long."""
 
     max_requests: PositiveInt = 256
+    max_tokens: PositiveInt = Field(default=1_000_000, description="of the prompts that wait, together")
     max_wait_s: PositiveFloat = 10.0
 
 
@@ -82,6 +84,10 @@ class RouterConfig(Section):
     policy: Literal["least_loaded", "round_robin", "predicted", "prefix"] = "least_loaded"
     slow_reader_s: PositiveFloat = 60.0
     queue: QueueConfig = QueueConfig()
+    tenants: dict[str, Weight] = Field(
+        default_factory=dict,
+        description="what a tenant, by its cache_scope, gets of a full cluster beside the others, which have 1 each",
+    )
 
 
 class AutoscaleConfig(Section):

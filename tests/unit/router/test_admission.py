@@ -9,7 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from baton.clock import FakeClock
 from baton.errors import NoWorker, Overloaded
-from router.admission import OVERTAKES, Admission, Ticket, ticket_for
+from router.admission import OVERTAKES, Admission, Bounds, Ticket, ticket_for
 
 
 class Room:
@@ -110,15 +110,17 @@ Line.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadl
 TestLine = Line.TestCase
 
 
-def admission(room: Room, clock: FakeClock | None = None, *, pair: bool = True, **bounds) -> Admission[int]:
+def admission(
+    room: Room, clock: FakeClock | None = None, *, pair: bool = True, weights: dict[str, float] | None = None, **bounds
+) -> Admission[int]:
     gate: Admission[int]
-    bounds = {"max_requests": 100, "max_wait_s": 30.0, **bounds}
+    limits = Bounds(**{"requests": 100, "tokens": 1000, "wait_s": 30.0, **bounds})
 
     def give_back(claim: int) -> None:
         room.give_back(claim)
         gate.changed()
 
-    gate = Admission(room.claim, give_back, lambda: pair, clock or FakeClock(), **bounds)
+    gate = Admission(room.claim, give_back, lambda: pair, clock or FakeClock(), limits, weights)
     return gate
 
 
@@ -168,7 +170,7 @@ async def test_a_small_request_does_not_overtake_a_large_one():
 
 
 async def test_the_bound_turns_newcomers_away_but_nobody_who_comes_back():
-    gate = admission(Room(0), max_requests=1)
+    gate = admission(Room(0), requests=1)
     waiting = await queued(gate, 5, 1)
     with pytest.raises(Overloaded, match="1 requests wait already"):
         await gate.admit(ticket_for(6, 0), 1)
@@ -179,7 +181,7 @@ async def test_the_bound_turns_newcomers_away_but_nobody_who_comes_back():
 
 
 async def test_a_queue_of_no_length_still_admits_what_has_room():
-    gate = admission(Room(1), max_requests=0)
+    gate = admission(Room(1), requests=0)
     assert await gate.admit(ticket_for(0, 0), 1) == 1
     with pytest.raises(Overloaded):
         await gate.admit(ticket_for(1, 0), 1)
@@ -200,7 +202,7 @@ async def test_a_claim_asks_for_the_worker_that_holds_the_kv_at_once_and_from_th
 
 @pytest.mark.parametrize(("pair", "error"), [(True, Overloaded), (False, NoWorker)])
 async def test_waiting_too_long(pair, error):
-    gate = admission(Room(0), pair=pair, max_wait_s=0.01)
+    gate = admission(Room(0), pair=pair, wait_s=0.01)
     with pytest.raises(error, match=r"waited 0\.01 s"):
         await gate.admit(ticket_for(0, 0), 1)
     assert gate.waiting == 0
@@ -208,7 +210,7 @@ async def test_waiting_too_long(pair, error):
 
 async def test_retry_after_is_how_long_the_first_has_waited():
     clock = FakeClock()
-    gate = admission(Room(0), clock, max_requests=1)
+    gate = admission(Room(0), clock, requests=1)
     waiting = await queued(gate, 0, 1)
     for waited, wanted in ((0.0, 0.5), (7.0, 7.0), (100.0, 30.0)):
         clock.advance(waited)
@@ -223,7 +225,7 @@ async def test_no_claim_is_lost_when_service_and_cancellation_meet():
     print("seed", seed)
     rng = random.Random(seed)
     room = Room(0)
-    gate = admission(room, max_requests=10_000)
+    gate = admission(room, requests=10_000)
     tasks = [await queued(gate, ticket, 1) for ticket in range(600)]
     room.free = 300
     acts: list[Callable[[], object]] = [*(task.cancel for task in rng.sample(tasks, 250)), *[gate.changed] * 5]
