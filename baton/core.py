@@ -10,14 +10,10 @@ import enum
 from dataclasses import dataclass, field, replace
 
 from baton.errors import InvalidRequest, Violation
+from baton.limits import MAX_LOGIT_BIAS, MAX_STOP_CHARS, MAX_STOP_STRINGS
 from baton.ranges import SAMPLING
 
 PROTOCOL_VERSION = 2
-MAX_STOP_STRINGS = 16
-MAX_STOP_CHARS = 256
-MAX_LOGIT_BIAS = 1024
-MAX_PRIORITY = 100
-MAX_CACHE_SCOPE_CHARS = 256
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,7 @@ from prometheus_client.registry import Collector
 from baton.clock import Clock
 from baton.core import BlockCounts, Channel, Role
 from baton.errors import BatonError, ConfigError
+from baton.limits import MAX_METRICS_REQUEST_BYTES
 
 _NS = 1_000_000_000
 _LATENCY_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
@@ -247,7 +248,9 @@ class MetricsServer:
         """Listen on "host:port" (port 0: any free one); returns what was bound. Raises ConfigError."""
         host, _, port = address.rpartition(":")
         try:
-            self._server = await asyncio.start_server(self._answer, host.strip("[]"), int(port), limit=8192)
+            self._server = await asyncio.start_server(
+                self._answer, host.strip("[]"), int(port), limit=MAX_METRICS_REQUEST_BYTES
+            )
         except (OSError, ValueError) as error:
             raise ConfigError(f"cannot listen for metrics on {address!r}: {error}") from error
         return f"{host}:{self._server.sockets[0].getsockname()[1]}"

@@ -39,13 +39,15 @@ Connect = Callable[[str, OnReply, OnEnd], PeerStream]
 
 
 class GrpcPeerStream:
-    """A connection and a stream of its own, so that closing it leaves nothing behind."""
+    """A connection and a stream of its own, so that closing it leaves nothing behind. `dial` makes the connection."""
 
-    def __init__(self, address: str, on_reply: OnReply, on_end: OnEnd) -> None:
+    def __init__(
+        self, address: str, on_reply: OnReply, on_end: OnEnd, dial: Callable[[str], grpc.Channel] = sync_channel
+    ) -> None:
         self._on_reply = on_reply
         self._on_end = on_end
         self._commands: queue.SimpleQueue[pb.PeerCommand | None] = queue.SimpleQueue()
-        self._channel = sync_channel(address)
+        self._channel = dial(address)
         self._call = PeerStub(self._channel).Connect(iter(self._commands.get, None))
         self._reader = threading.Thread(target=self._read, name=f"kv-replies-{address}", daemon=True)
         self._reader.start()

@@ -11,6 +11,7 @@ from hashlib import blake2b
 from baton.core import SequenceSpec
 from baton.errors import BatonError
 from baton.rpc.v1 import inference_pb2 as pb
+from router.access.tokens import Grant
 from router.delivery import EventStream
 from router.floor import Floor
 from router.lifecycle import Life, run
@@ -23,9 +24,12 @@ class Call:
     `end` makes the task leave it with `reason`, in whatever state it is.
     """
 
-    def __init__(self, floor: Floor, task: asyncio.Task[None], within_s: float, name: str = "") -> None:
+    def __init__(
+        self, floor: Floor, task: asyncio.Task[None], within_s: float, name: str = "", grant: Grant | None = None
+    ) -> None:
         self._own = secrets.token_urlsafe(16)
         self.name = name or self._own
+        self.grant = grant  # of its caller; None: no tokens are configured
         self.task = task
         self.within_s = within_s
         self.arrival = next(floor.arrivals)
@@ -43,6 +47,10 @@ class Call:
         if self.reason is None and not self.scope.expired():
             self.reason = reason
             self.scope.reschedule(asyncio.get_running_loop().time())
+
+    @property
+    def tenant(self) -> str:
+        return self.grant.tenant if self.grant is not None else ""
 
     @property
     def accepted(self) -> bool:

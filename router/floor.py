@@ -11,12 +11,15 @@ from typing import TYPE_CHECKING
 
 from baton.clock import Clock
 from baton.history import History
+from baton.rpc.tls import Wire
 from baton.telemetry import Metrics
+from router.access.watch import TokenFile
 from router.admission import Admission, Bounds
 from router.policy import POLICIES
 from router.workers import Claim, WorkerPool, WorkerSource
 
 if TYPE_CHECKING:
+    from baton.config.schema import TlsConfig
     from router.call import Call
 
 
@@ -42,17 +45,22 @@ class RouterSettings:
     client_stall_s: float = 30.0  # a client that takes nothing for this long is given up
     worker_silence_s: float = 15.0  # a worker that says nothing for this long is lost; several of its heartbeats
     history: str | None = None  # a folder; see `baton.history`
+    tls: TlsConfig | None = None
+    tokens: str | None = None  # a file; see `router.access.tokens`
 
 
 class Floor:
-    """One per router."""
+    """One per router. Raises ConfigError for files of certificates or tokens that cannot be used."""
 
     def __init__(self, settings: RouterSettings, workers: WorkerSource, clock: Clock) -> None:
+        self.wire = Wire.of(settings.tls)
+        self.tokens = TokenFile(settings.tokens) if settings.tokens else None
         self.settings = settings
         self.clock = clock
         self.router_id = f"router-{secrets.token_hex(4)}"
         self.history = History.open(settings.history, clock, "router", self.router_id)
-        self.pool = WorkerPool(workers, POLICIES[settings.policy], self.router_id, settings.worker_silence_s, clock)
+        known = POLICIES[settings.policy], self.router_id, settings.worker_silence_s, clock
+        self.pool = WorkerPool(workers, *known, self.wire)
         bounds = Bounds(settings.queue_max_requests, settings.queue_max_tokens, settings.queue_max_wait_s)
         self.admission = Admission(self.pool.claim, Claim.release, self.pool.has_pair, clock, bounds, settings.tenants)
         self.pool.on_change = self.admission.changed
@@ -62,5 +70,5 @@ class Floor:
         self.arrivals = itertools.count()
         self.accepting = True
         self.running: set[Call] = set()
-        self.named: dict[str, Call] = {}  # of these: by request id, and by idempotency key
+        self.named: dict[tuple[str, str], Call] = {}  # of these: by tenant, and request id or idempotency key
         self.outcomes: Counter[str] = Counter()  # of those before; "accepted" beside how each ended

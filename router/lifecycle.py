@@ -119,7 +119,7 @@ class Life:
             len(self.known(request)),
             keep,
             returning=self.attempts > 0,
-            tenant=request.cache_scope,
+            tenant=self.call.tenant or request.cache_scope,
             deadline_s=self.remaining_s(),
             since=self._waits_since,
         )

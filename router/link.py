@@ -19,6 +19,7 @@ from baton.core import PROTOCOL_VERSION, HandoffId, Role, WorkerInfo
 from baton.errors import BatonError, EngineFault, InvalidRequest, WorkerLost
 from baton.rpc import convert
 from baton.rpc.channel import aio_channel
+from baton.rpc.tls import Wire
 from baton.rpc.v1 import worker_pb2 as pb
 from baton.rpc.v1.worker_pb2_grpc import WorkerStub
 from router.policy import WorkerView
@@ -64,13 +65,16 @@ class WorkerLink:
     A worker reports its load at each heartbeat: `silence_s` without a word, and the stream is cut.
     """
 
-    def __init__(self, info: WorkerInfo, router_id: str, silence_s: float, on_change: Callable[[], None]) -> None:
+    def __init__(
+        self, info: WorkerInfo, router_id: str, silence_s: float, on_change: Callable[[], None], wire: Wire
+    ) -> None:
         self.view = WorkerView(info)
         self.state = "connecting"  # connecting | connected | lost
         self.retired = False  # not in the ledger any more: takes nothing new
         self._router_id = router_id
         self._silence_s = silence_s
         self._on_change = on_change
+        self._wire = wire
         self._mailboxes: dict[HandoffId, Mailbox] = {}
         self._commands: list[pb.RouterCommand] = []
         self._wake = asyncio.Event()
@@ -128,7 +132,8 @@ class WorkerLink:
             await asyncio.sleep(pause * random.uniform(0.5, 1.0))
 
     async def _session(self) -> NoReturn:
-        async with aio_channel(self.info.ref.address) as channel:
+        wire = self._wire
+        async with aio_channel(self.info.ref.address, credentials=wire.credentials, name=wire.name) as channel:
             call: _Call = WorkerStub(channel).Connect()
             self._commands, self._wake = [], asyncio.Event()
             worker = convert.incarnation_to_pb(self.info.ref.incarnation)

@@ -14,28 +14,38 @@ import re
 from collections.abc import Callable, Collection
 from dataclasses import replace
 
-from baton.core import MAX_CACHE_SCOPE_CHARS, MAX_PRIORITY, Sampling, SequenceSpec
+from baton.core import Sampling, SequenceSpec
 from baton.errors import InvalidRequest, UnknownModel, Violation
+from baton.limits import (
+    MAX_CACHE_SCOPE_CHARS,
+    MAX_CHOICES,
+    MAX_CLIENT_TAG_CHARS,
+    MAX_IDEMPOTENCY_KEY_CHARS,
+    MAX_PRIORITY,
+    MAX_PROMPT_IDS,
+    MAX_SHOWN_MODEL_CHARS,
+    MAX_STOP_TOKEN_IDS,
+    MAX_TEXT_CHARS,
+)
 from baton.rpc import convert
 from baton.rpc.v1 import inference_pb2 as pb
 from baton.tokenizer import Tokenizer
 from router.chat import NO_CHATS, Chats
 
 DEFAULT_MAX_TOKENS = 16
-MAX_CHOICES = 16
 _REQUEST_ID = re.compile(r"[A-Za-z0-9_-]{1,64}", re.ASCII)
 _THREAD_CHARS = 4096  # a longer text is tokenized in a thread: the loop has other requests to carry
 
 _Get = Callable[[pb.GenerateRequest], int]
 # What is bounded before anything is computed from it: field, size, most, unit.
 _CAPS: tuple[tuple[str, _Get, int, str], ...] = (
-    ("text", lambda m: len(m.text), 1_000_000, "characters"),
-    ("token_ids", lambda m: len(m.token_ids.ids), 1_000_000, "tokens"),
-    ("client_tag", lambda m: len(m.client_tag), 128, "characters"),
-    ("idempotency_key", lambda m: len(m.idempotency_key), 128, "characters"),
+    ("text", lambda m: len(m.text), MAX_TEXT_CHARS, "characters"),
+    ("token_ids", lambda m: len(m.token_ids.ids), MAX_PROMPT_IDS, "tokens"),
+    ("client_tag", lambda m: len(m.client_tag), MAX_CLIENT_TAG_CHARS, "characters"),
+    ("idempotency_key", lambda m: len(m.idempotency_key), MAX_IDEMPOTENCY_KEY_CHARS, "characters"),
     ("n", lambda m: m.n, MAX_CHOICES, "choices"),
     ("cache_scope", lambda m: len(m.cache_scope), MAX_CACHE_SCOPE_CHARS, "characters"),
-    ("sampling.stop_token_ids", lambda m: len(m.sampling.stop_token_ids), 1024, "ids"),
+    ("sampling.stop_token_ids", lambda m: len(m.sampling.stop_token_ids), MAX_STOP_TOKEN_IDS, "ids"),
 )
 _UNSUPPORTED: tuple[tuple[str, Callable[[pb.GenerateRequest], object]], ...] = (
     ("deterministic", lambda m: m.deterministic),
@@ -118,14 +128,13 @@ def choices_of(message: pb.GenerateRequest) -> int:
 def check_model(name: str, served: str) -> None:
     """No name means the served model. Raises UnknownModel naming it."""
     if name not in {"", served}:
-        raise UnknownModel(f"model {name[:128]!r} is not served here; {served!r} is")
+        raise UnknownModel(f"model {name[:MAX_SHOWN_MODEL_CHARS]!r} is not served here; {served!r} is")
 
 
 def check_text(text: str) -> None:
     """Raises InvalidRequest for a text too long to be tokenized."""
-    most = _CAPS[0][2]
-    if len(text) > most:
-        raise InvalidRequest.of("text", f"at most {most} characters, got {len(text)}")
+    if len(text) > MAX_TEXT_CHARS:
+        raise InvalidRequest.of("text", f"at most {MAX_TEXT_CHARS} characters, got {len(text)}")
 
 
 async def encode(tokenizer: Tokenizer, text: str) -> list[int]:

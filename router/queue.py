@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from baton.core import MAX_PRIORITY
+from baton.limits import MAX_PRIORITY
 from router.ordered import Heap, PrefixSums
 
 Ticket = tuple[int, int]  # who has less is served first

@@ -17,6 +17,7 @@ from baton.rpc import channel
 from baton.rpc.v1 import admin_pb2_grpc, inference_pb2_grpc
 from baton.telemetry import MetricsServer
 from baton.tokenizer import Tokenizer
+from router.access.interceptor import Guard
 from router.floor import Floor, RouterSettings
 from router.policy import POLICIES
 from router.service import Admin, Inference
@@ -38,11 +39,13 @@ class Router:
     def __init__(self, floor: Floor, tokenizer: Tokenizer) -> None:
         self.floor = floor
         self.grpc = self.admin = self.metrics = self.http = ""
-        self._public, self._private = channel.aio_server(link=channel.PUBLIC), channel.aio_server(link=channel.INTERNAL)
+        guards = [Guard(floor.tokens)] if floor.tokens else []
+        self._public = channel.aio_server(link=channel.PUBLIC, interceptors=guards)
+        self._private = channel.aio_server(link=channel.INTERNAL, interceptors=guards)
         self._metrics = MetricsServer(floor.metrics, ready=floor.pool.has_pair)
         self._health = health_aio.HealthServicer()
         self._gateway: HttpServer | None = None
-        self._watch: asyncio.Task[None] | None = None
+        self._watches: list[asyncio.Task[None]] = []
         inference_pb2_grpc.add_InferenceServicer_to_server(Inference(floor, tokenizer), self._public)
         admin_pb2_grpc.add_AdminServicer_to_server(Admin(floor), self._private)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._public)
@@ -54,8 +57,8 @@ class Router:
         """Bind, look for workers, serve. Raises ConfigError; then nothing is left behind."""
         settings = self.floor.settings
         try:
-            self.grpc = channel.bind(self._public, settings.grpc)
-            self.admin = channel.bind(self._private, settings.admin)
+            self.grpc = channel.bind(self._public, settings.grpc, self.floor.wire.public)
+            self.admin = channel.bind(self._private, settings.admin, self.floor.wire.private)
             self.metrics = await self._metrics.start(settings.metrics)
             self._gateway = _gateway(self.floor) if settings.http else None
         except ConfigError as error:
@@ -64,7 +67,9 @@ class Router:
             raise
         await self.floor.pool.start()
         await asyncio.gather(self._public.start(), self._private.start())
-        self._watch = asyncio.create_task(self._tell_health(), name="health")
+        self._watches.append(asyncio.create_task(self._tell_health(), name="health"))
+        if self.floor.tokens is not None:
+            self._watches.append(asyncio.create_task(self.floor.tokens.watch(), name="tokens"))
         if self._gateway is not None:
             self.http = self._gateway.address
             await self._gateway.start(self.grpc)
@@ -74,8 +79,8 @@ class Router:
     async def stop(self, grace_s: float = 30.0) -> None:
         """Take nothing new, let running requests finish for `grace_s`, end the rest with NoWorker, close."""
         self.floor.accepting = False
-        if self._watch is not None:
-            self._watch.cancel()
+        for watch in self._watches:
+            watch.cancel()
         with suppress(TimeoutError):  # it waits for every watcher to take the news; one may have stopped reading
             async with asyncio.timeout(1.0):
                 await self._health.enter_graceful_shutdown()

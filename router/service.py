@@ -12,6 +12,7 @@ from google.protobuf.json_format import MessageToDict
 
 from baton import errors
 from baton.errors import BatonError, Cancelled, InvalidRequest, Violation
+from baton.limits import MAX_CLIENT_TAG_CHARS, MAX_DETOKENIZE_IDS
 from baton.rpc import convert
 from baton.rpc.status import abort
 from baton.rpc.v1 import admin_pb2
@@ -19,6 +20,8 @@ from baton.rpc.v1 import inference_pb2 as pb
 from baton.rpc.v1.admin_pb2_grpc import AdminServicer
 from baton.rpc.v1.inference_pb2_grpc import InferenceServicer
 from baton.tokenizer import Tokenizer
+from router.access.interceptor import current_grant
+from router.access.limits import Concurrency, limited, may_end
 from router.call import Call, answer, seed_of
 from router.chat import Chats
 from router.delivery import Context, EventStream
@@ -28,7 +31,6 @@ from router.parse import check_model, check_resumes, check_text, encode, encode_
 
 log = structlog.get_logger(__name__)
 
-_MAX_DETOKENIZE = 1_000_000
 _REFUSALS = (InvalidRequest, errors.UnknownModel, errors.Overloaded, errors.NoWorker, errors.Unsupported)
 
 
@@ -39,6 +41,7 @@ class Inference(InferenceServicer):
         self._floor = floor
         self._tokenizer = tokenizer
         self._chats = Chats.of(tokenizer)
+        self._concurrency = Concurrency()
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> None:  # type: ignore[override]
         """Ends once: finished, or with the status of one typed error. Cancellation is gRPC's own ending."""
@@ -54,7 +57,7 @@ class Inference(InferenceServicer):
         most_s = self._floor.settings.max_request_s
         task = cast("asyncio.Task[None]", asyncio.current_task())
         within_s = most_s if left_s is None else min(left_s, most_s)
-        call = Call(self._floor, task, within_s, message.request_id)
+        call = Call(self._floor, task, within_s, message.request_id, current_grant())
         try:
             if resumes:
                 check_resumes(message)
@@ -81,19 +84,27 @@ class Inference(InferenceServicer):
             async with call.scope, self._entered(call, request.idempotency_key):
                 # At once, so that a client can name its request while it is queued.
                 await context.send_initial_metadata((("baton-request-id", call.name), ("baton-resumable", "1")))
-                model, length = floor.settings.model, floor.pool.max_model_len()
-                seed = seed_of(request.idempotency_key or call.name)
-                spec = await parse(request, self._tokenizer, model, length, self._chats, seed=seed)
-                received = received_of(message, spec, self._tokenizer.vocab_size)
-                client = EventStream(context, call.name, floor.settings.client_stall_s)
-                return await answer(floor, call, spec, received, client)
+                with self._concurrency.one_more(call.grant):
+                    return await self._answers(message, call, context)
         except TimeoutError:
             raise call.reason or errors.DeadlineExceeded(f"not finished within {call.within_s:.3g} s") from None
 
+    async def _answers(self, message: pb.ResumeRequest, call: Call, context: Context) -> pb.Completed:
+        floor, request = self._floor, message.request
+        model, length = floor.settings.model, floor.pool.max_model_len()
+        seed = seed_of(request.idempotency_key or call.name)
+        spec = await parse(request, self._tokenizer, model, length, self._chats, seed=seed)
+        spec = limited(spec, request, call.grant)
+        received = received_of(message, spec, self._tokenizer.vocab_size)
+        client = EventStream(context, call.name, floor.settings.client_stall_s)
+        return await answer(floor, call, spec, received, client)
+
     @asynccontextmanager
     async def _entered(self, call: Call, key: str) -> AsyncIterator[None]:
-        """Found, and ended, by its name from here on. Who comes with a name or a key that is in use takes over."""
-        floor, names = self._floor, [call.name, f"key {key}"][: 1 + bool(key)]
+        """Found, and ended, by its name from here on. Who comes with a name or a key that is in use takes over: a
+        tenant from itself, others' names are not its own.
+        """
+        floor, names = self._floor, [(call.tenant, call.name), (call.tenant, f"key {key}")][: 1 + bool(key)]
         for name in names:
             if name in floor.named:
                 floor.named[name].end(Cancelled("another call has taken over this request"))
@@ -108,10 +119,11 @@ class Inference(InferenceServicer):
                     del floor.named[name]
 
     async def Cancel(self, request: pb.CancelRequest, context: Context) -> pb.CancelReply:
-        found = self._floor.named.get(request.request_id)
-        if found is not None:
-            found.end(Cancelled("by a Cancel call"))
-        return pb.CancelReply(found=found is not None)
+        asking, named = current_grant(), [call for call in self._floor.running if call.name == request.request_id]
+        found = [call for call in named if may_end(asking, call.grant)]
+        for call in found:
+            call.end(Cancelled("by a Cancel call"))
+        return pb.CancelReply(found=bool(found))
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeReply:
         try:
@@ -154,7 +166,7 @@ class Inference(InferenceServicer):
         log.info(
             f"request_{outcome}",
             request_id=call.name,
-            client_tag=message.client_tag[:128],
+            client_tag=message.client_tag[:MAX_CLIENT_TAG_CHARS],
             completion_tokens=sum(len(life.delivery.ids) for life in call.lives),
             attempts=sum(life.attempts for life in call.lives),
             **facts,
@@ -171,8 +183,8 @@ def _outcome(call: Call, error: BatonError | None) -> str:
 
 def _check_ids(ids: Collection[int], vocab_size: int) -> None:
     violations = outside("ids", ids, vocab_size)
-    if len(ids) > _MAX_DETOKENIZE:
-        violations.append(Violation("ids", f"at most {_MAX_DETOKENIZE} tokens, got {len(ids)}"))
+    if len(ids) > MAX_DETOKENIZE_IDS:
+        violations.append(Violation("ids", f"at most {MAX_DETOKENIZE_IDS} tokens, got {len(ids)}"))
     if violations:
         raise InvalidRequest(*violations)
 

@@ -10,6 +10,7 @@ import structlog
 
 from baton.clock import Clock
 from baton.core import BlockCounts, Channel, Role, WorkerInfo, WorkerRef
+from baton.rpc.tls import IN_THE_CLEAR, Wire
 from router.link import WorkerLink
 from router.policy import Policy, has_pair, misfit
 
@@ -68,13 +69,22 @@ class WorkerPool:
     A stream without a word for `silence_s` is cut, and so is one whose worker has had no lease for as long.
     """
 
-    def __init__(self, source: WorkerSource, policy: Policy, router_id: str, silence_s: float, clock: Clock) -> None:
+    def __init__(
+        self,
+        source: WorkerSource,
+        policy: Policy,
+        router_id: str,
+        silence_s: float,
+        clock: Clock,
+        wire: Wire = IN_THE_CLEAR,
+    ) -> None:
         self.on_change: Callable[[], None] = lambda: None
         self._source = source
         self._policy = policy
         self._router_id = router_id
         self._silence_s = silence_s
         self._clock = clock
+        self._wire = wire
         self._links: dict[WorkerRef, WorkerLink] = {}
         self._seen: dict[WorkerRef, float] = {}
         self._turn = 0
@@ -151,7 +161,8 @@ class WorkerPool:
         for info in infos:
             self._seen[info.ref] = now
             if info.ref not in self._links:
-                link = self._links[info.ref] = WorkerLink(info, self._router_id, self._silence_s, self.on_change)
+                link = WorkerLink(info, self._router_id, self._silence_s, self.on_change, self._wire)
+                self._links[info.ref] = link
                 if reason := self.misfit(link):
                     log.warning("worker_does_not_fit", worker=str(info.ref), reason=reason)
         for ref, link in list(self._links.items()):

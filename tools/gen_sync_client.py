@@ -48,7 +48,8 @@ DOCS = {
     (' can vary widely', 'eos')
 
     `target` is the router's `host:port`, or those of several with commas between them: when one cannot be reached, the
-    next one is asked. `token` is sent as bearer token. `tls` is a CA file or its bytes. `timeout` bounds each call in
+    next one is asked. `token` is sent as bearer token. `tls` is a CA file, its bytes, or a folder of
+    `baton certs`. `timeout` bounds each call in
     seconds, retries included. A call is tried `max_retries` times more when that can help, after the delay that the
     server asks for and a random one. `admin` is the address for `cluster`. Raises ConfigError.
     All methods raise the errors of `baton.errors`.

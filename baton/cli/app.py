@@ -19,7 +19,6 @@ Target = Annotated[
     typer.Option("--target", help="a router's host:port, or several with commas, instead of a local cluster"),
 ]
 Token = Annotated[str | None, typer.Option("--token", envvar="BATON_TOKEN", help="sent as bearer token")]
-Tls = Annotated[str | None, typer.Option("--tls", help="TLS with this CA file, or with those of the 'system'")]
 MaxTokens = Annotated[int, typer.Option("--max-tokens", help="at most so many new tokens")]
 Temperature = Annotated[float, typer.Option("--temperature", help="0: greedy")]
 TopP = Annotated[float, typer.Option("--top-p")]
@@ -29,6 +28,14 @@ ModelName = Annotated[str, typer.Option("--model", help="the model's name (defau
 Timeout = Annotated[float, typer.Option("--timeout", help="seconds for each request")]
 AdminTarget = Annotated[
     str | None, typer.Option("--target", help="a router's admin address instead of a local cluster")
+]
+Tls = Annotated[
+    Path | None,
+    typer.Option(
+        "--tls",
+        envvar="BATON_TLS",
+        help="a CA file, a folder of `baton certs`, or system (default: as the local cluster says)",
+    ),
 ]
 Index = Annotated[int, typer.Option("--index", help="the worker's number within its pool")]
 Log = Annotated[Path | None, typer.Option("--log", help="write output to the end of this file")]
@@ -82,18 +89,19 @@ def down(name: ClusterName = None) -> None:
 def status(
     name: ClusterName = None,
     target: AdminTarget = None,
+    tls: Tls = None,
     census: Annotated[bool, typer.Option("--census", help="who holds which blocks; 1 if some are lost")] = False,
     as_json: Json = False,
 ) -> None:
-    """Show workers, their load and the block ledger."""
+    """Show workers, their load and the block ledger. BATON_TOKEN: an admin's token, if the cluster has tokens."""
     if census:
         from baton.cli import census as counted
 
-        counted.census(name, target, as_json=as_json)
+        counted.census(name, target, tls, as_json=as_json)
         return
     from baton.cli import status as command
 
-    command.status(name, target, as_json=as_json)
+    command.status(name, target, tls, as_json=as_json)
 
 
 @app.command()
@@ -116,7 +124,7 @@ def generate(  # noqa: PLR0913, PLR0917 (each is an option of the command)
     tls: Tls = None,
     as_json: Json = False,
 ) -> None:
-    """Stream one answer."""
+    """Stream one answer. BATON_TOKEN: your token, if the cluster has tokens."""
     from baton.cli import generate as command
     from baton.cli.connect import Router
 
@@ -180,6 +188,18 @@ def bench(  # noqa: PLR0913, PLR0917 (each is an option of the command)
     plan = command.Plan(concurrency, requests, duration, prompt_tokens, max_tokens, trace, seed)
     goals = Goals(ttft_ms, itl_ms)
     command.bench(Router(name, target, timeout, token, tls).async_client(max_retries=0), plan, options, goals, as_json)
+
+
+@app.command()
+def certs(
+    folder: Path,
+    host: Annotated[list[str] | None, typer.Option(help="a name or address to be reached by; may be repeated")] = None,
+    days: Annotated[int, typer.Option(min=1, help="of the certificate")] = 365,
+) -> None:
+    """Make a CA and a certificate for a cluster, for `security.tls`. Run again: a new certificate of the same CA."""
+    from baton.cli import certs as command
+
+    command.certs(folder, host or [], days)
 
 
 @app.command()

@@ -8,16 +8,17 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TypeVar
 
 import grpc
 import typer
 
+from baton.cli.access import NO_REACH, Reach, find_reach
 from baton.cli.up import find_cluster
 from baton.core import HandoffId
 from baton.errors import BatonError
 from baton.rpc import convert
-from baton.rpc.channel import sync_channel
 from baton.rpc.status import from_rpc_error
 from baton.rpc.v1 import admin_pb2, admin_pb2_grpc, worker_pb2, worker_pb2_grpc
 from baton.worker.census import Census, Held
@@ -25,6 +26,7 @@ from baton.worker.census import Census, Held
 PAUSE_S = 1.0  # within which a release that is on its way has come
 TIMEOUT_S = 15.0
 T = TypeVar("T")
+Metadata = tuple[tuple[str, str], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,13 +41,14 @@ class Problem:
         return f"{self.worker}: {self.text}"
 
 
-def census(name: str | None, target: str | None, *, as_json: bool) -> None:
+def census(name: str | None, target: str | None, tls: Path | None = None, *, as_json: bool) -> None:
     """Print it. Exit code 1 if something is unaccounted for in two looks in a row. Raises NoWorker without a router."""
-    admin = target or find_cluster(name).admin
-    censuses, found = look(admin)
+    running = None if target else find_cluster(name)
+    reach, admin = find_reach(running, tls), running.admin if running else str(target)
+    censuses, found = look(admin, reach)
     if found:
         time.sleep(PAUSE_S)
-        censuses, again = look(admin)
+        censuses, again = look(admin, reach)
         found = [problem for problem in again if problem in found]
     if as_json:
         workers = [dataclasses.asdict(one) for one in censuses]
@@ -57,17 +60,17 @@ def census(name: str | None, target: str | None, *, as_json: bool) -> None:
         raise typer.Exit(1)
 
 
-def look(admin: str) -> tuple[list[Census], list[Problem]]:
+def look(admin: str, reach: Reach = NO_REACH) -> tuple[list[Census], list[Problem]]:
     """The census of each worker that this router knows. A request that ran before it or after it is one that runs."""
-    before, censuses, found = _requests(admin), [], []
-    for worker in _ask(admin, _workers):
+    before, censuses, found = _ask(admin, reach, _requests), [], []
+    for worker in _ask(admin, reach, _workers):
         ref = worker.info.ref
         try:
-            censuses.append(_read(_ask(ref.address, _census)))
+            censuses.append(_read(_ask(ref.address, reach, _census)))
         except BatonError as error:
             found.append(Problem(ref.worker_id, None, f"cannot be asked: {error}"))
     running: dict[str, set[str]] = {}
-    for reply in (before, _requests(admin)):
+    for reply in (before, _ask(admin, reach, _requests)):
         running.setdefault(reply.router_id, set()).update(reply.request_ids)
     return censuses, [*found, *problems(censuses, running)]
 
@@ -81,15 +84,18 @@ def summary(census: Census) -> str:
     return f"{census.worker}: {counts.reserved + counts.owned} of {_blocks(counts.total)} held: {parts or 'by nobody'}"
 
 
-def _requests(admin: str) -> admin_pb2.RequestsReply:
-    return _ask(admin, lambda c: admin_pb2_grpc.AdminStub(c).Requests(admin_pb2.RequestsRequest(), timeout=TIMEOUT_S))
+def _requests(channel: grpc.Channel, metadata: Metadata) -> admin_pb2.RequestsReply:
+    stub = admin_pb2_grpc.AdminStub(channel)
+    return stub.Requests(admin_pb2.RequestsRequest(), timeout=TIMEOUT_S, metadata=metadata)
 
 
-def _workers(channel: grpc.Channel) -> Sequence[admin_pb2.WorkerStatus]:
-    return admin_pb2_grpc.AdminStub(channel).Status(admin_pb2.StatusRequest(), timeout=TIMEOUT_S).workers
+def _workers(channel: grpc.Channel, metadata: Metadata) -> Sequence[admin_pb2.WorkerStatus]:
+    stub = admin_pb2_grpc.AdminStub(channel)
+    return stub.Status(admin_pb2.StatusRequest(), timeout=TIMEOUT_S, metadata=metadata).workers
 
 
-def _census(channel: grpc.Channel) -> worker_pb2.CensusReply:
+def _census(channel: grpc.Channel, metadata: Metadata) -> worker_pb2.CensusReply:
+    """A worker asks for a certificate, and for no token: it gets none."""
     return worker_pb2_grpc.WorkerStub(channel).Census(worker_pb2.CensusRequest(), timeout=TIMEOUT_S)
 
 
@@ -102,10 +108,10 @@ def _read(message: worker_pb2.CensusReply) -> Census:
     return Census(convert.ref_from_pb(message.worker), convert.counts_from_pb(message.blocks), tuple(held))
 
 
-def _ask(address: str, call: Callable[[grpc.Channel], T]) -> T:
-    with sync_channel(address) as channel:
+def _ask(address: str, reach: Reach, call: Callable[[grpc.Channel, Metadata], T]) -> T:
+    with reach.channel(address) as channel:
         try:
-            return call(channel)
+            return call(channel, reach.metadata)
         except grpc.RpcError as error:
             raise from_rpc_error(error, address) from error
 

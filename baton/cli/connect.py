@@ -3,33 +3,39 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 
+from baton.cli.access import find_reach
 from baton.cli.up import find_cluster
 from baton.client import AsyncClient, Client
+from baton.rpc.tls import Wire
+
+SYSTEM = Path("system")
 
 
 @dataclass(frozen=True, slots=True)
 class Router:
-    """`target`, or the running cluster called `name`. `tls`: a CA file, or `system` for the authorities known here."""
+    """`target`, or the running cluster called `name`. `tls`: a CA file, a folder of `baton certs`, or `system` for the
+    authorities known here; None: as the running cluster says.
+    """
 
     name: str | None
     target: str | None
     timeout: float  # seconds for each call
     token: str | None = field(default=None, repr=False)
-    tls: str | None = None
+    tls: Path | None = None
 
     def client(self) -> Client:
         """Raises NoWorker when no cluster runs, ConfigError for a token or CA file that cannot work."""
-        return Client(self._address(), token=self.token, tls=self._tls(), timeout=self.timeout)
+        address, tls = self._reach()
+        return Client(address, token=self.token, tls=tls, timeout=self.timeout)
 
     def async_client(self, max_retries: int) -> AsyncClient:
         """As `client`; each failed call is tried `max_retries` times more."""
-        return AsyncClient(
-            self._address(), token=self.token, tls=self._tls(), timeout=self.timeout, max_retries=max_retries
-        )
+        address, tls = self._reach()
+        return AsyncClient(address, token=self.token, tls=tls, timeout=self.timeout, max_retries=max_retries)
 
-    def _address(self) -> str:
-        return self.target or find_cluster(self.name).grpc
-
-    def _tls(self) -> str | bool | None:
-        return True if self.tls == "system" else self.tls
+    def _reach(self) -> tuple[str, Wire | bool]:
+        running = None if self.target else find_cluster(self.name)
+        address = running.grpc if running is not None else str(self.target)
+        return address, self.tls == SYSTEM or find_reach(running, self.tls).wire

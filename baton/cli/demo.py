@@ -12,6 +12,7 @@ from pathlib import Path
 
 import typer
 
+from baton.cli.access import Reach, reach_of
 from baton.cli.generate import latency, placed
 from baton.cli.up import run_cluster
 from baton.client import Client
@@ -38,6 +39,7 @@ def demo(file: Path, sets: Sequence[str], stop: Stop) -> None:
     config = load_config(file, [*FREE_PORTS, *sets], os.environ)
     started = time.monotonic()
     asking: list[Future[None]] = []
+    reach = reach_of(config)
     typer.echo(
         f"starting Redis, Ray, one router, {config.prefill.replicas} prefill and {config.decode.replicas} decode "
         f"worker(s) with {config.model.path} ...",
@@ -46,7 +48,7 @@ def demo(file: Path, sets: Sequence[str], stop: Stop) -> None:
 
     def ready(state: ClusterState) -> None:
         typer.echo(f"ready after {time.monotonic() - started:.1f} s\n")
-        asking.append(asker.submit(_ask, state, stop))
+        asking.append(asker.submit(_ask, state, reach, stop))
 
     with ThreadPoolExecutor(1) as asker, tempfile.TemporaryDirectory(prefix="baton-demo-") as home:
         run_cluster(config, stop, ready, Path(home))
@@ -54,9 +56,9 @@ def demo(file: Path, sets: Sequence[str], stop: Stop) -> None:
         answered.result()
 
 
-def _ask(state: ClusterState, stop: Stop) -> None:
+def _ask(state: ClusterState, reach: Reach, stop: Stop) -> None:
     try:
-        with Client(state.grpc, admin=state.admin, timeout=30.0) as client:
+        with Client(state.grpc, admin=state.admin, timeout=30.0, token=reach.token, tls=reach.wire) as client:
             for prompt in PROMPTS:
                 _show(prompt, client)
             _roles(client)

@@ -126,6 +126,8 @@ def router_settings(config: ClusterConfig) -> RouterSettings:
         name=config.name,
         model=config.model.name,
         history=config.history,
+        tls=config.security.tls,
+        tokens=config.security.tokens,
         version=__version__,
         grpc=router.grpc,
         admin=router.admin,

@@ -5,11 +5,13 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
+from pathlib import Path
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
+from baton.cli.access import find_reach
 from baton.cli.up import find_cluster
 from baton.client import Client
 from baton.client.types import ClusterStatus, WorkerStatus
@@ -29,10 +31,11 @@ COLUMNS = (
 )
 
 
-def status(name: str | None, target: str | None, *, as_json: bool) -> None:
+def status(name: str | None, target: str | None, tls: Path | None = None, *, as_json: bool) -> None:
     """Print it. `target` is then a router's admin address. Raises NoWorker when there is none."""
-    admin = target or find_cluster(name).admin
-    with Client(admin, admin=admin, timeout=5.0) as client:
+    running = None if target else find_cluster(name)
+    reach, admin = find_reach(running, tls), running.admin if running else str(target)
+    with Client(admin, admin=admin, timeout=5.0, token=reach.token, tls=reach.wire) as client:
         cluster = client.cluster()
     if as_json:
         typer.echo(json.dumps(dataclasses.asdict(cluster)))

@@ -11,9 +11,13 @@ import grpc
 
 from baton.clock import Clock, SystemClock
 from baton.errors import BatonError, ConfigError, Overloaded
+from baton.rpc.tls import Wire
 
-Tls: TypeAlias = str | Path | bytes | bool | None
-"""CA certificates (PEM) as a path or as bytes; True: those of the system; None: no TLS."""
+Tls: TypeAlias = str | Path | bytes | bool | Wire | None
+"""CA certificates (PEM) as a path or as bytes; True: those of the system; None: no TLS.
+
+A folder as `baton certs` leaves it, or a `Wire`: a certificate of the cluster's own is shown too, for `cluster`.
+"""
 
 RETRY_BASE_S = 0.25
 RETRY_CAP_S = 5.0
@@ -83,6 +87,7 @@ class ClientBase:
         self._max_retries = max_retries
         self._metadata = (("authorization", f"Bearer {token}"),) if token else ()
         self._credentials = _credentials(tls)
+        self._name = tls.name if isinstance(tls, Wire) else ""
         self._proxy = not all(here(each) for each in self._targets)  # of the environment
         self._opened()
 
@@ -119,9 +124,8 @@ def here(target: str) -> bool:
 def _credentials(tls: Tls) -> grpc.ChannelCredentials | None:
     if tls is None or isinstance(tls, bool):
         return grpc.ssl_channel_credentials() if tls else None
+    if isinstance(tls, Wire):
+        return tls.credentials
     if isinstance(tls, bytes):
         return grpc.ssl_channel_credentials(tls)
-    try:
-        return grpc.ssl_channel_credentials(Path(tls).read_bytes())
-    except OSError as error:
-        raise ConfigError(f"tls: cannot read the CA file {tls}: {error.strerror}") from error
+    return Wire.of_path(tls).credentials

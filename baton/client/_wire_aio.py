@@ -34,8 +34,9 @@ sleep: Sleep = asyncio.sleep
 class Stubs:
     """One channel for each router. Made on first use: a channel belongs to the loop in which it was made."""
 
-    def __init__(self, credentials: grpc.ChannelCredentials | None, proxy: bool) -> None:
+    def __init__(self, credentials: grpc.ChannelCredentials | None, name: str, proxy: bool) -> None:
         self._credentials = credentials
+        self._name = name  # in the certificates of a cluster; "": that of the address
         self._proxy = proxy
         self._closed = False
         self._made: dict[str, tuple[Channel, Stub]] = {}
@@ -43,7 +44,8 @@ class Stubs:
     def connect(self, target: str) -> Channel:
         """A channel that the caller closes."""
         proxy = self._proxy and not here(target)
-        return channel.aio_channel(target, link=channel.PUBLIC, credentials=self._credentials, proxy=proxy)
+        credentials, name = self._credentials, self._name
+        return channel.aio_channel(target, link=channel.PUBLIC, credentials=credentials, proxy=proxy, name=name)
 
     def of(self, target: str) -> Stub:
         """Raises Cancelled once it is closed."""

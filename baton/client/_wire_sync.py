@@ -43,8 +43,9 @@ ResumeCall: TypeAlias = Call
 class Stubs:
     """One channel for each router, made on first use by whichever thread comes first."""
 
-    def __init__(self, credentials: grpc.ChannelCredentials | None, proxy: bool) -> None:
+    def __init__(self, credentials: grpc.ChannelCredentials | None, name: str, proxy: bool) -> None:
         self._credentials = credentials
+        self._name = name  # in the certificates of a cluster; "": that of the address
         self._proxy = proxy
         self._closed = False
         self._made: dict[str, tuple[Channel, Stub]] = {}
@@ -53,7 +54,8 @@ class Stubs:
     def connect(self, target: str) -> Channel:
         """A channel that the caller closes."""
         proxy = self._proxy and not here(target)
-        return channel.sync_channel(target, link=channel.PUBLIC, credentials=self._credentials, proxy=proxy)
+        credentials, name = self._credentials, self._name
+        return channel.sync_channel(target, link=channel.PUBLIC, credentials=credentials, proxy=proxy, name=name)
 
     def of(self, target: str) -> Stub:
         """Raises Cancelled once it is closed."""

@@ -41,7 +41,7 @@ class AsyncClient(ClientBase):
     _sleep: wire.Sleep = staticmethod(wire.sleep)
 
     def _opened(self) -> None:
-        self._stubs = wire.Stubs(self._credentials, self._proxy)
+        self._stubs = wire.Stubs(self._credentials, self._name, self._proxy)
 
     async def __aenter__(self) -> Self:
         return self

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Union, get_args, get_origin
 import yaml
 from pydantic import BaseModel, ValidationError
 
+from baton.config.certificates import check_tls
 from baton.config.schema import ClusterConfig
 from baton.config.values import HUB_PREFIX
 from baton.errors import ConfigError
@@ -34,8 +35,6 @@ NOT_BUILT: dict[str, tuple[object, ...] | None] = {
     "determinism": None,
     "thinking": None,
     "slo": None,
-    "security.tls": None,
-    "security.tokens": None,
     "resumable_s": None,
 }
 HARMLESS: dict[str, object] = {"router.replicas": 1}
@@ -127,7 +126,12 @@ def load_config(path: str | Path, sets: Sequence[str] = (), env: Mapping[str, st
         config = _validated(tree, lines)
     except ConfigError as error:
         raise ConfigError("\n".join(f"{file}: {line}" for line in str(error).splitlines())) from None
-    return _with_model_path(_with_history(config), file)
+    config = _with_security(_with_model_path(_with_history(config), file), file)
+    try:
+        check_tls(config.security.tls)
+    except ConfigError as error:
+        raise ConfigError(f"{file}: {error}") from None
+    return config
 
 
 def config_from_json(text: str) -> ClusterConfig:
@@ -152,6 +156,22 @@ def _with_model_path(config: ClusterConfig, file: Path) -> ClusterConfig:
         tried = ", ".join(str(place / given) for place in places)
         raise ConfigError(f"{file}: model.path: no folder {config.model.path!r} (looked for {tried})")
     return config.model_copy(update={"model": config.model.model_copy(update={"path": str(found.resolve())})})
+
+
+def _with_security(config: ClusterConfig, file: Path) -> ClusterConfig:
+    """Paths that every process of the cluster finds, wherever it starts."""
+    security = config.security
+    tls = security.tls and security.tls.model_copy(
+        update={part: _beside(path, file) for part, path in security.tls.files().items()}
+    )
+    tokens = security.tokens and _beside(security.tokens, file)
+    return config.model_copy(update={"security": security.model_copy(update={"tls": tls, "tokens": tokens})})
+
+
+def _beside(path: str, file: Path) -> str:
+    """A relative path is looked for below the current folder, then beside the cluster file."""
+    here, there = Path(path).absolute(), file.resolve().parent / path
+    return str(there if there.exists() and not here.exists() else here)
 
 
 def _validated(tree: Tree, lines: Mapping[str, int]) -> ClusterConfig:

@@ -5,9 +5,19 @@ from __future__ import annotations
 from pathlib import PurePath
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PositiveFloat,
+    PositiveInt,
+    field_validator,
+    model_validator,
+)
 
-from baton.config.values import Address, Size, SizeOrAuto, is_loopback, parse_hub_name
+from baton.config.listeners import parse_allowed, unsafe
+from baton.config.values import Address, Size, SizeOrAuto, parse_hub_name
 
 Name = Annotated[str, Field(pattern=r"^[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?$")]
 Auto = Literal["auto"]
@@ -170,12 +180,38 @@ class SloConfig(Section):
     itl_ms: PositiveFloat = 100.0
 
 
-class SecurityConfig(Section):
-    """Listeners off the loopback need TLS and tokens, or `allow_insecure`."""
+class TlsConfig(Section):
+    """Files of certificates and of the private key, as PEM. All processes of a cluster show the same certificate."""
 
-    tls: str | None = None
-    tokens: str | None = None
-    allow_insecure: bool = False
+    cert: str = Field(min_length=1, description="the cluster's certificate, and those between it and the CA")
+    key: str = Field(min_length=1, description="its private key, not encrypted")
+    ca: str = Field(min_length=1, description="who signed it; whoever else it signs for may speak to the workers")
+    name: str | None = Field(
+        default=None,
+        min_length=1,
+        description="what the cluster's processes look for in each other's certificate; null: the host that is called",
+    )
+
+    def files(self) -> dict[str, str]:
+        """The path of each part."""
+        return {"cert": self.cert, "key": self.key, "ca": self.ca}
+
+
+class SecurityConfig(Section):
+    """A listener off the loopback needs TLS and tokens, or a word that it does not."""
+
+    tls: TlsConfig | None = Field(
+        default=None, description="these files, or a folder with cert.pem, key.pem and ca.pem (see `baton certs`)"
+    )
+    tokens: str | None = Field(default=None, min_length=1, description="a file of tokens, read again when it changes")
+    allow_insecure: Annotated[bool | tuple[str, ...], BeforeValidator(parse_allowed)] = Field(
+        default=False, description="true, or the listeners that may be open to all, such as [router.metrics]"
+    )
+
+    @field_validator("tls", mode="before")
+    @classmethod
+    def _of_folder(cls, tls: object) -> object:
+        return {part: f"{tls}/{part}.pem" for part in ("cert", "key", "ca")} if isinstance(tls, str) and tls else tls
 
 
 class RetryConfig(Section):
@@ -225,18 +261,18 @@ class ClusterConfig(Section):
 
     @model_validator(mode="after")
     def _listeners_are_safe(self) -> ClusterConfig:
-        listeners = {
-            "router.grpc": self.router.grpc,
-            "router.metrics": self.router.metrics,
-            "router.admin": self.router.admin,
-            "router.http": self.router.http,
+        router, security = self.router, self.security
+        addresses = {
+            "router.grpc": router.grpc,
+            "router.admin": router.admin,
+            "router.http": router.http,
+            "router.metrics": router.metrics,
             "prefill.listen": self.prefill.listen,
             "decode.listen": self.decode.listen,
         }
-        open_ones = [f"{key} ({value})" for key, value in listeners.items() if value and not is_loopback(value)]
-        if open_ones and not self.security.allow_insecure:
-            text = (
-                "listens beyond this machine without TLS and tokens; say security.allow_insecure: true if you mean it"
-            )
-            raise ValueError(f"{', '.join(open_ones)}: {text}")
+        keys = {"security.tls": security.tls, "security.tokens": security.tokens}
+        given = [key for key, value in keys.items() if value is not None]
+        problems = list(unsafe(addresses, given, security.allow_insecure))
+        if problems:
+            raise ValueError("\n".join(problems))
         return self

@@ -13,10 +13,7 @@ from dataclasses import dataclass
 import grpc
 
 from baton.errors import ConfigError
-
-PUBLIC_RECEIVE_BYTES = 4 * 2**20  # what a stranger may make us read at once
-INTERNAL_RECEIVE_BYTES = 64 * 2**20  # a prompt of a million tokens, or one step's tokens of a full worker
-SEND_BYTES = 64 * 2**20  # the receiver's limit is the one that counts
+from baton.limits import INTERNAL_RECEIVE_BYTES, PUBLIC_RECEIVE_BYTES, SEND_BYTES
 
 Options = list[tuple[str, int]]
 
@@ -53,6 +50,10 @@ def server_options(link: Link) -> Options:
     ]
 
 
+def _named(name: str) -> list[tuple[str, str]]:
+    return [("grpc.ssl_target_name_override", name)] if name else []
+
+
 def _common_options(link: Link) -> Options:
     return [
         ("grpc.max_receive_message_length", link.receive_bytes),
@@ -70,9 +71,13 @@ def aio_channel(
     link: Link = INTERNAL,
     credentials: grpc.ChannelCredentials | None = None,
     proxy: bool = False,
+    name: str = "",
 ) -> grpc.aio.Channel:
-    """An asyncio channel to `host:port`; connects on first use. Make it in the loop that will use it."""
-    options = channel_options(link, proxy=proxy)
+    """An asyncio channel to `host:port`; connects on first use. Make it in the loop that will use it.
+
+    `name`: what the peer's certificate must be for; "": the host.
+    """
+    options = [*channel_options(link, proxy=proxy), *_named(name)]
     if credentials is None:
         return grpc.aio.insecure_channel(address, options=options)
     return grpc.aio.secure_channel(address, credentials, options=options)
@@ -84,9 +89,10 @@ def sync_channel(
     link: Link = INTERNAL,
     credentials: grpc.ChannelCredentials | None = None,
     proxy: bool = False,
+    name: str = "",
 ) -> grpc.Channel:
-    """A thread-safe blocking channel to `host:port`; connects on first use."""
-    options = channel_options(link, proxy=proxy)
+    """A thread-safe blocking channel to `host:port`; connects on first use. `name`: as for `aio_channel`."""
+    options = [*channel_options(link, proxy=proxy), *_named(name)]
     if credentials is None:
         return grpc.insecure_channel(address, options=options)
     return grpc.secure_channel(address, credentials, options=options)

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from dataclasses import asdict
 
 from baton.core import (
-    MAX_PRIORITY,
     BlockCounts,
     Channel,
     Finish,
@@ -31,6 +30,7 @@ from baton.core import (
     WorkerRef,
 )
 from baton.errors import InvalidRequest
+from baton.limits import MAX_PRIORITY
 from baton.rpc.v1 import common_pb2 as common
 from baton.rpc.v1 import inference_pb2 as inference
 from baton.rpc.v1 import worker_pb2 as worker

@@ -25,12 +25,10 @@ from grpc_status import rpc_status
 
 from baton import errors
 from baton.errors import BatonError, InvalidRequest, Overloaded, Violation
+from baton.limits import MAX_STATUS_MESSAGE_BYTES, MAX_STATUS_VIOLATIONS, MAX_VIOLATION_BYTES
 
 DOMAIN = "baton"
 # Trailers are limited to 8 KiB by default; the text travels twice and non-ASCII in it takes three bytes for one.
-MAX_MESSAGE_BYTES = 600
-MAX_VIOLATIONS = 8
-MAX_VIOLATION_BYTES = 200
 
 CODES: Mapping[type[BatonError], grpc.StatusCode] = {
     errors.InvalidRequest: grpc.StatusCode.INVALID_ARGUMENT,
@@ -72,7 +70,7 @@ class RpcFailure(Protocol):
 def to_rpc_status(error: BaseException) -> Status:
     """The status that a client gets for `error`; total: any exception has one."""
     shown = _shown(error)
-    status = Status(code=CODES[type(shown)].value[0], message=_clip(str(shown), MAX_MESSAGE_BYTES))
+    status = Status(code=CODES[type(shown)].value[0], message=_clip(str(shown), MAX_STATUS_MESSAGE_BYTES))
     retryable = "true" if shown.retryable else "false"
     details: list[Message] = [ErrorInfo(reason=type(shown).__name__, domain=DOMAIN, metadata={"retryable": retryable})]
     if isinstance(shown, InvalidRequest):
@@ -137,7 +135,7 @@ def _shown(error: BaseException) -> BatonError:
 
 
 def _bad_request(error: InvalidRequest) -> BadRequest:
-    shown = error.violations[:MAX_VIOLATIONS]
+    shown = error.violations[:MAX_STATUS_VIOLATIONS]
     pairs = [(_clip(v.field, MAX_VIOLATION_BYTES), _clip(v.description, MAX_VIOLATION_BYTES)) for v in shown]
     return BadRequest(
         field_violations=[BadRequest.FieldViolation(field=name, description=text) for name, text in pairs]

@@ -24,6 +24,7 @@ from baton.errors import EngineFault, LedgerError
 from baton.history import History
 from baton.ledger.ledger import Ledger
 from baton.rpc import channel, convert
+from baton.rpc.tls import IN_THE_CLEAR, Wire
 from baton.rpc.v1 import common_pb2, worker_pb2_grpc
 from baton.worker.build import build_engine
 from baton.worker.lease import Lease
@@ -66,6 +67,7 @@ class HostParts:
     ledger: Ledger
     server: grpc.aio.Server
     clock: Clock
+    wire: Wire = IN_THE_CLEAR
 
 
 RoleFactory = Callable[[HostParts], HostedRole]
@@ -99,16 +101,16 @@ async def serve(settings: WorkerSettings, factory: RoleFactory, stop: asyncio.Ev
     clock = SystemClock()
     engine = await asyncio.to_thread(build_engine, settings)
     ledger = await Ledger.connect(settings.redis_url, settings.ledger_prefix, settings.lease_s, clock)
-    server = channel.aio_server()
+    server, wire = channel.aio_server(), Wire.of(settings.tls)
     async with contextlib.AsyncExitStack() as leaving:
         leaving.callback(engine.backend.close)
         leaving.push_async_callback(ledger.close)
-        address = channel.bind(server, settings.listen)
+        address = channel.bind(server, settings.listen, wire.private)
         info = _info(settings, engine, WorkerRef(settings.worker_id, await ledger.mint(settings.worker_id), address))
         history = _history(settings, info.ref, clock)
         engine.pool.history = leaving.enter_context(history)
         loop = EngineLoop(engine, clock=clock)
-        role = factory(HostParts(settings, info, engine, loop, ledger, server, clock))
+        role = factory(HostParts(settings, info, engine, loop, ledger, server, clock, wire))
         stepping = _Stepping(engine, role, loop.paces)
         service = WorkerService(info, loop, role, lambda: stepping.load)
         worker_pb2_grpc.add_WorkerServicer_to_server(service, server)

@@ -11,6 +11,7 @@ from kvtransfer.handoff import TransferSettings
 
 if TYPE_CHECKING:
     from baton.config import ClusterConfig, PoolConfig
+    from baton.config.schema import TlsConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +41,7 @@ class WorkerSettings:
     heartbeat_s: float
     transfer: TransferSettings
     history: str | None = None  # a folder
+    tls: TlsConfig | None = None
 
     @property
     def ledger_prefix(self) -> str:
@@ -73,6 +75,7 @@ def from_config(config: ClusterConfig, role: Role, index: int) -> WorkerSettings
         lease_s=config.ledger.lease_s,
         heartbeat_s=config.ledger.heartbeat_s,
         history=config.history,
+        tls=config.security.tls,
         transfer=TransferSettings(
             transport=transfer.transport,
             frame_size=transfer.frame_size,

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 from baton.rpc.v1 import peer_pb2_grpc
 from kvtransfer.receiver import PeerService
 from kvtransfer.sender import Sender
+from kvtransfer.stream import GrpcPeerStream
 from kvtransfer.transports.choose import make_transports
 from kvtransfer.transports.grpc_bytes import GrpcTransport
 
@@ -48,10 +50,11 @@ class Transfers:
         on_unfetched: Callable[[HandoffId], None] = lambda handoff: None,
     ) -> None:
         info, kv, settings = parts.info, parts.engine.kv, parts.settings.transfer
-        grpc = GrpcTransport(info.ref.address)
+        grpc = GrpcTransport(info.ref.address, parts.wire.sync)
         transports = make_transports(settings, kv.device, grpc=grpc)
         ends = (kv, info.ref, info.fingerprint, settings)
-        self.sender = Sender(*ends, transports, on_done, on_unfetched=on_unfetched)
+        connect = partial(GrpcPeerStream, dial=parts.wire.sync)
+        self.sender = Sender(*ends, transports, on_done, on_unfetched=on_unfetched, connect=connect)
         self._peers = PeerService(*ends, table, transports, grpc)
         peer_pb2_grpc.add_PeerServicer_to_server(self._peers, parts.server)
 

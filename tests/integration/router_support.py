@@ -22,6 +22,7 @@ from baton.errors import LedgerError
 from baton.rpc import convert
 from baton.rpc.channel import aio_channel, aio_server, bind
 from baton.rpc.status import from_rpc_error
+from baton.rpc.tls import IN_THE_CLEAR, Wire
 from baton.rpc.v1 import admin_pb2, common_pb2, worker_pb2
 from baton.rpc.v1 import inference_pb2 as pb
 from baton.rpc.v1.admin_pb2_grpc import AdminStub
@@ -82,12 +83,13 @@ class FakeWorker(WorkerServicer):
         self._tasks: dict[HandoffId, asyncio.Task[None]] = {}
         self._queue: asyncio.Queue[list[Event]] = asyncio.Queue()
         self._server = aio_server()
+        self.wire = IN_THE_CLEAR
 
     # --- process
 
     async def start(self) -> FakeWorker:
         add_WorkerServicer_to_server(self, self._server)
-        address = bind(self._server, "127.0.0.1:0")
+        address = bind(self._server, "127.0.0.1:0", self.wire.private)
         self.info = replace(self.info, ref=replace(self.info.ref, address=address))
         await self._server.start()
         return self
@@ -311,10 +313,11 @@ class Cluster:
         for worker in self.prefill:
             worker.peers = {peer.info.ref.worker_id: peer for peer in self.decode}
         for worker in self.workers:
+            worker.wire = Wire.of(self.settings.tls)
             await worker.start()
         self.infos = [worker.info for worker in self.workers]
         self.router: Router = await serve(self.settings, self.source, OracleTokenizer())
-        self.channel = aio_channel(self.router.grpc)
+        self.channel = self.router.floor.wire.aio(self.router.grpc)
         self.stub = InferenceStub(self.channel)
         await until(lambda: sum(link.usable for link in self.router.floor.pool.links) == len(self.workers), "connected")
 

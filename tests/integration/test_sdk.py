@@ -21,6 +21,7 @@ import baton.client.aio
 import baton.client.sync
 from baton import AsyncClient, Client, core, errors
 from baton.errors import BatonError, InvalidRequest, NoWorker, Overloaded, Violation, WorkerLost
+from baton.limits import PUBLIC_RECEIVE_BYTES
 from baton.rpc import channel, convert
 from baton.rpc.status import abort
 from baton.rpc.v1 import admin_pb2 as admin
@@ -437,7 +438,7 @@ async def test_what_is_not_ours_does_not_leak(world: World):
 async def test_a_prompt_that_is_too_large_is_refused_once(world: World):
     async with world.client() as client:
         with pytest.raises(InvalidRequest, match="too large"):
-            await soon(client("generate", "x" * (channel.PUBLIC_RECEIVE_BYTES + 1)))
+            await soon(client("generate", "x" * (PUBLIC_RECEIVE_BYTES + 1)))
     assert world.waits == []
 
 
@@ -462,7 +463,7 @@ async def test_a_cut_connection_in_mid_stream_is_worker_lost(world: World):
 
 
 async def test_a_frozen_peer_is_noticed():
-    link = channel.Link(channel.PUBLIC_RECEIVE_BYTES, keepalive_s=1, ping_timeout_s=0.5)
+    link = channel.Link(PUBLIC_RECEIVE_BYTES, keepalive_s=1, ping_timeout_s=0.5)
     async with serving() as (scripted, address):
         scripted.scripts = [begin_and_hang]
         wire = Wire(address)
@@ -478,7 +479,7 @@ async def test_a_frozen_peer_is_noticed():
 @pytest.mark.slow
 async def test_a_silent_peer_that_lives_is_left_alone():
     """Pings must not be too many for our own server: it would end the connection after the third."""
-    link = channel.Link(channel.PUBLIC_RECEIVE_BYTES, keepalive_s=1, ping_timeout_s=5)  # the least that gRPC does
+    link = channel.Link(PUBLIC_RECEIVE_BYTES, keepalive_s=1, ping_timeout_s=5)  # the least that gRPC does
     async with serving() as (scripted, address), channel.aio_channel(address, link=link) as idle:
         scripted.scripts = [begin_and_hang]
         call = inference_pb2_grpc.InferenceStub(idle).Generate(inference.GenerateRequest(text="x"))

@@ -41,7 +41,7 @@ class SimStub:
 
 
 @asynccontextmanager
-async def sim_channel(address: str) -> AsyncIterator[str]:
+async def sim_channel(address: str, **_: object) -> AsyncIterator[str]:
     """`aio_channel`: the stub above needs no more than the address."""
     await PROCESS.get().turn()
     yield address

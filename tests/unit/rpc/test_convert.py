@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from baton import core
 from baton.errors import InvalidRequest
+from baton.limits import MAX_PRIORITY
 from baton.ranges import MAX_LOGPROBS
 from baton.rpc import convert
 from baton.rpc.v1 import common_pb2 as common
@@ -57,7 +58,7 @@ specs = st.builds(
     prompt=st.lists(u32, min_size=1, max_size=5).map(tuple),
     sampling=samplings,
     known=st.lists(u32, max_size=3).map(tuple),
-    priority=st.integers(-core.MAX_PRIORITY, core.MAX_PRIORITY),
+    priority=st.integers(-MAX_PRIORITY, MAX_PRIORITY),
     cache_scope=text,
 )
 finishes = st.builds(core.Finish, st.sampled_from(core.FinishReason), text, text)

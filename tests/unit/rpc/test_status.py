@@ -11,7 +11,8 @@ from google.rpc import error_details_pb2, status_pb2
 
 from baton import errors
 from baton.errors import BatonError, InvalidRequest, Overloaded, Violation
-from baton.rpc.status import CODES, MAX_VIOLATIONS, from_rpc_error, to_rpc_status
+from baton.limits import MAX_STATUS_VIOLATIONS
+from baton.rpc.status import CODES, from_rpc_error, to_rpc_status
 
 Code = grpc.StatusCode
 DETAILS = "grpc-status-details-bin"
@@ -174,5 +175,5 @@ def test_long_texts_fit_into_trailers(long: str):
     status = to_rpc_status(InvalidRequest(*[Violation(long, long)] * 100))
     bad = error_details_pb2.BadRequest()
     assert status.details[1].Unpack(bad)
-    assert len(bad.field_violations) == MAX_VIOLATIONS
+    assert len(bad.field_violations) == MAX_STATUS_VIOLATIONS
     assert 3 * len(status.message.encode()) + len(status.SerializeToString()) * 4 / 3 < 8192

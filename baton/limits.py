@@ -1,0 +1,80 @@
+"""Every cap on what comes from outside, in one table. `docs/limits.md` is this table, and a test holds it so.
+
+The bounds of numbers, such as a temperature, are in `baton.ranges`; what a token of a tenant may do is in its file.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+MAX_TEXT_CHARS = 1_000_000
+MAX_PROMPT_IDS = 1_000_000
+MAX_DETOKENIZE_IDS = 1_000_000
+MAX_CLIENT_TAG_CHARS = 128
+MAX_IDEMPOTENCY_KEY_CHARS = 128
+MAX_CHOICES = 16
+MAX_CACHE_SCOPE_CHARS = 256
+MAX_STOP_STRINGS = 16
+MAX_STOP_CHARS = 256
+MAX_STOP_TOKEN_IDS = 1024
+MAX_LOGIT_BIAS = 1024
+MAX_PRIORITY = 100
+MAX_SHOWN_MODEL_CHARS = 128
+
+PUBLIC_RECEIVE_BYTES = 4 * 2**20  # what a stranger may make us read at once
+INTERNAL_RECEIVE_BYTES = 64 * 2**20  # a prompt of a million tokens, or one step's tokens of a full worker
+SEND_BYTES = 64 * 2**20  # the receiver's limit is the one that counts
+
+MAX_STATUS_MESSAGE_BYTES = 600
+MAX_STATUS_VIOLATIONS = 8
+MAX_VIOLATION_BYTES = 200
+
+MAX_METRICS_REQUEST_BYTES = 8192
+
+MIN_TOKEN_CHARS = 16
+MAX_TOKEN_CHARS = 1024
+MAX_TOKENS_FILE_BYTES = 4 * 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class Cap:
+    """One row: what is bounded, by how much, and what becomes of more."""
+
+    what: str
+    most: int
+    unit: str
+    beyond: str
+
+
+_REFUSED = "INVALID_ARGUMENT naming the field"
+_CLOSED = "gRPC refuses the message"
+CAPS: tuple[Cap, ...] = (
+    Cap("`text` of Generate and Tokenize", MAX_TEXT_CHARS, "characters", _REFUSED),
+    Cap("`token_ids`", MAX_PROMPT_IDS, "tokens", _REFUSED),
+    Cap("`ids` of Detokenize", MAX_DETOKENIZE_IDS, "tokens", _REFUSED),
+    Cap("`client_tag`", MAX_CLIENT_TAG_CHARS, "characters", _REFUSED),
+    Cap("`idempotency_key`", MAX_IDEMPOTENCY_KEY_CHARS, "characters", _REFUSED),
+    Cap("`n`", MAX_CHOICES, "choices", _REFUSED),
+    Cap("`cache_scope`", MAX_CACHE_SCOPE_CHARS, "characters", _REFUSED),
+    Cap("`sampling.stop`", MAX_STOP_STRINGS, "strings", _REFUSED),
+    Cap("each of `sampling.stop`", MAX_STOP_CHARS, "characters", _REFUSED),
+    Cap("`sampling.stop_token_ids`", MAX_STOP_TOKEN_IDS, "ids", _REFUSED),
+    Cap("`sampling.logit_bias`", MAX_LOGIT_BIAS, "entries", _REFUSED),
+    Cap("`priority`, above and below 0", MAX_PRIORITY, "", _REFUSED),
+    Cap("a model's name in an error", MAX_SHOWN_MODEL_CHARS, "characters", "cut"),
+    Cap("a message to the public listener, or to a client", PUBLIC_RECEIVE_BYTES, "bytes", _CLOSED),
+    Cap("a message to a worker, to the admin listener or to the router", INTERNAL_RECEIVE_BYTES, "bytes", _CLOSED),
+    Cap("a message that is sent", SEND_BYTES, "bytes", _CLOSED),
+    Cap("text of an error", MAX_STATUS_MESSAGE_BYTES, "bytes", "cut"),
+    Cap("fields that an error names", MAX_STATUS_VIOLATIONS, "fields", "left out"),
+    Cap("text about each of them", MAX_VIOLATION_BYTES, "bytes", "cut"),
+    Cap("a request to the metrics listener", MAX_METRICS_REQUEST_BYTES, "bytes", "closed without an answer"),
+    Cap("a token", MAX_TOKEN_CHARS, "characters", "the file is refused"),
+    Cap("the file of tokens", MAX_TOKENS_FILE_BYTES, "bytes", "the file is refused"),
+)
+
+
+def as_markdown() -> str:
+    """The table of `docs/limits.md`."""
+    rows = (f"| {cap.what} | {cap.most:,} {cap.unit}".rstrip() + f" | {cap.beyond} |" for cap in CAPS)
+    return "\n".join(("| what | at most | beyond it |", "|---|---|---|", *rows)) + "\n"

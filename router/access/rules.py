@@ -1,0 +1,42 @@
+"""What each method of each listener asks of its caller. A method that is not here is refused."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+
+from baton.errors import PermissionDenied
+from router.access.tokens import Grant, Right
+
+
+class Need(enum.Enum):
+    """What a caller must show, where tokens are configured."""
+
+    NOTHING = "nothing"
+    TOKEN = "any token"
+    ADMIN = "an admin's token"
+
+
+_REFLECTION = "ServerReflection/ServerReflectionInfo"
+RULES: Mapping[str, Need] = {
+    "/baton.v1.Inference/Generate": Need.TOKEN,
+    "/baton.v1.Inference/Resume": Need.TOKEN,
+    "/baton.v1.Inference/Cancel": Need.TOKEN,  # of what the same tenant has started
+    "/baton.v1.Inference/Tokenize": Need.TOKEN,
+    "/baton.v1.Inference/Detokenize": Need.TOKEN,
+    "/baton.v1.Inference/ListModels": Need.TOKEN,
+    "/baton.v1.Admin/Status": Need.ADMIN,
+    "/baton.v1.Admin/Requests": Need.ADMIN,
+    "/grpc.health.v1.Health/Check": Need.NOTHING,  # load balancers have no token
+    "/grpc.health.v1.Health/Watch": Need.NOTHING,
+    f"/grpc.reflection.v1alpha.{_REFLECTION}": Need.TOKEN,
+}
+
+
+def check(method: str, grant: Grant) -> None:
+    """Raises PermissionDenied if the owner of `grant` may not call `method`."""
+    need = RULES.get(method)
+    if need is None:
+        raise PermissionDenied(f"{method}: nobody may call this")
+    if need is Need.ADMIN and grant.right is not Right.ADMIN:
+        raise PermissionDenied(f"{method}: needs an admin's token")

@@ -1,0 +1,144 @@
+"""The file of tokens: what it may say, what a mistake in it says, and that it is read again."""
+
+import hashlib
+import hmac
+import os
+from contextlib import suppress
+
+import pytest
+
+from baton.errors import ConfigError, Unauthenticated
+from router.access.tokens import Limits, Right, read_tokens
+from router.access.watch import TokenFile
+
+ALICE, BOB = "alice-token-0123456789", "bob-token-0123456789"
+GOOD = f"""
+tokens:
+  - token: {ALICE}
+    tenant: alice
+    limits: {{max_concurrent: 2, max_tokens: 8}}
+  - token_sha256: {hashlib.sha256(BOB.encode()).hexdigest()}
+    tenant: bob
+    role: admin
+"""
+
+
+@pytest.fixture
+def file(tmp_path):
+    path = tmp_path / "tokens.yaml"
+    path.write_text(GOOD)
+    return path
+
+
+def test_a_token_or_its_digest(file):
+    tokens = read_tokens(file)
+    alice, bob = tokens.grant(f"Bearer {ALICE}"), tokens.grant(f"bearer {BOB}")
+    assert (alice.tenant, alice.right, alice.limits) == ("alice", Right.USER, Limits(max_concurrent=2, max_tokens=8))
+    assert (bob.tenant, bob.right, bob.limits) == ("bob", Right.ADMIN, Limits())
+    assert alice.key != bob.key
+
+
+@pytest.mark.parametrize(
+    "header", [None, "", "Bearer", "Bearer ", ALICE, f"Basic {ALICE}", f"Bearer {ALICE}x", f"Bearer {ALICE[:-1]}"]
+)
+def test_anything_else_is_nobody(file, header):
+    with pytest.raises(Unauthenticated) as caught:
+        read_tokens(file).grant(header)
+    assert ALICE not in str(caught.value)
+
+
+@pytest.mark.parametrize("token", [ALICE, BOB, "of-nobody-0123456789"])
+def test_every_entry_is_compared_in_constant_time(file, monkeypatch, token):
+    compared = []
+    real = hmac.compare_digest
+
+    def noted(a, b):
+        compared.append((a, b))
+        return real(a, b)
+
+    monkeypatch.setattr(hmac, "compare_digest", noted)
+    with suppress(Unauthenticated):
+        read_tokens(file).grant(f"Bearer {token}")
+    assert len(compared) == 2
+    assert all(len(a) == len(b) == 32 for a, b in compared), "digests, so that no length is told"
+
+
+SECRET = "s3cret-s3cret-s3cret"
+WRONG = {
+    "no such file": (None, ["cannot be read"]),
+    "not yaml": (f"tokens: [*{SECRET}]", ["not YAML"]),
+    "not text": (b"\xff\xfe\x00" + SECRET.encode(), ["not YAML"]),
+    "a token as a key": (f"tokens:\n  {SECRET}: alice", ["tokens", "list"]),
+    "an unknown key": (f"tokens: [{{tenant: a, token: {SECRET}, {SECRET}x: 1}}]", ["tokens.0", "not known"]),
+    "no token": ("tokens: [{tenant: a}]", ["tokens.0", "exactly one of token and token_sha256"]),
+    "both": (f"tokens: [{{tenant: a, token: {SECRET}, token_sha256: {'a' * 64}}}]", ["exactly one"]),
+    "short": ("tokens: [{tenant: a, token: s3cret}]", ["tokens.0", "16 to 1024"]),
+    "with a line break": (f'tokens: [{{tenant: a, token: "{SECRET}\\n"}}]', ["printable ASCII"]),
+    "not a digest": (f"tokens: [{{tenant: a, token_sha256: {SECRET}}}]", ["tokens.0.token_sha256"]),
+    "no tenant": (f"tokens: [{{token: {SECRET}}}]", ["tokens.0.tenant", "required"]),
+    "a tenant with a slash": (f"tokens: [{{token: {SECRET}, tenant: a/b}}]", ["tokens.0.tenant"]),
+    "not a role": (f"tokens: [{{token: {SECRET}, tenant: a, role: root}}]", ["tokens.0.role", "'user' or 'admin'"]),
+    "no limit": (f"tokens: [{{token: {SECRET}, tenant: a, limits: {{max_tokens: 0}}}}]", ["limits.max_tokens"]),
+    "too urgent": (f"tokens: [{{token: {SECRET}, tenant: a, limits: {{priority_max: 101}}}}]", ["priority_max", "100"]),
+    "twice": (f"tokens: [{{token: {SECRET}, tenant: a}}, {{token: {SECRET}, tenant: b}}]", ["tokens.1", "twice"]),
+    "empty": ("", ["the file"]),
+    "none": ("tokens: []", ["tokens"]),
+    "huge": (b"#" * (4 * 2**20 + 1), ["4194304 bytes"]),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_a_mistake_is_named_without_the_secret(tmp_path, case):
+    text, expected = WRONG[case]
+    path = tmp_path / "tokens.yaml"
+    if text is not None:
+        path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(ConfigError) as caught:
+        read_tokens(path)
+    for part in ("security.tokens", "tokens.yaml", *expected):
+        assert part in str(caught.value)
+    assert "s3cret" not in str(caught.value)
+
+
+def replaced(file, text):
+    """As an editor does it, and a mounted secret: another file in its place."""
+    other = file.with_suffix(".new")
+    other.write_text(text)
+    other.replace(file)
+
+
+async def test_a_changed_file_is_read_again(file):
+    tokens = TokenFile(str(file))
+    replaced(file, GOOD.replace(ALICE, "another-token-of-alice"))
+    await tokens.refresh()
+    assert tokens.grant("Bearer another-token-of-alice").tenant == "alice"
+    with pytest.raises(Unauthenticated):
+        tokens.grant(f"Bearer {ALICE}")
+
+
+async def test_a_file_changed_in_place_within_the_same_size(file):
+    tokens = TokenFile(str(file))
+    before = file.stat()
+    file.write_text(GOOD.replace("tenant: alice", "tenant: carol"))
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns + 1))
+    await tokens.refresh()
+    assert tokens.grant(f"Bearer {ALICE}").tenant == "carol"
+
+
+@pytest.mark.parametrize("broken", ["tokens: [", None])
+async def test_a_broken_file_changes_nothing(file, broken, caplog):
+    tokens = TokenFile(str(file))
+    file.unlink() if broken is None else replaced(file, broken)
+    await tokens.refresh()
+    assert tokens.grant(f"Bearer {ALICE}").tenant == "alice"
+    replaced(file, GOOD.replace("alice", "dora"))
+    await tokens.refresh()
+    assert tokens.grant("Bearer dora-token-0123456789").tenant == "dora"
+
+
+def test_nothing_secret_is_in_a_repr(file):
+    tokens = TokenFile(str(file))
+    grant = tokens.grant(f"Bearer {ALICE}")
+    for shown in (repr(tokens), repr(grant), repr(read_tokens(file))):
+        assert ALICE not in shown
+        assert hashlib.sha256(ALICE.encode()).hexdigest() not in shown
