@@ -291,7 +291,7 @@ def test_the_token_is_hidden_and_the_ca_file_named():
     client = ClientBase("host:1", token="secret")
     assert "secret" not in repr(client)
     assert client._metadata == (("authorization", "Bearer secret"),)
-    with pytest.raises(ConfigError, match=r"/nowhere/ca\.pem: No such file"):
+    with pytest.raises(ConfigError, match=r"/nowhere/ca\.pem: cannot be read: No such file"):
         ClientBase("host:1", tls="/nowhere/ca.pem")
 
 
