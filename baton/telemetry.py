@@ -180,6 +180,9 @@ class Metrics:
         self._transfer = self._seconds(
             "transfer", "First frame announced to last frame in its blocks, at the decode worker"
         )
+        self._prediction_error = self._seconds(
+            "ttft_prediction_error", "Between the first token, from the choice of its workers on, and its prediction"
+        )
         self._itl = self._seconds("itl", "Between two output tokens", _STEP_S)
 
     def _seconds(self, name: str, text: str, buckets: tuple[float, ...] = _LATENCY_S) -> Histogram:
@@ -205,6 +208,10 @@ class Metrics:
             (self._prefill, timings.prefill_s),
         ):
             histogram.observe(seconds)
+
+    def ttft_predicted(self, off_s: float) -> None:
+        """A first token came so much sooner or later than the choice of its workers foresaw."""
+        self._prediction_error.observe(off_s)
 
     def refused(self, error: BatonError) -> None:
         """A request was turned away; the reason is the error's class."""

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from baton.clock import Clock
 from baton.history import History
+from baton.ledger.prefix_map import PrefixMap
 from baton.rpc.tls import Wire
 from baton.telemetry import Metrics
 from router.access.watch import TokenFile
@@ -35,7 +36,9 @@ class RouterSettings:
     metrics: str = "127.0.0.1:9100"
     http: str | None = None  # None: no gateway in this process
     http_body: int = 2**20  # bytes that a request to it may have
-    policy: str = "least_loaded"
+    policy: str = "predicted"
+    slo_ttft_s: float = 1.0
+    slo_itl_s: float = 0.1  # policy `predicted` keeps to it where it can
     attempts: int = 3  # at one request, if workers are lost
     queue_max_requests: int = 256
     queue_max_tokens: int = 1_000_000
@@ -50,21 +53,35 @@ class RouterSettings:
 
 
 class Floor:
-    """One per router. Raises ConfigError for files of certificates or tokens that cannot be used."""
+    """One per router. `prefixes`: what workers have cached, as far as it is known here.
 
-    def __init__(self, settings: RouterSettings, workers: WorkerSource, clock: Clock) -> None:
+    Raises ConfigError for files of certificates or tokens that cannot be used.
+    """
+
+    def __init__(
+        self, settings: RouterSettings, workers: WorkerSource, clock: Clock, prefixes: PrefixMap | None = None
+    ) -> None:
         self.wire = Wire.of(settings.tls)
         self.tokens = TokenFile(settings.tokens) if settings.tokens else None
         self.settings = settings
         self.clock = clock
         self.router_id = f"router-{secrets.token_hex(4)}"
         self.history = History.open(settings.history, clock, "router", self.router_id)
-        known = POLICIES[settings.policy], self.router_id, settings.worker_silence_s, clock
-        self.pool = WorkerPool(workers, *known, self.wire)
+        self.pool = WorkerPool(
+            workers,
+            POLICIES[settings.policy],
+            self.router_id,
+            settings.worker_silence_s,
+            clock,
+            self.wire,
+            prefixes=prefixes,
+            slo_itl_s=settings.slo_itl_s,
+        )
         bounds = Bounds(settings.queue_max_requests, settings.queue_max_tokens, settings.queue_max_wait_s)
         self.admission = Admission(self.pool.claim, Claim.release, self.pool.has_pair, clock, bounds, settings.tenants)
         self.pool.on_change = self.admission.changed
         self.metrics = Metrics(settings.name, settings.version)
+        self.pool.on_predicted = self.metrics.ttft_predicted
         self.metrics.watch_blocks(self.pool.blocks)
         self.metrics.watch_channels(self.pool.channels)
         self.arrivals = itertools.count()

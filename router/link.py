@@ -22,7 +22,7 @@ from baton.rpc.channel import aio_channel
 from baton.rpc.tls import Wire
 from baton.rpc.v1 import worker_pb2 as pb
 from baton.rpc.v1.worker_pb2_grpc import WorkerStub
-from router.policy import WorkerView
+from router.view import WorkerView
 
 log = structlog.get_logger(__name__)
 

@@ -1,118 +1,174 @@
-"""Which pair of workers takes a request: pure functions over what the router knows of the workers.
+"""Which pair of workers takes a request: pure functions over a snapshot of what the router knows of the workers.
 
 No network, no clock, no randomness, so that tests, the planner and the simulator run what production runs.
 Load is counted when a request is dispatched, not when its first byte comes back.
+
+A policy is a list of criteria, each a number for every worker of one role: the pair with the least of the first is
+taken, among equals the one with the least of the second, and so on. Since each concerns one side, the best of all pairs
+is found without looking at pairs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-from baton.core import Load, WorkerInfo
+import numpy as np
 
-
-@dataclass(slots=True)
-class WorkerView:
-    """What this router knows of one worker: its last report, and what was sent to it since. Policies only read it."""
-
-    info: WorkerInfo
-    load: Load = field(default_factory=Load)
-    dispatched: int = 0  # requests that this router has on it
-    queued_tokens: int = 0  # prefill: prompt tokens sent there, first token not seen yet
-    pending_blocks: int = 0  # decode: blocks asked for, not answered yet, so not in its report
-    full: bool = False  # it refused for lack of room since its last report
-
-    @property
-    def prefill_backlog(self) -> int:
-        """Prompt tokens before a newcomer: as the worker reports them (of all routers), or as we sent them."""
-        return max(self.load.queued_tokens, self.queued_tokens)
-
-    @property
-    def requests(self) -> int:
-        """Requests on it: as the worker reports them (of all routers), or as we sent them."""
-        return max(self.load.running + self.load.waiting, self.dispatched)
-
-    def blocks_for(self, tokens: int) -> int:
-        """Blocks that a decode worker reserves for `tokens` known tokens: room for one more."""
-        return self.info.layout.blocks_for(tokens + 1)
-
-    def has_room(self, tokens: int) -> bool:
-        """Would a reservation for `tokens` known tokens be granted, as far as we know?
-
-        A worker keeps a block to grow for each running request. One on which we have nothing is always asked:
-        then its own answer counts, also "this can never fit".
-        """
-        if self.full:
-            return False
-        blocks = self.load.blocks
-        room = blocks.available - self.pending_blocks - self.load.running
-        return self.dispatched == 0 or self.blocks_for(tokens) <= room
+from baton.core import Role
+from router.snapshot import Ask, Column, Rows, Snapshot
 
 
 class Pair(NamedTuple):
-    """Who prefills and who decodes."""
+    """The rows of who prefills and who decodes; seconds from now to the first token, 0.0: nobody knows."""
 
-    prefill: WorkerView
-    decode: WorkerView
-
-
-# (prefill workers, decode workers, known tokens, how many were chosen before) -> a pair, or None: nobody has room now.
-Policy = Callable[[Sequence[WorkerView], Sequence[WorkerView], int, int], Pair | None]
+    prefill: int
+    decode: int
+    ttft_s: float = 0.0
 
 
-def has_pair(prefill: Sequence[WorkerView], decode: Sequence[WorkerView]) -> bool:
-    """Could any two of them hand over to each other, room aside?"""
-    return bool({view.info.fingerprint for view in prefill} & {view.info.fingerprint for view in decode})
+Policy = Callable[[Snapshot, Ask], Pair | None]  # None: nobody has room now
+Criteria = list[tuple[Role, Column]]
+
+_CROWD = 4.0  # requests more than twice as many as on the least busy one: no cached prefix is worth that
 
 
-def misfit(info: WorkerInfo, others: Sequence[WorkerInfo]) -> str:
-    """Why `info` can hand over to none of `others` (or take from none); "": it can, or nobody of them is there."""
-    others = [other for other in others if other.role is not info.role]
-    if not others or any(other.fingerprint == info.fingerprint for other in others):
-        return ""
-    other = others[0]
-    for what, mine, theirs in (
-        ("dtype", info.layout.dtype, other.layout.dtype),
-        ("model", info.model, other.model),
-        ("KV layout", info.layout.wire, other.layout.wire),
-    ):
-        if mine != theirs:
-            return f"{what} {mine}, {other.ref.worker_id} has {theirs}"
-    return f"weights or config differ from those of {other.ref.worker_id}"
-
-
-def least_loaded(prefill: Sequence[WorkerView], decode: Sequence[WorkerView], tokens: int, turn: int) -> Pair | None:
+def least_loaded(snapshot: Snapshot, ask: Ask) -> Pair | None:
     """The decode worker with the fewest requests among those with room; the prefill worker with the least to do."""
-    prefill, decode = _candidates(prefill, decode, tokens)
-    if not decode:
-        return None
-    chosen = min(decode, key=lambda view: (view.requests, -view.load.blocks.available, view.info.ref.worker_id))
-    able = [view for view in prefill if view.info.fingerprint == chosen.info.fingerprint]
-    return Pair(min(able, key=lambda view: (view.prefill_backlog, view.dispatched, view.info.ref.worker_id)), chosen)
+    prefill, decode = snapshot.prefill.at, snapshot.decode.at
+    return _least(
+        snapshot,
+        ask,
+        [
+            (Role.DECODE, decode.requests),
+            (Role.DECODE, -decode.available),
+            (Role.DECODE, decode.order),
+            (Role.PREFILL, prefill.backlog),
+            (Role.PREFILL, prefill.dispatched),
+            (Role.PREFILL, prefill.order),
+        ],
+    )
 
 
-def round_robin(prefill: Sequence[WorkerView], decode: Sequence[WorkerView], tokens: int, turn: int) -> Pair | None:
+def round_robin(snapshot: Snapshot, ask: Ask) -> Pair | None:
     """In turn, by worker id, skipping who has no room."""
-    prefill, decode = _candidates(prefill, decode, tokens)
-    if not decode:
+    able = list(_candidates(snapshot, ask))
+    if not able:
         return None
-    chosen = _in_turn(decode, turn)
-    return Pair(_in_turn([view for view in prefill if view.info.fingerprint == chosen.info.fingerprint], turn), chosen)
+    decode = _in_turn(np.concatenate([right for _, right in able]), snapshot.decode.at.order, ask.turn)
+    left = next(left for left, right in able if decode in right)
+    return Pair(_in_turn(left, snapshot.prefill.at.order, ask.turn), decode)
 
 
-POLICIES: dict[str, Policy] = {"least_loaded": least_loaded, "round_robin": round_robin}
+def prefix(snapshot: Snapshot, ask: Ask) -> Pair | None:
+    """The prefill worker with the least to compute before this prompt is, the decode worker with the most of it.
+
+    Not a decode worker that is far busier than others.
+    """
+    prefill, decode = snapshot.prefill.at, snapshot.decode.at
+    requests = decode.requests
+    least = requests[decode.able > 0].min(initial=np.inf)
+    return _least(
+        snapshot,
+        ask,
+        [
+            (Role.PREFILL, prefill.backlog - ask.prefill_cached),
+            (Role.DECODE, np.maximum(requests - (2.0 * least + _CROWD), 0.0)),
+            (Role.DECODE, -ask.decode_cached),
+            (Role.PREFILL, prefill.dispatched),
+            (Role.DECODE, requests),
+            (Role.DECODE, -decode.available),
+            (Role.PREFILL, prefill.order),
+            (Role.DECODE, decode.order),
+        ],
+    )
 
 
-def _candidates(
-    prefill: Sequence[WorkerView], decode: Sequence[WorkerView], tokens: int
-) -> tuple[list[WorkerView], list[WorkerView]]:
-    """Those that can take the request, each with a counterpart of its fingerprint."""
-    able = [view for view in prefill if not view.full]
-    fingerprints = {view.info.fingerprint for view in able}
-    return able, [view for view in decode if view.info.fingerprint in fingerprints and view.has_room(tokens)]
+def predicted(snapshot: Snapshot, ask: Ask) -> Pair | None:
+    """The lowest predicted TTFT of those pairs whose predicted ITL is within the SLO; if none is, the lowest ITL.
+
+    Of several such decode workers the one with the earliest second token. What nothing is known of costs nothing: then
+    it is the order of `least_loaded`.
+    """
+    prefill, decode = snapshot.prefill.at, snapshot.decode.at
+    ttft, itl = ttft_s(snapshot, ask), itl_s(snapshot, ask)
+    move = (ask.tokens - ask.decode_cached) * decode.token_bytes * snapshot.byte_s
+    pair = _least(
+        snapshot,
+        ask,
+        [
+            (Role.DECODE, np.maximum(itl - snapshot.slo_itl_s, 0.0)),
+            (Role.PREFILL, ttft),
+            (Role.DECODE, (move + itl) * (itl > 0.0)),
+            (Role.DECODE, decode.requests),
+            (Role.DECODE, -decode.available),
+            (Role.DECODE, decode.order),
+            (Role.PREFILL, prefill.backlog - ask.prefill_cached),
+            (Role.PREFILL, prefill.dispatched),
+            (Role.PREFILL, prefill.order),
+        ],
+    )
+    return None if pair is None else pair._replace(ttft_s=float(ttft[pair.prefill]))
 
 
-def _in_turn(views: Sequence[WorkerView], turn: int) -> WorkerView:
-    return sorted(views, key=lambda view: view.info.ref.worker_id)[turn % len(views)]
+POLICIES: dict[str, Policy] = {
+    "predicted": predicted,
+    "least_loaded": least_loaded,
+    "prefix": prefix,
+    "round_robin": round_robin,
+}
+
+
+def ttft_s(snapshot: Snapshot, ask: Ask) -> Column:
+    """By prefill row: what waits there, and then the part of the prompt that is not cached. 0: nothing is known."""
+    at, cached = snapshot.prefill.at, ask.prefill_cached
+    new = ask.tokens - cached
+    context = new * (cached + (new + 1.0) * 0.5)
+    return at.backlog * at.queued_s + at.step_s + at.token_s * new + at.context_s * context
+
+
+def itl_s(snapshot: Snapshot, ask: Ask) -> Column:
+    """By decode row: a step with this request in it. 0: nothing is known."""
+    at = snapshot.decode.at
+    return at.step_s + at.token_s * (at.requests + 1.0) + at.context_s * (at.kv_tokens + ask.tokens)
+
+
+def _candidates(snapshot: Snapshot, ask: Ask) -> Iterator[tuple[Rows, Rows]]:
+    """Prefill and decode rows that can take the request, of each fingerprint that has both."""
+    prefill, decode = snapshot.prefill.at, snapshot.decode.at
+    left = np.flatnonzero(prefill.able)
+    if ask.keep is not None:
+        left = left[left == ask.keep]
+    right = np.flatnonzero(decode.able * (np.ceil((ask.tokens + 1) / decode.block_size) <= decode.room))
+    if snapshot.groups <= 1:
+        if left.size and right.size:
+            yield left, right
+        return
+    for group in range(snapshot.groups):
+        ours, theirs = left[prefill.group[left] == group], right[decode.group[right] == group]
+        if ours.size and theirs.size:
+            yield ours, theirs
+
+
+def _least(snapshot: Snapshot, ask: Ask, criteria: Criteria) -> Pair | None:
+    best: tuple[list[float], Pair] | None = None
+    for left, right in _candidates(snapshot, ask):
+        pair = Pair(_narrowed(left, criteria, Role.PREFILL), _narrowed(right, criteria, Role.DECODE))
+        rank = [float(column[pair.decode if role is Role.DECODE else pair.prefill]) for role, column in criteria]
+        if best is None or rank < best[0]:
+            best = rank, pair
+    return best[1] if best else None
+
+
+def _narrowed(rows: Rows, criteria: Criteria, role: Role) -> int:
+    for whose, column in criteria:
+        if len(rows) == 1:
+            break
+        if whose is role:
+            values = column[rows]
+            rows = rows[values == values.min()]
+    return int(rows[0])
+
+
+def _in_turn(rows: Rows, order: Column, turn: int) -> int:
+    return int(rows[order[rows].argsort()[turn % len(rows)]])

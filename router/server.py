@@ -13,6 +13,7 @@ from grpc_reflection.v1alpha import reflection
 
 from baton.clock import Clock, SystemClock
 from baton.errors import ConfigError, NoWorker
+from baton.ledger.prefix_map import PrefixMap
 from baton.rpc import channel
 from baton.rpc.v1 import admin_pb2_grpc, inference_pb2_grpc
 from baton.telemetry import MetricsServer
@@ -121,14 +122,19 @@ def _gateway(floor: Floor) -> HttpServer:
 
 
 async def serve(
-    settings: RouterSettings, workers: WorkerSource, tokenizer: Tokenizer, clock: Clock | None = None
+    settings: RouterSettings,
+    workers: WorkerSource,
+    tokenizer: Tokenizer,
+    clock: Clock | None = None,
+    prefixes: PrefixMap | None = None,
 ) -> Router:
     """Start a router; returns when its listeners are bound. Raises ConfigError naming what is wrong.
 
-    `workers` says who is alive (`Ledger.workers`). Nothing is left behind when this raises.
+    `workers` says who is alive (`Ledger.workers`), `prefixes` what they have cached (of a `DirectoryView`). Nothing is
+    left behind when this raises.
     """
     if settings.policy not in POLICIES:
         raise ConfigError(f"router.policy: {settings.policy!r} is not one of {', '.join(sorted(POLICIES))}")
-    router = Router(Floor(settings, workers, clock or SystemClock()), tokenizer)
+    router = Router(Floor(settings, workers, clock or SystemClock(), prefixes), tokenizer)
     await router.start()
     return router

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 
 import structlog
 
 from baton.clock import Clock
-from baton.core import BlockCounts, Channel, Role, WorkerInfo, WorkerRef
+from baton.core import BlockCounts, Channel, Role, SequenceSpec, WorkerInfo, WorkerRef
+from baton.ledger.prefix_map import PrefixMap
 from baton.rpc.tls import IN_THE_CLEAR, Wire
+from router.fleet import Fleet
 from router.link import WorkerLink
-from router.policy import Policy, has_pair, misfit
+from router.policy import Policy
+from router.view import has_pair, misfit
 
 log = structlog.get_logger(__name__)
 
@@ -24,47 +29,77 @@ _HURRY_S = 0.1  # while nobody can be served
 
 
 class Claim:
-    """A pair of workers that counts as loaded from choice to `release`, which comes once and makes up for the rest."""
+    """A pair of workers that counts as loaded from choice to `release`, which comes once and makes up for the rest.
 
-    def __init__(self, prefill: WorkerLink, decode: WorkerLink, tokens: int, on_release: Callable[[], None]) -> None:
+    `tokens` are known, of which the prefill worker has `cached`. `on_change` is told of each worker whose load changes.
+    """
+
+    def __init__(
+        self,
+        prefill: WorkerLink,
+        decode: WorkerLink,
+        tokens: int,
+        cached: int,
+        on_change: Callable[[WorkerRef], None],
+        on_release: Callable[[], None],
+    ) -> None:
         self.prefill = prefill
         self.decode = decode
+        self.predicted_ttft_s: float | None = None  # from the choice to the first token; None: nobody knows
+        self.on_first: Callable[[], None] = lambda: None
+        self._on_change = on_change
         self._on_release = on_release
         self._views = (prefill.view, decode.view)  # a link that connects anew counts from zero in a new view
-        self._tokens = tokens
+        self._tokens = tokens - cached
         self._blocks = decode.view.blocks_for(tokens)
         self._on_prefill = 1
         for view in self._views:
             view.dispatched += 1
-        prefill.view.queued_tokens += tokens
+        prefill.view.queued_tokens += self._tokens
         decode.view.pending_blocks += self._blocks
+        self._tell(prefill, decode)
 
     def reserved(self) -> None:
         """The decode worker has answered: from here on its own reports count the blocks."""
         self._views[1].pending_blocks -= self._blocks
         self._blocks = 0
+        self._tell(self.decode)
 
     def computed(self) -> None:
         """The first token is here: the prompt is no backlog any more."""
-        self._views[0].queued_tokens -= self._tokens
-        self._tokens = 0
+        on_first, self.on_first = self.on_first, lambda: None
+        self._no_backlog()
+        on_first()
 
     def prefill_done(self) -> None:
         """The decode worker has taken over."""
-        self.computed()
+        self._no_backlog()
         self._views[0].dispatched -= self._on_prefill
         self._on_prefill = 0
+        self._tell(self.prefill)
 
     def release(self) -> None:
         """The request is off both workers."""
         self.reserved()
         self.prefill_done()
         self._views[1].dispatched -= 1
+        self._tell(self.decode)
         self._on_release()
+
+    def _no_backlog(self) -> None:
+        self._views[0].queued_tokens -= self._tokens
+        self._tokens = 0
+        self._tell(self.prefill)
+
+    def _tell(self, *links: WorkerLink) -> None:
+        for link in links:
+            self._on_change(link.info.ref)
 
 
 class WorkerPool:
-    """Follows the ledger's registrations and keeps one link to each live incarnation. Its user sets `on_change`.
+    """Follows the ledger's registrations and keeps one link to each live incarnation. Its user sets `on_change`, and
+    `on_predicted`: how far off, in seconds, the prediction of a first token was. `prefixes` and `slo_itl_s` are what
+    policies go by, beside the load.
 
     A stream without a word for `silence_s` is cut, and so is one whose worker has had no lease for as long.
     """
@@ -77,14 +112,19 @@ class WorkerPool:
         silence_s: float,
         clock: Clock,
         wire: Wire = IN_THE_CLEAR,
+        *,
+        prefixes: PrefixMap | None = None,
+        slo_itl_s: float = math.inf,
     ) -> None:
         self.on_change: Callable[[], None] = lambda: None
+        self.on_predicted: Callable[[float], None] = lambda off_s: None
         self._source = source
         self._policy = policy
         self._router_id = router_id
         self._silence_s = silence_s
         self._clock = clock
         self._wire = wire
+        self._fleet = Fleet(prefixes, slo_itl_s)
         self._links: dict[WorkerRef, WorkerLink] = {}
         self._seen: dict[WorkerRef, float] = {}
         self._turn = 0
@@ -106,20 +146,30 @@ class WorkerPool:
             await asyncio.wait([self._task])
         await asyncio.gather(*(link.stop() for link in self._links.values()))
 
-    def claim(self, tokens: int, keep: WorkerLink | None = None) -> Claim | None:
+    def claim(self, tokens: int, keep: WorkerLink | None = None, spec: SequenceSpec | None = None) -> Claim | None:
         """A pair for a request of `tokens` known tokens, counted as loaded from now; None when nobody has room.
 
-        `keep`: the prefill worker that holds its KV already, and is taken while it is there.
+        `keep`: the prefill worker that holds its KV already, and is taken while it is there. `spec`: the request, whose
+        beginning some workers may have cached.
         """
-        prefill, decode = self._usable(Role.PREFILL), self._usable(Role.DECODE)
-        if keep is not None and keep.usable:
-            prefill = [keep]
-        pair = self._policy([link.view for link in prefill], [link.view for link in decode], tokens, self._turn)
+        snapshot = self._fleet.snapshot()
+        kept = keep.info.ref if keep is not None and keep.usable else None
+        ask = self._fleet.ask(tokens, self._turn, kept, spec)
+        pair = self._policy(snapshot, ask)
         if pair is None:
             return None
         self._turn += 1
-        owners = {id(link.view): link for link in (*prefill, *decode)}
-        return Claim(owners[id(pair.prefill)], owners[id(pair.decode)], tokens, self.on_change)
+        prefill = self._links[self._fleet.ref(Role.PREFILL, pair.prefill)]
+        decode = self._links[self._fleet.ref(Role.DECODE, pair.decode)]
+        cached = int(ask.prefill_cached[pair.prefill])
+        claim = Claim(prefill, decode, tokens, cached, self._fleet.touch, self.on_change)
+        if pair.ttft_s and kept is None:
+            claim.predicted_ttft_s = pair.ttft_s
+            claim.on_first = partial(self._compare, pair.ttft_s, self._clock.monotonic())
+        return claim
+
+    def _compare(self, predicted_s: float, since: float) -> None:
+        self.on_predicted(abs(self._clock.monotonic() - since - predicted_s))
 
     def has_pair(self) -> bool:
         """Are there two live workers that can hand over to each other, room aside?"""
@@ -161,22 +211,33 @@ class WorkerPool:
         for info in infos:
             self._seen[info.ref] = now
             if info.ref not in self._links:
-                link = WorkerLink(info, self._router_id, self._silence_s, self.on_change, self._wire)
-                self._links[info.ref] = link
+                self._add(
+                    WorkerLink(info, self._router_id, self._silence_s, partial(self._changed, info.ref), self._wire)
+                )
+                link = self._links[info.ref]
                 if reason := self.misfit(link):
                     log.warning("worker_does_not_fit", worker=str(info.ref), reason=reason)
         for ref, link in list(self._links.items()):
             await self._check(ref, link, now - self._seen[ref])
+
+    def _add(self, link: WorkerLink) -> None:
+        self._links[link.info.ref] = link
+        self._fleet.add(link)
+
+    def _changed(self, ref: WorkerRef) -> None:
+        self._fleet.touch(ref)
+        self.on_change()
 
     async def _check(self, ref: WorkerRef, link: WorkerLink, absent_s: float) -> None:
         """A worker without a lease takes nothing new; it is dropped when its stream is gone too, or when time is up.
 
         Not at once: a ledger that came back empty must not end requests between parties that are alive.
         """
-        back, link.retired = link.retired and not absent_s, absent_s > 0
-        if back:
-            self.on_change()
+        before, link.retired = link.retired, absent_s > 0
+        if before is not link.retired:
+            self._changed(ref)
         if link.retired and (link.state != "connected" or absent_s > self._silence_s):
             log.info("worker_dropped", worker=str(ref), absent_s=round(absent_s, 1))
             del self._links[ref], self._seen[ref]
+            self._fleet.drop(ref)
             await link.stop()

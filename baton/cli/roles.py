@@ -68,17 +68,22 @@ def run_router(file: Path, sets: Sequence[str], log_file: Path | None) -> None:
 
 
 async def _route(config: ClusterConfig) -> None:
+    from baton.ledger.directory_view import DirectoryView
     from baton.ledger.ledger import Ledger
     from baton.tokenizer import load_tokenizer
     from router.server import serve
 
     ledger = await Ledger.connect(config.redis.url, f"baton:{config.name}", config.ledger.lease_s, SystemClock())
     tokenizer = load_tokenizer(config.model.path)
-    handle = await serve(router_settings(config), ledger.workers, tokenizer)
+    directory = DirectoryView(ledger.connection)
+    following = asyncio.create_task(directory.run(), name="prefix directory")
+    handle = await serve(router_settings(config), ledger.workers, tokenizer, prefixes=directory.prefixes)
     bound = {"grpc": handle.grpc, "admin": handle.admin, "metrics": handle.metrics}
     report_ready(bound | ({"http": handle.http} if handle.http else {}) | {"pid": os.getpid()})
     await _told_to_stop()
     await handle.stop(DRAIN_S)
+    following.cancel()
+    await asyncio.wait([following])
     await ledger.close()
 
 
@@ -135,6 +140,8 @@ def router_settings(config: ClusterConfig) -> RouterSettings:
         http=router.http,
         http_body=router.http_body,
         policy=router.policy,
+        slo_ttft_s=config.slo.ttft_ms / 1000,
+        slo_itl_s=config.slo.itl_ms / 1000,
         queue_max_requests=router.queue.max_requests,
         queue_max_tokens=router.queue.max_tokens,
         queue_max_wait_s=router.queue.max_wait_s,

@@ -26,7 +26,6 @@ NOT_BUILT: dict[str, tuple[object, ...] | None] = {
     "router.replicas": None,
     "router.advertise": None,
     "router.interface": None,
-    "router.policy": ("predicted", "prefix"),
     "prefill.autoscale": None,
     "decode.autoscale": None,
     "prefill.interface": None,
@@ -34,7 +33,6 @@ NOT_BUILT: dict[str, tuple[object, ...] | None] = {
     "transfer.transport": ("memory",),
     "determinism": None,
     "thinking": None,
-    "slo": None,
     "resumable_s": None,
 }
 HARMLESS: dict[str, object] = {"router.replicas": 1}

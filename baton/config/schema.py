@@ -91,7 +91,10 @@ class RouterConfig(Section):
     admin: Address = "127.0.0.1:0"
     advertise: str | None = None
     interface: str | None = None
-    policy: Literal["least_loaded", "round_robin", "predicted", "prefix"] = "least_loaded"
+    policy: Literal["predicted", "least_loaded", "round_robin", "prefix"] = Field(
+        default="predicted",
+        description="who takes a request; predicted: the earliest first token, with slo.itl_ms kept where that can be",
+    )
     slow_reader_s: PositiveFloat = 60.0
     queue: QueueConfig = QueueConfig()
     tenants: dict[str, Weight] = Field(

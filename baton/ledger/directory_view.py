@@ -21,7 +21,7 @@ RETRY_S = 1.0
 
 
 class DirectoryView:
-    """Answers from memory. `run` keeps it up to date; while Redis is away it answers what it knows.
+    """Answers from memory, `prefixes`. `run` keeps it up to date; while Redis is away it answers what it knows.
 
     Every `compare_s` the numbers of the last changes are compared with the store's. That finds all that events cannot
     tell: some that the stream dropped, a Redis that came back empty, a worker that is gone.
@@ -30,12 +30,12 @@ class DirectoryView:
     def __init__(self, connection: Connection, *, compare_s: float = COMPARE_S) -> None:
         self._store = DirectoryStore(connection)
         self._compare_s = compare_s
-        self._map = PrefixMap()
+        self.prefixes = PrefixMap()
         self._last = ""  # the last event that was taken in; "": none yet
 
     def holders(self, digests: Sequence[bytes]) -> dict[Holder, int]:
         """How many leading blocks of this chain each worker is known to have; those with none are left out."""
-        return self._map.holders(digests)
+        return self.prefixes.holders(digests)
 
     async def run(self) -> None:
         """Follow, for ever; cancel it to end it."""
@@ -57,21 +57,21 @@ class DirectoryView:
             self._last = last  # the first time, or the store has begun anew
         while _order(self._last) < _order(last) and await self._advance():
             pass
-        for holder in self._map.behind(listed):
+        for holder in self.prefixes.behind(listed):
             await self._read(holder)
 
     async def _advance(self, wait_ms: int = 0) -> bool:
         """Take in the next events. False: there was none."""
         events = await self._store.events(self._last, wait_ms)
         for self._last, change in events:
-            if change is not None and not self._map.apply(change):
+            if change is not None and not self.prefixes.apply(change):
                 await self._read(change.holder)  # if that fails, the next comparison finds it
         return bool(events)
 
     async def _read(self, holder: Holder) -> None:
         everything = await self._store.read(holder.worker_id)
         if everything is not None:
-            self._map.apply(everything)
+            self.prefixes.apply(everything)
 
 
 def _order(event_id: str) -> tuple[int, int]:

@@ -7,7 +7,7 @@ a worker uses is decided by the worker, by whole digests.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -35,10 +35,27 @@ class Change:
 
 
 class PrefixMap:
-    """The sets of all holders, each as it was after one of its changes. Used by one thread."""
+    """The sets of all holders, each as it was after one of its changes. Used by one thread.
+
+    For whoever keeps columns of workers each holder has a slot, a small number from 1, until it is forgotten.
+    `generation` changes whenever a slot changes hands.
+    """
 
     def __init__(self) -> None:
+        self.generation = 0
         self._held: dict[Holder, tuple[int, set[bytes]]] = {}
+        self._slots: dict[Holder, int] = {}
+        self._vacant: list[int] = []
+        self._bits: dict[bytes, int] = {}  # by name: who has it, bit n for slot n
+
+    @property
+    def slots(self) -> int:
+        """The highest slot that was ever given."""
+        return len(self._slots) + len(self._vacant)
+
+    def slot(self, holder: Holder) -> int:
+        """The slot of a holder; 0: it is not known here."""
+        return self._slots.get(holder, 0)
 
     def apply(self, change: Change) -> bool:
         """Take in a change; one that is known already does nothing. False: changes before it were missed.
@@ -48,26 +65,65 @@ class PrefixMap:
         seq, names = self._held.get(change.holder, (0, set()))
         if change.seq <= seq:
             return True
-        if change.reset:
-            names = set()
-        elif not seq or change.seq != seq + 1:
+        if not change.reset and (not seq or change.seq != seq + 1):
             return False
-        names.difference_update(change.removed)
-        names.update(change.added)
+        bit = 1 << self._settle(change.holder)
+        added = set(change.added)
+        lost = names - added if change.reset else names.intersection(change.removed) - added
+        self._lose(lost, bit)
+        for name in added:
+            self._bits[name] = self._bits.get(name, 0) | bit
+        names.difference_update(lost)
+        names.update(added)
         self._held[change.holder] = (change.seq, names)
         return True
 
     def behind(self, listed: Mapping[Holder, int]) -> list[Holder]:
         """Given the number of each holder's last change: whose set must be read. Who is not listed is forgotten."""
-        self._held = {holder: held for holder, held in self._held.items() if holder in listed}
+        for holder in [holder for holder in self._held if holder not in listed]:
+            self._forget(holder)
         return [holder for holder, seq in listed.items() if holder not in self._held or self._held[holder][0] < seq]
 
-    def holders(self, digests: Sequence[bytes]) -> dict[Holder, int]:
+    def leading(self, digests: Iterable[bytes]) -> list[tuple[int, int]]:
+        """How many leading blocks of this chain who has: pairs of (a bit for each slot, that many blocks).
+
+        Those with none are in no pair. `digests` is read no further than to the first block that nobody has.
+        """
+        found: list[tuple[int, int]] = []
+        alive, count = -1, 0
+        for digest in digests:
+            still = alive & self._bits.get(digest[:NAME_BYTES], 0)
+            if still != alive and count:
+                found.append((alive & ~still, count))
+            alive, count = still, count + 1
+            if not still:
+                return found
+        if count:
+            found.append((alive, count))
+        return found
+
+    def holders(self, digests: Iterable[bytes]) -> dict[Holder, int]:
         """How many leading blocks of this chain each worker has; those with none are left out."""
-        chain = [digest[:NAME_BYTES] for digest in digests]
-        first = chain[0] if chain else b""  # most workers do not even have that one
-        return {holder: _leading(names, chain) for holder, (_, names) in self._held.items() if first in names}
+        levels = self.leading(digests)
+        return {holder: count for bits, count in levels for holder, slot in self._slots.items() if bits >> slot & 1}
 
+    def _settle(self, holder: Holder) -> int:
+        if holder not in self._slots:
+            self._slots[holder] = self._vacant.pop() if self._vacant else len(self._slots) + 1
+            self.generation += 1
+        return self._slots[holder]
 
-def _leading(names: set[bytes], chain: Sequence[bytes]) -> int:
-    return next((count for count, name in enumerate(chain) if name not in names), len(chain))
+    def _forget(self, holder: Holder) -> None:
+        _, names = self._held.pop(holder)
+        slot = self._slots.pop(holder)
+        self._lose(names, 1 << slot)
+        self._vacant.append(slot)
+        self.generation += 1
+
+    def _lose(self, names: Collection[bytes], bit: int) -> None:
+        for name in names:
+            left = self._bits[name] & ~bit
+            if left:
+                self._bits[name] = left
+            else:
+                del self._bits[name]

@@ -319,7 +319,7 @@ async def test_reader_and_store_agree_after_any_trouble(ledger, server, seed, mo
         log._refresh()  # as after a while: an expired key is noticed at the latest then
         await log.flush()
     await cluster.view.compare()
-    known = {holder: names for holder, (_, names) in cluster.view._map._held.items()}
+    known = {holder: names for holder, (_, names) in cluster.view.prefixes._held.items()}
     assert known == {
         holder_of(info): {DIGESTS[n][:16] for n in cluster.held[name]} for name, info in cluster.infos.items()
     }

@@ -65,7 +65,7 @@ def plan_of(rng: random.Random) -> Plan:
     settings = RouterSettings(
         name="sim",
         model="oracle",
-        policy=rng.choice(("least_loaded", "round_robin")),
+        policy=rng.choice(("predicted", "round_robin")),
         attempts=ATTEMPTS,
         queue_max_wait_s=60.0,
         max_request_s=DEADLINE_S,

@@ -101,6 +101,7 @@ def test_metrics_have_the_names_that_dashboards_read():
     metrics.digest_mismatch()
     metrics.handed_over(0.5, 4096, "gloo")
     metrics.gap(0.2, 4)
+    metrics.ttft_predicted(0.03)
     text = generate_latest(metrics.registry).decode()
     for line in (
         'baton_requests_total{outcome="finished"} 1.0',
@@ -116,6 +117,7 @@ def test_metrics_have_the_names_that_dashboards_read():
         "baton_prefill_seconds_sum 2.0",
         "baton_transfer_seconds_sum 0.5",
         'baton_itl_seconds_bucket{le="0.05"} 4.0',
+        'baton_ttft_prediction_error_seconds_bucket{le="0.05"} 1.0',
         'baton_kv_blocks{role="decode",state="free"} 14.0',
         'baton_kv_blocks{role="decode",state="owned"} 2.0',
         'baton_kv_blocks{role="decode",state="quarantined"} 3.0',

@@ -46,6 +46,8 @@ def test_overrides_say_the_same_as_variables(tmp_path):
 
 def test_a_router_is_told_how_often_a_request_is_tried():
     assert router_settings(ClusterConfig()).attempts == 3
+    settings = router_settings(ClusterConfig.model_validate({"slo": {"ttft_ms": 250, "itl_ms": 20}}))
+    assert (settings.policy, settings.slo_ttft_s, settings.slo_itl_s) == ("predicted", 0.25, 0.02)
     assert router_settings(ClusterConfig.model_validate({"retry": {"attempts": 5}})).attempts == 5
 
 

@@ -23,8 +23,13 @@ def load(tmp_path):
 
 def test_an_empty_file_is_a_working_local_cluster(load):
     config = load("", sets=["model.path=oracle"])
-    assert (config.name, config.prefill.replicas, config.router.policy) == ("local", 1, "least_loaded")
+    assert (config.name, config.prefill.replicas, config.router.policy) == ("local", 1, "predicted")
     assert config.redis.url == "embedded"
+
+
+@pytest.mark.parametrize("policy", ["predicted", "least_loaded", "prefix", "round_robin"])
+def test_every_policy_can_be_named(load, policy):
+    assert load(f"model: {{path: oracle}}\nrouter: {{policy: {policy}}}").router.policy == policy
 
 
 @pytest.mark.parametrize("file", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.name)
@@ -56,6 +61,7 @@ WRONG = {
     "no port": ("router: {grpc: localhost}", ["router.grpc", "host:port", "localhost"]),
     "port too high": ("router: {grpc: 'localhost:70000'}", ["router.grpc", "70000"]),
     "not a policy": ("router: {policy: random}", ["router.policy", "least_loaded", "random"]),
+    "no time at all": ("slo: {itl_ms: 0}", ["line 1", "slo.itl_ms", "greater than 0"]),
     "bad name": ("name: Big Cluster", ["name", "Big Cluster"]),
     "redis scheme": ("redis: {url: 'http://x'}", ["redis.url", "redis://"]),
     "duplicate key": ("name: a\nname: b", ["line 2", "name", "twice"]),

@@ -53,6 +53,33 @@ def test_another_incarnation_is_another_holder():
     assert prefixes.holders(NAMES) == {}
 
 
+def test_a_chain_is_read_no_further_than_somebody_has_it():
+    prefixes, asked = PrefixMap(), []
+    prefixes.apply(Change(A, 1, reset=True, added=NAMES[:2]))
+    prefixes.apply(Change(B, 1, reset=True, added=NAMES[:1]))
+
+    def digests():
+        for name in NAMES:
+            asked.append(name)
+            yield name
+
+    assert prefixes.leading(digests()) == [(1 << prefixes.slot(B), 1), (1 << prefixes.slot(A), 2)]
+    assert asked == NAMES[:3]
+
+
+def test_a_slot_is_given_again_and_that_is_told():
+    prefixes = PrefixMap()
+    prefixes.apply(Change(A, 1, reset=True, added=NAMES[:2]))
+    slot, told = prefixes.slot(A), prefixes.generation
+    prefixes.apply(Change(A, 2, added=NAMES[2:3]))
+    assert prefixes.generation == told
+    prefixes.behind({})
+    assert (prefixes.slot(A), prefixes.leading(NAMES)) == (0, [])
+    prefixes.apply(Change(B, 1, reset=True, added=NAMES[:1]))
+    assert prefixes.slot(B) == slot
+    assert prefixes.generation == told + 2
+
+
 def replace_incarnation(holder: Holder) -> Holder:
     return holder._replace(incarnation=replace(holder.incarnation, counter=holder.incarnation.counter + 10))
 
@@ -134,6 +161,20 @@ class Directory(RuleBasedStateMachine):
     def never_wrong_for_its_change(self) -> None:
         for holder, (seq, names) in self.reader._held.items():
             assert names == self.history[holder, seq]
+
+    @invariant()
+    def each_name_knows_who_has_it(self) -> None:
+        slots = {holder: self.reader.slot(holder) for holder in self.reader._held}
+        assert 0 not in slots.values()
+        assert len(set(slots.values())) == len(slots)
+        assert sorted([*slots.values(), *self.reader._vacant]) == list(
+            range(1, len(slots) + len(self.reader._vacant) + 1)
+        )
+        bits: dict[bytes, int] = {}
+        for holder, (_, names) in self.reader._held.items():
+            for name in names:
+                bits[name] = bits.get(name, 0) | 1 << slots[holder]
+        assert self.reader._bits == bits
 
 
 TestDirectory = Directory.TestCase

@@ -1,83 +1,185 @@
+"""The policies: never a pair that does not fit, the best of all pairs, and load that spreads."""
+
+from __future__ import annotations
+
 from collections import Counter
 from dataclasses import replace
+from itertools import product
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.core import BlockCounts, Incarnation, KVLayout, Load, Role, WorkerInfo, WorkerRef
-from router.policy import POLICIES, Pair, Policy, WorkerView, has_pair, least_loaded, misfit, round_robin
-
-LAYOUT = KVLayout(1, 1, 8, 16, "float32")
-
-
-def view(role: Role, name: str, fingerprint: str = "a", free: int = 100, running: int = 0, **fields) -> WorkerView:
-    ref = WorkerRef(name, Incarnation(1, 1), "x:1")
-    load = Load(running=running, queued_tokens=fields.pop("reported", 0), blocks=BlockCounts(100, free, 100 - free))
-    return WorkerView(WorkerInfo(ref, role, fingerprint, "m", 2048, 100, LAYOUT), load, **fields)
+from baton.core import Role
+from router import policy as policies
+from router.policy import POLICIES, least_loaded, predicted, prefix, round_robin
+from router.snapshot import Ask, Facts, Snapshot
+from router.view import has_pair, misfit
+from tests.unit.router.fakes import LAYOUT, decode, fleet_of, link, pace, prefill
 
 
-def prefill(name: str = "p", *args, **fields) -> WorkerView:
-    return view(Role.PREFILL, name, *args, **fields)
-
-
-def decode(name: str = "d", *args, **fields) -> WorkerView:
-    return view(Role.DECODE, name, *args, **fields)
-
-
-def chosen(policy: Policy, left: list[WorkerView], right: list[WorkerView], turn: int = 0) -> Pair:
-    pair = policy(left, right, 10, turn)
-    assert pair is not None
-    return pair
+def choose(policy, links, tokens=10, turn=0, cached=None, slo_itl_s=np.inf, keep=None):
+    """The ids of the pair; `cached`: tokens by worker id."""
+    fleet = fleet_of(*links, slo_itl_s=slo_itl_s)
+    snapshot = fleet.snapshot()
+    ask = fleet.ask(tokens, turn, keep and keep.info.ref, None)
+    for one in links:
+        column = ask.prefill_cached if one.info.role is Role.PREFILL else ask.decode_cached
+        column[fleet._members[one.info.ref].row] = (cached or {}).get(one.info.ref.worker_id, 0)
+    pair = policy(snapshot, ask)
+    if pair is None:
+        return None
+    return tuple(fleet.ref(role, row).worker_id for role, row in zip(Role, pair[:2], strict=True))
 
 
 names = st.sampled_from(["a", "b"])
-views = st.tuples(
+rows = st.tuples(
     st.integers(0, 9), names, st.integers(0, 100), st.integers(0, 5), st.integers(0, 5), st.integers(0, 50),
-    st.booleans(),
+    st.booleans(), st.booleans(),
 )  # fmt: skip
 
 
-def build(role: Role, rows) -> list[WorkerView]:
+def build(role, drawn):
     return [
-        view(role, f"{role}-{i}", fp, free, running, dispatched=dispatched, pending_blocks=pending, full=full)
-        for i, fp, free, running, dispatched, pending, full in rows
+        link(role, f"{role}-{number}-{i}", fp, free, running, dispatched=dispatched, pending_blocks=pending, full=full)
+        for number, (i, fp, free, running, dispatched, pending, full, _) in enumerate(drawn)
     ]
 
 
 @pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
-@given(st.lists(views, max_size=5), st.lists(views, max_size=5), st.integers(1, 2000), st.integers(0, 99))
+@given(st.lists(rows, max_size=5), st.lists(rows, max_size=5), st.integers(1, 2000), st.integers(0, 99))
 def test_a_pair_fits_and_is_found_whenever_there_is_one(policy, left, right, tokens, turn):
-    workers = build(Role.PREFILL, left), build(Role.DECODE, right)
-    pair = policy(*workers, tokens, turn)
+    sides = build(Role.PREFILL, left), build(Role.DECODE, right)
+    for one, drawn in zip(sides[0] + sides[1], left + right, strict=True):
+        one.usable = drawn[-1]
+    pair = choose(policy, sides[0] + sides[1], tokens, turn)
+    able = {
+        (p.info.ref.worker_id, d.info.ref.worker_id)
+        for p, d in product(*sides)
+        if p.usable and d.usable and p.info.fingerprint == d.info.fingerprint
+        if not p.view.full and d.view.has_room(tokens)
+    }
+    assert (pair in able) if able else pair is None
+
+
+costs = st.tuples(*[st.sampled_from([0.0, 0.5, 1.0, 2.0])] * 4)
+numbers = st.tuples(
+    st.integers(0, 3), st.integers(0, 2), st.integers(0, 40), st.sampled_from([0, 1, 50]), st.integers(0, 5), costs
+)
+
+
+def side(snapshot_side, drawn):
+    for order, (requests, dispatched, backlog, room, group, cost) in enumerate(drawn):
+        facts = Facts(
+            1.0, group % 2, order, requests, dispatched, backlog, room, room, 16.0, 8.0 * requests, 4.0, *cost
+        )
+        snapshot_side.put(snapshot_side.add(), facts)
+
+
+@given(
+    st.lists(numbers, min_size=1, max_size=6),
+    st.lists(numbers, min_size=1, max_size=6),
+    st.data(),
+    st.integers(1, 60),
+    st.sampled_from([np.inf, 3.0, 30.0]),
+)
+def test_predicted_is_the_best_of_all_pairs(left, right, data, tokens, slo):
+    snapshot = Snapshot(groups=2, byte_s=0.01, slo_itl_s=slo)
+    side(snapshot.prefill, left)
+    side(snapshot.decode, right)
+    part = st.integers(0, tokens - 1).map(float)
+    cached = [np.array(data.draw(st.lists(part, min_size=len(x), max_size=len(x)))) for x in (left, right)]
+    found = predicted(snapshot, Ask(tokens, cached[0], cached[1]))
+
+    def rank(pair):
+        p, d = (Facts(*(column[row] for column in at)) for at, row in zip(ats, pair, strict=True))
+        new, held = tokens - cached[0][pair[0]], cached[0][pair[0]]
+        attended = sum(held + n + 1 for n in range(int(new)))
+        ttft = p.backlog * p.queued_s + p.step_s + p.token_s * new + p.context_s * attended
+        itl = d.step_s + d.token_s * (d.requests + 1) + d.context_s * (d.kv_tokens + tokens)
+        second = itl and itl + (tokens - cached[1][pair[1]]) * d.token_bytes * 0.01
+        rest = (d.requests, -d.available, d.order, p.backlog - held, p.dispatched, p.order)
+        return (round(max(itl - slo, 0.0), 9), round(ttft, 9), round(second, 9), *rest)
+
+    ats = snapshot.prefill.at, snapshot.decode.at
     able = [
-        (p, d) for p in workers[0] for d in workers[1]
-        if p.info.fingerprint == d.info.fingerprint and not p.full and d.has_room(tokens)
+        (p, d) for p, d in product(range(len(left)), range(len(right)))
+        if ats[0].group[p] == ats[1].group[d] and -(-(tokens + 1) // 16) <= ats[1].room[d]
     ]  # fmt: skip
-    assert (pair is None) == (not able)
-    if pair is not None:
-        assert any(pair.prefill is p and pair.decode is d for p, d in able)
-        assert has_pair(*workers)
+    assert (found is None) == (not able)
+    if found is not None:
+        assert rank(found[:2]) == min(map(rank, able))
+        assert found.ttft_s == pytest.approx(rank(found[:2])[1])
+
+
+@given(st.lists(numbers, min_size=1, max_size=6), st.lists(numbers, min_size=1, max_size=6))
+def test_while_nothing_is_known_predicted_is_least_loaded(left, right):
+    snapshot = Snapshot(groups=1)
+    for which, drawn in ((snapshot.prefill, left), (snapshot.decode, right)):
+        side(which, [(*row[:4], 0, (0.0,) * 4) for row in drawn])
+    ask = Ask(5, np.zeros(len(left)), np.zeros(len(right)))
+    assert predicted(snapshot, ask) == least_loaded(snapshot, ask)
 
 
 def test_least_loaded_counts_what_was_dispatched_and_what_others_sent():
     busy, mine, idle = decode("1", running=3), decode("2", dispatched=2), decode("3", running=1)
-    assert chosen(least_loaded, [prefill()], [busy, mine, idle]).decode is idle
+    assert choose(least_loaded, [prefill(), busy, mine, idle]) == ("p", "3")
     reported, sent, free = prefill("1", reported=500), prefill("2", queued_tokens=400), prefill("3", queued_tokens=10)
-    assert chosen(least_loaded, [reported, sent, free], [decode()]).prefill is free
+    assert choose(least_loaded, [reported, sent, free, decode()]) == ("3", "d")
 
 
 def test_least_loaded_prefers_room_among_equals():
-    assert (
-        chosen(least_loaded, [prefill()], [decode("1", free=5), decode("2", free=50)]).decode.info.ref.worker_id == "2"
-    )
+    assert choose(least_loaded, [prefill(), decode("1", free=5), decode("2", free=50)]) == ("p", "2")
 
 
 def test_round_robin_takes_turns():
-    workers = [prefill("p0"), prefill("p1")], [decode(f"d{i}") for i in range(3)]
-    pairs = [chosen(round_robin, *workers, turn) for turn in range(6)]
-    assert Counter(pair.decode.info.ref.worker_id for pair in pairs) == {"d0": 2, "d1": 2, "d2": 2}
-    assert Counter(pair.prefill.info.ref.worker_id for pair in pairs) == {"p0": 3, "p1": 3}
+    workers = [prefill("p0"), prefill("p1"), *(decode(f"d{i}") for i in range(3))]
+    pairs = [choose(round_robin, workers, turn=turn) for turn in range(6)]
+    assert Counter(right for _, right in pairs) == {"d0": 2, "d1": 2, "d2": 2}
+    assert Counter(left for left, _ in pairs) == {"p0": 3, "p1": 3}
+
+
+SLOW, FAST = pace(100, 100, 5050, 0.01, 0.002), pace(100, 100, 5050, 0.01, 0.001)
+
+
+def test_predicted_takes_the_earliest_first_token():
+    workers = [prefill("fast", pace=FAST, reported=300), prefill("slow", pace=SLOW), decode()]
+    assert choose(predicted, workers, tokens=100) == ("slow", "d"), "300 tokens wait at the fast one"
+    assert choose(predicted, workers, tokens=1000) == ("fast", "d"), "which is made up for by this prompt"
+
+
+@pytest.mark.parametrize("policy", [predicted, prefix])
+def test_a_cached_prefix_is_worth_what_it_saves(policy):
+    def taken(backlog):
+        workers = [prefill("has", pace=FAST, reported=backlog), prefill("not", pace=FAST), decode()]
+        return choose(policy, workers, tokens=500, cached={"has": 400})[0]
+
+    assert taken(0) == taken(300) == "has"
+    assert taken(500) == "not", "it would wait for longer than the prompt takes elsewhere"
+
+
+def test_predicted_keeps_within_the_slo():
+    pressed = decode("1", pace=pace(100, 10, 100, 0.01, 0.01), running=9)
+    slow = decode("2", pace=pace(100, 1, 100, 0.08, 0.01))
+    assert choose(predicted, [prefill(), pressed, slow], cached={"1": 9}, slo_itl_s=0.15)[1] == "2"
+    two = [prefill(), pressed, decode("3", pace=pace(100, 10, 100, 0.01, 0.02), running=9)]
+    assert choose(predicted, two, slo_itl_s=0.001)[1] == "1", "none is within it: the one that comes nearest"
+
+
+def test_prefix_does_not_crowd_the_decode_worker_that_has_it():
+    busy, idle = decode("1", running=6), decode("2", running=1)
+    assert choose(prefix, [prefill(), busy, idle], cached={"1": 9})[1] == "1"
+    busy.view.load = replace(busy.view.load, running=7)
+    assert choose(prefix, [prefill(), busy, idle], cached={"1": 9})[1] == "2"
+
+
+def test_only_the_worker_that_holds_the_kv_is_taken():
+    kept, other = prefill("kept", reported=1000), prefill("other")
+    for policy in POLICIES.values():
+        assert choose(policy, [other, kept, decode()], keep=kept)[0] == "kept"
+    kept.view.full = True
+    assert choose(predicted, [other, kept, decode()], keep=kept) is None
 
 
 @pytest.mark.parametrize(
@@ -92,12 +194,15 @@ def test_round_robin_takes_turns():
     ],
 )
 def test_room(worker, tokens, room):
-    assert worker.has_room(tokens) is room
+    assert worker.view.has_room(tokens) is room
+    assert (choose(predicted, [prefill(), worker], tokens) is not None) is room
 
 
 def test_workers_of_different_fingerprints_are_no_pair():
-    assert not has_pair([prefill("p", "a")], [decode("d", "b")])
-    assert least_loaded([prefill("p", "a")], [decode("d", "b")], 10, 0) is None
+    left, right = prefill("p", "a"), decode("d", "b")
+    assert not has_pair([left.view], [right.view])
+    for policy in POLICIES.values():
+        assert choose(policy, [left, right]) is None
 
 
 @pytest.mark.parametrize(
@@ -120,3 +225,12 @@ def test_a_worker_that_fits_nobody_is_told_why(change, named):
 def test_the_size_of_blocks_is_no_reason():
     mine = replace(prefill("p", "b").info, layout=replace(LAYOUT, block_size=32))
     assert misfit(mine, [decode("d").info]) == "weights or config differ from those of d"
+
+
+def test_policies_look_at_nothing_but_their_arguments():
+    snapshot = fleet_of(prefill(pace=FAST), decode(pace=FAST)).snapshot()
+    ask, before = Ask(5, np.zeros(1), np.zeros(1)), snapshot.prefill._table.copy()
+    for policy in POLICIES.values():
+        assert policy(snapshot, ask) == policy(snapshot, ask)
+    assert (snapshot.prefill._table == before).all()
+    assert policies.ttft_s(snapshot, ask)[0] > 0

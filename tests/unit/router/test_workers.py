@@ -1,47 +1,47 @@
 """Claims on pairs of workers: who is taken, who is kept, and what they count as loaded with."""
 
+from collections import Counter
+from dataclasses import replace
 from typing import cast
 
 import pytest
 
 from baton.clock import FakeClock
-from baton.core import BlockCounts, Incarnation, KVLayout, Load, Role, WorkerInfo, WorkerRef
+from baton.core import BlockCounts, Role, Sampling, SequenceSpec
+from baton.engine.prefix import Chain, scope_key
+from baton.ledger.prefix_map import NAME_BYTES, Change, Holder, PrefixMap
 from router.link import WorkerLink
-from router.policy import POLICIES, WorkerView
+from router.policy import POLICIES
 from router.workers import WorkerPool
+from tests.unit.router import fakes
 
-LAYOUT = KVLayout(layers=1, kv_heads=1, head_dim=8, block_size=16, dtype="float32")
 
+def pool_of(count, policy="least_loaded", **facts):
+    async def nobody():
+        return []
 
-class FakeLink:
-    """A link that is up, without a stream."""
-
-    def __init__(self, role, name, fingerprint="fp"):
-        ref = WorkerRef(name, Incarnation(1, 1), "127.0.0.1:1")
-        self.view = WorkerView(WorkerInfo(ref, role, fingerprint, "oracle", 2048, 100, LAYOUT))
-        self.view.load = Load(blocks=BlockCounts(total=100, free=100))
-        self.state, self.usable = "connected", True
-
-    @property
-    def info(self):
-        return self.view.info
+    made = WorkerPool(nobody, POLICIES[policy], "router-a", 1.0, facts.pop("clock", FakeClock()), **facts)
+    for role in Role:
+        for number in range(count):
+            made._add(cast("WorkerLink", fakes.link(role, f"{role}-{number}")))
+    return made
 
 
 @pytest.fixture
 def pool():
-    async def nobody():
-        return []
-
-    made = WorkerPool(nobody, POLICIES["least_loaded"], "router-a", 1.0, FakeClock())
-    for role in Role:
-        for number in range(2):
-            link = FakeLink(role, f"{role}-{number}")
-            made._links[link.info.ref] = cast("WorkerLink", link)
-    return made
+    return pool_of(2)
 
 
 def link(pool, name):
     return next(link for link in pool.links if link.info.ref.worker_id == name)
+
+
+def say(pool, name, **facts):
+    """Something is known of this worker's view now."""
+    one = link(pool, name)
+    for field, value in facts.items():
+        setattr(one.view if hasattr(one.view, field) else one, field, value)
+    pool._changed(one.info.ref)
 
 
 def names(claim):
@@ -50,16 +50,16 @@ def names(claim):
 
 def test_the_worker_that_holds_the_kv_is_taken_while_it_is_there(pool):
     kept = link(pool, "prefill-1")
-    kept.view.queued_tokens = 1000
+    say(pool, "prefill-1", queued_tokens=1000)
     assert names(pool.claim(10)) == ("prefill-0", "decode-0")
     assert names(pool.claim(10, kept)) == ("prefill-1", "decode-1")
-    kept.usable = False
+    say(pool, "prefill-1", usable=False)
     assert names(pool.claim(10, kept))[0] == "prefill-0"
 
 
 def test_nobody_else_is_taken_when_it_finds_no_decode_worker(pool):
     for name in ("decode-0", "decode-1"):
-        link(pool, name).view.full = True
+        say(pool, name, full=True)
     assert pool.claim(10, link(pool, "prefill-1")) is None
 
 
@@ -70,3 +70,70 @@ def test_a_claim_counts_until_it_is_given_back(pool):
     assert (decode.dispatched, decode.pending_blocks) == (1, 3)
     claim.release()
     assert (prefill.dispatched, prefill.queued_tokens, decode.dispatched, decode.pending_blocks) == (0, 0, 0, 0)
+
+
+def test_load_counts_from_the_choice_on(pool):
+    pairs = Counter(names(pool.claim(100)) for _ in range(10))
+    assert set(pairs.values()) == {5}, pairs
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_requests_of_one_moment_spread(policy):
+    pool = pool_of(4, policy)
+    done = fakes.pace(1000, 100, 5050, 0.01, 0.001)
+    for one in pool.links:
+        load = replace(one.view.load, step=1000, prefill_pace=done, decode_pace=done)
+        say(pool, one.info.ref.worker_id, load=load)
+    claims = [pool.claim(100) for _ in range(16)]
+    for role in range(2):
+        assert Counter(names(claim)[role] for claim in claims).most_common(1)[0][1] == 4
+    for claim in claims:
+        claim.release()
+    assert all((one.view.dispatched, one.view.queued_tokens) == (0, 0) for one in pool.links)
+
+
+def test_the_cached_part_of_a_prompt_is_no_backlog():
+    spec, prefixes = SequenceSpec(tuple(range(100)), Sampling()), PrefixMap()
+    pool = pool_of(2, "prefix", prefixes=prefixes)
+    ref = link(pool, "prefill-1").info.ref
+    chain = Chain(scope_key("a", ""), spec.prompt, 16)
+    prefixes.apply(
+        Change(Holder(ref.worker_id, ref.incarnation), 1, True, [chain.digest(n)[:NAME_BYTES] for n in range(4)])
+    )
+    claim = pool.claim(100, spec=spec)
+    assert names(claim)[0] == "prefill-1"
+    assert claim.prefill.view.queued_tokens == 100 - 64
+    claim.computed()
+    assert claim.prefill.view.queued_tokens == 0
+
+
+def test_a_prediction_is_compared_with_what_came():
+    clock = FakeClock()
+    pool = pool_of(1, "predicted", clock=clock)
+    off: list[float] = []
+    pool.on_predicted = off.append
+    unknown = pool.claim(100)
+    assert unknown.predicted_ttft_s is None
+    unknown.computed()
+    unknown.release()
+    load = replace(link(pool, "prefill-0").view.load, step=9, prefill_pace=fakes.pace(1000, 100, 5050, 0.0, 0.001))
+    say(pool, "prefill-0", load=load)
+    claim = pool.claim(100)
+    assert claim.predicted_ttft_s == pytest.approx(0.1, rel=0.01)
+    clock.advance(0.35)
+    claim.computed()
+    claim.computed()
+    claim.release()
+    assert off == pytest.approx([0.25], abs=0.01)
+    pool.claim(100).release()
+    assert len(off) == 1, "no first token came"
+    assert pool.claim(100, link(pool, "prefill-0")).predicted_ttft_s is None, "its KV is there already"
+
+
+def test_a_worker_that_comes_back_is_counted_from_nothing(pool):
+    claim = pool.claim(40)
+    one = claim.decode
+    one.view = type(one.view)(one.info)
+    say(pool, one.info.ref.worker_id, load=replace(one.view.load, blocks=BlockCounts(100, 100)))
+    claim.release()
+    assert (one.view.dispatched, one.view.pending_blocks) == (0, 0)

@@ -1,0 +1,126 @@
+"""What steps of a worker cost, fitted online to what it reports: seconds = a + b tokens + c context, none below 0.
+
+`context` is how many positions the tokens of a step attend to, summed: with it, one model is right for prompts (whose
+cost grows with the square) and for decoding (which reads all KV).
+"""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from baton.core import Pace
+
+_FORGET = 0.97  # what an observation still counts after the next one,
+_HASTE = 10.0  # and less when predictions are off: this power more for each time that they are by themselves
+_LEAST_S = 1e-7  # of a step
+_IDLE = 0.98  # and after a report without steps
+_MOST_STEPS = 32.0  # an observation of more counts as much as one of so many
+_SETTLED = 8  # observations from which on an outlier is known as one
+_OUTLIER = 4.0  # times what predictions are usually off by
+_NOISE = 0.05  # a share by which every prediction is off
+_COLD = 4.0  # what took so many times longer at first was warming up
+_PRIOR = 8.0  # steps of its like that count for a worker beside its own
+# Where data do not tell the causes apart it is the tokens, then the step, then the context.
+_RIDGE = np.array([1e-5, 1e-6, 1e-4])
+_SUBSETS = np.array(list(product((0.0, 1.0), repeat=3)))
+
+Matrix = NDArray[np.float64]
+
+
+class Cost(NamedTuple):
+    """Seconds: of a step, of each token, of each position attended to, and of a token that waits with others."""
+
+    step_s: float
+    token_s: float
+    context_s: float
+    queued_s: float
+
+    @property
+    def known(self) -> bool:
+        return self.step_s + self.token_s + self.context_s > 0
+
+    def of(self, tokens: float, context: float) -> float:
+        """Seconds of a step."""
+        return self.step_s + self.token_s * tokens + self.context_s * context
+
+
+UNKNOWN = Cost(0.0, 0.0, 0.0, 0.0)
+
+
+class StepFit:
+    """Least squares of relative errors with exponential forgetting, in memory that does not grow."""
+
+    def __init__(self) -> None:
+        self._sums: Matrix = np.zeros((3, 5))  # x x', x y, and (weight, tokens, context)
+        self._off = 0.0  # how far off predictions usually are, as a share of them
+        self._seen = 0
+        self._cost = UNKNOWN
+        self._due = 0  # observations until it is worth solving again
+
+    def observe(self, pace: Pace) -> None:
+        """These steps came since the last report. What cannot be is passed over."""
+        if min(pace.steps, pace.tokens, pace.context) <= 0 or pace.seconds < pace.steps * _LEAST_S:
+            return
+        step = np.array((1.0, pace.tokens / pace.steps, pace.context / pace.steps))
+        expected = seconds = pace.seconds / pace.steps
+        if self._cost.known:
+            expected = max(self._cost.of(step[1], step[2]), _LEAST_S)
+            seconds = expected * self._credible(seconds / expected)
+        weight, x = min(pace.steps, _MOST_STEPS), step / expected
+        self._sums *= _FORGET ** (1.0 + _HASTE * self._off)
+        self._sums += np.outer(weight * x, (*x, seconds / expected, 0.0))
+        self._sums[:, 4] += weight * step
+        self._seen += 1
+        self._due -= 1
+
+    def idle(self) -> None:
+        """A report without steps: what is known ages, and with it what made this worker look slow."""
+        self._sums *= _IDLE
+        self._due -= 1
+
+    def cost(self, prior: StepFit | None = None) -> Cost:
+        """The fit; `prior`, of its like, fills in where this one has seen little."""
+        if self._due <= 0:
+            self._cost = _solve(self._sums if prior is None else self._beside(prior))
+            self._due = min(8, 1 + self._seen // 2)
+        return self._cost
+
+    def _beside(self, prior: StepFit) -> Matrix:
+        """The sums with `_PRIOR` steps of `prior`, weighed as errors of this one's size."""
+        ours, theirs = self._sums, prior._sums
+        if ours[0, 4] < 1e-3 or not theirs[0, 4]:
+            return ours if ours[0, 4] > theirs[0, 4] else theirs
+        size = (ours[0, 0] / ours[0, 4]) / (theirs[0, 0] / theirs[0, 4])
+        joined: Matrix = ours + theirs * (size * _PRIOR / max(theirs[0, 4], _PRIOR))
+        return joined
+
+    def _credible(self, ratio: float) -> float:
+        """What to take for the seconds of a step, both in terms of what was expected. Many outliers are none."""
+        if self._seen < _SETTLED:
+            if ratio * _COLD < 1.0:
+                self._sums, self._due = np.zeros((3, 5)), 0
+            self._off += (min(abs(ratio - 1.0), 1.0) - self._off) / (self._seen + 1)
+            return ratio
+        most = _OUTLIER * max(self._off, _NOISE)
+        off = min(max(ratio - 1.0, -most), most)
+        self._off += 0.1 * (min(abs(off), 1.0) - self._off)
+        return 1.0 + off
+
+
+def _solve(sums: Matrix) -> Cost:
+    """The best coefficients of which none is below 0: of the eight ways to leave some out, the best that is allowed."""
+    scale = np.sqrt(np.diag(sums))
+    if not scale.all():
+        return UNKNOWN
+    unit, right = sums[:, :3] / np.outer(scale, scale), sums[:, 3] / scale
+    kept = _SUBSETS[:, :, None] * _SUBSETS[:, None, :]
+    systems = unit * kept + np.eye(3) * (1.0 - _SUBSETS + _RIDGE)[:, None, :]
+    found = np.linalg.solve(systems, (_SUBSETS * right)[:, :, None])[:, :, 0]
+    loss = np.einsum("si,ij,sj->s", found, unit + np.diag(_RIDGE), found) - 2.0 * found @ right
+    loss[(found < 0.0).any(axis=1)] = np.inf
+    step_s, token_s, context_s = (float(value) for value in found[loss.argmin()] / scale)
+    return Cost(step_s, token_s, context_s, token_s + context_s * float(sums[2, 4] / sums[1, 4]))

@@ -1,0 +1,116 @@
+"""What the policies choose from: all workers of each role as columns of numbers, so that a choice is a few operations.
+
+No network, no clock, no workers: `router/fleet.py` fills in the rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Generic, NamedTuple, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+Value = TypeVar("Value")
+Column = NDArray[np.float64]
+Rows = NDArray[np.intp]
+
+
+class Facts(NamedTuple, Generic[Value]):
+    """One worker in numbers, or, column by column, all of a role. The costs are seconds, 0 while nothing is known."""
+
+    able: Value  # 1: it may be given a request
+    group: Value  # workers with equal fingerprints have equal numbers, from 0
+    order: Value  # its place by worker id
+    requests: Value  # on it: as the worker reports them (of all routers), or as we sent them
+    dispatched: Value  # by this router
+    backlog: Value  # prefill: prompt tokens before a newcomer
+    room: Value  # decode: blocks that a newcomer may have; inf: it is always asked
+    available: Value  # blocks that are free or only cached
+    block_size: Value
+    kv_tokens: Value  # decode: positions held by what decodes, or is about to
+    token_bytes: Value  # of KV
+    step_s: Value  # a step, whatever is in it
+    token_s: Value  # each token in it
+    context_s: Value  # each position that one of its tokens attends to
+    queued_s: Value  # prefill: each token that waits before a newcomer
+
+
+BLANK = Facts(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+_FIRST = 8  # rows
+
+
+class Side:
+    """All workers of one role. A worker keeps its row while it is there; rows without one are never `able`."""
+
+    def __init__(self) -> None:
+        self._table = np.tile(np.array(BLANK)[:, None], _FIRST)
+        self._vacant: list[int] = []
+        self._end = 0
+        self.slots = np.zeros(_FIRST, np.intp)  # in the prefix directory, 0: it is not there
+        self.at: Facts[Column] = Facts(*self._table[:, :0])
+
+    def __len__(self) -> int:
+        """Rows, those without a worker among them."""
+        return self._end
+
+    def add(self) -> int:
+        """A row for a worker."""
+        if self._vacant:
+            return self._vacant.pop()
+        if self._end == self._table.shape[1]:
+            self._table = np.hstack([self._table, np.tile(np.array(BLANK)[:, None], self._end)])
+            self.slots = np.concatenate([self.slots, np.zeros(self._end, np.intp)])
+        self._end += 1
+        self.at = Facts(*self._table[:, : self._end])
+        return self._end - 1
+
+    def put(self, row: int, facts: Facts[float]) -> None:
+        """What is known of the worker now."""
+        self._table[:, row] = facts
+
+    def drop(self, row: int) -> None:
+        """The worker is gone."""
+        self.put(row, BLANK)
+        self.slots[row] = 0
+        self._vacant.append(row)
+
+    def cached(self, by_slot: Column | None) -> Column:
+        """From cached tokens by slot of the prefix directory to cached tokens by row."""
+        if by_slot is None:
+            return np.zeros(self._end)
+        return by_slot[self.slots[: self._end]]
+
+
+@dataclass(slots=True)
+class Snapshot:
+    """Everything that a choice depends on, beside the request. `groups`: how many fingerprints there are."""
+
+    prefill: Side = field(default_factory=Side)
+    decode: Side = field(default_factory=Side)
+    groups: int = 0
+    byte_s: float = 1e-9  # to move a byte of KV
+    slo_itl_s: float = np.inf
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """A request, as far as a choice depends on it: `tokens` are known, `turn` requests were given a pair before.
+
+    `keep`: the only prefill row to take. `prefill_cached` and `decode_cached`: its leading tokens, by row.
+    """
+
+    tokens: int
+    prefill_cached: Column
+    decode_cached: Column
+    turn: int = 0
+    keep: int | None = None
+
+
+def spread(levels: Iterable[tuple[int, int]], block_size: int, into: Column) -> None:
+    """Write the tokens of each level of `PrefixMap.leading` into the slots of its bits."""
+    size = len(into) // 8 + 1
+    for bits, count in levels:
+        flags = np.unpackbits(np.frombuffer(bits.to_bytes(size, "little"), np.uint8), bitorder="little")
+        into[flags[: len(into)].view(np.bool_)] = count * block_size

@@ -1,0 +1,242 @@
+"""The snapshot is, after whatever happened, what one made from nothing would be."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import numpy as np
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
+
+from baton.core import BlockCounts, Channel, Incarnation, Load, Role, Sampling, SequenceSpec, WorkerRef
+from baton.engine.prefix import Chain, scope_key
+from baton.ledger.prefix_map import NAME_BYTES, Change, Holder, PrefixMap
+from router.fleet import Fleet, facts_of
+from router.policy import predicted
+from router.snapshot import BLANK, Facts
+from router.view import WorkerView
+from tests.unit.router.fakes import decode, fleet_of, link, pace, prefill
+
+PROMPT = tuple(range(100))
+
+
+def spec(tokens=PROMPT, scope=""):
+    return SequenceSpec(tokens, Sampling(), cache_scope=scope)
+
+
+def names(tokens=PROMPT, fingerprint="a", scope="", size=16):
+    chain = Chain(scope_key(fingerprint, scope), tokens, size)
+    return [chain.digest(block)[:NAME_BYTES] for block in range(len(tokens) // size)]
+
+
+def holder(one):
+    return Holder(one.info.ref.worker_id, one.info.ref.incarnation)
+
+
+def facts(fleet, one):
+    """What its row says."""
+    side = fleet.snapshot().prefill if one.info.role is Role.PREFILL else fleet.snapshot().decode
+    return Facts(*(float(column[fleet._members[one.info.ref].row]) for column in side.at))
+
+
+class Changes(RuleBasedStateMachine):
+    links = Bundle("links")
+
+    def __init__(self):
+        super().__init__()
+        self.prefixes = PrefixMap()
+        self.fleet = Fleet(self.prefixes)
+        self.here = {}
+        self.born = 0
+        self.seqs = {}
+
+    @rule(target=links, role=st.sampled_from(Role), number=st.integers(0, 5), fingerprint=st.sampled_from("ab"))
+    def arrive(self, role, number, fingerprint):
+        self.born += 1
+        one = link(role, f"{role}-{number}", fingerprint)
+        ref = WorkerRef(one.info.ref.worker_id, Incarnation(1, self.born), "x:1")
+        one.view.info = replace(one.info, ref=ref)
+        self.here[ref] = one
+        self.fleet.add(one)
+        return one
+
+    @rule(one=consumes(links))
+    def leave(self, one):
+        del self.here[one.info.ref]
+        self.fleet.drop(one.info.ref)
+
+    @rule(one=links, data=st.data())
+    def report(self, one, data):
+        numbers = [data.draw(st.integers(0, 50)) for _ in range(5)]
+        blocks = BlockCounts(sum(numbers[:3]), *numbers[:3])
+        step = one.view.load.step + data.draw(st.sampled_from([0, 1, 20]))
+        done = pace(step, 10, 55, 0.01, 0.001)
+        one.view.load = Load(
+            step, numbers[3], 0, numbers[4], blocks=blocks, prefill_pace=done, decode_pace=done,
+            channels=(Channel("x", "shm", 1e9),),
+        )  # fmt: skip
+        self.fleet.touch(one.info.ref)
+
+    @rule(one=links, field=st.sampled_from(["dispatched", "queued_tokens", "pending_blocks"]), value=st.integers(0, 9))
+    def dispatch(self, one, field, value):
+        setattr(one.view, field, value)
+        self.fleet.touch(one.info.ref)
+
+    @rule(one=links)
+    def refuse(self, one):
+        one.view.full = not one.view.full
+        self.fleet.touch(one.info.ref)
+
+    @rule(one=links)
+    def reconnect(self, one):
+        one.usable = not one.usable
+        one.view = WorkerView(one.info)
+        self.fleet.touch(one.info.ref)
+
+    @rule(one=links, blocks=st.integers(0, 6))
+    def publish(self, one, blocks):
+        who = holder(one)
+        self.seqs[who] = self.seqs.get(who, 0) + 1
+        self.prefixes.apply(Change(who, self.seqs[who], True, names(fingerprint=one.info.fingerprint)[:blocks]))
+
+    @rule(one=links)
+    def forget(self, one):
+        kept = {who: seq for who, seq in self.seqs.items() if who != holder(one)}
+        self.prefixes.behind(kept)
+        self.seqs = {who: seq for who, seq in kept.items() if self.prefixes.slot(who)}
+
+    @rule()
+    def choose(self):
+        snapshot = self.fleet.snapshot()
+        pair = predicted(snapshot, self.fleet.ask(100, 0, None, spec()))
+        if pair is not None:
+            for role, row in zip(Role, pair[:2], strict=True):
+                one = self.here[self.fleet.ref(role, row)]
+                assert one.info.role is role
+                assert one.usable
+
+    @invariant()
+    def equal_to_one_made_from_nothing(self):
+        fresh = fleet_of(*self.here.values(), prefixes=self.prefixes)
+        mine, other = self.fleet.snapshot(), fresh.snapshot()
+        assert mine.groups == other.groups
+        asks = [one.ask(100, 0, None, spec()) for one in (self.fleet, fresh)]
+        for ref, one in self.here.items():
+            assert facts(self.fleet, one)[:-4] == facts(fresh, one)[:-4]
+            member = self.fleet._members[ref]
+            cost = member.fit.cost(self.fleet._likes.get((one.info.role, one.info.fingerprint)))
+            assert facts(self.fleet, one) == facts_of(one, member.order, member.group, cost)
+            cached = [
+                float(
+                    (ask.prefill_cached if one.info.role is Role.PREFILL else ask.decode_cached)[
+                        fleet._members[ref].row
+                    ]
+                )
+                for ask, fleet in zip(asks, (self.fleet, fresh), strict=True)
+            ]
+            leading = self.prefixes.holders(names(fingerprint=one.info.fingerprint)).get(holder(one), 0)
+            assert cached == [16.0 * leading] * 2
+        for side in (mine.prefill, mine.decode):
+            used = {member.row for member in self.fleet._members.values() if member.side is side}
+            for row in set(range(len(side))) - used:
+                assert Facts(*(float(column[row]) for column in side.at)) == BLANK
+
+
+TestChanges = Changes.TestCase
+TestChanges.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+
+
+def test_costs_are_fitted_to_what_came_since_the_last_report():
+    one = prefill()
+    fleet, rng, done = fleet_of(one, decode()), random.Random(5), pace(0, 0, 0)
+    for number in range(1, 100):
+        tokens = rng.randint(10, 1000)
+        more = pace(1, tokens, tokens * tokens // 2, 0.01, 0.001)
+        done = done.plus(more.tokens, more.context, more.seconds)
+        one.view.load = Load(step=number, prefill_pace=done)
+        fleet.touch(one.info.ref)
+    found = facts(fleet, one)
+    assert abs(found.step_s + 500 * found.token_s + 125000 * found.context_s - 0.51) < 0.05
+    assert found.queued_s > 0
+
+
+def test_a_router_that_starts_goes_by_all_that_was_before_it():
+    one = prefill(pace=pace(1000, 100, 5050, 0.01, 0.001))
+    found = facts(fleet_of(one), one)
+    assert abs(found.step_s + 100 * found.token_s + 5050 * found.context_s - 0.11) < 0.01
+
+
+def test_a_new_worker_is_taken_to_be_like_the_others():
+    fleet = fleet_of(prefill("old", pace=pace(1000, 100, 5050, 0.01, 0.001)), other := prefill("new"), decode())
+    fleet.snapshot()
+    fleet.touch(other.info.ref)
+    other.view.load = Load(step=1)  # a beat
+    assert facts(fleet, other).token_s > 0
+    stranger = prefill("stranger", "b")
+    fleet.add(stranger)
+    assert facts(fleet, stranger).token_s == 0
+
+
+def test_reports_are_taken_in_though_nobody_chooses():
+    one = prefill()
+    fleet = fleet_of(one)
+    for number in range(1, 101):
+        one.view.load = Load(step=number, prefill_pace=pace(number, 10, 55, 0.1))
+        fleet.touch(one.info.ref)
+    assert fleet._members[one.info.ref].fit._seen == 12
+
+
+def test_a_count_that_goes_back_is_no_observation():
+    one = prefill(pace=pace(100, 100, 5050, 0.01))
+    fleet = fleet_of(one)
+    before = facts(fleet, one)
+    one.view.load = Load(step=200, prefill_pace=pace(50, 100, 5050, 90.0))
+    fleet.touch(one.info.ref)
+    assert np.allclose(facts(fleet, one)[-4:], before[-4:])
+
+
+def test_nothing_is_found_in_another_scope_or_of_another_model():
+    prefixes, one, other = PrefixMap(), decode("1"), decode("2", "b")
+    for each in (one, other):
+        prefixes.apply(Change(holder(each), 1, True, names()))
+    fleet = fleet_of(one, other, prefixes=prefixes)
+    fleet.snapshot()
+    assert list(fleet.ask(100, 0, None, spec()).decode_cached) == [96.0, 96.0], "by name alone; groups keep them apart"
+    assert not fleet.ask(100, 0, None, spec(scope="x")).decode_cached.any()
+    assert not fleet.ask(100, 0, None, None).decode_cached.any()
+
+
+def test_one_token_at_least_is_left_to_compute():
+    prefixes, one = PrefixMap(), decode()
+    prefixes.apply(Change(holder(one), 1, True, names()))
+    fleet = fleet_of(one, prefixes=prefixes)
+    fleet.snapshot()
+    assert [fleet.ask(n, 0, None, spec(PROMPT[:n])).decode_cached[0] for n in (15, 16, 17, 96, 97)] == [
+        0,
+        0,
+        16,
+        80,
+        96,
+    ]
+
+
+def test_many_workers_at_many_depths():
+    prefixes, rng = PrefixMap(), random.Random(6)
+    links = [prefill(f"p{n}") for n in range(40)]
+    depths = {one.info.ref: rng.randint(0, 6) for one in links}
+    for one in links:
+        prefixes.apply(Change(holder(one), 1, True, names()[: depths[one.info.ref]]))
+    fleet = fleet_of(*links, prefixes=prefixes)
+    fleet.snapshot()
+    found = fleet.ask(100, 0, None, spec()).prefill_cached
+    assert {ref: found[fleet._members[ref].row] / 16 for ref in depths} == depths
+
+
+def test_what_moving_costs_follows_the_channels():
+    one = prefill()
+    fleet = fleet_of(one)
+    one.view.load = Load(step=1, channels=(Channel("d", "shm", 4e9), Channel("e", "shm", 4e9)))
+    fleet.touch(one.info.ref)
+    assert np.isclose(fleet.snapshot().byte_s, 1 / 4e9)
