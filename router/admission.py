@@ -41,14 +41,14 @@ class Bounds:
 
 @dataclass(eq=False, kw_only=True, slots=True)
 class _Waiter(Entry, Generic[Claim]):
-    keep: object
+    wish: object
     since: float  # on the clock, as is the next
     deadline: float
     served: asyncio.Future[Claim]
 
 
 class Admission(Generic[Claim]):
-    """Gives `claim(tokens, keep)` to one after the other, in turn. Call `changed` whenever room, or a worker, may have
+    """Gives `claim(tokens, wish)` to one after the other, in turn. Call `changed` whenever room, or a worker, may have
     appeared.
     """
 
@@ -56,7 +56,7 @@ class Admission(Generic[Claim]):
         self,
         claim: Callable[[int, Any], Claim | None],
         give_back: Callable[[Claim], None],
-        has_pair: Callable[[], bool],
+        serves: Callable[[], bool],
         clock: Clock,
         bounds: Bounds,
         weights: Mapping[str, float] | None = None,
@@ -64,7 +64,7 @@ class Admission(Generic[Claim]):
         self.drain = Drain(clock, bounds.wait_s)
         self._claim = claim
         self._give_back = give_back
-        self._has_pair = has_pair
+        self._serves = serves
         self._clock = clock
         self._bounds = bounds
         self._queue: FairQueue[_Waiter[Claim]] = FairQueue(weights or {})
@@ -82,14 +82,14 @@ class Admission(Generic[Claim]):
         self,
         ticket: Ticket,
         tokens: int,
-        keep: object = None,
+        wish: object = None,
         *,
         returning: bool = False,
         tenant: str = "",
         deadline_s: float | None = None,
         since: float | None = None,
     ) -> Claim:
-        """A claim on a pair of workers for a request of `tokens` known tokens; `keep`: a prefill worker that has them.
+        """A claim on a pair of workers for a request of `tokens` known tokens; `wish` is passed on.
 
         `deadline_s`: what is left to the request, in seconds. `since`: when it began to wait for room, on our clock, if
         it was given a claim meanwhile that came to nothing.
@@ -103,7 +103,7 @@ class Admission(Generic[Claim]):
             tokens,
             tenant,
             returning,
-            keep=keep,
+            wish=wish,
             since=now if since is None else since,
             deadline=math.inf if deadline_s is None else now + deadline_s,
             served=asyncio.get_running_loop().create_future(),
@@ -115,7 +115,7 @@ class Admission(Generic[Claim]):
         """A claim at once for who comes first, or a place in the queue. Raises Overloaded."""
         self._queue.push(waiter)
         if self._queue.first is waiter:
-            claim = self._claim(waiter.tokens, waiter.keep)
+            claim = self._claim(waiter.tokens, waiter.wish)
             if claim is not None:
                 self._serve(waiter)
                 return claim
@@ -162,7 +162,7 @@ class Admission(Generic[Claim]):
         if first.served.done():  # cancelled, its task did not run since
             self._queue.remove(first)
             return True
-        claim = self._claim(first.tokens, first.keep)
+        claim = self._claim(first.tokens, first.wish)
         if claim is None:
             return False
         self._serve(first)
@@ -185,7 +185,7 @@ class Admission(Generic[Claim]):
     def _too_long(self, waiter: _Waiter[Claim]) -> Overloaded | None:
         """Whether `waiter` is not worth waiting for. While no worker is there, the drain says nothing."""
         predicted, most = self._predicted_s(waiter), self._left_s(waiter)
-        if predicted <= max(most, 0.0) or not self._has_pair():
+        if predicted <= max(most, 0.0) or not self._serves():
             return None
         return self._refusal(
             f"it would wait for about {predicted:.3g} s, and {most:.3g} s are left", predicted - most, 1.0
@@ -207,9 +207,9 @@ class Admission(Generic[Claim]):
         if waiter.deadline < waiter.since + self._bounds.wait_s:
             return DeadlineExceeded("its deadline came while it waited for room")
         waited = f"waited {self._bounds.wait_s:g} s"
-        if self._has_pair():
+        if self._serves():
             return self._refusal(f"{waited} for room on a decode worker", self.waiting, self.drain.requests_per_s)
-        return NoWorker(f"{waited}: no prefill worker and decode worker that fit each other are connected")
+        return NoWorker(f"{waited}: no decode worker is connected, and prefill workers do not decode")
 
     def _refusal(self, text: str, over: float, per_s: float) -> Overloaded:
         """Come back when what is too much has drained. Unknown: after as long as the next one has waited."""

@@ -12,6 +12,7 @@
 D lost or failed, at any time: lost, too. A lost attempt is followed by the next, to which P pushes what it still holds
 if the client has no more than that; what would fail again is an error. Leaving the attempt, for whatever reason, sends
 Release to each worker that did not say itself that it is through, unless P's KV goes to the next attempt.
+An attempt without P goes from reserved to decoding: D computes the prompt itself.
 """
 
 from __future__ import annotations
@@ -63,6 +64,7 @@ class Attempt:
         self._mailbox = Mailbox(spec.sampling.max_tokens + _SPARE_EVENTS)
         self._tokens: list[Token] = []  # heard, not handed on yet
         self._decoding = False
+        self.alone = False  # D computes the prompt as well
         self._holds = False  # P has KV of this, or is about to: it was told, and has not said that it is through
         self._through = False  # D said that it holds nothing of this any more
         self._fencing: BatonError | None = None  # what happened to P
@@ -72,10 +74,11 @@ class Attempt:
     @property
     def workers(self) -> tuple[str, str]:
         """The ids of P and D."""
-        return self._claim.prefill.info.ref.worker_id, self._claim.decode.info.ref.worker_id
+        return (self._claim.prefill or self._claim.decode).info.ref.worker_id, self._claim.decode.info.ref.worker_id
 
     @property
     def prefill_link(self) -> WorkerLink:
+        assert self._claim.prefill is not None
         return self._claim.prefill
 
     @property
@@ -84,7 +87,7 @@ class Attempt:
         return self.lost is not None and self._holds and not self._decoding
 
     async def __aenter__(self) -> Attempt:
-        for link in (self._claim.prefill, self._claim.decode):
+        for link in self._links:
             link.open(self.handoff, self._mailbox)
         return self
 
@@ -92,11 +95,15 @@ class Attempt:
         prefill, decode = self._claim.prefill, self._claim.decode
         if not self._through:
             decode.send(release=pb.Release(handoff=self._name))
-        if not self.kept and (self._holds or not self._through):
+        if prefill is not None and not self.kept and (self._holds or not self._through):
             prefill.send(release=pb.Release(handoff=self._name))
-        for link in (prefill, decode):
+        for link in self._links:
             link.close(self.handoff)
         self._claim.release()
+
+    @property
+    def _links(self) -> list[WorkerLink]:
+        return [link for link in (self._claim.prefill, self._claim.decode) if link is not None]
 
     async def reserve(self, deadline_s: float) -> bool:
         """Ask D for room; False: none now. `deadline_s` from now, 0: none. Raises what ended the attempt."""
@@ -126,18 +133,24 @@ class Attempt:
         return [chain.digest(block) for block in range((len(tokens) - 1) // info.layout.block_size)]
 
     def prefill(self, deadline_s: float) -> None:
-        """Let P compute what is known, say the first token and hand over to D. `deadline_s` from now, 0: none."""
-        spec, to = convert.spec_to_pb(self.spec), convert.ref_to_pb(self._claim.decode.info.ref)
-        skip, self._holds = self.cached_tokens or 0, True
-        self._claim.prefill.send(
-            prefill=pb.Prefill(handoff=self._name, spec=spec, to=to, skip=skip, deadline_s=deadline_s)
-        )
+        """Let P compute what is known, say the first token and hand over to D; without P, let D do it all. `deadline_s`
+        from now, 0: none.
+        """
+        message = pb.Prefill(handoff=self._name, spec=convert.spec_to_pb(self.spec), deadline_s=deadline_s)
+        if self._claim.prefill is None:
+            self.alone = True
+            self._claim.decode.send(prefill=message)
+            return
+        message.to.CopyFrom(convert.ref_to_pb(self._claim.decode.info.ref))
+        message.skip, self._holds = self.cached_tokens or 0, True
+        self._claim.prefill.send(prefill=message)
 
     def repush(self, held: HandoffId, deadline_s: float) -> None:
         """Let P hand over to D what it holds of an attempt that was lost. `deadline_s` from now, 0: none."""
         to = convert.ref_to_pb(self._claim.decode.info.ref)
         message = pb.Repush(held=convert.handoff_to_pb(held), handoff=self._name, to=to, deadline_s=deadline_s)
         message.skip, self._holds, self._repushes = self.cached_tokens or 0, True, True
+        assert self._claim.prefill is not None  # it holds what is pushed
         self._claim.prefill.send(repush=message)
 
     async def outputs(self) -> AsyncIterator[list[Token]]:
@@ -161,10 +174,7 @@ class Attempt:
     def _take(self, source: Role, item: Item) -> None:
         """What later versions add needs nothing done."""
         if isinstance(item, BatonError):
-            computing = (
-                self._decoding if source is Role.DECODE else self._holds and not (self._computed or self._repushes)
-            )
-            self.died = self.died or (computing and self.finish is None)
+            self.died = self.died or (self._computing(source) and self.finish is None)
             self._failed(source, item)
             return
         match item.WhichOneof("event"):
@@ -186,8 +196,13 @@ class Attempt:
                 self._metrics.fenced()
                 self._lose(Role.PREFILL, self._fencing or WorkerLost("the decode worker fenced the attempt"))
 
+    def _computing(self, source: Role) -> bool:
+        if source is Role.DECODE:
+            return self._decoding or self.alone
+        return self._holds and not (self._computed or self._repushes)
+
     def _on_output(self, source: Role, item: pb.WorkerEvent) -> None:
-        if source is Role.PREFILL:
+        if source is Role.PREFILL or (self.alone and not self._decoding):
             self.prefill_cached = item.cached_tokens
         try:
             if item.HasField("tokens"):

@@ -78,7 +78,7 @@ class Floor:
             slo_itl_s=settings.slo_itl_s,
         )
         bounds = Bounds(settings.queue_max_requests, settings.queue_max_tokens, settings.queue_max_wait_s)
-        self.admission = Admission(self.pool.claim, Claim.release, self.pool.has_pair, clock, bounds, settings.tenants)
+        self.admission = Admission(self.pool.claim, Claim.release, self.pool.serves, clock, bounds, settings.tenants)
         self.pool.on_change = self.admission.changed
         self.metrics = Metrics(settings.name, settings.version)
         self.pool.on_predicted = self.metrics.ttft_predicted

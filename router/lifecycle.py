@@ -20,7 +20,7 @@ from router.attempt import Attempt
 from router.delivery import Delivery, EventStream
 from router.floor import Floor
 from router.link import WorkerLink
-from router.workers import Claim
+from router.workers import Claim, Wish
 
 if TYPE_CHECKING:
     from router.call import Call
@@ -112,12 +112,12 @@ class Life:
 
     async def admit(self, request: SequenceSpec) -> Claim:
         """A pair of workers; a request that has been there before keeps its place in the queue."""
-        ticket, keep = ticket_for(self.call.arrival, request.priority), self._held.link if self._held else None
+        known, ticket = self.known(request), ticket_for(self.call.arrival, request.priority)
         self._waits_since = self._waits_since or self._floor.clock.monotonic()
         return await self._floor.admission.admit(
             ticket,
-            len(self.known(request)),
-            keep,
+            len(known),
+            Wish(self._held.link if self._held else None, known),
             returning=self.attempts > 0,
             tenant=self.call.tenant or request.cache_scope,
             deadline_s=self.remaining_s(),
@@ -129,7 +129,8 @@ class Life:
         if self._held is not None and self._held.link is not claim.prefill:
             self.let_go()
         self.attempts += 1
-        self.note("attempt", prefill=str(claim.prefill.info.ref), decode=str(claim.decode.info.ref))
+        workers = {"prefill": claim.prefill, "decode": claim.decode}
+        self.note("attempt", **{role: str(link.info.ref) for role, link in workers.items() if link is not None})
         handoff, spec = HandoffId(self.request_id, self.attempts), self.known(request)
         return Attempt(handoff, claim, spec, self.stages, self._floor.metrics)
 
@@ -212,6 +213,8 @@ class Life:
             placement=pb.Placement(prefill_worker=prefill, attempts=self.attempts),
         )
         done.usage.cached_tokens = self.cached_tokens or 0
+        if attempt.alone:
+            done.placement.decode_worker = decode
         if (moved := attempt.committed) is not None:
             done.placement.MergeFrom(
                 pb.Placement(decode_worker=decode, kv_bytes=moved.kv_bytes, transport=moved.transport)

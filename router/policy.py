@@ -111,6 +111,15 @@ def predicted(snapshot: Snapshot, ask: Ask) -> Pair | None:
     return None if pair is None else pair._replace(ttft_s=float(ttft[pair.prefill]))
 
 
+def alone(snapshot: Snapshot, ask: Ask) -> int | None:
+    """The row of a decode worker that is to compute the prompt as well: of those with room, who has the most of it."""
+    rows, decode = _with_room(snapshot, ask), snapshot.decode.at
+    if not rows.size:
+        return None
+    columns = (decode.requests, -ask.decode_cached, -decode.available, decode.order)
+    return _narrowed(rows, [(Role.DECODE, column) for column in columns], Role.DECODE)
+
+
 POLICIES: dict[str, Policy] = {
     "predicted": predicted,
     "least_loaded": least_loaded,
@@ -139,7 +148,7 @@ def _candidates(snapshot: Snapshot, ask: Ask) -> Iterator[tuple[Rows, Rows]]:
     left = np.flatnonzero(prefill.able)
     if ask.keep is not None:
         left = left[left == ask.keep]
-    right = np.flatnonzero(decode.able * (np.ceil((ask.tokens + 1) / decode.block_size) <= decode.room))
+    right = _with_room(snapshot, ask)
     if snapshot.groups <= 1:
         if left.size and right.size:
             yield left, right
@@ -148,6 +157,11 @@ def _candidates(snapshot: Snapshot, ask: Ask) -> Iterator[tuple[Rows, Rows]]:
         ours, theirs = left[prefill.group[left] == group], right[decode.group[right] == group]
         if ours.size and theirs.size:
             yield ours, theirs
+
+
+def _with_room(snapshot: Snapshot, ask: Ask) -> Rows:
+    decode = snapshot.decode.at
+    return np.flatnonzero(decode.able * (np.ceil((ask.tokens + 1) / decode.block_size) <= decode.room))
 
 
 def _least(snapshot: Snapshot, ask: Ask, criteria: Criteria) -> Pair | None:

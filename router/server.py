@@ -43,7 +43,7 @@ class Router:
         guards = [Guard(floor.tokens)] if floor.tokens else []
         self._public = channel.aio_server(link=channel.PUBLIC, interceptors=guards)
         self._private = channel.aio_server(link=channel.INTERNAL, interceptors=guards)
-        self._metrics = MetricsServer(floor.metrics, ready=floor.pool.has_pair)
+        self._metrics = MetricsServer(floor.metrics, ready=floor.pool.serves)
         self._health = health_aio.HealthServicer()
         self._gateway: HttpServer | None = None
         self._watches: list[asyncio.Task[None]] = []
@@ -103,7 +103,7 @@ class Router:
     async def _tell_health(self) -> None:
         """grpc.health.v1: "" while the process serves, the Inference service while a pair of workers is there."""
         while True:
-            status = "SERVING" if self.floor.pool.has_pair() else "NOT_SERVING"
+            status = "SERVING" if self.floor.pool.serves() else "NOT_SERVING"
             await self._health.set(SERVICE, health_pb2.HealthCheckResponse.ServingStatus.Value(status))
             await asyncio.sleep(_LOOK_S)
 

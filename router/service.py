@@ -209,7 +209,7 @@ class Admin(AdminServicer):
             queued=floor.admission.waiting,
             accepted=floor.outcomes["accepted"] + sum(call.accepted for call in floor.running),
             workers=[
-                _worker(link, floor.pool.misfit(link))
+                _worker(link, floor.pool.note(link))
                 for link in sorted(floor.pool.links, key=lambda link: link.info.ref.worker_id)
             ],
             **ended,

@@ -7,6 +7,7 @@ import math
 import random
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
+from typing import NamedTuple
 
 import structlog
 
@@ -16,7 +17,8 @@ from baton.ledger.prefix_map import PrefixMap
 from baton.rpc.tls import IN_THE_CLEAR, Wire
 from router.fleet import Fleet
 from router.link import WorkerLink
-from router.policy import Policy
+from router.policy import Policy, alone
+from router.snapshot import Ask
 from router.view import has_pair, misfit
 
 log = structlog.get_logger(__name__)
@@ -28,15 +30,30 @@ _POLL_S = 0.5
 _HURRY_S = 0.1  # while nobody can be served
 
 
+class Wish(NamedTuple):
+    """What a request has to do with the choice of its workers, beside its length.
+
+    `keep`: the prefill worker that holds its KV already, and is taken while it is there. `spec`: the request, whose
+    beginning some workers may have cached.
+    """
+
+    keep: WorkerLink | None = None
+    spec: SequenceSpec | None = None
+
+
+NO_WISH = Wish()
+
+
 class Claim:
     """A pair of workers that counts as loaded from choice to `release`, which comes once and makes up for the rest.
 
-    `tokens` are known, of which the prefill worker has `cached`. `on_change` is told of each worker whose load changes.
+    Without a prefill worker the decode worker is to compute the prompt itself. `tokens` are known, of which `cached`
+    need no computing. `on_change` is told of each worker whose load changes.
     """
 
     def __init__(
         self,
-        prefill: WorkerLink,
+        prefill: WorkerLink | None,
         decode: WorkerLink,
         tokens: int,
         cached: int,
@@ -49,15 +66,16 @@ class Claim:
         self.on_first: Callable[[], None] = lambda: None
         self._on_change = on_change
         self._on_release = on_release
-        self._views = (prefill.view, decode.view)  # a link that connects anew counts from zero in a new view
+        self._computes = prefill or decode
+        self._views = (self._computes.view, decode.view)  # a link that connects anew counts from zero in a new view
         self._tokens = tokens - cached
         self._blocks = decode.view.blocks_for(tokens)
         self._on_prefill = 1
         for view in self._views:
             view.dispatched += 1
-        prefill.view.queued_tokens += self._tokens
+        self._views[0].queued_tokens += self._tokens
         decode.view.pending_blocks += self._blocks
-        self._tell(prefill, decode)
+        self._tell(self._computes, decode)
 
     def reserved(self) -> None:
         """The decode worker has answered: from here on its own reports count the blocks."""
@@ -76,7 +94,7 @@ class Claim:
         self._no_backlog()
         self._views[0].dispatched -= self._on_prefill
         self._on_prefill = 0
-        self._tell(self.prefill)
+        self._tell(self._computes)
 
     def release(self) -> None:
         """The request is off both workers."""
@@ -89,7 +107,7 @@ class Claim:
     def _no_backlog(self) -> None:
         self._views[0].queued_tokens -= self._tokens
         self._tokens = 0
-        self._tell(self.prefill)
+        self._tell(self._computes)
 
     def _tell(self, *links: WorkerLink) -> None:
         for link in links:
@@ -146,18 +164,17 @@ class WorkerPool:
             await asyncio.wait([self._task])
         await asyncio.gather(*(link.stop() for link in self._links.values()))
 
-    def claim(self, tokens: int, keep: WorkerLink | None = None, spec: SequenceSpec | None = None) -> Claim | None:
+    def claim(self, tokens: int, wish: Wish = NO_WISH) -> Claim | None:
         """A pair for a request of `tokens` known tokens, counted as loaded from now; None when nobody has room.
 
-        `keep`: the prefill worker that holds its KV already, and is taken while it is there. `spec`: the request, whose
-        beginning some workers may have cached.
+        With no prefill worker left, a decode worker alone.
         """
-        snapshot = self._fleet.snapshot()
+        snapshot, (keep, spec) = self._fleet.snapshot(), wish
         kept = keep.info.ref if keep is not None and keep.usable else None
         ask = self._fleet.ask(tokens, self._turn, kept, spec)
         pair = self._policy(snapshot, ask)
         if pair is None:
-            return None
+            return None if self.has_pair() else self._alone(tokens, alone(snapshot, ask), ask)
         self._turn += 1
         prefill = self._links[self._fleet.ref(Role.PREFILL, pair.prefill)]
         decode = self._links[self._fleet.ref(Role.DECODE, pair.decode)]
@@ -168,12 +185,22 @@ class WorkerPool:
             claim.on_first = partial(self._compare, pair.ttft_s, self._clock.monotonic())
         return claim
 
+    def _alone(self, tokens: int, row: int | None, ask: Ask) -> Claim | None:
+        if row is None:
+            return None
+        decode = self._links[self._fleet.ref(Role.DECODE, row)]
+        return Claim(None, decode, tokens, int(ask.decode_cached[row]), self._fleet.touch, self.on_change)
+
     def _compare(self, predicted_s: float, since: float) -> None:
         self.on_predicted(abs(self._clock.monotonic() - since - predicted_s))
 
     def has_pair(self) -> bool:
         """Are there two live workers that can hand over to each other, room aside?"""
         return has_pair(*([link.view for link in self._usable(role)] for role in (Role.PREFILL, Role.DECODE)))
+
+    def serves(self) -> bool:
+        """Is a decode worker there? Room, and prefill workers, aside."""
+        return bool(self._usable(Role.DECODE))
 
     def max_model_len(self) -> int | None:
         """The longest request that every worker takes; None while no worker is known."""
@@ -192,6 +219,12 @@ class WorkerPool:
     def misfit(self, link: WorkerLink) -> str:
         """Why a worker can hand over to none of the others here; "": it can, or it is alone."""
         return misfit(link.info, [other.info for other in self._links.values() if other.usable])
+
+    def note(self, link: WorkerLink) -> str:
+        """What an operator should know of it; "": nothing."""
+        if link.info.role is Role.DECODE and not self._usable(Role.PREFILL):
+            return "no prefill worker is there: it computes prompts itself"
+        return self.misfit(link)
 
     def _usable(self, role: Role) -> list[WorkerLink]:
         return [link for link in self._links.values() if link.info.role is role and link.usable]

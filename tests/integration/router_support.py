@@ -153,6 +153,9 @@ class FakeWorker(WorkerServicer):
         self.messages_in.append(command)
         if kind == "reserve":
             self._tasks[handoff] = asyncio.create_task(self._reserve(handoff, command.reserve))
+        elif kind == "prefill" and self.info.role is Role.DECODE:
+            self.specs.append(command.prefill.spec)
+            self._tasks[handoff] = asyncio.create_task(self._compute(handoff, command.prefill.spec))
         elif kind == "prefill":
             self.specs.append(command.prefill.spec)
             self._go_on(Work(handoff, command.prefill.spec, command.prefill.to.worker_id))
@@ -252,12 +255,30 @@ class FakeWorker(WorkerServicer):
             self.committed.add(handoff)
         return handoff in self.committed
 
+    async def _compute(self, handoff: HandoffId, spec: worker_pb2.SequenceSpec) -> None:
+        """The prompt as well."""
+        await self.gates["first"].wait()
+        if len(spec.known) == spec.sampling.max_tokens:
+            self._held.pop(handoff, None)
+            self.emit(finish(handoff))
+            return
+        first = convert.tokens_to_pb([token_at(list(spec.prompt), len(spec.known))])
+        self.emit(event(handoff, tokens=first, cached_tokens=self.cached_here))
+        await self._go_on_decoding(handoff, spec)
+
     async def _decode(self, handoff: HandoffId, spec: worker_pb2.SequenceSpec) -> None:
         prompt, index = list(spec.prompt), len(spec.known)
         done = worker_pb2.Committed(transfer_s=0.0, commit_s=0.0, kv_bytes=100, transport="memory")
         first = token_at([*prompt, 1] if self.corrupt_first else prompt, index)
         self.emit(event(handoff, committed=done), event(handoff, tokens=convert.tokens_to_pb([first])))
+        await self._go_on_decoding(handoff, spec)
+
+    async def _go_on_decoding(self, handoff: HandoffId, spec: worker_pb2.SequenceSpec) -> None:
+        prompt, index = list(spec.prompt), len(spec.known)
         last = spec.sampling.max_tokens - 1
+        if index == last:
+            self._held.pop(handoff, None)
+            self.emit(finish(handoff))
         for at in range(index + 1, last + 1):
             await self.gates["decode"].wait()
             if at == self.hold_at:

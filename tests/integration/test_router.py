@@ -548,8 +548,10 @@ async def test_waiting_too_long_for_room_is_overload(make):
 
 
 async def test_no_worker(make):
-    cluster = await make(prefill=0, queue_max_wait_s=0.1)
-    with pytest.raises(NoWorker, match=r"waited 0\.1 s"):
+    cluster = await make(decode=0, queue_max_wait_s=0.1)
+    with pytest.raises(
+        NoWorker, match=r"waited 0\.1 s: no decode worker is connected, and prefill workers do not decode"
+    ):
         await cluster.generate()
     assert (await cluster.status()).refused == 1
 
@@ -636,8 +638,8 @@ async def test_health_reflection_status_and_metrics(make):
 
 async def test_health_follows_the_workers(make):
     cluster = await make()
-    await cluster.prefill[0].kill()
-    await until(lambda: not cluster.router.floor.pool.has_pair(), "noticed")
+    await cluster.decode[0].kill()
+    await until(lambda: not cluster.router.floor.pool.serves(), "noticed")
     assert "503" in await cluster.http("/ready")
     assert "200 OK" in await cluster.http("/health")
     await health_is(cluster, SERVICE, health_pb2.HealthCheckResponse.NOT_SERVING)

@@ -192,7 +192,7 @@ async def test_a_claim_asks_for_the_worker_that_holds_the_kv_at_once_and_from_th
     room = Room(1)
     gate = admission(room)
     assert await gate.admit(ticket_for(0, 0), 1, "mine") == 1
-    waiting = await queued(gate, 1, 1, keep="mine too")
+    waiting = await queued(gate, 1, 1, wish="mine too")
     behind = await queued(gate, 2, 1)
     room.free = 2
     gate.changed()

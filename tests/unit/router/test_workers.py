@@ -12,7 +12,7 @@ from baton.engine.prefix import Chain, scope_key
 from baton.ledger.prefix_map import NAME_BYTES, Change, Holder, PrefixMap
 from router.link import WorkerLink
 from router.policy import POLICIES
-from router.workers import WorkerPool
+from router.workers import Wish, WorkerPool
 from tests.unit.router import fakes
 
 
@@ -52,19 +52,19 @@ def test_the_worker_that_holds_the_kv_is_taken_while_it_is_there(pool):
     kept = link(pool, "prefill-1")
     say(pool, "prefill-1", queued_tokens=1000)
     assert names(pool.claim(10)) == ("prefill-0", "decode-0")
-    assert names(pool.claim(10, kept)) == ("prefill-1", "decode-1")
+    assert names(pool.claim(10, Wish(kept))) == ("prefill-1", "decode-1")
     say(pool, "prefill-1", usable=False)
-    assert names(pool.claim(10, kept))[0] == "prefill-0"
+    assert names(pool.claim(10, Wish(kept)))[0] == "prefill-0"
 
 
 def test_nobody_else_is_taken_when_it_finds_no_decode_worker(pool):
     for name in ("decode-0", "decode-1"):
         say(pool, name, full=True)
-    assert pool.claim(10, link(pool, "prefill-1")) is None
+    assert pool.claim(10, Wish(link(pool, "prefill-1"))) is None
 
 
 def test_a_claim_counts_until_it_is_given_back(pool):
-    claim = pool.claim(40, link(pool, "prefill-1"))
+    claim = pool.claim(40, Wish(link(pool, "prefill-1")))
     prefill, decode = link(pool, "prefill-1").view, link(pool, "decode-0").view
     assert (prefill.dispatched, prefill.queued_tokens) == (1, 40)
     assert (decode.dispatched, decode.pending_blocks) == (1, 3)
@@ -100,7 +100,7 @@ def test_the_cached_part_of_a_prompt_is_no_backlog():
     prefixes.apply(
         Change(Holder(ref.worker_id, ref.incarnation), 1, True, [chain.digest(n)[:NAME_BYTES] for n in range(4)])
     )
-    claim = pool.claim(100, spec=spec)
+    claim = pool.claim(100, Wish(spec=spec))
     assert names(claim)[0] == "prefill-1"
     assert claim.prefill.view.queued_tokens == 100 - 64
     claim.computed()
@@ -127,7 +127,7 @@ def test_a_prediction_is_compared_with_what_came():
     assert off == pytest.approx([0.25], abs=0.01)
     pool.claim(100).release()
     assert len(off) == 1, "no first token came"
-    assert pool.claim(100, link(pool, "prefill-0")).predicted_ttft_s is None, "its KV is there already"
+    assert pool.claim(100, Wish(link(pool, "prefill-0"))).predicted_ttft_s is None, "its KV is there already"
 
 
 def test_a_worker_that_comes_back_is_counted_from_nothing(pool):
