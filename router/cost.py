@@ -57,7 +57,7 @@ class StepFit:
     def __init__(self) -> None:
         self._sums: Matrix = np.zeros((3, 5))  # x x', x y, and (weight, tokens, context)
         self._off = 0.0  # how far off predictions usually are, as a share of them
-        self._seen = 0
+        self.seen = 0  # observations
         self._cost = UNKNOWN
         self._due = 0  # observations until it is worth solving again
 
@@ -74,7 +74,7 @@ class StepFit:
         self._sums *= _FORGET ** (1.0 + _HASTE * self._off)
         self._sums += np.outer(weight * x, (*x, seconds / expected, 0.0))
         self._sums[:, 4] += weight * step
-        self._seen += 1
+        self.seen += 1
         self._due -= 1
 
     def idle(self) -> None:
@@ -86,7 +86,7 @@ class StepFit:
         """The fit; `prior`, of its like, fills in where this one has seen little."""
         if self._due <= 0:
             self._cost = _solve(self._sums if prior is None else self._beside(prior))
-            self._due = min(8, 1 + self._seen // 2)
+            self._due = min(8, 1 + self.seen // 2)
         return self._cost
 
     def _beside(self, prior: StepFit) -> Matrix:
@@ -100,10 +100,10 @@ class StepFit:
 
     def _credible(self, ratio: float) -> float:
         """What to take for the seconds of a step, both in terms of what was expected. Many outliers are none."""
-        if self._seen < _SETTLED:
+        if self.seen < _SETTLED:
             if ratio * _COLD < 1.0:
                 self._sums, self._due = np.zeros((3, 5)), 0
-            self._off += (min(abs(ratio - 1.0), 1.0) - self._off) / (self._seen + 1)
+            self._off += (min(abs(ratio - 1.0), 1.0) - self._off) / (self.seen + 1)
             return ratio
         most = _OUTLIER * max(self._off, _NOISE)
         off = min(max(ratio - 1.0, -most), most)

@@ -160,8 +160,7 @@ def _candidates(snapshot: Snapshot, ask: Ask) -> Iterator[tuple[Rows, Rows]]:
 
 
 def _with_room(snapshot: Snapshot, ask: Ask) -> Rows:
-    decode = snapshot.decode.at
-    return np.flatnonzero(decode.able * (np.ceil((ask.tokens + 1) / decode.block_size) <= decode.room))
+    return np.flatnonzero(snapshot.decode.at.room > ask.tokens)  # one more than is known
 
 
 def _least(snapshot: Snapshot, ask: Ask, criteria: Criteria) -> Pair | None:

@@ -26,9 +26,8 @@ class Facts(NamedTuple, Generic[Value]):
     requests: Value  # on it: as the worker reports them (of all routers), or as we sent them
     dispatched: Value  # by this router
     backlog: Value  # prefill: prompt tokens before a newcomer
-    room: Value  # decode: blocks that a newcomer may have; inf: it is always asked
+    room: Value  # decode: positions that a newcomer may have; inf: it is always asked; -1: it is not able
     available: Value  # blocks that are free or only cached
-    block_size: Value
     kv_tokens: Value  # decode: positions held by what decodes, or is about to
     token_bytes: Value  # of KV
     step_s: Value  # a step, whatever is in it
@@ -37,8 +36,9 @@ class Facts(NamedTuple, Generic[Value]):
     queued_s: Value  # prefill: each token that waits before a newcomer
 
 
-BLANK = Facts(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+BLANK = Facts(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, -1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
 _FIRST = 8  # rows
+_FEW = 8  # bits that are faster found one by one
 
 
 class Side:
@@ -111,6 +111,16 @@ class Ask:
 def spread(levels: Iterable[tuple[int, int]], block_size: int, into: Column) -> None:
     """Write the tokens of each level of `PrefixMap.leading` into the slots of its bits."""
     size = len(into) // 8 + 1
+    slots: list[int] = []
+    tokens: list[int] = []
     for bits, count in levels:
-        flags = np.unpackbits(np.frombuffer(bits.to_bytes(size, "little"), np.uint8), bitorder="little")
-        into[flags[: len(into)].view(np.bool_)] = count * block_size
+        if bits.bit_count() > _FEW:
+            flags = np.unpackbits(np.frombuffer(bits.to_bytes(size, "little"), np.uint8), bitorder="little")
+            into[flags[: len(into)].view(np.bool_)] = count * block_size
+            continue
+        left = bits
+        while left:
+            slots.append(left.bit_length() - 1)
+            tokens.append(count * block_size)
+            left ^= 1 << slots[-1]
+    into[slots] = tokens

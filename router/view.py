@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -32,21 +33,20 @@ class WorkerView:
         """Requests on it: as the worker reports them (of all routers), or as we sent them."""
         return max(self.load.running + self.load.waiting, self.dispatched)
 
-    def blocks_for(self, tokens: int) -> int:
-        """Blocks that a decode worker reserves for `tokens` known tokens: room for one more."""
-        return self.info.layout.blocks_for(tokens + 1)
-
-    def has_room(self, tokens: int) -> bool:
-        """Would a reservation for `tokens` known tokens be granted, as far as we know?
+    @property
+    def room(self) -> float:
+        """Blocks that a newcomer may have, as far as we know; infinity: nothing of ours is there, so it is asked.
 
         A worker keeps a block to grow for each running request. One on which we have nothing is always asked:
         then its own answer counts, also "this can never fit".
         """
-        if self.full:
-            return False
-        blocks = self.load.blocks
-        room = blocks.available - self.pending_blocks - self.load.running
-        return self.dispatched == 0 or self.blocks_for(tokens) <= room
+        if not self.dispatched:
+            return math.inf
+        return self.load.blocks.available - self.pending_blocks - self.load.running
+
+    def blocks_for(self, tokens: int) -> int:
+        """Blocks that a decode worker reserves for `tokens` known tokens: room for one more."""
+        return self.info.layout.blocks_for(tokens + 1)
 
 
 def has_pair(prefill: Sequence[WorkerView], decode: Sequence[WorkerView]) -> bool:

@@ -38,7 +38,7 @@ def holder(one):
 def facts(fleet, one):
     """What its row says."""
     side = fleet.snapshot().prefill if one.info.role is Role.PREFILL else fleet.snapshot().decode
-    return Facts(*(float(column[fleet._members[one.info.ref].row]) for column in side.at))
+    return Facts(*(float(column[fleet._members[holder(one)].row]) for column in side.at))
 
 
 class Changes(RuleBasedStateMachine):
@@ -125,13 +125,13 @@ class Changes(RuleBasedStateMachine):
         asks = [one.ask(100, 0, None, spec()) for one in (self.fleet, fresh)]
         for ref, one in self.here.items():
             assert facts(self.fleet, one)[:-4] == facts(fresh, one)[:-4]
-            member = self.fleet._members[ref]
-            cost = member.fit.cost(self.fleet._likes.get((one.info.role, one.info.fingerprint)))
+            member = self.fleet._members[holder(one)]
+            cost = member.fit.cost(member.like)
             assert facts(self.fleet, one) == facts_of(one, member.order, member.group, cost)
             cached = [
                 float(
                     (ask.prefill_cached if one.info.role is Role.PREFILL else ask.decode_cached)[
-                        fleet._members[ref].row
+                        fleet._members[Holder(ref.worker_id, ref.incarnation)].row
                     ]
                 )
                 for ask, fleet in zip(asks, (self.fleet, fresh), strict=True)
@@ -170,22 +170,21 @@ def test_a_router_that_starts_goes_by_all_that_was_before_it():
 
 def test_a_new_worker_is_taken_to_be_like_the_others():
     fleet = fleet_of(prefill("old", pace=pace(1000, 100, 5050, 0.01, 0.001)), other := prefill("new"), decode())
-    fleet.snapshot()
+    other.view.load = Load()  # a beat
     fleet.touch(other.info.ref)
-    other.view.load = Load(step=1)  # a beat
     assert facts(fleet, other).token_s > 0
     stranger = prefill("stranger", "b")
     fleet.add(stranger)
     assert facts(fleet, stranger).token_s == 0
 
 
-def test_reports_are_taken_in_though_nobody_chooses():
+def test_a_fit_is_cheaper_than_its_reports():
     one = prefill()
     fleet = fleet_of(one)
     for number in range(1, 101):
         one.view.load = Load(step=number, prefill_pace=pace(number, 10, 55, 0.1))
         fleet.touch(one.info.ref)
-    assert fleet._members[one.info.ref].fit._seen == 12
+    assert fleet._members[holder(one)].fit.seen == 8 + (100 - sum(range(1, 9))) // 8
 
 
 def test_a_count_that_goes_back_is_no_observation():
@@ -231,7 +230,18 @@ def test_many_workers_at_many_depths():
     fleet = fleet_of(*links, prefixes=prefixes)
     fleet.snapshot()
     found = fleet.ask(100, 0, None, spec()).prefill_cached
-    assert {ref: found[fleet._members[ref].row] / 16 for ref in depths} == depths
+    assert {ref: found[fleet._members[Holder(ref.worker_id, ref.incarnation)].row] / 16 for ref in depths} == depths
+
+
+def test_a_worker_may_tell_its_address_in_other_words():
+    one = prefill()
+    fleet, known = fleet_of(one), one.info.ref
+    fleet.snapshot()
+    one.view.info = replace(one.info, ref=replace(known, address="y:2"))
+    one.view.queued_tokens = 7
+    fleet.touch(one.info.ref)
+    assert facts(fleet, one).backlog == 7
+    assert fleet.ref(Role.PREFILL, 0) == known
 
 
 def test_what_moving_costs_follows_the_channels():

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.core import Role
+from baton.ledger.prefix_map import Holder
 from router import policy as policies
 from router.policy import POLICIES, least_loaded, predicted, prefix, round_robin
 from router.snapshot import Ask, Facts, Snapshot
@@ -26,7 +27,9 @@ def choose(policy, links, tokens=10, turn=0, cached=None, slo_itl_s=np.inf, keep
     ask = fleet.ask(tokens, turn, keep and keep.info.ref, None)
     for one in links:
         column = ask.prefill_cached if one.info.role is Role.PREFILL else ask.decode_cached
-        column[fleet._members[one.info.ref].row] = (cached or {}).get(one.info.ref.worker_id, 0)
+        column[fleet._members[Holder(one.info.ref.worker_id, one.info.ref.incarnation)].row] = (cached or {}).get(
+            one.info.ref.worker_id, 0
+        )
     pair = policy(snapshot, ask)
     if pair is None:
         return None
@@ -58,7 +61,7 @@ def test_a_pair_fits_and_is_found_whenever_there_is_one(policy, left, right, tok
         (p.info.ref.worker_id, d.info.ref.worker_id)
         for p, d in product(*sides)
         if p.usable and d.usable and p.info.fingerprint == d.info.fingerprint
-        if not p.view.full and d.view.has_room(tokens)
+        if not p.view.full and not d.view.full and d.view.blocks_for(tokens) <= d.view.room
     }
     assert (pair in able) if able else pair is None
 
@@ -72,7 +75,7 @@ numbers = st.tuples(
 def side(snapshot_side, drawn):
     for order, (requests, dispatched, backlog, room, group, cost) in enumerate(drawn):
         facts = Facts(
-            1.0, group % 2, order, requests, dispatched, backlog, room, room, 16.0, 8.0 * requests, 4.0, *cost
+            1.0, group % 2, order, requests, dispatched, backlog, 16.0 * room, room, 8.0 * requests, 4.0, *cost
         )
         snapshot_side.put(snapshot_side.add(), facts)
 
@@ -105,7 +108,7 @@ def test_predicted_is_the_best_of_all_pairs(left, right, data, tokens, slo):
     ats = snapshot.prefill.at, snapshot.decode.at
     able = [
         (p, d) for p, d in product(range(len(left)), range(len(right)))
-        if ats[0].group[p] == ats[1].group[d] and -(-(tokens + 1) // 16) <= ats[1].room[d]
+        if ats[0].group[p] == ats[1].group[d] and -(-(tokens + 1) // 16) <= ats[1].available[d]
     ]  # fmt: skip
     assert (found is None) == (not able)
     if found is not None:
@@ -194,7 +197,6 @@ def test_only_the_worker_that_holds_the_kv_is_taken():
     ],
 )
 def test_room(worker, tokens, room):
-    assert worker.view.has_room(tokens) is room
     assert (choose(predicted, [prefill(), worker], tokens) is not None) is room
 
 
