@@ -38,14 +38,14 @@ class _Piece:
 
 
 class Answer:
-    """One answer; `request_id` is the router's name of its first call, once an event has come."""
+    """One answer."""
 
     def __init__(self, job: Job, texts: TokenTexts, metadata: Metadata, model: str, created: int) -> None:
         self._job, self._texts, self._metadata = job, texts, metadata
         self._model, self._created = model, created
         self._choices = [_Choice() for _ in range(len(job.requests) * job.n)]
         self._usage = pb.Usage()
-        self.request_id = ""
+        self._id = ""
 
     async def whole(self, streams: Streams) -> bytes:
         """The answer as one JSON object. Raises BatonError."""
@@ -96,6 +96,7 @@ class Answer:
                 continue
             if found is None:
                 break
+            self._id = self._id or streams.request_id or found[1].request_id
             piece = await self._piece(*found)
             if piece is not None:
                 yield piece
@@ -103,7 +104,6 @@ class Answer:
             raise EngineFault("the router's stream ended before each choice did")
 
     async def _piece(self, number: int, event: pb.GenerateEvent) -> _Piece | None:
-        self.request_id = self.request_id or event.request_id
         match event.WhichOneof("event"):
             case "tokens":
                 scored = await self._texts.scored(event.tokens, self._metadata) if self._job.logprobs else None
@@ -142,7 +142,7 @@ class Answer:
         return b"data: " + orjson.dumps(chunk) + b"\n\n"
 
     def _object(self, kind: str, choices: list[Json]) -> Json:
-        name = self._job.shape.prefix + self.request_id
+        name = self._job.shape.prefix + self._id
         return {"id": name, "object": kind, "created": self._created, "model": self._model, "choices": choices}
 
 

@@ -78,6 +78,14 @@ def _logprobs(scored: Sequence[Scored], offset: int) -> Json:
     return {
         "tokens": [each.text for each in scored],
         "token_logprobs": [each.logprob for each in scored],
-        "top_logprobs": [dict(each.top) for each in scored],
+        "top_logprobs": [_best(each.top) for each in scored],
         "text_offset": offsets,
     }
+
+
+def _best(top: Sequence[tuple[str, float]]) -> dict[str, float]:
+    """By text, which several tokens may share: the likeliest of them."""
+    best: dict[str, float] = {}
+    for text, logprob in top:
+        best.setdefault(text, logprob)
+    return best

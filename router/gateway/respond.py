@@ -42,7 +42,14 @@ class Answering(Response):
         self._started = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await unless_left(receive, self._run(scope, receive, send))
+        try:
+            await unless_left(receive, self._run(scope, receive, send))
+        except BatonError as error:
+            problem = problem_of(error)
+            await Response(problem.body(), problem.status, problem.headers | self._named(), JSON)(scope, receive, send)
+
+    def _named(self) -> dict[str, str]:
+        return {"x-request-id": self._streams.request_id} if self._streams.request_id else {}
 
     async def _run(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with self._streams:
@@ -50,13 +57,13 @@ class Answering(Response):
                 await self._events(send)
                 return
             body = await self._answer.whole(self._streams)
-        await Response(body, headers={"x-request-id": self._answer.request_id}, media_type=JSON)(scope, receive, send)
+        await Response(body, headers=self._named(), media_type=JSON)(scope, receive, send)
 
     async def _events(self, send: Send) -> None:
         try:
             await self._each_event(send)
         except _Stalled:
-            log.info("gateway_client_stalled", request_id=self._answer.request_id)
+            log.info("gateway_client_stalled", request_id=self._streams.request_id)
             return
         await self._write(send, b"", more=False)
 
@@ -83,9 +90,7 @@ class Answering(Response):
             return
         self._started = True
         headers = {"content-type": EVENT_STREAM, "cache-control": "no-cache", "x-accel-buffering": "no"}
-        if self._answer.request_id:
-            headers["x-request-id"] = self._answer.request_id
-        raw = [(name.encode(), value.encode()) for name, value in headers.items()]
+        raw = [(name.encode(), value.encode()) for name, value in (headers | self._named()).items()]
         await send({"type": "http.response.start", "status": 200, "headers": raw})
 
 

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
+from baton.errors import EngineFault, InvalidRequest
 from baton.rpc.v1 import common_pb2, inference_pb2
 from router.gateway.upstream import Metadata, Upstream
 
@@ -37,6 +38,8 @@ class TokenTexts:
         entries: Sequence[common_pb2.TokenLogprobs] = tokens.logprobs
         if not entries:
             return []
+        if len(entries) != len(tokens.ids):
+            raise EngineFault(f"the router sent {len(entries)} logprobs for {len(tokens.ids)} tokens")
         texts = await self._texts({*tokens.ids, *(top.token_id for entry in entries for top in entry.top)}, metadata)
         return [
             Scored(texts[token_id], entry.logprob, tuple((texts[top.token_id], top.logprob) for top in entry.top))
@@ -55,9 +58,12 @@ class TokenTexts:
 
     async def _ask(self, token_id: int, metadata: Metadata) -> str:
         """Twice the token less once: at the very beginning of a text some tokenizers drop a space."""
-        async with self._slots:
-            once = await self._upstream.decode([token_id], metadata)
-            twice = await self._upstream.decode([token_id, token_id], metadata)
+        try:
+            async with self._slots:
+                once = await self._upstream.decode([token_id], metadata)
+                twice = await self._upstream.decode([token_id, token_id], metadata)
+        except InvalidRequest:  # models have more logits than their tokenizer has tokens
+            return _NO_TEXT
         return twice.removeprefix(once) if twice.startswith(once) else once
 
 

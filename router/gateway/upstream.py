@@ -96,6 +96,7 @@ class Streams:
         self._slots = asyncio.Semaphore(AT_ONCE)
         self._tasks: list[asyncio.Task[None]] = []
         self._left = len(requests)
+        self.request_id = ""  # the router's name of the first call, from when the router has said it
 
     async def __aenter__(self) -> Self:
         self._tasks = [asyncio.create_task(self._run(i, each)) for i, each in enumerate(self._requests)]
@@ -135,6 +136,7 @@ class Streams:
     async def _pump(self, number: int, request: pb.GenerateRequest) -> None:
         call, seen, last = self._upstream.stub.Generate(request, metadata=self._metadata), False, None
         try:
+            self._name(number, await call.initial_metadata())
             async for event in call:
                 seen, last = True, event.WhichOneof("event")
                 await self._events.put((number, event))
@@ -144,6 +146,11 @@ class Streams:
             call.cancel()
         if last != "completed":
             raise EngineFault("the router's stream ended before its answer did")
+
+    def _name(self, number: int, metadata: aio.Metadata | None) -> None:
+        found = [value for key, value in metadata or () if key == "baton-request-id"]
+        if number == 0 and found:
+            self.request_id = str(found[0])
 
     def _renamed(self, number: int, error: BatonError) -> BatonError:
         if not isinstance(error, InvalidRequest):

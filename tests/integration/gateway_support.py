@@ -10,7 +10,7 @@ from typing import Any
 from grpc import aio
 from openai import AsyncOpenAI
 
-from baton.errors import BatonError
+from baton.errors import BatonError, InvalidRequest
 from baton.rpc.channel import aio_server, bind
 from baton.rpc.status import abort
 from baton.rpc.v1 import common_pb2
@@ -73,6 +73,7 @@ class FakeInference(InferenceServicer):
 
     async def _play(self, request: pb.GenerateRequest, context: aio.ServicerContext) -> None:
         seq = 0
+        await context.send_initial_metadata((("baton-request-id", "r-1"),))
         async for step in self.script(request):
             if isinstance(step, BatonError):
                 await abort(context, step)
@@ -90,6 +91,8 @@ class FakeInference(InferenceServicer):
 
     async def Detokenize(self, request, context):
         self.decoded.append(list(request.ids))
+        if not VOCABULARY.keys() >= set(request.ids):
+            await abort(context, InvalidRequest.of("ids", "outside the vocabulary"))
         return pb.DetokenizeReply(text="".join(VOCABULARY[i] for i in request.ids).removeprefix(" "))
 
     async def ListModels(self, request, context):

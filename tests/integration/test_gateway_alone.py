@@ -167,6 +167,17 @@ async def test_token_texts_are_asked_for_once(gateway):
     assert sorted(gateway.fake.decoded) == [[1], [1, 1], [2], [2, 2]]
 
 
+async def test_tokens_without_text_have_no_bytes(gateway):
+    """A model may have more logits than its tokenizer has tokens; such an id is refused by the router."""
+    entry = common_pb2.TokenLogprobs(logprob=-1, top=[common_pb2.TopLogprob(token_id=i, logprob=-i) for i in (3, 9, 2)])
+    gateway.fake.script = failing(tokens(0, 0, [9], "", [entry]), finished(), completed())
+    (found,) = (await chat(gateway, logprobs=True, top_logprobs=3)).choices[0].logprobs.content
+    assert (found.token, found.bytes) == ("\ufffd", None)
+    assert [top.bytes for top in found.top_logprobs] == [None, None, list(b"cat")]
+    done = await gateway.client.completions.create(model="m", prompt="x", logprobs=3)
+    assert done.choices[0].logprobs.top_logprobs == [{"\ufffd": -3.0, "cat": -2.0}]
+
+
 # --- errors
 
 STATUS = {
@@ -199,6 +210,7 @@ async def test_errors(gateway, name, streamed):
         await chat(gateway, stream=streamed)
     assert failed.value.status_code == status
     assert failed.value.code
+    assert failed.value.request_id == "r-1"
     assert failed.value.response.headers["x-should-retry"] == ("true" if error.retryable else "false")
 
 

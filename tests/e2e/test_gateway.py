@@ -1,0 +1,147 @@
+"""OpenAI's client against a whole cluster: the same answers as over gRPC, and a gateway that comes and goes with it."""
+
+import json
+import os
+import random
+import signal
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+
+import openai
+import psutil
+import pytest
+from openai import OpenAI
+
+from baton.core import Sampling, SequenceSpec
+from baton.engine.oracle import OracleBackend
+from baton.tokenizer import OracleTokenizer
+from tests.e2e.conftest import eventually
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
+NOTHING = {"ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def cluster(module_home):
+    with module_home.cluster("configs/no-ray.yaml", "model.path=oracle") as running:
+        yield running
+
+
+def http_client(address, **options):
+    return OpenAI(base_url=f"http://{address}/v1", api_key="none", **{"max_retries": 0, "timeout": 30, **options})
+
+
+@pytest.fixture
+def client(cluster):
+    with http_client(cluster.state().http) as made:
+        yield made
+
+
+def right(prompt, **options):
+    """What the oracle says to `prompt`, as text."""
+    ids = OracleBackend().expected(SequenceSpec(tuple(prompt), Sampling(**options)))
+    return OracleTokenizer().decode(ids)
+
+
+def test_completions_are_the_right_ones(client, seed):
+    rng = random.Random(seed)
+    jobs = [
+        (
+            [rng.randrange(256) for _ in range(rng.randrange(1, 200))],
+            {"max_tokens": rng.randrange(1, 40), "temperature": rng.choice([0.0, 0.75]), "seed": rng.randrange(2**62)},
+        )
+        for _ in range(12)
+    ]
+
+    def ask(job):
+        pieces = client.completions.create(model="oracle", prompt=job[0], stream=True, **job[1])
+        return "".join(chunk.choices[0].text for chunk in pieces)
+
+    with ThreadPoolExecutor(6) as pool:
+        answers = list(pool.map(ask, jobs))
+    for (prompt, options), answer in zip(jobs, answers, strict=True):
+        assert answer == right(prompt, **options), (prompt, options)
+
+
+def test_it_agrees_with_the_sdk(cluster, client):
+    asked = {"max_tokens": 24, "temperature": 0.0}
+    done = client.completions.create(model="oracle", prompt="hello there", logprobs=2, extra_body=NOTHING, **asked)
+    with cluster.client() as sdk:
+        same = sdk.generate("hello there", logprobs=2, ignore_eos=True, **asked)
+    (choice,) = done.choices
+    assert (choice.text, choice.finish_reason) == (same.text, "length")
+    assert choice.logprobs.token_logprobs == [entry.logprob for entry in same.logprobs]
+    assert [len(top) for top in choice.logprobs.top_logprobs] == [2] * 24
+    assert (done.usage.prompt_tokens, done.usage.completion_tokens) == (11, 24)
+
+
+def test_what_up_prints_works(home):
+    options = [part for name in ("grpc", "metrics", "http") for part in ("--set", f"router.{name}=127.0.0.1:0")]
+    process = home.start("up", "-c", "configs/no-ray.yaml", "--set", "model.path=oracle", *options)
+    try:
+        lines = iter(process.stdout.readline, "")
+        curl = next(line.strip() for line in lines if "/v1/completions" in line)
+        assert curl.startswith("curl -s http://127.0.0.1:")
+        url, body = curl.split()[2], curl.split("-d ")[1].strip("'")
+        request = urllib.request.Request(url, body.encode(), {"content-type": "application/json"})
+        with urllib.request.urlopen(request, timeout=30) as answer:
+            assert json.load(answer)["object"] == "text_completion"
+    finally:
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=60)
+
+
+def test_a_replaced_router_is_found_at_the_same_address(cluster, client):
+    pid, address = cluster.pid("router"), cluster.state().http
+    os.kill(pid, signal.SIGKILL)
+    eventually(lambda: cluster.pid("router") != pid, within_s=30)
+    with http_client(address, max_retries=8) as patient:
+        done = eventually(lambda: tried(patient), within_s=30)
+    assert done.choices[0].text == right(b"hello", max_tokens=4, temperature=0.0)
+
+
+def tried(client):
+    try:
+        return client.completions.create(model="oracle", prompt="hello", max_tokens=4, temperature=0)
+    except openai.APIError:
+        return None
+
+
+def test_a_gateway_alone(cluster, tmp_path):
+    """`baton gateway` in front of a running cluster, stopped while it streams: the stream ends whole."""
+    log = tmp_path / "gateway.log"
+    args = ("gateway", "-c", "configs/no-ray.yaml", "--target", cluster.state().grpc, "--log", log)
+    process = cluster.home.start(*args, "--set", "router.http=127.0.0.1:0", "--set", "log.format=json")
+    try:
+        eventually(lambda: log.exists() and "gateway_started" in log.read_text(), within_s=30)
+        address = json.loads(log.read_text().splitlines()[-1])["http"]
+        asked = {"model": "oracle", "prompt": "hello", "max_tokens": 400, "temperature": 0, "extra_body": NOTHING}
+        with http_client(address) as client:
+            assert [model.id for model in client.models.list()] == ["oracle"]
+            stream = client.completions.create(**asked, stream=True)
+            first = next(stream).choices[0].text
+            process.send_signal(signal.SIGTERM)
+            text = first + "".join(chunk.choices[0].text for chunk in stream)
+            assert text == right(b"hello", max_tokens=400, temperature=0.0, ignore_eos=True)
+        process.communicate(timeout=30)
+        assert process.returncode == 0, log.read_text()
+    finally:
+        if psutil.pid_exists(process.pid) and process.poll() is None:
+            process.kill()
+            process.communicate()
+
+
+def test_a_gateway_needs_an_address(home, tmp_path):
+    config = tmp_path / "bare.yaml"
+    config.write_text("name: bare\nmodel: {path: oracle}\n")
+    done = home.baton("gateway", "-c", config)
+    assert done.returncode == 3
+    assert "router.http: must be set" in done.stderr
+
+
+def test_without_the_key_there_is_no_gateway(home):
+    with home.cluster("configs/no-ray.yaml", "model.path=oracle", "router.http=null") as running:
+        assert running.state().http == ""
+        assert "/v1" not in (home.path / running.name / "up.out").read_text()
+        with running.client() as client:
+            assert client.generate("hello", max_tokens=2).tokens
