@@ -16,6 +16,7 @@ from router.gateway.errors import UNKNOWN, UNSUPPORTED, HttpError
 from router.gateway.schema import ChatBody, CompletionBody, JsonSchema, Message, ResponseFormat, StreamOptions
 
 BODY_S = 30.0  # a body must be here within this time
+_NAMED = 16  # mistakes: a megabyte of them is no help, and takes long
 _DRAIN = 16  # a body that is too long is read on for so many times the limit: the client can then read the answer
 
 # Fields of OpenAI's that are known and not there, and the values with which they ask for nothing.
@@ -74,10 +75,10 @@ def checked(data: bytes, kind: type[B]) -> B:
     try:
         body = kind.model_validate(kept)
     except ValidationError as error:
-        found = error.errors(include_url=False, include_context=False)
-        raise InvalidRequest(*refused, *(_violation(each, kind) for each in found)) from None
+        found = error.errors(include_url=False, include_context=False)[:_NAMED]
+        raise InvalidRequest(*refused[:_NAMED], *(_violation(each, kind) for each in found)) from None
     if refused:
-        raise InvalidRequest(*refused)
+        raise InvalidRequest(*refused[:_NAMED])
     return body
 
 
@@ -109,7 +110,7 @@ def _asks_nothing(value: object, neutral: Sequence[object]) -> bool:
 def _violation(detail: Any, kind: type[BaseModel]) -> Violation:
     place, message = _place(detail["loc"]), str(detail["msg"]).removeprefix("Value error, ")
     if detail["type"] == "extra_forbidden":
-        return Violation(place, _unknown(detail["loc"], kind))
+        return Violation(place or "''", _unknown(detail["loc"], kind))
     if detail["type"] == "missing":
         return Violation(place, "is required")
     if not place:  # of a rule between fields, which names the first of them itself
@@ -134,5 +135,5 @@ def _got(value: object) -> str:
 def _unknown(loc: Sequence[int | str], kind: type[BaseModel]) -> str:
     owner = _NESTED.get(".".join(part for part in loc[:-1] if isinstance(part, str)), kind)
     known = [field.alias or name for name, field in owner.model_fields.items()]
-    near = difflib.get_close_matches(str(loc[-1]), known, n=1)
+    near = difflib.get_close_matches(str(loc[-1])[:64], known, n=1)
     return f"{UNKNOWN}; did you mean {near[0]}?" if near else UNKNOWN
