@@ -47,13 +47,14 @@ def test_what_is_wrong_has_a_remedy(examine, sets, what, remedy):
     assert "s3cret" not in finding.found
 
 
-def test_a_port_in_use(examine):
+@pytest.mark.parametrize("key", ["router.metrics", "router.http"])
+def test_a_port_in_use(examine, key):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        finding = examine(BASE, f"router.metrics=127.0.0.1:{taken.getsockname()[1]}")["router.metrics"]
+        finding = examine(BASE, f"{key}=127.0.0.1:{taken.getsockname()[1]}")[key]
     assert finding.verdict == BAD
-    assert "--set router.metrics=127.0.0.1:0" in finding.remedy
+    assert f"--set {key}=127.0.0.1:0" in finding.remedy
 
 
 def test_a_config_that_is_none_ends_the_search(examine):

@@ -69,12 +69,21 @@ WRONG = {
     "a list": ("- name", ["mapping", "list"]),
     "python object": ("name: !!python/object/apply:os.system [id]", ["not YAML"]),
     "open listener": ("router: {grpc: '0.0.0.0:5'}", ["router.grpc", "allow_insecure"]),
+    "open HTTP listener": ("router: {http: '0.0.0.0:5'}", ["router.http", "allow_insecure"]),
+    "no port for HTTP": ("router: {http: localhost}", ["router.http", "host:port", "localhost"]),
+    "not a size of a body": ("router: {http_body: 0}", ["router.http_body", "0"]),
     "lease too short": ("ledger: {lease_s: 1, heartbeat_s: 1}", ["ledger.lease_s", "three times"]),
     "section is a value": ("decode: 5", ["decode", "5"]),
     "not built yet": ("transfer: {transport: memory}", ["line 1", "transfer.transport", "memory", "not built yet"]),
     "no attempt at all": ("retry: {attempts: 0}", ["line 1", "retry.attempts", "greater than 0", "0"]),
     "not a kind of check": ("transfer: {verify: all}", ["transfer.verify", "frames", "kv", "all"]),
 }
+
+
+def test_http_is_not_served_unless_it_is_said_where(load):
+    assert load("model: {path: oracle}").router.http is None
+    router = load("model: {path: oracle}\nrouter: {http: '127.0.0.1:0', http_body: 2MiB}").router
+    assert (router.http, router.http_body) == ("127.0.0.1:0", 2 << 20)
 
 
 @pytest.mark.parametrize("case", WRONG)

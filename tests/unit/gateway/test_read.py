@@ -21,7 +21,8 @@ SCALARS = st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floa
 VALUES = st.recursive(
     SCALARS, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3), max_leaves=6
 )
-BASE: dict[Any, dict[str, Any]] = {CompletionBody: {"prompt": "x"}, ChatBody: {"messages": [{"role": "user", "content": "x"}]}}
+TURN = {"role": "user", "content": "x"}
+BASE: dict[Any, dict[str, Any]] = {CompletionBody: {"prompt": "x"}, ChatBody: {"messages": [TURN]}}
 KNOWN = sorted({*CompletionBody.model_fields, *ChatBody.model_fields, "tools", "echo"})
 
 
