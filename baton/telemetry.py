@@ -196,6 +196,11 @@ class Metrics:
         """Export what `read` gives at each scrape as `baton_channel_bytes_per_second{worker,peer,transport}`."""
         self.registry.register(_Channels(read))
 
+    def watch_queue(self, requests: Callable[[], float], tokens: Callable[[], float]) -> None:
+        """Export what waits at each scrape as `baton_queued_requests` and `baton_queued_tokens`."""
+        for what, read in (("requests", requests), ("tokens", tokens)):
+            Gauge(f"baton_queued_{what}", f"Waiting for room, in {what}", registry=self.registry).set_function(read)
+
     def ended(self, outcome: str, timings: Timings | None = None) -> None:
         """A request ended: finished | cancelled | failed | refused. `timings` only for those that finished."""
         self._requests.labels(outcome).inc()

@@ -84,6 +84,7 @@ class Floor:
         self.pool.on_predicted = self.metrics.ttft_predicted
         self.metrics.watch_blocks(self.pool.blocks)
         self.metrics.watch_channels(self.pool.channels)
+        self.metrics.watch_queue(lambda: self.admission.waiting, lambda: self.admission.waiting_tokens)
         self.arrivals = itertools.count()
         self.accepting = True
         self.running: set[Call] = set()

@@ -207,6 +207,9 @@ class Admin(AdminServicer):
             uptime_s=floor.clock.monotonic() - self._started,
             running=len(floor.running),
             queued=floor.admission.waiting,
+            queued_tokens=floor.admission.waiting_tokens,
+            drain_requests_per_s=floor.admission.drain.requests_per_s,
+            drain_tokens_per_s=floor.admission.drain.tokens_per_s,
             accepted=floor.outcomes["accepted"] + sum(call.accepted for call in floor.running),
             workers=[
                 _worker(link, floor.pool.note(link))

@@ -53,6 +53,9 @@ def show(cluster: ClusterStatus) -> None:
         f"requests: {cluster.running} running, {cluster.queued} queued; {counts}, {cluster.failed} failed, "
         f"{cluster.refused} refused"
     )
+    if cluster.queued:
+        drain = f"{cluster.drain_requests_per_s:.3g} requests/s" if cluster.drain_requests_per_s else "not measured yet"
+        typer.echo(f"queue: {cluster.queued_tokens} tokens; drains: {drain}")
     table = Table(*COLUMNS, box=None, pad_edge=False)
     for worker in cluster.workers:
         table.add_row(*_row(worker))

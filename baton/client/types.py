@@ -178,3 +178,6 @@ class ClusterStatus:
     failed: int
     refused: int
     workers: tuple[WorkerStatus, ...]
+    queued_tokens: int = 0
+    drain_requests_per_s: float = 0.0  # lately, while requests waited; 0: not known
+    drain_tokens_per_s: float = 0.0

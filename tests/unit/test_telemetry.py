@@ -93,6 +93,7 @@ def test_metrics_have_the_names_that_dashboards_read():
     metrics = Metrics("local", "1.2")
     blocks = [BlockCounts(10, 4, 1, 2, 0, 3), BlockCounts(10, 10)]
     metrics.watch_blocks(lambda: {Role.PREFILL: [], Role.DECODE: blocks})
+    metrics.watch_queue(lambda: 3, lambda: 70)
     metrics.ended("finished", Timings(1, 0, 0, 2, 3, 0, 0, ttft_s=2.5))
     metrics.ended("cancelled")
     metrics.refused(Overloaded("no", 1))
@@ -123,6 +124,8 @@ def test_metrics_have_the_names_that_dashboards_read():
         'baton_kv_blocks{role="decode",state="quarantined"} 3.0',
         'baton_kv_blocks{role="prefill",state="free"} 0.0',
         'baton_workers{role="decode"} 2.0',
+        "baton_queued_requests 3.0",
+        "baton_queued_tokens 70.0",
         'baton_workers{role="prefill"} 0.0',
         'baton_build_info{cluster="local",version="1.2"} 1.0',
     ):

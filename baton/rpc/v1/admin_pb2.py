@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from baton.rpc.v1 import common_pb2 as baton_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14\x62\x61ton/v1/admin.proto\x12\x08\x62\x61ton.v1\x1a\x15\x62\x61ton/v1/common.proto\"\x0f\n\rStatusRequest\"\x81\x01\n\x0cWorkerStatus\x12\"\n\x04info\x18\x01 \x01(\x0b\x32\x14.baton.v1.WorkerInfo\x12\x1c\n\x04load\x18\x02 \x01(\x0b\x32\x0e.baton.v1.Load\x12\r\n\x05state\x18\x03 \x01(\t\x12\x12\n\ndispatched\x18\x04 \x01(\r\x12\x0c\n\x04note\x18\x05 \x01(\t\"\x82\x02\n\x0bStatusReply\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x11\n\trouter_id\x18\x02 \x01(\t\x12\x0f\n\x07version\x18\x03 \x01(\t\x12\r\n\x05model\x18\x04 \x01(\t\x12\x10\n\x08uptime_s\x18\x05 \x01(\x01\x12\x0f\n\x07running\x18\x06 \x01(\r\x12\x0e\n\x06queued\x18\x07 \x01(\r\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x08 \x01(\x04\x12\x10\n\x08\x66inished\x18\t \x01(\x04\x12\x11\n\tcancelled\x18\n \x01(\x04\x12\x0e\n\x06\x66\x61iled\x18\x0b \x01(\x04\x12\x0f\n\x07refused\x18\x0c \x01(\x04\x12\'\n\x07workers\x18\r \x03(\x0b\x32\x16.baton.v1.WorkerStatus\"\x11\n\x0fRequestsRequest\"7\n\rRequestsReply\x12\x11\n\trouter_id\x18\x01 \x01(\t\x12\x13\n\x0brequest_ids\x18\x02 \x03(\t2\x81\x01\n\x05\x41\x64min\x12\x38\n\x06Status\x12\x17.baton.v1.StatusRequest\x1a\x15.baton.v1.StatusReply\x12>\n\x08Requests\x12\x19.baton.v1.RequestsRequest\x1a\x17.baton.v1.RequestsReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14\x62\x61ton/v1/admin.proto\x12\x08\x62\x61ton.v1\x1a\x15\x62\x61ton/v1/common.proto\"\x0f\n\rStatusRequest\"\x81\x01\n\x0cWorkerStatus\x12\"\n\x04info\x18\x01 \x01(\x0b\x32\x14.baton.v1.WorkerInfo\x12\x1c\n\x04load\x18\x02 \x01(\x0b\x32\x0e.baton.v1.Load\x12\r\n\x05state\x18\x03 \x01(\t\x12\x12\n\ndispatched\x18\x04 \x01(\r\x12\x0c\n\x04note\x18\x05 \x01(\t\"\xd3\x02\n\x0bStatusReply\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x11\n\trouter_id\x18\x02 \x01(\t\x12\x0f\n\x07version\x18\x03 \x01(\t\x12\r\n\x05model\x18\x04 \x01(\t\x12\x10\n\x08uptime_s\x18\x05 \x01(\x01\x12\x0f\n\x07running\x18\x06 \x01(\r\x12\x0e\n\x06queued\x18\x07 \x01(\r\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x08 \x01(\x04\x12\x10\n\x08\x66inished\x18\t \x01(\x04\x12\x11\n\tcancelled\x18\n \x01(\x04\x12\x0e\n\x06\x66\x61iled\x18\x0b \x01(\x04\x12\x0f\n\x07refused\x18\x0c \x01(\x04\x12\'\n\x07workers\x18\r \x03(\x0b\x32\x16.baton.v1.WorkerStatus\x12\x15\n\rqueued_tokens\x18\x0e \x01(\x04\x12\x1c\n\x14\x64rain_requests_per_s\x18\x0f \x01(\x01\x12\x1a\n\x12\x64rain_tokens_per_s\x18\x10 \x01(\x01\"\x11\n\x0fRequestsRequest\"7\n\rRequestsReply\x12\x11\n\trouter_id\x18\x01 \x01(\t\x12\x13\n\x0brequest_ids\x18\x02 \x03(\t2\x81\x01\n\x05\x41\x64min\x12\x38\n\x06Status\x12\x17.baton.v1.StatusRequest\x1a\x15.baton.v1.StatusReply\x12>\n\x08Requests\x12\x19.baton.v1.RequestsRequest\x1a\x17.baton.v1.RequestsReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -37,11 +37,11 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_WORKERSTATUS']._serialized_start=75
   _globals['_WORKERSTATUS']._serialized_end=204
   _globals['_STATUSREPLY']._serialized_start=207
-  _globals['_STATUSREPLY']._serialized_end=465
-  _globals['_REQUESTSREQUEST']._serialized_start=467
-  _globals['_REQUESTSREQUEST']._serialized_end=484
-  _globals['_REQUESTSREPLY']._serialized_start=486
-  _globals['_REQUESTSREPLY']._serialized_end=541
-  _globals['_ADMIN']._serialized_start=544
-  _globals['_ADMIN']._serialized_end=673
+  _globals['_STATUSREPLY']._serialized_end=546
+  _globals['_REQUESTSREQUEST']._serialized_start=548
+  _globals['_REQUESTSREQUEST']._serialized_end=565
+  _globals['_REQUESTSREPLY']._serialized_start=567
+  _globals['_REQUESTSREPLY']._serialized_end=622
+  _globals['_ADMIN']._serialized_start=625
+  _globals['_ADMIN']._serialized_end=754
 # @@protoc_insertion_point(module_scope)

@@ -87,6 +87,9 @@ class StatusReply(_message.Message):
     FAILED_FIELD_NUMBER: _builtins.int
     REFUSED_FIELD_NUMBER: _builtins.int
     WORKERS_FIELD_NUMBER: _builtins.int
+    QUEUED_TOKENS_FIELD_NUMBER: _builtins.int
+    DRAIN_REQUESTS_PER_S_FIELD_NUMBER: _builtins.int
+    DRAIN_TOKENS_PER_S_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     router_id: _builtins.str
     version: _builtins.str
@@ -99,6 +102,11 @@ class StatusReply(_message.Message):
     cancelled: _builtins.int
     failed: _builtins.int
     refused: _builtins.int
+    queued_tokens: _builtins.int
+    """of the prompts that wait, with what was generated of them"""
+    drain_requests_per_s: _builtins.float
+    """lately, while some waited; 0: not known yet"""
+    drain_tokens_per_s: _builtins.float
     @_builtins.property
     def workers(self) -> _containers.RepeatedCompositeFieldContainer[Global___WorkerStatus]: ...
     def __init__(
@@ -117,10 +125,13 @@ class StatusReply(_message.Message):
         failed: _builtins.int = ...,
         refused: _builtins.int = ...,
         workers: _abc.Iterable[Global___WorkerStatus] | None = ...,
+        queued_tokens: _builtins.int = ...,
+        drain_requests_per_s: _builtins.float = ...,
+        drain_tokens_per_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "cancelled", b"cancelled", "failed", b"failed", "finished", b"finished", "model", b"model", "name", b"name", "queued", b"queued", "refused", b"refused", "router_id", b"router_id", "running", b"running", "uptime_s", b"uptime_s", "version", b"version", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "cancelled", b"cancelled", "drain_requests_per_s", b"drain_requests_per_s", "drain_tokens_per_s", b"drain_tokens_per_s", "failed", b"failed", "finished", b"finished", "model", b"model", "name", b"name", "queued", b"queued", "queued_tokens", b"queued_tokens", "refused", b"refused", "router_id", b"router_id", "running", b"running", "uptime_s", b"uptime_s", "version", b"version", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -51,6 +51,14 @@ def test_a_router_is_told_how_often_a_request_is_tried():
     assert router_settings(ClusterConfig.model_validate({"retry": {"attempts": 5}})).attempts == 5
 
 
+def test_a_router_is_told_who_may_wait():
+    queue = {"max_requests": 5, "max_tokens": 600, "max_wait_s": 2.5}
+    config = ClusterConfig.model_validate({"router": {"queue": queue, "tenants": {"team-a": 3}}})
+    settings = router_settings(config)
+    assert (settings.queue_max_requests, settings.queue_max_tokens, settings.queue_max_wait_s) == (5, 600, 2.5)
+    assert settings.tenants == {"team-a": 3.0}
+
+
 def test_a_router_is_told_its_version_and_when_a_silent_worker_is_lost():
     ledger = {"lease_s": 6.0, "heartbeat_s": 2.0}
     settings = router_settings(ClusterConfig.model_validate({"ledger": ledger}))

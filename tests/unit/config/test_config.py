@@ -75,6 +75,8 @@ WRONG = {
     "lease too short": ("ledger: {lease_s: 1, heartbeat_s: 1}", ["ledger.lease_s", "three times"]),
     "section is a value": ("decode: 5", ["decode", "5"]),
     "not built yet": ("transfer: {transport: memory}", ["line 1", "transfer.transport", "memory", "not built yet"]),
+    "a weight of nothing": ("router:\n  tenants: {team-a: 0}", ["line 2", "router.tenants.team-a", "0.001", "0"]),
+    "no tokens may wait": ("router: {queue: {max_tokens: 0}}", ["router.queue.max_tokens", "greater than 0", "0"]),
     "no attempt at all": ("retry: {attempts: 0}", ["line 1", "retry.attempts", "greater than 0", "0"]),
     "not a kind of check": ("transfer: {verify: all}", ["transfer.verify", "frames", "kv", "all"]),
 }

@@ -1,0 +1,106 @@
+"""Who waits and who is refused, through a real router over real gRPC."""
+
+import asyncio
+from functools import partial
+
+import grpc
+import pytest
+from google.rpc import error_details_pb2
+from grpc_status import rpc_status
+
+from baton.errors import DeadlineExceeded, Overloaded
+from baton.rpc.v1 import worker_pb2
+from tests.integration.router_support import at, clusters, ids_of, until
+
+
+@pytest.fixture
+async def make():
+    async with clusters() as build:
+        yield build
+
+
+async def waits(cluster, count, **kwargs):
+    """So many calls more, all of them in the queue."""
+    before = cluster.router.floor.admission.waiting
+    calls = []
+    for number in range(count):
+        calls.append(cluster.call(**kwargs))
+        await until(partial(cluster.waits, before + number + 1), "queued")
+    return calls
+
+
+async def test_a_refusal_says_over_grpc_when_to_come_back(make):
+    cluster = await make(blocks=1, queue_max_requests=1)
+    await at(cluster, "queued")
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await anext(aiter(cluster.call()))
+    assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    status = rpc_status.from_call(caught.value)
+    retry = error_details_pb2.RetryInfo()
+    assert any(detail.Unpack(retry) for detail in status.details)
+    assert 0.5 <= retry.retry_delay.ToTimedelta().total_seconds() <= 10
+
+
+async def test_the_bound_in_tokens(make):
+    cluster = await make(blocks=1, queue_max_tokens=100)
+    await at(cluster, "queued")
+    with pytest.raises(Overloaded, match="3 tokens wait already, there is no place for 98 more"):
+        await cluster.generate([1] * 98)
+    await waits(cluster, 1, prompt=[1] * 97)
+    status = await cluster.status()
+    assert (status.queued, status.queued_tokens, status.drain_requests_per_s) == (2, 100, 0)
+    text = await cluster.http("/metrics")
+    assert "baton_queued_requests 2.0" in text
+    assert "baton_queued_tokens 100.0" in text
+
+
+async def test_a_long_wait_is_foreseen_and_refused_at_once(make):
+    """As slow as if one request were served in four seconds, of which ten wait."""
+    cluster = await make(blocks=1, queue_max_wait_s=10.0)
+    drain = cluster.router.floor.admission.drain
+    drain._requests, drain._tokens, drain._busy_s = 20.0, 60.0, 80.0
+    await at(cluster, "queued")
+    await waits(cluster, 2)
+    with pytest.raises(Overloaded, match=r"it would wait for about 1\d(\.\d*)? s") as caught:
+        await asyncio.wait_for(cluster.generate(), 5)
+    assert 1 < caught.value.retry_after_s <= 10
+    with pytest.raises(Overloaded, match=r"s are left"):
+        await asyncio.wait_for(cluster.generate(timeout=3.0, cache_scope=""), 5)
+    await waits(cluster, 1, priority=1)  # it goes before all of them
+    await waits(cluster, 1, cache_scope="another tenant")
+    assert (await cluster.status()).drain_requests_per_s == pytest.approx(0.25, rel=0.2)
+
+
+async def test_tenants_take_turns(make):
+    cluster = await make(blocks=1, tenants={"heavy": 2.0})
+    decode = cluster.decode[0]
+    decode.gates["decode"].clear()
+    running = cluster.call([9])
+    await until(lambda: decode.count("reserve") == 1, "first one placed")
+    calls = [running]
+    for tenant, mark in (("busy", 1), ("light", 2), ("heavy", 3)):
+        calls += await waits(cluster, 4, prompt=[mark] * 2, cache_scope=tenant)
+    decode.gates["decode"].set()
+    for call in calls:
+        assert len(ids_of(await cluster.answer(call))) == 8
+    marks = [spec.prompt[0] for spec in cluster.prefill[0].specs[1:]]
+    assert marks[:3] == [1, 2, 3]
+    assert sorted(marks[:8]) == [1, 1, 2, 2, 3, 3, 3, 3]
+    await cluster.nothing_is_left()
+
+
+async def test_waiting_again_after_no_room_is_the_same_wait(make):
+    """A worker that promises room and refuses each time does not keep a request for ever."""
+    cluster = await make(queue_max_wait_s=0.4)
+    cluster.decode[0].refuse_once = [worker_pb2.REFUSAL_REASON_NO_ROOM] * 100_000
+    with pytest.raises(Overloaded, match=r"waited 0\.4 s for room"):
+        await asyncio.wait_for(cluster.generate(), 10)
+    await cluster.nothing_is_left()
+
+
+async def test_a_deadline_that_passes_in_the_queue(make):
+    cluster = await make(blocks=1, max_request_s=0.5)
+    call = await at(cluster, "queued")
+    with pytest.raises(DeadlineExceeded):
+        await cluster.answer(call)
+    await until(lambda: cluster.waits(0), "it left the queue")

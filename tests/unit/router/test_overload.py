@@ -1,0 +1,162 @@
+"""Admission before a pool of workers, in virtual time: what comes through stays fast, however much is asked."""
+
+import asyncio
+import random
+from dataclasses import dataclass, field
+
+import pytest
+
+from baton.errors import DeadlineExceeded, Overloaded
+from router.admission import Admission, Bounds, ticket_for
+from tests.simulation.clock import START, LoopClock, VirtualLoop
+
+PREFILL_S = 0.2
+SLOTS = 16
+HELD_S = 1.0  # by a request, on average: so many per second are the capacity
+CAPACITY = SLOTS / HELD_S
+WAIT_S = 0.5
+
+
+@dataclass
+class Pool:
+    """Slots, each held for some time; everything that arrives is noted."""
+
+    rng: random.Random
+    bounds: Bounds
+    weights: dict[str, float] = field(default_factory=dict)
+    free: int = SLOTS
+
+    def __post_init__(self):
+        give_back = self.release
+        self.admission = Admission(self.claim, give_back, lambda: True, LoopClock(), self.bounds, self.weights)
+        self.ttft: dict[str, list[float]] = {}
+        self.refused: dict[str, list[float]] = {}
+        self.late = self.arrivals = self.most_waiting = 0
+        self.ended_s = 0.0
+
+    def claim(self, tokens, keep):
+        if not self.free:
+            return None
+        self.free -= 1
+        return tokens
+
+    def release(self, _):
+        self.free += 1
+        self.admission.changed()
+
+    async def request(self, retries=False, **kwargs):
+        after_s = await self.attempt(**kwargs)
+        if after_s and retries:
+            await asyncio.sleep(after_s * self.rng.uniform(1.0, 1.2))
+            await self.request(retries=True, **kwargs)
+
+    async def attempt(self, tenant="", deadline_s=None):
+        """How long to wait before the next one, if it was refused."""
+        self.arrivals += 1
+        began, tokens = asyncio.get_running_loop().time(), self.rng.randint(50, 500)
+        ticket = ticket_for(self.arrivals, 0)
+        try:
+            claim = await self.admission.admit(ticket, tokens, tenant=tenant, deadline_s=deadline_s)
+        except Overloaded as error:
+            assert asyncio.get_running_loop().time() - began <= self.bounds.wait_s + 1e-6
+            self.refused.setdefault(tenant, []).append(error.retry_after_s)
+            return error.retry_after_s
+        except DeadlineExceeded:
+            self.late += 1
+            return None
+        self.ttft.setdefault(tenant, []).append(asyncio.get_running_loop().time() - began + PREFILL_S)
+        await asyncio.sleep(HELD_S * self.rng.uniform(0.5, 1.5))
+        self.release(claim)
+        return None
+
+    async def arrive(self, per_s, for_s, **kwargs):
+        """Open loop: nobody waits for an answer before the next one comes."""
+        tasks, loop = [], asyncio.get_running_loop()
+        until = loop.time() + for_s
+        while loop.time() < until:
+            await asyncio.sleep(self.rng.expovariate(per_s))
+            tasks.append(asyncio.create_task(self.request(**kwargs)))
+            self.most_waiting = max(self.most_waiting, self.admission.waiting)
+        await asyncio.gather(*tasks)
+
+
+def simulate(seed, *streams, for_s=120.0, weights=None, requests=1000, wait_s=WAIT_S):
+    """Streams of requests: (multiple of the capacity, keyword arguments)."""
+    print("seed", seed)
+    bounds = Bounds(requests, 10**6, wait_s)
+
+    async def run():
+        pool = Pool(random.Random(seed), bounds, weights or {})
+        await asyncio.gather(*(pool.arrive(load * CAPACITY, for_s, **kwargs) for load, kwargs in streams))
+        pool.ended_s = LoopClock().monotonic() - START
+        assert (pool.free, pool.admission.waiting, pool.admission.waiting_tokens) == (SLOTS, 0, 0)
+        return pool
+
+    loop = VirtualLoop()
+    try:
+        return loop.run_until_complete(run())
+    finally:
+        loop.close()
+
+
+def at(values, share):
+    return sorted(values)[int(len(values) * share)]
+
+
+@pytest.fixture(scope="module", params=[1, 2])
+def seed(request):
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def normal(seed):
+    return simulate(seed, (1.0, {}), for_s=600.0)
+
+
+@pytest.mark.parametrize("load", [5.0, 15.0])
+def test_accepted_requests_stay_fast_and_the_capacity_is_used(seed, normal, load):
+    pool = simulate(seed, (load, {}), for_s=300 / load)
+    before, after = normal.ttft[""], pool.ttft[""]
+    for share in (0.5, 0.9, 0.99):
+        assert at(after, share) <= 2 * at(before, share)
+    assert max(after) <= WAIT_S + PREFILL_S + 1e-6
+    assert len(after) >= 0.95 * 300 / load * CAPACITY
+    assert len(pool.refused[""]) == pytest.approx((1 - 1 / load) * pool.arrivals, rel=0.05)
+    assert min(pool.refused[""]) > 0
+
+
+def test_the_queue_is_no_longer_than_what_drains_in_time(seed):
+    """Before anything is measured its bound holds, later what is served within the longest wait."""
+    pool = simulate(seed, (20.0, {}), requests=24, for_s=30.0)
+    assert pool.most_waiting <= 24 + 3
+    assert max(pool.ttft[""]) <= WAIT_S + PREFILL_S + 1e-6
+
+
+def test_a_tenant_at_twenty_times_its_share_does_not_slow_another(seed):
+    calm = simulate(seed, (0.7, {"tenant": "busy"}), (0.2, {"tenant": "small"}), for_s=300.0)
+    storm = simulate(seed, (20.0, {"tenant": "busy"}), (0.2, {"tenant": "small"}), for_s=60.0, requests=64)
+    small = storm.ttft["small"]
+    assert len(storm.refused.get("small", [])) <= 0.08 * len(small)
+    assert at(small, 0.99) <= 1.25 * at(calm.ttft["small"], 0.99)
+    assert len(small) + len(storm.ttft["busy"]) >= 0.95 * 60 * CAPACITY
+
+
+def test_weights_divide_what_is_served(seed):
+    pool = simulate(seed, (5.0, {"tenant": "a"}), (5.0, {"tenant": "b"}), weights={"a": 3.0})
+    assert len(pool.ttft["a"]) / len(pool.ttft["b"]) == pytest.approx(3, rel=0.15)
+
+
+def test_who_cannot_be_served_by_its_deadline_is_told_at_once(seed):
+    pool = simulate(seed, (5.0, {"deadline_s": 0.3}))
+    assert pool.late <= 0.1 * pool.arrivals  # nearly all of them if they were let in
+    assert len(pool.ttft[""]) >= 0.9 * 120 * CAPACITY
+    assert max(pool.ttft[""]) <= 0.3 + PREFILL_S + 1e-6
+
+
+def test_refused_clients_that_obey_the_delay_get_all_that_the_pool_can_do(seed):
+    """Three times the capacity for ten seconds, then nothing new: thirty seconds' work, done in not much more."""
+    pool = simulate(seed, (3.0, {"retries": True}), for_s=10.0, wait_s=2.0)
+    assert pool.refused[""]
+    assert all(0.5 <= after <= 2.0 for after in pool.refused[""])
+    work_s = len(pool.ttft[""]) / CAPACITY
+    assert pool.ended_s <= 1.1 * work_s + 3 * HELD_S
