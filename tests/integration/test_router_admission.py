@@ -2,6 +2,7 @@
 
 import asyncio
 from functools import partial
+from typing import Any
 
 import grpc
 import pytest
@@ -35,7 +36,8 @@ async def test_a_refusal_says_over_grpc_when_to_come_back(make):
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await anext(aiter(cluster.call()))
     assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-    status = rpc_status.from_call(caught.value)
+    error: Any = caught.value
+    status = rpc_status.from_call(error)
     retry = error_details_pb2.RetryInfo()
     assert any(detail.Unpack(retry) for detail in status.details)
     assert 0.5 <= retry.retry_delay.ToTimedelta().total_seconds() <= 10

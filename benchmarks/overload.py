@@ -1,0 +1,239 @@
+"""What becomes of requests when more are asked than can be served: TTFT of the accepted ones, refusals, memory.
+
+    python benchmarks/overload.py --quick         under 2 minutes on 2 cores
+    python benchmarks/overload.py                 longer phases
+    python benchmarks/overload.py --write-docs    the section in docs/performance.md from it
+
+The real router and workers as plain processes, on the oracle engine, whose decode pool has room for a few long
+requests. First a closed loop finds the capacity (as many clients as keep some waiting), then requests come in an open
+loop, at random times (Poisson), at one times and at five times that. Refused clients do not come back.
+The last line of stdout is one JSON object: `ttft_ratio_*` is five times over one time, `goodput_ratio` what was
+finished per second over the capacity, `rss_growth` the router's memory at the end of the overload over that after a
+quarter of it. All share the machine: when the refusals alone fill its cores, this measures them, not the admission.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import random
+import shlex
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for `python benchmarks/overload.py`
+
+import psutil
+
+from baton import AsyncClient
+from baton.cluster.state import ClusterState, StateFolder
+from baton.errors import BatonError, Overloaded
+from benchmarks.lib.machine import machine
+from benchmarks.lib.protocol import ROOT
+from benchmarks.lib.report import fill, markdown
+
+PROMPT, ANSWER = 64, 300  # tokens
+NAME = "overload"
+SETS = (
+    "model.path=oracle",
+    "model.max_model_len=512",
+    "decode.kv_memory=384KiB",
+    "prefill.kv_memory=256KiB",
+    "prefill.prefix_cache=false",
+    "decode.prefix_cache=false",
+    *(f"router.{listener}=127.0.0.1:0" for listener in ("grpc", "admin", "metrics")),
+    f"name={NAME}",
+)
+
+
+@dataclass
+class Phase:
+    """What the clients of one load saw. Times in seconds."""
+
+    offered: int = 0
+    finished: int = 0
+    late: int = 0  # accepted into the queue, and refused after all
+    failed: list[str] = field(default_factory=list)
+    ttft: list[float] = field(default_factory=list)
+    refused: list[float] = field(default_factory=list)  # how long it took to say so
+    delays: list[float] = field(default_factory=list)  # what a refused client was told
+    rss: list[int] = field(default_factory=list)  # of the router, in bytes
+    lasted_s: float = 0.0
+
+    @property
+    def per_s(self) -> float:
+        return self.finished / self.lasted_s
+
+
+@contextlib.contextmanager
+def cluster(max_wait_s: float) -> Iterator[ClusterState]:
+    """A running cluster, gone at the end."""
+    with tempfile.TemporaryDirectory(prefix="baton-overload-") as home:
+        env = {**os.environ, "BATON_HOME": home, "PYTHONPATH": str(ROOT)}
+        baton = [sys.executable, "-m", "baton"]
+        sets = [part for item in (*SETS, f"router.queue.max_wait_s={max_wait_s}") for part in ("--set", item)]
+        up = [*baton, "up", "-c", "configs/no-ray.yaml", *sets, "--detach"]
+        subprocess.run(up, env=env, cwd=ROOT, check=True, stdout=sys.stderr)
+        try:
+            state = StateFolder(NAME, Path(home)).read_state()
+            if state is None:
+                raise RuntimeError("the cluster is gone")
+            yield state
+        finally:
+            subprocess.run([*baton, "down", "--name", NAME], env=env, cwd=ROOT, check=True, stdout=sys.stderr)
+
+
+async def ask(client: AsyncClient, phase: Phase, rng: random.Random) -> None:
+    """One request, as one client sees it."""
+    prompt, began, first = [rng.randrange(256) for _ in range(PROMPT)], time.monotonic(), None
+    phase.offered += 1
+    try:
+        async with client.stream(prompt, max_tokens=ANSWER, temperature=0, ignore_eos=True) as stream:
+            async for _ in stream:
+                first = first or time.monotonic() - began
+    except Overloaded as error:
+        phase.refused.append(time.monotonic() - began)
+        phase.delays.append(error.retry_after_s)
+        phase.late += "waited" in str(error)
+    except BatonError as error:
+        phase.failed.append(repr(error))
+    else:
+        phase.finished += 1
+        phase.ttft.append(first or 0.0)
+
+
+async def closed(client: AsyncClient, seconds: float, clients: int, rng: random.Random) -> Phase:
+    """So many clients, each with its next request as soon as the last one ended, or a little after a refusal."""
+    phase, began = Phase(), time.monotonic()
+
+    async def one() -> None:
+        while time.monotonic() - began < seconds:
+            refused = len(phase.refused)
+            await ask(client, phase, rng)
+            await asyncio.sleep(0.02 * (len(phase.refused) > refused))
+
+    await asyncio.gather(*(one() for _ in range(clients)))
+    phase.lasted_s = time.monotonic() - began
+    return phase
+
+
+async def opened(client: AsyncClient, seconds: float, per_s: float, rng: random.Random, router: int) -> Phase:
+    """Requests at random times; nobody waits for another's answer."""
+    phase, began, due = Phase(), time.monotonic(), 0.0
+    watch = asyncio.create_task(_watch(phase, router))
+    tasks = []
+    while (due := due + rng.expovariate(per_s)) < seconds:
+        await asyncio.sleep(max(began + due - time.monotonic(), 0))
+        tasks.append(asyncio.create_task(ask(client, phase, rng)))
+    await asyncio.gather(*tasks)
+    phase.lasted_s = time.monotonic() - began
+    watch.cancel()
+    return phase
+
+
+async def _watch(phase: Phase, router: int) -> None:
+    process = psutil.Process(router)
+    while True:
+        phase.rss.append(process.memory_info().rss)
+        await asyncio.sleep(0.25)
+
+
+async def measure(state: ClusterState, args: argparse.Namespace) -> dict[str, Phase]:
+    """All phases, one after the other on one cluster."""
+    rng, router = random.Random(args.seed), state.processes["router"].pid
+    seconds, phases = args.seconds or (15.0 if args.quick else 60.0), dict[str, Phase]()
+    async with AsyncClient(state.grpc, timeout=60.0, max_retries=0) as client:
+        await closed(client, 3.0, 24, rng)
+        phases["capacity"] = await closed(client, seconds, 24, rng)
+        capacity = phases["capacity"].per_s
+        for load in (1.0, args.load):
+            print(f"{load:g} times {capacity:.1f} requests/s", file=sys.stderr)
+            phases[f"{load:g}x"] = await opened(client, seconds, load * capacity, rng, router)
+    return phases
+
+
+def at(values: list[float], share: float) -> float:
+    """A quantile; 0 of nothing."""
+    return sorted(values)[min(int(len(values) * share), len(values) - 1)] if values else 0.0
+
+
+def ratios(phases: dict[str, Phase]) -> dict[str, float | None]:
+    """What others check; None: there was nothing to tell it by."""
+    capacity, one, over = phases.values()
+    rest = over.rss[len(over.rss) // 4 :]  # what it needs for such a load at all, it has by then
+    return {
+        "ttft_ratio_p50": _ratio(at(over.ttft, 0.5), at(one.ttft, 0.5)),
+        "ttft_ratio_p99": _ratio(at(over.ttft, 0.99), at(one.ttft, 0.99)),
+        "goodput_ratio": _ratio(over.per_s, capacity.per_s),
+        "refused_share": round(len(over.refused) / max(over.offered, 1), 3),
+        "refusal_ms_p50": 1e3 * at(over.refused, 0.5) or None,
+        "refusals_without_delay": float(sum(delay <= 0 for delay in over.delays)),
+        "rss_growth": _ratio(rest[-1], rest[0]) if rest else None,
+    }
+
+
+def _ratio(one: float, other: float) -> float | None:
+    return round(one / other, 3) if one and other else None
+
+
+def table(phases: dict[str, Phase]) -> str:
+    """One line for each load."""
+    header = ["load", "offered/s", "finished/s", "refused", "of them late", "failed", "TTFT p50", "TTFT p99", "RSS"]
+    rows = [
+        [
+            name,
+            f"{phase.offered / phase.lasted_s:.1f}",
+            f"{phase.per_s:.1f}",
+            f"{len(phase.refused) / phase.offered:.1%}",
+            f"{phase.late}",
+            f"{len(phase.failed)}",
+            f"{1e3 * at(phase.ttft, 0.5):.0f} ms",
+            f"{1e3 * at(phase.ttft, 0.99):.0f} ms",
+            f"{min(phase.rss) / 2**20:.1f} to {max(phase.rss) / 2**20:.1f} MiB" if phase.rss else "-",
+        ]
+        for name, phase in phases.items()
+    ]
+    return markdown(header, rows)
+
+
+def main(argv: list[str]) -> None:
+    """Measure, print, and fill the section of the page if that is wanted."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="shorter phases: under 2 minutes")
+    parser.add_argument("--seconds", type=float, help="of each phase")
+    parser.add_argument("--load", type=float, default=5.0, help="times the capacity")
+    parser.add_argument("--max-wait", type=float, default=0.3, help="router.queue.max_wait_s")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--write-docs", action="store_true", help="put the table into docs/performance.md")
+    args = parser.parse_args(argv)
+    load = os.getloadavg()[0]
+    with cluster(args.max_wait) as state:
+        phases = asyncio.run(measure(state, args))
+    for error in [error for phase in phases.values() for error in phase.failed][:5]:
+        print(error, file=sys.stderr)
+    figures = ratios(phases)
+    print(table(phases))
+    if args.write_docs:
+        page = ROOT / "docs" / "performance.md"
+        facts = [
+            f"- command: python benchmarks/overload.py {shlex.join(argv)}",
+            f"- other load at the start: {load:.1f}",
+        ]
+        facts += [f"- {name}: {value}" for name, value in machine().items()]
+        content = "\n".join(
+            [*facts, "", table(phases), "", markdown(["figure", "value"], [[k, str(v)] for k, v in figures.items()])]
+        )
+        page.write_text(fill(page.read_text(), content, NAME))
+    print(json.dumps({"benchmark": NAME, "ratios": figures}))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
