@@ -35,6 +35,15 @@ class AsyncClient(ClientBase):
     >>> asyncio.run(ask())
     ' can vary widely'
 
+    Any number of requests may be under way at once:
+
+    >>> async def ask_all(*prompts: str) -> list[str]:
+    ...     async with AsyncClient(target) as client:
+    ...         answers = await asyncio.gather(*(client.generate(prompt, max_tokens=8) for prompt in prompts))
+    ...         return [answer.text for answer in answers]
+    >>> asyncio.run(ask_all("The color of dog", "The color of cat"))
+    [' can vary widely', ' can vary widely']
+
     All methods raise the errors of `baton.errors`.
     """
 

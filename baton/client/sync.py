@@ -28,8 +28,19 @@ class Client(ClientBase):
     >>> from baton import Client
     >>> with Client(target) as client:
     ...     answer = client.generate("The color of dog", max_tokens=8, temperature=0)
-    >>> answer.text, answer.finish_reason.value
-    (' can vary widely', 'eos')
+    ...     ids = client.tokenize("dog")
+    ...     text = client.detokenize(ids)
+    >>> answer.text, answer.finish_reason.value, answer.usage.completion_tokens
+    (' can vary widely', 'eos', 3)
+    >>> text
+    'dog'
+
+    An option that does not exist is refused before anything is sent, and what the server refuses is a typed error:
+
+    >>> with Client(target) as client:
+    ...     client.generate("The color of dog", max_token=8)
+    Traceback (most recent call last):
+    TypeError: unknown option 'max_token'; did you mean 'max_tokens'?
 
     `target` is the router's `host:port`, or those of several with commas between them: when one cannot be reached, the
     next one is asked. `token` is sent as bearer token. `tls` is a CA file, its bytes, or a folder of

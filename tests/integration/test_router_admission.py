@@ -37,7 +37,7 @@ async def test_a_refusal_says_over_grpc_when_to_come_back(make):
         await anext(aiter(cluster.call()))
     assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
     error: Any = caught.value
-    status = rpc_status.from_call(error)
+    status: Any = rpc_status.from_call(error)
     retry = error_details_pb2.RetryInfo()
     assert any(detail.Unpack(retry) for detail in status.details)
     assert 0.5 <= retry.retry_delay.ToTimedelta().total_seconds() <= 10

@@ -19,7 +19,7 @@ from baton.ledger.embedded import EmbeddedRedis
 from baton.ledger.ledger import Ledger
 from router.link import WorkerLink
 from router.policy import POLICIES
-from router.workers import WorkerPool
+from router.workers import Wish, WorkerPool
 from tests.integration import ledger_support as support
 from tests.integration.ledger_support import LONG_LEASE_S, until
 from tests.unit.router import fakes
@@ -69,8 +69,9 @@ async def test_the_workers_that_have_the_prompt_are_found_and_forgotten(ledger):
         pool._add(cast("WorkerLink", one))
 
     async def chosen(*expected: str, spec: SequenceSpec = SPEC) -> bool:
-        claim = pool.claim(len(SPEC), spec=spec)
+        claim = pool.claim(len(SPEC), Wish(spec=spec))
         assert claim is not None
+        assert claim.prefill is not None
         claim.release()
         return (claim.prefill.info.ref.worker_id, claim.decode.info.ref.worker_id) == expected
 

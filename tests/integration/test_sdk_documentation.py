@@ -1,0 +1,48 @@
+"""The examples of the SDK's documentation run: those of the docstrings, and the README's."""
+
+from __future__ import annotations
+
+import asyncio
+import doctest
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import baton.client._stream_aio
+import baton.client._stream_sync
+import baton.client.aio
+import baton.client.sync
+from baton import Client
+from tests.integration.test_sdk import serving, soon
+
+README = Path(__file__).parents[2] / "README.md"
+MODULES = [baton.client.aio, baton.client.sync, baton.client._stream_aio, baton.client._stream_sync]
+
+
+@pytest.mark.parametrize("module", MODULES, ids=lambda module: module.__name__)
+async def test_the_examples_of_the_docstrings_say_what_happens(module: Any):
+    async with serving() as (_, address):
+        names = vars(baton) | {"target": address, "Client": Client}
+        tests = [test for test in doctest.DocTestFinder().find(module, globs=names) if test.examples]
+        assert tests
+        for test in tests:
+            result = await soon(asyncio.to_thread(doctest.DocTestRunner().run, test))
+            assert (result.failed, result.attempted > 1) == (0, True), test.name
+
+
+def readme_examples() -> list[str]:
+    """The Python blocks of the section on the SDK."""
+    section = README.read_text().split("\n## SDK\n", 1)[1].split("\n## ", 1)[0]
+    return re.findall(r"^```python\n(.*?)^```", section, re.MULTILINE | re.DOTALL)
+
+
+@pytest.mark.parametrize("number", range(len(readme_examples())))
+async def test_the_examples_of_the_readme_run(number: int, capsys: pytest.CaptureFixture[str]):
+    code = readme_examples()[number]
+    async with serving() as (_, address):
+        here = re.sub(r"127\.0\.0\.1:\d+(,127\.0\.0\.1:\d+)*", address, code)
+        assert here != code
+        await soon(asyncio.to_thread(exec, compile(here, "README.md", "exec"), {}))
+    assert " can vary widely" in capsys.readouterr().out
