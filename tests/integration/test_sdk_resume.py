@@ -338,6 +338,15 @@ async def test_a_router_that_refuses_is_not_the_last_one(world: World):
     assert (len(server.resumes), len(other.resumes)) == (1, 1)
 
 
+async def test_refusals_are_counted_anew_after_progress(world: World):
+    server = server_of(world)
+    async with serving() as (other, second), world.client(f"{world.address},{second}") as client:
+        server.cuts, other.cuts, other.losses = [2, 2], [0, 0], [errors.UnknownModel("no such request")] * 2
+        done, _, resumed = await read_all(world, client)
+    assert (done.text, resumed) == (TEXT, 2)
+    assert (len(server.resumes), len(other.resumes)) == (2, 2)
+
+
 async def test_when_all_refuse_the_loss_is_raised(world: World):
     server = server_of(world)
     server.cuts, server.losses = [3, 0], [WorkerLost("the worker died"), errors.Unsupported("b")]

@@ -171,6 +171,7 @@ def test_a_tail_that_was_said_is_not_said_again(cut: int, split: int):
     folded, deltas = resumed([ACCEPTED, tokens(0, [1], "a"), *END[:cut]], [ACCEPTED], [ACCEPTED, *rest])
     assert folded._completion().text == "".join(delta.text for delta in deltas) == "ab!?"
     assert (folded._completion().tokens, folded.resumed) == ((1, 2), 2)
+    assert all(delta.text or delta.tokens for delta in deltas)
 
 
 def test_what_a_resumed_stream_may_not_do():

@@ -1,0 +1,88 @@
+"""Whether a broken stream is resumed, and what is raised when it is given up."""
+
+from __future__ import annotations
+
+import pytest
+
+from baton.client._base import Attempts
+from baton.client._resume import Recovery
+from baton.clock import FakeClock
+from baton.errors import (
+    BatonError,
+    Cancelled,
+    DeadlineExceeded,
+    EngineFault,
+    InvalidRequest,
+    NoWorker,
+    Overloaded,
+    UnknownModel,
+    Unsupported,
+    WorkerLost,
+)
+
+LOST = WorkerLost("lost")
+REFUSALS = [Unsupported("x"), UnknownModel("x"), InvalidRequest.of("received", "more than there are")]
+
+
+def attempts(retries: int = 5) -> Attempts:
+    return Attempts(retries, None, FakeClock(), lambda: 1.0)
+
+
+def recovery(targets: int = 1) -> Recovery:
+    made = Recovery(targets)
+    made.resumable = True
+    return made
+
+
+def raised(broken: Recovery, error: BatonError, *, answered: bool, retries: int = 5) -> BatonError:
+    with pytest.raises(BatonError) as caught:
+        broken.wait_after(error, attempts(retries), answered=answered)
+    return caught.value
+
+
+@pytest.mark.parametrize("loss", [LOST, NoWorker("x")])
+def test_a_loss_is_waited_after_if_the_stream_can_be_resumed(loss: BatonError):
+    assert recovery().wait_after(loss, attempts(), answered=True) == 0.25
+    assert raised(Recovery(1), loss, answered=True) is loss
+
+
+@pytest.mark.parametrize("error", [EngineFault("x"), Overloaded("x"), DeadlineExceeded("x"), Cancelled("x"), *REFUSALS])
+def test_what_a_stream_with_events_says_is_the_answer(error: BatonError):
+    broken = recovery()
+    assert raised(broken, error, answered=True) is error
+    broken.wait_after(LOST, attempts(), answered=True)
+    assert raised(broken, error, answered=True) is error
+
+
+@pytest.mark.parametrize("refusal", REFUSALS)
+def test_each_router_may_refuse_once(refusal: BatonError):
+    broken, tries = recovery(targets=2), attempts()
+    broken.wait_after(LOST, tries, answered=True)
+    assert broken.wait_after(refusal, tries, answered=False) == 0.0
+    for _ in range(2):
+        given_up = raised(broken, refusal, answered=False)
+        assert (given_up, given_up.__cause__) == (LOST, refusal)
+
+
+def test_after_progress_everything_counts_anew():
+    broken, tries = recovery(targets=2), attempts()
+    broken.wait_after(LOST, tries, answered=True)
+    broken.wait_after(REFUSALS[0], tries, answered=False)
+    broken.progressed()
+    second = WorkerLost("again")
+    broken.wait_after(second, tries, answered=True)
+    assert broken.wait_after(REFUSALS[0], tries, answered=False) == 0.0
+    assert raised(broken, REFUSALS[0], answered=False) is second
+
+
+def test_a_resume_that_fails_is_tried_again_as_any_call():
+    broken, tries = recovery(), attempts(retries=3)
+    broken.wait_after(LOST, tries, answered=True)
+    assert broken.wait_after(Overloaded("full", 2.0), tries, answered=False) == 2.5
+    assert broken.wait_after(NoWorker("x"), tries, answered=False) == 1.0
+    last = NoWorker("y")
+    with pytest.raises(NoWorker) as caught:
+        broken.wait_after(last, tries, answered=False)
+    assert caught.value is last
+    fault = EngineFault("x")
+    assert raised(broken, fault, answered=False) is fault
