@@ -11,6 +11,7 @@ import grpc
 from baton.cluster.state import ClusterState, StateFolder
 from baton.config import ClusterConfig, load_config
 from baton.rpc.tls import IN_THE_CLEAR, Wire
+from router.access.tokens import read_tokens
 
 TOKEN_VARIABLE = "BATON_TOKEN"  # no option: everybody on a machine sees a command line
 
@@ -38,6 +39,12 @@ NO_REACH = Reach()  # in the clear, and without a token
 def reach_of(config: ClusterConfig) -> Reach:
     """Of a cluster whose file is known. Raises ConfigError."""
     return Reach(Wire.of(config.security.tls), os.environ.get(TOKEN_VARIABLE) or None)
+
+
+def check_tokens(config: ClusterConfig) -> None:
+    """Before anything is started: the router will read the same file. Raises ConfigError."""
+    if config.security.tokens is not None:
+        read_tokens(config.security.tokens)
 
 
 def find_reach(cluster: ClusterState | None, tls: Path | None) -> Reach:

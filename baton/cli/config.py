@@ -11,12 +11,14 @@ from pathlib import Path
 import typer
 import yaml
 
+from baton.cli.access import check_tokens
 from baton.config import ClusterConfig, load_config
 
 
 def validate(file: Path, sets: Sequence[str]) -> None:
     """Raises ConfigError with one line per mistake."""
     config = load_config(file, sets, os.environ)
+    check_tokens(config)
     typer.echo(
         f"{file}: ok (cluster {config.name!r}, {config.prefill.replicas} prefill, {config.decode.replicas} decode)"
     )

@@ -18,11 +18,14 @@ import typer
 
 from baton.cli.config import hide_password
 from baton.config import ClusterConfig, load_config
+from baton.config.certificates import check_tls
 from baton.config.values import split_address
 from baton.errors import BatonError, ConfigError
+from router.access.tokens import read_tokens
 
 OK, WARN, BAD = "ok", "note", "wrong"
 NEEDED_SHM = 256 * 2**20
+RENEW_S = 14 * 24 * 3600.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +61,7 @@ def examine(file: Path, sets: Sequence[str]) -> Iterator[Finding]:
         yield Finding("config", BAD, str(error), f"baton config validate {file}")
         return
     yield Finding("config", OK, f"{file} (cluster {config.name!r})")
-    for look in (_model, _redis, _threads):
+    for look in (_model, _redis, _tls, _tokens, _threads):
         yield look(config)
     yield from _ports(config)
     yield _shared_memory()
@@ -120,6 +123,31 @@ def _redis(config: ClusterConfig) -> Finding:
         return Finding("redis", OK, f"{hide_password(config.redis.url)} answers")
     except BatonError as error:
         return Finding("redis", BAD, str(error), "start it, correct redis.url, or use redis.url=embedded")
+
+
+def _tls(config: ClusterConfig) -> Finding:
+    found, security = check_tls(config.security.tls), config.security
+    if found is None:
+        remedy = "for listeners off the loopback: baton certs FOLDER, then security.tls=FOLDER"
+        return Finding("tls", OK if not security.allow_insecure else WARN, "none", remedy)
+    text = f"for {', '.join(found.names)}, until {found.until}"
+    if found.seconds_left < RENEW_S:
+        return Finding("tls", WARN, text, "renew it, and start the processes again; baton certs FOLDER makes a new one")
+    return Finding("tls", OK, text)
+
+
+def _tokens(config: ClusterConfig) -> Finding:
+    path = config.security.tokens
+    if path is None:
+        return Finding("tokens", OK if not config.security.allow_insecure else WARN, "none: whoever connects is served")
+    try:
+        found = read_tokens(path)
+    except ConfigError as error:
+        return Finding("tokens", BAD, str(error), "see Security in the README")
+    text = f"{len(found)} in {path}"
+    if Path(path).stat().st_mode & 0o077:
+        return Finding("tokens", WARN, f"{text}, which others on this machine can read", f"chmod 600 {path}")
+    return Finding("tokens", OK, text)
 
 
 def _threads(config: ClusterConfig) -> Finding:

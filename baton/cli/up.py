@@ -12,6 +12,7 @@ from pathlib import Path
 import psutil
 import typer
 
+from baton.cli.access import TOKEN_VARIABLE, check_tokens
 from baton.cli.model import fetched, shown_loading
 from baton.cluster.pool import ProcessWorkers, WorkerPlan, Workers
 from baton.cluster.processes import START_TIMEOUT_S, Child, ProcessSpec, report_ready
@@ -30,6 +31,7 @@ DOWN_S = 30.0
 def up(file: Path, sets: Sequence[str], stop: Stop, *, detach: bool, as_json: bool) -> None:
     """Start a cluster; returns when it has ended, or with `detach` as soon as it runs."""
     config = load_config(file, sets, os.environ)
+    check_tokens(config)
     if detach:
         _detach(config, file, sets, stop, as_json=as_json)
         return
@@ -41,7 +43,7 @@ def up(file: Path, sets: Sequence[str], stop: Stop, *, detach: bool, as_json: bo
         def ready(state: ClusterState) -> None:
             shown()
             report_ready({"name": state.name})
-            announce(state, as_json=as_json)
+            announce(state, config, as_json=as_json)
 
         run_cluster(config, stop, ready)
 
@@ -74,7 +76,7 @@ def worker_command(plan: WorkerPlan) -> list[str]:
     return [sys.executable, "-m", "baton", role, "-c", str(plan.config), "--index", str(plan.index)]
 
 
-def announce(state: ClusterState, *, as_json: bool) -> None:
+def announce(state: ClusterState, config: ClusterConfig, *, as_json: bool) -> None:
     """Where the cluster is, and how to use it."""
     if as_json:
         addresses = {"name": state.name, "grpc": state.grpc, "admin": state.admin, "metrics": state.metrics}
@@ -91,7 +93,10 @@ def announce(state: ClusterState, *, as_json: bool) -> None:
         body = '{"prompt": "The color of dog", "max_tokens": 8, "temperature": 0}'
         typer.echo(f"  curl -s http://{state.http}/v1/completions -H 'content-type: application/json' -d '{body}'")
     typer.echo(f'  baton generate "The color of dog" --name {state.name} --show timings,tokens\n')
-    typer.echo(f'  from baton import Client\n  with Client("{state.grpc}") as client:')
+    security = config.security
+    options = f', token=os.environ["{TOKEN_VARIABLE}"]' * (security.tokens is not None)
+    options += f', tls="{security.tls.ca}"' if security.tls else ""
+    typer.echo(f'  from baton import Client\n  with Client("{state.grpc}"{options}) as client:')
     typer.echo('      print(client.generate("The color of dog", max_tokens=8, temperature=0).text)\n')
 
 
@@ -119,7 +124,7 @@ def _detach(config: ClusterConfig, file: Path, sets: Sequence[str], stop: Stop, 
         raise typer.Exit(exit_code(error)) from None
     state = folder.read_state()
     if state is not None:
-        announce(state, as_json=as_json)
+        announce(state, config, as_json=as_json)
 
 
 def as_environment(sets: Sequence[str], environ: Mapping[str, str]) -> dict[str, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ssl
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,11 @@ class Certificate:
 
     names: tuple[str, ...]
     until: str
+
+    @property
+    def seconds_left(self) -> float:
+        """Until it is over."""
+        return ssl.cert_time_to_seconds(self.until) - time.time()
 
 
 def check_tls(tls: TlsConfig | None) -> Certificate | None:

@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterator, Mapping
 
 from baton.config.values import is_loopback
 
+ENCRYPTED = "encryption of KV (transfer.transport: grpc has it)"
 PLAIN = "a listener that speaks TLS (this one has plain HTTP only)"
 NEEDS: Mapping[str, tuple[str, ...]] = {
     "router.grpc": ("security.tls", "security.tokens"),
@@ -14,7 +15,9 @@ NEEDS: Mapping[str, tuple[str, ...]] = {
     "router.metrics": (PLAIN,),
     "prefill.listen": ("security.tls",),  # a certificate of the cluster's is the credential there
     "decode.listen": ("security.tls",),
+    "transfer.transport": (ENCRYPTED,),
 }
+KEPT_IN = ("grpc", "shm", "cuda_ipc", "memory")  # KV by these is encrypted, or does not leave its machine
 
 
 def parse_allowed(value: object) -> bool | tuple[str, ...]:

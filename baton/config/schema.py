@@ -16,8 +16,8 @@ from pydantic import (
     model_validator,
 )
 
-from baton.config.listeners import parse_allowed, unsafe
-from baton.config.values import Address, Size, SizeOrAuto, parse_hub_name
+from baton.config.listeners import KEPT_IN, parse_allowed, unsafe
+from baton.config.values import Address, Size, SizeOrAuto, is_loopback, parse_hub_name
 
 Name = Annotated[str, Field(pattern=r"^[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?$")]
 Auto = Literal["auto"]
@@ -273,6 +273,9 @@ class ClusterConfig(Section):
             "prefill.listen": self.prefill.listen,
             "decode.listen": self.decode.listen,
         }
+        if self.transfer.transport not in KEPT_IN:  # it listens where the workers do
+            workers = (self.prefill.listen, self.decode.listen)
+            addresses["transfer.transport"] = next((one for one in workers if not is_loopback(one)), None)
         keys = {"security.tls": security.tls, "security.tokens": security.tokens}
         given = [key for key, value in keys.items() if value is not None]
         problems = list(unsafe(addresses, given, security.allow_insecure))

@@ -49,8 +49,7 @@ def test_anything_else_is_nobody(file, header):
 
 @pytest.mark.parametrize("token", [ALICE, BOB, "of-nobody-0123456789"])
 def test_every_entry_is_compared_in_constant_time(file, monkeypatch, token):
-    compared = []
-    real = hmac.compare_digest
+    compared, real = [], hmac.compare_digest
 
     def noted(a, b):
         compared.append((a, b))

@@ -10,6 +10,7 @@ import pytest
 import typer
 
 from baton.cli import doctor
+from baton.cli.certs import certs
 from baton.cli.doctor import BAD, OK, WARN
 
 BASE = "model: {path: oracle}\nrouter: {grpc: '127.0.0.1:0', metrics: '127.0.0.1:0'}\n"
@@ -23,6 +24,27 @@ def examine(tmp_path):
         return {finding.what: finding for finding in doctor.examine(file, sets)}
 
     return look
+
+
+def test_certificates_and_tokens(examine, tmp_path):
+    assert (examine()["tls"].verdict, examine()["tokens"].verdict) == (OK, OK)
+    certs(tmp_path / "tls", ["worker.example"], 30)
+    file = tmp_path / "tokens"
+    file.write_text("tokens: [{token: alice-token-0123456789, tenant: alice}]")
+    file.chmod(0o644)
+    sets = f"security.tls={tmp_path / 'tls'}", f"security.tokens={file}"
+    found = examine(BASE, *sets)
+    assert found["tls"].verdict == OK
+    assert "worker.example, until " in found["tls"].found
+    assert (found["tokens"].verdict, found["tokens"].remedy) == (WARN, f"chmod 600 {file}")
+    file.chmod(0o600)
+    assert (examine(BASE, *sets)["tokens"].verdict, examine(BASE, *sets)["tokens"].found) == (OK, f"1 in {file}")
+    file.write_text("tokens: [{token: alice-token-0123456789, tenant: Alice}]")
+    broken = examine(BASE, *sets)["tokens"]
+    assert broken.verdict == BAD
+    assert "tokens.0.tenant" in broken.found
+    certs(tmp_path / "tls", [], 3)
+    assert examine(BASE, *sets)["tls"].verdict == WARN, "three days are few"
 
 
 def test_a_machine_that_is_fine(examine):

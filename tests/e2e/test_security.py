@@ -1,0 +1,121 @@
+"""A cluster with TLS and tokens, as a user starts it: every listener of its processes, and its logs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from grpc import StatusCode
+
+from baton import Client, errors
+from baton.cli.certs import certs
+from baton.core import Role
+from baton.rpc.tls import Wire
+from tests.integration.access_support import TOKENS, WRONG_TOKEN, ask, bearer, methods_of, token_file
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+PROMPT = "zebra-quartz-7781"
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("security")
+    certs(folder / "tls", [], 30)
+    certs(folder / "other", [], 30)
+    token_file(folder / "tokens.yaml")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def cluster(module_home, files):
+    sets = (f"security.tls={files / 'tls'}", f"security.tokens={files / 'tokens.yaml'}", "log.level=debug")
+    with module_home.cluster("configs/no-ray.yaml", *sets, "model.path=oracle", "transfer.transport=grpc") as running:
+        yield running
+
+
+@pytest.fixture
+def as_admin(monkeypatch):
+    monkeypatch.setenv("BATON_TOKEN", TOKENS["admin"])
+
+
+def test_answers_pass_every_connection(cluster, files):
+    """From the client through router, prefill worker and, as its transport says, gRPC to the decode worker."""
+    options = {"token": TOKENS["alice"], "tls": files / "tls" / "ca.pem"}
+    with Client(cluster.state().grpc, timeout=60.0, **options) as client:
+        answer = client.generate(PROMPT, max_tokens=8, temperature=0)
+    assert len(answer.tokens) == 8
+    assert answer.placement.transport == "grpc"
+
+
+def test_commands_bring_what_they_need(cluster, as_admin):
+    workers = cluster.status()["workers"]
+    assert [worker["state"] for worker in workers] == ["connected"] * len(workers)
+    census = cluster.home.baton("status", "--census", "--name", cluster.name, check=True)
+    assert len(census.stdout.splitlines()) == len(workers)
+    said = cluster.home.baton("generate", PROMPT, "--max-tokens", "4", "--name", cluster.name, "--json", check=True)
+    assert json.loads(said.stdout)["usage"]["completion_tokens"] == 4
+
+
+@pytest.mark.parametrize("token", [None, TOKENS["alice"], WRONG_TOKEN])
+def test_status_is_for_admins(cluster, monkeypatch, token):
+    monkeypatch.delenv("BATON_TOKEN", raising=False)
+    if token:
+        monkeypatch.setenv("BATON_TOKEN", token)
+    done = cluster.home.baton("status", "--name", cluster.name)
+    assert done.returncode == 1
+    assert ("PermissionDenied" if token == TOKENS["alice"] else "Unauthenticated") in done.stderr
+
+
+def test_a_client_without_tls_or_with_another_ca(cluster, files):
+    for tls in (None, files / "other" / "ca.pem"):
+        client = Client(cluster.state().grpc, token=TOKENS["alice"], tls=tls, timeout=10.0, max_retries=0)
+        with client, pytest.raises(errors.NoWorker, match="cannot reach"):
+            client.models()
+
+
+@pytest.mark.parametrize("role", list(Role))
+def test_every_method_of_a_worker(cluster, files, role):
+    """A certificate of the cluster's CA is all that it asks for, and nothing else gets anywhere."""
+    mine, other = Wire.of_path(files / "tls"), Wire.of_path(files / "other")
+    with Client("127.0.0.1:1", admin=cluster.state().admin, token=TOKENS["admin"], tls=files / "tls") as client:
+        infos = [worker.info for worker in client.cluster().workers]
+    address = next(info.ref.address for info in infos if info.role == role)
+    refused = (Wire(), Wire(other.ca), Wire(mine.ca), Wire(mine.ca, other.cert, other.key))
+    for method in methods_of("worker"):
+        with mine.sync(address) as channel:
+            assert ask(channel, method).reached, method
+        for wire in refused:
+            with wire.sync(address) as channel:
+                assert ask(channel, method, bearer("admin")).code is StatusCode.UNAVAILABLE, method
+
+
+def test_no_secret_is_anywhere(cluster, files, as_admin):
+    """In no log, no state, no command line. After all that was asked, and refused, here."""
+    with Client(cluster.state().grpc, token=TOKENS["alice"], tls=files / "tls", timeout=60.0) as client:
+        client.tokenize(PROMPT)
+        client.generate(PROMPT, max_tokens=4)
+        for wrong in ({"model": PROMPT[:5]}, {"max_tokens": 10**6}, {"stop": [PROMPT * 20]}):
+            with pytest.raises(errors.BatonError):
+                client.generate(PROMPT, **wrong)
+    client = Client(cluster.state().grpc, token=WRONG_TOKEN, tls=files / "tls", timeout=60.0)
+    with client, pytest.raises(errors.Unauthenticated):
+        client.generate(PROMPT)
+    secrets = [*TOKENS.values(), WRONG_TOKEN, PROMPT, (files / "tls" / "key.pem").read_text().splitlines()[1]]
+    config = cluster.home.path / cluster.name / "cluster.yaml"
+    shown = cluster.home.baton("config", "show", config, check=True).stdout
+    texts = {str(file): file.read_text(errors="replace") for file in cluster.home.path.rglob("*") if file.is_file()}
+    assert any("request_finished" in text and '"tenant": "alice"' in text for text in texts.values())
+    for pid in cluster.processes().values():
+        texts[f"command line of {pid}"] = Path(f"/proc/{pid}/cmdline").read_text()
+    for place, text in {**texts, "config show": shown}.items():
+        for secret in secrets:
+            assert secret not in text, f"{secret} is in {place}"
+
+
+def test_a_cluster_does_not_start_with_files_that_are_no_good(module_home, files):
+    sets = ("--set", "name=broken", "--set", f"security.tls={files / 'nowhere'}", "--set", "model.path=oracle")
+    done = module_home.baton("up", "-c", "configs/no-ray.yaml", *sets, "--detach")
+    assert done.returncode == 3
+    assert "security.tls.cert" in done.stderr
+    assert "cannot be read" in done.stderr

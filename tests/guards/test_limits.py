@@ -1,0 +1,36 @@
+"""docs/limits.md is the table of the code, and the code knows no other caps."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from baton import limits
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_the_document_is_the_table():
+    assert limits.as_markdown() in (ROOT / "docs/limits.md").read_text()
+
+
+def test_every_constant_is_in_the_table_and_is_used():
+    names = {name for name in dir(limits) if re.fullmatch(r"(MAX|MIN)_\w+|\w+_BYTES", name)}
+    source = (ROOT / "baton/limits.py").read_text()
+    in_table = set(re.findall(r"Cap\([^\n]*?\b([A-Z][A-Z_]+)\b, \"", source)) | {"MIN_TOKEN_CHARS"}
+    assert names == in_table
+    code = "\n".join(path.read_text() for part in ("baton", "router") for path in (ROOT / part).rglob("*.py"))
+    assert {name for name in names if len(re.findall(rf"\b{name}\b", code.replace(source, ""))) < 2} == set()
+
+
+def test_caps_are_nowhere_else():
+    """A number that bounds what comes from outside has its name in `baton.limits`."""
+    found = [
+        f"{path.relative_to(ROOT)}: {line.strip()}"
+        for folder in ("router", "baton/rpc", "baton/core.py")
+        for path in ([ROOT / folder] if folder.endswith(".py") else sorted((ROOT / folder).rglob("*.py")))
+        if "/v1/" not in str(path)
+        for line in path.read_text().splitlines()
+        if re.match(r"_?MAX_\w+( *:.*)? = ", line) or re.search(r"len\(.*\) > \d", line)
+    ]
+    assert not found, found

@@ -1,0 +1,88 @@
+"""Certificates and tokens for tests, and a look from outside at every method of every service."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib import import_module
+from pkgutil import iter_modules
+from typing import Any
+
+import grpc
+from grpc_health.v1 import health_pb2
+from grpc_reflection.v1alpha import reflection_pb2
+
+import baton.rpc.v1
+
+TOKENS = {name: f"{name}-token-0123456789" for name in ("alice", "bob", "admin")}
+WRONG_TOKEN = "nobody-token-0123456789"
+
+
+def token_file(path, **limits):
+    """Alice and Bob are users of two tenants; `limits` are Alice's."""
+    alice = f"{{token: {TOKENS['alice']}, tenant: alice, limits: {limits}}}".replace("'", "")
+    digest = hashlib.sha256(TOKENS["bob"].encode()).hexdigest()
+    bob = f"{{token_sha256: {digest}, tenant: bob}}"
+    path.write_text(f"tokens:\n- {alice}\n- {bob}\n- {{token: {TOKENS['admin']}, tenant: operators, role: admin}}\n")
+    return str(path)
+
+
+def bearer(name):
+    """Metadata of a call by `name`, or with a token that nobody has."""
+    return None if name is None else (("authorization", f"Bearer {TOKENS.get(name, WRONG_TOKEN)}"),)
+
+
+def methods(*files: Any) -> list[str]:
+    """Full names of all methods of all services of these files."""
+    services = [service for file in files for service in file.services_by_name.values()]
+    return [f"/{service.full_name}/{method.name}" for service in services for method in service.methods]
+
+
+def baton_files() -> Iterator[Any]:
+    """Every file of Baton's protocol, also one that comes later."""
+    for module in iter_modules(baton.rpc.v1.__path__):
+        if module.name.endswith("_pb2"):
+            yield import_module(f"baton.rpc.v1.{module.name}").DESCRIPTOR
+
+
+OTHERS = (health_pb2.DESCRIPTOR, reflection_pb2.DESCRIPTOR)
+LISTENERS = {  # which services each one has; a new service is on one of them, or the test fails
+    "public": ("baton.v1.Inference", "grpc.health.v1.Health", "grpc.reflection.v1alpha.ServerReflection"),
+    "admin": ("baton.v1.Admin", "grpc.reflection.v1alpha.ServerReflection"),
+    "worker": ("baton.v1.Worker", "baton.v1.Peer"),
+}
+
+
+def methods_of(listener: str) -> list[str]:
+    return [name for name in methods(*baton_files(), *OTHERS) if name.split("/")[1] in LISTENERS[listener]]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What came back: a status, or None if there was a message. `of_baton`: with the details that Baton gives."""
+
+    code: grpc.StatusCode | None
+    of_baton: bool = False
+
+    @property
+    def reached(self) -> bool:
+        """The service itself has answered."""
+        if self.code is grpc.StatusCode.UNIMPLEMENTED:
+            return self.of_baton
+        C = grpc.StatusCode
+        return self.code not in {C.UNAUTHENTICATED, C.PERMISSION_DENIED, C.UNAVAILABLE, C.DEADLINE_EXCEEDED}
+
+
+def ask(channel: grpc.Channel, method: str, metadata=None) -> Answer:
+    """One empty message, as whatever kind of call: on the wire all four look the same."""
+    stub: Any = channel.stream_stream(method)
+    call = stub(iter([b""]), metadata=metadata, timeout=10)
+    try:
+        next(call, None)
+    except grpc.RpcError as error:
+        failed: Any = error
+        return Answer(failed.code(), "grpc-status-details-bin" in dict(failed.trailing_metadata() or ()))
+    finally:
+        call.cancel()
+    return Answer(None)

@@ -1,0 +1,291 @@
+"""Tokens at a real router over real gRPC, with scripted workers: who gets in, and what each tenant may have."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from typing import Any
+
+import grpc
+import pytest
+import structlog
+from grpc import aio
+from structlog.testing import capture_logs
+
+from baton.cli.certs import certs
+from baton.config.schema import TlsConfig
+from baton.core import Role
+from baton.errors import ConfigError, InvalidRequest, Overloaded
+from baton.rpc.status import from_rpc_error
+from baton.rpc.tls import Wire
+from baton.rpc.v1 import common_pb2
+from baton.rpc.v1 import inference_pb2 as pb
+from router.access.rules import RULES
+from router.floor import RouterSettings
+from router.server import serve
+from tests.integration.access_support import (
+    LISTENERS,
+    OTHERS,
+    ask,
+    baton_files,
+    bearer,
+    methods,
+    methods_of,
+    token_file,
+)
+from tests.integration.router_support import FakeWorker, clusters, ids_of, kinds, until
+
+C = grpc.StatusCode
+
+
+@pytest.fixture
+async def make():
+    async with clusters() as build:
+        yield build
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    made = tmp_path_factory.mktemp("tls") / "cluster"
+    certs(made, [], 30)
+    return made
+
+
+@pytest.fixture(scope="module")
+def stranger(tmp_path_factory):
+    """A certificate of another CA."""
+    made = tmp_path_factory.mktemp("stranger") / "other"
+    certs(made, [], 30)
+    return Wire.of_path(made)
+
+
+def tls_of(folder):
+    return TlsConfig.model_validate({part: f"{folder}/{part}.pem" for part in ("cert", "key", "ca")})
+
+
+def call(cluster, who, prompt=(1, 2, 3), max_tokens=None, **fields):
+    sampling = common_pb2.Sampling() if max_tokens is None else common_pb2.Sampling(max_tokens=max_tokens)
+    request = pb.GenerateRequest(token_ids=common_pb2.TokenIds(ids=prompt), sampling=sampling, **fields)
+    return cluster.stub.Generate(request, metadata=bearer(who))
+
+
+async def generate(cluster, who, *args, **fields):
+    return await cluster.answer(call(cluster, who, *args, **fields))
+
+
+def test_every_method_has_a_rule_or_is_a_worker_s():
+    known = methods(*baton_files(), *OTHERS)
+    assert {name.split("/")[1] for name in known} == {name for names in LISTENERS.values() for name in names}
+    assert set(known) - set(methods_of("worker")) == set(RULES)
+
+
+EXPECTED = {  # by what the rule asks for: none, wrong, a user's, an admin's token; None: the service answers
+    "nothing": (None, None, None, None),
+    "any token": (C.UNAUTHENTICATED, C.UNAUTHENTICATED, None, None),
+    "an admin's token": (C.UNAUTHENTICATED, C.UNAUTHENTICATED, C.PERMISSION_DENIED, None),
+    "what nobody has": (C.UNAUTHENTICATED, C.UNAUTHENTICATED, C.PERMISSION_DENIED, C.PERMISSION_DENIED),
+}
+
+
+@pytest.mark.parametrize("listener", ["public", "admin"])
+async def test_every_method_with_every_token(make, tmp_path, folder, listener):
+    cluster = await make(tokens=token_file(tmp_path / "tokens"), tls=tls_of(folder))
+    router = cluster.router
+    with Wire.of_path(folder).sync(router.grpc if listener == "public" else router.admin) as channel:
+        for method in methods_of(listener):
+            for who, code in zip((None, "wrong", "alice", "admin"), EXPECTED[RULES[method].value], strict=True):
+                answer = await asyncio.to_thread(ask, channel, method, bearer(who))
+                assert answer.reached if code is None else answer.code is code, (method, who, answer)
+
+
+@pytest.mark.parametrize("listener", ["public", "admin", "worker"])
+async def test_every_method_with_every_certificate(make, folder, stranger, listener):
+    """Without one of the cluster's CA nobody gets to a service, but for the public listener, which asks for none."""
+    cluster = await make(tls=tls_of(folder))
+    address = {"public": cluster.router.grpc, "admin": cluster.router.admin}.get(
+        listener, cluster.decode[0].info.ref.address
+    )
+    mine = Wire.of_path(folder)
+    peers = {
+        "in the clear": Wire(),
+        "who trusts another CA": Wire(stranger.ca),
+        "without a certificate": Wire(mine.ca),
+        "of another CA": Wire(mine.ca, stranger.cert, stranger.key),
+    }
+    let_in = {"without a certificate", "of another CA"} if listener == "public" else set()
+    for method in methods_of(listener):
+        for who, wire in peers.items():
+            with wire.sync(address) as channel:
+                answer = await asyncio.to_thread(ask, channel, method)
+            assert answer.code is not C.UNAVAILABLE if who in let_in else answer.code is C.UNAVAILABLE, (method, who)
+
+
+async def test_a_method_without_a_rule_is_refused(make, tmp_path, monkeypatch):
+    left = {name: need for name, need in RULES.items() if not name.endswith("/ListModels")}
+    for module in ("rules", "interceptor"):
+        monkeypatch.setattr(f"router.access.{module}.RULES", left)
+    cluster = await make(tokens=token_file(tmp_path / "tokens"))
+    with Wire().sync(cluster.router.grpc) as channel:
+        answer = await asyncio.to_thread(ask, channel, "/baton.v1.Inference/ListModels", bearer("admin"))
+        assert answer.code is C.PERMISSION_DENIED
+        answer = await asyncio.to_thread(ask, channel, "/baton.v1.Inference/NoSuch", bearer("admin"))
+        assert (answer.code, answer.of_baton) == (C.UNIMPLEMENTED, False)
+
+
+async def test_two_tokens_in_one_call_are_none(make, tmp_path):
+    cluster = await make(tokens=token_file(tmp_path / "tokens"))
+    with Wire().sync(cluster.router.grpc) as channel:
+        both = (*bearer("alice"), *bearer("admin"))
+        assert (await asyncio.to_thread(ask, channel, "/baton.v1.Inference/ListModels", both)).code is C.UNAUTHENTICATED
+
+
+async def test_an_answer_over_tls_with_workers_behind_it(make, tmp_path, folder):
+    cluster = await make(tokens=token_file(tmp_path / "tokens"), tls=tls_of(folder))
+    events = await generate(cluster, "alice", max_tokens=4)
+    assert len(ids_of(events)) == 4
+    assert kinds(events)[-1] == "completed"
+
+
+async def test_tenants_share_no_cached_prompt(make, tmp_path):
+    cluster = await make(tokens=token_file(tmp_path / "tokens"))
+    asked = [
+        ("alice", ""),
+        ("bob", ""),
+        ("alice", "s"),
+        ("bob", "s"),
+        ("alice", "s"),
+        ("alice", "bob/"),
+        ("bob", "x" * 256),
+    ]
+    for who, scope in asked:
+        await generate(cluster, who, cache_scope=scope)
+    scopes = [spec.cache_scope for spec in cluster.prefill[0].specs]
+    assert scopes[2] == scopes[4]
+    assert len(set(scopes)) == len(asked) - 1
+    assert all(scope.startswith(f"{who}/") for (who, _), scope in zip(asked, scopes, strict=True))
+    assert max(map(len, scopes)) <= 256
+
+
+async def test_a_token_has_so_many_requests_at_once(make, tmp_path):
+    cluster = await make(tokens=token_file(tmp_path / "tokens", max_concurrent=1))
+    gate = cluster.decode[0].gates["decode"]
+    gate.clear()
+    first = call(cluster, "alice", max_tokens=4)
+    await first.initial_metadata()
+    await until(lambda: cluster.prefill[0].specs, "it is computed")
+    with pytest.raises(Overloaded) as caught:
+        await generate(cluster, "alice")
+    assert caught.value.retry_after_s == 1.0
+    second = call(cluster, "bob", max_tokens=4)
+    await until(lambda: len(cluster.prefill[0].specs) == 2, "another tenant's is taken")
+    gate.set()
+    for running in (first, second):
+        assert len(ids_of(await cluster.answer(running))) == 4
+    assert len(ids_of(await generate(cluster, "alice", max_tokens=4))) == 4, "there is room again"
+
+
+async def test_a_request_that_fails_gives_its_place_back(make, tmp_path):
+    cluster = await make(tokens=token_file(tmp_path / "tokens", max_concurrent=1))
+    with pytest.raises(InvalidRequest):
+        await generate(cluster, "alice", max_tokens=0)
+    running = call(cluster, "alice", max_tokens=2000)
+    await running.initial_metadata()
+    running.cancel()
+    await until(lambda: not cluster.router.floor.running, "it is gone")
+    assert len(ids_of(await generate(cluster, "alice", max_tokens=4))) == 4
+
+
+BEYOND: dict[str, dict[str, Any]] = {
+    "sampling.max_tokens": {"max_tokens": 9},
+    "token_ids": {"prompt": [1] * 21},
+    "priority": {"priority": 6},
+}
+
+
+@pytest.mark.parametrize("field", BEYOND)
+async def test_what_a_token_does_not_allow_is_refused_by_name(make, tmp_path, field):
+    limits = {"max_tokens": 8, "max_prompt_tokens": 20, "priority_max": 5}
+    cluster = await make(tokens=token_file(tmp_path / "tokens", **limits))
+    with pytest.raises(InvalidRequest) as caught:
+        await generate(cluster, "alice", **BEYOND[field])
+    assert [violation.field for violation in caught.value.violations] == [field]
+    assert "this token allows at most" in str(caught.value)
+    assert len(ids_of(await generate(cluster, "alice", [1] * 20, 8, priority=5))) == 8
+    await generate(cluster, "bob", **BEYOND[field])
+
+
+async def test_what_a_caller_leaves_open_is_made_to_fit(make, tmp_path):
+    cluster = await make(tokens=token_file(tmp_path / "tokens", max_tokens=3, priority_max=-7))
+    assert len(ids_of(await generate(cluster, "alice"))) == 3
+    assert cluster.prefill[0].specs[0].priority == -7
+
+
+@pytest.mark.parametrize(("who", "found"), [("bob", False), ("alice", True), ("admin", True)])
+async def test_only_its_own_tenant_and_an_admin_end_a_request(make, tmp_path, who, found):
+    cluster = await make(tokens=token_file(tmp_path / "tokens"))
+    cluster.decode[0].gates["decode"].clear()
+    running = call(cluster, "alice", max_tokens=4)
+    request_id = dict(await running.initial_metadata())["baton-request-id"]
+    reply = await cluster.stub.Cancel(pb.CancelRequest(request_id=request_id), metadata=bearer(who))
+    assert reply.found is found
+    cluster.decode[0].gates["decode"].set()
+    if found:
+        with pytest.raises(aio.AioRpcError) as caught:
+            [_ async for _ in running]
+        assert caught.value.code() is C.CANCELLED
+    else:
+        assert len(ids_of(await cluster.answer(running))) == 4
+
+
+async def test_the_log_says_whose_a_request_was_and_not_what_it_said(make, tmp_path):
+    cluster = await make(tokens=token_file(tmp_path / "tokens"))
+    with capture_logs(processors=[structlog.contextvars.merge_contextvars]) as lines:
+        for who in ("alice", "bob"):
+            request = pb.GenerateRequest(text="zebra quartz", sampling=common_pb2.Sampling(max_tokens=4))
+            await cluster.answer(cluster.stub.Generate(request, metadata=bearer(who)))
+        with pytest.raises(grpc.RpcError):
+            await cluster.stub.ListModels(pb.ListModelsRequest(), metadata=bearer("wrong"))
+    finished = [line["tenant"] for line in lines if line["event"] == "request_finished"]
+    assert finished == ["alice", "bob"]
+    for secret in ("token-0123456789", "zebra", "quartz"):
+        assert secret not in repr(lines)
+
+
+async def test_a_new_file_counts_from_its_next_look_on(make, tmp_path):
+    cluster = await make(tokens=token_file(tmp_path / "tokens"))
+    (tmp_path / "tokens").write_text("tokens: [{token: somebody-else-0123456789, tenant: new}]")
+    await cluster.router.floor.tokens.refresh()
+    with pytest.raises(aio.AioRpcError) as caught:
+        await cluster.stub.ListModels(pb.ListModelsRequest(), metadata=bearer("alice"))
+    assert caught.value.code() is C.UNAUTHENTICATED
+    assert type(from_rpc_error(caught.value)).__name__ == "Unauthenticated"
+
+
+async def test_without_tokens_nobody_is_asked_for_one(make):
+    cluster = await make()
+    assert len(ids_of(await generate(cluster, None, max_tokens=2, cache_scope="s"))) == 2
+    assert cluster.prefill[0].specs[0].cache_scope == "s"
+
+
+@pytest.mark.parametrize("key", ["tokens", "tls"])
+async def test_a_router_does_not_start_without_its_files(tmp_path, key):
+    settings = RouterSettings("test", "oracle", grpc="127.0.0.1:0", metrics="127.0.0.1:0")
+    missing: dict[str, Any] = {"tokens": str(tmp_path / "none")} if key == "tokens" else {"tls": tls_of(tmp_path)}
+    settings = replace(settings, **missing)
+    with pytest.raises(ConfigError, match=rf"security\.{key}.*cannot be read"):
+        await serve(settings, asyncio.Future, None)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("other_ca", [False, True])
+async def test_who_is_not_of_the_cluster_is_no_worker(make, folder, stranger, other_ca):
+    """Whatever the ledger says: prompts go to those with a certificate of the cluster's CA."""
+    cluster = await make(tls=tls_of(folder))
+    impostor = FakeWorker(Role.DECODE, "decode-9", 999)
+    impostor.wire = stranger if other_ca else Wire()
+    await impostor.start()
+    cluster.infos = [*cluster.infos, impostor.info]
+    pool = cluster.router.floor.pool
+    await until(lambda: [link.state for link in pool.links if link.info.ref == impostor.info.ref] == ["lost"], "tried")
+    assert len(ids_of(await generate(cluster, None, max_tokens=2))) == 2
+    await impostor.kill()
+    assert impostor.commands == []
