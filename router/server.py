@@ -117,7 +117,7 @@ def _gateway(floor: Floor) -> HttpServer:
         text = f"{error.name} is not installed: pip install 'baton-serve[gateway]', or leave router.http out"
         raise ConfigError(f"router.http: {text}") from error
     settings = floor.settings
-    serving = GatewaySettings(settings.version, settings.http_body, registry=floor.metrics.registry)
+    serving = GatewaySettings(settings.version, settings.http_body, registry=floor.metrics.registry, tls=settings.tls)
     return HttpServer(settings.http or "", serving)
 
 

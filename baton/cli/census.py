@@ -19,6 +19,7 @@ from baton.cli.up import find_cluster
 from baton.core import HandoffId
 from baton.errors import BatonError
 from baton.rpc import convert
+from baton.rpc.channel import from_here
 from baton.rpc.status import from_rpc_error
 from baton.rpc.v1 import admin_pb2, admin_pb2_grpc, worker_pb2, worker_pb2_grpc
 from baton.worker.census import Census, Held
@@ -44,7 +45,7 @@ class Problem:
 def census(name: str | None, target: str | None, tls: Path | None = None, *, as_json: bool) -> None:
     """Print it. Exit code 1 if something is unaccounted for in two looks in a row. Raises NoWorker without a router."""
     running = None if target else find_cluster(name)
-    reach, admin = find_reach(running, tls), running.admin if running else str(target)
+    reach, admin = find_reach(running, tls), from_here(running.admin) if running else str(target)
     censuses, found = look(admin, reach)
     if found:
         time.sleep(PAUSE_S)

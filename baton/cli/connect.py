@@ -8,6 +8,7 @@ from pathlib import Path
 from baton.cli.access import find_reach
 from baton.cli.up import find_cluster
 from baton.client import AsyncClient, Client
+from baton.rpc.channel import from_here
 from baton.rpc.tls import Wire
 
 SYSTEM = Path("system")
@@ -37,5 +38,5 @@ class Router:
 
     def _reach(self) -> tuple[str, Wire | bool]:
         running = None if self.target else find_cluster(self.name)
-        address = running.grpc if running is not None else str(self.target)
+        address = from_here(running.grpc) if running is not None else str(self.target)
         return address, self.tls == SYSTEM or find_reach(running, self.tls).wire

@@ -22,6 +22,7 @@ from baton.cluster.stop import Stop
 from baton.config import load_config
 from baton.errors import BatonError
 from baton.logs import configure_logging
+from baton.rpc.channel import from_here
 
 PROMPTS = ("The color of dog", "What is the largest ocean?")
 FREE_PORTS = (
@@ -58,7 +59,9 @@ def demo(file: Path, sets: Sequence[str], stop: Stop) -> None:
 
 def _ask(state: ClusterState, reach: Reach, stop: Stop) -> None:
     try:
-        with Client(state.grpc, admin=state.admin, timeout=30.0, token=reach.token, tls=reach.wire) as client:
+        with Client(
+            from_here(state.grpc), admin=from_here(state.admin), timeout=30.0, token=reach.token, tls=reach.wire
+        ) as client:
             for prompt in PROMPTS:
                 _show(prompt, client)
             _roles(client)

@@ -102,7 +102,7 @@ async def _serve_http(config: ClusterConfig, address: str, target: str) -> None:
     from router.gateway.app import GatewaySettings
     from router.gateway.server import HttpServer
 
-    server = HttpServer(address, GatewaySettings(__version__, config.router.http_body))
+    server = HttpServer(address, GatewaySettings(__version__, config.router.http_body, tls=config.security.tls))
     await server.start(target)
     log.info("gateway_started", http=server.address, target=target)
     report_ready({"http": server.address, "target": target, "pid": os.getpid()})

@@ -15,6 +15,7 @@ from baton.cli.access import find_reach
 from baton.cli.up import find_cluster
 from baton.client import Client
 from baton.client.types import ClusterStatus, WorkerStatus
+from baton.rpc.channel import from_here
 
 COLUMNS = (
     "worker",
@@ -34,7 +35,7 @@ COLUMNS = (
 def status(name: str | None, target: str | None, tls: Path | None = None, *, as_json: bool) -> None:
     """Print it. `target` is then a router's admin address. Raises NoWorker when there is none."""
     running = None if target else find_cluster(name)
-    reach, admin = find_reach(running, tls), running.admin if running else str(target)
+    reach, admin = find_reach(running, tls), from_here(running.admin) if running else str(target)
     with Client(admin, admin=admin, timeout=5.0, token=reach.token, tls=reach.wire) as client:
         cluster = client.cluster()
     if as_json:

@@ -118,6 +118,15 @@ def bind(server: grpc.aio.Server, address: str, credentials: grpc.ServerCredenti
     return f"{host}:{bound}"
 
 
+def from_here(address: str) -> str:
+    """How this machine calls a listener of its own, as `bind` named it: one on all addresses, by the loopback's.
+
+    Certificates are for the loopback's addresses, and never for 0.0.0.0.
+    """
+    host, _, port = address.rpartition(":")
+    return {"0.0.0.0": f"127.0.0.1:{port}", "[::]": f"[::1]:{port}"}.get(host, address)
+
+
 def _add_port(server: grpc.aio.Server, address: str, credentials: grpc.ServerCredentials | None) -> int:
     if credentials is None:
         return server.add_insecure_port(address)

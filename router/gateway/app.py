@@ -15,6 +15,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from baton.config.schema import TlsConfig
 from baton.errors import BatonError, EngineFault, UnknownModel
 from baton.rpc.v1 import inference_pb2 as pb
 from router.gateway.answer import Answer
@@ -33,12 +34,15 @@ PLAIN = "text/plain; charset=utf-8"
 
 @dataclass(frozen=True, slots=True)
 class GatewaySettings:
-    """`max_body` in bytes. `registry`: the metrics of the router in this process; None: there is none here."""
+    """`max_body` in bytes. `registry`: the metrics of the router in this process; None: there is none here. `tls`: the
+    certificate to serve HTTPS with, and to reach the router; None: neither is encrypted.
+    """
 
     version: str = ""
     max_body: int = 2**20
     patience: Patience = field(default_factory=Patience)
     registry: CollectorRegistry | None = None
+    tls: TlsConfig | None = None
 
 
 class Gateway:

@@ -13,6 +13,7 @@ import uvicorn
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from baton.errors import ConfigError
+from baton.rpc.tls import Wire
 from router.gateway.app import Gateway, GatewaySettings
 from router.gateway.errors import HttpError, http_problem
 from router.gateway.upstream import Upstream
@@ -54,7 +55,8 @@ class HttpServer:
 
     async def start(self, target: str) -> None:
         """Serve, with the router at `target` behind; returns when connections are taken."""
-        self._upstream = Upstream(reachable(target))
+        tls = self._settings.tls
+        self._upstream = Upstream(reachable(target), Wire.of(tls))
         app = Gateway(self._upstream, self._settings).app()
         config = uvicorn.Config(
             bounded(app),
@@ -68,6 +70,8 @@ class HttpServer:
             server_header=False,
             timeout_keep_alive=_KEEP_ALIVE_S,
             h11_max_incomplete_event_size=MAX_HEADER_BYTES,
+            ssl_certfile=tls.cert if tls else None,
+            ssl_keyfile=tls.key if tls else None,
         )
         self._server = _Embedded(config)
         self._task = asyncio.create_task(self._server.serve([self._socket]), name="http")

@@ -12,8 +12,8 @@ from grpc import aio
 from grpc_health.v1 import health_pb2
 
 from baton.errors import BatonError, EngineFault, InvalidRequest, Unauthenticated, Violation
-from baton.rpc.channel import aio_channel
 from baton.rpc.status import from_rpc_error
+from baton.rpc.tls import IN_THE_CLEAR, Wire
 from baton.rpc.v1 import inference_pb2 as pb
 from baton.rpc.v1.inference_pb2_grpc import InferenceStub
 
@@ -40,11 +40,11 @@ def metadata_of(authorization: str | None) -> Metadata:
 
 
 class Upstream:
-    """One router at "host:port". Make it in the loop that uses it."""
+    """One router at "host:port", reached by `wire`. Make it in the loop that uses it."""
 
-    def __init__(self, target: str) -> None:
+    def __init__(self, target: str, wire: Wire = IN_THE_CLEAR) -> None:
         self.target = target
-        self._channel = aio_channel(target)
+        self._channel = wire.aio(target)
         self.stub = InferenceStub(self._channel)
         self._check = self._channel.unary_unary(
             "/grpc.health.v1.Health/Check",

@@ -17,10 +17,11 @@ from baton.config.schema import TlsConfig
 from baton.core import Role
 from baton.errors import ConfigError, InvalidRequest, Overloaded
 from baton.rpc.status import from_rpc_error
-from baton.rpc.tls import Wire
+from baton.rpc.tls import Wire, internal_channel
 from baton.rpc.v1 import common_pb2
 from baton.rpc.v1 import inference_pb2 as pb
-from router.access.rules import RULES
+from baton.rpc.v1.inference_pb2_grpc import InferenceStub
+from router.access.rules import RULES, Need
 from router.floor import RouterSettings
 from router.server import serve
 from tests.integration.access_support import (
@@ -79,6 +80,12 @@ def test_every_method_has_a_rule_or_is_a_worker_s():
     assert set(known) - set(methods_of("worker")) == set(RULES)
 
 
+def test_what_needs_less_than_a_token_or_more():
+    by_need = {need: {name for name in RULES if RULES[name] is need} for need in Need}
+    assert by_need[Need.NOTHING] == {f"/grpc.health.v1.Health/{name}" for name in ("Check", "Watch")}
+    assert by_need[Need.ADMIN] == {name for name in RULES if name.startswith("/baton.v1.Admin/")}
+
+
 EXPECTED = {  # by what the rule asks for: none, wrong, a user's, an admin's token; None: the service answers
     "nothing": (None, None, None, None),
     "any token": (C.UNAUTHENTICATED, C.UNAUTHENTICATED, None, None),
@@ -118,6 +125,22 @@ async def test_every_method_with_every_certificate(make, folder, stranger, liste
             with wire.sync(address) as channel:
                 answer = await asyncio.to_thread(ask, channel, method)
             assert answer.code is not C.UNAVAILABLE if who in let_in else answer.code is C.UNAVAILABLE, (method, who)
+
+
+@pytest.mark.parametrize(("name", "code"), [("worker.example", None), ("other.example", C.UNAVAILABLE)])
+async def test_a_name_that_all_processes_bear(make, tmp_path, name, code):
+    certs(tmp_path / "tls", ["worker.example"], 30)
+    cluster = await make(tls=tls_of(tmp_path / "tls"))
+    with replace(Wire.of_path(tmp_path / "tls"), name=name).sync(cluster.router.admin) as channel:
+        assert (await asyncio.to_thread(ask, channel, "/baton.v1.Admin/Status")).code is code
+
+
+async def test_a_gateway_reaches_the_listener_of_its_own_router(make, tmp_path, folder):
+    cluster = await make(tokens=token_file(tmp_path / "tokens"), tls=tls_of(folder))
+    port = cluster.router.grpc.rpartition(":")[2]
+    async with internal_channel(f"0.0.0.0:{port}", cluster.router.floor.wire) as channel:
+        reply = await InferenceStub(channel).ListModels(pb.ListModelsRequest(), metadata=bearer("alice"))
+    assert reply.models[0].id == "oracle"
 
 
 async def test_a_method_without_a_rule_is_refused(make, tmp_path, monkeypatch):

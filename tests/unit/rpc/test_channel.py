@@ -24,6 +24,14 @@ def test_a_server_bears_the_pings_of_our_clients():
     assert least <= dict(channel.channel_options(channel.PUBLIC))["grpc.keepalive_time_ms"]
 
 
+@pytest.mark.parametrize(
+    ("bound", "called"),
+    [("0.0.0.0:5", "127.0.0.1:5"), ("[::]:5", "[::1]:5"), ("10.0.0.1:5", "10.0.0.1:5"), ("localhost:5", "localhost:5")],
+)
+def test_a_listener_on_all_addresses_is_called_by_the_loopback(bound, called):
+    assert channel.from_here(bound) == called
+
+
 async def test_port_zero_gives_the_bound_address():
     host, port = channel.bind(channel.aio_server(), "127.0.0.1:0").split(":")
     assert host == "127.0.0.1"
