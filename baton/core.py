@@ -9,6 +9,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, field, replace
 
+from baton.constraint import Constraint
 from baton.errors import InvalidRequest, Violation
 from baton.limits import MAX_LOGIT_BIAS, MAX_STOP_CHARS, MAX_STOP_STRINGS
 from baton.ranges import SAMPLING
@@ -137,6 +138,7 @@ class SequenceSpec:
     known: tuple[int, ...] = ()
     priority: int = 0
     cache_scope: str = ""
+    constraint: Constraint | None = None  # of the whole output, `known` included
 
     @property
     def tokens(self) -> tuple[int, ...]:

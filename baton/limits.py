@@ -20,6 +20,15 @@ MAX_STOP_TOKEN_IDS = 1024
 MAX_LOGIT_BIAS = 1024
 MAX_PRIORITY = 100
 MAX_SHOWN_MODEL_CHARS = 128
+MAX_CHAT_BYTES = 1_000_000
+MAX_CHAT_MESSAGES = 10_000
+MAX_ROLE_CHARS = 64
+MAX_TEMPLATE_CHARS = 262_144
+MAX_RENDERED_CHARS = 1_000_000
+MAX_SCHEMA_BYTES = 65_536
+MAX_REGEX_BYTES = 8_192
+MAX_CHOICE_TEXTS = 256
+MAX_CHOICE_CHARS = 1_024
 
 PUBLIC_RECEIVE_BYTES = 4 * 2**20  # what a stranger may make us read at once
 INTERNAL_RECEIVE_BYTES = 64 * 2**20  # a prompt of a million tokens, or one step's tokens of a full worker
@@ -61,6 +70,15 @@ CAPS: tuple[Cap, ...] = (
     Cap("`sampling.stop_token_ids`", MAX_STOP_TOKEN_IDS, "ids", _REFUSED),
     Cap("`sampling.logit_bias`", MAX_LOGIT_BIAS, "entries", _REFUSED),
     Cap("`priority`, above and below 0", MAX_PRIORITY, "", _REFUSED),
+    Cap("`chat`", MAX_CHAT_BYTES, "bytes", _REFUSED),
+    Cap("`chat.messages`", MAX_CHAT_MESSAGES, "messages", _REFUSED),
+    Cap("each `role` of them", MAX_ROLE_CHARS, "characters", _REFUSED),
+    Cap("what a chat template writes", MAX_RENDERED_CHARS, "characters", _REFUSED),
+    Cap("a chat template", MAX_TEMPLATE_CHARS, "characters", "`chat` is refused, saying so"),
+    Cap("`constraint.json_schema`", MAX_SCHEMA_BYTES, "bytes", _REFUSED),
+    Cap("`constraint.regex`", MAX_REGEX_BYTES, "bytes", _REFUSED),
+    Cap("`constraint.choices`", MAX_CHOICE_TEXTS, "texts", _REFUSED),
+    Cap("each of `constraint.choices`", MAX_CHOICE_CHARS, "characters", _REFUSED),
     Cap("a model's name in an error", MAX_SHOWN_MODEL_CHARS, "characters", "cut"),
     Cap("a message to the public listener, or to a client", PUBLIC_RECEIVE_BYTES, "bytes", _CLOSED),
     Cap("a message to a worker, to the admin listener or to the router", INTERNAL_RECEIVE_BYTES, "bytes", _CLOSED),

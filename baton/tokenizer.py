@@ -60,6 +60,10 @@ class Tokenizer(ABC):
         return self.encode(text)
 
     @abstractmethod
+    def vocabulary(self) -> str | list[bytes]:
+        """What each token is spelled as: its bytes by id, or the text of a tokenizer.json."""
+
+    @abstractmethod
     def decode(self, ids: Sequence[int]) -> str:
         """Text of `ids`; special tokens have none, and bytes that are not UTF-8 become U+FFFD."""
 
@@ -85,6 +89,9 @@ class OracleTokenizer(Tokenizer):
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
+
+    def vocabulary(self) -> list[bytes]:
+        return [bytes((byte,)) for byte in range(ORACLE_EOS)] + [b""]
 
     def decode(self, ids: Sequence[int]) -> str:
         return bytes(i for i in ids if i < ORACLE_EOS).decode(errors="replace")
@@ -127,6 +134,10 @@ class _FolderTokenizer(Tokenizer):
     def encode_rendered(self, text: str) -> list[int]:
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
         return ids
+
+    def vocabulary(self) -> str:
+        text: str = self._tokenizer.to_str()
+        return text
 
     def decode(self, ids: Sequence[int]) -> str:
         text: str = self._tokenizer.decode(ids)

@@ -11,15 +11,13 @@ from typing import cast
 import structlog
 
 from baton.errors import InvalidRequest, Violation
+from baton.limits import MAX_CHAT_BYTES, MAX_CHAT_MESSAGES, MAX_ROLE_CHARS
 from baton.rpc.v1 import inference_pb2 as pb
 from baton.tokenizer import Tokenizer
 from router.template import Template, TemplateFailed
 
 log = structlog.get_logger(__name__)
 
-MAX_CHAT_BYTES = 1_000_000
-MAX_MESSAGES = 10_000
-MAX_ROLE_CHARS = 64
 _THREAD_BYTES = 4096  # a longer conversation is rendered in a thread: the loop has other requests to carry
 _PLAIN = (
     "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
@@ -96,14 +94,14 @@ def _violations(chat: pb.ChatMessages) -> Iterator[Violation]:
     if (size := chat.ByteSize()) > MAX_CHAT_BYTES:
         yield Violation("chat", f"at most {MAX_CHAT_BYTES} bytes, got {size}")
         return
-    if not 1 <= len(chat.messages) <= MAX_MESSAGES:
-        yield Violation("chat.messages", f"there must be 1 to {MAX_MESSAGES}, got {len(chat.messages)}")
+    if not 1 <= len(chat.messages) <= MAX_CHAT_MESSAGES:
+        yield Violation("chat.messages", f"there must be 1 to {MAX_CHAT_MESSAGES}, got {len(chat.messages)}")
     tools = _tools(chat)
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         yield Violation("chat.tools", "must be a JSON array of objects")
     if not isinstance(_kwargs(chat), dict):
         yield Violation("chat.template_kwargs", "must be a JSON object")
-    for place, message in enumerate(chat.messages[:MAX_MESSAGES]):
+    for place, message in enumerate(chat.messages[:MAX_CHAT_MESSAGES]):
         if not 1 <= len(message.role) <= MAX_ROLE_CHARS:
             yield Violation(f"chat.messages[{place}].role", f"must have 1 to {MAX_ROLE_CHARS} characters")
         for number, call in enumerate(message.tool_calls):

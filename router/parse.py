@@ -14,8 +14,10 @@ import re
 from collections.abc import Callable, Collection
 from dataclasses import replace
 
+from baton.constraint import Constraint
 from baton.core import Sampling, SequenceSpec
 from baton.errors import InvalidRequest, UnknownModel, Violation
+from baton.grammar import Grammars
 from baton.limits import (
     MAX_CACHE_SCOPE_CHARS,
     MAX_CHOICES,
@@ -28,6 +30,7 @@ from baton.limits import (
     MAX_TEXT_CHARS,
 )
 from baton.rpc import convert
+from baton.rpc.constraint import constraint_from_pb
 from baton.rpc.v1 import inference_pb2 as pb
 from baton.tokenizer import Tokenizer
 from router.chat import NO_CHATS, Chats
@@ -49,7 +52,6 @@ _CAPS: tuple[tuple[str, _Get, int, str], ...] = (
 )
 _UNSUPPORTED: tuple[tuple[str, Callable[[pb.GenerateRequest], object]], ...] = (
     ("deterministic", lambda m: m.deterministic),
-    ("constraint", lambda m: m.HasField("constraint")),
     ("resumable_s", lambda m: m.resumable_s),
 )
 
@@ -60,28 +62,33 @@ async def parse(
     model: str,
     max_model_len: int | None,
     chats: Chats = NO_CHATS,
+    grammars: Grammars | None = None,
     *,
     seed: int,
 ) -> SequenceSpec:
     """What can be computed: tokens within the vocabulary, a complete sampling, room for the output.
 
     `model` is what is served. `max_model_len` None: no worker has said yet, so they refuse what is too long themselves.
-    `chats` renders conversations. `seed` is for a request that names none.
+    `seed` is for a request that names none. `chats` renders conversations, `grammars` reads constraints.
     Raises UnknownModel, or InvalidRequest naming every field that is wrong.
     """
     check_model(message.model, model)
     sampling, violations = _sampling(message)
+    constraint, wrong = _constraint(message)
     violations = [
         *_refused_features(message),
         *_choices(message),
         *_priority(message),
         *_too_large(message),
         *violations,
+        *wrong,
     ]
     if message.WhichOneof("prompt") is None:
         violations.append(Violation("prompt", "one of text, token_ids and chat must be set"))
     if sampling is None or violations:
         raise InvalidRequest(*violations)
+    if constraint is not None:
+        await asyncio.to_thread((grammars or Grammars(tokenizer)).check, constraint)
     prompt = await _prompt(message, tokenizer, chats)
     wrong = [
         *_outside_vocabulary(prompt, sampling, tokenizer.vocab_size),
@@ -92,7 +99,7 @@ async def parse(
     if sampling.seed is None:
         sampling = replace(sampling, seed=seed)
     sampling = _completed(sampling, message, len(prompt), max_model_len)
-    return SequenceSpec(prompt, sampling, priority=message.priority, cache_scope=message.cache_scope)
+    return SequenceSpec(prompt, sampling, (), message.priority, message.cache_scope, constraint)
 
 
 def check_resumes(message: pb.ResumeRequest) -> None:
@@ -118,6 +125,12 @@ def received_of(message: pb.ResumeRequest, spec: SequenceSpec, vocab_size: int) 
     if wrong:
         raise InvalidRequest(*wrong)
     return found + [()] * (choices - len(found))
+
+
+async def check_received(grammars: Grammars, spec: SequenceSpec, received: list[tuple[int, ...]]) -> None:
+    """Raises InvalidRequest if what a client has cannot be of an answer with this constraint."""
+    if spec.constraint is not None and any(received):
+        await asyncio.to_thread(grammars.check_known, spec.constraint, received)
 
 
 def choices_of(message: pb.GenerateRequest) -> int:
@@ -156,6 +169,18 @@ def _sampling(message: pb.GenerateRequest) -> tuple[Sampling | None, list[Violat
         return convert.sampling_from_pb(message.sampling, logprobs), []
     except InvalidRequest as error:
         return None, list(error.violations)
+
+
+def _constraint(message: pb.GenerateRequest) -> tuple[Constraint | None, list[Violation]]:
+    if not message.HasField("constraint"):
+        return None, []
+    try:
+        constraint = constraint_from_pb(message.constraint)
+    except InvalidRequest as error:
+        return None, list(error.violations)
+    asked = {"sampling.min_tokens": message.sampling.min_tokens, "sampling.ignore_eos": message.sampling.ignore_eos}
+    why = "cannot go with a constraint, which says where an answer ends"
+    return constraint, [Violation(field, why) for field, value in asked.items() if value]
 
 
 def _refused_features(message: pb.GenerateRequest) -> list[Violation]:

@@ -12,6 +12,7 @@ from google.protobuf.json_format import MessageToDict
 
 from baton import errors
 from baton.errors import BatonError, Cancelled, InvalidRequest, Violation
+from baton.grammar import Grammars
 from baton.limits import MAX_CLIENT_TAG_CHARS, MAX_DETOKENIZE_IDS
 from baton.rpc import convert
 from baton.rpc.status import abort
@@ -27,7 +28,17 @@ from router.chat import Chats
 from router.delivery import Context, EventStream
 from router.floor import Floor
 from router.link import WorkerLink
-from router.parse import check_model, check_resumes, check_text, encode, encode_chat, outside, parse, received_of
+from router.parse import (
+    check_model,
+    check_received,
+    check_resumes,
+    check_text,
+    encode,
+    encode_chat,
+    outside,
+    parse,
+    received_of,
+)
 
 log = structlog.get_logger(__name__)
 
@@ -42,6 +53,7 @@ class Inference(InferenceServicer):
         self._tokenizer = tokenizer
         self._chats = Chats.of(tokenizer)
         self._concurrency = Concurrency()
+        self._grammars = Grammars(tokenizer)
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> None:  # type: ignore[override]
         """Ends once: finished, or with the status of one typed error. Cancellation is gRPC's own ending."""
@@ -93,9 +105,10 @@ class Inference(InferenceServicer):
         floor, request = self._floor, message.request
         model, length = floor.settings.model, floor.pool.max_model_len()
         seed = seed_of(request.idempotency_key or call.name)
-        spec = await parse(request, self._tokenizer, model, length, self._chats, seed=seed)
+        spec = await parse(request, self._tokenizer, model, length, self._chats, self._grammars, seed=seed)
         spec = limited(spec, request, call.grant)
         received = received_of(message, spec, self._tokenizer.vocab_size)
+        await check_received(self._grammars, spec, received)
         client = EventStream(context, call.name, floor.settings.client_stall_s)
         return await answer(floor, call, spec, received, client)
 

@@ -20,8 +20,8 @@ from jinja2.parser import Parser
 from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-MAX_SOURCE_CHARS = 262_144
-MAX_OUTPUT_CHARS = 1_000_000
+from baton.limits import MAX_RENDERED_CHARS, MAX_TEMPLATE_CHARS
+
 MAX_SECONDS = 2.0
 _MAX_PRODUCT = 1_000_000  # of a number, a text or a list with `*` and `**`
 _TICK = "baton_tick"
@@ -39,8 +39,8 @@ class Template:
     """
 
     def __init__(self, source: str, clock: Callable[[], float] = monotonic) -> None:
-        if len(source) > MAX_SOURCE_CHARS:
-            raise TemplateFailed(f"it has {len(source)} characters, of {MAX_SOURCE_CHARS} at most")
+        if len(source) > MAX_TEMPLATE_CHARS:
+            raise TemplateFailed(f"it has {len(source)} characters, of {MAX_TEMPLATE_CHARS} at most")
         environment = _Environment()
         try:
             tree = environment.parse(source)
@@ -83,8 +83,8 @@ class _Meter:
 
     def measured(self, piece: str) -> str:
         self._chars += len(piece)
-        if self._chars > MAX_OUTPUT_CHARS:
-            raise TemplateFailed(f"it writes more than {MAX_OUTPUT_CHARS} characters")
+        if self._chars > MAX_RENDERED_CHARS:
+            raise TemplateFailed(f"it writes more than {MAX_RENDERED_CHARS} characters")
         return piece + self.tick()
 
 

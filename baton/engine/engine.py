@@ -20,9 +20,8 @@ import torch
 
 from baton.core import Load
 from baton.engine.blocks import BlockPool, BlockState
-from baton.engine.choice import Choice
+from baton.engine.choice import Choices
 from baton.engine.inputs import Inputs
-from baton.engine.limits import check_spec
 from baton.engine.outcome import Counters, Output, StepResult
 from baton.engine.prefix import Chain, scope_key
 from baton.engine.reservation import Reservation
@@ -37,6 +36,7 @@ if TYPE_CHECKING:
     from baton.core import Finish, HandoffId, SequenceSpec
     from baton.engine.backend import ModelBackend
     from baton.engine.blocks import Allocation
+    from baton.engine.choice import Choice
     from baton.engine.sampler import Sampled
     from baton.engine.scheduler import Work
     from baton.tokenizer import Tokenizer
@@ -94,6 +94,7 @@ class Engine:
         )
         max_blocks = self.layout.blocks_for(self.max_model_len)
         self._inputs = Inputs(backend, max_batched_tokens, max_running, max_blocks)
+        self._choices = Choices(tokenizer, backend.vocab_size, self.max_model_len)
         self._sampler = Sampler()
         self._requests: dict[HandoffId, _Request] = {}
         self._ended: list[Output] = []  # ended by what was known already; told with the next step
@@ -183,11 +184,11 @@ class Engine:
     def finish_of(self, spec: SequenceSpec) -> Finish | None:
         """How `spec.known` ends its request already, if it does. Raises InvalidRequest like `submit`."""
         self.validate(spec)
-        return self._choice(spec).finish
+        return self._choices.start(spec).finish
 
     def validate(self, spec: SequenceSpec) -> None:
         """Raises InvalidRequest, naming the field, if `spec` can never be computed here."""
-        check_spec(spec, self.backend.vocab_size, self.max_model_len)
+        self._choices.check(spec)
 
     def has_work(self) -> bool:
         """Whether a step could bring anything. Held sequences wait for others, not for a step."""
@@ -283,7 +284,7 @@ class Engine:
         """A new request, or None if what it knows has ended it: then only its ending is left to tell."""
         if key in self._requests or any(output.key == key for output in self._ended):
             raise ValueError(f"handoff {key} is already here")
-        choice = self._choice(spec)
+        choice = self._choices.start(spec)
         if choice.finish is not None:
             self._ended.append(Output(key, [], choice.finish))
             return None
@@ -295,6 +296,3 @@ class Engine:
             sequence.chain = Chain(scope, choice.tokens, self.layout.block_size)
         request = self._requests[key] = _Request(sequence, choice, hold)
         return request
-
-    def _choice(self, spec: SequenceSpec) -> Choice:
-        return Choice(spec, self.tokenizer, self.backend.vocab_size, self.max_model_len)

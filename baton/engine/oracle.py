@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from baton.core import KVLayout
-from baton.engine.choice import Choice
+from baton.engine.choice import Choices
 from baton.engine.kv import KVCache
 from baton.engine.mixing import GOLDEN64, mix64, mix64_tensor, signed64
 from baton.engine.sampler import Sampler
@@ -91,7 +91,7 @@ class OracleBackend:
 
     def expected(self, spec: SequenceSpec, n: int | None = None) -> list[int]:
         """The first `n` (None: all) output tokens that follow `spec.known`, from the tokens alone."""
-        choice = Choice(spec, self.tokenizer, self.vocab_size, self.max_model_len)
+        choice = Choices(self.tokenizer, self.vocab_size, self.max_model_len).start(spec)
         sampler, state, folded, done, produced = Sampler(), self._start, 0, 0, list[int]()
         while choice.finish is None and (n is None or len(produced) < n):
             states = self._chain(state, choice.tokens[done:])

@@ -1,9 +1,10 @@
 """From logits to tokens, all rows of a step at once, each row as if it were alone.
 
 Per row, in this order: repetition penalty (prompt and output), frequency and presence penalty (output), logit bias,
-ban of end tokens before `min_tokens`; then greedy, or temperature, min-p, top-k, top-p and a draw. The draw is
-Gumbel-max with noise hashed from (seed, position in the sequence, column): there is no generator whose state could
-depend on other rows, and a sequence that goes on elsewhere goes on with the same noise.
+ban of end tokens before `min_tokens`, ban of what a constraint does not allow; then greedy, or temperature, min-p,
+top-k, top-p and a draw. The draw is Gumbel-max with noise hashed from (seed, position in the sequence, column): there
+is no generator whose state could depend on other rows, and a sequence that goes on elsewhere goes on with the same
+noise.
 
 Ties go to the lowest token id, in the argmax as in the filters. Log-probabilities are those of the model: the
 log-softmax of the logits before all of the above.
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from baton.core import TokenLogprobs
 from baton.engine.filters import GROUPS, LANES, Limits, kept, kept_leaders, leaders, mass
+from baton.engine.masks import Masks
 from baton.engine.mixing import GOLDEN64, columns_hash, mix64, signed32
 from baton.engine.penalties import FINITE, NEVER, Adjustments, Seen, has_penalties
 
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from baton.core import Sampling
+    from baton.grammar import Guide
 
 NO_NUMBER, UNSURE = -1, -2  # in place of a token id
 CACHED_COLUMNS = 65536  # noise is made for so many columns at once: its temporaries stay in the cache
@@ -41,8 +44,16 @@ class Sampled(NamedTuple):
 class Row:
     """What the next draw of one sequence depends on beside the logits: its parameters and its tokens so far."""
 
-    def __init__(self, prompt: Sequence[int], sampling: Sampling, end_ids: Iterable[int], vocab_size: int) -> None:
+    def __init__(
+        self,
+        prompt: Sequence[int],
+        sampling: Sampling,
+        end_ids: Iterable[int],
+        vocab_size: int,
+        guide: Guide | None = None,
+    ) -> None:
         self.sampling = sampling
+        self.guide = guide
         self.end_ids = np.array(sorted({token for token in end_ids if token < vocab_size}), dtype=np.int64)
         self.position = len(prompt)
         self.produced = 0
@@ -55,6 +66,8 @@ class Row:
         self.produced += 1
         if self.seen is not None:
             self.seen.add(token_id)
+        if self.guide is not None:
+            self.guide.advance(token_id)
 
     @property
     def noise_key(self) -> tuple[int, int]:
@@ -77,6 +90,8 @@ class Sampler:
             self._rows, self._plan = list(rows), _Plan(rows, logits)
         plan = self._plan
         scores = plan.adjustments.apply(logits)
+        if plan.masks:
+            scores = plan.masks.apply(scores)
         if plan.greedy and scores.device.type == "cpu":
             return _greedy(scores)
         best, tokens = _best(scores)
@@ -98,6 +113,7 @@ class _Plan:
 
     def __init__(self, rows: Sequence[Row], logits: Tensor) -> None:
         self.adjustments = Adjustments(rows)
+        self.masks = Masks(rows, logits.device)
         drawn = [i for i, row in enumerate(rows) if row.sampling.temperature > 0]
         split = [[i for i in drawn if _filters(rows[i].sampling, logits.shape[-1]) is asked] for asked in (False, True)]
         self.groups = [_Group(part, rows, logits) for part in split if part]

@@ -31,6 +31,7 @@ from baton.core import (
 )
 from baton.errors import InvalidRequest
 from baton.limits import MAX_PRIORITY
+from baton.rpc.constraint import constraint_from_pb, constraint_to_pb
 from baton.rpc.v1 import common_pb2 as common
 from baton.rpc.v1 import inference_pb2 as inference
 from baton.rpc.v1 import worker_pb2 as worker
@@ -121,6 +122,7 @@ def spec_to_pb(value: SequenceSpec) -> worker.SequenceSpec:
         logprobs=value.sampling.logprobs,
         priority=value.priority,
         cache_scope=value.cache_scope,
+        constraint=constraint_to_pb(value.constraint),
     )
 
 
@@ -132,8 +134,9 @@ def spec_from_pb(message: worker.SequenceSpec) -> SequenceSpec:
     # Without it the two workers of one handoff would each draw their own.
     _require(sampling.temperature == 0 or sampling.seed is not None, "spec.sampling.seed", "must be set by the router")
     _require(abs(message.priority) <= MAX_PRIORITY, "spec.priority", f"must be within {MAX_PRIORITY} of 0")
-    known = tuple(message.known)
-    return SequenceSpec(tuple(message.prompt), sampling, known, message.priority, message.cache_scope)
+    prompt, known = tuple(message.prompt), tuple(message.known)
+    constraint = constraint_from_pb(message.constraint) if message.HasField("constraint") else None
+    return SequenceSpec(prompt, sampling, known, message.priority, message.cache_scope, constraint)
 
 
 # tokens

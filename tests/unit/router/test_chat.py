@@ -9,11 +9,12 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from baton.errors import InvalidRequest
+from baton.limits import MAX_RENDERED_CHARS, MAX_TEMPLATE_CHARS
 from baton.rpc.v1 import inference_pb2 as pb
 from baton.tokenizer import OracleTokenizer, Tokenizer
 from router.chat import Chats
 from router.parse import encode_chat, parse
-from router.template import MAX_OUTPUT_CHARS, MAX_SOURCE_CHARS, Template, TemplateFailed
+from router.template import Template, TemplateFailed
 from tests.unit.test_tokenizer import save_bpe
 
 TEMPLATES = Path(__file__).parent / "templates"
@@ -137,7 +138,7 @@ async def test_of_several_templates_the_one_for_tools_is_taken(tmp_path):
     [
         (None, "the model has no chat template: send text or token_ids"),
         ("{% for %}", "cannot be used: TemplateSyntaxError"),
-        ("x" * (MAX_SOURCE_CHARS + 1), "cannot be used: it has 262145 characters, of 262144 at most"),
+        ("x" * (MAX_TEMPLATE_CHARS + 1), "cannot be used: it has 262145 characters, of 262144 at most"),
         ([{"name": "default"}], "cannot be used: chat_template must be a text, or a list"),
         ([{"name": "tool_use", "template": "x"}], "the model's chat template has no default"),
         (7, "chat_template must be a text"),
@@ -198,7 +199,7 @@ async def test_what_the_template_says_is_told(tmp_path):
         ("{{ 9 ** 99999999 }}", "larger than 1000000"),
         ("{% for i in range(99999999) %}{% endfor %}", "OverflowError"),
         ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "RecursionError"),
-        ("{% for i in range(99) %}{{ messages[0].content * 9000 }}{% endfor %}", f"more than {MAX_OUTPUT_CHARS}"),
+        ("{% for i in range(99) %}{{ messages[0].content * 9000 }}{% endfor %}", f"more than {MAX_RENDERED_CHARS}"),
         ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", "longer than 2 s"),
         ("{% macro f() %}{% endmacro %}{% for i in range(9999) %}{{ f() }}{% endfor %}", "longer than 2 s"),
     ],

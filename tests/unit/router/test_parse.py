@@ -2,11 +2,13 @@ import threading
 
 import pytest
 
+from baton.constraint import Constraint
 from baton.errors import InvalidRequest, UnknownModel
+from baton.grammar import Grammars
 from baton.rpc.v1 import common_pb2
 from baton.rpc.v1 import inference_pb2 as pb
 from baton.tokenizer import OracleTokenizer
-from router.parse import DEFAULT_MAX_TOKENS, parse
+from router.parse import DEFAULT_MAX_TOKENS, check_received, parse
 
 LIMITS = ("demo", 100)
 
@@ -27,6 +29,7 @@ async def parsed(request: pb.GenerateRequest, limits: tuple[str, int | None] = L
     return await parse(request, OracleTokenizer(), *limits, seed=4711)
 
 
+WORDS = pb.Constraint(choices=pb.Choices(texts=["in", "into"]))
 NOT_YET = "not supported by this version"
 
 
@@ -36,7 +39,16 @@ NOT_YET = "not supported by this version"
         (message(n=17), "n", "at most 16 choices, got 17"),
         (message(n=0), "n", "at least 1, got 0"),
         (message(deterministic=True), "deterministic", NOT_YET),
-        (message(constraint=pb.Constraint(regex="a")), "constraint", NOT_YET),
+        (message(constraint=pb.Constraint()), "constraint", "one of json_schema, regex and choices must be set"),
+        (message(constraint=pb.Constraint(regex="a(")), "constraint.regex", "unclosed group"),
+        (message(constraint=pb.Constraint(json_schema='{"type": "x"}')), "constraint.json_schema", "Invalid type: x"),
+        (message(constraint=pb.Constraint(choices=pb.Choices())), "constraint.choices", "1 to 256, got 0"),
+        (message(constraint=WORDS, sampling={"min_tokens": 1}), "sampling.min_tokens", "cannot go with a constraint"),
+        (
+            message(constraint=WORDS, sampling={"ignore_eos": True}),
+            "sampling.ignore_eos",
+            "cannot go with a constraint",
+        ),
         (message(chat=pb.ChatMessages()), "chat", "the model has no chat template"),
         (message(priority=-101), "priority", "between -100 and 100, got -101"),
         (message(cache_scope="x" * 257), "cache_scope", "at most 256 characters, got 257"),
@@ -121,6 +133,20 @@ async def test_logprobs_come_along():
     request = await parsed(message(logprobs=0))
     assert request.sampling.logprobs == 0
     assert (await parsed(message())).sampling.logprobs is None
+
+
+async def test_a_constraint_comes_along():
+    spec = await parsed(message(constraint=WORDS))
+    assert spec.constraint == Constraint("choices", ("in", "into"))
+    assert (await parsed(message())).constraint is None
+
+
+async def test_what_a_client_has_must_follow_the_constraint():
+    spec, grammars = await parsed(message(constraint=WORDS)), Grammars(OracleTokenizer())
+    await check_received(grammars, spec, [(), tuple(b"int")])
+    with pytest.raises(InvalidRequest, match=r"constraint\.choices: does not allow the tokens"):
+        await check_received(grammars, spec, [(), tuple(b"it")])
+    await check_received(grammars, await parsed(message()), [tuple(b"it")])
 
 
 class WhichThread(OracleTokenizer):

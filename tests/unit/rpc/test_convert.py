@@ -12,11 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton import core
+from baton.constraint import Constraint
 from baton.errors import InvalidRequest
 from baton.limits import MAX_PRIORITY
 from baton.ranges import MAX_LOGPROBS
 from baton.rpc import convert
+from baton.rpc.constraint import constraint_from_pb, constraint_to_pb
 from baton.rpc.v1 import common_pb2 as common
+from baton.rpc.v1 import inference_pb2 as inference
 from baton.rpc.v1 import worker_pb2 as worker
 
 u32 = st.integers(0, 2**32 - 1)
@@ -53,6 +56,11 @@ samplings = st.builds(
     logit_bias=st.dictionaries(u32, f32(-100, 100), max_size=3).map(lambda bias: tuple(sorted(bias.items()))),
     logprobs=st.none() | st.integers(0, MAX_LOGPROBS),
 )
+constraints = st.one_of(
+    st.builds(Constraint, st.just("regex"), st.tuples(name)),
+    st.builds(Constraint, st.just("json_schema"), st.tuples(name)),
+    st.builds(Constraint, st.just("choices"), st.lists(name, min_size=1, max_size=3).map(tuple)),
+)
 specs = st.builds(
     core.SequenceSpec,
     prompt=st.lists(u32, min_size=1, max_size=5).map(tuple),
@@ -60,6 +68,7 @@ specs = st.builds(
     known=st.lists(u32, max_size=3).map(tuple),
     priority=st.integers(-MAX_PRIORITY, MAX_PRIORITY),
     cache_scope=text,
+    constraint=st.none() | constraints,
 )
 finishes = st.builds(core.Finish, st.sampled_from(core.FinishReason), text, text)
 layouts = st.builds(
@@ -114,6 +123,7 @@ ROUND_TRIPS: dict[str, tuple[st.SearchStrategy[Any], Callable[[Any], Any], Calla
     "incarnation": (incarnations, convert.incarnation_to_pb, convert.incarnation_from_pb),
     "ref": (refs, convert.ref_to_pb, convert.ref_from_pb),
     "handoff": (handoffs, convert.handoff_to_pb, convert.handoff_from_pb),
+    "constraint": (constraints, constraint_to_pb, constraint_from_pb),
     "spec": (specs, convert.spec_to_pb, convert.spec_from_pb),
     "token_logprobs": (logprobs, convert.token_logprobs_to_pb, convert.token_logprobs_from_pb),
     "tokens": (token_lists(), convert.tokens_to_pb, convert.tokens_from_pb),
@@ -202,6 +212,7 @@ def changed(message: Any, **fields: Any) -> Any:
         (convert.spec_from_pb, changed(convert.spec_to_pb(SPEC), sampling=None), "spec.sampling.seed"),
         (convert.spec_from_pb, changed(convert.spec_to_pb(SPEC), logprobs=21), "sampling.logprobs"),
         (convert.spec_from_pb, changed(convert.spec_to_pb(SPEC), priority=-101), "spec.priority"),
+        (convert.spec_from_pb, changed(convert.spec_to_pb(SPEC), constraint=inference.Constraint()), "constraint"),
         (convert.tokens_from_pb, worker.OutputTokens(ids=[1, 2], texts=["a"]), "tokens.texts"),
         (convert.tokens_from_pb, worker.OutputTokens(ids=[1], texts=["a", "b"]), "tokens.texts"),
         (

@@ -1,0 +1,157 @@
+"""Constraints as grammars over a model's tokens: which token may come next, and when an answer is complete.
+
+The work is done by llguidance, which bounds what a grammar may cost, when it is compiled and in each step. It is loaded
+with the first constraint. No torch: the router refuses with this what a worker could not compute.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from functools import cached_property, lru_cache
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from baton.constraint import Constraint
+from baton.errors import InvalidRequest
+from baton.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+
+    Bits = np.ndarray[Any, np.dtype[np.int32]]
+
+COMPILED = 64  # grammars that are kept
+# Between the tokens of JSON, unless the schema says otherwise (`x-guidance`): a model that is lost writes nothing else.
+_WHITESPACE = " ?"
+_MAX_REASON_CHARS = 300
+
+
+class Guide:
+    """Where one answer stands in its grammar. `complete`: nothing can follow.
+
+    `broken`: it has a token that the grammar does not allow, or cost more than a step may; it allows nothing then.
+    """
+
+    def __init__(self, matcher: LLMatcher, words: int) -> None:
+        self._matcher = matcher
+        self.words = words
+        self.broken = False
+
+    @property
+    def complete(self) -> bool:
+        return not self.broken and self._matcher.is_stopped()
+
+    def advance(self, token_id: int) -> None:
+        """The answer has one more token, which is no end token."""
+        self.broken = self.broken or not self._matcher.consume_token(token_id)
+
+    def fill(self, allowed: Bits) -> None:
+        """Which tokens may come next, end tokens among them: bits of int32 `[words]`, contiguous, the lowest first."""
+        if not self.broken:
+            self._matcher.unsafe_compute_mask_ptr(allowed.ctypes.data, allowed.nbytes)
+            self.broken = self._matcher.is_error()
+        if self.broken:
+            allowed[:] = 0
+
+
+class Grammars:
+    """The grammars of one model's tokenizer; those that were used last are kept compiled.
+
+    Logits may have more columns than the tokenizer has ids: `vocab_size` counts them. From any thread, but a `Guide`
+    belongs to one.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int = 0) -> None:
+        self._source = tokenizer
+        self._vocab_size = max(vocab_size, tokenizer.vocab_size)
+        self._compiled = lru_cache(COMPILED)(self._compile)
+
+    def check(self, constraint: Constraint | None) -> None:
+        """Raises InvalidRequest, naming the field: it is no schema or no expression, or nothing can match it."""
+        if constraint is not None:
+            self._compiled(constraint)
+
+    def start(self, constraint: Constraint | None) -> Guide | None:
+        """At the beginning of an answer; None: anything goes. Raises InvalidRequest like `check`."""
+        if constraint is None:
+            return None
+        return self._guide(self._compiled(constraint))
+
+    def _guide(self, matcher: LLMatcher) -> Guide:
+        return Guide(matcher.deep_copy(), -(-self._tokenizer.vocab_size // 32))
+
+    def check_known(self, constraint: Constraint, known: Iterable[Sequence[int]]) -> None:
+        """Raises InvalidRequest unless each of `known` is how an answer may begin."""
+        for ids in known:
+            if self._compiled(constraint).deep_copy().try_consume_tokens(list(ids)) < len(ids):
+                raise constraint.refused("does not allow the tokens that the answer has already")
+
+    def _compile(self, constraint: Constraint) -> LLMatcher:
+        from llguidance import LLMatcher, LLParserLimits
+
+        limits = LLParserLimits(verbose_errors=False)  # the errors are logged, what was asked for never is
+        matcher = LLMatcher(self._tokenizer, _grammar(constraint), log_level=0, limits=limits)
+        if matcher.is_error():
+            raise constraint.refused(_reason(matcher.get_error()))
+        first = self._guide(matcher)
+        first.fill(allowed := np.zeros(first.words, dtype=np.int32))
+        if not allowed.any():
+            raise constraint.refused("no text can match it, or it is too complex")
+        return matcher
+
+    @cached_property
+    def _tokenizer(self) -> LLTokenizer:
+        from llguidance import LLTokenizer, TokenizerWrapper
+
+        found, ends = self._source.vocabulary(), list(self._source.eos_ids)
+        if not ends:
+            raise InvalidRequest.of("constraint", "the model has no end token, which constraints need")
+        source = found if isinstance(found, str) else TokenizerWrapper(_Bytes(found, ends[0], self._source.encode))
+        try:
+            return LLTokenizer(source, n_vocab=self._vocab_size, eos_token=ends)
+        except ValueError as error:
+            text = f"constraints are not possible with this model's tokenizer: {_reason(str(error))}"
+            raise InvalidRequest.of("constraint", text) from error
+
+
+class _Bytes:
+    """A vocabulary as llguidance asks for it, if it cannot read the tokenizer's own file."""
+
+    bos_token_id = None
+
+    def __init__(self, tokens: Sequence[bytes], end: int, encode: Any) -> None:
+        self.tokens, self.eos_token_id, self.special_token_ids = tokens, end, [end]
+        self._encode = encode
+
+    def __call__(self, text: str | bytes) -> list[int]:
+        ids: list[int] = self._encode(text if isinstance(text, str) else text.decode(errors="replace"))
+        return ids
+
+
+def _grammar(constraint: Constraint) -> str:
+    from llguidance import LLMatcher
+
+    if constraint.kind == "choices":
+        return LLMatcher.grammar_from_lark("start: " + " | ".join(map(json.dumps, constraint.texts)))
+    [text] = constraint.texts
+    if constraint.kind == "regex":
+        return LLMatcher.grammar_from_regex(text)
+    try:
+        schema = json.loads(text)
+    except (ValueError, RecursionError):
+        schema = None
+    if not isinstance(schema, dict):
+        raise constraint.refused("must be a JSON object")
+    try:
+        return LLMatcher.grammar_from_json_schema(text, defaults={"whitespace_pattern": _WHITESPACE})
+    except ValueError as error:
+        raise constraint.refused(_reason(str(error))) from None
+
+
+def _reason(text: str) -> str:
+    """The error that a parser ends with, or begins with, in one line."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    found = next((line for line in lines if line.startswith("error:")), lines[0] if lines else "not understood")
+    return found.removeprefix("error:").strip()[:_MAX_REASON_CHARS]

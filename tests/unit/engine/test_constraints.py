@@ -1,0 +1,247 @@
+"""Answers that must match something, by the oracle: from the first token to the end, wherever they go on."""
+
+import json
+import random
+import re
+
+import jsonschema
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from baton.constraint import Constraint
+from baton.core import FinishReason, HandoffId, Sampling, SequenceSpec
+from baton.engine.engine import Engine
+from baton.engine.generate import generate
+from baton.engine.oracle import OracleBackend, oracle_layout
+from baton.engine.sampler import Row, Sampler
+from baton.errors import InvalidRequest
+from baton.grammar import Grammars
+from baton.tokenizer import ORACLE_EOS, OracleTokenizer
+
+PROMPT = tuple(b"write: ")
+PERSON = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 8}, "age": {"type": "integer", "minimum": 0, "maximum": 99}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+KINDS = {
+    "json": Constraint("json_schema", (json.dumps(PERSON),)),
+    "regex": Constraint("regex", ("[a-f]{3,9}(-[0-9]{2}){2}",)),
+    "choices": Constraint("choices", ("yes", "yesterday", "no", "Zoë")),
+}
+
+
+@pytest.fixture(scope="module")
+def backend():
+    return OracleBackend(oracle_layout(block_size=4), max_model_len=1024)
+
+
+def engine_of(backend, total_blocks=256, **options):
+    return Engine(backend, OracleTokenizer(), total_blocks=total_blocks, **options)
+
+
+def spec_of(constraint, **sampling):
+    return SequenceSpec(PROMPT, Sampling(**{"max_tokens": 500, "seed": 3} | sampling), constraint=constraint)
+
+
+def ids(tokens):
+    return tuple(token.token_id for token in tokens)
+
+
+def fits(kind: str, text: str) -> bool:
+    if kind == "json":
+        jsonschema.validate(json.loads(text), PERSON)
+        return True
+    texts = KINDS[kind].texts
+    return re.fullmatch(texts[0], text) is not None if kind == "regex" else text in texts
+
+
+VARIANTS = [
+    {"temperature": 0.0},
+    {"seed": 5},
+    {"seed": 6, "temperature": 1.5, "top_p": 0.5},
+    {"seed": 7, "top_k": 3, "logprobs": 2},
+    {"seed": 8, "min_p": 0.3, "repetition_penalty": 1.3, "frequency_penalty": 0.5},
+    {"seed": 9, "logit_bias": ((ord("x"), 100.0), (ORACLE_EOS, -100.0))},
+]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_answers_match(backend, kind, variant):
+    spec = spec_of(KINDS[kind], **variant)
+    found = generate(engine_of(backend), spec)
+    assert found.finish.reason is FinishReason.EOS
+    assert fits(kind, found.text)
+    assert list(ids(found.tokens)) == backend.expected(spec)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_going_on_from_any_token_gives_the_same(backend, kind):
+    """As another attempt does, after a preemption or the loss of a worker."""
+    engine = engine_of(backend)
+    spec = spec_of(KINDS[kind], seed=11)
+    whole = generate(engine, spec)
+    for known in range(len(whole.tokens)):
+        rest = generate(
+            engine, SequenceSpec(PROMPT, spec.sampling, ids(whole.tokens[:known]), constraint=spec.constraint)
+        )
+        assert rest.tokens == whole.tokens[known:], known
+        assert rest.finish == whole.finish
+    ended = SequenceSpec(PROMPT, spec.sampling, ids(whole.tokens), constraint=spec.constraint)
+    finish = engine.finish_of(ended)
+    assert (finish is not None) is (whole.finish.matched == "")  # else the end token is still to be drawn
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("length", [0, 1, 4])
+def test_a_handoff_at_any_token_gives_the_same(backend, kind, length):
+    sender, receiver = engine_of(backend), engine_of(backend)
+    spec = spec_of(KINDS[kind], seed=12)
+    whole = generate(sender, spec)
+    known = ids(whole.tokens[: min(length, len(whole.tokens) - 2)])
+    part = SequenceSpec(PROMPT, spec.sampling, known, constraint=spec.constraint)
+    sender.submit(key := HandoffId("r", 1), part, hold=True)
+    [output] = sender.step().outputs
+    assert output.tokens == whole.tokens[len(known) : len(known) + 1]
+    layers, layout = range(backend.layout.layers), backend.layout
+    wire = torch.empty(layout.layers * len(part) * layout.layer_token_bytes, dtype=torch.uint8)
+    sender.kv.gather(layers, sender.held(key).blocks, 0, len(part), wire)
+    room = receiver.reserve(len(part))
+    receiver.kv.scatter(layers, room.blocks, 0, len(part), wire)
+    committed = SequenceSpec(PROMPT, spec.sampling, (*known, *ids(output.tokens)), constraint=spec.constraint)
+    receiver.adopt(key, committed, room)
+    tokens = list(output.tokens)
+    while receiver.has_work():
+        for item in receiver.step().outputs:
+            tokens += item.tokens
+    assert tokens == whole.tokens[len(known) :]
+
+
+def test_beside_others_and_through_preemptions_each_answer_is_its_own(backend, seed):
+    """In a pool in which not all have room; every second one has no constraint."""
+    rng = random.Random(seed)
+    engine = engine_of(backend, total_blocks=40, max_batched_tokens=16)
+    specs = {}
+    for number in range(12):
+        constraint = rng.choice(list(KINDS.values())) if number % 2 else None
+        spec = spec_of(constraint, seed=rng.getrandbits(32), temperature=rng.choice([0.0, 1.0]), max_tokens=60)
+        specs[key := HandoffId(str(number), 1)] = spec
+        engine.submit(key, spec)
+    found: dict[HandoffId, list[int]] = {key: [] for key in specs}
+    while engine.has_work():
+        result = engine.step()
+        assert result.failed == []
+        for output in result.outputs:
+            found[output.key] += ids(output.tokens)
+    assert engine.counters.preemptions > 0
+    assert found == {key: backend.expected(spec) for key, spec in specs.items()}
+
+
+def test_an_answer_that_is_complete_ends_without_an_end_token(backend):
+    found = generate(engine_of(backend), spec_of(Constraint("choices", ("no",)), max_tokens=2))
+    assert (found.text, ids(found.tokens), found.finish.reason) == ("no", tuple(b"no"), FinishReason.EOS)
+
+
+def test_one_that_is_too_long_ends_for_length(backend):
+    found = generate(engine_of(backend), spec_of(Constraint("regex", ("x{9}",)), max_tokens=4))
+    assert (found.text, found.finish.reason) == ("xxxx", FinishReason.LENGTH)
+
+
+def test_stop_strings_still_stop(backend):
+    found = generate(engine_of(backend), spec_of(Constraint("choices", ("abcd",)), stop=("c",)))
+    assert (found.text, found.finish.reason) == ("ab", FinishReason.STOP_STRING)
+
+
+def test_what_an_engine_can_never_compute_is_refused(backend):
+    engine = engine_of(backend)
+    with pytest.raises(InvalidRequest, match=r"constraint\.regex: unclosed group"):
+        engine.submit(HandoffId("r", 1), spec_of(Constraint("regex", ("(",))))
+    wrong = SequenceSpec(PROMPT, Sampling(seed=1), tuple(b"maybe"), constraint=KINDS["choices"])
+    with pytest.raises(InvalidRequest, match="known: has tokens that the constraint does not allow"):
+        engine.submit(HandoffId("r", 1), wrong)
+    assert not engine.has_work()
+
+
+def test_a_constraint_that_leaves_nothing_ends_its_own_request_alone(backend):
+    """The end token is barred until `min_tokens`: the router refuses that; a worker that gets it fails one request."""
+    engine = engine_of(backend)
+    engine.submit(
+        HandoffId("bad", 1), spec_of(Constraint("regex", ("(ab)?",)), min_tokens=400, logit_bias=((ord("a"), -100.0),))
+    )
+    engine.submit(
+        HandoffId("worse", 1), spec_of(Constraint("choices", ("ab", "abc")), min_tokens=400, stop_token_ids=(ord("c"),))
+    )
+    engine.submit(HandoffId("good", 1), spec_of(KINDS["regex"]))
+    failed, text = [], ""
+    while engine.has_work():
+        result = engine.step()
+        failed += [key.request_id for key, _ in result.failed]
+        text += "".join(token.text for o in result.outputs if o.key.request_id == "good" for token in o.tokens)
+    assert failed == ["worse"]
+    assert fits("regex", text)
+
+
+def test_rows_without_a_constraint_are_left_as_they_are():
+    """Bit for bit, and the logits themselves are not written to."""
+    logits = torch.randn(3, 257, generator=torch.Generator().manual_seed(1))
+    before, grammars = logits.clone(), Grammars(OracleTokenizer())
+
+    def row(guide=None, **sampling):
+        return Row(PROMPT, Sampling(**{"seed": 1, "logprobs": 1} | sampling), (ORACLE_EOS,), 257, guide)
+
+    plain = Sampler().sample(logits, [row(), row(temperature=0.0), row(top_p=0.5)])
+    guide = grammars.start(Constraint("choices", ("q", "r")))
+    mixed = Sampler().sample(logits, [row(), row(guide, temperature=0.0), row(top_p=0.5)])
+    assert (mixed[0], mixed[2]) == (plain[0], plain[2])
+    best = max(b"qr", key=lambda token: logits[1, token])
+    assert mixed[1].token_id == best
+    assert mixed[1].logprobs is not None
+    assert mixed[1].logprobs.logprob == pytest.approx(logits[1].log_softmax(-1)[best].item())
+    assert torch.equal(logits, before)
+
+
+def integers(low, size):
+    return {"type": "integer", "minimum": low, "maximum": low + size}
+
+
+# llguidance counts in 64-bit floats: beyond 2^53 it takes a neighbour.
+values = st.one_of(st.text(max_size=4), st.integers(-(2**53), 2**53), st.none())
+scalars = st.one_of(
+    st.builds(integers, st.integers(-50, 50), st.integers(0, 99)),
+    st.builds(lambda most: {"type": "string", "maxLength": most}, st.integers(0, 6)),
+    st.builds(lambda some: {"enum": some}, st.lists(values, min_size=1, max_size=4)),
+    st.sampled_from([{"type": "boolean"}, {"type": "null"}, {"const": {"a": [1]}}]),
+    st.just({"type": "string", "pattern": "^[a-c]{1,4}$"}),
+)
+
+
+def composed(inner):
+    arrays = st.builds(
+        lambda items, low, more: {"type": "array", "items": items, "minItems": low, "maxItems": low + more},
+        inner, st.integers(0, 2), st.integers(0, 2),
+    )  # fmt: skip
+    objects = st.builds(
+        lambda fields, some: {
+            "type": "object",
+            "properties": fields,
+            "required": sorted(fields)[: len(fields) if some is None else some],
+            "additionalProperties": False,
+        },
+        st.dictionaries(st.sampled_from(["a", "b", 'q"', "é"]), inner, max_size=3),
+        st.none() | st.integers(0, 3),
+    )
+    return st.one_of(arrays, objects, st.builds(lambda one, two: {"anyOf": [one, two]}, inner, inner))
+
+
+@given(st.recursive(scalars, composed, max_leaves=5), st.integers(0, 2**32), st.sampled_from([0.0, 1.0]))
+@settings(max_examples=40, deadline=None)
+def test_answers_to_random_schemas_parse_and_are_valid(schema, seed, temperature):
+    backend = OracleBackend(oracle_layout(block_size=16), max_model_len=1024)
+    spec = spec_of(Constraint("json_schema", (json.dumps(schema),)), seed=seed, temperature=temperature, max_tokens=900)
+    found = generate(engine_of(backend, 64), spec)
+    assert found.finish.reason is FinishReason.EOS, found.text
+    jsonschema.validate(json.loads(found.text), schema)

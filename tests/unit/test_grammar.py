@@ -1,0 +1,196 @@
+"""Constraints as clients say them, and as grammars over the tokens of a model."""
+
+import json
+
+import numpy as np
+import pytest
+import tokenizers
+
+from baton.constraint import Constraint
+from baton.errors import InvalidRequest
+from baton.grammar import Grammars
+from baton.limits import MAX_CHOICE_CHARS, MAX_CHOICE_TEXTS, MAX_REGEX_BYTES, MAX_SCHEMA_BYTES
+from baton.tokenizer import ORACLE_EOS, OracleTokenizer, Tokenizer
+from tests.unit.test_tokenizer import save_bpe
+
+
+def schema(value: object) -> Constraint:
+    return Constraint("json_schema", (json.dumps(value),))
+
+
+def regex(text: str) -> Constraint:
+    return Constraint("regex", (text,))
+
+
+def choices(*texts: str) -> Constraint:
+    return Constraint("choices", texts)
+
+
+@pytest.fixture(scope="module")
+def oracle():
+    return Grammars(OracleTokenizer())
+
+
+@pytest.fixture(scope="module", params=["oracle", "bpe"])
+def tokenizer(request, tmp_path_factory):
+    if request.param == "oracle":
+        return OracleTokenizer()
+    folder = save_bpe(tmp_path_factory.mktemp("bpe"))
+    (folder / "config.json").write_text('{"eos_token_id": 1}')
+    return Tokenizer.load(folder)
+
+
+def allowed(guide) -> list[int]:
+    bits = np.full(guide.words, -1, dtype=np.int32)
+    guide.fill(bits)
+    return np.flatnonzero(np.unpackbits(bits.view(np.uint8), bitorder="little")).tolist()
+
+
+def after(grammars: Grammars, constraint: Constraint, text: str):
+    guide = grammars.start(constraint)
+    assert guide is not None
+    for token in text.encode():
+        guide.advance(token)
+    return guide
+
+
+TEXTS = ('a "quoted" \\ word\n', "<|end|> /x/", "é\t漢", "é\tb", "start: a | b")
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_each_choice_may_be_written_however_it_is_split(tokenizer, text):
+    grammars = Grammars(tokenizer)
+    guide = grammars.start(choices(*TEXTS))
+    assert guide is not None
+    for token in tokenizer.encode(text):
+        assert not guide.complete
+        assert token in allowed(guide)
+        guide.advance(token)
+    assert guide.complete
+    assert set(allowed(guide)) == set(tokenizer.eos_ids)
+
+
+def test_only_what_can_follow_is_allowed(oracle):
+    words = choices("in", "into", "on")
+    assert allowed(after(oracle, words, "")) == [ord("i"), ord("o")]
+    assert allowed(after(oracle, words, "in")) == [ord("t"), ORACLE_EOS]
+    assert [after(oracle, words, text).complete for text in ("in", "on", "int", "into")] == [False, True, False, True]
+
+
+def test_a_regex_is_of_all_the_text(oracle):
+    assert allowed(after(oracle, regex("b[0-2]{2}"), "")) == [ord("b")]
+    assert allowed(after(oracle, regex("b[0-2]{2}"), "b1")) == [ord(digit) for digit in "012"]
+    assert after(oracle, regex("b[0-2]{2}"), "b11").complete
+
+
+def test_json_may_have_a_space_between_tokens_unless_the_schema_says_more(oracle):
+    wanted = {
+        "type": "object",
+        "properties": {"a": {"type": "integer"}},
+        "required": ["a"],
+        "additionalProperties": False,
+    }
+    for text, right in (('{"a":1}', True), ('{ "a": 1 }', True), ('{  "a":1}', False), ('{\n"a":1}', False)):
+        assert after(oracle, schema(wanted), text).complete is right, text
+    pretty = wanted | {"x-guidance": {"whitespace_pattern": "[ \\n]*"}}
+    assert after(oracle, schema(pretty), '{\n  "a":  1\n}').complete
+
+
+def test_what_is_not_allowed_breaks_it_and_nothing_may_follow(oracle):
+    guide = after(oracle, choices("in"), "x")
+    assert guide.broken
+    assert not guide.complete
+    assert allowed(guide) == []
+    guide.advance(ord("i"))
+    assert allowed(guide) == []
+
+
+WRONG = [
+    (schema({"type": "objct"}), "Invalid type: objct"),
+    (schema([1]), "must be a JSON object"),
+    (schema(False), "must be a JSON object"),
+    (schema({"allOf": [False]}), "Unsatisfiable schema"),
+    (schema({"type": "integer", "minimum": 2, "maximum": 1}), "Unsatisfiable schema"),
+    (schema({"type": "array", "uniqueItems": True}), "uniqueItems"),
+    (schema({"$ref": "http://example.org/schema"}), "not present"),
+    (schema({"$ref": "#"}), "no text can match it"),
+    (Constraint("json_schema", ("{",)), "must be a JSON object"),
+    (Constraint("json_schema", ('{"allOf": [' * 3000 + "{}" + "]}" * 3000,)), "must be a JSON object"),
+    (Constraint("json_schema", ('{"allOf": [' * 300 + "{}" + "]}" * 300,)), "recursion limit exceeded"),
+    (regex("a("), "unclosed group"),
+    (regex("(?=a)b"), "look-around"),
+    (regex(r"(a)\1"), "backreferences are not supported"),
+    (regex(r"[^\s\S]"), "no text can match it"),
+]
+
+
+@pytest.mark.parametrize(("constraint", "words"), WRONG)
+def test_what_cannot_be_matched_is_refused(oracle, constraint, words):
+    with pytest.raises(InvalidRequest) as caught:
+        oracle.check(constraint)
+    [violation] = caught.value.violations
+    assert violation.field == f"constraint.{constraint.kind}"
+    assert words in violation.description
+    assert len(violation.description) <= 300
+    assert "\n" not in violation.description
+
+
+@pytest.mark.parametrize(
+    ("kind", "texts", "words"),
+    [
+        ("json_schema", ("",), "1 to 65536 bytes, got 0"),
+        ("json_schema", ("é" * (MAX_SCHEMA_BYTES // 2 + 1),), "got 65538"),
+        ("regex", ("",), "1 to 8192 bytes, got 0"),
+        ("regex", ("x" * (MAX_REGEX_BYTES + 1),), "1 to 8192 bytes, got 8193"),
+        ("choices", (), "1 to 256, got 0"),
+        ("choices", ("x",) * (MAX_CHOICE_TEXTS + 1), "1 to 256, got 257"),
+        ("choices", ("a", ""), "1 to 1024 characters"),
+        ("choices", ("x" * (MAX_CHOICE_CHARS + 1),), "1 to 1024 characters"),
+    ],
+)
+def test_sizes_are_bounded(kind, texts, words):
+    with pytest.raises(InvalidRequest, match=words) as caught:
+        Constraint(kind, texts)
+    assert caught.value.violations[0].field == f"constraint.{kind}"
+
+
+def test_the_largest_that_may_be_asked_for_are_compiled(oracle):
+    oracle.check(choices(*(f"{i:03}" + "x" * (MAX_CHOICE_CHARS - 3) for i in range(MAX_CHOICE_TEXTS))))
+    oracle.check(regex("(ab|[^c]x?)" * (MAX_REGEX_BYTES // 11)))
+    names = {f"n{i}": {"type": "string", "pattern": f"^[a-z]{{{i},9999}}$"} for i in range(1000)}
+    oracle.check(schema({"type": "object", "properties": names}))
+
+
+def test_known_tokens_must_be_a_beginning(oracle):
+    words = choices("in", "into")
+    oracle.check_known(words, [b"", b"in", b"into"])
+    for known in (b"x", b"intox", (105, ORACLE_EOS)):
+        with pytest.raises(InvalidRequest, match=r"constraint.choices: does not allow the tokens"):
+            oracle.check_known(words, [b"in", known])
+
+
+def test_grammars_are_compiled_once_and_used_apart(oracle):
+    first, second = oracle.start(choices("abc")), oracle.start(choices("abc"))
+    assert oracle._compiled.cache_info().hits > 0
+    first.advance(ord("a"))
+    assert (allowed(first), allowed(second)) == ([ord("b")], [ord("a")])
+    assert oracle.start(None) is None
+    oracle.check(None)
+
+
+def test_a_model_without_an_end_token_is_refused(tmp_path):
+    with pytest.raises(InvalidRequest, match="constraint: the model has no end token"):
+        Grammars(Tokenizer.load(save_bpe(tmp_path))).check(choices("a"))
+
+
+def test_a_tokenizer_that_cannot_be_read_is_refused(tmp_path):
+    raw = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "b": 1}, unk_token="a"))
+    raw.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "config.json").write_text('{"eos_token_id": 1}')
+    with pytest.raises(InvalidRequest, match="constraint: constraints are not possible with this model's tokenizer"):
+        Grammars(Tokenizer.load(tmp_path)).check(choices("a"))
+
+
+def test_logits_may_be_wider_than_the_vocabulary():
+    guide = Grammars(OracleTokenizer(), 320).start(regex("[^a]*"))
+    assert max(allowed(guide)) == ORACLE_EOS
