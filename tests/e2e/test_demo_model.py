@@ -1,5 +1,6 @@
 """The trained demo model through Ray, as in README: its answers, roles kept apart, everything equal to one process."""
 
+import json
 import os
 import random
 import signal
@@ -8,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from baton.constraint import Constraint
 from baton.core import Sampling, SequenceSpec
 from baton.engine.engine import Engine
 from baton.engine.generate import generate
@@ -49,6 +51,29 @@ def test_the_seed_prompts(cluster, prompt):
     assert answer.placement.kv_bytes > 0
 
 
+def test_a_conversation_is_answered_in_the_shape_that_is_asked_for(cluster, engine):
+    """Chat template and constraint, each as one process has it."""
+    shape = {"type": "object", "properties": {"city": {"enum": ["Rome", "Paris"]}, "sea": {"type": "boolean"}}}
+    schema = json.dumps(shape | {"required": ["city", "sea"], "additionalProperties": False})
+    turns = [{"role": "user", "content": "The capital of"}, {"role": "user", "content": "France is"}]
+    with cluster.client() as client:
+        plain = client.chat(turns, max_tokens=8, temperature=0)
+        named = client.chat(turns, max_tokens=8, temperature=0, choices=["Rome", " Paris", " Parisian"])
+        shaped = client.chat(turns, max_tokens=64, temperature=0, json_schema=schema)
+    assert (plain.text, named.text) == (" Paris", " Paris")
+    assert plain.usage.prompt_tokens == len(engine.tokenizer.encode("The capital of France is"))
+    found = json.loads(shaped.text)
+    assert found["city"] in {"Rome", "Paris"}
+    assert found["sea"] in {True, False}
+    assert shaped.placement.decode_worker == "decode-0"
+    spec = SequenceSpec(
+        tuple(engine.tokenizer.encode("The capital of France is")),
+        Sampling(max_tokens=64, temperature=0),
+        constraint=Constraint("json_schema", (schema,)),
+    )
+    assert shaped.text == generate(engine, spec).text
+
+
 def test_prefill_and_decode_stay_where_they_belong(cluster):
     with cluster.client() as client:
         client.generate("The days of the week are", max_tokens=32, temperature=0)
@@ -66,8 +91,6 @@ def draw(rng, heldout):
 
 def test_concurrent_requests_equal_a_single_process(cluster, engine, seed):
     """32 mixed requests at once; each is what one process computes alone, in fp32, greedy and sampled."""
-    import json
-
     heldout = [json.loads(line)["prompt"] for line in (DEMO.parent / "heldout.jsonl").read_text().splitlines()]
     rng = random.Random(seed)
     jobs = [draw(rng, heldout) for _ in range(32)]

@@ -7,6 +7,7 @@ from typing import Any
 import grpc
 import pytest
 
+from baton.constraint import Constraint
 from baton.core import Sampling, SequenceSpec
 from baton.engine.oracle import OracleBackend
 from baton.errors import InvalidRequest, Overloaded, UnknownModel
@@ -24,6 +25,13 @@ def cluster(module_home):
         yield running
 
 
+CONSTRAINTS: list[dict[str, Any]] = [
+    {"regex": "([a-z]{2,9} )+[0-9]{4}"},
+    {"choices": ["yes", "yesterday", "no"]},
+    {"json_schema": '{"type": "object", "properties": {"a": {"type": "array", "items": {"type": "integer"}}}}'},
+]
+
+
 def draw(rng):
     prompt = tuple(rng.randrange(256) for _ in range(rng.randrange(1, 300)))
     options = {
@@ -36,7 +44,17 @@ def draw(rng):
         "repetition_penalty": rng.choice([1.0, 1.2]),
         "ignore_eos": rng.random() < 0.5,
     }
+    if rng.random() < 0.3:
+        options |= rng.choice(CONSTRAINTS) | {"ignore_eos": False}
     return prompt, options
+
+
+def spec_of(prompt, options):
+    """What the oracle is asked to compute alone."""
+    sampling = dict(options)
+    asked = {kind: sampling.pop(kind) for kind in ("regex", "choices", "json_schema") if kind in sampling}
+    [constraint] = [Constraint(k, (v,) if isinstance(v, str) else tuple(v)) for k, v in asked.items()] or [None]
+    return SequenceSpec(prompt, Sampling(**sampling), constraint=constraint)
 
 
 def free_again(cluster):
@@ -53,7 +71,7 @@ def test_many_mixed_requests_each_get_their_own_stream(cluster, seed):
         answers = list(pool.map(lambda job: client.generate(list(job[0]), **job[1]), jobs))
     oracle = OracleBackend()
     for (prompt, options), answer in zip(jobs, answers, strict=True):
-        assert list(answer.tokens) == oracle.expected(SequenceSpec(prompt, Sampling(**options))), (options, answer)
+        assert list(answer.tokens) == oracle.expected(spec_of(prompt, options)), (options, answer)
     eventually(lambda: free_again(cluster))
 
 
