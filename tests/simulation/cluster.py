@@ -6,6 +6,7 @@ import asyncio
 import random
 from dataclasses import dataclass, replace
 
+from baton.constraint import Constraint
 from baton.core import Role, Sampling
 from kvtransfer.handoff import TransferSettings
 from router.floor import RouterSettings
@@ -22,6 +23,12 @@ BOUND_S = 150.0  # of virtual time, for a request: far more than all that it may
 DEADLINE_S = 100.0
 QUIET_S = 8.0  # virtual time in which all that was held is given back
 ATTEMPTS = 3
+CONSTRAINTS = (
+    None,
+    Constraint("regex", ("([a-z]{3} )+[0-9]",)),
+    Constraint("choices", ("yes", "yesterday", "no")),
+    Constraint("json_schema", ('{"type": "array", "items": {"type": "integer"}}',)),
+)
 
 
 @dataclass(frozen=True)
@@ -90,6 +97,17 @@ def urgent(plan: Plan, rng: random.Random) -> Plan:
         for number, ask in enumerate(plan.asks)
     ]
     return replace(plan, workers=workers, asks=asks)
+
+
+def constrained(plan: Plan, rng: random.Random) -> Plan:
+    """In one schedule of five, what is answered must match something: wherever it goes on, it must go on with that."""
+    if rng.random() > 0.2:
+        return plan
+    asks = [
+        replace(ask, constraint=rng.choice(CONSTRAINTS), sampling=replace(ask.sampling, ignore_eos=False))
+        for ask in plan.asks
+    ]
+    return replace(plan, asks=asks)
 
 
 def _prompt(rng: random.Random, tokens: int) -> tuple[int, ...]:

@@ -6,8 +6,10 @@ import asyncio
 from dataclasses import dataclass
 from typing import Any, cast
 
+from baton.constraint import Constraint
 from baton.core import Sampling, SequenceSpec
 from baton.rpc import convert
+from baton.rpc.constraint import constraint_to_pb
 from baton.rpc.v1 import common_pb2
 from baton.rpc.v1 import inference_pb2 as pb
 from router.floor import Floor, RouterSettings
@@ -58,6 +60,7 @@ class Ask:
     leaves_after: int | None
     stall: float
     priority: int
+    constraint: Constraint | None = None
 
 
 class Client:
@@ -92,10 +95,11 @@ class Client:
     async def _generate(self) -> None:
         sampling = convert.sampling_to_pb(self.ask.sampling)
         ids = common_pb2.TokenIds(ids=self.ask.prompt)
+        request = pb.GenerateRequest(token_ids=ids, sampling=sampling, priority=self.ask.priority)
+        if (constraint := constraint_to_pb(self.ask.constraint)) is not None:
+            request.constraint.CopyFrom(constraint)
         try:
-            await self.router.inference.Generate(
-                pb.GenerateRequest(token_ids=ids, sampling=sampling, priority=self.ask.priority), cast("Any", self.call)
-            )
+            await self.router.inference.Generate(request, cast("Any", self.call))
         except Aborted:
             self._end(type(self.call.error()).__name__)
         else:
@@ -118,7 +122,7 @@ class Client:
                 if first != len(ids):
                     found.append(f"tokens from {first} after {len(ids)}")
                 ids += event.tokens.ids
-        expected = BACKEND.expected(SequenceSpec(self.ask.prompt, self.ask.sampling))
+        expected = BACKEND.expected(SequenceSpec(self.ask.prompt, self.ask.sampling, constraint=self.ask.constraint))
         if ids != expected[: len(ids)]:
             found.append(f"tokens {ids} instead of {expected}")
         if self.outcome == "finished" and (ids != expected or kinds[-2:] != ["finished", "completed"]):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
 from typing import Any, NoReturn
@@ -25,6 +25,7 @@ import prefill_workers.fetch
 import router.call
 import router.floor
 import router.link
+import router.parse
 import router.workers
 from tests.simulation.clock import LoopClock, SimCondition, SimQueue, SimThread
 from tests.simulation.memory import PoisonedPool
@@ -48,6 +49,11 @@ class _Chance:
         return f"{process.name}.{process.minted}"
 
     token_hex = token_urlsafe
+
+
+async def _at_once(function: Callable[..., Any], *args: Any) -> Any:
+    """`asyncio.to_thread` where there is one thread."""
+    return function(*args)
 
 
 def _record(_: Any, method: str, event: MutableMapping[str, Any]) -> NoReturn:
@@ -80,6 +86,7 @@ def simulated() -> Iterator[None]:
         (prefill_workers.fetch, {"CostModel": SimCost}),
         (router.floor, {"secrets": chance}),
         (router.call, {"secrets": chance}),
+        (router.parse, {"asyncio": SimpleNamespace(to_thread=_at_once)}),
         (router.link, {"aio_channel": sim_channel, "WorkerStub": SimStub, "random": chance}),
         (router.workers, {"random": chance}),
     ]
