@@ -2,12 +2,12 @@
 
 import random
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, get_args
 
 import grpc
 import pytest
 
-from baton.constraint import Constraint
+from baton.constraint import Constraint, Kind
 from baton.core import Sampling, SequenceSpec
 from baton.engine.oracle import OracleBackend
 from baton.errors import InvalidRequest, Overloaded, UnknownModel
@@ -52,8 +52,10 @@ def draw(rng):
 def spec_of(prompt, options):
     """What the oracle is asked to compute alone."""
     sampling = dict(options)
-    asked = {kind: sampling.pop(kind) for kind in ("regex", "choices", "json_schema") if kind in sampling}
-    [constraint] = [Constraint(k, (v,) if isinstance(v, str) else tuple(v)) for k, v in asked.items()] or [None]
+    constraint = None
+    for kind in get_args(Kind):
+        if (asked := sampling.pop(kind, None)) is not None:
+            constraint = Constraint(kind, (asked,) if isinstance(asked, str) else tuple(asked))
     return SequenceSpec(prompt, Sampling(**sampling), constraint=constraint)
 
 

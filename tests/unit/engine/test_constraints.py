@@ -124,11 +124,12 @@ def test_a_handoff_at_any_token_gives_the_same(backend, kind, length):
 def test_beside_others_and_through_preemptions_each_answer_is_its_own(backend, seed):
     """In a pool in which not all have room; every second one has no constraint."""
     rng = random.Random(seed)
-    engine = engine_of(backend, total_blocks=40, max_batched_tokens=16)
+    engine = engine_of(backend, total_blocks=20, max_batched_tokens=16)
     specs = {}
     for number in range(12):
-        constraint = rng.choice(list(KINDS.values())) if number % 2 else None
-        spec = spec_of(constraint, seed=rng.getrandbits(32), temperature=rng.choice([0.0, 1.0]), max_tokens=60)
+        constraint = rng.choice([*KINDS.values(), Constraint("regex", ("[a-z]{40}",))]) if number % 2 else None
+        some = {"temperature": rng.choice([0.0, 1.0]), "ignore_eos": constraint is None}
+        spec = spec_of(constraint, seed=rng.getrandbits(32), max_tokens=60, **some)
         specs[key := HandoffId(str(number), 1)] = spec
         engine.submit(key, spec)
     found: dict[HandoffId, list[int]] = {key: [] for key in specs}
