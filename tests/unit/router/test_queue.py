@@ -183,6 +183,25 @@ def test_nobody_starves_whatever_comes_later(rng, adversary):
     pytest.fail(f"not served in {bound:.0f} turns")
 
 
+@pytest.mark.parametrize("leave", ["served", "gone"])
+def test_what_is_kept_goes_by_who_waits_and_not_by_who_came(leave):
+    """One who never leaves, so that nothing is reset, and 20,000 of as many tenants that do."""
+    rng, queue = random.Random(3), FairQueue[Entry]({})
+    queue.push(Entry((10**9, 10**9), 10**9, "stays"))
+    waiting: list[Entry] = []
+    for arrival in range(20_000):
+        name = f"t{arrival}" if arrival % 2 else "stays"
+        waiting.append(Entry(ticket_for(arrival, 0), rng.randint(1, 100), name))
+        queue.push(waiting[-1])
+        if len(waiting) == 50:
+            entry = first(queue) if leave == "served" else rng.choice(waiting)
+            waiting.remove(entry)
+            (queue.serve if leave == "served" else lambda: queue.remove(entry))()  # noqa: B023
+    assert len(queue) == len(waiting) + 1
+    kept = sum(len(tenant.line) + len(tenant.owing._tree) for tenant in queue._tenants.values())
+    assert kept + len(queue._order) + len(queue._idle) < 1000
+
+
 def test_an_operation_takes_steps_like_the_logarithm_of_who_waits():
     """Counted, not timed: lines of the queue's own modules that run."""
     few, many = steps(1_000, 10), steps(100_000, 1_000)
