@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING
 
 import structlog
 
-from baton.core import PROTOCOL_VERSION, Channel, HandoffId, WorkerRef
+from baton.core import PROTOCOL_VERSION, HandoffId, WorkerRef
 from baton.errors import ChannelBroken, HandoffError
+from baton.load import Channel
 from baton.rpc import convert
 from baton.rpc.v1 import peer_pb2 as pb
 from kvtransfer import probe

@@ -5,8 +5,9 @@ from __future__ import annotations
 import threading
 from dataclasses import replace
 
-from baton.core import Load, Role
+from baton.core import Role
 from baton.ledger.directory_log import DirectoryLog
+from baton.load import Load
 from baton.worker.host import HostParts, Ready, run_worker
 from baton.worker.settings import WorkerSettings
 from baton.worker.transfers import Transfers

@@ -25,7 +25,8 @@ from baton.engine.prefix import Chain, scope_key
 from baton.errors import BatonError, DeadlineExceeded, EngineFault, InvalidRequest, NoWorker, WorkerLost
 from baton.rpc import convert
 from baton.rpc.v1 import worker_pb2 as pb
-from baton.telemetry import Metrics, StageClock
+from baton.stages import StageClock
+from baton.telemetry import Metrics
 from router.link import Item, Mailbox, WorkerLink
 from router.workers import Claim
 

@@ -11,9 +11,10 @@ from typing import Protocol
 
 import numpy as np
 
-from baton.core import Load, Pace, Role, SequenceSpec, WorkerInfo, WorkerRef
+from baton.core import Role, SequenceSpec, WorkerInfo, WorkerRef
 from baton.engine.prefix import Chain, scope_key
 from baton.ledger.prefix_map import NAME_BYTES, Holder, PrefixMap
+from baton.load import Load, Pace
 from router.cost import UNKNOWN, Cost, StepFit
 from router.snapshot import Ask, Column, Facts, Side, Snapshot, spread
 from router.view import WorkerView

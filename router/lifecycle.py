@@ -14,7 +14,7 @@ from baton.errors import EngineFault
 from baton.rpc import convert
 from baton.rpc.v1 import common_pb2, worker_pb2
 from baton.rpc.v1 import inference_pb2 as pb
-from baton.telemetry import Stage, StageClock
+from baton.stages import Stage, StageClock
 from router.admission import ticket_for
 from router.attempt import Attempt
 from router.delivery import Delivery, EventStream

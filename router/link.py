@@ -17,7 +17,7 @@ from grpc import aio
 
 from baton.core import PROTOCOL_VERSION, HandoffId, Role, WorkerInfo
 from baton.errors import BatonError, EngineFault, InvalidRequest, WorkerLost
-from baton.rpc import convert
+from baton.rpc import convert, reports
 from baton.rpc.channel import aio_channel
 from baton.rpc.tls import Wire
 from baton.rpc.v1 import worker_pb2 as pb
@@ -180,7 +180,7 @@ class WorkerLink:
 
     def _dispatch(self, message: pb.WorkerMessage) -> None:
         if message.HasField("load"):
-            self.view.load = convert.load_from_pb(message.load)
+            self.view.load = reports.load_from_pb(message.load)
             self.view.full = False
         for event in message.events:
             mailbox = self._mailboxes.get(HandoffId(event.handoff.request_id, event.handoff.attempt))

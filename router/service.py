@@ -14,7 +14,7 @@ from baton import errors
 from baton.errors import BatonError, Cancelled, InvalidRequest, Violation
 from baton.grammar import Grammars
 from baton.limits import MAX_CLIENT_TAG_CHARS, MAX_DETOKENIZE_IDS
-from baton.rpc import convert
+from baton.rpc import convert, reports
 from baton.rpc.status import abort
 from baton.rpc.v1 import admin_pb2
 from baton.rpc.v1 import inference_pb2 as pb
@@ -239,7 +239,7 @@ class Admin(AdminServicer):
 def _worker(link: WorkerLink, note: str) -> admin_pb2.WorkerStatus:
     return admin_pb2.WorkerStatus(
         info=convert.info_to_pb(link.info),
-        load=convert.load_to_pb(link.view.load),
+        load=reports.load_to_pb(link.view.load),
         state=link.state,
         dispatched=link.view.dispatched,
         note=note,

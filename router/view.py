@@ -6,7 +6,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from baton.core import Load, WorkerInfo
+from baton.core import WorkerInfo
+from baton.load import Load
 
 
 @dataclass(slots=True)

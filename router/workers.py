@@ -12,8 +12,9 @@ from typing import NamedTuple
 import structlog
 
 from baton.clock import Clock
-from baton.core import BlockCounts, Channel, Role, SequenceSpec, WorkerInfo, WorkerRef
+from baton.core import Role, SequenceSpec, WorkerInfo, WorkerRef
 from baton.ledger.prefix_map import PrefixMap
+from baton.load import BlockCounts, Channel
 from baton.rpc.tls import IN_THE_CLEAR, Wire
 from router.fleet import Fleet
 from router.link import WorkerLink

@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias, TypedDict
 
-from baton.core import FinishReason, Load, TokenLogprobs, WorkerInfo
+from baton.core import FinishReason, TokenLogprobs, WorkerInfo
+from baton.load import Load
 
 Prompt: TypeAlias = str | Sequence[int]
 """Text, or token ids."""

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING
 import structlog
 import torch
 
-from baton.core import Load
 from baton.engine.blocks import BlockPool, BlockState
 from baton.engine.choice import Choices
 from baton.engine.inputs import Inputs
@@ -28,6 +27,7 @@ from baton.engine.reservation import Reservation
 from baton.engine.sampler import Sampler
 from baton.engine.scheduler import Scheduler, Sequence
 from baton.errors import EngineFault, RankLost
+from baton.load import Load
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -7,20 +7,15 @@ Floats of `Sampling` and log-probabilities are 32 bit on the wire; all parties c
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import asdict
 
 from baton.core import (
-    BlockCounts,
-    Channel,
     Finish,
     FinishReason,
     HandoffId,
     Incarnation,
     KVLayout,
-    Load,
-    Pace,
     Role,
     Sampling,
     SequenceSpec,
@@ -44,11 +39,11 @@ _REASONS = {
 }
 _REASONS_BACK = {number: reason for reason, number in _REASONS.items()}
 _DTYPES = ("float32", "bfloat16", "float16")
-_NESTED_LOAD = {"blocks", "channels", "prefill_pace", "decode_pace"}
 _SAMPLING_LISTS = ("stop", "stop_token_ids", "logit_bias")
 
 
-def _require(ok: object, field: str, description: str) -> None:
+def require(ok: object, field: str, description: str) -> None:
+    """Raises InvalidRequest naming `field` unless `ok`."""
     if not ok:
         raise InvalidRequest.of(field, description)
 
@@ -73,9 +68,9 @@ def ref_to_pb(value: WorkerRef) -> common.WorkerRef:
 
 def ref_from_pb(message: common.WorkerRef, field: str = "ref") -> WorkerRef:
     """A worker with a name, a life and an address; `field` is what the caller calls it. Raises InvalidRequest."""
-    _require(message.worker_id, f"{field}.worker_id", "must not be empty")
-    _require(message.HasField("incarnation"), f"{field}.incarnation", "must be set")
-    _require(message.address, f"{field}.address", "must not be empty")
+    require(message.worker_id, f"{field}.worker_id", "must not be empty")
+    require(message.HasField("incarnation"), f"{field}.incarnation", "must be set")
+    require(message.address, f"{field}.address", "must not be empty")
     return WorkerRef(message.worker_id, incarnation_from_pb(message.incarnation), message.address)
 
 
@@ -86,8 +81,8 @@ def handoff_to_pb(value: HandoffId) -> common.HandoffId:
 
 def handoff_from_pb(message: common.HandoffId) -> HandoffId:
     """Raises InvalidRequest without a request id or with attempt 0: attempts count from 1."""
-    _require(message.request_id, "handoff.request_id", "must not be empty")
-    _require(message.attempt >= 1, "handoff.attempt", "must be at least 1")
+    require(message.request_id, "handoff.request_id", "must not be empty")
+    require(message.attempt >= 1, "handoff.attempt", "must be at least 1")
     return HandoffId(message.request_id, message.attempt)
 
 
@@ -130,10 +125,10 @@ def spec_from_pb(message: worker.SequenceSpec) -> SequenceSpec:
     """Raises InvalidRequest: no prompt, no seed where one is needed, or a field out of range."""
     logprobs = message.logprobs if message.HasField("logprobs") else None
     sampling = sampling_from_pb(message.sampling, logprobs)
-    _require(message.prompt, "spec.prompt", "must have at least one token")
+    require(message.prompt, "spec.prompt", "must have at least one token")
     # Without it the two workers of one handoff would each draw their own.
-    _require(sampling.temperature == 0 or sampling.seed is not None, "spec.sampling.seed", "must be set by the router")
-    _require(abs(message.priority) <= MAX_PRIORITY, "spec.priority", f"must be within {MAX_PRIORITY} of 0")
+    require(sampling.temperature == 0 or sampling.seed is not None, "spec.sampling.seed", "must be set by the router")
+    require(abs(message.priority) <= MAX_PRIORITY, "spec.priority", f"must be within {MAX_PRIORITY} of 0")
     prompt, known = tuple(message.prompt), tuple(message.known)
     constraint = constraint_from_pb(message.constraint) if message.HasField("constraint") else None
     return SequenceSpec(prompt, sampling, known, message.priority, message.cache_scope, constraint)
@@ -180,8 +175,8 @@ def tokens_to_pb(tokens: Sequence[Token]) -> worker.OutputTokens:
 def tokens_from_pb(message: worker.OutputTokens) -> list[Token]:
     """Raises InvalidRequest when the parallel arrays differ in length."""
     count = len(message.ids)
-    _require(len(message.texts) == count, "tokens.texts", f"must have {count} entries, has {len(message.texts)}")
-    _require(len(message.logprobs) in {0, count}, "tokens.logprobs", f"must be empty or have {count} entries")
+    require(len(message.texts) == count, "tokens.texts", f"must have {count} entries, has {len(message.texts)}")
+    require(len(message.logprobs) in {0, count}, "tokens.logprobs", f"must be empty or have {count} entries")
     first: int = getattr(message, "from")
     logprobs: list[TokenLogprobs | None] = [token_logprobs_from_pb(entry) for entry in message.logprobs]
     rows = zip(message.ids, message.texts, logprobs or [None] * count, strict=True)
@@ -211,7 +206,7 @@ def finish_reason_to_pb(value: FinishReason) -> common.FinishReason.ValueType:
 
 def finish_reason_from_pb(number: common.FinishReason.ValueType) -> FinishReason:
     """Raises InvalidRequest for a reason that this version does not know."""
-    _require(number in _REASONS_BACK, "finish.reason", f"unknown reason {number}")
+    require(number in _REASONS_BACK, "finish.reason", f"unknown reason {number}")
     return _REASONS_BACK[number]
 
 
@@ -237,50 +232,12 @@ def layout_from_pb(message: common.KVLayout) -> KVLayout:
     """Raises InvalidRequest for a size of 0 or an unknown dtype: block sizes follow from these."""
     sizes = {field.name for field, value in message.ListFields()}  # a 0 is not listed
     for name in ("layers", "kv_heads", "head_dim", "block_size"):
-        _require(name in sizes, f"layout.{name}", "must be at least 1")
-    _require(message.dtype in _DTYPES, "layout.dtype", f"must be one of {', '.join(_DTYPES)}, got {message.dtype!r}")
-    _require(message.tensors, "layout.tensors", "must not be empty")
+        require(name in sizes, f"layout.{name}", "must be at least 1")
+    require(message.dtype in _DTYPES, "layout.dtype", f"must be one of {', '.join(_DTYPES)}, got {message.dtype!r}")
+    require(message.tensors, "layout.tensors", "must not be empty")
     return KVLayout(
         message.layers, message.kv_heads, message.head_dim, message.block_size, message.dtype, tuple(message.tensors)
     )
-
-
-def counts_to_pb(value: BlockCounts) -> common.BlockCounts:
-    """Names are the same on both sides."""
-    return common.BlockCounts(**asdict(value))
-
-
-def counts_from_pb(message: common.BlockCounts) -> BlockCounts:
-    """Raises InvalidRequest when the states do not add up to the total: the sender's ledger is broken."""
-    counts = BlockCounts(
-        message.total, message.free, message.reserved, message.owned, message.cached, message.quarantined
-    )
-    states = counts.free + counts.reserved + counts.owned + counts.cached + counts.quarantined
-    _require(states == counts.total, "load.blocks", f"states add up to {states}, not to the total {counts.total}")
-    return counts
-
-
-def load_to_pb(value: Load) -> common.Load:
-    """Names are the same on both sides, those of the block counts too."""
-    return common.Load(**asdict(value))
-
-
-def load_from_pb(message: common.Load) -> Load:
-    """Raises InvalidRequest when the block ledger does not add up, or time does not."""
-    given = {field.name: value for field, value in message.ListFields() if field.name not in _NESTED_LOAD}
-    return Load(
-        blocks=counts_from_pb(message.blocks),
-        channels=tuple(Channel(c.peer, c.transport, c.bytes_per_s) for c in message.channels),
-        prefill_pace=_pace(message.prefill_pace, "load.prefill_pace"),
-        decode_pace=_pace(message.decode_pace, "load.decode_pace"),
-        **given,
-    )
-
-
-def _pace(message: common.Pace, field: str) -> Pace:
-    """Not set: no such step yet. `field` is what the caller calls it."""
-    _require(0 <= message.seconds < math.inf, f"{field}.seconds", f"must be 0 or more, got {message.seconds}")
-    return Pace(message.steps, message.tokens, message.context, message.seconds)
 
 
 def info_to_pb(value: WorkerInfo) -> common.WorkerInfo:
@@ -291,7 +248,7 @@ def info_to_pb(value: WorkerInfo) -> common.WorkerInfo:
 def info_from_pb(message: common.WorkerInfo) -> WorkerInfo:
     """Raises InvalidRequest for an unknown role, a missing reference or a layout that is not one."""
     roles = [role.value for role in Role]
-    _require(message.role in roles, "info.role", f"must be one of {', '.join(roles)}, got {message.role!r}")
+    require(message.role in roles, "info.role", f"must be one of {', '.join(roles)}, got {message.role!r}")
     return WorkerInfo(
         ref=ref_from_pb(message.ref, "info.ref"),
         role=Role(message.role),

@@ -19,11 +19,12 @@ from typing import TYPE_CHECKING, Protocol
 import structlog
 
 from baton.clock import Clock, SystemClock
-from baton.core import Load, WorkerInfo, WorkerRef
+from baton.core import WorkerInfo, WorkerRef
 from baton.errors import EngineFault, LedgerError
 from baton.history import History
 from baton.ledger.ledger import Ledger
-from baton.rpc import channel, convert
+from baton.load import Load
+from baton.rpc import channel, reports
 from baton.rpc.tls import IN_THE_CLEAR, Wire
 from baton.rpc.v1 import common_pb2, worker_pb2_grpc
 from baton.worker.build import build_engine
@@ -93,7 +94,7 @@ class _Stepping:
         self.load = self._report()
 
     def _report(self) -> common_pb2.Load:
-        return convert.load_to_pb(self._paces.into(self._role.load(self._engine.load())))
+        return reports.load_to_pb(self._paces.into(self._role.load(self._engine.load())))
 
 
 async def serve(settings: WorkerSettings, factory: RoleFactory, stop: asyncio.Event, ready: Ready) -> None:

@@ -19,10 +19,10 @@ import pytest
 
 import baton.client.aio
 import baton.client.sync
-from baton import AsyncClient, Client, core, errors
+from baton import AsyncClient, Client, core, errors, load
 from baton.errors import BatonError, InvalidRequest, NoWorker, Overloaded, Violation, WorkerLost
 from baton.limits import PUBLIC_RECEIVE_BYTES
-from baton.rpc import channel, convert
+from baton.rpc import channel, convert, reports
 from baton.rpc.status import abort
 from baton.rpc.v1 import admin_pb2 as admin
 from baton.rpc.v1 import admin_pb2_grpc, inference_pb2_grpc
@@ -129,7 +129,7 @@ class Scripted(inference_pb2_grpc.InferenceServicer, admin_pb2_grpc.AdminService
         return inference.ListModelsReply(models=[inference.Model(id="m", max_model_len=64, vocab_size=256)])
 
     async def Status(self, request: admin.StatusRequest, context: Any) -> admin.StatusReply:
-        load = convert.load_to_pb(LOAD)
+        load = reports.load_to_pb(LOAD)
         worker = admin.WorkerStatus(info=convert.info_to_pb(INFO), load=load, state="connected", dispatched=1)
         return admin.StatusReply(name="local", running=2, workers=[worker])
 
@@ -143,7 +143,7 @@ class Scripted(inference_pb2_grpc.InferenceServicer, admin_pb2_grpc.AdminService
             self.time_left.append(context.time_remaining())
 
 
-LOAD = core.Load(step=3, blocks=core.BlockCounts(8, free=8), transport="gloo")
+LOAD = load.Load(step=3, blocks=load.BlockCounts(8, free=8), transport="gloo")
 INFO = core.WorkerInfo(
     core.WorkerRef("d0", core.Incarnation(1, 2), "127.0.0.1:1"),
     core.Role.DECODE,

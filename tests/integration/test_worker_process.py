@@ -20,13 +20,14 @@ from grpc import StatusCode
 
 from baton.clock import SystemClock
 from baton.cluster.processes import PARENT, READY_FD
-from baton.core import PROTOCOL_VERSION, HandoffId, Incarnation, Load, Role, Sampling, SequenceSpec, WorkerRef
+from baton.core import PROTOCOL_VERSION, HandoffId, Incarnation, Role, Sampling, SequenceSpec, WorkerRef
 from baton.engine.oracle import OracleBackend
 from baton.engine.prefix import Chain, scope_key
 from baton.ledger.embedded import EmbeddedRedis
 from baton.ledger.ledger import Ledger
 from baton.ledger.ownership import OwnershipStore, RecordState
-from baton.rpc import convert
+from baton.load import Load
+from baton.rpc import convert, reports
 from baton.rpc.channel import aio_channel
 from baton.rpc.v1 import worker_pb2 as pb
 from baton.rpc.v1.worker_pb2_grpc import WorkerStub
@@ -152,7 +153,7 @@ class Stream:
                 async with self._news:
                     self.events += message.events
                     self.messages += 1
-                    self.load = convert.load_from_pb(message.load)
+                    self.load = reports.load_from_pb(message.load)
                     self._news.notify_all()
 
     async def until(self, ready, within_s=20):

@@ -10,7 +10,7 @@ from typing import Any, cast
 
 from baton.core import HandoffId, Incarnation, Role, WorkerInfo, WorkerRef
 from baton.errors import EngineFault, LedgerError
-from baton.rpc import convert
+from baton.rpc import convert, reports
 from baton.rpc.v1 import worker_pb2
 from baton.worker.lease import Lease
 from baton.worker.service import WorkerService
@@ -179,7 +179,7 @@ class WorkerHost:
         )
         self.role.attach(self.sender)
         self.report()
-        self.service = WorkerService(self.info, loop, self.role, lambda: convert.load_to_pb(self._load))
+        self.service = WorkerService(self.info, loop, self.role, lambda: reports.load_to_pb(self._load))
         self.peers = PeerService(*ends, table, [self._transport])
         handlers = {"worker": serving(self._routers), "peer": serving(self._peers)}
         self.world.listening[ref.address] = Listener(self.process, handlers)

@@ -6,9 +6,11 @@ from hypothesis import strategies as st
 from prometheus_client import generate_latest
 
 from baton.clock import FakeClock
-from baton.core import BlockCounts, Role
+from baton.core import Role
 from baton.errors import ConfigError, Overloaded
-from baton.telemetry import Metrics, MetricsServer, Stage, StageClock, Timings
+from baton.load import BlockCounts
+from baton.stages import Stage, StageClock, Timings
+from baton.telemetry import Metrics, MetricsServer
 
 STEPS = st.lists(
     st.tuples(st.sampled_from([*Stage, "first", "over"]), st.floats(0, 1e4), st.floats(-1, 1e4)), max_size=30

@@ -1,7 +1,8 @@
 """What `baton status --census` calls unaccounted for."""
 
 from baton.cli.census import Problem, problems
-from baton.core import BlockCounts, HandoffId, Incarnation, WorkerRef
+from baton.core import HandoffId, Incarnation, WorkerRef
+from baton.load import BlockCounts
 from baton.worker.census import Census, Held
 
 D = WorkerRef("decode-0", Incarnation(7, 2), "127.0.0.1:2")

@@ -8,7 +8,8 @@ import pytest
 import typer
 
 from baton.cli import census as command
-from baton.core import BlockCounts, HandoffId, Incarnation, Role, WorkerInfo, WorkerRef
+from baton.core import HandoffId, Incarnation, Role, WorkerInfo, WorkerRef
+from baton.load import BlockCounts
 from baton.rpc import convert
 from baton.rpc.v1 import admin_pb2, admin_pb2_grpc, worker_pb2_grpc
 from baton.worker.census import Holding, count, to_pb

@@ -19,8 +19,9 @@ from baton.cluster.state import StateFolder
 from baton.cluster.stop import Stop
 from baton.cluster.supervisor import Supervisor
 from baton.config import ClusterConfig
-from baton.core import BlockCounts, Role
+from baton.core import Role
 from baton.errors import BatonError, Cancelled
+from baton.load import BlockCounts
 from baton.telemetry import Metrics, MetricsServer
 
 ROUTER = """

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from baton.core import BlockCounts, Incarnation, KVLayout, Load, Pace, Role, WorkerInfo, WorkerRef
+from baton.core import Incarnation, KVLayout, Role, WorkerInfo, WorkerRef
+from baton.load import BlockCounts, Load, Pace
 from router.fleet import Fleet
 from router.view import WorkerView
 

@@ -10,9 +10,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
-from baton.core import BlockCounts, Channel, Incarnation, Load, Role, Sampling, SequenceSpec, WorkerRef
+from baton.core import Incarnation, Role, Sampling, SequenceSpec, WorkerRef
 from baton.engine.prefix import Chain, scope_key
 from baton.ledger.prefix_map import NAME_BYTES, Change, Holder, PrefixMap
+from baton.load import BlockCounts, Channel, Load
 from router.fleet import Fleet, facts_of
 from router.policy import predicted
 from router.snapshot import BLANK, Facts

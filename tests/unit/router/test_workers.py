@@ -7,9 +7,10 @@ from typing import cast
 import pytest
 
 from baton.clock import FakeClock
-from baton.core import BlockCounts, Role, Sampling, SequenceSpec
+from baton.core import Role, Sampling, SequenceSpec
 from baton.engine.prefix import Chain, scope_key
 from baton.ledger.prefix_map import NAME_BYTES, Change, Holder, PrefixMap
+from baton.load import BlockCounts
 from router.link import WorkerLink
 from router.policy import POLICIES
 from router.workers import Wish, WorkerPool

@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton import core
+from baton import core, load
 from baton.constraint import Constraint
 from baton.errors import InvalidRequest
 from baton.limits import MAX_PRIORITY
 from baton.ranges import MAX_LOGPROBS
-from baton.rpc import convert
+from baton.rpc import convert, reports
 from baton.rpc.constraint import constraint_from_pb, constraint_to_pb
 from baton.rpc.v1 import common_pb2 as common
 from baton.rpc.v1 import inference_pb2 as inference
@@ -77,10 +77,10 @@ layouts = st.builds(
     st.sampled_from(["float32", "bfloat16", "float16"]),
     st.lists(name, min_size=1, max_size=3).map(tuple),
 )
-counts = st.tuples(*[st.integers(0, 2**28)] * 5).map(lambda states: core.BlockCounts(sum(states), *states))
-paces = st.builds(core.Pace, u64, u64, u64, st.floats(0, 1e9))
+counts = st.tuples(*[st.integers(0, 2**28)] * 5).map(lambda states: load.BlockCounts(sum(states), *states))
+paces = st.builds(load.Pace, u64, u64, u64, st.floats(0, 1e9))
 loads = st.builds(
-    core.Load,
+    load.Load,
     step=u64,
     running=u32,
     waiting=u32,
@@ -129,8 +129,8 @@ ROUND_TRIPS: dict[str, tuple[st.SearchStrategy[Any], Callable[[Any], Any], Calla
     "tokens": (token_lists(), convert.tokens_to_pb, convert.tokens_from_pb),
     "finish": (finishes, convert.finish_to_pb, convert.finish_from_pb),
     "layout": (layouts, convert.layout_to_pb, convert.layout_from_pb),
-    "counts": (counts, convert.counts_to_pb, convert.counts_from_pb),
-    "load": (loads, convert.load_to_pb, convert.load_from_pb),
+    "counts": (counts, reports.counts_to_pb, reports.counts_from_pb),
+    "load": (loads, reports.load_to_pb, reports.load_from_pb),
     "info": (infos, convert.info_to_pb, convert.info_from_pb),
 }
 
@@ -155,8 +155,8 @@ def test_each_converter_is_tested():
     [
         (core.Sampling, common.Sampling),
         (core.KVLayout, common.KVLayout),
-        (core.BlockCounts, common.BlockCounts),
-        (core.Load, common.Load),
+        (load.BlockCounts, common.BlockCounts),
+        (load.Load, common.Load),
         (core.WorkerInfo, common.WorkerInfo),
         (core.WorkerRef, common.WorkerRef),
         (core.HandoffId, common.HandoffId),
@@ -225,10 +225,10 @@ def changed(message: Any, **fields: Any) -> Any:
         (convert.layout_from_pb, changed(convert.layout_to_pb(LAYOUT), block_size=0), "layout.block_size"),
         (convert.layout_from_pb, changed(convert.layout_to_pb(LAYOUT), dtype="int7"), "layout.dtype"),
         (convert.layout_from_pb, changed(convert.layout_to_pb(LAYOUT), tensors=[]), "layout.tensors"),
-        (convert.counts_from_pb, common.BlockCounts(total=5, free=3, owned=1), "load.blocks"),
-        (convert.load_from_pb, common.Load(blocks=common.BlockCounts(total=1)), "load.blocks"),
-        (convert.load_from_pb, common.Load(decode_pace=common.Pace(seconds=-1.0)), "load.decode_pace.seconds"),
-        (convert.load_from_pb, common.Load(prefill_pace=common.Pace(seconds=math.nan)), "load.prefill_pace.seconds"),
+        (reports.counts_from_pb, common.BlockCounts(total=5, free=3, owned=1), "load.blocks"),
+        (reports.load_from_pb, common.Load(blocks=common.BlockCounts(total=1)), "load.blocks"),
+        (reports.load_from_pb, common.Load(decode_pace=common.Pace(seconds=-1.0)), "load.decode_pace.seconds"),
+        (reports.load_from_pb, common.Load(prefill_pace=common.Pace(seconds=math.nan)), "load.prefill_pace.seconds"),
         (convert.info_from_pb, changed(convert.info_to_pb(INFO), role="cook"), "info.role"),
         (convert.info_from_pb, changed(convert.info_to_pb(INFO), ref=None), "info.ref.worker_id"),
         (convert.info_from_pb, changed(convert.info_to_pb(INFO), layout=None), "layout.layers"),

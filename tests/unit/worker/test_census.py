@@ -4,8 +4,9 @@ import threading
 
 import pytest
 
-from baton.core import BlockCounts, HandoffId, Role
+from baton.core import HandoffId, Role
 from baton.errors import DeadlineExceeded
+from baton.load import BlockCounts
 from baton.worker.census import Holding, count, take
 from baton.worker.loop import EngineLoop
 from tests.unit.history.good import taken

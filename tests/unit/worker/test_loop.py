@@ -6,9 +6,10 @@ from functools import partial
 import pytest
 
 from baton.clock import FakeClock
-from baton.core import HandoffId, Load, Pace
+from baton.core import HandoffId
 from baton.engine.outcome import StepResult
 from baton.errors import EngineFault
+from baton.load import Load, Pace
 from baton.worker.loop import EngineLoop
 
 
