@@ -146,7 +146,7 @@ def test_round_trip(kind: str, data: st.DataObject):
 
 
 def test_each_converter_is_tested():
-    pairs = {name.removesuffix("_from_pb") for name in vars(convert) if name.endswith("_from_pb")}
+    pairs = {name.removesuffix("_from_pb") for name in {**vars(convert), **vars(reports)} if name.endswith("_from_pb")}
     assert pairs - {"sampling", "finish_reason"} == set(ROUND_TRIPS)
 
 
