@@ -113,10 +113,17 @@ def _set(request: inference.GenerateRequest, name: str, value: Any) -> None:
     elif name == "choices":
         request.constraint.choices.MergeFrom(_field(inference.Choices, "texts", value, "constraint.choices."))
     elif name in _CONSTRAINT:
-        value = json.dumps(value) if name == "json_schema" and isinstance(value, Mapping) else value
+        value = _json(value) if name == "json_schema" and isinstance(value, Mapping) else value
         request.constraint.MergeFrom(_field(inference.Constraint, name, value, "constraint."))
     else:
         request.MergeFrom(_field(inference.GenerateRequest, name, value, ""))
+
+
+def _json(schema: Mapping[str, Any]) -> str:
+    try:
+        return json.dumps(schema)
+    except (TypeError, ValueError) as error:
+        raise InvalidRequest.of("constraint.json_schema", f"not JSON ({type(error).__name__})") from error
 
 
 def _unknown(name: str) -> TypeError:

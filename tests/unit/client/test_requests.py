@@ -73,6 +73,8 @@ def test_an_unknown_option_names_the_nearest():
         ({"n": -1}, "n"),
         ({"choices": [1]}, "constraint.choices.texts"),
         ({"regex": 1}, "constraint.regex"),
+        ({"json_schema": {"enum": {1, 2}}}, "constraint.json_schema"),
+        ({"json_schema": 1}, "constraint.json_schema"),
     ],
 )
 def test_a_value_that_the_wire_cannot_carry_names_its_field(options, field: str):
