@@ -25,7 +25,7 @@ def test_threads_that_come_first_together_share_a_channel(monkeypatch: pytest.Mo
 
     sync_channel = channel.sync_channel
     monkeypatch.setattr(channel, "sync_channel", connect)
-    stubs = _wire_sync.Stubs(None, proxy=False)
+    stubs = _wire_sync.Stubs(None, "", proxy=False)
     start = threading.Barrier(THREADS)
 
     def use(number: int) -> object:
@@ -39,7 +39,7 @@ def test_threads_that_come_first_together_share_a_channel(monkeypatch: pytest.Mo
 
 
 async def test_a_closed_client_makes_no_channel():
-    blocking, asynchronous = _wire_sync.Stubs(None, proxy=False), _wire_aio.Stubs(None, proxy=False)
+    blocking, asynchronous = _wire_sync.Stubs(None, "", proxy=False), _wire_aio.Stubs(None, "", proxy=False)
     blocking.close()
     await asynchronous.close()
     for stubs in (blocking, asynchronous):
@@ -53,5 +53,5 @@ def test_of_several_routers_only_those_elsewhere_are_behind_a_proxy(
 ):
     seen: list[object] = []
     monkeypatch.setattr(channel, "sync_channel", lambda target, **more: seen.append(more["proxy"]))
-    _wire_sync.Stubs(None, proxy=True).connect(target)
+    _wire_sync.Stubs(None, "", proxy=True).connect(target)
     assert seen == [proxy]
