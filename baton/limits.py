@@ -40,6 +40,12 @@ MAX_VIOLATION_BYTES = 200
 
 MAX_METRICS_REQUEST_BYTES = 8192
 
+MAX_HTTP_HEADER_BYTES = 16 * 2**10
+MAX_HTTP_PROMPTS = 128
+
+MAX_TEMPLATE_SECONDS = 2
+MAX_TEMPLATE_PRODUCT = 1_000_000
+
 MIN_TOKEN_CHARS = 16
 MAX_TOKEN_CHARS = 1024
 MAX_TOKENS_FILE_BYTES = 4 * 2**20
@@ -75,6 +81,8 @@ CAPS: tuple[Cap, ...] = (
     Cap("each `role` of them", MAX_ROLE_CHARS, "characters", _REFUSED),
     Cap("what a chat template writes", MAX_RENDERED_CHARS, "characters", _REFUSED),
     Cap("a chat template", MAX_TEMPLATE_CHARS, "characters", "`chat` is refused, saying so"),
+    Cap("the time of a chat template", MAX_TEMPLATE_SECONDS, "seconds", _REFUSED),
+    Cap("what a chat template multiplies", MAX_TEMPLATE_PRODUCT, "characters or items", _REFUSED),
     Cap("`constraint.json_schema`", MAX_SCHEMA_BYTES, "bytes", _REFUSED),
     Cap("`constraint.regex`", MAX_REGEX_BYTES, "bytes", _REFUSED),
     Cap("`constraint.choices`", MAX_CHOICE_TEXTS, "texts", _REFUSED),
@@ -87,6 +95,8 @@ CAPS: tuple[Cap, ...] = (
     Cap("fields that an error names", MAX_STATUS_VIOLATIONS, "fields", "left out"),
     Cap("text about each of them", MAX_VIOLATION_BYTES, "bytes", "cut"),
     Cap("a request to the metrics listener", MAX_METRICS_REQUEST_BYTES, "bytes", "closed without an answer"),
+    Cap("headers of an HTTP request", MAX_HTTP_HEADER_BYTES, "bytes", "431"),
+    Cap("prompts of an HTTP request", MAX_HTTP_PROMPTS, "prompts", "400 naming the field"),
     Cap("a token", MAX_TOKEN_CHARS, "characters", "the file is refused"),
     Cap("the file of tokens", MAX_TOKENS_FILE_BYTES, "bytes", "the file is refused"),
 )

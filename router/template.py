@@ -20,10 +20,13 @@ from jinja2.parser import Parser
 from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from baton.limits import MAX_RENDERED_CHARS, MAX_TEMPLATE_CHARS
+from baton.limits import (
+    MAX_RENDERED_CHARS,
+    MAX_TEMPLATE_CHARS,
+    MAX_TEMPLATE_PRODUCT,
+    MAX_TEMPLATE_SECONDS,
+)
 
-MAX_SECONDS = 2.0
-_MAX_PRODUCT = 1_000_000  # of a number, a text or a list with `*` and `**`
 _TICK = "baton_tick"
 _FUNCTIONS = frozenset({"raise_exception", "strftime_now", _TICK})
 
@@ -73,12 +76,12 @@ class _Meter:
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._until = clock() + MAX_SECONDS
+        self._until = clock() + MAX_TEMPLATE_SECONDS
         self._chars = 0
 
     def tick(self) -> str:
         if self._clock() > self._until:
-            raise TemplateFailed(f"it takes longer than {MAX_SECONDS:g} s")
+            raise TemplateFailed(f"it takes longer than {MAX_TEMPLATE_SECONDS:g} s")
         return ""
 
     def measured(self, piece: str) -> str:
@@ -108,8 +111,8 @@ class _Environment(ImmutableSandboxedEnvironment):
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         sizes = [len(side) if isinstance(side, str | list | tuple) else abs(side) for side in (left, right)]
-        if (sizes[0] * sizes[1] if operator == "*" else sizes[1] * len(str(left))) > _MAX_PRODUCT:
-            raise TemplateFailed(f"a result of {operator} is larger than {_MAX_PRODUCT}")
+        if (sizes[0] * sizes[1] if operator == "*" else sizes[1] * len(str(left))) > MAX_TEMPLATE_PRODUCT:
+            raise TemplateFailed(f"a result of {operator} is larger than {MAX_TEMPLATE_PRODUCT}")
         return super().call_binop(context, operator, left, right)
 
 

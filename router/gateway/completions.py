@@ -37,7 +37,7 @@ def completion_job(body: CompletionBody) -> Job:
     prompts: list[Prompt] = body.prompt
 
     def rename(number: int, field: str) -> str:
-        here = f"prompt[{number}]" if len(prompts) > 1 else "prompt"
+        here = f"prompt[{number}]" if prompts[1:] else "prompt"
         return http_name(field, {"text": here, "token_ids": here, "prompt": here})
 
     base = base_request(body, body.max_tokens)

@@ -10,8 +10,8 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-MAX_PROMPTS = 128
-MAX_CHOICES = 128
+from baton.limits import MAX_CHOICES, MAX_HTTP_PROMPTS
+
 _ID_LIMIT = 2**32
 
 Int32 = Annotated[int, Field(ge=-(2**31), lt=2**31)]
@@ -54,8 +54,8 @@ def _prompts(value: object) -> list[Prompt]:
         raise ValueError(_PROMPT if value != [] else "must not be empty")
     if not (all(isinstance(each, str) for each in value) or all(_ids(each) for each in value)):
         raise ValueError(_PROMPT)
-    if len(value) > MAX_PROMPTS:
-        raise ValueError(f"at most {MAX_PROMPTS} prompts, got {len(value)}")
+    if len(value) > MAX_HTTP_PROMPTS:
+        raise ValueError(f"at most {MAX_HTTP_PROMPTS} prompts, got {len(value)}")
     return value
 
 

@@ -13,12 +13,12 @@ import uvicorn
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from baton.errors import ConfigError
+from baton.limits import MAX_HTTP_HEADER_BYTES
 from baton.rpc.tls import Wire
 from router.gateway.app import Gateway, GatewaySettings
 from router.gateway.errors import HttpError, http_problem
 from router.gateway.upstream import Upstream
 
-MAX_HEADER_BYTES = 16 * 2**10
 _KEEP_ALIVE_S = 75  # longer than what clients keep an idle connection for: then the client closes, and loses no request
 _BACKLOG = 2048
 _ANY = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]", "::": "[::1]"}
@@ -69,7 +69,7 @@ class HttpServer:
             proxy_headers=False,
             server_header=False,
             timeout_keep_alive=_KEEP_ALIVE_S,
-            h11_max_incomplete_event_size=MAX_HEADER_BYTES,
+            h11_max_incomplete_event_size=MAX_HTTP_HEADER_BYTES,
             ssl_certfile=tls.cert if tls else None,
             ssl_keyfile=tls.key if tls else None,
         )
@@ -95,10 +95,10 @@ def bounded(app: ASGIApp) -> ASGIApp:
 
     async def checked(scope: Scope, receive: Receive, send: Send) -> None:
         size = sum(len(name) + len(value) for name, value in scope["headers"])
-        if size <= MAX_HEADER_BYTES:
+        if size <= MAX_HTTP_HEADER_BYTES:
             await app(scope, receive, send)
             return
-        error = HttpError(431, "headers_too_large", f"headers: at most {MAX_HEADER_BYTES} bytes, got {size}")
+        error = HttpError(431, "headers_too_large", f"headers: at most {MAX_HTTP_HEADER_BYTES} bytes, got {size}")
         await http_problem(error).response()(scope, receive, send)
 
     return checked
