@@ -91,7 +91,7 @@ class Sampler:
         plan = self._plan
         scores = plan.adjustments.apply(logits)
         if plan.masks:
-            scores = plan.masks.apply(scores)
+            scores = plan.masks.apply(scores, fresh=scores is not logits)
         if plan.greedy and scores.device.type == "cpu":
             return _greedy(scores)
         best, tokens = _best(scores)
@@ -113,7 +113,7 @@ class _Plan:
 
     def __init__(self, rows: Sequence[Row], logits: Tensor) -> None:
         self.adjustments = Adjustments(rows)
-        self.masks = Masks(rows, logits.device)
+        self.masks = Masks(rows, logits)
         drawn = [i for i, row in enumerate(rows) if row.sampling.temperature > 0]
         split = [[i for i in drawn if _filters(rows[i].sampling, logits.shape[-1]) is asked] for asked in (False, True)]
         self.groups = [_Group(part, rows, logits) for part in split if part]
