@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
+from decimal import Decimal
 from functools import cached_property, lru_cache
+from math import lcm
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -26,6 +28,8 @@ COMPILED = 64  # grammars that are kept
 # Between the tokens of JSON, unless the schema says otherwise (`x-guidance`): a model that is lost writes nothing else.
 _WHITESPACE = " ?"
 _MAX_REASON_CHARS = 300
+MAX_REMAINDERS = 10_000
+_MAX_PLACES = 20
 
 
 class Guide:
@@ -144,10 +148,30 @@ def _grammar(constraint: Constraint) -> str:
         schema = None
     if not isinstance(schema, dict):
         raise constraint.refused("must be a JSON object")
+    if _remainders(schema) > MAX_REMAINDERS:
+        raise constraint.refused(f"multipleOf: all of them together may have a multiple of {MAX_REMAINDERS} at most")
     try:
         return LLMatcher.grammar_from_json_schema(text, defaults={"whitespace_pattern": _WHITESPACE})
     except ValueError as error:
         raise constraint.refused(_reason(str(error))) from None
+
+
+def _remainders(schema: object) -> int:
+    """The least common multiple of all `multipleOf`, in units of their finest decimal place.
+
+    It is what llguidance makes states of, the one thing that it does not bound.
+    """
+    found, todo = set[Decimal](), [schema]
+    while todo:
+        item = todo.pop()
+        todo += item.values() if isinstance(item, dict) else item if isinstance(item, list) else ()
+        value = item.get("multipleOf") if isinstance(item, dict) else None
+        if isinstance(value, int | float) and value:
+            found.add(abs(Decimal(repr(value + 0))).normalize())
+    places = [exponent for value in found if isinstance(exponent := value.as_tuple().exponent, int)]
+    if len(places) < len(found) or min(places, default=0) < -_MAX_PLACES or max(found, default=0) > MAX_REMAINDERS:
+        return MAX_REMAINDERS + 1
+    return lcm(*(int(value.scaleb(-min([0, *places]))) for value in found))
 
 
 def _reason(text: str) -> str:

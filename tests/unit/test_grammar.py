@@ -113,6 +113,12 @@ WRONG = [
     (schema({"type": "integer", "minimum": 2, "maximum": 1}), "Unsatisfiable schema"),
     (schema({"type": "array", "uniqueItems": True}), "uniqueItems"),
     (schema({"$ref": "http://example.org/schema"}), "not present"),
+    (schema({"type": "integer", "multipleOf": 10**9 + 7}), "multipleOf: all of them together"),
+    (schema({"type": "number", "multipleOf": 9973.000001}), "multipleOf: all of them together"),
+    (schema({"items": {"allOf": [{"multipleOf": 9973}, {"multipleOf": 9967}]}}), "multipleOf: all of them together"),
+    (schema({"allOf": [{"multipleOf": 3}, {"multipleOf": 1e-9}]}), "multipleOf: all of them together"),
+    (schema({"multipleOf": 1e308}), "multipleOf: all of them together"),
+    (schema({"multipleOf": float("inf")}), "multipleOf: all of them together"),
     (schema({"$ref": "#"}), "no text can match it"),
     (Constraint("json_schema", ("{",)), "must be a JSON object"),
     (Constraint("json_schema", ('{"allOf": [' * 3000 + "{}" + "]}" * 3000,)), "must be a JSON object"),
@@ -161,6 +167,15 @@ def test_the_largest_that_may_be_asked_for_are_compiled(oracle):
     oracle.check(schema({"type": "object", "properties": names}))
 
 
+def test_numbers_may_be_multiples(oracle):
+    wanted = {"type": "object", "properties": {"a": {"multipleOf": 0.01}, "b": {"multipleOf": 12}}}
+    oracle.check(schema(wanted))
+    twelves = schema({"type": "integer", "multipleOf": 12})
+    assert ORACLE_EOS in allowed(after(oracle, twelves, "144"))
+    assert ORACLE_EOS not in allowed(after(oracle, twelves, "145"))
+    oracle.check(schema({"type": "number", "multipleOf": 1e-9}))
+
+
 def test_known_tokens_must_be_a_beginning(oracle):
     words = choices("in", "into")
     oracle.check_known(words, [b"", b"in", b"into"])
@@ -169,9 +184,11 @@ def test_known_tokens_must_be_a_beginning(oracle):
             oracle.check_known(words, [b"in", known])
 
 
-def test_grammars_are_compiled_once_and_used_apart(oracle):
+def test_grammars_are_compiled_once_and_used_apart():
+    oracle = Grammars(OracleTokenizer())
     first, second = oracle.start(choices("abc")), oracle.start(choices("abc"))
-    assert oracle._compiled.cache_info().hits > 0
+    oracle.check(choices("abc"))
+    assert (oracle._compiled.cache_info().misses, oracle._compiled.cache_info().hits) == (1, 2)
     first.advance(ord("a"))
     assert (allowed(first), allowed(second)) == ([ord("b")], [ord("a")])
     assert oracle.start(None) is None
