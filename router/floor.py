@@ -39,6 +39,7 @@ class RouterSettings:
     policy: str = "predicted"
     slo_ttft_s: float = 1.0
     slo_itl_s: float = 0.1  # policy `predicted` keeps to it where it can
+    local_prefill: bool = False  # also where a prefill worker is there, if it is expected to be sooner
     attempts: int = 3  # at one request, if workers are lost
     queue_max_requests: int = 256
     queue_max_tokens: int = 1_000_000
@@ -80,6 +81,7 @@ class Floor:
         bounds = Bounds(settings.queue_max_requests, settings.queue_max_tokens, settings.queue_max_wait_s)
         self.admission = Admission(self.pool.claim, Claim.release, self.pool.serves, clock, bounds, settings.tenants)
         self.pool.on_change = self.admission.changed
+        self.pool.local_prefill = settings.local_prefill
         self.metrics = Metrics(settings.name, settings.version)
         self.pool.on_predicted = self.metrics.ttft_predicted
         self.metrics.watch_blocks(self.pool.blocks)

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from baton.core import Role
-from router.snapshot import Ask, Column, Rows, Snapshot
+from router.snapshot import Ask, Column, Facts, Rows, Snapshot
 
 
 class Pair(NamedTuple):
@@ -118,6 +118,26 @@ def alone(snapshot: Snapshot, ask: Ask) -> int | None:
         return None
     columns = (decode.requests, -ask.decode_cached, -decode.available, decode.order)
     return _narrowed(rows, [(Role.DECODE, column) for column in columns], Role.DECODE)
+
+
+def sooner_alone(snapshot: Snapshot, ask: Ask, pair: Pair) -> int | None:
+    """The row of a decode worker that is expected to say the first token before the pair would, by computing what it
+    lacks of the prompt itself, in a step that is within the ITL of the SLO; None: the pair does.
+
+    What computing costs there is what it costs the pair's prefill worker. So it is for short rests: of a conversation
+    that was decoded there, or of any prompt while prefill workers have much to do.
+    """
+    rows, cost = _with_room(snapshot, ask), Facts(*(column[pair.prefill] for column in snapshot.prefill.at))
+    rows = rows[snapshot.decode.at.group[rows] == cost.group]
+    if not pair.ttft_s or ask.keep is not None or not rows.size:
+        return None
+    cached = ask.decode_cached[rows]
+    new = ask.tokens - cached
+    computing = cost.step_s + cost.token_s * new + cost.context_s * new * (cached + (new + 1.0) * 0.5)
+    first = computing + itl_s(snapshot, ask)[rows]  # a step that runs there is waited for
+    first[computing > snapshot.slo_itl_s] = np.inf
+    best = int(first.argmin())
+    return int(rows[best]) if first[best] < pair.ttft_s else None
 
 
 POLICIES: dict[str, Policy] = {

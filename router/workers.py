@@ -18,7 +18,7 @@ from baton.load import BlockCounts, Channel
 from baton.rpc.tls import IN_THE_CLEAR, Wire
 from router.fleet import Fleet
 from router.link import WorkerLink
-from router.policy import Policy, alone
+from router.policy import Policy, alone, sooner_alone
 from router.snapshot import Ask
 from router.view import has_pair, misfit
 
@@ -118,7 +118,7 @@ class Claim:
 class WorkerPool:
     """Follows the ledger's registrations and keeps one link to each live incarnation. Its user sets `on_change`, and
     `on_predicted`: how far off, in seconds, the prediction of a first token was. `prefixes` and `slo_itl_s` are what
-    policies go by, beside the load.
+    policies go by, beside the load; `local_prefill`: decode workers may compute prompts where that is sooner.
 
     A stream without a word for `silence_s` is cut, and so is one whose worker has had no lease for as long.
     """
@@ -137,6 +137,7 @@ class WorkerPool:
     ) -> None:
         self.on_change: Callable[[], None] = lambda: None
         self.on_predicted: Callable[[float], None] = lambda off_s: None
+        self.local_prefill = False
         self._source = source
         self._policy = policy
         self._router_id = router_id
@@ -177,6 +178,8 @@ class WorkerPool:
         if pair is None:
             return None if self.has_pair() else self._alone(tokens, alone(snapshot, ask), ask)
         self._turn += 1
+        if self.local_prefill and (row := sooner_alone(snapshot, ask, pair)) is not None:
+            return self._alone(tokens, row, ask)
         prefill = self._links[self._fleet.ref(Role.PREFILL, pair.prefill)]
         decode = self._links[self._fleet.ref(Role.DECODE, pair.decode)]
         cached = int(ask.prefill_cached[pair.prefill])

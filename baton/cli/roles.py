@@ -140,6 +140,7 @@ def router_settings(config: ClusterConfig) -> RouterSettings:
         http=router.http,
         http_body=router.http_body,
         policy=router.policy,
+        local_prefill=router.local_prefill == "auto",
         slo_ttft_s=config.slo.ttft_ms / 1000,
         slo_itl_s=config.slo.itl_ms / 1000,
         queue_max_requests=router.queue.max_requests,

@@ -189,6 +189,7 @@ def test_grammars_are_compiled_once_and_used_apart():
     first, second = oracle.start(choices("abc")), oracle.start(choices("abc"))
     oracle.check(choices("abc"))
     assert (oracle._compiled.cache_info().misses, oracle._compiled.cache_info().hits) == (1, 2)
+    assert first is not None
     first.advance(ord("a"))
     assert (allowed(first), allowed(second)) == ([ord("b")], [ord("a")])
     assert oracle.start(None) is None

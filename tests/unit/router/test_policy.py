@@ -14,14 +14,13 @@ from hypothesis import strategies as st
 from baton.core import Role
 from baton.ledger.prefix_map import Holder
 from router import policy as policies
-from router.policy import POLICIES, least_loaded, predicted, prefix, round_robin
+from router.policy import POLICIES, least_loaded, predicted, prefix, round_robin, sooner_alone
 from router.snapshot import Ask, Facts, Snapshot
 from router.view import has_pair, misfit
 from tests.unit.router.fakes import LAYOUT, decode, fleet_of, link, pace, prefill
 
 
-def choose(policy, links, tokens=10, turn=0, cached=None, slo_itl_s=np.inf, keep=None):
-    """The ids of the pair; `cached`: tokens by worker id."""
+def asked(links, tokens, turn, cached, slo_itl_s, keep):
     fleet = fleet_of(*links, slo_itl_s=slo_itl_s)
     snapshot = fleet.snapshot()
     ask = fleet.ask(tokens, turn, keep and keep.info.ref, None)
@@ -30,6 +29,12 @@ def choose(policy, links, tokens=10, turn=0, cached=None, slo_itl_s=np.inf, keep
         column[fleet._members[Holder(one.info.ref.worker_id, one.info.ref.incarnation)].row] = (cached or {}).get(
             one.info.ref.worker_id, 0
         )
+    return fleet, snapshot, ask
+
+
+def choose(policy, links, tokens=10, turn=0, cached=None, slo_itl_s=np.inf, keep=None):
+    """The ids of the pair; `cached`: tokens by worker id."""
+    fleet, snapshot, ask = asked(links, tokens, turn, cached, slo_itl_s, keep)
     pair = policy(snapshot, ask)
     if pair is None:
         return None
@@ -160,6 +165,52 @@ def test_a_cached_prefix_is_worth_what_it_saves(policy):
 
     assert taken(0) == taken(300) == "has"
     assert taken(500) == "not", "it would wait for longer than the prompt takes elsewhere"
+
+
+def alone_at(*links, tokens=100, cached=None, slo_itl_s=np.inf, keep=None):
+    """Which decode worker would rather do it alone."""
+    fleet, snapshot, ask = asked(links, tokens, 0, cached, slo_itl_s, keep)
+    pair = predicted(snapshot, ask)
+    assert pair is not None
+    row = sooner_alone(snapshot, ask, pair)
+    return None if row is None else fleet.ref(Role.DECODE, row).worker_id
+
+
+STEPS = pace(100, 4, 400, 0.01, 0.0)  # a decode step takes 10 ms; at FAST, a prompt 10 ms and 1 ms for each token
+
+
+def test_a_prefill_worker_with_nothing_to_do_is_not_passed_by():
+    assert alone_at(prefill(pace=FAST), decode(pace=STEPS)) is None
+
+
+def test_while_prompts_wait_a_short_one_is_sooner_at_a_decode_worker():
+    assert alone_at(prefill(pace=FAST, reported=1000), decode(pace=STEPS)) == "d"
+
+
+def test_what_lacks_little_there_is_computed_there():
+    workers = prefill(pace=FAST), decode("1", pace=STEPS), decode("2", pace=STEPS)
+    assert alone_at(*workers, cached={"2": 90}) == "2"
+    assert alone_at(*workers, cached={"2": 90, "p": 90}) is None, "the prefill worker has as much"
+    assert alone_at(*workers, cached={"2": 1}) is None, "not worth the wait for a step"
+
+
+def test_nobody_is_held_up_for_longer_than_the_slo_allows():
+    workers = prefill(pace=FAST, reported=1000), decode(pace=STEPS, running=4)
+    assert alone_at(*workers, tokens=80, slo_itl_s=0.1) == "d"
+    assert alone_at(*workers, tokens=100, slo_itl_s=0.1) is None
+
+
+def test_alone_only_where_there_is_room_and_the_model_is_the_same():
+    busy = prefill(pace=FAST, reported=1000)
+    small = decode("small", free=2, dispatched=1, pace=STEPS)
+    other = decode("other", "b", pace=STEPS)
+    assert alone_at(busy, small, other, decode("able", pace=STEPS, running=9)) == "able"
+
+
+def test_while_nothing_is_known_or_kv_is_held_a_pair_does_it():
+    assert alone_at(prefill(reported=1000), decode()) is None
+    kept = prefill(pace=FAST, reported=1000)
+    assert alone_at(kept, decode(pace=STEPS), keep=kept) is None
 
 
 def test_predicted_keeps_within_the_slo():

@@ -138,3 +138,27 @@ def test_a_worker_that_comes_back_is_counted_from_nothing(pool):
     say(pool, one.info.ref.worker_id, load=replace(one.view.load, blocks=BlockCounts(100, 100)))
     claim.release()
     assert (one.view.dispatched, one.view.pending_blocks) == (0, 0)
+
+
+def test_a_decode_worker_is_asked_alone_where_that_is_sooner_and_allowed():
+    pool = pool_of(1, "predicted")
+    steps = fakes.pace(100, 100, 5050, 0.01, 0.001)
+    for name in ("prefill-0", "decode-0"):
+        say(
+            pool,
+            name,
+            load=replace(
+                link(pool, name).view.load, step=100, prefill_pace=steps, decode_pace=fakes.pace(100, 4, 400, 0.01)
+            ),
+        )
+    say(pool, "prefill-0", queued_tokens=1000)
+    paired = pool.claim(100)
+    assert names(paired) == ("prefill-0", "decode-0")
+    paired.release()
+    pool.local_prefill = True
+    claim = pool.claim(100)
+    assert (claim.prefill, claim.decode.info.ref.worker_id) == (None, "decode-0")
+    assert link(pool, "decode-0").view.queued_tokens == 100
+    claim.release()
+    view = link(pool, "decode-0").view
+    assert (view.dispatched, view.queued_tokens, view.pending_blocks) == (0, 0, 0)
