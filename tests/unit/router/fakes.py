@@ -16,6 +16,7 @@ LAYOUT = KVLayout(layers=1, kv_heads=1, head_dim=8, block_size=16, dtype="float3
 class FakeLink:
     view: WorkerView
     usable: bool = True
+    retired: bool = False
     state: str = "connected"
 
     @property

@@ -66,6 +66,9 @@ def test_a_change_is_no_outlier(seed):
 def test_warming_up_is_forgotten_at_once():
     rng, fit = random.Random(1), StepFit()
     fit.observe(Pace(1, 10, 55, 20.0))  # what kernels are compiled in
+    fit.cost()
+    fit.observe(Pace(1, 10, 55, 0.01))
+    assert fit.cost().of(10, 55) < 0.1
     fitted(prompts(rng), 6, fit)
     assert off(fit.cost()) < 0.5
 

@@ -234,6 +234,30 @@ def test_many_workers_at_many_depths():
     assert {ref: found[fleet._members[Holder(ref.worker_id, ref.incarnation)].row] / 16 for ref in depths} == depths
 
 
+def test_what_is_known_of_an_idle_worker_ages():
+    one = prefill(pace=pace(100, 100, 5050, 0.01))
+    fleet = fleet_of(one)
+    weights = []
+    for _ in range(3):
+        weights.append(fleet._members[holder(one)].fit._sums[0, 4])
+        one.view.load = replace(one.view.load)  # a beat
+        fleet.touch(one.info.ref)
+    assert weights[0] > weights[1] > weights[2] > 0
+
+
+def test_a_prompt_that_waits_is_looked_for_under_new_names_too():
+    prefixes, asked = PrefixMap(), spec()
+    fleet = fleet_of(decode("1"), prefixes=prefixes)
+    fleet.snapshot()
+    assert not fleet.ask(100, 0, None, asked).decode_cached.any()
+    wide = decode("2")
+    wide.view.info = replace(wide.info, layout=replace(wide.info.layout, block_size=32))
+    prefixes.apply(Change(holder(wide), 1, True, names(size=32)[:2]))
+    fleet.add(wide)
+    fleet.snapshot()
+    assert list(fleet.ask(100, 0, None, asked).decode_cached) == [0, 64]
+
+
 def test_a_worker_may_tell_its_address_in_other_words():
     one = prefill()
     fleet, known = fleet_of(one), one.info.ref

@@ -162,3 +162,22 @@ def test_a_decode_worker_is_asked_alone_where_that_is_sooner_and_allowed():
     claim.release()
     view = link(pool, "decode-0").view
     assert (view.dispatched, view.queued_tokens, view.pending_blocks) == (0, 0, 0)
+
+
+def test_what_was_reserved_is_pending_no_more(pool):
+    claim = pool.claim(40)
+    assert pool._fleet.snapshot().decode.at.kv_tokens.sum() == 48
+    claim.reserved()
+    assert pool._fleet.snapshot().decode.at.kv_tokens.sum() == 0
+
+
+async def test_a_worker_without_a_lease_takes_nothing_new(pool):
+    one = link(pool, "prefill-0")
+    assert names(pool.claim(10))[0] == "prefill-0"
+    one.usable = False  # as a link's is that is retired
+    await pool._check(one.info.ref, one, 0.5)
+    assert names(pool.claim(10))[0] == "prefill-1"
+    assert names(pool.claim(10))[0] == "prefill-1"
+    one.usable = True
+    await pool._check(one.info.ref, one, 0.0)
+    assert names(pool.claim(10))[0] == "prefill-0"
