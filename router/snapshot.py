@@ -93,6 +93,10 @@ class Snapshot:
     byte_s: float = 1e-9  # to move a byte of KV
     slo_itl_s: float = np.inf
 
+    def has_room(self, tokens: int) -> bool:
+        """Could any decode worker take so many? While none can, nothing else is worth a look."""
+        return bool((self.decode.at.room > tokens).any())
+
 
 @dataclass(frozen=True, slots=True)
 class Ask:

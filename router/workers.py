@@ -172,6 +172,8 @@ class WorkerPool:
         With no prefill worker left, a decode worker alone.
         """
         snapshot, (keep, spec) = self._fleet.snapshot(), wish
+        if not snapshot.has_room(tokens):
+            return None
         kept = keep.info.ref if keep is not None and keep.usable else None
         ask = self._fleet.ask(tokens, self._turn, kept, spec)
         pair = self._policy(snapshot, ask)
