@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import orjson
 from pydantic import BaseModel, ValidationError
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 
 from baton.errors import InvalidRequest, Violation
 from router.gateway.errors import UNKNOWN, UNSUPPORTED, HttpError
@@ -58,6 +58,8 @@ async def read_body(request: Request, kind: type[B], limit: int) -> B:
     try:
         async with asyncio.timeout(BODY_S):
             data = await _bytes(request, limit)
+    except ClientDisconnect:
+        raise HttpError(400, "body_incomplete", "body: the client left before its end", "body") from None
     except TimeoutError:
         raise HttpError(408, "request_timeout", f"the body was not complete after {BODY_S:g} s") from None
     return checked(data, kind)

@@ -36,6 +36,24 @@ def test_the_router_reaches_neither_torch_nor_ray(module: str):
     assert loaded(module, "torch", "ray") == set()
 
 
+def test_the_router_needs_no_gateway():
+    """Its libraries are an extra of their own."""
+    assert loaded("router.server", "starlette", "uvicorn") == set()
+
+
+def test_a_gateway_without_its_libraries_says_what_to_install():
+    code = """import sys
+sys.modules["starlette"] = None
+from baton.errors import ConfigError
+from router.server import _gateway
+try:
+    _gateway(None)
+except ConfigError as error:
+    print(error)"""
+    assert python(code).startswith("router.http: starlette")
+    assert "baton-serve[gateway]" in python(code)
+
+
 @pytest.mark.serial
 def test_import_time():
     """`from baton import Client`, the best of five; processor time, as other work stretches the wall clock."""

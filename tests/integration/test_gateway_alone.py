@@ -271,9 +271,10 @@ async def test_an_error_within_a_stream_is_the_last_event(gateway):
     [
         [tokens(0, 0, [1], "x")],
         [tokens(0, 0, [1], "x"), completed()],
+        [tokens(0, 0, [1], "x"), finished()],
         [tokens(7, 0, [1], "x"), finished(7), completed()],
     ],
-    ids=["no end", "no reason", "a choice too many"],
+    ids=["no end", "no reason", "no usage", "a choice too many"],
 )
 async def test_an_answer_that_is_not_complete_is_no_answer(gateway, steps):
     gateway.fake.script = failing(*steps)
@@ -404,6 +405,18 @@ async def test_limits():
         assert (status, headers["connection"]) == (431, "close")
         assert json.loads(body)["error"]["code"] == "headers_too_large"
         assert (await gateway.raw("GET", "/health"))[0] == 200
+
+
+async def test_leaving_within_the_body_is_no_fault_of_ours(gateway, caplog):
+    reader, writer = await asyncio.open_connection(*gateway.address.split(":"))
+    head = "POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: 100\r\n\r\n{"
+    writer.write(head.encode())
+    state = gateway.http._server.server_state
+    await until(lambda: state.tasks, "it is being read")
+    writer.close()
+    await until(lambda: not state.tasks, "it is given up")
+    assert not caplog.records
+    assert reader is not None
 
 
 async def test_paths_methods_and_types(gateway):
