@@ -17,6 +17,7 @@ import numpy as np
 
 from baton.constraint import Constraint
 from baton.errors import InvalidRequest
+from baton.limits import MAX_SCHEMA_MULTIPLE
 from baton.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -28,7 +29,6 @@ COMPILED = 64  # grammars that are kept
 # Between the tokens of JSON, unless the schema says otherwise (`x-guidance`): a model that is lost writes nothing else.
 _WHITESPACE = " ?"
 _MAX_REASON_CHARS = 300
-MAX_REMAINDERS = 10_000
 _MAX_PLACES = 20
 
 
@@ -148,8 +148,10 @@ def _grammar(constraint: Constraint) -> str:
         schema = None
     if not isinstance(schema, dict):
         raise constraint.refused("must be a JSON object")
-    if _remainders(schema) > MAX_REMAINDERS:
-        raise constraint.refused(f"multipleOf: all of them together may have a multiple of {MAX_REMAINDERS} at most")
+    if _remainders(schema) > MAX_SCHEMA_MULTIPLE:
+        raise constraint.refused(
+            f"multipleOf: all of them together may have a multiple of {MAX_SCHEMA_MULTIPLE} at most"
+        )
     try:
         return LLMatcher.grammar_from_json_schema(text, defaults={"whitespace_pattern": _WHITESPACE})
     except ValueError as error:
@@ -169,8 +171,8 @@ def _remainders(schema: object) -> int:
         if isinstance(value, int | float) and value:
             found.add(abs(Decimal(repr(value + 0))).normalize())
     places = [exponent for value in found if isinstance(exponent := value.as_tuple().exponent, int)]
-    if len(places) < len(found) or min(places, default=0) < -_MAX_PLACES or max(found, default=0) > MAX_REMAINDERS:
-        return MAX_REMAINDERS + 1
+    if len(places) < len(found) or min(places, default=0) < -_MAX_PLACES or max(found, default=0) > MAX_SCHEMA_MULTIPLE:
+        return MAX_SCHEMA_MULTIPLE + 1
     return lcm(*(int(value.scaleb(-min([0, *places]))) for value in found))
 
 
