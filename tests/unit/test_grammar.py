@@ -187,6 +187,7 @@ def test_known_tokens_must_be_a_beginning(oracle):
 def test_grammars_are_compiled_once_and_used_apart():
     oracle = Grammars(OracleTokenizer())
     first, second = oracle.start(choices("abc")), oracle.start(choices("abc"))
+    assert first is not None
     oracle.check(choices("abc"))
     assert (oracle._compiled.cache_info().misses, oracle._compiled.cache_info().hits) == (1, 2)
     assert first is not None
