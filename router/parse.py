@@ -1,7 +1,7 @@
 """A `GenerateRequest` becomes a `SequenceSpec`, once, or is refused with every field that is wrong, by name.
 
 What is decided here:
-- `max_tokens` unset: 16, or the room that the prompt leaves if that is less. Set: prompt + max_tokens beyond the
+- `max_tokens` unset: the room that the prompt leaves, of which an answer to a text takes at most 16. Set: prompt + max_tokens beyond the
   model's length is refused with both numbers, never clipped in silence.
 - `seed` unset: the caller's, so that every worker of the request sees the same one.
 - A field whose feature is not there yet is refused when it asks for something (resumable_s = 0 asks for nothing).
@@ -240,4 +240,5 @@ def _does_not_fit(prompt: tuple[int, ...], message: pb.GenerateRequest, most: in
 def _completed(sampling: Sampling, message: pb.GenerateRequest, prompt: int, most: int | None) -> Sampling:
     if message.sampling.HasField("max_tokens") or most is None:
         return sampling
-    return replace(sampling, max_tokens=min(DEFAULT_MAX_TOKENS, most - prompt))
+    room = most - prompt
+    return replace(sampling, max_tokens=room if message.HasField("chat") else min(DEFAULT_MAX_TOKENS, room))

@@ -185,7 +185,7 @@ BAD: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {
     "temperature nan": ("hi", {"temperature": float("nan")}, InvalidRequest, r"sampling\.temperature"),
     "top_p 0": ("hi", {"top_p": 0.0}, InvalidRequest, r"sampling\.top_p"),
     "unknown model": ("hi", {"model": "gpt-9"}, UnknownModel, "gpt-9"),
-    "n": ("hi", {"n": 2}, InvalidRequest, "n"),
+    "n": ("hi", {"n": 17}, InvalidRequest, "at most 16 choices"),
     "deterministic": ("hi", {"deterministic": True}, InvalidRequest, "deterministic"),
     "regex": ("hi", {"regex": "a("}, InvalidRequest, r"constraint\.regex: unclosed group"),
     "schema": ("hi", {"json_schema": "{"}, InvalidRequest, r"constraint\.json_schema: must be a JSON object"),
@@ -194,7 +194,7 @@ BAD: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {
     "priority": ("hi", {"priority": 101}, InvalidRequest, "priority"),
     "cache scope": ("hi", {"cache_scope": "x" * 257}, InvalidRequest, "cache_scope"),
     "resumable": ("hi", {"resumable_s": 5.0}, InvalidRequest, "resumable_s"),
-    "idempotency key": ("hi", {"idempotency_key": "k"}, InvalidRequest, "idempotency_key"),
+    "idempotency key": ("hi", {"idempotency_key": "k" * 129}, InvalidRequest, "idempotency_key"),
     "stop too long": ("hi", {"stop": "x" * 300}, InvalidRequest, r"sampling\.stop"),
     "lone surrogate": ("\ud800", {}, InvalidRequest, "text"),
 }

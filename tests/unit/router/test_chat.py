@@ -110,6 +110,7 @@ async def test_special_tokens_are_not_added_twice(tmp_path):
 async def test_a_request_takes_a_conversation(tmp_path):
     tokenizer = model(tmp_path, "{{ messages | length }}{% if add_generation_prompt %}!{% endif %}")
     spec = await parse(pb.GenerateRequest(chat=chat(*ASKED)), tokenizer, "m", 100, Chats.of(tokenizer), seed=1)
+    assert spec.sampling.max_tokens == 100 - len(spec.prompt), "an answer may be as long as fits"
     assert spec.prompt == tuple(tokenizer.encode_rendered("4!"))
     tokenizer = model(tmp_path, "{% for m in messages %}{% endfor %}")
     with pytest.raises(InvalidRequest, match="chat: must not be empty"):
