@@ -12,6 +12,11 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 FIRST = " ".join(f"word{number}" for number in range(400))
 
 
+def connected(cluster, worker):
+    with cluster.client() as client:
+        return any(w.info.ref.worker_id == worker and w.state == "connected" for w in client.cluster().workers)
+
+
 def settled(cluster):
     """All blocks are free or cached again."""
     return eventually(lambda: all(load.blocks.reserved + load.blocks.owned == 0 for load in cluster.loads().values()))
@@ -30,6 +35,7 @@ def test_a_second_turn_moves_little_and_a_new_prefill_worker_fetches(home):
         pid = cluster.pid("prefill-0")
         os.kill(pid, signal.SIGKILL)
         eventually(lambda: cluster.pid("prefill-0") != pid, within_s=30)
+        eventually(lambda: connected(cluster, "prefill-0"), within_s=30)  # until then the decode worker does it alone
         client.generate("something else " * 20, max_tokens=2)  # so that it knows what computing costs
         again = client.generate(second, max_tokens=24, temperature=0, ignore_eos=True)
         assert again.text == expected.text

@@ -147,7 +147,8 @@ def test_ray_replaces_a_killed_worker(cluster, worker):
 
     assert eventually(serves, within_s=60) == " can vary widely"
     eventually(lambda: cluster.pid(worker) != pid, within_s=30)
-    assert cluster.loads()["decode-0"].prefill_tokens == 0
+    if worker == "decode-0":  # without a prefill worker it computes the prompt itself
+        assert cluster.loads()["decode-0"].prefill_tokens == 0
 
 
 def test_two_by_two_uses_all_workers(home):
