@@ -1,8 +1,8 @@
 """A `GenerateRequest` becomes a `SequenceSpec`, once, or is refused with every field that is wrong, by name.
 
 What is decided here:
-- `max_tokens` unset: the room that the prompt leaves, of which an answer to a text takes at most 16. Set: prompt + max_tokens beyond the
-  model's length is refused with both numbers, never clipped in silence.
+- `max_tokens` unset: the room that the prompt leaves, of which an answer to a text takes at most 16. Set: prompt +
+  max_tokens beyond the model's length is refused with both numbers, never clipped in silence.
 - `seed` unset: the caller's, so that every worker of the request sees the same one.
 - A field whose feature is not there yet is refused when it asks for something (resumable_s = 0 asks for nothing).
 """

@@ -91,6 +91,22 @@ def test_a_killed_process_is_replaced(cluster, name):
     eventually(lambda: all(load.blocks.available == load.blocks.total for load in cluster.loads().values()))
 
 
+def test_a_stream_survives_its_router(cluster):
+    """The SDK resumes it at the router that takes the place; nothing of the request was left anywhere."""
+    eventually(lambda: serves(cluster), within_s=30)
+    with cluster.client() as client:
+        expected = client.generate("a survivor", **LONG)
+    with cluster.client(max_retries=10) as client, client.stream("a survivor", **LONG) as stream:
+        while len(stream.tokens) < 50:
+            next(stream)
+        kill(cluster, "router")
+        answer = stream.collect()
+    assert stream.resumed >= 1
+    assert answer.tokens == expected.tokens
+    assert answer.text == expected.text
+    eventually(lambda: all(load.blocks.available == load.blocks.total for load in cluster.loads().values()))
+
+
 def test_a_killed_supervisor_takes_all_with_it(module_home, tmp_path):
     config = tmp_path / "orphans.yaml"
     config.write_text("name: orphans\nray: {address: none}\n")
