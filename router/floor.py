@@ -39,6 +39,7 @@ class RouterSettings:
     policy: str = "predicted"
     slo_ttft_s: float = 1.0
     slo_itl_s: float = 0.1  # policy `predicted` keeps to it where it can
+    share_port: bool = False  # there are other routers at the same addresses
     local_prefill: bool = False  # also where a prefill worker is there, if it is expected to be sooner
     attempts: int = 3  # at one request, if workers are lost
     queue_max_requests: int = 256

@@ -41,7 +41,8 @@ class Router:
         self.floor = floor
         self.grpc = self.admin = self.metrics = self.http = ""
         guards = [Guard(floor.tokens)] if floor.tokens else []
-        self._public = channel.aio_server(link=channel.PUBLIC, interceptors=guards)
+        share = floor.settings.share_port
+        self._public = channel.aio_server(link=channel.PUBLIC, interceptors=guards, share_port=share)
         self._private = channel.aio_server(link=channel.INTERNAL, interceptors=guards)
         self._metrics = MetricsServer(floor.metrics, ready=floor.pool.serves)
         self._health = health_aio.HealthServicer()
@@ -118,7 +119,7 @@ def _gateway(floor: Floor) -> HttpServer:
         raise ConfigError(f"router.http: {text}") from error
     settings = floor.settings
     serving = GatewaySettings(settings.version, settings.http_body, registry=floor.metrics.registry, tls=settings.tls)
-    return HttpServer(settings.http or "", serving)
+    return HttpServer(settings.http or "", serving, share_port=settings.share_port)
 
 
 async def serve(

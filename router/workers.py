@@ -230,7 +230,8 @@ class WorkerPool:
         """What an operator should know of it; "": nothing."""
         if link.info.role is Role.DECODE and not self._usable(Role.PREFILL):
             return "no prefill worker is there: it computes prompts itself"
-        return self.misfit(link)
+        reason = self.misfit(link)
+        return f"fits no other worker: {reason}" if reason else ""
 
     def _usable(self, role: Role) -> list[WorkerLink]:
         return [link for link in self._links.values() if link.info.role is role and link.usable]

@@ -38,6 +38,7 @@ Tls = Annotated[
     ),
 ]
 Index = Annotated[int, typer.Option("--index", help="the worker's number within its pool")]
+RouterIndex = Annotated[int, typer.Option("--index", min=0, help="the router's number, of router.replicas")]
 Log = Annotated[Path | None, typer.Option("--log", help="write output to the end of this file")]
 
 LOCAL = Path("configs/local.yaml")
@@ -277,11 +278,11 @@ def decode_worker(config: ConfigFile = LOCAL, index: Index = 0, sets: Sets = Non
 
 
 @app.command()
-def router(config: ConfigFile = LOCAL, sets: Sets = None, log: Log = None) -> None:
+def router(config: ConfigFile = LOCAL, index: RouterIndex = 0, sets: Sets = None, log: Log = None) -> None:
     """Run a router as a plain process."""
     from baton.cli import roles
 
-    roles.run_router(config, sets or [], log)
+    roles.run_router(config, sets or [], log, index)
 
 
 @app.command()

@@ -46,10 +46,11 @@ def census(name: str | None, target: str | None, tls: Path | None = None, *, as_
     """Print it. Exit code 1 if something is unaccounted for in two looks in a row. Raises NoWorker without a router."""
     running = None if target else find_cluster(name)
     reach, admin = find_reach(running, tls), from_here(running.admin) if running else str(target)
-    censuses, found = look(admin, reach)
+    others = [from_here(other) for other in running.admins[1:] if other] if running else []
+    censuses, found = look(admin, reach, others)
     if found:
         time.sleep(PAUSE_S)
-        censuses, again = look(admin, reach)
+        censuses, again = look(admin, reach, others)
         found = [problem for problem in again if problem in found]
     if as_json:
         workers = [dataclasses.asdict(one) for one in censuses]
@@ -61,9 +62,12 @@ def census(name: str | None, target: str | None, tls: Path | None = None, *, as_
         raise typer.Exit(1)
 
 
-def look(admin: str, reach: Reach = NO_REACH) -> tuple[list[Census], list[Problem]]:
-    """The census of each worker that this router knows. A request that ran before it or after it is one that runs."""
-    before, censuses, found = _ask(admin, reach, _requests), [], []
+def look(admin: str, reach: Reach = NO_REACH, others: Sequence[str] = ()) -> tuple[list[Census], list[Problem]]:
+    """The census of each worker that this router knows. A request that ran before it or after it is one that runs, here
+    or at one of the other routers.
+    """
+    routers, censuses, found = [admin, *others], [], []
+    before = [_ask(router, reach, _requests) for router in routers]
     for worker in _ask(admin, reach, _workers):
         ref = worker.info.ref
         try:
@@ -71,7 +75,7 @@ def look(admin: str, reach: Reach = NO_REACH) -> tuple[list[Census], list[Proble
         except BatonError as error:
             found.append(Problem(ref.worker_id, None, f"cannot be asked: {error}"))
     running: dict[str, set[str]] = {}
-    for reply in (before, _ask(admin, reach, _requests)):
+    for reply in (*before, *(_ask(router, reach, _requests) for router in routers)):
         running.setdefault(reply.router_id, set()).update(reply.request_ids)
     return censuses, [*found, *problems(censuses, running)]
 

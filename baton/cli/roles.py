@@ -61,13 +61,13 @@ def run_role(role: str, file: Path, sets: Sequence[str], index: int, log_file: P
     run(settings, stop, ready)
 
 
-def run_router(file: Path, sets: Sequence[str], log_file: Path | None) -> None:
+def run_router(file: Path, sets: Sequence[str], log_file: Path | None, index: int = 0) -> None:
     """Run a router until SIGTERM or SIGINT; a second signal ends it at once."""
     config = _prepare(file, sets, log_file)
-    asyncio.run(_route(config))
+    asyncio.run(_route(config, index))
 
 
-async def _route(config: ClusterConfig) -> None:
+async def _route(config: ClusterConfig, index: int) -> None:
     from baton.ledger.directory_view import DirectoryView
     from baton.ledger.ledger import Ledger
     from baton.tokenizer import load_tokenizer
@@ -77,7 +77,7 @@ async def _route(config: ClusterConfig) -> None:
     tokenizer = load_tokenizer(config.model.path)
     directory = DirectoryView(ledger.connection)
     following = asyncio.create_task(directory.run(), name="prefix directory")
-    handle = await serve(router_settings(config), ledger.workers, tokenizer, prefixes=directory.prefixes)
+    handle = await serve(router_settings(config, index), ledger.workers, tokenizer, prefixes=directory.prefixes)
     bound = {"grpc": handle.grpc, "admin": handle.admin, "metrics": handle.metrics}
     report_ready(bound | ({"http": handle.http} if handle.http else {}) | {"pid": os.getpid()})
     await _told_to_stop()
@@ -121,8 +121,10 @@ async def _told_to_stop() -> None:
         loop.remove_signal_handler(number)
 
 
-def router_settings(config: ClusterConfig) -> RouterSettings:
-    """What the cluster file says about its router."""
+def router_settings(config: ClusterConfig, index: int = 0) -> RouterSettings:
+    """What the cluster file says about its router number `index`: all listen for clients at the same addresses, and the
+    later ones for operators wherever there is a port.
+    """
     from router.floor import RouterSettings
 
     router = config.router
@@ -135,8 +137,9 @@ def router_settings(config: ClusterConfig) -> RouterSettings:
         tokens=config.security.tokens,
         version=__version__,
         grpc=router.grpc,
-        admin=router.admin,
-        metrics=router.metrics,
+        admin=router.admin if index == 0 else _any_port(router.admin),
+        metrics=router.metrics if index == 0 else _any_port(router.metrics),
+        share_port=router.replicas > 1,
         http=router.http,
         http_body=router.http_body,
         policy=router.policy,
@@ -150,3 +153,7 @@ def router_settings(config: ClusterConfig) -> RouterSettings:
         client_stall_s=router.slow_reader_s,
         worker_silence_s=config.ledger.lease_s,  # as long as a worker may be silent in the ledger, at least three beats
     )
+
+
+def _any_port(address: str) -> str:
+    return f"{address.rpartition(':')[0]}:0"

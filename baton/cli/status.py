@@ -62,7 +62,7 @@ def show(cluster: ClusterStatus) -> None:
         table.add_row(*_row(worker))
     for worker in cluster.workers:
         if worker.note:
-            typer.echo(f"{worker.info.ref.worker_id} fits no other worker: {worker.note}")
+            typer.echo(f"{worker.info.ref.worker_id}: {worker.note}")
     width = None if sys.stdout.isatty() else 240
     Console(width=width).print(table)
 

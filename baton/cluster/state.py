@@ -63,6 +63,7 @@ class ClusterState:
     ray: str
     processes: dict[str, ProcessId] = field(default_factory=dict)
     http: str = ""  # empty: no gateway
+    admins: list[str] = field(default_factory=list)  # of all routers
 
     @property
     def ready(self) -> bool:

@@ -64,7 +64,11 @@ class Supervisor:
         self._folder = folder
         self._workers = workers
         self._redis: KeptRedis | None = None
-        self._router = Child(ProcessSpec("router", router_command, folder.logs / "router.log"))
+        self._routers = [Child(ProcessSpec("router", router_command, folder.logs / "router.log"))]
+        for index in range(1, config.router.replicas):
+            name, argv = f"router-{index}", [*router_command, "--index", str(index)]
+            self._routers.append(Child(ProcessSpec(name, argv, folder.logs / f"{name}.log")))
+        self._router = self._routers[0]  # decides on ports that are not given; the others listen where it does
         self._redis_url = config.redis.url
 
     def run(self, stop: Stop, ready: Callable[[ClusterState], None]) -> None:
@@ -84,21 +88,26 @@ class Supervisor:
             self._workers.start(self._plans())
             self._router.wait_ready(stop)  # first: it says soon what is wrong, a model may load for minutes
             self._workers.wait_ready(stop)
-            self._wait_serving(stop)
+            self._wait_serving(stop, self._router)
             self._write_config()  # a router that is replaced listens where the first one did
+            for other in self._routers[1:]:
+                other.start()
+            for other in self._routers[1:]:
+                other.wait_ready(stop)
+                self._wait_serving(stop, other)
             self._folder.write_state(self._state())
             ready(self._state())
             self._watch(stop)
 
-    def _wait_serving(self, stop: Stop) -> None:
+    def _wait_serving(self, stop: Stop, router: Child) -> None:
         """Until the router has found all workers: no request waits for that, and load spreads from the first on."""
         clock, workers = SystemClock(), len(self._plans())
         deadline = clock.monotonic() + SERVING_S
-        while not router_serves(str(self._router.ready["metrics"]), workers):
+        while not router_serves(str(router.ready["metrics"]), workers):
             stop.check()
             if clock.monotonic() > deadline:
                 raise StartError(
-                    f"the router did not find all {workers} workers in {SERVING_S:g} s:\n{tail(self._router.spec.log)}"
+                    f"the router did not find all {workers} workers in {SERVING_S:g} s:\n{tail(router.spec.log)}"
                 )
             stop.drain.wait(READY_POLL_S)
 
@@ -132,33 +141,37 @@ class Supervisor:
             if self._redis is not None:
                 self._redis.poll()
             self._workers.poll()
-            if self._router.poll():
-                self._follow_router(stop)
+            for router in self._routers:
+                if router.poll():
+                    self._follow_router(router, stop)
             if (now := self._processes()) != known:
                 known = now
                 self._folder.write_state(self._state())
 
-    def _follow_router(self, stop: Stop) -> None:
+    def _follow_router(self, router: Child, stop: Stop) -> None:
         """Wait for a router that was started again. One that fails is replaced too, until that is hopeless."""
         try:
-            self._router.wait_ready(stop)
+            router.wait_ready(stop)
         except Cancelled:
             return  # `_watch` sees it too
         except BatonError as error:
             log.warning("router_not_back", error=str(error))
-            self._router.wait(0.0)
+            router.wait(0.0)
 
     def _stop_processes(self, stop: Stop) -> None:
-        """The router first: it finishes what it has while the workers are still there."""
-        self._router.terminate()
+        """The routers first: they finish what they have while the workers are still there."""
+        for router in self._routers:
+            router.terminate()
         waited = 0.0
-        while self._router.pid is not None and waited < DRAIN_S and not stop.now.wait(POLL_S):
+        while (
+            any(router.pid is not None for router in self._routers) and waited < DRAIN_S and not stop.now.wait(POLL_S)
+        ):
             waited += POLL_S
-        stop_all([self._router], 0.0 if stop.now.is_set() else STOP_S)
+        stop_all(self._routers, 0.0 if stop.now.is_set() else STOP_S)
         self._workers.stop(STOP_S)
 
     def _processes(self) -> dict[str, ProcessId]:
-        pids = {"router": self._router.pid, **self._workers.pids()}
+        pids = {**{router.spec.name: router.pid for router in self._routers}, **self._workers.pids()}
         if self._redis is not None:
             pids["redis"] = self._redis.pid
         found: dict[str, ProcessId] = {}
@@ -180,4 +193,5 @@ class Supervisor:
             ray=self._config.ray.address,
             processes=self._processes(),
             http=str(said.get("http", "")),
+            admins=[str(router.ready.get("admin", "")) for router in self._routers],
         )

@@ -23,7 +23,6 @@ LATER = "is not built yet in this version; leave it out"
 # Keys whose feature comes later: naming one is an error, so that nobody believes that it works. None: any value.
 NOT_BUILT: dict[str, tuple[object, ...] | None] = {
     "mode": ("colocated",),
-    "router.replicas": None,
     "router.advertise": None,
     "router.interface": None,
     "prefill.autoscale": None,
@@ -35,7 +34,7 @@ NOT_BUILT: dict[str, tuple[object, ...] | None] = {
     "thinking": None,
     "resumable_s": None,
 }
-HARMLESS: dict[str, object] = {"router.replicas": 1}
+HARMLESS: dict[str, object] = {}
 
 Tree = dict[str, Any]
 

@@ -1,7 +1,8 @@
 """Channels and servers with the options that Baton relies on, and a `bind` that says why it failed.
 
 gRPC notices a frozen peer only when `grpc.http2.ping_timeout_ms` is set too: the two usual keepalive options alone
-leave a call hanging for ever. A listener never shares its port (`grpc.so_reuseport`): a port in use is an error.
+leave a call hanging for ever. A listener does not share its port (`grpc.so_reuseport`) unless told so: a port in use is
+an error.
 """
 
 from __future__ import annotations
@@ -41,11 +42,11 @@ def channel_options(link: Link, *, proxy: bool = False) -> Options:
     ]
 
 
-def server_options(link: Link) -> Options:
+def server_options(link: Link, *, share_port: bool = False) -> Options:
     """Options of a server's side. By default gRPC ends a connection whose client pings three times during a silence."""
     return [
         *_common_options(link),
-        ("grpc.so_reuseport", 0),
+        ("grpc.so_reuseport", int(share_port)),
         ("grpc.http2.min_ping_interval_without_data_ms", 200),
     ]
 
@@ -98,9 +99,14 @@ def sync_channel(
     return grpc.secure_channel(address, credentials, options=options)
 
 
-def aio_server(*, link: Link = INTERNAL, interceptors: Sequence[grpc.aio.ServerInterceptor] = ()) -> grpc.aio.Server:
-    """A server without services; add them, then `bind`, then `await server.start()`."""
-    return grpc.aio.server(interceptors=interceptors, options=server_options(link))
+def aio_server(
+    *, link: Link = INTERNAL, interceptors: Sequence[grpc.aio.ServerInterceptor] = (), share_port: bool = False
+) -> grpc.aio.Server:
+    """A server without services; add them, then `bind`, then `await server.start()`.
+
+    `share_port`: other processes that say so too may listen on the same port; the kernel spreads connections.
+    """
+    return grpc.aio.server(interceptors=interceptors, options=server_options(link, share_port=share_port))
 
 
 def bind(server: grpc.aio.Server, address: str, credentials: grpc.ServerCredentials | None = None) -> str:

@@ -44,10 +44,10 @@ class _Embedded(uvicorn.Server):
 class HttpServer:
     """The gateway on its listener. `address` is what was bound."""
 
-    def __init__(self, address: str, settings: GatewaySettings) -> None:
+    def __init__(self, address: str, settings: GatewaySettings, *, share_port: bool = False) -> None:
         """Binds "host:port" (port 0: any free one). Raises ConfigError saying why it cannot."""
         self._settings = settings
-        self._socket = _bind(address)
+        self._socket = _bind(address, share_port)
         self.address = f"{address.rpartition(':')[0]}:{self._socket.getsockname()[1]}"
         self._upstream: Upstream | None = None
         self._server: _Embedded | None = None
@@ -110,11 +110,11 @@ def reachable(address: str) -> str:
     return f"{_ANY.get(host, host)}:{port}"
 
 
-def _bind(address: str) -> socket.socket:
+def _bind(address: str, share_port: bool) -> socket.socket:
     host, _, port = address.rpartition(":")
     host = host.strip("[]")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        return socket.create_server((host, int(port)), family=family, backlog=_BACKLOG)
+        return socket.create_server((host, int(port)), family=family, backlog=_BACKLOG, reuse_port=share_port)
     except (OSError, ValueError, OverflowError) as error:
         raise ConfigError(f"cannot listen for HTTP on {address!r}: {error}") from error

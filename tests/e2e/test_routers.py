@@ -1,0 +1,89 @@
+"""Several routers at one address, which share nothing but Redis: either serves, and either goes on for the other."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+
+import pytest
+
+from baton import Client
+from baton.errors import BatonError
+from tests.e2e.conftest import eventually
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+LONG = {"max_tokens": 800, "temperature": 0, "ignore_eos": True}
+STREAMS = 12
+
+
+@pytest.fixture(scope="module")
+def cluster(module_home):
+    with module_home.cluster("configs/no-ray.yaml", "model.path=oracle", "router.replicas=2") as running:
+        yield running
+
+
+def statuses(cluster):
+    found = []
+    for admin in cluster.state().admins:
+        with Client(cluster.state().grpc, admin=admin, timeout=10) as client:
+            found.append(client.cluster())
+    return found
+
+
+class Streams:
+    """Each over a connection of its own; the kernel says which router it is."""
+
+    def __init__(self, cluster):
+        self.answers, self.resumed, self.errors = {}, 0, []
+        self._under_way = threading.Barrier(STREAMS + 1)
+        self._cluster = cluster
+        self._threads = [threading.Thread(target=self._one, args=(number,)) for number in range(STREAMS)]
+        for thread in self._threads:
+            thread.start()
+        self._under_way.wait(30)
+
+    def _one(self, number):
+        try:
+            with self._cluster.client(max_retries=10) as client, client.stream(f"stream {number}", **LONG) as stream:
+                while len(stream.tokens) < 5:
+                    next(stream)
+                self._under_way.wait(30)
+                self.answers[number] = stream.collect().tokens
+                self.resumed += stream.resumed
+        except (BatonError, threading.BrokenBarrierError) as error:
+            self.errors.append(repr(error))
+            self._under_way.abort()
+
+    def join(self):
+        for thread in self._threads:
+            thread.join(90)
+        assert self.errors == []
+        return self.answers
+
+
+def test_both_serve_at_one_address(cluster):
+    assert len(set(cluster.state().admins)) == 2
+    streams = Streams(cluster)
+    running = [status.running for status in statuses(cluster)]
+    census = cluster.home.baton("status", "--census", "--name", cluster.name)
+    assert sorted(streams.join()) == list(range(STREAMS))
+    assert census.returncode == 0, census.stdout
+    assert all(status.finished for status in statuses(cluster)), f"one had nothing to do: {running}"
+    assert streams.resumed == 0
+
+
+@pytest.mark.parametrize("name", ["router", "router-1"])
+def test_one_goes_on_for_the_other(cluster, name):
+    streams = Streams(cluster)
+    pid = cluster.pid(name)
+    os.kill(pid, signal.SIGKILL)
+    answers = streams.join()
+    assert sorted(answers) == list(range(STREAMS))
+    with cluster.client(max_retries=10) as client:
+        for number in (0, STREAMS - 1):
+            assert client.generate(f"stream {number}", **LONG).tokens == answers[number]
+    eventually(lambda: cluster.pid(name) != pid, within_s=30)
+    eventually(lambda: all(cluster.state().admins) and len(statuses(cluster)) == 2, within_s=30)
+    eventually(lambda: all(load.blocks.available == load.blocks.total for load in cluster.loads().values()))
+    assert cluster.home.baton("status", "--census", "--name", cluster.name, check=True)
