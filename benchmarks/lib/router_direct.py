@@ -1,0 +1,85 @@
+"""A client that speaks to one prefill and one decode worker as a router does, with nothing in between."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from contextlib import AsyncExitStack
+from typing import TYPE_CHECKING, Self
+
+from baton.core import PROTOCOL_VERSION, HandoffId
+from baton.rpc import convert
+from baton.rpc.channel import aio_channel
+from baton.rpc.v1 import admin_pb2, admin_pb2_grpc
+from baton.rpc.v1 import worker_pb2 as pb
+from baton.rpc.v1.worker_pb2_grpc import WorkerStub
+
+if TYPE_CHECKING:
+    from baton.core import WorkerInfo
+    from baton.rpc.v1 import inference_pb2
+
+
+class _Stream:
+    """To one worker. `next` gives what it said of a handoff, in order; what it says of older ones is dropped."""
+
+    def __init__(self, call: object, info: WorkerInfo) -> None:
+        self.call, self.info = call, info
+
+    async def send(self, **command: object) -> None:
+        await self.call.write(pb.RouterMessage(commands=[pb.RouterCommand(**command)]))  # type: ignore[attr-defined,arg-type]
+
+    async def until(self, handoff: HandoffId, *kinds: str) -> pb.WorkerEvent:
+        while True:
+            message = await self.call.read()  # type: ignore[attr-defined]
+            for event in message.events:
+                if event.handoff.request_id == handoff.request_id and event.WhichOneof("event") in kinds:
+                    return event  # type: ignore[no-any-return]
+
+
+class Direct:
+    """An async context manager; `admin` is where a router says who the workers are."""
+
+    def __init__(self, admin: str) -> None:
+        self._admin = admin
+        self._leaving = AsyncExitStack()
+        self._numbers = itertools.count(1)
+
+    async def __aenter__(self) -> Self:
+        async with aio_channel(self._admin) as channel:
+            status = await admin_pb2_grpc.AdminStub(channel).Status(admin_pb2.StatusRequest())
+        infos = {info.role.value: info for info in (convert.info_from_pb(w.info) for w in status.workers)}
+        self._prefill, self._decode = [await self._open(infos[role]) for role in ("prefill", "decode")]
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._leaving.aclose()
+
+    async def _open(self, info: WorkerInfo) -> _Stream:
+        channel = await self._leaving.enter_async_context(aio_channel(info.ref.address))
+        call = WorkerStub(channel).Connect()
+        self._leaving.callback(call.cancel)
+        stream = _Stream(call, info)
+        incarnation = convert.incarnation_to_pb(info.ref.incarnation)
+        hello = pb.RouterHello(router_id="benchmark", protocol_version=PROTOCOL_VERSION, worker=incarnation)
+        await stream.send(hello=hello)
+        return stream
+
+    async def first_token(self, request: inference_pb2.GenerateRequest) -> float:
+        """Seconds from the Reserve to the first token at the prefill worker's stream; returns after the last token."""
+        handoff = HandoffId(f"direct-{time.time_ns()}-{next(self._numbers)}", 1)
+        name, began = convert.handoff_to_pb(handoff), time.perf_counter()
+        spec = pb.SequenceSpec(prompt=request.token_ids.ids, sampling=request.sampling)
+        total = len(spec.prompt) + spec.sampling.max_tokens
+        fingerprint = self._decode.info.fingerprint
+        await self._decode.send(
+            reserve=pb.Reserve(handoff=name, fingerprint=fingerprint, known_tokens=len(spec.prompt), max_total=total)
+        )
+        reserved = await self._decode.until(handoff, "reserved")
+        to, skip = convert.ref_to_pb(self._decode.info.ref), reserved.reserved.cached_tokens
+        await self._prefill.send(prefill=pb.Prefill(handoff=name, spec=spec, to=to, skip=skip))
+        await self._prefill.until(handoff, "tokens")
+        took = time.perf_counter() - began
+        async with asyncio.timeout(10):
+            await self._decode.until(handoff, "finish")
+        return took
