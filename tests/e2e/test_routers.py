@@ -6,10 +6,14 @@ import os
 import signal
 import threading
 
+import grpc
 import pytest
 
 from baton import Client
 from baton.errors import BatonError
+from baton.rpc.v1 import common_pb2
+from baton.rpc.v1 import inference_pb2 as pb
+from baton.rpc.v1.inference_pb2_grpc import InferenceStub
 from tests.e2e.conftest import eventually
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
@@ -32,7 +36,7 @@ def statuses(cluster):
 
 
 class Streams:
-    """Each over a connection of its own; the kernel says which router it is."""
+    """Long ones, side by side."""
 
     def __init__(self, cluster):
         self.answers, self.resumed, self.errors = {}, 0, []
@@ -69,8 +73,17 @@ def test_both_serve_at_one_address(cluster):
     census = cluster.home.baton("status", "--census", "--name", cluster.name)
     assert sorted(streams.join()) == list(range(STREAMS))
     assert census.returncode == 0, census.stdout
-    assert all(status.finished for status in statuses(cluster)), f"one had nothing to do: {running}"
+    assert sum(running) == STREAMS
     assert streams.resumed == 0
+
+
+def test_connections_spread(cluster):
+    request = pb.GenerateRequest(text="hello", sampling=common_pb2.Sampling(max_tokens=1))
+    own = [("grpc.use_local_subchannel_pool", 1)]  # else equal channels of one process share a connection
+    for _ in range(24):
+        with grpc.insecure_channel(cluster.state().grpc, options=own) as channel:
+            list(InferenceStub(channel).Generate(request, timeout=10))
+    assert all(status.finished for status in statuses(cluster)), "one had nothing to do"
 
 
 @pytest.mark.parametrize("name", ["router", "router-1"])
