@@ -71,7 +71,7 @@ def test_the_checkpoint_completes_heldout_prompts_and_the_seed_prompts() -> None
 def test_the_folder_is_small_and_holds_no_pickle() -> None:
     files = [path for path in DEMO.rglob("*") if path.is_file()]
     assert sum(path.stat().st_size for path in files) <= 10 * MEGABYTE
-    assert {path.suffix for path in files} == {".json", ".safetensors"}
+    assert {path.suffix for path in files} == {".jinja", ".json", ".safetensors"}
     header = (DEMO / "model.safetensors").read_bytes()
     assert isinstance(json.loads(header[8 : 8 + int.from_bytes(header[:8], "little")]), dict)
 
