@@ -128,7 +128,7 @@ class Inference(InferenceServicer):
         finally:
             floor.running.remove(call)
             for name in names:
-                if floor.named[name] is call:
+                if floor.named.get(name) is call:  # who took over may have gone first
                     del floor.named[name]
 
     async def Cancel(self, request: pb.CancelRequest, context: Context) -> pb.CancelReply:

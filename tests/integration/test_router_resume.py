@@ -15,7 +15,9 @@ from grpc import aio
 from baton.errors import Cancelled, EngineFault, InvalidRequest, WorkerLost
 from baton.rpc.v1 import common_pb2
 from baton.rpc.v1 import inference_pb2 as pb
-from router.call import seed_of
+from baton.tokenizer import OracleTokenizer
+from router.call import Call, seed_of
+from router.service import Inference
 from tests.integration.router_support import LAYOUT, Cluster, at, clusters, expected, ids_of, kinds, until
 
 PROMPT = [1, 2, 3]
@@ -263,6 +265,25 @@ async def test_a_census_knows_all_choices(make):
 
 
 # --- the same request again
+
+
+async def test_who_takes_over_may_be_gone_first(make):
+    floor = (await make()).router.floor
+    inference = Inference(floor, OracleTokenizer())
+    task = asyncio.current_task()
+    assert task is not None
+    older, newer = Call(floor, task, 60.0), Call(floor, task, 60.0)
+
+    async def take_over() -> None:
+        async with older.scope, inference._entered(older, "k"):
+            async with newer.scope, inference._entered(newer, "k"):
+                pass
+            await asyncio.Event().wait()
+
+    with pytest.raises(TimeoutError):  # the older one is told to end
+        await take_over()
+    assert str(older.reason) == "another call has taken over this request"
+    assert (floor.named, floor.running) == ({}, set())
 
 
 async def test_who_comes_again_with_a_key_takes_over_and_is_sampled_alike(make):
