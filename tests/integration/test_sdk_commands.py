@@ -221,6 +221,7 @@ async def test_in_a_terminal_errors_and_ctrl_c_leave_the_conversation(server: tu
         os.write(ours, b"hi\n")
         await until("3:hi!")
         await until("TTFT")
+        await until("> ")  # before it the terminal is not readline's yet, and takes Ctrl-D for the end of a line
         os.write(ours, b"\x04")
         assert await soon(process.wait()) == 0
     finally:
