@@ -19,6 +19,7 @@ MAX_STOP_CHARS = 256
 MAX_STOP_TOKEN_IDS = 1024
 MAX_LOGIT_BIAS = 1024
 MAX_PRIORITY = 100
+MAX_RESUMABLE_S = 600
 MAX_SHOWN_MODEL_CHARS = 128
 MAX_CHAT_BYTES = 1_000_000
 MAX_CHAT_MESSAGES = 10_000
@@ -77,6 +78,7 @@ CAPS: tuple[Cap, ...] = (
     Cap("`sampling.stop_token_ids`", MAX_STOP_TOKEN_IDS, "ids", _REFUSED),
     Cap("`sampling.logit_bias`", MAX_LOGIT_BIAS, "entries", _REFUSED),
     Cap("`priority`, above and below 0", MAX_PRIORITY, "", _REFUSED),
+    Cap("`resumable_s`", MAX_RESUMABLE_S, "seconds", _REFUSED),
     Cap("`chat`", MAX_CHAT_BYTES, "bytes", _REFUSED),
     Cap("`chat.messages`", MAX_CHAT_MESSAGES, "messages", _REFUSED),
     Cap("each `role` of them", MAX_ROLE_CHARS, "characters", _REFUSED),

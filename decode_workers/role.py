@@ -12,27 +12,30 @@ from typing import TYPE_CHECKING
 
 import structlog
 
-from baton.core import HandoffId, WorkerInfo
-from baton.errors import DeadlineExceeded, HandoffError, InvalidRequest, StaleAttempt
+from baton.core import HandoffId, SequenceSpec, WorkerInfo
+from baton.errors import Cancelled, DeadlineExceeded, HandoffError, InvalidRequest, StaleAttempt
 from baton.ledger.ownership_table import RecordState
 from baton.rpc import convert
 from baton.rpc.v1 import worker_pb2
 from baton.worker import events
 from baton.worker.census import Holding
 from baton.worker.commands import deadline_after
+from decode_workers.parking import Nobody, Parking
+from decode_workers.pins import Pins
 from decode_workers.reservations import Reservations, State
-from kvtransfer.handoff import CommitState, PushEnd, PushJob, PushResult
+from decode_workers.reserving import holdings, refusal_of
 
 if TYPE_CHECKING:
     from baton.clock import Clock
-    from baton.engine.blocks import Allocation
     from baton.engine.engine import Engine
     from baton.engine.outcome import StepResult
-    from baton.history import Blocks
     from baton.ledger.ownership import OwnershipLog
     from baton.worker.loop import EngineLoop
     from baton.worker.session import Session
     from baton.worker.transfers import Pusher
+    from kvtransfer.handoff import CommitState, PushResult
+
+    Owner = Session | Nobody
 
 log = structlog.get_logger(__name__)
 
@@ -47,15 +50,22 @@ class DecodeRole:
         self._records = records
         self._clock = clock
         self._history = engine.pool.history
-        self._sessions: dict[HandoffId, Session] = {}
+        self._sessions: dict[HandoffId, Owner] = {}
         self._adopted: set[HandoffId] = set()
-        self.reservations = Reservations(info.fingerprint, self.committed, self.fetch, self._history)
-        self._pusher: Pusher | None = None
-        self._pins: dict[HandoffId, Allocation] = {}  # of what is being fetched from here
+        self.pins = Pins(info, engine, loop, self._shared)
+        self.reservations = Reservations(info.fingerprint, self.committed, self.pins.fetch, self._history)
+        self.parking = Parking(clock)
 
     def attach(self, pusher: Pusher) -> None:
         """`pusher` sends what prefill workers fetch."""
-        self._pusher = pusher
+        self.pins.pusher = pusher
+
+    def push_ended(self, handoff: HandoffId, outcome: PushResult | HandoffError) -> None:
+        """What was fetched is not read any more. From a transfer thread, once per push."""
+        self.pins.push_ended(handoff, outcome)
+
+    def _shared(self, handoff: HandoffId) -> list[int]:
+        return self.reservations.shared(handoff)
 
     # --- commands ------------------------------------------------------------------------------------------------
 
@@ -70,44 +80,34 @@ class DecodeRole:
                 self._fence(session, convert.handoff_from_pb(command.fence.handoff))
             case "release":
                 self._release(session, convert.handoff_from_pb(command.release.handoff))
+            case "attach":
+                self._attach(session, command.attach)
             case kind:
-                raise InvalidRequest.of(
-                    "command", f"a decode worker takes reserve, prefill, fence and release, not {kind}"
-                )
+                text = f"a decode worker takes reserve, prefill, fence, release and attach, not {kind}"
+                raise InvalidRequest.of("command", text)
 
     def _reserve(self, session: Session, message: worker_pb2.Reserve) -> None:
         handoff = convert.handoff_from_pb(message.handoff)
         deadline = deadline_after(message.deadline_s, self._clock)
-        if (refusal := self._refusal(handoff, message)) is not None:
+        deadline_after(message.resumable_s, self._clock, "resumable_s")  # its range is the same
+        refusal = refusal_of(message, handoff, self._info, self.reservations, self._sessions)
+        if refusal is not None:
             session.emit([refusal])
             return
-        reservation = self._engine.reserve(message.known_tokens, message.prefix)
+        # All that the model can take may be known: the request has ended then, which remains to be said.
+        room = min(message.known_tokens, self._info.max_model_len - 1)
+        reservation = self._engine.reserve(room, message.prefix)
         if reservation is None:
             text = f"no room for {message.known_tokens} tokens now"
             session.emit([events.refused(handoff, worker_pb2.REFUSAL_REASON_NO_ROOM, text)])
             return
         self._history.blocks("reserved", handoff, reservation, shared=len(reservation.shared))
         self.reservations.open(handoff, reservation, message.known_tokens, deadline)
+        self.parking.open(handoff, message.stream, message.resumable_s)
         self._sessions[handoff] = session
         session.handoffs.add(handoff)
         self._records.note(handoff, session.router_id, RecordState.RESERVED)
         session.emit([events.reserved(handoff, reservation.cached_tokens)])
-
-    def _refusal(self, handoff: HandoffId, message: worker_pb2.Reserve) -> worker_pb2.WorkerEvent | None:
-        if message.fingerprint != self._info.fingerprint:
-            text = f"fingerprint: {message.fingerprint} asked, {self._info.fingerprint} is served here"
-            return events.refused(handoff, worker_pb2.REFUSAL_REASON_FINGERPRINT, text)
-        most = self._info.max_model_len
-        if not 1 <= message.known_tokens < most or message.max_total > most:
-            text = f"{message.known_tokens} tokens, {message.max_total} with all that may follow, of {most} at most"
-            return events.refused(handoff, worker_pb2.REFUSAL_REASON_TOO_LONG, text)
-        if handoff in self._sessions:
-            return events.refused(handoff, worker_pb2.REFUSAL_REASON_STALE, f"{handoff} is here already")
-        try:
-            self.reservations.check_new(handoff)
-        except StaleAttempt as error:
-            return events.refused(handoff, worker_pb2.REFUSAL_REASON_STALE, str(error))
-        return None
 
     def _compute(self, session: Session, message: worker_pb2.Prefill) -> None:
         """The prompt is computed here as well, in what was reserved for it: nobody hands it over."""
@@ -129,8 +129,30 @@ class DecodeRole:
             session.emit([events.finished(handoff, finish)])
             return
         self._engine.submit(handoff, spec)
+        self._decodes(handoff, spec, session)
+
+    def _decodes(self, handoff: HandoffId, spec: SequenceSpec, session: Owner) -> None:
+        """The engine has it."""
         self._adopted.add(handoff)
-        self._records.note(handoff, session.router_id, RecordState.COMMITTED)
+        self.parking.begin(handoff, spec)
+        self._records.note(handoff, session.router_id, RecordState.COMMITTED, self.parking.name(handoff))
+
+    def _attach(self, session: Session, message: worker_pb2.Attach) -> None:
+        """Another router has died, or is about to: this one's client wants the rest."""
+        handoff, spec = convert.handoff_from_pb(message.handoff), convert.spec_from_pb(message.spec)
+        missed = self.parking.attach(handoff, spec)
+        if missed is None:
+            text = f"nothing that follows {len(spec.known)} tokens of {handoff} is here"
+            session.emit([events.refused(handoff, worker_pb2.REFUSAL_REASON_STALE, text)])
+            return
+        owner = self._sessions.get(handoff)
+        if owner is not None and owner is not session:
+            owner.handoffs.discard(handoff)
+            owner.emit([events.failed(handoff, Cancelled(f"router {session.router_id} has taken over"))])
+        if owner is not None:
+            self._sessions[handoff] = session
+        session.handoffs.add(handoff)  # also of what has ended: its log goes with the router, or is parked again
+        session.emit([events.attached(handoff), *missed])
 
     def _fence(self, session: Session, handoff: HandoffId) -> None:
         owner = self._sessions.get(handoff, session)
@@ -144,26 +166,29 @@ class DecodeRole:
 
     def _release(self, session: Session, handoff: HandoffId) -> None:
         owner = self._sessions.get(handoff, session)
+        if owner is not session and self.parking.name(handoff):
+            return  # who had it before, and was told
         self._drop(handoff)
         if owner is not session:
             owner.emit([events.failed(handoff, StaleAttempt(f"released by router {session.router_id}"))])
 
     def gone(self, session: Session) -> None:
         for handoff in list(session.handoffs):
-            self._drop(handoff)
+            if self.parking.park(handoff):
+                self._park(session, handoff)
+            else:
+                self._drop(handoff)
+
+    def _park(self, session: Session, handoff: HandoffId) -> None:
+        session.handoffs.discard(handoff)
+        if handoff in self._sessions:  # else it has ended, and its blocks are free
+            self._sessions[handoff] = self.parking.nobody
+            log.info("parked", handoff=str(handoff), router=session.router_id)
 
     def holdings(self) -> Iterator[Holding]:
         """See `RoleBehaviour.holdings`."""
-        for entry in self.reservations.entries():
-            yield self._holding(entry.handoff, entry.state.name.lower(), entry.reservation)
-        for handoff, allocation in self._engine.holdings():
-            yield self._holding(handoff, "decoding", allocation)
-        for handoff, pin in self._pins.items():
-            yield self._holding(handoff, "fetched", pin)
-
-    def _holding(self, handoff: HandoffId, state: str, held: Blocks | None) -> Holding:
-        session = self._sessions.get(handoff)
-        return Holding(handoff, state, held.blocks if held else (), session.router_id if session else "")
+        owners = {handoff: owner.router_id for handoff, owner in self._sessions.items()}
+        return holdings(self.reservations.entries(), self._engine.holdings(), self.pins.holdings(), owners)
 
     def _drop(self, handoff: HandoffId) -> None:
         """Forget a handoff in whatever state, and free its blocks."""
@@ -174,14 +199,17 @@ class DecodeRole:
             self._history.blocks("let_go", handoff, reservation)
             reservation.release()
         self._engine.release(handoff)
+        self.parking.drop(handoff)
         self._forget(handoff)
 
     def _forget(self, handoff: HandoffId, how: str = "released") -> None:
+        """Nothing is held of it any more. What may be resumed is remembered until its router says that it need not."""
         self._adopted.discard(handoff)
         session = self._sessions.pop(handoff, None)
         if session is not None:
             self._history.note(how, handoff)
-            session.handoffs.discard(handoff)
+            if not self.parking.name(handoff):
+                session.handoffs.discard(handoff)
             self._records.note(handoff, session.router_id, RecordState.RELEASED)
 
     # --- the handoff ---------------------------------------------------------------------------------------------
@@ -201,12 +229,12 @@ class DecodeRole:
         except (InvalidRequest, ValueError) as error:
             self._history.blocks("let_go", handoff, reservation)
             reservation.release()
+            self.parking.drop(handoff)
             self._forget(handoff, "failed")
             session.emit([events.failed(handoff, HandoffError(str(error)))])
             return
-        self._adopted.add(handoff)
         self._history.tokens("adopted", handoff, commit.first)
-        self._records.note(handoff, session.router_id, RecordState.COMMITTED)
+        self._decodes(handoff, commit.spec, session)
         committed = events.committed(
             handoff,
             transfer_s=commit.transfer_s,
@@ -214,58 +242,22 @@ class DecodeRole:
             kv_bytes=commit.kv_bytes,
             transport=commit.transport,
         )
-        session.emit([committed, events.tokens(handoff, commit.first)])
-
-    # --- what a prefill worker lacks of it -----------------------------------------------------------------------
-
-    def fetch(self, job: PushJob) -> None:
-        """Push what is here already of a reservation to its prefill worker. From any thread."""
-        self._loop.submit(partial(self._push_back, job))
-
-    def _push_back(self, job: PushJob) -> None:
-        shared = self.reservations.shared(job.handoff)
-        if (
-            self._pusher is None
-            or job.handoff in self._pins
-            or len(shared) * self._info.layout.block_size < job.known_tokens
-        ):
-            return  # it is over, or was asked for before
-        pin = self._engine.pool.allocate(0, shared=shared)
-        assert pin is not None  # nobody has to make room for what is held
-        self._pins[job.handoff] = pin
-        self._history.blocks("owned", job.handoff, pin, shared=len(pin), part="pin")
-        try:
-            self._pusher.begin(job)
-        except (HandoffError, ValueError) as error:
-            log.warning("fetch_refused", handoff=str(job.handoff), error=str(error))
-            self._unpin(job.handoff)
-            return
-        self._pusher.computed(job.handoff, pin.blocks, self._info.layout.layers, job.known_tokens)
-        self._pusher.finish(job.handoff, PushEnd())
-
-    def push_ended(self, handoff: HandoffId, outcome: PushResult | HandoffError) -> None:
-        """The blocks that were fetched are not read any more. From a transfer thread, once per push."""
-        self._loop.submit(partial(self._unpin, handoff))
-
-    def _unpin(self, handoff: HandoffId) -> None:
-        if (pin := self._pins.pop(handoff, None)) is not None:
-            self._history.blocks("let_go", handoff, pin, part="pin")
-            pin.release()
+        first = events.tokens(handoff, commit.first)
+        self.parking.note(handoff, [first])
+        session.emit([committed, first])
 
     # --- steps ---------------------------------------------------------------------------------------------------
 
     def stepped(self, result: StepResult) -> None:
-        batches: dict[Session, list[worker_pb2.WorkerEvent]] = defaultdict(list)
+        batches: dict[Owner, list[worker_pb2.WorkerEvent]] = defaultdict(list)
         for item in result.outputs:
-            if (session := self._sessions.get(item.key)) is not None:
+            if item.key in self._sessions:
                 self._history.tokens("tokens", item.key, item.tokens)
-                batches[session] += events.output(item)
+                self._say(batches, item.key, events.output(item))
         for key in result.preempted:
-            if (session := self._sessions.get(key)) is not None:
-                batches[session].append(events.preempted(key, "the KV pool is full"))
+            self._say(batches, key, [events.preempted(key, "the KV pool is full")])
         for key, error in result.failed:
-            if (session := self._sessions.get(key)) is not None:
-                batches[session].append(events.failed(key, error))
+            self._say(batches, key, [events.failed(key, error)])
         ended = [(item.key, "finished") for item in result.outputs if item.finish]
         ended += [(key, "preempted") for key in result.preempted] + [(key, "failed") for key, _ in result.failed]
         for key, how in ended:
@@ -273,8 +265,18 @@ class DecodeRole:
         for session, batch in batches.items():
             session.emit(batch)
 
+    def _say(
+        self, batches: dict[Owner, list[worker_pb2.WorkerEvent]], key: HandoffId, said: list[worker_pb2.WorkerEvent]
+    ) -> None:
+        if (session := self._sessions.get(key)) is not None:
+            self.parking.note(key, said)
+            batches[session] += said
+
     def tick(self) -> None:
-        """Reclaim reservations whose deadline passed: fence, free, tell the router."""
+        """Reclaim reservations whose deadline passed: fence, free, tell the router; and what nobody came back for."""
+        for handoff in self.parking.over():
+            log.info("parked_in_vain", handoff=str(handoff))
+            self._drop(handoff)
         for handoff in self.reservations.expired(self._clock.monotonic()):
             if self.reservations.fence(handoff) is State.COMMITTED:
                 continue

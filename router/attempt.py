@@ -22,31 +22,30 @@ from collections.abc import AsyncIterator
 
 from baton.core import Finish, HandoffId, Role, SequenceSpec, Token
 from baton.engine.prefix import Chain, scope_key
-from baton.errors import BatonError, DeadlineExceeded, EngineFault, InvalidRequest, NoWorker, WorkerLost
+from baton.errors import BatonError, EngineFault, InvalidRequest, WorkerLost
 from baton.rpc import convert
 from baton.rpc.v1 import worker_pb2 as pb
 from baton.stages import StageClock
 from baton.telemetry import Metrics
+from router.claim import Claim
 from router.link import Item, Mailbox, WorkerLink
-from router.workers import Claim
+from router.terms import FAILURES, MAY_FIT_LATER, REFUSALS, WORTH_ANOTHER, Lasting
 
 _ANSWER_S = 15.0  # for a Reserve or a Fence, which a live worker answers between two steps
 _SPARE_EVENTS = 16  # events of one handoff that carry no token
-# What a worker's words mean to the client; what is not listed: WorkerLost for a failure, EngineFault for a refusal.
-_FAILURES: dict[str, type[BatonError]] = {"EngineFault": EngineFault, "DeadlineExceeded": DeadlineExceeded}
-_REFUSALS: dict[int, type[BatonError]] = {
-    pb.REFUSAL_REASON_FINGERPRINT: NoWorker,  # it serves another model now
-    pb.REFUSAL_REASON_STALE: WorkerLost,
-}
-_WORTH_ANOTHER = (WorkerLost, NoWorker)
-_MAY_FIT_LATER = (pb.REFUSAL_REASON_NO_ROOM, pb.REFUSAL_REASON_DRAINING)
 
 
 class Attempt:
     """Use as an async context manager; see the drawing above for the order of its methods."""
 
     def __init__(
-        self, handoff: HandoffId, claim: Claim, spec: SequenceSpec, stages: StageClock, metrics: Metrics
+        self,
+        handoff: HandoffId,
+        claim: Claim,
+        spec: SequenceSpec,
+        stages: StageClock,
+        metrics: Metrics,
+        lasting: Lasting | None = None,
     ) -> None:
         self.cached_tokens: int | None = None  # at D; None: not reserved yet
         self.prefill_cached = 0  # tokens that P did not have to compute
@@ -62,6 +61,7 @@ class Attempt:
         self.spec = spec
         self._stages = stages
         self._metrics = metrics
+        self._lasting = lasting or Lasting()
         self._mailbox = Mailbox(spec.sampling.max_tokens + _SPARE_EVENTS)
         self._tokens: list[Token] = []  # heard, not handed on yet
         self._decoding = False
@@ -94,7 +94,9 @@ class Attempt:
 
     async def __aexit__(self, *_: object) -> None:
         prefill, decode = self._claim.prefill, self._claim.decode
-        if not self._through:
+        if self._lasting.parks() and self._decoding:
+            pass  # the decode worker goes on with it when this router's stream ends
+        elif not self._through or (self._lasting.seconds and self._decoding):  # it remembers what was said, too
             decode.send(release=pb.Release(handoff=self._name))
         if prefill is not None and not self.kept and (self._holds or not self._through):
             prefill.send(release=pb.Release(handoff=self._name))
@@ -116,8 +118,13 @@ class Attempt:
                 max_total=len(self.spec.prompt) + self.spec.sampling.max_tokens,
                 deadline_s=deadline_s,
                 prefix=self._prefix(),
+                resumable_s=self._lasting.seconds,
+                stream=self._lasting.stream,
             )
         )
+        return await self._granted()
+
+    async def _granted(self) -> bool:
         while self.cached_tokens is None and not self.handed_back:
             for source, item in await self._heard(_ANSWER_S):
                 if isinstance(item, BatonError):
@@ -156,12 +163,14 @@ class Attempt:
 
     async def outputs(self) -> AsyncIterator[list[Token]]:
         """Tokens as they come, of both witnesses, until `finish` or `handed_back` is set. Raises what ended it."""
-        while self.finish is None and not self.handed_back:
-            for source, item in await self._heard(_ANSWER_S if self._fencing else None):
-                self._take(source, item)
+        while True:
             tokens, self._tokens = self._tokens, []
             if tokens:
                 yield tokens
+            if self.finish is not None or self.handed_back:
+                return
+            for source, item in await self._heard(_ANSWER_S if self._fencing else None):
+                self._take(source, item)
 
     async def _heard(self, timeout_s: float | None) -> list[tuple[Role, Item]]:
         """What was said; a D that says nothing in time is lost."""
@@ -240,19 +249,21 @@ class Attempt:
     def _on_refused(self, source: Role, refused: pb.Refused) -> None:
         text = f"{self._worker(source)} refused the request: {refused.detail}"
         self._holds = self._holds and source is Role.DECODE
-        if refused.reason in _MAY_FIT_LATER:
+        if refused.reason in MAY_FIT_LATER:
             self.handed_back = "no_room"
         elif refused.reason == pb.REFUSAL_REASON_TOO_LONG:
             raise InvalidRequest.of("prompt", text)
         elif self._repushes and source is Role.PREFILL and refused.reason == pb.REFUSAL_REASON_STALE:
             self.handed_back = "kv_dropped"  # P needed the room for others: no failure, the prompt is computed again
         else:
-            self._lose(source, _REFUSALS.get(refused.reason, EngineFault)(text))
+            self._lose(source, REFUSALS.get(refused.reason, EngineFault)(text))
 
     def _on_failed(self, source: Role, failed: pb.Failed) -> None:
         if failed.kind == "DigestMismatch":
             self._metrics.digest_mismatch()
-        kind = _FAILURES.get(failed.kind, WorkerLost)
+        if failed.kind == "Cancelled":  # another router has it: it is not for this one to release
+            self._through, self._lasting = True, Lasting()
+        kind = FAILURES.get(failed.kind, WorkerLost)
         self._failed(source, kind(f"{self._worker(source)}: {failed.kind}: {failed.message}"), holds=failed.held)
 
     def _failed(self, source: Role, error: BatonError, *, holds: bool = False) -> None:
@@ -269,7 +280,7 @@ class Attempt:
 
     def _lose(self, source: Role, error: BatonError) -> None:
         """The attempt is over. Raises what the next one would meet again."""
-        if not isinstance(error, _WORTH_ANOTHER):
+        if not isinstance(error, WORTH_ANOTHER):
             raise error
         self.lost, self.handed_back = error, f"{source}_lost"
 

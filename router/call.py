@@ -15,6 +15,7 @@ from router.access.tokens import Grant
 from router.delivery import EventStream
 from router.floor import Floor
 from router.lifecycle import Life, run
+from router.terms import Lasting
 
 
 class Call:
@@ -29,6 +30,7 @@ class Call:
     ) -> None:
         self._own = secrets.token_urlsafe(16)
         self.name = name or self._own
+        self.resumes = bool(name)  # what another router began
         self.grant = grant  # of its caller; None: no tokens are configured
         self.task = task
         self.within_s = within_s
@@ -36,11 +38,23 @@ class Call:
         self.deadline = floor.clock.monotonic() + within_s
         self.scope = asyncio.timeout(within_s)
         self.reason: BatonError | None = None
+        self.resumable_s = 0.0  # for so long it goes on without a router
+        self.handing_over = False  # another router is to go on with it
         self.lives: list[Life] = []
 
     def life_id(self, choice: int) -> str:
         """What workers call a choice. Never a name that was resumed: they may know its attempts."""
         return f"{self._own}.{choice}" if choice else self._own
+
+    def stream(self, choice: int) -> str:
+        """What its client calls a choice, on whatever router."""
+        return f"{self.name}.{choice}" if choice else self.name
+
+    def lasting(self, choice: int) -> Lasting:
+        """As workers are told of it."""
+        if not self.resumable_s:
+            return Lasting()
+        return Lasting(self.resumable_s, self.stream(choice), lambda: self.handing_over)
 
     def end(self, reason: BatonError) -> None:
         """Release its workers and answer its client with `reason`. The first reason counts."""
@@ -66,6 +80,8 @@ async def answer(
     Raises the one typed error that ended it: of whichever choice it was, the others end with it.
     """
     call.lives = [Life(floor, call, choice, ids) for choice, ids in enumerate(received)]
+    if call.resumes and call.resumable_s:
+        await asyncio.gather(*(life.look_for_it() for life in call.lives))
     try:
         completed = await (_all(request, call.lives, client) if received[1:] else run(request, call.lives[0], client))
     finally:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import secrets
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -16,11 +16,13 @@ from baton.rpc.tls import Wire
 from baton.telemetry import Metrics
 from router.access.watch import TokenFile
 from router.admission import Admission, Bounds
+from router.claim import Claim
 from router.policy import POLICIES
-from router.workers import Claim, WorkerPool, WorkerSource
+from router.workers import WorkerPool, WorkerSource
 
 if TYPE_CHECKING:
     from baton.config.schema import TlsConfig
+    from baton.ledger.ownership_table import OwnershipRecord
     from router.call import Call
 
 
@@ -52,16 +54,30 @@ class RouterSettings:
     history: str | None = None  # a folder; see `baton.history`
     tls: TlsConfig | None = None
     tokens: str | None = None  # a file; see `router.access.tokens`
+    resumable_s: float = 0.0  # of requests that do not say how long they go on without a router
+
+
+StreamSource = Callable[[str], Awaitable["OwnershipRecord | None"]]
+"""Who goes on with a stream, by its client's name for it: `OwnershipStore.find`. Raises LedgerError."""
+
+
+async def _nowhere(name: str) -> None:
+    """No ledger."""
 
 
 class Floor:
-    """One per router. `prefixes`: what workers have cached, as far as it is known here.
+    """One per router. `prefixes`: what workers have cached, `streams`: who decodes what, as far as it is known here.
 
     Raises ConfigError for files of certificates or tokens that cannot be used.
     """
 
     def __init__(
-        self, settings: RouterSettings, workers: WorkerSource, clock: Clock, prefixes: PrefixMap | None = None
+        self,
+        settings: RouterSettings,
+        workers: WorkerSource,
+        clock: Clock,
+        prefixes: PrefixMap | None = None,
+        streams: StreamSource | None = None,
     ) -> None:
         self.wire = Wire.of(settings.tls)
         self.tokens = TokenFile(settings.tokens) if settings.tokens else None
@@ -88,6 +104,7 @@ class Floor:
         self.metrics.watch_blocks(self.pool.blocks)
         self.metrics.watch_channels(self.pool.channels)
         self.metrics.watch_queue(lambda: self.admission.waiting, lambda: self.admission.waiting_tokens)
+        self.streams = streams or _nowhere
         self.arrivals = itertools.count()
         self.accepting = True
         self.running: set[Call] = set()

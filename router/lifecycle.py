@@ -10,19 +10,21 @@ from typing import TYPE_CHECKING
 import structlog
 
 from baton.core import HandoffId, SequenceSpec, Token
-from baton.errors import EngineFault
+from baton.errors import EngineFault, LedgerError
 from baton.rpc import convert
 from baton.rpc.v1 import common_pb2, worker_pb2
 from baton.rpc.v1 import inference_pb2 as pb
 from baton.stages import Stage, StageClock
 from router.admission import ticket_for
+from router.attached import Attached
 from router.attempt import Attempt
+from router.claim import Claim, Wish
 from router.delivery import Delivery, EventStream
 from router.floor import Floor
 from router.link import WorkerLink
-from router.workers import Claim, Wish
 
 if TYPE_CHECKING:
+    from baton.ledger.ownership_table import OwnershipRecord
     from router.call import Call
 
 log = structlog.get_logger(__name__)
@@ -39,7 +41,7 @@ async def run(request: SequenceSpec, life: Life, client: EventStream) -> pb.Comp
     """
     while True:
         life.stages.enter(Stage.QUEUE)
-        claim = await life.admit(request)  # waits for a pair of workers with room
+        claim = life.claim_parked() or await life.admit(request)  # waits for a pair of workers with room
         life.stages.enter(Stage.ROUTE)
         async with life.attempt(claim, request) as attempt:
             life.stages.enter(Stage.RESERVE)
@@ -91,6 +93,7 @@ class Life:
         self._failures = 0
         self._deaths = 0
         self._held: Held | None = None
+        self._parked: OwnershipRecord | None = None  # another router has gone from it, a decode worker has not
         self._waits_since: float | None = None  # for room; a claim that came to nothing does not end it
         self.note("arrived", **({"known": len(received)} if received else {}))
 
@@ -124,6 +127,25 @@ class Life:
             since=self._waits_since,
         )
 
+    async def look_for_it(self) -> None:
+        """Find out whether a decode worker still goes on with what another router began."""
+        name = self.call.stream(self.choice)
+        try:
+            self._parked = await self._floor.streams(name)
+        except LedgerError as error:
+            log.warning("not_looked_for", request_id=name, error=str(error))
+        if self._parked is not None:
+            await self._floor.pool.settled(self._parked.worker_id, self._parked.incarnation)
+
+    def claim_parked(self) -> Claim | None:
+        """Of the decode worker that goes on with it, once."""
+        if self._parked is None:
+            return None
+        claim = self._floor.pool.claim_of(self._parked.worker_id, self._parked.incarnation)
+        if claim is None:
+            self._parked = None
+        return claim
+
     def attempt(self, claim: Claim, request: SequenceSpec) -> Attempt:
         """The next attempt. What is held is of no use to another worker."""
         if self._held is not None and self._held.link is not claim.prefill:
@@ -131,8 +153,11 @@ class Life:
         self.attempts += 1
         workers = {"prefill": claim.prefill, "decode": claim.decode}
         self.note("attempt", **{role: str(link.info.ref) for role, link in workers.items() if link is not None})
-        handoff, spec = HandoffId(self.request_id, self.attempts), self.known(request)
-        return Attempt(handoff, claim, spec, self.stages, self._floor.metrics)
+        rest = (claim, self.known(request), self.stages, self._floor.metrics, self.call.lasting(self.choice))
+        parked, self._parked = self._parked, None
+        if parked is not None:
+            return Attached(parked.handoff, *rest)
+        return Attempt(HandoffId(self.request_id, self.attempts), *rest)
 
     def begin(self, attempt: Attempt) -> None:
         """Have the prompt computed, or what is held of it handed over."""

@@ -71,6 +71,7 @@ class WorkerLink:
         self.view = WorkerView(info)
         self.state = "connecting"  # connecting | connected | lost
         self.retired = False  # not in the ledger any more: takes nothing new
+        self.settled = asyncio.Event()  # it is, or was, known whether the worker can be reached
         self._router_id = router_id
         self._silence_s = silence_s
         self._on_change = on_change
@@ -124,6 +125,7 @@ class WorkerLink:
                 reason = f"silent for {self._silence_s:g} s" if isinstance(error, TimeoutError) else _why(error)
             finally:
                 connected, self.state = self.state == "connected", "lost"
+                self.settled.set()
                 for mailbox in self._mailboxes.values():
                     mailbox.put(self.info.role, self._lost("was lost"))
                 self._on_change()
@@ -175,6 +177,7 @@ class WorkerLink:
             raise InvalidRequest.of("welcome.info", f"{info.role} {info.ref} answers in place of {known.ref}")
         self.view = WorkerView(info)
         self.state = "connected"
+        self.settled.set()
         log.info("worker_connected", worker=str(info.ref), role=info.role.value)
         self._dispatch(message)
 

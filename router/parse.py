@@ -4,7 +4,7 @@ What is decided here:
 - `max_tokens` unset: the room that the prompt leaves, of which an answer to a text takes at most 16. Set: prompt +
   max_tokens beyond the model's length is refused with both numbers, never clipped in silence.
 - `seed` unset: the caller's, so that every worker of the request sees the same one.
-- A field whose feature is not there yet is refused when it asks for something (resumable_s = 0 asks for nothing).
+- A field whose feature is not there yet is refused when it asks for something.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from baton.limits import (
     MAX_IDEMPOTENCY_KEY_CHARS,
     MAX_PRIORITY,
     MAX_PROMPT_IDS,
+    MAX_RESUMABLE_S,
     MAX_SHOWN_MODEL_CHARS,
     MAX_STOP_TOKEN_IDS,
     MAX_TEXT_CHARS,
@@ -52,7 +53,6 @@ _CAPS: tuple[tuple[str, _Get, int, str], ...] = (
 )
 _UNSUPPORTED: tuple[tuple[str, Callable[[pb.GenerateRequest], object]], ...] = (
     ("deterministic", lambda m: m.deterministic),
-    ("resumable_s", lambda m: m.resumable_s),
 )
 
 
@@ -79,6 +79,7 @@ async def parse(
         *_refused_features(message),
         *_choices(message),
         *_priority(message),
+        *_lasting(message),
         *_too_large(message),
         *violations,
         *wrong,
@@ -194,6 +195,11 @@ def _choices(message: pb.GenerateRequest) -> list[Violation]:
 def _priority(message: pb.GenerateRequest) -> list[Violation]:
     text = f"must be between -{MAX_PRIORITY} and {MAX_PRIORITY}, got {message.priority}"
     return [Violation("priority", text)] * (abs(message.priority) > MAX_PRIORITY)
+
+
+def _lasting(message: pb.GenerateRequest) -> list[Violation]:
+    text = f"must be between 0 and {MAX_RESUMABLE_S} seconds, got {message.resumable_s}"
+    return [] if 0 <= message.resumable_s <= MAX_RESUMABLE_S else [Violation("resumable_s", text)]  # no NaN is
 
 
 def _too_large(message: pb.GenerateRequest) -> list[Violation]:

@@ -19,7 +19,7 @@ from baton.rpc.v1 import admin_pb2_grpc, inference_pb2_grpc
 from baton.telemetry import MetricsServer
 from baton.tokenizer import Tokenizer
 from router.access.interceptor import Guard
-from router.floor import Floor, RouterSettings
+from router.floor import Floor, RouterSettings, StreamSource
 from router.policy import POLICIES
 from router.service import Admin, Inference
 from router.workers import WorkerSource
@@ -79,7 +79,10 @@ class Router:
         log.info("router_started", router_id=self.floor.router_id, **bound)
 
     async def stop(self, grace_s: float = 30.0) -> None:
-        """Take nothing new, let running requests finish for `grace_s`, end the rest with NoWorker, close."""
+        """Take nothing new, let running requests finish for `grace_s`, end the rest with NoWorker, close.
+
+        Decode workers go on with those that may be resumed.
+        """
         self.floor.accepting = False
         for watch in self._watches:
             watch.cancel()
@@ -90,6 +93,7 @@ class Router:
         if self.floor.running:
             await asyncio.wait([call.task for call in self.floor.running], timeout=grace_s)
         for call in self.floor.running:
+            call.handing_over = True
             call.end(NoWorker("this router is stopping"))
         if leaving:  # HTTP answers end with their calls: let them be written
             await asyncio.wait(leaving, timeout=_GOODBYE_S)
@@ -128,14 +132,15 @@ async def serve(
     tokenizer: Tokenizer,
     clock: Clock | None = None,
     prefixes: PrefixMap | None = None,
+    streams: StreamSource | None = None,
 ) -> Router:
     """Start a router; returns when its listeners are bound. Raises ConfigError naming what is wrong.
 
-    `workers` says who is alive (`Ledger.workers`), `prefixes` what they have cached (of a `DirectoryView`). Nothing is
-    left behind when this raises.
+    `workers` says who is alive (`Ledger.workers`), `prefixes` what they have cached (of a `DirectoryView`), `streams`
+    who decodes what (`OwnershipStore.find`). Nothing is left behind when this raises.
     """
     if settings.policy not in POLICIES:
         raise ConfigError(f"router.policy: {settings.policy!r} is not one of {', '.join(sorted(POLICIES))}")
-    router = Router(Floor(settings, workers, clock or SystemClock(), prefixes), tokenizer)
+    router = Router(Floor(settings, workers, clock or SystemClock(), prefixes, streams), tokenizer)
     await router.start()
     return router

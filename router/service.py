@@ -107,6 +107,7 @@ class Inference(InferenceServicer):
         seed = seed_of(request.idempotency_key or call.name)
         spec = await parse(request, self._tokenizer, model, length, self._chats, self._grammars, seed=seed)
         spec = limited(spec, request, call.grant)
+        call.resumable_s = request.resumable_s if request.HasField("resumable_s") else floor.settings.resumable_s
         received = received_of(message, spec, self._tokenizer.vocab_size)
         await check_received(self._grammars, spec, received)
         client = EventStream(context, call.name, floor.settings.client_stall_s)

@@ -6,16 +6,17 @@ import asyncio
 import math
 import random
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from functools import partial
-from typing import NamedTuple
 
 import structlog
 
 from baton.clock import Clock
-from baton.core import Role, SequenceSpec, WorkerInfo, WorkerRef
+from baton.core import Incarnation, Role, WorkerInfo, WorkerRef
 from baton.ledger.prefix_map import PrefixMap
 from baton.load import BlockCounts, Channel
 from baton.rpc.tls import IN_THE_CLEAR, Wire
+from router.claim import NO_WISH, Claim, Wish
 from router.fleet import Fleet
 from router.link import WorkerLink
 from router.policy import Policy, alone, sooner_alone
@@ -29,90 +30,7 @@ WorkerSource = Callable[[], Awaitable[Sequence[WorkerInfo]]]
 
 _POLL_S = 0.5
 _HURRY_S = 0.1  # while nobody can be served
-
-
-class Wish(NamedTuple):
-    """What a request has to do with the choice of its workers, beside its length.
-
-    `keep`: the prefill worker that holds its KV already, and is taken while it is there. `spec`: the request, whose
-    beginning some workers may have cached.
-    """
-
-    keep: WorkerLink | None = None
-    spec: SequenceSpec | None = None
-
-
-NO_WISH = Wish()
-
-
-class Claim:
-    """A pair of workers that counts as loaded from choice to `release`, which comes once and makes up for the rest.
-
-    Without a prefill worker the decode worker is to compute the prompt itself. `tokens` are known, of which `cached`
-    need no computing. `on_change` is told of each worker whose load changes.
-    """
-
-    def __init__(
-        self,
-        prefill: WorkerLink | None,
-        decode: WorkerLink,
-        tokens: int,
-        cached: int,
-        on_change: Callable[[WorkerRef], None],
-        on_release: Callable[[], None],
-    ) -> None:
-        self.prefill = prefill
-        self.decode = decode
-        self.predicted_ttft_s: float | None = None  # from the choice to the first token; None: nobody knows
-        self.on_first: Callable[[], None] = lambda: None
-        self._on_change = on_change
-        self._on_release = on_release
-        self._computes = prefill or decode
-        self._views = (self._computes.view, decode.view)  # a link that connects anew counts from zero in a new view
-        self._tokens = tokens - cached
-        self._blocks = decode.view.blocks_for(tokens)
-        self._on_prefill = 1
-        for view in self._views:
-            view.dispatched += 1
-        self._views[0].queued_tokens += self._tokens
-        decode.view.pending_blocks += self._blocks
-        self._tell(self._computes, decode)
-
-    def reserved(self) -> None:
-        """The decode worker has answered: from here on its own reports count the blocks."""
-        self._views[1].pending_blocks -= self._blocks
-        self._blocks = 0
-        self._tell(self.decode)
-
-    def computed(self) -> None:
-        """The first token is here: the prompt is no backlog any more."""
-        on_first, self.on_first = self.on_first, lambda: None
-        self._no_backlog()
-        on_first()
-
-    def prefill_done(self) -> None:
-        """The decode worker has taken over."""
-        self._no_backlog()
-        self._views[0].dispatched -= self._on_prefill
-        self._on_prefill = 0
-        self._tell(self._computes)
-
-    def release(self) -> None:
-        """The request is off both workers."""
-        self.reserved()
-        self.prefill_done()
-        self._views[1].dispatched -= 1
-        self._tell(self.decode)
-        self._on_release()
-
-    def _no_backlog(self) -> None:
-        self._views[0].queued_tokens -= self._tokens
-        self._tokens = 0
-        self._tell(self._computes)
-
-    def _tell(self, *links: WorkerLink) -> None:
-        for link in links:
-            self._on_change(link.info.ref)
+_SETTLE_S = 2.0
 
 
 class WorkerPool:
@@ -196,6 +114,24 @@ class WorkerPool:
             return None
         decode = self._links[self._fleet.ref(Role.DECODE, row)]
         return Claim(None, decode, tokens, int(ask.decode_cached[row]), self._fleet.touch, self.on_change)
+
+    def claim_of(self, worker_id: str, incarnation: Incarnation) -> Claim | None:
+        """This decode worker, for what it decodes already; None: it is not there."""
+        link = self._link(worker_id, incarnation)
+        if link is None or link.state != "connected" or link.info.role is not Role.DECODE:
+            return None
+        return Claim(None, link, 0, 0, self._fleet.touch, self.on_change)
+
+    async def settled(self, worker_id: str, incarnation: Incarnation) -> None:
+        """Wait until it is known whether this worker can be reached; not for long."""
+        link = self._link(worker_id, incarnation)
+        if link is not None:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(link.settled.wait(), _SETTLE_S)
+
+    def _link(self, worker_id: str, incarnation: Incarnation) -> WorkerLink | None:
+        found = [ref for ref in self._links if (ref.worker_id, ref.incarnation) == (worker_id, incarnation)]
+        return self._links[found[0]] if found else None
 
     def _compare(self, predicted_s: float, since: float) -> None:
         self.on_predicted(abs(self._clock.monotonic() - since - predicted_s))

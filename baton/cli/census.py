@@ -132,6 +132,8 @@ def problems(censuses: Sequence[Census], running: Mapping[str, Set[str]]) -> Ite
                 worker, None, f"{_blocks(-census.unaccounted)} that a handoff holds and the ledger calls free"
             )
         for held in census.held:
+            if held.state == "parked":
+                continue  # for some time nobody has to want it
             if held.handoff.request_id not in running.get(held.router_id, ()):
                 yield Problem(worker, held.handoff, _leaked(held, known=held.router_id in running))
 

@@ -70,6 +70,7 @@ def run_router(file: Path, sets: Sequence[str], log_file: Path | None, index: in
 async def _route(config: ClusterConfig, index: int) -> None:
     from baton.ledger.directory_view import DirectoryView
     from baton.ledger.ledger import Ledger
+    from baton.ledger.ownership import OwnershipStore
     from baton.tokenizer import load_tokenizer
     from router.server import serve
 
@@ -77,7 +78,13 @@ async def _route(config: ClusterConfig, index: int) -> None:
     tokenizer = load_tokenizer(config.model.path)
     directory = DirectoryView(ledger.connection)
     following = asyncio.create_task(directory.run(), name="prefix directory")
-    handle = await serve(router_settings(config, index), ledger.workers, tokenizer, prefixes=directory.prefixes)
+    handle = await serve(
+        router_settings(config, index),
+        ledger.workers,
+        tokenizer,
+        prefixes=directory.prefixes,
+        streams=OwnershipStore(ledger.connection).find,
+    )
     bound = {"grpc": handle.grpc, "admin": handle.admin, "metrics": handle.metrics}
     report_ready(bound | ({"http": handle.http} if handle.http else {}) | {"pid": os.getpid()})
     await _told_to_stop()
@@ -143,6 +150,7 @@ def router_settings(config: ClusterConfig, index: int = 0) -> RouterSettings:
         http=router.http,
         http_body=router.http_body,
         policy=router.policy,
+        resumable_s=config.resumable_s,
         local_prefill=router.local_prefill == "auto",
         slo_ttft_s=config.slo.ttft_ms / 1000,
         slo_itl_s=config.slo.itl_ms / 1000,

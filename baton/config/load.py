@@ -32,7 +32,6 @@ NOT_BUILT: dict[str, tuple[object, ...] | None] = {
     "transfer.transport": ("memory",),
     "determinism": None,
     "thinking": None,
-    "resumable_s": None,
 }
 HARMLESS: dict[str, object] = {}
 

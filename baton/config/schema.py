@@ -18,6 +18,7 @@ from pydantic import (
 
 from baton.config.listeners import KEPT_IN, parse_allowed, unsafe
 from baton.config.values import Address, Size, SizeOrAuto, is_loopback, parse_hub_name
+from baton.limits import MAX_RESUMABLE_S
 
 Name = Annotated[str, Field(pattern=r"^[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?$")]
 Auto = Literal["auto"]
@@ -254,7 +255,12 @@ class ClusterConfig(Section):
     security: SecurityConfig = SecurityConfig()
     retry: RetryConfig = RetryConfig()
     log: LogConfig = LogConfig()
-    resumable_s: PositiveFloat | None = None
+    resumable_s: float = Field(
+        default=0.0,
+        ge=0,
+        le=MAX_RESUMABLE_S,
+        description="how long a request that does not say goes on at its decode worker after its router's death",
+    )
     history: str | None = Field(
         default=None,
         min_length=1,

@@ -68,13 +68,16 @@ class OwnershipLog(BesideWriter):
         self._missing = False  # something that is held was dropped from the queue
         super().__init__(ledger, "ownership records", REPEAT_S)
 
-    def note(self, handoff: HandoffId, router_id: str, state: RecordState) -> None:
-        """Have this transition recorded. From any thread; never blocks, never raises for a Redis that is away."""
+    def note(self, handoff: HandoffId, router_id: str, state: RecordState, stream: str = "") -> None:
+        """Have this transition recorded. From any thread; never blocks, never raises for a Redis that is away.
+
+        `stream`: what its client calls it, if it may be resumed; said once, at any of its states.
+        """
         with self._lock:
             self.counters.noted += 1
             if self._closed:
                 self.counters.dropped += 1
-            elif not self._update(Write(handoff, self._owner, router_id, state)):
+            elif not self._update(Write(handoff, self._owner, router_id, state, stream)):
                 self.counters.coalesced += 1
             else:
                 self._enqueue(handoff.request_id)
@@ -88,7 +91,7 @@ class OwnershipLog(BesideWriter):
             return True
         if (new.handoff.attempt, new.state) < (entry.write.handoff.attempt, entry.write.state):
             return False
-        entry.write = replace(new, router_id=entry.write.router_id)
+        entry.write = replace(new, router_id=entry.write.router_id, stream=new.stream or entry.write.stream)
         return entry.queued < MOST_WRITES - 1 or new.state is RecordState.RELEASED
 
     def _enqueue(self, request_id: str) -> None:

@@ -16,7 +16,9 @@ for a while as a tombstone, so that a late write of an older attempt does not br
 In Redis, each with a TTL:
     PREFIX:req:REQUEST_ID             hash {attempt, state, worker, incarnation, router, updated (ms)}
     PREFIX:holds:WORKER:INCARNATION   sorted set, by time of the last write: requests that it holds KV of, or did lately
-The second only says where to look: what it names is compared with the first.
+    PREFIX:stream:NAME                the request id by which workers know the stream that its client calls NAME
+The others only say where to look: what they name is compared with the first. Of a stream whose name is its request id
+there is none.
 """
 
 from __future__ import annotations
@@ -105,7 +107,7 @@ class OwnershipTable:
 
 
 # KEYS: record, place of the writer, what it holds. ARGV: attempt, state, worker id, incarnation, router id, TTL ms of
-# this state, TTL ms of a live record, request id, 1 if its blocks are held in this state.
+# this state, TTL ms of a live record, request id, 1 if its blocks are held in this state. KEYS 4, if there: its stream.
 # Answers 1: done, 0: refused, -1: the key is foreign, it holds something else. A damaged record is overwritten.
 _WRITE = Script("""
 local place = redis.call('GET', KEYS[2])
@@ -127,6 +129,7 @@ if last ~= attempt or not reached then
 end
 redis.call('PEXPIRE', KEYS[1], ARGV[6])
 if ARGV[9] == '1' then redis.call('ZADD', KEYS[3], ms, ARGV[8]) else redis.call('ZREM', KEYS[3], ARGV[8]) end
+if KEYS[4] then redis.call('SET', KEYS[4], ARGV[8], 'PX', ARGV[6]) end
 redis.call('ZREMRANGEBYSCORE', KEYS[3], '-inf', ms - ARGV[7])
 redis.call('PEXPIRE', KEYS[3], ARGV[7])
 return 1
@@ -158,6 +161,7 @@ class Write:
     owner: WorkerRef
     router_id: str
     state: RecordState
+    stream: str = ""  # its client's name for it; "": it cannot be resumed
 
 
 class OwnershipStore:
@@ -192,7 +196,9 @@ class OwnershipStore:
         ttl_ms = self._live_ms if held else self._released_ms
         who = (owner.worker_id, str(owner.incarnation), write.router_id)
         request_id, attempt = write.handoff.request_id, write.handoff.attempt
-        keys = (key("req", request_id), key("place", owner.worker_id), self._holds(owner.worker_id, owner.incarnation))
+        keys = [key("req", request_id), key("place", owner.worker_id), self._holds(owner.worker_id, owner.incarnation)]
+        if write.stream not in {"", request_id}:
+            keys.append(key("stream", write.stream))
         return keys, (attempt, int(write.state), *who, ttl_ms, self._live_ms, request_id, int(held))
 
     def _holds(self, worker_id: str, incarnation: Incarnation) -> str:
@@ -202,6 +208,12 @@ class OwnershipStore:
         """The record, tombstones included; None: no record, or a damaged one (logged). Raises LedgerError."""
         row = await self._connection.call("HMGET", self._connection.key("req", request_id), *_FIELDS)
         return None if row == [None] * len(_FIELDS) else _parse_or_log(request_id, row)
+
+    async def find(self, stream: str) -> OwnershipRecord | None:
+        """Who decodes the stream that its client calls so; None: nobody that the ledger knows. Raises LedgerError."""
+        found = await self._connection.call("GET", self._connection.key("stream", stream))
+        record = await self.read(found.decode(errors="replace") if isinstance(found, bytes) else stream)
+        return record if record is not None and record.state is RecordState.COMMITTED else None
 
     async def records_of(
         self, worker_id: str, incarnation: Incarnation, most: int = MOST_RECORDS

@@ -26,8 +26,9 @@ if TYPE_CHECKING:
 class Holding:
     """What one handoff has here for one reason.
 
-    `state`: at a decode worker reserved, receiving, committed, fenced, decoding, or fetched (a prefill worker reads its
-    cached blocks); at a prefill worker fetching, queued, prefilling, pushing, or waiting for a repush or a release.
+    `state`: at a decode worker reserved, receiving, committed, fenced, decoding, parked (it goes on without a router,
+    for some time), or fetched (a prefill worker reads its cached blocks); at a prefill worker fetching, queued,
+    prefilling, pushing, or waiting for a repush or a release.
     `router_id`: whose it is; "": nobody's any more.
     """
 

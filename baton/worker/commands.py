@@ -12,10 +12,10 @@ if TYPE_CHECKING:
     from baton.clock import Clock
 
 
-def deadline_after(seconds: float, clock: Clock) -> float | None:
+def deadline_after(seconds: float, clock: Clock, field: str = "deadline_s") -> float | None:
     """The moment `seconds` from now; 0 is none. Raises InvalidRequest for what no clock would ever reach."""
     if not 0 <= seconds < math.inf:  # a NaN is in no range
-        raise InvalidRequest.of("deadline_s", f"must be finite and at least 0, got {seconds}")
+        raise InvalidRequest.of(field, f"must be finite and at least 0, got {seconds}")
     return clock.monotonic() + seconds if seconds else None
 
 
@@ -30,6 +30,8 @@ def not_taken(command: worker_pb2.RouterCommand, detail: str) -> list[worker_pb2
             handoff = command.repush.handoff
         case "fence":
             handoff = command.fence.handoff
+        case "attach":
+            handoff = command.attach.handoff
         case _:
             return []
     refused = worker_pb2.Refused(reason=worker_pb2.REFUSAL_REASON_INVALID, detail=detail)

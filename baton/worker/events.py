@@ -65,6 +65,11 @@ def fenced(handoff: HandoffId) -> Event:
     return Event(handoff=convert.handoff_to_pb(handoff), fenced=worker_pb2.Fenced())
 
 
+def attached(handoff: HandoffId) -> Event:
+    """Its tokens go to this router from here on."""
+    return Event(handoff=convert.handoff_to_pb(handoff), attached=worker_pb2.Attached())
+
+
 def preempted(handoff: HandoffId, reason: str) -> Event:
     """Handed back: the pool is full."""
     return Event(handoff=convert.handoff_to_pb(handoff), preempted=worker_pb2.Preempted(reason=reason))

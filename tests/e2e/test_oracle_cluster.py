@@ -193,7 +193,7 @@ BAD: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {
     "constraint and min_tokens": ("hi", {"regex": "a", "min_tokens": 2}, InvalidRequest, r"sampling\.min_tokens"),
     "priority": ("hi", {"priority": 101}, InvalidRequest, "priority"),
     "cache scope": ("hi", {"cache_scope": "x" * 257}, InvalidRequest, "cache_scope"),
-    "resumable": ("hi", {"resumable_s": 5.0}, InvalidRequest, "resumable_s"),
+    "resumable": ("hi", {"resumable_s": 601.0}, InvalidRequest, "resumable_s"),
     "idempotency key": ("hi", {"idempotency_key": "k" * 129}, InvalidRequest, "idempotency_key"),
     "stop too long": ("hi", {"stop": "x" * 300}, InvalidRequest, r"sampling\.stop"),
     "lone surrogate": ("\ud800", {}, InvalidRequest, "text"),

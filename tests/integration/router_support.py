@@ -78,6 +78,7 @@ class FakeWorker(WorkerServicer):
         self.alive = True
         self.committed: set[HandoffId] = set()
         self.messages = 0
+        self.said: dict[HandoffId, list[Event]] = {}  # what a decode worker remembers of its streams
         self._work: dict[HandoffId, Work] = {}
         self._held: dict[HandoffId, int] = {}
         self._tasks: dict[HandoffId, asyncio.Task[None]] = {}
@@ -127,6 +128,8 @@ class FakeWorker(WorkerServicer):
         return common_pb2.Load(blocks=common_pb2.BlockCounts(total=total, free=total - used, reserved=used))
 
     def emit(self, *events: Event) -> None:
+        for item in events:
+            self.said.setdefault(convert.handoff_from_pb(item.handoff), []).append(item)
         self._queue.put_nowait(list(events))
 
     def count(self, kind: str) -> int:
@@ -163,6 +166,8 @@ class FakeWorker(WorkerServicer):
             self._repush(handoff, command.repush)
         elif kind == "fence":
             self.fence(handoff)
+        elif kind == "attach":
+            self._attach(handoff, command.attach)
         else:
             self._drop(handoff)
 
@@ -247,6 +252,19 @@ class FakeWorker(WorkerServicer):
             return
         self._held[handoff] = need
         self.emit(event(handoff, reserved=worker_pb2.Reserved(cached_tokens=self.cached_here)))
+
+    def _attach(self, handoff: HandoffId, message: worker_pb2.Attach) -> None:
+        if handoff not in self.said or self.refuse_once:
+            reason: Any = self.refuse_once.pop() if self.refuse_once else worker_pb2.REFUSAL_REASON_STALE
+            self.emit(event(handoff, refused=worker_pb2.Refused(reason=reason, detail="not here")))
+            return
+        known = len(message.spec.known)
+        missed = [
+            e
+            for e in self.said[handoff]
+            if e.HasField("finish") or getattr(e.tokens, "from") + len(e.tokens.ids) > known
+        ]
+        self.emit(event(handoff, attached=worker_pb2.Attached()), *missed)
 
     def commit(self, handoff: HandoffId, spec: worker_pb2.SequenceSpec) -> bool:
         """Whether it was accepted, now or before."""

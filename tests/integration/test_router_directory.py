@@ -17,9 +17,10 @@ from baton.ledger.directory_log import DirectoryLog
 from baton.ledger.directory_view import DirectoryView
 from baton.ledger.embedded import EmbeddedRedis
 from baton.ledger.ledger import Ledger
+from router.claim import Wish
 from router.link import WorkerLink
 from router.policy import POLICIES
-from router.workers import Wish, WorkerPool
+from router.workers import WorkerPool
 from tests.integration import ledger_support as support
 from tests.integration.ledger_support import LONG_LEASE_S, until
 from tests.unit.router import fakes

@@ -193,7 +193,7 @@ class WorkerHost:
     async def _peers(self, requests: Any, context: Any, stream: Any) -> None:
         await self.peers.Connect(requests, context)
 
-    def note(self, handoff: HandoffId, router_id: str, state: object) -> None:
+    def note(self, handoff: HandoffId, router_id: str, state: object, stream: str = "") -> None:
         """The ownership log, which nobody reads."""
 
     def report(self) -> None:
@@ -232,5 +232,5 @@ class WorkerHost:
             found |= {"work": len(role._work), "fetches": len(role.fetches._fetches)}
         else:
             found |= {"reservations": len(role.reservations), "sessions": len(role._sessions)}
-            found |= {"pins": len(role._pins), "adopted": len(role._adopted)}
+            found |= {"pins": len(role.pins), "parked": len(role.parking), "adopted": len(role._adopted)}
         return [f"{self.name} has {what}: {number}" for what, number in found.items() if number]

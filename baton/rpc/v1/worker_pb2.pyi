@@ -89,6 +89,7 @@ class RouterCommand(_message.Message):
     FENCE_FIELD_NUMBER: _builtins.int
     RELEASE_FIELD_NUMBER: _builtins.int
     REPUSH_FIELD_NUMBER: _builtins.int
+    ATTACH_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> Global___RouterHello:
         """first, once"""
@@ -113,6 +114,10 @@ class RouterCommand(_message.Message):
     def repush(self) -> Global___Repush:
         """to the prefill worker that still holds the KV of a failed attempt"""
 
+    @_builtins.property
+    def attach(self) -> Global___Attach:
+        """to the decode worker that goes on with what another router began"""
+
     def __init__(
         self,
         *,
@@ -122,12 +127,13 @@ class RouterCommand(_message.Message):
         fence: Global___Fence | None = ...,
         release: Global___Release | None = ...,
         repush: Global___Repush | None = ...,
+        attach: Global___Attach | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["command", b"command", "fence", b"fence", "hello", b"hello", "prefill", b"prefill", "release", b"release", "repush", b"repush", "reserve", b"reserve"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["attach", b"attach", "command", b"command", "fence", b"fence", "hello", b"hello", "prefill", b"prefill", "release", b"release", "repush", b"repush", "reserve", b"reserve"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["command", b"command", "fence", b"fence", "hello", b"hello", "prefill", b"prefill", "release", b"release", "repush", b"repush", "reserve", b"reserve"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attach", b"attach", "command", b"command", "fence", b"fence", "hello", b"hello", "prefill", b"prefill", "release", b"release", "repush", b"repush", "reserve", b"reserve"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_command: _TypeAlias = _typing.Literal["hello", "reserve", "prefill", "fence", "release", "repush"]  # noqa: Y015
+    _WhichOneofReturnType_command: _TypeAlias = _typing.Literal["hello", "reserve", "prefill", "fence", "release", "repush", "attach"]  # noqa: Y015
     _WhichOneofArgType_command: _TypeAlias = _typing.Literal["command", b"command"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_command) -> _WhichOneofReturnType_command | None: ...
 
@@ -173,6 +179,8 @@ class Reserve(_message.Message):
     MAX_TOTAL_FIELD_NUMBER: _builtins.int
     DEADLINE_S_FIELD_NUMBER: _builtins.int
     PREFIX_FIELD_NUMBER: _builtins.int
+    RESUMABLE_S_FIELD_NUMBER: _builtins.int
+    STREAM_FIELD_NUMBER: _builtins.int
     fingerprint: _builtins.str
     known_tokens: _builtins.int
     """prompt + tokens of earlier attempts"""
@@ -180,6 +188,10 @@ class Reserve(_message.Message):
     """prompt + max_tokens: what can never fit is refused at once; 0: not said"""
     deadline_s: _builtins.float
     """seconds from now until the reservation may be reclaimed; 0: none"""
+    resumable_s: _builtins.float
+    """seconds that it goes on without a router, from its commit on; 0: it ends with the stream"""
+    stream: _builtins.str
+    """what its client calls it, each choice by another name; where it is found after a router's death"""
     @_builtins.property
     def handoff(self) -> _common_pb2.HandoffId: ...
     @_builtins.property
@@ -195,10 +207,12 @@ class Reserve(_message.Message):
         max_total: _builtins.int = ...,
         deadline_s: _builtins.float = ...,
         prefix: _abc.Iterable[_builtins.bytes] | None = ...,
+        resumable_s: _builtins.float = ...,
+        stream: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["handoff", b"handoff"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["deadline_s", b"deadline_s", "fingerprint", b"fingerprint", "handoff", b"handoff", "known_tokens", b"known_tokens", "max_total", b"max_total", "prefix", b"prefix"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["deadline_s", b"deadline_s", "fingerprint", b"fingerprint", "handoff", b"handoff", "known_tokens", b"known_tokens", "max_total", b"max_total", "prefix", b"prefix", "resumable_s", b"resumable_s", "stream", b"stream"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -334,6 +348,37 @@ class Repush(_message.Message):
 Global___Repush: _TypeAlias = Repush  # noqa: Y015
 
 @_typing.final
+class Attach(_message.Message):
+    """Whoever knows all of the request takes its tokens over from the router that had them; that one is told, if it is
+    there. Answered by Attached and the tokens after `spec.known`, or refused as stale: nothing like it is decoded here, or
+    what comes after `known` is not remembered.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HANDOFF_FIELD_NUMBER: _builtins.int
+    SPEC_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def handoff(self) -> _common_pb2.HandoffId: ...
+    @_builtins.property
+    def spec(self) -> Global___SequenceSpec:
+        """known: what the client has"""
+
+    def __init__(
+        self,
+        *,
+        handoff: _common_pb2.HandoffId | None = ...,
+        spec: Global___SequenceSpec | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["handoff", b"handoff", "spec", b"spec"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["handoff", b"handoff", "spec", b"spec"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Attach: _TypeAlias = Attach  # noqa: Y015
+
+@_typing.final
 class Fence(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -414,6 +459,7 @@ class WorkerEvent(_message.Message):
     PREEMPTED_FIELD_NUMBER: _builtins.int
     FAILED_FIELD_NUMBER: _builtins.int
     PUSHED_FIELD_NUMBER: _builtins.int
+    ATTACHED_FIELD_NUMBER: _builtins.int
     CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     cached_tokens: _builtins.int
     """P, with its tokens or finish: known tokens whose KV was in its prefix cache"""
@@ -459,6 +505,10 @@ class WorkerEvent(_message.Message):
     def pushed(self) -> Global___Pushed:
         """P: D acknowledged the commit"""
 
+    @_builtins.property
+    def attached(self) -> Global___Attached:
+        """D: the tokens of this handoff go to this router from here on"""
+
     def __init__(
         self,
         *,
@@ -473,13 +523,14 @@ class WorkerEvent(_message.Message):
         preempted: Global___Preempted | None = ...,
         failed: Global___Failed | None = ...,
         pushed: Global___Pushed | None = ...,
+        attached: Global___Attached | None = ...,
         cached_tokens: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["committed", b"committed", "event", b"event", "failed", b"failed", "fenced", b"fenced", "finish", b"finish", "handoff", b"handoff", "preempted", b"preempted", "pushed", b"pushed", "refused", b"refused", "reserved", b"reserved", "tokens", b"tokens", "welcome", b"welcome"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["attached", b"attached", "committed", b"committed", "event", b"event", "failed", b"failed", "fenced", b"fenced", "finish", b"finish", "handoff", b"handoff", "preempted", b"preempted", "pushed", b"pushed", "refused", b"refused", "reserved", b"reserved", "tokens", b"tokens", "welcome", b"welcome"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "committed", b"committed", "event", b"event", "failed", b"failed", "fenced", b"fenced", "finish", b"finish", "handoff", b"handoff", "preempted", b"preempted", "pushed", b"pushed", "refused", b"refused", "reserved", b"reserved", "tokens", b"tokens", "welcome", b"welcome"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attached", b"attached", "cached_tokens", b"cached_tokens", "committed", b"committed", "event", b"event", "failed", b"failed", "fenced", b"fenced", "finish", b"finish", "handoff", b"handoff", "preempted", b"preempted", "pushed", b"pushed", "refused", b"refused", "reserved", b"reserved", "tokens", b"tokens", "welcome", b"welcome"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["welcome", "reserved", "refused", "tokens", "finish", "committed", "fenced", "preempted", "failed", "pushed"]  # noqa: Y015
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["welcome", "reserved", "refused", "tokens", "finish", "committed", "fenced", "preempted", "failed", "pushed", "attached"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
 
@@ -633,6 +684,21 @@ class Fenced(_message.Message):
 Global___Fenced: _TypeAlias = Fenced  # noqa: Y015
 
 @_typing.final
+class Attached(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Attached: _TypeAlias = Attached  # noqa: Y015
+
+@_typing.final
 class Preempted(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -735,7 +801,7 @@ class Holding(_message.Message):
     BLOCKS_FIELD_NUMBER: _builtins.int
     COUNTED_FIELD_NUMBER: _builtins.int
     state: _builtins.str
-    """D: reserved | receiving | committed | fenced | decoding | fetched"""
+    """D: reserved | receiving | committed | fenced | decoding | parked | fetched"""
     router_id: _builtins.str
     """P: fetching | queued | prefilling | pushing | waiting
     whose it is; empty: nobody's any more

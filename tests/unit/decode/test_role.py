@@ -104,7 +104,7 @@ def test_the_commit_and_token_0_leave_in_one_message(pair):
     [
         (reserve(fingerprint="other"), pb.REFUSAL_REASON_FINGERPRINT),
         (reserve(known=0), pb.REFUSAL_REASON_TOO_LONG),
-        (reserve(known=64), pb.REFUSAL_REASON_TOO_LONG),
+        (reserve(known=65), pb.REFUSAL_REASON_TOO_LONG),
         (reserve(known=2**32 - 1), pb.REFUSAL_REASON_TOO_LONG),
         (reserve(max_total=65), pb.REFUSAL_REASON_TOO_LONG),
     ],

@@ -11,9 +11,10 @@ from baton.core import Role, Sampling, SequenceSpec
 from baton.engine.prefix import Chain, scope_key
 from baton.ledger.prefix_map import NAME_BYTES, Change, Holder, PrefixMap
 from baton.load import BlockCounts
+from router.claim import Wish
 from router.link import WorkerLink
 from router.policy import POLICIES
-from router.workers import Wish, WorkerPool
+from router.workers import WorkerPool
 from tests.unit.router import fakes
 
 

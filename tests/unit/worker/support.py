@@ -182,7 +182,7 @@ class Records:
     def __init__(self):
         self.notes = []
 
-    def note(self, handoff, router_id, state):
+    def note(self, handoff, router_id, state, stream=""):
         self.notes.append((handoff, router_id, state.name))
 
 

@@ -160,7 +160,7 @@ def test_what_is_fetched_from_a_decode_worker_is_pinned(d):
     names = names_of(spec_of(A, 9).tokens)
     assert len(d.engine.pool.find(names)) == 9 // BLOCK
     d.take(reserve(B, 9, prefix=names))
-    d.role.fetch(PushJob(B, P, 8))
+    d.role.pins.fetch(PushJob(B, P, 8))
     d.loop.drain()
     assert sorted(d.states()) == [(B, "fetched", 2, "router-a"), (B, "reserved", 3, "router-a")]
     d.role.push_ended(B, ChannelBroken("cut"))

@@ -1,0 +1,82 @@
+"""KV that prefill workers fetch from here: its blocks are held until the push has ended.
+
+Every method runs on the engine thread, but `fetch` and `push_ended`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import TYPE_CHECKING
+
+import structlog
+
+from baton.core import HandoffId, WorkerInfo
+from baton.errors import HandoffError
+from kvtransfer.handoff import PushEnd, PushJob, PushResult
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from baton.engine.blocks import Allocation
+    from baton.engine.engine import Engine
+    from baton.worker.loop import EngineLoop
+    from baton.worker.transfers import Pusher
+
+log = structlog.get_logger(__name__)
+
+
+class Pins:
+    """`shared` says which blocks of a reservation were here before it; `pusher` sends them."""
+
+    def __init__(
+        self, info: WorkerInfo, engine: Engine, loop: EngineLoop, shared: Callable[[HandoffId], list[int]]
+    ) -> None:
+        self._info = info
+        self._engine = engine
+        self._loop = loop
+        self._shared = shared
+        self._history = engine.pool.history
+        self._pins: dict[HandoffId, Allocation] = {}
+        self.pusher: Pusher | None = None
+
+    def __len__(self) -> int:
+        return len(self._pins)
+
+    def holdings(self) -> Mapping[HandoffId, Allocation]:
+        """What is being fetched."""
+        return self._pins
+
+    def fetch(self, job: PushJob) -> None:
+        """Push what is here already of a reservation to its prefill worker. From any thread."""
+        self._loop.submit(partial(self._push_back, job))
+
+    def _push_back(self, job: PushJob) -> None:
+        shared = self._shared(job.handoff)
+        if (
+            self.pusher is None
+            or job.handoff in self._pins
+            or len(shared) * self._info.layout.block_size < job.known_tokens
+        ):
+            return  # it is over, or was asked for before
+        pin = self._engine.pool.allocate(0, shared=shared)
+        assert pin is not None  # nobody has to make room for what is held
+        self._pins[job.handoff] = pin
+        self._history.blocks("owned", job.handoff, pin, shared=len(pin), part="pin")
+        try:
+            self.pusher.begin(job)
+        except (HandoffError, ValueError) as error:
+            log.warning("fetch_refused", handoff=str(job.handoff), error=str(error))
+            self._unpin(job.handoff)
+            return
+        self.pusher.computed(job.handoff, pin.blocks, self._info.layout.layers, job.known_tokens)
+        self.pusher.finish(job.handoff, PushEnd())
+
+    def push_ended(self, handoff: HandoffId, outcome: PushResult | HandoffError) -> None:
+        """The blocks that were fetched are not read any more. From a transfer thread, once per push."""
+        self._loop.submit(partial(self._unpin, handoff))
+
+    def _unpin(self, handoff: HandoffId) -> None:
+        if (pin := self._pins.pop(handoff, None)) is not None:
+            self._history.blocks("let_go", handoff, pin, part="pin")
+            pin.release()

@@ -1,0 +1,93 @@
+"""A pair of workers for one attempt, counted as loaded; and what a request wishes of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from baton.core import SequenceSpec, WorkerRef
+from router.link import WorkerLink
+
+
+class Wish(NamedTuple):
+    """What a request has to do with the choice of its workers, beside its length.
+
+    `keep`: the prefill worker that holds its KV already, and is taken while it is there. `spec`: the request, whose
+    beginning some workers may have cached.
+    """
+
+    keep: WorkerLink | None = None
+    spec: SequenceSpec | None = None
+
+
+NO_WISH = Wish()
+
+
+class Claim:
+    """A pair of workers that counts as loaded from choice to `release`, which comes once and makes up for the rest.
+
+    Without a prefill worker the decode worker is to compute the prompt itself. `tokens` are known, of which `cached`
+    need no computing. `on_change` is told of each worker whose load changes.
+    """
+
+    def __init__(
+        self,
+        prefill: WorkerLink | None,
+        decode: WorkerLink,
+        tokens: int,
+        cached: int,
+        on_change: Callable[[WorkerRef], None],
+        on_release: Callable[[], None],
+    ) -> None:
+        self.prefill = prefill
+        self.decode = decode
+        self.predicted_ttft_s: float | None = None  # from the choice to the first token; None: nobody knows
+        self.on_first: Callable[[], None] = lambda: None
+        self._on_change = on_change
+        self._on_release = on_release
+        self._computes = prefill or decode
+        self._views = (self._computes.view, decode.view)  # a link that connects anew counts from zero in a new view
+        self._tokens = tokens - cached
+        self._blocks = decode.view.blocks_for(tokens)
+        self._on_prefill = 1
+        for view in self._views:
+            view.dispatched += 1
+        self._views[0].queued_tokens += self._tokens
+        decode.view.pending_blocks += self._blocks
+        self._tell(self._computes, decode)
+
+    def reserved(self) -> None:
+        """The decode worker has answered: from here on its own reports count the blocks."""
+        self._views[1].pending_blocks -= self._blocks
+        self._blocks = 0
+        self._tell(self.decode)
+
+    def computed(self) -> None:
+        """The first token is here: the prompt is no backlog any more."""
+        on_first, self.on_first = self.on_first, lambda: None
+        self._no_backlog()
+        on_first()
+
+    def prefill_done(self) -> None:
+        """The decode worker has taken over."""
+        self._no_backlog()
+        self._views[0].dispatched -= self._on_prefill
+        self._on_prefill = 0
+        self._tell(self._computes)
+
+    def release(self) -> None:
+        """The request is off both workers."""
+        self.reserved()
+        self.prefill_done()
+        self._views[1].dispatched -= 1
+        self._tell(self.decode)
+        self._on_release()
+
+    def _no_backlog(self) -> None:
+        self._views[0].queued_tokens -= self._tokens
+        self._tokens = 0
+        self._tell(self._computes)
+
+    def _tell(self, *links: WorkerLink) -> None:
+        for link in links:
+            self._on_change(link.info.ref)

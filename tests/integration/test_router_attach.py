@@ -1,0 +1,213 @@
+"""A router leaves in mid stream; its decode worker goes on, and another router takes the stream over from there."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import replace
+
+import pytest
+from grpc import aio
+
+from baton.core import HandoffId
+from baton.errors import LedgerError, NoWorker
+from baton.ledger.ownership_table import OwnershipRecord, RecordState
+from baton.rpc.v1 import common_pb2, worker_pb2
+from baton.rpc.v1 import inference_pb2 as pb
+from baton.rpc.v1.inference_pb2_grpc import InferenceStub
+from baton.tokenizer import OracleTokenizer
+from router.server import serve
+from tests.integration.router_support import Cluster, clusters, expected, kinds, until
+
+PROMPT, MOST, SEEN = [1, 2, 3], 12, 4
+ANSWER = [expected(PROMPT, index) for index in range(MOST)]
+
+
+@pytest.fixture
+async def make():
+    async with clusters() as build:
+        yield build
+
+
+def asked(**fields) -> pb.GenerateRequest:
+    sampling = common_pb2.Sampling(max_tokens=MOST)
+    return pb.GenerateRequest(
+        token_ids=common_pb2.TokenIds(ids=PROMPT), sampling=sampling, **{"resumable_s": 30.0, **fields}
+    )
+
+
+class Second:
+    """Another router over the same workers; `records`: what the ledger says of streams."""
+
+    def __init__(self, cluster: Cluster, records: Mapping[str, OwnershipRecord | LedgerError]) -> None:
+        self._cluster, self._records = cluster, records
+        self.looked_for: list[str] = []
+
+    async def find(self, stream: str) -> OwnershipRecord | None:
+        self.looked_for.append(stream)
+        if isinstance(found := self._records.get(stream), LedgerError):
+            raise found
+        return found
+
+    async def __aenter__(self) -> Second:
+        settings = replace(self._cluster.settings, name="second")
+        self.router = await serve(settings, self._cluster.source, OracleTokenizer(), streams=self.find)
+        self.channel = self.router.floor.wire.aio(self.router.grpc)
+        self.stub = InferenceStub(self.channel)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.channel.close()
+        await self.router.stop(grace_s=0.0)
+
+    async def resume(self, name: str, request: pb.GenerateRequest, *received: list[int]) -> list[pb.GenerateEvent]:
+        message = pb.ResumeRequest(request_id=name, request=request)
+        message.received.extend(common_pb2.TokenIds(ids=ids) for ids in received)
+        return await self._cluster.answer(self.stub.Resume(message))
+
+
+def record(cluster: Cluster, handoff: HandoffId, worker: int = 0) -> OwnershipRecord:
+    ref = cluster.decode[worker].info.ref
+    return OwnershipRecord(handoff, RecordState.COMMITTED, ref.worker_id, ref.incarnation, "router-gone")
+
+
+async def left(cluster: Cluster, request: pb.GenerateRequest, n: int = 1) -> str:
+    """A stream whose router leaves after some tokens; its name. Its worker has more, but not all, and holds still."""
+    decode = cluster.decode[0]
+    decode.hold_at = SEEN + 3
+    decode.gates["hold"].clear()
+    call = cluster.stub.Generate(request)
+    name = dict(await call.initial_metadata())["baton-request-id"]
+    seen: Counter[int] = Counter()
+    async for item in call:
+        if item.HasField("tokens"):
+            seen[item.tokens.choice] += len(item.tokens.ids)
+            if len(seen) == n and min(seen.values()) == SEEN + 3:
+                break
+    await cluster.router.stop(grace_s=0.0)
+    with pytest.raises((aio.AioRpcError, NoWorker)):
+        await cluster.answer(call)
+    return name
+
+
+def tokens_of(events: list[pb.GenerateEvent], begin: int, choice: int = 0) -> list[int]:
+    ids: list[int] = []
+    for item in events:
+        if item.HasField("tokens") and item.tokens.choice == choice:
+            assert getattr(item.tokens, "from") == begin + len(ids)
+            ids += item.tokens.ids
+    return ids
+
+
+async def test_it_goes_on_where_it_is(make):
+    """Tokens which the first router had told nobody come from the decode worker; nothing is computed twice."""
+    cluster = await make()
+    name = await left(cluster, asked())
+    decode = cluster.decode[0]
+    assert decode.count("release") == 0, "what may be resumed is left to its worker"
+    handoff = HandoffId(name, 1)
+    async with Second(cluster, {name: record(cluster, handoff)}) as second:
+        decode.gates["hold"].set()
+        events = await second.resume(name, asked(), ANSWER[:SEEN])
+        assert second.looked_for == [name]
+    assert tokens_of(events, SEEN) == ANSWER[SEEN:]
+    assert kinds(events)[0] == "accepted"
+    assert kinds(events)[-2:] == ["finished", "completed"]
+    assert [kind for kind, of in decode.commands if of == handoff] == ["reserve", "attach", "release"]
+    assert len(cluster.prefill[0].specs) == 1
+    done = events[-1].completed
+    assert (done.placement.prefill_worker, done.placement.decode_worker) == ("", "decode-0")
+    assert done.usage.completion_tokens == MOST
+    assert done.timings.prefill_s == 0 or done.timings.prefill_s < done.timings.e2e_s
+
+
+async def test_what_has_ended_meanwhile_is_told_whole(make):
+    cluster = await make()
+    name = await left(cluster, asked())
+    cluster.decode[0].gates["hold"].set()
+    await until(lambda: cluster.decode[0].holds_nothing, "the stream has ended, without a router")
+    async with Second(cluster, {name: record(cluster, HandoffId(name, 1))}) as second:
+        events = await second.resume(name, asked(), ANSWER[:SEEN])
+    assert tokens_of(events, SEEN) == ANSWER[SEEN:]
+    assert len(cluster.prefill[0].specs) == 1
+
+
+async def test_every_choice_is_found(make):
+    cluster = await make()
+    name = await left(cluster, asked(n=2), n=2)
+    records = {stream: record(cluster, HandoffId(stream, 1)) for stream in (name, f"{name}.1")}
+    async with Second(cluster, records) as second:
+        cluster.decode[0].gates["hold"].set()
+        events = await second.resume(name, asked(n=2), ANSWER[:SEEN], ANSWER[:1])
+    assert (tokens_of(events, SEEN), tokens_of(events, 1, choice=1)) == (ANSWER[SEEN:], ANSWER[1:])
+    assert cluster.decode[0].count("attach") == 2
+
+
+@pytest.mark.parametrize("why", ["no record", "no ledger", "another worker", "refused", "not asked for"])
+async def test_else_it_is_computed_again(make, why):
+    """At the same index, and under a new name: workers may know attempts of the old one."""
+    cluster = await make()
+    name = await left(cluster, asked())
+    decode = cluster.decode[0]
+    request = asked(resumable_s=0.0) if why == "not asked for" else asked()
+    found: OwnershipRecord | LedgerError = record(cluster, HandoffId(name, 1))
+    if why == "no ledger":
+        found = LedgerError("away")
+    if why == "another worker":
+        found = replace(record(cluster, HandoffId(name, 1)), worker_id="decode-9")
+    if why == "refused":
+        decode.refuse_once = [worker_pb2.REFUSAL_REASON_STALE]
+    async with Second(cluster, {} if why == "no record" else {name: found}) as second:
+        decode.gates["hold"].set()
+        events = await second.resume(name, request, ANSWER[:SEEN])
+        assert second.looked_for == ([] if why == "not asked for" else [name])
+    assert tokens_of(events, SEEN) == ANSWER[SEEN:]
+    assert list(cluster.prefill[0].specs[-1].known) == ANSWER[:SEEN]
+    assert decode.count("attach") == (why == "refused")
+    assert "recovered" not in kinds(events)
+
+
+async def test_the_worker_dies_after_all(make):
+    cluster = await make(decode=2)
+    name, first = await left(cluster, asked()), cluster.decode[0]
+    async with Second(cluster, {name: record(cluster, HandoffId(name, 1))}) as second:
+        resumed = asyncio.create_task(second.resume(name, asked(), ANSWER[:SEEN]))
+        await until(lambda: first.count("attach"), "attached")
+        await first.kill()
+        events = await resumed
+    assert tokens_of(events, SEEN) == ANSWER[SEEN:]
+    assert [item.recovered.reason for item in events if item.HasField("recovered")] == ["decode_lost"]
+
+
+async def test_a_router_that_is_left_by_its_stream_asks_for_nothing_else(make):
+    """The old router lives, another one took the stream: no second attempt, and no release of what is not its own."""
+    cluster = await make()
+    decode = cluster.decode[0]
+    decode.gates["decode"].clear()
+    call = cluster.stub.Generate(asked())
+    name = dict(await call.initial_metadata())["baton-request-id"]
+    await until(lambda: cluster.handed_over, "decoding")
+    gone = worker_pb2.Failed(kind="Cancelled", message="router-b has taken over")
+    handoff = common_pb2.HandoffId(request_id=name, attempt=1)
+    decode.emit(worker_pb2.WorkerEvent(handoff=handoff, failed=gone))
+    with pytest.raises(Exception, match="router-b has taken over"):
+        await cluster.answer(call)
+    assert (decode.count("reserve"), decode.count("release")) == (1, 0)
+    decode._drop(HandoffId(name, 1))
+
+
+async def test_what_is_not_resumable_is_released_by_a_router_that_leaves(make):
+    cluster = await make()
+    await left(cluster, asked(resumable_s=0.0))
+    assert cluster.decode[0].count("release") == 1
+
+
+async def test_how_long_is_said_with_the_reservation(make):
+    cluster = await make(resumable_s=7.0)
+    unsaid = asked()
+    unsaid.ClearField("resumable_s")
+    for request in (asked(), asked(resumable_s=0.0), unsaid):
+        await cluster.answer(cluster.stub.Generate(request))
+    said = [command.reserve for command in cluster.decode[0].messages_in if command.HasField("reserve")]
+    assert [(each.resumable_s, bool(each.stream)) for each in said] == [(30.0, True), (0.0, False), (7.0, True)]
