@@ -8,6 +8,9 @@ from baton.errors import BatonError, InvalidRequest, NoWorker, UnknownModel, Uns
 RESUMABLE = "baton-resumable"
 """Initial metadata of a stream: "1" when `Resume` can go on with it."""
 
+RESUMABLE_S = 30.0
+"""For how long a stream goes on without a router, unless its caller says otherwise: time to find another one."""
+
 REFUSALS = (Unsupported, UnknownModel, InvalidRequest)  # by a router that cannot resume, or not this request
 
 

@@ -8,7 +8,7 @@ import grpc
 
 from baton.client import _wire_aio as wire
 from baton.client._fold import Fold
-from baton.client._resume import RESUMABLE, Recovery
+from baton.client._resume import RESUMABLE, RESUMABLE_S, Recovery
 from baton.client.types import Completion, Delta
 from baton.errors import BatonError, Cancelled
 from baton.rpc.status import from_rpc_error
@@ -38,6 +38,8 @@ class AsyncStream(Fold):
         super().__init__()
         self._client = client
         self._request = request
+        if not request.HasField("resumable_s"):
+            request.resumable_s = RESUMABLE_S
         self._attempts = client._attempts(timeout)
         self._recovery = Recovery(len(client._targets))
         self._closed = False

@@ -42,7 +42,7 @@ class Options(TypedDict, total=False):
     choices: Sequence[str] | None
     priority: int | None  # (0) -100 to 100; higher goes first
     cache_scope: str | None  # ("") computed prompts are shared only within a scope
-    resumable_s: float | None  # (0) how long a broken stream may be resumed
+    resumable_s: float | None  # (30) a stream whose router is lost goes on for so long, and is resumed where it is
     client_tag: str | None  # a label for logs
     idempotency_key: str | None
 

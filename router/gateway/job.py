@@ -62,6 +62,7 @@ def base_request(body: Common, max_tokens: int | None) -> pb.GenerateRequest:
     if body.seed is not None:
         sampling.seed = body.seed % 2**64
     request = pb.GenerateRequest(model=body.model or "", sampling=sampling, client_tag=body.user or "")
+    request.resumable_s = 0.0  # nobody can resume an HTTP answer
     _set_options(request, body)
     return request
 

@@ -78,7 +78,7 @@ async def left(cluster: Cluster, request: pb.GenerateRequest, n: int = 1) -> str
     decode.hold_at = SEEN + 3
     decode.gates["hold"].clear()
     call = cluster.stub.Generate(request)
-    name = dict(await call.initial_metadata())["baton-request-id"]
+    name = str(dict(await call.initial_metadata())["baton-request-id"])
     seen: Counter[int] = Counter()
     async for item in call:
         if item.HasField("tokens"):

@@ -97,7 +97,7 @@ def test_what_is_not_given_stays_unset():
     """Defaults are the router's: a value here would be one that the client never chose."""
     (request,) = completion_job(read()).requests
     assert SimpleNamespace(**{f.name: v for f, v in request.ListFields()}) == SimpleNamespace(
-        text="x", sampling=type(request.sampling)()
+        text="x", sampling=type(request.sampling)(), resumable_s=0.0
     )
 
 
