@@ -135,6 +135,7 @@ redis.call('PEXPIRE', KEYS[3], ARGV[7])
 return 1
 """)
 _FOREIGN = -1
+_DECODED = (RecordState.COMMITTED, RecordState.RELEASED)
 _FIELDS = ("attempt", "state", "worker", "incarnation", "router", "updated")
 
 # KEYS: what a worker holds, the store's grace. ARGV: prefix of records, worker id, incarnation, how many at most, the
@@ -210,10 +211,13 @@ class OwnershipStore:
         return None if row == [None] * len(_FIELDS) else _parse_or_log(request_id, row)
 
     async def find(self, stream: str) -> OwnershipRecord | None:
-        """Who decodes the stream that its client calls so; None: nobody that the ledger knows. Raises LedgerError."""
+        """Who decodes the stream that its client calls so, or did lately: it may remember what it said.
+
+        None: nobody that the ledger knows. Raises LedgerError.
+        """
         found = await self._connection.call("GET", self._connection.key("stream", stream))
         record = await self.read(found.decode(errors="replace") if isinstance(found, bytes) else stream)
-        return record if record is not None and record.state is RecordState.COMMITTED else None
+        return record if record is not None and record.state in _DECODED else None
 
     async def records_of(
         self, worker_id: str, incarnation: Incarnation, most: int = MOST_RECORDS

@@ -92,7 +92,7 @@ def test_a_killed_process_is_replaced(cluster, name):
 
 
 def test_a_stream_survives_its_router(cluster):
-    """The SDK resumes it at the router that takes the place; nothing of the request was left anywhere."""
+    """The SDK resumes it at the router that takes the place; the decode worker has gone on with it all the while."""
     eventually(lambda: serves(cluster), within_s=30)
     with cluster.client() as client:
         expected = client.generate("a survivor", **LONG)
@@ -104,6 +104,7 @@ def test_a_stream_survives_its_router(cluster):
     assert stream.resumed >= 1
     assert answer.tokens == expected.tokens
     assert answer.text == expected.text
+    assert (answer.placement.prefill_worker, answer.placement.decode_worker) == ("", "decode-0"), "nothing was computed"
     eventually(lambda: all(load.blocks.available == load.blocks.total for load in cluster.loads().values()))
 
 

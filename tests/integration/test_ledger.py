@@ -31,7 +31,7 @@ from baton.ledger import embedded
 from baton.ledger.connection import COMMANDS
 from baton.ledger.embedded import EmbeddedRedis, server_binary
 from baton.ledger.ledger import Ledger
-from baton.ledger.ownership import OwnershipLog, OwnershipStore, OwnershipTable, RecordState
+from baton.ledger.ownership import OwnershipLog, OwnershipStore, OwnershipTable, RecordState, Write
 from tests.integration.ledger_support import LONG_LEASE_S, PREFIXES, info_of, order, password_of, raw, registered, until
 
 RESERVED, PREPARED, COMMITTED, ABORTED, RELEASED = RecordState
@@ -373,6 +373,34 @@ async def test_a_record_says_who_where_and_when(ledger):
     assert (record.handoff, record.state, record.router_id) == (HandoffId("r", 3), COMMITTED, "router-a")
     assert record.owned_by(info.ref)
     assert abs(record.updated_ms / 1000 - time.time()) < 60
+
+
+@pytest.mark.parametrize("stream", ["r", "mine"])
+async def test_a_stream_is_found_by_its_clients_name(ledger, stream):
+    info, store = await registered(ledger), OwnershipStore(ledger.connection)
+    assert await store.find(stream) is None
+    for state, found in ((RESERVED, False), (COMMITTED, True), (RELEASED, True)):
+        await store.write_many([Write(HandoffId("r", 1), info.ref, "router", state, stream)])
+        assert (await store.find(stream) is not None) is found
+    await store.write_many([Write(HandoffId("r", 2), info.ref, "router", COMMITTED)])
+    record = await store.find(stream)
+    assert record is not None
+    assert record.handoff == HandoffId("r", 2)
+
+
+async def test_a_log_says_the_name_of_a_stream_once(ledger, server):
+    info, store = await registered(ledger), OwnershipStore(ledger.connection)
+    log = OwnershipLog(ledger, info.ref)
+    log.note(HandoffId("r", 1), "router", RESERVED)
+    log.note(HandoffId("r", 1), "router", COMMITTED, "mine")
+
+    async def found() -> bool:
+        return await store.find("mine") is not None
+
+    await until(found)
+    log.note(HandoffId("r", 1), "router", RELEASED)
+    await log.close()
+    assert await found()
 
 
 async def test_records_and_tombstones_expire(ledger):
