@@ -182,6 +182,7 @@ class WorkerPool:
             infos = await self._source()
         except Exception as error:  # noqa: BLE001  (what is known goes on: the streams say who is alive)
             log.warning("ledger_unreachable", error=repr(error))
+            self._seen = dict.fromkeys(self._seen, self._clock.monotonic())  # nobody says that they are gone
             return
         now = self._clock.monotonic()
         for info in infos:

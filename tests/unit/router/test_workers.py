@@ -9,6 +9,7 @@ import pytest
 from baton.clock import FakeClock
 from baton.core import Role, Sampling, SequenceSpec
 from baton.engine.prefix import Chain, scope_key
+from baton.errors import LedgerError
 from baton.ledger.prefix_map import NAME_BYTES, Change, Holder, PrefixMap
 from baton.load import BlockCounts
 from router.claim import Wish
@@ -182,3 +183,23 @@ async def test_a_worker_without_a_lease_takes_nothing_new(pool):
     one.usable = True
     await pool._check(one.info.ref, one, 0.0)
     assert names(pool.claim(10))[0] == "prefill-0"
+
+
+@pytest.mark.parametrize("failed", [1, 3])
+async def test_a_ledger_that_comes_back_empty_ends_nothing_however_long_it_was_away(pool, failed):
+    """The workers had no time yet to register again."""
+    away = [LedgerError("away")] * failed
+
+    async def source():
+        if away:
+            raise away.pop()
+        return []
+
+    pool._source, clock = source, pool._clock
+    pool._seen = {one.info.ref: clock.monotonic() for one in pool.links}
+    for _ in range(failed):
+        clock.advance(0.9)
+        await pool._follow()
+    clock.advance(0.5)
+    await pool._follow()
+    assert [one.retired for one in pool.links] == [True] * 4
