@@ -206,13 +206,13 @@ class Life:
         """The attempt did not end the request: another one follows. Raises its failure if that was one too many."""
         self.delivery.forget_early()
         self._failures += attempt.lost is not None
-        if attempt.lost is not None and self._failures >= self._floor.settings.attempts:
-            raise attempt.lost
         self._deaths += attempt.died
-        if self._deaths >= DEADLY:
+        if self._deaths >= DEADLY:  # first: that error says that no retry helps
             raise EngineFault(
                 f"{self._deaths} workers were lost while they computed this request: it is not tried again"
             )
+        if attempt.lost is not None and self._failures >= self._floor.settings.attempts:
+            raise attempt.lost
         if attempt.held:
             attempt.kept = True
             self._held = Held(attempt.prefill_link, attempt.handoff, attempt.spec)

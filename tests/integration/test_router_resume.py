@@ -88,8 +88,10 @@ async def test_the_stream_goes_on_at_the_same_index(make, index):
     await cluster.nothing_is_left()
 
 
-async def test_a_request_that_workers_die_of_is_stopped(make):
-    cluster = await make(decode=3, attempts=10)
+@pytest.mark.parametrize("attempts", [2, 10])
+async def test_a_request_that_workers_die_of_is_stopped(make, attempts):
+    """Also with the last attempt: a client that is told of a lost worker would send it to two more."""
+    cluster = await make(decode=3, attempts=attempts)
     call = await at(cluster, "decoding")
     for worker in cluster.decode:
         await until(partial(bool, worker.committed), "decoding")
