@@ -96,7 +96,7 @@ class Inference(InferenceServicer):
             async with call.scope, self._entered(call, request.idempotency_key):
                 # At once, so that a client can name its request while it is queued.
                 await context.send_initial_metadata((("baton-request-id", call.name), ("baton-resumable", "1")))
-                with self._concurrency.one_more(call.grant):
+                with self._concurrency.one_more(call):
                     return await self._answers(message, call, context)
         except TimeoutError:
             raise call.reason or errors.DeadlineExceeded(f"not finished within {call.within_s:.3g} s") from None

@@ -3,40 +3,44 @@
 from __future__ import annotations
 
 import hashlib
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from baton.core import SequenceSpec
 from baton.errors import InvalidRequest, Overloaded, Violation
 from baton.rpc.v1 import inference_pb2 as pb
 from router.access.tokens import Grant, Right
 
+if TYPE_CHECKING:
+    from router.call import Call
+
 RETRY_S = 1.0
 
 
 class Concurrency:
-    """Counts the requests of each token."""
+    """Counts the requests of each token. One that was told to end, for another that takes over, counts no more."""
 
     def __init__(self) -> None:
-        self._running: Counter[str] = Counter()
+        self._running: dict[str, set[Call]] = {}
 
     @contextmanager
-    def one_more(self, grant: Grant | None) -> Iterator[None]:
+    def one_more(self, call: Call) -> Iterator[None]:
         """As long as a request runs or waits. Raises Overloaded if it is one too many."""
+        grant = call.grant
         if grant is None:
             yield
             return
-        most = grant.limits.max_concurrent
-        if most is not None and self._running[grant.key] >= most:
+        running, most = self._running.setdefault(grant.key, set()), grant.limits.max_concurrent
+        if most is not None and sum(each.reason is None for each in running) >= most:
             raise Overloaded(f"{most} requests of this token are under way, no more are taken", RETRY_S)
-        self._running[grant.key] += 1
+        running.add(call)
         try:
             yield
         finally:
-            self._running[grant.key] -= 1
-            if not self._running[grant.key]:
+            running.remove(call)
+            if not running:
                 del self._running[grant.key]
 
 

@@ -15,7 +15,7 @@ from structlog.testing import capture_logs
 from baton.cli.certs import certs
 from baton.config.schema import TlsConfig
 from baton.core import Role
-from baton.errors import ConfigError, InvalidRequest, Overloaded
+from baton.errors import Cancelled, ConfigError, InvalidRequest, Overloaded
 from baton.rpc.status import from_rpc_error
 from baton.rpc.tls import Wire, internal_channel
 from baton.rpc.v1 import common_pb2
@@ -205,6 +205,22 @@ async def test_a_token_has_so_many_requests_at_once(make, tmp_path):
     for running in (first, second):
         assert len(ids_of(await cluster.answer(running))) == 4
     assert len(ids_of(await generate(cluster, "alice", max_tokens=4))) == 4, "there is room again"
+
+
+async def test_who_takes_over_has_the_place_of_the_older_one(make, tmp_path):
+    """Else both would end: the older one for the newer, and the newer for the older one's place."""
+    cluster = await make(tokens=token_file(tmp_path / "tokens", max_concurrent=1))
+    gate = cluster.decode[0].gates["decode"]
+    gate.clear()
+    older = call(cluster, "alice", max_tokens=4, idempotency_key="k")
+    await until(lambda: cluster.decode[0].committed, "decoding")
+    newer = call(cluster, "alice", max_tokens=4, idempotency_key="k")
+    with pytest.raises(Cancelled, match="another call has taken over"):
+        await cluster.answer(older)
+    with pytest.raises(Overloaded):
+        await generate(cluster, "alice")
+    gate.set()
+    assert len(ids_of(await cluster.answer(newer))) == 4
 
 
 async def test_a_request_that_fails_gives_its_place_back(make, tmp_path):
