@@ -85,11 +85,13 @@ class Admission(Generic[Claim]):
         wish: object = None,
         *,
         returning: bool = False,
+        accepted: bool = False,
         tenant: str = "",
         deadline_s: float | None = None,
         since: float | None = None,
     ) -> Claim:
-        """A claim on a pair of workers for a request of `tokens` known tokens; `wish` is passed on.
+        """A claim on a pair of workers for a request of `tokens` known tokens; `wish` is passed on. `accepted`: its
+        client has been told so, by another of its choices; it is not turned away at once.
 
         `deadline_s`: what is left to the request, in seconds. `since`: when it began to wait for room, on our clock, if
         it was given a claim meanwhile that came to nothing.
@@ -108,10 +110,10 @@ class Admission(Generic[Claim]):
             deadline=math.inf if deadline_s is None else now + deadline_s,
             served=asyncio.get_running_loop().create_future(),
         )
-        claim = self._enter(waiter)
+        claim = self._enter(waiter, accepted=accepted)
         return await self._wait(waiter) if claim is None else claim
 
-    def _enter(self, waiter: _Waiter[Claim]) -> Claim | None:
+    def _enter(self, waiter: _Waiter[Claim], *, accepted: bool) -> Claim | None:
         """A claim at once for who comes first, or a place in the queue. Raises Overloaded."""
         self._queue.push(waiter)
         if self._queue.first is waiter:
@@ -119,7 +121,7 @@ class Admission(Generic[Claim]):
             if claim is not None:
                 self._serve(waiter)
                 return claim
-        refusal = None if waiter.returning else self._full(waiter) or self._too_long(waiter)
+        refusal = None if waiter.returning or accepted else self._full(waiter) or self._too_long(waiter)
         if refusal is not None:
             self._queue.remove(waiter)
             raise refusal

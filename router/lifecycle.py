@@ -122,6 +122,7 @@ class Life:
             len(known),
             Wish(self._held.link if self._held else None, known),
             returning=self.attempts > 0,
+            accepted=self.call.accepted,
             tenant=self.call.tenant or request.cache_scope,
             deadline_s=self.remaining_s(),
             since=self._waits_since,

@@ -56,6 +56,14 @@ async def test_the_bound_in_tokens(make):
     assert "baton_queued_tokens 100.0" in text
 
 
+async def test_choices_of_an_accepted_request_are_not_turned_away(make):
+    """Its client has the first tokens of one of them already."""
+    cluster = await make(blocks=1, queue_max_requests=1)
+    events = await cluster.generate(n=4, max_tokens=4)
+    assert sorted(event.finished.choice for event in events if event.HasField("finished")) == [0, 1, 2, 3]
+    await cluster.nothing_is_left()
+
+
 async def test_a_long_wait_is_foreseen_and_refused_at_once(make):
     """As slow as if one request were served in four seconds, of which ten wait."""
     cluster = await make(blocks=1, queue_max_wait_s=10.0)
