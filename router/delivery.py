@@ -93,7 +93,7 @@ class EventStream:
 
     async def _write(self, **event: Any) -> None:
         try:
-            async with asyncio.timeout(self._stall_s), self._turn:
+            async with self._turn, asyncio.timeout(self._stall_s):  # who waits for its turn is not stalled
                 message = pb.GenerateEvent(request_id=self._request_id, seq=self._seq, **event)
                 self._seq += 1
                 await self._context.write(message)

@@ -1,12 +1,15 @@
+import asyncio
 import random
+from typing import Any, cast
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.core import Token
-from baton.errors import EngineFault
-from router.delivery import Delivery
+from baton.errors import Cancelled, EngineFault
+from router.delivery import Delivery, EventStream
+from tests.simulation.clock import VirtualLoop
 
 
 def token(index: int, token_id: int | None = None) -> Token:
@@ -60,3 +63,42 @@ def test_a_new_attempt_starts_from_what_was_delivered():
     delivery.take([token(0), token(2, 5)])
     delivery.forget_early()
     assert [t.token_id for t in delivery.take([token(0), token(1), token(2, 6)])] == [101, 6]
+
+
+class Reader:
+    """A client that takes a message each `pace_s`; and its context."""
+
+    def __init__(self, pace_s):
+        self.pace_s = pace_s
+        self.took = []
+
+    async def write(self, message):
+        await asyncio.sleep(self.pace_s)
+        self.took.append((message.seq, message.tokens.choice))
+
+
+@pytest.fixture
+def in_virtual_time():
+    loop = VirtualLoop()
+    yield loop.run_until_complete
+    loop.close()
+
+
+def test_choices_that_wait_for_each_other_are_not_stalled(in_virtual_time):
+    """Each message is taken in time, the last of them later than a message may take."""
+    reader = Reader(0.6)
+
+    async def all_choices():
+        stream = EventStream(cast(Any, reader), "r", stall_s=1.0)
+        await asyncio.gather(*(stream.tokens(choice, [Token(0, 5, "a")]) for choice in range(4)))
+
+    in_virtual_time(all_choices())
+    assert reader.took == [(0, 0), (1, 1), (2, 2), (3, 3)]
+
+
+def test_a_client_that_takes_nothing_is_given_up(in_virtual_time):
+    async def one():
+        with pytest.raises(Cancelled, match="did not read for 1 s"):
+            await EventStream(cast(Any, Reader(1.1)), "r", stall_s=1.0).tokens(0, [Token(0, 5, "a")])
+
+    in_virtual_time(one())
