@@ -179,7 +179,7 @@ class Inference(InferenceServicer):
             facts = {"stage": stage, "error": type(error).__name__, "reason": str(error)}
         log.info(
             f"request_{outcome}",
-            request_id=call.name,
+            request_id=call.name[:MAX_CLIENT_TAG_CHARS],  # one that was refused may be of any length
             client_tag=message.client_tag[:MAX_CLIENT_TAG_CHARS],
             completion_tokens=sum(len(life.delivery.ids) for life in call.lives),
             attempts=sum(life.attempts for life in call.lives),

@@ -11,6 +11,7 @@ from functools import partial
 
 import pytest
 from grpc import aio
+from structlog.testing import capture_logs
 
 from baton.errors import Cancelled, EngineFault, InvalidRequest, WorkerLost
 from baton.rpc.v1 import common_pb2
@@ -204,6 +205,13 @@ async def test_a_name_that_is_none(make, name):
     with pytest.raises(InvalidRequest, match="request_id: must be that of the stream"):
         await resume(cluster, asked(), name=name)
     assert (await cluster.status()).refused == 1
+
+
+async def test_what_is_no_name_is_not_logged_at_its_length(make):
+    cluster = await make()
+    with capture_logs() as lines, pytest.raises(InvalidRequest):
+        await resume(cluster, asked(), name="x" * 100_000)
+    assert [len(line["request_id"]) for line in lines if line["event"] == "request_refused"] == [128]
 
 
 # --- several answers
