@@ -21,7 +21,7 @@ import hashlib
 import itertools
 import re
 from collections.abc import AsyncIterator, Sequence
-from urllib.parse import unquote, urlsplit
+from urllib.parse import parse_qsl, unquote, urlsplit
 
 from redis.asyncio import Redis
 from redis.asyncio.retry import Retry
@@ -37,6 +37,12 @@ COMMANDS = (
 )
 SOCKET_TIMEOUT_S = 2.0
 CONNECT_TIMEOUT_S = 5.0
+
+# What may stand behind the `?` of a URL; anything else would change what our calls answer, or is not known to redis-py.
+OPTIONS = ("db", "username", "password", "client_name", "socket_timeout", "socket_connect_timeout")
+TLS_OPTIONS = tuple(
+    f"ssl_{name}" for name in ("ca_certs", "ca_path", "certfile", "keyfile", "password", "check_hostname")
+)
 
 Arg = str | int | bytes
 _PREFIX = re.compile(r"[A-Za-z0-9_.-]+(:[A-Za-z0-9_.-]+)*")
@@ -136,13 +142,14 @@ class Connection:
 
 def _client(url: str) -> Redis:
     try:
+        kept_alive = _checked(url)
         return Redis.from_url(
             url,
             protocol=2,  # RESP2 needs no HELLO: one round trip less, and it suits every ACL
             driver_info=None,  # CLIENT SETINFO is unknown to Redis 6.2
             socket_connect_timeout=SOCKET_TIMEOUT_S,
             socket_timeout=SOCKET_TIMEOUT_S,
-            socket_keepalive=True,
+            **kept_alive,
             health_check_interval=15,
             # A lost connection is tried again; a Redis that is silent is not, so that one call takes 2 s at most.
             retry=Retry(ExponentialWithJitterBackoff(base=0.02, cap=0.2), 2, supported_errors=(ConnectionError,)),
@@ -151,6 +158,18 @@ def _client(url: str) -> Redis:
         raise ConfigError(
             f"redis.url {redacted(url)}: expected redis://, rediss:// or unix:///path, with a numeric port and database"
         ) from None
+
+
+def _checked(url: str) -> dict[str, bool]:
+    """What sockets of this kind are told. Raises ValueError for a wrong address, ConfigError for an unknown option."""
+    parts = urlsplit(url)
+    if parts.scheme != "unix" and parts.path.strip("/"):
+        int(parts.path.strip("/"))  # redis-py would take database 0
+    allowed = OPTIONS + TLS_OPTIONS * (parts.scheme == "rediss")
+    for name, _ in parse_qsl(parts.query, keep_blank_values=True):
+        if name not in allowed:
+            raise ConfigError(f"redis.url {redacted(url)}: unknown option {name!r}; known are {', '.join(allowed)}")
+    return {} if parts.scheme == "unix" else {"socket_keepalive": True}
 
 
 def redacted(url: str) -> str:

@@ -10,7 +10,7 @@ import shlex
 import shutil
 import socket
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -211,6 +211,11 @@ def with_tls(binary: Path, folder: Path, port: int, authority: Authority) -> Pat
         f"tls-ca-cert-file {authority.ca}",
         "tls-auth-clients no",
     )
+    return with_lines(binary, folder, lines)
+
+
+def with_lines(binary: Path, folder: Path, lines: Sequence[str]) -> Path:
+    """A redis-server that obeys these lines, beside what its configuration says."""
     words = " ".join(shlex.quote(line) for line in lines)
     file = shlex.quote(str(folder / "redis.conf"))
     script = folder / "redis-server"
@@ -232,3 +237,9 @@ async def test_over_tls(binary, authority, tmp_path):
         await everything(f"{url}?ssl_ca_certs={authority.ca}", next(support.PREFIXES))
         with pytest.raises(LedgerError, match=r"(?i)certificate"):
             await Connection.open(url, "baton:x")
+
+
+async def test_over_a_unix_socket(binary, tmp_path):
+    socket_file = tmp_path / "s"
+    with EmbeddedRedis.start(tmp_path, binary=with_lines(binary, tmp_path, [f"unixsocket {socket_file}"])) as server:
+        await everything(f"unix://:{password_of(server)}@{socket_file}?db=0", next(support.PREFIXES))

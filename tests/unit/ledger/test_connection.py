@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from baton.errors import ConfigError
+from baton.errors import ConfigError, LedgerError
 from baton.ledger.connection import Connection, address_of, redacted
 
 
@@ -47,3 +47,25 @@ async def test_a_bad_url_is_a_config_error_without_its_password(url):
 async def test_a_prefix_that_a_pattern_could_not_name_is_refused(prefix):
     with pytest.raises(ConfigError, match="prefix"):
         await Connection.open("redis://127.0.0.1:1", prefix)
+
+
+@pytest.mark.parametrize(
+    ("url", "named"),
+    [
+        ("redis://:secret@h?foo=bar", "foo"),
+        ("redis://:secret@h?decode_responses=true", "decode_responses"),  # answers would not be bytes any more
+        ("redis://:secret@h?encoding=klingon", "encoding"),
+        ("redis://:secret@h?ssl_ca_certs=/ca.pem", "ssl_ca_certs"),  # of rediss alone
+        ("redis://:secret@h/x", "numeric port and database"),
+        ("unix://:secret@/run/r.sock?ssl_ca_certs=/ca.pem", "ssl_ca_certs"),
+    ],
+)
+async def test_what_a_url_cannot_say_is_a_config_error_too(url, named):
+    with pytest.raises(ConfigError, match=named) as caught:
+        await Connection.open(url, "baton:test")
+    assert "secret" not in str(caught.value)
+
+
+async def test_a_unix_socket_where_nobody_listens(tmp_path):
+    with pytest.raises(LedgerError, match=r"no\.sock"):
+        await Connection.open(f"unix://{tmp_path}/no.sock?db=0", "baton:test")
