@@ -45,6 +45,10 @@ class _LineLoader(yaml.SafeLoader):
         seen: set[object] = set()
         for key_node, _ in node.value:
             key = self.construct_object(key_node, deep=True)
+            if not isinstance(key, Hashable):
+                raise ConfigError(
+                    f"line {key_node.start_mark.line + 1}: a key must be a text, this is a list or a mapping"
+                )
             if key in seen:
                 raise ConfigError(f"line {key_node.start_mark.line + 1}: {key}: the key is there twice")
             seen.add(key)
@@ -65,6 +69,9 @@ def _parse_yaml(text: str) -> tuple[Tree, dict[str, int]]:
     try:
         node = yaml.compose(text, Loader=yaml.SafeLoader)
         tree = _LineLoader(text).get_single_data()
+        lines = _key_lines(node)
+    except RecursionError:
+        raise ConfigError("not YAML: nested too deeply, or a value contains itself") from None
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else "?"
         raise ConfigError(f"line {line}: not YAML: {error.problem}") from None
@@ -74,7 +81,7 @@ def _parse_yaml(text: str) -> tuple[Tree, dict[str, int]]:
         return {}, {}
     if not isinstance(tree, dict):
         raise ConfigError(f"a cluster file is a mapping of keys, this is a {type(tree).__name__}")
-    return tree, _key_lines(node)
+    return tree, lines
 
 
 def _put(tree: Tree, path: Sequence[str], value: object, source: str) -> None:
@@ -191,7 +198,7 @@ def _problem(detail: Mapping[str, Any]) -> tuple[str, str]:
     if detail["type"] == "extra_forbidden":
         return key, _unknown(key)
     message = str(detail["msg"]).removeprefix("Value error, ")
-    hidden = key == "redis.url" or isinstance(detail["input"], (dict, BaseModel))  # a URL may hold a password
+    hidden = parts[:1] == ["redis"] or isinstance(detail["input"], (dict, BaseModel))  # a URL may hold a password
     shown = "" if hidden else f", got {json.dumps(detail['input'], default=str)}"
     return key, f"{message[0].lower()}{message[1:]}{shown}" if key else message
 

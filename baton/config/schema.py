@@ -5,19 +5,21 @@ from __future__ import annotations
 from pathlib import PurePath
 from typing import Annotated, Literal
 
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    PositiveFloat,
-    PositiveInt,
-    field_validator,
-    model_validator,
-)
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PositiveInt, field_validator, model_validator
 
 from baton.config.listeners import KEPT_IN, parse_allowed, unsafe
-from baton.config.values import Address, Size, SizeOrAuto, is_loopback, parse_hub_name
+from baton.config.values import (
+    Address,
+    Milliseconds,
+    Processes,
+    Rows,
+    Seconds,
+    Size,
+    SizeOrAuto,
+    Tokens,
+    is_loopback,
+    parse_hub_name,
+)
 from baton.limits import MAX_RESUMABLE_S
 
 Name = Annotated[str, Field(pattern=r"^[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?$")]
@@ -78,13 +80,13 @@ class QueueConfig(Section):
 
     max_requests: PositiveInt = 256
     max_tokens: PositiveInt = Field(default=1_000_000, description="of the prompts that wait, together")
-    max_wait_s: PositiveFloat = 10.0
+    max_wait_s: Seconds = 10.0
 
 
 class RouterConfig(Section):
     """The router's listeners. Port 0: any free port."""
 
-    replicas: PositiveInt = 1
+    replicas: Processes = 1
     grpc: Address = "127.0.0.1:50051"
     http: Address | None = Field(default=None, description="OpenAI's HTTP API; none: it is not served")
     http_body: Size = Field(default=2**20, description="the most that the body of an HTTP request may have")
@@ -101,7 +103,7 @@ class RouterConfig(Section):
         description="auto: a decode worker computes the rest of a prompt itself where that is expected to be sooner, in"
         " a step within slo.itl_ms; without any prefill worker they always do",
     )
-    slow_reader_s: PositiveFloat = 60.0
+    slow_reader_s: Seconds = 60.0
     queue: QueueConfig = QueueConfig()
     tenants: dict[str, Weight] = Field(
         default_factory=dict,
@@ -119,19 +121,19 @@ class AutoscaleConfig(Section):
 class PoolConfig(Section):
     """One pool of workers."""
 
-    replicas: PositiveInt = 1
-    tensor_parallel: PositiveInt = Field(
+    replicas: Processes = 1
+    tensor_parallel: Processes = Field(
         default=1,
         description="processes that compute one worker's model together, each a share of its heads; only on CPUs yet",
     )
     device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$")] = "auto"
-    threads: PositiveInt | Auto = Field(
+    threads: Processes | Auto = Field(
         default="auto", description="of each process of a worker; auto: all cores, divided by tensor_parallel"
     )
     kv_memory: SizeOrAuto = Field(default="auto", description="of a worker, however many processes share it")
-    block_size: PositiveInt = 16
-    max_batched_tokens: PositiveInt = 2048
-    max_running: PositiveInt = 64
+    block_size: Tokens = 16
+    max_batched_tokens: Tokens = 2048
+    max_running: Rows = 64
     prefix_cache: bool = Field(
         default=True, description="keep computed KV while there is room, and use it for prompts with equal beginnings"
     )
@@ -152,7 +154,7 @@ class TransferConfig(Section):
     coalesce_below: Size = Field(
         default=256 * 2**10, description="KV that is waited for before a frame leaves, while its prompt is computed"
     )
-    frame_deadline_s: PositiveFloat = 10.0
+    frame_deadline_s: Seconds = 10.0
     staging_memory: Size = Field(
         default=2**30,
         description="of a worker's channels at each end; when it is used up, the longest idle one is closed",
@@ -165,8 +167,8 @@ class TransferConfig(Section):
 class LedgerConfig(Section):
     """Leases of workers: a worker beats every `heartbeat_s`, and is dead after `lease_s` without progress."""
 
-    lease_s: PositiveFloat = 10.0
-    heartbeat_s: PositiveFloat = 1.0
+    lease_s: Seconds = 10.0
+    heartbeat_s: Seconds = 1.0
 
 
 class DeterminismConfig(Section):
@@ -185,8 +187,8 @@ class ThinkingConfig(Section):
 class SloConfig(Section):
     """What admission and the planner aim at."""
 
-    ttft_ms: PositiveFloat = 1000.0
-    itl_ms: PositiveFloat = 100.0
+    ttft_ms: Milliseconds = 1000.0
+    itl_ms: Milliseconds = 100.0
 
 
 class TlsConfig(Section):

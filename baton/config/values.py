@@ -7,9 +7,10 @@ import re
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, WithJsonSchema
+from pydantic import BeforeValidator, Field, WithJsonSchema
 
 UNITS = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40, "KB": 10**3, "MB": 10**6, "GB": 10**9}
+MOST_BYTES = 2**50
 HUB_PREFIX = "hf:"
 _HUB_PART = r"[A-Za-z0-9_](?:[A-Za-z0-9_.-]{0,94}[A-Za-z0-9_])?"
 HUB_NAME = re.compile(rf"hf:({_HUB_PART}/{_HUB_PART})(?:@([A-Za-z0-9_][A-Za-z0-9_./-]{{0,127}}))?")
@@ -18,12 +19,14 @@ SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)")
 
 def parse_size(value: object) -> int:
     """`256MiB`, `1.5GB` or a number of bytes. Raises ValueError saying what is allowed."""
-    if isinstance(value, int) and not isinstance(value, bool) and value > 0:
-        return value
-    match = SIZE.fullmatch(value.strip()) if isinstance(value, str) else None
-    if match is None or match[2].upper() not in UNITS or not float(match[1]):
-        raise ValueError("must be a size such as 256MiB or 2GiB (or a number of bytes above 0)")
-    return int(float(match[1]) * UNITS[match[2].upper()])
+    size: float = 0
+    if isinstance(value, int) and not isinstance(value, bool):
+        size = value
+    elif isinstance(value, str) and (match := SIZE.fullmatch(value.strip())) and match[2].upper() in UNITS:
+        size = float(match[1]) * UNITS[match[2].upper()]
+    if not 1 <= size <= MOST_BYTES:
+        raise ValueError("must be a size such as 256MiB or 2GiB (or a number of bytes above 0), and at most 1024TiB")
+    return int(size)
 
 
 def parse_size_or_auto(value: object) -> int | Literal["auto"]:
@@ -52,7 +55,7 @@ def parse_hub_name(path: str) -> HubName | None:
 def split_address(text: str) -> tuple[str, int]:
     """`host:port` or `[v6]:port`. Raises ValueError."""
     host, separator, port = text.rpartition(":")
-    if not separator or not host or not port.isdecimal() or int(port) > 65535:
+    if not separator or not host or not (port.isascii() and port.isdecimal()) or int(port) > 65535:
         raise ValueError("must be host:port, such as 127.0.0.1:50051 (port 0: any free port)")
     return host.strip("[]"), int(port)
 
@@ -80,3 +83,9 @@ _SIZE_SCHEMA = {
 Size = Annotated[int, BeforeValidator(parse_size), WithJsonSchema(_SIZE_SCHEMA)]
 SizeOrAuto = Annotated[int | Literal["auto"], BeforeValidator(parse_size_or_auto), WithJsonSchema(_SIZE_SCHEMA)]
 Address = Annotated[str, BeforeValidator(parse_address), WithJsonSchema({"type": "string", "pattern": r"^.+:\d+$"})]
+# Bounds that nobody needs to pass, and beyond which clocks, sockets or arrays fail far from here.
+Seconds = Annotated[float, Field(gt=0, le=1e6)]
+Milliseconds = Annotated[float, Field(gt=0, le=1e9)]
+Processes = Annotated[int, Field(gt=0, le=4096)]  # or threads
+Tokens = Annotated[int, Field(gt=0, le=2**20)]  # of one step, or of one block
+Rows = Annotated[int, Field(gt=0, le=2**14)]

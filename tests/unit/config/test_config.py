@@ -78,6 +78,22 @@ WRONG = {
     "a weight of nothing": ("router:\n  tenants: {team-a: 0}", ["line 2", "router.tenants.team-a", "0.001", "0"]),
     "no tokens may wait": ("router: {queue: {max_tokens: 0}}", ["router.queue.max_tokens", "greater than 0", "0"]),
     "no attempt at all": ("retry: {attempts: 0}", ["line 1", "retry.attempts", "greater than 0", "0"]),
+    "a key that is a list": ("? [a]\n: 1", ["line 1", "key", "text"]),
+    "a value that contains itself": ("a: &a {b: *a}", ["not YAML", "nested"]),
+    "nested without end": ("[" * 5000, ["not YAML", "nested"]),
+    "more bytes than a float counts": (f"prefill: {{kv_memory: {'9' * 400}.0GiB}}", ["prefill.kv_memory", "1024TiB"]),
+    "more bytes than anybody has": (f"decode: {{kv_memory: {10**30}}}", ["decode.kv_memory", "1024TiB"]),
+    "not a whole byte": ("prefill: {kv_memory: 0.1B}", ["prefill.kv_memory", "256MiB", "0.1B"]),
+    "a port in other digits": ("router: {grpc: '127.0.0.1:\u0663'}", ["router.grpc", "host:port"]),
+    "a lease for ever": ("ledger: {lease_s: .inf}", ["line 1", "ledger.lease_s", "less than or equal to 1000000"]),
+    "no deadline": ("transfer: {frame_deadline_s: 1.0e+300}", ["transfer.frame_deadline_s", "less than or equal to"]),
+    "waiting for ever": ("router: {queue: {max_wait_s: .inf}}", ["router.queue.max_wait_s", "less than or equal to"]),
+    "a reader of any slowness": ("router: {slow_reader_s: .inf}", ["router.slow_reader_s", "less than or equal to"]),
+    "any time will do": ("slo: {ttft_ms: .inf}", ["slo.ttft_ms", "less than or equal to"]),
+    "too many threads": ("prefill: {threads: 100000}", ["prefill.threads", "less than or equal to", "100000"]),
+    "a step too long": ("prefill: {max_batched_tokens: 1000000000000}", ["prefill.max_batched_tokens", "less than"]),
+    "too many at once": ("decode: {max_running: 1000000000000}", ["decode.max_running", "less than or equal to"]),
+    "too large a block": (f"decode: {{block_size: {10**20}}}", ["decode.block_size", "less than or equal to"]),
     "not a kind of check": ("transfer: {verify: all}", ["transfer.verify", "frames", "kv", "all"]),
 }
 
@@ -101,6 +117,14 @@ def test_a_wrong_redis_url_is_not_repeated(load):
     with pytest.raises(ConfigError, match=r"redis\.url") as caught:
         load("redis: {url: 'http://me:s3cret@host'}")
     assert "s3cret" not in str(caught.value)
+
+
+@pytest.mark.parametrize("given", ["redis://me:s3cret@host", "[redis://me:s3cret@host]"])
+def test_a_redis_url_in_the_wrong_place_is_not_repeated(load, given):
+    for text, sets in ((f"redis: {given}", ()), ("name: a", [f"redis={given}"])):
+        with pytest.raises(ConfigError, match=r"redis: ") as caught:
+            load(text, sets)
+        assert "s3cret" not in str(caught.value)
 
 
 def test_all_mistakes_are_named_at_once(load):
