@@ -35,9 +35,11 @@ def size_kv(
 ) -> Sizing:
     """Blocks that fit into `kv_memory` bytes, and the longest sequence: at most `model_max_len`, and it fits alone.
 
-    Raises ConfigError, saying what would do, if a sequence of the wanted length does not fit.
+    Raises ConfigError, saying what would do, if a sequence of the wanted length does not fit, or `kv_memory` does not.
     """
-    budget = auto_kv_bytes(device) if kv_memory == "auto" else kv_memory
+    budget, free = auto_kv_bytes(device) if kv_memory == "auto" else kv_memory, _free_bytes(device)
+    if budget > free:
+        raise ConfigError(f"kv_memory: {budget} bytes, but only {free} are free; give less, or auto")
     blocks = budget // layout.block_bytes
     if blocks < 1:
         raise ConfigError(f"kv_memory: {budget} bytes hold no block; one takes {layout.block_bytes} bytes")
@@ -60,9 +62,12 @@ def size_kv(
 def auto_kv_bytes(device: torch.device) -> int:
     """The share of the free memory of `device` that one worker takes for KV, in bytes."""
     if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        return int(free * GPU_SHARE)
-    return min(int(available_bytes() * CPU_SHARE), CPU_CAP_BYTES)
+        return int(_free_bytes(device) * GPU_SHARE)
+    return min(int(_free_bytes(device) * CPU_SHARE), CPU_CAP_BYTES)
+
+
+def _free_bytes(device: torch.device) -> int:
+    return int(torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else available_bytes()
 
 
 def available_bytes(cgroup: Path = CGROUP) -> int:
