@@ -114,6 +114,7 @@ class DecodeRole:
         handoff, spec = convert.handoff_from_pb(message.handoff), convert.spec_from_pb(message.spec)
         if message.HasField("to"):
             raise InvalidRequest.of("to", "a decode worker hands over to nobody")
+        self._engine.validate(spec)
         finish = self._engine.finish_of(spec) if spec.known else None
         mine = self._sessions.get(handoff) is session and handoff not in self._adopted
         reservation = self.reservations.take(handoff) if mine else None

@@ -111,3 +111,16 @@ def test_it_hands_over_to_nobody(side, router):
         side.role.command(router, prefill())
     side.take(router, release())
     assert side.all_free
+
+
+def test_what_can_never_be_computed_changes_nothing_and_its_deadline_still_counts(side, router):
+    foreign = replace(spec_of(), prompt=(*spec_of().prompt[:-1], 10**6))
+    side.take(router, reserve(deadline_s=5.0))
+    side.take(router, prefill(spec=foreign, to=None))
+    assert [event.refused.reason for event in router.events if event.HasField("refused")] == [pb.REFUSAL_REASON_INVALID]
+    assert len(side.role.reservations) == 1
+    side.clock.advance(5.0)
+    side.step()
+    assert side.all_free
+    assert not router.handoffs
+    assert side.records.notes[-1][2] == "RELEASED"
