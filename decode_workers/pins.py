@@ -57,8 +57,9 @@ class Pins:
             self.pusher is None
             or job.handoff in self._pins
             or len(shared) * self._info.layout.block_size < job.known_tokens
+            or not self._engine.pool.can_share(shared)
         ):
-            return  # it is over, or was asked for before
+            return  # it is over, was asked for before, or a step failed with these blocks
         pin = self._engine.pool.allocate(0, shared=shared)
         assert pin is not None  # nobody has to make room for what is held
         self._pins[job.handoff] = pin

@@ -153,11 +153,14 @@ class BlockPool:
         """Blocks with these contents, up to the first that nobody has. To be shared before anything else happens."""
         found: list[int] = []
         for digest in digests:
-            block = self._index.get(digest)
-            if block is None:
+            if (block := self._index.get(digest)) is None:
                 break
             found.append(block)
         return found
+
+    def can_share(self, blocks: Iterable[int]) -> bool:
+        """Whether all of these, which were found once, still are what they were: none was withdrawn."""
+        return all(self._digest[block] is not None for block in blocks)
 
     def allocate(
         self, n: int, *, reserved: bool = False, shared: Sequence[int] = (), spare: int = 0
@@ -172,9 +175,8 @@ class BlockPool:
             return None
         for block in shared:
             self._share(block)
-        generations = [self._generation[block] for block in shared]
         state = BlockState.RESERVED if reserved else BlockState.OWNED
-        allocation = Allocation(self, list(shared), generations, state)
+        allocation = Allocation(self, list(shared), [self._generation[block] for block in shared], state)
         self._grow(allocation, n)
         return allocation
 

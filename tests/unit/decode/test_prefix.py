@@ -222,6 +222,19 @@ def test_what_is_over_or_cannot_be_sent_is_not_pinned(pair, router, sender):
     pair.end_pushes()
 
 
+def test_what_is_in_doubt_since_it_was_reserved_is_not_sent(pair, router, sender):
+    pair.hand_over(router, H, SPEC, upto="offered")
+    doubted = pair.decode.engine.pool.allocate(0, shared=found(pair))
+    doubted.withdraw()  # as when a step fails that reads them
+    doubted.release()
+    pair.decode.role.reservations.fetch(H, P, 0, 8)
+    pair.decode.loop.drain()
+    assert sender.pushes == {}
+    pair.decode.take(router, release())
+    assert pair.decode.all_free
+    pair.end_pushes()
+
+
 def test_a_commit_that_ends_a_shared_handoff_at_once_gives_all_back(pair, router):
     pair.decode.take(router, reserve(prefix=NAMES))
     table = pair.decode.role.reservations
