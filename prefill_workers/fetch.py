@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 _WEIGHT = 0.3  # of what was seen last
 _MEASURED_TOKENS = 32  # of a step that says what computing costs
+_SPARED = 6  # times as long as a fetch may take, nothing is asked of who was late: each of those costs a prompt as much
 
 
 class CostModel:
@@ -87,6 +88,7 @@ class Fetches:
         self._on_end = on_end
         self._cost = CostModel()
         self._step_began: float | None = None
+        self._spared: dict[WorkerRef, float] = {}  # who was late, until when
         self._lock = threading.Lock()
         self._fetches: dict[HandoffId, Fetch] = {}
 
@@ -101,7 +103,11 @@ class Fetches:
         names = self._names(spec, there // size)
         begin = len(pool.find(names))
         missing = len(names) - begin
-        if not missing or not self._cost.worth(missing * size, missing * self._engine.layout.block_bytes):
+        if (
+            not missing
+            or source in self._spared
+            or not self._cost.worth(missing * size, missing * self._engine.layout.block_bytes)
+        ):
             return None
         allocation = pool.allocate(missing, reserved=True)
         if allocation is None:
@@ -137,10 +143,13 @@ class Fetches:
             return {handoff: fetch.allocation for handoff, fetch in self._fetches.items()}
 
     def late(self) -> list[HandoffId]:
-        """Those that took too long."""
-        begun_before = self._clock.monotonic() - self._within_s
+        """Those that took too long. Who was to send them is not asked again for a while."""
+        now = self._clock.monotonic()
+        self._spared = {source: until for source, until in self._spared.items() if until > now}
         with self._lock:
-            return [handoff for handoff, fetch in self._fetches.items() if fetch.started <= begun_before]
+            late = {handoff: fetch for handoff, fetch in self._fetches.items() if fetch.started <= now - self._within_s}
+        self._spared |= {fetch.source: now + _SPARED * self._within_s for fetch in late.values()}
+        return list(late)
 
     def step_began(self) -> None:
         """To learn what computing costs."""

@@ -223,6 +223,21 @@ def test_a_fetch_that_ends_early_gives_its_blocks_back_and_the_prompt_goes_on(si
     assert [token.token_id for token in router.tokens(goes_on)] == BACKEND.expected(SPEC, 1)
 
 
+def test_who_was_late_is_not_waited_for_again_for_a_while(side, router):
+    def asked_for(name):
+        handoff = HandoffId(name, 1)
+        side.take(router, prefill(handoff, spec_of(handoff, 14), skip=12))
+        return side.pusher.pushes[handoff].job.fetch
+
+    assert asked_for("first") == (0, 12)
+    late(side, router)
+    side.run()
+    assert asked_for("next") is None
+    side.clock.advance(60.0)
+    side.step()
+    assert asked_for("later") == (0, 12)
+
+
 def test_what_came_for_a_handoff_that_was_released_is_kept_in_the_cache(side, router):
     begun(side, router)
     came(side)
