@@ -8,18 +8,24 @@ from pathlib import Path
 
 import structlog
 
-from baton.clock import SystemClock
+from baton.clock import Clock, SystemClock
+from baton.errors import LedgerError
 from baton.ledger.embedded import EmbeddedRedis
 from baton.ledger.ledger import Ledger
 
 log = structlog.get_logger(__name__)
+RETRY_S = 1.0
+HOPELESS_S = 60.0  # so long without it, and it will not come: its port is somebody else's, say
 
 
 class KeptRedis:
     """An embedded Redis that is started again, at the same address, when it dies. Its data is then gone."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, clock: Clock | None = None) -> None:
         self._folder = folder
+        self._clock = clock or SystemClock()
+        self._died_at: float | None = None
+        self._retry_at = 0.0
         self._password = secrets.token_urlsafe(24)
         self._server = EmbeddedRedis.start(folder, password=self._password)
 
@@ -32,10 +38,23 @@ class KeptRedis:
         return self._server.pid if self._server.alive else None
 
     def poll(self) -> None:
-        """Start it again if it died. Raises LedgerError when that fails."""
-        if not self._server.alive:
+        """Start it again if it died. Raises LedgerError when that has failed for `HOPELESS_S`."""
+        if self._server.alive:
+            self._died_at = None
+            return
+        now = self._clock.monotonic()
+        if self._died_at is None:
+            self._died_at = self._retry_at = now
             log.warning("redis_died", url=self._server.redacted)
+        if now < self._retry_at:
+            return
+        try:
             self._server = EmbeddedRedis.start(self._folder, port=self._server.port, password=self._password)
+        except LedgerError as error:
+            if now - self._died_at > HOPELESS_S:
+                raise
+            self._retry_at = now + RETRY_S
+            log.warning("redis_not_back", error=str(error))
 
     def stop(self) -> None:
         self._server.stop()

@@ -3,6 +3,7 @@
 import asyncio
 import os
 import signal
+import socket
 import stat
 import sys
 import threading
@@ -12,6 +13,7 @@ import psutil
 import pytest
 import yaml
 
+from baton.clock import FakeClock
 from baton.cluster import supervisor
 from baton.cluster.processes import StartError
 from baton.cluster.redis import KeptRedis
@@ -20,7 +22,7 @@ from baton.cluster.stop import Stop
 from baton.cluster.supervisor import Supervisor
 from baton.config import ClusterConfig
 from baton.core import Role
-from baton.errors import BatonError, Cancelled
+from baton.errors import BatonError, Cancelled, LedgerError
 from baton.load import BlockCounts
 from baton.telemetry import Metrics, MetricsServer
 
@@ -261,6 +263,32 @@ def test_redis_is_started_again_at_the_same_address_with_the_same_password(tmp_p
     finally:
         redis.stop()
     assert redis.pid is None
+
+
+def test_redis_whose_port_is_taken_when_it_died_is_tried_again_until_that_is_hopeless(tmp_path):
+    clock = FakeClock()
+    redis = KeptRedis(tmp_path, clock)
+    try:
+        url, port = redis.url, redis._server.port
+        os.kill(redis.pid, signal.SIGKILL)
+        until(lambda: redis.pid is None)
+        with socket.create_server(("127.0.0.1", port)):
+            redis.poll()
+            clock.advance(1.0)
+            redis.poll()
+        assert redis.pid is None
+        clock.advance(1.0)
+        redis.poll()
+        assert (redis.pid is not None, redis.url) == (True, url)
+        os.kill(redis.pid, signal.SIGKILL)
+        until(lambda: redis.pid is None)
+        with socket.create_server(("127.0.0.1", port)):
+            redis.poll()
+            clock.advance(120.0)
+            with pytest.raises(LedgerError, match="is in use"):
+                redis.poll()
+    finally:
+        redis.stop()
 
 
 def test_a_router_that_finds_no_workers_is_a_failed_start(run, monkeypatch):
