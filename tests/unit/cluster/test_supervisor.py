@@ -265,13 +265,17 @@ def test_redis_is_started_again_at_the_same_address_with_the_same_password(tmp_p
     assert redis.pid is None
 
 
+def kill(redis):
+    os.kill(redis.pid, signal.SIGKILL)
+    until(lambda: redis.pid is None)
+
+
 def test_redis_whose_port_is_taken_when_it_died_is_tried_again_until_that_is_hopeless(tmp_path):
     clock = FakeClock()
     redis = KeptRedis(tmp_path, clock)
     try:
         url, port = redis.url, redis._server.port
-        os.kill(redis.pid, signal.SIGKILL)
-        until(lambda: redis.pid is None)
+        kill(redis)
         with socket.create_server(("127.0.0.1", port)):
             redis.poll()
             clock.advance(1.0)
@@ -280,8 +284,7 @@ def test_redis_whose_port_is_taken_when_it_died_is_tried_again_until_that_is_hop
         clock.advance(1.0)
         redis.poll()
         assert (redis.pid is not None, redis.url) == (True, url)
-        os.kill(redis.pid, signal.SIGKILL)
-        until(lambda: redis.pid is None)
+        kill(redis)
         with socket.create_server(("127.0.0.1", port)):
             redis.poll()
             clock.advance(120.0)
