@@ -26,6 +26,11 @@ class HostedDecode(DecodeRole):
         self._directory = DirectoryLog(parts.ledger, parts.info.ref)
         parts.engine.pool.on_index = self._directory.note
 
+    @property
+    def busy(self) -> bool:
+        """See `HostedRole.busy`."""
+        return False
+
     def load(self, load: Load) -> Load:
         return replace(load, channels=self._transfers.sender.channels())
 

@@ -27,21 +27,23 @@ log = structlog.get_logger(__name__)
 
 
 class Pins:
-    """`shared` says which blocks of a reservation were here before it; `pusher` sends them."""
+    """Of no use before `attach`."""
 
-    def __init__(
-        self, info: WorkerInfo, engine: Engine, loop: EngineLoop, shared: Callable[[HandoffId], list[int]]
-    ) -> None:
+    def __init__(self, info: WorkerInfo, engine: Engine, loop: EngineLoop) -> None:
         self._info = info
         self._engine = engine
         self._loop = loop
-        self._shared = shared
         self._history = engine.pool.history
         self._pins: dict[HandoffId, Allocation] = {}
-        self.pusher: Pusher | None = None
+        self._pusher: Pusher | None = None
+        self._shared: Callable[[HandoffId], list[int]] = lambda handoff: []
 
     def __len__(self) -> int:
         return len(self._pins)
+
+    def attach(self, shared: Callable[[HandoffId], list[int]], pusher: Pusher) -> None:
+        """`shared` says which blocks of a reservation were here before it; `pusher` sends them."""
+        self._shared, self._pusher = shared, pusher
 
     def holdings(self) -> Mapping[HandoffId, Allocation]:
         """What is being fetched."""
@@ -54,7 +56,7 @@ class Pins:
     def _push_back(self, job: PushJob) -> None:
         shared = self._shared(job.handoff)
         if (
-            self.pusher is None
+            self._pusher is None
             or job.handoff in self._pins
             or len(shared) * self._info.layout.block_size < job.known_tokens
             or not self._engine.pool.can_share(shared)
@@ -65,13 +67,13 @@ class Pins:
         self._pins[job.handoff] = pin
         self._history.blocks("owned", job.handoff, pin, shared=len(pin), part="pin")
         try:
-            self.pusher.begin(job)
+            self._pusher.begin(job)
         except (HandoffError, ValueError) as error:
             log.warning("fetch_refused", handoff=str(job.handoff), error=str(error))
             self._unpin(job.handoff)
             return
-        self.pusher.computed(job.handoff, pin.blocks, self._info.layout.layers, job.known_tokens)
-        self.pusher.finish(job.handoff, PushEnd())
+        self._pusher.computed(job.handoff, pin.blocks, self._info.layout.layers, job.known_tokens)
+        self._pusher.finish(job.handoff, PushEnd())
 
     def push_ended(self, handoff: HandoffId, outcome: PushResult | HandoffError) -> None:
         """The blocks that were fetched are not read any more. From a transfer thread, once per push."""

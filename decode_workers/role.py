@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from baton.worker.loop import EngineLoop
     from baton.worker.session import Session
     from baton.worker.transfers import Pusher
-    from kvtransfer.handoff import CommitState, PushResult
+    from kvtransfer.handoff import CommitState
 
     Owner = Session | Nobody
 
@@ -52,20 +52,15 @@ class DecodeRole:
         self._history = engine.pool.history
         self._sessions: dict[HandoffId, Owner] = {}
         self._adopted: set[HandoffId] = set()
-        self.pins = Pins(info, engine, loop, self._shared)
+        self.pins = Pins(info, engine, loop)
+        self.push_ended = self.pins.push_ended
         self.reservations = Reservations(info.fingerprint, self.committed, self.pins.fetch, self._history)
         self.parking = Parking(clock)
+        self._leaving = False
 
     def attach(self, pusher: Pusher) -> None:
         """`pusher` sends what prefill workers fetch."""
-        self.pins.pusher = pusher
-
-    def push_ended(self, handoff: HandoffId, outcome: PushResult | HandoffError) -> None:
-        """What was fetched is not read any more. From a transfer thread, once per push."""
-        self.pins.push_ended(handoff, outcome)
-
-    def _shared(self, handoff: HandoffId) -> list[int]:
-        return self.reservations.shared(handoff)
+        self.pins.attach(self.reservations.shared, pusher)
 
     # --- commands ------------------------------------------------------------------------------------------------
 
@@ -96,10 +91,10 @@ class DecodeRole:
             return
         # All that the model can take may be known: the request has ended then, which remains to be said.
         room = min(message.known_tokens, self._info.max_model_len - 1)
-        reservation = self._engine.reserve(room, message.prefix)
+        reservation = None if self._leaving else self._engine.reserve(room, message.prefix)
         if reservation is None:
-            text = f"no room for {message.known_tokens} tokens now"
-            session.emit([events.refused(handoff, worker_pb2.REFUSAL_REASON_NO_ROOM, text)])
+            full = events.no_room(handoff, message.known_tokens)
+            session.emit([events.stopping(handoff) if self._leaving else full])
             return
         self._history.blocks("reserved", handoff, reservation, shared=len(reservation.shared))
         self.reservations.open(handoff, reservation, message.known_tokens, deadline)
@@ -172,6 +167,22 @@ class DecodeRole:
         self._drop(handoff)
         if owner is not session:
             owner.emit([events.failed(handoff, StaleAttempt(f"released by router {session.router_id}"))])
+
+    def leave(self) -> None:
+        """See `HostedRole.leave`. What decodes is handed back as if the pool were full: it goes on elsewhere."""
+        self._leaving = True
+        for entry in self.reservations.entries():
+            if self.reservations.fence(entry.handoff) is not State.COMMITTED:  # else `_adopt` is about to come
+                owner = self._sessions[entry.handoff]
+                self._drop(entry.handoff)
+                owner.emit([events.stopping(entry.handoff)])
+        for handoff in list(self._adopted):
+            self._hand_back(handoff)
+
+    def _hand_back(self, handoff: HandoffId) -> None:
+        owner = self._sessions[handoff]
+        self._drop(handoff)
+        owner.emit([events.preempted(handoff, "this worker is stopping")])
 
     def gone(self, session: Session) -> None:
         for handoff in list(session.handoffs):
@@ -246,6 +257,8 @@ class DecodeRole:
         first = events.tokens(handoff, commit.first)
         self.parking.note(handoff, [first])
         session.emit([committed, first])
+        if self._leaving:
+            self._hand_back(handoff)
 
     # --- steps ---------------------------------------------------------------------------------------------------
 

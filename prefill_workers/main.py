@@ -26,6 +26,11 @@ class HostedPrefill(PrefillRole):
         self._directory = DirectoryLog(parts.ledger, parts.info.ref)
         parts.engine.pool.on_index = self._directory.note
 
+    @property
+    def busy(self) -> bool:
+        """See `HostedRole.busy`: KV is being pushed."""
+        return any(not work.waits for work in list(self._work.values()))
+
     def load(self, load: Load) -> Load:
         return replace(
             load,

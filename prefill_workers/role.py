@@ -23,11 +23,10 @@ from baton.worker.census import Holding
 from baton.worker.commands import deadline_after
 from kvtransfer.handoff import PushEnd, PushJob, PushResult
 from prefill_workers.fetch import Fetches
-from prefill_workers.work import Work, spare
+from prefill_workers.work import Work, holdings, spare
 
 if TYPE_CHECKING:
     from baton.clock import Clock
-    from baton.engine.blocks import Allocation
     from baton.engine.engine import Engine
     from baton.engine.outcome import Output, StepResult
     from baton.engine.scheduler import Work as StepWork
@@ -63,6 +62,7 @@ class PrefillRole:
         self._coalesce_below = coalesce_below
         self._work: dict[HandoffId, Work] = {}
         self._attempts = Attempts()
+        self._leaving = False
         self._pusher: Pusher | None = None
         self.fetches = Fetches(engine, clock, fetch_s, self.fetch_ended)
         self.transfer_bytes = 0
@@ -91,6 +91,9 @@ class PrefillRole:
         spec, to = convert.spec_from_pb(message.spec), convert.ref_from_pb(message.to, "to")
         deadline = deadline_after(message.deadline_s, self._clock)
         if not self._is_new(session, handoff):
+            return
+        if self._leaving:
+            session.emit([events.stopping(handoff)])
             return
         streams = self._streams(spec, message.skip)
         self._engine.validate(spec)
@@ -174,21 +177,21 @@ class PrefillRole:
         if work is not None and work.session is not session:
             work.session.emit([events.failed(handoff, StaleAttempt(f"released by router {session.router_id}"))])
 
+    def leave(self) -> None:
+        """See `HostedRole.leave`. What is computed may still be handed over; the rest is computed elsewhere."""
+        self._leaving = True
+        for handoff, work in list(self._work.items()):
+            if work.first is None:
+                self._drop(handoff)
+                work.session.emit([events.stopping(handoff)])
+
     def gone(self, session: Session) -> None:
         for handoff in list(session.handoffs):
             self._drop(handoff)
 
     def holdings(self) -> Iterator[Holding]:
         """See `RoleBehaviour.holdings`."""
-        for handoff, fetched in self.fetches.holdings().items():
-            yield self._holding(handoff, "fetching", fetched)
-        for handoff, allocation in self._engine.holdings():
-            yield self._holding(handoff, "", allocation)
-
-    def _holding(self, handoff: HandoffId, state: str, held: Allocation | None) -> Holding:
-        work, blocks = self._work.get(handoff), held.blocks if held else []
-        state = state or (work.state if work and blocks else "queued")
-        return Holding(handoff, state, blocks, work.session.router_id if work else "")
+        return holdings(self._work, self.fetches.holdings(), self._engine.holdings())
 
     def _drop(self, handoff: HandoffId) -> None:
         """Give a handoff up, and its push. The engine has the push withdrawn before it lets go of the blocks."""

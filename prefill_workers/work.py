@@ -5,11 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from baton.worker.census import Holding
+
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Iterator, Mapping
 
     from baton.core import HandoffId, SequenceSpec
     from baton.engine.outcome import Output
+    from baton.history import Blocks
     from baton.worker.session import Session
 
 
@@ -43,3 +46,21 @@ def spare(works: Mapping[HandoffId, Work]) -> HandoffId | None:
     """
     computed = [(handoff, work.waits) for handoff, work in works.items() if work.first is not None]
     return computed[0][0] if computed and all(waits for _, waits in computed) else None
+
+
+def holdings(
+    works: Mapping[HandoffId, Work],
+    fetched: Mapping[HandoffId, Blocks],
+    computed: Iterable[tuple[HandoffId, Blocks | None]],
+) -> Iterator[Holding]:
+    """Of each handoff what it holds, and by whose wish."""
+    for handoff, fetch in fetched.items():
+        yield _holding(works.get(handoff), handoff, "fetching", fetch)
+    for handoff, allocation in computed:
+        yield _holding(works.get(handoff), handoff, "", allocation)
+
+
+def _holding(work: Work | None, handoff: HandoffId, state: str, held: Blocks | None) -> Holding:
+    blocks = held.blocks if held else []
+    state = state or (work.state if work and blocks else "queued")
+    return Holding(handoff, state, blocks, work.session.router_id if work else "")

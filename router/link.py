@@ -189,8 +189,9 @@ class WorkerLink:
             mailbox = self._mailboxes.get(HandoffId(event.handoff.request_id, event.handoff.attempt))
             if mailbox is not None:
                 mailbox.put(self.info.role, event)
-            if event.refused.reason in {pb.REFUSAL_REASON_NO_ROOM, pb.REFUSAL_REASON_DRAINING}:
-                self.view.full = True
+            self.view.full = self.view.full or event.refused.reason == pb.REFUSAL_REASON_NO_ROOM
+            if event.refused.reason == pb.REFUSAL_REASON_DRAINING:
+                self.retired = True
         self._on_change()
 
     def _lost(self, what: str) -> WorkerLost:

@@ -21,6 +21,16 @@ def refused(handoff: HandoffId, reason: worker_pb2.RefusalReason.ValueType, deta
     return Event(handoff=convert.handoff_to_pb(handoff), refused=worker_pb2.Refused(reason=reason, detail=detail))
 
 
+def no_room(handoff: HandoffId, tokens: int) -> Event:
+    """A Reserve is refused that may succeed later."""
+    return refused(handoff, worker_pb2.REFUSAL_REASON_NO_ROOM, f"no room for {tokens} tokens now")
+
+
+def stopping(handoff: HandoffId) -> Event:
+    """A Reserve or a Prefill is refused, or what came of it given up: it may succeed elsewhere."""
+    return refused(handoff, worker_pb2.REFUSAL_REASON_DRAINING, "this worker is stopping")
+
+
 def failed(handoff: HandoffId, error: BatonError, *, held: bool = False) -> Event:
     """This attempt failed; nothing is held any more, unless `held` says that the KV waits for a Repush."""
     message = worker_pb2.Failed(kind=type(error).__name__, message=str(error), held=held)

@@ -11,6 +11,7 @@ import os
 import socket
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
 from types import TracebackType
@@ -41,6 +42,8 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger(__name__)
 SHUTDOWN_GRACE_S = 2.0
+LEAVE_S = 1.0
+_LOOK_S = 0.01
 
 
 class HostedRole(RoleBehaviour, Protocol):
@@ -52,6 +55,13 @@ class HostedRole(RoleBehaviour, Protocol):
 
     def load(self, load: Load) -> Load:
         """Complete the engine's load report with what the role knows. On the engine thread."""
+
+    def leave(self) -> None:
+        """Take nothing new, and give back to routers what this worker will not end. On the engine thread."""
+
+    @property
+    def busy(self) -> bool:
+        """Whether something is left that will end soon."""
 
     async def close(self) -> None:
         """Stop transfers and background writers."""
@@ -128,6 +138,19 @@ async def serve(settings: WorkerSettings, factory: RoleFactory, stop: asyncio.Ev
         log.info("worker_ready", worker=str(info.ref), address=info.ref.address, fingerprint=info.fingerprint)
         ready(info.ref)
         await _beat(lease, loop, service, stop, settings.heartbeat_s)
+        await _deregister(ledger, info.ref)  # routers look elsewhere
+        await _leave(loop, role)
+
+
+async def _leave(loop: EngineLoop, role: HostedRole) -> None:
+    """Hand over what is under way, and let what is nearly done be done."""
+    left: Future[None] = Future()
+    loop.submit(lambda: left.set_result(role.leave()))  # type: ignore[func-returns-value]  # None, once it has left
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(LEAVE_S):
+            await asyncio.wrap_future(left)
+            while role.busy:  # noqa: ASYNC110  (the engine thread tells nobody)
+                await asyncio.sleep(_LOOK_S)
 
 
 async def _beat(

@@ -91,6 +91,10 @@ class Cluster:
         state = self.state()
         return Client(state.grpc, admin=state.admin, **{"timeout": 60.0, **options})
 
+    def log(self, process: str) -> str:
+        """What it has written so far."""
+        return (self.home.path / self.name / "logs" / f"{process}.log").read_text()
+
     def loads(self) -> dict:
         """The last load report of each worker, by worker id."""
         with self.client() as client:

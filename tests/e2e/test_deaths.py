@@ -17,7 +17,7 @@ LONG = {"max_tokens": 1500, "temperature": 0, "ignore_eos": True}
 
 @pytest.fixture(scope="module")
 def cluster(module_home):
-    with module_home.cluster("configs/no-ray.yaml", "model.path=oracle") as running:
+    with module_home.cluster("configs/no-ray.yaml", "model.path=oracle", "router.queue.max_wait_s=60") as running:
         yield running
 
 
@@ -105,6 +105,26 @@ def test_a_stream_survives_its_router(cluster):
     assert answer.tokens == expected.tokens
     assert answer.text == expected.text
     assert (answer.placement.prefill_worker, answer.placement.decode_worker) == ("", "decode-0"), "nothing was computed"
+    eventually(lambda: all(load.blocks.available == load.blocks.total for load in cluster.loads().values()))
+
+
+@pytest.mark.parametrize("name", ["decode-0", "prefill-0"])
+def test_a_worker_that_is_told_to_stop_hands_over(cluster, name):
+    """SIGTERM is no death: nothing is lost, no attempt counts as failed, and the next worker goes on."""
+    eventually(lambda: serves(cluster), within_s=30)
+    with cluster.client() as client:
+        expected = client.generate("handed over", **LONG)
+    with cluster.client(max_retries=0) as client, client.stream("handed over", **LONG) as stream:
+        while len(stream.tokens) < 50:
+            next(stream)
+        pid = cluster.pid(name)
+        os.kill(pid, signal.SIGTERM)
+        answer = stream.collect()
+    assert (answer.tokens, answer.text) == (expected.tokens, expected.text)
+    handed_back = cluster.log("router").count(f'{answer.request_id}", "attempt": 1, "reason": "preempted"')
+    assert handed_back == (name == "decode-0")
+    assert "_lost" not in "".join(line for line in cluster.log("router").splitlines() if answer.request_id in line)
+    eventually(lambda: cluster.pid(name) != pid, within_s=30)
     eventually(lambda: all(load.blocks.available == load.blocks.total for load in cluster.loads().values()))
 
 
