@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from dataclasses import dataclass, field
 
 import orjson
@@ -10,7 +10,7 @@ import orjson
 from baton.errors import EngineFault
 from baton.rpc.v1 import common_pb2
 from baton.rpc.v1 import inference_pb2 as pb
-from router.gateway.job import Job, Json
+from router.gateway.job import InStream, Job, Json
 from router.gateway.texts import Scored, TokenTexts
 from router.gateway.upstream import Metadata, Streams
 
@@ -23,6 +23,7 @@ class _Choice:
     text: list[str] = field(default_factory=list)
     scored: list[Scored] = field(default_factory=list)
     offset: int = 0  # characters of all its tokens
+    tokens: int = 0
     reason: str = ""
     opened: bool = False
 
@@ -35,6 +36,7 @@ class _Piece:
     text: str = ""
     scored: list[Scored] | None = None
     reason: str = ""
+    tokens: int = 0  # of the choice, with those of this piece; 0: as before
 
 
 class Answer:
@@ -45,6 +47,7 @@ class Answer:
         self._model, self._created = model, created
         self._choices = [_Choice() for _ in range(len(job.requests) * job.n)]
         self._usage = pb.Usage()
+        self._prompts = [0] * len(job.requests)  # tokens
         self._id = ""
 
     async def whole(self, streams: Streams) -> bytes:
@@ -69,22 +72,24 @@ class Answer:
             if piece is None:
                 yield KEEP_ALIVE
                 continue
-            for choice in self._written(piece):
-                yield self._event([choice], None)
-        if self._job.include_usage:
+            for event in self._written(piece):
+                yield event
+        if self._job.usage is not InStream.NOWHERE:
             yield self._event([], self._spent())
         yield DONE
 
-    def _written(self, piece: _Piece) -> list[Json]:
-        shape, choice = self._job.shape, self._choices[piece.index]
-        written = [] if choice.opened else [shape.opening(piece.index)]
+    def _written(self, piece: _Piece) -> Iterator[bytes]:
+        shape, choice, index = self._job.shape, self._choices[piece.index], piece.index
+        opening = None if choice.opened else shape.opening(index)
         choice.opened = True
+        if opening is not None:
+            yield self._event([opening], self._so_far(index))
+        choice.tokens = piece.tokens or choice.tokens
         if piece.text or piece.scored:
-            written.append(shape.piece(piece.index, piece.text, piece.scored, choice.offset))
+            yield self._event([shape.piece(index, piece.text, piece.scored, choice.offset)], self._so_far(index))
             choice.offset += sum(len(each.text) for each in piece.scored or ())
         if piece.reason:
-            written.append(shape.ending(piece.index, piece.reason))
-        return [each for each in written if each is not None]
+            yield self._event([shape.ending(index, piece.reason)], self._so_far(index))
 
     async def _pieces(self, streams: Streams, keep_alive_s: float | None) -> AsyncIterator[_Piece | None]:
         """None: nothing has come for `keep_alive_s`. Raises BatonError, also for an answer that is not complete."""
@@ -105,9 +110,14 @@ class Answer:
 
     async def _piece(self, number: int, event: pb.GenerateEvent) -> _Piece | None:
         match event.WhichOneof("event"):
+            case "accepted":
+                self._prompts[number] = event.accepted.prompt_tokens
             case "tokens":
-                scored = await self._texts.scored(event.tokens, self._metadata) if self._job.logprobs else None
-                return _Piece(self._index(number, event.tokens.choice), event.tokens.text, scored)
+                found = event.tokens
+                scored = await self._texts.scored(found, self._metadata) if self._job.logprobs else None
+                start: int = getattr(found, "from")  # a keyword in Python
+                reached = start + len(found.ids)
+                return _Piece(self._index(number, found.choice), found.text, scored, tokens=reached)
             case "finished":
                 index = self._index(number, event.finished.choice)
                 self._choices[index].reason = _reason(event.finished)
@@ -128,22 +138,28 @@ class Answer:
 
     def _spent(self) -> Json:
         usage = self._usage
-        return {
-            "prompt_tokens": usage.prompt_tokens,
-            "completion_tokens": usage.completion_tokens,
-            "total_tokens": usage.prompt_tokens + usage.completion_tokens,
-            "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
-        }
+        cached = {"prompt_tokens_details": {"cached_tokens": usage.cached_tokens}}
+        return _counted(usage.prompt_tokens, usage.completion_tokens) | cached
+
+    def _so_far(self, index: int) -> Json | None:
+        """What a choice has used; how much of its prompt was there already is known at the end."""
+        if self._job.usage is not InStream.THROUGHOUT:
+            return None
+        return _counted(self._prompts[index // self._job.n], self._choices[index].tokens)
 
     def _event(self, choices: list[Json], usage: Json | None) -> bytes:
         chunk = self._object(self._job.shape.chunk, choices)
-        if self._job.include_usage:
+        if self._job.usage is not InStream.NOWHERE:
             chunk["usage"] = usage
         return b"data: " + orjson.dumps(chunk) + b"\n\n"
 
     def _object(self, kind: str, choices: list[Json]) -> Json:
         name = self._job.shape.prefix + self._id
         return {"id": name, "object": kind, "created": self._created, "model": self._model, "choices": choices}
+
+
+def _counted(prompt: int, completion: int) -> Json:
+    return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 
 
 def _reason(finished: pb.Finished) -> str:

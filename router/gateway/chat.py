@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import orjson
 
 from baton.rpc.v1 import inference_pb2 as pb
-from router.gateway.job import Job, Json, base_request, http_name
+from router.gateway.job import Job, Json, base_request, http_name, usage_of
 from router.gateway.schema import ChatBody, Message, ResponseFormat
 from router.gateway.texts import Scored, bytes_of
 
@@ -60,7 +60,7 @@ def chat_job(body: ChatBody) -> Job:
         rename=lambda _, field: http_name(field, names),
         n=body.n or 1,
         stream=bool(body.stream),
-        include_usage=bool(body.stream_options and body.stream_options.include_usage),
+        usage=usage_of(body.stream_options),
         logprobs=bool(body.logprobs),
     )
 

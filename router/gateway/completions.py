@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from baton.rpc.v1 import inference_pb2 as pb
-from router.gateway.job import Job, Json, base_request, http_name
+from router.gateway.job import Job, Json, base_request, http_name, usage_of
 from router.gateway.schema import CompletionBody, Prompt
 from router.gateway.texts import Scored
 
@@ -49,7 +49,7 @@ def completion_job(body: CompletionBody) -> Job:
         rename=rename,
         n=body.n or 1,
         stream=bool(body.stream),
-        include_usage=bool(body.stream_options and body.stream_options.include_usage),
+        usage=usage_of(body.stream_options),
         logprobs=body.logprobs is not None,
     )
 

@@ -4,17 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any, Protocol
 
 from baton.rpc.v1 import common_pb2
 from baton.rpc.v1 import inference_pb2 as pb
-from router.gateway.schema import Common
+from router.gateway.schema import Common, StreamOptions
 from router.gateway.texts import Scored
 
 _SAMPLING = frozenset(common_pb2.Sampling.DESCRIPTOR.fields_by_name) - {"max_tokens", "top_k", "seed", "logit_bias"}
 _NAMES = {"cache_scope": "cache_salt", "client_tag": "user"}
 
 Json = dict[str, Any]
+
+
+class InStream(Enum):
+    """Where a stream says what was used."""
+
+    NOWHERE = 0
+    AT_THE_END = 1  # and a null before, as OpenAI does
+    THROUGHOUT = 2  # in each chunk what its choice has used so far; at the end all of them
 
 
 class Shape(Protocol):
@@ -46,8 +55,15 @@ class Job:
     rename: Callable[[int, str], str]
     n: int
     stream: bool
-    include_usage: bool
+    usage: InStream
     logprobs: bool
+
+
+def usage_of(options: StreamOptions | None) -> InStream:
+    """What the options of a stream ask for."""
+    if options is None or not options.include_usage:
+        return InStream.NOWHERE
+    return InStream.THROUGHOUT if options.continuous_usage_stats else InStream.AT_THE_END
 
 
 def base_request(body: Common, max_tokens: int | None) -> pb.GenerateRequest:

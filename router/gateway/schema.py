@@ -63,6 +63,7 @@ class StreamOptions(Body):
     """Of a stream."""
 
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None  # vLLM's: usage in each chunk, which load generators count tokens by
     include_obfuscation: Literal[False] | None = None
 
 
@@ -97,6 +98,9 @@ class Common(Body):
     def _options_of_a_stream(self) -> Common:
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options: only allowed with stream: true")
+        options = self.stream_options or StreamOptions()
+        if options.continuous_usage_stats and not options.include_usage:
+            raise ValueError("stream_options.continuous_usage_stats: only allowed with include_usage: true")
         return self
 
 

@@ -9,6 +9,7 @@ import pytest
 from baton import errors
 from baton.errors import InvalidRequest, Overloaded
 from baton.rpc.v1 import common_pb2
+from baton.rpc.v1 import inference_pb2 as pb
 from router.gateway.respond import Patience
 from tests.integration.gateway_support import alone, completed, finished, tokens, two_words
 from tests.integration.router_support import until
@@ -73,6 +74,36 @@ async def test_chat_stream(gateway):
     assert [chunk.choices[0].finish_reason for chunk in chunks[:-1]] == [None, None, None, "stop"]
     assert (chunks[-1].choices, chunks[-1].usage.total_tokens) == ([], 5)
     assert {chunk.object for chunk in chunks} == {"chat.completion.chunk"}
+
+
+async def test_usage_throughout_a_stream(gateway):
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    chunks = [chunk async for chunk in await chat(gateway, n=2, stream=True, stream_options=options)]
+    used = [(chunk.choices[0].index, chunk.usage.completion_tokens) for chunk in chunks[:-1]]
+    assert used == [(0, 0), (0, 1), (1, 0), (1, 1), (0, 2), (1, 2), (0, 2), (1, 2)], "role, dog, cat, the end"
+    assert {(chunk.usage.prompt_tokens, chunk.usage.total_tokens - 3) for chunk in chunks[:-1]} == {
+        (3, tokens) for _, tokens in used
+    }
+    assert (chunks[-1].choices, chunks[-1].usage.completion_tokens) == ([], 4)
+
+
+async def test_usage_throughout_a_stream_of_several_prompts(gateway):
+    async def script(request):
+        yield {"accepted": pb.Accepted(prompt_tokens=len(request.text))}
+        yield tokens(0, 0, [1], "")  # a part of a character: nothing to write yet
+        yield tokens(0, 1, [2, 3], "dog")
+        yield finished()
+        yield completed(prompt=len(request.text), new=3)
+
+    gateway.fake.script = script
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    found = await gateway.client.completions.create(
+        model="org/tiny", prompt=["a", "bcde"], stream=True, stream_options=options
+    )
+    chunks = [chunk async for chunk in found]
+    used = {(chunk.choices[0].index, chunk.usage.prompt_tokens, chunk.usage.total_tokens) for chunk in chunks[:-1]}
+    assert used == {(0, 1, 4), (1, 4, 7)}
+    assert chunks[-1].usage.total_tokens == 11
 
 
 @pytest.mark.parametrize("streamed", [False, True])
@@ -328,6 +359,11 @@ async def test_a_credential_that_no_header_can_carry(gateway):
         ({"tool_choice": "required"}, "tool_choice", "not supported"),
         ({"top_logprobs": 2}, "top_logprobs", "only allowed with logprobs"),
         ({"stream_options": {"include_usage": True}}, "stream_options", "only allowed with stream"),
+        (
+            {"stream": True, "stream_options": {"continuous_usage_stats": True}},
+            "stream_options.continuous_usage_stats",
+            "only allowed with include_usage: true",
+        ),
         (
             {"stream": True, "stream_options": {"include_usages": 1}},
             "stream_options.include_usages",
