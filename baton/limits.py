@@ -44,6 +44,7 @@ MAX_METRICS_REQUEST_BYTES = 8192
 
 MAX_HTTP_HEADER_BYTES = 16 * 2**10
 MAX_HTTP_PROMPTS = 128
+MAX_HTTP_TOOLS = 128
 
 MAX_TEMPLATE_SECONDS = 2
 MAX_TEMPLATE_PRODUCT = 1_000_000
@@ -101,6 +102,7 @@ CAPS: tuple[Cap, ...] = (
     Cap("a request to the metrics listener", MAX_METRICS_REQUEST_BYTES, "bytes", "closed without an answer"),
     Cap("headers of an HTTP request", MAX_HTTP_HEADER_BYTES, "bytes", "431"),
     Cap("prompts of an HTTP request", MAX_HTTP_PROMPTS, "prompts", "400 naming the field"),
+    Cap("`tools` of an HTTP request", MAX_HTTP_TOOLS, "tools", "400 naming the field"),
     Cap("a token", MAX_TOKEN_CHARS, "characters", "the file is refused"),
     Cap("the file of tokens", MAX_TOKENS_FILE_BYTES, "bytes", "the file is refused"),
 )

@@ -48,6 +48,12 @@ class Chats:
             log.warning("chat_template_unusable", reason=str(error)[:500])
             return Chats({}, {}, f"the model's chat template cannot be used: {str(error)[:500]}")
 
+    @property
+    def tool_form(self) -> str:
+        """Like `Template.tool_form`, of the template that a conversation with tools is rendered by."""
+        found = self._templates.get("tool_use") or self._templates.get("default")
+        return found.tool_form if found else ""
+
     async def prompt(self, chat: pb.ChatMessages) -> str:
         """What the model is to read. Raises InvalidRequest: the field that is wrong, or what the template says."""
         if chat.ByteSize() <= _THREAD_BYTES:
@@ -111,11 +117,11 @@ def _violations(chat: pb.ChatMessages) -> Iterator[Violation]:
 
 def _unplaced(chat: pb.ChatMessages, template: Template) -> Iterator[Violation]:
     """What the model would never be told."""
-    why = "the model's chat template has no place for them"
     if _tools(chat) and not template.mentions("tools"):
-        yield Violation("chat.tools", why)
+        yield Violation("chat.tools", "the model's chat template has no tools")
     with_calls = [place for place, message in enumerate(chat.messages) if message.tool_calls]
     if with_calls and not template.mentions("tool_calls"):
+        why = "the model's chat template has no place for them"
         yield Violation(f"chat.messages[{with_calls[0]}].tool_calls", why)
 
 

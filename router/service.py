@@ -161,7 +161,8 @@ class Inference(InferenceServicer):
 
     async def ListModels(self, request: pb.ListModelsRequest, context: Context) -> pb.ListModelsReply:
         model, length = self._floor.settings.model, self._floor.pool.max_model_len() or 0
-        served = pb.Model(id=model, max_model_len=length, vocab_size=self._tokenizer.vocab_size)
+        vocabulary, form = self._tokenizer.vocab_size, self._chats.tool_form
+        served = pb.Model(id=model, max_model_len=length, vocab_size=vocabulary, tool_form=form)
         return pb.ListModelsReply(models=[served])
 
     def _note(self, call: Call, message: pb.GenerateRequest, error: BatonError | None, **facts: object) -> None:

@@ -8,6 +8,7 @@ is the memory of a template that was written to waste it: whoever runs the serve
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from datetime import datetime
 from time import monotonic
@@ -28,6 +29,8 @@ from baton.limits import (
 )
 
 _TICK = "baton_tick"
+_FORMS = {"hermes": "<tool_call>", "mistral": r"\[TOOL_CALLS\]", "llama": r"""["']parameters["']: """}
+_OTHER_FORMS = ("<function=", "<arg_key>", "[ARGS]")  # arguments of calls that are not JSON, or a name before them
 _FUNCTIONS = frozenset({"raise_exception", "strftime_now", _TICK})
 
 
@@ -36,7 +39,8 @@ class TemplateFailed(Exception):
 
 
 class Template:
-    """One compiled template. `variables` are the names that it reads and does not set itself.
+    """One compiled template. `variables` are the names that it reads and does not set itself; `tool_form` is how it has
+    calls of tools written, like `tool_form`, or empty: it has no tools.
 
     Raises TemplateFailed if it is too long or not a template.
     """
@@ -53,6 +57,7 @@ class Template:
             self._template = environment.from_string(tree)
         except (TemplateError, RecursionError) as error:
             raise TemplateFailed(f"{type(error).__name__}: {error}") from error
+        self.tool_form = tool_form(source) if self.mentions("tools") else ""
         self._clock = clock
 
     def mentions(self, word: str) -> bool:
@@ -69,6 +74,16 @@ class Template:
             raise
         except Exception as error:  # the template's own code: it can raise whatever Python can
             raise TemplateFailed(f"{type(error).__name__}: {str(error)[:200]}") from error
+
+
+def tool_form(source: str) -> str:
+    """How a template with this text has the model write calls of tools; json: in none of the ways that are known.
+
+    A mark of one family stands in some templates of others too, beside what makes them different.
+    """
+    if any(mark in source for mark in _OTHER_FORMS):
+        return "json"
+    return next((form for form, mark in _FORMS.items() if re.search(mark, source)), "json")
 
 
 class _Meter:

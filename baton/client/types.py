@@ -144,11 +144,14 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A model that is served."""
+    """A model that is served. `tool_form`: how its chat template has calls of tools written (hermes, mistral, llama, or
+    json for some other way); empty: it has no tools.
+    """
 
     id: str
     max_model_len: int
     vocab_size: int
+    tool_form: str = ""
 
 
 @dataclass(frozen=True, slots=True)

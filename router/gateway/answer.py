@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator
 from dataclasses import dataclass, field
 
 import orjson
@@ -68,28 +69,35 @@ class Answer:
 
         Raises BatonError.
         """
+        time = asyncio.get_running_loop().time
+        quiet_since = time()
         async for piece in self._pieces(streams, keep_alive_s):
-            if piece is None:
-                yield KEEP_ALIVE
+            written = self._written(piece) if piece else []
+            if not written and piece and time() - quiet_since < keep_alive_s:
                 continue
-            for event in self._written(piece):
+            quiet_since = time()
+            for event in written:
                 yield event
+            if not written:
+                yield KEEP_ALIVE
         if self._job.usage is not InStream.NOWHERE:
             yield self._event([], self._spent())
         yield DONE
 
-    def _written(self, piece: _Piece) -> Iterator[bytes]:
+    def _written(self, piece: _Piece) -> list[bytes]:
+        """What is known of the answer by this piece; it may be held back for later ones."""
         shape, choice, index = self._job.shape, self._choices[piece.index], piece.index
         opening = None if choice.opened else shape.opening(index)
+        opened = [self._event([opening], self._so_far(index))] if opening else []
         choice.opened = True
-        if opening is not None:
-            yield self._event([opening], self._so_far(index))
         choice.tokens = piece.tokens or choice.tokens
+        choices: list[Json] = []
         if piece.text or piece.scored:
-            yield self._event([shape.piece(index, piece.text, piece.scored, choice.offset)], self._so_far(index))
+            choices += shape.piece(index, piece.text, piece.scored, choice.offset)
             choice.offset += sum(len(each.text) for each in piece.scored or ())
         if piece.reason:
-            yield self._event([shape.ending(index, piece.reason)], self._so_far(index))
+            choices += shape.ending(index, piece.reason)
+        return opened + [self._event([each], self._so_far(index)) for each in choices]
 
     async def _pieces(self, streams: Streams, keep_alive_s: float | None) -> AsyncIterator[_Piece | None]:
         """None: nothing has come for `keep_alive_s`. Raises BatonError, also for an answer that is not complete."""

@@ -76,12 +76,16 @@ class Gateway:
     async def completions(self, request: Request) -> Response:
         """POST /v1/completions."""
         body = await read_body(request, CompletionBody, self._settings.max_body)
-        return await self._answering(request, completion_job(body), body.model)
+        name = body.model or (await self._served(request)).id
+        return self._answering(request, completion_job(body), name)
 
     async def chat(self, request: Request) -> Response:
         """POST /v1/chat/completions."""
         body = await read_body(request, ChatBody, self._settings.max_body)
-        return await self._answering(request, chat_job(body), body.model)
+        if body.model and not body.offered:
+            return self._answering(request, chat_job(body), body.model)
+        served = await self._served(request)
+        return self._answering(request, chat_job(body, served.tool_form), body.model or served.id)
 
     async def models(self, request: Request) -> Response:
         """GET /v1/models."""
@@ -115,10 +119,13 @@ class Gateway:
         """GET /version."""
         return _json({"version": self._settings.version})
 
-    async def _answering(self, request: Request, job: Job, model: str | None) -> Response:
+    async def _served(self, request: Request) -> pb.Model:
+        """The model behind. Raises BatonError."""
+        return next(iter(await self._upstream.models(_metadata(request))), pb.Model())
+
+    def _answering(self, request: Request, job: Job, model: str) -> Response:
         metadata = _metadata(request)
-        name = model or next((each.id for each in await self._upstream.models(metadata)), "")
-        answer = Answer(job, self._texts, metadata, name, int(time.time()))
+        answer = Answer(job, self._texts, metadata, model, int(time.time()))
         streams = Streams(self._upstream, job.requests, metadata, job.rename)
         return Answering(answer, streams, self._settings.patience, stream=job.stream)
 

@@ -2,61 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import orjson
 
 from baton.rpc.v1 import inference_pb2 as pb
-from router.gateway.job import Job, Json, base_request, http_name, usage_of
-from router.gateway.schema import ChatBody, Message, ResponseFormat
-from router.gateway.texts import Scored, bytes_of
+from router.gateway.chatshape import ChatShape
+from router.gateway.job import Job, base_request, http_name, usage_of
+from router.gateway.schema import ChatBody, Message
+from router.gateway.toolforce import forced_schema
+from router.gateway.toolshape import ToolShape
 
 
-class ChatShape:
-    """Objects of type chat.completion and chat.completion.chunk."""
-
-    prefix, whole, chunk = "chatcmpl-", "chat.completion", "chat.completion.chunk"
-
-    def choice(self, index: int, text: str, scored: Sequence[Scored] | None, reason: str) -> Json:
-        """A whole choice."""
-        message = {"role": "assistant", "content": text, "refusal": None}
-        return {"index": index, "message": message, "logprobs": _logprobs(scored), "finish_reason": reason}
-
-    def opening(self, index: int) -> Json | None:
-        """Who speaks."""
-        return _delta(index, {"role": "assistant", "content": ""})
-
-    def piece(self, index: int, text: str, scored: Sequence[Scored] | None, offset: int) -> Json:
-        """Some text."""
-        return _delta(index, {"content": text}) | {"logprobs": _logprobs(scored)}
-
-    def ending(self, index: int, reason: str) -> Json:
-        """The reason, without text."""
-        return _delta(index, {}) | {"finish_reason": reason}
-
-
-def chat_job(body: ChatBody) -> Job:
-    """What `body` asks for."""
+def chat_job(body: ChatBody, tool_form: str = "") -> Job:
+    """What `body` asks for. `tool_form`: how the model has calls of tools written; only with tools."""
     given = body.max_completion_tokens is not None
-    limit = "max_completion_tokens" if given else "max_tokens"
-    names = {
-        "chat.messages": "messages",
-        "chat": "messages",
-        "text": "messages",
-        "token_ids": "messages",
-        "prompt": "messages",
-        "constraint": "response_format",
-        "logprobs": "top_logprobs",
-        "max_tokens": limit,
-    }
     request = base_request(body, body.max_completion_tokens if given else body.max_tokens)
     request.chat.messages.extend(_turn(message) for message in body.messages)
-    _constrain(request, body.response_format)
+    if body.offered:
+        tools = [tool.model_dump(exclude_none=True, exclude={"function": {"strict"}}) for tool in body.offered]
+        request.chat.tools = orjson.dumps(tools).decode()
+    schema = _schema(body, tool_form)
+    if schema is not None:
+        request.constraint.json_schema = orjson.dumps(schema).decode()
     if body.logprobs:
         request.logprobs = body.top_logprobs or 0
+    names = _names("max_completion_tokens" if given else "max_tokens", forced=bool(body.forced))
+    functions = [tool.function.name for tool in body.offered]
     return Job(
         requests=[request],
-        shape=ChatShape(),
+        shape=ToolShape(tool_form, functions, body.parallel_tool_calls is not False) if functions else ChatShape(),
         rename=lambda _, field: http_name(field, names),
         n=body.n or 1,
         stream=bool(body.stream),
@@ -65,31 +38,33 @@ def chat_job(body: ChatBody) -> Job:
     )
 
 
+def _names(limit: str, *, forced: bool) -> dict[str, str]:
+    wanted = {"constraint.json_schema": "tools", "constraint": "tools"} if forced else {"constraint": "response_format"}
+    return wanted | {
+        "chat.messages": "messages",
+        "chat.tools": "tools",
+        "chat": "messages",
+        "text": "messages",
+        "token_ids": "messages",
+        "prompt": "messages",
+        "logprobs": "top_logprobs",
+        "max_tokens": limit,
+    }
+
+
 def _turn(message: Message) -> pb.ChatMessage:
     role = "system" if message.role == "developer" else message.role  # templates know the older name
-    return pb.ChatMessage(role=role, content=message.content)
+    turn = pb.ChatMessage(role=role, content=message.content, tool_call_id=message.tool_call_id)
+    for call in message.tool_calls or ():
+        turn.tool_calls.add(id=call.id, name=call.function.name, arguments=call.function.arguments)
+    return turn
 
 
-def _constrain(request: pb.GenerateRequest, wanted: ResponseFormat | None) -> None:
+def _schema(body: ChatBody, tool_form: str) -> object:
+    """What the answer must be; None: anything. A forced call counts before a format, which is one of text."""
+    if body.forced:
+        return forced_schema([tool.function for tool in body.forced], tool_form, body.parallel_tool_calls)
+    wanted = body.response_format
     if wanted is None or wanted.type == "text":
-        return
-    schema = wanted.json_schema.shape if wanted.json_schema else {"type": "object"}
-    request.constraint.json_schema = orjson.dumps(schema).decode()
-
-
-def _delta(index: int, delta: Json) -> Json:
-    return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
-
-
-def _logprobs(scored: Sequence[Scored] | None) -> Json | None:
-    if scored is None:
         return None
-    content = [
-        _entry(each.text, each.logprob) | {"top_logprobs": [_entry(text, value) for text, value in each.top]}
-        for each in scored
-    ]
-    return {"content": content, "refusal": None}
-
-
-def _entry(text: str, logprob: float) -> Json:
-    return {"token": text, "logprob": logprob, "bytes": bytes_of(text)}
+    return wanted.json_schema.shape if wanted.json_schema else {"type": "object"}

@@ -23,13 +23,13 @@ class CompletionShape:
         """There is none."""
         return None
 
-    def piece(self, index: int, text: str, scored: Sequence[Scored] | None, offset: int) -> Json:
+    def piece(self, index: int, text: str, scored: Sequence[Scored] | None, offset: int) -> list[Json]:
         """Some text."""
-        return _choice(index, text, scored, offset, None)
+        return [_choice(index, text, scored, offset, None)]
 
-    def ending(self, index: int, reason: str) -> Json:
+    def ending(self, index: int, reason: str) -> list[Json]:
         """The reason, without text."""
-        return _choice(index, "", None, 0, reason)
+        return [_choice(index, "", None, 0, reason)]
 
 
 def completion_job(body: CompletionBody) -> Job:

@@ -39,11 +39,11 @@ class Shape(Protocol):
     def opening(self, index: int) -> Json | None:
         """What comes before the first piece of a choice."""
 
-    def piece(self, index: int, text: str, scored: Sequence[Scored] | None, offset: int) -> Json:
-        """Some of a choice's text."""
+    def piece(self, index: int, text: str, scored: Sequence[Scored] | None, offset: int) -> list[Json]:
+        """What some of a choice's text adds, if it is known yet."""
 
-    def ending(self, index: int, reason: str) -> Json:
-        """Why a choice ended."""
+    def ending(self, index: int, reason: str) -> list[Json]:
+        """What was held back of a choice, and why it ended."""
 
 
 @dataclass(frozen=True, slots=True)

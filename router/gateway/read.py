@@ -14,6 +14,7 @@ from starlette.requests import ClientDisconnect, Request
 from baton.errors import InvalidRequest, Violation
 from router.gateway.errors import UNKNOWN, UNSUPPORTED, HttpError
 from router.gateway.schema import ChatBody, CompletionBody, JsonSchema, Message, ResponseFormat, StreamOptions
+from router.gateway.toolschema import CalledFunction, Function, Tool, ToolCall
 
 BODY_S = 30.0  # a body must be here within this time
 _NAMED = 16  # mistakes: a megabyte of them is no help, and takes long
@@ -23,9 +24,6 @@ _DRAIN = 16  # a body that is too long is read on for so many times the limit: t
 _REFUSED: Mapping[type[BaseModel], Mapping[str, tuple[object, ...]]] = {
     CompletionBody: {"echo": (False,), "suffix": ("",)},
     ChatBody: {
-        "tools": ([],),
-        "tool_choice": ("none", "auto"),
-        "parallel_tool_calls": (True, False),
         "functions": ([],),
         "function_call": ("none", "auto"),
         "audio": (),
@@ -44,6 +42,10 @@ _REFUSED: Mapping[type[BaseModel], Mapping[str, tuple[object, ...]]] = {
 _NESTED: Mapping[str, type[BaseModel]] = {
     "stream_options": StreamOptions,
     "messages": Message,
+    "messages.tool_calls": ToolCall,
+    "messages.tool_calls.function": CalledFunction,
+    "tools": Tool,
+    "tools.function": Function,
     "response_format": ResponseFormat,
     "response_format.json_schema": JsonSchema,
 }

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, TypeAlias
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo, field_validator, model_validator
 
-from baton.limits import MAX_CHOICES, MAX_HTTP_PROMPTS
+from baton.limits import MAX_CHOICES, MAX_HTTP_PROMPTS, MAX_HTTP_TOOLS
+from router.gateway.body import Body
+from router.gateway.toolschema import Tool, ToolCall, check_choice, choice_of
 
 _ID_LIMIT = 2**32
 
@@ -19,12 +21,6 @@ TokenId = Annotated[int, Field(ge=0, lt=_ID_LIMIT)]
 Seed = Annotated[int, Field(ge=-(2**63), lt=2**64)]
 Prompt: TypeAlias = str | list[int]
 _PROMPT = "must be a string, a list of strings, a list of token ids, or a list of lists of token ids"
-
-
-class Body(BaseModel):
-    """Closed and strict."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
 
 def _listed(value: object) -> object:
@@ -132,14 +128,36 @@ def _joined(value: object) -> object:
 class Message(Body):
     """One turn. The fields that must be null are in what clients send back of an earlier answer."""
 
-    role: Literal["system", "developer", "user", "assistant"]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Annotated[str, BeforeValidator(_joined)]
     name: None = None
     refusal: None = None
     annotations: list[None] | None = None
     audio: None = None
     function_call: None = None
-    tool_calls: None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: Annotated[str | None, Field(validate_default=True)] = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _calls_need_no_words(cls, value: object) -> object:
+        if isinstance(value, dict) and value.get("tool_calls") and value.get("content") is None:
+            return value | {"content": ""}
+        return value
+
+    @field_validator("tool_calls")
+    @classmethod
+    def _of_the_assistant(cls, value: list[ToolCall] | None, info: ValidationInfo) -> list[ToolCall] | None:
+        if value and info.data.get("role", "assistant") != "assistant":
+            raise ValueError("only allowed with role assistant")
+        return value
+
+    @field_validator("tool_call_id")
+    @classmethod
+    def _of_a_tool(cls, value: str | None, info: ValidationInfo) -> str | None:
+        if (value is None) == (info.data.get("role") == "tool"):
+            raise ValueError("must be there with role tool, and only then")
+        return value
 
 
 class JsonSchema(Body):
@@ -172,6 +190,34 @@ class ChatBody(Common):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     response_format: ResponseFormat | None = None
+    tools: Annotated[list[Tool], Field(max_length=MAX_HTTP_TOOLS)] | None = None
+    tool_choice: Annotated[Any, AfterValidator(choice_of)] = None
+    parallel_tool_calls: bool | None = None
+
+    @property
+    def offered(self) -> list[Tool]:
+        """The tools that the model is told of."""
+        return [] if self.tool_choice == "none" else self.tools or []
+
+    @property
+    def forced(self) -> list[Tool]:
+        """Those of which it has to call one; empty: it may answer as it likes."""
+        if isinstance(self.tool_choice, list):
+            return [tool for tool in self.offered if tool.function.name == self.tool_choice[0]]
+        return self.offered if self.tool_choice == "required" else []
+
+    @model_validator(mode="after")
+    def _tools_fit(self) -> ChatBody:
+        check_choice(self.tools or [], self.tool_choice)
+        wanted = self.response_format is not None and self.response_format.type != "text"
+        if wanted and self.offered and not self.forced:
+            raise ValueError("response_format: not supported with tools, unless tool_choice is none or forces a call")
+        called = set[str]()
+        for place, message in enumerate(self.messages):
+            called |= {call.id for call in message.tool_calls or ()}
+            if message.tool_call_id is not None and message.tool_call_id not in called:
+                raise ValueError(f"messages[{place}].tool_call_id: must be the id of a call in an earlier message")
+        return self
 
     @model_validator(mode="after")
     def _fits(self) -> ChatBody:

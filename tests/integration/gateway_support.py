@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
+import numpy as np
 from grpc import aio
 from openai import AsyncOpenAI
 
+from baton.constraint import Constraint
 from baton.errors import BatonError, InvalidRequest
+from baton.grammar import Grammars
 from baton.rpc.channel import aio_server, bind
 from baton.rpc.status import abort
 from baton.rpc.v1 import common_pb2
 from baton.rpc.v1 import inference_pb2 as pb
 from baton.rpc.v1.inference_pb2_grpc import InferenceServicer, add_InferenceServicer_to_server
+from baton.tokenizer import ORACLE_EOS
 from router.gateway.app import GatewaySettings
 from router.gateway.respond import Patience
 from router.gateway.server import HttpServer
@@ -52,10 +57,27 @@ async def two_words(request: pb.GenerateRequest) -> AsyncIterator[dict[str, Any]
     yield completed(new=2 * (request.n or 1))
 
 
+def any_text(grammars: Grammars, schema: str, rng: random.Random) -> str:
+    """Some text that this JSON schema allows, drawn like a model that has no preference draws it."""
+    guide = grammars.start(Constraint("json_schema", (schema,)))
+    assert guide is not None
+    allowed, drawn = np.zeros(guide.words, dtype=np.int32), bytearray()
+    while not guide.complete:
+        guide.fill(allowed)
+        bits = np.unpackbits(allowed.view(np.uint8), bitorder="little")
+        token = int(rng.choice(np.flatnonzero(bits)))
+        if token == ORACLE_EOS:
+            break
+        guide.advance(token)
+        drawn.append(token)
+    return drawn.decode()
+
+
 class FakeInference(InferenceServicer):
     """Records what it is asked, and does what its script says; an error in the script ends the call."""
 
     def __init__(self) -> None:
+        self.tool_form = ""
         self.script: Script = two_words
         self.requests: list[pb.GenerateRequest] = []
         self.metadata: list[dict[str, Any]] = []
@@ -97,7 +119,10 @@ class FakeInference(InferenceServicer):
 
     async def ListModels(self, request, context):
         self.metadata.append(dict(context.invocation_metadata()))
-        return pb.ListModelsReply(models=[pb.Model(id="org/tiny", max_model_len=64, vocab_size=5)])
+        return pb.ListModelsReply(models=[self._model()])
+
+    def _model(self) -> pb.Model:
+        return pb.Model(id="org/tiny", max_model_len=64, vocab_size=5, tool_form=self.tool_form)
 
 
 class Alone:

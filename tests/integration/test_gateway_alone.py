@@ -355,8 +355,7 @@ async def test_a_credential_that_no_header_can_carry(gateway):
     [
         ({"temprature": 1}, "temprature", "unknown field; did you mean temperature"),
         ({"xyzzy": 1}, "xyzzy", "unknown field"),
-        ({"tools": [{"type": "function"}]}, "tools", "not supported"),
-        ({"tool_choice": "required"}, "tool_choice", "not supported"),
+        ({"functions": [{"name": "f"}]}, "functions", "not supported"),
         ({"top_logprobs": 2}, "top_logprobs", "only allowed with logprobs"),
         ({"stream_options": {"include_usage": True}}, "stream_options", "only allowed with stream"),
         (
@@ -373,7 +372,7 @@ async def test_a_credential_that_no_header_can_carry(gateway):
         ({"response_format": {"type": "xml"}}, "response_format.type", "json_schema"),
         ({"response_format": {"type": "json_schema"}}, "response_format", "json_schema must be there"),
         ({"messages": []}, "messages", "at least 1"),
-        ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role", "'user'"),
+        ({"messages": [{"role": "function", "content": "x"}]}, "messages[0].role", "'user'"),
         ({"messages": [{"role": "user"}]}, "messages[0].content", "required"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content", "not supported"),
         ({"messages": [{"role": "user", "content": "x", "naem": 1}]}, "messages[0].naem", "did you mean name"),

@@ -760,19 +760,23 @@ class Model(_message.Message):
     ID_FIELD_NUMBER: _builtins.int
     MAX_MODEL_LEN_FIELD_NUMBER: _builtins.int
     VOCAB_SIZE_FIELD_NUMBER: _builtins.int
+    TOOL_FORM_FIELD_NUMBER: _builtins.int
     id: _builtins.str
     max_model_len: _builtins.int
     vocab_size: _builtins.int
+    tool_form: _builtins.str
+    """How its chat template has calls of tools written: hermes, mistral, llama, or json (some other way); "": it has no tools."""
     def __init__(
         self,
         *,
         id: _builtins.str = ...,
         max_model_len: _builtins.int = ...,
         vocab_size: _builtins.int = ...,
+        tool_form: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["id", b"id", "max_model_len", b"max_model_len", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["id", b"id", "max_model_len", b"max_model_len", "tool_form", b"tool_form", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -23,7 +23,7 @@ VALUES = st.recursive(
 )
 TURN = {"role": "user", "content": "x"}
 BASE: dict[Any, dict[str, Any]] = {CompletionBody: {"prompt": "x"}, ChatBody: {"messages": [TURN]}}
-KNOWN = sorted({*CompletionBody.model_fields, *ChatBody.model_fields, "tools", "echo"})
+KNOWN = sorted({*CompletionBody.model_fields, *ChatBody.model_fields, "functions", "echo"})
 
 
 def read_or_refuse(data, kind):

@@ -12,7 +12,7 @@ from baton.errors import InvalidRequest
 from baton.limits import MAX_RENDERED_CHARS, MAX_TEMPLATE_CHARS
 from baton.rpc.v1 import inference_pb2 as pb
 from baton.tokenizer import OracleTokenizer, Tokenizer
-from router.chat import Chats
+from router.chat import NO_CHATS, Chats
 from router.parse import encode_chat, parse
 from router.template import Template, TemplateFailed
 from tests.unit.test_tokenizer import save_bpe
@@ -121,6 +121,34 @@ async def test_the_oracle_has_a_plain_template():
     assert await Chats.of(OracleTokenizer()).prompt(chat(("user", "hi"))) == "user: hi\nassistant:"
 
 
+@pytest.mark.parametrize(
+    ("name", "form"),
+    [("llama3", "llama"), ("qwen", "hermes"), ("mistral", "")],
+)
+def test_the_form_of_calls_is_that_of_the_template(tmp_path, name, form):
+    assert Chats.of(model(tmp_path, (TEMPLATES / f"{name}.jinja").read_text())).tool_form == form
+
+
+@pytest.mark.parametrize(
+    ("source", "form"),
+    [
+        ("{{ tools }} [TOOL_CALLS]", "mistral"),
+        ("{{ tools }} '[TOOL_CALLS]' ~ name ~ '[ARGS]'", "json"),
+        ("{{ tools }}<tool_call>\n<function=", "json"),
+        ("{% if tools %}{% endif %}", "json"),
+        ("<tool_call>", ""),
+    ],
+)
+def test_forms_of_calls(source, form):
+    assert Template(source).tool_form == form
+
+
+async def test_of_several_templates_the_one_for_tools_says_the_form(tmp_path):
+    named = [{"name": "default", "template": "{{ tools }}"}, {"name": "tool_use", "template": "{{ tools }}<tool_call>"}]
+    assert Chats.of(model(tmp_path, named)).tool_form == "hermes"
+    assert (Chats.of(OracleTokenizer()).tool_form, NO_CHATS.tool_form) == ("", "")
+
+
 async def test_the_demo_model_reads_what_was_said():
     tokenizer = Tokenizer.load(DEMO)
     assert await Chats.of(tokenizer).prompt(chat(("user", "A flute"), ("user", "is an"))) == "A flute is an"
@@ -160,7 +188,7 @@ WRONG_TURNS = [
     (chat(("user", "x"), tools="{}"), "chat.tools", "JSON array"),
     (chat(("user", "x"), tools="[1]"), "chat.tools", "JSON array of objects"),
     (chat(("user", "x"), tools=DEEP), "chat.tools", "JSON array"),
-    (chat(("user", "x"), tools=json.dumps([WEATHER])), "chat.tools", "no place"),
+    (chat(("user", "x"), tools=json.dumps([WEATHER])), "chat.tools", "has no tools"),
     (chat(("user", "x"), template_kwargs="[]"), "chat.template_kwargs", "JSON object"),
     (chat(("user", "x"), template_kwargs='{"y": 1}'), "chat.template_kwargs", "set: the model's chat template has x"),
     (chat(("user", "x"), template_kwargs='{"messages": 1}'), "chat.template_kwargs", "'messages' is not"),

@@ -1,0 +1,344 @@
+"""Tools over HTTP, with the `openai` package: what the router is asked, and how the model's text is told as calls."""
+
+import asyncio
+import json
+import random
+import re
+from types import SimpleNamespace
+from typing import Any
+
+import openai
+import pytest
+from openai import AsyncOpenAI
+
+from baton.grammar import Grammars
+from baton.tokenizer import OracleTokenizer
+from router.gateway.respond import Patience
+from tests.integration.gateway_support import EOS, LENGTH, VOCABULARY, alone, any_text, completed, finished, tokens
+from tests.integration.router_support import clusters
+
+HELLO = [{"role": "user", "content": "How is the weather?"}]
+PARAMETERS = {
+    "type": "object", "$defs": {"Unit": {"enum": ["C", "F"]}}, "additionalProperties": False,
+    "properties": {"city": {"enum": ["Rome", "Köln"]}, "unit": {"$ref": "#/$defs/Unit"}, "day": {"const": None}},
+    "required": ["city", "unit"],
+}  # fmt: skip
+WEATHER: dict[str, Any] = {
+    "type": "function",
+    "function": {"name": "weather", "description": "Now.", "parameters": PARAMETERS},
+}
+NOW: dict[str, Any] = {"type": "function", "function": {"name": "now"}}
+CALL = '{"name": "weather", "arguments": {"city": "Köln"}}'
+SAID = f"Let me see.\n<tool_call>\n{CALL}\n</tool_call>\n<tool_call>\n{CALL}\n</tool_call>"
+
+
+@pytest.fixture
+async def gateway():
+    async with alone() as made:
+        made.fake.tool_form = "hermes"
+        yield made
+
+
+@pytest.fixture
+async def routed():
+    """A real router, whose model has a plain template."""
+    async with clusters() as build:
+        cluster = await build(http="127.0.0.1:0")
+        async with AsyncOpenAI(base_url=f"http://{cluster.router.http}/v1", api_key="k", max_retries=0) as client:
+            yield SimpleNamespace(client=client)
+
+
+def saying(text, reason=EOS, size=5, choices=1):
+    """The model answers this, some characters at a time."""
+
+    async def script(request):
+        for choice in range(choices):
+            for number, at in enumerate(range(0, len(text), size)):
+                yield tokens(choice, number, [1], text[at : at + size])
+            yield finished(choice, reason)
+        yield completed()
+
+    return script
+
+
+async def chat(gateway, messages=HELLO, tools=(WEATHER, NOW), **options):
+    asked = {"model": "", "messages": messages, "tools": list(tools), **options}
+    return await gateway.client.chat.completions.create(**asked)
+
+
+async def streamed(gateway, **options):
+    """What the pieces of one choice make, put together the way clients do; and its reason."""
+    content, reason = "", None
+    calls: list[tuple[str, object]] = []
+    async for chunk in await chat(gateway, stream=True, **options):
+        choice = chunk.choices[0]
+        content += choice.delta.content or ""
+        reason = choice.finish_reason or reason
+        for call in choice.delta.tool_calls or ():
+            assert call.index == len(calls)
+            assert (call.type, call.id[:5]) == ("function", "call_")
+            calls.append((call.function.name, json.loads(call.function.arguments)))
+    return content, calls, reason
+
+
+# --- what the router is asked
+
+
+async def test_tools_reach_the_template(gateway):
+    strict = {**WEATHER, "function": {**WEATHER["function"], "strict": True}}
+    await chat(gateway, tools=[strict, NOW], tool_choice="auto", parallel_tool_calls=True)
+    (request,) = gateway.fake.requests
+    assert json.loads(request.chat.tools) == [WEATHER, NOW], "what is not given stays out, null within a schema stays"
+    assert not request.HasField("constraint")
+
+
+async def test_no_choice_is_no_tools(gateway):
+    gateway.fake.script = saying(SAID)
+    done = await chat(gateway, tool_choice="none")
+    assert not gateway.fake.requests[0].chat.HasField("tools")
+    assert done.choices[0].message.content == SAID
+    assert (done.choices[0].message.tool_calls, done.choices[0].finish_reason) == (None, "stop")
+
+
+async def test_results_are_sent_back(gateway):
+    gateway.fake.script = saying(SAID)
+    asked = (await chat(gateway)).choices[0].message
+    first, second = asked.tool_calls
+    results = [{"role": "tool", "tool_call_id": call.id, "content": "rain"} for call in (first, second)]
+    await chat(gateway, [*HELLO, asked.model_dump(), *results])
+    _, said, result, _ = gateway.fake.requests[1].chat.messages
+    assert (said.role, said.content) == ("assistant", "Let me see.")
+    assert [(call.id, call.name, json.loads(call.arguments)) for call in said.tool_calls] == [
+        (call.id, "weather", {"city": "Köln"}) for call in (first, second)
+    ]
+    assert (result.role, result.content, result.tool_call_id) == ("tool", "rain", first.id)
+
+
+async def test_calls_need_no_words(gateway):
+    call = {"id": "1", "type": "function", "function": {"name": "now", "arguments": ""}}
+    for content in ({}, {"content": None}, {"content": ""}):
+        await chat(gateway, [*HELLO, {"role": "assistant", "tool_calls": [call]} | content])
+    assert [request.chat.messages[1].content for request in gateway.fake.requests] == [""] * 3
+
+
+@pytest.mark.parametrize(
+    ("wrong", "param", "says"),
+    [
+        ({"tools": [{"type": "custom", "custom": {"name": "x"}}]}, "tools[0].type", "must be 'function'"),
+        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name", "1 to 64"),
+        ({"tools": [{"type": "function", "function": {"name": "x", "paramters": {}}}]},
+         "tools[0].function.paramters", "did you mean parameters"),
+        ({"tools": [{"type": "function", "function": {"name": "x", "parameters": {"type": "string"}}}]},
+         "tools[0].function.parameters", "of type object"),
+        ({"tools": [NOW, NOW]}, "tools[1].function.name", "another function"),
+        ({"tools": [NOW] * 129}, "tools", "at most 128"),
+        ({"tool_choice": "any"}, "tool_choice", "none, auto, required"),
+        ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice", "none, auto, required"),
+        ({"tool_choice": {"type": "function", "function": {"name": "x"}}}, "tool_choice", "one of tools: weather, now"),
+        ({"tools": [], "tool_choice": "required"}, "tool_choice", "only allowed with tools"),
+        ({"response_format": {"type": "json_object"}}, "response_format", "not supported with tools"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].tool_call_id", "role tool"),
+        ({"messages": [{**HELLO[0], "tool_call_id": "1"}]}, "messages[0].tool_call_id", "role tool"),
+        ({"messages": [{"role": "tool", "content": "x", "tool_call_id": "1"}]}, "messages[0].tool_call_id", "earlier"),
+        ({"messages": [{"role": "assistant"}]}, "messages[0].content", "required"),
+        ({"messages": [{**HELLO[0], "tool_calls": [{"id": "1", "function": {"name": "x", "arguments": "{}"}}]}]},
+         "messages[0].tool_calls", "role assistant"),
+        ({"messages": [{**HELLO[0], "tool_calls": [{"id": "1", "function": {"name": "x", "arguments": "["}}]}]},
+         "messages[0].tool_calls[0].function.arguments", "JSON object"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else None,
+)  # fmt: skip
+async def test_wrong_tools(gateway, wrong, param, says):
+    with pytest.raises(openai.BadRequestError, match=re.escape(says)) as refused:
+        await chat(gateway, extra_body=wrong)
+    assert refused.value.param == param
+    assert gateway.fake.requests == []
+
+
+async def test_a_template_without_tools(routed):
+    """Who asks for tools is told, who forbids them is not."""
+    for choice in ("auto", "required"):
+        with pytest.raises(openai.BadRequestError, match="chat template has no tools") as refused:
+            await chat(routed, tool_choice=choice)
+        assert (refused.value.param, refused.value.code) == ("tools", "invalid_value")
+    call = {"id": "1", "type": "function", "function": {"name": "now", "arguments": "{}"}}
+    with pytest.raises(openai.BadRequestError, match="no place for them") as refused:
+        await chat(routed, [*HELLO, {"role": "assistant", "tool_calls": [call]}], tool_choice="none")
+    assert refused.value.param == "messages[1].tool_calls"
+    assert (await chat(routed, tool_choice="none", max_tokens=2)).usage.completion_tokens == 2
+
+
+# --- how the answer is told
+
+
+async def test_calls(gateway):
+    gateway.fake.script = saying(SAID)
+    (choice,) = (await chat(gateway)).choices
+    assert (choice.message.content, choice.finish_reason) == ("Let me see.", "tool_calls")
+    assert [(call.type, call.function.name, call.function.arguments) for call in choice.message.tool_calls] == [
+        ("function", "weather", '{"city": "Köln"}')
+    ] * 2
+    assert len({call.id for call in choice.message.tool_calls}) == 2
+
+
+@pytest.mark.parametrize("size", [1, 7, 1000])
+async def test_calls_in_a_stream(gateway, size):
+    gateway.fake.script = saying(SAID, size=size)
+    assert await streamed(gateway) == ("Let me see.", [("weather", {"city": "Köln"})] * 2, "tool_calls")
+
+
+async def test_calls_of_each_choice(gateway):
+    gateway.fake.script = saying(SAID, choices=2)
+    done = await chat(gateway, n=2)
+    assert [len(choice.message.tool_calls) for choice in done.choices] == [2, 2]
+    found = {0: 0, 1: 0}
+    async for chunk in await chat(gateway, n=2, stream=True):
+        found[chunk.choices[0].index] += len(chunk.choices[0].delta.tool_calls or ())
+    assert found == {0: 2, 1: 2}
+
+
+@pytest.mark.parametrize(
+    ("form", "text"),
+    [
+        ("mistral", f"[TOOL_CALLS][{CALL}]"),
+        ("mistral", f" [{CALL}]"),
+        ("llama", '{"name": "weather", "parameters": {"city": "Köln"}}'),
+        ("llama", '<|python_tag|>{"name": "weather", "parameters": {"city": "Köln"}}'),
+        ("json", CALL),
+    ],
+)
+async def test_forms_of_calls(gateway, form, text):
+    gateway.fake.tool_form, gateway.fake.script = form, saying(text)
+    (choice,) = (await chat(gateway)).choices
+    (call,) = choice.message.tool_calls
+    assert (choice.message.content, choice.finish_reason) == (None, "tool_calls")
+    assert (call.function.name, json.loads(call.function.arguments)) == ("weather", {"city": "Köln"})
+    assert re.fullmatch("[a-z0-9]{9}" if form == "mistral" else "call_[a-z0-9]{24}", call.id)
+
+
+@pytest.mark.parametrize("parallel", [True, False])
+async def test_one_call_at_a_time(gateway, parallel):
+    gateway.fake.script = saying(SAID)
+    assert len((await chat(gateway, parallel_tool_calls=parallel)).choices[0].message.tool_calls) == 1 + parallel
+    _, calls, _ = await streamed(gateway, parallel_tool_calls=parallel)
+    assert len(calls) == 1 + parallel
+
+
+@pytest.mark.parametrize(
+    ("text", "reason", "shown"),
+    [
+        ("It rains.", EOS, "stop"),
+        ("<tool_call>{'name': 'weather'}</tool_call>", EOS, "stop"),
+        ('<tool_call>{"name": "delete_all", "arguments": {}}</tool_call>', EOS, "stop"),
+        ('<tool_call>{"name": "weather", "arguments": {"city', LENGTH, "length"),
+        ("ends in <tool", LENGTH, "length"),
+    ],
+)
+async def test_what_is_no_call_stays_content(gateway, text, reason, shown):
+    gateway.fake.script = saying(text, reason)
+    (choice,) = (await chat(gateway)).choices
+    assert (choice.message.content, choice.message.tool_calls, choice.finish_reason) == (text, None, shown)
+    assert await streamed(gateway) == (text, [], shown)
+
+
+async def test_text_before_a_call_is_not_held_back(gateway):
+    held = asyncio.Event()
+
+    async def script(request):
+        yield tokens(0, 0, [1], "Let me see.<tool")
+        await held.wait()
+        yield tokens(0, 1, [1], f"_call>{CALL}</tool_call>")
+        yield finished(0, EOS)
+        yield completed()
+
+    gateway.fake.script = script
+    chunks = await chat(gateway, stream=True)
+    first = [(await anext(chunks)).choices[0].delta.content for _ in range(2)]
+    assert first == ["", "Let me see."]
+    held.set()
+    rest = [chunk.choices[0] async for chunk in chunks]
+    assert [(choice.delta.content, bool(choice.delta.tool_calls), choice.finish_reason) for choice in rest] == [
+        (None, True, None), (None, False, "tool_calls")
+    ]  # fmt: skip
+
+
+async def test_logprobs_of_calls(gateway):
+    """Of all tokens, also those that have become a call; in a stream as they come."""
+
+    async def script(request):
+        entry = [{"logprob": -0.5}]
+        for number, text in enumerate(("<tool_call>", CALL[:9], CALL[9:])):
+            yield tokens(0, number, [1], text, entry)
+        yield finished(0, EOS)
+        yield completed()
+
+    gateway.fake.script = script
+    (choice,) = (await chat(gateway, logprobs=True)).choices
+    assert [entry.token for entry in choice.logprobs.content] == [VOCABULARY[1]] * 3
+    seen = [chunk.choices[0] async for chunk in await chat(gateway, logprobs=True, stream=True)]
+    assert [len(choice.logprobs.content) for choice in seen if choice.logprobs] == [1, 1, 1]
+    assert sum(bool(choice.delta.tool_calls) for choice in seen) == 1
+
+
+async def test_a_long_call_keeps_the_connection():
+    """Nothing can be told of a call until it is whole; proxies hear that somebody works."""
+    async with alone(Patience(keep_alive_s=0.0)) as gateway:
+        gateway.fake.tool_form = "hermes"
+        gateway.fake.script = saying(f"<tool_call>{CALL}", size=10)
+        body = {"messages": HELLO, "tools": [WEATHER], "stream": True}
+        _, _, data = await gateway.raw("POST", "/v1/chat/completions", json.dumps(body).encode())
+        assert data.count(b": waiting\n\n") >= 3
+        assert data.index(b": waiting") < data.index(b'"tool_calls"')
+
+
+# --- calls that are forced
+
+
+@pytest.mark.parametrize("form", ["hermes", "mistral", "llama", "json"])
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}])
+async def test_forced_calls(gateway, form, choice, seed):
+    """A model without any preference, held by the grammar that a worker holds it by."""
+    grammars, rng = Grammars(OracleTokenizer()), random.Random(seed)
+
+    async def script(request):
+        text = any_text(grammars, request.constraint.json_schema, rng)
+        async for step in saying(text)(request):
+            yield step
+
+    gateway.fake.tool_form, gateway.fake.script = form, script
+    names = set[str]()
+    for _ in range(8):
+        (told,) = (await chat(gateway, tool_choice=choice)).choices
+        assert (told.message.content, told.finish_reason) == (None, "tool_calls")
+        for call in told.message.tool_calls:
+            arguments = json.loads(call.function.arguments)
+            names.add(call.function.name)
+            if call.function.name == "now":
+                assert arguments == {}
+            else:
+                assert arguments["city"] in ("Rome", "Köln")
+                assert arguments["unit"] in ("C", "F")
+    assert names == ({"weather", "now"} if choice == "required" else {"weather"})
+    assert json.loads(gateway.fake.requests[0].chat.tools) == [WEATHER, NOW]
+
+
+async def test_a_forced_call_counts_before_a_format(gateway):
+    gateway.fake.script = saying(CALL)
+    await chat(gateway, tool_choice="required", response_format={"type": "json_object"})
+    schema = json.loads(gateway.fake.requests[0].constraint.json_schema)
+    assert [call["properties"]["name"]["const"] for call in schema["anyOf"]] == ["weather", "now"]
+
+
+async def test_several_forced_calls(gateway):
+    gateway.fake.script = saying(f"[{CALL}, {CALL}]")
+    done = await chat(gateway, tool_choice="required", parallel_tool_calls=True)
+    assert len(done.choices[0].message.tool_calls) == 2
+    assert json.loads(gateway.fake.requests[0].constraint.json_schema)["type"] == "array"
+
+
+async def test_a_schema_that_cannot_be_enforced(routed):
+    """Constraints are checked before the template is looked at."""
+    wrong = {"type": "function", "function": {"name": "f", "parameters": {"properties": {"x": {"type": "odd"}}}}}
+    with pytest.raises(openai.BadRequestError) as refused:
+        await chat(routed, tools=[wrong], tool_choice="required")
+    assert refused.value.param == "tools"
