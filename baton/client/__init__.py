@@ -14,5 +14,6 @@ from baton.client.types import Options as Options
 from baton.client.types import Placement as Placement
 from baton.client.types import Prompt as Prompt
 from baton.client.types import Timings as Timings
+from baton.client.types import ToolCall as ToolCall
 from baton.client.types import Usage as Usage
 from baton.client.types import WorkerStatus as WorkerStatus

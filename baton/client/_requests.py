@@ -9,7 +9,7 @@ from typing import Any, TypeAlias, TypeVar
 
 from google.protobuf.message import Message
 
-from baton.client.types import ChatMessage, ClusterStatus, Model, Options, Prompt, WorkerStatus
+from baton.client.types import ChatMessage, ClusterStatus, Model, Options, Prompt, ToolCall, WorkerStatus
 from baton.errors import EngineFault, InvalidRequest
 from baton.rpc import convert, reports
 from baton.rpc.v1 import admin_pb2 as admin
@@ -19,9 +19,11 @@ from baton.rpc.v1 import inference_pb2 as inference
 M = TypeVar("M", bound=Message)
 T = TypeVar("T")
 Ids: TypeAlias = Sequence[int]
-Chat: TypeAlias = Sequence[ChatMessage | Mapping[str, str]]
+Chat: TypeAlias = Sequence[ChatMessage | Mapping[str, Any]]
+Tools: TypeAlias = Sequence[Mapping[str, Any]]
 
 _SAMPLING = frozenset(common.Sampling.DESCRIPTOR.fields_by_name)
+_TURN = ("role", "content", "tool_calls", "tool_call_id")
 _CONSTRAINT = frozenset({"json_schema", "regex", "choices"})
 
 
@@ -41,15 +43,23 @@ def generate_request(prompt: Prompt, options: Options) -> inference.GenerateRequ
     return request
 
 
-def chat_request(messages: Chat, options: Options) -> inference.GenerateRequest:
-    """As `generate_request`, for a conversation."""
+def chat_request(messages: Chat, options: Options, tools: Tools = ()) -> inference.GenerateRequest:
+    """As `generate_request`, for a conversation. `tools` are those that the model may call, as OpenAI's API has them.
+
+    Raises TypeError also for a field of a message that does not exist.
+    """
     request = _options(options)
     request.chat.SetInParent()
+    if tools:
+        request.chat.tools = _json(list(tools), "prompt.chat.tools")
     for number, message in enumerate(messages):
-        turn = message if isinstance(message, ChatMessage) else ChatMessage(message["role"], message["content"])
+        turn, where = message if isinstance(message, ChatMessage) else _turn(message), f"prompt.chat[{number}]."
         added = request.chat.messages.add()
-        for name, value in (("role", turn.role), ("content", turn.content)):
-            added.MergeFrom(_field(inference.ChatMessage, name, value, f"prompt.chat[{number}]."))
+        for name, value in (("role", turn.role), ("content", turn.content), ("tool_call_id", turn.tool_call_id)):
+            added.MergeFrom(_field(inference.ChatMessage, name, value, where))
+        for call in turn.tool_calls:
+            values = {"id": call.id, "name": call.name, "arguments": call.arguments}
+            added.tool_calls.append(_message(inference.ToolCall, f"{where}tool_calls", **values))
     return request
 
 
@@ -113,17 +123,33 @@ def _set(request: inference.GenerateRequest, name: str, value: Any) -> None:
     elif name == "choices":
         request.constraint.choices.MergeFrom(_field(inference.Choices, "texts", value, "constraint.choices."))
     elif name in _CONSTRAINT:
-        value = _json(value) if name == "json_schema" and isinstance(value, Mapping) else value
+        value = (
+            _json(value, "constraint.json_schema") if name == "json_schema" and isinstance(value, Mapping) else value
+        )
         request.constraint.MergeFrom(_field(inference.Constraint, name, value, "constraint."))
     else:
         request.MergeFrom(_field(inference.GenerateRequest, name, value, ""))
 
 
-def _json(schema: Mapping[str, Any]) -> str:
+def _turn(message: Mapping[str, Any]) -> ChatMessage:
+    """A message as OpenAI's API has it."""
+    unknown = [name for name, value in message.items() if name not in _TURN and value is not None]
+    if unknown:
+        raise TypeError(f"unknown field {unknown[0]!r} of a message; there are {', '.join(_TURN)}")
+    calls = tuple(call if isinstance(call, ToolCall) else _call(call) for call in message.get("tool_calls") or ())
+    content = message.get("content") or "" if calls else message["content"]
+    return ChatMessage(message["role"], content, calls, message.get("tool_call_id"))
+
+
+def _call(call: Mapping[str, Any]) -> ToolCall:
+    return ToolCall(call["id"], call["function"]["name"], call["function"]["arguments"])
+
+
+def _json(value: object, field: str) -> str:
     try:
-        return json.dumps(schema)
+        return json.dumps(value)
     except (TypeError, ValueError) as error:
-        raise InvalidRequest.of("constraint.json_schema", f"not JSON ({type(error).__name__})") from error
+        raise InvalidRequest.of(field, f"not JSON ({type(error).__name__})") from error
 
 
 def _unknown(name: str) -> TypeError:
@@ -134,8 +160,12 @@ def _unknown(name: str) -> TypeError:
 
 def _field(kind: type[M], name: str, value: object, where: str, **more: object) -> M:
     """A message with this field; protobuf checks the type and the width of the value."""
+    return _message(kind, f"{where}{name}", **{name: value}, **more)
+
+
+def _message(kind: type[M], field: str, **values: object) -> M:
     try:
-        return kind(**{name: value}, **more)
+        return kind(**values)
     except (TypeError, ValueError) as error:
         # The reason only, never the value: it may be a prompt.
-        raise InvalidRequest.of(f"{where}{name}", f"not a value for this field ({type(error).__name__})") from error
+        raise InvalidRequest.of(field, f"not a value for this field ({type(error).__name__})") from error

@@ -72,17 +72,30 @@ class AsyncClient(ClientBase):
         return AsyncStream(self, _requests.generate_request(prompt, options), timeout)
 
     async def chat(
-        self, messages: _requests.Chat, *, timeout: float | None = None, **options: Unpack[Options]
+        self,
+        messages: _requests.Chat,
+        *,
+        tools: _requests.Tools = (),
+        timeout: float | None = None,
+        **options: Unpack[Options],
     ) -> Completion:
-        """The next turn of a conversation; a message is a ChatMessage or a mapping of `role` and `content`."""
-        async with self.stream_chat(messages, timeout=timeout, **options) as stream:
+        """The next turn of a conversation; a message is a ChatMessage, or a mapping like those of OpenAI's API.
+
+        `tools` are those of OpenAI's API too. A call of one is text in the answer, as the model writes it.
+        """
+        async with self.stream_chat(messages, tools=tools, timeout=timeout, **options) as stream:
             return await stream.collect()
 
     def stream_chat(
-        self, messages: _requests.Chat, *, timeout: float | None = None, **options: Unpack[Options]
+        self,
+        messages: _requests.Chat,
+        *,
+        tools: _requests.Tools = (),
+        timeout: float | None = None,
+        **options: Unpack[Options],
     ) -> AsyncStream:
         """The next turn of a conversation as it comes."""
-        return AsyncStream(self, _requests.chat_request(messages, options), timeout)
+        return AsyncStream(self, _requests.chat_request(messages, options, tools), timeout)
 
     async def cancel(self, request_id: str) -> bool:
         """End a running request, whoever started it; False: no such request runs on the routers of this client."""

@@ -74,16 +74,31 @@ class Client(ClientBase):
         """The answer as it comes; the request is under way when this returns."""
         return Stream(self, _requests.generate_request(prompt, options), timeout)
 
-    def chat(self, messages: _requests.Chat, *, timeout: float | None = None, **options: Unpack[Options]) -> Completion:
-        """The next turn of a conversation; a message is a ChatMessage or a mapping of `role` and `content`."""
-        with self.stream_chat(messages, timeout=timeout, **options) as stream:
+    def chat(
+        self,
+        messages: _requests.Chat,
+        *,
+        tools: _requests.Tools = (),
+        timeout: float | None = None,
+        **options: Unpack[Options],
+    ) -> Completion:
+        """The next turn of a conversation; a message is a ChatMessage, or a mapping like those of OpenAI's API.
+
+        `tools` are those of OpenAI's API too. A call of one is text in the answer, as the model writes it.
+        """
+        with self.stream_chat(messages, tools=tools, timeout=timeout, **options) as stream:
             return stream.collect()
 
     def stream_chat(
-        self, messages: _requests.Chat, *, timeout: float | None = None, **options: Unpack[Options]
+        self,
+        messages: _requests.Chat,
+        *,
+        tools: _requests.Tools = (),
+        timeout: float | None = None,
+        **options: Unpack[Options],
     ) -> Stream:
         """The next turn of a conversation as it comes."""
-        return Stream(self, _requests.chat_request(messages, options), timeout)
+        return Stream(self, _requests.chat_request(messages, options, tools), timeout)
 
     def cancel(self, request_id: str) -> bool:
         """End a running request, whoever started it; False: no such request runs on the routers of this client."""

@@ -48,11 +48,24 @@ class Options(TypedDict, total=False):
 
 
 @dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A function that the model has called; `arguments` are the text of a JSON object."""
+
+    id: str
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True, slots=True)
 class ChatMessage:
-    """One turn of a conversation; `role` is system, user or assistant."""
+    """One turn of a conversation; `role` is system, user, assistant or tool. An assistant's turn may have calls, and a
+    tool's says which of them it answers.
+    """
 
     role: str
     content: str
+    tool_calls: Sequence[ToolCall] = ()
+    tool_call_id: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -567,9 +567,10 @@ async def test_unary_methods_retry_too(world: World):
 
 async def test_chat_sends_the_conversation(world: World):
     async with world.client() as client:
-        done = await soon(client("chat", [{"role": "user", "content": "hi"}], max_tokens=4))
+        done = await soon(client("chat", [{"role": "user", "content": "hi"}], tools=[{"x": 1}], max_tokens=4))
     assert done.text == " can vary widely"
     assert world.server.requests[0].chat.messages[0].content == "hi"
+    assert world.server.requests[0].chat.tools == '[{"x": 1}]'
 
 
 async def test_cluster_needs_the_admin_address(world: World):

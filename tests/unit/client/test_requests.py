@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
+from typing import Any
+
 import pytest
 
-from baton.client import ChatMessage, Options
+from baton.client import ChatMessage, Options, ToolCall
 from baton.client._requests import chat_request, cluster_status, detokenize_request, generate_request, tokenize_request
 from baton.errors import EngineFault, InvalidRequest
 from baton.rpc.v1 import admin_pb2 as admin
@@ -105,7 +108,41 @@ def test_chat_takes_messages_and_mappings():
     assert request.sampling.max_tokens == 3
     assert chat_request([], {}).WhichOneof("prompt") == "chat"
     with pytest.raises(InvalidRequest, match=r"prompt.chat\[0\].content"):
-        chat_request([{"role": "user", "content": 1}], {})  # type: ignore[dict-item]
+        chat_request([{"role": "user", "content": 1}], {})
+    with pytest.raises(TypeError, match="unknown field 'tool_cals' of a message; there are role, content"):
+        chat_request([{"role": "user", "content": "", "tool_cals": [], "refusal": None}], {})
+
+
+def test_chat_takes_tools_and_calls_of_them():
+    tool = {"type": "function", "function": {"name": "now", "parameters": {"enum": [None]}}}
+    call = {"id": "1", "type": "function", "function": {"name": "now", "arguments": "{}"}}
+    mappings: list[dict[str, Any]] = [
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": "noon", "tool_call_id": "1"},
+    ]
+    request = chat_request(mappings, {}, [tool])
+    assert json.loads(request.chat.tools) == [tool]
+    assert request.chat.messages[0] == inference.ChatMessage(
+        role="assistant", tool_calls=[inference.ToolCall(id="1", name="now", arguments="{}")]
+    )
+    assert request.chat.messages[1] == inference.ChatMessage(role="tool", content="noon", tool_call_id="1")
+    same = [ChatMessage("assistant", "", [ToolCall("1", "now", "{}")]), ChatMessage("tool", "noon", tool_call_id="1")]
+    assert chat_request(same, {}, [tool]) == request
+    assert not chat_request(same, {}).chat.HasField("tools")
+
+
+@pytest.mark.parametrize(
+    ("messages", "tools", "field"),
+    [
+        ([], [{"x": {1}}], "prompt.chat.tools"),
+        ([ChatMessage("assistant", "", [ToolCall("1", "now", 7)])], [], "prompt.chat[0].tool_calls"),  # type: ignore[arg-type]
+        ([ChatMessage("tool", "", tool_call_id=7)], [], "prompt.chat[0].tool_call_id"),  # type: ignore[arg-type]
+    ],
+)
+def test_tools_that_the_wire_cannot_carry_name_their_field(messages, tools, field):
+    with pytest.raises(InvalidRequest) as refused:
+        chat_request(messages, {}, tools)
+    assert fields_of(refused.value) == [field]
 
 
 def test_tokenizing_names_what_is_wrong():
