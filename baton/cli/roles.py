@@ -106,10 +106,13 @@ def run_gateway(file: Path, sets: Sequence[str], target: str | None, log_file: P
 
 
 async def _serve_http(config: ClusterConfig, address: str, target: str) -> None:
+    from baton.telemetry import Metrics
     from router.gateway.app import GatewaySettings
     from router.gateway.server import HttpServer
 
-    server = HttpServer(address, GatewaySettings(__version__, config.router.http_body, tls=config.security.tls))
+    counts = Metrics(config.name, __version__)
+    settings = GatewaySettings(__version__, config.router.http_body, counts=counts, tls=config.security.tls)
+    server = HttpServer(address, settings)
     await server.start(target)
     log.info("gateway_started", http=server.address, target=target)
     report_ready({"http": server.address, "target": target, "pid": os.getpid()})

@@ -14,6 +14,7 @@ from baton.rpc.v1 import inference_pb2 as pb
 from router.gateway.job import InStream, Job, Json
 from router.gateway.texts import Scored, TokenTexts
 from router.gateway.upstream import Metadata, Streams
+from router.gateway.visit import Visit
 
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": waiting\n\n"
@@ -43,8 +44,10 @@ class _Piece:
 class Answer:
     """One answer."""
 
-    def __init__(self, job: Job, texts: TokenTexts, metadata: Metadata, model: str, created: int) -> None:
-        self._job, self._texts, self._metadata = job, texts, metadata
+    def __init__(
+        self, job: Job, texts: TokenTexts, metadata: Metadata, visit: Visit, *, model: str, created: int
+    ) -> None:
+        self._job, self._texts, self._metadata, self._visit = job, texts, metadata, visit
         self._model, self._created = model, created
         self._choices = [_Choice() for _ in range(len(job.requests) * job.n)]
         self._usage = pb.Usage()
@@ -121,17 +124,18 @@ class Answer:
             case "accepted":
                 self._prompts[number] = event.accepted.prompt_tokens
             case "tokens":
-                found = event.tokens
+                found, index = event.tokens, self._index(number, event.tokens.choice)
+                self._visit.tokens(index, len(found.ids))
                 scored = await self._texts.scored(found, self._metadata) if self._job.logprobs else None
                 start: int = getattr(found, "from")  # a keyword in Python
-                reached = start + len(found.ids)
-                return _Piece(self._index(number, found.choice), found.text, scored, tokens=reached)
+                return _Piece(index, found.text, scored, tokens=start + len(found.ids))
             case "finished":
                 index = self._index(number, event.finished.choice)
                 self._choices[index].reason = _reason(event.finished)
                 return _Piece(index, reason=self._choices[index].reason)
             case "completed":
                 self._spend(event.completed.usage)
+                self._visit.completed(event.completed.timings)
         return None
 
     def _index(self, number: int, choice: int) -> int:

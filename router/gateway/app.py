@@ -15,9 +15,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from baton.clock import SystemClock
 from baton.config.schema import TlsConfig
 from baton.errors import BatonError, EngineFault, UnknownModel
 from baton.rpc.v1 import inference_pb2 as pb
+from baton.telemetry import Metrics
 from router.gateway.answer import Answer
 from router.gateway.chat import chat_job
 from router.gateway.completions import completion_job
@@ -28,20 +30,23 @@ from router.gateway.respond import Answering, Patience
 from router.gateway.schema import ChatBody, CompletionBody
 from router.gateway.texts import TokenTexts
 from router.gateway.upstream import Metadata, Streams, Upstream, metadata_of
+from router.gateway.visit import Visit
 
 PLAIN = "text/plain; charset=utf-8"
 
 
 @dataclass(frozen=True, slots=True)
 class GatewaySettings:
-    """`max_body` in bytes. `registry`: the metrics of the router in this process; None: there is none here. `tls`: the
-    certificate to serve HTTPS with, and to reach the router; None: neither is encrypted.
+    """`max_body` in bytes. `registry`: the metrics of the router in this process; `counts`: where there is none, those
+    that the gateway counts itself. `tls`: the certificate to serve HTTPS with, and to reach the router; None: neither
+    is encrypted.
     """
 
     version: str = ""
     max_body: int = 2**20
     patience: Patience = field(default_factory=Patience)
     registry: CollectorRegistry | None = None
+    counts: Metrics | None = None
     tls: TlsConfig | None = None
 
 
@@ -75,17 +80,18 @@ class Gateway:
 
     async def completions(self, request: Request) -> Response:
         """POST /v1/completions."""
-        body = await read_body(request, CompletionBody, self._settings.max_body)
-        name = body.model or (await self._served(request)).id
-        return self._answering(request, completion_job(body), name)
+        with Visit(SystemClock(), self._settings.counts) as visit:
+            body = await read_body(request, CompletionBody, self._settings.max_body)
+            name = body.model or (await self._served(request)).id
+            return self._answering(request, completion_job(body), name, visit)
 
     async def chat(self, request: Request) -> Response:
         """POST /v1/chat/completions."""
-        body = await read_body(request, ChatBody, self._settings.max_body)
-        if body.model and not body.offered:
-            return self._answering(request, chat_job(body), body.model)
-        served = await self._served(request)
-        return self._answering(request, chat_job(body, served.tool_form), body.model or served.id)
+        with Visit(SystemClock(), self._settings.counts) as visit:
+            body = await read_body(request, ChatBody, self._settings.max_body)
+            asks = body.offered or not body.model
+            served = await self._served(request) if asks else pb.Model()
+            return self._answering(request, chat_job(body, served.tool_form), body.model or served.id, visit)
 
     async def models(self, request: Request) -> Response:
         """GET /v1/models."""
@@ -110,10 +116,12 @@ class Gateway:
         return Response("ready\n" if ready else "not ready\n", 200 if ready else 503, media_type=PLAIN)
 
     async def metrics(self, request: Request) -> Response:
-        """GET /metrics: those of the router, if it is this process."""
-        if self._settings.registry is None:
-            raise HttpError(404, "not_found", "a gateway alone has no metrics: ask the router's own listener")
-        return Response(generate_latest(self._settings.registry), media_type=CONTENT_TYPE_LATEST)
+        """GET /metrics: those of the router, if it is this process; else those of the gateway."""
+        counts = self._settings.counts
+        registry = self._settings.registry or (counts.registry if counts else None)
+        if registry is None:
+            raise HttpError(404, "not_found", "there are no metrics here")
+        return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
 
     async def version(self, request: Request) -> Response:
         """GET /version."""
@@ -123,11 +131,11 @@ class Gateway:
         """The model behind. Raises BatonError."""
         return next(iter(await self._upstream.models(_metadata(request))), pb.Model())
 
-    def _answering(self, request: Request, job: Job, model: str) -> Response:
+    def _answering(self, request: Request, job: Job, model: str, visit: Visit) -> Response:
         metadata = _metadata(request)
-        answer = Answer(job, self._texts, metadata, model, int(time.time()))
+        answer = Answer(job, self._texts, metadata, visit, model=model, created=int(time.time()))
         streams = Streams(self._upstream, job.requests, metadata, job.rename)
-        return Answering(answer, streams, self._settings.patience, stream=job.stream)
+        return Answering(answer, streams, self._settings.patience, visit, stream=job.stream)
 
     def _model(self, model: pb.Model) -> Json:
         known = {"id": model.id, "object": "model", "created": self._started, "owned_by": "baton"}

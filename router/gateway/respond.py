@@ -12,10 +12,11 @@ import structlog
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from baton.errors import BatonError
+from baton.errors import BatonError, Cancelled
 from router.gateway.answer import Answer
 from router.gateway.errors import JSON, problem_of
 from router.gateway.upstream import Streams
+from router.gateway.visit import Visit
 
 EVENT_STREAM = "text/event-stream; charset=utf-8"
 log = structlog.get_logger(__name__)
@@ -36,9 +37,10 @@ class _Stalled(Exception):
 class Answering(Response):
     """Runs the calls and writes their answer. Errors before the first byte are raised, later ones are an event."""
 
-    def __init__(self, answer: Answer, streams: Streams, patience: Patience, *, stream: bool) -> None:
+    def __init__(self, answer: Answer, streams: Streams, patience: Patience, visit: Visit, *, stream: bool) -> None:
         super().__init__()
         self._answer, self._streams, self._patience, self._stream = answer, streams, patience, stream
+        self._visit = visit
         self._started = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -52,20 +54,24 @@ class Answering(Response):
         return {"x-request-id": self._streams.request_id} if self._streams.request_id else {}
 
     async def _run(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with self._streams:
-            if self._stream:
-                await self._events(send)
-                return
-            body = await self._answer.whole(self._streams)
-        await Response(body, headers=self._named(), media_type=JSON)(scope, receive, send)
+        with self._visit:
+            async with self._streams:
+                if self._stream:
+                    await self._events(send)
+                    return
+                body = await self._answer.whole(self._streams)
+            await Response(body, headers=self._named(), media_type=JSON)(scope, receive, send)
+            self._visit.finished()
 
     async def _events(self, send: Send) -> None:
         try:
             await self._each_event(send)
         except _Stalled:
             log.info("gateway_client_stalled", request_id=self._streams.request_id)
+            self._visit.failed(Cancelled("the client reads nothing"))
             return
         await self._write(send, b"", more=False)
+        self._visit.finished()
 
     async def _each_event(self, send: Send) -> None:
         try:
@@ -75,6 +81,7 @@ class Answering(Response):
         except BatonError as error:
             if not self._started:
                 raise
+            self._visit.failed(error)
             await self._write(send, b"data: " + problem_of(error).body() + b"\n\n")
 
     async def _write(self, send: Send, data: bytes, *, more: bool = True) -> None:

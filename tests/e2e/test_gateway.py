@@ -118,6 +118,9 @@ def test_a_gateway_alone(cluster, tmp_path):
         asked = {"model": "oracle", "prompt": "hello", "max_tokens": 400, "temperature": 0, "extra_body": NOTHING}
         with http_client(address) as client:
             assert [model.id for model in client.models.list()] == ["oracle"]
+            client.completions.create(**asked | {"max_tokens": 1})
+            with urllib.request.urlopen(f"http://{address}/metrics", timeout=30) as metrics:
+                assert b'baton_requests_total{outcome="finished"} 1.0' in metrics.read()
             stream = client.completions.create(**asked, stream=True)
             first = next(stream).choices[0].text
             process.send_signal(signal.SIGTERM)

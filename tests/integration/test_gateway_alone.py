@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 
 import openai
 import pytest
@@ -10,6 +11,7 @@ from baton import errors
 from baton.errors import InvalidRequest, Overloaded
 from baton.rpc.v1 import common_pb2
 from baton.rpc.v1 import inference_pb2 as pb
+from baton.telemetry import Metrics
 from router.gateway.respond import Patience
 from tests.integration.gateway_support import alone, completed, finished, tokens, two_words
 from tests.integration.router_support import until
@@ -465,6 +467,65 @@ async def test_paths_methods_and_types(gateway):
     assert (await gateway.raw("GET", "/metrics"))[0] == 404
     assert (await gateway.raw("GET", "/version"))[2] == b'{"version":"1.2"}'
     assert (await gateway.client.models.retrieve("org/tiny")).max_model_len == 64
+
+
+async def counted(gateway):
+    """What is not zero, but for buckets and times of making."""
+    text = (await gateway.raw("GET", "/metrics"))[2].decode()
+    pairs = [line.rsplit(" ", 1) for line in text.splitlines() if line.startswith("baton_")]
+    return {n: float(value) for n, value in pairs if float(value) and not re.search("_bucket|_created|_info", n)}
+
+
+async def test_metrics_of_a_gateway_alone():
+    steps = [tokens(0, at, [1], "x") for at in range(3)]
+    done = {"completed": pb.Completed(timings=common_pb2.Timings(queue_s=2, prefill_s=0.5, e2e_s=3))}
+    async with alone(counts=Metrics("here", "1.2")) as gateway:
+        gateway.fake.script = failing(*steps, finished(), done)
+        await chat(gateway)
+        assert [chunk async for chunk in await chat(gateway, stream=True)]
+        found = await counted(gateway)
+    assert {name: value for name, value in found.items() if not re.search("(ttft|itl|e2e)_seconds_sum", name)} == {
+        'baton_requests_total{outcome="finished"}': 2,
+        "baton_ttft_seconds_count": 2,
+        "baton_itl_seconds_count": 4,
+        "baton_e2e_seconds_count": 2,
+        "baton_queue_seconds_count": 2,
+        "baton_queue_seconds_sum": 4,
+        "baton_prefill_seconds_count": 2,
+        "baton_prefill_seconds_sum": 1,
+    }
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_metrics_of_what_does_not_finish(streamed):
+    async with alone(counts=Metrics("here", "1.2")) as gateway:
+        for error in (Overloaded("full", 1), errors.EngineFault("broken")):
+            gateway.fake.script = failing(error)
+            with pytest.raises(openai.InternalServerError):
+                await chat(gateway, stream=streamed)
+        gateway.fake.script = failing(tokens(0, 0, [1], "x"), errors.NoWorker("gone"))
+        with pytest.raises(openai.APIError):
+            [chunk async for chunk in await chat(gateway, stream=True)]
+        with pytest.raises(openai.BadRequestError):
+            await chat(gateway, extra_body={"n": 0})
+        gateway.fake.script = waiting_for_ever
+        asking = asyncio.create_task(chat(gateway, stream=streamed))
+        await until(lambda: gateway.fake.running == 1, "it runs")
+        asking.cancel()
+        await asyncio.gather(asking, return_exceptions=True)
+        await until(lambda: gateway.fake.running == 0, "it is cancelled")
+        assert await counted(gateway) == {
+            'baton_requests_total{outcome="failed"}': 2,
+            'baton_requests_total{outcome="refused"}': 2,
+            'baton_requests_total{outcome="cancelled"}': 1,
+            'baton_refusals_total{reason="Overloaded"}': 1,
+            'baton_refusals_total{reason="InvalidRequest"}': 1,
+        }
+
+
+async def waiting_for_ever(request):
+    await asyncio.Event().wait()
+    yield
 
 
 async def test_keep_alive_while_nothing_comes():

@@ -1,0 +1,81 @@
+"""HTTP requests in the metrics of a gateway that stands alone. Within a router process the router counts, not this."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import AbstractContextManager
+from types import TracebackType
+
+from baton import errors
+from baton.clock import Clock
+from baton.errors import BatonError, Cancelled
+from baton.rpc.v1 import common_pb2
+from baton.stages import Timings
+from baton.telemetry import Metrics
+
+_REFUSALS = (
+    errors.InvalidRequest,
+    errors.UnknownModel,
+    errors.Unauthenticated,
+    errors.PermissionDenied,
+    errors.Unsupported,
+    errors.Overloaded,
+    errors.NoWorker,
+)
+
+
+class Visit(AbstractContextManager["Visit"]):
+    """One request, since its arrival. It ends once: an error that leaves the context ends it too.
+
+    Times are those of this process, but for the parts that only the router knows.
+    """
+
+    def __init__(self, clock: Clock, metrics: Metrics | None) -> None:
+        self._metrics, self._clock = metrics, clock
+        self._arrived = self._clock.monotonic()
+        self._first: float | None = None
+        self._last: dict[int, float] = {}
+        self._parts = common_pb2.Timings()
+
+    def tokens(self, choice: int, count: int) -> None:
+        """So many came just now."""
+        now = self._clock.monotonic()
+        self._first = now if self._first is None else self._first
+        if self._metrics is not None and choice in self._last and count:
+            self._metrics.gap(now - self._last[choice], count)
+        self._last[choice] = now
+
+    def completed(self, timings: common_pb2.Timings) -> None:
+        """What the router says of one of its calls; the longest counts."""
+        if timings.e2e_s >= self._parts.e2e_s:
+            self._parts = timings
+
+    def finished(self) -> None:
+        """The answer has been written."""
+        if self._metrics is not None:
+            self._metrics.ended("finished", self._timings())
+            self._metrics = None
+
+    def failed(self, error: BatonError) -> None:
+        """The answer is this error."""
+        if self._metrics is None:
+            return
+        refused = isinstance(error, _REFUSALS) and self._first is None
+        self._metrics.ended("refused" if refused else "cancelled" if isinstance(error, Cancelled) else "failed")
+        if refused:
+            self._metrics.refused(error)
+        self._metrics = None
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if isinstance(error, BatonError):
+            self.failed(error)
+        elif isinstance(error, asyncio.CancelledError):
+            self.failed(Cancelled("by the client"))
+
+    def _timings(self) -> Timings:
+        queue, prefill = self._parts.queue_s, self._parts.prefill_s
+        rest = max(0.0, self._clock.monotonic() - self._arrived - queue - prefill)
+        ttft = 0.0 if self._first is None else self._first - self._arrived
+        return Timings(queue, 0.0, 0.0, prefill, 0.0, 0.0, rest, ttft)
