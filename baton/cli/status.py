@@ -1,20 +1,22 @@
-"""`baton status`: the cluster as its router sees it."""
+"""`baton status`: the cluster as its routers see it."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
-from baton.cli.access import find_reach
+from baton.cli.access import Reach, find_reach
 from baton.cli.up import find_cluster
 from baton.client import Client
 from baton.client.types import ClusterStatus, WorkerStatus
+from baton.errors import BatonError, NoWorker
 from baton.rpc.channel import from_here
 
 COLUMNS = (
@@ -35,20 +37,53 @@ COLUMNS = (
 def status(name: str | None, target: str | None, tls: Path | None = None, *, as_json: bool) -> None:
     """Print it. `target` is then a router's admin address. Raises NoWorker when there is none."""
     running = None if target else find_cluster(name)
-    reach, admin = find_reach(running, tls), from_here(running.admin) if running else str(target)
-    with Client(admin, admin=admin, timeout=5.0, token=reach.token, tls=reach.wire) as client:
-        cluster = client.cluster()
+    reach = find_reach(running, tls)
+    admins = [from_here(admin) for admin in (running.admin, *running.admins[1:])] if running else [str(target)]
+    asked = {admin: _ask(admin, reach) for admin in admins}
+    routers = [found for found in asked.values() if isinstance(found, ClusterStatus)]
+    failed = {admin: found for admin, found in asked.items() if isinstance(found, BatonError)}
+    if not routers:
+        raise next(iter(failed.values()))
     if as_json:
-        typer.echo(json.dumps(dataclasses.asdict(cluster)))
+        found = dataclasses.asdict(routers[0])
+        others = [dataclasses.asdict(router) for router in routers[1:]]
+        without = [{"admin": admin, "error": str(error)} for admin, error in failed.items()]
+        typer.echo(json.dumps(found | {"other_routers": others, "unreachable_routers": without}))
         return
-    show(cluster)
+    show(routers[0], routers[1:])
+    for admin, error in failed.items():
+        typer.echo(f"router at {admin}: cannot be asked: {error}")
 
 
-def show(cluster: ClusterStatus) -> None:
-    """A few lines and a table."""
+def _ask(admin: str, reach: Reach) -> ClusterStatus | BatonError:
+    """What it says, or why it does not: one of several may be just being replaced."""
+    if not admin:
+        return NoWorker("it is not there yet")
+    try:
+        with Client(admin, admin=admin, timeout=5.0, token=reach.token, tls=reach.wire) as client:
+            return client.cluster()
+    except BatonError as error:
+        return error
+
+
+def show(cluster: ClusterStatus, others: Sequence[ClusterStatus] = ()) -> None:
+    """A few lines for each router, and a table of the workers as the first one sees them."""
     typer.echo(
         f"cluster {cluster.name!r}, model {cluster.model}, router {cluster.router_id}, up {cluster.uptime_s:.0f} s"
     )
+    _requests(cluster)
+    for other in others:
+        typer.echo(f"router {other.router_id}, up {other.uptime_s:.0f} s")
+        _requests(other)
+    _workers(cluster)
+    known = {(worker.info.ref, worker.state) for worker in cluster.workers}
+    for other in others:
+        for worker in other.workers:
+            if (worker.info.ref, worker.state) not in known:
+                typer.echo(f"{worker.info.ref}: {worker.state}, says router {other.router_id}")
+
+
+def _requests(cluster: ClusterStatus) -> None:
     counts = f"{cluster.accepted} accepted, {cluster.finished} finished, {cluster.cancelled} cancelled"
     typer.echo(
         f"requests: {cluster.running} running, {cluster.queued} queued; {counts}, {cluster.failed} failed, "
@@ -57,6 +92,9 @@ def show(cluster: ClusterStatus) -> None:
     if cluster.queued:
         drain = f"{cluster.drain_requests_per_s:.3g} requests/s" if cluster.drain_requests_per_s else "not measured yet"
         typer.echo(f"queue: {cluster.queued_tokens} tokens; drains: {drain}")
+
+
+def _workers(cluster: ClusterStatus) -> None:
     table = Table(*COLUMNS, box=None, pad_edge=False)
     for worker in cluster.workers:
         table.add_row(*_row(worker))

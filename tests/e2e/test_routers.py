@@ -84,6 +84,8 @@ def test_connections_spread(cluster):
         with grpc.insecure_channel(cluster.state().grpc, options=own) as channel:
             list(InferenceStub(channel).Generate(request, timeout=10))
     assert all(status.finished for status in statuses(cluster)), "one had nothing to do"
+    shown = cluster.status()
+    assert shown["finished"] + shown["other_routers"][0]["finished"] >= 24
 
 
 @pytest.mark.parametrize("name", ["router", "router-1"])

@@ -1,0 +1,93 @@
+"""`baton status` of a cluster with several routers, which say what the test tells them to."""
+
+import json
+import os
+from concurrent.futures import ThreadPoolExecutor
+
+import grpc
+import pytest
+
+from baton.cli import status as command
+from baton.cluster.state import ClusterState, ProcessId
+from baton.core import Incarnation, Role, WorkerInfo, WorkerRef
+from baton.errors import NoWorker
+from baton.load import BlockCounts, Load
+from baton.rpc import convert, reports
+from baton.rpc.v1 import admin_pb2, admin_pb2_grpc
+from tests.unit.worker.support import BACKEND
+
+NOBODY = "127.0.0.1:1"
+
+
+class FakeRouter(admin_pb2_grpc.AdminServicer):
+    """One prefill worker, in this `state`."""
+
+    def __init__(self, name, state="connected"):
+        ref = WorkerRef("prefill-0", Incarnation(7, 2), "127.0.0.1:2")
+        info = WorkerInfo(ref, Role.PREFILL, BACKEND.fingerprint, "oracle", 64, 10, BACKEND.layout)
+        load = reports.load_to_pb(Load(blocks=BlockCounts(10, free=10)))
+        worker = admin_pb2.WorkerStatus(info=convert.info_to_pb(info), load=load, state=state)
+        self.reply = admin_pb2.StatusReply(name="two", model="m", router_id=name, running=len(name), workers=[worker])
+
+    def Status(self, request, context):
+        return self.reply
+
+    def Requests(self, request, context):
+        raise NotImplementedError
+
+
+@pytest.fixture
+def serving(tmp_path, monkeypatch):
+    monkeypatch.setenv("BATON_HOME", str(tmp_path))
+    servers = []
+
+    def start(*routers):
+        """The admin addresses; the cluster that runs here has these routers, and `None` answers nobody."""
+        admins = [NOBODY if router is None else served(router) for router in routers]
+        here = ClusterState("two", ProcessId.of(os.getpid()), "x", admins[0], "", "", "", admins=admins)
+        monkeypatch.setattr(command, "find_cluster", lambda name: here)
+
+    def served(router):
+        server = grpc.server(ThreadPoolExecutor(1))
+        servers.append(server)
+        admin_pb2_grpc.add_AdminServicer_to_server(router, server)
+        port = server.add_insecure_port("127.0.0.1:0")
+        server.start()
+        return f"127.0.0.1:{port}"
+
+    yield start
+    for server in servers:
+        server.stop(None).wait()
+
+
+def test_each_router_is_shown(serving, capsys):
+    serving(FakeRouter("one"), FakeRouter("second", "lost"))
+    command.status(None, None, as_json=False)
+    printed = capsys.readouterr().out
+    assert "router one, up 0 s\nrequests: 3 running" in printed
+    assert "router second, up 0 s\nrequests: 6 running" in printed
+    assert printed.count("127.0.0.1:2 ") == 1, "one table"
+    assert "prefill-0@7.2: lost, says router second" in printed
+
+
+def test_as_json_the_first_is_what_it_was(serving, capsys):
+    serving(FakeRouter("one"), FakeRouter("second"), None)
+    command.status(None, None, as_json=True)
+    found = json.loads(capsys.readouterr().out)
+    assert (found["router_id"], found["workers"][0]["state"]) == ("one", "connected")
+    assert [router["router_id"] for router in found["other_routers"]] == ["second"]
+    assert [router["admin"] for router in found["unreachable_routers"]] == [NOBODY]
+
+
+def test_one_that_does_not_answer_hides_no_other(serving, capsys):
+    serving(None, FakeRouter("second"))
+    command.status(None, None, as_json=False)
+    printed = capsys.readouterr().out
+    assert "router second" in printed
+    assert f"router at {NOBODY}: cannot be asked: " in printed
+
+
+def test_none_answers(serving):
+    serving(None, None)
+    with pytest.raises(NoWorker, match=NOBODY):
+        command.status(None, None, as_json=False)
