@@ -75,9 +75,13 @@ class Chats:
         variables = self._special | given | {"tools": tools or None, "documents": None, "add_generation_prompt": wanted}
         variables["messages"] = [_message(message) for message in chat.messages]
         try:
-            return template.render(variables)
+            text = template.render(variables)
+            text.encode()
         except TemplateFailed as error:
             raise InvalidRequest.of("chat", f"the model's chat template refuses it: {error}") from error
+        except UnicodeEncodeError:
+            raise InvalidRequest.of("chat", "JSON in it has half a surrogate pair, which is no text") from None
+        return text
 
     def _template(self, name: str) -> Template:
         found = self._templates.get(name) or self._templates.get("default")

@@ -181,6 +181,13 @@ async def test_calls(gateway):
     assert len({call.id for call in choice.message.tool_calls}) == 2
 
 
+async def test_an_answer_cut_short_behind_a_call(gateway):
+    gateway.fake.script = saying(SAID[:-20], LENGTH)
+    (choice,) = (await chat(gateway)).choices
+    assert (len(choice.message.tool_calls), choice.finish_reason) == (1, "length")
+    assert (await streamed(gateway))[1:] == ([("weather", {"city": "Köln"})], "length")
+
+
 @pytest.mark.parametrize("size", [1, 7, 1000])
 async def test_calls_in_a_stream(gateway, size):
     gateway.fake.script = saying(SAID, size=size)

@@ -117,6 +117,19 @@ async def test_a_request_takes_a_conversation(tmp_path):
         await parse(pb.GenerateRequest(chat=chat(*ASKED)), tokenizer, "m", 100, Chats.of(tokenizer), seed=1)
 
 
+@pytest.mark.parametrize(
+    "asked",
+    [
+        chat(("user", "x"), tools='[{"x": "\\ud800"}]'),
+        chat(("user", "x"), pb.ChatMessage(role="assistant", tool_calls=[pb.ToolCall(arguments='{"x": "\\ud800"}')])),
+    ],
+)
+async def test_json_that_is_no_text_is_refused(tmp_path, asked):
+    tokenizer = model(tmp_path, (TEMPLATES / "qwen.jinja").read_text())
+    with pytest.raises(InvalidRequest, match="chat: JSON in it has half a surrogate pair"):
+        await encode_chat(tokenizer, Chats.of(tokenizer), asked)
+
+
 async def test_the_oracle_has_a_plain_template():
     assert await Chats.of(OracleTokenizer()).prompt(chat(("user", "hi"))) == "user: hi\nassistant:"
 
