@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import openai
+import pydantic
 import pytest
 from openai import AsyncOpenAI
 
@@ -296,6 +297,28 @@ async def test_a_long_call_keeps_the_connection():
         _, _, data = await gateway.raw("POST", "/v1/chat/completions", json.dumps(body).encode())
         assert data.count(b": waiting\n\n") >= 3
         assert data.index(b": waiting") < data.index(b'"tool_calls"')
+
+
+class Weather(pydantic.BaseModel):
+    """How the weather is in a city."""
+
+    city: str
+
+
+async def test_the_helpers_of_the_client(gateway):
+    """What the `openai` package makes of a function given as a model, and of a stream's pieces."""
+    gateway.fake.script = saying(SAID.replace('"weather"', '"Weather"'))
+    asked: dict[str, Any] = {"model": "m", "messages": HELLO, "tools": [openai.pydantic_function_tool(Weather)]}
+    done = await gateway.client.chat.completions.parse(**asked)
+    assert [call.function.parsed_arguments for call in done.choices[0].message.tool_calls] == [Weather(city="Köln")] * 2
+    async with gateway.client.chat.completions.stream(**asked) as stream:
+        kinds = [event.type async for event in stream]
+        message = (await stream.get_final_completion()).choices[0].message
+    assert kinds.count("tool_calls.function.arguments.done") == 2
+    assert (message.content, message.tool_calls[1].function.parsed_arguments) == ("Let me see.", Weather(city="Köln"))
+    (tool,) = json.loads(gateway.fake.requests[0].chat.tools)
+    assert tool["function"]["parameters"]["required"] == ["city"]
+    assert "strict" not in tool["function"]
 
 
 # --- calls that are forced
