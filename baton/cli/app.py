@@ -37,7 +37,7 @@ Tls = Annotated[
         help="a CA file, a folder of `baton certs`, or system (default: as the local cluster says)",
     ),
 ]
-Index = Annotated[int, typer.Option("--index", help="the worker's number within its pool")]
+Index = Annotated[int, typer.Option("--index", min=0, help="the worker's number within its pool")]
 RouterIndex = Annotated[int, typer.Option("--index", min=0, help="the router's number, of router.replicas")]
 Log = Annotated[Path | None, typer.Option("--log", help="write output to the end of this file")]
 

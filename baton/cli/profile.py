@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 def profile(file: Path, sets: list[str], *, as_json: bool) -> None:
     """Measure for each number of threads that the pools of a cluster file use. Raises ConfigError, CheckpointError."""
     configure_logging("warning", "auto")
-    config = load_config(file, sets)
+    config = load_config(file, sets, os.environ)
     pools = {settings.threads: settings for settings in (from_config(config, role, 0) for role in Role)}
     reports = [_profile_pool(settings) for settings in pools.values()]
     if as_json:

@@ -48,3 +48,9 @@ def test_every_shape_of_the_model_is_measured_and_kept(cluster_file, capsys):
 def test_the_oracle_has_nothing_to_profile(cluster_file):
     with pytest.raises(ConfigError, match=r"model\.path: oracle"):
         command.profile(cluster_file, ["model.path=oracle"], as_json=False)
+
+
+def test_the_environment_counts_here_too(cluster_file, monkeypatch):
+    monkeypatch.setenv("BATON__MODEL__PATH", "oracle")
+    with pytest.raises(ConfigError, match=r"model\.path: oracle"):
+        command.profile(cluster_file, [], as_json=False)
