@@ -110,6 +110,7 @@ def _detach(config: ClusterConfig, file: Path, sets: Sequence[str], stop: Stop, 
     output = folder.path / "up.out"
     output.unlink(missing_ok=True)
     argv = [sys.executable, "-m", "baton", "up", "-c", str(file)]
+    argv += [word for item in as_options(sets) for word in ("--set", item)]
     here = fetched(config, stop).model.path  # now, where somebody sees it, and as long as it takes
     env = as_environment([*sets, *[f"model.path={here}"] * (here != config.model.path)], os.environ)
     child = Child(ProcessSpec("up", argv, output, env, ready_timeout_s=2 * START_TIMEOUT_S, new_session=True))
@@ -128,12 +129,24 @@ def _detach(config: ClusterConfig, file: Path, sets: Sequence[str], stop: Stop, 
 
 
 def as_environment(sets: Sequence[str], environ: Mapping[str, str]) -> dict[str, str]:
-    """All that stands over the cluster file, as variables: everybody sees a command line, and the password in it."""
+    """What stands over the cluster file, as variables: everybody sees a command line, and the password in it. But for
+    `as_options`.
+    """
     given = {name: value for name, value in environ.items() if name.startswith(ENV_PREFIX)}
-    for item in sets:
+    for item in (item for item in sets if _sayable(item)):
         key, _, value = item.partition("=")
         given[ENV_PREFIX + key.strip().upper().replace(".", "__")] = value
     return given
+
+
+def as_options(sets: Sequence[str]) -> list[str]:
+    """Those that no variable can say, whose names are no keys of ours: of tenants, with capitals, say."""
+    return [item for item in sets if not _sayable(item)]
+
+
+def _sayable(item: str) -> bool:
+    key = item.partition("=")[0].strip()
+    return key == key.lower() and "__" not in key
 
 
 def find_cluster(name: str | None, *, starting: bool = False) -> ClusterState:

@@ -4,7 +4,7 @@ import pytest
 
 from baton.cli.config import effective, hide_password
 from baton.cli.roles import router_settings
-from baton.cli.up import as_environment
+from baton.cli.up import as_environment, as_options
 from baton.config import ClusterConfig, load_config
 
 
@@ -42,6 +42,16 @@ def test_overrides_say_the_same_as_variables(tmp_path):
     env = as_environment(SETS, mine)
     assert load_config(file, (), env) == load_config(file, SETS, mine)
     assert "HOME" not in env
+
+
+def test_overrides_that_no_variable_can_say_go_by_the_command_line(tmp_path):
+    file = tmp_path / "c.yaml"
+    file.write_text("model: {path: oracle}\nrouter: {tenants: {Else: 2}}\n")
+    sets = [*SETS, "router.tenants={x: 1}", "router.tenants.TeamA=3", "router.tenants.a__b=4"]
+    env, options = as_environment(sets, {}), as_options(sets)
+    assert load_config(file, options, env) == load_config(file, sets)
+    assert options == ["router.tenants.TeamA=3", "router.tenants.a__b=4"]
+    assert not any("cret" in option for option in options)
 
 
 def test_a_router_is_told_how_often_a_request_is_tried():
