@@ -84,6 +84,13 @@ def from_config(config: ClusterConfig, role: Role, index: int) -> WorkerSettings
             frame_deadline_s=transfer.frame_deadline_s,
             staging_memory=transfer.staging_memory,
             verify_kv=transfer.verify == "kv",
-            bind_host=split_address(pool.listen)[0],
+            bind_host=_bind_host(pool),
         ),
     )
+
+
+def _bind_host(pool: PoolConfig) -> str:
+    """One address for gloo, which says it to its peers: of a listener on all addresses, the one that they are told."""
+    host = split_address(pool.listen)[0]
+    everywhere = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # who is told none finds the worker from this machine alone
+    return (pool.advertise or everywhere[host]).strip("[]") if host in everywhere else host

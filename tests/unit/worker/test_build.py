@@ -3,12 +3,14 @@
 from pathlib import Path
 
 import pytest
+import torch
 
 from baton.config import load_config
 from baton.core import Role
 from baton.errors import ConfigError
 from baton.worker.build import build_engine, load_backend, pick_device
 from baton.worker.settings import from_config
+from kvtransfer.transports.choose import make_transports
 
 DEMO = Path(__file__).parents[3] / "models/demo"
 
@@ -62,3 +64,22 @@ def test_ranks_that_cannot_be_are_refused_by_key_before_any_starts(monkeypatch, 
     monkeypatch.setattr("subprocess.Popen", None)
     with pytest.raises(ConfigError, match=f"^decode.tensor_parallel: {message}"):
         load_backend(settings(tmp_path, f"model.path={DEMO}", *sets))
+
+
+@pytest.mark.parametrize(
+    ("pool", "host"),
+    [
+        ("listen: '127.0.0.1:0'", "127.0.0.1"),
+        ("listen: '0.0.0.0:7000', advertise: 127.0.0.2", "127.0.0.2"),  # where its peers find it
+        ("listen: '[::]:7000', advertise: '[::1]'", "::1"),
+        ("listen: '0.0.0.0:7000'", "127.0.0.1"),  # without a name of its own it is found from this machine alone
+        ("listen: '[::]:7000'", "::1"),
+        ("listen: '127.0.0.1:0', advertise: worker-0.example", "127.0.0.1"),
+    ],
+)
+def test_gloo_listens_at_one_address_also_where_the_worker_does_at_all(tmp_path, pool, host):
+    file = tmp_path / "cluster.yaml"
+    file.write_text(f"model: {{path: oracle}}\ndecode: {{{pool}}}\nsecurity: {{allow_insecure: true}}\n")
+    transfer = from_config(load_config(file), Role.DECODE, 0).transfer
+    assert transfer.bind_host == host
+    assert make_transports(transfer, torch.device("cpu"))[-1].name == "gloo"
