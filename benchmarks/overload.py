@@ -16,16 +16,12 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import json
 import os
 import random
 import shlex
-import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -34,8 +30,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for `python b
 import psutil
 
 from baton import AsyncClient
-from baton.cluster.state import ClusterState, StateFolder
+from baton.cluster.state import ClusterState
 from baton.errors import BatonError, Overloaded
+from benchmarks.lib.cluster import cluster
 from benchmarks.lib.machine import machine
 from benchmarks.lib.protocol import ROOT
 from benchmarks.lib.report import fill, markdown
@@ -43,14 +40,12 @@ from benchmarks.lib.report import fill, markdown
 PROMPT, ANSWER = 64, 300  # tokens
 NAME = "overload"
 SETS = (
-    "model.path=oracle",
     "model.max_model_len=512",
     "decode.kv_memory=384KiB",
     "prefill.kv_memory=256KiB",
     "prefill.prefix_cache=false",
     "decode.prefix_cache=false",
     *(f"router.{listener}=127.0.0.1:0" for listener in ("grpc", "admin", "metrics")),
-    f"name={NAME}",
 )
 
 
@@ -71,24 +66,6 @@ class Phase:
     @property
     def per_s(self) -> float:
         return self.finished / self.lasted_s
-
-
-@contextlib.contextmanager
-def cluster(max_wait_s: float) -> Iterator[ClusterState]:
-    """A running cluster, gone at the end."""
-    with tempfile.TemporaryDirectory(prefix="baton-overload-") as home:
-        env = {**os.environ, "BATON_HOME": home, "PYTHONPATH": str(ROOT)}
-        baton = [sys.executable, "-m", "baton"]
-        sets = [part for item in (*SETS, f"router.queue.max_wait_s={max_wait_s}") for part in ("--set", item)]
-        up = [*baton, "up", "-c", "configs/no-ray.yaml", *sets, "--detach"]
-        subprocess.run(up, env=env, cwd=ROOT, check=True, stdout=sys.stderr)
-        try:
-            state = StateFolder(NAME, Path(home)).read_state()
-            if state is None:
-                raise RuntimeError("the cluster is gone")
-            yield state
-        finally:
-            subprocess.run([*baton, "down", "--name", NAME], env=env, cwd=ROOT, check=True, stdout=sys.stderr)
 
 
 async def ask(client: AsyncClient, phase: Phase, rng: random.Random) -> None:
@@ -215,7 +192,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--write-docs", action="store_true", help="put the table into docs/performance.md")
     args = parser.parse_args(argv)
     load = os.getloadavg()[0]
-    with cluster(args.max_wait) as state:
+    with cluster(NAME, *SETS, f"router.queue.max_wait_s={args.max_wait}") as state:
         phases = asyncio.run(measure(state, args))
     for error in [error for phase in phases.values() for error in phase.failed][:5]:
         print(error, file=sys.stderr)

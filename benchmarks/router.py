@@ -23,9 +23,7 @@ import random
 import shlex
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median, quantiles
@@ -35,11 +33,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for `python b
 
 import psutil
 
-from baton.cluster.state import ClusterState, StateFolder
+from baton.cluster.state import ClusterState
 from baton.rpc.channel import PUBLIC, aio_channel
 from baton.rpc.v1 import common_pb2
 from baton.rpc.v1 import inference_pb2 as pb
 from baton.rpc.v1.inference_pb2_grpc import InferenceStub
+from benchmarks.lib.cluster import cluster
 from benchmarks.lib.machine import machine
 from benchmarks.lib.protocol import ROOT
 from benchmarks.lib.report import fill, markdown
@@ -49,12 +48,10 @@ NAME = "router"
 PROMPT, ANSWER = 16, 256  # tokens
 STREAMS = 48
 SETS = (
-    "model.path=oracle",
     "model.max_model_len=512",
     "decode.kv_memory=8MiB",
     "prefill.kv_memory=8MiB",
     *(f"router.{listener}=127.0.0.1:0" for listener in ("grpc", "admin", "metrics", "http")),
-    f"name={NAME}",
 )
 
 
@@ -67,24 +64,6 @@ class Load:
     tokens: int
     requests: int
     cpu_s: float
-
-
-@contextlib.contextmanager
-def cluster(routers: int) -> Iterator[ClusterState]:
-    """A running cluster, gone at the end."""
-    with tempfile.TemporaryDirectory(prefix="baton-router-") as home:
-        env = {**os.environ, "BATON_HOME": home, "PYTHONPATH": str(ROOT)}
-        baton = [sys.executable, "-m", "baton"]
-        sets = [part for item in (*SETS, f"router.replicas={routers}") for part in ("--set", item)]
-        up = [*baton, "up", "-c", "configs/no-ray.yaml", *sets, "--detach"]
-        subprocess.run(up, env=env, cwd=ROOT, check=True, stdout=sys.stderr)
-        try:
-            state = StateFolder(NAME, Path(home)).read_state()
-            if state is None:
-                raise RuntimeError("the cluster is gone")
-            yield state
-        finally:
-            subprocess.run([*baton, "down", "--name", NAME], env=env, cwd=ROOT, check=True, stdout=sys.stderr)
 
 
 def request_of(rng: random.Random, tokens: int) -> pb.GenerateRequest:
@@ -185,7 +164,7 @@ def measure(args: argparse.Namespace) -> tuple[list[float], list[Load], list[Loa
     extra: list[float] = []
     streams, short = list[Load](), list[Load]()
     for routers in args.routers:
-        with cluster(routers) as state:
+        with cluster(NAME, *SETS, f"router.replicas={routers}") as state:
             if not extra:
                 extra = asyncio.run(added(state, 200 if args.quick else 1000))
             streams.append(loaded(state, routers, seconds, ANSWER))
