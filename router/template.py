@@ -31,6 +31,8 @@ from baton.limits import (
 _TICK = "baton_tick"
 _FORMS = {"hermes": "<tool_call>", "mistral": r"\[TOOL_CALLS\]", "llama": r"""["']parameters["']: """}
 _OTHER_FORMS = ("<function=", "<arg_key>", "[ARGS]")  # arguments of calls that are not JSON, or a name before them
+# What a text that is no template makes jinja raise; it also writes Python that Python refuses (20 loops in each other).
+_UNREADABLE = (TemplateError, RecursionError, SyntaxError, ValueError)
 _FUNCTIONS = frozenset({"raise_exception", "strftime_now", _TICK})
 
 
@@ -55,7 +57,7 @@ class Template:
             self._words = frozenset(_words(tree))
             _watch(tree)
             self._template = environment.from_string(tree)
-        except (TemplateError, RecursionError) as error:
+        except _UNREADABLE as error:
             raise TemplateFailed(f"{type(error).__name__}: {error}") from error
         self.tool_form = tool_form(source) if self.mentions("tools") else ""
         self._clock = clock

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import orjson
 
+from baton.errors import InvalidRequest
 from baton.rpc.v1 import inference_pb2 as pb
 from router.gateway.chatshape import ChatShape
 from router.gateway.job import Job, base_request, http_name, usage_of
@@ -13,16 +14,20 @@ from router.gateway.toolshape import ToolShape
 
 
 def chat_job(body: ChatBody, tool_form: str = "") -> Job:
-    """What `body` asks for. `tool_form`: how the model has calls of tools written; only with tools."""
+    """What `body` asks for. `tool_form`: how the model has calls of tools written; only with tools.
+
+    Raises InvalidRequest for a schema that is nested too deeply.
+    """
     given = body.max_completion_tokens is not None
     request = base_request(body, body.max_completion_tokens if given else body.max_tokens)
     request.chat.messages.extend(_turn(message) for message in body.messages)
     if body.offered:
         tools = [tool.model_dump(exclude_none=True, exclude={"function": {"strict"}}) for tool in body.offered]
-        request.chat.tools = orjson.dumps(tools).decode()
+        request.chat.tools = _json(tools, "tools")
     schema = _schema(body, tool_form)
     if schema is not None:
-        request.constraint.json_schema = orjson.dumps(schema).decode()
+        field = "tools" if body.forced else "response_format.json_schema.schema"
+        request.constraint.json_schema = _json(schema, field)
     if body.logprobs:
         request.logprobs = body.top_logprobs or 0
     names = _names("max_completion_tokens" if given else "max_tokens", forced=bool(body.forced))
@@ -36,6 +41,13 @@ def chat_job(body: ChatBody, tool_form: str = "") -> Job:
         usage=usage_of(body.stream_options),
         logprobs=bool(body.logprobs),
     )
+
+
+def _json(value: object, field: str) -> str:
+    try:
+        return orjson.dumps(value).decode()
+    except orjson.JSONEncodeError:  # it reads 1024 levels and writes 254
+        raise InvalidRequest.of(field, "is nested too deeply") from None
 
 
 def _names(limit: str, *, forced: bool) -> dict[str, str]:

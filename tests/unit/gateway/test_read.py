@@ -82,6 +82,20 @@ def test_a_megabyte_of_mistakes_is_refused_at_once():
     assert time.process_time() - started < 1.0
 
 
+@pytest.mark.parametrize(("levels", "fits"), [(200, True), (300, False)])
+def test_a_schema_has_its_depth(levels, fits):
+    """What can be read but not be written again is the client's mistake."""
+    schema = b'{"not":' * levels + b"{}" + b"}" * levels
+    wanted = b'{"type":"json_schema","json_schema":{"schema":' + schema + b"}}"
+    found = read_or_refuse(b'{"messages":[{"role":"user","content":"x"}],"response_format":' + wanted + b"}", ChatBody)
+    if fits:
+        assert found.requests[0].constraint.json_schema.encode() == schema
+    else:
+        (violation,) = found.violations
+        assert violation.field == "response_format.json_schema.schema"
+        assert "nested too deeply" in violation.description
+
+
 def test_every_mistake_is_named():
     wrong = {"prompt": 1, "temperature": "x", "best_off": 2, "echo": True}
     with pytest.raises(InvalidRequest) as refused:

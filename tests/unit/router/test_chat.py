@@ -253,6 +253,23 @@ def test_a_template_can_take_only_so_much(template, words):
         Template(template, lambda: next(ticking)).render({"messages": [{"content": "ab"}]})
 
 
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% for a in b %}" * 25 + "{% endfor %}" * 25,
+        "{% break %}",
+        "{{ f(a=1, a=2) }}",
+        "{% macro f(a, a) %}{% endmacro %}",
+        "{{ " + "9" * 5000 + " }}",
+        "{{ " + "(" * 500 + "1" + ")" * 500 + " }}",
+    ],
+    ids=["loops", "break", "argument", "parameter", "number", "depth"],
+)
+def test_what_jinja_reads_and_python_does_not_is_no_template(template):
+    with pytest.raises(TemplateFailed):
+        Template(template)
+
+
 def test_strftime_now_is_offered():
     assert Template("{{ strftime_now('%Y') | int > 2000 }}").render({}) == "True"
 

@@ -1,0 +1,57 @@
+"""The cluster file and `--set`: a config, or a `ConfigError`."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from baton.config.load import config_from_json, known_keys, load_config
+from baton.errors import ConfigError
+from tests.fuzzing.common import FREELY, ROOT, Target, outcome
+
+_VALUES = [
+    "",
+    "~",
+    "auto",
+    "oracle",
+    "1GiB",
+    "0",
+    "-1",
+    "2.5",
+    ".inf",
+    "127.0.0.1:0",
+    "[]",
+    "{}",
+    "[x]",
+    "{a: b}",
+    "*a",
+]
+_FILE = Path(tempfile.mkdtemp(prefix="baton-fuzz-")) / "cluster.yaml"
+
+
+def from_text(text: str, sets: tuple[str, ...] = ()) -> None:
+    """A config reaches another process unchanged; an error names the file."""
+    _FILE.write_text(text, encoding="utf-8")
+    config, error = outcome(lambda: load_config(_FILE, sets), ConfigError)
+    if config is None:
+        assert str(error).startswith(str(_FILE))
+    else:
+        assert config_from_json(config.model_dump_json()) == config
+
+
+def from_bytes(data: bytes) -> None:
+    """A file."""
+    from_text(data.decode("utf-8", "replace"))
+
+
+@FREELY
+@given(st.lists(st.tuples(st.sampled_from(known_keys()), st.sampled_from(_VALUES) | st.text(max_size=9)), max_size=4))
+def drawn(pairs):
+    from_text("{name: x, model: {path: oracle}}", tuple(f"{key}={value}" for key, value in pairs))
+
+
+_FILES = sorted((ROOT / "configs").glob("*.yaml"))
+CONFIG = Target(from_bytes, drawn, [path.read_bytes() for path in _FILES])

@@ -1,0 +1,39 @@
+"""How a target is made."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hypothesis import HealthCheck, settings
+
+ROOT = Path(__file__).resolve().parents[2]
+FREELY = settings(
+    max_examples=40, derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck)
+)
+
+
+@dataclass(frozen=True)
+class Target:
+    """`drawn` is a test of hypothesis; `seeds` are good bytes, to begin with."""
+
+    from_bytes: Callable[[bytes], None]
+    drawn: Any
+    seeds: list[bytes]
+
+    def __call__(self, data: bytes) -> None:
+        """Any bytes. First byte even: what follows arrives; odd: hypothesis draws by it."""
+        if data[:1] and data[0] % 2:
+            self.drawn.hypothesis.fuzz_one_input(data[1:])
+        else:
+            self.from_bytes(data[1:])
+
+
+def outcome(call: Callable[[], Any], *errors: type[Exception]) -> tuple[Any, Any]:
+    """What `call` returns, and what it raises of these kinds: one of them is None."""
+    try:
+        return call(), None
+    except errors as error:
+        return None, error

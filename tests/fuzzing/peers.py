@@ -1,0 +1,137 @@
+"""What workers say to each other and to the router: read, or refused by name; no frame beyond what was agreed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+from google.protobuf.json_format import ParseDict
+from google.protobuf.message import DecodeError
+from hypothesis import given
+from hypothesis import strategies as st
+
+from baton.core import KVLayout
+from baton.errors import BatonError, HandoffError, InvalidRequest
+from baton.rpc import convert, reports
+from baton.rpc.v1 import common_pb2, worker_pb2
+from baton.rpc.v1 import peer_pb2 as pb
+from kvtransfer.handoff import TransferSettings
+from kvtransfer.inbound import inbound_of
+from kvtransfer.intake import Intake
+from kvtransfer.messages import frame_of, refusal_from_pb, refusal_to_pb
+from tests.fuzz import messages
+from tests.fuzzing.common import FREELY, Target, outcome
+
+LAYOUT = KVLayout(layers=3, kv_heads=2, head_dim=8, block_size=4, dtype="float32")
+TOKEN_BYTES = LAYOUT.layer_token_bytes
+RING = SimpleNamespace(slots=4, size=TOKEN_BYTES * 6)
+KV = SimpleNamespace(layout=LAYOUT, total_blocks=8)
+END: Any = SimpleNamespace(kv=KV, ring=RING, fingerprint="", settings=TransferSettings())
+HANDOFF = {"request_id": "a", "attempt": 1}
+READERS: list[tuple[Any, Callable[[Any], object]]] = [
+    (common_pb2.WorkerRef, convert.ref_from_pb),
+    (common_pb2.HandoffId, convert.handoff_from_pb),
+    (common_pb2.KVLayout, convert.layout_from_pb),
+    (common_pb2.WorkerInfo, convert.info_from_pb),
+    (common_pb2.Load, reports.load_from_pb),
+    (worker_pb2.SequenceSpec, convert.spec_from_pb),
+    (worker_pb2.OutputTokens, convert.tokens_from_pb),
+    (worker_pb2.OutputFinish, convert.finish_from_pb),
+    (pb.HandoffRefused, refusal_from_pb),
+]
+
+
+def read(message: Any, reader: Callable[[Any], object]) -> None:
+    """A value, or what is wrong with which field."""
+    _, error = outcome(lambda: reader(message), InvalidRequest)
+    assert error is None or all(each.field and each.description for each in error.violations)
+
+
+def told(intake: Intake, command: pb.PeerCommand) -> None:
+    """As the event loop of a session takes it up, without the channel's thread. Raises BatonError."""
+    match command.WhichOneof("command"):
+        case "offer":
+            handoff = convert.handoff_from_pb(command.offer.handoff)
+            intake.open[handoff] = intake.inbound[handoff] = inbound_of(END, handoff, command.offer)[1]
+        case "frame":
+            for message in (command.frame, *command.more):
+                assert intake.checked(message, intake.open).spec.nbytes <= RING.size
+        case "commit":
+            intake.claim(command)
+        case "abort":
+            intake.open.pop(convert.handoff_from_pb(command.abort.handoff), None)
+
+
+def conversation(commands: list[Any]) -> None:
+    """No more is received than was offered, and than the slots hold; what makes no sense ends the channel, in words."""
+    intake = Intake(END, None, None, "shm", lambda reply: None)  # type: ignore[arg-type]  # nothing is written
+    for command in commands:
+        _, error = outcome(lambda c=command: told(intake, c), BatonError)  # type: ignore[misc]
+        if error is not None:
+            assert refusal_from_pb(refusal_to_pb(error).refused).args
+        if error is not None and not isinstance(error, HandoffError):
+            return
+        assert intake.announced <= RING.slots
+        for inbound in intake.inbound.values():
+            assert inbound.announced.nbytes <= inbound.known_tokens * LAYOUT.layers * TOKEN_BYTES
+
+
+def from_bytes(data: bytes) -> None:
+    """A message of the type that the first byte names, or commands, each after its length."""
+    number = (data[0] if data else 0) % (2 * len(READERS))
+    try:
+        if number < len(READERS):
+            kind, reader = READERS[number]
+            read(kind.FromString(data[1:]), reader)
+        else:
+            conversation(_split(data[1:]))
+    except DecodeError:
+        pass  # gRPC's answer, or the end of an express
+
+
+def _split(data: bytes) -> list[pb.PeerCommand]:
+    commands = []
+    while data:
+        commands.append(pb.PeerCommand.FromString(data[1 : 1 + data[0]]))
+        data = data[1 + data[0] :]
+    return commands
+
+
+def _offer(known_tokens: int, skip: int) -> pb.PeerCommand:
+    return ParseDict({"offer": {"handoff": HANDOFF, "known_tokens": known_tokens, "skip": skip}}, pb.PeerCommand())
+
+
+@st.composite
+def _frames(draw: st.DrawFn) -> pb.PeerCommand:
+    """Nearly right ones: small numbers, and mostly as many bytes as they name."""
+    numbers = {name: draw(st.integers(0, 4)) for name in ("sequence", "layer_begin", "layer_end", "begin", "end")}
+    command = ParseDict({"frame": {"handoff": HANDOFF, **numbers}}, pb.PeerCommand())
+    spec = frame_of(command.frame)
+    right = abs((spec.layer_end - spec.layer_begin) * (spec.end - spec.begin)) * TOKEN_BYTES
+    command.frame.nbytes = draw(st.sampled_from([right, right, right, 0, 1, 2**64 - 1]))
+    return command
+
+
+_OFFERS = st.builds(_offer, st.integers(0, 40), st.integers(0, 2))
+_COMMANDS = st.one_of(_OFFERS, _frames(), _frames(), _frames(), messages(pb.PeerCommand.DESCRIPTOR))
+_MESSAGES = st.sampled_from(READERS).flatmap(
+    lambda row: st.tuples(messages(row[0].DESCRIPTOR), st.just(row[1])),
+)
+
+
+@FREELY
+@given(st.lists(_COMMANDS, max_size=8), _MESSAGES)
+def drawn(commands, message):
+    conversation(commands)
+    read(*message)
+
+
+def _seeds() -> list[bytes]:
+    frame = {"handoff": HANDOFF, "layer_end": 1, "end": 2, "nbytes": 2 * TOKEN_BYTES}
+    commands = [_offer(4, 0), ParseDict({"frame": frame}, pb.PeerCommand())]
+    said = b"".join(bytes((each.ByteSize(),)) + each.SerializeToString() for each in commands)
+    return [bytes((len(READERS),)) + said, b"\1" + ParseDict(HANDOFF, common_pb2.HandoffId()).SerializeToString()]
+
+
+PEER = Target(from_bytes, drawn, _seeds())

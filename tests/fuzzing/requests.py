@@ -1,0 +1,182 @@
+"""The public service, and OpenAI's API in front of it."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from typing import Any
+
+import orjson
+from google.protobuf.json_format import ParseDict
+from google.protobuf.message import DecodeError
+from hypothesis import given
+from hypothesis import strategies as st
+
+from baton.errors import InvalidRequest, UnknownModel
+from baton.grammar import Grammars
+from baton.rpc import convert
+from baton.rpc.status import to_rpc_status
+from baton.rpc.v1 import inference_pb2 as pb
+from baton.rpc.v1 import worker_pb2
+from baton.tokenizer import OracleTokenizer, Tokenizer
+from router.chat import Chats
+from router.gateway.chat import chat_job
+from router.gateway.completions import completion_job
+from router.gateway.errors import problem_of
+from router.gateway.read import checked
+from router.gateway.schema import ChatBody, CompletionBody
+from router.parse import check_received, check_resumes, parse, received_of
+from router.template import Template
+from tests.fuzz import messages
+from tests.fuzzing.common import FREELY, ROOT, Target, outcome
+
+LOOP = asyncio.new_event_loop()
+MODEL_LEN = 256
+INVALID_ARGUMENT = 3
+DEMO = Tokenizer.load(ROOT / "models" / "demo")
+_TOOLS = Template((ROOT / "tests/unit/router/templates/qwen.jinja").read_text())
+MODELS = [
+    (OracleTokenizer(), Chats.of(OracleTokenizer())),
+    (DEMO, Chats.of(DEMO)),
+    (OracleTokenizer(), Chats({"default": _TOOLS}, {})),
+]
+GRAMMARS = [Grammars(tokenizer) for tokenizer, _ in MODELS]
+
+
+def parsed(message: pb.GenerateRequest, number: int):
+    tokenizer, chats = MODELS[number % len(MODELS)]
+    return LOOP.run_until_complete(
+        parse(message, tokenizer, "demo", MODEL_LEN, chats, GRAMMARS[number % len(MODELS)], seed=7)
+    )
+
+
+def requested(message: pb.GenerateRequest, number: int = 0) -> list[str]:
+    """A worker takes what the router accepts, else the error names fields, which are returned."""
+    spec, error = outcome(lambda: parsed(message, number), InvalidRequest, UnknownModel)
+    if error is not None:
+        return refused(error)
+    sent = convert.spec_to_pb(spec).SerializeToString()
+    assert convert.spec_from_pb(worker_pb2.SequenceSpec.FromString(sent)) == spec
+    assert len(spec.prompt) + spec.sampling.max_tokens <= MODEL_LEN
+    assert all(0 <= token_id < MODELS[number % len(MODELS)][0].vocab_size for token_id in spec.prompt)
+    return []
+
+
+def refused(error: InvalidRequest | UnknownModel) -> list[str]:
+    """As a caller sees it. Returns the fields."""
+    status = to_rpc_status(error)
+    assert status.message
+    if isinstance(error, UnknownModel):
+        return []
+    assert status.code == INVALID_ARGUMENT
+    assert error.violations, "an error without a field"
+    assert all(each.field and each.description for each in error.violations)
+    return [each.field for each in error.violations]
+
+
+def resumed(message: pb.ResumeRequest) -> None:
+    """As above, with what the client has already."""
+    _, error = outcome(lambda: _received(message), InvalidRequest, UnknownModel)
+    if error is not None:
+        refused(error)
+
+
+def _received(message: pb.ResumeRequest) -> None:
+    check_resumes(message)
+    spec = parsed(message.request, 1)
+    received = received_of(message, spec, DEMO.vocab_size)
+    LOOP.run_until_complete(check_received(GRAMMARS[1], spec, received))
+
+
+def generate_bytes(data: bytes) -> None:
+    """A message as it comes, for the model that its first byte names; of every fourth kind one that resumes."""
+    kind, number = divmod(data[0] if data else 0, len(MODELS))
+    try:
+        if kind % 4:
+            requested(pb.GenerateRequest.FromString(data[1:]), number)
+        else:
+            resumed(pb.ResumeRequest.FromString(data[1:]))
+    except DecodeError:
+        pass  # gRPC's own answer
+
+
+def _for_here(message: Any) -> Any:
+    """Past the first look: most that are drawn at random end at the model's name."""
+    message.model = ""
+    return message
+
+
+_REQUESTS = messages(pb.GenerateRequest.DESCRIPTOR)
+
+
+@FREELY
+@given(st.one_of(_REQUESTS.map(_for_here), _REQUESTS), st.integers(0, len(MODELS) - 1))
+def generate_drawn(message, number):
+    requested(message, number)
+
+
+KINDS: dict[Any, Any] = {CompletionBody: completion_job, ChatBody: chat_job}
+_FIELDS = sorted({*CompletionBody.model_fields, *ChatBody.model_fields, "tools", "echo", "metadata", "schema"})
+_INNER = ["type", "text", "role", "content", "json_schema", "schema", "include_usage", "1", "4294967296", "name", "x"]
+_SCALARS = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-(2**63), 2**64 - 1),
+    st.integers(-2, 20),
+    st.floats(allow_nan=False, allow_infinity=False),
+    st.sampled_from(["", "x", "user", "json_object", "json_schema", "object", "text", "\n", "\U0001f600"]),
+    st.text(max_size=9),
+)
+_VALUES = st.recursive(
+    _SCALARS,
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.sampled_from(_INNER), inner, max_size=4),
+    max_leaves=8,
+)
+_BASES = st.sampled_from([{"prompt": "x"}, {"messages": [{"role": "user", "content": "x"}]}, {}])
+
+
+def http_bytes(data: bytes) -> None:
+    """Both endpoints: requests that the router reads, or a 400; whoever refuses, the field is one of the body."""
+    for kind, job_of in KINDS.items():
+        job, error = outcome(lambda k=kind, j=job_of: j(checked(data, k)), InvalidRequest)  # type: ignore[misc]
+        if error is not None:
+            answer = problem_of(error).response()
+            assert (answer.status_code, bool(orjson.loads(answer.body)["error"]["message"])) == (400, True)
+            continue
+        for number, request in enumerate(job.requests):
+            for field in requested(pb.GenerateRequest.FromString(request.SerializeToString()), 1):
+                first = re.split(r"[.\[]", job.rename(number, field))[0]
+                assert first in kind.model_fields, f"{field} has no name in HTTP"
+
+
+@FREELY
+@given(_BASES, st.dictionaries(st.sampled_from(_FIELDS), _VALUES, max_size=5))
+def http_drawn(base, fields):
+    http_bytes(orjson.dumps(base | fields))
+
+
+def _seeds() -> list[bytes]:
+    sampling = {"max_tokens": 4, "temperature": 0.5, "stop": ["x"], "logit_bias": {"5": 1.0}, "stop_token_ids": [3]}
+    full = {"text": "The color", "sampling": sampling, "n": 2, "logprobs": 1}
+    turn = {"role": "user", "content": "x"}
+    asked: list[dict[str, Any]] = [
+        full,
+        {"chat": {"messages": [turn], "tools": '[{"name": "f"}]'}},
+        {"text": "x", "constraint": {"regex": "(a|b)+"}},
+        {"text": "x", "constraint": {"json_schema": '{"type": "object"}'}},
+    ]
+    requests = [ParseDict(each, pb.GenerateRequest()).SerializeToString() for each in asked]
+    again = ParseDict({"request_id": "r", "request": full, "received": [{"ids": [1, 2]}]}, pb.ResumeRequest())
+    first = bytes(range(len(MODELS), 2 * len(MODELS)))
+    return [first[n % len(first)].to_bytes() + each for n, each in enumerate(requests)] + [
+        b"\0" + again.SerializeToString()
+    ]
+
+
+_BODIES = [
+    {"prompt": ["x", "y"], "logprobs": 2, "stream": True, "stream_options": {"include_usage": True}},
+    {"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}]}], "max_completion_tokens": 3},
+    {"messages": [{"role": "user", "content": "x"}], "response_format": {"type": "json_object"}, "logprobs": True},
+]
+GENERATE = Target(generate_bytes, generate_drawn, _seeds())
+HTTP = Target(http_bytes, http_drawn, [orjson.dumps(body) for body in _BODIES])
