@@ -12,12 +12,13 @@ from decimal import Decimal
 from functools import cached_property, lru_cache
 from math import lcm
 from typing import TYPE_CHECKING, Any
+from urllib.parse import unquote
 
 import numpy as np
 
 from baton.constraint import Constraint
 from baton.errors import InvalidRequest
-from baton.limits import MAX_SCHEMA_MULTIPLE
+from baton.limits import MAX_SCHEMA_MULTIPLE, MAX_SCHEMA_PATTERNS
 from baton.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -30,6 +31,10 @@ COMPILED = 64  # grammars that are kept
 _WHITESPACE = " ?"
 _MAX_REASON_CHARS = 300
 _MAX_PLACES = 20
+_DATA = frozenset({"$defs", "definitions", "const", "enum", "default", "examples"})  # of a schema, not schemas of it
+_BY_NAME = frozenset({"properties", "patternProperties"})
+_WORDS = frozenset({"pattern", "format"})
+_BASES = frozenset({"$id", "id"})  # references below are not from the root
 
 
 class Guide:
@@ -152,6 +157,7 @@ def _grammar(constraint: Constraint) -> str:
         raise constraint.refused(
             f"multipleOf: all of them together may have a multiple of {MAX_SCHEMA_MULTIPLE} at most"
         )
+    _check_patterns(constraint, schema)
     try:
         return LLMatcher.grammar_from_json_schema(text, defaults={"whitespace_pattern": _WHITESPACE})
     except ValueError as error:
@@ -161,7 +167,7 @@ def _grammar(constraint: Constraint) -> str:
 def _remainders(schema: object) -> int:
     """The least common multiple of all `multipleOf`, in units of their finest decimal place.
 
-    It is what llguidance makes states of, the one thing that it does not bound.
+    It is what llguidance makes states of. Beside patterns that meet, it is the one thing that it does not bound.
     """
     found, todo = set[Decimal](), [schema]
     while todo:
@@ -174,6 +180,74 @@ def _remainders(schema: object) -> int:
     if len(places) < len(found) or min(places, default=0) < -_MAX_PLACES or max(found, default=0) > MAX_SCHEMA_MULTIPLE:
         return MAX_SCHEMA_MULTIPLE + 1
     return lcm(*(int(value.scaleb(-min([0, *places]))) for value in found))
+
+
+def _check_patterns(constraint: Constraint, schema: dict[str, Any]) -> None:
+    """What llguidance does not bound: whether any text matches all patterns that meet takes twice as long with each."""
+    try:
+        found = _meeting(schema)
+    except RecursionError:
+        raise constraint.refused("recursion limit exceeded: it is nested, or refers, too deeply") from None
+    if found > MAX_SCHEMA_PATTERNS:
+        raise constraint.refused(
+            f"pattern, format: at most {MAX_SCHEMA_PATTERNS} together may be about one text, these may be {found}"
+        )
+
+
+def _meeting(schema: dict[str, Any]) -> int:
+    """How many patterns and formats a text may have to match, at most: all that there are, or fewer if that is plain.
+
+    It is not where a reference may mean something else than its place in `schema`.
+    """
+    found, todo, plain = set[tuple[str, str]](), [schema], True
+    while todo:
+        item: Any = todo.pop()
+        todo += item.values() if isinstance(item, dict) else item if isinstance(item, list) else ()
+        given = {} if not isinstance(item, dict) else {k: v for k, v in item.items() if isinstance(v, str)}
+        found |= {(name, given[name]) for name in _WORDS & given.keys()}
+        plain = plain and (item is schema or not _BASES & given.keys())
+        plain = plain and (given.get("$ref", "#") == "#" or given["$ref"].startswith("#/"))
+    return _patterns(schema, schema, {}) if plain and len(found) > MAX_SCHEMA_PATTERNS else len(found)
+
+
+def _patterns(node: object, root: object, known: dict[str, int]) -> int:
+    """How many patterns and formats a text may have to match because of `node`, at most. `known`: of references."""
+    if not isinstance(node, dict):
+        return 0
+    found = sum(isinstance(node.get(name), str) for name in _WORDS)
+    found += _patterns_behind(node.get("$ref"), root, known)
+    for name, value in node.items():
+        if name not in _DATA:
+            each = [_patterns(part, root, known) for part in _parts(name, value)]
+            found += sum(each) if name == "allOf" else max(each, default=0)
+    return found
+
+
+def _parts(name: str, value: object) -> Iterable[object]:
+    """The schemas under a keyword."""
+    if isinstance(value, dict):
+        return value.values() if name in _BY_NAME else (value,)
+    return value if isinstance(value, list) else ()
+
+
+def _patterns_behind(reference: object, root: object, known: dict[str, int]) -> int:
+    """Of what `reference` points to within `root`. 0 within itself: the outer one counts it."""
+    if not isinstance(reference, str):
+        return 0
+    if reference not in known:
+        known[reference] = 0
+        known[reference] = _patterns(_target(reference, root), root, known)
+    return known[reference]
+
+
+def _target(reference: str, node: Any) -> Any:
+    for step in reference.split("/")[1:]:
+        name = unquote(step).replace("~1", "/").replace("~0", "~")
+        if isinstance(node, list):
+            node = node[int(name)] if name.isdecimal() and int(name) < len(node) else None
+        else:
+            node = node.get(name) if isinstance(node, dict) else None
+    return node
 
 
 def _reason(text: str) -> str:

@@ -29,6 +29,7 @@ MAX_RENDERED_CHARS = 1_000_000
 MAX_SCHEMA_BYTES = 65_536
 MAX_REGEX_BYTES = 8_192
 MAX_SCHEMA_MULTIPLE = 10_000
+MAX_SCHEMA_PATTERNS = 8
 MAX_CHOICE_TEXTS = 256
 MAX_CHOICE_CHARS = 1_024
 
@@ -89,6 +90,7 @@ CAPS: tuple[Cap, ...] = (
     Cap("what a chat template multiplies", MAX_TEMPLATE_PRODUCT, "characters or items", _REFUSED),
     Cap("`constraint.json_schema`", MAX_SCHEMA_BYTES, "bytes", _REFUSED),
     Cap("the common multiple of its `multipleOf`", MAX_SCHEMA_MULTIPLE, "of their finest place", _REFUSED),
+    Cap("its `pattern` and `format` about one text", MAX_SCHEMA_PATTERNS, "together", _REFUSED),
     Cap("`constraint.regex`", MAX_REGEX_BYTES, "bytes", _REFUSED),
     Cap("`constraint.choices`", MAX_CHOICE_TEXTS, "texts", _REFUSED),
     Cap("each of `constraint.choices`", MAX_CHOICE_CHARS, "characters", _REFUSED),

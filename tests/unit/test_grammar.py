@@ -105,6 +105,24 @@ def test_what_is_not_allowed_breaks_it_and_nothing_may_follow(oracle):
     assert allowed(guide) == []
 
 
+NINE = [{"type": "string", "pattern": f".*w{i}.*"} for i in range(9)]
+CHAIN = {f"a/{i}": NINE[i] | ({"$ref": f"#/$defs/a~1{i + 1}"} if i < 8 else {}) for i in range(9)}
+PATTERNS = [  # nine that meet: with twenty-five the router would look for hours
+    {"allOf": NINE},
+    {"allOf": [{"anyOf": [{"type": "integer"}, text]} for text in NINE]},
+    {"allOf": [{"type": "array", "minItems": 1, "items": text} for text in NINE]},
+    {"allOf": [{"type": "object", "properties": {"k": text}, "required": ["k"]} for text in NINE]},
+    {"allOf": [{"type": "object", "additionalProperties": text, "minProperties": 1} for text in NINE]},
+    {"$defs": CHAIN, "properties": {"pattern": {"$ref": "#/$defs/a~10"}}},
+    {"$defs": {"t": {"allOf": NINE[:5]}, "u": {"allOf": [{"$ref": "#/$defs/t"}, *NINE[5:]]}}, "$ref": "#/$defs/u"},
+    {"items": [{"allOf": NINE}]},
+    {
+        "$defs": {f"{i}": NINE[i] | {"$anchor": f"a{i}"} for i in range(9)},
+        "allOf": [{"$ref": f"#a{i}"} for i in range(9)],
+    },
+    {"items": {"$id": "x", "$defs": {"a": {"allOf": NINE}}, "$ref": "#/$defs/a"}},
+]
+DEEP = {f"d{i}": {"$ref": f"#/$defs/d{i + 1}"} for i in range(1200)} | {"d1200": {"allOf": NINE}}
 WRONG = [
     (schema({"type": "objct"}), "Invalid type: objct"),
     (schema([1]), "must be a JSON object"),
@@ -119,6 +137,11 @@ WRONG = [
     (schema({"allOf": [{"multipleOf": 3}, {"multipleOf": 1e-9}]}), "multipleOf: all of them together"),
     (schema({"multipleOf": 1e308}), "multipleOf: all of them together"),
     (schema({"multipleOf": float("inf")}), "multipleOf: all of them together"),
+    *((schema(many), "pattern, format: at most 8 together") for many in PATTERNS),
+    (
+        schema({"$defs": {f"d{i}": {"$ref": f"#/$defs/d{i + 1}"} for i in range(1500)}, "$ref": "#/$defs/d0"}),
+        "too deep",
+    ),
     (schema({"$ref": "#"}), "no text can match it"),
     (Constraint("json_schema", ("{",)), "must be a JSON object"),
     (Constraint("json_schema", ('{"allOf": [' * 3000 + "{}" + "]}" * 3000,)), "must be a JSON object"),
@@ -174,6 +197,16 @@ def test_numbers_may_be_multiples(oracle):
     assert ORACLE_EOS in allowed(after(oracle, twelves, "144"))
     assert ORACLE_EOS not in allowed(after(oracle, twelves, "145"))
     oracle.check(schema({"type": "number", "multipleOf": 1e-9}))
+
+
+def test_patterns_that_do_not_meet_are_not_counted_together(oracle):
+    word = {"type": "string", "pattern": "^[a-z]+$", "minLength": 1}
+    many = {f"k{i}": word for i in range(20)}
+    oracle.check(schema({"type": "object", "properties": many, "additionalProperties": False}))
+    oracle.check(schema({"anyOf": [word | {"pattern": f"^{i}"} for i in range(20)]}))
+    oracle.check(schema({"enum": [{"pattern": "a", "allOf": NINE}]}))
+    tree = {"type": "object", "properties": {"name": word, "next": {"$ref": "#/$defs/tree"}}}
+    oracle.check(schema({"$defs": {"tree": tree}, "allOf": [{"$ref": "#/$defs/tree"}]}))
 
 
 def test_known_tokens_must_be_a_beginning(oracle):
