@@ -28,6 +28,7 @@ class TransferSettings:
     frame_deadline_s: float = 10.0
     bind_host: str = "127.0.0.1"  # where gloo listens and connects from
     staging_memory: int = 1 << 30  # bytes of all rings: when used up, the channel that is idle for longest is closed
+    encrypted: bool = False  # `auto` lets no KV leave its machine in the clear
     verify_kv: bool = False  # beside the digest of each frame, one of the whole KV that knows no frames
 
 

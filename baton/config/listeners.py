@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator, Mapping
 
 from baton.config.values import is_loopback
 
-ENCRYPTED = "encryption of KV (transfer.transport: grpc has it)"
+ENCRYPTED = "encryption of KV (security.tls, and transfer.transport: auto or grpc)"
 PLAIN = "a listener that speaks TLS (this one has plain HTTP only)"
 NEEDS: Mapping[str, tuple[str, ...]] = {
     "router.grpc": ("security.tls", "security.tokens"),
@@ -27,6 +27,11 @@ def parse_allowed(value: object) -> bool | tuple[str, ...]:
     if not isinstance(value, (list, tuple)) or any(name not in NEEDS for name in value):
         raise ValueError(f"must be true, false, or a list of some of {', '.join(NEEDS)}")
     return tuple(value)
+
+
+def encrypts(transport: str, allowed: bool | tuple[str, ...]) -> bool:
+    """Whether `transport` takes an encrypted one between machines, if there are certificates and no word against it."""
+    return transport == "auto" and allowed is not True and "transfer.transport" not in (allowed or ())
 
 
 def unsafe(

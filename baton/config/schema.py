@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PositiveInt, field_validator, model_validator
 
-from baton.config.listeners import KEPT_IN, parse_allowed, unsafe
+from baton.config.listeners import KEPT_IN, encrypts, parse_allowed, unsafe
 from baton.config.values import (
     Address,
     Milliseconds,
@@ -258,10 +258,7 @@ class ClusterConfig(Section):
     retry: RetryConfig = RetryConfig()
     log: LogConfig = LogConfig()
     resumable_s: float = Field(
-        default=0.0,
-        ge=0,
-        le=MAX_RESUMABLE_S,
-        description="how long a request that does not say goes on at its decode worker after its router's death",
+        default=0.0, ge=0, le=MAX_RESUMABLE_S, description="a stream that does not say outlives its router for so long"
     )
     history: str | None = Field(
         default=None,
@@ -275,6 +272,11 @@ class ClusterConfig(Section):
             raise ValueError("ledger.lease_s: must be at least three times ledger.heartbeat_s")
         return self
 
+    @property
+    def kv_is_encrypted(self) -> bool:
+        """Whether `transfer.transport: auto` means that no other machine can read KV."""
+        return encrypts(self.transfer.transport, self.security.allow_insecure) and self.security.tls is not None
+
     @model_validator(mode="after")
     def _listeners_are_safe(self) -> ClusterConfig:
         router, security = self.router, self.security
@@ -286,7 +288,7 @@ class ClusterConfig(Section):
             "prefill.listen": self.prefill.listen,
             "decode.listen": self.decode.listen,
         }
-        if self.transfer.transport not in KEPT_IN:  # it listens where the workers do
+        if self.transfer.transport not in KEPT_IN and not self.kv_is_encrypted:  # it listens where the workers do
             workers = (self.prefill.listen, self.decode.listen)
             addresses["transfer.transport"] = next((one for one in workers if not is_loopback(one)), None)
         keys = {"security.tls": security.tls, "security.tokens": security.tokens}

@@ -78,6 +78,7 @@ def from_config(config: ClusterConfig, role: Role, index: int) -> WorkerSettings
         tls=config.security.tls,
         transfer=TransferSettings(
             transport=transfer.transport,
+            encrypted=config.kv_is_encrypted,
             frame_size=transfer.frame_size,
             credits=transfer.credits,
             coalesce_below=transfer.coalesce_below,

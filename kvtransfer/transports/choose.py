@@ -32,7 +32,8 @@ def make_transports(
     """What `settings.transport` names, for KV on `device`, the best first. `grpc`: the worker's own, if it has one.
 
     Raises ConfigError when the named one cannot be had: never takes another one. `auto` leaves out what this machine
-    lacks. `memory` is not made here: both workers of a process must share one `MemoryTransport`.
+    lacks, and what the network could read when `settings.encrypted`. `memory` is not made here: both workers of a
+    process must share one `MemoryTransport`.
     """
     makers: Makers = {
         "shm": ShmTransport,
@@ -42,6 +43,8 @@ def make_transports(
         "grpc": lambda: _given(grpc),
         "memory": _memory,
     }
+    if settings.transport == "auto" and settings.encrypted:
+        return *_available(["cuda_ipc" if device.type == "cuda" else "shm"], makers), _named("grpc", makers)
     if settings.transport == "auto" and device.type == "cuda":
         made = _available(["cuda_ipc", "nccl"], makers)
         if not made:

@@ -6,7 +6,9 @@ import pytest
 
 from baton.cli.certs import certs
 from baton.config import load_config
+from baton.core import Role
 from baton.errors import ConfigError
+from baton.worker.settings import from_config
 
 
 @pytest.fixture(scope="module")
@@ -122,7 +124,7 @@ def test_an_insecure_listener_is_said_so_by_name(load, made):
         load("router: {{metrics: '0.0.0.0:1', grpc: '0.0.0.0:2'}}\nsecurity: {{allow_insecure: [router.metrics]}}")
 
 
-@pytest.mark.parametrize("transport", ["auto", "gloo", "nccl"])
+@pytest.mark.parametrize("transport", ["gloo", "nccl"])
 def test_kv_in_the_clear_between_machines_is_said_so(load, made, transport):
     text = f"decode: {{{{listen: '10.0.0.1:1'}}}}\ntransfer: {{{{transport: {transport}}}}}\n"
     text += f"security: {{{{tls: {made / 'a'}%s}}}}"
@@ -130,6 +132,28 @@ def test_kv_in_the_clear_between_machines_is_said_so(load, made, transport):
         load(text % "")
     load(text % ", allow_insecure: [transfer.transport]")
     load(text.replace("10.0.0.1", "127.0.0.1") % "")
+
+
+@pytest.mark.parametrize(
+    ("security", "encrypted"),
+    [
+        ("tls: {tls}", True),
+        ("tls: {tls}, allow_insecure: [router.metrics]", True),
+        ("tls: {tls}, allow_insecure: [transfer.transport]", False),
+        ("tls: {tls}, allow_insecure: true", False),
+        ("allow_insecure: true", False),
+    ],
+)
+def test_auto_encrypts_kv_between_machines_where_there_are_certificates(load, made, security, encrypted):
+    security = security.format(tls=made / "a")
+    config = load("decode: {{listen: '10.0.0.1:1'}}\nsecurity: {{" + security + "}}")
+    assert from_config(config, Role.DECODE, 0).transfer.encrypted is encrypted
+    assert config.kv_is_encrypted is encrypted
+
+
+def test_auto_without_certificates_is_kv_in_the_clear(load):
+    with pytest.raises(ConfigError, match=r"transfer\.transport .*security\.tls, and .*auto or grpc"):
+        load("decode: {{listen: '10.0.0.1:1'}}\nsecurity: {{allow_insecure: [decode.listen]}}")
 
 
 def test_certificates_are_renewed_by_the_same_ca(tmp_path, capsys):

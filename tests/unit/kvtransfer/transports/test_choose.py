@@ -35,6 +35,15 @@ def test_auto_on_a_cpu_is_shared_memory_and_then_gloo() -> None:
     assert names(TransferSettings(), grpc=GrpcTransport("decode:1")) == ["shm", "gloo"]
 
 
+def test_auto_where_kv_must_be_encrypted_is_shared_memory_and_then_grpc(monkeypatch) -> None:
+    mine, settings = GrpcTransport("decode:1"), TransferSettings(encrypted=True)
+    assert names(settings, grpc=mine) == ["shm", "grpc"]
+    monkeypatch.setattr(choose, "CudaIpcTransport", lambda device: Made("cuda_ipc"))
+    assert names(settings, CUDA, grpc=mine) == ["cuda_ipc", "grpc"]
+    with pytest.raises(ConfigError, match="'grpc' cannot be had"):
+        names(settings)
+
+
 def test_auto_leaves_out_what_the_system_lacks(monkeypatch) -> None:
     monkeypatch.delattr(os, "memfd_create")
     assert names(TransferSettings()) == ["gloo"]
