@@ -96,7 +96,7 @@ class Attempt:
         prefill, decode = self._claim.prefill, self._claim.decode
         if self._lasting.parks() and self._decoding:
             pass  # the decode worker goes on with it when this router's stream ends
-        elif not self._through or (self._lasting.seconds and self._decoding):  # it remembers what was said, too
+        elif not self._through or self._lasting.seconds:  # it remembers what was said, too
             decode.send(release=pb.Release(handoff=self._name))
         if prefill is not None and not self.kept and (self._holds or not self._through):
             prefill.send(release=pb.Release(handoff=self._name))

@@ -110,6 +110,15 @@ def constrained(plan: Plan, rng: random.Random) -> Plan:
     return replace(plan, asks=asks)
 
 
+def resumed(plan: Plan, rng: random.Random) -> Plan:
+    """In one schedule of four, there are two routers, one of them dies, and its clients go on at the other one."""
+    if rng.random() > 0.25:
+        return plan
+    asks = [replace(ask, resumable_s=rng.choice((0.0, 0.05, 5.0, 5.0)), stall=0.5) for ask in plan.asks]
+    crash = Fault("crash router", int(rng.expovariate(1 / 300.0)), rng.randrange(1000), 0.0)
+    return replace(plan, routers=2, asks=asks, faults=[*plan.faults, crash])
+
+
 def _prompt(rng: random.Random, tokens: int) -> tuple[int, ...]:
     return tuple(rng.randrange(256) for _ in range(tokens))
 
@@ -149,7 +158,8 @@ class Cluster:
         self.routers = [RouterHost(world, f"router-{n}", plan.settings, self.ledger) for n in range(plan.routers)]
         self.faults = Faults(self, plan.faults)
         self.clients = [
-            Client(world, self.routers[number % len(self.routers)], ask) for number, ask in enumerate(plan.asks)
+            Client(world, self.routers[number % len(self.routers)], ask, self.routers)
+            for number, ask in enumerate(plan.asks)
         ]
 
     def _start(self, plan: WorkerPlan) -> None:

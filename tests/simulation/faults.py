@@ -24,8 +24,10 @@ KINDS = (
     "break channel",
     "flip",
     "crash router",
+    "leave prefill",
+    "leave decode",
 )
-WEIGHTS = (4, 4, 2, 2, 2, 3, 3, 3, 1)
+WEIGHTS = (4, 4, 2, 2, 2, 3, 3, 3, 1, 1, 1)
 
 
 @dataclass(frozen=True)
@@ -65,7 +67,7 @@ class Faults:
     def _strike(self, fault: Fault) -> None:
         self.pending -= 1
         what, _, whom = fault.kind.partition(" ")
-        if what in {"crash", "pause"} and whom != "router":
+        if what in {"crash", "pause", "leave"} and whom != "router":
             hit = self._worker(fault, what, Role(whom))
         else:
             acts = {"crash": self._crash_router, "cut": self._cut, "break": self._break, "flip": self._flip}
@@ -81,6 +83,8 @@ class Faults:
         host = hosts[fault.number % len(hosts)]
         if what == "crash":
             host.process.kill()
+        elif what == "leave":
+            host.leave()
         else:
             self._pause(host, fault.long_s)
         return host.name

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Coroutine
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -32,7 +33,7 @@ class RouterHost:
         self.process.run(self._build)
 
     def _build(self) -> None:
-        self.floor = Floor(self._settings, self._ledger.workers, LoopClock())
+        self.floor = Floor(self._settings, self._ledger.workers, LoopClock(), streams=self._ledger.find)
         self.inference = Inference(self.floor, BACKEND.tokenizer)
         self.process.start(self.floor.pool.start(), "start")
 
@@ -61,30 +62,49 @@ class Ask:
     stall: float
     priority: int
     constraint: Constraint | None = None
+    resumable_s: float = 0.0  # 0: it does not resume
 
 
 class Client:
-    """One request's client: asks once, and says how that ended."""
+    """One request's client: asks once, goes on at another router if it may, and says how that ended."""
 
-    def __init__(self, world: World, router: RouterHost, ask: Ask) -> None:
+    def __init__(self, world: World, router: RouterHost, ask: Ask, others: list[RouterHost]) -> None:
         self.world, self.router, self.ask = world, router, ask
         self.outcome = ""  # "finished", the name of an error, "left", or "router crashed"
         self.ended_at = 0.0
         self.call = ClientCall(world, ask.name, ask.stall)
+        self.calls = [self.call]
+        self._others = others
 
     async def run(self) -> None:
         await asyncio.sleep(self.ask.at)
         if not self.router.process.alive:
             self._end("router crashed")
             return
-        task = self.router.process.spawn(self._generate(), self.ask.name)
+        await self._ask(self._generate())
+        while not self.outcome and not self._leaves() and (router := self._another()) is not None:
+            self.router, self.call = router, ClientCall(self.world, self.ask.name, self.ask.stall)
+            self.calls.append(self.call)
+            await self._ask(self._resume())
+        if not self.outcome:
+            self._end(self._why_gone())
+
+    def _another(self) -> RouterHost | None:
+        living = [router for router in self._others if router.process.alive]
+        return living[0] if living and self.ask.resumable_s and self._name else None
+
+    @property
+    def _name(self) -> str:
+        """What the router called it, once it did."""
+        return next((event.request_id for call in self.calls for event in call.events), "")
+
+    async def _ask(self, call: Coroutine[Any, Any, None]) -> None:
+        task = self.router.process.spawn(call, self.ask.name)
         while not task.done() and not self._leaves():
             await asyncio.wait([task], timeout=0.01 if self.ask.leaves_after is not None else 1.0)
         if not task.done():
             task.cancel()
             await asyncio.wait([task])
-        if not self.outcome:
-            self._end(self._why_gone())
 
     def _why_gone(self) -> str:
         return "left" if self.router.process.alive else "router crashed"
@@ -92,14 +112,30 @@ class Client:
     def _leaves(self) -> bool:
         return self.ask.leaves_after is not None and len(self.call.events) >= self.ask.leaves_after
 
-    async def _generate(self) -> None:
+    def _request(self) -> pb.GenerateRequest:
         sampling = convert.sampling_to_pb(self.ask.sampling)
         ids = common_pb2.TokenIds(ids=self.ask.prompt)
         request = pb.GenerateRequest(token_ids=ids, sampling=sampling, priority=self.ask.priority)
+        request.resumable_s = self.ask.resumable_s
         if (constraint := constraint_to_pb(self.ask.constraint)) is not None:
             request.constraint.CopyFrom(constraint)
+        return request
+
+    async def _generate(self) -> None:
+        await self._to_its_end(self.router.inference.Generate(self._request(), cast("Any", self.call)))
+
+    async def _resume(self) -> None:
+        received = [common_pb2.TokenIds(ids=self._ids())]
+        message = pb.ResumeRequest(request_id=self._name, request=self._request(), received=received)
+        await self._to_its_end(self.router.inference.Resume(message, cast("Any", self.call)))
+
+    def _ids(self) -> list[int]:
+        events = [event for call in self.calls for event in call.events if event.HasField("tokens")]
+        return [token_id for event in events for token_id in event.tokens.ids]
+
+    async def _to_its_end(self, answer: Coroutine[Any, Any, None]) -> None:
         try:
-            await self.router.inference.Generate(request, cast("Any", self.call))
+            await answer
         except Aborted:
             self._end(type(self.call.error()).__name__)
         else:
@@ -116,7 +152,7 @@ class Client:
         kinds = [event.WhichOneof("event") for event in self.call.events]
         ids: list[int] = []
         found: list[str] = []
-        for event in self.call.events:
+        for event in (event for call in self.calls for event in call.events):
             if event.HasField("tokens"):
                 first = getattr(event.tokens, "from")
                 if first != len(ids):

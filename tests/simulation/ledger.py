@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import TYPE_CHECKING
 
+from baton.errors import LedgerError
+from baton.ledger.ownership_table import OwnershipRecord, OwnershipTable, RecordState
+
 if TYPE_CHECKING:
-    from baton.core import WorkerInfo, WorkerRef
+    from baton.core import HandoffId, WorkerInfo, WorkerRef
     from tests.simulation.world import World
 
 
 class SimLedger:
-    """The part of `baton.ledger.ledger.Ledger` that a lease and a router's worker pool use; never away."""
+    """The part of `baton.ledger.ledger.Ledger` that a lease and a router's worker pool use; never away.
+
+    And the ownership log: what is noted is there at once, unless the schedule has it lost.
+    """
 
     def __init__(self, world: World, lease_s: float) -> None:
         self._world, self._lease_s = world, lease_s
         self._entries: dict[str, tuple[WorkerInfo, float]] = {}
+        self._owned = OwnershipTable()
+        self._streams: dict[str, str] = {}
+        self._rng = world.random_for("ledger")
 
     async def register(self, info: WorkerInfo) -> bool:
         """Of two that want one place, the later minted gets it."""
@@ -35,6 +45,19 @@ class SimLedger:
     async def workers(self) -> list[WorkerInfo]:
         """Those with a lease."""
         return [info for info, until in self._entries.values() if until >= self._world.loop.time()]
+
+    def note(self, handoff: HandoffId, owner: WorkerRef, router_id: str, state: RecordState, stream: str) -> None:
+        """As `OwnershipLog.note`."""
+        self._owned.write(handoff, owner, router_id, state)
+        if stream:
+            self._streams[stream] = handoff.request_id
+
+    async def find(self, stream: str) -> OwnershipRecord | None:
+        """As `OwnershipStore.find`; sometimes nobody is found, or Redis is away."""
+        await asyncio.sleep(self._world.delay(self._rng))
+        if self._rng.random() < 0.1:
+            raise LedgerError("away")
+        return self._owned.read(self._streams.get(stream, stream)) if self._rng.random() < 0.9 else None
 
     def _until(self) -> float:
         return self._world.loop.time() + self._lease_s

@@ -46,7 +46,7 @@ class _Chance:
     def token_urlsafe(self, nbytes: int) -> str:
         process = PROCESS.get()
         process.minted += 1
-        return f"{process.name}.{process.minted}"
+        return f"{process.name}-{process.minted}"
 
     token_hex = token_urlsafe
 

@@ -7,7 +7,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 from tests.simulation.clock import Stuck, VirtualLoop
-from tests.simulation.cluster import Cluster, constrained, plan_of, urgent
+from tests.simulation.cluster import Cluster, constrained, plan_of, resumed, urgent
 from tests.simulation.world import World, task_factory
 
 
@@ -44,7 +44,8 @@ def run(seed: int) -> Report:
 async def _run(seed: int) -> Report:
     world = World(seed)
     plan = urgent(plan_of(world.rng), world.random_for("urgent"))
-    cluster = Cluster(world, constrained(plan, world.random_for("constrained")))
+    plan = resumed(constrained(plan, world.random_for("constrained")), world.random_for("resumed"))
+    cluster = Cluster(world, plan)
     try:
         found = await cluster.run()
     except Stuck as error:

@@ -92,6 +92,8 @@ def test_what_schedules_meet():
         "recovered",
         "flip",
         "RESUME",
+        "attach",
+        "attached",
     }
     assert not {what for what in wanted if not met[what]}
 

@@ -10,8 +10,10 @@ from typing import Any, cast
 
 from baton.core import HandoffId, Incarnation, Role, WorkerInfo, WorkerRef
 from baton.errors import EngineFault, LedgerError
+from baton.ledger.ownership_table import RecordState
 from baton.rpc import convert, reports
 from baton.rpc.v1 import worker_pb2
+from baton.worker.host import LEAVE_S
 from baton.worker.lease import Lease
 from baton.worker.service import WorkerService
 from baton.worker.session import Session
@@ -193,8 +195,14 @@ class WorkerHost:
     async def _peers(self, requests: Any, context: Any, stream: Any) -> None:
         await self.peers.Connect(requests, context)
 
-    def note(self, handoff: HandoffId, router_id: str, state: object, stream: str = "") -> None:
-        """The ownership log, which nobody reads."""
+    def note(self, handoff: HandoffId, router_id: str, state: RecordState, stream: str = "") -> None:
+        """The ownership log."""
+        self._ledger.note(handoff, self.info.ref, router_id, state, stream)
+
+    def leave(self) -> None:
+        """SIGTERM: as `baton.worker.host.serve` ends."""
+        self.loop.submit(self.role.leave)
+        self.world.loop.call_later(LEAVE_S, self.process.kill)
 
     def report(self) -> None:
         """After each step and tick: with the ledger of blocks, which checks itself."""
