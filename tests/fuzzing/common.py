@@ -17,7 +17,7 @@ FREELY = settings(
 
 @dataclass(frozen=True)
 class Target:
-    """`drawn` is a test of hypothesis; `seeds` are good bytes, to begin with."""
+    """`drawn` is a test of hypothesis; `seeds` are good bytes, and such that are just wrong."""
 
     from_bytes: Callable[[bytes], None]
     drawn: Any

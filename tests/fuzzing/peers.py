@@ -54,9 +54,13 @@ def told(intake: Intake, command: pb.PeerCommand) -> None:
         case "offer":
             handoff = convert.handoff_from_pb(command.offer.handoff)
             intake.open[handoff] = intake.inbound[handoff] = inbound_of(END, handoff, command.offer)[1]
+            assert command.offer.skip < command.offer.known_tokens <= KV.total_blocks * LAYOUT.block_size
         case "frame":
             for message in (command.frame, *command.more):
-                assert intake.checked(message, intake.open).spec.nbytes <= RING.size
+                frame = intake.checked(message, intake.open)
+                assert frame.spec.nbytes <= RING.size
+                assert frame.inbound is None or frame.spec.end <= frame.inbound.known_tokens
+                assert frame.spec.layer_begin < frame.spec.layer_end <= LAYOUT.layers
         case "commit":
             intake.claim(command)
         case "abort":
@@ -102,14 +106,21 @@ def _offer(known_tokens: int, skip: int) -> pb.PeerCommand:
     return ParseDict({"offer": {"handoff": HANDOFF, "known_tokens": known_tokens, "skip": skip}}, pb.PeerCommand())
 
 
+def _frame(**numbers: int) -> pb.PeerCommand:
+    """Of as many bytes as it names."""
+    command = ParseDict({"frame": {"handoff": HANDOFF, **numbers}}, pb.PeerCommand())
+    spec = frame_of(command.frame)
+    command.frame.nbytes = abs((spec.layer_end - spec.layer_begin) * (spec.end - spec.begin)) * TOKEN_BYTES
+    return command
+
+
 @st.composite
 def _frames(draw: st.DrawFn) -> pb.PeerCommand:
     """Nearly right ones: small numbers, and mostly as many bytes as they name."""
     numbers = {name: draw(st.integers(0, 4)) for name in ("sequence", "layer_begin", "layer_end", "begin", "end")}
-    command = ParseDict({"frame": {"handoff": HANDOFF, **numbers}}, pb.PeerCommand())
-    spec = frame_of(command.frame)
-    right = abs((spec.layer_end - spec.layer_begin) * (spec.end - spec.begin)) * TOKEN_BYTES
-    command.frame.nbytes = draw(st.sampled_from([right, right, right, 0, 1, 2**64 - 1]))
+    command = _frame(**numbers)
+    if draw(st.booleans()):
+        command.frame.nbytes = draw(st.sampled_from([0, 1, 2**64 - 1]))
     return command
 
 
@@ -127,11 +138,24 @@ def drawn(commands, message):
     read(*message)
 
 
-def _seeds() -> list[bytes]:
-    frame = {"handoff": HANDOFF, "layer_end": 1, "end": 2, "nbytes": 2 * TOKEN_BYTES}
-    commands = [_offer(4, 0), ParseDict({"frame": frame}, pb.PeerCommand())]
+def _said(*commands: pb.PeerCommand) -> bytes:
     said = b"".join(bytes((each.ByteSize(),)) + each.SerializeToString() for each in commands)
-    return [bytes((len(READERS),)) + said, b"\1" + ParseDict(HANDOFF, common_pb2.HandoffId()).SerializeToString()]
+    return bytes((len(READERS),)) + said
+
+
+def _seeds() -> list[bytes]:
+    several = [_frame(sequence=n, layer_end=1, begin=n, end=n + 1) for n in range(RING.slots + 1)]
+    return [
+        b"\1" + ParseDict(HANDOFF, common_pb2.HandoffId()).SerializeToString(),
+        _said(_offer(20, 0), *several[:2]),
+        _said(_offer(20, 0), *several),
+        _said(_offer(20, 0), _frame(layer_end=3, end=4)),
+        _said(_offer(1, 0), _frame(layer_end=1, end=4)),
+        _said(_offer(20, 0), _frame(layer_begin=2, layer_end=4, end=1)),
+        _said(_offer(20, 0), _frame(layer_begin=3, layer_end=3, end=1)),
+        _said(_offer(KV.total_blocks * LAYOUT.block_size + 1, 0)),
+        _said(_offer(4, 4)),
+    ]
 
 
 PEER = Target(from_bytes, drawn, _seeds())

@@ -106,11 +106,41 @@ def _for_here(message: Any) -> Any:
     return message
 
 
+_SAMPLING = st.fixed_dictionaries(
+    {},
+    optional={
+        "max_tokens": st.integers(1, MODEL_LEN + 1),
+        "min_tokens": st.integers(0, 9),
+        "temperature": st.sampled_from([0.0, 0.5, 100.0, 101.0]),
+        "top_p": st.sampled_from([0.0, 1e-9, 1.0]),
+        "seed": st.integers(0, 9),
+        "stop": st.lists(st.text(max_size=3), max_size=2),
+        "stop_token_ids": st.lists(st.sampled_from([0, 256, 257, 2047, 2048]), max_size=2),
+        "logit_bias": st.dictionaries(st.sampled_from(["0", "256", "257", "2048"]), st.sampled_from([0.0, 101.0])),
+    },
+)
+_TURN = st.fixed_dictionaries(
+    {"role": st.sampled_from(["user", "assistant", "system", "tool", ""]), "content": st.text(max_size=9)},
+    optional={"tool_calls": st.just([{"name": "f", "arguments": "{}"}]), "name": st.just("x")},
+)
+_TOOLED = {"tools": st.sampled_from(["[]", '[{"name": "f"}]', "{", "[1]"]), "template_kwargs": st.just('{"a": 1}')}
+_PROMPTS = st.one_of(
+    st.builds(lambda text: {"text": text}, st.text(max_size=300)),
+    st.builds(lambda ids: {"token_ids": {"ids": ids}}, st.lists(st.sampled_from([0, 256, 257, 2048]), max_size=300)),
+    st.builds(
+        lambda turns, more: {"chat": {"messages": turns, **more}},
+        st.lists(_TURN, max_size=3),
+        st.fixed_dictionaries({}, optional=_TOOLED),
+    ),
+)
+_NEARLY = st.builds(  # right, as most that is drawn freely is far from it
+    lambda prompt, sampling: ParseDict({**prompt, "sampling": sampling}, pb.GenerateRequest()), _PROMPTS, _SAMPLING
+)
 _REQUESTS = messages(pb.GenerateRequest.DESCRIPTOR)
 
 
 @FREELY
-@given(st.one_of(_REQUESTS.map(_for_here), _REQUESTS), st.integers(0, len(MODELS) - 1))
+@given(st.one_of(_NEARLY, _REQUESTS.map(_for_here), _REQUESTS), st.integers(0, len(MODELS) - 1))
 def generate_drawn(message, number):
     requested(message, number)
 
@@ -164,13 +194,14 @@ def _seeds() -> list[bytes]:
         {"chat": {"messages": [turn], "tools": '[{"name": "f"}]'}},
         {"text": "x", "constraint": {"regex": "(a|b)+"}},
         {"text": "x", "constraint": {"json_schema": '{"type": "object"}'}},
+        {"token_ids": {"ids": [1, 2**32 - 1]}},
+        {"token_ids": {"ids": [1] * MODEL_LEN}},
+        {"text": "x", "sampling": {"max_tokens": MODEL_LEN}},
     ]
     requests = [ParseDict(each, pb.GenerateRequest()).SerializeToString() for each in asked]
     again = ParseDict({"request_id": "r", "request": full, "received": [{"ids": [1, 2]}]}, pb.ResumeRequest())
-    first = bytes(range(len(MODELS), 2 * len(MODELS)))
-    return [first[n % len(first)].to_bytes() + each for n, each in enumerate(requests)] + [
-        b"\0" + again.SerializeToString()
-    ]
+    firsts = [bytes((len(MODELS) + number,)) for number in range(len(MODELS))]
+    return [first + each for each in requests for first in firsts] + [b"\0" + again.SerializeToString()]
 
 
 _BODIES = [
@@ -179,4 +210,5 @@ _BODIES = [
     {"messages": [{"role": "user", "content": "x"}], "response_format": {"type": "json_object"}, "logprobs": True},
 ]
 GENERATE = Target(generate_bytes, generate_drawn, _seeds())
-HTTP = Target(http_bytes, http_drawn, [orjson.dumps(body) for body in _BODIES])
+_WRONG = [b"[]", b'{"prompt":[]}', b'{"prompt":"x","seed":-1,"best_of":2}', b'{"prompt":"x","logit_bias":{"-1":1}}']
+HTTP = Target(http_bytes, http_drawn, [orjson.dumps(body) for body in _BODIES] + _WRONG)

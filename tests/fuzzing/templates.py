@@ -50,4 +50,5 @@ def drawn(pieces):
 
 
 _FILES = sorted((ROOT / "tests/unit/router/templates").glob("*.jinja"))
-TEMPLATE = Target(from_bytes, drawn, [path.read_bytes() for path in _FILES])
+_WRONG = [b"{%for a in b%}" * 25 + b"{%endfor%}" * 25, b"{% break %}", b"{{ f(a=1, a=2) }}", b"{{ 'a' * n ** 99 }}"]
+TEMPLATE = Target(from_bytes, drawn, [path.read_bytes() for path in _FILES] + _WRONG)
