@@ -7,9 +7,10 @@ import orjson
 from baton.errors import InvalidRequest
 from baton.rpc.v1 import inference_pb2 as pb
 from router.gateway.chatshape import ChatShape
-from router.gateway.job import Job, base_request, http_name, usage_of
+from router.gateway.job import Job, Json, base_request, http_name, usage_of
 from router.gateway.schema import ChatBody, Message
 from router.gateway.toolforce import forced_schema
+from router.gateway.toolschema import Tool
 from router.gateway.toolshape import ToolShape
 
 
@@ -20,10 +21,10 @@ def chat_job(body: ChatBody, tool_form: str = "") -> Job:
     """
     given = body.max_completion_tokens is not None
     request = base_request(body, body.max_completion_tokens if given else body.max_tokens)
-    request.chat.messages.extend(_turn(message) for message in body.messages)
+    called = {call.id: call.function.name for message in body.messages for call in message.tool_calls or ()}
+    request.chat.messages.extend(_turn(message, called.get(message.tool_call_id or "")) for message in body.messages)
     if body.offered:
-        tools = [tool.model_dump(exclude_none=True, exclude={"function": {"strict"}}) for tool in body.offered]
-        request.chat.tools = _json(tools, "tools")
+        request.chat.tools = _json([_told(tool) for tool in body.offered], "tools")
     schema = _schema(body, tool_form)
     if schema is not None:
         field = "tools" if body.forced else "response_format.json_schema.schema"
@@ -64,9 +65,17 @@ def _names(limit: str, *, forced: bool) -> dict[str, str]:
     }
 
 
-def _turn(message: Message) -> pb.ChatMessage:
+def _told(tool: Tool) -> Json:
+    """A tool as templates know it: some look at the parameters without asking whether there are any."""
+    told: Json = tool.model_dump(exclude_none=True, exclude={"function": {"strict"}})
+    told["function"].setdefault("parameters", {"type": "object", "properties": {}})
+    return told
+
+
+def _turn(message: Message, name: str | None) -> pb.ChatMessage:
+    """`name`: of the function whose answer it is, which some templates want to be told."""
     role = "system" if message.role == "developer" else message.role  # templates know the older name
-    turn = pb.ChatMessage(role=role, content=message.content, tool_call_id=message.tool_call_id)
+    turn = pb.ChatMessage(role=role, content=message.content, name=name, tool_call_id=message.tool_call_id)
     for call in message.tool_calls or ():
         turn.tool_calls.add(id=call.id, name=call.function.name, arguments=call.function.arguments)
     return turn

@@ -89,7 +89,9 @@ async def test_tools_reach_the_template(gateway):
     strict = {**WEATHER, "function": {**WEATHER["function"], "strict": True}}
     await chat(gateway, tools=[strict, NOW], tool_choice="auto", parallel_tool_calls=True)
     (request,) = gateway.fake.requests
-    assert json.loads(request.chat.tools) == [WEATHER, NOW], "what is not given stays out, null within a schema stays"
+    empty = {"type": "object", "properties": {}}
+    now = {"type": "function", "function": {"name": "now", "parameters": empty}}
+    assert json.loads(request.chat.tools) == [WEATHER, now], "what is not given stays out, null within a schema stays"
     assert not request.HasField("constraint")
 
 
@@ -113,6 +115,7 @@ async def test_results_are_sent_back(gateway):
         (call.id, "weather", {"city": "Köln"}) for call in (first, second)
     ]
     assert (result.role, result.content, result.tool_call_id) == ("tool", "rain", first.id)
+    assert (result.name, said.HasField("name")) == ("weather", False), "some templates want the function's name"
 
 
 async def test_calls_need_no_words(gateway):
@@ -349,7 +352,8 @@ async def test_forced_calls(gateway, form, choice, seed):
                 assert arguments["city"] in ("Rome", "Köln")
                 assert arguments["unit"] in ("C", "F")
     assert names == ({"weather", "now"} if choice == "required" else {"weather"})
-    assert json.loads(gateway.fake.requests[0].chat.tools) == [WEATHER, NOW]
+    told = json.loads(gateway.fake.requests[0].chat.tools)
+    assert [tool["function"]["name"] for tool in told] == ["weather", "now"], "also those that it must not call"
 
 
 async def test_a_forced_call_counts_before_a_format(gateway):
