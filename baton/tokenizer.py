@@ -23,6 +23,7 @@ ORACLE_MODEL = "oracle"
 ORACLE_EOS = 256
 _CONTEXT_TOKENS = 8  # how much of the prompt can change how the first output tokens are spelled
 _INCOMPLETE = "\ufffd"
+_FEW = 1024  # ids that are decoded before anybody else has to wait
 _SPELLINGS = 1 << 16  # texts of a token or a few that are kept: the context of a stream is mostly one token
 
 
@@ -128,11 +129,15 @@ class _FolderTokenizer(Tokenizer):
         self._spelling = lru_cache(_SPELLINGS)(self.decode)
 
     def encode(self, text: str) -> list[int]:
-        ids: list[int] = self._tokenizer.encode(text).ids
-        return ids
+        return self._encode(text, special=True)
 
     def encode_rendered(self, text: str) -> list[int]:
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+        return self._encode(text, special=False)
+
+    def _encode(self, text: str, *, special: bool) -> list[int]:
+        """As a batch of one: only then does the library let other threads run meanwhile."""
+        [found] = self._tokenizer.encode_batch_fast([text], add_special_tokens=special)
+        ids: list[int] = found.ids
         return ids
 
     def vocabulary(self) -> str:
@@ -140,7 +145,11 @@ class _FolderTokenizer(Tokenizer):
         return text
 
     def decode(self, ids: Sequence[int]) -> str:
-        text: str = self._tokenizer.decode(ids)
+        text: str
+        if len(ids) <= _FEW:
+            text = self._tokenizer.decode(ids)
+        else:
+            [text] = self._tokenizer.decode_batch([ids])  # other threads run meanwhile
         return text
 
     def stream(self, prompt: Sequence[int]) -> Detokenizer:

@@ -1,4 +1,6 @@
 import json
+import threading
+import time
 
 import pytest
 import tokenizers
@@ -135,3 +137,19 @@ def test_bad_file_is_named(tmp_path, name, content):
         (tmp_path / name).write_text(content)
     with pytest.raises(CheckpointError, match=name):
         Tokenizer.load(tmp_path)
+
+
+@pytest.mark.parametrize("what", ["encode", "encode_rendered", "decode"])
+def test_other_threads_run_while_a_long_text_is_worked_on(folder, what):
+    """A router's event loop, for one: it has other requests to carry."""
+    tokenizer = load_tokenizer(folder)
+    text = "some words to keep " * 20_000
+    long = tokenizer.encode(text) if what == "decode" else text
+    done, turns = [], 0
+    thread = threading.Thread(target=lambda: done.append(getattr(tokenizer, what)(long)))
+    thread.start()
+    while thread.is_alive():
+        turns += 1
+        time.sleep(0)
+    assert turns > 20
+    assert done == [text if what == "decode" else tokenizer.encode(text)]
