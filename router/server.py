@@ -117,12 +117,14 @@ def _gateway(floor: Floor) -> HttpServer:
     """Bound. Raises ConfigError, also when its libraries are not there."""
     try:
         from router.gateway.app import GatewaySettings
+        from router.gateway.respond import Patience
         from router.gateway.server import HttpServer
     except ModuleNotFoundError as error:
         text = f"{error.name} is not installed: pip install 'baton-serve[gateway]', or leave router.http out"
         raise ConfigError(f"router.http: {text}") from error
     settings = floor.settings
-    serving = GatewaySettings(settings.version, settings.http_body, registry=floor.metrics.registry, tls=settings.tls)
+    patience, registry = Patience(stall_s=settings.client_stall_s), floor.metrics.registry
+    serving = GatewaySettings(settings.version, settings.http_body, patience, registry, tls=settings.tls)
     return HttpServer(settings.http or "", serving, share_port=settings.share_port)
 
 

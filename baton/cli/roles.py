@@ -108,10 +108,12 @@ def run_gateway(file: Path, sets: Sequence[str], target: str | None, log_file: P
 async def _serve_http(config: ClusterConfig, address: str, target: str) -> None:
     from baton.telemetry import Metrics
     from router.gateway.app import GatewaySettings
+    from router.gateway.respond import Patience
     from router.gateway.server import HttpServer
 
-    counts = Metrics(config.name, __version__)
-    settings = GatewaySettings(__version__, config.router.http_body, counts=counts, tls=config.security.tls)
+    patience, counts = Patience(stall_s=config.router.slow_reader_s), Metrics(config.name, __version__)
+    tls, most = config.security.tls, config.router.http_body
+    settings = GatewaySettings(__version__, most, patience, counts=counts, tls=tls)
     server = HttpServer(address, settings)
     await server.start(target)
     log.info("gateway_started", http=server.address, target=target)

@@ -283,6 +283,11 @@ async def test_operations(build):
     await eventually(lambda: get("/ready"), (503, "not ready\n"))
 
 
+async def test_a_slow_reader_has_the_time_that_the_router_gives(build):
+    cluster = await build(http="127.0.0.1:0", client_stall_s=7.0)
+    assert cluster.router._gateway._settings.patience.stall_s == 7.0
+
+
 async def test_stop_lets_a_stream_finish(cluster, client):
     decode = cluster.decode[0]
     decode.gates["decode"].clear()
