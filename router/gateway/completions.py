@@ -41,7 +41,7 @@ def completion_job(body: CompletionBody) -> Job:
         return http_name(field, {"text": here, "token_ids": here, "prompt": here})
 
     base = base_request(body, body.max_tokens)
-    if body.logprobs is not None and body.logprobs >= 0:
+    if body.logprobs is not None:
         base.logprobs = body.logprobs
     return Job(
         requests=[_with_prompt(base, prompt) for prompt in prompts],

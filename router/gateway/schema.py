@@ -104,7 +104,7 @@ class CompletionBody(Common):
     """`POST /v1/completions`."""
 
     prompt: Annotated[Any, AfterValidator(_prompts)]
-    logprobs: Int32 | None = None
+    logprobs: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     best_of: Int32 | None = None
 
     @model_validator(mode="after")

@@ -395,7 +395,8 @@ async def test_wrong_fields(gateway, wrong, param, says):
 @pytest.mark.parametrize(
     ("wrong", "param"),
     [({"echo": True}, "echo"), ({"suffix": "x"}, "suffix"), ({"best_of": 2}, "best_of"), ({"prompt": []}, "prompt"),
-     ({"prompt": ["a", 1]}, "prompt"), ({"prompt": ["x"] * 129}, "prompt"), ({"messages": HELLO}, "messages")],
+     ({"prompt": ["a", 1]}, "prompt"), ({"prompt": ["x"] * 129}, "prompt"), ({"messages": HELLO}, "messages"),
+     ({"logprobs": -1}, "logprobs")],
     ids=str,
 )  # fmt: skip
 async def test_wrong_fields_of_completions(gateway, wrong, param):
