@@ -107,7 +107,8 @@ class RouterConfig(Section):
     queue: QueueConfig = QueueConfig()
     tenants: dict[str, Weight] = Field(
         default_factory=dict,
-        description="what a tenant, by its cache_scope, gets of a full cluster beside the others, which have 1 each",
+        description="what a tenant (of a token; without tokens, by cache_scope) gets of a full cluster beside the"
+        " others, which have 1 each",
     )
 
 
