@@ -95,7 +95,7 @@ class Inference(InferenceServicer):
         try:
             async with call.scope, self._entered(call, request.idempotency_key):
                 # At once, so that a client can name its request while it is queued.
-                await context.send_initial_metadata((("baton-request-id", call.name), ("baton-resumable", "1")))
+                await _told(context, (("baton-request-id", call.name), ("baton-resumable", "1")))
                 with self._concurrency.one_more(call):
                     return await self._answers(message, call, context)
         except TimeoutError:
@@ -186,6 +186,17 @@ class Inference(InferenceServicer):
             attempts=sum(life.attempts for life in call.lives),
             **facts,
         )
+
+
+async def _told(context: Context, metadata: tuple[tuple[str, str], ...]) -> None:
+    """Send the initial metadata, to the end also when cancelled: gRPC sends no status after a half of it, never."""
+    sending = asyncio.ensure_future(context.send_initial_metadata(metadata))
+    try:
+        await asyncio.shield(sending)
+    except asyncio.CancelledError:
+        await asyncio.wait([sending])
+        _ = sending.cancelled() or sending.exception()  # the client is gone: nobody needs to know
+        raise
 
 
 def _outcome(call: Call, error: BatonError | None) -> str:

@@ -309,3 +309,14 @@ async def test_who_comes_again_with_a_key_takes_over_and_is_sampled_alike(make):
     first, second = (spec.sampling.seed for spec in cluster.prefill[0].specs)
     assert first == second
     await cluster.nothing_is_left()
+
+
+async def test_however_many_come_at_once_with_a_key_all_of_them_end(make):
+    """Each is taken over by the next one at whatever moment, also while gRPC sends its name."""
+    cluster = await make()
+    calls = [cluster.stub.Generate(asked(2, idempotency_key="k")) for _ in range(100)]
+    ended = await asyncio.wait_for(asyncio.gather(*map(cluster.answer, calls), return_exceptions=True), 10)
+    answers = [events for events in ended if not isinstance(events, BaseException)]
+    assert {ids_of(events) == ANSWER[:2] for events in answers} == {True}
+    assert {type(error) for error in ended if isinstance(error, BaseException)} <= {Cancelled}
+    await cluster.nothing_is_left()
