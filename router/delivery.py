@@ -99,3 +99,5 @@ class EventStream:
                 await self._context.write(message)
         except TimeoutError:
             raise Cancelled(f"the client did not read for {self._stall_s:g} s") from None
+        except aio.InternalError:  # of the write; that the call is over, gRPC tells only the call's own task
+            raise Cancelled("the client has left") from None

@@ -3,6 +3,7 @@ import random
 from typing import Any, cast
 
 import pytest
+from grpc import aio
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -100,5 +101,19 @@ def test_a_client_that_takes_nothing_is_given_up(in_virtual_time):
     async def one():
         with pytest.raises(Cancelled, match="did not read for 1 s"):
             await EventStream(cast(Any, Reader(1.1)), "r", stall_s=1.0).tokens(0, [Token(0, 5, "a")])
+
+    in_virtual_time(one())
+
+
+def test_a_write_that_fails_is_a_client_that_left(in_virtual_time):
+    """Found by a choice that writes in a task of its own: gRPC cancels only that of the call."""
+
+    class Gone:
+        async def write(self, message):
+            raise aio.InternalError("execute_batch")
+
+    async def one():
+        with pytest.raises(Cancelled, match="the client has left"):
+            await EventStream(cast(Any, Gone()), "r", stall_s=1.0).tokens(0, [Token(0, 5, "a")])
 
     in_virtual_time(one())
