@@ -49,10 +49,10 @@ class Claim:
         self._views = (self._computes.view, decode.view)  # a link that connects anew counts from zero in a new view
         self._tokens = tokens - cached
         self._blocks = decode.view.blocks_for(tokens)
-        self._on_prefill = 1
-        for view in self._views:
-            view.dispatched += 1
+        self._on_prefill = int(prefill is not None)
+        self._views[0].dispatched += self._on_prefill
         self._views[0].queued_tokens += self._tokens
+        decode.view.dispatched += 1
         decode.view.pending_blocks += self._blocks
         self._tell(self._computes, decode)
 

@@ -166,6 +166,21 @@ def test_a_decode_worker_is_asked_alone_where_that_is_sooner_and_allowed():
     assert (view.dispatched, view.queued_tokens, view.pending_blocks) == (0, 0, 0)
 
 
+def test_who_does_it_all_has_one_request_more():
+    """Not two until the first token: the next one would go to who has just said it, and not in turn."""
+    pool = pool_of(2)
+    for name in ("prefill-0", "prefill-1"):
+        say(pool, name, usable=False)
+    claims = [pool.claim(10) for _ in range(4)]
+    assert Counter(claim.decode.info.ref.worker_id for claim in claims) == {"decode-0": 2, "decode-1": 2}
+    assert [link(pool, name).view.dispatched for name in ("decode-0", "decode-1")] == [2, 2]
+    claims[0].prefill_done()
+    assert [link(pool, name).view.dispatched for name in ("decode-0", "decode-1")] == [2, 2]
+    for claim in claims:
+        claim.release()
+    assert [link(pool, name).view.dispatched for name in ("decode-0", "decode-1")] == [0, 0]
+
+
 def test_what_was_reserved_is_pending_no_more(pool):
     claim = pool.claim(40)
     assert pool._fleet.snapshot().decode.at.kv_tokens.sum() == 48
