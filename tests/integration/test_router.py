@@ -190,6 +190,8 @@ async def test_prefill_worker_killed_before_the_commit_is_fenced_at_the_decode_w
     first.gates["commit"].clear()
     call = cluster.call()
     await until(lambda: first.specs, "prefilling")
+    view = next(link.view for link in cluster.router.floor.pool.links if link.info.ref == first.info.ref)
+    await until(lambda: view.queued_tokens == 0, "the first token is there")
     await first.kill()
     events = await cluster.answer(call)
     assert ids_of(events) == [expected([1, 2, 3], i) for i in range(8)]
