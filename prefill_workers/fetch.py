@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 
 _WEIGHT = 0.3  # of what was seen last
 _MEASURED_TOKENS = 32  # of a step that says what computing costs
-_SPARED = 6  # times as long as a fetch may take, nothing is asked of who was late: each of those costs a prompt as much
+_LEAST_S = 0.5  # that a fetch is waited for
+_SPARED = 6  # times as long as it was waited for, nothing is asked of who was late: each time costs a prompt as much
 
 
 class CostModel:
@@ -45,9 +46,13 @@ class CostModel:
         self._fetch_s *= 1 + _WEIGHT * (seconds / expected - 1)
         self._byte_s *= 1 + _WEIGHT * (seconds / expected - 1)
 
+    def computing_s(self, tokens: int) -> float:
+        """How long computing `tokens` takes; 0 as long as nothing was computed."""
+        return tokens * (self._token_s or 0.0)
+
     def worth(self, tokens: int, nbytes: int) -> bool:
         """Is fetching the KV of `tokens` cheaper than computing it?"""
-        return self._token_s is not None and self._fetch_s + nbytes * self._byte_s < tokens * self._token_s
+        return self._fetch_s + nbytes * self._byte_s < self.computing_s(tokens)
 
 
 def _smoothed(old: float | None, new: float) -> float:
@@ -58,7 +63,8 @@ def _smoothed(old: float | None, new: float) -> float:
 class Fetch:
     """KV of positions [begin, end) on its way from `source` into `allocation`. `lock` guards its state and all writes.
 
-    `accepted`: it was offered. `whole`: all of it came. `over`: nothing is written any more.
+    `within_s`: how long to wait for it. `accepted`: it was offered. `whole`: all of it came. `over`: nothing is written
+    any more.
     """
 
     source: WorkerRef
@@ -67,6 +73,7 @@ class Fetch:
     allocation: Allocation
     names: list[bytes]
     started: float
+    within_s: float
     accepted: bool = False
     whole: bool = False
     over: bool = False
@@ -113,7 +120,10 @@ class Fetches:
         if allocation is None:
             return None
         self._history.blocks("owned", handoff, allocation, part="fetch")
-        fetch = Fetch(source, begin * size, len(names) * size, allocation, names[begin:], self._clock.monotonic())
+        # At the worst, a prompt whose KV does not come takes twice as long as without the attempt, and the least wait.
+        within_s = min(self._within_s, max(self._cost.computing_s(missing * size), _LEAST_S))
+        began = self._clock.monotonic()
+        fetch = Fetch(source, begin * size, len(names) * size, allocation, names[begin:], began, within_s)
         with self._lock:
             self._fetches[handoff] = fetch
         return fetch.begin, fetch.end
@@ -147,8 +157,9 @@ class Fetches:
         now = self._clock.monotonic()
         self._spared = {source: until for source, until in self._spared.items() if until > now}
         with self._lock:
-            late = {handoff: fetch for handoff, fetch in self._fetches.items() if fetch.started <= now - self._within_s}
-        self._spared |= {fetch.source: now + _SPARED * self._within_s for fetch in late.values()}
+            late = {handoff: fetch for handoff, fetch in self._fetches.items() if now - fetch.started >= fetch.within_s}
+        for fetch in late.values():
+            self._spared[fetch.source] = max(self._spared.get(fetch.source, now), now + _SPARED * fetch.within_s)
         return list(late)
 
     def step_began(self) -> None:

@@ -238,6 +238,18 @@ def test_who_was_late_is_not_waited_for_again_for_a_while(side, router):
     assert asked_for("later") == (0, 12)
 
 
+def test_a_fetch_is_given_up_when_the_prompt_could_have_been_computed_meanwhile(router):
+    side = PrefillSide(prefix_cache=True)
+    side.role.fetches._cost.computed(1, 0.1)
+    assert begun(side, router) == (0, 12)
+    side.clock.advance(1.1)
+    side.run()
+    assert router.events == []
+    side.clock.advance(0.2)
+    side.run()
+    assert [token.token_id for token in router.tokens(H)] == BACKEND.expected(SPEC, 1)
+
+
 def test_what_came_for_a_handoff_that_was_released_is_kept_in_the_cache(side, router):
     begun(side, router)
     came(side)
