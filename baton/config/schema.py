@@ -10,6 +10,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PositiveInt,
 from baton.config.listeners import KEPT_IN, encrypts, parse_allowed, unsafe
 from baton.config.values import (
     Address,
+    Host,
     Milliseconds,
     Processes,
     Rows,
@@ -139,7 +140,7 @@ class PoolConfig(Section):
         default=True, description="keep computed KV while there is room, and use it for prompts with equal beginnings"
     )
     listen: Address = "127.0.0.1:0"
-    advertise: str | None = None
+    advertise: Host | None = None
     interface: str | None = None
     autoscale: AutoscaleConfig | None = None
 

@@ -14,6 +14,7 @@ MOST_BYTES = 2**50
 HUB_PREFIX = "hf:"
 _HUB_PART = r"[A-Za-z0-9_](?:[A-Za-z0-9_.-]{0,94}[A-Za-z0-9_])?"
 HUB_NAME = re.compile(rf"hf:({_HUB_PART}/{_HUB_PART})(?:@([A-Za-z0-9_][A-Za-z0-9_./-]{{0,127}}))?")
+HOST = re.compile(r"[A-Za-z0-9_.-]{1,253}|\[[0-9A-Fa-f:.]{2,45}\]")
 SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)")
 
 
@@ -68,6 +69,13 @@ def parse_address(value: object) -> str:
     return value
 
 
+def parse_host(value: object) -> str:
+    """A name or an address that others call, unchanged; the port is that of the listener. Raises ValueError."""
+    if not isinstance(value, str) or not HOST.fullmatch(value):
+        raise ValueError("must be a host without a port, such as worker-0.example, 10.0.0.5 or [::1]")
+    return value
+
+
 def is_loopback(address: str) -> bool:
     """True for addresses that only this machine reaches."""
     host, _ = split_address(address)
@@ -83,6 +91,7 @@ _SIZE_SCHEMA = {
 Size = Annotated[int, BeforeValidator(parse_size), WithJsonSchema(_SIZE_SCHEMA)]
 SizeOrAuto = Annotated[int | Literal["auto"], BeforeValidator(parse_size_or_auto), WithJsonSchema(_SIZE_SCHEMA)]
 Address = Annotated[str, BeforeValidator(parse_address), WithJsonSchema({"type": "string", "pattern": r"^.+:\d+$"})]
+Host = Annotated[str, BeforeValidator(parse_host), WithJsonSchema({"type": "string", "pattern": f"^({HOST.pattern})$"})]
 # Bounds that nobody needs to pass, and beyond which clocks, sockets or arrays fail far from here.
 Seconds = Annotated[float, Field(gt=0, le=1e6)]
 Milliseconds = Annotated[float, Field(gt=0, le=1e9)]

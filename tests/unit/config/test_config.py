@@ -94,6 +94,10 @@ WRONG = {
     "a step too long": ("prefill: {max_batched_tokens: 1000000000000}", ["prefill.max_batched_tokens", "less than"]),
     "too many at once": ("decode: {max_running: 1000000000000}", ["decode.max_running", "less than or equal to"]),
     "too large a block": (f"decode: {{block_size: {10**20}}}", ["decode.block_size", "less than or equal to"]),
+    "a port to be called at": ("prefill: {advertise: 'worker:80'}", ["line 1", "prefill.advertise", "without a port"]),
+    "an address to be called at": ("decode: {advertise: '::1'}", ["decode.advertise", "[::1]"]),
+    "nobody to be called": ("decode: {advertise: ''}", ["decode.advertise", "without a port"]),
+    "a URL to be called at": ("decode: {advertise: 'http://worker'}", ["decode.advertise", "without a port"]),
     "not a kind of check": ("transfer: {verify: all}", ["transfer.verify", "frames", "kv", "all"]),
 }
 
@@ -198,6 +202,11 @@ def test_how_kv_moves(load, transport):
 def test_each_pool_has_its_own_block_size(load):
     config = load("model: {path: oracle}\nprefill: {block_size: 8}\ndecode: {block_size: 32}")
     assert (config.prefill.block_size, config.decode.block_size) == (8, 32)
+
+
+@pytest.mark.parametrize("host", ["10.0.0.5", "worker-0.pool.svc", "[fd00::5]"])
+def test_where_a_worker_is_called(load, host):
+    assert load(f"model: {{path: oracle}}\nprefill: {{advertise: '{host}'}}").prefill.advertise == host
 
 
 def test_a_request_is_tried_three_times_unless_the_file_says_otherwise(load):
