@@ -272,6 +272,10 @@ class ClusterConfig(Section):
     def _pools_fit(self) -> ClusterConfig:
         if self.ledger.heartbeat_s * 3 > self.ledger.lease_s:
             raise ValueError("ledger.lease_s: must be at least three times ledger.heartbeat_s")
+        ring, most = self.transfer.frame_size * self.transfer.credits, self.transfer.staging_memory
+        if ring > most:
+            text = f"must hold transfer.frame_size times transfer.credits, which is {ring} bytes, got {most}"
+            raise ValueError(f"transfer.staging_memory: {text}")
         return self
 
     @property
