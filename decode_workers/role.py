@@ -57,6 +57,8 @@ class DecodeRole:
         self.reservations = Reservations(info.fingerprint, self.committed, self.pins.fetch, self._history)
         self.parking = Parking(clock)
         self._leaving = False
+        if engine.backend.device.type == "cpu":  # elsewhere steps are short, and graphs tell nobody about their layers
+            engine.watch(lambda work, layer: loop.progressed(), lambda sequence: None)
 
     def attach(self, pusher: Pusher) -> None:
         """`pusher` sends what prefill workers fetch."""
@@ -259,8 +261,6 @@ class DecodeRole:
         session.emit([committed, first])
         if self._leaving:
             self._hand_back(handoff)
-
-    # --- steps ---------------------------------------------------------------------------------------------------
 
     def stepped(self, result: StepResult) -> None:
         batches: dict[Owner, list[worker_pb2.WorkerEvent]] = defaultdict(list)

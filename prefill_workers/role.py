@@ -228,6 +228,7 @@ class PrefillRole:
     def _layer_done(self, step: list[StepWork], layer: int) -> None:
         """In the middle of a step: the KV of a layer is there. What was computed before the step is, of all layers."""
         assert self._pusher is not None
+        self._loop.progressed()
         if layer == 0:
             self.fetches.step_began()
         for item in step:

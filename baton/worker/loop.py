@@ -59,7 +59,8 @@ class Paces:
 class EngineLoop:
     """Runs `engine.step()` while there is work, and submitted jobs between steps.
 
-    `iterations` grows while the thread is alive and well, idle or not: it is the progress that renews the lease.
+    `iterations` grows while the thread is alive and well, idle or not, and within a long step too (`progressed`): it is
+    the progress that renews the lease.
     """
 
     def __init__(self, engine: Engine, *, idle_s: float = 0.2, clock: Clock | None = None) -> None:
@@ -76,6 +77,10 @@ class EngineLoop:
     def submit(self, job: Job) -> None:
         """Run `job` on the engine thread, after those submitted before it. From any thread; never blocks."""
         self._jobs.put(job)
+
+    def progressed(self) -> None:
+        """A part of a step is done, such as a layer. On the engine thread."""
+        self.iterations += 1
 
     def start(self, listener: StepListener) -> None:
         self._thread = threading.Thread(target=self._run, args=(listener,), name="engine", daemon=True)

@@ -101,6 +101,9 @@ class SimEngineLoop:
         self._jobs.append(job)
         self._wake.set()
 
+    def progressed(self) -> None:
+        """Steps are short here."""
+
     async def run(self) -> None:
         host, process = self._host, self._host.process
         while True:

@@ -171,6 +171,9 @@ class SyncLoop:
     def submit(self, job):
         self.jobs.append(job)
 
+    def progressed(self):
+        pass
+
     def drain(self):
         while self.jobs:
             self.jobs.popleft()()
