@@ -109,6 +109,9 @@ class Child:
                     # Ctrl-C reaches the supervisor alone, which stops its children in order.
                     process_group=None if self.spec.new_session else 0,
                 )
+        except BaseException:
+            os.close(read_fd)
+            raise
         finally:
             os.close(write_fd)
         self._close_ready()
@@ -158,8 +161,13 @@ class Child:
             log.warning("process_died", name=self.spec.name, code=self._process.returncode, restarts=self.restarts)
         if now < self._retry_at:
             return False
+        try:
+            self.start()
+        except OSError as error:  # no file for its log, no memory: that may pass
+            log.warning("process_not_started", name=self.spec.name, error=str(error))
+            self._born, self._retry_at = now, None  # as if it had died at once
+            return False
         self.restarts += 1
-        self.start()
         return True
 
     def terminate(self) -> None:

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+from pathlib import Path
 
 import psutil
 import pytest
@@ -100,6 +101,29 @@ def test_too_many_deaths_in_a_row_are_an_error(child):
 
     with pytest.raises(StartError, match="died 3 times in a row"):
         live_on()
+
+
+def test_a_child_that_cannot_be_started_again_is_tried_like_one_that_dies(child, tmp_path):
+    """Its log cannot be written, or the system has no process for it: that may pass."""
+    clock = FakeClock()
+    it = child("pass", clock, max_restarts=3)
+    it.wait(10.0)
+    (tmp_path / "child.log").unlink()
+    (tmp_path / "child.log").mkdir()
+    files = len(list(Path("/proc/self/fd").iterdir()))
+    for backoff in BACKOFF_S[:2]:
+        assert not it.poll()
+        clock.advance(backoff)
+        assert not it.poll()
+    assert len(list(Path("/proc/self/fd").iterdir())) <= files
+    (tmp_path / "child.log").rmdir()
+    assert not it.poll()
+    clock.advance(BACKOFF_S[2])
+    assert it.poll()
+    assert it.restarts == 1
+    it.wait(10.0)
+    with pytest.raises(StartError, match="died 4 times in a row"):
+        it.poll()
 
 
 def test_a_child_that_ignores_sigterm_is_killed(child):
