@@ -37,9 +37,9 @@ def size_kv(
 
     Raises ConfigError, saying what would do, if a sequence of the wanted length does not fit, or `kv_memory` does not.
     """
-    budget, free = auto_kv_bytes(device) if kv_memory == "auto" else kv_memory, _free_bytes(device)
-    if budget > free:
-        raise ConfigError(f"kv_memory: {budget} bytes, but only {free} are free; give less, or auto")
+    budget, most = auto_kv_bytes(device) if kv_memory == "auto" else kv_memory, _total_bytes(device)
+    if budget > most:
+        raise ConfigError(f"kv_memory: {budget} bytes, of {most} that there are on {device}; give less, or auto")
     blocks = budget // layout.block_bytes
     if blocks < 1:
         raise ConfigError(f"kv_memory: {budget} bytes hold no block; one takes {layout.block_bytes} bytes")
@@ -62,12 +62,18 @@ def size_kv(
 def auto_kv_bytes(device: torch.device) -> int:
     """The share of the free memory of `device` that one worker takes for KV, in bytes."""
     if device.type == "cuda":
-        return int(_free_bytes(device) * GPU_SHARE)
-    return min(int(_free_bytes(device) * CPU_SHARE), CPU_CAP_BYTES)
+        free, _ = torch.cuda.mem_get_info(device)
+        return int(free * GPU_SHARE)
+    return min(int(available_bytes() * CPU_SHARE), CPU_CAP_BYTES)
 
 
-def _free_bytes(device: torch.device) -> int:
-    return int(torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else available_bytes()
+def _total_bytes(device: torch.device) -> int:
+    """All memory, used or not: what a container counts as used is partly the cache of files, which gives way."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[1])
+    machine, limit = int(psutil.virtual_memory().total), CGROUP / "memory.max"
+    text = limit.read_text().strip() if limit.exists() else ""
+    return min(machine, int(text)) if text.isdigit() else machine
 
 
 def available_bytes(cgroup: Path = CGROUP) -> int:
