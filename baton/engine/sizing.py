@@ -81,7 +81,14 @@ def available_bytes(cgroup: Path = CGROUP) -> int:
     machine = int(psutil.virtual_memory().available)
     try:
         limit = (cgroup / "memory.max").read_text().strip()
-        used = int((cgroup / "memory.current").read_text())
+        used = int((cgroup / "memory.current").read_text()) - _file_cache(cgroup)
     except (OSError, ValueError):
         return machine
     return min(machine, max(0, int(limit) - used)) if limit.isdigit() else machine
+
+
+def _file_cache(cgroup: Path) -> int:
+    """Bytes that a container has read from files and would give up; it counts them as used."""
+    stat = cgroup / "memory.stat"
+    lines = (line.split() for line in (stat.read_text() if stat.exists() else "").splitlines())
+    return sum(int(value) for name, value in lines if name in {"inactive_file", "active_file"})

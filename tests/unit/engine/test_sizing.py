@@ -53,3 +53,11 @@ def test_a_containers_limit_counts(tmp_path, limit, used, wanted):
         (tmp_path / "memory.current").write_text(used + "\n")
     found = available_bytes(tmp_path)
     assert found == wanted if wanted is not None else found > 5000
+
+
+def test_the_cache_of_files_in_a_container_gives_way(tmp_path):
+    """A checkpoint that was read has filled it: that is no reason to have no KV."""
+    (tmp_path / "memory.max").write_text("5000\n")
+    (tmp_path / "memory.current").write_text("5000\n")
+    (tmp_path / "memory.stat").write_text("anon 1000\nfile 4000\ninactive_file 2500\nactive_file 1000\nshmem 500\n")
+    assert available_bytes(tmp_path) == 3500
