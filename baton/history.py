@@ -69,6 +69,11 @@ class History:
         history.note("started", role=role)
         return history
 
+    @property
+    def kept(self) -> bool:
+        """Whether anything is noted."""
+        return self._file is not None
+
     def note(self, event: str, handoff: HandoffId | None = None, **facts: object) -> None:
         """Append one event. Facts are what JSON can say."""
         if self._file is None:

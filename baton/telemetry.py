@@ -7,13 +7,17 @@ Names and labels of the metrics are an interface (dashboards and autoscalers rea
 from __future__ import annotations
 
 import asyncio
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import astuple, fields
 from http import HTTPStatus
+from itertools import accumulate
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client.metrics_core import HistogramMetricFamily
 from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 
 from baton.core import Role
 from baton.errors import BatonError, ConfigError
@@ -65,6 +69,25 @@ class _Channels(Collector):
         return gauge.collect()  # type: ignore[return-value]
 
 
+class _Gaps(Collector):
+    """A histogram that is counted up once per token: so it costs a list entry, and becomes one at a scrape."""
+
+    def __init__(self, name: str, text: str, bounds: tuple[float, ...]) -> None:
+        self._name, self._text, self._bounds = name, text, bounds
+        self._counts = [0] * (len(bounds) + 1)
+        self._sum = 0.0
+
+    def observe(self, seconds: float, times: int) -> None:
+        self._counts[bisect_left(self._bounds, seconds)] += times
+        self._sum += seconds * times
+
+    def collect(self) -> Iterable[HistogramMetricFamily]:
+        names = [*map(floatToGoString, self._bounds), "+Inf"]
+        yield HistogramMetricFamily(
+            self._name, self._text, list(zip(names, accumulate(self._counts), strict=True)), self._sum
+        )
+
+
 class Metrics:
     """The metrics of one process, in a registry of its own. Seconds and bytes, as Prometheus wants them."""
 
@@ -93,7 +116,8 @@ class Metrics:
         self._prediction_error = self._seconds(
             "ttft_prediction_error", "Between the first token, from the choice of its workers on, and its prediction"
         )
-        self._itl = self._seconds("itl", "Between two output tokens", _STEP_S)
+        self._itl = _Gaps("baton_itl_seconds", "Between two output tokens", _STEP_S)
+        registry.register(self._itl)
 
     def _seconds(self, name: str, text: str, buckets: tuple[float, ...] = _LATENCY_S) -> Histogram:
         return Histogram(f"baton_{name}_seconds", text, buckets=buckets, registry=self.registry)
@@ -134,8 +158,7 @@ class Metrics:
 
     def gap(self, seconds: float, tokens: int) -> None:
         """`tokens` tokens came `seconds` after the one before: as many gaps of equal length."""
-        for _ in range(tokens):
-            self._itl.observe(seconds / tokens)
+        self._itl.observe(seconds / tokens, tokens)
 
     def handed_over(self, transfer_s: float, kv_bytes: int, transport: str) -> None:
         """A decode worker committed a handoff. `transfer_s` is its own measure: first frame to last."""

@@ -174,6 +174,8 @@ class Attempt:
 
     async def _heard(self, timeout_s: float | None) -> list[tuple[Role, Item]]:
         """What was said; a D that says nothing in time is lost."""
+        if timeout_s is None:
+            return await self._mailbox.drain()
         try:
             async with asyncio.timeout(timeout_s):
                 return await self._mailbox.drain()

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from grpc import aio
 
 from baton.core import Finish, Token
-from baton.errors import Cancelled, EngineFault
+from baton.errors import BatonError, Cancelled, EngineFault
 from baton.rpc import convert
 from baton.rpc.v1 import inference_pb2 as pb
 
@@ -30,9 +30,13 @@ class Delivery:
 
     def take(self, tokens: Iterable[Token]) -> list[Token]:
         """Those that the client gets now, in order. Raises EngineFault when two witnesses contradict each other."""
-        for token in tokens:
-            self._hear(token)
         ready: list[Token] = []
+        for token in tokens:
+            if token.index == len(self.ids) and not self._early:  # the next one, as nearly always
+                self.ids.append(token.token_id)
+                ready.append(token)
+            else:
+                self._hear(token)
         while len(self.ids) in self._early:
             ready.append(self._early.pop(len(self.ids)))
             self.ids.append(ready[-1].token_id)
@@ -54,16 +58,48 @@ class Delivery:
         self._early.clear()
 
 
+class Patience:
+    """A client that takes nothing for `stall_s` is given up: one timer for all of a router's clients."""
+
+    def __init__(self, stall_s: float) -> None:
+        self._stall_s = stall_s
+        self._writing: dict[EventStream, float] = {}  # since when, on the loop's clock; the longest first
+        self._timer: asyncio.TimerHandle | None = None
+        self._loop = asyncio.get_running_loop()
+
+    def begins(self, stream: EventStream) -> None:
+        """It writes one message. Ends with `ends`."""
+        self._writing[stream] = now = self._loop.time()
+        if self._timer is None:
+            self._timer = self._loop.call_at(now + self._stall_s, self._look)
+
+    def ends(self, stream: EventStream) -> None:
+        self._writing.pop(stream, None)
+
+    def _look(self) -> None:
+        self._timer = None
+        while self._writing:
+            stream, since = next(iter(self._writing.items()))
+            if since + self._stall_s > self._loop.time():
+                self._timer = self._loop.call_at(since + self._stall_s, self._look)
+                return
+            del self._writing[stream]
+            stream.give_up(Cancelled(f"the client did not read for {self._stall_s:g} s"))
+
+
 class EventStream:
-    """Writes one request's numbered events, of all its choices. A client that takes none for `stall_s` is given up.
+    """Writes one request's numbered events, of all its choices; `give_up` ends the request.
 
     What a slow client has not taken waits in the mailboxes of its request, which max_tokens bounds; nobody else waits.
     """
 
-    def __init__(self, context: Context, request_id: str, stall_s: float) -> None:
+    def __init__(
+        self, context: Context, request_id: str, patience: Patience, give_up: Callable[[BatonError], None]
+    ) -> None:
+        self.give_up = give_up
         self._context = context
         self._request_id = request_id
-        self._stall_s = stall_s
+        self._patience = patience
         self._seq = 0
         self._turn = asyncio.Lock()  # choices write side by side, a stream takes one message at a time
 
@@ -72,7 +108,7 @@ class EventStream:
 
     async def tokens(self, choice: int, tokens: list[Token]) -> None:
         if tokens:
-            await self._say(choice, convert.tokens_to_public_pb(tokens))
+            await self._write(tokens=convert.tokens_to_public_pb(tokens, choice))
 
     async def recovered(self, attempt: int, reason: str) -> None:
         await self._write(recovered=pb.Recovered(attempt=attempt, reason=reason))
@@ -80,24 +116,21 @@ class EventStream:
     async def finished(self, choice: int, finish: Finish, delivered: int) -> None:
         """The text that was held back for a stop string belongs to the stream: it comes without a token."""
         if finish.tail:
-            await self._say(choice, convert.tail_to_public_pb(finish.tail, delivered))
+            await self._write(tokens=convert.tail_to_public_pb(finish.tail, delivered, choice))
         reason = convert.finish_reason_to_pb(finish.reason)
         await self._write(finished=pb.Finished(choice=choice, reason=reason, matched_stop=finish.matched))
 
     async def completed(self, completed: pb.Completed) -> None:
         await self._write(completed=completed)
 
-    async def _say(self, choice: int, tokens: pb.Tokens) -> None:
-        tokens.choice = choice
-        await self._write(tokens=tokens)
-
     async def _write(self, **event: Any) -> None:
-        try:
-            async with self._turn, asyncio.timeout(self._stall_s):  # who waits for its turn is not stalled
-                message = pb.GenerateEvent(request_id=self._request_id, seq=self._seq, **event)
-                self._seq += 1
+        async with self._turn:  # who waits for its turn is not stalled
+            message = pb.GenerateEvent(request_id=self._request_id, seq=self._seq, **event)
+            self._seq += 1
+            self._patience.begins(self)
+            try:
                 await self._context.write(message)
-        except TimeoutError:
-            raise Cancelled(f"the client did not read for {self._stall_s:g} s") from None
-        except aio.InternalError:  # of the write; that the call is over, gRPC tells only the call's own task
-            raise Cancelled("the client has left") from None
+            except aio.InternalError:  # of the write; that the call is over, gRPC tells only the call's own task
+                raise Cancelled("the client has left") from None
+            finally:
+                self._patience.ends(self)

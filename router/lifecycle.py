@@ -103,7 +103,8 @@ class Life:
 
     def note(self, event: str, **facts: object) -> None:
         """Into the history: about the attempt that runs, or ran last."""
-        self._floor.history.note(event, HandoffId(self.request_id, self.attempts), **facts)
+        if self._floor.history.kept:
+            self._floor.history.note(event, HandoffId(self.request_id, self.attempts), **facts)
 
     def remaining_s(self) -> float:
         """Seconds until the deadline; never 0, which would mean "none" to a worker."""

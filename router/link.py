@@ -41,7 +41,8 @@ class Mailbox:
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self._items: list[tuple[Role, Item]] = []
-        self._filled = asyncio.Event()
+        self._reader: asyncio.Future[None] | None = None  # waits for the next one
+        self._loop = asyncio.get_running_loop()  # asking for it is a system call
 
     def put(self, source: Role, item: Item) -> None:
         """Never blocks."""
@@ -49,12 +50,14 @@ class Mailbox:
             item = EngineFault(f"the {source} worker sent more than {self._limit} messages for one request")
             self._items = []
         self._items.append((source, item))
-        self._filled.set()
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(None)
 
     async def drain(self) -> list[tuple[Role, Item]]:
-        """All there is; waits for at least one."""
-        await self._filled.wait()
-        self._filled.clear()
+        """All there is; waits for at least one. For one reader."""
+        if not self._items:
+            self._reader = self._loop.create_future()
+            await self._reader
         items, self._items = self._items, []
         return items
 
@@ -185,14 +188,19 @@ class WorkerLink:
         if message.HasField("load"):
             self.view.load = reports.load_from_pb(message.load)
             self.view.full = False
+        role = self.info.role
         for event in message.events:
-            mailbox = self._mailboxes.get(HandoffId(event.handoff.request_id, event.handoff.attempt))
+            handoff = event.handoff
+            mailbox = self._mailboxes.get(HandoffId(handoff.request_id, handoff.attempt))
             if mailbox is not None:
-                mailbox.put(self.info.role, event)
-            self.view.full = self.view.full or event.refused.reason == pb.REFUSAL_REASON_NO_ROOM
-            if event.refused.reason == pb.REFUSAL_REASON_DRAINING:
-                self.retired = True
+                mailbox.put(role, event)
+            if event.HasField("refused"):
+                self._refused(event.refused.reason)
         self._on_change()
+
+    def _refused(self, reason: pb.RefusalReason.ValueType) -> None:
+        self.view.full = self.view.full or reason == pb.REFUSAL_REASON_NO_ROOM
+        self.retired = self.retired or reason == pb.REFUSAL_REASON_DRAINING
 
     def _lost(self, what: str) -> WorkerLost:
         return WorkerLost(f"the {self.info.role} worker {self.info.ref.worker_id} {what}")

@@ -25,7 +25,7 @@ from router.access.interceptor import current_grant
 from router.access.limits import Concurrency, limited, may_end
 from router.call import Call, answer, seed_of
 from router.chat import Chats
-from router.delivery import Context, EventStream
+from router.delivery import Context, EventStream, Patience
 from router.floor import Floor
 from router.link import WorkerLink
 from router.parse import (
@@ -54,6 +54,7 @@ class Inference(InferenceServicer):
         self._chats = Chats.of(tokenizer)
         self._concurrency = Concurrency()
         self._grammars = Grammars(tokenizer)
+        self._patience = Patience(floor.settings.client_stall_s)
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> None:  # type: ignore[override]
         """Ends once: finished, or with the status of one typed error. Cancellation is gRPC's own ending."""
@@ -110,7 +111,7 @@ class Inference(InferenceServicer):
         call.resumable_s = request.resumable_s if request.HasField("resumable_s") else floor.settings.resumable_s
         received = received_of(message, spec, self._tokenizer.vocab_size)
         await check_received(self._grammars, spec, received)
-        client = EventStream(context, call.name, floor.settings.client_stall_s)
+        client = EventStream(context, call.name, self._patience, call.end)
         return await answer(floor, call, spec, received, client)
 
     @asynccontextmanager

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict
+from itertools import count
 
 from baton.core import (
     Finish,
@@ -150,7 +151,7 @@ def token_logprobs_from_pb(message: common.TokenLogprobs) -> TokenLogprobs:
 
 def _first_index(tokens: Sequence[Token]) -> int:
     first = tokens[0].index if tokens else 0
-    if any(token.index != index for index, token in enumerate(tokens, first)):
+    if tokens[1:] and any(token.index != index for index, token in enumerate(tokens, first)):
         raise ValueError(f"token indices are not consecutive: {[token.index for token in tokens]}")
     return first
 
@@ -174,13 +175,16 @@ def tokens_to_pb(tokens: Sequence[Token]) -> worker.OutputTokens:
 
 def tokens_from_pb(message: worker.OutputTokens) -> list[Token]:
     """Raises InvalidRequest when the parallel arrays differ in length."""
-    count = len(message.ids)
-    require(len(message.texts) == count, "tokens.texts", f"must have {count} entries, has {len(message.texts)}")
-    require(len(message.logprobs) in {0, count}, "tokens.logprobs", f"must be empty or have {count} entries")
+    ids, texts, logprobs = message.ids, message.texts, message.logprobs
+    if len(texts) != len(ids):
+        raise InvalidRequest.of("tokens.texts", f"must have {len(ids)} entries, has {len(texts)}")
     first: int = getattr(message, "from")
-    logprobs: list[TokenLogprobs | None] = [token_logprobs_from_pb(entry) for entry in message.logprobs]
-    rows = zip(message.ids, message.texts, logprobs or [None] * count, strict=True)
-    return [Token(first + offset, *row) for offset, row in enumerate(rows)]
+    if not logprobs:  # as nearly always, and for each token that there is
+        return [Token(index, token_id, text) for index, token_id, text in zip(count(first), ids, texts, strict=False)]
+    if len(logprobs) != len(ids):
+        raise InvalidRequest.of("tokens.logprobs", f"must be empty or have {len(ids)} entries")
+    rows = zip(count(first), ids, texts, map(token_logprobs_from_pb, logprobs), strict=False)
+    return [Token(*row) for row in rows]
 
 
 def tokens_to_public_pb(tokens: Sequence[Token], choice: int = 0) -> inference.Tokens:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from baton.core import Token
 from baton.errors import Cancelled, EngineFault
-from router.delivery import Delivery, EventStream
+from router.delivery import Delivery, EventStream, Patience
 from tests.simulation.clock import VirtualLoop
 
 
@@ -78,6 +78,11 @@ class Reader:
         self.took.append((message.seq, message.tokens.choice))
 
 
+def stream_to(reader, given_up):
+    """A stream of which nobody may take a message for more than a second."""
+    return EventStream(cast(Any, reader), "r", Patience(1.0), given_up.append)
+
+
 @pytest.fixture
 def in_virtual_time():
     loop = VirtualLoop()
@@ -90,8 +95,9 @@ def test_choices_that_wait_for_each_other_are_not_stalled(in_virtual_time):
     reader = Reader(0.6)
 
     async def all_choices():
-        stream = EventStream(cast(Any, reader), "r", stall_s=1.0)
+        stream = stream_to(reader, given_up := cast("list[Any]", []))
         await asyncio.gather(*(stream.tokens(choice, [Token(0, 5, "a")]) for choice in range(4)))
+        assert not given_up
 
     in_virtual_time(all_choices())
     assert reader.took == [(0, 0), (1, 1), (2, 2), (3, 3)]
@@ -99,8 +105,10 @@ def test_choices_that_wait_for_each_other_are_not_stalled(in_virtual_time):
 
 def test_a_client_that_takes_nothing_is_given_up(in_virtual_time):
     async def one():
-        with pytest.raises(Cancelled, match="did not read for 1 s"):
-            await EventStream(cast(Any, Reader(1.1)), "r", stall_s=1.0).tokens(0, [Token(0, 5, "a")])
+        await stream_to(Reader(1.1), given_up := cast("list[Any]", [])).tokens(0, [Token(0, 5, "a")])
+        (error,) = given_up
+        assert isinstance(error, Cancelled)
+        assert str(error) == "the client did not read for 1 s"
 
     in_virtual_time(one())
 
@@ -114,6 +122,6 @@ def test_a_write_that_fails_is_a_client_that_left(in_virtual_time):
 
     async def one():
         with pytest.raises(Cancelled, match="the client has left"):
-            await EventStream(cast(Any, Gone()), "r", stall_s=1.0).tokens(0, [Token(0, 5, "a")])
+            await stream_to(Gone(), []).tokens(0, [Token(0, 5, "a")])
 
     in_virtual_time(one())
