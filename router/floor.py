@@ -21,7 +21,7 @@ from router.policy import POLICIES
 from router.workers import WorkerPool, WorkerSource
 
 if TYPE_CHECKING:
-    from baton.config.schema import TlsConfig
+    from baton.config.security import TlsConfig
     from baton.ledger.ownership_table import OwnershipRecord
     from router.call import Call
 

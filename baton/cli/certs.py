@@ -13,7 +13,7 @@ from pathlib import Path
 import typer
 
 from baton.config.certificates import check_tls
-from baton.config.schema import TlsConfig
+from baton.config.security import TlsConfig
 from baton.errors import ConfigError
 
 HERE = ("localhost", "127.0.0.1", "::1")

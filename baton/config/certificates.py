@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from baton.errors import ConfigError
 
 if TYPE_CHECKING:
-    from baton.config.schema import TlsConfig
+    from baton.config.security import TlsConfig
 
 ROUNDS = 10  # of messages there and back; a handshake takes two
 

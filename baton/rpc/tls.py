@@ -17,7 +17,7 @@ from baton.errors import ConfigError
 from baton.rpc.channel import INTERNAL, Link, aio_channel, from_here, sync_channel
 
 if TYPE_CHECKING:
-    from baton.config.schema import TlsConfig
+    from baton.config.security import TlsConfig
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from kvtransfer.handoff import TransferSettings
 
 if TYPE_CHECKING:
     from baton.config import ClusterConfig, PoolConfig
-    from baton.config.schema import TlsConfig
+    from baton.config.security import TlsConfig
 
 
 @dataclass(frozen=True, slots=True)

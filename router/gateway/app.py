@@ -16,7 +16,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from baton.clock import SystemClock
-from baton.config.schema import TlsConfig
+from baton.config.security import TlsConfig
 from baton.errors import BatonError, EngineFault, UnknownModel
 from baton.rpc.v1 import inference_pb2 as pb
 from baton.telemetry import Metrics

@@ -13,7 +13,7 @@ from grpc import aio
 from structlog.testing import capture_logs
 
 from baton.cli.certs import certs
-from baton.config.schema import TlsConfig
+from baton.config.security import TlsConfig
 from baton.core import Role
 from baton.errors import Cancelled, ConfigError, InvalidRequest, Overloaded
 from baton.rpc.status import from_rpc_error

@@ -11,7 +11,7 @@ import urllib.request
 import pytest
 
 from baton.cli.certs import certs
-from baton.config.schema import TlsConfig
+from baton.config.security import TlsConfig
 from tests.integration.access_support import TOKENS, token_file
 from tests.integration.router_support import clusters
 

@@ -95,7 +95,8 @@ def test_choices_that_wait_for_each_other_are_not_stalled(in_virtual_time):
     reader = Reader(0.6)
 
     async def all_choices():
-        stream = stream_to(reader, given_up := cast("list[Any]", []))
+        given_up: list[Any] = []
+        stream = stream_to(reader, given_up)
         await asyncio.gather(*(stream.tokens(choice, [Token(0, 5, "a")]) for choice in range(4)))
         assert not given_up
 
@@ -105,7 +106,8 @@ def test_choices_that_wait_for_each_other_are_not_stalled(in_virtual_time):
 
 def test_a_client_that_takes_nothing_is_given_up(in_virtual_time):
     async def one():
-        await stream_to(Reader(1.1), given_up := cast("list[Any]", [])).tokens(0, [Token(0, 5, "a")])
+        given_up: list[Any] = []
+        await stream_to(Reader(1.1), given_up).tokens(0, [Token(0, 5, "a")])
         (error,) = given_up
         assert isinstance(error, Cancelled)
         assert str(error) == "the client did not read for 1 s"
