@@ -210,5 +210,5 @@ _BODIES = [
     {"messages": [{"role": "user", "content": "x"}], "response_format": {"type": "json_object"}, "logprobs": True},
 ]
 GENERATE = Target(generate_bytes, generate_drawn, _seeds())
-_WRONG = [b"[]", b'{"prompt":[]}', b'{"prompt":"x","seed":-1,"best_of":2}', b'{"prompt":"x","logit_bias":{"-1":1}}']
+_WRONG = [b"[]", b'{"prompt":[]}', b'{"prompt":"x","seed":-1}', b'{"prompt":"x","logit_bias":{"-1":1}}']
 HTTP = Target(http_bytes, http_drawn, [orjson.dumps(body) for body in _BODIES] + _WRONG)
