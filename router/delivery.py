@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Coroutine, Iterable
 from typing import Any
 
 from grpc import aio
@@ -62,7 +62,7 @@ class Patience:
     """A client that takes nothing for `stall_s` is given up: one timer for all of a router's clients."""
 
     def __init__(self, stall_s: float) -> None:
-        self._stall_s = stall_s
+        self.stall_s = stall_s
         self._writing: dict[EventStream, float] = {}  # since when, on the loop's clock; the longest first
         self._timer: asyncio.TimerHandle | None = None
         self._loop = asyncio.get_running_loop()
@@ -71,7 +71,7 @@ class Patience:
         """It writes one message. Ends with `ends`."""
         self._writing[stream] = now = self._loop.time()
         if self._timer is None:
-            self._timer = self._loop.call_at(now + self._stall_s, self._look)
+            self._timer = self._loop.call_at(now + self.stall_s, self._look)
 
     def ends(self, stream: EventStream) -> None:
         self._writing.pop(stream, None)
@@ -80,11 +80,11 @@ class Patience:
         self._timer = None
         while self._writing:
             stream, since = next(iter(self._writing.items()))
-            if since + self._stall_s > self._loop.time():
-                self._timer = self._loop.call_at(since + self._stall_s, self._look)
+            if since + self.stall_s > self._loop.time():
+                self._timer = self._loop.call_at(since + self.stall_s, self._look)
                 return
             del self._writing[stream]
-            stream.give_up(Cancelled(f"the client did not read for {self._stall_s:g} s"))
+            stream.give_up(Cancelled(f"the client did not read for {self.stall_s:g} s"))
 
 
 class EventStream:
@@ -102,9 +102,34 @@ class EventStream:
         self._patience = patience
         self._seq = 0
         self._turn = asyncio.Lock()  # choices write side by side, a stream takes one message at a time
+        self._begun: asyncio.Future[None] | None = None  # a call of gRPC that is under way, and that nobody waited for
+
+    def open(self, *metadata: tuple[str, str]) -> None:
+        """Send `metadata`, before everything else: under way when this returns."""
+        self._begin(self._context.send_initial_metadata(metadata))
+
+    async def close(self) -> None:
+        """The status of the call may follow: gRPC never sends one that comes in the middle of something else."""
+        if self._begun is not None:
+            await asyncio.wait([self._begun], timeout=self._patience.stall_s)
+            if self._begun.done():
+                _ = self._begun.cancelled() or self._begun.exception()  # the client is gone: nobody needs to know
+            else:
+                self._begun.cancel()  # it takes nothing
+
+    def _begin(self, call: Coroutine[Any, Any, None]) -> None:
+        # gRPC says by way of another thread that it has written something: longer than the request need wait.
+        self._begun = asyncio.ensure_future(call)
+
+    async def _end(self) -> None:
+        """What was begun is through. Raises what it raised."""
+        if self._begun is not None:
+            await asyncio.shield(self._begun)
+            self._begun = None
 
     async def accepted(self, prompt_tokens: int, cached_tokens: int) -> None:
-        await self._write(accepted=pb.Accepted(prompt_tokens=prompt_tokens, cached_tokens=cached_tokens))
+        """Under way when this returns, but for a client that reads nothing: the request need not wait for it."""
+        await self._write(begin=True, accepted=pb.Accepted(prompt_tokens=prompt_tokens, cached_tokens=cached_tokens))
 
     async def tokens(self, choice: int, tokens: list[Token]) -> None:
         if tokens:
@@ -123,13 +148,17 @@ class EventStream:
     async def completed(self, completed: pb.Completed) -> None:
         await self._write(completed=completed)
 
-    async def _write(self, **event: Any) -> None:
+    async def _write(self, *, begin: bool = False, **event: Any) -> None:
         async with self._turn:  # who waits for its turn is not stalled
             message = pb.GenerateEvent(request_id=self._request_id, seq=self._seq, **event)
             self._seq += 1
             self._patience.begins(self)
             try:
-                await self._context.write(message)
+                await self._end()
+                if begin:
+                    self._begin(self._context.write(message))
+                else:
+                    await self._context.write(message)
             except aio.InternalError:  # of the write; that the call is over, gRPC tells only the call's own task
                 raise Cancelled("the client has left") from None
             finally:

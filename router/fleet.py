@@ -1,6 +1,6 @@
 """The snapshot of this router's workers, kept up to date row by row, and what their steps cost, fitted on the way.
 
-Whoever changes what is known of a worker says so (`touch`), and its row is written again.
+Whoever changes what is known of a worker says so (`touch`), and its row is written again before the next choice.
 """
 
 from __future__ import annotations
@@ -74,6 +74,7 @@ class Fleet:
         self._members: dict[Holder, _Member] = {}
         self._owners: dict[tuple[Role, int], WorkerRef] = {}
         self._changed = False  # who is there: all rows are to be written
+        self._stale: set[_Member] = set()  # whose rows are to be written
         self._kinds: dict[tuple[str, int], None] = {}  # fingerprints and block sizes
         self._likes: dict[tuple[Role, str], StepFit] = {}
         self._byte_s: float | None = None
@@ -107,8 +108,7 @@ class Fleet:
             enough = member.seen.step + min(_STEPS, 1 + member.fit.seen)
             if load.step >= enough or load.step == last.step:  # a beat without a step: nothing more is to come
                 self._fit(member, load)
-        if not self._changed:
-            self._write(member)
+        self._stale.add(member)
 
     def ref(self, role: Role, row: int) -> WorkerRef:
         """Whose row of the snapshot that is, as it was added. Raises KeyError."""
@@ -118,6 +118,10 @@ class Fleet:
         """As of now; what it held before is overwritten."""
         if self._changed:
             self._number()
+        else:
+            for member in self._stale:
+                self._write(member)
+        self._stale.clear()
         if self._prefixes is not None and (self._changed or self._prefixes.generation != self._generation):
             self._generation = self._prefixes.generation
             for holder, member in self._members.items():
@@ -167,6 +171,7 @@ class Fleet:
             member.like.cost()
         else:
             member.fit.idle()
+        member.fit.cost(member.like)  # now, and not when a request waits for it
         if load.channels is not member.seen.channels:
             self._speed(channel.bytes_per_s for channel in load.channels)
         member.seen = load

@@ -48,9 +48,10 @@ async def run(request: SequenceSpec, life: Life, client: EventStream) -> pb.Comp
             if not await attempt.reserve(life.remaining_s()):
                 await life.handed_back(attempt, client)  # D filled up meanwhile, or one was lost: back to the queue
                 continue
-            await life.accept(client, attempt, len(request.prompt))
             life.stages.enter(Stage.PREFILL)
             life.begin(attempt)
+            await asyncio.sleep(0)  # the worker is told before the client and the log
+            await life.accept(client, attempt, len(request.prompt))
             async for tokens in attempt.outputs():  # token 0 from P at once; D repeats it and goes on
                 await client.tokens(life.choice, life.deliver(tokens))
             life.computed(attempt)

@@ -144,20 +144,25 @@ class WorkerLink:
             worker = convert.incarnation_to_pb(self.info.ref.incarnation)
             hello = pb.RouterHello(router_id=self._router_id, protocol_version=PROTOCOL_VERSION, worker=worker)
             await call.write(pb.RouterMessage(commands=[pb.RouterCommand(hello=hello)]))
+            await self._listen(call)
+
+    async def _listen(self, call: _Call) -> NoReturn:
+        loop = asyncio.get_running_loop()
+        async with asyncio.timeout(self._silence_s) as silence:
             self._welcomed(await self._read(call))
             writer = asyncio.create_task(self._write(call), name=f"write {self.info.ref}")
             try:
                 while True:
+                    silence.reschedule(loop.time() + self._silence_s)
                     self._dispatch(await self._read(call))
             finally:
                 writer.cancel()
                 call.cancel()
 
     async def _read(self, call: _Call) -> pb.WorkerMessage:
-        async with asyncio.timeout(self._silence_s):
-            message = await call.read()
-            if not isinstance(message, pb.WorkerMessage):
-                raise WorkerLost(f"ended the stream: {await call.code()} {await call.details()}".rstrip())
+        message = await call.read()
+        if not isinstance(message, pb.WorkerMessage):
+            raise WorkerLost(f"ended the stream: {await call.code()} {await call.details()}".rstrip())
         return message
 
     async def _write(self, call: _Call) -> None:

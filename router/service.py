@@ -93,16 +93,19 @@ class Inference(InferenceServicer):
         floor, request = self._floor, message.request
         if not floor.accepting:
             raise errors.NoWorker("this router is stopping")
+        client = EventStream(context, call.name, self._patience, call.end)
         try:
             async with call.scope, self._entered(call, request.idempotency_key):
                 # At once, so that a client can name its request while it is queued.
-                await _told(context, (("baton-request-id", call.name), ("baton-resumable", "1")))
+                client.open(("baton-request-id", call.name), ("baton-resumable", "1"))
                 with self._concurrency.one_more(call):
-                    return await self._answers(message, call, context)
+                    return await self._answers(message, call, client)
         except TimeoutError:
             raise call.reason or errors.DeadlineExceeded(f"not finished within {call.within_s:.3g} s") from None
+        finally:
+            await client.close()
 
-    async def _answers(self, message: pb.ResumeRequest, call: Call, context: Context) -> pb.Completed:
+    async def _answers(self, message: pb.ResumeRequest, call: Call, client: EventStream) -> pb.Completed:
         floor, request = self._floor, message.request
         model, length = floor.settings.model, floor.pool.max_model_len()
         seed = seed_of(request.idempotency_key or call.name)
@@ -111,7 +114,6 @@ class Inference(InferenceServicer):
         call.resumable_s = request.resumable_s if request.HasField("resumable_s") else floor.settings.resumable_s
         received = received_of(message, spec, self._tokenizer.vocab_size)
         await check_received(self._grammars, spec, received)
-        client = EventStream(context, call.name, self._patience, call.end)
         return await answer(floor, call, spec, received, client)
 
     @asynccontextmanager
@@ -187,17 +189,6 @@ class Inference(InferenceServicer):
             attempts=sum(life.attempts for life in call.lives),
             **facts,
         )
-
-
-async def _told(context: Context, metadata: tuple[tuple[str, str], ...]) -> None:
-    """Send the initial metadata, to the end also when cancelled: gRPC sends no status after a half of it, never."""
-    sending = asyncio.ensure_future(context.send_initial_metadata(metadata))
-    try:
-        await asyncio.shield(sending)
-    except asyncio.CancelledError:
-        await asyncio.wait([sending])
-        _ = sending.cancelled() or sending.exception()  # the client is gone: nobody needs to know
-        raise
 
 
 def _outcome(call: Call, error: BatonError | None) -> str:

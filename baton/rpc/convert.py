@@ -8,8 +8,9 @@ Floats of `Sampling` and log-probabilities are 32 bit on the wire; all parties c
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from itertools import count
+from operator import attrgetter
 
 from baton.core import (
     Finish,
@@ -41,6 +42,8 @@ _REASONS = {
 _REASONS_BACK = {number: reason for reason, number in _REASONS.items()}
 _DTYPES = ("float32", "bfloat16", "float16")
 _SAMPLING_LISTS = ("stop", "stop_token_ids", "logit_bias")
+_SAMPLING = tuple(field.name for field in fields(Sampling) if field.name not in {"logit_bias", "logprobs"})
+_SAMPLING_OF = attrgetter(*_SAMPLING)
 
 
 def require(ok: object, field: str, description: str) -> None:
@@ -54,7 +57,7 @@ def require(ok: object, field: str, description: str) -> None:
 
 def incarnation_to_pb(value: Incarnation) -> common.Incarnation:
     """Names are the same on both sides."""
-    return common.Incarnation(**asdict(value))
+    return common.Incarnation(epoch=value.epoch, counter=value.counter)
 
 
 def incarnation_from_pb(message: common.Incarnation) -> Incarnation:
@@ -64,7 +67,8 @@ def incarnation_from_pb(message: common.Incarnation) -> Incarnation:
 
 def ref_to_pb(value: WorkerRef) -> common.WorkerRef:
     """Names are the same on both sides."""
-    return common.WorkerRef(**asdict(value))
+    incarnation = incarnation_to_pb(value.incarnation)
+    return common.WorkerRef(worker_id=value.worker_id, incarnation=incarnation, address=value.address)
 
 
 def ref_from_pb(message: common.WorkerRef, field: str = "ref") -> WorkerRef:
@@ -92,9 +96,8 @@ def handoff_from_pb(message: common.HandoffId) -> HandoffId:
 
 def sampling_to_pb(value: Sampling) -> common.Sampling:
     """Every field set, but `seed` when it is None. `logprobs` travels beside it (GenerateRequest, SequenceSpec)."""
-    fields = asdict(value) | {"logit_bias": dict(value.logit_bias)}
-    del fields["logprobs"]
-    return common.Sampling(**fields)
+    given = dict(zip(_SAMPLING, _SAMPLING_OF(value), strict=True))  # `asdict` would copy each value, deeply
+    return common.Sampling(logit_bias=dict(value.logit_bias), **given)
 
 
 def sampling_from_pb(message: common.Sampling, logprobs: int | None = None) -> Sampling:

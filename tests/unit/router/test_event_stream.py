@@ -1,0 +1,170 @@
+import asyncio
+from typing import Any, cast
+
+import pytest
+from grpc import aio
+
+from baton.core import Finish, FinishReason, Token
+from baton.errors import Cancelled
+from router.delivery import EventStream, Patience
+
+
+class Client:
+    """A client's end of a stream, and gRPC between: what was sent is through when `takes` says so."""
+
+    def __init__(self):
+        self.sent = []
+        self.under_way = []
+
+    async def send_initial_metadata(self, metadata):
+        await self.put(dict(metadata))
+
+    async def write(self, message):
+        await self.put(message)
+
+    async def put(self, what):
+        assert all(each.done() for each in self.under_way), "gRPC takes one thing at a time"
+        self.sent.append(what)
+        self.under_way.append(asyncio.get_running_loop().create_future())
+        await self.under_way[-1]
+
+    def takes(self, error=None):
+        if error is None:
+            self.under_way[-1].set_result(None)
+        else:
+            self.under_way[-1].set_exception(error)
+
+    @property
+    def said(self):
+        return [(each.seq, each.WhichOneof("event")) for each in self.sent[1:]]
+
+
+class Reasons(list):
+    """Why the request was given up."""
+
+    def __init__(self):
+        super().__init__()
+        self.there = asyncio.Event()
+
+    def add(self, reason):
+        self.append(reason)
+        self.there.set()
+
+
+async def opened(patience=None):
+    client, reasons = Client(), Reasons()
+    stream = EventStream(cast("Any", client), "a", patience or Patience(30.0), reasons.add)
+    stream.open(("baton-request-id", "a"))
+    await breath()
+    return client, stream, reasons
+
+
+async def breath():
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+async def test_what_comes_first_is_not_waited_for_and_keeps_its_order():
+    client, stream, _ = await opened()
+    assert client.sent == [{"baton-request-id": "a"}]
+    accepting = asyncio.create_task(stream.accepted(3, 0))
+    await breath()
+    assert not client.said, "the metadata are under way"
+    client.takes()
+    await accepting
+    await breath()
+    assert client.said == [(0, "accepted")], "under way, and nobody waits"
+    telling = [asyncio.create_task(stream.tokens(choice, [Token(0, 7, "x")])) for choice in range(2)]
+    await breath()
+    assert client.said == [(0, "accepted")]
+    for _ in range(3):
+        client.takes()
+        await breath()
+    await asyncio.gather(*telling)
+    assert client.said == [(0, "accepted"), (1, "tokens"), (2, "tokens")]
+    assert [each.tokens.choice for each in client.sent[2:]] == [0, 1]
+
+
+async def test_a_tail_is_of_its_choice():
+    client, stream, _ = await opened()
+    client.takes()
+    ending = asyncio.create_task(stream.finished(1, Finish(FinishReason.LENGTH, tail="!"), 4))
+    for _ in range(2):
+        await breath()
+        client.takes()
+    await ending
+    tail, finished = client.sent[1:]
+    assert (tail.tokens.choice, tail.tokens.text, list(tail.tokens.ids)) == (1, "!", [])
+    assert getattr(tail.tokens, "from") == 4
+    assert finished.finished.choice == 1
+
+
+async def test_what_was_begun_and_failed_is_told_by_the_next():
+    client, stream, _ = await opened()
+    client.takes()
+    await stream.accepted(3, 0)
+    await breath()
+    client.takes(ConnectionError("gone"))
+    with pytest.raises(ConnectionError, match="gone"):
+        await stream.tokens(0, [Token(0, 7, "x")])
+
+
+async def test_the_status_waits_for_the_metadata_even_of_a_call_that_was_cancelled():
+    client, stream, _ = await opened()
+    writing = asyncio.create_task(stream.accepted(3, 0))
+    await breath()
+    writing.cancel()
+    await asyncio.wait([writing])
+    closing = asyncio.create_task(stream.close())
+    await breath()
+    assert not closing.done()
+    client.takes()
+    await closing
+
+
+async def test_a_client_that_has_gone_does_not_keep_the_status():
+    client, stream, _ = await opened()
+    client.takes(aio.InternalError("the call is over"))
+    await stream.close()
+    client, stream, _ = await opened()
+    client.takes(aio.InternalError("the call is over"))
+    with pytest.raises(Cancelled, match="the client has left"):
+        await stream.accepted(3, 0)
+    await stream.close()
+
+
+async def test_nor_does_one_that_takes_nothing():
+    _, stream, _ = await opened(Patience(0.01))
+    await asyncio.wait_for(stream.close(), 5.0)
+
+
+async def test_those_who_take_nothing_are_given_up_one_by_one_and_no_others():
+    patience = Patience(0.05)
+    silent, quick = [await opened(patience) for _ in range(2)], await opened(patience)
+    for client, *_ in (*silent, quick):
+        client.takes()
+    writing = [asyncio.create_task(stream.tokens(0, [Token(0, 7, "x")])) for _, stream, _ in (*silent, quick)]
+    await breath()
+    quick[0].takes()
+    await asyncio.wait_for(silent[1][2].there.wait(), 5.0)
+    for _, _, [reason] in silent:
+        assert isinstance(reason, Cancelled)
+        assert "did not read for 0.05 s" in str(reason)
+    assert not quick[2]
+    for task in writing:
+        task.cancel()
+    await asyncio.wait(writing)
+
+
+async def test_patience_begins_anew_with_each_message():
+    patience = Patience(0.3)
+    client, stream, reasons = await opened(patience)
+    client.takes()
+    loop = asyncio.get_running_loop()
+    until = loop.time() + 0.7
+    while loop.time() < until:
+        writing = asyncio.create_task(stream.tokens(0, [Token(0, 7, "x")]))
+        await asyncio.sleep(0.01)
+        client.takes()
+        await writing
+    assert not reasons
