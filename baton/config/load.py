@@ -37,9 +37,18 @@ HARMLESS: dict[str, object] = {}
 
 Tree = dict[str, Any]
 
+# What PyYAML raises, beside YAMLError, for a value that is not of its tag or kind: a 99th month, a list as a key.
+_NO_VALUE = (AttributeError, IndexError, KeyError, TypeError, ValueError)
+
 
 class _LineLoader(yaml.SafeLoader):
-    """A safe loader that refuses duplicate keys."""
+    """A safe loader that refuses duplicate keys, and says where a value is none."""
+
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        try:
+            return super().construct_object(node, deep=deep)
+        except _NO_VALUE as error:
+            raise ConfigError(f"line {node.start_mark.line + 1}: not a value: {error}") from None
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         seen: set[object] = set()
@@ -68,15 +77,14 @@ def _key_lines(node: yaml.Node | None, path: tuple[str, ...] = ()) -> dict[str, 
 def _parse_yaml(text: str) -> tuple[Tree, dict[str, int]]:
     try:
         node = yaml.compose(text, Loader=yaml.SafeLoader)
-        tree = _LineLoader(text).get_single_data()
-        lines = _key_lines(node)
-    except RecursionError:
-        raise ConfigError("not YAML: nested too deeply, or a value contains itself") from None
+        tree, lines = _LineLoader(text).get_single_data(), _key_lines(node)
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else "?"
         raise ConfigError(f"line {line}: not YAML: {error.problem}") from None
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, *_NO_VALUE) as error:
         raise ConfigError(f"not YAML: {error}") from None
+    except RecursionError:
+        raise ConfigError("not YAML: nested too deeply, or a value contains itself") from None
     if tree is None:
         return {}, {}
     if not isinstance(tree, dict):
@@ -108,8 +116,8 @@ def _overlay(tree: Tree, sets: Sequence[str], env: Mapping[str, str]) -> None:
 def _scalar(text: str, source: str) -> object:
     try:
         return yaml.safe_load(text)
-    except yaml.YAMLError:
-        raise ConfigError(f"{source}: {text!r} is not a YAML value") from None
+    except (yaml.YAMLError, RecursionError, *_NO_VALUE):
+        raise ConfigError(f"{source}: {text[:200]!r} is not a YAML value") from None
 
 
 def load_config(path: str | Path, sets: Sequence[str] = (), env: Mapping[str, str] | None = None) -> ClusterConfig:
@@ -154,11 +162,18 @@ def _with_model_path(config: ClusterConfig, file: Path) -> ClusterConfig:
     if config.model.path == "oracle" or config.model.path.startswith(HUB_PREFIX) or given.is_absolute():
         return config
     places = (Path.cwd(), file.resolve().parent, file.resolve().parent.parent)
-    found = next((place / given for place in places if (place / given).is_dir()), None)
+    found = next((place / given for place in places if _is_folder(place / given)), None)
     if found is None:
         tried = ", ".join(str(place / given) for place in places)
         raise ConfigError(f"{file}: model.path: no folder {config.model.path!r} (looked for {tried})")
     return config.model_copy(update={"model": config.model.model_copy(update={"path": str(found.resolve())})})
+
+
+def _is_folder(path: Path) -> bool:
+    try:
+        return path.is_dir()
+    except OSError:  # a name that is too long, for one
+        return False
 
 
 def _with_security(config: ClusterConfig, file: Path) -> ClusterConfig:
@@ -199,8 +214,16 @@ def _problem(detail: Mapping[str, Any]) -> tuple[str, str]:
         return key, _unknown(key)
     message = str(detail["msg"]).removeprefix("Value error, ")
     hidden = parts[:1] == ["redis"] or isinstance(detail["input"], (dict, BaseModel))  # a URL may hold a password
-    shown = "" if hidden else f", got {json.dumps(detail['input'], default=str)}"
+    shown = "" if hidden else f", got {_as_json(detail['input'])}"
     return key, f"{message[0].lower()}{message[1:]}{shown}" if key else message
+
+
+def _as_json(value: object) -> str:
+    """YAML has more than JSON: dates as keys, and what is in itself."""
+    try:
+        return json.dumps(value, default=str)
+    except (RecursionError, TypeError, ValueError):
+        return f"a {type(value).__name__}"
 
 
 def _unknown(key: str) -> str:
@@ -237,5 +260,5 @@ def _later(tree: Tree) -> list[tuple[str, str]]:
         if inner is None or (key in HARMLESS and inner == HARMLESS[key]):
             continue
         if values is None or inner in values:
-            found.append((key, f"{json.dumps(inner, default=str)} {LATER}" if values else LATER))
+            found.append((key, f"{_as_json(inner)} {LATER}" if values else LATER))
     return found

@@ -29,6 +29,39 @@ _VALUES = [
     "{a: b}",
     "*a",
 ]
+_PIECES = [
+    *(
+        "model: ",
+        "name: ",
+        "router: ",
+        "http: ",
+        "path: ",
+        "redis: ",
+        "prefill: ",
+        "replicas: ",
+        "queue: ",
+        "x: ",
+        "? ",
+    ),
+    *("\n", "\n  ", "\n    ", "- ", ": ", ", ", "{", "}", "[", "]", "&a ", "*a", "&b ", "*b", "<<: ", "---\n", "# x\n"),
+    *("!!int ", "!!float ", "!!bool ", "!!timestamp ", "!!binary ", "!!map ", "!!set ", "!!str ", "!!null ", "!x "),
+    *(
+        "2001-99-99",
+        "2001-01-01",
+        "9" * 5000,
+        "[" * 900,
+        "1e999",
+        "0x",
+        "0o9",
+        ".nan",
+        "-",
+        "~",
+        "yes",
+        '"\\ud800"',
+        "''",
+    ),
+    *("oracle", "local", "127.0.0.1:0", "1GiB", "'", '"', "|\n", ">\n", "%YAML 9\n", "\t", "\x00", "\x85", "\ufeff"),
+]
 _FILE = Path(tempfile.mkdtemp(prefix="baton-fuzz-")) / "cluster.yaml"
 
 
@@ -47,10 +80,14 @@ def from_bytes(data: bytes) -> None:
     from_text(data.decode("utf-8", "replace"))
 
 
+_TEXTS = st.lists(st.sampled_from(_PIECES), max_size=20).map("".join)
+_SETS = st.tuples(st.sampled_from(known_keys()), st.sampled_from(_VALUES + _PIECES) | st.text(max_size=9))
+
+
 @FREELY
-@given(st.lists(st.tuples(st.sampled_from(known_keys()), st.sampled_from(_VALUES) | st.text(max_size=9)), max_size=4))
-def drawn(pairs):
-    from_text("{name: x, model: {path: oracle}}", tuple(f"{key}={value}" for key, value in pairs))
+@given(st.just("{name: x, model: {path: oracle}}") | _TEXTS, st.lists(_SETS, max_size=4))
+def drawn(text, pairs):
+    from_text(text, tuple(f"{key}={value}" for key, value in pairs))
 
 
 _FILES = sorted((ROOT / "configs").glob("*.yaml"))

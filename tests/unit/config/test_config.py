@@ -67,6 +67,16 @@ WRONG = {
     "duplicate key": ("name: a\nname: b", ["line 2", "name", "twice"]),
     "not yaml": ("name: [", ["not YAML"]),
     "a list": ("- name", ["mapping", "list"]),
+    "not a date": ("name: x\nmodel: 2001-99-99", ["line 2", "not a value", "month"]),
+    "not a bool": ("name: !!bool x", ["line 1", "not a value"]),
+    "a list as key": ("? [a]\n: b", ["line 1", "a key must be a text", "list"]),
+    "no mapping": ("!!map [a]", ["not YAML"]),
+    "in itself": ("redis: &a {b: *a}", ["contains itself"]),
+    "a list in itself": ("name: &a [*a]", ["line 1", "name", "a list"]),
+    "a date as key": ("slo: [{2001-01-01: x}]", ["line 1", "slo", "a list"]),
+    "no end": ("slo: {ttft_ms: .inf}", ["line 1", "slo.ttft_ms", "1000000000"]),
+    "more bytes than there are": (f"prefill: {{kv_memory: {'9' * 400}GB}}", ["prefill.kv_memory", "1024TiB"]),
+    "a long folder": (f"model: {{path: {'a' * 5000}}}", ["model.path", "no folder"]),
     "python object": ("name: !!python/object/apply:os.system [id]", ["not YAML"]),
     "open listener": ("router: {grpc: '0.0.0.0:5'}", ["router.grpc", "allow_insecure"]),
     "open HTTP listener": ("router: {http: '0.0.0.0:5'}", ["router.http", "allow_insecure"]),
@@ -138,7 +148,7 @@ def test_all_mistakes_are_named_at_once(load):
     assert len(str(caught.value).splitlines()) >= 3
 
 
-@pytest.mark.parametrize("item", ["decode.replicas", "=3", "decode=3"])
+@pytest.mark.parametrize("item", ["decode.replicas", "=3", "decode=3", "name=2001-99-99", "name=!!float x"])
 def test_a_bad_set_is_named(load, item):
     with pytest.raises(ConfigError, match=item.partition("=")[0] or "--set"):
         load("decode: {threads: 1}", sets=[item])
