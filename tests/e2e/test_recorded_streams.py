@@ -1,0 +1,125 @@
+"""A stream as its client records it, while what carries it dies or stands still: each index once, undisturbed text.
+
+Real processes: the oracle engine at each index that is special, the demo model in fp32, greedy and with a seed.
+"""
+
+import os
+import signal
+from contextlib import contextmanager
+
+import pytest
+
+from tests.e2e.conftest import ROOT, eventually
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+BLOCK = 16
+PROMPT = list(range(40, 50))
+EDGE = BLOCK - len(PROMPT)  # the token that fills the first block
+SETS = ("decode.replicas=2", "ledger.lease_s=3", "ledger.heartbeat_s=0.5", "router.queue.max_wait_s=60")
+
+
+@pytest.fixture(scope="module")
+def oracle(module_home):
+    with module_home.cluster("configs/no-ray.yaml", "model.path=oracle", *SETS) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def demo(module_home, tmp_path_factory):
+    config = tmp_path_factory.mktemp("config") / "recorded.yaml"
+    config.write_text((ROOT / "configs" / "no-ray.yaml").read_text().replace("name: no-ray", "name: recorded"))
+    with module_home.cluster(config, *SETS) as running:
+        yield running
+
+
+def whole(cluster):
+    """Both decode workers are there, and nothing is held."""
+    loads = cluster.loads()
+    return len(loads) == 3 and all(load.blocks.available == load.blocks.total for load in loads.values())
+
+
+def carrier(cluster):
+    """The decode worker that has the one stream there is."""
+    with cluster.client() as client:
+        workers = client.cluster().workers
+    (found,) = [w.info.ref.worker_id for w in workers if w.info.role == "decode" and w.dispatched]
+    return found
+
+
+@contextmanager
+def struck(cluster, name, how):
+    """`name` is killed, or stands still until the end of the block; in the end another process has its place."""
+    pid = cluster.pid(name)
+    os.kill(pid, signal.SIGKILL if how == "kill" else signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        if how == "freeze":
+            os.kill(pid, signal.SIGCONT)
+    eventually(lambda: cluster.pid(name) != pid, within_s=30)
+
+
+def recorded(cluster, options, after, victim, how):
+    """The answer, and the indices of its tokens as they came; `victim` is struck after token number `after` came."""
+    indices: list[int] = []
+
+    def read(stream, most):
+        while len(indices) < most:
+            delta = next(stream)
+            indices.extend(range(delta.start, delta.start + len(delta.tokens)))
+
+    with cluster.client(max_retries=20) as client, client.stream(PROMPT, **options) as stream:
+        read(stream, 1)
+        name = carrier(cluster) if victim == "decode" else victim
+        read(stream, after + 1)
+        with struck(cluster, name, how):
+            read(stream, options["max_tokens"])
+            return stream.collect(), indices
+
+
+def holds(cluster, options, after, victim, how):
+    eventually(lambda: whole(cluster), within_s=60)
+    with cluster.client() as client:
+        expected = client.generate(PROMPT, **options)
+    answer, indices = recorded(cluster, options, after, victim, how)
+    assert indices == list(range(len(expected.tokens)))
+    assert (answer.tokens, answer.text, answer.finish_reason) == (
+        expected.tokens,
+        expected.text,
+        expected.finish_reason,
+    )
+    eventually(lambda: whole(cluster), within_s=60)
+
+
+LAST = 299
+
+
+@pytest.mark.parametrize(
+    ("after", "victim", "how"),
+    [
+        (0, "decode", "kill"),
+        (1, "decode", "kill"),
+        (2, "decode", "kill"),
+        (EDGE, "decode", "kill"),
+        (LAST, "decode", "kill"),
+        (20, "prefill-0", "kill"),
+        (20, "router", "kill"),
+        (20, "decode", "freeze"),
+    ],
+)
+def test_of_the_oracle(oracle, after, victim, how):
+    holds(oracle, {"max_tokens": LAST + 1, "temperature": 0, "ignore_eos": True}, after, victim, how)
+
+
+@pytest.mark.parametrize(
+    ("sampling", "victim", "how"),
+    [
+        ({"temperature": 0}, "decode", "kill"),
+        ({"temperature": 0.8, "seed": 7}, "decode", "kill"),
+        ({"temperature": 0.8, "seed": 7}, "router", "kill"),
+        ({"temperature": 0.8, "seed": 7}, "decode", "freeze"),
+    ],
+    ids=["greedy", "seeded", "router", "frozen"],
+)
+def test_of_the_demo_model(demo, sampling, victim, how):
+    holds(demo, {"max_tokens": 120, "ignore_eos": True, **sampling}, 5, victim, how)
