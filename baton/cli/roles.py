@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import signal
 import threading
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from router.floor import RouterSettings
 
 DRAIN_S = 9.0  # less than the supervisor's DRAIN_S: it waits so long for the router
+GC_EVERY = 10_000  # new objects; a router makes and drops some dozens for each token, and hardly a cycle
 log = structlog.get_logger(__name__)
 
 
@@ -85,6 +87,9 @@ async def _route(config: ClusterConfig, index: int) -> None:
         prefixes=directory.prefixes,
         streams=OwnershipStore(ledger.connection).find,
     )
+    gc.collect()
+    gc.freeze()  # what is here now stays: no later collection need look at it
+    gc.set_threshold(GC_EVERY, *gc.get_threshold()[1:])
     bound = {"grpc": handle.grpc, "admin": handle.admin, "metrics": handle.metrics}
     report_ready(bound | ({"http": handle.http} if handle.http else {}) | {"pid": os.getpid()})
     await _told_to_stop()
