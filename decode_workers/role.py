@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from kvtransfer.handoff import CommitState
 
     Owner = Session | Nobody
+    Batches = dict[Owner, list[worker_pb2.WorkerEvent]]
 
 log = structlog.get_logger(__name__)
 
@@ -166,6 +167,7 @@ class DecodeRole:
         owner = self._sessions.get(handoff, session)
         if owner is not session and self.parking.name(handoff):
             return  # who had it before, and was told
+        session.handoffs.discard(handoff)  # also of what has ended, and was remembered
         self._drop(handoff)
         if owner is not session:
             owner.emit([events.failed(handoff, StaleAttempt(f"released by router {session.router_id}"))])
@@ -263,7 +265,7 @@ class DecodeRole:
             self._hand_back(handoff)
 
     def stepped(self, result: StepResult) -> None:
-        batches: dict[Owner, list[worker_pb2.WorkerEvent]] = defaultdict(list)
+        batches: Batches = defaultdict(list)
         for item in result.outputs:
             if item.key in self._sessions:
                 self._history.tokens("tokens", item.key, item.tokens)
@@ -279,9 +281,7 @@ class DecodeRole:
         for session, batch in batches.items():
             session.emit(batch)
 
-    def _say(
-        self, batches: dict[Owner, list[worker_pb2.WorkerEvent]], key: HandoffId, said: list[worker_pb2.WorkerEvent]
-    ) -> None:
+    def _say(self, batches: Batches, key: HandoffId, said: list[worker_pb2.WorkerEvent]) -> None:
         if (session := self._sessions.get(key)) is not None:
             self.parking.note(key, said)
             batches[session] += said

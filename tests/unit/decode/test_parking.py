@@ -98,6 +98,7 @@ def test_it_ends_while_nobody_is_there(pair, side, first, second):
     assert third.kinds() == ["attached", "finish"]
     side.take(third, release())
     ends_free(side)
+    assert not third.handoffs
 
 
 def test_the_end_was_told_to_a_router_that_dies_with_it(pair, side, first, second):
@@ -107,6 +108,15 @@ def test_the_end_was_told_to_a_router_that_dies_with_it(pair, side, first, secon
     side.role.gone(first)
     side.take(second, attach(known=1))
     assert (said(second), second.kinds()[-1]) == (ANSWER[1:], "finish")
+
+
+def test_nothing_is_kept_of_what_ended_and_was_released(pair, side, first):
+    begin(pair, first)
+    side.run()
+    assert len(side.role.parking) == 1
+    side.take(first, release())
+    ends_free(side)
+    assert not first.handoffs
 
 
 @pytest.mark.parametrize("state", ["decoding", "ended"])
