@@ -37,6 +37,9 @@ PUBLIC_RECEIVE_BYTES = 4 * 2**20  # what a stranger may make us read at once
 INTERNAL_RECEIVE_BYTES = 64 * 2**20  # a prompt of a million tokens, or one step's tokens of a full worker
 SEND_BYTES = 64 * 2**20  # the receiver's limit is the one that counts
 
+MAX_READ_AT_ONCE = 256  # as many as a queue holds by default
+MAX_READ_BYTES = 32 * 2**20  # eight of the largest messages
+
 MAX_STATUS_MESSAGE_BYTES = 600
 MAX_STATUS_VIOLATIONS = 8
 MAX_VIOLATION_BYTES = 200
@@ -66,6 +69,7 @@ class Cap:
 
 
 _REFUSED = "INVALID_ARGUMENT naming the field"
+_LATER = "RESOURCE_EXHAUSTED with RetryInfo; below 4,097 bytes and without a constraint one is not counted"
 _CLOSED = "gRPC refuses the message"
 CAPS: tuple[Cap, ...] = (
     Cap("`text` of Generate and Tokenize", MAX_TEXT_CHARS, "characters", _REFUSED),
@@ -98,6 +102,8 @@ CAPS: tuple[Cap, ...] = (
     Cap("a message to the public listener, or to a client", PUBLIC_RECEIVE_BYTES, "bytes", _CLOSED),
     Cap("a message to a worker, to the admin listener or to the router", INTERNAL_RECEIVE_BYTES, "bytes", _CLOSED),
     Cap("a message that is sent", SEND_BYTES, "bytes", _CLOSED),
+    Cap("requests that a router reads (parses, tokenizes, compiles) at once", MAX_READ_AT_ONCE, "requests", _LATER),
+    Cap("their messages together", MAX_READ_BYTES, "bytes", _LATER),
     Cap("text of an error", MAX_STATUS_MESSAGE_BYTES, "bytes", "cut"),
     Cap("fields that an error names", MAX_STATUS_VIOLATIONS, "fields", "left out"),
     Cap("text about each of them", MAX_VIOLATION_BYTES, "bytes", "cut"),

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 
 from baton.constraint import Constraint
@@ -154,6 +154,12 @@ def check_text(text: str) -> None:
 async def encode(tokenizer: Tokenizer, text: str) -> list[int]:
     """Token ids of `text`; a long one is done in a thread."""
     return tokenizer.encode(text) if len(text) <= _THREAD_CHARS else await asyncio.to_thread(tokenizer.encode, text)
+
+
+async def decode(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
+    """Text of `ids`; that of many is made in a thread."""
+    few = len(ids) <= _THREAD_CHARS
+    return tokenizer.decode(list(ids)) if few else await asyncio.to_thread(tokenizer.decode, list(ids))
 
 
 async def encode_chat(tokenizer: Tokenizer, chats: Chats, chat: pb.ChatMessages) -> list[int]:

@@ -6,6 +6,7 @@ import asyncio
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
+import grpc
 import structlog
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import aio as health_aio
@@ -15,11 +16,13 @@ from baton.clock import Clock, SystemClock
 from baton.errors import ConfigError, NoWorker
 from baton.ledger.prefix_map import PrefixMap
 from baton.rpc import channel
+from baton.rpc.tls import IN_THE_CLEAR
 from baton.rpc.v1 import admin_pb2_grpc, inference_pb2_grpc
 from baton.telemetry import MetricsServer
 from baton.tokenizer import Tokenizer
 from router.access.interceptor import Guard
 from router.floor import Floor, RouterSettings, StreamSource
+from router.inner import Inner
 from router.policy import POLICIES
 from router.service import Admin, Inference
 from router.workers import WorkerSource
@@ -44,13 +47,16 @@ class Router:
         share = floor.settings.share_port
         self._public = channel.aio_server(link=channel.PUBLIC, interceptors=guards, share_port=share)
         self._private = channel.aio_server(link=channel.INTERNAL, interceptors=guards)
+        self._inner = Inner(guards)
         self._metrics = MetricsServer(floor.metrics, ready=floor.pool.serves)
         self._health = health_aio.HealthServicer()
         self._gateway: HttpServer | None = None
         self._watches: list[asyncio.Task[None]] = []
-        inference_pb2_grpc.add_InferenceServicer_to_server(Inference(floor, tokenizer), self._public)
+        inference = Inference(floor, tokenizer)
+        for server in (self._public, self._inner.server):
+            inference_pb2_grpc.add_InferenceServicer_to_server(inference, server)
+            health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         admin_pb2_grpc.add_AdminServicer_to_server(Admin(floor), self._private)
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._public)
         names = (SERVICE, "grpc.health.v1.Health", reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, self._public)
         reflection.enable_server_reflection(("baton.v1.Admin", reflection.SERVICE_NAME), self._private)
@@ -63,18 +69,23 @@ class Router:
             self.admin = channel.bind(self._private, settings.admin, self.floor.wire.private)
             self.metrics = await self._metrics.start(settings.metrics)
             self._gateway = _gateway(self.floor) if settings.http else None
+            inner = self._inner.bind() if settings.http else ""
         except ConfigError as error:
-            await asyncio.gather(self._public.stop(None), self._private.stop(None), self._metrics.stop())
+            if self._gateway is not None:
+                await self._gateway.stop(0)
+            await asyncio.gather(*(server.stop(None) for server in self._servers), self._metrics.stop())
             self.floor.history.close(error)
             raise
         await self.floor.pool.start()
         await asyncio.gather(self._public.start(), self._private.start())
+        if inner:
+            await self._inner.server.start()
         self._watches.append(asyncio.create_task(self._tell_health(), name="health"))
         if self.floor.tokens is not None:
             self._watches.append(asyncio.create_task(self.floor.tokens.watch(), name="tokens"))
         if self._gateway is not None:
             self.http = self._gateway.address
-            await self._gateway.start(self.grpc)
+            await self._gateway.start(inner, IN_THE_CLEAR)
         bound = {"grpc": self.grpc, "admin": self.admin, "metrics": self.metrics, "http": self.http}
         log.info("router_started", router_id=self.floor.router_id, **bound)
 
@@ -89,6 +100,8 @@ class Router:
         with suppress(TimeoutError):  # it waits for every watcher to take the news; one may have stopped reading
             async with asyncio.timeout(1.0):
                 await self._health.enter_graceful_shutdown()
+        # Its connections are told to go (GOAWAY) and it listens no more: what comes now goes to another router.
+        closing = asyncio.create_task(self._public.stop(grace_s + 2 * _GOODBYE_S))
         leaving = [asyncio.create_task(self._gateway.stop(grace_s + _GOODBYE_S))] if self._gateway is not None else []
         if self.floor.running:
             await asyncio.wait([call.task for call in self.floor.running], timeout=grace_s)
@@ -99,11 +112,15 @@ class Router:
             await asyncio.wait(leaving, timeout=_GOODBYE_S)
             leaving[0].cancel()
             await asyncio.gather(*leaving, return_exceptions=True)
-        await asyncio.gather(self._public.stop(1.0), self._private.stop(1.0))
+        await asyncio.gather(closing, *(server.stop(_GOODBYE_S) for server in self._servers))
         await self.floor.pool.stop()
         await self._metrics.stop()
         self.floor.history.close()
         log.info("router_stopped", router_id=self.floor.router_id)
+
+    @property
+    def _servers(self) -> tuple[grpc.aio.Server | Inner, ...]:
+        return self._public, self._inner, self._private
 
     async def _tell_health(self) -> None:
         """grpc.health.v1: "" while the process serves, the Inference service while a pair of workers is there."""

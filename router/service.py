@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Collection
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Collection, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from typing import cast
 
 import structlog
@@ -22,7 +22,7 @@ from baton.rpc.v1.admin_pb2_grpc import AdminServicer
 from baton.rpc.v1.inference_pb2_grpc import InferenceServicer
 from baton.tokenizer import Tokenizer
 from router.access.interceptor import current_grant
-from router.access.limits import Concurrency, limited, may_end
+from router.access.limits import Concurrency, TextCall, limited, may_end
 from router.call import Call, answer, seed_of
 from router.chat import Chats
 from router.delivery import Context, EventStream, Patience
@@ -33,12 +33,14 @@ from router.parse import (
     check_received,
     check_resumes,
     check_text,
+    decode,
     encode,
     encode_chat,
     outside,
     parse,
     received_of,
 )
+from router.reading import Reading, needs_thread
 
 log = structlog.get_logger(__name__)
 
@@ -52,7 +54,8 @@ class Inference(InferenceServicer):
         self._floor = floor
         self._tokenizer = tokenizer
         self._chats = Chats.of(tokenizer)
-        self._concurrency = Concurrency()
+        self._concurrency, self._texts = Concurrency(), Concurrency()
+        self._reading = Reading()
         self._grammars = Grammars(tokenizer)
         self._patience = Patience(floor.settings.client_stall_s)
 
@@ -109,11 +112,12 @@ class Inference(InferenceServicer):
         floor, request = self._floor, message.request
         model, length = floor.settings.model, floor.pool.max_model_len()
         seed = seed_of(request.idempotency_key or call.name)
-        spec = await parse(request, self._tokenizer, model, length, self._chats, self._grammars, seed=seed)
-        spec = limited(spec, request, call.grant)
+        with self._reading.one_more(message):
+            spec = await parse(request, self._tokenizer, model, length, self._chats, self._grammars, seed=seed)
+            spec = limited(spec, request, call.grant)
+            received = received_of(message, spec, self._tokenizer.vocab_size)
+            await check_received(self._grammars, spec, received)
         call.resumable_s = request.resumable_s if request.HasField("resumable_s") else floor.settings.resumable_s
-        received = received_of(message, spec, self._tokenizer.vocab_size)
-        await check_received(self._grammars, spec, received)
         return await answer(floor, call, spec, received, client)
 
     @asynccontextmanager
@@ -146,10 +150,11 @@ class Inference(InferenceServicer):
         try:
             check_model(request.model, self._floor.settings.model)
             check_text(request.text)
-            if request.HasField("chat"):
-                ids = await encode_chat(self._tokenizer, self._chats, request.chat)
-            else:
-                ids = await encode(self._tokenizer, request.text)
+            with self._text_call(request):
+                if request.HasField("chat"):
+                    ids = await encode_chat(self._tokenizer, self._chats, request.chat)
+                else:
+                    ids = await encode(self._tokenizer, request.text)
         except BatonError as error:
             await abort(context, error)
         return pb.TokenizeReply(ids=ids)
@@ -158,9 +163,26 @@ class Inference(InferenceServicer):
         try:
             check_model(request.model, self._floor.settings.model)
             _check_ids(request.ids, self._tokenizer.vocab_size)
+            with self._text_call(request):
+                text = await decode(self._tokenizer, request.ids)
         except BatonError as error:
             await abort(context, error)
-        return pb.DetokenizeReply(text=await asyncio.to_thread(self._tokenizer.decode, list(request.ids)))
+        return pb.DetokenizeReply(text=text)
+
+    @contextmanager
+    def _text_call(self, request: pb.TokenizeRequest | pb.DetokenizeRequest) -> Iterator[None]:
+        """One that takes a thread counts against its token's `max_concurrent`, beside those that generate: the gateway
+        asks for texts in the middle of an answer, in its caller's name. Raises Overloaded.
+        """
+        if not needs_thread(request, request.ByteSize()):
+            yield
+            return
+        try:
+            with self._texts.one_more(TextCall(current_grant())), self._reading.one_more(request):
+                yield
+        except errors.Overloaded as error:
+            self._floor.metrics.refused(error)
+            raise
 
     async def ListModels(self, request: pb.ListModelsRequest, context: Context) -> pb.ListModelsReply:
         model, length = self._floor.settings.model, self._floor.pool.max_model_len() or 0

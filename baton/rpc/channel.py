@@ -17,6 +17,7 @@ from baton.errors import ConfigError
 from baton.limits import INTERNAL_RECEIVE_BYTES, PUBLIC_RECEIVE_BYTES, SEND_BYTES
 
 Options = list[tuple[str, int]]
+_SOCKET_PATH_BYTES = 107  # of sockaddr_un
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +123,17 @@ def bind(server: grpc.aio.Server, address: str, credentials: grpc.ServerCredenti
     except RuntimeError as error:
         raise ConfigError(f"cannot listen on {address}: {_why(host, int(port))}") from error
     return f"{host}:{bound}"
+
+
+def bind_path(server: grpc.aio.Server, path: str) -> str:
+    """Listen on a Unix socket at `path`, where nothing may be, and return its target. Raises ConfigError."""
+    if len(path.encode()) > _SOCKET_PATH_BYTES:
+        raise ConfigError(f"cannot listen on {path}: a socket's path has at most {_SOCKET_PATH_BYTES} bytes")
+    try:
+        server.add_insecure_port(f"unix:{path}")
+    except RuntimeError as error:
+        raise ConfigError(f"cannot listen on {path}: {error}") from error
+    return f"unix:{path}"
 
 
 def from_here(address: str) -> str:

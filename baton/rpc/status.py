@@ -91,7 +91,8 @@ async def abort(context: grpc.aio.ServicerContext[Any, Any], error: BaseExceptio
 def from_rpc_error(error: grpc.RpcError, address: str = "", *, connected: bool = False) -> BatonError:
     """The error behind a failed call; `address` is who was called, for the messages. Never raises.
 
-    A peer that is away without a word is NoWorker, or WorkerLost when it had answered before (`connected`).
+    A peer that is away without a word, or was about to stop, is NoWorker, or WorkerLost when it had answered before
+    (`connected`).
     """
     if not isinstance(error, RpcFailure):
         return errors.EngineFault(f"the call failed without a status: {error!r}")
@@ -100,11 +101,16 @@ def from_rpc_error(error: grpc.RpcError, address: str = "", *, connected: bool =
     info = _unpack(status, ErrorInfo)
     if info is not None and info.domain == DOMAIN and info.reason in _BY_NAME:
         return _build(_BY_NAME[info.reason], text, status)
-    if error.code() is grpc.StatusCode.UNAVAILABLE:
+    if error.code() is grpc.StatusCode.UNAVAILABLE or _dropped(error, text):
         return _away(text, address or "the server", connected)
     if error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED and "larger than max" in text:
         return InvalidRequest.of("request", f"too large: {text}")  # gRPC's own words; no retry helps
     return _build(_BY_CODE.get(error.code(), errors.EngineFault), text, status)
+
+
+def _dropped(error: RpcFailure, text: str) -> bool:
+    """What gRPC itself says of a call that reached a server after it had begun to stop: no handler has seen it."""
+    return error.code() is grpc.StatusCode.CANCELLED and text == "CANCELLED"
 
 
 def _away(text: str, address: str, connected: bool) -> BatonError:

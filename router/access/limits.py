@@ -5,28 +5,43 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from typing import Protocol
 
 from baton.core import SequenceSpec
-from baton.errors import InvalidRequest, Overloaded, Violation
+from baton.errors import BatonError, InvalidRequest, Overloaded, Violation
 from baton.rpc.v1 import inference_pb2 as pb
 from router.access.tokens import Grant, Right
 
-if TYPE_CHECKING:
-    from router.call import Call
-
 RETRY_S = 1.0
+
+
+class Counted(Protocol):
+    """A request: whose it is, and why it was told to end, if it was."""
+
+    @property
+    def grant(self) -> Grant | None: ...
+
+    @property
+    def reason(self) -> BatonError | None: ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TextCall:
+    """A Tokenize or Detokenize call."""
+
+    grant: Grant | None
+    reason: None = None
 
 
 class Concurrency:
     """Counts the requests of each token. One that was told to end, for another that takes over, counts no more."""
 
     def __init__(self) -> None:
-        self._running: dict[str, set[Call]] = {}
+        self._running: dict[str, set[Counted]] = {}
 
     @contextmanager
-    def one_more(self, call: Call) -> Iterator[None]:
+    def one_more(self, call: Counted) -> Iterator[None]:
         """As long as a request runs or waits. Raises Overloaded if it is one too many."""
         grant = call.grant
         if grant is None:

@@ -53,10 +53,13 @@ class HttpServer:
         self._server: _Embedded | None = None
         self._task: asyncio.Task[None] | None = None
 
-    async def start(self, target: str) -> None:
-        """Serve, with the router at `target` behind; returns when connections are taken."""
+    async def start(self, target: str, wire: Wire | None = None) -> None:
+        """Serve, with the router at `target` behind; returns when connections are taken.
+
+        `wire`: how it is reached; None: by that of the settings.
+        """
         tls = self._settings.tls
-        self._upstream = Upstream(reachable(target), Wire.of(tls))
+        self._upstream = Upstream(reachable(target), Wire.of(tls) if wire is None else wire)
         app = Gateway(self._upstream, self._settings).app()
         config = uvicorn.Config(
             bounded(app),

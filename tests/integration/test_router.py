@@ -652,7 +652,7 @@ async def test_stop_lets_running_requestsfinish(make):
     call = await at(cluster, "decoding")
     stopping = asyncio.create_task(cluster.router.stop(grace_s=20))
     await until(lambda: not cluster.router.floor.accepting, "stopping")
-    with pytest.raises(NoWorker, match="stopping"):
+    with pytest.raises(NoWorker):
         await cluster.generate()
     cluster.decode[0].gates["decode"].set()
     assert len(ids_of(await cluster.answer(call))) == 8

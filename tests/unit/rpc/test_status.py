@@ -132,6 +132,14 @@ def test_unavailable_without_details_names_the_address():
     assert (type(after), str(after)) == (errors.WorkerLost, "the connection to host:1 was lost: Connection refused")
 
 
+def test_a_call_that_a_stopping_server_has_dropped_is_worth_a_retry():
+    dropped = Failure(Code.CANCELLED, "CANCELLED")
+    assert type(from_rpc_error(dropped, "host:1")) is errors.NoWorker
+    assert type(from_rpc_error(dropped, "host:1", connected=True)) is errors.WorkerLost
+    for words in ("Locally cancelled by application!", "Channel closed!"):
+        assert type(from_rpc_error(Failure(Code.CANCELLED, words))) is errors.Cancelled
+
+
 def test_a_message_that_is_too_large_is_not_worth_a_retry():
     back = from_rpc_error(Failure(Code.RESOURCE_EXHAUSTED, "Received message larger than max (5 vs. 4)"))
     assert isinstance(back, InvalidRequest)

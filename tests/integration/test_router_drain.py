@@ -1,0 +1,148 @@
+"""A router that stops while another one listens at the same port, and the gateway's own listener meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import stat
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from baton import AsyncClient
+from baton.errors import BatonError, NoWorker
+from baton.rpc.channel import aio_channel
+from baton.rpc.v1 import inference_pb2 as pb
+from baton.rpc.v1.inference_pb2_grpc import InferenceStub
+from tests.integration.access_support import ask, bearer, methods_of, token_file
+from tests.integration.gateway_support import raw
+from tests.integration.router_support import at, clusters, until
+
+CALLERS = 8
+
+
+@pytest.fixture
+async def make():
+    async with clusters() as build:
+        yield build
+
+
+@pytest.fixture
+async def pair(make):
+    """Two routers at one port, each with workers of its own, so that one sees who has served."""
+
+    async def build(**settings):
+        first = await make(share_port=True, **settings)
+        return first, await make(share_port=True, grpc=first.router.grpc, **settings)
+
+    return build
+
+
+def inner(cluster):
+    return cluster.router._gateway._upstream.target
+
+
+async def test_no_call_fails_while_one_of_two_drains(pair):
+    both = await pair()
+    failed: list[BatonError] = []
+    async with AsyncClient(both[0].router.grpc) as client:
+        await client.generate("which one?", max_tokens=1)
+        leaving, staying = both if both[0].prefill[0].specs else both[::-1]
+        leaving.decode[0].gates["decode"].clear()
+        stream = client.stream("goes on", max_tokens=8)
+        await anext(stream)
+
+        async def calls():
+            while not stopping.done() and not failed:
+                try:
+                    await client.generate("one more", max_tokens=1)
+                except BatonError as error:
+                    failed.append(error)
+
+        stopping = asyncio.create_task(leaving.router.stop(20.0))
+        callers = [asyncio.create_task(calls()) for _ in range(CALLERS)]
+        await until(lambda: failed or len(staying.prefill[0].specs) > 5 * CALLERS, "the other one serves")
+        assert not stopping.done()
+        leaving.decode[0].gates["decode"].set()
+        assert len((await stream.collect()).tokens) == 8
+        await stopping
+        await asyncio.gather(*callers)
+    assert not failed
+
+
+async def test_connections_are_told_to_go_before_the_end(make):
+    cluster = await make()
+    await at(cluster, "decoding")
+    states: list[grpc.ChannelConnectivity] = []
+    stopping = asyncio.create_task(cluster.router.stop(20.0))
+    async with asyncio.timeout(5):
+        while grpc.ChannelConnectivity.READY not in states or states[-1] is grpc.ChannelConnectivity.READY:
+            states.append(cluster.channel.get_state())
+            await asyncio.sleep(0)
+    assert not stopping.done()
+    cluster.decode[0].gates["decode"].set()
+    await stopping
+
+
+async def test_who_watches_the_health_holds_nothing_up(make):
+    cluster = await make()
+    stub: Any = health_pb2_grpc.HealthStub(cluster.channel)
+    watch = stub.Watch(health_pb2.HealthCheckRequest())
+    seen = [await watch.read()]
+    async with asyncio.timeout(10):
+        await cluster.router.stop(60.0)
+        while (found := await _next(watch)) is not None:
+            seen.append(found)
+    assert seen[-1].status == health_pb2.HealthCheckResponse.NOT_SERVING
+
+
+async def _next(call):
+    try:
+        found = await call.read()
+    except (grpc.RpcError, asyncio.CancelledError):
+        return None
+    return found if isinstance(found, health_pb2.HealthCheckResponse) else None
+
+
+async def test_a_gateway_asks_its_own_router(pair):
+    both = await pair(http="127.0.0.1:0")
+    for cluster in both:
+        status, _, _ = await raw(cluster.router.http, "POST", "/v1/completions", b'{"prompt": "x", "max_tokens": 1}')
+        assert status == 200
+    assert [len(cluster.prefill[0].specs) for cluster in both] == [1, 1]
+
+
+async def test_a_gateway_reads_tokens_while_its_router_drains(make):
+    cluster = await make(http="127.0.0.1:0")
+    await at(cluster, "decoding")
+    async with aio_channel(inner(cluster)) as channel:
+        stopping = asyncio.create_task(cluster.router.stop(20.0))
+        await until(lambda: not cluster.router.floor.accepting, "stopping")
+        reply = await InferenceStub(channel).Detokenize(pb.DetokenizeRequest(ids=[104, 105]))
+        assert reply.text == "hi"
+        with pytest.raises(NoWorker, match="this router is stopping"):
+            await cluster.answer(InferenceStub(channel).Generate(pb.GenerateRequest(text="x")))
+    cluster.decode[0].gates["decode"].set()
+    await stopping
+
+
+async def test_the_inner_listener_asks_for_tokens_as_the_public_one(make, tmp_path):
+    cluster = await make(tokens=token_file(tmp_path / "tokens"), http="127.0.0.1:0")
+
+    def compare():
+        with grpc.insecure_channel(inner(cluster)) as inside, grpc.insecure_channel(cluster.router.grpc) as outside:
+            for method in (name for name in methods_of("public") if "eflection" not in name):
+                for who in (None, "wrong", "alice", "admin"):
+                    assert ask(inside, method, bearer(who)) == ask(outside, method, bearer(who)), (method, who)
+
+    await asyncio.to_thread(compare)
+
+
+async def test_nobody_else_gets_at_the_inner_listener_and_nothing_is_left_of_it(make):
+    cluster = await make(http="127.0.0.1:0")
+    folder = Path(inner(cluster).removeprefix("unix:")).parent
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    await cluster.router.stop(0.0)
+    assert not folder.exists()
