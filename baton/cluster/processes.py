@@ -148,9 +148,12 @@ class Child:
     def poll(self) -> bool:
         """Replace the process if it died and its backoff is over. Returns True when a new one was started now.
 
-        Raises StartError after too many deaths in a row.
+        One that was started again and is not ready in time is killed. Raises StartError after too many deaths in a row.
         """
-        if self._process is None or self._process.poll() is None:
+        if self._process is None:
+            return False
+        if self._process.poll() is None:
+            self._expect_ready(self._process)
             return False
         now = self._clock.monotonic()
         if self._retry_at is None:
@@ -169,6 +172,17 @@ class Child:
             return False
         self.restarts += 1
         return True
+
+    def _expect_ready(self, process: subprocess.Popen[bytes]) -> None:
+        """Nobody waits for a replacement; but one that hangs as it starts must not take the place for ever."""
+        if self._ready_fd is None:
+            return
+        if select.select([self._ready_fd], [], [], 0)[0]:  # it is ready, or has ended, which is seen next time
+            self._close_ready()
+        elif self._clock.monotonic() - self._born > self.spec.ready_timeout_s:
+            log.warning("process_silent", name=self.spec.name, seconds=self.spec.ready_timeout_s)
+            self._close_ready()
+            process.kill()
 
     def terminate(self) -> None:
         """Ask the process to end; `wait` waits for it."""

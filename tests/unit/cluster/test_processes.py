@@ -89,6 +89,28 @@ def test_a_dead_child_is_replaced_after_its_backoff(child):
     assert it.restarts == 1
 
 
+@pytest.mark.parametrize("hangs", [True, False])
+def test_a_replacement_that_hangs_as_it_starts_is_replaced_too(child, tmp_path, hangs):
+    clock, marker = FakeClock(), tmp_path / "first"
+    code = f"import os, time; new = not os.path.exists({str(marker)!r}); open({str(marker)!r}, 'w').close()\n"
+    it = child(code + f"if new or not {hangs}: exec({READY!r})\ntime.sleep(60)", clock, ready_timeout_s=20.0)
+    it.wait_ready(Stop())
+    os.kill(it.pid, signal.SIGKILL)
+    it._process.wait(10)
+    it.poll()
+    clock.advance(BACKOFF_S[0])
+    assert it.poll()
+    second = it._process
+    while not hangs and it._ready_fd is not None:
+        it.poll()  # until it is ready
+    clock.advance(20.1)
+    assert not it.poll()
+    if hangs:
+        assert second.wait(10) == -signal.SIGKILL
+    else:
+        assert second.poll() is None
+
+
 def test_too_many_deaths_in_a_row_are_an_error(child):
     clock = FakeClock()
     it = child("raise SystemExit(1)", clock, max_restarts=2)
