@@ -124,3 +124,19 @@ def test_what_can_never_be_computed_changes_nothing_and_its_deadline_still_count
     assert side.all_free
     assert not router.handoffs
     assert side.records.notes[-1][2] == "RELEASED"
+
+
+def test_one_that_has_all_that_the_model_can_take_has_ended(router):
+    """Its client has every token, and not the end: it is told, by a worker of either role."""
+    pair = Pair()
+    most = pair.decode.role._info.max_model_len
+    spec = spec_of(length=most - 4, sampling=replace(spec_of().sampling, max_tokens=4, ignore_eos=True))
+    full = replace(spec, known=(1, 2, 3, 4))
+    pair.decode.take(router, reserve(known=most))
+    assert router.kinds() == ["reserved"]
+    pair.prefill.take(router, prefill(spec=full))
+    assert router.kinds() == ["reserved", "finish"]
+    pair.decode.take(router, prefill(spec=full, to=None))
+    assert router.kinds() == ["reserved", "finish", "finish"]
+    assert pair.decode.all_free
+    assert pair.prefill.all_free
