@@ -48,7 +48,7 @@ class Router:
         self._public = channel.aio_server(link=channel.PUBLIC, interceptors=guards, share_port=share)
         self._private = channel.aio_server(link=channel.INTERNAL, interceptors=guards)
         self._inner = Inner(guards)
-        self._metrics = MetricsServer(floor.metrics, ready=floor.pool.serves)
+        self._metrics = MetricsServer(floor.metrics, ready=lambda: floor.accepting and floor.pool.serves())
         self._health = health_aio.HealthServicer()
         self._gateway: HttpServer | None = None
         self._watches: list[asyncio.Task[None]] = []

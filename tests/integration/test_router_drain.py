@@ -47,6 +47,7 @@ def inner(cluster):
 async def test_no_call_fails_while_one_of_two_drains(pair):
     both = await pair()
     failed: list[BatonError] = []
+    over = asyncio.Event()
     async with AsyncClient(both[0].router.grpc) as client:
         await client.generate("which one?", max_tokens=1)
         leaving, staying = both if both[0].prefill[0].specs else both[::-1]
@@ -55,19 +56,21 @@ async def test_no_call_fails_while_one_of_two_drains(pair):
         await anext(stream)
 
         async def calls():
-            while not stopping.done() and not failed:
+            while not over.is_set() and not failed:
                 try:
                     await client.generate("one more", max_tokens=1)
                 except BatonError as error:
                     failed.append(error)
 
-        stopping = asyncio.create_task(leaving.router.stop(20.0))
         callers = [asyncio.create_task(calls()) for _ in range(CALLERS)]
+        await until(lambda: failed or len(leaving.prefill[0].specs) > 2 * CALLERS, "calls are under way")
+        stopping = asyncio.create_task(leaving.router.stop(20.0))
         await until(lambda: failed or len(staying.prefill[0].specs) > 5 * CALLERS, "the other one serves")
         assert not stopping.done()
         leaving.decode[0].gates["decode"].set()
         assert len((await stream.collect()).tokens) == 8
         await stopping
+        over.set()
         await asyncio.gather(*callers)
     assert not failed
 
@@ -82,6 +85,7 @@ async def test_connections_are_told_to_go_before_the_end(make):
             states.append(cluster.channel.get_state())
             await asyncio.sleep(0)
     assert not stopping.done()
+    assert "503" in await cluster.http("/ready")
     cluster.decode[0].gates["decode"].set()
     await stopping
 
