@@ -89,6 +89,35 @@ def test_connections_spread(cluster):
 
 
 @pytest.mark.parametrize("name", ["router", "router-1"])
+def test_no_call_fails_while_one_is_told_to_stop(cluster, name):
+    pid, errors, counts = cluster.pid(name), [], [0] * 4
+    replaced = threading.Event()
+
+    def calls(number):
+        with cluster.client() as client:
+            while not replaced.is_set():
+                try:
+                    client.generate("hello", max_tokens=2)
+                    counts[number] += 1
+                except BatonError as error:
+                    errors.append(repr(error))
+
+    threads = [threading.Thread(target=calls, args=(number,)) for number in range(len(counts))]
+    for thread in threads:
+        thread.start()
+    try:
+        eventually(lambda: all(count > 5 for count in counts), within_s=30)
+        os.kill(pid, signal.SIGTERM)
+        eventually(lambda: cluster.pid(name) != pid, within_s=30)
+        eventually(lambda: all(cluster.state().admins) and len(statuses(cluster)) == 2, within_s=30)
+    finally:
+        replaced.set()
+        for thread in threads:
+            thread.join()
+    assert not errors, errors[:5]
+
+
+@pytest.mark.parametrize("name", ["router", "router-1"])
 def test_one_goes_on_for_the_other(cluster, name):
     streams = Streams(cluster)
     pid = cluster.pid(name)
