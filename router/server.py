@@ -95,13 +95,13 @@ class Router:
         Decode workers go on with those that may be resumed.
         """
         self.floor.accepting = False
+        # Its connections are told to go (GOAWAY) and it listens no more: what comes now goes to another router.
+        closing = asyncio.create_task(self._public.stop(grace_s + 2 * _GOODBYE_S))
         for watch in self._watches:
             watch.cancel()
         with suppress(TimeoutError):  # it waits for every watcher to take the news; one may have stopped reading
             async with asyncio.timeout(1.0):
                 await self._health.enter_graceful_shutdown()
-        # Its connections are told to go (GOAWAY) and it listens no more: what comes now goes to another router.
-        closing = asyncio.create_task(self._public.stop(grace_s + 2 * _GOODBYE_S))
         leaving = [asyncio.create_task(self._gateway.stop(grace_s + _GOODBYE_S))] if self._gateway is not None else []
         if self.floor.running:
             await asyncio.wait([call.task for call in self.floor.running], timeout=grace_s)
