@@ -24,7 +24,7 @@ class Inner:
     def bind(self) -> str:
         """The target for a client. Raises ConfigError where there is no place for it."""
         try:
-            self._folder = tempfile.TemporaryDirectory(prefix="baton-", ignore_cleanup_errors=True)
+            self._folder = tempfile.TemporaryDirectory(prefix="baton-router-", ignore_cleanup_errors=True)
         except OSError as error:
             raise ConfigError(f"router.http: no folder for a socket, set TMPDIR: {error}") from error
         try:
