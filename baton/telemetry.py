@@ -98,6 +98,9 @@ class Metrics:
         )
         self._requests = Counter("baton_requests", "Requests by how they ended", ("outcome",), registry=registry)
         self._refusals = Counter("baton_refusals", "Requests refused, by error class", ("reason",), registry=registry)
+        self._slo = Counter(
+            "baton_slo", "Finished requests by whether they kept to the SLO", ("met",), registry=registry
+        )
         self._recoveries = Counter(
             "baton_recoveries", "Attempts after the first, by what ended the one before", ("reason",), registry=registry
         )
@@ -147,6 +150,10 @@ class Metrics:
             (self._prefill, timings.prefill_s),
         ):
             histogram.observe(seconds)
+
+    def kept_slo(self, *, met: bool) -> None:
+        """A request finished, and its first token and the others came within `slo.ttft_ms` and `slo.itl_ms`, or not."""
+        self._slo.labels(str(met).lower()).inc()
 
     def ttft_predicted(self, off_s: float) -> None:
         """A first token came so much sooner or later than the choice of its workers foresaw."""

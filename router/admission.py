@@ -5,6 +5,9 @@ order of tickets within one. A request keeps its ticket for life: one that comes
 preempted it) stands where it stood, before all later ones, and is never turned away by a bound.
 The head of the queue is served first, even if a smaller request behind it would fit.
 
+Who has been accepted is not turned away for lack of room at all: it waits until its deadline, or until no worker has
+been there that could serve it for as long as others wait.
+
 A newcomer is refused when the queue holds too many requests or tokens, or when it would wait longer than it may: its
 own wait, by what stands before it, and by how fast the queue has drained lately.
 """
@@ -27,6 +30,7 @@ __all__ = ["OVERTAKES", "Admission", "Bounds", "Ticket", "ticket_for"]
 Claim = TypeVar("Claim")
 
 _LEAST_RETRY_S = 0.5
+_LOOKS, _LOOK_S = 8, 1.0  # for workers: so often in the time that a request may wait, and after so long
 _RESERVE = 8  # one part in so many, on top of a bound, is for tenants who have less than their share
 
 
@@ -45,6 +49,9 @@ class _Waiter(Entry, Generic[Claim]):
     since: float  # on the clock, as is the next
     deadline: float
     served: asyncio.Future[Claim]
+    accepted: bool
+    bounded_from: float  # `since`, or when somebody was last there who could serve it, if it was accepted
+    reachable: bool = True
 
 
 class Admission(Generic[Claim]):
@@ -91,7 +98,7 @@ class Admission(Generic[Claim]):
         since: float | None = None,
     ) -> Claim:
         """A claim on a pair of workers for a request of `tokens` known tokens; `wish` is passed on. `accepted`: its
-        client has been told so, by another of its choices; it is not turned away at once.
+        client has been told so, for this or another of its choices; it is never told Overloaded.
 
         `deadline_s`: what is left to the request, in seconds. `since`: when it began to wait for room, on our clock, if
         it was given a claim meanwhile that came to nothing.
@@ -100,20 +107,23 @@ class Admission(Generic[Claim]):
         was nobody to wait for).
         """
         now = self._clock.monotonic()
+        since = now if since is None else since
         waiter: _Waiter[Claim] = _Waiter(
             ticket,
             tokens,
             tenant,
             returning,
             wish=wish,
-            since=now if since is None else since,
+            since=since,
             deadline=math.inf if deadline_s is None else now + deadline_s,
             served=asyncio.get_running_loop().create_future(),
+            accepted=accepted,
+            bounded_from=now if accepted else since,
         )
-        claim = self._enter(waiter, accepted=accepted)
+        claim = self._enter(waiter)
         return await self._wait(waiter) if claim is None else claim
 
-    def _enter(self, waiter: _Waiter[Claim], *, accepted: bool) -> Claim | None:
+    def _enter(self, waiter: _Waiter[Claim]) -> Claim | None:
         """A claim at once for who comes first, or a place in the queue. Raises Overloaded."""
         self._queue.push(waiter)
         if self._queue.first is waiter:
@@ -121,7 +131,7 @@ class Admission(Generic[Claim]):
             if claim is not None:
                 self._serve(waiter)
                 return claim
-        refusal = None if waiter.returning or accepted else self._full(waiter) or self._too_long(waiter)
+        refusal = None if waiter.returning or waiter.accepted else self._full(waiter) or self._too_long(waiter)
         if refusal is not None:
             self._queue.remove(waiter)
             raise refusal
@@ -135,7 +145,9 @@ class Admission(Generic[Claim]):
 
     async def _wait(self, waiter: _Waiter[Claim]) -> Claim:
         try:
-            async with asyncio.timeout(self._left_s(waiter)):
+            async with asyncio.timeout(None if waiter.accepted else self._left_s(waiter)) as limit:
+                if waiter.accepted:
+                    self._look(waiter, limit)
                 return await waiter.served
         except BaseException as error:
             if waiter in self._queue:
@@ -146,6 +158,22 @@ class Admission(Generic[Claim]):
             if isinstance(error, TimeoutError):
                 raise self._gave_up(waiter) from None
             raise
+
+    def _look(self, waiter: _Waiter[Claim], limit: asyncio.Timeout) -> None:
+        """One that was accepted goes on until its deadline, while somebody is there who could serve it, or was lately:
+        is looked for from time to time.
+        """
+        if waiter.served.done():  # or cancelled
+            return
+        serves = self._serves()
+        if serves or waiter.reachable:
+            waiter.bounded_from = self._clock.monotonic()
+        waiter.reachable = serves
+        loop, left_s = asyncio.get_running_loop(), self._left_s(waiter)
+        if left_s > 0:
+            loop.call_later(min(left_s, self._bounds.wait_s / _LOOKS, _LOOK_S), self._look, waiter, limit)
+        else:
+            limit.reschedule(loop.time())
 
     def changed(self) -> None:
         """Serve whom the present state allows to."""
@@ -203,13 +231,13 @@ class Admission(Generic[Claim]):
 
     def _left_s(self, waiter: _Waiter[Claim]) -> float:
         """How long it may still wait."""
-        return min(waiter.since + self._bounds.wait_s, waiter.deadline) - self._clock.monotonic()
+        return min(waiter.bounded_from + self._bounds.wait_s, waiter.deadline) - self._clock.monotonic()
 
     def _gave_up(self, waiter: _Waiter[Claim]) -> BatonError:
-        if waiter.deadline < waiter.since + self._bounds.wait_s:
+        if waiter.deadline < waiter.bounded_from + self._bounds.wait_s:
             return DeadlineExceeded("its deadline came while it waited for room")
         waited = f"waited {self._bounds.wait_s:g} s"
-        if self._serves():
+        if self._serves() and not waiter.accepted:
             return self._refusal(f"{waited} for room on a decode worker", self.waiting, self.drain.requests_per_s)
         return NoWorker(f"{waited}: no decode worker is connected, and prefill workers do not decode")
 

@@ -88,6 +88,8 @@ async def answer(
         for life in call.lives:
             life.let_go()
     await client.completed(completed)
+    if not call.resumes:  # another router said the first tokens, and knows when
+        floor.metrics.kept_slo(met=all(life.met_slo() for life in call.lives))
     return completed
 
 

@@ -39,7 +39,7 @@ class RouterSettings:
     http: str | None = None  # None: no gateway in this process
     http_body: int = 2**20  # bytes that a request to it may have
     policy: str = "predicted"
-    slo_ttft_s: float = 1.0
+    slo_ttft_s: float = 1.0  # of both it is counted how many requests kept to them
     slo_itl_s: float = 0.1  # policy `predicted` keeps to it where it can
     share_port: bool = False  # there are other routers at the same addresses
     local_prefill: bool = False  # also where a prefill worker is there, if it is expected to be sooner

@@ -89,6 +89,7 @@ class Life:
         self.attempts = 0
         self.cached_tokens: int | None = None  # as the client is told; None: not accepted yet
         self._floor = floor
+        self._first_token_at: float | None = None
         self._last_token_at: float | None = None
         self._computed = False
         self._failures = 0
@@ -194,10 +195,20 @@ class Life:
             self.started.set()
             self.note("delivered", first=fresh[0].index, count=len(fresh))
             now = self._floor.clock.monotonic()
-            if self._last_token_at is not None:
+            if self._last_token_at is None:
+                self._first_token_at = now
+            else:
                 self._floor.metrics.gap(now - self._last_token_at, len(fresh))
             self._last_token_at = now
         return fresh
+
+    def met_slo(self) -> bool:
+        """Whether the first token came within `slo.ttft_ms`, and the others within `slo.itl_ms` each on average."""
+        settings, first, last = self._floor.settings, self._first_token_at, self._last_token_at
+        if first is None or last is None:  # no token, no wait for one
+            return True
+        itl_s = (last - first) / max(len(self.delivery.ids) - 1, 1)
+        return self.stages.timings().ttft_s <= settings.slo_ttft_s and itl_s <= settings.slo_itl_s
 
     def computed(self, attempt: Attempt) -> None:
         """What the first attempt found cached was saved; what a later one finds there, this request may have left."""

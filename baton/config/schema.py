@@ -182,7 +182,7 @@ class ThinkingConfig(Section):
 
 
 class SloConfig(Section):
-    """What admission and the planner aim at."""
+    """What choosing a decode worker aims at (`itl_ms`), and what finished requests are counted by (both)."""
 
     ttft_ms: Milliseconds = 1000.0
     itl_ms: Milliseconds = 100.0

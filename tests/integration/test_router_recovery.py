@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
 from contextlib import suppress
 from functools import partial
 
@@ -15,7 +16,7 @@ import pytest
 
 from baton.core import HandoffId, Role
 from baton.engine.prefix import Chain, scope_key
-from baton.errors import BatonError, Cancelled, NoWorker, Overloaded, WorkerLost
+from baton.errors import BatonError, Cancelled, NoWorker, WorkerLost
 from baton.rpc.v1 import inference_pb2 as pb
 from baton.rpc.v1 import worker_pb2
 from tests.integration.router_support import (
@@ -438,18 +439,22 @@ async def test_what_is_held_is_freed_when_no_worker_comes_to_take_it(make):
     await cluster.nothing_is_left()
 
 
-async def test_what_is_held_is_freed_when_nobody_has_room_for_it(make):
-    cluster = await make(decode=2, queue_max_wait_s=0.3, blocks=1)
+async def test_who_was_accepted_waits_for_room_for_as_long_as_it_takes(make):
+    """And what is held of it is kept meanwhile."""
+    cluster = await make(decode=2, queue_max_wait_s=0.1, blocks=1)
     call = await at(cluster, "transferring")
     other = cluster.call([9], 8)
     [prefill] = cluster.prefill
     await until(lambda: len(prefill.specs) == 2, "both are prefilling")
     await cluster.decode[0].kill()
-    with pytest.raises(Overloaded, match=r"waited 0\.3 s for room"):
-        await cluster.answer(call)
-    await until(lambda: prefill.count("release") == 1, "release")
+    await until(partial(cluster.waits, 1), "queued")
+    late = time.monotonic() + 0.3
+    await until(lambda: time.monotonic() > late, "others would have been turned away")
+    assert cluster.waits(1)
     prefill.gates["commit"].set()
     assert len(ids_of(await cluster.answer(other))) == 8
+    assert len(ids_of(await cluster.answer(call))) == 8
+    assert prefill.count("repush") == 1
     await cluster.nothing_is_left()
 
 

@@ -105,6 +105,8 @@ def test_metrics_have_the_names_that_dashboards_read():
     metrics.handed_over(0.5, 4096, "gloo")
     metrics.gap(0.2, 4)
     metrics.ttft_predicted(0.03)
+    metrics.kept_slo(met=True)
+    metrics.kept_slo(met=False)
     text = generate_latest(metrics.registry).decode()
     for line in (
         'baton_requests_total{outcome="finished"} 1.0',
@@ -112,6 +114,8 @@ def test_metrics_have_the_names_that_dashboards_read():
         'baton_refusals_total{reason="Overloaded"} 1.0',
         'baton_recoveries_total{reason="preempted"} 1.0',
         "baton_fenced_total 1.0",
+        'baton_slo_total{met="true"} 1.0',
+        'baton_slo_total{met="false"} 1.0',
         "baton_digest_mismatch_total 1.0",
         'baton_transfer_bytes_total{transport="gloo"} 4096.0',
         "baton_ttft_seconds_sum 2.5",
