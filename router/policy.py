@@ -134,6 +134,7 @@ def sooner_alone(snapshot: Snapshot, ask: Ask, pair: Pair) -> int | None:
     cached = ask.decode_cached[rows]
     new = ask.tokens - cached
     computing = cost.step_s + cost.token_s * new + cost.context_s * new * (cached + (new + 1.0) * 0.5)
+    computing += snapshot.decode.at.backlog[rows] * cost.queued_s  # prompts that it has to compute already: one step
     first = computing + itl_s(snapshot, ask)[rows]  # a step that runs there is waited for
     first[computing > snapshot.slo_itl_s] = np.inf
     best = int(first.argmin())

@@ -200,6 +200,15 @@ def test_nobody_is_held_up_for_longer_than_the_slo_allows():
     assert alone_at(*workers, tokens=100, slo_itl_s=0.1) is None
 
 
+def test_prompts_that_a_decode_worker_has_to_compute_already_count():
+    """All of a burst would go there, and be one step that is far beyond the SLO."""
+    busy = prefill(pace=FAST, reported=1000)
+    assert alone_at(busy, decode(pace=STEPS, queued_tokens=500)) == "d"
+    assert alone_at(busy, decode(pace=STEPS, queued_tokens=1000)) is None
+    assert alone_at(busy, decode(pace=STEPS, queued_tokens=60), tokens=40, slo_itl_s=0.1) is None
+    assert alone_at(busy, decode(pace=STEPS, queued_tokens=20), tokens=40, slo_itl_s=0.1) == "d"
+
+
 def test_alone_only_where_there_is_room_and_the_model_is_the_same():
     busy = prefill(pace=FAST, reported=1000)
     small = decode("small", free=2, dispatched=1, pace=STEPS)
