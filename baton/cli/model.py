@@ -23,6 +23,7 @@ from baton.hub import model_folder, pinned
 
 COMMAND = ("-m", "baton", "pull")
 SHOWN_S = 1.0
+FILE_CLOCK_S = 0.1  # files get their times from a clock that is behind by up to a tick
 CLEAR = "\r\x1b[K"
 
 
@@ -64,7 +65,7 @@ def fetched(config: ClusterConfig, stop: Stop) -> ClusterConfig:
 @contextmanager
 def shown_loading(logs: Path) -> Iterator[Callable[[], None]]:
     """On a terminal, one line on stderr with how far each worker is, until the block ends or calls what it is given."""
-    done, began = threading.Event(), time.time()
+    done, began = threading.Event(), time.time() - FILE_CLOCK_S
 
     def show() -> None:
         while not done.wait(SHOWN_S):
