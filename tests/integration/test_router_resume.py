@@ -94,11 +94,10 @@ async def test_a_request_that_workers_die_of_is_stopped(make, attempts):
     """Also with the last attempt: a client that is told of a lost worker would send it to two more."""
     cluster = await make(decode=3, attempts=attempts)
     call = await at(cluster, "decoding")
-    for worker in cluster.decode:
-        await until(partial(bool, worker.committed), "decoding")
+    for worker in cluster.decode[:2]:
+        await until(partial(bool, worker.committed), "committed")
+        await until(lambda: cluster.handed_over, "decoding, as far as the router knows")
         await worker.kill()
-        if worker is cluster.decode[1]:
-            break
     with pytest.raises(EngineFault, match="2 workers were lost while they computed this request"):
         await cluster.answer(call)
     assert cluster.decode[2].count("reserve") == 0
