@@ -62,7 +62,8 @@ _PIECES = [
     ),
     *("oracle", "local", "127.0.0.1:0", "1GiB", "'", '"', "|\n", ">\n", "%YAML 9\n", "\t", "\x00", "\x85", "\ufeff"),
 ]
-_FILE = Path(tempfile.mkdtemp(prefix="baton-fuzz-")) / "cluster.yaml"
+_FOLDER = tempfile.TemporaryDirectory(prefix="baton-fuzz-")  # goes with the process
+_FILE = Path(_FOLDER.name) / "cluster.yaml"
 
 
 def from_text(text: str, sets: tuple[str, ...] = ()) -> None:
