@@ -106,6 +106,10 @@ class Admission(Generic[Claim]):
         Raises Overloaded (the queue is full, its wait would be too long, or was), DeadlineExceeded, or NoWorker (there
         was nobody to wait for).
         """
+        alone = not self.waiting
+        if alone and (claim := self._claim(tokens, wish)) is not None:  # nobody to be fair to
+            self._served(tokens, returning=returning)
+            return claim
         now = self._clock.monotonic()
         since = now if since is None else since
         waiter: _Waiter[Claim] = _Waiter(
@@ -120,13 +124,13 @@ class Admission(Generic[Claim]):
             accepted=accepted,
             bounded_from=now if accepted else since,
         )
-        claim = self._enter(waiter)
-        return await self._wait(waiter) if claim is None else claim
+        found = self._enter(waiter, tried=alone)
+        return await self._wait(waiter) if found is None else found
 
-    def _enter(self, waiter: _Waiter[Claim]) -> Claim | None:
-        """A claim at once for who comes first, or a place in the queue. Raises Overloaded."""
+    def _enter(self, waiter: _Waiter[Claim], *, tried: bool) -> Claim | None:
+        """A claim at once for who comes first and has not `tried`, or a place in the queue. Raises Overloaded."""
         self._queue.push(waiter)
-        if self._queue.first is waiter:
+        if not tried and self._queue.first is waiter:
             claim = self._claim(waiter.tokens, waiter.wish)
             if claim is not None:
                 self._serve(waiter)
@@ -140,8 +144,11 @@ class Admission(Generic[Claim]):
 
     def _serve(self, first: _Waiter[Claim]) -> None:
         self._queue.serve()
-        if not first.returning:  # it was counted before
-            self.drain.served(first.tokens)
+        self._served(first.tokens, returning=first.returning)
+
+    def _served(self, tokens: int, *, returning: bool) -> None:
+        if not returning:  # else it was counted before
+            self.drain.served(tokens)
 
     async def _wait(self, waiter: _Waiter[Claim]) -> Claim:
         try:

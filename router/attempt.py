@@ -59,6 +59,7 @@ class Attempt:
         self._name = convert.handoff_to_pb(handoff)
         self._claim = claim
         self.spec = spec
+        self._spec: pb.SequenceSpec | None = None  # as workers are told of it
         self._stages = stages
         self._metrics = metrics
         self._lasting = lasting or Lasting()
@@ -122,6 +123,8 @@ class Attempt:
                 stream=self._lasting.stream,
             )
         )
+        await asyncio.sleep(0)  # it is told at once, and what follows is done while it answers
+        self._spec = convert.spec_to_pb(self.spec)
         return await self._granted()
 
     async def _granted(self) -> bool:
@@ -144,7 +147,7 @@ class Attempt:
         """Let P compute what is known, say the first token and hand over to D; without P, let D do it all. `deadline_s`
         from now, 0: none.
         """
-        message = pb.Prefill(handoff=self._name, spec=convert.spec_to_pb(self.spec), deadline_s=deadline_s)
+        message = pb.Prefill(handoff=self._name, spec=self._spec, deadline_s=deadline_s)
         if self._claim.prefill is None:
             self.alone = True
             self._claim.decode.send(prefill=message)

@@ -14,6 +14,7 @@ from baton.rpc import convert
 from baton.rpc.v1 import inference_pb2 as pb
 
 Context = aio.ServicerContext[Any, Any]
+_SOON_S = 0.01
 
 
 class Delivery:
@@ -103,13 +104,23 @@ class EventStream:
         self._seq = 0
         self._turn = asyncio.Lock()  # choices write side by side, a stream takes one message at a time
         self._begun: asyncio.Future[None] | None = None  # a call of gRPC that is under way, and that nobody waited for
+        self._metadata: tuple[tuple[str, str], ...] = ()  # to be sent before everything else
+        self._opening: asyncio.TimerHandle | None = None  # until then
 
-    def open(self, *metadata: tuple[str, str]) -> None:
-        """Send `metadata`, before everything else: under way when this returns."""
-        self._begin(self._context.send_initial_metadata(metadata))
+    def open(self, *metadata: tuple[str, str], within_s: float = _SOON_S) -> None:
+        """Send `metadata` before the first event, or alone when there is none soon: workers hear of a request first."""
+        self._metadata = metadata
+        self._opening = asyncio.get_running_loop().call_later(within_s, self._open)
+
+    def _open(self) -> None:
+        if self._opening is not None:
+            self._opening.cancel()
+            self._opening = None
+            self._begin(self._context.send_initial_metadata(self._metadata))
 
     async def close(self) -> None:
         """The status of the call may follow: gRPC never sends one that comes in the middle of something else."""
+        self._open()
         if self._begun is not None:
             await asyncio.wait([self._begun], timeout=self._patience.stall_s)
             if self._begun.done():
@@ -123,6 +134,7 @@ class EventStream:
 
     async def _end(self) -> None:
         """What was begun is through. Raises what it raised."""
+        self._open()
         if self._begun is not None:
             await asyncio.shield(self._begun)
             self._begun = None

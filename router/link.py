@@ -20,6 +20,7 @@ from baton.errors import BatonError, EngineFault, InvalidRequest, WorkerLost
 from baton.rpc import convert, reports
 from baton.rpc.channel import aio_channel
 from baton.rpc.tls import Wire
+from baton.rpc.v1 import common_pb2
 from baton.rpc.v1 import worker_pb2 as pb
 from baton.rpc.v1.worker_pb2_grpc import WorkerStub
 from router.view import WorkerView
@@ -82,6 +83,10 @@ class WorkerLink:
         self._mailboxes: dict[HandoffId, Mailbox] = {}
         self._commands: list[pb.RouterCommand] = []
         self._wake = asyncio.Event()
+        self._report: common_pb2.Load | None = None  # the last one, as long as nobody has read it
+        self._settling = False
+        self._fault: InvalidRequest | None = None  # what its worker said that cannot be
+        self._loop = asyncio.get_running_loop()
         self._task = asyncio.create_task(self._run(), name=f"link {info.ref}")
 
     @property
@@ -125,7 +130,8 @@ class WorkerLink:
             except (Exception, asyncio.CancelledError) as error:  # a link outlives whatever ends a stream
                 if (task := asyncio.current_task()) and task.cancelling():
                     raise  # else a call that was cancelled from this side only looks like it
-                reason = f"silent for {self._silence_s:g} s" if isinstance(error, TimeoutError) else _why(error)
+                silent = f"silent for {self._silence_s:g} s"
+                reason = silent if isinstance(error, TimeoutError) else _why(self._fault or error)
             finally:
                 connected, self.state = self.state == "connected", "lost"
                 self.settled.set()
@@ -140,7 +146,7 @@ class WorkerLink:
         wire = self._wire
         async with aio_channel(self.info.ref.address, credentials=wire.credentials, name=wire.name) as channel:
             call: _Call = WorkerStub(channel).Connect()
-            self._commands, self._wake = [], asyncio.Event()
+            self._commands, self._wake, self._report, self._fault = [], asyncio.Event(), None, None
             worker = convert.incarnation_to_pb(self.info.ref.incarnation)
             hello = pb.RouterHello(router_id=self._router_id, protocol_version=PROTOCOL_VERSION, worker=worker)
             await call.write(pb.RouterMessage(commands=[pb.RouterCommand(hello=hello)]))
@@ -167,7 +173,7 @@ class WorkerLink:
 
     async def _write(self, call: _Call) -> None:
         try:
-            while True:
+            while self._fault is None:
                 await self._wake.wait()
                 self._wake.clear()
                 commands, self._commands = self._commands, []
@@ -190,9 +196,9 @@ class WorkerLink:
         self._dispatch(message)
 
     def _dispatch(self, message: pb.WorkerMessage) -> None:
+        """Events at once; what choices go by when those who waited for the events have gone on, and told workers so."""
         if message.HasField("load"):
-            self.view.load = reports.load_from_pb(message.load)
-            self.view.full = False
+            self._report, self.view.full = message.load, False
         role = self.info.role
         for event in message.events:
             handoff = event.handoff
@@ -201,6 +207,19 @@ class WorkerLink:
                 mailbox.put(role, event)
             if event.HasField("refused"):
                 self._refused(event.refused.reason)
+        if not self._settling:
+            self._settling = True
+            self._loop.call_soon(self._loop.call_soon, self._settle)
+
+    def _settle(self) -> None:
+        self._settling = False
+        report, self._report = self._report, None
+        try:
+            if report is not None:
+                self.view.load = reports.load_from_pb(report)
+        except InvalidRequest as error:
+            self._fault = error
+            self._wake.set()
         self._on_change()
 
     def _refused(self, reason: pb.RefusalReason.ValueType) -> None:

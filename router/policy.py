@@ -5,12 +5,13 @@ Load is counted when a request is dispatched, not when its first byte comes back
 
 A policy is a list of criteria, each a number for every worker of one role: the pair with the least of the first is
 taken, among equals the one with the least of the second, and so on. Since each concerns one side, the best of all pairs
-is found without looking at pairs.
+is found without looking at pairs. What is not asked for is not computed: mostly the first ones decide.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import cache
 from typing import NamedTuple
 
 import numpy as np
@@ -28,7 +29,7 @@ class Pair(NamedTuple):
 
 
 Policy = Callable[[Snapshot, Ask], Pair | None]  # None: nobody has room now
-Criteria = list[tuple[Role, Column]]
+Criteria = list[tuple[Role, Callable[[], Column]]]
 
 _CROWD = 4.0  # requests more than twice as many as on the least busy one: no cached prefix is worth that
 
@@ -40,12 +41,12 @@ def least_loaded(snapshot: Snapshot, ask: Ask) -> Pair | None:
         snapshot,
         ask,
         [
-            (Role.DECODE, decode.requests),
-            (Role.DECODE, -decode.available),
-            (Role.DECODE, decode.order),
-            (Role.PREFILL, prefill.backlog),
-            (Role.PREFILL, prefill.dispatched),
-            (Role.PREFILL, prefill.order),
+            (Role.DECODE, lambda: decode.requests),
+            (Role.DECODE, lambda: -decode.available),
+            (Role.DECODE, lambda: decode.order),
+            (Role.PREFILL, lambda: prefill.backlog),
+            (Role.PREFILL, lambda: prefill.dispatched),
+            (Role.PREFILL, lambda: prefill.order),
         ],
     )
 
@@ -72,14 +73,14 @@ def prefix(snapshot: Snapshot, ask: Ask) -> Pair | None:
         snapshot,
         ask,
         [
-            (Role.PREFILL, prefill.backlog - ask.prefill_cached),
-            (Role.DECODE, np.maximum(requests - (2.0 * least + _CROWD), 0.0)),
-            (Role.DECODE, -ask.decode_cached),
-            (Role.PREFILL, prefill.dispatched),
-            (Role.DECODE, requests),
-            (Role.DECODE, -decode.available),
-            (Role.PREFILL, prefill.order),
-            (Role.DECODE, decode.order),
+            (Role.PREFILL, lambda: prefill.backlog - ask.prefill_cached),
+            (Role.DECODE, lambda: np.maximum(requests - (2.0 * least + _CROWD), 0.0)),
+            (Role.DECODE, lambda: -ask.decode_cached),
+            (Role.PREFILL, lambda: prefill.dispatched),
+            (Role.DECODE, lambda: requests),
+            (Role.DECODE, lambda: -decode.available),
+            (Role.PREFILL, lambda: prefill.order),
+            (Role.DECODE, lambda: decode.order),
         ],
     )
 
@@ -91,21 +92,25 @@ def predicted(snapshot: Snapshot, ask: Ask) -> Pair | None:
     it is the order of `least_loaded`.
     """
     prefill, decode = snapshot.prefill.at, snapshot.decode.at
-    ttft, itl = ttft_s(snapshot, ask), itl_s(snapshot, ask)
-    move = (ask.tokens - ask.decode_cached) * decode.token_bytes * snapshot.byte_s
+    ttft, itl = ttft_s(snapshot, ask), cache(lambda: itl_s(snapshot, ask))
+
+    def second() -> Column:
+        move = (ask.tokens - ask.decode_cached) * decode.token_bytes * snapshot.byte_s
+        return (move + itl()) * (itl() > 0.0)
+
     pair = _least(
         snapshot,
         ask,
         [
-            (Role.DECODE, np.maximum(itl - snapshot.slo_itl_s, 0.0)),
-            (Role.PREFILL, ttft),
-            (Role.DECODE, (move + itl) * (itl > 0.0)),
-            (Role.DECODE, decode.requests),
-            (Role.DECODE, -decode.available),
-            (Role.DECODE, decode.order),
-            (Role.PREFILL, prefill.backlog - ask.prefill_cached),
-            (Role.PREFILL, prefill.dispatched),
-            (Role.PREFILL, prefill.order),
+            (Role.DECODE, lambda: np.maximum(itl() - snapshot.slo_itl_s, 0.0)),
+            (Role.PREFILL, lambda: ttft),
+            (Role.DECODE, second),
+            (Role.DECODE, lambda: decode.requests),
+            (Role.DECODE, lambda: -decode.available),
+            (Role.DECODE, lambda: decode.order),
+            (Role.PREFILL, lambda: prefill.backlog - ask.prefill_cached),
+            (Role.PREFILL, lambda: prefill.dispatched),
+            (Role.PREFILL, lambda: prefill.order),
         ],
     )
     return None if pair is None else pair._replace(ttft_s=float(ttft[pair.prefill]))
@@ -116,8 +121,13 @@ def alone(snapshot: Snapshot, ask: Ask) -> int | None:
     rows, decode = _with_room(snapshot, ask), snapshot.decode.at
     if not rows.size:
         return None
-    columns = (decode.requests, -ask.decode_cached, -decode.available, decode.order)
-    return _narrowed(rows, [(Role.DECODE, column) for column in columns], Role.DECODE)
+    criteria: Criteria = [
+        (Role.DECODE, lambda: decode.requests),
+        (Role.DECODE, lambda: -ask.decode_cached),
+        (Role.DECODE, lambda: -decode.available),
+        (Role.DECODE, lambda: decode.order),
+    ]
+    return _narrowed(rows, criteria, Role.DECODE)
 
 
 def sooner_alone(snapshot: Snapshot, ask: Ask, pair: Pair) -> int | None:
@@ -188,7 +198,9 @@ def _least(snapshot: Snapshot, ask: Ask, criteria: Criteria) -> Pair | None:
     best: tuple[list[float], Pair] | None = None
     for left, right in _candidates(snapshot, ask):
         pair = Pair(_narrowed(left, criteria, Role.PREFILL), _narrowed(right, criteria, Role.DECODE))
-        rank = [float(column[pair.decode if role is Role.DECODE else pair.prefill]) for role, column in criteria]
+        if snapshot.groups <= 1:
+            return pair
+        rank = [float(column()[pair.decode if role is Role.DECODE else pair.prefill]) for role, column in criteria]
         if best is None or rank < best[0]:
             best = rank, pair
     return best[1] if best else None
@@ -199,7 +211,7 @@ def _narrowed(rows: Rows, criteria: Criteria, role: Role) -> int:
         if len(rows) == 1:
             break
         if whose is role:
-            values = column[rows]
+            values = column()[rows]
             rows = rows[values == values.min()]
     return int(rows[0])
 

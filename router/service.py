@@ -99,7 +99,7 @@ class Inference(InferenceServicer):
         client = EventStream(context, call.name, self._patience, call.end)
         try:
             async with call.scope, self._entered(call, request.idempotency_key):
-                # At once, so that a client can name its request while it is queued.
+                # Soon, so that a client can name its request while it is queued.
                 client.open(("baton-request-id", call.name), ("baton-resumable", "1"))
                 with self._concurrency.one_more(call):
                     return await self._answers(message, call, client)

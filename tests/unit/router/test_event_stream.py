@@ -54,7 +54,7 @@ class Reasons(list):
 async def opened(patience=None):
     client, reasons = Client(), Reasons()
     stream = EventStream(cast("Any", client), "a", patience or Patience(30.0), reasons.add)
-    stream.open(("baton-request-id", "a"))
+    stream.open(("baton-request-id", "a"), within_s=0)
     await breath()
     return client, stream, reasons
 
