@@ -6,9 +6,10 @@
 
 Real routers and workers as plain processes, on the oracle engine. *Added* is the time to the first token through a
 router less that of a client which speaks to the same two workers as a router does (`lib/router_direct.py`), in turns.
-Then streams and short requests keep the cluster busy, with 1, 2 and 4 routers. Since all share this machine, what a
-router process can carry is what passed through it per second of processor time that it used (psutil), beside what
-really passed per second.
+Then streams and short requests keep the cluster busy, with 1, 2 and 4 routers, from a client that reads HTTP/2 by hand
+(`lib/http2.py`) and fails unless each stream arrives whole. All share this machine: beside what really passed per
+second there is the processor time (psutil) that each token or request took from each kind of process, and so what
+passed through a router per second of its own.
 The last line of stdout is one JSON object with the figures.
 """
 
@@ -16,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import json
 import os
 import random
@@ -24,7 +24,7 @@ import shlex
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
@@ -43,10 +43,12 @@ from benchmarks.lib.machine import machine
 from benchmarks.lib.protocol import ROOT
 from benchmarks.lib.report import fill, markdown
 from benchmarks.lib.router_direct import Direct
+from benchmarks.lib.streams import Passed, drive
 
 NAME = "router"
 PROMPT, ANSWER = 16, 256  # tokens
-STREAMS = 48
+STREAMS, CONNECTIONS = 48, 8  # not one connection for all: several routers would not share it
+KINDS = ("client", "router", "prefill", "decode")
 SETS = (
     "model.max_model_len=512",
     "decode.kv_memory=8MiB",
@@ -57,13 +59,19 @@ SETS = (
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What passed in `seconds`, and the processor time that the routers used for it."""
+    """What passed through so many routers, and the processor seconds of each kind of process meanwhile."""
 
     routers: int
-    seconds: float
-    tokens: int
-    requests: int
-    cpu_s: float
+    passed: Passed
+    cpu_s: dict[str, float]
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.passed.tokens / self.passed.seconds
+
+    @property
+    def requests_per_s(self) -> float:
+        return self.passed.requests / self.passed.seconds
 
 
 def request_of(rng: random.Random, tokens: int) -> pb.GenerateRequest:
@@ -94,67 +102,54 @@ async def _first_token(stub: Any, request: pb.GenerateRequest) -> float:
     return first
 
 
-async def drive(address: str, seconds: float, answer: int, seed: int) -> tuple[int, int]:
-    """Keep streams under way over a few connections; tokens and requests that came."""
-    rng, tokens, requests, ends = random.Random(seed), 0, 0, time.monotonic() + seconds
-
-    async def one(stub: Any) -> None:
-        nonlocal tokens, requests
-        while time.monotonic() < ends:
-            async for event in stub.Generate(request_of(rng, answer)):
-                tokens += len(event.tokens.ids)
-            requests += 1
-
-    async with contextlib.AsyncExitStack() as leaving:
-        channels = [await leaving.enter_async_context(_own_channel(address, number)) for number in range(8)]
-        stubs = [InferenceStub(channel) for channel in channels]
-        await asyncio.gather(*(one(stubs[number % len(stubs)]) for number in range(STREAMS)))
-    return tokens, requests
-
-
-def _own_channel(address: str, number: int):  # type: ignore[no-untyped-def]  # of grpc.aio
-    """Not one connection for all: several routers would not share it."""
-    import grpc
-
-    options = [("grpc.use_local_subchannel_pool", 1), ("baton.number", number)]
-    return grpc.aio.insecure_channel(address, options=options)
-
-
 def loaded(state: ClusterState, routers: int, seconds: float, answer: int) -> Load:
     """Load from a process of its own."""
-    pids = [identity.pid for name, identity in state.processes.items() if name.startswith("router")]
-    before, began = _cpu_s(pids), time.monotonic()
+    before = _cpu_s(state)
     argv = [sys.executable, __file__, "--drive", state.grpc, "--seconds", str(seconds), "--answer", str(answer)]
-    done = subprocess.run(argv, check=True, capture_output=True, text=True, cwd=ROOT)
-    tokens, requests = json.loads(done.stdout.splitlines()[-1])
-    return Load(routers, time.monotonic() - began, tokens, requests, _cpu_s(pids) - before)
+    done = subprocess.run(argv, check=True, stdout=subprocess.PIPE, text=True, cwd=ROOT)
+    after, passed = _cpu_s(state), Passed(**json.loads(done.stdout.splitlines()[-1]))
+    used = {kind: after[kind] - before[kind] for kind in KINDS if kind != "client"}
+    return Load(routers, passed, {"client": passed.cpu_s, **used})
 
 
-def _cpu_s(pids: list[int]) -> float:
-    return sum(sum(psutil.Process(pid).cpu_times()[:2]) for pid in pids)
+def _cpu_s(state: ClusterState) -> dict[str, float]:
+    """By kind of process."""
+    times = {name: sum(psutil.Process(who.pid).cpu_times()[:2]) for name, who in state.processes.items()}
+    return {kind: sum(value for name, value in times.items() if name.startswith(kind)) for kind in KINDS}
+
+
+def driven(address: str, seconds: float, answer: int) -> Passed:
+    """As the process that makes the load."""
+    rng = random.Random(2)
+
+    def request() -> bytes:
+        return request_of(rng, answer).SerializeToString()
+
+    return drive(address, request, answer=answer, streams=STREAMS, connections=CONNECTIONS, seconds=seconds)
 
 
 def figures(extra: list[float], streams: list[Load], short: list[Load]) -> dict[str, float]:
-    """By name."""
+    """By name; of load, with the first number of routers."""
     found = {"added_ttft_p50_ms": median(extra) * 1e3, "added_ttft_p99_ms": quantiles(extra, n=100)[98] * 1e3}
-    found["tokens_per_router_cpu_s"] = streams[0].tokens / streams[0].cpu_s
-    found["requests_per_router_cpu_s"] = short[0].requests / short[0].cpu_s
+    found["tokens_per_s"] = streams[0].tokens_per_s
+    found["tokens_per_router_cpu_s"] = streams[0].passed.tokens / streams[0].cpu_s["router"]
+    found["tokens_per_event"] = streams[0].passed.tokens_per_event
+    found["requests_per_router_cpu_s"] = short[0].passed.requests / short[0].cpu_s["router"]
     return {name: round(value, 3) for name, value in found.items()}
 
 
-def table(streams: list[Load], short: list[Load]) -> str:
-    """A row for each number of routers."""
-    header = ["routers", "tokens/s", "tokens per s of router CPU", "requests/s", "requests per s of router CPU"]
-    rows = [
-        [
-            str(long.routers),
-            f"{long.tokens / long.seconds:,.0f}",
-            f"{long.tokens / long.cpu_s:,.0f}",
-            f"{brief.requests / brief.seconds:,.0f}",
-            f"{brief.requests / brief.cpu_s:,.0f}",
-        ]
-        for long, brief in zip(streams, short, strict=True)
-    ]
+def table(loads: list[Load], what: str) -> str:
+    """A row for each number of routers: how many of `what`, tokens or requests, and the time each took from whom."""
+    header = ["routers", f"{what}s/s passed", f"{what}s per s of router CPU", "tokens per event"]
+    header += [f"{kind}, us of CPU" for kind in KINDS]
+    rows = []
+    for load in loads:
+        count = load.passed.tokens if what == "token" else load.passed.requests
+        costs = [f"{load.cpu_s[kind] / count * 1e6:,.1f}" for kind in KINDS]
+        passed = [count / load.passed.seconds, count / load.cpu_s["router"]]
+        rows.append(
+            [str(load.routers), *(f"{value:,.0f}" for value in passed), f"{load.passed.tokens_per_event:.2f}", *costs]
+        )
     return markdown(header, rows)
 
 
@@ -183,12 +178,13 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--answer", type=int, default=ANSWER, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     if args.drive:
-        print(json.dumps(asyncio.run(drive(args.drive, args.seconds, args.answer, seed=2))))
+        print(json.dumps(asdict(driven(args.drive, args.seconds, args.answer))))
         return
     load = os.getloadavg()[0]
     extra, streams, short = measure(args)
     found = figures(extra, streams, short)
-    shown = "\n\n".join((table(streams, short), markdown(["figure", "value"], [[k, str(v)] for k, v in found.items()])))
+    values = markdown(["figure", "value"], [[name, str(value)] for name, value in found.items()])
+    shown = "\n\n".join((table(streams, "token"), table(short, "request"), values))
     print(shown)
     if args.write_docs:
         page = ROOT / "docs" / "performance.md"

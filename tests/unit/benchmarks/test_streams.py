@@ -1,0 +1,231 @@
+"""The load generator against a real server: what arrives whole is counted, and anything else is an error."""
+
+import asyncio
+import random
+import socket
+import struct
+
+import grpc
+import pytest
+
+from baton.rpc.channel import aio_server, bind
+from baton.rpc.v1 import common_pb2
+from baton.rpc.v1 import inference_pb2 as pb
+from benchmarks.lib import http2
+from benchmarks.lib.http2 import Connection, LoadFailed, frame
+from benchmarks.lib.streams import METHOD, drive
+
+
+def token_event(number, text="x", seq=0):
+    return pb.GenerateEvent(seq=seq, tokens=pb.Tokens(ids=[number], text=text, **{"from": number}))
+
+
+class Server:
+    """Answers with a token an event, but for what `twist` makes of the events; then an error of `status`, if any."""
+
+    def __init__(self, text="x", twist=lambda events: events, status=None):
+        self.text, self.twist, self.status = text, twist, status
+        self.requests = []
+
+    async def generate(self, request, context):
+        self.requests.append(request)
+        count = request.sampling.max_tokens
+        events = [pb.GenerateEvent(accepted=pb.Accepted(prompt_tokens=1))]
+        events += [token_event(i, self.text) for i in range(count)]
+        events += [pb.GenerateEvent(finished=pb.Finished()), pb.GenerateEvent(completed=pb.Completed())]
+        for seq, event in enumerate(events):
+            event.seq = seq
+        for event in self.twist(events):
+            await context.write(event)
+        if self.status is not None:
+            await context.abort(self.status, "no, \x01 no")
+
+
+def request(prompt, answer):
+    ids = random.Random(prompt).choices(range(2**31), k=prompt)  # five bytes each
+    sampling = common_pb2.Sampling(max_tokens=answer)
+    return pb.GenerateRequest(token_ids=common_pb2.TokenIds(ids=ids), sampling=sampling).SerializeToString()
+
+
+async def load(server, *, prompt=4, answer=8, streams=3, connections=2, seconds=0.0):
+    listening = aio_server()
+    handler = grpc.unary_stream_rpc_method_handler(
+        server.generate, pb.GenerateRequest.FromString, pb.GenerateEvent.SerializeToString
+    )
+    listening.add_generic_rpc_handlers(
+        [grpc.method_handlers_generic_handler("baton.v1.Inference", {"Generate": handler})]
+    )
+    address = bind(listening, "127.0.0.1:0")
+    await listening.start()
+    made = request(prompt, answer)
+    options = {"answer": answer, "streams": streams, "connections": connections, "seconds": seconds}
+    try:
+        return await asyncio.to_thread(drive, address, lambda: made, **options)
+    finally:
+        await listening.stop(None)
+
+
+async def test_whole_streams_are_counted_and_followed_by_others_while_time_is_left():
+    server = Server()
+    passed = await load(server, streams=5, seconds=0.2)
+    assert passed.requests == len(server.requests) > 5
+    assert passed.tokens == passed.events == 8 * passed.requests
+    assert passed.seconds >= 0.2
+    assert passed.cpu_s > 0
+    assert all(len(asked.token_ids.ids) == 4 for asked in server.requests)
+
+
+async def test_messages_that_are_split_over_frames_arrive_whole():
+    passed = await load(Server(text="x" * 100_000), answer=3)  # a frame has at most 16384 bytes
+    assert passed.tokens == 9
+
+
+async def test_requests_wait_for_room_in_the_servers_window():
+    server = Server()
+    passed = await load(server, prompt=3000, streams=30, connections=1)  # 15 KB each, the first window is 64 KB
+    assert passed.requests == len(server.requests) == 30
+
+
+async def test_windows_of_its_own_are_opened_again(monkeypatch):
+    monkeypatch.setattr(http2, "_LARGEST_WINDOW", 2**17)
+    monkeypatch.setattr(http2, "_RENEW", 2**15)
+    passed = await load(Server(text="x" * 10_000), streams=20, connections=1)  # 80 KB each
+    assert passed.requests == 20
+
+
+@pytest.mark.parametrize("status", [grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.UNAUTHENTICATED])
+async def test_a_stream_that_ends_with_an_error_fails_the_load(status):
+    with pytest.raises(LoadFailed, match=f"status {status.value[0]} and 8 of 8 tokens"):
+        await load(Server(status=status))
+
+
+@pytest.mark.parametrize(
+    ("twist", "text"),
+    [
+        (lambda events: events[:-1], "ended with status 0 and 8 of 8 tokens"),
+        (lambda events: events[:4], "ended with status 0 and 3 of 8 tokens"),
+        (lambda events: events[:3] + events[4:], "event 4 of stream"),
+        (lambda events: [*events[:2], token_event(2, seq=2)], "token 2"),
+        (lambda events: [*events, pb.GenerateEvent(seq=11)], "event 11 of stream"),
+        (lambda events: [], "ended with status 0 and 0 of 8 tokens"),
+    ],
+    ids=["not completed", "half", "event missing", "token missing", "goes on", "nothing"],
+)
+async def test_a_stream_that_is_not_whole_fails_the_load(twist, text):
+    with pytest.raises(LoadFailed, match=text):
+        await load(Server(twist=twist))
+
+
+class Heard:
+    def __init__(self):
+        self.messages, self.ends = [], []
+
+    def received(self, stream, message):
+        self.messages.append(message)
+
+    def ended(self, stream, status):
+        self.ends.append(status)
+
+
+@pytest.fixture
+def pair():
+    """A connection, what it heard, and the server's bare end of it."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        heard = Heard()
+        connection = Connection(f"127.0.0.1:{listening.getsockname()[1]}", METHOD, heard)
+        server, _ = listening.accept()
+        with server:
+            yield connection, heard, server
+            connection.close()
+
+
+def status_headers(status):
+    return b"\x00\x0bgrpc-status" + bytes([len(status)]) + status
+
+
+def test_frames_that_come_byte_by_byte_and_headers_in_two_frames(pair):
+    connection, heard, server = pair
+    stream = connection.call(b"question")
+    message, headers = struct.pack(">BI", 0, 5) + b"hello", status_headers(b"0")
+    server.sendall(frame(1, 0x4, stream, b"\x88"))
+    frames = [frame(0, 0, stream, message[:3]), frame(0, 0, stream, message[3:] + message)]
+    frames += [frame(1, 0x1, stream, headers[:7]), frame(9, 0x4, stream, headers[7:])]
+    for byte in b"".join(frames):
+        server.sendall(bytes([byte]))
+        connection.receive()
+    while not heard.ends:
+        connection.receive()
+    assert heard.messages == [b"hello", b"hello"]
+    assert heard.ends == [0]
+
+
+def test_pings_and_settings_are_answered(pair):
+    connection, _, server = pair
+    server.sendall(frame(6, 0, 0, b"12345678") + frame(4, 0, 0, b""))
+    connection.receive()
+    expected = frame(6, 1, 0, b"12345678") + frame(4, 1, 0, b"")
+    read_until(server, expected)
+
+
+def read_until(server, expected):
+    seen = b""
+    while not seen.endswith(expected):
+        new = server.recv(2**20)
+        assert new, seen
+        seen += new
+
+
+def receive_all(connection):
+    while True:
+        connection.receive()
+
+
+@pytest.mark.parametrize(
+    ("sent", "text"),
+    [
+        (frame(3, 0, 1, b"\0\0\0\x08"), "gave up"),
+        (frame(7, 0, 0, bytes(8)), "gave up"),
+        (frame(0, 0x8, 1, b"\1x\0"), "flags 8"),
+        (frame(0, 0x1, 1, b""), "flags 1"),
+        (frame(0, 0, 1, b"\1\0\0\0\0"), "compressed"),
+        (frame(0, 0, 1, b"\0\0\0") + frame(1, 0x5, 1, status_headers(b"0")), "in the middle"),
+        (frame(1, 0x5, 1, b"\x88"), "without a status"),
+        (frame(1, 0xD, 1, b"\0" + status_headers(b"0")), "flags 13"),
+    ],
+)
+def test_what_grpc_never_sends_is_an_error(pair, sent, text):
+    connection, _, server = pair
+    connection.call(b"question")
+    server.sendall(sent)
+    server.shutdown(socket.SHUT_WR)
+    with pytest.raises(LoadFailed, match=text):
+        receive_all(connection)
+
+
+def test_no_more_is_sent_than_the_server_has_room_for(pair):
+    connection, _, server = pair
+    for _ in range(5):
+        connection.call(bytes(16_000))  # and five bytes each; the window is 65535
+    sent = frame(0, 0x1, 7, struct.pack(">BI", 0, 16_000) + bytes(16_000))
+    read_until(server, sent)
+    server.sendall(frame(8, 0, 0, struct.pack(">I", 65535 - 64_020 - 1)))
+    connection.receive()
+    server.settimeout(0.0)
+    with pytest.raises(BlockingIOError):
+        server.recv(1)
+    server.settimeout(None)
+    server.sendall(frame(8, 0, 0, struct.pack(">I", 14_500)))
+    connection.receive()
+    read_until(server, frame(0, 0x1, 9, sent[9:]))
+
+
+def test_a_server_that_goes_away_is_an_error(pair):
+    connection, _, server = pair
+    server.shutdown(socket.SHUT_WR)
+    with pytest.raises(LoadFailed, match="closed"):
+        connection.receive()
+
+
+def test_a_request_that_needs_several_frames_is_refused(pair):
+    with pytest.raises(LoadFailed, match="one frame"):
+        pair[0].call(bytes(20_000))
