@@ -9,6 +9,7 @@ any one changed word changes the sum for certain, and swapped, torn or stale blo
 
 from __future__ import annotations
 
+import threading
 from typing import TYPE_CHECKING
 
 import torch
@@ -40,6 +41,21 @@ def oracle_layout(block_size: int = 16, layers: int = 2, kv_heads: int = 2, head
     return KVLayout(layers, kv_heads, head_dim, block_size, "float32")
 
 
+class _Scratch(threading.local):
+    """Memory that one thread uses again and again: engines of several may share a model."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._words: Tensor | None = None
+
+    def words(self, size: int) -> Tensor:
+        """So many int64, good until the next call. Fresh ones would cost more than what is computed in them."""
+        if self._words is None or len(self._words) < size:
+            with torch.inference_mode(False):  # else nobody could use it outside of that mode
+                self._words = torch.empty(size, dtype=torch.int64, device=self._device)
+        return self._words[:size]
+
+
 class OracleBackend:
     """Implements `baton.engine.backend.ModelBackend` over bytes as tokens (`OracleTokenizer`).
 
@@ -63,6 +79,7 @@ class OracleBackend:
         self._start = int.from_bytes(keyed_digest(bytes(32), b"baton oracle", str(seed).encode())[:8], "little")
         self._salt, self._odd, self._weights = self._constants()
         self._bias = self._column_bias()
+        self._scratch = _Scratch(self.device)
 
     def make_cache(self, total_blocks: int) -> KVCache:
         """A cache of this layout."""
@@ -77,7 +94,7 @@ class OracleBackend:
     def forward(self, batch: Batch, kv: KVCache) -> Tensor:
         """Write the batch's K and V, then return logits, float32 [L, vocab_size]."""
         views = [self._as_words(tensor) for tensor in kv.tensors]
-        states = self._tensor(self._run(batch, views[0]))
+        states = self._run(batch, views[0])
         written = self._spread(states)
         for view, words in zip(views, written, strict=True):
             view.flatten(1, 2)[:, batch.slot_mapping] = words
@@ -105,16 +122,24 @@ class OracleBackend:
                 produced.append(token_id)
         return produced
 
-    def _run(self, batch: Batch, keys: Tensor) -> list[int]:
+    def _run(self, batch: Batch, keys: Tensor) -> Tensor:
         """The states of all N new tokens, from the states that the cache holds before them."""
-        tokens, tables, states = batch.token_ids.tolist(), batch.block_tables, list[int]()
-        for i, (count, context) in enumerate(zip(batch.query_lens, batch.context_lens, strict=True)):
-            state, before = self._start, context - count - 1
-            if before >= 0:
-                block, offset = divmod(before, self.layout.block_size)
-                state = int(keys[0, int(tables[i, block]), offset, 0])  # there salt is 0 and odd is 1
+        before = self._before(batch, keys)
+        if max(batch.query_lens) == 1:
+            return mix64_tensor((before ^ batch.token_ids) + signed64(GOLDEN64))
+        tokens, states = batch.token_ids.tolist(), list[int]()
+        for state, count in zip(before.tolist(), batch.query_lens, strict=True):
             states += self._chain(state, tokens[len(states) : len(states) + count])
-        return states
+        return self._tensor(states)
+
+    def _before(self, batch: Batch, keys: Tensor) -> Tensor:
+        """The state of the position before the new tokens of each sequence: where salt is 0 and odd is 1."""
+        counts = zip(batch.query_lens, batch.context_lens, strict=True)
+        last = torch.tensor([context - count - 1 for count, context in counts], device=self.device)
+        there, rows = last.clamp_min(0), torch.arange(len(last), device=self.device)
+        blocks = batch.block_tables[rows, there // self.layout.block_size].long()
+        found = keys[0, blocks, there % self.layout.block_size, 0]
+        return torch.where(last < 0, signed64(self._start), found)
 
     def _chain(self, state: int, tokens: Iterable[int]) -> list[int]:
         return [state := mix64((state ^ token) + GOLDEN64) for token in tokens]
@@ -135,11 +160,13 @@ class OracleBackend:
         """The weighted sum of all KV words at positions 0..positions[i] through tables[i]: int64 [L]."""
         blocks = self.layout.blocks_for(int(positions.max()) + 1) if len(positions) else 0
         span = torch.arange(blocks * self.layout.block_size, device=self.device)
-        inside = (span <= positions[:, None])[:, :, None]  # [L, span, 1]
-        folded = torch.zeros_like(positions)
+        inside = (span <= positions[:, None]).long()[:, :, None]  # [L, span, 1]
+        folded, wanted = torch.zeros_like(positions), tables[:, :blocks].flatten()
         for view, weights in zip(views, self._weights, strict=True):
-            words = view[:, tables[:, :blocks]].flatten(2, 3)  # [layers, L, span, words]
-            folded += (words * weights[:, None, : len(span)] * inside).sum(dim=(0, 2, 3))
+            into = self._scratch.words(len(view) * len(wanted) * view[0, 0].numel())
+            torch.index_select(view, 1, wanted, out=into.view(len(view), len(wanted), *view.shape[2:]))
+            words = into.view(len(view), *inside.shape[:2], self._words)  # [layers, L, span, words]
+            folded += words.mul_(weights[:, None, : len(span)]).mul_(inside).sum(dim=(0, 2, 3))
         return folded
 
     def _logits(self, states: Tensor, folded: Tensor) -> Tensor:

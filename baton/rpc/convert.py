@@ -168,12 +168,19 @@ def _all_logprobs(tokens: Sequence[Token]) -> list[common.TokenLogprobs]:
 
 def tokens_to_pb(tokens: Sequence[Token]) -> worker.OutputTokens:
     """One step's tokens of one choice. Raises ValueError for indices with gaps or logprobs on some tokens only."""
-    return worker.OutputTokens(
-        ids=[token.token_id for token in tokens],
-        texts=[token.text for token in tokens],
-        logprobs=_all_logprobs(tokens),
-        **{"from": _first_index(tokens)},  # a keyword in Python
-    )
+    message = worker.OutputTokens()
+    fill_tokens(message, tokens)
+    return message
+
+
+def fill_tokens(message: worker.OutputTokens, tokens: Sequence[Token]) -> None:
+    """As `tokens_to_pb`, into a message that is part of another: nothing is copied."""
+    first = _first_index(tokens)
+    message.ids.extend([token.token_id for token in tokens])
+    message.texts.extend([token.text for token in tokens])
+    if logprobs := _all_logprobs(tokens):
+        message.logprobs.extend(logprobs)
+    setattr(message, "from", first)  # a keyword in Python
 
 
 def tokens_from_pb(message: worker.OutputTokens) -> list[Token]:

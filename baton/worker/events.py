@@ -39,7 +39,9 @@ def failed(handoff: HandoffId, error: BatonError, *, held: bool = False) -> Even
 
 def tokens(handoff: HandoffId, items: Sequence[Token]) -> Event:
     """Output tokens of one step."""
-    return Event(handoff=convert.handoff_to_pb(handoff), tokens=convert.tokens_to_pb(items))
+    event = Event(handoff={"request_id": handoff.request_id, "attempt": handoff.attempt})
+    convert.fill_tokens(event.tokens, items)
+    return event
 
 
 def finished(handoff: HandoffId, finish: Finish) -> Event:

@@ -27,7 +27,7 @@ from baton.ledger.ledger import Ledger
 from baton.load import Load
 from baton.rpc import channel, reports
 from baton.rpc.tls import IN_THE_CLEAR, Wire
-from baton.rpc.v1 import common_pb2, worker_pb2_grpc
+from baton.rpc.v1 import worker_pb2_grpc
 from baton.worker.build import build_engine
 from baton.worker.lease import Lease
 from baton.worker.loop import EngineLoop, Paces
@@ -86,7 +86,7 @@ Ready = Callable[[WorkerRef], None]
 
 
 class _Stepping:
-    """Passes steps to the role and keeps the load report that sessions attach to their messages."""
+    """Passes steps to the role and keeps what is reported of its load, for the messages of sessions."""
 
     def __init__(self, engine: Engine, role: HostedRole, paces: Paces) -> None:
         self._engine = engine
@@ -103,8 +103,8 @@ class _Stepping:
         self._role.tick()
         self.load = self._report()
 
-    def _report(self) -> common_pb2.Load:
-        return reports.load_to_pb(self._paces.into(self._role.load(self._engine.load())))
+    def _report(self) -> Load:
+        return self._paces.into(self._role.load(self._engine.load()))
 
 
 async def serve(settings: WorkerSettings, factory: RoleFactory, stop: asyncio.Event, ready: Ready) -> None:
@@ -123,7 +123,7 @@ async def serve(settings: WorkerSettings, factory: RoleFactory, stop: asyncio.Ev
         loop = EngineLoop(engine, clock=clock)
         role = factory(HostParts(settings, info, engine, loop, ledger, server, clock, wire))
         stepping = _Stepping(engine, role, loop.paces)
-        service = WorkerService(info, loop, role, lambda: stepping.load)
+        service = WorkerService(info, loop, role, lambda: reports.load_to_pb(stepping.load))
         worker_pb2_grpc.add_WorkerServicer_to_server(service, server)
         loop.start(stepping)
         leaving.push_async_callback(role.close)  # last of these: what the engine thread still notes must get out
