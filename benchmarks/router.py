@@ -6,6 +6,9 @@
 
 Real routers and workers as plain processes, on the oracle engine. *Added* is the time to the first token through a
 router less that of a client which speaks to the same two workers as a router does (`lib/router_direct.py`), in turns.
+That client's streams to the workers stand all the time, a router is called for each request. So in turn with both comes
+a call of a server that does nothing (`lib/bare_call.py`): what a call costs whoever is called, a worker too if it were
+called for each request, and what a router adds beyond that.
 Then streams and short requests keep the cluster busy, with 1, 2 and 4 routers, from a client that reads HTTP/2 by hand
 (`lib/http2.py`) and fails unless each stream arrives whole. All share this machine: beside what really passed per
 second there is the processor time (psutil) that each token or request took from each kind of process, and so what
@@ -17,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import os
 import random
@@ -27,7 +31,7 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median, quantiles
-from typing import Any
+from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for `python benchmarks/router.py`
 
@@ -38,6 +42,7 @@ from baton.rpc.channel import PUBLIC, aio_channel
 from baton.rpc.v1 import common_pb2
 from baton.rpc.v1 import inference_pb2 as pb
 from baton.rpc.v1.inference_pb2_grpc import InferenceStub
+from benchmarks.lib.bare_call import bare_server
 from benchmarks.lib.cluster import cluster
 from benchmarks.lib.machine import machine
 from benchmarks.lib.protocol import ROOT
@@ -81,16 +86,28 @@ def request_of(rng: random.Random, tokens: int) -> pb.GenerateRequest:
     return pb.GenerateRequest(token_ids=ids, sampling=sampling)
 
 
-async def added(state: ClusterState, rounds: int) -> list[float]:
-    """Seconds, request by request: through the router less without it."""
-    rng, found = random.Random(1), list[float]()
-    async with aio_channel(state.grpc, link=PUBLIC) as channel, Direct(state.admin) as direct:
-        stub = InferenceStub(channel)
+class Turn(NamedTuple):
+    """Seconds to the first token: through a router, without one, and of a call of a server that does nothing."""
+
+    through: float
+    direct: float
+    call: float
+
+
+async def turns(state: ClusterState, rounds: int) -> list[Turn]:
+    """One after the other, so that all have the same machine."""
+    rng, found = random.Random(1), list[Turn]()
+    async with contextlib.AsyncExitStack() as leaving:
+        nobody = leaving.enter_context(bare_server())
+        channels = [await leaving.enter_async_context(aio_channel(at, link=PUBLIC)) for at in (state.grpc, nobody)]
+        router, bare = [InferenceStub(channel) for channel in channels]
+        direct = await leaving.enter_async_context(Direct(state.admin))
         for number in range(rounds + 10):
-            through = await _first_token(stub, request_of(rng, 2))
-            bare = await direct.first_token(request_of(rng, 2))
+            through = await _first_token(router, request_of(rng, 2))
+            without = await direct.first_token(request_of(rng, 2))
+            call = await _first_token(bare, request_of(rng, 2))
             if number >= 10:  # what wakes up first is not measured
-                found.append(through - bare)
+                found.append(Turn(through, without, call))
     return found
 
 
@@ -128,9 +145,15 @@ def driven(address: str, seconds: float, answer: int) -> Passed:
     return drive(address, request, answer=answer, streams=STREAMS, connections=CONNECTIONS, seconds=seconds)
 
 
-def figures(extra: list[float], streams: list[Load], short: list[Load]) -> dict[str, float]:
+def figures(extra: list[Turn], streams: list[Load], short: list[Load]) -> dict[str, float]:
     """By name; of load, with the first number of routers."""
-    found = {"added_ttft_p50_ms": median(extra) * 1e3, "added_ttft_p99_ms": quantiles(extra, n=100)[98] * 1e3}
+    found = dict[str, float]()
+    for name, seconds in (
+        ("added_ttft", [turn.through - turn.direct for turn in extra]),
+        ("call", [turn.call for turn in extra]),
+        ("added_beyond_a_call", [turn.through - turn.direct - turn.call for turn in extra]),
+    ):
+        found[f"{name}_p50_ms"], found[f"{name}_p99_ms"] = median(seconds) * 1e3, quantiles(seconds, n=100)[98] * 1e3
     found["tokens_per_s"] = streams[0].tokens_per_s
     found["tokens_per_router_cpu_s"] = streams[0].passed.tokens / streams[0].cpu_s["router"]
     found["tokens_per_event"] = streams[0].passed.tokens_per_event
@@ -153,15 +176,15 @@ def table(loads: list[Load], what: str) -> str:
     return markdown(header, rows)
 
 
-def measure(args: argparse.Namespace) -> tuple[list[float], list[Load], list[Load]]:
+def measure(args: argparse.Namespace) -> tuple[list[Turn], list[Load], list[Load]]:
     """Latency with one router, and load with each number of them."""
     seconds = args.seconds or (4.0 if args.quick else 15.0)
-    extra: list[float] = []
+    extra = list[Turn]()
     streams, short = list[Load](), list[Load]()
     for routers in args.routers:
         with cluster(NAME, *SETS, f"router.replicas={routers}") as state:
             if not extra:
-                extra = asyncio.run(added(state, 200 if args.quick else 1000))
+                extra = asyncio.run(turns(state, 200 if args.quick else 1000))
             streams.append(loaded(state, routers, seconds, ANSWER))
             short.append(loaded(state, routers, seconds, 1))
     return extra, streams, short
