@@ -139,6 +139,7 @@ class SequenceSpec:
     priority: int = 0
     cache_scope: str = ""
     constraint: Constraint | None = None  # of the whole output, `known` included
+    deterministic: bool = False  # the same tokens and logprobs bit for bit, whatever else is computed
 
     @property
     def tokens(self) -> tuple[int, ...]:

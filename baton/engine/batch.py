@@ -25,6 +25,7 @@ class Batch:
     block_tables  int32 [B, max_blocks], padded with 0
     logit_rows    int64 [L]   the rows of N whose logits are wanted
     on_layer      called with the number of each layer as soon as its K and V are written; on a GPU, issued to be
+    fixed         of a shape of `FixedShapes`: a row's bits may depend on its position and what is before it alone
     """
 
     token_ids: Tensor
@@ -37,3 +38,4 @@ class Batch:
     block_tables: Tensor
     logit_rows: Tensor
     on_layer: Callable[[int], None] | None = None
+    fixed: bool = False
