@@ -48,6 +48,12 @@ class Guide:
         self.words = words
         self.broken = False
 
+    def copy(self) -> Guide:
+        """Another one that goes its own way from here."""
+        other = Guide(self._matcher.deep_copy(), self.words)
+        other.broken = self.broken
+        return other
+
     @property
     def complete(self) -> bool:
         return not self.broken and self._matcher.is_stopped()

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from baton.clock import Clock
     from baton.engine.engine import Engine
     from baton.engine.outcome import Output, StepResult
-    from baton.engine.scheduler import Work as StepWork
+    from baton.engine.sequence import Work as StepWork
     from baton.worker.loop import EngineLoop
     from baton.worker.session import Session
     from baton.worker.transfers import Pusher

@@ -58,7 +58,7 @@ class Choice:
         self.tokens = list(spec.prompt)
         self.finish: Finish | None = None
         self._prompt_len = len(spec.prompt)
-        self._max_output = min(self.sampling.max_tokens, max_model_len - len(spec.prompt))
+        self.max_output = min(self.sampling.max_tokens, max_model_len - len(spec.prompt))
         self._eos_ids = () if self.sampling.ignore_eos else tokenizer.eos_ids
         self._text = OutputText(tokenizer.stream(spec.prompt), self.sampling.stop, self.sampling.min_tokens)
         end_ids = (*self._eos_ids, *self.sampling.stop_token_ids)
@@ -69,7 +69,7 @@ class Choice:
 
     def push(self, token_id: int, logprobs: TokenLogprobs | None = None) -> Token | None:
         """Take the next token: returns it with its text, or None if it only ends the choice. Sets `finish`."""
-        reason = self._ends_by_id(token_id)
+        reason = self.ends_by_id(token_id)
         if reason is not None:
             self.finish = Finish(reason, str(token_id), self._text.tail())
             return None
@@ -81,11 +81,12 @@ class Choice:
             self.finish = Finish(FinishReason.STOP_STRING, stop)
         elif self.row.guide is not None and self.row.guide.complete:
             self.finish = Finish(FinishReason.EOS, tail=self._text.tail())  # nothing but an end token could follow
-        elif index + 1 >= self._max_output:
+        elif index + 1 >= self.max_output:
             self.finish = Finish(FinishReason.LENGTH, tail=self._text.tail())
         return Token(index, token_id, text, logprobs)
 
-    def _ends_by_id(self, token_id: int) -> FinishReason | None:
+    def ends_by_id(self, token_id: int) -> FinishReason | None:
+        """Why it is no token of the output, if it is none."""
         if token_id in self._eos_ids:
             return FinishReason.EOS
         return FinishReason.STOP_TOKEN if token_id in self.sampling.stop_token_ids else None

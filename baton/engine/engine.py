@@ -6,14 +6,14 @@
     adopt ────────────────────┘        (or preempted and handed back)
 
 Progress is counted, not phased: a sequence has known and computed tokens, and every kind of work (prompt chunks,
-decoding, starting over after a preemption or elsewhere) is to let computed catch up with known.
+decoding, starting over after a preemption or elsewhere) is to let computed catch up with known. A step runs the
+ordinary batch, and then, where there are deterministic requests, one forward of a fixed shape (`baton.engine.verify`).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import structlog
 import torch
@@ -21,13 +21,15 @@ import torch
 from baton.engine.blocks import BlockPool, BlockState
 from baton.engine.choice import Choices
 from baton.engine.inputs import Inputs
-from baton.engine.outcome import Counters, Output, StepResult
+from baton.engine.outcome import Counters, Output, StepResult, load_of
 from baton.engine.prefix import Chain, scope_key
+from baton.engine.request import Request
 from baton.engine.reservation import Reservation
 from baton.engine.sampler import Sampler
-from baton.engine.scheduler import Scheduler, Sequence
-from baton.errors import EngineFault, RankLost
-from baton.load import Load
+from baton.engine.scheduler import Scheduler
+from baton.engine.sequence import Sequence, Work
+from baton.engine.verify import FixedForwards
+from baton.errors import EngineFault, InvalidRequest, RankLost
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -36,35 +38,30 @@ if TYPE_CHECKING:
     from baton.core import Finish, HandoffId, SequenceSpec
     from baton.engine.backend import ModelBackend
     from baton.engine.blocks import Allocation
-    from baton.engine.choice import Choice
+    from baton.engine.fixed import FixedShapes
     from baton.engine.sampler import Sampled
-    from baton.engine.scheduler import Work
+    from baton.engine.verify import Taken
+    from baton.engine.windows import Window
+    from baton.load import Load
     from baton.tokenizer import Tokenizer
 
-    LayerListener = Callable[[list[Work], int], None]
-    """Told the work of a step and the number of a layer whose K and V are written for it."""
+    LayerListener = Callable[[list[Work], int], None]  # the work of a step; a layer whose K and V are written for it
 
+_Found = TypeVar("_Found")
+NO_TOKEN = "no token can be drawn: the best logit is not a finite number"
 log = structlog.get_logger()
-
-
-@dataclass(slots=True)
-class _Request:
-    sequence: Sequence
-    choice: Choice
-    hold: bool = False
-    held: bool = False
 
 
 class Engine:
     """One model, its KV cache, and the requests that use them.
 
     A sequence ends at `max_model_len` tokens (None: the model's), and where it would not fit the pool alone.
-    `max_batched_tokens` bounds the tokens of one step, `max_running` the sequences in it. `recompute_preempted`: start
-    preempted sequences over here, or hand them back through `StepResult.preempted`. `prefix_cache`: keep the KV of full
-    blocks while there is room, and compute nothing that is there already, within a request's `cache_scope`.
+    `max_batched_tokens` bounds a step's tokens, `max_running` its sequences. `recompute_preempted`: start them over
+    here, or hand them back through `StepResult.preempted`. `prefix_cache`: keep the KV of full blocks while there is
+    room, for others of a `cache_scope`. `shapes`: for deterministic requests; None: these are refused.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  (all but three have a default)
         self,
         backend: ModelBackend,
         tokenizer: Tokenizer,
@@ -75,12 +72,11 @@ class Engine:
         max_running: int = 64,
         recompute_preempted: bool = True,
         prefix_cache: bool = True,
+        shapes: FixedShapes | None = None,
     ) -> None:
-        self.backend = backend
-        self.layout = backend.layout
-        self.tokenizer = tokenizer
+        self.backend, self.layout, self.tokenizer = backend, backend.layout, tokenizer
         self.pool = BlockPool(total_blocks)
-        self.kv = backend.make_cache(total_blocks)
+        self.kv = backend.make_cache(total_blocks + (shapes is not None))  # the last one is nobody's
         self.counters = Counters()
         self._prefix_cache = prefix_cache
         longest = min(backend.max_model_len, total_blocks * self.layout.block_size)
@@ -96,7 +92,8 @@ class Engine:
         self._inputs = Inputs(backend, max_batched_tokens, max_running, max_blocks)
         self._choices = Choices(tokenizer, backend.vocab_size, self.max_model_len)
         self._sampler = Sampler()
-        self._requests: dict[HandoffId, _Request] = {}
+        self._fixed = FixedForwards(backend, shapes, max_blocks, total_blocks, self.counters) if shapes else None
+        self._requests: dict[HandoffId, Request] = {}
         self._ended: list[Output] = []  # ended by what was known already; told with the next step
         self._arrivals = 0
         self._on_layer: LayerListener | None = None
@@ -114,15 +111,8 @@ class Engine:
         position, which always does. Leaves one block for each running sequence to grow into, and room for the next that
         waits here.
         """
-        most = (tokens - 1) // self.layout.block_size
-        shared = self.pool.allocate(0, shared=self.pool.find(prefix[:most]) if self._prefix_cache else ())
-        assert shared is not None  # nobody has to make room for them
-        need, spare = self.layout.blocks_for(tokens + 1) - len(shared), self._scheduler.watermark
-        own = self.pool.allocate(need, reserved=True, spare=spare)
-        if own is None:
-            shared.release()
-            return None
-        return Reservation(shared, own, len(shared) * self.layout.block_size)
+        names = prefix[: (tokens - 1) // self.layout.block_size] if self._prefix_cache else ()
+        return Reservation.of(self.pool, self.layout, tokens + 1, names, self._scheduler.watermark)
 
     def submit(self, key: HandoffId, spec: SequenceSpec, *, hold: bool = False) -> None:
         """Compute `spec` from its first token on. `hold`: stop after one new token and keep the blocks for `held`.
@@ -130,8 +120,7 @@ class Engine:
         Raises InvalidRequest if it can never be computed here, ValueError if `key` is in use.
         """
         self.validate(spec)
-        request = self._register(key, spec, computed=0, hold=hold)
-        if request is not None:
+        if (request := self._register(key, spec, computed=0, hold=hold)) is not None:
             self._scheduler.add(request.sequence)
 
     def adopt(self, key: HandoffId, spec: SequenceSpec, reservation: Reservation) -> None:
@@ -147,14 +136,13 @@ class Engine:
             raise ValueError(f"a reservation of {blocks} blocks does not fit {len(spec)} tokens")
         if own.state is not BlockState.RESERVED:
             raise ValueError(f"the reservation is {own.state.value}, not reserved")
-        request = self._register(key, spec, computed=len(spec) - 1)
-        allocation = reservation.activate()
+        request, allocation = self._register(key, spec, computed=len(spec) - 1), reservation.activate()
         if request is None:
             self.pool.history.blocks("let_go", key, allocation)
             allocation.release()
-            return
-        request.sequence.allocation = allocation
-        self._scheduler.adopt(request.sequence, reservation.cached_tokens)
+        else:
+            request.sequence.allocation = allocation
+            self._scheduler.adopt(request.sequence, reservation.cached_tokens)
 
     def rename(self, key: HandoffId, new: HandoffId) -> None:
         """From now on the request `key` is `new`, in whatever state. Raises KeyError or ValueError for wrong ones."""
@@ -165,8 +153,7 @@ class Engine:
 
     def held(self, key: HandoffId) -> Allocation:
         """Blocks with the KV of all tokens of a held sequence's spec. Raises KeyError if `key` is not held."""
-        request = self._requests[key]
-        if not request.held or request.sequence.allocation is None:
+        if not (request := self._requests[key]).held or request.sequence.allocation is None:
             raise KeyError(key)
         return request.sequence.allocation
 
@@ -188,6 +175,8 @@ class Engine:
 
     def validate(self, spec: SequenceSpec) -> None:
         """Raises InvalidRequest, naming the field, if `spec` can never be computed here."""
+        if spec.deterministic and self._fixed is None:
+            raise InvalidRequest.of("deterministic", "this worker does not compute deterministic requests")
         self._choices.check(spec)
 
     def has_work(self) -> bool:
@@ -196,91 +185,102 @@ class Engine:
 
     def load(self) -> Load:
         """The engine's part of what a worker reports."""
-        running = self._scheduler.running
-        return Load(
-            step=self.counters.steps,
-            running=len(running),
-            waiting=len(self._scheduler.waiting),
-            queued_tokens=sum(max(0, s.prefill_end - s.computed) for s in running) + self._scheduler.waiting_tokens,
-            prefill_tokens=self.counters.prefill_tokens,
-            cached_tokens=self.counters.cached_tokens,
-            decode_steps=self.counters.decode_steps,
-            decode_tokens=self.counters.decode_tokens,
-            blocks=self.pool.counts(),
-        )
+        return load_of(self._scheduler, self.counters)
 
     def step(self) -> StepResult:
         """Schedule, compute, and tell what came of it."""
-        result = StepResult(outputs=self._ended)
-        self._ended = []
+        result, self._ended = StepResult(outputs=self._ended), []
         plan = self._scheduler.plan()
         self.counters.preemptions += len(plan.preempted)
         self.counters.cached_tokens += plan.cached_tokens
-        if not self._scheduler.recompute_preempted:
-            result.preempted = [sequence.key for sequence in plan.preempted]
-            for key in result.preempted:
-                del self._requests[key]
+        for sequence in plan.preempted:
+            if self._scheduler.recompute_preempted:
+                self._requests[sequence.key].start_over()
+            else:
+                del self._requests[sequence.key]
+                result.preempted.append(sequence.key)
         if plan.work:
             self._run(plan.work, result)
+        if windows := [window for window in plan.windows if window.sequence.key in self._requests]:  # not just failed
+            self._run_fixed(windows, result)
         return result
 
     def _run(self, work: list[Work], result: StepResult) -> None:
+        sampled = self._tried(lambda: self._compute(work), [item.sequence for item in work], result)
+        if sampled is not None:
+            self.counters.count(work, result)
+            self._scheduler.advance(work)
+            for key, drawn in sampled.items():
+                self._deliver(key, drawn, result)
+
+    def _run_fixed(self, windows: list[Window], result: StepResult) -> None:
+        assert self._fixed is not None
+        fixed, requests = self._fixed, [self._requests[window.sequence.key] for window in windows]
+        sequences = [request.sequence for request in requests]
+        drawn = self._tried(lambda: fixed.compute(windows, requests, self.kv, self._on_layer), sequences, result)
+        if drawn is not None:
+            fixed.count(windows, result)
+            for window, request, draws in zip(windows, requests, drawn, strict=True):
+                self._settle(request, fixed.take(window, request, draws), result)
+
+    def _tried(self, compute: Callable[[], _Found], sequences: list[Sequence], result: StepResult) -> _Found | None:
         try:
-            sampled = self._compute(work)
+            return compute()
         except RankLost:
             raise  # there is no model any more, for any request
         except Exception as error:  # whatever a model raises, the other requests live on
-            log.exception("engine_step_failed", sequences=len(work))
-            for item in work:
-                self._fail(item.sequence.key, f"{type(error).__name__}: {error}", result)
-            return
-        self._advance(work, result)
-        for key, drawn in sampled.items():
-            self._deliver(key, drawn, result)
+            log.exception("engine_step_failed", sequences=len(sequences))
+            for sequence in sequences:
+                self._fail(sequence.key, f"{type(error).__name__}: {error}", result)
+            return None
 
     @torch.inference_mode()
     def _compute(self, work: list[Work]) -> dict[HandoffId, Sampled]:
         """Run the model; a draw for each sequence of which all known tokens are computed then."""
         told = partial(self._on_layer, work) if self._on_layer is not None else None
-        batch = self._inputs.build(work, [self._requests[item.sequence.key].choice.tokens for item in work], told)
+        batch = self._inputs.build(work, [self._requests[item.sequence.key].tokens for item in work], told)
         logits = self.backend.forward(batch, self.kv)
         keys = [item.sequence.key for item in work if item.completes]
-        draws = self._sampler.sample(logits, [self._requests[key].choice.row for key in keys]) if keys else []
+        draws = self._sampler.sample(logits, [self._requests[key].row for key in keys]) if keys else []
         return dict(zip(keys, draws, strict=True))
-
-    def _advance(self, work: list[Work], result: StepResult) -> None:
-        result.computed = total = sum(item.count for item in work)
-        result.prefill = prefill = sum(item.prefill_tokens for item in work)
-        result.context = sum(item.context for item in work)
-        self.counters.steps += 1
-        self.counters.prefill_tokens += prefill
-        self.counters.decode_tokens += total - prefill
-        self.counters.decode_steps += total > prefill
-        self._scheduler.advance(work)
 
     def _deliver(self, key: HandoffId, drawn: Sampled, result: StepResult) -> None:
         request = self._requests[key]
+        if request.draft is not None:
+            return request.push_candidate(drawn.token_id)
         if drawn.token_id is None:
-            self._fail(key, "no token can be drawn: the best logit is not a finite number", result)
-            return
+            return self._fail(key, NO_TOKEN, result)
         choice, sequence = request.choice, request.sequence
         token = choice.push(drawn.token_id, drawn.logprobs)
         sequence.known = len(choice.tokens)
         result.outputs.append(Output(key, [] if token is None else [token], choice.finish, sequence.cached or 0))
+        self._go_on(request)
+
+    def _go_on(self, request: Request) -> None:
+        """With one more token at least."""
         if request.hold:
             request.held = True
-            self._scheduler.remove(sequence)
-        elif choice.finish is not None:
-            self.release(key)
+            self._scheduler.remove(request.sequence)
+        elif request.choice.finish is not None:
+            self.release(request.sequence.key)
+
+    def _settle(self, request: Request, taken: Taken | None, result: StepResult) -> None:
+        """What a verify pass brought."""
+        sequence, finish = request.sequence, request.choice.finish
+        if taken is None:
+            return self._fail(sequence.key, NO_TOKEN, result)
+        self._scheduler.settle(sequence, taken.final, len(request.tokens))
+        if taken.tokens or finish is not None:
+            result.outputs.append(Output(sequence.key, taken.tokens, finish, sequence.cached or 0))
+            self._go_on(request)
 
     def _fail(self, key: HandoffId, message: str, result: StepResult) -> None:
-        allocation = self._requests[key].sequence.allocation
-        if allocation is not None:
+        if (allocation := self._requests[key].sequence.allocation) is not None:
             allocation.withdraw()  # whether KV that was read or KV that was written is wrong, nobody shall find it
         self.release(key)
         result.failed.append((key, EngineFault(message)))
 
-    def _register(self, key: HandoffId, spec: SequenceSpec, *, computed: int, hold: bool = False) -> _Request | None:
+    def _register(self, key: HandoffId, spec: SequenceSpec, *, computed: int, hold: bool = False) -> Request | None:
         """A new request, or None if what it knows has ended it: then only its ending is left to tell."""
         if key in self._requests or any(output.key == key for output in self._ended):
             raise ValueError(f"handoff {key} is already here")
@@ -292,7 +292,9 @@ class Engine:
         prefill_end = len(spec) if computed == 0 else computed
         sequence = Sequence(key, self._arrivals, len(spec), prefill_end, computed, priority=spec.priority)
         if self._prefix_cache:
-            scope = scope_key(self.backend.fingerprint, spec.cache_scope)
+            scope = scope_key(self.backend.fingerprint, spec.cache_scope, spec.deterministic)
             sequence.chain = Chain(scope, choice.tokens, self.layout.block_size)
-        request = self._requests[key] = _Request(sequence, choice, hold)
+        self._requests[key] = request = Request(sequence, choice, hold)
+        if self._fixed is not None and spec.deterministic:
+            self._fixed.begin(request, len(spec.prompt))
         return request

@@ -18,6 +18,7 @@ class FixedShapes:
 
     rows: int = 2
     tokens: int = 32
+    stalls: bool = False  # to compare with: verify at once, whatever waits for it
 
     def __post_init__(self) -> None:
         if self.rows < 1 or self.tokens < 2 or self.rows * self.tokens % 32:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from baton.engine.backend import ModelBackend
     from baton.engine.blocks import Allocation
-    from baton.engine.scheduler import Work
+    from baton.engine.sequence import Work
 
     Array = np.ndarray[Any, np.dtype[Any]]
 

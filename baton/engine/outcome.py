@@ -5,8 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from baton.load import Load
+
 if TYPE_CHECKING:
     from baton.core import Finish, HandoffId, Token
+    from baton.engine.scheduler import Scheduler
+    from baton.engine.sequence import Work
     from baton.errors import EngineFault
 
 
@@ -49,3 +53,32 @@ class Counters:
     decode_steps: int = 0  # steps with at least one decode token
     decode_tokens: int = 0
     preemptions: int = 0
+    verify_passes: int = 0
+    rollbacks: int = 0  # candidates that a verify pass did not agree with
+    recomputed_tokens: int = 0  # dropped with them, or behind them
+
+    def count(self, work: list[Work], result: StepResult) -> None:
+        """An ordinary batch was computed; before its sequences are told."""
+        result.computed = total = sum(item.count for item in work)
+        result.prefill = prefill = sum(item.prefill_tokens for item in work)
+        result.context = sum(item.context for item in work)
+        self.steps += 1
+        self.prefill_tokens += prefill
+        self.decode_tokens += total - prefill
+        self.decode_steps += total > prefill
+
+
+def load_of(scheduler: Scheduler, counters: Counters) -> Load:
+    """An engine's part of what its worker reports."""
+    running = scheduler.running
+    return Load(
+        step=counters.steps,
+        running=len(running),
+        waiting=len(scheduler.waiting),
+        queued_tokens=sum(max(0, s.prefill_end - s.computed) for s in running) + scheduler.waiting_tokens,
+        prefill_tokens=counters.prefill_tokens,
+        cached_tokens=counters.cached_tokens,
+        decode_steps=counters.decode_steps,
+        decode_tokens=counters.decode_tokens,
+        blocks=scheduler.pool.counts(),
+    )

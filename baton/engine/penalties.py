@@ -42,6 +42,13 @@ class Seen:
         self._ids[place] = token_id
         self._counts[place] += 1
 
+    def copy(self) -> Seen:
+        """Another one that goes its own way from here."""
+        other = Seen(())
+        other._places = dict(self._places)
+        other._ids, other._counts = self._ids.copy(), self._counts.copy()
+        return other
+
     @property
     def ids(self) -> Array:
         """int64 [tokens], each once."""

@@ -19,9 +19,11 @@ _KEY = b"baton prefix cache, version 1".ljust(32)
 _START = b""
 
 
-def scope_key(fingerprint: str, scope: str) -> bytes:
-    """The 32-byte key of one cache scope of one model: the same in every process."""
-    return keyed_digest(_KEY, fingerprint.encode(), scope.encode())
+def scope_key(fingerprint: str, scope: str, deterministic: bool = False) -> bytes:
+    """The 32-byte key of one cache scope of one model: the same in every process. What is cached for deterministic
+    requests is computed on a grid, and nothing else is right for them.
+    """
+    return keyed_digest(_KEY, fingerprint.encode(), scope.encode(), *([b"deterministic"] * deterministic))
 
 
 class Chain:

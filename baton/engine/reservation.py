@@ -6,7 +6,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from baton.engine.blocks import Allocation
+    from collections.abc import Iterable
+
+    from baton.core import KVLayout
+    from baton.engine.blocks import Allocation, BlockPool
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,6 +19,21 @@ class Reservation:
     shared: Allocation
     own: Allocation
     cached_tokens: int
+
+    @classmethod
+    def of(
+        cls, pool: BlockPool, layout: KVLayout, positions: int, names: Iterable[bytes], spare: int
+    ) -> Reservation | None:
+        """Room for so many positions, of whose first full blocks those that are found by their names are shared; None:
+        not while `spare` blocks are to be left.
+        """
+        shared = pool.allocate(0, shared=pool.find(names))
+        assert shared is not None  # nobody has to make room for them
+        own = pool.allocate(layout.blocks_for(positions) - len(shared), reserved=True, spare=spare)
+        if own is None:
+            shared.release()
+            return None
+        return cls(shared, own, len(shared) * layout.block_size)
 
     @property
     def blocks(self) -> list[int]:

@@ -12,6 +12,7 @@ log-softmax of the logits before all of the above.
 
 from __future__ import annotations
 
+from copy import copy
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -68,6 +69,20 @@ class Row:
             self.seen.add(token_id)
         if self.guide is not None:
             self.guide.advance(token_id)
+
+    def copy(self) -> Row:
+        """Another one that goes its own way from here."""
+        other = self.at(0)
+        other.seen = None if self.seen is None else self.seen.copy()
+        other.guide = None if self.guide is None else self.guide.copy()
+        return other
+
+    def at(self, ahead: int) -> Row:
+        """As it will be `ahead` tokens from now, where that follows from their number: without penalties and guide."""
+        other = copy(self)
+        other.position += ahead
+        other.produced += ahead
+        return other
 
     @property
     def noise_key(self) -> tuple[int, int]:

@@ -8,81 +8,26 @@ nobody behind it just waits: it keeps its blocks until one before it needs them.
 The rank is fixed at arrival: the number of the step, less `patience` steps for each level of priority. So an urgent
 sequence overtakes what came up to so many steps before it, and no other: who waits, or runs, gains on all who come
 later. The first in rank always goes on and nobody can get before it, so nobody starves.
+
+Deterministic sequences take part in the ordinary batch with single tokens alone; for the rest a step has one more
+forward at most, of a fixed shape (`baton.engine.windows`), whose tokens are taken off the budget.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from baton.engine.blocks import BlockState
+from baton.engine.sequence import Plan, Sequence, Work
+from baton.engine.windows import WindowPlanner
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from baton.core import HandoffId
-    from baton.engine.blocks import Allocation, BlockPool
-    from baton.engine.prefix import Chain
+    from baton.engine.blocks import BlockPool
 
 PATIENCE = 256  # steps; some seconds of decoding
-
-
-@dataclass(slots=True, eq=False)
-class Sequence:
-    """Progress of one request: `known` tokens, of which the first `computed` have their KV in `allocation`.
-
-    What lies before `prefill_end` counts as prefill when it is computed, what lies behind as decode. `chain` names its
-    full blocks; None: it takes nothing from the cache and leaves nothing there.
-    """
-
-    key: HandoffId
-    arrival: int
-    known: int
-    prefill_end: int
-    computed: int = 0
-    allocation: Allocation | None = None
-    priority: int = 0
-    chain: Chain | None = None
-    cached: int | None = None  # tokens that were in the cache when it was first admitted
-    rank: tuple[int, int] | None = None  # who has less goes first; given by the scheduler, once
-
-    @property
-    def pending(self) -> int:
-        """Tokens whose KV is to be computed before the next token can be sampled."""
-        return self.known - self.computed
-
-
-@dataclass(slots=True)  # not frozen: that would cost as much as all the rest of its step
-class Work:
-    """Compute `count` tokens of `sequence`, from its position `computed`."""
-
-    sequence: Sequence
-    count: int
-
-    @property
-    def completes(self) -> bool:
-        """Whether computed catches up with known, so that a token is to be sampled."""
-        return self.count == self.sequence.pending
-
-    @property
-    def prefill_tokens(self) -> int:
-        """How many of the `count` tokens are prefill."""
-        return min(self.count, max(0, self.sequence.prefill_end - self.sequence.computed))
-
-    @property
-    def context(self) -> int:
-        """How many positions its tokens attend to, themselves among them, summed."""
-        return self.count * self.sequence.computed + self.count * (self.count + 1) // 2
-
-
-@dataclass(slots=True)
-class Plan:
-    """One step: what to compute, who had to give its blocks back before, and how many tokens the cache saved."""
-
-    work: list[Work] = field(default_factory=list)
-    preempted: list[Sequence] = field(default_factory=list)
-    cached_tokens: int = 0
 
 
 class Scheduler:
@@ -101,6 +46,7 @@ class Scheduler:
         max_running: int,
         recompute_preempted: bool = True,
         patience: int = PATIENCE,
+        windows: WindowPlanner | None = None,
     ) -> None:
         if min(block_size, max_batched_tokens, max_running) < 1:
             raise ValueError("block_size, max_batched_tokens and max_running must be at least 1")
@@ -114,6 +60,7 @@ class Scheduler:
         self.waiting_tokens = 0
         self.on_free: Callable[[Sequence], None] = lambda sequence: None  # before its blocks may go to somebody else
         self._patience = patience
+        self._windows = windows or WindowPlanner()
         self._steps = 0
 
     @property
@@ -153,13 +100,16 @@ class Scheduler:
         plan = Plan()
         self._steps += 1
         self._admit_elders(plan)
-        budget = self._continue_running(plan, self.max_batched_tokens)
+        plan.windows = self._windows.next(self.running, self._has_blocks)
+        left = self.max_batched_tokens - sum(window.size for window in plan.windows)
+        budget = self._continue_running(plan, min(max(left, len(self.running)), self.max_batched_tokens))
         # Nobody new in a step that had to preempt: it could be the one that was just sent away.
         while budget > 0 and len(plan.work) < self.max_running and not plan.preempted:
             sequence = self._admit(plan)
             if sequence is None:
                 break
-            budget -= self._schedule(plan, sequence, min(sequence.pending, budget))
+            if sequence.fixed is None:
+                budget -= self._schedule(plan, sequence, min(sequence.pending, budget))
         return plan
 
     def advance(self, work: list[Work]) -> None:
@@ -169,8 +119,20 @@ class Scheduler:
             sequence.computed = before + item.count
             self._publish(sequence, before)
 
+    def settle(self, sequence: Sequence, final: int, known: int) -> None:
+        """A forward of a fixed shape has made the first `final` positions of a deterministic sequence final; it has
+        `known` tokens from now on, and what was computed of others counts no more.
+        """
+        assert sequence.fixed is not None
+        before, sequence.fixed.final, sequence.fixed.waited = sequence.fixed.final, final, 0
+        sequence.computed, sequence.known = final, known
+        self._publish(sequence, before)
+
     def _publish(self, sequence: Sequence, before: int) -> None:
-        first, end = before // self.block_size, sequence.computed // self.block_size
+        fixed = sequence.fixed
+        # What verify passes write is right for this sequence alone: another one's prompt is computed on the grid.
+        ready = sequence.computed if fixed is None else min(fixed.final, fixed.prompt)
+        first, end = before // self.block_size, ready // self.block_size
         if first < end and sequence.chain is not None and sequence.allocation is not None:
             sequence.allocation.publish(first, [sequence.chain.digest(block) for block in range(first, end)])
             self.pool.history.blocks("published", sequence.key, sequence.allocation, first, end)
@@ -202,7 +164,9 @@ class Scheduler:
             decodes -= pending == 1
             share = min(pending, max(budget - decodes, turn == 0))
             turn += 1
-            if share > 0 and self._make_room(plan, sequence, share, turn):
+            if sequence.fixed is not None and (not sequence.ordinary or sequence in plan.verified):
+                self._make_room(plan, sequence, pending, turn)  # a pass to come writes so far
+            elif share > 0 and self._make_room(plan, sequence, share, turn):
                 budget -= self._schedule(plan, sequence, share)
         return budget
 
@@ -230,6 +194,10 @@ class Scheduler:
         victim = self.running.pop()
         self.let_go(victim)
         victim.computed = 0
+        if victim.fixed is not None:
+            victim.known = victim.fixed.verified
+            victim.fixed.forget()
+            plan.windows = [window for window in plan.windows if window.sequence is not victim]
         victim.prefill_end = victim.known
         plan.preempted.append(victim)
         if self.recompute_preempted:
@@ -249,6 +217,8 @@ class Scheduler:
         self.remove(sequence)
         self._enter(self.running, sequence)
         sequence.computed = len(shared) * self.block_size
+        if sequence.fixed is not None:
+            sequence.fixed.final = sequence.computed
         plan.cached_tokens += sequence.computed
         if sequence.cached is None:
             sequence.cached = sequence.computed
@@ -256,10 +226,17 @@ class Scheduler:
 
     def _cached_blocks(self, sequence: Sequence) -> list[int]:
         """Blocks with the beginning of `sequence`. One token at least is left to compute: its logits are wanted."""
-        most = (sequence.known - 1) // self.block_size
+        fixed, most = sequence.fixed, (sequence.known - 1) // self.block_size
         if sequence.chain is None or self.pool.available + most < self._blocks(sequence.known):
             return []
-        return self.pool.find(map(sequence.chain.digest, range(most)))
+        if fixed is None:
+            return self.pool.find(map(sequence.chain.digest, range(most)))
+        most = min(most, fixed.prompt // self.block_size)
+        found = self.pool.find(map(sequence.chain.digest, range(most)))
+        return found[: fixed.aligned(len(found) * self.block_size, self.block_size) // self.block_size]
+
+    def _has_blocks(self, sequence: Sequence) -> bool:
+        return sequence.allocation is not None and len(sequence.allocation.blocks) >= self._blocks(sequence.known)
 
     def _enter(self, line: list[Sequence], sequence: Sequence) -> None:
         if sequence.rank is None:

@@ -14,7 +14,7 @@ from baton.engine.batch import Batch
 from baton.engine.blocks import Allocation, BlockPool
 from baton.engine.inputs import STAGES, Inputs, Mirror
 from baton.engine.oracle import oracle_layout
-from baton.engine.scheduler import Sequence, Work
+from baton.engine.sequence import Sequence, Work
 
 CPU = torch.device("cpu")
 BLOCK, MAX_TOKENS, MAX_ROWS, MAX_LEN = 4, 24, 6, 40

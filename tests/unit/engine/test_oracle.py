@@ -6,7 +6,7 @@ from baton.engine.engine import Engine
 from baton.engine.generate import generate
 from baton.engine.inputs import Inputs
 from baton.engine.oracle import OracleBackend, oracle_layout
-from baton.engine.scheduler import Sequence, Work
+from baton.engine.sequence import Sequence, Work
 from baton.errors import ConfigError
 from baton.tokenizer import ORACLE_EOS, OracleTokenizer
 

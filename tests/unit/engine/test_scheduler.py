@@ -6,7 +6,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from baton.core import HandoffId
 from baton.engine.blocks import BlockPool
 from baton.engine.prefix import Chain
-from baton.engine.scheduler import Scheduler, Sequence
+from baton.engine.scheduler import Scheduler
+from baton.engine.sequence import Sequence
 
 PATIENCE = 5
 

@@ -1,0 +1,241 @@
+"""Deterministic requests in the engine: candidates, verify passes, rollbacks. The oracle says what is right."""
+
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from baton.core import HandoffId, Sampling, SequenceSpec
+from baton.engine.engine import Engine
+from baton.engine.fixed import FixedShapes
+from baton.engine.oracle import OracleBackend
+from baton.errors import InvalidRequest
+
+SHAPES = FixedShapes(rows=4, tokens=8)
+
+
+class Tampered(OracleBackend):
+    """The ordinary batch draws wrong tokens at `wrong` positions; each fixed forward is noted."""
+
+    def __init__(self, wrong=(), **options):
+        super().__init__(**options)
+        self.wrong = set(wrong)
+        self.shapes = []
+        self.struck: Counter[int] = Counter()
+
+    def forward(self, batch, kv):
+        logits = super().forward(batch, kv)
+        if batch.fixed:
+            self.shapes.append((tuple(batch.query_lens), len(batch.logit_rows)))
+            return logits
+        for row, position in enumerate(batch.positions[batch.logit_rows].tolist()):
+            if position + 1 in self.wrong:
+                self.struck[position + 1] += 1
+                logits[row] = logits[row].roll(7)
+        return logits
+
+
+def engine_of(backend, **options):
+    with_defaults: dict[str, Any] = {"total_blocks": 256, "max_batched_tokens": 512, "shapes": SHAPES} | options
+    return Engine(backend, backend.tokenizer, **with_defaults)
+
+
+def spec(prompt="abc", *, known=(), deterministic=True, scope="", **sampling):
+    sampling = {"max_tokens": 30, "temperature": 0.0, "seed": 5, "ignore_eos": True} | sampling
+    ids = tuple(prompt.encode()) if isinstance(prompt, str) else tuple(prompt)
+    return SequenceSpec(ids, Sampling(**sampling), tuple(known), cache_scope=scope, deterministic=deterministic)
+
+
+def run(engine, specs, most=4000):
+    """Submit all at once: the tokens of each, and how each ended."""
+    keys = [HandoffId(f"r{number}", 1) for number in range(len(specs))]
+    for key, each in zip(keys, specs, strict=True):
+        engine.submit(key, each)
+    return drain(engine, keys, most)
+
+
+def drain(engine, keys, most=4000):
+    tokens: dict[HandoffId, list[int]] = {key: [] for key in keys}
+    finish: dict[HandoffId, str] = {}
+    for _ in range(most):
+        if not engine.has_work():
+            break
+        result = engine.step()
+        assert not result.failed
+        for output in result.outputs:
+            assert output.key not in finish, "said something after its end"
+            first = len(tokens[output.key]) + (output.tokens[0].index - len(tokens[output.key]) if output.tokens else 0)
+            assert [token.index for token in output.tokens] == list(range(first, first + len(output.tokens)))
+            tokens[output.key] += [token.token_id for token in output.tokens]
+            if output.finish:
+                finish[output.key] = output.finish.reason.value
+    assert set(finish) == set(keys)
+    assert engine.pool.counts().owned == 0
+    return [tokens[key] for key in keys], [finish[key] for key in keys]
+
+
+VARIETIES: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "sampled": {"temperature": 0.8},
+    "filters": {"temperature": 1.3, "top_k": 40, "top_p": 0.9, "min_p": 0.01},
+    "penalties": {"temperature": 0.9, "repetition_penalty": 1.3, "presence_penalty": 0.4, "frequency_penalty": 0.2},
+    "eos": {"ignore_eos": False, "temperature": 1.0, "max_tokens": 200},
+    "min_tokens": {"ignore_eos": False, "temperature": 1.0, "min_tokens": 20, "max_tokens": 40},
+    "bias": {"logit_bias": ((65, 3.0), (66, 3.5)), "temperature": 0.7},
+}
+
+
+@pytest.mark.parametrize("variety", VARIETIES)
+@pytest.mark.parametrize("wrong", [(), range(400), range(0, 400, 3)], ids=["right", "all wrong", "some wrong"])
+def test_the_oracles_tokens_come_whatever_the_candidates_were(variety, wrong):
+    backend = Tampered(wrong)
+    asked = spec("a prompt of some length", **VARIETIES[variety])
+    assert run(engine_of(backend), [asked])[0] == [backend.expected(asked)]
+
+
+@pytest.mark.parametrize("at", range(8))
+def test_a_mismatch_at_each_index_of_the_window_is_one_rollback(at):
+    asked = spec(max_tokens=40)
+    wrong = len(asked.prompt) + 1 + 8 + at  # in the second window
+    backend = Tampered([wrong])
+    engine = engine_of(backend)
+    assert run(engine, [asked])[0] == [backend.expected(asked)]
+    struck = backend.struck[wrong] > 0  # the last of a window is the verifier's own
+    assert engine.counters.rollbacks == backend.struck[wrong]
+    assert struck == (at != 7)
+
+
+def test_what_is_right_costs_no_rollback_and_one_pass_for_each_w_tokens():
+    backend = Tampered()
+    engine = engine_of(backend)
+    run(engine, [spec(max_tokens=1 + 8 * 5)])
+    assert (engine.counters.rollbacks, engine.counters.recomputed_tokens) == (0, 0)
+    assert engine.counters.verify_passes == 5
+
+
+def test_verify_passes_have_one_shape_and_grid_chunks_depend_on_positions_alone():
+    backend = Tampered(range(0, 700, 5))
+    engine = engine_of(backend, total_blocks=512)
+    run(engine, [spec("x" * length, max_tokens=20 + length % 7) for length in (1, 63, 64, 65, 300, 600)])
+    verify = {shape for shape in backend.shapes if len(shape[0]) > 1}
+    assert verify == {((8, 8, 8, 8), 32)}
+    assert {shape[0] for shape in backend.shapes if len(shape[0]) == 1} == {(64,), (256,)}
+
+
+@given(st.data())
+@settings(max_examples=60, deadline=None)
+def test_any_mix_with_little_room_and_any_mistakes(data):
+    draw = data.draw
+    backend = Tampered(draw(st.sets(st.integers(0, 200), max_size=60)))
+    shapes = FixedShapes(*draw(st.sampled_from([(1, 32), (2, 16), (4, 8), (8, 4), (16, 2)])))
+    engine = engine_of(
+        backend,
+        shapes=shapes,
+        total_blocks=draw(st.integers(12, 40)),
+        max_running=draw(st.integers(1, 8)),
+        max_batched_tokens=draw(st.sampled_from([16, 64, 512])),
+        prefix_cache=draw(st.booleans()),
+    )
+    varieties = st.sampled_from([*VARIETIES.values()])
+    specs = [
+        spec(
+            "the same beginning of all of them, " * draw(st.integers(0, 2)) + "end" * draw(st.integers(1, 10)),
+            deterministic=draw(st.booleans()),
+            **draw(varieties) | {"max_tokens": draw(st.integers(20, 60))},
+        )
+        for _ in range(draw(st.integers(1, 8)))
+    ]
+    found, _ = run(engine, specs)
+    fine = [each.deterministic or not backend.wrong for each in specs]
+    for got, each, checked in zip(found, specs, fine, strict=True):
+        if checked:
+            assert got == backend.expected(each)
+
+
+def test_an_end_that_a_candidate_invented_is_taken_back():
+    """Positions whose candidates are wrong may end a request by a stop token that the right ones never say."""
+    backend = Tampered(range(10, 60, 4))
+    asked = spec("revive me", max_tokens=45, temperature=1.0)
+    wanted = backend.expected(asked)
+    stops = tuple(sorted(set(range(97, 123)) - set(wanted)))[:16]
+    asked = replace(asked, sampling=replace(asked.sampling, stop_token_ids=stops))
+    engine = engine_of(backend)
+    assert run(engine, [asked])[0] == [wanted]
+
+
+def test_a_stop_string_ends_it_where_verified_tokens_have_it():
+    backend = Tampered(range(5, 60, 9))
+    plain = spec("stop here", max_tokens=40, temperature=1.0)
+    wanted = backend.expected(plain)
+    text = bytes(wanted[17:20]).decode("latin-1")
+    asked = replace(plain, sampling=replace(plain.sampling, stop=(text,)))
+    got, reasons = run(engine_of(backend), [asked])
+    assert got == [backend.expected(asked)]
+    assert reasons == ["stop_string"]
+
+
+@pytest.mark.parametrize("known", [1, 2, 7, 8, 9, 20])
+def test_delivered_tokens_are_replayed_and_never_drawn_again(known):
+    backend = Tampered(range(0, 200, 6))
+    asked = spec("some prompt that was computed elsewhere", max_tokens=40, temperature=0.8)
+    wanted = backend.expected(asked)
+    engine = engine_of(backend)
+    got, _ = run(engine, [replace(asked, known=tuple(wanted[:known]))])
+    assert got == [wanted[known:]]
+
+
+def test_handed_over_after_the_first_token():
+    backend = Tampered(range(0, 200, 6))
+    asked = spec("p" * 100, max_tokens=40, temperature=0.8)
+    prefill, decode = engine_of(backend), engine_of(backend)
+    key = HandoffId("r", 1)
+    prefill.submit(key, asked, hold=True)
+    first = [token.token_id for _ in range(3) for output in prefill.step().outputs for token in output.tokens]
+    assert first == backend.expected(asked)[:1]
+    source, reservation = prefill.held(key).blocks, decode.reserve(len(asked) + 1)
+    for theirs, ours in zip(prefill.kv.tensors, decode.kv.tensors, strict=True):
+        ours[:, reservation.blocks[: len(source)]] = theirs[:, source]
+    decode.adopt(key, replace(asked, known=tuple(first)), reservation)
+    assert drain(decode, [key])[0] == [backend.expected(asked)[1:]]
+    prefill.release(key)
+
+
+def test_cached_blocks_are_used_up_to_the_grid_and_kept_apart():
+    backend = Tampered()
+    engine = engine_of(backend)
+    text = "q" * 200
+    run(engine, [spec(text, deterministic=False)])
+    run(engine, [spec(text)])
+    assert engine.counters.cached_tokens == 0, "what the ordinary batch computed is of no use"
+    run(engine, [spec(text)])
+    assert engine.counters.cached_tokens == 192, "the last chunk of the grid is computed again"
+    run(engine, [spec(text, deterministic=False)])
+    assert engine.counters.cached_tokens == 192 + 192  # ordinary ones find theirs
+
+
+def test_others_go_on_between_verify_passes():
+    backend = Tampered(range(400))
+    engine = engine_of(backend)
+    keys = [HandoffId(f"r{number}", 1) for number in range(6)]
+    for number, key in enumerate(keys):
+        engine.submit(key, spec("x" * 20, deterministic=number > 0, max_tokens=60))
+    said = []
+    while engine.has_work():
+        said.append(any(output.key == keys[0] for output in engine.step().outputs))
+    assert all(said[: said.index(True) + 60]), "the ordinary one has a token in each step"
+
+
+def test_a_worker_without_shapes_refuses():
+    backend = OracleBackend()
+    engine = Engine(backend, backend.tokenizer, total_blocks=32)
+    with pytest.raises(InvalidRequest, match="deterministic"):
+        engine.submit(HandoffId("r", 1), spec())
+
+
+@pytest.mark.parametrize(("rows", "tokens"), [(0, 32), (2, 1), (3, 7), (1, 16)])
+def test_shapes_that_cannot_be(rows, tokens):
+    with pytest.raises(ValueError, match="multiple of 32"):
+        FixedShapes(rows, tokens)
