@@ -79,6 +79,8 @@ class Load:
     channels: tuple[Channel, ...] = ()
     prefill_pace: Pace = field(default_factory=Pace)  # of steps that only computed prompts
     decode_pace: Pace = field(default_factory=Pace)  # of steps that only decoded
+    joint_pace: Pace = field(default_factory=Pace)  # of steps that did both: what they computed of prompts, and took
+    beside_pace: Pace = field(default_factory=Pace)  # what the same steps decoded, at no seconds
 
     @property
     def starved(self) -> bool:

@@ -3,7 +3,8 @@
     python benchmarks/choose.py --quick       a few seconds
     python benchmarks/choose.py               more rounds
 
-A choice is everything between a request and its pair: its blocks are looked up, and the policy looks at all workers.
+A choice is everything between a request and its pair: its blocks are looked up, and the policy looks at all workers;
+with `predicted`, also whether one of the decode workers should compute the prompt itself.
 Shown by themselves: what each report of a worker costs, and naming all blocks of a prompt, which is done once for a
 request, no further than to the first block that nobody has. The last line of stdout is one JSON object: medians in
 microseconds.
@@ -30,7 +31,7 @@ from baton.load import BlockCounts, Load, Pace
 from benchmarks.lib.machine import machine
 from benchmarks.lib.report import markdown
 from router.fleet import Fleet
-from router.policy import POLICIES
+from router.policy import POLICIES, sooner_alone
 from router.view import WorkerView
 
 if TYPE_CHECKING:
@@ -62,12 +63,13 @@ def workers(count: int, rng: random.Random) -> list[Worker]:
         role = Role.PREFILL if number % 2 else Role.DECODE
         ref = WorkerRef(f"{role}-{number}", Incarnation(1, number), "x:1")
         info = WorkerInfo(ref, role, MODEL, "m", 8192, 20000, LAYOUT)
-        pace = Pace(1000, 400_000, 80_000_000, rng.uniform(20, 30))
+        pace, beside = Pace(1000, 400_000, 80_000_000, rng.uniform(20, 30)), Pace(100, 4_000, 800_000)
+        joint = Pace(100, 40_000, 8_000_000, rng.uniform(4, 6))
         owned = rng.randint(1000, 10000)
         blocks = BlockCounts(20000, free=15000 - owned, owned=owned, cached=5000)
-        load = Load(
-            1000, rng.randint(1, 60), 0, rng.randint(0, 4000), blocks=blocks, prefill_pace=pace, decode_pace=pace
-        )
+        waiting = rng.randint(0, 4000) if role is Role.PREFILL or rng.random() < 0.3 else 0
+        load = Load(1000, rng.randint(1, 60), 0, waiting, blocks=blocks, prefill_pace=pace, decode_pace=pace)
+        load = replace(load, joint_pace=joint, beside_pace=beside)
         made.append(Worker(WorkerView(info, load, dispatched=rng.randint(1, 20))))
     return made
 
@@ -120,7 +122,10 @@ def measure(
             worker.view.queued_tokens += 1
             fleet.touch(worker.info.ref)
         began = time.perf_counter()
-        pair = POLICIES[policy](fleet.snapshot(), fleet.ask(len(spec), turn, None, spec))
+        snapshot, ask = fleet.snapshot(), fleet.ask(len(spec), turn, None, spec)
+        pair = POLICIES[policy](snapshot, ask)
+        if policy == "predicted" and pair is not None:
+            sooner_alone(snapshot, ask, pair)  # as `router.local_prefill: auto` does
         seconds.append(time.perf_counter() - began)
         assert pair is not None
     return seconds

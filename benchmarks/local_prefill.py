@@ -1,6 +1,6 @@
 """Whether a decode worker should compute short prompts itself: `router.local_prefill`, never against auto.
 
-    python benchmarks/local_prefill.py --quick         about 3 minutes on 2 cores
+    python benchmarks/local_prefill.py --quick         about a minute on 2 cores
     python benchmarks/local_prefill.py                 more rounds
     python benchmarks/local_prefill.py --write-docs    the section in docs/performance.md from it
 
@@ -9,6 +9,9 @@ They take turns, in a random order each round; the other one is idle meanwhile. 
 come with 8 to 512 tokens that are not cached: whole prompts (*new*), and what follows the answer to an earlier prompt
 of 256 tokens (*turn*), one at a time and in bursts of several at once. Figures are medians over the rounds of what a
 round had: of TTFT the median, of the gaps between tokens of the long streams the 95th percentile.
+The machine is noisy, so what counts is the ratio of the two modes within a round: its median over the rounds, and the
+interval that holds the true one with 95 % (of the sign test: it takes nothing for granted but that rounds are
+independent). A case is slower beyond the noise when all of its interval is above 1.05, which is said at the end.
 The last line of stdout is one JSON object with the figures.
 """
 
@@ -18,6 +21,7 @@ import argparse
 import asyncio
 import contextlib
 import json
+import math
 import os
 import random
 import shlex
@@ -48,6 +52,7 @@ MODES = ("never", "auto")
 SIZES = (8, 32, 128, 512)  # tokens to compute
 EARLIER, ANSWER = 256, 8  # tokens
 STREAMS, BURST = 4, 6
+SLOWER = 1.05  # times as long: what is not worth a word
 VOCAB = 2048
 SETS = (
     "model.path=models/demo",
@@ -200,6 +205,30 @@ def row(case: Case, rounds: Sequence[Round]) -> dict[str, float]:
     }
 
 
+def ratio(case: Case, found: dict[str, list[Round]]) -> dict[str, float]:
+    """How much longer the first token takes with `auto`, compared within rounds: the median, and its interval."""
+    never, auto = ([median(sample.ttft_s for sample in one.samples[case]) for one in found[mode]] for mode in MODES)
+    ratios = sorted(right / left for left, right in zip(never, auto, strict=True))
+    outside = sign_interval(len(ratios))
+    return {"ratio": median(ratios), "ratio_low": ratios[outside], "ratio_high": ratios[-1 - outside]}
+
+
+def sign_interval(count: int, risk: float = 0.05) -> int:
+    """How many of so many sorted values to leave out at each end: between the others lies the true median, but for
+    this risk. 0 too where there are too few to say so.
+    """
+    tail, outside = 0.5**count, 0
+    while tail + math.comb(count, outside + 1) * 0.5**count <= risk / 2:
+        outside += 1
+        tail += math.comb(count, outside) * 0.5**count
+    return outside
+
+
+def slower(figures: dict[str, dict[str, float]]) -> list[str]:
+    """The cases that are slower with `auto`, and not for noise."""
+    return [case for case, value in figures.items() if value["ratio_low"] > SLOWER]
+
+
 def table(found: dict[str, list[Round]]) -> tuple[str, dict[str, dict[str, float]]]:
     """For people, and for programs."""
     rows, figures = [], {}
@@ -207,9 +236,12 @@ def table(found: dict[str, list[Round]]) -> tuple[str, dict[str, dict[str, float
         never, auto = (row(case, found[mode]) for mode in MODES)
         both = ("never", never), ("auto", auto)
         figures[str(case)] = {f"{name}_{mode}": round(value[name], 3) for mode, value in both for name in value}
+        compared = ratio(case, found)
+        figures[str(case)] |= {name: round(value, 3) for name, value in compared.items()}
         pairs = [f"{never[name]:.1f} / {auto[name]:.1f}" for name in ("ttft_p50_ms", "second_p50_ms", "itl_p95_ms")]
+        pairs.insert(1, "{ratio:.2f} ({ratio_low:.2f} to {ratio_high:.2f})".format(**compared))
         rows.append([str(case), *pairs, f"{auto['alone']:.0%}"])
-    header = ["never / auto, ms", "TTFT p50", "first to second token p50", "ITL p95 of the long streams"]
+    header = ["never / auto, ms", "TTFT p50", "ratio", "first to second token p50", "ITL p95 of the long streams"]
     return markdown([*header, "computed at the decode worker (auto)"], rows), figures
 
 
@@ -224,6 +256,7 @@ def main(argv: list[str]) -> None:
     loads = [os.getloadavg()[0]]
     found = measure(args.rounds or (4 if args.quick else 12), args.repeats)
     shown, figures = table(found)
+    shown += f"\n\nslower with `auto` beyond the noise: {', '.join(slower(figures)) or 'none'}"
     print(shown)
     if args.write_docs:
         page, date = ROOT / "docs" / "performance.md", datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")

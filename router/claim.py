@@ -69,14 +69,15 @@ class Claim:
         on_first()
 
     def prefill_done(self) -> None:
-        """The decode worker has taken over."""
-        self._no_backlog()
+        """The decode worker has taken over, or has said the first token itself."""
+        self.computed()
         self._views[0].dispatched -= self._on_prefill
         self._on_prefill = 0
         self._tell(self._computes)
 
     def release(self) -> None:
         """The request is off both workers."""
+        self.on_first = lambda: None
         self.reserved()
         self.prefill_done()
         self._views[1].dispatched -= 1

@@ -23,7 +23,9 @@ _SETTLED = 8  # observations from which on an outlier is known as one
 _OUTLIER = 4.0  # times what predictions are usually off by
 _NOISE = 0.05  # a share by which every prediction is off
 _COLD = 4.0  # what took so many times longer at first was warming up
+_MOST_USUAL = 0.9  # of a step: what else is in it took something
 _PRIOR = 8.0  # steps of its like that count for a worker beside its own
+_FEW = 2.0  # steps up to which something else stands in
 # Where data do not tell the causes apart it is the tokens, then the step, then the context.
 _RIDGE = np.array([1e-5, 1e-6, 1e-4])
 _SUBSETS = np.array(list(product((0.0, 1.0), repeat=3)))
@@ -52,46 +54,58 @@ UNKNOWN = Cost(0.0, 0.0, 0.0, 0.0)
 
 
 class StepFit:
-    """Least squares of relative errors with exponential forgetting, in memory that does not grow."""
+    """Least squares of relative errors with exponential forgetting, in memory that does not grow.
 
-    def __init__(self) -> None:
+    `prior`, which is of something else, stands in until this one has seen enough.
+    """
+
+    def __init__(self, prior: StepFit | None = None) -> None:
+        self._prior = prior
         self._sums: Matrix = np.zeros((3, 5))  # x x', x y, and (weight, tokens, context)
         self._off = 0.0  # how far off predictions usually are, as a share of them
         self.seen = 0  # observations
         self._cost = UNKNOWN
-        self._due = 0  # observations until it is worth solving again
+        self._due = 0.0  # observations until it is worth solving again
 
-    def observe(self, pace: Pace) -> None:
-        """These steps came since the last report. What cannot be is passed over."""
+    def observe(self, pace: Pace, usual_s: float = 0.0) -> None:
+        """These steps came since the last report. What cannot be is passed over.
+
+        `usual_s` of their seconds is what they would have taken anyway, which is fitted elsewhere.
+        """
         if min(pace.steps, pace.tokens, pace.context) <= 0 or pace.seconds < pace.steps * _LEAST_S:
             return
         step = np.array((1.0, pace.tokens / pace.steps, pace.context / pace.steps))
         expected = seconds = pace.seconds / pace.steps
+        usual = min(usual_s / pace.steps, seconds * _MOST_USUAL)
         if self._cost.known:
-            expected = max(self._cost.of(step[1], step[2]), _LEAST_S)
+            expected = max(usual + self._cost.of(step[1], step[2]), _LEAST_S)
             seconds = expected * self._credible(seconds / expected)
         weight, x = min(pace.steps, _MOST_STEPS), step / expected
         self._sums *= _FORGET ** (1.0 + _HASTE * self._off)
-        self._sums += np.outer(weight * x, (*x, seconds / expected, 0.0))
+        self._sums += np.outer(weight * x, (*x, (seconds - usual) / expected, 0.0))
         self._sums[:, 4] += weight * step
         self.seen += 1
         self._due -= 1
 
-    def idle(self) -> None:
+    def idle(self, share: float = _IDLE) -> None:
         """A report without steps: what is known ages, and with it what made this worker look slow."""
-        self._sums *= _IDLE
-        self._due -= 1
+        self._sums *= share
+        self._due -= (1.0 - share) / (1.0 - _IDLE)
 
     def cost(self, prior: StepFit | None = None) -> Cost:
         """The fit; `prior`, of its like, fills in where this one has seen little."""
         if self._due <= 0:
-            self._cost = _solve(self._sums if prior is None else self._beside(prior))
+            self._cost = _solve(self._with(prior or self._prior))
             self._due = min(8, 1 + self.seen // 2)
         return self._cost
 
-    def _beside(self, prior: StepFit) -> Matrix:
-        """The sums with `_PRIOR` steps of `prior`, weighed as errors of this one's size."""
-        ours, theirs = self._sums, prior._sums
+    def _with(self, prior: StepFit | None) -> Matrix:
+        """The sums with some steps of `prior`, weighed as errors of this one's size."""
+        if prior is None:
+            return self._sums
+        ours, theirs = self._sums, prior._with(prior._prior)
+        if prior is self._prior:
+            return ours if ours[0, 4] > _FEW else theirs
         if ours[0, 4] < 1e-3 or not theirs[0, 4]:
             return ours if ours[0, 4] > theirs[0, 4] else theirs
         size = (ours[0, 0] / ours[0, 4]) / (theirs[0, 0] / theirs[0, 4])

@@ -6,7 +6,7 @@ Whoever changes what is known of a worker says so (`touch`), and its row is writ
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -14,12 +14,12 @@ import numpy as np
 from baton.core import Role, SequenceSpec, WorkerInfo, WorkerRef
 from baton.engine.prefix import Chain, scope_key
 from baton.ledger.prefix_map import NAME_BYTES, Holder, PrefixMap
-from baton.load import Load, Pace
-from router.cost import UNKNOWN, Cost, StepFit
-from router.snapshot import Ask, Column, Facts, Side, Snapshot, spread
+from baton.load import Channel
+from router.cost import UNKNOWN, Cost
+from router.learned import Learned, Likes
+from router.snapshot import Ask, Column, Facts, Loaded, Side, Snapshot, spread
 from router.view import WorkerView
 
-_STEPS = 8  # of a worker that become one observation: a fit costs more than a report
 _NEW_SPEED = 0.1  # what the last report of channels counts
 
 
@@ -41,12 +41,11 @@ class _Member:
     link: Link
     side: Side
     row: int
-    like: StepFit  # fitted to all workers of its role and model
+    learned: Learned
+    channels: tuple[Channel, ...] = ()  # as last reported
     order: int = 0
     group: int = 0
-    last: Load = field(default_factory=Load)  # its last report
-    seen: Load = field(default_factory=Load)  # the last one that was fitted to
-    fit: StepFit = field(default_factory=StepFit)
+    anew: bool = True  # more than its load has changed
 
 
 class Prompt:
@@ -76,7 +75,7 @@ class Fleet:
         self._changed = False  # who is there: all rows are to be written
         self._stale: set[_Member] = set()  # whose rows are to be written
         self._kinds: dict[tuple[str, int], None] = {}  # fingerprints and block sizes
-        self._likes: dict[tuple[Role, str], StepFit] = {}
+        self._likes: dict[str, Likes] = {}  # by fingerprint
         self._byte_s: float | None = None
         self._prompts: tuple[SequenceSpec | None, dict[tuple[str, int], Prompt]] = (None, {})  # of the last request
 
@@ -84,8 +83,8 @@ class Fleet:
         """A worker is there."""
         role = link.info.role
         side = self._snapshot.prefill if role is Role.PREFILL else self._snapshot.decode
-        like = self._likes.setdefault((role, link.info.fingerprint), StepFit())
-        member = self._members[_holder(link.info.ref)] = _Member(link, side, side.add(), like)
+        learned = Learned(role, self._likes.setdefault(link.info.fingerprint, Likes()))
+        member = self._members[_holder(link.info.ref)] = _Member(link, side, side.add(), learned)
         self._owners[role, member.row] = link.info.ref
         self._changed = True
         self.touch(link.info.ref)
@@ -102,12 +101,12 @@ class Fleet:
         member = self._members.get(_holder(ref))
         if member is None:
             return
-        load, last = member.link.view.load, member.last
-        if load is not last:
-            member.last = load
-            enough = member.seen.step + min(_STEPS, 1 + member.fit.seen)
-            if load.step >= enough or load.step == last.step:  # a beat without a step: nothing more is to come
-                self._fit(member, load)
+        load = member.link.view.load
+        if member.learned.told(load):
+            member.anew = True
+            if load.channels is not member.channels:
+                member.channels = load.channels
+                self._speed(channel.bytes_per_s for channel in load.channels)
         self._stale.add(member)
 
     def ref(self, role: Role, row: int) -> WorkerRef:
@@ -156,25 +155,11 @@ class Fleet:
         infos = [member.link.info for member in self._members.values()]
         self._kinds = dict.fromkeys((info.fingerprint, info.layout.block_size) for info in infos)
         self._prompts = (None, {})
-        self._likes = {like: fit for like, fit in self._likes.items() if like[1] in groups}
+        self._likes = {fingerprint: like for fingerprint, like in self._likes.items() if fingerprint in groups}
         self._snapshot.groups = len(groups)
         for member in self._members.values():
+            member.anew = True
             self._write(member)
-
-    def _fit(self, member: _Member, load: Load) -> None:
-        """To what came since the last time."""
-        role = member.link.info.role
-        news = _pace(load, role).since(_pace(member.seen, role))
-        if news.steps > 0:
-            member.fit.observe(news)
-            member.like.observe(news)
-            member.like.cost()
-        else:
-            member.fit.idle()
-        member.fit.cost(member.like)  # now, and not when a request waits for it
-        if load.channels is not member.seen.channels:
-            self._speed(channel.bytes_per_s for channel in load.channels)
-        member.seen = load
 
     def _speed(self, channels: Iterable[float]) -> None:
         """What moving KV costs: as probes of channels found it, over all workers."""
@@ -185,37 +170,41 @@ class Fleet:
             self._snapshot.byte_s = self._byte_s
 
     def _write(self, member: _Member) -> None:
-        cost = member.fit.cost(member.like)
-        member.side.put(member.row, facts_of(member.link, member.order, member.group, cost))
+        if not member.anew:
+            member.side.put_load(member.row, loaded(member.link))
+            return
+        member.anew, learned = False, member.learned
+        prompts = learned.prompts if member.side is self._snapshot.decode else UNKNOWN
+        member.side.put(member.row, facts_of(member.link, member.order, member.group, learned.cost, prompts))
 
 
-def facts_of(link: Link, order: int = 0, group: int = 0, cost: Cost = UNKNOWN) -> Facts[float]:
-    """A worker in numbers."""
-    view, layout = link.view, link.info.layout
+def loaded(link: Link) -> Loaded:
+    """What changes all the time, in numbers."""
+    view, block_size = link.view, link.info.layout.block_size
     able, blocks = link.usable and not view.full, view.load.blocks
     busy = blocks.owned + blocks.reserved + view.pending_blocks
+    room = view.room * block_size if able else -1
+    return able, view.requests, view.dispatched, view.prefill_backlog, room, blocks.available, busy * block_size
+
+
+def facts_of(link: Link, order: int = 0, group: int = 0, cost: Cost = UNKNOWN, prompts: Cost = UNKNOWN) -> Facts[float]:
+    """A worker in numbers; `prompts`: what they cost at a decode worker, beside what it decodes."""
+    layout = link.info.layout
     return Facts(
-        able=able,
+        *loaded(link),
         group=group,
         order=order,
-        requests=view.requests,
-        dispatched=view.dispatched,
-        backlog=view.prefill_backlog,
-        room=view.room * layout.block_size if able else -1,
-        available=blocks.available,
-        kv_tokens=busy * layout.block_size,
         token_bytes=layout.layers * layout.layer_token_bytes,
         step_s=cost.step_s,
         token_s=cost.token_s,
         context_s=cost.context_s,
-        queued_s=cost.queued_s,
+        queued_s=cost.queued_s if link.info.role is Role.PREFILL else prompts.queued_s,
+        prompt_step_s=prompts.step_s,
+        prompt_token_s=prompts.token_s,
+        prompt_context_s=prompts.context_s,
     )
 
 
 def _holder(ref: WorkerRef) -> Holder:
     """A worker by its life: its address may be told in other words."""
     return Holder(ref.worker_id, ref.incarnation)
-
-
-def _pace(load: Load, role: Role) -> Pace:
-    return load.prefill_pace if role is Role.PREFILL else load.decode_pace

@@ -28,9 +28,17 @@ class Pair(NamedTuple):
     ttft_s: float = 0.0
 
 
+class Alone(NamedTuple):
+    """The row of a decode worker that is to compute the prompt as well; seconds from now to the first token."""
+
+    decode: int
+    ttft_s: float
+
+
 Policy = Callable[[Snapshot, Ask], Pair | None]  # None: nobody has room now
 Criteria = list[tuple[Role, Callable[[], Column]]]
 
+_CLEARLY = 0.85  # of the pair's time to the first token: predictions are off by more than they often differ by
 _CROWD = 4.0  # requests more than twice as many as on the least busy one: no cached prefix is worth that
 
 
@@ -96,7 +104,7 @@ def predicted(snapshot: Snapshot, ask: Ask) -> Pair | None:
 
     def second() -> Column:
         move = (ask.tokens - ask.decode_cached) * decode.token_bytes * snapshot.byte_s
-        return (move + itl()) * (itl() > 0.0)
+        return (move + itl() + decode.backlog * decode.queued_s) * (itl() > 0.0)
 
     pair = _least(
         snapshot,
@@ -130,25 +138,40 @@ def alone(snapshot: Snapshot, ask: Ask) -> int | None:
     return _narrowed(rows, criteria, Role.DECODE)
 
 
-def sooner_alone(snapshot: Snapshot, ask: Ask, pair: Pair) -> int | None:
-    """The row of a decode worker that is expected to say the first token before the pair would, by computing what it
-    lacks of the prompt itself, in a step that is within the ITL of the SLO; None: the pair does.
+def sooner_alone(snapshot: Snapshot, ask: Ask, pair: Pair) -> Alone | None:
+    """A decode worker that is expected to say the first token clearly before the pair would, by computing what it lacks
+    of the prompt itself, in a step that is within the ITL of the SLO; None: the pair does.
 
-    What computing costs there is what it costs the pair's prefill worker. So it is for short rests: of a conversation
-    that was decoded there, or of any prompt while prefill workers have much to do.
+    Two are looked at: the pair's, which is the first to say a second token, and the one that has most of the prompt.
     """
-    rows, cost = _with_room(snapshot, ask), Facts(*(column[pair.prefill] for column in snapshot.prefill.at))
-    rows = rows[snapshot.decode.at.group[rows] == cost.group]
-    if not pair.ttft_s or ask.keep is not None or not rows.size:
+    if not pair.ttft_s or ask.keep is not None:
         return None
-    cached = ask.decode_cached[rows]
-    new = ask.tokens - cached
-    computing = cost.step_s + cost.token_s * new + cost.context_s * new * (cached + (new + 1.0) * 0.5)
-    computing += snapshot.decode.at.backlog[rows] * cost.queued_s  # prompts that it has to compute already: one step
-    first = computing + itl_s(snapshot, ask)[rows]  # a step that runs there is waited for
-    first[computing > snapshot.slo_itl_s] = np.inf
-    best = int(first.argmin())
-    return int(rows[best]) if first[best] < pair.ttft_s else None
+    at, cached = snapshot.decode.at, ask.decode_cached
+    rows = [pair.decode]
+    most = int((cached * (at.room > ask.tokens) * (at.group == at.group[pair.decode])).argmax())
+    if cached[most] > cached[pair.decode] and at.room[most] > ask.tokens:
+        rows.append(most)
+    offers = (alone_s(snapshot.decode.facts(row), ask.tokens, float(cached[row]), snapshot.slo_itl_s) for row in rows)
+    ttft, row = min(zip(offers, rows, strict=True))
+    return Alone(row, ttft) if ttft < pair.ttft_s * _CLEARLY else None
+
+
+def alone_s(decode: Facts[float], tokens: int, cached: float, slo_itl_s: float = np.inf) -> float:
+    """Seconds to the first token of a prompt of so many tokens that this decode worker computes, but for those that are
+    cached there. inf: nobody knows, or it would hold up what is decoded there for longer than the SLO allows.
+
+    The step is a joint one, with a token of everything that is decoded there and all prompts that wait there. Before it
+    comes the step that runs: of what is decoded, or with those prompts too.
+    """
+    if not decode.prompt_step_s + decode.prompt_token_s + decode.prompt_context_s:
+        return np.inf
+    new = tokens - cached
+    usual = decode.step_s + decode.token_s * (decode.requests + 1.0) + decode.context_s * (decode.kv_tokens + tokens)
+    prompts = decode.prompt_step_s + decode.prompt_token_s * new + decode.backlog * decode.queued_s
+    joint = usual + prompts + decode.prompt_context_s * new * (cached + (new + 1.0) * 0.5)
+    if joint > slo_itl_s:
+        return np.inf
+    return joint + usual * ((decode.requests > 0.0) + (decode.backlog > 0.0))
 
 
 POLICIES: dict[str, Policy] = {
@@ -164,7 +187,8 @@ def ttft_s(snapshot: Snapshot, ask: Ask) -> Column:
     at, cached = snapshot.prefill.at, ask.prefill_cached
     new = ask.tokens - cached
     context = new * (cached + (new + 1.0) * 0.5)
-    return at.backlog * at.queued_s + at.step_s + at.token_s * new + at.context_s * context
+    steps = at.step_s * (1.0 + (at.backlog > 0.0))  # who waits, waits for the step that runs
+    return at.backlog * at.queued_s + steps + at.token_s * new + at.context_s * context
 
 
 def itl_s(snapshot: Snapshot, ask: Ask) -> Column:

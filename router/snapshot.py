@@ -20,23 +20,29 @@ Rows = NDArray[np.intp]
 class Facts(NamedTuple, Generic[Value]):
     """One worker in numbers, or, column by column, all of a role. The costs are seconds, 0 while nothing is known."""
 
+    # what every choice and every report changes
     able: Value  # 1: it may be given a request
-    group: Value  # workers with equal fingerprints have equal numbers, from 0
-    order: Value  # its place by worker id
     requests: Value  # on it: as the worker reports them (of all routers), or as we sent them
     dispatched: Value  # by this router
-    backlog: Value  # prefill: prompt tokens before a newcomer
+    backlog: Value  # prompt tokens before a newcomer
     room: Value  # decode: positions that a newcomer may have; inf: it is always asked; -1: it is not able
     available: Value  # blocks that are free or only cached
     kv_tokens: Value  # decode: positions held by what decodes, or is about to
+    # what it is, and what was learned of it
+    group: Value  # workers with equal fingerprints have equal numbers, from 0
+    order: Value  # its place by worker id
     token_bytes: Value  # of KV
     step_s: Value  # a step, whatever is in it
     token_s: Value  # each token in it
     context_s: Value  # each position that one of its tokens attends to
-    queued_s: Value  # prefill: each token that waits before a newcomer
+    queued_s: Value  # each token of a prompt that waits before a newcomer
+    prompt_step_s: Value  # decode: prompts in a step, beside what it decodes anyway; and so on
+    prompt_token_s: Value
+    prompt_context_s: Value
 
 
-BLANK = Facts(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, -1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+Loaded = tuple[float, float, float, float, float, float, float]  # the first of `Facts`, to `kv_tokens`
+BLANK = Facts(*(0.0,) * 4, -1.0, *(0.0,) * 12)
 _FIRST = 8  # rows
 _FEW = 8  # bits that are faster found one by one
 
@@ -69,6 +75,14 @@ class Side:
     def put(self, row: int, facts: Facts[float]) -> None:
         """What is known of the worker now."""
         self._table[:, row] = facts
+
+    def put_load(self, row: int, loaded: Loaded) -> None:
+        """What there is of it that changes all the time."""
+        self._table[: len(loaded), row] = loaded
+
+    def facts(self, row: int) -> Facts[float]:
+        """One worker's."""
+        return Facts(*self._table[:, row].tolist())
 
     def drop(self, row: int) -> None:
         """The worker is gone."""

@@ -96,22 +96,26 @@ class WorkerPool:
         ask = self._fleet.ask(tokens, self._turn, kept, spec)
         pair = self._policy(snapshot, ask)
         if pair is None:
-            return None if self.has_pair() else self._alone(tokens, alone(snapshot, ask), ask)
+            row = None if self.has_pair() else alone(snapshot, ask)
+            return None if row is None else self._alone(tokens, row, ask)
         self._turn += 1
-        if self.local_prefill and (row := sooner_alone(snapshot, ask, pair)) is not None:
-            return self._alone(tokens, row, ask)
+        if self.local_prefill and (sooner := sooner_alone(snapshot, ask, pair)) is not None:
+            claim = self._alone(tokens, sooner.decode, ask)
+            return self._predict(claim, sooner.ttft_s)
         prefill = self._links[self._fleet.ref(Role.PREFILL, pair.prefill)]
         decode = self._links[self._fleet.ref(Role.DECODE, pair.decode)]
         cached = int(ask.prefill_cached[pair.prefill])
         claim = Claim(prefill, decode, tokens, cached, self._fleet.touch, self.on_change)
-        if pair.ttft_s and kept is None:
-            claim.predicted_ttft_s = pair.ttft_s
-            claim.on_first = partial(self._compare, pair.ttft_s, self._clock.monotonic())
+        return self._predict(claim, pair.ttft_s if kept is None else 0.0)
+
+    def _predict(self, claim: Claim, ttft_s: float) -> Claim:
+        """It is expected to say the first token so many seconds from now; 0: nobody knows."""
+        if ttft_s:
+            claim.predicted_ttft_s = ttft_s
+            claim.on_first = partial(self._compare, ttft_s, self._clock.monotonic())
         return claim
 
-    def _alone(self, tokens: int, row: int | None, ask: Ask) -> Claim | None:
-        if row is None:
-            return None
+    def _alone(self, tokens: int, row: int, ask: Ask) -> Claim:
         decode = self._links[self._fleet.ref(Role.DECODE, row)]
         return Claim(None, decode, tokens, int(ask.decode_cached[row]), self._fleet.touch, self.on_change)
 

@@ -31,7 +31,7 @@ class Output:
 class StepResult:
     """What one step brought. `computed` tokens went through the model; 0: nothing could be done now.
 
-    `context`: how many positions these tokens attended to, summed.
+    `context`: how many positions these tokens attended to, summed; `prefill_context`: those of prompts.
     Requests in `preempted` (handed back) and in `failed` are forgotten, their blocks are free.
     """
 
@@ -41,6 +41,7 @@ class StepResult:
     computed: int = 0
     prefill: int = 0  # of the computed ones
     context: int = 0
+    prefill_context: int = 0
 
 
 @dataclass(slots=True)
@@ -62,6 +63,7 @@ class Counters:
         result.computed = total = sum(item.count for item in work)
         result.prefill = prefill = sum(item.prefill_tokens for item in work)
         result.context = sum(item.context for item in work)
+        result.prefill_context = sum(item.context for item in work if item.prefill_tokens) if prefill else 0
         self.steps += 1
         self.prefill_tokens += prefill
         self.decode_tokens += total - prefill

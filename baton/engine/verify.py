@@ -154,7 +154,9 @@ class FixedForwards:
         tokens = size * (1 if on_grid else self._shapes.rows)
         result.computed += tokens
         result.prefill += tokens * on_grid
-        result.context += sum(size * window.start + size * (size + 1) // 2 for window in windows)
+        context = sum(size * window.start + size * (size + 1) // 2 for window in windows)
+        result.context += context
+        result.prefill_context += context * on_grid
         self._counters.steps += result.computed == tokens  # else the ordinary batch has counted it
         self._counters.prefill_tokens += sum(Work(window.sequence, window.count).prefill_tokens for window in windows)
         self._counters.verify_passes += not on_grid

@@ -10,7 +10,7 @@ from baton.load import BlockCounts, Channel, Load, Pace
 from baton.rpc.convert import require
 from baton.rpc.v1 import common_pb2 as common
 
-_NESTED_LOAD = {"blocks", "channels", "prefill_pace", "decode_pace"}
+_NESTED_LOAD = {"blocks", "channels", "prefill_pace", "decode_pace", "joint_pace", "beside_pace"}
 _LOAD = tuple(field.name for field in fields(Load) if field.name not in _NESTED_LOAD)
 _PACE, _COUNTS = (tuple(field.name for field in fields(kind)) for kind in (Pace, BlockCounts))
 _LOAD_OF, _PACE_OF, _COUNTS_OF = attrgetter(*_LOAD), attrgetter(*_PACE), attrgetter(*_COUNTS)
@@ -38,6 +38,8 @@ def load_to_pb(value: Load) -> common.Load:
         channels=[common.Channel(**asdict(channel)) for channel in value.channels],
         prefill_pace=_pace_to_pb(value.prefill_pace),
         decode_pace=_pace_to_pb(value.decode_pace),
+        joint_pace=_pace_to_pb(value.joint_pace),
+        beside_pace=_pace_to_pb(value.beside_pace),
         **dict(zip(_LOAD, _LOAD_OF(value), strict=True)),
     )
 
@@ -54,6 +56,8 @@ def load_from_pb(message: common.Load) -> Load:
         channels=tuple(Channel(c.peer, c.transport, c.bytes_per_s) for c in message.channels),
         prefill_pace=_pace(message.prefill_pace, "load.prefill_pace"),
         decode_pace=_pace(message.decode_pace, "load.decode_pace"),
+        joint_pace=_pace(message.joint_pace, "load.joint_pace"),
+        beside_pace=_pace(message.beside_pace, "load.beside_pace"),
         **given,
     )
 

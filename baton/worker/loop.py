@@ -37,10 +37,11 @@ class StepListener(Protocol):
 
 
 class Paces:
-    """What steps took so far, by kind; those that mixed kinds say nothing of either. On the engine thread."""
+    """What steps took so far, by kind; of those that did both, what they computed of each. On the engine thread."""
 
     def __init__(self) -> None:
         self.prefill, self.decode = Pace(), Pace()
+        self.joint, self.beside = Pace(), Pace()
 
     def note(self, result: StepResult, seconds: float) -> None:
         """A step took so long, with telling what came of it."""
@@ -50,10 +51,20 @@ class Paces:
             self.prefill = self.prefill.plus(result.computed, result.context, seconds)
         elif not result.prefill:
             self.decode = self.decode.plus(result.computed, result.context, seconds)
+        else:
+            rest = result.computed - result.prefill, result.context - result.prefill_context
+            self.joint = self.joint.plus(result.prefill, result.prefill_context, seconds)
+            self.beside = self.beside.plus(*rest, 0.0)
 
     def into(self, load: Load) -> Load:
         """The report with these."""
-        return replace(load, prefill_pace=self.prefill, decode_pace=self.decode)
+        return replace(
+            load,
+            prefill_pace=self.prefill,
+            decode_pace=self.decode,
+            joint_pace=self.joint,
+            beside_pace=self.beside,
+        )
 
 
 class EngineLoop:

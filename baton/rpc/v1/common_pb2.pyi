@@ -470,6 +470,8 @@ class Load(_message.Message):
     CHANNELS_FIELD_NUMBER: _builtins.int
     PREFILL_PACE_FIELD_NUMBER: _builtins.int
     DECODE_PACE_FIELD_NUMBER: _builtins.int
+    JOINT_PACE_FIELD_NUMBER: _builtins.int
+    BESIDE_PACE_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     running: _builtins.int
     waiting: _builtins.int
@@ -496,6 +498,14 @@ class Load(_message.Message):
     def decode_pace(self) -> Global___Pace:
         """of steps that only decoded"""
 
+    @_builtins.property
+    def joint_pace(self) -> Global___Pace:
+        """of steps that did both, and in them of prompts; the seconds are of all of it"""
+
+    @_builtins.property
+    def beside_pace(self) -> Global___Pace:
+        """what was decoded in those steps; no seconds of its own"""
+
     def __init__(
         self,
         *,
@@ -514,10 +524,12 @@ class Load(_message.Message):
         channels: _abc.Iterable[Global___Channel] | None = ...,
         prefill_pace: Global___Pace | None = ...,
         decode_pace: Global___Pace | None = ...,
+        joint_pace: Global___Pace | None = ...,
+        beside_pace: Global___Pace | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "decode_pace", b"decode_pace", "prefill_pace", b"prefill_pace"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["beside_pace", b"beside_pace", "blocks", b"blocks", "decode_pace", b"decode_pace", "joint_pace", b"joint_pace", "prefill_pace", b"prefill_pace"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "cached_tokens", b"cached_tokens", "channels", b"channels", "decode_pace", b"decode_pace", "decode_steps", b"decode_steps", "decode_tokens", b"decode_tokens", "fetched_tokens", b"fetched_tokens", "prefill_pace", b"prefill_pace", "prefill_tokens", b"prefill_tokens", "queued_tokens", b"queued_tokens", "running", b"running", "step", b"step", "transfer_bytes", b"transfer_bytes", "transport", b"transport", "waiting", b"waiting"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["beside_pace", b"beside_pace", "blocks", b"blocks", "cached_tokens", b"cached_tokens", "channels", b"channels", "decode_pace", b"decode_pace", "decode_steps", b"decode_steps", "decode_tokens", b"decode_tokens", "fetched_tokens", b"fetched_tokens", "joint_pace", b"joint_pace", "prefill_pace", b"prefill_pace", "prefill_tokens", b"prefill_tokens", "queued_tokens", b"queued_tokens", "running", b"running", "step", b"step", "transfer_bytes", b"transfer_bytes", "transport", b"transport", "waiting", b"waiting"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -381,3 +381,14 @@ def test_a_step_tells_of_what_kind_it_was_and_how_far_its_tokens_look_back(backe
     steps = [engine.step() for _ in range(4)]
     assert [(step.computed, step.prefill) for step in steps] == [(8, 8), (4, 4), (1, 0), (1, 0)]
     assert [step.context for step in steps] == [sum(range(1, 9)), sum(range(9, 13)), 13, 14]
+    assert [step.prefill_context for step in steps] == [sum(range(1, 9)), sum(range(9, 13)), 0, 0]
+
+
+def test_of_a_joint_step_it_is_told_what_was_computed_of_prompts(backend):
+    engine = engine_of(backend)
+    engine.submit(HandoffId("a", 1), SequenceSpec((1,) * 12, Sampling(max_tokens=3, ignore_eos=True)))
+    engine.step()
+    engine.submit(HandoffId("b", 1), SequenceSpec((2,) * 5, Sampling(max_tokens=3, ignore_eos=True)))
+    step = engine.step()
+    assert (step.computed, step.prefill) == (6, 5)
+    assert (step.context, step.prefill_context) == (13 + sum(range(1, 6)), sum(range(1, 6)))

@@ -27,12 +27,20 @@ class FakeLink:
 def link(
     role: Role, name: str, fingerprint: str = "a", free: int = 100, running: int = 0, reported: int = 0, **fields
 ) -> FakeLink:
-    """`fields` are those of its view; `reported` and `running` are what the worker says of its load."""
+    """`fields` are those of its view; `reported` and `running` are what the worker says of its load, `pace` of steps of
+    its own kind, `prompts` and `beside` (decode) of those with prompts and what was decoded in them."""
     ref = WorkerRef(name, Incarnation(1, 1), "x:1")
     blocks = BlockCounts(100, free, 100 - free)
     pace = fields.pop("pace", Pace())
     load = Load(
-        step=pace.steps, running=running, queued_tokens=reported, blocks=blocks, prefill_pace=pace, decode_pace=pace
+        step=pace.steps,
+        running=running,
+        queued_tokens=reported,
+        blocks=blocks,
+        prefill_pace=pace if role is Role.PREFILL else Pace(),
+        decode_pace=pace if role is Role.DECODE else Pace(),
+        joint_pace=fields.pop("prompts", Pace()),
+        beside_pace=fields.pop("beside", Pace()),
     )
     return FakeLink(WorkerView(WorkerInfo(ref, role, fingerprint, "m", 2048, 100, LAYOUT), load, **fields))
 

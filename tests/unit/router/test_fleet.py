@@ -14,6 +14,7 @@ from baton.core import Incarnation, Role, Sampling, SequenceSpec, WorkerRef
 from baton.engine.prefix import Chain, scope_key
 from baton.ledger.prefix_map import NAME_BYTES, Change, Holder, PrefixMap
 from baton.load import BlockCounts, Channel, Load
+from router.cost import UNKNOWN
 from router.fleet import Fleet, facts_of
 from router.policy import predicted
 from router.snapshot import BLANK, Facts
@@ -125,10 +126,10 @@ class Changes(RuleBasedStateMachine):
         assert mine.groups == other.groups
         asks = [one.ask(100, 0, None, spec()) for one in (self.fleet, fresh)]
         for ref, one in self.here.items():
-            assert facts(self.fleet, one)[:-4] == facts(fresh, one)[:-4]
+            assert facts(self.fleet, one)[:-7] == facts(fresh, one)[:-7]
             member = self.fleet._members[holder(one)]
-            cost = member.fit.cost(member.like)
-            assert facts(self.fleet, one) == facts_of(one, member.order, member.group, cost)
+            prompts = member.learned.prompts if one.info.role is Role.DECODE else UNKNOWN
+            assert facts(self.fleet, one) == facts_of(one, member.order, member.group, member.learned.cost, prompts)
             cached = [
                 float(
                     (ask.prefill_cached if one.info.role is Role.PREFILL else ask.decode_cached)[
@@ -185,7 +186,7 @@ def test_a_fit_is_cheaper_than_its_reports():
     for number in range(1, 101):
         one.view.load = Load(step=number, prefill_pace=pace(number, 10, 55, 0.1))
         fleet.touch(one.info.ref)
-    assert fleet._members[holder(one)].fit.seen == 8 + (100 - sum(range(1, 9))) // 8
+    assert fleet._members[holder(one)].learned.fit.seen == 8 + (100 - sum(range(1, 9))) // 8
 
 
 def test_a_count_that_goes_back_is_no_observation():
@@ -194,7 +195,7 @@ def test_a_count_that_goes_back_is_no_observation():
     before = facts(fleet, one)
     one.view.load = Load(step=200, prefill_pace=pace(50, 100, 5050, 90.0))
     fleet.touch(one.info.ref)
-    assert np.allclose(facts(fleet, one)[-4:], before[-4:])
+    assert np.allclose(facts(fleet, one)[-7:], before[-7:])
 
 
 def test_nothing_is_found_in_another_scope_or_of_another_model():
@@ -239,7 +240,7 @@ def test_what_is_known_of_an_idle_worker_ages():
     fleet = fleet_of(one)
     weights = []
     for _ in range(3):
-        weights.append(fleet._members[holder(one)].fit._sums[0, 4])
+        weights.append(fleet._members[holder(one)].learned.fit._sums[0, 4])
         one.view.load = replace(one.view.load)  # a beat
         fleet.touch(one.info.ref)
     assert weights[0] > weights[1] > weights[2] > 0

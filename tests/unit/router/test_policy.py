@@ -80,7 +80,18 @@ numbers = st.tuples(
 def side(snapshot_side, drawn):
     for order, (requests, dispatched, backlog, room, group, cost) in enumerate(drawn):
         facts = Facts(
-            1.0, group % 2, order, requests, dispatched, backlog, 16.0 * room, room, 8.0 * requests, 4.0, *cost
+            1.0,
+            requests,
+            dispatched,
+            backlog,
+            16.0 * room,
+            room,
+            8.0 * requests,
+            group % 2,
+            order,
+            4.0,
+            *cost,
+            *[0.0] * 3,
         )
         snapshot_side.put(snapshot_side.add(), facts)
 
@@ -105,8 +116,9 @@ def test_predicted_is_the_best_of_all_pairs(left, right, data, tokens, slo):
         new, held = tokens - cached[0][pair[0]], cached[0][pair[0]]
         attended = sum(held + n + 1 for n in range(int(new)))
         ttft = p.backlog * p.queued_s + p.step_s + p.token_s * new + p.context_s * attended
+        ttft += p.step_s * (p.backlog > 0)
         itl = d.step_s + d.token_s * (d.requests + 1) + d.context_s * (d.kv_tokens + tokens)
-        second = itl and itl + (tokens - cached[1][pair[1]]) * d.token_bytes * 0.01
+        second = itl and itl + (tokens - cached[1][pair[1]]) * d.token_bytes * 0.01 + d.backlog * d.queued_s
         rest = (d.requests, -d.available, d.order, p.backlog - held, p.dispatched, p.order)
         return (round(max(itl - slo, 0.0), 9), round(ttft, 9), round(second, 9), *rest)
 
@@ -172,8 +184,8 @@ def alone_at(*links, tokens=100, cached=None, slo_itl_s=np.inf, keep=None):
     fleet, snapshot, ask = asked(links, tokens, 0, cached, slo_itl_s, keep)
     pair = predicted(snapshot, ask)
     assert pair is not None
-    row = sooner_alone(snapshot, ask, pair)
-    return None if row is None else fleet.ref(Role.DECODE, row).worker_id
+    found = sooner_alone(snapshot, ask, pair)
+    return None if found is None else fleet.ref(Role.DECODE, found.decode).worker_id
 
 
 STEPS = pace(100, 4, 400, 0.01, 0.0)  # a decode step takes 10 ms; at FAST, a prompt 10 ms and 1 ms for each token
@@ -196,7 +208,7 @@ def test_what_lacks_little_there_is_computed_there():
 
 def test_nobody_is_held_up_for_longer_than_the_slo_allows():
     workers = prefill(pace=FAST, reported=1000), decode(pace=STEPS, running=4)
-    assert alone_at(*workers, tokens=80, slo_itl_s=0.1) == "d"
+    assert alone_at(*workers, tokens=50, slo_itl_s=0.1) == "d"
     assert alone_at(*workers, tokens=100, slo_itl_s=0.1) is None
 
 

@@ -94,6 +94,8 @@ loads = st.builds(
     transport=text,
     prefill_pace=paces,
     decode_pace=paces,
+    joint_pace=paces,
+    beside_pace=paces,
 )
 infos = st.builds(
     core.WorkerInfo,
@@ -229,6 +231,7 @@ def changed(message: Any, **fields: Any) -> Any:
         (reports.load_from_pb, common.Load(blocks=common.BlockCounts(total=1)), "load.blocks"),
         (reports.load_from_pb, common.Load(decode_pace=common.Pace(seconds=-1.0)), "load.decode_pace.seconds"),
         (reports.load_from_pb, common.Load(prefill_pace=common.Pace(seconds=math.nan)), "load.prefill_pace.seconds"),
+        (reports.load_from_pb, common.Load(joint_pace=common.Pace(seconds=math.inf)), "load.joint_pace.seconds"),
         (convert.info_from_pb, changed(convert.info_to_pb(INFO), role="cook"), "info.role"),
         (convert.info_from_pb, changed(convert.info_to_pb(INFO), ref=None), "info.ref.worker_id"),
         (convert.info_from_pb, changed(convert.info_to_pb(INFO), layout=None), "layout.layers"),

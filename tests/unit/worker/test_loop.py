@@ -187,13 +187,13 @@ def test_a_loop_that_was_never_started_stops(engine):
     EngineLoop(engine).stop()
 
 
-def test_what_steps_took_is_kept_by_kind_and_those_that_mix_kinds_tell_nothing(engine, listener):
+def test_what_steps_took_is_kept_by_kind_and_of_those_that_mix_kinds_each_part(engine, listener):
     clock = FakeClock()
     loop = EngineLoop(engine, clock=clock)
     results = [
         StepResult(computed=8, prefill=8, context=36),
         StepResult(computed=3, prefill=0, context=300),
-        StepResult(computed=9, prefill=8, context=99),
+        StepResult(computed=9, prefill=8, context=99, prefill_context=36),
         StepResult(),
         StepResult(computed=2, prefill=0, context=200),
         StepResult(computed=5, prefill=5, context=15, failed=[(HandoffId("r", 1), EngineFault("nan"))]),
@@ -208,6 +208,8 @@ def test_what_steps_took_is_kept_by_kind_and_those_that_mix_kinds_tell_nothing(e
         loop._step(listener)
     assert loop.paces.prefill == Pace(1, 8, 36, 1.0)
     assert loop.paces.decode == Pace(2, 5, 500, 2.0 + 16.0)
+    assert (loop.paces.joint, loop.paces.beside) == (Pace(1, 8, 36, 4.0), Pace(1, 1, 63, 0.0))
     load = loop.paces.into(Load(running=3))
     assert (load.running, load.prefill_pace, load.decode_pace) == (3, loop.paces.prefill, loop.paces.decode)
+    assert (load.joint_pace, load.beside_pace) == (loop.paces.joint, loop.paces.beside)
     assert loop.paces.decode.since(Pace(1, 3, 300, 2.0)) == Pace(1, 2, 200, 16.0)

@@ -1,0 +1,222 @@
+"""When a decode worker computes a prompt itself: what its joint step costs, by how much it is sooner, and that the
+break-even is the one that the workers' costs imply.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from baton.core import Role
+from baton.load import BlockCounts, Load, Pace
+from router.learned import Learned, Likes
+from router.policy import Alone, Pair, alone_s, predicted, sooner_alone
+from router.snapshot import BLANK, Ask, Snapshot
+from tests.unit.router.fakes import decode, fleet_of, pace, prefill
+
+BUSY = BLANK._replace(
+    able=1.0, requests=4.0, room=1e6, kv_tokens=1000.0, step_s=0.008, token_s=0.0005, context_s=1e-6,
+    queued_s=0.0002, prompt_step_s=0.002, prompt_token_s=0.0001, prompt_context_s=1e-7,
+)  # fmt: skip
+
+
+def test_the_step_is_a_joint_one_after_the_one_that_runs():
+    usual = 0.008 + 0.0005 * 5 + 1e-6 * 1100
+    prompt = 0.002 + 0.0001 * 60 + 1e-7 * sum(range(41, 101))
+    assert alone_s(BUSY, 100, 40.0) == pytest.approx(usual + (usual + prompt))
+
+
+def test_prompts_that_wait_there_share_the_step():
+    more = alone_s(BUSY._replace(backlog=300.0), 100, 40.0) - alone_s(BUSY, 100, 40.0)
+    usual = 0.008 + 0.0005 * 5 + 1e-6 * 1100
+    assert more == pytest.approx(300 * 0.0002 + usual), "theirs, and the step that runs is not the one before them"
+
+
+def test_nothing_is_waited_for_at_a_decode_worker_that_does_nothing():
+    idle = BUSY._replace(requests=0.0, kv_tokens=0.0)
+    assert alone_s(idle, 10, 0.0) == pytest.approx(0.008 + 0.0005 + 1e-5 + 0.002 + 0.001 + 1e-7 * 55)
+
+
+def test_what_nobody_knows_is_not_tried():
+    assert alone_s(BUSY._replace(prompt_step_s=0.0, prompt_token_s=0.0, prompt_context_s=0.0), 10, 0.0) == np.inf
+
+
+def offered(decodes, cached, ttft_s, tokens=100, slo=np.inf, keep=None, group=0.0):
+    """What becomes of a pair with the first of these decode workers."""
+    snapshot = Snapshot(groups=2, slo_itl_s=slo)
+    for side, rows in ((snapshot.prefill, [BLANK._replace(group=group)]), (snapshot.decode, decodes)):
+        for facts in rows:
+            side.put(side.add(), facts)
+    return sooner_alone(snapshot, Ask(tokens, np.zeros(1), np.array(cached), keep=keep), Pair(0, 0, ttft_s))
+
+
+def test_near_equality_keeps_to_the_pair():
+    there = alone_s(BUSY, 100, 0.0)
+    for times in (0.5, 1.0, 1.1):
+        assert offered([BUSY], [0.0], there * times) is None
+    assert offered([BUSY], [0.0], there * 1.25) == Alone(0, there)
+
+
+def test_who_has_most_of_the_prompt_is_asked_too():
+    there = alone_s(BUSY, 100, 90.0)
+    assert offered([BUSY, BUSY, BUSY], [0.0, 90.0, 50.0], there * 1.2) == Alone(1, there)
+    assert offered([BUSY, BUSY._replace(room=100.0)], [0.0, 90.0], there * 1.2) is None, "it has no room"
+    assert offered([BUSY, BUSY._replace(group=1.0)], [0.0, 90.0], there * 1.2) is None, "it has another model"
+    assert offered([BUSY], [90.0], there * 1.2, keep=0) is None, "its KV is at the prefill worker"
+
+
+costs = st.floats(0.0, 0.01)
+facts = st.builds(
+    BLANK._replace,
+    requests=st.integers(0, 9).map(float), backlog=st.sampled_from([0.0, 0.0, 30.0]), kv_tokens=st.floats(0, 1000),
+    room=st.sampled_from([50.0, 200.0, np.inf]), group=st.sampled_from([0.0, 1.0]), step_s=costs, token_s=costs,
+    context_s=st.floats(0, 1e-5), queued_s=costs, prompt_step_s=costs, prompt_token_s=costs,
+    prompt_context_s=st.floats(0, 1e-5),
+)  # fmt: skip
+
+
+@given(st.lists(facts, min_size=1, max_size=5), st.data(), st.floats(1e-3, 3.0), st.sampled_from([0.05, 0.3, 1.0]))
+def test_it_is_clearly_sooner_within_the_slo_and_where_there_is_room(decodes, data, ttft_s, slo):
+    decodes[0] = decodes[0]._replace(room=np.inf)
+    cached = [float(data.draw(st.integers(0, 99))) for _ in decodes]
+    found = offered(decodes, cached, ttft_s, slo=slo, group=decodes[0].group)
+    if found is None:
+        return
+    one, held = decodes[found.decode], cached[found.decode]
+    usual = one.step_s + one.token_s * (one.requests + 1) + one.context_s * (one.kv_tokens + 100)
+    attended = one.prompt_context_s * sum(range(int(held) + 1, 101))
+    prompts = one.prompt_step_s + one.prompt_token_s * (100 - held) + attended + one.backlog * one.queued_s
+    assert usual + prompts <= slo * (1 + 1e-9)
+    assert usual + prompts <= found.ttft_s * (1 + 1e-9)
+    assert found.ttft_s <= 0.85 * ttft_s * (1 + 1e-9)
+    assert one.room > 100
+    assert one.group == decodes[0].group
+
+
+# --- learned from reports: seconds of a step, of a token, of a position ----------------------------------------------
+
+P, D, PROMPTS = (0.010, 0.00020, 2e-8), (0.006, 0.00040, 5e-8), (0.001, 0.00050, 4e-8)
+
+
+def cost(true, tokens, context):
+    return true[0] + true[1] * tokens + true[2] * context
+
+
+class Workers:
+    """One of each role, which report steps that take what they should, give or take."""
+
+    def __init__(self, seed, prompts=PROMPTS):
+        self.rng, self.true = random.Random(seed), prompts
+        self.links = prefill(), decode(running=4)
+        self.fleet = fleet_of(*self.links)
+        self.paces = {"prefill_pace": Pace(), "decode_pace": Pace(), "joint_pace": Pace(), "beside_pace": Pace()}
+
+    def step(self, kind, tokens, context, seconds):
+        noisy = seconds * self.rng.uniform(0.98, 1.02)
+        self.paces[kind] = self.paces[kind].plus(tokens, context, noisy)
+
+    def report(self, *, joint):
+        rng = self.rng
+        new = rng.randint(8, 800)
+        self.step("prefill_pace", new, new * (new + 1) // 2, cost(P, new, new * (new + 1) // 2))
+        for _ in range(8):
+            beside = rng.randint(1, 12)
+            held = beside * rng.randint(50, 1000)
+            self.step("decode_pace", beside, held, cost(D, beside, held))
+        if joint:
+            new, attended = rng.randint(8, 400), rng.randint(0, 300)
+            attended = new * attended + new * (new + 1) // 2
+            self.step("joint_pace", new, attended, cost(self.true, new, attended) + cost(D, beside, held))
+            self.paces["beside_pace"] = self.paces["beside_pace"].plus(beside, held, 0.0)
+        self.say()
+
+    def say(self, waiting=0):
+        for link, running, kinds in zip(self.links, (0, 4), (("prefill_pace",), list(self.paces)[1:]), strict=True):
+            queued = waiting if link.info.role is Role.PREFILL else 0
+            load = Load(sum(self.paces[kind].steps for kind in kinds), running, 0, queued)
+            blocks = BlockCounts(100, 60, 0, 40)
+            given: dict[str, Any] = {kind: self.paces[kind] for kind in kinds}
+            link.view.load = replace(load, blocks=blocks, **given)
+            self.fleet.touch(link.info.ref)
+
+    def expected(self, tokens):
+        """Seconds of a prompt at the decode worker, beside what it decodes."""
+        facts = self.fleet.snapshot().decode.facts(0)
+        return facts.prompt_step_s + facts.prompt_token_s * tokens + facts.prompt_context_s * tokens * (tokens + 1) / 2
+
+    def break_even(self, waiting):
+        """The most tokens that the decode worker computes itself while so many wait at the prefill worker."""
+        self.say(waiting)
+        snapshot = self.fleet.snapshot()
+        alone = []
+        for tokens in range(1, 3000):
+            ask = self.fleet.ask(tokens, 0, None, None)
+            pair = predicted(snapshot, ask)
+            alone.append(pair is not None and sooner_alone(snapshot, ask, pair) is not None)
+        count = sum(alone)
+        assert all(alone[:count]), "what is shorter is computed there too"
+        return count
+
+
+def implied(waiting, prompts=PROMPTS):
+    """The same from what steps really cost; a token that waits attends to half of an ordinary prompt."""
+    told = BLANK._replace(
+        requests=4.0, kv_tokens=640.0, step_s=D[0], token_s=D[1], context_s=D[2],
+        prompt_step_s=prompts[0], prompt_token_s=prompts[1], prompt_context_s=prompts[2],
+    )  # fmt: skip
+
+    def sooner(tokens):
+        pair = waiting * (P[1] + P[2] * 270) + 2 * P[0] + P[1] * tokens + P[2] * tokens * (tokens + 1) / 2
+        return alone_s(told, tokens, 0.0) < 0.85 * pair
+
+    return next(tokens for tokens in range(1, 3000) if not sooner(tokens)) - 1
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("waiting", [200, 400])
+def test_the_break_even_is_the_one_that_costs_imply(seed, waiting):
+    workers = Workers(seed)
+    for _ in range(150):
+        workers.report(joint=workers.rng.random() < 0.4)
+    assert workers.break_even(waiting) == pytest.approx(implied(waiting), rel=0.1)
+
+
+def test_what_was_never_tried_is_taken_to_cost_what_it_does_at_a_prefill_worker():
+    workers = Workers(1)
+    for _ in range(50):
+        workers.report(joint=False)
+    assert workers.expected(100) == pytest.approx(cost(P, 100, 5050), rel=0.1)
+
+
+def test_prompts_that_turned_out_dear_are_tried_again_in_the_end():
+    workers = Workers(2, prompts=(0.2, 0.01, 0.0))
+    for _ in range(50):
+        workers.report(joint=True)
+    assert workers.expected(100) == pytest.approx(1.2, rel=0.1)
+    for _ in range(9000):
+        workers.report(joint=False)
+    assert workers.expected(100) == pytest.approx(cost(P, 100, 5050), rel=0.3)
+
+
+def test_steps_with_prompts_alone_tell_too():
+    """Of a decode worker that decodes nothing at the moment."""
+    one, before = Learned(Role.DECODE, Likes()), Load()
+    for number in range(1, 60):
+        only = pace(number, 100, 5050, 0.009, 0.0003)
+        before = replace(before, step=20 * number, decode_pace=pace(10 * number, 4, 400, 0.004, 0.0), prefill_pace=only)
+        assert one.told(before)
+    assert one.prompts.of(100, 5050) == pytest.approx(0.039 - one.cost.step_s, rel=0.05)
+
+
+def test_a_prompt_costs_something_whatever_is_reported():
+    """Steps with prompts that seem to be faster than those without."""
+    one = Learned(Role.DECODE, Likes())
+    one.told(Load(step=10, decode_pace=pace(10, 4, 400, 0.01)))
+    one.told(Load(step=30, decode_pace=pace(10, 4, 400, 0.01), joint_pace=pace(10, 50, 1275, 0.001)))
+    assert one.prompts.known
