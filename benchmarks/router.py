@@ -55,6 +55,7 @@ PROMPT, ANSWER = 16, 256  # tokens
 STREAMS, CONNECTIONS = 48, 8  # not one connection for all: several routers would not share it
 KINDS = ("client", "router", "prefill", "decode")
 SETS = (
+    "router.local_prefill=never",  # all requests go the same way
     "model.max_model_len=512",
     "decode.kv_memory=8MiB",
     "prefill.kv_memory=8MiB",

@@ -31,6 +31,7 @@ FREE_PORTS = (
     "router.admin=127.0.0.1:0",
     "router.metrics=127.0.0.1:0",
     "router.http=null",
+    "router.local_prefill=never",  # what it shows is the handoff
 )
 
 

@@ -95,9 +95,9 @@ class RouterConfig(Section):
         description="who takes a request; predicted: the earliest first token, with slo.itl_ms kept where that can be",
     )
     local_prefill: Literal["never", "auto"] = Field(
-        default="never",
-        description="auto: a decode worker computes the rest of a prompt itself where that is expected to be sooner, in"
-        " a step within slo.itl_ms; without any prefill worker they always do",
+        default="auto",
+        description="auto, with policy predicted: a decode worker computes the rest of a prompt itself where that is"
+        " expected to be clearly sooner, in a step within slo.itl_ms; without any prefill worker they always do",
     )
     slow_reader_s: Seconds = 60.0
     queue: QueueConfig = QueueConfig()

@@ -17,6 +17,7 @@ from baton import Client
 from baton.cluster.state import ClusterState, StateFolder
 
 ROOT = Path(__file__).parents[2]
+HANDED_OVER = "router.local_prefill=never"  # no decode worker computes a prompt itself while prefill workers are there
 FREE_PORTS = tuple(f"router.{listener}=127.0.0.1:0" for listener in ("grpc", "admin", "metrics", "http"))
 
 

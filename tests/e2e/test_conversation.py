@@ -5,7 +5,7 @@ import signal
 
 import pytest
 
-from tests.e2e.conftest import eventually
+from tests.e2e.conftest import HANDED_OVER, eventually
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 
@@ -23,7 +23,7 @@ def settled(cluster):
 
 
 def test_a_second_turn_moves_little_and_a_new_prefill_worker_fetches(home):
-    sets = ("ray.address=none", "prefill.threads=1", "decode.threads=1", "transfer.verify=kv")
+    sets = (HANDED_OVER, "ray.address=none", "prefill.threads=1", "decode.threads=1", "transfer.verify=kv")
     with home.cluster("configs/local.yaml", *sets) as cluster, cluster.client() as client:
         first = client.generate(FIRST, max_tokens=24, temperature=0, ignore_eos=True)
         assert first.placement.kv_bytes > 2_000_000
@@ -49,7 +49,7 @@ def test_a_second_turn_moves_little_and_a_new_prefill_worker_fetches(home):
 
 @pytest.mark.parametrize("transport", ["gloo", "grpc"])
 def test_any_transport_gives_the_same_answer(home, transport):
-    sets = ("ray.address=none", "prefill.threads=1", "decode.threads=1", f"transfer.transport={transport}")
+    sets = (HANDED_OVER, "ray.address=none", "prefill.threads=1", "decode.threads=1", f"transfer.transport={transport}")
     with home.cluster("configs/local.yaml", *sets) as cluster, cluster.client() as client:
         answers = [client.generate(FIRST, max_tokens=8, temperature=0) for _ in range(2)]
         assert [answer.placement.transport for answer in answers] == [transport] * 2
@@ -58,7 +58,14 @@ def test_any_transport_gives_the_same_answer(home, transport):
 
 
 def test_block_sizes_may_differ(home):
-    sets = ("ray.address=none", "prefill.threads=1", "decode.threads=1", "prefill.block_size=8", "decode.block_size=32")
+    sets = (
+        HANDED_OVER,
+        "ray.address=none",
+        "prefill.threads=1",
+        "decode.threads=1",
+        "prefill.block_size=8",
+        "decode.block_size=32",
+    )
     with home.cluster("configs/local.yaml", *sets) as cluster, cluster.client() as client:
         first = client.generate(FIRST, max_tokens=24, temperature=0, ignore_eos=True)
         again = client.generate(FIRST, max_tokens=24, temperature=0, ignore_eos=True)

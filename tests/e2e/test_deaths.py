@@ -9,7 +9,7 @@ import psutil
 import pytest
 
 from baton.errors import BatonError, NoWorker, WorkerLost
-from tests.e2e.conftest import Cluster, eventually
+from tests.e2e.conftest import HANDED_OVER, Cluster, eventually
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 LONG = {"max_tokens": 1500, "temperature": 0, "ignore_eos": True}
@@ -17,7 +17,9 @@ LONG = {"max_tokens": 1500, "temperature": 0, "ignore_eos": True}
 
 @pytest.fixture(scope="module")
 def cluster(module_home):
-    with module_home.cluster("configs/no-ray.yaml", "model.path=oracle", "router.queue.max_wait_s=60") as running:
+    with module_home.cluster(
+        "configs/no-ray.yaml", HANDED_OVER, "model.path=oracle", "router.queue.max_wait_s=60"
+    ) as running:
         yield running
 
 
@@ -150,7 +152,10 @@ def test_ctrl_c_drains(module_home, tmp_path):
     """SIGINT once: the request that runs is finished, then everything ends."""
     config = tmp_path / "drain.yaml"
     config.write_text("name: drain\nray: {address: none}\n")
-    with module_home.cluster(config, "model.path=oracle") as running, running.client(max_retries=0) as client:
+    with (
+        module_home.cluster(config, HANDED_OVER, "model.path=oracle") as running,
+        running.client(max_retries=0) as client,
+    ):
         processes = [p for identity in running.state().processes.values() if (p := identity.process())]
         with client.stream("hello", max_tokens=200, temperature=0, ignore_eos=True) as stream:
             next(stream)

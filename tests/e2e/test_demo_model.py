@@ -16,7 +16,7 @@ from baton.engine.generate import generate
 from baton.engine.model.build import load_model
 from baton.errors import BatonError
 from baton.tokenizer import load_tokenizer
-from tests.e2e.conftest import eventually
+from tests.e2e.conftest import HANDED_OVER, eventually
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 DEMO = Path(__file__).parents[2] / "models" / "demo"
@@ -28,7 +28,7 @@ ANSWERS = {
 
 @pytest.fixture(scope="module")
 def cluster(module_home):
-    with module_home.cluster("configs/local.yaml") as running:
+    with module_home.cluster("configs/local.yaml", HANDED_OVER) as running:
         yield running
 
 
@@ -152,7 +152,7 @@ def test_ray_replaces_a_killed_worker(cluster, worker):
 
 
 def test_two_by_two_uses_all_workers(home):
-    with home.cluster("configs/local-2x2.yaml", "ray.address=none") as cluster, cluster.client() as client:
+    with home.cluster("configs/local-2x2.yaml", HANDED_OVER, "ray.address=none") as cluster, cluster.client() as client:
         with ThreadPoolExecutor(16) as pool:
             answers = list(pool.map(lambda n: client.generate(f"Count from {n}", max_tokens=20, seed=n), range(32)))
         assert {a.placement.prefill_worker for a in answers} == {"prefill-0", "prefill-1"}

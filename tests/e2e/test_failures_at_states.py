@@ -14,6 +14,7 @@ from contextlib import closing, contextmanager
 import pytest
 
 from baton.cli.census import look
+from tests.e2e.conftest import HANDED_OVER
 from tests.e2e.failures_load import Load, draw_jobs, until
 from tests.e2e.failures_proxy import HERE, Proxy
 from tests.e2e.failures_strikes import Field, KeptRedis
@@ -40,6 +41,7 @@ SLOWLY = (
     f"ledger.lease_s={LEASE_S}",
     f"ledger.heartbeat_s={LEASE_S / 5}",
     "router.queue.max_wait_s=30",
+    HANDED_OVER,
 )
 
 

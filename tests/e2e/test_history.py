@@ -8,7 +8,7 @@ import pytest
 
 from baton.cli.census import look
 from baton.errors import BatonError
-from tests.e2e.conftest import eventually
+from tests.e2e.conftest import HANDED_OVER, eventually
 from tools.history_check import check
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
@@ -69,7 +69,7 @@ def kill(cluster, name):
 
 def test_a_history_under_load_and_kills_is_as_it_should_be(home, tmp_path):
     folder = tmp_path / "history"
-    sets = ("model.path=oracle", f"history={folder}", "prefill.replicas=2", "decode.replicas=2")
+    sets = (HANDED_OVER, "model.path=oracle", f"history={folder}", "prefill.replicas=2", "decode.replicas=2")
     with home.cluster("configs/no-ray.yaml", *sets, "decode.kv_memory=4MiB") as cluster:
         threads, outcomes = load(cluster, AT_LEAST, 40)
         end(threads)

@@ -12,11 +12,17 @@ from baton.core import Sampling, SequenceSpec
 from baton.engine.oracle import OracleBackend
 from baton.errors import InvalidRequest, Overloaded, UnknownModel
 from baton.rpc.v1 import inference_pb2, inference_pb2_grpc
-from tests.e2e.conftest import eventually
+from tests.e2e.conftest import HANDED_OVER, eventually
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 
-SMALL = ("model.path=oracle", "model.max_model_len=512", "decode.kv_memory=96KiB", "prefill.kv_memory=96KiB")
+SMALL = (
+    HANDED_OVER,
+    "model.path=oracle",
+    "model.max_model_len=512",
+    "decode.kv_memory=96KiB",
+    "prefill.kv_memory=96KiB",
+)
 
 
 @pytest.fixture(scope="module")

@@ -9,13 +9,13 @@ from contextlib import contextmanager
 
 import pytest
 
-from tests.e2e.conftest import ROOT, eventually
+from tests.e2e.conftest import HANDED_OVER, ROOT, eventually
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 BLOCK = 16
 PROMPT = list(range(40, 50))
 EDGE = BLOCK - len(PROMPT)  # the token that fills the first block
-SETS = ("decode.replicas=2", "ledger.lease_s=3", "ledger.heartbeat_s=0.5", "router.queue.max_wait_s=60")
+SETS = (HANDED_OVER, "decode.replicas=2", "ledger.lease_s=3", "ledger.heartbeat_s=0.5", "router.queue.max_wait_s=60")
 
 
 @pytest.fixture(scope="module")

@@ -12,6 +12,7 @@ from baton import Client, errors
 from baton.cli.certs import certs
 from baton.core import Role
 from baton.rpc.tls import Wire
+from tests.e2e.conftest import HANDED_OVER
 from tests.integration.access_support import TOKENS, WRONG_TOKEN, ask, bearer, methods_of, token_file
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
@@ -30,7 +31,8 @@ def files(tmp_path_factory):
 @pytest.fixture(scope="module")
 def cluster(module_home, files):
     sets = (f"security.tls={files / 'tls'}", f"security.tokens={files / 'tokens.yaml'}", "log.level=debug")
-    with module_home.cluster("configs/no-ray.yaml", *sets, "model.path=oracle", "transfer.transport=grpc") as running:
+    sets = (*sets, HANDED_OVER, "model.path=oracle", "transfer.transport=grpc")
+    with module_home.cluster("configs/no-ray.yaml", *sets) as running:
         yield running
 
 

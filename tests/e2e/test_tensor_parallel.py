@@ -13,7 +13,7 @@ from baton.engine.generate import generate
 from baton.engine.model.build import load_model
 from baton.errors import BatonError
 from baton.tokenizer import load_tokenizer
-from tests.e2e.conftest import eventually
+from tests.e2e.conftest import HANDED_OVER, eventually
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 DEMO = Path(__file__).parents[2] / "models" / "demo"
@@ -42,7 +42,7 @@ def answered(cluster):
 
 
 def of_sizes(prefill, decode):
-    return f"prefill.tensor_parallel={prefill}", f"decode.tensor_parallel={decode}"
+    return HANDED_OVER, f"prefill.tensor_parallel={prefill}", f"decode.tensor_parallel={decode}"
 
 
 def followers(cluster):

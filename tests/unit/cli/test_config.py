@@ -61,6 +61,11 @@ def test_a_router_is_told_how_often_a_request_is_tried():
     assert router_settings(ClusterConfig.model_validate({"retry": {"attempts": 5}})).attempts == 5
 
 
+def test_decode_workers_compute_prompts_where_that_is_sooner_unless_they_never_may():
+    assert router_settings(ClusterConfig()).local_prefill
+    assert not router_settings(ClusterConfig.model_validate({"router": {"local_prefill": "never"}})).local_prefill
+
+
 def test_a_router_is_told_who_may_wait():
     queue = {"max_requests": 5, "max_tokens": 600, "max_wait_s": 2.5}
     config = ClusterConfig.model_validate({"router": {"queue": queue, "tenants": {"team-a": 3}}})
