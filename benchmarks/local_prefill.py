@@ -1,7 +1,7 @@
 """Whether a decode worker should compute short prompts itself: `router.local_prefill`, never against auto.
 
     python benchmarks/local_prefill.py --quick         about a minute on 2 cores
-    python benchmarks/local_prefill.py                 more rounds
+    python benchmarks/local_prefill.py                 more rounds: about 3 minutes
     python benchmarks/local_prefill.py --write-docs    the section in docs/performance.md from it
 
 Two clusters of plain processes, alike but for that setting, one prefill and one decode worker each, on the demo model.
@@ -11,7 +11,7 @@ of 256 tokens (*turn*), one at a time and in bursts of several at once. Figures 
 round had: of TTFT the median, of the gaps between tokens of the long streams the 95th percentile.
 The machine is noisy, so what counts is the ratio of the two modes within a round: its median over the rounds, and the
 interval that holds the true one with 95 % (of the sign test: it takes nothing for granted but that rounds are
-independent). A case is slower beyond the noise when all of its interval is above 1.05, which is said at the end.
+independent, and needs six of them). A case is slower beyond the noise when all of its interval is above 1.05, which is said at the end.
 The last line of stdout is one JSON object with the figures.
 """
 
@@ -248,13 +248,13 @@ def table(found: dict[str, list[Round]]) -> tuple[str, dict[str, dict[str, float
 def main(argv: list[str]) -> None:
     """Measure, print, and fill the section of the page if that is wanted."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="fewer rounds: about 3 minutes")
+    parser.add_argument("--quick", action="store_true", help="fewer rounds: about a minute")
     parser.add_argument("--rounds", type=int, help="of both modes, after one that is thrown away")
     parser.add_argument("--repeats", type=int, default=2, help="of each case in a round")
     parser.add_argument("--write-docs", action="store_true", help="put the table into docs/performance.md")
     args = parser.parse_args(argv)
     loads = [os.getloadavg()[0]]
-    found = measure(args.rounds or (4 if args.quick else 12), args.repeats)
+    found = measure(args.rounds or (6 if args.quick else 20), args.repeats)
     shown, figures = table(found)
     shown += f"\n\nslower with `auto` beyond the noise: {', '.join(slower(figures)) or 'none'}"
     print(shown)
