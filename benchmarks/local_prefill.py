@@ -11,7 +11,8 @@ of 256 tokens (*turn*), one at a time and in bursts of several at once. Figures 
 round had: of TTFT the median, of the gaps between tokens of the long streams the 95th percentile.
 The machine is noisy, so what counts is the ratio of the two modes within a round: its median over the rounds, and the
 interval that holds the true one with 95 % (of the sign test: it takes nothing for granted but that rounds are
-independent, and needs six of them). A case is slower beyond the noise when all of its interval is above 1.05, which is said at the end.
+independent, and needs six of them). A case is slower beyond the noise when all of its interval is above 1.05, which is
+said at the end.
 The last line of stdout is one JSON object with the figures.
 """
 
