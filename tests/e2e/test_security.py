@@ -31,8 +31,8 @@ def files(tmp_path_factory):
 @pytest.fixture(scope="module")
 def cluster(module_home, files):
     sets = (f"security.tls={files / 'tls'}", f"security.tokens={files / 'tokens.yaml'}", "log.level=debug")
-    sets = (*sets, HANDED_OVER, "model.path=oracle", "transfer.transport=grpc")
-    with module_home.cluster("configs/no-ray.yaml", *sets) as running:
+    more = (HANDED_OVER, "model.path=oracle", "transfer.transport=grpc")
+    with module_home.cluster("configs/no-ray.yaml", *sets, *more) as running:
         yield running
 
 

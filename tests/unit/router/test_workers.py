@@ -158,10 +158,17 @@ def test_a_decode_worker_is_asked_alone_where_that_is_sooner_and_allowed():
     assert names(paired) == ("prefill-0", "decode-0")
     paired.release()
     pool.local_prefill = True
+    off: list[float] = []
+    pool.on_predicted = off.append
     claim = pool.claim(100)
     assert (claim.prefill, claim.decode.info.ref.worker_id) == (None, "decode-0")
     assert link(pool, "decode-0").view.queued_tokens == 100
+    pool._clock.advance(claim.predicted_ttft_s + 0.5)
+    claim.prefill_done()  # its first token is here
+    assert off == pytest.approx([0.5])
     claim.release()
+    pool.claim(100).release()
+    assert len(off) == 1, "no first token came"
     view = link(pool, "decode-0").view
     assert (view.dispatched, view.queued_tokens, view.pending_blocks) == (0, 0, 0)
 
