@@ -23,6 +23,7 @@ from baton.rpc.tls import Wire
 from baton.rpc.v1 import common_pb2
 from baton.rpc.v1 import worker_pb2 as pb
 from baton.rpc.v1.worker_pb2_grpc import WorkerStub
+from router.rounds import Rounds
 from router.view import WorkerView
 
 log = structlog.get_logger(__name__)
@@ -42,24 +43,34 @@ class Mailbox:
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self._items: list[tuple[Role, Item]] = []
-        self._reader: asyncio.Future[None] | None = None  # waits for the next one
+        self._woken = False  # since they were drained
+        self._reader: asyncio.Future[None] | None = None  # waits for that
         self._loop = asyncio.get_running_loop()  # asking for it is a system call
 
     def put(self, source: Role, item: Item) -> None:
         """Never blocks."""
+        self.add(source, item)
+        self.wake()
+
+    def add(self, source: Role, item: Item) -> None:
+        """Never blocks. Its reader does not see it until `wake`."""
         if len(self._items) >= self._limit:
             item = EngineFault(f"the {source} worker sent more than {self._limit} messages for one request")
             self._items = []
         self._items.append((source, item))
-        if self._reader is not None and not self._reader.done():
+
+    def wake(self) -> None:
+        """Its reader goes on with what there is."""
+        self._woken = bool(self._items)
+        if self._woken and self._reader is not None and not self._reader.done():
             self._reader.set_result(None)
 
     async def drain(self) -> list[tuple[Role, Item]]:
         """All there is; waits for at least one. For one reader."""
-        if not self._items:
+        if not self._woken:
             self._reader = self._loop.create_future()
             await self._reader
-        items, self._items = self._items, []
+        items, self._items, self._woken = self._items, [], False
         return items
 
 
@@ -87,6 +98,7 @@ class WorkerLink:
         self._settling = False
         self._fault: InvalidRequest | None = None  # what its worker said that cannot be
         self._loop = asyncio.get_running_loop()
+        self._rounds = Rounds(self._loop)
         self._task = asyncio.create_task(self._run(), name=f"link {info.ref}")
 
     @property
@@ -199,12 +211,12 @@ class WorkerLink:
         """Events at once; what choices go by when those who waited for the events have gone on, and told workers so."""
         if message.HasField("load"):
             self._report, self.view.full = message.load, False
-        role = self.info.role
+        holds = self._rounds.holds()
         for event in message.events:
             handoff = event.handoff
             mailbox = self._mailboxes.get(HandoffId(handoff.request_id, handoff.attempt))
             if mailbox is not None:
-                mailbox.put(role, event)
+                self._hand_on(event, mailbox, holds)
             if event.HasField("refused"):
                 self._refused(event.refused.reason)
         if not self._settling:
@@ -221,6 +233,13 @@ class WorkerLink:
             self._fault = error
             self._wake.set()
         self._on_change()
+
+    def _hand_on(self, event: pb.WorkerEvent, mailbox: Mailbox, holds: bool) -> None:
+        if holds and getattr(event.tokens, "from"):  # a first token never waits, nor what is none
+            mailbox.add(self.info.role, event)
+            self._rounds.later(mailbox)
+        else:
+            mailbox.put(self.info.role, event)
 
     def _refused(self, reason: pb.RefusalReason.ValueType) -> None:
         self.view.full = self.view.full or reason == pb.REFUSAL_REASON_NO_ROOM

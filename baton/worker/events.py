@@ -39,7 +39,7 @@ def failed(handoff: HandoffId, error: BatonError, *, held: bool = False) -> Even
 
 def tokens(handoff: HandoffId, items: Sequence[Token]) -> Event:
     """Output tokens of one step."""
-    event = Event(handoff={"request_id": handoff.request_id, "attempt": handoff.attempt})
+    event = Event(handoff=convert.handoff_to_pb(handoff))
     convert.fill_tokens(event.tokens, items)
     return event
 

@@ -374,6 +374,56 @@ async def talk(workers: list[FakeWorker]) -> None:
         await asyncio.sleep(0.1)
 
 
+class Endless:
+    """A round that never ends by itself."""
+
+    def __init__(self, *_):
+        self.asked, self.held = 0, []
+
+    def holds(self):
+        self.asked += 1  # once for each message
+        return True
+
+    def later(self, mailbox):
+        self.held.append(mailbox)
+
+
+async def test_tokens_that_are_held_back_leave_as_one_message_with_the_end_at_the_latest(make, monkeypatch):
+    monkeypatch.setattr("router.link.Rounds", Endless)
+    cluster = await make()
+    prefill, decode = cluster.prefill[0], cluster.decode[0]
+    at_prefill, at_decode = (link._rounds for link in links_of(cluster))
+    decode.hold_at = 6
+    decode.gates["hold"].clear()
+    decode.gates["decode"].clear()
+    answer = asyncio.create_task(cluster.answer(cluster.call([1, 2, 3], 8)))
+    await until(lambda: prefill.kinds and prefill.holds_nothing, "the prompt is handed over")
+    await until(lambda: at_prefill.asked == 1 + prefill.messages, "and that is heard")
+    decode.gates["decode"].set()
+    await until(lambda: len(at_decode.held) == 5, "tokens 1 to 5 are held back")
+    at_decode.held[0].wake()
+    at_decode.held[0].wake()  # there is nothing more
+    decode.gates["hold"].set()
+    events = await answer
+    numbers = [list(range(getattr(e.tokens, "from"), getattr(e.tokens, "from") + len(e.tokens.ids))) for e in events]
+    assert [found for found in numbers if found] == [[0], [1, 2, 3, 4, 5], [6, 7]]
+    assert ids_of(events) == [expected([1, 2, 3], index) for index in range(8)]
+
+
+def links_of(cluster):
+    """Prefill, decode."""
+    return sorted(cluster.router.floor.pool.links, key=lambda link: link.info.role, reverse=True)
+
+
+async def test_a_failure_waits_for_no_round(make, monkeypatch):
+    monkeypatch.setattr("router.link.Rounds", Endless)
+    cluster = await make(decode=2)
+    cluster.decode[0].preempt_at = [5]
+    cluster.decode[1].preempt_at = [3]
+    events = await cluster.answer(cluster.call([1, 2, 3], 8))
+    assert ids_of(events) == [expected([1, 2, 3], index) for index in range(8)]
+
+
 async def test_a_message_that_cannot_be_read_is_the_workers_fault(make):
     cluster = await make()
     call = await at(cluster, "decoding")
