@@ -7,6 +7,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 _MASK64 = (1 << 64) - 1
@@ -32,6 +33,21 @@ def mix64(x: int) -> int:
 
 def mix64_tensor(x: Tensor) -> Tensor:
     """`mix64` on each element of an int64 tensor, whose bits are read as unsigned."""
+    if x.device.type == "cpu":  # as below: numpy knows unsigned numbers
+        return torch.from_numpy(_mix64_array(x.numpy().view(np.uint64)).view(np.int64))
+    return _mix64_tensor(x)
+
+
+def _mix64_array(x: np.ndarray[Any, np.dtype[np.uint64]]) -> np.ndarray[Any, np.dtype[np.uint64]]:
+    x = x ^ (x >> np.uint64(30))
+    x *= np.uint64(_MUL_A)
+    x ^= x >> np.uint64(27)
+    x *= np.uint64(_MUL_B)
+    x ^= x >> np.uint64(31)
+    return x
+
+
+def _mix64_tensor(x: Tensor) -> Tensor:
     x = (x ^ _shift_right(x, 30)) * signed64(_MUL_A)
     x = (x ^ _shift_right(x, 27)) * signed64(_MUL_B)
     return x ^ _shift_right(x, 31)

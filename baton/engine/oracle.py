@@ -10,8 +10,9 @@ any one changed word changes the sum for certain, and swapped, torn or stale blo
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from baton.core import KVLayout
@@ -79,6 +80,8 @@ class OracleBackend:
         self._start = int.from_bytes(keyed_digest(bytes(32), b"baton oracle", str(seed).encode())[:8], "little")
         self._salt, self._odd, self._weights = self._constants()
         self._bias = self._column_bias()
+        self._columns = torch.arange(1, self.vocab_size + 1, device=self.device) * signed64(GOLDEN64)
+        self._seen: tuple[KVCache, list[Tensor]] | None = None
         self._scratch = _Scratch(self.device)
 
     def make_cache(self, total_blocks: int) -> KVCache:
@@ -93,7 +96,7 @@ class OracleBackend:
 
     def forward(self, batch: Batch, kv: KVCache) -> Tensor:
         """Write the batch's K and V, then return logits, float32 [L, vocab_size]."""
-        views = [self._as_words(tensor) for tensor in kv.tensors]
+        views = self._views(kv)
         states = self._run(batch, views[0])
         written = self._spread(states)
         for view, words in zip(views, written, strict=True):
@@ -101,10 +104,11 @@ class OracleBackend:
         if batch.on_layer is not None:
             for layer in range(self.layout.layers):
                 batch.on_layer(layer)
-        lengths = torch.tensor(batch.query_lens, device=self.device)
-        sequence = torch.arange(len(batch.query_lens), device=self.device).repeat_interleave(lengths)[batch.logit_rows]
-        tables, positions = batch.block_tables.long()[sequence], batch.positions[batch.logit_rows]
-        return self._logits(states[batch.logit_rows], self._fold(views, tables, positions))
+        rows = sequences = batch.logit_rows
+        if max(batch.query_lens) > 1:
+            lengths = torch.tensor(batch.query_lens, device=self.device)
+            sequences = torch.arange(len(lengths), device=self.device).repeat_interleave(lengths)[rows]
+        return self._logits(states[rows], self._fold(views, batch.block_tables[sequences], batch.positions[rows]))
 
     def expected(self, spec: SequenceSpec, n: int | None = None) -> list[int]:
         """The first `n` (None: all) output tokens that follow `spec.known`, from the tokens alone."""
@@ -124,22 +128,21 @@ class OracleBackend:
 
     def _run(self, batch: Batch, keys: Tensor) -> Tensor:
         """The states of all N new tokens, from the states that the cache holds before them."""
-        before = self._before(batch, keys)
+        before, tokens = self._before(batch, keys), batch.token_ids.cpu().numpy()
         if max(batch.query_lens) == 1:
-            return mix64_tensor((before ^ batch.token_ids) + signed64(GOLDEN64))
-        tokens, states = batch.token_ids.tolist(), list[int]()
+            return mix64_tensor(torch.from_numpy((before ^ tokens) + signed64(GOLDEN64))).to(self.device)
+        known, states = tokens.tolist(), list[int]()
         for state, count in zip(before.tolist(), batch.query_lens, strict=True):
-            states += self._chain(state, tokens[len(states) : len(states) + count])
+            states += self._chain(state, known[len(states) : len(states) + count])
         return self._tensor(states)
 
-    def _before(self, batch: Batch, keys: Tensor) -> Tensor:
+    def _before(self, batch: Batch, keys: Tensor) -> np.ndarray[Any, np.dtype[np.int64]]:
         """The state of the position before the new tokens of each sequence: where salt is 0 and odd is 1."""
-        counts = zip(batch.query_lens, batch.context_lens, strict=True)
-        last = torch.tensor([context - count - 1 for count, context in counts], device=self.device)
-        there, rows = last.clamp_min(0), torch.arange(len(last), device=self.device)
-        blocks = batch.block_tables[rows, there // self.layout.block_size].long()
-        found = keys[0, blocks, there % self.layout.block_size, 0]
-        return torch.where(last < 0, signed64(self._start), found)
+        last = np.subtract(batch.context_lens, batch.query_lens) - 1
+        number, offset = divmod(np.maximum(last, 0), self.layout.block_size)
+        blocks = batch.block_tables.cpu().numpy()[np.arange(len(last)), number]
+        found = keys[0, torch.from_numpy(blocks).to(self.device), torch.from_numpy(offset).to(self.device), 0]
+        return np.where(last < 0, signed64(self._start), found.cpu().numpy())
 
     def _chain(self, state: int, tokens: Iterable[int]) -> list[int]:
         return [state := mix64((state ^ token) + GOLDEN64) for token in tokens]
@@ -159,20 +162,26 @@ class OracleBackend:
     def _fold(self, views: list[Tensor], tables: Tensor, positions: Tensor) -> Tensor:
         """The weighted sum of all KV words at positions 0..positions[i] through tables[i]: int64 [L]."""
         blocks = self.layout.blocks_for(int(positions.max()) + 1) if len(positions) else 0
-        span = torch.arange(blocks * self.layout.block_size, device=self.device)
-        inside = (span <= positions[:, None]).long()[:, :, None]  # [L, span, 1]
-        folded, wanted = torch.zeros_like(positions), tables[:, :blocks].flatten()
+        span, wanted = blocks * self.layout.block_size, tables[:, :blocks].flatten()
+        folded = torch.zeros(len(positions), span * self._words, dtype=torch.int64, device=self.device)
         for view, weights in zip(views, self._weights, strict=True):
-            into = self._scratch.words(len(view) * len(wanted) * view[0, 0].numel())
+            into = self._scratch.words(len(view) * folded.numel())
             torch.index_select(view, 1, wanted, out=into.view(len(view), len(wanted), *view.shape[2:]))
-            words = into.view(len(view), *inside.shape[:2], self._words)  # [layers, L, span, words]
-            folded += words.mul_(weights[:, None, : len(span)]).mul_(inside).sum(dim=(0, 2, 3))
-        return folded
+            words = into.view(len(view), *folded.shape)
+            folded += words.mul_(weights[:, :span].flatten(1)[:, None]).sum(dim=0)
+        ends = (positions[:, None] + 1) * self._words
+        return folded.mul_(torch.arange(folded.shape[1], device=self.device) < ends).sum(dim=1)
 
     def _logits(self, states: Tensor, folded: Tensor) -> Tensor:
-        columns = torch.arange(1, self.vocab_size + 1, device=self.device) * signed64(GOLDEN64)
-        bits = mix64_tensor(mix64_tensor(states ^ mix64_tensor(folded))[:, None] + columns) & 0xFFFFFF
+        bits = mix64_tensor(mix64_tensor(states ^ mix64_tensor(folded))[:, None] + self._columns) & 0xFFFFFF
         return bits.float() * (LOGIT_RANGE / 2**24) + self._bias
+
+    def _views(self, kv: KVCache) -> list[Tensor]:
+        seen = self._seen
+        if seen is None or seen[0] is not kv:
+            with torch.inference_mode(False):  # as in `_Scratch`
+                self._seen = seen = kv, [self._as_words(tensor) for tensor in kv.tensors]
+        return seen[1]
 
     def _as_words(self, tensor: Tensor) -> Tensor:
         """A tensor of the cache seen as int64 [layers, blocks, block_size, words], the same memory."""
