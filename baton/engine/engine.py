@@ -210,8 +210,8 @@ class Engine:
         if sampled is not None:
             self.counters.count(work, result)
             self._scheduler.advance(work)
-            for key, drawn in sampled.items():
-                self._deliver(key, drawn, result)
+            for request, drawn in sampled:
+                self._deliver(request, drawn, result)
 
     def _run_fixed(self, windows: list[Window], result: StepResult) -> None:
         assert self._fixed is not None
@@ -235,17 +235,18 @@ class Engine:
             return None
 
     @torch.inference_mode()
-    def _compute(self, work: list[Work]) -> dict[HandoffId, Sampled]:
+    def _compute(self, work: list[Work]) -> list[tuple[Request, Sampled]]:
         """Run the model; a draw for each sequence of which all known tokens are computed then."""
         told = partial(self._on_layer, work) if self._on_layer is not None else None
-        batch = self._inputs.build(work, [self._requests[item.sequence.key].tokens for item in work], told)
+        requests = [self._requests[item.sequence.key] for item in work]
+        batch = self._inputs.build(work, [request.tokens for request in requests], told)
         logits = self.backend.forward(batch, self.kv)
-        keys = [item.sequence.key for item in work if item.completes]
-        draws = self._sampler.sample(logits, [self._requests[key].row for key in keys]) if keys else []
-        return dict(zip(keys, draws, strict=True))
+        ready = [request for request, item in zip(requests, work, strict=True) if item.completes]
+        draws = self._sampler.sample(logits, [request.row for request in ready]) if ready else []
+        return list(zip(ready, draws, strict=True))
 
-    def _deliver(self, key: HandoffId, drawn: Sampled, result: StepResult) -> None:
-        request = self._requests[key]
+    def _deliver(self, request: Request, drawn: Sampled, result: StepResult) -> None:
+        key = request.sequence.key
         if request.draft is not None:
             return request.push_candidate(drawn.token_id)
         if drawn.token_id is None:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from baton.errors import EngineFault
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: one for each token, and that would double what it costs
 class Output:
     """What one step brought to one request. The last output of a request has `finish` set.
 

@@ -190,6 +190,8 @@ def tokens_from_pb(message: worker.OutputTokens) -> list[Token]:
         raise InvalidRequest.of("tokens.texts", f"must have {len(ids)} entries, has {len(texts)}")
     first: int = getattr(message, "from")
     if not logprobs:  # as nearly always, and for each token that there is
+        if len(ids) == 1:
+            return [Token(first, ids[0], texts[0])]
         return [Token(index, token_id, text) for index, token_id, text in zip(count(first), ids, texts, strict=False)]
     if len(logprobs) != len(ids):
         raise InvalidRequest.of("tokens.logprobs", f"must be empty or have {len(ids)} entries")
