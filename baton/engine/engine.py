@@ -246,15 +246,16 @@ class Engine:
         return list(zip(ready, draws, strict=True))
 
     def _deliver(self, request: Request, drawn: Sampled, result: StepResult) -> None:
-        key = request.sequence.key
         if request.draft is not None:
             return request.push_candidate(drawn.token_id)
         if drawn.token_id is None:
-            return self._fail(key, NO_TOKEN, result)
+            return self._fail(request.sequence.key, NO_TOKEN, result)
         choice, sequence = request.choice, request.sequence
         token = choice.push(drawn.token_id, drawn.logprobs)
         sequence.known = len(choice.tokens)
-        result.outputs.append(Output(key, [] if token is None else [token], choice.finish, sequence.cached or 0))
+        result.outputs.append(
+            Output(sequence.key, [] if token is None else [token], choice.finish, sequence.cached or 0)
+        )
         self._go_on(request)
 
     def _go_on(self, request: Request) -> None:
