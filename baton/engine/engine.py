@@ -5,9 +5,9 @@
                  └─preempted──┤
     adopt ────────────────────┘        (or preempted and handed back)
 
-Progress is counted, not phased: a sequence has known and computed tokens, and every kind of work (prompt chunks,
-decoding, starting over after a preemption or elsewhere) is to let computed catch up with known. A step runs the
-ordinary batch, and then, where there are deterministic requests, one forward of a fixed shape (`baton.engine.verify`).
+Progress is counted, not phased: every kind of work (prompt chunks, decoding, starting over after a preemption or
+elsewhere) is to let computed tokens catch up with known ones. A step runs the ordinary batch, and then, for
+deterministic requests, one forward of a fixed shape (`baton.engine.verify`).
 """
 
 from __future__ import annotations
@@ -148,8 +148,8 @@ class Engine:
         """From now on the request `key` is `new`, in whatever state. Raises KeyError or ValueError for wrong ones."""
         if new in self._requests:
             raise ValueError(f"handoff {new} is already here")
-        request = self._requests[new] = self._requests.pop(key)
-        request.sequence.key = new
+        self._requests[new] = self._requests.pop(key)
+        self._requests[new].sequence.key = new
 
     def held(self, key: HandoffId) -> Allocation:
         """Blocks with the KV of all tokens of a held sequence's spec. Raises KeyError if `key` is not held."""
@@ -253,9 +253,8 @@ class Engine:
         choice, sequence = request.choice, request.sequence
         token = choice.push(drawn.token_id, drawn.logprobs)
         sequence.known = len(choice.tokens)
-        result.outputs.append(
-            Output(sequence.key, [] if token is None else [token], choice.finish, sequence.cached or 0)
-        )
+        said = [] if token is None else [token]
+        result.outputs.append(Output(sequence.key, said, choice.finish, sequence.cached or 0))
         self._go_on(request)
 
     def _go_on(self, request: Request) -> None:
@@ -286,8 +285,7 @@ class Engine:
         """A new request, or None if what it knows has ended it: then only its ending is left to tell."""
         if key in self._requests or any(output.key == key for output in self._ended):
             raise ValueError(f"handoff {key} is already here")
-        choice = self._choices.start(spec)
-        if choice.finish is not None:
+        if (choice := self._choices.start(spec)).finish is not None:
             self._ended.append(Output(key, [], choice.finish))
             return None
         self._arrivals += 1

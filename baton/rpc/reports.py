@@ -11,6 +11,7 @@ from baton.rpc.convert import require
 from baton.rpc.v1 import common_pb2 as common
 
 _NESTED_LOAD = {"blocks", "channels", "prefill_pace", "decode_pace", "joint_pace", "beside_pace"}
+_NO_PACE = Pace()
 _LOAD = tuple(field.name for field in fields(Load) if field.name not in _NESTED_LOAD)
 _PACE, _COUNTS = (tuple(field.name for field in fields(kind)) for kind in (Pace, BlockCounts))
 _LOAD_OF, _PACE_OF, _COUNTS_OF = attrgetter(*_LOAD), attrgetter(*_PACE), attrgetter(*_COUNTS)
@@ -44,8 +45,9 @@ def load_to_pb(value: Load) -> common.Load:
     )
 
 
-def _pace_to_pb(value: Pace) -> common.Pace:
-    return common.Pace(**dict(zip(_PACE, _PACE_OF(value), strict=True)))
+def _pace_to_pb(value: Pace) -> common.Pace | None:
+    """None: no such step yet."""
+    return common.Pace(**dict(zip(_PACE, _PACE_OF(value), strict=True))) if value != _NO_PACE else None
 
 
 def load_from_pb(message: common.Load) -> Load:
