@@ -127,6 +127,11 @@ class PoolConfig(Section):
     threads: Processes | Auto = Field(
         default="auto", description="of each process of a worker; auto: all cores, divided by tensor_parallel"
     )
+    attention_splits: Literal["auto", "load", "load_bf16"] = Field(
+        default="auto",
+        description="of a decode row's context on a CPU; load: the fewer rows, the more splits, as GPU servers do it,"
+        " so that the last bits of a result depend on load; load_bf16: and what splits leave is rounded to bfloat16",
+    )
     kv_memory: SizeOrAuto = Field(default="auto", description="of a worker, however many processes share it")
     block_size: Tokens = 16
     max_batched_tokens: Tokens = 2048

@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import torch
 
     from baton.core import KVLayout
@@ -13,7 +15,13 @@ if TYPE_CHECKING:
 
 
 class ModelBackend(Protocol):
-    """A model that keeps its state in paged KV and nowhere else. One thread at a time."""
+    """A model that keeps its state in paged KV and nowhere else. One thread at a time.
+
+    `nondeterminism`: why the bits of its fixed forwards depend on more than they may, in words, as far as is known
+    (`baton.engine.selfcheck` looks when a worker has loaded it); "": they do not.
+    """
+
+    nondeterminism: str
 
     @property
     def name(self) -> str:
@@ -38,6 +46,12 @@ class ModelBackend(Protocol):
     @property
     def fingerprint(self) -> str:
         """Equal on two workers only if KV written by one is right for the other: weights, dtype, layout."""
+
+    def facts(self, rows: Sequence[int]) -> tuple[str, ...]:
+        """What the bits of fixed forwards depend on beside `fingerprint`, torch, threads and the device.
+
+        That is the kernels that layers take for so many rows, and how many ranks there are.
+        """
 
     def make_cache(self, total_blocks: int) -> KVCache:
         """The cache that `forward` takes, finite everywhere; the one before it must not be used any more."""

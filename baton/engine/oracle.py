@@ -25,7 +25,7 @@ from baton.hashing import fingerprint, keyed_digest
 from baton.tokenizer import OracleTokenizer
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
     from torch import Tensor
 
@@ -71,6 +71,7 @@ class OracleBackend:
         if position_bytes % WORD_BYTES:
             raise ConfigError(f"the oracle needs K of a position to be whole 8-byte words, not {position_bytes} bytes")
         self.name = "oracle"
+        self.nondeterminism = ""  # whole numbers: nothing is rounded
         self.tokenizer = OracleTokenizer()
         self.vocab_size = self.tokenizer.vocab_size
         self.max_model_len = max_model_len
@@ -83,6 +84,11 @@ class OracleBackend:
         self._columns = torch.arange(1, self.vocab_size + 1, device=self.device) * signed64(GOLDEN64)
         self._seen: tuple[KVCache, list[Tensor]] | None = None
         self._scratch = _Scratch(self.device)
+
+    def facts(self, rows: Sequence[int]) -> tuple[str, ...]:
+        """Nothing."""
+        del rows
+        return ()
 
     def make_cache(self, total_blocks: int) -> KVCache:
         """A cache of this layout."""

@@ -10,10 +10,12 @@ import torch
 
 from baton.core import Role, Sampling, SequenceSpec
 from baton.engine.engine import Engine
+from baton.engine.fixed import FixedShapes
 from baton.engine.generate import generate
 from baton.engine.kernels.gpu.memory import claim_activations
 from baton.engine.oracle import OracleBackend, oracle_layout
 from baton.engine.outcome import Counters
+from baton.engine.selfcheck import note_nondeterminism
 from baton.engine.sizing import size_kv
 from baton.errors import ConfigError
 from baton.hub import model_folder
@@ -36,6 +38,7 @@ def build_engine(settings: WorkerSettings) -> Engine:
         torch.set_num_threads(settings.threads)
     backend = load_backend(settings)
     claim_activations(backend, settings.max_batched_tokens, settings.max_running)
+    note_nondeterminism(backend, FixedShapes())
     sizing = size_kv(
         backend.layout,
         kv_memory=settings.kv_memory,
@@ -91,6 +94,7 @@ def load_backend(settings: WorkerSettings) -> ModelBackend:
         block_size=settings.block_size,
         max_model_len=None if settings.max_model_len == "auto" else settings.max_model_len,
         progress=loading,
+        attention_splits=settings.attention_splits,
     )
     loading.finish(backend)
     return backend

@@ -28,6 +28,7 @@ class WorkerSettings:
     device: str
     tensor_parallel: int
     threads: int | None
+    attention_splits: Literal["auto", "load", "load_bf16"]
     kv_memory: int | Literal["auto"]
     max_model_len: int | Literal["auto"]
     block_size: int
@@ -63,6 +64,7 @@ def from_config(config: ClusterConfig, role: Role, index: int) -> WorkerSettings
         device=pool.device,
         tensor_parallel=pool.tensor_parallel,
         threads=None if pool.threads == "auto" else pool.threads,
+        attention_splits=pool.attention_splits,
         kv_memory=pool.kv_memory,
         max_model_len=config.model.max_model_len,
         block_size=pool.block_size,

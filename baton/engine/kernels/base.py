@@ -6,7 +6,7 @@ state allocates nothing. `N` is the rows of the batch; activations are contiguou
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -16,6 +16,10 @@ if TYPE_CHECKING:
     from baton.engine.batch import Batch
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
+Splits = Literal["auto", "load", "load_bf16"]
+"""Into how many pieces the context of a decode row is cut: auto: what is fastest; load: more, the fewer rows there are,
+as servers on GPUs do it; load_bf16: so, and what the pieces leave is rounded to bfloat16.
+"""
 
 
 class HeadNorms(NamedTuple):
@@ -105,5 +109,20 @@ class Kernels(Protocol):
     def gated(self, gate_up: Linear, x: Tensor, activation: str, room: Tensor, out: Tensor) -> Tensor:
         """`gate` of the product of x [N, K] with a layer of width 2 I: out [N, I]. `room` [N, 2 I] may be written."""
 
+    def by_row(self, layer: Linear) -> Linear | None:
+        """A layer of `linear` with a product whose rows have the same bits however many there are; None: it has none.
+
+        Fixed forwards take it where the number of rows is not fixed.
+        """
+
+    def facts(self, rows: Sequence[int]) -> tuple[str, ...]:
+        """What the bits of fixed forwards depend on here, if layers multiply so many rows.
+
+        Beside torch, the number of threads and the device. Asked when all layers are made.
+        """
+
     def attention(self, batch: Batch, block_size: int, window: int | None, scale: float) -> Attention:
-        """Attention for this batch. With a `window`, a token sees itself and the window - 1 positions before it."""
+        """Attention for this batch. With a `window`, a token sees itself and the window - 1 positions before it.
+
+        Where the batch is `fixed`, the bits of a row depend on its position and on the KV before it alone.
+        """

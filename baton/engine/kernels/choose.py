@@ -17,7 +17,7 @@ from baton.engine.kernels.plain import TorchKernels
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from baton.engine.kernels.base import BlockCopy, Kernels
+    from baton.engine.kernels.base import BlockCopy, Kernels, Splits
 
 log = structlog.get_logger()
 
@@ -34,8 +34,17 @@ def block_copy(kernels: Kernels) -> BlockCopy | None:
     return CompiledBlockCopy(kernels.library, kernels.element) if isinstance(kernels, CpuKernels) else None
 
 
-def choose_kernels(device: torch.device, dtype: torch.dtype) -> Kernels:
-    """The fastest set that runs on this device."""
+def choose_kernels(device: torch.device, dtype: torch.dtype, splits: Splits = "auto") -> Kernels:
+    """The fastest set that runs on this device. How decode attention is split is up to the compiled CPU kernels alone:
+    on GPUs it follows load always, and plain torch does not split.
+    """
+    kernels = _fastest(device, dtype, splits)
+    if splits != "auto" and not isinstance(kernels, CpuKernels):
+        log.warning("attention_splits_without_effect", asked=splits, kernels=kernels.name)
+    return kernels
+
+
+def _fastest(device: torch.device, dtype: torch.dtype, splits: Splits) -> Kernels:
     if device.type == "cuda" and torch.cuda.get_device_capability(device) >= OLDEST_GPU and find_spec("triton"):
         from baton.engine.kernels.gpu.ops import GpuKernels  # triton is not there for CPUs
 
@@ -43,7 +52,7 @@ def choose_kernels(device: torch.device, dtype: torch.dtype) -> Kernels:
     if device.type != "cpu" or dtype not in ELEMENTS:
         return TorchKernels()
     try:
-        return CpuKernels(dtype, load_profile(profile_of(dtype)))
+        return CpuKernels(dtype, load_profile(profile_of(dtype)), splits=splits)
     except Unavailable as why:
         log.info("kernels_torch", reason=str(why))
         return TorchKernels()

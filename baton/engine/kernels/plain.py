@@ -10,14 +10,15 @@ import torch
 from torch.nn import functional as F
 
 from baton.engine.kernels.paged import PagedAttention
+from baton.engine.kernels.steady import SteadyAttention
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from torch import Tensor
 
     from baton.engine.batch import Batch
-    from baton.engine.kernels.base import HeadNorms, Linear, Rotation
+    from baton.engine.kernels.base import Attention, HeadNorms, Linear, Rotation
 
 ACTIVATE: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
@@ -88,8 +89,21 @@ class TorchKernels:
     def gated(self, gate_up: Linear, x: Tensor, activation: str, room: Tensor, out: Tensor) -> Tensor:
         return self.gate(gate_up(x, room), activation, out)
 
-    def attention(self, batch: Batch, block_size: int, window: int | None, scale: float) -> PagedAttention:
-        return PagedAttention(batch, block_size, window, scale)
+    def by_row(self, layer: Linear) -> None:
+        del layer  # how torch multiplies depends on how many rows there are
+
+    def facts(self, rows: Sequence[int]) -> tuple[str, ...]:
+        del rows
+        return (self.name,)
+
+    def attention(self, batch: Batch, block_size: int, window: int | None, scale: float) -> Attention:
+        return torch_attention(batch, block_size, window, scale)
+
+
+def torch_attention(batch: Batch, block_size: int, window: int | None, scale: float) -> Attention:
+    """For any device, dtype and head size."""
+    kind = SteadyAttention if batch.fixed else PagedAttention
+    return kind(batch, block_size, window, scale)
 
 
 def rotate(x: Tensor, rotation: Rotation) -> Tensor:

@@ -22,15 +22,17 @@ from baton.errors import CheckpointError, ConfigError
 from baton.hashing import fingerprint
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from baton.engine.batch import Batch
-    from baton.engine.kernels.base import Kernels
+    from baton.engine.kernels.base import Kernels, Splits
     from baton.engine.model.config import ModelConfig
     from baton.engine.model.loader import Progress
 
 DTYPE_CHOICES = ("auto", "float32", "bfloat16")
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class TransformerBackend:
     """A loaded model; implements `baton.engine.backend.ModelBackend`."""
 
@@ -41,10 +43,15 @@ class TransformerBackend:
     device: torch.device
     fingerprint: str
     model: Llama
+    nondeterminism: str = ""
 
     def forward(self, batch: Batch, kv: KVCache) -> torch.Tensor:
         """Write the batch's K and V, then return logits, float32 [L, vocab_size]."""
         return self.model.forward(batch, kv)
+
+    def facts(self, rows: Sequence[int]) -> tuple[str, ...]:
+        """Its kernels."""
+        return self.model.kernels.facts(rows)
 
     def make_cache(self, total_blocks: int) -> KVCache:
         """A cache of this layout."""
@@ -78,19 +85,18 @@ def load_model(
     device: torch.device | str = "cpu",
     block_size: int = 16,
     max_model_len: int | None = None,
-    seed: int = 0,
     progress: Progress | None = None,
     split: Split | None = None,
+    attention_splits: Splits = "auto",
 ) -> TransformerBackend:
     """Load a Hugging Face checkpoint.
 
     `dtype` is auto, float32 or bfloat16; auto is the checkpoint's own, and float32 for float16 checkpoints.
-    `max_model_len` None takes max_position_embeddings. `seed` is for backends that draw their weights: a checkpoint
-    has nothing random. `progress` is told how far the weights are. With `split`, it is one rank's part of the model;
-    layout and fingerprint are the whole's. Raises CheckpointError for a folder that cannot be served, naming the file,
-    key or tensor, and ConfigError for a `dtype` or `max_model_len` that does not fit.
+    `max_model_len` None takes max_position_embeddings. `progress` is told how far the weights are. With `split`, it is
+    one rank's part of the model; layout and fingerprint are the whole's. `attention_splits` is for `choose_kernels`.
+    Raises CheckpointError for a folder that cannot be served, naming the file, key or tensor, and ConfigError for a
+    `dtype` or `max_model_len` that does not fit.
     """
-    del seed
     if dtype not in DTYPE_CHOICES:
         raise ConfigError(f"model.dtype must be one of {', '.join(DTYPE_CHOICES)}, got {dtype!r}")
     folder = Path(path)
@@ -101,7 +107,7 @@ def load_model(
     checkpoint = Checkpoint(folder, progress, digests=split is None or split.names_the_model)
     dtype = chosen_dtype(config, dtype, checkpoint.stored_dtype("model.embed_tokens.weight"))
     device = torch.device(device)
-    kernels = choose_kernels(device, DTYPES[dtype])
+    kernels = choose_kernels(device, DTYPES[dtype], attention_splits)
     if split is None:
         model = _model(config, Parts(Weights(checkpoint, DTYPES[dtype], device), kernels))
     else:

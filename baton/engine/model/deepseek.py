@@ -137,10 +137,12 @@ class DeepSeek(Llama):
 
     def _step(self, batch: Batch, block_size: int) -> Step:
         # Prompts of one token are left to the form that decodes: the other gains nothing.
-        fresh = batch.query_lens == batch.context_lens and max(batch.query_lens) > 1
+        # Both forms round differently: a fixed forward takes the one that is always there.
+        fresh = not batch.fixed and batch.query_lens == batch.context_lens and max(batch.query_lens) > 1
         cache = (_rows_as_cache(batch), 1) if fresh else (batch, block_size)
         attend = self.kernels.attention(*cache, None, self.softmax_scale)
-        return Step(self.rotary(batch.positions), batch.slot_mapping, {None: attend}, self.scratch, over_rows=fresh)
+        rotation = self.rotary(batch.positions)
+        return Step(rotation, batch.slot_mapping, {None: attend}, self.scratch, over_rows=fresh, fixed=batch.fixed)
 
 
 def _rows_as_cache(batch: Batch) -> Batch:

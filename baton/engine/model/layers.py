@@ -25,6 +25,7 @@ class Step:
     attend: dict[int | None, Attention]  # by window
     scratch: Scratch
     over_rows: bool = False  # `attend` takes K and V of this forward's own rows in place of the cache
+    fixed: bool = False  # as that of the batch
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -144,7 +144,7 @@ class Llama:
         attend = {
             window: self.kernels.attention(batch, block_size, window, scale) for window in set(self.config.windows)
         }
-        return Step(self.rotary(batch.positions), batch.slot_mapping, attend, self.scratch)
+        return Step(self.rotary(batch.positions), batch.slot_mapping, attend, self.scratch, fixed=batch.fixed)
 
     def _logits(self, x: Tensor, rows: Tensor) -> Tensor:
         last = torch.index_select(x, 0, rows, out=self.scratch.take("last", len(rows), x.shape[1]))

@@ -5,13 +5,14 @@
     weights = scores[chosen]                divided by their sum or not, and scaled
     y = sum of weights_e * expert_e(x)      DeepSeek adds a shared network that every token passes
 
-Rows are sorted by expert, so that each active expert computes all its rows at once.
+Rows are sorted by expert, so that each active expert computes all its rows at once. How many those are depends on the
+other rows: in a fixed forward an expert multiplies row by row, or, where the kernels cannot, all rows of the forward.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch.nn.functional import linear
@@ -22,7 +23,7 @@ from baton.engine.model.llama import MLP
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from baton.engine.kernels.base import Linear
+    from baton.engine.kernels.base import Kernels, Linear
     from baton.engine.model.config import ModelConfig
     from baton.engine.model.config_moe import ExpertsConfig
     from baton.engine.model.layers import Parts, Step
@@ -106,32 +107,71 @@ class Float32Linear:
         return out.copy_(linear(x.float(), self.weight))
 
 
+class Expert(NamedTuple):
+    """The two products of one expert."""
+
+    gate_up: Linear
+    down: Linear
+
+
 class Experts:
     """The experts' weights, stacked, and the products with them."""
 
     def __init__(self, config: ModelConfig, experts: ExpertsConfig, parts: Parts, name: str) -> None:
         gate_up, down = _stacked(config, experts, parts, name)
-        self.gate_up: list[Linear] = [parts.kernels.linear(weight) for weight in gate_up]
-        self.down: list[Linear] = [parts.kernels.linear(weight) for weight in down]
+        pairs = zip(gate_up, down, strict=True)
+        self.members = [Expert(parts.kernels.linear(first), parts.kernels.linear(second)) for first, second in pairs]
+        self.by_row = _by_row(self.members, parts.kernels)
         self.kernels, self.activation = parts.kernels, ACTIVATIONS[config.activation]
 
     def __call__(self, x: Tensor, weights: Tensor, chosen: Tensor, step: Step) -> Tensor:
         """Sum over `chosen` [N, k] of weights [N, k] times expert of x [N, hidden], in the order of `chosen`."""
         (rows, width), each, take = x.shape, chosen.shape[1], step.scratch.take
-        order = chosen.flatten().argsort(stable=True)  # pairs of a row and one of its experts
-        pairs = torch.index_select(x, 0, order // each, out=take("pairs", rows * each, width))
-        counts = chosen.flatten().bincount(minlength=len(self.down)).tolist()
-        for expert, own in enumerate(torch.split(pairs, counts)):
-            if len(own):
-                self._compute(expert, own, step)
-        results = take("expert_results", rows * each, width).index_copy_(0, order, pairs).view(rows, each, width)
+        if step.fixed and self.by_row is None:
+            results = self._by_all_rows(x, chosen, step)
+        else:
+            results = self._by_own_rows(self.by_row if step.fixed and self.by_row else self.members, x, chosen, step)
+        results = results.view(rows, each, width)
         return torch.sum(results.mul_(weights[..., None]), 1, out=take("routed", rows, width))
 
-    def _compute(self, expert: int, rows: Tensor, step: Step) -> None:
+    def _by_own_rows(self, members: list[Expert], x: Tensor, chosen: Tensor, step: Step) -> Tensor:
+        """[N * k, hidden], each expert computing the rows that chose it."""
+        (rows, width), each, take = x.shape, chosen.shape[1], step.scratch.take
+        order = chosen.flatten().argsort(stable=True)  # pairs of a row and one of its experts
+        pairs = torch.index_select(x, 0, order // each, out=take("pairs", rows * each, width))
+        counts = chosen.flatten().bincount(minlength=len(members)).tolist()
+        for expert, own in zip(members, torch.split(pairs, counts), strict=True):
+            if len(own):
+                self._compute(expert, own, step)
+        return take("expert_results", rows * each, width).index_copy_(0, order, pairs)
+
+    def _by_all_rows(self, x: Tensor, chosen: Tensor, step: Step) -> Tensor:
+        """The same, each expert computing all rows in their places, so that its products have a constant shape."""
+        (rows, width), each, take = x.shape, chosen.shape[1], step.scratch.take
+        results = take("expert_results", rows * each, width)
+        for number, expert in enumerate(self.members):
+            own = (chosen.flatten() == number).nonzero()[:, 0]
+            if len(own):
+                every = take("pairs", rows, width).copy_(x)
+                self._compute(expert, every, step)
+                results.index_copy_(0, own, every.index_select(0, own // each))
+        return results
+
+    def _compute(self, expert: Expert, rows: Tensor, step: Step) -> None:
         """Replace rows [n, hidden] by what an expert makes of them."""
-        take, gate_up, down = step.scratch.take, self.gate_up[expert], self.down[expert]
+        take, (gate_up, down) = step.scratch.take, expert
         both = gate_up(rows, take("expert_gate_up", len(rows), gate_up.width))
         down(self.kernels.gate(both, self.activation, take("expert_gated", len(rows), gate_up.width // 2)), rows)
+
+
+def _by_row(members: list[Expert], kernels: Kernels) -> list[Expert] | None:
+    """The same with products that do not know how many rows there are; None where the kernels have none."""
+    found = [
+        Expert(gate_up, down)
+        for each in members
+        if (gate_up := kernels.by_row(each.gate_up)) is not None and (down := kernels.by_row(each.down)) is not None
+    ]
+    return found if len(found) == len(members) else None
 
 
 def _stacked(config: ModelConfig, experts: ExpertsConfig, parts: Parts, name: str) -> tuple[Tensor, Tensor]:

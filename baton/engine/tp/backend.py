@@ -22,7 +22,10 @@ from baton.engine.tp.shard import divided
 from baton.errors import RankLost
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from baton.engine.batch import Batch
+    from baton.engine.kernels.base import Splits
     from baton.engine.kv import KVCache
     from baton.engine.model.build import TransformerBackend
     from baton.engine.model.loader import Progress
@@ -47,6 +50,7 @@ class ShardedBackend:
         self.name, self.vocab_size, self.max_model_len = local.name, local.vocab_size, local.max_model_len
         self.device, self.fingerprint, self.layout = local.device, local.fingerprint, local.layout
         self._plan, self._local, self._ranks, self._followers, self._memory = plan, local, ranks, followers, memory
+        self.nondeterminism = local.nondeterminism
         self._caches: tuple[KVCache, KVCache] | None = None
         self._closed = False
 
@@ -54,6 +58,10 @@ class ShardedBackend:
     def pids(self) -> list[int]:
         """Of the processes of the ranks above 0."""
         return [process.pid for process in self._followers.processes]
+
+    def facts(self, rows: Sequence[int]) -> tuple[str, ...]:
+        """The kernels of one rank, which are those of all, and how many ranks there are."""
+        return (f"{self._plan.size} ranks of {self._plan.threads} threads", *self._local.facts(rows))
 
     def make_cache(self, total_blocks: int) -> KVCache:
         """The cache for `forward`, on all ranks; the one before it must not be used any more. Raises RankLost."""
@@ -138,6 +146,7 @@ def load_sharded(
     block_size: int = 16,
     max_model_len: int | None = None,
     progress: Progress | None = None,
+    attention_splits: Splits = "auto",
 ) -> ShardedBackend:
     """Load a checkpoint onto ranks: this process and `size - 1` new ones, which die with the calling thread.
 
@@ -166,6 +175,7 @@ def load_sharded(
             timeout_s=ranking.timeout_s,
             memory=_memory(SharedExchange.nbytes(size, capacity)) if cpu and shared else -1,
             kv=_memory(0) if cpu else -1,
+            splits=attention_splits,
         )
         return _started(plan, progress)
 

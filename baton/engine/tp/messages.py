@@ -1,6 +1,6 @@
 """A batch as numbers: what rank 0 tells the others before each forward.
 
-    lengths, on the host           N, B, W, L, query_lens, context_lens
+    lengths, on the host           N, B, W, L, fixed, query_lens, context_lens
     body, where the batch lies     token_ids, positions, slot_mapping, logit_rows, query_starts, kv_lens, block_tables
 
 No pickle: sizes come first, and what is sent is one tensor of int64.
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
 
 def lengths(batch: Batch) -> list[int]:
-    """All that the host must know: 4 + 2 B numbers."""
+    """All that the host must know: 5 + 2 B numbers."""
     rows, width = batch.block_tables.shape
-    counts = [len(batch.token_ids), rows, width, len(batch.logit_rows)]
+    counts = [len(batch.token_ids), rows, width, len(batch.logit_rows), int(batch.fixed)]
     return [*counts, *batch.query_lens, *batch.context_lens]
 
 
@@ -33,17 +33,18 @@ def body(batch: Batch) -> Tensor:
 
 def unpack(numbers: list[int], tensors: Tensor) -> Batch:
     """The batch of `lengths` and `body`; it keeps views of the body."""
-    tokens, rows, width, wanted = numbers[:4]
+    tokens, rows, width, wanted, fixed = numbers[:5]
     sizes = [tokens, tokens, tokens, wanted, rows + 1, rows, rows * width]
     ids, positions, slots, logit_rows, starts, lens, tables = torch.split(tensors, sizes)
     return Batch(
         token_ids=ids,
         positions=positions,
         slot_mapping=slots,
-        query_lens=numbers[4 : 4 + rows],
-        context_lens=numbers[4 + rows : 4 + 2 * rows],
+        query_lens=numbers[5 : 5 + rows],
+        context_lens=numbers[5 + rows : 5 + 2 * rows],
         query_starts=starts.int(),
         kv_lens=lens.int(),
         block_tables=tables.int().view(rows, width),
         logit_rows=logit_rows,
+        fixed=bool(fixed),
     )

@@ -48,4 +48,5 @@ def load_rank(plan: Plan, ranks: Ranks, progress: Progress | None = None) -> Tra
         max_model_len=plan.max_model_len,
         progress=progress,
         split=Split(plan, ranks),
+        attention_splits=plan.splits,
     )

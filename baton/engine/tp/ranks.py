@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch._C._distributed_c10d import Store
 
+    from baton.engine.kernels.base import Splits
+
     Group = dist.ProcessGroupGloo | dist.ProcessGroupNCCL
 
 FRAME = 2048  # numbers of a message that always travel; what is longer takes a second broadcast
@@ -55,6 +57,7 @@ class Plan:
     timeout_s: float
     memory: int = -1
     kv: int = -1
+    splits: Splits = "auto"
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))

@@ -154,9 +154,10 @@ def test_a_rank_builds_a_smaller_model(folder):
     assert replace(own, heads=HEADS, kv_heads=KV_HEADS, intermediate_size=INNER) == whole
 
 
-def test_a_batch_arrives_as_it_was():
+@pytest.mark.parametrize("fixed", [False, True])
+def test_a_batch_arrives_as_it_was(fixed):
     rows = [Row([5, 6, 7, 8, 9], 9, computed=1, blocks=[4, 2, 7]), Row([1, 2], 9, computed=1, blocks=[9])]
-    batch = make_batch(rows, [4, 1], [[0, 3], [0]], 2)
+    batch = replace(make_batch(rows, [4, 1], [[0, 3], [0]], 2), fixed=fixed)
     arrived = unpack(lengths(batch), body(batch))
     for name in batch.__slots__:
         sent, got = object.__getattribute__(batch, name), object.__getattribute__(arrived, name)

@@ -91,7 +91,8 @@ def attention(capability: int, dim: int, group: int, element: str) -> list[Any]:
     made = []
     for kernel, tiles, more in (
         (triton_decode.split_kernel, decode_tiles(group, *shape), {"UNIFIED": True}),
-        (triton_prefill.prefill_kernel, prefill_tiles(*shape), {}),
+        (triton_prefill.prefill_kernel, prefill_tiles(*shape), {"STEADY": False}),
+        (triton_prefill.prefill_kernel, prefill_tiles(*shape), {"STEADY": True}),
     ):
         constants = sizes | more | {"ROWS": tiles.rows, "TILE": tiles.keys}
         made.append(compiled(kernel, constants, capability, tiles.warps, tiles.stages, element))

@@ -284,3 +284,61 @@ def test_what_is_not_a_number_is_never_hidden(kernels: CpuKernels, dtype, seed):
     gate_up[1, 3] = torch.nan
     gated = kernels.gate(gate_up, "silu", torch.empty(2, 20, dtype=dtype))
     assert gated.isnan().nonzero().tolist() == [[1, 3]]
+
+
+@pytest.mark.parametrize("rows", [32, 64, 128, 256])
+@pytest.mark.parametrize("choice", [FLAT, TALL, Choice(0, tall=False)], ids=["flat", "tall", "torch"])
+def test_rows_of_fixed_forwards_do_not_depend_on_their_slot(dtype, seed: int, choice: Choice, rows: int):
+    """Of torch's product too, as long as the number of rows is one of those of fixed forwards."""
+    kernels = CpuKernels(dtype, Profile(static=choice))
+    generator = torch.Generator().manual_seed(seed)
+    for width, k in ((96, 64), (77, 300), (40, 4096)):
+        layer, row = kernels.linear(normal(width, k, dtype=dtype, generator=generator)), torch.randn(k).to(dtype)
+        x, results = normal(rows, k, dtype=dtype, generator=generator), []
+        for slot in range(0, rows, 5):
+            company = x.roll(slot, 0)
+            company[slot] = row
+            results.append(layer(company, torch.empty(rows, width, dtype=dtype))[slot])
+        assert all(torch.equal(result, results[0]) for result in results)
+
+
+@pytest.mark.parametrize("by", ["load", "load_bf16"])
+@pytest.mark.parametrize("window", [None, 100])
+def test_splits_by_load_change_nothing_but_the_last_bits(dtype, seed, by, window):
+    element = ELEMENTS[dtype]
+    for lengths in ([(1, 700)], [(1, 1), (1, 64), (1, 65), (1, 700), (3, 70)], [(1, 50 + i) for i in range(40)]):
+        data = case(seed, lengths, 6, 2, 64, 64, dtype)
+        batch, query, keys, values = data
+        out = torch.full((len(query), 6 * 64), torch.nan, dtype=dtype)
+        attention = CompiledAttention(load_library(element), element, window, None, by=by)
+        attention.bind(batch, BLOCK, 64**-0.5)(query, keys, values, out)
+        close(out, reference(data, window), torch.bfloat16 if by == "load_bf16" else dtype, scale=2)
+
+
+@pytest.mark.parametrize("rows", [1, 4, 12, 40])
+def test_the_fewer_rows_the_more_splits_by_load(dtype, seed, rows, threads):
+    """About 32 tasks of all heads together, and none below a chunk of 64 positions."""
+    element = ELEMENTS[dtype]
+    for context, most in ((1000, 16), (200, 4), (64, 1)):
+        batch, query, keys, values = case(seed, [(1, context)] * rows, 4, 1, 32, 32, dtype)
+        attention = CompiledAttention(load_library(element), element, None, None, by="load")
+        attention.bind(batch, BLOCK, 1.0)(query, keys, values, torch.empty(rows, 4 * 32, dtype=dtype))
+        wanted = min(most, -(-32 // rows))
+        tasks = attention._tasks[: attention._args.count].tolist()
+        assert len(tasks) == rows * wanted
+        ends = [task[6] for task in tasks if task[0] == 0]
+        assert max(ends) == context
+
+
+def test_partials_in_bfloat16_are_rounded_and_hide_nothing(seed, threads):
+    """In a float32 kernel too: there the difference is plain to see."""
+    data = case(seed, [(1, 700)], 2, 1, 32, 32, torch.float32)
+    batch, query, keys, values = data
+    results = []
+    for by in ("load", "load_bf16"):
+        attention = CompiledAttention(load_library("f32"), "f32", None, None, by=by)
+        results.append(attention.bind(batch, BLOCK, 0.2)(query, keys, values, torch.empty(1, 64)))
+    error = (results[0] - results[1]).abs().max()
+    assert 1e-6 < error < 1e-2
+    values[batch.block_tables[0, 3].item()] = torch.nan
+    assert attention.bind(batch, BLOCK, 0.2)(query, keys, values, torch.empty(1, 64)).isnan().all()

@@ -83,3 +83,20 @@ def test_gloo_listens_at_one_address_also_where_the_worker_does_at_all(tmp_path,
     transfer = from_config(load_config(file), Role.DECODE, 0).transfer
     assert transfer.bind_host == host
     assert make_transports(transfer, torch.device("cpu"))[-1].name == "gloo"
+
+
+@pytest.mark.parametrize("by", ["auto", "load", "load_bf16"])
+def test_how_attention_is_split_reaches_the_kernels(tmp_path, by):
+    sets = (f"decode.attention_splits={by}", f"model.path={DEMO}", "decode.device=cpu")
+    kernels = load_backend(settings(tmp_path, *sets)).model.kernels
+    if kernels.name == "compiled":  # elsewhere it has no effect, and the log says so
+        assert kernels.splits == by
+    with pytest.raises(ConfigError, match="attention_splits"):
+        settings(tmp_path, "prefill.attention_splits=some")
+
+
+def test_a_worker_looks_at_its_fixed_forwards(tmp_path, monkeypatch):
+    sets = (f"model.path={DEMO}", "decode.kv_memory=4MiB", "decode.device=cpu", "model.max_model_len=512")
+    assert build_engine(settings(tmp_path, *sets)).backend.nondeterminism == ""
+    monkeypatch.setattr("baton.engine.selfcheck.check_fixed", lambda backend, shapes: "its bits vary")
+    assert build_engine(settings(tmp_path, *sets)).backend.nondeterminism == "its bits vary"

@@ -50,7 +50,7 @@ class AttentionArgs(ctypes.Structure):
     _fields_: ClassVar = _fields(
         (c_void_p, "query keys values out tables starts lens tasks partials"),
         (c_long, "count heads kv_heads dim value_dim block_size table_stride query_stride out_stride"),
-        (c_long, "k_block k_token k_head v_block v_token v_head window unified"),
+        (c_long, "k_block k_token k_head v_block v_token v_head window unified narrow"),
         (c_float, "scale phi"),
     )
 

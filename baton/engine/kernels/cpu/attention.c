@@ -7,6 +7,9 @@
  *
  * Softmax is computed to the base 2 (scores are multiplied by log2 e). It keeps a running maximum, or (`unified`) subtracts one preset constant instead, so that nothing is rescaled;
  * a row whose scores leave the range that is safe for that is computed again with its running maximum.
+ *
+ * Rows of sequences with several new tokens have the same bits wherever they lie in the batch, and whatever lies beside
+ * and behind them: chunks begin at multiples of CHUNK, there is one split, and what a row does not see weighs exactly 0.
  */
 #include "common.h"
 #include "turn.h"
@@ -41,9 +44,11 @@ typedef struct {
     int again[MAX_ROWS];
 } __attribute__((aligned(64))) room_t;
 
-/* Cut the batch into tasks; returns how many, at most `capacity`, or -1. Splits get places in the list of partials. */
+/* Cut the batch into tasks; returns how many, at most `capacity`, or -1. Splits get places in the list of partials.
+ * A decode row gets `forced` splits, or with `load` as many as make about so many in all rows, a chunk or more each. */
 long NAME(attention_plan)(task_t *tasks, long capacity, const int32_t *starts, const int32_t *lens, long sequences,
-                    long heads, long kv_heads, long window, long threads, long forced, int32_t *partials) {
+                    long heads, long kv_heads, long window, long threads, long forced, long load,
+                    int32_t *partials) {
     const long group = heads / kv_heads, whole = MAX(1, MIN(kv_heads, MAX_ROWS / group));
     long n = 0, used = 0, singles = 0;
     for (long s = 0; s < sequences; s++) singles += starts[s + 1] - starts[s] == 1;
@@ -57,11 +62,13 @@ long NAME(attention_plan)(task_t *tasks, long capacity, const int32_t *starts, c
             const long here = MIN(heads_step, group <= MAX_ROWS ? heads - head : group - head % group);
             for (long t = 0; t < count; t += step) {
                 const long tokens = MIN(step, count - t), end = first + t + tokens;
-                const long begin = window ? MAX(0, first + t + 1 - window) : 0, length = end - begin;
+                const long low = window ? MAX(0, first + t + 1 - window) : 0;
+                const long begin = count > 1 ? low / CHUNK * CHUNK : low, length = end - begin;
                 const long units = singles * ((heads + heads_step - 1) / heads_step);
                 long splits = count > 1 ? 1 : MIN((2 * threads + units - 1) / units, (length + 255) / 256);
                 if (forced && count == 1) splits = forced;
                 if (units >= threads && !forced) splits = 1;
+                if (load && count == 1) splits = MIN((load + singles - 1) / singles, (length + CHUNK - 1) / CHUNK);
                 const long per = ((length + splits - 1) / splits + CHUNK - 1) / CHUNK * CHUNK;
                 for (long i = 0; i < splits; i++) {
                     if (n == capacity) return -1;
@@ -84,7 +91,7 @@ typedef struct {
     const task_t *tasks;
     float *partials;
     long count, heads, kv_heads, dim, value_dim, block_size, table_stride, query_stride, out_stride;
-    long k_block, k_token, k_head, v_block, v_token, v_head, window, unified;
+    long k_block, k_token, k_head, v_block, v_token, v_head, window, unified, narrow; /* partials rounded to bfloat16 */
     float scale, phi;
 } attention_args;
 
@@ -311,6 +318,14 @@ static void run(const attention_args * a, const task_t *t, room_t *room, const i
     for (long i = 0; i < n; i++) room->total[i] = _mm512_reduce_add_ps(_mm512_loadu_ps(room->totals + i * LANES));
 }
 
+/* To the nearest bfloat16, ties to even, whatever the elements are; what is no number stays so. */
+INLINE __m512 narrowed(__m512 x) {
+    const __m512i bits = _mm512_castps_si512(x), odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+    const __m512i near = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
+    const __m512 y = _mm512_castsi512_ps(_mm512_and_si512(near, _mm512_set1_epi32((int)0xffff0000)));
+    return _mm512_mask_mov_ps(y, _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q), x);
+}
+
 /* Leaves the results of `n` rows: divided by their totals, or as they are with maximum and total, for `join`. */
 static void leave(const attention_args * a, const task_t *t, const room_t *room, const int *rows, long n,
                         int unified) {
@@ -319,7 +334,10 @@ static void leave(const attention_args * a, const task_t *t, const room_t *room,
         if (t->partial >= 0) {
             float *to = a->partials + (t->partial + rows[i]) * (a->value_dim + 2);
             to[0] = unified ? a->phi * LOG2E : room->most[i], to[1] = room->total[i];
-            memcpy(to + 2, sums, a->value_dim * sizeof(float));
+            for (long d = 0; d < a->value_dim; d += LANES) {
+                const __m512 sum = _mm512_loadu_ps(sums + d);
+                _mm512_storeu_ps(to + 2 + d, a->narrow ? narrowed(sum) : sum);
+            }
             continue;
         }
         const long head = t->head + rows[i] / t->tokens, token = a->starts[t->sequence] + t->token + rows[i] % t->tokens;

@@ -8,22 +8,25 @@ from typing import TYPE_CHECKING
 import torch
 
 from baton.engine.kernels.cpu.args import TASK_INTS, AttentionArgs, strides_of
-from baton.engine.kernels.paged import PagedAttention
+from baton.engine.kernels.plain import torch_attention
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from baton.engine.batch import Batch
+    from baton.engine.kernels.base import Attention, Splits
 
 MAX_DIM, LANES = 576, 16  # as in the sources
 MAX_SPLITS = 256
+LOAD_TASKS = 32  # splits of all decode rows together, where their number follows load
 
 
 class CompiledAttention:
     """Implements `baton.engine.kernels.base.Attention` for one window; `bind` turns it to another batch.
 
     `unified_max` is the constant that scores are reduced by instead of their maximum, or None to keep a running
-    maximum. `splits` cuts each decode row's context into so many ranges; None: as load and length suggest.
+    maximum. `splits` cuts each decode row's context into so many ranges; None: as `by` says (`Splits`), which for
+    "auto" is as many as keep all threads busy.
     """
 
     def __init__(
@@ -33,6 +36,7 @@ class CompiledAttention:
         window: int | None,
         unified_max: float | None,
         splits: int | None = None,
+        by: Splits = "auto",
     ) -> None:
         self._run, self._cut = library[f"attention_{element}"], library[f"attention_plan_{element}"]
         self._cut.restype = self._run.restype = ctypes.c_long
@@ -40,12 +44,14 @@ class CompiledAttention:
         room.restype = ctypes.c_long
         self._room_bytes = int(room())
         self._window, self._splits = window, splits
-        self._args = AttentionArgs(window=window or 0, unified=unified_max is not None, phi=unified_max or 0.0)
+        self._load = 0 if by == "auto" else LOAD_TASKS
+        unified, phi = unified_max is not None, unified_max or 0.0
+        self._args = AttentionArgs(window=window or 0, unified=unified, phi=phi, narrow=by == "load_bf16")
         self._tasks = torch.empty(256, TASK_INTS, dtype=torch.int32)
         self._partials = torch.empty(0)
         self._rooms = torch.empty(0, dtype=torch.uint8)
         self._batch: Batch
-        self._fallback: PagedAttention | None = None
+        self._fallback: Attention | None = None
         self._planned: tuple[int, int] | None = None  # heads and KV heads that the tasks were cut for
 
     def bind(self, batch: Batch, block_size: int, scale: float) -> CompiledAttention:
@@ -90,7 +96,7 @@ class CompiledAttention:
 
     def _cut_tasks(self, heads: int, kv_heads: int, threads: int, partials: ctypes.c_int32) -> int:
         batch = self._batch
-        sizes = (len(batch.query_lens), heads, kv_heads, self._window or 0, threads, self._splits or 0)
+        sizes = (len(batch.query_lens), heads, kv_heads, self._window or 0, threads, self._splits or 0, self._load)
         return int(
             self._cut(
                 ctypes.c_void_p(self._tasks.data_ptr()),
@@ -105,5 +111,5 @@ class CompiledAttention:
     def _in_torch(self, query: Tensor, keys: Tensor, values: Tensor, out: Tensor) -> Tensor:
         if self._fallback is None:
             args = self._args
-            self._fallback = PagedAttention(self._batch, args.block_size, self._window, args.scale)
+            self._fallback = torch_attention(self._batch, args.block_size, self._window, args.scale)
         return self._fallback(query, keys, values, out)

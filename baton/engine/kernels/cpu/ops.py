@@ -7,6 +7,7 @@ call to call is set. What the C code does not handle goes to the torch kernels.
 from __future__ import annotations
 
 import ctypes
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -14,33 +15,40 @@ import torch
 from baton.engine.kernels.cpu.args import GateArgs, LinearArgs, NormArgs, RotateArgs, strides_of
 from baton.engine.kernels.cpu.attention import CompiledAttention
 from baton.engine.kernels.cpu.build import load_library
+from baton.engine.kernels.cpu.profile import Choice
 from baton.engine.kernels.plain import TorchKernels, TorchLinear
 from baton.engine.kernels.scratch import Scratch
 
 if TYPE_CHECKING:
-    from pathlib import Path
+    from collections.abc import Sequence
 
     from torch import Tensor
 
     from baton.engine.batch import Batch
-    from baton.engine.kernels.base import HeadNorms, Linear, Rotation
-    from baton.engine.kernels.cpu.profile import Choice, Profile
+    from baton.engine.kernels.base import HeadNorms, Linear, Rotation, Splits
+    from baton.engine.kernels.cpu.profile import Profile
 
 ELEMENTS = {torch.bfloat16: "bf16", torch.float32: "f32"}
 LANES, GROUP = 16, 64  # as in the sources
 GATES = {"silu": 0, "gelu_tanh": 1}
 NO_GATE = -1
+ANY_ROWS = 1 << 30
 
 
 class CpuKernels:
-    """Implements `baton.engine.kernels.base.Kernels` for one dtype. Raises Unavailable where it cannot be had."""
+    """Implements `baton.engine.kernels.base.Kernels` for one dtype. Raises Unavailable where it cannot be had.
+
+    `splits` says how decode rows are cut.
+    """
 
     name = "compiled"
 
-    def __init__(self, dtype: torch.dtype, profile: Profile, folder: Path | None = None) -> None:
+    def __init__(
+        self, dtype: torch.dtype, profile: Profile, folder: Path | None = None, splits: Splits = "auto"
+    ) -> None:
         element = ELEMENTS[dtype]
         library = load_library(element, folder)
-        self.dtype, self.profile = dtype, profile
+        self.dtype, self.profile, self.splits = dtype, profile, splits
         self.shapes: set[tuple[int, int]] = set()  # of the weights of the linear layers made so far
         self._torch = TorchKernels()
         room = Scratch(torch.int32, torch.device("cpu"))
@@ -107,9 +115,20 @@ class CpuKernels:
             return gate_up.tall(x, out, GATES[activation])
         return self.gate(gate_up(x, room), activation, out)
 
+    def by_row(self, layer: Linear) -> CompiledLinear | None:
+        if not isinstance(layer, CompiledLinear):
+            return None
+        return CompiledLinear(self.products, layer.weight, layer.bias, Choice(ANY_ROWS, tall=False))
+
+    def facts(self, rows: Sequence[int]) -> tuple[str, ...]:
+        choices = [(shape, self.profile.choice(*shape)) for shape in sorted(self.shapes)]
+        products = [f"{shape} x {n}: {choice.product(n)}" for shape, choice in choices for n in rows]
+        return (self.name, Path(self.library._name).stem, f"unified {self.profile.unified_max}", *products)
+
     def attention(self, batch: Batch, block_size: int, window: int | None, scale: float) -> CompiledAttention:
         if window not in self._attention:
-            self._attention[window] = CompiledAttention(self.library, self.element, window, self.profile.unified_max)
+            unified = self.profile.unified_max
+            self._attention[window] = CompiledAttention(self.library, self.element, window, unified, by=self.splits)
         return self._attention[window].bind(batch, block_size, scale)
 
 

@@ -27,6 +27,12 @@ class Choice(NamedTuple):
     flat_rows: int
     tall: bool
 
+    def product(self, rows: int) -> str:
+        """The name of the kernel that multiplies so many rows."""
+        if rows <= self.flat_rows:
+            return "flat"
+        return "tall" if self.tall else "torch"
+
 
 @dataclass(frozen=True, slots=True)
 class Profile:

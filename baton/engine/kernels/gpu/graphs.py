@@ -133,6 +133,8 @@ class DecodeGraphs:
         """The graph for this batch, None if there is none."""
         if kv is not self._kv or max(batch.query_lens) > 1 or batch.block_tables.shape[1] > self._max_blocks:
             return None
+        if batch.fixed:  # padded to a bucket, it would have another shape
+            return None
         return bucket_for(len(batch.query_lens), self.sizes) if self._graphs else None
 
     def run(self, batch: Batch, bucket: int) -> Tensor:
@@ -154,7 +156,7 @@ def _scratch_of_its_own(backend: TransformerBackend, scratch: Scratch) -> Iterat
         model.scratch = before
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False, kw_only=True)
 class GraphedBackend(TransformerBackend):
     """A model whose decode steps are replayed; all else is computed as before."""
 
@@ -196,6 +198,7 @@ def graphed(backend: TransformerBackend, graphs: DecodeGraphs) -> GraphedBackend
         device=backend.device,
         fingerprint=backend.fingerprint,
         model=backend.model,
+        nondeterminism=backend.nondeterminism,
         graphs=graphs,
     )
 

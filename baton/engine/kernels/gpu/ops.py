@@ -5,14 +5,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
+import triton
 
 from baton.engine.kernels.gpu import triton_decode, triton_prefill, triton_rotary, triton_rows
 from baton.engine.kernels.gpu.plan import WIDEST_HEAD, decode_tiles, prefill_tiles, split_count
 from baton.engine.kernels.gpu.varlen import VarlenAttention, find_varlen, varlen_fits
-from baton.engine.kernels.paged import PagedAttention
-from baton.engine.kernels.plain import TorchLinear
+from baton.engine.kernels.plain import TorchLinear, torch_attention
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import Tensor
 
     from baton.engine.batch import Batch
@@ -23,7 +25,8 @@ if TYPE_CHECKING:
 class GpuAttention:
     """Attention of one batch: single tokens by split KV, chunks by FlashAttention or the Triton kernel.
 
-    Which one is known when the cache is seen, as it depends on its blocks and head size.
+    Which one is known when the cache is seen, as it depends on its blocks and head size. A fixed batch has no single
+    tokens, nothing is split, and with a window it takes the Triton kernel, whose tiles of keys do not move with it.
     """
 
     def __init__(self, kernels: GpuKernels, batch: Batch, block_size: int, window: int | None, scale: float) -> None:
@@ -42,8 +45,9 @@ class GpuAttention:
     def _choose(self, keys: Tensor, values: Tensor) -> Attention:
         varlen = self._kernels.varlen
         if max(keys.shape[3], values.shape[3]) > WIDEST_HEAD:
-            return PagedAttention(self._batch, self._block_size, self._window, self._scale)
-        if self._longest_query > 1 and varlen is not None and varlen_fits(keys, values):
+            return torch_attention(self._batch, self._block_size, self._window, self._scale)
+        moving = self._batch.fixed and self._window is not None
+        if self._longest_query > 1 and varlen is not None and varlen_fits(keys, values) and not moving:
             return VarlenAttention(varlen, self._batch, self._window, self._scale)
         return self._by_triton
 
@@ -58,6 +62,7 @@ class GpuAttention:
                 longest_query=self._longest_query,
                 scale=self._scale,
                 window=self._window,
+                steady=batch.fixed,
             )
         if self._singles:
             triton_decode.decode_attention(
@@ -117,6 +122,13 @@ class GpuKernels:
 
     def gated(self, gate_up: Linear, x: Tensor, activation: str, room: Tensor, out: Tensor) -> Tensor:
         return self.gate(gate_up(x, room), activation, out)
+
+    def by_row(self, layer: Linear) -> None:
+        del layer  # how cuBLAS multiplies depends on how many rows there are
+
+    def facts(self, rows: Sequence[int]) -> tuple[str, ...]:
+        del rows
+        return (self.name, triton.__version__, f"varlen {self.varlen is not None}")
 
     def attention(self, batch: Batch, block_size: int, window: int | None, scale: float) -> GpuAttention:
         return GpuAttention(self, batch, block_size, window, scale)

@@ -28,7 +28,7 @@ def prefill_kernel(
     out: tl.tensor, block_size: int, query_row: int, query_head: int, key_block: int, key_slot: int, key_head: int,
     value_block: int, value_slot: int, value_head: int, table_row: int, out_row: int, scale: float,
     GROUP: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr,
-    ROWS: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr,
+    ROWS: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr, STEADY: tl.constexpr,
 ) -> None:
     kv_head, sequence = tl.program_id(1), tl.program_id(2).to(tl.int64)
     row = tl.load(starts + sequence).to(tl.int64)
@@ -48,6 +48,8 @@ def prefill_kernel(
     if WINDOW > 0:
         begin = tl.maximum(lowest - WINDOW + 1, 0) // TILE * TILE
         whole = begin
+    if STEADY:
+        whole = begin
 
     ours = (token < tokens)[:, None]
     columns = tl.arange(0, WIDTH)[None, :]
@@ -57,7 +59,7 @@ def prefill_kernel(
     total = tl.zeros([ROWS], tl.float32)
     result = tl.zeros([ROWS, VALUE_WIDTH], tl.float32)
     k, v, table = keys + kv_head * key_head, values + kv_head * value_head, tables + sequence * table_row
-    if WINDOW == 0:
+    if WINDOW == 0 and not STEADY:
         peak, total, result = attend(
             q, last, begin, whole, k, v, table, block_size, key_block, key_slot, value_block, value_slot, peak, total,
             result, scale, 0.0, DIM, VALUE_DIM, WIDTH, VALUE_WIDTH, TILE, WINDOW, True, False,
@@ -74,11 +76,13 @@ def prefill_kernel(
 
 def prefill_attention(
     query: Tensor, keys: Tensor, values: Tensor, tables: Tensor, starts: Tensor, lengths: Tensor, out: Tensor,
-    tiles: Tiles, *, longest_query: int, scale: float, window: int | None,
+    tiles: Tiles, *, longest_query: int, scale: float, window: int | None, steady: bool = False,
 ) -> None:
     """Attend for the rows of sequences with several new tokens, `longest_query` at most; other rows are not touched.
 
-    Shapes as in `decode_attention`.
+    Shapes as in `decode_attention`. `steady`: all keys are taken with masks. The loops with and without are compiled
+    apart, and may be rounded apart (one fuses a product with a difference where the other cannot); which one a row
+    meets its keys in depends on where in its tile it lies.
     """
     heads, head_dim = query.shape[1:]
     kv_heads, value_dim = keys.shape[2], values.shape[3]
@@ -88,5 +92,5 @@ def prefill_attention(
         *values.stride()[:3], tables.stride(0), out.stride(0), scale * LOG2E,
         GROUP=group, DIM=head_dim, VALUE_DIM=value_dim, WIDTH=max(16, triton.next_power_of_2(head_dim)),
         VALUE_WIDTH=max(16, triton.next_power_of_2(value_dim)), ROWS=tiles.rows, TILE=tiles.keys, WINDOW=window or 0,
-        num_warps=tiles.warps, num_stages=tiles.stages,
+        STEADY=steady, num_warps=tiles.warps, num_stages=tiles.stages,
     )

@@ -1,0 +1,115 @@
+"""The name of all that bits depend on: the same in another process, and another one wherever one of them is another."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from baton.engine import determinism, fixed
+from baton.engine.determinism import bits_fingerprint
+from baton.engine.fixed import FixedShapes
+from baton.engine.kernels.cpu.build import Machine, Unavailable
+from baton.engine.kernels.cpu.ops import CpuKernels
+from baton.engine.kernels.cpu.profile import Choice, Profile
+from baton.engine.kernels.plain import TorchKernels
+from baton.engine.model import build
+from baton.engine.model.build import load_model
+from baton.engine.oracle import OracleBackend
+from baton.engine.tp.backend import ShardedBackend
+
+ROOT = Path(__file__).parents[3]
+DEMO = ROOT / "models/demo"
+SHAPES = FixedShapes()
+IN_ANOTHER = """
+import sys, torch
+from baton.engine.determinism import bits_fingerprint
+from baton.engine.fixed import FixedShapes
+from baton.engine.model.build import load_model
+torch.set_num_threads(1)
+print(bits_fingerprint(load_model(sys.argv[1]), FixedShapes()))
+"""
+
+
+@pytest.fixture(autouse=True)
+def threads():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def of(monkeypatch, dtype="float32", kernels=None, shapes=SHAPES) -> str:
+    if kernels is not None:
+        monkeypatch.setattr(build, "choose_kernels", lambda *_: kernels)
+    return bits_fingerprint(load_model(DEMO, dtype=dtype), shapes)
+
+
+def compiled(choice: Choice, unified: float | None = None, **options) -> CpuKernels:
+    try:
+        return CpuKernels(torch.float32, Profile(static=choice, unified_max=unified), **options)
+    except Unavailable as why:
+        pytest.skip(f"the compiled kernels cannot be used here: {why}")
+
+
+def test_it_is_the_same_in_another_process():
+    command = [sys.executable, "-c", IN_ANOTHER, str(DEMO)]
+    there = subprocess.run(command, cwd=ROOT, text=True, capture_output=True, check=True).stdout.split()[-1]
+    assert there == bits_fingerprint(load_model(DEMO), SHAPES)
+
+
+def test_anything_that_bits_depend_on_changes_it(monkeypatch):
+    names = [of(monkeypatch), of(monkeypatch, "bfloat16")]
+    names += [of(monkeypatch, shapes=shapes) for shapes in (FixedShapes(4, 32), FixedShapes(2, 64), FixedShapes(4, 16))]
+    torch.set_num_threads(2)
+    names.append(of(monkeypatch))
+    torch.set_num_threads(1)
+    for owner, name, value in (
+        (torch, "__version__", "1.2.3"),
+        (determinism, "machine", lambda: Machine("another processor", frozenset({"avx512f"}))),
+        (torch.backends.cpu, "get_cpu_capability", lambda: "DEFAULT"),
+        (fixed, "SHORT", 32),
+        (fixed, "SHORT_UNTIL", 512),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, value)
+            names.append(of(patch))
+    names.append(of(monkeypatch, kernels=TorchKernels()))
+    assert len(set(names)) == len(names)
+
+
+def test_the_kernels_that_the_shapes_take_change_it_and_others_do_not(monkeypatch):
+    flat = of(monkeypatch, kernels=compiled(Choice(300, tall=True)))
+    assert flat == of(monkeypatch, kernels=compiled(Choice(400, tall=False)))  # no product has so many rows
+    assert flat == of(monkeypatch, kernels=compiled(Choice(300, tall=True), splits="load"))  # of decode rows alone
+    others = [
+        of(monkeypatch, kernels=compiled(Choice(255, tall=True))),
+        of(monkeypatch, kernels=compiled(Choice(255, tall=False))),
+        of(monkeypatch, kernels=compiled(Choice(63, tall=True))),
+        of(monkeypatch, kernels=compiled(Choice(300, tall=True), 0.0)),
+    ]
+    assert len({flat, *others}) == 5
+
+
+def test_another_library_changes_it(monkeypatch):
+    kernels = compiled(Choice(300, tall=True))
+    before = of(monkeypatch, kernels=kernels)
+    kernels.library = SimpleNamespace(_name="/elsewhere/f32-0123.so")
+    assert of(monkeypatch, kernels=kernels) != before
+
+
+def test_the_number_of_ranks_changes_it():
+    local, names = load_model(DEMO), [bits_fingerprint(load_model(DEMO), SHAPES)]
+    for size in (2, 4):
+        plan = SimpleNamespace(size=size, threads=1)
+        names.append(bits_fingerprint(ShardedBackend(plan, local, None, None, None), SHAPES))
+    assert len(set(names)) == 3
+
+
+def test_oracles_of_one_seed_have_one_name():
+    names = [bits_fingerprint(OracleBackend(seed=seed), SHAPES) for seed in (1, 1, 2)]
+    assert names[0] == names[1] != names[2]

@@ -1,0 +1,96 @@
+"""What a worker finds out about its model's fixed forwards when it starts."""
+
+from __future__ import annotations
+
+import pytest
+import structlog
+import torch
+
+from baton.engine.fixed import FixedShapes
+from baton.engine.model.build import load_model
+from baton.engine.oracle import OracleBackend
+from baton.engine.selfcheck import check_fixed, note_nondeterminism
+from tests.unit.engine.test_determinism import DEMO
+
+SHAPES = FixedShapes()
+
+
+class Spoilt:
+    """The oracle, with a little added to what `where` says."""
+
+    def __init__(self, where) -> None:
+        self._oracle, self._where = OracleBackend(), where
+        self.layout, self.device, self.vocab_size = self._oracle.layout, self._oracle.device, self._oracle.vocab_size
+        self.max_model_len, self.nondeterminism, self.make_cache = 2048, "", self._oracle.make_cache
+
+    def forward(self, batch, kv):
+        logits = self._oracle.forward(batch, kv)
+        self._where(batch, kv, logits)
+        return logits
+
+
+def by_slot(batch, kv, logits):
+    logits[-1:] *= 1 + 1e-6 * (len(batch.query_lens) > 1)
+
+
+def by_company(batch, kv, logits):
+    logits += 1e-6 * (sum(batch.context_lens) % 7)
+
+
+def by_offset_in_kv_alone(batch, kv, logits):
+    if len(batch.query_lens) > 1:
+        kv.v.view(torch.int32)[-1, batch.block_tables[0, -1], 0] += 1
+        first = batch.slot_mapping[0]
+        kv.v.view(torch.int32)[-1].flatten(0, 1)[first] ^= 1
+
+
+def by_padding(batch, kv, logits):
+    if len(batch.query_lens) == 1 and len(logits):
+        logits += 1e-6 * float(batch.token_ids[-1])
+
+
+@pytest.mark.parametrize(
+    ("where", "message"),
+    [
+        (by_slot, "other logits in a verify pass"),
+        (by_company, "tokens"),
+        (by_offset_in_kv_alone, "other KV in a verify pass"),
+        (by_padding, "a chunk of 256 have other bits when other padding follows"),
+    ],
+)
+def test_what_varies_is_found(where, message):
+    assert message in check_fixed(Spoilt(where), SHAPES)
+
+
+@pytest.mark.parametrize(
+    "shapes", [SHAPES, FixedShapes(1, 32), FixedShapes(1, 64), FixedShapes(8, 4), FixedShapes(2, 256)]
+)
+def test_the_oracle_is_steady(shapes):
+    assert check_fixed(OracleBackend(), shapes) == ""
+
+
+@pytest.mark.parametrize("length", [64, 100, 300])
+def test_short_models_are_checked_too(length):
+    backend = load_model(DEMO, max_model_len=length)
+    assert check_fixed(backend, SHAPES) == ""
+
+
+def test_the_log_and_the_backend_are_told():
+    good, bad = OracleBackend(), Spoilt(by_slot)
+    with structlog.testing.capture_logs() as logs:
+        note_nondeterminism(good, SHAPES)
+        note_nondeterminism(bad, SHAPES)
+    assert good.nondeterminism == ""
+    assert "verify pass" in bad.nondeterminism
+    assert [(line["event"], line["log_level"]) for line in logs] == [
+        ("fixed_forwards_checked", "info"),
+        ("fixed_forwards_vary", "warning"),
+    ]
+    assert logs[1]["reason"] == bad.nondeterminism
+
+
+def test_what_is_known_already_is_kept():
+    backend = OracleBackend()
+    backend.nondeterminism = "known"
+    note_nondeterminism(backend, SHAPES)
+    assert backend.nondeterminism == "known"

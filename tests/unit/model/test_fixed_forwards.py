@@ -1,0 +1,140 @@
+"""Whole models in fixed forwards: logits and KV of a token have the same bits wherever and beside whatever it lies."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+
+from baton.engine.fixed import FixedShapes
+from baton.engine.kernels import plain
+from baton.engine.kernels.cpu.build import Unavailable
+from baton.engine.kernels.cpu.ops import CpuKernels
+from baton.engine.kernels.cpu.profile import Choice, Profile
+from baton.engine.kernels.paged import PagedAttention
+from baton.engine.kernels.plain import TorchKernels
+from baton.engine.model import build, moe
+from baton.engine.model.build import load_model
+from baton.engine.selfcheck import FixedRow, check_fixed, fixed_batch
+from tests.unit.model.checkpoints import VOCAB, random_checkpoint
+from tests.unit.model.test_experts import VARIANTS as SPARSE
+from tests.unit.model.test_families import VARIANTS as DENSE
+from tests.unit.model.test_latent import VARIANTS as LATENT
+
+SHAPES = FixedShapes(2, 32)
+FIRST, LAST = 32, 180  # starts of passes
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "llama-odd-heads": DENSE["llama-one-kv-head"],
+    "mistral-window": ("mistral", {"sliding_window": 24}),
+    "qwen3": ("qwen3", {"head_dim": 32}),
+    "qwen3-window": DENSE["qwen3-layer-types"],
+    "mixtral": SPARSE["mixtral"][:2],
+    "qwen3_moe": SPARSE["qwen3_moe-many"][:2],
+    "deepseek_v2": LATENT["v2"][:2],
+    "deepseek_v3": LATENT["v3"][:2],
+}
+CHOICES = {"flat": Choice(1 << 20, tall=True), "tall": Choice(8, tall=True), "torch product": Choice(8, tall=False)}
+
+
+@pytest.fixture(params=[1, 2], ids=["one thread", "two threads"])
+def threads(request):
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+def model(folder, family: str, dtype: torch.dtype, kernels: str, monkeypatch):
+    name, settings = FAMILIES[family]
+    random_checkpoint(folder, name, dtype=dtype, seed=5, **settings)
+
+    def choose(*_):
+        return TorchKernels() if kernels == "torch" else CpuKernels(dtype, Profile(static=CHOICES[kernels]))
+
+    monkeypatch.setattr(build, "choose_kernels", choose)
+    try:
+        return load_model(folder)
+    except Unavailable as why:
+        pytest.skip(f"the compiled kernels cannot be used here: {why}")
+
+
+def differing(backend, seed: int, rounds: int = 14) -> list[int]:
+    """Positions whose logits or KV had other bits in one of the passes."""
+    rng, layout, width = random.Random(seed), backend.layout, SHAPES.tokens
+    tokens = [rng.randrange(VOCAB) for _ in range(LAST + 2 * width)]
+    each = layout.blocks_for(len(tokens))
+    kv = backend.make_cache(each * (SHAPES.rows + 1))
+    blocks = rng.sample(range(each * (SHAPES.rows + 1)), each * (SHAPES.rows + 1))
+    tables = [blocks[i * each : (i + 1) * each] for i in range(SHAPES.rows + 1)]
+    seen: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+    found: set[int] = set()
+
+    def verify(start: int, slot: int, known: int) -> None:
+        rows = [
+            FixedRow([rng.randrange(VOCAB) for _ in range(width)], rng.randrange(LAST), table) for table in tables[1:]
+        ]
+        rows[slot] = FixedRow(tokens[start : start + known] + rows[slot].tokens[known:], start, tables[0])
+        batch = fixed_batch(rows, list(range(width * len(rows))), layout.block_size, backend.device)
+        logits = backend.forward(batch, kv)[slot * width :][:known].clone()
+        data = torch.empty(layout.layers * known * layout.layer_token_bytes, dtype=torch.uint8)
+        kv.gather(range(layout.layers), tables[0], start, start + known, data)
+        stored = data.view(layout.layers * len(layout.tensors), known, -1)
+        for i in range(known):
+            bits = logits[i].view(torch.int32), stored[:, i].clone()
+            if not all(map(torch.equal, seen.setdefault(start + i, bits), bits)):
+                found.add(start + i)
+
+    for start in range(0, LAST + width, width):
+        verify(start, 0, width)
+    before = [tensor.clone() for tensor in kv.tensors]
+    for n in range(rounds):
+        verify(rng.randrange(FIRST, LAST), rng.randrange(SHAPES.rows), width if n % 3 else rng.randrange(1, width))
+        for tensor, old in zip(kv.tensors, before, strict=True):
+            tensor.copy_(old)
+    return sorted(found)
+
+
+@pytest.mark.parametrize("kernels", ["torch", *CHOICES])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_bits_depend_on_the_position_alone(family, dtype, kernels, threads, tmp_path, monkeypatch, seed):
+    backend = model(tmp_path, family, dtype, kernels, monkeypatch)
+    assert differing(backend, seed) == []
+    for shapes in (SHAPES, FixedShapes(1, 32), FixedShapes(4, 32)):
+        assert check_fixed(backend, shapes) == ""
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral-window"])
+def test_the_check_finds_attention_that_varies(family, tmp_path, monkeypatch, seed):
+    backend = model(tmp_path, family, torch.float32, "torch", monkeypatch)
+    assert check_fixed(backend, SHAPES) == ""
+    monkeypatch.setattr(plain, "SteadyAttention", PagedAttention)
+    assert differing(backend, seed)
+    assert "in a verify pass that begins" in check_fixed(backend, SHAPES)
+
+
+def test_the_check_finds_experts_that_see_how_many_rows_chose_them(tmp_path, monkeypatch):
+    """By the tall kernel or the flat one, as the other rows have it."""
+    backend = model(tmp_path, "mixtral", torch.float32, "tall", monkeypatch)
+    assert check_fixed(backend, SHAPES) == ""
+    for layer in backend.model.layers:
+        assert isinstance(layer.feed_forward, moe.SparseMLP)
+        layer.feed_forward.experts.by_row = layer.feed_forward.experts.members
+    assert "verify pass" in check_fixed(backend, SHAPES)
+
+
+@pytest.mark.parametrize("family", ["mixtral", "deepseek_v3"])
+def test_fixed_forwards_are_right(family, tmp_path, monkeypatch):
+    """What differs from ordinary ones is in the last bits."""
+    backend = model(tmp_path, family, torch.float32, "torch", monkeypatch)
+    tokens = [random.Random(3).randrange(VOCAB) for _ in range(64)]
+    results = []
+    for fixed in (False, True):
+        kv = backend.make_cache(8)
+        batch = fixed_batch([FixedRow(tokens, 0, [3, 1, 7, 2])], list(range(64)), 16, backend.device)
+        object.__setattr__(batch, "fixed", fixed)
+        results.append(backend.forward(batch, kv).clone())
+    torch.testing.assert_close(*results, atol=1e-4, rtol=0)
