@@ -17,8 +17,10 @@ import torch
 
 from baton.core import HandoffId, Sampling, SequenceSpec
 from baton.engine.engine import Engine
+from baton.engine.fixed import FixedShapes
 from baton.engine.generate import generate
 from baton.engine.model.build import load_model
+from baton.engine.selfcheck import check_fixed
 from baton.engine.tp.backend import Ranking, load_sharded
 from baton.engine.tp.ranks import memory_is_ordered
 from baton.errors import CheckpointError, ConfigError, RankLost
@@ -208,3 +210,10 @@ def test_a_new_engine_may_have_another_cache(folder_of):
     with ranks(folder_of("llama"), 2) as backend:
         found = [generate(Engine(backend, OracleTokenizer(), total_blocks=n), spec).tokens for n in (4, 40, 8)]
     assert found[0] == found[1] == found[2]
+
+
+@pytest.mark.parametrize("shared_memory", [True, False])
+def test_fixed_forwards_of_ranks_are_steady(folder_of, shared_memory):
+    """And `Batch.fixed` reaches the others: with head sizes that only torch computes, ordinary attention is not."""
+    with ranks(folder_of("qwen3"), 2, shared_memory=shared_memory) as backend:
+        assert check_fixed(backend, FixedShapes(2, 32)) == ""

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -98,15 +99,15 @@ def test_the_kernels_that_the_shapes_take_change_it_and_others_do_not(monkeypatc
 def test_another_library_changes_it(monkeypatch):
     kernels = compiled(Choice(300, tall=True))
     before = of(monkeypatch, kernels=kernels)
-    kernels.library = SimpleNamespace(_name="/elsewhere/f32-0123.so")
+    monkeypatch.setattr(kernels, "library", SimpleNamespace(_name="/elsewhere/f32-0123.so"))
     assert of(monkeypatch, kernels=kernels) != before
 
 
 def test_the_number_of_ranks_changes_it():
     local, names = load_model(DEMO), [bits_fingerprint(load_model(DEMO), SHAPES)]
     for size in (2, 4):
-        plan = SimpleNamespace(size=size, threads=1)
-        names.append(bits_fingerprint(ShardedBackend(plan, local, None, None, None), SHAPES))
+        plan, none = cast("Any", SimpleNamespace(size=size, threads=1)), cast("Any", None)
+        names.append(bits_fingerprint(ShardedBackend(plan, local, none, none, none), SHAPES))
     assert len(set(names)) == 3
 
 

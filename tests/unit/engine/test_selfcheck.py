@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import structlog
 import torch
@@ -18,7 +20,7 @@ SHAPES = FixedShapes()
 class Spoilt:
     """The oracle, with a little added to what `where` says."""
 
-    def __init__(self, where) -> None:
+    def __init__(self, where):
         self._oracle, self._where = OracleBackend(), where
         self.layout, self.device, self.vocab_size = self._oracle.layout, self._oracle.device, self._oracle.vocab_size
         self.max_model_len, self.nondeterminism, self.make_cache = 2048, "", self._oracle.make_cache
@@ -59,7 +61,8 @@ def by_padding(batch, kv, logits):
     ],
 )
 def test_what_varies_is_found(where, message):
-    assert message in check_fixed(Spoilt(where), SHAPES)
+    spoilt: Any = Spoilt(where)
+    assert message in check_fixed(spoilt, SHAPES)
 
 
 @pytest.mark.parametrize(
@@ -76,7 +79,8 @@ def test_short_models_are_checked_too(length):
 
 
 def test_the_log_and_the_backend_are_told():
-    good, bad = OracleBackend(), Spoilt(by_slot)
+    good = OracleBackend()
+    bad: Any = Spoilt(by_slot)
     with structlog.testing.capture_logs() as logs:
         note_nondeterminism(good, SHAPES)
         note_nondeterminism(bad, SHAPES)

@@ -1,6 +1,7 @@
 """From settings to an engine: devices that are not there, and counters that start at zero."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -88,7 +89,8 @@ def test_gloo_listens_at_one_address_also_where_the_worker_does_at_all(tmp_path,
 @pytest.mark.parametrize("by", ["auto", "load", "load_bf16"])
 def test_how_attention_is_split_reaches_the_kernels(tmp_path, by):
     sets = (f"decode.attention_splits={by}", f"model.path={DEMO}", "decode.device=cpu")
-    kernels = load_backend(settings(tmp_path, *sets)).model.kernels
+    backend: Any = load_backend(settings(tmp_path, *sets))
+    kernels = backend.model.kernels
     if kernels.name == "compiled":  # elsewhere it has no effect, and the log says so
         assert kernels.splits == by
     with pytest.raises(ConfigError, match="attention_splits"):

@@ -9,10 +9,14 @@ import pytest
 import torch
 
 from baton.engine.batch import Batch
+from baton.engine.fixed import FixedShapes
 from baton.engine.kernels.gpu import graphs
 from baton.engine.kernels.gpu.graphs import Captured, CudaCapture, DecodeGraphs, graphed
-from baton.engine.kernels.gpu.ops import GpuKernels
+from baton.engine.kernels.gpu.ops import GpuAttention, GpuKernels
+from baton.engine.kernels.gpu.varlen import VarlenAttention
 from baton.engine.kernels.plain import TorchKernels
+from baton.engine.kernels.steady import SteadyAttention
+from baton.engine.selfcheck import FixedRow, check_fixed, fixed_batch
 from benchmarks.lib.random_weights import random_model
 from tests.unit.model import harness
 from tests.unit.model.harness import greedy
@@ -130,3 +134,35 @@ def test_scratch_of_the_graphs_is_not_the_models(device):
 def test_without_a_gpu_there_are_no_graphs(device):
     _, model = both("llama", torch.device("cpu")) if device.type == "cpu" else pytest.skip("there is a GPU")
     assert graphs.with_graphs(model, model.make_cache(2), 2, 8) is model
+
+
+@pytest.mark.usefixtures("products_by_row")
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+def test_fixed_forwards_are_steady(family, device):
+    """On a GPU this is what a worker looks at when it starts; the interpreter shows that masks and tiles are right."""
+    _, model = both(family, device)
+    assert check_fixed(model, FixedShapes(2, 16)) == ""
+
+
+@pytest.mark.parametrize("window", [None, 5])
+def test_what_attention_fixed_batches_take(window, device):
+    """FlashAttention without a window, the Triton kernel with one, steady torch for heads that no tile holds."""
+    batch = fixed_batch([FixedRow([1] * 32, 0, [0])], [], 256, device)
+    kernels = GpuKernels(4, varlen=lambda *_, **__: None)
+    attention = GpuAttention(kernels, batch, 256, window, 1.0)
+    keys = torch.zeros(1, 256, 2, 64, dtype=torch.bfloat16, device=device)
+    chosen = attention._choose(keys, keys)
+    assert isinstance(chosen, VarlenAttention) if window is None else chosen == attention._by_triton
+    wide = torch.zeros(1, 256, 1, 576, dtype=torch.bfloat16, device=device)
+    assert isinstance(attention._choose(wide, wide), SteadyAttention)
+
+
+def test_a_fixed_batch_takes_no_graph(device):
+    _, model = both("llama", device)
+    kv = model.make_cache(8)
+    graphs = DecodeGraphs(model, kv, max_rows=6, max_blocks=8)
+    graphs.capture(CudaCapture(kv.device) if kv.device.type == "cuda" else eager)
+    batch = fixed_batch([FixedRow([1], 0, [0])], [0], 4, device)
+    assert graphs.bucket(batch, kv) is None
+    object.__setattr__(batch, "fixed", False)
+    assert graphs.bucket(batch, kv) == 1
