@@ -229,7 +229,11 @@ class KVLayout:
 
 @dataclass(frozen=True, slots=True)
 class WorkerInfo:
-    """What a worker says of itself when it registers. Two workers can hand over if their fingerprints are equal."""
+    """What a worker says of itself when it registers. Two workers can hand over if their fingerprints are equal.
+
+    `determinism` names all that the bits of its results depend on: workers with the same one compute deterministic
+    requests alike. Empty: it cannot, and `nondeterminism` says why.
+    """
 
     ref: WorkerRef
     role: Role
@@ -241,3 +245,5 @@ class WorkerInfo:
     pid: int = 0
     host: str = ""
     protocol_version: int = PROTOCOL_VERSION
+    determinism: str = ""
+    nondeterminism: str = ""

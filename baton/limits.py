@@ -12,6 +12,7 @@ MAX_PROMPT_IDS = 1_000_000
 MAX_DETOKENIZE_IDS = 1_000_000
 MAX_CLIENT_TAG_CHARS = 128
 MAX_IDEMPOTENCY_KEY_CHARS = 128
+MAX_SYSTEM_FINGERPRINT_CHARS = 128
 MAX_CHOICES = 16
 MAX_CACHE_SCOPE_CHARS = 256
 MAX_STOP_STRINGS = 16
@@ -77,6 +78,7 @@ CAPS: tuple[Cap, ...] = (
     Cap("`ids` of Detokenize", MAX_DETOKENIZE_IDS, "tokens", _REFUSED),
     Cap("`client_tag`", MAX_CLIENT_TAG_CHARS, "characters", _REFUSED),
     Cap("`idempotency_key`", MAX_IDEMPOTENCY_KEY_CHARS, "characters", _REFUSED),
+    Cap("`system_fingerprint` of Resume", MAX_SYSTEM_FINGERPRINT_CHARS, "characters", _REFUSED),
     Cap("`n`", MAX_CHOICES, "choices", _REFUSED),
     Cap("`cache_scope`", MAX_CACHE_SCOPE_CHARS, "characters", _REFUSED),
     Cap("`sampling.stop`", MAX_STOP_STRINGS, "strings", _REFUSED),

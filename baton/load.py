@@ -81,6 +81,9 @@ class Load:
     decode_pace: Pace = field(default_factory=Pace)  # of steps that only decoded
     joint_pace: Pace = field(default_factory=Pace)  # of steps that did both: what they computed of prompts, and took
     beside_pace: Pace = field(default_factory=Pace)  # what the same steps decoded, at no seconds
+    verify_passes: int = 0  # of deterministic requests
+    rollbacks: int = 0  # candidates that a verify pass did not agree with
+    recomputed_tokens: int = 0  # dropped with them, or behind them
 
     @property
     def starved(self) -> bool:

@@ -15,18 +15,23 @@ from itertools import accumulate
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
-from prometheus_client.metrics_core import HistogramMetricFamily
+from prometheus_client.metrics_core import CounterMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 from baton.core import Role
 from baton.errors import BatonError, ConfigError
 from baton.limits import MAX_METRICS_REQUEST_BYTES
-from baton.load import BlockCounts, Channel
+from baton.load import BlockCounts, Channel, Load
 from baton.stages import Timings
 
 _LATENCY_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 _STEP_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.5, 5.0)
+_VERIFYING: tuple[tuple[str, str, Callable[[Load], int]], ...] = (
+    ("baton_verify_passes", "Verify passes of deterministic requests", lambda load: load.verify_passes),
+    ("baton_rollbacks", "Candidates that a verify pass did not agree with", lambda load: load.rollbacks),
+    ("baton_recomputed_tokens", "Candidates that rollbacks dropped, with those behind them", lambda load: load.recomputed_tokens),
+)
 _BLOCK_STATES = ("free", "owned", "cached", "reserved", "quarantined")
 
 
@@ -69,6 +74,21 @@ class _Channels(Collector):
         return gauge.collect()  # type: ignore[return-value]
 
 
+class _Verifying(Collector):
+    """What connected workers did for deterministic requests, at a scrape. By worker: a sum would drop with a loss."""
+
+    def __init__(self, read: Callable[[], Iterable[tuple[str, Load]]]) -> None:
+        self._read = read
+
+    def collect(self) -> Iterable[CounterMetricFamily]:
+        loads = list(self._read())
+        for name, text, value in _VERIFYING:
+            family = CounterMetricFamily(name, text, labels=("worker",))
+            for worker, load in loads:
+                family.add_metric((worker,), value(load))
+            yield family
+
+
 class _Gaps(Collector):
     """A histogram that is counted up once per token: so it costs a list entry, and becomes one at a scrape."""
 
@@ -97,6 +117,12 @@ class Metrics:
             {"cluster": cluster, "version": version}
         )
         self._requests = Counter("baton_requests", "Requests by how they ended", ("outcome",), registry=registry)
+        self._deterministic = Counter(
+            "baton_deterministic_requests",
+            "Those of the requests that were deterministic",
+            ("outcome",),
+            registry=registry,
+        )
         self._refusals = Counter("baton_refusals", "Requests refused, by error class", ("reason",), registry=registry)
         self._slo = Counter(
             "baton_slo", "Finished requests by whether they kept to the SLO", ("met",), registry=registry
@@ -133,14 +159,22 @@ class Metrics:
         """Export what `read` gives at each scrape as `baton_channel_bytes_per_second{worker,peer,transport}`."""
         self.registry.register(_Channels(read))
 
+    def watch_verifying(self, read: Callable[[], Iterable[tuple[str, Load]]]) -> None:
+        """Export, of what `read` gives at each scrape, `baton_verify_passes_total{worker}`,
+        `baton_rollbacks_total{worker}` and `baton_recomputed_tokens_total{worker}`.
+        """
+        self.registry.register(_Verifying(read))
+
     def watch_queue(self, requests: Callable[[], float], tokens: Callable[[], float]) -> None:
         """Export what waits at each scrape as `baton_queued_requests` and `baton_queued_tokens`."""
         for what, read in (("requests", requests), ("tokens", tokens)):
             Gauge(f"baton_queued_{what}", f"Waiting for room, in {what}", registry=self.registry).set_function(read)
 
-    def ended(self, outcome: str, timings: Timings | None = None) -> None:
+    def ended(self, outcome: str, timings: Timings | None = None, *, deterministic: bool = False) -> None:
         """A request ended: finished | cancelled | failed | refused. `timings` only for those that finished."""
         self._requests.labels(outcome).inc()
+        if deterministic:
+            self._deterministic.labels(outcome).inc()
         if timings is None:
             return
         for histogram, seconds in (

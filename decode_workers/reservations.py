@@ -176,14 +176,14 @@ class Reservations:
             self._history.note("committed", handoff)
         self._on_commit(handoff, commit)
 
-    def fetch(self, handoff: HandoffId, sender: WorkerRef, begin: int, end: int) -> None:
+    def fetch(self, handoff: HandoffId, sender: WorkerRef, begin: int, end: int, *, verify: bool = False) -> None:
         """P lacks KV of the part that it need not send. Raises StaleAttempt or OfferRefused."""
         entry = self._entry(handoff)
         with entry.lock:
             entry.require(State.RECEIVING, sender)
             if not 0 <= begin < end <= entry.reservation.cached_tokens:
                 raise OfferRefused(f"positions {begin} to {end}: {entry.reservation.cached_tokens} are here")
-        self._on_fetch(PushJob(handoff, sender, end, begin))
+        self._on_fetch(PushJob(handoff, sender, end, begin, verify=verify))
 
     def aborted(self, handoff: HandoffId, sender: WorkerRef) -> None:
         """P gave the handoff up: no commit of it will be accepted."""

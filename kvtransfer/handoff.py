@@ -36,7 +36,8 @@ class TransferSettings:
 class PushJob:
     """KV of positions [skip, known_tokens) for the reservation at `to`, which has the first `skip` already.
 
-    `fetch`: positions [begin, end) of these first that the pusher lacks, and wants to be sent.
+    `fetch`: positions [begin, end) of these first that the pusher lacks, and wants to be sent. `verify`: a digest of
+    the whole KV goes with it, and with what is fetched, whatever the settings say.
     """
 
     handoff: HandoffId
@@ -44,6 +45,7 @@ class PushJob:
     known_tokens: int
     skip: int = 0
     fetch: tuple[int, int] | None = None
+    verify: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +124,7 @@ class HandoffTable(Protocol):
     def commit(self, handoff: HandoffId, sender: WorkerRef, commit: CommitState) -> None:
         """Accept, exactly once. Raises StaleAttempt."""
 
-    def fetch(self, handoff: HandoffId, sender: WorkerRef, begin: int, end: int) -> None:
+    def fetch(self, handoff: HandoffId, sender: WorkerRef, begin: int, end: int, *, verify: bool = False) -> None:
         """It wants KV of these positions, which are here. Returns at once. Raises HandoffError if they are not."""
 
     def aborted(self, handoff: HandoffId, sender: WorkerRef) -> None:

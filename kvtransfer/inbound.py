@@ -52,7 +52,8 @@ def inbound_of(end: Endpoint, handoff: HandoffId, message: pb.Offer) -> tuple[Of
     if not 0 <= offer.skip < offer.known_tokens <= end.kv.total_blocks * layout.block_size:
         raise OfferRefused(f"{offer.known_tokens} tokens with {offer.skip} skipped: at least 1 that fits is due")
     coverage = Coverage(layout, offer.skip, offer.known_tokens)
-    return offer, Inbound(handoff, offer.known_tokens, coverage, KVDigest(layout) if end.settings.verify_kv else None)
+    whole = KVDigest(layout) if end.settings.verify_kv or message.verify_kv else None
+    return offer, Inbound(handoff, offer.known_tokens, coverage, whole)
 
 
 @dataclass(slots=True, eq=False)

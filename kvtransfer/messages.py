@@ -44,10 +44,11 @@ _REASONS: tuple[tuple[pb.HandoffRefusal.ValueType, type[HandoffError]], ...] = (
 def offer_of(job: PushJob, fingerprint: str) -> Iterator[pb.PeerCommand]:
     """What the receiver may refuse before any KV moves, and what the sender would like to be sent itself."""
     handoff = convert.handoff_to_pb(job.handoff)
-    offer = pb.Offer(handoff=handoff, fingerprint=fingerprint, known_tokens=job.known_tokens, skip=job.skip)
-    yield pb.PeerCommand(offer=offer)
+    lengths = {"known_tokens": job.known_tokens, "skip": job.skip}
+    yield pb.PeerCommand(offer=pb.Offer(handoff=handoff, fingerprint=fingerprint, verify_kv=job.verify, **lengths))
     if job.fetch is not None:
-        yield pb.PeerCommand(fetch=pb.Fetch(handoff=handoff, begin=job.fetch[0], end=job.fetch[1]))
+        begin, end = job.fetch
+        yield pb.PeerCommand(fetch=pb.Fetch(handoff=handoff, begin=begin, end=end, verify_kv=job.verify))
 
 
 def commit_of(handoff: HandoffId, end: PushEnd, digests: Sequence[bytes], kv_digest: bytes) -> pb.Commit:

@@ -262,7 +262,7 @@ class Link:
                 push.mark.wait()
             self._end.kv.gather(frame.layers, blocks, frame.begin, frame.end, data)
             push.digests.append(wire_digest(data))  # on a GPU, this also waits until the blocks have been read
-        if self._end.settings.verify_kv:
+        if self._end.settings.verify_kv or push.job.verify:
             push.whole = push.whole or KVDigest(self._end.kv.layout)
             push.whole.add(frame, data)
         push.filling_s += time.monotonic() - started

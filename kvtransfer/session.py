@@ -127,7 +127,7 @@ class Session:
     def _fetch(self, message: pb.Fetch) -> None:
         handoff = convert.handoff_from_pb(message.handoff)
         try:
-            self._table.fetch(handoff, self.sender, message.begin, message.end)
+            self._table.fetch(handoff, self.sender, message.begin, message.end, verify=message.verify_kv)
         except HandoffError as error:
             refused = pb.FetchRefused(handoff=message.handoff, detail=str(error))
             self._replies.put_nowait(pb.PeerReply(fetch_refused=refused))

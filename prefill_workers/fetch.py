@@ -176,7 +176,7 @@ class Fetches:
         return handoff in self._fetches
 
     def _names(self, spec: SequenceSpec, blocks: int) -> list[bytes]:
-        scope = scope_key(self._engine.backend.fingerprint, spec.cache_scope)
+        scope = scope_key(self._engine.backend.fingerprint, spec.cache_scope, spec.deterministic)
         chain = Chain(scope, spec.tokens, self._engine.layout.block_size)
         return [chain.digest(block) for block in range(blocks)]
 
@@ -208,7 +208,7 @@ class Fetches:
             fetch.whole = fetch.over = True
         self._on_end(handoff)
 
-    def fetch(self, handoff: HandoffId, sender: WorkerRef, begin: int, end: int) -> None:
+    def fetch(self, handoff: HandoffId, sender: WorkerRef, begin: int, end: int, *, verify: bool = False) -> None:
         """Nobody fetches from a prefill worker."""
         raise OfferRefused("a prefill worker is not asked for KV")
 

@@ -107,7 +107,7 @@ class PrefillRole:
         fetch = self.fetches.begin(handoff, spec, to, message.skip)
         if fetch is None:
             self._engine.submit(handoff, spec, hold=True)
-        self._begin(PushJob(handoff, to, len(spec), message.skip, fetch))
+        self._begin(PushJob(handoff, to, len(spec), message.skip, fetch, spec.deterministic))
 
     def fetch_ended(self, handoff: HandoffId) -> None:
         """The KV came, or will not. From any thread."""
@@ -141,7 +141,7 @@ class PrefillRole:
         session.handoffs.discard(held)
         session.handoffs.add(handoff)
         work.streams, work.deadline, work.waits = streams, deadline, False
-        self._begin(PushJob(handoff, to, len(work.spec), message.skip))
+        self._begin(PushJob(handoff, to, len(work.spec), message.skip, verify=work.spec.deterministic))
         if work.first is not None:
             self._history.tokens("tokens", handoff, work.first.tokens)
             session.emit(events.output(replace(work.first, key=handoff)))

@@ -22,6 +22,7 @@ from typing import Any, Generic, TypeVar
 
 from baton.clock import Clock
 from baton.errors import BatonError, DeadlineExceeded, NoWorker, Overloaded
+from router.alike import NobodyAlike
 from router.drain import Drain
 from router.queue import OVERTAKES, Entry, FairQueue, Ticket, ticket_for
 
@@ -104,7 +105,7 @@ class Admission(Generic[Claim]):
         it was given a claim meanwhile that came to nothing.
 
         Raises Overloaded (the queue is full, its wait would be too long, or was), DeadlineExceeded, or NoWorker (there
-        was nobody to wait for).
+        was nobody to wait for; NobodyAlike, as soon as its turn has come).
         """
         alone = not self.waiting
         if alone and (claim := self._claim(tokens, wish)) is not None:  # nobody to be fair to
@@ -131,7 +132,11 @@ class Admission(Generic[Claim]):
         """A claim at once for who comes first and has not `tried`, or a place in the queue. Raises Overloaded."""
         self._queue.push(waiter)
         if not tried and self._queue.first is waiter:
-            claim = self._claim(waiter.tokens, waiter.wish)
+            try:
+                claim = self._claim(waiter.tokens, waiter.wish)
+            except NobodyAlike:
+                self._queue.remove(waiter)
+                raise
             if claim is not None:
                 self._serve(waiter)
                 return claim
@@ -159,8 +164,9 @@ class Admission(Generic[Claim]):
         except BaseException as error:
             if waiter in self._queue:
                 self._queue.remove(waiter)
-            if waiter.served.done() and not waiter.served.cancelled():
-                self._give_back(waiter.served.result())  # served and cancelled in the same moment
+            served = waiter.served
+            if served.done() and not served.cancelled() and served.exception() is None:
+                self._give_back(served.result())  # served and cancelled in the same moment
             self.changed()  # the next one may have waited only for its turn
             if isinstance(error, TimeoutError):
                 raise self._gave_up(waiter) from None
@@ -199,7 +205,12 @@ class Admission(Generic[Claim]):
         if first.served.done():  # cancelled, its task did not run since
             self._queue.remove(first)
             return True
-        claim = self._claim(first.tokens, first.wish)
+        try:
+            claim = self._claim(first.tokens, first.wish)
+        except NobodyAlike as error:  # it waits elsewhere
+            self._queue.remove(first)
+            first.served.set_exception(error)
+            return True
         if claim is None:
             return False
         self._serve(first)

@@ -21,7 +21,7 @@ import asyncio
 from collections.abc import AsyncIterator
 
 from baton.core import Finish, HandoffId, Role, SequenceSpec, Token
-from baton.engine.prefix import Chain, scope_key
+from baton.engine.prefix import Chain, named_blocks, scope_key
 from baton.errors import BatonError, EngineFault, InvalidRequest, WorkerLost
 from baton.rpc import convert
 from baton.rpc.v1 import worker_pb2 as pb
@@ -77,6 +77,11 @@ class Attempt:
     def workers(self) -> tuple[str, str]:
         """The ids of P and D."""
         return (self._claim.prefill or self._claim.decode).info.ref.worker_id, self._claim.decode.info.ref.worker_id
+
+    @property
+    def determinism(self) -> str:
+        """What the workers say of their bits, if they say the same; else empty."""
+        return self._claim.determinism
 
     @property
     def prefill_link(self) -> WorkerLink:
@@ -139,9 +144,10 @@ class Attempt:
 
     def _prefix(self) -> list[bytes]:
         """What D's cache calls the full blocks of what is known."""
-        info, tokens = self._claim.decode.info, self.spec.tokens
-        chain = Chain(scope_key(info.fingerprint, self.spec.cache_scope), tokens, info.layout.block_size)
-        return [chain.digest(block) for block in range((len(tokens) - 1) // info.layout.block_size)]
+        info, spec = self._claim.decode.info, self.spec
+        scope, size = scope_key(info.fingerprint, spec.cache_scope, spec.deterministic), info.layout.block_size
+        chain = Chain(scope, spec.tokens, size)
+        return [chain.digest(block) for block in range(named_blocks(spec, size))]
 
     def prefill(self, deadline_s: float) -> None:
         """Let P compute what is known, say the first token and hand over to D; without P, let D do it all. `deadline_s`

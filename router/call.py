@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from hashlib import blake2b
 
+from baton.audit import Delivered, audit_digest
 from baton.core import SequenceSpec
 from baton.errors import BatonError
 from baton.rpc.v1 import inference_pb2 as pb
@@ -41,6 +42,7 @@ class Call:
         self.resumable_s = 0.0  # for so long it goes on without a router
         self.handing_over = False  # another router is to go on with it
         self.lives: list[Life] = []
+        self.determinism = ""  # of a deterministic request: what its workers say of their bits, from its begin on
 
     def life_id(self, choice: int) -> str:
         """What workers call a choice. Never a name that was resumed: they may know its attempts."""
@@ -80,6 +82,8 @@ async def answer(
     Raises the one typed error that ended it: of whichever choice it was, the others end with it.
     """
     call.lives = [Life(floor, call, choice, ids) for choice, ids in enumerate(received)]
+    for life in call.lives if request.deterministic else ():
+        life.delivery.logprobs = []
     if call.resumes and call.resumable_s:
         await asyncio.gather(*(life.look_for_it() for life in call.lives))
     try:
@@ -87,10 +91,20 @@ async def answer(
     finally:
         for life in call.lives:
             life.let_go()
+    if request.deterministic:
+        completed.usage.audit_digest = _audit(request, call.lives)
     await client.completed(completed)
     if not call.resumes:  # another router said the first tokens, and knows when
         floor.metrics.kept_slo(met=all(life.met_slo() for life in call.lives))
     return completed
+
+
+def _audit(request: SequenceSpec, lives: Sequence[Life]) -> str:
+    """Empty: another router delivered logprobs that nobody here knows."""
+    answers = [Delivered(life.delivery.ids, life.delivery.logprobs or ()) for life in lives]
+    if request.sampling.logprobs is not None and any(len(one.tokens) > len(one.logprobs) for one in answers):
+        return ""
+    return audit_digest(request.prompt, request.sampling, answers)
 
 
 async def _all(request: SequenceSpec, lives: list[Life], client: EventStream) -> pb.Completed:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from baton.core import SequenceSpec, WorkerRef
+from baton.core import SequenceSpec, WorkerInfo, WorkerRef
 from router.link import WorkerLink
 
 
@@ -13,11 +13,23 @@ class Wish(NamedTuple):
     """What a request has to do with the choice of its workers, beside its length.
 
     `keep`: the prefill worker that holds its KV already, and is taken while it is there. `spec`: the request, whose
-    beginning some workers may have cached.
+    beginning some workers may have cached. `determinism`: what it was begun with, if it is a deterministic one.
     """
 
     keep: WorkerLink | None = None
     spec: SequenceSpec | None = None
+    determinism: str = ""
+
+    @property
+    def deterministic(self) -> bool:
+        """Whether its workers must be alike to the bit."""
+        return self.spec is not None and self.spec.deterministic
+
+    def takes(self, info: WorkerInfo) -> bool:
+        """Whether this worker may compute it, room aside."""
+        if not self.deterministic:
+            return True
+        return info.determinism == self.determinism if self.determinism else bool(info.determinism)
 
 
 NO_WISH = Wish()
@@ -55,6 +67,12 @@ class Claim:
         decode.view.dispatched += 1
         decode.view.pending_blocks += self._blocks
         self._tell(self._computes, decode)
+
+    @property
+    def determinism(self) -> str:
+        """What the workers say of their bits, if they say the same; else empty."""
+        said = {self._computes.info.determinism, self.decode.info.determinism}
+        return said.pop() if len(said) == 1 else ""
 
     def reserved(self) -> None:
         """The decode worker has answered: from here on its own reports count the blocks."""

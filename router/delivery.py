@@ -8,7 +8,7 @@ from typing import Any
 
 from grpc import aio
 
-from baton.core import Finish, Token
+from baton.core import Finish, Token, TokenLogprobs
 from baton.errors import BatonError, Cancelled, EngineFault
 from baton.rpc import convert
 from baton.rpc.v1 import inference_pb2 as pb
@@ -27,6 +27,7 @@ class Delivery:
 
     def __init__(self, received: Iterable[int] = ()) -> None:
         self.ids: list[int] = list(received)  # a client that resumes has these
+        self.logprobs: list[TokenLogprobs] | None = None  # of the others, if they are kept
         self._early: dict[int, Token] = {}  # later indices, held back until the earlier ones are there
 
     def take(self, tokens: Iterable[Token]) -> list[Token]:
@@ -41,6 +42,8 @@ class Delivery:
         while len(self.ids) in self._early:
             ready.append(self._early.pop(len(self.ids)))
             self.ids.append(ready[-1].token_id)
+        if self.logprobs is not None:
+            self.logprobs += [token.logprobs for token in ready if token.logprobs is not None]
         return ready
 
     def _hear(self, token: Token) -> None:
@@ -139,9 +142,12 @@ class EventStream:
             await asyncio.shield(self._begun)
             self._begun = None
 
-    async def accepted(self, prompt_tokens: int, cached_tokens: int) -> None:
+    async def accepted(self, prompt_tokens: int, cached_tokens: int, system_fingerprint: str = "") -> None:
         """Under way when this returns, but for a client that reads nothing: the request need not wait for it."""
-        await self._write(begin=True, accepted=pb.Accepted(prompt_tokens=prompt_tokens, cached_tokens=cached_tokens))
+        said = pb.Accepted(
+            prompt_tokens=prompt_tokens, cached_tokens=cached_tokens, system_fingerprint=system_fingerprint
+        )
+        await self._write(begin=True, accepted=said)
 
     async def tokens(self, choice: int, tokens: list[Token]) -> None:
         if tokens:

@@ -6,13 +6,13 @@ Whoever changes what is known of a worker says so (`touch`), and its row is writ
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
 
 from baton.core import Role, SequenceSpec, WorkerInfo, WorkerRef
-from baton.engine.prefix import Chain, scope_key
+from baton.engine.prefix import Chain, named_blocks, scope_key
 from baton.ledger.prefix_map import NAME_BYTES, Holder, PrefixMap
 from baton.load import Channel
 from router.cost import UNKNOWN, Cost
@@ -52,8 +52,9 @@ class Prompt:
     """The names of a request's full blocks as one kind of worker calls them, each made when it is first asked for."""
 
     def __init__(self, spec: SequenceSpec, fingerprint: str, block_size: int) -> None:
-        self._chain = Chain(scope_key(fingerprint, spec.cache_scope), spec.tokens, block_size)
-        self._most = (len(spec) - 1) // block_size  # one token at least is left to compute
+        scope = scope_key(fingerprint, spec.cache_scope, spec.deterministic)
+        self._chain = Chain(scope, spec.tokens, block_size)
+        self._most = named_blocks(spec, block_size)
         self._names: list[bytes] = []
 
     def __iter__(self) -> Iterator[bytes]:
@@ -75,6 +76,7 @@ class Fleet:
         self._changed = False  # who is there: all rows are to be written
         self._stale: set[_Member] = set()  # whose rows are to be written
         self._kinds: dict[tuple[str, int], None] = {}  # fingerprints and block sizes
+        self._bits: dict[tuple[str, str], int] = {}  # fingerprints, of KV and of bits: from 1 on
         self._likes: dict[str, Likes] = {}  # by fingerprint
         self._byte_s: float | None = None
         self._prompts: tuple[SequenceSpec | None, dict[tuple[str, int], Prompt]] = (None, {})  # of the last request
@@ -128,12 +130,22 @@ class Fleet:
         self._changed = False
         return self._snapshot
 
-    def ask(self, tokens: int, turn: int, keep: WorkerRef | None, spec: SequenceSpec | None) -> Ask:
-        """A request in numbers; after `snapshot`. `spec` None: nothing of it is looked for in the directory."""
+    def ask(
+        self, tokens: int, turn: int, keep: WorkerRef | None, spec: SequenceSpec | None, determinism: str = ""
+    ) -> Ask:
+        """A request in numbers; after `snapshot`. `spec` None: nothing of it is looked for in the directory.
+
+        `determinism`: what a deterministic one was begun with, if it was.
+        """
         by_slot = None if spec is None or self._prefixes is None else self._cached(spec, self._prefixes)
         snapshot = self._snapshot
         row = None if keep is None else self._members[_holder(keep)].row
-        return Ask(tokens, snapshot.prefill.cached(by_slot), snapshot.decode.cached(by_slot), turn, row)
+        ask = Ask(tokens, snapshot.prefill.cached(by_slot), snapshot.decode.cached(by_slot), turn, row)
+        if spec is None or not spec.deterministic:
+            return ask
+        bits = [number for (_, said), number in self._bits.items() if determinism in {"", said}]
+        others = ~np.isin(snapshot.decode.bits[: len(ask.decode_cached)], bits)
+        return replace(ask, bits=bits, decode_cached=np.where(others, 0.0, ask.decode_cached))
 
     def _cached(self, spec: SequenceSpec, prefixes: PrefixMap) -> Column | None:
         """Cached tokens by slot. Blocks are named once for a request, and no further than somebody has them."""
@@ -157,7 +169,11 @@ class Fleet:
         self._prompts = (None, {})
         self._likes = {fingerprint: like for fingerprint, like in self._likes.items() if fingerprint in groups}
         self._snapshot.groups = len(groups)
+        kinds = dict.fromkeys((info.fingerprint, info.determinism) for info in infos if info.determinism)
+        self._bits = {kind: number for number, kind in enumerate(kinds, 1)}
         for member in self._members.values():
+            info = member.link.info
+            member.side.bits[member.row] = self._bits.get((info.fingerprint, info.determinism), 0)
             member.anew = True
             self._write(member)
 

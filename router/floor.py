@@ -16,6 +16,7 @@ from baton.rpc.tls import Wire
 from baton.telemetry import Metrics
 from router.access.watch import TokenFile
 from router.admission import Admission, Bounds
+from router.alike import Alike
 from router.claim import Claim
 from router.policy import POLICIES
 from router.workers import WorkerPool, WorkerSource
@@ -97,12 +98,14 @@ class Floor:
         )
         bounds = Bounds(settings.queue_max_requests, settings.queue_max_tokens, settings.queue_max_wait_s)
         self.admission = Admission(self.pool.claim, Claim.release, self.pool.serves, clock, bounds, settings.tenants)
-        self.pool.on_change = self.admission.changed
+        self.alike = Alike(self.pool.serves, self.pool.nondeterminism, clock, settings.queue_max_wait_s)
+        self.pool.on_change = self._changed
         self.pool.local_prefill = settings.local_prefill
         self.metrics = Metrics(settings.name, settings.version)
         self.pool.on_predicted = self.metrics.ttft_predicted
         self.metrics.watch_blocks(self.pool.blocks)
         self.metrics.watch_channels(self.pool.channels)
+        self.metrics.watch_verifying(self.pool.loads)
         self.metrics.watch_queue(lambda: self.admission.waiting, lambda: self.admission.waiting_tokens)
         self.streams = streams or _nowhere
         self.arrivals = itertools.count()
@@ -110,3 +113,8 @@ class Floor:
         self.running: set[Call] = set()
         self.named: dict[tuple[str, str], Call] = {}  # of these: by tenant, and request id or idempotency key
         self.outcomes: Counter[str] = Counter()  # of those before; "accepted" beside how each ended
+
+    def _changed(self) -> None:
+        """Room, or a worker, may be there that was not."""
+        self.alike.changed()
+        self.admission.changed()

@@ -120,16 +120,24 @@ class Life:
         """A pair of workers; a request that has been there before keeps its place in the queue."""
         known, ticket = self.known(request), ticket_for(self.call.arrival, request.priority)
         self._waits_since = self._waits_since or self._floor.clock.monotonic()
-        return await self._floor.admission.admit(
-            ticket,
-            len(known),
-            Wish(self._held.link if self._held else None, known),
-            returning=self.attempts > 0,
-            accepted=self.call.accepted,
-            tenant=self.call.tenant or request.cache_scope,
-            deadline_s=self.remaining_s(),
-            since=self._waits_since,
-        )
+        wish = Wish(self._held.link if self._held else None, known, self.call.determinism)
+
+        async def admit() -> Claim:
+            return await self._floor.admission.admit(
+                ticket,
+                len(known),
+                wish,
+                returning=self.attempts > 0,
+                accepted=self.call.accepted,
+                tenant=self.call.tenant or request.cache_scope,
+                deadline_s=self.remaining_s(),
+                since=self._waits_since,
+            )
+
+        if not wish.deterministic:
+            return await admit()
+        since = None if self.call.accepted else self._waits_since
+        return await self._floor.alike.admitted(wish, admit, deadline_s=self.remaining_s(), since=since)
 
     async def look_for_it(self) -> None:
         """Find out whether a decode worker still goes on with what another router began."""
@@ -146,6 +154,9 @@ class Life:
         if self._parked is None:
             return None
         claim = self._floor.pool.claim_of(self._parked.worker_id, self._parked.incarnation)
+        if claim is not None and self.call.determinism not in {"", claim.determinism}:
+            claim.release()
+            claim = None
         if claim is None:
             self._parked = None
         return claim
@@ -185,8 +196,10 @@ class Life:
             tokens=prompt_tokens,
             workers=attempt.workers,
         )
+        if attempt.spec.deterministic:
+            self.call.determinism = attempt.determinism
         if self.choice == 0:
-            await client.accepted(prompt_tokens, self.cached_tokens)
+            await client.accepted(prompt_tokens, self.cached_tokens, attempt.determinism)
 
     def deliver(self, tokens: list[Token]) -> list[Token]:
         """What of `tokens` is new to the client, in order."""
@@ -250,6 +263,7 @@ class Life:
             usage=pb.Usage(prompt_tokens=prompt_tokens, completion_tokens=len(self.delivery.ids)),
             timings=common_pb2.Timings(**asdict(timings), e2e_s=timings.e2e_s),
             placement=pb.Placement(prefill_worker=prefill, attempts=self.attempts),
+            system_fingerprint=attempt.determinism,
         )
         done.usage.cached_tokens = self.cached_tokens or 0
         if attempt.alone:

@@ -4,7 +4,6 @@ What is decided here:
 - `max_tokens` unset: the room that the prompt leaves, of which an answer to a text takes at most 16. Set: prompt +
   max_tokens beyond the model's length is refused with both numbers, never clipped in silence.
 - `seed` unset: the caller's, so that every worker of the request sees the same one.
-- A field whose feature is not there yet is refused when it asks for something.
 """
 
 from __future__ import annotations
@@ -28,6 +27,7 @@ from baton.limits import (
     MAX_RESUMABLE_S,
     MAX_SHOWN_MODEL_CHARS,
     MAX_STOP_TOKEN_IDS,
+    MAX_SYSTEM_FINGERPRINT_CHARS,
     MAX_TEXT_CHARS,
 )
 from baton.rpc import convert
@@ -51,9 +51,6 @@ _CAPS: tuple[tuple[str, _Get, int, str], ...] = (
     ("cache_scope", lambda m: len(m.cache_scope), MAX_CACHE_SCOPE_CHARS, "characters"),
     ("sampling.stop_token_ids", lambda m: len(m.sampling.stop_token_ids), MAX_STOP_TOKEN_IDS, "ids"),
 )
-_UNSUPPORTED: tuple[tuple[str, Callable[[pb.GenerateRequest], object]], ...] = (
-    ("deterministic", lambda m: m.deterministic),
-)
 
 
 async def parse(
@@ -76,7 +73,6 @@ async def parse(
     sampling, violations = _sampling(message)
     constraint, wrong = _constraint(message)
     violations = [
-        *_refused_features(message),
         *_choices(message),
         *_priority(message),
         *_lasting(message),
@@ -100,7 +96,7 @@ async def parse(
     if sampling.seed is None:
         sampling = replace(sampling, seed=seed)
     sampling = _completed(sampling, message, len(prompt), max_model_len)
-    return SequenceSpec(prompt, sampling, (), message.priority, message.cache_scope, constraint)
+    return SequenceSpec(prompt, sampling, (), message.priority, message.cache_scope, constraint, message.deterministic)
 
 
 def check_resumes(message: pb.ResumeRequest) -> None:
@@ -110,6 +106,12 @@ def check_resumes(message: pb.ResumeRequest) -> None:
         wrong.append(Violation("request_id", "must be that of the stream: 1 to 64 of the characters A-Z a-z 0-9 _ -"))
     if not message.HasField("request"):
         wrong.append(Violation("request", "must be the original one"))
+    if len(message.system_fingerprint) > MAX_SYSTEM_FINGERPRINT_CHARS:
+        text = f"at most {MAX_SYSTEM_FINGERPRINT_CHARS} characters, got {len(message.system_fingerprint)}"
+        wrong.append(Violation("system_fingerprint", text))
+    if message.request.deterministic and any(one.ids for one in message.received) and not message.system_fingerprint:
+        text = "must be that of the stream: a deterministic request goes on only where its bits are the same"
+        wrong.append(Violation("system_fingerprint", text))
     if wrong:
         raise InvalidRequest(*wrong)
 
@@ -188,10 +190,6 @@ def _constraint(message: pb.GenerateRequest) -> tuple[Constraint | None, list[Vi
     asked = {"sampling.min_tokens": message.sampling.min_tokens, "sampling.ignore_eos": message.sampling.ignore_eos}
     why = "cannot go with a constraint, which says where an answer ends"
     return constraint, [Violation(field, why) for field, value in asked.items() if value]
-
-
-def _refused_features(message: pb.GenerateRequest) -> list[Violation]:
-    return [Violation(field, "not supported by this version") for field, asks in _UNSUPPORTED if asks(message)]
 
 
 def _choices(message: pb.GenerateRequest) -> list[Violation]:

@@ -204,25 +204,27 @@ def _candidates(snapshot: Snapshot, ask: Ask) -> Iterator[tuple[Rows, Rows]]:
     if ask.keep is not None:
         left = left[left == ask.keep]
     right = _with_room(snapshot, ask)
-    if snapshot.groups <= 1:
+    if snapshot.groups <= 1 and ask.bits is None:
         if left.size and right.size:
             yield left, right
         return
-    for group in range(snapshot.groups):
-        ours, theirs = left[prefill.group[left] == group], right[decode.group[right] == group]
+    kinds = (prefill.group, decode.group) if ask.bits is None else (snapshot.prefill.bits, snapshot.decode.bits)
+    for kind in range(snapshot.groups) if ask.bits is None else ask.bits:
+        ours, theirs = left[kinds[0][left] == kind], right[kinds[1][right] == kind]
         if ours.size and theirs.size:
             yield ours, theirs
 
 
 def _with_room(snapshot: Snapshot, ask: Ask) -> Rows:
-    return np.flatnonzero(snapshot.decode.at.room > ask.tokens)  # one more than is known
+    rows = np.flatnonzero(snapshot.decode.at.room > ask.tokens)  # one more than is known
+    return rows if ask.bits is None else rows[np.isin(snapshot.decode.bits[rows], ask.bits)]
 
 
 def _least(snapshot: Snapshot, ask: Ask, criteria: Criteria) -> Pair | None:
     best: tuple[list[float], Pair] | None = None
     for left, right in _candidates(snapshot, ask):
         pair = Pair(_narrowed(left, criteria, Role.PREFILL), _narrowed(right, criteria, Role.DECODE))
-        if snapshot.groups <= 1:
+        if snapshot.groups <= 1 and ask.bits is None:
             return pair
         rank = [float(column()[pair.decode if role is Role.DECODE else pair.prefill]) for role, column in criteria]
         if best is None or rank < best[0]:

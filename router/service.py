@@ -117,6 +117,7 @@ class Inference(InferenceServicer):
             spec = limited(spec, request, call.grant)
             received = received_of(message, spec, self._tokenizer.vocab_size)
             await check_received(self._grammars, spec, received)
+        call.determinism = message.system_fingerprint if spec.deterministic else ""
         call.resumable_s = request.resumable_s if request.HasField("resumable_s") else floor.settings.resumable_s
         return await answer(floor, call, spec, received, client)
 
@@ -197,7 +198,8 @@ class Inference(InferenceServicer):
         floor.outcomes["accepted"] += call.accepted
         for life in call.lives:
             life.note("ended", outcome=outcome, count=len(life.delivery.ids))
-        floor.metrics.ended(outcome, None if error else call.lives[0].stages.timings())
+        timings = None if error else call.lives[0].stages.timings()
+        floor.metrics.ended(outcome, timings, deterministic=message.deterministic)
         if outcome == "refused" and error is not None:
             floor.metrics.refused(error)
         if error is not None:

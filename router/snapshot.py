@@ -5,7 +5,7 @@ No network, no clock, no workers: `router/fleet.py` fills in the rows.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, NamedTuple, TypeVar
 
@@ -55,6 +55,7 @@ class Side:
         self._vacant: list[int] = []
         self._end = 0
         self.slots = np.zeros(_FIRST, np.intp)  # in the prefix directory, 0: it is not there
+        self.bits = np.zeros(_FIRST, np.intp)  # workers whose results are alike to the bit have equal numbers; 0: none
         self.at: Facts[Column] = Facts(*self._table[:, :0])
 
     def __len__(self) -> int:
@@ -68,6 +69,7 @@ class Side:
         if self._end == self._table.shape[1]:
             self._table = np.hstack([self._table, np.tile(np.array(BLANK)[:, None], self._end)])
             self.slots = np.concatenate([self.slots, np.zeros(self._end, np.intp)])
+            self.bits = np.concatenate([self.bits, np.zeros(self._end, np.intp)])
         self._end += 1
         self.at = Facts(*self._table[:, : self._end])
         return self._end - 1
@@ -87,7 +89,7 @@ class Side:
     def drop(self, row: int) -> None:
         """The worker is gone."""
         self.put(row, BLANK)
-        self.slots[row] = 0
+        self.slots[row] = self.bits[row] = 0
         self._vacant.append(row)
 
     def cached(self, by_slot: Column | None) -> Column:
@@ -116,7 +118,8 @@ class Snapshot:
 class Ask:
     """A request, as far as a choice depends on it: `tokens` are known, `turn` requests were given a pair before.
 
-    `keep`: the only prefill row to take. `prefill_cached` and `decode_cached`: its leading tokens, by row.
+    `keep`: the only prefill row to take. `prefill_cached` and `decode_cached`: its leading tokens, by row. `bits`: of a
+    deterministic one, the numbers of workers that may take it; the two of a pair have the same.
     """
 
     tokens: int
@@ -124,6 +127,7 @@ class Ask:
     decode_cached: Column
     turn: int = 0
     keep: int | None = None
+    bits: Sequence[int] | None = None
 
 
 def spread(levels: Iterable[tuple[int, int]], block_size: int, into: Column) -> None:

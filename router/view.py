@@ -50,9 +50,12 @@ class WorkerView:
         return self.info.layout.blocks_for(tokens + 1)
 
 
-def has_pair(prefill: Sequence[WorkerView], decode: Sequence[WorkerView]) -> bool:
-    """Could any two of them hand over to each other, room aside?"""
-    return bool({view.info.fingerprint for view in prefill} & {view.info.fingerprint for view in decode})
+def has_pair(prefill: Sequence[WorkerView], decode: Sequence[WorkerView], *, alike: bool = False) -> bool:
+    """Could any two of them hand over to each other, room aside? `alike`: to the bit."""
+    left, right = (
+        {(view.info.fingerprint, alike and view.info.determinism) for view in views} for views in (prefill, decode)
+    )
+    return bool(left & right)
 
 
 def misfit(info: WorkerInfo, others: Sequence[WorkerInfo]) -> str:

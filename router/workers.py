@@ -14,8 +14,9 @@ import structlog
 from baton.clock import Clock
 from baton.core import Incarnation, Role, WorkerInfo, WorkerRef
 from baton.ledger.prefix_map import PrefixMap
-from baton.load import BlockCounts, Channel
+from baton.load import BlockCounts, Channel, Load
 from baton.rpc.tls import IN_THE_CLEAR, Wire
+from router.alike import NobodyAlike
 from router.claim import NO_WISH, Claim, Wish
 from router.fleet import Fleet
 from router.link import WorkerLink
@@ -87,16 +88,18 @@ class WorkerPool:
     def claim(self, tokens: int, wish: Wish = NO_WISH) -> Claim | None:
         """A pair for a request of `tokens` known tokens, counted as loaded from now; None when nobody has room.
 
-        With no prefill worker left, a decode worker alone.
+        With no prefill worker left, a decode worker alone. Raises NobodyAlike.
         """
-        snapshot, (keep, spec) = self._fleet.snapshot(), wish
+        snapshot, (keep, spec, determinism) = self._fleet.snapshot(), wish
+        if wish.deterministic and not self.serves(wish):
+            raise NobodyAlike(f"no decode worker here computes deterministic requests{_as(determinism)}")
         if not snapshot.has_room(tokens):
             return None
         kept = keep.info.ref if keep is not None and keep.usable else None
-        ask = self._fleet.ask(tokens, self._turn, kept, spec)
+        ask = self._fleet.ask(tokens, self._turn, kept, spec, determinism)
         pair = self._policy(snapshot, ask)
         if pair is None:
-            row = None if self.has_pair() else alone(snapshot, ask)
+            row = None if self.has_pair(wish) else alone(snapshot, ask)
             return None if row is None else self._alone(tokens, row, ask)
         self._turn += 1
         if self.local_prefill and (sooner := sooner_alone(snapshot, ask, pair)) is not None:
@@ -140,13 +143,21 @@ class WorkerPool:
     def _compare(self, predicted_s: float, since: float) -> None:
         self.on_predicted(abs(self._clock.monotonic() - since - predicted_s))
 
-    def has_pair(self) -> bool:
-        """Are there two live workers that can hand over to each other, room aside?"""
-        return has_pair(*([link.view for link in self._usable(role)] for role in (Role.PREFILL, Role.DECODE)))
+    def has_pair(self, wish: Wish = NO_WISH) -> bool:
+        """Are there two live workers that can hand over to each other what is wished, room aside?"""
+        views = ([link.view for link in self._usable(role, wish)] for role in (Role.PREFILL, Role.DECODE))
+        return has_pair(*views, alike=wish.deterministic)
 
-    def serves(self) -> bool:
-        """Is a decode worker there? Room, and prefill workers, aside."""
-        return bool(self._usable(Role.DECODE))
+    def serves(self, wish: Wish = NO_WISH) -> bool:
+        """Is a decode worker there for it? Room, and prefill workers, aside."""
+        return bool(self._usable(Role.DECODE, wish))
+
+    def nondeterminism(self) -> str:
+        """Why no worker that is known takes deterministic requests; "": one does, or none is known."""
+        infos = [link.info for link in self._links.values() if not link.retired]
+        if any(info.determinism for info in infos):
+            return ""
+        return "; ".join(dict.fromkeys(info.nondeterminism or "they do not say why" for info in infos))
 
     def max_model_len(self) -> int | None:
         """The longest request that every worker takes; None while no worker is known."""
@@ -162,6 +173,11 @@ class WorkerPool:
         connected = [link for link in self._links.values() if link.state == "connected"]
         return [(link.info.ref.worker_id, channel) for link in connected for channel in link.view.load.channels]
 
+    def loads(self) -> list[tuple[str, Load]]:
+        """The last reports of connected workers, each with its worker's id."""
+        links = self._links.values()
+        return [(link.info.ref.worker_id, link.view.load) for link in links if link.state == "connected"]
+
     def misfit(self, link: WorkerLink) -> str:
         """Why a worker can hand over to none of the others here; "": it can, or it is alone."""
         return misfit(link.info, [other.info for other in self._links.values() if other.usable])
@@ -173,8 +189,9 @@ class WorkerPool:
         reason = self.misfit(link)
         return f"fits no other worker: {reason}" if reason else ""
 
-    def _usable(self, role: Role) -> list[WorkerLink]:
-        return [link for link in self._links.values() if link.info.role is role and link.usable]
+    def _usable(self, role: Role, wish: Wish = NO_WISH) -> list[WorkerLink]:
+        links = self._links.values()
+        return [link for link in links if link.info.role is role and link.usable and wish.takes(link.info)]
 
     async def _run(self) -> None:
         while True:
@@ -222,3 +239,7 @@ class WorkerPool:
             del self._links[ref], self._seen[ref]
             self._fleet.drop(ref)
             await link.stop()
+
+
+def _as(determinism: str) -> str:
+    return f" as {determinism} does" if determinism else ""

@@ -115,7 +115,9 @@ def generate(  # noqa: PLR0913, PLR0917 (each is an option of the command)
     seed: Seed = None,
     n: Annotated[int, typer.Option("--n", help="so many answers, shown when all are there")] = 1,
     stop: Annotated[list[str] | None, typer.Option(help="end before this text; may be repeated")] = None,
-    deterministic: Annotated[bool, typer.Option("--deterministic", help="bit-exact (not built yet)")] = False,
+    deterministic: Annotated[
+        bool, typer.Option("--deterministic", help="the same bits, whatever else is computed")
+    ] = False,
     model: ModelName = "",
     show: Annotated[str, typer.Option(help="timings,tokens,thoughts")] = "",
     timeout: Timeout = 120.0,

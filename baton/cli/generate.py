@@ -77,6 +77,10 @@ def describe(completion: Completion, shown: Shown) -> None:
         values = dataclasses.asdict(timings)
         typer.echo("stages    " + ", ".join(f"{stage} {values[f'{stage}_s'] * 1e3:.1f}" for stage in STAGES) + " ms")
         typer.echo(f"latency   {latency(completion)}, end to end {timings.e2e_s * 1e3:.1f} ms")
+        if completion.system_fingerprint:
+            typer.echo(f"system    {completion.system_fingerprint}")
+        if completion.usage.audit_digest:
+            typer.echo(f"audit     {completion.usage.audit_digest}")
 
 
 def placed(completion: Completion) -> str:

@@ -43,7 +43,7 @@ class _Nobody:
     def offer(self, handoff: HandoffId, sender: WorkerRef, offer: Offer) -> None:
         raise StaleAttempt("nothing is reserved here")
 
-    def fetch(self, handoff: HandoffId, sender: WorkerRef, begin: int, end: int) -> None:
+    def fetch(self, handoff: HandoffId, sender: WorkerRef, begin: int, end: int, *, verify: bool = False) -> None:
         raise OfferRefused("nothing is here")
 
     def writing(self, handoff: HandoffId, sender: WorkerRef) -> AbstractContextManager[Sequence[int]]:

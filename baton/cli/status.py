@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import typer
@@ -101,8 +101,28 @@ def _workers(cluster: ClusterStatus) -> None:
     for worker in cluster.workers:
         if worker.note:
             typer.echo(f"{worker.info.ref.worker_id}: {worker.note}")
+    for line in determinism(cluster):
+        typer.echo(line)
     width = None if sys.stdout.isatty() else 240
     Console(width=width).print(table)
+
+
+def determinism(cluster: ClusterStatus) -> Iterator[str]:
+    """Who takes deterministic requests, and why others do not: a line for all that say the same."""
+    alike: dict[tuple[str, str], list[WorkerStatus]] = {}
+    for worker in cluster.workers:
+        alike.setdefault((worker.info.determinism, worker.info.nondeterminism), []).append(worker)
+    for (said, why_not), workers in alike.items():
+        names = ", ".join(worker.info.ref.worker_id for worker in workers)
+        if not said:
+            yield f"deterministic requests: not on {names}: {why_not or 'they do not say why'}"
+            continue
+        loads = [worker.load for worker in workers]
+        yield (
+            f"deterministic requests: {said} on {names}: {sum(load.verify_passes for load in loads)} verify passes, "
+            f"{sum(load.rollbacks for load in loads)} rollbacks, "
+            f"{sum(load.recomputed_tokens for load in loads)} tokens recomputed"
+        )
 
 
 def _row(worker: WorkerStatus) -> tuple[str, ...]:

@@ -43,6 +43,7 @@ class Fold:
         self.usage: Usage | None = None
         self.timings: Timings | None = None
         self.placement: Placement | None = None
+        self.system_fingerprint = ""
         self._started = False  # an event has arrived: from then on the request must not be sent again
         self._events = 0  # of the stream that is read now
         self._choices: dict[int, _ChoiceState] = {}
@@ -71,10 +72,13 @@ class Fold:
                 return self._tokens(event.tokens)
             case "finished":
                 self._finished(event.finished)
+            case "accepted":
+                self.system_fingerprint = event.accepted.system_fingerprint
             case "completed":
                 self.usage = Usage(**values(event.completed.usage))
                 self.timings = Timings(**values(event.completed.timings))
                 self.placement = Placement(**values(event.completed.placement))
+                self.system_fingerprint = event.completed.system_fingerprint
         return None  # the others, also those of newer servers, need nothing done
 
     def _received(self, choices: int) -> list[common.TokenIds]:
@@ -95,7 +99,8 @@ class Fold:
         if any(state.finish_reason is None for state in self._choices.values()) or not self._choices:
             raise self._broken("a choice did not finish")
         choices = tuple(self._choice(index) for index in sorted(self._choices))
-        return Completion(self.request_id, choices, self.usage, self.timings, self.placement)
+        rest = (self.usage, self.timings, self.placement, self.system_fingerprint)
+        return Completion(self.request_id, choices, *rest)
 
     def _check_order(self, event: inference.GenerateEvent) -> None:
         if self.usage is not None:

@@ -86,7 +86,12 @@ class AsyncStream(Fold):
         if not self._started:
             return stub.Generate(self._request, timeout=left, metadata=client._metadata)
         received = self._received(self._request.n)
-        request = inference.ResumeRequest(request_id=self.request_id, request=self._request, received=received)
+        request = inference.ResumeRequest(
+            request_id=self.request_id,
+            request=self._request,
+            received=received,
+            system_fingerprint=self.system_fingerprint,
+        )
         self._rewind()
         return stub.Resume(request, timeout=left, metadata=client._metadata)
 

@@ -36,7 +36,7 @@ class Options(TypedDict, total=False):
     logit_bias: Mapping[int, float] | None  # token id -> added to its logit
     n: int | None  # (1)
     logprobs: int | None  # (none) 0: of the chosen token; k: of the k best too
-    deterministic: bool | None  # (False) the same tokens whatever else runs
+    deterministic: bool | None  # (False) the same bits from all workers with one system fingerprint
     json_schema: str | Mapping[str, object] | None  # of these three at most one: what the answer must be
     regex: str | None
     choices: Sequence[str] | None
@@ -84,11 +84,12 @@ class Delta:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Token counts of one request."""
+    """Token counts of one request; and of a deterministic one, hex SHA-256 of its prompt, parameters and answers."""
 
     prompt_tokens: int
     cached_tokens: int
     completion_tokens: int
+    audit_digest: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +138,7 @@ class Completion:
     usage: Usage
     timings: Timings
     placement: Placement
+    system_fingerprint: str = ""  # of all that the bits of the answer depend on, beside the request
 
     @property
     def text(self) -> str:

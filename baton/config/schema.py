@@ -27,6 +27,7 @@ from baton.limits import MAX_RESUMABLE_S
 Name = Annotated[str, Field(pattern=r"^[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?$")]
 Auto = Literal["auto"]
 Weight = Annotated[float, Field(ge=0.001, le=1000)]
+AUTO_PASS = 2, 32  # rows and window, as `baton.engine.fixed.FixedShapes` has them
 
 
 class ModelConfig(Section):
@@ -174,10 +175,20 @@ class LedgerConfig(Section):
 
 
 class DeterminismConfig(Section):
-    """Shape of the verify window."""
+    """A verify pass, in which tokens of deterministic requests are computed again: always this many, on all workers."""
 
-    window: PositiveInt | Auto = "auto"
-    rows: PositiveInt | Auto = "auto"
+    window: Annotated[int, Field(ge=2, le=1024)] | Auto = Field(default="auto", description="tokens of each row")
+    rows: Annotated[int, Field(ge=1, le=256)] | Auto = Field(
+        default="auto", description="how many of them; rows times window is a multiple of 32"
+    )
+
+    @model_validator(mode="after")
+    def _fits(self) -> DeterminismConfig:
+        rows = AUTO_PASS[0] if self.rows == "auto" else self.rows
+        window = AUTO_PASS[1] if self.window == "auto" else self.window
+        if rows * window % 32:
+            raise ValueError(f"rows times window must be a multiple of 32, got {rows} x {window}")
+        return self
 
 
 class ThinkingConfig(Section):

@@ -82,5 +82,8 @@ def load_of(scheduler: Scheduler, counters: Counters) -> Load:
         cached_tokens=counters.cached_tokens,
         decode_steps=counters.decode_steps,
         decode_tokens=counters.decode_tokens,
+        verify_passes=counters.verify_passes,
+        rollbacks=counters.rollbacks,
+        recomputed_tokens=counters.recomputed_tokens,
         blocks=scheduler.pool.counts(),
     )

@@ -15,6 +15,8 @@ from baton.hashing import keyed_digest
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from baton.core import SequenceSpec
+
 _KEY = b"baton prefix cache, version 1".ljust(32)
 _START = b""
 
@@ -24,6 +26,15 @@ def scope_key(fingerprint: str, scope: str, deterministic: bool = False) -> byte
     requests is computed on a grid, and nothing else is right for them.
     """
     return keyed_digest(_KEY, fingerprint.encode(), scope.encode(), *([b"deterministic"] * deterministic))
+
+
+def named_blocks(spec: SequenceSpec, block_size: int) -> int:
+    """How many blocks of a request that is to be computed have names: full ones, and one token is left to compute.
+
+    Of a deterministic request only those of its prompt: the bits of what follows come from verify passes.
+    """
+    named = (len(spec) - 1) // block_size
+    return min(named, len(spec.prompt) // block_size) if spec.deterministic else named
 
 
 class Chain:

@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from baton.core import Incarnation, KVLayout, Role, WorkerInfo, WorkerRef
+from baton.limits import MAX_SYSTEM_FINGERPRINT_CHARS
 
 MAX_EPOCH = 2**53 - 1  # Lua counts in doubles
 
@@ -50,6 +51,8 @@ class _Worker(_Model):
     pid: _Count
     host: Annotated[str, Field(max_length=256)]
     protocol_version: _Size
+    determinism: Annotated[str, Field(max_length=MAX_SYSTEM_FINGERPRINT_CHARS)] = ""  # older workers say neither
+    nondeterminism: Annotated[str, Field(max_length=1024)] = ""
 
 
 def worker_to_json(info: WorkerInfo) -> bytes:

@@ -122,6 +122,7 @@ def spec_to_pb(value: SequenceSpec) -> worker.SequenceSpec:
         priority=value.priority,
         cache_scope=value.cache_scope,
         constraint=constraint_to_pb(value.constraint),
+        deterministic=value.deterministic,
     )
 
 
@@ -135,7 +136,8 @@ def spec_from_pb(message: worker.SequenceSpec) -> SequenceSpec:
     require(abs(message.priority) <= MAX_PRIORITY, "spec.priority", f"must be within {MAX_PRIORITY} of 0")
     prompt, known = tuple(message.prompt), tuple(message.known)
     constraint = constraint_from_pb(message.constraint) if message.HasField("constraint") else None
-    return SequenceSpec(prompt, sampling, known, message.priority, message.cache_scope, constraint)
+    rest = (message.priority, message.cache_scope, constraint, message.deterministic)
+    return SequenceSpec(prompt, sampling, known, *rest)
 
 
 # tokens
@@ -276,4 +278,6 @@ def info_from_pb(message: common.WorkerInfo) -> WorkerInfo:
         pid=message.pid,
         host=message.host,
         protocol_version=message.protocol_version,
+        determinism=message.determinism,
+        nondeterminism=message.nondeterminism,
     )

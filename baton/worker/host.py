@@ -44,6 +44,7 @@ log = structlog.get_logger(__name__)
 SHUTDOWN_GRACE_S = 2.0
 LEAVE_S = 1.0
 _LOOK_S = 0.01
+NOT_BUILT = "not built yet"  # why no worker takes deterministic requests
 
 
 class HostedRole(RoleBehaviour, Protocol):
@@ -199,6 +200,7 @@ def _info(settings: WorkerSettings, engine: Engine, ref: WorkerRef) -> WorkerInf
         layout=engine.layout,
         pid=os.getpid(),
         host=socket.gethostname(),
+        nondeterminism=NOT_BUILT,
     )
 
 

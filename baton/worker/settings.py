@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 from baton.config.values import split_address
 from baton.core import Role
+from baton.engine.fixed import FixedShapes
 from kvtransfer.handoff import TransferSettings
 
 if TYPE_CHECKING:
@@ -41,6 +42,7 @@ class WorkerSettings:
     lease_s: float
     heartbeat_s: float
     transfer: TransferSettings
+    shapes: FixedShapes = field(default_factory=FixedShapes)
     history: str | None = None  # a folder
     tls: TlsConfig | None = None
 
@@ -76,6 +78,7 @@ def from_config(config: ClusterConfig, role: Role, index: int) -> WorkerSettings
         advertise=pool.advertise,
         lease_s=config.ledger.lease_s,
         heartbeat_s=config.ledger.heartbeat_s,
+        shapes=shapes_of(config),
         history=config.history,
         tls=config.security.tls,
         transfer=TransferSettings(
@@ -90,6 +93,12 @@ def from_config(config: ClusterConfig, role: Role, index: int) -> WorkerSettings
             bind_host=_bind_host(pool),
         ),
     )
+
+
+def shapes_of(config: ClusterConfig) -> FixedShapes:
+    """What deterministic requests are computed in, on all workers of the cluster; `auto` is the default."""
+    given = {"rows": config.determinism.rows, "tokens": config.determinism.window}
+    return FixedShapes(**{name: value for name, value in given.items() if value != "auto"})
 
 
 def _bind_host(pool: PoolConfig) -> str:

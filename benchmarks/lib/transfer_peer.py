@@ -63,7 +63,7 @@ class Table:
         """See `HandoffTable`."""
         self.commits[handoff] = commit
 
-    def fetch(self, handoff: HandoffId, sender: WorkerRef, begin: int, end: int) -> None:
+    def fetch(self, handoff: HandoffId, sender: WorkerRef, begin: int, end: int, *, verify: bool = False) -> None:
         """Nothing is cached here."""
         raise StaleAttempt(f"{handoff}: nothing of it is here")
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import orjson
 
+from baton.audit import joined
 from baton.errors import EngineFault
 from baton.rpc.v1 import common_pb2
 from baton.rpc.v1 import inference_pb2 as pb
@@ -53,6 +54,8 @@ class Answer:
         self._usage = pb.Usage()
         self._prompts = [0] * len(job.requests)  # tokens
         self._id = ""
+        self._fingerprints: dict[int, str] = {}  # by call
+        self._digests = [""] * len(job.requests)
 
     async def whole(self, streams: Streams) -> bytes:
         """The answer as one JSON object. Raises BatonError."""
@@ -123,6 +126,7 @@ class Answer:
         match event.WhichOneof("event"):
             case "accepted":
                 self._prompts[number] = event.accepted.prompt_tokens
+                self._fingerprints[number] = event.accepted.system_fingerprint
             case "tokens":
                 found, index = event.tokens, self._index(number, event.tokens.choice)
                 self._visit.tokens(index, len(found.ids))
@@ -135,6 +139,8 @@ class Answer:
                 return _Piece(index, reason=self._choices[index].reason)
             case "completed":
                 self._spend(event.completed.usage)
+                self._digests[number] = event.completed.usage.audit_digest
+                self._fingerprints[number] = event.completed.system_fingerprint
                 self._visit.completed(event.completed.timings)
         return None
 
@@ -151,7 +157,10 @@ class Answer:
     def _spent(self) -> Json:
         usage = self._usage
         cached = {"prompt_tokens_details": {"cached_tokens": usage.cached_tokens}}
-        return _counted(usage.prompt_tokens, usage.completion_tokens) | cached
+        audit = joined(self._digests)
+        return (
+            _counted(usage.prompt_tokens, usage.completion_tokens) | cached | ({"audit_digest": audit} if audit else {})
+        )
 
     def _so_far(self, index: int) -> Json | None:
         """What a choice has used; how much of its prompt was there already is known at the end."""
@@ -167,7 +176,9 @@ class Answer:
 
     def _object(self, kind: str, choices: list[Json]) -> Json:
         name = self._job.shape.prefix + self._id
-        return {"id": name, "object": kind, "created": self._created, "model": self._model, "choices": choices}
+        found = {"id": name, "object": kind, "created": self._created, "model": self._model, "choices": choices}
+        said = set(self._fingerprints.values())
+        return found | {"system_fingerprint": said.pop()} if len(said) == 1 and all(said) else found
 
 
 def _counted(prompt: int, completion: int) -> Json:

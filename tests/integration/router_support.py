@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -85,6 +85,11 @@ class FakeWorker(WorkerServicer):
         self._queue: asyncio.Queue[list[Event]] = asyncio.Queue()
         self._server = aio_server()
         self.wire = IN_THE_CLEAR
+
+    def says(self, determinism: str) -> None:
+        """Of its bits, from its start on."""
+        why_not = "" if determinism else f"{self.role} workers cannot"
+        self.info = replace(self.info, determinism=determinism, nondeterminism=why_not)
 
     # --- process
 
@@ -421,13 +426,18 @@ async def clusters() -> AsyncIterator[Any]:
     """Gives a function that starts a cluster; all of them are stopped in the end."""
     made: list[Cluster] = []
 
-    async def build(prefill: int = 1, decode: int = 1, blocks: int = 4000, **settings) -> Cluster:
+    async def build(
+        prefill: int = 1, decode: int = 1, blocks: int = 4000, bits: Mapping[str, str] | None = None, **settings
+    ) -> Cluster:
+        """`bits`: what workers say of their determinism, by name; the others say why they have none."""
         addresses = dict.fromkeys(("grpc", "admin", "metrics"), "127.0.0.1:0")
         cluster = Cluster(
             [FakeWorker(Role.PREFILL, f"prefill-{i}", 100 + i) for i in range(prefill)],
             [FakeWorker(Role.DECODE, f"decode-{i}", 200 + i, blocks) for i in range(decode)],
             RouterSettings(name="test", model="oracle", **{**addresses, **settings}),
         )
+        for worker in cluster.workers:
+            worker.says((bits or {}).get(worker.info.ref.worker_id, ""))
         await cluster.start()
         made.append(cluster)
         return cluster

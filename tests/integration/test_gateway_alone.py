@@ -3,6 +3,7 @@
 import asyncio
 import json
 import re
+from hashlib import sha256
 
 import openai
 import pytest
@@ -76,6 +77,48 @@ async def test_chat_stream(gateway):
     assert [chunk.choices[0].finish_reason for chunk in chunks[:-1]] == [None, None, None, "stop"]
     assert (chunks[-1].choices, chunks[-1].usage.total_tokens) == ([], 5)
     assert {chunk.object for chunk in chunks} == {"chat.completion.chunk"}
+
+
+def alike(fingerprint: str, *digests: str):
+    """A script of a deterministic request, whose workers say this; each call has the next digest."""
+    left = list(digests)
+
+    async def script(request):
+        yield {"accepted": pb.Accepted(prompt_tokens=3, system_fingerprint=fingerprint)}
+        yield tokens(0, 0, [1], "dog")
+        yield finished()
+        done = completed()["completed"]
+        done.system_fingerprint, done.usage.audit_digest = fingerprint, left.pop(0)
+        yield {"completed": done}
+
+    return script
+
+
+async def test_what_a_deterministic_request_is_told(gateway):
+    ask = {"stream": True, "stream_options": {"include_usage": True}}
+    extra = {"extra_body": {"deterministic": True}}
+    gateway.fake.script = alike("x", "ab" * 32, "cd" * 32)
+    done = await chat(gateway, **extra)
+    assert gateway.fake.requests[0].deterministic
+    assert (done.system_fingerprint, done.usage.audit_digest) == ("x", "ab" * 32)
+    chunks = [chunk async for chunk in await chat(gateway, **ask, **extra)]
+    assert {chunk.system_fingerprint for chunk in chunks} == {"x"}
+    assert chunks[-1].usage.audit_digest == "cd" * 32
+    gateway.fake.script = alike("x", "ab" * 32, "cd" * 32)
+    both = await gateway.client.completions.create(model="m", prompt=["a", "b"], **extra)
+    assert both.system_fingerprint == "x"
+    # the calls are under way side by side: either may have had the first digest
+    digests = [sha256(bytes.fromhex(one * 32 + two * 32)).hexdigest() for one, two in (("ab", "cd"), ("cd", "ab"))]
+    assert both.usage.audit_digest in digests
+
+
+async def test_others_are_told_the_fingerprint_alone_and_only_if_there_is_one(gateway):
+    gateway.fake.script = alike("x", "")
+    done = await gateway.client.completions.create(model="m", prompt="a")
+    assert (done.system_fingerprint, "audit_digest" in done.usage.model_dump()) == ("x", False)
+    gateway.fake.script = alike("", "")
+    done = await chat(gateway)
+    assert done.system_fingerprint is None
 
 
 async def test_usage_throughout_a_stream(gateway):

@@ -615,9 +615,9 @@ async def test_errors_are_named(make):
     cluster = await make()
     with pytest.raises(UnknownModel, match="'oracle' is"):
         await cluster.generate(model="gpt")
-    with pytest.raises(InvalidRequest, match="deterministic: not supported") as caught:
-        await cluster.generate(deterministic=True, n=0, priority=101, max_tokens=0)
-    assert [v.field for v in caught.value.violations] == ["deterministic", "n", "priority", "sampling.max_tokens"]
+    with pytest.raises(InvalidRequest, match="n: must be at least 1") as caught:
+        await cluster.generate(n=0, priority=101, max_tokens=0)
+    assert [v.field for v in caught.value.violations] == ["n", "priority", "sampling.max_tokens"]
     with pytest.raises(InvalidRequest, match="2048"):
         await cluster.generate([1] * 2048)
     with pytest.raises(InvalidRequest, match="request: must be the original one"):

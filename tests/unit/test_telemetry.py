@@ -8,7 +8,7 @@ from prometheus_client import generate_latest
 from baton.clock import FakeClock
 from baton.core import Role
 from baton.errors import ConfigError, Overloaded
-from baton.load import BlockCounts
+from baton.load import BlockCounts, Load
 from baton.stages import Stage, StageClock, Timings
 from baton.telemetry import Metrics, MetricsServer
 
@@ -190,3 +190,23 @@ async def test_an_address_that_cannot_be_had():
         with pytest.raises(ConfigError, match="cannot listen for metrics"):
             await MetricsServer(Metrics("y", "")).start(wrong)
     await server.stop()
+
+
+def test_what_workers_did_for_deterministic_requests():
+    metrics = Metrics("test", "0")
+    loads = [("decode-0", Load(verify_passes=3, rollbacks=2, recomputed_tokens=40)), ("decode-1", Load())]
+    metrics.watch_verifying(lambda: loads)
+    metrics.ended("finished", deterministic=True)
+    metrics.ended("finished")
+    text = generate_latest(metrics.registry).decode()
+    for line in (
+        'baton_verify_passes_total{worker="decode-0"} 3.0',
+        'baton_rollbacks_total{worker="decode-0"} 2.0',
+        'baton_recomputed_tokens_total{worker="decode-0"} 40.0',
+        'baton_verify_passes_total{worker="decode-1"} 0.0',
+        'baton_deterministic_requests_total{outcome="finished"} 1.0',
+        'baton_requests_total{outcome="finished"} 2.0',
+    ):
+        assert line in text.splitlines()
+    loads.pop()
+    assert "decode-1" not in generate_latest(metrics.registry).decode(), "a lost worker leaves no ghost"

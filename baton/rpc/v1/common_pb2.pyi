@@ -472,6 +472,9 @@ class Load(_message.Message):
     DECODE_PACE_FIELD_NUMBER: _builtins.int
     JOINT_PACE_FIELD_NUMBER: _builtins.int
     BESIDE_PACE_FIELD_NUMBER: _builtins.int
+    VERIFY_PASSES_FIELD_NUMBER: _builtins.int
+    ROLLBACKS_FIELD_NUMBER: _builtins.int
+    RECOMPUTED_TOKENS_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     running: _builtins.int
     waiting: _builtins.int
@@ -486,6 +489,12 @@ class Load(_message.Message):
     """found in the prefix cache instead of computed"""
     fetched_tokens: _builtins.int
     """whose KV came from a decode worker instead of being computed"""
+    verify_passes: _builtins.int
+    """of deterministic requests"""
+    rollbacks: _builtins.int
+    """candidates that a verify pass did not agree with"""
+    recomputed_tokens: _builtins.int
+    """dropped with them, or behind them"""
     @_builtins.property
     def blocks(self) -> Global___BlockCounts: ...
     @_builtins.property
@@ -526,10 +535,13 @@ class Load(_message.Message):
         decode_pace: Global___Pace | None = ...,
         joint_pace: Global___Pace | None = ...,
         beside_pace: Global___Pace | None = ...,
+        verify_passes: _builtins.int = ...,
+        rollbacks: _builtins.int = ...,
+        recomputed_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["beside_pace", b"beside_pace", "blocks", b"blocks", "decode_pace", b"decode_pace", "joint_pace", b"joint_pace", "prefill_pace", b"prefill_pace"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["beside_pace", b"beside_pace", "blocks", b"blocks", "cached_tokens", b"cached_tokens", "channels", b"channels", "decode_pace", b"decode_pace", "decode_steps", b"decode_steps", "decode_tokens", b"decode_tokens", "fetched_tokens", b"fetched_tokens", "joint_pace", b"joint_pace", "prefill_pace", b"prefill_pace", "prefill_tokens", b"prefill_tokens", "queued_tokens", b"queued_tokens", "running", b"running", "step", b"step", "transfer_bytes", b"transfer_bytes", "transport", b"transport", "waiting", b"waiting"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["beside_pace", b"beside_pace", "blocks", b"blocks", "cached_tokens", b"cached_tokens", "channels", b"channels", "decode_pace", b"decode_pace", "decode_steps", b"decode_steps", "decode_tokens", b"decode_tokens", "fetched_tokens", b"fetched_tokens", "joint_pace", b"joint_pace", "prefill_pace", b"prefill_pace", "prefill_tokens", b"prefill_tokens", "queued_tokens", b"queued_tokens", "recomputed_tokens", b"recomputed_tokens", "rollbacks", b"rollbacks", "running", b"running", "step", b"step", "transfer_bytes", b"transfer_bytes", "transport", b"transport", "verify_passes", b"verify_passes", "waiting", b"waiting"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -608,6 +620,8 @@ class WorkerInfo(_message.Message):
     PID_FIELD_NUMBER: _builtins.int
     HOST_FIELD_NUMBER: _builtins.int
     PROTOCOL_VERSION_FIELD_NUMBER: _builtins.int
+    DETERMINISM_FIELD_NUMBER: _builtins.int
+    NONDETERMINISM_FIELD_NUMBER: _builtins.int
     role: _builtins.str
     """prefill | decode"""
     fingerprint: _builtins.str
@@ -617,6 +631,11 @@ class WorkerInfo(_message.Message):
     pid: _builtins.int
     host: _builtins.str
     protocol_version: _builtins.int
+    determinism: _builtins.str
+    """Names all that the bits of its results depend on: workers that say the same compute deterministic requests alike.
+    Empty: it cannot, and says why.
+    """
+    nondeterminism: _builtins.str
     @_builtins.property
     def ref(self) -> Global___WorkerRef: ...
     @_builtins.property
@@ -634,10 +653,12 @@ class WorkerInfo(_message.Message):
         pid: _builtins.int = ...,
         host: _builtins.str = ...,
         protocol_version: _builtins.int = ...,
+        determinism: _builtins.str = ...,
+        nondeterminism: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout", "ref", b"ref"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["fingerprint", b"fingerprint", "host", b"host", "layout", b"layout", "max_model_len", b"max_model_len", "model", b"model", "pid", b"pid", "protocol_version", b"protocol_version", "ref", b"ref", "role", b"role", "total_blocks", b"total_blocks"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["determinism", b"determinism", "fingerprint", b"fingerprint", "host", b"host", "layout", b"layout", "max_model_len", b"max_model_len", "model", b"model", "nondeterminism", b"nondeterminism", "pid", b"pid", "protocol_version", b"protocol_version", "ref", b"ref", "role", b"role", "total_blocks", b"total_blocks"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

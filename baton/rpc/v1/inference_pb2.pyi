@@ -222,6 +222,9 @@ class GenerateRequest(_message.Message):
     logprobs: _builtins.int
     """unset: none; 0: of the chosen token; k: of the k best too"""
     deterministic: _builtins.bool
+    """The same prompt, parameters and seed give the same tokens and log-probabilities, bit for bit, from all workers with
+    one `system_fingerprint`, whatever else they compute. Refused where no worker can.
+    """
     priority: _builtins.int
     """-100 to 100 (0). Higher goes first: before what waits, and before what arrived shortly earlier when there is no room
     for both. Waiting makes up for it, so that nobody starves.
@@ -306,7 +309,10 @@ class ResumeRequest(_message.Message):
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     REQUEST_FIELD_NUMBER: _builtins.int
     RECEIVED_FIELD_NUMBER: _builtins.int
+    SYSTEM_FINGERPRINT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
+    system_fingerprint: _builtins.str
+    """of a deterministic one: as `Accepted` said it"""
     @_builtins.property
     def request(self) -> Global___GenerateRequest:
         """the original one"""
@@ -321,10 +327,11 @@ class ResumeRequest(_message.Message):
         request_id: _builtins.str = ...,
         request: Global___GenerateRequest | None = ...,
         received: _abc.Iterable[_common_pb2.TokenIds] | None = ...,
+        system_fingerprint: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["request", b"request"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["received", b"received", "request", b"request", "request_id", b"request_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["received", b"received", "request", b"request", "request_id", b"request_id", "system_fingerprint", b"system_fingerprint"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -336,18 +343,22 @@ class Accepted(_message.Message):
 
     PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     CACHED_TOKENS_FIELD_NUMBER: _builtins.int
+    SYSTEM_FINGERPRINT_FIELD_NUMBER: _builtins.int
     prompt_tokens: _builtins.int
     cached_tokens: _builtins.int
     """at the decode worker, as far as known by now; `Usage` has the final number"""
+    system_fingerprint: _builtins.str
+    """see `Completed`"""
     def __init__(
         self,
         *,
         prompt_tokens: _builtins.int = ...,
         cached_tokens: _builtins.int = ...,
+        system_fingerprint: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "prompt_tokens", b"prompt_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "prompt_tokens", b"prompt_tokens", "system_fingerprint", b"system_fingerprint"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -475,20 +486,26 @@ class Usage(_message.Message):
     PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     COMPLETION_TOKENS_FIELD_NUMBER: _builtins.int
+    AUDIT_DIGEST_FIELD_NUMBER: _builtins.int
     prompt_tokens: _builtins.int
     cached_tokens: _builtins.int
     """of them, those that were not computed anew"""
     completion_tokens: _builtins.int
+    audit_digest: _builtins.str
+    """Of a deterministic request: hex SHA-256 of its prompt, parameters and answers (docs/determinism.md). Empty where the
+    router does not know all of that: a stream with logprobs that another router began.
+    """
     def __init__(
         self,
         *,
         prompt_tokens: _builtins.int = ...,
         cached_tokens: _builtins.int = ...,
         completion_tokens: _builtins.int = ...,
+        audit_digest: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "completion_tokens", b"completion_tokens", "prompt_tokens", b"prompt_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["audit_digest", b"audit_digest", "cached_tokens", b"cached_tokens", "completion_tokens", b"completion_tokens", "prompt_tokens", b"prompt_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -537,6 +554,11 @@ class Completed(_message.Message):
     USAGE_FIELD_NUMBER: _builtins.int
     TIMINGS_FIELD_NUMBER: _builtins.int
     PLACEMENT_FIELD_NUMBER: _builtins.int
+    SYSTEM_FINGERPRINT_FIELD_NUMBER: _builtins.int
+    system_fingerprint: _builtins.str
+    """Names all that the bits of the answer depend on, beside the request. A deterministic request has one for life.
+    Empty: its workers do not say, or each another one.
+    """
     @_builtins.property
     def usage(self) -> Global___Usage: ...
     @_builtins.property
@@ -549,10 +571,11 @@ class Completed(_message.Message):
         usage: Global___Usage | None = ...,
         timings: _common_pb2.Timings | None = ...,
         placement: Global___Placement | None = ...,
+        system_fingerprint: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["placement", b"placement", "timings", b"timings", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["placement", b"placement", "timings", b"timings", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["placement", b"placement", "system_fingerprint", b"system_fingerprint", "timings", b"timings", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

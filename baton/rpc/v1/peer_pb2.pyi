@@ -310,11 +310,14 @@ class Offer(_message.Message):
     FINGERPRINT_FIELD_NUMBER: _builtins.int
     KNOWN_TOKENS_FIELD_NUMBER: _builtins.int
     SKIP_FIELD_NUMBER: _builtins.int
+    VERIFY_KV_FIELD_NUMBER: _builtins.int
     fingerprint: _builtins.str
     known_tokens: _builtins.int
     """positions whose KV the receiver will have"""
     skip: _builtins.int
     """of these it has the first; the rest is sent"""
+    verify_kv: _builtins.bool
+    """the commit has a digest of the whole KV, whatever either side's settings are"""
     @_builtins.property
     def handoff(self) -> _common_pb2.HandoffId: ...
     def __init__(
@@ -324,10 +327,11 @@ class Offer(_message.Message):
         fingerprint: _builtins.str = ...,
         known_tokens: _builtins.int = ...,
         skip: _builtins.int = ...,
+        verify_kv: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["handoff", b"handoff"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["fingerprint", b"fingerprint", "handoff", b"handoff", "known_tokens", b"known_tokens", "skip", b"skip"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fingerprint", b"fingerprint", "handoff", b"handoff", "known_tokens", b"known_tokens", "skip", b"skip", "verify_kv", b"verify_kv"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -467,8 +471,11 @@ class Fetch(_message.Message):
     HANDOFF_FIELD_NUMBER: _builtins.int
     BEGIN_FIELD_NUMBER: _builtins.int
     END_FIELD_NUMBER: _builtins.int
+    VERIFY_KV_FIELD_NUMBER: _builtins.int
     begin: _builtins.int
     end: _builtins.int
+    verify_kv: _builtins.bool
+    """as in the offer"""
     @_builtins.property
     def handoff(self) -> _common_pb2.HandoffId: ...
     def __init__(
@@ -477,10 +484,11 @@ class Fetch(_message.Message):
         handoff: _common_pb2.HandoffId | None = ...,
         begin: _builtins.int = ...,
         end: _builtins.int = ...,
+        verify_kv: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["handoff", b"handoff"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["begin", b"begin", "end", b"end", "handoff", b"handoff"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["begin", b"begin", "end", b"end", "handoff", b"handoff", "verify_kv", b"verify_kv"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

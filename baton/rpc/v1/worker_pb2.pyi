@@ -229,11 +229,14 @@ class SequenceSpec(_message.Message):
     PRIORITY_FIELD_NUMBER: _builtins.int
     CACHE_SCOPE_FIELD_NUMBER: _builtins.int
     CONSTRAINT_FIELD_NUMBER: _builtins.int
+    DETERMINISTIC_FIELD_NUMBER: _builtins.int
     logprobs: _builtins.int
     priority: _builtins.int
     """-100 to 100, higher first, as in GenerateRequest"""
     cache_scope: _builtins.str
     """at most 256 characters"""
+    deterministic: _builtins.bool
+    """refused by a worker that cannot"""
     @_builtins.property
     def prompt(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -258,10 +261,11 @@ class SequenceSpec(_message.Message):
         priority: _builtins.int = ...,
         cache_scope: _builtins.str = ...,
         constraint: _inference_pb2.Constraint | None = ...,
+        deterministic: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "constraint", b"constraint", "logprobs", b"logprobs", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "cache_scope", b"cache_scope", "constraint", b"constraint", "known", b"known", "logprobs", b"logprobs", "priority", b"priority", "prompt", b"prompt", "sampling", b"sampling"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "cache_scope", b"cache_scope", "constraint", b"constraint", "deterministic", b"deterministic", "known", b"known", "logprobs", b"logprobs", "priority", b"priority", "prompt", b"prompt", "sampling", b"sampling"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__logprobs: _TypeAlias = _typing.Literal["logprobs"]  # noqa: Y015
     _WhichOneofArgType__logprobs: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs"]  # noqa: Y015

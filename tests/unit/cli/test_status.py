@@ -70,6 +70,23 @@ def test_each_router_is_shown(serving, capsys):
     assert "prefill-0@7.2: lost, says router second" in printed
 
 
+def test_who_takes_deterministic_requests_is_said_once(serving, capsys):
+    router = FakeRouter("one")
+    for name, (said, why_not, passes) in {"p1": ("x", "", 2), "d0": ("x", "", 5), "d1": ("", "a GPU", 0)}.items():
+        worker = router.reply.workers.add()
+        worker.CopyFrom(router.reply.workers[0])
+        worker.info.ref.worker_id, worker.info.determinism, worker.info.nondeterminism = name, said, why_not
+        worker.load.verify_passes, worker.load.rollbacks, worker.load.recomputed_tokens = passes, 1, 30
+    serving(router)
+    command.status(None, None, as_json=False)
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("deterministic")]
+    assert lines == [
+        "deterministic requests: not on prefill-0: they do not say why",
+        "deterministic requests: x on p1, d0: 7 verify passes, 2 rollbacks, 60 tokens recomputed",
+        "deterministic requests: not on d1: a GPU",
+    ]
+
+
 def test_as_json_the_first_is_what_it_was(serving, capsys):
     serving(FakeRouter("one"), FakeRouter("second"), None)
     command.status(None, None, as_json=True)

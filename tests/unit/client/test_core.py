@@ -29,10 +29,11 @@ def finished(choice: int = 0, reason: common.FinishReason.ValueType = common.FIN
     return Event(finished=inference.Finished(choice=choice, reason=reason, matched_stop="x"))
 
 
-ACCEPTED = Event(accepted=inference.Accepted(prompt_tokens=4))
+ACCEPTED = Event(accepted=inference.Accepted(prompt_tokens=4, system_fingerprint="x"))
 COMPLETED = Event(
     completed=inference.Completed(
-        usage=inference.Usage(prompt_tokens=4, completion_tokens=2),
+        usage=inference.Usage(prompt_tokens=4, completion_tokens=2, audit_digest="ab"),
+        system_fingerprint="y",
         timings=common.Timings(
             queue_s=1, route_s=2, reserve_s=3, prefill_s=4, transfer_s=5, commit_s=6, decode_s=7, ttft_s=8, e2e_s=9
         ),
@@ -80,9 +81,14 @@ def test_a_whole_stream():
     assert answer.finish_reason is FinishReason.EOS
     assert answer.choices[0].matched_stop == "x"
     assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (4, 2)
+    assert (answer.usage.audit_digest, answer.system_fingerprint) == ("ab", "y")
     stages = ("queue_s", "route_s", "reserve_s", "prefill_s", "transfer_s", "commit_s", "decode_s", "ttft_s", "e2e_s")
     assert [object.__getattribute__(answer.timings, stage) for stage in stages] == [1, 2, 3, 4, 5, 6, 7, 8, 9]
     assert (answer.placement.prefill_worker, answer.placement.kv_bytes, answer.placement.attempts) == ("p0", 10, 1)
+
+
+def test_a_stream_that_breaks_knows_what_it_was_begun_with():
+    assert fold(ACCEPTED, tokens(0, [1]))[0].system_fingerprint == "x"
 
 
 def test_choices_are_numbered_each_for_itself():

@@ -6,6 +6,8 @@ import pytest
 
 from baton.config import config_from_json, load_config
 from baton.config.load import NOT_BUILT, known_keys
+from baton.config.schema import AUTO_PASS
+from baton.engine.fixed import FixedShapes
 from baton.errors import ConfigError
 
 CONFIGS = Path(__file__).parents[3] / "configs"
@@ -223,6 +225,31 @@ def test_where_a_worker_is_called(load, host):
 def test_a_request_is_tried_three_times_unless_the_file_says_otherwise(load):
     assert load("model: {path: oracle}").retry.attempts == 3
     assert load("model: {path: oracle}\nretry: {attempts: 1}").retry.attempts == 1
+
+
+def test_the_shape_of_a_verify_pass(load):
+    assert load("model: {path: oracle}\ndeterminism: {rows: 4, window: 8}").determinism.model_dump() == {
+        "rows": 4,
+        "window": 8,
+    }
+    auto, shapes = load("model: {path: oracle}"), FixedShapes()
+    assert (auto.determinism.rows, auto.determinism.window) == ("auto", "auto")
+    assert (shapes.rows, shapes.tokens) == AUTO_PASS  # the engine stands above the file
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("{rows: 3, window: 5}", r"line 2: determinism: rows times window must be a multiple of 32, got 3 x 5"),
+        ("{window: 5}", r"line 2: determinism: rows times window must be a multiple of 32, got 2 x 5"),
+        ("{rows: 0}", r"line 2: determinism\.rows: .*greater than or equal to 1, got 0"),
+        ("{window: 1}", r"line 2: determinism\.window: .*greater than or equal to 2, got 1"),
+        ("{window: wide}", r"line 2: determinism\.window: .*'auto', got \"wide\""),
+    ],
+)
+def test_a_verify_pass_of_another_shape_is_refused(load, given, said):
+    with pytest.raises(ConfigError, match=said):
+        load(f"model: {{path: oracle}}\ndeterminism: {given}")
 
 
 def test_json_round_trip(load):

@@ -1,4 +1,5 @@
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ from baton.engine.engine import Engine
 from baton.engine.generate import generate
 from baton.engine.model.build import load_model
 from baton.engine.oracle import OracleBackend, oracle_layout
-from baton.engine.prefix import Chain, scope_key
+from baton.engine.prefix import Chain, named_blocks, scope_key
 from baton.tokenizer import OracleTokenizer
 from tests.unit.model.checkpoints import VOCAB, random_checkpoint
 
@@ -238,3 +239,18 @@ def test_a_transformer_gives_the_same_tokens(tmp_path, total_blocks):
         found[cache] = answers(engine, specs, random.Random(8))
         assert (engine.counters.cached_tokens > 0) == cache
     assert found[True] == found[False]
+
+
+def test_deterministic_requests_have_names_of_their_own():
+    assert scope_key("a", "b", True) != scope_key("a", "b") == scope_key("a", "b", False)
+    assert scope_key("a", "b", True) != scope_key("a", "bdeterministic")
+
+
+@pytest.mark.parametrize(
+    ("prompt", "known", "ordinary", "deterministic"),
+    [(1, 0, 0, 0), (8, 0, 1, 1), (9, 0, 2, 2), (8, 1, 2, 2), (8, 9, 4, 2), (7, 9, 3, 1), (3, 9, 2, 0)],
+)
+def test_blocks_of_output_tokens_have_no_names_if_bits_count(prompt, known, ordinary, deterministic):
+    spec = SequenceSpec(tuple(range(prompt)), Sampling(), tuple(range(known)))
+    assert named_blocks(spec, 4) == ordinary
+    assert named_blocks(replace(spec, deterministic=True), 4) == deterministic

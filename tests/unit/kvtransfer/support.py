@@ -127,6 +127,7 @@ class RecordingTable:
         self.written: Counter[HandoffId] = Counter()  # frames that are in their blocks
         self.cached = 0  # positions of any prompt that may be fetched here
         self.fetches: list[tuple[HandoffId, WorkerRef, int, int]] = []
+        self.verified: list[HandoffId] = []  # those of them that are to come with a digest of the whole
         self.events: list[tuple[str, object]] = []
         self.hold: Callable[[], None] = lambda: None
 
@@ -164,10 +165,11 @@ class RecordingTable:
             self.commits[handoff] = commit
             self._note("commit", handoff)
 
-    def fetch(self, handoff: HandoffId, sender: WorkerRef, begin: int, end: int) -> None:
+    def fetch(self, handoff: HandoffId, sender: WorkerRef, begin: int, end: int, *, verify: bool = False) -> None:
         if end > self.cached:
             raise StaleAttempt(f"{self.cached} positions are here")
         self.fetches.append((handoff, sender, begin, end))
+        self.verified += [handoff] * verify
         self._note("fetch", handoff)
 
     def aborted(self, handoff: HandoffId, sender: WorkerRef) -> None:

@@ -15,7 +15,7 @@ from kvtransfer.digests import KVDigest, wire_digest
 from kvtransfer.handoff import PushResult
 from kvtransfer.inbound import Inbound
 from kvtransfer.plan import Coverage, FrameSpec
-from tests.unit.kvtransfer.support import LAYOUT, SETTINGS, same_kv
+from tests.unit.kvtransfer.support import LAYOUT, SETTINGS, make_end, same_kv
 
 layouts = st.builds(
     KVLayout,
@@ -200,3 +200,23 @@ def test_layers_that_were_taken_for_others_are_found_by_the_whole_alone(pairs) -
         assert isinstance(pair.reports.wait(pair.push("right", 8, [1, 2], [11, 12])), PushResult)
         pair.stream.alter = alter
         assert isinstance(pair.reports.wait(pair.push("wrong", 8, [1, 2], [13, 14])), outcome)
+
+
+@pytest.mark.parametrize("altered", [False, True])
+def test_a_push_that_asks_for_it_is_verified_whatever_the_settings_say(pairs, altered) -> None:
+    def alter(command: pb.PeerCommand) -> None:
+        if command.HasField("commit") and altered:
+            command.commit.kv_digest = bytes(8)
+
+    def whole() -> list[bool]:
+        return [bool(each.commit.kv_digest) for each in pair.stream.said if each.HasField("commit")]
+
+    pair = pairs(SETTINGS)
+    assert isinstance(pair.reports.wait(pair.push("other", 8, [1, 2], [13, 14])), PushResult)
+    pair.stream.alter = alter
+    job = replace(pair.reserve("r", 8, [11, 12]), verify=True)
+    pair.sender.begin(job)
+    pair.sender.computed(job.handoff, [1, 2], LAYOUT.layers, 8)
+    pair.sender.finish(job.handoff, make_end(8))
+    assert isinstance(pair.reports.wait(job.handoff), DigestMismatch if altered else PushResult)
+    assert whole() == [False, True]

@@ -10,12 +10,14 @@ from tests.unit.kvtransfer.byhand import HANDOFF, JOB, Receiver, running
 from tests.unit.kvtransfer.support import LAYOUT, P, make_end, only_these, same_kv
 
 
-def test_a_fetch_follows_the_offer(pair) -> None:
+@pytest.mark.parametrize("verify", [False, True])
+def test_a_fetch_follows_the_offer(pair, verify) -> None:
     pair.table.cached = 12
-    job = replace(pair.reserve("r", 16, range(4), skip=12), fetch=(4, 12))
+    job = replace(pair.reserve("r", 16, range(4), skip=12), fetch=(4, 12), verify=verify)
     pair.sender.begin(job)
     pair.table.wait_for(("fetch", job.handoff))
     assert pair.table.fetches == [(job.handoff, P, 4, 12)]
+    assert pair.table.verified == [job.handoff] * verify
     assert [kind for kind, _ in pair.table.events] == ["offer", "fetch"]
     pair.sender.computed(job.handoff, range(10, 14), LAYOUT.layers, 16)
     pair.sender.finish(job.handoff, make_end(16))

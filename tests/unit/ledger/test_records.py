@@ -20,6 +20,7 @@ INFO = WorkerInfo(
     layout=KVLayout(layers=2, kv_heads=2, head_dim=16, block_size=16, dtype="float32"),
     pid=4711,
     host="box",
+    determinism="a" * 24,
 )
 
 
@@ -52,6 +53,17 @@ def test_there_and_back_for_any_values(name, epoch, counter, role, blocks):
     ref = WorkerRef(name, Incarnation(epoch, counter), "[::1]:1")
     info = replace(INFO, ref=ref, role=role, total_blocks=blocks)
     assert worker_from_json(worker_to_json(info)) == info
+
+
+def test_why_a_worker_takes_no_deterministic_requests_is_registered():
+    cannot = replace(INFO, determinism="", nondeterminism="not built yet")
+    assert worker_from_json(worker_to_json(cannot)) == cannot
+
+
+def test_an_older_worker_says_nothing_of_determinism():
+    record = json.loads(worker_to_json(INFO))
+    del record["determinism"], record["nondeterminism"]
+    assert worker_from_json(json.dumps(record).encode()) == replace(INFO, determinism="")
 
 
 def test_unknown_fields_of_a_newer_worker_are_ignored():

@@ -28,7 +28,10 @@ def link(
     role: Role, name: str, fingerprint: str = "a", free: int = 100, running: int = 0, reported: int = 0, **fields
 ) -> FakeLink:
     """`fields` are those of its view; `reported` and `running` are what the worker says of its load, `pace` of steps of
-    its own kind, `prompts` and `beside` (decode) of those with prompts and what was decoded in them."""
+    its own kind, `prompts` and `beside` (decode) of those with prompts and what was decoded in them, `bits` what it says
+    of its determinism.
+    """
+    bits = fields.pop("bits", "")
     ref = WorkerRef(name, Incarnation(1, 1), "x:1")
     blocks = BlockCounts(100, free, 100 - free)
     pace = fields.pop("pace", Pace())
@@ -42,7 +45,8 @@ def link(
         joint_pace=fields.pop("prompts", Pace()),
         beside_pace=fields.pop("beside", Pace()),
     )
-    return FakeLink(WorkerView(WorkerInfo(ref, role, fingerprint, "m", 2048, 100, LAYOUT), load, **fields))
+    info = WorkerInfo(ref, role, fingerprint, "m", 2048, 100, LAYOUT, determinism=bits)
+    return FakeLink(WorkerView(info, load, **fields))
 
 
 def prefill(name: str = "p", *args, **fields) -> FakeLink:

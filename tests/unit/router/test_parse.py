@@ -30,7 +30,6 @@ async def parsed(request: pb.GenerateRequest, limits: tuple[str, int | None] = L
 
 
 WORDS = pb.Constraint(choices=pb.Choices(texts=["in", "into"]))
-NOT_YET = "not supported by this version"
 
 
 @pytest.mark.parametrize(
@@ -38,7 +37,6 @@ NOT_YET = "not supported by this version"
     [
         (message(n=17), "n", "at most 16 choices, got 17"),
         (message(n=0), "n", "at least 1, got 0"),
-        (message(deterministic=True), "deterministic", NOT_YET),
         (message(constraint=pb.Constraint()), "constraint", "one of json_schema, regex and choices must be set"),
         (message(constraint=pb.Constraint(regex="a(")), "constraint.regex", "unclosed group"),
         (message(constraint=pb.Constraint(json_schema='{"type": "x"}')), "constraint.json_schema", "Invalid type: x"),
@@ -103,6 +101,12 @@ async def test_priority_and_cache_scope_are_taken_over():
     spec = await parsed(message(priority=-100, cache_scope="me"))
     assert (spec.priority, spec.cache_scope) == (-100, "me")
     assert ((await parsed(message())).priority, (await parsed(message())).cache_scope) == (0, "")
+
+
+async def test_whether_it_is_deterministic_is_taken_over():
+    assert (await parsed(message(deterministic=True))).deterministic
+    assert not (await parsed(message(deterministic=False))).deterministic
+    assert not (await parsed(message())).deterministic
 
 
 async def test_what_asks_for_nothing_is_taken():

@@ -69,6 +69,7 @@ specs = st.builds(
     priority=st.integers(-MAX_PRIORITY, MAX_PRIORITY),
     cache_scope=text,
     constraint=st.none() | constraints,
+    deterministic=st.booleans(),
 )
 finishes = st.builds(core.Finish, st.sampled_from(core.FinishReason), text, text)
 layouts = st.builds(
@@ -96,6 +97,9 @@ loads = st.builds(
     decode_pace=paces,
     joint_pace=paces,
     beside_pace=paces,
+    verify_passes=u64,
+    rollbacks=u64,
+    recomputed_tokens=u64,
 )
 infos = st.builds(
     core.WorkerInfo,
@@ -109,6 +113,8 @@ infos = st.builds(
     pid=u32,
     host=text,
     protocol_version=u32,
+    determinism=text,
+    nondeterminism=text,
 )
 
 

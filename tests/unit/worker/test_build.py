@@ -8,6 +8,7 @@ import torch
 
 from baton.config import load_config
 from baton.core import Role
+from baton.engine.fixed import FixedShapes
 from baton.errors import ConfigError
 from baton.worker.build import build_engine, load_backend, pick_device
 from baton.worker.settings import from_config
@@ -45,6 +46,12 @@ def test_a_worker_is_told_how_kv_moves(tmp_path):
     transfer = settings(tmp_path, *sets).transfer
     assert (transfer.coalesce_below, transfer.staging_memory, transfer.frame_size) == (8 << 10, 64 << 20, 1 << 20)
     assert [settings(tmp_path, *verify).transfer.verify_kv for verify in ((), ("transfer.verify=kv",))] == [False, True]
+
+
+def test_a_worker_is_told_the_shape_of_a_verify_pass(tmp_path):
+    assert settings(tmp_path).shapes == FixedShapes()
+    assert settings(tmp_path, "determinism.rows=4").shapes == FixedShapes(4, FixedShapes().tokens)
+    assert settings(tmp_path, "determinism.rows=1", "determinism.window=96").shapes == FixedShapes(1, 96)
 
 
 def test_too_little_memory_says_how_much_would_do(tmp_path):

@@ -1,0 +1,86 @@
+"""Where deterministic requests wait while no worker is there that computes them alike: beside the queue, in which they
+would keep everybody else waiting, too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+from baton.clock import Clock
+from baton.errors import BatonError, DeadlineExceeded, InvalidRequest, NoWorker
+from router.claim import Wish
+
+T = TypeVar("T")
+
+
+class NobodyAlike(NoWorker):
+    """No decode worker is there that may compute a deterministic request, with room or without."""
+
+
+class Alike:
+    """`serves`: is a worker there for it? `why_not`: why none of those that are here takes any; "": one does, or nobody
+    is here. Call `changed` whenever a worker may have come.
+    """
+
+    def __init__(self, serves: Callable[[Wish], bool], why_not: Callable[[], str], clock: Clock, wait_s: float) -> None:
+        self._serves = serves
+        self._why_not = why_not
+        self._clock = clock
+        self._wait_s = wait_s
+        self._waiting: set[asyncio.Future[None]] = set()
+
+    def changed(self) -> None:
+        """Let those who wait look again."""
+        for waiter in self._waiting:
+            if not waiter.done():
+                waiter.set_result(None)
+
+    async def admitted(
+        self, wish: Wish, admit: Callable[[], Awaitable[T]], *, deadline_s: float, since: float | None
+    ) -> T:
+        """What `admit` gives. When it raises NobodyAlike it is asked again, once somebody is there.
+
+        `deadline_s`: what is left to the request. `since`: when it began to wait, on our clock; None: now, it goes on
+        with what was begun. Raises InvalidRequest (no worker here takes such requests), NoWorker (none that computes
+        alike came in time), DeadlineExceeded, and what `admit` raises.
+        """
+        now = self._clock.monotonic()
+        until, deadline = (now if since is None else since) + self._wait_s, now + deadline_s
+        while True:
+            if wish.deterministic:
+                await self._present(wish, until, deadline)
+            try:
+                return await admit()
+            except NobodyAlike:
+                continue
+
+    async def _present(self, wish: Wish, until: float, deadline: float) -> None:
+        try:
+            async with asyncio.timeout(max(min(until, deadline) - self._clock.monotonic(), 0.0)):
+                while not self._serves(wish):
+                    self._refuse(wish)
+                    await self._news()
+        except TimeoutError:
+            raise self._gave_up(wish, late=deadline < until) from None
+
+    def _refuse(self, wish: Wish) -> None:
+        reason = "" if wish.determinism else self._why_not()
+        if reason:
+            raise InvalidRequest.of("deterministic", f"no worker computes such requests: {reason}")
+
+    async def _news(self) -> None:
+        waiter = asyncio.get_running_loop().create_future()
+        self._waiting.add(waiter)
+        try:
+            await waiter
+        finally:
+            self._waiting.discard(waiter)
+
+    def _gave_up(self, wish: Wish, *, late: bool) -> BatonError:
+        whose = f"with the system fingerprint {wish.determinism} " if wish.determinism else ""
+        text = f"no decode worker {whose}that computes deterministic requests is connected"
+        if late:
+            return DeadlineExceeded(f"its deadline came while it waited: {text}")
+        return NoWorker(f"waited {self._wait_s:g} s: {text}")

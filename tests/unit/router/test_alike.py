@@ -1,0 +1,231 @@
+"""Who takes deterministic requests: two workers that are alike to the bit, and nobody waits for those who have none."""
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from baton.clock import FakeClock
+from baton.core import Role, Sampling, SequenceSpec
+from baton.engine.prefix import Chain, named_blocks, scope_key
+from baton.errors import DeadlineExceeded, InvalidRequest, NoWorker
+from baton.ledger.prefix_map import NAME_BYTES, Change, Holder, PrefixMap
+from router.admission import Admission, Bounds
+from router.alike import Alike, NobodyAlike
+from router.claim import Claim, Wish
+from router.policy import POLICIES, sooner_alone
+from tests.unit.router import fakes
+from tests.unit.router.test_workers import link, names, pool_of, say
+
+SPEC = SequenceSpec(tuple(range(40)), Sampling(), deterministic=True)
+PLAIN = replace(SPEC, deterministic=False)
+DETERMINISTIC = Wish(spec=SPEC)
+
+
+def pool_with(*workers, **facts):
+    """Workers of (role, name, what they say of their bits), or with a fingerprint as well."""
+    pool = pool_of(0, **facts)
+    for role, name, *rest in workers:
+        bits, fingerprint = (*rest, "a")[:2]
+        pool._add(fakes.link(role, name, fingerprint, bits=bits))
+    return pool
+
+
+P, D = Role.PREFILL, Role.DECODE
+MIXED = ((P, "p0", "x"), (P, "p1", "y"), (P, "p2", ""), (D, "d0", ""), (D, "d1", "y"))
+workers = st.lists(st.tuples(st.sampled_from("ab"), st.sampled_from(["", "x", "y"]), st.booleans()), max_size=5)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@given(workers, workers, st.sampled_from(["", "x", "z"]))
+def test_a_pair_is_alike_and_is_found_whenever_there_is_one(policy, left, right, begun):
+    links = [
+        fakes.link(role, f"{role}-{number}", fingerprint, bits=bits)
+        for role, drawn in ((P, left), (D, right))
+        for number, (fingerprint, bits, _) in enumerate(drawn)
+    ]
+    for one, (*_, usable) in zip(links, left + right, strict=True):
+        one.usable = usable
+    fleet = fakes.fleet_of(*links)
+    snapshot = fleet.snapshot()
+    pair = POLICIES[policy](snapshot, fleet.ask(len(SPEC), 3, None, SPEC, begun))
+    able = {
+        (f"{P}-{p}", f"{D}-{d}")
+        for p, one in enumerate(left)
+        for d, other in enumerate(right)
+        if one == other and one[2] and (one[1] == begun if begun else one[1])
+    }
+    found = pair and tuple(fleet.ref(role, row).worker_id for role, row in zip(Role, pair[:2], strict=True))
+    assert (found in able) if able else found is None
+
+
+def test_others_may_go_anywhere():
+    pool = pool_with(*MIXED)
+    pairs = {names(pool.claim(40, wish)) for wish in (Wish(), Wish(spec=PLAIN)) * 6}
+    assert {decode for _, decode in pairs} == {"d0", "d1"}
+    assert {prefill for prefill, _ in pairs} == {"p0", "p1", "p2"}
+    assert {names(pool.claim(40, DETERMINISTIC)) for _ in range(4)} == {("p1", "d1")}
+
+
+def test_what_was_begun_goes_on_with_its_own_bits_only():
+    pool = pool_with((P, "p0", "x"), (P, "p1", "y"), (D, "d0", "x"), (D, "d1", "y"))
+    assert {names(pool.claim(40, Wish(None, SPEC, "y"))) for _ in range(3)} == {("p1", "d1")}
+    assert pool.claim(40, Wish(None, SPEC, "y")).determinism == "y"
+    with pytest.raises(NobodyAlike, match="as z does"):
+        pool.claim(40, Wish(None, SPEC, "z"))
+
+
+def test_a_decode_worker_does_it_alone_where_no_prefill_worker_is_like_it():
+    pool = pool_with((P, "p0", "x"), (P, "p1", ""), (D, "d0", ""), (D, "d1", "y"))
+    claim = pool.claim(40, DETERMINISTIC)
+    assert (claim.prefill, claim.decode.info.ref.worker_id, claim.determinism) == (None, "d1", "y")
+    assert names(pool.claim(40)) != (None, "d1"), "others have a pair"
+
+
+def test_who_has_no_room_is_waited_for_and_who_is_not_there_is_said():
+    pool = pool_with(*MIXED)
+    say(pool, "d1", full=True)
+    assert pool.claim(40, DETERMINISTIC) is None
+    say(pool, "d1", usable=False)
+    with pytest.raises(NobodyAlike):
+        pool.claim(40, DETERMINISTIC)
+    assert pool.claim(40) is not None
+
+
+def test_local_prefill_keeps_to_who_is_alike():
+    """The worker that has all of the prompt is another kind of worker."""
+    links = [
+        fakes.prefill("p0", bits="x", pace=fakes.pace(1000, 100, 5050, 0.1, 0.01)),
+        fakes.decode("d0", bits="x", pace=fakes.pace(1000, 1, 40, 0.001)),
+        fakes.decode("d1", bits="y", pace=fakes.pace(1000, 1, 40, 0.001)),
+    ]
+    prefixes = PrefixMap()
+    ref = links[2].info.ref
+    chain = Chain(scope_key("a", "", True), SPEC.prompt, fakes.LAYOUT.block_size)
+    held = [chain.digest(n)[:NAME_BYTES] for n in range(2)]
+    prefixes.apply(Change(Holder(ref.worker_id, ref.incarnation), 1, True, held))
+    fleet = fakes.fleet_of(*links, prefixes=prefixes)
+    snapshot = fleet.snapshot()
+    for begun in ("x", "y"):
+        ask = fleet.ask(len(SPEC), 0, None, SPEC, begun)
+        assert list(ask.decode_cached) == ([0, 32] if begun == "y" else [0, 0])
+        pair = POLICIES["predicted"](snapshot, ask)
+        assert (pair is None) == (begun == "y")
+        if pair is not None:
+            alone = sooner_alone(snapshot, ask, pair)
+            assert alone in {None, 0} or getattr(alone, "decode", 0) == 0
+
+
+def test_what_is_cached_is_found_by_names_of_their_own():
+    prefixes, one = PrefixMap(), fakes.prefill("p0", bits="x")
+    fleet = fakes.fleet_of(one, fakes.decode("d0", bits="x"), prefixes=prefixes)
+    ref, size = one.info.ref, fakes.LAYOUT.block_size
+    grown = replace(SPEC, known=tuple(range(40)))
+    for spec, marked in ((grown, True), (replace(grown, deterministic=False), False)):
+        chain = Chain(scope_key("a", "", marked), spec.tokens, size)
+        held = [chain.digest(n)[:NAME_BYTES] for n in range(4)]
+        prefixes.apply(Change(Holder(ref.worker_id, ref.incarnation), 1 + (not marked), True, held))
+        fleet.snapshot()
+        cached = fleet.ask(len(spec), 0, None, spec).prefill_cached
+        assert list(cached) == [named_blocks(spec, size) * size]
+        assert list(fleet.ask(len(spec), 0, None, replace(spec, deterministic=not marked)).prefill_cached) == [0]
+
+
+# --- waiting
+
+
+class Gate:
+    """`Alike` over a pool, and an admission; time stands still."""
+
+    def __init__(self, pool, wait_s=10.0):
+        self.pool, clock = pool, FakeClock()
+        self.admission = Admission(pool.claim, Claim.release, pool.serves, clock, Bounds(8, 10**6, wait_s))
+        self.alike = Alike(pool.serves, pool.nondeterminism, clock, wait_s)
+        pool.on_change = self.changed
+        self.tickets = 0
+
+    def changed(self):
+        self.alike.changed()
+        self.admission.changed()
+
+    def ask(self, wish, since=None, deadline_s=60.0):
+        self.tickets += 1
+        ticket = (self.tickets, self.tickets)
+        return asyncio.create_task(
+            self.alike.admitted(
+                wish, lambda: self.admission.admit(ticket, 40, wish), deadline_s=deadline_s, since=since
+            )
+        )
+
+
+async def turns():
+    for _ in range(8):
+        await asyncio.sleep(0)
+
+
+async def test_who_waits_for_workers_that_are_not_there_is_in_nobodys_way():
+    gate = Gate(pool_with(*MIXED))
+    say(gate.pool, "d1", usable=False)
+    waits = gate.ask(DETERMINISTIC)
+    await turns()
+    assert not waits.done()
+    assert gate.admission.waiting == 0
+    assert (await gate.ask(Wish(spec=PLAIN))).decode.info.ref.worker_id == "d0"
+    say(gate.pool, "d1", usable=True)
+    assert names(await waits) == ("p1", "d1")
+
+
+async def test_who_is_first_in_the_queue_when_its_workers_leave_lets_others_pass():
+    gate = Gate(pool_with(*MIXED))
+    for name in ("d0", "d1"):
+        say(gate.pool, name, full=True)
+    first, second = gate.ask(DETERMINISTIC), gate.ask(Wish(spec=PLAIN))
+    await turns()
+    assert gate.admission.waiting == 2
+    say(gate.pool, "d1", usable=False)
+    await turns()
+    assert gate.admission.waiting == 1
+    say(gate.pool, "d0", full=False)
+    assert (await second).decode.info.ref.worker_id == "d0"
+    say(gate.pool, "d1", usable=True, full=False)
+    assert names(await first) == ("p1", "d1")
+
+
+async def test_where_no_worker_can_it_is_refused_with_their_reasons():
+    gate = Gate(pool_with((P, "p0", ""), (D, "d0", "")))
+    for one, why in zip(gate.pool.links, ("a GPU", "sums as they come"), strict=True):
+        one.view.info = replace(one.info, nondeterminism=why)
+    with pytest.raises(
+        InvalidRequest, match="deterministic: no worker computes such requests: a GPU; sums as they come"
+    ):
+        await gate.ask(DETERMINISTIC)
+    link(gate.pool, "d0").view.info = replace(link(gate.pool, "d0").info, determinism="x")
+    assert (await gate.ask(DETERMINISTIC)).determinism == "x"
+
+
+@pytest.mark.parametrize(
+    ("wish", "deadline_s", "error", "says"),
+    [
+        (DETERMINISTIC, 60.0, NoWorker, r"waited 0\.01 s: no decode worker that computes deterministic requests"),
+        (Wish(None, SPEC, "z"), 60.0, NoWorker, "no decode worker with the system fingerprint z that computes"),
+        (Wish(None, SPEC, "z"), 0.001, DeadlineExceeded, "its deadline came while it waited: no decode worker with"),
+    ],
+)
+async def test_it_waits_no_longer_than_others_do(wish, deadline_s, error, says):
+    gate = Gate(pool_with((P, "p0", "x"), (D, "d0", "")), wait_s=0.01)
+    with pytest.raises(error, match=says):
+        await gate.ask(wish, deadline_s=deadline_s)
+    assert not gate.alike._waiting
+
+
+async def test_one_that_leaves_is_forgotten():
+    gate = Gate(pool_with((P, "p0", "x"), (D, "d0", "")))
+    waits = gate.ask(DETERMINISTIC)
+    await turns()
+    waits.cancel()
+    await asyncio.wait([waits])
+    assert not gate.alike._waiting
+    gate.changed()
+    assert gate.admission.waiting == 0
