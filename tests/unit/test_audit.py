@@ -2,10 +2,13 @@
 
 from dataclasses import replace
 from hashlib import sha256
+from pathlib import Path
 from struct import pack
+from typing import Any
 
 import pytest
 
+from baton import audit
 from baton.audit import Delivered, audit_digest, joined
 from baton.core import Sampling, TokenLogprobs
 
@@ -113,3 +116,16 @@ def test_digests_of_requests_that_belong_together():
     assert joined([one]) == one
     assert joined([one, two]) == sha256(b"\x0a" * 32 + b"\xff" * 32).hexdigest()
     assert (joined([]), joined([""]), joined([one, ""])) == ("", "", "")
+
+
+DOCUMENT = Path(__file__).parents[2] / "docs/determinism.md"
+
+
+def test_the_document_says_what_the_code_does():
+    text = DOCUMENT.read_text()
+    _, _, rules = (audit.__doc__ or "").partition("\n\n")
+    assert rules.strip().replace("\\\\n", "\\n") in text
+    names: dict[str, Any] = {}
+    exec(text.split("```python\n")[1].split("```")[0], names)
+    asked = Sampling(max_tokens=8, seed=7)
+    assert names["audit"]([1, 2], [3, 4, 5]) == audit_digest([1, 2], asked, [Delivered([3, 4, 5])])
