@@ -17,7 +17,18 @@ from typing import Any
 
 from grpc import aio
 
-from baton.core import Finish, FinishReason, HandoffId, Incarnation, KVLayout, Role, Token, WorkerInfo, WorkerRef
+from baton.core import (
+    Finish,
+    FinishReason,
+    HandoffId,
+    Incarnation,
+    KVLayout,
+    Role,
+    Token,
+    TokenLogprobs,
+    WorkerInfo,
+    WorkerRef,
+)
 from baton.errors import LedgerError
 from baton.rpc import convert
 from baton.rpc.channel import aio_channel, aio_server, bind
@@ -75,6 +86,7 @@ class FakeWorker(WorkerServicer):
         self.said_twice = 0  # tokens said again for a Repush
         self.cached: list[int] = []  # tokens that P finds in its cache, by attempt
         self.cached_here = 0  # what D says to a Reserve
+        self.scored = False  # its tokens have logprobs
         self.alive = True
         self.committed: set[HandoffId] = set()
         self.messages = 0
@@ -218,7 +230,7 @@ class FakeWorker(WorkerServicer):
             self._done(work, finish(work.handoff))
             return
         cached = self.cached.pop(0) if self.cached else 0
-        first = convert.tokens_to_pb([token_at(list(spec.prompt), index)])
+        first = convert.tokens_to_pb([token_at(list(spec.prompt), index, scored=self.scored)])
         said = [event(work.handoff, tokens=first, cached_tokens=cached)]
         if index + 1 == spec.sampling.max_tokens:
             self._done(work, *said, finish(work.handoff))
@@ -292,7 +304,7 @@ class FakeWorker(WorkerServicer):
     async def _decode(self, handoff: HandoffId, spec: worker_pb2.SequenceSpec) -> None:
         prompt, index = list(spec.prompt), len(spec.known)
         done = worker_pb2.Committed(transfer_s=0.0, commit_s=0.0, kv_bytes=100, transport="memory")
-        first = token_at([*prompt, 1] if self.corrupt_first else prompt, index)
+        first = token_at([*prompt, 1] if self.corrupt_first else prompt, index, scored=self.scored)
         self.emit(event(handoff, committed=done), event(handoff, tokens=convert.tokens_to_pb([first])))
         await self._go_on_decoding(handoff, spec)
 
@@ -313,7 +325,7 @@ class FakeWorker(WorkerServicer):
                 return
             if at == last:
                 self._held.pop(handoff, None)
-            said = event(handoff, tokens=convert.tokens_to_pb([token_at(prompt, at)]))
+            said = event(handoff, tokens=convert.tokens_to_pb([token_at(prompt, at, scored=self.scored)]))
             self.emit(said, *([finish(handoff)] if at == last else []))
             await asyncio.sleep(0)
 
@@ -326,8 +338,8 @@ def finish(handoff: HandoffId) -> Event:
     return event(handoff, finish=convert.finish_to_pb(Finish(FinishReason.LENGTH, tail="!")))
 
 
-def token_at(prompt: list[int], index: int) -> Token:
-    return Token(index, expected(prompt, index), f"<{index}>")
+def token_at(prompt: list[int], index: int, *, scored: bool = False) -> Token:
+    return Token(index, expected(prompt, index), f"<{index}>", TokenLogprobs(-0.25 * index) if scored else None)
 
 
 async def until(predicate: Callable[[], object], what: str, within_s: float = 10.0) -> None:

@@ -61,8 +61,10 @@ class Second:
         await self.channel.close()
         await self.router.stop(grace_s=0.0)
 
-    async def resume(self, name: str, request: pb.GenerateRequest, *received: list[int]) -> list[pb.GenerateEvent]:
-        message = pb.ResumeRequest(request_id=name, request=request)
+    async def resume(
+        self, name: str, request: pb.GenerateRequest, *received: list[int], fingerprint: str = ""
+    ) -> list[pb.GenerateEvent]:
+        message = pb.ResumeRequest(request_id=name, request=request, system_fingerprint=fingerprint)
         message.received.extend(common_pb2.TokenIds(ids=ids) for ids in received)
         return await self._cluster.answer(self.stub.Resume(message))
 
@@ -142,6 +144,30 @@ async def test_every_choice_is_found(make):
         events = await second.resume(name, asked(n=2), ANSWER[:SEEN], ANSWER[:1])
     assert (tokens_of(events, SEEN), tokens_of(events, 1, choice=1)) == (ANSWER[SEEN:], ANSWER[1:])
     assert cluster.decode[0].count("attach") == 2
+
+
+@pytest.mark.parametrize(("deterministic", "fingerprint"), [(True, "x"), (False, "x"), (False, "z"), (False, "")])
+async def test_a_worker_goes_on_if_its_bits_are_those_that_it_was_begun_with(make, deterministic, fingerprint):
+    """Bits of others do not count."""
+    cluster = await make(bits={"prefill-0": "x", "decode-0": "x"})
+    request = asked(deterministic=deterministic)
+    name = await left(cluster, request)
+    async with Second(cluster, {name: record(cluster, HandoffId(name, 1))}) as second:
+        cluster.decode[0].gates["hold"].set()
+        events = await second.resume(name, request, ANSWER[:SEEN], fingerprint=fingerprint)
+    assert tokens_of(events, SEEN) == ANSWER[SEEN:]
+    assert cluster.decode[0].count("attach") == 1
+    assert events[-1].completed.system_fingerprint == "x"
+    assert bool(events[-1].completed.usage.audit_digest) == deterministic
+
+
+async def test_another_worker_than_it_was_begun_with_does_not_go_on(make):
+    cluster = await make(bits={"prefill-0": "x", "decode-0": "x"}, queue_max_wait_s=0.1)
+    name = await left(cluster, asked(deterministic=True))
+    async with Second(cluster, {name: record(cluster, HandoffId(name, 1))}) as second:
+        with pytest.raises(NoWorker, match="no decode worker with the system fingerprint z that computes"):
+            await second.resume(name, asked(deterministic=True), ANSWER[:SEEN], fingerprint="z")
+    assert cluster.decode[0].count("attach") == 0
 
 
 @pytest.mark.parametrize("why", ["no record", "no ledger", "another worker", "refused", "not asked for"])

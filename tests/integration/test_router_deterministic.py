@@ -8,7 +8,8 @@ from struct import pack
 
 import pytest
 
-from baton.core import Role
+from baton.audit import Delivered, audit_digest
+from baton.core import Role, Sampling, TokenLogprobs
 from baton.engine.prefix import Chain, scope_key
 from baton.errors import InvalidRequest, NoWorker
 from baton.rpc.v1 import common_pb2
@@ -170,6 +171,16 @@ async def test_a_resumed_one_goes_on_with_workers_of_its_kind(make, fingerprint,
     done = events[-1].completed
     assert (done.placement.decode_worker, done.system_fingerprint) == (decode, fingerprint)
     assert done.usage.audit_digest == digest_of(ANSWER), "of all that was delivered, also by another router"
+
+
+async def test_logprobs_are_part_of_the_digest(make):
+    cluster = await make(bits=ALL_X)
+    for worker in cluster.workers:
+        worker.scored = True
+    events = await ask(cluster, logprobs=0, sampling={"temperature": 0.0})
+    asked = Sampling(max_tokens=8, temperature=0.0, logprobs=0)
+    scores = [TokenLogprobs(-0.25 * index) for index in range(8)]
+    assert events[-1].completed.usage.audit_digest == audit_digest(PROMPT, asked, [Delivered(ANSWER, scores)])
 
 
 async def test_one_with_logprobs_that_another_router_said_has_no_digest(make):

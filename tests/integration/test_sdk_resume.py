@@ -72,6 +72,7 @@ class Resumable(Scripted):
         played = [event for row in itertools.zip_longest(*parts) for event in row if event is not None]
         usage = inference.Usage(prompt_tokens=4, completion_tokens=len(done) * len(PIECES))
         accepted, completed = inference.Accepted(prompt_tokens=4), inference.Completed(usage=usage)
+        accepted.system_fingerprint = "x"
         for seq, event in enumerate([Event(accepted=accepted), *played, Event(completed=completed)][:left]):
             numbered = Event(request_id="r1", seq=seq)
             numbered.MergeFrom(event)
@@ -136,6 +137,7 @@ async def test_a_stream_that_is_cut_anywhere_and_again_is_one_stream(world: Worl
             assert done.usage.completion_tokens == 4
             wanted = 0 if cuts[0] >= EVENTS else len([cut for cut in cuts[1:] if cut]) + 1
             assert resumed == wanted, cuts
+            assert [each.system_fingerprint for each in server.resumes] == ["x"] * resumed
 
 
 async def test_choices_are_resumed_each_at_its_own_place(world: World):

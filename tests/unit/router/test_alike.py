@@ -205,6 +205,12 @@ async def test_where_no_worker_can_it_is_refused_with_their_reasons():
     assert (await gate.ask(DETERMINISTIC)).determinism == "x"
 
 
+async def test_what_was_begun_is_not_refused_but_ends_when_nobody_of_its_kind_comes():
+    gate = Gate(pool_with((P, "p0", ""), (D, "d0", "")), wait_s=0.01)
+    with pytest.raises(NoWorker, match="with the system fingerprint x"):
+        await gate.ask(Wish(None, SPEC, "x"))
+
+
 @pytest.mark.parametrize(
     ("wish", "deadline_s", "error", "says"),
     [
