@@ -30,7 +30,11 @@ _STEP_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 
 _VERIFYING: tuple[tuple[str, str, Callable[[Load], int]], ...] = (
     ("baton_verify_passes", "Verify passes of deterministic requests", lambda load: load.verify_passes),
     ("baton_rollbacks", "Candidates that a verify pass did not agree with", lambda load: load.rollbacks),
-    ("baton_recomputed_tokens", "Candidates that rollbacks dropped, with those behind them", lambda load: load.recomputed_tokens),
+    (
+        "baton_recomputed_tokens",
+        "Candidates that rollbacks dropped, with those behind them",
+        lambda load: load.recomputed_tokens,
+    ),
 )
 _BLOCK_STATES = ("free", "owned", "cached", "reserved", "quarantined")
 

@@ -55,6 +55,7 @@ def build_engine(settings: WorkerSettings) -> Engine:
         max_running=settings.max_running,
         recompute_preempted=settings.role is Role.PREFILL,
         prefix_cache=settings.prefix_cache,
+        shapes=settings.shapes,
     )
     if settings.role is Role.DECODE and backend.device.type == "cuda":
         from baton.engine.kernels.gpu.graphs import with_graphs  # a CPU has no use for it

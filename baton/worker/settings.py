@@ -97,8 +97,9 @@ def from_config(config: ClusterConfig, role: Role, index: int) -> WorkerSettings
 
 def shapes_of(config: ClusterConfig) -> FixedShapes:
     """What deterministic requests are computed in, on all workers of the cluster; `auto` is the default."""
-    given = {"rows": config.determinism.rows, "tokens": config.determinism.window}
-    return FixedShapes(**{name: value for name, value in given.items() if value != "auto"})
+    given, auto = config.determinism, FixedShapes()
+    rows = auto.rows if given.rows == "auto" else given.rows
+    return FixedShapes(rows, auto.tokens if given.window == "auto" else given.window)
 
 
 def _bind_host(pool: PoolConfig) -> str:

@@ -150,6 +150,8 @@ def test_what_is_here_can_be_fetched_by_the_sender_while_it_may_send(table):
     assert table.fetches == []
     table.fetch(H, P1, 1, 4)
     assert table.fetches == [PushJob(H, P1, 4, 1)]
+    table.fetch(H, P1, 1, 4, verify=True)
+    assert table.fetches[1:] == [PushJob(H, P1, 4, 1, verify=True)]
     assert table.shared(H) == [7]
     table.fence(H)
     with pytest.raises(StaleAttempt, match="FENCED"):

@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 
 from baton.core import HandoffId, Sampling, SequenceSpec
-from baton.errors import InvalidRequest, StaleAttempt
+from baton.engine.fixed import FixedShapes
+from baton.errors import ChannelBroken, InvalidRequest, StaleAttempt
 from baton.rpc.v1 import worker_pb2 as pb
 from baton.worker.attempts import Attempts
 from kvtransfer.handoff import PushJob
@@ -23,6 +24,7 @@ from tests.unit.worker.support import (
     next_of,
     prefill,
     release,
+    repush,
     reserve,
     spec_of,
 )
@@ -52,6 +54,19 @@ def test_a_prompt_becomes_a_token_and_a_push(side, router):
     assert [(t.index, t.token_id) for t in push.end.first] == [(0, first[0])]
     assert len(push.blocks) == -(-9 // BLOCK)
     assert side.counts.owned >= len(push.blocks)
+
+
+def test_a_deterministic_prompt_is_pushed_with_a_digest_of_all_its_kv(router):
+    side = PrefillSide(shapes=FixedShapes())
+    side.take(router, prefill(spec=replace(spec_of(), deterministic=True)))
+    assert side.pusher.pushes[H].job == PushJob(H, D, 9, verify=True)
+    side.run()
+    assert side.pusher.pushes[H].end.spec.deterministic
+    side.pusher.done(H, ChannelBroken("cut"))
+    side.loop.drain()
+    side.take(router, repush(to=D))
+    again = next_of(H)
+    assert side.pusher.pushes[again].job == PushJob(again, D, 9, verify=True)
 
 
 def test_the_router_hears_what_was_cached_with_the_first_token_or_the_end(side, router):

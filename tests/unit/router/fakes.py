@@ -28,8 +28,8 @@ def link(
     role: Role, name: str, fingerprint: str = "a", free: int = 100, running: int = 0, reported: int = 0, **fields
 ) -> FakeLink:
     """`fields` are those of its view; `reported` and `running` are what the worker says of its load, `pace` of steps of
-    its own kind, `prompts` and `beside` (decode) of those with prompts and what was decoded in them, `bits` what it says
-    of its determinism.
+    its own kind, `prompts` and `beside` (decode) of those with prompts and what was decoded in them, `bits` what it
+    says of its determinism.
     """
     bits = fields.pop("bits", "")
     ref = WorkerRef(name, Incarnation(1, 1), "x:1")

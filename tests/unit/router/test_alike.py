@@ -96,10 +96,11 @@ def test_who_has_no_room_is_waited_for_and_who_is_not_there_is_said():
 
 def test_local_prefill_keeps_to_who_is_alike():
     """The worker that has all of the prompt is another kind of worker."""
+    joint = {"pace": fakes.pace(1000, 1, 40, 0.001), "prompts": fakes.pace(1000, 10, 55, 0.002, 0.0001)}
     links = [
         fakes.prefill("p0", bits="x", pace=fakes.pace(1000, 100, 5050, 0.1, 0.01)),
-        fakes.decode("d0", bits="x", pace=fakes.pace(1000, 1, 40, 0.001)),
-        fakes.decode("d1", bits="y", pace=fakes.pace(1000, 1, 40, 0.001)),
+        fakes.decode("d0", bits="x", **joint, beside=fakes.pace(1000, 1, 40)),
+        fakes.decode("d1", bits="y", **joint, beside=fakes.pace(1000, 1, 40)),
     ]
     prefixes = PrefixMap()
     ref = links[2].info.ref
@@ -115,7 +116,10 @@ def test_local_prefill_keeps_to_who_is_alike():
         assert (pair is None) == (begun == "y")
         if pair is not None:
             alone = sooner_alone(snapshot, ask, pair)
-            assert alone in {None, 0} or getattr(alone, "decode", 0) == 0
+            assert alone is not None
+            assert fleet.ref(D, alone.decode).worker_id == "d0"
+            plain = sooner_alone(snapshot, fleet.ask(len(PLAIN), 0, None, PLAIN), pair)
+            assert plain is not None
 
 
 def test_what_is_cached_is_found_by_names_of_their_own():
