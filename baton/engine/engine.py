@@ -92,7 +92,7 @@ class Engine:
         self._inputs = Inputs(backend, max_batched_tokens, max_running, max_blocks)
         self._choices = Choices(tokenizer, backend.vocab_size, self.max_model_len)
         self._sampler = Sampler()
-        self._fixed = FixedForwards(backend, shapes, max_blocks, total_blocks, self.counters) if shapes else None
+        self._fixed = FixedForwards(backend, shapes, max_blocks, total_blocks) if shapes else None
         self._requests: dict[HandoffId, Request] = {}
         self._ended: list[Output] = []  # ended by what was known already; told with the next step
         self._arrivals = 0
@@ -176,7 +176,7 @@ class Engine:
     def validate(self, spec: SequenceSpec) -> None:
         """Raises InvalidRequest, naming the field, if `spec` can never be computed here."""
         if spec.deterministic and self._fixed is None:
-            raise InvalidRequest.of("deterministic", "this worker does not compute deterministic requests")
+            raise InvalidRequest.of("deterministic", f"not computed here. {self.backend.nondeterminism}".rstrip(". "))
         self._choices.check(spec)
 
     def has_work(self) -> bool:
@@ -219,9 +219,9 @@ class Engine:
         sequences = [request.sequence for request in requests]
         drawn = self._tried(lambda: fixed.compute(windows, requests, self.kv, self._on_layer), sequences, result)
         if drawn is not None:
-            fixed.count(windows, result)
+            fixed.count(windows, result, self.counters)
             for window, request, draws in zip(windows, requests, drawn, strict=True):
-                self._settle(request, fixed.take(window, request, draws), result)
+                self._settle(request, fixed.take(window, request, draws, self.counters), result)
 
     def _tried(self, compute: Callable[[], _Found], sequences: list[Sequence], result: StepResult) -> _Found | None:
         try:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 from baton.engine.blocks import BlockState
 from baton.engine.sequence import Plan, Sequence, Work
-from baton.engine.windows import WindowPlanner
+from baton.engine.windows import WindowPlanner, begin
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -110,6 +110,8 @@ class Scheduler:
                 break
             if sequence.fixed is None:
                 budget -= self._schedule(plan, sequence, min(sequence.pending, budget))
+            elif not plan.windows:
+                plan.windows = begin([sequence])
         return plan
 
     def advance(self, work: list[Work]) -> None:

@@ -119,12 +119,10 @@ class FixedInputs:
 
 
 class FixedForwards:
-    """Builds, computes and evaluates the forwards of one engine. `counters` are its."""
+    """Builds, computes and evaluates the forwards of one engine."""
 
-    def __init__(
-        self, backend: ModelBackend, shapes: FixedShapes, max_blocks: int, spare: int, counters: Counters
-    ) -> None:
-        self._backend, self._shapes, self._counters = backend, shapes, counters
+    def __init__(self, backend: ModelBackend, shapes: FixedShapes, max_blocks: int, spare: int) -> None:
+        self._backend, self._shapes = backend, shapes
         self._inputs = FixedInputs(backend, shapes, max_blocks, spare)
         self._sampler = Sampler()
 
@@ -148,7 +146,7 @@ class FixedForwards:
         batch = self._inputs.build(windows, [request.tokens for request in requests], told)
         return self._draws(windows, requests, self._backend.forward(batch, kv))
 
-    def count(self, windows: Sequence[Window], result: StepResult) -> None:
+    def count(self, windows: Sequence[Window], result: StepResult, counters: Counters) -> None:
         """What a forward cost, not what came of it."""
         size, on_grid = windows[0].size, _of(windows[0]).on_grid
         tokens = size * (1 if on_grid else self._shapes.rows)
@@ -157,9 +155,9 @@ class FixedForwards:
         context = sum(size * window.start + size * (size + 1) // 2 for window in windows)
         result.context += context
         result.prefill_context += context * on_grid
-        self._counters.steps += result.computed == tokens  # else the ordinary batch has counted it
-        self._counters.prefill_tokens += sum(Work(window.sequence, window.count).prefill_tokens for window in windows)
-        self._counters.verify_passes += not on_grid
+        counters.steps += result.computed == tokens  # else the ordinary batch has counted it
+        counters.prefill_tokens += sum(Work(window.sequence, window.count).prefill_tokens for window in windows)
+        counters.verify_passes += not on_grid
 
     def _draws(self, windows: Sequence[Window], requests: Sequence[Request], logits: Tensor) -> list[Draws]:
         """For each window. Rows whose state follows from the position alone are drawn at once."""
@@ -178,7 +176,7 @@ class FixedForwards:
                     draws.ready = [next(drawn) for _ in range(draws.last - draws.first)]
         return found
 
-    def take(self, window: Window, request: Request, draws: Draws) -> Taken | None:
+    def take(self, window: Window, request: Request, draws: Draws, counters: Counters) -> Taken | None:
         """Give what was drawn to the request's choice, as far as its inputs were right; None: no token can be drawn.
 
         Afterwards the draft goes on behind the verified tokens, of which `Fixed.verified` tells the number.
@@ -196,11 +194,11 @@ class FixedForwards:
             tokens += [token] if token is not None else []
             if choice.finish is not None or not agrees:
                 break
-        self._counters.rollbacks += not agrees
+        counters.rollbacks += not agrees
         if choice.finish is None and agrees and tokens and len(choice.tokens) > len(draft.tokens):
             draft.push(choice.tokens[-1])  # the free one, behind candidates that were all right
         elif choice.finish is not None or not agrees:
-            self._counters.recomputed_tokens += max(0, len(draft.tokens) - final)
+            counters.recomputed_tokens += max(0, len(draft.tokens) - final)
             draft = request.draft = Draft(choice)
         fixed.verified, fixed.ended = len(choice.tokens), draft.ended
         return Taken(tokens, final)

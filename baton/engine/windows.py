@@ -80,7 +80,7 @@ class WindowPlanner:
         fixed = [sequence for sequence in running if sequence.fixed is not None and ready(sequence)]
         if not fixed:
             return []
-        grid, verify = _grid(fixed), self._verify(fixed, idle=not any(sequence.ordinary for sequence in running))
+        grid, verify = begin(fixed), self._verify(fixed, idle=not any(sequence.ordinary for sequence in running))
         self._grid_was_last = bool(grid) and not (verify and self._grid_was_last)
         return grid if self._grid_was_last else verify
 
@@ -100,7 +100,8 @@ class WindowPlanner:
         return [_window(sequence) for sequence in joined]
 
 
-def _grid(sequences: list[Sequence]) -> list[Window]:
+def begin(sequences: list[Sequence]) -> list[Window]:
+    """The next chunk of the grid for the first of them that has one to come."""
     for sequence in sequences:
         fixed = _of(sequence)
         if fixed.on_grid:

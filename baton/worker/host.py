@@ -21,6 +21,7 @@ import structlog
 
 from baton.clock import Clock, SystemClock
 from baton.core import WorkerInfo, WorkerRef
+from baton.engine.determinism import bits_fingerprint
 from baton.errors import EngineFault, LedgerError
 from baton.history import History
 from baton.ledger.ledger import Ledger
@@ -44,7 +45,6 @@ log = structlog.get_logger(__name__)
 SHUTDOWN_GRACE_S = 2.0
 LEAVE_S = 1.0
 _LOOK_S = 0.01
-NOT_BUILT = "not built yet"  # why no worker takes deterministic requests
 
 
 class HostedRole(RoleBehaviour, Protocol):
@@ -190,6 +190,7 @@ def _history(settings: WorkerSettings, ref: WorkerRef, clock: Clock) -> History:
 def _info(settings: WorkerSettings, engine: Engine, ref: WorkerRef) -> WorkerInfo:
     port = ref.address.rpartition(":")[2]
     advertised = replace(ref, address=f"{settings.advertise}:{port}") if settings.advertise else ref
+    why_not = engine.backend.nondeterminism
     return WorkerInfo(
         ref=advertised,
         role=settings.role,
@@ -200,7 +201,8 @@ def _info(settings: WorkerSettings, engine: Engine, ref: WorkerRef) -> WorkerInf
         layout=engine.layout,
         pid=os.getpid(),
         host=socket.gethostname(),
-        nondeterminism=NOT_BUILT,
+        determinism="" if why_not else bits_fingerprint(engine.backend, settings.shapes),
+        nondeterminism=why_not,
     )
 
 
