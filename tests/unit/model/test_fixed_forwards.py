@@ -72,9 +72,9 @@ def differing(backend, seed: int, rounds: int = 14) -> list[int]:
     seen: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
     found: set[int] = set()
 
-    def verify(start: int, slot: int, known: int) -> None:
+    def verify(start: int, slot: int, known: int, most: int = LAST) -> None:
         rows = [
-            FixedRow([rng.randrange(VOCAB) for _ in range(width)], rng.randrange(LAST), table) for table in tables[1:]
+            FixedRow([rng.randrange(VOCAB) for _ in range(width)], rng.randrange(most), table) for table in tables[1:]
         ]
         rows[slot] = FixedRow(tokens[start : start + known] + rows[slot].tokens[known:], start, tables[0])
         batch = fixed_batch(rows, list(range(width * len(rows))), layout.block_size, backend.device)
@@ -87,7 +87,9 @@ def differing(backend, seed: int, rounds: int = 14) -> list[int]:
             if not all(map(torch.equal, seen.setdefault(start + i, bits), bits)):
                 found.add(start + i)
 
-    for start in range(0, LAST + width, width):
+    for most in (1, LAST):  # beside rows that begin too, and beside others
+        verify(0, 0, width, most)
+    for start in range(width, LAST + width, width):
         verify(start, 0, width)
     before = [tensor.clone() for tensor in kv.tensors]
     for n in range(rounds):

@@ -8,8 +8,8 @@
  * Softmax is computed to the base 2 (scores are multiplied by log2 e). It keeps a running maximum, or (`unified`) subtracts one preset constant instead, so that nothing is rescaled;
  * a row whose scores leave the range that is safe for that is computed again with its running maximum.
  *
- * Rows of sequences with several new tokens have the same bits wherever they lie in the batch, and whatever lies beside
- * and behind them: chunks begin at multiples of CHUNK, there is one split, and what a row does not see weighs exactly 0.
+ * In fixed batches, whose sequences have several new tokens each, a row has the same bits wherever it lies and whatever
+ * lies beside and behind it: chunks begin at multiples of CHUNK, there is one split, and what it does not see weighs 0.
  */
 #include "common.h"
 #include "turn.h"
@@ -48,7 +48,7 @@ typedef struct {
  * A decode row gets `forced` splits, or with `load` as many as make about so many in all rows, a chunk or more each. */
 long NAME(attention_plan)(task_t *tasks, long capacity, const int32_t *starts, const int32_t *lens, long sequences,
                     long heads, long kv_heads, long window, long threads, long forced, long load,
-                    int32_t *partials) {
+                    long fixed, int32_t *partials) {
     const long group = heads / kv_heads, whole = MAX(1, MIN(kv_heads, MAX_ROWS / group));
     long n = 0, used = 0, singles = 0;
     for (long s = 0; s < sequences; s++) singles += starts[s + 1] - starts[s] == 1;
@@ -63,7 +63,7 @@ long NAME(attention_plan)(task_t *tasks, long capacity, const int32_t *starts, c
             for (long t = 0; t < count; t += step) {
                 const long tokens = MIN(step, count - t), end = first + t + tokens;
                 const long low = window ? MAX(0, first + t + 1 - window) : 0;
-                const long begin = count > 1 ? low / CHUNK * CHUNK : low, length = end - begin;
+                const long begin = fixed ? low / CHUNK * CHUNK : low, length = end - begin;
                 const long units = singles * ((heads + heads_step - 1) / heads_step);
                 long splits = count > 1 ? 1 : MIN((2 * threads + units - 1) / units, (length + 255) / 256);
                 if (forced && count == 1) splits = forced;

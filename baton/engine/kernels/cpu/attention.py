@@ -96,7 +96,16 @@ class CompiledAttention:
 
     def _cut_tasks(self, heads: int, kv_heads: int, threads: int, partials: ctypes.c_int32) -> int:
         batch = self._batch
-        sizes = (len(batch.query_lens), heads, kv_heads, self._window or 0, threads, self._splits or 0, self._load)
+        sizes = (
+            len(batch.query_lens),
+            heads,
+            kv_heads,
+            self._window or 0,
+            threads,
+            self._splits or 0,
+            self._load,
+            batch.fixed,
+        )
         return int(
             self._cut(
                 ctypes.c_void_p(self._tasks.data_ptr()),
