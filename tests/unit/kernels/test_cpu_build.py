@@ -39,7 +39,7 @@ def test_a_compiler_that_fails_is_quoted(monkeypatch, tmp_path):
 
 
 def test_a_model_runs_on_torch_where_kernels_are_unavailable(monkeypatch):
-    def unavailable(*_: object) -> None:
+    def unavailable(*_: object, **__: object) -> None:
         raise Unavailable("for a test")
 
     monkeypatch.setattr(choose, "CpuKernels", unavailable)
