@@ -45,6 +45,7 @@ log = structlog.get_logger(__name__)
 SHUTDOWN_GRACE_S = 2.0
 LEAVE_S = 1.0
 _LOOK_S = 0.01
+_LONGEST_REASON = 1024  # that a record takes
 
 
 class HostedRole(RoleBehaviour, Protocol):
@@ -202,7 +203,7 @@ def _info(settings: WorkerSettings, engine: Engine, ref: WorkerRef) -> WorkerInf
         pid=os.getpid(),
         host=socket.gethostname(),
         determinism="" if why_not else bits_fingerprint(engine.backend, settings.shapes),
-        nondeterminism=why_not,
+        nondeterminism=why_not[:_LONGEST_REASON],
     )
 
 

@@ -123,6 +123,23 @@ def test_the_stages_sum_to_the_whole(cluster):
     assert min(t.prefill_s, t.transfer_s, t.decode_s) > 0
 
 
+def test_deterministic_requests_say_by_what_they_are_so(cluster):
+    """Their tokens are those of the oracle, too, and equal ones have equal digests."""
+    options = {"max_tokens": 50, "temperature": 0.8, "seed": 11, "ignore_eos": True, "logprobs": 1}
+    with cluster.client() as client, ThreadPoolExecutor(8) as pool:
+        asked = [{"deterministic": True}] * 6 + [{}] * 2
+        answers = list(pool.map(lambda more: client.generate("The color of dog " * 9, **options, **more), asked))
+    exact, plain = answers[:6], answers[6:]
+    assert len({answer.tokens for answer in answers}) == 1
+    assert len({answer.usage.audit_digest for answer in exact}) == 1
+    assert len(exact[0].usage.audit_digest) == 64
+    assert not any(answer.usage.audit_digest for answer in plain)
+    (fingerprint,) = {answer.system_fingerprint for answer in answers}
+    assert len(fingerprint) == 24
+    loads = eventually(lambda: free_again(cluster))
+    assert loads["decode-0"].verify_passes > 0
+
+
 def test_a_request_that_ends_with_its_first_token_is_not_handed_over(cluster):
     with cluster.client() as client:
         answer = client.generate("hello", max_tokens=1, temperature=0, ignore_eos=True)
@@ -192,7 +209,6 @@ BAD: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {
     "top_p 0": ("hi", {"top_p": 0.0}, InvalidRequest, r"sampling\.top_p"),
     "unknown model": ("hi", {"model": "gpt-9"}, UnknownModel, "gpt-9"),
     "n": ("hi", {"n": 17}, InvalidRequest, "at most 16 choices"),
-    "deterministic": ("hi", {"deterministic": True}, InvalidRequest, "deterministic"),
     "regex": ("hi", {"regex": "a("}, InvalidRequest, r"constraint\.regex: unclosed group"),
     "schema": ("hi", {"json_schema": "{"}, InvalidRequest, r"constraint\.json_schema: must be a JSON object"),
     "choices": ("hi", {"choices": [""]}, InvalidRequest, r"constraint\.choices"),

@@ -7,10 +7,12 @@ import pytest
 import torch
 
 from baton.config import load_config
-from baton.core import Role
+from baton.core import HandoffId, Incarnation, Role, Sampling, SequenceSpec, WorkerRef
 from baton.engine.fixed import FixedShapes
-from baton.errors import ConfigError
+from baton.engine.oracle import OracleBackend
+from baton.errors import ConfigError, InvalidRequest
 from baton.worker.build import build_engine, load_backend, pick_device
+from baton.worker.host import _info
 from baton.worker.settings import from_config
 from kvtransfer.transports.choose import make_transports
 
@@ -39,6 +41,38 @@ def test_a_new_engine_has_been_warmed_and_counts_from_zero(tmp_path):
     load = engine.load()
     assert (load.step, load.prefill_tokens, load.decode_tokens) == (0, 0, 0)
     assert load.blocks.available == load.blocks.total
+
+
+def test_verify_passes_of_a_new_engine_are_reported(tmp_path):
+    """Those that it was warmed with are forgotten, by everybody who counts."""
+    engine = build_engine(settings(tmp_path, "decode.kv_memory=1MiB", "decode.block_size=16"))
+    spec = SequenceSpec((1, 2, 3), Sampling(max_tokens=40, temperature=0.0, ignore_eos=True), deterministic=True)
+    engine.submit(HandoffId("r", 1), spec)
+    said = [output for _ in range(100) for output in engine.step().outputs]
+    assert said[-1].finish is not None
+    assert [token.token_id for output in said for token in output.tokens] == OracleBackend().expected(spec)
+    assert engine.load().verify_passes >= 2
+
+
+def test_a_worker_whose_bits_vary_takes_no_deterministic_requests(monkeypatch, tmp_path):
+    monkeypatch.setattr("baton.engine.selfcheck.check_fixed", lambda backend, shapes: f"{shapes.rows} rows vary")
+    sets = ("decode.kv_memory=1MiB", "determinism.rows=4")
+    chosen = settings(tmp_path, *sets)
+    engine = build_engine(chosen)
+    info = _info(chosen, engine, WorkerRef("decode-0", Incarnation(1, 1), "127.0.0.1:1"))
+    assert (info.determinism, info.nondeterminism) == ("", "4 rows vary")
+    with pytest.raises(InvalidRequest, match="deterministic"):
+        engine.validate(SequenceSpec((1,), Sampling(), deterministic=True))
+
+
+def test_a_worker_says_what_its_bits_depend_on(tmp_path):
+    ref, found = WorkerRef("decode-0", Incarnation(1, 1), "127.0.0.1:1"), list[str]()
+    for sets in ((), ("determinism.rows=4",), ("decode.block_size=32",)):
+        chosen = settings(tmp_path, "decode.kv_memory=1MiB", *sets)
+        info = _info(chosen, build_engine(chosen), ref)
+        assert not info.nondeterminism
+        found.append(info.determinism)
+    assert found[0] == found[2] != found[1]
 
 
 def test_a_worker_is_told_how_kv_moves(tmp_path):
