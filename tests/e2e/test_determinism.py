@@ -5,6 +5,7 @@ import random
 import signal
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,8 +22,8 @@ SETS = (
     "router.local_prefill=never",
 )
 PROMPT = "The days of the week are known to all. " * 16  # a context that load cuts into more or fewer splits
-ASKED = {"max_tokens": 80, "ignore_eos": True, "logprobs": 1, "seed": 11}
-KINDS = {"greedy": {"temperature": 0.0}, "sampled": {"temperature": 0.8}}
+ASKED: dict[str, Any] = {"max_tokens": 80, "ignore_eos": True, "logprobs": 1, "seed": 11}
+KINDS: dict[str, dict[str, Any]] = {"greedy": {"temperature": 0.0}, "sampled": {"temperature": 0.8}}
 
 
 @pytest.fixture(scope="module")
