@@ -137,7 +137,7 @@ async def test_a_stream_that_is_cut_anywhere_and_again_is_one_stream(world: Worl
             assert done.usage.completion_tokens == 4
             wanted = 0 if cuts[0] >= EVENTS else len([cut for cut in cuts[1:] if cut]) + 1
             assert resumed == wanted, cuts
-            assert [each.system_fingerprint for each in server.resumes] == ["x"] * resumed
+            assert {each.system_fingerprint for each in server.resumes} == ({"x"} if resumed else set()), cuts
 
 
 async def test_choices_are_resumed_each_at_its_own_place(world: World):
