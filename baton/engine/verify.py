@@ -129,7 +129,7 @@ class FixedForwards:
     def begin(self, request: Request, prompt: int) -> None:
         """It is deterministic, and its prompt has so many tokens."""
         sequence = request.sequence
-        sequence.fixed = Fixed(self._shapes, prompt, sequence.known, sequence.computed)
+        sequence.fixed = Fixed(self._shapes, prompt, sequence.known, sequence.computed, holds=request.hold)
         request.draft = Draft(request.choice)
 
     @torch.inference_mode()

@@ -34,6 +34,7 @@ class Fixed:
     final: int = 0
     ended: bool = False  # no candidate can follow the last one
     waited: int = 0  # steps since it is due
+    holds: bool = False  # it ends with one more token, which needs no candidate
 
     @property
     def on_grid(self) -> bool:
@@ -43,7 +44,9 @@ class Fixed:
     def due(self, known: int) -> bool:
         """Whether it goes on by a verify pass alone, with so many tokens, candidates among them."""
         replays = self.verified - self.final > 1  # tokens that were delivered, and whose KV is not here
-        return not self.on_grid and (replays or self.ended or known - self.verified >= self.shapes.tokens - 1)
+        return not self.on_grid and (
+            replays or self.ended or self.holds or known - self.verified >= self.shapes.tokens - 1
+        )
 
     def aligned(self, cached: int, block_size: int) -> int:
         """Of `cached` tokens, in whole blocks, those from behind which the grid can go on."""

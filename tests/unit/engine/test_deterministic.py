@@ -203,6 +203,25 @@ def test_handed_over_after_the_first_token():
     prefill.release(key)
 
 
+@pytest.mark.parametrize("known", [1, 2, 8, 9, 30])
+def test_computed_again_for_another_worker_it_says_one_token_and_decodes_none(known):
+    backend = Tampered(range(0, 200, 6))
+    asked = spec("p" * 70, max_tokens=60, temperature=0.8)
+    wanted = backend.expected(asked)
+    engine, keys = engine_of(backend), [HandoffId(f"r{number}", 1) for number in range(3)]
+    said: dict[HandoffId, list[int]] = {key: [] for key in keys}
+    for key in keys:
+        engine.submit(key, replace(asked, known=tuple(wanted[:known])), hold=True)
+    while engine.has_work():
+        for output in engine.step().outputs:
+            said[output.key] += [token.token_id for token in output.tokens]
+    assert list(said.values()) == [wanted[known : known + 1]] * 3
+    assert engine.counters.decode_steps == 0
+    for key in keys:
+        assert len(engine.held(key).blocks) >= engine.layout.blocks_for(len(asked) + known)
+        engine.release(key)
+
+
 def test_cached_blocks_are_used_up_to_the_grid_and_kept_apart():
     backend = Tampered()
     engine = engine_of(backend)
