@@ -21,7 +21,8 @@ HEADS = [(4, 4, 64, 64), (12, 4, 48, 48), (8, 1, 128, 128), (4, 1, 96, 64), (6, 
 WINDOWS = [None, 1, 20, 64, 100]
 
 
-@pytest.fixture(params=[1, 2], ids=["one thread", "two threads"])
+# Two threads wait for each other at each layer: beside other tests that takes a hundred times as long.
+@pytest.fixture(params=[1, pytest.param(2, marks=pytest.mark.serial)], ids=["one thread", "two threads"])
 def threads(request):
     before = torch.get_num_threads()
     torch.set_num_threads(request.param)
