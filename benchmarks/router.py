@@ -6,9 +6,9 @@
 
 Real routers and workers as plain processes, on the oracle engine. *Added* is the time to the first token through a
 router less that of a client which speaks to the same two workers as a router does (`lib/router_direct.py`), in turns.
-That client's streams to the workers stand all the time, a router is called for each request. So in turn with both comes
-a call of a server that does nothing (`lib/bare_call.py`): what a call costs whoever is called, a worker too if it were
-called for each request, and what a router adds beyond that.
+A router is called for each request, so that client calls the decode worker for each request as well (*called*); it is
+measured too with streams that stand all the time (*standing*), and beside both a call of a server that does nothing
+(`lib/bare_call.py`).
 Then streams and short requests keep the cluster busy, with 1, 2 and 4 routers, from a client that reads HTTP/2 by hand
 (`lib/http2.py`) and fails unless each stream arrives whole. All share this machine: beside what really passed per
 second there is the processor time (psutil) that each token or request took from each kind of process, and so what
@@ -88,10 +88,13 @@ def request_of(rng: random.Random, tokens: int) -> pb.GenerateRequest:
 
 
 class Turn(NamedTuple):
-    """Seconds to the first token: through a router, without one, and of a call of a server that does nothing."""
+    """Seconds to the first token: through a router; without one, a worker being called, or over streams that stand; and
+    of a call of a server that does nothing.
+    """
 
     through: float
-    direct: float
+    called: float
+    standing: float
     call: float
 
 
@@ -105,10 +108,11 @@ async def turns(state: ClusterState, rounds: int) -> list[Turn]:
         direct = await leaving.enter_async_context(Direct(state.admin))
         for number in range(rounds + 10):
             through = await _first_token(router, request_of(rng, 2))
-            without = await direct.first_token(request_of(rng, 2))
+            called = await direct.first_token_of_a_call(request_of(rng, 2))
+            standing = await direct.first_token(request_of(rng, 2))
             call = await _first_token(bare, request_of(rng, 2))
             if number >= 10:  # what wakes up first is not measured
-                found.append(Turn(through, without, call))
+                found.append(Turn(through, called, standing, call))
     return found
 
 
@@ -150,9 +154,9 @@ def figures(extra: list[Turn], streams: list[Load], short: list[Load]) -> dict[s
     """By name; of load, with the first number of routers."""
     found = dict[str, float]()
     for name, seconds in (
-        ("added_ttft", [turn.through - turn.direct for turn in extra]),
-        ("call", [turn.call for turn in extra]),
-        ("added_beyond_a_call", [turn.through - turn.direct - turn.call for turn in extra]),
+        ("added_ttft", [turn.through - turn.called for turn in extra]),
+        ("added_to_standing_streams", [turn.through - turn.standing for turn in extra]),
+        ("bare_call", [turn.call for turn in extra]),
     ):
         found[f"{name}_p50_ms"], found[f"{name}_p99_ms"] = median(seconds) * 1e3, quantiles(seconds, n=100)[98] * 1e3
     found["tokens_per_s"] = streams[0].tokens_per_s

@@ -1,11 +1,14 @@
-"""A client that speaks to one prefill and one decode worker as a router does, with nothing in between."""
+"""A client that speaks to one prefill and one decode worker as a router does, with nothing in between.
+
+Either over streams that stand all the time, or by calling the decode worker for the request, as one calls a router.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
 import time
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import TYPE_CHECKING, Self
 
 from baton.core import PROTOCOL_VERSION, HandoffId
@@ -16,6 +19,10 @@ from baton.rpc.v1 import worker_pb2 as pb
 from baton.rpc.v1.worker_pb2_grpc import WorkerStub
 
 if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    import grpc
+
     from baton.core import WorkerInfo
     from baton.rpc.v1 import inference_pb2
 
@@ -44,6 +51,7 @@ class Direct:
         self._admin = admin
         self._leaving = AsyncExitStack()
         self._numbers = itertools.count(1)
+        self._channels: dict[str, grpc.aio.Channel] = {}
 
     async def __aenter__(self) -> Self:
         async with aio_channel(self._admin) as channel:
@@ -56,30 +64,45 @@ class Direct:
         await self._leaving.aclose()
 
     async def _open(self, info: WorkerInfo) -> _Stream:
-        channel = await self._leaving.enter_async_context(aio_channel(info.ref.address))
-        call = WorkerStub(channel).Connect()
-        self._leaving.callback(call.cancel)
+        self._channels[info.role.value] = await self._leaving.enter_async_context(aio_channel(info.ref.address))
+        return await self._leaving.enter_async_context(self._stream(info))
+
+    @asynccontextmanager
+    async def _stream(self, info: WorkerInfo) -> AsyncIterator[_Stream]:
+        call = WorkerStub(self._channels[info.role.value]).Connect()
         stream = _Stream(call, info)
         incarnation = convert.incarnation_to_pb(info.ref.incarnation)
         hello = pb.RouterHello(router_id="benchmark", protocol_version=PROTOCOL_VERSION, worker=incarnation)
-        await stream.send(hello=hello)
-        return stream
+        try:
+            await stream.send(hello=hello)
+            yield stream
+        finally:
+            call.cancel()
 
     async def first_token(self, request: inference_pb2.GenerateRequest) -> float:
         """Seconds from the Reserve to the first token at the prefill worker's stream; returns after the last token."""
+        return await self._ask(request, self._decode, time.perf_counter())
+
+    async def first_token_of_a_call(self, request: inference_pb2.GenerateRequest) -> float:
+        """The same, but that the decode worker is called for this request: the call and its greeting count."""
+        began = time.perf_counter()
+        async with self._stream(self._decode.info) as decode:
+            return await self._ask(request, decode, began)
+
+    async def _ask(self, request: inference_pb2.GenerateRequest, decode: _Stream, began: float) -> float:
         handoff = HandoffId(f"direct-{time.time_ns()}-{next(self._numbers)}", 1)
-        name, began = convert.handoff_to_pb(handoff), time.perf_counter()
+        name = convert.handoff_to_pb(handoff)
         spec = pb.SequenceSpec(prompt=request.token_ids.ids, sampling=request.sampling)
         total = len(spec.prompt) + spec.sampling.max_tokens
-        fingerprint = self._decode.info.fingerprint
-        await self._decode.send(
+        fingerprint = decode.info.fingerprint
+        await decode.send(
             reserve=pb.Reserve(handoff=name, fingerprint=fingerprint, known_tokens=len(spec.prompt), max_total=total)
         )
-        reserved = await self._decode.until(handoff, "reserved")
-        to, skip = convert.ref_to_pb(self._decode.info.ref), reserved.reserved.cached_tokens
+        reserved = await decode.until(handoff, "reserved")
+        to, skip = convert.ref_to_pb(decode.info.ref), reserved.reserved.cached_tokens
         await self._prefill.send(prefill=pb.Prefill(handoff=name, spec=spec, to=to, skip=skip))
         await self._prefill.until(handoff, "tokens")
         took = time.perf_counter() - began
         async with asyncio.timeout(10):
-            await self._decode.until(handoff, "finish")
+            await decode.until(handoff, "finish")
         return took
