@@ -53,6 +53,8 @@ class Second:
     async def __aenter__(self) -> Second:
         settings = replace(self._cluster.settings, name="second")
         self.router = await serve(settings, self._cluster.source, OracleTokenizer(), streams=self.find)
+        pool, workers = self.router.floor.pool, self._cluster.workers
+        await until(lambda: sum(link.usable for link in pool.links) == len(workers), "it knows every worker")
         self.channel = self.router.floor.wire.aio(self.router.grpc)
         self.stub = InferenceStub(self.channel)
         return self
