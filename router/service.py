@@ -84,11 +84,11 @@ class Inference(InferenceServicer):
             raise
         except BatonError as error:
             self._note(call, request, error)
-            await abort(context, error)
+            await abort(context, error, call.name)
         except Exception as error:  # the task's boundary: one request's bug is not the next one's
             log.exception("request_broke", request_id=call.name)
             self._note(call, request, errors.EngineFault(type(error).__name__))
-            await abort(context, error)
+            await abort(context, error, call.name)
         else:
             self._note(call, request, None, **MessageToDict(completed, preserving_proto_field_name=True))
 

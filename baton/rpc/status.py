@@ -19,7 +19,7 @@ from typing import Any, NoReturn, Protocol, TypeVar, cast, runtime_checkable
 import grpc
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import DecodeError, Message
-from google.rpc.error_details_pb2 import BadRequest, ErrorInfo, RetryInfo
+from google.rpc.error_details_pb2 import BadRequest, ErrorInfo, RequestInfo, RetryInfo
 from google.rpc.status_pb2 import Status
 from grpc_status import rpc_status
 
@@ -67,7 +67,7 @@ class RpcFailure(Protocol):
     def trailing_metadata(self) -> Any: ...
 
 
-def to_rpc_status(error: BaseException) -> Status:
+def to_rpc_status(error: BaseException, request_id: str = "") -> Status:
     """The status that a client gets for `error`; total: any exception has one."""
     shown = _shown(error)
     status = Status(code=CODES[type(shown)].value[0], message=_clip(str(shown), MAX_STATUS_MESSAGE_BYTES))
@@ -77,14 +77,16 @@ def to_rpc_status(error: BaseException) -> Status:
         details.append(_bad_request(shown))
     if isinstance(shown, Overloaded):
         details.append(RetryInfo(retry_delay=_duration(shown.retry_after_s)))
+    if request_id:
+        details.append(RequestInfo(request_id=request_id))
     for detail in details:
         status.details.add().Pack(detail)
     return status
 
 
-async def abort(context: grpc.aio.ServicerContext[Any, Any], error: BaseException) -> NoReturn:
+async def abort(context: grpc.aio.ServicerContext[Any, Any], error: BaseException, request_id: str = "") -> NoReturn:
     """End the call of an aio servicer with the status of `error`."""
-    await context.abort_with_status(rpc_status.to_status(to_rpc_status(error)))
+    await context.abort_with_status(rpc_status.to_status(to_rpc_status(error, request_id)))
     raise AssertionError("abort_with_status raises")
 
 
@@ -106,6 +108,12 @@ def from_rpc_error(error: grpc.RpcError, address: str = "", *, connected: bool =
     if error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED and "larger than max" in text:
         return InvalidRequest.of("request", f"too large: {text}")  # gRPC's own words; no retry helps
     return _build(_BY_CODE.get(error.code(), errors.EngineFault), text, status)
+
+
+def request_id_of(error: grpc.RpcError) -> str:
+    """The request that failed, "" if its status does not say. Headers do, but grpc.aio may lose them beside it."""
+    info = _unpack(_details(error), RequestInfo) if isinstance(error, RpcFailure) else None
+    return info.request_id if info is not None else ""
 
 
 def _dropped(error: RpcFailure, text: str) -> bool:

@@ -12,7 +12,7 @@ from grpc import aio
 from grpc_health.v1 import health_pb2
 
 from baton.errors import BatonError, EngineFault, InvalidRequest, Unauthenticated, Violation
-from baton.rpc.status import from_rpc_error
+from baton.rpc.status import from_rpc_error, request_id_of
 from baton.rpc.tls import IN_THE_CLEAR, Wire
 from baton.rpc.v1 import inference_pb2 as pb
 from baton.rpc.v1.inference_pb2_grpc import InferenceStub
@@ -136,21 +136,21 @@ class Streams:
     async def _pump(self, number: int, request: pb.GenerateRequest) -> None:
         call, seen, last = self._upstream.stub.Generate(request, metadata=self._metadata), False, None
         try:
-            self._name(number, await call.initial_metadata())
+            self._name(number, dict(await call.initial_metadata()).get("baton-request-id"))
             async for event in call:
                 seen, last = True, event.WhichOneof("event")
                 await self._events.put((number, event))
         except aio.AioRpcError as error:
+            self._name(number, request_id_of(error))
             raise from_rpc_error(error, self._upstream.target, connected=seen) from error
         finally:
             call.cancel()
         if last != "completed":
             raise EngineFault("the router's stream ended before its answer did")
 
-    def _name(self, number: int, metadata: aio.Metadata | None) -> None:
-        found = [value for key, value in metadata or () if key == "baton-request-id"]
+    def _name(self, number: int, found: str | bytes | None) -> None:
         if number == 0 and found:
-            self.request_id = str(found[0])
+            self.request_id = str(found)
 
     def _renamed(self, number: int, error: BatonError) -> BatonError:
         if not isinstance(error, InvalidRequest):

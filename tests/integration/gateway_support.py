@@ -98,7 +98,7 @@ class FakeInference(InferenceServicer):
         await context.send_initial_metadata((("baton-request-id", "r-1"),))
         async for step in self.script(request):
             if isinstance(step, BatonError):
-                await abort(context, step)
+                await abort(context, step, "r-1")
             await context.write(pb.GenerateEvent(request_id="r-1", seq=seq, **step))
             seq += 1
 

@@ -12,7 +12,7 @@ from google.rpc import error_details_pb2, status_pb2
 from baton import errors
 from baton.errors import BatonError, InvalidRequest, Overloaded, Violation
 from baton.limits import MAX_STATUS_VIOLATIONS
-from baton.rpc.status import CODES, from_rpc_error, to_rpc_status
+from baton.rpc.status import CODES, from_rpc_error, request_id_of, to_rpc_status
 
 Code = grpc.StatusCode
 DETAILS = "grpc-status-details-bin"
@@ -34,8 +34,8 @@ class Failure(grpc.RpcError):
         return self._trailers
 
 
-def over_the_wire(error: BaseException) -> Failure:
-    status = to_rpc_status(error)
+def over_the_wire(error: BaseException, request_id: str = "") -> Failure:
+    status = to_rpc_status(error, request_id)
     code = next(code for code in Code if code.value[0] == status.code)
     return Failure(code, status.message, ((DETAILS, status.SerializeToString()),))
 
@@ -99,6 +99,12 @@ def test_details_say_reason_domain_and_whether_a_retry_helps():
     info = error_details_pb2.ErrorInfo()
     assert to_rpc_status(errors.WorkerLost("x")).details[0].Unpack(info)
     assert (info.reason, info.domain, dict(info.metadata)) == ("WorkerLost", "baton", {"retryable": "true"})
+
+
+@pytest.mark.parametrize("name", ["r-1", ""])
+def test_a_status_names_its_request(name: str):
+    assert request_id_of(over_the_wire(errors.Overloaded("x", 1.0), name)) == name
+    assert request_id_of(Failure(Code.INTERNAL, "others")) == request_id_of(grpc.RpcError()) == ""
 
 
 @pytest.mark.parametrize(
