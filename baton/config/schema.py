@@ -182,6 +182,10 @@ class DeterminismConfig(Section):
         default="auto", description="how many of them; rows times window is a multiple of 32"
     )
 
+    verify: Literal["auto", "always"] = Field(
+        default="auto", description="auto: not where decode steps give the same bits; always: each output token"
+    )
+
     @model_validator(mode="after")
     def _fits(self) -> DeterminismConfig:
         rows = AUTO_PASS[0] if self.rows == "auto" else self.rows

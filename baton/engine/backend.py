@@ -53,6 +53,12 @@ class ModelBackend(Protocol):
         That is the kernels that layers take for so many rows, and how many ranks there are.
         """
 
+    def steady_rows(self) -> int:
+        """Fixed forwards of at most so many rows give a row the same bits however many there are; 0: they may not.
+
+        By the way its kernels work: `baton.engine.selfcheck` looks whether it is so.
+        """
+
     def make_cache(self, total_blocks: int) -> KVCache:
         """The cache that `forward` takes, finite everywhere; the one before it must not be used any more."""
 

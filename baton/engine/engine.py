@@ -16,16 +16,16 @@ from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 import structlog
-import torch
 
 from baton.engine.blocks import BlockPool, BlockState
 from baton.engine.choice import Choices
+from baton.engine.exact import parts
 from baton.engine.inputs import Inputs
+from baton.engine.ordinary import OrdinaryForwards
 from baton.engine.outcome import Counters, Output, StepResult, load_of
 from baton.engine.prefix import Chain, scope_key
 from baton.engine.request import Request
 from baton.engine.reservation import Reservation
-from baton.engine.sampler import Sampler
 from baton.engine.scheduler import Scheduler
 from baton.engine.sequence import Sequence, Work
 from baton.engine.verify import FixedForwards
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from baton.engine.backend import ModelBackend
     from baton.engine.blocks import Allocation
     from baton.engine.fixed import FixedShapes
-    from baton.engine.sampler import Sampled
+    from baton.engine.ordinary import Drawn
     from baton.engine.verify import Taken
     from baton.engine.windows import Window
     from baton.load import Load
@@ -89,10 +89,10 @@ class Engine:
             recompute_preempted=recompute_preempted,
         )
         max_blocks = self.layout.blocks_for(self.max_model_len)
-        self._inputs = Inputs(backend, max_batched_tokens, max_running, max_blocks)
+        self._ordinary = OrdinaryForwards(Inputs(backend, max_batched_tokens, max_running, max_blocks))
         self._choices = Choices(tokenizer, backend.vocab_size, self.max_model_len)
-        self._sampler = Sampler()
         self._fixed = FixedForwards(backend, shapes, max_blocks, total_blocks) if shapes else None
+        self._exact_rows = shapes.exact_rows if shapes else 0
         self._requests: dict[HandoffId, Request] = {}
         self._ended: list[Output] = []  # ended by what was known already; told with the next step
         self._arrivals = 0
@@ -206,12 +206,20 @@ class Engine:
         return result
 
     def _run(self, work: list[Work], result: StepResult) -> None:
-        sampled = self._tried(lambda: self._compute(work), [item.sequence for item in work], result)
-        if sampled is not None:
-            self.counters.count(work, result)
-            self._scheduler.advance(work)
-            for request, drawn in sampled:
-                self._deliver(request, drawn, result)
+        done: list[Work] = []
+        drawn: list[Drawn] = []
+        for part in parts(work, self._exact_rows):
+            requests = [self._requests[item.sequence.key] for item in part.work]
+            compute = partial(self._ordinary.compute, part, requests, self.backend, self.kv, self._on_layer)
+            sampled = self._tried(compute, [item.sequence for item in part.work], result)
+            if sampled is not None:
+                done += part.work
+                drawn += sampled
+        if done:
+            self.counters.count(done, result)
+            self._scheduler.advance(done)
+            for each in drawn:
+                self._deliver(each, result)
 
     def _run_fixed(self, windows: list[Window], result: StepResult) -> None:
         assert self._fixed is not None
@@ -234,25 +242,17 @@ class Engine:
                 self._fail(sequence.key, f"{type(error).__name__}: {error}", result)
             return None
 
-    @torch.inference_mode()
-    def _compute(self, work: list[Work]) -> list[tuple[Request, Sampled]]:
-        """Run the model; a draw for each sequence of which all known tokens are computed then."""
-        told = partial(self._on_layer, work) if self._on_layer is not None else None
-        requests = [self._requests[item.sequence.key] for item in work]
-        batch = self._inputs.build(work, [request.tokens for request in requests], told)
-        logits = self.backend.forward(batch, self.kv)
-        ready = [request for request, item in zip(requests, work, strict=True) if item.completes]
-        draws = self._sampler.sample(logits, [request.row for request in ready]) if ready else []
-        return list(zip(ready, draws, strict=True))
-
-    def _deliver(self, request: Request, drawn: Sampled, result: StepResult) -> None:
-        if request.draft is not None:
+    def _deliver(self, each: Drawn, result: StepResult) -> None:
+        request, drawn = each.request, each.sampled
+        if not each.final:
             return request.push_candidate(drawn.token_id)
         if drawn.token_id is None:
             return self._fail(request.sequence.key, NO_TOKEN, result)
         choice, sequence = request.choice, request.sequence
         token = choice.push(drawn.token_id, drawn.logprobs)
         sequence.known = len(choice.tokens)
+        if token is not None:
+            request.confirm()
         said = [] if token is None else [token]
         result.outputs.append(Output(sequence.key, said, choice.finish, sequence.cached or 0))
         self._go_on(request)

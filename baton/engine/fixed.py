@@ -3,6 +3,9 @@
 A row of a forward has the same bits in every slot of one fixed shape, whatever the other rows are; between shapes it
 has not. So their prompts are computed on a grid, each chunk in a forward of its own, and their output tokens are drawn
 from verify passes of exactly `rows` x `tokens`. All of it is a function of positions alone.
+
+Some kernels give a row the same bits in every shape up to some size. There a decode step may be *exact* (`exact_rows`):
+what it computes is what a verify pass would, so that none is needed.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ class FixedShapes:
 
     rows: int = 2
     tokens: int = 32
+    exact_rows: int = 0  # a decode step of at most so many rows gives the bits of a verify pass; 0: none does
     stalls: bool = False  # to compare with: verify at once, whatever waits for it
 
     def __post_init__(self) -> None:

@@ -83,7 +83,12 @@ class Inputs:
         )
 
     def build(
-        self, work: Sequence[Work], tokens: Sequence[list[int]], on_layer: Callable[[int], None] | None = None
+        self,
+        work: Sequence[Work],
+        tokens: Sequence[list[int]],
+        on_layer: Callable[[int], None] | None = None,
+        *,
+        fixed: bool = False,
     ) -> Batch:
         """The batch for `work`; `tokens[i]` are all known tokens of its i-th sequence. Good until the next build."""
         self._stage = (self._stage + 1) % STAGES
@@ -107,6 +112,7 @@ class Inputs:
             block_tables=tables,
             logit_rows=self._rows_wanted(work, counts, ones),
             on_layer=on_layer,
+            fixed=fixed,
         )
         if self._copied:
             self._copied[self._stage].record()

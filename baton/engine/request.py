@@ -33,6 +33,13 @@ class Request:
         """For its next draw."""
         return self.choice.row if self.draft is None else self.draft.row
 
+    def confirm(self) -> None:
+        """Its choice has one more token, of an exact step."""
+        sequence, fixed = self.sequence, self.sequence.fixed
+        if self.draft is not None and fixed is not None:
+            self.draft.push(self.choice.tokens[-1])
+            fixed.verified, fixed.final, fixed.ended = sequence.known, sequence.computed, self.draft.ended
+
     def push_candidate(self, token_id: int | None) -> None:
         """What the ordinary batch drew, or that it could not."""
         assert self.draft is not None

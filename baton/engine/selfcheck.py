@@ -7,6 +7,7 @@ other sequences of other lengths. Nothing is known about a kernel beforehand: on
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -35,22 +36,43 @@ class FixedRow(NamedTuple):
     blocks: list[int]
 
 
-def note_nondeterminism(backend: ModelBackend, shapes: FixedShapes) -> None:
-    """Tell the log and the backend what `check_fixed` finds. No cache of the backend may be in use."""
+def checked_shapes(backend: ModelBackend, shapes: FixedShapes) -> FixedShapes | None:
+    """`shapes` as far as they hold here: with the `exact_rows` that are so, or None, and the backend knows why.
+
+    Tells the log. No cache of the backend may be in use.
+    """
     clock = SystemClock()
     began = clock.monotonic()
     backend.nondeterminism = backend.nondeterminism or check_fixed(backend, shapes)
+    found = None if backend.nondeterminism else replace(shapes, exact_rows=exact_rows(backend, shapes))
     seconds = round(clock.monotonic() - began, 3)
-    if backend.nondeterminism:
+    if found is None:
         log.warning("fixed_forwards_vary", reason=backend.nondeterminism, seconds=seconds)
     else:
-        log.info("fixed_forwards_checked", rows=shapes.rows, tokens=shapes.tokens, seconds=seconds)
+        sizes = {"rows": found.rows, "tokens": found.tokens, "exact_rows": found.exact_rows}
+        log.info("fixed_forwards_checked", **sizes, seconds=seconds)
+    return found
 
 
 def check_fixed(backend: ModelBackend, shapes: FixedShapes) -> str:
     """What varied, in words; "": nothing. Makes a cache: the backend's one before it must not be used any more."""
     looker = _Looker(backend, shapes)
     return looker.chunks() or looker.passes()
+
+
+def exact_rows(backend: ModelBackend, shapes: FixedShapes) -> int:
+    """Of how many rows a decode step may be to give the bits of a verify pass, at most `shapes.exact_rows`; 0: of none.
+
+    Needs kernels of which that is known, and is looked at all the same. Makes a cache, like `check_fixed`.
+    """
+    steady = backend.steady_rows()
+    most = min(shapes.exact_rows, steady, 2 * shapes.tokens)
+    if most < 1 or steady < shapes.rows * shapes.tokens:
+        return 0
+    found = _Looker(backend, shapes).steps(most)
+    if found:
+        log.warning("decode_steps_vary", reason=found)
+    return 0 if found else most
 
 
 class _Looker:
@@ -92,6 +114,20 @@ class _Looker:
             if not same_kv or not torch.equal(found, logits[offset : offset + width]):
                 where = f"{offset} tokens later, in row {slot} of {last + 1}"
                 return f"tokens have other {'logits' if same_kv else 'KV'} in a verify pass that begins {where}"
+        return ""
+
+    def steps(self, most: int) -> str:
+        """Those tokens again, each in a row of its own, in decode steps of one row to `most`."""
+        width, first = self._shapes.tokens, self._from
+        self._forward([FixedRow(self._tokens(0, 0, SHORT), 0, self._blocks)], [])
+        logits = torch.cat([self._verify(0, start, start) for start in (first, first + width)])
+        cache = self._kv_of(self._blocks, first, 2 * width)
+        for count in sorted({*range(1, min(8, most) + 1), *range(8, most, 8), most}):
+            offsets = [offset for _, offset in sorted((mix64(count << 32 | i), i) for i in range(2 * width))][:count]
+            rows = [FixedRow(self._tokens(0, first + offset, 1), first + offset, self._blocks) for offset in offsets]
+            same = torch.equal(self._forward(rows, list(range(count))), logits[offsets])
+            if not same or not torch.equal(self._kv_of(self._blocks, first, 2 * width), cache):
+                return f"tokens have other {'KV' if same else 'logits'} in a decode step of {count} rows"
         return ""
 
     def _verify(self, slot: int, start: int, salt: int) -> Tensor:

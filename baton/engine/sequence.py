@@ -44,6 +44,11 @@ class Sequence:
             return self.pending
         return 0 if self.fixed.on_grid or self.fixed.due(self.known) else self.pending
 
+    @property
+    def confirmed(self) -> bool:
+        """It is deterministic, and all that it has is final: no candidate, and no KV but of the last token to come."""
+        return self.fixed is not None and self.fixed.verified == self.known == self.fixed.final + 1
+
 
 @dataclass(slots=True)  # not frozen: that would cost as much as all the rest of its step
 class Work:

@@ -14,7 +14,7 @@ from baton.engine.generate import generate
 from baton.engine.kernels.gpu.memory import claim_activations
 from baton.engine.oracle import OracleBackend, oracle_layout
 from baton.engine.outcome import Counters
-from baton.engine.selfcheck import note_nondeterminism
+from baton.engine.selfcheck import checked_shapes
 from baton.engine.sizing import size_kv
 from baton.errors import ConfigError
 from baton.hub import model_folder
@@ -37,7 +37,7 @@ def build_engine(settings: WorkerSettings) -> Engine:
         torch.set_num_threads(settings.threads)
     backend = load_backend(settings)
     claim_activations(backend, settings.max_batched_tokens, settings.max_running)
-    note_nondeterminism(backend, settings.shapes)
+    shapes = checked_shapes(backend, settings.shapes)
     sizing = size_kv(
         backend.layout,
         kv_memory=settings.kv_memory,
@@ -54,7 +54,7 @@ def build_engine(settings: WorkerSettings) -> Engine:
         max_running=settings.max_running,
         recompute_preempted=settings.role is Role.PREFILL,
         prefix_cache=settings.prefix_cache,
-        shapes=None if backend.nondeterminism else settings.shapes,
+        shapes=shapes,
     )
     if settings.role is Role.DECODE and backend.device.type == "cuda":
         from baton.engine.kernels.gpu.graphs import with_graphs  # a CPU has no use for it

@@ -78,7 +78,7 @@ def from_config(config: ClusterConfig, role: Role, index: int) -> WorkerSettings
         advertise=pool.advertise,
         lease_s=config.ledger.lease_s,
         heartbeat_s=config.ledger.heartbeat_s,
-        shapes=shapes_of(config),
+        shapes=shapes_of(config, pool.max_running),
         history=config.history,
         tls=config.security.tls,
         transfer=TransferSettings(
@@ -95,11 +95,15 @@ def from_config(config: ClusterConfig, role: Role, index: int) -> WorkerSettings
     )
 
 
-def shapes_of(config: ClusterConfig) -> FixedShapes:
-    """What deterministic requests are computed in, on all workers of the cluster; `auto` is the default."""
+def shapes_of(config: ClusterConfig, max_running: int) -> FixedShapes:
+    """What deterministic requests are computed in, on all workers of the cluster; `auto` is the default.
+
+    Decode steps of a pool may all be exact, as far as its workers find that they are, unless all is to be verified.
+    """
     given, auto = config.determinism, FixedShapes()
     rows = auto.rows if given.rows == "auto" else given.rows
-    return FixedShapes(rows, auto.tokens if given.window == "auto" else given.window)
+    window = auto.tokens if given.window == "auto" else given.window
+    return FixedShapes(rows, window, exact_rows=max_running if given.verify == "auto" else 0)
 
 
 def _bind_host(pool: PoolConfig) -> str:

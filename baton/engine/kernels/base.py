@@ -115,6 +115,11 @@ class Kernels(Protocol):
         Fixed forwards take it where the number of rows is not fixed.
         """
 
+    def steady_rows(self, heads: Sequence[int]) -> int:
+        """Up to so many rows the layers made so far, and fixed attention over heads of these sizes, give a row the same
+        bits however many there are. 0: they may not.
+        """
+
     def facts(self, rows: Sequence[int]) -> tuple[str, ...]:
         """What the bits of fixed forwards depend on here, if layers multiply so many rows.
 

@@ -53,6 +53,13 @@ class TransformerBackend:
         """Its kernels."""
         return self.model.kernels.facts(rows)
 
+    def steady_rows(self) -> int:
+        """As its kernels say; routing to experts and latent attention have products that are not theirs."""
+        config = self.model.config
+        if config.experts is not None or config.latent is not None:
+            return 0
+        return self.model.kernels.steady_rows([config.head_dim])
+
     def make_cache(self, total_blocks: int) -> KVCache:
         """A cache of this layout."""
         return KVCache(self.layout, total_blocks, self.device, copy=block_copy(self.model.kernels))

@@ -63,6 +63,10 @@ class ShardedBackend:
         """The kernels of one rank, which are those of all, and how many ranks there are."""
         return (f"{self._plan.size} ranks of {self._plan.threads} threads", *self._local.facts(rows))
 
+    def steady_rows(self) -> int:
+        """What ranks exchange is cut by its size."""
+        return 0
+
     def make_cache(self, total_blocks: int) -> KVCache:
         """The cache for `forward`, on all ranks; the one before it must not be used any more. Raises RankLost."""
         self._check_open()

@@ -231,6 +231,7 @@ def test_the_shape_of_a_verify_pass(load):
     assert load("model: {path: oracle}\ndeterminism: {rows: 4, window: 8}").determinism.model_dump() == {
         "rows": 4,
         "window": 8,
+        "verify": "auto",
     }
     auto, shapes = load("model: {path: oracle}"), FixedShapes()
     assert (auto.determinism.rows, auto.determinism.window) == ("auto", "auto")
@@ -244,6 +245,7 @@ def test_the_shape_of_a_verify_pass(load):
         ("{window: 5}", r"line 2: determinism: rows times window must be a multiple of 32, got 2 x 5"),
         ("{rows: 0}", r"line 2: determinism\.rows: .*greater than or equal to 1, got 0"),
         ("{window: 1}", r"line 2: determinism\.window: .*greater than or equal to 2, got 1"),
+        ("{verify: never}", r"line 2: determinism\.verify: .*'auto' or 'always', got \"never\""),
         ("{window: wide}", r"line 2: determinism\.window: .*'auto', got \"wide\""),
     ],
 )

@@ -131,6 +131,7 @@ def test_any_mix_with_little_room_and_any_mistakes(data):
     draw = data.draw
     backend = Tampered(draw(st.sets(st.integers(0, 200), max_size=60)))
     shapes = FixedShapes(*draw(st.sampled_from([(1, 32), (2, 16), (4, 8), (8, 4), (16, 2)])))
+    shapes = replace(shapes, exact_rows=draw(st.sampled_from([0, 0, 1, 3, 64])))
     engine = engine_of(
         backend,
         shapes=shapes,

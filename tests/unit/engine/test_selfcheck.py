@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 from baton.engine.fixed import FixedShapes
 from baton.engine.model.build import load_model
 from baton.engine.oracle import OracleBackend
-from baton.engine.selfcheck import check_fixed, note_nondeterminism
+from baton.engine.selfcheck import check_fixed, checked_shapes, exact_rows
 from tests.unit.engine.test_determinism import DEMO
 
 SHAPES = FixedShapes()
@@ -24,6 +25,7 @@ class Spoilt:
         self._oracle, self._where = OracleBackend(), where
         self.layout, self.device, self.vocab_size = self._oracle.layout, self._oracle.device, self._oracle.vocab_size
         self.max_model_len, self.nondeterminism, self.make_cache = 2048, "", self._oracle.make_cache
+        self.steady_rows = self._oracle.steady_rows
 
     def forward(self, batch, kv):
         logits = self._oracle.forward(batch, kv)
@@ -82,8 +84,8 @@ def test_the_log_and_the_backend_are_told():
     good = OracleBackend()
     bad: Any = Spoilt(by_slot)
     with structlog.testing.capture_logs() as logs:
-        note_nondeterminism(good, SHAPES)
-        note_nondeterminism(bad, SHAPES)
+        checked_shapes(good, SHAPES)
+        checked_shapes(bad, SHAPES)
     assert good.nondeterminism == ""
     assert "verify pass" in bad.nondeterminism
     assert [(line["event"], line["log_level"]) for line in logs] == [
@@ -96,5 +98,49 @@ def test_the_log_and_the_backend_are_told():
 def test_what_is_known_already_is_kept():
     backend = OracleBackend()
     backend.nondeterminism = "known"
-    note_nondeterminism(backend, SHAPES)
+    checked_shapes(backend, SHAPES)
     assert backend.nondeterminism == "known"
+
+
+def by_rows(batch, kv, logits):
+    """Of decode steps, that of 40 rows."""
+    if len(batch.query_lens) == 40:
+        logits[7] += 1e-6
+
+
+def by_kv_of_rows(batch, kv, logits):
+    if len(batch.query_lens) == 3:
+        kv.k.view(torch.int32)[-1].flatten(0, 1)[batch.slot_mapping[1]] ^= 1
+
+
+@pytest.mark.parametrize(
+    ("where", "reason"),
+    [(by_rows, "other logits in a decode step of 40 rows"), (by_kv_of_rows, "other KV in a decode step of 3 rows")],
+)
+def test_decode_steps_that_vary_are_not_exact(where, reason):
+    spoilt: Any = Spoilt(where)
+    with structlog.testing.capture_logs() as logs:
+        assert checked_shapes(spoilt, replace(SHAPES, exact_rows=64)) == SHAPES
+    assert [line["event"] for line in logs] == ["decode_steps_vary", "fixed_forwards_checked"]
+    assert logs[0]["reason"].endswith(reason)
+
+
+@pytest.mark.parametrize(("asked", "found"), [(0, 0), (1, 1), (40, 40), (64, 64), (256, 64)])
+def test_exact_are_as_many_rows_as_were_looked_at(asked, found):
+    backend = OracleBackend()
+    assert checked_shapes(backend, replace(SHAPES, exact_rows=asked)) == replace(SHAPES, exact_rows=found)
+
+
+@pytest.mark.parametrize(("steady", "found"), [(0, 0), (63, 0), (64, 64), (1000, 64)])
+def test_kernels_that_are_not_known_to_be_steady_are_not_trusted(steady, found):
+    """Nor those that take another way in a verify pass, however often it looks as if they did not."""
+    backend: Any = OracleBackend()
+    backend.steady_rows = lambda: steady
+    assert exact_rows(backend, replace(SHAPES, exact_rows=64)) == found
+
+
+def test_the_demo_model_is_exact_where_its_kernels_are_compiled():
+    for dtype in ("bfloat16", "float32"):
+        backend = load_model(DEMO, dtype=dtype)
+        compiled = backend.model.kernels.name == "compiled"
+        assert exact_rows(backend, replace(SHAPES, exact_rows=64)) == (64 if compiled else 0)

@@ -45,13 +45,23 @@ def test_a_new_engine_has_been_warmed_and_counts_from_zero(tmp_path):
 
 def test_verify_passes_of_a_new_engine_are_reported(tmp_path):
     """Those that it was warmed with are forgotten, by everybody who counts."""
-    engine = build_engine(settings(tmp_path, "decode.kv_memory=1MiB", "decode.block_size=16"))
+    engine = build_engine(settings(tmp_path, "decode.kv_memory=1MiB", "determinism.verify=always"))
     spec = SequenceSpec((1, 2, 3), Sampling(max_tokens=40, temperature=0.0, ignore_eos=True), deterministic=True)
     engine.submit(HandoffId("r", 1), spec)
     said = [output for _ in range(100) for output in engine.step().outputs]
     assert said[-1].finish is not None
     assert [token.token_id for output in said for token in output.tokens] == OracleBackend().expected(spec)
     assert engine.load().verify_passes >= 2
+
+
+def test_what_is_exact_is_not_verified(tmp_path):
+    engine = build_engine(settings(tmp_path, "decode.kv_memory=1MiB", "decode.max_running=5"))
+    spec = SequenceSpec((1, 2, 3), Sampling(max_tokens=40, temperature=0.0, ignore_eos=True), deterministic=True)
+    for number in range(9):
+        engine.submit(HandoffId(f"r{number}", 1), spec)
+    said = [output for _ in range(200) for output in engine.step().outputs]
+    assert sum(output.finish is not None for output in said) == 9
+    assert (engine.load().verify_passes, engine.load().decode_tokens) == (0, 9 * 39)
 
 
 def test_a_worker_whose_bits_vary_takes_no_deterministic_requests(monkeypatch, tmp_path):
@@ -83,9 +93,11 @@ def test_a_worker_is_told_how_kv_moves(tmp_path):
 
 
 def test_a_worker_is_told_the_shape_of_a_verify_pass(tmp_path):
-    assert settings(tmp_path).shapes == FixedShapes()
-    assert settings(tmp_path, "determinism.rows=4").shapes == FixedShapes(4, FixedShapes().tokens)
-    assert settings(tmp_path, "determinism.rows=1", "determinism.window=96").shapes == FixedShapes(1, 96)
+    assert settings(tmp_path).shapes == FixedShapes(exact_rows=64)
+    assert settings(tmp_path, "determinism.verify=always").shapes == FixedShapes()
+    assert settings(tmp_path, "determinism.rows=4").shapes == FixedShapes(4, FixedShapes().tokens, exact_rows=64)
+    sets = ("determinism.rows=1", "determinism.window=96", "decode.max_running=7")
+    assert settings(tmp_path, *sets).shapes == FixedShapes(1, 96, exact_rows=7)
 
 
 def test_too_little_memory_says_how_much_would_do(tmp_path):

@@ -8,8 +8,8 @@
  * Softmax is computed to the base 2 (scores are multiplied by log2 e). It keeps a running maximum, or (`unified`) subtracts one preset constant instead, so that nothing is rescaled;
  * a row whose scores leave the range that is safe for that is computed again with its running maximum.
  *
- * In fixed batches, whose sequences have several new tokens each, a row has the same bits wherever it lies and whatever
- * lies beside and behind it: chunks begin at multiples of CHUNK, there is one split, and what it does not see weighs 0.
+ * In fixed batches a row has the same bits wherever it lies, whatever lies beside and behind it, and however many new
+ * tokens its sequence has: chunks begin at multiples of CHUNK, there is one split, and what it does not see weighs 0.
  */
 #include "common.h"
 #include "turn.h"
@@ -69,6 +69,7 @@ long NAME(attention_plan)(task_t *tasks, long capacity, const int32_t *starts, c
                 if (forced && count == 1) splits = forced;
                 if (units >= threads && !forced) splits = 1;
                 if (load && count == 1) splits = MIN((load + singles - 1) / singles, (length + CHUNK - 1) / CHUNK);
+                if (fixed) splits = 1;
                 const long per = ((length + splits - 1) / splits + CHUNK - 1) / CHUNK * CHUNK;
                 for (long i = 0; i < splits; i++) {
                     if (n == capacity) return -1;

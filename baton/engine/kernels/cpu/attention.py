@@ -21,6 +21,12 @@ MAX_SPLITS = 256
 LOAD_TASKS = 32  # splits of all decode rows together, where their number follows load
 
 
+def is_compiled(dim: int, value_dim: int | None = None) -> bool:
+    """Whether heads of `dim` elements, and values of `value_dim` (None: as many), are not left to torch."""
+    value_dim = dim if value_dim is None else value_dim
+    return dim % 2 == 0 and value_dim % LANES == 0 and max(dim, value_dim) <= MAX_DIM
+
+
 class CompiledAttention:
     """Implements `baton.engine.kernels.base.Attention` for one window; `bind` turns it to another batch.
 
@@ -65,7 +71,7 @@ class CompiledAttention:
 
     def __call__(self, query: Tensor, keys: Tensor, values: Tensor, out: Tensor) -> Tensor:
         _, heads, dim = query.shape
-        if dim % 2 or values.shape[3] % LANES or max(dim, values.shape[3]) > MAX_DIM:
+        if not is_compiled(dim, values.shape[3]):
             return self._in_torch(query, keys, values, out)
         args, threads = self._args, torch.get_num_threads()
         if self._planned != (heads, keys.shape[2]):

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from baton.engine.kernels.cpu.args import GateArgs, LinearArgs, NormArgs, RotateArgs, strides_of
-from baton.engine.kernels.cpu.attention import CompiledAttention
+from baton.engine.kernels.cpu.attention import CompiledAttention, is_compiled
 from baton.engine.kernels.cpu.build import load_library
 from baton.engine.kernels.cpu.profile import Choice
 from baton.engine.kernels.plain import TorchKernels, TorchLinear
@@ -119,6 +119,11 @@ class CpuKernels:
         if not isinstance(layer, CompiledLinear):
             return None
         return CompiledLinear(self.products, layer.weight, layer.bias, Choice(ANY_ROWS, tall=False))
+
+    def steady_rows(self, heads: Sequence[int]) -> int:
+        if not all(map(is_compiled, heads)):
+            return 0
+        return min((self.profile.choice(*shape).flat_rows for shape in self.shapes), default=0)
 
     def facts(self, rows: Sequence[int]) -> tuple[str, ...]:
         choices = [(shape, self.profile.choice(*shape)) for shape in sorted(self.shapes)]
