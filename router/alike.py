@@ -29,7 +29,7 @@ class Alike:
         self._why_not = why_not
         self._clock = clock
         self._wait_s = wait_s
-        self._waiting: set[asyncio.Future[None]] = set()
+        self._waiting: dict[asyncio.Future[None], None] = {}  # in order of arrival
 
     def changed(self) -> None:
         """Let those who wait look again."""
@@ -42,15 +42,16 @@ class Alike:
     ) -> T:
         """What `admit` gives. When it raises NobodyAlike it is asked again, once somebody is there.
 
-        `deadline_s`: what is left to the request. `since`: when it began to wait, on our clock; None: now, it goes on
-        with what was begun. Raises InvalidRequest (no worker here takes such requests), NoWorker (none that computes
-        alike came in time), DeadlineExceeded, and what `admit` raises.
+        `deadline_s`: what is left to the request. `since`: when it began to wait, on our clock; None: it goes on with
+        what was begun, and time in which it waited for room alone does not count. Raises InvalidRequest (no worker here
+        takes such requests), NoWorker (none that computes alike came in time), DeadlineExceeded, and what `admit`
+        raises.
         """
-        now = self._clock.monotonic()
-        until, deadline = (now if since is None else since) + self._wait_s, now + deadline_s
+        deadline = self._clock.monotonic() + deadline_s
         while True:
             if wish.deterministic:
-                await self._present(wish, until, deadline)
+                began = self._clock.monotonic() if since is None else since
+                await self._present(wish, began + self._wait_s, deadline)
             try:
                 return await admit()
             except NobodyAlike:
@@ -72,11 +73,11 @@ class Alike:
 
     async def _news(self) -> None:
         waiter = asyncio.get_running_loop().create_future()
-        self._waiting.add(waiter)
+        self._waiting[waiter] = None
         try:
             await waiter
         finally:
-            self._waiting.discard(waiter)
+            del self._waiting[waiter]
 
     def _gave_up(self, wish: Wish, *, late: bool) -> BatonError:
         whose = f"with the system fingerprint {wish.determinism} " if wish.determinism else ""

@@ -144,7 +144,7 @@ class Gate:
     """`Alike` over a pool, and an admission; time stands still."""
 
     def __init__(self, pool, wait_s=10.0):
-        self.pool, clock = pool, FakeClock()
+        self.pool, self.clock = pool, (clock := FakeClock())
         self.admission = Admission(pool.claim, Claim.release, pool.serves, clock, Bounds(8, 10**6, wait_s))
         self.alike = Alike(pool.serves, pool.nondeterminism, clock, wait_s)
         pool.on_change = self.changed
@@ -239,3 +239,38 @@ async def test_one_that_leaves_is_forgotten():
     assert not gate.alike._waiting
     gate.changed()
     assert gate.admission.waiting == 0
+
+
+async def test_who_came_first_is_let_in_first():
+    gate = Gate(pool_with((P, "p0", "x"), (D, "d0", "x")))
+    say(gate.pool, "d0", usable=False)
+    asked, served = [gate.ask(DETERMINISTIC) for _ in range(30)], []
+    for number, one in enumerate(asked):
+        one.add_done_callback(lambda _, number=number: served.append(number))
+    for _ in range(3):  # news that bring nobody change nothing
+        await turns()
+        gate.changed()
+    say(gate.pool, "d0", usable=True)
+    await asyncio.gather(*asked[:5])
+    assert served[:5] == [0, 1, 2, 3, 4]
+    for one in asked:
+        one.cancel()
+    await asyncio.wait(asked)
+
+
+async def test_time_in_the_queue_is_no_time_without_a_worker():
+    """Of one that was accepted: it may have waited for room for longer than anybody waits for a worker."""
+    gate = Gate(pool_with((P, "p0", "x"), (D, "d0", "x")))
+    say(gate.pool, "d0", full=True)
+
+    def admit():
+        return gate.admission.admit((1, 1), 40, DETERMINISTIC, returning=True, accepted=True)
+
+    waits = asyncio.create_task(gate.alike.admitted(DETERMINISTIC, admit, deadline_s=600.0, since=None))
+    await turns()
+    gate.clock.advance(20.0)
+    say(gate.pool, "d0", usable=False)
+    await turns()
+    assert (gate.admission.waiting, len(gate.alike._waiting)) == (0, 1)
+    say(gate.pool, "d0", usable=True, full=False)
+    assert names(await waits) == ("p0", "d0")
