@@ -95,7 +95,7 @@ class WorkerPool:
             raise NobodyAlike(f"no decode worker here computes deterministic requests{_as(determinism)}")
         if not snapshot.has_room(tokens):
             return None
-        kept = keep.info.ref if keep is not None and keep.usable else None
+        kept = keep.info.ref if keep is not None and self._can_hand_over(keep, wish) else None
         ask = self._fleet.ask(tokens, self._turn, kept, spec, determinism)
         pair = self._policy(snapshot, ask)
         if pair is None:
@@ -188,6 +188,11 @@ class WorkerPool:
             return "no prefill worker is there: it computes prompts itself"
         reason = self.misfit(link)
         return f"fits no other worker: {reason}" if reason else ""
+
+    def _can_hand_over(self, keep: WorkerLink, wish: Wish) -> bool:
+        """Is it there, and a decode worker that takes what it holds, room aside? Else that is waited for in vain."""
+        takers = self._usable(Role.DECODE, wish) if keep.usable else []
+        return any(link.info.fingerprint == keep.info.fingerprint for link in takers)
 
     def _usable(self, role: Role, wish: Wish = NO_WISH) -> list[WorkerLink]:
         links = self._links.values()

@@ -66,6 +66,18 @@ def test_nobody_else_is_taken_when_it_finds_no_decode_worker(pool):
     assert pool.claim(10, Wish(link(pool, "prefill-1"))) is None
 
 
+def test_what_is_held_is_given_up_when_nobody_is_there_who_could_take_it():
+    """Else the request would wait for ever, and all others behind it: two models, as in the middle of an upgrade."""
+    pool = pool_of(0)
+    for role in Role:
+        for model in "ab":
+            pool._add(fakes.link(role, f"{role}-{model}", model))
+    kept = Wish(link(pool, "prefill-a"))
+    assert names(pool.claim(10, kept)) == ("prefill-a", "decode-a")
+    say(pool, "decode-a", usable=False)
+    assert names(pool.claim(10, kept)) == ("prefill-b", "decode-b")
+
+
 def test_a_claim_counts_until_it_is_given_back(pool):
     claim = pool.claim(40, Wish(link(pool, "prefill-1")))
     prefill, decode = link(pool, "prefill-1").view, link(pool, "decode-0").view
