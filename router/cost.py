@@ -26,6 +26,7 @@ _COLD = 4.0  # what took so many times longer at first was warming up
 _MOST_USUAL = 0.9  # of a step: what else is in it took something
 _PRIOR = 8.0  # steps of its like that count for a worker beside its own
 _FEW = 2.0  # steps up to which something else stands in
+_FORGOTTEN = 1e-100  # of a step: what is left of the sums has too few digits, or none
 # Where data do not tell the causes apart it is the tokens, then the step, then the context.
 _RIDGE = np.array([1e-5, 1e-6, 1e-4])
 _SUBSETS = np.array(list(product((0.0, 1.0), repeat=3)))
@@ -128,7 +129,7 @@ class StepFit:
 def _solve(sums: Matrix) -> Cost:
     """The best coefficients of which none is below 0: of the eight ways to leave some out, the best that is allowed."""
     scale = np.sqrt(np.diag(sums))
-    if not scale.all():
+    if not scale.all() or sums[0, 4] < _FORGOTTEN:
         return UNKNOWN
     unit, right = sums[:, :3] / np.outer(scale, scale), sums[:, 3] / scale
     kept = _SUBSETS[:, :, None] * _SUBSETS[:, None, :]

@@ -95,6 +95,19 @@ def test_memory_does_not_grow():
     assert sum(value.size for value in held) == 15
 
 
+@pytest.mark.parametrize("digits", [90, *range(110, 340, 3)])
+def test_what_was_forgotten_long_ago_is_not_known(digits):
+    """Days of beats without a step: sums go to nothing, some before others."""
+    fit = StepFit()
+    for number in range(12):
+        fit.observe(Pace(10, 100 + number, 4000 + number * number, 0.05 + 0.001 * number))
+    for _ in range(2):
+        fit.idle(10 ** (-digits / 2))
+    cost = fit.cost()
+    assert cost == UNKNOWN if digits > 90 else cost.known
+    assert np.isfinite(cost).all()
+
+
 def test_nothing_is_known_before_a_report():
     assert StepFit().cost() == StepFit().cost(StepFit()) == UNKNOWN
     assert not UNKNOWN.known
