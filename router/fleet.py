@@ -94,6 +94,7 @@ class Fleet:
     def drop(self, ref: WorkerRef) -> None:
         """A worker is gone."""
         member = self._members.pop(_holder(ref))
+        self._stale.discard(member)
         member.side.drop(member.row)
         del self._owners[member.link.info.role, member.row]
         self._changed = True
