@@ -20,7 +20,11 @@ from baton.engine.kernels.plain import TorchKernels, TorchLinear
 DTYPES = list(ELEMENTS)
 BLOCK = 16
 
-
+# All of them on one thread and on two; single kernels are short enough to run beside other tests on two.
+pytestmark = [
+    pytest.mark.usefixtures("threads"),
+    pytest.mark.parametrize("threads", [1, 2], ids=["one thread", "two threads"], indirect=True),
+]
 FLAT, TALL = Choice(1 << 20, tall=True), Choice(0, tall=True)
 
 
@@ -35,14 +39,6 @@ def kernels(request) -> CpuKernels:
 @pytest.fixture
 def dtype(kernels: CpuKernels) -> torch.dtype:
     return kernels.dtype
-
-
-@pytest.fixture(autouse=True, params=[1, 2], ids=["one thread", "two threads"])
-def threads(request):
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield request.param
-    torch.set_num_threads(before)
 
 
 def close(found: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype, scale: float = 1.0) -> None:

@@ -21,15 +21,6 @@ HEADS = [(4, 4, 64, 64), (12, 4, 48, 48), (8, 1, 128, 128), (4, 1, 96, 64), (6, 
 WINDOWS = [None, 1, 20, 64, 100]
 
 
-# Two threads wait for each other at each layer: beside other tests that takes a hundred times as long.
-@pytest.fixture(params=[1, pytest.param(2, marks=pytest.mark.serial)], ids=["one thread", "two threads"])
-def threads(request):
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield request.param
-    torch.set_num_threads(before)
-
-
 def compiled(dtype, window, unified=None):
     try:
         return CompiledAttention(load_library(ELEMENTS[dtype]), ELEMENTS[dtype], window, unified)

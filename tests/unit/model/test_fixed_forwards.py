@@ -39,15 +39,6 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 CHOICES = {"flat": Choice(1 << 20, tall=True), "tall": Choice(8, tall=True), "torch product": Choice(8, tall=False)}
 
 
-# Two threads wait for each other at each layer: beside other tests that takes a hundred times as long.
-@pytest.fixture(params=[1, pytest.param(2, marks=pytest.mark.serial)], ids=["one thread", "two threads"])
-def threads(request):
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield request.param
-    torch.set_num_threads(before)
-
-
 def model(folder, family: str, dtype: torch.dtype, kernels: str, monkeypatch):
     name, settings = FAMILIES[family]
     random_checkpoint(folder, name, dtype=dtype, seed=5, **settings)
