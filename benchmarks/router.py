@@ -24,7 +24,6 @@ import contextlib
 import json
 import os
 import random
-import shlex
 import subprocess
 import sys
 import time
@@ -44,9 +43,8 @@ from baton.rpc.v1 import inference_pb2 as pb
 from baton.rpc.v1.inference_pb2_grpc import InferenceStub
 from benchmarks.lib.bare_call import bare_server
 from benchmarks.lib.cluster import cluster
-from benchmarks.lib.machine import machine
 from benchmarks.lib.protocol import ROOT
-from benchmarks.lib.report import fill, markdown
+from benchmarks.lib.report import finish, markdown
 from benchmarks.lib.router_direct import Direct
 from benchmarks.lib.streams import Passed, drive
 
@@ -213,13 +211,7 @@ def main(argv: list[str]) -> None:
     found = figures(extra, streams, short)
     values = markdown(["figure", "value"], [[name, str(value)] for name, value in found.items()])
     shown = "\n\n".join((table(streams, "token"), table(short, "request"), values))
-    print(shown)
-    if args.write_docs:
-        page = ROOT / "docs" / "performance.md"
-        facts = [f"- command: python benchmarks/router.py {shlex.join(argv)}", f"- load at the start: {load:.1f}"]
-        facts += [f"- {name}: {value}" for name, value in machine().items()]
-        page.write_text(fill(page.read_text(), "\n".join([*facts, "", shown]), NAME))
-    print(json.dumps({"benchmark": NAME, "figures": found}))
+    finish(NAME, argv, load, shown, found, write_docs=args.write_docs)
 
 
 if __name__ == "__main__":

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import shlex
 from statistics import median
 from typing import TYPE_CHECKING
 
+from benchmarks.lib.machine import machine
+from benchmarks.lib.protocol import ROOT
 from benchmarks.lib.ratios import BATON, LIMIT, Measured
 from benchmarks.lib.shapes import LABELS
 
@@ -76,6 +80,21 @@ def fill(text: str, content: str, section: str = "engine") -> str:
     if not found or not closed:
         raise ValueError(f"there is no {begin} ... {end}")
     return f"{before}{begin}\n{content}\n{end}{after}"
+
+
+def finish(
+    name: str, argv: Sequence[str], load: float, shown: str, figures: Mapping[str, float], *, write_docs: bool
+) -> None:
+    """The end of `benchmarks/{name}.py`: print what was measured, put it into the section `name` of docs/performance.md
+    if that is wanted, and print the figures as the last line. `load`: the machine's before it.
+    """
+    print(shown)
+    if write_docs:
+        page = ROOT / "docs" / "performance.md"
+        facts = [f"- command: {shlex.join(['python', f'benchmarks/{name}.py', *argv])}"]
+        facts += [f"- load at the start: {load:.1f}", *(f"- {what}: {value}" for what, value in machine().items())]
+        page.write_text(fill(page.read_text(), "\n".join([*facts, "", shown]), name))
+    print(json.dumps({"benchmark": name, "figures": figures}))
 
 
 def _why(key: str, reason: str, with_peers: bool) -> str:

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.lib import report
 from benchmarks.lib.environments import PEERS, QUICKLY_INSTALLED, Unavailable, chosen, python_for
 from benchmarks.lib.measure import Plan, grouped, memory_needs, other_load, sample_of
 from benchmarks.lib.models import make_model
@@ -106,3 +107,18 @@ def test_memory_needs_grow_with_weights_and_kv(tmp_path: Path) -> None:
     assert needs[1][0] == pytest.approx(2 * needs[0][0], abs=2)
     assert needs[1][1] - needs[0][1] == 2 * (shape.read_params + shape.head_params)
     assert needs[2][1] - needs[1][1] == shape.kv_bytes(1000, 4)
+
+
+def test_a_program_ends_with_its_figures_and_fills_its_section(tmp_path, monkeypatch, capsys) -> None:
+    page = tmp_path / "docs" / "performance.md"
+    page.parent.mkdir()
+    page.write_text("before <!-- router:begin --> old <!-- router:end --> after")
+    monkeypatch.setattr(report, "ROOT", tmp_path)
+    for write in (False, True):
+        report.finish("router", ["--quick", "a b"], 1.25, "a table", {"x": 1.5}, write_docs=write)
+        assert capsys.readouterr().out.splitlines() == ["a table", '{"benchmark": "router", "figures": {"x": 1.5}}']
+        assert ("old" in page.read_text()) == (not write)
+    text = page.read_text()
+    assert "\n- command: python benchmarks/router.py --quick 'a b'\n- load at the start: 1.2\n- processor: " in text
+    assert text.startswith("before <!-- router:begin -->\n")
+    assert text.endswith("\n\na table\n<!-- router:end --> after")
