@@ -1,27 +1,35 @@
 """What deterministic requests cost: throughput by their share, relative to none, beside other ways to be deterministic.
 
-    python benchmarks/determinism.py --quick         some minutes on one core
-    python benchmarks/determinism.py                 more rounds, and a sweep of the shape of verify passes
-    python benchmarks/determinism.py --write-docs    the section in docs/performance.md from it
+    python benchmarks/determinism.py --quick                     under 5 minutes on one core
+    python benchmarks/determinism.py --quick --lengths azure --trace FILE
+    python benchmarks/determinism.py --trace FILE                under 20: both loads, and a sweep of verify passes
+    python benchmarks/determinism.py --trace FILE --write-docs   the section in docs/performance.md from it
 
-One engine in this process, on one thread, in bfloat16 and with attention splits that follow load (so that candidates
-do differ from what is verified). All requests are there from the beginning, 16 run at once. In each round every variant
-takes its turn, in another order; ratios are of one round, and the table has their median and spread. *fixed shape*:
-every decode step has all its rows, so that bits do not depend on load; *one at a time*: nothing is batched.
+One engine in this process, on one thread, in bfloat16, with attention splits that follow load, so that candidates do
+differ from what is verified: `--splits load`, whose partials are in float32 as on GPU servers; with `load_bf16` they
+are rounded to bfloat16, so that more candidates are wrong than there.
+All requests are there from the beginning, 16 run at once. In each round every variant takes its turn, in another order;
+ratios are of one round, and the tables have their median and spread.
+- *verify passes*: candidates come from the ordinary batch and are computed again (`determinism.verify: always`);
+- *all wait*: so, and whatever is due is verified at once;
+- *fixed shape*: every decode step has all its rows, so that bits do not depend on load;
+- *one at a time*: nothing is batched.
+
+Lengths `fixed` are 128 tokens for prompts and answers each. Lengths `azure` are those of a random sample (`--seed`, a
+new one each round) of the conversations in `--trace FILE`: AzureLLMInferenceTrace_conv.csv, which is published in
+Azure/AzurePublicDataset and is no part of this repository; prompts are cut to 512 tokens and answers to 256, and the
+tokens are random. Without the file the full run leaves that part out, and says so.
 The last line of stdout is one JSON object with the figures.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import random
-import shlex
 import sys
 from pathlib import Path
-from statistics import median, quantiles
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for `python benchmarks/determinism.py`
 
@@ -31,106 +39,125 @@ from baton.engine.fixed import FixedShapes
 from baton.engine.model.build import load_model
 from baton.tokenizer import load_tokenizer
 from benchmarks.lib.determinism_run import Load, Took, engine_of, run
-from benchmarks.lib.machine import machine
+from benchmarks.lib.determinism_table import figures, table
+from benchmarks.lib.lengths import read_trace, sampled
 from benchmarks.lib.models import make_model
-from benchmarks.lib.protocol import ROOT
-from benchmarks.lib.report import fill, markdown
+from benchmarks.lib.report import finish
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from benchmarks.lib.lengths import Lengths
+
+    Runs = dict[str, list[Took]]
 
 NAME = "determinism"
-SHARES = (0.0, 0.02, 0.1, 0.5, 1.0)
+SHARES, VERIFIED = (0.02, 0.1, 0.5, 1.0), (0.1, 0.5, 1.0)
+MODES: tuple[Literal["auto", "always"], ...] = ("always",)
 SWEEP = ((1, 32), (1, 64), (2, 16), (2, 32), (4, 8), (4, 16), (4, 32), (8, 8), (8, 16))
 RUNNING = 16
+NONE = "0% deterministic"
 
 
 class Variant(NamedTuple):
-    """What takes its turn in each round."""
+    """What takes its turn in each round. `verify`: as the key of that name in a cluster file."""
 
     name: str
     share: float
     shapes: FixedShapes
+    verify: Literal["auto", "always"] = "always"
     running: int = RUNNING
     fixed_decode: bool = False
 
 
-def variants(rows: int, tokens: int, *, sweep: bool) -> list[Variant]:
+class Part(NamedTuple):
+    """One table. `lengths` are those of each round; figures have the `key` before their names."""
+
+    name: str
+    key: str
+    lengths: list[Lengths]
+    variants: list[Variant]
+
+
+def shares(shapes: FixedShapes) -> list[Variant]:
     """By the order of the table; the first is what all are compared with."""
-    shapes = FixedShapes(rows, tokens)
-    found = [Variant(f"{share:.0%} deterministic", share, shapes) for share in SHARES]
-    found.append(Variant("100%, all wait for verify passes", 1.0, FixedShapes(rows, tokens, stalls=True)))
-    found.append(Variant("50%, all wait for verify passes", 0.5, FixedShapes(rows, tokens, stalls=True)))
-    found.append(Variant("fixed shape", 0.0, shapes, fixed_decode=True))
-    found.append(Variant("one at a time", 0.0, shapes, running=1))
-    return found + [Variant(f"100%, {g} x {w}", 1.0, FixedShapes(g, w)) for g, w in SWEEP if sweep]
-
-
-def measure(args: argparse.Namespace) -> dict[Variant, list[Took]]:
-    """Every variant in each round, and once before to warm up."""
-    folder = make_model(args.cache, args.size, "bf16", tiny=args.tiny)
-    backend = load_model(folder, dtype="bfloat16", attention_splits="load_bf16")
-    tokenizer, order, rng = load_tokenizer(folder), variants(args.rows, args.window, sweep=args.sweep), random.Random(0)
-    taken: dict[Variant, list[Took]] = {variant: [] for variant in order}
-    for number in range(-1, args.rounds):
-        for variant in rng.sample(order, len(order)):
-            # One at a time takes as long for a few as all do together.
-            count = args.requests if variant.running > 1 else max(1, args.requests // 8)
-            lengths = ((args.prompt, args.answer if number >= 0 else 4),) * count
-            load = Load(lengths, variant.running, variant.share, seed=number)
-            engine = engine_of(backend, tokenizer, load, variant.shapes, fixed_decode=variant.fixed_decode)
-            took = run(engine, load)
-            if number >= 0:
-                taken[variant].append(took)
-            print(f"{number}: {variant.name}: {took.tokens_per_s:.0f} tokens/s", file=sys.stderr, flush=True)
-    return taken
-
-
-def rows_of(taken: dict[Variant, list[Took]]) -> list[list[str]]:
-    """The table."""
-    base = next(iter(taken.values()))
-    found = []
-    for variant, runs in taken.items():
-        ratios = [one.tokens_per_s / other.tokens_per_s for one, other in zip(runs, base, strict=True)]
-        best = median(one.tokens_per_s for one in runs)
-        again = median(one.counters.recomputed_tokens / one.tokens for one in runs)
-        passes = median(one.counters.verify_passes for one in runs)
-        times = [_times([s for one in runs for s in values(one)]) for values in (_ttft, _itl, _e2e)]
-        spread = f"{median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f})"
-        found.append([variant.name, f"{best:,.0f}", spread, f"{passes:.0f}", f"{again:.1%}", *times])
+    found = [Variant(NONE, 0.0, shapes)]
+    for mode in MODES:
+        how = ", verify passes" if mode == "always" else ""
+        found += [Variant(f"{x:.0%} deterministic{how}", x, shapes, mode) for x in (VERIFIED if how else SHARES)]
     return found
 
 
-def _ttft(took: Took) -> list[float]:
-    return took.ttft_s
+def others(shapes: FixedShapes) -> list[Variant]:
+    """Other ways, to compare with."""
+    stalls = FixedShapes(shapes.rows, shapes.tokens, stalls=True)
+    return [
+        *(Variant(f"{x:.0%} deterministic, verify passes, all wait", x, stalls) for x in (0.5, 1.0)),
+        Variant("fixed shape", 0.0, shapes, fixed_decode=True),
+        Variant("one at a time", 0.0, shapes, running=1),
+    ]
 
 
-def _itl(took: Took) -> list[float]:
-    return took.itl_s
+def sweep(shapes: FixedShapes) -> list[Variant]:
+    """Verify passes of other shapes."""
+    return [Variant(NONE, 0.0, shapes), *(Variant(f"100%, {g} x {w}", 1.0, FixedShapes(g, w)) for g, w in SWEEP)]
 
 
-def _e2e(took: Took) -> list[float]:
-    return took.e2e_s
+def parts_of(args: argparse.Namespace, trace: Lengths) -> list[Part]:
+    """What the options ask for; of a trace only if there is one."""
+    rng, shapes, parts = random.Random(args.seed), FixedShapes(args.rows, args.window), list[Part]()
+    fixed: Lengths = ((args.prompt, args.answer),) * args.requests
+    if args.lengths != "azure":
+        parts.append(
+            Part(
+                f"{args.prompt} + {args.answer} tokens each", "", [fixed] * args.rounds, shares(shapes) + others(shapes)
+            )
+        )
+    if trace:
+        real = [sampled(trace, args.requests * 3 // 4, rng) for _ in range(min(args.rounds, 2))]
+        parts.append(Part(f"Azure conversations, seed {args.seed}", "azure: ", real, shares(shapes)))
+    if args.lengths is None and not args.quick:
+        parts.append(Part("shapes of verify passes", "sweep: ", [fixed] * min(args.rounds, 2), sweep(shapes)))
+    return parts
 
 
-def _times(seconds: list[float]) -> str:
-    cuts = quantiles(seconds, n=100)
-    return f"{cuts[49] * 1e3:,.0f} / {cuts[98] * 1e3:,.0f}"
+def measure(args: argparse.Namespace, parts: Sequence[Part]) -> list[Runs]:
+    """Each part: every variant in each round, and once before to warm up."""
+    folder = make_model(args.cache, args.size, "bf16", tiny=args.tiny)
+    backend, tokenizer = load_model(folder, dtype="bfloat16", attention_splits=args.splits), load_tokenizer(folder)
+    order = random.Random(0)
+    found: list[Runs] = []
+
+    def turn(variant: Variant, lengths: Lengths, seed: int) -> Took:
+        # One at a time takes as long for a few as all do together.
+        count = len(lengths) if variant.running > 1 else max(2, len(lengths) // 8)
+        load = Load(lengths[:count], variant.running, variant.share, seed=seed)
+        return run(engine_of(backend, tokenizer, load, variant.shapes, fixed_decode=variant.fixed_decode), load)
+
+    for part in parts:
+        found.append({variant.name: [] for variant in part.variants})
+        for variant in part.variants:
+            turn(variant, tuple((prompt, 4) for prompt, _ in part.lengths[0][:RUNNING]), -1)
+        for number, lengths in enumerate(part.lengths):
+            for variant in order.sample(part.variants, len(part.variants)):
+                took = turn(variant, lengths, number)
+                found[-1][variant.name].append(took)
+                text = f"{part.name}, round {number}: {variant.name}: {took.tokens_per_s:.0f} tokens/s"
+                print(text, file=sys.stderr, flush=True)
+    return found
 
 
-def figures(taken: dict[Variant, list[Took]]) -> dict[str, float]:
-    """Ratios by variant."""
-    base = next(iter(taken.values()))
-    return {
-        variant.name: round(median(a.tokens_per_s / b.tokens_per_s for a, b in zip(runs, base, strict=True)), 4)
-        for variant, runs in taken.items()
-    }
-
-
-def main(argv: list[str]) -> None:
-    """Measure, print, and fill the section of the page if that is wanted."""
+def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, Lengths]:
+    """Options, and the lengths in the trace. Ends the program if they do not fit."""
     home = Path(os.environ.get("BATON_HOME") or Path.home() / ".baton").expanduser()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="fewer requests and rounds, no sweep")
-    parser.add_argument("--rounds", type=int)
-    parser.add_argument("--requests", type=int)
+    parser.add_argument("--quick", action="store_true", help="fewer rounds, one load, no sweep")
+    parser.add_argument("--lengths", choices=("fixed", "azure"), help="one load only, and no sweep")
+    parser.add_argument("--trace", type=Path, help="AzureLLMInferenceTrace_conv.csv")
+    parser.add_argument("--splits", choices=("load", "load_bf16"), default="load", help="of the ordinary batch")
+    parser.add_argument("--seed", type=int, default=0, help="of the sample of the trace")
+    parser.add_argument("--rounds", type=int, help="of the shares; of what follows them at most 2")
+    parser.add_argument("--requests", type=int, help="in each run; of a trace three quarters as many, which are longer")
     parser.add_argument("--prompt", type=int, default=128, help="tokens")
     parser.add_argument("--answer", type=int, default=128, help="tokens")
     parser.add_argument("--rows", type=int, default=FixedShapes().rows, help="of a verify pass")
@@ -138,28 +165,33 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--size", choices=("S", "M", "L"), default="M")
     parser.add_argument("--tiny", action="store_true", help="a toy model: to try the program, not to measure")
     parser.add_argument("--cache", type=Path, default=home / "bench", help="folder for models")
-    parser.add_argument("--write-docs", action="store_true", help="put the table into docs/performance.md")
+    parser.add_argument("--write-docs", action="store_true", help="put the tables into docs/performance.md")
     args = parser.parse_args(argv)
-    args.rounds, args.sweep = args.rounds or (2 if args.quick else 5), not args.quick
-    args.requests = args.requests or (32 if args.quick else 64)
+    if args.lengths == "azure" and not args.trace:
+        parser.error("--lengths azure needs --trace FILE")
+    if args.quick and args.lengths is None:
+        args.lengths = "fixed"
+    args.rounds, args.requests = args.rounds or (2 if args.quick else 4), args.requests or 32
+    try:
+        return args, read_trace(args.trace) if args.trace and args.lengths != "fixed" else ()
+    except (OSError, ValueError) as error:
+        parser.error(f"--trace: {error}")
+
+
+def main(argv: list[str]) -> None:
+    """Measure, print, and fill the section of the page if that is wanted."""
+    args, trace = parse(argv)
     torch.set_num_threads(1)
-    load, taken = os.getloadavg()[0], measure(args)
-    header = [
-        "",
-        "tokens/s",
-        "of 0 % (spread)",
-        "verify passes",
-        "recomputed",
-        *(f"{n}, ms" for n in ("TTFT", "ITL", "E2E")),
-    ]
-    shown = markdown(header, rows_of(taken)) + "\n\nTimes are p50 / p99."
-    print(shown)
-    if args.write_docs:
-        page = ROOT / "docs" / "performance.md"
-        facts = [f"- command: python benchmarks/determinism.py {shlex.join(argv)}", f"- load at the start: {load:.1f}"]
-        facts += [f"- {name}: {value}" for name, value in machine().items()]
-        page.write_text(fill(page.read_text(), "\n".join([*facts, "", shown]), NAME))
-    print(json.dumps({"benchmark": NAME, "figures": figures(taken)}))
+    load, parts = os.getloadavg()[0], parts_of(args, trace)
+    found, numbers, tables = measure(args, parts), dict[str, float](), list[str]()
+    for part, runs in zip(parts, found, strict=True):
+        tables.append(f"**{part.name}**\n\n{table(runs)}")
+        numbers |= figures(runs, part.key)
+    notes = ["Times are p50 / p99."]
+    if args.lengths is None and not trace:
+        notes.append("Lengths of real conversations were not measured: no `--trace`.")
+    told = [word.replace(str(args.trace), args.trace.name) for word in argv] if args.trace else argv  # no one's folders
+    finish(NAME, told, load, "\n\n".join([*tables, *notes]), numbers, write_docs=args.write_docs)
 
 
 if __name__ == "__main__":
