@@ -10,6 +10,7 @@ differ from what is verified: `--splits load`, whose partials are in float32 as 
 are rounded to bfloat16, so that more candidates are wrong than there.
 All requests are there from the beginning, 16 run at once. In each round every variant takes its turn, in another order;
 ratios are of one round, and the tables have their median and spread.
+- without a word: as workers do it (`determinism.verify: auto`), in exact decode steps where there are such;
 - *verify passes*: candidates come from the ordinary batch and are computed again (`determinism.verify: always`);
 - *all wait*: so, and whatever is due is verified at once;
 - *fixed shape*: every decode step has all its rows, so that bits do not depend on load;
@@ -28,6 +29,7 @@ import argparse
 import os
 import random
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
@@ -37,6 +39,8 @@ import torch
 
 from baton.engine.fixed import FixedShapes
 from baton.engine.model.build import load_model
+from baton.engine.selfcheck import checked_shapes
+from baton.logs import configure_logging
 from baton.tokenizer import load_tokenizer
 from benchmarks.lib.determinism_run import Load, Took, engine_of, run
 from benchmarks.lib.determinism_table import figures, table
@@ -47,20 +51,21 @@ from benchmarks.lib.report import finish
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from baton.engine.backend import ModelBackend
+    from baton.tokenizer import Tokenizer
     from benchmarks.lib.lengths import Lengths
 
     Runs = dict[str, list[Took]]
 
 NAME = "determinism"
-SHARES, VERIFIED = (0.02, 0.1, 0.5, 1.0), (0.1, 0.5, 1.0)
-MODES: tuple[Literal["auto", "always"], ...] = ("always",)
+SHARES = {"auto": (0.02, 0.1, 0.5, 1.0), "always": (0.1, 0.5, 1.0)}
 SWEEP = ((1, 32), (1, 64), (2, 16), (2, 32), (4, 8), (4, 16), (4, 32), (8, 8), (8, 16))
 RUNNING = 16
 NONE = "0% deterministic"
 
 
 class Variant(NamedTuple):
-    """What takes its turn in each round. `verify`: as the key of that name in a cluster file."""
+    """What takes its turn in each round. `verify`: as in a cluster file; `always` makes no use of exact steps."""
 
     name: str
     share: float
@@ -79,18 +84,20 @@ class Part(NamedTuple):
     variants: list[Variant]
 
 
-def shares(shapes: FixedShapes) -> list[Variant]:
-    """By the order of the table; the first is what all are compared with."""
+def shares(shapes: FixedShapes, requests: int) -> list[Variant]:
+    """By the order of the table; the first is what all are compared with. Without exact steps `auto` is as `always`,
+    and a share of which these requests have none is left out.
+    """
     found = [Variant(NONE, 0.0, shapes)]
-    for mode in MODES:
-        how = ", verify passes" if mode == "always" else ""
-        found += [Variant(f"{x:.0%} deterministic{how}", x, shapes, mode) for x in (VERIFIED if how else SHARES)]
-    return found
+    if shapes.exact_rows:
+        found += [Variant(f"{share:.0%} deterministic", share, shapes, "auto") for share in SHARES["auto"]]
+    found += [Variant(f"{share:.0%} deterministic, verify passes", share, shapes) for share in SHARES["always"]]
+    return [variant for variant in found if variant is found[0] or round(variant.share * requests)]
 
 
 def others(shapes: FixedShapes) -> list[Variant]:
     """Other ways, to compare with."""
-    stalls = FixedShapes(shapes.rows, shapes.tokens, stalls=True)
+    stalls = replace(shapes, stalls=True)
     return [
         *(Variant(f"{x:.0%} deterministic, verify passes, all wait", x, stalls) for x in (0.5, 1.0)),
         Variant("fixed shape", 0.0, shapes, fixed_decode=True),
@@ -103,28 +110,30 @@ def sweep(shapes: FixedShapes) -> list[Variant]:
     return [Variant(NONE, 0.0, shapes), *(Variant(f"100%, {g} x {w}", 1.0, FixedShapes(g, w)) for g, w in SWEEP)]
 
 
-def parts_of(args: argparse.Namespace, trace: Lengths) -> list[Part]:
+def parts_of(args: argparse.Namespace, trace: Lengths, shapes: FixedShapes) -> list[Part]:
     """What the options ask for; of a trace only if there is one."""
-    rng, shapes, parts = random.Random(args.seed), FixedShapes(args.rows, args.window), list[Part]()
+    rng, parts = random.Random(args.seed), list[Part]()
     fixed: Lengths = ((args.prompt, args.answer),) * args.requests
     if args.lengths != "azure":
         parts.append(
             Part(
-                f"{args.prompt} + {args.answer} tokens each", "", [fixed] * args.rounds, shares(shapes) + others(shapes)
+                f"{args.prompt} + {args.answer} tokens each",
+                "",
+                [fixed] * args.rounds,
+                shares(shapes, args.requests) + others(shapes),
             )
         )
     if trace:
-        real = [sampled(trace, args.requests * 3 // 4, rng) for _ in range(min(args.rounds, 2))]
-        parts.append(Part(f"Azure conversations, seed {args.seed}", "azure: ", real, shares(shapes)))
+        fewer = args.requests * 3 // 4  # which are longer
+        real = [sampled(trace, fewer, rng) for _ in range(min(args.rounds, 2))]
+        parts.append(Part(f"Azure conversations, seed {args.seed}", "azure: ", real, shares(shapes, fewer)))
     if args.lengths is None and not args.quick:
         parts.append(Part("shapes of verify passes", "sweep: ", [fixed] * min(args.rounds, 2), sweep(shapes)))
     return parts
 
 
-def measure(args: argparse.Namespace, parts: Sequence[Part]) -> list[Runs]:
+def measure(backend: ModelBackend, tokenizer: Tokenizer, parts: Sequence[Part]) -> list[Runs]:
     """Each part: every variant in each round, and once before to warm up."""
-    folder = make_model(args.cache, args.size, "bf16", tiny=args.tiny)
-    backend, tokenizer = load_model(folder, dtype="bfloat16", attention_splits=args.splits), load_tokenizer(folder)
     order = random.Random(0)
     found: list[Runs] = []
 
@@ -132,7 +141,8 @@ def measure(args: argparse.Namespace, parts: Sequence[Part]) -> list[Runs]:
         # One at a time takes as long for a few as all do together.
         count = len(lengths) if variant.running > 1 else max(2, len(lengths) // 8)
         load = Load(lengths[:count], variant.running, variant.share, seed=seed)
-        return run(engine_of(backend, tokenizer, load, variant.shapes, fixed_decode=variant.fixed_decode), load)
+        shapes = variant.shapes if variant.verify == "auto" else replace(variant.shapes, exact_rows=0)
+        return run(engine_of(backend, tokenizer, load, shapes, fixed_decode=variant.fixed_decode), load)
 
     for part in parts:
         found.append({variant.name: [] for variant in part.variants})
@@ -157,7 +167,7 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, Lengths]:
     parser.add_argument("--splits", choices=("load", "load_bf16"), default="load", help="of the ordinary batch")
     parser.add_argument("--seed", type=int, default=0, help="of the sample of the trace")
     parser.add_argument("--rounds", type=int, help="of the shares; of what follows them at most 2")
-    parser.add_argument("--requests", type=int, help="in each run; of a trace three quarters as many, which are longer")
+    parser.add_argument("--requests", type=int, help="in each run; of a trace three quarters as many")
     parser.add_argument("--prompt", type=int, default=128, help="tokens")
     parser.add_argument("--answer", type=int, default=128, help="tokens")
     parser.add_argument("--rows", type=int, default=FixedShapes().rows, help="of a verify pass")
@@ -181,13 +191,21 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, Lengths]:
 def main(argv: list[str]) -> None:
     """Measure, print, and fill the section of the page if that is wanted."""
     args, trace = parse(argv)
+    configure_logging("warning", "auto")
     torch.set_num_threads(1)
-    load, parts = os.getloadavg()[0], parts_of(args, trace)
-    found, numbers, tables = measure(args, parts), dict[str, float](), list[str]()
+    load, folder = os.getloadavg()[0], make_model(args.cache, args.size, "bf16", tiny=args.tiny)
+    backend = load_model(folder, dtype="bfloat16", attention_splits=args.splits)
+    shapes = checked_shapes(backend, FixedShapes(args.rows, args.window, exact_rows=RUNNING))
+    if shapes is None:
+        raise SystemExit(f"deterministic requests are not possible here: {backend.nondeterminism}")
+    parts = parts_of(args, trace, shapes)
+    found, numbers, tables = measure(backend, load_tokenizer(folder), parts), dict[str, float](), list[str]()
     for part, runs in zip(parts, found, strict=True):
         tables.append(f"**{part.name}**\n\n{table(runs)}")
         numbers |= figures(runs, part.key)
     notes = ["Times are p50 / p99."]
+    if not shapes.exact_rows:
+        notes.append("No decode step is exact here: each deterministic token needs a verify pass.")
     if args.lengths is None and not trace:
         notes.append("Lengths of real conversations were not measured: no `--trace`.")
     told = [word.replace(str(args.trace), args.trace.name) for word in argv] if args.trace else argv  # no one's folders

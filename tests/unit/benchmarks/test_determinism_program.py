@@ -7,7 +7,9 @@ import sys
 
 import pytest
 
+from baton.engine.fixed import FixedShapes
 from baton.engine.outcome import Counters
+from benchmarks import determinism
 from benchmarks.lib.determinism_run import Took
 from benchmarks.lib.determinism_table import figures, table
 from benchmarks.lib.lengths import read_trace, sampled
@@ -76,10 +78,22 @@ def test_a_run_ends_with_all_figures(tmp_path):
     assert last["benchmark"] == "determinism"
     for key in ("fixed shape", "one at a time", "100% deterministic, verify passes, all wait"):
         assert last["figures"][key] > 0
+    exact = "No decode step is exact here" not in done.stdout
     for prefix in ("", "azure: "):
+        assert (f"{prefix}100% deterministic" in last["figures"]) == exact
         assert last["figures"][f"{prefix}0% deterministic"] == 1.0
         assert last["figures"][f"{prefix}100% deterministic, verify passes"] > 0
     assert last["figures"]["sweep: 100%, 2 x 32"] > 0
+
+
+def test_shares_of_both_modes_as_far_as_steps_are_exact():
+    names = [(variant.name, variant.verify) for variant in determinism.shares(FixedShapes(exact_rows=16), 32)]
+    both = [(f"{share} deterministic", "auto") for share in ("2%", "10%", "50%", "100%")]
+    passes = [(f"{share} deterministic, verify passes", "always") for share in ("10%", "50%", "100%")]
+    assert names[1:] == both + passes
+    without = determinism.shares(FixedShapes(), 32)
+    assert [variant.name for variant in without[1:]] == [name for name, _ in passes]
+    assert "2% deterministic" not in {variant.name for variant in determinism.shares(FixedShapes(exact_rows=16), 24)}
 
 
 def test_azure_lengths_need_a_file(tmp_path):
