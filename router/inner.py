@@ -2,31 +2,45 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
+import re
+import shutil
+import stat
 import tempfile
 from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
 
 import grpc
 
 from baton.errors import ConfigError
 from baton.rpc import channel
 
+_NAME = re.compile(r"baton-router-(\d{1,9})-.+")  # of the folder, with the process's id
+
 
 class Inner:
     """A Unix socket in a folder that only this user may enter; so it needs no TLS. Tokens are asked for as elsewhere.
 
-    `server` takes the services, then `bind`.
+    `server` takes the services, then `bind`. What killed routers left behind is removed by the next one that binds.
     """
 
     def __init__(self, interceptors: Sequence[grpc.aio.ServerInterceptor]) -> None:
         self.server = channel.aio_server(link=channel.PUBLIC, interceptors=interceptors)
         self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._lock: int | None = None  # of the folder, as long as it is ours
 
     def bind(self) -> str:
         """The target for a client. Raises ConfigError where there is no place for it."""
+        _sweep()
+        prefix = f"baton-router-{os.getpid()}-"
         try:
-            self._folder = tempfile.TemporaryDirectory(prefix="baton-router-", ignore_cleanup_errors=True)
+            self._folder = tempfile.TemporaryDirectory(prefix=prefix, ignore_cleanup_errors=True)
         except OSError as error:
             raise ConfigError(f"router.http: no folder for a socket, set TMPDIR: {error}") from error
+        with suppress(OSError):  # not every file system has locks
+            self._lock = _locked(self._folder.name)
         try:
             return channel.bind_path(self.server, f"{self._folder.name}/router")
         except ConfigError as error:
@@ -37,3 +51,45 @@ class Inner:
         await self.server.stop(grace_s)
         if self._folder is not None:
             self._folder.cleanup()
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+
+def _sweep() -> None:
+    """Remove folders of this user's routers whose processes are gone."""
+    with suppress(OSError):  # what cannot be listed is left
+        for path in Path(tempfile.gettempdir()).iterdir():
+            if (name := _NAME.fullmatch(path.name)) is not None and not _runs(int(name[1])):
+                _remove(path)
+
+
+def _remove(path: Path) -> None:
+    with suppress(OSError):  # it is not ours, is in use, or somebody else removes it
+        lock = _locked(path)
+        shutil.rmtree(path, ignore_errors=True)
+        os.close(lock)
+
+
+def _runs(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True
+
+
+def _locked(folder: str | Path) -> int:
+    """A lock that ends with its process, whose id says nothing in another container. Raises OSError if there is one."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        found = os.fstat(descriptor)
+        if found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) != stat.S_IRWXU:
+            raise PermissionError(f"{folder} is not this user's alone")
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor
