@@ -233,7 +233,7 @@ def doctor(
 
 @app.command()
 def profile(config: ConfigFile = LOCAL, sets: Sets = None, as_json: Json = False) -> None:
-    """Measure which kernels are the fastest here for the model of a file. Workers started afterwards use it."""
+    """Measure which kernels and verify passes are the best here for the model of a file. Later workers use it."""
     from baton.cli import profile as command
 
     command.profile(config, sets or [], as_json=as_json)

@@ -1,10 +1,13 @@
-"""`baton profile`: find out which kernels are the fastest on this machine for a model, and keep it for the workers."""
+"""`baton profile`: find out which kernels are the fastest on this machine for a model, and keep it for the workers.
+
+And how many rows verify passes of deterministic requests should have.
+"""
 
 from __future__ import annotations
 
 import json
 import os
-from dataclasses import replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,10 +23,13 @@ from baton.engine.kernels.cpu.measure import Point, make_profile, measure_attent
 from baton.engine.kernels.cpu.ops import CpuKernels
 from baton.engine.kernels.cpu.profile import load_profile, save_profile
 from baton.engine.model.build import TransformerBackend
+from baton.engine.passes import WINDOW, measure_passes, save_passes
 from baton.errors import ConfigError
 from baton.logs import configure_logging
-from baton.worker.build import load_backend
+from baton.tokenizer import ORACLE_MODEL
+from baton.worker.build import load_backend, pick_device
 from baton.worker.settings import from_config
+from baton.worker.shapes import passes_path
 
 if TYPE_CHECKING:
     from baton.worker.settings import WorkerSettings
@@ -42,18 +48,46 @@ def profile(file: Path, sets: list[str], *, as_json: bool) -> None:
 def _profile_pool(settings: WorkerSettings) -> dict[str, object]:
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
-    backend = load_backend(replace(settings, device="cpu"))
+    if settings.model_path == ORACLE_MODEL:
+        raise _nothing_to_profile(settings)
+    if pick_device(settings.device) == "cpu":
+        return {**_profile_kernels(settings), "verify_passes": _profile_passes(settings)}
+    return {"verify_passes": _profile_passes(settings)}
+
+
+def _profile_passes(settings: WorkerSettings) -> dict[str, object]:
+    """On kernels as workers will choose them, so that the model is loaded anew."""
+    backend, path, console = load_backend(settings), passes_path(settings), Console(stderr=True)
+    try:
+        passes = measure_passes(backend, settings.max_running)
+    finally:
+        backend.close()
+    save_passes(path, passes)
+    total = passes.best(exact=settings.shapes.exact_rows > 0)
+    for tokens, seconds in passes.seconds.items():
+        console.print(f"verify pass of {tokens // WINDOW} x {WINDOW}: {seconds / tokens * 1e6:.0f} us for a token")
+    steady = f"decode steps can be exact up to {passes.steady} tokens" if passes.steady else "no decode step is exact"
+    console.print(f"verify passes: {total // WINDOW} x {WINDOW} ({steady}); kept in {path}")
+    return {"path": str(path), "rows": total // WINDOW, "window": WINDOW, **asdict(passes)}
+
+
+def _profile_kernels(settings: WorkerSettings) -> dict[str, object]:
+    backend = load_backend(settings)
     kernels = backend.model.kernels if isinstance(backend, TransformerBackend) else None
     if not (isinstance(backend, TransformerBackend) and isinstance(kernels, CpuKernels)):
-        raise ConfigError(
-            f"model.path: {settings.model_path} does not run on the compiled CPU kernels here; nothing to profile"
-        )
+        raise _nothing_to_profile(settings)
     console = Console(stderr=True)
     points: list[Point] = []
     for width, k in sorted(kernels.shapes):
         console.print(f"measuring [{width}, {k}] with {torch.get_num_threads()} threads ...")
         points += measure_linear(kernels, width, k)
     return _kept(kernels, points, _attention(kernels, backend))
+
+
+def _nothing_to_profile(settings: WorkerSettings) -> ConfigError:
+    return ConfigError(
+        f"model.path: {settings.model_path} does not run on the compiled CPU kernels here; nothing to profile"
+    )
 
 
 def _attention(kernels: CpuKernels, backend: TransformerBackend) -> list[float] | None:

@@ -34,6 +34,7 @@ from baton.worker.lease import Lease
 from baton.worker.loop import EngineLoop, Paces
 from baton.worker.service import RoleBehaviour, WorkerService
 from baton.worker.settings import WorkerSettings
+from baton.worker.shapes import settled
 
 if TYPE_CHECKING:
     import grpc
@@ -112,6 +113,7 @@ class _Stepping:
 async def serve(settings: WorkerSettings, factory: RoleFactory, stop: asyncio.Event, ready: Ready) -> None:
     """Run one worker until `stop` is set. Raises BatonError when it cannot start or must not go on."""
     clock = SystemClock()
+    settings = await asyncio.to_thread(settled, settings)
     engine = await asyncio.to_thread(build_engine, settings)
     ledger = await Ledger.connect(settings.redis_url, settings.ledger_prefix, settings.lease_s, clock)
     server, wire = channel.aio_server(), Wire.of(settings.tls)

@@ -43,6 +43,7 @@ class WorkerSettings:
     heartbeat_s: float
     transfer: TransferSettings
     shapes: FixedShapes = field(default_factory=FixedShapes)
+    auto_rows: bool = False  # how many rows verify passes have is left to what was measured
     history: str | None = None  # a folder
     tls: TlsConfig | None = None
 
@@ -79,6 +80,7 @@ def from_config(config: ClusterConfig, role: Role, index: int) -> WorkerSettings
         lease_s=config.ledger.lease_s,
         heartbeat_s=config.ledger.heartbeat_s,
         shapes=shapes_of(config, pool.max_running),
+        auto_rows=config.determinism.rows == "auto",
         history=config.history,
         tls=config.security.tls,
         transfer=TransferSettings(

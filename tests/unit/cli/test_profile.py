@@ -11,9 +11,14 @@ import torch
 from structlog.testing import capture_logs
 
 from baton.cli import profile as command
+from baton.config import load_config
+from baton.core import Role
 from baton.engine.kernels.cpu.measure import measure_linear
 from baton.engine.kernels.cpu.profile import load_profile
+from baton.engine.passes import load_passes
 from baton.errors import ConfigError
+from baton.worker.settings import from_config
+from baton.worker.shapes import settled
 
 DEMO = Path(__file__).parents[3] / "models" / "demo"
 
@@ -43,6 +48,13 @@ def test_every_shape_of_the_model_is_measured_and_kept(cluster_file, capsys):
     kept = load_profile(Path(report["path"]))
     assert {f"{n}x{k}": choice._asdict() for (n, k), choice in kept.choices.items()} == report["choices"]
     assert kept.unified_max == report["unified_max"]
+    passes = report["verify_passes"]
+    found = load_passes(Path(passes["path"]))
+    assert found is not None
+    assert {str(tokens): seconds for tokens, seconds in found.seconds.items()} == passes["seconds"]
+    assert (passes["rows"], passes["window"]) == (found.best(exact=True) // 32, 32)
+    settings = from_config(load_config(cluster_file, []), Role.DECODE, 0)
+    assert settled(settings).shapes.rows == passes["rows"]
 
 
 def test_the_oracle_has_nothing_to_profile(cluster_file):

@@ -1,0 +1,88 @@
+"""The shape of verify passes of a worker: the cluster file first, then what was measured here, then 2 x 32."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from structlog.testing import capture_logs
+
+from baton.config import load_config
+from baton.core import Role
+from baton.engine.fixed import FixedShapes
+from baton.engine.passes import Passes, save_passes
+from baton.worker.settings import from_config
+from baton.worker.shapes import passes_path, settled
+
+DEMO = Path(__file__).parents[3] / "models/demo"
+PRESET = FixedShapes().rows
+MEASURED = Passes({32: 8.0, 64: 8.0, 128: 8.0, 256: 8.0}, steady=128)
+
+
+@pytest.fixture
+def settings(tmp_path, monkeypatch):
+    monkeypatch.setenv("BATON_HOME", str(tmp_path / "home"))
+    file = tmp_path / "c.yaml"
+    file.write_text(f"model: {{path: {DEMO}}}\nredis: {{url: 'redis://127.0.0.1:1/0'}}\ndecode: {{device: cpu}}\n")
+
+    def of(*sets):
+        return from_config(load_config(file, sets), Role.DECODE, 0)
+
+    return of
+
+
+def chosen(found):
+    """Rows, tokens, and where the log says that they are from."""
+    with capture_logs() as logs:
+        shapes = settled(found).shapes
+    (line,) = [line for line in logs if line["event"] == "verify_passes"]
+    assert (line["rows"], line["tokens"]) == (shapes.rows, shapes.tokens)
+    return shapes.rows, shapes.tokens, line["source"]
+
+
+def test_without_a_measurement_it_is_the_preset(settings):
+    assert chosen(settings()) == (PRESET, 32, "preset")
+
+
+def test_what_was_measured_is_taken(settings):
+    save_passes(passes_path(settings()), MEASURED)
+    assert chosen(settings()) == (4, 32, "profile")  # the largest with which decode steps are exact
+    assert settled(settings()).shapes.exact_rows == settings().shapes.exact_rows > 0
+    assert chosen(settings("determinism.verify=always")) == (8, 32, "profile")
+    assert chosen(settings("determinism.window=32")) == (4, 32, "profile")
+
+
+def test_the_cluster_file_comes_first(settings):
+    save_passes(passes_path(settings()), MEASURED)
+    assert chosen(settings("determinism.rows=1")) == (1, 32, "config")
+    assert chosen(settings("determinism.rows=1", "determinism.window=64")) == (1, 64, "config")
+    assert chosen(settings("determinism.window=64")) == (PRESET, 64, "preset")  # of which nothing was measured
+
+
+def test_a_broken_measurement_is_none(settings):
+    path = passes_path(settings())
+    path.parent.mkdir(parents=True)
+    path.write_text("{")
+    assert chosen(settings()) == (PRESET, 32, "preset")
+
+
+def test_where_no_model_is_the_one_who_loads_it_says_so(settings, tmp_path):
+    assert chosen(settings(f"model.path={tmp_path}")) == (PRESET, 32, "preset")
+    assert chosen(settings("model.path=oracle")) == (PRESET, 32, "preset")
+
+
+def test_workers_of_one_kind_look_at_one_place(settings):
+    """Another number of rows on one of two workers alike would make them unlike."""
+    here = passes_path(settings())
+    same = ("decode.max_running=3", "decode.block_size=32", "decode.kv_memory=1MiB", "decode.max_batched_tokens=999")
+    assert {passes_path(settings(each)) for each in same} == {here}
+    others = ("decode.threads=7", "model.dtype=float32", "decode.tensor_parallel=2")
+    assert len({passes_path(settings(each)) for each in others} | {here}) == 4
+
+
+def test_another_model_of_the_same_shape_has_the_same_place(settings, tmp_path):
+    here, folder = settings(), tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_bytes((DEMO / "config.json").read_bytes())
+    assert passes_path(replace(here, model_path=str(folder))) == passes_path(here)
+    (folder / "config.json").write_text("{}")
+    assert passes_path(replace(here, model_path=str(folder))) != passes_path(here)
