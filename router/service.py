@@ -84,11 +84,11 @@ class Inference(InferenceServicer):
             raise
         except BatonError as error:
             self._note(call, request, error)
-            await abort(context, error, call.name)
+            await abort(context, error, _shown(call))
         except Exception as error:  # the task's boundary: one request's bug is not the next one's
             log.exception("request_broke", request_id=call.name)
             self._note(call, request, errors.EngineFault(type(error).__name__))
-            await abort(context, error, call.name)
+            await abort(context, error, _shown(call))
         else:
             self._note(call, request, None, **MessageToDict(completed, preserving_proto_field_name=True))
 
@@ -207,12 +207,17 @@ class Inference(InferenceServicer):
             facts = {"stage": stage, "error": type(error).__name__, "reason": str(error)}
         log.info(
             f"request_{outcome}",
-            request_id=call.name[:MAX_CLIENT_TAG_CHARS],  # one that was refused may be of any length
+            request_id=_shown(call),
             client_tag=message.client_tag[:MAX_CLIENT_TAG_CHARS],
             completion_tokens=sum(len(life.delivery.ids) for life in call.lives),
             attempts=sum(life.attempts for life in call.lives),
             **facts,
         )
+
+
+def _shown(call: Call) -> str:
+    """Its name: one that was refused may be of any length, and in a status there is little room."""
+    return call.name[:MAX_CLIENT_TAG_CHARS]
 
 
 def _outcome(call: Call, error: BatonError | None) -> str:
