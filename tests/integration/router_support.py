@@ -41,6 +41,7 @@ from baton.rpc.v1.inference_pb2_grpc import InferenceStub
 from baton.rpc.v1.worker_pb2_grpc import WorkerServicer, add_WorkerServicer_to_server
 from baton.tokenizer import OracleTokenizer
 from router.floor import RouterSettings
+from router.link import WorkerLink
 from router.server import Router, serve
 
 LAYOUT = KVLayout(layers=1, kv_heads=1, head_dim=8, block_size=16, dtype="float32")
@@ -351,6 +352,19 @@ async def until(predicate: Callable[[], object], what: str, within_s: float = 10
 
 async def released(worker: FakeWorker) -> None:
     await until(lambda: worker.count("release") == 1, f"release to {worker.info.ref}")
+
+
+def spied(cluster: Cluster) -> list[str]:
+    """What its router gives to its links, as it does: one that stops ends its streams before workers have heard all."""
+    commands: list[str] = []
+    for link in cluster.router.floor.pool.links:
+        link.send = partial(_note, commands, link, link.send)  # type: ignore[method-assign]
+    return commands
+
+
+def _note(commands: list[str], link: WorkerLink, send: Callable[..., None], **command: Any) -> None:
+    commands += [f"{link.info.ref.worker_id} {kind}" for kind in command]
+    send(**command)
 
 
 class Cluster:

@@ -51,6 +51,7 @@ from tests.integration.router_support import (
     ids_of,
     kinds,
     released,
+    spied,
     token_at,
     until,
 )
@@ -712,11 +713,12 @@ async def test_stop_lets_running_requestsfinish(make):
 async def test_stop_ends_what_does_not_finish_within_the_grace(make):
     cluster = await make()
     call = await at(cluster, "decoding")
+    commands = spied(cluster)
     stopping = asyncio.create_task(cluster.router.stop(grace_s=0.05))
     with pytest.raises(NoWorker, match="stopping"):
         await cluster.answer(call)
     await stopping
-    assert cluster.decode[0].count("release") == 1
+    assert commands.count("decode-0 release") == 1
 
 
 async def test_what_is_wrong_with_the_settings_is_named(make):

@@ -107,10 +107,10 @@ async def test_a_request_that_workers_die_of_is_stopped(make, attempts):
 async def test_workers_that_die_before_they_compute_it_do_not_count(make):
     cluster = await make(decode=3, attempts=10)
     call = await at(cluster, "prefilling")
-    for worker in cluster.decode[:2]:
-        await until(partial(worker.count, "reserve"), "reserved")
+    for number, worker in enumerate(cluster.decode[:2], 1):
+        assert worker.count("reserve")
         await worker.kill()
-    await until(lambda: cluster.prefill[0].count("repush") == 2, "pushed to the third")
+        await until(lambda number=number: cluster.prefill[0].count("repush") == number, "pushed to the next one")
     for worker in cluster.workers:
         for gate in worker.gates.values():
             gate.set()
