@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 from baton.clock import Clock
-from baton.errors import BatonError, DeadlineExceeded, InvalidRequest, NoWorker
+from baton.errors import BatonError, DeadlineExceeded, InvalidRequest, NoWorker, Overloaded
 from router.claim import Wish
 
 T = TypeVar("T")
@@ -21,14 +21,17 @@ class NobodyAlike(NoWorker):
 
 class Alike:
     """`serves`: is a worker there for it? `why_not`: why none of those that are here takes any; "": one does, or nobody
-    is here. Call `changed` whenever a worker may have come.
+    is here. A newcomer finds no place beside `most` others. Call `changed` whenever a worker may have come.
     """
 
-    def __init__(self, serves: Callable[[Wish], bool], why_not: Callable[[], str], clock: Clock, wait_s: float) -> None:
+    def __init__(
+        self, serves: Callable[[Wish], bool], why_not: Callable[[], str], clock: Clock, wait_s: float, most: int
+    ) -> None:
         self._serves = serves
         self._why_not = why_not
         self._clock = clock
         self._wait_s = wait_s
+        self._most = most
         self._waiting: dict[asyncio.Future[None], None] = {}  # in order of arrival
 
     def changed(self) -> None:
@@ -44,10 +47,12 @@ class Alike:
 
         `deadline_s`: what is left to the request. `since`: when it began to wait, on our clock; None: it goes on with
         what was begun, and time in which it waited for room alone does not count. Raises InvalidRequest (no worker here
-        takes such requests), NoWorker (none that computes alike came in time), DeadlineExceeded, and what `admit`
-        raises.
+        takes such requests), Overloaded (too many wait), NoWorker (none that computes alike came in time),
+        DeadlineExceeded, and what `admit` raises.
         """
         deadline = self._clock.monotonic() + deadline_s
+        if since is not None and wish.deterministic and not self._serves(wish):
+            self._check_place()
         while True:
             if wish.deterministic:
                 began = self._clock.monotonic() if since is None else since
@@ -65,6 +70,11 @@ class Alike:
                     await self._news()
         except TimeoutError:
             raise self._gave_up(wish, late=deadline < until) from None
+
+    def _check_place(self) -> None:
+        if (count := len(self._waiting)) >= self._most:
+            text = f"{count} deterministic requests wait already for a worker that computes them, no more are taken"
+            raise Overloaded(text, self._wait_s)
 
     def _refuse(self, wish: Wish) -> None:
         reason = "" if wish.determinism else self._why_not()

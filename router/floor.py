@@ -98,7 +98,7 @@ class Floor:
         )
         bounds = Bounds(settings.queue_max_requests, settings.queue_max_tokens, settings.queue_max_wait_s)
         self.admission = Admission(self.pool.claim, Claim.release, self.pool.serves, clock, bounds, settings.tenants)
-        self.alike = Alike(self.pool.serves, self.pool.nondeterminism, clock, settings.queue_max_wait_s)
+        self.alike = Alike(self.pool.serves, self.pool.nondeterminism, clock, bounds.wait_s, bounds.requests)
         self.pool.on_change = self._changed
         self.pool.local_prefill = settings.local_prefill
         self.metrics = Metrics(settings.name, settings.version)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from baton.clock import FakeClock
 from baton.core import Role, Sampling, SequenceSpec
 from baton.engine.prefix import Chain, named_blocks, scope_key
-from baton.errors import DeadlineExceeded, InvalidRequest, NoWorker
+from baton.errors import DeadlineExceeded, InvalidRequest, NoWorker, Overloaded
 from baton.ledger.prefix_map import NAME_BYTES, Change, Holder, PrefixMap
 from router.admission import Admission, Bounds
 from router.alike import Alike, NobodyAlike
@@ -143,10 +143,10 @@ def test_what_is_cached_is_found_by_names_of_their_own():
 class Gate:
     """`Alike` over a pool, and an admission; time stands still."""
 
-    def __init__(self, pool, wait_s=10.0):
+    def __init__(self, pool, wait_s=10.0, most=100):
         self.pool, self.clock = pool, (clock := FakeClock())
         self.admission = Admission(pool.claim, Claim.release, pool.serves, clock, Bounds(8, 10**6, wait_s))
-        self.alike = Alike(pool.serves, pool.nondeterminism, clock, wait_s)
+        self.alike = Alike(pool.serves, pool.nondeterminism, clock, wait_s, most)
         pool.on_change = self.changed
         self.tickets = 0
 
@@ -274,3 +274,21 @@ async def test_time_in_the_queue_is_no_time_without_a_worker():
     assert (gate.admission.waiting, len(gate.alike._waiting)) == (0, 1)
     say(gate.pool, "d0", usable=True, full=False)
     assert names(await waits) == ("p0", "d0")
+
+
+async def test_so_many_wait_and_a_newcomer_is_refused():
+    """Who goes on with what was begun is not, nor is anybody who waits already."""
+    gate = Gate(pool_with((P, "p0", "x"), (D, "d0", "x")), most=2)
+    say(gate.pool, "d0", usable=False)
+    asked = [gate.ask(DETERMINISTIC, since=gate.clock.monotonic()) for _ in range(2)]
+    asked.append(gate.ask(DETERMINISTIC))
+    await turns()
+    with pytest.raises(Overloaded, match="3 deterministic requests wait already") as caught:
+        await gate.ask(DETERMINISTIC, since=gate.clock.monotonic())
+    assert caught.value.retry_after_s == 10.0
+    gate.changed()
+    await turns()
+    say(gate.pool, "d0", usable=True)
+    asked.append(gate.ask(DETERMINISTIC, since=gate.clock.monotonic()))
+    for one in asked:
+        assert names(await one) == ("p0", "d0")
