@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import random
 from dataclasses import dataclass, replace
+from typing import Any
 
 from baton.constraint import Constraint
 from baton.core import Role, Sampling
+from baton.engine.fixed import FixedShapes
 from kvtransfer.handoff import TransferSettings
 from router.floor import RouterSettings
 from router.lifecycle import DEADLY
@@ -29,6 +31,7 @@ CONSTRAINTS = (
     Constraint("choices", ("yes", "yesterday", "no")),
     Constraint("json_schema", ('{"type": "array", "items": {"type": "integer"}}',)),
 )
+SHAPES = tuple(FixedShapes(32 // tokens, tokens) for tokens in (2, 4, 8, 16))
 
 
 @dataclass(frozen=True)
@@ -117,6 +120,40 @@ def resumed(plan: Plan, rng: random.Random) -> Plan:
     asks = [replace(ask, resumable_s=rng.choice((0.0, 0.05, 5.0, 5.0)), stall=0.5) for ask in plan.asks]
     crash = Fault("crash router", int(rng.expovariate(1 / 300.0)), rng.randrange(1000), 0.0)
     return replace(plan, routers=2, asks=asks, faults=[*plan.faults, crash])
+
+
+def deterministic(plan: Plan, rng: random.Random) -> Plan:
+    """In one schedule of four, most requests are deterministic, and not all workers compute these alike. In one of four
+    of these, they come at once and push each other out of decode workers.
+    """
+    if rng.random() > 0.25:
+        return plan
+    (shapes, other), strays, crowded = rng.sample(SHAPES, 2), rng.choice((0.0, 0.1, 0.5, 1.0)), rng.random() < 0.25
+    workers = [
+        replace(worker, strays=strays, shapes=rng.choice((shapes,) * 6 + (other, None))) for worker in plan.workers
+    ]
+    workers = [replace(worker, shapes=shapes) if worker.worker_id.endswith("-0") else worker for worker in workers]
+    asks = [_deterministic(ask, rng) for ask in plan.asks[:5]]
+    if crowded:
+        workers = [replace(w, blocks=10, running=8) if w.role is Role.DECODE else w for w in workers]
+        asks = [_crowded(ask, rng) for ask in asks]
+    return replace(plan, workers=workers, asks=asks)
+
+
+def _deterministic(ask: Ask, rng: random.Random) -> Ask:
+    if rng.random() > 0.7:
+        return ask
+    more: dict[str, Any] = {"max_tokens": rng.choice((1, 4, 8, 12, 12))}
+    if ask.constraint is None:
+        more |= rng.choice(({}, {}, {"presence_penalty": 0.5}, {"stop_token_ids": tuple(range(97, 107))}))
+    logprobs = rng.choice((None, None, 0, 2))
+    return replace(ask, sampling=replace(ask.sampling, **more), deterministic=True, logprobs=logprobs)
+
+
+def _crowded(ask: Ask, rng: random.Random) -> Ask:
+    """With a short prompt and a long answer."""
+    sampling = replace(ask.sampling, max_tokens=16)
+    return replace(ask, prompt=ask.prompt[:20], sampling=sampling, at=0.05 * rng.random(), leaves_after=None)
 
 
 def _prompt(rng: random.Random, tokens: int) -> tuple[int, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 from baton.constraint import Constraint
@@ -15,7 +15,8 @@ from baton.rpc.v1 import common_pb2
 from baton.rpc.v1 import inference_pb2 as pb
 from router.floor import Floor, RouterSettings
 from router.service import Inference
-from tests.simulation.clock import LoopClock
+from tests.simulation.clock import LoopClock, OrderedSet
+from tests.simulation.engine import expected, undisturbed
 from tests.simulation.ledger import SimLedger
 from tests.simulation.memory import BACKEND
 from tests.simulation.rpc import Aborted, ClientCall
@@ -34,6 +35,7 @@ class RouterHost:
 
     def _build(self) -> None:
         self.floor = Floor(self._settings, self._ledger.workers, LoopClock(), streams=self._ledger.find)
+        self.floor.alike._waiting = cast("set[asyncio.Future[None]]", OrderedSet())
         self.inference = Inference(self.floor, BACKEND.tokenizer)
         self.process.start(self.floor.pool.start(), "start")
 
@@ -63,6 +65,14 @@ class Ask:
     priority: int
     constraint: Constraint | None = None
     resumable_s: float = 0.0  # 0: it does not resume
+    deterministic: bool = False
+    logprobs: int | None = None
+
+    @property
+    def spec(self) -> SequenceSpec:
+        """As an engine has it."""
+        sampling = replace(self.sampling, logprobs=self.logprobs)
+        return SequenceSpec(self.prompt, sampling, constraint=self.constraint, deterministic=self.deterministic)
 
 
 class Client:
@@ -74,6 +84,7 @@ class Client:
         self.ended_at = 0.0
         self.call = ClientCall(world, ask.name, ask.stall)
         self.calls = [self.call]
+        self.resumed_with = 0  # tokens
         self._others = others
 
     async def run(self) -> None:
@@ -117,6 +128,9 @@ class Client:
         ids = common_pb2.TokenIds(ids=self.ask.prompt)
         request = pb.GenerateRequest(token_ids=ids, sampling=sampling, priority=self.ask.priority)
         request.resumable_s = self.ask.resumable_s
+        request.deterministic = self.ask.deterministic
+        if self.ask.logprobs is not None:
+            request.logprobs = self.ask.logprobs
         if (constraint := constraint_to_pb(self.ask.constraint)) is not None:
             request.constraint.CopyFrom(constraint)
         return request
@@ -127,11 +141,21 @@ class Client:
     async def _resume(self) -> None:
         received = [common_pb2.TokenIds(ids=self._ids())]
         message = pb.ResumeRequest(request_id=self._name, request=self._request(), received=received)
+        message.system_fingerprint = next(iter(self._bits()), "")
+        self.resumed_with = len(received[0].ids)
+        if self.ask.deterministic:
+            self.world.met["deterministic resumed"] += 1
         await self._to_its_end(self.router.inference.Resume(message, cast("Any", self.call)))
 
     def _ids(self) -> list[int]:
         events = [event for call in self.calls for event in call.events if event.HasField("tokens")]
         return [token_id for event in events for token_id in event.tokens.ids]
+
+    def _bits(self) -> set[str]:
+        """What the answer's bits depend on, as the routers said it."""
+        events = [event for call in self.calls for event in call.events]
+        accepted = {event.accepted.system_fingerprint for event in events if event.HasField("accepted")}
+        return accepted | {event.completed.system_fingerprint for event in events if event.HasField("completed")}
 
     async def _to_its_end(self, answer: Coroutine[Any, Any, None]) -> None:
         try:
@@ -158,13 +182,30 @@ class Client:
                 if first != len(ids):
                     found.append(f"tokens from {first} after {len(ids)}")
                 ids += event.tokens.ids
-        expected = BACKEND.expected(SequenceSpec(self.ask.prompt, self.ask.sampling, constraint=self.ask.constraint))
-        if ids != expected[: len(ids)]:
-            found.append(f"tokens {ids} instead of {expected}")
-        if self.outcome == "finished" and (ids != expected or kinds[-2:] != ["finished", "completed"]):
-            found.append(f"finished with {ids} instead of {expected}, {kinds}")
+        wanted = expected(self.ask.spec)
+        if ids != wanted[: len(ids)]:
+            found.append(f"tokens {ids} instead of {wanted}")
+        if self.outcome == "finished" and (ids != wanted or kinds[-2:] != ["finished", "completed"]):
+            found.append(f"finished with {ids} instead of {wanted}, {kinds}")
         if [event.seq for event in self.call.events] != list(range(len(kinds))):
             found.append("events are not numbered")
         if kinds.count("accepted") > 1 or kinds.count("finished") > 1:
             found.append(f"said twice: {kinds}")
+        if self.ask.deterministic:
+            found += self._check_bits()
         return [f"{self.ask.name}: {what}" for what in found]
+
+    def _check_bits(self) -> list[str]:
+        """Whether it is the answer of the same request that nothing disturbs, bit for bit, on workers of one kind."""
+        found = []
+        bits, said = (
+            self._bits(),
+            self.call.events[-1].completed.usage.audit_digest if self.outcome == "finished" else "",
+        )
+        if len(bits) > 1 or "" in bits:
+            found.append(f"its bits depend on {bits}")
+        if self.outcome == "finished":
+            unknown = self.ask.logprobs is not None and self.resumed_with
+            if said != ("" if unknown else undisturbed(self.ask.spec)):
+                found.append(f"its digest is {said or 'none'}, undisturbed it is {undisturbed(self.ask.spec)}")
+        return found

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from baton.engine.blocks import BlockPool
-from baton.engine.engine import Engine
 from baton.engine.kv import KVCache
 from baton.engine.oracle import OracleBackend, oracle_layout
 
@@ -94,20 +93,3 @@ class SimBackend(OracleBackend):
 
 
 BACKEND = SimBackend(LAYOUT, max_model_len=MAX_LEN)
-
-
-def engine_of(world: World, name: str, total_blocks: int, *, prefill: bool, batched: int, running: int) -> Engine:
-    """A real engine whose pool and cache are watched."""
-    engine = Engine(
-        BACKEND,
-        BACKEND.tokenizer,
-        total_blocks=total_blocks,
-        max_batched_tokens=batched,
-        max_running=running,
-        recompute_preempted=prefill,
-    )
-    pool, kv = engine.pool, engine.kv
-    assert isinstance(pool, PoisonedPool)
-    assert isinstance(kv, CheckedCache)
-    pool.kv, kv.pool, kv.world, kv.name = kv, pool, world, name
-    return engine

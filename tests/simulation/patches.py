@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import ExitStack, contextmanager
+from functools import cache
 from types import SimpleNamespace
 from typing import Any, NoReturn
 from unittest.mock import patch
@@ -12,6 +13,7 @@ from unittest.mock import patch
 import structlog
 
 import baton.engine.engine
+import baton.engine.fixed
 import baton.worker.service
 import kvtransfer.bell
 import kvtransfer.inbound
@@ -27,6 +29,7 @@ import router.floor
 import router.link
 import router.parse
 import router.workers
+from baton.telemetry import Metrics
 from tests.simulation.clock import LoopClock, SimCondition, SimQueue, SimThread
 from tests.simulation.memory import PoisonedPool
 from tests.simulation.rpc import SimStub, sim_channel
@@ -49,6 +52,10 @@ class _Chance:
         return f"{process.name}-{process.minted}"
 
     token_hex = token_urlsafe
+
+
+def _unwatched(*_: object) -> None:
+    """What metrics are told of the routers that they watch, for whoever reads them."""
 
 
 async def _at_once(function: Callable[..., Any], *args: Any) -> Any:
@@ -74,6 +81,7 @@ def simulated() -> Iterator[None]:
     plain = SimpleNamespace(Lock=threading.Lock, Event=threading.Event, Thread=SimThread, Condition=SimCondition)
     stand_ins: list[tuple[Any, dict[str, Any]]] = [
         (baton.engine.engine, {"BlockPool": PoisonedPool}),
+        (baton.engine.fixed, {"SHORT": 8, "SHORT_UNTIL": 16}),  # else each prompt here were one chunk
         (baton.worker.service, {"Session": SimWorkerSession}),
         (kvtransfer.bell, {"threading": plain}),
         (kvtransfer.outbox, {"time": clock}),
@@ -84,7 +92,8 @@ def simulated() -> Iterator[None]:
         (kvtransfer.intake, {"time": clock}),
         (kvtransfer.session, {"threading": plain}),
         (prefill_workers.fetch, {"CostModel": SimCost}),
-        (router.floor, {"secrets": chance}),
+        (router.floor, {"secrets": chance, "Metrics": cache(Metrics)}),  # nobody reads them
+        (Metrics, dict.fromkeys(("watch_blocks", "watch_channels", "watch_verifying", "watch_queue"), _unwatched)),
         (router.call, {"secrets": chance}),
         (router.parse, {"asyncio": SimpleNamespace(to_thread=_at_once)}),
         (router.link, {"aio_channel": sim_channel, "WorkerStub": SimStub, "random": chance}),

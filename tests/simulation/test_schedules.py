@@ -6,6 +6,8 @@ time on one thread (`transfer.py` says what that leaves out). What must hold in 
 - tokens come numbered, each once, and never change;
 - no decode worker commits a handoff twice, or after it said FENCED, and no two commit the same;
 - transfers touch no block that is not theirs, nothing is written into what is free, and block ledgers add up;
+- of deterministic requests, whose candidates are often wrong, no worker says a token that is not verified, and their
+  audit digest is that of the same request alone, whatever happened to them;
 - when all is quiet, no live worker or router holds anything, and nothing that must not happen was logged.
 
 More: `make chaos`, as many as BATON_SCHEDULES says. One: `BATON_SCHEDULE=<seed> pytest -s tests/simulation -k one_s`.

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any, cast
 
 from baton.core import HandoffId, Incarnation, Role, WorkerInfo, WorkerRef
+from baton.engine.fixed import FixedShapes
 from baton.errors import EngineFault, LedgerError
 from baton.ledger.ownership_table import RecordState
 from baton.rpc import convert, reports
@@ -23,8 +24,9 @@ from kvtransfer.receiver import PeerService
 from prefill_workers.fetch import CostModel
 from prefill_workers.role import PrefillRole
 from tests.simulation.clock import LoopClock, OrderedSet
+from tests.simulation.engine import engine_of
 from tests.simulation.ledger import SimLedger
-from tests.simulation.memory import BACKEND, engine_of
+from tests.simulation.memory import BACKEND
 from tests.simulation.rpc import SimPeerStream, serving, shown
 from tests.simulation.transfer import SimSender, SimTransport
 from tests.simulation.world import PROCESS, Listener, Process, World
@@ -34,7 +36,9 @@ IDLE_S = 0.5
 
 @dataclass(frozen=True)
 class WorkerPlan:
-    """What a worker's incarnations have in common."""
+    """What a worker's incarnations have in common. `shapes`: of deterministic requests; None: it takes none. `strays`:
+    how often its ordinary batches are wrong about these.
+    """
 
     role: Role
     worker_id: str
@@ -44,6 +48,13 @@ class WorkerPlan:
     transfer: TransferSettings
     lease_s: float
     step_s: float
+    shapes: FixedShapes | None = None
+    strays: float = 0.0
+
+    @property
+    def bits(self) -> str:
+        """What the results of its deterministic requests depend on."""
+        return f"bits of {self.shapes.rows} x {self.shapes.tokens}" if self.shapes else ""
 
 
 class SimDecode(DecodeRole):
@@ -161,12 +172,26 @@ class WorkerHost:
         plan, clock, prefill = self.plan, LoopClock(), self.plan.role is Role.PREFILL
         ref = WorkerRef(plan.worker_id, Incarnation(1, self._counter), f"{plan.worker_id}:1")
         self.engine = engine_of(
-            self.world, self.name, plan.blocks, prefill=prefill, batched=plan.batched, running=plan.running
+            self.world,
+            self.name,
+            plan.blocks,
+            prefill=prefill,
+            batched=plan.batched,
+            running=plan.running,
+            shapes=plan.shapes,
+            strays=plan.strays,
         )
-        pool, longest = self.engine.pool, self.engine.max_model_len
         self.info = WorkerInfo(
-            ref, plan.role, BACKEND.fingerprint, "oracle", longest, pool.total, self.engine.layout
-        )  # fmt: skip
+            ref,
+            plan.role,
+            BACKEND.fingerprint,
+            "oracle",
+            self.engine.max_model_len,
+            self.engine.pool.total,
+            self.engine.layout,
+            determinism=plan.bits,
+            nondeterminism="" if plan.bits else "so it is planned",
+        )
         self.loop = SimEngineLoop(self)
         loop: Any = self.loop
         ends = self.engine.kv, ref, self.info.fingerprint, plan.transfer

@@ -1,0 +1,162 @@
+"""Engines that are watched: what leaves one is what the oracle says, whatever its ordinary batches have said."""
+
+from __future__ import annotations
+
+import random
+from copy import copy
+from dataclasses import replace
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+from baton.audit import Delivered, audit_digest
+from baton.core import HandoffId, SequenceSpec, Token
+from baton.engine.engine import Engine
+from baton.engine.fixed import FixedShapes
+from baton.engine.oracle import OracleBackend
+from tests.simulation.memory import BACKEND, BLOCK, LAYOUT, MAX_LEN, CheckedCache, PoisonedPool, SimBackend
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from baton.engine.batch import Batch
+    from baton.engine.kv import KVCache
+    from baton.engine.outcome import Output, StepResult
+    from baton.engine.request import Request
+    from tests.simulation.world import World
+
+
+@cache
+def _expected(plain: SequenceSpec) -> list[int]:
+    return BACKEND.expected(plain)
+
+
+def expected(spec: SequenceSpec) -> list[int]:
+    """All output tokens of a request, `spec.known` among them."""
+    return _expected(SequenceSpec(spec.prompt, spec.sampling, constraint=spec.constraint))
+
+
+class Straying(SimBackend):
+    """The oracle, whose ordinary batches are often wrong about deterministic sequences: the next token is another one,
+    or the KV, behind a token that is right. `rate`: how often each of both; `rng`: when.
+    """
+
+    rng: random.Random
+    rate: float
+    engine: WatchedEngine
+
+    def forward(self, batch: Batch, kv: KVCache) -> Tensor:
+        logits = super().forward(batch, kv)
+        first = self.engine.first_blocks() if self.rate and not batch.fixed else set[int]()
+        if first:
+            self._stray(batch, kv, logits, first)
+        return logits
+
+    def _stray(self, batch: Batch, kv: KVCache, logits: Tensor, first: set[int]) -> None:
+        ends, wanted = (batch.query_starts[1:] - 1).tolist(), batch.logit_rows.tolist()
+        for end, block in zip(ends, batch.block_tables[:, 0].tolist(), strict=True):
+            if block not in first:
+                continue
+            if self.rng.random() < self.rate:
+                logits[wanted.index(end)] = logits[wanted.index(end)].roll(self.rng.randrange(1, 256))
+            if self.rng.random() < self.rate:
+                for tensor in kv.tensors:
+                    tensor.flatten(1, 2)[:, batch.slot_mapping[end]] = self.rng.random()
+
+
+_STRAYING = Straying(LAYOUT, max_model_len=MAX_LEN)  # copied: what it knows of hashes it knows once
+
+
+class WatchedEngine(Engine):
+    """Says at once when a token leaves it that is not the oracle's, or not the next one, or after the end."""
+
+    world: World
+    name: str
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._specs: dict[HandoffId, SequenceSpec] = {}
+        self._next: dict[HandoffId, int] = {}  # index of the next token; -1: it has ended
+
+    def first_blocks(self) -> set[int]:
+        """Of deterministic sequences: nobody else has these."""
+        found = (request.sequence for request in self._requests.values() if request.draft is not None)
+        return {sequence.allocation.blocks[0] for sequence in found if sequence.allocation is not None}
+
+    def _register(self, key: HandoffId, spec: SequenceSpec, *, computed: int, hold: bool = False) -> Request | None:
+        request = super()._register(key, spec, computed=computed, hold=hold)
+        self._specs[key], self._next[key] = spec, len(spec.known)
+        return request
+
+    def rename(self, key: HandoffId, new: HandoffId) -> None:
+        super().rename(key, new)
+        self._specs[new], self._next[new] = self._specs[key], self._next[key]
+
+    def step(self) -> StepResult:
+        before, running = replace(self.counters), [s for s in self._scheduler.running if s.fixed is not None]
+        result = super().step()
+        for output in result.outputs:
+            self._check(output)
+        met, waiting = self.world.met, self._scheduler.waiting
+        met["verify pass"] += self.counters.verify_passes - before.verify_passes
+        met["rollback"] += self.counters.rollbacks - before.rollbacks
+        met["deterministic preempted"] += sum(s.key in result.preempted or s in waiting for s in running)
+        return result
+
+    def _check(self, output: Output) -> None:
+        wanted, at = expected(self._specs[output.key]), self._next[output.key]
+        said = [(token.index, token.token_id) for token in output.tokens]
+        right = [*enumerate(wanted)][at : at + len(said)]
+        ends = at + len(said) == len(wanted)
+        if at < 0 or said != right or (output.finish is not None and not ends):
+            text = f"{self.name}: {output.key} says {said} and {output.finish} at {at} of {wanted}"
+            self.world.broken(text)
+        self._next[output.key] = -1 if output.finish else at + len(said)
+
+
+def engine_of(
+    world: World,
+    name: str,
+    total_blocks: int,
+    *,
+    prefill: bool,
+    batched: int,
+    running: int,
+    shapes: FixedShapes | None,
+    strays: float,
+) -> WatchedEngine:
+    """A real engine whose pool and cache are watched, too."""
+    backend = copy(_STRAYING)
+    backend.rng, backend.rate = world.random_for(f"{name} strays"), strays
+    engine = WatchedEngine(
+        backend,
+        backend.tokenizer,
+        total_blocks=total_blocks,
+        max_batched_tokens=batched,
+        max_running=running,
+        recompute_preempted=prefill,
+        shapes=shapes,
+    )
+    backend.engine, engine.world, engine.name = engine, world, name
+    pool, kv = engine.pool, engine.kv
+    assert isinstance(pool, PoisonedPool)
+    assert isinstance(kv, CheckedCache)
+    pool.kv, kv.pool, kv.world, kv.name = kv, pool, world, name
+    return engine
+
+
+@cache
+def _alone() -> Engine:
+    """For one request at a time. It takes nothing from another, and makes no mistakes."""
+    backend = OracleBackend(LAYOUT, max_model_len=MAX_LEN)
+    shapes = FixedShapes(1, 32)
+    return Engine(backend, backend.tokenizer, total_blocks=MAX_LEN // BLOCK + 1, prefix_cache=False, shapes=shapes)
+
+
+def undisturbed(spec: SequenceSpec) -> str:
+    """The audit digest of a deterministic request that has an engine for itself."""
+    engine, tokens = _alone(), list[Token]()
+    engine.submit(HandoffId("alone", 1), spec)
+    while engine.has_work():
+        tokens += [token for output in engine.step().outputs for token in output.tokens]
+    ids, logprobs = [token.token_id for token in tokens], [token.logprobs for token in tokens if token.logprobs]
+    return audit_digest(spec.prompt, spec.sampling, [Delivered(ids, logprobs)])
