@@ -104,13 +104,17 @@ async def test_a_request_that_workers_die_of_is_stopped(make, attempts):
     await cluster.nothing_is_left()
 
 
+async def pushed(prefill, times):
+    await until(lambda: prefill.count("repush") == times, "pushed to the next one")
+
+
 async def test_workers_that_die_before_they_compute_it_do_not_count(make):
     cluster = await make(decode=3, attempts=10)
     call = await at(cluster, "prefilling")
     for number, worker in enumerate(cluster.decode[:2], 1):
         assert worker.count("reserve")
         await worker.kill()
-        await until(lambda number=number: cluster.prefill[0].count("repush") == number, "pushed to the next one")
+        await pushed(cluster.prefill[0], number)
     for worker in cluster.workers:
         for gate in worker.gates.values():
             gate.set()
