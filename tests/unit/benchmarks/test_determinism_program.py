@@ -67,6 +67,12 @@ def test_ratios_are_of_one_round_and_so_is_the_slowest_first_token():
     assert [line[-1] for line in lines] == ["1.00", "1.99", "-"]
 
 
+def cells_of(line):
+    """Of a line with figures."""
+    cells = line.split("|")[1:-1]
+    return cells if len(cells) == 9 and cells[3].strip().isdigit() else None
+
+
 @pytest.mark.slow
 def test_a_run_ends_with_all_figures(tmp_path):
     rows = [(n, 10 + n % 7) for n in range(20, 60)]
@@ -84,6 +90,10 @@ def test_a_run_ends_with_all_figures(tmp_path):
         assert last["figures"][f"{prefix}0% deterministic"] == 1.0
         assert last["figures"][f"{prefix}100% deterministic, verify passes"] > 0
     assert last["figures"]["sweep: 100%, 2 x 32"] > 0
+    passes = {cells[0].strip(): int(cells[3]) for line in done.stdout.splitlines() if (cells := cells_of(line))}
+    assert (
+        passes["100% deterministic, verify passes"] > passes["0% deterministic"] == passes.get("100% deterministic", 0)
+    )
 
 
 def test_shares_of_both_modes_as_far_as_steps_are_exact():

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from baton.engine.model.build import load_model
+from baton.engine.oracle import OracleBackend
 from baton.engine.passes import Passes, load_passes, measure_passes, save_passes
 
 DEMO = Path(__file__).parents[3] / "models" / "demo"
@@ -77,5 +78,15 @@ def test_a_model_is_measured_with_as_many_rows_as_may_run():
         assert found.steady == backend.steady_rows()
 
 
-def test_a_model_of_short_contexts_is_measured_too():
-    assert list(measure_passes(load_model(DEMO, dtype="float32", max_model_len=40), 2).seconds) == [32, 64]
+def test_a_model_of_short_contexts_is_measured_within_them():
+    seen = set()
+
+    class Watched(OracleBackend):
+        def forward(self, batch, kv):
+            seen.update(batch.positions.tolist())
+            return super().forward(batch, kv)
+
+    for most in (40, 1024):
+        seen.clear()
+        assert list(measure_passes(Watched(max_model_len=most), 2).seconds) == [32, 64]
+        assert (min(seen), max(seen)) == ((8, 39) if most == 40 else (256, 287))

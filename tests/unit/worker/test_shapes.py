@@ -1,5 +1,6 @@
 """The shape of verify passes of a worker: the cluster file first, then what was measured here, then 2 x 32."""
 
+import asyncio
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,6 +11,8 @@ from baton.config import load_config
 from baton.core import Role
 from baton.engine.fixed import FixedShapes
 from baton.engine.passes import Passes, save_passes
+from baton.errors import ConfigError
+from baton.worker import host
 from baton.worker.settings import from_config
 from baton.worker.shapes import passes_path, settled
 
@@ -49,6 +52,20 @@ def test_what_was_measured_is_taken(settings):
     assert settled(settings()).shapes.exact_rows == settings().shapes.exact_rows > 0
     assert chosen(settings("determinism.verify=always")) == (8, 32, "profile")
     assert chosen(settings("determinism.window=32")) == (4, 32, "profile")
+
+
+async def test_a_worker_starts_with_it(settings, monkeypatch):
+    built = []
+
+    def build_engine(found):
+        built.append(found.shapes.rows)
+        raise ConfigError("enough")
+
+    save_passes(passes_path(settings()), MEASURED)
+    monkeypatch.setattr(host, "build_engine", build_engine)
+    with pytest.raises(ConfigError, match="enough"):
+        await host.serve(settings(), lambda _: pytest.fail("no engine"), asyncio.Event(), print)
+    assert built == [4]
 
 
 def test_the_cluster_file_comes_first(settings):
