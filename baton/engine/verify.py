@@ -5,7 +5,8 @@ batch wrote, and draws each next token anew. What it draws is final: equal candi
 replaced, and those behind it are dropped. So each pass brings one token at least, and of `W - 1` right candidates `W`.
 
 The tensors of such a forward have the shape, and the rows the sizes, that the shape says: what is missing is padded
-with tokens that write to one block of the cache that nobody owns, and whose results nobody reads.
+with tokens that write behind the known ones, or to one block of the cache that nobody owns, and whose results nobody
+reads.
 """
 
 from __future__ import annotations
@@ -105,10 +106,13 @@ class FixedInputs:
         table[: len(blocks)] = blocks
         positions = np.arange(start, start + size)
         self._positions.array[at : at + size] = positions.clip(max=self._last)
-        real, places = slice(at, at + window.count), positions[: window.count]
-        self._token_ids.array[real] = known[start : start + window.count]
-        self._slots.array[real] = table[places // self._block_size].astype(np.int64) * self._block_size
-        self._slots.array[real] += places % self._block_size
+        self._token_ids.array[at : at + window.count] = known[start : start + window.count]
+        # Padding writes to the sequence's own blocks, too, as far as they go: what others left there is read, though it
+        # weighs nothing, and may be no number.
+        places = positions[: len(blocks) * self._block_size - start]
+        own = slice(at, at + len(places))
+        self._slots.array[own] = table[places // self._block_size].astype(np.int64) * self._block_size
+        self._slots.array[own] += places % self._block_size
 
     def _wanted_of(self, window: Window, n: int, *, on_grid: bool) -> int:
         if not on_grid:

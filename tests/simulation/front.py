@@ -15,7 +15,7 @@ from baton.rpc.v1 import common_pb2
 from baton.rpc.v1 import inference_pb2 as pb
 from router.floor import Floor, RouterSettings
 from router.service import Inference
-from tests.simulation.clock import LoopClock, OrderedSet
+from tests.simulation.clock import LoopClock
 from tests.simulation.engine import expected, undisturbed
 from tests.simulation.ledger import SimLedger
 from tests.simulation.memory import BACKEND
@@ -35,7 +35,6 @@ class RouterHost:
 
     def _build(self) -> None:
         self.floor = Floor(self._settings, self._ledger.workers, LoopClock(), streams=self._ledger.find)
-        self.floor.alike._waiting = cast("set[asyncio.Future[None]]", OrderedSet())
         self.inference = Inference(self.floor, BACKEND.tokenizer)
         self.process.start(self.floor.pool.start(), "start")
 

@@ -78,6 +78,9 @@ class Kernels(Protocol):
     def name(self) -> str:
         """What `baton profile` and the logs call it."""
 
+    def begin(self, batch: Batch) -> None:
+        """A forward of this batch begins. In fixed ones layers take products that do not change with the rows."""
+
     def linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
         """A layer with weight [width, K], which it may use as it lies, and bias [width]."""
 

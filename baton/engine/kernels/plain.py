@@ -52,6 +52,9 @@ class TorchKernels:
 
     name = "torch"
 
+    def begin(self, batch: Batch) -> None:
+        """Products are those of a library: nothing to choose."""
+
     def linear(self, weight: Tensor, bias: Tensor | None = None) -> TorchLinear:
         return TorchLinear(weight, bias)
 

@@ -129,6 +129,7 @@ class Llama:
 
         The logits are valid until the next forward, which writes its own to the same place.
         """
+        self.kernels.begin(batch)
         step = self._step(batch, kv.layout.block_size)
         x = self.scratch.take("x", len(batch.token_ids), self.config.hidden_size)
         torch.index_select(self.embed, 0, batch.token_ids, out=x)

@@ -90,10 +90,11 @@ def test_the_kernels_that_the_shapes_take_change_it_and_others_do_not(monkeypatc
     others = [
         of(monkeypatch, kernels=compiled(Choice(255, tall=True))),
         of(monkeypatch, kernels=compiled(Choice(255, tall=False))),
-        of(monkeypatch, kernels=compiled(Choice(63, tall=True))),
         of(monkeypatch, kernels=compiled(Choice(300, tall=True), 0.0)),
     ]
-    assert len({flat, *others}) == 5
+    assert len({flat, *others}) == 4
+    # Small forwards are pinned to one product, whatever is the fastest.
+    assert others[0] == of(monkeypatch, kernels=compiled(Choice(8, tall=True)))
 
 
 def test_another_library_changes_it(monkeypatch):

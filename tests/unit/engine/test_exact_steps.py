@@ -8,7 +8,9 @@ from baton.core import HandoffId, Sampling, SequenceSpec
 from baton.engine.engine import Engine
 from baton.engine.exact import parts
 from baton.engine.fixed import FixedShapes
+from baton.engine.kernels.cpu.profile import Choice, Profile
 from baton.engine.model.build import load_model
+from baton.engine.selfcheck import exact_rows
 from baton.engine.sequence import Sequence, Work
 from baton.engine.windows import Fixed
 from baton.tokenizer import load_tokenizer
@@ -156,3 +158,36 @@ def bits_of(engine, asked, others):
             if output.key == key:
                 found += [(token.token_id, token.logprobs) for token in output.tokens]
     return found
+
+
+def test_a_profile_that_prefers_other_products_costs_no_exact_step(monkeypatch):
+    """Fixed forwards take the same one up to 96 rows; the ordinary batch takes what is the fastest."""
+    backend = load_model(DEMO, dtype="float32")
+    if backend.model.kernels.name != "compiled":
+        pytest.skip("no compiled kernels on this machine: no decode step is exact")
+    tokenizer, logits = load_tokenizer(DEMO), []
+    monkeypatch.setattr("baton.engine.kernels.choose.load_profile", lambda path: Profile(static=Choice(1, tall=True)))
+    other = load_model(DEMO, dtype="float32")
+    assert other.model.head.choice != backend.model.head.choice
+    for each in (backend, other):
+        assert exact_rows(each, FixedShapes(exact_rows=64)) == 64
+        engine = Engine(each, tokenizer, total_blocks=64, shapes=FixedShapes(exact_rows=64))
+        asked = SequenceSpec((1, 2, 3), Sampling(max_tokens=20, ignore_eos=True, logprobs=3), deterministic=True)
+        logits.append(bits_of(engine, asked, [replace(asked, deterministic=False)] * 3))
+    assert logits[0] == logits[1]
+
+
+@pytest.mark.parametrize("rows", [0, 64])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_what_others_left_in_a_block_is_not_read(rows, dtype):
+    """Fixed forwards look at whole chunks of positions; what is no number there must not spread."""
+    backend, tokenizer = load_model(DEMO, dtype=dtype), load_tokenizer(DEMO)
+    asked = SequenceSpec((1, 2, 3), Sampling(max_tokens=40, ignore_eos=True, temperature=0.0), deterministic=True)
+    answers = []
+    for value in (0.0, float("nan")):
+        engine = Engine(backend, tokenizer, total_blocks=20, shapes=FixedShapes(exact_rows=rows))
+        for tensor in engine.kv.tensors:
+            tensor[:, :-1].fill_(value)
+        answers.append(bits_of(engine, asked, []))
+    assert len(answers[0]) == 40
+    assert answers[0] == answers[1]

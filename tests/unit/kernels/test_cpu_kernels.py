@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from itertools import accumulate, product
 
 import pytest
@@ -324,6 +325,26 @@ def test_the_fewer_rows_the_more_splits_by_load(dtype, seed, rows, threads):
         assert len(tasks) == rows * wanted
         ends = [task[6] for task in tasks if task[0] == 0]
         assert max(ends) == context
+
+
+def test_there_are_at_most_so_many_splits_as_can_be_joined():
+    """However many threads there are, and however long the context is; only the plan is made, nothing is attended."""
+    batch = Batch(
+        token_ids=torch.zeros(1, dtype=torch.int64),
+        positions=torch.zeros(1, dtype=torch.int64),
+        slot_mapping=torch.zeros(1, dtype=torch.int64),
+        query_lens=[1],
+        context_lens=[120_000],
+        query_starts=torch.tensor([0, 1], dtype=torch.int32),
+        kv_lens=torch.tensor([120_000], dtype=torch.int32),
+        block_tables=torch.zeros(1, 7500, dtype=torch.int32),
+        logit_rows=torch.zeros(1, dtype=torch.int64),
+    )
+    attention = CompiledAttention(load_library("f32"), "f32", None, None)
+    attention.bind(batch, 16, 1.0)._plan(16, 1, 64, threads=192)
+    assert attention._args.count == 256
+    attention.bind(replace(batch, fixed=True), 16, 1.0)._plan(16, 1, 64, threads=192)
+    assert attention._args.count == 1
 
 
 def test_partials_in_bfloat16_are_rounded_and_hide_nothing(seed, threads):

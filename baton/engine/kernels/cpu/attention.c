@@ -17,6 +17,7 @@
 #define CHUNK 64
 #define GROUPS (CHUNK / LANES)
 #define MAX_ROWS 128
+#define MAX_SPLITS 256
 #define MAX_DIM 576
 #define ROWS_AT_ONCE 6
 #define SAFE 80.0f /* 2 to the power of it, and of minus it, are far from the ends of float32 */
@@ -69,7 +70,7 @@ long NAME(attention_plan)(task_t *tasks, long capacity, const int32_t *starts, c
                 if (forced && count == 1) splits = forced;
                 if (units >= threads && !forced) splits = 1;
                 if (load && count == 1) splits = MIN((load + singles - 1) / singles, (length + CHUNK - 1) / CHUNK);
-                if (fixed) splits = 1;
+                splits = fixed ? 1 : MIN(splits, MAX_SPLITS);
                 const long per = ((length + splits - 1) / splits + CHUNK - 1) / CHUNK * CHUNK;
                 for (long i = 0; i < splits; i++) {
                     if (n == capacity) return -1;
@@ -370,7 +371,7 @@ static void join(const attention_args * a, const task_t *t) {
     for (long r = 0; r < t->heads; r++) {
         const float *parts = a->partials + (t->partial + r) * width;
         const long step = t->heads * width;
-        float most = -INFINITY, total = 0, weight[256];
+        float most = -INFINITY, total = 0, weight[MAX_SPLITS];
         for (long i = 0; i < t->splits; i++) most = fmaxf(most, parts[i * step]);
         for (long i = 0; i < t->splits; i++) {
             weight[i] = parts[i * step + 1] > 0 ? power(parts[i * step] - most) : 0;

@@ -7,15 +7,16 @@ call to call is set. What the C code does not handle goes to the torch kernels.
 from __future__ import annotations
 
 import ctypes
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 
 from baton.engine.kernels.cpu.args import GateArgs, LinearArgs, NormArgs, RotateArgs, strides_of
 from baton.engine.kernels.cpu.attention import CompiledAttention, is_compiled
 from baton.engine.kernels.cpu.build import load_library
-from baton.engine.kernels.cpu.profile import Choice
+from baton.engine.kernels.cpu.profile import FLAT_ROWS, Choice
 from baton.engine.kernels.plain import TorchKernels, TorchLinear
 from baton.engine.kernels.scratch import Scratch
 
@@ -59,6 +60,9 @@ class CpuKernels:
         self._rotate, self._rotate_args = library[f"rotate_and_store_{element}"], RotateArgs()
         self.library, self.element = library, element
         self._attention: dict[int | None, CompiledAttention] = {}  # by window
+
+    def begin(self, batch: Batch) -> None:
+        self.products.fixed = batch.fixed
 
     def linear(self, weight: Tensor, bias: Tensor | None = None) -> CompiledLinear:
         width, k = weight.shape
@@ -123,10 +127,10 @@ class CpuKernels:
     def steady_rows(self, heads: Sequence[int]) -> int:
         if not all(map(is_compiled, heads)):
             return 0
-        return min((self.profile.choice(*shape).flat_rows for shape in self.shapes), default=0)
+        return min((_pinned(self.profile.choice(*shape)).flat_rows for shape in self.shapes), default=0)
 
     def facts(self, rows: Sequence[int]) -> tuple[str, ...]:
-        choices = [(shape, self.profile.choice(*shape)) for shape in sorted(self.shapes)]
+        choices = [(shape, _pinned(self.profile.choice(*shape))) for shape in sorted(self.shapes)]
         products = [f"{shape} x {n}: {choice.product(n)}" for shape, choice in choices for n in rows]
         return (self.name, Path(self.library._name).stem, f"unified {self.profile.unified_max}", *products)
 
@@ -137,20 +141,27 @@ class CpuKernels:
         return self._attention[window].bind(batch, block_size, scale)
 
 
-class Products(NamedTuple):
+def _pinned(choice: Choice) -> Choice:
+    """Whatever is the fastest: in a fixed forward a row has the same bits in all shapes up to so many rows."""
+    return choice._replace(flat_rows=max(choice.flat_rows, FLAT_ROWS))
+
+
+@dataclass(slots=True)
+class Products:
     """The two compiled products of one dtype, and the room in which `tall` turns the rows of x."""
 
     flat: ctypes._NamedFuncPointer
     tall: ctypes._NamedFuncPointer
     room: Scratch
     words: int  # elements in 32 bits
+    fixed: bool = False  # the forward that is under way
 
 
 class CompiledLinear:
     """`Linear` by rows: the flat kernel for few, then the tall one or torch's product, as the choice says."""
 
     def __init__(self, products: Products, weight: Tensor, bias: Tensor | None, choice: Choice) -> None:
-        self.weight, self.bias, self.choice = weight, bias, choice
+        self.weight, self.bias, self.choice, self._steady = weight, bias, choice, _pinned(choice)
         self._products, self._torch = products, TorchLinear(weight, bias)
         self._args = LinearArgs(w=weight.data_ptr(), bias=None if bias is None else bias.data_ptr())
         self._args.n, self._args.k = weight.shape
@@ -164,14 +175,18 @@ class CompiledLinear:
     def __call__(self, x: Tensor, out: Tensor) -> Tensor:
         if self.is_tall(len(x)):
             return self.tall(x, out, NO_GATE)
-        if len(x) > self.choice.flat_rows:
+        if len(x) > self._chosen.flat_rows:
             return self._torch(x, out)
         self._products.flat(self._filled(x, out), torch.get_num_threads())
         return out
 
     def is_tall(self, rows: int) -> bool:
         """Whether the tall kernel is taken for so many rows."""
-        return rows > self.choice.flat_rows and self.choice.tall
+        return rows > self._chosen.flat_rows and self._chosen.tall
+
+    @property
+    def _chosen(self) -> Choice:
+        return self._steady if self._products.fixed else self.choice
 
     def tall(self, x: Tensor, out: Tensor, activation: int) -> Tensor:
         """The product by the tall kernel, gated on its way out unless `activation` is NO_GATE."""

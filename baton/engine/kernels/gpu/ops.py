@@ -103,6 +103,9 @@ class GpuKernels:
         """What this device and this torch can do."""
         return cls(torch.cuda.get_device_properties(device).multi_processor_count, find_varlen())
 
+    def begin(self, batch: Batch) -> None:
+        """Products are those of a library: nothing to choose."""
+
     def linear(self, weight: Tensor, bias: Tensor | None = None) -> TorchLinear:
         return TorchLinear(weight, bias)
 
