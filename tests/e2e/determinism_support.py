@@ -1,0 +1,158 @@
+"""Deterministic requests for `test_determinism.py`, others beside them, and what came of them, event by event."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+import urllib.request
+from collections import Counter
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from baton import Client
+from baton.client.types import Completion, Delta
+from baton.core import HandoffId, Sampling, SequenceSpec, Token
+from baton.engine.engine import Engine
+from baton.engine.fixed import FixedShapes
+from baton.engine.model.build import load_model
+from baton.tokenizer import load_tokenizer
+from tests.e2e.conftest import ROOT, Cluster, Home
+
+DEMO = ROOT / "models" / "demo"
+WORDS = "the river runs to a wide sea and cities grow on it".split()
+MANY = {"max_tokens": 96, "ignore_eos": True, "logprobs": 1}
+
+
+def text_of(seed, words):
+    """Always the same for a seed; what follows is so uncertain that the last bits of a logit decide here and there."""
+    return " ".join(random.Random(seed).choices(WORDS, k=words))
+
+
+# Contexts that load cuts into more or fewer splits, one of them long enough for both sizes of chunks on the grid. Both
+# are rolled back in their course, also when they are alone.
+KINDS: dict[str, dict[str, Any]] = {
+    "greedy": {"prompt": text_of(10, 300), "temperature": 0.0, "seed": 11, **MANY},
+    "sampled": {"prompt": text_of(3, 160), "temperature": 0.8, "seed": 11, **MANY},
+}
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """An answer, and each event of its stream as it came."""
+
+    deltas: tuple[Delta, ...]
+    answer: Completion
+
+    def check(self, right: Completion) -> Completion:
+        """It is `right` to the bit, and so was each event: nothing came that had to be taken back."""
+        tokens, logprobs, came = right.tokens, exact(right.logprobs), 0
+        for delta in self.deltas:
+            end = came + len(delta.tokens)
+            assert (delta.choice, delta.start) == (0, came)
+            assert delta.tokens == tokens[came:end], f"{delta} is not what came before at {came}"
+            assert exact(delta.logprobs) == logprobs[came:end], f"{delta} has other bits than what came before"
+            came = end
+        assert came == len(tokens)
+        assert bits(self.answer) == bits(right)
+        return self.answer
+
+
+def exact(logprobs):
+    """Floats as their exact values: with `==` alone, zeros of both signs would be equal."""
+    return [(each.logprob.hex(), [(token, value.hex()) for token, value in each.top]) for each in logprobs]
+
+
+def bits(answer):
+    """All that is promised to be equal."""
+    said = list(answer.tokens), exact(answer.logprobs), answer.text, answer.finish_reason
+    return *said, answer.usage.audit_digest, answer.system_fingerprint
+
+
+def begin(client: Client, kind, **more):
+    """The stream of one of them; it is under way when this returns."""
+    return client.stream(**{**KINDS[kind], "deterministic": True, **more})
+
+
+def finish(stream, *before: Delta) -> Recorded:
+    """Read the rest of it; `before` was read already."""
+    with stream:
+        return Recorded((*before, *stream), stream.collect())
+
+
+def ask(client: Client, kind, **more) -> Recorded:
+    return finish(begin(client, kind, **more))
+
+
+@contextmanager
+def others(client: Client, count, rng, *, known=True, tokens=(150, 400), words=(1, 60)):
+    """So many ordinary requests of other lengths beside what is done here; with `known`, each has begun to answer."""
+    with ExitStack() as open_ones:
+        how = {"ignore_eos": True, "temperature": 1.0, "seed": 1}
+        asked = [(text_of(rng.random(), rng.randint(*words)), rng.randint(*tokens)) for _ in range(count)]
+        streams = [open_ones.enter_context(client.stream(prompt, max_tokens=most, **how)) for prompt, most in asked]
+        for stream in streams if known else ():
+            next(stream)
+        yield streams
+
+
+@contextmanager
+def cluster_named(home: Home, folder: Path, name, *sets):
+    """A cluster of its own beside others in one `home`, so that compiled kernels serve all of them."""
+    config = folder / f"{name}.yaml"
+    config.write_text((ROOT / "configs" / "no-ray.yaml").read_text().replace("name: no-ray", f"name: {name}"))
+    with home.cluster(config, *sets) as running:
+        yield running
+
+
+def handed_back(cluster: Cluster, answer: Completion):
+    """Why its attempts were given up, one after the other, as the router's log has it."""
+    lines = [json.loads(line) for line in cluster.log("router").splitlines() if '"request_handed_back"' in line]
+    return [line["reason"] for line in lines if line["request_id"] == answer.request_id]
+
+
+def metric(cluster: Cluster, name, **labels):
+    """Its sum over what has these labels."""
+    with urllib.request.urlopen(f"http://{cluster.state().metrics}/metrics", timeout=30) as page:
+        families = list(text_string_to_metric_families(page.read().decode()))
+    samples = [sample for family in families for sample in family.samples]
+    return sum(sample.value for sample in samples if sample.name == name and labels.items() <= sample.labels.items())
+
+
+class ShapeLog:
+    """An engine as workers have it, with little room, which notes the shape of each forward of a verify pass."""
+
+    def __init__(self, monkeypatch) -> None:
+        backend = load_model(DEMO, dtype="bfloat16", attention_splits="load_bf16")
+        self.shapes: Counter[tuple[tuple[int, ...], int, int]] = Counter()
+        self.engine = Engine(backend, load_tokenizer(DEMO), total_blocks=80, shapes=FixedShapes())
+        self._keys = itertools.count()
+        forward = type(backend).forward
+
+        def noted(backend, batch, kv):
+            if batch.fixed and len(batch.logit_rows) > 1:  # of the prompt's grid there is one at most
+                self.shapes[tuple(batch.query_lens), len(batch.token_ids), len(batch.logit_rows)] += 1
+            return forward(backend, batch, kv)
+
+        monkeypatch.setattr(type(backend), "forward", noted)
+
+    def submit(self, prompt, *, deterministic=True, priority=0, **sampling):
+        """Its key; one after the other."""
+        key = HandoffId(f"r{next(self._keys)}", 1)
+        tokens, sampling = tuple(self.engine.tokenizer.encode(prompt)), {"ignore_eos": True, **sampling}
+        spec = SequenceSpec(tokens, Sampling(**sampling), priority=priority, deterministic=deterministic)
+        self.engine.submit(key, spec)
+        return key
+
+    def said(self, key):
+        """Step until it has ended: its tokens with their logprobs."""
+        said, ended = list[Token](), False
+        while not ended:
+            for output in self.engine.step().outputs:
+                said += output.tokens if output.key == key else ()
+                ended |= output.key == key and output.finish is not None
+        return [token.token_id for token in said], exact([token.logprobs for token in said])
