@@ -145,10 +145,7 @@ def test_preempted(otherwise, alone, kind, repeats, rng):
     preempted = metric(otherwise, "baton_recoveries_total", reason="preempted")
     with otherwise.client(timeout=120.0) as client:
         for _ in range(repeats):
-            with others(client, 8, rng, tokens=(250, 300), words=(40, 60)) as streams:
-                answer = ask(client, kind, priority=-100).check(alone[kind])
-                assert "preempted" in handed_back(otherwise, answer)
-                assert all(len(stream.collect().tokens) >= 250 for stream in streams)
+            assert any(pushed_out(otherwise, client, alone, kind, rng) for _ in range(5))
     assert metric(otherwise, "baton_recoveries_total", reason="preempted") >= preempted + repeats
 
 
@@ -164,20 +161,21 @@ def test_control_without_the_flag_some_answers_differ(client, repeats, rng):
 
     quiet = [bits(ask(client, "greedy", deterministic=False, **how).answer)[:2] for how in asked]
     tokens, differ = set[int](), set[int]()
-    for loaded in (answers(count) for _ in range(repeats) for count in LOADS):
+    for loaded in (answers(count) for _ in range(min(repeats, 3)) for count in LOADS):
         tokens |= {number for number in range(12) if loaded[number][0] != quiet[number][0]}
         differ |= {number for number in range(12) if loaded[number] != quiet[number]}
     print(f"of 12 prompts {len(differ)} differ, {len(tokens)} of them in tokens")
-    assert differ
+    assert tokens
 
 
-def test_candidates_were_wrong_meanwhile(cluster, client, alone, rng):
+@often
+def test_candidates_were_wrong_meanwhile(cluster, client, alone, repeats, rng):
     """Else no stream above could have had one. Before the next test: a dead worker counts no more."""
-    for kind in KINDS:
+    for kind in list(KINDS) * repeats:
         with others(client, 7, rng):
             ask(client, kind).check(alone[kind])
-    assert eventually(lambda: metric(cluster, "baton_verify_passes_total")) >= 4
-    assert eventually(lambda: metric(cluster, "baton_rollbacks_total"))
+    assert eventually(lambda: metric(cluster, "baton_verify_passes_total")) >= 4 * repeats
+    assert eventually(lambda: metric(cluster, "baton_rollbacks_total")) >= repeats
 
 
 @often
@@ -195,7 +193,7 @@ def test_verify_passes_have_one_shape(repeats, rng, monkeypatch):
     log = ShapeLog(monkeypatch)
     alone = {kind: log.said(log.submit(**asked)) for kind, asked in KINDS.items()}
     for kind, asked in list(KINDS.items()) * repeats:
-        around = [(text_of(rng.random(), rng.randint(1, 60)), rng.randint(20, 200)) for _ in range(12)]
+        around = [(text_of(rng.random(), rng.randint(1, 60)), rng.randint(100, 200)) for _ in range(12)]
         keys = [log.submit(prompt, deterministic=rng.random() < 0.3, max_tokens=most) for prompt, most in around]
         assert log.said(log.submit(**asked, priority=-1)) == alone[kind]
         for key in keys:
@@ -204,6 +202,15 @@ def test_verify_passes_have_one_shape(repeats, rng, monkeypatch):
     assert list(log.shapes) == [((32, 32), 64, 64)]
     assert log.shapes.total() == counters.verify_passes
     assert min(counters.rollbacks, counters.preemptions) > 0
+
+
+def pushed_out(cluster, client, alone, kind, rng):
+    """Whether it lost its blocks to others that grow beside it, and had to begin anew."""
+    with others(client, 6, rng, known=False, tokens=(250, 300), words=(10, 30)) as streams:
+        answer = ask(client, kind, priority=-100).check(alone[kind])
+        assert all(len(stream.collect().tokens) >= 250 for stream in streams)
+    print(reasons := handed_back(cluster, answer))
+    return "preempted" in reasons
 
 
 def struck(cluster, client, kind, after):
