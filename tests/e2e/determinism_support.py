@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import random
+import signal
 import urllib.request
 from collections import Counter
 from contextlib import ExitStack, contextmanager
@@ -21,12 +23,13 @@ from baton.engine.engine import Engine
 from baton.engine.fixed import FixedShapes
 from baton.engine.model.build import load_model
 from baton.tokenizer import load_tokenizer
-from tests.e2e.conftest import ROOT, Cluster, Home
+from tests.e2e.conftest import ROOT, Cluster, Home, eventually
 
 DEMO = ROOT / "models" / "demo"
 WORDS = "the river runs to a wide sea and cities grow on it".split()
 EOS = 0  # banned: once the model has said it, it is sure of all that follows
 MANY = {"max_tokens": 96, "logit_bias": {EOS: -100.0}, "logprobs": 1, "seed": 11}
+LONGER = {"max_tokens": 800}
 
 
 def text_of(seed, words):
@@ -122,6 +125,48 @@ def metric(cluster: Cluster, name, **labels):
         families = list(text_string_to_metric_families(page.read().decode()))
     samples = [sample for family in families for sample in family.samples]
     return sum(sample.value for sample in samples if sample.name == name and labels.items() <= sample.labels.items())
+
+
+def found_exact(cluster: Cluster):
+    """The most rows of a decode step that is exact, as the decode worker has found when it started."""
+    lines = [json.loads(line) for line in cluster.log("decode-0").splitlines() if '"fixed_forwards_checked"' in line]
+    print(f"exact steps of up to {lines[-1]['exact_rows']} rows")
+    return lines[-1]["exact_rows"]
+
+
+def survive(cluster: Cluster, kind, rng, times):
+    """Its decode worker is killed so many times, at any of its tokens, each time in another request."""
+    with cluster.client(timeout=120.0) as client:
+        right = ask(client, kind, **LONGER).answer
+        for _ in range(times):
+            recorded = eventually(lambda: struck(cluster, client, kind, rng.randrange(1, 500)), within_s=100)
+            assert recorded.check(right).placement.attempts == 2
+
+
+def pushed_out(cluster: Cluster, client: Client, kind, right, rng):
+    """Whether it lost its blocks to others that grow beside it, and had to begin anew."""
+    with others(client, 6, rng, known=False, tokens=(250, 300), words=(10, 30)) as streams:
+        answer = ask(client, kind, priority=-100).check(right)
+        assert all(len(stream.collect().tokens) >= 250 for stream in streams)
+    print(reasons := handed_back(cluster, answer))
+    return "preempted" in reasons
+
+
+def struck(cluster: Cluster, client: Client, kind, after):
+    """It, its decode worker killed after so many tokens; None: it had ended before."""
+    eventually(lambda: [worker.state for worker in client.cluster().workers] == ["connected"] * 3, within_s=60)
+    deltas = []
+    with begin(client, kind, **LONGER) as stream:
+        while len(stream.tokens) < after:
+            deltas.append(next(stream))
+        busy = [w.info.ref.worker_id for w in client.cluster().workers if w.info.role == "decode" and w.dispatched]
+        if not busy:
+            return None
+        pid = cluster.pid(busy[0])
+        os.kill(pid, signal.SIGKILL)
+        recorded = finish(stream, *deltas)
+    eventually(lambda: cluster.pid(busy[0]) != pid, within_s=60)
+    return recorded if recorded.answer.placement.attempts > 1 else None
 
 
 class ShapeLog:

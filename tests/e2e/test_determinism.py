@@ -4,9 +4,7 @@ The demo model in bfloat16. `make test` asks in each circumstance once, with wha
 the run; `make chaos` 20 times. Every event of every stream is compared, so nothing that is not verified gets out.
 """
 
-import os
 import random
-import signal
 from contextlib import ExitStack
 
 import pytest
@@ -20,14 +18,23 @@ from tests.e2e.determinism_support import (
     bits,
     cluster_named,
     finish,
-    handed_back,
+    found_exact,
     metric,
     others,
+    pushed_out,
+    survive,
     text_of,
 )
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240), pytest.mark.xdist_group("determinism")]
-MODEL = ("model.path=models/demo", "model.dtype=bfloat16", "decode.attention_splits=load_bf16", HANDED_OVER)
+MODEL = (
+    "model.path=models/demo",
+    "model.dtype=bfloat16",
+    "decode.attention_splits=load_bf16",
+    "determinism.verify=always",  # else nothing is ever rolled back here
+    HANDED_OVER,
+)
+EXACT = "determinism.verify=auto"  # exact steps, where the kernels have them
 SETS = (*MODEL, "decode.replicas=2", "router.policy=round_robin")
 FRAME = 8192
 OTHERWISE = (
@@ -43,7 +50,6 @@ OTHERWISE = (
     "transfer.coalesce_below=1",
 )
 LOADS = (0, 1, 3, 7, 31)
-LONGER = {"max_tokens": 800}
 
 often = pytest.mark.parametrize(
     "repeats",
@@ -62,6 +68,12 @@ def cluster(module_home):
 def otherwise(module_home, tmp_path_factory):
     """KV of other blocks in many small frames by another transport, to a decode worker with little room."""
     with cluster_named(module_home, tmp_path_factory.mktemp("config"), "otherwise", *OTHERWISE) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def exactly(module_home, tmp_path_factory):
+    with cluster_named(module_home, tmp_path_factory.mktemp("config"), "exactly", *OTHERWISE, EXACT) as running:
         yield running
 
 
@@ -145,7 +157,7 @@ def test_preempted(otherwise, alone, kind, repeats, rng):
     preempted = metric(otherwise, "baton_recoveries_total", reason="preempted")
     with otherwise.client(timeout=120.0) as client:
         for _ in range(repeats):
-            assert any(pushed_out(otherwise, client, alone, kind, rng) for _ in range(5))
+            assert any(pushed_out(otherwise, client, kind, alone[kind], rng) for _ in range(5))
     assert metric(otherwise, "baton_recoveries_total", reason="preempted") >= preempted + repeats
 
 
@@ -178,13 +190,35 @@ def test_candidates_were_wrong_meanwhile(cluster, client, alone, repeats, rng):
     assert eventually(lambda: metric(cluster, "baton_rollbacks_total")) >= repeats
 
 
+@kinds
+def test_after_the_death_of_its_decode_worker(cluster, kind, rng):
+    survive(cluster, kind, rng, 1)
+
+
+@pytest.mark.chaos
+@kinds
+@pytest.mark.parametrize("more", [(), (), (), (), (EXACT,)], ids=["first", "second", "third", "fourth", "exact"])
+def test_after_many_deaths(module_home, tmp_path, more, kind, rng):
+    """In clusters of their own: after ten deaths in a row one gives up."""
+    with cluster_named(module_home, tmp_path, "mortal", *SETS, *more) as running:
+        survive(running, kind, rng, 5)
+
+
 @often
 @kinds
-def test_after_the_death_of_its_decode_worker(cluster, client, kind, repeats, rng):
-    right = ask(client, kind, **LONGER).answer
-    for _ in range(repeats):
-        recorded = eventually(lambda: struck(cluster, client, kind, rng.randrange(1, 500)), within_s=100)
-        assert recorded.check(right).placement.attempts == 2
+def test_exact_steps(exactly, alone, kind, repeats, rng):
+    """Alone, beside others, and preempted. Workers of one fingerprint give the same bits, in whatever steps."""
+    with exactly.client(timeout=120.0) as client:
+        right = ask(client, kind).answer
+        if right.system_fingerprint == alone[kind].system_fingerprint:
+            right = alone[kind]
+        for count in (0, 1, 5) * repeats:
+            with others(client, count, rng, words=(1, 20)):
+                ask(client, kind).check(right)
+            ask(client, kind, cache_scope=f"{rng.random()}").check(right)
+        for _ in range(repeats):
+            assert any(pushed_out(exactly, client, kind, right, rng) for _ in range(5))
+    assert found_exact(exactly) == 0 or metric(exactly, "baton_rollbacks_total") == 0
 
 
 @often
@@ -202,29 +236,3 @@ def test_verify_passes_have_one_shape(repeats, rng, monkeypatch):
     assert list(log.shapes) == [((32, 32), 64, 64)]
     assert log.shapes.total() == counters.verify_passes
     assert min(counters.rollbacks, counters.preemptions) > 0
-
-
-def pushed_out(cluster, client, alone, kind, rng):
-    """Whether it lost its blocks to others that grow beside it, and had to begin anew."""
-    with others(client, 6, rng, known=False, tokens=(250, 300), words=(10, 30)) as streams:
-        answer = ask(client, kind, priority=-100).check(alone[kind])
-        assert all(len(stream.collect().tokens) >= 250 for stream in streams)
-    print(reasons := handed_back(cluster, answer))
-    return "preempted" in reasons
-
-
-def struck(cluster, client, kind, after):
-    """It, its decode worker killed after so many tokens; None: it had ended before."""
-    eventually(lambda: [worker.state for worker in client.cluster().workers] == ["connected"] * 3, within_s=60)
-    deltas = []
-    with begin(client, kind, **LONGER) as stream:
-        while len(stream.tokens) < after:
-            deltas.append(next(stream))
-        busy = [w.info.ref.worker_id for w in client.cluster().workers if w.info.role == "decode" and w.dispatched]
-        if not busy:
-            return None
-        pid = cluster.pid(busy[0])
-        os.kill(pid, signal.SIGKILL)
-        recorded = finish(stream, *deltas)
-    eventually(lambda: cluster.pid(busy[0]) != pid, within_s=60)
-    return recorded if recorded.answer.placement.attempts > 1 else None
