@@ -96,7 +96,7 @@ def ask(client: Client, kind, **more) -> Recorded:
 def others(client: Client, count, rng, *, known=True, tokens=(150, 400), words=(1, 60)):
     """So many ordinary requests of other lengths beside what is done here; with `known`, each has begun to answer."""
     with ExitStack() as open_ones:
-        how = {"ignore_eos": True, "temperature": 1.0, "seed": 1}
+        how: dict[str, Any] = {"ignore_eos": True, "temperature": 1.0, "seed": 1}
         asked = [(text_of(rng.random(), rng.randint(*words)), rng.randint(*tokens)) for _ in range(count)]
         streams = [open_ones.enter_context(client.stream(prompt, max_tokens=most, **how)) for prompt, most in asked]
         for stream in streams if known else ():

@@ -201,7 +201,7 @@ def test_after_the_death_of_its_decode_worker(cluster, kind, rng):
 def test_after_many_deaths(module_home, tmp_path, part, kind, rng):
     """In clusters of their own: after ten deaths in a row one gives up."""
     with cluster_named(module_home, tmp_path, "mortal", *SETS, *[EXACT] * (part == "exact")) as running:
-        survive(running, kind, rng, 5)
+        survive(running, kind, rng, 2 if part == "exact" else 5)
 
 
 @often
