@@ -112,6 +112,8 @@ class Scheduler:
                 budget -= self._schedule(plan, sequence, min(sequence.pending, budget))
             elif not plan.windows:
                 plan.windows = begin([sequence])
+        if not (plan.work or plan.windows):  # who was due had no block for its last token, and may have got it just now
+            plan.windows = self._windows.next(self.running, self._has_blocks)
         return plan
 
     def advance(self, work: list[Work]) -> None:

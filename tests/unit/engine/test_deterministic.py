@@ -248,6 +248,15 @@ def test_others_go_on_between_verify_passes():
     assert all(said[: said.index(True) + 60]), "the ordinary one has a token in each step"
 
 
+@pytest.mark.parametrize("length", range(1, 20))
+def test_one_that_is_alone_never_waits(length):
+    """Also when a block is full just as it is due: who computes nothing in a step is not asked soon again."""
+    engine = engine_of(Tampered(range(0, 200, 9)))
+    engine.submit(HandoffId("r", 1), spec("x" * length, max_tokens=60))
+    while engine.has_work():
+        assert engine.step().computed > 0
+
+
 def test_a_worker_without_shapes_refuses():
     backend = OracleBackend()
     engine = Engine(backend, backend.tokenizer, total_blocks=32)
