@@ -8,6 +8,7 @@ from baton.core import HandoffId, Sampling, SequenceSpec
 from baton.engine.engine import Engine
 from baton.engine.exact import parts
 from baton.engine.fixed import FixedShapes
+from baton.engine.kernels.cpu.ops import CpuKernels
 from baton.engine.kernels.cpu.profile import Choice, Profile
 from baton.engine.model.build import load_model
 from baton.engine.selfcheck import exact_rows
@@ -168,7 +169,8 @@ def test_a_profile_that_prefers_other_products_costs_no_exact_step(monkeypatch):
     tokenizer, logits = load_tokenizer(DEMO), []
     monkeypatch.setattr("baton.engine.kernels.choose.load_profile", lambda path: Profile(static=Choice(1, tall=True)))
     other = load_model(DEMO, dtype="float32")
-    assert other.model.head.choice != backend.model.head.choice
+    assert isinstance(other.model.kernels, CpuKernels)
+    assert other.model.kernels.profile.static == Choice(1, tall=True)
     for each in (backend, other):
         assert exact_rows(each, FixedShapes(exact_rows=64)) == 64
         engine = Engine(each, tokenizer, total_blocks=64, shapes=FixedShapes(exact_rows=64))
