@@ -27,7 +27,8 @@ SMALL = (
 
 @pytest.fixture(scope="module")
 def cluster(module_home):
-    with module_home.cluster("configs/no-ray.yaml", *SMALL, "router.queue.max_wait_s=60") as running:
+    sets = (*SMALL, "router.queue.max_wait_s=60", "determinism.verify=always")
+    with module_home.cluster("configs/no-ray.yaml", *sets) as running:
         yield running
 
 
