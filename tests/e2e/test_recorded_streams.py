@@ -46,16 +46,14 @@ def carrier(client):
 
 
 @contextmanager
-def struck(cluster, name, how):
-    """`name` is killed, or stands still until the end of the block; in the end another process has its place."""
-    pid = cluster.pid(name)
+def struck(pid, how):
+    """The process is killed, or stands still until the end of the block."""
     os.kill(pid, signal.SIGKILL if how == "kill" else signal.SIGSTOP)
     try:
         yield
     finally:
         if how == "freeze":
             os.kill(pid, signal.SIGCONT)
-    eventually(lambda: cluster.pid(name) != pid, within_s=30)
 
 
 def recorded(cluster, options, after, victim, how):
@@ -74,9 +72,14 @@ def recorded(cluster, options, after, victim, how):
             if name is None:
                 return None
             read(stream, after + 1)
-            with struck(cluster, name, how):
+            pid = cluster.pid(name)
+            with struck(pid, how):
                 read(stream, options["max_tokens"])
-                return stream.collect(), indices
+                answer = stream.collect()
+        if how == "freeze" and answer.placement.attempts == 1:
+            return None  # all of it was under way already: nobody has missed the worker
+        eventually(lambda: cluster.pid(name) != pid, within_s=30)
+        return answer, indices
 
     with cluster.client(max_retries=20) as client, cluster.client() as watcher:
         watcher.cluster()  # so that it answers at once later: the stream goes on meanwhile
