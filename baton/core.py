@@ -140,6 +140,7 @@ class SequenceSpec:
     cache_scope: str = ""
     constraint: Constraint | None = None  # of the whole output, `known` included
     deterministic: bool = False  # the same tokens and logprobs bit for bit, whatever else is computed
+    think_while_decoding: bool = False  # go on thinking about what is generated; of a model that thinks
 
     @property
     def tokens(self) -> tuple[int, ...]:
@@ -181,6 +182,34 @@ class Finish:
     reason: FinishReason
     matched: str = ""
     tail: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Thought:
+    """What a model that thinks made of chunk number `chunk` of a sequence, from 0; no tokens: nothing.
+
+    The end token that closes a thought is none of its tokens.
+    """
+
+    chunk: int
+    token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ThinkingState:
+    """What a sequence of a model that thinks needs beside its KV, to go on elsewhere with its next position.
+
+    That one is at `offset` in chunk number `chunk`, the open one. `thinker` names all that thoughts and states follow
+    from. `state` is S of the open chunk, [chunk_size, hidden] in the model's dtype; `rows` its hidden rows so far,
+    [offset, hidden], where it will be thought about, else empty. `thoughts` are of the chunks before it, in order.
+    """
+
+    thinker: str
+    chunk: int
+    offset: int
+    state: bytes
+    rows: bytes = b""
+    thoughts: tuple[tuple[int, ...], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,7 +261,8 @@ class WorkerInfo:
     """What a worker says of itself when it registers. Two workers can hand over if their fingerprints are equal.
 
     `determinism` names all that the bits of its results depend on: workers with the same one compute deterministic
-    requests alike. Empty: it cannot, and `nondeterminism` says why.
+    requests alike. Empty: it cannot, and `nondeterminism` says why. `thinking_chunk`: tokens of a chunk that its model
+    thinks about; 0: it does not think.
     """
 
     ref: WorkerRef
@@ -247,3 +277,4 @@ class WorkerInfo:
     protocol_version: int = PROTOCOL_VERSION
     determinism: str = ""
     nondeterminism: str = ""
+    thinking_chunk: int = 0

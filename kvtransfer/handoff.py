@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from contextlib import AbstractContextManager
 
-    from baton.core import HandoffId, SequenceSpec, Token, WorkerRef
+    from baton.core import HandoffId, SequenceSpec, ThinkingState, Token, WorkerRef
     from baton.errors import HandoffError
 
 
@@ -57,6 +57,7 @@ class PushEnd:
 
     spec: SequenceSpec | None = None
     first: Sequence[Token] = ()
+    thinking: ThinkingState | None = None  # of a model that thinks, at the first position whose KV is not sent
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +108,7 @@ class CommitState:
     commit_s: float
     kv_bytes: int
     transport: str
+    thinking: ThinkingState | None = None
 
 
 class HandoffTable(Protocol):

@@ -30,7 +30,6 @@ NOT_BUILT: dict[str, tuple[object, ...] | None] = {
     "prefill.interface": None,
     "decode.interface": None,
     "transfer.transport": ("memory",),
-    "thinking": None,
 }
 HARMLESS: dict[str, object] = {}
 

@@ -196,9 +196,13 @@ class DeterminismConfig(Section):
 
 
 class ThinkingConfig(Section):
-    """Thinking states."""
+    """Of models that think. `while_decoding`: for requests that do not say. `prefill`: chunk by chunk (sequential), or
+    all chunks as if nothing were thought about them, and again from behind the first that something was (fast); off:
+    nothing is thought.
+    """
 
     while_decoding: bool = False
+    prefill: Literal["fast", "sequential", "off"] = "fast"
 
 
 class SloConfig(Section):

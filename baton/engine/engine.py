@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import structlog
 
-from baton.engine.blocks import BlockPool, BlockState
+from baton.engine.blocks import BlockPool
 from baton.engine.choice import Choices
 from baton.engine.exact import parts
 from baton.engine.inputs import Inputs
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from collections.abc import Sequence as TokenSequence
 
-    from baton.core import Finish, HandoffId, SequenceSpec
+    from baton.core import Finish, HandoffId, SequenceSpec, ThinkingState
     from baton.engine.backend import ModelBackend
     from baton.engine.blocks import Allocation
     from baton.engine.fixed import FixedShapes
@@ -123,19 +123,17 @@ class Engine:
         if (request := self._register(key, spec, computed=0, hold=hold)) is not None:
             self._scheduler.add(request.sequence)
 
-    def adopt(self, key: HandoffId, spec: SequenceSpec, reservation: Reservation) -> None:
+    def adopt(
+        self, key: HandoffId, spec: SequenceSpec, reservation: Reservation, thinking: ThinkingState | None = None
+    ) -> None:
         """Go on with a sequence whose KV, but for its last token, lies in `reservation` (from `reserve`).
 
-        The last token of `spec.known` was delivered elsewhere; the next one has index `len(spec.known)`. The
-        reservation is the engine's from here on. Raises ValueError if it is used already or too small, or if `key` is
-        in use, and InvalidRequest like `submit`; it is the caller's still then.
+        The last token of `spec.known` was delivered elsewhere; the next one has index `len(spec.known)`. `thinking`: of
+        a model that thinks. The reservation is the engine's from here on. Raises ValueError if it is used already or
+        too small, for a wrong `thinking` or a `key` in use, and InvalidRequest like `submit`; it is the caller's then.
         """
         self.validate(spec)
-        own, blocks = reservation.own, len(reservation.blocks)
-        if not own.belongs_to(self.pool) or blocks < self.layout.blocks_for(len(spec) - 1):
-            raise ValueError(f"a reservation of {blocks} blocks does not fit {len(spec)} tokens")
-        if own.state is not BlockState.RESERVED:
-            raise ValueError(f"the reservation is {own.state.value}, not reserved")
+        reservation.check(self.pool, self.layout.blocks_for(len(spec) - 1))
         request, allocation = self._register(key, spec, computed=len(spec) - 1), reservation.activate()
         if request is None:
             self.pool.history.blocks("let_go", key, allocation)
@@ -150,6 +148,10 @@ class Engine:
             raise ValueError(f"handoff {new} is already here")
         self._requests[new] = self._requests.pop(key)
         self._requests[new].sequence.key = new
+
+    def thinking_state(self, key: HandoffId) -> ThinkingState | None:
+        """What a held sequence's KV goes with; None: the model does not think."""
+        return None
 
     def held(self, key: HandoffId) -> Allocation:
         """Blocks with the KV of all tokens of a held sequence's spec. Raises KeyError if `key` is not held."""
@@ -184,7 +186,7 @@ class Engine:
         return bool(self._scheduler.running or self._scheduler.waiting or self._ended)
 
     def load(self) -> Load:
-        """The engine's part of what a worker reports."""
+        """Its part of what a worker reports."""
         return load_of(self._scheduler, self.counters)
 
     def step(self) -> StepResult:

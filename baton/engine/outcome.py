@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from baton.load import Load
 
 if TYPE_CHECKING:
-    from baton.core import Finish, HandoffId, Token
+    from baton.core import Finish, HandoffId, Thought, Token
     from baton.engine.scheduler import Scheduler
     from baton.engine.sequence import Work
     from baton.errors import EngineFault
@@ -32,10 +32,12 @@ class StepResult:
     """What one step brought. `computed` tokens went through the model; 0: nothing could be done now.
 
     `context`: how many positions these tokens attended to, summed; `prefill_context`: those of prompts.
-    Requests in `preempted` (handed back) and in `failed` are forgotten, their blocks are free.
+    Requests in `preempted` (handed back) and in `failed` are forgotten, their blocks are free. `thoughts` are about
+    consecutive chunks of each sequence, and come before what `outputs` tell of it.
     """
 
     outputs: list[Output] = field(default_factory=list)
+    thoughts: list[tuple[HandoffId, list[Thought]]] = field(default_factory=list)
     preempted: list[HandoffId] = field(default_factory=list)
     failed: list[tuple[HandoffId, EngineFault]] = field(default_factory=list)
     computed: int = 0

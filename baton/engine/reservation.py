@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from baton.engine.blocks import BlockState
+
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
@@ -44,6 +46,13 @@ class Reservation:
     def generations(self) -> list[int]:
         """Of these blocks."""
         return self.shared.generations + self.own.generations
+
+    def check(self, pool: BlockPool, blocks: int) -> None:
+        """Raises ValueError if it is not of `pool`, has fewer blocks, or is used already."""
+        if not self.own.belongs_to(pool) or len(self.blocks) < blocks:
+            raise ValueError(f"a reservation of {len(self.blocks)} blocks does not fit: {blocks} are needed")
+        if self.own.state is not BlockState.RESERVED:
+            raise ValueError(f"the reservation is {self.own.state.value}, not reserved")
 
     def activate(self) -> Allocation:
         """All KV is there: one allocation, owned. The reservation must not be used any more."""

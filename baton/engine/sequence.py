@@ -45,6 +45,11 @@ class Sequence:
         return 0 if self.fixed.on_grid or self.fixed.due(self.known) else self.pending
 
     @property
+    def settled(self) -> bool:
+        """Whether KV is final as soon as it is written; else only that of `computed` positions is, between steps."""
+        return True
+
+    @property
     def confirmed(self) -> bool:
         """It is deterministic, and all that it has is final: no candidate, and no KV but of the last token to come."""
         return self.fixed is not None and self.fixed.verified == self.known == self.fixed.final + 1

@@ -53,6 +53,7 @@ class _Worker(_Model):
     protocol_version: _Size
     determinism: Annotated[str, Field(max_length=MAX_SYSTEM_FINGERPRINT_CHARS)] = ""  # older workers say neither
     nondeterminism: Annotated[str, Field(max_length=1024)] = ""
+    thinking_chunk: _Count = 0
 
 
 def worker_to_json(info: WorkerInfo) -> bytes:

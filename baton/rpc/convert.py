@@ -123,6 +123,7 @@ def spec_to_pb(value: SequenceSpec) -> worker.SequenceSpec:
         cache_scope=value.cache_scope,
         constraint=constraint_to_pb(value.constraint),
         deterministic=value.deterministic,
+        think_while_decoding=value.think_while_decoding,
     )
 
 
@@ -136,7 +137,7 @@ def spec_from_pb(message: worker.SequenceSpec) -> SequenceSpec:
     require(abs(message.priority) <= MAX_PRIORITY, "spec.priority", f"must be within {MAX_PRIORITY} of 0")
     prompt, known = tuple(message.prompt), tuple(message.known)
     constraint = constraint_from_pb(message.constraint) if message.HasField("constraint") else None
-    rest = (message.priority, message.cache_scope, constraint, message.deterministic)
+    rest = (message.priority, message.cache_scope, constraint, message.deterministic, message.think_while_decoding)
     return SequenceSpec(prompt, sampling, known, *rest)
 
 
@@ -280,4 +281,5 @@ def info_from_pb(message: common.WorkerInfo) -> WorkerInfo:
         protocol_version=message.protocol_version,
         determinism=message.determinism,
         nondeterminism=message.nondeterminism,
+        thinking_chunk=message.thinking_chunk,
     )

@@ -622,6 +622,7 @@ class WorkerInfo(_message.Message):
     PROTOCOL_VERSION_FIELD_NUMBER: _builtins.int
     DETERMINISM_FIELD_NUMBER: _builtins.int
     NONDETERMINISM_FIELD_NUMBER: _builtins.int
+    THINKING_CHUNK_FIELD_NUMBER: _builtins.int
     role: _builtins.str
     """prefill | decode"""
     fingerprint: _builtins.str
@@ -636,6 +637,8 @@ class WorkerInfo(_message.Message):
     Empty: it cannot, and says why.
     """
     nondeterminism: _builtins.str
+    thinking_chunk: _builtins.int
+    """tokens of a chunk that the model thinks about; 0: it does not think"""
     @_builtins.property
     def ref(self) -> Global___WorkerRef: ...
     @_builtins.property
@@ -655,10 +658,11 @@ class WorkerInfo(_message.Message):
         protocol_version: _builtins.int = ...,
         determinism: _builtins.str = ...,
         nondeterminism: _builtins.str = ...,
+        thinking_chunk: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout", "ref", b"ref"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["determinism", b"determinism", "fingerprint", b"fingerprint", "host", b"host", "layout", b"layout", "max_model_len", b"max_model_len", "model", b"model", "nondeterminism", b"nondeterminism", "pid", b"pid", "protocol_version", b"protocol_version", "ref", b"ref", "role", b"role", "total_blocks", b"total_blocks"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["determinism", b"determinism", "fingerprint", b"fingerprint", "host", b"host", "layout", b"layout", "max_model_len", b"max_model_len", "model", b"model", "nondeterminism", b"nondeterminism", "pid", b"pid", "protocol_version", b"protocol_version", "ref", b"ref", "role", b"role", "thinking_chunk", b"thinking_chunk", "total_blocks", b"total_blocks"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -214,6 +214,8 @@ class GenerateRequest(_message.Message):
     RESUMABLE_S_FIELD_NUMBER: _builtins.int
     CLIENT_TAG_FIELD_NUMBER: _builtins.int
     IDEMPOTENCY_KEY_FIELD_NUMBER: _builtins.int
+    THOUGHTS_FIELD_NUMBER: _builtins.int
+    THINK_WHILE_DECODING_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """"" : the served model"""
     text: _builtins.str
@@ -237,6 +239,10 @@ class GenerateRequest(_message.Message):
     client_tag: _builtins.str
     """a label for logs; never an identity"""
     idempotency_key: _builtins.str
+    thoughts: _builtins.bool
+    """Of a model that thinks; refused by others. (false) Stream what it thought about each chunk of the prompt."""
+    think_while_decoding: _builtins.bool
+    """Of a model that thinks; refused by others. Go on thinking about what is generated (as the cluster file says)."""
     @_builtins.property
     def token_ids(self) -> _common_pb2.TokenIds: ...
     @_builtins.property
@@ -262,10 +268,12 @@ class GenerateRequest(_message.Message):
         resumable_s: _builtins.float | None = ...,
         client_tag: _builtins.str = ...,
         idempotency_key: _builtins.str | None = ...,
+        thoughts: _builtins.bool | None = ...,
+        think_while_decoding: _builtins.bool | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_cache_scope", b"_cache_scope", "_deterministic", b"_deterministic", "_idempotency_key", b"_idempotency_key", "_logprobs", b"_logprobs", "_n", b"_n", "_priority", b"_priority", "_resumable_s", b"_resumable_s", "cache_scope", b"cache_scope", "chat", b"chat", "constraint", b"constraint", "deterministic", b"deterministic", "idempotency_key", b"idempotency_key", "logprobs", b"logprobs", "n", b"n", "priority", b"priority", "prompt", b"prompt", "resumable_s", b"resumable_s", "sampling", b"sampling", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_cache_scope", b"_cache_scope", "_deterministic", b"_deterministic", "_idempotency_key", b"_idempotency_key", "_logprobs", b"_logprobs", "_n", b"_n", "_priority", b"_priority", "_resumable_s", b"_resumable_s", "_think_while_decoding", b"_think_while_decoding", "_thoughts", b"_thoughts", "cache_scope", b"cache_scope", "chat", b"chat", "constraint", b"constraint", "deterministic", b"deterministic", "idempotency_key", b"idempotency_key", "logprobs", b"logprobs", "n", b"n", "priority", b"priority", "prompt", b"prompt", "resumable_s", b"resumable_s", "sampling", b"sampling", "text", b"text", "think_while_decoding", b"think_while_decoding", "thoughts", b"thoughts", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_cache_scope", b"_cache_scope", "_deterministic", b"_deterministic", "_idempotency_key", b"_idempotency_key", "_logprobs", b"_logprobs", "_n", b"_n", "_priority", b"_priority", "_resumable_s", b"_resumable_s", "cache_scope", b"cache_scope", "chat", b"chat", "client_tag", b"client_tag", "constraint", b"constraint", "deterministic", b"deterministic", "idempotency_key", b"idempotency_key", "logprobs", b"logprobs", "model", b"model", "n", b"n", "priority", b"priority", "prompt", b"prompt", "resumable_s", b"resumable_s", "sampling", b"sampling", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_cache_scope", b"_cache_scope", "_deterministic", b"_deterministic", "_idempotency_key", b"_idempotency_key", "_logprobs", b"_logprobs", "_n", b"_n", "_priority", b"_priority", "_resumable_s", b"_resumable_s", "_think_while_decoding", b"_think_while_decoding", "_thoughts", b"_thoughts", "cache_scope", b"cache_scope", "chat", b"chat", "client_tag", b"client_tag", "constraint", b"constraint", "deterministic", b"deterministic", "idempotency_key", b"idempotency_key", "logprobs", b"logprobs", "model", b"model", "n", b"n", "priority", b"priority", "prompt", b"prompt", "resumable_s", b"resumable_s", "sampling", b"sampling", "text", b"text", "think_while_decoding", b"think_while_decoding", "thoughts", b"thoughts", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__cache_scope: _TypeAlias = _typing.Literal["cache_scope"]  # noqa: Y015
     _WhichOneofArgType__cache_scope: _TypeAlias = _typing.Literal["_cache_scope", b"_cache_scope"]  # noqa: Y015
@@ -281,6 +289,10 @@ class GenerateRequest(_message.Message):
     _WhichOneofArgType__priority: _TypeAlias = _typing.Literal["_priority", b"_priority"]  # noqa: Y015
     _WhichOneofReturnType__resumable_s: _TypeAlias = _typing.Literal["resumable_s"]  # noqa: Y015
     _WhichOneofArgType__resumable_s: _TypeAlias = _typing.Literal["_resumable_s", b"_resumable_s"]  # noqa: Y015
+    _WhichOneofReturnType__think_while_decoding: _TypeAlias = _typing.Literal["think_while_decoding"]  # noqa: Y015
+    _WhichOneofArgType__think_while_decoding: _TypeAlias = _typing.Literal["_think_while_decoding", b"_think_while_decoding"]  # noqa: Y015
+    _WhichOneofReturnType__thoughts: _TypeAlias = _typing.Literal["thoughts"]  # noqa: Y015
+    _WhichOneofArgType__thoughts: _TypeAlias = _typing.Literal["_thoughts", b"_thoughts"]  # noqa: Y015
     _WhichOneofReturnType_prompt: _TypeAlias = _typing.Literal["text", "token_ids", "chat"]  # noqa: Y015
     _WhichOneofArgType_prompt: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015
     @_typing.overload
@@ -297,6 +309,10 @@ class GenerateRequest(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__priority) -> _WhichOneofReturnType__priority | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__resumable_s) -> _WhichOneofReturnType__resumable_s | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__think_while_decoding) -> _WhichOneofReturnType__think_while_decoding | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__thoughts) -> _WhichOneofReturnType__thoughts | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType_prompt) -> _WhichOneofReturnType_prompt | None: ...
 
@@ -403,6 +419,10 @@ Global___Tokens: _TypeAlias = Tokens  # noqa: Y015
 
 @_typing.final
 class Thought(_message.Message):
+    """What the model thought about one chunk of its context: no part of the answer, nor of the context. Each chunk comes once,
+    in order; those of the prompt with choice 0 alone. Without the end token: nothing was thought where `ids` is empty.
+    """
+
     DESCRIPTOR: _descriptor.Descriptor
 
     CHOICE_FIELD_NUMBER: _builtins.int
@@ -411,6 +431,7 @@ class Thought(_message.Message):
     TEXT_FIELD_NUMBER: _builtins.int
     choice: _builtins.int
     chunk: _builtins.int
+    """from 0"""
     text: _builtins.str
     @_builtins.property
     def ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
@@ -487,6 +508,7 @@ class Usage(_message.Message):
     CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     COMPLETION_TOKENS_FIELD_NUMBER: _builtins.int
     AUDIT_DIGEST_FIELD_NUMBER: _builtins.int
+    THINKING_TOKENS_FIELD_NUMBER: _builtins.int
     prompt_tokens: _builtins.int
     cached_tokens: _builtins.int
     """of them, those that were not computed anew"""
@@ -495,6 +517,8 @@ class Usage(_message.Message):
     """Of a deterministic request: hex SHA-256 of its prompt, parameters and answers (docs/determinism.md). Empty where the
     router does not know all of that: a stream with logprobs that another router began.
     """
+    thinking_tokens: _builtins.int
+    """of thoughts, their end tokens not counted; not among the others"""
     def __init__(
         self,
         *,
@@ -502,10 +526,11 @@ class Usage(_message.Message):
         cached_tokens: _builtins.int = ...,
         completion_tokens: _builtins.int = ...,
         audit_digest: _builtins.str = ...,
+        thinking_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["audit_digest", b"audit_digest", "cached_tokens", b"cached_tokens", "completion_tokens", b"completion_tokens", "prompt_tokens", b"prompt_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["audit_digest", b"audit_digest", "cached_tokens", b"cached_tokens", "completion_tokens", b"completion_tokens", "prompt_tokens", b"prompt_tokens", "thinking_tokens", b"thinking_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -784,11 +809,14 @@ class Model(_message.Message):
     MAX_MODEL_LEN_FIELD_NUMBER: _builtins.int
     VOCAB_SIZE_FIELD_NUMBER: _builtins.int
     TOOL_FORM_FIELD_NUMBER: _builtins.int
+    THINKING_CHUNK_FIELD_NUMBER: _builtins.int
     id: _builtins.str
     max_model_len: _builtins.int
     vocab_size: _builtins.int
     tool_form: _builtins.str
     """How its chat template has calls of tools written: hermes, mistral, llama, or json (some other way); "": it has no tools."""
+    thinking_chunk: _builtins.int
+    """tokens of a chunk that it thinks about; 0: it does not think"""
     def __init__(
         self,
         *,
@@ -796,10 +824,11 @@ class Model(_message.Message):
         max_model_len: _builtins.int = ...,
         vocab_size: _builtins.int = ...,
         tool_form: _builtins.str = ...,
+        thinking_chunk: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["id", b"id", "max_model_len", b"max_model_len", "tool_form", b"tool_form", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["id", b"id", "max_model_len", b"max_model_len", "thinking_chunk", b"thinking_chunk", "tool_form", b"tool_form", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -548,6 +548,7 @@ class Commit(_message.Message):
     FIRST_FIELD_NUMBER: _builtins.int
     DIGESTS_FIELD_NUMBER: _builtins.int
     KV_DIGEST_FIELD_NUMBER: _builtins.int
+    THINKING_FIELD_NUMBER: _builtins.int
     kv_digest: _builtins.bytes
     """of all that was sent, whatever the frames; empty: not asked for"""
     @_builtins.property
@@ -564,6 +565,10 @@ class Commit(_message.Message):
     def digests(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
         """one per frame, over the bytes in wire order"""
 
+    @_builtins.property
+    def thinking(self) -> _worker_pb2.ThinkingState:
+        """set if, and only if, the model thinks"""
+
     def __init__(
         self,
         *,
@@ -572,10 +577,11 @@ class Commit(_message.Message):
         first: _worker_pb2.OutputTokens | None = ...,
         digests: _abc.Iterable[_builtins.bytes] | None = ...,
         kv_digest: _builtins.bytes = ...,
+        thinking: _worker_pb2.ThinkingState | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["first", b"first", "handoff", b"handoff", "spec", b"spec"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["first", b"first", "handoff", b"handoff", "spec", b"spec", "thinking", b"thinking"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["digests", b"digests", "first", b"first", "handoff", b"handoff", "kv_digest", b"kv_digest", "spec", b"spec"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digests", b"digests", "first", b"first", "handoff", b"handoff", "kv_digest", b"kv_digest", "spec", b"spec", "thinking", b"thinking"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

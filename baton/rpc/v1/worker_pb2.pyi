@@ -230,6 +230,7 @@ class SequenceSpec(_message.Message):
     CACHE_SCOPE_FIELD_NUMBER: _builtins.int
     CONSTRAINT_FIELD_NUMBER: _builtins.int
     DETERMINISTIC_FIELD_NUMBER: _builtins.int
+    THINK_WHILE_DECODING_FIELD_NUMBER: _builtins.int
     logprobs: _builtins.int
     priority: _builtins.int
     """-100 to 100, higher first, as in GenerateRequest"""
@@ -237,6 +238,8 @@ class SequenceSpec(_message.Message):
     """at most 256 characters"""
     deterministic: _builtins.bool
     """refused by a worker that cannot"""
+    think_while_decoding: _builtins.bool
+    """refused by a worker whose model does not think"""
     @_builtins.property
     def prompt(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -262,16 +265,87 @@ class SequenceSpec(_message.Message):
         cache_scope: _builtins.str = ...,
         constraint: _inference_pb2.Constraint | None = ...,
         deterministic: _builtins.bool = ...,
+        think_while_decoding: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "constraint", b"constraint", "logprobs", b"logprobs", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "cache_scope", b"cache_scope", "constraint", b"constraint", "deterministic", b"deterministic", "known", b"known", "logprobs", b"logprobs", "priority", b"priority", "prompt", b"prompt", "sampling", b"sampling"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "cache_scope", b"cache_scope", "constraint", b"constraint", "deterministic", b"deterministic", "known", b"known", "logprobs", b"logprobs", "priority", b"priority", "prompt", b"prompt", "sampling", b"sampling", "think_while_decoding", b"think_while_decoding"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__logprobs: _TypeAlias = _typing.Literal["logprobs"]  # noqa: Y015
     _WhichOneofArgType__logprobs: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType__logprobs) -> _WhichOneofReturnType__logprobs | None: ...
 
 Global___SequenceSpec: _TypeAlias = SequenceSpec  # noqa: Y015
+
+@_typing.final
+class ThinkingState(_message.Message):
+    """What a sequence of a model that thinks needs beside its KV, to go on where that ends."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    THINKER_FIELD_NUMBER: _builtins.int
+    CHUNK_FIELD_NUMBER: _builtins.int
+    OFFSET_FIELD_NUMBER: _builtins.int
+    STATE_FIELD_NUMBER: _builtins.int
+    ROWS_FIELD_NUMBER: _builtins.int
+    THOUGHTS_FIELD_NUMBER: _builtins.int
+    thinker: _builtins.str
+    """names all that thoughts and states follow from; another one refuses it"""
+    chunk: _builtins.int
+    """number of the open chunk: the one that the next position is in"""
+    offset: _builtins.int
+    """of that position within the chunk"""
+    state: _builtins.bytes
+    """S of the open chunk: [chunk size, hidden size] in the model's dtype, little-endian"""
+    rows: _builtins.bytes
+    """its hidden rows so far, [offset, hidden size]; empty unless it will be thought about"""
+    @_builtins.property
+    def thoughts(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.TokenIds]:
+        """of all chunks before it that were thought about, from the first on"""
+
+    def __init__(
+        self,
+        *,
+        thinker: _builtins.str = ...,
+        chunk: _builtins.int = ...,
+        offset: _builtins.int = ...,
+        state: _builtins.bytes = ...,
+        rows: _builtins.bytes = ...,
+        thoughts: _abc.Iterable[_common_pb2.TokenIds] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk", "offset", b"offset", "rows", b"rows", "state", b"state", "thinker", b"thinker", "thoughts", b"thoughts"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ThinkingState: _TypeAlias = ThinkingState  # noqa: Y015
+
+@_typing.final
+class OutputThoughts(_message.Message):
+    """Thoughts about consecutive chunks, without their end tokens."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CHUNK_FIELD_NUMBER: _builtins.int
+    THOUGHTS_FIELD_NUMBER: _builtins.int
+    chunk: _builtins.int
+    """number of the first"""
+    @_builtins.property
+    def thoughts(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.TokenIds]: ...
+    def __init__(
+        self,
+        *,
+        chunk: _builtins.int = ...,
+        thoughts: _abc.Iterable[_common_pb2.TokenIds] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk", "thoughts", b"thoughts"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___OutputThoughts: _TypeAlias = OutputThoughts  # noqa: Y015
 
 @_typing.final
 class Prefill(_message.Message):
@@ -464,6 +538,7 @@ class WorkerEvent(_message.Message):
     FAILED_FIELD_NUMBER: _builtins.int
     PUSHED_FIELD_NUMBER: _builtins.int
     ATTACHED_FIELD_NUMBER: _builtins.int
+    THOUGHTS_FIELD_NUMBER: _builtins.int
     CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     cached_tokens: _builtins.int
     """P, with its tokens or finish: known tokens whose KV was in its prefix cache"""
@@ -513,6 +588,10 @@ class WorkerEvent(_message.Message):
     def attached(self) -> Global___Attached:
         """D: the tokens of this handoff go to this router from here on"""
 
+    @_builtins.property
+    def thoughts(self) -> Global___OutputThoughts:
+        """of whoever computes them; chunks may come again after a loss"""
+
     def __init__(
         self,
         *,
@@ -528,13 +607,14 @@ class WorkerEvent(_message.Message):
         failed: Global___Failed | None = ...,
         pushed: Global___Pushed | None = ...,
         attached: Global___Attached | None = ...,
+        thoughts: Global___OutputThoughts | None = ...,
         cached_tokens: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["attached", b"attached", "committed", b"committed", "event", b"event", "failed", b"failed", "fenced", b"fenced", "finish", b"finish", "handoff", b"handoff", "preempted", b"preempted", "pushed", b"pushed", "refused", b"refused", "reserved", b"reserved", "tokens", b"tokens", "welcome", b"welcome"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["attached", b"attached", "committed", b"committed", "event", b"event", "failed", b"failed", "fenced", b"fenced", "finish", b"finish", "handoff", b"handoff", "preempted", b"preempted", "pushed", b"pushed", "refused", b"refused", "reserved", b"reserved", "thoughts", b"thoughts", "tokens", b"tokens", "welcome", b"welcome"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attached", b"attached", "cached_tokens", b"cached_tokens", "committed", b"committed", "event", b"event", "failed", b"failed", "fenced", b"fenced", "finish", b"finish", "handoff", b"handoff", "preempted", b"preempted", "pushed", b"pushed", "refused", b"refused", "reserved", b"reserved", "tokens", b"tokens", "welcome", b"welcome"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attached", b"attached", "cached_tokens", b"cached_tokens", "committed", b"committed", "event", b"event", "failed", b"failed", "fenced", b"fenced", "finish", b"finish", "handoff", b"handoff", "preempted", b"preempted", "pushed", b"pushed", "refused", b"refused", "reserved", b"reserved", "thoughts", b"thoughts", "tokens", b"tokens", "welcome", b"welcome"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["welcome", "reserved", "refused", "tokens", "finish", "committed", "fenced", "preempted", "failed", "pushed", "attached"]  # noqa: Y015
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["welcome", "reserved", "refused", "tokens", "finish", "committed", "fenced", "preempted", "failed", "pushed", "attached", "thoughts"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
 
