@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from baton.core import KVLayout
     from baton.engine.batch import Batch
     from baton.engine.kv import KVCache
+    from baton.engine.model.thinking import Thinker
 
 
 class ModelBackend(Protocol):
@@ -19,9 +20,11 @@ class ModelBackend(Protocol):
 
     `nondeterminism`: why the bits of its fixed forwards depend on more than they may, in words, as far as is known
     (`baton.engine.selfcheck` looks when a worker has loaded it); "": they do not.
+    `thinker`: what a model that thinks about its prompts does that with.
     """
 
     nondeterminism: str
+    thinker: Thinker | None
 
     @property
     def name(self) -> str:

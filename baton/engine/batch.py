@@ -11,6 +11,20 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+@dataclass(slots=True, eq=False)
+class Injection:
+    """What goes into a forward of a model that thinks, and what comes out of it beside logits.
+
+    states  [N, hidden_size]  of the model's dtype; added to each row behind layer `input_layer`
+    rows    int64 [M]         the rows whose hidden rows are wanted; None: none
+    hidden  [M, hidden_size]  these, behind layer `output_layer`: written by the forward
+    """
+
+    states: Tensor
+    rows: Tensor | None = None
+    hidden: Tensor | None = None
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Batch:
     """N new tokens of B sequences, the tokens of one sequence side by side, in the order of their positions.
@@ -25,6 +39,7 @@ class Batch:
     block_tables  int32 [B, max_blocks], padded with 0
     logit_rows    int64 [L]   the rows of N whose logits are wanted
     on_layer      called with the number of each layer as soon as its K and V are written; on a GPU, issued to be
+    thinking      of a model that thinks
     fixed         of a shape of `FixedShapes`: a row's bits may depend on its position and what is before it alone
     """
 
@@ -39,3 +54,4 @@ class Batch:
     logit_rows: Tensor
     on_layer: Callable[[int], None] | None = None
     fixed: bool = False
+    thinking: Injection | None = None

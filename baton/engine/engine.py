@@ -17,19 +17,18 @@ from typing import TYPE_CHECKING, TypeVar
 
 import structlog
 
+from baton.engine.beginning import Beginnings
 from baton.engine.blocks import BlockPool
 from baton.engine.choice import Choices
 from baton.engine.exact import parts
 from baton.engine.inputs import Inputs
 from baton.engine.ordinary import OrdinaryForwards
 from baton.engine.outcome import Counters, Output, StepResult, load_of
-from baton.engine.prefix import Chain, scope_key
-from baton.engine.request import Request
 from baton.engine.reservation import Reservation
 from baton.engine.scheduler import Scheduler
-from baton.engine.sequence import Sequence, Work
+from baton.engine.thoughts import Thoughts
 from baton.engine.verify import FixedForwards
-from baton.errors import EngineFault, InvalidRequest, RankLost
+from baton.errors import EngineFault, RankLost
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -40,6 +39,8 @@ if TYPE_CHECKING:
     from baton.engine.blocks import Allocation
     from baton.engine.fixed import FixedShapes
     from baton.engine.ordinary import Drawn
+    from baton.engine.request import Request
+    from baton.engine.sequence import Sequence, Work
     from baton.engine.verify import Taken
     from baton.engine.windows import Window
     from baton.load import Load
@@ -89,13 +90,14 @@ class Engine:
             recompute_preempted=recompute_preempted,
         )
         max_blocks = self.layout.blocks_for(self.max_model_len)
-        self._ordinary = OrdinaryForwards(Inputs(backend, max_batched_tokens, max_running, max_blocks))
-        self._choices = Choices(tokenizer, backend.vocab_size, self.max_model_len)
-        self._fixed = FixedForwards(backend, shapes, max_blocks, total_blocks) if shapes else None
+        self._thoughts = None if backend.thinker is None else Thoughts(backend.thinker, self.layout)
+        self._ordinary = OrdinaryForwards(Inputs(backend, max_batched_tokens, max_running, max_blocks), self._thoughts)
+        self._fixed = FixedForwards(backend, shapes, max_blocks, total_blocks, self._thoughts) if shapes else None
+        choices = Choices(tokenizer, backend.vocab_size, self.max_model_len)
+        self._beginnings = Beginnings(backend, choices, self._fixed, self._thoughts, prefix_cache)
         self._exact_rows = shapes.exact_rows if shapes else 0
         self._requests: dict[HandoffId, Request] = {}
         self._ended: list[Output] = []  # ended by what was known already; told with the next step
-        self._arrivals = 0
         self._on_layer: LayerListener | None = None
 
     def watch(self, on_layer: LayerListener, on_free: Callable[[Sequence], None]) -> None:
@@ -120,7 +122,8 @@ class Engine:
         Raises InvalidRequest if it can never be computed here, ValueError if `key` is in use.
         """
         self.validate(spec)
-        if (request := self._register(key, spec, computed=0, hold=hold)) is not None:
+        self._check_new(key)
+        if (request := self._registered(self._beginnings.begin(key, spec, hold=hold))) is not None:
             self._scheduler.add(request.sequence)
 
     def adopt(
@@ -134,7 +137,9 @@ class Engine:
         """
         self.validate(spec)
         reservation.check(self.pool, self.layout.blocks_for(len(spec) - 1))
-        request, allocation = self._register(key, spec, computed=len(spec) - 1), reservation.activate()
+        self._check_new(key)
+        begun = self._beginnings.adopt(key, spec, thinking)
+        request, allocation = self._registered(begun), reservation.activate()
         if request is None:
             self.pool.history.blocks("let_go", key, allocation)
             allocation.release()
@@ -150,8 +155,8 @@ class Engine:
         self._requests[new].sequence.key = new
 
     def thinking_state(self, key: HandoffId) -> ThinkingState | None:
-        """What a held sequence's KV goes with; None: the model does not think."""
-        return None
+        """What a held sequence's KV goes with; None: the model does not think. Raises KeyError for an unknown one."""
+        return None if self._thoughts is None else self._thoughts.state(self._requests[key].sequence)
 
     def held(self, key: HandoffId) -> Allocation:
         """Blocks with the KV of all tokens of a held sequence's spec. Raises KeyError if `key` is not held."""
@@ -173,13 +178,11 @@ class Engine:
     def finish_of(self, spec: SequenceSpec) -> Finish | None:
         """How `spec.known` ends its request already, if it does. Raises InvalidRequest like `submit`."""
         self.validate(spec)
-        return self._choices.start(spec).finish
+        return self._beginnings.choices.start(spec).finish
 
     def validate(self, spec: SequenceSpec) -> None:
         """Raises InvalidRequest, naming the field, if `spec` can never be computed here."""
-        if spec.deterministic and self._fixed is None:
-            raise InvalidRequest.of("deterministic", f"not computed here. {self.backend.nondeterminism}".rstrip(". "))
-        self._choices.check(spec)
+        self._beginnings.check(spec)
 
     def has_work(self) -> bool:
         """Whether a step could bring anything. Held sequences wait for others, not for a step."""
@@ -220,6 +223,7 @@ class Engine:
         if done:
             self.counters.count(done, result)
             self._scheduler.advance(done)
+            result.tell_thoughts(item.sequence for item in done)
             for each in drawn:
                 self._deliver(each, result)
 
@@ -230,7 +234,8 @@ class Engine:
         drawn = self._tried(lambda: fixed.compute(windows, requests, self.kv, self._on_layer), sequences, result)
         if drawn is not None:
             fixed.count(windows, result, self.counters)
-            for window, request, draws in zip(windows, requests, drawn, strict=True):
+            result.tell_thoughts(sequences)
+            for window, request, draws in zip(windows, requests, drawn, strict=bool(drawn)):
                 self._settle(request, fixed.take(window, request, draws, self.counters), result)
 
     def _tried(self, compute: Callable[[], _Found], sequences: list[Sequence], result: StepResult) -> _Found | None:
@@ -283,20 +288,13 @@ class Engine:
         self.release(key)
         result.failed.append((key, EngineFault(message)))
 
-    def _register(self, key: HandoffId, spec: SequenceSpec, *, computed: int, hold: bool = False) -> Request | None:
-        """A new request, or None if what it knows has ended it: then only its ending is left to tell."""
+    def _check_new(self, key: HandoffId) -> None:
         if key in self._requests or any(output.key == key for output in self._ended):
             raise ValueError(f"handoff {key} is already here")
-        if (choice := self._choices.start(spec)).finish is not None:
-            self._ended.append(Output(key, [], choice.finish))
+
+    def _registered(self, begun: Request | Output) -> Request | None:
+        if isinstance(begun, Output):
+            self._ended.append(begun)
             return None
-        self._arrivals += 1
-        prefill_end = len(spec) if computed == 0 else computed
-        sequence = Sequence(key, self._arrivals, len(spec), prefill_end, computed, priority=spec.priority)
-        if self._prefix_cache:
-            scope = scope_key(self.backend.fingerprint, spec.cache_scope, spec.deterministic)
-            sequence.chain = Chain(scope, choice.tokens, self.layout.block_size)
-        self._requests[key] = request = Request(sequence, choice, hold)
-        if self._fixed is not None and spec.deterministic:
-            self._fixed.begin(request, len(spec.prompt))
-        return request
+        self._requests[begun.sequence.key] = begun
+        return begun

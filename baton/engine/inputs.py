@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from baton.engine.backend import ModelBackend
+    from baton.engine.batch import Injection
     from baton.engine.blocks import Allocation
     from baton.engine.sequence import Work
 
@@ -89,6 +90,7 @@ class Inputs:
         on_layer: Callable[[int], None] | None = None,
         *,
         fixed: bool = False,
+        thinking: Injection | None = None,
     ) -> Batch:
         """The batch for `work`; `tokens[i]` are all known tokens of its i-th sequence. Good until the next build."""
         self._stage = (self._stage + 1) % STAGES
@@ -113,6 +115,7 @@ class Inputs:
             logit_rows=self._rows_wanted(work, counts, ones),
             on_layer=on_layer,
             fixed=fixed,
+            thinking=thinking,
         )
         if self._copied:
             self._copied[self._stage].record()

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
     from baton.core import SequenceSpec
     from baton.engine.batch import Batch
+    from baton.engine.model.thinking import Thinker
 
 WORD_BYTES = 8
 LOGIT_RANGE = 8.0
@@ -71,6 +72,7 @@ class OracleBackend:
         if position_bytes % WORD_BYTES:
             raise ConfigError(f"the oracle needs K of a position to be whole 8-byte words, not {position_bytes} bytes")
         self.name = "oracle"
+        self.thinker: Thinker | None = None
         self.nondeterminism = ""  # whole numbers: nothing is rounded
         self.tokenizer = OracleTokenizer()
         self.vocab_size = self.tokenizer.vocab_size

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from baton.engine.request import Request
     from baton.engine.sampler import Sampled
     from baton.engine.sequence import Work
+    from baton.engine.thoughts import Thoughts
 
 
 class Drawn(NamedTuple):
@@ -30,10 +31,10 @@ class Drawn(NamedTuple):
 
 
 class OrdinaryForwards:
-    """Builds, computes and evaluates them, for one engine."""
+    """Builds, computes and evaluates them, for one engine. `thoughts`: of a model that thinks."""
 
-    def __init__(self, inputs: Inputs) -> None:
-        self._inputs, self._sampler = inputs, Sampler()
+    def __init__(self, inputs: Inputs, thoughts: Thoughts | None = None) -> None:
+        self._inputs, self._thoughts, self._sampler = inputs, thoughts, Sampler()
 
     @torch.inference_mode()
     def compute(
@@ -44,10 +45,18 @@ class OrdinaryForwards:
         kv: KVCache,
         on_layer: Callable[[list[Work], int], None] | None,
     ) -> list[Drawn]:
-        """Run the model; a draw for each sequence of which all known tokens are computed then."""
+        """Run the model; a draw for each sequence of which all known tokens are computed then. Work of which a thought
+        takes something back has a smaller `count` afterwards.
+        """
         told = partial(on_layer, part.work) if on_layer is not None else None
-        batch = self._inputs.build(part.work, [request.tokens for request in requests], told, fixed=part.exact)
+        thinking = None if self._thoughts is None else self._thoughts.inject(part.work)
+        tokens = [request.tokens for request in requests]
+        batch = self._inputs.build(part.work, tokens, told, fixed=part.exact, thinking=thinking)
         logits = backend.forward(batch, kv)
+        if self._thoughts is not None and thinking is not None:
+            wanted = [item for item in part.work if item.completes]
+            self._thoughts.settle(part.work, thinking)
+            logits = logits[[item.completes for item in wanted]]
         ready = [request for request, item in zip(requests, part.work, strict=True) if item.completes]
         draws = self._sampler.sample(logits, [request.row for request in ready]) if ready else []
         return [Drawn(*each, _is_final(each[0], part)) for each in zip(ready, draws, strict=True)]

@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING
 from baton.load import Load
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from baton.core import Finish, HandoffId, Thought, Token
     from baton.engine.scheduler import Scheduler
-    from baton.engine.sequence import Work
+    from baton.engine.sequence import Sequence, Work
     from baton.errors import EngineFault
 
 
@@ -44,6 +46,12 @@ class StepResult:
     prefill: int = 0  # of the computed ones
     context: int = 0
     prefill_context: int = 0
+
+    def tell_thoughts(self, sequences: Iterable[Sequence]) -> None:
+        """Those that they have and that did not come out of the engine yet."""
+        for sequence in sequences:
+            if sequence.thinking is not None and (news := sequence.thinking.news()):
+                self.thoughts.append((sequence.key, news))
 
 
 @dataclass(slots=True)

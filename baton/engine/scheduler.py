@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 
 from baton.engine.blocks import BlockState
 from baton.engine.sequence import Plan, Sequence, Work
+from baton.engine.thinking import Notes
 from baton.engine.windows import WindowPlanner, begin
 
 if TYPE_CHECKING:
@@ -62,6 +63,7 @@ class Scheduler:
         self._patience = patience
         self._windows = windows or WindowPlanner()
         self._steps = 0
+        self._notes = Notes(pool.total)
 
     @property
     def watermark(self) -> int:
@@ -109,7 +111,7 @@ class Scheduler:
             if sequence is None:
                 break
             if sequence.fixed is None:
-                budget -= self._schedule(plan, sequence, min(sequence.pending, budget))
+                budget -= self._schedule(plan, sequence, min(_most(sequence), budget))
             elif not plan.windows:
                 plan.windows = begin([sequence])
         if not (plan.work or plan.windows):  # who was due had no block for its last token, and may have got it just now
@@ -133,12 +135,12 @@ class Scheduler:
         self._publish(sequence, before)
 
     def _publish(self, sequence: Sequence, before: int) -> None:
-        fixed = sequence.fixed
-        # What verify passes write is right for this sequence alone: another one's prompt is computed on the grid.
-        ready = sequence.computed if fixed is None else min(fixed.final, fixed.prompt)
-        first, end = before // self.block_size, ready // self.block_size
+        first, end = before // self.block_size, sequence.shareable // self.block_size
         if first < end and sequence.chain is not None and sequence.allocation is not None:
-            sequence.allocation.publish(first, [sequence.chain.digest(block) for block in range(first, end)])
+            names = [sequence.chain.digest(block) for block in range(first, end)]
+            sequence.allocation.publish(first, names)
+            if sequence.thinking is not None:
+                self._notes.publish(names, sequence.thinking, first, self.block_size)
             self.pool.history.blocks("published", sequence.key, sequence.allocation, first, end)
 
     def _admit_elders(self, plan: Plan) -> None:
@@ -166,7 +168,7 @@ class Scheduler:
             sequence = self.running[turn]
             pending = sequence.known - sequence.computed
             decodes -= pending == 1
-            share = min(pending, max(budget - decodes, turn == 0))
+            share = min(_most(sequence), max(budget - decodes, turn == 0))
             turn += 1
             if sequence.fixed is not None and (not sequence.ordinary or sequence in plan.verified):
                 self._make_room(plan, sequence, pending, turn)  # a pass to come writes so far
@@ -223,6 +225,8 @@ class Scheduler:
         sequence.computed = len(shared) * self.block_size
         if sequence.fixed is not None:
             sequence.fixed.final = sequence.computed
+        if sequence.thinking is not None:
+            self._notes.begin(sequence, self.block_size)
         plan.cached_tokens += sequence.computed
         if sequence.cached is None:
             sequence.cached = sequence.computed
@@ -230,13 +234,17 @@ class Scheduler:
 
     def _cached_blocks(self, sequence: Sequence) -> list[int]:
         """Blocks with the beginning of `sequence`. One token at least is left to compute: its logits are wanted."""
-        fixed, most = sequence.fixed, (sequence.known - 1) // self.block_size
+        fixed, thinking, most = sequence.fixed, sequence.thinking, (sequence.known - 1) // self.block_size
+        if thinking is not None:
+            most = min(most, thinking.shared // self.block_size)
         if sequence.chain is None or self.pool.available + most < self._blocks(sequence.known):
             return []
+        if fixed is not None:
+            most = min(most, fixed.prompt // self.block_size)
+        names = map(sequence.chain.digest, range(most))
+        found = self.pool.find(names if thinking is None else self._notes.known(names))
         if fixed is None:
-            return self.pool.find(map(sequence.chain.digest, range(most)))
-        most = min(most, fixed.prompt // self.block_size)
-        found = self.pool.find(map(sequence.chain.digest, range(most)))
+            return found
         return found[: fixed.aligned(len(found) * self.block_size, self.block_size) // self.block_size]
 
     def _has_blocks(self, sequence: Sequence) -> bool:
@@ -256,6 +264,12 @@ class Scheduler:
 
     def _blocks(self, tokens: int) -> int:
         return -(-tokens // self.block_size)
+
+
+def _most(sequence: Sequence) -> int:
+    """How many of its tokens one forward may compute."""
+    pending = sequence.known - sequence.computed
+    return pending if sequence.thinking is None else min(pending, sequence.thinking.most(sequence.computed))
 
 
 def _rank(sequence: Sequence) -> tuple[int, int]:

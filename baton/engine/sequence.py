@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from baton.core import HandoffId
     from baton.engine.blocks import Allocation
     from baton.engine.prefix import Chain
+    from baton.engine.thinking import Thinking
     from baton.engine.windows import Fixed, Window
 
 
@@ -31,6 +32,7 @@ class Sequence:
     cached: int | None = None  # tokens that were in the cache when it was first admitted
     rank: tuple[int, int] | None = None  # who has less goes first; given by the scheduler, once
     fixed: Fixed | None = None  # of a deterministic one
+    thinking: Thinking | None = None  # of a model that thinks
 
     @property
     def pending(self) -> int:
@@ -47,7 +49,14 @@ class Sequence:
     @property
     def settled(self) -> bool:
         """Whether KV is final as soon as it is written; else only that of `computed` positions is, between steps."""
-        return True
+        return self.thinking is None or self.thinking.settled
+
+    @property
+    def shareable(self) -> int:
+        """How many positions from the first on have KV that is right for whoever has the same tokens."""
+        # What verify passes write is right for this sequence alone: another one's prompt is computed on the grid.
+        ready = self.computed if self.fixed is None else min(self.fixed.final, self.fixed.prompt)
+        return ready if self.thinking is None else min(ready, self.thinking.shared)
 
     @property
     def confirmed(self) -> bool:

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from baton.engine.outcome import Counters, StepResult
     from baton.engine.request import Request
     from baton.engine.sampler import Sampled
+    from baton.engine.thoughts import Thoughts
     from baton.engine.windows import Window
 
 
@@ -66,7 +67,11 @@ class FixedInputs:
         self._tables, self._wanted = mirror(torch.int32, shapes.rows, width), mirror(torch.int64, shapes.largest)
 
     def build(
-        self, windows: Sequence[Window], tokens: Sequence[list[int]], on_layer: Callable[[int], None] | None = None
+        self,
+        windows: Sequence[Window],
+        tokens: Sequence[list[int]],
+        on_layer: Callable[[int], None] | None = None,
+        thoughts: Thoughts | None = None,
     ) -> Batch:
         """Of all windows of one pass; `tokens[i]` are those of its i-th sequence. Logits: of the last token of a prompt
         that ends here, or of all rows of a verify pass. Good until the next build.
@@ -97,6 +102,7 @@ class FixedInputs:
             logit_rows=self._wanted.push(wanted, 0),
             on_layer=on_layer,
             fixed=True,
+            thinking=None if thoughts is None else thoughts.inject_fixed(windows, n),
         )
 
     def _write(self, row: int, window: Window, known: list[int]) -> None:
@@ -125,8 +131,15 @@ class FixedInputs:
 class FixedForwards:
     """Builds, computes and evaluates the forwards of one engine."""
 
-    def __init__(self, backend: ModelBackend, shapes: FixedShapes, max_blocks: int, spare: int) -> None:
-        self._backend, self._shapes = backend, shapes
+    def __init__(
+        self,
+        backend: ModelBackend,
+        shapes: FixedShapes,
+        max_blocks: int,
+        spare: int,
+        thoughts: Thoughts | None = None,
+    ) -> None:
+        self._backend, self._shapes, self._thoughts = backend, shapes, thoughts
         self._inputs = FixedInputs(backend, shapes, max_blocks, spare)
         self._sampler = Sampler()
 
@@ -144,11 +157,17 @@ class FixedForwards:
         kv: KVCache,
         on_layer: Callable[[list[Work], int], None] | None,
     ) -> list[Draws]:
-        """Run the model: what it says of the tokens that come next in each window."""
+        """Run the model: what it says of the tokens that come next in each window. Nothing of a chunk of the grid that
+        is to be computed again, with what was thought about a part of it.
+        """
         work = [Work(window.sequence, window.count) for window in windows]
         told = partial(on_layer, work) if on_layer is not None else None
-        batch = self._inputs.build(windows, [request.tokens for request in requests], told)
-        return self._draws(windows, requests, self._backend.forward(batch, kv))
+        batch = self._inputs.build(windows, [request.tokens for request in requests], told, self._thoughts)
+        logits = self._backend.forward(batch, kv)
+        thoughts, injected = self._thoughts, batch.thinking
+        if thoughts is not None and injected is not None and not thoughts.settle_fixed(windows[0], injected):
+            return []
+        return self._draws(windows, requests, logits)
 
     def count(self, windows: Sequence[Window], result: StepResult, counters: Counters) -> None:
         """What a forward cost, not what came of it."""

@@ -9,7 +9,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from baton.audit import Delivered, audit_digest
-from baton.core import HandoffId, SequenceSpec, Token
+from baton.core import HandoffId, SequenceSpec, ThinkingState, Token
 from baton.engine.engine import Engine
 from baton.engine.fixed import FixedShapes
 from baton.engine.oracle import OracleBackend
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from baton.engine.batch import Batch
     from baton.engine.kv import KVCache
     from baton.engine.outcome import Output, StepResult
-    from baton.engine.request import Request
+    from baton.engine.reservation import Reservation
     from tests.simulation.world import World
 
 
@@ -82,10 +82,15 @@ class WatchedEngine(Engine):
         found = (request.sequence for request in self._requests.values() if request.draft is not None)
         return {sequence.allocation.blocks[0] for sequence in found if sequence.allocation is not None}
 
-    def _register(self, key: HandoffId, spec: SequenceSpec, *, computed: int, hold: bool = False) -> Request | None:
-        request = super()._register(key, spec, computed=computed, hold=hold)
+    def submit(self, key: HandoffId, spec: SequenceSpec, *, hold: bool = False) -> None:
+        super().submit(key, spec, hold=hold)
         self._specs[key], self._next[key] = spec, len(spec.known)
-        return request
+
+    def adopt(
+        self, key: HandoffId, spec: SequenceSpec, reservation: Reservation, thinking: ThinkingState | None = None
+    ) -> None:
+        super().adopt(key, spec, reservation, thinking)
+        self._specs[key], self._next[key] = spec, len(spec.known)
 
     def rename(self, key: HandoffId, new: HandoffId) -> None:
         super().rename(key, new)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from baton.core import KVLayout
+from baton.engine.fixed import SHORT
 from baton.engine.kernels.choose import block_copy, choose_kernels
 from baton.engine.kv import DTYPES, KVCache
 from baton.engine.model.config import chosen_dtype, read_config
@@ -17,6 +18,7 @@ from baton.engine.model.layers import Parts
 from baton.engine.model.llama import Llama, SelfAttention, Variant
 from baton.engine.model.loader import Checkpoint
 from baton.engine.model.moe import feed_forward
+from baton.engine.model.thinking import Mode, Thinker
 from baton.engine.model.weights import Weights
 from baton.errors import CheckpointError, ConfigError
 from baton.hashing import fingerprint
@@ -44,6 +46,7 @@ class TransformerBackend:
     fingerprint: str
     model: Llama
     nondeterminism: str = ""
+    thinker: Thinker | None = None
 
     def forward(self, batch: Batch, kv: KVCache) -> torch.Tensor:
         """Write the batch's K and V, then return logits, float32 [L, vocab_size]."""
@@ -85,7 +88,7 @@ class Split(Protocol):
         """Makes the rank's parts of layers."""
 
 
-def load_model(
+def load_model(  # noqa: PLR0913  (all but one have a default)
     path: Path | str,
     *,
     dtype: str = "auto",
@@ -95,14 +98,15 @@ def load_model(
     progress: Progress | None = None,
     split: Split | None = None,
     attention_splits: Splits = "auto",
+    thinking: Mode = "fast",
 ) -> TransformerBackend:
     """Load a Hugging Face checkpoint.
 
     `dtype` is auto, float32 or bfloat16; auto is the checkpoint's own, and float32 for float16 checkpoints.
     `max_model_len` None takes max_position_embeddings. `progress` is told how far the weights are. With `split`, it is
-    one rank's part of the model; layout and fingerprint are the whole's. `attention_splits` is for `choose_kernels`.
-    Raises CheckpointError for a folder that cannot be served, naming the file, key or tensor, and ConfigError for a
-    `dtype` or `max_model_len` that does not fit.
+    one rank's part of the model; layout and fingerprint are the whole's. `attention_splits` is for `choose_kernels`,
+    `thinking` for a model that thinks. Raises CheckpointError for a folder that cannot be served, naming the file, key
+    or tensor, and ConfigError for a `dtype` or `max_model_len` that does not fit.
     """
     if dtype not in DTYPE_CHOICES:
         raise ConfigError(f"model.dtype must be one of {', '.join(DTYPE_CHOICES)}, got {dtype!r}")
@@ -116,18 +120,23 @@ def load_model(
     device = torch.device(device)
     kernels = choose_kernels(device, DTYPES[dtype], attention_splits)
     if split is None:
-        model = _model(config, Parts(Weights(checkpoint, DTYPES[dtype], device), kernels))
+        part, parts = config, Parts(Weights(checkpoint, DTYPES[dtype], device), kernels)
     else:
-        model = _model(split.config(config), split.parts(checkpoint, DTYPES[dtype], device, kernels))
+        part, parts = split.config(config), split.parts(checkpoint, DTYPES[dtype], device, kernels)
+    model = _model(part, parts)
+    thinker = _thinker(config, parts, model, thinking, whole=split is None)
     layout = KVLayout(config.layers, config.kv_heads, config.head_dim, block_size, dtype, config.kv_tensors)
+    name = fingerprint((checkpoint.finish(_unread(config)), dtype, layout.wire, repr(config)))
     return TransformerBackend(
         name=folder.resolve().name,
         layout=layout,
         vocab_size=config.vocab_size,
         max_model_len=length,
         device=device,
-        fingerprint=fingerprint((checkpoint.finish(_unread(config)), dtype, layout.wire, repr(config))),
+        fingerprint=name if thinker is None else thinker.named(name),
         model=model,
+        nondeterminism=_nondeterminism(config),
+        thinker=thinker,
     )
 
 
@@ -135,6 +144,21 @@ def _model(config: ModelConfig, parts: Parts) -> Llama:
     if config.latent is not None:
         return DeepSeek(config, parts, config.latent)
     return Llama(config, parts, Variant(SelfAttention, feed_forward))
+
+
+def _thinker(config: ModelConfig, parts: Parts, model: Llama, mode: Mode, *, whole: bool) -> Thinker | None:
+    if config.thinking is None:
+        return None
+    if not whole:
+        raise ConfigError("tensor_parallel: a model that thinks is computed by one rank; tensor_parallel=1 serves it")
+    return Thinker(config, parts, model.embed, mode)
+
+
+def _nondeterminism(config: ModelConfig) -> str:
+    """Prompts of deterministic requests are thought about on their grid: its chunks are whole ones of the model's."""
+    if config.thinking is None or SHORT % config.thinking.chunk_size == 0:
+        return ""
+    return f"chunks of {config.thinking.chunk_size} tokens do not divide those of the grid, {SHORT}"
 
 
 def _unread(config: ModelConfig) -> tuple[str, ...]:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Literal
 
 from baton.engine.model.config_latent import LatentConfig, parse_latent
 from baton.engine.model.config_moe import ExpertsConfig, parse_experts
+from baton.engine.model.config_thinking import ThinkingConfig, parse_thinking
 from baton.engine.model.fields import Fields, read_json_object
 from baton.engine.model.quantised import refuse_quantised
 from baton.engine.model.rope import RopeConfig, parse_rope
@@ -54,6 +55,7 @@ FAMILIES = {
     "deepseek_v2": Family("DeepseekV2ForCausalLM", 2048, qkv_bias=None, o_bias=None, mlp_bias=None),
     "deepseek_v3": Family("DeepseekV3ForCausalLM", 4096, qkv_bias=None, o_bias=None),
 }
+DENSE = ("llama", "mistral", "qwen2", "qwen3")
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +86,7 @@ class ModelConfig:
     dtype: str | None  # as config.json names it; None: not said
     experts: ExpertsConfig | None = None  # a mixture of experts in some layers
     latent: LatentConfig | None = None  # latent attention
+    thinking: ThinkingConfig | None = None  # it thinks about its prompts
     unread_layers: int = 0  # that a checkpoint may have beyond `layers`: they predict tokens further ahead
 
     @property
@@ -131,6 +134,7 @@ def parse_config(fields: Fields) -> ModelConfig:
         dtype=_dtype(fields),
         experts=parse_experts(fields, name, layers),
         latent=latent,
+        thinking=parse_thinking(fields, name, layers, dense=name in DENSE),
         unread_layers=fields.integer("num_nextn_predict_layers", 1, low=0, high=MAX_LAYERS)
         if name == "deepseek_v3"
         else 0,

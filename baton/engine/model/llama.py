@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from baton.engine.batch import Batch
+    from baton.engine.batch import Batch, Injection
     from baton.engine.kv import KVCache
     from baton.engine.model.config import ModelConfig
     from baton.engine.model.layers import Parts
@@ -96,8 +96,8 @@ LLAMA = Variant(SelfAttention, dense)
 class Layer:
     """One pre-norm block: adds what the last one left to the residual stream, and leaves what is to be added next."""
 
-    def __init__(self, config: ModelConfig, parts: Parts, variant: Variant, index: int) -> None:
-        name = f"model.layers.{index}"
+    def __init__(self, config: ModelConfig, parts: Parts, variant: Variant, index: int, name: str = "") -> None:
+        name = name or f"model.layers.{index}"
         self.input_norm = parts.norm(f"{name}.input_layernorm", config.hidden_size, config.norm_eps)
         self.attention = variant.attention(config, parts, f"{name}.self_attn", config.windows[index])
         self.post_norm = parts.norm(f"{name}.post_attention_layernorm", config.hidden_size, config.norm_eps)
@@ -138,7 +138,17 @@ class Llama:
             delta = layer(x, delta, step, keys, values)
             if batch.on_layer is not None:  # with ranks: the sums of this layer prove that all have written theirs
                 batch.on_layer(number)
+            if batch.thinking is not None:
+                self._exchange(batch.thinking, number + 1, x, delta)
         return self._logits(x if delta is None else x.add_(delta), batch.logit_rows)
+
+    def _exchange(self, thinking: Injection, number: int, x: Tensor, delta: Tensor) -> None:
+        """Layer `number`, from 1, is done: its output is x + delta."""
+        assert self.config.thinking is not None
+        if number == self.config.thinking.input_layer:
+            x.add_(thinking.states)
+        if number == self.config.thinking.output_layer and thinking.rows is not None:
+            thinking.hidden = x[thinking.rows] + delta[thinking.rows]
 
     def _step(self, batch: Batch, block_size: int) -> Step:
         scale = self.config.head_dim**-0.5

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from baton.engine.kv import KVCache
     from baton.engine.model.build import TransformerBackend
     from baton.engine.model.loader import Progress
+    from baton.engine.model.thinking import Thinker
     from baton.engine.tp.memory import KVMemory
 
 PART_ELEMENTS = 2**20
@@ -50,6 +51,7 @@ class ShardedBackend:
         self.name, self.vocab_size, self.max_model_len = local.name, local.vocab_size, local.max_model_len
         self.device, self.fingerprint, self.layout = local.device, local.fingerprint, local.layout
         self._plan, self._local, self._ranks, self._followers, self._memory = plan, local, ranks, followers, memory
+        self.thinker: Thinker | None = None
         self.nondeterminism = ""
         self._caches: tuple[KVCache, KVCache] | None = None
         self._closed = False

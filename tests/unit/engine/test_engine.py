@@ -321,8 +321,7 @@ class Faulty:
         self.backend, self.poison = backend, poison
         self.name, self.layout, self.fingerprint = backend.name, backend.layout, backend.fingerprint
         self.vocab_size, self.max_model_len, self.device = backend.vocab_size, backend.max_model_len, backend.device
-        self.make_cache = backend.make_cache
-        self.make_cache = backend.make_cache
+        self.make_cache, self.thinker = backend.make_cache, None
 
     def forward(self, batch, kv):
         logits = self.backend.forward(batch, kv)

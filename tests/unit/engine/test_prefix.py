@@ -161,8 +161,7 @@ class Flaky:
         self.backend, self.fault = backend, None
         self.name, self.layout, self.fingerprint = backend.name, backend.layout, backend.fingerprint
         self.vocab_size, self.max_model_len, self.device = backend.vocab_size, backend.max_model_len, backend.device
-        self.make_cache = backend.make_cache
-        self.make_cache = backend.make_cache
+        self.make_cache, self.thinker = backend.make_cache, None
 
     def forward(self, batch, kv):
         logits = self.backend.forward(batch, kv)
