@@ -197,12 +197,12 @@ class DeterminismConfig(Section):
 
 class ThinkingConfig(Section):
     """Of models that think. `while_decoding`: for requests that do not say. `prefill`: chunk by chunk (sequential), or
-    all chunks as if nothing were thought about them, and again from behind the first that something was (fast); off:
-    nothing is thought.
+    all chunks as if nothing were thought about them, and again from behind the first that something was (fast), or so
+    with as many chunks at once as seems worth it (auto); off: nothing is thought.
     """
 
     while_decoding: bool = False
-    prefill: Literal["fast", "sequential", "off"] = "fast"
+    prefill: Literal["auto", "fast", "sequential", "off"] = "auto"
 
 
 class SloConfig(Section):

@@ -29,13 +29,16 @@ class Thinking:
     """The first `until` chunks are thought about: those of the prompt, or all. `thoughts` are those made so far.
 
     Others with the same tokens may use the KV of the first `shared` of them: behind these, it was computed as if
-    nothing were thought. `by_chunk`: a forward goes no further than the open chunk, that of the next position.
+    nothing were thought. A forward goes no further than to the end of the open chunk, that of the next position, and
+    `ahead` tokens behind it, which assume that nothing is thought; with `cheap`, which a forward has for next to
+    nothing, `ahead` follows from how far the last forwards came.
     """
 
     chunk_size: int
     until: int
     shared: int
-    by_chunk: bool = False
+    ahead: int = ALL
+    cheap: int | None = None
     thoughts: list[tuple[int, ...]] = field(default_factory=list)
     told: int = 0  # thoughts that came out of the engine
     rows: Tensor | None = None  # hidden rows of the open chunk so far, [offset, hidden_size], if it is thought about
@@ -53,9 +56,14 @@ class Thinking:
 
     def most(self, computed: int) -> int:
         """How many tokens a forward may compute behind so many computed ones."""
-        if not self.by_chunk or self.settled:
+        if self.settled:
             return ALL
-        return self.chunk_size - computed % self.chunk_size
+        return self.chunk_size - computed % self.chunk_size + self.ahead
+
+    def came(self, tokens: int, *, stopped: bool) -> None:
+        """A forward came so far, and no further because of a thought, if it was `stopped`."""
+        if self.cheap is not None:
+            self.ahead = min(ALL, max(self.cheap, 2 * tokens if stopped else 2 * self.ahead))
 
     def news(self) -> list[Thought]:
         """Thoughts that did not come out of the engine yet, once."""

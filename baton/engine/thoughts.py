@@ -42,9 +42,11 @@ class Thoughts:
         mode, prompt = self._thinker.mode, len(spec.prompt)
         if mode == "off":
             return Thinking(self._size, 0, ALL)
-        if spec.think_while_decoding:
-            return Thinking(self._size, ALL, ALL, by_chunk=mode == "sequential")
-        return Thinking(self._size, prompt // self._size, prompt, by_chunk=mode == "sequential")
+        goes_on = spec.think_while_decoding
+        until, shared = (ALL, ALL) if goes_on else (prompt // self._size, prompt)
+        cheap = self._thinker.cheap_rows
+        ahead = {"auto": cheap, "fast": ALL, "sequential": 0}[mode]
+        return Thinking(self._size, until, shared, ahead, cheap if mode == "auto" else None)
 
     def adopt(self, spec: SequenceSpec, carried: ThinkingState | None) -> Thinking:
         """Of a sequence whose KV, but for its last token, comes from elsewhere. ValueError names what is wrong."""
@@ -150,8 +152,9 @@ class Thoughts:
         """`rows` are hidden ones from the beginning of the open chunk on; `first`: of the thoughts about whole ones."""
         sequence, thinking = item.sequence, _of(item.sequence)
         begin = sequence.computed // self._size * self._size
-        if self._think(thinking, rows, first):
+        if stopped := self._think(thinking, rows, first):
             item.count = min(item.count, len(thinking.thoughts) * self._size - sequence.computed)
+        thinking.came(item.count, stopped=stopped)
         computed = sequence.computed + item.count
         chunk = computed // self._size
         left = rows[chunk * self._size - begin : computed - begin]

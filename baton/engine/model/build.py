@@ -98,7 +98,7 @@ def load_model(  # noqa: PLR0913  (all but one have a default)
     progress: Progress | None = None,
     split: Split | None = None,
     attention_splits: Splits = "auto",
-    thinking: Mode = "fast",
+    thinking: Mode = "auto",
 ) -> TransformerBackend:
     """Load a Hugging Face checkpoint.
 

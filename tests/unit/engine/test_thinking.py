@@ -18,6 +18,7 @@ from tests.unit.model.checkpoints import VOCAB
 from tests.unit.model.thinking import thinking_checkpoint
 
 CHUNK, BLOCK = 4, 8
+MODES = ("auto", "fast", "sequential", "off")
 SHAPES = FixedShapes(2, 16)
 
 
@@ -33,7 +34,7 @@ def reference(folder):
 
 @pytest.fixture(scope="module")
 def modes(folder, reference):
-    return {mode: load_model(folder, block_size=BLOCK, thinking=mode) for mode in ("fast", "sequential", "off")}
+    return {mode: load_model(folder, block_size=BLOCK, thinking=mode) for mode in MODES}
 
 
 def engine_of(backend, total_blocks=200, **options):
@@ -88,7 +89,7 @@ def needed_rounds(thoughts, length):
     return 1 + sum(bool(thought) and (chunk + 1) * CHUNK < length for chunk, thought in enumerate(thoughts))
 
 
-@pytest.mark.parametrize("mode", ["fast", "sequential"])
+@pytest.mark.parametrize("mode", ["auto", "fast", "sequential"])
 @pytest.mark.parametrize("length", [1, 3, 4, 5, 8, 29, 64, 97])
 def test_tokens_and_thoughts_are_those_of_the_reference(modes, reference, mode, length):
     for seed in range(2):
@@ -150,7 +151,7 @@ def test_nothing_is_thought_when_it_is_off(modes, reference):
 
 
 @pytest.mark.parametrize("budget, total_blocks, running", [(2048, 400, 64), (37, 60, 5), (7, 30, 3), (64, 24, 64)])
-@pytest.mark.parametrize("mode", ["fast", "sequential"])
+@pytest.mark.parametrize("mode", ["auto", "fast", "sequential"])
 def test_in_company_with_chunks_and_preemption(modes, budget, total_blocks, running, mode):
     specs = [spec_of(prompt_of(seed, 3 + 11 * seed), 20) for seed in range(9)]
     wanted = [alone(engine_of(modes["sequential"]), spec) for spec in specs]
@@ -205,7 +206,7 @@ def test_thinking_while_decoding(modes, reference):
     for seed in range(6):
         prompt = prompt_of(seed, 10 + seed)
         wanted = reference.answer(list(prompt), 30, while_decoding=True)
-        for mode in ("fast", "sequential"):
+        for mode in ("auto", "fast", "sequential"):
             tokens, thoughts = alone(engine_of(modes[mode]), spec_of(prompt, 30, think_while_decoding=True))
             made = (len(prompt) + 29) // CHUNK
             assert (tokens, thoughts) == (wanted.tokens, wanted.thoughts[:made])
