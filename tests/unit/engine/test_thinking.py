@@ -150,7 +150,9 @@ def test_nothing_is_thought_when_it_is_off(modes, reference):
     assert modes["off"].fingerprint != modes["fast"].fingerprint == modes["sequential"].fingerprint
 
 
-@pytest.mark.parametrize("budget, total_blocks, running", [(2048, 400, 64), (37, 60, 5), (7, 30, 3), (64, 24, 64)])
+@pytest.mark.parametrize(
+    ("budget", "total_blocks", "running"), [(2048, 400, 64), (37, 60, 5), (7, 30, 3), (64, 24, 64)]
+)
 @pytest.mark.parametrize("mode", ["auto", "fast", "sequential"])
 def test_in_company_with_chunks_and_preemption(modes, budget, total_blocks, running, mode):
     specs = [spec_of(prompt_of(seed, 3 + 11 * seed), 20) for seed in range(9)]
@@ -282,7 +284,7 @@ def test_received_blocks_are_cached_with_their_thoughts(modes):
 
 
 @pytest.mark.parametrize(
-    "change, named",
+    ("change", "named"),
     [
         (lambda state: None, "without a thinking state"),
         (lambda state: replace(state, thinker="another"), "thinker another"),
