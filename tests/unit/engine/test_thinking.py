@@ -12,13 +12,14 @@ from baton.core import HandoffId, Sampling, SequenceSpec, ThinkingState
 from baton.engine.engine import Engine
 from baton.engine.fixed import FixedShapes
 from baton.engine.model.build import load_model
+from baton.engine.model.thinking import Mode
 from baton.errors import InvalidRequest
 from baton.tokenizer import OracleTokenizer
 from tests.unit.model.checkpoints import VOCAB
 from tests.unit.model.thinking import thinking_checkpoint
 
 CHUNK, BLOCK = 4, 8
-MODES = ("auto", "fast", "sequential", "off")
+MODES: tuple[Mode, ...] = ("auto", "fast", "sequential", "off")
 SHAPES = FixedShapes(2, 16)
 
 

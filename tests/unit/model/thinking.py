@@ -1,4 +1,4 @@
-"""Random-weight checkpoints of models that think, and their reference: transformers' layers, a dense loop around them."""
+"""Random checkpoints of models that think, and their reference: transformers' layers, a dense loop around them."""
 
 from __future__ import annotations
 
