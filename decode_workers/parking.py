@@ -4,7 +4,8 @@
                         └───────── drop ─────────┴── its time is up, or it says too much: drop
 
 Of each such stream the last things said are remembered, from its commit here on, also when it has ended: its router may
-die before the client has them. All of this is the engine thread's. A stream that has ended holds no blocks.
+die before the client has them. So are the last thoughts, with those that came with the commit. All of this is the
+engine thread's. A stream that has ended holds no blocks.
 """
 
 from __future__ import annotations
@@ -15,9 +16,11 @@ from dataclasses import dataclass, field, replace
 
 from baton.clock import Clock
 from baton.core import HandoffId, SequenceSpec
+from baton.rpc.thinking import thoughts_from_pb
 from baton.rpc.v1 import worker_pb2 as pb
+from baton.worker.thoughts import Thoughts
 
-MOST_BYTES = 2**20  # of what is remembered of one stream: some ten thousand tokens without logprobs
+MOST_BYTES = 2**20  # of what is remembered of one stream: some ten thousand tokens without logprobs; of thoughts again
 _REPLAYED = frozenset({"tokens", "finish", "preempted", "failed"})  # what a router must know to go on
 
 
@@ -42,6 +45,7 @@ class _Stream:
     spec: SequenceSpec | None = None  # as decoding began here; None: it has not
     ids: list[int] = field(default_factory=list)
     said: deque[pb.WorkerEvent] = field(default_factory=deque)
+    thoughts: Thoughts = field(default_factory=lambda: Thoughts(MOST_BYTES))
     first: int = 0
     size: int = 0
     until: float | None = None  # parked until then
@@ -107,7 +111,9 @@ class Parking:
         if stream is None or stream.spec is None:
             return
         for event in events:
-            if event.WhichOneof("event") in _REPLAYED:
+            if event.HasField("thoughts"):
+                stream.thoughts.add(thoughts_from_pb(event.thoughts))
+            elif event.WhichOneof("event") in _REPLAYED:
                 if not stream.said and event.HasField("tokens"):
                     stream.first = getattr(event.tokens, "from")  # the token of the commit, which is said again
                 stream.add(event)
@@ -121,12 +127,12 @@ class Parking:
         return True
 
     def attach(self, handoff: HandoffId, asked: SequenceSpec) -> list[pb.WorkerEvent] | None:
-        """All that came after `asked.known`; None: it is not here, or not so much of it."""
+        """All thoughts, and what came after `asked.known`; None: it is not here, or not so much of it."""
         stream = self._streams.get(handoff)
         if stream is None or not stream.is_of(asked):
             return None
         stream.until = None
-        return stream.after(len(asked.known))
+        return stream.thoughts.said(handoff) + stream.after(len(asked.known))
 
     def drop(self, handoff: HandoffId) -> None:
         """Nobody will resume it."""

@@ -24,6 +24,7 @@ from decode_workers.parking import Nobody, Parking
 from decode_workers.pins import Pins
 from decode_workers.reservations import Reservations, State
 from decode_workers.reserving import holdings, refusal_of
+from decode_workers.telling import ended, stepped, taken_over
 
 if TYPE_CHECKING:
     from baton.clock import Clock
@@ -241,7 +242,7 @@ class DecodeRole:
             return  # released between the commit and now: the blocks are free already
         assert commit.spec is not None  # the table has seen to it
         try:
-            self._engine.adopt(handoff, commit.spec, reservation)
+            self._engine.adopt(handoff, commit.spec, reservation, commit.thinking)
         except (InvalidRequest, ValueError) as error:
             self._history.blocks("let_go", handoff, reservation)
             reservation.release()
@@ -251,16 +252,9 @@ class DecodeRole:
             return
         self._history.tokens("adopted", handoff, commit.first)
         self._decodes(handoff, commit.spec, session)
-        committed = events.committed(
-            handoff,
-            transfer_s=commit.transfer_s,
-            commit_s=commit.commit_s,
-            kv_bytes=commit.kv_bytes,
-            transport=commit.transport,
-        )
-        first = events.tokens(handoff, commit.first)
-        self.parking.note(handoff, [first])
-        session.emit([committed, first])
+        said = taken_over(handoff, commit)
+        self.parking.note(handoff, said)
+        session.emit(said)
         if self._leaving:
             self._hand_back(handoff)
 
@@ -269,14 +263,9 @@ class DecodeRole:
         for item in result.outputs:
             if item.key in self._sessions:
                 self._history.tokens("tokens", item.key, item.tokens)
-                self._say(batches, item.key, events.output(item))
-        for key in result.preempted:
-            self._say(batches, key, [events.preempted(key, "the KV pool is full")])
-        for key, error in result.failed:
-            self._say(batches, key, [events.failed(key, error)])
-        ended = [(item.key, "finished") for item in result.outputs if item.finish]
-        ended += [(key, "preempted") for key in result.preempted] + [(key, "failed") for key, _ in result.failed]
-        for key, how in ended:
+        for key, said in stepped(result):
+            self._say(batches, key, said)
+        for key, how in ended(result):
             self._forget(key, how)
         for session, batch in batches.items():
             session.emit(batch)

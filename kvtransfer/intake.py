@@ -9,20 +9,20 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 import torch
 
-from baton.core import HandoffId, SequenceSpec, Token, WorkerRef
+from baton.core import HandoffId, WorkerRef
 from baton.errors import DigestMismatch, HandoffError, StaleAttempt
 from baton.rpc import convert
 from baton.rpc.v1 import peer_pb2 as pb
 from kvtransfer import probe
 from kvtransfer.digests import wire_digest
-from kvtransfer.handoff import CommitState, HandoffTable
+from kvtransfer.handoff import CommitState, HandoffTable, PushEnd
 from kvtransfer.inbound import Ended, Frame, Inbound, Inbox
-from kvtransfer.messages import FrameRefused, frame_of, refusal_to_pb
+from kvtransfer.messages import FrameRefused, end_of, frame_of, refusal_to_pb
 from kvtransfer.plan import FrameSpec
 from kvtransfer.transport import ChannelEnd, Endpoint
 
@@ -183,18 +183,18 @@ class Intake:
         if not inbound.announced.complete:
             text = f"{inbound.announced.nbytes} bytes were announced, more are due"
             raise FrameRefused(f"commit of {inbound.handoff}: {text}")
-        spec = convert.spec_from_pb(message.spec) if message.HasField("spec") else None
-        first = convert.tokens_from_pb(message.first)
-        if spec is not None and len(spec) != inbound.known_tokens + 1:
-            raise FrameRefused(f"commit of {inbound.handoff}: {len(spec)} tokens, {inbound.known_tokens} were offered")
+        end = end_of(message)
+        if end.spec is not None and len(end.spec) != inbound.known_tokens + 1:
+            text = f"{len(end.spec)} tokens, {inbound.known_tokens} were offered"
+            raise FrameRefused(f"commit of {inbound.handoff}: {text}")
         try:
-            self._commit(inbound, spec, first, message)
+            self._commit(inbound, end, message)
         except HandoffError as error:
             self._reply(refusal_to_pb(error, inbound.handoff))
         else:
             self._hurry(pb.PeerReply(commit_ack=pb.CommitAck(handoff=message.handoff)))
 
-    def _commit(self, inbound: Inbound, spec: SequenceSpec | None, first: Sequence[Token], message: pb.Commit) -> None:
+    def _commit(self, inbound: Inbound, end: PushEnd, message: pb.Commit) -> None:
         if inbound.dropped or self.over:
             raise StaleAttempt(f"handoff {inbound.handoff} has ended here")
         try:
@@ -203,8 +203,9 @@ class Intake:
             self._table.aborted(inbound.handoff, self._sender)
             raise
         state = CommitState(
-            spec=spec,
-            first=first,
+            spec=end.spec,
+            first=end.first,
+            thinking=end.thinking,
             transfer_s=inbound.busy_s,
             commit_s=time.monotonic() - inbound.last_at,
             kv_bytes=inbound.announced.nbytes,

@@ -7,14 +7,16 @@ from typing import TYPE_CHECKING
 
 from baton.errors import BatonError, ChannelBroken, DigestMismatch, HandoffError, OfferRefused, StaleAttempt
 from baton.rpc import convert
+from baton.rpc.thinking import thinking_from_pb, thinking_to_pb
 from baton.rpc.v1 import peer_pb2 as pb
+from kvtransfer.handoff import PushEnd
 from kvtransfer.plan import FrameSpec
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from baton.core import HandoffId
-    from kvtransfer.handoff import PushEnd, PushJob
+    from kvtransfer.handoff import PushJob
 
 
 class VersionRefused(OfferRefused):
@@ -59,7 +61,17 @@ def commit_of(handoff: HandoffId, end: PushEnd, digests: Sequence[bytes], kv_dig
         first=convert.tokens_to_pb(end.first),
         digests=digests,
         kv_digest=kv_digest,
+        thinking=thinking_to_pb(end.thinking),
     )
+
+
+def end_of(message: pb.Commit) -> PushEnd:
+    """What `commit_of` was given. Raises InvalidRequest; FrameRefused for a thinking state of no sequence."""
+    spec = convert.spec_from_pb(message.spec) if message.HasField("spec") else None
+    thinking = thinking_from_pb(message.thinking) if message.HasField("thinking") else None
+    if spec is None and thinking is not None:
+        raise FrameRefused("commit: thinking: must not be set where nobody decodes")
+    return PushEnd(spec, convert.tokens_from_pb(message.first), thinking)
 
 
 def announcement(handoff: HandoffId | None, sequence: int, frame: FrameSpec) -> pb.FrameAnnounce:

@@ -83,11 +83,21 @@ class Fetch:
 class Fetches:
     """What is being fetched, and whether it pays. Implements `kvtransfer.handoff.HandoffTable`.
 
-    `on_end(handoff)` is called when one has ended, from any thread: the engine thread then calls `end`.
+    `on_end(handoff)` is called when one has ended, from any thread: the engine thread then calls `end`. Nothing is
+    fetched for a model that `thinks`: KV would come without the thoughts that go with it.
     """
 
-    def __init__(self, engine: Engine, clock: Clock, within_s: float, on_end: Callable[[HandoffId], None]) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        clock: Clock,
+        within_s: float,
+        on_end: Callable[[HandoffId], None],
+        *,
+        thinks: bool = False,
+    ) -> None:
         self.fetched_tokens = 0
+        self._thinks = thinks
         self._engine = engine
         self._history = engine.pool.history
         self._clock = clock
@@ -106,6 +116,8 @@ class Fetches:
 
         None: that would not pay, or there is no room. They are whole blocks that are not in the cache here.
         """
+        if self._thinks:
+            return None
         size, pool = self._engine.layout.block_size, self._engine.pool
         names = self._names(spec, there // size)
         begin = len(pool.find(names))

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -21,9 +20,9 @@ from baton.worker import events
 from baton.worker.attempts import Attempts
 from baton.worker.census import Holding
 from baton.worker.commands import deadline_after
-from kvtransfer.handoff import PushEnd, PushJob, PushResult
+from kvtransfer.handoff import PushJob, PushResult
 from prefill_workers.fetch import Fetches
-from prefill_workers.work import Work, holdings, spare
+from prefill_workers.work import Work, final, holdings, overdue, spare
 
 if TYPE_CHECKING:
     from baton.clock import Clock
@@ -64,7 +63,7 @@ class PrefillRole:
         self._attempts = Attempts()
         self._leaving = False
         self._pusher: Pusher | None = None
-        self.fetches = Fetches(engine, clock, fetch_s, self.fetch_ended)
+        self.fetches = Fetches(engine, clock, fetch_s, self.fetch_ended, thinks=info.thinking_chunk > 0)
         self.transfer_bytes = 0
         self.transport = ""
 
@@ -144,8 +143,9 @@ class PrefillRole:
         self._begin(PushJob(handoff, to, len(work.spec), message.skip, verify=work.spec.deterministic))
         if work.first is not None:
             self._history.tokens("tokens", handoff, work.first.tokens)
-            session.emit(events.output(replace(work.first, key=handoff)))
-            self._finish(handoff, work, work.first)
+        session.emit(work.said(handoff))
+        if work.first is not None:
+            self._finish(handoff, work)
 
     def _is_new(self, session: Session, handoff: HandoffId) -> bool:
         try:
@@ -212,6 +212,10 @@ class PrefillRole:
     def stepped(self, result: StepResult) -> None:
         self.fetches.step_ended(result.computed)
         batches: dict[Session, list[worker_pb2.WorkerEvent]] = defaultdict(list)
+        for key, thoughts in result.thoughts:
+            if (work := self._work.get(key)) is not None:
+                work.thoughts.add(thoughts)
+                batches[work.session].append(events.thoughts(key, thoughts))
         for item in result.outputs:
             if (work := self._work.get(item.key)) is not None:
                 self._history.tokens("tokens", item.key, item.tokens)
@@ -226,7 +230,7 @@ class PrefillRole:
             self._hand_over(item)
 
     def _layer_done(self, step: list[StepWork], layer: int) -> None:
-        """In the middle of a step: the KV of a layer is there. What was computed before the step is, of all layers."""
+        """In the middle of a step: the KV of a layer is there."""
         assert self._pusher is not None
         self._loop.progressed()
         if layer == 0:
@@ -236,10 +240,8 @@ class PrefillRole:
             work = self._work.get(sequence.key)
             if work is None or not work.streams or sequence.allocation is None:
                 continue
-            blocks = sequence.allocation.blocks
-            if layer == 0 and sequence.computed:
-                self._pusher.computed(sequence.key, blocks, self._info.layout.layers, sequence.computed)
-            self._pusher.computed(sequence.key, blocks, layer + 1, sequence.computed + item.count)
+            for layers, end in final(item, layer, self._info.layout.layers):
+                self._pusher.computed(sequence.key, sequence.allocation.blocks, layers, end)
 
     def _hand_over(self, item: Output) -> None:
         work = self._work.get(item.key)
@@ -249,14 +251,13 @@ class PrefillRole:
             self._drop(item.key)  # the first token ended it: there is nothing to commit
             return
         work.first = item
-        self._finish(item.key, work, item)
+        self._finish(item.key, work)
 
-    def _finish(self, handoff: HandoffId, work: Work, first: Output) -> None:
+    def _finish(self, handoff: HandoffId, work: Work) -> None:
         assert self._pusher is not None
-        known = (*work.spec.known, *(token.token_id for token in first.tokens))
         blocks = self._engine.held(handoff).blocks
         self._pusher.computed(handoff, blocks, self._info.layout.layers, len(work.spec))
-        self._pusher.finish(handoff, PushEnd(replace(work.spec, known=known), first.tokens))
+        self._pusher.finish(handoff, work.end(self._engine.thinking_state(handoff)))
 
     def push_ended(self, handoff: HandoffId, outcome: PushResult | HandoffError) -> None:
         """The sender will not read this handoff's blocks any more. From a transfer thread, once per push."""
@@ -283,14 +284,11 @@ class PrefillRole:
 
     def tick(self) -> None:
         """Give up prompts whose deadline passed before they were computed, KV that nobody wants, and late fetches."""
-        now = self._clock.monotonic()
         if (held := spare(self._work)) is not None and self._engine.load().starved:
             self._drop(held)
         for handoff in self.fetches.late():
             self._fetched(handoff)
-        for handoff, work in list(self._work.items()):
-            if work.deadline is None or work.deadline > now or (work.first and not work.waits):
-                continue
+        for handoff, work in overdue(self._work, self._clock.monotonic()):
             self._drop(handoff)
             if not work.waits:
                 text = "the prompt was not computed in time"

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+from baton.worker import events
 from baton.worker.census import Holding
+from baton.worker.thoughts import Thoughts
+from kvtransfer.handoff import PushEnd
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
-    from baton.core import HandoffId, SequenceSpec
+    from baton.core import HandoffId, SequenceSpec, ThinkingState
     from baton.engine.outcome import Output
+    from baton.engine.sequence import Work as StepWork
     from baton.history import Blocks
+    from baton.rpc.v1 import worker_pb2
     from baton.worker.session import Session
 
 
@@ -29,6 +34,18 @@ class Work:
     streams: bool
     first: Output | None = None
     waits: bool = False
+    thoughts: Thoughts = field(default_factory=Thoughts)
+
+    def said(self, handoff: HandoffId) -> list[worker_pb2.WorkerEvent]:
+        """All that its router was told of what came of it, under this name: nobody may listen to the older one."""
+        first = events.output(replace(self.first, key=handoff)) if self.first is not None else []
+        return self.thoughts.said(handoff) + first
+
+    def end(self, thinking: ThinkingState | None) -> PushEnd:
+        """What its push ends with, once its first token was sampled."""
+        tokens = self.first.tokens if self.first is not None else ()
+        known = (*self.spec.known, *(token.token_id for token in tokens))
+        return PushEnd(replace(self.spec, known=known), tokens, thinking)
 
     @property
     def state(self) -> str:
@@ -36,6 +53,25 @@ class Work:
         if self.waits:
             return "waiting"
         return "prefilling" if self.first is None else "pushing"
+
+
+def final(item: StepWork, layer: int, layers: int) -> Iterator[tuple[int, int]]:
+    """KV that may leave now that `layer` is written: (so many of `layers`, the first so many positions).
+
+    What was computed before the step is final, in all layers. So is what the step writes, but of a sequence that is not
+    settled: its end may be rolled back when the step ends.
+    """
+    sequence = item.sequence
+    if layer == 0 and sequence.computed:
+        yield layers, sequence.computed
+    if sequence.settled:
+        yield layer + 1, sequence.computed + item.count
+
+
+def overdue(works: Mapping[HandoffId, Work], now: float) -> list[tuple[HandoffId, Work]]:
+    """Whose deadline passed before they were computed, or while their KV waited for a Repush."""
+    late = [(handoff, work) for handoff, work in works.items() if work.deadline is not None and work.deadline <= now]
+    return [(handoff, work) for handoff, work in late if work.first is None or work.waits]
 
 
 def spare(works: Mapping[HandoffId, Work]) -> HandoffId | None:

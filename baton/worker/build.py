@@ -36,6 +36,7 @@ def build_engine(settings: WorkerSettings) -> Engine:
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
     backend = load_backend(settings)
+    check_thinking(settings, thinking_chunk(backend))
     claim_activations(backend, settings.max_batched_tokens, settings.max_running)
     shapes = checked_shapes(backend, settings.shapes)
     sizing = size_kv(
@@ -98,6 +99,21 @@ def load_backend(settings: WorkerSettings) -> ModelBackend:
     )
     loading.finish(backend)
     return backend
+
+
+def thinking_chunk(backend: ModelBackend) -> int:
+    """How many tokens make a chunk that its model thinks about; 0: it does not think."""
+    return 0
+
+
+def check_thinking(settings: WorkerSettings, chunk: int) -> None:
+    """Raises ConfigError if a model that thinks about chunks of so many tokens (0: none) cannot be served like this."""
+    ranks, key = settings.tensor_parallel, _ranks_key(settings)
+    if chunk and ranks > 1:
+        raise ConfigError(f"{key}: {ranks}: a model that thinks is not divided; {key}=1 serves it")
+    if chunk and settings.block_size % chunk:
+        text = f"must be a multiple of {chunk}, the tokens of a chunk that this model thinks about"
+        raise ConfigError(f"{settings.role.value}.block_size: {text}, got {settings.block_size}")
 
 
 def _ranks_key(settings: WorkerSettings) -> str:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from baton.core import Finish, HandoffId, Token
+from baton.core import Finish, HandoffId, Thought, Token
 from baton.errors import BatonError
 from baton.rpc import convert
+from baton.rpc.thinking import thoughts_to_pb
 from baton.rpc.v1 import worker_pb2
 
 if TYPE_CHECKING:
@@ -42,6 +43,11 @@ def tokens(handoff: HandoffId, items: Sequence[Token]) -> Event:
     event = Event(handoff=convert.handoff_to_pb(handoff))
     convert.fill_tokens(event.tokens, items)
     return event
+
+
+def thoughts(handoff: HandoffId, items: Sequence[Thought]) -> Event:
+    """What was thought about consecutive chunks, at least one."""
+    return Event(handoff=convert.handoff_to_pb(handoff), thoughts=thoughts_to_pb(items))
 
 
 def finished(handoff: HandoffId, finish: Finish) -> Event:

@@ -29,7 +29,7 @@ from baton.load import Load
 from baton.rpc import channel, reports
 from baton.rpc.tls import IN_THE_CLEAR, Wire
 from baton.rpc.v1 import worker_pb2_grpc
-from baton.worker.build import build_engine
+from baton.worker.build import build_engine, thinking_chunk
 from baton.worker.lease import Lease
 from baton.worker.loop import EngineLoop, Paces
 from baton.worker.service import RoleBehaviour, WorkerService
@@ -206,6 +206,7 @@ def _info(settings: WorkerSettings, engine: Engine, ref: WorkerRef) -> WorkerInf
         host=socket.gethostname(),
         determinism="" if why_not else bits_fingerprint(engine.backend, settings.shapes),
         nondeterminism=why_not[:_LONGEST_REASON],
+        thinking_chunk=thinking_chunk(engine.backend),
     )
 
 

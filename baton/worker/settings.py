@@ -44,6 +44,7 @@ class WorkerSettings:
     transfer: TransferSettings
     shapes: FixedShapes = field(default_factory=FixedShapes)
     auto_rows: bool = False  # how many rows verify passes have is left to what was measured
+    thinking_prefill: Literal["fast", "sequential", "off"] = "fast"
     history: str | None = None  # a folder
     tls: TlsConfig | None = None
 
@@ -81,6 +82,7 @@ def from_config(config: ClusterConfig, role: Role, index: int) -> WorkerSettings
         heartbeat_s=config.ledger.heartbeat_s,
         shapes=shapes_of(config, pool.max_running),
         auto_rows=config.determinism.rows == "auto",
+        thinking_prefill=config.thinking.prefill,
         history=config.history,
         tls=config.security.tls,
         transfer=TransferSettings(

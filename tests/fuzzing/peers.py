@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from baton.core import KVLayout
 from baton.errors import BatonError, HandoffError, InvalidRequest
 from baton.rpc import convert, reports
+from baton.rpc.thinking import thinking_from_pb, thoughts_from_pb
 from baton.rpc.v1 import common_pb2, worker_pb2
 from baton.rpc.v1 import peer_pb2 as pb
 from kvtransfer.handoff import TransferSettings
@@ -38,6 +39,8 @@ READERS: list[tuple[Any, Callable[[Any], object]]] = [
     (worker_pb2.SequenceSpec, convert.spec_from_pb),
     (worker_pb2.OutputTokens, convert.tokens_from_pb),
     (worker_pb2.OutputFinish, convert.finish_from_pb),
+    (worker_pb2.ThinkingState, thinking_from_pb),
+    (worker_pb2.OutputThoughts, thoughts_from_pb),
     (pb.HandoffRefused, refusal_from_pb),
 ]
 

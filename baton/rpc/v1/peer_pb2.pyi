@@ -567,7 +567,7 @@ class Commit(_message.Message):
 
     @_builtins.property
     def thinking(self) -> _worker_pb2.ThinkingState:
-        """set if, and only if, the model thinks"""
+        """Set if, and only if, the model thinks and somebody decodes. No cap of its own: with it, a commit is one message."""
 
     def __init__(
         self,

@@ -590,7 +590,9 @@ class WorkerEvent(_message.Message):
 
     @_builtins.property
     def thoughts(self) -> Global___OutputThoughts:
-        """of whoever computes them; chunks may come again after a loss"""
+        """Of whoever computes them. Chunks may come again: after a loss, with Attached, and from D with its commit, as the
+        first token does.
+        """
 
     def __init__(
         self,

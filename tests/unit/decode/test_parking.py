@@ -175,6 +175,7 @@ def test_what_is_not_resumable_ends_with_its_router(pair, side, first, second):
         ({"prompt": (9, 9, 9)}, 1),
         ({"cache_scope": "other"}, 1),
         ({"priority": 5}, 1),
+        ({"think_while_decoding": True}, 1),
         ({"sampling": replace(spec_of().sampling, seed=99)}, 1),
         ({}, 4),  # three are there
     ],

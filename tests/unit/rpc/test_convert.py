@@ -70,6 +70,7 @@ specs = st.builds(
     cache_scope=text,
     constraint=st.none() | constraints,
     deterministic=st.booleans(),
+    think_while_decoding=st.booleans(),
 )
 finishes = st.builds(core.Finish, st.sampled_from(core.FinishReason), text, text)
 layouts = st.builds(
@@ -115,6 +116,7 @@ infos = st.builds(
     protocol_version=u32,
     determinism=text,
     nondeterminism=text,
+    thinking_chunk=u32,
 )
 
 

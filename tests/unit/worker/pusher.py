@@ -24,8 +24,8 @@ def done_of(nbytes=64):
     return PushResult(nbytes=nbytes, frames=1, exposed_s=0.1, round_trip_s=0.01, filling_s=0.0, transport="memory")
 
 
-def commit_of(spec, first):
-    return CommitState(spec, first, 0.1, 0.1, 64, "memory")
+def commit_of(spec, first, thinking=None):
+    return CommitState(spec, first, 0.1, 0.1, 64, "memory", thinking)
 
 
 @dataclass
@@ -135,7 +135,7 @@ class FakePusher:
             if push.progress.complete and push.end is not None:
                 push.stage = "written"
         elif push.stage == "written":
-            table.commit(handoff, P, commit_of(push.end.spec, push.end.first))
+            table.commit(handoff, P, commit_of(push.end.spec, push.end.first, push.end.thinking))
             push.stage = "committed"
         else:
             self.done(handoff, done_of())

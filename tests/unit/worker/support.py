@@ -37,10 +37,9 @@ def engine_of(role, total_blocks, block_size=BLOCK, **options):
     return Engine(backend, OracleTokenizer(), total_blocks=total_blocks, **options)
 
 
-def info_of(ref, role, engine):
-    return WorkerInfo(
-        ref, role, BACKEND.fingerprint, "oracle", engine.max_model_len, engine.pool.total, engine.layout
-    )  # fmt: skip
+def info_of(ref, role, engine, thinking_chunk=0):
+    facts = BACKEND.fingerprint, "oracle", engine.max_model_len, engine.pool.total, engine.layout
+    return WorkerInfo(ref, role, *facts, thinking_chunk=thinking_chunk)
 
 
 def prompt_of(handoff, length=9):
@@ -226,10 +225,10 @@ class Side:
 
 
 class PrefillSide(Side):
-    def __init__(self, blocks=40, clock=None, *, coalesce_below=0, **options):
+    def __init__(self, blocks=40, clock=None, *, coalesce_below=0, thinking_chunk=0, **options):
         self.clock = clock or FakeClock()
         engine, loop = engine_of(Role.PREFILL, blocks, **options), cast(Any, SyncLoop())
-        info = info_of(P, Role.PREFILL, engine)
+        info = info_of(P, Role.PREFILL, engine, thinking_chunk)
         role = PrefillRole(info, engine, loop, self.clock, coalesce_below=coalesce_below)
         super().__init__(engine, role, loop)
         self.pusher = FakePusher(engine, role.push_ended)

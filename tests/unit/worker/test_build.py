@@ -11,7 +11,7 @@ from baton.core import HandoffId, Incarnation, Role, Sampling, SequenceSpec, Wor
 from baton.engine.fixed import FixedShapes
 from baton.engine.oracle import OracleBackend
 from baton.errors import ConfigError, InvalidRequest
-from baton.worker.build import build_engine, load_backend, pick_device
+from baton.worker.build import build_engine, check_thinking, load_backend, pick_device
 from baton.worker.host import _info
 from baton.worker.settings import from_config
 from kvtransfer.transports.choose import make_transports
@@ -98,6 +98,31 @@ def test_a_worker_is_told_the_shape_of_a_verify_pass(tmp_path):
     assert settings(tmp_path, "determinism.rows=4").shapes == FixedShapes(4, FixedShapes().tokens, exact_rows=64)
     sets = ("determinism.rows=1", "determinism.window=96", "decode.max_running=7")
     assert settings(tmp_path, *sets).shapes == FixedShapes(1, 96, exact_rows=7)
+
+
+@pytest.mark.parametrize(
+    ("sets", "chunk", "message"),
+    [
+        (("decode.block_size=16",), 12, "decode.block_size: must be a multiple of 12, .* got 16"),
+        (("decode.block_size=16",), 32, "decode.block_size: must be a multiple of 32, .* got 16"),
+        (("decode.tensor_parallel=2", "decode.device=cpu"), 8, "decode.tensor_parallel: 2: a model that thinks is not"),
+    ],
+)
+def test_a_model_that_thinks_and_does_not_fit_is_refused_by_key(tmp_path, sets, chunk, message):
+    check_thinking(settings(tmp_path, *sets), 0)
+    with pytest.raises(ConfigError, match=f"^{message}"):
+        check_thinking(settings(tmp_path, *sets), chunk)
+
+
+def test_what_fits_a_model_that_thinks(tmp_path):
+    for chunk in (1, 4, 16):
+        check_thinking(settings(tmp_path, "decode.block_size=16"), chunk)
+
+
+@pytest.mark.parametrize("how", ["fast", "sequential", "off"])
+def test_a_worker_is_told_how_to_think(tmp_path, how):
+    assert settings(tmp_path, f"thinking.prefill='{how}'").thinking_prefill == how  # bare, YAML takes one for a boolean
+    assert settings(tmp_path).thinking_prefill == "fast"
 
 
 def test_too_little_memory_says_how_much_would_do(tmp_path):

@@ -1,0 +1,154 @@
+"""What a model that thinks hands over beside its KV: through real streams, bit for bit, or refused by name."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from baton.core import ThinkingState
+from baton.rpc import convert
+from baton.rpc.channel import aio_server, bind
+from baton.rpc.thinking import thinking_to_pb
+from baton.rpc.v1 import common_pb2 as common
+from baton.rpc.v1 import peer_pb2 as pb
+from baton.rpc.v1 import worker_pb2 as worker
+from baton.rpc.v1.peer_pb2_grpc import add_PeerServicer_to_server
+from kvtransfer.digests import wire_digest
+from kvtransfer.handoff import PushEnd
+from kvtransfer.messages import commit_of, end_of
+from kvtransfer.stream import GrpcPeerStream
+from kvtransfer.transports.express import MAX_PACKET
+from kvtransfer.transports.shm import ShmTransport
+from tests.unit.kvtransfer.byhand import HANDOFF, JOB, LAYER, Call, Receiver, running
+from tests.unit.kvtransfer.support import LAYOUT, LoopbackPeer, make_end, same_kv
+
+TRANSPORTS = {"memory": lambda memory: [memory], "shm": lambda memory: [ShmTransport()]}
+SMALL, LARGE = 4 * 64 * 4, 64 * 4096 * 4  # bytes of a state: beside the stream, where there is such a way, and over it
+
+
+def state_of(nbytes: int, *, rows: int = 0, thoughts: int = 2) -> ThinkingState:
+    """Of random bytes, and every value of a byte among them."""
+    generator = torch.Generator().manual_seed(nbytes + rows)
+    noise = [bytes(torch.randint(256, (n,), generator=generator, dtype=torch.uint8).numpy()) for n in (nbytes, rows)]
+    made = tuple((n, 2**32 - 1 - n) if n % 2 else () for n in range(thoughts))
+    return ThinkingState("t" * 64, thoughts, 3, bytes(range(256)) + noise[0][256:], noise[1], made)
+
+
+@contextmanager
+def served(peer: LoopbackPeer) -> Iterator[str]:
+    """A gRPC listener before its service."""
+
+    async def start():
+        server = aio_server()
+        add_PeerServicer_to_server(peer.service, server)
+        address = bind(server, "127.0.0.1:0")
+        await server.start()
+        return server, address
+
+    server, address = peer.run(start())
+    try:
+        yield address
+    finally:
+        peer.run(peer.service.close())
+        peer.run(server.stop(5))
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize(
+    "state",
+    [
+        state_of(SMALL),
+        state_of(SMALL, rows=512, thoughts=0),
+        state_of(LARGE),
+        state_of(LARGE, rows=LARGE, thoughts=5000),
+    ],
+    ids=["small", "with rows", "large", "large with rows and thoughts"],
+)
+def test_a_state_arrives_bit_for_bit_over_grpc(pairs, transport: str, state: ThinkingState) -> None:
+    where: list[str] = []
+    pair = pairs(
+        send=TRANSPORTS[transport],
+        recv=TRANSPORTS[transport],
+        connect=lambda address, on_reply, on_end: GrpcPeerStream(where[0], on_reply, on_end),
+    )
+    with served(pair.peer) as address:
+        where.append(address)
+        for name, thinking in (("without", None), ("with", state)):
+            job = pair.reserve(name, 8, [11, 12])
+            pair.sender.begin(job)
+            pair.sender.computed(job.handoff, [1, 2], LAYOUT.layers, 8)
+            pair.sender.finish(job.handoff, replace(make_end(8), thinking=thinking))
+            pair.reports.done(job.handoff)
+            assert pair.table.commits[job.handoff].thinking == thinking
+        assert same_kv(pair.source, [1, 2], pair.target, [11, 12], 8)
+        pair.sender.close()
+
+
+def test_both_ways_of_a_commit_are_tested() -> None:
+    for nbytes, beside in ((SMALL, True), (LARGE, False)):
+        commit = commit_of(JOB.handoff, replace(make_end(8), thinking=state_of(nbytes)), [], b"")
+        assert (pb.PeerCommand(commit=commit, after=1).ByteSize() <= MAX_PACKET) == beside
+
+
+def test_what_a_commit_was_made_of() -> None:
+    for end in (make_end(8), replace(make_end(8), thinking=state_of(SMALL)), PushEnd()):
+        read = end_of(pb.Commit.FromString(commit_of(JOB.handoff, end, [b"d"], b"").SerializeToString()))
+        assert (read.spec, list(read.first), read.thinking) == (end.spec, list(end.first), end.thinking)
+
+
+@pytest.fixture
+def receiver() -> Iterator[Receiver]:
+    with running(Receiver()) as receiver:
+        yield receiver
+
+
+def committed(receiver: Receiver, **change) -> Call:
+    """All frames of a handoff, zeros, and a commit with these fields."""
+    call, zeros, end = receiver.call().offered(), torch.zeros(LAYER, dtype=torch.uint8), make_end(8)
+    for layer in range(3):
+        call.frame(layer)
+        receiver.end.arrive(zeros)
+        assert call.hear() == "credit"
+    assert end.spec is not None
+    fields = {"spec": convert.spec_to_pb(end.spec), "first": convert.tokens_to_pb(end.first), **change}
+    call.say(commit=pb.Commit(handoff=HANDOFF, digests=[wire_digest(zeros)] * 3, **fields))
+    return call
+
+
+RIGHT: dict[str, Any] = {"thinker": "t", "chunk": 2, "offset": 0, "state": b"state"}
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"thinker": ""}, "thinking.thinker: must not be empty"),
+        ({"state": b""}, "thinking.state: must not be empty"),
+        ({"thoughts": [common.TokenIds(ids=[1])] * 3}, "thinking.thoughts: must be at most 2"),
+    ],
+)
+def test_a_malformed_state_is_refused_by_name_and_ends_the_channel(receiver: Receiver, change, named: str) -> None:
+    """As any commit does that makes no sense."""
+    call = committed(receiver, thinking=worker.ThinkingState(**{**RIGHT, **change}))
+    reply = call.next()
+    assert isinstance(reply, pb.PeerReply)
+    assert reply.refused.reason == pb.HANDOFF_REFUSAL_FRAME
+    assert named in reply.refused.detail
+    assert call.hear() == "ended"
+    assert not receiver.table.commits
+
+
+def test_a_state_where_nobody_decodes_is_refused(receiver: Receiver) -> None:
+    call = committed(receiver, spec=None, first=None, thinking=thinking_to_pb(state_of(SMALL)))
+    reply = call.next()
+    assert isinstance(reply, pb.PeerReply)
+    assert "thinking: must not be set" in reply.refused.detail
+    assert call.hear() == "ended"
+    assert not receiver.table.commits
+
+
+def test_any_other_state_is_for_the_engine_to_judge(receiver: Receiver) -> None:
+    assert committed(receiver, thinking=worker.ThinkingState(**RIGHT)).hear() == "commit_ack"
+    assert receiver.table.commits[JOB.handoff].thinking == ThinkingState(**RIGHT)

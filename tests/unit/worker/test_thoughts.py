@@ -1,0 +1,62 @@
+"""What is remembered of thoughts: consecutive chunks, the newest of what was made about each, so many bytes."""
+
+import pytest
+
+from baton.core import HandoffId, Thought
+from baton.rpc.thinking import thoughts_from_pb
+from baton.worker.thoughts import Thoughts
+from tests.unit.worker.support import H
+
+
+def about(*chunks, by=1):
+    return [Thought(chunk, (chunk, by)) for chunk in chunks]
+
+
+def kept(thoughts, handoff=H):
+    events = thoughts.said(handoff)
+    assert len(events) <= 1
+    assert all((e.handoff.request_id, e.handoff.attempt) == (handoff.request_id, handoff.attempt) for e in events)
+    return [thought for event in events for thought in thoughts_from_pb(event.thoughts)]
+
+
+def test_nothing_is_said_of_nothing():
+    thoughts = Thoughts()
+    thoughts.add([])
+    assert thoughts.said(H) == []
+
+
+@pytest.mark.parametrize("handoff", [H, HandoffId("other", 3)])
+def test_all_is_said_in_one_event_under_any_name(handoff):
+    thoughts = Thoughts()
+    thoughts.add(about(0, 1))
+    thoughts.add([Thought(2, ())])
+    thoughts.add(about(3))
+    assert kept(thoughts, handoff) == [*about(0, 1), Thought(2, ()), *about(3)]
+    assert len(thoughts) == 4
+
+
+@pytest.mark.parametrize("begin", range(4))
+def test_what_started_over_counts_from_there(begin):
+    thoughts = Thoughts()
+    thoughts.add(about(0, 1, 2))
+    thoughts.add(about(begin, by=2))
+    assert kept(thoughts) == [*about(*range(begin)), *about(begin, by=2)]
+
+
+def test_what_does_not_lead_to_the_next_is_forgotten():
+    thoughts = Thoughts()
+    thoughts.add(about(0, 1))
+    thoughts.add(about(3, 4))
+    assert kept(thoughts) == about(3, 4)
+
+
+def test_the_oldest_are_forgotten_when_it_is_too_much():
+    thoughts = Thoughts(most_bytes=30)  # each takes 12
+    thoughts.add(about(0, 1, 2, 3))
+    assert kept(thoughts) == about(2, 3)
+    thoughts.add(about(3, by=2))
+    assert kept(thoughts) == [*about(2), *about(3, by=2)]
+    thoughts.add([Thought(4, tuple(range(100)))])
+    assert kept(thoughts) == []
+    thoughts.add(about(5))
+    assert kept(thoughts) == about(5)
