@@ -1,5 +1,5 @@
-"""Where deterministic requests wait while no worker is there that computes them alike: beside the queue, in which they
-would keep everybody else waiting, too.
+"""Where deterministic requests wait while no worker is there that computes them alike, and requests for thoughts while
+nobody is there whose model might think: beside the queue, in which they would keep everybody else waiting, too.
 """
 
 from __future__ import annotations
@@ -9,23 +9,28 @@ from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 from baton.clock import Clock
-from baton.errors import BatonError, DeadlineExceeded, InvalidRequest, NoWorker, Overloaded
+from baton.errors import BatonError, DeadlineExceeded, InvalidRequest, NoWorker, Overloaded, Violation
 from router.claim import Wish
 
 T = TypeVar("T")
 
 
 class NobodyAlike(NoWorker):
-    """No decode worker is there that may compute a deterministic request, with room or without."""
+    """No decode worker is there that may compute a particular request, with room or without."""
 
 
 class Alike:
-    """`serves`: is a worker there for it? `why_not`: why none of those that are here takes any; "": one does, or nobody
-    is here. A newcomer finds no place beside `most` others. Call `changed` whenever a worker may have come.
+    """`serves`: is a worker there for it? `why_not`: why none of those here takes it; empty: one does, or nobody is
+    here. A newcomer finds no place beside `most` others. Call `changed` whenever a worker may have come.
     """
 
     def __init__(
-        self, serves: Callable[[Wish], bool], why_not: Callable[[], str], clock: Clock, wait_s: float, most: int
+        self,
+        serves: Callable[[Wish], bool],
+        why_not: Callable[[Wish], list[Violation]],
+        clock: Clock,
+        wait_s: float,
+        most: int,
     ) -> None:
         self._serves = serves
         self._why_not = why_not
@@ -51,10 +56,10 @@ class Alike:
         DeadlineExceeded, and what `admit` raises.
         """
         deadline = self._clock.monotonic() + deadline_s
-        if since is not None and wish.deterministic and not self._serves(wish):
-            self._check_place()
+        if since is not None and wish.particular and not self._serves(wish):
+            self._check_place(wish)
         while True:
-            if wish.deterministic:
+            if wish.particular:
                 began = self._clock.monotonic() if since is None else since
                 await self._present(wish, began + self._wait_s, deadline)
             try:
@@ -71,15 +76,15 @@ class Alike:
         except TimeoutError:
             raise self._gave_up(wish, late=deadline < until) from None
 
-    def _check_place(self) -> None:
+    def _check_place(self, wish: Wish) -> None:
         if (count := len(self._waiting)) >= self._most:
-            text = f"{count} deterministic requests wait already for a worker that computes them, no more are taken"
+            what = "deterministic requests" if wish.deterministic else "requests"
+            text = f"{count} {what} wait already for a worker that computes them, no more are taken"
             raise Overloaded(text, self._wait_s)
 
     def _refuse(self, wish: Wish) -> None:
-        reason = "" if wish.determinism else self._why_not()
-        if reason:
-            raise InvalidRequest.of("deterministic", f"no worker computes such requests: {reason}")
+        if wrong := self._why_not(wish):
+            raise InvalidRequest(*wrong)
 
     async def _news(self) -> None:
         waiter = asyncio.get_running_loop().create_future()
@@ -91,7 +96,8 @@ class Alike:
 
     def _gave_up(self, wish: Wish, *, late: bool) -> BatonError:
         whose = f"with the system fingerprint {wish.determinism} " if wish.determinism else ""
-        text = f"no decode worker {whose}that computes deterministic requests is connected"
+        what = f"{whose}that computes deterministic requests " if wish.deterministic else ""
+        text = f"no decode worker {what}is connected"
         if late:
             return DeadlineExceeded(f"its deadline came while it waited: {text}")
         return NoWorker(f"waited {self._wait_s:g} s: {text}")

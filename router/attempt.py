@@ -20,16 +20,17 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 
-from baton.core import Finish, HandoffId, Role, SequenceSpec, Token
-from baton.engine.prefix import Chain, named_blocks, scope_key
+from baton.core import Finish, HandoffId, Role, SequenceSpec, Thought, Token
+from baton.engine.prefix import names_of
 from baton.errors import BatonError, EngineFault, InvalidRequest, WorkerLost
-from baton.rpc import convert
+from baton.rpc import convert, thinking
 from baton.rpc.v1 import worker_pb2 as pb
 from baton.stages import StageClock
 from baton.telemetry import Metrics
 from router.claim import Claim
 from router.link import Item, Mailbox, WorkerLink
 from router.terms import FAILURES, MAY_FIT_LATER, REFUSALS, WORTH_ANOTHER, Lasting
+from router.thoughts import most_events
 
 _ANSWER_S = 15.0  # for a Reserve or a Fence, which a live worker answers between two steps
 _SPARE_EVENTS = 16  # events of one handoff that carry no token
@@ -63,7 +64,8 @@ class Attempt:
         self._stages = stages
         self._metrics = metrics
         self._lasting = lasting or Lasting()
-        self._mailbox = Mailbox(spec.sampling.max_tokens + _SPARE_EVENTS)
+        self._mailbox = Mailbox(spec.sampling.max_tokens + most_events(spec, claim.decode.info) + _SPARE_EVENTS)
+        self.thoughts: list[Thought] = []  # heard, not handed on yet
         self._tokens: list[Token] = []  # heard, not handed on yet
         self._decoding = False
         self.alone = False  # D computes the prompt as well
@@ -116,14 +118,15 @@ class Attempt:
 
     async def reserve(self, deadline_s: float) -> bool:
         """Ask D for room; False: none now. `deadline_s` from now, 0: none. Raises what ended the attempt."""
+        info = self._claim.decode.info
         self._claim.decode.send(
             reserve=pb.Reserve(
                 handoff=self._name,
-                fingerprint=self._claim.decode.info.fingerprint,
+                fingerprint=info.fingerprint,
                 known_tokens=len(self.spec),
                 max_total=len(self.spec.prompt) + self.spec.sampling.max_tokens,
                 deadline_s=deadline_s,
-                prefix=self._prefix(),
+                prefix=names_of(self.spec, info.fingerprint, info.layout.block_size, thinks=info.thinking_chunk > 0),
                 resumable_s=self._lasting.seconds,
                 stream=self._lasting.stream,
             )
@@ -141,13 +144,6 @@ class Attempt:
                     self._take(source, item)
         self._claim.reserved()
         return not self.handed_back
-
-    def _prefix(self) -> list[bytes]:
-        """What D's cache calls the full blocks of what is known."""
-        info, spec = self._claim.decode.info, self.spec
-        scope, size = scope_key(info.fingerprint, spec.cache_scope, spec.deterministic), info.layout.block_size
-        chain = Chain(scope, spec.tokens, size)
-        return [chain.digest(block) for block in range(named_blocks(spec, size))]
 
     def prefill(self, deadline_s: float) -> None:
         """Let P compute what is known, say the first token and hand over to D; without P, let D do it all. `deadline_s`
@@ -171,14 +167,17 @@ class Attempt:
         self._claim.prefill.send(repush=message)
 
     async def outputs(self) -> AsyncIterator[list[Token]]:
-        """Tokens as they come, of both witnesses, until `finish` or `handed_back` is set. Raises what ended it."""
+        """Tokens of both witnesses as they come, and `thoughts`, until `finish` or `handed_back`. Raises a failure."""
         while True:
             tokens, self._tokens = self._tokens, []
-            if tokens:
+            if tokens or self.thoughts:
                 yield tokens
             if self.finish is not None or self.handed_back:
                 return
             for source, item in await self._heard(_ANSWER_S if self._fencing else None):
+                if self._tokens and isinstance(item, pb.WorkerEvent) and item.HasField("thoughts"):
+                    tokens, self._tokens = self._tokens, []
+                    yield tokens  # it is about them
                 self._take(source, item)
 
     async def _heard(self, timeout_s: float | None) -> list[tuple[Role, Item]]:
@@ -201,7 +200,7 @@ class Attempt:
         match item.WhichOneof("event"):
             case "reserved":
                 self.cached_tokens = item.reserved.cached_tokens
-            case "tokens" | "finish":
+            case "tokens" | "finish" | "thoughts":
                 self._on_output(source, item)
             case "committed":
                 self._on_committed(item.committed)
@@ -228,6 +227,8 @@ class Attempt:
         try:
             if item.HasField("tokens"):
                 self._on_tokens(source, convert.tokens_from_pb(item.tokens))
+            elif item.HasField("thoughts"):
+                self.thoughts += thinking.thoughts_from_pb(item.thoughts)
             else:
                 self._on_finish(source, convert.finish_from_pb(item.finish))
         except InvalidRequest as error:  # its fault, and not the client's

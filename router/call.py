@@ -17,6 +17,7 @@ from router.delivery import EventStream
 from router.floor import Floor
 from router.lifecycle import Life, run
 from router.terms import Lasting
+from router.thoughts import Asked
 
 
 class Call:
@@ -42,6 +43,7 @@ class Call:
         self.resumable_s = 0.0  # for so long it goes on without a router
         self.handing_over = False  # another router is to go on with it
         self.lives: list[Life] = []
+        self.asked = Asked()  # of a model that thinks
         self.determinism = ""  # of a deterministic request: what its workers say of their bits, from its begin on
 
     def life_id(self, choice: int) -> str:
@@ -115,6 +117,7 @@ async def _all(request: SequenceSpec, lives: list[Life], client: EventStream) ->
         raise failed.exceptions[0] from None
     completed, *others = (task.result() for task in tasks)
     completed.usage.completion_tokens += sum(other.usage.completion_tokens for other in others)
+    completed.usage.thinking_tokens += sum(other.usage.thinking_tokens for other in others)
     last = max((completed, *others), key=lambda one: one.timings.e2e_s)
     completed.timings.CopyFrom(last.timings)
     return completed

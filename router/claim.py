@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from baton.core import SequenceSpec, WorkerInfo, WorkerRef
@@ -14,11 +14,18 @@ class Wish(NamedTuple):
 
     `keep`: the prefill worker that holds its KV already, and is taken while it is there. `spec`: the request, whose
     beginning some workers may have cached. `determinism`: what it was begun with, if it is a deterministic one.
+    `thinks`: the fields by which it asks for a model that thinks.
     """
 
     keep: WorkerLink | None = None
     spec: SequenceSpec | None = None
     determinism: str = ""
+    thinks: Sequence[str] = ()
+
+    @property
+    def particular(self) -> bool:
+        """Whether it waits beside the queue for workers that can do what it asks for."""
+        return self.deterministic or bool(self.thinks)
 
     @property
     def deterministic(self) -> bool:

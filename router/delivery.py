@@ -8,7 +8,7 @@ from typing import Any
 
 from grpc import aio
 
-from baton.core import Finish, Token, TokenLogprobs
+from baton.core import Finish, Thought, Token, TokenLogprobs
 from baton.errors import BatonError, Cancelled, EngineFault
 from baton.rpc import convert
 from baton.rpc.v1 import inference_pb2 as pb
@@ -152,6 +152,10 @@ class EventStream:
     async def tokens(self, choice: int, tokens: list[Token]) -> None:
         if tokens:
             await self._write(tokens=convert.tokens_to_public_pb(tokens, choice))
+
+    async def thought(self, choice: int, thought: Thought, text: str) -> None:
+        said = pb.Thought(choice=choice, chunk=thought.chunk, ids=thought.token_ids, text=text)
+        await self._write(thought=said)
 
     async def recovered(self, attempt: int, reason: str) -> None:
         await self._write(recovered=pb.Recovered(attempt=attempt, reason=reason))

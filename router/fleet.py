@@ -12,7 +12,7 @@ from typing import Protocol
 import numpy as np
 
 from baton.core import Role, SequenceSpec, WorkerInfo, WorkerRef
-from baton.engine.prefix import Chain, named_blocks, scope_key
+from baton.engine.prefix import names_of
 from baton.ledger.prefix_map import NAME_BYTES, Holder, PrefixMap
 from baton.load import Channel
 from router.cost import UNKNOWN, Cost
@@ -21,6 +21,8 @@ from router.snapshot import Ask, Column, Facts, Loaded, Side, Snapshot, spread
 from router.view import WorkerView
 
 _NEW_SPEED = 0.1  # what the last report of channels counts
+Kind = tuple[str, int, bool]
+"""What the names of blocks depend on beside the request: fingerprint, block size, and whether the model thinks."""
 
 
 class Link(Protocol):
@@ -51,16 +53,15 @@ class _Member:
 class Prompt:
     """The names of a request's full blocks as one kind of worker calls them, each made when it is first asked for."""
 
-    def __init__(self, spec: SequenceSpec, fingerprint: str, block_size: int) -> None:
-        scope = scope_key(fingerprint, spec.cache_scope, spec.deterministic)
-        self._chain = Chain(scope, spec.tokens, block_size)
-        self._most = named_blocks(spec, block_size)
+    def __init__(self, spec: SequenceSpec, kind: Kind) -> None:
+        fingerprint, block_size, thinks = kind
+        self._left = names_of(spec, fingerprint, block_size, thinks=thinks)
         self._names: list[bytes] = []
 
     def __iter__(self) -> Iterator[bytes]:
         yield from self._names
-        for block in range(len(self._names), self._most):
-            self._names.append(self._chain.digest(block)[:NAME_BYTES])
+        for name in self._left:
+            self._names.append(name[:NAME_BYTES])
             yield self._names[-1]
 
 
@@ -75,11 +76,11 @@ class Fleet:
         self._owners: dict[tuple[Role, int], WorkerRef] = {}
         self._changed = False  # who is there: all rows are to be written
         self._stale: set[_Member] = set()  # whose rows are to be written
-        self._kinds: dict[tuple[str, int], None] = {}  # fingerprints and block sizes
+        self._kinds: dict[Kind, None] = {}
         self._bits: dict[tuple[str, str], int] = {}  # fingerprints, of KV and of bits: from 1 on
         self._likes: dict[str, Likes] = {}  # by fingerprint
         self._byte_s: float | None = None
-        self._prompts: tuple[SequenceSpec | None, dict[tuple[str, int], Prompt]] = (None, {})  # of the last request
+        self._prompts: tuple[SequenceSpec | None, dict[Kind, Prompt]] = (None, {})  # of the last request
 
     def add(self, link: Link) -> None:
         """A worker is there."""
@@ -151,9 +152,9 @@ class Fleet:
     def _cached(self, spec: SequenceSpec, prefixes: PrefixMap) -> Column | None:
         """Cached tokens by slot. Blocks are named once for a request, and no further than somebody has them."""
         if self._prompts[0] is not spec:
-            self._prompts = (spec, {kind: Prompt(spec, *kind) for kind in self._kinds})
+            self._prompts = (spec, {kind: Prompt(spec, kind) for kind in self._kinds})
         found: Column | None = None
-        for (_, block_size), prompt in self._prompts[1].items():
+        for (_, block_size, _), prompt in self._prompts[1].items():
             if levels := prefixes.leading(prompt):
                 found = np.zeros(prefixes.slots + 1) if found is None else found
                 spread(levels, block_size, found)
@@ -166,7 +167,9 @@ class Fleet:
             member = self._members[holder]
             member.order, member.group = order, groups.setdefault(member.link.info.fingerprint, len(groups))
         infos = [member.link.info for member in self._members.values()]
-        self._kinds = dict.fromkeys((info.fingerprint, info.layout.block_size) for info in infos)
+        self._kinds = dict.fromkeys(
+            (info.fingerprint, info.layout.block_size, info.thinking_chunk > 0) for info in infos
+        )
         self._prompts = (None, {})
         self._likes = {fingerprint: like for fingerprint, like in self._likes.items() if fingerprint in groups}
         self._snapshot.groups = len(groups)

@@ -56,6 +56,7 @@ class RouterSettings:
     tls: TlsConfig | None = None
     tokens: str | None = None  # a file; see `router.access.tokens`
     resumable_s: float = 0.0  # of requests that do not say how long they go on without a router
+    think_while_decoding: bool = False  # of requests that do not say, if the model thinks
 
 
 StreamSource = Callable[[str], Awaitable["OwnershipRecord | None"]]
@@ -98,7 +99,7 @@ class Floor:
         )
         bounds = Bounds(settings.queue_max_requests, settings.queue_max_tokens, settings.queue_max_wait_s)
         self.admission = Admission(self.pool.claim, Claim.release, self.pool.serves, clock, bounds, settings.tenants)
-        self.alike = Alike(self.pool.serves, self.pool.nondeterminism, clock, bounds.wait_s, bounds.requests)
+        self.alike = Alike(self.pool.serves, self.pool.why_not, clock, bounds.wait_s, bounds.requests)
         self.pool.on_change = self._changed
         self.pool.local_prefill = settings.local_prefill
         self.metrics = Metrics(settings.name, settings.version)

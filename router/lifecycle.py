@@ -22,6 +22,7 @@ from router.claim import Claim, Wish
 from router.delivery import Delivery, EventStream
 from router.floor import Floor
 from router.link import WorkerLink
+from router.thoughts import Thoughts, fitted
 
 if TYPE_CHECKING:
     from baton.ledger.ownership_table import OwnershipRecord
@@ -53,12 +54,14 @@ async def run(request: SequenceSpec, life: Life, client: EventStream) -> pb.Comp
             await asyncio.sleep(0)  # the worker is told before the client and the log
             await life.accept(client, attempt, len(request.prompt))
             async for tokens in attempt.outputs():  # token 0 from P at once; D repeats it and goes on
+                await life.thoughts.tell(client, attempt.thoughts)
                 await client.tokens(life.choice, life.deliver(tokens))
             life.computed(attempt)
             if attempt.finish is None:
                 await life.handed_back(attempt, client)
                 continue  # D ran full, or one was lost: what the client has is known, go on at the same index
         life.delivery.complete()
+        life.thoughts.complete()
         await client.finished(life.choice, attempt.finish, len(life.delivery.ids))
         return life.completed(attempt, len(request.prompt))
 
@@ -86,6 +89,7 @@ class Life:
         self.started = asyncio.Event()  # the first token is there
         self.stages = StageClock(floor.clock)
         self.delivery = Delivery(received)
+        self.thoughts = Thoughts(choice, call.asked)
         self.attempts = 0
         self.cached_tokens: int | None = None  # as the client is told; None: not accepted yet
         self._floor = floor
@@ -120,7 +124,7 @@ class Life:
         """A pair of workers; a request that has been there before keeps its place in the queue."""
         known, ticket = self.known(request), ticket_for(self.call.arrival, request.priority)
         self._waits_since = self._waits_since or self._floor.clock.monotonic()
-        wish = Wish(self._held.link if self._held else None, known, self.call.determinism)
+        wish = Wish(self._held.link if self._held else None, known, self.call.determinism, self.call.asked.fields)
 
         async def admit() -> Claim:
             return await self._floor.admission.admit(
@@ -134,7 +138,7 @@ class Life:
                 since=self._waits_since,
             )
 
-        if not wish.deterministic:
+        if not wish.particular:
             return await admit()
         since = None if self.call.accepted else self._waits_since
         return await self._floor.alike.admitted(wish, admit, deadline_s=self.remaining_s(), since=since)
@@ -168,8 +172,10 @@ class Life:
         self.attempts += 1
         workers = {"prefill": claim.prefill, "decode": claim.decode}
         self.note("attempt", **{role: str(link.info.ref) for role, link in workers.items() if link is not None})
-        rest = (claim, self.known(request), self.stages, self._floor.metrics, self.call.lasting(self.choice))
-        parked, self._parked = self._parked, None
+        info, known, parked = claim.decode.info, self.known(request), self._parked
+        rest = (claim, fitted(known, info), self.stages, self._floor.metrics, self.call.lasting(self.choice))
+        self.thoughts.begin(len(request.prompt), info.thinking_chunk, parked=parked is not None)
+        self._parked = None
         if parked is not None:
             return Attached(parked.handoff, *rest)
         return Attempt(HandoffId(self.request_id, self.attempts), *rest)
@@ -266,6 +272,7 @@ class Life:
             system_fingerprint=attempt.determinism,
         )
         done.usage.cached_tokens = self.cached_tokens or 0
+        done.usage.thinking_tokens = self.thoughts.tokens
         if attempt.alone:
             done.placement.decode_worker = decode
         if (moved := attempt.committed) is not None:

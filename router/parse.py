@@ -4,6 +4,8 @@ What is decided here:
 - `max_tokens` unset: the room that the prompt leaves, of which an answer to a text takes at most 16. Set: prompt +
   max_tokens beyond the model's length is refused with both numbers, never clipped in silence.
 - `seed` unset: the caller's, so that every worker of the request sees the same one.
+- `think_while_decoding` unset: as the cluster file says, but never of a deterministic request. Where the model does not
+  think, that default comes to nothing (`thoughts.fitted`).
 """
 
 from __future__ import annotations
@@ -62,11 +64,13 @@ async def parse(
     grammars: Grammars | None = None,
     *,
     seed: int,
+    while_decoding: bool = False,
 ) -> SequenceSpec:
     """What can be computed: tokens within the vocabulary, a complete sampling, room for the output.
 
     `model` is what is served. `max_model_len` None: no worker has said yet, so they refuse what is too long themselves.
-    `seed` is for a request that names none. `chats` renders conversations, `grammars` reads constraints.
+    `seed` is for a request that names none, `while_decoding` for one that does not say whether to think then. `chats`
+    renders conversations, `grammars` reads constraints.
     Raises UnknownModel, or InvalidRequest naming every field that is wrong.
     """
     check_model(message.model, model)
@@ -76,6 +80,7 @@ async def parse(
         *_choices(message),
         *_priority(message),
         *_lasting(message),
+        *_bits_or_thoughts(message),
         *_too_large(message),
         *violations,
         *wrong,
@@ -96,7 +101,8 @@ async def parse(
     if sampling.seed is None:
         sampling = replace(sampling, seed=seed)
     sampling = _completed(sampling, message, len(prompt), max_model_len)
-    return SequenceSpec(prompt, sampling, (), message.priority, message.cache_scope, constraint, message.deterministic)
+    rest = (constraint, message.deterministic, _thinks_on(message, while_decoding))
+    return SequenceSpec(prompt, sampling, (), message.priority, message.cache_scope, *rest)
 
 
 def check_resumes(message: pb.ResumeRequest) -> None:
@@ -204,6 +210,17 @@ def _priority(message: pb.GenerateRequest) -> list[Violation]:
 def _lasting(message: pb.GenerateRequest) -> list[Violation]:
     text = f"must be between 0 and {MAX_RESUMABLE_S} seconds, got {message.resumable_s}"
     return [] if 0 <= message.resumable_s <= MAX_RESUMABLE_S else [Violation("resumable_s", text)]  # no NaN is
+
+
+def _bits_or_thoughts(message: pb.GenerateRequest) -> list[Violation]:
+    asked = message.deterministic and message.think_while_decoding
+    return [Violation("think_while_decoding", "not together with deterministic")] * asked
+
+
+def _thinks_on(message: pb.GenerateRequest, default: bool) -> bool:
+    if message.HasField("think_while_decoding"):
+        return message.think_while_decoding
+    return default and not message.deterministic
 
 
 def _too_large(message: pb.GenerateRequest) -> list[Violation]:

@@ -41,6 +41,7 @@ from router.parse import (
     received_of,
 )
 from router.reading import Reading, needs_thread
+from router.thoughts import Asked
 
 log = structlog.get_logger(__name__)
 
@@ -113,10 +114,13 @@ class Inference(InferenceServicer):
         model, length = floor.settings.model, floor.pool.max_model_len()
         seed = seed_of(request.idempotency_key or call.name)
         with self._reading.one_more(message):
-            spec = await parse(request, self._tokenizer, model, length, self._chats, self._grammars, seed=seed)
+            rest = (self._tokenizer, model, length, self._chats, self._grammars)
+            thinks = floor.settings.think_while_decoding
+            spec = await parse(request, *rest, seed=seed, while_decoding=thinks)
             spec = limited(spec, request, call.grant)
             received = received_of(message, spec, self._tokenizer.vocab_size)
             await check_received(self._grammars, spec, received)
+        call.asked = Asked.of(request, self._tokenizer)
         call.determinism = message.system_fingerprint if spec.deterministic else ""
         call.resumable_s = request.resumable_s if request.HasField("resumable_s") else floor.settings.resumable_s
         return await answer(floor, call, spec, received, client)
@@ -188,7 +192,8 @@ class Inference(InferenceServicer):
     async def ListModels(self, request: pb.ListModelsRequest, context: Context) -> pb.ListModelsReply:
         model, length = self._floor.settings.model, self._floor.pool.max_model_len() or 0
         vocabulary, form = self._tokenizer.vocab_size, self._chats.tool_form
-        served = pb.Model(id=model, max_model_len=length, vocab_size=vocabulary, tool_form=form)
+        thinks = self._floor.pool.thinking_chunk() or 0
+        served = pb.Model(id=model, max_model_len=length, vocab_size=vocabulary, tool_form=form, thinking_chunk=thinks)
         return pb.ListModelsReply(models=[served])
 
     def _note(self, call: Call, message: pb.GenerateRequest, error: BatonError | None, **facts: object) -> None:

@@ -13,6 +13,7 @@ import structlog
 
 from baton.clock import Clock
 from baton.core import Incarnation, Role, WorkerInfo, WorkerRef
+from baton.errors import Violation
 from baton.ledger.prefix_map import PrefixMap
 from baton.load import BlockCounts, Channel, Load
 from baton.rpc.tls import IN_THE_CLEAR, Wire
@@ -90,9 +91,9 @@ class WorkerPool:
 
         With no prefill worker left, a decode worker alone. Raises NobodyAlike.
         """
-        snapshot, (keep, spec, determinism) = self._fleet.snapshot(), wish
-        if wish.deterministic and not self.serves(wish):
-            raise NobodyAlike(f"no decode worker here computes deterministic requests{_as(determinism)}")
+        snapshot, (keep, spec, determinism, _) = self._fleet.snapshot(), wish
+        if wish.particular and not self.serves(wish):
+            raise NobodyAlike(f"no decode worker here takes such requests{_as(determinism)}")
         if not snapshot.has_room(tokens):
             return None
         kept = keep.info.ref if keep is not None and self._can_hand_over(keep, wish) else None
@@ -150,7 +151,15 @@ class WorkerPool:
 
     def serves(self, wish: Wish = NO_WISH) -> bool:
         """Is a decode worker there for it? Room, and prefill workers, aside."""
-        return bool(self._usable(Role.DECODE, wish))
+        return bool(self._usable(Role.DECODE, wish)) and not (wish.thinks and not self.thinking_chunk())
+
+    def why_not(self, wish: Wish) -> list[Violation]:
+        """What of it the workers that are known will not do; empty: they may, or none is known."""
+        wrong = [Violation(field, "the model that is served does not think") for field in wish.thinks]
+        wrong = wrong if self.thinking_chunk() == 0 else []
+        if wish.deterministic and not wish.determinism and (reason := self.nondeterminism()):
+            wrong.append(Violation("deterministic", f"no worker computes such requests: {reason}"))
+        return wrong
 
     def nondeterminism(self) -> str:
         """Why no worker that is known takes deterministic requests; "": one does, or none is known."""
@@ -162,6 +171,10 @@ class WorkerPool:
     def max_model_len(self) -> int | None:
         """The longest request that every worker takes; None while no worker is known."""
         return min((link.info.max_model_len for link in self._links.values()), default=None)
+
+    def thinking_chunk(self) -> int | None:
+        """Tokens of a chunk that every worker's model thinks about, 0: one does not; None while no worker is known."""
+        return min((link.info.thinking_chunk for link in self._links.values() if not link.retired), default=None)
 
     def blocks(self) -> dict[Role, list[BlockCounts]]:
         """The block ledgers of connected workers, as last reported."""

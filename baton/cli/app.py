@@ -7,39 +7,30 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from baton.cli.options import (
+    AdminTarget,
+    ClusterName,
+    ConfigFile,
+    Index,
+    Json,
+    Log,
+    MaxTokens,
+    ModelName,
+    RouterIndex,
+    Seed,
+    Sets,
+    Target,
+    Temperature,
+    ThinkWhileDecoding,
+    Timeout,
+    Tls,
+    Token,
+    TopK,
+    TopP,
+)
+
 if TYPE_CHECKING:
     from baton.client.types import Options
-
-ConfigFile = Annotated[Path, typer.Option("--config", "-c", help="the cluster file", show_default=True)]
-Sets = Annotated[list[str] | None, typer.Option("--set", help="key=value over the file, such as decode.replicas=2")]
-Json = Annotated[bool, typer.Option("--json", help="print JSON")]
-ClusterName = Annotated[str | None, typer.Option("--name", help="the cluster's name (default: the only one running)")]
-Target = Annotated[
-    str | None,
-    typer.Option("--target", help="a router's host:port, or several with commas, instead of a local cluster"),
-]
-Token = Annotated[str | None, typer.Option("--token", envvar="BATON_TOKEN", help="sent as bearer token")]
-MaxTokens = Annotated[int, typer.Option("--max-tokens", help="at most so many new tokens")]
-Temperature = Annotated[float, typer.Option("--temperature", help="0: greedy")]
-TopP = Annotated[float, typer.Option("--top-p")]
-TopK = Annotated[int, typer.Option("--top-k", help="0: off")]
-Seed = Annotated[int | None, typer.Option("--seed", help="of the sampling noise")]
-ModelName = Annotated[str, typer.Option("--model", help="the model's name (default: the served one)")]
-Timeout = Annotated[float, typer.Option("--timeout", help="seconds for each request")]
-AdminTarget = Annotated[
-    str | None, typer.Option("--target", help="a router's admin address instead of a local cluster")
-]
-Tls = Annotated[
-    Path | None,
-    typer.Option(
-        "--tls",
-        envvar="BATON_TLS",
-        help="a CA file, a folder of `baton certs`, or system (default: as the local cluster says)",
-    ),
-]
-Index = Annotated[int, typer.Option("--index", min=0, help="the worker's number within its pool")]
-RouterIndex = Annotated[int, typer.Option("--index", min=0, help="the router's number, of router.replicas")]
-Log = Annotated[Path | None, typer.Option("--log", help="write output to the end of this file")]
 
 LOCAL = Path("configs/local.yaml")
 
@@ -118,6 +109,7 @@ def generate(  # noqa: PLR0913, PLR0917 (each is an option of the command)
     deterministic: Annotated[
         bool, typer.Option("--deterministic", help="the same bits, whatever else is computed")
     ] = False,
+    think_while_decoding: ThinkWhileDecoding = None,
     model: ModelName = "",
     show: Annotated[str, typer.Option(help="timings,tokens,thoughts")] = "",
     timeout: Timeout = 120.0,
@@ -133,6 +125,7 @@ def generate(  # noqa: PLR0913, PLR0917 (each is an option of the command)
 
     options: Options = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "top_k": top_k, "n": n}
     options |= {"seed": seed, "stop": stop or [], "deterministic": deterministic or None, "model": model}
+    options |= {"think_while_decoding": think_while_decoding}
     wanted = command.Shown.parse(show, as_json=as_json)
     command.generate(Router(name, target, timeout, token, tls).client(), prompt, options, wanted)
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import typer
 
 from baton.client import Client
-from baton.client.types import Completion, Options
+from baton.client.types import Completion, Delta, Options
 from baton.errors import EngineFault, InvalidRequest
 
 SHOWN = ("timings", "tokens", "thoughts")
@@ -25,6 +25,7 @@ class Shown:
     timings: bool
     tokens: bool
     as_json: bool
+    thoughts: bool = False
 
     @classmethod
     def parse(cls, text: str, *, as_json: bool) -> Shown:
@@ -33,9 +34,7 @@ class Shown:
         for name in names:
             if name not in SHOWN:
                 raise InvalidRequest.of("--show", f"{name!r} is not one of {', '.join(SHOWN)}")
-        if "thoughts" in names:
-            raise InvalidRequest.of("--show", "thoughts are not built yet in this version")
-        return cls("timings" in names, "tokens" in names, as_json)
+        return cls("timings" in names, "tokens" in names, as_json, "thoughts" in names)
 
 
 def generate(client: Client, prompt: str, options: Options, shown: Shown) -> None:
@@ -43,9 +42,13 @@ def generate(client: Client, prompt: str, options: Options, shown: Shown) -> Non
     # As in an argument: what is not UTF-8 is refused by name later, and not a traceback here.
     text = sys.stdin.buffer.read().decode(errors="surrogateescape") if prompt == "-" else prompt
     at_once = not shown.as_json and options.get("n") in {None, 1}  # several answers cannot be shown as they come
+    if shown.thoughts:
+        options = {**options, "thoughts": True}
     with client, client.stream(text, **options) as stream:
         for delta in stream:
-            if at_once:
+            if delta.thoughts and not shown.as_json:
+                think_aloud(delta, stream.text if at_once else "")
+            elif at_once:
                 typer.echo(delta.text, nl=False)
                 sys.stdout.flush()
         completion = stream.collect()
@@ -54,6 +57,15 @@ def generate(client: Client, prompt: str, options: Options, shown: Shown) -> Non
         return
     typer.echo("" if at_once else "\n".join(numbered(completion)))
     describe(completion, shown)
+
+
+def think_aloud(delta: Delta, before: str) -> None:
+    """Thoughts, each in a line of its own on standard error; `before` is the text that stands there already."""
+    for thought in delta.thoughts:
+        begin = "\n" if before and not before.endswith("\n") else ""
+        whose = f"answer {delta.choice}, " if delta.choice else ""
+        said = thought.text or " ".join(map(str, thought.token_ids)) or "-"
+        typer.echo(f"{begin}{whose}chunk {thought.chunk}: {said}", err=True)
 
 
 def numbered(completion: Completion) -> Iterator[str]:
@@ -71,6 +83,8 @@ def describe(completion: Completion, shown: Shown) -> None:
         ids = " ".join(map(str, completion.tokens))
         typer.echo(f"tokens    {len(completion.tokens)} ({ids}), ended by {completion.finish_reason.value}")
         typer.echo(f"prompt    {completion.usage.prompt_tokens} tokens, {completion.usage.cached_tokens} cached")
+        if completion.usage.thinking_tokens:
+            typer.echo(f"thoughts  {completion.usage.thinking_tokens} tokens")
     if shown.timings:
         typer.echo(f"placement {placed(completion)}")
         timings = completion.timings

@@ -165,6 +165,7 @@ def router_settings(config: ClusterConfig, index: int = 0) -> RouterSettings:
         http_body=router.http_body,
         policy=router.policy,
         resumable_s=config.resumable_s,
+        think_while_decoding=config.thinking.while_decoding,
         local_prefill=router.local_prefill == "auto",
         slo_ttft_s=config.slo.ttft_ms / 1000,
         slo_itl_s=config.slo.itl_ms / 1000,

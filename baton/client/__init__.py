@@ -13,6 +13,7 @@ from baton.client.types import Model as Model
 from baton.client.types import Options as Options
 from baton.client.types import Placement as Placement
 from baton.client.types import Prompt as Prompt
+from baton.client.types import Thought as Thought
 from baton.client.types import Timings as Timings
 from baton.client.types import ToolCall as ToolCall
 from baton.client.types import Usage as Usage

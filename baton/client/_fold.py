@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from baton.client._requests import trusted, values
-from baton.client.types import Choice, Completion, Delta, Placement, Timings, Usage
+from baton.client.types import Choice, Completion, Delta, Placement, Thought, Timings, Usage
 from baton.core import FinishReason, TokenLogprobs
 from baton.errors import EngineFault
 from baton.rpc import convert
@@ -23,11 +23,11 @@ class _ChoiceState:
     ended_in: int = 0  # which stream said so: the first is number 0, each resumed one has the next number
     tail: str = ""  # text that came without a token, since the last token
     repeated: str = ""  # of the tail: what a resumed stream says again
+    thoughts: list[Thought] = field(default_factory=list)
 
     def freeze(self) -> Choice:
-        return Choice(
-            "".join(self.text), tuple(self.tokens), tuple(self.logprobs), self.finish_reason, self.matched_stop
-        )
+        said = ("".join(self.text), tuple(self.tokens), tuple(self.logprobs))
+        return Choice(*said, self.finish_reason, self.matched_stop, tuple(self.thoughts))
 
 
 class Fold:
@@ -60,16 +60,22 @@ class Fold:
     def finish_reason(self) -> FinishReason | None:
         return self._choice().finish_reason
 
+    @property
+    def thoughts(self) -> tuple[Thought, ...]:
+        return self._choice().thoughts
+
     def _choice(self, index: int = 0) -> Choice:
         return self._choices.get(index, _ChoiceState()).freeze()
 
     def _feed(self, event: inference.GenerateEvent) -> Delta | None:
-        """Take the next event; returns what it added, if that is text or tokens. Raises EngineFault."""
+        """Take the next event; returns what it added, if that is text, tokens or a thought. Raises EngineFault."""
         self._check_order(event)
         self._count(event)
         match event.WhichOneof("event"):
             case "tokens":
                 return self._tokens(event.tokens)
+            case "thought":
+                return self._thought(event.thought)
             case "finished":
                 self._finished(event.finished)
             case "accepted":
@@ -133,6 +139,18 @@ class Fold:
         state.tokens.extend(delta.tokens)
         state.logprobs.extend(logprobs)
         return None if again else delta
+
+    def _thought(self, message: inference.Thought) -> Delta | None:
+        """None: it came before the stream broke. Those of the prompt are the first choice's; others begin behind."""
+        state = self._choices.setdefault(message.choice, _ChoiceState())
+        first = message.chunk if message.choice else 0
+        due = state.thoughts[-1].chunk + 1 if state.thoughts else first
+        if message.chunk > due or (message.chunk < due and not self.resumed):
+            raise self._broken(f"thought {message.chunk} of choice {message.choice} came where {due} was due")
+        if message.chunk < due:
+            return None
+        state.thoughts.append(Thought(message.chunk, tuple(message.ids), message.text))
+        return Delta(message.choice, len(state.tokens), (), "", thoughts=(state.thoughts[-1],))
 
     def _fresh(self, state: _ChoiceState, message: inference.Tokens) -> str:
         """The text of a message without what had come before the stream broke."""

@@ -70,14 +70,18 @@ class Stream(Fold):
         try:
             while (event := self._read()) is not None:
                 if (delta := self._feed(event)) is not None:
-                    self._attempts.progressed()
-                    self._recovery.progressed()
+                    self._progressed(delta)
                     return delta
             self._completion()  # raises if it is not whole
         except BatonError:
             self._call.cancel()
             raise
         raise StopIteration
+
+    def _progressed(self, delta: Delta) -> None:
+        if delta.tokens or delta.text:  # by a thought the answer gets no further
+            self._attempts.progressed()
+            self._recovery.progressed()
 
     def _send(self) -> wire.Call | wire.ResumeCall:
         """Begin, or go on with what has begun."""

@@ -37,6 +37,8 @@ class Options(TypedDict, total=False):
     n: int | None  # (1)
     logprobs: int | None  # (none) 0: of the chosen token; k: of the k best too
     deterministic: bool | None  # (False) the same bits from all workers with one system fingerprint
+    thoughts: bool | None  # (False) say what a model that thinks made of each chunk of its context
+    think_while_decoding: bool | None  # (as the cluster file says) go on thinking about what it generates
     json_schema: str | Mapping[str, object] | None  # of these three at most one: what the answer must be
     regex: str | None
     choices: Sequence[str] | None
@@ -69,10 +71,22 @@ class ChatMessage:
 
 
 @dataclass(frozen=True, slots=True)
+class Thought:
+    """What a model that thinks made of one chunk of its context, numbered from 0; no tokens: nothing. No part of the
+    answer.
+    """
+
+    chunk: int
+    token_ids: tuple[int, ...]
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
 class Delta:
     """What one message of a stream added to one choice: tokens `start`, `start + 1`, ... and text that became final.
 
-    Text may come without tokens and tokens without text: an incomplete character or a possible stop string waits.
+    Text may come without tokens and tokens without text: an incomplete character or a possible stop string waits. Where
+    `thoughts` were asked for, a delta with one has neither.
     """
 
     choice: int
@@ -80,16 +94,20 @@ class Delta:
     tokens: tuple[int, ...]
     text: str
     logprobs: tuple[TokenLogprobs, ...] = ()  # empty, or one per token
+    thoughts: tuple[Thought, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Token counts of one request; and of a deterministic one, hex SHA-256 of its prompt, parameters and answers."""
+    """Token counts of one request; those of its thoughts are not among the others. And of a deterministic one, hex
+    SHA-256 of its prompt, parameters and answers.
+    """
 
     prompt_tokens: int
     cached_tokens: int
     completion_tokens: int
     audit_digest: str = ""
+    thinking_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,13 +138,16 @@ class Placement:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One answer to a prompt. `finish_reason` is None while it runs."""
+    """One answer to a prompt. `finish_reason` is None while it runs. `thoughts`, if they were asked for, are of each
+    chunk in order: those about the prompt with the first choice only, which all have in common.
+    """
 
     text: str
     tokens: tuple[int, ...]
     logprobs: tuple[TokenLogprobs, ...]
     finish_reason: FinishReason | None
     matched_stop: str
+    thoughts: tuple[Thought, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,17 +177,23 @@ class Completion:
     def finish_reason(self) -> FinishReason | None:
         return self.choices[0].finish_reason
 
+    @property
+    def thoughts(self) -> tuple[Thought, ...]:
+        return self.choices[0].thoughts
+
 
 @dataclass(frozen=True, slots=True)
 class Model:
     """A model that is served. `tool_form`: how its chat template has calls of tools written (hermes, mistral, llama, or
-    json for some other way); empty: it has no tools.
+    json for some other way); empty: it has no tools. `thinking_chunk`: tokens of a chunk that it thinks about; 0: it
+    does not think.
     """
 
     id: str
     max_model_len: int
     vocab_size: int
     tool_form: str = ""
+    thinking_chunk: int = 0
 
 
 @dataclass(frozen=True, slots=True)

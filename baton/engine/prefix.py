@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from baton.hashing import keyed_digest
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from baton.core import SequenceSpec
 
@@ -28,13 +28,23 @@ def scope_key(fingerprint: str, scope: str, deterministic: bool = False) -> byte
     return keyed_digest(_KEY, fingerprint.encode(), scope.encode(), *([b"deterministic"] * deterministic))
 
 
-def named_blocks(spec: SequenceSpec, block_size: int) -> int:
+def named_blocks(spec: SequenceSpec, block_size: int, *, thinks: bool = False) -> int:
     """How many blocks of a request that is to be computed have names: full ones, and one token is left to compute.
 
-    Of a deterministic request only those of its prompt: the bits of what follows come from verify passes.
+    Of a deterministic request only those of its prompt: the bits of what follows come from verify passes. And where the
+    model thinks, but not about what it generates: KV behind the prompt is another than that of a prompt with the same
+    tokens.
     """
     named = (len(spec) - 1) // block_size
-    return min(named, len(spec.prompt) // block_size) if spec.deterministic else named
+    prompt_only = spec.deterministic or (thinks and not spec.think_while_decoding)
+    return min(named, len(spec.prompt) // block_size) if prompt_only else named
+
+
+def names_of(spec: SequenceSpec, fingerprint: str, block_size: int, *, thinks: bool) -> Iterator[bytes]:
+    """The names of these blocks as workers with this `fingerprint` call them, each made when it is asked for."""
+    scope = scope_key(fingerprint, spec.cache_scope, spec.deterministic)
+    chain = Chain(scope, spec.tokens, block_size)
+    return (chain.digest(block) for block in range(named_blocks(spec, block_size, thinks=thinks)))
 
 
 class Chain:

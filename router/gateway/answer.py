@@ -25,6 +25,7 @@ KEEP_ALIVE = b": waiting\n\n"
 class _Choice:
     text: list[str] = field(default_factory=list)
     scored: list[Scored] = field(default_factory=list)
+    thoughts: list[Json] = field(default_factory=list)
     offset: int = 0  # characters of all its tokens
     tokens: int = 0
     reason: str = ""
@@ -33,13 +34,14 @@ class _Choice:
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """What an event added to a choice: text and tokens, or the reason of its end."""
+    """What an event added to a choice: text and tokens, a thought, or the reason of its end."""
 
     index: int
     text: str = ""
     scored: list[Scored] | None = None
     reason: str = ""
     tokens: int = 0  # of the choice, with those of this piece; 0: as before
+    thought: Json | None = None
 
 
 class Answer:
@@ -64,11 +66,14 @@ class Answer:
                 choice = self._choices[piece.index]
                 choice.text.append(piece.text)
                 choice.scored.extend(piece.scored or ())
-        choices = [
-            self._job.shape.choice(index, "".join(each.text), each.scored if self._job.logprobs else None, each.reason)
-            for index, each in enumerate(self._choices)
-        ]
+                choice.thoughts += [piece.thought] if piece.thought else []
+        choices = [self._choice(index, each) for index, each in enumerate(self._choices)]
         return orjson.dumps(self._object(self._job.shape.whole, choices) | {"usage": self._spent()})
+
+    def _choice(self, index: int, whole: _Choice) -> Json:
+        scored = whole.scored if self._job.logprobs else None
+        shown = self._job.shape.choice(index, "".join(whole.text), scored, whole.reason)
+        return shown | ({"thoughts": whole.thoughts} if self._job.thoughts else {})
 
     async def events(self, streams: Streams, keep_alive_s: float) -> AsyncGenerator[bytes]:
         """Server-sent events, each as soon as it is known; a comment after each `keep_alive_s` of silence.
@@ -97,7 +102,7 @@ class Answer:
         opened = [self._event([opening], self._so_far(index))] if opening else []
         choice.opened = True
         choice.tokens = piece.tokens or choice.tokens
-        choices: list[Json] = []
+        choices: list[Json] = [shape.thought(index, piece.thought)] if piece.thought else []
         if piece.text or piece.scored:
             choices += shape.piece(index, piece.text, piece.scored, choice.offset)
             choice.offset += sum(len(each.text) for each in piece.scored or ())
@@ -133,6 +138,10 @@ class Answer:
                 scored = await self._texts.scored(found, self._metadata) if self._job.logprobs else None
                 start: int = getattr(found, "from")  # a keyword in Python
                 return _Piece(index, found.text, scored, tokens=start + len(found.ids))
+            case "thought":
+                said = event.thought
+                shown = {"chunk": said.chunk, "text": said.text, "token_ids": list(said.ids)}
+                return _Piece(self._index(number, said.choice), thought=shown)
             case "finished":
                 index = self._index(number, event.finished.choice)
                 self._choices[index].reason = _reason(event.finished)
@@ -153,14 +162,16 @@ class Answer:
         self._usage.prompt_tokens += usage.prompt_tokens
         self._usage.cached_tokens += usage.cached_tokens
         self._usage.completion_tokens += usage.completion_tokens
+        self._usage.thinking_tokens += usage.thinking_tokens
 
     def _spent(self) -> Json:
         usage = self._usage
-        cached = {"prompt_tokens_details": {"cached_tokens": usage.cached_tokens}}
-        audit = joined(self._digests)
-        return (
-            _counted(usage.prompt_tokens, usage.completion_tokens) | cached | ({"audit_digest": audit} if audit else {})
-        )
+        more: Json = {"prompt_tokens_details": {"cached_tokens": usage.cached_tokens}}
+        if audit := joined(self._digests):
+            more["audit_digest"] = audit
+        if usage.thinking_tokens:
+            more["thinking_tokens"] = usage.thinking_tokens
+        return _counted(usage.prompt_tokens, usage.completion_tokens) | more
 
     def _so_far(self, index: int) -> Json | None:
         """What a choice has used; how much of its prompt was there already is known at the end."""

@@ -40,6 +40,7 @@ def chat_job(body: ChatBody, tool_form: str = "") -> Job:
         n=body.n or 1,
         stream=bool(body.stream),
         usage=usage_of(body.stream_options),
+        thoughts=bool(body.thoughts),
         logprobs=bool(body.logprobs),
     )
 

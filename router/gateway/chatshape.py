@@ -25,6 +25,10 @@ class ChatShape:
         """Some text."""
         return [delta(index, {"content": text}) | {"logprobs": logprobs_of(scored)}]
 
+    def thought(self, index: int, thought: Json) -> Json:
+        """A thought, without text."""
+        return delta(index, {"thoughts": [thought]})
+
     def ending(self, index: int, reason: str) -> list[Json]:
         """The reason, without text."""
         return [delta(index, {}) | {"finish_reason": reason}]

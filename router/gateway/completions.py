@@ -27,6 +27,10 @@ class CompletionShape:
         """Some text."""
         return [_choice(index, text, scored, offset, None)]
 
+    def thought(self, index: int, thought: Json) -> Json:
+        """A thought, without text."""
+        return _choice(index, "", None, 0, None) | {"thoughts": [thought]}
+
     def ending(self, index: int, reason: str) -> list[Json]:
         """The reason, without text."""
         return [_choice(index, "", None, 0, reason)]
@@ -50,6 +54,7 @@ def completion_job(body: CompletionBody) -> Job:
         n=body.n or 1,
         stream=bool(body.stream),
         usage=usage_of(body.stream_options),
+        thoughts=bool(body.thoughts),
         logprobs=body.logprobs is not None,
     )
 

@@ -42,6 +42,9 @@ class Shape(Protocol):
     def piece(self, index: int, text: str, scored: Sequence[Scored] | None, offset: int) -> list[Json]:
         """What some of a choice's text adds, if it is known yet."""
 
+    def thought(self, index: int, thought: Json) -> Json:
+        """A thought of a model that thinks, by itself."""
+
     def ending(self, index: int, reason: str) -> list[Json]:
         """What was held back of a choice, and why it ended."""
 
@@ -57,6 +60,7 @@ class Job:
     stream: bool
     usage: InStream
     logprobs: bool
+    thoughts: bool
 
 
 def usage_of(options: StreamOptions | None) -> InStream:
@@ -88,6 +92,10 @@ def _set_options(request: pb.GenerateRequest, body: Common) -> None:
         request.n = body.n
     if body.deterministic is not None:
         request.deterministic = body.deterministic
+    if body.thoughts is not None:
+        request.thoughts = body.thoughts
+    if body.think_while_decoding is not None:
+        request.think_while_decoding = body.think_while_decoding
     if body.priority is not None:
         request.priority = body.priority
     if body.cache_salt is not None:

@@ -89,6 +89,8 @@ class Common(Body):
     cache_salt: str | None = None
     priority: Int32 | None = None
     deterministic: bool | None = None
+    thoughts: bool | None = None
+    think_while_decoding: bool | None = None
 
     @model_validator(mode="after")
     def _options_of_a_stream(self) -> Common:

@@ -58,6 +58,10 @@ class ToolShape:
         deltas = deltas or [delta(index, {"content": ""})]
         return [deltas[0] | {"logprobs": logprobs_of(scored)}, *deltas[1:]]
 
+    def thought(self, index: int, thought: Json) -> Json:
+        """A thought, without text."""
+        return delta(index, {"thoughts": [thought]})
+
     def ending(self, index: int, reason: str) -> list[Json]:
         """What was held back, and the reason."""
         reading = self._reading(index)

@@ -24,13 +24,14 @@ from baton.core import (
     Incarnation,
     KVLayout,
     Role,
+    Thought,
     Token,
     TokenLogprobs,
     WorkerInfo,
     WorkerRef,
 )
 from baton.errors import LedgerError
-from baton.rpc import convert
+from baton.rpc import convert, thinking
 from baton.rpc.channel import aio_channel, aio_server, bind
 from baton.rpc.status import from_rpc_error
 from baton.rpc.tls import IN_THE_CLEAR, Wire
@@ -50,6 +51,17 @@ Event = worker_pb2.WorkerEvent
 
 def expected(prompt: list[int], index: int) -> int:
     return (sum(prompt) + 7 * index) % 251
+
+
+def thought(chunk: int) -> tuple[int, ...]:
+    """Token ids of a thought, each fourth one empty; their text has a space in front."""
+    return () if chunk % 4 == 1 else tuple(f" z{chunk}".encode())
+
+
+def thoughts_about(spec: worker_pb2.SequenceSpec, size: int) -> list[Thought]:
+    """What is thought when all that is known was computed: `size` tokens are a chunk."""
+    known = len(spec.prompt) + (len(spec.known) if spec.think_while_decoding else 0)
+    return [Thought(chunk, thought(chunk)) for chunk in range(known // size)]
 
 
 @dataclass(eq=False)
@@ -75,7 +87,7 @@ class FakeWorker(WorkerServicer):
         self.commands: list[tuple[str, HandoffId]] = []
         self.messages_in: list[worker_pb2.RouterCommand] = []
         self.specs: list[worker_pb2.SequenceSpec] = []  # of prompts that it was told to compute
-        self.gates = {name: asyncio.Event() for name in ("reserve", "first", "commit", "decode", "hold")}
+        self.gates = {name: asyncio.Event() for name in ("reserve", "think", "first", "commit", "decode", "hold")}
         for gate in self.gates.values():
             gate.set()
         self.refuse_once: list[int] = []  # reasons, for a Reserve or a Repush
@@ -84,6 +96,7 @@ class FakeWorker(WorkerServicer):
         self.fail_push: list[worker_pb2.Failed] = []  # what becomes of the next pushes, instead of a commit
         self.corrupt_first = False
         self.commit_first = False  # D's message before P's first token
+        self.repeats_thoughts = True  # a decode worker: those before its first token, as it repeats that
         self.said_twice = 0  # tokens said again for a Repush
         self.cached: list[int] = []  # tokens that P finds in its cache, by attempt
         self.cached_here = 0  # what D says to a Reserve
@@ -103,6 +116,10 @@ class FakeWorker(WorkerServicer):
         """Of its bits, from its start on."""
         why_not = "" if determinism else f"{self.role} workers cannot"
         self.info = replace(self.info, determinism=determinism, nondeterminism=why_not)
+
+    def thinks(self, chunk: int) -> None:
+        """About chunks of so many tokens, from its start on."""
+        self.info = replace(self.info, thinking_chunk=chunk)
 
     # --- process
 
@@ -223,6 +240,8 @@ class FakeWorker(WorkerServicer):
         decode, spec = self.peers[work.to], work.spec
         if self.commit_first:
             decode.commit(work.handoff, spec)
+        await self.gates["think"].wait()
+        self._think(work.handoff, spec)
         if not work.computed:
             await self.gates["first"].wait()
         self.said_twice += work.computed
@@ -245,6 +264,13 @@ class FakeWorker(WorkerServicer):
             self._push_failed(work, worker_pb2.Failed(kind="ChannelBroken", message="cut", held=True))
             return
         self._done(work, event(work.handoff, pushed=worker_pb2.Pushed(kv_bytes=100)))
+
+    def _think(self, handoff: HandoffId, spec: worker_pb2.SequenceSpec) -> None:
+        """The first chunk in a message of its own, the others together."""
+        about = thoughts_about(spec, self.info.thinking_chunk) if self.info.thinking_chunk else []
+        for some in (about[:1], about[1:]):
+            if some:
+                self.emit(event(handoff, thoughts=thinking.thoughts_to_pb(some)))
 
     def _push_failed(self, work: Work, failed: worker_pb2.Failed) -> None:
         if failed.held:
@@ -280,7 +306,7 @@ class FakeWorker(WorkerServicer):
         missed = [
             e
             for e in self.said[handoff]
-            if e.HasField("finish") or getattr(e.tokens, "from") + len(e.tokens.ids) > known
+            if e.HasField("finish") or e.HasField("thoughts") or getattr(e.tokens, "from") + len(e.tokens.ids) > known
         ]
         self.emit(event(handoff, attached=worker_pb2.Attached()), *missed)
 
@@ -293,6 +319,7 @@ class FakeWorker(WorkerServicer):
 
     async def _compute(self, handoff: HandoffId, spec: worker_pb2.SequenceSpec) -> None:
         """The prompt as well."""
+        self._think(handoff, spec)
         await self.gates["first"].wait()
         if len(spec.known) == spec.sampling.max_tokens:
             self._held.pop(handoff, None)
@@ -306,7 +333,10 @@ class FakeWorker(WorkerServicer):
         prompt, index = list(spec.prompt), len(spec.known)
         done = worker_pb2.Committed(transfer_s=0.0, commit_s=0.0, kv_bytes=100, transport="memory")
         first = token_at([*prompt, 1] if self.corrupt_first else prompt, index, scored=self.scored)
-        self.emit(event(handoff, committed=done), event(handoff, tokens=convert.tokens_to_pb([first])))
+        self.emit(event(handoff, committed=done))
+        if self.repeats_thoughts:
+            self._think(handoff, spec)
+        self.emit(event(handoff, tokens=convert.tokens_to_pb([first])))
         await self._go_on_decoding(handoff, spec)
 
     async def _go_on_decoding(self, handoff: HandoffId, spec: worker_pb2.SequenceSpec) -> None:
@@ -327,8 +357,17 @@ class FakeWorker(WorkerServicer):
             if at == last:
                 self._held.pop(handoff, None)
             said = event(handoff, tokens=convert.tokens_to_pb([token_at(prompt, at, scored=self.scored)]))
-            self.emit(said, *([finish(handoff)] if at == last else []))
+            new = self._thought_before(spec, len(prompt) + at)
+            before = [event(handoff, thoughts=thinking.thoughts_to_pb(new))] if new else []
+            self.emit(*before, said, *([finish(handoff)] if at == last else []))
             await asyncio.sleep(0)
+
+    def _thought_before(self, spec: worker_pb2.SequenceSpec, position: int) -> list[Thought]:
+        """About the chunk that ends before the token at `position`, which is generated."""
+        size = self.info.thinking_chunk
+        if not (spec.think_while_decoding and size) or position % size:
+            return []
+        return [Thought(position // size - 1, thought(position // size - 1))]
 
 
 def event(handoff: HandoffId, **body) -> Event:
@@ -453,9 +492,16 @@ async def clusters() -> AsyncIterator[Any]:
     made: list[Cluster] = []
 
     async def build(
-        prefill: int = 1, decode: int = 1, blocks: int = 4000, bits: Mapping[str, str] | None = None, **settings
+        prefill: int = 1,
+        decode: int = 1,
+        blocks: int = 4000,
+        bits: Mapping[str, str] | None = None,
+        thinks: int = 0,
+        **settings,
     ) -> Cluster:
-        """`bits`: what workers say of their determinism, by name; the others say why they have none."""
+        """`bits`: what workers say of their determinism, by name; the others say why they have none. `thinks`: about
+        chunks of so many tokens.
+        """
         addresses = dict.fromkeys(("grpc", "admin", "metrics"), "127.0.0.1:0")
         cluster = Cluster(
             [FakeWorker(Role.PREFILL, f"prefill-{i}", 100 + i) for i in range(prefill)],
@@ -464,6 +510,7 @@ async def clusters() -> AsyncIterator[Any]:
         )
         for worker in cluster.workers:
             worker.says((bits or {}).get(worker.info.ref.worker_id, ""))
+            worker.thinks(thinks)
         await cluster.start()
         made.append(cluster)
         return cluster

@@ -116,6 +116,14 @@ async def test_sampling_fields(cluster, client):
     assert dict(spec.sampling.logit_bias) == {5: -3.0}
 
 
+async def test_thoughts_of_a_model_that_does_not_think(client):
+    for field in ("thoughts", "think_while_decoding"):
+        with pytest.raises(openai.BadRequestError) as caught:
+            await ask(client, extra_body={field: True})
+        assert (caught.value.param, "does not think" in caught.value.message) == (field, True)
+    await ask(client, extra_body={"thoughts": False, "think_while_decoding": False})
+
+
 async def test_stop_as_one_string_and_a_negative_seed(cluster, client):
     await ask(client, stop="end", seed=-1, extra_body={"top_k": -1})
     sampling = cluster.prefill[0].specs[0].sampling

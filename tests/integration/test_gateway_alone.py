@@ -121,6 +121,63 @@ async def test_others_are_told_the_fingerprint_alone_and_only_if_there_is_one(ga
     assert done.system_fingerprint is None
 
 
+async def thinking(request):
+    """Two choices think aloud."""
+    yield {"accepted": pb.Accepted(prompt_tokens=9)}
+    for choice, chunk, ids, text in ((0, 0, [1, 2], "a dog"), (0, 1, [], ""), (1, 2, [3], "cat")):
+        yield {"thought": pb.Thought(choice=choice, chunk=chunk, ids=ids, text=text)}
+    for choice in range(2):
+        yield tokens(choice, 0, [1], "dog")
+        yield finished(choice)
+    done = completed()
+    done["completed"].usage.thinking_tokens = 3
+    yield done
+
+
+THOUGHTS = [
+    [{"chunk": 0, "text": "a dog", "token_ids": [1, 2]}, {"chunk": 1, "text": "", "token_ids": []}],
+    [{"chunk": 2, "text": "cat", "token_ids": [3]}],
+]
+TOOLS = [{"type": "function", "function": {"name": "weather"}}]
+
+
+async def complete(gateway, **options):
+    return await gateway.client.completions.create(model="org/tiny", prompt="a", **options)
+
+
+@pytest.mark.parametrize(
+    ("ask", "options"), [(complete, {}), (chat, {}), (chat, {"tools": TOOLS})], ids=["completion", "chat", "tools"]
+)
+async def test_thoughts(gateway, ask, options):
+    gateway.fake.script = thinking
+    extra = {"n": 2, "extra_body": {"thoughts": True, "think_while_decoding": False}, **options}
+    done = await ask(gateway, **extra)
+    (request,) = gateway.fake.requests
+    assert (request.thoughts, request.HasField("think_while_decoding"), request.think_while_decoding) == (
+        True,
+        True,
+        False,
+    )
+    assert [choice.thoughts for choice in done.choices] == THOUGHTS
+    assert (done.usage.thinking_tokens, done.usage.completion_tokens) == (3, 2)
+    chunks = [chunk async for chunk in await ask(gateway, stream=True, stream_options={"include_usage": True}, **extra)]
+    assert chunks[-1].usage.thinking_tokens == 3
+    seen: tuple[list[object], list[object]] = ([], [])
+    for (choice,) in (chunk.choices for chunk in chunks[:-1]):
+        said = choice.model_dump()
+        said = said.get("delta", said)
+        assert not (said.get("thoughts") and (said.get("content") or said.get("text"))), "in a chunk of its own"
+        seen[choice.index].extend(said.get("thoughts") or [said.get("content") or said.get("text")])
+    assert [[part for part in parts if part] for parts in seen] == [[*THOUGHTS[0], "dog"], [*THOUGHTS[1], "dog"]]
+
+
+async def test_nobody_is_shown_thoughts_that_were_not_asked_for(gateway):
+    done = await complete(gateway)
+    assert not gateway.fake.requests[0].HasField("thoughts")
+    assert "thoughts" not in done.choices[0].model_dump()
+    assert "thinking_tokens" not in done.usage.model_dump()
+
+
 async def test_usage_throughout_a_stream(gateway):
     options = {"include_usage": True, "continuous_usage_stats": True}
     chunks = [chunk async for chunk in await chat(gateway, n=2, stream=True, stream_options=options)]

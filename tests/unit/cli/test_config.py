@@ -66,6 +66,12 @@ def test_decode_workers_compute_prompts_where_that_is_sooner_unless_they_never_m
     assert not router_settings(ClusterConfig.model_validate({"router": {"local_prefill": "never"}})).local_prefill
 
 
+def test_a_router_is_told_whether_models_think_while_they_decode():
+    assert not router_settings(ClusterConfig()).think_while_decoding
+    config = ClusterConfig.model_validate({"thinking": {"while_decoding": True}})
+    assert router_settings(config).think_while_decoding
+
+
 def test_a_router_is_told_who_may_wait():
     queue = {"max_requests": 5, "max_tokens": 600, "max_wait_s": 2.5}
     config = ClusterConfig.model_validate({"router": {"queue": queue, "tenants": {"team-a": 3}}})

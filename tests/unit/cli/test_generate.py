@@ -1,16 +1,22 @@
 """`--show`, the prompt on standard input, and which cluster is meant."""
 
 import io
+import json
 import os
 import sys
 from types import SimpleNamespace
 
 import pytest
+from typer.testing import CliRunner
 
 from baton.cli import up
+from baton.cli.app import app
 from baton.cli.generate import Shown, generate
+from baton.client._fold import Fold
 from baton.cluster.state import ClusterState, ProcessId, StateFolder
 from baton.errors import InvalidRequest, NoWorker
+from baton.rpc.v1 import common_pb2 as common
+from baton.rpc.v1 import inference_pb2 as inference
 
 
 @pytest.mark.parametrize(
@@ -21,12 +27,78 @@ def test_show(text, timings, tokens):
     assert Shown.parse(text, as_json=False) == Shown(timings, tokens, False)
 
 
-@pytest.mark.parametrize(
-    ("text", "says"), [("colors", "'colors' is not one of timings"), ("thoughts", "not built yet")]
-)
-def test_show_refuses_by_name(text, says):
-    with pytest.raises(InvalidRequest, match=says):
-        Shown.parse(text, as_json=True)
+def test_show_refuses_by_name():
+    with pytest.raises(InvalidRequest, match="'colors' is not one of timings"):
+        Shown.parse("colors", as_json=True)
+
+
+class Thinking(Fold):
+    """A stream that is told these messages, and a client that has it; `asked` are the options."""
+
+    def __init__(self, *messages: inference.GenerateEvent) -> None:
+        super().__init__()
+        self._messages, self.asked = messages, dict[str, object]()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        pass
+
+    def stream(self, prompt, **options):
+        self.asked = options
+        return self
+
+    def __iter__(self):
+        for seq, message in enumerate(self._messages):
+            message.seq = seq
+            if (delta := self._feed(message)) is not None:
+                yield delta
+
+    def collect(self):
+        return self._completion()
+
+
+def thinking() -> Thinking:
+    Event, usage = inference.GenerateEvent, inference.Usage(prompt_tokens=9, completion_tokens=1, thinking_tokens=2)
+    return Thinking(
+        Event(thought=inference.Thought(chunk=0, ids=[1, 2], text="a dog")),
+        Event(thought=inference.Thought(chunk=1)),
+        Event(tokens=inference.Tokens(ids=[7], text=" can")),
+        Event(thought=inference.Thought(chunk=2, ids=[3, 4], text="")),
+        Event(finished=inference.Finished(reason=common.FINISH_REASON_LENGTH)),
+        Event(completed=inference.Completed(usage=usage)),
+    )
+
+
+def test_thoughts_are_shown_as_they_come(capsys):
+    stream = thinking()
+    generate(stream, "x", {"n": 1}, Shown.parse("thoughts,tokens", as_json=False))  # type: ignore[arg-type]
+    assert stream.asked == {"n": 1, "thoughts": True}
+    out, err = capsys.readouterr()
+    assert err == "chunk 0: a dog\nchunk 1: -\n\nchunk 2: 3 4\n"
+    assert out.startswith(" can\ntokens    1 (7)")
+    assert "thoughts  2 tokens" in out
+
+
+def test_thoughts_are_in_the_json(capsys):
+    generate(thinking(), "x", {}, Shown.parse("thoughts", as_json=True))  # type: ignore[arg-type]
+    out, err = capsys.readouterr()
+    (choice,), usage = json.loads(out)["choices"], json.loads(out)["usage"]
+    assert choice["thoughts"][:2] == [
+        {"chunk": 0, "token_ids": [1, 2], "text": "a dog"},
+        {"chunk": 1, "token_ids": [], "text": ""},
+    ]
+    assert (usage["thinking_tokens"], err) == (2, "")
+
+
+def test_thinking_while_decoding_is_an_option(monkeypatch):
+    asked: list[object] = []
+    monkeypatch.setattr("baton.cli.generate.generate", lambda *args: asked.append(args[2]["think_while_decoding"]))
+    for given in ([], ["--think-while-decoding"], ["--no-think-while-decoding"]):
+        done = CliRunner().invoke(app, ["generate", "x", "--target", "127.0.0.1:1", *given])
+        assert done.exit_code == 0, done.output
+    assert asked == [None, True, False]
 
 
 class Asked(Exception):

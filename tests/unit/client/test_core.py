@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from baton.client._base import RETRY_BASE_S, RETRY_CAP_S, Attempts, ClientBase
 from baton.client._fold import Fold
-from baton.client.types import Delta
+from baton.client.types import Delta, Thought
 from baton.clock import FakeClock
 from baton.core import FinishReason, TokenLogprobs
 from baton.errors import BatonError, ConfigError, DeadlineExceeded, EngineFault, InvalidRequest, NoWorker, Overloaded
@@ -32,7 +32,7 @@ def finished(choice: int = 0, reason: common.FinishReason.ValueType = common.FIN
 ACCEPTED = Event(accepted=inference.Accepted(prompt_tokens=4, system_fingerprint="x"))
 COMPLETED = Event(
     completed=inference.Completed(
-        usage=inference.Usage(prompt_tokens=4, completion_tokens=2, audit_digest="ab"),
+        usage=inference.Usage(prompt_tokens=4, completion_tokens=2, audit_digest="ab", thinking_tokens=3),
         system_fingerprint="y",
         timings=common.Timings(
             queue_s=1, route_s=2, reserve_s=3, prefill_s=4, transfer_s=5, commit_s=6, decode_s=7, ttft_s=8, e2e_s=9
@@ -99,9 +99,50 @@ def test_choices_are_numbered_each_for_itself():
 
 
 def test_an_event_of_a_newer_server_is_passed_over():
-    folded, deltas = fold(ACCEPTED, Event(), Event(thought=inference.Thought(text="hm")), tokens(0, [1], "a"))
+    folded, deltas = fold(ACCEPTED, Event(), tokens(0, [1], "a"))
     assert [delta.text for delta in deltas] == ["a"]
     assert folded._started
+
+
+def thought(chunk: int, ids: Iterable[int] = (9,), text: str = "hm", choice: int = 0) -> Event:
+    return Event(thought=inference.Thought(choice=choice, chunk=chunk, ids=ids, text=text))
+
+
+def test_thoughts_are_beside_the_answer():
+    folded, deltas = fold(
+        ACCEPTED, thought(0), thought(1, (), ""), tokens(0, [7], "a"), thought(2), finished(), COMPLETED
+    )
+    said = (Thought(0, (9,), "hm"), Thought(1, (), ""), Thought(2, (9,), "hm"))
+    assert [(delta.start, delta.tokens, delta.thoughts) for delta in deltas] == [
+        (0, (), said[:1]),
+        (0, (), said[1:2]),
+        (0, (7,), ()),
+        (1, (), said[2:]),
+    ]
+    answer = folded._completion()
+    assert (answer.text, answer.tokens, answer.thoughts) == ("a", (7,), said)
+    assert folded.thoughts == said
+    assert answer.usage.thinking_tokens == 3
+
+
+def test_other_choices_begin_behind_the_prompt():
+    ended = [finished(choice) for choice in range(2)]
+    folded, _ = fold(thought(0), thought(1), thought(2, choice=1), thought(3, choice=1), *ended, COMPLETED)
+    assert [[one.chunk for one in choice.thoughts] for choice in folded._completion().choices] == [[0, 1], [2, 3]]
+
+
+def test_thoughts_that_a_resumed_stream_says_again_are_not_shown():
+    folded, deltas = resumed(
+        [ACCEPTED, thought(0), thought(1), tokens(0, [1], "a"), thought(5, choice=1)],
+        [ACCEPTED, thought(0, (4, 4), "other")],
+        [ACCEPTED, *(thought(chunk) for chunk in range(4)), thought(5, choice=1), thought(6, choice=1)],
+    )
+    assert [thought.chunk for thought in folded.thoughts] == [0, 1, 2, 3]
+    assert [(delta.choice, delta.thoughts[0].chunk) for delta in deltas if delta.thoughts] == [
+        *((0, 0), (0, 1), (1, 5)),
+        *((0, 2), (0, 3), (1, 6)),
+    ]
+    assert folded.thoughts[0].text == "hm", "what was shown first"
 
 
 @pytest.mark.parametrize(
@@ -111,6 +152,9 @@ def test_an_event_of_a_newer_server_is_passed_over():
         ([tokens(0, [1]), tokens(2, [1])], "token 2 of choice 0 came where 1 was due"),
         ([tokens(1, [1])], "token 1 of choice 0 came where 0 was due"),
         ([finished(), tokens(0, [1])], "after its end"),
+        ([thought(1)], "thought 1 of choice 0 came where 0 was due"),
+        ([thought(0), thought(0)], "thought 0 of choice 0 came where 1 was due"),
+        ([thought(0), thought(2)], "thought 2 of choice 0 came where 1 was due"),
         ([finished(), finished()], "ended twice"),
         ([finished(), COMPLETED, ACCEPTED], "after Completed"),
         ([tokens(0, [1, 2], logprobs=[common.TokenLogprobs()])], "2 tokens came with 1 logprobs"),

@@ -9,7 +9,7 @@ from baton.engine.engine import Engine
 from baton.engine.generate import generate
 from baton.engine.model.build import load_model
 from baton.engine.oracle import OracleBackend, oracle_layout
-from baton.engine.prefix import Chain, named_blocks, scope_key
+from baton.engine.prefix import Chain, named_blocks, names_of, scope_key
 from baton.tokenizer import OracleTokenizer
 from tests.unit.model.checkpoints import VOCAB, random_checkpoint
 
@@ -253,3 +253,15 @@ def test_blocks_of_output_tokens_have_no_names_if_bits_count(prompt, known, ordi
     spec = SequenceSpec(tuple(range(prompt)), Sampling(), tuple(range(known)))
     assert named_blocks(spec, 4) == ordinary
     assert named_blocks(replace(spec, deterministic=True), 4) == deterministic
+
+
+@pytest.mark.parametrize("thinks", [True, False])
+def test_blocks_behind_the_prompt_have_names_if_they_are_thought_about_or_nothing_is(thinks):
+    spec = SequenceSpec(tuple(range(8)), Sampling(), tuple(range(9)))
+    assert named_blocks(spec, 4, thinks=thinks) == (2 if thinks else 4)
+    assert named_blocks(replace(spec, think_while_decoding=True), 4, thinks=thinks) == 4
+    exact = replace(spec, deterministic=True)
+    assert named_blocks(exact, 4, thinks=thinks) == 2
+    chain = Chain(scope_key("a", "b", True), spec.tokens, 4)
+    names = names_of(replace(exact, cache_scope="b"), "a", 4, thinks=thinks)
+    assert list(names) == [chain.digest(0), chain.digest(1)]

@@ -137,6 +137,19 @@ def test_what_is_cached_is_found_by_names_of_their_own():
         assert list(fleet.ask(len(spec), 0, None, replace(spec, deterministic=not marked)).prefill_cached) == [0]
 
 
+def test_blocks_behind_the_prompt_are_looked_for_only_where_the_model_does_not_think():
+    prefixes, links = PrefixMap(), [fakes.prefill("p0"), fakes.prefill("p1", "b"), fakes.decode("d0")]
+    links[1].view.info = replace(links[1].info, thinking_chunk=8)
+    fleet, grown, size = fakes.fleet_of(*links, prefixes=prefixes), replace(PLAIN, known=tuple(range(40))), 16
+    for one in links[:2]:
+        chain = Chain(scope_key(one.info.fingerprint, ""), grown.tokens, size)
+        ref, held = one.info.ref, [chain.digest(n)[:NAME_BYTES] for n in range(4)]
+        prefixes.apply(Change(Holder(ref.worker_id, ref.incarnation), 1, True, held))
+    fleet.snapshot()
+    assert list(fleet.ask(80, 0, None, grown).prefill_cached) == [64, 32]
+    assert list(fleet.ask(80, 0, None, replace(grown, think_while_decoding=True)).prefill_cached) == [64, 64]
+
+
 # --- waiting
 
 
@@ -146,7 +159,7 @@ class Gate:
     def __init__(self, pool, wait_s=10.0, most=100):
         self.pool, self.clock = pool, (clock := FakeClock())
         self.admission = Admission(pool.claim, Claim.release, pool.serves, clock, Bounds(8, 10**6, wait_s))
-        self.alike = Alike(pool.serves, pool.nondeterminism, clock, wait_s, most)
+        self.alike = Alike(pool.serves, pool.why_not, clock, wait_s, most)
         pool.on_change = self.changed
         self.tickets = 0
 
@@ -215,16 +228,46 @@ async def test_what_was_begun_is_not_refused_but_ends_when_nobody_of_its_kind_co
         await gate.ask(Wish(None, SPEC, "x"))
 
 
+async def test_who_asks_for_thoughts_waits_until_a_model_is_known():
+    for chunk in (8, 0):
+        gate = Gate(pool_of(0))
+        waits = gate.ask(Wish(spec=PLAIN, thinks=("thoughts",)))
+        await turns()
+        assert (waits.done(), gate.admission.waiting) == (False, 0)
+        for one in (fakes.prefill("p0"), fakes.decode("d0")):
+            one.view.info = replace(one.info, thinking_chunk=chunk)
+            gate.pool._add(one)
+        gate.changed()
+        if chunk:
+            assert names(await waits) == ("p0", "d0")
+            continue
+        with pytest.raises(InvalidRequest, match="thoughts: the model that is served does not think"):
+            await waits
+
+
+async def test_a_model_thinks_if_all_its_workers_say_so():
+    gate = Gate(pool_with((P, "p0", ""), (D, "d0", "")))
+    assert gate.pool.thinking_chunk() == 0
+    link(gate.pool, "p0").view.info = replace(link(gate.pool, "p0").info, thinking_chunk=8)
+    assert gate.pool.thinking_chunk() == 0
+    with pytest.raises(InvalidRequest):
+        await gate.ask(Wish(spec=PLAIN, thinks=("thoughts",)))
+    link(gate.pool, "d0").retired = True
+    assert gate.pool.thinking_chunk() == 8
+    assert pool_of(0).thinking_chunk() is None
+
+
 @pytest.mark.parametrize(
     ("wish", "deadline_s", "error", "says"),
     [
+        (Wish(spec=PLAIN, thinks=("thoughts",)), 60.0, NoWorker, r"waited 0\.01 s: no decode worker is connected"),
         (DETERMINISTIC, 60.0, NoWorker, r"waited 0\.01 s: no decode worker that computes deterministic requests"),
         (Wish(None, SPEC, "z"), 60.0, NoWorker, "no decode worker with the system fingerprint z that computes"),
         (Wish(None, SPEC, "z"), 0.001, DeadlineExceeded, "its deadline came while it waited: no decode worker with"),
     ],
 )
 async def test_it_waits_no_longer_than_others_do(wish, deadline_s, error, says):
-    gate = Gate(pool_with((P, "p0", "x"), (D, "d0", "")), wait_s=0.01)
+    gate = Gate(pool_with((P, "p0", "x"), (D, "d0", "")) if wish.deterministic else pool_of(0), wait_s=0.01)
     with pytest.raises(error, match=says):
         await gate.ask(wish, deadline_s=deadline_s)
     assert not gate.alike._waiting

@@ -29,6 +29,22 @@ async def parsed(request: pb.GenerateRequest, limits: tuple[str, int | None] = L
     return await parse(request, OracleTokenizer(), *limits, seed=4711)
 
 
+@pytest.mark.parametrize(
+    ("by_file", "fields", "thinks_on"),
+    [
+        (False, {}, False),
+        (True, {}, True),
+        (True, {"deterministic": True}, False),
+        (True, {"think_while_decoding": False}, False),
+        (False, {"think_while_decoding": True}, True),
+        (True, {"think_while_decoding": False, "deterministic": True}, False),
+    ],
+)
+async def test_thinking_while_decoding(by_file, fields, thinks_on):
+    spec = await parse(message(**fields), OracleTokenizer(), *LIMITS, seed=1, while_decoding=by_file)
+    assert spec.think_while_decoding is thinks_on
+
+
 WORDS = pb.Constraint(choices=pb.Choices(texts=["in", "into"]))
 
 
@@ -36,6 +52,7 @@ WORDS = pb.Constraint(choices=pb.Choices(texts=["in", "into"]))
     ("request_pb", "field", "words"),
     [
         (message(n=17), "n", "at most 16 choices, got 17"),
+        (message(deterministic=True, think_while_decoding=True), "think_while_decoding", "not together with determ"),
         (message(n=0), "n", "at least 1, got 0"),
         (message(constraint=pb.Constraint()), "constraint", "one of json_schema, regex and choices must be set"),
         (message(constraint=pb.Constraint(regex="a(")), "constraint.regex", "unclosed group"),

@@ -1,0 +1,45 @@
+"""Options that several commands have."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+ConfigFile = Annotated[Path, typer.Option("--config", "-c", help="the cluster file", show_default=True)]
+Sets = Annotated[list[str] | None, typer.Option("--set", help="key=value over the file, such as decode.replicas=2")]
+Json = Annotated[bool, typer.Option("--json", help="print JSON")]
+ClusterName = Annotated[str | None, typer.Option("--name", help="the cluster's name (default: the only one running)")]
+Target = Annotated[
+    str | None,
+    typer.Option("--target", help="a router's host:port, or several with commas, instead of a local cluster"),
+]
+Token = Annotated[str | None, typer.Option("--token", envvar="BATON_TOKEN", help="sent as bearer token")]
+MaxTokens = Annotated[int, typer.Option("--max-tokens", help="at most so many new tokens")]
+Temperature = Annotated[float, typer.Option("--temperature", help="0: greedy")]
+TopP = Annotated[float, typer.Option("--top-p")]
+TopK = Annotated[int, typer.Option("--top-k", help="0: off")]
+ThinkWhileDecoding = Annotated[
+    bool | None,
+    typer.Option(
+        "--think-while-decoding/--no-think-while-decoding", help="of a model that thinks (default: the file's)"
+    ),
+]
+Seed = Annotated[int | None, typer.Option("--seed", help="of the sampling noise")]
+ModelName = Annotated[str, typer.Option("--model", help="the model's name (default: the served one)")]
+Timeout = Annotated[float, typer.Option("--timeout", help="seconds for each request")]
+AdminTarget = Annotated[
+    str | None, typer.Option("--target", help="a router's admin address instead of a local cluster")
+]
+Tls = Annotated[
+    Path | None,
+    typer.Option(
+        "--tls",
+        envvar="BATON_TLS",
+        help="a CA file, a folder of `baton certs`, or system (default: as the local cluster says)",
+    ),
+]
+Index = Annotated[int, typer.Option("--index", min=0, help="the worker's number within its pool")]
+RouterIndex = Annotated[int, typer.Option("--index", min=0, help="the router's number, of router.replicas")]
+Log = Annotated[Path | None, typer.Option("--log", help="write output to the end of this file")]

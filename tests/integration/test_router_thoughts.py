@@ -1,0 +1,324 @@
+"""Thoughts of a model that thinks, at a router: each chunk once, in order, before what follows it, whoever says it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from baton.core import HandoffId
+from baton.engine.prefix import Chain, scope_key
+from baton.errors import EngineFault, InvalidRequest, WorkerLost
+from baton.rpc.v1 import common_pb2, worker_pb2
+from baton.rpc.v1 import inference_pb2 as pb
+from tests.integration.router_support import (
+    LAYOUT,
+    Cluster,
+    at,
+    clusters,
+    event,
+    expected,
+    ids_of,
+    kinds,
+    thought,
+    until,
+)
+from tests.integration.test_router_attach import Second, left, record, tokens_of
+from tests.integration.test_router_attach import asked as resumable
+
+C = 4
+PROMPT = list(range(1, 15))  # 3 chunks, and 2 tokens more
+ANSWER = [expected(PROMPT, index) for index in range(8)]
+ALL_X = dict.fromkeys(("prefill-0", "prefill-1", "decode-0", "decode-1"), "x")
+
+
+@pytest.fixture
+async def make():
+    async with clusters() as build:
+        yield build
+
+
+def told(events: list[pb.GenerateEvent], choice: int = 0) -> list[int]:
+    """The chunks that a client was told of, after a look at what it was told."""
+    found = [item.thought for item in events if item.HasField("thought") and item.thought.choice == choice]
+    for one in found:
+        ids = thought(one.chunk)
+        assert (tuple(one.ids), one.text) == (ids, bytes(ids).decode().strip())
+    return [one.chunk for one in found]
+
+
+def counted(*chunks: int) -> int:
+    return sum(len(thought(chunk)) for chunk in chunks)
+
+
+async def ask(cluster: Cluster, **fields) -> list[pb.GenerateEvent]:
+    return await cluster.generate(PROMPT, **{"thoughts": True, **fields})
+
+
+async def hear(call, events: list[pb.GenerateEvent], enough: Callable[[], bool]) -> None:
+    async for item in call:
+        events.append(item)
+        if enough():
+            return
+
+
+def fields_of(error: InvalidRequest) -> list[str]:
+    return [violation.field for violation in error.violations]
+
+
+# --- what is asked for
+
+
+async def test_a_model_that_does_not_think_refuses_by_name(make):
+    cluster = await make()
+    for fields in (
+        {"thoughts": True},
+        {"think_while_decoding": True},
+        {"thoughts": True, "think_while_decoding": True},
+    ):
+        with pytest.raises(InvalidRequest, match="the model that is served does not think") as caught:
+            await cluster.generate(PROMPT, **fields)
+        assert fields_of(caught.value) == list(fields)
+    assert ids_of(await cluster.generate(PROMPT, thoughts=False, think_while_decoding=False)) == ANSWER
+    await cluster.nothing_is_left()
+
+
+async def test_both_that_workers_cannot_do_are_named(make):
+    with pytest.raises(InvalidRequest) as caught:
+        await ask(await make(), deterministic=True)
+    assert fields_of(caught.value) == ["thoughts", "deterministic"]
+
+
+@pytest.mark.parametrize(
+    ("by_file", "fields", "thinks_on"),
+    [
+        (False, {}, False),
+        (True, {}, True),
+        (True, {"think_while_decoding": False}, False),
+        (False, {"think_while_decoding": True}, True),
+        (True, {"deterministic": True}, False),
+    ],
+)
+async def test_whether_it_thinks_while_decoding(make, by_file, fields, thinks_on):
+    cluster = await make(thinks=C, bits=ALL_X, think_while_decoding=by_file)
+    events = await ask(cluster, **fields)
+    assert [spec.think_while_decoding for spec in cluster.prefill[0].specs] == [thinks_on]
+    chunks = range(5 if thinks_on else 3)
+    assert told(events) == list(chunks)
+    assert events[-1].completed.usage.thinking_tokens == counted(*chunks)
+
+
+async def test_what_the_file_says_is_nothing_to_a_model_that_does_not_think(make):
+    cluster = await make(think_while_decoding=True)
+    events = await cluster.generate(PROMPT)
+    assert (ids_of(events), events[-1].completed.usage.thinking_tokens) == (ANSWER, 0)
+    assert [spec.think_while_decoding for spec in cluster.prefill[0].specs] == [False]
+
+
+async def test_its_chunk_is_among_what_is_known_of_a_model(make):
+    for chunk in (0, C):
+        (model,) = (await (await make(thinks=chunk)).stub.ListModels(pb.ListModelsRequest())).models
+        assert model.thinking_chunk == chunk
+
+
+# --- what a client is told
+
+
+async def test_each_comes_before_what_follows_it(make):
+    cluster = await make(thinks=C)
+    events = await ask(cluster, think_while_decoding=True)
+    assert ids_of(events) == ANSWER
+    assert told(events) == [0, 1, 2, 3, 4]
+    tokens = 0
+    for item in events:
+        tokens += len(item.tokens.ids)
+        if item.HasField("thought"):
+            behind = (item.thought.chunk + 1) * C - len(PROMPT)
+            assert tokens == max(0, behind), f"chunk {item.thought.chunk}: behind what it is about, too"
+    usage = events[-1].completed.usage
+    assert (usage.completion_tokens, usage.thinking_tokens) == (8, counted(0, 1, 2, 3, 4))
+    await cluster.nothing_is_left()
+
+
+async def test_thoughts_do_not_wait_for_the_first_token(make):
+    cluster = await make(thinks=C)
+    cluster.prefill[0].gates["first"].clear()
+    call, events = cluster.call(PROMPT, thoughts=True), list[pb.GenerateEvent]()
+    await hear(call, events, lambda: len(told(events)) == 3)
+    assert kinds(events) == ["accepted", *["thought"] * 3]
+    cluster.prefill[0].gates["first"].set()
+    assert ids_of(await cluster.answer(call)) == ANSWER
+
+
+async def test_they_are_counted_and_not_told_unless_asked_for(make):
+    cluster = await make(thinks=C)
+    events = await cluster.generate(PROMPT)
+    assert "thought" not in kinds(events)
+    assert events[-1].completed.usage.thinking_tokens == counted(0, 1, 2)
+
+
+async def test_choices_have_the_thoughts_of_the_prompt_in_common(make):
+    cluster = await make(thinks=C)
+    events = await ask(cluster, n=2, think_while_decoding=True)
+    assert told(events) == [0, 1, 2, 3, 4]
+    assert told(events, 1) == [3, 4]
+    usage = events[-1].completed.usage
+    assert (usage.completion_tokens, usage.thinking_tokens) == (16, counted(0, 1, 2, 3, 4, 3, 4))
+
+
+async def test_an_audit_digest_is_of_the_answer_alone(make):
+    cluster = await make(thinks=C, bits=ALL_X)
+    sampling = common_pb2.Sampling(max_tokens=8, seed=5)
+    request = pb.GenerateRequest(token_ids=common_pb2.TokenIds(ids=PROMPT), sampling=sampling, deterministic=True)
+    plain = await cluster.answer(cluster.stub.Generate(request))
+    request.thoughts = True
+    aloud = await cluster.answer(cluster.stub.Generate(request))
+    assert told(aloud) == [0, 1, 2]
+    assert plain[-1].completed.usage.audit_digest == aloud[-1].completed.usage.audit_digest != ""
+
+
+async def test_an_answer_of_one_token(make):
+    events = await ask(await make(thinks=C), max_tokens=1)
+    assert (told(events), ids_of(events)) == ([0, 1, 2], ANSWER[:1])
+
+
+# --- who says them again
+
+
+@pytest.mark.parametrize("state", ["prefilling", "transferring"])
+async def test_a_successor_says_them_again_and_the_client_hears_them_once(make, state):
+    cluster = await make(prefill=2, thinks=C)
+    gate = {"prefilling": "first", "transferring": "commit"}[state]
+    cluster.prefill[0].gates[gate].clear()
+    cluster.prefill[1].gates["think"].clear()
+    call, events = cluster.call(PROMPT, thoughts=True, think_while_decoding=True), list[pb.GenerateEvent]()
+    await hear(call, events, lambda: len(told(events)) == 3)
+    lost = next(worker for worker in cluster.prefill if worker.specs)
+    lost.gates[gate].clear()
+    await lost.kill()
+    for worker in cluster.prefill:
+        worker.gates["think"].set()
+    events += await cluster.answer(call)
+    assert ids_of(events) == ANSWER
+    assert told(events) == [0, 1, 2, 3, 4]
+    assert kinds(events).count("recovered") == 1
+    assert events[-1].completed.usage.thinking_tokens == counted(0, 1, 2, 3, 4)
+    await cluster.nothing_is_left()
+
+
+async def test_one_that_pushes_again_says_them_again(make):
+    cluster = await make(decode=2, thinks=C)
+    cluster.prefill[0].fail_push = [worker_pb2.Failed(kind="ChannelBroken", message="cut", held=True)]
+    events = await ask(cluster)
+    assert (told(events), ids_of(events)) == ([0, 1, 2], ANSWER)
+    assert cluster.prefill[0].count("repush") == 1
+    assert kinds(events).count("recovered") == 1
+
+
+async def test_a_decode_worker_that_is_lost_has_thought_some(make):
+    cluster = await make(decode=2, thinks=C)
+    for worker in cluster.decode:
+        worker.hold_at = 6
+        worker.gates["hold"].clear()
+    call, events = cluster.call(PROMPT, thoughts=True, think_while_decoding=True), list[pb.GenerateEvent]()
+    await hear(call, events, lambda: len(ids_of(events)) == 6)
+    lost, other = sorted(cluster.decode, key=lambda worker: not worker.committed)
+    other.gates["hold"].set()
+    await lost.kill()
+    events += await cluster.answer(call)
+    assert (told(events), ids_of(events)) == ([0, 1, 2, 3, 4], ANSWER)
+    assert [len(spec.known) for spec in cluster.prefill[0].specs] == [0, 6]
+
+
+async def test_those_of_the_decode_worker_wait_for_those_of_the_prompt(make):
+    """It may be heard first: its stream is another one."""
+    cluster = await make(thinks=C)
+    prefill, decode = cluster.prefill[0], cluster.decode[0]
+    prefill.commit_first, decode.repeats_thoughts, decode.hold_at = True, False, 7
+    prefill.gates["think"].clear()
+    decode.gates["hold"].clear()
+    call, events = cluster.call(PROMPT, thoughts=True, think_while_decoding=True), list[pb.GenerateEvent]()
+    await hear(call, events, lambda: len(ids_of(events)) == 7)
+    assert told(events) == []
+    prefill.gates["think"].set()
+    await hear(call, events, lambda: len(told(events)) == 5)
+    decode.gates["hold"].set()
+    events += await cluster.answer(call)
+    assert told(events) == [0, 1, 2, 3, 4]
+
+
+async def test_one_that_never_came_is_a_fault_for_whoever_asked(make):
+    cluster = await make(thinks=C)
+    for worker in cluster.workers:
+        worker._think = lambda *_: None
+    with pytest.raises(EngineFault, match="no thought about chunk 0 came, one about chunk 3 did"):
+        await ask(cluster, think_while_decoding=True)
+    events = await cluster.generate(PROMPT, think_while_decoding=True)
+    assert events[-1].completed.usage.thinking_tokens == counted(3, 4)
+
+
+async def test_a_worker_that_says_no_end_of_thoughts_is_at_fault(make):
+    cluster = await make(thinks=C)
+    prefill = cluster.prefill[0]
+    prefill.gates["first"].clear()
+    call = cluster.call(PROMPT)
+    await until(lambda: prefill.specs, "it computes")
+    said = event(prefill.commands[-1][1], thoughts=worker_pb2.OutputThoughts(thoughts=[common_pb2.TokenIds()]))
+    prefill.emit(*[said] * 100)
+    with pytest.raises((EngineFault, WorkerLost), match="sent more than 34 messages"):
+        await cluster.answer(call)
+
+
+# --- streams that are resumed
+
+
+@pytest.mark.parametrize("repeats", [True, False])
+async def test_what_is_resumed_elsewhere_begins_with_what_its_worker_says(make, repeats):
+    cluster = await make(thinks=1)
+    cluster.decode[0].repeats_thoughts = repeats
+    request = resumable(thoughts=True, think_while_decoding=True)
+    name = await left(cluster, request)
+    answer = [expected([1, 2, 3], index) for index in range(12)]
+    async with Second(cluster, {name: record(cluster, HandoffId(name, 1))}) as second:
+        cluster.decode[0].gates["hold"].set()
+        events = await second.resume(name, request, answer[:4])
+        await until(lambda: cluster.decode[0].count("release"), "released")
+    assert cluster.decode[0].count("attach") == 1
+    assert tokens_of(events, 4) == answer[4:]
+    chunks = range(0 if repeats else 3, 14)  # those about the prompt another worker said, to another router
+    assert told(events) == list(chunks)
+    assert events[-1].completed.usage.thinking_tokens == counted(*chunks)
+
+
+async def test_what_is_computed_again_is_told_from_the_beginning(make):
+    cluster = await make(thinks=C)
+    message = pb.ResumeRequest(request_id="earlier", request=pb.GenerateRequest(thoughts=True))
+    message.request.token_ids.ids.extend(PROMPT)
+    message.request.sampling.max_tokens = 8
+    message.received.add(ids=ANSWER[:5])
+    events = await cluster.answer(cluster.stub.Resume(message))
+    assert (told(events), tokens_of(events, 5)) == ([0, 1, 2], ANSWER[5:])
+
+
+@pytest.mark.parametrize(("thinks", "while_decoding", "named"), [(C, False, 2), (C, True, 4), (0, False, 4)])
+async def test_only_blocks_of_the_prompt_have_names_unless_it_thinks_on(make, thinks, while_decoding, named):
+    cluster = await make(thinks=thinks)
+    prompt = list(range(1, 41))
+    message = pb.ResumeRequest(request_id="earlier", request=pb.GenerateRequest(think_while_decoding=while_decoding))
+    message.request.token_ids.ids.extend(prompt)
+    message.request.sampling.max_tokens = 64
+    message.received.add(ids=[1] * 40)
+    await cluster.answer(cluster.stub.Resume(message))
+    (reserve,) = [each.reserve for each in cluster.decode[0].messages_in if each.HasField("reserve")]
+    chain = Chain(scope_key("fp", ""), prompt + [1] * 40, LAYOUT.block_size)
+    assert list(reserve.prefix) == [chain.digest(block) for block in range(named)]
+
+
+async def test_a_request_in_any_state_is_ended_without_a_trace(make):
+    cluster = await make(thinks=C)
+    for state in ("prefilling", "decoding"):
+        (await at(cluster, state)).cancel()
+        for worker in cluster.workers:
+            for gate in worker.gates.values():
+                gate.set()
+        await cluster.nothing_is_left()

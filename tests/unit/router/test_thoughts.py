@@ -1,0 +1,91 @@
+"""Whoever says thoughts, in whatever pieces and however often: each chunk comes once, in order, with no gap."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from baton.core import Sampling, SequenceSpec, Thought
+from baton.errors import EngineFault
+from router.thoughts import Asked, Thoughts, fitted, most_events
+from tests.unit.router import fakes
+
+SHOWN = Asked(spell=lambda ids: "".join(map(str, ids)))
+
+
+def about(*chunks: int) -> list[Thought]:
+    return [Thought(chunk, (chunk,) * (chunk % 3)) for chunk in chunks]
+
+
+def said(most: int):
+    """Some of the consecutive chunks, as one message has them."""
+    return st.tuples(st.integers(0, most), st.integers(0, most)).map(lambda pair: about(*range(*sorted(pair))))
+
+
+@given(st.integers(0, 12), st.data())
+def test_any_messages_of_any_attempts(most, data):
+    """The last attempt says all of them, those before some."""
+    thoughts, found = Thoughts(asked=SHOWN), []
+    for _ in range(data.draw(st.integers(0, 3))):
+        thoughts.begin(0, 1, parked=False)
+        for message in data.draw(st.lists(said(most), max_size=4)):
+            found += thoughts.take(message)
+    thoughts.begin(0, 1, parked=False)
+    cut = data.draw(st.integers(0, most))
+    for message in data.draw(st.permutations([about(*range(cut)), about(*range(cut, most))])):
+        found += thoughts.take(message)
+    thoughts.complete()
+    assert found == about(*range(most))
+    assert thoughts.tokens == sum(chunk % 3 for chunk in range(most))
+
+
+def test_what_was_told_first_counts():
+    thoughts = Thoughts()
+    assert thoughts.take([Thought(0, (1,))]) == [Thought(0, (1,))]
+    thoughts.begin(9, 4, parked=False)
+    assert thoughts.take([Thought(0, (2, 3)), Thought(1, (4,))]) == [Thought(1, (4,))]
+    assert thoughts.tokens == 2
+
+
+def test_other_choices_begin_behind_the_prompt():
+    first, second = Thoughts(0), Thoughts(1)
+    for each in (first, second):
+        each.begin(9, 4, parked=False)
+    assert [thought.chunk for thought in first.take(about(0, 1, 2))] == [0, 1, 2]
+    assert [thought.chunk for thought in second.take(about(0, 1, 2))] == [2]
+    second.begin(9, 4, parked=False)
+    assert second.take(about(0, 1, 2)) == []
+
+
+def test_what_another_router_began_may_begin_anywhere():
+    thoughts = Thoughts()
+    thoughts.begin(9, 4, parked=True)
+    assert [thought.chunk for thought in thoughts.take(about(3, 4))] == [3, 4]
+    assert thoughts.take(about(6)) == []
+    thoughts.begin(9, 4, parked=False)
+    assert [thought.chunk for thought in thoughts.take(about(*range(7)))] == [5, 6]
+    other = Thoughts(1)
+    other.begin(9, 4, parked=True)
+    assert [thought.chunk for thought in other.take(about(0, 1, 2))] == [2]
+
+
+def test_a_gap_is_a_fault_if_somebody_asked():
+    for asked, tokens in ((SHOWN, None), (None, 2)):
+        thoughts = Thoughts(asked=asked)
+        assert thoughts.take(about(2)) == []
+        if tokens is None:
+            with pytest.raises(EngineFault, match="no thought about chunk 0 came, one about chunk 2 did"):
+                thoughts.complete()
+        else:
+            thoughts.complete()
+            assert thoughts.tokens == tokens
+
+
+def test_a_model_that_does_not_think_is_told_nothing_of_it():
+    plain = fakes.decode().info
+    thinker = replace(plain, thinking_chunk=4)
+    spec = SequenceSpec(tuple(range(10)), Sampling(max_tokens=6), think_while_decoding=True)
+    assert not fitted(spec, plain).think_while_decoding
+    assert fitted(spec, thinker) is spec
+    assert (most_events(spec, plain), most_events(spec, thinker)) == (0, 8)
