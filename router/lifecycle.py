@@ -124,7 +124,8 @@ class Life:
         """A pair of workers; a request that has been there before keeps its place in the queue."""
         known, ticket = self.known(request), ticket_for(self.call.arrival, request.priority)
         self._waits_since = self._waits_since or self._floor.clock.monotonic()
-        wish = Wish(self._held.link if self._held else None, known, self.call.determinism, self.call.asked.fields)
+        thinks = () if self.call.accepted else self.call.asked.fields  # later nobody is refused for it any more
+        wish = Wish(self._held.link if self._held else None, known, self.call.determinism, thinks)
 
         async def admit() -> Claim:
             return await self._floor.admission.admit(
