@@ -69,11 +69,13 @@ class Resumable(Scripted):
         number, self.streams = self.streams, self.streams + 1
         left = self.cuts.pop(0) if self.cuts else 1000
         parts = [choice_events(choice, count) for choice, count in enumerate(done)]
+        thoughts = [Event(thought=inference.Thought(chunk=chunk, ids=[7], text="hm")) for chunk in range(2)]
         played = [event for row in itertools.zip_longest(*parts) for event in row if event is not None]
         usage = inference.Usage(prompt_tokens=4, completion_tokens=len(done) * len(PIECES))
         accepted, completed = inference.Accepted(prompt_tokens=4), inference.Completed(usage=usage)
         accepted.system_fingerprint = "x"
-        for seq, event in enumerate([Event(accepted=accepted), *played, Event(completed=completed)][:left]):
+        played = [Event(accepted=accepted), *(thoughts if request.thoughts else []), *played]
+        for seq, event in enumerate([*played, Event(completed=completed)][:left]):
             numbered = Event(request_id="r1", seq=seq)
             numbered.MergeFrom(event)
             yield numbered
@@ -138,6 +140,28 @@ async def test_a_stream_that_is_cut_anywhere_and_again_is_one_stream(world: Worl
             wanted = 0 if cuts[0] >= EVENTS else len([cut for cut in cuts[1:] if cut]) + 1
             assert resumed == wanted, cuts
             assert {each.system_fingerprint for each in server.resumes} == ({"x"} if resumed else set()), cuts
+
+
+async def test_thoughts_that_come_again_are_shown_once(world: World):
+    server = server_of(world)
+    async with world.client(max_retries=3) as client:
+        for cuts in itertools.product(range(1, EVENTS + 2), range(4)):
+            server.cuts = list(cuts)
+            done, deltas, _ = await read_all(world, client, thoughts=True)
+            assert (done.text, done.tokens) == (TEXT, IDS), cuts
+            assert [thought.chunk for thought in done.thoughts] == [0, 1], cuts
+            assert [thought for delta in deltas for thought in delta.thoughts] == list(done.thoughts), cuts
+
+
+async def test_a_thought_is_no_progress(world: World):
+    """Each stream says one more than the one before, and no token."""
+    server = server_of(world)
+    server.cuts = [2, 3, 3]
+    async with world.client(max_retries=1) as client, client.stream("x", thoughts=True) as stream:
+        with pytest.raises(WorkerLost, match="the worker died"):
+            await soon(all_of(stream))
+        assert [thought.chunk for thought in inner(world, stream).thoughts] == [0, 1]
+    assert len(server.resumes) == 1
 
 
 async def test_choices_are_resumed_each_at_its_own_place(world: World):
