@@ -36,7 +36,6 @@ def build_engine(settings: WorkerSettings) -> Engine:
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
     backend = load_backend(settings)
-    check_thinking(settings, thinking_chunk(backend))
     claim_activations(backend, settings.max_batched_tokens, settings.max_running)
     shapes = checked_shapes(backend, settings.shapes)
     sizing = size_kv(
@@ -57,7 +56,7 @@ def build_engine(settings: WorkerSettings) -> Engine:
         prefix_cache=settings.prefix_cache,
         shapes=shapes,
     )
-    if settings.role is Role.DECODE and backend.device.type == "cuda":
+    if settings.role is Role.DECODE and backend.device.type == "cuda" and backend.thinker is None:
         from baton.engine.kernels.gpu.graphs import with_graphs  # a CPU has no use for it
 
         engine.backend = with_graphs(backend, engine.kv, settings.max_running, engine.max_model_len)
@@ -81,15 +80,19 @@ def load_backend(settings: WorkerSettings) -> ModelBackend:
         return OracleBackend(oracle_layout(settings.block_size), seed=settings.seed)
     # The oracle needs no transformer.
     from baton.engine.model.build import load_model
+    from baton.engine.model.config import read_config
     from baton.engine.tp.backend import Ranking, load_sharded
 
+    folder = model_folder(settings.model_path)
+    thinking = read_config(folder).thinking
+    check_thinking(settings, 0 if thinking is None else thinking.chunk_size)
     loading = LoadingLog(settings.model_path)
     if settings.tensor_parallel == 1:
-        load: Callable[..., ModelBackend] = load_model
+        load: Callable[..., ModelBackend] = partial(load_model, thinking=settings.thinking_prefill)
     else:
         load = partial(load_sharded, ranking=Ranking(settings.tensor_parallel, settings.threads, _ranks_key(settings)))
     backend = load(
-        model_folder(settings.model_path),
+        folder,
         dtype=settings.dtype,
         device=device,
         block_size=settings.block_size,
@@ -103,7 +106,7 @@ def load_backend(settings: WorkerSettings) -> ModelBackend:
 
 def thinking_chunk(backend: ModelBackend) -> int:
     """How many tokens make a chunk that its model thinks about; 0: it does not think."""
-    return 0
+    return 0 if backend.thinker is None else backend.thinker.config.chunk_size
 
 
 def check_thinking(settings: WorkerSettings, chunk: int) -> None:

@@ -44,7 +44,7 @@ class WorkerSettings:
     transfer: TransferSettings
     shapes: FixedShapes = field(default_factory=FixedShapes)
     auto_rows: bool = False  # how many rows verify passes have is left to what was measured
-    thinking_prefill: Literal["fast", "sequential", "off"] = "fast"
+    thinking_prefill: Literal["auto", "fast", "sequential", "off"] = "auto"
     history: str | None = None  # a folder
     tls: TlsConfig | None = None
 
