@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
-from baton.core import HandoffId
+from baton.core import HandoffId, Role
 from baton.engine.prefix import Chain, scope_key
 from baton.errors import EngineFault, InvalidRequest, WorkerLost
 from baton.rpc.v1 import common_pb2, worker_pb2
@@ -204,6 +205,25 @@ async def test_a_successor_says_them_again_and_the_client_hears_them_once(make, 
     assert kinds(events).count("recovered") == 1
     assert events[-1].completed.usage.thinking_tokens == counted(0, 1, 2, 3, 4)
     await cluster.nothing_is_left()
+
+
+async def test_who_was_accepted_is_not_refused_when_another_model_comes(make):
+    cluster = await make(prefill=2, thinks=C)
+    for worker in cluster.prefill:
+        worker.gates["first"].clear()
+    call, events = cluster.call(PROMPT, thoughts=True), list[pb.GenerateEvent]()
+    await hear(call, events, lambda: len(told(events)) == 3)
+    lost = next(worker for worker in cluster.prefill if worker.specs)
+    for link in cluster.router.floor.pool.links:
+        if link.info.role is Role.PREFILL and link.info.ref != lost.info.ref:
+            link.view.info = replace(link.info, thinking_chunk=0)
+    await lost.kill()
+    for worker in cluster.prefill:
+        worker.gates["first"].set()
+    events += await cluster.answer(call)
+    assert (told(events), ids_of(events)) == ([0, 1, 2], ANSWER)
+    with pytest.raises(InvalidRequest):
+        await ask(cluster)
 
 
 async def test_one_that_pushes_again_says_them_again(make):
