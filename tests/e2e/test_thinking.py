@@ -152,7 +152,7 @@ def test_a_worker_dies_in_mid_answer(cluster, client, worker, while_decoding):
 
     def struck():
         after = rng.randrange(1, 300) if worker == "decode" else 0
-        thoughts, tokens = [], []
+        thoughts, tokens = list[tuple[int, ...]](), list[int]()
         with client.stream(prompt, **options) as stream:
             while len(tokens) < after:
                 delta = next(stream)
