@@ -30,15 +30,16 @@ GREEDY = Sampling(max_tokens=6, temperature=0.0, ignore_eos=True)
 NAN = float("nan")
 
 
-def engine_of(role, total_blocks, block_size=BLOCK, **options):
-    """Sizes of blocks may differ: the fingerprint does not."""
-    backend = BACKEND if block_size == BLOCK else OracleBackend(oracle_layout(block_size=block_size), max_model_len=64)
+def engine_of(role, total_blocks, block_size=BLOCK, *, backend=BACKEND, **options):
+    """Sizes of blocks may differ: the oracle's fingerprint does not."""
+    if block_size != BLOCK:
+        backend = OracleBackend(oracle_layout(block_size=block_size), max_model_len=64)
     options = {"recompute_preempted": role is Role.PREFILL, "max_running": 16, **options}
     return Engine(backend, OracleTokenizer(), total_blocks=total_blocks, **options)
 
 
 def info_of(ref, role, engine, thinking_chunk=0):
-    facts = BACKEND.fingerprint, "oracle", engine.max_model_len, engine.pool.total, engine.layout
+    facts = engine.backend.fingerprint, "oracle", engine.max_model_len, engine.pool.total, engine.layout
     return WorkerInfo(ref, role, *facts, thinking_chunk=thinking_chunk)
 
 

@@ -11,10 +11,12 @@ from baton.core import HandoffId, Incarnation, Role, Sampling, SequenceSpec, Wor
 from baton.engine.fixed import FixedShapes
 from baton.engine.oracle import OracleBackend
 from baton.errors import ConfigError, InvalidRequest
+from baton.tokenizer import OracleTokenizer
 from baton.worker.build import build_engine, check_thinking, load_backend, pick_device
 from baton.worker.host import _info
 from baton.worker.settings import from_config
 from kvtransfer.transports.choose import make_transports
+from tests.unit.model.thinking import thinking_checkpoint
 
 DEMO = Path(__file__).parents[3] / "models/demo"
 
@@ -114,15 +116,32 @@ def test_a_model_that_thinks_and_does_not_fit_is_refused_by_key(tmp_path, sets, 
         check_thinking(settings(tmp_path, *sets), chunk)
 
 
+def test_a_worker_says_that_its_model_thinks_and_what_does_not_fit_is_refused_before_it_is_loaded(
+    tmp_path, monkeypatch
+):
+    thinking_checkpoint(tmp_path / "model", chunk_size=4)
+    monkeypatch.setattr("baton.worker.build.load_tokenizer", lambda path: OracleTokenizer())
+    sets = (f"model.path={tmp_path / 'model'}", "decode.kv_memory=1MiB", "decode.device=cpu")
+    fits = settings(tmp_path, *sets, "decode.block_size=8", "thinking.prefill=sequential")
+    engine = build_engine(fits)
+    assert _info(fits, engine, WorkerRef("decode-0", Incarnation(1, 1), "127.0.0.1:1")).thinking_chunk == 4
+    assert engine.backend.thinker is not None
+    assert engine.backend.thinker.mode == "sequential"
+    monkeypatch.setattr("baton.engine.model.build.load_model", None)
+    for wrong in ("decode.block_size=6", "decode.tensor_parallel=2"):
+        with pytest.raises(ConfigError, match=f"^{wrong.partition('=')[0]}: "):
+            load_backend(settings(tmp_path, *sets, wrong))
+
+
 def test_what_fits_a_model_that_thinks(tmp_path):
     for chunk in (1, 4, 16):
         check_thinking(settings(tmp_path, "decode.block_size=16"), chunk)
 
 
-@pytest.mark.parametrize("how", ["fast", "sequential", "off"])
+@pytest.mark.parametrize("how", ["auto", "fast", "sequential", "off"])
 def test_a_worker_is_told_how_to_think(tmp_path, how):
     assert settings(tmp_path, f"thinking.prefill='{how}'").thinking_prefill == how  # bare, YAML takes one for a boolean
-    assert settings(tmp_path).thinking_prefill == "fast"
+    assert settings(tmp_path).thinking_prefill == "auto"
 
 
 def test_too_little_memory_says_how_much_would_do(tmp_path):
