@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import PurePath
 from typing import Annotated, Literal
 
-from pydantic import Field, PositiveInt, field_validator, model_validator
+from pydantic import BeforeValidator, Field, PositiveInt, field_validator, model_validator
 
 from baton.config.listeners import KEPT_IN, encrypts, unsafe
 from baton.config.security import Section, SecurityConfig
@@ -21,6 +21,7 @@ from baton.config.values import (
     Tokens,
     is_loopback,
     parse_hub_name,
+    parse_off,
 )
 from baton.limits import MAX_RESUMABLE_S
 
@@ -202,7 +203,7 @@ class ThinkingConfig(Section):
     """
 
     while_decoding: bool = False
-    prefill: Literal["auto", "fast", "sequential", "off"] = "auto"
+    prefill: Annotated[Literal["auto", "fast", "sequential", "off"], BeforeValidator(parse_off)] = "auto"
 
 
 class SloConfig(Section):

@@ -85,6 +85,11 @@ def is_loopback(address: str) -> bool:
         return host == "localhost"
 
 
+def parse_off(value: object) -> object:
+    """What YAML makes of a bare `off` is "off" again; all else is unchanged."""
+    return "off" if value is False else value
+
+
 _SIZE_SCHEMA = {
     "anyOf": [{"type": "integer", "minimum": 1}, {"type": "string", "pattern": r"^\d+(\.\d+)?\s*[A-Za-z]*$"}]
 }

@@ -140,8 +140,11 @@ def test_what_fits_a_model_that_thinks(tmp_path):
 
 @pytest.mark.parametrize("how", ["auto", "fast", "sequential", "off"])
 def test_a_worker_is_told_how_to_think(tmp_path, how):
-    assert settings(tmp_path, f"thinking.prefill='{how}'").thinking_prefill == how  # bare, YAML takes one for a boolean
+    assert settings(tmp_path, f"thinking.prefill={how}").thinking_prefill == how  # YAML takes one of them for a boolean
     assert settings(tmp_path).thinking_prefill == "auto"
+    for wrong in ("on", "no thoughts", "0"):
+        with pytest.raises(ConfigError, match=r"thinking\.prefill: input should be 'auto', 'fast'"):
+            settings(tmp_path, f"thinking.prefill={wrong}")
 
 
 def test_too_little_memory_says_how_much_would_do(tmp_path):
