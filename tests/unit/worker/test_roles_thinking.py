@@ -8,6 +8,7 @@ import pytest
 
 from baton.core import HandoffId, Sampling, SequenceSpec, Thought
 from baton.engine.model.build import load_model
+from baton.engine.model.thinking import Mode
 from baton.errors import ChannelBroken
 from baton.rpc.thinking import thoughts_from_pb
 from tests.unit.kvtransfer.support import same_kv
@@ -43,7 +44,7 @@ class Model:
 def model(tmp_path_factory):
     folder = tmp_path_factory.mktemp("thinking")
     reference = thinking_checkpoint(folder)
-    modes = ("auto", "fast", "sequential")
+    modes: tuple[Mode, ...] = ("auto", "fast", "sequential")
     return Model(reference, {mode: load_model(folder, block_size=BLOCK, thinking=mode) for mode in modes})
 
 
@@ -62,7 +63,7 @@ class Workers:
             computed(handoff, *progress)
             self.pusher.advance(handoff, self.decode)
 
-        self.pusher.computed = at_once
+        self.pusher.computed = at_once  # type: ignore[method-assign]
 
     def begin(self, session, spec, handoff=H, **options):
         reserving = reserve(handoff, len(spec), fingerprint=self.fingerprint)
