@@ -106,6 +106,7 @@ def test_shares_of_both_modes_as_far_as_steps_are_exact():
     assert "2% deterministic" not in {variant.name for variant in determinism.shares(FixedShapes(exact_rows=16), 24)}
 
 
+@pytest.mark.slow
 def test_azure_lengths_need_a_file(tmp_path):
     for options in ([], ["--trace", str(tmp_path / "absent.csv")]):
         command = [sys.executable, "benchmarks/determinism.py", "--lengths", "azure", *options]

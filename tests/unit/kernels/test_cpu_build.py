@@ -46,6 +46,7 @@ def test_a_model_runs_on_torch_where_kernels_are_unavailable(monkeypatch):
     assert isinstance(choose.choose_kernels(torch.device("cpu"), torch.float32), TorchKernels)
 
 
+@pytest.mark.slow
 def test_it_is_compiled_once(monkeypatch, tmp_path):
     try:
         load_library("f32", tmp_path)

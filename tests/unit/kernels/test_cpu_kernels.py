@@ -283,7 +283,7 @@ def test_what_is_not_a_number_is_never_hidden(kernels: CpuKernels, dtype, seed):
     assert gated.isnan().nonzero().tolist() == [[1, 3]]
 
 
-@pytest.mark.parametrize("rows", [32, 64, 128, 256])
+@pytest.mark.parametrize("rows", [32, 64, *(pytest.param(rows, marks=pytest.mark.slow) for rows in (128, 256))])
 @pytest.mark.parametrize("choice", [FLAT, TALL, Choice(0, tall=False)], ids=["flat", "tall", "torch"])
 def test_rows_of_fixed_forwards_do_not_depend_on_their_slot(dtype, seed: int, choice: Choice, rows: int):
     """Of torch's product too, as long as the number of rows is one of those of fixed forwards."""
