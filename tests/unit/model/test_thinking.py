@@ -54,13 +54,11 @@ def test_it_must_be_an_object(folder):
         load_model(folder)
 
 
-@pytest.mark.parametrize("family", ["mixtral", "deepseek_v2"])
-def test_other_models_are_refused(tmp_path, family):
-    latent = {"first_k_dense_replace": 2, "num_key_value_heads": 4}
-    random_checkpoint(tmp_path, family, **({"num_local_experts": 2} if family == "mixtral" else latent))
+def test_other_models_are_refused(tmp_path):
+    random_checkpoint(tmp_path, "mixtral", num_local_experts=2)
     path = tmp_path / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"thinking": SETTINGS}))
-    with pytest.raises(CheckpointError, match=f"thinking is served with dense models.*not with {family}"):
+    with pytest.raises(CheckpointError, match=r"thinking is served with dense models.*not with mixtral"):
         read_config(tmp_path)
 
 
@@ -87,12 +85,12 @@ def test_weights_that_are_missing_or_of_another_shape(folder, name, shape):
 
 def test_blocks_without_a_word_in_the_config_are_unexpected(folder):
     change_config(folder, thinking=None)
-    with pytest.raises(CheckpointError, match="unexpected tensors: compression.block"):
+    with pytest.raises(CheckpointError, match=r"unexpected tensors: compression\.block"):
         load_model(folder)
 
 
 def test_states_have_one_shape_and_are_kept(folder):
-    """The state of a thought is computed alone, so that its bits follow from the thought, and again if it was let go."""
+    """The state of a thought is computed alone: its bits follow from the thought, also when it was let go meanwhile."""
     thinker = load_model(folder).thinker
     assert thinker is not None
     first = thinker.state((9, 10))
