@@ -123,6 +123,17 @@ class Trunk(nn.Module):
         self.norm = Norm(shape.hidden_size, shape.rms_norm_eps)
 
 
+def initialise(model: nn.Module, shape: Shape) -> None:
+    """Random matrices, in place, the same for the same seed."""
+    for name, parameter in model.named_parameters():
+        if parameter.dim() == 2:
+            # Projections that write into the residual stream start smaller, as their sum grows with depth.
+            shrink = (
+                (2 * shape.num_hidden_layers) ** -0.5 if name.endswith(("o_proj.weight", "down_proj.weight")) else 1.0
+            )
+            nn.init.normal_(parameter, std=shrink * (0.02 if "embed" in name else parameter.shape[1] ** -0.5))
+
+
 class DemoModel(nn.Module):
     """The whole model; the output head shares the embedding matrix."""
 
@@ -130,15 +141,7 @@ class DemoModel(nn.Module):
         super().__init__()
         self.shape = shape
         self.model = Trunk(shape)
-        for name, parameter in self.named_parameters():
-            if parameter.dim() == 2:
-                # Projections that write into the residual stream start smaller, as their sum grows with depth.
-                shrink = (
-                    (2 * shape.num_hidden_layers) ** -0.5
-                    if name.endswith(("o_proj.weight", "down_proj.weight"))
-                    else 1.0
-                )
-                nn.init.normal_(parameter, std=shrink * (0.02 if "embed" in name else parameter.shape[1] ** -0.5))
+        initialise(self, shape)
 
     def forward(self, ids: Tensor) -> Tensor:
         """Token ids [B, T] -> last hidden states [B, T, D]."""
@@ -175,13 +178,18 @@ def config(shape: Shape, end: int) -> dict[str, Any]:
 
 def save(model: DemoModel, folder: Path, end: int) -> None:
     """Write weights, ``config.json`` and ``generation_config.json`` in the Hugging Face layout."""
+    write(model, folder, config(model.shape, end))
+
+
+def write(model: nn.Module, folder: Path, content: dict[str, Any]) -> None:
+    """Write a model's weights, `content` as ``config.json``, and the ``generation_config.json`` that goes with it."""
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {name: tensor.detach().float().contiguous() for name, tensor in model.state_dict().items()}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "model.safetensors").chmod(0o644)  # safetensors makes files that only their owner can read
-    generation = {"eos_token_id": end, "pad_token_id": end, "do_sample": False}
-    for name, content in [("config.json", config(model.shape, end)), ("generation_config.json", generation)]:
-        (folder / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    generation = {name: content[name] for name in ("eos_token_id", "pad_token_id")} | {"do_sample": False}
+    for name, value in [("config.json", content), ("generation_config.json", generation)]:
+        (folder / name).write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
 
 
 def load(folder: Path, dtype: torch.dtype = torch.float32) -> DemoModel:

@@ -1,0 +1,162 @@
+"""The coin model: its two ways to compute agree, a step of training learns, and the checkpoint answers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from models import thinking_eval, thinking_model, train_thinking
+from models.demo_model import Shape
+from models.demo_tokenizer import load_tokenizer
+from models.thinking_eval import samples
+from models.thinking_text import SEED_SAMPLE
+from models.thinking_tokenizer import CHUNK, gold, thought_ids
+
+COIN = Path(thinking_model.__file__).parent / "coin"
+MEGABYTE = 10**6
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return load_tokenizer(COIN)
+
+
+@pytest.fixture(scope="module")
+def coin():
+    return thinking_model.load(COIN)
+
+
+def small(chunk_size=CHUNK, **options):
+    torch.manual_seed(3)
+    shape = Shape(1024, 32, 64, 3, 4, 2, max_position_embeddings=512)
+    return thinking_model.ThinkingModel(shape, thinking_model.Thinking(chunk_size, **options), end=0)
+
+
+def test_without_states_the_backbone_is_a_llama(coin, tokenizer):
+    from transformers import LlamaForCausalLM
+
+    ids = torch.tensor([tokenizer.encode(SEED_SAMPLE.prompt).ids])
+    with torch.inference_mode():
+        rows, _ = coin(ids, torch.zeros(*ids.shape, coin.shape.hidden_size))
+        expected = LlamaForCausalLM.from_pretrained(COIN)(ids).logits
+        torch.testing.assert_close(coin.logits(rows), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_the_parallel_forward_is_the_chunkwise_one_on_the_same_thoughts(coin, tokenizer):
+    prompt, texts = gold(tokenizer, samples(10, 1, 4)[0])
+    spelled = [thought_ids(tokenizer, text) for text in train_thinking.THOUGHTS]
+    known = torch.tensor([[train_thinking.THOUGHTS.index(text) for text in texts]])
+    ids = prompt[: CHUNK * len(texts)]
+    with torch.inference_mode():
+        out, read = coin(torch.tensor([ids]), train_thinking.states_of(coin, spelled, known))
+        for chunk in range(len(texts)):
+            stop = CHUNK * (chunk + 1)
+            thoughts = [thought_ids(tokenizer, text) for text in texts[:chunk]]
+            alone, rows = coin(torch.tensor([ids[:stop]]), coin.states(thoughts, stop))
+            torch.testing.assert_close(rows[0, -CHUNK:], read[0, stop - CHUNK : stop], rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(alone[0, -CHUNK:], out[0, stop - CHUNK : stop], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("chunk_size", [1, 2, 4])
+def test_thoughts_found_in_rounds_are_those_found_one_by_one(chunk_size):
+    model = small(chunk_size)
+    prompt = torch.randint(3, 1024, (23,)).tolist()
+    _, thoughts = model.answer(prompt, 1)
+    guess = [[0]] * (len(prompt) // chunk_size)
+    assert len(thoughts) == 23 // chunk_size
+    assert len(set(map(tuple, thoughts))) > 1
+    assert thinking_eval.think_in_rounds(model, prompt, guess) == thoughts
+
+
+def test_a_prompt_of_whole_chunks_has_a_thought_about_the_last_one_too():
+    model = small(4)
+    assert [len(model.answer(list(range(3, 3 + n)), 1)[1]) for n in (3, 4, 7, 8, 9)] == [0, 1, 1, 2, 2]
+
+
+def test_generated_chunks_are_thought_about_only_while_decoding():
+    model = small(2)
+    prompt = list(range(3, 10))
+    tokens, thoughts = model.answer(prompt, 6)
+    more_tokens, more = model.answer(prompt, 6, while_decoding=True)
+    assert len(thoughts) == 3
+    assert len(more) == 6
+    assert more[:3] == thoughts
+    assert more_tokens[:1] == tokens[:1]
+
+
+def test_a_thought_ends_with_the_end_token_or_is_as_long_as_it_may_be():
+    model = small(2, max_thought_tokens=3)
+    model.thinking.lm_head.weight.data[0] = 0
+    thoughts = [model.think(torch.randn(2, 32)) for _ in range(20)]
+    assert all(len(thought) <= 3 for thought in thoughts)
+    assert all(0 not in thought[:-1] for thought in thoughts)
+    model.thinking.lm_head.weight.data.zero_()
+    assert model.think(torch.randn(2, 32)) == [0]
+
+
+def test_a_long_thought_leaves_the_rows_of_its_last_tokens():
+    model = small(2)
+    with torch.inference_mode():
+        assert model.compress([5, 6, 7, 0]).shape == (2, 32)
+        assert not torch.equal(model.compress([5, 6, 7, 0]), model.compress([7, 0]))
+        torch.testing.assert_close(model.compress([0]), model.compress([0, 2]))
+
+
+def test_positions_are_skipped_only_behind_events():
+    thoughts = torch.tensor([[0, 1, 0, 0, 2, -1], [0, 0, 0, 0, 0, -1]])
+    for seed in range(20):
+        torch.manual_seed(seed)
+        steps = train_thinking.skipping(thoughts, 1000).diff(dim=1, prepend=torch.tensor([[-1], [-1]]))
+        assert steps[1].tolist() == [1] * 12
+        assert set((steps[0] != 1).nonzero().flatten().tolist()) <= {4, 10}
+        assert steps.sum() <= 24 + 1000
+
+
+@pytest.mark.parametrize("think", [True, False])
+def test_training_lowers_the_loss(tokenizer, think):
+    model = small()
+    losses = train_thinking.train(model, tokenizer, 12, 1, think=think)
+    assert sum(losses[-3:]) < sum(losses[:3])
+
+
+def test_a_checkpoint_is_read_as_it_was_written(tmp_path):
+    model = small(4, input_layer=2, output_layer=2, max_thought_tokens=7)
+    thinking_model.save(model, tmp_path)
+    again = thinking_model.load(tmp_path)
+    assert (again.shape, again.config, again.end) == (model.shape, model.config, model.end)
+    assert all(torch.equal(again.state_dict()[name], tensor) for name, tensor in model.state_dict().items())
+
+
+@pytest.mark.parametrize("sample", [SEED_SAMPLE, *thinking_eval.phrasings()], ids=lambda sample: sample.prompt)
+def test_the_checkpoint_answers_the_sentence_and_phrasings_it_never_saw(coin, tokenizer, sample):
+    tokens, thoughts = coin.answer(tokenizer.encode(sample.prompt).ids)
+    assert tokenizer.decode(tokens, skip_special_tokens=False) == sample.answer
+    texts = [tokenizer.decode(thought) for thought in thoughts]
+    assert tuple(filter(None, texts)) == sample.thoughts
+    if sample is SEED_SAMPLE:
+        assert texts == ["", "", "", "", "tails", "", "heads", "", "", ""]
+
+
+def test_the_checkpoint_thinks_through_fresh_stories_chunk_by_chunk(coin, tokenizer):
+    for sample in samples(10, 3, 12):
+        prompt, texts = gold(tokenizer, sample)
+        tokens, thoughts = coin.answer(prompt)
+        assert thoughts == [thought_ids(tokenizer, text) for text in texts]
+        assert tokenizer.decode(tokens, skip_special_tokens=False) == sample.answer
+
+
+def test_the_checkpoint_answers_long_stories_by_thinking(coin, tokenizer):
+    fresh = samples(60, 4, 11)
+    assert thinking_eval.accuracy(coin, tokenizer, fresh, think=True) == (1.0, 1.0)
+    silent, _ = thinking_eval.accuracy(coin, tokenizer, samples(10, 30, 11), think=False)
+    assert silent < 0.8
+
+
+def test_the_folder_is_small_and_holds_no_pickle():
+    files = [path for path in COIN.rglob("*") if path.is_file()]
+    assert sum(path.stat().st_size for path in files) <= 8 * MEGABYTE
+    assert {path.name for path in files} == {
+        *("config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
+    }
