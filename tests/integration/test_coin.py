@@ -1,0 +1,83 @@
+"""The coin model in the engine: against its own dense reference, and fast against sequential."""
+
+from __future__ import annotations
+
+import random
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from baton.core import HandoffId, Sampling, SequenceSpec
+from baton.engine.engine import Engine
+from baton.engine.model.build import load_model
+from baton.engine.model.thinking import Mode
+from baton.tokenizer import load_tokenizer
+from models import thinking_model
+from models.thinking_eval import SEED_SAMPLE, phrasings, samples
+
+COIN = Path(__file__).parents[2] / "models" / "coin"
+
+
+@cache
+def tokenizer():
+    return load_tokenizer(COIN)
+
+
+def engine_of(mode: Mode = "auto", **options):
+    return Engine(load_model(COIN, thinking=mode), tokenizer(), total_blocks=800, prefix_cache=False, **options)
+
+
+def ids_of(text):
+    return tuple(tokenizer().encode(text))
+
+
+def answers(engine, prompts, new=4):
+    """Tokens and thoughts of each, some of them at once."""
+    tokens: list[list[int]] = [[] for _ in prompts]
+    thoughts: list[list[tuple[int, ...]]] = [[] for _ in prompts]
+    for first in range(0, len(prompts), 16):
+        for number, prompt in enumerate(prompts[first : first + 16], first):
+            engine.submit(HandoffId(str(number), 1), SequenceSpec(prompt, Sampling(max_tokens=new, temperature=0.0)))
+        while engine.has_work():
+            result = engine.step()
+            for key, made in result.thoughts:
+                thoughts[int(key.request_id)] += [thought.token_ids for thought in made]
+            for output in result.outputs:
+                tokens[int(output.key.request_id)] += [token.token_id for token in output.tokens]
+    return list(zip(tokens, thoughts, strict=True))
+
+
+def prompts_of(count, rng):
+    """Stories with few flips and many, with filler and without, cut anywhere; and some of tokens at random."""
+    found = []
+    for number in range(count):
+        if number % 10 == 9:
+            found.append(tuple(rng.randrange(3, 1024) for _ in range(rng.randint(1, 40))))
+            continue
+        (story,) = samples(rng.randint(1, 8), 1, rng.randrange(2**32), rng.choice([0.0, 0.5, 1.0, 3.0]))
+        ids = ids_of(story.prompt)
+        found.append(ids if rng.random() < 0.5 else ids[: rng.randint(1, len(ids))])
+    return found
+
+
+def test_it_is_the_dense_reference():
+    model, ended = thinking_model.load(COIN), engine_of().backend.thinker
+    assert ended is not None
+    texts = [SEED_SAMPLE.prompt, *(sample.prompt for sample in phrasings()[:6]), samples(5, 1, 7)[0].prompt]
+    for prompt, (tokens, thoughts) in zip(texts, answers(engine_of(), [ids_of(text) for text in texts]), strict=True):
+        wanted, spoken = model.answer(list(ids_of(prompt)), 4)
+        assert tokens == wanted
+        assert thoughts == [tuple(token for token in thought if token != ended.config.eos) for thought in spoken]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_fast_is_sequential_for_500_prompts():
+    seed = random.randrange(2**32)
+    print(f"seed {seed}")
+    prompts = prompts_of(500, random.Random(seed))
+    wanted = answers(engine_of("sequential"), prompts)
+    for mode in ("fast", "auto"):
+        assert answers(engine_of(mode), prompts) == wanted
+    assert sum(any(thoughts) for _, thoughts in wanted) > 300
