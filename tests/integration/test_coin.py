@@ -14,7 +14,8 @@ from baton.engine.model.build import load_model
 from baton.engine.model.thinking import Mode
 from baton.tokenizer import load_tokenizer
 from models import thinking_model
-from models.thinking_eval import SEED_SAMPLE, phrasings, samples
+from models.thinking_eval import phrasings, samples
+from models.thinking_text import SEED_SAMPLE
 
 COIN = Path(__file__).parents[2] / "models" / "coin"
 
