@@ -172,7 +172,8 @@ def with_graphs(backend: ModelBackend, kv: KVCache, max_running: int, max_model_
     """The backend with its decode steps captured over this cache; itself where that cannot be or does not work.
 
     Captured are Llama-like models on the GPU kernels: a mixture of experts asks the device which experts to run, latent
-    attention stores without regard to padding, and several ranks exchange through the host.
+    attention stores without regard to padding, several ranks exchange through the host, and a model that thinks takes
+    states with each batch.
     """
     if not isinstance(backend, TransformerBackend) or not _can_be_captured(backend):
         return backend
@@ -205,5 +206,6 @@ def graphed(backend: TransformerBackend, graphs: DecodeGraphs) -> GraphedBackend
 
 def _can_be_captured(backend: TransformerBackend) -> bool:
     config = backend.model.config
-    plain = config.experts is None and config.latent is None and config.head_dim <= WIDEST_HEAD
-    return backend.device.type == "cuda" and backend.model.kernels.name == "triton" and plain
+    plain = config.experts is None and config.latent is None and config.thinking is None
+    fits = plain and config.head_dim <= WIDEST_HEAD
+    return backend.device.type == "cuda" and backend.model.kernels.name == "triton" and fits

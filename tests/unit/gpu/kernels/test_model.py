@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from typing import TYPE_CHECKING, Any, cast
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -16,10 +17,13 @@ from baton.engine.kernels.gpu.ops import GpuAttention, GpuKernels
 from baton.engine.kernels.gpu.varlen import VarlenAttention
 from baton.engine.kernels.plain import TorchKernels
 from baton.engine.kernels.steady import SteadyAttention
+from baton.engine.model.build import load_model
 from baton.engine.selfcheck import FixedRow, check_fixed, fixed_batch
 from benchmarks.lib.random_weights import random_model
 from tests.unit.model import harness
+from tests.unit.model.checkpoints import random_checkpoint
 from tests.unit.model.harness import greedy
+from tests.unit.model.thinking import thinking_checkpoint
 
 if TYPE_CHECKING:
     from baton.engine.backend import ModelBackend
@@ -134,6 +138,19 @@ def test_scratch_of_the_graphs_is_not_the_models(device):
 def test_without_a_gpu_there_are_no_graphs(device):
     _, model = both("llama", torch.device("cpu")) if device.type == "cpu" else pytest.skip("there is a GPU")
     assert graphs.with_graphs(model, model.make_cache(2), 2, 8) is model
+
+
+@pytest.mark.parametrize(("write", "captured"), [(random_checkpoint, True), (thinking_checkpoint, False)])
+def test_a_model_that_thinks_is_not_captured(tmp_path, monkeypatch, write, captured):
+    """A replayed forward would leave out the states that come with a batch."""
+    write(tmp_path, "llama")
+    model, made = load_model(tmp_path, block_size=8), Mock(return_value=Mock(sizes=()))
+    kv = model.make_cache(2)
+    monkeypatch.setattr(model, "device", torch.device("cuda"))
+    monkeypatch.setattr(type(model.model.kernels), "name", "triton")
+    monkeypatch.setattr(graphs, "DecodeGraphs", made)
+    monkeypatch.setattr(graphs, "CudaCapture", Mock())
+    assert (graphs.with_graphs(model, kv, 2, 8) is not model) == made.called == captured
 
 
 @pytest.mark.usefixtures("products_by_row")
