@@ -90,11 +90,16 @@ def finish(
     """
     print(shown)
     if write_docs:
-        page = ROOT / "docs" / "performance.md"
-        facts = [f"- command: {shlex.join(['python', f'benchmarks/{name}.py', *argv])}"]
-        facts += [f"- load at the start: {load:.1f}", *(f"- {what}: {value}" for what, value in machine().items())]
-        page.write_text(fill(page.read_text(), "\n".join([*facts, "", shown]), name))
+        write_section("performance.md", name, argv, load, shown)
     print(json.dumps({"benchmark": name, "figures": figures}))
+
+
+def write_section(page: str, name: str, argv: Sequence[str], load: float, shown: str) -> None:
+    """Put what `benchmarks/{name}.py` has measured into its section of a page in docs/, and what it was measured on."""
+    path = ROOT / "docs" / page
+    facts = [f"- command: {shlex.join(['python', f'benchmarks/{name}.py', *argv])}"]
+    facts += [f"- load at the start: {load:.1f}", *(f"- {what}: {value}" for what, value in machine().items())]
+    path.write_text(fill(path.read_text(), "\n".join([*facts, "", shown]), name))
 
 
 def _why(key: str, reason: str, with_peers: bool) -> str:

@@ -1,0 +1,95 @@
+"""What was measured of a model that thinks, for people."""
+
+from __future__ import annotations
+
+from statistics import median
+from typing import TYPE_CHECKING
+
+from benchmarks.lib.report import markdown
+from benchmarks.lib.thinking_figures import AUTO, FAST, NONE, SEQUENTIAL, THINKS
+
+if TYPE_CHECKING:
+    from benchmarks.lib.thinking_figures import Agreement, Case, Measured, Score
+
+
+def tables(measured: Measured) -> str:
+    """All of them, each with its title."""
+    parts = {
+        "Right answers": accuracy(measured),
+        "Tokens and thoughts as in mode sequential": agreements(measured),
+        "Forwards until the first token, each prompt alone": rounds(measured),
+        "Time until the first token (all of them, where prompts came at once)": speed(measured),
+    }
+    if len(measured.swept) > 1:
+        parts[
+            "Times faster than sequential, by the number of rows that mode auto takes for cheap (*: the engine's)"
+        ] = sweep(measured)
+    return "\n\n".join(f"**{title}**\n\n{text}" for title, text in parts.items())
+
+
+def accuracy(measured: Measured) -> str:
+    """A line for each who answered."""
+    flips = list(next(iter(measured.scores.values())))
+    rows = [[who, *(_score(scores[number]) for number in flips)] for who, scores in measured.scores.items()]
+    thought = [f"{score.thoughts_right / score.of:.1%}" for score in measured.scores[THINKS].values()]
+    return markdown(["flips", *map(str, flips)], [*rows, ["all thoughts right", *thought]])
+
+
+def agreements(measured: Measured) -> str:
+    """A line for each mode."""
+    header = ["mode", "equal", "forwards as predicted"]
+    return markdown(header, [[mode, *_agreement(found)] for mode, found in measured.agreements.items()])
+
+
+def rounds(measured: Measured) -> str:
+    """A line for each load; means of its prompts."""
+    rows = []
+    for load, sums in measured.prompts.items():
+        means = [f"{value / sums.number:.0f}" for value in (sums.tokens, sums.chunks, sums.thoughts)]
+        rows.append([str(load), *means, *(f"{measured.rounds_per_chunk(mode, [load]):.3f}" for mode in (FAST, AUTO))])
+    return markdown(["", "tokens", "chunks", "thoughts", "fast, forwards per chunk", "auto, forwards per chunk"], rows)
+
+
+def speed(measured: Measured) -> str:
+    """A line for each case; ratios are of one round, with their spread."""
+    modes = (SEQUENTIAL, FAST, AUTO, NONE)
+    header = [
+        "",
+        *(f"{mode}, ms" for mode in modes),
+        *(f"{mode}, times faster than sequential" for mode in (FAST, AUTO)),
+        "auto, times as long as off",
+    ]
+    rows = []
+    for case in measured.runs:
+        times = [f"{measured.milliseconds(case, mode):,.1f}" for mode in modes]
+        rows.append(
+            [
+                str(case),
+                *times,
+                *(_ratio(measured, case, mode, SEQUENTIAL) for mode in (FAST, AUTO)),
+                _ratio(measured, case, NONE, AUTO),
+            ]
+        )
+    return markdown(header, rows)
+
+
+def sweep(measured: Measured) -> str:
+    """A line for each case, and their geometric mean. The mark is at the engine's own number."""
+    modes = measured.swept
+    rows = [[str(case), *(_ratio(measured, case, m, SEQUENTIAL) for m in modes.values())] for case in measured.runs]
+    means = [f"{measured.overall(mode, SEQUENTIAL):.2f}" for mode in modes.values()]
+    return markdown(["", *(f"{n}{'*' * (m == AUTO)}" for n, m in modes.items())], [*rows, ["mean", *means]])
+
+
+def _score(score: Score) -> str:
+    return f"{score.right / score.of:.1%} ({score.right} of {score.of})"
+
+
+def _agreement(found: Agreement) -> list[str]:
+    predicted = "-" if found.rounds is None else f"{found.rounds} of {found.of}"
+    return [f"{found.equal} of {found.of}", predicted]
+
+
+def _ratio(measured: Measured, case: Case, mode: str, base: str) -> str:
+    ratios = measured.ratios(case, mode, base)
+    return f"{median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"

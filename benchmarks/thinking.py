@@ -1,0 +1,104 @@
+"""What thinking brings to a model that thinks, and what it costs: answers, forwards and the time of prompts.
+
+    python benchmarks/thinking.py --quick           under 3 minutes on one core
+    python benchmarks/thinking.py                   under 10: more prompts and rounds, and a sweep
+    python benchmarks/thinking.py --control FOLDER --write-docs   section and picture in docs/thinking.md from it
+
+One engine for each mode of `thinking.prefill` in this process, on one thread, of the model in `--model`, without a
+prefix cache, greedily. Stories are fresh ones (`--seed`); the model was trained on at most 10 flips.
+- Answers: a whole answer has to be right. Beside thinking (mode auto): the same model with the thinking block switched
+  off (mode off), and with `--control` a net that was trained without, for which this is the command (6 minutes):
+      python models/train_thinking.py --without-thinking --out FOLDER
+- Modes fast and auto have to give the tokens and thoughts of mode sequential, and mode fast takes one forward for each
+  thought that is not empty and has a part of the prompt behind it, and one more. If not, the program fails at its end.
+- Time: in each round every mode takes its turn at every load, in another order; ratios are of one round, and the tables
+  have their median and spread.
+The last line of stdout is one JSON object with the figures.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for `python benchmarks/thinking.py`
+
+import torch
+
+from baton.logs import configure_logging
+from benchmarks.lib.protocol import ROOT
+from benchmarks.lib.report import write_section
+from benchmarks.lib.thinking_figures import AUTO, FAST, NONE, OFF, SEQUENTIAL, THINKS, WITHOUT, Measured, figures
+from benchmarks.lib.thinking_measure import Plan, measure_accuracy, measure_agreement, measure_speed
+from benchmarks.lib.thinking_plot import plot
+from benchmarks.lib.thinking_run import engine_of
+from benchmarks.lib.thinking_table import tables
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+NAME, PAGE, PICTURE = "thinking", "thinking.md", "thinking.svg"
+QUICK, FULL = Plan(40, 100, 4, 3), Plan(200, 500, 5, 5, (4, 8, 16, 32, 64))
+LEAST = Plan(2, 4, 1, 1)
+
+
+def measure(model: Path, control: Path | None, plan: Plan, seed: int) -> Measured:
+    """All parts."""
+    measured = Measured()
+    engines = {mode: engine_of(model, mode) for mode in (SEQUENTIAL, FAST, AUTO, NONE)}
+    asked = {THINKS: engines[AUTO], OFF: engines[NONE]}
+    if control is not None:
+        asked[WITHOUT] = engine_of(control, NONE)
+    measure_accuracy(asked, plan.stories, seed, measured)
+    measure_agreement(engines, plan.agreed, seed, measured)
+    measure_speed(engines, plan, seed, measured)
+    return measured
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    """Options."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="fewer prompts and rounds, no sweep")
+    parser.add_argument("--least", action="store_true", help="a few prompts: to try the program, not to measure")
+    parser.add_argument("--model", type=Path, default=ROOT / "models" / "coin", help="folder of a model that thinks")
+    parser.add_argument("--control", type=Path, help="folder of a net that was trained without thinking")
+    parser.add_argument(
+        "--seed",
+        type=int,
+        default=41,
+        help="of all stories and prompts; others than those of models/",
+    )
+    parser.add_argument("--write-docs", action="store_true", help="put tables and picture into docs/thinking.md")
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str]) -> None:
+    """Measure, print, and fill the section of the page if that is wanted. Ends with status 1 if modes disagree."""
+    args = parse(argv)
+    configure_logging("warning", "auto")
+    torch.set_num_threads(1)
+    plan, load = LEAST if args.least else QUICK if args.quick else FULL, os.getloadavg()[0]
+    measured = measure(args.model, args.control, plan, args.seed)
+    facts = [f"Seed {args.seed}, {plan.prompts} prompts of each load in {plan.rounds} rounds."]
+    if args.control is None:
+        facts.append("A net trained without thinking was not measured: no `--control`.")
+    shown = "\n\n".join([" ".join(facts), tables(measured)])
+    print(shown)
+    if args.write_docs:
+        drawn = plot(measured, ROOT / "docs" / PICTURE)
+        told = [
+            Path(word).name if Path(word) in {args.model, args.control} else word for word in argv
+        ]  # no one's folders
+        picture = [f"![Answers and speed of prompts]({PICTURE})", ""] * drawn
+        write_section(PAGE, NAME, told, load, "\n".join([*picture, shown]))
+    print(json.dumps({"benchmark": NAME, "ratios": figures(measured)}))
+    if not all(agreement.full for agreement in measured.agreements.values()):
+        sys.exit("the modes disagree, or took other numbers of forwards than predicted")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
