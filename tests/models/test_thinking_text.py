@@ -79,6 +79,9 @@ def test_the_phrasings_are_not_in_the_training_text(training):
     for row in rows:
         assert row["new"] in row["prompt"]
         assert row["new"] not in texts
+    names = set(re.findall(r"Priya|Yusuf|Ingrid|Omar|Keiko|Mateo|Fatima|Sven", " ".join(row["prompt"] for row in rows)))
+    assert len(names) == 8
+    assert not [name for name in names if name in texts]
 
 
 def test_fresh_stories_have_the_flips_that_were_asked_for():
