@@ -105,7 +105,7 @@ class Scripted(inference_pb2_grpc.InferenceServicer, admin_pb2_grpc.AdminService
                 numbered.MergeFrom(event)
                 yield numbered
                 seq += 1
-        except asyncio.CancelledError:
+        except (asyncio.CancelledError, GeneratorExit):  # the latter where gRPC was just sending what was yielded
             self.cancelled.set()
             raise
 
