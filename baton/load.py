@@ -84,6 +84,7 @@ class Load:
     verify_passes: int = 0  # of deterministic requests
     rollbacks: int = 0  # candidates that a verify pass did not agree with
     recomputed_tokens: int = 0  # dropped with them, or behind them
+    draining: bool = False  # takes nothing new, finishes what it has
 
     @property
     def starved(self) -> bool:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from baton.clock import Clock
+from baton.core import Role
 from baton.history import History
 from baton.ledger.prefix_map import PrefixMap
 from baton.rpc.tls import Wire
@@ -57,6 +58,8 @@ class RouterSettings:
     tokens: str | None = None  # a file; see `router.access.tokens`
     resumable_s: float = 0.0  # of requests that do not say how long they go on without a router
     think_while_decoding: bool = False  # of requests that do not say, if the model thinks
+    scale: Mapping[Role, tuple[int, int]] = field(default_factory=lambda: dict.fromkeys(Role, (1, 4096)))  # of pools
+    drain_s: float = 60.0  # for what a worker that is drained has
 
 
 StreamSource = Callable[[str], Awaitable["OwnershipRecord | None"]]

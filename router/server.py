@@ -14,6 +14,7 @@ from grpc_reflection.v1alpha import reflection
 
 from baton.clock import Clock, SystemClock
 from baton.errors import ConfigError, NoWorker
+from baton.ledger.board import Board
 from baton.ledger.prefix_map import PrefixMap
 from baton.rpc import channel
 from baton.rpc.tls import IN_THE_CLEAR
@@ -23,8 +24,9 @@ from baton.tokenizer import Tokenizer
 from router.access.interceptor import Guard
 from router.floor import Floor, RouterSettings, StreamSource
 from router.inner import Inner
+from router.operators import Admin
 from router.policy import POLICIES
-from router.service import Admin, Inference
+from router.service import Inference
 from router.workers import WorkerSource
 
 if TYPE_CHECKING:
@@ -40,7 +42,7 @@ _GOODBYE_S = 1.0
 class Router:
     """A router. `grpc`, `admin`, `metrics` and `http` (empty without a gateway) are what `start` has bound."""
 
-    def __init__(self, floor: Floor, tokenizer: Tokenizer) -> None:
+    def __init__(self, floor: Floor, tokenizer: Tokenizer, board: Board | None = None) -> None:
         self.floor = floor
         self.grpc = self.admin = self.metrics = self.http = ""
         guards = [Guard(floor.tokens)] if floor.tokens else []
@@ -56,7 +58,7 @@ class Router:
         for server in (self._public, self._inner.server):
             inference_pb2_grpc.add_InferenceServicer_to_server(inference, server)
             health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
-        admin_pb2_grpc.add_AdminServicer_to_server(Admin(floor), self._private)
+        admin_pb2_grpc.add_AdminServicer_to_server(Admin(floor, board), self._private)
         names = (SERVICE, "grpc.health.v1.Health", reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, self._public)
         reflection.enable_server_reflection(("baton.v1.Admin", reflection.SERVICE_NAME), self._private)
@@ -152,14 +154,16 @@ async def serve(
     clock: Clock | None = None,
     prefixes: PrefixMap | None = None,
     streams: StreamSource | None = None,
+    board: Board | None = None,
 ) -> Router:
     """Start a router; returns when its listeners are bound. Raises ConfigError naming what is wrong.
 
     `workers` says who is alive (`Ledger.workers`), `prefixes` what they have cached (of a `DirectoryView`), `streams`
-    who decodes what (`OwnershipStore.find`). Nothing is left behind when this raises.
+    who decodes what (`OwnershipStore.find`), `board` what operators and the controller say to each other. Nothing is
+    left behind when this raises.
     """
     if settings.policy not in POLICIES:
         raise ConfigError(f"router.policy: {settings.policy!r} is not one of {', '.join(sorted(POLICIES))}")
-    router = Router(Floor(settings, workers, clock or SystemClock(), prefixes, streams), tokenizer)
+    router = Router(Floor(settings, workers, clock or SystemClock(), prefixes, streams), tokenizer, board)
     await router.start()
     return router

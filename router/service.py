@@ -14,11 +14,8 @@ from baton import errors
 from baton.errors import BatonError, Cancelled, InvalidRequest, Violation
 from baton.grammar import Grammars
 from baton.limits import MAX_CLIENT_TAG_CHARS, MAX_DETOKENIZE_IDS
-from baton.rpc import convert, reports
 from baton.rpc.status import abort
-from baton.rpc.v1 import admin_pb2
 from baton.rpc.v1 import inference_pb2 as pb
-from baton.rpc.v1.admin_pb2_grpc import AdminServicer
 from baton.rpc.v1.inference_pb2_grpc import InferenceServicer
 from baton.tokenizer import Tokenizer
 from router.access.interceptor import current_grant
@@ -27,7 +24,6 @@ from router.call import Call, answer, seed_of
 from router.chat import Chats
 from router.delivery import Context, EventStream, Patience
 from router.floor import Floor
-from router.link import WorkerLink
 from router.parse import (
     check_model,
     check_received,
@@ -239,47 +235,3 @@ def _check_ids(ids: Collection[int], vocab_size: int) -> None:
         violations.append(Violation("ids", f"at most {MAX_DETOKENIZE_IDS} tokens, got {len(ids)}"))
     if violations:
         raise InvalidRequest(*violations)
-
-
-class Admin(AdminServicer):
-    """`baton.v1.Admin`: what this router is, and what it knows of the workers."""
-
-    def __init__(self, floor: Floor) -> None:
-        self._floor = floor
-        self._started = floor.clock.monotonic()
-
-    async def Status(self, request: admin_pb2.StatusRequest, context: Context) -> admin_pb2.StatusReply:
-        floor, settings = self._floor, self._floor.settings
-        ended = {outcome: floor.outcomes[outcome] for outcome in ("finished", "cancelled", "failed", "refused")}
-        return admin_pb2.StatusReply(
-            name=settings.name,
-            router_id=floor.router_id,
-            version=settings.version,
-            model=settings.model,
-            uptime_s=floor.clock.monotonic() - self._started,
-            running=len(floor.running),
-            queued=floor.admission.waiting,
-            queued_tokens=floor.admission.waiting_tokens,
-            drain_requests_per_s=floor.admission.drain.requests_per_s,
-            drain_tokens_per_s=floor.admission.drain.tokens_per_s,
-            accepted=floor.outcomes["accepted"] + sum(call.accepted for call in floor.running),
-            workers=[
-                _worker(link, floor.pool.note(link))
-                for link in sorted(floor.pool.links, key=lambda link: link.info.ref.worker_id)
-            ],
-            **ended,
-        )
-
-    async def Requests(self, request: admin_pb2.RequestsRequest, context: Context) -> admin_pb2.RequestsReply:
-        ids = [life.request_id for call in self._floor.running for life in call.lives]
-        return admin_pb2.RequestsReply(router_id=self._floor.router_id, request_ids=ids)
-
-
-def _worker(link: WorkerLink, note: str) -> admin_pb2.WorkerStatus:
-    return admin_pb2.WorkerStatus(
-        info=convert.info_to_pb(link.info),
-        load=reports.load_to_pb(link.view.load),
-        state=link.state,
-        dispatched=link.view.dispatched,
-        note=note,
-    )

@@ -72,6 +72,7 @@ def run_router(file: Path, sets: Sequence[str], log_file: Path | None, index: in
 
 
 async def _route(config: ClusterConfig, index: int) -> None:
+    from baton.ledger.board import Board
     from baton.ledger.directory_view import DirectoryView
     from baton.ledger.ledger import Ledger
     from baton.ledger.ownership import OwnershipStore
@@ -88,6 +89,7 @@ async def _route(config: ClusterConfig, index: int) -> None:
         tokenizer,
         prefixes=directory.prefixes,
         streams=OwnershipStore(ledger.connection).find,
+        board=Board(ledger.connection),
     )
     gc.collect()
     gc.freeze()  # what is here now stays: no later collection need look at it
@@ -173,6 +175,8 @@ def router_settings(config: ClusterConfig, index: int = 0) -> RouterSettings:
         queue_max_tokens=router.queue.max_tokens,
         queue_max_wait_s=router.queue.max_wait_s,
         tenants=router.tenants,
+        scale={Role.PREFILL: config.prefill.bounds, Role.DECODE: config.decode.bounds},
+        drain_s=config.scaling.drain_s,
         client_stall_s=router.slow_reader_s,
         worker_silence_s=config.ledger.lease_s,  # as long as a worker may be silent in the ledger, at least three beats
     )

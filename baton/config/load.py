@@ -23,12 +23,6 @@ LATER = "is not built yet in this version; leave it out"
 # Keys whose feature comes later: naming one is an error, so that nobody believes that it works. None: any value.
 NOT_BUILT: dict[str, tuple[object, ...] | None] = {
     "mode": ("colocated",),
-    "router.advertise": None,
-    "router.interface": None,
-    "prefill.autoscale": None,
-    "decode.autoscale": None,
-    "prefill.interface": None,
-    "decode.interface": None,
     "transfer.transport": ("memory",),
 }
 HARMLESS: dict[str, object] = {}

@@ -8,17 +8,17 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, Field, PositiveInt, field_validator, model_validator
 
 from baton.config.listeners import KEPT_IN, encrypts, unsafe
+from baton.config.pool import PoolConfig, ScalingConfig
 from baton.config.security import Section, SecurityConfig
 from baton.config.values import (
     Address,
     Host,
+    Interface,
     Milliseconds,
+    NodeLabels,
     Processes,
-    Rows,
     Seconds,
     Size,
-    SizeOrAuto,
-    Tokens,
     is_loopback,
     parse_hub_name,
     parse_off,
@@ -68,9 +68,12 @@ class RedisConfig(Section):
 
 
 class RayConfig(Section):
-    """Who places the workers: `local` starts Ray here, `none` means plain processes."""
+    """Who places the workers: `local` starts Ray here, `none` means plain processes, else the address of one."""
 
     address: str = Field(default="local", min_length=1)
+    node_labels: NodeLabels = Field(
+        default_factory=dict, description="of the Ray nodes that workers of both pools go to"
+    )
 
 
 class QueueConfig(Section):
@@ -90,8 +93,8 @@ class RouterConfig(Section):
     http_body: Size = Field(default=2**20, description="the most that the body of an HTTP request may have")
     metrics: Address = "127.0.0.1:9100"
     admin: Address = "127.0.0.1:0"
-    advertise: str | None = None
-    interface: str | None = None
+    advertise: Host | None = Field(default=None, description="the host that is told to others, if not that of `grpc`")
+    interface: Interface | None = Field(default=None, description="listeners on all addresses are told by its address")
     policy: Literal["predicted", "least_loaded", "round_robin", "prefix"] = Field(
         default="predicted",
         description="who takes a request; predicted: the earliest first token, with slo.itl_ms kept where that can be",
@@ -108,43 +111,6 @@ class RouterConfig(Section):
         description="what a tenant (of a token; without tokens, by cache_scope) gets of a full cluster beside the"
         " others, which have 1 each",
     )
-
-
-class AutoscaleConfig(Section):
-    """Bounds of a pool."""
-
-    min: PositiveInt = 1
-    max: PositiveInt = 1
-
-
-class PoolConfig(Section):
-    """One pool of workers."""
-
-    replicas: Processes = 1
-    tensor_parallel: Processes = Field(
-        default=1,
-        description="processes that compute one worker's model together, each a share of its heads; only on CPUs yet",
-    )
-    device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$")] = "auto"
-    threads: Processes | Auto = Field(
-        default="auto", description="of each process of a worker; auto: all cores, divided by tensor_parallel"
-    )
-    attention_splits: Literal["auto", "load", "load_bf16"] = Field(
-        default="auto",
-        description="of a decode row's context on a CPU; load: the fewer rows, the more splits, as GPU servers do it,"
-        " so that the last bits of a result depend on load; load_bf16: and what splits leave is rounded to bfloat16",
-    )
-    kv_memory: SizeOrAuto = Field(default="auto", description="of a worker, however many processes share it")
-    block_size: Tokens = 16
-    max_batched_tokens: Tokens = 2048
-    max_running: Rows = 64
-    prefix_cache: bool = Field(
-        default=True, description="keep computed KV while there is room, and use it for prompts with equal beginnings"
-    )
-    listen: Address = "127.0.0.1:0"
-    advertise: Host | None = None
-    interface: str | None = None
-    autoscale: AutoscaleConfig | None = None
 
 
 class TransferConfig(Section):
@@ -239,6 +205,7 @@ class ClusterConfig(Section):
     decode: PoolConfig = PoolConfig()
     transfer: TransferConfig = TransferConfig()
     ledger: LedgerConfig = LedgerConfig()
+    scaling: ScalingConfig = ScalingConfig()
     determinism: DeterminismConfig = DeterminismConfig()
     thinking: ThinkingConfig = ThinkingConfig()
     slo: SloConfig = SloConfig()

@@ -28,6 +28,7 @@ from baton.rpc.v1 import admin_pb2 as admin
 from baton.rpc.v1 import admin_pb2_grpc, inference_pb2_grpc
 from baton.rpc.v1 import common_pb2 as common
 from baton.rpc.v1 import inference_pb2 as inference
+from tests.quiet_admin import QuietAdmin
 
 PATIENCE_S = 20
 PIECES = [(11, " can"), (12, " vary"), (13, " widely")]
@@ -85,7 +86,7 @@ def fail(error: BaseException, after: int = 0, delay_s: float = 0) -> Play:
     return play
 
 
-class Scripted(inference_pb2_grpc.InferenceServicer, admin_pb2_grpc.AdminServicer):
+class Scripted(inference_pb2_grpc.InferenceServicer, QuietAdmin):
     """Plays its scripts one after the other, the last one again and again, and notes what it saw."""
 
     def __init__(self) -> None:

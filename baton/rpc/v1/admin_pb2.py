@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from baton.rpc.v1 import common_pb2 as baton_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14\x62\x61ton/v1/admin.proto\x12\x08\x62\x61ton.v1\x1a\x15\x62\x61ton/v1/common.proto\"\x0f\n\rStatusRequest\"\x81\x01\n\x0cWorkerStatus\x12\"\n\x04info\x18\x01 \x01(\x0b\x32\x14.baton.v1.WorkerInfo\x12\x1c\n\x04load\x18\x02 \x01(\x0b\x32\x0e.baton.v1.Load\x12\r\n\x05state\x18\x03 \x01(\t\x12\x12\n\ndispatched\x18\x04 \x01(\r\x12\x0c\n\x04note\x18\x05 \x01(\t\"\xd3\x02\n\x0bStatusReply\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x11\n\trouter_id\x18\x02 \x01(\t\x12\x0f\n\x07version\x18\x03 \x01(\t\x12\r\n\x05model\x18\x04 \x01(\t\x12\x10\n\x08uptime_s\x18\x05 \x01(\x01\x12\x0f\n\x07running\x18\x06 \x01(\r\x12\x0e\n\x06queued\x18\x07 \x01(\r\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x08 \x01(\x04\x12\x10\n\x08\x66inished\x18\t \x01(\x04\x12\x11\n\tcancelled\x18\n \x01(\x04\x12\x0e\n\x06\x66\x61iled\x18\x0b \x01(\x04\x12\x0f\n\x07refused\x18\x0c \x01(\x04\x12\'\n\x07workers\x18\r \x03(\x0b\x32\x16.baton.v1.WorkerStatus\x12\x15\n\rqueued_tokens\x18\x0e \x01(\x04\x12\x1c\n\x14\x64rain_requests_per_s\x18\x0f \x01(\x01\x12\x1a\n\x12\x64rain_tokens_per_s\x18\x10 \x01(\x01\"\x11\n\x0fRequestsRequest\"7\n\rRequestsReply\x12\x11\n\trouter_id\x18\x01 \x01(\t\x12\x13\n\x0brequest_ids\x18\x02 \x03(\t2\x81\x01\n\x05\x41\x64min\x12\x38\n\x06Status\x12\x17.baton.v1.StatusRequest\x1a\x15.baton.v1.StatusReply\x12>\n\x08Requests\x12\x19.baton.v1.RequestsRequest\x1a\x17.baton.v1.RequestsReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14\x62\x61ton/v1/admin.proto\x12\x08\x62\x61ton.v1\x1a\x15\x62\x61ton/v1/common.proto\"\x0f\n\rStatusRequest\"\x81\x01\n\x0cWorkerStatus\x12\"\n\x04info\x18\x01 \x01(\x0b\x32\x14.baton.v1.WorkerInfo\x12\x1c\n\x04load\x18\x02 \x01(\x0b\x32\x0e.baton.v1.Load\x12\r\n\x05state\x18\x03 \x01(\t\x12\x12\n\ndispatched\x18\x04 \x01(\r\x12\x0c\n\x04note\x18\x05 \x01(\t\"\xf7\x02\n\x0bStatusReply\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x11\n\trouter_id\x18\x02 \x01(\t\x12\x0f\n\x07version\x18\x03 \x01(\t\x12\r\n\x05model\x18\x04 \x01(\t\x12\x10\n\x08uptime_s\x18\x05 \x01(\x01\x12\x0f\n\x07running\x18\x06 \x01(\r\x12\x0e\n\x06queued\x18\x07 \x01(\r\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x08 \x01(\x04\x12\x10\n\x08\x66inished\x18\t \x01(\x04\x12\x11\n\tcancelled\x18\n \x01(\x04\x12\x0e\n\x06\x66\x61iled\x18\x0b \x01(\x04\x12\x0f\n\x07refused\x18\x0c \x01(\x04\x12\'\n\x07workers\x18\r \x03(\x0b\x32\x16.baton.v1.WorkerStatus\x12\x15\n\rqueued_tokens\x18\x0e \x01(\x04\x12\x1c\n\x14\x64rain_requests_per_s\x18\x0f \x01(\x01\x12\x1a\n\x12\x64rain_tokens_per_s\x18\x10 \x01(\x01\x12\"\n\x07\x63ontrol\x18\x11 \x01(\x0b\x32\x11.baton.v1.Control\"\x9b\x01\n\x07\x43ontrol\x12\x1c\n\x04plan\x18\x01 \x01(\x0b\x32\x0e.baton.v1.Plan\x12\r\n\x05\x61ge_s\x18\x02 \x01(\x01\x12\x1d\n\x05slots\x18\x03 \x03(\x0b\x32\x0e.baton.v1.Slot\x12%\n\tdecisions\x18\x04 \x03(\x0b\x32\x12.baton.v1.Decision\x12\x0c\n\x04host\x18\x05 \x01(\t\x12\x0f\n\x07outlook\x18\x06 \x01(\t\"g\n\x04Plan\x12\x0f\n\x07prefill\x18\x01 \x01(\r\x12\x0e\n\x06\x64\x65\x63ode\x18\x02 \x01(\r\x12\x12\n\ngeneration\x18\x03 \x01(\r\x12\x0e\n\x06number\x18\x04 \x01(\x04\x12\n\n\x02\x62y\x18\x05 \x01(\t\x12\x0e\n\x06reason\x18\x06 \x01(\t\"j\n\x04Slot\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0c\n\x04role\x18\x02 \x01(\t\x12\r\n\x05state\x18\x03 \x01(\t\x12\x12\n\ngeneration\x18\x04 \x01(\r\x12\x10\n\x08restarts\x18\x05 \x01(\r\x12\x0c\n\x04note\x18\x06 \x01(\t\"5\n\x08\x44\x65\x63ision\x12\r\n\x05\x61ge_s\x18\x01 \x01(\x01\x12\x0c\n\x04kind\x18\x02 \x01(\t\x12\x0c\n\x04text\x18\x03 \x01(\t\"P\n\x0cScaleRequest\x12\x14\n\x07prefill\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x13\n\x06\x64\x65\x63ode\x18\x02 \x01(\rH\x01\x88\x01\x01\x42\n\n\x08_prefillB\t\n\x07_decode\"*\n\nScaleReply\x12\x1c\n\x04plan\x18\x01 \x01(\x0b\x32\x0e.baton.v1.Plan\"!\n\x0c\x44rainRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\"\x0c\n\nDrainReply\"\x10\n\x0eRestartRequest\",\n\x0cRestartReply\x12\x1c\n\x04plan\x18\x01 \x01(\x0b\x32\x0e.baton.v1.Plan\"\x11\n\x0fRequestsRequest\"7\n\rRequestsReply\x12\x11\n\trouter_id\x18\x01 \x01(\t\x12\x13\n\x0brequest_ids\x18\x02 \x03(\t2\xac\x02\n\x05\x41\x64min\x12\x38\n\x06Status\x12\x17.baton.v1.StatusRequest\x1a\x15.baton.v1.StatusReply\x12>\n\x08Requests\x12\x19.baton.v1.RequestsRequest\x1a\x17.baton.v1.RequestsReply\x12\x35\n\x05Scale\x12\x16.baton.v1.ScaleRequest\x1a\x14.baton.v1.ScaleReply\x12\x35\n\x05\x44rain\x12\x16.baton.v1.DrainRequest\x1a\x14.baton.v1.DrainReply\x12;\n\x07Restart\x12\x18.baton.v1.RestartRequest\x1a\x16.baton.v1.RestartReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -37,11 +37,31 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_WORKERSTATUS']._serialized_start=75
   _globals['_WORKERSTATUS']._serialized_end=204
   _globals['_STATUSREPLY']._serialized_start=207
-  _globals['_STATUSREPLY']._serialized_end=546
-  _globals['_REQUESTSREQUEST']._serialized_start=548
-  _globals['_REQUESTSREQUEST']._serialized_end=565
-  _globals['_REQUESTSREPLY']._serialized_start=567
-  _globals['_REQUESTSREPLY']._serialized_end=622
-  _globals['_ADMIN']._serialized_start=625
-  _globals['_ADMIN']._serialized_end=754
+  _globals['_STATUSREPLY']._serialized_end=582
+  _globals['_CONTROL']._serialized_start=585
+  _globals['_CONTROL']._serialized_end=740
+  _globals['_PLAN']._serialized_start=742
+  _globals['_PLAN']._serialized_end=845
+  _globals['_SLOT']._serialized_start=847
+  _globals['_SLOT']._serialized_end=953
+  _globals['_DECISION']._serialized_start=955
+  _globals['_DECISION']._serialized_end=1008
+  _globals['_SCALEREQUEST']._serialized_start=1010
+  _globals['_SCALEREQUEST']._serialized_end=1090
+  _globals['_SCALEREPLY']._serialized_start=1092
+  _globals['_SCALEREPLY']._serialized_end=1134
+  _globals['_DRAINREQUEST']._serialized_start=1136
+  _globals['_DRAINREQUEST']._serialized_end=1169
+  _globals['_DRAINREPLY']._serialized_start=1171
+  _globals['_DRAINREPLY']._serialized_end=1183
+  _globals['_RESTARTREQUEST']._serialized_start=1185
+  _globals['_RESTARTREQUEST']._serialized_end=1201
+  _globals['_RESTARTREPLY']._serialized_start=1203
+  _globals['_RESTARTREPLY']._serialized_end=1247
+  _globals['_REQUESTSREQUEST']._serialized_start=1249
+  _globals['_REQUESTSREQUEST']._serialized_end=1266
+  _globals['_REQUESTSREPLY']._serialized_start=1268
+  _globals['_REQUESTSREPLY']._serialized_end=1323
+  _globals['_ADMIN']._serialized_start=1326
+  _globals['_ADMIN']._serialized_end=1626
 # @@protoc_insertion_point(module_scope)

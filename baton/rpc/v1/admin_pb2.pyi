@@ -90,6 +90,7 @@ class StatusReply(_message.Message):
     QUEUED_TOKENS_FIELD_NUMBER: _builtins.int
     DRAIN_REQUESTS_PER_S_FIELD_NUMBER: _builtins.int
     DRAIN_TOKENS_PER_S_FIELD_NUMBER: _builtins.int
+    CONTROL_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     router_id: _builtins.str
     version: _builtins.str
@@ -109,6 +110,10 @@ class StatusReply(_message.Message):
     drain_tokens_per_s: _builtins.float
     @_builtins.property
     def workers(self) -> _containers.RepeatedCompositeFieldContainer[Global___WorkerStatus]: ...
+    @_builtins.property
+    def control(self) -> Global___Control:
+        """unset: no controller is there (roles were started by hand)"""
+
     def __init__(
         self,
         *,
@@ -128,14 +133,282 @@ class StatusReply(_message.Message):
         queued_tokens: _builtins.int = ...,
         drain_requests_per_s: _builtins.float = ...,
         drain_tokens_per_s: _builtins.float = ...,
+        control: Global___Control | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["control", b"control"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "cancelled", b"cancelled", "drain_requests_per_s", b"drain_requests_per_s", "drain_tokens_per_s", b"drain_tokens_per_s", "failed", b"failed", "finished", b"finished", "model", b"model", "name", b"name", "queued", b"queued", "queued_tokens", b"queued_tokens", "refused", b"refused", "router_id", b"router_id", "running", b"running", "uptime_s", b"uptime_s", "version", b"version", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "cancelled", b"cancelled", "control", b"control", "drain_requests_per_s", b"drain_requests_per_s", "drain_tokens_per_s", b"drain_tokens_per_s", "failed", b"failed", "finished", b"finished", "model", b"model", "name", b"name", "queued", b"queued", "queued_tokens", b"queued_tokens", "refused", b"refused", "router_id", b"router_id", "running", b"running", "uptime_s", b"uptime_s", "version", b"version", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___StatusReply: _TypeAlias = StatusReply  # noqa: Y015
+
+@_typing.final
+class Control(_message.Message):
+    """What the controller said last."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PLAN_FIELD_NUMBER: _builtins.int
+    AGE_S_FIELD_NUMBER: _builtins.int
+    SLOTS_FIELD_NUMBER: _builtins.int
+    DECISIONS_FIELD_NUMBER: _builtins.int
+    HOST_FIELD_NUMBER: _builtins.int
+    OUTLOOK_FIELD_NUMBER: _builtins.int
+    age_s: _builtins.float
+    """since it said so"""
+    host: _builtins.str
+    """where it runs"""
+    outlook: _builtins.str
+    """what the autoscaler sees, for a reader; empty: it is off"""
+    @_builtins.property
+    def plan(self) -> Global___Plan: ...
+    @_builtins.property
+    def slots(self) -> _containers.RepeatedCompositeFieldContainer[Global___Slot]: ...
+    @_builtins.property
+    def decisions(self) -> _containers.RepeatedCompositeFieldContainer[Global___Decision]:
+        """the latest ones, oldest first"""
+
+    def __init__(
+        self,
+        *,
+        plan: Global___Plan | None = ...,
+        age_s: _builtins.float = ...,
+        slots: _abc.Iterable[Global___Slot] | None = ...,
+        decisions: _abc.Iterable[Global___Decision] | None = ...,
+        host: _builtins.str = ...,
+        outlook: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["plan", b"plan"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_s", b"age_s", "decisions", b"decisions", "host", b"host", "outlook", b"outlook", "plan", b"plan", "slots", b"slots"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Control: _TypeAlias = Control  # noqa: Y015
+
+@_typing.final
+class Plan(_message.Message):
+    """What the cluster should be."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PREFILL_FIELD_NUMBER: _builtins.int
+    DECODE_FIELD_NUMBER: _builtins.int
+    GENERATION_FIELD_NUMBER: _builtins.int
+    NUMBER_FIELD_NUMBER: _builtins.int
+    BY_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    prefill: _builtins.int
+    decode: _builtins.int
+    generation: _builtins.int
+    """workers of an older one are replaced"""
+    number: _builtins.int
+    """of the plan; it only grows"""
+    by: _builtins.str
+    """file | operator | autoscaler"""
+    reason: _builtins.str
+    def __init__(
+        self,
+        *,
+        prefill: _builtins.int = ...,
+        decode: _builtins.int = ...,
+        generation: _builtins.int = ...,
+        number: _builtins.int = ...,
+        by: _builtins.str = ...,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["by", b"by", "decode", b"decode", "generation", b"generation", "number", b"number", "prefill", b"prefill", "reason", b"reason"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Plan: _TypeAlias = Plan  # noqa: Y015
+
+@_typing.final
+class Slot(_message.Message):
+    """A worker's place, as the controller sees it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_ID_FIELD_NUMBER: _builtins.int
+    ROLE_FIELD_NUMBER: _builtins.int
+    STATE_FIELD_NUMBER: _builtins.int
+    GENERATION_FIELD_NUMBER: _builtins.int
+    RESTARTS_FIELD_NUMBER: _builtins.int
+    NOTE_FIELD_NUMBER: _builtins.int
+    worker_id: _builtins.str
+    role: _builtins.str
+    state: _builtins.str
+    """starting | ready | turning | draining | failed"""
+    generation: _builtins.int
+    restarts: _builtins.int
+    note: _builtins.str
+    """why it is not ready"""
+    def __init__(
+        self,
+        *,
+        worker_id: _builtins.str = ...,
+        role: _builtins.str = ...,
+        state: _builtins.str = ...,
+        generation: _builtins.int = ...,
+        restarts: _builtins.int = ...,
+        note: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["generation", b"generation", "note", b"note", "restarts", b"restarts", "role", b"role", "state", b"state", "worker_id", b"worker_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Slot: _TypeAlias = Slot  # noqa: Y015
+
+@_typing.final
+class Decision(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    AGE_S_FIELD_NUMBER: _builtins.int
+    KIND_FIELD_NUMBER: _builtins.int
+    TEXT_FIELD_NUMBER: _builtins.int
+    age_s: _builtins.float
+    kind: _builtins.str
+    """plan | start | turn | drain | end | replace | give_up"""
+    text: _builtins.str
+    def __init__(
+        self,
+        *,
+        age_s: _builtins.float = ...,
+        kind: _builtins.str = ...,
+        text: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_s", b"age_s", "kind", b"kind", "text", b"text"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Decision: _TypeAlias = Decision  # noqa: Y015
+
+@_typing.final
+class ScaleRequest(_message.Message):
+    """Unset: as it is."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PREFILL_FIELD_NUMBER: _builtins.int
+    DECODE_FIELD_NUMBER: _builtins.int
+    prefill: _builtins.int
+    decode: _builtins.int
+    def __init__(
+        self,
+        *,
+        prefill: _builtins.int | None = ...,
+        decode: _builtins.int | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_decode", b"_decode", "_prefill", b"_prefill", "decode", b"decode", "prefill", b"prefill"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_decode", b"_decode", "_prefill", b"_prefill", "decode", b"decode", "prefill", b"prefill"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__decode: _TypeAlias = _typing.Literal["decode"]  # noqa: Y015
+    _WhichOneofArgType__decode: _TypeAlias = _typing.Literal["_decode", b"_decode"]  # noqa: Y015
+    _WhichOneofReturnType__prefill: _TypeAlias = _typing.Literal["prefill"]  # noqa: Y015
+    _WhichOneofArgType__prefill: _TypeAlias = _typing.Literal["_prefill", b"_prefill"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__decode) -> _WhichOneofReturnType__decode | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__prefill) -> _WhichOneofReturnType__prefill | None: ...
+
+Global___ScaleRequest: _TypeAlias = ScaleRequest  # noqa: Y015
+
+@_typing.final
+class ScaleReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PLAN_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def plan(self) -> Global___Plan: ...
+    def __init__(
+        self,
+        *,
+        plan: Global___Plan | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["plan", b"plan"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["plan", b"plan"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ScaleReply: _TypeAlias = ScaleReply  # noqa: Y015
+
+@_typing.final
+class DrainRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_ID_FIELD_NUMBER: _builtins.int
+    worker_id: _builtins.str
+    def __init__(
+        self,
+        *,
+        worker_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["worker_id", b"worker_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DrainRequest: _TypeAlias = DrainRequest  # noqa: Y015
+
+@_typing.final
+class DrainReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DrainReply: _TypeAlias = DrainReply  # noqa: Y015
+
+@_typing.final
+class RestartRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RestartRequest: _TypeAlias = RestartRequest  # noqa: Y015
+
+@_typing.final
+class RestartReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PLAN_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def plan(self) -> Global___Plan: ...
+    def __init__(
+        self,
+        *,
+        plan: Global___Plan | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["plan", b"plan"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["plan", b"plan"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RestartReply: _TypeAlias = RestartReply  # noqa: Y015
 
 @_typing.final
 class RequestsRequest(_message.Message):

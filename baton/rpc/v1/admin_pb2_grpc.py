@@ -44,6 +44,21 @@ class AdminStub(object):
                 request_serializer=baton_dot_v1_dot_admin__pb2.RequestsRequest.SerializeToString,
                 response_deserializer=baton_dot_v1_dot_admin__pb2.RequestsReply.FromString,
                 _registered_method=True)
+        self.Scale = channel.unary_unary(
+                '/baton.v1.Admin/Scale',
+                request_serializer=baton_dot_v1_dot_admin__pb2.ScaleRequest.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_admin__pb2.ScaleReply.FromString,
+                _registered_method=True)
+        self.Drain = channel.unary_unary(
+                '/baton.v1.Admin/Drain',
+                request_serializer=baton_dot_v1_dot_admin__pb2.DrainRequest.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_admin__pb2.DrainReply.FromString,
+                _registered_method=True)
+        self.Restart = channel.unary_unary(
+                '/baton.v1.Admin/Restart',
+                request_serializer=baton_dot_v1_dot_admin__pb2.RestartRequest.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_admin__pb2.RestartReply.FromString,
+                _registered_method=True)
 
 
 class AdminServicer(object):
@@ -61,6 +76,27 @@ class AdminServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Scale(self, request, context):
+        """How many workers each pool should have from now on. The controller, wherever it runs, does it; this only says so.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Drain(self, request, context):
+        """This worker takes nothing new, finishes what it has, ends, and another takes its place.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Restart(self, request, context):
+        """Every worker is replaced by a new process, one after the other.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -73,6 +109,21 @@ def add_AdminServicer_to_server(servicer, server):
                     servicer.Requests,
                     request_deserializer=baton_dot_v1_dot_admin__pb2.RequestsRequest.FromString,
                     response_serializer=baton_dot_v1_dot_admin__pb2.RequestsReply.SerializeToString,
+            ),
+            'Scale': grpc.unary_unary_rpc_method_handler(
+                    servicer.Scale,
+                    request_deserializer=baton_dot_v1_dot_admin__pb2.ScaleRequest.FromString,
+                    response_serializer=baton_dot_v1_dot_admin__pb2.ScaleReply.SerializeToString,
+            ),
+            'Drain': grpc.unary_unary_rpc_method_handler(
+                    servicer.Drain,
+                    request_deserializer=baton_dot_v1_dot_admin__pb2.DrainRequest.FromString,
+                    response_serializer=baton_dot_v1_dot_admin__pb2.DrainReply.SerializeToString,
+            ),
+            'Restart': grpc.unary_unary_rpc_method_handler(
+                    servicer.Restart,
+                    request_deserializer=baton_dot_v1_dot_admin__pb2.RestartRequest.FromString,
+                    response_serializer=baton_dot_v1_dot_admin__pb2.RestartReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -129,6 +180,87 @@ class Admin(object):
             '/baton.v1.Admin/Requests',
             baton_dot_v1_dot_admin__pb2.RequestsRequest.SerializeToString,
             baton_dot_v1_dot_admin__pb2.RequestsReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Scale(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.Admin/Scale',
+            baton_dot_v1_dot_admin__pb2.ScaleRequest.SerializeToString,
+            baton_dot_v1_dot_admin__pb2.ScaleReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Drain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.Admin/Drain',
+            baton_dot_v1_dot_admin__pb2.DrainRequest.SerializeToString,
+            baton_dot_v1_dot_admin__pb2.DrainReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Restart(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.Admin/Restart',
+            baton_dot_v1_dot_admin__pb2.RestartRequest.SerializeToString,
+            baton_dot_v1_dot_admin__pb2.RestartReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -33,12 +33,24 @@ class AdminStub:
     def __new__(cls, channel: _aio.Channel) -> AdminAsyncStub: ...
     Status: _grpc.UnaryUnaryMultiCallable[_admin_pb2.StatusRequest, _admin_pb2.StatusReply]
     Requests: _grpc.UnaryUnaryMultiCallable[_admin_pb2.RequestsRequest, _admin_pb2.RequestsReply]
+    Scale: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ScaleRequest, _admin_pb2.ScaleReply]
+    """How many workers each pool should have from now on. The controller, wherever it runs, does it; this only says so."""
+    Drain: _grpc.UnaryUnaryMultiCallable[_admin_pb2.DrainRequest, _admin_pb2.DrainReply]
+    """This worker takes nothing new, finishes what it has, ends, and another takes its place."""
+    Restart: _grpc.UnaryUnaryMultiCallable[_admin_pb2.RestartRequest, _admin_pb2.RestartReply]
+    """Every worker is replaced by a new process, one after the other."""
 
 @_typing.type_check_only
 class AdminAsyncStub(AdminStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Status: _aio.UnaryUnaryMultiCallable[_admin_pb2.StatusRequest, _admin_pb2.StatusReply]  # type: ignore[assignment]
     Requests: _aio.UnaryUnaryMultiCallable[_admin_pb2.RequestsRequest, _admin_pb2.RequestsReply]  # type: ignore[assignment]
+    Scale: _aio.UnaryUnaryMultiCallable[_admin_pb2.ScaleRequest, _admin_pb2.ScaleReply]  # type: ignore[assignment]
+    """How many workers each pool should have from now on. The controller, wherever it runs, does it; this only says so."""
+    Drain: _aio.UnaryUnaryMultiCallable[_admin_pb2.DrainRequest, _admin_pb2.DrainReply]  # type: ignore[assignment]
+    """This worker takes nothing new, finishes what it has, ends, and another takes its place."""
+    Restart: _aio.UnaryUnaryMultiCallable[_admin_pb2.RestartRequest, _admin_pb2.RestartReply]  # type: ignore[assignment]
+    """Every worker is replaced by a new process, one after the other."""
 
 class AdminServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -54,5 +66,29 @@ class AdminServicer(metaclass=_abc_1.ABCMeta):
         request: _admin_pb2.RequestsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.RequestsReply, _abc.Awaitable[_admin_pb2.RequestsReply]]: ...
+
+    @_abc_1.abstractmethod
+    def Scale(
+        self,
+        request: _admin_pb2.ScaleRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.ScaleReply, _abc.Awaitable[_admin_pb2.ScaleReply]]:
+        """How many workers each pool should have from now on. The controller, wherever it runs, does it; this only says so."""
+
+    @_abc_1.abstractmethod
+    def Drain(
+        self,
+        request: _admin_pb2.DrainRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.DrainReply, _abc.Awaitable[_admin_pb2.DrainReply]]:
+        """This worker takes nothing new, finishes what it has, ends, and another takes its place."""
+
+    @_abc_1.abstractmethod
+    def Restart(
+        self,
+        request: _admin_pb2.RestartRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.RestartReply, _abc.Awaitable[_admin_pb2.RestartReply]]:
+        """Every worker is replaced by a new process, one after the other."""
 
 def add_AdminServicer_to_server(servicer: AdminServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -475,6 +475,7 @@ class Load(_message.Message):
     VERIFY_PASSES_FIELD_NUMBER: _builtins.int
     ROLLBACKS_FIELD_NUMBER: _builtins.int
     RECOMPUTED_TOKENS_FIELD_NUMBER: _builtins.int
+    DRAINING_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     running: _builtins.int
     waiting: _builtins.int
@@ -495,6 +496,8 @@ class Load(_message.Message):
     """candidates that a verify pass did not agree with"""
     recomputed_tokens: _builtins.int
     """dropped with them, or behind them"""
+    draining: _builtins.bool
+    """takes nothing new, finishes what it has"""
     @_builtins.property
     def blocks(self) -> Global___BlockCounts: ...
     @_builtins.property
@@ -538,10 +541,11 @@ class Load(_message.Message):
         verify_passes: _builtins.int = ...,
         rollbacks: _builtins.int = ...,
         recomputed_tokens: _builtins.int = ...,
+        draining: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["beside_pace", b"beside_pace", "blocks", b"blocks", "decode_pace", b"decode_pace", "joint_pace", b"joint_pace", "prefill_pace", b"prefill_pace"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["beside_pace", b"beside_pace", "blocks", b"blocks", "cached_tokens", b"cached_tokens", "channels", b"channels", "decode_pace", b"decode_pace", "decode_steps", b"decode_steps", "decode_tokens", b"decode_tokens", "fetched_tokens", b"fetched_tokens", "joint_pace", b"joint_pace", "prefill_pace", b"prefill_pace", "prefill_tokens", b"prefill_tokens", "queued_tokens", b"queued_tokens", "recomputed_tokens", b"recomputed_tokens", "rollbacks", b"rollbacks", "running", b"running", "step", b"step", "transfer_bytes", b"transfer_bytes", "transport", b"transport", "verify_passes", b"verify_passes", "waiting", b"waiting"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["beside_pace", b"beside_pace", "blocks", b"blocks", "cached_tokens", b"cached_tokens", "channels", b"channels", "decode_pace", b"decode_pace", "decode_steps", b"decode_steps", "decode_tokens", b"decode_tokens", "draining", b"draining", "fetched_tokens", b"fetched_tokens", "joint_pace", b"joint_pace", "prefill_pace", b"prefill_pace", "prefill_tokens", b"prefill_tokens", "queued_tokens", b"queued_tokens", "recomputed_tokens", b"recomputed_tokens", "rollbacks", b"rollbacks", "running", b"running", "step", b"step", "transfer_bytes", b"transfer_bytes", "transport", b"transport", "verify_passes", b"verify_passes", "waiting", b"waiting"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

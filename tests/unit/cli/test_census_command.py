@@ -13,10 +13,11 @@ from baton.load import BlockCounts
 from baton.rpc import convert
 from baton.rpc.v1 import admin_pb2, admin_pb2_grpc, worker_pb2_grpc
 from baton.worker.census import Holding, count, to_pb
+from tests.quiet_admin import QuietAdmin
 from tests.unit.worker.support import BACKEND
 
 
-class Cluster(admin_pb2_grpc.AdminServicer, worker_pb2_grpc.WorkerServicer):
+class Cluster(QuietAdmin, worker_pb2_grpc.WorkerServicer):
     """Each look at its worker takes the next list of what is held; the last one stays."""
 
     def __init__(self):

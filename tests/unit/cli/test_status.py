@@ -14,12 +14,13 @@ from baton.errors import NoWorker
 from baton.load import BlockCounts, Load
 from baton.rpc import convert, reports
 from baton.rpc.v1 import admin_pb2, admin_pb2_grpc
+from tests.quiet_admin import QuietAdmin
 from tests.unit.worker.support import BACKEND
 
 NOBODY = "127.0.0.1:1"
 
 
-class FakeRouter(admin_pb2_grpc.AdminServicer):
+class FakeRouter(QuietAdmin):
     """One prefill worker, in this `state`."""
 
     def __init__(self, name, state="connected"):

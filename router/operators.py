@@ -1,0 +1,168 @@
+"""The service for operators: what this router knows, and what the controller is asked to do."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+
+import structlog
+
+from baton.core import Role
+from baton.errors import BatonError, InvalidRequest, LedgerError, NoWorker, Violation
+from baton.ledger.board import Board, ControlReport, Order, Plan
+from baton.rpc import convert, reports
+from baton.rpc.status import abort
+from baton.rpc.v1 import admin_pb2
+from baton.rpc.v1.admin_pb2_grpc import AdminServicer
+from router.delivery import Context
+from router.floor import Floor
+from router.link import WorkerLink
+
+log = structlog.get_logger(__name__)
+
+_TRIES = 5  # against others who say a plan at the same time
+
+
+class Admin(AdminServicer):
+    """`baton.v1.Admin`: what this router is, and what it knows of the workers."""
+
+    def __init__(self, floor: Floor, board: Board | None) -> None:
+        self._floor = floor
+        self._board = board
+        self._started = floor.clock.monotonic()
+
+    async def Status(self, request: admin_pb2.StatusRequest, context: Context) -> admin_pb2.StatusReply:
+        floor, settings = self._floor, self._floor.settings
+        ended = {outcome: floor.outcomes[outcome] for outcome in ("finished", "cancelled", "failed", "refused")}
+        return admin_pb2.StatusReply(
+            name=settings.name,
+            router_id=floor.router_id,
+            version=settings.version,
+            model=settings.model,
+            uptime_s=floor.clock.monotonic() - self._started,
+            running=len(floor.running),
+            queued=floor.admission.waiting,
+            queued_tokens=floor.admission.waiting_tokens,
+            drain_requests_per_s=floor.admission.drain.requests_per_s,
+            drain_tokens_per_s=floor.admission.drain.tokens_per_s,
+            accepted=floor.outcomes["accepted"] + sum(call.accepted for call in floor.running),
+            workers=[
+                _worker(link, floor.pool.note(link))
+                for link in sorted(floor.pool.links, key=lambda link: link.info.ref.worker_id)
+            ],
+            control=await self._control(),
+            **ended,
+        )
+
+    async def Requests(self, request: admin_pb2.RequestsRequest, context: Context) -> admin_pb2.RequestsReply:
+        ids = [life.request_id for call in self._floor.running for life in call.lives]
+        return admin_pb2.RequestsReply(router_id=self._floor.router_id, request_ids=ids)
+
+    async def Scale(self, request: admin_pb2.ScaleRequest, context: Context) -> admin_pb2.ScaleReply:
+        async with _told(context):
+            return admin_pb2.ScaleReply(plan=_plan(await self._replan(request)))
+
+    async def Restart(self, request: admin_pb2.RestartRequest, context: Context) -> admin_pb2.RestartReply:
+        async with _told(context):
+            return admin_pb2.RestartReply(plan=_plan(await self._replan(None)))
+
+    async def Drain(self, request: admin_pb2.DrainRequest, context: Context) -> admin_pb2.DrainReply:
+        async with _told(context):
+            board, control = await self._controlled()
+            refs = {link.info.ref.worker_id: link.info for link in self._floor.pool.links if not link.retired}
+            info = refs.get(request.worker_id)
+            if info is None or request.worker_id not in {slot.worker_id for slot in control.slots}:
+                known = ", ".join(sorted(refs)) or "none"
+                raise InvalidRequest.of(
+                    "worker_id", f"no such worker is here: {request.worker_id!r}; known are {known}"
+                )
+            grace_s = self._floor.settings.drain_s
+            order = Order(incarnation=str(info.ref.incarnation), role=info.role, drain=True, grace_s=grace_s)
+            await board.put_order(request.worker_id, order)
+            log.info("drain_ordered", worker=str(info.ref))
+            return admin_pb2.DrainReply()
+
+    async def _replan(self, wanted: admin_pb2.ScaleRequest | None) -> Plan:
+        """Say the next plan: of other sizes, or (None) of another generation. Raises InvalidRequest, NoWorker."""
+        for _ in range(_TRIES):
+            board, control = await self._controlled()
+            plan = max(control.plan, await board.plan() or control.plan, key=lambda one: one.number)
+            if wanted is None:
+                change = {"generation": plan.generation + 1, "reason": "all workers are to be replaced"}
+            else:
+                change = _sizes(wanted, self._floor.settings.scale) | {"reason": "an operator said so"}
+            following = plan.model_copy(update=change | {"number": plan.number + 1, "by": "operator"})
+            if await board.put_plan(following):
+                log.info("plan_said", prefill=following.prefill, decode=following.decode, number=following.number)
+                return following
+        raise NoWorker("others change the plan all the time; try again")
+
+    async def _controlled(self) -> tuple[Board, ControlReport]:
+        """Raises NoWorker when nobody would do what is asked."""
+        control = await self._board.control() if self._board else None
+        if self._board is None or control is None:
+            raise NoWorker("no controller is there: `baton up`, or `baton controller`, runs one")
+        return self._board, control
+
+    async def _control(self) -> admin_pb2.Control | None:
+        """What the controller said last; None: it is not there, or Redis is not."""
+        try:
+            report = await self._board.control() if self._board else None
+        except LedgerError as error:
+            log.warning("board_unreadable", error=str(error))
+            return None
+        return None if report is None else _report(report, self._floor.clock.wall())
+
+
+@asynccontextmanager
+async def _told(context: Context) -> AsyncIterator[None]:
+    """Typed errors become the status of the call."""
+    try:
+        yield
+    except BatonError as error:
+        await abort(context, error)
+
+
+def _sizes(wanted: admin_pb2.ScaleRequest, bounds: Mapping[Role, tuple[int, int]]) -> dict[str, object]:
+    """Raises InvalidRequest for a size that the cluster file does not allow."""
+    sizes: dict[str, object] = {}
+    wrong = []
+    for role in Role:
+        if not wanted.HasField(role.value):
+            continue
+        size, (least, most) = getattr(wanted, role.value), bounds[role]
+        sizes[role.value] = size
+        if not least <= size <= most:
+            wrong.append(Violation(role.value, f"must be from {least} to {most}, got {size}"))
+    if not sizes:
+        wrong.append(Violation("prefill", "say how many workers a pool should have: prefill, decode, or both"))
+    if wrong:
+        raise InvalidRequest(*wrong)
+    return sizes
+
+
+def _plan(plan: Plan) -> admin_pb2.Plan:
+    return admin_pb2.Plan(**plan.model_dump())
+
+
+def _report(report: ControlReport, wall: float) -> admin_pb2.Control:
+    return admin_pb2.Control(
+        plan=_plan(report.plan),
+        age_s=max(0.0, wall - report.at),
+        slots=[admin_pb2.Slot(**slot.model_dump(mode="json")) for slot in report.slots],
+        decisions=[
+            admin_pb2.Decision(age_s=max(0.0, wall - one.at), kind=one.kind, text=one.text) for one in report.decisions
+        ],
+        host=report.host,
+        outlook=report.outlook,
+    )
+
+
+def _worker(link: WorkerLink, note: str) -> admin_pb2.WorkerStatus:
+    return admin_pb2.WorkerStatus(
+        info=convert.info_to_pb(link.info),
+        load=reports.load_to_pb(link.view.load),
+        state=link.state,
+        dispatched=link.view.dispatched,
+        note=note,
+    )

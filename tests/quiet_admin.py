@@ -1,0 +1,23 @@
+"""For servers of tests that stand for a router and change no cluster."""
+
+from __future__ import annotations
+
+import grpc
+
+from baton.rpc.v1 import admin_pb2, admin_pb2_grpc
+
+
+class QuietAdmin(admin_pb2_grpc.AdminServicer):
+    """Refuses whatever would change a cluster."""
+
+    def Scale(self, request: admin_pb2.ScaleRequest, context: grpc.ServicerContext) -> admin_pb2.ScaleReply:
+        context.abort(grpc.StatusCode.UNIMPLEMENTED, "not here")
+        raise AssertionError
+
+    def Drain(self, request: admin_pb2.DrainRequest, context: grpc.ServicerContext) -> admin_pb2.DrainReply:
+        context.abort(grpc.StatusCode.UNIMPLEMENTED, "not here")
+        raise AssertionError
+
+    def Restart(self, request: admin_pb2.RestartRequest, context: grpc.ServicerContext) -> admin_pb2.RestartReply:
+        context.abort(grpc.StatusCode.UNIMPLEMENTED, "not here")
+        raise AssertionError
