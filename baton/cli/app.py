@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from baton.cli import operating
 from baton.cli.options import (
     AdminTarget,
     ClusterName,
@@ -94,6 +95,11 @@ def status(
     from baton.cli import status as command
 
     command.status(name, target, tls, as_json=as_json)
+
+
+app.command()(operating.scale)
+app.command()(operating.drain)
+app.command()(operating.restart)
 
 
 @app.command()

@@ -15,12 +15,13 @@ from rich.table import Table
 from baton.cli.access import Reach, find_reach
 from baton.cli.up import find_cluster
 from baton.client import Client
-from baton.client.types import ClusterStatus, WorkerStatus
+from baton.client.types import ClusterStatus, Control, WorkerStatus
 from baton.errors import BatonError, NoWorker
 from baton.rpc.channel import from_here
 
 COLUMNS = (
     "worker",
+    "role",
     "state",
     "address",
     "pid",
@@ -32,6 +33,8 @@ COLUMNS = (
     "blocks",
     "channels",
 )
+SILENT_S = 5.0
+LATEST = 5  # decisions
 
 
 def status(name: str | None, target: str | None, tls: Path | None = None, *, as_json: bool) -> None:
@@ -75,12 +78,32 @@ def show(cluster: ClusterStatus, others: Sequence[ClusterStatus] = ()) -> None:
     for other in others:
         typer.echo(f"router {other.router_id}, up {other.uptime_s:.0f} s")
         _requests(other)
+    if cluster.control is not None:
+        for line in control(cluster.control):
+            typer.echo(line)
     _workers(cluster)
     known = {(worker.info.ref, worker.state) for worker in cluster.workers}
     for other in others:
         for worker in other.workers:
             if (worker.info.ref, worker.state) not in known:
                 typer.echo(f"{worker.info.ref}: {worker.state}, says router {other.router_id}")
+
+
+def control(said: Control) -> Iterator[str]:
+    """What the cluster should be, what keeps it from that, and what was decided lately."""
+    plan = said.plan
+    because = f": {plan.reason}" if plan.reason else ""
+    yield f"plan {plan.number}: {plan.prefill} prefill, {plan.decode} decode, by {plan.by}{because}"
+    if said.age_s > SILENT_S:
+        yield f"the controller on {said.host or '?'} has said nothing for {said.age_s:.0f} s"
+    for slot in said.slots:
+        if slot.state != "ready" or slot.generation != plan.generation:
+            note = f": {slot.note}" if slot.note else ""
+            yield f"{slot.worker_id}: {slot.state}, generation {slot.generation} of {plan.generation}{note}"
+    if said.outlook:
+        yield f"autoscaler: {said.outlook}"
+    for decision in said.decisions[-LATEST:]:
+        yield f"{said.age_s + decision.age_s:6.0f} s ago  {decision.kind:8}  {decision.text}"
 
 
 def _requests(cluster: ClusterStatus) -> None:
@@ -134,7 +157,8 @@ def _row(worker: WorkerStatus) -> tuple[str, ...]:
     )
     return (
         str(worker.info.ref),
-        worker.state,
+        worker.info.role.value,
+        "draining" if worker.load.draining and worker.state == "connected" else worker.state,
         worker.info.ref.address,
         str(worker.info.pid),
         str(load.running),

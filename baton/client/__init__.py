@@ -8,6 +8,7 @@ from baton.client.types import ChatMessage as ChatMessage
 from baton.client.types import Choice as Choice
 from baton.client.types import ClusterStatus as ClusterStatus
 from baton.client.types import Completion as Completion
+from baton.client.types import Control as Control
 from baton.client.types import Delta as Delta
 from baton.client.types import Model as Model
 from baton.client.types import Options as Options

@@ -9,7 +9,19 @@ from typing import Any, TypeAlias, TypeVar
 
 from google.protobuf.message import Message
 
-from baton.client.types import ChatMessage, ClusterStatus, Model, Options, Prompt, ToolCall, WorkerStatus
+from baton.client.types import (
+    ChatMessage,
+    ClusterStatus,
+    Control,
+    Decision,
+    Model,
+    Options,
+    Plan,
+    Prompt,
+    Slot,
+    ToolCall,
+    WorkerStatus,
+)
 from baton.errors import EngineFault, InvalidRequest
 from baton.rpc import convert, reports
 from baton.rpc.v1 import admin_pb2 as admin
@@ -80,7 +92,20 @@ def models(reply: inference.ListModelsReply) -> list[Model]:
 
 def cluster_status(reply: admin.StatusReply) -> ClusterStatus:
     """Raises EngineFault for a reply that is not one."""
-    return ClusterStatus(**values(reply) | {"workers": tuple(trusted(_worker_status, each) for each in reply.workers)})
+    workers = tuple(trusted(_worker_status, each) for each in reply.workers)
+    control = _control(reply.control) if reply.HasField("control") else None
+    return ClusterStatus(**values(reply) | {"workers": workers, "control": control})
+
+
+def _control(message: admin.Control) -> Control:
+    return Control(
+        plan=Plan(**values(message.plan)),
+        age_s=message.age_s,
+        slots=tuple(Slot(**values(slot)) for slot in message.slots),
+        decisions=tuple(Decision(**values(decision)) for decision in message.decisions),
+        host=message.host,
+        outlook=message.outlook,
+    )
 
 
 def values(message: Message) -> dict[str, Any]:

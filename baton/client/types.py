@@ -208,6 +208,59 @@ class WorkerStatus:
 
 
 @dataclass(frozen=True, slots=True)
+class Plan:
+    """What a cluster should be; `by` is file, operator or autoscaler. Workers of an older generation are replaced."""
+
+    prefill: int
+    decode: int
+    generation: int
+    number: int
+    by: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """A worker's place; `role` is what it should be, `state` starting, ready, turning, draining or failed."""
+
+    worker_id: str
+    role: str
+    state: str
+    generation: int
+    restarts: int
+    note: str
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """Something that the controller decided so many seconds before it said so, and why."""
+
+    age_s: float
+    kind: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Control:
+    """What the controller said last, `age_s` seconds ago. `outlook`: what the autoscaler sees; empty: it is off."""
+
+    plan: Plan
+    age_s: float
+    slots: tuple[Slot, ...]
+    decisions: tuple[Decision, ...]
+    host: str
+    outlook: str
+
+    @property
+    def settled(self) -> bool:
+        """Whether the cluster is what it should be."""
+        if any(slot.state != "ready" or slot.generation != self.plan.generation for slot in self.slots):
+            return False
+        sizes = {role: sum(slot.role == role for slot in self.slots) for role in ("prefill", "decode")}
+        return sizes == {"prefill": self.plan.prefill, "decode": self.plan.decode}
+
+
+@dataclass(frozen=True, slots=True)
 class ClusterStatus:
     """A cluster as one router sees it: requests now (`running`, `queued`), and since it started."""
 
@@ -227,3 +280,4 @@ class ClusterStatus:
     queued_tokens: int = 0
     drain_requests_per_s: float = 0.0  # lately, while requests waited; 0: not known
     drain_tokens_per_s: float = 0.0
+    control: Control | None = None  # None: no controller is there

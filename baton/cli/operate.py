@@ -1,0 +1,127 @@
+"""What `baton scale`, `drain` and `restart` do: a call to a router, and a look at what the controller says of it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import grpc
+import typer
+
+from baton.cli.access import Reach, find_reach
+from baton.cli.up import find_cluster
+from baton.client import Client
+from baton.client.types import ClusterStatus
+from baton.errors import BatonError, DeadlineExceeded, NoWorker
+from baton.rpc.channel import from_here
+from baton.rpc.status import from_rpc_error
+from baton.rpc.v1 import admin_pb2
+from baton.rpc.v1.admin_pb2_grpc import AdminStub
+
+TIMEOUT_S = 10.0
+LOOK_S = 0.2
+POOLS = ("prefill", "decode")
+Reply = TypeVar("Reply")
+Answer = TypeVar("Answer")
+
+
+@dataclass(frozen=True, slots=True)
+class Operator:
+    """Calls `Admin` of the first of `admins` that answers; any router will do. Errors are typed."""
+
+    admins: Sequence[str]
+    reach: Reach
+
+    @classmethod
+    def find(cls, name: str | None, target: str | None, tls: Path | None) -> Operator:
+        """`target` is a router's admin address; None: the running cluster of that name. Raises NoWorker."""
+        running = None if target else find_cluster(name)
+        admins = [str(target)] if running is None else [running.admin, *running.admins[1:]]
+        return cls([from_here(admin) for admin in admins if admin], find_reach(running, tls))
+
+    def scale(self, sizes: dict[str, int]) -> admin_pb2.Plan:
+        """`sizes` by pool. Raises InvalidRequest for one that the cluster file does not allow."""
+        reply: admin_pb2.ScaleReply = self._call(lambda stub, **how: stub.Scale(admin_pb2.ScaleRequest(**sizes), **how))
+        return reply.plan
+
+    def restart(self) -> admin_pb2.Plan:
+        reply: admin_pb2.RestartReply = self._call(lambda stub, **how: stub.Restart(admin_pb2.RestartRequest(), **how))
+        return reply.plan
+
+    def drain(self, worker_id: str) -> str:
+        """The process that was told, `worker@incarnation`. Raises InvalidRequest for one that is not there."""
+        refs = {str(worker.info.ref.worker_id): str(worker.info.ref) for worker in self.status().workers}
+        self._call(lambda stub, **how: stub.Drain(admin_pb2.DrainRequest(worker_id=worker_id), **how))
+        return refs.get(worker_id, worker_id)
+
+    def status(self) -> ClusterStatus:
+        """Raises BatonError when no router answers."""
+        return self._first(self._status)
+
+    def wait_settled(self, number: int, seconds: float) -> None:
+        """Until the cluster is what plan `number`, or a later one, says. Raises DeadlineExceeded."""
+
+        def done(status: ClusterStatus) -> bool:
+            control = status.control
+            return control is not None and control.plan.number >= number and control.settled
+
+        self._wait(done, seconds)
+
+    def wait_gone(self, process: str, seconds: float) -> None:
+        """Until this incarnation is gone and the cluster is what it should be. Raises DeadlineExceeded."""
+
+        def done(status: ClusterStatus) -> bool:
+            here = {str(worker.info.ref) for worker in status.workers}
+            return process not in here and status.control is not None and status.control.settled
+
+        self._wait(done, seconds)
+
+    def _wait(self, done: Callable[[ClusterStatus], bool], seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        while True:
+            status = self.status()
+            if done(status):
+                return
+            if time.monotonic() > deadline:
+                slots = status.control.slots if status.control else ()
+                left = ", ".join(f"{slot.worker_id} is {slot.state} {slot.note}".rstrip() for slot in slots)
+                raise DeadlineExceeded(f"not done in {seconds:g} s: {left or 'the controller says nothing'}")
+            time.sleep(LOOK_S)
+
+    def _status(self, admin: str) -> ClusterStatus:
+        with Client(admin, admin=admin, timeout=TIMEOUT_S, token=self.reach.token, tls=self.reach.wire) as client:
+            return client.cluster()
+
+    def _call(self, call: Callable[..., Reply]) -> Reply:
+        def ask(admin: str) -> Reply:
+            with self.reach.channel(admin) as channel:
+                try:
+                    return call(AdminStub(channel), timeout=TIMEOUT_S, metadata=self.reach.metadata)
+                except grpc.RpcError as error:
+                    raise from_rpc_error(error, admin) from None
+
+        return self._first(ask)
+
+    def _first(self, ask: Callable[[str], Answer]) -> Answer:
+        """From the first router that is there. What one of them refuses no other is asked."""
+        failure: BatonError = NoWorker("the cluster is still starting")
+        for admin in self.admins:
+            try:
+                return ask(admin)
+            except NoWorker as error:
+                failure = error
+        raise failure
+
+
+def parse_sizes(words: Sequence[str]) -> dict[str, int]:
+    """`prefill=2 decode=3`. Raises BadParameter (exit code 2) naming the word that is wrong."""
+    sizes: dict[str, int] = {}
+    for word in words:
+        pool, _, size = word.partition("=")
+        if pool not in POOLS or not (size.isascii() and size.isdecimal()) or pool in sizes:
+            raise typer.BadParameter(f"{word!r}: must be prefill=N or decode=N, each once, such as prefill=2 decode=3")
+        sizes[pool] = int(size)
+    return sizes

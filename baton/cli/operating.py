@@ -1,0 +1,82 @@
+"""`baton scale | drain | restart`: what operators say to a running cluster, and how they wait for it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from baton.cli.options import AdminTarget, ClusterName, Json, Tls
+
+if TYPE_CHECKING:
+    from baton.cli.operate import Operator
+
+Wait = Annotated[float, typer.Option("--wait", min=0, help="until it is done, for at most so many seconds")]
+
+
+def scale(
+    sizes: Annotated[list[str], typer.Argument(help="such as prefill=2 decode=3")],
+    wait: Wait = 0.0,
+    name: ClusterName = None,
+    target: AdminTarget = None,
+    tls: Tls = None,
+    as_json: Json = False,
+) -> None:
+    """Say how many workers each pool should have. Surplus ones are turned, or finish what they have and end."""
+    from baton.cli.operate import parse_sizes
+
+    wanted = parse_sizes(sizes)
+    operator = _operator(name, target, tls)
+    plan = operator.scale(wanted)
+    if wait:
+        operator.wait_settled(plan.number, wait)
+    said = {"prefill": plan.prefill, "decode": plan.decode}
+    _say(said, f"to be {plan.prefill} prefill and {plan.decode} decode workers", as_json, done=bool(wait))
+
+
+def drain(
+    worker: str,
+    wait: Wait = 0.0,
+    name: ClusterName = None,
+    target: AdminTarget = None,
+    tls: Tls = None,
+    as_json: Json = False,
+) -> None:
+    """A worker takes nothing new, finishes what it has and ends; another takes its place."""
+    operator = _operator(name, target, tls)
+    process = operator.drain(worker)
+    if wait:
+        operator.wait_gone(process, wait)
+    _say({"worker": process}, f"{process} drains", as_json, done=bool(wait))
+
+
+def restart(
+    wait: Wait = 0.0,
+    name: ClusterName = None,
+    target: AdminTarget = None,
+    tls: Tls = None,
+    as_json: Json = False,
+) -> None:
+    """Replace every worker by a new process, one after the other; no request fails for that."""
+    operator = _operator(name, target, tls)
+    plan = operator.restart()
+    if wait:
+        operator.wait_settled(plan.number, wait)
+    text = f"all workers are replaced, generation {plan.generation}"
+    _say({"generation": plan.generation}, text, as_json, done=bool(wait))
+
+
+def _operator(name: str | None, target: str | None, tls: Path | None) -> Operator:
+    from baton.cli.operate import Operator
+
+    return Operator.find(name, target, tls)
+
+
+def _say(facts: Mapping[str, object], text: str, as_json: bool, *, done: bool) -> None:
+    if as_json:
+        typer.echo(json.dumps({**facts, "done": done}))
+        return
+    typer.echo(text + (": done" if done else "; `baton status` shows how far it is"))
