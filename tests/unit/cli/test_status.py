@@ -109,3 +109,37 @@ def test_none_answers(serving):
     serving(None, None)
     with pytest.raises(NoWorker, match=NOBODY):
         command.status(None, None, as_json=False)
+
+
+def test_what_the_controller_says_is_shown(serving, capsys):
+    router = FakeRouter("one")
+    said = admin_pb2.Control(age_s=7, host="h", outlook="prefill: steady")
+    said.plan.MergeFrom(admin_pb2.Plan(prefill=1, decode=2, generation=3, number=9, by="operator", reason="he said so"))
+    said.slots.add(worker_id="prefill-0", role="prefill", state="ready", generation=3)
+    said.slots.add(worker_id="decode-0", role="decode", state="ready", generation=2)
+    said.slots.add(worker_id="decode-1", role="decode", state="failed", generation=3, note="no memory")
+    for number in range(7):
+        said.decisions.add(age_s=10 - number, kind="start", text=f"number {number}")
+    router.reply.control.CopyFrom(said)
+    serving(router)
+    command.status(None, None, as_json=False)
+    printed = capsys.readouterr().out
+    assert "plan 9: 1 prefill, 2 decode, by operator: he said so\n" in printed
+    assert "the controller on h has said nothing for 7 s" in printed
+    assert "prefill-0: ready" not in printed, "all is well with it"
+    assert "decode-0: ready, generation 2 of 3\n" in printed
+    assert "decode-1: failed, generation 3 of 3: no memory\n" in printed
+    assert "autoscaler: prefill: steady" in printed
+    assert "number 1" not in printed
+    assert "    15 s ago  start     number 2\n" in printed
+    command.status(None, None, as_json=True)
+    control = json.loads(capsys.readouterr().out)["control"]
+    assert (control["plan"]["number"], len(control["decisions"]), control["slots"][2]["note"]) == (9, 7, "no memory")
+
+
+def test_a_worker_that_drains_is_not_just_connected(serving, capsys):
+    router = FakeRouter("one")
+    router.reply.workers[0].load.draining = True
+    serving(router)
+    command.status(None, None, as_json=False)
+    assert "prefill-0@7.2  prefill  draining" in capsys.readouterr().out

@@ -1,0 +1,223 @@
+"""The board of the control plane in a real redis-server, and what operators put there through a router."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+
+import pytest
+
+from baton.cli.access import NO_REACH
+from baton.cli.operate import Operator
+from baton.clock import SystemClock
+from baton.core import Incarnation, Role, WorkerRef
+from baton.errors import BatonError, DeadlineExceeded, InvalidRequest, LedgerError, NoWorker
+from baton.ledger.board import Board, ControlReport, Decision, Order, Plan, RouterReport, Slot, WorkerDemand
+from baton.ledger.connection import COMMANDS, Connection
+from baton.ledger.embedded import EmbeddedRedis
+from baton.tokenizer import OracleTokenizer
+from router.floor import RouterSettings
+from router.server import Router, serve
+from tests.integration.ledger_support import PREFIXES, raw
+from tests.integration.router_support import FakeWorker, until
+
+HERE = WorkerRef("prefill-0", Incarnation(3, 4), "127.0.0.1:1")
+ANY = "127.0.0.1:0"
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedRedis]:
+    with EmbeddedRedis.start(tmp_path_factory.mktemp("redis")) as running:
+        yield running
+
+
+@pytest.fixture
+async def connection(server: EmbeddedRedis) -> AsyncIterator[Connection]:
+    opened = await Connection.open(server.url, next(PREFIXES))
+    yield opened
+    await opened.close()
+
+
+@pytest.fixture
+def board(connection: Connection) -> Board:
+    return Board(connection)
+
+
+async def test_of_two_plans_the_later_number_stays(board):
+    assert await board.plan() is None
+    assert await board.put_plan(Plan(prefill=1, decode=2, number=4))
+    for number in (3, 4):
+        assert not await board.put_plan(Plan(prefill=9, decode=9, number=number)), "it is not newer"
+    assert await board.put_plan(Plan(prefill=2, decode=2, number=5, by="operator"))
+    assert await board.plan() == Plan(prefill=2, decode=2, number=5, by="operator")
+
+
+async def test_of_many_who_plan_at_once_one_wins_each_number(board):
+    said = await asyncio.gather(*(board.put_plan(Plan(prefill=i, decode=1, number=7)) for i in range(1, 20)))
+    assert sum(said) == 1
+
+
+@pytest.mark.parametrize("garbage", [b"", b"no json", b"[]", b'{"prefill": "many"}', b'{"number": "x"}', b"\xff"])
+async def test_a_damaged_plan_is_none_and_gives_way(board, connection, server, garbage):
+    raw(server).set(connection.key("plan"), garbage)
+    assert await board.plan() is None
+    assert await board.put_plan(Plan(prefill=1, decode=1, number=0)), "nobody can read what was there"
+
+
+async def test_an_order_is_for_one_incarnation_alone(board):
+    order = Order(incarnation=str(HERE.incarnation), role=Role.DECODE)
+    await board.put_order("prefill-0", order)
+    assert await board.order(HERE) == order
+    assert await board.order(WorkerRef("prefill-0", Incarnation(3, 5), "")) is None
+    assert await board.order(WorkerRef("prefill-1", Incarnation(3, 4), "")) is None
+    await board.drop_order("prefill-0")
+    assert await board.order(HERE) is None
+
+
+async def test_routers_that_say_nothing_more_are_forgotten(board, connection, server):
+    report = RouterReport(router_id="r1", queued=3, workers={"decode-0": WorkerDemand(role=Role.DECODE, used=0.5)})
+    await board.put_router(report, 60.0)
+    await board.put_router(RouterReport(router_id="r2"), 0.001)
+    await until(lambda: not raw(server).exists(connection.key("router", "r2")), "its lease is over")
+    assert await board.routers() == [report]
+    assert raw(server).smembers(connection.key("routers")) == {b"r1"}
+    await board.drop_router("r1")
+    assert await board.routers() == []
+
+
+async def test_what_a_newer_controller_says_more_is_passed_over(board, connection, server):
+    report = ControlReport(plan=Plan(prefill=1, decode=1), at=1.0, decisions=(Decision(at=1.0, kind="plan", text="x"),))
+    raw(server).set(connection.key("control"), report.model_dump_json()[:-1] + ', "mood": "good"}')
+    assert await board.control() == report
+    await board.drop_control()
+    assert await board.control() is None
+
+
+async def test_it_keeps_to_the_commands_that_the_documented_user_may(board, server):
+    client = raw(server)
+    client.config_resetstat()
+    await board.put_plan(Plan(prefill=1, decode=1))
+    await board.put_order("prefill-0", Order(incarnation="1.1", role=Role.PREFILL))
+    await board.put_router(RouterReport(router_id="r"), 1.0)
+    await board.put_control(ControlReport(plan=Plan(prefill=1, decode=1), at=0.0), 1.0)
+    for asked in (board.plan(), board.order(HERE), board.routers(), board.control()):
+        await asked
+    for dropped in (board.drop_order("prefill-0"), board.drop_router("r"), board.drop_control()):
+        await dropped
+    used = {name.removeprefix("cmdstat_") for name in client.info("commandstats")}
+    assert used <= {*COMMANDS, "ping", "config|resetstat", "config", "info"}
+
+
+# --- through a router ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+async def worker() -> AsyncIterator[FakeWorker]:
+    made = FakeWorker(Role.PREFILL, "prefill-0", 1)
+    await made.start()
+    yield made
+    await made.kill()
+
+
+@pytest.fixture
+async def router(board: Board, worker: FakeWorker) -> AsyncIterator[Router]:
+    async def source() -> list[object]:
+        return [worker.info]
+
+    bounds = {Role.PREFILL: (1, 4096), Role.DECODE: (2, 4)}
+    settings = RouterSettings("test", "oracle", grpc=ANY, metrics=ANY, scale=bounds, drain_s=7.0)
+    made = await serve(settings, source, OracleTokenizer(), board=board)
+    await until(lambda: any(link.usable for link in made.floor.pool.links), "connected")
+    yield made
+    await made.stop(0.0)
+
+
+@pytest.fixture
+def operator(router: Router) -> Operator:
+    return Operator([router.admin], NO_REACH)
+
+
+def report(plan: Plan, *slots: Slot) -> ControlReport:
+    return ControlReport(plan=plan, at=SystemClock().wall(), slots=slots, host="h", outlook="calm")
+
+
+READY = Slot(worker_id="prefill-0", role=Role.PREFILL, state="ready")
+
+
+async def test_without_a_controller_nobody_is_told_that_something_happens(operator, board):
+    for ask in (lambda: operator.scale({"decode": 2}), operator.restart, lambda: operator.drain("prefill-0")):
+        with pytest.raises(NoWorker, match="no controller is there"):
+            await asyncio.to_thread(ask)
+    assert await board.plan() is None
+
+
+async def test_an_operator_scales_within_the_bounds_of_the_file(operator, board):
+    await board.put_control(report(Plan(prefill=1, decode=2, number=8)), 60.0)
+    said = await asyncio.to_thread(operator.scale, {"decode": 3})
+    assert (said.prefill, said.decode, said.number, said.by) == (1, 3, 9, "operator")
+    await asyncio.to_thread(operator.scale, {"prefill": 2})
+    plan = await board.plan()
+    assert (plan.prefill, plan.decode, plan.number) == (2, 3, 10), "what the first said stays"
+    with pytest.raises(InvalidRequest, match="decode: must be from 2 to 4, got 5") as refused:
+        await asyncio.to_thread(operator.scale, {"prefill": 0, "decode": 5})
+    assert "prefill: must be from 1" in str(refused.value)
+    with pytest.raises(InvalidRequest, match="say how many"):
+        await asyncio.to_thread(operator.scale, {})
+    assert (await board.plan()).number == 10
+
+
+async def test_a_restart_is_the_next_generation(operator, board):
+    await board.put_control(report(Plan(prefill=1, decode=2, generation=3)), 60.0)
+    said = await asyncio.to_thread(operator.restart)
+    assert (said.prefill, said.decode, said.generation, said.number) == (1, 2, 4, 1)
+    assert (await board.plan()).generation == 4
+
+
+async def test_a_drain_is_an_order_to_the_process_that_is_there(operator, board, worker):
+    await board.put_control(report(Plan(prefill=1, decode=2), READY), 60.0)
+    process = await asyncio.to_thread(operator.drain, "prefill-0")
+    assert process == str(worker.info.ref)
+    order = await board.order(worker.info.ref)
+    assert (order.drain, order.role, order.grace_s) == (True, Role.PREFILL, 7.0)
+    for name in ("prefill-1", ""):
+        with pytest.raises(InvalidRequest, match="known are prefill-0"):
+            await asyncio.to_thread(operator.drain, name)
+
+
+async def test_who_waits_is_told_when_it_is_done_or_what_is_missing(operator, board):
+    slots = [READY, *(READY.model_copy(update={"worker_id": f"decode-{i}", "role": Role.DECODE}) for i in range(2))]
+    plan = Plan(prefill=1, decode=2, number=5)
+    late = slots[1].model_copy(update={"state": "starting", "note": "no room"})
+    for unsettled in (
+        [slots[0], late, slots[2]],
+        slots[:2],
+        [slots[0].model_copy(update={"generation": 1}), *slots[1:]],
+    ):
+        await board.put_control(report(plan, *unsettled), 60.0)
+        with pytest.raises(DeadlineExceeded, match="not done in 0 s"):
+            await asyncio.to_thread(operator.wait_settled, 5, 0.0)
+    await board.put_control(report(plan, *slots), 60.0)
+    await asyncio.to_thread(operator.wait_settled, 5, 5.0)
+    with pytest.raises(DeadlineExceeded):
+        await asyncio.to_thread(operator.wait_settled, 6, 0.0)
+    status = await asyncio.to_thread(operator.status)
+    assert (status.control.outlook, status.control.host, status.control.plan.number) == ("calm", "h", 5)
+    assert 0.0 <= status.control.age_s < 30.0
+
+
+async def test_a_redis_that_is_away_costs_the_status_nothing_but_that(router, operator, monkeypatch):
+    async def away(*_: object) -> object:
+        raise LedgerError("down")
+
+    monkeypatch.setattr(Connection, "call", away)
+    assert (await asyncio.to_thread(operator.status)).control is None
+    with pytest.raises(BatonError):
+        await asyncio.to_thread(operator.restart)
+
+
+async def test_another_router_is_asked_when_one_is_away(router, board):
+    await board.put_control(report(Plan(prefill=1, decode=2)), 60.0)
+    operator = Operator(["127.0.0.1:1", router.admin], NO_REACH)
+    assert (await asyncio.to_thread(operator.restart)).generation == 1
+    with pytest.raises(NoWorker):
+        await asyncio.to_thread(Operator(["127.0.0.1:1"], NO_REACH).restart)
