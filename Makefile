@@ -81,8 +81,14 @@ regenerate: $(SETUP)
 	@if $(MAKE) --no-print-directory $(PROTO_SETUP); then .venv-proto/bin/python tools/gen_proto.py --diff; \
 		else echo "the generator cannot be installed: not regenerated, digests compared"; $(MAKE) --no-print-directory fresh; fi
 
+# Of `make check test` the unit tests run once: `check` leaves out those that are slow, so these are what is left of them.
 test: regenerate  ## everything that needs no GPU: under 15 minutes on 2 cores
+ifeq ($(filter check,$(MAKECMDGOALS)),)
 	@$(PYTEST) $(PARALLEL) -m "not chaos and not serial"
+else
+	@$(PYTEST) $(PARALLEL) -m "slow and not chaos and not serial" tests/unit tests/guards
+	@$(PYTEST) $(PARALLEL) -m "not chaos and not serial" --ignore tests/unit --ignore tests/guards
+endif
 	@$(PYTEST) -m "serial and not chaos" $(NONE_IS_FINE)
 
 chaos: $(SETUP)  ## the whole fault matrices and the soak

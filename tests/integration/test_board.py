@@ -10,7 +10,7 @@ import pytest
 from baton.cli.access import NO_REACH
 from baton.cli.operate import Operator
 from baton.clock import SystemClock
-from baton.core import Incarnation, Role, WorkerRef
+from baton.core import Incarnation, Role, WorkerInfo, WorkerRef
 from baton.errors import BatonError, DeadlineExceeded, InvalidRequest, LedgerError, NoWorker
 from baton.ledger.board import Board, ControlReport, Decision, Order, Plan, RouterReport, Slot, WorkerDemand
 from baton.ledger.connection import COMMANDS, Connection
@@ -121,7 +121,7 @@ async def worker() -> AsyncIterator[FakeWorker]:
 
 @pytest.fixture
 async def router(board: Board, worker: FakeWorker) -> AsyncIterator[Router]:
-    async def source() -> list[object]:
+    async def source() -> list[WorkerInfo]:
         return [worker.info]
 
     bounds = {Role.PREFILL: (1, 4096), Role.DECODE: (2, 4)}

@@ -58,9 +58,7 @@ def test_sizes_are_said(words, sizes):
     assert "baton status" in result.output
 
 
-@pytest.mark.parametrize(
-    "words", [["prefill"], ["prefill=x"], ["prefill=-1"], ["router=2"], ["decode=1", "decode=2"], ["=1"]]
-)
+@pytest.mark.parametrize("words", ["prefill", "prefill=x", "prefill=-1", "router=2", "decode=1 decode=2", "=1"])
 def test_what_is_no_size_is_named_and_nobody_is_asked(words):
     result = run("scale", *words.split())
     assert result.exit_code == 2

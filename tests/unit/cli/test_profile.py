@@ -36,6 +36,7 @@ def cluster_file(tmp_path, monkeypatch):
     torch.set_num_threads(before)
 
 
+@pytest.mark.slow
 def test_every_shape_of_the_model_is_measured_and_kept(cluster_file, capsys):
     try:
         command.profile(cluster_file, [], as_json=True)

@@ -125,6 +125,7 @@ def test_verify_passes_have_one_shape_and_grid_chunks_depend_on_positions_alone(
     assert {shape[0] for shape in backend.shapes if len(shape[0]) == 1} == {(64,), (256,)}
 
 
+@pytest.mark.slow
 @given(st.data())
 @settings(max_examples=60, deadline=None)
 def test_any_mix_with_little_room_and_any_mistakes(data):

@@ -311,6 +311,7 @@ def deterministic(prompt, new=20, **changed):
     return spec_of(prompt, new, deterministic=True, **changed)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("exact_rows", [0, 64])
 def test_deterministic_requests_think(modes, reference, exact_rows):
     shapes = replace(SHAPES, exact_rows=exact_rows)

@@ -133,6 +133,7 @@ print(*(peak[key] - before[key] for key in ("RssAnon:", "RssFile:")))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "times"), [("bfloat16", 1), ("float32", 2)])
 def test_there_is_no_second_copy(dtype: str, times: int, large: Path):
     """Neither in memory of the process nor, once copied, in mapped pages of the file."""

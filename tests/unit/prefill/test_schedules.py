@@ -7,6 +7,7 @@ of their pushes. The pusher fails the run when blocks are let go that it may sti
 
 import functools
 
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
@@ -218,6 +219,7 @@ class PrefillMachine(RuleBasedStateMachine):
 
 
 TestPrefill = PrefillMachine.TestCase
+TestPrefill.pytestmark = [pytest.mark.slow]
 TestPrefill.settings = settings(
     report_multiple_bugs=False,
     max_examples=150,

@@ -9,6 +9,7 @@ only the rest comes. The oracle's tokens depend on every byte of KV.
 import functools
 from dataclasses import replace
 
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
@@ -264,6 +265,7 @@ def once(kinds, ends, refusal):
 
 
 TestTogether = TogetherMachine.TestCase
+TestTogether.pytestmark = [pytest.mark.slow]
 TestTogether.settings = settings(
     report_multiple_bugs=False,
     max_examples=100,
