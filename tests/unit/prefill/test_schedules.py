@@ -218,8 +218,7 @@ class PrefillMachine(RuleBasedStateMachine):
         return HandoffId(request, max(1, self.attempts[request] - back))
 
 
-TestPrefill = PrefillMachine.TestCase
-TestPrefill.pytestmark = [pytest.mark.slow]
+TestPrefill = pytest.mark.slow(PrefillMachine.TestCase)
 TestPrefill.settings = settings(
     report_multiple_bugs=False,
     max_examples=150,

@@ -264,8 +264,7 @@ def once(kinds, ends, refusal):
         assert set(kinds[kinds.index(found[0]) + 1 :]) <= {"fenced"}, kinds
 
 
-TestTogether = TogetherMachine.TestCase
-TestTogether.pytestmark = [pytest.mark.slow]
+TestTogether = pytest.mark.slow(TogetherMachine.TestCase)
 TestTogether.settings = settings(
     report_multiple_bugs=False,
     max_examples=100,
