@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import threading
 from dataclasses import replace
 
-from baton.core import Role
 from baton.ledger.directory_log import DirectoryLog
 from baton.ledger.ownership import OwnershipLog
 from baton.load import Load
-from baton.worker.host import HostParts, Ready, run_worker
-from baton.worker.settings import WorkerSettings
+from baton.worker.host import HostParts
 from baton.worker.transfers import Transfers
 from decode_workers.role import DecodeRole
 
@@ -38,10 +35,3 @@ class HostedDecode(DecodeRole):
         await self._transfers.close()
         await self._directory.close()
         await self._log.close()
-
-
-def run(settings: WorkerSettings, stop: threading.Event, ready: Ready) -> None:
-    """Run a decode worker until `stop` is set. Raises BatonError when it cannot start."""
-    if settings.role is not Role.DECODE:
-        raise ValueError(f"{settings.worker_id} is a {settings.role} worker")
-    run_worker(settings, HostedDecode, stop, ready)

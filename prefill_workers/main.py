@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import threading
 from dataclasses import replace
 
-from baton.core import Role
 from baton.ledger.directory_log import DirectoryLog
 from baton.load import Load
-from baton.worker.host import HostParts, Ready, run_worker
-from baton.worker.settings import WorkerSettings
+from baton.worker.host import HostParts
 from baton.worker.transfers import Transfers
 from prefill_workers.role import PrefillRole
 
@@ -43,10 +40,3 @@ class HostedPrefill(PrefillRole):
     async def close(self) -> None:
         await self._transfers.close()
         await self._directory.close()
-
-
-def run(settings: WorkerSettings, stop: threading.Event, ready: Ready) -> None:
-    """Run a prefill worker until `stop` is set. Raises BatonError when it cannot start."""
-    if settings.role is not Role.PREFILL:
-        raise ValueError(f"{settings.worker_id} is a {settings.role} worker")
-    run_worker(settings, HostedPrefill, stop, ready)

@@ -28,7 +28,9 @@ from baton.cli.options import (
     Token,
     TopK,
     TopP,
+    WorkerId,
 )
+from baton.core import Role
 
 if TYPE_CHECKING:
     from baton.client.types import Options
@@ -263,19 +265,23 @@ def config_schema() -> None:
 
 
 @app.command("prefill-worker")
-def prefill_worker(config: ConfigFile = LOCAL, index: Index = 0, sets: Sets = None, log: Log = None) -> None:
-    """Run one prefill worker as a plain process."""
+def prefill_worker(
+    config: ConfigFile = LOCAL, index: Index = 0, sets: Sets = None, log: Log = None, worker_id: WorkerId = None
+) -> None:
+    """Run a worker as a plain process. It prefills until the cluster's controller has it decode."""
     from baton.cli import roles
 
-    roles.run_role("prefill", config, sets or [], index, log)
+    roles.run_role(Role.PREFILL, config, sets or [], worker_id or f"prefill-{index}", log)
 
 
 @app.command("decode-worker")
-def decode_worker(config: ConfigFile = LOCAL, index: Index = 0, sets: Sets = None, log: Log = None) -> None:
-    """Run one decode worker as a plain process."""
+def decode_worker(
+    config: ConfigFile = LOCAL, index: Index = 0, sets: Sets = None, log: Log = None, worker_id: WorkerId = None
+) -> None:
+    """Run a worker as a plain process. It decodes until the cluster's controller has it prefill."""
     from baton.cli import roles
 
-    roles.run_role("decode", config, sets or [], index, log)
+    roles.run_role(Role.DECODE, config, sets or [], worker_id or f"decode-{index}", log)
 
 
 @app.command()

@@ -77,7 +77,7 @@ def _pair(file: Path, sets: Sequence[str], transport: str) -> Finding:
     from baton.worker.settings import from_config
 
     config = load_config(file, sets, os.environ)
-    settings = settings_for(transport, from_config(config, Role.PREFILL, 0).transfer)
+    settings = settings_for(transport, from_config(config, Role.PREFILL, "doctor").transfer)
     devices = {"nccl": ("cuda:0", "cuda:1"), "cuda_ipc": ("cuda:0", "cuda:0")}.get(transport, ("cpu", "cpu"))
     try:
         found = probe_pair(settings, devices)

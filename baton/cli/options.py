@@ -41,5 +41,8 @@ Tls = Annotated[
     ),
 ]
 Index = Annotated[int, typer.Option("--index", min=0, help="the worker's number within its pool")]
+WorkerId = Annotated[
+    str | None, typer.Option("--id", help="the worker's id, whichever role it has (default: <role>-<index>)")
+]
 RouterIndex = Annotated[int, typer.Option("--index", min=0, help="the router's number, of router.replicas")]
 Log = Annotated[Path | None, typer.Option("--log", help="write output to the end of this file")]

@@ -39,7 +39,7 @@ def profile(file: Path, sets: list[str], *, as_json: bool) -> None:
     """Measure for each number of threads that the pools of a cluster file use. Raises ConfigError, CheckpointError."""
     configure_logging("warning", "auto")
     config = load_config(file, sets, os.environ)
-    pools = {settings.threads: settings for settings in (from_config(config, role, 0) for role in Role)}
+    pools = {settings.threads: settings for settings in (from_config(config, role, "profile") for role in Role)}
     reports = [_profile_pool(settings) for settings in pools.values()]
     if as_json:
         typer.echo(json.dumps(reports))

@@ -23,6 +23,7 @@ from baton.errors import ConfigError
 from baton.logs import configure_logging, redirect_output
 
 if TYPE_CHECKING:
+    from baton.worker.host import RoleFactory
     from router.floor import RouterSettings
 
 DRAIN_S = 9.0  # less than the supervisor's DRAIN_S: it waits so long for the router
@@ -43,12 +44,12 @@ def _prepare(file: Path, sets: Sequence[str], log_file: Path | None) -> ClusterC
     return config
 
 
-def run_role(role: str, file: Path, sets: Sequence[str], index: int, log_file: Path | None) -> None:
-    """Run one worker until SIGTERM or SIGINT."""
+def run_role(role: Role, file: Path, sets: Sequence[str], worker_id: str, log_file: Path | None) -> None:
+    """Run one worker until SIGTERM or SIGINT, or until it is told to drain."""
     config = _prepare(file, sets, log_file)
-    from baton.worker.settings import from_config
+    from baton.worker.host import run_worker
+    from baton.worker.settings import of_both_roles
 
-    settings = from_config(config, Role(role), index)
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
@@ -56,11 +57,15 @@ def run_role(role: str, file: Path, sets: Sequence[str], index: int, log_file: P
     def ready(ref: WorkerRef) -> None:
         report_ready({"worker": str(ref), "address": ref.address, "pid": os.getpid()})
 
-    if settings.role is Role.PREFILL:
-        from prefill_workers.main import run
-    else:
-        from decode_workers.main import run
-    run(settings, stop, ready)
+    run_worker(of_both_roles(config, worker_id), role_factories(), role, stop, ready)
+
+
+def role_factories() -> dict[Role, RoleFactory]:
+    """What makes a worker one of a role: here alone both are known."""
+    from decode_workers.main import HostedDecode
+    from prefill_workers.main import HostedPrefill
+
+    return {Role.PREFILL: HostedPrefill, Role.DECODE: HostedDecode}
 
 
 def run_router(file: Path, sets: Sequence[str], log_file: Path | None, index: int = 0) -> None:

@@ -14,6 +14,7 @@ import typer
 
 from baton.cli.access import TOKEN_VARIABLE, check_tokens
 from baton.cli.model import fetched, shown_loading
+from baton.cli.roles import role_factories
 from baton.cluster.pool import ProcessWorkers, WorkerPlan, Workers
 from baton.cluster.processes import START_TIMEOUT_S, Child, ProcessSpec, report_ready
 from baton.cluster.state import ClusterState, StateFolder, running_clusters
@@ -21,7 +22,6 @@ from baton.cluster.stop import Stop
 from baton.cluster.supervisor import Supervisor
 from baton.config import ClusterConfig, load_config
 from baton.config.load import ENV_PREFIX
-from baton.core import Role
 from baton.errors import BatonError, ConfigError, NoWorker
 from baton.logs import configure_logging
 
@@ -63,11 +63,9 @@ def make_workers(config: ClusterConfig, folder: StateFolder) -> Workers:
     if config.ray.address == "none":
         return ProcessWorkers(worker_command)
     from baton.cluster.ray_cluster import RayWorkers
-    from decode_workers.actor import DecodeActor
-    from prefill_workers.actor import PrefillActor
+    from baton.worker.actor import WorkerActor
 
-    actors: dict[Role, type] = {Role.PREFILL: PrefillActor, Role.DECODE: DecodeActor}
-    return RayWorkers(config.ray.address, config.name, actors, folder.scratch)
+    return RayWorkers(config.ray.address, config.name, WorkerActor, role_factories(), folder.scratch)
 
 
 def worker_command(plan: WorkerPlan) -> list[str]:

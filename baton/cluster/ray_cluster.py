@@ -1,6 +1,6 @@
 """Workers as Ray actors. Ray places, starts and replaces the processes; it carries no tokens and no KV.
 
-The actor classes are given by the caller, so this module knows no role. A local Ray listens on the loopback only, has
+The actor class is given by the caller, so this module knows no role. A local Ray listens on the loopback only, has
 no dashboard, and asks for a token that lives as long as this process.
 """
 
@@ -21,6 +21,7 @@ from baton.clock import Clock, SystemClock
 from baton.cluster.pool import WorkerPlan
 from baton.cluster.processes import POLL_S, START_TIMEOUT_S, StartError, tail
 from baton.cluster.stop import Stop
+from baton.config import load_config
 from baton.core import Role
 from baton.errors import BatonError, Cancelled, NoWorker
 
@@ -51,13 +52,15 @@ class RayWorkers:
         self,
         address: str,
         cluster: str,
-        actors: Mapping[Role, type],
+        actor: type,
+        factories: Mapping[Role, Callable[..., object]],
         scratch: Callable[[], Path],
         clock: Clock | None = None,
     ) -> None:
         self._address = address
         self._cluster = cluster
-        self._actors = actors
+        self._actor = actor
+        self._factories = factories
         self._scratch = scratch
         self._clock = clock or SystemClock()
         self._ray: Any = None
@@ -78,8 +81,9 @@ class RayWorkers:
                 "num_cpus": 0,
                 "max_concurrency": 4,
             }
-            remote = self._ray.remote(self._actors[plan.role]).options(**options)
-            self._handles[plan.worker_id] = remote.remote(str(plan.config), plan.index, str(plan.log))
+            remote = self._ray.remote(self._actor).options(**options)
+            given = load_config(plan.config).model_dump_json(), plan.role.value, plan.worker_id, str(plan.log)
+            self._handles[plan.worker_id] = remote.remote(*given, dict(self._factories))
             self._plans[plan.worker_id] = plan
 
     def _init(self) -> None:

@@ -10,7 +10,7 @@ import contextlib
 import os
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Protocol
 import structlog
 
 from baton.clock import Clock, SystemClock
-from baton.core import WorkerInfo, WorkerRef
+from baton.core import Role, WorkerInfo, WorkerRef
 from baton.engine.determinism import bits_fingerprint
 from baton.errors import EngineFault, LedgerError
 from baton.history import History
@@ -85,6 +85,7 @@ class HostParts:
 
 
 RoleFactory = Callable[[HostParts], HostedRole]
+Factories = Mapping[Role, RoleFactory]
 Ready = Callable[[WorkerRef], None]
 
 
@@ -110,10 +111,12 @@ class _Stepping:
         return self._paces.into(self._role.load(self._engine.load()))
 
 
-async def serve(settings: WorkerSettings, factory: RoleFactory, stop: asyncio.Event, ready: Ready) -> None:
+async def serve(
+    both: Mapping[Role, WorkerSettings], factories: Factories, role_now: Role, stop: asyncio.Event, ready: Ready
+) -> None:
     """Run one worker until `stop` is set. Raises BatonError when it cannot start or must not go on."""
     clock = SystemClock()
-    settings = await asyncio.to_thread(settled, settings)
+    factory, settings = factories[role_now], await asyncio.to_thread(settled, both[role_now])
     engine = await asyncio.to_thread(build_engine, settings)
     ledger = await Ledger.connect(settings.redis_url, settings.ledger_prefix, settings.lease_s, clock)
     server, wire = channel.aio_server(), Wire.of(settings.tls)
@@ -210,7 +213,9 @@ def _info(settings: WorkerSettings, engine: Engine, ref: WorkerRef) -> WorkerInf
     )
 
 
-def run_worker(settings: WorkerSettings, factory: RoleFactory, stop: threading.Event, ready: Ready) -> None:
+def run_worker(
+    settings: Mapping[Role, WorkerSettings], factories: Factories, role: Role, stop: threading.Event, ready: Ready
+) -> None:
     """`serve` on an event loop of its own, until `stop` is set from any thread. Blocks."""
 
     async def main() -> None:
@@ -218,7 +223,7 @@ def run_worker(settings: WorkerSettings, factory: RoleFactory, stop: threading.E
         loop = asyncio.get_running_loop()
         waiter = threading.Thread(target=_forward, args=(stop, loop, leave), daemon=True)
         waiter.start()
-        await serve(settings, factory, leave, ready)
+        await serve(settings, factories, role, leave, ready)
 
     asyncio.run(main())
 

@@ -53,13 +53,18 @@ class WorkerSettings:
         return f"baton:{self.cluster}"
 
 
-def from_config(config: ClusterConfig, role: Role, index: int) -> WorkerSettings:
-    """The settings of worker number `index` of a pool. `redis.url` must name a running Redis by now."""
+def of_both_roles(config: ClusterConfig, worker_id: str) -> dict[Role, WorkerSettings]:
+    """What a worker needs that may be told to be of the other role."""
+    return {role: from_config(config, role, worker_id) for role in Role}
+
+
+def from_config(config: ClusterConfig, role: Role, worker_id: str) -> WorkerSettings:
+    """The settings of a worker of this role. `redis.url` must name a running Redis by now."""
     pool: PoolConfig = config.prefill if role is Role.PREFILL else config.decode
     transfer = config.transfer
     return WorkerSettings(
         cluster=config.name,
-        worker_id=f"{role.value}-{index}",
+        worker_id=worker_id,
         role=role,
         redis_url=config.redis.url,
         model_name=config.model.name,

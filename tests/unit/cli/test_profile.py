@@ -54,7 +54,7 @@ def test_every_shape_of_the_model_is_measured_and_kept(cluster_file, capsys):
     assert found is not None
     assert {str(tokens): seconds for tokens, seconds in found.seconds.items()} == passes["seconds"]
     assert (passes["rows"], passes["window"]) == (found.best(exact=True) // 32, 32)
-    settings = from_config(load_config(cluster_file, []), Role.DECODE, 0)
+    settings = from_config(load_config(cluster_file, []), Role.DECODE, "decode-0")
     assert settled(settings).shapes.rows == passes["rows"]
 
 

@@ -75,11 +75,12 @@ def ray(monkeypatch):
 
 
 def workers(tmp_path, address="local", clock=None):
-    return RayWorkers(address, "test", {Role.DECODE: object}, lambda: tmp_path, clock)
+    return RayWorkers(address, "test", object, {}, lambda: tmp_path, clock)
 
 
 def plans(tmp_path):
     (tmp_path / "d.log").write_text("a line of the log")
+    (tmp_path / "c.yaml").write_text("model: {path: oracle}")
     return [WorkerPlan(Role.DECODE, 0, tmp_path / "c.yaml", tmp_path / "d.log")]
 
 

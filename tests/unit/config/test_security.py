@@ -147,7 +147,7 @@ def test_kv_in_the_clear_between_machines_is_said_so(load, made, transport):
 def test_auto_encrypts_kv_between_machines_where_there_are_certificates(load, made, security, encrypted):
     security = security.format(tls=made / "a")
     config = load("decode: {{listen: '10.0.0.1:1'}}\nsecurity: {{" + security + "}}")
-    assert from_config(config, Role.DECODE, 0).transfer.encrypted is encrypted
+    assert from_config(config, Role.DECODE, "decode-0").transfer.encrypted is encrypted
     assert config.kv_is_encrypted is encrypted
 
 

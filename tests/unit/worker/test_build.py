@@ -24,7 +24,7 @@ DEMO = Path(__file__).parents[3] / "models/demo"
 def settings(tmp_path, *sets):
     file = tmp_path / "c.yaml"
     file.write_text("model: {path: oracle}\nredis: {url: 'redis://127.0.0.1:1/0'}\n")
-    return from_config(load_config(file, sets), Role.DECODE, 0)
+    return from_config(load_config(file, sets), Role.DECODE, "decode-0")
 
 
 def test_a_gpu_that_is_not_there_is_named(monkeypatch, tmp_path):
@@ -181,7 +181,7 @@ def test_ranks_that_cannot_be_are_refused_by_key_before_any_starts(monkeypatch, 
 def test_gloo_listens_at_one_address_also_where_the_worker_does_at_all(tmp_path, pool, host):
     file = tmp_path / "cluster.yaml"
     file.write_text(f"model: {{path: oracle}}\ndecode: {{{pool}}}\nsecurity: {{allow_insecure: true}}\n")
-    transfer = from_config(load_config(file), Role.DECODE, 0).transfer
+    transfer = from_config(load_config(file), Role.DECODE, "decode-0").transfer
     assert transfer.bind_host == host
     assert make_transports(transfer, torch.device("cpu"))[-1].name == "gloo"
 

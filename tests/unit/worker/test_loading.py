@@ -24,7 +24,7 @@ DEMO = Path(__file__).resolve().parents[3] / "models/demo"
 def settings(tmp_path, path):
     file = tmp_path / "c.yaml"
     file.write_text(f"model: {{path: {path}}}\nredis: {{url: 'redis://127.0.0.1:1/0'}}\n")
-    return from_config(load_config(file), Role.DECODE, 0)
+    return from_config(load_config(file), Role.DECODE, "decode-0")
 
 
 def test_progress_is_logged_at_most_every_two_seconds():

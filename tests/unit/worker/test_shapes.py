@@ -28,7 +28,7 @@ def settings(tmp_path, monkeypatch):
     file.write_text(f"model: {{path: {DEMO}}}\nredis: {{url: 'redis://127.0.0.1:1/0'}}\ndecode: {{device: cpu}}\n")
 
     def of(*sets):
-        return from_config(load_config(file, sets), Role.DECODE, 0)
+        return from_config(load_config(file, sets), Role.DECODE, "decode-0")
 
     return of
 
@@ -61,10 +61,13 @@ async def test_a_worker_starts_with_it(settings, monkeypatch):
         built.append(found.shapes.rows)
         raise ConfigError("enough")
 
+    def no_engine(parts):
+        pytest.fail("no engine")
+
     save_passes(passes_path(settings()), MEASURED)
     monkeypatch.setattr(host, "build_engine", build_engine)
     with pytest.raises(ConfigError, match="enough"):
-        await host.serve(settings(), lambda _: pytest.fail("no engine"), asyncio.Event(), print)
+        await host.serve({Role.DECODE: settings()}, {Role.DECODE: no_engine}, Role.DECODE, asyncio.Event(), print)
     assert built == [4]
 
 

@@ -13,7 +13,7 @@ from baton.worker.host import run_worker
 from baton.worker.threaded import HostedWorker
 from tests.unit.worker.support import D
 
-NO_SETTINGS: Any = (None, None)  # settings and a factory that nobody looks at
+NO_SETTINGS: Any = ({}, {}, None)  # settings, factories and a role that nobody looks at
 
 
 class Exit:
@@ -89,7 +89,7 @@ def test_so_does_a_host_that_fails(exit_process, monkeypatch):
 
     go_on = threading.Event()
 
-    async def serve(settings, factory, stop, ready):
+    async def serve(settings, factories, role, stop, ready):
         ready(D)
         await asyncio.to_thread(go_on.wait, 10)
         raise EngineFault("the engine thread failed")
@@ -104,7 +104,7 @@ def test_so_does_a_host_that_fails(exit_process, monkeypatch):
 
 
 def test_a_host_that_is_asked_to_stop_just_ends(exit_process, monkeypatch):
-    async def serve(settings, factory, stop, ready):
+    async def serve(settings, factories, role, stop, ready):
         ready(D)
         await stop.wait()
 
