@@ -7,17 +7,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from baton.cli import operating
+from baton.cli import one_role, operating
 from baton.cli.options import (
+    LOCAL,
     AdminTarget,
     ClusterName,
     ConfigFile,
-    Index,
     Json,
-    Log,
     MaxTokens,
     ModelName,
-    RouterIndex,
     Seed,
     Sets,
     Target,
@@ -28,14 +26,10 @@ from baton.cli.options import (
     Token,
     TopK,
     TopP,
-    WorkerId,
 )
-from baton.core import Role
 
 if TYPE_CHECKING:
     from baton.client.types import Options
-
-LOCAL = Path("configs/local.yaml")
 
 app = typer.Typer(
     name="baton",
@@ -264,42 +258,7 @@ def config_schema() -> None:
     command.schema()
 
 
-@app.command("prefill-worker")
-def prefill_worker(
-    config: ConfigFile = LOCAL, index: Index = 0, sets: Sets = None, log: Log = None, worker_id: WorkerId = None
-) -> None:
-    """Run a worker as a plain process. It prefills until the cluster's controller has it decode."""
-    from baton.cli import roles
-
-    roles.run_role(Role.PREFILL, config, sets or [], worker_id or f"prefill-{index}", log)
-
-
-@app.command("decode-worker")
-def decode_worker(
-    config: ConfigFile = LOCAL, index: Index = 0, sets: Sets = None, log: Log = None, worker_id: WorkerId = None
-) -> None:
-    """Run a worker as a plain process. It decodes until the cluster's controller has it prefill."""
-    from baton.cli import roles
-
-    roles.run_role(Role.DECODE, config, sets or [], worker_id or f"decode-{index}", log)
-
-
-@app.command()
-def router(config: ConfigFile = LOCAL, index: RouterIndex = 0, sets: Sets = None, log: Log = None) -> None:
-    """Run a router as a plain process."""
-    from baton.cli import roles
-
-    roles.run_router(config, sets or [], log, index)
-
-
-@app.command()
-def gateway(
-    config: ConfigFile = LOCAL,
-    target: Annotated[str | None, typer.Option("--target", help="a router's host:port (default: router.grpc)")] = None,
-    sets: Sets = None,
-    log: Log = None,
-) -> None:
-    """Run OpenAI's HTTP API alone, on router.http, in front of a router."""
-    from baton.cli import roles
-
-    roles.run_gateway(config, sets or [], target, log)
+app.command("prefill-worker")(one_role.prefill_worker)
+app.command("decode-worker")(one_role.decode_worker)
+app.command()(one_role.router)
+app.command()(one_role.gateway)

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+LOCAL = Path("configs/local.yaml")
 ConfigFile = Annotated[Path, typer.Option("--config", "-c", help="the cluster file", show_default=True)]
 Sets = Annotated[list[str] | None, typer.Option("--set", help="key=value over the file, such as decode.replicas=2")]
 Json = Annotated[bool, typer.Option("--json", help="print JSON")]
