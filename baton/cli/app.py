@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -80,6 +81,7 @@ def status(
     target: AdminTarget = None,
     tls: Tls = None,
     census: Annotated[bool, typer.Option("--census", help="who holds which blocks; 1 if some are lost")] = False,
+    watch: Annotated[bool, typer.Option("--watch", help="again each second, until Ctrl-C")] = False,
     as_json: Json = False,
 ) -> None:
     """Show workers, their load and the block ledger. BATON_TOKEN: an admin's token, if the cluster has tokens."""
@@ -90,7 +92,8 @@ def status(
         return
     from baton.cli import status as command
 
-    command.status(name, target, tls, as_json=as_json)
+    show = partial(command.status, name, target, tls, as_json=as_json)
+    command.watch(show) if watch else show()
 
 
 app.command()(operating.scale)

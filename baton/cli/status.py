@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import typer
@@ -35,6 +36,7 @@ COLUMNS = (
 )
 SILENT_S = 5.0
 LATEST = 5  # decisions
+WATCH_S = 1.0
 
 
 def status(name: str | None, target: str | None, tls: Path | None = None, *, as_json: bool) -> None:
@@ -56,6 +58,18 @@ def status(name: str | None, target: str | None, tls: Path | None = None, *, as_
     show(routers[0], routers[1:])
     for admin, error in failed.items():
         typer.echo(f"router at {admin}: cannot be asked: {error}")
+
+
+def watch(show: Callable[[], None]) -> None:
+    """Show it again and again; a router that is being replaced is waited for. Ends with KeyboardInterrupt."""
+    while True:
+        if sys.stdout.isatty():
+            typer.clear()
+        try:
+            show()
+        except NoWorker as error:
+            typer.echo(str(error))
+        time.sleep(WATCH_S)
 
 
 def _ask(admin: str, reach: Reach) -> ClusterStatus | BatonError:

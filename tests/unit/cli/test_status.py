@@ -143,3 +143,23 @@ def test_a_worker_that_drains_is_not_just_connected(serving, capsys):
     serving(router)
     command.status(None, None, as_json=False)
     assert "prefill-0@7.2  prefill  draining" in capsys.readouterr().out
+
+
+def test_watching_goes_on_until_it_is_interrupted(capsys, monkeypatch):
+    pauses = iter([None, None, KeyboardInterrupt])
+
+    def pause(seconds):
+        if (end := next(pauses)) is not None:
+            raise end
+
+    shown = iter([None, NoWorker("being replaced"), None])
+
+    def show():
+        print("shown")
+        if (error := next(shown)) is not None:
+            raise error
+
+    monkeypatch.setattr(command.time, "sleep", pause)
+    with pytest.raises(KeyboardInterrupt):
+        command.watch(show)
+    assert capsys.readouterr().out == "shown\nshown\nbeing replaced\nshown\n"
