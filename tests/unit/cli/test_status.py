@@ -2,6 +2,7 @@
 
 import json
 import os
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import grpc
@@ -159,7 +160,7 @@ def test_watching_goes_on_until_it_is_interrupted(capsys, monkeypatch):
         if (error := next(shown)) is not None:
             raise error
 
-    monkeypatch.setattr(command.time, "sleep", pause)
+    monkeypatch.setattr(time, "sleep", pause)
     with pytest.raises(KeyboardInterrupt):
         command.watch(show)
     assert capsys.readouterr().out == "shown\nshown\nbeing replaced\nshown\n"
