@@ -62,9 +62,9 @@ def status(name: str | None, target: str | None, tls: Path | None = None, *, as_
 
 def watch(show: Callable[[], None]) -> None:
     """Show it again and again; a router that is being replaced is waited for. Ends with KeyboardInterrupt."""
+    screen = Console()
     while True:
-        if sys.stdout.isatty():
-            typer.clear()
+        screen.clear()  # nothing off a terminal
         try:
             show()
         except NoWorker as error:
