@@ -52,8 +52,9 @@ $(PROTO_SETUP): tools/proto-requirements.txt
 proto: $(PROTO_SETUP)  ## regenerate baton/rpc/v1 from proto/baton/v1
 	@.venv-proto/bin/python tools/gen_proto.py
 
-fmt: $(SETUP)  ## format the code, apply safe fixes, generate the blocking client
+fmt: $(SETUP)  ## format the code, apply safe fixes, generate the blocking client and the schema of the cluster file
 	@$(BIN)/python tools/gen_sync_client.py
+	@$(BIN)/python -m tools.gen_schema
 	@$(BIN)/ruff check -q --fix-only $(CODE)
 	@$(BIN)/ruff format $(CODE)
 
@@ -73,6 +74,7 @@ budget: $(SETUP)
 fresh: $(SETUP)
 	@$(BIN)/python tools/gen_proto.py --check
 	@$(BIN)/python tools/gen_sync_client.py --check
+	@$(BIN)/python -m tools.gen_schema --check
 
 check: lint fresh budget layers types  ## format, lint, types, layers, budgets, fresh stubs, unit tests: under 2 minutes
 	@$(PYTEST) $(PARALLEL) -m "not chaos and not serial and not slow" tests/unit tests/guards

@@ -32,7 +32,13 @@ def show(file: Path, sets: Sequence[str], *, as_json: bool) -> None:
 
 def schema() -> None:
     """Print the JSON Schema."""
-    typer.echo(json.dumps(ClusterConfig.model_json_schema(), indent=2))
+    typer.echo(schema_text())
+
+
+def schema_text() -> str:
+    """The JSON Schema of the cluster file. It says draft 7, which every editor reads, and holds in later ones too."""
+    tree = {"$schema": "http://json-schema.org/draft-07/schema#", **ClusterConfig.model_json_schema()}
+    return json.dumps(tree, indent=2)
 
 
 def effective(config: ClusterConfig) -> dict[str, object]:

@@ -15,8 +15,8 @@ MOST_WORKERS = 4096
 class AutoscaleConfig(Section):
     """Bounds of a pool, within which the autoscaler moves."""
 
-    min: Processes = 1
-    max: Processes = 1
+    min: Processes = Field(default=1, description="workers that it keeps at least")
+    max: Processes = Field(default=1, description="and at most")
 
     @model_validator(mode="after")
     def _ordered(self) -> AutoscaleConfig:
@@ -41,12 +41,15 @@ class ScalingConfig(Section):
 class PoolConfig(Section):
     """One pool of workers."""
 
-    replicas: Processes = 1
+    replicas: Processes = Field(default=1, description="workers at the start")
     tensor_parallel: Processes = Field(
         default=1,
         description="processes that compute one worker's model together, each a share of its heads; only on CPUs yet",
     )
-    device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$")] = "auto"
+    device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:[0-9]+)?)$")] = Field(
+        default="auto",
+        description="cpu, cuda (under Ray: a GPU for each worker), cuda:N; auto: the first GPU, or the CPU",
+    )
     threads: Processes | Literal["auto"] = Field(
         default="auto", description="of each process of a worker; auto: all cores, divided by tensor_parallel"
     )
@@ -56,13 +59,13 @@ class PoolConfig(Section):
         " so that the last bits of a result depend on load; load_bf16: and what splits leave is rounded to bfloat16",
     )
     kv_memory: SizeOrAuto = Field(default="auto", description="of a worker, however many processes share it")
-    block_size: Tokens = 16
-    max_batched_tokens: Tokens = 2048
-    max_running: Rows = 64
+    block_size: Tokens = Field(default=16, description="tokens of one block of KV")
+    max_batched_tokens: Tokens = Field(default=2048, description="that one step computes, of all its requests")
+    max_running: Rows = Field(default=64, description="requests that a worker computes at once")
     prefix_cache: bool = Field(
         default=True, description="keep computed KV while there is room, and use it for prompts with equal beginnings"
     )
-    listen: Address = "127.0.0.1:0"
+    listen: Address = Field(default="127.0.0.1:0", description="of each worker; port 0: any free port")
     advertise: Host | None = Field(
         default=None, description="the host that others are told; its port is the listener's"
     )

@@ -11,6 +11,7 @@ from baton.config.listeners import KEPT_IN, encrypts, unsafe
 from baton.config.pool import PoolConfig, ScalingConfig
 from baton.config.security import Section, SecurityConfig
 from baton.config.values import (
+    HUB_NAME,
     Address,
     Host,
     Interface,
@@ -28,6 +29,7 @@ from baton.limits import MAX_RESUMABLE_S
 Name = Annotated[str, Field(pattern=r"^[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?$")]
 Auto = Literal["auto"]
 Weight = Annotated[float, Field(ge=0.001, le=1000)]
+URLS = "redis://", "rediss://", "unix://"
 AUTO_PASS = 2, 32  # rows and window, as `baton.engine.fixed.FixedShapes` has them
 
 
@@ -35,11 +37,16 @@ class ModelConfig(Section):
     """Which model every worker serves."""
 
     path: str = Field(
-        default="models/demo", min_length=1, description="a checkpoint folder, hf:org/name[@revision], or oracle"
+        default="models/demo",
+        min_length=1,
+        description="a checkpoint folder, hf:org/name[@revision], or oracle",
+        json_schema_extra={"anyOf": [{"not": {"pattern": "^hf:"}}, {"pattern": f"^{HUB_NAME.pattern}$"}]},
     )
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    max_model_len: PositiveInt | Auto = "auto"
-    seed: int = 0
+    dtype: Literal["auto", "float32", "bfloat16"] = Field(default="auto", description="auto: as the checkpoint says")
+    max_model_len: PositiveInt | Auto = Field(
+        default="auto", description="tokens of a prompt and its answer; auto: as many as the model and kv_memory allow"
+    )
+    seed: int = Field(default=0, description="of the oracle's weights")
 
     @property
     def name(self) -> str:
@@ -57,12 +64,16 @@ class ModelConfig(Section):
 class RedisConfig(Section):
     """The ledger: `embedded` starts a redis-server of its own."""
 
-    url: str = "embedded"
+    url: str = Field(
+        default="embedded",
+        description="embedded, redis://host:port/db, rediss://... or unix://...; BATON__REDIS__URL hides a password",
+        json_schema_extra={"pattern": f"^(embedded$|{'|'.join(URLS)})"},
+    )
 
     @field_validator("url")
     @classmethod
     def _scheme(cls, url: str) -> str:
-        if url != "embedded" and not url.startswith(("redis://", "rediss://", "unix://")):
+        if url != "embedded" and not url.startswith(URLS):
             raise ValueError("must be embedded, redis://..., rediss://... or unix://...")
         return url
 
@@ -70,7 +81,7 @@ class RedisConfig(Section):
 class RayConfig(Section):
     """Who places the workers: `local` starts Ray here, `none` means plain processes, else the address of one."""
 
-    address: str = Field(default="local", min_length=1)
+    address: str = Field(default="local", min_length=1, description="local, none, auto, or host:port of Ray's head")
     node_labels: NodeLabels = Field(
         default_factory=dict, description="of the Ray nodes that workers of both pools go to"
     )
@@ -79,20 +90,20 @@ class RayConfig(Section):
 class QueueConfig(Section):
     """How much may wait in the router, and for how long."""
 
-    max_requests: PositiveInt = 256
+    max_requests: PositiveInt = Field(default=256, description="more are refused, and told when to come again")
     max_tokens: PositiveInt = Field(default=1_000_000, description="of the prompts that wait, together")
-    max_wait_s: Seconds = 10.0
+    max_wait_s: Seconds = Field(default=10.0, description="longer, and a request is refused")
 
 
 class RouterConfig(Section):
     """The router's listeners. Port 0: any free port."""
 
-    replicas: Processes = 1
-    grpc: Address = "127.0.0.1:50051"
+    replicas: Processes = Field(default=1, description="router processes, all at the same addresses")
+    grpc: Address = Field(default="127.0.0.1:50051", description="the API")
     http: Address | None = Field(default=None, description="OpenAI's HTTP API; none: it is not served")
     http_body: Size = Field(default=2**20, description="the most that the body of an HTTP request may have")
-    metrics: Address = "127.0.0.1:9100"
-    admin: Address = "127.0.0.1:0"
+    metrics: Address = Field(default="127.0.0.1:9100", description="for Prometheus")
+    admin: Address = Field(default="127.0.0.1:0", description="for operators: baton status, scale, drain")
     advertise: Host | None = Field(default=None, description="the host that is told to others, if not that of `grpc`")
     interface: Interface | None = Field(default=None, description="listeners on all addresses are told by its address")
     policy: Literal["predicted", "least_loaded", "round_robin", "prefix"] = Field(
@@ -104,7 +115,7 @@ class RouterConfig(Section):
         description="auto, with policy predicted: a decode worker computes the rest of a prompt itself where that is"
         " expected to be clearly sooner, in a step within slo.itl_ms; without any prefill worker they always do",
     )
-    slow_reader_s: Seconds = 60.0
+    slow_reader_s: Seconds = Field(default=60.0, description="a client that reads nothing for so long is cut off")
     queue: QueueConfig = QueueConfig()
     tenants: dict[str, Weight] = Field(
         default_factory=dict,
@@ -116,7 +127,9 @@ class RouterConfig(Section):
 class TransferConfig(Section):
     """How KV moves between workers."""
 
-    transport: Literal["auto", "nccl", "gloo", "shm", "cuda_ipc", "grpc", "memory"] = "auto"
+    transport: Literal["auto", "nccl", "gloo", "shm", "cuda_ipc", "grpc", "memory"] = Field(
+        default="auto", description="auto: the fastest that both ends have, encrypted between machines if there is TLS"
+    )
     frame_size: Size = Field(default=4 * 2**20, description="the most that one frame carries, on each channel")
     credits: Annotated[int, Field(ge=1, le=64)] = Field(
         default=4, description="frames in flight: a channel's staging takes frame_size times this, at each end"
@@ -124,7 +137,7 @@ class TransferConfig(Section):
     coalesce_below: Size = Field(
         default=256 * 2**10, description="KV that is waited for before a frame leaves, while its prompt is computed"
     )
-    frame_deadline_s: Seconds = 10.0
+    frame_deadline_s: Seconds = Field(default=10.0, description="a frame that takes longer ends its channel")
     staging_memory: Size = Field(
         default=2**30,
         description="of a worker's channels at each end; when it is used up, the longest idle one is closed",
@@ -137,8 +150,8 @@ class TransferConfig(Section):
 class LedgerConfig(Section):
     """Leases of workers: a worker beats every `heartbeat_s`, and is dead after `lease_s` without progress."""
 
-    lease_s: Seconds = 10.0
-    heartbeat_s: Seconds = 1.0
+    lease_s: Seconds = Field(default=10.0, description="at least three heartbeats")
+    heartbeat_s: Seconds = Field(default=1.0, description="between two of them")
 
 
 class DeterminismConfig(Section):
@@ -168,15 +181,18 @@ class ThinkingConfig(Section):
     with as many chunks at once as seems worth it (auto); off: nothing is thought.
     """
 
-    while_decoding: bool = False
-    prefill: Annotated[Literal["auto", "fast", "sequential", "off"], BeforeValidator(parse_off)] = "auto"
+    while_decoding: bool = Field(default=False, description="for requests that do not say")
+    prefill: Annotated[
+        Literal["auto", "fast", "sequential", "off"],
+        BeforeValidator(parse_off, json_schema_input_type=Literal["auto", "fast", "sequential", "off", False]),
+    ] = Field(default="auto", description="how thoughts about a prompt are computed; off: nothing is thought")
 
 
 class SloConfig(Section):
     """What choosing a decode worker aims at (`itl_ms`), and what finished requests are counted by (both)."""
 
-    ttft_ms: Milliseconds = 1000.0
-    itl_ms: Milliseconds = 100.0
+    ttft_ms: Milliseconds = Field(default=1000.0, description="to the first token")
+    itl_ms: Milliseconds = Field(default=100.0, description="from each token to the next")
 
 
 class RetryConfig(Section):
@@ -188,15 +204,15 @@ class RetryConfig(Section):
 class LogConfig(Section):
     """Logs go to stderr, and to files in the state folder."""
 
-    level: Literal["debug", "info", "warning", "error"] = "info"
-    format: Literal["auto", "json", "console"] = "auto"
+    level: Literal["debug", "info", "warning", "error"] = Field(default="info", description="and all above it")
+    format: Literal["auto", "json", "console"] = Field(default="auto", description="auto: console on a terminal")
 
 
 class ClusterConfig(Section):
     """One cluster."""
 
-    name: Name = "local"
-    mode: Literal["disaggregated", "colocated"] = "disaggregated"
+    name: Name = Field(default="local", description="of its state folder and its keys in Redis")
+    mode: Literal["disaggregated", "colocated"] = Field(default="disaggregated", description="colocated: not built yet")
     model: ModelConfig = ModelConfig()
     redis: RedisConfig = RedisConfig()
     ray: RayConfig = RayConfig()

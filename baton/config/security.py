@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, field_validator
 
-from baton.config.listeners import parse_allowed
+from baton.config.listeners import NEEDS, parse_allowed
+
+_ALLOWED = {"anyOf": [{"type": "boolean"}, {"type": "array", "items": {"enum": list(NEEDS)}}]}
 
 
 class Section(BaseModel):
@@ -39,11 +41,11 @@ class SecurityConfig(Section):
         default=None, description="these files, or a folder with cert.pem, key.pem and ca.pem (see `baton certs`)"
     )
     tokens: str | None = Field(default=None, min_length=1, description="a file of tokens, read again when it changes")
-    allow_insecure: Annotated[bool | tuple[str, ...], BeforeValidator(parse_allowed)] = Field(
+    allow_insecure: Annotated[bool | tuple[str, ...], BeforeValidator(parse_allowed), WithJsonSchema(_ALLOWED)] = Field(
         default=False, description="true, or the listeners that may be open to all, such as [router.metrics]"
     )
 
-    @field_validator("tls", mode="before")
+    @field_validator("tls", mode="before", json_schema_input_type=TlsConfig | str | None)
     @classmethod
     def _of_folder(cls, tls: object) -> object:
         return {part: f"{tls}/{part}.pem" for part in ("cert", "key", "ca")} if isinstance(tls, str) and tls else tls

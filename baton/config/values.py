@@ -90,12 +90,20 @@ def parse_off(value: object) -> object:
     return "off" if value is False else value
 
 
-_SIZE_SCHEMA = {
-    "anyOf": [{"type": "integer", "minimum": 1}, {"type": "string", "pattern": r"^\d+(\.\d+)?\s*[A-Za-z]*$"}]
-}
-Size = Annotated[int, BeforeValidator(parse_size), WithJsonSchema(_SIZE_SCHEMA)]
-SizeOrAuto = Annotated[int | Literal["auto"], BeforeValidator(parse_size_or_auto), WithJsonSchema(_SIZE_SCHEMA)]
-Address = Annotated[str, BeforeValidator(parse_address), WithJsonSchema({"type": "string", "pattern": r"^.+:\d+$"})]
+# For editors; patterns without what only Python's regular expressions have.
+_SIZES: list[dict[str, object]] = [
+    {"type": "integer", "minimum": 1, "maximum": MOST_BYTES},
+    {"type": "string", "pattern": r"^\s*[0-9]+(\.[0-9]+)?\s*([Bb]|[KkMmGg][Ii]?[Bb]|[Tt][Ii][Bb])?\s*$"},
+]
+Size = Annotated[int, BeforeValidator(parse_size), WithJsonSchema({"anyOf": _SIZES})]
+SizeOrAuto = Annotated[
+    int | Literal["auto"],
+    BeforeValidator(parse_size_or_auto),
+    WithJsonSchema({"anyOf": [{"const": "auto"}, *_SIZES]}),
+]
+Address = Annotated[
+    str, BeforeValidator(parse_address), WithJsonSchema({"type": "string", "pattern": "^.+:[0-9]{1,5}$"})
+]
 Host = Annotated[str, BeforeValidator(parse_host), WithJsonSchema({"type": "string", "pattern": f"^({HOST.pattern})$"})]
 Label = Annotated[str, Field(min_length=1, max_length=253, pattern=r"^[A-Za-z0-9]([A-Za-z0-9_./-]*[A-Za-z0-9])?$")]
 NodeLabels = dict[Label, Label]

@@ -1,7 +1,5 @@
 """The cluster file: defaults, layers of settings, and for every mistake an error with line, key and remedy."""
 
-from pathlib import Path
-
 import pytest
 
 from baton.config import config_from_json, load_config
@@ -9,8 +7,6 @@ from baton.config.load import NOT_BUILT, known_keys
 from baton.config.schema import AUTO_PASS
 from baton.engine.fixed import FixedShapes
 from baton.errors import ConfigError
-
-CONFIGS = Path(__file__).parents[3] / "configs"
 
 
 @pytest.fixture
@@ -32,12 +28,6 @@ def test_an_empty_file_is_a_working_local_cluster(load):
 @pytest.mark.parametrize("policy", ["predicted", "least_loaded", "prefix", "round_robin"])
 def test_every_policy_can_be_named(load, policy):
     assert load(f"model: {{path: oracle}}\nrouter: {{policy: {policy}}}").router.policy == policy
-
-
-@pytest.mark.parametrize("file", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.name)
-def test_shipped_configs_load(file):
-    config = load_config(file, sets=["model.path=oracle"])
-    assert config.name == file.stem
 
 
 def test_later_layers_win_over_earlier_ones(load):
