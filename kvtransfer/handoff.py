@@ -27,6 +27,7 @@ class TransferSettings:
     coalesce_below: int = 256 << 10  # bytes that are waited for before a frame leaves, while there is more to compute
     frame_deadline_s: float = 10.0
     bind_host: str = "127.0.0.1"  # where gloo listens and connects from
+    interface: str | None = None  # that NCCL takes; None: which it likes
     staging_memory: int = 1 << 30  # bytes of all rings: when used up, the channel that is idle for longest is closed
     encrypted: bool = False  # `auto` lets no KV leave its machine in the clear
     verify_kv: bool = False  # beside the digest of each frame, one of the whole KV that knows no frames

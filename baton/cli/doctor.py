@@ -16,6 +16,7 @@ from pathlib import Path
 import psutil
 import typer
 
+from baton.addresses import interface_address
 from baton.cli.config import hide_password
 from baton.config import ClusterConfig, load_config
 from baton.config.certificates import check_tls
@@ -63,6 +64,7 @@ def examine(file: Path, sets: Sequence[str]) -> Iterator[Finding]:
     yield Finding("config", OK, f"{file} (cluster {config.name!r})")
     for look in (_model, _redis, _tls, _tokens, _threads):
         yield look(config)
+    yield from _hosts(config)
     yield from _ports(config)
     yield _shared_memory()
     yield _gpu(config)
@@ -74,12 +76,12 @@ def _pair(file: Path, sets: Sequence[str], transport: str) -> Finding:
     """A channel of this kind between two processes of this machine, as two workers would open it."""
     from baton.cli.pair import probe_pair, settings_for
     from baton.core import Role
-    from baton.worker.settings import from_config
+    from baton.worker.settings import from_config, located
 
     config = load_config(file, sets, os.environ)
-    settings = settings_for(transport, from_config(config, Role.PREFILL, "doctor").transfer)
     devices = {"nccl": ("cuda:0", "cuda:1"), "cuda_ipc": ("cuda:0", "cuda:0")}.get(transport, ("cpu", "cpu"))
     try:
+        settings = settings_for(transport, located(from_config(config, Role.PREFILL, "doctor")).transfer)
         found = probe_pair(settings, devices)
     except BatonError as error:
         return Finding(f"transport {transport}", BAD, str(error), "choose another transfer.transport")
@@ -160,6 +162,29 @@ def _threads(config: ClusterConfig) -> Finding:
             "threads", WARN, f"{wanted} wanted, {cores} cores here", "lower prefill.threads or decode.threads"
         )
     return Finding("threads", OK, f"{wanted} wanted, {cores} cores here")
+
+
+def _hosts(config: ClusterConfig) -> Iterator[Finding]:
+    """What the cluster file says of this host's network. Of other hosts it may well be right, and wrong here."""
+    wrong = WARN if config.ray.address not in {"local", "none"} else BAD
+    remedy = "run baton doctor on the host that it is meant for" if wrong == WARN else "correct it, or leave it out"
+    for name, part in (("router", config.router), ("prefill", config.prefill), ("decode", config.decode)):
+        if part.interface:
+            key = f"{name}.interface"
+            try:
+                yield Finding(key, OK, f"{part.interface} has {interface_address(part.interface, key)}")
+            except ConfigError as error:
+                yield Finding(key, wrong, str(error), remedy)
+        if part.advertise:
+            yield _resolved(f"{name}.advertise", part.advertise, wrong, remedy)
+
+
+def _resolved(key: str, host: str, wrong: str, remedy: str) -> Finding:
+    try:
+        found = socket.getaddrinfo(host.strip("[]"), None, type=socket.SOCK_STREAM)
+    except OSError as error:
+        return Finding(key, wrong, f"{host}: {error.strerror}", remedy)
+    return Finding(key, OK, f"{host} is {', '.join(sorted({str(one[4][0]) for one in found}))}")
 
 
 def _ports(config: ClusterConfig) -> Iterator[Finding]:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import structlog
 
 from baton import __version__
+from baton.addresses import called
 from baton.cli.config import effective
 from baton.clock import SystemClock
 from baton.cluster.processes import die_with_parent, report_ready
@@ -100,7 +101,11 @@ async def _route(config: ClusterConfig, index: int) -> None:
     gc.freeze()  # what is here now stays: no later collection need look at it
     gc.set_threshold(GC_EVERY, *gc.get_threshold()[1:])
     bound = {"grpc": handle.grpc, "admin": handle.admin, "metrics": handle.metrics}
-    report_ready(bound | ({"http": handle.http} if handle.http else {}) | {"pid": os.getpid()})
+    bound |= {"http": handle.http} if handle.http else {}
+    router, url = config.router, config.redis.url
+    told = {name: called(at, router.advertise, router.interface, url, "router.interface") for name, at in bound.items()}
+    log.info("router_told", **told)
+    report_ready({**bound, "told": told, "pid": os.getpid()})
     await _told_to_stop()
     await handle.stop(DRAIN_S)
     following.cancel()

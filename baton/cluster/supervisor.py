@@ -182,7 +182,9 @@ class Supervisor:
         return found
 
     def _state(self) -> ClusterState:
-        said = self._router.ready
+        ready = self._router.ready
+        told = ready.get("told")
+        said = told if isinstance(told, dict) else ready
         return ClusterState(
             name=self._config.name,
             supervisor=ProcessId.of(os.getpid()),

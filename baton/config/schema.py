@@ -104,8 +104,8 @@ class RouterConfig(Section):
     http_body: Size = Field(default=2**20, description="the most that the body of an HTTP request may have")
     metrics: Address = Field(default="127.0.0.1:9100", description="for Prometheus")
     admin: Address = Field(default="127.0.0.1:0", description="for operators: baton status, scale, drain")
-    advertise: Host | None = Field(default=None, description="the host that is told to others, if not that of `grpc`")
-    interface: Interface | None = Field(default=None, description="listeners on all addresses are told by its address")
+    advertise: Host | None = Field(default=None, description="the host by which listeners on all addresses are told")
+    interface: Interface | None = Field(default=None, description="they are told by its address, without `advertise`")
     policy: Literal["predicted", "least_loaded", "round_robin", "prefix"] = Field(
         default="predicted",
         description="who takes a request; predicted: the earliest first token, with slo.itl_ms kept where that can be",
@@ -264,8 +264,9 @@ class ClusterConfig(Section):
             "decode.listen": self.decode.listen,
         }
         if self.transfer.transport not in KEPT_IN and not self.kv_is_encrypted:  # it listens where the workers do
-            workers = (self.prefill.listen, self.decode.listen)
-            addresses["transfer.transport"] = next((one for one in workers if not is_loopback(one)), None)
+            pools = (self.prefill, self.decode)
+            where = [f"{pool.interface}:0" if pool.interface else pool.listen for pool in pools]
+            addresses["transfer.transport"] = next((one for one in where if not is_loopback(one)), None)
         keys = {"security.tls": security.tls, "security.tokens": security.tokens}
         given = [key for key, value in keys.items() if value is not None]
         problems = list(unsafe(addresses, given, security.allow_insecure))

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
-from baton.config.values import split_address
+from baton.addresses import kv_host, told_host
 from baton.core import Role
 from baton.engine.fixed import FixedShapes
 from kvtransfer.handoff import TransferSettings
@@ -38,7 +38,8 @@ class WorkerSettings:
     prefix_cache: bool
     seed: int
     listen: str
-    advertise: str | None
+    advertise: str | None  # None: not known before `located`
+    interface: str | None
     lease_s: float
     heartbeat_s: float
     transfer: TransferSettings
@@ -83,6 +84,7 @@ def from_config(config: ClusterConfig, role: Role, worker_id: str) -> WorkerSett
         seed=config.model.seed,
         listen=pool.listen,
         advertise=pool.advertise,
+        interface=pool.interface,
         lease_s=config.ledger.lease_s,
         heartbeat_s=config.ledger.heartbeat_s,
         shapes=shapes_of(config, pool.max_running),
@@ -99,9 +101,17 @@ def from_config(config: ClusterConfig, role: Role, worker_id: str) -> WorkerSett
             frame_deadline_s=transfer.frame_deadline_s,
             staging_memory=transfer.staging_memory,
             verify_kv=transfer.verify == "kv",
-            bind_host=_bind_host(pool),
+            interface=pool.interface,
         ),
     )
+
+
+def located(settings: WorkerSettings) -> WorkerSettings:
+    """With the addresses that it has on this host: what others are told, and where KV goes. Raises ConfigError."""
+    listen, interface, key = settings.listen, settings.interface, f"{settings.role.value}.interface"
+    told = told_host(listen, settings.advertise, interface, settings.redis_url, key)
+    bind_host = kv_host(listen, told, interface, key)
+    return replace(settings, advertise=told, transfer=replace(settings.transfer, bind_host=bind_host))
 
 
 def shapes_of(config: ClusterConfig, max_running: int) -> FixedShapes:
@@ -113,10 +123,3 @@ def shapes_of(config: ClusterConfig, max_running: int) -> FixedShapes:
     rows = auto.rows if given.rows == "auto" else given.rows
     window = auto.tokens if given.window == "auto" else given.window
     return FixedShapes(rows, window, exact_rows=max_running if given.verify == "auto" else 0)
-
-
-def _bind_host(pool: PoolConfig) -> str:
-    """One address for gloo, which says it to its peers: of a listener on all addresses, the one that they are told."""
-    host = split_address(pool.listen)[0]
-    everywhere = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # who is told none finds the worker from this machine alone
-    return (pool.advertise or everywhere[host]).strip("[]") if host in everywhere else host

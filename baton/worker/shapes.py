@@ -1,4 +1,4 @@
-"""The shape of verify passes, where the cluster file leaves it open: what `baton profile` measured, else the preset."""
+"""What the cluster file leaves to the host: the shape of verify passes, as `baton profile` measured it, else the preset."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from baton.hashing import fingerprint
 from baton.hub import model_folder
 from baton.tokenizer import ORACLE_MODEL
 from baton.worker.build import pick_device
+from baton.worker.settings import located
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -40,7 +41,10 @@ def passes_path(settings: WorkerSettings) -> Path:
 
 
 def settled(settings: WorkerSettings) -> WorkerSettings:
-    """With the shape of verify passes that a worker is to have here; tells the log which, and where it is from."""
+    """With the addresses, and the shape of verify passes, that a worker is to have here; tells the log which shape, and
+    where it is from. Raises ConfigError about an address.
+    """
+    settings = located(settings)
     shapes, source = settings.shapes, "preset" if settings.auto_rows else "config"
     if settings.auto_rows and shapes.tokens == WINDOW and settings.model_path != ORACLE_MODEL:
         try:

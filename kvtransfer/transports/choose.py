@@ -39,7 +39,7 @@ def make_transports(
         "shm": ShmTransport,
         "gloo": lambda: GlooTransport(settings.bind_host),
         "cuda_ipc": lambda: CudaIpcTransport(device),
-        "nccl": lambda: NcclTransport(device),
+        "nccl": lambda: NcclTransport(device, settings.interface),
         "grpc": lambda: _given(grpc),
         "memory": _memory,
     }

@@ -34,11 +34,13 @@ class NcclTransport:
     name = "nccl"
     reach = ""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, interface: str | None = None) -> None:
         if device.type != "cuda" or not dist.is_nccl_available():
             raise ConfigError(f"nccl needs KV on a GPU and torch with NCCL; KV is on {device}")
         # torch's default would end the whole process on the first failed communicator: abort that one only.
         os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "2")
+        if interface:
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")  # with =, not all that begin so
         self.device = device
 
     def open(self, name: ChannelName, side: Side, keys: KeyRelay, ring: Ring, deadline_s: float) -> GroupEnd:

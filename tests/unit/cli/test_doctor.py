@@ -69,6 +69,19 @@ def test_what_is_wrong_has_a_remedy(examine, sets, what, remedy):
     assert "s3cret" not in finding.found
 
 
+@pytest.mark.parametrize("key", ["router", "prefill", "decode"])
+@pytest.mark.parametrize(("ray", "wrong"), [("none", BAD), ("192.0.2.1:6379", WARN)])
+def test_what_the_network_of_this_host_has(examine, key, ray, wrong):
+    sets = f"ray.address={ray}", "security.allow_insecure=true"
+    found = examine(BASE, f"{key}.interface=lo", f"{key}.advertise=localhost", *sets)
+    assert (found[f"{key}.interface"].verdict, found[f"{key}.interface"].found) == (OK, "lo has 127.0.0.1")
+    assert "localhost is " in found[f"{key}.advertise"].found
+    found = examine(BASE, f"{key}.interface=nic77", f"{key}.advertise=no-such-host.invalid", *sets)
+    assert (found[f"{key}.interface"].verdict, found[f"{key}.advertise"].verdict) == (wrong, wrong)
+    assert "'nic77', it has " in found[f"{key}.interface"].found
+    assert ("there" in found[f"{key}.interface"].remedy) is (wrong == WARN)
+
+
 @pytest.mark.parametrize("key", ["router.metrics", "router.http"])
 def test_a_port_in_use(examine, key):
     with socket.socket() as taken:

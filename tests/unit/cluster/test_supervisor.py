@@ -36,7 +36,8 @@ if fails.exists():
     fails.unlink()
     sys.exit("as it was told")
 given = yaml.safe_load(Path(sys.argv[1]).read_text())["router"]
-report_ready({key: value.replace(":0", ":4711") for key, value in given.items()})
+bound = {key: value.replace(":0", ":4711") for key, value in given.items()}
+report_ready({**bound, "told": {key: value.replace("127.0.0.1", "router.example") for key, value in bound.items()}})
 time.sleep(60)
 """
 
@@ -165,7 +166,9 @@ def test_start_and_stop_are_in_order_and_leave_only_logs(run):
     run.start()
     router = run.state.processes["router"].process()
     assert set(run.state.processes) == {"router"}  # no fake process is told to be one
-    assert run.state.grpc == "127.0.0.1:4711"
+    assert run.state.grpc == "router.example:4711"
+    listens = yaml.safe_load(run.folder.config.read_text())["router"]["grpc"]
+    assert listens == "127.0.0.1:4711", "where another router will listen, whatever others are told"
     assert (run.workers.mode, run.workers.url) == (0o600, FakeRedis.url)
     assert [name for name, _, _ in run.workers.plans] == ["prefill-0", "decode-0", "decode-1"]
     assert run.workers.polled.wait(10)

@@ -14,7 +14,7 @@ from baton.errors import ConfigError, InvalidRequest
 from baton.tokenizer import OracleTokenizer
 from baton.worker.build import build_engine, check_thinking, load_backend, pick_device
 from baton.worker.host import _info
-from baton.worker.settings import from_config
+from baton.worker.settings import from_config, located
 from kvtransfer.transports.choose import make_transports
 from tests.unit.model.thinking import thinking_checkpoint
 
@@ -176,12 +176,13 @@ def test_ranks_that_cannot_be_are_refused_by_key_before_any_starts(monkeypatch, 
         ("listen: '0.0.0.0:7000'", "127.0.0.1"),  # without a name of its own it is found from this machine alone
         ("listen: '[::]:7000'", "::1"),
         ("listen: '127.0.0.1:0', advertise: worker-0.example", "127.0.0.1"),
+        ("listen: '0.0.0.0:0', advertise: worker-0.example, interface: lo", "127.0.0.1"),
     ],
 )
 def test_gloo_listens_at_one_address_also_where_the_worker_does_at_all(tmp_path, pool, host):
     file = tmp_path / "cluster.yaml"
     file.write_text(f"model: {{path: oracle}}\ndecode: {{{pool}}}\nsecurity: {{allow_insecure: true}}\n")
-    transfer = from_config(load_config(file), Role.DECODE, "decode-0").transfer
+    transfer = located(from_config(load_config(file), Role.DECODE, "decode-0")).transfer
     assert transfer.bind_host == host
     assert make_transports(transfer, torch.device("cpu"))[-1].name == "gloo"
 

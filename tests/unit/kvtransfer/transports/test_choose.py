@@ -52,7 +52,7 @@ def test_auto_leaves_out_what_the_system_lacks(monkeypatch) -> None:
 @pytest.mark.parametrize("lacks", [set(), {"cuda_ipc"}, {"nccl"}])
 def test_auto_on_a_gpu(monkeypatch, lacks: set[str]) -> None:
     for name, maker in (("cuda_ipc", "CudaIpcTransport"), ("nccl", "NcclTransport")):
-        monkeypatch.setattr(choose, maker, refuse if name in lacks else lambda device, name=name: Made(name))
+        monkeypatch.setattr(choose, maker, refuse if name in lacks else lambda *_, name=name: Made(name))
     assert names(TransferSettings(), CUDA) == [name for name in ("cuda_ipc", "nccl") if name not in lacks]
 
 
@@ -82,6 +82,16 @@ def test_the_workers_own_grpc_is_used() -> None:
 def test_a_named_one_that_cannot_be_had_is_an_error(name: str, why: str) -> None:
     with pytest.raises(ConfigError, match=rf"transfer\.transport: '{name}' cannot be had: .*{why}"):
         make_transports(TransferSettings(transport=name), CPU)
+
+
+@pytest.mark.parametrize("given", [None, "ib1"])
+def test_nccl_takes_the_interface_of_the_pool_unless_its_own_variable_says_another(monkeypatch, given) -> None:
+    monkeypatch.setattr("torch.distributed.is_nccl_available", lambda: True)
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", given or "")
+    if given is None:
+        monkeypatch.delenv("NCCL_SOCKET_IFNAME")
+    make_transports(TransferSettings(transport="nccl", interface="ib0"), torch.device("cuda:0"))
+    assert os.environ["NCCL_SOCKET_IFNAME"] == (given or "=ib0")
 
 
 def test_shared_memory_that_cannot_be_had_is_an_error_when_it_is_named(monkeypatch) -> None:

@@ -1,0 +1,106 @@
+"""By which address others reach a listener of this host."""
+
+import socket
+from types import SimpleNamespace
+
+import pytest
+
+from baton.addresses import called, interface_address, kv_host, told_host
+from baton.errors import ConfigError
+
+V4, V6 = socket.AF_INET, socket.AF_INET6
+INTERFACES = {
+    "lo": [(V4, "127.0.0.1"), (V6, "::1")],
+    "eth0": [(socket.AF_PACKET, "02:00:00:00:00:01"), (V6, "fe80::1%eth0"), (V6, "fd00::5"), (V4, "10.0.0.5")],
+    "ib0": [(V6, "fe80::2%ib0"), (V6, "fd00::7")],
+    "down0": [(socket.AF_PACKET, "02:00:00:00:00:02"), (V6, "fe80::3%down0")],
+}
+HERE, KEY = "redis://127.0.0.1:6379/0", "decode.interface"
+FAR, FAR_V6, SOCKET = "redis://:password@192.0.2.9:6380/0", "rediss://[2001:db8::9]/0", "unix:///run/redis.sock?db=0"
+ROUTES = {"127.0.0.1": "127.0.0.1", "192.0.2.9": "10.0.0.5", "2001:db8::9": "fd00::5"}
+
+
+@pytest.fixture(autouse=True)
+def network(monkeypatch):
+    """A host with these interfaces, and a route to where Redis is in the tests."""
+    known = {
+        name: [SimpleNamespace(family=family, address=address) for family, address in found]
+        for name, found in INTERFACES.items()
+    }
+    monkeypatch.setattr("psutil.net_if_addrs", lambda: known)
+
+    class Probe:
+        def __init__(self, family, kind):
+            assert kind == socket.SOCK_DGRAM, "nothing may be sent"
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_):
+            pass
+
+        def connect(self, there):
+            self.there = there[0]
+
+        def getsockname(self):
+            if self.there not in ROUTES:
+                raise OSError("unreachable")
+            return ROUTES[self.there], 40000
+
+    monkeypatch.setattr("socket.socket", Probe)
+
+
+@pytest.mark.parametrize(
+    ("listen", "advertise", "interface", "redis", "told"),
+    [
+        ("127.0.0.1:0", None, None, FAR, "127.0.0.1"),
+        ("10.0.0.5:7000", None, "ib0", FAR, "10.0.0.5"),  # it does not listen at the other one
+        ("10.0.0.5:7000", "worker.example", None, FAR, "worker.example"),
+        ("0.0.0.0:0", "worker.example", "eth0", FAR, "worker.example"),
+        ("0.0.0.0:0", None, "eth0", HERE, "10.0.0.5"),
+        ("[::]:0", None, "ib0", HERE, "[fd00::7]"),
+        ("[::]:0", None, "eth0", HERE, "10.0.0.5"),
+        ("0.0.0.0:0", None, None, FAR, "10.0.0.5"),
+        ("[::]:0", None, None, FAR_V6, "[fd00::5]"),
+        ("0.0.0.0:0", None, None, HERE, "127.0.0.1"),
+        ("[::]:0", None, None, SOCKET, "[::1]"),
+        ("0.0.0.0:0", None, None, SOCKET, "127.0.0.1"),
+        ("0.0.0.0:0", None, None, "redis://198.51.100.1/0", "127.0.0.1"),  # no way there; Redis will be missed soon
+        ("0.0.0.0:0", None, None, FAR_V6, "127.0.0.1"),  # nobody could call that by IPv6
+    ],
+)
+def test_what_others_are_told(listen, advertise, interface, redis, told):
+    assert told_host(listen, advertise, interface, redis, KEY) == told
+
+
+@pytest.mark.parametrize(
+    ("listen", "told", "interface", "host"),
+    [
+        ("0.0.0.0:0", "10.0.0.5", "ib0", "fd00::7"),
+        ("127.0.0.1:0", "127.0.0.1", "eth0", "10.0.0.5"),
+        ("127.0.0.1:0", "worker.example", None, "127.0.0.1"),
+        ("0.0.0.0:0", "worker.example", None, "worker.example"),
+        ("[::]:0", "[fd00::5]", None, "fd00::5"),
+    ],
+)
+def test_where_kv_goes(listen, told, interface, host):
+    assert kv_host(listen, told, interface, KEY) == host
+
+
+def test_an_interface_that_is_not_there_names_the_key_and_those_that_are():
+    with pytest.raises(ConfigError, match=r"^decode\.interface: .*'eth9', it has down0, eth0, ib0, lo$"):
+        interface_address("eth9", KEY)
+
+
+@pytest.mark.parametrize(("name", "v6", "kind"), [("down0", True, "IP"), ("ib0", False, "IPv4")])
+def test_an_interface_without_an_address_to_call(name, v6, kind):
+    with pytest.raises(ConfigError, match=f"^{KEY}: the network interface '{name}' has no {kind} address"):
+        interface_address(name, KEY, v6=v6)
+
+
+@pytest.mark.parametrize(
+    ("address", "there"),
+    [("0.0.0.0:80", "10.0.0.5:80"), ("127.0.0.1:80", "127.0.0.1:80"), ("[::]:80", "10.0.0.5:80")],
+)
+def test_a_router_is_told_by_the_host_only_where_it_listens_everywhere(address, there):
+    assert called(address, None, "eth0", HERE, "router.interface") == there
