@@ -84,7 +84,7 @@ RIGHT = [
     "security: {allow_insecure: true}",
     "security: {allow_insecure: [router.metrics]}",
     "router: {http: null, tenants: {a: 2}}",
-    "prefill: {autoscale: {min: 1, max: 4}, node_labels: {pool: prefill}, interface: eth0}",
+    "prefill: {autoscale: {min: 1, max: 4}, node_labels: {pool: prefill}}",
     "decode: {advertise: '[::1]'}",
 ]
 
