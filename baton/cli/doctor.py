@@ -174,7 +174,7 @@ def _hosts(config: ClusterConfig) -> Iterator[Finding]:
             try:
                 yield Finding(key, OK, f"{part.interface} has {interface_address(part.interface, key)}")
             except ConfigError as error:
-                yield Finding(key, wrong, str(error), remedy)
+                yield Finding(key, wrong, str(error).removeprefix(f"{key}: "), remedy)
         if part.advertise:
             yield _resolved(f"{name}.advertise", part.advertise, wrong, remedy)
 

@@ -1,4 +1,4 @@
-"""What the cluster file leaves to the host: the shape of verify passes, as `baton profile` measured it, else the preset."""
+"""What the cluster file leaves to the host: addresses, and the shape of verify passes: as measured, else the preset."""
 
 from __future__ import annotations
 
