@@ -86,6 +86,19 @@ class Admission(Generic[Claim]):
     def waiting_tokens(self) -> int:
         return self._queue.tokens
 
+    @property
+    def oldest_s(self) -> float:
+        """How long who is next has waited; 0: nobody waits."""
+        first = self._queue.first
+        return self._clock.monotonic() - first.since if first else 0.0
+
+    @property
+    def wait_s(self) -> float:
+        """How long one that comes now, and behind all others, would wait: as fast as the queue drains, and, until that
+        is measured, as long as who is next has waited.
+        """
+        return max(self._all_s(self.waiting, self.waiting_tokens), self.oldest_s)
+
     async def admit(
         self,
         ticket: Ticket,
@@ -240,12 +253,17 @@ class Admission(Generic[Claim]):
         )
 
     def _predicted_s(self, waiter: _Waiter[Claim]) -> float:
-        """0 when nothing is known. Requests may be as dear as their tokens, or each as the other: the dearer counts."""
+        """0 when nothing is known."""
         requests, tokens = self.waiting - 1, self.waiting_tokens - waiter.tokens
-        if not self.drain.measured or not tokens:
+        return self._all_s(requests, tokens) * self._queue.ahead(waiter) / tokens if tokens else 0.0
+
+    def _all_s(self, requests: int, tokens: int) -> float:
+        """Until so much has drained. Requests may be as dear as their tokens, or each as the other: the dearer counts.
+        0 when nothing is known.
+        """
+        if not self.drain.measured:
             return 0.0
-        all_of_them = max(requests / self.drain.requests_per_s, tokens / self.drain.tokens_per_s)
-        return all_of_them * self._queue.ahead(waiter) / tokens
+        return max(requests / self.drain.requests_per_s, tokens / self.drain.tokens_per_s)
 
     def _left_s(self, waiter: _Waiter[Claim]) -> float:
         """How long it may still wait."""

@@ -117,6 +117,11 @@ class Fleet:
         """Whose row of the snapshot that is, as it was added. Raises KeyError."""
         return self._owners[role, row]
 
+    def rows(self) -> Iterator[tuple[Link, Facts[float]]]:
+        """All workers, and what is known of each in numbers; after `snapshot`."""
+        for member in self._members.values():
+            yield member.link, member.side.facts(member.row)
+
     def snapshot(self) -> Snapshot:
         """As of now; what it held before is overwritten."""
         if self._changed:

@@ -13,7 +13,7 @@ from grpc_health.v1.health import aio as health_aio
 from grpc_reflection.v1alpha import reflection
 
 from baton.clock import Clock, SystemClock
-from baton.errors import ConfigError, NoWorker
+from baton.errors import ConfigError, LedgerError, NoWorker
 from baton.ledger.board import Board
 from baton.ledger.prefix_map import PrefixMap
 from baton.rpc import channel
@@ -21,6 +21,7 @@ from baton.rpc.tls import IN_THE_CLEAR
 from baton.rpc.v1 import admin_pb2_grpc, inference_pb2_grpc
 from baton.telemetry import MetricsServer
 from baton.tokenizer import Tokenizer
+from router import demand
 from router.access.interceptor import Guard
 from router.floor import Floor, RouterSettings, StreamSource
 from router.inner import Inner
@@ -53,6 +54,7 @@ class Router:
         self._metrics = MetricsServer(floor.metrics, ready=lambda: floor.accepting and floor.pool.serves())
         self._health = health_aio.HealthServicer()
         self._gateway: HttpServer | None = None
+        self._board = board
         self._watches: list[asyncio.Task[None]] = []
         inference = Inference(floor, tokenizer)
         for server in (self._public, self._inner.server):
@@ -85,6 +87,8 @@ class Router:
         self._watches.append(asyncio.create_task(self._tell_health(), name="health"))
         if self.floor.tokens is not None:
             self._watches.append(asyncio.create_task(self.floor.tokens.watch(), name="tokens"))
+        if self._board is not None:
+            self._watches.append(asyncio.create_task(demand.tell(self.floor, self._board), name="demand"))
         if self._gateway is not None:
             self.http = self._gateway.address
             await self._gateway.start(inner, IN_THE_CLEAR)
@@ -115,6 +119,10 @@ class Router:
             leaving[0].cancel()
             await asyncio.gather(*leaving, return_exceptions=True)
         await asyncio.gather(closing, *(server.stop(_GOODBYE_S) for server in self._servers))
+        if self._board is not None:
+            with suppress(LedgerError, TimeoutError):
+                async with asyncio.timeout(_GOODBYE_S):
+                    await self._board.drop_router(self.floor.router_id)
         await self.floor.pool.stop()
         await self._metrics.stop()
         self.floor.history.close()

@@ -14,11 +14,13 @@ import structlog
 from baton.clock import Clock
 from baton.core import Incarnation, Role, WorkerInfo, WorkerRef
 from baton.errors import Violation
+from baton.ledger.board import RouterReport
 from baton.ledger.prefix_map import PrefixMap
 from baton.load import BlockCounts, Channel, Load
 from baton.rpc.tls import IN_THE_CLEAR, Wire
 from router.alike import NobodyAlike
 from router.claim import NO_WISH, Claim, Wish
+from router.demand import Typical, expected
 from router.fleet import Fleet
 from router.link import WorkerLink
 from router.policy import Policy, alone, sooner_alone
@@ -67,6 +69,7 @@ class WorkerPool:
         self._fleet = Fleet(prefixes, slo_itl_s)
         self._links: dict[WorkerRef, WorkerLink] = {}
         self._seen: dict[WorkerRef, float] = {}
+        self._typical = Typical()
         self._turn = 0
         self._task: asyncio.Task[None] | None = None
 
@@ -109,6 +112,7 @@ class WorkerPool:
         prefill = self._links[self._fleet.ref(Role.PREFILL, pair.prefill)]
         decode = self._links[self._fleet.ref(Role.DECODE, pair.decode)]
         cached = int(ask.prefill_cached[pair.prefill])
+        self._typical.saw(tokens, cached)
         claim = Claim(prefill, decode, tokens, cached, self._fleet.touch, self.on_change)
         return self._predict(claim, pair.ttft_s if kept is None else 0.0)
 
@@ -120,8 +124,15 @@ class WorkerPool:
         return claim
 
     def _alone(self, tokens: int, row: int, ask: Ask) -> Claim:
-        decode = self._links[self._fleet.ref(Role.DECODE, row)]
-        return Claim(None, decode, tokens, int(ask.decode_cached[row]), self._fleet.touch, self.on_change)
+        decode, cached = self._links[self._fleet.ref(Role.DECODE, row)], int(ask.decode_cached[row])
+        self._typical.saw(tokens, cached)
+        return Claim(None, decode, tokens, cached, self._fleet.touch, self.on_change)
+
+    def expected(self) -> RouterReport:
+        """What its workers have to do, and what a typical request may expect of them now. The queue is not in it."""
+        self._fleet.snapshot()
+        rows = [(link.view, facts) for link, facts in self._fleet.rows() if link.usable]
+        return expected(self._router_id, rows, self._typical)
 
     def claim_of(self, worker_id: str, incarnation: Incarnation) -> Claim | None:
         """This decode worker, for what it decodes already; None: it is not there."""

@@ -66,8 +66,10 @@ class WorkerDemand(_Row):
     waiting: Count = 0
     queued_tokens: Count = 0
     used: Number = 0.0  # part of its KV blocks that is owned or reserved, 0 to 1
+    reserved: Number = 0.0  # of that, for prompts that are still computed elsewhere
     step_s: Number = 0.0  # decode: what a step takes at its load now, which is the ITL there; 0: not known yet
     backlog_s: Number = 0.0  # prefill: until a newcomer's turn; 0: none, or not known yet
+    busy_s: Number = 0.0  # prefill: in steps, since its process began
 
 
 class RouterReport(_Row):
@@ -80,8 +82,12 @@ class RouterReport(_Row):
     running: Count = 0
     arrived: Count = 0  # requests since it began
     refused: Count = 0  # for lack of room, since it began
-    ttft_s: Number = 0.0  # predicted for a typical prompt that comes now, its wait in the queue included
+    queue_s: Number = 0.0  # predicted wait in the queue, for room on a decode worker, of one that comes now
+    prompt_tokens: Number = 0.0  # of a typical prompt: a mean of those that came lately
+    ttft_s: Number = 0.0  # predicted for a typical prompt that comes now, `queue_s` included
+    ttft_alone_s: Number = 0.0  # and if nothing else were there
     itl_s: Number = 0.0  # predicted for one more request now, on the best decode worker
+    itl_alone_s: Number = 0.0  # and if nothing else were there
     workers: dict[str, WorkerDemand] = Field(default_factory=dict)
 
 

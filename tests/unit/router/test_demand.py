@@ -1,0 +1,185 @@
+"""What a router says of its demand: the predictions that it chooses workers by, and its queue."""
+
+import asyncio
+from dataclasses import replace
+from typing import cast
+
+import pytest
+
+from baton.clock import FakeClock
+from baton.core import Role
+from baton.errors import LedgerError
+from baton.ledger.board import Board, RouterReport
+from baton.load import BlockCounts
+from router import demand
+from router.claim import NO_WISH
+from router.floor import Floor, RouterSettings
+from router.link import WorkerLink
+from router.policy import itl_s, ttft_s
+from tests.unit.router import fakes
+from tests.unit.router.fakes import pace
+
+PROMPTS = pace(20, 400, 80_200, step_s=0.01, token_s=0.001)
+STEPS = pace(100, 4, 2000, step_s=0.02, token_s=0.002)
+
+
+def floor_of(*links, **settings):
+    async def nobody():
+        return []
+
+    floor = Floor(RouterSettings(name="c", model="m", **settings), nobody, FakeClock())
+    for one in links:
+        floor.pool._add(cast("WorkerLink", one))
+    return floor
+
+
+def say(floor, name, **facts):
+    """Something is known of this worker's view now."""
+    one = next(link for link in floor.pool.links if link.info.ref.worker_id == name)
+    for field, value in facts.items():
+        setattr(one.view, field, value)
+    floor.pool._changed(one.info.ref)
+
+
+def pair(**facts):
+    return fakes.prefill("p", pace=PROMPTS, **facts), fakes.decode("d", pace=STEPS)
+
+
+def test_what_is_predicted_is_what_workers_are_chosen_by():
+    floor = floor_of(*pair(queued_tokens=700), fakes.prefill("q", pace=PROMPTS, queued_tokens=200))
+    claim = floor.pool.claim(100)
+    assert claim is not None
+    report = demand.demand(floor)
+    snapshot = floor.pool._fleet.snapshot()
+    ask = floor.pool._fleet.ask(100, 0, None, None)
+    assert report.prompt_tokens == 100
+    assert report.ttft_s == pytest.approx(ttft_s(snapshot, ask).min())
+    assert report.itl_s == pytest.approx(itl_s(snapshot, ask).min())
+    assert 0 < report.ttft_alone_s < report.ttft_s  # 300 tokens wait on q, and a step runs
+    claim.release()
+    for name in "pq":
+        say(floor, name, queued_tokens=0)
+    report = demand.demand(floor)
+    assert report.ttft_s == pytest.approx(report.ttft_alone_s)
+    assert report.itl_s == pytest.approx(report.itl_alone_s)
+
+
+def test_nothing_is_predicted_of_workers_that_said_nothing_of_their_steps():
+    report = demand.demand(floor_of(fakes.prefill(), fakes.decode()))
+    assert (report.ttft_s, report.ttft_alone_s, report.itl_s, report.itl_alone_s) == (0, 0, 0, 0)
+    assert demand.demand(floor_of()).workers == {}
+
+
+def test_a_typical_prompt_is_a_mean_of_the_last_and_what_was_cached_costs_nothing():
+    typical = demand.Typical()
+    for _ in range(200):
+        typical.saw(1000, 0)
+    for _ in range(200):
+        typical.saw(300, 260)
+    assert [typical.tokens, typical.cached] == pytest.approx([300, 260], abs=1)
+    floor = floor_of(*pair())
+    floor.pool._typical = typical
+    cached = demand.demand(floor).ttft_alone_s
+    typical.cached = 0.0
+    assert demand.demand(floor).ttft_alone_s > 3 * cached
+
+
+def test_each_worker_says_what_it_has():
+    floor = floor_of(*pair(reported=700))
+    say(floor, "p", load=replace(floor.pool.links[0].view.load, waiting=3))
+    blocks = BlockCounts(100, free=30, owned=50, reserved=10, cached=10)
+    say(floor, "d", load=replace(floor.pool.links[1].view.load, running=5, waiting=2, blocks=blocks))
+    workers = demand.demand(floor).workers
+    prefill, decode = workers["p"], workers["d"]
+    assert (prefill.role, prefill.waiting, prefill.queued_tokens, prefill.step_s) == (Role.PREFILL, 3, 700, 0)
+    assert prefill.busy_s == pytest.approx(PROMPTS.seconds)
+    assert prefill.backlog_s == pytest.approx(700 * 0.001, rel=0.2)
+    assert (decode.role, decode.running, decode.waiting, decode.used, decode.reserved) == (Role.DECODE, 5, 2, 0.6, 0.1)
+    assert decode.backlog_s == 0
+    assert decode.step_s > 0.02
+
+
+def test_one_that_takes_nothing_new_is_not_there():
+    left, right = pair()
+    left.usable = False
+    report = demand.demand(floor_of(left, right))
+    assert list(report.workers) == ["d"]
+    assert report.ttft_s == 0
+
+
+def test_full_decode_workers_have_a_next_token_too():
+    floor = floor_of(*pair(), fakes.decode("e", pace=pace(100, 4, 2000, step_s=0.2)))
+    both = demand.demand(floor).itl_s
+    say(floor, "d", full=True)
+    assert demand.demand(floor).itl_s > 4 * both  # a newcomer has e
+    say(floor, "e", full=True)
+    assert demand.demand(floor).itl_s == pytest.approx(both)
+
+
+async def test_the_queue_is_in_the_first_token():
+    floor = floor_of(*pair())
+    say(floor, "d", full=True)
+    waiting = [asyncio.create_task(floor.admission.admit((n, n), 50, NO_WISH)) for n in range(3)]
+    await asyncio.sleep(0)
+    cast("FakeClock", floor.clock).advance(4.0)
+    report = demand.demand(floor)
+    assert (report.queued, report.queued_tokens, report.oldest_s, report.queue_s) == (3, 150, 4.0, 4.0)
+    assert report.ttft_s == pytest.approx(4.0 + report.ttft_alone_s)
+    say(floor, "d", full=False)
+    claims = [await task for task in waiting]
+    report = demand.demand(floor)
+    assert (report.queued, report.oldest_s, report.queue_s) == (0, 0, 0)
+    for claim in claims:
+        claim.release()
+
+
+async def test_a_wait_is_predicted_by_how_fast_the_queue_drains():
+    floor = floor_of(*pair())
+    say(floor, "d", full=True)
+    waiting = [asyncio.create_task(floor.admission.admit((n, n), 50, NO_WISH)) for n in range(30)]
+    await asyncio.sleep(0)
+    for _ in range(10):  # two in a second
+        cast("FakeClock", floor.clock).advance(0.5)
+        floor.admission.drain.served(50)
+    assert demand.demand(floor).queue_s == pytest.approx(15.0, rel=0.01)
+    for task in waiting:
+        task.cancel()
+    await asyncio.gather(*waiting, return_exceptions=True)
+
+
+def test_requests_are_counted_from_the_beginning():
+    floor = floor_of()
+    floor.outcomes.update(finished=5, refused=2, failed=1, accepted=6)
+    report = demand.demand(floor)
+    assert (report.arrived, report.refused, report.running) == (8, 2, 0)
+
+
+class Unsteady:
+    """A board that is away every other time."""
+
+    def __init__(self, until: int) -> None:
+        self.told: list[RouterReport] = []
+        self.failed = 0
+        self.enough = asyncio.Event()
+        self._until = until
+
+    async def put_router(self, report: RouterReport, lease_s: float) -> None:
+        assert lease_s > 2.0
+        if self.failed <= len(self.told):
+            self.failed += 1
+            raise LedgerError("away")
+        self.told.append(report)
+        if len(self.told) == self._until:
+            self.enough.set()
+
+
+async def test_a_board_that_is_away_is_told_when_it_is_back(monkeypatch):
+    monkeypatch.setattr(demand, "_EVERY_S", 0.0)
+    board, floor = Unsteady(until=3), floor_of()
+    telling = asyncio.create_task(demand.tell(floor, cast("Board", board)))
+    async with asyncio.timeout(10):
+        await board.enough.wait()
+    telling.cancel()
+    await asyncio.wait([telling])
+    assert board.failed >= 3
+    assert {report.router_id for report in board.told} == {floor.router_id}
