@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -15,13 +16,16 @@ import typer
 from baton.cli.access import TOKEN_VARIABLE, check_tokens
 from baton.cli.model import fetched, shown_loading
 from baton.cli.roles import role_factories
-from baton.cluster.pool import ProcessWorkers, WorkerPlan, Workers
+from baton.cluster.control import Control
+from baton.cluster.local import LocalControl
+from baton.cluster.pool import ProcessPlacement
 from baton.cluster.processes import START_TIMEOUT_S, Child, ProcessSpec, report_ready
 from baton.cluster.state import ClusterState, StateFolder, running_clusters
 from baton.cluster.stop import Stop
 from baton.cluster.supervisor import Supervisor
 from baton.config import ClusterConfig, load_config
 from baton.config.load import ENV_PREFIX
+from baton.core import Role
 from baton.errors import BatonError, ConfigError, NoWorker
 from baton.logs import configure_logging
 
@@ -55,23 +59,24 @@ def run_cluster(
     config = fetched(config, stop)
     folder = StateFolder(config.name, home)
     command = [sys.executable, "-m", "baton", "router", "-c", str(folder.config)]
-    Supervisor(config, folder, make_workers(config, folder), command).run(stop, ready)
+    Supervisor(config, folder, make_control(config, folder), command).run(stop, ready)
 
 
-def make_workers(config: ClusterConfig, folder: StateFolder) -> Workers:
-    """Plain processes for `ray.address: none`, else actors."""
+def make_control(config: ClusterConfig, folder: StateFolder) -> Control:
+    """Who keeps the workers: plain processes for `ray.address: none`, else actors."""
     if config.ray.address == "none":
-        return ProcessWorkers(worker_command)
+        return LocalControl(config, ProcessPlacement(partial(worker_command, folder.config), folder.logs))
+    from baton.cluster.kept_ray import KeptRay
     from baton.cluster.ray_cluster import RayWorkers
     from baton.worker.actor import WorkerActor
 
-    return RayWorkers(config.ray.address, config.name, WorkerActor, role_factories(), folder.scratch)
+    workers = RayWorkers(config.ray.address, config.name, WorkerActor, role_factories(), folder.scratch)
+    return KeptRay(config, folder, workers)
 
 
-def worker_command(plan: WorkerPlan) -> list[str]:
+def worker_command(config: Path, worker_id: str, role: Role) -> list[str]:
     """The argv of one worker as a plain process."""
-    role = f"{plan.role.value}-worker"
-    return [sys.executable, "-m", "baton", role, "-c", str(plan.config), "--index", str(plan.index)]
+    return [sys.executable, "-m", "baton", f"{role.value}-worker", "-c", str(config), "--id", worker_id]
 
 
 def announce(state: ClusterState, config: ClusterConfig, *, as_json: bool) -> None:

@@ -1,14 +1,13 @@
-"""The workers of a cluster as its supervisor sees them, however they are placed; and as plain processes."""
+"""Workers as plain child processes (`ray.address: none`)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
-from baton.cluster.processes import Child, ProcessSpec, stop_all
-from baton.cluster.stop import Stop
+from baton.cluster.placement import Seen
+from baton.cluster.processes import Child, ProcessSpec, StartError, stop_all
 from baton.core import Role
 
 
@@ -26,48 +25,45 @@ class WorkerPlan:
         return f"{self.role.value}-{self.index}"
 
 
-class Workers(Protocol):
-    """All workers of one cluster. `start` and `poll` are called from the supervisor's thread only."""
+class ProcessPlacement:
+    """Children of this process, which end with the thread that starts them. `command` gives the argv of one."""
 
-    def start(self, plans: Sequence[WorkerPlan]) -> None:
-        """Begin to start all of them, without waiting."""
-
-    def wait_ready(self, stop: Stop) -> None:
-        """Wait until each of them is registered. Raises StartError with the end of a log; Cancelled by `stop`."""
-
-    def poll(self) -> None:
-        """Replace what died. Raises StartError when that is hopeless."""
-
-    def pids(self) -> dict[str, int]:
-        """Process ids by worker id, of those alive on this machine."""
-
-    def stop(self, grace_s: float) -> None:
-        """End all of them; when this returns no process is left."""
-
-
-class ProcessWorkers:
-    """Workers as plain child processes (`ray.address: none`). `command` gives the argv of one."""
-
-    def __init__(self, command: Callable[[WorkerPlan], Sequence[str]]) -> None:
+    def __init__(self, command: Callable[[str, Role], Sequence[str]], logs: Path) -> None:
         self._command = command
+        self._logs = logs
         self._children: dict[str, Child] = {}
+        self._ended: dict[str, Seen] = {}
 
-    def start(self, plans: Sequence[WorkerPlan]) -> None:
-        for plan in plans:
-            child = Child(ProcessSpec(plan.worker_id, self._command(plan), plan.log))
-            self._children[plan.worker_id] = child
-            child.start()
+    def open(self) -> None:
+        pass
 
-    def wait_ready(self, stop: Stop) -> None:
-        for child in self._children.values():
-            child.wait_ready(stop)
+    def found(self) -> Mapping[str, Role]:
+        return {}
 
-    def poll(self) -> None:
-        for child in self._children.values():
-            child.poll()
+    def start(self, worker_id: str, role: Role) -> None:
+        spec = ProcessSpec(worker_id, self._command(worker_id, role), self._logs / f"{worker_id}.log")
+        self._children[worker_id] = Child(spec)
+        try:
+            self._children[worker_id].start()
+        except OSError as error:  # no file for its log, no memory
+            self._ended[worker_id] = Seen("ended", error=StartError(f"{worker_id} was not started: {error}"))
 
-    def pids(self) -> dict[str, int]:
-        return {name: pid for name, child in self._children.items() if (pid := child.pid) is not None}
+    def look(self) -> Mapping[str, Seen]:
+        return {worker_id: self._look(worker_id, child) for worker_id, child in self._children.items()}
+
+    def _look(self, worker_id: str, child: Child) -> Seen:
+        if worker_id not in self._ended:
+            if (pid := child.pid) is not None:
+                return Seen("ready" if child.says_ready() else "starting", pid)
+            self._ended[worker_id] = Seen("ended", error=child.failure())
+        return self._ended[worker_id]
+
+    def kill(self, worker_id: str) -> None:
+        self._children[worker_id].kill()
+
+    def forget(self, worker_id: str) -> None:
+        self._children.pop(worker_id).wait(0.0)
+        self._ended.pop(worker_id, None)
 
     def stop(self, grace_s: float) -> None:
         stop_all(list(self._children.values()), grace_s)

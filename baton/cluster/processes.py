@@ -130,11 +130,20 @@ class Child:
         finally:
             os.close(fd)
         if not line:
-            raise self._start_error()
+            raise self.failure()
         self.ready = json.loads(line)
         return self.ready
 
-    def _start_error(self) -> BatonError:
+    def says_ready(self) -> bool:
+        """Whether it has said so by now; does not wait."""
+        if self._ready_fd is not None and select.select([self._ready_fd], [], [], 0)[0]:
+            line = os.read(self._ready_fd, 4096)  # of one write, or of none: it ends
+            self._close_ready()
+            self.ready = json.loads(line) if line else {}
+        return bool(self.ready)
+
+    def failure(self) -> BatonError:
+        """Why it ended, or that it is silent; of the type that its exit code stands for."""
         assert self._process is not None
         try:
             code: int | None = self._process.wait(1.0)
@@ -188,6 +197,11 @@ class Child:
         """Ask the process to end; `wait` waits for it."""
         if self._process is not None and self._process.poll() is None:
             self._process.terminate()
+
+    def kill(self) -> None:
+        """End it at once; it may take a moment."""
+        if self._process is not None:
+            self._process.kill()
 
     def wait(self, timeout_s: float) -> None:
         """Wait until the process has ended; kill it after `timeout_s`."""

@@ -14,13 +14,12 @@ import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 from baton.clock import SystemClock
-from baton.cluster.pool import WorkerPlan, Workers
+from baton.cluster.control import Control
 from baton.cluster.processes import Child, ProcessSpec, StartError, stop_all, tail
 from baton.cluster.redis import KeptRedis, check_redis
 from baton.cluster.state import ClusterState, ProcessId, StateFolder
 from baton.cluster.stop import Stop
 from baton.config import ClusterConfig
-from baton.core import Role
 from baton.errors import BatonError, Cancelled
 
 POLL_S = 0.2
@@ -58,11 +57,11 @@ class Supervisor:
     """Runs one cluster in the calling thread. `router_command` is the argv of the router process."""
 
     def __init__(
-        self, config: ClusterConfig, folder: StateFolder, workers: Workers, router_command: Sequence[str]
+        self, config: ClusterConfig, folder: StateFolder, control: Control, router_command: Sequence[str]
     ) -> None:
         self._config = config
         self._folder = folder
-        self._workers = workers
+        self._control = control
         self._redis: KeptRedis | None = None
         self._routers = [Child(ProcessSpec("router", router_command, folder.logs / "router.log"))]
         for index in range(1, config.router.replicas):
@@ -85,9 +84,9 @@ class Supervisor:
             leaving.callback(self._stop_processes, stop)
             stop.check()
             self._router.start()
-            self._workers.start(self._plans())
+            self._control.start(self._redis_url)
             self._router.wait_ready(stop)  # first: it says soon what is wrong, a model may load for minutes
-            self._workers.wait_ready(stop)
+            self._control.wait_ready(stop)
             self._wait_serving(stop, self._router)
             self._write_config()  # a router that is replaced listens where the first one did
             for other in self._routers[1:]:
@@ -101,7 +100,7 @@ class Supervisor:
 
     def _wait_serving(self, stop: Stop, router: Child) -> None:
         """Until the router has found all workers: no request waits for that, and load spreads from the first on."""
-        clock, workers = SystemClock(), len(self._plans())
+        clock, workers = SystemClock(), self._control.size
         deadline = clock.monotonic() + SERVING_S
         while not router_serves(str(router.ready["metrics"]), workers):
             stop.check()
@@ -127,20 +126,12 @@ class Supervisor:
         tree["router"] = tree.get("router", {}) | listeners
         self._folder.write_private(self._folder.config, yaml.safe_dump(tree))
 
-    def _plans(self) -> list[WorkerPlan]:
-        pools = ((Role.PREFILL, self._config.prefill.replicas), (Role.DECODE, self._config.decode.replicas))
-        return [
-            WorkerPlan(role, index, self._folder.config, self._folder.logs / f"{role.value}-{index}.log")
-            for role, replicas in pools
-            for index in range(replicas)
-        ]
-
     def _watch(self, stop: Stop) -> None:
         known = self._processes()
         while not stop.drain.wait(POLL_S):
             if self._redis is not None:
                 self._redis.poll()
-            self._workers.poll()
+            self._control.poll()
             for router in self._routers:
                 if router.poll():
                     self._follow_router(router, stop)
@@ -168,10 +159,10 @@ class Supervisor:
         ):
             waited += POLL_S
         stop_all(self._routers, 0.0 if stop.now.is_set() else STOP_S)
-        self._workers.stop(STOP_S)
+        self._control.stop(STOP_S)
 
     def _processes(self) -> dict[str, ProcessId]:
-        pids = {**{router.spec.name: router.pid for router in self._routers}, **self._workers.pids()}
+        pids = {**{router.spec.name: router.pid for router in self._routers}, **self._control.pids()}
         if self._redis is not None:
             pids["redis"] = self._redis.pid
         found: dict[str, ProcessId] = {}

@@ -70,11 +70,13 @@ class FakeWorkers:
         self.polled = threading.Event()
         self.mode = self.url = None
         self.router_at_stop = None
-        self.plans = []
+        self.redis_url = None
 
-    def start(self, plans):
+    size = 3
+
+    def start(self, redis_url):
         log.append("workers start")
-        self.plans = [(plan.worker_id, plan.config, plan.log.name) for plan in plans]
+        self.redis_url = redis_url
         self.mode = stat.S_IMODE(self.folder.config.stat().st_mode)
         self.url = yaml.safe_load(self.folder.config.read_text())["redis"]["url"]
 
@@ -170,7 +172,7 @@ def test_start_and_stop_are_in_order_and_leave_only_logs(run):
     listens = yaml.safe_load(run.folder.config.read_text())["router"]["grpc"]
     assert listens == "127.0.0.1:4711", "where another router will listen, whatever others are told"
     assert (run.workers.mode, run.workers.url) == (0o600, FakeRedis.url)
-    assert [name for name, _, _ in run.workers.plans] == ["prefill-0", "decode-0", "decode-1"]
+    assert run.workers.redis_url == FakeRedis.url
     assert run.workers.polled.wait(10)
     run.end()
     assert run.error is None

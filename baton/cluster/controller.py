@@ -1,0 +1,239 @@
+"""The cluster controller: makes the workers as the plan on the board says, again and again, and says what it does."""
+
+from __future__ import annotations
+
+import socket
+from itertools import groupby
+from typing import Protocol
+
+import structlog
+
+from baton.clock import Clock
+from baton.cluster.keeper import Journal, Keeper
+from baton.cluster.placement import Placement
+from baton.cluster.processes import START_TIMEOUT_S, StartError
+from baton.cluster.units import Step, Unit, free_id, next_step
+from baton.config import ClusterConfig
+from baton.core import Role, WorkerInfo
+from baton.errors import LedgerError
+from baton.ledger.board import Board, ControlReport, Plan, RouterReport, Slot
+from baton.ledger.ledger import Ledger
+
+REPORT_S = 1.0
+REPORT_LEASE_S = 10.0
+LOOK_S = 1.0  # between two looks of the autoscaler
+
+log = structlog.get_logger(__name__)
+
+
+class Autoscaler(Protocol):
+    """Proposes another plan."""
+
+    def look(
+        self, plan: Plan, routers: list[RouterReport], workers: list[WorkerInfo], now: float
+    ) -> tuple[Plan | None, str]:
+        """The plan to have instead (None: this one is right), and what is seen, for a reader. `now`: monotonic."""
+
+
+class Controller:
+    """Keeps the workers of one cluster. Everything is called from one thread, and on one event loop."""
+
+    def __init__(
+        self,
+        config: ClusterConfig,
+        placement: Placement,
+        ledger: Ledger,
+        board: Board,
+        clock: Clock,
+        autoscaler: Autoscaler | None = None,
+    ) -> None:
+        self.plan = Plan(prefill=config.prefill.replicas, decode=config.decode.replicas)
+        self._placement = placement
+        self._ledger = ledger
+        self._board = board
+        self._clock = clock
+        self._autoscaler = autoscaler
+        self._scaling = config.scaling
+        self._patience_s = config.ledger.lease_s / 2
+        self._journal = Journal(clock)
+        self._keeper = Keeper(placement, self._journal, self._patience_s, config.scaling.drain_s)
+        self._units = self._keeper.units
+        pools = {(pool.tensor_parallel, pool.device) for pool in (config.prefill, config.decode)}
+        self._turns = config.scaling.turn and len(pools) == 1
+        self._lease_s = config.ledger.lease_s
+        self._away = False  # Redis is
+        self._calm_until = 0.0  # nobody is ended for what is not in the ledger
+        self._ordered: set[str] = set()  # for whom an order may be on the board
+        self._settled_at: float | None = None
+        self._looked_at = 0.0
+        self._outlook = ""
+        self._reported: ControlReport | None = None
+        ledger.follow(self._be_calm)
+
+    @property
+    def ready(self) -> bool:
+        """Whether all is as planned."""
+        units = self._units.values()
+        sizes = all(sum(unit.role is role for unit in units) == self.plan.of(role) for role in Role)
+        return sizes and all(unit.state == "ready" for unit in units)
+
+    async def begin(self) -> None:
+        """Take over what an earlier controller left, or begin anew by the cluster file. Raises LedgerError."""
+        found, last, said = self._placement.found(), await self._board.control(), await self._board.plan()
+        live = {info.ref.worker_id: info for info in await self._ledger.workers()}
+        if last is not None:
+            self._journal.decisions.extend(last.decisions)
+        self._begin_plan(said, taken_over=bool(found) or last is not None)
+        slots = {slot.worker_id: slot for slot in last.slots} if last is not None else {}
+        for worker_id, role in found.items():
+            self._take_over(worker_id, live[worker_id].role if worker_id in live else role, slots.get(worker_id))
+        if found:
+            self._be_calm()
+            self._journal.say("plan", f"took over {len(found)} workers that an earlier controller started")
+
+    def _begin_plan(self, said: Plan | None, *, taken_over: bool) -> None:
+        """The cluster file's, when the cluster starts, and as long as nobody else has said one."""
+        plan = self.plan
+        if said is None:
+            plan = plan.model_copy(update={"reason": "the cluster file says so"})
+        elif (taken_over and said.by != "file") or (said.prefill, said.decode) == (plan.prefill, plan.decode):
+            plan = said
+        else:
+            reason = "the cluster file says other than the plan before"
+            plan = plan.model_copy(update={"number": said.number + 1, "generation": said.generation, "reason": reason})
+        self._follow(plan)
+
+    def _take_over(self, worker_id: str, role: Role, slot: Slot | None) -> None:
+        now = self._clock.monotonic()
+        unit = self._units[worker_id] = Unit(worker_id, role, self.plan.generation, born=now)
+        if slot is not None:
+            unit.role, unit.generation, unit.restarts = slot.role, slot.generation, slot.restarts
+            if slot.state == "draining":
+                unit.leave(now)
+
+    async def poll(self) -> None:
+        """One pass, of some milliseconds; of some seconds while Redis is silent. Without Redis nothing is decided."""
+        now = self._clock.monotonic()
+        try:
+            await self._look(now)
+            calm = now < self._calm_until
+            self._keeper.tend(self.plan.generation, now, calm=calm)
+            if not calm:
+                self._change(now)
+            await self._say_orders()
+            await self._scale(now)
+            await self._report()
+            self._away = False
+        except LedgerError as error:
+            if not self._away:
+                log.warning("control_without_redis", error=str(error))
+            self._away = True
+            self._be_calm()
+
+    def check_start(self) -> None:
+        """Raises the BatonError for which a worker ended, or StartError: it is silent. For a cluster that starts."""
+        now = self._clock.monotonic()
+        for worker_id, seen in self._placement.look().items():
+            if seen.state == "ended":
+                raise seen.error or StartError(f"{worker_id} ended")
+            if seen.state == "starting" and now - self._units[worker_id].born > START_TIMEOUT_S:
+                raise StartError(f"{worker_id} was silent for {START_TIMEOUT_S:g} s")
+
+    async def end(self) -> None:
+        """Nobody controls any more. Raises LedgerError."""
+        await self._board.drop_control()
+
+    def _be_calm(self) -> None:
+        """Redis was away, or forgot: who is not in the ledger had no chance yet to enter it again."""
+        now = self._clock.monotonic()
+        self._calm_until = now + self._lease_s + self._patience_s
+        for unit in self._units.values():
+            unit.missing_since = None
+            unit.told_at = None if unit.told_at is None else now
+
+    async def _look(self, now: float) -> None:
+        """The processes first: a lease that is seen after a process is ready is its own."""
+        seen = self._placement.look()
+        live = {info.ref.worker_id: info for info in await self._ledger.workers()}
+        for worker_id, unit in self._units.items():
+            unit.look(seen.get(worker_id), live.get(worker_id), now)
+        if all(unit.info is not None for unit in self._units.values() if unit.seen and unit.seen.state == "ready"):
+            self._calm_until = 0.0
+        said = await self._board.plan()
+        if said is None or said.number < self.plan.number:
+            await self._board.put_plan(self.plan)
+        elif said != self.plan:
+            self._follow(said)
+
+    def _follow(self, plan: Plan) -> None:
+        self.plan = plan
+        sizes = f"{plan.prefill} prefill, {plan.decode} decode, generation {plan.generation}"
+        self._journal.say("plan", f"{sizes}: {plan.reason or plan.by}")
+        self._keeper.retry(self._units.values(), self._clock.monotonic())
+
+    def _change(self, now: float) -> None:
+        """All that may be changed towards the plan at once; what must wait comes in later passes."""
+        started: list[tuple[str, str]] = []
+        while (step := next_step(list(self._units.values()), self.plan, now, turns=self._turns)) is not None:
+            if step.unit is None:
+                started.append((step.reason, self._start(step, now)))
+            elif step.kind == "turn":
+                step.unit.turn(step.role, now)
+                self._journal.say("turn", f"{step.unit.worker_id} becomes {step.role.value}: {step.reason}")
+            else:
+                self._keeper.leave(step.unit, step.reason, now)
+        for reason, group in groupby(started, key=lambda one: one[0]):
+            self._journal.say("start", f"{', '.join(worker_id for _, worker_id in group)}: {reason}")
+
+    def _start(self, step: Step, now: float) -> str:
+        worker_id = free_id(step.role, self._units)
+        self._keeper.start(Unit(worker_id, step.role, self.plan.generation), now)
+        return worker_id
+
+    async def _say_orders(self) -> None:
+        """Who has to be told something is told it, whoever decided that, and told again if the store forgot."""
+        now = self._clock.monotonic()
+        for worker_id, unit in self._units.items():
+            known = await self._board.order(unit.info.ref) if unit.info is not None else None
+            unit.obey(known, now)
+            order = unit.order(self._scaling.drain_s)
+            if known is not None or order is not None:
+                self._ordered.add(worker_id)
+            if order is not None and (known is None or (known.drain, known.role) != (order.drain, order.role)):
+                await self._board.put_order(worker_id, order)
+        for worker_id in list(self._ordered):
+            ordered = self._units.get(worker_id)
+            if ordered is None or ordered.order(self._scaling.drain_s) is None:
+                await self._board.drop_order(worker_id)
+                self._ordered.discard(worker_id)
+
+    async def _scale(self, now: float) -> None:
+        if not self.ready:
+            self._settled_at = None
+        elif self._settled_at is None:
+            self._settled_at = now
+        waits = self._settled_at is None or now - self._settled_at < self._scaling.settle_s
+        if self._autoscaler is None or waits or now - self._looked_at < LOOK_S:
+            return
+        self._looked_at = now
+        live = [unit.info for unit in self._units.values() if unit.info is not None]
+        wanted, self._outlook = self._autoscaler.look(self.plan, await self._board.routers(), live, now)
+        if wanted is None:
+            return
+        plan = wanted.model_copy(update={"number": self.plan.number + 1, "by": "autoscaler"})
+        if await self._board.put_plan(plan):
+            self._follow(plan)
+
+    async def _report(self) -> None:
+        at, last = self._clock.wall(), self._reported
+        report = ControlReport(
+            plan=self.plan,
+            at=at,
+            slots=tuple(unit.slot for _, unit in sorted(self._units.items())),
+            decisions=tuple(self._journal.decisions),
+            host=socket.gethostname(),
+            outlook=self._outlook,
+        )
+        if last is None or at - last.at >= REPORT_S or report != last.model_copy(update={"at": at}):
+            await self._board.put_control(report, REPORT_LEASE_S)
+            self._reported = report

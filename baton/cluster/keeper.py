@@ -1,0 +1,119 @@
+"""Processes of workers, each kept: started, started again when it ended, killed when it makes no progress."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from typing import Literal
+
+import structlog
+
+from baton.clock import Clock
+from baton.cluster.placement import Placement
+from baton.cluster.processes import BACKOFF_S, STABLE_S, START_TIMEOUT_S, StartError
+from baton.cluster.units import MAX_IN_A_ROW, Unit
+from baton.ledger.board import DECISIONS, Decision
+
+PAUSE_S = 60.0  # until what failed too often is tried once more
+OVERTIME_S = 60.0  # beyond its grace, until who was told to drain or to turn is ended
+MAX_TEXT = 1024  # of the board
+
+Kind = Literal["plan", "start", "turn", "drain", "end", "replace", "give_up"]
+
+log = structlog.get_logger(__name__)
+
+
+class Journal:
+    """What was decided, and why: logged, and the last of it kept for the report."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self.decisions: deque[Decision] = deque(maxlen=DECISIONS)
+
+    def say(self, kind: Kind, text: str) -> None:
+        write = log.warning if kind in {"replace", "give_up"} else log.info
+        write("decision", kind=kind, text=text)
+        self.decisions.append(Decision(at=self._clock.wall(), kind=kind, text=text[:MAX_TEXT]))
+
+
+class Keeper:
+    """All processes of one cluster's workers. It changes no role and no number of them, unless it is told to."""
+
+    def __init__(self, placement: Placement, journal: Journal, patience_s: float, drain_s: float) -> None:
+        """`patience_s`: how long who has lost its lease may take to enter again, before it is taken for frozen."""
+        self.units: dict[str, Unit] = {}
+        self._placement = placement
+        self._journal = journal
+        self._patience_s = patience_s
+        self._drain_s = drain_s
+
+    def start(self, unit: Unit, now: float) -> None:
+        """Begin to start its process; it has none now."""
+        unit.born, unit.retry_at, unit.told_at, unit.missing_since, unit.killed = now, None, None, None, False
+        unit.seen = unit.info = None
+        self.units[unit.worker_id] = unit
+        self._placement.start(unit.worker_id, unit.role)
+
+    def leave(self, unit: Unit, reason: str, now: float) -> None:
+        """A live one is to be told to drain; who is not live holds nothing, and is ended at once."""
+        drains = unit.state == "ready"
+        unit.leave(now)
+        self._journal.say("drain" if drains else "end", f"{unit.worker_id}: {reason}")
+        if not drains:
+            self._placement.kill(unit.worker_id)
+
+    def tend(self, generation: int, now: float, *, calm: bool) -> None:
+        """Look after each of them. Who is started again is of `generation`; `calm`: nobody is killed now."""
+        for unit in list(self.units.values()):
+            if unit.seen is None or unit.seen.state == "ended":
+                self._ended(unit, generation, now)
+            elif not (calm or unit.killed) and (reason := self._overdue(unit, now)):
+                unit.killed, unit.note = True, reason
+                self._journal.say("replace", f"{unit.worker_id} {reason}; its process is killed")
+                self._placement.kill(unit.worker_id)
+
+    def retry(self, units: Iterable[Unit], now: float) -> None:
+        """What failed is given another chance at once."""
+        for unit in units:
+            if unit.retry_at is not None:
+                unit.in_a_row, unit.retry_at = 0, now
+
+    def _ended(self, unit: Unit, generation: int, now: float) -> None:
+        if unit.leaving:
+            self._placement.forget(unit.worker_id)
+            del self.units[unit.worker_id]
+            self._journal.say("end", f"{unit.worker_id} has ended")
+        elif unit.retry_at is None:
+            self._died(unit, now)
+        elif now >= unit.retry_at:
+            self._placement.forget(unit.worker_id)
+            unit.generation, unit.restarts = generation, unit.restarts + 1
+            self.start(unit, now)
+
+    def _died(self, unit: Unit, now: float) -> None:
+        unit.in_a_row = 1 if now - unit.born > STABLE_S else unit.in_a_row + 1
+        unit.info = None
+        error = unit.seen.error if unit.seen else None
+        why = unit.note if unit.killed else str(error or StartError("ended"))
+        hopeless = unit.in_a_row > MAX_IN_A_ROW
+        pause = PAUSE_S if hopeless else BACKOFF_S[min(unit.in_a_row, len(BACKOFF_S)) - 1]
+        unit.retry_at, unit.note = now + pause, why[:MAX_TEXT]
+        if unit.in_a_row == MAX_IN_A_ROW + 1:
+            self._journal.say("give_up", f"{unit.worker_id} died {unit.in_a_row} times in a row: {why}")
+        elif not hopeless and not unit.killed:
+            self._journal.say("replace", f"{unit.worker_id}, started again in {pause:g} s: {why}")
+
+    def _overdue(self, unit: Unit, now: float) -> str:
+        """Why it must be taken for frozen; empty: it need not."""
+        assert unit.seen is not None
+        if unit.told_at is not None:
+            what = "drain" if unit.leaving else "turn"
+            limit = self._drain_s + OVERTIME_S
+            return f"did not {what} within {limit:g} s" if now - unit.told_at > limit else ""
+        if unit.seen.state == "starting":
+            return f"was silent for {START_TIMEOUT_S:g} s" if now - unit.born > START_TIMEOUT_S else ""
+        if unit.info is None:
+            unit.missing_since = now if unit.missing_since is None else unit.missing_since
+            if now - unit.missing_since > self._patience_s:
+                return f"has had no lease for {self._patience_s:g} s"
+        return ""

@@ -1,0 +1,77 @@
+"""A controller in the process, and the thread, of its supervisor: for workers that live only as long as it does."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import suppress
+
+from baton.clock import SystemClock
+from baton.cluster.controller import Autoscaler, Controller
+from baton.cluster.placement import Placement
+from baton.cluster.stop import Stop
+from baton.config import ClusterConfig
+from baton.errors import LedgerError
+from baton.ledger.board import Board
+from baton.ledger.ledger import Ledger
+
+READY_POLL_S = 0.05
+
+
+class LocalControl:
+    """`Control` by a controller here. Its event loop runs only within these calls."""
+
+    def __init__(self, config: ClusterConfig, placement: Placement, autoscaler: Autoscaler | None = None) -> None:
+        self._config = config
+        self._placement = placement
+        self._autoscaler = autoscaler
+        self._runner = asyncio.Runner()
+        self._ledger: Ledger | None = None
+        self._controller: Controller | None = None
+
+    def start(self, redis_url: str) -> None:
+        self._placement.open()
+        self._runner.run(self._begin(redis_url))
+
+    async def _begin(self, redis_url: str) -> None:
+        config, clock = self._config, SystemClock()
+        self._ledger = await Ledger.connect(redis_url, f"baton:{config.name}", config.ledger.lease_s, clock)
+        board = Board(self._ledger.connection)
+        controller = Controller(config, self._placement, self._ledger, board, clock, self._autoscaler)
+        await controller.begin()
+        await controller.poll()
+        self._controller = controller
+
+    @property
+    def _started(self) -> Controller:
+        assert self._controller is not None, "start comes first"
+        return self._controller
+
+    def wait_ready(self, stop: Stop) -> None:
+        controller = self._started
+        while not controller.ready:
+            stop.check()
+            controller.check_start()
+            stop.drain.wait(READY_POLL_S)
+            self.poll()
+
+    def poll(self) -> None:
+        self._runner.run(self._started.poll())
+
+    def pids(self) -> dict[str, int]:
+        return {worker_id: seen.pid for worker_id, seen in self._placement.look().items() if seen.pid is not None}
+
+    @property
+    def size(self) -> int:
+        return self._started.plan.prefill + self._started.plan.decode
+
+    def stop(self, grace_s: float) -> None:
+        self._placement.stop(grace_s)
+        self._runner.run(self._end())
+        self._runner.close()
+
+    async def _end(self) -> None:
+        if self._controller is not None:
+            with suppress(LedgerError):
+                await self._controller.end()
+        if self._ledger is not None:
+            await self._ledger.close()
