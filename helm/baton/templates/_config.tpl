@@ -1,0 +1,43 @@
+{{/* The cluster file: `config` of the values, and over it what only the chart can know. */}}
+{{- define "baton.owned" -}}
+name: {{ default (include "baton.fullname" .) .Values.clusterName }}
+model: {path: {{ include "baton.modelPath" . | quote }}}
+ray: {address: auto}
+router:
+  replicas: 1
+  grpc: "0.0.0.0:50051"
+  http: {{ ternary "0.0.0.0:8000" "null" .Values.router.http }}
+  metrics: "0.0.0.0:9100"
+  admin: "0.0.0.0:50052"
+prefill:
+  {{- include "baton.ownedPool" (dict "root" . "pool" "prefill") | nindent 2 }}
+decode:
+  {{- include "baton.ownedPool" (dict "root" . "pool" "decode") | nindent 2 }}
+security:
+  {{- with .Values.security.tls.existingSecret }}
+  tls: {cert: /etc/baton-tls/tls.crt, key: /etc/baton-tls/tls.key, ca: /etc/baton-tls/ca.crt, name: {{ include "baton.tlsName" $ }}}
+  {{- end }}
+  {{- with .Values.security.tokens.existingSecret }}
+  tokens: /etc/baton-tokens/tokens.yaml
+  {{- end }}
+  allow_insecure: {{ ternary "true" "[router.metrics]" .Values.security.allowInsecure }}
+{{- end }}
+
+{{- define "baton.ownedPool" -}}
+{{- $pool := index .root.Values .pool -}}
+replicas: {{ $pool.replicas }}
+listen: "0.0.0.0:50061"
+interface: {{ .root.Values.network.interface }}
+node_labels: {baton.io/pool: {{ .pool }}}
+device: {{ ternary "cuda" "cpu" (gt (int $pool.gpus) 0) }}
+{{- if gt (int $pool.gpus) 0 }}
+tensor_parallel: {{ $pool.gpus }}
+{{- end }}
+{{- if $pool.autoscale.enabled }}
+autoscale: {min: {{ $pool.autoscale.min }}, max: {{ $pool.autoscale.max }}}
+{{- end }}
+{{- end }}
+
+{{- define "baton.clusterFile" -}}
+{{ toYaml (mergeOverwrite (deepCopy .Values.config) (include "baton.owned" . | fromYaml)) }}
+{{- end }}

@@ -1,0 +1,188 @@
+{{/* What all pods with Baton's image have in common. Each takes {root, component, role}, role being its section of the values. */}}
+{{- define "baton.podSpec" -}}
+serviceAccountName: {{ include "baton.serviceAccountName" .root }}
+automountServiceAccountToken: {{ and (eq .component "head") .root.Values.ray.autoscaling.enabled }}
+enableServiceLinks: false
+securityContext:
+  {{- toYaml .root.Values.podSecurityContext | nindent 2 }}
+{{- with .root.Values.imagePullSecrets }}
+imagePullSecrets:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- include "baton.scheduling" . }}
+{{- end }}
+
+{{- define "baton.scheduling" -}}
+{{- range $key := list "nodeSelector" "tolerations" "topologySpreadConstraints" }}
+{{- with index $.role $key }}
+{{ $key }}:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- end }}
+{{- range $key := list "priorityClassName" "runtimeClassName" "schedulerName" }}
+{{- with index $.role $key }}
+{{ $key }}: {{ . }}
+{{- end }}
+{{- end }}
+{{- with .role.affinity }}
+affinity:
+  {{- toYaml . | nindent 2 }}
+{{- else }}
+{{- if and .root.Values.network.topologyKey (has .component (list "prefill" "decode")) }}
+affinity:
+  podAffinity:
+    requiredDuringSchedulingIgnoredDuringExecution:
+      - labelSelector: {matchLabels: {ray.io/cluster: {{ include "baton.fullname" .root }}, ray.io/node-type: worker}}
+        topologyKey: {{ .root.Values.network.topologyKey }}
+{{- end }}
+{{- end }}
+{{- end }}
+
+{{- define "baton.containerCommon" -}}
+image: {{ include "baton.image" .root }}
+imagePullPolicy: {{ .root.Values.image.pullPolicy }}
+securityContext:
+  {{- $context := deepCopy .root.Values.containerSecurityContext }}
+  {{- if and .root.Values.network.rdma.enabled (has .component (list "prefill" "decode")) }}
+  {{- $context = mergeOverwrite $context .root.Values.network.rdma.securityContext }}
+  {{- end }}
+  {{- toYaml $context | nindent 2 }}
+{{- end }}
+
+{{- define "baton.env" -}}
+{{- $values := .root.Values }}
+- {name: HOME, value: /home/baton}
+- {name: BATON_HOME, value: /home/baton/.baton}
+- {name: POD_IP, valueFrom: {fieldRef: {fieldPath: status.podIP}}}
+{{ include "baton.redisEnv" .root | trim }}
+{{- if hasPrefix "hf:" $values.model.path }}
+- {name: HF_HOME, value: {{ $values.model.mountPath }}}
+{{- with $values.model.hub.existingSecret }}
+- {name: HF_TOKEN, valueFrom: {secretKeyRef: {name: {{ . }}, key: {{ $values.model.hub.key }}}}}
+{{- end }}
+{{- with $values.model.hub.endpoint }}
+- {name: HF_ENDPOINT, value: {{ . | quote }}}
+{{- end }}
+{{- end }}
+{{- with $values.tracing.endpoint }}
+- {name: OTEL_EXPORTER_OTLP_ENDPOINT, value: {{ . | quote }}}
+- {name: OTEL_SERVICE_NAME, value: {{ printf "%s-%s" (include "baton.fullname" $.root) $.component }}}
+{{- end }}
+{{- range $name, $value := $values.tracing.env }}
+- {name: {{ $name }}, value: {{ $value | quote }}}
+{{- end }}
+{{- end }}
+
+{{- define "baton.rayEnv" -}}
+- {name: RAY_USAGE_STATS_ENABLED, value: "0"}
+{{- if and .root.Values.ray.gcsFaultTolerance.enabled (include "baton.redisCa" .root) }}
+- {name: RAY_REDIS_CA_CERT, value: /etc/baton-redis/{{ .root.Values.redis.external.tls.caKey }}}
+{{- end }}
+{{- with .root.Values.ray.extraEnv }}
+{{ toYaml . }}
+{{- end }}
+{{- end }}
+
+{{- define "baton.ncclEnv" -}}
+{{- $interface := .root.Values.network.interface }}
+- {name: GLOO_SOCKET_IFNAME, value: {{ $interface }}}
+{{- if .role.gpus }}
+{{- $env := dict "NCCL_SOCKET_IFNAME" $interface "NCCL_IB_DISABLE" (ternary "0" "1" .root.Values.network.rdma.enabled) }}
+{{- range $name, $value := mergeOverwrite $env .root.Values.network.nccl.env }}
+- {name: {{ $name }}, value: {{ $value | quote }}}
+{{- end }}
+{{- end }}
+{{- end }}
+
+{{- define "baton.volumeMounts" -}}
+- {name: config, mountPath: /etc/baton, readOnly: true}
+- {name: tmp, mountPath: /tmp}
+- {name: home, mountPath: /home/baton}
+{{- if .root.Values.security.tls.existingSecret }}
+- {name: tls, mountPath: /etc/baton-tls, readOnly: true}
+{{- end }}
+{{- if .root.Values.security.tokens.existingSecret }}
+- {name: tokens, mountPath: /etc/baton-tokens, readOnly: true}
+{{- end }}
+{{- if include "baton.redisCa" .root }}
+- {name: redis-ca, mountPath: /etc/baton-redis, readOnly: true}
+{{- end }}
+{{- with include "baton.modelMount" . }}
+{{ trim . }}
+{{- end }}
+{{- with .role.extraVolumeMounts }}
+{{ toYaml . }}
+{{- end }}
+{{- end }}
+
+{{- define "baton.modelMount" -}}
+{{- $model := .root.Values.model }}
+{{- if include "baton.modelVolume" .root }}
+- name: model
+  mountPath: {{ $model.mountPath }}
+  readOnly: {{ not (hasPrefix "hf:" $model.path) }}
+  {{- with $model.subPath }}
+  subPath: {{ . }}
+  {{- end }}
+{{- end }}
+{{- end }}
+
+{{- define "baton.volumes" -}}
+{{- $values := .root.Values -}}
+- name: config
+  configMap: {name: {{ include "baton.fullname" .root }}-config}
+- name: tmp
+  emptyDir: {sizeLimit: {{ default "2Gi" (get .role "tmpSize") }}}
+- name: home
+  emptyDir: {sizeLimit: 2Gi}
+{{- with $values.security.tls.existingSecret }}
+- name: tls
+  secret: {secretName: {{ . }}, defaultMode: 288, items: [{key: ca.crt, path: ca.crt}, {key: tls.crt, path: tls.crt}, {key: tls.key, path: tls.key}]}
+{{- end }}
+{{- with $values.security.tokens.existingSecret }}
+- name: tokens
+  secret: {secretName: {{ . }}, defaultMode: 288, items: [{key: {{ $values.security.tokens.key }}, path: tokens.yaml}]}
+{{- end }}
+{{- if include "baton.redisCa" .root }}
+- name: redis-ca
+  secret: {secretName: {{ $values.redis.external.tls.existingSecret }}, defaultMode: 288, items: [{key: {{ $values.redis.external.tls.caKey }}, path: {{ $values.redis.external.tls.caKey }}}]}
+{{- end }}
+{{- if include "baton.modelVolume" .root }}
+- name: model
+  {{- if or $values.model.existingClaim $values.model.pvc.create }}
+  persistentVolumeClaim: {claimName: {{ default (printf "%s-model" (include "baton.fullname" .root)) $values.model.existingClaim }}}
+  {{- else }}
+  emptyDir: {}
+  {{- end }}
+{{- end }}
+{{- with .role.extraVolumes }}
+{{ toYaml . }}
+{{- end }}
+{{- end }}
+
+{{/* Waits for the model: workers download it, or all look for it on the volume that something else fills. */}}
+{{- define "baton.initContainers" -}}
+{{- $model := .root.Values.model }}
+{{- if and (include "baton.modelVolume" .root) (or (has .component (list "prefill" "decode")) (and (eq .component "router") (not (hasPrefix "hf:" $model.path)))) }}
+- name: model
+  {{- include "baton.containerCommon" . | nindent 2 }}
+  {{- if hasPrefix "hf:" $model.path }}
+  command: [timeout, {{ $model.waitSeconds | quote }}, baton, pull, {{ $model.path | quote }}]
+  {{- else }}
+  command:
+    - timeout
+    - {{ $model.waitSeconds | quote }}
+    - bash
+    - -c
+    - until [ -e "$0/config.json" ]; do echo "waiting for $0/config.json"; sleep 5; done
+    - {{ include "baton.modelPath" .root | quote }}
+  {{- end }}
+  env:
+    {{- include "baton.env" . | trim | nindent 4 }}
+  resources: {requests: {cpu: 100m, memory: 512Mi}, limits: {memory: 2Gi}}
+  volumeMounts:
+    {{- include "baton.modelMount" . | trim | nindent 4 }}
+    - {name: tmp, mountPath: /tmp}
+    - {name: home, mountPath: /home/baton}
+{{- end }}
+{{- end }}
