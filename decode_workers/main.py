@@ -7,7 +7,7 @@ from dataclasses import replace
 from baton.ledger.directory_log import DirectoryLog
 from baton.ledger.ownership import OwnershipLog
 from baton.load import Load
-from baton.worker.host import HostParts
+from baton.worker.hosted import HostParts
 from baton.worker.transfers import Transfers
 from decode_workers.role import DecodeRole
 
@@ -29,7 +29,7 @@ class HostedDecode(DecodeRole):
         return False
 
     def load(self, load: Load) -> Load:
-        return replace(load, channels=self._transfers.sender.channels())
+        return replace(load, channels=self._transfers.sender.channels(), draining=self.draining)
 
     async def close(self) -> None:
         await self._transfers.close()

@@ -58,7 +58,7 @@ class DecodeRole:
         self.push_ended = self.pins.push_ended
         self.reservations = Reservations(info.fingerprint, self.committed, self.pins.fetch, self._history)
         self.parking = Parking(clock)
-        self._leaving = False
+        self.draining = self._leaving = False
         if engine.backend.device.type == "cpu":  # elsewhere steps are short, and graphs tell nobody about their layers
             engine.watch(lambda work, layer: loop.progressed(), lambda sequence: None)
 
@@ -95,10 +95,10 @@ class DecodeRole:
             return
         # All that the model can take may be known: the request has ended then, which remains to be said.
         room = min(message.known_tokens, self._info.max_model_len - 1)
-        reservation = None if self._leaving else self._engine.reserve(room, message.prefix)
+        reservation = None if self.draining else self._engine.reserve(room, message.prefix)
         if reservation is None:
             full = events.no_room(handoff, message.known_tokens)
-            session.emit([events.stopping(handoff) if self._leaving else full])
+            session.emit([events.stopping(handoff) if self.draining else full])
             return
         self._history.blocks("reserved", handoff, reservation, shared=len(reservation.shared))
         self.reservations.open(handoff, reservation, message.known_tokens, deadline)
@@ -173,9 +173,18 @@ class DecodeRole:
         if owner is not session:
             owner.emit([events.failed(handoff, StaleAttempt(f"released by router {session.router_id}"))])
 
+    def drain(self) -> None:
+        """See `HostedRole.drain`."""
+        self.draining = True
+
+    @property
+    def idle(self) -> bool:
+        """See `HostedRole.idle`. What is only remembered of streams that have ended is not missed."""
+        return not self._sessions and not self.pins
+
     def leave(self) -> None:
         """See `HostedRole.leave`. What decodes is handed back as if the pool were full: it goes on elsewhere."""
-        self._leaving = True
+        self.draining = self._leaving = True
         for entry in self.reservations.entries():
             if self.reservations.fence(entry.handoff) is not State.COMMITTED:  # else `_adopt` is about to come
                 owner = self._sessions[entry.handoff]

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from baton.ledger.directory_log import DirectoryLog
 from baton.load import Load
-from baton.worker.host import HostParts
+from baton.worker.hosted import HostParts
 from baton.worker.transfers import Transfers
 from prefill_workers.role import PrefillRole
 
@@ -35,6 +35,7 @@ class HostedPrefill(PrefillRole):
             transport=self.transport,
             fetched_tokens=self.fetches.fetched_tokens,
             channels=self._transfers.sender.channels(),
+            draining=self.draining,
         )
 
     async def close(self) -> None:

@@ -53,19 +53,16 @@ class PrefillRole:
         coalesce_below: int = 0,
         fetch_s: float = 10.0,
     ) -> None:
-        self._info = info
-        self._engine = engine
-        self._loop = loop
+        self._info, self._engine, self._loop = info, engine, loop
         self._clock = clock
         self._history = engine.pool.history
         self._coalesce_below = coalesce_below
         self._work: dict[HandoffId, Work] = {}
         self._attempts = Attempts()
-        self._leaving = False
+        self.draining = False
         self._pusher: Pusher | None = None
         self.fetches = Fetches(engine, clock, fetch_s, self.fetch_ended, thinks=info.thinking_chunk > 0)
-        self.transfer_bytes = 0
-        self.transport = ""
+        self.transfer_bytes, self.transport = 0, ""
 
     def attach(self, pusher: Pusher) -> None:
         self._pusher = pusher
@@ -91,7 +88,7 @@ class PrefillRole:
         deadline = deadline_after(message.deadline_s, self._clock)
         if not self._is_new(session, handoff):
             return
-        if self._leaving:
+        if self.draining:
             session.emit([events.stopping(handoff)])
             return
         streams = self._streams(spec, message.skip)
@@ -126,8 +123,7 @@ class PrefillRole:
         work = self._work.get(held)
         streams = work is not None and self._streams(work.spec, message.skip)
         if work is None or work.session is not session:
-            text = f"nothing of {held} is held here"
-            session.emit([events.refused(handoff, worker_pb2.REFUSAL_REASON_STALE, text)])
+            session.emit([events.refused(handoff, worker_pb2.REFUSAL_REASON_STALE, f"nothing of {held} is held here")])
             return
         self._fetched(held)
         if self._pusher is not None:
@@ -177,9 +173,18 @@ class PrefillRole:
         if work is not None and work.session is not session:
             work.session.emit([events.failed(handoff, StaleAttempt(f"released by router {session.router_id}"))])
 
+    def drain(self) -> None:
+        """See `HostedRole.drain`. KV that waits for a Repush is still to be handed over, too."""
+        self.draining = True
+
+    @property
+    def idle(self) -> bool:
+        """See `HostedRole.idle`."""
+        return not self._work and not self.fetches.holdings()
+
     def leave(self) -> None:
         """See `HostedRole.leave`. What is computed may still be handed over; the rest is computed elsewhere."""
-        self._leaving = True
+        self.drain()
         for handoff, work in list(self._work.items()):
             if work.first is None:
                 self._drop(handoff)
@@ -291,5 +296,5 @@ class PrefillRole:
         for handoff, work in overdue(self._work, self._clock.monotonic()):
             self._drop(handoff)
             if not work.waits:
-                text = "the prompt was not computed in time"
-                work.session.emit([events.failed(handoff, DeadlineExceeded(text))])
+                error = DeadlineExceeded("the prompt was not computed in time")
+                work.session.emit([events.failed(handoff, error)])

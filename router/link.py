@@ -108,7 +108,7 @@ class WorkerLink:
     @property
     def usable(self) -> bool:
         """May it be given a new request?"""
-        return self.state == "connected" and not self.retired
+        return self.state == "connected" and not self.retired and not self.view.load.draining
 
     async def stop(self) -> None:
         """Close the stream; requests still on it get WorkerLost."""

@@ -24,7 +24,7 @@ from baton.errors import ConfigError
 from baton.logs import configure_logging, redirect_output
 
 if TYPE_CHECKING:
-    from baton.worker.host import RoleFactory
+    from baton.worker.hosted import RoleFactory
     from router.floor import RouterSettings
 
 DRAIN_S = 9.0  # less than the supervisor's DRAIN_S: it waits so long for the router
@@ -55,10 +55,15 @@ def run_role(role: Role, file: Path, sets: Sequence[str], worker_id: str, log_fi
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
 
+    reported = threading.Event()
+
     def ready(ref: WorkerRef) -> None:
+        if reported.is_set():
+            return  # it has changed its role: who waited for the process is gone
+        reported.set()
         report_ready({"worker": str(ref), "address": ref.address, "pid": os.getpid()})
 
-    run_worker(of_both_roles(config, worker_id), role_factories(), role, stop, ready)
+    run_worker(of_both_roles(config, worker_id, role), role_factories(), role, stop, ready)
 
 
 def role_factories() -> dict[Role, RoleFactory]:

@@ -8,7 +8,8 @@ from functools import partial
 from baton.config import config_from_json
 from baton.core import Role
 from baton.logs import configure_logging, redirect_output
-from baton.worker.host import RoleFactory, run_worker
+from baton.worker.host import run_worker
+from baton.worker.hosted import RoleFactory
 from baton.worker.settings import of_both_roles
 from baton.worker.threaded import HostedWorker
 
@@ -26,7 +27,8 @@ class WorkerActor:
         redirect_output(log)
         config = config_from_json(config_json)
         configure_logging(config.log.level, config.log.format)
-        self._worker = HostedWorker(partial(run_worker, of_both_roles(config, worker_id), factories, Role(role)))
+        both, begins = of_both_roles(config, worker_id, Role(role)), Role(role)
+        self._worker = HostedWorker(partial(run_worker, both, factories, begins))
 
     def ready(self) -> dict[str, object]:
         """Wait until the worker is registered; then who and where it is."""

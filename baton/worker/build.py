@@ -28,14 +28,13 @@ if TYPE_CHECKING:
     from baton.engine.backend import ModelBackend
 
 
-def build_engine(settings: WorkerSettings) -> Engine:
-    """Load the model and size the pool.
+def build_engine(settings: WorkerSettings, loaded: ModelBackend | None = None) -> Engine:
+    """Load the model, unless it is `loaded`, and size the pool. No engine that uses it may be left.
 
     Raises CheckpointError (the folder cannot be served) or ConfigError (device, memory or length do not fit).
     """
-    if settings.threads is not None:
-        torch.set_num_threads(settings.threads)
-    backend = load_backend(settings)
+    use_threads(settings)
+    backend = loaded or load_backend(settings)
     claim_activations(backend, settings.max_batched_tokens, settings.max_running)
     shapes = checked_shapes(backend, settings.shapes)
     sizing = size_kv(
@@ -64,6 +63,19 @@ def build_engine(settings: WorkerSettings) -> Engine:
     gc.collect()
     gc.freeze()  # what is here now stays: no later collection need look at it in the middle of a step
     return engine
+
+
+def use_threads(settings: WorkerSettings) -> None:
+    """From now on, in this thread and in those that are started."""
+    if settings.threads is not None:
+        torch.set_num_threads(settings.threads)
+
+
+def free_memory() -> None:
+    """Give back what an engine had that nobody uses any more: its KV, and its graphs. `build_engine` froze it."""
+    gc.unfreeze()
+    gc.collect()
+    torch.cuda.empty_cache()  # does nothing where none was used
 
 
 def warm_up(engine: Engine) -> None:

@@ -126,6 +126,15 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             self._engine_loop.submit(partial(self._role.gone, session))
             log.info("router_gone", router=session.router_id)
 
+    async def finish(self, within_s: float) -> None:
+        """End all streams, each when its router was told all that there is to say; or when `within_s` are over."""
+        for session in self.sessions:
+            session.finish()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(within_s):
+                while self.sessions:  # noqa: ASYNC110  (each leaves the set by itself)
+                    await asyncio.sleep(0.01)
+
     def close(self) -> None:
         """No router is here any more. The server's stop does not wait until the calls that it cancels have ended."""
         for session in list(self.sessions):

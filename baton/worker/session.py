@@ -24,6 +24,7 @@ class Session:
         self._pending: list[worker_pb2.WorkerEvent] = []
         self._wake = asyncio.Event()
         self._closed = False
+        self._finishing = False
 
     def emit(self, events: Iterable[worker_pb2.WorkerEvent]) -> None:
         """Queue events; all of one call leave in one message, as do those of calls that come before it is sent."""
@@ -44,10 +45,17 @@ class Session:
         await self._wake.wait()
         self._wake.clear()
         with self._lock:
-            if self._closed:
+            if self._closed or (self._finishing and not self._pending):
                 return None
             events, self._pending = self._pending, []
+        if self._finishing:
+            self._wake.set()
         return worker_pb2.WorkerMessage(events=events, load=self._load())
+
+    def finish(self) -> None:
+        """Let `next_message` return what is pending, and then None. On the asyncio thread."""
+        self._finishing = True
+        self._wake.set()
 
     def close(self) -> None:
         """Drop what is pending and let `next_message` return None. From any thread."""

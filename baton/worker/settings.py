@@ -54,14 +54,17 @@ class WorkerSettings:
         return f"baton:{self.cluster}"
 
 
-def of_both_roles(config: ClusterConfig, worker_id: str) -> dict[Role, WorkerSettings]:
-    """What a worker needs that may be told to be of the other role."""
-    return {role: from_config(config, role, worker_id) for role in Role}
+def of_both_roles(config: ClusterConfig, worker_id: str, begins: Role) -> dict[Role, WorkerSettings]:
+    """What a worker needs that may be told to be of the other role than the one it begins with."""
+    return {role: from_config(config, role, worker_id, begins) for role in Role}
 
 
-def from_config(config: ClusterConfig, role: Role, worker_id: str) -> WorkerSettings:
-    """The settings of a worker of this role. `redis.url` must name a running Redis by now."""
-    pool: PoolConfig = config.prefill if role is Role.PREFILL else config.decode
+def from_config(config: ClusterConfig, role: Role, worker_id: str, begins: Role | None = None) -> WorkerSettings:
+    """The settings of a worker of this role. `redis.url` must name a running Redis by now.
+
+    `begins`: the role of the pool that it belongs to by where it runs, and so by its addresses; None: this one.
+    """
+    pool, place = _pool(config, role), _pool(config, begins or role)
     transfer = config.transfer
     return WorkerSettings(
         cluster=config.name,
@@ -82,9 +85,9 @@ def from_config(config: ClusterConfig, role: Role, worker_id: str) -> WorkerSett
         max_running=pool.max_running,
         prefix_cache=pool.prefix_cache,
         seed=config.model.seed,
-        listen=pool.listen,
-        advertise=pool.advertise,
-        interface=pool.interface,
+        listen=place.listen,
+        advertise=place.advertise,
+        interface=place.interface,
         lease_s=config.ledger.lease_s,
         heartbeat_s=config.ledger.heartbeat_s,
         shapes=shapes_of(config, pool.max_running),
@@ -101,7 +104,7 @@ def from_config(config: ClusterConfig, role: Role, worker_id: str) -> WorkerSett
             frame_deadline_s=transfer.frame_deadline_s,
             staging_memory=transfer.staging_memory,
             verify_kv=transfer.verify == "kv",
-            interface=pool.interface,
+            interface=place.interface,
         ),
     )
 
@@ -123,3 +126,7 @@ def shapes_of(config: ClusterConfig, max_running: int) -> FixedShapes:
     rows = auto.rows if given.rows == "auto" else given.rows
     window = auto.tokens if given.window == "auto" else given.window
     return FixedShapes(rows, window, exact_rows=max_running if given.verify == "auto" else 0)
+
+
+def _pool(config: ClusterConfig, role: Role) -> PoolConfig:
+    return config.prefill if role is Role.PREFILL else config.decode

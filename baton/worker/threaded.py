@@ -1,6 +1,6 @@
 """A worker inside a process that somebody else owns (a Ray actor): on a thread of its own, ended by `stop`.
 
-When the worker ends by itself, the process ends too: its supervisor sees that and starts the next incarnation.
+When the worker ends by itself, the process ends too: with 0 if it was told to, and its supervisor sees that.
 """
 
 from __future__ import annotations
@@ -62,4 +62,4 @@ class HostedWorker:
         was_ready = self._settled.is_set()
         self._settled.set()
         if was_ready and not self._stop.is_set():
-            self._exit_process(1)
+            self._exit_process(0 if self._failure is None else 1)  # 0: it has drained

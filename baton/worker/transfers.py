@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from baton.core import HandoffId
     from baton.errors import HandoffError
-    from baton.worker.host import HostParts
+    from baton.worker.hosted import HostParts
     from kvtransfer.handoff import HandoffTable, PushEnd, PushJob, PushResult
 
 

@@ -14,8 +14,8 @@ from baton.errors import EngineFault, LedgerError
 from baton.ledger.ownership_table import RecordState
 from baton.rpc import convert, reports
 from baton.rpc.v1 import worker_pb2
-from baton.worker.host import LEAVE_S
 from baton.worker.lease import Lease
+from baton.worker.life import LEAVE_S
 from baton.worker.service import WorkerService
 from baton.worker.session import Session
 from decode_workers.role import DecodeRole

@@ -13,7 +13,7 @@ from baton.engine.oracle import OracleBackend
 from baton.errors import ConfigError, InvalidRequest
 from baton.tokenizer import OracleTokenizer
 from baton.worker.build import build_engine, check_thinking, load_backend, pick_device
-from baton.worker.host import _info
+from baton.worker.life import _info
 from baton.worker.settings import from_config, located
 from kvtransfer.transports.choose import make_transports
 from tests.unit.model.thinking import thinking_checkpoint

@@ -10,6 +10,7 @@ from structlog.testing import capture_logs
 from baton.config import load_config
 from baton.core import Role
 from baton.engine.fixed import FixedShapes
+from baton.engine.oracle import OracleBackend, oracle_layout
 from baton.engine.passes import Passes, save_passes
 from baton.errors import ConfigError
 from baton.worker import host
@@ -57,7 +58,7 @@ def test_what_was_measured_is_taken(settings):
 async def test_a_worker_starts_with_it(settings, monkeypatch):
     built = []
 
-    def build_engine(found):
+    def build_engine(found, loaded):
         built.append(found.shapes.rows)
         raise ConfigError("enough")
 
@@ -66,6 +67,7 @@ async def test_a_worker_starts_with_it(settings, monkeypatch):
 
     save_passes(passes_path(settings()), MEASURED)
     monkeypatch.setattr(host, "build_engine", build_engine)
+    monkeypatch.setattr(host, "load_backend", lambda found: OracleBackend(oracle_layout(4)))
     with pytest.raises(ConfigError, match="enough"):
         await host.serve({Role.DECODE: settings()}, {Role.DECODE: no_engine}, Role.DECODE, asyncio.Event(), print)
     assert built == [4]

@@ -1,0 +1,253 @@
+"""One incarnation of a worker: it listens, registers, beats, does what it is told, and leaves in order.
+
+register ──> beat ──order──> drain ──nothing left, or its grace is over──> deregister ──> leave
+               └────────────SIGTERM────────────┴────────────────────────────────^
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import socket
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import replace
+from functools import partial
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+import structlog
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1.health import aio as health_aio
+
+from baton.clock import Clock, SystemClock
+from baton.core import WorkerInfo, WorkerRef
+from baton.engine.determinism import bits_fingerprint
+from baton.errors import EngineFault, LedgerError
+from baton.history import History
+from baton.ledger.board import Board, Order
+from baton.ledger.ledger import Ledger
+from baton.rpc import channel, reports
+from baton.rpc.tls import Wire
+from baton.rpc.v1 import worker_pb2_grpc
+from baton.worker.build import thinking_chunk
+from baton.worker.hosted import HostedRole, HostParts, RoleFactory
+from baton.worker.lease import Lease
+from baton.worker.loop import EngineLoop, Paces
+from baton.worker.service import WorkerService
+from baton.worker.settings import WorkerSettings
+
+if TYPE_CHECKING:
+    import grpc
+
+    from baton.engine.engine import Engine
+    from baton.engine.outcome import StepResult
+    from baton.load import Load
+
+log = structlog.get_logger(__name__)
+Ready = Callable[[WorkerRef], None]
+SHUTDOWN_GRACE_S = 2.0
+LEAVE_S = 1.0
+_LOOK_S = 0.01
+_DRAIN_LOOK_S = 0.1
+_LONGEST_REASON = 1024  # that a record takes
+
+
+class _Stepping:
+    """Passes steps to the role and keeps what is reported of its load, for the messages of sessions.
+
+    `drained`: it drains, and nothing is left.
+    """
+
+    def __init__(self, engine: Engine, role: HostedRole, paces: Paces) -> None:
+        self._engine = engine
+        self._paces = paces
+        self._role = role
+        self.load = self._report()
+        self.drained = False
+
+    def stepped(self, result: StepResult) -> None:
+        self.load = self._report()
+        self._role.stepped(result)
+
+    def tick(self) -> None:
+        self._engine.backend.check()
+        self._role.tick()
+        self.load = self._report()
+        self.drained = self.load.draining and self._role.idle
+
+    def _report(self) -> Load:
+        return self._paces.into(self._role.load(self._engine.load()))
+
+
+async def live(
+    settings: WorkerSettings, engine: Engine, factory: RoleFactory, stop: asyncio.Event, ready: Ready
+) -> Order | None:
+    """Until `stop` is set (None), or until the worker has drained, as it was told: that order.
+
+    Raises BatonError when it cannot register, or must not go on. When it returns, nothing of it is left but `engine`.
+    """
+    clock = SystemClock()
+    ledger = await Ledger.connect(settings.redis_url, settings.ledger_prefix, settings.lease_s, clock)
+    server, wire = channel.aio_server(), Wire.of(settings.tls)
+    async with contextlib.AsyncExitStack() as leaving:
+        leaving.push_async_callback(ledger.close)
+        address = channel.bind(server, settings.listen, wire.private)
+        info = _info(settings, engine, WorkerRef(settings.worker_id, await ledger.mint(settings.worker_id), address))
+        history = _history(settings, info.ref, clock)
+        engine.pool.history = leaving.enter_context(history)
+        loop = EngineLoop(engine, clock=clock)
+        role = factory(HostParts(settings, info, engine, loop, ledger, server, clock, wire))
+        stepping = _Stepping(engine, role, loop.paces)
+        service, health = WorkerService(info, loop, role, lambda: reports.load_to_pb(stepping.load)), _Health(server)
+        worker_pb2_grpc.add_WorkerServicer_to_server(service, server)
+        loop.start(stepping)
+        leaving.push_async_callback(role.close)  # last of these: what the engine thread still notes must get out
+        leaving.push_async_callback(asyncio.to_thread, loop.stop)
+        leaving.callback(service.close)
+        await health.tell(serving=False)
+        await server.start()
+        leaving.push_async_exit(partial(_stop_serving, server))
+        lease = Lease(ledger, info, settings.lease_s, clock, history)
+        await lease.take()
+        history.note("registered")
+        leaving.push_async_callback(_deregister, ledger, info.ref)
+        log.info("worker_ready", worker=str(info.ref), address=info.ref.address, fingerprint=info.fingerprint)
+        await health.tell(serving=True)
+        ready(info.ref)
+        beats = Beats(info, lease, loop, service, Board(ledger.connection), settings, clock)
+        order = await beats.run(stop)
+        if order is not None:
+            await health.tell(serving=False)
+            await beats.drain(stop, order.grace_s, role, lambda: stepping.drained)
+        await _deregister(ledger, info.ref)  # routers look elsewhere
+        await _leave(loop, role)
+        if stop.is_set() or order is None:
+            return None
+        await service.finish(LEAVE_S)
+        return order
+
+
+class _Health:
+    """grpc.health.v1 of the process: "" alone."""
+
+    def __init__(self, server: grpc.aio.Server) -> None:
+        self._servicer = health_aio.HealthServicer()
+        health_pb2_grpc.add_HealthServicer_to_server(self._servicer, server)
+
+    async def tell(self, *, serving: bool) -> None:
+        status = health_pb2.HealthCheckResponse
+        await self._servicer.set("", status.SERVING if serving else status.NOT_SERVING)
+
+
+class Beats:
+    """Renews the lease while the engine thread makes progress; a process without it, or frozen too long, must not."""
+
+    def __init__(
+        self,
+        info: WorkerInfo,
+        lease: Lease,
+        loop: EngineLoop,
+        service: WorkerService,
+        board: Board,
+        settings: WorkerSettings,
+        clock: Clock,
+    ) -> None:
+        self._info = info
+        self._lease = lease
+        self._loop = loop
+        self._service = service
+        self._board = board
+        self._every_s, self._ask_s = settings.heartbeat_s, settings.lease_s / 6
+        self._clock = clock
+        self._seen = -1
+
+    async def run(self, stop: asyncio.Event) -> Order | None:
+        """Until `stop` is set (None), or something is ordered that this worker is not doing already."""
+        while not stop.is_set():
+            await self._beat()
+            order = await self._order()
+            if order is not None and (order.drain or order.role is not self._info.role):
+                log.info("ordered", worker=str(self._info.ref), drain=order.drain, role=order.role.value)
+                return order
+            await _wait(stop, self._every_s)
+        return None
+
+    async def drain(self, stop: asyncio.Event, grace_s: float, role: HostedRole, drained: Callable[[], bool]) -> None:
+        """Until `stop` is set, nothing is left, or `grace_s` have passed."""
+        until = self._clock.monotonic() + grace_s
+        self._loop.submit(role.drain)
+        while not (stop.is_set() or drained() or self._clock.monotonic() >= until):
+            await self._beat()
+            await _wait(stop, min(self._every_s, _DRAIN_LOOK_S))
+
+    async def _beat(self) -> None:
+        if self._loop.failure is not None:
+            raise EngineFault(f"the engine thread failed: {type(self._loop.failure).__name__}") from self._loop.failure
+        self._lease.check()
+        self._service.beat()
+        if self._loop.iterations != self._seen:
+            self._seen = self._loop.iterations
+            await self._lease.renew(self._seen)
+
+    async def _order(self) -> Order | None:
+        """None, too, if it cannot be read within a sixth of the lease, which must not lapse over it."""
+        try:
+            async with asyncio.timeout(self._ask_s):
+                return await self._board.order(self._info.ref)
+        except (LedgerError, TimeoutError) as error:
+            log.warning("orders_unread", error=str(error) or "no answer in time")
+            return None
+
+
+async def _wait(stop: asyncio.Event, seconds: float) -> None:
+    with contextlib.suppress(TimeoutError):
+        await asyncio.wait_for(stop.wait(), seconds)
+
+
+async def _leave(loop: EngineLoop, role: HostedRole) -> None:
+    """Hand over what is under way, and let what is nearly done be done."""
+    left: Future[None] = Future()
+    loop.submit(lambda: left.set_result(role.leave()))  # type: ignore[func-returns-value]  # None, once it has left
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(LEAVE_S):
+            await asyncio.wrap_future(left)
+            while role.busy:  # noqa: ASYNC110  (the engine thread tells nobody)
+                await asyncio.sleep(_LOOK_S)
+
+
+async def _stop_serving(
+    server: grpc.aio.Server, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
+) -> None:
+    """Who leaves in peace lets running calls end; who is fenced, or broken, says nothing more."""
+    await server.stop(None if error else SHUTDOWN_GRACE_S)
+
+
+async def _deregister(ledger: Ledger, ref: WorkerRef) -> None:
+    with contextlib.suppress(LedgerError):
+        await ledger.deregister(ref)
+
+
+def _history(settings: WorkerSettings, ref: WorkerRef, clock: Clock) -> History:
+    return History.open(settings.history, clock, settings.role.value, ref.worker_id, str(ref.incarnation))
+
+
+def _info(settings: WorkerSettings, engine: Engine, ref: WorkerRef) -> WorkerInfo:
+    port = ref.address.rpartition(":")[2]
+    advertised = replace(ref, address=f"{settings.advertise}:{port}") if settings.advertise else ref
+    why_not = engine.backend.nondeterminism
+    return WorkerInfo(
+        ref=advertised,
+        role=settings.role,
+        fingerprint=engine.backend.fingerprint,
+        model=settings.model_name,
+        max_model_len=engine.max_model_len,
+        total_blocks=engine.pool.total,
+        layout=engine.layout,
+        pid=os.getpid(),
+        host=socket.gethostname(),
+        determinism="" if why_not else bits_fingerprint(engine.backend, settings.shapes),
+        nondeterminism=why_not[:_LONGEST_REASON],
+        thinking_chunk=thinking_chunk(engine.backend),
+    )
