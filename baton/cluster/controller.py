@@ -85,6 +85,7 @@ class Controller:
             self._journal.decisions.extend(last.decisions)
         self._begin_plan(said, taken_over=bool(found) or last is not None)
         slots = {slot.worker_id: slot for slot in last.slots} if last is not None else {}
+        self._ordered.update(slots)
         for worker_id, role in found.items():
             self._take_over(worker_id, live[worker_id].role if worker_id in live else role, slots.get(worker_id))
         if found:

@@ -118,7 +118,7 @@ def next_step(units: Sequence[Unit], plan: Plan, now: float, *, turns: bool) -> 
                 return Step("turn", f"{other.value} has one too many, {role.value} one too few", role, spare)
             if spare is None and any(unit.state in {"starting", "turning"} for unit in kept[other]):
                 continue  # until one may be turned
-        return Step("start", f"{len(kept[role])} of {plan.of(role)} {role.value} workers are here", role)
+        return Step("start", f"{plan.of(role)} {role.value} workers are planned", role)
     for role in Role:
         if over[role] > 0 and (spare := _spare(kept[role], plan, role, now)) is not None:
             old = spare.generation < plan.generation

@@ -1,0 +1,256 @@
+"""Workers, a ledger and a board on a clock that a test moves: what a controller is put into."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from baton.clock import FakeClock
+from baton.cluster.controller import Controller
+from baton.cluster.placement import Seen
+from baton.cluster.processes import StartError
+from baton.config import ClusterConfig
+from baton.core import Incarnation, KVLayout, Role, WorkerInfo, WorkerRef
+from baton.errors import BatonError, LedgerError
+
+LEASE_S = 9.0
+LOAD_S = 2.0
+WORK_S = 3.0  # that a worker has left to do, when it is told to drain or to turn
+LAYOUT = KVLayout(1, 1, 1, 16, "float32")
+
+
+@dataclass
+class Process:
+    """A simulated worker: loads, registers, beats, obeys orders after a while."""
+
+    worker_id: str
+    role: Role
+    born: float
+    pid: int | None
+    state: Literal["starting", "ready", "ended"] = "starting"
+    incarnation: Incarnation | None = None
+    frozen: bool = False
+    error: BatonError | None = None
+    busy_until: float | None = None
+
+
+@dataclass
+class World:
+    """The placement, the ledger and the board in one, for as many workers as there is `room` for."""
+
+    prefill: int = 1
+    decode: int = 1
+    room: int = 100
+    turn: bool = True
+    broken: set[str] = field(default_factory=set)  # whose process dies as it starts; "*": every one
+    clock: FakeClock = field(default_factory=FakeClock)
+
+    def __post_init__(self):
+        self.processes: dict[str, Process] = {}
+        self.leases: dict[str, tuple[WorkerInfo, float]] = {}
+        self.said: Any = None
+        self.orders: dict[str, Any] = {}
+        self.report: Any = None
+        self.routed: list[Any] = []
+        self.away = False
+        self.minted = 0
+        self.started: list[str] = []
+        self.killed: list[str] = []
+        self.followers: list[Any] = []
+
+    def controller(self, autoscaler=None, **config) -> Controller:
+        """A new one, as one that starts now would be."""
+        file = {
+            "name": "test",
+            "ledger": {"lease_s": LEASE_S},
+            "scaling": {"turn": self.turn},
+            "prefill": {"replicas": self.prefill, "device": "cpu"},
+            "decode": {"replicas": self.decode, "device": "cpu"},
+        }
+        self.processes = {name: one for name, one in self.processes.items() if one.state != "ended"}
+        this: Any = self
+        return Controller(ClusterConfig.model_validate(file | config), this, this, this, self.clock, autoscaler)
+
+    # The placement.
+
+    def open(self):
+        pass
+
+    def found(self):
+        return {p.worker_id: p.role for p in self.processes.values() if p.state != "ended"}
+
+    def start(self, worker_id, role):
+        assert worker_id not in self.processes, "it runs, or was not forgotten"
+        self.processes[worker_id] = Process(worker_id, role, self.clock.monotonic(), None)
+        self.started.append(worker_id)
+
+    def look(self):
+        return {p.worker_id: Seen(p.state, p.pid, p.error) for p in self.processes.values()}
+
+    def kill(self, worker_id):
+        self.killed.append(worker_id)
+        self.die(worker_id, "killed")
+
+    def forget(self, worker_id):
+        assert self.processes.pop(worker_id).state == "ended"
+
+    # The ledger.
+
+    def follow(self, forgotten):
+        self.followers.append(forgotten)
+
+    async def workers(self):
+        self._reach()
+        return [info for _, (info, until) in sorted(self.leases.items()) if until > self.clock.monotonic()]
+
+    # The board.
+
+    def _reach(self):
+        if self.away:
+            raise LedgerError("Redis at nowhere: gone")
+
+    async def plan(self):
+        self._reach()
+        return self.said
+
+    async def put_plan(self, plan):
+        self._reach()
+        if self.said is not None and self.said.number >= plan.number:
+            return False
+        self.said = plan
+        return True
+
+    async def order(self, ref):
+        self._reach()
+        found = self.orders.get(ref.worker_id)
+        return found if found is not None and found.incarnation == str(ref.incarnation) else None
+
+    async def put_order(self, worker_id, order):
+        self._reach()
+        self.orders[worker_id] = order
+
+    async def drop_order(self, worker_id):
+        self._reach()
+        self.orders.pop(worker_id, None)
+
+    async def routers(self):
+        self._reach()
+        return self.routed
+
+    async def control(self):
+        self._reach()
+        return self.report
+
+    async def put_control(self, report, lease_s):
+        self._reach()
+        self.report = report
+
+    async def drop_control(self):
+        self._reach()
+        self.report = None
+
+    # What happens.
+
+    def die(self, worker_id, why="its cable was pulled"):
+        process = self.processes[worker_id]
+        process.state, process.error = "ended", StartError(f"{worker_id}: {why}")
+
+    def freeze(self, worker_id):
+        self.processes[worker_id].frozen = True
+
+    def forget_store(self):
+        """The store came back empty; who lives enters again with its next beat."""
+        self.leases, self.orders, self.said, self.report = {}, {}, None, None
+        for forgotten in self.followers:
+            forgotten()
+
+    def ready(self, role) -> list[str]:
+        """Those that would serve: alive, registered, and not told to stop."""
+        return [
+            p.worker_id
+            for p in self.processes.values()
+            if p.state == "ready" and not p.frozen and p.role is role and p.busy_until is None
+        ]
+
+    def roles(self) -> dict[str, str]:
+        return {p.worker_id: p.role.value for p in self.processes.values() if p.state != "ended"}
+
+    def advance(self, seconds: float) -> None:
+        """Time passes, and each process does what it does in it."""
+        self.clock.advance(seconds)
+        for process in self.processes.values():
+            if not process.frozen:
+                self._live(process, self.clock.monotonic())
+
+    def _live(self, process, now):
+        if process.state == "starting":
+            self._load(process, now)
+        if process.state != "ready":
+            return
+        order = self.orders.get(process.worker_id)
+        if order is not None and order.incarnation == str(process.incarnation) and process.busy_until is None:
+            process.busy_until = now + WORK_S
+        if process.busy_until is None or now < process.busy_until:
+            self._beat(process, now)
+        else:
+            self._obey(process, order, now)
+
+    def _load(self, process, now):
+        if process.pid is None:
+            if sum(p.pid is not None and p.state != "ended" for p in self.processes.values()) >= self.room:
+                return
+            process.pid, process.born = 100 + len(self.started), now
+        if self.broken & {process.worker_id, "*"}:
+            self.die(process.worker_id, "no such model")
+        elif now - process.born >= LOAD_S and not self.away:
+            self._enter(process, now)
+
+    def _enter(self, process, now):
+        self.minted += 1
+        process.state, process.incarnation, process.busy_until = "ready", Incarnation(1, self.minted), None
+        self._beat(process, now)
+
+    def _beat(self, process, now):
+        if self.away:
+            return
+        ref = WorkerRef(process.worker_id, process.incarnation, "127.0.0.1:1")
+        info = WorkerInfo(ref, process.role, "f", "m", 100, 100, LAYOUT)
+        self.leases[process.worker_id] = (info, now + LEASE_S)
+
+    def _obey(self, process, order, now):
+        self.leases.pop(process.worker_id, None)
+        if order is None or order.drain:
+            process.state, process.error = "ended", StartError("it ended with exit code 0")
+        else:
+            process.role = order.role
+            self._enter(process, now)
+
+
+async def run(world: World, controller: Controller, seconds: float, every_s: float = 0.5) -> None:
+    """Passes of the controller while time goes on."""
+    for _ in range(round(seconds / every_s)):
+        world.advance(every_s)
+        await controller.poll()
+
+
+async def begun(world: World, controller: Controller | None = None) -> Controller:
+    """A controller whose workers are ready."""
+    controller = controller or world.controller()
+    await controller.begin()
+    await controller.poll()
+    await run(world, controller, 3 * LOAD_S)
+    assert controller.ready, world.report
+    return controller
+
+
+def told(world: World, **change) -> None:
+    """An operator says another plan."""
+    world.said = world.said.model_copy(update=change | {"number": world.said.number + 1, "by": "operator"})
+
+
+def states(world: World) -> dict[str, str]:
+    return {slot.worker_id: slot.state for slot in world.report.slots}
+
+
+def kinds(world: World) -> list[str]:
+    return [decision.kind for decision in world.report.decisions]

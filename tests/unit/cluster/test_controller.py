@@ -1,0 +1,473 @@
+"""The controller among simulated workers: it reaches the plan, whatever happens, and never by taking the last away."""
+
+import asyncio
+from collections import Counter
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from baton.cluster.keeper import PAUSE_S
+from baton.cluster.processes import START_TIMEOUT_S
+from baton.cluster.units import MAX_IN_A_ROW, ROOM_S
+from baton.core import Role
+from baton.errors import BatonError
+from baton.ledger.board import Order, Plan, RouterReport
+from tests.unit.cluster.control_world import LEASE_S, LOAD_S, WORK_S, World, begun, kinds, run, states, told
+
+BOTH = tuple(Role)
+
+
+async def test_a_cluster_starts_as_its_file_says_and_says_so():
+    world = World(prefill=2, decode=1)
+    await begun(world)
+    assert world.roles() == {"prefill-0": "prefill", "prefill-1": "prefill", "decode-0": "decode"}
+    assert (world.said.prefill, world.said.decode, world.said.by, world.said.number) == (2, 1, "file", 0)
+    assert states(world) == dict.fromkeys(world.roles(), "ready")
+    assert kinds(world) == ["plan", "start", "start"]
+    assert world.orders == {}
+
+
+async def test_who_died_is_started_again():
+    world = World()
+    controller = await begun(world)
+    world.die("decode-0")
+    await run(world, controller, 4)
+    assert world.started == ["prefill-0", "decode-0", "decode-0"]
+    slot = next(slot for slot in world.report.slots if slot.worker_id == "decode-0")
+    assert (slot.state, slot.restarts, slot.note) == ("ready", 1, "")
+    assert "its cable was pulled" in world.report.decisions[-1].text
+
+
+async def test_who_dies_too_often_fails_and_is_tried_again_after_a_pause():
+    world = World(decode=2)
+    controller = await begun(world)
+    world.broken = {"decode-1"}
+    world.die("decode-1")
+    await run(world, controller, 100)
+    slot = next(slot for slot in world.report.slots if slot.worker_id == "decode-1")
+    assert slot.state == "failed"
+    assert "no such model" in slot.note
+    assert kinds(world)[-1] == "give_up"
+    assert world.started.count("decode-1") <= MAX_IN_A_ROW + 2
+    await run(world, controller, 5 * PAUSE_S)
+    assert kinds(world).count("give_up") == 1, "each time it was tried in vain would fill the list"
+    world.broken = set()
+    await run(world, controller, PAUSE_S + LOAD_S + 1)
+    assert controller.ready
+
+
+async def test_another_plan_gives_who_failed_another_chance_at_once():
+    world = World(decode=2)
+    controller = await begun(world)
+    world.broken = {"decode-1"}
+    world.die("decode-1")
+    await run(world, controller, 60)
+    assert states(world)["decode-1"] == "failed"
+    world.broken = set()
+    told(world, generation=1)
+    await run(world, controller, LOAD_S + 1)
+    assert states(world)["decode-1"] == "ready"
+
+
+async def test_a_frozen_worker_is_killed_and_replaced():
+    world = World()
+    controller = await begun(world)
+    world.freeze("decode-0")
+    await run(world, controller, LEASE_S)
+    assert world.killed == []
+    await run(world, controller, LEASE_S)
+    assert world.killed == ["decode-0"]
+    assert world.ready(Role.DECODE) == ["decode-0"]
+    assert "no lease" in next(one.text for one in world.report.decisions if one.kind == "replace")
+
+
+async def test_one_that_never_becomes_ready_is_killed():
+    world = World(decode=2)
+    controller = await begun(world)
+    world.die("decode-1")
+    await run(world, controller, 1)
+    world.freeze("decode-1")
+    await run(world, controller, START_TIMEOUT_S - 2, every_s=2)
+    assert world.killed == []
+    await run(world, controller, 10)
+    assert world.killed == ["decode-1"]
+    assert controller.ready
+
+
+@pytest.mark.parametrize("forgets", [False, True])
+async def test_nobody_is_killed_because_redis_was_away_or_forgot(forgets):
+    world = World()
+    controller = await begun(world)
+    world.away = True
+    await run(world, controller, 10 * LEASE_S)
+    world.away = False
+    if forgets:
+        world.forget_store()
+    await run(world, controller, 5 * LEASE_S)
+    assert world.killed == []
+    assert world.started == ["prefill-0", "decode-0"]
+    assert controller.ready
+    assert world.said == world.report.plan
+
+
+async def test_a_plan_that_the_store_forgot_is_said_again():
+    world = World()
+    controller = await begun(world)
+    told(world, decode=2)
+    await run(world, controller, 1)
+    world.forget_store()
+    await run(world, controller, LEASE_S)
+    assert (world.said.decode, world.said.number, world.said.by) == (2, 1, "operator")
+    assert len(world.ready(Role.DECODE)) == 2
+
+
+async def test_a_pool_grows():
+    world = World()
+    controller = await begun(world)
+    told(world, decode=3)
+    await run(world, controller, LOAD_S + 1)
+    assert world.ready(Role.DECODE) == ["decode-0", "decode-1", "decode-2"]
+
+
+async def test_a_pool_shrinks_by_draining_its_newest():
+    world = World(decode=3)
+    controller = await begun(world)
+    told(world, decode=1)
+    await run(world, controller, 1)
+    assert {name: (order.drain, order.grace_s) for name, order in world.orders.items()} == {
+        "decode-1": (True, 60.0),
+        "decode-2": (True, 60.0),
+    }
+    await run(world, controller, WORK_S + 1)
+    assert world.roles() == {"prefill-0": "prefill", "decode-0": "decode"}
+    assert (world.orders, world.killed, list(world.processes)) == ({}, [], ["prefill-0", "decode-0"])
+
+
+async def test_one_too_many_here_and_one_too_few_there_is_turned():
+    world = World(prefill=2)
+    controller = await begun(world)
+    told(world, prefill=1, decode=2)
+    await run(world, controller, 1)
+    assert states(world)["prefill-1"] == "turning"
+    await run(world, controller, WORK_S + 1)
+    assert world.roles() == {"prefill-0": "prefill", "prefill-1": "decode", "decode-0": "decode"}
+    assert controller.ready
+    assert world.orders == {}
+    assert len(world.started) == 3, "nobody was started anew"
+    told(world, prefill=2, decode=1)
+    await run(world, controller, WORK_S + 2)
+    assert Counter(world.roles().values()) == {"prefill": 2, "decode": 1}
+    assert len(world.started) == 3
+
+
+@pytest.mark.parametrize("config", [{"turn": False}, {"parallel": True}])
+async def test_where_none_may_be_turned_one_is_started_and_one_drained(config):
+    world = World(prefill=2, turn=config.get("turn", True))
+    two = {"decode": {"replicas": 1, "device": "cpu", "tensor_parallel": 2}}
+    controller = await begun(world, world.controller(**two) if "parallel" in config else None)
+    told(world, prefill=1, decode=2)
+    await run(world, controller, 10)
+    assert world.roles() == {"prefill-0": "prefill", "decode-0": "decode", "decode-1": "decode"}
+
+
+async def test_one_that_dies_as_it_turns_comes_back_in_its_new_role():
+    world = World(prefill=2)
+    controller = await begun(world)
+    told(world, prefill=1, decode=2)
+    await run(world, controller, 1)
+    world.die("prefill-1")
+    await run(world, controller, 5)
+    assert world.roles() == {"prefill-0": "prefill", "prefill-1": "decode", "decode-0": "decode"}
+    assert controller.ready
+
+
+async def test_one_that_does_not_obey_is_ended():
+    world = World(prefill=2, decode=2)
+    controller = await begun(world)
+    told(world, prefill=1, decode=3)
+    await run(world, controller, 1)
+    world.freeze("prefill-1")
+    await run(world, controller, 200)
+    assert world.killed == ["prefill-1"]
+    assert world.roles()["prefill-1"] == "decode"
+    told(world, decode=2)
+    await run(world, controller, 1)
+    going = next(name for name, state in states(world).items() if state == "draining")
+    world.freeze(going)
+    await run(world, controller, 200)
+    assert world.killed == ["prefill-1", going]
+    assert going not in world.roles()
+    assert controller.ready
+
+
+async def test_the_last_ready_one_stays_until_another_is():
+    world = World(prefill=2)
+    controller = await begun(world)
+    world.broken = {"prefill-0"}
+    world.die("prefill-0")
+    await run(world, controller, 1)
+    told(world, prefill=1, decode=2)
+    await run(world, controller, 20)
+    assert world.ready(Role.PREFILL) == ["prefill-1"]
+    assert len(world.ready(Role.DECODE)) == 2
+    assert controller.ready
+
+
+async def test_an_operator_drains_one_and_another_takes_its_place():
+    world = World()
+    controller = await begun(world)
+    ref = world.leases["decode-0"][0].ref
+    world.orders["decode-0"] = Order(incarnation=str(ref.incarnation), role=Role.DECODE, drain=True)
+    await run(world, controller, 1)
+    assert states(world) == {"decode-0": "draining", "decode-1": "starting", "prefill-0": "ready"}
+    await run(world, controller, 5)
+    assert world.roles() == {"prefill-0": "prefill", "decode-1": "decode"}
+    assert controller.ready
+
+
+async def test_a_generation_is_replaced_one_by_one_with_never_fewer_than_planned():
+    world = World(prefill=2, decode=2)
+    controller = await begun(world)
+    before = {process.pid for process in world.processes.values()}
+    told(world, generation=1)
+    for _ in range(200):
+        await run(world, controller, 0.5)
+        assert all(len(world.ready(role)) >= 2 for role in BOTH)
+        assert len(world.roles()) <= 6
+        leaving = [name for name, state in states(world).items() if state == "draining"]
+        assert len(leaving) <= 1
+    assert controller.ready
+    assert not before & {process.pid for process in world.processes.values()}
+    assert world.killed == []
+    assert {slot.generation for slot in world.report.slots} == {1}
+
+
+async def test_where_a_successor_finds_no_room_the_old_one_goes_first_if_another_is_ready():
+    world = World(prefill=1, decode=2, room=3)
+    controller = await begun(world)
+    told(world, generation=1)
+    await run(world, controller, ROOM_S - 5)
+    assert world.killed == []
+    # There is no room beside the only prefill worker: it stays. One more host, and all is replaced.
+    await run(world, controller, 2 * ROOM_S)
+    assert world.ready(Role.PREFILL) == ["prefill-0"]
+    world.room = 4
+    await run(world, controller, 20)
+    world.room = 3
+    await run(world, controller, 6 * ROOM_S)
+    assert controller.ready
+    assert {slot.generation for slot in world.report.slots} == {1}
+
+
+async def test_two_of_a_role_without_any_room_are_replaced_one_by_one():
+    world = World(prefill=2, decode=2, room=4)
+    controller = await begun(world)
+    told(world, generation=1)
+    for _ in range(12):
+        await run(world, controller, ROOM_S / 2)
+        assert all(world.ready(role) for role in BOTH)
+    assert controller.ready
+    assert {slot.generation for slot in world.report.slots} == {1}
+
+
+async def test_a_generation_that_cannot_start_leaves_the_old_one_at_work():
+    world = World(prefill=1, decode=2)
+    controller = await begun(world)
+    world.broken = {"*"}
+    told(world, generation=1)
+    await run(world, controller, 300)
+    assert world.killed == []
+    assert set(world.ready(Role.DECODE)) == {"decode-0", "decode-1"}
+    assert world.ready(Role.PREFILL) == ["prefill-0"]
+    assert states(world)["prefill-1"] == "failed"
+
+
+async def test_a_controller_that_starts_takes_over_what_runs():
+    world = World(prefill=2)
+    first = await begun(world)
+    told(world, prefill=1, decode=2)
+    await run(world, first, 1)
+    world.die("decode-0")
+    second = world.controller()
+    await second.begin()
+    await run(world, second, 20)
+    assert Counter(world.roles().values()) == {"prefill": 1, "decode": 2}
+    assert world.roles()["prefill-1"] == "decode"
+    assert second.ready
+    assert world.killed == []
+    assert "plan" in kinds(world)
+
+
+async def test_a_controller_takes_over_a_turned_worker_though_the_store_forgot_its_report():
+    world = World(prefill=2)
+    first = await begun(world)
+    told(world, prefill=1, decode=2)
+    await run(world, first, 10)
+    world.report = None
+    second = world.controller()
+    await second.begin()
+    await run(world, second, 10)
+    assert second.ready
+    assert len(world.started) == 3
+
+
+@pytest.mark.parametrize(("by", "sizes"), [("operator", (1, 3)), ("autoscaler", (1, 3)), ("file", (1, 1))])
+async def test_another_file_counts_unless_somebody_said_otherwise_since(by, sizes):
+    world = World()
+    await begun(world)
+    world.said = Plan(prefill=1, decode=3, number=7, generation=2, by=by)
+    second = world.controller()
+    await second.begin()
+    await run(world, second, 20)
+    assert (second.plan.prefill, second.plan.decode) == sizes
+    assert second.plan.generation == 2
+    assert world.said == second.plan
+
+
+async def test_a_cluster_that_starts_anew_is_as_its_file_says():
+    world = World()
+    world.said = Plan(prefill=1, decode=3, number=7, by="operator")
+    controller = await begun(world)
+    assert (controller.plan.decode, world.said.number) == (1, 8)
+
+
+class Scaler:
+    def __init__(self):
+        self.asked = []
+        self.wants = None
+
+    def look(self, plan, routers, workers, now):
+        self.asked.append((now, plan.number, len(routers), len(workers)))
+        return self.wants, "all is well"
+
+
+async def test_the_autoscaler_is_asked_when_all_is_settled_and_its_plan_is_followed():
+    world, scaler = World(), Scaler()
+    world.routed = [RouterReport(router_id="r")]
+    controller = await begun(world, world.controller(scaler))
+    assert scaler.asked == []
+    await run(world, controller, 10)
+    assert len(scaler.asked) >= 3
+    assert scaler.asked[-1][1:] == (0, 1, 2)
+    assert all(later[0] - earlier[0] >= 1 for earlier, later in zip(scaler.asked, scaler.asked[1:], strict=False))
+    assert world.report.outlook == "all is well"
+    scaler.wants = Plan(prefill=1, decode=2, reason="so much to do")
+    await run(world, controller, 1)
+    scaler.wants = None
+    asked = len(scaler.asked)
+    assert (world.said.number, world.said.by, world.said.reason) == (1, "autoscaler", "so much to do")
+    await run(world, controller, LOAD_S + 5)
+    assert len(world.ready(Role.DECODE)) == 2
+    assert len(scaler.asked) == asked, "it is not asked before scaling.settle_s is over"
+
+
+async def test_the_report_ends_with_the_controller():
+    world = World()
+    controller = await begun(world)
+    await controller.end()
+    assert world.report is None
+
+
+async def test_a_worker_that_ends_as_the_cluster_starts_is_an_error():
+    world = World(broken={"decode-0"})
+    controller = world.controller()
+    await controller.begin()
+    await controller.poll()
+    controller.check_start()
+    world.advance(0.5)
+    with pytest.raises(BatonError, match="no such model"):
+        controller.check_start()
+
+
+async def test_a_worker_that_is_silent_as_the_cluster_starts_is_an_error():
+    world = World()
+    controller = world.controller()
+    await controller.begin()
+    await controller.poll()
+    world.freeze("decode-0")
+    world.clock.advance(START_TIMEOUT_S + 1)
+    with pytest.raises(BatonError, match="was silent for 600 s"):
+        controller.check_start()
+
+
+EVENTS = st.one_of(
+    st.tuples(st.just("plan"), st.integers(1, 3), st.integers(1, 3)),
+    st.tuples(st.sampled_from(["roll", "away", "back", "forget", "controller"])),
+    st.tuples(st.sampled_from(["die", "freeze", "drain"]), st.integers(0, 5)),
+    st.tuples(st.just("wait"), st.integers(1, 40)),
+)
+
+
+class Story:
+    """Random events; what the controller's own orders would leave without any ready worker is an error."""
+
+    def __init__(self, turn):
+        self.world = World(prefill=2, decode=2, turn=turn)
+
+    async def tell(self, events):
+        self.controller = await begun(self.world)
+        for kind, *rest in events:
+            await self.happens(kind, *rest)
+            await self.go_on(1)
+        self.world.away = False
+        for _ in range(100):
+            await self.go_on(4)
+            if self.controller.ready and not self.world.orders and self.world.said == self.controller.plan:
+                break
+        plan, roles = self.controller.plan, Counter(self.world.roles().values())
+        assert self.controller.ready, self.world.report
+        assert roles == {"prefill": plan.prefill, "decode": plan.decode}
+        assert {slot.generation for slot in self.world.report.slots} == {plan.generation}
+        assert self.world.orders == {}
+
+    async def happens(self, kind, *rest):
+        world = self.world
+        alive = [p.worker_id for p in world.processes.values() if p.state == "ready"]
+        if kind == "wait":
+            await self.go_on(rest[0])
+        elif kind in {"away", "back"}:
+            world.away = kind == "away"
+        elif kind == "forget":
+            world.forget_store()
+        elif kind == "controller":
+            world.followers.clear()
+            world.away = False
+            self.controller = world.controller()
+            await self.controller.begin()
+        elif kind in {"plan", "roll"} and world.said is not None:
+            sizes = dict(zip(("prefill", "decode"), rest, strict=False))
+            told(world, **(sizes or {"generation": world.said.generation + 1}))
+        elif kind in {"die", "freeze"} and alive:
+            (world.die if kind == "die" else world.freeze)(alive[rest[0] % len(alive)])
+        elif kind == "drain" and alive and not world.away:
+            process = world.processes[alive[rest[0] % len(alive)]]
+            if process.worker_id not in world.orders:
+                order = Order(incarnation=str(process.incarnation), role=process.role, drain=True)
+                world.orders[process.worker_id] = order
+                world._live(process, world.clock.monotonic())
+
+    async def go_on(self, seconds):
+        for _ in range(seconds):
+            self.world.advance(1)
+            before = {role: self.obeying(role) for role in BOTH}
+            await self.controller.poll()
+            for role in BOTH:
+                assert self.obeying(role) or not before[role], (role, self.world.report)
+
+    def obeying(self, role):
+        """Ready, as far as anybody can know, and under no order, though it may not have seen it yet."""
+        world, now = self.world, self.world.clock.monotonic()
+        leased = [name for name, (info, until) in world.leases.items() if info.role is role and until > now]
+        alive = [
+            name for name in leased if (p := world.processes.get(name)) and p.state == "ready" and not p.busy_until
+        ]
+        going = {name for name, unit in self.controller._units.items() if unit.told_at is not None} | set(world.orders)
+        return [name for name in leased if name in alive and name not in going]
+
+
+@pytest.mark.parametrize("turn", [True, False])
+@settings(max_examples=150, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+@given(events=st.lists(EVENTS, max_size=12))
+def test_whatever_happens_it_becomes_as_planned_and_no_order_takes_the_last_one(turn, events):
+    asyncio.run(Story(turn).tell(events))
