@@ -92,6 +92,7 @@ def test_the_sdist_can_be_worked_with(dist: Path):
         names = {name.split("/", 1)[-1] for name in archive.getnames()}
     wanted = {"Makefile", "constraints.txt", "LICENSE", "README.md", "tests/conftest.py", "tools/budget.py"}
     wanted |= {"proto/baton/v1/inference.proto", "configs/local.yaml", "models/demo/config.json"}
+    wanted |= {"configs/schema.json", "Dockerfile", ".dockerignore", "tools/image/wheel.sh"}
     assert wanted - names == set()
 
 

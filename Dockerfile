@@ -1,0 +1,69 @@
+# One image for all roles: router, workers, Ray's head, the commands. Which of them runs is said by the command.
+#
+#   docker build -t baton:0.1.0 .                                                                  # for NVIDIA GPUs
+#   docker build -t baton:0.1.0-cpu --build-arg TORCH_INDEX=https://download.pytorch.org/whl/cpu . # for CPUs only
+#
+# Every step is a script in tools/image; tests/guards/test_image_steps.py runs them in the order of this file, below a
+# folder. BuildKit is needed (RUN --mount).
+# The digest is what counts, the tag is for the reader. To renew: docker buildx imagetools inspect python:TAG
+FROM python:3.11.16-slim-bookworm@sha256:528257d48c1da0dcecc2e725d1ae34498d60c965f1241e39cd6a85a8859bdf84 AS base
+SHELL ["/bin/bash", "-euo", "pipefail", "-c"]
+WORKDIR /src
+ENV PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1 PIP_ROOT_USER_ACTION=ignore
+
+# All that Baton needs, and nothing of Baton: gigabytes that change only with a version in constraints.txt.
+FROM base AS dependencies
+ARG TORCH_INDEX=""
+COPY pyproject.toml constraints.txt ./
+COPY tools/image/dependencies.sh tools/image/
+RUN bash tools/image/dependencies.sh /opt/baton
+
+FROM base AS wheel
+COPY pyproject.toml constraints.txt README.md LICENSE ./
+COPY tools/image/wheel.sh tools/image/
+COPY baton baton
+COPY router router
+COPY prefill_workers prefill_workers
+COPY decode_workers decode_workers
+COPY kvtransfer kvtransfer
+RUN bash tools/image/wheel.sh /dist
+
+FROM base AS runtime
+RUN --mount=type=bind,source=tools/image/system.sh,target=/src/tools/image/system.sh \
+    bash tools/image/system.sh
+COPY --from=dependencies /opt/baton /opt/baton
+COPY configs /opt/baton/configs
+COPY models/demo /opt/baton/models/demo
+RUN --mount=type=bind,from=wheel,source=/dist,target=/dist \
+    --mount=type=bind,source=tools/image/install.sh,target=/src/tools/image/install.sh \
+    bash tools/image/install.sh /opt/baton /dist
+
+# Nothing in the image is written at run time: the root may be read-only if /tmp is a volume (Ray's session, the state
+# folder, kernels that are compiled at the first use, caches). No NVIDIA_VISIBLE_DEVICES: set here, it would show a pod
+# that asked for no GPU all of them.
+ENV PATH=/opt/baton/bin:$PATH \
+    HOME=/tmp \
+    BATON_HOME=/tmp/baton \
+    PYTHONUNBUFFERED=1 \
+    PYTHONDONTWRITEBYTECODE=1 \
+    RAY_USAGE_STATS_ENABLED=0
+
+ARG VERSION=0.1.0
+ARG REVISION=unknown
+LABEL org.opencontainers.image.title="Baton" \
+      org.opencontainers.image.description="A disaggregated LLM server: prefill and decode on separate workers" \
+      org.opencontainers.image.licenses="Apache-2.0" \
+      org.opencontainers.image.version="$VERSION" \
+      org.opencontainers.image.revision="$REVISION"
+
+# A number, so that Kubernetes can see that it is not root (runAsNonRoot).
+USER 10001:10001
+# `baton up -c configs/local.yaml` finds its file here, and that file its model.
+WORKDIR /opt/baton
+# gRPC, HTTP, metrics, as configs/ has them.
+EXPOSE 50051 8000 9100
+# Roles differ in what is healthy, and Kubernetes, which asks by its own probes, ignores this.
+HEALTHCHECK NONE
+# No ENTRYPOINT: KubeRay starts pods with `bash -c "ray start ..."`, others with `baton router ...`. And no tini: KubeRay
+# would put bash in its place, and Baton's processes handle SIGTERM and wait for their children (else: docker run --init).
+CMD ["baton", "--help"]

@@ -1,0 +1,117 @@
+"""The Dockerfile: pinned, not root, nothing that is not there; and what hadolint says of it."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.guards.dockerfile import ROOT, is_sent, steps
+
+TEXT = (ROOT / "Dockerfile").read_text()
+IGNORED = (ROOT / ".dockerignore").read_text()
+HADOLINT = Path(sys.executable).parent / "hadolint"
+PINNED = re.compile(r"[a-z0-9./-]+:[0-9][\w.-]*@sha256:[0-9a-f]{64}")
+
+
+def mistakes(text: str) -> list[str]:
+    """What is wrong with a Dockerfile by the rules of this repository."""
+    found, stages, user = [], set(), "root"
+    for name, flags, words in steps(text):
+        match name:
+            case "FROM":
+                if words[0] not in stages and not PINNED.fullmatch(words[0]):
+                    found.append(f"{words[0]} is not pinned by version and digest")
+                stages.add(words[2])
+                user = "root"
+            case "USER":
+                user = words[0]
+            case "ADD" | "ENTRYPOINT":
+                found.append(f"{name} is not used here")
+            case "COPY" if not flags:
+                found += [f"{source} is not there" for source in words[:-1] if not is_given(source)]
+            case "RUN":
+                script = words[words.index("bash") + 1] if "bash" in words else ""
+                if not script.startswith("tools/image/") or not is_given(script):
+                    found.append(f"RUN {' '.join(words)}: not a script in tools/image")
+    if not re.fullmatch(r"[1-9]\d{3,}:[1-9]\d{3,}", user):
+        found.append(f"USER {user}: must be numbers, and not root")
+    return found
+
+
+def is_given(source: str) -> bool:
+    """A file or folder of the repository that the builder is given."""
+    return (ROOT / source).exists() and is_sent(source, IGNORED)
+
+
+def test_the_dockerfile_keeps_the_rules():
+    assert mistakes(TEXT) == []
+
+
+SEEDED = {
+    "is not pinned": ("python:3.11.16-slim-bookworm@", "python:latest@"),
+    "not pinned by version and digest": ("@sha256:", "@sha256:0"),
+    "USER baton": ("USER 10001:10001", "USER baton"),
+    "USER 0:0": ("USER 10001:10001", "USER 0:0"),
+    "USER root": ("USER 10001:10001\n", ""),
+    "ENTRYPOINT is not used": ("HEALTHCHECK NONE", 'ENTRYPOINT ["baton"]'),
+    "ADD is not used": ("COPY configs", "ADD configs"),
+    "kvtransfers is not there": ("COPY kvtransfer", "COPY kvtransfers"),
+    "models/coin is not there": ("COPY models/demo", "COPY models/coin"),
+    "not a script": ("bash tools/image/wheel.sh /dist", "pip wheel ."),
+    "tools/image/none.sh": ("bash tools/image/wheel.sh", "bash tools/image/none.sh"),
+}
+
+
+@pytest.mark.parametrize("said", SEEDED)
+def test_a_mistake_is_found(said: str):
+    right, wrong = SEEDED[said]
+    assert right in TEXT
+    found = mistakes(TEXT.replace(right, wrong))
+    assert len(found) == 1
+    assert said in found[0]
+
+
+@pytest.mark.parametrize(
+    ("path", "sent"),
+    [
+        ("baton/cli/app.py", True),
+        ("models/demo/config.json", True),
+        ("models/coin/config.json", False),
+        ("models", False),
+        (".git/config", False),
+        (".venv/bin/python", False),
+        ("baton/cli/__pycache__/app.pyc", False),
+        ("tokens.yaml", False),
+    ],
+)
+def test_the_builder_is_given_what_it_needs_and_no_more(path: str, sent: bool):
+    assert is_sent(path, IGNORED) is sent
+
+
+def hadolint(text: str) -> str:
+    if not HADOLINT.exists():
+        pytest.skip("hadolint is not here; where it has a wheel, make setup installs it")
+    command = [str(HADOLINT), "--no-color", "--failure-threshold", "style", "-"]
+    return subprocess.run(command, input=text, text=True, capture_output=True, check=False).stdout
+
+
+def test_hadolint_has_nothing_to_say():
+    assert hadolint(TEXT) == ""
+
+
+@pytest.mark.parametrize(
+    ("rule", "right", "wrong"),
+    [
+        ("DL3002", "USER 10001:10001", "USER root"),
+        ("DL3025", 'CMD ["baton", "--help"]', "CMD baton --help"),
+        ("DL3000", "WORKDIR /opt/baton", "WORKDIR opt/baton"),
+        ("DL3007", "python:3.11.16-slim-bookworm@", "python:latest AS first\nFROM python:3.11.16-slim-bookworm@"),
+    ],
+)
+def test_hadolint_finds_a_mistake(rule: str, right: str, wrong: str):
+    assert right in TEXT
+    assert rule in hadolint(TEXT.replace(right, wrong))

@@ -1,0 +1,136 @@
+"""The steps of the Dockerfile, run in their order below a folder that stands for the image's root.
+
+What this cannot show: the base image, and system.sh, which needs root and apt.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sysconfig
+import venv
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from tests.guards.dockerfile import ROOT, steps
+
+HOME = "/opt/baton"
+BORROWED = ["bash", "tools/image/dependencies.sh", HOME]
+NEEDS_A_SYSTEM = ["bash", "tools/image/system.sh"]
+PYTHONS_OWN = ("PYTHON", "VIRTUAL_ENV", "BATON")
+
+
+@dataclass
+class Image:
+    """The stages share one folder: an environment holds its own path, and no two of them write at the same one."""
+
+    root: Path
+    borrows: bool
+    folder: Path = Path("/")
+    env: dict[str, str] = field(default_factory=dict)
+    ran: list[list[str]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.env = {name: text for name, text in os.environ.items() if not name.startswith(PYTHONS_OWN)}
+
+    def at(self, path: str) -> Path:
+        """Where a path of the image is here."""
+        return self.root / (self.folder / path).relative_to("/")
+
+    def build(self, text: str) -> None:
+        for name, flags, words in steps(text):
+            match name:
+                case "WORKDIR":
+                    self.folder = Path(words[0])
+                    self.at(".").mkdir(parents=True, exist_ok=True)
+                case "COPY" if flags:
+                    assert words[0] == words[1], "the stages share one folder"
+                case "COPY":
+                    self.copy(words[:-1], words[-1])
+                case "ENV":
+                    self.env |= dict(self.below(word).split("=", 1) for word in words)
+                case "RUN":
+                    self.run(words, flags)
+
+    def copy(self, sources: list[str], to: str) -> None:
+        for source in sources:
+            target = self.at(to) / Path(source).name if to.endswith("/") else self.at(to)
+            if (ROOT / source).is_dir():
+                shutil.copytree(ROOT / source, target, ignore=shutil.ignore_patterns("__pycache__"))
+            else:
+                target.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy2(ROOT / source, target)
+
+    def run(self, words: list[str], flags: list[str]) -> None:
+        for flag in flags:
+            mount = dict(part.split("=", 1) for part in flag.removeprefix("mount=").split(","))
+            if "from" not in mount:
+                self.at(mount["target"]).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy2(ROOT / mount["source"], self.at(mount["target"]))
+        self.ran.append(words)
+        if self.borrows and words == BORROWED:
+            borrow(self.at(HOME))
+        elif words != NEEDS_A_SYSTEM:
+            done = self.call([self.below(word) for word in words], self.at("."))
+            assert done.returncode == 0, done.stdout + done.stderr
+
+    def below(self, text: str) -> str:
+        """`text`, in which paths that the image has are those below the folder; of $PATH only what is known here."""
+        text = re.sub(rf"(?<![\w.])(?=({HOME}|/dist|/tmp)\b)", str(self.root), text)
+        return text.replace("$PATH", os.environ["PATH"])
+
+    def call(self, command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(command, cwd=folder, env=self.env, text=True, capture_output=True, check=False)
+
+
+def borrow(home: Path) -> None:
+    """An environment with links to the packages of this one, except Baton: no index is asked."""
+    venv.create(home, with_pip=True, symlinks=True)
+    here, there = Path(sysconfig.get_path("purelib")), next(home.glob("lib/python*/site-packages"))
+    for entry in there.iterdir():
+        if not entry.name.startswith("pip"):  # what venv brings beside pip is older than what is linked
+            shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+    for entry in here.iterdir():
+        is_ours = entry.name.startswith(("baton_serve", "_editable_impl_baton", "__editable__"))
+        if not is_ours and not (there / entry.name).exists():
+            (there / entry.name).symlink_to(entry)
+
+
+def files(folder: Path) -> dict[str, int]:
+    """All files below `folder`, and when each was changed."""
+    return {str(path): path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize(
+    "borrows",
+    [
+        pytest.param(True, id="borrowed", marks=[pytest.mark.slow, pytest.mark.timeout(180)]),
+        # A gigabyte from an index, and a minute or more: not in `make test`.
+        pytest.param(False, id="fresh", marks=[pytest.mark.chaos, pytest.mark.timeout(1200)]),
+    ],
+)
+def test_the_steps_make_something_that_serves(tmp_path: Path, borrows: bool):
+    image = Image(tmp_path / "root", borrows)
+    (tmp_path / "root" / "tmp").mkdir(parents=True)
+    image.build((ROOT / "Dockerfile").read_text())
+    scripts = [words[1] for words in image.ran]
+    assert scripts == [f"tools/image/{name}.sh" for name in ("dependencies", "wheel", "system", "install")]
+    home, elsewhere = image.at(HOME), tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    before = files(home)
+    where = image.call(["python", "-c", "import baton.cli; print(baton.cli.__file__)"], elsewhere)
+    assert where.stdout.startswith(f"{home}/lib/"), where.stdout + where.stderr
+    assert image.call(["baton", "--help"], elsewhere).returncode == 0
+    for folder, file in ((home, "configs/local.yaml"), (elsewhere, str(home / "configs" / "no-ray.yaml"))):
+        checked = image.call(["baton", "config", "validate", file], folder)
+        assert checked.stdout.startswith(f"{file}: ok"), checked.stdout + checked.stderr
+    shown = image.call(["baton", "config", "show", str(home / "configs" / "local.yaml")], elsewhere)
+    assert f"path: {home}/models/demo" in shown.stdout
+    answered = image.call(["baton", "demo", "-c", str(home / "configs" / "no-ray.yaml")], elsewhere)
+    assert answered.returncode == 0, answered.stdout + answered.stderr
+    assert "can vary widely" in answered.stdout
+    assert files(home) == before, "the image must do without writing in itself"
