@@ -1,0 +1,170 @@
+"""Hosts on this machine: each a network namespace, its `eth0` plugged into one switch, which is a bridge.
+
+The test itself is plugged in too, and calls what listens there. Links can be cut at the switch, as a pulled cable, and
+made slow. Needs root and iproute2. Names and addresses come from the process id, so that runs beside each other are
+strangers; whatever runs in a namespace when it is left is killed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from contextlib import ExitStack
+from pathlib import Path
+
+from baton.cluster.processes import PARENT, READY_FD
+
+ROOT = Path(__file__).parents[2]
+NAMESPACES = Path("/run/netns")
+
+
+def command(*argv, check=True):
+    """What it printed; raises AssertionError with its complaint."""
+    done = subprocess.run(list(map(str, argv)), capture_output=True, text=True, timeout=30, check=False)
+    assert not check or done.returncode == 0, f"{argv}: {done.stderr}"
+    return done.stdout
+
+
+def why_not():
+    """Why there can be no such hosts here; None if there can be."""
+    if os.geteuid() != 0:
+        return "network namespaces need root"
+    missing = [name for name in ("ip", "tc") if not shutil.which(name)]
+    if missing:
+        return f"iproute2 is not installed: no {' and no '.join(missing)}"
+    try:
+        with Network("probe"):
+            pass
+    except AssertionError as error:
+        return f"network namespaces cannot be made here: {error}"
+    return None
+
+
+class Process:
+    """A process in a host. `ready()` waits for what it says of itself when it is ready (`report_ready`)."""
+
+    def __init__(self, popen, pipe, log):
+        self.popen, self.log, self._pipe = popen, log, pipe
+        self.said = {}
+
+    @property
+    def pid(self):
+        return self.popen.pid
+
+    def ready(self):
+        with self._pipe as pipe:
+            line = pipe.readline()
+        assert line, self.log.read_text()
+        self.said = json.loads(line)
+        return self.said
+
+    def end(self, number=signal.SIGTERM, within_s=20.0):
+        """Its exit code."""
+        self.popen.send_signal(number)
+        return self.popen.wait(within_s)
+
+
+class Host:
+    """One namespace. `address` is that of its eth0."""
+
+    def __init__(self, network, number, name):
+        self.name = name
+        self.namespace = f"baton-{os.getpid()}-{name}"
+        self.address = f"{network.prefix}.{number}"
+        self._port = f"b{os.getpid()}p{number}"  # of the switch
+        self._ip = ("ip", "-n", self.namespace)
+        command("ip", "netns", "add", self.namespace)
+        network.leaving.callback(self._remove)
+        command("ip", "link", "add", self._port, "type", "veth", "peer", "name", "eth0", "netns", self.namespace)
+        command("ip", "link", "set", self._port, "master", network.bridge, "up")
+        command(*self._ip, "addr", "add", f"{self.address}/24", "dev", "eth0")
+        for interface in ("lo", "eth0"):
+            command(*self._ip, "link", "set", interface, "up")
+
+    def start(self, argv, log, env=None):
+        """`argv` here, its output in the file `log`; it ends with the test."""
+        read_fd, write_fd = os.pipe()
+        argv = ["ip", "netns", "exec", self.namespace, *map(str, argv)]
+        env = {**os.environ, READY_FD: str(write_fd), PARENT: str(os.getpid()), **(env or {})}
+        with log.open("ab") as output:
+            popen = subprocess.Popen(argv, stdout=output, stderr=output, env=env, pass_fds=(write_fd,), cwd=ROOT)
+        os.close(write_fd)
+        return Process(popen, os.fdopen(read_fd), log)
+
+    def baton(self, *argv, log, **env):
+        """`baton ARGV` here."""
+        return self.start([sys.executable, "-m", "baton", *argv], log, env)
+
+    def cut(self):
+        command("ip", "link", "set", self._port, "down")
+
+    def restore(self):
+        command("ip", "link", "set", self._port, "up")
+
+    def cap(self, mbit):
+        """What it sends takes this long from now on."""
+        limits = ("rate", f"{mbit}mbit", "burst", "32kb", "latency", "200ms")
+        command("tc", "-n", self.namespace, "qdisc", "add", "dev", "eth0", "root", "tbf", *limits)
+
+    def uncap(self):
+        command("tc", "-n", self.namespace, "qdisc", "del", "dev", "eth0", "root")
+
+    def sent(self):
+        """Bytes that have come out of its cable."""
+        return int(Path(f"/sys/class/net/{self._port}/statistics/rx_bytes").read_text())
+
+    def pids(self):
+        return [int(pid) for pid in command("ip", "netns", "pids", self.namespace, check=False).split()]
+
+    def kill_all(self, within_s=10.0):
+        deadline = time.monotonic() + within_s
+        while found := self.pids():
+            assert time.monotonic() < deadline, f"{found} do not end"
+            for pid in found:
+                try:
+                    os.kill(pid, signal.SIGKILL)
+                    os.waitpid(pid, os.WNOHANG)
+                except (ProcessLookupError, ChildProcessError):
+                    pass
+            time.sleep(0.02)
+
+    def _remove(self):
+        try:
+            self.kill_all()
+        finally:
+            command("ip", "netns", "del", self.namespace, check=False)
+            command("ip", "link", "del", self._port, check=False)
+
+
+class Network:
+    """The switch, and hosts of these names. A context manager."""
+
+    def __init__(self, *names):
+        pid = os.getpid()
+        self.names, self.hosts = names, {}
+        self.bridge = f"b{pid}br"
+        self.prefix = f"10.{64 + pid % 128}.{pid // 128 % 256}"
+        self.address = f"{self.prefix}.254"  # of the test itself
+        self.leaving = ExitStack()
+
+    def __enter__(self):
+        with self.leaving:
+            command("ip", "link", "add", self.bridge, "type", "bridge")
+            self.leaving.callback(command, "ip", "link", "del", self.bridge, check=False)
+            command("ip", "addr", "add", f"{self.address}/24", "dev", self.bridge)
+            command("ip", "link", "set", self.bridge, "up")
+            for number, name in enumerate(self.names, 1):
+                self.hosts[name] = Host(self, number, name)
+            self.leaving = self.leaving.pop_all()
+        return self
+
+    def __exit__(self, *_):
+        self.leaving.close()
+
+    def __getitem__(self, name):
+        return self.hosts[name]

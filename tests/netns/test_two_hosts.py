@@ -1,0 +1,163 @@
+"""Two hosts, every role started by hand: which way KV takes, how long that takes, and what a cut of it costs."""
+
+import random
+import threading
+import time
+
+import pytest
+
+from tests.netns.hosts import Network
+from tests.netns.support import LEASE_S, Plain, census, draw_jobs, eventually
+
+pytestmark = [pytest.mark.netns, pytest.mark.serial, pytest.mark.slow, pytest.mark.timeout(180)]
+CAP_MBIT = 20
+MBIT = 1e6 / 8  # bytes each second
+
+
+@pytest.fixture(scope="module")
+def network():
+    with Network("a", "b") as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def cluster(network, tmp_path_factory):
+    """The router, Redis and both ends of a pair on a, and another decode worker on b."""
+    a, b = network["a"], network["b"]
+    made = Plain(a, tmp_path_factory.mktemp("hosts"))
+    started = [made.start_worker(a, "prefill-0"), made.start_worker(b, "decode-0")]
+    for process in (made.router, *started):
+        process.ready()
+    made.wait_connected("prefill-0", "decode-0")
+    return made
+
+
+def test_each_is_told_by_the_address_of_its_host(network, cluster):
+    a, b = network["a"].address, network["b"].address
+    assert cluster.router.said["grpc"] == "0.0.0.0:50051"
+    assert cluster.router.said["told"]["grpc"] == f"{a}:50051"
+    assert cluster.workers["prefill-0"].said["address"].rpartition(":")[0] == a, "by its interface"
+    assert cluster.workers["decode-0"].said["address"].rpartition(":")[0] == b, "by its way to Redis"
+
+
+def long_prompt(seed, length=1800):
+    rng = random.Random(seed)
+    return [rng.randrange(1, 2048) for _ in range(length)]
+
+
+def handed_over(cluster, prompt):
+    """Seconds until the decode worker's first token, and the answer."""
+    with cluster.client() as client, client.stream(prompt, max_tokens=4, temperature=0, ignore_eos=True) as stream:
+        begun = time.monotonic()
+        while len(stream.tokens) < 2:
+            next(stream)
+        return time.monotonic() - begun, stream.collect()
+
+
+def test_kv_goes_over_the_link_and_no_faster_than_it_is(network, cluster):
+    handed_over(cluster, long_prompt(0))  # the channel is built
+    before = network["a"].sent()
+    fast, done = handed_over(cluster, long_prompt(1))
+    assert done.placement.transport == "gloo"
+    assert network["a"].sent() - before > done.placement.kv_bytes > 1e6
+    network["a"].cap(CAP_MBIT)
+    try:
+        slow, capped = handed_over(cluster, long_prompt(2))
+        right = capped.choices[0].tokens
+    finally:
+        network["a"].uncap()
+    least = capped.placement.kv_bytes / (CAP_MBIT * MBIT)
+    print(f"{capped.placement.kv_bytes} bytes: {fast:.2f} s, {slow:.2f} s at {CAP_MBIT} Mbit/s, which take {least:.2f}")
+    assert 0.9 * least < slow < 2 * least + fast
+    with cluster.client() as client:
+        again = client.generate(long_prompt(2), max_tokens=4, temperature=0, ignore_eos=True, cache_scope="again")
+    assert again.choices[0].tokens == right
+    census(cluster.admin)
+
+
+def streams(cluster, jobs, number=6):
+    """Streams that are all in their decode phase; `outcome()` waits for their ends."""
+    return [Running(cluster, job) for job in jobs[:number]]
+
+
+class Running:
+    """One stream, read by a thread."""
+
+    def __init__(self, cluster, job):
+        self.prompt, self.options, self.answer = job
+        self.ends = []
+        self.decoding = threading.Event()
+        self._cluster = cluster
+        self._thread = threading.Thread(target=self._read, daemon=True)
+        self._thread.start()
+
+    def _read(self):
+        tokens = []
+        try:
+            with self._cluster.client() as client, client.stream(self.prompt, **self.options) as stream:
+                for delta in stream:
+                    tokens += delta.tokens
+                    if len(tokens) > 20:
+                        self.decoding.set()
+                self.ends.append((tuple(tokens) == self.answer, stream.collect().placement.attempts))
+        except Exception as error:  # noqa: BLE001  (the boundary of this thread)
+            self.ends.append(error)
+        self.decoding.set()
+
+    def outcome(self):
+        self._thread.join(120)
+        assert not self._thread.is_alive(), "it hangs beyond its deadline"
+        assert len(self.ends) == 1
+        return self.ends[0]
+
+
+def cut_for(host, seconds):
+    host.cut()
+    time.sleep(seconds)  # what is tested is this time
+    host.restore()
+
+
+@pytest.fixture(scope="module")
+def jobs(cluster):
+    return draw_jobs(cluster, 6, prompt=100, tokens=1500)
+
+
+def test_a_cut_shorter_than_a_lease_only_takes_its_time(network, cluster, jobs):
+    pid = cluster.workers["decode-0"].pid
+    running = streams(cluster, jobs)
+    for stream in running:
+        assert stream.decoding.wait(30)
+    assert not any(stream.ends for stream in running), "the cut comes in their middle"
+    cut_for(network["b"], LEASE_S / 4)
+    assert [stream.outcome() for stream in running] == [(True, 1)] * len(running)
+    assert (cluster.workers["decode-0"].pid, cluster.workers["decode-0"].popen.poll()) == (pid, None)
+    census(cluster.admin)
+
+
+def test_a_long_cut_moves_streams_to_another_host(network, cluster, jobs):
+    """Nobody loses a token. The worker that was cut off has kept itself, and is found again by itself."""
+    cut_off = cluster.workers["decode-0"]
+    running = streams(cluster, jobs)
+    for stream in running:
+        assert stream.decoding.wait(30)
+    cluster.start_worker(network["a"], "decode-1").ready()
+    cluster.wait_connected("prefill-0", "decode-0", "decode-1")
+    assert not any(stream.ends for stream in running), "the cut comes in their middle"
+    network["b"].cut()
+    try:
+        begun = time.monotonic()
+        eventually("the router has missed it", lambda: "decode-0" not in cluster.connected())
+        missed = time.monotonic() - begun
+        outcomes = [stream.outcome() for stream in running]
+    finally:
+        network["b"].restore()
+    begun = time.monotonic()
+    cluster.wait_connected("prefill-0", "decode-0", "decode-1")
+    print(f"missed after {missed:.1f} s, found again after {time.monotonic() - begun:.1f} s")
+    assert outcomes == [(True, 2)] * len(running)
+    assert missed < 2 * LEASE_S + 2
+    assert cut_off.popen.poll() is None
+    census(cluster.admin)
+    with cluster.client() as client:
+        where = {client.generate(jobs[0][0], **jobs[0][1] | {"max_tokens": 4}, cache_scope=f"{n}") for n in range(8)}
+    assert {done.placement.decode_worker.partition("@")[0] for done in where} == {"decode-0", "decode-1"}
