@@ -8,8 +8,10 @@ import sys
 import threading
 import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 
 from redis import Redis
+from redis.exceptions import RedisError
 
 from baton import Client
 from baton.ledger.embedded import server_binary
@@ -53,14 +55,12 @@ def start_redis(host, folder):
     def answers():
         try:
             return client.ping()
-        except OSError:
-            return False
-        except Exception as error:
-            assert process.popen.poll() is None, error
-            return False
+        except (OSError, RedisError):
+            return process.popen.poll() is not None
 
     eventually("Redis answers", answers, 15)
     client.close()
+    assert process.popen.poll() is None, process.log.read_text()
     return process
 
 
@@ -164,10 +164,8 @@ class Load:
 
 def draw_jobs(cluster, number=6, prompt=200, tokens=150):
     """Prompts with the answers that come when nothing is wrong."""
-    rng, jobs = random.Random(number), []
-    with cluster.client() as client:
-        for _ in range(number):
-            ids = [rng.randrange(1, 2048) for _ in range(prompt)]
-            options = {"max_tokens": tokens, "temperature": 0, "ignore_eos": True}
-            jobs.append((ids, options, client.generate(ids, **options).choices[0].tokens))
-    return jobs
+    rng, options = random.Random(number), {"max_tokens": tokens, "temperature": 0, "ignore_eos": True}
+    prompts = [[rng.randrange(1, 2048) for _ in range(prompt)] for _ in range(number)]
+    with cluster.client() as client, ThreadPoolExecutor() as pool:
+        answers = list(pool.map(lambda ids: client.generate(ids, **options).choices[0].tokens, prompts))
+    return [(ids, options, answer) for ids, answer in zip(prompts, answers, strict=True)]

@@ -97,8 +97,7 @@ class Running:
             with self._cluster.client() as client, client.stream(self.prompt, **self.options) as stream:
                 for delta in stream:
                     tokens += delta.tokens
-                    if len(tokens) > 20:
-                        self.decoding.set()
+                    self.decoding.set() if len(tokens) > 20 else None
                 self.ends.append((tuple(tokens) == self.answer, stream.collect().placement.attempts))
         except Exception as error:  # noqa: BLE001  (the boundary of this thread)
             self.ends.append(error)
