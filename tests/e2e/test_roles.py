@@ -197,7 +197,9 @@ async def test_a_worker_that_is_told_to_drain_ends_when_its_streams_have(tmp_pat
 async def test_what_is_left_after_the_grace_goes_on_elsewhere(tmp_path):
     long = {"max_tokens": 400, "temperature": 0.0, "ignore_eos": True}
     prompt = list(range(40))
-    expected = OracleBackend().expected(SequenceSpec(tuple(prompt), Sampling(**long)))
+    expected = OracleBackend().expected(
+        SequenceSpec(tuple(prompt), Sampling(max_tokens=400, temperature=0.0, ignore_eos=True))
+    )
     async with running(tmp_path) as cluster:
         with cluster.client(timeout=WITHIN_S) as client, ThreadPoolExecutor(8) as pool:
             asked = [pool.submit(client.generate, prompt, **long) for _ in range(8)]
