@@ -1,0 +1,87 @@
+"""A cluster of plain processes that operators change, and whose workers freeze, under load: no request fails of it."""
+
+import os
+import random
+import signal
+
+import psutil
+import pytest
+
+from tests.e2e.conftest import eventually
+from tests.e2e.failures_load import Load, draw_jobs
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+SETS = ("model.path=oracle", "model.max_model_len=512", "router.queue.max_wait_s=60", "prefill.replicas=2")
+QUICK = ("ledger.lease_s=3", "ledger.heartbeat_s=0.2")
+SERVED = {"whole", "left"}
+WITHIN_S = "90"
+
+
+@pytest.fixture(scope="module")
+def cluster(module_home):
+    with module_home.cluster("configs/no-ray.yaml", *SETS, *QUICK) as running:
+        yield running
+
+
+@pytest.fixture
+def load(cluster):
+    with Load(cluster, draw_jobs(random.Random(7)), 7) as running:
+        running.settle()
+        yield running
+        running.settle(3)
+
+
+def roles(cluster):
+    with cluster.client() as client:
+        return {worker.info.ref.worker_id: worker.info.role.value for worker in client.cluster().workers}
+
+
+def operate(cluster, *what):
+    cluster.home.baton(*what, "--name", cluster.name, "--wait", WITHIN_S, check=True)
+
+
+def workers(cluster):
+    return {name: one.pid for name, one in cluster.state().processes.items() if name not in {"router", "redis"}}
+
+
+def test_pools_change_their_sizes(cluster, load):
+    before = workers(cluster)
+    operate(cluster, "scale", "prefill=1", "decode=2")
+    turned = roles(cluster)
+    assert sorted(turned.values()) == ["decode", "decode", "prefill"]
+    assert workers(cluster) == before, "one was turned, and no process ended"
+    operate(cluster, "scale", "prefill=2", "decode=2")
+    assert sorted(roles(cluster).values()) == ["decode", "decode", "prefill", "prefill"]
+    operate(cluster, "scale", "prefill=1", "decode=1")
+    eventually(lambda: len(workers(cluster)) == 2)
+    operate(cluster, "scale", "prefill=2", "decode=1")
+    load.settle()
+    assert set(load.outcomes) <= SERVED
+
+
+def test_all_are_replaced_one_by_one(cluster, load):
+    before = workers(cluster)
+    operate(cluster, "restart")
+    eventually(lambda: len(workers(cluster)) == len(before))
+    assert not set(before.values()) & set(workers(cluster).values())
+    load.settle()
+    assert set(load.outcomes) <= SERVED
+
+
+def test_one_that_drains_is_replaced(cluster, load):
+    only = next(name for name, role in roles(cluster).items() if role == "decode")
+    pid = cluster.pid(only)
+    operate(cluster, "drain", only)
+    eventually(lambda: not psutil.pid_exists(pid))
+    eventually(lambda: sorted(roles(cluster).values()) == ["decode", "prefill", "prefill"], within_s=30)
+    load.settle()
+    assert set(load.outcomes) <= SERVED
+
+
+def test_a_frozen_one_is_replaced(cluster, load):
+    name = next(name for name, role in roles(cluster).items() if role == "decode")
+    pid = cluster.pid(name)
+    os.kill(pid, signal.SIGSTOP)
+    eventually(lambda: not psutil.pid_exists(pid), within_s=30)
+    eventually(lambda: cluster.pid(name) != pid, within_s=30)
+    load.settle()
