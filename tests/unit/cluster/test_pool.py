@@ -1,0 +1,74 @@
+"""Workers as child processes: starting, ready, ended with a reason, killed, forgotten, stopped."""
+
+import sys
+import time
+
+import psutil
+import pytest
+
+from baton.cluster.pool import ProcessPlacement
+from baton.core import Role
+from baton.errors import LedgerError
+
+READY = "from baton.cluster.processes import report_ready; report_ready({'pid': 1}); import time; time.sleep(60)"
+SILENT = "import time; time.sleep(60)"
+DEAD = "import sys; print('no Redis here'); sys.exit(4)"
+
+
+@pytest.fixture
+def placed(tmp_path):
+    codes = {"decode-0": READY, "decode-1": SILENT, "decode-2": DEAD}
+    placement = ProcessPlacement(lambda worker_id, role: [sys.executable, "-c", codes[worker_id]], tmp_path)
+    placement.open()
+    yield placement
+    placement.stop(0.0)
+
+
+def seen(placement, worker_id, state, within_s=20.0):
+    deadline = time.monotonic() + within_s
+    while (found := placement.look()[worker_id]).state != state:
+        assert time.monotonic() < deadline, found
+        time.sleep(0.01)
+    return found
+
+
+def test_each_is_seen_as_it_is(placed):
+    assert placed.found() == {}
+    for worker_id in ("decode-0", "decode-1", "decode-2"):
+        placed.start(worker_id, Role.DECODE)
+    ready = seen(placed, "decode-0", "ready")
+    assert psutil.pid_exists(ready.pid)
+    ended = seen(placed, "decode-2", "ended")
+    assert isinstance(ended.error, LedgerError)
+    assert "decode-2 ended with exit code 4:\n    no Redis here" in str(ended.error)
+    assert placed.look()["decode-1"].state == "starting"
+
+
+def test_one_that_is_killed_is_not_started_again_by_itself(placed):
+    placed.start("decode-0", Role.DECODE)
+    before = seen(placed, "decode-0", "ready")
+    placed.kill("decode-0")
+    ended = seen(placed, "decode-0", "ended")
+    assert (ended.pid, "exit code -9" in str(ended.error)) == (None, True)
+    placed.forget("decode-0")
+    assert placed.look() == {}
+    placed.start("decode-0", Role.DECODE)
+    assert seen(placed, "decode-0", "ready").pid != before.pid
+
+
+def test_what_cannot_be_started_is_seen_as_ended(tmp_path):
+    placement = ProcessPlacement(lambda worker_id, role: ["/nowhere/at/all"], tmp_path)
+    placement.start("decode-0", Role.DECODE)
+    assert "was not started" in str(placement.look()["decode-0"].error)
+    placement.kill("decode-0")
+    placement.stop(0.0)
+    placement.forget("decode-0")
+    assert placement.look() == {}
+
+
+def test_none_is_left_when_all_are_stopped(placed):
+    placed.start("decode-0", Role.DECODE)
+    placed.start("decode-1", Role.DECODE)
+    pids = [one.pid for one in placed.look().values()]
+    placed.stop(0.0)
+    assert not any(psutil.pid_exists(pid) for pid in pids)
