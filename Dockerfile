@@ -7,7 +7,6 @@
 # folder. BuildKit is needed (RUN --mount).
 # The digest is what counts, the tag is for the reader. To renew: docker buildx imagetools inspect python:TAG
 FROM python:3.11.16-slim-bookworm@sha256:528257d48c1da0dcecc2e725d1ae34498d60c965f1241e39cd6a85a8859bdf84 AS base
-SHELL ["/bin/bash", "-euo", "pipefail", "-c"]
 WORKDIR /src
 ENV PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1 PIP_ROOT_USER_ACTION=ignore
 

@@ -1,7 +1,9 @@
 """Write the JSON Schema of the cluster file, for editors: `configs/schema.json`, as `baton config schema` prints it.
 
-python tools/gen_schema.py             # write it (`make fmt` does)
-python tools/gen_schema.py --check     # is the committed file the one that the code gives?
+    python -m tools.gen_schema             # write it (`make fmt` does)
+    python -m tools.gen_schema --check     # is the committed file the one that the code gives?
+
+The cluster files name it in their first line, as yaml-language-server wants it.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ def main() -> int:
         SCHEMA.write_text(schema_text() + "\n")
         return 0
     if is_stale():
-        print(f"{SCHEMA.relative_to(ROOT)} is stale, run: python tools/gen_schema.py", file=sys.stderr)
+        print(f"{SCHEMA.relative_to(ROOT)} is stale, run: make fmt", file=sys.stderr)
         return 1
     return 0
 

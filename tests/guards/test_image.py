@@ -1,4 +1,4 @@
-"""The Dockerfile: pinned, not root, nothing that is not there; and what hadolint says of it."""
+"""The Dockerfile: pinned, not root, nothing that is not there; and what hadolint and shellcheck say."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.guards.dockerfile import ROOT, is_sent, steps
 
 TEXT = (ROOT / "Dockerfile").read_text()
 IGNORED = (ROOT / ".dockerignore").read_text()
-HADOLINT = Path(sys.executable).parent / "hadolint"
+SCRIPTS = sorted((ROOT / "tools" / "image").glob("*.sh"))
 PINNED = re.compile(r"[a-z0-9./-]+:[0-9][\w.-]*@sha256:[0-9a-f]{64}")
 
 
@@ -92,11 +92,16 @@ def test_the_builder_is_given_what_it_needs_and_no_more(path: str, sent: bool):
     assert is_sent(path, IGNORED) is sent
 
 
+def ask(linter: str, *args: str, text: str) -> str:
+    """What a linter says of `text`."""
+    program = Path(sys.executable).parent / linter
+    if not program.exists():
+        pytest.skip(f"{linter} is not here; where it has a wheel, make setup installs it")
+    return subprocess.run([str(program), *args, "-"], input=text, text=True, capture_output=True, check=False).stdout
+
+
 def hadolint(text: str) -> str:
-    if not HADOLINT.exists():
-        pytest.skip("hadolint is not here; where it has a wheel, make setup installs it")
-    command = [str(HADOLINT), "--no-color", "--failure-threshold", "style", "-"]
-    return subprocess.run(command, input=text, text=True, capture_output=True, check=False).stdout
+    return ask("hadolint", "--no-color", "--failure-threshold", "style", text=text)
 
 
 def test_hadolint_has_nothing_to_say():
@@ -115,3 +120,16 @@ def test_hadolint_has_nothing_to_say():
 def test_hadolint_finds_a_mistake(rule: str, right: str, wrong: str):
     assert right in TEXT
     assert rule in hadolint(TEXT.replace(right, wrong))
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
+def test_shellcheck_has_nothing_to_say_of_a_step(script: Path):
+    text = script.read_text()
+    assert text.startswith("#!/bin/bash\n# ")
+    assert "set -euo pipefail" in text.splitlines()
+    assert ask("shellcheck", text=text) == ""
+
+
+def test_shellcheck_finds_a_mistake():
+    script = SCRIPTS[0].read_text()
+    assert "SC2086" in ask("shellcheck", text=script.replace('"$requirements"', "$requirements"))

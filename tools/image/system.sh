@@ -11,4 +11,5 @@ rm -rf /var/lib/apt/lists/*
 groupadd --gid 10001 baton
 useradd --uid 10001 --gid 10001 --no-create-home --home-dir /tmp --shell /bin/bash baton
 # A login shell (KubeRay before 1.4, or with ENABLE_LOGIN_SHELL) begins with a PATH of its own.
+# shellcheck disable=SC2016  # that shell is to expand it
 echo 'export PATH=/opt/baton/bin:$PATH' > /etc/profile.d/baton.sh
