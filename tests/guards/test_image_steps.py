@@ -9,6 +9,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 import sysconfig
 import venv
 from dataclasses import dataclass, field
@@ -21,6 +22,7 @@ from tests.guards.dockerfile import ROOT, steps
 HOME = "/opt/baton"
 BORROWED = ["bash", "tools/image/dependencies.sh", HOME]
 NEEDS_A_SYSTEM = ["bash", "tools/image/system.sh"]
+BUILDERS = sysconfig.get_path("purelib")  # where pip finds what builds a wheel, if it may ask no index
 PYTHONS_OWN = ("PYTHON", "VIRTUAL_ENV", "BATON")
 
 
@@ -36,6 +38,9 @@ class Image:
 
     def __post_init__(self) -> None:
         self.env = {name: text for name, text in os.environ.items() if not name.startswith(PYTHONS_OWN)}
+        self.env["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # the base image's python3
+        if self.borrows:
+            self.env["PIP_NO_INDEX"] = "1"
 
     def at(self, path: str) -> Path:
         """Where a path of the image is here."""
@@ -75,16 +80,17 @@ class Image:
         if self.borrows and words == BORROWED:
             borrow(self.at(HOME))
         elif words != NEEDS_A_SYSTEM:
-            done = self.call([self.below(word) for word in words], self.at("."))
+            builders = {"PYTHONPATH": BUILDERS} if self.borrows and words[1] == "tools/image/wheel.sh" else {}
+            done = self.call([self.below(word) for word in words], self.at("."), **builders)
             assert done.returncode == 0, done.stdout + done.stderr
 
     def below(self, text: str) -> str:
         """`text`, in which paths that the image has are those below the folder; of $PATH only what is known here."""
         text = re.sub(rf"(?<![\w.])(?=({HOME}|/dist|/tmp)\b)", str(self.root), text)
-        return text.replace("$PATH", os.environ["PATH"])
+        return text.replace("$PATH", self.env["PATH"])
 
-    def call(self, command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(command, cwd=folder, env=self.env, text=True, capture_output=True, check=False)
+    def call(self, command: list[str], folder: Path, **more: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(command, cwd=folder, env=self.env | more, text=True, capture_output=True, check=False)
 
 
 def borrow(home: Path) -> None:
