@@ -1,0 +1,199 @@
+"""What must hold between the objects of a release. Each check says in words what is wrong; none needs a cluster.
+
+Pods are those that Kubernetes and KubeRay would make: KubeRay adds the labels that `pods` adds.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+Object = dict[str, Any]
+PLAIN_PASSWORD = re.compile(r"://[^/@\s]*:([^@\s]+)@")
+SECRET_NAME = re.compile(r"PASSWORD|TOKEN|SECRET|_AUTH$")
+FROM_SECRET = "$(REDIS_PASSWORD)"
+
+
+@dataclass(frozen=True)
+class Pod:
+    """A pod that the release leads to."""
+
+    owner: str
+    labels: Mapping[str, str]
+    spec: Object
+
+    @property
+    def containers(self) -> list[Object]:
+        """Those that run, and those before them."""
+        return [*self.spec.get("initContainers", []), *self.spec["containers"]]
+
+    @property
+    def ports(self) -> set[str | int]:
+        """By name and by number."""
+        ports = [port for container in self.containers for port in container.get("ports", [])]
+        return {port["name"] for port in ports} | {port["containerPort"] for port in ports}
+
+    def matches(self, selector: Mapping[str, Any]) -> bool:
+        """As a LabelSelector means it."""
+        exact = all(self.labels.get(key) == value for key, value in selector.get("matchLabels", {}).items())
+        terms = selector.get("matchExpressions", [])
+        assert all(term["operator"] == "In" for term in terms)
+        return exact and all(self.labels.get(term["key"]) in term["values"] for term in terms)
+
+
+def pods(documents: list[Object]) -> list[Pod]:
+    """The pods of all objects, hooks too."""
+    return [pod for document in documents for pod in _pods_of(document)]
+
+
+def _pods_of(document: Object) -> Iterator[Pod]:
+    name, kind = document["metadata"]["name"], document["kind"]
+    if kind == "Pod":
+        yield Pod(f"Pod/{name}", document["metadata"]["labels"], document["spec"])
+    elif kind in {"Deployment", "StatefulSet"}:
+        template = document["spec"]["template"]
+        yield Pod(f"{kind}/{name}", template["metadata"]["labels"], template["spec"])
+    elif kind == "RayCluster":
+        groups = [("head", document["spec"]["headGroupSpec"])]
+        groups += [(group["groupName"], group) for group in document["spec"]["workerGroupSpecs"]]
+        for group_name, group in groups:
+            kuberay = {"ray.io/cluster": name, "ray.io/group": "headgroup" if group_name == "head" else group_name}
+            kuberay |= {"ray.io/node-type": "head" if group_name == "head" else "worker", "ray.io/is-ray-node": "yes"}
+            template = group["template"]
+            yield Pod(f"RayCluster/{name}/{group_name}", template["metadata"]["labels"] | kuberay, template["spec"])
+
+
+def _named(documents: list[Object]) -> Iterator[tuple[str, Object]]:
+    for document in documents:
+        yield f"{document['kind']}/{document['metadata']['name']}", document
+
+
+def check_selectors(documents: list[Object]) -> Iterator[str]:
+    """Whatever selects pods finds some, and workloads their own."""
+    everything = pods(documents)
+    for who, document in _named(documents):
+        spec = document.get("spec", {})
+        if document["kind"] == "Service":
+            selectors = [{"matchLabels": spec["selector"]}]
+        elif document["kind"] in {"PodDisruptionBudget", "PodMonitor", "Deployment", "StatefulSet"}:
+            selectors = [spec["selector"]]
+        elif document["kind"] == "NetworkPolicy":
+            selectors = [spec["podSelector"]]
+        else:
+            continue
+        for selector in selectors:
+            found = [pod.owner for pod in everything if pod.matches(selector)]
+            if not found:
+                yield f"{who}: selects no pod: {selector}"
+            if document["kind"] in {"Deployment", "StatefulSet"} and found != [who]:
+                yield f"{who}: selects {found}"
+
+
+def check_ports(documents: list[Object]) -> Iterator[str]:
+    """Services, probes, policies and monitors name ports that the pods have."""
+    everything = pods(documents)
+    for who, document in _named(documents):
+        spec = document.get("spec", {})
+        wanted: list[tuple[object, Mapping[str, Any]]] = []
+        if document["kind"] == "Service":
+            wanted = [(port["targetPort"], {"matchLabels": spec["selector"]}) for port in spec["ports"]]
+        elif document["kind"] == "PodMonitor":
+            wanted = [(endpoint["port"], spec["selector"]) for endpoint in spec["podMetricsEndpoints"]]
+        elif document["kind"] == "NetworkPolicy":
+            rules = spec.get("ingress", [])
+            wanted = [(port["port"], spec["podSelector"]) for rule in rules for port in rule.get("ports", [])]
+        for port, selector in wanted:
+            yield from (
+                f"{who}: {pod.owner} has no port {port}"
+                for pod in everything
+                if pod.matches(selector) and port not in pod.ports
+            )
+    for pod in everything:
+        yield from (f"{pod.owner}: {kind} asks port {port}" for kind, port in _probed(pod) if port not in pod.ports)
+
+
+def _probed(pod: Pod) -> Iterator[tuple[str, str | int]]:
+    for container in pod.containers:
+        for kind in ("startupProbe", "readinessProbe", "livenessProbe"):
+            probe = container.get(kind, {})
+            yield from ((kind, probe[how]["port"]) for how in ("grpc", "httpGet", "tcpSocket") if how in probe)
+
+
+def check_references(documents: list[Object], external: set[str]) -> Iterator[str]:
+    """What pods and scalers name is in the release, or `external`: `Secret/name` and the like."""
+    there = {who for who, _ in _named(documents)} | external
+    for pod in pods(documents):
+        yield from (f"{pod.owner}: no {what}" for what in sorted(_needs(pod)) if what not in there)
+        volumes = {volume["name"] for volume in pod.spec.get("volumes", [])}
+        volumes |= {"data"} if pod.owner.startswith("StatefulSet/") else set()
+        for container in pod.containers:
+            mounted = {mount["name"] for mount in container.get("volumeMounts", [])}
+            yield from (f"{pod.owner}: no volume {name}" for name in sorted(mounted - volumes))
+    for who, document in _named(documents):
+        if document["kind"] == "HorizontalPodAutoscaler":
+            target = document["spec"]["scaleTargetRef"]
+            if f"{target['kind']}/{target['name']}" not in there:
+                yield f"{who}: no {target['kind']}/{target['name']}"
+
+
+def _needs(pod: Pod) -> set[str]:
+    needs = {f"ServiceAccount/{pod.spec['serviceAccountName']}"}
+    needs |= {f"Secret/{secret['name']}" for secret in pod.spec.get("imagePullSecrets", [])}
+    for container in pod.containers:
+        for source in (variable.get("valueFrom", {}) for variable in container.get("env", [])):
+            needs |= {f"Secret/{source['secretKeyRef']['name']}"} if "secretKeyRef" in source else set()
+    kinds: dict[str, Callable[[Object], str]] = {
+        "configMap": lambda volume: f"ConfigMap/{volume['name']}",
+        "secret": lambda volume: f"Secret/{volume['secretName']}",
+        "persistentVolumeClaim": lambda volume: f"PersistentVolumeClaim/{volume['claimName']}",
+    }
+    for volume in pod.spec.get("volumes", []):
+        needs |= {name(volume[kind]) for kind, name in kinds.items() if kind in volume}
+    return needs
+
+
+def check_secrets(documents: list[Object]) -> Iterator[str]:
+    """No password or token stands in a ConfigMap, an environment or a command."""
+    for who, text in _texts(documents):
+        if any(found != FROM_SECRET for found in PLAIN_PASSWORD.findall(text)):
+            yield f"{who}: a password in the clear: {text[:100]}"
+    for pod in pods(documents):
+        variables = [variable for container in pod.containers for variable in container.get("env", [])]
+        for variable in variables:
+            if SECRET_NAME.search(variable["name"]) and "secretKeyRef" not in variable.get("valueFrom", {}):
+                yield f"{pod.owner}: {variable['name']}: not from a Secret"
+
+
+def _texts(documents: list[Object]) -> Iterator[tuple[str, str]]:
+    for who, document in _named(documents):
+        stack: list[Any] = [document]
+        while stack and document["kind"] != "Secret":
+            node = stack.pop()
+            if isinstance(node, str):
+                yield who, node
+            elif isinstance(node, Mapping):
+                stack.extend(node.values())
+            elif isinstance(node, list):
+                stack.extend(node)
+
+
+def check_hardening(documents: list[Object]) -> Iterator[str]:
+    """What the Pod Security Standard `restricted` asks for, a read-only root, and no token of the API server."""
+    for pod in pods(documents):
+        context, scaled = pod.spec.get("securityContext", {}), "restartPolicy" in pod.spec and "/head" in pod.owner
+        if not context.get("runAsNonRoot") or context.get("seccompProfile") != {"type": "RuntimeDefault"}:
+            yield f"{pod.owner}: runs as root, or without a seccomp profile"
+        if pod.spec.get("automountServiceAccountToken") is not scaled:
+            yield f"{pod.owner}: automountServiceAccountToken must be {scaled}"
+        for container in pod.containers:
+            who, own = f"{pod.owner}: {container['name']}", container.get("securityContext", {})
+            if own.get("allowPrivilegeEscalation") is not False or own.get("readOnlyRootFilesystem") is not True:
+                yield f"{who}: allowPrivilegeEscalation must be false, readOnlyRootFilesystem true"
+            if own.get("capabilities", {}).get("drop") != ["ALL"]:
+                yield f"{who}: must drop all capabilities"
+            if "memory" not in container.get("resources", {}).get("limits", {}):
+                yield f"{who}: has no memory limit"
+            if not re.search(r"@sha256:[0-9a-f]{64}$|:(?!latest$)[\w.-]+$", container["image"]):
+                yield f"{who}: the image {container['image']} is not pinned"

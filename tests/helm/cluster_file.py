@@ -1,0 +1,33 @@
+"""The mounted cluster file, read as the pods would read it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from baton.cli.certs import certs
+from baton.config import ClusterConfig, load_config
+from tests.helm.checks import FROM_SECRET, Object, pods
+
+PASSWORD = "0123456789abcdef"
+
+
+def cluster_file(documents: list[Object]) -> str:
+    """The text of the one that the router reads."""
+    (router,) = (pod for pod in pods(documents) if pod.owner.endswith("-router"))
+    (name,) = (volume["configMap"]["name"] for volume in router.spec["volumes"] if volume["name"] == "config")
+    (found,) = (one for one in documents if one["kind"] == "ConfigMap" and one["metadata"]["name"] == name)
+    return str(found["data"]["cluster.yaml"])
+
+
+def load(documents: list[Object], folder: Path) -> ClusterConfig:
+    """Loaded with the environment of the router's pod; certificates are made in `folder` where it wants some."""
+    text = cluster_file(documents)
+    if "/etc/baton-tls" in text:
+        certs(folder / "made", ["baton.example"], days=2)
+        for made, mounted in (("ca.pem", "ca.crt"), ("cert.pem", "tls.crt"), ("key.pem", "tls.key")):
+            (folder / mounted).write_bytes((folder / "made" / made).read_bytes())
+    file = folder / "cluster.yaml"
+    file.write_text(text.replace("/etc/baton-tls", str(folder)), encoding="utf-8")
+    (router,) = (pod for pod in pods(documents) if pod.owner.endswith("-router"))
+    variables = {one["name"]: one.get("value", "") for one in router.spec["containers"][0]["env"]}
+    return load_config(file, env={name: value.replace(FROM_SECRET, PASSWORD) for name, value in variables.items()})

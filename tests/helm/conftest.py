@@ -1,0 +1,92 @@
+"""The two helms, and the chart rendered by them."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.helm.binaries import PACKAGES, NoHelmError, helm_binary
+from tests.helm.schemas import ROOT, Schemas, find_folder
+
+CHART = ROOT / "helm/baton"
+CI = sorted((CHART / "ci").glob("*-values.yaml"))
+NAMES = [path.name.removesuffix("-values.yaml") for path in CI]
+HELM_S = 60.0
+RELEASE, NAMESPACE = "one", "serving"
+
+
+@dataclasses.dataclass(frozen=True)
+class Helm:
+    """A helm binary, in an environment of its own."""
+
+    binary: Path
+    home: Path
+    kubeconfig: Path | None = None
+
+    def run(self, *arguments: str, check: bool = True) -> subprocess.CompletedProcess[str]:
+        """Raises AssertionError with what helm said, if `check` and it failed."""
+        folders = {f"HELM_{name}_HOME": str(self.home) for name in ("CACHE", "CONFIG", "DATA")}
+        environment = {"PATH": os.environ["PATH"], "HOME": str(self.home), **folders}
+        environment["KUBECONFIG"] = str(self.kubeconfig or self.home / "none")
+        done = subprocess.run(
+            [str(self.binary), *arguments], capture_output=True, text=True, env=environment, timeout=HELM_S, check=False
+        )
+        if check and done.returncode:
+            pytest.fail(f"helm {' '.join(arguments)}: {done.stdout}{done.stderr}")
+        return done
+
+    def render(self, *values: str | Path, sets: Sequence[str] = (), chart: Path = CHART) -> list[dict[str, Any]]:
+        """The objects of `helm template`."""
+        done = self.run(*self._template(values, sets, chart))
+        return [document for document in yaml.safe_load_all(done.stdout) if document]
+
+    def refuses(self, *values: str | Path, sets: Sequence[str] = (), chart: Path = CHART) -> str:
+        """What `helm template` says against these values; empty if it renders them."""
+        done = self.run(*self._template(values, sets, chart), check=False)
+        return done.stderr if done.returncode else ""
+
+    def _template(self, values: Sequence[str | Path], sets: Sequence[str], chart: Path) -> list[str]:
+        files = [part for path in values for part in ("-f", str(path))]
+        return [
+            "template",
+            RELEASE,
+            str(chart),
+            "-n",
+            NAMESPACE,
+            *files,
+            *(part for item in sets for part in ("--set", item)),
+        ]
+
+
+@pytest.fixture(scope="session", params=PACKAGES, ids=lambda version: f"helm{version[0]}")
+def helm(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Helm:
+    """Each of the two helms."""
+    cache = request.config.cache
+    assert cache is not None
+    try:
+        binary = helm_binary(request.param, cache.mkdir("helm"))
+    except NoHelmError as error:
+        pytest.skip(str(error))
+    return Helm(binary, tmp_path_factory.mktemp("helm"))
+
+
+@pytest.fixture(scope="session")
+def schemas() -> Schemas:
+    """Those of Kubernetes and of the CRDs."""
+    folder = find_folder()
+    if folder is None:
+        pytest.skip(f"no schemas of Kubernetes: {ROOT.parent / 'shared/data/k8s-schemas'} is not here")
+    return Schemas(folder)
+
+
+@pytest.fixture(scope="session")
+def rendered(helm: Helm) -> dict[str, list[dict[str, Any]]]:
+    """The objects of each way to install, by its name."""
+    return {name: helm.render(path) for name, path in zip(NAMES, CI, strict=True)}

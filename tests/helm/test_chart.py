@@ -1,0 +1,187 @@
+"""The chart, rendered by real helms for each way to install, is what Kubernetes, KubeRay and Baton understand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.helm.checks import Pod, check_hardening, check_ports, check_references, check_secrets, check_selectors, pods
+from tests.helm.cluster_file import PASSWORD, load
+from tests.helm.conftest import CHART, CI, NAMES, Helm
+from tests.helm.schemas import Schemas
+
+Rendered = dict[str, list[dict[str, Any]]]
+# What each way says is there already.
+EXTERNAL = {
+    "gpu-rdma": {"Secret/registry", "Secret/hub"},
+    "external-redis-tls": {"Secret/site-redis", "Secret/site-ca", "Secret/ray-token", "PersistentVolumeClaim/models"},
+    "tls-tokens": {"Secret/baton-tls", "Secret/baton-tokens", "Secret/baton-user"},
+}
+
+
+def pod_of(documents: list[dict[str, Any]], end: str) -> Pod:
+    (found,) = (pod for pod in pods(documents) if pod.owner.endswith(end))
+    return found
+
+
+def of_kind(documents: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
+    return [document for document in documents if document["kind"] == kind]
+
+
+def test_every_supported_way_is_here():
+    assert NAMES == ["autoscaling", "cpu-dev", "external-redis-tls", "gpu-rdma", "minimal", "tls-tokens"]
+
+
+def test_lint(helm: Helm):
+    for path in CI:
+        assert "0 chart(s) failed" in helm.run("lint", "--strict", str(CHART), "-f", str(path)).stdout
+    helm.run("lint", "--strict", str(CHART))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_schemas_of_kubernetes(rendered: Rendered, schemas: Schemas, name: str):
+    problems = [f"{one['kind']}: {problem}" for one in rendered[name] for problem in schemas.problems(one)]
+    assert not problems
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_objects_fit_each_other(rendered: Rendered, name: str):
+    documents = rendered[name]
+    found = [
+        *check_selectors(documents),
+        *check_ports(documents),
+        *check_secrets(documents),
+        *check_hardening(documents),
+    ]
+    assert [*found, *check_references(documents, EXTERNAL.get(name, set()))] == []
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_cluster_file_loads(rendered: Rendered, name: str, tmp_path):
+    config = load(rendered[name], tmp_path)
+    assert config.ray.address == "auto"
+    assert (config.router.grpc, config.router.admin, config.router.metrics) == (
+        "0.0.0.0:50051",
+        "0.0.0.0:50052",
+        "0.0.0.0:9100",
+    )
+    assert {config.prefill.listen, config.decode.listen} == {"0.0.0.0:50061"}
+    assert {config.prefill.interface, config.decode.interface} == {"eth0"}
+    (cluster,) = of_kind(rendered[name], "RayCluster")
+    labels = {group["groupName"]: group["labels"] for group in cluster["spec"]["workerGroupSpecs"]}
+    assert labels == {"prefill": config.prefill.node_labels, "decode": config.decode.node_labels}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_rendering_is_deterministic(helm: Helm, rendered: Rendered, name: str):
+    again = helm.render(CI[NAMES.index(name)])
+    assert without_passwords(again) == without_passwords(rendered[name])
+
+
+def without_passwords(documents: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Without what the chart makes up where no cluster can be asked for it."""
+    return [one if one["kind"] != "Secret" else {**one, "data": sorted(one["data"])} for one in documents]
+
+
+def test_keys_of_the_values_are_keys_of_the_cluster_file(rendered: Rendered, tmp_path):
+    config = load(rendered["cpu-dev"], tmp_path)
+    assert (config.name, config.log.format, config.router.policy) == ("dev", "json", "least_loaded")
+    assert (config.router.queue.max_tokens, config.router.queue.max_wait_s) == (2_000_000, 2.5)
+    assert (config.decode.max_running, config.decode.replicas, config.prefill.threads) == (16, 2, 1)
+    assert (config.router.http, config.security.allow_insecure) == (None, True)
+    assert config.redis.url == f"redis://:{PASSWORD}@dev-redis:6379/0"
+
+
+def test_tls_and_tokens(rendered: Rendered, tmp_path):
+    config = load(rendered["tls-tokens"], tmp_path)
+    assert config.security.tls is not None
+    assert (config.security.tls.name, config.security.tokens) == ("baton.example", "/etc/baton-tokens/tokens.yaml")
+    assert config.security.allow_insecure == ("router.metrics",)
+    assert config.kv_is_encrypted
+    router = pod_of(rendered["tls-tokens"], "-router").spec["containers"][0]
+    assert router["readinessProbe"]["httpGet"] == {"path": "/ready", "port": "metrics"}
+    assert "tcpSocket" in pod_of(rendered["tls-tokens"], "/decode").spec["containers"][0]["readinessProbe"]
+    (public, *_) = of_kind(rendered["tls-tokens"], "Service")
+    test = pod_of(rendered["tls-tokens"], "-serves").spec["containers"][0]
+    assert "--tls=/etc/baton-tls/ca.crt" in test["command"]
+    assert {
+        port["appProtocol"]
+        for one in of_kind(rendered["tls-tokens"], "Service")
+        for port in one["spec"]["ports"]
+        if port["name"] == "grpc"
+    } == {"https"}
+    assert public["kind"] == "Service"
+
+
+def test_external_redis(rendered: Rendered, tmp_path):
+    documents = rendered["external-redis-tls"]
+    expected = f"rediss://baton:{PASSWORD}@redis.example:6380/2?ssl_ca_certs=/etc/baton-redis/ca.crt"
+    assert load(documents, tmp_path).redis.url == expected
+    assert not of_kind(documents, "StatefulSet")
+    (cluster,) = of_kind(documents, "RayCluster")
+    assert cluster["spec"]["gcsFaultToleranceOptions"]["redisAddress"] == "rediss://redis.example:6380"
+    mounts = {mount["name"]: mount for mount in pod_of(documents, "/prefill").spec["containers"][0]["volumeMounts"]}
+    assert mounts["model"] == {"name": "model", "mountPath": "/models", "readOnly": True, "subPath": "published"}
+    assert load(documents, tmp_path).model.path == "/models/qwen3-8b"
+
+
+def test_gpus_and_rdma(rendered: Rendered, tmp_path):
+    documents = rendered["gpu-rdma"]
+    worker = pod_of(documents, "/prefill")
+    ray = worker.spec["containers"][0]
+    for kind in ("requests", "limits"):
+        assert (ray["resources"][kind]["nvidia.com/gpu"], ray["resources"][kind]["rdma/ib"]) == ("1", "1")
+    env = {one["name"]: one.get("value") for one in ray["env"]}
+    assert (env["NCCL_IB_DISABLE"], env["NCCL_IB_HCA"], env["NCCL_SOCKET_IFNAME"]) == ("0", "mlx5", "eth0")
+    assert ray["securityContext"]["capabilities"] == {"drop": ["ALL"], "add": ["IPC_LOCK"]}
+    assert {"name": "dshm", "emptyDir": {"medium": "Memory", "sizeLimit": "16Gi"}} in worker.spec["volumes"]
+    terms = worker.spec["affinity"]["podAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
+    assert [worker.matches(term["labelSelector"]) for term in terms] == [True]
+    config = load(documents, tmp_path)
+    assert (config.prefill.device, config.decode.device, config.decode.replicas) == ("cuda", "cuda", 4)
+    (claim,) = of_kind(documents, "PersistentVolumeClaim")
+    assert claim["metadata"]["annotations"]["helm.sh/resource-policy"] == "keep"
+
+
+def test_autoscaling(rendered: Rendered, tmp_path):
+    documents = rendered["autoscaling"]
+    (cluster,) = of_kind(documents, "RayCluster")
+    groups = {group["groupName"]: group for group in cluster["spec"]["workerGroupSpecs"]}
+    assert cluster["spec"]["enableInTreeAutoscaling"] is True
+    assert (groups["decode"]["minReplicas"], groups["decode"]["maxReplicas"]) == (2, 16)
+    assert "replicas" not in groups["decode"]  # an upgrade must not undo what the autoscaler did
+    config = load(documents, tmp_path)
+    assert config.decode.autoscale is not None
+    assert (config.decode.autoscale.min, config.decode.autoscale.max) == (2, 16)
+    (deployment,) = of_kind(documents, "Deployment")
+    assert "replicas" not in deployment["spec"]
+
+
+def test_a_changed_config_rolls_the_routers(helm: Helm):
+    def checksum(*sets: str) -> str:
+        (deployment,) = of_kind(helm.render(CHART / "ci/minimal-values.yaml", sets=sets), "Deployment")
+        return str(deployment["spec"]["template"]["metadata"]["annotations"]["checksum/config"])
+
+    assert checksum() == checksum()
+    assert checksum() != checksum("config.slo.itl_ms=50")
+
+
+def test_long_names_stay_within_63_characters(helm: Helm):
+    documents = helm.render(CHART / "ci/minimal-values.yaml", sets=["fullnameOverride=" + "a" * 39 + ".b-and-more"])
+    names = [document["metadata"]["name"] for document in documents]
+    assert max(map(len, names)) <= 63
+    assert all(name.startswith("a" * 39) for name in names)
+
+
+def test_monitors_come_where_the_cluster_knows_them(helm: Helm):
+    minimal = CHART / "ci/minimal-values.yaml"
+    known = [
+        "--api-versions",
+        "monitoring.coreos.com/v1/PodMonitor",
+        "--api-versions",
+        "monitoring.coreos.com/v1/PrometheusRule",
+    ]
+    command = ["template", "one", str(CHART), "-f", str(minimal)]
+    assert "kind: PodMonitor" not in helm.run(*command).stdout
+    assert {"kind: PodMonitor", "kind: PrometheusRule"} <= set(helm.run(*command, *known).stdout.splitlines())

@@ -1,0 +1,138 @@
+"""install, test, upgrade, rollback, history and uninstall, by real helms against a stand-in for the API server.
+
+Nothing starts pods here; what is seen is that helm can bring the chart's objects there, change them and take them away.
+"""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import json
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.helm.conftest import CHART, NAMESPACE, RELEASE, Helm
+from tests.helm.kube import ApiServer, Cluster
+from tests.helm.schemas import Schemas, find_folder
+
+pytestmark = pytest.mark.slow
+MINIMAL = CHART / "ci/minimal-values.yaml"
+OF_HELM = "sh.helm.release.v1."
+# What null switches on: this API server knows these kinds, `helm template` does not.
+MONITORS = {"PodMonitor/one-baton-router", "PodMonitor/one-baton-ray", "PrometheusRule/one-baton"}
+
+
+@pytest.fixture
+def server() -> Iterator[ApiServer]:
+    with ApiServer(problems) as server:
+        yield server
+
+
+@cache
+def known_schemas() -> Schemas | None:
+    folder = find_folder()
+    return Schemas(folder) if folder else None
+
+
+def problems(document: dict[str, Any]) -> list[str]:
+    """Without schemas, objects of any form are taken."""
+    known = known_schemas()
+    return known.problems(document) if known else []
+
+
+@pytest.fixture
+def there(helm: Helm, server: ApiServer, tmp_path: Path) -> Helm:
+    """A helm that speaks to the server."""
+    config = tmp_path / "kubeconfig"
+    config.write_text(server.kubeconfig())
+    return dataclasses.replace(helm, kubeconfig=config)
+
+
+def install(helm: Helm, *more: str, values: Path = MINIMAL) -> None:
+    helm.run("install", RELEASE, str(CHART), "-n", NAMESPACE, "-f", str(values), *more)
+
+
+def upgrade(helm: Helm, *more: str) -> None:
+    helm.run("upgrade", RELEASE, str(CHART), "-n", NAMESPACE, "-f", str(MINIMAL), *more)
+
+
+def names(cluster: Cluster) -> set[str]:
+    """Of all objects, but what helm keeps for itself."""
+    return {f"{kind}/{name}" for _, kind, name in cluster.objects if not name.startswith(OF_HELM)}
+
+
+def replicas(cluster: Cluster) -> tuple[int, int]:
+    """Of routers and of decode pods."""
+    groups = cluster.of_kind("RayCluster")["one-baton"]["spec"]["workerGroupSpecs"]
+    decode = next(group["replicas"] for group in groups if group["groupName"] == "decode")
+    return cluster.of_kind("Deployment")["one-baton-router"]["spec"]["replicas"], decode
+
+
+def test_install_test_upgrade_rollback_uninstall(there: Helm, server: ApiServer):
+    cluster = server.cluster
+    install(there)
+    expected = {f"{one['kind']}/{one['metadata']['name']}" for one in there.render(MINIMAL)}
+    assert names(cluster) == expected - {"Pod/one-baton-serves"} | MONITORS
+    assert replicas(cluster) == (2, 1)
+
+    there.run("test", RELEASE, "-n", NAMESPACE, "--timeout", "20s")
+    assert "Pod/one-baton-serves" not in names(cluster)  # its hook has succeeded, and it is gone
+
+    upgrade(there, "--set", "router.replicas=5", "--set", "decode.replicas=3", "--set", "router.http=false")
+    assert replicas(cluster) == (5, 3)
+    ports = cluster.of_kind("Deployment")["one-baton-router"]["spec"]["template"]["spec"]["containers"][0]["ports"]
+    assert [port["name"] for port in ports] == ["grpc", "admin", "metrics"]
+
+    there.run("rollback", RELEASE, "1", "-n", NAMESPACE)
+    assert replicas(cluster) == (2, 1)
+    history = json.loads(there.run("history", RELEASE, "-n", NAMESPACE, "-o", "json").stdout)
+    assert [entry["status"] for entry in history] == ["superseded", "superseded", "deployed"]
+
+    there.run("uninstall", RELEASE, "-n", NAMESPACE)
+    assert cluster.objects == {}
+
+
+def test_the_password_is_made_once(there: Helm, server: ApiServer):
+    def password() -> str:
+        return str(server.cluster.of_kind("Secret")["one-baton-redis"]["data"]["password"])
+
+    install(there)
+    first = password()
+    assert len(base64.b64decode(first)) == 40
+    upgrade(there, "--set", "router.replicas=3")
+    assert password() == first
+
+
+def test_the_model_survives(there: Helm, server: ApiServer):
+    install(there, values=CHART / "ci/gpu-rdma-values.yaml")
+    there.run("uninstall", RELEASE, "-n", NAMESPACE)
+    assert names(server.cluster) == {"PersistentVolumeClaim/one-baton-model"}
+
+
+def test_notes_say_what_to_do_and_warn(there: Helm):
+    done = there.run(
+        "install", RELEASE, str(CHART), "-n", NAMESPACE, "-f", str(MINIMAL), "--set", "network.policy.enabled=false"
+    )
+    said = done.stdout
+    assert "one-baton-router.serving.svc:50051" in said
+    assert "WARNING security.allowInsecure" in said
+    assert "every pod of this Kubernetes cluster may use" in said
+
+
+def test_nothing_is_installed_unsecured(there: Helm, server: ApiServer):
+    done = there.run("install", RELEASE, str(CHART), "-n", NAMESPACE, "--set", "image.repository=a", check=False)
+    assert done.returncode != 0
+    assert "security: set security.tls.existingSecret" in done.stderr
+    assert names(server.cluster) == set()
+
+
+def test_an_object_that_kubernetes_refuses_fails_the_install(there: Helm, schemas: Schemas):
+    wrong = [{"apiVersion": "v1", "kind": "Service", "metadata": {"name": "a"}, "spec": {"port": 1}}]
+    arguments = ["install", RELEASE, str(CHART), "-n", NAMESPACE, "-f", str(MINIMAL), "--set-json"]
+    done = there.run(*arguments, f"extraObjects={json.dumps(wrong)}", check=False)
+    assert done.returncode != 0
+    assert "'port' was unexpected" in done.stderr
