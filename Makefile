@@ -52,9 +52,10 @@ $(PROTO_SETUP): tools/proto-requirements.txt
 proto: $(PROTO_SETUP)  ## regenerate baton/rpc/v1 from proto/baton/v1
 	@.venv-proto/bin/python tools/gen_proto.py
 
-fmt: $(SETUP)  ## format the code, apply safe fixes, generate the blocking client and the schema of the cluster file
+fmt: $(SETUP)  ## format the code, apply safe fixes, generate the blocking client, the schema of the cluster file, the chart's tables
 	@$(BIN)/python tools/gen_sync_client.py
 	@$(BIN)/python -m tools.gen_schema
+	@$(BIN)/python -m tools.helm_docs
 	@$(BIN)/ruff check -q --fix-only $(CODE)
 	@$(BIN)/ruff format $(CODE)
 
@@ -75,6 +76,7 @@ fresh: $(SETUP)
 	@$(BIN)/python tools/gen_proto.py --check
 	@$(BIN)/python tools/gen_sync_client.py --check
 	@$(BIN)/python -m tools.gen_schema --check
+	@$(BIN)/python -m tools.helm_docs --check
 
 check: lint fresh budget layers types  ## format, lint, types, layers, budgets, fresh stubs, unit tests: under 2 minutes
 	@$(PYTEST) $(PARALLEL) -m "not chaos and not serial and not slow" tests/unit tests/guards

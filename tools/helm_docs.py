@@ -1,5 +1,5 @@
 """What is generated within helm/baton: the table of values in README.md, from the comments in values.yaml, and `config`
-in values.schema.json, from the schema of the cluster file.
+in values.schema.json, from configs/schema.json.
 
     python tools/helm_docs.py            # write both
     python tools/helm_docs.py --check    # exit code 1 if one is stale
@@ -20,12 +20,13 @@ from typing import Any
 
 import yaml
 
-CHART = Path(__file__).resolve().parent.parent / "helm/baton"
+ROOT = Path(__file__).resolve().parent.parent
+CHART, CLUSTER_FILE = ROOT / "helm/baton", ROOT / "configs/schema.json"
 HEADING = "## Values"
 PREFIX = "Cluster"  # of what the cluster file's schema defines, beside the chart's own definitions
 _COMMENT = re.compile(r" *# -- (.*)")
 _KEY = re.compile(r"( *)([A-Za-z0-9]+):")
-_DROPPED = ("default", "title")
+_DROPPED = ("$id", "$schema", "default", "title")
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,10 +78,8 @@ def readme() -> str:
 
 def schema() -> str:
     """values.schema.json, with `config` as the cluster file's loader has it."""
-    from baton.config import ClusterConfig
-
     chart = json.loads((CHART / "values.schema.json").read_text(encoding="utf-8"))
-    cluster = _draft7(ClusterConfig.model_json_schema())
+    cluster = _draft7(json.loads(CLUSTER_FILE.read_text(encoding="utf-8")))
     own = {name: value for name, value in chart["definitions"].items() if not name.startswith(PREFIX)}
     chart["definitions"] = own | {PREFIX + name: value for name, value in cluster.pop("$defs").items()}
     chart["properties"]["config"] = cluster
