@@ -20,6 +20,8 @@ CI = sorted((CHART / "ci").glob("*-values.yaml"))
 NAMES = [path.name.removesuffix("-values.yaml") for path in CI]
 HELM_S = 60.0
 RELEASE, NAMESPACE = "one", "serving"
+# Each helm's tests in one process: what it renders is rendered once.
+EACH = [pytest.param(one, id=f"helm{one[0]}", marks=pytest.mark.xdist_group(f"helm{one[0]}")) for one in PACKAGES]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,7 +67,7 @@ class Helm:
         ]
 
 
-@pytest.fixture(scope="session", params=PACKAGES, ids=lambda version: f"helm{version[0]}")
+@pytest.fixture(scope="session", params=EACH)
 def helm(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Helm:
     """Each of the two helms."""
     cache = request.config.cache
