@@ -74,6 +74,19 @@ def test_the_cluster_file_loads(rendered: Rendered, name: str, tmp_path):
 
 
 @pytest.mark.parametrize("name", NAMES)
+def test_a_pod_has_room_for_one_worker(rendered: Rendered, name: str, tmp_path):
+    """Ray places by what nodes are said to have; a second worker in a pod would find the port taken."""
+    config = load(rendered[name], tmp_path)
+    (cluster,) = of_kind(rendered[name], "RayCluster")
+    groups = {group["groupName"]: group for group in cluster["spec"]["workerGroupSpecs"]}
+    for group, pool in (("prefill", config.prefill), ("decode", config.decode)):
+        wanted = 1 if pool.threads == "auto" else pool.threads * pool.tensor_parallel
+        assert groups[group]["rayStartParams"]["num-cpus"] == str(wanted)
+        limits = groups[group]["template"]["spec"]["containers"][0]["resources"]["limits"]
+        assert int(limits.get("nvidia.com/gpu", 0)) == pool.gpus
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_rendering_is_deterministic(helm: Helm, rendered: Rendered, name: str):
     again = helm.render(CI[NAMES.index(name)])
     assert without_passwords(again) == without_passwords(rendered[name])
@@ -88,7 +101,7 @@ def test_keys_of_the_values_are_keys_of_the_cluster_file(rendered: Rendered, tmp
     config = load(rendered["cpu-dev"], tmp_path)
     assert (config.name, config.log.format, config.router.policy) == ("dev", "json", "least_loaded")
     assert (config.router.queue.max_tokens, config.router.queue.max_wait_s) == (2_000_000, 2.5)
-    assert (config.decode.max_running, config.decode.replicas, config.prefill.threads) == (16, 2, 1)
+    assert (config.decode.max_running, config.decode.replicas, config.prefill.threads) == (16, 2, 2)
     assert (config.router.http, config.security.allow_insecure) == (None, True)
     assert config.redis.url == f"redis://:{PASSWORD}@dev-redis:6379/0"
 
