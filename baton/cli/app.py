@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from baton.cli import one_role, operating
+from baton.cli.controller import controller
 from baton.cli.options import (
     LOCAL,
     AdminTarget,
@@ -41,6 +42,7 @@ app = typer.Typer(
 )
 config_app = typer.Typer(help="Check, show and describe the cluster file.", no_args_is_help=True)
 app.add_typer(config_app, name="config")
+app.command()(controller)
 
 
 @app.command()

@@ -20,6 +20,8 @@ from baton.cluster.control import Control
 from baton.cluster.local import LocalControl
 from baton.cluster.pool import ProcessPlacement
 from baton.cluster.processes import START_TIMEOUT_S, Child, ProcessSpec, report_ready
+from baton.cluster.ray_session import LOCAL, start_local
+from baton.cluster.remote import RemoteControl
 from baton.cluster.state import ClusterState, StateFolder, running_clusters
 from baton.cluster.stop import Stop
 from baton.cluster.supervisor import Supervisor
@@ -66,12 +68,16 @@ def make_control(config: ClusterConfig, folder: StateFolder) -> Control:
     """Who keeps the workers: plain processes for `ray.address: none`, else actors."""
     if config.ray.address == "none":
         return LocalControl(config, ProcessPlacement(partial(worker_command, folder.config), folder.logs))
-    from baton.cluster.kept_ray import KeptRay
-    from baton.cluster.ray_cluster import RayWorkers
+    if config.ray.address != LOCAL:
+        return RemoteControl(
+            config, [sys.executable, "-m", "baton", "controller", "-c", str(folder.config)], folder.logs
+        )
+    from baton.cluster.ray_cluster import RayPlace, RayPlacement
     from baton.worker.actor import WorkerActor
 
-    workers = RayWorkers(config.ray.address, config.name, WorkerActor, role_factories(), folder.scratch)
-    return KeptRay(config, folder, workers)
+    start = partial(start_local, folder.scratch, config.name)
+    given, place = partial(load_config, folder.config), RayPlace(folder.logs)
+    return LocalControl(config, RayPlacement(given, WorkerActor, role_factories(), start, place))
 
 
 def worker_command(config: Path, worker_id: str, role: Role) -> list[str]:

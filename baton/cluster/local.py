@@ -47,12 +47,16 @@ class LocalControl:
         return self._controller
 
     def wait_ready(self, stop: Stop) -> None:
-        controller = self._started
-        while not controller.ready:
+        while not self.ready():
             stop.check()
-            controller.check_start()
             stop.drain.wait(READY_POLL_S)
             self.poll()
+
+    def ready(self) -> bool:
+        """Whether as many are ready as planned. Raises as `wait_ready`."""
+        if not self._started.ready:
+            self._started.check_start()
+        return self._started.ready
 
     def poll(self) -> None:
         self._runner.run(self._started.poll())

@@ -1,164 +1,255 @@
-"""Workers as Ray actors. Ray places, starts and replaces the processes; it carries no tokens and no KV.
+"""Workers as Ray actors. Ray places, starts and ends the processes; it carries no tokens and no KV, and starts none
+again by itself: who keeps the workers does, which sees also what Ray does not, a process that is frozen.
 
-The actor class is given by the caller, so this module knows no role. A local Ray listens on the loopback only, has
-no dashboard, and asks for a token that lives as long as this process.
+In a Ray of many hosts each worker has a placement group of one bundle, whose name says which role it was started in,
+so that whoever keeps the workers next finds them. The actor class is given by the caller, so this module knows no role.
 """
 
 from __future__ import annotations
 
-import logging
+import contextlib
 import os
-import secrets
 import signal
-import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import structlog
 
 from baton.clock import Clock, SystemClock
-from baton.cluster.pool import WorkerPlan
-from baton.cluster.processes import POLL_S, START_TIMEOUT_S, StartError, tail
-from baton.cluster.stop import Stop
-from baton.config import load_config
+from baton.cluster.placement import Seen
+from baton.cluster.processes import StartError, tail
+from baton.cluster.ray_session import namespace
+from baton.config import ClusterConfig
 from baton.core import Role
-from baton.errors import BatonError, Cancelled, NoWorker
+from baton.errors import BatonError, NoWorker
 
-MAX_RESTARTS = 100
-HOPELESS_S = 120.0  # so long without a replacement, and none will come
-LOCAL = "local"
-CONNECT_S = 5.0
-OBJECT_STORE_BYTES = 80 * 2**20  # Ray's minimum is 75 MB; nothing of ours goes through it
-
-# Read by Ray when it is imported or started. The third makes a local Ray use 127.0.0.1 and nothing else.
-LOCAL_ENVIRONMENT = {
-    "RAY_AUTH_MODE": "token",
-    "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
-    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
-}
+ASK_S = 0.5  # between two questions to an actor that answers
+SILENT_S = 10.0  # who was found and does not answer for so long is judged by its lease
+END_S = 5.0  # that processes may take to be gone
+LONGEST = 500  # of Ray's own words
 
 log = structlog.get_logger(__name__)
 
 
-class RayWorkers:
-    """Workers as actors of a Ray that is started here (`local`) or of the one at `address`.
+@dataclass(slots=True)
+class _Worker:
+    """One actor. `answer` is what it is asked now: one question at a time, since it may be frozen."""
 
-    `scratch` makes the folder of a local Ray; its path must be short, since it holds unix sockets (107 bytes).
+    role: Role
+    born: float
+    handle: Any = None
+    answer: Any = None
+    asked_at: float = -ASK_S
+    found: bool = False
+    pid: int | None = None
+    ready: bool = False
+    killed: bool = False
+    ended: BatonError | None = None
+    unplaced: NoWorker | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RayPlace:
+    """Where actors run. `logs`: a folder on this machine; None: there are other hosts, and Ray keeps their output."""
+
+    logs: Path | None
+    detached: bool = False  # they outlive whoever started them
+
+    @property
+    def local(self) -> bool:
+        return self.logs is not None
+
+
+class RayPlacement:
+    """A `Placement` of actors of class `actor`, constructed with the config as JSON, the role, the id, a log file
+    (empty: none) and `factories`. `connect` gives the module `ray`, in use; `config` is asked when the place is opened.
     """
 
     def __init__(
         self,
-        address: str,
-        cluster: str,
+        config: Callable[[], ClusterConfig],
         actor: type,
-        factories: Mapping[Role, Callable[..., object]],
-        scratch: Callable[[], Path],
+        factories: Mapping[Role, object],
+        connect: Callable[[], Any],
+        place: RayPlace,
         clock: Clock | None = None,
     ) -> None:
-        self._address = address
-        self._cluster = cluster
+        self._given = config
         self._actor = actor
         self._factories = factories
-        self._scratch = scratch
+        self._connect = connect
+        self._place = place
         self._clock = clock or SystemClock()
+        self._config: ClusterConfig
+        self._json = ""
         self._ray: Any = None
-        self._handles: dict[str, Any] = {}
-        self._asked: dict[str, Any] = {}  # the answer that is awaited: one at a time, an actor may be frozen
-        self._missing_since: dict[str, float] = {}
-        self._plans: dict[str, WorkerPlan] = {}
-        self._pids: dict[str, int] = {}
+        self._away = False
+        self._workers: dict[str, _Worker] = {}
 
-    def start(self, plans: Sequence[WorkerPlan]) -> None:
-        """Begin to start all of them. Raises StartError (a local Ray) or NoWorker (another) when there is no Ray."""
-        self._init()
-        for plan in plans:
-            options = {
-                "name": f"baton-{self._cluster}-{plan.worker_id}",
-                "max_restarts": MAX_RESTARTS,
-                "max_task_retries": 0,
-                "num_cpus": 0,
-                "max_concurrency": 4,
-            }
-            remote = self._ray.remote(self._actor).options(**options)
-            given = load_config(plan.config).model_dump_json(), plan.role.value, plan.worker_id, str(plan.log)
-            self._handles[plan.worker_id] = remote.remote(*given, dict(self._factories))
-            self._plans[plan.worker_id] = plan
+    def open(self) -> None:
+        self._config = self._given()
+        self._json = self._config.model_dump_json()
+        self._ray = self._connect()
 
-    def _init(self) -> None:
-        options: dict[str, Any] = {"configure_logging": False, "logging_level": logging.ERROR, "log_to_driver": False}
-        if self._address == LOCAL:
-            os.environ.update(LOCAL_ENVIRONMENT)
-            os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
-            options |= {"include_dashboard": False, "object_store_memory": OBJECT_STORE_BYTES, "num_cpus": 1}
-            options["_temp_dir"] = str(self._scratch())
-        _check_reachable(self._address)
-        import ray
-
-        self._ray, ours = ray, signal.getsignal(signal.SIGTERM)
-        try:
-            ray.init(address=self._address, **options)
-        except SystemExit:
-            raise Cancelled("stopped while Ray was starting") from None
-        except Exception as error:  # a process boundary: whatever Ray raises, there is no Ray
-            reason = f"{type(error).__name__}: {error}"
-            if self._address == LOCAL:
-                raise StartError(f"ray.address: Ray did not start: {reason}") from error
-            raise NoWorker(f"ray.address: no use of the Ray at {self._address!r}: {reason}") from error
-        finally:
-            signal.signal(signal.SIGTERM, ours)  # Ray puts one of its own there, which ends the process undrained
-
-    def wait_ready(self, stop: Stop) -> None:
-        deadline = self._clock.monotonic() + START_TIMEOUT_S
-        waiting = {worker_id: handle.ready.remote() for worker_id, handle in self._handles.items()}
-        while waiting:
-            stop.check()
-            for worker_id, answer in self._answers(waiting):
+    def found(self) -> Mapping[str, Role]:
+        """Those that have a placement group; one whose actor is gone gives its place back."""
+        if self._place.local:
+            return {}
+        prefix, roles = self._group_name(""), {}
+        for entry in self._ray.util.placement_group_table().values():
+            worker_id, _, role = entry["name"].removeprefix(prefix).rpartition(":")
+            if entry["name"].startswith(prefix) and entry["state"] != "REMOVED":
+                worker = _Worker(Role(role), self._clock.monotonic(), found=True)
                 try:
-                    self._pids[worker_id] = int(self._ray.get(answer)["pid"])
-                except self._ray.exceptions.RayError as error:
-                    raise self._start_error(worker_id, error) from None
-            if waiting and self._clock.monotonic() > deadline:
-                raise StartError(f"not ready within {START_TIMEOUT_S:g} s: {', '.join(waiting)}")
+                    worker.handle = self._ray.get_actor(worker_id, namespace=namespace(self._config.name))
+                except ValueError:
+                    self._give_back(worker_id, worker)
+                else:
+                    self._workers[worker_id] = worker
+                    roles[worker_id] = worker.role
+        return roles
 
-    def _answers(self, waiting: dict[str, Any]) -> list[tuple[str, Any]]:
-        """Those that have come by now; they are taken out of `waiting`."""
-        done, _ = self._ray.wait(list(waiting.values()), num_returns=len(waiting), timeout=POLL_S)
-        found = [(worker_id, answer) for worker_id, answer in waiting.items() if answer in done]
-        for worker_id, _ in found:
-            del waiting[worker_id]
-        return found
+    def start(self, worker_id: str, role: Role) -> None:
+        worker = self._workers[worker_id] = _Worker(role, self._clock.monotonic())
+        log_file = str(self._place.logs / f"{worker_id}.log") if self._place.logs is not None else ""
+        try:
+            actor = self._ray.remote(self._actor).options(**self._options(worker_id, role))
+            worker.handle = actor.remote(self._json, role.value, worker_id, log_file, dict(self._factories))
+        except Exception as error:  # noqa: BLE001  (a process boundary: whatever Ray raises, no worker is there)
+            worker.ended = StartError(f"{worker_id} was not started ({type(error).__name__}): {str(error)[:LONGEST]}")
 
-    def _start_error(self, worker_id: str, error: Exception) -> BatonError:
-        cause = _cause(error)
+    def _options(self, worker_id: str, role: Role) -> dict[str, Any]:
+        """Of the actor; its placement group begins to be made here."""
+        lifetime = {"lifetime": "detached"} if self._place.detached else {}
+        named = {"name": worker_id, "namespace": namespace(self._config.name), **lifetime}
+        options = {**named, "max_restarts": 0, "max_task_retries": 0, "max_concurrency": 4}
+        pool = self._config.prefill if role is Role.PREFILL else self._config.decode
+        if self._place.local:
+            return options | {"num_cpus": 0, "num_gpus": pool.gpus if self._one_gpu_each() else 0}
+        cpus = pool.threads * pool.tensor_parallel if pool.threads != "auto" else 1
+        labels = self._labels(role)
+        group = self._ray.util.placement_group(
+            [{"CPU": cpus, **({"GPU": pool.gpus} if pool.gpus else {})}],
+            strategy="STRICT_PACK",
+            name=self._group_name(worker_id, role),
+            bundle_label_selector=[labels] if labels else None,
+            **lifetime,
+        )
+        strategy = self._ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(group)
+        return options | {"num_cpus": cpus, "num_gpus": pool.gpus, "scheduling_strategy": strategy}
+
+    def _one_gpu_each(self) -> bool:
+        """Whether this machine has as many GPUs as the workers of both pools want; else they share what is there."""
+        pools = (self._config.prefill, self._config.decode)
+        wanted = sum(pool.gpus * pool.replicas for pool in pools)
+        return 0 < wanted <= float(self._ray.cluster_resources().get("GPU", 0))
+
+    def _group_name(self, worker_id: str, role: Role | None = None) -> str:
+        return ":".join(["baton", self._config.name, *([worker_id, role.value] if role else [""])])
+
+    def _labels(self, role: Role) -> dict[str, str]:
+        pool = self._config.prefill if role is Role.PREFILL else self._config.decode
+        return self._config.ray.node_labels | pool.node_labels
+
+    def look(self) -> Mapping[str, Seen]:
+        """Asks no actor that has not answered yet, and waits for none. A Ray that is away tells nothing new."""
+        try:
+            self._ask()
+            self._away = False
+        except Exception as error:  # noqa: BLE001  (a process boundary: the head of the Ray may be starting again)
+            if not self._away:
+                log.warning("ray_does_not_answer", error=type(error).__name__)
+            self._away = True
+        return {worker_id: self._seen(worker) for worker_id, worker in self._workers.items()}
+
+    def _seen(self, worker: _Worker) -> Seen:
+        if worker.ended is not None:
+            return Seen("ended", error=worker.ended)
+        silent = worker.found and worker.pid is None and self._clock.monotonic() - worker.born > SILENT_S
+        return Seen("ready" if worker.ready or silent else "starting", worker.pid, worker.unplaced)
+
+    def _ask(self) -> None:
+        now = self._clock.monotonic()
+        live = {name: worker for name, worker in self._workers.items() if worker.ended is None}
+        for name, worker in live.items():
+            if now - worker.asked_at < ASK_S:
+                continue
+            worker.asked_at = now
+            if worker.killed:
+                self._end(name, worker)  # Ray may have been away
+            if worker.answer is None:
+                worker.answer = (worker.handle.pid if worker.pid is None else worker.handle.ready).remote()
+            elif worker.pid is None:
+                worker.unplaced = self._why_unplaced(name, worker)
+        asked = [worker.answer for worker in live.values() if worker.answer is not None]
+        done = self._ray.wait(asked, num_returns=len(asked), timeout=0)[0] if asked else []
+        for name, worker in live.items():
+            if worker.answer in done:
+                answer, worker.answer = worker.answer, None
+                self._take(name, worker, answer)
+
+    def _take(self, worker_id: str, worker: _Worker, answer: Any) -> None:
+        errors = self._ray.exceptions
+        try:
+            said = self._ray.get(answer)
+        except (errors.ActorDiedError, errors.RayTaskError) as error:
+            self._end(worker_id, worker)  # of the second, the process lives
+            worker.ended = self._why_ended(worker_id, error)
+        except errors.RayError as error:  # it cannot be reached now
+            log.warning("actor_does_not_answer", worker=worker_id, error=type(error).__name__)
+        else:
+            if worker.pid is None:
+                worker.pid, worker.unplaced, worker.asked_at = int(said), None, -ASK_S
+            else:
+                worker.ready = True
+
+    def _why_unplaced(self, worker_id: str, worker: _Worker) -> NoWorker | None:
+        if self._place.local:
+            return None
+        with contextlib.suppress(ValueError):  # it has no group any more
+            group = self._ray.util.get_placement_group(self._group_name(worker_id, worker.role))
+            entry = self._ray.util.placement_group_table(group)
+            if entry["state"] != "CREATED":
+                wanted = f"{entry['bundles'][0]} and the labels {self._labels(worker.role)}"
+                return NoWorker(f"{worker_id} waits for a node of the Ray with {wanted}")
+        return None
+
+    def _why_ended(self, worker_id: str, error: Exception) -> BatonError:
+        cause = vars(error).get("cause") or error
         if isinstance(cause, BatonError):
             return cause
-        return StartError(f"{worker_id} did not start ({type(cause).__name__}):\n{tail(self._plans[worker_id].log)}")
+        words = str(error).strip().splitlines() or [""]
+        said = f"\n{tail(self._place.logs / f'{worker_id}.log')}" if self._place.logs else f" {words[-1][:LONGEST]}"
+        return StartError(f"{worker_id} ended ({type(cause).__name__}):{said}")
 
-    def poll(self) -> None:
-        """Ray replaces the processes that died; a new one that cannot start is ended here, so that another follows."""
-        for worker_id, handle in self._handles.items():
-            if worker_id not in self._asked:
-                self._asked[worker_id] = handle.ready.remote()
-        for worker_id, answer in self._answers(self._asked):
-            try:
-                self._pids[worker_id] = int(self._ray.get(answer)["pid"])
-                self._missing_since.pop(worker_id, None)
-            except self._ray.exceptions.RayError as error:
-                self._refused(worker_id, error)
+    def kill(self, worker_id: str) -> None:
+        worker = self._workers[worker_id]
+        worker.killed = True
+        self._end(worker_id, worker)
 
-    def _refused(self, worker_id: str, error: Exception) -> None:
-        now = self._clock.monotonic()
-        if now - self._missing_since.setdefault(worker_id, now) > HOPELESS_S:
-            raise self._start_error(worker_id, error)
-        if isinstance(_cause(error), BatonError):  # the process lives, its worker does not: Redis was away, say
-            log.warning("worker_did_not_start", worker=worker_id, error=str(_cause(error)))
-            self._ray.kill(self._handles[worker_id], no_restart=False)
+    def _end(self, worker_id: str, worker: _Worker) -> None:
+        """At once, also a process that is frozen: Ray alone would take 5 s for that."""
+        try:
+            if worker.handle is not None:
+                self._ray.kill(worker.handle, no_restart=True)
+            self._give_back(worker_id, worker)
+        except Exception as error:  # noqa: BLE001  (a process boundary)
+            log.warning("actor_not_ended", worker=worker_id, error=type(error).__name__)
+        if self._place.local and worker.pid is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(worker.pid, signal.SIGKILL)
 
-    def pids(self) -> dict[str, int]:
-        """Empty with a Ray elsewhere: there the same numbers are other processes."""
-        return dict(self._pids) if self._address == LOCAL else {}
+    def _give_back(self, worker_id: str, worker: _Worker) -> None:
+        """Its placement group, with which every process in it ends."""
+        if not self._place.local:
+            with contextlib.suppress(ValueError):  # gone already
+                group = self._ray.util.get_placement_group(self._group_name(worker_id, worker.role))
+                self._ray.util.remove_placement_group(group)
+
+    def forget(self, worker_id: str) -> None:
+        self._workers.pop(worker_id)
 
     def stop(self, grace_s: float) -> None:
         if self._ray is None:
@@ -168,27 +259,16 @@ class RayWorkers:
         except Exception as error:  # noqa: BLE001  (a process boundary: Ray itself may be what died)
             log.warning("ray_did_not_stop_its_actors", error=repr(error))
         finally:
-            self._ray.shutdown()  # also of a Ray that did not start to the end
+            if self._place.local:
+                self._ray.shutdown()
 
     def _stop_actors(self, grace_s: float) -> None:
-        stopping = [handle.stop.remote() for handle in self._handles.values()]
+        live = {name: worker for name, worker in self._workers.items() if worker.ended is None}
+        stopping = [worker.handle.stop.remote() for worker in live.values() if worker.pid is not None]
         if stopping:
             self._ray.wait(stopping, num_returns=len(stopping), timeout=grace_s)
-        for handle in self._handles.values():
-            self._ray.kill(handle, no_restart=True)
-
-
-def _check_reachable(address: str) -> None:
-    """Ray itself would try for minutes. Raises NoWorker."""
-    host, _, port = address.rpartition(":")
-    if not (host and port.isdecimal()):
-        return
-    try:
-        socket.create_connection((host, int(port)), timeout=CONNECT_S).close()
-    except (OSError, OverflowError) as error:
-        raise NoWorker(f"ray.address: nothing answers at {address}: {error}") from None
-
-
-def _cause(error: Exception) -> BaseException:
-    """What an actor's method raised; `error` itself if the actor could not be asked."""
-    return vars(error).get("cause") or error
+        for name in live:
+            self.kill(name)
+        ending = [worker.handle.pid.remote() for worker in live.values()]  # answered when it has ended, at the latest
+        if ending:
+            self._ray.wait(ending, num_returns=len(ending), timeout=END_S)

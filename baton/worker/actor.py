@@ -17,14 +17,15 @@ from baton.worker.threaded import HostedWorker
 class WorkerActor:
     """Constructed with plain values. When it is constructed again, that is a new incarnation of `worker_id`.
 
-    `config_json`: the whole `ClusterConfig`; `log`: a file. `factories` make its role, now and whenever it is told to
-    be of the other one.
+    `config_json`: the whole `ClusterConfig`; `log`: a file (empty: output stays Ray's). `factories` make its role, now
+    and whenever it is told to be of the other one.
     """
 
     def __init__(
         self, config_json: str, role: str, worker_id: str, log: str, factories: dict[Role, RoleFactory]
     ) -> None:
-        redirect_output(log)
+        if log:
+            redirect_output(log)
         config = config_from_json(config_json)
         configure_logging(config.log.level, config.log.format)
         both, begins = of_both_roles(config, worker_id, Role(role)), Role(role)

@@ -1,0 +1,183 @@
+"""Workers in a Ray that others run: a `Control` by a detached controller there, and what keeps it there.
+
+`baton up` itself is never a client of that Ray: a client loses it when the head is started again, and routers must go
+on. A child (`follow`) is, which ends when it has lost the controller, and is started again until it finds one.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import psutil
+import structlog
+
+from baton.clock import Clock, SystemClock
+from baton.cluster.controller_actor import STOP_S, ControllerActor, ControlState, Parts
+from baton.cluster.processes import BACKOFF_S, Child, ProcessSpec
+from baton.cluster.ray_cluster import RayPlace, RayPlacement
+from baton.cluster.ray_session import check_reachable, connect, namespace, this_ray
+from baton.cluster.stop import Stop
+from baton.config import ClusterConfig, RouterConfig
+from baton.errors import ConfigError, NoWorker
+
+NAME = "controller"
+HEAD = {"node:__internal_head__": 0.001}  # of the head that is there: an id of a node would end with it
+POLL_S = 0.2
+WATCH_S = 2.0
+ANSWER_S = 5.0
+LOST_S = 20.0  # without an answer; Ray starts a controller again within seconds
+UNBOUNDED = 10**9
+
+log = structlog.get_logger(__name__)
+
+
+class RemoteControl:
+    """`Control` by child processes: `command` is the argv of one that follows the controller; with `--stop` behind it,
+    of one that ends all.
+    """
+
+    def __init__(self, config: ClusterConfig, command: Sequence[str], logs: Path) -> None:
+        self._address = config.ray.address
+        self._size = config.prefill.replicas + config.decode.replicas
+        self._begun = False
+        self._command = command
+        self._log = logs / f"{NAME}.log"
+        self._child = Child(ProcessSpec(NAME, [*command, "--follow"], self._log, max_restarts=UNBOUNDED))
+
+    def start(self, redis_url: str) -> None:
+        check_reachable(self._address)
+        self._begun = True
+        self._child.start()
+
+    def wait_ready(self, stop: Stop) -> None:
+        self._size = int(str(self._child.wait_ready(stop)["workers"]))
+
+    def poll(self) -> None:
+        self._child.poll()
+
+    def pids(self) -> dict[str, int]:
+        """Of the child; those of workers are other hosts'."""
+        return {} if self._child.pid is None else {NAME: self._child.pid}
+
+    @property
+    def size(self) -> int:
+        return self._size
+
+    def stop(self, grace_s: float) -> None:
+        if not self._begun:
+            return
+        ending = Child(ProcessSpec("stop", [*self._command, "--stop"], self._log))
+        ending.start()
+        ending.wait(grace_s + STOP_S)
+        self._child.terminate()  # not before: with it would end, at once, what is not detached
+        self._child.wait(grace_s)
+
+
+def join(config: ClusterConfig, wait_s: float, stop: Stop, clock: Clock | None = None) -> Any:
+    """Use the Ray of the cluster file, as soon as it can be; the module `ray`. Raises NoWorker after `wait_s`,
+    ConfigError when workers there cannot reach the ledger, Cancelled.
+    """
+    if config.ray.address in {"local", "none"}:
+        raise ConfigError(f"ray.address: must be auto or an address for this, got {config.ray.address!r}")
+    clock = clock or SystemClock()
+    deadline = clock.monotonic() + wait_s
+    while True:
+        stop.check()
+        try:
+            ray = connect(config.ray.address, config.name)
+        except NoWorker:
+            if clock.monotonic() > deadline:
+                raise
+            stop.drain.wait(BACKOFF_S[2])
+        else:
+            hosts = [str(node["NodeManagerAddress"]) for node in ray.nodes() if node["Alive"]]
+            check_ledger(config.redis.url, hosts)
+            return ray
+
+
+def ensure(ray: Any, config: ClusterConfig, parts: Parts, *, detached: bool) -> Any:
+    """The controller of this cluster, with this config; one with another is replaced, its workers stay."""
+    told = config.model_copy(update={"router": RouterConfig()}).model_dump_json()  # its ports may change
+    with suppress(ValueError):
+        before = ray.get_actor(NAME, namespace=namespace(config.name))
+        if ray.get(before.serves.remote(told), timeout=ANSWER_S):
+            return before
+        ray.kill(before, no_restart=True)
+    options = {
+        "name": NAME,
+        "namespace": namespace(config.name),
+        "get_if_exists": True,
+        "lifetime": "detached" if detached else None,
+        "max_restarts": -1,
+        "max_task_retries": 0,
+        "max_concurrency": 4,
+        "num_cpus": 0,
+        "resources": HEAD,
+    }
+    return ray.remote(ControllerActor).options(**options).remote(told, parts, detached)
+
+
+def follow(ray: Any, controller: Any, stop: Stop, ready: Callable[[ControlState], None]) -> None:
+    """Until told to stop: `ready` is called once all workers are. Raises what kept one from starting before that, and
+    NoWorker when the controller is lost.
+    """
+    clock, told = SystemClock(), False
+    answered_at = clock.monotonic()
+    while not stop.drain.wait(WATCH_S if told else POLL_S):
+        try:
+            state = ray.get(controller.state.remote(), timeout=ANSWER_S)
+        except ray.exceptions.RayError as error:
+            if clock.monotonic() - answered_at > LOST_S:
+                raise NoWorker(f"the controller in the Ray does not answer: {type(error).__name__}") from None
+            continue
+        answered_at = clock.monotonic()
+        if not told and state.error is not None:
+            raise state.error
+        if not told and state.ready:
+            told = True
+            ready(state)
+
+
+def end(ray: Any, config: ClusterConfig, parts: Parts, grace_s: float) -> None:
+    """End workers and controller; also workers that no controller keeps any more."""
+    with suppress(ValueError):
+        controller = ray.get_actor(NAME, namespace=namespace(config.name))
+        try:
+            ray.get(controller.stop.remote(grace_s), timeout=grace_s + STOP_S)
+        except ray.exceptions.RayError as error:
+            log.warning("controller_did_not_stop", error=type(error).__name__)
+        ray.kill(controller, no_restart=True)
+    left = RayPlacement(lambda: config, parts.actor, parts.factories, this_ray, RayPlace(None))
+    left.open()
+    left.found()
+    left.stop(grace_s)
+
+
+def is_local_ledger(url: str) -> bool:
+    """Whether only this machine can reach it."""
+    if url == "embedded" or url.startswith("unix:"):
+        return True
+    return _is_loopback(urlsplit(url).hostname or "localhost")
+
+
+def check_ledger(url: str, hosts: Sequence[str]) -> None:
+    """Raises ConfigError if there are hosts, of these, that cannot reach it."""
+    here = {address.address for addresses in psutil.net_if_addrs().values() for address in addresses}
+    elsewhere = sorted(host for host in hosts if host not in here and not _is_loopback(host))
+    if elsewhere and is_local_ledger(url):
+        text = f"only this machine reaches it, and the Ray has nodes at {', '.join(elsewhere[:4])}"
+        raise ConfigError(
+            f"redis.url: {text}; say the URL of a Redis that all of them reach, such as redis://HOST:6379"
+        )
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

@@ -1,0 +1,129 @@
+"""A controller and its workers as actors of a Ray of three nodes, some of which die. Real processes throughout."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+import redis
+
+from baton.ledger.embedded import EmbeddedRedis
+from tests.e2e.conftest import ROOT, eventually, is_zombie
+from tests.e2e.ray_support import RayNodes
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300), pytest.mark.xdist_group("ray")]
+
+
+@pytest.fixture(scope="module")
+def nodes(tmp_path_factory):
+    store = EmbeddedRedis.start(tmp_path_factory.mktemp("redis"), password="secret-of-redis")
+    running = RayNodes(store)
+    try:
+        running.start_head()
+        running.start_node("prefill", "--labels=role=prefill", "--num-gpus=2")
+        running.start_node("decode", "--labels=role=decode")
+        yield running
+    finally:
+        running.stop()
+        store.stop()
+
+
+class Many:
+    """The cluster of one test. Its workers go to nodes by label."""
+
+    def __init__(self, nodes, folder):
+        self.nodes = nodes
+        self.file = folder / "many.yaml"
+        self.file.write_text(f"""
+name: many
+model: {{path: oracle}}
+redis: {{url: "{nodes.redis.url}"}}
+ray: {{address: "{nodes.address}"}}
+prefill: {{device: cpu, threads: 1, kv_memory: 8MiB, node_labels: {{role: prefill}}}}
+decode: {{device: cpu, threads: 1, kv_memory: 8MiB, node_labels: {{role: decode}}}}
+ledger: {{lease_s: 3, heartbeat_s: 0.5}}
+""")
+
+    def baton(self, *args):
+        """`baton controller ARGS`, and what it says."""
+        command = [sys.executable, "-m", "baton", "controller", "-c", str(self.file), *args]
+        env = os.environ | self.nodes.env
+        done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr + self.nodes.logs()
+        return done.stdout
+
+    def report(self):
+        with redis.Redis.from_url(self.nodes.redis.url) as client:
+            said = client.get("baton:many:control")
+        return json.loads(said) if said else {"slots": []}
+
+    def pids(self):
+        """Of prefill-0 and decode-0, once both are ready."""
+        eventually(lambda: self._states() == {"prefill-0": "ready", "decode-0": "ready"}, within_s=60)
+        (prefill,), (decode,) = self.nodes.actors("prefill"), self.nodes.actors("decode")
+        return prefill, decode
+
+    def _states(self):
+        return {slot["worker_id"]: slot["state"] for slot in self.report()["slots"]}
+
+    def replaced(self, name, pid):
+        """Waits until the one actor on that node is another process, and the one before is gone."""
+        eventually(lambda: len(now := self.nodes.actors(name)) == 1 and pid not in now, within_s=60)
+        assert is_zombie(pid)
+
+    def controller(self):
+        """Its process id."""
+        return eventually(lambda: list(self.nodes.actors("head")), within_s=60)[0]
+
+
+@pytest.fixture
+def many(nodes, tmp_path):
+    running = Many(nodes, tmp_path)
+    running.baton()
+    yield running
+    running.baton("--stop")
+    eventually(lambda: not any(nodes.actors(name) for name in nodes.nodes))
+
+
+def test_workers_are_placed_by_label_and_kept(many, nodes):
+    """Whoever is killed, and who is only frozen, which Ray does not see, is replaced on a node of its label."""
+    prefill, decode = many.pids()
+    os.kill(decode, signal.SIGKILL)
+    many.replaced("decode", decode)
+    os.kill(prefill, signal.SIGSTOP)
+    many.replaced("prefill", prefill)
+    many.pids()
+    kinds = [decision["kind"] for decision in many.report()["decisions"]]
+    assert kinds.count("replace") == 2, many.report()
+
+
+def test_a_controller_that_is_started_again_takes_over_what_runs(many):
+    before, controller = many.pids(), many.controller()
+    many.baton()
+    assert many.controller() == controller, "the same config: nothing is changed"
+    os.kill(controller, signal.SIGKILL)
+    many.replaced("head", controller)
+    assert many.pids() == before
+    many.file.write_text(many.file.read_text() + "slo: {itl_ms: 77}\n")
+    controller = many.controller()
+    many.baton()
+    many.replaced("head", controller)
+    assert many.pids() == before
+    os.kill(before[1], signal.SIGKILL)
+    many.replaced("decode", before[1])
+
+
+def test_a_head_that_is_started_again(many, nodes):
+    """Workers stay as they are; the controller is on the new head."""
+    before = many.pids()
+    nodes.kill("head")
+    nodes.start_head()
+    many.controller()
+    assert many.pids() == before
+    os.kill(before[1], signal.SIGKILL)
+    many.replaced("decode", before[1])
+    assert many.pids()[0] == before[0]

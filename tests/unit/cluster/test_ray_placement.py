@@ -1,0 +1,374 @@
+"""What Ray may do to us at start and later, played by a Ray of our own. The real one: tests/e2e/test_ray_cluster.py."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from baton.clock import FakeClock
+from baton.cluster import ray_session
+from baton.cluster.processes import StartError
+from baton.cluster.ray_cluster import ASK_S, SILENT_S, RayPlace, RayPlacement
+from baton.cluster.ray_session import connect, start_local
+from baton.config import config_from_json
+from baton.core import Role
+from baton.errors import Cancelled, ConfigError, NoWorker
+
+CONFIG = """{"name": "test", "ray": {"node_labels": {"rack": "r1"}},
+ "prefill": {"device": "cuda", "tensor_parallel": 2, "replicas": 1, "threads": 3, "node_labels": {"pool": "p"}},
+ "decode": {"device": "cuda", "replicas": 1}}"""
+
+
+class RayError(Exception):
+    pass
+
+
+class ActorDiedError(RayError):
+    pass
+
+
+class RayTaskError(RayError):
+    def __init__(self, cause):
+        self.cause = cause
+
+
+class Actor:
+    """Answers a question with what the test puts there (an exception is raised; None: no answer yet)."""
+
+    def __init__(self, ray, options, args):
+        self.ray, self.options, self.args = ray, options, args
+        self.answers = {"pid": None, "ready": None}
+        self.asked = []
+
+    @property
+    def pid(self):
+        return self._method("pid")
+
+    @property
+    def ready(self):
+        return self._method("ready")
+
+    @property
+    def stop(self):
+        return self._method("stop")
+
+    def _method(self, name):
+        return SimpleNamespace(remote=lambda: self.asked.append(name) or (self, name))
+
+
+class FakeRay:
+    """One head, which may be away."""
+
+    exceptions = SimpleNamespace(RayError=RayError, ActorDiedError=ActorDiedError, RayTaskError=RayTaskError)
+
+    def __init__(self):
+        self.failure = None
+        self.away = False
+        self.options = {}
+        self.actors = {}
+        self.groups = {}
+        self.killed = []
+        self.shut = False
+        self.gpus = 0
+        strategies = SimpleNamespace(PlacementGroupSchedulingStrategy=lambda group: ("in", group))
+        self.util = SimpleNamespace(
+            placement_group=self._placement_group,
+            placement_group_table=self._table,
+            get_placement_group=self._group,
+            remove_placement_group=self._drop_group,
+            scheduling_strategies=strategies,
+        )
+
+    def init(self, **options):
+        self.options = options
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(15))  # as the real one does
+        if self.failure:
+            raise self.failure
+
+    def remote(self, actor):
+        return SimpleNamespace(
+            options=lambda **options: SimpleNamespace(remote=lambda *args: self._make(options, args))
+        )
+
+    def _make(self, options, args):
+        self._head()
+        if options["name"] in self.actors:
+            raise ValueError(f"the name {options['name']} is taken")
+        self.actors[options["name"]] = Actor(self, options, args)
+        return self.actors[options["name"]]
+
+    def _head(self):
+        if self.away:
+            raise ConnectionError("the head is away")
+
+    def _placement_group(self, bundles, *, name, **options):
+        self._head()
+        self.groups[name] = {"name": name, "state": "PENDING", "bundles": dict(enumerate(bundles)), **options}
+        return name
+
+    def _table(self, name=None):
+        self._head()
+        return self.groups[name] if name else dict(enumerate(self.groups.values()))
+
+    def _group(self, name):
+        self._head()
+        if name not in self.groups:
+            raise ValueError("no such group")
+        return name
+
+    def _drop_group(self, name):
+        self._head()
+        del self.groups[name]
+
+    def get_actor(self, name, namespace):
+        assert namespace == "baton-test"
+        if name not in self.actors:
+            raise ValueError("no such actor")
+        return self.actors[name]
+
+    def cluster_resources(self):
+        return {"GPU": self.gpus}
+
+    def wait(self, answers, num_returns, timeout):
+        self._head()
+        return [one for one in answers if one[1] == "stop" or one[0].answers[one[1]] is not None], []
+
+    def get(self, answer):
+        said = answer[0].answers[answer[1]]
+        if isinstance(said, Exception):
+            raise said
+        return said
+
+    def kill(self, handle, no_restart):
+        self._head()
+        assert no_restart
+        name = handle.options["name"]
+        self.killed.append(name)
+        self.actors.pop(name, None)
+        handle.answers = dict.fromkeys(handle.answers, ActorDiedError("killed"))
+
+    def shutdown(self):
+        self.shut = True
+
+
+@pytest.fixture
+def ray(monkeypatch):
+    fake = FakeRay()
+    monkeypatch.setitem(sys.modules, "ray", fake)
+    for name in (*ray_session.LOCAL_ENVIRONMENT, "RAY_AUTH_TOKEN"):
+        monkeypatch.setenv(name, "")
+    before = signal.getsignal(signal.SIGTERM)
+    yield fake
+    signal.signal(signal.SIGTERM, before)
+
+
+class Place:
+    """A placement on that Ray, and what it sees of one worker."""
+
+    def __init__(self, ray, logs=None):
+        self.ray, self.clock = ray, FakeClock()
+        place = RayPlace(logs, detached=logs is None)
+        factories = {Role.DECODE: "a factory"}
+        self.it = RayPlacement(lambda: config_from_json(CONFIG), object, factories, lambda: ray, place, self.clock)
+        self.it.open()
+
+    def start(self, worker_id="decode-0", role=Role.DECODE):
+        self.it.start(worker_id, role)
+        return self.ray.actors[worker_id]
+
+    def ready(self, pid=7):
+        actor = self.start()
+        actor.answers = {"pid": pid, "ready": {}}
+        self.look()
+        assert self.look().state == "ready"
+        return actor
+
+    def look(self, worker_id="decode-0"):
+        self.clock.advance(ASK_S)
+        return self.it.look()[worker_id]
+
+
+@pytest.fixture
+def place(ray):
+    """With a Ray of many hosts."""
+    return Place(ray)
+
+
+@pytest.fixture
+def here(ray, tmp_path):
+    """With a Ray of this process."""
+    (tmp_path / "decode-0.log").write_text("a line of the log")
+    return Place(ray, tmp_path)
+
+
+def test_a_worker_of_another_host_has_a_place_of_its_own(ray, place):
+    actor = place.start("prefill-0", Role.PREFILL)
+    group = ray.groups["baton:test:prefill-0:prefill"]
+    assert group["bundles"] == {0: {"CPU": 6, "GPU": 2}}
+    assert group["bundle_label_selector"] == [{"rack": "r1", "pool": "p"}]
+    assert (group["strategy"], group["lifetime"]) == ("STRICT_PACK", "detached")
+    wanted = {
+        "name": "prefill-0",
+        "namespace": "baton-test",
+        "lifetime": "detached",
+        "max_restarts": 0,
+        "max_task_retries": 0,
+        "num_cpus": 6,
+        "num_gpus": 2,
+        "scheduling_strategy": ("in", "baton:test:prefill-0:prefill"),
+    }
+    assert wanted.items() <= actor.options.items()
+    assert actor.args[1:4] == ("prefill", "prefill-0", "")
+
+
+@pytest.mark.parametrize(("gpus", "asked"), [(0, 0), (1, 0), (3, 1), (8, 1)])
+def test_workers_of_one_machine_share_gpus_unless_there_is_one_for_each(ray, here, gpus, asked):
+    ray.gpus = gpus
+    assert here.start().options["num_gpus"] == asked
+    assert not ray.groups
+
+
+def test_a_worker_is_seen_from_its_place_to_its_end(ray, place):
+    actor = place.start()
+    assert place.look().state == "starting"
+    waits = place.look()
+    assert (waits.state, waits.pid) == ("starting", None)
+    assert "decode-0 waits for a node of the Ray with {'CPU': 1, 'GPU': 1} and the labels {'rack': 'r1'}" in str(
+        waits.error
+    )
+    ray.groups["baton:test:decode-0:decode"]["state"] = "CREATED"
+    assert place.look().error is None
+    actor.answers["pid"] = 7
+    seen = place.look()
+    assert (seen.state, seen.pid, seen.error) == ("starting", 7, None)
+    actor.answers["ready"] = {}
+    place.look()
+    assert place.look().state == "ready"
+    actor.answers["ready"] = ActorDiedError("words\nthe last of them")
+    place.look()
+    seen = place.look()
+    assert seen.state == "ended"
+    assert "decode-0 ended (ActorDiedError): the last of them" in str(seen.error)
+    assert not ray.groups, "its place is given back"
+    place.it.forget("decode-0")
+    assert not place.it.look()
+
+
+def test_an_actor_that_does_not_answer_is_asked_once_and_has_not_ended(place):
+    actor = place.ready()
+    actor.answers["ready"] = None
+    actor.asked.clear()
+    for _ in range(50):
+        assert place.look().state == "ready"
+    assert actor.asked == ["ready"]
+
+
+def test_a_head_that_is_away_ends_nobody_and_raises_nothing(ray, place):
+    place.ready()
+    ray.away = True
+    assert place.look().state == "ready"
+    place.it.kill("decode-0")
+    assert place.look().state == "ready"
+    assert not ray.killed
+    ray.away = False
+    place.look()
+    assert ray.killed, "told again what it did not hear"
+    assert place.look().state == "ended"
+    ray.away = True
+    place.it.start("decode-1", Role.DECODE)
+    seen = place.look("decode-1")
+    assert seen.state == "ended"
+    assert "the head is away" in str(seen.error)
+
+
+def test_a_worker_whose_process_lives_but_did_not_start_is_ended(ray, place):
+    actor = place.start()
+    actor.answers = {"pid": 7, "ready": RayTaskError(ConfigError("kv_memory: too small"))}
+    place.look()
+    place.look()
+    seen = place.look()
+    assert (seen.state, str(seen.error)) == ("ended", "kv_memory: too small")
+    assert isinstance(seen.error, ConfigError)
+    assert ray.killed == ["decode-0"]
+
+
+def test_an_end_here_is_explained_by_the_log(here):
+    here.ready().answers["ready"] = ActorDiedError("words")
+    here.look()
+    assert "a line of the log" in str(here.look().error)
+
+
+def test_a_frozen_process_of_this_machine_is_killed(here, monkeypatch):
+    signals = []
+    monkeypatch.setattr(os, "kill", lambda *told: signals.append(told))
+    here.ready(pid=7)
+    here.it.kill("decode-0")
+    assert (7, signal.SIGKILL) in signals
+    here.look()
+    assert here.look().state == "ended"
+
+
+def test_what_an_earlier_one_left_is_found_by_its_places(ray, place):
+    for name, role in (("decode-0", Role.DECODE), ("prefill-3", Role.PREFILL), ("decode-9", Role.DECODE)):
+        place.start(name, role)
+    ray.groups["baton:test-2:decode-0:decode"] = {"name": "baton:test-2:decode-0:decode", "state": "CREATED"}
+    ray.groups["baton:test:decode-8:decode"] = {"name": "baton:test:decode-8:decode", "state": "REMOVED"}
+    del ray.actors["decode-9"]
+    ray.actors["decode-0"].answers = {"pid": 7, "ready": {}}
+    later = Place(ray)
+    assert later.it.found() == {"decode-0": Role.DECODE, "prefill-3": Role.PREFILL}
+    assert "baton:test:decode-9:decode" not in ray.groups, "a place without an actor is given back"
+    assert "baton:test-2:decode-0:decode" in ray.groups, "another cluster's"
+    later.look()
+    assert later.look().state == "ready"
+    assert later.look("prefill-3").state == "starting"
+    later.clock.advance(SILENT_S)
+    assert later.look("prefill-3").state == "ready", "who says nothing at all is judged by its lease"
+
+
+def test_at_the_end_all_are_asked_and_then_killed(ray, here):
+    actor = here.ready(pid=2**22 + 7)
+    here.it.stop(0.1)
+    assert "stop" in actor.asked
+    assert ray.killed == ["decode-0"]
+    assert ray.shut
+
+
+def test_a_ray_that_died_does_not_keep_the_rest_from_ending(ray, here):
+    here.ready(pid=2**22 + 7)
+    ray.away = True
+    here.it.stop(0.1)
+    assert ray.shut
+
+
+def test_a_local_ray_keeps_to_itself(ray, tmp_path):
+    before = signal.getsignal(signal.SIGTERM)
+    assert start_local(lambda: tmp_path, "test") is ray
+    assert ray.options["_temp_dir"] == str(tmp_path)
+    assert os.environ["RAY_AUTH_MODE"] == "token"
+    assert len(os.environ["RAY_AUTH_TOKEN"]) == 64
+    assert signal.getsignal(signal.SIGTERM) is before, "our handler is put back"
+
+
+@pytest.mark.parametrize(
+    ("begin", "failure", "error"),
+    [
+        (lambda folder: start_local(lambda: folder, "test"), RuntimeError("no shared memory"), StartError),
+        (lambda folder: connect("auto", "test"), ConnectionError("no Ray here"), NoWorker),
+        (lambda folder: start_local(lambda: folder, "test"), SystemExit(15), Cancelled),  # what Ray makes of a SIGTERM
+    ],
+)
+def test_a_ray_that_does_not_start_is_an_error_that_names_the_key(ray, tmp_path, begin, failure, error):
+    ray.failure = failure
+    with pytest.raises(error, match=r"ray\.address|Ray was starting"):
+        begin(tmp_path)
+
+
+def test_a_ray_that_nobody_runs_is_named_at_once(ray):
+    with pytest.raises(NoWorker, match=r"ray\.address: nothing answers at 127\.0\.0\.1:1"):
+        connect("127.0.0.1:1", "test")
+    assert not ray.options
