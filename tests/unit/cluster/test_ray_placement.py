@@ -57,7 +57,11 @@ class Actor:
         return self._method("stop")
 
     def _method(self, name):
-        return SimpleNamespace(remote=lambda: self.asked.append(name) or (self, name))
+        def remote():
+            self.asked.append(name)
+            return self, name
+
+        return SimpleNamespace(remote=remote)
 
 
 class FakeRay:
