@@ -1,0 +1,203 @@
+"""A small cluster in which time is a number: prompts wait for prefill workers, decode steps take longer the more they
+do, workers come, go and turn as a plan says, and the router's own code says what it sees.
+"""
+
+from __future__ import annotations
+
+import heapq
+import random
+from collections import deque
+from dataclasses import dataclass, field
+
+from baton.cluster.autoscaler import Autoscaler
+from baton.config import ClusterConfig
+from baton.core import Incarnation, KVLayout, Role, WorkerInfo, WorkerRef
+from baton.ledger.board import Plan, RouterReport
+from baton.load import BlockCounts, Load, Pace
+from router.demand import Typical, expected
+from router.snapshot import BLANK, Facts
+from router.view import WorkerView
+
+TICK_S = 0.05
+LOADS_S, TURNS_S = 4.0, 1.0
+LAYOUT = KVLayout(layers=1, kv_heads=1, head_dim=8, block_size=16, dtype="float32")
+PROMPTS = {"step_s": 0.004, "token_s": 2e-4, "context_s": 1e-8, "queued_s": 2e-4}
+STEPS = {"step_s": 0.010, "token_s": 8e-4, "context_s": 2e-7}
+
+
+@dataclass(eq=False)
+class Request:
+    tokens: int
+    output: int
+    came: float
+    first: float = 0.0
+    itl_s: float = 0.0
+    blocks: int = 0
+    decode: Worker | None = None
+
+
+@dataclass(eq=False)
+class Worker:
+    name: str
+    role: Role
+    ready: float  # from when on it takes requests
+    blocks: int
+    turns: bool = False
+    leaves: bool = False
+    prompts: deque[Request] = field(default_factory=deque)
+    left_s: float = 0.0
+    busy_s: float = 0.0
+    rows: list[tuple[float, int, Request]] = field(default_factory=list)
+    tokens: float = 0.0  # that each row has been given
+    kv: float = 0.0  # positions when `tokens` was 0
+    reserved: int = 0
+    owned: int = 0
+
+    @property
+    def stays(self) -> bool:
+        return self.turns or not self.leaves
+
+    @property
+    def empty(self) -> bool:
+        return not (self.prompts or self.rows or self.reserved)
+
+    def step_s(self) -> float:
+        kv = self.kv + len(self.rows) * self.tokens
+        return STEPS["step_s"] + STEPS["token_s"] * len(self.rows) + STEPS["context_s"] * kv
+
+    def seen(self) -> tuple[WorkerView, Facts[float]]:
+        info = WorkerInfo(
+            WorkerRef(self.name, Incarnation(1, 1), "x:1"), self.role, "f" * 64, "m", 4096, self.blocks, LAYOUT
+        )
+        counts = BlockCounts(self.blocks, self.blocks - self.reserved - self.owned, self.reserved, self.owned)
+        waiting = sum(one.tokens for one in self.prompts)
+        pace = Pace(seconds=self.busy_s)
+        load = Load(running=len(self.rows), queued_tokens=waiting, blocks=counts, prefill_pace=pace)
+        costs = PROMPTS if self.role is Role.PREFILL else STEPS
+        positions = self.kv + len(self.rows) * self.tokens
+        facts = BLANK._replace(able=1.0, backlog=waiting, requests=len(self.rows), kv_tokens=positions, **costs)
+        return WorkerView(info, load), facts
+
+
+class Cluster:
+    """Runs at `rate` requests a second of `tokens` and `output` on average, for some time, from `seed` on."""
+
+    def __init__(self, config: ClusterConfig, seed: float, blocks: int = 3000) -> None:
+        self.autoscaler = Autoscaler(config)
+        self.plan = Plan(prefill=config.prefill.replicas, decode=config.decode.replicas)
+        self.plans: list[tuple[float, Plan]] = []
+        self.outlook = ""
+        self.most = 0  # workers at once
+        self.blocks = blocks  # of a worker
+        self.now = 1000.0
+        self.done: list[Request] = []
+        self._random = random.Random(seed)
+        self._names = iter(f"worker-{n}" for n in range(10_000))
+        self._typical = Typical()
+        self._queue: deque[Request] = deque()
+        self.workers: list[Worker] = []
+        for role in Role:
+            for _ in range(self.plan.of(role)):
+                self._add(role, 0.0)
+
+    def run(self, seconds: float, rate: float, tokens: int = 1, output: int = 1) -> None:
+        """`rate` requests a second; lengths are drawn around these."""
+        for tick in range(round(seconds / TICK_S)):
+            self.now += TICK_S
+            if self._random.random() < rate * TICK_S:
+                known, new = (max(1, round(mean * self._random.uniform(0.5, 1.5))) for mean in (tokens, output))
+                self._queue.append(Request(known, new, self.now))
+            for worker in self.workers:
+                self._prefill(worker) if worker.role is Role.PREFILL else self._decode(worker)
+            self._admit()
+            if tick % round(1 / TICK_S) == 0:
+                self._control()
+
+    def _here(self, role: Role) -> list[Worker]:
+        return [one for one in self.workers if one.role is role and one.ready <= self.now and not one.leaves]
+
+    def _admit(self) -> None:
+        """Room first, as the router has it: it is reserved while the prompt waits to be computed."""
+        while self._queue and (decodes := self._here(Role.DECODE)) and (prefills := self._here(Role.PREFILL)):
+            request = self._queue[0]
+            decode = min(decodes, key=lambda one: one.reserved + one.owned)
+            request.blocks = -(-(request.tokens + request.output) // 16)
+            if decode.reserved + decode.owned + request.blocks > self.blocks:
+                return
+            self._queue.popleft()
+            request.decode = decode
+            decode.reserved += request.blocks
+            prefill = min(prefills, key=lambda one: sum(each.tokens for each in one.prompts))
+            prefill.prompts.append(request)
+            self._typical.saw(request.tokens, 0)
+
+    def _prefill(self, worker: Worker) -> None:
+        left = TICK_S
+        while worker.prompts and left > 0:
+            request = worker.prompts[0]
+            if worker.left_s <= 0:
+                context = request.tokens * (request.tokens + 1) / 2
+                worker.left_s = PROMPTS["step_s"] + PROMPTS["token_s"] * request.tokens + PROMPTS["context_s"] * context
+            spent = min(left, worker.left_s)
+            worker.left_s, worker.busy_s, left = worker.left_s - spent, worker.busy_s + spent, left - spent
+            if worker.left_s <= 1e-12:
+                worker.left_s = 0.0
+                worker.prompts.popleft()
+                self._hand_over(request)
+
+    def _hand_over(self, request: Request) -> None:
+        decode = request.decode
+        assert decode is not None
+        request.first = self.now
+        decode.reserved -= request.blocks
+        decode.owned += request.blocks
+        decode.kv += request.tokens - decode.tokens
+        heapq.heappush(decode.rows, (decode.tokens + request.output, id(request), request))
+
+    def _decode(self, worker: Worker) -> None:
+        worker.tokens += TICK_S / worker.step_s()
+        while worker.rows and worker.rows[0][0] <= worker.tokens:
+            end, _, request = heapq.heappop(worker.rows)
+            worker.owned -= request.blocks
+            worker.kv -= request.tokens + request.output - end
+            request.itl_s = (self.now - request.first) / request.output
+            self.done.append(request)
+
+    def _control(self) -> None:
+        """What the controller does, and the look of the autoscaler."""
+        waited = self.now - self._queue[0].came if self._queue else 0.0
+        report = expected("router-a", [one.seen() for role in Role for one in self._here(role)], self._typical)
+        ttft_s = report.ttft_s and report.ttft_s + waited
+        seen: RouterReport = report.model_copy(
+            update={"queued": len(self._queue), "queue_s": waited, "oldest_s": waited, "ttft_s": ttft_s}
+        )
+        here = [one for role in Role for one in self._here(role)]
+        new, self.outlook = self.autoscaler.look(self.plan, [seen], here, self.now)
+        if new is not None:
+            self.plan = new
+            self.plans.append((self.now, new))
+        self._reconcile()
+
+    def _reconcile(self) -> None:
+        """Who is too many turns where somebody is missing, or goes; who is missing still, comes."""
+        count = {role: sum((one.role is role) is not one.turns and one.stays for one in self.workers) for role in Role}
+        for worker in self.workers:
+            role, other = worker.role, _other(worker.role)
+            if count[role] > self.plan.of(role) and not worker.leaves:
+                worker.leaves, worker.turns = True, count[other] < self.plan.of(other)
+                count[role], count[other] = count[role] - 1, count[other] + worker.turns
+        for worker in [one for one in self.workers if one.leaves and one.empty]:
+            self.workers.remove(worker)
+            if worker.turns:
+                self._add(_other(worker.role), TURNS_S)
+        for role in Role:
+            for _ in range(self.plan.of(role) - count[role]):
+                self._add(role, LOADS_S)
+        self.most = max(self.most, len(self.workers))
+
+    def _add(self, role: Role, takes_s: float) -> None:
+        self.workers.append(Worker(next(self._names), role, self.now + takes_s, self.blocks))
+
+
+def _other(role: Role) -> Role:
+    return Role.DECODE if role is Role.PREFILL else Role.PREFILL

@@ -1,0 +1,340 @@
+"""When pools grow, shrink and give workers to each other, and when nothing is done; reports and time are said here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from baton.cluster.autoscaler import Autoscaler
+from baton.config import ClusterConfig
+from baton.core import Role
+from baton.ledger.board import Plan, RouterReport, WorkerDemand
+
+UP_S, DOWN_S, SETTLE_S = 5.0, 60.0, 10.0
+
+
+@dataclass(frozen=True)
+class Here:
+    role: Role
+
+
+def config(prefill=(1, 8), decode=(1, 8), **scaling):
+    """Bounds; None: the pool is left alone."""
+    pools = {
+        role: {"replicas": bounds[0], "autoscale": {"min": bounds[0], "max": bounds[1]}} if bounds else {}
+        for role, bounds in (("prefill", prefill), ("decode", decode))
+    }
+    times = {"up_after_s": UP_S, "down_after_s": DOWN_S, "settle_s": SETTLE_S}
+    slo = {"ttft_ms": 1000, "itl_ms": 100}
+    return ClusterConfig.model_validate({**pools, "scaling": times | scaling, "slo": slo})
+
+
+class Run:
+    """Looks once a second. A plan that is decided is carried out at once, if `obeys`."""
+
+    def __init__(self, prefill=2, decode=2, cluster=None, obeys=True):
+        self.autoscaler = Autoscaler(cluster or config())
+        self.plan = Plan(prefill=prefill, decode=decode)
+        self.here = {Role.PREFILL: prefill, Role.DECODE: decode}
+        self.now, self.outlook, self.obeys = 100.0, "", obeys
+        self._busy_s = 0.0
+
+    def report(self, busy=0.0, used=0.0, reserved=0.0, rows=0, **fields):
+        """Of one router; `busy` and `used` are shares of each worker, `rows` of all decode workers."""
+        workers = {
+            f"{role}-{n}": WorkerDemand(role=role, busy_s=self._busy_s)
+            if role is Role.PREFILL
+            else WorkerDemand(role=role, used=used, reserved=reserved, running=rows if n == 0 else 0)
+            for role in Role
+            for n in range(self.here[role])
+        }
+        self._busy_s += busy
+        return RouterReport(router_id="router-a", workers=workers, **fields)
+
+    def look(self, **fields):
+        """The plan that is decided, or None."""
+        self.now += 1.0
+        here = [Here(role) for role, count in self.here.items() for _ in range(count)]
+        new, self.outlook = self.autoscaler.look(self.plan, [self.report(**fields)], here, self.now)
+        if new is not None and self.obeys:
+            self.plan = new
+            self.here = {role: new.of(role) for role in Role}
+        return new
+
+    def until(self, within_s, **fields):
+        """The first plan that is decided within so many seconds, or None."""
+        return next((new for _ in range(round(within_s)) if (new := self.look(**fields)) is not None), None)
+
+    def settled(self, **fields):
+        """As long after the last change as nothing is decided."""
+        assert self.until(SETTLE_S, **fields) is None
+        return self
+
+
+BUSY = {"busy": 0.75}  # of prefill workers: none can be spared
+SLOW = {"itl_s": 0.13, "itl_alone_s": 0.01}
+LATE = {"ttft_s": 1.3, "ttft_alone_s": 0.1}
+
+
+def sizes(plan):
+    return plan and (plan.prefill, plan.decode)
+
+
+def test_pools_without_bounds_are_left_alone():
+    run = Run(cluster=config(prefill=None, decode=None))
+    assert run.until(200, **SLOW) is None
+    assert run.outlook == ""
+    run = Run(cluster=config(prefill=None), prefill=3, decode=2)
+    assert sizes(run.until(200, **SLOW)) == (3, 3)
+    assert sizes(run.until(200)) == (3, 2)
+
+
+def test_nothing_is_decided_while_no_router_says_anything():
+    run = Run().settled(**SLOW)
+    here = [Here(role) for role in Role for _ in range(2)]
+    for _ in range(200):
+        run.now += 1
+        assert run.autoscaler.look(run.plan, [], here, run.now)[0] is None
+    assert run.until(UP_S - 1, **SLOW) is None  # what was before counts no more
+    assert run.until(2, **SLOW) is not None
+
+
+@pytest.mark.parametrize(
+    ("fields", "role", "says"),
+    [
+        ({"itl_s": 0.13, "itl_alone_s": 0.01}, Role.DECODE, "ITL 130 ms of 100 ms for 5 s"),
+        ({"used": 0.95}, Role.DECODE, "KV 95% of 90% for 5 s"),
+        ({"rows": 140}, Role.DECODE, "140 of 128 rows for 5 s"),
+        ({"used": 0.8, "queue_s": 1.5, "ttft_s": 1.6, "ttft_alone_s": 0.1}, Role.DECODE, "queue 1.50 s of 1.00 s"),
+        ({"ttft_s": 1.3, "ttft_alone_s": 0.1}, Role.PREFILL, "TTFT 1.30 s of 1.00 s for 5 s"),
+    ],
+)
+def test_a_pool_with_too_much_to_do_grows(fields, role, says):
+    """The other one has nothing to spare."""
+    fields = {"busy": 0.75, "used": 0.7} | fields
+    run = Run().settled(**fields)
+    assert run.until(UP_S - 1, **fields) is None
+    assert f"{role} has too much to do for 4 s of 5 s" in run.outlook
+    new = run.look(**fields)
+    assert sizes(new) == ((3, 2) if role is Role.PREFILL else (2, 3))
+    assert (new.by, new.number) == ("autoscaler", 1)
+    assert new.reason.startswith(f"{role} 2 to 3: {says}")
+    assert new.reason in run.outlook
+
+
+def test_a_moment_without_takes_time_off_and_does_not_begin_anew():
+    run = Run().settled(**BUSY)
+    for _ in range(2):
+        assert run.until(2, **SLOW, **BUSY) is None
+        assert run.look(**BUSY) is None
+    assert run.until(2, **SLOW, **BUSY) is None
+    assert run.look(**SLOW, **BUSY) is not None
+    run = Run().settled(**BUSY)
+    for _ in range(100):  # every other second is none
+        assert run.look(**SLOW, **BUSY) is None
+        assert run.look(**BUSY) is None
+
+
+@pytest.mark.parametrize(("times", "count"), [(1.1, 5), (1.3, 6), (1.9, 8), (9.0, 8)])
+def test_it_grows_in_proportion_at_most_to_twice_as_many(times, count):
+    run = Run(decode=4, cluster=config(decode=(1, 20))).settled(**BUSY)
+    assert sizes(run.until(9, used=0.9 * times, **BUSY)) == (2, count)
+
+
+def test_it_keeps_to_the_most_and_says_so():
+    cluster = config(decode=(1, 3))
+    run = Run(decode=2, cluster=cluster).settled(**BUSY)
+    assert sizes(run.until(9, used=3.0, **BUSY)) == (2, 3)
+    assert run.until(100, used=3.0, **BUSY) is None
+    assert run.outlook.endswith("decode has too much to do (KV 300% of 90%) and its most workers, 3")
+
+
+def test_a_worker_that_the_other_pool_can_spare_is_turned():
+    run = Run(prefill=3).settled(busy=0.2)
+    new = run.until(9, busy=0.2, **SLOW)
+    assert sizes(new) == (2, 3)
+    text = "1 prefill to be decode (2 to 3): ITL 130 ms of 100 ms for 5 s; prefill with 2 is then at "
+    assert new.reason.startswith(text)
+    run = Run(decode=3).settled()
+    assert sizes(run.until(9, used=0.3, **LATE)) == (3, 2)
+
+
+def test_several_are_turned_when_much_is_missing():
+    run = Run(prefill=6, decode=3, cluster=config(decode=(1, 9))).settled()
+    assert sizes(run.until(9, used=1.8)) == (3, 6)
+
+
+@pytest.mark.parametrize(
+    ("cluster", "busy"),
+    [(config(turn=False), 0.0), (config(prefill=(2, 8)), 0.0), (config(prefill=None), 0.0), (config(), 0.5)],
+    ids=["turning is off", "the other has its least", "the other is left alone", "the other could not do with fewer"],
+)
+def test_a_new_worker_comes_where_none_can_be_turned(cluster, busy):
+    run = Run(cluster=cluster).settled(busy=busy)
+    assert sizes(run.until(9, busy=busy, **SLOW)) == (2, 3)
+
+
+def test_both_grow_when_both_have_too_much():
+    run = Run().settled()
+    new = run.until(9, **SLOW, **LATE)
+    assert sizes(new) == (3, 3)
+    assert "prefill 2 to 3: TTFT" in new.reason
+    assert "decode 2 to 3: ITL" in new.reason
+
+
+def test_a_pool_shrinks_when_fewer_would_have_been_enough_for_long():
+    run = Run(prefill=1, decode=3).settled(used=0.3)
+    assert run.until(DOWN_S - 1, used=0.3) is None
+    assert "fewer decode workers are enough for 59 s of 60 s" in run.outlook
+    new = run.look(used=0.3)
+    assert sizes(new) == (1, 2)
+    text = "decode 3 to 2: with 2 at 50% of its limits, fewer would have been enough for 60 s"
+    assert new.reason == text
+
+
+def test_one_busy_moment_keeps_it_from_shrinking():
+    run = Run(prefill=1, decode=3).settled()
+    for _ in range(5):
+        assert run.until(DOWN_S - 1, used=0.3) is None
+        assert run.look(used=0.5) is None
+
+
+def test_it_shrinks_to_no_more_than_half_at_once_and_to_the_least_in_the_end():
+    run = Run(prefill=3, decode=8, cluster=config(decode=(3, 8)))
+    found = [sizes(plan) for plan in (run.look() for _ in range(400)) if plan]
+    assert found == [(2, 4), (1, 3)]
+    assert run.outlook.endswith("steady")
+
+
+def test_what_is_not_known_presses_nothing():
+    run = Run()
+    assert run.until(DOWN_S, queue_s=0.0) is None
+    assert "TTFT" not in run.outlook
+    assert "ITL" not in run.outlook
+
+
+def test_kv_that_waits_for_prefill_workers_is_not_what_decode_workers_have_to_do():
+    """Decode workers are full of reservations for prompts that nobody computes: more of them would be full of them."""
+    full = {"used": 0.98, "reserved": 0.9, "queue_s": 3.0, "ttft_s": 13.1, "ttft_alone_s": 0.1, "busy": 1.0}
+    run = Run().settled(**full)
+    new = run.until(9, **full)
+    assert new.prefill > 2
+    assert new.decode <= 2
+    assert "KV 9% of 90%" in run.outlook
+    decodes = full | {"reserved": 0.02, "ttft_s": 3.4, "busy": 0.7}
+    run = Run().settled(**decodes)
+    assert sizes(run.until(9, **decodes)) == (2, 4)
+
+
+def test_workers_are_not_added_for_what_takes_long_alone():
+    """The prompt, or the step, takes longer than the SLO with nothing else there."""
+    run = Run(cluster=config(prefill=(2, 8), decode=(2, 8)))
+    assert run.until(200, ttft_s=3.5, ttft_alone_s=3.0, itl_s=0.35, itl_alone_s=0.3) is None
+    assert "TTFT 3.50 s of 6.00 s" in run.outlook
+    assert "ITL 350 ms of 600 ms" in run.outlook
+
+
+def test_the_worst_router_counts():
+    run = Run()
+    here = [Here(role) for role in Role for _ in range(2)]
+    for _ in range(20):
+        run.now += 1
+        calm = RouterReport(router_id="router-b", ttft_s=0.1, ttft_alone_s=0.1, itl_s=0.02)
+        new, _ = run.autoscaler.look(run.plan, [run.report(**SLOW, busy=0.7), calm], here, run.now)
+        if new:
+            break
+    assert sizes(new) == (2, 3)
+
+
+def test_nothing_is_decided_while_workers_come_and_for_a_while_after():
+    run = Run(obeys=False).settled(**SLOW, **BUSY)
+    new = run.until(9, **SLOW, **BUSY)
+    assert run.look(**SLOW, **BUSY) == new  # nobody took it: it is said again
+    run.plan = new
+    assert run.until(100, **SLOW, **BUSY) is None
+    assert run.outlook.endswith("changing: decode 2 to 3")
+    run.here[Role.DECODE] = 3
+    assert run.until(SETTLE_S + UP_S - 2, **SLOW, **BUSY) is None
+    assert sizes(run.until(3, **SLOW, **BUSY)) == (2, 4)
+
+
+def test_workers_that_never_come_do_not_hold_up_everything():
+    run = Run(prefill=2, decode=3, obeys=False)
+    run.here[Role.DECODE] = 2
+    assert run.until(299) is None
+    assert sizes(run.until(SETTLE_S + DOWN_S + 5)) == (1, 2)
+
+
+def test_an_operators_plan_is_left_alone_for_a_while():
+    run = Run().settled(**BUSY)
+    assert run.until(UP_S - 1, **SLOW, **BUSY) is None
+    run.plan = Plan(prefill=2, decode=5, number=7, by="operator", generation=3)
+    run.here[Role.DECODE] = 5
+    assert run.until(SETTLE_S + UP_S - 1, **SLOW, **BUSY) is None
+    new = run.until(3, **SLOW, **BUSY)
+    assert (new.number, new.generation, new.decode) == (8, 3, 7)
+
+
+def test_sizes_beyond_the_bounds_are_brought_within():
+    """The file has changed, and the store has a plan of before."""
+    run = Run(prefill=9, decode=1, cluster=config(decode=(2, 4)))
+    new = run.look()
+    assert sizes(new) == (8, 2)
+    assert new.reason == "autoscale allows prefill 1 to 8, decode 2 to 4"
+
+
+def test_a_worker_that_begins_anew_is_not_busy_for_less_than_nothing():
+    run = Run(cluster=config(decode=None)).settled(busy=0.5)
+    run._busy_s = 0.0
+    assert run.until(5, busy=0.5) is None
+    busy = float(run.outlook.split("busy ")[1].split("%")[0])
+    assert 25 < busy < 55
+
+
+numbers = st.floats(0, 1e6, allow_subnormal=False) | st.sampled_from([0.0, 0.9, 1.0])
+demands = st.builds(
+    WorkerDemand,
+    role=st.sampled_from(Role),
+    running=st.integers(0, 1000),
+    waiting=st.integers(0, 1000),
+    used=st.floats(0, 1),
+    reserved=st.floats(0, 1),
+    busy_s=numbers,
+)
+reports = st.builds(
+    RouterReport,
+    router_id=st.sampled_from(["router-a", "router-b"]),
+    queue_s=numbers,
+    ttft_s=numbers,
+    ttft_alone_s=numbers,
+    itl_s=numbers,
+    itl_alone_s=numbers,
+    workers=st.dictionaries(st.sampled_from([f"worker-{n}" for n in range(6)]), demands, max_size=6),
+)
+looks = st.lists(st.tuples(st.lists(reports, max_size=2), st.floats(0, 400), st.booleans()), max_size=30)
+bounds = st.none() | st.tuples(st.integers(1, 4), st.integers(0, 5)).map(lambda pair: (pair[0], pair[0] + pair[1]))
+
+
+@given(bounds, bounds, st.integers(1, 12), st.integers(1, 12), st.booleans(), looks)
+def test_whatever_is_reported_sizes_stay_within_bounds_and_every_plan_has_a_reason(
+    prefill, decode, prefills, decodes, turn, looked
+):
+    cluster = config(prefill, decode, turn=turn, up_after_s=1.0, down_after_s=2.0, settle_s=1.0)
+    autoscaler, plan, now, changed = Autoscaler(cluster), Plan(prefill=prefills, decode=decodes), 0.0, -1e9
+    for seen, passed, comes in looked:
+        now += passed
+        here = [Here(role) for role in Role for _ in range(plan.of(role) if comes else 1)]
+        new, outlook = autoscaler.look(plan, seen, here, now)
+        assert bool(outlook) == bool(prefill or decode)
+        if new is None:
+            continue
+        assert Plan.model_validate(new.model_dump()) == new
+        assert (new.number, new.by, bool(new.reason)) == (plan.number + 1, "autoscaler", True)
+        assert (new.prefill, new.decode) != (plan.prefill, plan.decode)
+        for role, allowed in ((Role.PREFILL, prefill), (Role.DECODE, decode)):
+            assert allowed[0] <= new.of(role) <= allowed[1] if allowed else new.of(role) == plan.of(role)
+        assert new.reason.startswith("autoscale allows") or now - changed >= 1.0  # settle_s
+        plan, changed = new, now

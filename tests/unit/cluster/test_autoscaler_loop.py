@@ -1,0 +1,98 @@
+"""The autoscaler in a small cluster of made-up time: load changes, and the SLO is kept again soon, with few changes."""
+
+import pytest
+
+from baton.config import ClusterConfig
+from tests.unit.cluster.scaling import LOADS_S, TURNS_S, Cluster
+
+PROMPTS = {"rate": 7, "tokens": 1500, "output": 20}
+ANSWERS = {"rate": 5, "tokens": 200, "output": 400}
+IDLE = {"rate": 0.2, "tokens": 200, "output": 50}
+TTFT_S, ITL_S = 1.0, 0.05
+SOON_S = 60.0  # after which a load is served as it should be
+
+
+def cluster(seed, most=4, blocks=3000, **scaling):
+    times = {"up_after_s": 3, "settle_s": 5, "down_after_s": 30}
+    pool = {"replicas": 2, "autoscale": {"min": 1, "max": most}}
+    slo = {"ttft_ms": TTFT_S * 1000, "itl_ms": ITL_S * 1000}
+    file = {"prefill": pool, "decode": pool, "scaling": times | scaling, "slo": slo}
+    return Cluster(ClusterConfig.model_validate(file), seed, blocks)
+
+
+def kept(done):
+    """The share of these requests that had what they should."""
+    good = [one.first - one.came <= TTFT_S and one.itl_s <= ITL_S for one in done]
+    return sum(good) / len(good)
+
+
+@pytest.mark.parametrize("case", range(5))
+def test_the_slo_is_kept_soon_after_the_load_has_changed(case, seed):
+    run = cluster(seed + case)
+    sizes = []
+    for load in (PROMPTS, ANSWERS, IDLE):
+        began, before = run.now, len(run.done)
+        run.run(180, **load)
+        sizes.append((run.plan.prefill, run.plan.decode))
+        assert kept([one for one in run.done[before:] if one.came > began + SOON_S]) > 0.85, run.outlook
+    assert sizes[0][0] > sizes[0][1], sizes  # prompts
+    assert sizes[1][0] < sizes[1][1], sizes  # answers
+    assert sizes[2] == (1, 1)
+    assert len(run.plans) <= 9, run.plans
+    assert run.most <= 8
+    assert all(1 <= size <= 4 for _, plan in run.plans for size in (plan.prefill, plan.decode))
+
+
+def test_without_it_the_slo_is_not_kept(seed):
+    """That these loads are more than the first sizes can do."""
+    run = cluster(seed, up_after_s=1e6, down_after_s=1e6)
+    run.run(180, **PROMPTS)
+    assert kept(run.done) < 0.7
+    assert not run.plans
+
+
+def test_a_worker_is_turned_rather_than_added(seed):
+    run = cluster(seed)
+    run.run(120, **PROMPTS)
+    assert run.plans[0][1].reason.startswith("1 decode to be prefill (2 to 3): TTFT ")
+    assert run.plan.decode == 1
+    assert run.most == 1 + run.plan.prefill  # no model was loaded for it
+
+
+@pytest.mark.parametrize("period_s", [4, 10, 60])
+def test_a_load_that_swings_does_not_make_it_flap(period_s, seed):
+    run = cluster(seed)
+    for turn in range(600 // period_s):
+        run.run(period_s / 2, **PROMPTS)
+        run.run(period_s / 2, **ANSWERS)
+        assert run.now < 2000, turn
+    assert len(run.plans) <= 24, run.plans  # one in 25 s; they may be 8 s apart
+
+
+def test_more_than_the_most_is_said_and_stays_still(seed):
+    run = cluster(seed, most=3)
+    run.run(120, rate=16, tokens=1500, output=300)
+    assert (run.plan.prefill, run.plan.decode) == (3, 3)
+    assert len(run.plans) <= 4
+    assert "too much to do" in run.outlook
+    assert "its most workers, 3" in run.outlook
+
+
+@pytest.mark.parametrize("case", range(3))
+def test_a_prefill_pool_that_is_too_small_is_not_taken_for_a_decode_pool_that_is(case, seed):
+    """Decode workers of little memory are full of what is reserved for prompts that wait."""
+    run = cluster(seed + case, blocks=600)
+    run.run(60, rate=9, tokens=1500, output=10)
+    first = run.plans[0][1]
+    assert first.prefill > 2, first
+    assert first.decode <= 2, first
+    assert run.plan.prefill == 4
+
+
+def test_time_between_changes_is_at_least_what_they_take(seed):
+    run = cluster(seed)
+    for _ in range(5):
+        run.run(40, **PROMPTS)
+        run.run(40, **ANSWERS)
+    times = [at for at, _ in run.plans]
+    assert all(after - before >= 5 + min(LOADS_S, TURNS_S) for before, after in zip(times, times[1:], strict=False))
