@@ -64,38 +64,50 @@ def start_redis(host, folder):
     return process
 
 
-class Plain:
-    """Roles as plain processes. The router and Redis are on `head`."""
+class Cluster:
+    """Its cluster file, and a Redis on `head`, where its router is to be."""
 
-    def __init__(self, head, folder, config=CONFIG):
+    def __init__(self, head, folder, *changes):
         self.head, self.folder = head, folder
         self.config = folder / "hosts.yaml"
-        self.config.write_text(config.replace("HEAD", head.address))
+        text = CONFIG.replace("HEAD", head.address)
+        for old, new in changes:
+            assert old in text
+            text = text.replace(old, new)
+        self.config.write_text(text)
         self.address, self.admin = f"{head.address}:{GRPC}", f"{head.address}:{ADMIN}"
-        self.workers = {}
         start_redis(head, folder)
-        self.router = self.start_router()
-
-    def start_router(self):
-        return self.head.baton("router", "-c", self.config, log=self.folder / "router.log")
-
-    def start_worker(self, host, worker_id):
-        """Begin to start it; `.ready()` of what is returned waits."""
-        role = worker_id.partition("-")[0]
-        argv = (f"{role}-worker", "-c", self.config, "--id", worker_id)
-        self.workers[worker_id] = process = host.baton(*argv, log=self.folder / f"{worker_id}.log")
-        return process
 
     def client(self, **options):
         return Client(self.address, admin=self.admin, **{"timeout": PATIENCE_S, **options})
 
+    def status(self):
+        with self.client() as client:
+            return client.cluster()
+
     def connected(self):
         """The ids of workers that the router has a stream to."""
-        with self.client() as client:
-            return {one.info.ref.worker_id for one in client.cluster().workers if one.state == "connected"}
+        return {one.info.ref.worker_id for one in self.status().workers if one.state == "connected"}
 
     def wait_connected(self, *ids):
         eventually(f"the router has found {ids}", lambda: self.connected() == set(ids))
+
+
+class Plain(Cluster):
+    """Roles as plain processes, each started by hand."""
+
+    def __init__(self, head, folder):
+        super().__init__(head, folder)
+        self.workers = {}
+        self.router = head.baton("router", "-c", self.config, log=folder / "router.log")
+
+    def start_worker(self, host, worker_id, *sets):
+        """Begin to start it; `.ready()` of what is returned waits."""
+        role = worker_id.partition("-")[0]
+        options = [word for one in sets for word in ("--set", one)]
+        argv = (f"{role}-worker", "-c", self.config, "--id", worker_id, *options)
+        self.workers[worker_id] = process = host.baton(*argv, log=self.folder / f"{worker_id}.log")
+        return process
 
 
 def census(admin):

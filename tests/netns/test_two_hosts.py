@@ -160,3 +160,20 @@ def test_a_long_cut_moves_streams_to_another_host(network, cluster, jobs):
     with cluster.client() as client:
         where = {client.generate(jobs[0][0], **jobs[0][1] | {"max_tokens": 4}, cache_scope=f"{n}") for n in range(8)}
     assert {done.placement.decode_worker.partition("@")[0] for done in where} == {"decode-0", "decode-1"}
+
+
+def test_kv_takes_another_network_than_requests(network, cluster):
+    a, b = network["a"], network["b"]
+    a.cable(b)
+    for process in cluster.workers.values():
+        process.end()
+    started = [("prefill", a), ("decode", b)]
+    for role, host in started:
+        sets = f"{role}.advertise={host.address}", f"{role}.interface=eth1"
+        assert cluster.start_worker(host, f"{role}-9", *sets).ready()["address"].startswith(f"{host.address}:")
+    cluster.wait_connected("prefill-9", "decode-9")
+    before = a.sent("eth0"), a.sent("eth1")
+    _, done = handed_over(cluster, long_prompt(3))
+    slow, fast = a.sent("eth0") - before[0], a.sent("eth1") - before[1]
+    print(f"{done.placement.kv_bytes} bytes of KV: {slow} bytes left by eth0, {fast} by eth1")
+    assert fast > done.placement.kv_bytes > 20 * slow

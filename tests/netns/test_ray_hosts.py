@@ -1,0 +1,100 @@
+"""A cluster over three hosts, placed by Ray: a head, a prefill host, a decode host. Clients as users have them, with
+the SDK's defaults, see no failed request and no other token, whatever is done to the hosts meanwhile.
+"""
+
+import sys
+import time
+
+import pytest
+
+from tests.netns.hosts import Network, command
+from tests.netns.ray_hosts import RayHosts
+from tests.netns.support import LEASE_S, Load, census, draw_jobs, eventually
+
+pytestmark = [pytest.mark.netns, pytest.mark.serial, pytest.mark.slow, pytest.mark.timeout(420)]
+
+
+@pytest.fixture
+def network():
+    with Network("head", "prefill", "decode") as made:
+        yield made
+
+
+@pytest.fixture
+def cluster(network, tmp_path):
+    made = RayHosts(network, tmp_path)
+    try:
+        begun = time.monotonic()
+        made.start_head()
+        for name in ("prefill", "decode"):
+            made.start_node(name)
+        ray = time.monotonic()
+        made.up()
+        print(f"Ray started in {ray - begun:.1f} s, the cluster in {time.monotonic() - ray:.1f} s")
+        yield made
+    finally:
+        made.close()
+
+
+def baton(cluster, *argv):
+    """An operator's command, from another host."""
+    command(sys.executable, "-m", "baton", *argv, "--target", cluster.admin)
+
+
+def settled(cluster, since=0.0):
+    """The workers, once they are all that the plan says, by a report that is younger than `since` (monotonic)."""
+
+    def look():
+        found = cluster.control()
+        fresh = found is not None and time.monotonic() - found.age_s > since
+        return fresh and found.settled and {slot.worker_id for slot in found.slots} == cluster.connected() and found
+
+    return eventually("the cluster is what the plan says", look)
+
+
+def addresses(cluster):
+    return {one.info.ref.worker_id: one.info.ref.address.rpartition(":")[0] for one in cluster.status().workers}
+
+
+def incarnations(cluster):
+    return {str(one.info.ref) for one in cluster.status().workers}
+
+
+def measured(what, act):
+    begun = time.monotonic()
+    done = act()
+    print(f"{what}: {time.monotonic() - begun:.1f} s")
+    return done
+
+
+def test_hosts_are_cut_off_pools_scaled_the_head_restarted_and_all_workers_replaced_and_no_request_fails(
+    network, cluster
+):
+    settled(cluster)
+    assert addresses(cluster) == {f"{name}-0": network[name].address for name in ("prefill", "decode")}
+    jobs = draw_jobs(cluster)
+    with Load(cluster, jobs) as load:
+        load.settle()
+        for name in ("prefill", "decode"):
+            network[name].cut()
+            time.sleep(1.5 * LEASE_S)  # what is tested is this time
+            network[name].restore()
+            begun = time.monotonic()
+            measured(f"back after a cut, {name}", lambda begun=begun: settled(cluster, begun))
+            measured("what ran then has ended", load.settle)
+        baton(cluster, "scale", "prefill=1", "decode=2")
+        found = measured("from 1 to 2 decode workers", lambda: settled(cluster, time.monotonic()))
+        assert sum(slot.role == "decode" for slot in found.slots) == 2
+        before = incarnations(cluster)
+        cluster.kill_head()
+        load.settle()  # without Ray
+        measured("the head", cluster.start_head)
+        measured("its controller", lambda: settled(cluster, time.monotonic()))
+        assert incarnations(cluster) == before
+        load.settle()
+        baton(cluster, "restart")
+        measured("all 3 workers replaced", lambda: settled(cluster, time.monotonic()))
+        assert not incarnations(cluster) & before
+        load.settle()
+    assert load.failed == []
+    census(cluster.admin)
