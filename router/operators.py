@@ -77,9 +77,9 @@ class Admin(AdminServicer):
                     "worker_id", f"no such worker is here: {request.worker_id!r}; known are {known}"
                 )
             grace_s = self._floor.settings.drain_s
-            order = Order(incarnation=str(info.ref.incarnation), role=info.role, drain=True, grace_s=grace_s)
+            order = Order(incarnation=str(info.ref.incarnation), role=info.role, drain=True, grace_s=grace_s, wish=True)
             await board.put_order(request.worker_id, order)
-            log.info("drain_ordered", worker=str(info.ref))
+            log.info("drain_wished", worker=str(info.ref))
             return admin_pb2.DrainReply()
 
     async def _replan(self, wanted: admin_pb2.ScaleRequest | None) -> Plan:

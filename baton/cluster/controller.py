@@ -200,11 +200,11 @@ class Controller:
             order = unit.order(self._scaling.drain_s)
             if known is not None or order is not None:
                 self._ordered.add(worker_id)
-            if order is not None and (known is None or (known.drain, known.role) != (order.drain, order.role)):
+            if order is not None and (known is None or known != order):
                 await self._board.put_order(worker_id, order)
         for worker_id in list(self._ordered):
             ordered = self._units.get(worker_id)
-            if ordered is None or ordered.order(self._scaling.drain_s) is None:
+            if ordered is None or not (ordered.unwanted or ordered.order(self._scaling.drain_s)):
                 await self._board.drop_order(worker_id)
                 self._ordered.discard(worker_id)
 

@@ -50,7 +50,7 @@ class Keeper:
     def start(self, unit: Unit, now: float) -> None:
         """Begin to start its process; it has none now."""
         unit.born, unit.retry_at, unit.told_at, unit.missing_since, unit.killed = now, None, None, None, False
-        unit.seen = unit.info = None
+        unit.seen, unit.info, unit.unwanted = None, None, False
         self.units[unit.worker_id] = unit
         self._placement.start(unit.worker_id, unit.role)
 

@@ -25,6 +25,7 @@ class Unit:
     generation: int
     restarts: int = 0
     note: str = ""
+    unwanted: bool = False  # an operator wants another in its place
     leaving: bool = False  # it drains, or is ended, and is not started again
     told_at: float | None = None  # since when it is under an order, not yet done
     born: float = 0.0
@@ -69,11 +70,17 @@ class Unit:
             self.note = ""
         self.missing_since = None
 
+    def old(self, plan: Plan) -> bool:
+        """Whether another is to take its place."""
+        return self.unwanted or self.generation < plan.generation
+
     def obey(self, order: Order | None, now: float) -> None:
-        """What its live incarnation is told by somebody else: an operator, or the controller before this one."""
+        """What is said of its live incarnation by an operator (a wish), or by the controller before this one."""
         if order is None or self.info is None or self.leaving:
             return
-        if order.drain:
+        if order.wish:
+            self.unwanted, self.note = True, "is to be replaced"
+        elif order.drain:
             self.leave(now)
         elif order.role is not self.role and order.role is not self.info.role:
             self.turn(order.role, now)
@@ -121,27 +128,29 @@ def next_step(units: Sequence[Unit], plan: Plan, now: float, *, turns: bool) -> 
         return Step("start", f"{plan.of(role)} {role.value} workers are planned", role)
     for role in Role:
         if over[role] > 0 and (spare := _spare(kept[role], plan, role, now)) is not None:
-            old = spare.generation < plan.generation
-            reason = f"generation {plan.generation} takes its place" if old else f"{plan.of(role)} are planned"
-            return Step("leave", reason, role, spare)
+            reason = f"generation {plan.generation} takes its place"
+            if not spare.old(plan):
+                reason = f"{plan.of(role)} are planned"
+            return Step("leave", "an operator wants it drained" if spare.unwanted else reason, role, spare)
     return _successor(units, kept, plan)
 
 
 def _successor(units: Sequence[Unit], kept: dict[Role, list[Unit]], plan: Plan) -> Step | None:
-    """One more than planned, for a worker of an older generation; one at a time, when nothing else is under way."""
+    """One more than planned, for a worker that is to be replaced; one at a time, when nothing else is under way."""
     if any(unit.state not in {"ready", "failed"} for unit in units):
         return None
     for role in Role:
-        old = next((unit for unit in kept[role] if unit.generation < plan.generation), None)
+        old = next((unit for unit in kept[role] if unit.old(plan)), None)
         if old is not None and len(kept[role]) == plan.of(role):
-            return Step("start", f"to replace {old.worker_id}, which is of generation {old.generation}", role)
+            why = "an operator wants drained" if old.unwanted else f"is of generation {old.generation}"
+            return Step("start", f"to replace {old.worker_id}, which {why}", role)
     return None
 
 
 def _spare(kept: Sequence[Unit], plan: Plan, role: Role, now: float) -> Unit | None:
-    """Which of too many goes next: of an older generation, not ready, newest; None: none may go now."""
+    """Which of too many goes next: one that is to be replaced, not ready, newest; None: none may go now."""
     ranked = sorted(kept, key=lambda unit: _index(unit.worker_id), reverse=True)
-    old = [unit for unit in ranked if unit.generation < plan.generation]
+    old = [unit for unit in ranked if unit.old(plan)]
     ready = [unit for unit in ranked if unit.state == "ready"]
     for unit in old or ranked:
         if unit.state in {"starting", "failed"}:

@@ -56,6 +56,7 @@ class Order(_Row):
     role: Role
     drain: bool = False
     grace_s: Number = 60.0
+    wish: bool = False  # an operator's, for the controller; the worker does nothing yet
 
 
 class WorkerDemand(_Row):

@@ -168,7 +168,7 @@ class Beats:
         while not stop.is_set():
             await self._beat()
             order = await self._order()
-            if order is not None and (order.drain or order.role is not self._info.role):
+            if order is not None and not order.wish and (order.drain or order.role is not self._info.role):
                 log.info("ordered", worker=str(self._info.ref), drain=order.drain, role=order.role.value)
                 return order
             await _wait(stop, self._every_s)

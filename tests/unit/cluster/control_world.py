@@ -188,7 +188,8 @@ class World:
         if process.state != "ready":
             return
         order = self.orders.get(process.worker_id)
-        if order is not None and order.incarnation == str(process.incarnation) and process.busy_until is None:
+        told = order is not None and order.incarnation == str(process.incarnation) and not order.wish
+        if told and process.busy_until is None:
             process.busy_until = now + WORK_S
         if process.busy_until is None or now < process.busy_until:
             self._beat(process, now)

@@ -226,6 +226,44 @@ async def test_an_operator_drains_one_and_another_takes_its_place():
     assert controller.ready
 
 
+def wish(world: World, worker_id: str) -> None:
+    ref, role = world.leases[worker_id][0].ref, world.leases[worker_id][0].role
+    world.orders[worker_id] = Order(incarnation=str(ref.incarnation), role=role, drain=True, wish=True)
+
+
+async def test_the_last_worker_that_an_operator_wants_drained_stays_until_another_is_there():
+    world = World()
+    controller = await begun(world)
+    wish(world, "decode-0")
+    for _ in range(40):
+        await run(world, controller, 0.5)
+        assert world.ready(Role.DECODE)
+    assert world.roles() == {"prefill-0": "prefill", "decode-1": "decode"}
+    assert controller.ready
+    assert world.killed == []
+    assert world.orders == {}
+    assert [d.text for d in world.report.decisions if "operator" in d.text] == [
+        "decode-1: to replace decode-0, which an operator wants drained",
+        "decode-0: an operator wants it drained",
+    ]
+
+
+async def test_a_wish_outlives_the_controller_and_ends_with_its_process():
+    world = World(prefill=2)
+    controller = await begun(world)
+    wish(world, "prefill-0")
+    wish(world, "prefill-1")
+    await run(world, controller, 0.5)
+    assert world.orders["prefill-1"].wish
+    world.die("prefill-1")
+    controller = world.controller()
+    await controller.begin()
+    await run(world, controller, 30)
+    assert world.orders == {}
+    assert "prefill-0" not in world.roles()
+    assert controller.ready
+
+
 async def test_a_generation_is_replaced_one_by_one_with_never_fewer_than_planned():
     world = World(prefill=2, decode=2)
     controller = await begun(world)
