@@ -98,6 +98,7 @@ class OracleBackend:
 
     def make_cache(self, total_blocks: int) -> KVCache:
         """A cache of this layout."""
+        self._seen = None  # the one before it is nobody's
         return KVCache(self.layout, total_blocks, self.device)
 
     def check(self) -> None:

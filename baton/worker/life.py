@@ -175,10 +175,11 @@ class Beats:
         return None
 
     async def drain(self, stop: asyncio.Event, grace_s: float, role: HostedRole, drained: Callable[[], bool]) -> None:
-        """Until `stop` is set, nothing is left, or `grace_s` have passed."""
-        until = self._clock.monotonic() + grace_s
+        """Until `stop` is set, nothing is left, and routers were told so, or `grace_s` have passed."""
+        until, over = self._clock.monotonic() + grace_s, False
         self._loop.submit(role.drain)
-        while not (stop.is_set() or drained() or self._clock.monotonic() >= until):
+        while not (stop.is_set() or over or self._clock.monotonic() >= until):
+            over = drained()
             await self._beat()
             await _wait(stop, min(self._every_s, _DRAIN_LOOK_S))
 

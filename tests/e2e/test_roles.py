@@ -11,6 +11,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager
 from functools import partial
+from typing import Any
 
 import pytest
 
@@ -195,7 +196,7 @@ async def test_a_worker_that_is_told_to_drain_ends_when_its_streams_have(tmp_pat
 
 
 async def test_what_is_left_after_the_grace_goes_on_elsewhere(tmp_path):
-    long = {"max_tokens": 400, "temperature": 0.0, "ignore_eos": True}
+    long: dict[str, Any] = {"max_tokens": 400, "temperature": 0.0, "ignore_eos": True}
     prompt = list(range(40))
     expected = OracleBackend().expected(
         SequenceSpec(tuple(prompt), Sampling(max_tokens=400, temperature=0.0, ignore_eos=True))

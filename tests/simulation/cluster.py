@@ -13,7 +13,7 @@ from baton.engine.fixed import FixedShapes
 from kvtransfer.handoff import TransferSettings
 from router.floor import RouterSettings
 from router.lifecycle import DEADLY
-from tests.simulation.faults import Fault, Faults, draw
+from tests.simulation.faults import Fault, Faults, draw, orders
 from tests.simulation.front import Ask, Client, RouterHost
 from tests.simulation.ledger import SimLedger
 from tests.simulation.transfer import SimTransport
@@ -122,6 +122,11 @@ def resumed(plan: Plan, rng: random.Random) -> Plan:
     return replace(plan, routers=2, asks=asks, faults=[*plan.faults, crash])
 
 
+def ordered(plan: Plan, rng: random.Random) -> Plan:
+    """In one schedule of three, workers are told to drain, or to be of the other role from then on."""
+    return plan if rng.random() > 0.33 else replace(plan, faults=[*plan.faults, *orders(rng)])
+
+
 def deterministic(plan: Plan, rng: random.Random) -> Plan:
     """In one schedule of four, most requests are deterministic, and not all workers compute these alike. In one of four
     of these, they come at once and push each other out of decode workers.
@@ -213,7 +218,7 @@ class Cluster:
 
     def _died(self, host: WorkerHost) -> None:
         self.live.remove(host)
-        self.world.loop.call_later(self.world.rng.choice((0.01, 0.5, 2.0)), self._start, host.plan)
+        self.world.loop.call_later(self.world.rng.choice((0.01, 0.5, 2.0)), self._start, host.next_plan)
 
     async def run(self) -> list[str]:
         """What is wrong."""

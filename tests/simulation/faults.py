@@ -28,6 +28,8 @@ KINDS = (
     "leave decode",
 )
 WEIGHTS = (4, 4, 2, 2, 2, 3, 3, 3, 1, 1, 1)
+ORDERS = ("drain prefill", "drain decode", "turn prefill", "turn decode")
+"""No faults: whatever is asked, nobody notices."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,12 @@ def draw(rng: random.Random, lease_s: float, *, routers: int) -> list[Fault]:
     return [fault for fault in faults if fault.kind != "crash router" or routers > 1]
 
 
+def orders(rng: random.Random) -> list[Fault]:
+    """One to four."""
+    kinds = rng.choices(ORDERS, k=rng.randint(1, 4))
+    return [Fault(kind, int(rng.expovariate(1 / 200.0)), rng.randrange(1000), 0.0) for kind in kinds]
+
+
 class Faults:
     """Strikes a cluster. `struck`: what really happened, by kind."""
 
@@ -67,24 +75,30 @@ class Faults:
     def _strike(self, fault: Fault) -> None:
         self.pending -= 1
         what, _, whom = fault.kind.partition(" ")
-        if what in {"crash", "pause", "leave"} and whom != "router":
+        if what in {"crash", "pause", "leave", "drain", "turn"} and whom != "router":
             hit = self._worker(fault, what, Role(whom))
         else:
             acts = {"crash": self._crash_router, "cut": self._cut, "break": self._break, "flip": self._flip}
             hit = acts[what](fault, whom)
-        if hit:
+        if hit and fault.kind in ORDERS:
+            self._world.note("ORDER", fault.kind, hit)
+        elif hit:
             self.struck.append(fault.kind)
             self._world.note("FAULT", fault.kind, hit)
 
     def _worker(self, fault: Fault, what: str, role: Role) -> str:
         hosts = [host for host in self._cluster.live if host.plan.role is role and not host.process.paused]
-        if not hosts:
+        if what in {"drain", "turn"}:
+            hosts = [host for host in hosts if not host.role.draining]
+        if len(hosts) < 1 + (what == "turn"):  # of the last one, nobody would order it
             return ""
         host = hosts[fault.number % len(hosts)]
         if what == "crash":
             host.process.kill()
         elif what == "leave":
             host.leave()
+        elif what in {"drain", "turn"}:
+            host.drain(turn=what == "turn")
         else:
             self._pause(host, fault.long_s)
         return host.name

@@ -7,7 +7,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 from tests.simulation.clock import Stuck, VirtualLoop
-from tests.simulation.cluster import Cluster, constrained, deterministic, plan_of, resumed, urgent
+from tests.simulation.cluster import Cluster, constrained, deterministic, ordered, plan_of, resumed, urgent
 from tests.simulation.world import World, task_factory
 
 
@@ -45,6 +45,7 @@ async def _run(seed: int) -> Report:
     world = World(seed)
     plan = urgent(plan_of(world.rng), world.random_for("urgent"))
     plan = resumed(constrained(plan, world.random_for("constrained")), world.random_for("resumed"))
+    plan = ordered(plan, world.random_for("ordered"))
     cluster = Cluster(world, deterministic(plan, world.random_for("bits")))
     try:
         found = await cluster.run()

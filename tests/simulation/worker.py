@@ -15,7 +15,7 @@ from baton.ledger.ownership_table import RecordState
 from baton.rpc import convert, reports
 from baton.rpc.v1 import worker_pb2
 from baton.worker.lease import Lease
-from baton.worker.life import LEAVE_S
+from baton.worker.life import _DRAIN_LOOK_S, LEAVE_S
 from baton.worker.service import WorkerService
 from baton.worker.session import Session
 from decode_workers.role import DecodeRole
@@ -157,7 +157,7 @@ class WorkerHost:
     def __init__(
         self, world: World, plan: WorkerPlan, counter: int, ledger: SimLedger, transport: SimTransport
     ) -> None:
-        self.world, self.plan = world, plan
+        self.world, self.plan, self.next_plan = world, plan, plan
         self.name = f"{plan.worker_id}#{counter}"
         self.process = Process(world, self.name)
         self._ledger, self._transport = ledger, transport
@@ -232,9 +232,30 @@ class WorkerHost:
         self.loop.submit(self.role.leave)
         self.world.loop.call_later(LEAVE_S, self.process.kill)
 
+    def drain(self, *, turn: bool) -> None:
+        """An order: as `baton.worker.life.live` obeys it. The next incarnation may be of the other role."""
+        if turn:
+            role = Role.DECODE if self.plan.role is Role.PREFILL else Role.PREFILL
+            self.next_plan = replace(self.plan, role=role)
+        self.loop.submit(self.role.drain)
+        self.process.start(self._drain(), "drain")
+
+    async def _drain(self) -> None:
+        over = False
+        while not over:
+            over = self.drained
+            self.service.beat()
+            await asyncio.sleep(_DRAIN_LOOK_S)
+        self.loop.submit(self.role.leave)
+        await self.service.finish(LEAVE_S)
+        await asyncio.sleep(LEAVE_S)  # what it has said arrives
+        self.process.kill()
+
     def report(self) -> None:
         """After each step and tick: with the ledger of blocks, which checks itself."""
-        self._load = replace(self.engine.load(), channels=self.sender.channels())
+        draining = self.role.draining
+        self._load = replace(self.engine.load(), channels=self.sender.channels(), draining=draining)
+        self.drained = draining and self.role.idle
 
     async def _beat(self, clock: LoopClock) -> None:
         """As `baton.worker.host._beat`: a process that has lost its lease ends."""

@@ -1,0 +1,206 @@
+"""The host of a worker on this event loop, with a real Redis: what it does when it is told to drain, or to turn."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import weakref
+from typing import Any
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from baton.cli.roles import role_factories
+from baton.clock import SystemClock
+from baton.config import load_config
+from baton.core import Role, WorkerRef
+from baton.engine.kv import KVCache
+from baton.ledger.board import Board, Order
+from baton.ledger.embedded import EmbeddedRedis
+from baton.ledger.ledger import Ledger
+from baton.rpc.channel import aio_channel
+from baton.worker import build, host
+from baton.worker.host import serve
+from baton.worker.settings import of_both_roles
+from router.policy import POLICIES
+from router.workers import WorkerPool
+from tests.integration.ledger_support import until
+from tests.integration.test_worker_process import SHORT, Stream, handoff_of, spec_of
+from tests.unit.worker import support
+
+pytestmark = pytest.mark.timeout(60)
+SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
+CONFIG = """
+name: turning
+model: {{path: oracle, max_model_len: 512}}
+redis: {{url: '{redis}'}}
+prefill: {{device: cpu, threads: 1, kv_memory: 256KiB}}
+decode: {{device: cpu, threads: 1, kv_memory: 256KiB}}
+ledger: {{lease_s: 3.0, heartbeat_s: 0.05}}
+"""
+
+
+@pytest.fixture(scope="module")
+def redis(tmp_path_factory):
+    with EmbeddedRedis.start(tmp_path_factory.mktemp("redis")) as server:
+        yield server
+
+
+class Worker:
+    """It runs, until it ends by itself or is told to stop; `refs`: its incarnations."""
+
+    def __init__(self, both, role, ledger):
+        self.refs: list[WorkerRef] = []
+        self.stop, self.ledger = asyncio.Event(), ledger
+        self.task = asyncio.create_task(serve(both, role_factories(), role, self.stop, self.refs.append))
+
+    async def ready(self, incarnations=1):
+        async def registered():
+            if self.task.done():
+                self.task.result()
+            return len(self.refs) == incarnations
+
+        await until(registered)
+        return self.refs[-1]
+
+    async def order(self, role, **facts):
+        ref = self.refs[-1]
+        await Board(self.ledger.connection).put_order(
+            ref.worker_id, Order(incarnation=str(ref.incarnation), role=role, **facts)
+        )
+
+    async def roles(self):
+        return {info.ref.worker_id: info.role for info in await self.ledger.workers()}
+
+
+@pytest.fixture
+async def worker(redis, tmp_path):
+    (tmp_path / "c.yaml").write_text(CONFIG.format(redis=redis.url))
+    config = load_config(tmp_path / "c.yaml")
+    ledger = await Ledger.connect(redis.url, "baton:turning", 3.0, SystemClock())
+    made = Worker(of_both_roles(config, "prefill-3", Role.PREFILL), Role.PREFILL, ledger)
+    await made.ready()
+    yield made
+    made.stop.set()
+    await made.task
+    await ledger.close()
+
+
+async def health(ref):
+    """None: nobody answers there."""
+    async with aio_channel(ref.address) as channel:
+        with contextlib.suppress(grpc.aio.AioRpcError):
+            stub: Any = health_pb2_grpc.HealthStub(channel)
+            return (await stub.Check(health_pb2.HealthCheckRequest())).status
+    return None
+
+
+@contextlib.asynccontextmanager
+async def reserved(ref):
+    """A decode worker with something that it waits for."""
+    async with Stream(ref) as router:
+        info, handoff = await router.welcome(), handoff_of("waits")
+        spec = spec_of(length=40, sampling=SHORT)
+        await router.say(support.reserve(handoff, len(spec), fingerprint=info.fingerprint))
+        await router.heard("reserved", handoff)
+        yield router
+
+
+async def test_it_is_of_the_other_role_under_its_id_and_its_old_pool_is_gone(worker, monkeypatch):
+    pools: list[weakref.ref[KVCache]] = []
+    free: list[list[bool]] = []
+
+    def build_engine(*given):
+        engine = build.build_engine(*given)
+        free.append([pool() is None for pool in pools])
+        pools.append(weakref.ref(engine.kv))
+        return engine
+
+    monkeypatch.setattr(host, "build_engine", build_engine)
+    assert await health(worker.refs[0]) == SERVING
+    for incarnations, role in enumerate((Role.DECODE, Role.PREFILL, Role.DECODE), 2):
+        await worker.order(role)
+        ref = await worker.ready(incarnations)
+        assert await worker.roles() == {"prefill-3": role}
+        assert await health(ref) == SERVING
+        assert await health(worker.refs[-2]) is None or worker.refs[-2].address == ref.address
+        async with Stream(ref) as router:
+            assert (await router.welcome()).role is role
+    assert free == [[], [True], [True, True]]
+    assert len({ref.incarnation for ref in worker.refs}) == 4
+
+
+async def test_told_to_drain_it_ends_when_nothing_is_left(worker):
+    await worker.order(Role.DECODE)
+    ref = await worker.ready(2)
+    async with reserved(ref) as router:
+        await worker.order(Role.DECODE, drain=True)
+        await router.until(lambda: router.load.draining)
+        assert await health(ref) == NOT_SERVING
+        assert await worker.roles() == {"prefill-3": Role.DECODE}  # and keeps its lease
+        another = handoff_of("another")
+        await router.say(support.reserve(another, 40, fingerprint=(await router.welcome()).fingerprint))
+        await router.heard("refused", another)
+        await router.say(support.prefill(handoff_of("waits"), spec_of(length=40, sampling=SHORT), to=None))
+        await worker.task
+        await asyncio.wait([router.reader])
+        assert router.kinds(handoff_of("waits"))[-1] == "finish"
+        assert len(router.token_ids(handoff_of("waits"))) == SHORT.max_tokens
+    assert await worker.roles() == {}
+
+
+@pytest.mark.parametrize("how", ["stop", "grace"])
+async def test_what_is_left_is_given_back_when_its_time_is_up(worker, how):
+    await worker.order(Role.DECODE)
+    async with reserved(await worker.ready(2)) as router:
+        await worker.order(Role.PREFILL, grace_s=60.0 if how == "stop" else 0.2)
+        await router.until(lambda: router.load.draining)
+        if how == "stop":
+            worker.stop.set()
+        await router.heard("refused", handoff_of("waits"))
+        if how == "stop":
+            await worker.task
+            assert await worker.roles() == {}
+        else:
+            await worker.ready(3)
+            assert await worker.roles() == {"prefill-3": Role.PREFILL}
+
+
+async def test_an_order_to_another_incarnation_concerns_nobody(worker):
+    board, ref = Board(worker.ledger.connection), worker.refs[0]
+    await board.put_order(ref.worker_id, Order(incarnation="1.999999", role=Role.DECODE, drain=True))
+    async with Stream(ref) as router:
+        await router.until(lambda: router.messages >= 5)
+    assert len(worker.refs) == 1
+    assert await worker.roles() == {"prefill-3": Role.PREFILL}
+
+
+async def test_a_router_spares_who_drains_and_takes_who_has_turned(worker):
+    await worker.order(Role.DECODE)
+    ref = await worker.ready(2)
+    pool = WorkerPool(worker.ledger.workers, POLICIES["predicted"], "router-a", 3.0, SystemClock())
+    await pool.start()
+    try:
+        async with reserved(ref) as router:
+            await until(is_so(pool.serves))
+            (link,) = pool.links
+            await worker.order(Role.PREFILL)
+            await router.until(lambda: router.load.draining)
+            await until(is_so(lambda: not pool.serves()))
+            assert (link.state, link.retired, pool.claim(10)) == ("connected", False, None)
+            await router.say(support.release(handoff_of("waits")))
+            after = await worker.ready(3)
+        await until(is_so(lambda: [link.info.ref for link in pool.links if link.usable] == [after]))
+        await until(is_so(lambda: [worker_id for worker_id, _ in pool.loads()] == ["prefill-3"]))
+        assert [one.info.role for one in pool.links] == [Role.PREFILL]
+        assert link not in pool.links
+    finally:
+        await pool.stop()
+
+
+def is_so(look):
+    async def found():
+        return look()
+
+    return found

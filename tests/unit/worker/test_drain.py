@@ -1,0 +1,152 @@
+"""A worker that drains takes nothing new and ends what it has; then nobody would miss it."""
+
+import pytest
+
+from baton.core import HandoffId
+from baton.errors import ChannelBroken
+from baton.rpc.v1 import worker_pb2 as pb
+from tests.unit.worker.support import (
+    BACKEND,
+    FakeSession,
+    H,
+    Pair,
+    next_of,
+    prefill,
+    release,
+    repush,
+    reserve,
+    spec_of,
+)
+
+DRAINING = pb.REFUSAL_REASON_DRAINING
+OTHER = HandoffId("other", 1)
+
+
+@pytest.fixture
+def pair():
+    return Pair()
+
+
+@pytest.fixture
+def router():
+    return FakeSession()
+
+
+def refusals(router):
+    return [event.refused.reason for event in router.events if event.HasField("refused")]
+
+
+def ends_in_peace(side):
+    """What it had has ended, and now it is idle."""
+    side.run()
+    assert side.role.draining
+    assert side.role.idle
+    assert side.all_free
+    assert not list(side.role.holdings())
+
+
+def test_nothing_new_is_taken_and_idle_workers_are_drained_at_once(pair, router):
+    for side in (pair.prefill, pair.decode):
+        assert not side.role.draining
+        side.role.drain()
+        ends_in_peace(side)
+    pair.decode.take(router, reserve())
+    pair.prefill.take(router, prefill())
+    assert refusals(router) == [DRAINING, DRAINING]
+    ends_in_peace(pair.decode)
+    ends_in_peace(pair.prefill)
+
+
+@pytest.mark.parametrize("upto", ["reserved", "offered", "written", "committed"])
+def test_a_handoff_that_is_under_way_ends_with_its_last_token(pair, router, upto):
+    if upto == "reserved":
+        pair.decode.take(router, reserve())
+        pair.decode.role.drain()
+        assert not pair.decode.role.idle
+        pair.prefill.take(router, prefill())
+    else:
+        pair.hand_over(router, upto=upto)
+        for side in (pair.prefill, pair.decode):
+            side.role.drain()
+            assert not side.role.idle
+    pair.end_pushes()
+    pair.decode.run()
+    assert [token.token_id for token in router.tokens()][-6:] == BACKEND.expected(spec_of())
+    assert router.kinds()[-1] == "finish"
+    assert refusals(router) == []
+    ends_in_peace(pair.decode)
+    pair.prefill.role.drain()
+    ends_in_peace(pair.prefill)
+
+
+def test_a_prompt_that_is_not_computed_yet_is_computed_and_handed_over(pair, router):
+    pair.begin(router)
+    pair.prefill.role.drain()
+    assert not pair.prefill.role.idle
+    pair.end_pushes()
+    pair.decode.run()
+    assert "pushed" in router.kinds()
+    assert router.kinds()[-1] == "finish"
+    ends_in_peace(pair.prefill)
+
+
+def test_a_prompt_that_was_reserved_for_is_computed_at_the_decode_worker(pair, router):
+    pair.decode.take(router, reserve())
+    pair.decode.role.drain()
+    pair.decode.take(router, prefill(to=None))
+    pair.decode.run()
+    assert [token.token_id for token in router.tokens()] == BACKEND.expected(spec_of())
+    ends_in_peace(pair.decode)
+
+
+def test_kv_that_waits_for_a_repush_is_waited_for(pair, router):
+    pair.begin(router)
+    pair.prefill.run()
+    pair.prefill.pusher.break_channel(pair.decode)
+    pair.decode.take(router, release())
+    pair.prefill.run()
+    pair.prefill.role.drain()
+    assert not pair.prefill.role.idle
+    pair.decode.take(router, reserve(next_of(H)))
+    pair.prefill.take(router, repush(H))
+    assert refusals(router) == []
+    pair.end_pushes()
+    pair.decode.run()
+    assert router.kinds(next_of(H))[-1] == "finish"
+    ends_in_peace(pair.prefill)
+
+
+def test_so_is_what_decodes_for_nobody(pair, router):
+    command = reserve()
+    command.reserve.resumable_s = 30.0
+    pair.decode.take(router, command)
+    pair.decode.take(router, prefill(to=None))
+    pair.decode.step()
+    pair.decode.role.gone(router)
+    pair.decode.role.drain()
+    assert not pair.decode.role.idle
+    pair.decode.run()
+    assert len(pair.decode.role.parking) == 1  # remembered, and not missed
+    ends_in_peace(pair.decode)
+
+
+def test_a_pin_is_waited_for(pair, router):
+    """KV that a prefill worker fetches from here."""
+    pair.hand_over(router, upto="offered")
+    pins = pair.decode.role.pins
+    pins._pins[OTHER] = pair.decode.engine.pool.allocate(1)
+    pair.decode.role.drain()
+    pair.end_pushes()
+    pair.decode.run()
+    assert not pair.decode.role.idle
+    pins.push_ended(OTHER, ChannelBroken("cut"))
+    ends_in_peace(pair.decode)
+
+
+def test_what_is_left_when_time_is_up_is_handed_back(pair, router):
+    pair.hand_over(router)
+    pair.decode.step()
+    pair.decode.role.drain()
+    pair.decode.role.leave()
+    assert router.kinds()[-1] == "preempted"
+    ends_in_peace(pair.decode)
