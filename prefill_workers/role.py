@@ -180,7 +180,7 @@ class PrefillRole:
     @property
     def idle(self) -> bool:
         """See `HostedRole.idle`."""
-        return not self._work and not self.fetches.holdings()
+        return not self._work  # what is fetched is fetched for one of these
 
     def leave(self) -> None:
         """See `HostedRole.leave`. What is computed may still be handed over; the rest is computed elsewhere."""

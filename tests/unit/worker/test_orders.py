@@ -92,10 +92,15 @@ async def test_told_to_stop_it_has_no_order(parts, beats):
 
 async def test_while_it_drains_it_keeps_its_lease_until_nothing_is_left(parts, beats):
     looks = iter([False, False, True])
-    await beats.drain(asyncio.Event(), 60.0, cast("Any", parts), lambda: next(looks))
+
+    def drained():
+        parts.calls.append("look")
+        return next(looks)
+
+    await beats.drain(asyncio.Event(), 60.0, cast("Any", parts), drained)
     assert parts.jobs == [parts.drain]
     assert parts.calls.count("renew") == 3
-    assert parts.calls[-1] == "renew", "routers hear that it drains before it goes"
+    assert parts.calls[-4:] == ["look", "check", "beat", "renew"], "routers hear that it drains before it goes"
 
 
 @pytest.mark.parametrize("how", ["stop", "grace"])
