@@ -48,9 +48,9 @@ class LocalControl:
 
     def wait_ready(self, stop: Stop) -> None:
         while not self.ready():
-            stop.check()
-            stop.drain.wait(READY_POLL_S)
             self.poll()
+            stop.drain.wait(READY_POLL_S)
+            stop.check()
 
     def ready(self) -> bool:
         """Whether as many are ready as planned. Raises as `wait_ready`."""
