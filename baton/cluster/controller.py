@@ -32,7 +32,7 @@ class Autoscaler(Protocol):
     def look(
         self, plan: Plan, routers: list[RouterReport], workers: list[WorkerInfo], now: float
     ) -> tuple[Plan | None, str]:
-        """The plan to have instead (None: this one is right), and what is seen, for a reader. `now`: monotonic."""
+        """The plan to have instead (None: this one), and what is seen, for a reader; asked once a second."""
 
 
 class Controller:
@@ -64,7 +64,6 @@ class Controller:
         self._away = False  # Redis is
         self._calm_until = 0.0  # nobody is ended for what is not in the ledger
         self._ordered: set[str] = set()  # for whom an order may be on the board
-        self._settled_at: float | None = None
         self._looked_at = 0.0
         self._outlook = ""
         self._reported: ControlReport | None = None
@@ -135,9 +134,12 @@ class Controller:
         """Raises the BatonError for which a worker ended, or StartError: it is silent. For a cluster that starts."""
         now = self._clock.monotonic()
         for worker_id, seen in self._placement.look().items():
+            unit = self._units.get(worker_id)
+            if unit is None or unit.leaving:
+                continue
             if seen.state == "ended":
                 raise seen.error or StartError(f"{worker_id} ended")
-            if seen.state == "starting" and now - self._units[worker_id].born > START_TIMEOUT_S:
+            if seen.state == "starting" and now - unit.born > START_TIMEOUT_S:
                 raise StartError(f"{worker_id} was silent for {START_TIMEOUT_S:g} s")
 
     async def end(self) -> None:
@@ -209,21 +211,23 @@ class Controller:
                 self._ordered.discard(worker_id)
 
     async def _scale(self, now: float) -> None:
-        if not self.ready:
-            self._settled_at = None
-        elif self._settled_at is None:
-            self._settled_at = now
-        waits = self._settled_at is None or now - self._settled_at < self._scaling.settle_s
-        if self._autoscaler is None or waits or now - self._looked_at < LOOK_S:
+        """The autoscaler always looks; what it proposes while a change is under way it must propose again."""
+        if self._autoscaler is None or now - self._looked_at < LOOK_S:
             return
         self._looked_at = now
         live = [unit.info for unit in self._units.values() if unit.info is not None]
         wanted, self._outlook = self._autoscaler.look(self.plan, await self._board.routers(), live, now)
-        if wanted is None:
+        if wanted is None or not self._settled:
             return
         plan = wanted.model_copy(update={"number": self.plan.number + 1, "by": "autoscaler"})
         if await self._board.put_plan(plan):
             self._follow(plan)
+
+    @property
+    def _settled(self) -> bool:
+        """Whether nothing is under way; what has failed is not waited for."""
+        units = self._units.values()
+        return all(unit.state in {"ready", "failed"} and unit.generation == self.plan.generation for unit in units)
 
     async def _report(self) -> None:
         at, last = self._clock.wall(), self._reported

@@ -6,7 +6,8 @@ import asyncio
 from contextlib import suppress
 
 from baton.clock import SystemClock
-from baton.cluster.controller import Autoscaler, Controller
+from baton.cluster.autoscaler import Autoscaler
+from baton.cluster.controller import Controller
 from baton.cluster.placement import Placement
 from baton.cluster.stop import Stop
 from baton.config import ClusterConfig
@@ -20,10 +21,9 @@ READY_POLL_S = 0.05
 class LocalControl:
     """`Control` by a controller here. Its event loop runs only within these calls."""
 
-    def __init__(self, config: ClusterConfig, placement: Placement, autoscaler: Autoscaler | None = None) -> None:
+    def __init__(self, config: ClusterConfig, placement: Placement) -> None:
         self._config = config
         self._placement = placement
-        self._autoscaler = autoscaler
         self._runner = asyncio.Runner()
         self._ledger: Ledger | None = None
         self._controller: Controller | None = None
@@ -36,7 +36,7 @@ class LocalControl:
         config, clock = self._config, SystemClock()
         self._ledger = await Ledger.connect(redis_url, f"baton:{config.name}", config.ledger.lease_s, clock)
         board = Board(self._ledger.connection)
-        controller = Controller(config, self._placement, self._ledger, board, clock, self._autoscaler)
+        controller = Controller(config, self._placement, self._ledger, board, clock, Autoscaler(config))
         await controller.begin()
         await controller.poll()
         self._controller = controller
