@@ -61,8 +61,7 @@ class Autoscaler:
 
         `workers`: those in the ledger. A plan that did not come to be is proposed again at the next look.
         """
-        passed = min(now - self._last, _LAPSE_S) if self._last is not None else 0.0
-        self._last = now
+        last, self._last = now if self._last is None else self._last, now
         if not self._bounds:
             return None, ""
         if (wrong := self._bounded(plan)) is not None:
@@ -73,11 +72,11 @@ class Autoscaler:
             return None, "no router says what it sees: nothing is decided"
         pressures = self._pressures.look(routers, there, now)
         seen = "; ".join(f"{role} {there[role]}: {pressures[role]}" for role in Role)
-        if why := self._changing(plan, there, now):
+        if why := self._changing(plan, there, last, now):
             self._pools = {role: _Pool() for role in Role}
             return None, f"{seen}; {why}"
         for role, (least, _) in self._bounds.items():
-            self._count(self._pools[role], pressures[role], plan.of(role) - 1, least, passed)
+            self._count(self._pools[role], pressures[role], plan.of(role) - 1, least, min(now - last, _LAPSE_S))
         new = self._grown(plan, pressures) or self._shrunk(plan, pressures)
         return new, f"{seen}; {new.reason if new else self._outlook(plan, pressures)}"
 
@@ -89,10 +88,13 @@ class Autoscaler:
         bounds = ", ".join(f"{role} {least} to {most}" for role, (least, most) in self._bounds.items())
         return _following(plan, sizes, f"autoscale allows {bounds}")
 
-    def _changing(self, plan: Plan, there: Mapping[Role, int], now: float) -> str:
-        """What is waited for before anything is decided; empty: nothing."""
+    def _changing(self, plan: Plan, there: Mapping[Role, int], last: float, now: float) -> str:
+        """What is waited for before anything is decided; empty: nothing. The controller does not ask while a plan is
+        carried out: that time counts.
+        """
         if plan.number != self._number:
-            self._number, self._quiet_until = plan.number, now + self._scaling.settle_s
+            self._pools = {role: _Pool() for role in Role}
+            self._number, self._quiet_until = plan.number, last + self._scaling.settle_s
         missing = [f"{role} {there[role]} to {plan.of(role)}" for role in Role if there[role] != plan.of(role)]
         self._missing_since = None if not missing else now if self._missing_since is None else self._missing_since
         if self._missing_since is not None and now - self._missing_since < _PATIENCE_S:

@@ -273,7 +273,7 @@ def test_an_operators_plan_is_left_alone_for_a_while():
     assert run.until(UP_S - 1, **SLOW, **BUSY) is None
     run.plan = Plan(prefill=2, decode=5, number=7, by="operator", generation=3)
     run.here[Role.DECODE] = 5
-    assert run.until(SETTLE_S + UP_S - 1, **SLOW, **BUSY) is None
+    assert run.until(SETTLE_S + UP_S - 2, **SLOW, **BUSY) is None
     new = run.until(3, **SLOW, **BUSY)
     assert (new.number, new.generation, new.decode) == (8, 3, 7)
 

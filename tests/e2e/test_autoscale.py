@@ -1,0 +1,48 @@
+"""The autoscaler on a cluster of plain processes: more is asked of decode workers than one can do, and then nothing."""
+
+import random
+
+import pytest
+
+from tests.e2e.conftest import eventually
+from tests.e2e.failures_load import Load, draw_jobs
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+SETS = (
+    "model.path=oracle",
+    "model.max_model_len=512",
+    "router.queue.max_wait_s=60",
+    "prefill.replicas=2",
+    "prefill.autoscale.max=2",
+    "decode.autoscale.max=2",
+    "decode.kv_memory=96KiB",  # not enough for all clients: some wait
+    "slo.ttft_ms=5",
+    "scaling.up_after_s=1",
+    "scaling.settle_s=1",
+    "scaling.down_after_s=4",
+)
+
+
+def sizes(cluster):
+    """As planned, and as they are."""
+    status = cluster.status()
+    roles = [worker["info"]["role"] for worker in status["workers"]]
+    plan = status["control"]["plan"]
+    return (plan["prefill"], plan["decode"]), (roles.count("prefill"), roles.count("decode"))
+
+
+def test_pools_follow_the_load_and_say_why(home):
+    """Decode workers are short of room, so there is a second one; without load each pool ends with one."""
+    with home.cluster("configs/no-ray.yaml", *SETS) as cluster:
+        with Load(cluster, draw_jobs(random.Random(3)), 3) as load:
+            eventually(lambda: sizes(cluster)[1][1] == 2, within_s=45, every_s=0.3)
+            load.settle(3)
+        assert set(load.outcomes) <= {"whole", "left"}
+        control = cluster.status()["control"]
+        said = [one["text"] for one in control["decisions"] if one["kind"] == "plan"]
+        assert any("to be decode (1 to 2): " in text or "decode 1 to 2: " in text for text in said), said
+        assert "decode" in control["outlook"]
+        eventually(lambda: sizes(cluster) == ((1, 1), (1, 1)), within_s=60, every_s=0.3)
+        shown = home.baton("status", "--name", cluster.name, check=True).stdout
+        assert "autoscaler: prefill 1: " in shown
+        assert "fewer would have been enough for 4 s" in shown
