@@ -51,8 +51,8 @@ securityContext:
 
 {{- define "baton.env" -}}
 {{- $values := .root.Values }}
-- {name: HOME, value: /home/baton}
-- {name: BATON_HOME, value: /home/baton/.baton}
+- {name: HOME, value: /var/lib/baton}
+- {name: BATON_HOME, value: /var/lib/baton/clusters}
 - {name: POD_IP, valueFrom: {fieldRef: {fieldPath: status.podIP}}}
 {{ include "baton.redisEnv" .root | trim }}
 {{- if hasPrefix "hf:" $values.model.path }}
@@ -97,7 +97,7 @@ securityContext:
 {{- define "baton.volumeMounts" -}}
 - {name: config, mountPath: /etc/baton, readOnly: true}
 - {name: tmp, mountPath: /tmp}
-- {name: home, mountPath: /home/baton}
+- {name: home, mountPath: /var/lib/baton}
 {{- if .root.Values.security.tls.existingSecret }}
 - {name: tls, mountPath: /etc/baton-tls, readOnly: true}
 {{- end }}
@@ -183,6 +183,6 @@ securityContext:
   volumeMounts:
     {{- include "baton.modelMount" . | trim | nindent 4 }}
     - {name: tmp, mountPath: /tmp}
-    - {name: home, mountPath: /home/baton}
+    - {name: home, mountPath: /var/lib/baton}
 {{- end }}
 {{- end }}
