@@ -5,11 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import yaml
 
+from baton.config import load_config
 from tests.helm.checks import Pod, check_hardening, check_ports, check_references, check_secrets, check_selectors, pods
 from tests.helm.cluster_file import PASSWORD, load
 from tests.helm.conftest import CHART, CI, NAMES, Helm
-from tests.helm.schemas import Schemas
+from tests.helm.schemas import ROOT, Schemas
 
 Rendered = dict[str, list[dict[str, Any]]]
 # What each way says is there already.
@@ -104,6 +106,31 @@ def test_keys_of_the_values_are_keys_of_the_cluster_file(rendered: Rendered, tmp
     assert (config.decode.max_running, config.decode.replicas, config.prefill.threads) == (16, 2, 2)
     assert (config.router.http, config.security.allow_insecure) == (None, True)
     assert config.redis.url == f"redis://:{PASSWORD}@dev-redis:6379/0"
+
+
+def test_the_config_that_is_shown_is_the_one_that_is_mounted(helm: Helm, tmp_path):
+    """configs/kubernetes.yaml, and what the chart makes of values that say the same."""
+    values = {
+        "image": {"repository": "baton"},
+        "fullnameOverride": "kubernetes",
+        "security": {"allowInsecure": True},
+        "model": {"path": "qwen3-8b", "existingClaim": "models"},
+        "prefill": {"replicas": 2, "gpus": 1, "autoscale": {"enabled": True, "min": 1, "max": 4}},
+        "decode": {"replicas": 3, "gpus": 1, "autoscale": {"enabled": True, "min": 1, "max": 6}},
+        "ray": {"autoscaling": {"enabled": True}},
+        "config": {
+            "model": {"dtype": "bfloat16", "max_model_len": 32768},
+            "decode": {"max_running": 256},
+            "scaling": {"turn": False, "drain_s": 60},
+            "log": {"format": "json"},
+        },
+    }
+    file = tmp_path / "values.yaml"
+    file.write_text(yaml.safe_dump(values))
+    shown = load_config(ROOT / "configs/kubernetes.yaml").model_dump()
+    mounted = load(helm.render(file), tmp_path).model_dump()
+    assert mounted.pop("redis")["url"].replace(f":{PASSWORD}@", "") == shown.pop("redis")["url"]
+    assert mounted == shown
 
 
 def test_tls_and_tokens(rendered: Rendered, tmp_path):

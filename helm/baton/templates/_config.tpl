@@ -9,6 +9,7 @@ router:
   http: {{ ternary "0.0.0.0:8000" "null" .Values.router.http }}
   metrics: "0.0.0.0:9100"
   admin: "0.0.0.0:50052"
+  interface: {{ .Values.network.interface }}
 prefill:
   {{- include "baton.ownedPool" (dict "root" . "pool" "prefill") | nindent 2 }}
 decode:
