@@ -84,7 +84,7 @@ def schemas() -> Schemas:
     """Those of Kubernetes and of the CRDs."""
     folder = find_folder()
     if folder is None:
-        pytest.skip(f"no schemas of Kubernetes: {ROOT.parent / 'shared/data/k8s-schemas'} is not here")
+        pytest.skip("no schemas of Kubernetes: ../shared/data/k8s-schemas is not here")
     return Schemas(folder)
 
 
