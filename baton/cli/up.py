@@ -69,9 +69,8 @@ def make_control(config: ClusterConfig, folder: StateFolder) -> Control:
     if config.ray.address == "none":
         return LocalControl(config, ProcessPlacement(partial(worker_command, folder.config), folder.logs))
     if config.ray.address != LOCAL:
-        return RemoteControl(
-            config, [sys.executable, "-m", "baton", "controller", "-c", str(folder.config)], folder.logs
-        )
+        command = [sys.executable, "-m", "baton", "controller", "-c", str(folder.config)]
+        return RemoteControl(config, command, folder.logs)
     from baton.cluster.ray_cluster import RayPlace, RayPlacement
     from baton.worker.actor import WorkerActor
 

@@ -140,7 +140,7 @@ class Controller:
             if seen.state == "ended":
                 raise seen.error or StartError(f"{worker_id} ended")
             if seen.state == "starting" and now - unit.born > START_TIMEOUT_S:
-                raise StartError(f"{worker_id} was silent for {START_TIMEOUT_S:g} s")
+                raise seen.error or StartError(f"{worker_id} was silent for {START_TIMEOUT_S:g} s")
 
     async def end(self) -> None:
         """Nobody controls any more. Raises LedgerError."""

@@ -12,7 +12,9 @@ from baton.errors import BatonError
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """A worker's process. `error`: why it ended, as far as that is known; `pid`: if it runs on this machine."""
+    """A worker's process. `error`: why it ended, or has no place yet, as far as that is known; `pid`: on its machine,
+    once it is there.
+    """
 
     state: Literal["starting", "ready", "ended"]
     pid: int | None = None

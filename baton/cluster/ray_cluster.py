@@ -213,7 +213,7 @@ class RayPlacement:
             entry = self._ray.util.placement_group_table(group)
             if entry["state"] != "CREATED":
                 wanted = f"{entry['bundles'][0]} and the labels {self._labels(worker.role)}"
-                return NoWorker(f"{worker_id} waits for a node of the Ray with {wanted}")
+                return NoWorker(f"{worker_id} waits for a node of the Ray with {wanted}"[:LONGEST])
         return None
 
     def _why_ended(self, worker_id: str, error: Exception) -> BatonError:

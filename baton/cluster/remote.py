@@ -7,6 +7,7 @@ on. A child (`follow`) is, which ends when it has lost the controller, and is st
 from __future__ import annotations
 
 import ipaddress
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -18,8 +19,8 @@ import structlog
 
 from baton.clock import Clock, SystemClock
 from baton.cluster.controller_actor import STOP_S, ControllerActor, ControlState, Parts
-from baton.cluster.processes import BACKOFF_S, Child, ProcessSpec
-from baton.cluster.ray_cluster import RayPlace, RayPlacement
+from baton.cluster.processes import BACKOFF_S, Child, ProcessSpec, StartError
+from baton.cluster.ray_cluster import LONGEST, RayPlace, RayPlacement
 from baton.cluster.ray_session import check_reachable, connect, namespace, this_ray
 from baton.cluster.stop import Stop
 from baton.config import ClusterConfig, RouterConfig
@@ -30,7 +31,9 @@ HEAD = {"node:__internal_head__": 0.001}  # of the head that is there: an id of 
 POLL_S = 0.2
 WATCH_S = 2.0
 ANSWER_S = 5.0
+CHILD_WAIT_S = 5.0  # for the Ray; then it ends, and is started again
 LOST_S = 20.0  # without an answer; Ray starts a controller again within seconds
+ENSURE_S = 60.0
 UNBOUNDED = 10**9
 
 log = structlog.get_logger(__name__)
@@ -45,9 +48,10 @@ class RemoteControl:
         self._address = config.ray.address
         self._size = config.prefill.replicas + config.decode.replicas
         self._begun = False
-        self._command = command
+        self._command = [*command, f"--wait={CHILD_WAIT_S:g}"]
         self._log = logs / f"{NAME}.log"
-        self._child = Child(ProcessSpec(NAME, [*command, "--follow"], self._log, max_restarts=UNBOUNDED))
+        bound = ["--bound"] if config.redis.url == "embedded" else []  # workers cannot outlive their ledger
+        self._child = Child(ProcessSpec(NAME, [*self._command, "--follow", *bound], self._log, max_restarts=UNBOUNDED))
 
     def start(self, redis_url: str) -> None:
         check_reachable(self._address)
@@ -100,18 +104,36 @@ def join(config: ClusterConfig, wait_s: float, stop: Stop, clock: Clock | None =
             return ray
 
 
-def ensure(ray: Any, config: ClusterConfig, parts: Parts, *, detached: bool) -> Any:
-    """The controller of this cluster, with this config; one with another is replaced, its workers stay."""
+def ensure(ray: Any, config: ClusterConfig, parts: Parts, *, detached: bool, clock: Clock | None = None) -> Any:
+    """The controller of this cluster, with this config, once it answers. One with another config, or that is frozen, is
+    replaced; its workers stay. Raises StartError.
+    """
+    clock = clock or SystemClock()
     told = config.model_copy(update={"router": RouterConfig()}).model_dump_json()  # its ports may change
+    began = asked = clock.monotonic()
+    while True:
+        controller, error = _found_or_made(ray, config, told, parts, detached=detached), None
+        try:
+            if ray.get(controller.serves.remote(told), timeout=ANSWER_S):
+                return controller
+        except ray.exceptions.RayError as raised:  # it is being started, or ended, or is frozen
+            error = raised
+        now = clock.monotonic()
+        if now - began > ENSURE_S:
+            raise StartError(f"the controller does not start: {type(error).__name__}: {str(error).strip()[-LONGEST:]}")
+        if error is None or now - asked > LOST_S:
+            ray.kill(controller, no_restart=True)
+            asked = now
+        time.sleep(POLL_S)
+
+
+def _found_or_made(ray: Any, config: ClusterConfig, told: str, parts: Parts, *, detached: bool) -> Any:
     with suppress(ValueError):
-        before = ray.get_actor(NAME, namespace=namespace(config.name))
-        if ray.get(before.serves.remote(told), timeout=ANSWER_S):
-            return before
-        ray.kill(before, no_restart=True)
+        return ray.get_actor(NAME, namespace=namespace(config.name))
     options = {
         "name": NAME,
         "namespace": namespace(config.name),
-        "get_if_exists": True,
+        "get_if_exists": True,  # somebody else may be doing the same
         "lifetime": "detached" if detached else None,
         "max_restarts": -1,
         "max_task_retries": 0,
@@ -122,11 +144,13 @@ def ensure(ray: Any, config: ClusterConfig, parts: Parts, *, detached: bool) -> 
     return ray.remote(ControllerActor).options(**options).remote(told, parts, detached)
 
 
-def follow(ray: Any, controller: Any, stop: Stop, ready: Callable[[ControlState], None]) -> None:
+def follow(
+    ray: Any, controller: Any, stop: Stop, ready: Callable[[ControlState], None], clock: Clock | None = None
+) -> None:
     """Until told to stop: `ready` is called once all workers are. Raises what kept one from starting before that, and
     NoWorker when the controller is lost.
     """
-    clock, told = SystemClock(), False
+    clock, told = clock or SystemClock(), False
     answered_at = clock.monotonic()
     while not stop.drain.wait(WATCH_S if told else POLL_S):
         try:
@@ -143,7 +167,7 @@ def follow(ray: Any, controller: Any, stop: Stop, ready: Callable[[ControlState]
             ready(state)
 
 
-def end(ray: Any, config: ClusterConfig, parts: Parts, grace_s: float) -> None:
+def end(ray: Any, config: ClusterConfig, grace_s: float) -> None:
     """End workers and controller; also workers that no controller keeps any more."""
     with suppress(ValueError):
         controller = ray.get_actor(NAME, namespace=namespace(config.name))
@@ -152,24 +176,18 @@ def end(ray: Any, config: ClusterConfig, parts: Parts, grace_s: float) -> None:
         except ray.exceptions.RayError as error:
             log.warning("controller_did_not_stop", error=type(error).__name__)
         ray.kill(controller, no_restart=True)
-    left = RayPlacement(lambda: config, parts.actor, parts.factories, this_ray, RayPlace(None))
+    left = RayPlacement(lambda: config, object, {}, this_ray, RayPlace(None))  # starts none
     left.open()
     left.found()
     left.stop(grace_s)
-
-
-def is_local_ledger(url: str) -> bool:
-    """Whether only this machine can reach it."""
-    if url == "embedded" or url.startswith("unix:"):
-        return True
-    return _is_loopback(urlsplit(url).hostname or "localhost")
 
 
 def check_ledger(url: str, hosts: Sequence[str]) -> None:
     """Raises ConfigError if there are hosts, of these, that cannot reach it."""
     here = {address.address for addresses in psutil.net_if_addrs().values() for address in addresses}
     elsewhere = sorted(host for host in hosts if host not in here and not _is_loopback(host))
-    if elsewhere and is_local_ledger(url):
+    local = url == "embedded" or url.startswith("unix:") or _is_loopback(urlsplit(url).hostname or "localhost")
+    if elsewhere and local:
         text = f"only this machine reaches it, and the Ray has nodes at {', '.join(elsewhere[:4])}"
         raise ConfigError(
             f"redis.url: {text}; say the URL of a Redis that all of them reach, such as redis://HOST:6379"

@@ -60,6 +60,10 @@ class Unit:
 
     def look(self, seen: Seen | None, info: WorkerInfo | None, now: float) -> None:
         """What is known of it now. A lease without a process that is ready is that of the process before."""
+        waits = seen.error if seen is not None and seen.state == "starting" else None
+        waited = self.seen is not None and self.seen.state == "starting" and self.seen.error is not None
+        if (waits or waited) and not self.killed:
+            self.note = str(waits or "")
         self.seen = seen
         self.info = info if seen is not None and seen.state == "ready" else None
         if self.info is None:

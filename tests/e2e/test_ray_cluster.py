@@ -7,10 +7,13 @@ import os
 import signal
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import redis
 
+from baton.errors import BatonError
 from baton.ledger.embedded import EmbeddedRedis
 from tests.e2e.conftest import ROOT, eventually, is_zombie
 from tests.e2e.ray_support import RayNodes
@@ -43,6 +46,7 @@ name: many
 model: {{path: oracle}}
 redis: {{url: "{nodes.redis.url}"}}
 ray: {{address: "{nodes.address}"}}
+router: {{grpc: "127.0.0.1:0", metrics: "127.0.0.1:0"}}
 prefill: {{device: cpu, threads: 1, kv_memory: 8MiB, node_labels: {{role: prefill}}}}
 decode: {{device: cpu, threads: 1, kv_memory: 8MiB, node_labels: {{role: decode}}}}
 ledger: {{lease_s: 3, heartbeat_s: 0.5}}
@@ -117,13 +121,48 @@ def test_a_controller_that_is_started_again_takes_over_what_runs(many):
     many.replaced("decode", before[1])
 
 
-def test_a_head_that_is_started_again(many, nodes):
-    """Workers stay as they are; the controller is on the new head."""
-    before = many.pids()
-    nodes.kill("head")
-    nodes.start_head()
-    many.controller()
-    assert many.pids() == before
-    os.kill(before[1], signal.SIGKILL)
-    many.replaced("decode", before[1])
-    assert many.pids()[0] == before[0]
+def _ask(cluster, stop, failed):
+    """One request after the other."""
+    with cluster.client(timeout=20) as client:
+        while not stop.is_set():
+            try:
+                client.generate("What is served meanwhile", max_tokens=8)
+            except BatonError as error:
+                failed.append(error)
+
+
+def test_a_head_that_is_started_again(nodes, home, tmp_path, monkeypatch):
+    """Requests are served while it is away, by the same workers; the controller is on the new head."""
+    many = Many(nodes, tmp_path)
+    for name, value in nodes.env.items():
+        monkeypatch.setenv(name, value)
+    with home.cluster(many.file) as cluster:
+        before, controller, stop, failed = many.pids(), many.controller(), threading.Event(), []
+
+        with ThreadPoolExecutor(1) as pool:
+            served = pool.submit(_ask, cluster, stop, failed)
+            nodes.kill("head")
+            nodes.start_head()
+            assert many.controller() != controller
+            assert many.pids() == before
+            eventually(lambda: cluster.pid("controller"), within_s=60)
+            stop.set()
+            served.result()
+        assert not failed
+        os.kill(before[1], signal.SIGKILL)
+        many.replaced("decode", before[1])
+        assert many.pids()[0] == before[0]
+    assert not any(nodes.actors(name) for name in nodes.nodes), "`down` returns when all are gone"
+
+
+def test_what_cannot_live_without_an_embedded_redis_ends_with_it(nodes, home, tmp_path, monkeypatch):
+    many = Many(nodes, tmp_path)
+    for name, value in nodes.env.items():
+        monkeypatch.setenv(name, value)
+    done = home.baton("up", "-c", many.file, "--set", "decode.kv_memory=1KiB")
+    assert done.returncode == 3, done.stderr
+    assert "kv_memory" in done.stderr
+    assert not any(nodes.actors(name) for name in nodes.nodes)
+    with home.cluster(many.file, "redis.url=embedded") as cluster:
+        os.kill(cluster.state().supervisor.pid, signal.SIGKILL)
+        eventually(lambda: not any(nodes.actors(name) for name in nodes.nodes), within_s=30)

@@ -1,0 +1,255 @@
+"""A controller in a Ray that others run, as whoever wants it there sees it; Ray is played by one of our own."""
+
+from __future__ import annotations
+
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from baton.clock import FakeClock
+from baton.cluster import remote
+from baton.cluster.controller_actor import ControlState, Parts
+from baton.cluster.processes import StartError
+from baton.cluster.remote import ENSURE_S, LOST_S, POLL_S, RemoteControl, check_ledger, ensure, follow, join
+from baton.cluster.stop import Stop
+from baton.config import ClusterConfig
+from baton.errors import ConfigError, LedgerError, NoWorker
+
+PARTS = Parts(object, {}, lambda config, placement: None)
+FILE = {"name": "test", "ray": {"address": "10.0.0.1:6379"}, "redis": {"url": "redis://redis.example:6379"}}
+CONFIG = ClusterConfig.model_validate(FILE)
+
+
+class RayError(Exception):
+    pass
+
+
+class Controller:
+    """Answers each question with the next that the test put there, and the last for ever (an exception is raised)."""
+
+    def __init__(self, options, args):
+        self.options, self.args = options, args
+        self.said = []
+        self.serves = SimpleNamespace(remote=lambda told: (self, lambda: told == self.args[0]))
+        self.state = SimpleNamespace(remote=lambda: (self, lambda: None))
+
+
+class FakeRay:
+    exceptions = SimpleNamespace(RayError=RayError)
+
+    def __init__(self):
+        self.made = []
+        self.there = None
+        self.silent = False
+
+    def get_actor(self, name, namespace):
+        assert (name, namespace) == ("controller", "baton-test")
+        if self.there is None:
+            raise ValueError("no such actor")
+        return self.there
+
+    def remote(self, actor):
+        return SimpleNamespace(
+            options=lambda **options: SimpleNamespace(remote=lambda *args: self._make(options, args))
+        )
+
+    def _make(self, options, args):
+        self.there = Controller(options, args)
+        self.made.append(self.there)
+        return self.there
+
+    def get(self, question, timeout):
+        controller, answer = question
+        if self.silent:
+            raise RayError("it does not answer")
+        if not controller.said:
+            return answer()
+        said = controller.said.pop(0) if len(controller.said) > 1 else controller.said[0]
+        if isinstance(said, Exception):
+            raise said
+        return said
+
+    def kill(self, controller, no_restart):
+        assert controller is self.there
+        assert no_restart
+        self.there = None
+
+
+@pytest.fixture
+def ray():
+    return FakeRay()
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """Pauses take no time, and are counted."""
+    clock = FakeClock()
+    monkeypatch.setattr(remote.time, "sleep", clock.advance)
+    return clock
+
+
+def test_a_controller_is_made_once_and_stays_on_whatever_head_there_is(ray, clock):
+    one = ensure(ray, CONFIG, PARTS, detached=True, clock=clock)
+    other_ports = CONFIG.model_copy(update={"router": CONFIG.router.model_copy(update={"grpc": "127.0.0.1:7"})})
+    assert ensure(ray, other_ports, PARTS, detached=True, clock=clock) is one
+    wanted = {"lifetime": "detached", "max_restarts": -1, "max_task_retries": 0, "num_cpus": 0}
+    assert wanted.items() <= one.options.items()
+    assert one.options["resources"] == {"node:__internal_head__": 0.001}
+    assert one.args[2] is True
+
+
+def test_a_controller_with_another_config_is_replaced(ray, clock):
+    one = ensure(ray, CONFIG, PARTS, detached=True, clock=clock)
+    other = CONFIG.model_copy(update={"slo": CONFIG.slo.model_copy(update={"itl_ms": 7.0})})
+    two = ensure(ray, other, PARTS, detached=True, clock=clock)
+    assert two is not one
+    assert two is ray.there
+
+
+def test_a_frozen_controller_is_replaced_and_one_that_is_being_started_is_waited_for(ray, clock):
+    one = ensure(ray, CONFIG, PARTS, detached=True, clock=clock)
+    one.said = [RayError("unavailable"), RayError("unavailable"), True]
+    assert ensure(ray, CONFIG, PARTS, detached=True, clock=clock) is one
+    one.said = [RayError("no answer")]
+    began = clock.monotonic()
+    assert ensure(ray, CONFIG, PARTS, detached=True, clock=clock) is not one
+    assert clock.monotonic() - began == pytest.approx(LOST_S, abs=2 * POLL_S)
+
+
+def test_a_controller_that_never_starts_is_an_error_with_rays_own_words(ray, clock):
+    ray.silent = True
+    with pytest.raises(StartError, match="it does not answer"):
+        ensure(ray, CONFIG, PARTS, detached=True, clock=clock)
+    assert clock.monotonic() > ENSURE_S
+
+
+class Waits:
+    """A `Stop` whose waits take no time, and which says when it has been asked often enough."""
+
+    def __init__(self, clock, times=1000):
+        self.clock, self.left = clock, times
+        self.drain = self
+
+    def wait(self, seconds):
+        self.clock.advance(seconds)
+        self.left -= 1
+        return self.left < 0
+
+
+def test_who_follows_is_told_once_when_all_are_ready(ray, clock):
+    controller = ensure(ray, CONFIG, PARTS, detached=True, clock=clock)
+    late = ConfigError("of a worker that was started later")
+    controller.said = [
+        ControlState(ready=False, workers=2),
+        ControlState(ready=True, workers=2),
+        ControlState(ready=False, workers=2, error=late),
+        ControlState(ready=True, workers=2),
+    ]
+    told = []
+    follow(ray, controller, Waits(clock, 20), told.append, clock)
+    assert [state.workers for state in told] == [2]
+
+
+def test_who_follows_learns_why_a_worker_did_not_start(ray, clock):
+    controller = ensure(ray, CONFIG, PARTS, detached=True, clock=clock)
+    controller.said = [ControlState(ready=False, workers=2, error=LedgerError("Redis is away"))]
+    with pytest.raises(LedgerError, match="Redis is away"):
+        follow(ray, controller, Waits(clock), pytest.fail, clock)
+
+
+def test_who_follows_ends_when_the_controller_is_lost(ray, clock):
+    controller = ensure(ray, CONFIG, PARTS, detached=True, clock=clock)
+    controller.said = [
+        ControlState(ready=True, workers=2),
+        RayError("unavailable"),
+        ControlState(ready=True, workers=2),
+    ]
+    follow(ray, controller, Waits(clock, 20), lambda state: None, clock)
+    ray.silent = True
+    began = clock.monotonic()
+    with pytest.raises(NoWorker, match="does not answer"):
+        follow(ray, controller, Waits(clock), pytest.fail, clock)
+    assert clock.monotonic() - began > LOST_S
+
+
+@pytest.mark.parametrize(
+    "url", ["embedded", "unix:///tmp/r.sock", "redis://:secret@127.0.0.1:6379", "rediss://localhost"]
+)
+def test_a_ledger_that_only_this_machine_reaches_is_refused_with_hosts_elsewhere(url):
+    check_ledger(url, ["127.0.0.1", "127.0.0.3"])
+    with pytest.raises(ConfigError, match=r"redis\.url: .*192\.0\.2\.77") as refused:
+        check_ledger(url, ["127.0.0.1", "192.0.2.77"])
+    assert "secret" not in str(refused.value)
+
+
+def test_a_ledger_that_others_reach_is_fine():
+    check_ledger("redis://redis.example:6379", ["192.0.2.77"])
+
+
+@pytest.mark.parametrize("address", ["local", "none"])
+def test_without_a_ray_of_others_there_is_nothing_to_join(address):
+    config = ClusterConfig.model_validate(FILE | {"ray": {"address": address}})
+    with pytest.raises(ConfigError, match=r"ray\.address: .*'" + address):
+        join(config, 0.0, Stop())
+
+
+def test_a_ray_that_is_not_there_yet_is_waited_for(ray, clock, monkeypatch):
+    tries = []
+
+    def connect(address, cluster):
+        tries.append(address)
+        if len(tries) < 4:
+            raise NoWorker("not yet")
+        return ray
+
+    ray.nodes = lambda: [{"NodeManagerAddress": "192.0.2.77", "Alive": True}]
+    monkeypatch.setattr(remote, "connect", connect)
+    assert join(CONFIG, 60.0, _Patient(clock), clock) is ray
+    assert len(tries) == 4
+    tries.clear()
+    with pytest.raises(NoWorker, match="not yet"):
+        join(CONFIG, 0.5, _Patient(clock), clock)
+
+
+class _Patient(Waits):
+    def check(self):
+        """Nobody wants it to end."""
+
+
+CHILD = """
+import json, os, sys, time
+with open(sys.argv[1], "a") as log:
+    print(*sys.argv[2:], file=log)
+if "--stop" in sys.argv:
+    sys.exit()
+os.write(int(os.environ["BATON_READY_FD"]), json.dumps({"workers": 5}).encode() + b"\\n")
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize(("url", "bound"), [("embedded", " --bound"), ("redis://127.0.0.1:7", "")])
+def test_the_children_of_a_remote_control(tmp_path, monkeypatch, url, bound):
+    """One follows, one ends all; who follows is ended last, since what is bound to it ends with it."""
+    monkeypatch.setattr(remote, "check_reachable", lambda address: None)
+    config = ClusterConfig.model_validate(FILE | {"redis": {"url": url}})
+    said = tmp_path / "said"
+    control = RemoteControl(config, [sys.executable, "-c", CHILD, str(said)], tmp_path)
+    control.stop(1.0)
+    assert not said.exists(), "it was not begun"
+    control.start("redis://somewhere")
+    control.wait_ready(Stop())
+    assert control.size == 5
+    assert control.pids().keys() == {"controller"}
+    control.poll()
+    control.stop(1.0)
+    assert said.read_text().splitlines() == [f"--wait=5 --follow{bound}", "--wait=5 --stop"]
+    assert control.pids() == {}
+
+
+def test_a_ray_that_nobody_runs_is_named_before_anything_is_started(tmp_path):
+    config = ClusterConfig.model_validate(FILE | {"ray": {"address": "127.0.0.1:1"}})
+    control = RemoteControl(config, ["false"], tmp_path)
+    with pytest.raises(NoWorker, match=r"ray\.address: nothing answers at 127\.0\.0\.1:1"):
+        control.start("redis://somewhere")
+    control.stop(1.0)
