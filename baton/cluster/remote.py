@@ -111,19 +111,22 @@ def ensure(ray: Any, config: ClusterConfig, parts: Parts, *, detached: bool, clo
     clock = clock or SystemClock()
     told = config.model_copy(update={"router": RouterConfig()}).model_dump_json()  # its ports may change
     began = asked = clock.monotonic()
+    controller = None
     while True:
-        controller, error = _found_or_made(ray, config, told, parts, detached=detached), None
+        error = None
+        if controller is None:  # else it is held on to: with the handle of who made it ends what is not detached
+            controller = _found_or_made(ray, config, told, parts, detached=detached)
         try:
             if ray.get(controller.serves.remote(told), timeout=ANSWER_S):
                 return controller
         except ray.exceptions.RayError as raised:  # it is being started, or ended, or is frozen
             error = raised
-        now = clock.monotonic()
+        now, died = clock.monotonic(), isinstance(error, ray.exceptions.ActorDiedError)
         if now - began > ENSURE_S:
             raise StartError(f"the controller does not start: {type(error).__name__}: {str(error).strip()[-LONGEST:]}")
-        if error is None or now - asked > LOST_S:
+        if died or error is None or now - asked > LOST_S:
             ray.kill(controller, no_restart=True)
-            asked = now
+            controller, asked = None, now
         time.sleep(POLL_S)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -10,18 +11,23 @@ import pytest
 from baton.clock import FakeClock
 from baton.cluster import remote
 from baton.cluster.controller_actor import ControlState, Parts
+from baton.cluster.local import LocalControl
 from baton.cluster.processes import StartError
 from baton.cluster.remote import ENSURE_S, LOST_S, POLL_S, RemoteControl, check_ledger, ensure, follow, join
 from baton.cluster.stop import Stop
 from baton.config import ClusterConfig
 from baton.errors import ConfigError, LedgerError, NoWorker
 
-PARTS = Parts(object, {}, lambda config, placement: None)
+PARTS = Parts(object, {}, LocalControl)
 FILE = {"name": "test", "ray": {"address": "10.0.0.1:6379"}, "redis": {"url": "redis://redis.example:6379"}}
 CONFIG = ClusterConfig.model_validate(FILE)
 
 
 class RayError(Exception):
+    pass
+
+
+class ActorDiedError(RayError):
     pass
 
 
@@ -36,7 +42,7 @@ class Controller:
 
 
 class FakeRay:
-    exceptions = SimpleNamespace(RayError=RayError)
+    exceptions = SimpleNamespace(RayError=RayError, ActorDiedError=ActorDiedError)
 
     def __init__(self):
         self.made = []
@@ -85,7 +91,7 @@ def ray():
 def clock(monkeypatch):
     """Pauses take no time, and are counted."""
     clock = FakeClock()
-    monkeypatch.setattr(remote.time, "sleep", clock.advance)
+    monkeypatch.setattr("baton.cluster.remote.time.sleep", clock.advance)
     return clock
 
 
@@ -117,6 +123,29 @@ def test_a_frozen_controller_is_replaced_and_one_that_is_being_started_is_waited
     assert clock.monotonic() - began == pytest.approx(LOST_S, abs=2 * POLL_S)
 
 
+def test_a_controller_that_is_being_ended_is_not_waited_for(ray, clock):
+    one = ensure(ray, CONFIG, PARTS, detached=True, clock=clock)
+    one.said = [ActorDiedError("killed by somebody else")]
+    began = clock.monotonic()
+    assert ensure(ray, CONFIG, PARTS, detached=True, clock=clock) is not one
+    assert clock.monotonic() - began == pytest.approx(POLL_S)
+
+
+def test_the_handle_of_who_made_a_controller_is_kept(ray, clock):
+    """Ray ends an actor that is not detached when that one is gone; another handle does not count."""
+    make = ray._make
+
+    def made(options, args):
+        controller = make(options, args)
+        controller.said = [RayError("slow"), RayError("slow"), True]
+        ray.there = None  # whoever looks it up again gets another handle
+        return controller
+
+    ray._make = made
+    assert ensure(ray, CONFIG, PARTS, detached=False, clock=clock) is ray.made[0]
+    assert len(ray.made) == 1
+
+
 def test_a_controller_that_never_starts_is_an_error_with_rays_own_words(ray, clock):
     ray.silent = True
     with pytest.raises(StartError, match="it does not answer"):
@@ -124,17 +153,25 @@ def test_a_controller_that_never_starts_is_an_error_with_rays_own_words(ray, clo
     assert clock.monotonic() > ENSURE_S
 
 
-class Waits:
-    """A `Stop` whose waits take no time, and which says when it has been asked often enough."""
+class _Drain(threading.Event):
+    """Waits for it take no time; after so many of them it is set."""
 
-    def __init__(self, clock, times=1000):
-        self.clock, self.left = clock, times
-        self.drain = self
+    def __init__(self, clock, times):
+        super().__init__()
+        self._clock, self._left = clock, times
 
-    def wait(self, seconds):
-        self.clock.advance(seconds)
-        self.left -= 1
-        return self.left < 0
+    def wait(self, timeout=None):
+        self._clock.advance(timeout)
+        self._left -= 1
+        return self._left < 0
+
+
+def waits(clock, times=1000):
+    return Stop(drain=_Drain(clock, times))
+
+
+def never(state):
+    pytest.fail(f"told of {state}")
 
 
 def test_who_follows_is_told_once_when_all_are_ready(ray, clock):
@@ -146,8 +183,8 @@ def test_who_follows_is_told_once_when_all_are_ready(ray, clock):
         ControlState(ready=False, workers=2, error=late),
         ControlState(ready=True, workers=2),
     ]
-    told = []
-    follow(ray, controller, Waits(clock, 20), told.append, clock)
+    told: list[ControlState] = []
+    follow(ray, controller, waits(clock, 20), told.append, clock)
     assert [state.workers for state in told] == [2]
 
 
@@ -155,7 +192,7 @@ def test_who_follows_learns_why_a_worker_did_not_start(ray, clock):
     controller = ensure(ray, CONFIG, PARTS, detached=True, clock=clock)
     controller.said = [ControlState(ready=False, workers=2, error=LedgerError("Redis is away"))]
     with pytest.raises(LedgerError, match="Redis is away"):
-        follow(ray, controller, Waits(clock), pytest.fail, clock)
+        follow(ray, controller, waits(clock), never, clock)
 
 
 def test_who_follows_ends_when_the_controller_is_lost(ray, clock):
@@ -165,11 +202,11 @@ def test_who_follows_ends_when_the_controller_is_lost(ray, clock):
         RayError("unavailable"),
         ControlState(ready=True, workers=2),
     ]
-    follow(ray, controller, Waits(clock, 20), lambda state: None, clock)
+    follow(ray, controller, waits(clock, 20), lambda state: None, clock)
     ray.silent = True
     began = clock.monotonic()
     with pytest.raises(NoWorker, match="does not answer"):
-        follow(ray, controller, Waits(clock), pytest.fail, clock)
+        follow(ray, controller, waits(clock), never, clock)
     assert clock.monotonic() - began > LOST_S
 
 
@@ -205,16 +242,11 @@ def test_a_ray_that_is_not_there_yet_is_waited_for(ray, clock, monkeypatch):
 
     ray.nodes = lambda: [{"NodeManagerAddress": "192.0.2.77", "Alive": True}]
     monkeypatch.setattr(remote, "connect", connect)
-    assert join(CONFIG, 60.0, _Patient(clock), clock) is ray
+    assert join(CONFIG, 60.0, waits(clock), clock) is ray
     assert len(tries) == 4
     tries.clear()
     with pytest.raises(NoWorker, match="not yet"):
-        join(CONFIG, 0.5, _Patient(clock), clock)
-
-
-class _Patient(Waits):
-    def check(self):
-        """Nobody wants it to end."""
+        join(CONFIG, 0.5, waits(clock), clock)
 
 
 CHILD = """
