@@ -14,8 +14,10 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
+
+import psutil
 
 from baton.cluster.processes import PARENT, READY_FD
 
@@ -37,12 +39,35 @@ def why_not():
     missing = [name for name in ("ip", "tc") if not shutil.which(name)]
     if missing:
         return f"iproute2 is not installed: no {' and no '.join(missing)}"
+    sweep()
     try:
         with Network("probe"):
             pass
     except AssertionError as error:
         return f"network namespaces cannot be made here: {error}"
     return None
+
+
+def sweep():
+    """Removes what runs left that were killed: namespaces of processes that are no more, and what runs there."""
+    for path in NAMESPACES.glob("baton-*-*"):
+        pid = int(path.name.split("-")[1])
+        if not psutil.pid_exists(pid):
+            kill_all(path.name)
+            command("ip", "netns", "del", path.name, check=False)
+            command("ip", "link", "del", f"b{pid}br", check=False)
+
+
+def kill_all(namespace, within_s=10.0):
+    """Ends what runs in it."""
+    deadline = time.monotonic() + within_s
+    while found := [int(pid) for pid in command("ip", "netns", "pids", namespace, check=False).split()]:
+        assert time.monotonic() < deadline, f"{found} do not end"
+        for pid in found:
+            with suppress(ProcessLookupError, ChildProcessError):
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, os.WNOHANG)
+        time.sleep(0.02)
 
 
 class Process:
@@ -131,20 +156,8 @@ class Host:
         found = json.loads(command(*self._ip, "-s", "-j", "link", "show", interface))
         return found[0]["stats64"]["tx"]["bytes"]
 
-    def pids(self):
-        return [int(pid) for pid in command("ip", "netns", "pids", self.namespace, check=False).split()]
-
-    def kill_all(self, within_s=10.0):
-        deadline = time.monotonic() + within_s
-        while found := self.pids():
-            assert time.monotonic() < deadline, f"{found} do not end"
-            for pid in found:
-                try:
-                    os.kill(pid, signal.SIGKILL)
-                    os.waitpid(pid, os.WNOHANG)
-                except (ProcessLookupError, ChildProcessError):
-                    pass
-            time.sleep(0.02)
+    def kill_all(self):
+        kill_all(self.namespace)
 
     def _remove(self):
         try:

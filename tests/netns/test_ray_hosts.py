@@ -95,6 +95,8 @@ def test_hosts_are_cut_off_pools_scaled_the_head_restarted_and_all_workers_repla
         baton(cluster, "restart")
         measured("all 3 workers replaced", lambda: settled(cluster, time.monotonic()))
         assert not incarnations(cluster) & before
+        baton(cluster, "scale", "prefill=1", "decode=1")
+        measured("from 2 to 1 decode workers", lambda: settled(cluster, time.monotonic()))
         load.settle()
     assert load.failed == []
     census(cluster.admin)
