@@ -15,7 +15,7 @@ import redis
 
 from baton.errors import BatonError
 from baton.ledger.embedded import EmbeddedRedis
-from tests.e2e.conftest import ROOT, eventually, is_zombie
+from tests.e2e.conftest import ROOT, Cluster, eventually, is_zombie
 from tests.e2e.ray_support import RayNodes
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300), pytest.mark.xdist_group("ray")]
@@ -137,7 +137,8 @@ def test_a_head_that_is_started_again(nodes, home, tmp_path, monkeypatch):
     for name, value in nodes.env.items():
         monkeypatch.setenv(name, value)
     with home.cluster(many.file) as cluster:
-        before, controller, stop, failed = many.pids(), many.controller(), threading.Event(), []
+        failed: list[BatonError] = []
+        before, controller, stop = many.pids(), many.controller(), threading.Event()
 
         with ThreadPoolExecutor(1) as pool:
             served = pool.submit(_ask, cluster, stop, failed)
@@ -163,6 +164,7 @@ def test_what_cannot_live_without_an_embedded_redis_ends_with_it(nodes, home, tm
     assert done.returncode == 3, done.stderr
     assert "kv_memory" in done.stderr
     assert not any(nodes.actors(name) for name in nodes.nodes)
-    with home.cluster(many.file, "redis.url=embedded") as cluster:
-        os.kill(cluster.state().supervisor.pid, signal.SIGKILL)
-        eventually(lambda: not any(nodes.actors(name) for name in nodes.nodes), within_s=30)
+    home.baton("up", "-c", many.file, "--set", "redis.url=embedded", "--detach", check=True)
+    assert all(nodes.actors(name) for name in nodes.nodes)
+    os.kill(Cluster(home, "many").state().supervisor.pid, signal.SIGKILL)
+    eventually(lambda: not any(nodes.actors(name) for name in nodes.nodes), within_s=30)
