@@ -52,7 +52,8 @@ class World:
         self.orders: dict[str, Any] = {}
         self.report: Any = None
         self.routed: list[Any] = []
-        self.away = False
+        self.away = False  # Redis is, for all
+        self.cut = False  # it is for workers
         self.minted = 0
         self.started: list[str] = []
         self.killed: list[str] = []
@@ -212,7 +213,7 @@ class World:
         self._beat(process, now)
 
     def _beat(self, process, now):
-        if self.away:
+        if self.away or self.cut:
             return
         ref = WorkerRef(process.worker_id, process.incarnation, "127.0.0.1:1")
         info = WorkerInfo(ref, process.role, "f", "m", 100, 100, LAYOUT)

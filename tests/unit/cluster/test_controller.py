@@ -111,6 +111,21 @@ async def test_nobody_is_killed_because_redis_was_away_or_forgot(forgets):
     assert world.said == world.report.plan
 
 
+async def test_after_a_loss_workers_have_time_to_enter_again_before_anything_is_changed():
+    world = World(decode=2)
+    controller = await begun(world)
+    told(world, decode=1)
+    said = world.said
+    world.forget_store()
+    world.said, world.cut = said, True
+    await run(world, controller, LEASE_S)
+    assert (world.killed, len(world.roles())) == ([], 3)
+    world.cut = False
+    await run(world, controller, WORK_S + 2)
+    assert (world.killed, len(world.roles())) == ([], 2)
+    assert controller.ready
+
+
 async def test_a_plan_that_the_store_forgot_is_said_again():
     world = World()
     controller = await begun(world)
