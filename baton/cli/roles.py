@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from baton.worker.hosted import RoleFactory
     from router.floor import RouterSettings
 
-DRAIN_S = 9.0  # less than the supervisor's DRAIN_S: it waits so long for the router
 GC_EVERY = 10_000  # new objects; a router makes and drops some dozens for each token, and hardly a cycle
 log = structlog.get_logger(__name__)
 
@@ -112,7 +111,7 @@ async def _route(config: ClusterConfig, index: int) -> None:
     log.info("router_told", **told)
     report_ready({**bound, "told": told, "pid": os.getpid()})
     await _told_to_stop()
-    await handle.stop(DRAIN_S)
+    await handle.stop(config.router.drain_s)
     following.cancel()
     await asyncio.wait([following])
     await ledger.close()
@@ -145,7 +144,7 @@ async def _serve_http(config: ClusterConfig, address: str, target: str) -> None:
     log.info("gateway_started", http=server.address, target=target)
     report_ready({"http": server.address, "target": target, "pid": os.getpid()})
     await _told_to_stop()
-    await server.stop(DRAIN_S)
+    await server.stop(config.router.drain_s)
 
 
 async def _told_to_stop() -> None:

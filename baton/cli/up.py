@@ -184,12 +184,13 @@ def down(name: str | None) -> None:
     if supervisor is not None:
         with suppress(psutil.NoSuchProcess):
             supervisor.terminate()
-    _, alive = psutil.wait_procs(left, timeout=DOWN_S)
+    folder = StateFolder(state.name)
+    drain_s = load_config(folder.config).router.drain_s if folder.config.exists() else 0.0
+    _, alive = psutil.wait_procs(left, timeout=drain_s + DOWN_S)
     for process in alive:
         with suppress(psutil.NoSuchProcess):
             process.kill()
     psutil.wait_procs(alive, timeout=5.0)
-    folder = StateFolder(state.name)
     with suppress(ConfigError):  # taken by the next one already
         folder.acquire()  # removes what a supervisor that had to be killed left
         folder.release()

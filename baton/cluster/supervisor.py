@@ -26,7 +26,7 @@ POLL_S = 0.2
 READY_POLL_S = 0.02
 SERVING_S = 30.0
 LISTENERS = ("grpc", "admin", "metrics", "http")
-DRAIN_S = 10.0
+MORE_S = 1.0  # than router.drain_s, for a router
 STOP_S = 5.0
 
 log = structlog.get_logger(__name__)
@@ -153,10 +153,8 @@ class Supervisor:
         """The routers first: they finish what they have while the workers are still there."""
         for router in self._routers:
             router.terminate()
-        waited = 0.0
-        while (
-            any(router.pid is not None for router in self._routers) and waited < DRAIN_S and not stop.now.wait(POLL_S)
-        ):
+        waited, most = 0.0, self._config.router.drain_s + MORE_S
+        while any(router.pid is not None for router in self._routers) and waited < most and not stop.now.wait(POLL_S):
             waited += POLL_S
         stop_all(self._routers, 0.0 if stop.now.is_set() else STOP_S)
         self._control.stop(STOP_S)

@@ -115,6 +115,7 @@ class RouterConfig(Section):
         description="auto, with policy predicted: a decode worker computes the rest of a prompt itself where that is"
         " expected to be clearly sooner, in a step within slo.itl_ms; without any prefill worker they always do",
     )
+    drain_s: Seconds = Field(default=9.0, description="told to stop, it lets what runs go on for so long")
     slow_reader_s: Seconds = Field(default=60.0, description="a client that reads nothing for so long is cut off")
     queue: QueueConfig = QueueConfig()
     tenants: dict[str, Weight] = Field(

@@ -68,10 +68,10 @@ class Answer:
     @property
     def reached(self) -> bool:
         """The service itself has answered."""
-        if self.code is grpc.StatusCode.UNIMPLEMENTED:
-            return self.of_baton
         C = grpc.StatusCode
-        return self.code not in {C.UNAUTHENTICATED, C.PERMISSION_DENIED, C.UNAVAILABLE, C.DEADLINE_EXCEEDED}
+        if self.code in {C.UNIMPLEMENTED, C.UNAVAILABLE}:  # of Baton: there is no controller
+            return self.of_baton
+        return self.code not in {C.UNAUTHENTICATED, C.PERMISSION_DENIED, C.DEADLINE_EXCEEDED}
 
 
 def ask(channel: grpc.Channel, method: str, metadata=None) -> Answer:

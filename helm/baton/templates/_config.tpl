@@ -10,6 +10,7 @@ router:
   metrics: "0.0.0.0:9100"
   admin: "0.0.0.0:50052"
   interface: {{ .Values.network.interface }}
+  drain_s: {{ max 1 (sub (sub (int .Values.router.terminationGracePeriodSeconds) (int .Values.router.preStopSeconds)) 10) }}
 prefill:
   {{- include "baton.ownedPool" (dict "root" . "pool" "prefill") | nindent 2 }}
 decode:
