@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
+import socket
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,7 +18,12 @@ from baton.cli.access import Reach, find_reach
 from baton.cli.up import find_cluster
 from baton.client import Client
 from baton.client.types import ClusterStatus
+from baton.clock import SystemClock
+from baton.config import ClusterConfig, load_config
+from baton.core import WorkerRef
 from baton.errors import BatonError, DeadlineExceeded, NoWorker
+from baton.ledger.board import Board, Order
+from baton.ledger.ledger import Ledger
 from baton.rpc.channel import from_here
 from baton.rpc.status import from_rpc_error
 from baton.rpc.v1 import admin_pb2
@@ -114,6 +122,39 @@ class Operator:
             except NoWorker as error:
                 failure = error
         raise failure
+
+
+def drain_here(file: Path, wait_s: float) -> list[str]:
+    """Have all workers of this host drain and end, and wait for that for so long; their names.
+
+    Without a router or a controller, for a host that goes away whatever they say. Raises ConfigError, LedgerError, and
+    DeadlineExceeded naming who is still there.
+    """
+    return asyncio.run(_drain_host(load_config(file, env=os.environ), socket.gethostname(), wait_s))
+
+
+async def _drain_host(config: ClusterConfig, host: str, wait_s: float) -> list[str]:
+    prefix, drain_s = f"baton:{config.name}", config.scaling.drain_s
+    grace_s = min(wait_s, drain_s) if wait_s else drain_s
+    ledger = await Ledger.connect(config.redis.url, prefix, config.ledger.lease_s, SystemClock())
+    try:
+        told = [info for info in await ledger.workers() if info.host == host]
+        for info in told:
+            order = Order(incarnation=str(info.ref.incarnation), role=info.role, drain=True, grace_s=grace_s)
+            await Board(ledger.connection).put_order(info.ref.worker_id, order)
+        if wait_s:
+            await _wait_gone(ledger, {info.ref for info in told}, wait_s)
+        return [info.ref.worker_id for info in told]
+    finally:
+        await ledger.close()
+
+
+async def _wait_gone(ledger: Ledger, left: set[WorkerRef], wait_s: float) -> None:
+    deadline = time.monotonic() + wait_s
+    while left := left & {info.ref for info in await ledger.workers()}:
+        if time.monotonic() > deadline:
+            raise DeadlineExceeded(f"not done in {wait_s:g} s: {', '.join(sorted(map(str, left)))}")
+        await asyncio.sleep(LOOK_S)
 
 
 def parse_sizes(words: Sequence[str]) -> dict[str, int]:

@@ -38,7 +38,13 @@ def scale(
 
 
 def drain(
-    worker: str,
+    worker: Annotated[str, typer.Argument(help="its name in `baton status`")] = "",
+    here: Annotated[
+        bool, typer.Option("--here", help="all workers of this host instead, at once: it is about to go away")
+    ] = False,
+    config: Annotated[
+        Path | None, typer.Option("--config", "-c", help="with --here: the cluster file, which names the Redis")
+    ] = None,
     wait: Wait = 0.0,
     name: ClusterName = None,
     target: AdminTarget = None,
@@ -46,6 +52,14 @@ def drain(
     as_json: Json = False,
 ) -> None:
     """A worker takes nothing new, finishes what it has and ends; another takes its place."""
+    if here is not (worker == "") or here is not (config is not None):
+        raise typer.BadParameter("say either a WORKER, or --here -c FILE")
+    if config is not None:
+        from baton.cli.operate import drain_here
+
+        told = drain_here(config, wait)
+        _say({"workers": told}, f"told to drain: {', '.join(told) or 'none is here'}", as_json, done=bool(wait))
+        return
     operator = _operator(name, target, tls)
     process = operator.drain(worker)
     if wait:

@@ -85,3 +85,21 @@ def test_a_frozen_one_is_replaced(cluster, load):
     eventually(lambda: not psutil.pid_exists(pid), within_s=30)
     eventually(lambda: cluster.pid(name) != pid, within_s=30)
     load.settle()
+
+
+def test_a_host_that_goes_away_drains_what_it_has(cluster, load):
+    before = workers(cluster)
+    file = cluster.home.path / cluster.name / "cluster.yaml"
+    said = cluster.home.baton("drain", "--here", "-c", str(file), "--wait", WITHIN_S, check=True)
+    assert "done" in said.stdout
+    eventually(lambda: not any(psutil.pid_exists(pid) for pid in before.values()), within_s=30)
+    eventually(lambda: sorted(roles(cluster).values()) == ["decode", "prefill", "prefill"], within_s=60)
+    load.settle()
+    assert set(load.outcomes) <= SERVED
+
+
+def test_who_drains_a_host_says_which_file(cluster):
+    for words in (["--here"], ["decode-0", "--here", "-c", "x.yaml"], ["decode-0", "-c", "x.yaml"], []):
+        refused = cluster.home.baton("drain", *words, check=False)
+        assert refused.returncode == 2
+        assert "--here -c FILE" in refused.stderr
