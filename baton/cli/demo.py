@@ -42,8 +42,9 @@ def demo(file: Path, sets: Sequence[str], stop: Stop) -> None:
     started = time.monotonic()
     asking: list[Future[None]] = []
     reach = reach_of(config)
+    parts = "Redis, one router" if config.ray.address == "none" else "Redis, Ray, one router"
     typer.echo(
-        f"starting Redis, Ray, one router, {config.prefill.replicas} prefill and {config.decode.replicas} decode "
+        f"starting {parts}, {config.prefill.replicas} prefill and {config.decode.replicas} decode "
         f"worker(s) with {config.model.path} ...",
         err=True,
     )

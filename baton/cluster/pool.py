@@ -3,26 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from baton.cluster.placement import Seen
 from baton.cluster.processes import Child, ProcessSpec, StartError, stop_all
 from baton.core import Role
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerPlan:
-    """One worker to place: its role, its number within the pool, and the config file that it reads."""
-
-    role: Role
-    index: int
-    config: Path
-    log: Path
-
-    @property
-    def worker_id(self) -> str:
-        return f"{self.role.value}-{self.index}"
 
 
 class ProcessPlacement:
