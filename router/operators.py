@@ -82,6 +82,12 @@ class Admin(AdminServicer):
             log.info("drain_wished", worker=str(info.ref))
             return admin_pb2.DrainReply()
 
+    def Watch(self, request: admin_pb2.WatchRequest, context: Context) -> AsyncIterator[admin_pb2.Live]:
+        raise NotImplementedError
+
+    async def Trace(self, request: admin_pb2.TraceRequest, context: Context) -> admin_pb2.TraceReply:
+        raise NotImplementedError
+
     async def _replan(self, wanted: admin_pb2.ScaleRequest | None) -> Plan:
         """Say the next plan: of other sizes, or (None) of another generation. Raises InvalidRequest, NoWorker."""
         for _ in range(_TRIES):

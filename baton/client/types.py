@@ -112,7 +112,7 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Timings:
-    """Seconds. The seven stages follow each other without gap and sum to `e2e_s`; `ttft_s` is until the first token."""
+    """Seconds. The stages follow each other without gap and sum to `e2e_s`; `ttft_s` is until the first token."""
 
     queue_s: float
     route_s: float
@@ -123,6 +123,7 @@ class Timings:
     decode_s: float
     ttft_s: float
     e2e_s: float
+    verify_s: float = 0.0  # a stage too: verify passes of a deterministic request, which `decode_s` leaves out
 
 
 @dataclass(frozen=True, slots=True)

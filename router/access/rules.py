@@ -31,6 +31,8 @@ RULES: Mapping[str, Need] = {
     "/baton.v1.Admin/Scale": Need.ADMIN,
     "/baton.v1.Admin/Drain": Need.ADMIN,
     "/baton.v1.Admin/Restart": Need.ADMIN,
+    "/baton.v1.Admin/Watch": Need.ADMIN,
+    "/baton.v1.Admin/Trace": Need.ADMIN,
     "/grpc.health.v1.Health/Check": Need.NOTHING,  # load balancers have no token
     "/grpc.health.v1.Health/Watch": Need.NOTHING,
     "/grpc.health.v1.Health/List": Need.NOBODY,  # the library has no such method yet, and logs a traceback

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-PACKAGES = ("baton", "router", "prefill_workers", "decode_workers", "kvtransfer")
+PACKAGES = ("baton", "router", "prefill_workers", "decode_workers", "kvtransfer", "simulator")
 UNSAFE_MODULES = {"pickle", "cPickle", "_pickle", "cloudpickle", "dill", "marshal", "shelve", "joblib"}
 UNSAFE_CALLS = {
     "eval",

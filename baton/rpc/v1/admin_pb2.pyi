@@ -449,3 +449,291 @@ class RequestsReply(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___RequestsReply: _TypeAlias = RequestsReply  # noqa: Y015
+
+@_typing.final
+class WatchRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    INTERVAL_S_FIELD_NUMBER: _builtins.int
+    interval_s: _builtins.float
+    """0.1 to 60; 0: 1"""
+    def __init__(
+        self,
+        *,
+        interval_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["interval_s", b"interval_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WatchRequest: _TypeAlias = WatchRequest  # noqa: Y015
+
+@_typing.final
+class Live(_message.Message):
+    """This router's view, now."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TIME_S_FIELD_NUMBER: _builtins.int
+    STATUS_FIELD_NUMBER: _builtins.int
+    REQUESTS_FIELD_NUMBER: _builtins.int
+    WINDOW_FIELD_NUMBER: _builtins.int
+    HAPPENINGS_FIELD_NUMBER: _builtins.int
+    time_s: _builtins.float
+    """Unix time"""
+    @_builtins.property
+    def status(self) -> Global___StatusReply: ...
+    @_builtins.property
+    def requests(self) -> _containers.RepeatedCompositeFieldContainer[Global___RequestView]:
+        """under way, the newest first, at most 200: `status` says how many there are"""
+
+    @_builtins.property
+    def window(self) -> Global___Window:
+        """of the last minute"""
+
+    @_builtins.property
+    def happenings(self) -> _containers.RepeatedCompositeFieldContainer[Global___Happening]:
+        """since the message before; in the first: the latest ones. Oldest first"""
+
+    def __init__(
+        self,
+        *,
+        time_s: _builtins.float = ...,
+        status: Global___StatusReply | None = ...,
+        requests: _abc.Iterable[Global___RequestView] | None = ...,
+        window: Global___Window | None = ...,
+        happenings: _abc.Iterable[Global___Happening] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["status", b"status", "window", b"window"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["happenings", b"happenings", "requests", b"requests", "status", b"status", "time_s", b"time_s", "window", b"window"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Live: _TypeAlias = Live  # noqa: Y015
+
+@_typing.final
+class RequestView(_message.Message):
+    """A choice of a request, as far as it has come."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    CHOICE_FIELD_NUMBER: _builtins.int
+    STAGE_FIELD_NUMBER: _builtins.int
+    PREFILL_WORKER_FIELD_NUMBER: _builtins.int
+    DECODE_WORKER_FIELD_NUMBER: _builtins.int
+    PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
+    AGE_S_FIELD_NUMBER: _builtins.int
+    ATTEMPT_FIELD_NUMBER: _builtins.int
+    DETERMINISTIC_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    choice: _builtins.int
+    stage: _builtins.str
+    """as in Timings: queue | route | reserve | prefill | transfer | commit | decode"""
+    prefill_worker: _builtins.str
+    """empty: none yet, or none at all"""
+    decode_worker: _builtins.str
+    prompt_tokens: _builtins.int
+    tokens: _builtins.int
+    """that its client has"""
+    age_s: _builtins.float
+    attempt: _builtins.int
+    """0: none yet"""
+    deterministic: _builtins.bool
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+        choice: _builtins.int = ...,
+        stage: _builtins.str = ...,
+        prefill_worker: _builtins.str = ...,
+        decode_worker: _builtins.str = ...,
+        prompt_tokens: _builtins.int = ...,
+        tokens: _builtins.int = ...,
+        age_s: _builtins.float = ...,
+        attempt: _builtins.int = ...,
+        deterministic: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_s", b"age_s", "attempt", b"attempt", "choice", b"choice", "decode_worker", b"decode_worker", "deterministic", b"deterministic", "prefill_worker", b"prefill_worker", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "stage", b"stage", "tokens", b"tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RequestView: _TypeAlias = RequestView  # noqa: Y015
+
+@_typing.final
+class Quantiles(_message.Message):
+    """Seconds. Nothing was seen: count is 0."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    COUNT_FIELD_NUMBER: _builtins.int
+    P50_FIELD_NUMBER: _builtins.int
+    P90_FIELD_NUMBER: _builtins.int
+    P99_FIELD_NUMBER: _builtins.int
+    count: _builtins.int
+    p50: _builtins.float
+    p90: _builtins.float
+    p99: _builtins.float
+    def __init__(
+        self,
+        *,
+        count: _builtins.int = ...,
+        p50: _builtins.float = ...,
+        p90: _builtins.float = ...,
+        p99: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["count", b"count", "p50", b"p50", "p90", b"p90", "p99", b"p99"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Quantiles: _TypeAlias = Quantiles  # noqa: Y015
+
+@_typing.final
+class Window(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SECONDS_FIELD_NUMBER: _builtins.int
+    TTFT_FIELD_NUMBER: _builtins.int
+    ITL_FIELD_NUMBER: _builtins.int
+    E2E_FIELD_NUMBER: _builtins.int
+    REQUESTS_PER_S_FIELD_NUMBER: _builtins.int
+    TOKENS_PER_S_FIELD_NUMBER: _builtins.int
+    PROMPT_TOKENS_PER_S_FIELD_NUMBER: _builtins.int
+    FAILED_FIELD_NUMBER: _builtins.int
+    REFUSED_FIELD_NUMBER: _builtins.int
+    RECOVERIES_FIELD_NUMBER: _builtins.int
+    SLO_SHARE_FIELD_NUMBER: _builtins.int
+    seconds: _builtins.float
+    """that it spans"""
+    requests_per_s: _builtins.float
+    """that ended, however"""
+    tokens_per_s: _builtins.float
+    """new ones"""
+    prompt_tokens_per_s: _builtins.float
+    failed: _builtins.int
+    refused: _builtins.int
+    recoveries: _builtins.int
+    slo_share: _builtins.float
+    """of those that finished, how many kept to both; -1: none finished"""
+    @_builtins.property
+    def ttft(self) -> Global___Quantiles: ...
+    @_builtins.property
+    def itl(self) -> Global___Quantiles: ...
+    @_builtins.property
+    def e2e(self) -> Global___Quantiles: ...
+    def __init__(
+        self,
+        *,
+        seconds: _builtins.float = ...,
+        ttft: Global___Quantiles | None = ...,
+        itl: Global___Quantiles | None = ...,
+        e2e: Global___Quantiles | None = ...,
+        requests_per_s: _builtins.float = ...,
+        tokens_per_s: _builtins.float = ...,
+        prompt_tokens_per_s: _builtins.float = ...,
+        failed: _builtins.int = ...,
+        refused: _builtins.int = ...,
+        recoveries: _builtins.int = ...,
+        slo_share: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["e2e", b"e2e", "itl", b"itl", "ttft", b"ttft"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["e2e", b"e2e", "failed", b"failed", "itl", b"itl", "prompt_tokens_per_s", b"prompt_tokens_per_s", "recoveries", b"recoveries", "refused", b"refused", "requests_per_s", b"requests_per_s", "seconds", b"seconds", "slo_share", b"slo_share", "tokens_per_s", b"tokens_per_s", "ttft", b"ttft"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Window: _TypeAlias = Window  # noqa: Y015
+
+@_typing.final
+class Happening(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TIME_S_FIELD_NUMBER: _builtins.int
+    KIND_FIELD_NUMBER: _builtins.int
+    TEXT_FIELD_NUMBER: _builtins.int
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    WORKER_ID_FIELD_NUMBER: _builtins.int
+    time_s: _builtins.float
+    """Unix time"""
+    kind: _builtins.str
+    """joined | left | recovered | refused | failed | fenced | decision"""
+    text: _builtins.str
+    """for a reader"""
+    request_id: _builtins.str
+    worker_id: _builtins.str
+    def __init__(
+        self,
+        *,
+        time_s: _builtins.float = ...,
+        kind: _builtins.str = ...,
+        text: _builtins.str = ...,
+        request_id: _builtins.str = ...,
+        worker_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["kind", b"kind", "request_id", b"request_id", "text", b"text", "time_s", b"time_s", "worker_id", b"worker_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Happening: _TypeAlias = Happening  # noqa: Y015
+
+@_typing.final
+class TraceRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    """"" : the one that ended last"""
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["request_id", b"request_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TraceRequest: _TypeAlias = TraceRequest  # noqa: Y015
+
+@_typing.final
+class TraceReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    TRACE_ID_FIELD_NUMBER: _builtins.int
+    OUTCOME_FIELD_NUMBER: _builtins.int
+    SPANS_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    trace_id: _builtins.str
+    outcome: _builtins.str
+    """finished | cancelled | failed | refused | running"""
+    @_builtins.property
+    def spans(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.Span]:
+        """by their start"""
+
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+        trace_id: _builtins.str = ...,
+        outcome: _builtins.str = ...,
+        spans: _abc.Iterable[_common_pb2.Span] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["outcome", b"outcome", "request_id", b"request_id", "spans", b"spans", "trace_id", b"trace_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TraceReply: _TypeAlias = TraceReply  # noqa: Y015

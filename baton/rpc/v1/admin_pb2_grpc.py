@@ -59,6 +59,16 @@ class AdminStub(object):
                 request_serializer=baton_dot_v1_dot_admin__pb2.RestartRequest.SerializeToString,
                 response_deserializer=baton_dot_v1_dot_admin__pb2.RestartReply.FromString,
                 _registered_method=True)
+        self.Watch = channel.unary_stream(
+                '/baton.v1.Admin/Watch',
+                request_serializer=baton_dot_v1_dot_admin__pb2.WatchRequest.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_admin__pb2.Live.FromString,
+                _registered_method=True)
+        self.Trace = channel.unary_unary(
+                '/baton.v1.Admin/Trace',
+                request_serializer=baton_dot_v1_dot_admin__pb2.TraceRequest.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_admin__pb2.TraceReply.FromString,
+                _registered_method=True)
 
 
 class AdminServicer(object):
@@ -97,6 +107,20 @@ class AdminServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Watch(self, request, context):
+        """What goes on, again and again, until the caller leaves.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Trace(self, request, context):
+        """The spans of one of the last requests that this router had. NOT_FOUND: it is not among them.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -124,6 +148,16 @@ def add_AdminServicer_to_server(servicer, server):
                     servicer.Restart,
                     request_deserializer=baton_dot_v1_dot_admin__pb2.RestartRequest.FromString,
                     response_serializer=baton_dot_v1_dot_admin__pb2.RestartReply.SerializeToString,
+            ),
+            'Watch': grpc.unary_stream_rpc_method_handler(
+                    servicer.Watch,
+                    request_deserializer=baton_dot_v1_dot_admin__pb2.WatchRequest.FromString,
+                    response_serializer=baton_dot_v1_dot_admin__pb2.Live.SerializeToString,
+            ),
+            'Trace': grpc.unary_unary_rpc_method_handler(
+                    servicer.Trace,
+                    request_deserializer=baton_dot_v1_dot_admin__pb2.TraceRequest.FromString,
+                    response_serializer=baton_dot_v1_dot_admin__pb2.TraceReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -261,6 +295,60 @@ class Admin(object):
             '/baton.v1.Admin/Restart',
             baton_dot_v1_dot_admin__pb2.RestartRequest.SerializeToString,
             baton_dot_v1_dot_admin__pb2.RestartReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Watch(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/baton.v1.Admin/Watch',
+            baton_dot_v1_dot_admin__pb2.WatchRequest.SerializeToString,
+            baton_dot_v1_dot_admin__pb2.Live.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Trace(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.Admin/Trace',
+            baton_dot_v1_dot_admin__pb2.TraceRequest.SerializeToString,
+            baton_dot_v1_dot_admin__pb2.TraceReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -39,6 +39,10 @@ class AdminStub:
     """This worker takes nothing new, finishes what it has, ends, and another takes its place."""
     Restart: _grpc.UnaryUnaryMultiCallable[_admin_pb2.RestartRequest, _admin_pb2.RestartReply]
     """Every worker is replaced by a new process, one after the other."""
+    Watch: _grpc.UnaryStreamMultiCallable[_admin_pb2.WatchRequest, _admin_pb2.Live]
+    """What goes on, again and again, until the caller leaves."""
+    Trace: _grpc.UnaryUnaryMultiCallable[_admin_pb2.TraceRequest, _admin_pb2.TraceReply]
+    """The spans of one of the last requests that this router had. NOT_FOUND: it is not among them."""
 
 @_typing.type_check_only
 class AdminAsyncStub(AdminStub):
@@ -51,6 +55,10 @@ class AdminAsyncStub(AdminStub):
     """This worker takes nothing new, finishes what it has, ends, and another takes its place."""
     Restart: _aio.UnaryUnaryMultiCallable[_admin_pb2.RestartRequest, _admin_pb2.RestartReply]  # type: ignore[assignment]
     """Every worker is replaced by a new process, one after the other."""
+    Watch: _aio.UnaryStreamMultiCallable[_admin_pb2.WatchRequest, _admin_pb2.Live]  # type: ignore[assignment]
+    """What goes on, again and again, until the caller leaves."""
+    Trace: _aio.UnaryUnaryMultiCallable[_admin_pb2.TraceRequest, _admin_pb2.TraceReply]  # type: ignore[assignment]
+    """The spans of one of the last requests that this router had. NOT_FOUND: it is not among them."""
 
 class AdminServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -90,5 +98,21 @@ class AdminServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.RestartReply, _abc.Awaitable[_admin_pb2.RestartReply]]:
         """Every worker is replaced by a new process, one after the other."""
+
+    @_abc_1.abstractmethod
+    def Watch(
+        self,
+        request: _admin_pb2.WatchRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_admin_pb2.Live], _abc.AsyncIterator[_admin_pb2.Live]]:
+        """What goes on, again and again, until the caller leaves."""
+
+    @_abc_1.abstractmethod
+    def Trace(
+        self,
+        request: _admin_pb2.TraceRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.TraceReply, _abc.Awaitable[_admin_pb2.TraceReply]]:
+        """The spans of one of the last requests that this router had. NOT_FOUND: it is not among them."""
 
 def add_AdminServicer_to_server(servicer: AdminServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -341,6 +341,7 @@ class Timings(_message.Message):
     DECODE_S_FIELD_NUMBER: _builtins.int
     TTFT_S_FIELD_NUMBER: _builtins.int
     E2E_S_FIELD_NUMBER: _builtins.int
+    VERIFY_S_FIELD_NUMBER: _builtins.int
     queue_s: _builtins.float
     """arrival to admission"""
     route_s: _builtins.float
@@ -354,11 +355,13 @@ class Timings(_message.Message):
     commit_s: _builtins.float
     """until the decode worker's first message was at the router"""
     decode_s: _builtins.float
-    """until the end"""
+    """until the end, without verify_s"""
     ttft_s: _builtins.float
     """arrival to first token"""
     e2e_s: _builtins.float
     """arrival to end"""
+    verify_s: _builtins.float
+    """verify passes of a deterministic request, while it was decoded"""
     def __init__(
         self,
         *,
@@ -371,14 +374,87 @@ class Timings(_message.Message):
         decode_s: _builtins.float = ...,
         ttft_s: _builtins.float = ...,
         e2e_s: _builtins.float = ...,
+        verify_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["commit_s", b"commit_s", "decode_s", b"decode_s", "e2e_s", b"e2e_s", "prefill_s", b"prefill_s", "queue_s", b"queue_s", "reserve_s", b"reserve_s", "route_s", b"route_s", "transfer_s", b"transfer_s", "ttft_s", b"ttft_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["commit_s", b"commit_s", "decode_s", b"decode_s", "e2e_s", b"e2e_s", "prefill_s", b"prefill_s", "queue_s", b"queue_s", "reserve_s", b"reserve_s", "route_s", b"route_s", "transfer_s", b"transfer_s", "ttft_s", b"ttft_s", "verify_s", b"verify_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Timings: _TypeAlias = Timings  # noqa: Y015
+
+@_typing.final
+class Span(_message.Message):
+    """A part of a request's time in one process. Those of the router (its stages) follow each other without gap; those of
+    workers lie beside them, each by its own host's wall clock.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class AttributesEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    NAME_FIELD_NUMBER: _builtins.int
+    PROCESS_FIELD_NUMBER: _builtins.int
+    ROLE_FIELD_NUMBER: _builtins.int
+    START_S_FIELD_NUMBER: _builtins.int
+    DURATION_S_FIELD_NUMBER: _builtins.int
+    ATTRIBUTES_FIELD_NUMBER: _builtins.int
+    ATTEMPT_FIELD_NUMBER: _builtins.int
+    CHOICE_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """router: a stage; P: wait, compute, push; D: receive, commit, decode, verify"""
+    process: _builtins.str
+    """router id or worker id; empty in what a worker says: the router knows who it is"""
+    role: _builtins.str
+    """router | prefill | decode; empty, as above"""
+    start_s: _builtins.float
+    """Unix time"""
+    duration_s: _builtins.float
+    attempt: _builtins.int
+    """0: of no attempt"""
+    choice: _builtins.int
+    @_builtins.property
+    def attributes(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
+        """figures, such as tokens or kv_bytes; never text of a request"""
+
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        process: _builtins.str = ...,
+        role: _builtins.str = ...,
+        start_s: _builtins.float = ...,
+        duration_s: _builtins.float = ...,
+        attributes: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+        attempt: _builtins.int = ...,
+        choice: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "attributes", b"attributes", "choice", b"choice", "duration_s", b"duration_s", "name", b"name", "process", b"process", "role", b"role", "start_s", b"start_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Span: _TypeAlias = Span  # noqa: Y015
 
 @_typing.final
 class KVLayout(_message.Message):
@@ -627,6 +703,7 @@ class WorkerInfo(_message.Message):
     DETERMINISM_FIELD_NUMBER: _builtins.int
     NONDETERMINISM_FIELD_NUMBER: _builtins.int
     THINKING_CHUNK_FIELD_NUMBER: _builtins.int
+    METRICS_FIELD_NUMBER: _builtins.int
     role: _builtins.str
     """prefill | decode"""
     fingerprint: _builtins.str
@@ -643,6 +720,8 @@ class WorkerInfo(_message.Message):
     nondeterminism: _builtins.str
     thinking_chunk: _builtins.int
     """tokens of a chunk that the model thinks about; 0: it does not think"""
+    metrics: _builtins.str
+    """host:port of its metrics; empty: it serves none"""
     @_builtins.property
     def ref(self) -> Global___WorkerRef: ...
     @_builtins.property
@@ -663,10 +742,11 @@ class WorkerInfo(_message.Message):
         determinism: _builtins.str = ...,
         nondeterminism: _builtins.str = ...,
         thinking_chunk: _builtins.int = ...,
+        metrics: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout", "ref", b"ref"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["determinism", b"determinism", "fingerprint", b"fingerprint", "host", b"host", "layout", b"layout", "max_model_len", b"max_model_len", "model", b"model", "nondeterminism", b"nondeterminism", "pid", b"pid", "protocol_version", b"protocol_version", "ref", b"ref", "role", b"role", "thinking_chunk", b"thinking_chunk", "total_blocks", b"total_blocks"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["determinism", b"determinism", "fingerprint", b"fingerprint", "host", b"host", "layout", b"layout", "max_model_len", b"max_model_len", "metrics", b"metrics", "model", b"model", "nondeterminism", b"nondeterminism", "pid", b"pid", "protocol_version", b"protocol_version", "ref", b"ref", "role", b"role", "thinking_chunk", b"thinking_chunk", "total_blocks", b"total_blocks"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -216,6 +216,7 @@ class GenerateRequest(_message.Message):
     IDEMPOTENCY_KEY_FIELD_NUMBER: _builtins.int
     THOUGHTS_FIELD_NUMBER: _builtins.int
     THINK_WHILE_DECODING_FIELD_NUMBER: _builtins.int
+    TRACE_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """"" : the served model"""
     text: _builtins.str
@@ -243,6 +244,8 @@ class GenerateRequest(_message.Message):
     """Of a model that thinks; refused by others. (false) Stream what it thought about each chunk of the prompt."""
     think_while_decoding: _builtins.bool
     """Of a model that thinks; refused by others. Go on thinking about what is generated (as the cluster file says)."""
+    trace: _builtins.bool
+    """(false) `Completed` says all spans of the request"""
     @_builtins.property
     def token_ids(self) -> _common_pb2.TokenIds: ...
     @_builtins.property
@@ -270,10 +273,11 @@ class GenerateRequest(_message.Message):
         idempotency_key: _builtins.str | None = ...,
         thoughts: _builtins.bool | None = ...,
         think_while_decoding: _builtins.bool | None = ...,
+        trace: _builtins.bool | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_cache_scope", b"_cache_scope", "_deterministic", b"_deterministic", "_idempotency_key", b"_idempotency_key", "_logprobs", b"_logprobs", "_n", b"_n", "_priority", b"_priority", "_resumable_s", b"_resumable_s", "_think_while_decoding", b"_think_while_decoding", "_thoughts", b"_thoughts", "cache_scope", b"cache_scope", "chat", b"chat", "constraint", b"constraint", "deterministic", b"deterministic", "idempotency_key", b"idempotency_key", "logprobs", b"logprobs", "n", b"n", "priority", b"priority", "prompt", b"prompt", "resumable_s", b"resumable_s", "sampling", b"sampling", "text", b"text", "think_while_decoding", b"think_while_decoding", "thoughts", b"thoughts", "token_ids", b"token_ids"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_cache_scope", b"_cache_scope", "_deterministic", b"_deterministic", "_idempotency_key", b"_idempotency_key", "_logprobs", b"_logprobs", "_n", b"_n", "_priority", b"_priority", "_resumable_s", b"_resumable_s", "_think_while_decoding", b"_think_while_decoding", "_thoughts", b"_thoughts", "_trace", b"_trace", "cache_scope", b"cache_scope", "chat", b"chat", "constraint", b"constraint", "deterministic", b"deterministic", "idempotency_key", b"idempotency_key", "logprobs", b"logprobs", "n", b"n", "priority", b"priority", "prompt", b"prompt", "resumable_s", b"resumable_s", "sampling", b"sampling", "text", b"text", "think_while_decoding", b"think_while_decoding", "thoughts", b"thoughts", "token_ids", b"token_ids", "trace", b"trace"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_cache_scope", b"_cache_scope", "_deterministic", b"_deterministic", "_idempotency_key", b"_idempotency_key", "_logprobs", b"_logprobs", "_n", b"_n", "_priority", b"_priority", "_resumable_s", b"_resumable_s", "_think_while_decoding", b"_think_while_decoding", "_thoughts", b"_thoughts", "cache_scope", b"cache_scope", "chat", b"chat", "client_tag", b"client_tag", "constraint", b"constraint", "deterministic", b"deterministic", "idempotency_key", b"idempotency_key", "logprobs", b"logprobs", "model", b"model", "n", b"n", "priority", b"priority", "prompt", b"prompt", "resumable_s", b"resumable_s", "sampling", b"sampling", "text", b"text", "think_while_decoding", b"think_while_decoding", "thoughts", b"thoughts", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_cache_scope", b"_cache_scope", "_deterministic", b"_deterministic", "_idempotency_key", b"_idempotency_key", "_logprobs", b"_logprobs", "_n", b"_n", "_priority", b"_priority", "_resumable_s", b"_resumable_s", "_think_while_decoding", b"_think_while_decoding", "_thoughts", b"_thoughts", "_trace", b"_trace", "cache_scope", b"cache_scope", "chat", b"chat", "client_tag", b"client_tag", "constraint", b"constraint", "deterministic", b"deterministic", "idempotency_key", b"idempotency_key", "logprobs", b"logprobs", "model", b"model", "n", b"n", "priority", b"priority", "prompt", b"prompt", "resumable_s", b"resumable_s", "sampling", b"sampling", "text", b"text", "think_while_decoding", b"think_while_decoding", "thoughts", b"thoughts", "token_ids", b"token_ids", "trace", b"trace"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__cache_scope: _TypeAlias = _typing.Literal["cache_scope"]  # noqa: Y015
     _WhichOneofArgType__cache_scope: _TypeAlias = _typing.Literal["_cache_scope", b"_cache_scope"]  # noqa: Y015
@@ -293,6 +297,8 @@ class GenerateRequest(_message.Message):
     _WhichOneofArgType__think_while_decoding: _TypeAlias = _typing.Literal["_think_while_decoding", b"_think_while_decoding"]  # noqa: Y015
     _WhichOneofReturnType__thoughts: _TypeAlias = _typing.Literal["thoughts"]  # noqa: Y015
     _WhichOneofArgType__thoughts: _TypeAlias = _typing.Literal["_thoughts", b"_thoughts"]  # noqa: Y015
+    _WhichOneofReturnType__trace: _TypeAlias = _typing.Literal["trace"]  # noqa: Y015
+    _WhichOneofArgType__trace: _TypeAlias = _typing.Literal["_trace", b"_trace"]  # noqa: Y015
     _WhichOneofReturnType_prompt: _TypeAlias = _typing.Literal["text", "token_ids", "chat"]  # noqa: Y015
     _WhichOneofArgType_prompt: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015
     @_typing.overload
@@ -313,6 +319,8 @@ class GenerateRequest(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__think_while_decoding) -> _WhichOneofReturnType__think_while_decoding | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__thoughts) -> _WhichOneofReturnType__thoughts | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__trace) -> _WhichOneofReturnType__trace | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType_prompt) -> _WhichOneofReturnType_prompt | None: ...
 
@@ -580,16 +588,24 @@ class Completed(_message.Message):
     TIMINGS_FIELD_NUMBER: _builtins.int
     PLACEMENT_FIELD_NUMBER: _builtins.int
     SYSTEM_FINGERPRINT_FIELD_NUMBER: _builtins.int
+    TRACE_ID_FIELD_NUMBER: _builtins.int
+    SPANS_FIELD_NUMBER: _builtins.int
     system_fingerprint: _builtins.str
     """Names all that the bits of the answer depend on, beside the request. A deterministic request has one for life.
     Empty: its workers do not say, or each another one.
     """
+    trace_id: _builtins.str
+    """32 hex digits: that of the caller's `traceparent`, or a new one"""
     @_builtins.property
     def usage(self) -> Global___Usage: ...
     @_builtins.property
     def timings(self) -> _common_pb2.Timings: ...
     @_builtins.property
     def placement(self) -> Global___Placement: ...
+    @_builtins.property
+    def spans(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.Span]:
+        """if the request asked for them"""
+
     def __init__(
         self,
         *,
@@ -597,10 +613,12 @@ class Completed(_message.Message):
         timings: _common_pb2.Timings | None = ...,
         placement: Global___Placement | None = ...,
         system_fingerprint: _builtins.str = ...,
+        trace_id: _builtins.str = ...,
+        spans: _abc.Iterable[_common_pb2.Span] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["placement", b"placement", "timings", b"timings", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["placement", b"placement", "system_fingerprint", b"system_fingerprint", "timings", b"timings", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["placement", b"placement", "spans", b"spans", "system_fingerprint", b"system_fingerprint", "timings", b"timings", "trace_id", b"trace_id", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

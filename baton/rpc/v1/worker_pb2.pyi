@@ -540,6 +540,7 @@ class WorkerEvent(_message.Message):
     ATTACHED_FIELD_NUMBER: _builtins.int
     THOUGHTS_FIELD_NUMBER: _builtins.int
     CACHED_TOKENS_FIELD_NUMBER: _builtins.int
+    SPANS_FIELD_NUMBER: _builtins.int
     cached_tokens: _builtins.int
     """P, with its tokens or finish: known tokens whose KV was in its prefix cache"""
     @_builtins.property
@@ -594,6 +595,12 @@ class WorkerEvent(_message.Message):
         first token does.
         """
 
+    @_builtins.property
+    def spans(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.Span]:
+        """What this worker did for the handoff since it said so last: P with Pushed, Finish or Failed; D with Committed, Finish,
+        Preempted or Failed.
+        """
+
     def __init__(
         self,
         *,
@@ -611,10 +618,11 @@ class WorkerEvent(_message.Message):
         attached: Global___Attached | None = ...,
         thoughts: Global___OutputThoughts | None = ...,
         cached_tokens: _builtins.int = ...,
+        spans: _abc.Iterable[_common_pb2.Span] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["attached", b"attached", "committed", b"committed", "event", b"event", "failed", b"failed", "fenced", b"fenced", "finish", b"finish", "handoff", b"handoff", "preempted", b"preempted", "pushed", b"pushed", "refused", b"refused", "reserved", b"reserved", "thoughts", b"thoughts", "tokens", b"tokens", "welcome", b"welcome"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attached", b"attached", "cached_tokens", b"cached_tokens", "committed", b"committed", "event", b"event", "failed", b"failed", "fenced", b"fenced", "finish", b"finish", "handoff", b"handoff", "preempted", b"preempted", "pushed", b"pushed", "refused", b"refused", "reserved", b"reserved", "thoughts", b"thoughts", "tokens", b"tokens", "welcome", b"welcome"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attached", b"attached", "cached_tokens", b"cached_tokens", "committed", b"committed", "event", b"event", "failed", b"failed", "fenced", b"fenced", "finish", b"finish", "handoff", b"handoff", "preempted", b"preempted", "pushed", b"pushed", "refused", b"refused", "reserved", b"reserved", "spans", b"spans", "thoughts", b"thoughts", "tokens", b"tokens", "welcome", b"welcome"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["welcome", "reserved", "refused", "tokens", "finish", "committed", "fenced", "preempted", "failed", "pushed", "attached", "thoughts"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
@@ -706,19 +714,23 @@ class OutputFinish(_message.Message):
     REASON_FIELD_NUMBER: _builtins.int
     MATCHED_FIELD_NUMBER: _builtins.int
     TAIL_FIELD_NUMBER: _builtins.int
+    VERIFY_S_FIELD_NUMBER: _builtins.int
     reason: _common_pb2.FinishReason.ValueType
     matched: _builtins.str
     tail: _builtins.str
+    verify_s: _builtins.float
+    """of this attempt's decoding, in verify passes that it was part of"""
     def __init__(
         self,
         *,
         reason: _common_pb2.FinishReason.ValueType = ...,
         matched: _builtins.str = ...,
         tail: _builtins.str = ...,
+        verify_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["matched", b"matched", "reason", b"reason", "tail", b"tail"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["matched", b"matched", "reason", b"reason", "tail", b"tail", "verify_s", b"verify_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

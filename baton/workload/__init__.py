@@ -1,0 +1,1 @@
+"""What load looks like: when requests arrive, and how long they are."""
