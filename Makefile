@@ -91,7 +91,7 @@ ifeq ($(filter check,$(MAKECMDGOALS)),)
 	@$(PYTEST) $(PARALLEL) -m "not chaos and not serial"
 else
 	@$(PYTEST) $(PARALLEL) -m "slow and not chaos and not serial" tests/unit tests/guards
-	@$(PYTEST) $(PARALLEL) -m "not chaos and not serial" --ignore tests/unit --ignore tests/guards
+	@$(PYTEST) $(PARALLEL) -m "not chaos and not serial" --ignore tests/unit --ignore tests/guards --durations 30 --durations-min 4
 endif
 	@$(PYTEST) -m "serial and not chaos" $(NONE_IS_FINE)
 
