@@ -43,7 +43,7 @@ from baton.engine.selfcheck import checked_shapes
 from baton.logs import configure_logging
 from baton.tokenizer import load_tokenizer
 from benchmarks.lib.determinism_run import Load, Took, engine_of, run
-from benchmarks.lib.determinism_table import figures, table
+from benchmarks.lib.determinism_table import figures, ratios, table
 from benchmarks.lib.lengths import read_trace, sampled
 from benchmarks.lib.models import make_model
 from benchmarks.lib.report import finish
@@ -209,7 +209,7 @@ def main(argv: list[str]) -> None:
     if args.lengths is None and not trace:
         notes.append("Lengths of real conversations were not measured: no `--trace`.")
     told = [word.replace(str(args.trace), args.trace.name) for word in argv] if args.trace else argv  # no one's folders
-    finish(NAME, told, load, "\n\n".join([*tables, *notes]), numbers, write_docs=args.write_docs)
+    finish(NAME, told, load, "\n\n".join([*tables, *notes]), ratios(found[0]), numbers, write_docs=args.write_docs)
 
 
 if __name__ == "__main__":

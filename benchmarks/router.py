@@ -30,7 +30,7 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median, quantiles
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for `python benchmarks/router.py`
 
@@ -47,6 +47,9 @@ from benchmarks.lib.protocol import ROOT
 from benchmarks.lib.report import finish, markdown
 from benchmarks.lib.router_direct import Direct
 from benchmarks.lib.streams import Passed, drive
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 NAME = "router"
 PROMPT, ANSWER = 16, 256  # tokens
@@ -164,6 +167,25 @@ def figures(extra: list[Turn], streams: list[Load], short: list[Load]) -> dict[s
     return {name: round(value, 3) for name, value in found.items()}
 
 
+def ratios(found: Mapping[str, float], streams: list[Load], short: list[Load]) -> dict[str, float | None]:
+    """Those that others rely on."""
+    return {
+        "added_ms_p50": found["added_ttft_p50_ms"],
+        "added_ms_p99": found["added_ttft_p99_ms"],
+        "tokens_per_s_one_process": round(streams[0].tokens_per_s, 1) if streams[0].routers == 1 else None,
+        "requests_per_s_one_process": round(short[0].requests_per_s, 1) if short[0].routers == 1 else None,
+        "choose_ms_1000_workers": choosing_ms(),
+    }
+
+
+def choosing_ms() -> float:
+    """The slowest policy's median, of `benchmarks/choose.py` as it is run by hand."""
+    argv = [sys.executable, str(Path(__file__).with_name("choose.py")), "--quick"]
+    done = subprocess.run(argv, check=True, stdout=subprocess.PIPE, text=True, cwd=ROOT)
+    found = json.loads(done.stdout.splitlines()[-1])["ratios"]
+    return round(max(value for name, value in found.items() if "," in name) / 1e3, 4)
+
+
 def table(loads: list[Load], what: str) -> str:
     """A row for each number of routers: how many of `what`, tokens or requests, and the time each took from whom."""
     header = ["routers", f"{what}s/s passed", f"{what}s per s of router CPU", "tokens per event"]
@@ -211,7 +233,7 @@ def main(argv: list[str]) -> None:
     found = figures(extra, streams, short)
     values = markdown(["figure", "value"], [[name, str(value)] for name, value in found.items()])
     shown = "\n\n".join((table(streams, "token"), table(short, "request"), values))
-    finish(NAME, argv, load, shown, found, write_docs=args.write_docs)
+    finish(NAME, argv, load, shown, ratios(found, streams, short), found, write_docs=args.write_docs)
 
 
 if __name__ == "__main__":

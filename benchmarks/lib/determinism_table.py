@@ -16,6 +16,10 @@ if TYPE_CHECKING:
 
 HEADER = ("", "tokens/s", "of 0 % (spread)", "verify passes", "recomputed")
 TIMES = ("TTFT", "ITL", "E2E")
+KEYS = (
+    *("throughput_10", "throughput_50", "throughput_100"),
+    *("recomputed_share_100", "ttft_p99_ratio_100", "control_diverged"),
+)
 
 
 def table(runs: Runs) -> str:
@@ -31,6 +35,24 @@ def figures(runs: Runs, prefix: str = "") -> dict[str, float]:
         found[prefix + name] = round(median(_ratios(taken, base, _speed)), 4)
         if _comparable(taken, base):
             found[f"{prefix}{name}, p99 TTFT"] = round(median(_ratios(taken, base, _slowest_ttft)), 4)
+    return found
+
+
+def ratios(runs: Runs) -> dict[str, float | None]:
+    """Those that others rely on, with verify passes where a share was not measured without. `control_diverged` is
+    not measured here: tests/e2e/test_determinism.py counts it.
+    """
+    found: dict[str, float | None] = dict.fromkeys(KEYS)
+    for share in (10, 50, 100):
+        for name in (f"{share}% deterministic", f"{share}% deterministic, verify passes"):
+            if name in runs and found[f"throughput_{share}"] is None:
+                found[f"throughput_{share}"] = round(median(_ratios(runs[name], _first(runs), _speed)), 4)
+    all_of_them = runs.get("100% deterministic, verify passes")
+    if all_of_them:
+        again = median(one.counters.recomputed_tokens / one.tokens for one in all_of_them)
+        found["recomputed_share_100"] = round(again, 4)
+        if _comparable(all_of_them, _first(runs)):
+            found["ttft_p99_ratio_100"] = round(median(_ratios(all_of_them, _first(runs), _slowest_ttft)), 4)
     return found
 
 

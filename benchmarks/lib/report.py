@@ -83,15 +83,23 @@ def fill(text: str, content: str, section: str = "engine") -> str:
 
 
 def finish(
-    name: str, argv: Sequence[str], load: float, shown: str, figures: Mapping[str, float], *, write_docs: bool
+    name: str,
+    argv: Sequence[str],
+    load: float,
+    shown: str,
+    ratios: Mapping[str, float | None],
+    figures: Mapping[str, float] | None = None,
+    *,
+    write_docs: bool,
 ) -> None:
     """The end of `benchmarks/{name}.py`: print what was measured, put it into the section `name` of docs/performance.md
-    if that is wanted, and print the figures as the last line. `load`: the machine's before it.
+    if that is wanted, and print the ratios that others rely on, and more figures, as the last line. None: not measured.
+    `load`: the machine's before it.
     """
     print(shown)
     if write_docs:
         write_section("performance.md", name, argv, load, shown)
-    print(json.dumps({"benchmark": name, "figures": figures}))
+    print(json.dumps({"benchmark": name, "ratios": ratios, **({"figures": figures} if figures else {})}))
 
 
 def write_section(page: str, name: str, argv: Sequence[str], load: float, shown: str) -> None:

@@ -82,6 +82,8 @@ def test_a_run_ends_with_all_figures(tmp_path):
     assert done.returncode == 0, done.stderr
     last = json.loads(done.stdout.splitlines()[-1])
     assert last["benchmark"] == "determinism"
+    assert min(last["ratios"][f"throughput_{share}"] for share in (10, 50, 100)) > 0
+    assert {key for key, value in last["ratios"].items() if value is None} <= {"control_diverged", "ttft_p99_ratio_100"}
     for key in ("fixed shape", "one at a time", "100% deterministic, verify passes, all wait"):
         assert last["figures"][key] > 0
     exact = "No decode step is exact here" not in done.stdout
