@@ -183,7 +183,8 @@ def choosing_ms() -> float:
     argv = [sys.executable, str(Path(__file__).with_name("choose.py")), "--quick"]
     done = subprocess.run(argv, check=True, stdout=subprocess.PIPE, text=True, cwd=ROOT)
     found = json.loads(done.stdout.splitlines()[-1])["ratios"]
-    return round(max(value for name, value in found.items() if "," in name) / 1e3, 4)
+    slowest: float = max(value for name, value in found.items() if "," in name)
+    return round(slowest / 1e3, 4)
 
 
 def table(loads: list[Load], what: str) -> str:
