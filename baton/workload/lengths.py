@@ -1,0 +1,125 @@
+"""How many tokens a prompt and its answer have: a number, a distribution, or the pairs of a file."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+
+from baton.errors import ConfigError
+
+KINDS = "N, fixed:N, uniform:LOW-HIGH, lognormal:MEAN,CV,MOST, zipf:EXPONENT,MOST or file:PATH"
+Draw = Callable[[Random], int]
+
+
+@dataclass(frozen=True, slots=True)
+class Lengths:
+    """Draws how long requests are. `most` is what no drawn pair exceeds: prompt and answer together, in tokens."""
+
+    draw: Callable[[Random], tuple[int, int]]
+    most: int
+
+    @classmethod
+    def parse(cls, prompt: str, answer: str | None) -> Lengths:
+        """From texts of KINDS. A file with two numbers a line is the pairs of prompts and their answers, and then
+        `answer` must be None. Raises ConfigError naming what is wrong.
+        """
+        if prompt.startswith("file:") and len((rows := _rows("prompt_tokens", prompt))[0]) == 2:
+            if answer is not None:
+                raise ConfigError(f"max_tokens: {prompt} has pairs, which say it already, got {answer!r} too")
+            pairs = [(row[0], row[1]) for row in rows]
+            return cls(lambda draw: draw.choice(pairs), max(map(sum, pairs)))
+        first, most = _parsed("prompt_tokens", prompt)
+        second, more = _parsed("max_tokens", answer or "64")
+        return cls(lambda draw: (first(draw), second(draw)), most + more)
+
+
+def _parsed(field: str, text: str) -> tuple[Draw, int]:
+    """What draws one length, and the highest that it draws."""
+    kind, found, rest = text.partition(":")
+    if not found:
+        kind, rest = "fixed", text
+    if kind == "file":
+        rows = _rows(field, text)
+        return _one_of([row[0] for row in rows])
+    try:
+        return _MAKERS[kind](rest)
+    except (KeyError, ValueError):
+        raise ConfigError(f"{field}: must be {KINDS}, all lengths above 0, got {text!r}") from None
+
+
+def _fixed(text: str) -> tuple[Draw, int]:
+    value = _whole(text)
+    return lambda draw: value, value
+
+
+def _uniform(text: str) -> tuple[Draw, int]:
+    low, high = map(_whole, text.split("-"))
+    if low > high:
+        raise ValueError(text)
+    return lambda draw: draw.randint(low, high), high
+
+
+def _lognormal(text: str) -> tuple[Draw, int]:
+    """Of the mean and the coefficient of variation of the tokens themselves; what is above the most becomes it."""
+    mean_text, cv_text, most_text = text.split(",")
+    mean, cv, most = _positive(mean_text), _positive(cv_text), _whole(most_text)
+    variance = math.log1p(cv**2)
+    place, width = math.log(mean) - variance / 2, math.sqrt(variance)
+    return lambda draw: min(most, max(1, round(draw.lognormvariate(place, width)))), most
+
+
+def _zipf(text: str) -> tuple[Draw, int]:
+    """A length of k tokens is as likely as k to the power of minus the exponent."""
+    exponent_text, most_text = text.split(",")
+    exponent, most = _positive(exponent_text), _whole(most_text)
+    total, sums = 0.0, []
+    for length in range(1, most + 1):
+        total += length**-exponent
+        sums.append(total)
+    lengths = range(1, most + 1)
+    return lambda draw: draw.choices(lengths, cum_weights=sums)[0], most
+
+
+_MAKERS = {"fixed": _fixed, "uniform": _uniform, "lognormal": _lognormal, "zipf": _zipf}
+
+
+def _one_of(values: Sequence[int]) -> tuple[Draw, int]:
+    return lambda draw: draw.choice(values), max(values)
+
+
+def _whole(text: str) -> int:
+    if (value := int(text)) < 1:
+        raise ValueError(text)
+    return value
+
+
+def _positive(text: str) -> float:
+    if not 0 < (value := float(text)) < math.inf:
+        raise ValueError(text)
+    return value
+
+
+def _rows(field: str, text: str) -> list[list[int]]:
+    """The lengths of a file, one or two on each line, with a comma or blanks between."""
+    path = Path(text.removeprefix("file:"))
+    try:
+        lines = path.read_text().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{field}: cannot read {path}: {error}") from error
+    rows = [_row(f"{path}:{number}", line) for number, line in enumerate(lines, 1) if line.strip()]
+    if not rows or len({len(row) for row in rows}) > 1:
+        raise ConfigError(f"{field}: {path} must have one length on each line, or two on each")
+    return rows
+
+
+def _row(where: str, line: str) -> list[int]:
+    try:
+        row = [_whole(word) for word in line.replace(",", " ").split()]
+    except ValueError:
+        row = []
+    if len(row) not in {1, 2}:
+        raise ConfigError(f"{where}: must be one or two whole numbers above 0, got {line!r}")
+    return row

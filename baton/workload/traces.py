@@ -1,0 +1,160 @@
+"""Requests that somebody really had: files of three formats, told apart by what is in them.
+
+Mooncake  JSON lines: timestamp (ms), input_length, output_length, hash_ids (one for each 512 tokens)
+Azure     CSV: TIMESTAMP, ContextTokens, GeneratedTokens
+Baton     JSON lines: prompt (text or token ids) or prompt_tokens; max_tokens and at_s (seconds) may be left out
+"""
+
+from __future__ import annotations
+
+import csv
+import itertools
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, TextIO
+
+from baton.errors import ConfigError
+from baton.workload.arrival import Arrival
+
+MOONCAKE_BLOCK = 512
+AZURE = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
+MOONCAKE = ("timestamp", "input_length", "output_length", "hash_ids")
+BATON = ("prompt", "prompt_tokens", "max_tokens", "at_s")
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """The requests of a file, in the order of time. In one of ours, 0 tokens: the file does not say."""
+
+    path: Path
+    arrivals: tuple[Arrival, ...]
+    timed: bool  # it says when they came
+
+    @property
+    def period_s(self) -> float:
+        """After so long it may begin anew: a mean gap behind the last request."""
+        count, last = len(self.arrivals), self.arrivals[-1].at_s
+        return last * count / (count - 1) if count > 1 else last
+
+
+def read_trace(path: Path, *, scale: float = 1.0, speed: float = 1.0, limit: int | None = None) -> Trace:
+    """The first `limit` requests of a file, the first one at 0 s. Lengths are divided by `scale`, blocks too, so that
+    what was shared stays shared; prompts that were written out stay as they are. Times are divided by `speed`.
+
+    Raises ConfigError naming the line, the field and the value that is wrong.
+    """
+    for name, value in (("scale", scale), ("speed", speed)):
+        if not 0 < value < math.inf:
+            raise ConfigError(f"{name}: must be a number above 0, got {value:g}")
+    try:
+        with path.open(encoding="utf-8", newline="") as file:
+            found = list(itertools.islice(_arrivals(path, file), limit))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--trace: cannot read {path}: {error}") from error
+    if not found:
+        raise ConfigError(f"--trace: {path} has no requests")
+    timed = not all(math.isnan(one.at_s) for one in found)
+    if timed and (number := next((i for i, one in enumerate(found) if math.isnan(one.at_s)), None)) is not None:
+        raise ConfigError(f"{path}: at_s: must be in all requests or in none, and request {number + 1} has none")
+    found.sort(key=lambda one: one.at_s)
+    first = found[0].at_s if timed else math.nan
+    return Trace(path, tuple(_scaled(one, scale, (one.at_s - first) / speed if timed else 0.0) for one in found), timed)
+
+
+def _scaled(one: Arrival, scale: float, at_s: float) -> Arrival:
+    def divided(tokens: int) -> int:
+        return max(1, round(tokens / scale)) if tokens else 0
+
+    if one.prompt is not None:
+        return replace(one, at_s=at_s)
+    return replace(
+        one,
+        at_s=at_s,
+        prompt_tokens=divided(one.prompt_tokens),
+        max_tokens=divided(one.max_tokens),
+        block_tokens=divided(one.block_tokens),
+    )
+
+
+def _arrivals(path: Path, file: TextIO) -> Iterator[Arrival]:
+    """At NaN seconds where the file does not say when."""
+    first = file.readline()
+    file.seek(0)
+    if set(AZURE) <= set(first.strip().split(",")):
+        rows = csv.DictReader(file)
+        yield from (_azure(f"{path}:{rows.line_num}", row) for row in rows)
+        return
+    for number, text in enumerate(file, 1):
+        if text.strip():
+            yield _line(f"{path}:{number}", text)
+
+
+def _azure(where: str, row: dict[str, str | None]) -> Arrival:
+    text = row[AZURE[0]] or ""
+    try:
+        when = datetime.fromisoformat(text)
+    except ValueError:
+        raise ConfigError(f"{where}: {AZURE[0]}: must be a date and time, got {text!r}") from None
+    prompt, answer = (_tokens(where, name, _number(row[name])) for name in AZURE[1:])
+    return Arrival((when if when.tzinfo else when.replace(tzinfo=UTC)).timestamp(), prompt, answer)
+
+
+def _number(text: str | None) -> object:
+    """As an int if it is one, else as it is, for the one who complains."""
+    return int(text) if text is not None and text.isascii() and text.isdigit() else text
+
+
+def _line(where: str, text: str) -> Arrival:
+    try:
+        line = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{where}: not JSON: {error}") from error
+    if isinstance(line, dict) and "input_length" in line:
+        return _mooncake(where, line)
+    if not isinstance(line, dict) or not set(line) <= set(BATON):
+        raise ConfigError(f"{where}: must be an object with {', '.join(BATON)} and nothing else, or with {MOONCAKE}")
+    return _own(where, line)
+
+
+def _mooncake(where: str, line: dict[str, Any]) -> Arrival:
+    blocks = line.get("hash_ids", [])
+    if not isinstance(blocks, list) or not all(type(block) is int and block >= 0 for block in blocks):
+        raise ConfigError(f"{where}: hash_ids: must be a list of whole numbers, none below 0, got {blocks!r}")
+    return Arrival(
+        _seconds(where, "timestamp", line.get("timestamp")) / 1e3,
+        _tokens(where, "input_length", line.get("input_length")),
+        _tokens(where, "output_length", line.get("output_length")),
+        tuple(blocks),
+        MOONCAKE_BLOCK if blocks else 0,
+    )
+
+
+def _own(where: str, line: dict[str, Any]) -> Arrival:
+    if ("prompt" in line) == ("prompt_tokens" in line):
+        raise ConfigError(f"{where}: must have one of prompt and prompt_tokens")
+    at_s = _seconds(where, "at_s", line["at_s"]) if "at_s" in line else math.nan
+    more = _tokens(where, "max_tokens", line["max_tokens"]) if "max_tokens" in line else 0
+    prompt = line.get("prompt")
+    if isinstance(prompt, str):
+        return Arrival(at_s, 0, more, prompt=prompt)
+    if isinstance(prompt, list) and prompt and all(type(token) is int for token in prompt):
+        return Arrival(at_s, len(prompt), more, prompt=tuple(prompt))
+    if "prompt" in line:
+        raise ConfigError(f"{where}: prompt: must be text or a list of token ids")
+    return Arrival(at_s, _tokens(where, "prompt_tokens", line["prompt_tokens"]), more)
+
+
+def _tokens(where: str, name: str, value: object) -> int:
+    if type(value) is not int or value < 1:
+        raise ConfigError(f"{where}: {name}: must be a whole number above 0, got {value!r}")
+    return value
+
+
+def _seconds(where: str, name: str, value: object) -> float:
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < math.inf:
+        raise ConfigError(f"{where}: {name}: must be a number, not below 0, got {value!r}")
+    return float(value)
