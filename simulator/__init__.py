@@ -1,1 +1,7 @@
-"""Baton, simulated: the production policy, admission and handoff states under a virtual clock."""
+"""Baton, simulated: the production policy, admission and handoff states under a virtual clock.
+
+simulate(Scenario, arrivals) -> Report
+
+scenario  what is simulated      steps     what a step costs
+report    what came of it        histogram percentiles in flat memory
+"""
