@@ -51,6 +51,9 @@ MAX_HTTP_HEADER_BYTES = 16 * 2**10
 MAX_HTTP_PROMPTS = 128
 MAX_HTTP_TOOLS = 128
 
+MAX_WATCHERS = 16
+MAX_SHOWN_REQUESTS = 200
+
 MAX_TEMPLATE_SECONDS = 2
 MAX_TEMPLATE_PRODUCT = 1_000_000
 
@@ -113,6 +116,8 @@ CAPS: tuple[Cap, ...] = (
     Cap("headers of an HTTP request", MAX_HTTP_HEADER_BYTES, "bytes", "431"),
     Cap("prompts of an HTTP request", MAX_HTTP_PROMPTS, "prompts", "400 naming the field"),
     Cap("`tools` of an HTTP request", MAX_HTTP_TOOLS, "tools", "400 naming the field"),
+    Cap("who watch a router, by `Admin.Watch` and `/live`", MAX_WATCHERS, "watchers", "RESOURCE_EXHAUSTED, 503"),
+    Cap("requests in what they are shown", MAX_SHOWN_REQUESTS, "requests", "the newest are shown"),
     Cap("a token", MAX_TOKEN_CHARS, "characters", "the file is refused"),
     Cap("the file of tokens", MAX_TOKENS_FILE_BYTES, "bytes", "the file is refused"),
 )

@@ -59,6 +59,11 @@ class StageClock:
     def stage(self) -> Stage:
         return self._stage
 
+    @property
+    def age_s(self) -> float:
+        """Seconds since it started."""
+        return (self._now() - self._start) / _NS
+
     def enter(self, stage: Stage) -> None:
         """End the current stage now and begin `stage`."""
         now = self._now()

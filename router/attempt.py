@@ -71,7 +71,7 @@ class Attempt:
         self.alone = False  # D computes the prompt as well
         self._holds = False  # P has KV of this, or is about to: it was told, and has not said that it is through
         self._through = False  # D said that it holds nothing of this any more
-        self._fencing: BatonError | None = None  # what happened to P
+        self.fencing: BatonError | None = None  # what happened to P
         self._computed = False  # P has said the first token
         self._repushes = False  # P was asked for what it holds, and has not begun
 
@@ -174,7 +174,7 @@ class Attempt:
                 yield tokens
             if self.finish is not None or self.handed_back:
                 return
-            for source, item in await self._heard(_ANSWER_S if self._fencing else None):
+            for source, item in await self._heard(_ANSWER_S if self.fencing else None):
                 if self._tokens and isinstance(item, pb.WorkerEvent) and item.HasField("thoughts"):
                     tokens, self._tokens = self._tokens, []
                     yield tokens  # it is about them
@@ -214,7 +214,7 @@ class Attempt:
                 self._holds = False
             case "fenced" if self.committed is None:  # else it comes late: D committed, ended, and forgot the attempt
                 self._metrics.fenced()
-                self._lose(Role.PREFILL, self._fencing or WorkerLost("the decode worker fenced the attempt"))
+                self._lose(Role.PREFILL, self.fencing or WorkerLost("the decode worker fenced the attempt"))
 
     def _computing(self, source: Role) -> bool:
         if source is Role.DECODE:
@@ -253,7 +253,7 @@ class Attempt:
             self._stages.handed_over(self.committed.commit_s if self.committed else 0.0)
 
     def _on_committed(self, committed: pb.Committed) -> None:
-        self._fencing = None  # P's death, if it died, was no failure
+        self.fencing = None  # P's death, if it died, was no failure
         if self.committed is None:  # the answer to a late Fence says it again
             self.committed = committed
             self._metrics.handed_over(committed.transfer_s, committed.kv_bytes, committed.transport)
@@ -286,8 +286,8 @@ class Attempt:
             return
         if source is Role.DECODE:
             self._lose(source, error)
-        elif self.committed is None and self._fencing is None:
-            self._fencing = error
+        elif self.committed is None and self.fencing is None:
+            self.fencing = error
             self._claim.decode.send(fence=pb.Fence(handoff=self._name))
 
     def _lose(self, source: Role, error: BatonError) -> None:

@@ -43,6 +43,8 @@ class Call:
         self.resumable_s = 0.0  # for so long it goes on without a router
         self.handing_over = False  # another router is to go on with it
         self.lives: list[Life] = []
+        self.prompt_tokens = 0  # known from `answer` on, as is the next
+        self.deterministic = False
         self.asked = Asked()  # of a model that thinks
         self.determinism = ""  # of a deterministic request: what its workers say of their bits, from its begin on
 
@@ -83,6 +85,7 @@ async def answer(
 
     Raises the one typed error that ended it: of whichever choice it was, the others end with it.
     """
+    call.prompt_tokens, call.deterministic = len(request.prompt), request.deterministic
     call.lives = [Life(floor, call, choice, ids) for choice, ids in enumerate(received)]
     for life in call.lives if request.deterministic else ():
         life.delivery.logprobs = []

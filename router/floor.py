@@ -20,6 +20,7 @@ from router.admission import Admission, Bounds
 from router.alike import Alike
 from router.claim import Claim
 from router.policy import POLICIES
+from router.watch.seen import Seen
 from router.workers import WorkerPool, WorkerSource
 
 if TYPE_CHECKING:
@@ -111,6 +112,7 @@ class Floor:
         self.metrics.watch_channels(self.pool.channels)
         self.metrics.watch_verifying(self.pool.loads)
         self.metrics.watch_queue(lambda: self.admission.waiting, lambda: self.admission.waiting_tokens)
+        self.seen = Seen(clock)
         self.streams = streams or _nowhere
         self.arrivals = itertools.count()
         self.accepting = True

@@ -91,6 +91,7 @@ class Life:
         self.delivery = Delivery(received)
         self.thoughts = Thoughts(choice, call.asked)
         self.attempts = 0
+        self.placed: Claim | None = None  # of the last attempt
         self.cached_tokens: int | None = None  # as the client is told; None: not accepted yet
         self._floor = floor
         self._first_token_at: float | None = None
@@ -171,6 +172,7 @@ class Life:
         if self._held is not None and self._held.link is not claim.prefill:
             self.let_go()
         self.attempts += 1
+        self.placed = claim
         workers = {"prefill": claim.prefill, "decode": claim.decode}
         self.note("attempt", **{role: str(link.info.ref) for role, link in workers.items() if link is not None})
         info, known, parked = claim.decode.info, self.known(request), self._parked
@@ -215,10 +217,12 @@ class Life:
             self.started.set()
             self.note("delivered", first=fresh[0].index, count=len(fresh))
             now = self._floor.clock.monotonic()
-            if self._last_token_at is None:
+            gap_s = None if self._last_token_at is None else now - self._last_token_at
+            self._floor.seen.tokens(self, len(fresh), gap_s)
+            if gap_s is None:
                 self._first_token_at = now
             else:
-                self._floor.metrics.gap(now - self._last_token_at, len(fresh))
+                self._floor.metrics.gap(gap_s, len(fresh))
             self._last_token_at = now
         return fresh
 
@@ -252,6 +256,7 @@ class Life:
             self._held = Held(attempt.prefill_link, attempt.handoff, attempt.spec)
         reason = attempt.handed_back
         self._floor.metrics.recovery(reason)
+        self._floor.seen.recovered(self, attempt)
         self.note("recovered", reason=reason)
         log.info("request_handed_back", request_id=self.request_id, attempt=self.attempts, reason=reason)
         if attempt.lost is not None and self.accepted:

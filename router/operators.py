@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 
 import structlog
 
 from baton.core import Role
-from baton.errors import BatonError, InvalidRequest, LedgerError, NoWorker, Violation
+from baton.errors import BatonError, InvalidRequest, NoWorker, Violation
 from baton.ledger.board import Board, ControlReport, Order, Plan
-from baton.rpc import convert, reports
 from baton.rpc.status import abort
 from baton.rpc.v1 import admin_pb2
 from baton.rpc.v1.admin_pb2_grpc import AdminServicer
 from router.delivery import Context
 from router.floor import Floor
-from router.link import WorkerLink
+from router.watch.live import Live
+from router.watch.overview import Overview, plan_to_pb
 
 log = structlog.get_logger(__name__)
 
@@ -29,30 +29,11 @@ class Admin(AdminServicer):
     def __init__(self, floor: Floor, board: Board | None) -> None:
         self._floor = floor
         self._board = board
-        self._started = floor.clock.monotonic()
+        self._overview = Overview(floor, board)
+        self.live = Live(floor, self._overview)
 
     async def Status(self, request: admin_pb2.StatusRequest, context: Context) -> admin_pb2.StatusReply:
-        floor, settings = self._floor, self._floor.settings
-        ended = {outcome: floor.outcomes[outcome] for outcome in ("finished", "cancelled", "failed", "refused")}
-        return admin_pb2.StatusReply(
-            name=settings.name,
-            router_id=floor.router_id,
-            version=settings.version,
-            model=settings.model,
-            uptime_s=floor.clock.monotonic() - self._started,
-            running=len(floor.running),
-            queued=floor.admission.waiting,
-            queued_tokens=floor.admission.waiting_tokens,
-            drain_requests_per_s=floor.admission.drain.requests_per_s,
-            drain_tokens_per_s=floor.admission.drain.tokens_per_s,
-            accepted=floor.outcomes["accepted"] + sum(call.accepted for call in floor.running),
-            workers=[
-                _worker(link, floor.pool.note(link))
-                for link in sorted(floor.pool.links, key=lambda link: link.info.ref.worker_id)
-            ],
-            control=await self._control(),
-            **ended,
-        )
+        return await self._overview.status()
 
     async def Requests(self, request: admin_pb2.RequestsRequest, context: Context) -> admin_pb2.RequestsReply:
         ids = [life.request_id for call in self._floor.running for life in call.lives]
@@ -60,11 +41,11 @@ class Admin(AdminServicer):
 
     async def Scale(self, request: admin_pb2.ScaleRequest, context: Context) -> admin_pb2.ScaleReply:
         async with _told(context):
-            return admin_pb2.ScaleReply(plan=_plan(await self._replan(request)))
+            return admin_pb2.ScaleReply(plan=plan_to_pb(await self._replan(request)))
 
     async def Restart(self, request: admin_pb2.RestartRequest, context: Context) -> admin_pb2.RestartReply:
         async with _told(context):
-            return admin_pb2.RestartReply(plan=_plan(await self._replan(None)))
+            return admin_pb2.RestartReply(plan=plan_to_pb(await self._replan(None)))
 
     async def Drain(self, request: admin_pb2.DrainRequest, context: Context) -> admin_pb2.DrainReply:
         async with _told(context):
@@ -82,8 +63,12 @@ class Admin(AdminServicer):
             log.info("drain_wished", worker=str(info.ref))
             return admin_pb2.DrainReply()
 
-    def Watch(self, request: admin_pb2.WatchRequest, context: Context) -> AsyncIterator[admin_pb2.Live]:
-        raise NotImplementedError
+    async def Watch(self, request: admin_pb2.WatchRequest, context: Context) -> AsyncIterator[admin_pb2.Live]:
+        async with _told(context), aclosing(self.live.watch(request.interval_s)) as views:
+            async for view, happenings in views:
+                shown = admin_pb2.Live(happenings=happenings)
+                shown.MergeFrom(view.live)
+                yield shown
 
     async def Trace(self, request: admin_pb2.TraceRequest, context: Context) -> admin_pb2.TraceReply:
         raise NotImplementedError
@@ -109,15 +94,6 @@ class Admin(AdminServicer):
         if self._board is None or control is None:
             raise NoWorker("no controller is there: `baton up`, or `baton controller`, runs one")
         return self._board, control
-
-    async def _control(self) -> admin_pb2.Control | None:
-        """What the controller said last; None: it is not there, or Redis is not."""
-        try:
-            report = await self._board.control() if self._board else None
-        except LedgerError as error:
-            log.warning("board_unreadable", error=str(error))
-            return None
-        return None if report is None else _report(report, self._floor.clock.wall())
 
 
 @asynccontextmanager
@@ -145,30 +121,3 @@ def _sizes(wanted: admin_pb2.ScaleRequest, bounds: Mapping[Role, tuple[int, int]
     if wrong:
         raise InvalidRequest(*wrong)
     return sizes
-
-
-def _plan(plan: Plan) -> admin_pb2.Plan:
-    return admin_pb2.Plan(**plan.model_dump())
-
-
-def _report(report: ControlReport, wall: float) -> admin_pb2.Control:
-    return admin_pb2.Control(
-        plan=_plan(report.plan),
-        age_s=max(0.0, wall - report.at),
-        slots=[admin_pb2.Slot(**slot.model_dump(mode="json")) for slot in report.slots],
-        decisions=[
-            admin_pb2.Decision(age_s=max(0.0, wall - one.at), kind=one.kind, text=one.text) for one in report.decisions
-        ],
-        host=report.host,
-        outlook=report.outlook,
-    )
-
-
-def _worker(link: WorkerLink, note: str) -> admin_pb2.WorkerStatus:
-    return admin_pb2.WorkerStatus(
-        info=convert.info_to_pb(link.info),
-        load=reports.load_to_pb(link.view.load),
-        state=link.state,
-        dispatched=link.view.dispatched,
-        note=note,
-    )

@@ -60,7 +60,8 @@ class Router:
         for server in (self._public, self._inner.server):
             inference_pb2_grpc.add_InferenceServicer_to_server(inference, server)
             health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
-        admin_pb2_grpc.add_AdminServicer_to_server(Admin(floor, board), self._private)
+        self._admin = Admin(floor, board)
+        admin_pb2_grpc.add_AdminServicer_to_server(self._admin, self._private)
         names = (SERVICE, "grpc.health.v1.Health", reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, self._public)
         reflection.enable_server_reflection(("baton.v1.Admin", reflection.SERVICE_NAME), self._private)
@@ -85,6 +86,7 @@ class Router:
         if inner:
             await self._inner.server.start()
         self._watches.append(asyncio.create_task(self._tell_health(), name="health"))
+        self._watches.append(asyncio.create_task(self._admin.live.run(), name="live"))
         if self.floor.tokens is not None:
             self._watches.append(asyncio.create_task(self.floor.tokens.watch(), name="tokens"))
         if self._board is not None:
@@ -114,6 +116,7 @@ class Router:
         for call in self.floor.running:
             call.handing_over = True
             call.end(NoWorker("this router is stopping"))
+        self._admin.live.close()
         if leaving:  # HTTP answers end with their calls: let them be written
             await asyncio.wait(leaving, timeout=_GOODBYE_S)
             leaving[0].cancel()

@@ -201,6 +201,7 @@ class Inference(InferenceServicer):
             life.note("ended", outcome=outcome, count=len(life.delivery.ids))
         timings = None if error else call.lives[0].stages.timings()
         floor.metrics.ended(outcome, timings, deterministic=message.deterministic)
+        floor.seen.ended(call, outcome, error)
         if outcome == "refused" and error is not None:
             floor.metrics.refused(error)
         if error is not None:

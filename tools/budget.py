@@ -37,6 +37,7 @@ NOT_CORE = (
     "baton/worker/census.py",
     "router/gateway/",
     "router/access/",
+    "router/watch/",
     "kvtransfer/transports/",
 )
 TREE = ("baton", "router", "prefill_workers", "decode_workers", "kvtransfer", "simulator")

@@ -481,6 +481,7 @@ class Live(_message.Message):
     REQUESTS_FIELD_NUMBER: _builtins.int
     WINDOW_FIELD_NUMBER: _builtins.int
     HAPPENINGS_FIELD_NUMBER: _builtins.int
+    LATELY_FIELD_NUMBER: _builtins.int
     time_s: _builtins.float
     """Unix time"""
     @_builtins.property
@@ -497,6 +498,10 @@ class Live(_message.Message):
     def happenings(self) -> _containers.RepeatedCompositeFieldContainer[Global___Happening]:
         """since the message before; in the first: the latest ones. Oldest first"""
 
+    @_builtins.property
+    def lately(self) -> Global___Window:
+        """of the last 5 seconds: what to draw over time"""
+
     def __init__(
         self,
         *,
@@ -505,10 +510,11 @@ class Live(_message.Message):
         requests: _abc.Iterable[Global___RequestView] | None = ...,
         window: Global___Window | None = ...,
         happenings: _abc.Iterable[Global___Happening] | None = ...,
+        lately: Global___Window | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["status", b"status", "window", b"window"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["lately", b"lately", "status", b"status", "window", b"window"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["happenings", b"happenings", "requests", b"requests", "status", b"status", "time_s", b"time_s", "window", b"window"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["happenings", b"happenings", "lately", b"lately", "requests", b"requests", "status", b"status", "time_s", b"time_s", "window", b"window"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

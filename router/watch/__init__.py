@@ -1,0 +1,1 @@
+"""What this router shows of itself, for operators: its status, and what goes on, as it goes on."""

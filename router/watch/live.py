@@ -1,0 +1,132 @@
+"""What goes on here, again and again, for as many as watch: made once, shown to all."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import suppress
+from dataclasses import dataclass
+from heapq import nlargest
+
+from baton.errors import InvalidRequest, Overloaded
+from baton.limits import MAX_SHOWN_REQUESTS, MAX_WATCHERS
+from baton.rpc.v1 import admin_pb2
+from baton.stages import Stage
+from router.call import Call
+from router.floor import Floor
+from router.lifecycle import Life
+from router.watch.overview import Overview
+
+_LOOK_S = 1.0
+_LATELY_S = 5
+_FRESH_S = 0.09  # less than the shortest interval
+_SHARE = 20  # a view is shown for so many times as long as it took to make: thousands of workers must not fill the loop
+_INTERVAL_S = (0.1, 60.0)
+_RETRY_S = 10.0
+_UNPLACED = (Stage.QUEUE, Stage.ROUTE)
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """Shared by all who watch, and never changed. `last`: the number of the latest happening."""
+
+    live: admin_pb2.Live  # without happenings
+    last: int
+
+
+class Live:
+    """One per router. A watcher asks when it is ready for more, so a slow one misses views and holds up nobody."""
+
+    def __init__(self, floor: Floor, overview: Overview) -> None:
+        self._floor = floor
+        self._overview = overview
+        self._making = asyncio.Lock()
+        self._view: View | None = None
+        self._until = 0.0  # the view is fresh
+        self._decided = 0.0  # when the controller decided what was told last
+        self._watchers = 0
+        self._closed = asyncio.Event()
+
+    async def run(self) -> None:
+        """See who comes and goes, whether or not anybody watches; for ever."""
+        while True:
+            self._floor.seen.look(self._floor.pool.links)
+            await asyncio.sleep(_LOOK_S)
+
+    def close(self) -> None:
+        """Whoever watches is through."""
+        self._closed.set()
+
+    async def watch(self, interval_s: float) -> AsyncGenerator[tuple[View, list[admin_pb2.Happening]], None]:
+        """A view every `interval_s` (0: 1), with what happened since the one before, until `close`.
+
+        Raises InvalidRequest for an interval out of range, and Overloaded when too many watch.
+        """
+        interval_s, (least, most) = interval_s or 1.0, _INTERVAL_S
+        if not least <= interval_s <= most:
+            raise InvalidRequest.of("interval_s", f"must be from {least:g} to {most:g} seconds, got {interval_s:g}")
+        if self._watchers >= MAX_WATCHERS:
+            raise Overloaded(f"{MAX_WATCHERS} watch this router already, no more may", _RETRY_S)
+        self._watchers += 1
+        try:
+            known = 0
+            while not self._closed.is_set():
+                view = await self.now()
+                yield view, self._floor.seen.happenings.since(known)
+                known = view.last
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(self._closed.wait(), interval_s)
+        finally:
+            self._watchers -= 1
+
+    async def now(self) -> View:
+        """The view of this moment, or of one that has hardly passed."""
+        async with self._making:
+            begun = self._floor.clock.monotonic()
+            if self._view is None or begun >= self._until:
+                self._view = await self._make()
+                took_s = self._floor.clock.monotonic() - begun
+                self._until = begun + max(_FRESH_S, _SHARE * took_s)
+            return self._view
+
+    async def _make(self) -> View:
+        floor, seen = self._floor, self._floor.seen
+        status = await self._overview.status()
+        seen.look(floor.pool.links)
+        self._tell_decisions()
+        newest = nlargest(MAX_SHOWN_REQUESTS, floor.running, key=lambda call: call.arrival)
+        live = admin_pb2.Live(
+            time_s=floor.clock.wall(),
+            status=status,
+            requests=[_shown(call, life) for call in newest for life in call.lives][:MAX_SHOWN_REQUESTS],
+            window=seen.recent.window(),
+            lately=seen.recent.window(_LATELY_S),
+        )
+        return View(live, seen.happenings.settle())
+
+    def _tell_decisions(self) -> None:
+        control = self._overview.control
+        for one in control.decisions if control is not None else ():
+            if one.at > self._decided:
+                self._decided = one.at
+                self._floor.seen.happenings.add("decision", f"{one.kind}: {one.text}", at=one.at)
+
+
+def _shown(call: Call, life: Life) -> admin_pb2.RequestView:
+    stage, placed = life.stages.stage, life.placed
+    workers = {}
+    if placed is not None and stage not in _UNPLACED:
+        workers["decode_worker"] = placed.decode.info.ref.worker_id
+        if placed.prefill is not None:
+            workers["prefill_worker"] = placed.prefill.info.ref.worker_id
+    return admin_pb2.RequestView(
+        request_id=call.name,
+        choice=life.choice,
+        stage=stage.value,
+        prompt_tokens=call.prompt_tokens,
+        tokens=len(life.delivery.ids),
+        age_s=life.stages.age_s,
+        attempt=life.attempts,
+        deterministic=call.deterministic,
+        **workers,
+    )

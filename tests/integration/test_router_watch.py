@@ -1,0 +1,188 @@
+"""`Admin.Watch` of a whole router, with scripted workers whose every state can be held still."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from grpc import aio
+
+from baton.errors import InvalidRequest, Overloaded
+from baton.limits import MAX_WATCHERS
+from baton.rpc.status import from_rpc_error
+from baton.rpc.v1 import admin_pb2
+from baton.rpc.v1.admin_pb2_grpc import AdminStub
+from tests.integration.router_support import STATES, at, clusters, until
+
+
+@pytest.fixture
+async def make():
+    async with clusters() as build:
+        yield build
+
+
+@pytest.fixture
+async def cluster(make):
+    return await make()
+
+
+class Watching:
+    """What one watcher was told."""
+
+    def __init__(self, cluster, interval_s=0.1):
+        self._channel = aio.insecure_channel(cluster.router.admin)
+        self._call = AdminStub(self._channel).Watch(admin_pb2.WatchRequest(interval_s=interval_s))
+
+    async def __aenter__(self):
+        return self
+
+    async def __aexit__(self, *_):
+        self._call.cancel()
+        await self._channel.close()
+
+    async def until(self, look, within_s=10.0):
+        async with asyncio.timeout(within_s):
+            while True:
+                live = await self._call.read()
+                assert live is not aio.EOF
+                if found := look(live):
+                    return found
+
+    async def next(self):
+        return await self.until(lambda live: live)
+
+
+STAGES = {"reserving": "reserve", "prefilling": "prefill", "transferring": "transfer", "decoding": "decode"}
+
+
+@pytest.mark.parametrize("state", ["queued", *STATES])
+async def test_a_request_is_shown_where_it_is(make, state):
+    cluster = await make(blocks=1) if state == "queued" else await make()
+    async with Watching(cluster) as watching:
+        call = await at(cluster, state)
+        one = await watching.until(
+            lambda live: [each for each in live.requests if each.stage == STAGES.get(state, "queue")]
+        )
+        view = one[0]
+        placed = () if state == "queued" else tuple(w.info.ref.worker_id for w in cluster.workers)
+        assert (view.prefill_worker, view.decode_worker) == (placed or ("", ""))
+        assert view.prompt_tokens > 0
+        assert view.request_id in {each.name for each in cluster.router.floor.running}
+        assert view.tokens == (state in {"transferring", "decoding"})
+        call.cancel()
+
+
+async def test_what_was_counted(cluster):
+    async with Watching(cluster) as watching:
+        await watching.next()
+        await cluster.generate(max_tokens=8)
+        live = await watching.until(lambda live: live if live.window.e2e.count else None)
+        assert live.status.finished == 1
+        assert len(live.status.workers) == 2
+        assert live.window.ttft.count == 1
+        assert live.window.itl.count == 7
+        assert live.window.e2e.p50 >= live.window.ttft.p50 > 0
+        assert live.window.slo_share == 1
+        assert live.lately.tokens_per_s > live.window.tokens_per_s / 2 > 0
+
+
+async def test_a_failure_is_told_to_whoever_watches_and_who_comes_later(cluster):
+    async with Watching(cluster) as watching:
+        first = await watching.next()
+        assert {(one.kind, one.worker_id) for one in first.happenings} == {
+            ("joined", worker.info.ref.worker_id) for worker in cluster.workers
+        }
+        with pytest.raises(InvalidRequest):
+            await cluster.generate(max_tokens=-1)
+        told = await watching.until(lambda live: live.happenings)
+        assert [(one.kind, one.text) for one in told] == [("refused", "InvalidRequest")], "no text of a caller's"
+        again = await watching.next()
+        assert not again.happenings, "each is told once"
+    async with Watching(cluster) as later:
+        assert [one.kind for one in (await later.next()).happenings] == ["joined", "joined", "refused"]
+
+
+async def test_a_lost_worker_and_its_recovery(make):
+    cluster = await make(decode=2)
+    for worker in cluster.decode:
+        worker.gates["decode"].clear()
+    async with Watching(cluster) as watching:
+        call = cluster.call()
+        await until(lambda: cluster.handed_over, "handed over")
+        lost = next(worker for worker in cluster.decode if worker.count("reserve"))
+        for worker in cluster.decode:
+            worker.gates["decode"].set()
+        lost.gates["decode"].clear()
+        await lost.kill()
+        await cluster.answer(call)
+        kinds: list[tuple[str, str]] = []
+
+        def all_told(live):
+            kinds.extend((one.kind, one.worker_id) for one in live.happenings)
+            return {("left", name), ("recovered", name)} <= set(kinds) and live.window.recoveries == 1
+
+        name = lost.info.ref.worker_id
+        await watching.until(all_told)
+
+
+@pytest.mark.parametrize("interval_s", [0.05, -1, 61, float("nan")])
+async def test_an_interval_that_is_refused(cluster, interval_s):
+    with pytest.raises(aio.AioRpcError) as refused:
+        async with Watching(cluster, interval_s) as watching:
+            await watching.next()
+    error = from_rpc_error(refused.value, "")
+    assert isinstance(error, InvalidRequest)
+    assert [violation.field for violation in error.violations] == ["interval_s"]
+
+
+async def test_no_more_than_so_many_watch(cluster):
+    watchers = [Watching(cluster) for _ in range(MAX_WATCHERS)]
+    for one in watchers:
+        await one.next()
+    with pytest.raises(aio.AioRpcError) as refused:
+        await Watching(cluster).next()
+    assert isinstance(from_rpc_error(refused.value, ""), Overloaded)
+    for one in watchers:
+        await one.__aexit__()
+
+    left = cluster.router._admin.live
+    await until(lambda: left._watchers == 0, "all have left")
+    async with Watching(cluster) as watching:
+        await watching.next()
+
+
+async def test_one_that_reads_nothing_holds_up_nobody(cluster):
+    """Views are made once for all; a slow watcher misses some."""
+    slow = Watching(cluster)
+    await slow.next()
+    async with Watching(cluster) as watching:
+        for _ in range(5):
+            await watching.next()
+    await slow.__aexit__()
+
+
+async def test_a_stop_does_not_wait_for_who_watches(cluster):
+    async with Watching(cluster, 60) as watching:
+        await watching.next()
+        started = asyncio.get_running_loop().time()
+        await cluster.router.stop(0)
+        assert asyncio.get_running_loop().time() - started < 5
+
+
+async def test_an_attempt_that_is_fenced_is_told(make):
+    cluster = await make(prefill=2)
+    cluster.prefill[0].gates["first"].clear()
+    cluster.prefill[1].gates["first"].clear()
+    async with Watching(cluster) as watching:
+        call = cluster.call()
+        await until(lambda: any(worker.specs for worker in cluster.prefill), "prefilling")
+        lost = next(worker for worker in cluster.prefill if worker.specs)
+        for worker in cluster.prefill:
+            if worker is not lost:
+                worker.gates["first"].set()
+        await lost.kill()
+        await cluster.answer(call)
+        kinds: set[str] = set()
+        await watching.until(
+            lambda live: kinds.update(one.kind for one in live.happenings) or {"fenced", "recovered", "left"} <= kinds
+        )

@@ -1,0 +1,100 @@
+"""What a router shows of the last minute, and of what happened: on a clock that stands still."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+
+from baton.clock import FakeClock
+from router.watch.happenings import KEPT, Happenings
+from router.watch.recent import Recent
+
+
+@pytest.fixture
+def clock():
+    return FakeClock()
+
+
+def test_quantiles_are_right_within_their_bounds(clock, seed):
+    recent, rng = Recent(clock), random.Random(seed)
+    gaps = [math.exp(rng.gauss(-4, 1)) for _ in range(20_000)]
+    for number, gap in enumerate(gaps):
+        recent.tokens(1, gap)
+        if number % 1000 == 0:
+            clock.advance(1)
+    found, gaps = recent.window().itl, sorted(gaps)
+    assert found.count == len(gaps)
+    for quantile, share in ((found.p50, 0.5), (found.p90, 0.9), (found.p99, 0.99)):
+        assert quantile == pytest.approx(gaps[math.ceil(share * len(gaps)) - 1], rel=0.026)
+
+
+def test_what_was_a_minute_ago_is_forgotten(clock):
+    recent = Recent(clock)
+    recent.first_tokens(1, 0.2, 100)
+    recent.tokens(3, 0.3)
+    recent.finished(0.5)
+    for what in ("ended", "judged", "kept", "ended", "refused", "failed", "recovered"):
+        recent.count(what)
+    clock.advance(10)
+    now = recent.window()
+    assert (now.seconds, now.itl.count, now.ttft.count, now.e2e.count) == (10, 3, 1, 1)
+    assert now.itl.p50 == pytest.approx(0.1, rel=0.026), "three tokens at once are three gaps of equal length"
+    assert (now.requests_per_s, now.tokens_per_s, now.prompt_tokens_per_s) == (0.2, 0.4, 10)
+    assert (now.failed, now.refused, now.recoveries, now.slo_share) == (1, 1, 1, 1)
+    assert not recent.window(5).itl.count
+    clock.advance(49.5)
+    assert recent.window().itl.count == 3
+    clock.advance(0.5)
+    empty = recent.window()
+    assert (empty.itl.count, empty.tokens_per_s, empty.failed, empty.slo_share) == (0, 0, 0, -1)
+    assert empty.seconds == 59, "the second that has just begun is part of it"
+
+
+def test_a_rate_is_of_the_time_that_there_was(clock):
+    recent = Recent(clock)
+    recent.count("ended")
+    assert recent.window().requests_per_s == 1, "not of no time at all"
+    clock.advance(2)
+    assert recent.window().requests_per_s == 0.5
+    assert recent.window(5).requests_per_s == 0.5
+    clock.advance(300)
+    recent.count("ended")
+    assert recent.window(5).requests_per_s == 1 / 4
+
+
+def test_durations_that_no_bound_fits(clock):
+    recent = Recent(clock)
+    recent.tokens(1, 0.0)
+    recent.first_tokens(1, 1e9, 0)
+    assert recent.window().itl.p99 == pytest.approx(1e-4, rel=0.026)
+    assert recent.window().ttft.p99 == pytest.approx(1e9, rel=0.026)
+
+
+def test_happenings_are_numbered_and_equal_ones_are_one(clock):
+    happenings = Happenings(clock)
+    assert happenings.settle() == 0
+    happenings.add("joined", "here", worker_id="p-0")
+    for number in range(3):
+        happenings.add("recovered", "goes on", f"r{number}", "d-0")
+    assert happenings.settle() == 2
+    first, second = happenings.since(0)
+    assert (first.kind, first.text, first.worker_id, first.time_s) == ("joined", "here", "p-0", clock.wall())
+    assert (second.text, second.request_id, second.worker_id) == ("goes on (3 times)", "", "d-0")
+    happenings.add("recovered", "goes on", "r3", "d-0")
+    assert happenings.settle() == 3
+    assert [one.request_id for one in happenings.since(2)] == ["r3"]
+    assert happenings.since(3) == []
+
+
+def test_happenings_are_bounded(clock):
+    happenings = Happenings(clock)
+    for number in range(3 * KEPT):
+        happenings.add("failed", f"in way {number}")
+    assert happenings.settle() == KEPT
+    for number in range(KEPT):
+        happenings.add("failed", f"in another way {number}")
+    assert happenings.settle() == 2 * KEPT
+    assert len(happenings.since(0)) == KEPT == len(happenings.since(10))
+    assert happenings.since(2 * KEPT - 1)[0].text == f"in another way {KEPT - 1}"
