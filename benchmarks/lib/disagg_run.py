@@ -1,0 +1,99 @@
+"""Clusters side by side, and one load after the other on them: for benchmarks/disaggregation.py."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from benchmarks.lib.cluster import cluster
+from benchmarks.lib.disagg_figures import Phase, phase_of
+from benchmarks.lib.mixed_load import KINDS, write_trace
+from benchmarks.lib.protocol import ROOT
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from baton.cluster.state import ClusterState
+
+SPLIT = "split"
+SETS = (
+    "prefill.threads=1",
+    "decode.threads=1",
+    "prefill.kv_memory=512MiB",
+    "decode.kv_memory=512MiB",
+    "model.max_model_len=2048",
+    "router.queue.max_requests=1024",
+    "router.queue.max_wait_s=120",
+    "log.level=warning",
+    *(f"router.{listener}=127.0.0.1:0" for listener in ("grpc", "admin", "metrics", "http")),
+)
+WARM_UP = 12  # requests that are not counted: steps are fitted, pages are touched
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """A way to use two workers of one thread each. `chunk`: most tokens of a colocated step; None: one is for prompts,
+    the other decodes.
+    """
+
+    name: str
+    chunk: int | None = None
+
+    @property
+    def sets(self) -> tuple[str, ...]:
+        """What makes it, for `baton up`."""
+        if self.chunk is None:
+            return ("prefill.replicas=1", "decode.replicas=1")
+        return ("mode=colocated", "prefill.replicas=1", "decode.replicas=1", f"decode.max_batched_tokens={self.chunk}")
+
+
+def colocated(chunk: int) -> Side:
+    """Two workers that do both."""
+    return Side(f"colocated-{chunk}", chunk)
+
+
+@contextlib.contextmanager
+def running(side: Side, model: Path, slo_itl_s: float) -> Iterator[ClusterState]:
+    """Its cluster, which aims at that ITL."""
+    sets = (f"model.path={model}", f"slo.itl_ms={slo_itl_s * 1e3:.3f}", *SETS, *side.sets)
+    with cluster(f"disagg-{side.name}", *sets) as state:
+        yield state
+
+
+def closed(state: ClusterState, prompt_tokens: int, max_tokens: int, requests: int) -> dict[str, Any]:
+    """The raw report of so many requests, one after the other."""
+    lengths = ["--prompt-tokens", str(prompt_tokens), "--max-tokens", str(max_tokens)]
+    return _bench(state, ["--concurrency", "1", "--requests", str(requests), *lengths])
+
+
+def loaded(state: ClusterState, side: Side, rate: float, seconds: float, number: int) -> Phase:
+    """One phase: requests arrive for `seconds`, and all of them are waited for. The same ones on all sides."""
+    with tempfile.TemporaryDirectory(prefix="baton-disagg-") as folder:
+        trace = Path(folder) / "trace.jsonl"
+        write_trace(trace, rate, seconds, seed=number)
+        report = _bench(state, ["--trace", str(trace), "--arrivals", "trace", "--seed", str(number)])
+    return phase_of(report, side.name, rate, number, seconds)
+
+
+def warm_up(state: ClusterState) -> None:
+    """Some of each kind."""
+    for kind in KINDS:
+        closed(state, kind.prompt_tokens, kind.max_tokens, WARM_UP // len(KINDS))
+
+
+def _bench(state: ClusterState, options: list[str]) -> dict[str, Any]:
+    """`baton bench` in a process of its own."""
+    with tempfile.TemporaryDirectory(prefix="baton-disagg-") as folder:
+        out = Path(folder) / "report.json"
+        argv = [sys.executable, "-m", "baton", "bench", "--target", state.grpc, "--out", str(out), *options]
+        env = {**os.environ, "PYTHONPATH": str(ROOT)}
+        subprocess.run(argv, env=env, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+        report: dict[str, Any] = json.loads(out.read_text())
+        return report

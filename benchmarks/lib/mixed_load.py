@@ -1,0 +1,46 @@
+"""A load of two kinds: streams of short prompts and long answers, and long prompts with short answers among them."""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """Tokens of a request, and how many of a hundred requests are of this kind."""
+
+    name: str
+    prompt_tokens: int
+    max_tokens: int
+    share: int
+
+
+STREAM = Kind("stream", 64, 96, 75)
+DOCUMENT = Kind("document", 1024, 16, 25)
+KINDS = (STREAM, DOCUMENT)
+
+
+def arrivals(rate: float, seconds: float, seed: int) -> Iterator[tuple[float, Kind]]:
+    """Seconds from the start and kinds: Poisson, `rate` requests/s. The same seed gives the same load to all sides."""
+    rng = random.Random(f"{rate} {seconds} {seed}")
+    at = rng.expovariate(rate)
+    while at < seconds:
+        yield at, rng.choices(KINDS, [kind.share for kind in KINDS])[0]
+        at += rng.expovariate(rate)
+
+
+def write_trace(path: Path, rate: float, seconds: float, seed: int) -> int:
+    """As `baton bench --trace` reads it, timestamps in milliseconds. Returns how many requests there are."""
+    rows = [
+        {"timestamp": round(at * 1e3, 3), "prompt_tokens": kind.prompt_tokens, "max_tokens": kind.max_tokens}
+        for at, kind in arrivals(rate, seconds, seed)
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return len(rows)
