@@ -74,6 +74,11 @@ class History:
         """Whether anything is noted."""
         return self._file is not None
 
+    def step(self, event: str, handoff: HandoffId, **facts: object) -> None:
+        """Append one event, which is a line of the log as well."""
+        log.debug(f"handoff_{event}", handoff=handoff, **facts)
+        self.note(event, handoff, **facts)
+
     def note(self, event: str, handoff: HandoffId | None = None, **facts: object) -> None:
         """Append one event. Facts are what JSON can say."""
         if self._file is None:

@@ -69,7 +69,7 @@ class Pins:
         try:
             self._pusher.begin(job)
         except (HandoffError, ValueError) as error:
-            log.warning("fetch_refused", handoff=str(job.handoff), error=str(error))
+            log.warning("fetch_refused", handoff=job.handoff, error=str(error))
             self._unpin(job.handoff)
             return
         self._pusher.computed(job.handoff, pin.blocks, self._info.layout.layers, job.known_tokens)

@@ -17,6 +17,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import structlog
+
 from baton.core import HandoffId, SequenceSpec, Token, WorkerRef
 from baton.errors import OfferRefused, StaleAttempt
 from baton.history import OFF, History
@@ -26,6 +28,8 @@ from kvtransfer.handoff import PushJob
 if TYPE_CHECKING:
     from baton.engine.reservation import Reservation
     from kvtransfer.handoff import CommitState, Offer
+
+log = structlog.get_logger(__name__)
 
 
 class State(enum.Enum):
@@ -87,6 +91,7 @@ class Reservations:
         """Enter a reservation. Raises StaleAttempt for an attempt that is not newer than all seen of its request."""
         self.check_new(handoff)
         self._attempts.saw(handoff)
+        log.debug("handoff_reserved", handoff=handoff, known_tokens=known_tokens, cached=reservation.cached_tokens)
         with self._lock:
             self._entries[handoff] = Entry(handoff, reservation, known_tokens, deadline)
 
@@ -149,7 +154,7 @@ class Reservations:
                 got = f"{offer.known_tokens} tokens after {offer.skip} offered"
                 raise OfferRefused(f"length: {got}, {entry.known_tokens} after {cached} reserved")
             entry.state, entry.sender = State.RECEIVING, sender
-            self._history.note("offered", handoff)
+            self._history.step("offered", handoff)
 
     @contextlib.contextmanager
     def writing(self, handoff: HandoffId, sender: WorkerRef) -> Iterator[Sequence[int]]:
@@ -173,7 +178,7 @@ class Reservations:
                 raise OfferRefused(f"length: {text}")
             _check_first(commit.spec, commit.first)
             entry.state = State.COMMITTED
-            self._history.note("committed", handoff)
+            self._history.step("committed", handoff)
         self._on_commit(handoff, commit)
 
     def fetch(self, handoff: HandoffId, sender: WorkerRef, begin: int, end: int, *, verify: bool = False) -> None:
@@ -204,7 +209,7 @@ class Reservations:
 
     def _end(self, entry: Entry) -> None:
         if entry.state in {State.RESERVED, State.RECEIVING}:
-            self._history.note("fenced", entry.handoff)
+            self._history.step("fenced", entry.handoff)
         entry.state = State.FENCED
 
     def _entry(self, handoff: HandoffId) -> Entry:

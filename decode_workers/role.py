@@ -123,7 +123,7 @@ class DecodeRole:
             return
         self._history.blocks("let_go", handoff, reservation)
         reservation.release()
-        self._history.note("computes", handoff)
+        self._history.step("computes", handoff)
         if finish is not None:
             self._forget(handoff, "finished")
             session.emit([events.finished(handoff, finish)])
@@ -209,7 +209,7 @@ class DecodeRole:
         session.handoffs.discard(handoff)
         if handoff in self._sessions:  # else it has ended, and its blocks are free
             self._sessions[handoff] = self.parking.nobody
-            log.info("parked", handoff=str(handoff), router=session.router_id)
+            log.info("handoff_parked", handoff=handoff, router=session.router_id)
 
     def holdings(self) -> Iterator[Holding]:
         """See `RoleBehaviour.holdings`."""
@@ -233,7 +233,7 @@ class DecodeRole:
         self._adopted.discard(handoff)
         session = self._sessions.pop(handoff, None)
         if session is not None:
-            self._history.note(how, handoff)
+            self._history.step(how, handoff)
             if not self.parking.name(handoff):
                 session.handoffs.discard(handoff)
             self._records.note(handoff, session.router_id, RecordState.RELEASED)
@@ -287,7 +287,7 @@ class DecodeRole:
     def tick(self) -> None:
         """Reclaim reservations whose deadline passed: fence, free, tell the router; and what nobody came back for."""
         for handoff in self.parking.over():
-            log.info("parked_in_vain", handoff=str(handoff))
+            log.info("handoff_parked_in_vain", handoff=handoff)
             self._drop(handoff)
         for handoff in self.reservations.expired(self._clock.monotonic()):
             if self.reservations.fence(handoff) is State.COMMITTED:

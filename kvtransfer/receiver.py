@@ -69,7 +69,7 @@ class PeerService(PeerServicer):
         try:
             session = await self._admit(request_iterator)
         except BatonError as error:
-            log.info("channel refused", why=str(error))
+            log.info("channel_refused", reason=str(error))
             await context.write(refusal_to_pb(error))
             return
         reading = asyncio.create_task(session.read(request_iterator))

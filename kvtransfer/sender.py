@@ -155,7 +155,7 @@ class Sender:
         try:
             self._on_done(handoff, outcome)
         except Exception:  # the boundary to the worker: one bad callback must not cost the others theirs
-            log.exception("on_done failed", handoff=str(handoff))
+            log.exception("push_report_failed", handoff=handoff)
 
 
 class Link:
@@ -195,10 +195,10 @@ class Link:
                 self._serve(leaving)
             except HandoffError as error:
                 self.outbox.stop(error, after_s=REASON_S)
-                log.info("channel closed", channel=str(self._name), why=str(error))
+                log.info("channel_closed", worker=self.to, channel=str(self._name), reason=str(error))
             except Exception as error:  # the boundary of this thread: whatever it is, every push gets its report
                 self.stop(f"{type(error).__name__}: {error}")
-                log.exception("channel failed", channel=str(self._name))
+                log.exception("channel_failed", worker=self.to, channel=str(self._name))
 
     def _serve(self, leaving: ExitStack) -> None:
         started = time.monotonic()
@@ -214,8 +214,8 @@ class Link:
         probed = self._probe(channel, ring)
         self.channel = Channel(self.to.worker_id, transport, probed)
         took_ms = round((time.monotonic() - started) * 1e3, 1)
-        facts = {"to": str(self.to), "channel": str(self._name), "transport": transport, "ms": took_ms}
-        log.info("channel open", **facts, mib_per_s=round(probed / 2**20))
+        facts = {"worker": self.to, "channel": str(self._name), "transport": transport, "ms": took_ms}
+        log.info("channel_opened", **facts, mib_per_s=round(probed / 2**20))
         while True:
             push, frame = self.outbox.next()
             if frame is None:

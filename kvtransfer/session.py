@@ -65,7 +65,7 @@ class Session:
         except BatonError as error:
             self.end(error)
         except Exception as error:  # the boundary of this task: the session must not outlive its reader
-            log.exception("session failed", sender=str(self.sender))
+            log.exception("channel_failed", worker=self.sender, channel=str(self._name))
             self.end(ChannelBroken(f"{type(error).__name__} at the receiver"))
         finally:
             self.end(None)
@@ -85,7 +85,7 @@ class Session:
         self._intake.stop()
         self._table.lost(self.sender)
         if error is not None:
-            log.info("channel closed", sender=str(self.sender), generation=self.generation, why=str(error))
+            log.info("channel_closed", worker=self.sender, channel=str(self._name), reason=str(error))
             self._replies.put_nowait(refusal_to_pb(error))
         self._replies.put_nowait(None)
 
@@ -177,5 +177,5 @@ class Session:
         except BatonError as error:
             self._in_loop(self.end, error)
         except Exception as error:  # the boundary of this thread: the sender must hear that the channel is gone
-            log.exception("channel failed", channel=str(self._name))
+            log.exception("channel_failed", worker=self.sender, channel=str(self._name))
             self._in_loop(self.end, ChannelBroken(f"channel {self._name}: {type(error).__name__} at the receiver"))

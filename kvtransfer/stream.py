@@ -70,5 +70,5 @@ class GrpcPeerStream:
             reason = f"stream failed: {self._call.code()}: {self._call.details()}"
         except Exception as error:  # the boundary of this thread: nobody may wait for a stream that is deaf
             reason = f"a reply could not be taken: {type(error).__name__}"
-            log.exception("peer stream failed")
+            log.exception("channel_stream_failed")
         self._on_end(reason)

@@ -97,7 +97,7 @@ class PrefillRole:
         if spec.known and (finish := self._engine.finish_of(spec)) is not None:  # there is nothing to compute
             session.emit([events.finished(handoff, finish)])
             return
-        self._history.note("prefill", handoff)
+        self._history.step("prefill", handoff)
         self._work[handoff] = Work(session, spec, deadline, streams)
         session.handoffs.add(handoff)
         fetch = self.fetches.begin(handoff, spec, to, message.skip)
@@ -130,7 +130,7 @@ class PrefillRole:
             self._pusher.withdraw(held)
             self._pusher.abort(held)
         self._engine.rename(held, handoff)
-        self._history.note("repush", handoff, held=held.attempt)
+        self._history.step("repush", handoff, held=held.attempt)
         self._attempts.saw(handoff)
         self._work[handoff] = self._work.pop(held)
         session.handoffs.discard(held)
@@ -164,7 +164,7 @@ class PrefillRole:
         try:
             self._pusher.begin(job)
         except (HandoffError, ValueError) as error:  # it was not taken, so nothing else reports its end
-            log.warning("push_refused", handoff=str(job.handoff), error=str(error))
+            log.warning("push_refused", handoff=job.handoff, error=str(error))
             self._pushed(job.handoff, error if isinstance(error, HandoffError) else HandoffError(str(error)))
 
     def _release(self, session: Session, handoff: HandoffId) -> None:
@@ -209,7 +209,7 @@ class PrefillRole:
         self._engine.release(handoff)
         work = self._work.pop(handoff, None)
         if work is not None:
-            self._history.note(how, handoff)
+            self._history.step(how, handoff)
             work.session.handoffs.discard(handoff)
 
     # --- steps ---------------------------------------------------------------------------------------------------
@@ -279,7 +279,7 @@ class PrefillRole:
             event = events.pushed(handoff, kv_bytes=outcome.nbytes, frames=outcome.frames, **seconds)
         elif work is not None and not isinstance(outcome, DigestMismatch):
             work.waits = True
-            self._history.note("failed", handoff, error=type(outcome).__name__, held=True)
+            self._history.step("failed", handoff, error=type(outcome).__name__, held=True)
             event = events.failed(handoff, outcome, held=True)
         else:
             self._forget(handoff, "failed")  # bytes that changed on the way are computed again

@@ -103,6 +103,7 @@ class Life:
         self._parked: OwnershipRecord | None = None  # another router has gone from it, a decode worker has not
         self._waits_since: float | None = None  # for room; a claim that came to nothing does not end it
         self.note("arrived", **({"known": len(received)} if received else {}))
+        log.debug("request_arrived", request_id=self.request_id, known=len(received))
 
     @property
     def accepted(self) -> bool:
@@ -151,7 +152,7 @@ class Life:
         try:
             self._parked = await self._floor.streams(name)
         except LedgerError as error:
-            log.warning("not_looked_for", request_id=name, error=str(error))
+            log.warning("not_looked_for", request_id=self.request_id, stream=name, error=str(error))
         if self._parked is not None:
             await self._floor.pool.settled(self._parked.worker_id, self._parked.incarnation)
 
@@ -174,7 +175,9 @@ class Life:
         self.attempts += 1
         self.placed = claim
         workers = {"prefill": claim.prefill, "decode": claim.decode}
-        self.note("attempt", **{role: str(link.info.ref) for role, link in workers.items() if link is not None})
+        refs = {role: str(link.info.ref) for role, link in workers.items() if link is not None}
+        self.note("attempt", **refs)
+        log.debug("request_attempted", request_id=self.request_id, attempt=self.attempts, workers=[*refs.values()])
         info, known, parked = claim.decode.info, self.known(request), self._parked
         rest = (claim, fitted(known, info), self.stages, self._floor.metrics, self.call.lasting(self.choice))
         self.thoughts.begin(len(request.prompt), info.thinking_chunk, parked=parked is not None)
@@ -201,8 +204,8 @@ class Life:
         log.info(
             "request_accepted",
             request_id=self.request_id,
-            choice=self.choice,
-            tokens=prompt_tokens,
+            stream=self.call.stream(self.choice),  # as its client calls it
+            prompt_tokens=prompt_tokens,
             workers=attempt.workers,
         )
         if attempt.spec.deterministic:
@@ -221,6 +224,7 @@ class Life:
             self._floor.seen.tokens(self, len(fresh), gap_s)
             if gap_s is None:
                 self._first_token_at = now
+                log.debug("request_first_token", request_id=self.request_id, attempt=self.attempts)
             else:
                 self._floor.metrics.gap(gap_s, len(fresh))
             self._last_token_at = now
@@ -258,7 +262,7 @@ class Life:
         self._floor.metrics.recovery(reason)
         self._floor.seen.recovered(self, attempt)
         self.note("recovered", reason=reason)
-        log.info("request_handed_back", request_id=self.request_id, attempt=self.attempts, reason=reason)
+        log.info("request_handed_back", handoff=attempt.handoff, reason=reason, workers=attempt.workers)
         if attempt.lost is not None and self.accepted:
             await client.recovered(self.attempts + 1, reason)
 

@@ -150,7 +150,7 @@ class WorkerLink:
                 for mailbox in self._mailboxes.values():
                     mailbox.put(self.info.role, self._lost("was lost"))
                 self._on_change()
-            log.warning("worker_lost" if connected else "worker_unreachable", worker=str(self.info.ref), reason=reason)
+            log.warning("worker_lost" if connected else "worker_unreachable", worker=self.info.ref, reason=reason)
             pause = _BACKOFF_S[0] if connected else min(2 * pause, _BACKOFF_S[1])
             await asyncio.sleep(pause * random.uniform(0.5, 1.0))
 
@@ -204,7 +204,7 @@ class WorkerLink:
         self.view = WorkerView(info)
         self.state = "connected"
         self.settled.set()
-        log.info("worker_connected", worker=str(info.ref), role=info.role.value)
+        log.info("worker_connected", worker=info.ref, role=info.role.value)
         self._dispatch(message)
 
     def _dispatch(self, message: pb.WorkerMessage) -> None:

@@ -60,7 +60,7 @@ class Admin(AdminServicer):
             grace_s = self._floor.settings.drain_s
             order = Order(incarnation=str(info.ref.incarnation), role=info.role, drain=True, grace_s=grace_s, wish=True)
             await board.put_order(request.worker_id, order)
-            log.info("drain_wished", worker=str(info.ref))
+            log.info("drain_wished", worker=info.ref)
             return admin_pb2.DrainReply()
 
     async def Watch(self, request: admin_pb2.WatchRequest, context: Context) -> AsyncIterator[admin_pb2.Live]:

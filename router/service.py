@@ -207,7 +207,8 @@ class Inference(InferenceServicer):
         if error is not None:
             stage = call.lives[0].stages.stage.value if call.lives else "parse"
             facts = {"stage": stage, "error": type(error).__name__, "reason": str(error)}
-        log.info(
+        write = log.warning if outcome == "failed" else log.info
+        write(
             f"request_{outcome}",
             request_id=_shown(call),
             client_tag=message.client_tag[:MAX_CLIENT_TAG_CHARS],

@@ -243,7 +243,7 @@ class WorkerPool:
                 )
                 link = self._links[info.ref]
                 if reason := self.misfit(link):
-                    log.warning("worker_does_not_fit", worker=str(info.ref), reason=reason)
+                    log.warning("worker_does_not_fit", worker=info.ref, reason=reason)
         for ref, link in list(self._links.items()):
             await self._check(ref, link, now - self._seen[ref])
 
@@ -264,7 +264,7 @@ class WorkerPool:
         if before is not link.retired:
             self._changed(ref)
         if link.retired and (link.state != "connected" or absent_s > self._silence_s):
-            log.info("worker_dropped", worker=str(ref), absent_s=round(absent_s, 1))
+            log.info("worker_dropped", worker=ref, absent_s=round(absent_s, 1))
             del self._links[ref], self._seen[ref]
             self._fleet.drop(ref)
             await link.stop()

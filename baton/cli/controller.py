@@ -42,7 +42,7 @@ def controller(
 
     die_with_parent()
     cluster = load_config(config, sets or [], os.environ)
-    configure_logging(cluster.log.level, cluster.log.format)
+    configure_logging(cluster.log.level, cluster.log.format, "controller")
     ray = remote.join(cluster, wait, told)
     try:
         if stop:

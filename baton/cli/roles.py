@@ -31,13 +31,13 @@ GC_EVERY = 10_000  # new objects; a router makes and drops some dozens for each 
 log = structlog.get_logger(__name__)
 
 
-def _prepare(file: Path, sets: Sequence[str], log_file: Path | None) -> ClusterConfig:
+def _prepare(file: Path, sets: Sequence[str], log_file: Path | None, process: str) -> ClusterConfig:
     die_with_parent()
     if log_file is not None:
         redirect_output(str(log_file))
     config = load_config(file, sets, os.environ)
-    configure_logging(config.log.level, config.log.format)
-    log.info("config", **effective(config))
+    configure_logging(config.log.level, config.log.format, process)
+    log.info("process_started", version=__version__, pid=os.getpid(), config=effective(config))
     if config.redis.url == "embedded":
         text = "a single role needs a running Redis: set redis.url=redis://... (`baton up` starts an embedded one)"
         raise ConfigError(f"redis.url: {text}")
@@ -46,7 +46,7 @@ def _prepare(file: Path, sets: Sequence[str], log_file: Path | None) -> ClusterC
 
 def run_role(role: Role, file: Path, sets: Sequence[str], worker_id: str, log_file: Path | None) -> None:
     """Run one worker until SIGTERM or SIGINT, or until it is told to drain."""
-    config = _prepare(file, sets, log_file)
+    config = _prepare(file, sets, log_file, worker_id)
     from baton.worker.host import run_worker
     from baton.worker.settings import of_both_roles
 
@@ -77,7 +77,7 @@ def run_router(file: Path, sets: Sequence[str], log_file: Path | None, index: in
     """Run a router until SIGTERM or SIGINT; a second signal ends it at once."""
     import uvloop  # a request comes by a dozen times before its first token: 0.1 ms less with this one
 
-    config = _prepare(file, sets, log_file)
+    config = _prepare(file, sets, log_file, f"router-{index}" if index else "router")
     uvloop.run(_route(config, index))
 
 
@@ -124,7 +124,7 @@ def run_gateway(file: Path, sets: Sequence[str], target: str | None, log_file: P
     if log_file is not None:
         redirect_output(str(log_file))
     config = load_config(file, sets, os.environ)
-    configure_logging(config.log.level, config.log.format)
+    configure_logging(config.log.level, config.log.format, "gateway")
     if config.router.http is None:
         raise ConfigError(f"{file}: router.http: must be set, such as --set router.http=127.0.0.1:8000")
     uvloop.run(_serve_http(config, config.router.http, target or config.router.grpc))

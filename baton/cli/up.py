@@ -32,6 +32,7 @@ from baton.errors import BatonError, ConfigError, NoWorker
 from baton.logs import configure_logging
 
 DOWN_S = 30.0
+SUPERVISOR = "supervisor"
 
 
 def up(file: Path, sets: Sequence[str], stop: Stop, *, detach: bool, as_json: bool) -> None:
@@ -41,7 +42,8 @@ def up(file: Path, sets: Sequence[str], stop: Stop, *, detach: bool, as_json: bo
     if detach:
         _detach(config, file, sets, stop, as_json=as_json)
         return
-    configure_logging("warning", "auto")
+    copy = StateFolder(config.name).logs / f"{SUPERVISOR}.log"
+    configure_logging("warning", "auto", SUPERVISOR, copy)
     note(f"starting cluster {config.name!r} ...")
 
     with shown_loading(StateFolder(config.name).logs) as shown:

@@ -52,7 +52,7 @@ class ControllerActor:
     def __init__(self, config_json: str, parts: Parts, detached: bool) -> None:
         self._given = config_json
         self._config = config_from_json(config_json)
-        configure_logging(self._config.log.level, self._config.log.format)
+        configure_logging(self._config.log.level, self._config.log.format, "controller")
         place = RayPlace(None, detached=detached)
         self._placement = RayPlacement(lambda: self._config, parts.actor, parts.factories, this_ray, place)
         self._control = parts.control(self._config, self._placement)

@@ -3,7 +3,7 @@
 NAME/lock          held by `baton up` for as long as it lives: two clusters of one name cannot run
 NAME/state.json    addresses and process ids of the running cluster; 0600, since it holds the Redis password
 NAME/cluster.yaml  the effective config that its processes read; 0600 for the same reason
-NAME/logs/         one file per process
+NAME/logs/         one file per process, and what it said before that, if that was much, as FILE.log.1
 NAME/scratch       a link to the temporary folder of a local Ray; what a killed cluster left there, the next one removes
 """
 
@@ -14,6 +14,7 @@ import json
 import os
 import shutil
 import tempfile
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO
@@ -21,6 +22,8 @@ from typing import IO
 import psutil
 
 from baton.errors import ConfigError
+
+LOG_BYTES = 64 * 2**20
 
 
 def baton_home() -> Path:
@@ -111,8 +114,20 @@ class StateFolder:
 
     def start_logs(self) -> None:
         """Begin with empty logs."""
-        for old in self.logs.glob("*.log"):
+        for old in self.logs.glob("*.log*"):
             old.unlink()
+
+    def bound_logs(self, most: int = LOG_BYTES) -> None:
+        """A log of more than `most` bytes becomes FILE.log.1, in place of the one before, and begins anew.
+
+        It is copied and cut, not renamed: all who write into it append, and none of them need know. What one of them
+        says just then may be lost.
+        """
+        for file in self.logs.glob("*.log"):
+            with suppress(OSError):  # a full disk ends no cluster
+                if file.stat().st_size > most:
+                    shutil.copyfile(file, file.with_suffix(".log.1"))
+                    os.truncate(file, 0)
 
     def release(self) -> None:
         """Give the name back and remove what only a running cluster needs. The logs stay."""

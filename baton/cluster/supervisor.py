@@ -135,6 +135,7 @@ class Supervisor:
             for router in self._routers:
                 if router.poll():
                     self._follow_router(router, stop)
+            self._folder.bound_logs()
             if (now := self._processes()) != known:
                 known = now
                 self._folder.write_state(self._state())

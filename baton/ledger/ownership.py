@@ -165,7 +165,7 @@ class OwnershipLog(BesideWriter):
             self.counters.written += 1
         else:
             self.counters.refused += 1
-            log.info("ownership_write_refused", handoff=str(write.handoff), state=write.state.name)
+            log.info("ownership_write_refused", handoff=write.handoff, state=write.state.name)
         request_id = write.handoff.request_id
         entry, over = self._entries.get(request_id), not accepted or write.state is RecordState.RELEASED
         if over and entry and entry.write == write and request_id not in self._pending:

@@ -188,7 +188,7 @@ class OwnershipStore:
         answers = await self._connection.run_many(_WRITE, [self._call(write) for write in writes])
         for write, answer in zip(writes, answers, strict=True):
             if answer == _FOREIGN:
-                log.warning("ownership_key_foreign", handoff=str(write.handoff))
+                log.warning("ownership_key_foreign", handoff=write.handoff)
         return [answer if isinstance(answer, LedgerError) else answer > 0 for answer in answers]
 
     def _call(self, write: Write) -> tuple[Sequence[str], Sequence[Arg]]:
@@ -240,7 +240,7 @@ def _parse_or_log(request_id: str, row: object) -> OwnershipRecord | None:
     try:
         return _parse(request_id, row) if isinstance(row, list) else None
     except ValueError:
-        log.warning("ownership_record_damaged", request=request_id)
+        log.warning("ownership_record_damaged", request_id=request_id)
         return None
 
 

@@ -27,7 +27,7 @@ class WorkerActor:
         if log:
             redirect_output(log)
         config = config_from_json(config_json)
-        configure_logging(config.log.level, config.log.format)
+        configure_logging(config.log.level, config.log.format, worker_id)
         both, begins = of_both_roles(config, worker_id, Role(role)), Role(role)
         self._worker = HostedWorker(partial(run_worker, both, factories, begins))
 

@@ -37,16 +37,20 @@ class Lease:
         """Register. Raises LedgerError without Redis, EngineFault if a newer incarnation has the place."""
         self._kept = self._clock.monotonic()
         if not await self._ledger.register(self._info):
-            self._history.note("lease_lost")
+            self._lost()
             raise EngineFault(f"{self._info.ref.worker_id} is taken by another incarnation: this one is fenced")
 
     def check(self) -> None:
         """Raises LedgerError once the lease must have lapsed, whatever kept this process from renewing it."""
         elapsed = self._clock.monotonic() - self._kept
         if elapsed > self._lease_s:
-            self._history.note("lease_lost")
+            self._lost()
             text = f"no progress for {elapsed:.1f} s, the lease of {self._lease_s:g} s has lapsed: starting again"
             raise LedgerError(f"{self._info.ref}: {text}")
+
+    def _lost(self) -> None:
+        self._history.note("lease_lost")
+        log.error("lease_lost", worker=self._info.ref)
 
     async def renew(self, progress: int) -> None:
         """Renew, or enter again what a restarted Redis forgot. Raises EngineFault if another one has the place.

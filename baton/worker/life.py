@@ -113,7 +113,8 @@ async def live(
         await lease.take()
         history.note("registered")
         leaving.push_async_callback(_deregister, ledger, info.ref)
-        log.info("worker_ready", worker=str(info.ref), address=info.ref.address, fingerprint=info.fingerprint)
+        leaving.callback(log.info, "worker_stops", worker=info.ref)
+        log.info("worker_ready", worker=info.ref, role=info.role.value, address=address, fingerprint=info.fingerprint)
         await health.tell(serving=True)
         ready(info.ref)
         beats = Beats(info, lease, loop, service, Board(ledger.connection), settings, clock)
@@ -169,7 +170,7 @@ class Beats:
             await self._beat()
             order = await self._order()
             if order is not None and not order.wish and (order.drain or order.role is not self._info.role):
-                log.info("ordered", worker=str(self._info.ref), drain=order.drain, role=order.role.value)
+                log.info("worker_ordered", worker=self._info.ref, drain=order.drain, role=order.role.value)
                 return order
             await _wait(stop, self._every_s)
         return None

@@ -70,7 +70,7 @@ def _available(names: list[str], makers: Makers) -> tuple[Transport, ...]:
         try:
             made.append(makers[name]())
         except ConfigError as error:
-            log.info("transport left out", transport=name, why=str(error))
+            log.info("transport_left_out", transport=name, reason=str(error))
     return tuple(made)
 
 

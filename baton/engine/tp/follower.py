@@ -24,6 +24,7 @@ from baton.engine.tp.messages import unpack
 from baton.engine.tp.model import load_rank
 from baton.engine.tp.ranks import CACHE, END, Plan, Ranks
 from baton.errors import BatonError, RankLost
+from baton.logs import configure_logging
 
 if TYPE_CHECKING:
     from baton.engine.kv import KVCache
@@ -122,6 +123,7 @@ def main() -> int:
     if os.getppid() != plan.parent:
         return 1  # it ended before we could ask
     torch.set_num_threads(plan.threads)
+    configure_logging(process=f"rank-{rank}")
     try:
         follow(plan, rank)
     except BatonError as error:
