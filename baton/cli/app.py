@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from baton.cli import one_role, operating
+from baton.cli import one_role, operating, watching
 from baton.cli.controller import controller
 from baton.cli.options import (
     LOCAL,
@@ -101,6 +101,8 @@ def status(
 app.command()(operating.scale)
 app.command()(operating.drain)
 app.command()(operating.restart)
+app.command()(watching.logs)
+app.command()(watching.top)
 
 
 @app.command()

@@ -1,0 +1,220 @@
+"""`baton logs`: the lines of several files in order, the last ones of a large file, and what comes meanwhile."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pytest
+import typer
+
+from baton.cli import log_files
+from baton.cli import logs as command
+from baton.cli.log_files import LogFile
+from baton.cli.logs import Wanted, find_logs, merged, parse_age, pretty
+from baton.cluster.state import StateFolder
+from baton.errors import NoWorker
+
+BEGIN = 1_700_000_000.0
+
+
+def event(at: float, what: str, **facts: object) -> str:
+    """As our processes write it; `at`: seconds after BEGIN."""
+    stamp = datetime.fromtimestamp(BEGIN + at, UTC).isoformat().replace("+00:00", "Z")
+    return json.dumps({"event": what, "level": "info", "timestamp": stamp} | facts)
+
+
+def write(path: Path, *lines: str, mode: str = "w") -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open(mode, encoding="utf-8") as file:
+        file.writelines(f"{line}\n" for line in lines)
+    return path
+
+
+def last(path: Path, wanted: Wanted | None = None, most: int | None = None) -> list[str]:
+    wanted = wanted or Wanted()
+    return [shown(line) for line in LogFile(path).last(wanted.takes, wanted.since, most)]
+
+
+def shown(line: log_files.Line) -> str:
+    return line.text if line.event is None else str(line.event["event"])
+
+
+@pytest.fixture
+def cluster(tmp_path, monkeypatch):
+    """The log folder of a cluster `local` that has ended."""
+    monkeypatch.setenv("BATON_HOME", str(tmp_path))
+    folder = StateFolder("local").logs
+    folder.mkdir(parents=True)
+    return folder
+
+
+def test_files_are_merged_by_time(cluster, capsys):
+    write(cluster / "router.log", event(0, "a"), event(2, "c"))
+    write(cluster / "decode-0.log", event(1, "b"), event(3, "d"))
+    command.logs("local", Wanted(), None, follow=False, as_json=False)
+    lines = capsys.readouterr().out.splitlines()
+    assert [json.loads(line)["event"] for line in lines] == ["a", "b", "c", "d"]
+    assert lines[0] == event(0, "a"), "off a terminal a line is what it was"
+    command.logs("local", Wanted(), 3, follow=False, as_json=True)
+    assert [json.loads(line)["event"] for line in capsys.readouterr().out.splitlines()] == ["b", "c", "d"]
+
+
+def test_of_a_large_file_only_the_end_is_read(tmp_path, monkeypatch):
+    path = write(tmp_path / "router.log", *(event(n / 1000, f"e{n}", text="x" * 400) for n in range(10_000)))
+    read = 0
+    pread = os.pread
+
+    def counting(file: int, size: int, at: int) -> bytes:
+        nonlocal read
+        read += size
+        return pread(file, size, at)
+
+    monkeypatch.setattr(log_files.os, "pread", counting)
+    assert last(path, most=3) == ["e9997", "e9998", "e9999"]
+    assert read <= 2 * log_files.CHUNK_BYTES < path.stat().st_size / 8
+    assert last(path, Wanted(since=BEGIN + 9.9985)) == ["e9999"]
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 64, 10_000])
+def test_lines_are_whole_wherever_a_chunk_ends(tmp_path, monkeypatch, chunk):
+    monkeypatch.setattr(log_files, "CHUNK_BYTES", chunk)
+    lines = [event(n, f"e{n}", text="ä\u2028" * n) for n in range(12)]
+    path = write(tmp_path / "a.log", *lines)
+    file = LogFile(path)
+    assert [line.text for line in file.last(Wanted().takes, 0.0, None)] == lines
+    write(path, event(13, "e13"), mode="a")
+    assert [shown(line) for line in file.more()] == ["e13"]
+
+
+def test_what_is_no_event_is_as_old_as_the_event_before_it(tmp_path):
+    trace = ["Traceback (most recent call last):", '  File "x.py", line 1', "MemoryError"]
+    path = write(tmp_path / "decode-0.log", "Fatal: too early", event(5, "a"), *trace, event(9, "b"), "last words")
+    lines = LogFile(path).last(Wanted().takes, 0.0, None)
+    assert [shown(line) for line in lines] == ["Fatal: too early", "a", *trace, "b", "last words"]
+    assert [line.at - BEGIN for line in lines] == [5, 5, 5, 5, 5, 9, 9]
+    other = write(tmp_path / "router.log", event(7, "r"))
+    both = merged([lines, LogFile(other).last(Wanted().takes, 0.0, None)])
+    assert [shown(line) for line in both][5:] == ["r", "b", "last words"]
+    said = json.loads(lines[2].as_json())
+    assert (said["process"], said["event"], said["text"]) == ("decode-0", "output", trace[0])
+    assert datetime.fromisoformat(said["timestamp"]).timestamp() == BEGIN + 5
+
+
+def test_a_file_of_nothing_but_such_lines_has_its_own_time(tmp_path):
+    path = write(tmp_path / "redis.log", "no", "event")
+    os.utime(path, (BEGIN, BEGIN))
+    assert [line.at for line in LogFile(path).last(Wanted().takes, 0.0, None)] == [BEGIN, BEGIN]
+
+
+def test_redis_has_levels_too(tmp_path):
+    line = "4242:M 22 Nov 2026 10:49:30.123 # Warning: 32 bit"
+    path = write(tmp_path / "redis.log", "4242:M 22 Nov 2026 10:49:29.000 * Ready", line)
+    (found,) = LogFile(path).last(Wanted(level=30).takes, 0.0, None)
+    assert (found.level, shown(found)) == ("warning", "Warning: 32 bit")
+    assert found.at == datetime(2026, 11, 22, 10, 49, 30, 123_000).timestamp()  # noqa: DTZ001  (its zone is ours)
+
+
+def test_follow_sees_new_lines_new_files_files_begun_anew_and_files_cut(cluster):
+    files: dict[Path, LogFile] = {}
+
+    def look() -> list[str]:
+        command._look(cluster, files)
+        return [shown(line) for line in merged([list(file.more()) for file in files.values()])]
+
+    router = write(cluster / "router.log", event(0, "a"))
+    assert look() == ["a"]
+    with router.open("a", encoding="utf-8") as file:
+        file.write(event(1, "b")[:20])
+    assert look() == [], "half a line waits"
+    write(router, event(1, "b")[20:], mode="a")
+    write(cluster / "decode-1.log", event(2, "new worker"))
+    assert look() == ["b", "new worker"]
+    write(router, event(3, "unread"), mode="a")
+    StateFolder("local").bound_logs(most=10)
+    write(router, event(4, "after the cut"), mode="a")
+    write(cluster / "decode-1.log", event(5, "short"), mode="a")
+    assert look() == ["unread", "after the cut", "short"]
+    router.rename(cluster / "gone")
+    assert look() == []
+    write(router, event(6, "another cluster"))
+    assert look() == ["another cluster"]
+
+
+def test_a_file_that_was_cut_is_read_on_in_the_one_before(cluster):
+    path = write(cluster / "router.log", event(0, "a"), event(1, "b"))
+    StateFolder("local").bound_logs(most=10)
+    write(path, event(2, "c"), mode="a")
+    assert last(path) == ["a", "b", "c"]
+    assert last(path, most=2) == ["b", "c"]
+    StateFolder("local").bound_logs(most=10_000)
+    assert path.read_text(encoding="utf-8"), "nothing is cut that is small"
+
+
+def test_lines_of_a_request_with_its_choices_and_the_name_it_had_before(cluster, capsys):
+    write(
+        cluster / "router.log",
+        event(0, "accepted", request_id="r9", stream="mine", workers=["prefill-0", "decode-0"]),
+        event(1, "accepted", request_id="other", stream="other"),
+        event(4, "finished", request_id="mine"),
+        event(5, "choice", request_id="mine.1"),
+        event(6, "not it", request_id="mineral"),
+        "not of a request",
+    )
+    write(cluster / "decode-0.log", event(3, "committed", request_id="r9", attempt=1), event(3, "x", request_id="z"))
+    command.logs("local", Wanted(request="mine"), None, follow=False, as_json=True)
+    events = [json.loads(line)["event"] for line in capsys.readouterr().out.splitlines()]
+    assert events == ["accepted", "committed", "finished", "choice"]
+
+
+def test_lines_of_a_worker_or_a_level(tmp_path):
+    path = write(
+        tmp_path / "router.log",
+        event(0, "connected", worker="decode-0@1.2"),
+        event(1, "accepted", workers=["prefill-0", "decode-0"]),
+        event(2, "lost", worker="decode-01@1.2", level="warning"),
+        event(3, "router's own"),
+        "Segmentation fault",
+    )
+    assert last(path, Wanted(worker="decode-0")) == ["connected", "accepted"]
+    assert last(path, Wanted(worker="router", level=30)) == ["lost", "Segmentation fault"]
+    assert last(path, Wanted(level=30)) == ["lost", "Segmentation fault"]
+
+
+@pytest.mark.parametrize(("text", "seconds"), [("90", 90), ("90s", 90), ("5m", 300), ("1.5h", 5400), ("1d", 86400)])
+def test_an_age(text, seconds):
+    assert parse_age(text) == seconds
+
+
+@pytest.mark.parametrize("text", ["", "m", "-5m", "5 minutes", "1w", "nan"])
+def test_what_is_no_age(text):
+    with pytest.raises(typer.BadParameter, match="such as 5m"):
+        parse_age(text)
+
+
+def test_which_cluster(cluster, tmp_path):
+    assert find_logs(None) == cluster == find_logs("local"), "it has ended, its logs are there"
+    StateFolder("other").logs.mkdir(parents=True)
+    with pytest.raises(NoWorker, match="say which cluster with --name: .* has local, other"):
+        find_logs(None)
+    with pytest.raises(NoWorker, match="no logs of a cluster called 'lokal': .* has local, other"):
+        find_logs("lokal")
+
+
+def test_no_cluster_ever(tmp_path, monkeypatch):
+    monkeypatch.setenv("BATON_HOME", str(tmp_path / "none"))
+    with pytest.raises(NoWorker, match="no cluster has run here"):
+        find_logs(None)
+
+
+def test_on_a_terminal():
+    facts = {"request_id": "r1", "empty": "", "text": "two words", "workers": ["a"], "exception": "Traceback\n x"}
+    text = pretty(log_files.parse(event(0.25, "done", **facts), "router", 0.0)).plain
+    moment = time.strftime("%H:%M:%S", time.localtime(BEGIN))
+    first, *rest = text.split("\n")
+    assert first == f'{moment}.250 router       info     done request_id=r1 text="two words" workers=["a"]'
+    assert rest == ["Traceback", " x"]
+    assert pretty(log_files.parse("boom", "decode-0", BEGIN)).plain == f"{moment}.000 decode-0     boom"
