@@ -58,7 +58,7 @@ def _named(process: str, _: WrappedLogger, __: str, event: EventDict) -> EventDi
     """Who says it first; a `handoff` is its request and attempt, and a `worker` its name, wherever they are said."""
     handoff = event.pop("handoff", None)
     if isinstance(handoff, HandoffId):
-        event = {"request_id": handoff.request_id, "attempt": handoff.attempt} | event
+        event = {"request_id": handoff.request_id, "attempt": handoff.attempt, **event}
     if isinstance(event.get("worker"), WorkerRef):
         event["worker"] = str(event["worker"])
     return {"process": process, **event} if process else event
@@ -81,7 +81,7 @@ class Copy:
         line = self._render(logger, method, copied)
         try:
             with self._file.open("a", encoding="utf-8") as file:
-                file.write(f"{line}\n")
+                file.write(f"{line!s}\n")
         except OSError:
             pass
         if LEVELS[event["level"].upper()] < self._shown:

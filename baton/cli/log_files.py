@@ -55,7 +55,7 @@ def parse(text: str, process: str, neighbour: float) -> Line:
         except (ValueError, KeyError, TypeError):
             pass
     elif found := REDIS.fullmatch(text):
-        at = datetime.strptime(found[1], "%d %b %Y %H:%M:%S.%f").timestamp()  # noqa: DTZ007  (it says no zone)
+        at = datetime.strptime(found[1], "%d %b %Y %H:%M:%S.%f").timestamp()  # it says no zone
         return Line(at, process, text, {"level": REDIS_LEVELS[found[2]], "event": found[3]})
     return Line(neighbour, process, text)
 
@@ -118,12 +118,10 @@ class LogFile:
     def lines_with(self, text: str) -> Iterator[Line]:
         """All lines, from the first on, that have this in them."""
         wanted = text.encode()
-        for path in (self._before, self._path):
-            if path.exists():
-                with path.open("rb") as file:
-                    for line in file:
-                        if wanted in line:
-                            yield parse(_decode(line), self.process, self._at)
+        for path in (path for path in (self._before, self._path) if path.exists()):
+            with path.open("rb") as file:
+                found = (_decode(line) for line in file if wanted in line)
+                yield from (parse(line, self.process, self._at) for line in found)
 
     def _parsed(self, texts: Iterable[str]) -> Iterator[Line]:
         for text in texts:

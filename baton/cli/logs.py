@@ -32,7 +32,7 @@ SHOWN_FIRST = ("timestamp", "level", "process", "event", "exception")  # in plac
 
 @dataclass(slots=True)
 class Wanted:
-    """Which lines to show. `since` is Unix time. What is no event has neither request nor level, and may explain all."""
+    """Which lines to show. `since` is Unix time. What is no event has no level, and may explain all of it."""
 
     request: str = ""
     worker: str = ""

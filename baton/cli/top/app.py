@@ -1,0 +1,274 @@
+"""The screen of `baton top`. What it shows is made in `draw`, what it knows comes from `feed`."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import ClassVar
+
+from rich.text import Text
+from textual.app import App, ComposeResult
+from textual.binding import Binding, BindingType
+from textual.containers import Horizontal, Vertical, VerticalScroll
+from textual.screen import ModalScreen
+from textual.widgets import DataTable, Footer, RichLog, Sparkline, Static
+
+from baton.cli.top import draw
+from baton.cli.top.feed import Feed, Lost
+from baton.errors import BatonError
+from baton.rpc.v1 import admin_pb2
+
+POINTS = 120  # of a line over time
+HAPPENINGS = 500
+HELP = """[b]baton top[/b]: what a router sees, as it is now
+
+[b]tab[/b], [b]shift+tab[/b]  the next table, or the one before; arrows move in it
+[b]s[/b]  sort it by the next column         [b]r[/b]  the other way round
+[b]enter[/b]  on a request: where its time goes
+[b]t[/b]  the same of the request that ended last
+[b]p[/b]  pause, and go on                   [b]d[/b]  dark, light
+[b]q[/b]  quit                               [b]escape[/b]  close this
+
+[b]busy[/b]  requests running and waiting, of the most that one worker has
+[b]KV blocks[/b]  in use: reserved, owned or quarantined; cached ones are free for who needs them
+[b]TTFT, ITL[/b]  of the last minute; the lines are of the last seconds, over time"""
+
+
+class Sheet(ModalScreen[None]):
+    """Something to read, over the rest."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [Binding("escape,q,question_mark,enter", "dismiss", "close")]
+
+    def compose(self) -> ComposeResult:
+        with VerticalScroll(id="sheet"):
+            yield Static(id="text")
+
+    def write(self, text: str) -> None:
+        self.query_one("#text", Static).update(text)
+
+
+class Help(Sheet):
+    """The keys."""
+
+    def on_mount(self) -> None:
+        self.write(HELP)
+
+
+class Trace(Sheet):
+    """Where the time of one request went."""
+
+    def __init__(self, feed: Feed, request_id: str) -> None:
+        super().__init__()
+        self._feed = feed
+        self._request_id = request_id
+
+    def on_mount(self) -> None:
+        self.write("...")
+        self.run_worker(self._load(), exit_on_error=False)
+
+    async def _load(self) -> None:
+        text = self.query_one("#text", Static)
+        try:
+            reply = await self._feed.trace(self._request_id)
+        except BatonError as error:
+            text.update(Text(f"{self._request_id or 'the last request'}: {error}"))
+            return
+        text.update(Text("\n").join(draw.spans(reply, max(10, self.size.width // 3))))
+
+
+class Table(DataTable[draw.Cell]):
+    """Rows with names: one that stays keeps its place and the cursor."""
+
+    def __init__(self, columns: Sequence[str], *, id: str) -> None:
+        super().__init__(id=id, cursor_type="row", zebra_stripes=True)
+        self._names = columns
+        self._sorted_by: str | None = None
+        self._reverse = False
+
+    def on_mount(self) -> None:
+        for name in self._names:
+            self.add_column(name, key=name)
+
+    def fill(self, rows: Mapping[str, Sequence[draw.Cell]]) -> None:
+        """What is shown from now on."""
+        under = self._under_cursor()
+        for key in [key for key in self.rows if key.value not in rows]:
+            self.remove_row(key)
+        for name, cells in rows.items():
+            if name not in self.rows:
+                self.add_row(*cells, key=name)
+                continue
+            for column, cell in zip(self._names, cells, strict=True):
+                if self.get_cell(name, column) != cell:
+                    self.update_cell(name, column, cell, update_width=True)
+        self._order(under)
+
+    def sort_by_next(self) -> None:
+        names = [None, *self._names]
+        self._sorted_by = names[(names.index(self._sorted_by) + 1) % len(names)]
+        self._mark()
+
+    def turn_round(self) -> None:
+        self._reverse = not self._reverse
+        self._mark()
+
+    def _mark(self) -> None:
+        for key, column in self.columns.items():
+            arrow = (" ▼" if self._reverse else " ▲") if key.value == self._sorted_by else ""
+            column.label = Text(f"{key.value}{arrow}")
+        self._order(self._under_cursor())
+        self.refresh()
+
+    def _order(self, under: str | None) -> None:
+        if self._sorted_by is not None:
+            self.sort(self._sorted_by, key=lambda cell: cell.rank, reverse=self._reverse)
+        if under is not None and under in self.rows:
+            self.move_cursor(row=self.get_row_index(under), scroll=False)
+
+    def _under_cursor(self) -> str | None:
+        if not self.row_count:
+            return None
+        return self.coordinate_to_cell_key(self.cursor_coordinate).row_key.value
+
+
+class Top(App[BatonError | None]):
+    """Runs until the user leaves (None), or until `feed` fails for good: that error."""
+
+    TITLE = "baton top"
+    ENABLE_COMMAND_PALETTE = False
+    CSS = """
+    #head { height: 2; padding: 0 1; background: $panel; }
+    #lost { display: none; padding: 0 1; background: $error; color: $text; }
+    #lost.shown { display: block; }
+    #charts { height: 4; }
+    #charts > Vertical { width: 1fr; padding: 0 1; }
+    #charts Sparkline { height: 3; }
+    #workers { height: auto; max-height: 40%; }
+    #ledger { height: 1; padding: 0 1; }
+    #requests { height: 1fr; min-height: 4; }
+    #below { height: 9; }
+    #happenings { width: 3fr; padding: 0 1; background: $surface; }
+    #control { width: 2fr; padding: 0 1; }
+    Sheet { align: center middle; }
+    #sheet { width: 90%; height: auto; max-height: 90%; padding: 1 2; background: $surface; border: round $primary; }
+    """
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("q", "quit", "quit"),
+        Binding("s", "sort", "sort"),
+        Binding("r", "reverse", "reverse"),
+        Binding("p", "pause", "pause"),
+        Binding("t", "trace", "last trace"),
+        Binding("d", "dark", "dark/light"),
+        Binding("question_mark", "help", "help"),
+    ]
+
+    def __init__(self, feed: Feed) -> None:
+        super().__init__()
+        self._feed = feed
+        self._paused = False
+        self._live: admin_pb2.Live | None = None  # shown
+        self._rates: dict[str, float] = {}
+        self._tokens: dict[str, int] = {}
+        self._said_at = 0.0
+        self._lines = {name: deque([0.0] * POINTS, POINTS) for name in ("ttft", "itl", "rate")}
+
+    def compose(self) -> ComposeResult:
+        yield Static("...", id="head")
+        yield Static(id="lost")
+        with Horizontal(id="charts"):
+            for name in self._lines:
+                with Vertical():
+                    yield Static(id=f"{name}-text")
+                    yield Sparkline(id=name)
+        yield Table(draw.WORKERS, id="workers")
+        yield Static(id="ledger")
+        yield Table(draw.REQUESTS, id="requests")
+        with Horizontal(id="below"):
+            yield RichLog(id="happenings", max_lines=HAPPENINGS, wrap=True)
+            with VerticalScroll(id="control"):
+                yield Static(id="decisions")
+        yield Footer()
+
+    def on_mount(self) -> None:
+        self.query_one("#requests").focus()
+        self.run_worker(self._follow(), exit_on_error=True)
+
+    async def _follow(self) -> None:
+        try:
+            async for said in self._feed.views():
+                self._take(said)
+        except BatonError as error:
+            self.exit(error)
+
+    def _take(self, said: admin_pb2.Live | Lost) -> None:
+        """What goes on while it is paused is counted, and shown later."""
+        lost = self.screen_stack[0].query_one("#lost", Static)
+        lost.set_class(isinstance(said, Lost), "shown")
+        if isinstance(said, Lost):
+            lost.update(Text(f"no router says anything: {said.error}; trying again"))
+            return
+        self._count(said)
+        log = self.screen_stack[0].query_one("#happenings", RichLog)
+        for item in said.happenings:
+            log.write(draw.happening(item))
+        if not self._paused:
+            self._live = said
+            self._show()
+
+    def _count(self, live: admin_pb2.Live) -> None:
+        """Over time: what the messages do not say themselves."""
+        points = {"ttft": live.lately.ttft.p99, "itl": live.lately.itl.p99, "rate": live.lately.tokens_per_s}
+        for name, value in points.items():
+            self._lines[name].append(value)
+        loads = {draw.process_of(worker): worker.load for worker in live.status.workers}
+        tokens = {name: load.prefill_tokens + load.decode_tokens for name, load in loads.items()}
+        passed = live.time_s - self._said_at
+        if passed > 0:
+            self._rates = {
+                name: max(0, count - self._tokens.get(name, count)) / passed for name, count in tokens.items()
+            }
+        self._tokens, self._said_at = tokens, live.time_s
+
+    def _show(self) -> None:
+        live, screen = self._live, self.screen_stack[0]
+        if live is None:
+            return
+        texts = {
+            "head": draw.head(live, paused=self._paused),
+            "ledger": draw.ledger_sum(live),
+            "decisions": draw.control(live.status.control if live.status.HasField("control") else None),
+            "ttft-text": draw.quantiles("TTFT", live.window.ttft),
+            "itl-text": draw.quantiles("ITL", live.window.itl),
+            "rate-text": draw.rates(live.window),
+        }
+        for name, text in texts.items():
+            screen.query_one(f"#{name}", Static).update(text)
+        for name, line in self._lines.items():
+            screen.query_one(f"#{name}", Sparkline).data = list(line)
+        screen.query_one("#workers", Table).fill(draw.workers(live, self._rates))
+        screen.query_one("#requests", Table).fill(draw.requests(live))
+
+    async def on_data_table_row_selected(self, event: DataTable.RowSelected) -> None:
+        if event.data_table.id == "requests":
+            await self.push_screen(Trace(self._feed, (event.row_key.value or "").strip()))
+
+    def action_sort(self) -> None:
+        if isinstance(self.focused, Table):
+            self.focused.sort_by_next()
+
+    def action_reverse(self) -> None:
+        if isinstance(self.focused, Table):
+            self.focused.turn_round()
+
+    def action_pause(self) -> None:
+        self._paused = not self._paused
+        self._show()
+
+    async def action_trace(self) -> None:
+        await self.push_screen(Trace(self._feed, ""))
+
+    def action_dark(self) -> None:
+        self.theme = "textual-light" if self.current_theme.dark else "textual-dark"
+
+    async def action_help(self) -> None:
+        await self.push_screen(Help())

@@ -1,0 +1,226 @@
+"""What is shown, as text: rows of tables, bars and sums. No widget, and nothing that is asked of a router."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator, Mapping, Sequence
+
+from rich.text import Text
+
+from baton.rpc.v1 import admin_pb2, common_pb2
+
+BAR = 12
+BLOCKS = " ▏▎▍▌▋▊▉█"
+STATES = ("free", "reserved", "owned", "cached", "quarantined")
+STATE_STYLES = {"connected": "green", "draining": "yellow", "connecting": "yellow", "lost": "bold red"}
+ROLE_STYLES = {"prefill": "magenta", "decode": "cyan", "router": "green"}
+STAGE_STYLES = {"prefill": "magenta", "transfer": "blue", "commit": "blue", "decode": "cyan"}
+KIND_STYLES = {"left": "yellow", "recovered": "yellow", "fenced": "yellow", "refused": "red", "failed": "bold red"}
+WORKERS = ("worker", "role", "state", "busy", "run", "wait", "tok/s", "KV blocks", "of which", "moved", "note")
+REQUESTS = ("request", "stage", "prefill", "decode", "prompt", "tokens", "age", "try")
+
+
+class Cell(Text):
+    """A text with what it is sorted by."""
+
+    def __init__(self, text: str, rank: float | str | None = None, style: str = "", *, right: bool = False) -> None:
+        super().__init__(text, style, justify="right" if right else "left", no_wrap=True)
+        self.rank = text if rank is None else rank
+
+    @classmethod
+    def number(cls, value: float, text: str | None = None) -> Cell:
+        return cls(f"{value:,.0f}" if text is None else text, value, right=True)
+
+
+def bar(share: float, style: str, width: int = BAR) -> Text:
+    """`share` of 1 as blocks."""
+    eighths = round(max(0.0, min(share, 1.0)) * width * 8)
+    filled = "█" * (eighths // 8) + BLOCKS[eighths % 8].strip()
+    return Text.assemble((filled, style), ("·" * (width - len(filled)), "dim"))
+
+
+def seconds(value: float) -> str:
+    """Short, with a unit that suits it."""
+    if value < 1:
+        return f"{value * 1e3:.3g} ms"
+    if value < 120:
+        return f"{value:.1f} s"
+    return f"{value / 60:.0f} min" if value < 7200 else f"{value / 3600:.1f} h"
+
+
+def size(value: float) -> str:
+    """Bytes."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if value < 1024:
+            return f"{value:.0f} {unit}"
+        value /= 1024
+    return f"{value:.1f} TiB"
+
+
+def state_of(worker: admin_pb2.WorkerStatus) -> str:
+    """As its row says."""
+    return "draining" if worker.load.draining and worker.state == "connected" else worker.state
+
+
+def workers(live: admin_pb2.Live, rates: Mapping[str, float]) -> dict[str, list[Cell]]:
+    """A row for each; `rates` are tokens per second by the name of the process."""
+    most = max((worker.load.running + worker.load.waiting for worker in live.status.workers), default=0)
+    rows = {}
+    for worker in live.status.workers:
+        load, ref = worker.load, worker.info.ref
+        rows[process_of(worker)] = [
+            Cell(ref.worker_id),
+            Cell(worker.info.role, style=ROLE_STYLES.get(worker.info.role, "")),
+            Cell(state_of(worker), style=STATE_STYLES.get(state_of(worker), "")),
+            _bar_cell((load.running + load.waiting) / most if most else 0.0, "yellow"),
+            Cell.number(load.running),
+            Cell.number(load.waiting),
+            Cell.number(rates.get(process_of(worker), 0.0)),
+            _kv(load.blocks),
+            Cell(ledger(load.blocks), load.blocks.owned),
+            Cell.number(load.transfer_bytes, size(load.transfer_bytes)),
+            Cell(worker.note),
+        ]
+    return rows
+
+
+def process_of(worker: admin_pb2.WorkerStatus) -> str:
+    """Its name and incarnation."""
+    incarnation = worker.info.ref.incarnation
+    return f"{worker.info.ref.worker_id}@{incarnation.epoch}.{incarnation.counter}"
+
+
+def _bar_cell(share: float, style: str) -> Cell:
+    cell = Cell("", share)
+    cell.append_text(bar(share, style))
+    return cell
+
+
+def _kv(blocks: common_pb2.BlockCounts) -> Cell:
+    """In use, of all; what is cached is free for who needs it."""
+    used = (blocks.total - blocks.free - blocks.cached) / blocks.total if blocks.total else 0.0
+    cell = _bar_cell(used, "red" if used > 0.9 else "green")
+    cell.append(f" {used:4.0%}")
+    return cell
+
+
+def counts(blocks: common_pb2.BlockCounts) -> dict[str, int]:
+    """By state."""
+    numbers = (blocks.free, blocks.reserved, blocks.owned, blocks.cached, blocks.quarantined)
+    return dict(zip(STATES, numbers, strict=True))
+
+
+def ledger(blocks: common_pb2.BlockCounts) -> str:
+    """The states that there are."""
+    said = ", ".join(f"{count} {state}" for state, count in counts(blocks).items() if count)
+    return f"{said or '-'} of {blocks.total}"
+
+
+def ledger_sum(live: admin_pb2.Live) -> Text:
+    """Of all workers' blocks, and whether they add up: each is in one state."""
+    totals, total = dict.fromkeys(STATES, 0), 0
+    for worker in live.status.workers:
+        total += worker.load.blocks.total
+        for state, count in counts(worker.load.blocks).items():
+            totals[state] += count
+    text = Text("KV blocks: ", "dim")
+    text.append(", ".join(f"{count:,} {state}" for state, count in totals.items()), "bold")
+    missing = total - sum(totals.values())
+    text.append(f" = {total:,}" if not missing else f": {abs(missing):,} {'missing' if missing > 0 else 'too many'}")
+    return text
+
+
+def requests(live: admin_pb2.Live) -> dict[str, list[Cell]]:
+    """A row for each choice of a request under way."""
+    rows = {}
+    for view in live.requests:
+        key = f"{view.request_id}.{view.choice}" if view.choice else view.request_id
+        rows[key] = [
+            Cell(key),
+            Cell(view.stage, style=STAGE_STYLES.get(view.stage, "")),
+            Cell(view.prefill_worker or "-"),
+            Cell(view.decode_worker or "-"),
+            Cell.number(view.prompt_tokens),
+            Cell.number(view.tokens),
+            Cell.number(view.age_s, seconds(view.age_s)),
+            Cell.number(view.attempt, f"{view.attempt}{' det' if view.deterministic else ''}"),
+        ]
+    return rows
+
+
+def head(live: admin_pb2.Live, *, paused: bool) -> Text:
+    """Whose cluster this is, and how it fares."""
+    status = live.status
+    text = Text()
+    text.append(f"{status.name} ", "bold")
+    text.append(f"{status.model}  router {status.router_id} {status.version}, up {seconds(status.uptime_s)}", "dim")
+    if paused:
+        text.append("  PAUSED", "bold yellow")
+    text.append(f"\n{status.running} running", "bold")
+    text.append(f", {status.queued} queued", "bold yellow" if status.queued else "bold")
+    ended = f"  {status.finished:,} finished, {status.cancelled:,} cancelled"
+    text.append(f"{ended}, {status.failed:,} failed, {status.refused:,} refused")
+    window = live.window
+    if window.recoveries:
+        text.append(f"  {window.recoveries} recoveries in the last minute", "yellow")
+    if window.slo_share >= 0:
+        text.append(f"  {window.slo_share:.0%} in SLO", "green" if window.slo_share > 0.95 else "red")
+    return text
+
+
+def quantiles(name: str, found: admin_pb2.Quantiles) -> Text:
+    """Of the last minute."""
+    if not found.count:
+        return Text.assemble((name, "bold"), "  -")
+    said = "  ".join(f"p{part} {seconds(value)}" for part, value in ((50, found.p50), (90, found.p90), (99, found.p99)))
+    return Text.assemble((name, "bold"), f"  {said}")
+
+
+def rates(window: admin_pb2.Window) -> Text:
+    """Of the last minute."""
+    said = f"  {window.tokens_per_s:,.0f} new/s  {window.prompt_tokens_per_s:,.0f} prompt/s"
+    return Text.assemble(("tokens", "bold"), said, f"  {window.requests_per_s:.3g} requests/s")
+
+
+def happening(item: admin_pb2.Happening) -> Text:
+    """A line."""
+    moment = time.strftime("%H:%M:%S", time.localtime(item.time_s))
+    return Text.assemble((f"{moment} ", "dim"), (f"{item.kind:<9} ", KIND_STYLES.get(item.kind, "green")), item.text)
+
+
+def control(said: admin_pb2.Control | None) -> Text:
+    """What the cluster should be, and the latest decisions, the newest first."""
+    if said is None:
+        return Text("no controller: the roles were started by hand", "dim")
+    plan = said.plan
+    text = Text(f"plan {plan.number}: {plan.prefill} prefill, {plan.decode} decode, by {plan.by}", "bold")
+    text.append(f": {plan.reason}" if plan.reason else "", "dim")
+    if said.outlook:
+        text.append(f"\nautoscaler: {said.outlook}", "dim")
+    for decision in reversed(said.decisions):
+        text.append(f"\n{seconds(said.age_s + decision.age_s)} ago ", "dim")
+        text.append(f"{decision.kind} ", "cyan").append(decision.text)
+    return text
+
+
+def spans(reply: admin_pb2.TraceReply, width: int) -> Iterator[Text]:
+    """The spans of a request over time, each with where and for how long it was."""
+    begin = min((span.start_s for span in reply.spans), default=0.0)
+    whole = max((span.start_s + span.duration_s - begin for span in reply.spans), default=0.0)
+    yield Text.assemble((reply.request_id, "bold"), f"  {reply.outcome}, {seconds(whole)}  trace {reply.trace_id}\n")
+    for span in reply.spans:
+        style = ROLE_STYLES.get(span.role, "white")
+        text = Text.assemble((f"{span.process:<14.14} ", style), f"{span.name:<9.9} ", no_wrap=True)
+        left = round((span.start_s - begin) / whole * width) if whole else 0
+        long = max(1, round(span.duration_s / whole * width)) if whole else 1
+        left = min(left, width - 1)
+        text.append("·" * left, "dim").append("█" * min(long, width - left), style)
+        text.append("·" * max(0, width - left - long), "dim").append(f" {seconds(span.duration_s):>8} ")
+        yield text.append(_attributes(span), "dim")
+
+
+def _attributes(span: common_pb2.Span) -> str:
+    tried = [("attempt", str(span.attempt))] if span.attempt > 1 else []
+    pairs: Sequence[tuple[str, str]] = [*tried, *sorted(span.attributes.items())]
+    return " ".join(f"{key}={value if ' ' not in value else json.dumps(value)}" for key, value in pairs)

@@ -1,0 +1,102 @@
+"""What a router says of itself, again and again: of another one, or of the same when it is back, if it was lost."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+
+import grpc
+
+from baton.cli.operate import Operator
+from baton.errors import (
+    BatonError,
+    ConfigError,
+    InvalidRequest,
+    NoWorker,
+    PermissionDenied,
+    Unauthenticated,
+    Unsupported,
+)
+from baton.rpc.status import from_rpc_error
+from baton.rpc.v1 import admin_pb2
+from baton.rpc.v1.admin_pb2_grpc import AdminStub
+
+HOPELESS = (ConfigError, InvalidRequest, PermissionDenied, Unauthenticated, Unsupported)
+RETRY_S = 1.0
+SILENT_S = 5.0  # beyond the interval: a router that is frozen says nothing, and breaks no connection
+TRACE_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """No router says anything now."""
+
+    error: BatonError
+
+
+class Feed:
+    """`find` says whom to ask; it is asked again whenever a router was lost."""
+
+    def __init__(self, find: Callable[[], Operator], interval_s: float) -> None:
+        self._find = find
+        self._interval_s = interval_s
+        self._admin = ""  # who was heard last
+
+    async def views(self) -> AsyncIterator[admin_pb2.Live | Lost]:
+        """For ever. Raises what the next try would meet again."""
+        while True:
+            async for said in self._round():
+                yield said
+            await asyncio.sleep(RETRY_S)
+
+    async def trace(self, request_id: str) -> admin_pb2.TraceReply:
+        """Of the router that was heard last. Raises BatonError."""
+        operator = await asyncio.to_thread(self._find)
+        request = admin_pb2.TraceRequest(request_id=request_id)
+        async with operator.reach.wire.aio(self._admin) as channel:
+            try:
+                reply: admin_pb2.TraceReply = await AdminStub(channel).Trace(
+                    request, timeout=TRACE_S, metadata=operator.reach.metadata
+                )
+            except grpc.RpcError as error:
+                raise from_rpc_error(error, self._admin) from None
+        return reply
+
+    async def _round(self) -> AsyncIterator[admin_pb2.Live | Lost]:
+        """All routers that there are, one after the other: each as long as it can be heard."""
+        try:
+            operator = await asyncio.to_thread(self._find)
+        except NoWorker as error:  # no cluster is here any more
+            yield Lost(error)
+            return
+        if not operator.admins:
+            yield Lost(NoWorker("the cluster is still starting"))
+        for admin in operator.admins:
+            try:
+                async for live in self._watch(operator, admin):
+                    yield live
+            except HOPELESS:
+                raise
+            except BatonError as error:
+                yield Lost(error)
+
+    async def _watch(self, operator: Operator, admin: str) -> AsyncIterator[admin_pb2.Live]:
+        """Until it is lost. Raises why."""
+        request = admin_pb2.WatchRequest(interval_s=self._interval_s)
+        async with operator.reach.wire.aio(admin) as channel:
+            messages = aiter(AdminStub(channel).Watch(request, metadata=operator.reach.metadata))
+            while True:
+                yield await self._next(messages, admin)
+                self._admin = admin
+
+    async def _next(self, messages: AsyncIterator[admin_pb2.Live], admin: str) -> admin_pb2.Live:
+        try:
+            async with asyncio.timeout(self._interval_s + SILENT_S):
+                return await anext(messages)
+        except StopAsyncIteration:
+            raise NoWorker(f"the router at {admin} ended the stream") from None
+        except TimeoutError:
+            raise NoWorker(f"the router at {admin} says nothing") from None
+        except grpc.RpcError as error:
+            raise from_rpc_error(error, admin) from None

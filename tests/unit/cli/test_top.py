@@ -1,0 +1,358 @@
+"""`baton top` against a router that says what the test has it say: keys, tables, what is lost and comes back."""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import re
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import grpc
+import pytest
+from textual.widgets import RichLog, Static
+from typer.testing import CliRunner
+
+from baton.cli.access import NO_REACH, Reach
+from baton.cli.app import app as commands
+from baton.cli.operate import Operator
+from baton.cli.top import draw, feed
+from baton.cli.top.app import Help, Table, Top, Trace
+from baton.cli.top.feed import Feed
+from baton.errors import NoWorker, Unauthenticated
+from baton.rpc.channel import from_here
+from baton.rpc.v1 import admin_pb2, admin_pb2_grpc, common_pb2
+from tests.quiet_admin import QuietAdmin
+
+WAIT_S = 20.0
+SIZE = (150, 48)
+
+
+def worker(index: int, role: str, running: int, **blocks: int) -> admin_pb2.WorkerStatus:
+    ref = common_pb2.WorkerRef(worker_id=f"{role}-{index}", incarnation=common_pb2.Incarnation(epoch=1, counter=index))
+    load = common_pb2.Load(
+        running=running, decode_tokens=100 * running, transfer_bytes=3 * 2**20, blocks=common_pb2.BlockCounts(**blocks)
+    )
+    return admin_pb2.WorkerStatus(info=common_pb2.WorkerInfo(ref=ref, role=role), load=load, state="connected")
+
+
+def live(at: float = 1000.0, requests: int = 3, **status: object) -> admin_pb2.Live:
+    """What a router says of a small cluster at this time, with so many requests under way."""
+    workers = [
+        worker(0, "prefill", 1, total=100, free=60, reserved=0, owned=30, cached=10),
+        worker(0, "decode", 4, total=100, free=5, reserved=5, owned=90),
+    ]
+    plan = admin_pb2.Plan(prefill=1, decode=1, number=7, by="operator")
+    decisions = [admin_pb2.Decision(age_s=5, kind="turn", text="decode-1: prefill waits")]
+    said = {"name": "local", "model": "tiny", "router_id": "r-1", "running": requests, "finished": 1234} | status
+    quantiles = admin_pb2.Quantiles(count=9, p50=0.012, p90=0.1, p99=1.5)
+    window = admin_pb2.Window(seconds=60, ttft=quantiles, itl=quantiles, tokens_per_s=321, slo_share=0.97)
+    return admin_pb2.Live(
+        time_s=at,
+        status=admin_pb2.StatusReply(
+            workers=workers, control=admin_pb2.Control(plan=plan, decisions=decisions, age_s=1), **said
+        ),
+        requests=[
+            admin_pb2.RequestView(
+                request_id=f"req-{n}",
+                stage="decode",
+                prefill_worker="prefill-0",
+                decode_worker="decode-0",
+                prompt_tokens=10 * n,
+                tokens=9 - n,
+                age_s=n,
+                attempt=1,
+            )
+            for n in range(requests)
+        ],
+        window=window,
+        lately=window,
+        happenings=[admin_pb2.Happening(time_s=at, kind="joined", text=f"decode-0 joined at {at:g}")],
+    )
+
+
+class Router(QuietAdmin):
+    """Says what is put into `says`; an error ends the stream with it."""
+
+    def __init__(self) -> None:
+        self.says: queue.Queue[admin_pb2.Live | grpc.StatusCode] = queue.Queue()
+        self.intervals: list[float] = []
+        self.asked: list[str] = []
+        self.tokens: list[str] = []
+        self._server = grpc.server(ThreadPoolExecutor(4))
+        admin_pb2_grpc.add_AdminServicer_to_server(self, self._server)
+        self.address = f"127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
+        self._server.start()
+
+    def Watch(self, request, context) -> Iterator[admin_pb2.Live]:
+        self.intervals.append(request.interval_s)
+        self.tokens += [value for key, value in context.invocation_metadata() if key == "authorization"]
+        while context.is_active():
+            try:
+                said = self.says.get(timeout=0.05)
+            except queue.Empty:
+                continue
+            if not context.is_active():
+                self.says.put(said)  # for who asks next
+                return
+            if isinstance(said, grpc.StatusCode):
+                context.abort(said, "as the test says")
+            yield said
+
+    def Trace(self, request, context):
+        self.asked.append(request.request_id)
+        if request.request_id == "req-2":
+            context.abort(grpc.StatusCode.UNIMPLEMENTED, "this one has none")
+        spans = [
+            common_pb2.Span(name="queue", process="r-1", role="router", start_s=5, duration_s=0.25),
+            common_pb2.Span(name="compute", process="prefill-0", role="prefill", start_s=5.25, duration_s=0.75),
+        ]
+        spans[1].attributes["tokens"] = "17"
+        return admin_pb2.TraceReply(request_id="req-1", trace_id="abc", outcome="finished", spans=spans)
+
+    def stop(self) -> None:
+        self._server.stop(None).wait()
+
+
+@pytest.fixture
+def router(monkeypatch):
+    monkeypatch.setattr(feed, "RETRY_S", 0.05)
+    router = Router()
+    yield router
+    router.stop()
+
+
+def screen(router: Router, interval_s: float = 0.5) -> Top:
+    return Top(Feed(lambda: Operator([router.address], NO_REACH), interval_s))
+
+
+async def until(app: Top, true) -> None:
+    """Raises TimeoutError when it never is."""
+    async with asyncio.timeout(WAIT_S):
+        while not true():
+            await asyncio.sleep(0.01)
+
+
+def text(app: Top, name: str) -> str:
+    return str(app.screen_stack[0].query_one(f"#{name}", Static).render())
+
+
+def table(app: Top, name: str) -> Table:
+    return app.screen_stack[0].query_one(f"#{name}", Table)
+
+
+def column(shown: Table, name: str) -> list[str]:
+    return [str(cell) for cell in shown.get_column(name)]
+
+
+async def test_what_a_router_says_is_shown(router):
+    router.says.put(live())
+    app = screen(router)
+    async with app.run_test(size=SIZE):
+        await until(app, lambda: table(app, "requests").row_count == 3)
+        assert router.intervals == [0.5]
+        assert text(app, "head").startswith("local tiny  router r-1")
+        assert "3 running, 0 queued  1,234 finished" in text(app, "head")
+        assert "97% in SLO" in text(app, "head")
+        assert text(app, "ttft-text") == "TTFT  p50 12 ms  p90 100 ms  p99 1.5 s"
+        assert text(app, "rate-text").startswith("tokens  321 new/s")
+        assert text(app, "ledger") == "KV blocks: 65 free, 5 reserved, 120 owned, 10 cached, 0 quarantined = 200"
+        workers = table(app, "workers")
+        assert column(workers, "worker") == ["prefill-0", "decode-0"]
+        assert column(workers, "KV blocks")[0].endswith(" 30%")
+        assert column(workers, "KV blocks")[1].endswith(" 95%")
+        assert column(workers, "busy")[1] == "█" * draw.BAR
+        assert column(table(app, "requests"), "request") == ["req-0", "req-1", "req-2"]
+        assert "plan 7: 1 prefill, 1 decode, by operator" in text(app, "decisions")
+        assert "6.0 s ago turn decode-1: prefill waits" in text(app, "decisions")
+        (line,) = app.query_one("#happenings", RichLog).lines
+        assert "joined    decode-0 joined at 1000" in line.text
+
+
+async def test_rows_go_and_come_and_the_cursor_stays_with_its_request(router):
+    router.says.put(live())
+    app = screen(router)
+    async with app.run_test(size=SIZE) as pilot:
+        shown = table(app, "requests")
+        await until(app, lambda: shown.row_count == 3)
+        await pilot.press("down")
+        newer = live(1001.0)
+        del newer.requests[0]  # the one above the cursor
+        newer.requests[0].tokens = 77
+        newer.status.workers[1].load.decode_tokens += 250
+        router.says.put(newer)
+        await until(app, lambda: shown.row_count == 2)
+        assert column(shown, "tokens")[0] == "77"
+        assert shown.coordinate_to_cell_key(shown.cursor_coordinate).row_key.value == "req-1"
+        assert column(table(app, "workers"), "tok/s") == ["0", "250"]
+
+
+async def test_keys(router):
+    router.says.put(live())
+    app = screen(router)
+    async with app.run_test(size=SIZE) as pilot:
+        shown = table(app, "requests")
+        await until(app, lambda: shown.row_count == 3)
+        for _ in range(draw.REQUESTS.index("tokens") + 1):
+            await pilot.press("s")
+        assert column(shown, "tokens") == ["7", "8", "9"], "by number, and not as text"
+        await pilot.press("r")
+        assert column(shown, "tokens") == ["9", "8", "7"]
+        assert str(shown.columns["tokens"].label) == "tokens ▼"
+        await pilot.press("shift+tab")
+        assert app.focused is not shown
+        await pilot.press("tab")
+        assert app.focused is shown
+        dark = app.current_theme.dark
+        await pilot.press("d")
+        assert app.current_theme.dark is not dark
+        await pilot.press("question_mark")
+        assert isinstance(app.screen, Help)
+        await pilot.press("escape")
+        assert not isinstance(app.screen, Help)
+        await pilot.press("q")
+    assert app.return_value is None
+    assert app.return_code == 0
+
+
+async def test_a_pause_stops_the_picture_and_not_the_count(router):
+    router.says.put(live())
+    app = screen(router)
+    async with app.run_test(size=SIZE) as pilot:
+        await until(app, lambda: table(app, "requests").row_count == 3)
+        await pilot.press("p")
+        assert "PAUSED" in text(app, "head")
+        router.says.put(live(1001.0, requests=2))
+        log = app.query_one("#happenings", RichLog)
+        await until(app, lambda: len(log.lines) == 2)
+        assert table(app, "requests").row_count == 3
+        await pilot.press("p")
+        router.says.put(live(1002.0, requests=1))
+        await until(app, lambda: table(app, "requests").row_count == 1)
+        assert "PAUSED" not in text(app, "head")
+
+
+async def test_the_trace_of_a_request(router):
+    router.says.put(live())
+    app = screen(router)
+    async with app.run_test(size=SIZE) as pilot:
+        await until(app, lambda: table(app, "requests").row_count == 3)
+        await pilot.press("down", "enter")
+        assert isinstance(app.screen, Trace)
+        await until(app, lambda: "trace abc" in str(app.screen.query_one("#text", Static).render()))
+        said = str(app.screen.query_one("#text", Static).render())
+        assert re.search(r"r-1 +queue +█+·+ +250 ms", said)
+        assert re.search(r"prefill-0 +compute +·+█+ +750 ms tokens=17", said)
+        router.says.put(live(1001.0, requests=2))
+        await until(app, lambda: table(app, "requests").row_count == 2)  # beneath it all goes on
+        await pilot.press("escape", "t")
+        await until(app, lambda: router.asked == ["req-1", ""])
+
+
+async def test_a_request_without_a_trace(router):
+    router.says.put(live())
+    app = screen(router)
+    async with app.run_test(size=SIZE) as pilot:
+        await until(app, lambda: table(app, "requests").row_count == 3)
+        await pilot.press("down", "down", "enter")
+        await until(app, lambda: "this one has none" in str(app.screen.query_one("#text", Static).render()))
+
+
+@pytest.mark.parametrize("how", [grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED, "silent"])
+async def test_a_router_that_is_lost_is_waited_for(router, monkeypatch, how):
+    monkeypatch.setattr(feed, "SILENT_S", 0.3)
+    router.says.put(live())
+    app = screen(router, 0.1)
+    async with app.run_test(size=SIZE):
+        await until(app, lambda: table(app, "requests").row_count == 3)
+        lost = app.query_one("#lost", Static)
+        assert not lost.display
+        if how != "silent":
+            router.says.put(how)
+        await until(app, lambda: lost.display)
+        assert text(app, "lost").startswith("no router says anything: ")
+        assert table(app, "requests").row_count == 3, "what was known stays"
+        router.says.put(live(1001.0, requests=1))
+        await until(app, lambda: not lost.display)
+        await until(app, lambda: table(app, "requests").row_count == 1)
+
+
+async def test_a_cluster_that_has_ended_is_waited_for(router):
+    places = [[router.address], None, [router.address]]
+
+    def find() -> Operator:
+        admins = places.pop(0) if len(places) > 1 else places[0]
+        if admins is None:
+            raise NoWorker("no cluster is running")
+        return Operator(admins, NO_REACH)
+
+    router.says.put(grpc.StatusCode.UNAVAILABLE)
+    router.says.put(live())
+    app = Top(Feed(find, 0.5))
+    async with app.run_test(size=SIZE):
+        await until(app, lambda: table(app, "requests").row_count == 3)
+    assert len(places) == 1
+
+
+async def test_who_may_not_watch_is_told_so(router):
+    router.says.put(grpc.StatusCode.UNAUTHENTICATED)
+    app = screen(router)
+    async with app.run_test(size=SIZE):
+        await until(app, lambda: app.return_value is not None)
+    assert isinstance(app.return_value, Unauthenticated)
+
+
+async def test_the_token_is_sent_and_shown_to_nobody(router):
+    token = "marker-token-of-this-test"  # noqa: S105  (of nobody)
+    router.says.put(live())
+    reach = Reach(token=token)
+    app = Top(Feed(lambda: Operator([from_here(router.address)], reach), 0.5))
+    async with app.run_test(size=SIZE):
+        await until(app, lambda: table(app, "requests").row_count == 3)
+        assert router.tokens == [f"Bearer {token}"]
+        assert token not in app.export_screenshot()
+
+
+async def test_a_picture_of_it(router):
+    router.says.put(live())
+    app = screen(router)
+    async with app.run_test(size=SIZE) as pilot:
+        await until(app, lambda: table(app, "requests").row_count == 3)
+        await pilot.pause()
+        picture = app.export_screenshot()
+    words = " ".join(re.findall(r">([^<]+)</text>", picture)).replace("&#160;", " ")
+    for word in ("prefill-0", "decode-0", "req-2", "TTFT", "ITL", "KV blocks", "plan 7", "joined", "pause"):
+        assert word in words, word
+
+
+async def test_hostile_names_are_text(router):
+    said = live(name="[bold]x[/bold] [", model="[/]")
+    said.requests[0].request_id = "[red]r"
+    said.happenings[0].text = "[/nothing] ends here"
+    said.status.control.decisions[0].text = "[link=http://x]"
+    router.says.put(said)
+    app = screen(router)
+    async with app.run_test(size=SIZE) as pilot:
+        await until(app, lambda: table(app, "requests").row_count == 3)
+        assert text(app, "head").startswith("[bold]x[/bold] [ [/]")
+        assert column(table(app, "requests"), "request")[0] == "[red]r"
+        assert "[link=http://x]" in text(app, "decisions")
+        await pilot.pause()
+
+
+def test_without_a_terminal_it_points_elsewhere():
+    result = CliRunner().invoke(commands, ["top", "--target", "127.0.0.1:1"])
+    assert result.exit_code == 2
+    assert "baton status --watch" in result.output
+
+
+@pytest.mark.parametrize(
+    ("value", "said"), [(0.0004, "0.4 ms"), (0.25, "250 ms"), (12.34, "12.3 s"), (600, "10 min"), (9000, "2.5 h")]
+)
+def test_seconds(value, said):
+    assert draw.seconds(value) == said
+
+
+@pytest.mark.parametrize(("share", "said"), [(0, "····"), (0.5, "██··"), (1, "████"), (7, "████"), (0.28, "█▏··")])
+def test_a_bar(share, said):
+    assert draw.bar(share, "", 4).plain == said
