@@ -41,6 +41,11 @@ class Role(enum.StrEnum):
     DECODE = "decode"
 
 
+def sizes_text(prefill: int, decode: int) -> str:
+    """How many workers a cluster has, for a reader. Without a prefill pool its mode is colocated."""
+    return f"{prefill} prefill, {decode} decode" if prefill else f"{decode} colocated (role decode)"
+
+
 @dataclass(frozen=True, slots=True)
 class WorkerRef:
     """A worker as others address it: its place, its life and its listener. The same address is not the same worker."""

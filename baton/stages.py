@@ -83,7 +83,9 @@ class StageClock:
         with ours: only a duration is taken over, and no more of it than there is.
         """
         if self._stage is not Stage.TRANSFER:
-            self.first_token()  # the decode worker's message overtook the prefill worker's
+            self.first_token()  # the decode worker's message overtook the prefill worker's, or there is none
+            self._stage = Stage.DECODE
+            return
         since = self._since
         self.enter(Stage.DECODE)
         commit = min(max(round(commit_s * _NS), 0), self._since - since)

@@ -11,6 +11,7 @@ import structlog
 from baton.core import Role
 from baton.errors import LedgerError
 from baton.ledger.board import Board, RouterReport, WorkerDemand
+from router.policy import chunked_s
 from router.snapshot import Facts
 from router.view import WorkerView
 
@@ -38,17 +39,21 @@ class Typical:
         self.cached += new * (cached - self.cached)
 
 
-def expected(router_id: str, rows: Sequence[tuple[WorkerView, Facts[float]]], typical: Typical) -> RouterReport:
+def expected(
+    router_id: str, rows: Sequence[tuple[WorkerView, Facts[float]]], typical: Typical, chunk: float | None = None
+) -> RouterReport:
     """What these workers have to do, and what a typical prompt that is given to them now may expect.
 
     One that a decode worker would compute sooner is predicted for prefill workers too: a prefill pool that needs such
-    help is too small.
+    help is too small. `chunk`: the decode workers are colocated ones, and compute so many tokens in a step.
     """
-    ttft_s, ttft_alone_s = _least(
-        (at.able, _backlog_s(at) + _prompt_s(at, typical), _prompt_s(at, typical))
-        for view, at in rows
-        if view.info.role is Role.PREFILL
-    )
+    if chunk is None:
+        prefills = (at for view, at in rows if view.info.role is Role.PREFILL)
+        offers = ((at.able, _backlog_s(at) + _prompt_s(at, typical), _prompt_s(at, typical)) for at in prefills)
+    else:
+        asked = typical.tokens, typical.cached, chunk
+        offers = ((at.able, chunked_s(at, *asked), chunked_s(_idle(at), *asked)) for _, at in rows)
+    ttft_s, ttft_alone_s = _least(offers)
     itl_s, itl_alone_s = _least(
         (at.able, _step_s(at, 1, typical.tokens), at.step_s + at.token_s + at.context_s * typical.tokens)
         for view, at in rows
@@ -107,6 +112,10 @@ def _prompt_s(at: Facts[float], typical: Typical) -> float:
     """At a prefill worker that has nothing else: as `router.policy.ttft_s` has it."""
     new = typical.tokens - typical.cached
     return at.step_s + at.token_s * new + at.context_s * new * (typical.cached + (new + 1.0) * 0.5)
+
+
+def _idle(at: Facts[float]) -> Facts[float]:
+    return at._replace(requests=0.0, backlog=0.0, kv_tokens=0.0)
 
 
 def _backlog_s(at: Facts[float]) -> float:

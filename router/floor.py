@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import secrets
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
@@ -19,7 +20,7 @@ from router.access.watch import TokenFile
 from router.admission import Admission, Bounds
 from router.alike import Alike
 from router.claim import Claim
-from router.policy import POLICIES
+from router.policy import ALONE, POLICIES
 from router.watch.seen import Seen
 from router.workers import WorkerPool, WorkerSource
 
@@ -45,6 +46,8 @@ class RouterSettings:
     slo_ttft_s: float = 1.0  # of both it is counted how many requests kept to them
     slo_itl_s: float = 0.1  # policy `predicted` keeps to it where it can
     share_port: bool = False  # there are other routers at the same addresses
+    colocated: bool = False  # there are no prefill workers, and none are missed
+    chunk: float = math.inf  # tokens that a decode worker computes in one step
     local_prefill: bool = False  # also where a prefill worker is there, if it is expected to be sooner
     attempts: int = 3  # at one request, if workers are lost
     queue_max_requests: int = 256
@@ -105,7 +108,8 @@ class Floor:
         self.admission = Admission(self.pool.claim, Claim.release, self.pool.serves, clock, bounds, settings.tenants)
         self.alike = Alike(self.pool.serves, self.pool.why_not, clock, bounds.wait_s, bounds.requests)
         self.pool.on_change = self._changed
-        self.pool.local_prefill = settings.local_prefill
+        self.pool.local_prefill, self.pool.colocated = settings.local_prefill, settings.colocated
+        self.pool.alone, self.pool.chunk = ALONE[settings.policy], settings.chunk
         self.metrics = Metrics(settings.name, settings.version)
         self.pool.on_predicted = self.metrics.ttft_predicted
         self.metrics.watch_blocks(self.pool.blocks)

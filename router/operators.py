@@ -106,17 +106,21 @@ async def _told(context: Context) -> AsyncIterator[None]:
 
 
 def _sizes(wanted: admin_pb2.ScaleRequest, bounds: Mapping[Role, tuple[int, int]]) -> dict[str, object]:
-    """Raises InvalidRequest for a size that the cluster file does not allow."""
+    """Raises InvalidRequest for a size, or a pool, that the cluster file does not allow."""
     sizes: dict[str, object] = {}
     wrong = []
     for role in Role:
         if not wanted.HasField(role.value):
             continue
+        if role not in bounds:
+            text = f"with mode: colocated there are no {role.value} workers; its workers are those of decode"
+            wrong.append(Violation(role.value, text))
+            continue
         size, (least, most) = getattr(wanted, role.value), bounds[role]
         sizes[role.value] = size
         if not least <= size <= most:
             wrong.append(Violation(role.value, f"must be from {least} to {most}, got {size}"))
-    if not sizes:
+    if not (sizes or wrong):
         wrong.append(Violation("prefill", "say how many workers a pool should have: prefill, decode, or both"))
     if wrong:
         raise InvalidRequest(*wrong)

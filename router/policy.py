@@ -12,12 +12,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import cache
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
 from baton.core import Role
 from router.snapshot import Ask, Column, Facts, Rows, Snapshot
+
+Value = TypeVar("Value", float, Column)
 
 
 class Pair(NamedTuple):
@@ -36,6 +38,7 @@ class Alone(NamedTuple):
 
 
 Policy = Callable[[Snapshot, Ask], Pair | None]  # None: nobody has room now
+AlonePolicy = Callable[[Snapshot, Ask], Alone | None]
 Criteria = list[tuple[Role, Callable[[], Column]]]
 
 _CLEARLY = 0.85  # of the pair's time to the first token: predictions are off by more than they often differ by
@@ -124,18 +127,39 @@ def predicted(snapshot: Snapshot, ask: Ask) -> Pair | None:
     return None if pair is None else pair._replace(ttft_s=float(ttft[pair.prefill]))
 
 
-def alone(snapshot: Snapshot, ask: Ask) -> int | None:
-    """The row of a decode worker that is to compute the prompt as well: of those with room, who has the most of it."""
-    rows, decode = _with_room(snapshot, ask), snapshot.decode.at
-    if not rows.size:
-        return None
-    criteria: Criteria = [
-        (Role.DECODE, lambda: decode.requests),
-        (Role.DECODE, lambda: -ask.decode_cached),
-        (Role.DECODE, lambda: -decode.available),
-        (Role.DECODE, lambda: decode.order),
-    ]
-    return _narrowed(rows, criteria, Role.DECODE)
+def alone(snapshot: Snapshot, ask: Ask) -> Alone | None:
+    """Who is to compute the prompt as well, where nobody else does: of those with room the lowest predicted TTFT among
+    those whose ITL is then within the SLO. What nothing is known of costs nothing: then it is the fewest requests.
+    """
+    itl, first = itl_s(snapshot, ask), alone_ttft_s(snapshot, ask)
+    found = _alone(snapshot, ask, lambda: np.maximum(itl - snapshot.slo_itl_s, 0.0), lambda: first)
+    return None if found is None else found._replace(ttft_s=float(first[found.decode]))
+
+
+def alone_least_loaded(snapshot: Snapshot, ask: Ask) -> Alone | None:
+    """The fewest requests, among equals the fewest prompt tokens that wait."""
+    return _alone(snapshot, ask, lambda: snapshot.decode.at.requests, lambda: snapshot.decode.at.backlog)
+
+
+def alone_prefix(snapshot: Snapshot, ask: Ask) -> Alone | None:
+    """The least to compute before this prompt is, without what is cached; not one that is far busier than others."""
+    at = snapshot.decode.at
+    crowd = 2.0 * at.requests[at.able > 0].min(initial=np.inf) + _CROWD
+    crowded = np.maximum(at.requests - crowd, 0.0)
+    return _alone(snapshot, ask, lambda: crowded, lambda: at.backlog - ask.decode_cached)
+
+
+def alone_in_turn(snapshot: Snapshot, ask: Ask) -> Alone | None:
+    """By worker id, skipping who has no room."""
+    rows = _with_room(snapshot, ask)
+    return Alone(_in_turn(rows, snapshot.decode.at.order, ask.turn), 0.0) if rows.size else None
+
+
+def _alone(snapshot: Snapshot, ask: Ask, *columns: Callable[[], Column]) -> Alone | None:
+    rows, at = _with_room(snapshot, ask), snapshot.decode.at
+    rest = (lambda: at.requests, lambda: -ask.decode_cached, lambda: -at.available, lambda: at.order)
+    criteria: Criteria = [(Role.DECODE, column) for column in (*columns, *rest)]
+    return Alone(_narrowed(rows, criteria, Role.DECODE), 0.0) if rows.size else None
 
 
 def sooner_alone(snapshot: Snapshot, ask: Ask, pair: Pair) -> Alone | None:
@@ -180,6 +204,12 @@ POLICIES: dict[str, Policy] = {
     "prefix": prefix,
     "round_robin": round_robin,
 }
+ALONE: dict[str, AlonePolicy] = {
+    "predicted": alone,
+    "least_loaded": alone_least_loaded,
+    "prefix": alone_prefix,
+    "round_robin": alone_in_turn,
+}
 
 
 def ttft_s(snapshot: Snapshot, ask: Ask) -> Column:
@@ -195,6 +225,24 @@ def itl_s(snapshot: Snapshot, ask: Ask) -> Column:
     """By decode row: a step with this request in it. 0: nothing is known."""
     at = snapshot.decode.at
     return at.step_s + at.token_s * (at.requests + 1.0) + at.context_s * (at.kv_tokens + ask.tokens)
+
+
+def alone_ttft_s(snapshot: Snapshot, ask: Ask) -> Column:
+    """By decode row: until it has computed the prompt, but for what is cached there. 0: nothing is known."""
+    return chunked_s(snapshot.decode.at, ask.tokens, ask.decode_cached, snapshot.chunk)
+
+
+def chunked_s(at: Facts[Value], tokens: float, cached: Value, chunk: float) -> Value:
+    """Seconds to the first token of a prompt of so many tokens at decode workers that compute it `chunk` tokens a step,
+    less one for each request there, and behind the prompts that wait. Each step decodes too; one runs already.
+    """
+    new = tokens - cached
+    own: Value = np.maximum(np.ceil((at.backlog + new) / np.maximum(chunk - at.requests, 1.0)), 1.0)
+    steps = own + (at.requests > 0.0)
+    usual = at.step_s + at.token_s * (at.requests + 1.0) + at.context_s * (at.kv_tokens + tokens)
+    prompts = at.prompt_step_s * steps + at.prompt_token_s * new + at.backlog * at.queued_s
+    seconds: Value = usual * steps + prompts + at.prompt_context_s * new * (cached + (new + 1.0) * 0.5)
+    return seconds
 
 
 def _candidates(snapshot: Snapshot, ask: Ask) -> Iterator[tuple[Rows, Rows]]:

@@ -108,6 +108,7 @@ class Snapshot:
     groups: int = 0
     byte_s: float = 1e-9  # to move a byte of KV
     slo_itl_s: float = np.inf
+    chunk: float = np.inf  # tokens that a decode worker computes in one step
 
     def has_room(self, tokens: int) -> bool:
         """Could any decode worker take so many? While none can, nothing else is worth a look."""

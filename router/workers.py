@@ -23,7 +23,7 @@ from router.claim import NO_WISH, Claim, Wish
 from router.demand import Typical, expected
 from router.fleet import Fleet
 from router.link import WorkerLink
-from router.policy import Policy, alone, sooner_alone
+from router.policy import Alone, AlonePolicy, Policy, alone, sooner_alone
 from router.snapshot import Ask
 from router.view import has_pair, misfit
 
@@ -40,7 +40,8 @@ _SETTLE_S = 2.0
 class WorkerPool:
     """Follows the ledger's registrations and keeps one link to each live incarnation. Its user sets `on_change`, and
     `on_predicted`: how far off, in seconds, the prediction of a first token was. `prefixes` and `slo_itl_s` are what
-    policies go by, beside the load; `local_prefill`: decode workers may compute prompts where that is sooner.
+    policies go by, beside the load; `local_prefill`: decode workers may compute prompts where that is sooner, `chunk`
+    tokens in a step; `colocated`: they compute all of them, and prefill workers are not missed. `alone` says which one.
 
     A stream without a word for `silence_s` is cut, and so is one whose worker has had no lease for as long.
     """
@@ -59,7 +60,9 @@ class WorkerPool:
     ) -> None:
         self.on_change: Callable[[], None] = lambda: None
         self.on_predicted: Callable[[float], None] = lambda off_s: None
-        self.local_prefill = False
+        self.local_prefill = self.colocated = False
+        self.alone: AlonePolicy = alone
+        self.chunk = math.inf
         self._source = source
         self._policy = policy
         self._router_id = router_id
@@ -95,20 +98,20 @@ class WorkerPool:
         With no prefill worker left, a decode worker alone. Raises NobodyAlike.
         """
         snapshot, (keep, spec, determinism, _) = self._fleet.snapshot(), wish
+        snapshot.chunk = self.chunk
         if wish.particular and not self.serves(wish):
             raise NobodyAlike(f"no decode worker here takes such requests{_as(determinism)}")
         if not snapshot.has_room(tokens):
             return None
         kept = keep.info.ref if keep is not None and self._can_hand_over(keep, wish) else None
         ask = self._fleet.ask(tokens, self._turn, kept, spec, determinism)
-        pair = self._policy(snapshot, ask)
+        pair = None if self.colocated else self._policy(snapshot, ask)
         if pair is None:
-            row = None if self.has_pair(wish) else alone(snapshot, ask)
-            return None if row is None else self._alone(tokens, row, ask)
-        self._turn += 1
+            found = None if self.has_pair(wish) else self.alone(snapshot, ask)
+            return None if found is None else self._alone(tokens, found, ask)
         if self.local_prefill and (sooner := sooner_alone(snapshot, ask, pair)) is not None:
-            claim = self._alone(tokens, sooner.decode, ask)
-            return self._predict(claim, sooner.ttft_s)
+            return self._alone(tokens, sooner, ask)
+        self._turn += 1
         prefill = self._links[self._fleet.ref(Role.PREFILL, pair.prefill)]
         decode = self._links[self._fleet.ref(Role.DECODE, pair.decode)]
         cached = int(ask.prefill_cached[pair.prefill])
@@ -123,16 +126,19 @@ class WorkerPool:
             claim.on_first = partial(self._compare, ttft_s, self._clock.monotonic())
         return claim
 
-    def _alone(self, tokens: int, row: int, ask: Ask) -> Claim:
+    def _alone(self, tokens: int, found: Alone, ask: Ask) -> Claim:
+        self._turn += 1
+        row = found.decode
         decode, cached = self._links[self._fleet.ref(Role.DECODE, row)], int(ask.decode_cached[row])
         self._typical.saw(tokens, cached)
-        return Claim(None, decode, tokens, cached, self._fleet.touch, self.on_change)
+        claim = Claim(None, decode, tokens, cached, self._fleet.touch, self.on_change)
+        return self._predict(claim, found.ttft_s)
 
     def expected(self) -> RouterReport:
         """What its workers have to do, and what a typical request may expect of them now. The queue is not in it."""
         self._fleet.snapshot()
         rows = [(link.view, facts) for link, facts in self._fleet.rows() if link.usable]
-        return expected(self._router_id, rows, self._typical)
+        return expected(self._router_id, rows, self._typical, self.chunk if self.colocated else None)
 
     def claim_of(self, worker_id: str, incarnation: Incarnation) -> Claim | None:
         """This decode worker, for what it decodes already; None: it is not there."""
@@ -157,6 +163,8 @@ class WorkerPool:
 
     def has_pair(self, wish: Wish = NO_WISH) -> bool:
         """Are there two live workers that can hand over to each other what is wished, room aside?"""
+        if self.colocated:
+            return False
         views = ([link.view for link in self._usable(role, wish)] for role in (Role.PREFILL, Role.DECODE))
         return has_pair(*views, alike=wish.deterministic)
 
@@ -208,7 +216,7 @@ class WorkerPool:
 
     def note(self, link: WorkerLink) -> str:
         """What an operator should know of it; "": nothing."""
-        if link.info.role is Role.DECODE and not self._usable(Role.PREFILL):
+        if link.info.role is Role.DECODE and not (self.colocated or self._usable(Role.PREFILL)):
             return "no prefill worker is there: it computes prompts itself"
         reason = self.misfit(link)
         return f"fits no other worker: {reason}" if reason else ""
@@ -224,8 +232,11 @@ class WorkerPool:
 
     async def _run(self) -> None:
         while True:
-            await asyncio.sleep((_POLL_S if self.has_pair() else _HURRY_S) * random.uniform(0.8, 1.2))
+            await asyncio.sleep((_POLL_S if self._complete() else _HURRY_S) * random.uniform(0.8, 1.2))
             await self._follow()
+
+    def _complete(self) -> bool:
+        return self.serves() if self.colocated else self.has_pair()
 
     async def _follow(self) -> None:
         try:

@@ -13,15 +13,15 @@ import yaml
 
 from baton.cli.access import check_tokens
 from baton.config import ClusterConfig, load_config
+from baton.core import sizes_text
 
 
 def validate(file: Path, sets: Sequence[str]) -> None:
     """Raises ConfigError with one line per mistake."""
     config = load_config(file, sets, os.environ)
     check_tokens(config)
-    typer.echo(
-        f"{file}: ok (cluster {config.name!r}, {config.prefill.replicas} prefill, {config.decode.replicas} decode)"
-    )
+    sizes = sizes_text(config.prefill.replicas, config.decode.replicas)
+    typer.echo(f"{file}: ok (cluster {config.name!r}, {sizes})")
 
 
 def show(file: Path, sets: Sequence[str], *, as_json: bool) -> None:

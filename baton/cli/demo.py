@@ -20,6 +20,7 @@ from baton.client.types import Completion
 from baton.cluster.state import ClusterState
 from baton.cluster.stop import Stop
 from baton.config import load_config
+from baton.core import sizes_text
 from baton.errors import BatonError
 from baton.logs import configure_logging
 from baton.rpc.channel import from_here
@@ -44,8 +45,8 @@ def demo(file: Path, sets: Sequence[str], stop: Stop) -> None:
     reach = reach_of(config)
     parts = "Redis, one router" if config.ray.address == "none" else "Redis, Ray, one router"
     typer.echo(
-        f"starting {parts}, {config.prefill.replicas} prefill and {config.decode.replicas} decode "
-        f"worker(s) with {config.model.path} ...",
+        f"starting {parts}, workers: {sizes_text(config.prefill.replicas, config.decode.replicas)}, "
+        f"with {config.model.path} ...",
         err=True,
     )
 

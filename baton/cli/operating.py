@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from baton.cli.options import AdminTarget, ClusterName, Json, Tls
+from baton.core import sizes_text
 
 if TYPE_CHECKING:
     from baton.cli.operate import Operator
@@ -34,7 +35,7 @@ def scale(
     if wait:
         operator.wait_settled(plan.number, wait)
     said = {"prefill": plan.prefill, "decode": plan.decode}
-    _say(said, f"to be {plan.prefill} prefill and {plan.decode} decode workers", as_json, done=bool(wait))
+    _say(said, f"workers are to be {sizes_text(plan.prefill, plan.decode)}", as_json, done=bool(wait))
 
 
 def drain(

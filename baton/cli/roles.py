@@ -189,7 +189,9 @@ def router_settings(config: ClusterConfig, index: int = 0) -> RouterSettings:
         queue_max_tokens=router.queue.max_tokens,
         queue_max_wait_s=router.queue.max_wait_s,
         tenants=router.tenants,
-        scale={Role.PREFILL: config.prefill.bounds, Role.DECODE: config.decode.bounds},
+        scale=config.bounds,
+        colocated=config.mode == "colocated",
+        chunk=config.decode.max_batched_tokens,
         drain_s=config.scaling.drain_s,
         client_stall_s=router.slow_reader_s,
         worker_silence_s=config.ledger.lease_s,  # as long as a worker may be silent in the ledger, at least three beats

@@ -17,6 +17,7 @@ from baton.cli.access import Reach, find_reach
 from baton.cli.up import find_cluster
 from baton.client import Client
 from baton.client.types import ClusterStatus, Control, WorkerStatus
+from baton.core import sizes_text
 from baton.errors import BatonError, NoWorker
 from baton.rpc.channel import from_here
 
@@ -107,7 +108,7 @@ def control(said: Control) -> Iterator[str]:
     """What the cluster should be, what keeps it from that, and what was decided lately."""
     plan = said.plan
     because = f": {plan.reason}" if plan.reason else ""
-    yield f"plan {plan.number}: {plan.prefill} prefill, {plan.decode} decode, by {plan.by}{because}"
+    yield f"plan {plan.number}: {sizes_text(plan.prefill, plan.decode)}, by {plan.by}{because}"
     if said.age_s > SILENT_S:
         yield f"the controller on {said.host or '?'} has said nothing for {said.age_s:.0f} s"
     for slot in said.slots:

@@ -27,7 +27,7 @@ from baton.cluster.stop import Stop
 from baton.cluster.supervisor import Supervisor
 from baton.config import ClusterConfig, load_config
 from baton.config.load import ENV_PREFIX
-from baton.core import Role
+from baton.core import Role, sizes_text
 from baton.errors import BatonError, ConfigError, NoWorker
 from baton.logs import configure_logging
 
@@ -93,7 +93,7 @@ def announce(state: ClusterState, config: ClusterConfig, *, as_json: bool) -> No
         addresses |= {"http": state.http} if state.http else {}
         typer.echo(json.dumps(addresses | {"pids": {name: p.pid for name, p in state.processes.items()}}))
         return
-    typer.echo(f"cluster {state.name!r} is ready")
+    typer.echo(f"cluster {state.name!r} is ready: {sizes_text(config.prefill.replicas, config.decode.replicas)}")
     typer.echo(f"  gRPC     {state.grpc}")
     typer.echo(f"  admin    {state.admin}")
     typer.echo(f"  metrics  http://{state.metrics}/metrics")

@@ -71,7 +71,7 @@ class Autoscaler:
             self._pools = {role: _Pool() for role in Role}
             return None, "no router says what it sees: nothing is decided"
         pressures = self._pressures.look(routers, there, now)
-        seen = "; ".join(f"{role} {there[role]}: {pressures[role]}" for role in Role)
+        seen = "; ".join(f"{role} {there[role]}: {pressures[role]}" for role in Role if plan.of(role) or there[role])
         if why := self._changing(plan, there, last, now):
             self._pools = {role: _Pool() for role in Role}
             return None, f"{seen}; {why}"

@@ -14,7 +14,7 @@ from baton.cluster.placement import Placement
 from baton.cluster.processes import START_TIMEOUT_S, StartError
 from baton.cluster.units import Step, Unit, free_id, next_step
 from baton.config import ClusterConfig
-from baton.core import Role, WorkerInfo
+from baton.core import Role, WorkerInfo, sizes_text
 from baton.errors import LedgerError
 from baton.ledger.board import Board, ControlReport, Plan, RouterReport, Slot
 from baton.ledger.ledger import Ledger
@@ -94,9 +94,10 @@ class Controller:
     def _begin_plan(self, said: Plan | None, *, taken_over: bool) -> None:
         """The cluster file's, when the cluster starts, and as long as nobody else has said one."""
         plan = self.plan
+        kept = taken_over and said is not None and said.by != "file" and (said.prefill > 0) == (plan.prefill > 0)
         if said is None:
             plan = plan.model_copy(update={"reason": "the cluster file says so"})
-        elif (taken_over and said.by != "file") or (said.prefill, said.decode) == (plan.prefill, plan.decode):
+        elif kept or (said.prefill, said.decode) == (plan.prefill, plan.decode):
             plan = said
         else:
             reason = "the cluster file says other than the plan before"
@@ -170,8 +171,8 @@ class Controller:
 
     def _follow(self, plan: Plan) -> None:
         self.plan = plan
-        sizes = f"{plan.prefill} prefill, {plan.decode} decode, generation {plan.generation}"
-        self._journal.say("plan", f"{sizes}: {plan.reason or plan.by}")
+        sizes = sizes_text(plan.prefill, plan.decode)
+        self._journal.say("plan", f"{sizes}, generation {plan.generation}: {plan.reason or plan.by}")
         self._keeper.retry(self._units.values(), self._clock.monotonic())
 
     def _change(self, now: float) -> None:

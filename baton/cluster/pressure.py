@@ -32,6 +32,9 @@ class Measure:
         return self.fixed + self.shared if self.presses else 0.0
 
 
+NOTHING = Measure("", 0.0)
+
+
 @dataclass(frozen=True, slots=True)
 class Pressure:
     """What a pool has to do, which `there` workers do."""
@@ -63,6 +66,7 @@ class Pressures:
     def __init__(self, config: ClusterConfig) -> None:
         self._ttft_s, self._itl_s = config.slo.ttft_ms / 1000, config.slo.itl_ms / 1000
         self._rows = config.decode.max_running
+        self._colocated = config.mode == "colocated"
         self._busy = _Busy()
 
     def look(self, routers: Sequence[RouterReport], there: Mapping[Role, int], now: float) -> dict[Role, Pressure]:
@@ -70,29 +74,29 @@ class Pressures:
 
         Room on decode workers is reserved before a prompt is computed. While prefill workers have too much to do, what
         is reserved for prompts that wait for them, and that part of the wait for room, is theirs: more decode workers
-        would be filled with it just so.
+        would be filled with it just so. Colocated workers, which have the role decode, answer for all of it.
         """
         workers = {worker_id: one for report in routers for worker_id, one in report.workers.items()}
         decodes = [one for one in workers.values() if one.role is Role.DECODE]
         busy = self._busy.look({name: one for name, one in workers.items() if one.role is Role.PREFILL}, now)
         share = busy / max(there[Role.PREFILL], 1)
         first, used = _worst(self._first_token(report) for report in routers), _mean([one.used for one in decodes])
-        late = first.shared / first.now if first.now and max(first.now, share / _SATURATED) > 1 else 0.0
+        theirs = not self._colocated and first.now and max(first.now, share / _SATURATED) > 1
+        late = first.shared / first.now if theirs else 0.0
         blocked = late * _mean([one.reserved for one in decodes])
         blame = min(blocked / used, 1.0) if used else 0.0
         rows, most = sum(one.running + one.waiting for one in decodes), self._rows * max(len(decodes), 1)
         wait_s = (1.0 - blame) * max(report.queue_s for report in routers)
+        prompts = (
+            _worst(self._first_token(report, blame) for report in routers),
+            Measure(f"busy {share:.0%}", share / _SATURATED, presses=False),
+        )
         return {
-            Role.PREFILL: Pressure(
-                there[Role.PREFILL],
-                (
-                    _worst(self._first_token(report, blame) for report in routers),
-                    Measure(f"busy {share:.0%}", share / _SATURATED, presses=False),
-                ),
-            ),
+            Role.PREFILL: Pressure(there[Role.PREFILL], (NOTHING,) if self._colocated else prompts),
             Role.DECODE: Pressure(
                 there[Role.DECODE],
                 (
+                    prompts[0] if self._colocated else NOTHING,
                     _worst(self._next_token(report) for report in routers),
                     Measure(f"KV {used - blocked:.0%} of {_FULL:.0%}", (used - blocked) / _FULL),
                     Measure(f"{rows} of {most} rows", rows / most),

@@ -22,7 +22,6 @@ LATER = "is not built yet in this version; leave it out"
 
 # Keys whose feature comes later: naming one is an error, so that nobody believes that it works. None: any value.
 NOT_BUILT: dict[str, tuple[object, ...] | None] = {
-    "mode": ("colocated",),
     "transfer.transport": ("memory",),
 }
 HARMLESS: dict[str, object] = {}
@@ -129,7 +128,7 @@ def load_config(path: str | Path, sets: Sequence[str] = (), env: Mapping[str, st
         config = _validated(tree, lines)
     except ConfigError as error:
         raise ConfigError("\n".join(f"{file}: {line}" for line in str(error).splitlines())) from None
-    config = _with_security(_with_model_path(_with_history(config), file), file)
+    config = _with_security(_with_model_path(_with_history(config), file), file).by_mode()
     try:
         check_tls(config.security.tls)
     except ConfigError as error:

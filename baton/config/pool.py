@@ -4,10 +4,21 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, JsonValue, model_validator
 
 from baton.config.security import Section
-from baton.config.values import Address, Host, Interface, NodeLabels, Processes, Rows, Seconds, SizeOrAuto, Tokens
+from baton.config.values import (
+    Address,
+    Host,
+    Interface,
+    NodeLabels,
+    Processes,
+    Rows,
+    Seconds,
+    SizeOrAuto,
+    Tokens,
+    Workers,
+)
 
 MOST_WORKERS = 4096
 
@@ -60,7 +71,11 @@ class PoolConfig(Section):
     )
     kv_memory: SizeOrAuto = Field(default="auto", description="of a worker, however many processes share it")
     block_size: Tokens = Field(default=16, description="tokens of one block of KV")
-    max_batched_tokens: Tokens = Field(default=2048, description="that one step computes, of all its requests")
+    max_batched_tokens: Tokens = Field(
+        default=2048,
+        description="that one step computes, of all its requests: first one for each that decodes, then prompts, a"
+        " long one in chunks",
+    )
     max_running: Rows = Field(default=64, description="requests that a worker computes at once")
     prefix_cache: bool = Field(
         default=True, description="keep computed KV while there is room, and use it for prompts with equal beginnings"
@@ -94,3 +109,32 @@ class PoolConfig(Section):
     def gpus(self) -> int:
         """GPUs of one worker, as Ray is asked for them."""
         return self.tensor_parallel if self.device.startswith("cuda") else 0
+
+
+class PrefillConfig(PoolConfig):
+    """The pool of prefill workers; with mode colocated, so many workers more."""
+
+    replicas: Workers = Field(default=1, description="workers at the start; 0 is allowed with mode colocated")
+
+
+# As `ClusterConfig` checks it, in the words of JSON Schema.
+NONE_IF_COLOCATED: dict[str, JsonValue] = {
+    "if": {"properties": {"mode": {"const": "colocated"}}, "required": ["mode"]},
+    "else": {"properties": {"prefill": {"properties": {"replicas": {"minimum": 1}}}}},
+}
+
+
+def joined(prefill: PrefillConfig, decode: PoolConfig) -> dict[str, PoolConfig]:
+    """A pool of none, and one of as many workers as both have, all as `decode` says; and so its bounds, if it has any.
+
+    What comes out goes in again unchanged.
+    """
+    none = PrefillConfig.model_validate(decode.model_dump(exclude_unset=True) | {"replicas": 0, "autoscale": None})
+    scale, fixed = decode.autoscale, prefill.replicas
+    if scale is not None:
+        least, most = (prefill.autoscale.min, prefill.autoscale.max) if prefill.autoscale else (fixed, fixed)
+        scale = AutoscaleConfig(min=scale.min + least, max=min(scale.max + most, MOST_WORKERS))
+    return {
+        "prefill": none,
+        "decode": decode.model_copy(update={"replicas": decode.replicas + fixed, "autoscale": scale}),
+    }

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import PurePath
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field, PositiveInt, field_validator, model_validator
+from pydantic import BeforeValidator, ConfigDict, Field, PositiveInt, field_validator, model_validator
 
 from baton.config.listeners import KEPT_IN, encrypts, unsafe
-from baton.config.pool import PoolConfig, ScalingConfig
+from baton.config.pool import NONE_IF_COLOCATED, PoolConfig, PrefillConfig, ScalingConfig, joined
 from baton.config.security import Section, SecurityConfig
 from baton.config.values import (
     HUB_NAME,
@@ -24,6 +24,7 @@ from baton.config.values import (
     parse_hub_name,
     parse_off,
 )
+from baton.core import Role
 from baton.limits import MAX_RESUMABLE_S
 
 Name = Annotated[str, Field(pattern=r"^[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?$")]
@@ -212,13 +213,19 @@ class LogConfig(Section):
 class ClusterConfig(Section):
     """One cluster."""
 
+    model_config = ConfigDict(json_schema_extra=NONE_IF_COLOCATED)
+
     name: Name = Field(default="local", description="of its state folder and its keys in Redis")
-    mode: Literal["disaggregated", "colocated"] = Field(default="disaggregated", description="colocated: not built yet")
+    mode: Literal["disaggregated", "colocated"] = Field(
+        default="disaggregated",
+        description="colocated: as many workers as both pools have, all of them as `decode` says, each computes prompts"
+        " in chunks beside what it decodes",
+    )
     model: ModelConfig = ModelConfig()
     redis: RedisConfig = RedisConfig()
     ray: RayConfig = RayConfig()
     router: RouterConfig = RouterConfig()
-    prefill: PoolConfig = PoolConfig()
+    prefill: PrefillConfig = PrefillConfig()
     decode: PoolConfig = PoolConfig()
     transfer: TransferConfig = TransferConfig()
     ledger: LedgerConfig = LedgerConfig()
@@ -242,11 +249,23 @@ class ClusterConfig(Section):
     def _pools_fit(self) -> ClusterConfig:
         if self.ledger.heartbeat_s * 3 > self.ledger.lease_s:
             raise ValueError("ledger.lease_s: must be at least three times ledger.heartbeat_s")
+        if not (self.prefill.replicas or self.mode == "colocated"):
+            raise ValueError("prefill.replicas: must be greater than 0 but with mode: colocated, got 0")
         ring, most = self.transfer.frame_size * self.transfer.credits, self.transfer.staging_memory
         if ring > most:
             text = f"must hold transfer.frame_size times transfer.credits, which is {ring} bytes, got {most}"
             raise ValueError(f"transfer.staging_memory: {text}")
         return self
+
+    def by_mode(self) -> ClusterConfig:
+        """With mode colocated: all workers, and what the autoscaler may add, are of the decode pool. Else the same."""
+        return self.model_copy(update=joined(self.prefill, self.decode) if self.mode == "colocated" else {})
+
+    @property
+    def bounds(self) -> dict[Role, tuple[int, int]]:
+        """The fewest and the most workers of each pool that there is."""
+        pools = {Role.PREFILL: self.prefill, Role.DECODE: self.decode}
+        return {role: pool.bounds for role, pool in pools.items() if pool.replicas}
 
     @property
     def kv_is_encrypted(self) -> bool:

@@ -112,5 +112,6 @@ Interface = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.:@-]{1,15}$")]
 Seconds = Annotated[float, Field(gt=0, le=1e6)]
 Milliseconds = Annotated[float, Field(gt=0, le=1e9)]
 Processes = Annotated[int, Field(gt=0, le=4096)]  # or threads
+Workers = Annotated[int, Field(ge=0, le=4096)]
 Tokens = Annotated[int, Field(gt=0, le=2**20)]  # of one step, or of one block
 Rows = Annotated[int, Field(gt=0, le=2**14)]

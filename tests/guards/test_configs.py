@@ -42,6 +42,7 @@ def test_a_file_loads_and_an_editor_finds_its_schema(file: Path, tmp_path: Path)
 
 def test_no_file_is_missing():
     names = {"local", "local-2x2", "no-ray", "single-node-8gpu", "multi-node", "disaggregated-tp", "kubernetes"}
+    names.add("colocated")
     assert {file.stem for file in FILES} == names
 
 

@@ -48,7 +48,7 @@ WRONG = {
     "misspelt section": ("modle: {path: x}", ["line 1", "modle", "unknown key", "model"]),
     "misspelt key": ("decode:\n  max_runing: 5", ["line 2", "decode.max_runing", "did you mean decode.max_running"]),
     "key in the wrong section": ("max_running: 5", ["line 1", "max_running", "decode.max_running"]),
-    "below the range": ("prefill: {replicas: 0}", ["prefill.replicas", "greater than 0", "0"]),
+    "below the range": ("prefill: {replicas: 0}", ["prefill.replicas", "greater than 0", "colocated", "0"]),
     "not a size": ("prefill: {kv_memory: lots}", ["prefill.kv_memory", "256MiB", "lots"]),
     "no port": ("router: {grpc: localhost}", ["router.grpc", "host:port", "localhost"]),
     "port too high": ("router: {grpc: 'localhost:70000'}", ["router.grpc", "70000"]),
