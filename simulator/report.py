@@ -37,6 +37,8 @@ class Report:
     expired: int = 0  # after a wait
     failed: int = 0  # by workers that were lost
     good: int = 0
+    good_ttft: int = 0  # within that goal alone
+    good_itl: int = 0  # as well; a request of one token is
     duration_s: float = 0.0  # from the first arrival to the last event
     ttft: Quantiles = field(default_factory=Quantiles)
     itl: Quantiles = field(default_factory=Quantiles)
@@ -65,13 +67,29 @@ class Report:
         return self.good / self.arrivals if self.arrivals else 1.0
 
     @property
+    def ttft_attainment(self) -> float:
+        """The share of all arrivals that was within the goal for the first token."""
+        return self.good_ttft / self.arrivals if self.arrivals else 1.0
+
+    @property
+    def itl_attainment(self) -> float:
+        """The share of all arrivals that was within the goal for the others."""
+        return self.good_itl / self.arrivals if self.arrivals else 1.0
+
+    @property
     def throughput(self) -> float:
         """Output tokens per second."""
         return self.output_tokens / self.duration_s if self.duration_s else 0.0
 
     def as_dict(self) -> dict[str, object]:
         """All of it, for JSON."""
-        rates = {"goodput": self.goodput, "attainment": self.attainment, "throughput": self.throughput}
+        rates = {
+            "goodput": self.goodput,
+            "attainment": self.attainment,
+            "ttft_attainment": self.ttft_attainment,
+            "itl_attainment": self.itl_attainment,
+            "throughput": self.throughput,
+        }
         return asdict(self) | rates
 
     def as_json(self) -> str:

@@ -23,6 +23,7 @@ class Pool:
     max_running: int = 64
     tensor_parallel: int = 1
     prefix_cache: bool = True
+    spread: float = 0.0  # of step times: the sigma of a lognormal factor of mean 1 that each step draws
 
     @property
     def devices(self) -> int:
@@ -136,7 +137,7 @@ class Scenario:
         if not least:
             _require("prefill.workers", self.prefill.workers, not self.prefill.workers, "0 in colocated mode")
         _require("decode.workers", self.decode.workers, self.decode.workers >= 1, "at least 1")
-        for role, pool in (("prefill", self.prefill), ("decode", self.decode)):
+        for role, pool in self._pools:
             sizes = {
                 "kv_blocks": pool.kv_blocks,
                 "block_size": pool.block_size,
@@ -146,8 +147,18 @@ class Scenario:
             }
             for name, value in sizes.items():
                 _require(f"{role}.{name}", value, value >= 1, "at least 1")
+        if self.mode == "disaggregated":
+            ours, theirs = self.decode.block_size, self.prefill.block_size
+            _require("decode.block_size", ours, ours == theirs, f"prefill.block_size, which is {theirs}")
+        workers = {f"{role}-{n}" for role, pool in self._pools for n in range(pool.workers)}
         for fault in self.faults:
+            known = fault.worker in workers or (isinstance(fault, SlowLink) and not fault.worker)
+            _require("faults.worker", fault.worker, known, "a worker of the scenario, such as decode-0")
             _require("faults.at_s", fault.at_s, math.isfinite(fault.at_s) and fault.at_s >= 0, "at least 0")
+
+    @property
+    def _pools(self) -> tuple[tuple[str, Pool], ...]:
+        return (("prefill", self.prefill), ("decode", self.decode))
 
     @property
     def devices(self) -> int:

@@ -186,7 +186,7 @@ class Scheduler:
     def _make_room(self, plan: Plan, sequence: Sequence, count: int, keep: int) -> bool:
         """Blocks for `count` more tokens, if need be from those behind the first `keep` running, the last first."""
         assert sequence.allocation is not None
-        missing = self._blocks(sequence.computed + count) - len(sequence.allocation.blocks)
+        missing = self._blocks(sequence.computed + count) - len(sequence.allocation)
         if missing <= 0:
             return True
         while self.pool.available < missing and len(self.running) > keep:
@@ -248,7 +248,7 @@ class Scheduler:
         return found[: fixed.aligned(len(found) * self.block_size, self.block_size) // self.block_size]
 
     def _has_blocks(self, sequence: Sequence) -> bool:
-        return sequence.allocation is not None and len(sequence.allocation.blocks) >= self._blocks(sequence.known)
+        return sequence.allocation is not None and len(sequence.allocation) >= self._blocks(sequence.known)
 
     def _enter(self, line: list[Sequence], sequence: Sequence) -> None:
         if sequence.rank is None:

@@ -1,0 +1,252 @@
+"""The block pool of a simulated worker: the ledger of `baton.engine.blocks` in numbers, without a list of blocks.
+
+What a block holds has a name, as there, if other requests may have the same: then it is found as long as it is here.
+Other full blocks are kept when they are let go, too, and age beside those with names, but nobody finds them. So an
+allocation costs as much as it has names, and a worker as much memory as it has names, however many blocks there are.
+
+Names are numbers, and 0 is no name: `Names` makes them of the shared blocks of an arrival.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, cast
+
+from baton.engine.blocks import Allocation, BlockPool, BlockState
+from baton.history import OFF
+from baton.ledger.prefix_map import NAME_BYTES
+from baton.load import BlockCounts
+
+if TYPE_CHECKING:
+    from baton.engine.prefix import Chain
+    from baton.workload import Arrival
+
+Listener = Callable[[Sequence[int], Sequence[int]], None]
+
+
+class Held(Allocation):
+    """So many blocks, of which the first are found by `names`; `full` of the others hold what nobody asks for."""
+
+    __slots__ = ("count", "full", "names")
+
+    def __init__(self, pool: CountedPool, names: list[int], state: BlockState) -> None:
+        super().__init__(pool, [], [], state)
+        self.names, self.count, self.full = names, len(names), 0
+
+    def __len__(self) -> int:
+        return self.count
+
+    def publish(self, first: int, digests: Sequence[bytes]) -> None:
+        """See `Allocation.publish`. Names come before what has none."""
+        assert isinstance(self._pool, CountedPool)
+        self._pool.publish(self, cast("Sequence[int]", digests))
+
+    def prepend(self, head: Allocation) -> None:
+        """See `Allocation.prepend`."""
+        assert isinstance(head, Held)
+        self.names, self.count = head.names + self.names, head.count + self.count
+        head.names, head.count, head.state = [], 0, BlockState.RELEASED
+
+    def check_writable(self, first: int, end: int) -> None:
+        """Nobody writes here."""
+
+
+class CountedPool(BlockPool):
+    """See `BlockPool`; `on_names(added, removed)` is its `on_index`.
+
+    `used_most`: blocks that were held at once. `growing`: held by rows that decode, and in none of their allocations
+    yet (see `simulator.engine`).
+    """
+
+    def __init__(self, total: int) -> None:  # not that of BlockPool, which makes a list of all blocks
+        self.total = total
+        self.history = OFF
+        self.on_names: Listener = lambda added, removed: None
+        self.used_most = self.growing = 0
+        self._unused = total
+        self._held = dict.fromkeys(BlockState, 0)
+        self._kept: OrderedDict[int, int] = OrderedDict()  # blocks by name, or by a number below 0; the oldest first
+        self._kept_blocks = 0
+        self._named: dict[int, int] = {}  # holders of each name that is found
+        self._next = 0  # below 0
+
+    @property
+    def available(self) -> int:
+        return self._unused + self._kept_blocks
+
+    def counts(self) -> BlockCounts:
+        reserved, owned = self._held[BlockState.RESERVED], self._held[BlockState.OWNED] + self.growing
+        return BlockCounts(self.total, self._unused, reserved, owned, self._kept_blocks)
+
+    def find(self, digests: Iterable[bytes]) -> list[int]:
+        """See `BlockPool.find`; the names themselves are what is shared."""
+        found: list[int] = []
+        for name in cast("Iterable[int]", digests):
+            if name not in self._named:
+                break
+            found.append(name)
+        return found
+
+    def allocate(
+        self, n: int, *, reserved: bool = False, shared: Sequence[int] = (), spare: int = 0
+    ) -> Allocation | None:
+        named = self._named
+        if self.available < n + spare + (sum(not named[name] for name in shared) if shared else 0):
+            return None
+        for name in shared:
+            if not named[name]:
+                del self._kept[name]
+                self._kept_blocks -= 1
+                self._held[BlockState.OWNED] += 1
+            named[name] += 1
+        held = Held(self, list(shared), BlockState.RESERVED if reserved else BlockState.OWNED)
+        self._grow(held, n)
+        return held
+
+    def freed_by(self, allocations: Iterable[Allocation]) -> int:
+        """See `BlockPool.freed_by`; what several of them share counts as if others held it, too."""
+        freed = 0
+        for held in allocations:
+            assert isinstance(held, Held)
+            freed += held.count - sum(self._named[name] > 1 for name in held.names if name)
+        return freed
+
+    def take(self, blocks: int) -> None:
+        """Rows that decode grow by so many, which are available."""
+        self._use(blocks)
+        self.growing += blocks
+        self._peak()
+
+    def settle(self, allocation: Allocation, blocks: int) -> None:
+        """So many of what was taken are this allocation's. Negative: it gives what it has in advance."""
+        assert isinstance(allocation, Held)
+        allocation.count += blocks
+        self.growing -= blocks
+        self._held[BlockState.OWNED] += blocks
+
+    def publish(self, held: Held, names: Sequence[int]) -> None:
+        """The next full blocks of what is held have these names."""
+        if not names[0]:
+            held.full += len(names)
+            return
+        added = [name for name in names if name and name not in self._named]
+        for name in names:
+            if not name:
+                held.full += 1
+            elif name in self._named:
+                held.names.append(0)
+            else:
+                self._named[name] = 1
+                held.names.append(name)
+        self.on_names(added, ())
+
+    def _grow(self, allocation: Allocation, n: int) -> bool:
+        assert isinstance(allocation, Held)
+        if n > self.available:
+            return False
+        self._use(n)
+        allocation.count += n
+        self._held[allocation.state] += n
+        self._peak()
+        return True
+
+    def _use(self, n: int) -> None:
+        """Unused blocks first, then the oldest of those that are kept."""
+        self._unused -= n
+        lost: list[int] = []
+        while self._unused < 0:
+            key, blocks = self._kept.popitem(last=False)
+            taken = min(blocks, -self._unused)
+            if taken < blocks:
+                self._kept[key] = blocks - taken
+                self._kept.move_to_end(key, last=False)
+            elif key > 0:
+                del self._named[key]
+                lost.append(key)
+            self._kept_blocks -= taken
+            self._unused += taken
+        if lost:
+            self.on_names((), lost)
+
+    def _peak(self) -> None:
+        used = self.total - self._unused - self._kept_blocks
+        self.used_most = max(self.used_most, used)
+
+    def _activate(self, allocation: Allocation) -> None:
+        self._held[BlockState.RESERVED] -= len(allocation)
+        self._held[BlockState.OWNED] += len(allocation)
+        allocation.state = BlockState.OWNED
+
+    def _let_go(self, allocation: Allocation) -> None:
+        assert isinstance(allocation, Held)
+        held, named = allocation, self._named
+        self._held[held.state] -= held.count
+        self._unused += held.count - len(held.names) - held.full
+        if held.full:
+            self._next -= 1
+            self._kept[self._next] = held.full
+            self._kept_blocks += held.full
+        for name in reversed(held.names):  # the tail of a chain is forgotten before its head
+            if not name:  # another one has the same
+                self._unused += 1
+            elif named[name] == 1:
+                named[name] = 0
+                self._kept[name] = 1
+                self._kept_blocks += 1
+            else:
+                named[name] -= 1
+                self._held[held.state] += 1  # by others
+        held.names, held.count, held.full, held.state = [], 0, 0, BlockState.RELEASED
+
+
+class Content:
+    """Stands for `baton.engine.prefix.Chain`: the names of a request's blocks, as far as others may have the same."""
+
+    __slots__ = ("names",)
+
+    def __init__(self, names: Sequence[int]) -> None:
+        self.names = names
+
+    def digest(self, block: int) -> int:
+        """0: it has none."""
+        return self.names[block] if block < len(self.names) else 0
+
+    @property
+    def chain(self) -> Chain:
+        """Itself."""
+        return cast("Chain", self)
+
+
+UNSHARED = Content(())
+_PLACE = 24  # bits: a number of a block in its prompt, and whether it is the last one of an arrival's block
+
+
+class Names:
+    """Names of the shared blocks of arrivals, for blocks of `block_size` tokens: equal beginnings have equal names."""
+
+    def __init__(self, block_size: int) -> None:
+        self._block_size = block_size
+        self._chains: dict[tuple[int, int], int] = {}  # what (a chain, a block more) is: from 1 on
+
+    def of(self, arrival: Arrival) -> tuple[Content, list[bytes]]:
+        """Names for workers' blocks, and those for the prefix directory, which is told of whole blocks of arrivals."""
+        chains, before = [], 0
+        for block in arrival.blocks:
+            before = self._chains.setdefault((before, block), len(self._chains) + 1)
+            chains.append(before)
+        size, each = self._block_size, arrival.block_tokens
+        full = min(len(chains) * each, arrival.prompt_tokens) // size
+        last = {place * each // size for place in range(1, len(chains) + 1)}
+        names = [chains[-(-end * size // each) - 1] << _PLACE | end << 1 | (end in last) for end in range(1, full + 1)]
+        return Content(names), [directory_name(chain) for chain in chains]
+
+
+def told(names: Iterable[int]) -> list[bytes]:
+    """What the prefix directory is told of these names of a worker's blocks."""
+    return [directory_name(name >> _PLACE) for name in names if name & 1]
+
+
+def directory_name(chain: int) -> bytes:
+    """As `baton.ledger.prefix_map` has names."""
+    return chain.to_bytes(NAME_BYTES, "big")

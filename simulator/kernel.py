@@ -1,0 +1,140 @@
+"""Virtual time: one heap of what is to happen, and an event loop on it for production code that is written for asyncio.
+
+Nothing here looks at a real clock or draws a random number that a seed did not decide, and what is due at the same
+time happens in the order in which it was asked for. So the same seed gives the same run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import random
+from collections.abc import Callable, Coroutine, Generator
+from contextvars import Context
+from typing import Any, TypeVar, TypeVarTuple
+
+Act = Callable[..., object]
+T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
+FOREVER = float("inf")
+
+
+class Event(asyncio.TimerHandle):
+    """Something that will happen, unless it is cancelled before. Made by the kernel alone."""
+
+    __slots__ = ("act", "facts", "off", "within")
+
+    def __init__(self, act: Act, facts: tuple[Any, ...], within: Context | None = None) -> None:
+        # Not that of TimerHandle, which asks the loop for its debug mode and copies a context each time.
+        self.act, self.facts, self.within = act, facts, within
+        self.off = False
+
+    def cancel(self) -> None:
+        """It will not happen."""
+        self.off = True
+
+    def cancelled(self) -> bool:
+        return self.off
+
+
+class Kernel(asyncio.AbstractEventLoop):
+    """Implements `baton.clock.Clock`, and as much of an event loop as tasks, futures and timeouts need."""
+
+    def __init__(self, seed: int = 0) -> None:
+        self.now = 0.0  # seconds
+        self.events = 0  # that happened
+        self.random = random.Random(seed)
+        self._heap: list[tuple[float, int, Event]] = []
+        self._count = 0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def wall(self) -> float:
+        return self.now
+
+    # --- what the simulator asks for -----------------------------------------------------------------------------
+
+    def at(self, when: float, act: Act, *facts: Any) -> Event:
+        """Call `act(*facts)` at `when`; what is past is due now."""
+        event = Event(act, facts)
+        self._count += 1
+        heapq.heappush(self._heap, (max(when, self.now), self._count, event))
+        return event
+
+    def after(self, seconds: float, act: Act, *facts: Any) -> Event:
+        """Call `act(*facts)` in so many seconds."""
+        return self.at(self.now + seconds, act, *facts)
+
+    def spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        """A task that nobody waits for; what it raises ends the run."""
+        self.create_task(work).add_done_callback(asyncio.Task.result)
+
+    def run(self, until: float = FOREVER) -> None:
+        """Until nothing is left to happen, or until then. Raises what a task or an event raised."""
+        before = asyncio._get_running_loop()
+        asyncio._set_running_loop(self)
+        try:
+            self._run(until)
+        finally:
+            asyncio._set_running_loop(before)
+
+    def _run(self, until: float) -> None:
+        heap, pop = self._heap, heapq.heappop
+        while heap and heap[0][0] <= until:
+            when, _, event = pop(heap)
+            if event.off:
+                continue
+            self.now = when
+            self.events += 1
+            if event.within is None:
+                event.act(*event.facts)
+            else:
+                event.within.run(event.act, *event.facts)
+
+    # --- asyncio.AbstractEventLoop -------------------------------------------------------------------------------
+
+    def time(self) -> float:
+        return self.now
+
+    def get_debug(self) -> bool:
+        return False
+
+    def is_running(self) -> bool:
+        return True
+
+    def is_closed(self) -> bool:
+        return False
+
+    def call_soon(self, callback: Callable[[*Ts], object], *args: *Ts, context: Context | None = None) -> Event:
+        event = self.at(self.now, callback, *args)
+        event.within = context
+        return event
+
+    def call_later(
+        self, delay: float, callback: Callable[[*Ts], object], *args: *Ts, context: Context | None = None
+    ) -> Event:
+        return self.call_at(self.now + delay, callback, *args, context=context)
+
+    def call_at(
+        self, when: float, callback: Callable[[*Ts], object], *args: *Ts, context: Context | None = None
+    ) -> Event:
+        event = self.at(when, callback, *args)
+        event.within = context
+        return event
+
+    def create_future(self) -> asyncio.Future[Any]:
+        return asyncio.Future(loop=self)
+
+    def create_task(
+        self,
+        coro: Generator[Any, None, T] | Coroutine[Any, Any, T],
+        *,
+        name: str | None = None,
+        context: Context | None = None,
+    ) -> asyncio.Task[T]:
+        return asyncio.Task(coro, loop=self, name=name, context=context)
+
+    def call_exception_handler(self, context: dict[str, Any]) -> None:
+        """What nobody took ends the run."""
+        raise context.get("exception") or RuntimeError(context["message"])

@@ -1,0 +1,110 @@
+"""How KV moves: each worker has a way out and a way in, and what moves at the same time shares them evenly.
+
+A flow gets the lesser of its two shares. What the other side leaves unused goes to nobody: a lower bound of what fair
+queueing would do, and one that needs no look beyond the flow's own two ends. A flow that has moved all that is ready
+waits for more, and takes no share meanwhile.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from simulator.kernel import Event, Kernel
+
+
+class Way:
+    """One direction of one worker's network."""
+
+    __slots__ = ("bytes_per_s", "flows")
+
+    def __init__(self, bytes_per_s: float) -> None:
+        self.bytes_per_s = bytes_per_s
+        self.flows: dict[Flow, None] = {}  # that move now
+
+    @property
+    def share(self) -> float:
+        """Of each that moves, in bytes per second."""
+        return self.bytes_per_s / len(self.flows)
+
+
+class Flow:
+    """The KV of one handoff on its way. `done` is called when all of it has arrived, after `close`."""
+
+    __slots__ = ("_closed", "_event", "_kernel", "_left", "_rate", "_since", "_ways", "done", "moved")
+
+    def __init__(self, kernel: Kernel, source: Way, target: Way, done: Callable[[], None]) -> None:
+        self.done = done
+        self.moved = 0.0  # bytes, and what is about to
+        self._kernel, self._ways = kernel, (source, target)
+        self._left = self._rate = self._since = 0.0
+        self._event: Event | None = None
+        self._closed = False
+
+    def add(self, nbytes: float) -> None:
+        """So much more is ready to move."""
+        if self._closed or nbytes <= 0:
+            return
+        self.moved += nbytes
+        idle, self._left = not self._moves, self._left + nbytes
+        if idle:
+            self._since = self._kernel.now
+            self._join()
+        else:
+            self.adapt()
+
+    def close(self) -> None:
+        """Nothing will be added any more."""
+        self._closed = True
+        if not self._moves:
+            self.done()
+
+    def cancel(self) -> None:
+        """What has not arrived never will, and `done` is not called."""
+        self._closed, self.done = True, _nothing
+        if self._moves:
+            self._part()
+
+    def adapt(self) -> None:
+        """Its share may have changed."""
+        now, source, target = self._kernel.now, *self._ways
+        self._left -= self._rate * (now - self._since)
+        self._since = now
+        self._rate = min(source.share, target.share)
+        if self._event is not None:
+            self._event.cancel()
+        self._event = self._kernel.at(now + max(self._left, 0.0) / self._rate, self._emptied)
+
+    @property
+    def _moves(self) -> bool:
+        return self in self._ways[0].flows
+
+    def _join(self) -> None:
+        for way in self._ways:
+            way.flows[self] = None
+        self._others()
+
+    def _part(self) -> None:
+        if self._event is not None:
+            self._event.cancel()
+        self._event, self._rate = None, 0.0
+        for way in self._ways:
+            del way.flows[self]
+        self._others()
+
+    def _others(self) -> None:
+        """Everybody who shares a way with it, and itself while it moves, has another share now."""
+        for flow in {**self._ways[0].flows, **self._ways[1].flows}:
+            flow.adapt()
+
+    def _emptied(self) -> None:
+        self._left = 0.0
+        self._part()
+        if self._closed:
+            self.done()
+
+
+def _nothing() -> None:
+    pass
