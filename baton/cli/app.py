@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from baton.cli import one_role, operating, watching
+from baton.cli import one_role, operating, sizing, watching
 from baton.cli.controller import controller
 from baton.cli.options import (
     LOCAL,
@@ -233,14 +233,6 @@ def doctor(
     command.doctor(config, sets or [], transport=transport, as_json=as_json)
 
 
-@app.command()
-def profile(config: ConfigFile = LOCAL, sets: Sets = None, as_json: Json = False) -> None:
-    """Measure which kernels and verify passes are the best here for the model of a file. Later workers use it."""
-    from baton.cli import profile as command
-
-    command.profile(config, sets or [], as_json=as_json)
-
-
 @config_app.command("validate")
 def config_validate(file: Path, sets: Sets = None) -> None:
     """Check a cluster file; every mistake with its line and key."""
@@ -269,3 +261,5 @@ app.command("prefill-worker")(one_role.prefill_worker)
 app.command("decode-worker")(one_role.decode_worker)
 app.command()(one_role.router)
 app.command()(one_role.gateway)
+app.command()(sizing.profile)
+app.command()(sizing.plan)

@@ -1,0 +1,215 @@
+"""`baton plan`: the cheapest pools for a load and a goal, or what one layout would do, by simulating it."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from baton.config import ClusterConfig, load_config
+from baton.config.pool import PoolConfig
+from baton.errors import ConfigError
+from baton.workload import Lengths, read_trace
+from simulator import simulate
+from simulator.plan import Answer, Planner, Tried, kind
+from simulator.plan_shape import Shape, Site, Workload
+from simulator.plan_text import parse_what_if
+from simulator.profile import load_profile
+from simulator.scenario import Pool, Router, Slo
+
+COLUMNS = ("pools", "GPUs", "requests/s", "good", "TTFT p50", "p99 ms", "ITL p50", "p99 ms", "busy P", "D", "tried as")
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """The options of the command. `rate` and the goals are None where the trace or the cluster file says them."""
+
+    profile: str
+    rate: float | None
+    prompt_tokens: str
+    max_tokens: str | None
+    trace: Path | None
+    scale: float
+    times: str
+    requests: int
+    ttft_ms: float | None
+    itl_ms: float | None
+    attainment: float
+    gpus: int
+    what_if: str | None
+    seed: int
+    config: Path | None
+    sets: tuple[str, ...]
+
+
+def plan(asked: Asked, *, as_json: bool) -> None:
+    """Print the plan, or one layout's report. Raises ConfigError."""
+    if not 0 < asked.attainment <= 1:
+        raise ConfigError(f"--attainment: must be a share above 0 and at most 1, got {asked.attainment:g}")
+    config = load_config(asked.config, asked.sets, os.environ) if asked.config else None
+    site, workload = _site(asked, config), _workload(asked)
+    rate = _rate(asked, workload)
+    if asked.what_if is not None:
+        _what_if(asked, site, workload, rate, _own_shape(config), as_json=as_json)
+        return
+    progress = Console(stderr=True)
+    planner = Planner(simulate, site, workload, asked.attainment, asked.gpus)
+    if not as_json and progress.is_terminal:
+        planner = replace(planner, said=lambda tried: progress.print(f"simulated {tried.shape}", style="dim"))
+    if config is not None and set(_sizes(own := _own_shape(config))) <= set(site.profile.sizes):
+        planner.attempt(own, rate, "the file")
+    answer = planner.plan(rate)
+    if as_json:
+        typer.echo(json.dumps(_plain(answer, site)))
+        return
+    typer.echo(f"{site.profile.name}: {site.profile.model} on {site.profile.hardware}\nsource: {site.profile.source}\n")
+    _show(answer)
+    for line in verdict(answer, asked.gpus, asked.attainment):
+        typer.echo(line)
+
+
+def _what_if(asked: Asked, site: Site, workload: Workload, rate: float, own: Shape, *, as_json: bool) -> None:
+    what = parse_what_if(asked.what_if or "", own)
+    site = replace(site, faults=what.faults)
+    planner = Planner(simulate, site, workload, asked.attainment)
+    tried = planner.attempt(what.shape, rate * what.scale, "what if")
+    if as_json:
+        found = {"shape": asdict(what.shape), "gpus": what.shape.gpus, "rate": tried.rate, "met": tried.met}
+        typer.echo(json.dumps(found | {"report": tried.report.as_dict()}))
+        return
+    typer.echo(f"{what.shape}: {what.shape.gpus} GPUs, {tried.rate:g} requests/s\n")
+    typer.echo(tried.report.table())
+
+
+def _workload(asked: Asked) -> Workload:
+    trace = read_trace(asked.trace, scale=asked.scale) if asked.trace else None
+    lengths = Lengths.parse(asked.prompt_tokens, asked.max_tokens)
+    return Workload(lengths, asked.times, trace, asked.requests, asked.seed)
+
+
+def _rate(asked: Asked, workload: Workload) -> float:
+    rate = asked.rate if asked.rate is not None else workload.own_rate
+    if rate is None:
+        raise ConfigError("--rate: must be given, in requests per second, without a trace that has times")
+    if not 0 < rate < math.inf:
+        raise ConfigError(f"--rate: must be requests per second, a number above 0, got {rate:g}")
+    return rate
+
+
+def _site(asked: Asked, config: ClusterConfig | None) -> Site:
+    """Of the cluster file what it says of workers, router and goals; of options what they say."""
+    site = Site(load_profile(asked.profile), seed=asked.seed)
+    goals = Slo(config.slo.ttft_ms / 1e3, config.slo.itl_ms / 1e3) if config is not None else site.slo
+    if config is not None:
+        site = replace(site, prefill=_pool(config.prefill), decode=_pool(config.decode), router=_router(config))
+    for name, value in (("ttft_ms", asked.ttft_ms), ("itl_ms", asked.itl_ms)):
+        if value is not None and not 0 < value < math.inf:
+            raise ConfigError(f"--{name.replace('_', '-')}: must be milliseconds, a number above 0, got {value:g}")
+    ttft_s = asked.ttft_ms / 1e3 if asked.ttft_ms is not None else goals.ttft_s
+    itl_s = asked.itl_ms / 1e3 if asked.itl_ms is not None else goals.itl_s
+    return replace(site, slo=replace(goals, ttft_s=ttft_s, itl_s=itl_s))
+
+
+def _pool(config: PoolConfig) -> Pool:
+    return Pool(
+        0,
+        block_size=config.block_size,
+        max_batched_tokens=config.max_batched_tokens,
+        max_running=config.max_running,
+        prefix_cache=config.prefix_cache,
+    )
+
+
+def _router(config: ClusterConfig) -> Router:
+    queue = config.router.queue
+    return Router(
+        config.router.policy,
+        config.router.local_prefill == "auto",
+        queue.max_requests,
+        queue.max_tokens,
+        queue.max_wait_s,
+        config.retry.attempts,
+    )
+
+
+def _own_shape(config: ClusterConfig | None) -> Shape:
+    """As the cluster file has it."""
+    if config is None:
+        return Shape(1, 1)
+    decode, prefill = config.decode, config.prefill
+    if config.mode == "colocated":
+        return Shape(decode.replicas, decode_tp=decode.tensor_parallel, chunk=decode.max_batched_tokens)
+    return Shape(decode.replicas, prefill.replicas, decode.tensor_parallel, prefill.tensor_parallel)
+
+
+def _sizes(shape: Shape) -> tuple[int, ...]:
+    return (shape.prefill_tp, shape.decode_tp) if shape.prefill else (shape.decode_tp,)
+
+
+def _show(answer: Answer) -> None:
+    table = Table(*COLUMNS, box=None, pad_edge=False)
+    for tried in answer.tried:
+        if tried.why != "goodput":
+            table.add_row(*_row(tried), style="bold" if tried in {answer.disaggregated, answer.colocated} else None)
+    Console(width=None if Console().is_terminal else 200).print(table)
+
+
+def _row(tried: Tried) -> tuple[str, ...]:
+    report = tried.report
+    times = (report.ttft.p50, report.ttft.p99, report.itl.p50, report.itl.p99)
+    busy = f"{report.prefill.busy:.0%}" if tried.shape.prefill else "-"
+    return (
+        str(tried.shape),
+        str(tried.shape.gpus),
+        f"{tried.rate:g}",
+        f"{report.attainment:.1%}{' met' if tried.met else ''}",
+        *(f"{value * 1e3:.1f}" for value in times),
+        busy,
+        f"{report.decode.busy:.0%}",
+        tried.why,
+    )
+
+
+def verdict(answer: Answer, gpus: int, attainment: float) -> list[str]:
+    """What to do, and whether disaggregation pays."""
+    lines = [""]
+    for one in (answer.disaggregated, answer.colocated):
+        if one is not None:
+            each = answer.goodput[kind(one.shape)]
+            lines.append(f"{one.shape}: {one.shape.gpus} GPUs; up to {each:.3g} requests/s for each GPU")
+    best, apart, together = answer.best, answer.disaggregated, answer.colocated
+    if best is None:
+        return [*lines, f"no layout of up to {gpus} GPUs keeps {attainment:.0%} of requests within the goal"]
+    if together is None:
+        return [*lines, "disaggregation pays: colocated workers do not meet the goal within these GPUs"]
+    if apart is None:
+        return [*lines, "disaggregation does not pay: it does not meet the goal within these GPUs"]
+    ratio = answer.goodput["disaggregated"] / answer.goodput["colocated"]
+    pays = "disaggregation pays" if best is apart else "disaggregation does not pay here"
+    return [*lines, f"{pays}: {ratio:.2f} times the goodput of colocated workers for each GPU"]
+
+
+def _plain(answer: Answer, site: Site) -> dict[str, object]:
+    def of(tried: Tried | None) -> dict[str, object] | None:
+        if tried is None:
+            return None
+        shape = asdict(tried.shape) | {"gpus": tried.shape.gpus, "kind": kind(tried.shape)}
+        return shape | {"rate": tried.rate, "met": tried.met, "why": tried.why, "report": tried.report.as_dict()}
+
+    return {
+        "profile": site.profile.name,
+        "source": site.profile.source,
+        "rate": answer.rate,
+        "slo": asdict(site.slo),
+        "best": of(answer.best),
+        "disaggregated": of(answer.disaggregated),
+        "colocated": of(answer.colocated),
+        "goodput_per_gpu": answer.goodput,
+        "tried": [of(tried) for tried in answer.tried],
+    }

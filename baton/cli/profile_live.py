@@ -1,0 +1,262 @@
+"""`baton profile --live FILE`: what steps, links and the router of a running cluster cost, for `baton plan`.
+
+Nothing else should load the cluster meanwhile. In rounds, so that what drifts drifts for all alike: prompts of several
+lengths one by one; requests of several numbers decoding together; and prompts while others decode. What steps of
+prompts take is told by the workers (`Pace`), what decoding takes by the times between tokens, as a client sees them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import platform
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from random import Random
+
+import typer
+from rich.console import Console
+
+from baton.cli.access import find_reach
+from baton.cli.connect import Router
+from baton.cli.up import find_cluster
+from baton.client import AsyncClient
+from baton.client.types import ClusterStatus, Placement, Timings
+from baton.clock import Clock, SystemClock
+from baton.cluster.state import StateFolder
+from baton.config import load_config
+from baton.core import Role
+from baton.errors import ConfigError, NoWorker
+from baton.load import Load, Pace
+from baton.rpc.channel import from_here
+from simulator.profile import Beside, Layout, Line, Link, Piece, Profile
+from simulator.profile_fit import Gaps, Steps, fit_decode, fit_joint, fit_line, fit_spread, seconds_of
+
+LENGTHS = (16, 64, 256, 1024, 4096)
+ROWS = (1, 2, 4, 8, 16, 32)
+DECODED = 48  # tokens of each request that decodes with others
+SHORT, LONG = 16, 512
+BESIDE = 4  # rows that decode while prompts are computed
+SETTLE_S = 10.0
+MEMORY_BYTES_PER_S = 25e9  # between workers that nobody has probed: of one process
+
+
+@dataclass(slots=True)
+class Seen:
+    """One request: when its tokens came, of the clock that also says when it was `sent`."""
+
+    sent: float
+    times: list[float] = field(default_factory=list)
+    timings: Timings | None = None
+    placement: Placement | None = None
+
+
+@dataclass(slots=True)
+class Measured:
+    """All that was seen, over all rounds."""
+
+    prompts: dict[int, Pace] = field(default_factory=dict)
+    single: dict[int, list[Seen]] = field(default_factory=dict)
+    together: dict[tuple[int, int], list[Gaps]] = field(default_factory=dict)
+    busy_prompts: Pace = field(default_factory=Pace)
+    busy_gaps: list[Gaps] = field(default_factory=list)
+    joint: Pace = field(default_factory=Pace)
+    beside: Pace = field(default_factory=Pace)
+
+
+def profile_live(router: Router, admin: str | None, out: Path, seconds: float, *, as_json: bool) -> None:
+    """Measure for about so long, and write the profile to `out`. Raises NoWorker, ConfigError."""
+    running = None if router.target else find_cluster(router.name)
+    if running is None and admin is None:
+        raise ConfigError("--admin: must be a router's admin address where --target is given")
+    reach, address = find_reach(running, router.tls), from_here(running.admin) if running else str(admin)
+    status = AsyncClient(address, admin=address, token=reach.token, tls=reach.wire, timeout=10.0)
+    tensor_parallel = load_config(StateFolder(running.name).config).decode.tensor_parallel if running else 1
+    live = Live(router.async_client(max_retries=0), status, SystemClock(), Console(stderr=True))
+    found = asyncio.run(live.whole(seconds, tensor_parallel, out.stem))
+    try:
+        out.write_text(found.model_dump_json(indent=1, exclude_defaults=True) + "\n")
+    except OSError as error:
+        raise ConfigError(f"--live: cannot write {out}: {error}") from error
+    typer.echo(json.dumps(found.model_dump()) if as_json else f"kept in {out}; use it: baton plan --profile {out} ...")
+
+
+class Live:
+    """Loads one cluster, and reads what its workers report."""
+
+    def __init__(self, client: AsyncClient, status: AsyncClient, clock: Clock, console: Console) -> None:
+        self._client, self._status, self._clock, self._console = client, status, clock, console
+        self._draw = Random()  # prompts that no cache has seen, in this run or the one before
+        self._vocab = 0
+        self.seen = Measured()
+
+    async def whole(self, seconds: float, tensor_parallel: int, name: str) -> Profile:
+        """Rounds for so long, two at least, and the fit."""
+        async with self._client, self._status:
+            model = (await self._client.models())[0]
+            self._vocab = model.vocab_size
+            lengths = [length for length in LENGTHS if length + DECODED <= model.max_model_len]
+            cluster = await self._status.cluster()
+            workers = sum(_decodes(worker.info.role, cluster) for worker in cluster.workers)
+            if not workers:
+                raise NoWorker("no worker is connected")
+            await self._round(lengths[:2], ROWS[:2], workers)  # what is first is slow
+            self.seen = Measured()
+            end, rounds = self._clock.monotonic() + seconds, 0
+            while rounds < 2 or self._clock.monotonic() < end:
+                await self._round(lengths, ROWS, workers)
+                rounds += 1
+                self._console.print(f"round {rounds}", style="dim")
+            return fitted(self.seen, await self._status.cluster(), tensor_parallel, name)
+
+    async def _round(self, lengths: Sequence[int], rows: Sequence[int], workers: int) -> None:
+        for length in lengths:
+            before = await self._paces()
+            self.seen.single.setdefault(length, []).extend([await self._request(length, 3) for _ in range(3)])
+            self.seen.prompts[length] = _sum(self.seen.prompts.get(length, Pace()), (await self._paces())[0], before[0])
+        for count in rows:
+            for length in (SHORT, LONG) if count in {rows[0], rows[-2]} and lengths[-1] >= LONG else (SHORT,):
+                self.seen.together.setdefault((count, length), []).append(await self._rows(count, length, workers))
+        await self._both(min(lengths[-1], LONG), workers)
+
+    async def _rows(self, count: int, length: int, workers: int) -> Gaps:
+        """So many for each decode worker."""
+        requests = [self._request(length, DECODED) for _ in range(count * workers)]
+        return together(await asyncio.gather(*requests), count, length)
+
+    async def _both(self, length: int, workers: int) -> None:
+        """Prompts one after another for as long as some requests decode."""
+        before = await self._paces()
+        decoding = asyncio.gather(*(self._request(SHORT, 4 * DECODED) for _ in range(BESIDE * workers)))
+        while not decoding.done():
+            await self._request(length, 1)
+        self.seen.busy_gaps.append(together(await decoding, BESIDE, SHORT))
+        prompts, joint, beside = await self._paces()
+        self.seen.busy_prompts = _sum(self.seen.busy_prompts, prompts, before[0])
+        self.seen.joint = _sum(self.seen.joint, joint, before[1])
+        self.seen.beside = _sum(self.seen.beside, beside, before[2])
+
+    async def _request(self, length: int, tokens: int) -> Seen:
+        prompt = [self._draw.randrange(self._vocab) for _ in range(length)]
+        seen = Seen(self._clock.monotonic())
+        async with self._client.stream(prompt, max_tokens=tokens, temperature=0, ignore_eos=True) as stream:
+            async for delta in stream:
+                if delta.tokens:
+                    seen.times.append(self._clock.monotonic())
+            done = await stream.collect()
+        seen.timings, seen.placement = done.timings, done.placement
+        return seen
+
+    async def _paces(self) -> tuple[Pace, Pace, Pace]:
+        """Of all workers since they began: prompts alone, steps of both kinds, and what these decoded. When all is
+        reported; requests that this object has sent have ended.
+        """
+        end, before = self._clock.monotonic() + SETTLE_S, None
+        while True:
+            cluster = await self._status.cluster()
+            loads = [worker.load for worker in cluster.workers]
+            if loads == before and not any(load.running for load in loads):
+                return _all(loads)
+            if self._clock.monotonic() > end:
+                raise NoWorker("the cluster has other work: what a step takes cannot be measured beside it")
+            before = loads
+            await asyncio.sleep(0.05)
+
+
+def together(seen: Sequence[Seen], rows: int, length: int) -> Gaps:
+    """The gaps from when the last of them had begun until the first one ended."""
+    begin, end = max(one.times[0] for one in seen), min(one.times[-1] for one in seen)
+    kept = [
+        later - earlier
+        for one in seen
+        for earlier, later in zip(one.times[1:], one.times[2:], strict=False)
+        if begin <= earlier and later <= end
+    ]
+    every = kept or [later - earlier for one in seen for earlier, later in zip(one.times, one.times[1:], strict=False)]
+    tokens = sum(len(one.times) for one in seen) / len(seen)
+    return Gaps(rows, rows * (length + tokens / 2), tuple(every))
+
+
+def fitted(seen: Measured, cluster: ClusterStatus, tensor_parallel: int, name: str) -> Profile:
+    """The profile of what was seen."""
+    prompt = fit_line([Steps.of(pace) for pace in seen.prompts.values() if pace.steps])
+    points = [_merged(gaps) for gaps in seen.together.values()]
+    decode = fit_decode(points)
+    worker = cluster.workers[0].info
+    layout = Layout(
+        tensor_parallel=tensor_parallel,
+        kv_tokens=worker.total_blocks * worker.layout.block_size,
+        prompt=prompt,
+        decode=decode,
+        joint_extra_s=fit_joint(prompt, _at(decode, BESIDE), seen.joint, seen.beside),
+        spread=fit_spread(points),
+        busy_prompt=_busy_prompt(prompt, seen.busy_prompts),
+        busy_decode=max(1.0, _merged(seen.busy_gaps).mean / seconds_of(_at(decode, BESIDE), _steps(seen.busy_gaps))),
+    )
+    speeds = [channel.bytes_per_s for one in cluster.workers for channel in one.load.channels]
+    return Profile(
+        name=name,
+        model=cluster.model,
+        hardware=f"{platform.processor() or platform.machine()}, {len(cluster.workers)} workers",
+        source=f"baton profile --live, Baton {cluster.version}",
+        token_bytes=worker.layout.layers * worker.layout.layer_token_bytes * tensor_parallel,
+        layers=worker.layout.layers,
+        link=Link(bytes_per_s=max(speeds, default=MEMORY_BYTES_PER_S)),
+        overheads=_overheads(seen, prompt, seconds_of(_at(decode, 1), Steps(1, SHORT, 0.0))),
+        layouts=(layout,),
+    )
+
+
+def _overheads(seen: Measured, prompt: Line, step_s: float) -> Beside:
+    """What is left of the first token beside its step, and of the second beside a decode step: medians."""
+    first, second = [], []
+    for length, requests in seen.single.items():
+        pace = seen.prompts[length]
+        computed = pace.seconds / max(len(requests), 1) if pace.steps else seconds_of(prompt, Steps(length, 0.0, 0.0))
+        first += [one.times[0] - one.sent - computed for one in requests if one.times]
+        second += [one.times[1] - one.times[0] - step_s for one in requests if len(one.times) > 1]
+    return Beside(admit_s=max(_median(first), 0.0), commit_s=max(_median(second), 0.0))
+
+
+def _decodes(role: Role, cluster: ClusterStatus) -> bool:
+    return role is Role.DECODE or all(worker.info.role is role for worker in cluster.workers)
+
+
+def _all(loads: Sequence[Load]) -> tuple[Pace, Pace, Pace]:
+    prompts = joint = beside = Pace()
+    for load in loads:
+        prompts = _sum(prompts, load.prefill_pace, Pace())
+        joint, beside = _sum(joint, load.joint_pace, Pace()), _sum(beside, load.beside_pace, Pace())
+    return prompts, joint, beside
+
+
+def _sum(so_far: Pace, after: Pace, before: Pace) -> Pace:
+    more = after.since(before)
+    return Pace(
+        so_far.steps + more.steps,
+        so_far.tokens + more.tokens,
+        so_far.context + more.context,
+        so_far.seconds + more.seconds,
+    )
+
+
+def _merged(gaps: Sequence[Gaps]) -> Gaps:
+    return Gaps(gaps[0].rows, gaps[0].context, tuple(gap for one in gaps for gap in one.seconds))
+
+
+def _steps(gaps: Sequence[Gaps]) -> Steps:
+    return Steps(gaps[0].rows, gaps[0].context, 0.0)
+
+
+def _at(pieces: Sequence[Piece], rows: int) -> Piece:
+    return next((one for one in pieces if one.rows_below is None or rows < one.rows_below), pieces[-1])
+
+
+def _busy_prompt(prompt: Line, pace: Pace) -> float:
+    return max(1.0, pace.seconds / pace.steps / seconds_of(prompt, Steps.of(pace))) if pace.steps else 1.0
+
+
+def _median(values: Sequence[float]) -> float:
+    ordered = sorted(values)
+    return ordered[len(ordered) // 2] if ordered else 0.0

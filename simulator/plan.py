@@ -1,0 +1,209 @@
+"""The cheapest pools for a load and a goal: phases by themselves first, then pairs of them, the smallest first.
+
+    least      what a pool needs at full use, by arithmetic: no fewer are tried
+    phase      prefill workers beside more decode workers than needed, and the other way round: how many must there be
+    pair       of both, in the order of GPUs, the first that meets the goal; one that does not is followed by those with
+               one worker more in either pool
+    colocated  the same engine doing both, in chunks of several sizes: how many workers must there be
+    goodput    the highest rate that the best of each carries, by halving, per GPU
+
+So a plan is what was simulated and met the goal, never the arithmetic alone.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
+
+from baton.workload import Arrival
+from simulator.plan_shape import Shape, Site, Workload, least_decode, least_prefill
+from simulator.report import Report
+from simulator.scenario import Scenario
+
+Run = Callable[[Scenario, Iterable[Arrival]], Report]
+CHUNKS = (256, 512, 1024, 2048, 4096)
+AMPLE = 3  # times the least that a pool is given where the other one is looked at
+PHASES = ("prefill phase", "decode phase")
+NEAR = 0.05  # of a goodput: so well it is known
+
+
+@dataclass(frozen=True, slots=True)
+class Tried:
+    """A shape, the rate that came, and what became of it. `why` it was tried."""
+
+    shape: Shape
+    rate: float
+    report: Report
+    met: bool
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """The cheapest of each kind that meets the goal; None: none does within the GPUs that there may be."""
+
+    rate: float
+    disaggregated: Tried | None
+    colocated: Tried | None
+    goodput: dict[str, float]  # requests per second and GPU of each of these two
+    tried: tuple[Tried, ...]
+
+    @property
+    def best(self) -> Tried | None:
+        """The cheaper one; of equally cheap ones the one with more goodput."""
+        found = [one for one in (self.disaggregated, self.colocated) if one is not None]
+        return min(found, key=lambda one: (one.shape.gpus, -self.goodput[kind(one.shape)]), default=None)
+
+
+def kind(shape: Shape) -> str:
+    """Of pools: by what a shape is called in reports."""
+    return "disaggregated" if shape.prefill else "colocated"
+
+
+@dataclass
+class Planner:
+    """Simulates shapes at rates, each once. `attainment`: the share of requests that must be good."""
+
+    run: Run
+    site: Site
+    workload: Workload
+    attainment: float = 0.9
+    gpus: int = 16
+    said: Callable[[Tried], None] = lambda tried: None
+    tried: dict[tuple[Shape, float, str], Tried] = field(default_factory=dict)
+
+    def plan(self, rate: float, chunks: Iterable[int] = CHUNKS) -> Answer:
+        """For so many requests per second. Raises ConfigError."""
+        apart, together = self._disaggregated(rate), self._colocated(rate, chunks)
+        found = [one.shape for one in (apart, together) if one is not None]
+        goodput = {kind(shape): self.goodput(shape, rate) / shape.gpus for shape in found}
+        return Answer(rate, apart, together, goodput, tuple(self.tried.values()))
+
+    def attempt(self, shape: Shape, rate: float, why: str) -> Tried:
+        """Simulate, unless that was done. A phase by itself is one without local prefills."""
+        key = shape, rate, why if why in PHASES else ""
+        if key not in self.tried:
+            scenario = self.site.scenario(shape)
+            if why in PHASES:
+                scenario = replace(scenario, router=replace(scenario.router, local_prefill=False))
+            report = self.run(scenario, self.workload.at(rate, least=3 * (shape.prefill + shape.decode)))
+            self.tried[key] = Tried(shape, rate, report, report.attainment >= self.attainment, why)
+            self.said(self.tried[key])
+        return self.tried[key]
+
+    def goodput(self, shape: Shape, from_rate: float = 1.0) -> float:
+        """The highest rate at which the shape meets the goal, in requests per second, a twentieth too low at most; 0:
+        none above a thousandth of `from_rate`.
+        """
+        low, high = 0.0, from_rate
+        while self.attempt(shape, high, "goodput").met:
+            low, high = high, high * 2
+        while high - low > NEAR * high and high > from_rate / 1000:
+            middle = (low + high) / 2
+            low, high = (middle, high) if self.attempt(shape, middle, "goodput").met else (low, middle)
+        return low
+
+    def _disaggregated(self, rate: float) -> Tried | None:
+        queue: list[tuple[int, int, Shape]] = []
+        known: set[Shape] = set()
+
+        def push(shape: Shape) -> None:
+            if shape not in known and shape.gpus <= self.gpus:
+                known.add(shape)
+                heapq.heappush(queue, (shape.gpus, len(known), shape))
+
+        prefill = {tp: self._prefill_least(rate, tp) for tp in self.site.profile.sizes}
+        decode = {tp: self._decode_least(rate, tp) for tp in self.site.profile.sizes}
+        for prefill_tp, workers in prefill.items():
+            for decode_tp, more in decode.items():
+                if workers is not None and more is not None:
+                    push(Shape(more, workers, decode_tp, prefill_tp))
+        while queue:
+            shape = heapq.heappop(queue)[2]
+            if (tried := self.attempt(shape, rate, "pair")).met:
+                return self._smaller(tried)
+            push(replace(shape, prefill=shape.prefill + 1))
+            push(replace(shape, decode=shape.decode + 1))
+        return None
+
+    def _smaller(self, found: Tried) -> Tried:
+        """With local prefills a pair may do with less than its phases need by themselves."""
+        shape = found.shape
+        fewer = [replace(shape, prefill=shape.prefill - 1), replace(shape, decode=shape.decode - 1)]
+        for one in sorted((one for one in fewer if one.prefill and one.decode), key=lambda one: one.gpus):
+            if (tried := self.attempt(one, found.rate, "pair")).met:
+                return self._smaller(tried)
+        return found
+
+    def _prefill_least(self, rate: float, tp: int) -> int | None:
+        """Prefill workers beside enough decode workers."""
+        decode_tp = self._cheapest(lambda size: least_decode(self.site, self.workload, rate, size) * size)
+        decode = least_decode(self.site, self.workload, rate, decode_tp) * AMPLE
+        least = least_prefill(self.site, self.workload, rate, tp)
+
+        def met(workers: int) -> bool:
+            tried = self.attempt(Shape(decode, workers, decode_tp, tp), rate, "prefill phase")
+            return tried.report.ttft_attainment >= self.attainment
+
+        return _least(met, least, (self.gpus - 1) // tp)
+
+    def _decode_least(self, rate: float, tp: int) -> int | None:
+        """Decode workers beside enough prefill workers."""
+        prefill_tp = self._cheapest(lambda size: least_prefill(self.site, self.workload, rate, size) * size)
+        prefill = least_prefill(self.site, self.workload, rate, prefill_tp) * AMPLE
+        least = least_decode(self.site, self.workload, rate, tp)
+
+        def met(workers: int) -> bool:
+            tried = self.attempt(Shape(workers, prefill, tp, prefill_tp), rate, "decode phase")
+            return tried.report.itl_attainment >= self.attainment
+
+        return _least(met, least, (self.gpus - 1) // tp)
+
+    def _cheapest(self, gpus: Callable[[int], int]) -> int:
+        return min(self.site.profile.sizes, key=gpus)
+
+    def _colocated(self, rate: float, chunks: Iterable[int]) -> Tried | None:
+        """The fewest GPUs over all chunk sizes; of those with as few, the highest attainment."""
+        best: Tried | None = None
+        for tp in self.site.profile.sizes:
+            least = max(f(self.site, self.workload, rate, tp) for f in (least_prefill, least_decode))
+            for chunk in chunks:
+                most = min(self.gpus, best.shape.gpus if best else self.gpus) // tp
+                found = self._colocated_least(rate, tp, chunk, least, most)
+                if found is not None and (best is None or _order(found) < _order(best)):
+                    best = found
+        return best
+
+    def _colocated_least(self, rate: float, tp: int, chunk: int, least: int, most: int) -> Tried | None:
+        def tried(workers: int) -> Tried:
+            return self.attempt(Shape(workers, decode_tp=tp, chunk=chunk), rate, "colocated")
+
+        workers = _least(lambda count: tried(count).met, least, most)
+        return tried(workers) if workers is not None else None
+
+
+def _order(tried: Tried) -> tuple[int, float]:
+    return tried.shape.gpus, -tried.report.attainment
+
+
+def _least(met: Callable[[int], bool], least: int, most: int) -> int | None:
+    """The smallest number from `least` to `most` for which it holds, if it holds for all above too."""
+    high = next((count for count in _doubling(least, most) if met(count)), None)
+    if high is None:
+        return None
+    low = max([least - 1, *(count for count in _doubling(least, most) if count < high)])
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if met(middle) else (middle, high)
+    return high
+
+
+def _doubling(least: int, most: int) -> Iterator[int]:
+    """`least` and ever larger steps above it; `most` is the last."""
+    count, step = least, 1
+    while count < most:
+        yield count
+        count, step = count + step, step * 2
+    if least <= most:
+        yield most

@@ -1,0 +1,76 @@
+"""What `--what-if` says, such as `prefill=2,decode=1,fault=death:prefill-0@10`, as a shape and faults."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+
+from baton.errors import ConfigError
+from simulator.plan_shape import Shape
+from simulator.scenario import Death, Fault, Slow, SlowLink
+
+KEYS = ("prefill", "decode", "colocated", "prefill_tp", "decode_tp", "tp", "chunk", "workers", "fault")
+_FAULT = re.compile(r"(death|slow|link):([a-z0-9-]*)@([0-9.]+)(?:-([0-9.]+)x([0-9.]+))?")
+_ALLOWED = "death:WORKER@SECONDS, slow:WORKER@FROM-UNTILxFACTOR or link:WORKER@FROM-UNTILxFACTOR"
+
+
+@dataclass(frozen=True, slots=True)
+class WhatIf:
+    """One layout. `scale`: how many times the load comes, when `workers` made more of the pools."""
+
+    shape: Shape
+    faults: tuple[Fault, ...] = ()
+    scale: float = 1.0
+
+
+def parse_what_if(text: str, like: Shape) -> WhatIf:
+    """What the text leaves out is as in `like`. Raises ConfigError naming the key, its value and what is allowed."""
+    numbers: dict[str, int] = {}
+    faults = []
+    for part in text.split(","):
+        key, found, value = part.strip().partition("=")
+        if not found or key not in KEYS:
+            raise ConfigError(f"--what-if: must be KEY=VALUE,... with {', '.join(KEYS)}, got {part!r}")
+        if key == "fault":
+            faults.append(_fault(value))
+        else:
+            numbers[key] = _whole(key, value)
+    if "colocated" in numbers and numbers.keys() & {"prefill", "decode", "prefill_tp"}:
+        raise ConfigError("--what-if: colocated: there are no prefill and decode workers then")
+    shape = _shape(numbers, like)
+    if "workers" not in numbers:
+        return WhatIf(shape, tuple(faults))
+    large = shape.of(numbers["workers"])
+    return WhatIf(large, tuple(faults), (large.prefill + large.decode) / (shape.prefill + shape.decode))
+
+
+def _shape(numbers: dict[str, int], like: Shape) -> Shape:
+    tp = numbers.get("tp")
+    decode_tp = numbers.get("decode_tp", tp or like.decode_tp)
+    if "colocated" in numbers or (not like.prefill and "prefill" not in numbers):
+        workers = numbers.get("colocated", numbers.get("decode", like.decode))
+        return Shape(workers, decode_tp=decode_tp, chunk=numbers.get("chunk", like.chunk))
+    prefill = numbers.get("prefill", like.prefill)
+    prefill_tp = numbers.get("prefill_tp", tp or like.prefill_tp)
+    return Shape(numbers.get("decode", like.decode), prefill, decode_tp, prefill_tp)
+
+
+def _whole(key: str, value: str) -> int:
+    if not (value.isascii() and value.isdigit()) or int(value) < 1:
+        raise ConfigError(f"--what-if: {key}: must be a whole number above 0, got {value!r}")
+    return int(value)
+
+
+def _fault(text: str) -> Fault:
+    match = _FAULT.fullmatch(text)
+    try:
+        kind, worker, *times = match.groups() if match else ("", "", "", "", "")
+        at_s, until_s, factor = (float(time) if time else math.nan for time in times)
+    except ValueError:
+        kind = ""
+    if kind == "death" and worker and math.isnan(until_s):
+        return Death(at_s, worker)
+    if kind not in {"slow", "link"} or not at_s < until_s or not factor > 0 or (kind == "slow" and not worker):
+        raise ConfigError(f"--what-if: fault: must be {_ALLOWED}, got {text!r}")
+    return Slow(at_s, until_s, worker, factor) if kind == "slow" else SlowLink(at_s, until_s, worker, factor)

@@ -1,0 +1,152 @@
+"""What a model costs on some hardware: measured by `baton profile --live`, or published, and then with its source.
+
+A profile is a JSON file; those that come with Baton lie in `profiles/` and are found by name.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import Field, ValidationError
+
+from baton.config.security import Section
+from baton.errors import ConfigError
+from router.cost import Cost
+from simulator.scenario import Network, Overheads, Pool
+from simulator.steps import Linear, Piecewise, StepCost, line
+
+FOLDER = Path(__file__).parent / "profiles"
+Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Factor = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+
+class Line(Section):
+    """Seconds of a step: `step_s + token_s tokens + context_s context`. In a piece of a curve `step_s` may be below 0."""
+
+    step_s: Annotated[float, Field(allow_inf_nan=False)]
+    token_s: Seconds
+    context_s: Seconds
+
+
+class Piece(Line):
+    """Decode steps of fewer rows than `rows_below`; the last piece has none, and is of all others."""
+
+    rows_below: Annotated[int, Field(gt=0)] | None = None
+
+
+class Layout(Section):
+    """One worker of so many devices: what its steps cost and how many tokens of KV it holds. `spread`: sigma of the
+    lognormal factor by which steps differ. `joint_extra_s`: what a step that has prompts and decode rows takes more
+    than its decode rows alone and the tokens of its prompts; None: as if the weights were read once for both.
+    `busy_prompt`, `busy_decode`: how many times longer steps take while workers of the other pool are busy too, which
+    is above 1 where they share a host.
+    """
+
+    tensor_parallel: Annotated[int, Field(gt=0)]
+    kv_tokens: Annotated[int, Field(gt=0)]
+    prompt: Line
+    decode: Annotated[tuple[Piece, ...], Field(min_length=1)]
+    joint_extra_s: Seconds | None = None
+    spread: Seconds = 0.0
+    busy_prompt: Factor = 1.0
+    busy_decode: Factor = 1.0
+
+    def cost(self, *, busy: bool = False) -> StepCost:
+        """As the simulator takes it; `busy`: with the other pool busy all the time."""
+        prompt = _line(self.prompt, self.busy_prompt if busy else 1.0)
+        factor = self.busy_decode if busy else 1.0
+        lines = [Linear(prompt, _line(piece, factor), self._joint(piece, factor)) for piece in self.decode]
+        pieces = [(piece.rows_below or 0, cost) for piece, cost in zip(self.decode[:-1], lines, strict=False)]
+        return Piecewise(tuple(pieces), lines[-1]) if pieces else lines[-1]
+
+    def _joint(self, piece: Piece, factor: float) -> float | None:
+        return None if self.joint_extra_s is None else (piece.step_s + self.joint_extra_s) * factor
+
+
+class Link(Section):
+    """How fast KV leaves or enters a worker."""
+
+    bytes_per_s: Annotated[float, Field(gt=0)]
+    latency_s: Seconds = 0.0
+
+
+class Beside(Section):
+    """Seconds of a request outside of steps and links, as `simulator.scenario.Overheads` names them."""
+
+    admit_s: Seconds = 0.0
+    hop_s: Seconds = 0.0
+    commit_s: Seconds = 0.0
+    tell_s: Seconds = 0.0
+
+
+class Profile(Section):
+    """A model on some hardware. `token_bytes`: KV of one token. `source`: who measured it, where, and how."""
+
+    name: str
+    model: str
+    hardware: str
+    source: Annotated[str, Field(min_length=1)]
+    token_bytes: Annotated[float, Field(ge=0)]
+    layers: Annotated[int, Field(gt=0)]
+    link: Link
+    overheads: Beside = Beside()
+    layouts: Annotated[tuple[Layout, ...], Field(min_length=1)]
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """The tensor-parallel sizes that it knows."""
+        return tuple(layout.tensor_parallel for layout in self.layouts)
+
+    def layout(self, tensor_parallel: int) -> Layout:
+        """Raises ConfigError for a size that nobody has measured."""
+        for layout in self.layouts:
+            if layout.tensor_parallel == tensor_parallel:
+                return layout
+        known = ", ".join(map(str, self.sizes))
+        raise ConfigError(f"tensor_parallel: profile {self.name} has {known}, got {tensor_parallel}")
+
+    def pool(self, workers: int, tensor_parallel: int, like: Pool, *, busy: bool = False) -> Pool:
+        """So many such workers; what a profile does not say, such as `max_running`, is that of `like`."""
+        layout = self.layout(tensor_parallel)
+        return Pool(
+            workers,
+            layout.cost(busy=busy),
+            kv_blocks=max(1, layout.kv_tokens // like.block_size),
+            block_size=like.block_size,
+            max_batched_tokens=like.max_batched_tokens,
+            max_running=like.max_running,
+            tensor_parallel=tensor_parallel,
+            prefix_cache=like.prefix_cache,
+        )
+
+    def network(self) -> Network:
+        """Between workers of this hardware."""
+        return Network(self.link.bytes_per_s, self.link.latency_s, self.token_bytes, self.layers)
+
+    def beside(self) -> Overheads:
+        """What requests take outside of steps."""
+        return Overheads(**self.overheads.model_dump())
+
+
+def names() -> list[str]:
+    """Of the profiles that come with Baton."""
+    return sorted(path.stem for path in FOLDER.glob("*.json"))
+
+
+def load_profile(name: str) -> Profile:
+    """By name, or from a file. Raises ConfigError naming what is wrong in it."""
+    path = FOLDER / f"{name}.json" if name in names() else Path(name)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):
+        raise ConfigError(f"--profile: no file, and none of {', '.join(names())}: {name!r}") from None
+    try:
+        return Profile.model_validate_json(text)
+    except ValidationError as error:
+        lines = (f"{path}: {'.'.join(map(str, one['loc'])) or 'the file'}: {one['msg']}" for one in error.errors())
+        raise ConfigError("\n".join(lines)) from None
+
+
+def _line(of: Line, factor: float) -> Cost:
+    return line(of.step_s * factor, of.token_s * factor, of.context_s * factor)

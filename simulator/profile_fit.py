@@ -1,0 +1,99 @@
+"""From what was measured on a live cluster to the numbers of a profile."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise, product
+from typing import NamedTuple
+
+import numpy as np
+
+from baton.load import Pace
+from simulator.profile import Line, Piece
+
+TAIL = 2.326  # a normal value that one in a hundred exceeds
+MOST_SPREAD = 1.0
+
+
+class Steps(NamedTuple):
+    """Steps of one kind and size, on average: what one computed, attended to, and took in seconds."""
+
+    tokens: float
+    context: float
+    seconds: float
+
+    @classmethod
+    def of(cls, pace: Pace) -> Steps:
+        """Of at least one step."""
+        return cls(pace.tokens / pace.steps, pace.context / pace.steps, pace.seconds / pace.steps)
+
+
+@dataclass(frozen=True, slots=True)
+class Gaps:
+    """Seconds between tokens of requests that decoded together: so many rows with so much context in all."""
+
+    rows: float
+    context: float
+    seconds: tuple[float, ...]
+
+    @property
+    def mean(self) -> float:
+        return sum(self.seconds) / len(self.seconds)
+
+
+def fit_line(steps: Sequence[Steps]) -> Line:
+    """Least squares of relative errors, no number below 0: of all ways to leave some out, the best that is allowed."""
+    x = np.array([(1.0, one.tokens, one.context) for one in steps])
+    seconds = np.array([one.seconds for one in steps])
+    x /= seconds[:, None]
+    best, found = math.inf, np.zeros(3)
+    for kept in product((False, True), repeat=3):
+        columns = [place for place, keep in enumerate(kept) if keep]
+        part = np.linalg.lstsq(x[:, columns], np.ones(len(steps)), rcond=None)[0] if columns else np.zeros(0)
+        numbers = np.zeros(3)
+        numbers[columns] = part
+        loss = float(((x @ numbers - 1.0) ** 2).sum())
+        if (part >= 0).all() and loss < best - 1e-12:
+            best, found = loss, numbers
+    return Line(step_s=float(found[0]), token_s=float(found[1]), context_s=float(found[2]))
+
+
+def fit_decode(points: Sequence[Gaps]) -> tuple[Piece, ...]:
+    """Through what was measured at each number of rows, straight between them; `context_s` is the same everywhere."""
+    context_s = fit_line([Steps(one.rows, one.context, one.mean) for one in points]).context_s
+    at: dict[float, list[float]] = {}
+    for one in points:
+        at.setdefault(one.rows, []).append(one.mean - context_s * one.context)
+    knots = [(rows, sum(rest) / len(rest)) for rows, rest in sorted(at.items())]
+    if len(knots) == 1:
+        return (Piece(step_s=max(knots[0][1], 0.0), token_s=0.0, context_s=context_s),)
+    pieces = []
+    for (rows, rest), (more_rows, more) in pairwise(knots):
+        token_s = max((more - rest) / (more_rows - rows), 0.0)
+        below = math.ceil(more_rows) if more_rows < knots[-1][0] else None
+        pieces.append(Piece(step_s=rest - token_s * rows, token_s=token_s, context_s=context_s, rows_below=below))
+    return tuple(pieces)
+
+
+def fit_spread(points: Sequence[Gaps]) -> float:
+    """Sigma of the lognormal factor whose 99th percentile is as far from its median as measured, the median of all."""
+    wide = [float(np.log(np.quantile(one.seconds, 0.99) / np.median(one.seconds))) / TAIL for one in points]
+    return min(max(float(np.median(wide)), 0.0), MOST_SPREAD)
+
+
+def fit_joint(prompts: Line, decode: Line, joint: Pace, beside: Pace) -> float | None:
+    """What a step with prompts and decode rows takes more than one that only decodes and the prompts' tokens; None:
+    there were none.
+    """
+    if not joint.steps:
+        return None
+    alone = decode.step_s * joint.steps + decode.token_s * beside.tokens + decode.context_s * beside.context
+    new = prompts.token_s * joint.tokens + prompts.context_s * joint.context
+    return max((joint.seconds - alone - new) / joint.steps, 0.0)
+
+
+def seconds_of(line: Line, steps: Steps) -> float:
+    """What a line says of such a step."""
+    return line.step_s + line.token_s * steps.tokens + line.context_s * steps.context
