@@ -22,7 +22,7 @@ Factor = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
 class Line(Section):
-    """Seconds of a step: `step_s + token_s tokens + context_s context`. In a piece of a curve `step_s` may be below 0."""
+    """Seconds: `step_s + token_s tokens + context_s context`. In a piece of a curve `step_s` may be negative."""
 
     step_s: Annotated[float, Field(allow_inf_nan=False)]
     token_s: Seconds
@@ -36,11 +36,12 @@ class Piece(Line):
 
 
 class Layout(Section):
-    """One worker of so many devices: what its steps cost and how many tokens of KV it holds. `spread`: sigma of the
-    lognormal factor by which steps differ. `joint_extra_s`: what a step that has prompts and decode rows takes more
-    than its decode rows alone and the tokens of its prompts; None: as if the weights were read once for both.
-    `busy_prompt`, `busy_decode`: how many times longer steps take while workers of the other pool are busy too, which
-    is above 1 where they share a host.
+    """One worker of so many devices: what its steps cost and how many tokens of KV it holds.
+
+    `joint_extra_s`: what a step that has prompts and decode rows takes more than its decode rows alone and the tokens
+    of its prompts; None: as if the weights were read once for both. `spread`: factors, equally likely, by which steps
+    differ from all that; none: they do not. `busy_prompt`, `busy_decode`: how many times longer steps take while
+    workers of the other pool are busy too, which is above 1 where they share a host.
     """
 
     tensor_parallel: Annotated[int, Field(gt=0)]
@@ -48,7 +49,7 @@ class Layout(Section):
     prompt: Line
     decode: Annotated[tuple[Piece, ...], Field(min_length=1)]
     joint_extra_s: Seconds | None = None
-    spread: Seconds = 0.0
+    spread: tuple[Seconds, ...] = ()
     busy_prompt: Factor = 1.0
     busy_decode: Factor = 1.0
 

@@ -13,8 +13,7 @@ import numpy as np
 from baton.load import Pace
 from simulator.profile import Line, Piece
 
-TAIL = 2.326  # a normal value that one in a hundred exceeds
-MOST_SPREAD = 1.0
+FACTORS = 200  # so many equally likely ones: enough for a 99th percentile
 
 
 class Steps(NamedTuple):
@@ -77,10 +76,11 @@ def fit_decode(points: Sequence[Gaps]) -> tuple[Piece, ...]:
     return tuple(pieces)
 
 
-def fit_spread(points: Sequence[Gaps]) -> float:
-    """Sigma of the lognormal factor whose 99th percentile is as far from its median as measured, the median of all."""
-    wide = [float(np.log(np.quantile(one.seconds, 0.99) / np.median(one.seconds))) / TAIL for one in points]
-    return min(max(float(np.median(wide)), 0.0), MOST_SPREAD)
+def fit_spread(points: Sequence[Gaps]) -> tuple[float, ...]:
+    """By which factors gaps differ from their mean: quantiles of all points together, their mean made 1."""
+    every = np.concatenate([np.array(one.seconds) / one.mean for one in points])
+    factors = np.quantile(every, (np.arange(FACTORS) + 0.5) / FACTORS)
+    return tuple(round(float(factor), 4) for factor in factors / factors.mean())
 
 
 def fit_joint(prompts: Line, decode: Line, joint: Pace, beside: Pace) -> float | None:
