@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +25,15 @@ class Arrival:
     def total_tokens(self) -> int:
         """What the KV of the whole request takes."""
         return self.prompt_tokens + self.max_tokens
+
+    def within(self, tokens: int) -> Arrival:
+        """The same one, with its prompt cut, and the answer if need be, so that the whole has at most `tokens` (2 or
+        more). A prompt that was written out stays as it is.
+        """
+        if self.total_tokens <= tokens or self.prompt is not None:
+            return self
+        answer = min(self.max_tokens, tokens - 1)
+        return replace(self, prompt_tokens=min(self.prompt_tokens, tokens - answer), max_tokens=answer)
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 
 from baton.errors import ConfigError
 
-KINDS = "N, fixed:N, uniform:LOW-HIGH, lognormal:MEAN,CV,MOST, zipf:EXPONENT,MOST or file:PATH"
+KINDS = "N, fixed:N, uniform:LOW-HIGH, lognormal:MEAN,CV[,MOST], zipf:EXPONENT,MOST or file:PATH"
+LONGEST = 10_000_000  # tokens, where nothing else is said
 Draw = Callable[[Random], int]
 
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """Draws how long requests are. `most` is what no drawn pair exceeds: prompt and answer together, in tokens."""
+    """How long requests are: `draw` gives the tokens of a prompt and of its answer."""
 
     draw: Callable[[Random], tuple[int, int]]
-    most: int
 
     @classmethod
     def parse(cls, prompt: str, answer: str | None) -> Lengths:
@@ -30,48 +30,47 @@ class Lengths:
             if answer is not None:
                 raise ConfigError(f"max_tokens: {prompt} has pairs, which say it already, got {answer!r} too")
             pairs = [(row[0], row[1]) for row in rows]
-            return cls(lambda draw: draw.choice(pairs), max(map(sum, pairs)))
-        first, most = _parsed("prompt_tokens", prompt)
-        second, more = _parsed("max_tokens", answer or "64")
-        return cls(lambda draw: (first(draw), second(draw)), most + more)
+            return cls(lambda draw: draw.choice(pairs))
+        first, second = _parsed("prompt_tokens", prompt), _parsed("max_tokens", answer or "64")
+        return cls(lambda draw: (first(draw), second(draw)))
 
 
-def _parsed(field: str, text: str) -> tuple[Draw, int]:
-    """What draws one length, and the highest that it draws."""
+def _parsed(field: str, text: str) -> Draw:
     kind, found, rest = text.partition(":")
     if not found:
         kind, rest = "fixed", text
     if kind == "file":
         rows = _rows(field, text)
-        return _one_of([row[0] for row in rows])
+        return lambda draw: draw.choice(rows)[0]
     try:
         return _MAKERS[kind](rest)
     except (KeyError, ValueError):
         raise ConfigError(f"{field}: must be {KINDS}, all lengths above 0, got {text!r}") from None
 
 
-def _fixed(text: str) -> tuple[Draw, int]:
+def _fixed(text: str) -> Draw:
     value = _whole(text)
-    return lambda draw: value, value
+    return lambda draw: value
 
 
-def _uniform(text: str) -> tuple[Draw, int]:
+def _uniform(text: str) -> Draw:
     low, high = map(_whole, text.split("-"))
     if low > high:
         raise ValueError(text)
-    return lambda draw: draw.randint(low, high), high
+    return lambda draw: draw.randint(low, high)
 
 
-def _lognormal(text: str) -> tuple[Draw, int]:
+def _lognormal(text: str) -> Draw:
     """Of the mean and the coefficient of variation of the tokens themselves; what is above the most becomes it."""
-    mean_text, cv_text, most_text = text.split(",")
-    mean, cv, most = _positive(mean_text), _positive(cv_text), _whole(most_text)
+    mean_text, cv_text, *most_texts = text.split(",")
+    mean, cv = _positive(mean_text), _positive(cv_text)
+    (most,) = map(_whole, most_texts or [str(LONGEST)])
     variance = math.log1p(cv**2)
     place, width = math.log(mean) - variance / 2, math.sqrt(variance)
-    return lambda draw: min(most, max(1, round(draw.lognormvariate(place, width)))), most
+    return lambda draw: min(most, max(1, round(draw.lognormvariate(place, width))))
 
 
-def _zipf(text: str) -> tuple[Draw, int]:
+def _zipf(text: str) -> Draw:
     """A length of k tokens is as likely as k to the power of minus the exponent."""
     exponent_text, most_text = text.split(",")
     exponent, most = _positive(exponent_text), _whole(most_text)
@@ -80,14 +79,10 @@ def _zipf(text: str) -> tuple[Draw, int]:
         total += length**-exponent
         sums.append(total)
     lengths = range(1, most + 1)
-    return lambda draw: draw.choices(lengths, cum_weights=sums)[0], most
+    return lambda draw: draw.choices(lengths, cum_weights=sums)[0]
 
 
 _MAKERS = {"fixed": _fixed, "uniform": _uniform, "lognormal": _lognormal, "zipf": _zipf}
-
-
-def _one_of(values: Sequence[int]) -> tuple[Draw, int]:
-    return lambda draw: draw.choice(values), max(values)
 
 
 def _whole(text: str) -> int:
