@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from baton.cli import one_role, operating, sizing, watching
+from baton.cli.bench.command import bench_app
 from baton.cli.controller import controller
 from baton.cli.options import (
     LOCAL,
@@ -163,36 +164,7 @@ def chat(  # noqa: PLR0913, PLR0917 (each is an option of the command)
     command.chat(Router(name, target, timeout, token, tls).client(), options, system)
 
 
-@app.command()
-def bench(  # noqa: PLR0913, PLR0917 (each is an option of the command)
-    concurrency: Annotated[int, typer.Option(min=1, help="requests under way at any time")] = 8,
-    requests: Annotated[int | None, typer.Option(min=1, help="so many in all (default: 100, or the trace)")] = None,
-    duration: Annotated[float | None, typer.Option(min=0, help="begin no request after so many seconds")] = None,
-    prompt_tokens: Annotated[int, typer.Option(min=1, help="length of a prompt of random tokens")] = 128,
-    max_tokens: Annotated[int, typer.Option(min=1, help="new tokens of each request")] = 64,
-    trace: Annotated[Path | None, typer.Option(help="JSON lines: prompt or prompt_tokens, and max_tokens")] = None,
-    temperature: Temperature = 0.0,
-    ignore_eos: Annotated[bool, typer.Option(help="always all of the new tokens")] = True,
-    seed: Annotated[int, typer.Option(help="of the prompts")] = 0,
-    ttft_ms: Annotated[float | None, typer.Option(help="goodput: the first token within")] = None,
-    itl_ms: Annotated[float | None, typer.Option(help="goodput: mean time between tokens within")] = None,
-    model: ModelName = "",
-    timeout: Timeout = 120.0,
-    name: ClusterName = None,
-    target: Target = None,
-    token: Token = None,
-    tls: Tls = None,
-    as_json: Json = False,
-) -> None:
-    """Keep so many requests under way and measure: latencies, throughput, goodput."""
-    from baton.cli import bench as command
-    from baton.cli.bench_report import Goals
-    from baton.cli.connect import Router
-
-    options: Options = {"temperature": temperature, "ignore_eos": ignore_eos or None, "model": model}
-    plan = command.Plan(concurrency, requests, duration, prompt_tokens, max_tokens, trace, seed)
-    goals = Goals(ttft_ms, itl_ms)
-    command.bench(Router(name, target, timeout, token, tls).async_client(max_retries=0), plan, options, goals, as_json)
+app.add_typer(bench_app, name="bench")
 
 
 @app.command()

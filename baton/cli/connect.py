@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ssl
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from baton.cli.access import find_reach
 from baton.cli.up import find_cluster
 from baton.client import AsyncClient, Client
+from baton.errors import ConfigError
 from baton.rpc.channel import from_here
 from baton.rpc.tls import Wire
 
@@ -35,6 +37,15 @@ class Router:
         """As `client`; each failed call is tried `max_retries` times more."""
         address, tls = self._reach()
         return AsyncClient(address, token=self.token, tls=tls, timeout=self.timeout, max_retries=max_retries)
+
+    def authorities(self) -> ssl.SSLContext | None:
+        """Whom to trust over HTTPS, by `tls`; None: those known here. Raises ConfigError for what is no CA file."""
+        if self.tls is None or self.tls == SYSTEM:
+            return None
+        try:
+            return ssl.create_default_context(cadata=find_reach(None, self.tls).wire.ca.decode())
+        except (ssl.SSLError, ValueError) as error:
+            raise ConfigError(f"tls: {self.tls} has no certificate of an authority: {error}") from error
 
     def _reach(self) -> tuple[str, Wire | bool]:
         running = None if self.target else find_cluster(self.name)

@@ -31,7 +31,7 @@ class Lengths:
                 raise ConfigError(f"max_tokens: {prompt} has pairs, which say it already, got {answer!r} too")
             pairs = [(row[0], row[1]) for row in rows]
             return cls(lambda draw: draw.choice(pairs))
-        first, second = _parsed("prompt_tokens", prompt), _parsed("max_tokens", answer or "64")
+        first, second = _parsed("prompt_tokens", prompt), _parsed("max_tokens", "64" if answer is None else answer)
         return cls(lambda draw: (first(draw), second(draw)))
 
 

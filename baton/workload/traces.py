@@ -40,16 +40,21 @@ class Trace:
         count, last = len(self.arrivals), self.arrivals[-1].at_s
         return last * count / (count - 1) if count > 1 else last
 
+    def faster(self, speed: float) -> Trace:
+        """The same one, with its times divided by `speed`. Raises ConfigError unless that is above 0."""
+        if not 0 < speed < math.inf:
+            raise ConfigError(f"speed: must be a number above 0, got {speed:g}")
+        return replace(self, arrivals=tuple(replace(one, at_s=one.at_s / speed) for one in self.arrivals))
 
-def read_trace(path: Path, *, scale: float = 1.0, speed: float = 1.0, limit: int | None = None) -> Trace:
+
+def read_trace(path: Path, *, scale: float = 1.0, limit: int | None = None) -> Trace:
     """The first `limit` requests of a file, the first one at 0 s. Lengths are divided by `scale`, blocks too, so that
-    what was shared stays shared; prompts that were written out stay as they are. Times are divided by `speed`.
+    what was shared stays shared; prompts that were written out stay as they are.
 
     Raises ConfigError naming the line, the field and the value that is wrong.
     """
-    for name, value in (("scale", scale), ("speed", speed)):
-        if not 0 < value < math.inf:
-            raise ConfigError(f"{name}: must be a number above 0, got {value:g}")
+    if not 0 < scale < math.inf:
+        raise ConfigError(f"scale: must be a number above 0, got {scale:g}")
     try:
         with path.open(encoding="utf-8", newline="") as file:
             found = list(itertools.islice(_arrivals(path, file), limit))
@@ -62,7 +67,7 @@ def read_trace(path: Path, *, scale: float = 1.0, speed: float = 1.0, limit: int
         raise ConfigError(f"{path}: at_s: must be in all requests or in none, and request {number + 1} has none")
     found.sort(key=lambda one: one.at_s)
     first = found[0].at_s if timed else math.nan
-    return Trace(path, tuple(_scaled(one, scale, (one.at_s - first) / speed if timed else 0.0) for one in found), timed)
+    return Trace(path, tuple(_scaled(one, scale, one.at_s - first if timed else 0.0) for one in found), timed)
 
 
 def _scaled(one: Arrival, scale: float, at_s: float) -> Arrival:

@@ -1,0 +1,128 @@
+"""`/v1/completions` of any server that speaks OpenAI's HTTP API, as streams of server-sent events."""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from typing import Any
+
+import httpx2
+import orjson
+
+from baton import errors
+from baton.cli.bench.plan import Ask
+from baton.cli.bench.sample import Sample
+from baton.client import Model, Options
+from baton.clock import Clock
+from baton.errors import BatonError
+
+_BY_CODE: dict[str, type[BatonError]] = {"no_worker": errors.NoWorker, "worker_lost": errors.WorkerLost}
+_BY_STATUS: dict[int, type[BatonError]] = {
+    400: errors.InvalidRequest,
+    401: errors.Unauthenticated,
+    403: errors.PermissionDenied,
+    404: errors.UnknownModel,
+    422: errors.InvalidRequest,
+    429: errors.Overloaded,
+    499: errors.Cancelled,
+    501: errors.Unsupported,
+    503: errors.Overloaded,
+    504: errors.DeadlineExceeded,
+}
+
+
+class HttpServer:
+    """Implements `Server`. `timeout`: seconds for a whole answer. `tls`: None for the authorities known here."""
+
+    def __init__(
+        self, url: str, options: Options, clock: Clock, timeout: float, token: str | None, tls: ssl.SSLContext | None
+    ) -> None:
+        base = url.rstrip("/").removesuffix("/v1") + "/v1/"
+        headers = {"content-type": "application/json"} | ({"authorization": f"Bearer {token}"} if token else {})
+        limits = httpx2.Limits(max_connections=None, max_keepalive_connections=None)
+        self._http = httpx2.AsyncClient(
+            base_url=base, headers=headers, limits=limits, timeout=timeout, verify=tls or True, trust_env=False
+        )
+        self._body = {name: value for name, value in options.items() if value not in {None, ""}}
+        self._clock = clock
+        self._timeout = timeout
+
+    async def models(self) -> list[Model]:
+        try:
+            reply = await self._http.get("models")
+            if reply.is_error:
+                raise _refused(reply.status_code, reply.content, reply.headers)
+            entries = reply.json()["data"]
+            return [Model(each["id"], each.get("max_model_len") or 0, each.get("vocab_size") or 0) for each in entries]
+        except httpx2.HTTPError as error:
+            raise _lost(error) from error
+        except (ValueError, KeyError, TypeError) as error:
+            raise errors.EngineFault(f"{self._http.base_url}models: no list of models: {error!r}") from error
+
+    async def send(self, ask: Ask, sample: Sample) -> None:
+        body = {**self._body, "prompt": ask.prompt, "max_tokens": ask.max_tokens, "stream": True}
+        body["stream_options"] = {"include_usage": True}
+        if ask.deterministic:
+            body["deterministic"] = True
+        try:
+            async with (
+                asyncio.timeout(self._timeout),
+                self._http.stream("POST", "completions", content=orjson.dumps(body)) as reply,
+            ):
+                if reply.is_error:
+                    raise _refused(reply.status_code, await reply.aread(), reply.headers)
+                await self._read(reply, sample)
+        except (TimeoutError, httpx2.TimeoutException) as error:
+            raise errors.DeadlineExceeded(f"no answer within {self._timeout:g} s") from error
+        except httpx2.HTTPError as error:
+            raise _lost(error) from error
+
+    async def _read(self, reply: httpx2.Response, sample: Sample) -> None:
+        async for event in httpx2.EventSource(reply):
+            if event.data == "[DONE]":
+                return
+            now = self._clock.monotonic()
+            try:
+                chunk = orjson.loads(event.data)
+            except orjson.JSONDecodeError as error:
+                raise errors.EngineFault(f"an event that is no JSON: {event.data[:80]!r}") from error
+            if "error" in chunk:
+                raise _refused(500, orjson.dumps(chunk), httpx2.Headers())
+            if any(choice["text"] or choice["finish_reason"] is None for choice in chunk["choices"]):
+                sample.times.append(now)
+            if usage := chunk.get("usage"):
+                sample.prompt_tokens, sample.tokens = usage["prompt_tokens"], usage["completion_tokens"]
+        raise errors.WorkerLost("the stream ended without [DONE]")
+
+    async def close(self) -> None:
+        await self._http.aclose()
+
+
+def _lost(error: httpx2.HTTPError) -> BatonError:
+    """A server that is not there, or no longer."""
+    kind = errors.NoWorker if isinstance(error, httpx2.ConnectError | httpx2.ConnectTimeout) else errors.WorkerLost
+    return kind(f"{type(error).__name__}: {error}")
+
+
+def _refused(status: int, body: bytes, headers: httpx2.Headers) -> BatonError:
+    """The error of an answer, by the code if it is one of ours, else by the status."""
+    said: Any = {}
+    try:
+        parsed = orjson.loads(body)
+        said = parsed["error"] if isinstance(parsed, dict) and isinstance(parsed.get("error"), dict) else {}
+    except orjson.JSONDecodeError:
+        pass
+    message = f"{status}: {said.get('message') or body[:200].decode(errors='replace')}"
+    kind = _BY_CODE.get(str(said.get("code"))) or _BY_STATUS.get(status, errors.EngineFault)
+    if kind is errors.InvalidRequest:
+        return errors.InvalidRequest.of(str(said.get("param") or "request"), message)
+    if kind is errors.Overloaded:
+        return errors.Overloaded(message, _retry_after_s(headers))
+    return kind(message)
+
+
+def _retry_after_s(headers: httpx2.Headers) -> float:
+    try:
+        return float(headers.get("retry-after-ms") or 1000 * float(headers.get("retry-after", 1))) / 1000
+    except ValueError:
+        return 1.0

@@ -1,0 +1,165 @@
+"""What `baton bench` sends: requests of a load, made ready for one model. The same seed gives the same requests."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from baton.client import Model, Prompt
+from baton.errors import ConfigError, InvalidRequest, UnknownModel
+from baton.workload import Arrival, Lengths, Prompts, Times, Trace, arrivals, read_trace
+
+REQUESTS, CONCURRENCY = 100, 8
+CHECKED = 10_000  # requests of a load that has no end
+ANY_VOCABULARY = 256  # where the server does not say: ids that every model has
+TRACE = "trace"
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The options. Times are in seconds. A closed loop keeps `concurrency` requests under way; `rate` (per second) or
+    the `arrivals` of a trace make it an open one.
+    """
+
+    concurrency: int | None = None
+    rate: float | None = None
+    arrivals: str | None = None
+    max_in_flight: int = 1024
+    requests: int | None = None
+    duration: float | None = None
+    warmup: int = 0
+    prompt_tokens: str = "128"
+    max_tokens: str | None = None
+    trace: Path | None = None
+    scale: float = 1.0
+    speed: float = 1.0
+    clip: bool = False
+    deterministic_share: float = 0.0
+    vocab_size: int | None = None
+    seed: int = 0
+
+    @property
+    def is_open(self) -> bool:
+        return self.rate is not None or self.arrivals is not None
+
+    def plain(self) -> dict[str, Any]:
+        """As JSON can carry it."""
+        return asdict(self) | {"trace": None if self.trace is None else str(self.trace)}
+
+    def check(self) -> None:
+        """Raises ConfigError for options that contradict each other."""
+        replayed = self.arrivals == TRACE
+        wrong = {
+            "--concurrency: of a closed loop; --max-in-flight bounds an open one": self.is_open and self.concurrency,
+            "--arrivals trace: needs --trace": replayed and self.trace is None,
+            f"--arrivals {self.arrivals}: needs --rate": self.is_open and not replayed and self.rate is None,
+            "--speed: needs --arrivals trace, and no --rate, which says how fast it is replayed": self.speed != 1
+            and (not replayed or self.rate is not None),
+            "--scale: needs --trace": self.scale != 1 and self.trace is None,
+        }
+        for message, is_so in wrong.items():
+            if is_so:
+                raise ConfigError(message)
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """One request, ready to be sent `at_s` seconds from the start."""
+
+    prompt: Prompt
+    max_tokens: int
+    at_s: float = 0.0
+    deterministic: bool = False
+    clipped: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What the distributions and files of a plan say. Only a load with a `count` ends."""
+
+    plan: Plan
+    lengths: Lengths
+    trace: Trace | None
+    times: Times | None
+
+    @classmethod
+    def read(cls, plan: Plan) -> Load:
+        """Raises ConfigError naming the option, or the line of a file, that is wrong."""
+        plan.check()
+        lengths = Lengths.parse(plan.prompt_tokens, plan.max_tokens)
+        trace = None if plan.trace is None else read_trace(plan.trace, scale=plan.scale, limit=plan.requests)
+        if plan.arrivals == TRACE and trace is not None:
+            return cls(plan, lengths, _replayed(plan, trace), None)
+        times = None if plan.rate is None else Times.parse(plan.arrivals or "poisson", plan.rate)
+        return cls(plan, lengths, trace, times)
+
+    @property
+    def count(self) -> int | None:
+        if self.plan.requests is not None or self.plan.duration is not None:
+            return self.plan.requests
+        return REQUESTS if self.trace is None else len(self.trace.arrivals)
+
+    def _endless(self) -> Iterator[Arrival]:
+        return arrivals(self.lengths, self.plan.seed, trace=self.trace, times=self.times)
+
+    def arrivals(self) -> Iterator[Arrival]:
+        """Each time from the start."""
+        found = itertools.islice(self._endless(), self.count)
+        if self.plan.is_open and (until := self.plan.duration) is not None:
+            return itertools.takewhile(lambda one: one.at_s < until, found)
+        return found
+
+    def asks(self, model: Model) -> Iterator[Ask]:
+        """All of them, for that model. Raises InvalidRequest at once for lengths that it does not have."""
+        if not self.plan.clip:
+            _check(list(itertools.islice(self.arrivals(), CHECKED if self.count is None else None)), model)
+        return self._made(self.arrivals(), model, self.plan.seed)
+
+    def warmup(self, model: Model) -> Iterator[Ask]:
+        """Requests of the same lengths, of which no cache has any use afterwards."""
+        for one in self._made(itertools.islice(self._anonymous(), self.plan.warmup), model, self.plan.seed + 1):
+            yield replace(one, deterministic=False)
+
+    def _anonymous(self) -> Iterator[Arrival]:
+        for one in self._endless():
+            yield replace(one, prompt=None, prompt_tokens=one.prompt_tokens or 1, blocks=())
+
+    def _made(self, found: Iterator[Arrival], model: Model, seed: int) -> Iterator[Ask]:
+        prompts = Prompts(self.plan.vocab_size or model.vocab_size or ANY_VOCABULARY, seed)
+        draw = random.Random(f"{seed}/deterministic")
+        for number, one in enumerate(found):
+            fit = one.within(model.max_model_len) if model.max_model_len else one
+            prompt = prompts.tokens(fit, number) if fit.prompt is None else fit.prompt
+            is_deterministic = draw.random() < self.plan.deterministic_share
+            yield Ask(prompt, fit.max_tokens, fit.at_s, is_deterministic, fit is not one)
+
+
+def _replayed(plan: Plan, trace: Trace) -> Trace:
+    """At the times of the file, divided by the speed, or by what makes them come at the rate."""
+    if not trace.timed:
+        raise ConfigError(f"--arrivals trace: {trace.path} does not say when its requests came")
+    if plan.rate is not None and not trace.period_s:
+        raise ConfigError(f"--rate: all requests of {trace.path} come at once, and have no rate that could change")
+    speed = plan.speed if plan.rate is None else plan.rate * trace.period_s / len(trace.arrivals)
+    return trace.faster(speed)
+
+
+def served(models: Sequence[Model], name: str) -> Model:
+    """The model called `name`, or the first one. Raises UnknownModel."""
+    for model in models:
+        if name in {"", model.id}:
+            return model
+    raise UnknownModel(f"no model {name!r} is served here")
+
+
+def _check(load: Sequence[Arrival], model: Model) -> None:
+    long = [one for one in load if one is not one.within(model.max_model_len or one.total_tokens)]
+    if long:
+        most = max(long, key=lambda one: one.total_tokens)
+        what = f"{most.prompt_tokens} and {most.max_tokens} new ones are more than the {model.max_model_len} tokens"
+        more = f"{len(long)} of {len(load)} requests are too long; --clip cuts them, --scale divides those of a trace"
+        raise InvalidRequest.of("prompt_tokens", f"{what} of {model.id}: {more}")

@@ -1,0 +1,149 @@
+"""What `baton bench` has seen, as numbers and as a table.
+
+TTFT: from when it was to be sent to the first message with tokens. ITL: between two such messages. TPOT: of one
+request, from its first to its last message, divided by the tokens after the first. End to end: until it had ended.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from baton.cli.bench.sample import NOT_SENT, Goals, Sample
+
+KIND = "baton bench 1"  # what says that a file is such a report
+PERCENTILES = (50, 90, 95, 99)
+COLUMNS = ("mean", *(f"p{percent}" for percent in PERCENTILES), "max")
+ROWS = {"ttft_ms": "TTFT", "itl_ms": "ITL", "tpot_ms": "TPOT", "e2e_ms": "end to end"}
+GOALS = {"ttft_ms": "TTFT", "itl_ms": "TPOT", "gap_ms": "each ITL", "e2e_ms": "end to end"}
+BUSY, LATE_MS = 0.8, 20.0  # of a core, and of its timers: from there on the load generator may be what is slow
+
+
+@dataclass(frozen=True, slots=True)
+class Generator:
+    """What the load generator says of itself. `cpu_share`: of one core. `lags_s`: how late a timer was, each time."""
+
+    cpu_share: float
+    lags_s: Sequence[float]
+    unfinished: int = 0  # under way when it was stopped
+    clipped: int = 0  # had lengths that the model does not have
+
+
+def report(samples: Sequence[Sample], goals: Goals, plan: Mapping[str, Any], own: Generator) -> dict[str, Any]:
+    """All numbers, for `--json`. A distribution without values is None."""
+    good = [sample for sample in samples if not sample.error and sample.times]
+    wall_s = max(sample.end for sample in samples) - min(sample.start for sample in samples)
+    tokens, prompts = sum(sample.tokens for sample in good), sum(sample.prompt_tokens for sample in good)
+    completed = sum(not sample.error for sample in samples)
+    return {
+        "kind": KIND,
+        "plan": dict(plan),
+        "seconds": wall_s,
+        "completed": completed,
+        "unfinished": own.unfinished,
+        "clipped": own.clipped,
+        "errors": dict(Counter(sample.error for sample in samples if sample.error)),
+        "prompt_tokens": prompts,
+        "completion_tokens": tokens,
+        "messages": sum(len(sample.times) for sample in good),
+        "requests_per_s": rate(completed, wall_s),
+        "tokens_per_s": rate(tokens, wall_s),
+        "total_tokens_per_s": rate(tokens + prompts, wall_s),
+        "ttft_ms": distribution([sample.ttft_s for sample in good]),
+        "itl_ms": distribution([gap for sample in good for gap in sample.gaps_s]),
+        "tpot_ms": distribution([sample.tpot_s for sample in good if sample.tpot_s is not None]),
+        "e2e_ms": distribution([sample.e2e_s for sample in good]),
+        "goodput": goodput(good, goals, len(samples), wall_s),
+        "generator": {
+            "cpu_share": own.cpu_share,
+            "late_ms": distribution([sample.sent - sample.start for sample in samples if sample.sent is not None]),
+            "lag_ms": distribution(own.lags_s),
+        },
+    }
+
+
+def rate(count: int, seconds: float) -> float:
+    """Per second; 0 for no time."""
+    return count / seconds if seconds > 0 else 0.0
+
+
+def goodput(good: Sequence[Sample], goals: Goals, sent: int, wall_s: float) -> dict[str, Any] | None:
+    """Requests that met all goals, per second and as a share of all that were to be sent; None without goals.
+
+    `attained` is the share of all that met each goal, whatever became of the others.
+    """
+    if not goals.given():
+        return None
+    met = [goals.met(sample) for sample in good]
+    whole = sum(all(each.values()) for each in met)
+    attained = {name: sum(each[name] for each in met) / sent for name in goals.given()}
+    return {**goals.given(), "requests_per_s": rate(whole, wall_s), "share": whole / sent, "attained": attained}
+
+
+def distribution(seconds: Sequence[float]) -> dict[str, float] | None:
+    """Mean, percentiles (between two values: in proportion) and maximum, in milliseconds."""
+    if not seconds:
+        return None
+    ordered = sorted(value * 1e3 for value in seconds)
+    points = {f"p{percent}": percentile(ordered, percent) for percent in PERCENTILES}
+    return {"mean": sum(ordered) / len(ordered), **points, "max": ordered[-1]}
+
+
+def percentile(ordered: Sequence[float], percent: float) -> float:
+    """Of values in ascending order."""
+    place = (len(ordered) - 1) * percent / 100
+    low = int(place)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
+
+
+def table(found: Mapping[str, Any]) -> str:
+    """For people."""
+    failed = sum(found["errors"].values())
+    unfinished = f", {found['unfinished']} not finished" if found["unfinished"] else ""
+    lines = [f"{found['completed']} requests completed, {failed} failed{unfinished}, in {found['seconds']:.2f} s"]
+    lines += [f"  {count} {kind}{_why(kind)}" for kind, count in sorted(found["errors"].items())]
+    if found["clipped"]:
+        lines.append(f"  {found['clipped']} were cut to the length that the model has")
+    lines.append(
+        f"{found['requests_per_s']:.2f} requests/s, {found['tokens_per_s']:.1f} new tokens/s, "
+        f"{found['total_tokens_per_s']:.1f} tokens/s with prompts"
+    )
+    lines.append(f"{'ms':<12}" + "".join(f"{column:>10}" for column in COLUMNS))
+    lines += [f"{label:<12}" + _cells(found[key]) for key, label in ROWS.items()]
+    if found["goodput"]:
+        lines += goal_lines(found["goodput"])
+    return "\n".join([*lines, own_line(found["generator"])])
+
+
+def _why(kind: str) -> str:
+    return " (more than --max-in-flight would have been under way)" if kind == NOT_SENT else ""
+
+
+def _cells(values: Mapping[str, float] | None) -> str:
+    return "".join(f"{values[column]:>10.2f}" if values else f"{'-':>10}" for column in COLUMNS)
+
+
+def goal_lines(found: Mapping[str, Any]) -> list[str]:
+    """The goodput, with the goals that it is about; with several of them, how many met each."""
+    attained = found["attained"]
+    goals = [f"{GOALS[name]} <= {found[name]:g} ms" for name in attained]
+    lines = [
+        f"goodput {found['requests_per_s']:.2f} requests/s, {found['share']:.1%} of all, with {' and '.join(goals)}"
+    ]
+    if len(attained) > 1:
+        shares = (f"{share:.1%} {goal}" for goal, share in zip(goals, attained.values(), strict=True))
+        lines.append(f"  alone: {', '.join(shares)}")
+    return lines
+
+
+def own_line(found: Mapping[str, Any]) -> str:
+    """What the load generator took itself. When it was busy, its figures say more of it than of the server."""
+    late, lag = found["late_ms"], found["lag_ms"]
+    parts = [f"load generator: {found['cpu_share']:.0%} of a core"]
+    parts += [f"requests sent {late['p99']:.1f} ms late (p99)"] if late else []
+    parts += [f"timers {lag['p99']:.1f} ms late (p99)"] if lag else []
+    slow = found["cpu_share"] > BUSY or (lag is not None and lag["p99"] > LATE_MS)
+    return ", ".join(parts) + (": TOO BUSY, latencies may be its own" if slow else "")

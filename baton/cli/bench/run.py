@@ -1,0 +1,115 @@
+"""The requests of one plan, sent, and what was seen of them."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator
+
+from baton.cli.bench.plan import CONCURRENCY, Ask, Load, served
+from baton.cli.bench.report import Generator
+from baton.cli.bench.sample import NOT_SENT, Sample
+from baton.cli.bench.servers import Server
+from baton.clock import Clock
+from baton.errors import BatonError, Overloaded
+
+PAUSE_S = 0.1  # after a failure: a closed loop must not become a storm
+TICK_S = 0.02
+
+
+class Run:
+    """One load on one server. `show` is called now and then, for who wants to look."""
+
+    def __init__(self, server: Server, load: Load, clock: Clock, show: Callable[[Run], None]) -> None:
+        self.samples: list[Sample] = []
+        self.failure: BatonError | None = None
+        self.under_way = self.clipped = 0
+        self.began: float | None = None  # None: nothing that counts has been sent
+        self.load = load
+        self.clock = clock
+        self._server = server
+        self._show = show
+        self._lags_s: list[float] = []
+        self._cpu_s = 0.0
+
+    async def whole(self, model: str) -> None:
+        """All of the plan. Raises BatonError when it cannot be, such as for a prompt that is too long."""
+        try:
+            found = served(await self._server.models(), model)
+            asks = self.load.asks(found)
+            await self._warm(list(self.load.warmup(found)))
+            watch = asyncio.create_task(self._watch())
+            self.began, self._cpu_s = self.clock.monotonic(), time.process_time()
+            await (self._open(asks, self.began) if self.load.plan.is_open else self._closed(asks, self.began))
+            watch.cancel()
+        finally:
+            await self._server.close()
+
+    def own(self) -> Generator:
+        """What the load generator needed until now."""
+        wall_s = self.clock.monotonic() - (self.began or 0.0)
+        cpu_s = time.process_time() - self._cpu_s
+        return Generator(cpu_s / wall_s, self._lags_s, self.under_way, self.clipped)
+
+    async def _warm(self, asks: list[Ask]) -> None:
+        """Nothing of this counts, failures neither: they will come again."""
+        waiting = iter(asks)
+
+        async def in_turn() -> None:
+            for ask in waiting:
+                try:
+                    await self._server.send(ask, Sample(0.0))
+                except BatonError:
+                    await asyncio.sleep(PAUSE_S)
+
+        async with asyncio.TaskGroup() as group:
+            for _ in range(min(len(asks), self.load.plan.concurrency or CONCURRENCY)):
+                group.create_task(in_turn())
+
+    async def _watch(self) -> None:
+        """How late a timer is tells how late everything else is that this process does."""
+        while True:
+            due = self.clock.monotonic() + TICK_S
+            await asyncio.sleep(TICK_S)
+            self._lags_s.append(self.clock.monotonic() - due)
+            self._show(self)
+
+    async def _closed(self, asks: Iterator[Ask], began: float) -> None:
+        until = None if self.load.plan.duration is None else began + self.load.plan.duration
+
+        async def in_turn() -> None:
+            for ask in asks:
+                if until is not None and self.clock.monotonic() >= until:
+                    return
+                self.under_way += 1
+                await asyncio.sleep(await self._one(ask, self.clock.monotonic()))
+
+        async with asyncio.TaskGroup() as group:
+            for _ in range(self.load.plan.concurrency or CONCURRENCY):
+                group.create_task(in_turn())
+
+    async def _open(self, asks: Iterator[Ask], began: float) -> None:
+        """Each at its time, whatever became of the others. The next one is made before it is time to send it."""
+        async with asyncio.TaskGroup() as group:
+            for ask in asks:
+                due = began + ask.at_s
+                await asyncio.sleep(max(0.0, due - self.clock.monotonic()))
+                if self.under_way >= self.load.plan.max_in_flight:
+                    self.samples.append(Sample(due, end=self.clock.monotonic(), error=NOT_SENT))
+                    continue
+                self.under_way += 1
+                group.create_task(self._one(ask, due))
+
+    async def _one(self, ask: Ask, due: float) -> float:
+        """Seconds to wait before the next one."""
+        sample, wait = Sample(due, self.clock.monotonic(), deterministic=ask.deterministic), 0.0
+        try:
+            await self._server.send(ask, sample)
+        except BatonError as error:
+            self.failure, sample.error = error, type(error).__name__
+            wait = error.retry_after_s if isinstance(error, Overloaded) else PAUSE_S
+        sample.end = self.clock.monotonic()
+        self.under_way -= 1
+        self.clipped += ask.clipped
+        self.samples.append(sample)
+        return wait

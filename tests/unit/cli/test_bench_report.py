@@ -1,0 +1,178 @@
+"""The numbers that `baton bench` makes of what it has seen, a comparison of two reports, and a picture."""
+
+from __future__ import annotations
+
+import json
+import random
+import statistics
+import xml.etree.ElementTree as ET
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from baton.cli.app import app
+from baton.cli.bench.plot import plot
+from baton.cli.bench.report import Generator, percentile, report, table
+from baton.cli.bench.sample import NOT_SENT, Goals, Sample
+
+OWN = Generator(cpu_share=0.25, lags_s=[0.001, 0.003])
+
+
+@pytest.mark.parametrize("size", [2, 3, 10, 101])
+def test_percentiles_are_those_of_the_statistics_module(size: int, seed: int):
+    draw = random.Random(f"{seed}/{size}")
+    values = sorted(draw.random() for _ in range(size))
+    cuts = statistics.quantiles(values, n=100, method="inclusive")
+    assert [percentile(values, p) for p in (50, 90, 95, 99)] == pytest.approx([cuts[p - 1] for p in (50, 90, 95, 99)])
+    assert (percentile(values, 0), percentile(values, 100), percentile([3.0], 99)) == (values[0], values[-1], 3.0)
+
+
+SAMPLES = [
+    Sample(start=10.0, end=10.5, times=[10.1, 10.2, 10.4], prompt_tokens=8, tokens=4),
+    Sample(start=10.0, end=11.0, times=[10.3, 10.9], prompt_tokens=8, tokens=2),
+    Sample(start=11.0, end=11.5, times=[11.2], prompt_tokens=8, tokens=1),
+    Sample(start=11.0, end=12.0, times=[11.05], error="WorkerLost"),
+]
+
+
+def test_the_numbers_of_a_run():
+    found = report(SAMPLES, Goals(ttft_ms=250, itl_ms=200), {"seed": 3}, OWN)
+    assert (found["seconds"], found["completed"], found["errors"]) == (2.0, 3, {"WorkerLost": 1})
+    assert (found["prompt_tokens"], found["completion_tokens"], found["tokens_per_s"]) == (24, 7, 3.5)
+    assert (found["requests_per_s"], found["total_tokens_per_s"]) == (1.5, 15.5)
+    assert found["ttft_ms"]["p50"] == pytest.approx(200)  # of 100, 200, 300
+    assert (found["ttft_ms"]["mean"], found["ttft_ms"]["max"]) == pytest.approx((200, 300))
+    assert found["itl_ms"]["p50"] == pytest.approx(200)  # of 100, 200, 600
+    assert found["tpot_ms"]["p50"] == pytest.approx(350)  # of 100 and 600
+    assert found["e2e_ms"]["p50"] == pytest.approx(500)  # of 500, 500, 1000
+    goodput = {"ttft_ms": 250, "itl_ms": 200, "requests_per_s": 1.0, "share": 0.5}
+    assert found["goodput"] == goodput | {"attained": {"ttft_ms": 0.5, "itl_ms": 0.5}}
+    assert found["plan"] == {"seed": 3}
+
+
+@pytest.mark.parametrize(
+    ("goals", "met"),
+    [
+        (Goals(ttft_ms=150), 1),
+        (Goals(itl_ms=150), 2),
+        (Goals(gap_ms=250), 2),
+        (Goals(e2e_ms=600), 2),
+        (Goals(ttft_ms=250, gap_ms=250), 2),
+        (Goals(), None),
+    ],
+)
+def test_goodput_asks_only_for_what_is_named(goals: Goals, met: int | None):
+    found = report(SAMPLES, goals, {}, OWN)["goodput"]
+    assert found is None if met is None else found["share"] == met / 4
+
+
+def test_a_run_without_an_answer_has_no_distributions():
+    found = report(SAMPLES[3:], Goals(), {}, OWN)
+    assert (found["completed"], found["ttft_ms"], found["itl_ms"], found["tokens_per_s"]) == (0, None, None, 0.0)
+    assert "0 requests completed, 1 failed" in table(found)
+    assert "1 WorkerLost" in table(found)
+
+
+def test_the_table():
+    text = table(report(SAMPLES, Goals(ttft_ms=250), {}, OWN))
+    assert "3 requests completed, 1 failed, in 2.00 s" in text
+    assert "goodput 1.00 requests/s, 50.0% of all, with TTFT <= 250 ms" in text
+    assert [line.split()[0] for line in text.splitlines() if line[:4] in {"TTFT", "ITL ", "TPOT"}] == [
+        "TTFT",
+        "ITL",
+        "TPOT",
+    ]
+
+
+def test_latencies_count_from_when_a_request_was_to_be_sent():
+    late = Sample(start=10.0, sent=10.4, end=11.0, times=[10.5], prompt_tokens=1, tokens=1)
+    never = Sample(start=10.2, end=10.2, error=NOT_SENT)
+    found = report([late, never], Goals(ttft_ms=200), {}, OWN)
+    assert (found["ttft_ms"]["max"], found["e2e_ms"]["max"]) == pytest.approx((500, 1000))
+    assert found["generator"]["late_ms"]["max"] == pytest.approx(400)
+    assert (found["goodput"]["share"], found["errors"]) == (0.0, {NOT_SENT: 1})
+    assert "1 NotSent (more than --max-in-flight would have been under way)" in table(found)
+
+
+@pytest.mark.parametrize(
+    ("own", "busy"),
+    [(OWN, False), (Generator(0.9, [0.001]), True), (Generator(0.1, [0.03]), True), (Generator(0.1, []), False)],
+)
+def test_a_busy_load_generator_is_seen(own: Generator, busy: bool):
+    last = table(report(SAMPLES, Goals(), {}, own)).splitlines()[-1]
+    assert last.startswith(f"load generator: {own.cpu_share:.0%} of a core")
+    assert last.endswith(": TOO BUSY, latencies may be its own") == busy
+
+
+def test_what_was_stopped_or_cut_is_said():
+    text = table(report(SAMPLES, Goals(), {}, Generator(0.1, [], unfinished=2, clipped=5)))
+    assert "3 requests completed, 1 failed, 2 not finished, in 2.00 s" in text
+    assert "5 were cut to the length that the model has" in text
+
+
+def test_each_goal_alone():
+    text = table(report(SAMPLES, Goals(ttft_ms=250, e2e_ms=600), {}, OWN))
+    assert "50.0% of all, with TTFT <= 250 ms and end to end <= 600 ms" in text
+    assert "alone: 50.0% TTFT <= 250 ms, 50.0% end to end <= 600 ms" in text
+
+
+# comparisons
+
+
+def compared(*args: object) -> Any:
+    return CliRunner().invoke(app, ["bench", "compare", *map(str, args)])
+
+
+@pytest.fixture
+def reports(tmp_path: Path) -> list[Path]:
+    plans = [{"seed": 1, "rate": 2.0, "api": "grpc"}, {"seed": 1, "rate": 4.0}]
+    runs = [(SAMPLES, Goals(ttft_ms=250)), (SAMPLES[:2], Goals(ttft_ms=310))]
+    files = [tmp_path / "a.json", tmp_path / "b.json"]
+    for file, plan, (samples, goals) in zip(files, plans, runs, strict=True):
+        file.write_text(json.dumps(report(samples, goals, plan, OWN)))
+    return files
+
+
+def test_two_reports_beside_each_other(reports: list[Path]):
+    found = json.loads(compared(*reports, "--json").stdout)
+    assert found["differs"] == {"rate": [2.0, 4.0], "api": ["grpc", None], "goal ttft_ms": [250, 310]}
+    assert found["figures"]["end to end max, ms"] == pytest.approx([1000, 1000, 1])
+    assert found["figures"]["requests/s"] == pytest.approx([1.5, 2.0, 4 / 3])
+    assert found["figures"]["failed"] == [1, 0, 0]
+    assert found["figures"]["goodput, requests/s"] == pytest.approx([1.0, 2.0, 2.0])
+
+
+def test_a_comparison_as_a_table(reports: list[Path]):
+    text = compared(*reports).stdout
+    assert "  rate: 2.0 in A, 4.0 in B" in text
+    assert ["requests/s", "1.50", "2.00", "1.33"] in [line.split() for line in text.splitlines()]
+    assert "the same was asked" in compared(reports[0], reports[0]).stdout
+    assert ["failed", "0", "1", "-"] in [line.split() for line in compared(*reversed(reports)).stdout.splitlines()]
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"kind": "another"}', "{"])
+def test_what_is_no_report_cannot_be_compared(reports: list[Path], text: str):
+    reports[1].write_text(text)
+    done = compared(*reports)
+    assert (done.exit_code, "b.json" in done.stderr.replace("\n", "")) == (2, True)
+    assert compared(reports[0], reports[0].parent / "none").exit_code == 2
+
+
+# pictures
+
+
+@pytest.mark.parametrize("samples", [slice(None), slice(3, None), slice(2, 3)])
+def test_a_picture(tmp_path: Path, samples: slice):
+    file = tmp_path / "p.svg"
+    plot(SAMPLES[samples], Goals(ttft_ms=250), file)
+    assert ET.parse(file).getroot().tag.endswith("svg")
+
+
+@pytest.mark.parametrize(
+    ("args", "says"), [(["--plot", "a.txt"], "must end in one of .png"), (["--out", "no/a"], "no folder no")]
+)
+def test_files_that_cannot_be_are_named_before_anything_is_sent(args: list[str], says: str):
+    done = CliRunner().invoke(app, ["bench", "--target", "127.0.0.1:1", *args])
+    assert (done.exit_code, says in done.stderr) == (2, True)
