@@ -2,20 +2,47 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
+from baton.cli.bench.options import (
+    Arrivals,
+    Clip,
+    Concurrency,
+    DeterministicShare,
+    Duration,
+    E2eMs,
+    GapMs,
+    Http,
+    IgnoreEos,
+    ItlMs,
+    MaxInFlight,
+    MaxTokens,
+    Out,
+    Plot,
+    PromptTokens,
+    Rate,
+    Requests,
+    Scale,
+    Seed,
+    Speed,
+    Trace,
+    TtftMs,
+    VocabSize,
+    Warmup,
+)
 from baton.cli.options import ClusterName, Json, ModelName, Target, Temperature, Timeout, Tls, Token
 
 if TYPE_CHECKING:
+    from baton.cli.bench.plan import Plan
+    from baton.cli.bench.sample import Goals
     from baton.cli.bench.servers import Server
     from baton.cli.connect import Router
     from baton.client.types import Options
 
-LENGTHS = "N, fixed:N, uniform:LOW-HIGH, lognormal:MEAN,CV[,MOST], zipf:EXPONENT,MOST, file:PATH"
-TRACES = "Mooncake's JSON lines, Azure's CSV, or JSON lines: prompt or prompt_tokens, max_tokens, at_s"
 PICTURES = (".png", ".svg", ".pdf")
 
 bench_app = typer.Typer(invoke_without_command=True)
@@ -24,75 +51,53 @@ bench_app = typer.Typer(invoke_without_command=True)
 @bench_app.callback()
 def bench(  # noqa: PLR0913, PLR0917 (each is an option of the command)
     context: typer.Context,
-    concurrency: Annotated[int | None, typer.Option(min=1, help="closed loop: so many under way (default: 8)")] = None,
-    rate: Annotated[float | None, typer.Option(help="open loop: so many per second, answered or not")] = None,
-    arrivals: Annotated[
-        str | None, typer.Option(help="poisson, constant, gamma:CV, or trace (default: poisson, with --rate)")
-    ] = None,
-    max_in_flight: Annotated[int, typer.Option(min=1, help="open loop: not sent if so many are under way")] = 1024,
-    requests: Annotated[int | None, typer.Option(min=1, help="so many in all (default: 100, or the trace)")] = None,
-    duration: Annotated[float | None, typer.Option(min=0, help="begin no request after so many seconds")] = None,
-    warmup: Annotated[int, typer.Option(min=0, help="so many before, which do not count")] = 0,
-    prompt_tokens: Annotated[str, typer.Option(help=f"of random prompts: {LENGTHS}")] = "128",
-    max_tokens: Annotated[str | None, typer.Option(help="new tokens of each request, as above (default: 64)")] = None,
-    trace: Annotated[Path | None, typer.Option(help=TRACES)] = None,
-    scale: Annotated[float, typer.Option(help="divides all lengths of the trace")] = 1.0,
-    speed: Annotated[float, typer.Option(help="replay the trace so many times as fast")] = 1.0,
-    clip: Annotated[bool, typer.Option("--clip", help="cut prompts that are too long for the model")] = False,
-    deterministic_share: Annotated[float, typer.Option(min=0, max=1, help="of the requests")] = 0.0,
+    concurrency: Concurrency = None,
+    rate: Rate = None,
+    arrivals: Arrivals = None,
+    max_in_flight: MaxInFlight = 1024,
+    requests: Requests = None,
+    duration: Duration = None,
+    warmup: Warmup = 0,
+    prompt_tokens: PromptTokens = "128",
+    max_tokens: MaxTokens = None,
+    trace: Trace = None,
+    scale: Scale = 1.0,
+    speed: Speed = 1.0,
+    clip: Clip = False,
+    deterministic_share: DeterministicShare = 0.0,
     temperature: Temperature = 0.0,
-    ignore_eos: Annotated[bool, typer.Option(help="always all of the new tokens")] = True,
-    vocab_size: Annotated[
-        int | None, typer.Option(min=1, help="token ids are below this (default: the model's; 256 where unknown)")
-    ] = None,
-    seed: Annotated[int, typer.Option(min=0, help="of times, lengths and prompts")] = 0,
-    ttft_ms: Annotated[float | None, typer.Option(help="goodput: the first token within")] = None,
-    itl_ms: Annotated[float | None, typer.Option(help="goodput: mean time between tokens within")] = None,
-    gap_ms: Annotated[float | None, typer.Option(help="goodput: each time between tokens within")] = None,
-    e2e_ms: Annotated[float | None, typer.Option(help="goodput: the whole answer within")] = None,
-    http: Annotated[str | None, typer.Option(metavar="URL", help="ask OpenAI's HTTP API there, not gRPC")] = None,
+    ignore_eos: IgnoreEos = True,
+    vocab_size: VocabSize = None,
+    seed: Seed = 0,
+    ttft_ms: TtftMs = None,
+    itl_ms: ItlMs = None,
+    gap_ms: GapMs = None,
+    e2e_ms: E2eMs = None,
+    http: Http = None,
     model: ModelName = "",
     timeout: Timeout = 120.0,
     name: ClusterName = None,
     target: Target = None,
     token: Token = None,
     tls: Tls = None,
-    out: Annotated[Path | None, typer.Option(help="write the report and all samples to this file")] = None,
-    plot: Annotated[Path | None, typer.Option(help="draw them: a .png, .svg or .pdf (needs matplotlib)")] = None,
+    out: Out = None,
+    plot: Plot = None,
     as_json: Json = False,
 ) -> None:
     """Send requests and measure: latencies, throughput, goodput. `baton bench compare A B`: two reports."""
     if context.invoked_subcommand is not None:
         return
-    from baton.cli.bench import output
-    from baton.cli.bench.plan import Load, Plan
+    from baton.cli.bench.plan import Plan
     from baton.cli.bench.sample import Goals
     from baton.cli.connect import Router
 
-    _check_files(out, plot)
-    plan = Plan(
-        concurrency=concurrency,
-        rate=rate,
-        arrivals=arrivals,
-        max_in_flight=max_in_flight,
-        requests=requests,
-        duration=duration,
-        warmup=warmup,
-        prompt_tokens=prompt_tokens,
-        max_tokens=max_tokens,
-        trace=trace,
-        scale=scale,
-        speed=speed,
-        clip=clip,
-        deterministic_share=deterministic_share,
-        vocab_size=vocab_size,
-        seed=seed,
-    )
-    options: Options = {"temperature": temperature, "ignore_eos": ignore_eos or None, "model": model}
-    router = Router(name, target, timeout, token, tls)
-    about = {"api": "grpc" if http is None else "http", **options}
-    load, goals = Load.read(plan), Goals(ttft_ms, itl_ms, gap_ms, e2e_ms)
-    output.bench(_server(router, http, options), load, model, goals, output.Output(as_json, out, plot, about))
+    plan = Plan(trace=trace, scale=scale, speed=speed, clip=clip, vocab_size=vocab_size, seed=seed, warmup=warmup)
+    plan = replace(plan, concurrency=concurrency, rate=rate, arrivals=arrivals, max_in_flight=max_in_flight)
+    plan = replace(plan, requests=requests, duration=duration, deterministic_share=deterministic_share, model=model)
+    plan = replace(plan, prompt_tokens=prompt_tokens, max_tokens=max_tokens, temperature=temperature)
+    plan = replace(plan, ignore_eos=ignore_eos, api="grpc" if http is None else "http")
+    goals, router = Goals(ttft_ms, itl_ms, gap_ms, e2e_ms), Router(name, target, timeout, token, tls)
+    _bench(plan, goals, router, http, as_json, out, plot)
 
 
 @bench_app.command("compare")
@@ -103,10 +108,21 @@ def compare(first: Path, second: Path, as_json: Json = False) -> None:
     command.compare(first, second, as_json=as_json)
 
 
-def _server(router: Router, url: str | None, options: Options) -> Server:
+def _bench(
+    plan: Plan, goals: Goals, router: Router, url: str | None, as_json: bool, out: Path | None, plot: Path | None
+) -> None:
+    _check_files(out, plot)
+    from baton.cli.bench import output
+    from baton.cli.bench.plan import Load
+
+    output.bench(_server(plan, router, url), Load.read(plan), goals, output.Output(as_json, out, plot))
+
+
+def _server(plan: Plan, router: Router, url: str | None) -> Server:
     from baton.cli.bench.servers import GrpcServer
     from baton.clock import SystemClock
 
+    options: Options = {"temperature": plan.temperature, "ignore_eos": plan.ignore_eos or None, "model": plan.model}
     if url is None:
         return GrpcServer(router.async_client(max_retries=0), options, SystemClock())
     from baton.cli.bench.http import HttpServer

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import typer
 import uvloop
@@ -21,16 +20,15 @@ from baton.clock import SystemClock
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """Where the report goes, beside stdout. `about`: what its plan says beside the load."""
+    """Where the report goes, beside stdout."""
 
     as_json: bool
     out: Path | None
     picture: Path | None
-    about: dict[str, Any]
 
     def give(self, run: Run, goals: Goals) -> None:
         """What was seen until now. Raises OSError for a file that cannot be written, when all else is done."""
-        found = report(run.samples, goals, run.load.plan.plain() | self.about, run.own())
+        found = report(run.samples, goals, run.load.plan.plain(), run.own())
         typer.echo(json.dumps(found) if self.as_json else table(found))
         if self.out is not None:
             origin = min(sample.start for sample in run.samples)
@@ -42,12 +40,12 @@ class Output:
             plot(run.samples, goals, self.picture)
 
 
-def bench(server: Server, load: Load, model: str, goals: Goals, output: Output) -> None:
+def bench(server: Server, load: Load, goals: Goals, output: Output) -> None:
     """Run the load and give the report, also of what Ctrl-C leaves. Raises the last error if no request succeeded."""
     with shown() as show:
         run = Run(server, load, SystemClock(), show)
         try:
-            uvloop.run(run.whole(model))
+            uvloop.run(run.whole())
         finally:
             if run.samples:
                 output.give(run, goals)

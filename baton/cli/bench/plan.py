@@ -41,6 +41,10 @@ class Plan:
     deterministic_share: float = 0.0
     vocab_size: int | None = None
     seed: int = 0
+    temperature: float = 0.0
+    ignore_eos: bool = True
+    model: str = ""  # the first one that is served
+    api: str = "grpc"  # or http
 
     @property
     def is_open(self) -> bool:

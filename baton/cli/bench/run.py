@@ -32,10 +32,10 @@ class Run:
         self._lags_s: list[float] = []
         self._cpu_s = 0.0
 
-    async def whole(self, model: str) -> None:
+    async def whole(self) -> None:
         """All of the plan. Raises BatonError when it cannot be, such as for a prompt that is too long."""
         try:
-            found = served(await self._server.models(), model)
+            found = served(await self._server.models(), self.load.plan.model)
             asks = self.load.asks(found)
             await self._warm(list(self.load.warmup(found)))
             watch = asyncio.create_task(self._watch())

@@ -127,8 +127,8 @@ def compared(*args: object) -> Any:
 
 @pytest.fixture
 def reports(tmp_path: Path) -> list[Path]:
-    plans = [{"seed": 1, "rate": 2.0, "api": "grpc"}, {"seed": 1, "rate": 4.0}]
-    runs = [(SAMPLES, Goals(ttft_ms=250)), (SAMPLES[:2], Goals(ttft_ms=310))]
+    plans: list[dict[str, Any]] = [{"seed": 1, "rate": 2.0, "api": "grpc"}, {"seed": 1, "rate": 4.0}]
+    runs: list[Any] = [(SAMPLES, Goals(ttft_ms=250)), (SAMPLES[:2], Goals(ttft_ms=310))]
     files = [tmp_path / "a.json", tmp_path / "b.json"]
     for file, plan, (samples, goals) in zip(files, plans, runs, strict=True):
         file.write_text(json.dumps(report(samples, goals, plan, OWN)))
