@@ -12,7 +12,7 @@
 D lost or failed, at any time: lost, too. A lost attempt is followed by the next, to which P pushes what it still holds
 if the client has no more than that; what would fail again is an error. Leaving the attempt, for whatever reason, sends
 Release to each worker that did not say itself that it is through, unless P's KV goes to the next attempt.
-An attempt without P goes from reserved to decoding: D computes the prompt itself.
+An attempt without P goes from reserved to decoding: D computes the prompt itself, and is told so with the Reserve.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from baton.engine.prefix import names_of
 from baton.errors import BatonError, EngineFault, InvalidRequest, WorkerLost
 from baton.rpc import convert, thinking
 from baton.rpc.v1 import worker_pb2 as pb
-from baton.stages import StageClock
+from baton.stages import Stage, StageClock
 from baton.telemetry import Metrics
 from router.claim import Claim
 from router.link import Item, Mailbox, WorkerLink
@@ -72,8 +72,7 @@ class Attempt:
         self._holds = False  # P has KV of this, or is about to: it was told, and has not said that it is through
         self._through = False  # D said that it holds nothing of this any more
         self.fencing: BatonError | None = None  # what happened to P
-        self._computed = False  # P has said the first token
-        self._repushes = False  # P was asked for what it holds, and has not begun
+        self._computed = self._repushes = False  # P: has said the first token; was asked for what it holds
 
     @property
     def workers(self) -> tuple[str, str]:
@@ -133,6 +132,9 @@ class Attempt:
         )
         await asyncio.sleep(0)  # it is told at once, and what follows is done while it answers
         self._spec = convert.spec_to_pb(self.spec)
+        if self._claim.prefill is None:  # now: a prompt that is told of after the answer waits for one more step
+            self.alone = True
+            self._claim.decode.send(prefill=pb.Prefill(handoff=self._name, spec=self._spec, deadline_s=deadline_s))
         return await self._granted()
 
     async def _granted(self) -> bool:
@@ -146,25 +148,20 @@ class Attempt:
         return not self.handed_back
 
     def prefill(self, deadline_s: float) -> None:
-        """Let P compute what is known, say the first token and hand over to D; without P, let D do it all. `deadline_s`
-        from now, 0: none.
-        """
+        """Let P compute what is known, say the first token and hand over to D. `deadline_s` from now, 0: none."""
+        if self.alone:
+            return  # D was told with the Reserve
         message = pb.Prefill(handoff=self._name, spec=self._spec, deadline_s=deadline_s)
-        if self._claim.prefill is None:
-            self.alone = True
-            self._claim.decode.send(prefill=message)
-            return
         message.to.CopyFrom(convert.ref_to_pb(self._claim.decode.info.ref))
         message.skip, self._holds = self.cached_tokens or 0, True
-        self._claim.prefill.send(prefill=message)
+        self.prefill_link.send(prefill=message)
 
     def repush(self, held: HandoffId, deadline_s: float) -> None:
         """Let P hand over to D what it holds of an attempt that was lost. `deadline_s` from now, 0: none."""
         to = convert.ref_to_pb(self._claim.decode.info.ref)
         message = pb.Repush(held=convert.handoff_to_pb(held), handoff=self._name, to=to, deadline_s=deadline_s)
         message.skip, self._holds, self._repushes = self.cached_tokens or 0, True, True
-        assert self._claim.prefill is not None  # it holds what is pushed
-        self._claim.prefill.send(repush=message)
+        self.prefill_link.send(repush=message)
 
     async def outputs(self) -> AsyncIterator[list[Token]]:
         """Tokens of both witnesses as they come, and `thoughts`, until `finish` or `handed_back`. Raises a failure."""
@@ -200,6 +197,7 @@ class Attempt:
         match item.WhichOneof("event"):
             case "reserved":
                 self.cached_tokens = item.reserved.cached_tokens
+                self._stages.enter(Stage.PREFILL)  # what D alone has computed may come with it
             case "tokens" | "finish" | "thoughts":
                 self._on_output(source, item)
             case "committed":
@@ -259,6 +257,8 @@ class Attempt:
             self._metrics.handed_over(committed.transfer_s, committed.kv_bytes, committed.transport)
 
     def _on_refused(self, source: Role, refused: pb.Refused) -> None:
+        if self.handed_back:
+            return  # D alone has nothing reserved to compute the prompt in: it was refused just before
         text = f"{self._worker(source)} refused the request: {refused.detail}"
         self._holds = self._holds and source is Role.DECODE
         if refused.reason in MAY_FIT_LATER:

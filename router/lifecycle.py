@@ -49,7 +49,6 @@ async def run(request: SequenceSpec, life: Life, client: EventStream) -> pb.Comp
             if not await attempt.reserve(life.remaining_s()):
                 await life.handed_back(attempt, client)  # D filled up meanwhile, or one was lost: back to the queue
                 continue
-            life.stages.enter(Stage.PREFILL)
             life.begin(attempt)
             await asyncio.sleep(0)  # the worker is told before the client and the log
             await life.accept(client, attempt, len(request.prompt))

@@ -42,6 +42,7 @@ AlonePolicy = Callable[[Snapshot, Ask], Alone | None]
 Criteria = list[tuple[Role, Callable[[], Column]]]
 
 _CLEARLY = 0.85  # of the pair's time to the first token: predictions are off by more than they often differ by
+_ABOUT = 0.65  # of a time to the first token: a single prediction is off by as much
 _CROWD = 4.0  # requests more than twice as many as on the least busy one: no cached prefix is worth that
 
 
@@ -128,11 +129,15 @@ def predicted(snapshot: Snapshot, ask: Ask) -> Pair | None:
 
 
 def alone(snapshot: Snapshot, ask: Ask) -> Alone | None:
-    """Who is to compute the prompt as well, where nobody else does: of those with room the lowest predicted TTFT among
-    those whose ITL is then within the SLO. What nothing is known of costs nothing: then it is the fewest requests.
+    """Who is to compute the prompt as well, where nobody else does: of those with room, and with an ITL within the SLO,
+    the lowest predicted TTFT; of those that are not clearly later, the fewest requests. What nothing is known of costs
+    nothing.
     """
     itl, first = itl_s(snapshot, ask), alone_ttft_s(snapshot, ask)
-    found = _alone(snapshot, ask, lambda: np.maximum(itl - snapshot.slo_itl_s, 0.0), lambda: first)
+    slow = np.maximum(itl - snapshot.slo_itl_s, 0.0)
+    able = (snapshot.decode.at.room > ask.tokens) & (slow == 0.0)
+    later = np.maximum(first - first[able].min(initial=np.inf) / _ABOUT, 0.0)
+    found = _alone(snapshot, ask, lambda: slow, lambda: later)
     return None if found is None else found._replace(ttft_s=float(first[found.decode]))
 
 

@@ -221,6 +221,19 @@ def test_exact_steps(exactly, alone, kind, repeats, rng):
     assert found_exact(exactly) == 0 or metric(exactly, "baton_rollbacks_total") == 0
 
 
+def test_workers_that_compute_prompts_in_chunks_beside_what_they_decode(module_home, tmp_path, alone, rng):
+    """Of the same fingerprint, and so the same bits."""
+    sets = (*MODEL, "mode=colocated", "decode.max_batched_tokens=64")
+    with (
+        cluster_named(module_home, tmp_path, "together", *sets) as running,
+        running.client(timeout=120.0) as client,
+    ):
+        for kind in KINDS:
+            with others(client, 4, rng):
+                answer = ask(client, kind).check(alone[kind])
+            assert answer.placement.prefill_worker == answer.placement.decode_worker
+
+
 @often
 def test_verify_passes_have_one_shape(repeats, rng, monkeypatch):
     """In one process, which lets us look on: whatever else is computed, and whoever is preempted."""

@@ -8,6 +8,7 @@ import pytest
 import yaml
 
 from baton.config import load_config
+from baton.core import Role
 from tests.helm.checks import Pod, check_hardening, check_ports, check_references, check_secrets, check_selectors, pods
 from tests.helm.cluster_file import PASSWORD, load
 from tests.helm.conftest import CHART, CI, NAMES, Helm
@@ -86,6 +87,27 @@ def test_a_pod_has_room_for_one_worker(rendered: Rendered, name: str, tmp_path):
         assert groups[group]["rayStartParams"]["num-cpus"] == str(wanted)
         limits = groups[group]["template"]["spec"]["containers"][0]["resources"]["limits"]
         assert int(limits.get("nvidia.com/gpu", 0)) == pool.gpus
+
+
+@pytest.mark.parametrize(
+    ("scale", "replicas"),
+    [([], (6, 6)), (["ray.autoscaling.enabled=true", "decode.autoscale.enabled=true"], (1 + 2, 4 + 2))],
+    ids=["fixed", "scaled"],
+)
+def test_colocated_workers_are_one_group_with_pods_for_all(helm: Helm, tmp_path, scale: list[str], replicas):
+    """As many as the loader of the cluster file counts, and where they are placed."""
+    sets = ["config.mode=colocated", "prefill.replicas=2", "prefill.sparePods=1", "decode.replicas=3"]
+    documents = helm.render(CI[NAMES.index("minimal")], sets=[*sets, *scale])
+    config = load(documents, tmp_path)
+    (cluster,) = of_kind(documents, "RayCluster")
+    (group,) = cluster["spec"]["workerGroupSpecs"]
+    assert (group["minReplicas"], group["maxReplicas"]) == replicas
+    assert group["labels"] == config.decode.node_labels
+    assert (config.prefill.replicas, config.decode.replicas) == (0, 5)
+    assert not scale or config.bounds == {Role.DECODE: replicas}
+    budgets = {one["metadata"]["name"].rpartition("-")[2] for one in of_kind(documents, "PodDisruptionBudget")}
+    assert budgets == {"router", "decode"}
+    assert [*check_selectors(documents), *check_ports(documents), *check_references(documents, set())] == []
 
 
 @pytest.mark.parametrize("name", NAMES)

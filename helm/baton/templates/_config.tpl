@@ -40,6 +40,11 @@ autoscale: {min: {{ $pool.autoscale.min }}, max: {{ $pool.autoscale.max }}}
 {{- end }}
 {{- end }}
 
+{{/* Pools that have pods: with mode colocated, decode has those of both, as the loader of the cluster file counts them. */}}
+{{- define "baton.pools" -}}
+{{ ternary "decode" "prefill decode" (eq (toString (get .Values.config "mode")) "colocated") }}
+{{- end }}
+
 {{- define "baton.clusterFile" -}}
 {{ toYaml (mergeOverwrite (deepCopy .Values.config) (include "baton.owned" . | fromYaml)) }}
 {{- end }}

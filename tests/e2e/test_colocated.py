@@ -1,0 +1,103 @@
+"""Workers that compute prompts in chunks beside what they decode, on the oracle: exact, whatever becomes of one."""
+
+import os
+import random
+import signal
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+
+import pytest
+
+from baton.core import Sampling, SequenceSpec
+from baton.engine.oracle import OracleBackend
+from tests.e2e.conftest import eventually
+from tests.e2e.failures_load import Load, draw_jobs
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+CHUNK = 48
+SETS = (
+    "mode=colocated",
+    f"decode.max_batched_tokens={CHUNK}",
+    "model.path=oracle",
+    "model.max_model_len=2048",
+    "router.queue.max_wait_s=60",
+    "ledger.lease_s=3",
+    "ledger.heartbeat_s=0.2",
+)
+ANSWER = {"ignore_eos": True, "temperature": 0.8, "seed": 7}
+
+
+@pytest.fixture(scope="module")
+def cluster(module_home):
+    """Of a file that says nothing of it."""
+    with module_home.cluster("configs/no-ray.yaml", *SETS) as running:
+        yield running
+
+
+def right(prompt, count):
+    return tuple(OracleBackend().expected(SequenceSpec(tuple(prompt), Sampling(max_tokens=count, **ANSWER))))
+
+
+def joint(cluster):
+    """Steps that computed a part of a prompt beside what they decoded, and how much of prompts."""
+    paces = [load.joint_pace for load in cluster.loads().values()]
+    return sum(pace.steps for pace in paces), sum(pace.tokens for pace in paces)
+
+
+def test_both_are_alike_and_say_so(cluster):
+    status = cluster.status()
+    assert [worker["info"]["role"] for worker in status["workers"]] == ["decode", "decode"]
+    assert [worker["note"] for worker in status["workers"]] == ["", ""]
+    assert "2 colocated" in cluster.home.baton("status", "--name", cluster.name, check=True).stdout
+    with cluster.client() as client:
+        answer = client.generate("hello there", max_tokens=8, **ANSWER)
+    took, placed = answer.timings, answer.placement
+    assert placed.prefill_worker == placed.decode_worker in {"decode-0", "decode-1"}
+    assert (took.transfer_s, took.commit_s, placed.kv_bytes) == (0.0, 0.0, 0)
+    stages = took.queue_s + took.route_s + took.reserve_s + took.prefill_s + took.decode_s
+    assert stages == pytest.approx(took.e2e_s, abs=1e-9)
+    assert took.prefill_s > 0 < took.decode_s
+
+
+def test_long_prompts_are_chunked_beside_what_is_decoded(cluster, seed):
+    rng = random.Random(seed)
+    prompts = [[rng.randrange(256) for _ in range(900)] for _ in range(4)]
+    with cluster.client() as client, ThreadPoolExecutor(4) as pool, ExitStack() as stack:
+        before, streams = joint(cluster), []
+        while not all(load.running for load in cluster.loads().values()):  # costs that load has distorted may draw some
+            streams.append(stack.enter_context(client.stream([len(streams)], max_tokens=1500, **ANSWER)))
+            next(streams[-1])
+        answers = [pool.submit(client.generate, prompt, max_tokens=10, **ANSWER) for prompt in prompts]
+        for answer, prompt in zip(answers, prompts, strict=True):
+            assert answer.result().tokens == right(prompt, 10)
+        steps, tokens = (now - then for now, then in zip(joint(cluster), before, strict=True))
+        assert tokens <= steps * (CHUNK - 1), "one at least is for who decodes"
+        assert steps > 900 // CHUNK
+        for number, stream in enumerate(streams):
+            assert stream.collect().tokens == right([number], 1500)
+
+
+def test_a_worker_that_is_killed_is_no_loss(cluster):
+    with cluster.client() as client, client.stream([1, 2, 3], max_tokens=1500, **ANSWER) as stream:
+        for _ in range(5):
+            next(stream)
+        name = next(name for name, load in cluster.loads().items() if load.running)
+        pid = cluster.pid(name)
+        os.kill(pid, signal.SIGKILL)
+        answer = stream.collect()
+    assert tuple(answer.tokens) == right([1, 2, 3], 1500)
+    assert answer.placement.attempts == 2
+    assert answer.placement.decode_worker != name
+    eventually(lambda: cluster.pid(name) != pid, within_s=30)
+
+
+def test_sizes_change_under_load(cluster):
+    refused = cluster.home.baton("scale", "prefill=1", "--name", cluster.name)
+    assert refused.returncode == 2
+    assert "mode: colocated" in refused.stderr
+    with Load(cluster, draw_jobs(random.Random(5)), 5) as load:
+        for count in (1, 2):
+            cluster.home.baton("scale", f"decode={count}", "--name", cluster.name, "--wait", "60", check=True)
+            assert eventually(lambda: len(cluster.loads()), within_s=30) == count
+            load.settle(2)
+    assert set(load.outcomes) <= {"whole", "left"}

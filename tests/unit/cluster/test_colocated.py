@@ -1,0 +1,82 @@
+"""A cluster without a prefill pool: its controller, and what its autoscaler goes by."""
+
+import pytest
+
+from baton.cluster.autoscaler import Autoscaler
+from baton.cluster.pressure import Pressures
+from baton.config import ClusterConfig
+from baton.core import Role
+from baton.ledger.board import Plan, RouterReport, WorkerDemand
+from tests.unit.cluster.control_world import World, begun, run, told
+
+SCALING = {"up_after_s": 2, "settle_s": 1, "down_after_s": 3}
+CONFIG = ClusterConfig.model_validate(
+    {"mode": "colocated", "decode": {"autoscale": {"min": 1, "max": 4}}, "scaling": SCALING}
+).by_mode()
+LATE = {"ttft_s": 3.0, "ttft_alone_s": 0.2}
+
+
+class Colocated(World):
+    def controller(self, autoscaler=None, **config):
+        made = super().controller(autoscaler, mode="colocated", **config)
+        assert made.plan.prefill == self.prefill
+        return made
+
+
+async def test_all_workers_are_of_one_kind_and_their_number_changes():
+    world = Colocated(prefill=0, decode=2)
+    controller = await begun(world)
+    assert world.roles() == {"decode-0": "decode", "decode-1": "decode"}
+    assert "2 colocated" in world.report.decisions[0].text
+    told(world, decode=3)
+    await run(world, controller, 10)
+    assert sorted(world.roles()) == ["decode-0", "decode-1", "decode-2"]
+    told(world, decode=1)
+    await run(world, controller, 20)
+    assert world.roles() == {"decode-0": "decode"}
+    assert controller.ready
+
+
+@pytest.mark.parametrize(("before", "now"), [((1, 1), (0, 2)), ((0, 2), (1, 1))])
+async def test_an_operators_plan_for_the_other_mode_is_not_followed(before, now):
+    world = World(prefill=before[0], decode=before[1])
+    await begun(world, world.controller(mode="disaggregated" if before[0] else "colocated"))
+    told(world)
+    world.prefill, world.decode = now
+    controller = world.controller(mode="disaggregated" if now[0] else "colocated")
+    await controller.begin()
+    assert (controller.plan.prefill, controller.plan.decode, controller.plan.by) == (*now, "file")
+    await run(world, controller, 30)
+    assert controller.ready
+    assert sorted(world.roles().values()) == ["decode"] * now[1] + ["prefill"] * now[0]
+
+
+def report(count=2, used=0.5, **fields):
+    workers = {f"decode-{n}": WorkerDemand(role=Role.DECODE, used=used, reserved=used, running=1) for n in range(count)}
+    return RouterReport(router_id="r", workers=workers, **fields)
+
+
+def test_late_first_tokens_and_what_is_reserved_are_theirs():
+    found = Pressures(CONFIG).look([report(**LATE)], {Role.PREFILL: 0, Role.DECODE: 2}, 0.0)
+    assert (found[Role.PREFILL].now, str(found[Role.PREFILL])) == (0.0, "")
+    assert found[Role.DECODE].now == pytest.approx(3.0)
+    assert "TTFT 3.00 s of 1.00 s" in str(found[Role.DECODE])
+    assert "KV 50% of 90%" in str(found[Role.DECODE])
+
+
+class Here:
+    role = Role.DECODE
+
+
+def test_it_grows_by_workers_of_that_kind_and_shrinks_again():
+    scaler, plan = Autoscaler(CONFIG), Plan(prefill=0, decode=2)
+    plans = []
+    for now in range(40):
+        fields = LATE if now < 12 else {}
+        new, outlook = scaler.look(plan, [report(plan.decode, used=0.01, **fields)], [Here()] * plan.decode, float(now))
+        assert "prefill" not in outlook
+        if new is not None:
+            plan = new
+            plans.append((new.prefill, new.decode))
+    assert plans[0] == (0, 4)
+    assert plans[-1] == (0, 2), "one is what decode has, one more what prefill had"

@@ -1,0 +1,66 @@
+"""`mode: colocated`: all workers of both pools are alike, and nothing but the size of the prefill pool counts."""
+
+import pytest
+import yaml
+
+from baton.config import config_from_json, load_config
+from baton.core import Role
+from baton.errors import ConfigError
+
+FILE = """
+model: {path: oracle}
+prefill: {replicas: 3, threads: 4, max_running: 7, kv_memory: 1GiB}
+decode: {replicas: 2, threads: 1, max_batched_tokens: 96}
+"""
+
+
+@pytest.fixture
+def load(tmp_path):
+    def load_text(text, *sets):
+        file = tmp_path / "cluster.yaml"
+        file.write_text(text)
+        return load_config(file, sets)
+
+    return load_text
+
+
+def test_as_many_workers_as_both_pools_have_all_as_decode_says(load):
+    config = load(FILE, "mode=colocated")
+    assert (config.prefill.replicas, config.decode.replicas) == (0, 5)
+    assert config.decode == load(FILE).decode.model_copy(update={"replicas": 5})
+    assert (config.prefill.threads, config.prefill.max_running) == (1, 64), "nobody may go by what was said of it"
+
+
+def test_what_was_loaded_is_loaded_again_as_it_is(load):
+    """The supervisor writes it into the state folder, a controller of others is told it as JSON."""
+    config = load(FILE, "mode=colocated", "decode.autoscale.max=4")
+    assert load(yaml.safe_dump(config.model_dump(mode="json", exclude_unset=True))) == config
+    assert config_from_json(config.model_dump_json()) == config
+
+
+@pytest.mark.parametrize(
+    ("sets", "bounds"),
+    [
+        ([], (1, 4096)),
+        (["decode.autoscale.max=4"], (1 + 3, 4 + 3)),
+        (["decode.autoscale.max=4", "prefill.autoscale={min: 2, max: 8}"], (1 + 2, 4 + 8)),
+        (["prefill.autoscale={min: 2, max: 8}"], (1, 4096)),
+    ],
+)
+def test_bounds_are_those_of_decode_and_what_the_other_pool_had(load, sets, bounds):
+    config = load(FILE, "mode=colocated", *sets)
+    assert config.bounds == {Role.DECODE: bounds}
+    assert (config.decode.autoscale is None) is (not any("decode" in one for one in sets))
+
+
+def test_no_prefill_worker_is_needed_with_it_and_with_it_alone(load):
+    assert load(FILE, "mode=colocated", "prefill.replicas=0").decode.replicas == 2
+    for sets in (["prefill.replicas=0"], ["mode=colocated", "decode.replicas=0"]):
+        with pytest.raises(ConfigError, match=r"replicas: .*greater than 0"):
+            load(FILE, *sets)
+
+
+def test_otherwise_nothing_changes(load):
+    config = load(FILE)
+    assert config.by_mode() == config
+    assert set(config.bounds) == set(Role)

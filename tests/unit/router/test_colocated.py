@@ -1,0 +1,173 @@
+"""Who computes a prompt and decodes as well: the earliest first token, and what chunks of prompts make of it."""
+
+from __future__ import annotations
+
+from typing import cast
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from baton.clock import FakeClock
+from baton.core import Role
+from baton.errors import InvalidRequest
+from baton.rpc.v1 import admin_pb2
+from router import demand
+from router.floor import Floor, RouterSettings
+from router.link import WorkerLink
+from router.operators import _sizes
+from router.policy import ALONE, POLICIES, alone, alone_ttft_s
+from router.snapshot import BLANK, Ask, Snapshot
+from tests.unit.router import fakes
+from tests.unit.router.fakes import pace
+
+BUSY = BLANK._replace(
+    able=1.0, requests=4.0, room=1e6, kv_tokens=1000.0, step_s=0.008, token_s=0.0005, context_s=1e-6,
+    queued_s=0.0002, prompt_step_s=0.002, prompt_token_s=0.0001, prompt_context_s=1e-7,
+)  # fmt: skip
+USUAL = 0.008 + 0.0005 * 5 + 1e-6 * 1600  # a step there with one of 600 tokens more
+
+
+def among(rows, tokens=600, cached=None, chunk=np.inf, slo=np.inf, turn=0):
+    snapshot = Snapshot(groups=1, slo_itl_s=slo, chunk=chunk)
+    for order, facts in enumerate(rows):
+        snapshot.decode.put(snapshot.decode.add(), facts._replace(order=order))
+    return snapshot, Ask(tokens, np.zeros(0), np.array(cached or [0.0] * len(rows)), turn)
+
+
+def chosen(policy, *rows, **facts):
+    found = policy(*among(rows, **facts))
+    return None if found is None else found.decode
+
+
+def prompt_s(steps, new, backlog=0.0):
+    context = new * (600 - new + (new + 1) / 2)
+    return 0.002 * steps + 0.0001 * new + 0.0002 * backlog + 1e-7 * context
+
+
+@pytest.mark.parametrize(
+    ("cached", "backlog", "chunk", "steps"),
+    [
+        (0.0, 0.0, np.inf, 1),
+        (0.0, 0.0, 604.0, 1),  # four tokens of it are for those that decode
+        (0.0, 0.0, 603.0, 2),
+        (0.0, 0.0, 104.0, 6),
+        (500.0, 0.0, 104.0, 1),
+        (500.0, 300.0, 104.0, 4),  # behind those that wait
+        (0.0, 0.0, 2.0, 600),  # no fewer than one a step
+    ],
+)
+def test_a_prompt_takes_as_many_steps_as_it_has_chunks(cached, backlog, chunk, steps):
+    snapshot, ask = among([BUSY._replace(backlog=backlog)], cached=[cached], chunk=chunk)
+    (found,) = alone_ttft_s(snapshot, ask)
+    expected = USUAL * (steps + 1) + prompt_s(steps + 1, 600 - cached, backlog)
+    assert found == pytest.approx(expected), "and the step that runs"
+    assert alone(snapshot, ask).ttft_s == found
+
+
+def test_at_one_that_does_nothing_no_step_is_waited_for():
+    snapshot, ask = among([BUSY._replace(requests=0.0, kv_tokens=0.0)])
+    assert alone_ttft_s(snapshot, ask)[0] == pytest.approx(0.008 + 0.0005 + 0.0006 + prompt_s(1, 600))
+
+
+def test_prompts_that_wait_count_however_few_they_are():
+    many_short, one_long = BUSY._replace(requests=6.0, backlog=50.0), BUSY._replace(requests=2.0, backlog=4000.0)
+    assert chosen(alone, one_long, many_short, chunk=256.0) == 1
+    assert chosen(ALONE["least_loaded"], one_long, many_short) == 0
+
+
+def test_a_cached_prefix_draws_until_too_much_is_before_it():
+    cached = [0.0, 560.0]
+    assert chosen(alone, BUSY, BUSY, cached=cached, chunk=128.0) == 1
+    assert chosen(alone, BUSY, BUSY._replace(backlog=4000.0), cached=cached, chunk=128.0) == 0
+    assert chosen(ALONE["prefix"], BUSY, BUSY, cached=cached) == 1
+    assert chosen(ALONE["prefix"], BUSY, BUSY._replace(requests=20.0), cached=cached) == 0
+
+
+def test_near_equality_goes_to_whom_fewer_requests_are_on():
+    slower = BUSY._replace(step_s=0.012)
+    assert chosen(alone, slower, BUSY._replace(requests=5.0)) == 0
+    assert chosen(alone, BUSY._replace(step_s=0.1), BUSY._replace(requests=5.0)) == 1
+
+
+def test_those_that_decode_too_slowly_are_passed_by():
+    slow = BUSY._replace(kv_tokens=90_000.0, prompt_token_s=0.0, queued_s=0.0)
+    assert chosen(alone, slow, BUSY._replace(backlog=50_000.0), slo=0.11) == 0
+    assert chosen(alone, slow, BUSY._replace(backlog=50_000.0), slo=0.05) == 1
+
+
+@pytest.mark.parametrize("policy", ALONE.values(), ids=ALONE)
+def test_of_what_nothing_is_known_requests_are_spread(policy):
+    blank = BLANK._replace(able=1.0, room=1e6)
+    rows = [blank, blank, blank]
+    for turn in range(9):
+        row = chosen(policy, *rows, turn=turn)
+        rows[row] = rows[row]._replace(requests=rows[row].requests + 1)
+    assert [row.requests for row in rows] == [3.0, 3.0, 3.0]
+
+
+rooms = st.lists(st.sampled_from([-1.0, 100.0, 600.0, 601.0, np.inf]), max_size=5)
+
+
+@pytest.mark.parametrize("policy", ALONE.values(), ids=ALONE)
+@given(rooms, st.integers(0, 9), st.sampled_from([np.inf, 64.0]), st.sampled_from([np.inf, 0.001]))
+def test_one_with_room_is_found_whenever_there_is_one(policy, drawn, turn, chunk, slo):
+    row = chosen(policy, *(BUSY._replace(room=room) for room in drawn), turn=turn, chunk=chunk, slo=slo)
+    able = [at for at, room in enumerate(drawn) if room > 600]
+    assert (row in able) if able else row is None
+
+
+# --- in a router -----------------------------------------------------------------------------------------------------
+
+STEPS = pace(100, 4, 2000, step_s=0.02, token_s=0.002)
+JOINT = pace(50, 60, 9000, step_s=0.03, token_s=0.0005)
+
+
+def floor_of(*links, **settings):
+    async def nobody():
+        return []
+
+    made = Floor(RouterSettings(name="c", model="m", colocated=True, chunk=128.0, **settings), nobody, FakeClock())
+    for one in links:
+        made.pool._add(cast("WorkerLink", one))
+    return made
+
+
+def worker(name, **facts):
+    return fakes.decode(name, pace=STEPS, prompts=JOINT, beside=pace(50, 4, 2000), **facts)
+
+
+def test_each_policy_has_its_like_here():
+    assert set(ALONE) == set(POLICIES)
+    assert {floor_of(policy=name).pool.alone for name in ALONE} == set(ALONE.values())
+
+
+def test_one_worker_does_it_all_though_another_could_prefill():
+    """A prefill worker that is still there, of a plan before, is not asked; nor is one missed where there is none."""
+    pool = floor_of(worker("a"), worker("b"), fakes.prefill("p")).pool
+    claims = [pool.claim(100), pool.claim(100)]
+    assert {claim.decode.info.ref.worker_id for claim in claims} == {"a", "b"}
+    assert [claim.prefill for claim in claims] == [None, None]
+    assert all(claim.predicted_ttft_s for claim in claims)
+    assert [link.view.prefill_backlog for link in pool.links if link.info.role is Role.DECODE] == [100, 100]
+    assert [pool.note(link) for link in floor_of(worker("a")).pool.links] == [""]
+    assert floor_of(worker("a")).pool.serves()
+
+
+def test_what_a_typical_prompt_may_expect_is_that_of_the_worker_that_it_would_get():
+    floor = floor_of(worker("a", running=3, reported=4000), worker("b", running=2, reported=900))
+    claim = floor.pool.claim(300)
+    snapshot, ask = floor.pool._fleet.snapshot(), floor.pool._fleet.ask(300, 0, None, None)
+    report = demand.demand(floor)
+    assert claim.decode.info.ref.worker_id == "b"
+    assert report.ttft_s == pytest.approx(alone_ttft_s(snapshot, ask).min())
+    assert 0 < report.ttft_alone_s < report.ttft_s / 2
+
+
+def test_a_pool_that_there_is_not_cannot_be_scaled():
+    bounds = {Role.DECODE: (1, 4)}
+    assert _sizes(admin_pb2.ScaleRequest(decode=3), bounds) == {"decode": 3}
+    for size in (0, 1):
+        with pytest.raises(InvalidRequest, match=r"prefill: .*mode: colocated"):
+            _sizes(admin_pb2.ScaleRequest(prefill=size), bounds)
