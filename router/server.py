@@ -28,6 +28,7 @@ from router.inner import Inner
 from router.operators import Admin
 from router.policy import POLICIES
 from router.service import Inference
+from router.watch.live import Live
 from router.workers import WorkerSource
 
 if TYPE_CHECKING:
@@ -73,7 +74,7 @@ class Router:
             self.grpc = channel.bind(self._public, settings.grpc, self.floor.wire.public)
             self.admin = channel.bind(self._private, settings.admin, self.floor.wire.private)
             self.metrics = await self._metrics.start(settings.metrics)
-            self._gateway = _gateway(self.floor) if settings.http else None
+            self._gateway = _gateway(self.floor, self._admin.live) if settings.http else None
             inner = self._inner.bind() if settings.http else ""
         except ConfigError as error:
             if self._gateway is not None:
@@ -143,10 +144,11 @@ class Router:
             await asyncio.sleep(_LOOK_S)
 
 
-def _gateway(floor: Floor) -> HttpServer:
+def _gateway(floor: Floor, live: Live) -> HttpServer:
     """Bound. Raises ConfigError, also when its libraries are not there."""
     try:
         from router.gateway.app import GatewaySettings
+        from router.gateway.live import Shown
         from router.gateway.respond import Patience
         from router.gateway.server import HttpServer
     except ModuleNotFoundError as error:
@@ -154,7 +156,8 @@ def _gateway(floor: Floor) -> HttpServer:
         raise ConfigError(f"router.http: {text}") from error
     settings = floor.settings
     patience, registry = Patience(stall_s=settings.client_stall_s), floor.metrics.registry
-    serving = GatewaySettings(settings.version, settings.http_body, patience, registry, tls=settings.tls)
+    shown = Shown(live, floor.tokens)
+    serving = GatewaySettings(settings.version, settings.http_body, patience, registry, tls=settings.tls, shown=shown)
     return HttpServer(settings.http or "", serving, share_port=settings.share_port)
 
 

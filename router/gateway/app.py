@@ -25,6 +25,7 @@ from router.gateway.chat import chat_job
 from router.gateway.completions import completion_job
 from router.gateway.errors import JSON, HttpError, http_problem, problem_of
 from router.gateway.job import Job, Json
+from router.gateway.live import LivePaths, Shown
 from router.gateway.read import read_body
 from router.gateway.respond import Answering, Patience
 from router.gateway.schema import ChatBody, CompletionBody
@@ -39,7 +40,7 @@ PLAIN = "text/plain; charset=utf-8"
 class GatewaySettings:
     """`max_body` in bytes. `registry`: the metrics of the router in this process; `counts`: where there is none, those
     that the gateway counts itself. `tls`: the certificate to serve HTTPS with, and to reach the router; None: neither
-    is encrypted.
+    is encrypted. `shown`: what the page shows of the router in this process; None: there is none.
     """
 
     version: str = ""
@@ -48,6 +49,7 @@ class GatewaySettings:
     registry: CollectorRegistry | None = None
     counts: Metrics | None = None
     tls: TlsConfig | None = None
+    shown: Shown | None = None
 
 
 class Gateway:
@@ -69,6 +71,7 @@ class Gateway:
             Route("/ready", self.ready),
             Route("/metrics", self.metrics),
             Route("/version", self.version),
+            *LivePaths(self._settings.shown, self._settings.patience.stall_s).routes(),
         ]
         handlers: dict[type[Exception], Callable[[Request, Exception], Awaitable[Response]]] = {
             BatonError: _on_error,

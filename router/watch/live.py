@@ -16,11 +16,10 @@ from router.call import Call
 from router.floor import Floor
 from router.lifecycle import Life
 from router.watch.overview import Overview
+from router.watch.shared import Shared
 
 _LOOK_S = 1.0
 _LATELY_S = 5
-_FRESH_S = 0.09  # less than the shortest interval
-_SHARE = 20  # a view is shown for so many times as long as it took to make: thousands of workers must not fill the loop
 _INTERVAL_S = (0.1, 60.0)
 _RETRY_S = 10.0
 _UNPLACED = (Stage.QUEUE, Stage.ROUTE)
@@ -40,9 +39,7 @@ class Live:
     def __init__(self, floor: Floor, overview: Overview) -> None:
         self._floor = floor
         self._overview = overview
-        self._making = asyncio.Lock()
-        self._view: View | None = None
-        self._until = 0.0  # the view is fresh
+        self.views = Shared(self._make, floor.clock)
         self._decided = 0.0  # when the controller decided what was told last
         self._watchers = 0
         self._closed = asyncio.Event()
@@ -71,23 +68,13 @@ class Live:
         try:
             known = 0
             while not self._closed.is_set():
-                view = await self.now()
+                view = await self.views.get()
                 yield view, self._floor.seen.happenings.since(known)
                 known = view.last
                 with suppress(TimeoutError):
                     await asyncio.wait_for(self._closed.wait(), interval_s)
         finally:
             self._watchers -= 1
-
-    async def now(self) -> View:
-        """The view of this moment, or of one that has hardly passed."""
-        async with self._making:
-            begun = self._floor.clock.monotonic()
-            if self._view is None or begun >= self._until:
-                self._view = await self._make()
-                took_s = self._floor.clock.monotonic() - begun
-                self._until = begun + max(_FRESH_S, _SHARE * took_s)
-            return self._view
 
     async def _make(self) -> View:
         floor, seen = self._floor, self._floor.seen

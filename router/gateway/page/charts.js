@@ -1,0 +1,103 @@
+// Lines over the last ten minutes. Each has its figures beside it as text, and all of them as a table.
+
+import { $, h, mark, rate, s, say, seconds } from "./dom.js";
+
+const KEPT_S = 600, STEP_S = 1, HEIGHT = 120, LEFT = 54, BOTTOM = 18, TOP = 8;
+const quantile = (name, of) => (view) => (Number(view.lately[name].count) ? view.lately[name][of] : null);
+
+const CHARTS = [
+  { title: "First token", unit: seconds, lines: [["p50", quantile("ttft", "p50")], ["p99", quantile("ttft", "p99")]] },
+  { title: "Between tokens", unit: seconds, lines: [["p50", quantile("itl", "p50")], ["p99", quantile("itl", "p99")]] },
+  { title: "Tokens per second", unit: rate,
+    lines: [["new", (view) => view.lately.tokens_per_s], ["prompts", (view) => view.lately.prompt_tokens_per_s]] },
+];
+
+export class Charts {
+  constructor() {
+    this.charts = CHARTS.map((chart) => new Chart(chart));
+    $("charts").append(...this.charts.map((chart) => chart.element));
+    this.last = 0;
+  }
+
+  show(view) {
+    if (view.time_s - this.last < STEP_S * 0.9) return;
+    this.last = view.time_s;
+    for (const chart of this.charts) chart.add(view);
+  }
+}
+
+class Chart {
+  constructor({ title, unit, lines }) {
+    Object.assign(this, { title, unit, lines, points: [] });
+    this.paths = lines.map((_, at) => s("path", { class: `line line-${at}` }));
+    this.grid = s("g", { class: "grid" });
+    this.svg = s("svg", { role: "img", height: HEIGHT, "aria-label": title }, this.grid, ...this.paths);
+    this.keys = lines.map(([name], at) => h("span", { class: `key key-${at}` }, name));
+    this.rows = h("tbody");
+    this.table = h("details", {}, h("summary", {}, "As a table"), h("table", {},
+      h("thead", {}, h("tr", {}, h("th", { scope: "col" }, "ago"), ...lines.map(([name]) => h("th", { scope: "col" }, name)))),
+      this.rows));
+    this.table.addEventListener("toggle", () => this.tell());
+    this.element = h("figure", { class: "panel chart" },
+      h("figcaption", { class: "title" }, h("h2", {}, title), h("span", { class: "keys" }, ...this.keys)), this.svg, this.table);
+    new ResizeObserver(() => this.draw()).observe(this.svg);
+  }
+
+  add(view) {
+    this.points.push([view.time_s, ...this.lines.map(([, value]) => value(view))]);
+    while (this.points[0][0] < view.time_s - KEPT_S) this.points.shift();
+    this.draw();
+    this.tell();
+  }
+
+  text(value) {
+    return value == null ? "–" : this.unit(value);
+  }
+
+  tell() {
+    const last = this.points.at(-1) ?? [];
+    const texts = this.lines.map(([name], at) => `${name} ${this.text(last[at + 1])}`);
+    this.keys.forEach((key, at) => say(key, texts[at]));
+    mark(this.svg, { "aria-label": `${this.title}, lately: ${texts.join(", ")}` });
+    if (!this.table.open) return;
+    const now = last[0], each = [0, 5, 15, 30, 60, 120, 300, 600];
+    const rows = each.map((ago) => [ago, this.points.findLast(([at]) => at <= now - ago)]).filter(([, found]) => found);
+    this.rows.replaceChildren(...rows.map(([ago, found]) => h("tr", {}, h("th", { scope: "row" }, ago ? `${ago} s` : "now"),
+      ...this.lines.map((_, at) => h("td", {}, this.text(found[at + 1]))))));
+  }
+
+  draw() {
+    const width = this.svg.clientWidth, last = this.points.at(-1);
+    if (!width || !last) return;
+    const span = Math.min(KEPT_S, Math.max(60, last[0] - this.points[0][0]));
+    const most = nice(Math.max(...this.points.flatMap((point) => point.slice(1).map((value) => value ?? 0))));
+    const x = (time) => LEFT + (width - LEFT - 4) * (1 - (last[0] - time) / span);
+    const y = (value) => TOP + (HEIGHT - TOP - BOTTOM) * (1 - value / most);
+    mark(this.svg, { viewBox: `0 0 ${width} ${HEIGHT}` });
+    const levels = [0, most / 2, most].flatMap((value) => [
+      s("line", { x1: LEFT, x2: width - 4, y1: y(value), y2: y(value) }),
+      s("text", { x: LEFT - 8, y: y(value) + 4, "text-anchor": "end" }, value ? this.unit(value) : "0")]);
+    const ago = span >= 120 ? `${Math.round(span / 60)} min ago` : `${Math.round(span)} s ago`;
+    const times = [s("text", { x: LEFT, y: HEIGHT - 2 }, ago), s("text", { x: width - 4, y: HEIGHT - 2, "text-anchor": "end" }, "now")];
+    this.grid.replaceChildren(...levels, ...times);
+    this.paths.forEach((path, at) => mark(path, { d: line(this.points, at + 1, x, y) }));
+  }
+}
+
+// A line that is broken where nothing was measured.
+function line(points, at, x, y) {
+  let text = "", down = false;
+  for (const point of points) {
+    const value = point[at];
+    if (value != null) text += `${down ? "L" : "M"}${x(point[0]).toFixed(1)} ${y(value).toFixed(1)}`;
+    down = value != null;
+  }
+  return text;
+}
+
+// The next of 1, 2, 5 times a power of ten.
+function nice(value) {
+  if (!(value > 0)) return 1;
+  const power = 10 ** Math.floor(Math.log10(value));
+  return [1, 2, 5, 10].find((each) => each * power >= value) * power;
+}

@@ -1,0 +1,153 @@
+// Requests under way, each a dot: from the router to a prefill worker, over to a decode worker, and out.
+
+import { $, count, h, mark, plural, s, say, seconds } from "./dom.js";
+
+const LANES = 6, DOT = 5, STEP = 13, PAD = 12, HEAD = 26, GAP = 12;
+const STAGES = ["queue", "route", "reserve", "prefill", "transfer", "commit", "decode"];
+const calm = matchMedia("(prefers-reduced-motion: reduce)");
+
+export class Flow {
+  constructor() {
+    this.links = s("g", { class: "links" });
+    this.boxes = s("g");
+    this.dots = s("g");
+    this.svg = s("svg", { "aria-hidden": "true" }, this.links, this.boxes, this.dots);
+    $("flow").append(this.svg);
+    this.known = new Map(); // by request and choice: {dot, at, stage}
+    this.shape = "";
+    this.view = null;
+    new ResizeObserver(() => this.view && this.show(this.view)).observe($("flow"));
+    $("requests").addEventListener("toggle", () => this.tell());
+  }
+
+  show(view) {
+    this.view = view;
+    this.lay(view);
+    const slots = new Map(), seen = new Set();
+    for (const one of view.requests.toReversed()) {
+      const key = `${one.request_id}.${one.choice}`;
+      seen.add(key);
+      this.move(key, one, this.place(one, slots));
+    }
+    for (const [key, { dot, stage, at }] of this.known) {
+      if (seen.has(key)) continue;
+      this.known.delete(key);
+      leave(dot, at, stage === "decode" ? this.width + 20 : at[0]);
+    }
+    this.tell();
+  }
+
+  // Where the boxes are. Drawn anew only when workers, or the width, have changed.
+  lay({ status, requests }) {
+    this.width = $("flow").clientWidth;
+    const of = (role) => status.workers.filter((one) => one.info.role === role && one.state === "connected");
+    this.lanes = { prefill: lanes(of("prefill")), decode: lanes(of("decode")) };
+    const rows = Math.max(1, this.lanes.prefill.names.length, this.lanes.decode.names.length);
+    const narrow = this.width < 560, each = narrow ? 66 : 76;
+    this.height = Math.max(2 * each, rows * (each + GAP));
+    const column = (left, right, names) => names.map((name, at) => {
+      const space = this.height / names.length;
+      return { name, x: left * this.width, y: space * at + (space - each) / 2, w: (right - left) * this.width, h: each };
+    });
+    this.router = { name: "router", x: 1, y: this.height / 2 - 70, w: (narrow ? 0.24 : 0.18) * this.width, h: 140 };
+    this.prefill = column(narrow ? 0.36 : 0.36, narrow ? 0.62 : 0.6, this.lanes.prefill.names);
+    this.decode = column(narrow ? 0.73 : 0.76, 0.998, this.lanes.decode.names);
+    const shape = [this.width, this.height, ...this.lanes.prefill.names, "|", ...this.lanes.decode.names].join();
+    if (shape === this.shape) return;
+    this.shape = shape;
+    mark(this.svg, { viewBox: `0 0 ${this.width} ${this.height}`, height: this.height });
+    const boxes = [[this.router, "router"], ...this.prefill.map((one) => [one, "prefill"]), ...this.decode.map((one) => [one, "decode"])];
+    this.boxes.replaceChildren(...boxes.map(([one, role]) => s("g", { class: role },
+      s("rect", { x: one.x, y: one.y, width: one.w, height: one.h, rx: 10 }), s("text", { x: one.x + PAD, y: one.y + 18 }, one.name))));
+    const links = [...this.prefill.map((to) => [this.router, to]), ...this.prefill.flatMap((from) => this.decode.map((to) => [from, to]))];
+    this.links.replaceChildren(...links.map(([from, to]) => s("path", { d: curve(from, to) })));
+  }
+
+  // Where a request is: in a box, or on its way between two.
+  place({ stage, prefill_worker, decode_worker }, slots) {
+    const prefill = this.prefill[this.lanes.prefill.of(prefill_worker)], decode = this.decode[this.lanes.decode.of(decode_worker)];
+    const within = (box) => {
+      const number = slots.get(box) ?? 0, across = Math.max(1, Math.floor((box.w - 2 * PAD + STEP - 2 * DOT) / STEP));
+      const most = across * Math.max(1, Math.floor((box.h - HEAD - 6) / STEP));
+      slots.set(box, number + 1);
+      const at = Math.min(number, most - 1);
+      return [box.x + PAD + DOT + (at % across) * STEP, box.y + HEAD + DOT + Math.floor(at / across) * STEP];
+    };
+    const between = (from, to) => {
+      const number = slots.get(`${from.x} ${to.y}`) ?? 0;
+      slots.set(`${from.x} ${to.y}`, number + 1);
+      return [(from.x + from.w + to.x) / 2, (middle(from) + middle(to)) / 2 + ((number % 7) - 3) * 4];
+    };
+    const via = prefill ? [prefill.x + prefill.w / 2, middle(prefill)] : null;
+    if (stage === "decode" && decode) return { at: within(decode), via };
+    if ((stage === "transfer" || stage === "commit") && prefill && decode) return { at: between(prefill, decode), via };
+    if (stage === "prefill" && (prefill ?? decode)) return { at: within(prefill ?? decode) };
+    if (stage === "reserve" && (prefill ?? decode)) return { at: between(this.router, prefill ?? decode) };
+    return { at: within(this.router) };
+  }
+
+  move(key, one, { at, via }) {
+    let known = this.known.get(key);
+    const entering = !known;
+    if (entering) {
+      const dot = s("circle", { r: DOT }, s("title"));
+      this.dots.append(dot);
+      known = { dot, at: [this.router.x + PAD + DOT, middle(this.router)], stage: "queue" };
+      this.known.set(key, known);
+    }
+    mark(known.dot, { class: `dot ${one.stage}${one.attempt > 1 ? " again" : ""}${one.deterministic ? " fixed" : ""}` });
+    known.dot.firstChild.textContent = `${one.stage}: ${one.request_id}, ${plural(one.tokens, "token")}, ${seconds(one.age_s)}`;
+    const before = STAGES.indexOf("prefill"), passed = via && STAGES.indexOf(known.stage) < before;
+    if (entering || known.at[0] !== at[0] || known.at[1] !== at[1]) travel(known.dot, passed ? [known.at, via, at] : [known.at, at]);
+    Object.assign(known, { at, stage: one.stage });
+  }
+
+  tell() {
+    if (!this.view) return;
+    const { requests, status } = this.view, by = new Map();
+    for (const { stage } of requests) by.set(stage, (by.get(stage) ?? 0) + 1);
+    const parts = STAGES.filter((stage) => by.has(stage)).map((stage) => `${count(by.get(stage))} in ${stage}`);
+    const more = status.running > requests.length ? ` (the newest ${requests.length} are shown)` : "";
+    say($("flow-text"), parts.length ? `${parts.join(", ")}${more}` : "nothing under way");
+    if (!$("requests").open) return;
+    const names = ["request", "stage", "prefill", "decode", "prompt", "tokens", "age", "attempt"];
+    const cells = (one) => [one.request_id, one.stage, one.prefill_worker || "–", one.decode_worker || "–",
+      count(one.prompt_tokens), count(one.tokens), seconds(one.age_s), one.attempt || "–"];
+    $("requests").lastElementChild.replaceChildren(h("table", {},
+      h("thead", {}, h("tr", {}, ...names.map((name) => h("th", { scope: "col" }, name)))),
+      h("tbody", {}, ...requests.map((one) => h("tr", {}, ...cells(one).map((text) => h("td", {}, String(text))))))));
+  }
+}
+
+// At most so many lanes; the workers behind share the last one.
+function lanes(workers) {
+  const ids = workers.map((one) => one.info.ref.worker_id).sort(), rest = ids.length - LANES;
+  const names = rest > 0 ? [...ids.slice(0, LANES - 1), `${rest + 1} others`] : ids;
+  const at = new Map(ids.map((id, number) => [id, Math.min(number, names.length - 1)]));
+  return { names, of: (id) => at.get(id) };
+}
+
+const middle = (box) => box.y + box.h / 2;
+
+function curve(from, to) {
+  const [x1, y1, x2, y2] = [from.x + from.w, middle(from), to.x, middle(to)], bend = (x2 - x1) / 2;
+  return `M${x1} ${y1}C${x1 + bend} ${y1} ${x2 - bend} ${y2} ${x2} ${y2}`;
+}
+
+const shift = ([x, y]) => `translate(${x}px, ${y}px)`;
+
+function travel(dot, points) {
+  const last = points.at(-1);
+  dot.style.transform = shift(last);
+  if (calm.matches) return;
+  dot.animate(points.map((point) => ({ transform: shift(point) })), { duration: 350 * (points.length - 1), easing: "ease-in-out" });
+}
+
+function leave(dot, at, x) {
+  if (calm.matches) {
+    dot.remove();
+    return;
+  }
+  const frames = [{ transform: shift(at), opacity: 1 }, { transform: shift([x, at[1]]), opacity: 0 }];
+  dot.animate(frames, { duration: 500, easing: "ease-in" }).onfinish = () => dot.remove();
+}

@@ -1,0 +1,37 @@
+// What happened, the latest first: who came and went, what failed or went on elsewhere, what the controller decided.
+
+import { $, h } from "./dom.js";
+
+const MOST = 100;
+
+export class Happenings {
+  constructor() {
+    this.none = h("li", { class: "muted" }, "nothing yet");
+    $("happenings").append(this.none);
+    this.known = new Set(); // after a reconnect the router says the latest ones again
+    this.router = "";
+  }
+
+  show({ happenings, status }) {
+    if (this.router && this.router !== status.router_id) {
+      this.add({ time_s: Date.now() / 1000, kind: "router", text: `another router: ${status.router_id}` });
+      this.known.clear();
+    }
+    this.router = status.router_id;
+    for (const one of happenings) {
+      const key = [one.time_s, one.kind, one.text, one.worker_id].join(" ");
+      if (!this.known.has(key)) this.add(one);
+      this.known.add(key);
+    }
+    if (this.known.size > 10 * MOST) this.known = new Set([...this.known].slice(-2 * MOST));
+  }
+
+  add({ time_s, kind, text, worker_id, request_id }) {
+    this.none.remove();
+    const who = [worker_id, request_id].filter(Boolean).join(" · ");
+    $("happenings").prepend(h("li", { "data-kind": kind },
+      h("time", { datetime: new Date(time_s * 1000).toISOString() }, new Date(time_s * 1000).toLocaleTimeString("en-GB")),
+      h("span", { class: "kind" }, kind), h("span", { class: "text" }, text, who ? h("small", { class: "muted" }, ` ${who}`) : "")));
+    while ($("happenings").childElementCount > MOST) $("happenings").lastElementChild.remove();
+  }
+}

@@ -1,0 +1,116 @@
+// The pools: what each worker does, and who owns its KV blocks. The ledger is summed, and it is checked that it adds up.
+
+import { $, bytes, count, h, mark, plural, say, sum } from "./dom.js";
+
+const STATES = ["owned", "reserved", "cached", "quarantined", "free"];
+const MOST = 48;
+const ROLES = { prefill: 0, decode: 1 };
+
+export class Workers {
+  constructor() {
+    this.cards = new Map();
+    this.ledger = { prefill: new Ledger("Prefill pool"), decode: new Ledger("Decode pool") };
+    $("ledger").append(...Object.values(this.ledger).map((one) => one.element));
+  }
+
+  show({ status }) {
+    const slots = new Map((status.control?.slots ?? []).map((slot) => [slot.worker_id, slot]));
+    const order = (one) => [ROLES[one.info.role] ?? 2, one.info.ref.worker_id];
+    const workers = status.workers.toSorted((a, b) => (order(a) < order(b) ? -1 : 1));
+    for (const role of Object.keys(this.ledger)) {
+      this.ledger[role].show(workers.filter((one) => one.info.role === role && one.state === "connected"));
+    }
+    const shown = workers.length <= MOST ? workers : noteworthy(workers);
+    const cards = shown.map((one) => this.card(one, slots.get(one.info.ref.worker_id)));
+    if (cards.length !== $("workers").childElementCount || cards.some((card, at) => card !== $("workers").children[at])) {
+      $("workers").replaceChildren(...cards);
+    }
+    $("more-workers").hidden = shown.length === workers.length;
+    say($("more-workers"), `and ${count(workers.length - shown.length)} more, without anything to note`);
+    say($("plan"), plan(status.control));
+  }
+
+  card(worker, slot) {
+    const { worker_id, incarnation } = worker.info.ref, key = `${worker_id}@${incarnation.epoch}.${incarnation.counter}`;
+    let card = this.cards.get(key);
+    if (!card) {
+      card = new Card(worker);
+      if (this.cards.size > 4 * MOST) this.cards.clear();
+      this.cards.set(key, card);
+    }
+    card.show(worker, slot);
+    return card.element;
+  }
+}
+
+const trouble = (one) => one.state !== "connected" || one.note || one.load.draining;
+const noteworthy = (workers) => [...workers.filter(trouble), ...workers.filter((one) => !trouble(one))].slice(0, MOST);
+
+function plan(control) {
+  if (!control) return "no controller";
+  const { prefill, decode, by } = control.plan;
+  return `planned: ${prefill} prefill, ${decode} decode (${by})${control.outlook ? ` · ${control.outlook}` : ""}`;
+}
+
+class Card {
+  constructor({ info }) {
+    this.state = h("span", { class: "pill small" });
+    this.does = h("p", {});
+    this.bar = new Bar();
+    this.note = h("p", { class: "warn", hidden: true });
+    this.element = h("article", { class: `worker ${info.role}`, "aria-label": `${info.role} worker ${info.ref.worker_id}` },
+      h("div", { class: "title" }, h("h3", {}, info.ref.worker_id), h("span", { class: "role" }, info.role), this.state),
+      this.does, this.bar.element, this.bar.legend, this.note);
+  }
+
+  show({ info, load, state, dispatched, note }, slot) {
+    const draining = load.draining && state === "connected";
+    const shown = draining ? "draining" : slot && slot.state !== "ready" ? slot.state : state;
+    say(this.state, shown);
+    mark(this.state, { "data-state": shown });
+    const moved = Number(load.transfer_bytes) ? ` · ${bytes(Number(load.transfer_bytes))} moved by ${load.transport}` : "";
+    const did = info.role === "prefill" ? `${count(load.prefill_tokens)} prompt tokens` : `${count(load.decode_tokens)} tokens`;
+    say(this.does, `${plural(dispatched, "request")} here · ${count(load.running)} running, ${count(load.waiting)} waiting · ${did}${moved}`);
+    this.bar.show(load.blocks);
+    const notes = [note, slot?.note, slot?.restarts ? `restarted ${plural(slot.restarts, "time")}` : ""].filter(Boolean);
+    this.note.hidden = !notes.length;
+    say(this.note, notes.join("; "));
+  }
+}
+
+// KV blocks as parts of one bar, and as text.
+class Bar {
+  constructor() {
+    this.parts = STATES.map((state) => h("span", { class: `part ${state}` }));
+    this.texts = STATES.map((state) => h("span", { class: `key ${state}` }));
+    this.element = h("div", { class: "bar", "aria-hidden": "true" }, ...this.parts);
+    this.legend = h("p", { class: "legend" }, ...this.texts);
+  }
+
+  show(blocks) {
+    const total = Number(blocks.total) || 1;
+    STATES.forEach((state, at) => {
+      this.parts[at].style.flexGrow = Number(blocks[state]) / total;
+      say(this.texts[at], `${count(blocks[state])} ${state}`);
+    });
+  }
+}
+
+// The blocks of a pool: all states together must be all blocks, always.
+class Ledger {
+  constructor(title) {
+    this.bar = new Bar();
+    this.check = h("p", {});
+    this.element = h("div", { class: "pool" }, h("h3", {}, title), this.check, this.bar.element, this.bar.legend);
+  }
+
+  show(workers) {
+    const of = (state) => sum(workers, (one) => Number(one.load.blocks[state]));
+    const blocks = Object.fromEntries([...STATES, "total"].map((state) => [state, of(state)]));
+    const found = sum(STATES, (state) => blocks[state]), right = found === blocks.total;
+    this.bar.show(blocks);
+    const what = `${plural(workers.length, "worker")}, ${plural(blocks.total, "KV block")}`;
+    say(this.check, right ? `${what}: the ledger adds up` : `${what}, but ${count(found)} are accounted for`);
+    mark(this.check, { class: right ? "right" : "warn" });
+  }
+}
