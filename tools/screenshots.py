@@ -2,8 +2,8 @@
 
     python -m tools.screenshots [--out docs/images] [--seconds 45] [--widths 1280]
 
-Starts 1 prefill and 2 decode workers on this machine, keeps requests under way, and takes a picture per theme when there
-is something to see in the charts. Needs Chromium, see `tools/browser.py`.
+Starts 1 prefill and 2 decode workers on this machine, keeps requests under way, kills a worker, and takes a picture in
+each theme. Needs Chromium, see `tools/browser.py`.
 """
 
 from __future__ import annotations
@@ -43,7 +43,9 @@ def cluster(concurrency: int) -> Iterator[str]:
     """Its HTTP address, under load."""
     with tempfile.TemporaryDirectory(prefix="baton-pictures-") as home:
         sets = [part for item in SETS for part in ("--set", item)]
-        subprocess.run(baton(home, "up", "-c", CONFIG, *sets, "--detach"), cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+        subprocess.run(
+            baton(home, "up", "-c", CONFIG, *sets, "--detach"), cwd=ROOT, check=True, stdout=subprocess.DEVNULL
+        )
         command = baton(home, "bench", "--name", NAME, "--concurrency", str(concurrency), *LOAD)
         load = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         try:
@@ -58,7 +60,9 @@ def cluster(concurrency: int) -> Iterator[str]:
 
 def opened(browser: Browser, address: str, theme: str, width: int) -> Page:
     """The page in one theme, with a prompt answered."""
-    page = browser.new_page(viewport={"width": width, "height": HEIGHT}, color_scheme="dark" if theme == "dark" else "light")
+    page = browser.new_page(
+        viewport={"width": width, "height": HEIGHT}, color_scheme="dark" if theme == "dark" else "light"
+    )
     page.on("console", lambda message: print(theme, message.text))
     page.on("pageerror", lambda error: print(theme, error))
     page.goto(f"http://{address}/")
@@ -82,7 +86,11 @@ def main() -> int:
         return 1
     options.out.mkdir(parents=True, exist_ok=True)
     with cluster(options.concurrency) as address, chromium(path) as browser:
-        pages = {(theme, width): opened(browser, address, theme, width) for theme in ("light", "dark") for width in options.widths}
+        pages = {
+            (theme, width): opened(browser, address, theme, width)
+            for theme in ("light", "dark")
+            for width in options.widths
+        }
         next(iter(pages.values())).wait_for_timeout(options.seconds * 1000)
         for (theme, width), page in pages.items():
             suffix = "" if len(options.widths) == 1 else f"-{width}"

@@ -2,7 +2,7 @@
 
 import { $, h, mark, rate, s, say, seconds } from "./dom.js";
 
-const KEPT_S = 600, STEP_S = 1, HEIGHT = 120, LEFT = 54, BOTTOM = 18, TOP = 8;
+const KEPT_S = 600, STEP_S = 1, HEIGHT = 130, LEFT = 60, BOTTOM = 22, TOP = 8;
 const quantile = (name, of) => (view) => (Number(view.lately[name].count) ? view.lately[name][of] : null);
 
 const CHARTS = [
@@ -39,7 +39,7 @@ class Chart {
       this.rows));
     this.table.addEventListener("toggle", () => this.tell());
     this.element = h("figure", { class: "panel chart" },
-      h("figcaption", { class: "title" }, h("h2", {}, title), h("span", { class: "keys" }, ...this.keys)), this.svg, this.table);
+      h("figcaption", {}, h("h2", {}, title), h("span", { class: "keys" }, ...this.keys)), this.svg, this.table);
     new ResizeObserver(() => this.draw()).observe(this.svg);
   }
 
@@ -78,7 +78,7 @@ class Chart {
       s("line", { x1: LEFT, x2: width - 4, y1: y(value), y2: y(value) }),
       s("text", { x: LEFT - 8, y: y(value) + 4, "text-anchor": "end" }, value ? this.unit(value) : "0")]);
     const ago = span >= 120 ? `${Math.round(span / 60)} min ago` : `${Math.round(span)} s ago`;
-    const times = [s("text", { x: LEFT, y: HEIGHT - 2 }, ago), s("text", { x: width - 4, y: HEIGHT - 2, "text-anchor": "end" }, "now")];
+    const times = [s("text", { x: LEFT, y: HEIGHT - 5 }, ago), s("text", { x: width - 4, y: HEIGHT - 5, "text-anchor": "end" }, "now")];
     this.grid.replaceChildren(...levels, ...times);
     this.paths.forEach((path, at) => mark(path, { d: line(this.points, at + 1, x, y) }));
   }

@@ -2,7 +2,7 @@
 
 import { $, count, h, mark, plural, s, say, seconds } from "./dom.js";
 
-const LANES = 6, DOT = 5, STEP = 13, PAD = 12, HEAD = 26, GAP = 12;
+const LANES = 6, DOT = 6, STEP = 16, PAD = 13, HEAD = 31, GAP = 14;
 const STAGES = ["queue", "route", "reserve", "prefill", "transfer", "commit", "decode"];
 const calm = matchMedia("(prefers-reduced-motion: reduce)");
 
@@ -14,6 +14,7 @@ export class Flow {
     this.svg = s("svg", { "aria-hidden": "true" }, this.links, this.boxes, this.dots);
     $("flow").append(this.svg);
     this.known = new Map(); // by request and choice: {dot, at, stage}
+    this.numbers = new Map();
     this.shape = "";
     this.view = null;
     new ResizeObserver(() => this.view && this.show(this.view)).observe($("flow"));
@@ -23,17 +24,20 @@ export class Flow {
   show(view) {
     this.view = view;
     this.lay(view);
-    const slots = new Map(), seen = new Set();
+    const slots = new Map(), seen = new Set(), inside = new Map();
     for (const one of view.requests.toReversed()) {
       const key = `${one.request_id}.${one.choice}`;
+      const place = this.place(one, slots);
       seen.add(key);
-      this.move(key, one, this.place(one, slots));
+      inside.set(place.box.name, (inside.get(place.box.name) ?? 0) + 1);
+      this.move(key, one, place);
     }
     for (const [key, { dot, stage, at }] of this.known) {
       if (seen.has(key)) continue;
       this.known.delete(key);
       leave(dot, at, stage === "decode" ? this.width + 20 : at[0]);
     }
+    for (const [name, text] of this.numbers) say(text, String(inside.get(name) ?? 0));
     this.tell();
   }
 
@@ -43,7 +47,7 @@ export class Flow {
     const of = (role) => status.workers.filter((one) => one.info.role === role && one.state === "connected");
     this.lanes = { prefill: lanes(of("prefill")), decode: lanes(of("decode")) };
     const rows = Math.max(1, this.lanes.prefill.names.length, this.lanes.decode.names.length);
-    const narrow = this.width < 560, each = narrow ? 66 : 76;
+    const narrow = this.width < 560, each = 84;
     this.height = Math.max(2 * each, rows * (each + GAP));
     const column = (left, right, names) => names.map((name, at) => {
       const space = this.height / names.length;
@@ -57,10 +61,18 @@ export class Flow {
     this.shape = shape;
     mark(this.svg, { viewBox: `0 0 ${this.width} ${this.height}`, height: this.height });
     const boxes = [[this.router, "router"], ...this.prefill.map((one) => [one, "prefill"]), ...this.decode.map((one) => [one, "decode"])];
+    this.numbers.clear();
     this.boxes.replaceChildren(...boxes.map(([one, role]) => s("g", { class: role },
-      s("rect", { x: one.x, y: one.y, width: one.w, height: one.h, rx: 10 }), s("text", { x: one.x + PAD, y: one.y + 18 }, one.name))));
+      s("rect", { x: one.x, y: one.y, width: one.w, height: one.h, rx: 10 }), s("text", { x: one.x + PAD, y: one.y + 21 }, one.name), this.number(one))));
     const links = [...this.prefill.map((to) => [this.router, to]), ...this.prefill.flatMap((from) => this.decode.map((to) => [from, to]))];
     this.links.replaceChildren(...links.map(([from, to]) => s("path", { d: curve(from, to) })));
+  }
+
+  // How many are in a box, or on their way to it; in its corner.
+  number(box) {
+    const text = s("text", { class: "number", x: box.x + box.w - PAD, y: box.y + 21, "text-anchor": "end" });
+    this.numbers.set(box.name, text);
+    return text;
   }
 
   // Where a request is: in a box, or on its way between two.
@@ -79,11 +91,12 @@ export class Flow {
       return [(from.x + from.w + to.x) / 2, (middle(from) + middle(to)) / 2 + ((number % 7) - 3) * 4];
     };
     const via = prefill ? [prefill.x + prefill.w / 2, middle(prefill)] : null;
-    if (stage === "decode" && decode) return { at: within(decode), via };
-    if ((stage === "transfer" || stage === "commit") && prefill && decode) return { at: between(prefill, decode), via };
-    if (stage === "prefill" && (prefill ?? decode)) return { at: within(prefill ?? decode) };
-    if (stage === "reserve" && (prefill ?? decode)) return { at: between(this.router, prefill ?? decode) };
-    return { at: within(this.router) };
+    const computes = prefill ?? decode;
+    if (stage === "decode" && decode) return { box: decode, at: within(decode), via };
+    if ((stage === "transfer" || stage === "commit") && prefill && decode) return { box: decode, at: between(prefill, decode), via };
+    if (stage === "prefill" && computes) return { box: computes, at: within(computes) };
+    if (stage === "reserve" && computes) return { box: this.router, at: between(this.router, computes) };
+    return { box: this.router, at: within(this.router) };
   }
 
   move(key, one, { at, via }) {

@@ -29,9 +29,10 @@ export class Happenings {
   add({ time_s, kind, text, worker_id, request_id }) {
     this.none.remove();
     const who = [worker_id, request_id].filter(Boolean).join(" · ");
-    $("happenings").prepend(h("li", { "data-kind": kind },
+    const older = [...$("happenings").children].find((each) => Number(each.dataset.at) <= time_s) ?? null;
+    $("happenings").insertBefore(h("li", { "data-kind": kind, "data-at": time_s },
       h("time", { datetime: new Date(time_s * 1000).toISOString() }, new Date(time_s * 1000).toLocaleTimeString("en-GB")),
-      h("span", { class: "kind" }, kind), h("span", { class: "text" }, text, who ? h("small", { class: "muted" }, ` ${who}`) : "")));
+      h("span", { class: "kind" }, kind), h("span", { class: "text" }, text, who ? h("small", { class: "muted" }, ` ${who}`) : "")), older);
     while ($("happenings").childElementCount > MOST) $("happenings").lastElementChild.remove();
   }
 }

@@ -9,7 +9,7 @@ const ROLES = { prefill: 0, decode: 1 };
 export class Workers {
   constructor() {
     this.cards = new Map();
-    this.ledger = { prefill: new Ledger("Prefill pool"), decode: new Ledger("Decode pool") };
+    this.ledger = { prefill: new Ledger("Prefill pool", "prefill"), decode: new Ledger("Decode pool", "decode") };
     $("ledger").append(...Object.values(this.ledger).map((one) => one.element));
   }
 
@@ -56,11 +56,12 @@ class Card {
   constructor({ info }) {
     this.state = h("span", { class: "pill small" });
     this.does = h("p", {});
-    this.bar = new Bar();
+    this.did = h("p", {});
+    this.bar = new Bar(true);
     this.note = h("p", { class: "warn", hidden: true });
     this.element = h("article", { class: `worker ${info.role}`, "aria-label": `${info.role} worker ${info.ref.worker_id}` },
       h("div", { class: "title" }, h("h3", {}, info.ref.worker_id), h("span", { class: "role" }, info.role), this.state),
-      this.does, this.bar.element, this.bar.legend, this.note);
+      this.does, this.did, this.bar.element, this.bar.legend, this.note);
   }
 
   show({ info, load, state, dispatched, note }, slot) {
@@ -68,9 +69,10 @@ class Card {
     const shown = draining ? "draining" : slot && slot.state !== "ready" ? slot.state : state;
     say(this.state, shown);
     mark(this.state, { "data-state": shown });
-    const moved = Number(load.transfer_bytes) ? ` · ${bytes(Number(load.transfer_bytes))} moved by ${load.transport}` : "";
+    const moved = Number(load.transfer_bytes) ? `, ${bytes(Number(load.transfer_bytes))} moved by ${load.transport}` : "";
     const did = info.role === "prefill" ? `${count(load.prefill_tokens)} prompt tokens` : `${count(load.decode_tokens)} tokens`;
-    say(this.does, `${plural(dispatched, "request")} here · ${count(load.running)} running, ${count(load.waiting)} waiting · ${did}${moved}`);
+    say(this.does, `${plural(dispatched, "request")} here · ${count(load.running)} running, ${count(load.waiting)} waiting`);
+    say(this.did, `${did}${moved}`);
     this.bar.show(load.blocks);
     const notes = [note, slot?.note, slot?.restarts ? `restarted ${plural(slot.restarts, "time")}` : ""].filter(Boolean);
     this.note.hidden = !notes.length;
@@ -80,7 +82,8 @@ class Card {
 
 // KV blocks as parts of one bar, and as text.
 class Bar {
-  constructor() {
+  constructor(brief = false) {
+    this.brief = brief; // says nothing of what there is none of
     this.parts = STATES.map((state) => h("span", { class: `part ${state}` }));
     this.texts = STATES.map((state) => h("span", { class: `key ${state}` }));
     this.element = h("div", { class: "bar", "aria-hidden": "true" }, ...this.parts);
@@ -92,16 +95,17 @@ class Bar {
     STATES.forEach((state, at) => {
       this.parts[at].style.flexGrow = Number(blocks[state]) / total;
       say(this.texts[at], `${count(blocks[state])} ${state}`);
+      this.texts[at].hidden = this.brief && !Number(blocks[state]);
     });
   }
 }
 
 // The blocks of a pool: all states together must be all blocks, always.
 class Ledger {
-  constructor(title) {
+  constructor(title, role) {
     this.bar = new Bar();
     this.check = h("p", {});
-    this.element = h("div", { class: "pool" }, h("h3", {}, title), this.check, this.bar.element, this.bar.legend);
+    this.element = h("div", { class: `pool ${role}` }, h("h3", {}, title), this.check, this.bar.element, this.bar.legend);
   }
 
   show(workers) {

@@ -1,0 +1,167 @@
+"""The live page over HTTP: what it is fed with, who may see it, and what a browser must not be made to fetch."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from contextlib import asynccontextmanager
+
+import pytest
+
+from baton.limits import MAX_WATCHERS
+from tests.integration.access_support import TOKENS, WRONG_TOKEN, token_file
+from tests.integration.gateway_support import alone, raw
+from tests.integration.router_support import at, clusters, until
+
+
+@pytest.fixture
+async def build():
+    async with clusters() as make:
+        yield make
+
+
+@pytest.fixture
+async def cluster(build):
+    return await build(http="127.0.0.1:0")
+
+
+@asynccontextmanager
+async def watching(cluster, query="interval_s=0.1"):
+    """A function that gives the next event; the connection is closed in the end."""
+    reader, writer = await asyncio.open_connection(*cluster.router.http.split(":"))
+    writer.write(f"GET /live?{query} HTTP/1.1\r\nhost: localhost\r\n\r\n".encode())
+    head = await reader.readuntil(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 200"), head
+    assert b"text/event-stream" in head
+
+    async def following():
+        async with asyncio.timeout(10):
+            line = b""
+            while not line.startswith(b"data: "):
+                line = await reader.readline()
+            return json.loads(line[6:])
+
+    try:
+        yield following
+    finally:
+        writer.close()
+
+
+async def get(cluster, path, host="127.0.0.1:8000", **headers):
+    status, found, body = await raw(cluster.router.http, "GET", path, host=host, **headers)
+    return status, found, body if status == 200 else json.loads(body)["error"]
+
+
+async def test_it_says_all_that_watch_says(cluster):
+    async with watching(cluster) as following:
+        first = await following()
+        assert {one["kind"] for one in first["happenings"]} == {"joined"}
+        assert [one["info"]["role"] for one in first["status"]["workers"]] == ["decode", "prefill"]
+        assert first["status"]["queued"] == 0, "what is zero is there, too"
+        call = await at(cluster, "prefilling")
+        while not (view := await following())["requests"]:
+            assert not view["happenings"], "each is told once"
+        assert view["requests"][0]["stage"] == "prefill"
+        assert view["requests"][0]["prefill_worker"] == "prefill-0"
+        assert not {"text", "prompt", "token_ids"} & set(view["requests"][0]), "nothing of what was asked"
+        call.cancel()
+
+
+async def test_who_leaves_makes_room(cluster):
+    live = cluster.router._admin.live
+    for _ in range(2):
+        async with watching(cluster) as following:
+            await following()
+            assert live._watchers == 1
+        await until(lambda: live._watchers == 0, "it was noticed")
+
+
+async def test_no_more_than_so_many_watch(cluster):
+    cluster.router._admin.live._watchers = MAX_WATCHERS
+    status, headers, error = await get(cluster, "/live")
+    assert (status, error["code"]) == (503, "overloaded")
+    assert int(headers["retry-after"]) > 0
+
+
+@pytest.mark.parametrize("given", ["0.01", "61", "nan", "x"])
+async def test_an_interval_that_is_refused(cluster, given):
+    status, _, error = await get(cluster, f"/live?interval_s={given}")
+    assert (status, error["param"]) == (400, "interval_s")
+
+
+async def test_a_stop_does_not_wait_for_who_watches(cluster):
+    async with watching(cluster, "interval_s=60") as following:
+        await following()
+        async with asyncio.timeout(5):
+            await cluster.router.stop(grace_s=0)
+
+
+TOKEN_CASES = [(None, 401), (WRONG_TOKEN, 401), (TOKENS["alice"], 403)]
+
+
+@pytest.mark.parametrize("path", ["/live", "/live/trace/x"])
+@pytest.mark.parametrize(("token", "status"), TOKEN_CASES)
+async def test_an_admin_s_token_is_needed(build, tmp_path, path, token, status):
+    cluster = await build(http="127.0.0.1:0", tokens=token_file(tmp_path / "tokens"))
+    headers = {"authorization": f"Bearer {token}"} if token else {}
+    found, _, error = await get(cluster, path, host="public.example", **headers)
+    assert found == status
+    assert "router-" not in str(error)
+
+
+async def test_with_an_admin_s_token_any_name_will_do(build, tmp_path):
+    """Whoever leads a browser here under a name of their own does not have the token."""
+    cluster = await build(http="127.0.0.1:0", tokens=token_file(tmp_path / "tokens"))
+    status, _, error = await get(cluster, "/live/trace/x", "public.example", authorization=f"Bearer {TOKENS['admin']}")
+    assert (status, error["code"]) == (404, "not_found")
+
+
+@pytest.mark.parametrize("host", ["localhost:1", "127.0.0.1", "127.9.9.9:80", "[::1]:8000", "router.localhost"])
+async def test_names_of_this_machine(cluster, host):
+    status, _, error = await get(cluster, "/live?interval_s=x", host)
+    assert (status, error["code"]) == (400, "invalid_value"), "it got as far as the interval"
+
+
+@pytest.mark.parametrize(
+    "host", ["evil.example:8000", "localhost.evil.example", "10.0.0.1", "", "127.0.0.1.evil.example"]
+)
+async def test_a_name_that_was_made_to_lead_here(cluster, host):
+    status, _, error = await get(cluster, "/live", host)
+    assert (status, error["code"]) == (403, "wrong_host")
+
+
+@pytest.mark.parametrize("site", ["cross-site", "same-site"])
+async def test_a_page_of_another_origin(cluster, site):
+    status, _, error = await get(cluster, "/live", sec_fetch_site=site)
+    assert (status, error["code"]) == (403, "cross_site")
+
+
+@pytest.mark.parametrize(
+    ("path", "kind"),
+    [
+        ("/", "text/html"),
+        ("/page/main.js", "text/javascript"),
+        ("/page/page.css", "text/css"),
+        ("/page/icon.svg", "image/svg+xml"),
+    ],
+)
+async def test_files_and_their_headers(cluster, path, kind):
+    status, headers, body = await get(cluster, path)
+    assert (status, headers["content-type"].split(";")[0]) == (200, kind)
+    assert headers["x-content-type-options"] == "nosniff"
+    assert headers["content-security-policy"].startswith("default-src 'self';")
+    assert "unsafe" not in headers["content-security-policy"]
+    assert b"://" not in body.replace(b"http://www.w3.org/", b""), "no other host"
+
+
+@pytest.mark.parametrize("name", ["nothing.js", "../live.py", "..%2flive.py", "%2e%2e/app.py", "page.css%00", ".", ""])
+async def test_nothing_else_is_a_file(cluster, name):
+    assert (await get(cluster, f"/page/{name}"))[0] == 404
+
+
+async def test_a_gateway_alone_serves_the_page_and_says_that_it_shows_nothing():
+    async with alone() as gateway:
+        assert (await gateway.raw("GET", "/"))[0] == 200
+        for path in ("/live", "/live/trace/x"):
+            status, _, body = await gateway.raw("GET", path)
+            assert (status, json.loads(body)["error"]["code"]) == (404, "no_live")

@@ -1,0 +1,94 @@
+"""A browser for the session, and pages of a router whose scripted workers run in a thread beside it.
+
+Whatever a page does: it asks no other host for anything, and it breaks nowhere.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Coroutine
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+
+from tests.integration.router_support import clusters
+from tools.browser import chromium, executable
+
+WITHIN_MS = 10_000
+HARMLESS = ("Failed to load resource",)  # what Chromium says of a status above 399; the tests look at those themselves
+
+
+class Beside:
+    """A loop in a thread of its own, in which routers and scripted workers live."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="beside")
+        self._thread.start()
+
+    def run(self, work: Coroutine[Any, Any, Any]) -> Any:
+        """Its result, when it is there."""
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(30)
+
+    def soon(self, call: Any, *args: Any) -> None:
+        self._loop.call_soon_threadsafe(call, *args)
+
+    def close(self) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+
+@pytest.fixture(scope="session")
+def browser():
+    path = executable()
+    if path is None:
+        pytest.skip("no Chromium here: none on PATH, and BATON_CHROMIUM names none")
+    with chromium(path) as found:
+        yield found
+
+
+@pytest.fixture
+def beside():
+    made = Beside()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def build(beside):
+    """Starts a router with a gateway, and scripted workers behind it."""
+    held = clusters()
+    make = beside.run(held.__aenter__())
+    yield lambda **settings: beside.run(make(**{"http": "127.0.0.1:0", **settings}))
+    beside.run(held.__aexit__(None, None, None))
+
+
+@pytest.fixture
+def cluster(build):
+    return build()
+
+
+@pytest.fixture
+def tab(browser):
+    """Opens pages, `tab(address, ...)` with options of the browser's context."""
+    contexts, foreign, errors = [], [], []
+
+    def opened(address: str, *, path: str = "/", **options: Any) -> Any:
+        context = browser.new_context(**{"viewport": {"width": 1200, "height": 900}, **options})
+        context.set_default_timeout(WITHIN_MS)
+        contexts.append(context)
+        page = context.new_page()
+        page.on("request", lambda request: urlsplit(request.url).netloc == address or foreign.append(request.url))
+        page.on("pageerror", lambda error: errors.append(str(error)))
+        page.on("console", lambda message: message.type == "error" and errors.append(message.text))
+        page.goto(f"http://{address}{path}")
+        return page
+
+    yield opened
+    for context in contexts:
+        context.close()
+    assert foreign == [], "asked of another host"
+    assert [error for error in errors if not error.startswith(HARMLESS)] == []

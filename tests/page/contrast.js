@@ -1,0 +1,37 @@
+// The contrast of every text that is shown, as WCAG 2 computes it: those that are too low, as lines for a reader.
+() => {
+  const canvas = document.createElement("canvas").getContext("2d", { willReadFrequently: true });
+  const rgb = (color, under = [255, 255, 255]) => {
+    canvas.clearRect(0, 0, 1, 1);
+    canvas.fillStyle = `rgb(${under.join()})`;
+    canvas.fillRect(0, 0, 1, 1);
+    canvas.fillStyle = color;
+    canvas.fillRect(0, 0, 1, 1);
+    return [...canvas.getImageData(0, 0, 1, 1).data.slice(0, 3)];
+  };
+  const luminance = (color) => {
+    const [r, g, b] = color.map((part) => part / 255).map((part) => (part <= 0.04045 ? part / 12.92 : ((part + 0.055) / 1.055) ** 2.4));
+    return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+  };
+  const ground = (element) => {
+    const own = element.closest("svg g")?.querySelector("rect");
+    if (own) return rgb(getComputedStyle(own).fill);
+    const colors = [];
+    for (let each = element; each; each = each.parentElement) colors.unshift(getComputedStyle(each).backgroundColor);
+    return colors.reduce((under, color) => rgb(color, under), [255, 255, 255]);
+  };
+  const low = [];
+  let seen = 0;
+  for (const element of document.querySelectorAll("body *")) {
+    const text = [...element.childNodes].filter((node) => node.nodeType === 3).map((node) => node.data.trim()).join("");
+    const shown = element.checkVisibility() && !element.closest("noscript, title, option, :disabled, .skip");
+    if (!(text || element.value) || !shown) continue;
+    const style = getComputedStyle(element), size = parseFloat(style.fontSize);
+    const color = element.namespaceURI.endsWith("svg") ? style.fill : style.color;
+    const under = ground(element), [high, less] = [luminance(rgb(color, under)), luminance(under)].sort((a, b) => b - a);
+    const contrast = (high + 0.05) / (less + 0.05), least = size >= 24 || (size >= 18.6 && style.fontWeight >= 700) ? 3 : 4.5;
+    seen += 1;
+    if (contrast < least) low.push(`${contrast.toFixed(2)} ${element.tagName}.${element.getAttribute("class")}: ${text || element.value}`);
+  }
+  return { seen, low };
+}

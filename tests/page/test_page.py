@@ -1,0 +1,256 @@
+"""The live page in a browser, before a router whose scripted workers can be held still in every state."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from playwright.sync_api import expect
+
+from baton.tokenizer import OracleTokenizer
+from router.server import serve
+from tests.integration.access_support import TOKENS, WRONG_TOKEN, token_file
+from tests.integration.gateway_support import alone
+from tests.integration.router_support import at
+
+pytestmark = [pytest.mark.xdist_group("page"), pytest.mark.timeout(90)]
+CONTRAST = (Path(__file__).parent / "contrast.js").read_text()
+STAGES = {"queued": "queue", "prefilling": "prefill", "transferring": "transfer", "decoding": "decode"}
+
+
+@pytest.fixture
+def page(tab, cluster):
+    found = tab(cluster.router.http)
+    expect(found.locator("#status")).to_have_text("live")
+    return found
+
+
+def test_it_shows_the_workers_and_that_their_blocks_add_up(page, cluster):
+    for worker in cluster.workers:
+        card = page.get_by_role("article", name=f"{worker.role} worker {worker.info.ref.worker_id}")
+        expect(card).to_contain_text("connected")
+    expect(page.locator(".pool p.right")).to_have_count(2)
+    expect(page.locator("#happenings")).to_contain_text("a prefill worker is here prefill-0")
+    assert page.title() == "test: 0 running"
+
+
+@pytest.mark.parametrize("state", STAGES)
+def test_a_request_is_drawn_where_it_is(tab, build, beside, state):
+    cluster = build(blocks=1) if state == "queued" else build()
+    page = tab(cluster.router.http)
+    call = beside.run(at(cluster, state))
+    stage = STAGES[state]
+    expect(page.locator("#flow-text")).to_contain_text(f"1 in {stage}")
+    expect(page.locator(f"circle.dot.{stage}")).to_have_count(1)
+    page.locator("#requests summary").click()
+    expect(page.locator("#requests tbody tr").filter(has_text=stage)).to_have_count(1)
+    beside.soon(call.cancel)
+    for worker in cluster.workers:
+        for gate in worker.gates.values():
+            beside.soon(gate.set)
+    expect(page.locator("#flow-text")).to_have_text("nothing under way")
+    expect(page.locator("circle.dot")).to_have_count(0)
+
+
+def test_a_prompt_is_answered_as_it_comes_and_its_time_is_drawn(page, cluster, beside):
+    for worker in cluster.decode:
+        worker.hold_at = 3
+        beside.soon(worker.gates["hold"].clear)
+    page.get_by_label("Prompt", exact=True).fill("hello")
+    page.get_by_label("New tokens").fill("6")
+    page.get_by_role("button", name="Send").click()
+    expect(page.locator("#answer")).to_contain_text("<2>")
+    expect(page.locator("#answer")).to_have_attribute("aria-busy", "true")
+    expect(page.locator("#timeline")).to_be_hidden()
+    for worker in cluster.decode:
+        beside.soon(worker.gates["hold"].set)
+    expect(page.locator("#answer-note")).to_contain_text("6 tokens in")
+    expect(page.locator("#answer")).to_have_text("".join(f"<{index}>" for index in range(6)) + "!")
+    expect(page.locator("#timeline .span").first).to_be_visible()
+    page.locator("#timeline summary").click()
+    expect(page.locator("#timeline tbody tr").first).to_be_visible()
+
+
+def test_a_prompt_can_be_stopped_and_a_refusal_is_shown(page, cluster, beside):
+    for worker in cluster.decode:
+        beside.soon(worker.gates["decode"].clear)
+    page.get_by_role("button", name="Send").click()
+    page.get_by_role("button", name="Stop").click()
+    expect(page.locator("#answer-note")).to_have_text("stopped")
+    page.get_by_label("New tokens").fill("4000")
+    page.get_by_role("button", name="Send").click()
+    expect(page.locator("#answer-note")).to_contain_text("refused: ")
+    expect(page.get_by_role("button", name="Send")).to_be_enabled()
+
+
+def test_with_the_keyboard_alone(page):
+    seen = []
+    page.keyboard.press("Tab")
+    expect(page.locator(".skip")).to_be_focused()
+    page.keyboard.press("Tab")
+    expect(page.locator("#theme")).to_be_focused()
+    page.keyboard.press("Space")
+    expect(page.locator("html")).to_have_attribute("data-theme", "light")
+    for _ in range(30):
+        page.keyboard.press("Tab")
+        seen.append(page.evaluate("document.activeElement.id || document.activeElement.parentElement.id"))
+        outline = page.evaluate("getComputedStyle(document.activeElement).outlineStyle")
+        assert outline != "none", f"the focus on {seen[-1]} cannot be seen"
+        if seen[-1] == "prompt-text":
+            break
+    assert {"requests", "prompt-text"} <= set(seen)
+    page.keyboard.press("Control+Enter")
+    expect(page.locator("#answer-note")).to_contain_text("tokens in")
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_every_text_can_be_read(tab, cluster, scheme):
+    page = tab(cluster.router.http, color_scheme=scheme)
+    expect(page.locator("#happenings")).to_contain_text("joined")
+    page.get_by_role("button", name="Send").click()
+    expect(page.locator("#timeline")).to_be_visible()
+    for summary in page.locator("summary").all():
+        summary.click()
+    page.wait_for_function("!document.getAnimations().length")
+    background = page.evaluate("getComputedStyle(document.body).backgroundColor")
+    assert background == ("rgb(244, 245, 242)" if scheme == "light" else "rgb(15, 21, 19)")
+    found = page.evaluate(CONTRAST)
+    assert found["seen"] > 60
+    assert found["low"] == []
+
+
+def test_the_theme_can_be_chosen_and_is_kept(page):
+    background = "getComputedStyle(document.body).backgroundColor"
+    light = page.evaluate(background)
+    page.locator("#theme").click()
+    assert page.evaluate(background) == light
+    page.locator("#theme").click()
+    assert page.evaluate(background) != light
+    page.reload()
+    expect(page.locator("#theme")).to_have_text("Theme: dark")
+    assert page.evaluate(background) != light
+
+
+@pytest.mark.parametrize("width", [360, 768, 1600])
+def test_nothing_is_wider_than_the_window(tab, cluster, beside, width):
+    page = tab(cluster.router.http, viewport={"width": width, "height": 800})
+    expect(page.locator("#status")).to_have_text("live")
+    beside.run(at(cluster, "decoding"))
+    expect(page.locator("#flow-text")).to_contain_text("1 in decode")
+    page.get_by_role("button", name="Send").click()
+    page.locator("#requests summary").click()
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+
+
+def test_nothing_moves_for_who_wants_no_motion(tab, cluster, beside):
+    page = tab(cluster.router.http, reduced_motion="reduce")
+    beside.run(at(cluster, "decoding"))
+    expect(page.locator("circle.dot.decode")).to_have_count(1)
+    assert page.evaluate("document.getAnimations().length") == 0
+
+
+def test_a_router_that_goes_away_and_comes_back(tab, cluster, beside):
+    page = tab(cluster.router.http)
+    expect(page.locator("#status")).to_have_text("live")
+    address = cluster.router.http
+    beside.run(cluster.router.stop(grace_s=0))
+    expect(page.locator("#status")).to_contain_text("router gone")
+    expect(page.locator("#status")).to_contain_text("asking again in")
+
+    async def again():
+        settings = type(cluster.settings)(**{**vars_of(cluster.settings), "http": address})
+        cluster.router = await serve(settings, cluster.source, OracleTokenizer())
+
+    beside.run(again())
+    expect(page.locator("#status")).to_have_text("live")
+    expect(page.locator("#happenings")).to_contain_text("another router")
+
+
+def vars_of(settings):
+    return {name: getattr(settings, name) for name in settings.__slots__}
+
+
+def test_a_lost_worker_and_where_its_request_went_on(tab, build, beside):
+    cluster = build(decode=2)
+    page = tab(cluster.router.http)
+    beside.run(at(cluster, "prefilling"))
+    expect(page.locator("#flow-text")).to_contain_text("1 in prefill")
+    lost = next(worker for worker in cluster.decode if worker.count("reserve"))
+    beside.run(lost.kill())
+    name = lost.info.ref.worker_id
+    expect(page.locator("#happenings li[data-kind=left]")).to_contain_text(name)
+    expect(page.locator("#happenings li[data-kind=recovered]")).to_contain_text(name)
+    expect(page.get_by_role("article", name=f"decode worker {name}")).to_contain_text("lost")
+    expect(page.locator("#figures")).to_contain_text("1 recovered")
+
+
+def test_an_admin_s_token_is_asked_for_and_kept_in_this_tab_only(tab, build, tmp_path):
+    cluster = build(tokens=token_file(tmp_path / "tokens"))
+    page = tab(cluster.router.http)
+    expect(page.locator("#status")).to_have_text("token needed")
+    expect(page.get_by_label("Token", exact=True)).to_be_focused()
+    for token, why in ((WRONG_TOKEN, "not known here"), (TOKENS["alice"], "needs an admin's token")):
+        page.keyboard.type(token)
+        page.keyboard.press("Enter")
+        expect(page.locator("#sign-in-why")).to_contain_text(why)
+        expect(page.get_by_label("Token", exact=True)).to_be_focused()
+        expect(page.get_by_label("Token", exact=True)).to_have_value("")
+    page.keyboard.type(TOKENS["admin"])
+    page.keyboard.press("Enter")
+    expect(page.locator("#status")).to_have_text("live")
+    expect(page.locator("#sign-in")).to_be_hidden()
+    page.get_by_role("button", name="Send").click()
+    expect(page.locator("#answer-note")).to_contain_text("tokens in")
+    assert TOKENS["admin"] not in json.dumps(page.evaluate("[document.cookie, {...localStorage}, location.href]"))
+    assert TOKENS["admin"] not in page.content()
+    other = page.context.new_page()
+    other.goto(page.url)
+    expect(other.locator("#status")).to_have_text("token needed")
+
+
+def test_a_gateway_alone_says_so_and_still_answers(tab, beside):
+    async def started():
+        held = alone()
+        return held, await held.__aenter__()
+
+    held, gateway = beside.run(started())
+    try:
+        page = tab(gateway.address)
+        expect(page.locator("#status")).to_contain_text("this gateway stands alone")
+        expect(page.locator("#figures")).to_be_hidden()
+        page.get_by_role("button", name="Send").click()
+        expect(page.locator("#answer")).to_have_text("dog cat")
+        page.close()
+    finally:
+        beside.run(held.__aexit__(None, None, None))
+
+
+def test_names_are_text_and_nothing_else(browser, cluster, beside):
+    """Whatever a worker, a model or an error calls itself."""
+    evil = "<img src=x onerror=alert(1)>"
+    context = browser.new_context()
+    page = context.new_page()
+    page.on("dialog", lambda dialog: pytest.fail(f"a script ran: {dialog.message}"))
+    beside.run(at(cluster, "decoding"))
+
+    async def one_view():
+        async for view, happenings in cluster.router._admin.live.watch(1):
+            return view, happenings
+
+    from router.gateway.live import _dict
+
+    view, happenings = beside.run(one_view())
+    text = json.dumps({**_dict(view.live), "happenings": [_dict(one) for one in happenings]})
+    text = re.sub(
+        r'("(?:name|model|router_id|text|note|request_id|worker_id|prefill_worker|decode_worker)": )"[^"]*"',
+        rf'\1"{evil}"',
+        text,
+    )
+    page.route("**/live?*", lambda route: route.fulfill(content_type="text/event-stream", body=f"data: {text}\n\n"))
+    page.goto(f"http://{cluster.router.http}/")
+    expect(page.locator("#name")).to_have_text(evil)
+    expect(page.locator("article h3").first).to_have_text(evil)
+    expect(page.locator("img")).to_have_count(1)
+    context.close()
