@@ -79,10 +79,10 @@ class Trace(Sheet):
 class Table(DataTable[draw.Cell]):
     """Rows with names: one that stays keeps its place and the cursor."""
 
-    def __init__(self, columns: Sequence[str], *, id: str) -> None:
+    def __init__(self, columns: Sequence[str], sorted_by: str, *, id: str) -> None:
         super().__init__(id=id, cursor_type="row", zebra_stripes=True)
         self._names = columns
-        self._sorted_by: str | None = None
+        self._sorted_by = sorted_by
         self._reverse = False
 
     def on_mount(self) -> None:
@@ -104,8 +104,7 @@ class Table(DataTable[draw.Cell]):
         self._order(under)
 
     def sort_by_next(self) -> None:
-        names = [None, *self._names]
-        self._sorted_by = names[(names.index(self._sorted_by) + 1) % len(names)]
+        self._sorted_by = self._names[(self._names.index(self._sorted_by) + 1) % len(self._names)]
         self._mark()
 
     def turn_round(self) -> None:
@@ -120,8 +119,7 @@ class Table(DataTable[draw.Cell]):
         self.refresh()
 
     def _order(self, under: str | None) -> None:
-        if self._sorted_by is not None:
-            self.sort(self._sorted_by, key=lambda cell: cell.rank, reverse=self._reverse)
+        self.sort(self._sorted_by, key=lambda cell: cell.rank, reverse=self._reverse)
         if under is not None and under in self.rows:
             self.move_cursor(row=self.get_row_index(under), scroll=False)
 
@@ -147,7 +145,7 @@ class Top(App[BatonError | None]):
     #ledger { height: 1; padding: 0 1; }
     #requests { height: 1fr; min-height: 4; }
     #below { height: 9; }
-    #happenings { width: 3fr; padding: 0 1; background: $surface; }
+    #happenings { width: 3fr; padding: 0 1; scrollbar-size-vertical: 1; background: $surface; }
     #control { width: 2fr; padding: 0 1; }
     Sheet { align: center middle; }
     #sheet { width: 90%; height: auto; max-height: 90%; padding: 1 2; background: $surface; border: round $primary; }
@@ -180,9 +178,9 @@ class Top(App[BatonError | None]):
                 with Vertical():
                     yield Static(id=f"{name}-text")
                     yield Sparkline(id=name)
-        yield Table(draw.WORKERS, id="workers")
+        yield Table(draw.WORKERS, "worker", id="workers")
         yield Static(id="ledger")
-        yield Table(draw.REQUESTS, id="requests")
+        yield Table(draw.REQUESTS, "age", id="requests")
         with Horizontal(id="below"):
             yield RichLog(id="happenings", max_lines=HAPPENINGS, wrap=True)
             with VerticalScroll(id="control"):

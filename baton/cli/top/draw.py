@@ -124,7 +124,7 @@ def ledger_sum(live: admin_pb2.Live) -> Text:
         total += worker.load.blocks.total
         for state, count in counts(worker.load.blocks).items():
             totals[state] += count
-    text = Text("KV blocks: ", "dim")
+    text = Text.assemble(("KV blocks: ", "dim"))
     text.append(", ".join(f"{count:,} {state}" for state, count in totals.items()), "bold")
     missing = total - sum(totals.values())
     text.append(f" = {total:,}" if not missing else f": {abs(missing):,} {'missing' if missing > 0 else 'too many'}")
@@ -179,14 +179,16 @@ def quantiles(name: str, found: admin_pb2.Quantiles) -> Text:
 
 def rates(window: admin_pb2.Window) -> Text:
     """Of the last minute."""
-    said = f"  {window.tokens_per_s:,.0f} new/s  {window.prompt_tokens_per_s:,.0f} prompt/s"
-    return Text.assemble(("tokens", "bold"), said, f"  {window.requests_per_s:.3g} requests/s")
+    said = f"  {window.tokens_per_s:,.0f} out, {window.prompt_tokens_per_s:,.0f} in  {window.requests_per_s:.3g} req/s"
+    return Text.assemble(("tokens/s", "bold"), said)
 
 
 def happening(item: admin_pb2.Happening) -> Text:
     """A line."""
     moment = time.strftime("%H:%M:%S", time.localtime(item.time_s))
-    return Text.assemble((f"{moment} ", "dim"), (f"{item.kind:<9} ", KIND_STYLES.get(item.kind, "green")), item.text)
+    text = Text.assemble((f"{moment} ", "dim"), (f"{item.kind:<9} ", KIND_STYLES.get(item.kind, "green")))
+    names = [name for name in (item.worker_id, item.request_id) if name and name not in item.text]
+    return text.append("".join(f"{name} " for name in names), "bold").append(item.text)
 
 
 def control(said: admin_pb2.Control | None) -> Text:
@@ -194,7 +196,7 @@ def control(said: admin_pb2.Control | None) -> Text:
     if said is None:
         return Text("no controller: the roles were started by hand", "dim")
     plan = said.plan
-    text = Text(f"plan {plan.number}: {plan.prefill} prefill, {plan.decode} decode, by {plan.by}", "bold")
+    text = Text.assemble((f"plan {plan.number}: {plan.prefill} prefill, {plan.decode} decode, by {plan.by}", "bold"))
     text.append(f": {plan.reason}" if plan.reason else "", "dim")
     if said.outlook:
         text.append(f"\nautoscaler: {said.outlook}", "dim")

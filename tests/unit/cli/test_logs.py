@@ -115,7 +115,7 @@ def test_redis_has_levels_too(tmp_path):
     path = write(tmp_path / "redis.log", "4242:M 22 Nov 2026 10:49:29.000 * Ready", line)
     (found,) = LogFile(path).last(Wanted(level=30).takes, 0.0, None)
     assert (found.level, shown(found)) == ("warning", "Warning: 32 bit")
-    assert found.at == datetime(2026, 11, 22, 10, 49, 30, 123_000).timestamp()  # noqa: DTZ001  (its zone is ours)
+    assert found.at == datetime(2026, 11, 22, 10, 49, 30, 123_000).timestamp()
 
 
 def test_follow_sees_new_lines_new_files_files_begun_anew_and_files_cut(cluster):
@@ -198,9 +198,9 @@ def test_what_is_no_age(text):
 def test_which_cluster(cluster, tmp_path):
     assert find_logs(None) == cluster == find_logs("local"), "it has ended, its logs are there"
     StateFolder("other").logs.mkdir(parents=True)
-    with pytest.raises(NoWorker, match="say which cluster with --name: .* has local, other"):
+    with pytest.raises(NoWorker, match=r"say which cluster with --name: .* has local, other"):
         find_logs(None)
-    with pytest.raises(NoWorker, match="no logs of a cluster called 'lokal': .* has local, other"):
+    with pytest.raises(NoWorker, match=r"no logs of a cluster called 'lokal': .* has local, other"):
         find_logs("lokal")
 
 
