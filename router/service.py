@@ -206,7 +206,7 @@ class Inference(InferenceServicer):
             floor.metrics.refused(error)
         if error is not None:
             stage = call.lives[0].stages.stage.value if call.lives else "parse"
-            facts = {"stage": stage, "error": type(error).__name__, "reason": str(error)}
+            facts = {"stage": stage, "error": type(error).__name__, "reason": _reason(error)}
         write = log.warning if outcome == "failed" else log.info
         write(
             f"request_{outcome}",
@@ -221,6 +221,14 @@ class Inference(InferenceServicer):
 def _shown(call: Call) -> str:
     """Its name: one that was refused may be of any length, and in a status there is little room."""
     return call.name[:MAX_CLIENT_TAG_CHARS]
+
+
+def _reason(error: BatonError) -> str:
+    """For the log, which has no words of a request: what is wrong with a schema or a chat may repeat some."""
+    if not isinstance(error, InvalidRequest):
+        return str(error)
+    quoting = ("constraint", "chat")
+    return "; ".join(v.field if v.field.startswith(quoting) else str(v) for v in error.violations)
 
 
 def _outcome(call: Call, error: BatonError | None) -> str:

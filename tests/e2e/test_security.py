@@ -97,7 +97,8 @@ def test_no_secret_is_anywhere(cluster, files, as_admin):
     with Client(cluster.state().grpc, token=TOKENS["alice"], tls=files / "tls", timeout=60.0) as client:
         client.tokenize(PROMPT)
         client.generate(PROMPT, max_tokens=4)
-        for wrong in ({"model": PROMPT[:5]}, {"max_tokens": 10**6}, {"stop": [PROMPT * 20]}):
+        wrong_schema = {"json_schema": {"type": PROMPT}}
+        for wrong in ({"model": PROMPT[:5]}, {"max_tokens": 10**6}, {"stop": [PROMPT * 20]}, wrong_schema):
             with pytest.raises(errors.BatonError):
                 client.generate(PROMPT, **wrong)
     client = Client(cluster.state().grpc, token=WRONG_TOKEN, tls=files / "tls", timeout=60.0)

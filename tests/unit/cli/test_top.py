@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import queue
 import re
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import grpc
@@ -71,7 +70,7 @@ def live(at: float = 1000.0, requests: int = 3, **status: object) -> admin_pb2.L
     )
 
 
-class Router(QuietAdmin):
+class Router(QuietAdmin):  # type: ignore[misc]
     """Says what is put into `says`; an error ends the stream with it."""
 
     def __init__(self) -> None:
@@ -84,7 +83,7 @@ class Router(QuietAdmin):
         self.address = f"127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
         self._server.start()
 
-    def Watch(self, request, context) -> Iterator[admin_pb2.Live]:
+    def Watch(self, request, context):
         self.intervals.append(request.interval_s)
         self.tokens += [value for key, value in context.invocation_metadata() if key == "authorization"]
         while context.is_active():

@@ -1,0 +1,75 @@
+"""The lines of a process: whose they are, what libraries and crashes look like, and the copy on disk."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PROGRAM = """
+import logging, sys, threading, warnings
+from pathlib import Path
+import structlog
+from baton.core import HandoffId, Incarnation, WorkerRef
+from baton.logs import configure_logging
+level, copy = sys.argv[1], sys.argv[2]
+configure_logging(level, "json", "decode-0", Path(copy) if copy else None)
+configure_logging(level, "json", "decode-0", Path(copy) if copy else None)  # again: nothing is said twice
+log = structlog.get_logger()
+ref = WorkerRef("prefill-0", Incarnation(3, 4), "host:1")
+log.debug("below")
+log.info("committed", handoff=HandoffId("r1", 2), worker=ref, path=Path("/x"))
+logging.getLogger("some.library").warning("%d things", 3)
+logging.getLogger("some.library").info("chatter")
+warnings.warn("this is old")
+def fail():
+    raise ValueError("in a thread")
+thread = threading.Thread(target=fail, name="worker")
+thread.start()
+thread.join()
+raise KeyError("at the end")
+"""
+
+
+def run(level: str = "info", copy: str = "") -> list[dict[str, str]]:
+    done = subprocess.run([sys.executable, "-c", PROGRAM, level, copy], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    return [json.loads(line) for line in done.stderr.splitlines()]
+
+
+def test_all_that_a_process_says_has_one_form():
+    lines = run()
+    assert [line["event"] for line in lines[:2]] == ["committed", "3 things"]
+    assert [line["level"] for line in lines] == ["info", "warning", "warning", "critical", "critical"]
+    assert {line["process"] for line in lines} == {"decode-0"}
+    assert all(line["timestamp"].endswith("Z") for line in lines)
+    committed, library, warning, thread, end = lines
+    assert {key: committed[key] for key in ("request_id", "attempt", "worker", "path")} == {
+        "request_id": "r1",
+        "attempt": 2,
+        "worker": "prefill-0@3.4",
+        "path": "/x",
+    }
+    assert library["logger"] == "some.library"
+    assert "this is old" in warning["event"]
+    assert (thread["event"], thread["thread"]) == ("thread_failed", "worker")
+    assert thread["exception"].endswith("ValueError: in a thread")
+    assert end["event"] == "process_failed"
+    assert end["exception"].endswith("KeyError: 'at the end'")
+
+
+@pytest.mark.parametrize("folder", ["there", "not there"])
+def test_a_copy_has_more_than_stderr(tmp_path, folder):
+    """`baton up` shows warnings, and keeps the rest; before its folder is there, that is nothing."""
+    file: Path = tmp_path / folder / "supervisor.log"
+    if folder == "there":
+        file.parent.mkdir()
+    shown = run("warning", str(file))
+    assert [line["level"] for line in shown] == ["warning", "warning", "critical", "critical"]
+    if folder == "there":
+        kept = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+        assert kept[1:] == shown
+        assert kept[0]["event"] == "committed"
