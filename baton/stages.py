@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, field
 
 from baton.clock import Clock
 
@@ -20,6 +21,7 @@ class Stage(enum.StrEnum):
     TRANSFER = "transfer"
     COMMIT = "commit"
     DECODE = "decode"
+    VERIFY = "verify"  # a part of decoding, of which only the duration is known
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,26 +36,44 @@ class Timings:
     commit_s: float
     decode_s: float
     ttft_s: float
+    verify_s: float = 0.0
 
     @property
     def e2e_s(self) -> float:
         """End to end: the sum of the stages, in their order."""
         waited = self.queue_s + self.route_s + self.reserve_s
-        return waited + self.prefill_s + self.transfer_s + self.commit_s + self.decode_s
+        return waited + self.prefill_s + self.transfer_s + self.commit_s + self.decode_s + self.verify_s
+
+
+@dataclass(slots=True)
+class Passage:
+    """Once through a stage, on the way of one request: whole nanoseconds since its arrival. `attempt` 0: none yet."""
+
+    stage: Stage
+    start: int
+    duration: int
+    attempt: int
+    notes: dict[str, str] = field(default_factory=dict)
 
 
 class StageClock:
     """Cuts the time of one request into stages: boundaries on one clock, so nothing is lost or counted twice.
 
-    It starts in `queue`, at the request's arrival. Kept in whole nanoseconds, so that sums do not drift.
+    It starts in `queue`, at the request's arrival. Kept in whole nanoseconds, so that sums do not drift. `passages` are
+    the same time in order: they follow each other without gap, and a stage may be passed several times. `attempt` is
+    the one that the stages from now on belong to. `arrived_s` is the arrival in Unix time.
     """
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._start = self._since = self._now()
+        self.arrived_s = clock.wall()
+        self.passages: list[Passage] = []
+        self.attempt = 0
+        self._notes: dict[str, str] = {}  # about the stage that it is in
         self._stage = Stage.QUEUE
-        self._spent = dict.fromkeys(Stage, 0)
         self._ttft: int | None = None
+        self._over = False
 
     @property
     def stage(self) -> Stage:
@@ -64,11 +84,27 @@ class StageClock:
         """Seconds since it started."""
         return (self._now() - self._start) / _NS
 
+    def note(self, **facts: object) -> None:
+        """About the stage that it is in."""
+        self._notes |= {name: str(fact) for name, fact in facts.items()}
+
     def enter(self, stage: Stage) -> None:
         """End the current stage now and begin `stage`."""
-        now = self._now()
-        self._spent[self._stage] += now - self._since
-        self._stage, self._since = stage, now
+        if not self._over:
+            self._pass(self._now() - self._since)
+            self._stage = stage
+
+    def end(self) -> None:
+        """The request is over: later moments belong to no stage."""
+        self.enter(self._stage)
+        self._over = True
+
+    def so_far(self) -> list[Passage]:
+        """All of them until now, with the one that is not over."""
+        if self._over:
+            return self.passages
+        since, now = self._since, self._now()
+        return [*self.passages, Passage(self._stage, since - self._start, now - since, self._of(), dict(self._notes))]
 
     def first_token(self) -> None:
         """The first token of an attempt is at the router: prefill ends, the handoff is what is waited for."""
@@ -86,11 +122,14 @@ class StageClock:
             self.first_token()  # the decode worker's message overtook the prefill worker's, or there is none
             self._stage = Stage.DECODE
             return
-        since = self._since
-        self.enter(Stage.DECODE)
-        commit = min(max(round(commit_s * _NS), 0), self._since - since)
-        self._spent[Stage.TRANSFER] -= commit
-        self._spent[Stage.COMMIT] += commit
+        self._ends_with(Stage.COMMIT, commit_s)
+        self._stage = Stage.DECODE
+
+    def verified(self, verify_s: float) -> None:
+        """The decode worker has ended its part, and says that verify passes took so much of it; no more than it was."""
+        if self._stage is Stage.DECODE and verify_s:
+            self._ends_with(Stage.VERIFY, verify_s)
+            self._stage = Stage.DECODE
 
     def ended_at_first_token(self) -> None:
         """There was no handoff: what passed since the first token belongs to prefill."""
@@ -99,8 +138,34 @@ class StageClock:
     def timings(self) -> Timings:
         """Where the time went until now."""
         self.enter(self._stage)
-        seconds = [*(self._spent[stage] / _NS for stage in Stage), (self._ttft or 0) / _NS]
-        return Timings(*seconds)
+        spent = dict.fromkeys(Stage, 0)
+        for passage in self.passages:
+            spent[passage.stage] += passage.duration
+        seconds = {f"{stage.value}_s": duration / _NS for stage, duration in spent.items()}
+        return Timings(**seconds, ttft_s=(self._ttft or 0) / _NS)
+
+    def _ends_with(self, stage: Stage, seconds: float) -> None:
+        """The current stage ends now, and its last `seconds`, as far as there are so many, were in `stage`."""
+        passed = self._now() - self._since
+        part = min(max(round(seconds * _NS), 0), passed) if math.isfinite(seconds) else 0
+        self._pass(passed - part)
+        self._stage = stage
+        self._pass(part)
+
+    def _pass(self, duration: int) -> None:
+        """So much more of the current stage."""
+        notes, self._notes = self._notes, {}
+        attempt = self._of()
+        last = self.passages[-1] if self.passages else None
+        if last is not None and (last.stage, last.attempt) == (self._stage, attempt):
+            last.duration += duration
+            last.notes |= notes
+        else:
+            self.passages.append(Passage(self._stage, self._since - self._start, duration, attempt, notes))
+        self._since += duration
+
+    def _of(self) -> int:
+        return 0 if self._stage is Stage.QUEUE else self.attempt
 
     def _now(self) -> int:
         return round(self._clock.monotonic() * _NS)

@@ -25,12 +25,13 @@ from baton.engine.prefix import names_of
 from baton.errors import BatonError, EngineFault, InvalidRequest, WorkerLost
 from baton.rpc import convert, thinking
 from baton.rpc.v1 import worker_pb2 as pb
-from baton.stages import Stage, StageClock
+from baton.stages import Stage
 from baton.telemetry import Metrics
 from router.claim import Claim
 from router.link import Item, Mailbox, WorkerLink
 from router.terms import FAILURES, MAY_FIT_LATER, REFUSALS, WORTH_ANOTHER, Lasting
 from router.thoughts import most_events
+from router.traces import Track
 
 _ANSWER_S = 15.0  # for a Reserve or a Fence, which a live worker answers between two steps
 _SPARE_EVENTS = 16  # events of one handoff that carry no token
@@ -44,7 +45,7 @@ class Attempt:
         handoff: HandoffId,
         claim: Claim,
         spec: SequenceSpec,
-        stages: StageClock,
+        track: Track,
         metrics: Metrics,
         lasting: Lasting | None = None,
     ) -> None:
@@ -61,7 +62,7 @@ class Attempt:
         self._claim = claim
         self.spec = spec
         self._spec: pb.SequenceSpec | None = None  # as workers are told of it
-        self._stages = stages
+        self._track, self._stages = track, track.stages
         self._metrics = metrics
         self._lasting = lasting or Lasting()
         self._mailbox = Mailbox(spec.sampling.max_tokens + most_events(spec, claim.decode.info) + _SPARE_EVENTS)
@@ -101,14 +102,14 @@ class Attempt:
 
     async def __aexit__(self, *_: object) -> None:
         prefill, decode = self._claim.prefill, self._claim.decode
-        if self._lasting.parks() and self._decoding:
-            pass  # the decode worker goes on with it when this router's stream ends
-        elif not self._through or self._lasting.seconds:  # it remembers what was said, too
+        parked = self._lasting.parks() and self._decoding  # D goes on with it when this router's stream ends
+        if not parked and (not self._through or self._lasting.seconds):  # it remembers what was said, too
             decode.send(release=pb.Release(handoff=self._name))
         if prefill is not None and not self.kept and (self._holds or not self._through):
             prefill.send(release=pb.Release(handoff=self._name))
         for link in self._links:
-            link.close(self.handoff)
+            speaks = link is prefill and self._through and self._holds and not self.kept  # of its push
+            link.close(self.handoff, self._track.owe() if speaks else None)
         self._claim.release()
 
     @property
@@ -185,8 +186,7 @@ class Attempt:
             async with asyncio.timeout(timeout_s):
                 return await self._mailbox.drain()
         except TimeoutError:
-            error = WorkerLost(f"{self._worker(Role.DECODE)} did not answer within {timeout_s:g} s")
-            return [(Role.DECODE, error)]
+            return [(Role.DECODE, WorkerLost(f"{self._worker(Role.DECODE)} did not answer within {timeout_s:g} s"))]
 
     def _take(self, source: Role, item: Item) -> None:
         """What later versions add needs nothing done."""
@@ -194,7 +194,11 @@ class Attempt:
             self.died = self.died or (self._computing(source) and self.finish is None)
             self._failed(source, item)
             return
-        match item.WhichOneof("event"):
+        kind = item.WhichOneof("event")
+        if kind != "tokens":
+            self._track.heard(source, self.workers[source is Role.DECODE], item)
+            self._holds = self._holds and kind != "pushed"
+        match kind:
             case "reserved":
                 self.cached_tokens = item.reserved.cached_tokens
                 self._stages.enter(Stage.PREFILL)  # what D alone has computed may come with it
@@ -208,8 +212,6 @@ class Attempt:
                 self._on_refused(source, item.refused)
             case "failed":
                 self._on_failed(source, item.failed)
-            case "pushed":
-                self._holds = False
             case "fenced" if self.committed is None:  # else it comes late: D committed, ended, and forgot the attempt
                 self._metrics.fenced()
                 self._lose(Role.PREFILL, self.fencing or WorkerLost("the decode worker fenced the attempt"))

@@ -11,24 +11,33 @@ from hashlib import blake2b
 from baton.audit import Delivered, audit_digest
 from baton.core import SequenceSpec
 from baton.errors import BatonError
+from baton.limits import MAX_CLIENT_TAG_CHARS
 from baton.rpc.v1 import inference_pb2 as pb
+from baton.tracing.context import TraceContext
 from router.access.tokens import Grant
 from router.delivery import EventStream
 from router.floor import Floor
 from router.lifecycle import Life, run
 from router.terms import Lasting
 from router.thoughts import Asked
+from router.traces import Trace
 
 
 class Call:
     """One request of a client. It ends after `within_s` at the latest.
 
     `name` is the request id that the client knows, also of a stream that it resumes. `scope` is what `task` runs in;
-    `end` makes the task leave it with `reason`, in whatever state it is.
+    `end` makes the task leave it with `reason`, in whatever state it is. `context`: the trace that it belongs to.
     """
 
     def __init__(
-        self, floor: Floor, task: asyncio.Task[None], within_s: float, name: str = "", grant: Grant | None = None
+        self,
+        floor: Floor,
+        task: asyncio.Task[None],
+        within_s: float,
+        name: str = "",
+        grant: Grant | None = None,
+        context: TraceContext | None = None,
     ) -> None:
         self._own = secrets.token_urlsafe(16)
         self.name = name or self._own
@@ -45,6 +54,9 @@ class Call:
         self.lives: list[Life] = []
         self.prompt_tokens = 0  # known from `answer` on, as is the next
         self.deterministic = False
+        shown = self.name[:MAX_CLIENT_TAG_CHARS]
+        self.trace = Trace(shown, context or TraceContext.new(), floor.router_id, floor.clock.wall())
+        self.traced = False  # its client wants all spans
         self.asked = Asked()  # of a model that thinks
         self.determinism = ""  # of a deterministic request: what its workers say of their bits, from its begin on
 
@@ -98,6 +110,10 @@ async def answer(
             life.let_go()
     if request.deterministic:
         completed.usage.audit_digest = _audit(request, call.lives)
+    completed.trace_id = call.trace.context.trace_id
+    if call.traced:
+        await call.trace.settled()
+        completed.spans.extend(call.trace.spans())
     await client.completed(completed)
     if not call.resumes:  # another router said the first tokens, and knows when
         floor.metrics.kept_slo(met=all(life.met_slo() for life in call.lives))

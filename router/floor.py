@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from baton.clock import Clock
 from baton.core import Role
+from baton.errors import ConfigError
 from baton.history import History
 from baton.ledger.prefix_map import PrefixMap
 from baton.rpc.tls import Wire
@@ -21,12 +22,14 @@ from router.admission import Admission, Bounds
 from router.alike import Alike
 from router.claim import Claim
 from router.policy import ALONE, POLICIES
+from router.traces import Traces
 from router.watch.seen import Seen
 from router.workers import WorkerPool, WorkerSource
 
 if TYPE_CHECKING:
     from baton.config.security import TlsConfig
     from baton.ledger.ownership_table import OwnershipRecord
+    from baton.tracing.otlp import Exporter
     from router.call import Call
 
 
@@ -64,6 +67,20 @@ class RouterSettings:
     think_while_decoding: bool = False  # of requests that do not say, if the model thinks
     scale: Mapping[Role, tuple[int, int]] = field(default_factory=lambda: dict.fromkeys(Role, (1, 4096)))  # of pools
     drain_s: float = 60.0  # for what a worker that is drained has
+    traces: int = 512  # that are kept, of the requests that ended last
+    otlp: str | None = None  # where they are sent to, http://host:port; None: nowhere
+    trace_sample: float = 1.0  # the share of them that is, where the caller does not say
+
+
+def _exporter(settings: RouterSettings) -> Exporter | None:
+    if settings.otlp is None:
+        return None
+    try:
+        from baton.tracing.otlp import Exporter
+    except ModuleNotFoundError as error:
+        text = f"{error.name} is not installed: pip install 'baton-serve[otel]', or leave tracing.otlp out"
+        raise ConfigError(f"tracing.otlp: {text}") from error
+    return Exporter(settings.otlp, settings.name, settings.version)
 
 
 StreamSource = Callable[[str], Awaitable["OwnershipRecord | None"]]
@@ -77,7 +94,7 @@ async def _nowhere(name: str) -> None:
 class Floor:
     """One per router. `prefixes`: what workers have cached, `streams`: who decodes what, as far as it is known here.
 
-    Raises ConfigError for files of certificates or tokens that cannot be used.
+    Raises ConfigError for files of certificates or tokens that cannot be used, or an exporter that is not there.
     """
 
     def __init__(
@@ -117,6 +134,9 @@ class Floor:
         self.metrics.watch_verifying(self.pool.loads)
         self.metrics.watch_queue(lambda: self.admission.waiting, lambda: self.admission.waiting_tokens)
         self.seen = Seen(clock)
+        exporter = _exporter(settings)
+        self.traces = Traces(settings.traces, settings.trace_sample, clock, exporter.put if exporter else None)
+        self.exporter = exporter
         self.streams = streams or _nowhere
         self.arrivals = itertools.count()
         self.accepting = True

@@ -14,7 +14,7 @@ from baton.errors import EngineFault, LedgerError
 from baton.rpc import convert
 from baton.rpc.v1 import common_pb2, worker_pb2
 from baton.rpc.v1 import inference_pb2 as pb
-from baton.stages import Stage, StageClock
+from baton.stages import Stage
 from router.admission import ticket_for
 from router.attached import Attached
 from router.attempt import Attempt
@@ -23,6 +23,7 @@ from router.delivery import Delivery, EventStream
 from router.floor import Floor
 from router.link import WorkerLink
 from router.thoughts import Thoughts, fitted
+from router.traces import Track
 
 if TYPE_CHECKING:
     from baton.ledger.ownership_table import OwnershipRecord
@@ -86,7 +87,9 @@ class Life:
         self.choice = choice
         self.request_id = call.life_id(choice)
         self.started = asyncio.Event()  # the first token is there
-        self.stages = StageClock(floor.clock)
+        self.track = Track(floor.router_id, choice, floor.clock)
+        self.stages = self.track.stages
+        call.trace.tracks.append(self.track)
         self.delivery = Delivery(received)
         self.thoughts = Thoughts(choice, call.asked)
         self.attempts = 0
@@ -176,9 +179,11 @@ class Life:
         workers = {"prefill": claim.prefill, "decode": claim.decode}
         refs = {role: str(link.info.ref) for role, link in workers.items() if link is not None}
         self.note("attempt", **refs)
+        self.stages.attempt = self.attempts
+        self.stages.note(**refs)
         log.debug("request_attempted", request_id=self.request_id, attempt=self.attempts, workers=[*refs.values()])
         info, known, parked = claim.decode.info, self.known(request), self._parked
-        rest = (claim, fitted(known, info), self.stages, self._floor.metrics, self.call.lasting(self.choice))
+        rest = (claim, fitted(known, info), self.track, self._floor.metrics, self.call.lasting(self.choice))
         self.thoughts.begin(len(request.prompt), info.thinking_chunk, parked=parked is not None)
         self._parked = None
         if parked is not None:
@@ -206,6 +211,7 @@ class Life:
             stream=self.call.stream(self.choice),  # as its client calls it
             prompt_tokens=prompt_tokens,
             workers=attempt.workers,
+            trace_id=self.call.trace.context.trace_id,
         )
         if attempt.spec.deterministic:
             self.call.determinism = attempt.determinism
@@ -248,6 +254,7 @@ class Life:
         self.delivery.forget_early()
         self._failures += attempt.lost is not None
         self._deaths += attempt.died
+        self.stages.note(ended=attempt.handed_back, **({"error": type(attempt.lost).__name__} if attempt.lost else {}))
         if self._deaths >= DEADLY:  # first: that error says that no retry helps
             raise EngineFault(
                 f"{self._deaths} workers were lost while they computed this request: it is not tried again"
@@ -273,6 +280,7 @@ class Life:
 
     def completed(self, attempt: Attempt, prompt_tokens: int) -> pb.Completed:
         """Taken at the end: the stages sum to the time from arrival until now."""
+        self.stages.end()
         timings, (prefill, decode) = self.stages.timings(), attempt.workers
         done = pb.Completed(
             usage=pb.Usage(prompt_tokens=prompt_tokens, completion_tokens=len(self.delivery.ids)),

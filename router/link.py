@@ -29,9 +29,12 @@ from router.view import WorkerView
 log = structlog.get_logger(__name__)
 
 _Call = aio.StreamStreamCall[pb.RouterMessage, pb.WorkerMessage]
+_MOST_LATE = 1024  # attempts that are over, and of which the worker may say more
 _BACKOFF_S = (0.1, 3.0)  # first and longest pause between two connects; jittered
 Item = pb.WorkerEvent | BatonError
 """What a mailbox holds: a worker's words, or what happened to it."""
+Late = Callable[[Role, str, pb.WorkerEvent], None]
+"""Takes what a worker of this role and id says."""
 
 
 class Mailbox:
@@ -92,6 +95,7 @@ class WorkerLink:
         self._on_change = on_change
         self._wire = wire
         self._mailboxes: dict[HandoffId, Mailbox] = {}
+        self._late: dict[HandoffId, Late] = {}  # the oldest first
         self._commands: list[pb.RouterCommand] = []
         self._wake = asyncio.Event()
         self._report: common_pb2.Load | None = None  # the last one, as long as nobody has read it
@@ -121,9 +125,13 @@ class WorkerLink:
         if self.state != "connected":
             mailbox.put(self.info.role, self._lost("is not connected"))
 
-    def close(self, handoff: HandoffId) -> None:
-        """Late events of `handoff` are dropped from now on."""
+    def close(self, handoff: HandoffId, late: Late | None = None) -> None:
+        """Late events of `handoff` are dropped from now on; `late` gets what the next one says of its time."""
         self._mailboxes.pop(handoff, None)
+        if late is not None:
+            self._late[handoff] = late
+            if len(self._late) > _MOST_LATE:
+                del self._late[next(iter(self._late))]
 
     def send(self, **command: Message) -> None:
         """Queue a command, by its name in `RouterCommand`; all that gather before the next write leave as one message.
@@ -214,9 +222,12 @@ class WorkerLink:
         holds = self._rounds.holds()
         for event in message.events:
             handoff = event.handoff
-            mailbox = self._mailboxes.get(HandoffId(handoff.request_id, handoff.attempt))
+            name = HandoffId(handoff.request_id, handoff.attempt)
+            mailbox = self._mailboxes.get(name)
             if mailbox is not None:
                 self._hand_on(event, mailbox, holds)
+            elif (late := self._late.pop(name, None)) is not None:
+                late(self.info.role, self.info.ref.worker_id, event)
             if event.HasField("refused"):
                 self._refused(event.refused.reason)
         if not self._settling:

@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import aclosing, asynccontextmanager
 
 import structlog
+from grpc import StatusCode
 
 from baton.core import Role
 from baton.errors import BatonError, InvalidRequest, NoWorker, Violation
@@ -71,7 +72,12 @@ class Admin(AdminServicer):
                 yield shown
 
     async def Trace(self, request: admin_pb2.TraceRequest, context: Context) -> admin_pb2.TraceReply:
-        raise NotImplementedError
+        running = (call.trace for call in self._floor.running if call.trace.request_id == request.request_id)
+        found = next(running, None) or self._floor.traces.find(request.request_id)
+        if found is None:
+            which = f"request {request.request_id[:128]!r}" if request.request_id else "a request"
+            await context.abort(StatusCode.NOT_FOUND, f"{which} is not among the last that ended here, nor running")
+        return found.reply()
 
     async def _replan(self, wanted: admin_pb2.ScaleRequest | None) -> Plan:
         """Say the next plan: of other sizes, or (None) of another generation. Raises InvalidRequest, NoWorker."""

@@ -80,6 +80,8 @@ class Router:
             if self._gateway is not None:
                 await self._gateway.stop(0)
             await asyncio.gather(*(server.stop(None) for server in self._servers), self._metrics.stop())
+            if self.floor.exporter is not None:
+                self.floor.exporter.close()
             self.floor.history.close(error)
             raise
         await self.floor.pool.start()
@@ -129,6 +131,8 @@ class Router:
                     await self._board.drop_router(self.floor.router_id)
         await self.floor.pool.stop()
         await self._metrics.stop()
+        if self.floor.exporter is not None:
+            await asyncio.to_thread(self.floor.exporter.close)
         self.floor.history.close()
         log.info("router_stopped", router_id=self.floor.router_id)
 

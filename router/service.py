@@ -18,6 +18,7 @@ from baton.rpc.status import abort
 from baton.rpc.v1 import inference_pb2 as pb
 from baton.rpc.v1.inference_pb2_grpc import InferenceServicer
 from baton.tokenizer import Tokenizer
+from baton.tracing.context import TRACEPARENT, TraceContext
 from router.access.interceptor import current_grant
 from router.access.limits import Concurrency, TextCall, limited, may_end
 from router.call import Call, answer, seed_of
@@ -70,7 +71,7 @@ class Inference(InferenceServicer):
         most_s = self._floor.settings.max_request_s
         task = cast("asyncio.Task[None]", asyncio.current_task())
         within_s = most_s if left_s is None else min(left_s, most_s)
-        call = Call(self._floor, task, within_s, message.request_id, current_grant())
+        call = Call(self._floor, task, within_s, message.request_id, current_grant(), _trace_of(context))
         try:
             if resumes:
                 check_resumes(message)
@@ -81,12 +82,13 @@ class Inference(InferenceServicer):
             raise
         except BatonError as error:
             self._note(call, request, error)
-            await abort(context, error, _shown(call))
+            await abort(context, error, call.trace.request_id)
         except Exception as error:  # the task's boundary: one request's bug is not the next one's
             log.exception("request_broke", request_id=call.name)
             self._note(call, request, errors.EngineFault(type(error).__name__))
-            await abort(context, error, _shown(call))
+            await abort(context, error, call.trace.request_id)
         else:
+            completed.ClearField("spans")  # the client has them
             self._note(call, request, None, **MessageToDict(completed, preserving_proto_field_name=True))
 
     async def _answer(self, message: pb.ResumeRequest, call: Call, context: Context) -> pb.Completed:
@@ -116,7 +118,7 @@ class Inference(InferenceServicer):
             spec = limited(spec, request, call.grant)
             received = received_of(message, spec, self._tokenizer.vocab_size)
             await check_received(self._grammars, spec, received)
-        call.asked = Asked.of(request, self._tokenizer)
+        call.asked, call.traced = Asked.of(request, self._tokenizer), request.trace
         call.determinism = message.system_fingerprint if spec.deterministic else ""
         call.resumable_s = request.resumable_s if request.HasField("resumable_s") else floor.settings.resumable_s
         return await answer(floor, call, spec, received, client)
@@ -199,6 +201,7 @@ class Inference(InferenceServicer):
         floor.outcomes["accepted"] += call.accepted
         for life in call.lives:
             life.note("ended", outcome=outcome, count=len(life.delivery.ids))
+        floor.traces.ended(call.trace, outcome, type(error).__name__ if error else "")
         timings = None if error else call.lives[0].stages.timings()
         floor.metrics.ended(outcome, timings, deterministic=message.deterministic)
         floor.seen.ended(call, outcome, error)
@@ -207,10 +210,11 @@ class Inference(InferenceServicer):
         if error is not None:
             stage = call.lives[0].stages.stage.value if call.lives else "parse"
             facts = {"stage": stage, "error": type(error).__name__, "reason": _reason(error)}
+            facts |= {"trace_id": call.trace.context.trace_id}
         write = log.warning if outcome == "failed" else log.info
         write(
             f"request_{outcome}",
-            request_id=_shown(call),
+            request_id=call.trace.request_id,
             client_tag=message.client_tag[:MAX_CLIENT_TAG_CHARS],
             completion_tokens=sum(len(life.delivery.ids) for life in call.lives),
             attempts=sum(life.attempts for life in call.lives),
@@ -218,9 +222,10 @@ class Inference(InferenceServicer):
         )
 
 
-def _shown(call: Call) -> str:
-    """Its name: one that was refused may be of any length, and in a status there is little room."""
-    return call.name[:MAX_CLIENT_TAG_CHARS]
+def _trace_of(context: Context) -> TraceContext | None:
+    """What its caller says; None: nothing, or nothing that can be read."""
+    said = [value for key, value in context.invocation_metadata() or () if key == TRACEPARENT]
+    return TraceContext.parse(str(said[0])) if len(said) == 1 else None
 
 
 def _reason(error: BatonError) -> str:

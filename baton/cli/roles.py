@@ -194,6 +194,9 @@ def router_settings(config: ClusterConfig, index: int = 0) -> RouterSettings:
         chunk=config.decode.max_batched_tokens,
         drain_s=config.scaling.drain_s,
         client_stall_s=router.slow_reader_s,
+        traces=config.tracing.keep,
+        otlp=config.tracing.otlp,
+        trace_sample=config.tracing.sample,
         worker_silence_s=config.ledger.lease_s,  # as long as a worker may be silent in the ledger, at least three beats
     )
 

@@ -203,6 +203,22 @@ class RetryConfig(Section):
     attempts: PositiveInt = Field(default=3, description="at one request, the first included, if workers are lost")
 
 
+class TracingConfig(Section):
+    """Where the time of each request went, in all processes: the router keeps it, and exports it if it is told where."""
+
+    otlp: str | None = Field(
+        default=None,
+        pattern=r"^https?://[^\s/]+:\d+$",
+        description="an OpenTelemetry collector's gRPC address, such as http://127.0.0.1:4317; none: no export",
+    )
+    sample: float = Field(
+        default=1.0, ge=0, le=1, description="the share that is exported; a caller's `traceparent` says for its own"
+    )
+    keep: Annotated[int, Field(ge=0, le=10_000)] = Field(
+        default=512, description="requests that ended last, whose spans each router keeps for `baton trace`"
+    )
+
+
 class LogConfig(Section):
     """Logs go to stderr, and to files in the state folder."""
 
@@ -236,6 +252,7 @@ class ClusterConfig(Section):
     security: SecurityConfig = SecurityConfig()
     retry: RetryConfig = RetryConfig()
     log: LogConfig = LogConfig()
+    tracing: TracingConfig = TracingConfig()
     resumable_s: float = Field(
         default=0.0, ge=0, le=MAX_RESUMABLE_S, description="a stream that does not say outlives its router for so long"
     )
