@@ -22,6 +22,7 @@ from baton.worker.census import Holding
 from baton.worker.commands import deadline_after
 from kvtransfer.handoff import PushJob, PushResult
 from prefill_workers.fetch import Fetches
+from prefill_workers.telling import Times, in_step, pushed, stepped
 from prefill_workers.work import Work, final, holdings, overdue, spare
 
 if TYPE_CHECKING:
@@ -98,7 +99,7 @@ class PrefillRole:
             session.emit([events.finished(handoff, finish)])
             return
         self._history.step("prefill", handoff)
-        self._work[handoff] = Work(session, spec, deadline, streams)
+        self._work[handoff] = Work(session, spec, deadline, streams, Times(self._clock))
         session.handoffs.add(handoff)
         fetch = self.fetches.begin(handoff, spec, to, message.skip)
         if fetch is None:
@@ -136,6 +137,7 @@ class PrefillRole:
         session.handoffs.discard(held)
         session.handoffs.add(handoff)
         work.streams, work.deadline, work.waits = streams, deadline, False
+        work.times.repushed()
         self._begin(PushJob(handoff, to, len(work.spec), message.skip, verify=work.spec.deterministic))
         if work.first is not None:
             self._history.tokens("tokens", handoff, work.first.tokens)
@@ -217,18 +219,13 @@ class PrefillRole:
     def stepped(self, result: StepResult) -> None:
         self.fetches.step_ended(result.computed)
         batches: dict[Session, list[worker_pb2.WorkerEvent]] = defaultdict(list)
-        for key, thoughts in result.thoughts:
-            if (work := self._work.get(key)) is not None:
-                work.thoughts.add(thoughts)
-                batches[work.session].append(events.thoughts(key, thoughts))
         for item in result.outputs:
-            if (work := self._work.get(item.key)) is not None:
+            if item.key in self._work:
                 self._history.tokens("tokens", item.key, item.tokens)
-                batches[work.session] += events.output(item)
-        for key, error in result.failed:
-            if (work := self._work.get(key)) is not None:
-                batches[work.session].append(events.failed(key, error))
-                self._drop(key)
+        for work, said in stepped(result, self._work):
+            batches[work.session] += said
+        for key, _ in result.failed:
+            self._drop(key)
         for session, batch in batches.items():
             session.emit(batch)  # the first token leaves before the last of its KV does
         for item in result.outputs:
@@ -240,6 +237,7 @@ class PrefillRole:
         self._loop.progressed()
         if layer == 0:
             self.fetches.step_began()
+            in_step(step, self._work, self._loop.step_began)
         for item in step:
             sequence = item.sequence
             work = self._work.get(sequence.key)
@@ -275,17 +273,13 @@ class PrefillRole:
             self._forget(handoff, "pushed")
             self.transfer_bytes += outcome.nbytes
             self.transport = outcome.transport
-            seconds = {"exposed_s": outcome.exposed_s, "round_trip_s": outcome.round_trip_s}
-            event = events.pushed(handoff, kv_bytes=outcome.nbytes, frames=outcome.frames, **seconds)
         elif work is not None and not isinstance(outcome, DigestMismatch):
             work.waits = True
             self._history.step("failed", handoff, error=type(outcome).__name__, held=True)
-            event = events.failed(handoff, outcome, held=True)
         else:
             self._forget(handoff, "failed")  # bytes that changed on the way are computed again
-            event = events.failed(handoff, outcome)
         if work is not None:
-            work.session.emit([event])
+            work.session.emit([pushed(handoff, outcome, work)])
 
     def tick(self) -> None:
         """Give up prompts whose deadline passed before they were computed, KV that nobody wants, and late fetches."""

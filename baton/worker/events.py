@@ -9,12 +9,14 @@ from baton.core import Finish, HandoffId, Thought, Token
 from baton.errors import BatonError
 from baton.rpc import convert
 from baton.rpc.thinking import thoughts_to_pb
-from baton.rpc.v1 import worker_pb2
+from baton.rpc.v1 import common_pb2, worker_pb2
 
 if TYPE_CHECKING:
+    from baton.clock import Clock
     from baton.engine.outcome import Output
 
 Event = worker_pb2.WorkerEvent
+Spans = Sequence[common_pb2.Span]
 
 
 def refused(handoff: HandoffId, reason: worker_pb2.RefusalReason.ValueType, detail: str) -> Event:
@@ -32,10 +34,20 @@ def stopping(handoff: HandoffId) -> Event:
     return refused(handoff, worker_pb2.REFUSAL_REASON_DRAINING, "this worker is stopping")
 
 
-def failed(handoff: HandoffId, error: BatonError, *, held: bool = False) -> Event:
+def failed(handoff: HandoffId, error: BatonError, *, held: bool = False, spans: Spans = ()) -> Event:
     """This attempt failed; nothing is held any more, unless `held` says that the KV waits for a Repush."""
     message = worker_pb2.Failed(kind=type(error).__name__, message=str(error), held=held)
-    return Event(handoff=convert.handoff_to_pb(handoff), failed=message)
+    return Event(handoff=convert.handoff_to_pb(handoff), failed=message, spans=spans)
+
+
+def span(name: str, begin: float, end: float, clock: Clock, **figures: object) -> common_pb2.Span:
+    """What took from `begin` to `end`, in monotonic seconds of `clock`. Who did it for what, the router knows."""
+    return common_pb2.Span(
+        name=name,
+        start_s=begin - clock.monotonic() + clock.wall(),
+        duration_s=max(0.0, end - begin),
+        attributes={what: str(figure) for what, figure in figures.items()},
+    )
 
 
 def tokens(handoff: HandoffId, items: Sequence[Token]) -> Event:
@@ -71,11 +83,17 @@ def reserved(handoff: HandoffId, cached_tokens: int) -> Event:
 
 
 def committed(
-    handoff: HandoffId, *, transfer_s: float = 0.0, commit_s: float = 0.0, kv_bytes: int = 0, transport: str = ""
+    handoff: HandoffId,
+    *,
+    transfer_s: float = 0.0,
+    commit_s: float = 0.0,
+    kv_bytes: int = 0,
+    transport: str = "",
+    spans: Spans = (),
 ) -> Event:
     """The one commit was accepted; the figures are for the router that waits for it."""
     message = worker_pb2.Committed(transfer_s=transfer_s, commit_s=commit_s, kv_bytes=kv_bytes, transport=transport)
-    return Event(handoff=convert.handoff_to_pb(handoff), committed=message)
+    return Event(handoff=convert.handoff_to_pb(handoff), committed=message, spans=spans)
 
 
 def fenced(handoff: HandoffId) -> Event:
@@ -88,9 +106,9 @@ def attached(handoff: HandoffId) -> Event:
     return Event(handoff=convert.handoff_to_pb(handoff), attached=worker_pb2.Attached())
 
 
-def preempted(handoff: HandoffId, reason: str) -> Event:
+def preempted(handoff: HandoffId, reason: str, spans: Spans = ()) -> Event:
     """Handed back: the pool is full."""
-    return Event(handoff=convert.handoff_to_pb(handoff), preempted=worker_pb2.Preempted(reason=reason))
+    return Event(handoff=convert.handoff_to_pb(handoff), preempted=worker_pb2.Preempted(reason=reason), spans=spans)
 
 
 def pushed(

@@ -79,6 +79,7 @@ class EngineLoop:
         self.paces = Paces()
         self._clock = clock or SystemClock()
         self.iterations = 0
+        self.step_began = 0.0  # the last one, in monotonic seconds
         self.failure: BaseException | None = None
         self._idle_s = idle_s
         self._jobs: queue.SimpleQueue[Job] = queue.SimpleQueue()
@@ -122,10 +123,10 @@ class EngineLoop:
         """One step if there is work. False: nothing could be done, so waiting costs nobody anything."""
         if not self.engine.has_work():
             return False
-        began = self._clock.monotonic()
+        self.step_began = self._clock.monotonic()
         result = self.engine.step()
         listener.stepped(result)
-        self.paces.note(result, self._clock.monotonic() - began)
+        self.paces.note(result, self._clock.monotonic() - self.step_began)
         return bool(result.computed or result.outputs or result.preempted or result.failed)
 
     def _drain(self, *, wait: bool = False) -> None:

@@ -165,6 +165,8 @@ class FakeSession:
 class SyncLoop:
     """Jobs wait until the test runs them, as they do for a step to end."""
 
+    step_began = 1000.0  # when a FakeClock begins
+
     def __init__(self):
         self.jobs: deque[Any] = deque()
 

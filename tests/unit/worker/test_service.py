@@ -265,6 +265,8 @@ async def test_malformed_commands_of_every_kind_leave_a_real_worker_alive(role):
 class Lazy:
     """The loop of a role that is made before its worker."""
 
+    step_began = 0.0
+
     loop: EngineLoop
 
     def submit(self, job):
