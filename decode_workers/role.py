@@ -24,7 +24,7 @@ from decode_workers.parking import Nobody, Parking
 from decode_workers.pins import Pins
 from decode_workers.reservations import Reservations, State
 from decode_workers.reserving import holdings, refusal_of
-from decode_workers.telling import ended, stepped, taken_over
+from decode_workers.telling import Times, ended, stepped, taken_over
 
 if TYPE_CHECKING:
     from baton.clock import Clock
@@ -57,7 +57,7 @@ class DecodeRole:
         self.pins = Pins(info, engine, loop)
         self.push_ended = self.pins.push_ended
         self.reservations = Reservations(info.fingerprint, self.committed, self.pins.fetch, self._history)
-        self.parking = Parking(clock)
+        self.parking, self._times = Parking(clock), Times(clock, engine.counters)
         self.draining = self._leaving = False
         if engine.backend.device.type == "cpu":  # elsewhere steps are short, and graphs tell nobody about their layers
             engine.watch(lambda work, layer: loop.progressed(), lambda sequence: None)
@@ -128,7 +128,7 @@ class DecodeRole:
             self._forget(handoff, "finished")
             session.emit([events.finished(handoff, finish)])
             return
-        self._engine.submit(handoff, spec)
+        self._times.begin(handoff, self._engine.submit(handoff, spec), alone=True)
         self._decodes(handoff, spec, session)
 
     def _decodes(self, handoff: HandoffId, spec: SequenceSpec, session: Owner) -> None:
@@ -194,9 +194,9 @@ class DecodeRole:
             self._hand_back(handoff)
 
     def _hand_back(self, handoff: HandoffId) -> None:
-        owner = self._sessions[handoff]
+        owner, spans = self._sessions[handoff], self._times.ended(handoff)
         self._drop(handoff)
-        owner.emit([events.preempted(handoff, "this worker is stopping")])
+        owner.emit([events.preempted(handoff, "this worker is stopping", spans)])
 
     def gone(self, session: Session) -> None:
         for handoff in list(session.handoffs):
@@ -231,6 +231,7 @@ class DecodeRole:
     def _forget(self, handoff: HandoffId, how: str = "released") -> None:
         """Nothing is held of it any more. What may be resumed is remembered until its router says that it need not."""
         self._adopted.discard(handoff)
+        self._times.ended(handoff)
         session = self._sessions.pop(handoff, None)
         if session is not None:
             self._history.step(how, handoff)
@@ -251,7 +252,7 @@ class DecodeRole:
             return  # released between the commit and now: the blocks are free already
         assert commit.spec is not None  # the table has seen to it
         try:
-            self._engine.adopt(handoff, commit.spec, reservation, commit.thinking)
+            tokens = self._engine.adopt(handoff, commit.spec, reservation, commit.thinking)
         except (InvalidRequest, ValueError) as error:
             self._history.blocks("let_go", handoff, reservation)
             reservation.release()
@@ -261,7 +262,8 @@ class DecodeRole:
             return
         self._history.tokens("adopted", handoff, commit.first)
         self._decodes(handoff, commit.spec, session)
-        said = taken_over(handoff, commit)
+        said = taken_over(handoff, commit, self._times)
+        self._times.begin(handoff, tokens, alone=False)
         self.parking.note(handoff, said)
         session.emit(said)
         if self._leaving:
@@ -272,7 +274,7 @@ class DecodeRole:
         for item in result.outputs:
             if item.key in self._sessions:
                 self._history.tokens("tokens", item.key, item.tokens)
-        for key, said in stepped(result):
+        for key, said in stepped(result, self._times):
             self._say(batches, key, said)
         for key, how in ended(result):
             self._forget(key, how)

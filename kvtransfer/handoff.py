@@ -100,7 +100,8 @@ class CommitState:
 
     `transfer_s`: the time in which frames of it were under way, each from its announcement (or the end of the one
     before, if that is later) until it was in its blocks. `commit_s`: from the last of these until the commit was
-    checked. `spec` None: the KV was fetched.
+    checked. `spec` None: the KV was fetched. `began_at`, `ended_at`: of the first frame's announcement, and of the last
+    one's end, in monotonic seconds here.
     """
 
     spec: SequenceSpec | None
@@ -110,6 +111,8 @@ class CommitState:
     kv_bytes: int
     transport: str
     thinking: ThinkingState | None = None
+    began_at: float = 0.0
+    ended_at: float = 0.0
 
 
 class HandoffTable(Protocol):

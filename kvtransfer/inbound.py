@@ -32,6 +32,7 @@ class Inbound:
     digests: list[bytes] = field(default_factory=list)
     dropped: bool = False
     busy_s: float = 0.0
+    first_at: float = 0.0  # a frame was announced; 0: none was
     last_at: float = 0.0
 
     def check(self, message: pb.Commit) -> None:

@@ -140,6 +140,7 @@ class Intake:
         now = time.monotonic()
         if inbound is not None:
             inbound.busy_s += now - max(frame.announced_at, self._done_at)
+            inbound.first_at = inbound.first_at or frame.announced_at
             inbound.last_at = now
         self._done_at = now
         self.received += 1
@@ -210,5 +211,7 @@ class Intake:
             commit_s=time.monotonic() - inbound.last_at,
             kv_bytes=inbound.announced.nbytes,
             transport=self._transport,
+            began_at=inbound.first_at,
+            ended_at=inbound.last_at,
         )
         self._table.commit(inbound.handoff, self._sender, state)

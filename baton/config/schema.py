@@ -204,7 +204,7 @@ class RetryConfig(Section):
 
 
 class TracingConfig(Section):
-    """Where the time of each request went, in all processes: the router keeps it, and exports it if it is told where."""
+    """Where the time of each request went, in all processes: a router keeps it, and exports it if it is told where."""
 
     otlp: str | None = Field(
         default=None,

@@ -78,8 +78,7 @@ class Engine:
         self.backend, self.layout, self.tokenizer = backend, backend.layout, tokenizer
         self.pool = BlockPool(total_blocks)
         self.kv = backend.make_cache(total_blocks + (shapes is not None))  # the last one is nobody's
-        self.counters = Counters()
-        self._prefix_cache = prefix_cache
+        self.counters, self._prefix_cache = Counters(), prefix_cache
         longest = min(backend.max_model_len, total_blocks * self.layout.block_size)
         self.max_model_len = min(longest, max_model_len or longest)
         self._scheduler = Scheduler(
@@ -110,30 +109,30 @@ class Engine:
         """Room for the KV of `tokens` positions and one more, or None: not now.
 
         `prefix` names the sequence's first full blocks: those that are in the cache need not come, but for the last
-        position, which always does. Leaves one block for each running sequence to grow into, and room for the next that
-        waits here.
+        position, which always does. Leaves a block for each running sequence, and room for the next that waits here.
         """
         names = prefix[: (tokens - 1) // self.layout.block_size] if self._prefix_cache else ()
         return Reservation.of(self.pool, self.layout, tokens + 1, names, self._scheduler.watermark)
 
-    def submit(self, key: HandoffId, spec: SequenceSpec, *, hold: bool = False) -> None:
+    def submit(self, key: HandoffId, spec: SequenceSpec, *, hold: bool = False) -> TokenSequence[int]:
         """Compute `spec` from its first token on. `hold`: stop after one new token and keep the blocks for `held`.
 
-        Raises InvalidRequest if it can never be computed here, ValueError if `key` is in use.
+        Returns its tokens, which grow. Raises InvalidRequest if it can never be, ValueError if `key` is in use.
         """
         self.validate(spec)
         self._check_new(key)
         if (request := self._registered(self._beginnings.begin(key, spec, hold=hold))) is not None:
             self._scheduler.add(request.sequence)
+        return request.choice.tokens if request is not None else ()
 
     def adopt(
         self, key: HandoffId, spec: SequenceSpec, reservation: Reservation, thinking: ThinkingState | None = None
-    ) -> None:
-        """Go on with a sequence whose KV, but for its last token, lies in `reservation` (from `reserve`).
+    ) -> TokenSequence[int]:
+        """Go on with a sequence whose KV, but for its last token, lies in `reservation` (from `reserve`). Returns its
+        tokens, which grow. The last of `spec.known` was delivered elsewhere. `thinking`: of a model that thinks.
 
-        The last token of `spec.known` was delivered elsewhere; the next one has index `len(spec.known)`. `thinking`: of
-        a model that thinks. The reservation is the engine's from here on. Raises ValueError if it is used already or
-        too small, for a wrong `thinking` or a `key` in use, and InvalidRequest like `submit`; it is the caller's then.
+        The reservation is the engine's from here on. Raises ValueError if it is used already or too small, for a wrong
+        `thinking` or a `key` in use, and InvalidRequest like `submit`; it is the caller's then.
         """
         self.validate(spec)
         reservation.check(self.pool, self.layout.blocks_for(len(spec) - 1))
@@ -143,9 +142,10 @@ class Engine:
         if request is None:
             self.pool.history.blocks("let_go", key, allocation)
             allocation.release()
-        else:
-            request.sequence.allocation = allocation
-            self._scheduler.adopt(request.sequence, reservation.cached_tokens)
+            return ()
+        request.sequence.allocation = allocation
+        self._scheduler.adopt(request.sequence, reservation.cached_tokens)
+        return request.choice.tokens
 
     def rename(self, key: HandoffId, new: HandoffId) -> None:
         """From now on the request `key` is `new`, in whatever state. Raises KeyError or ValueError for wrong ones."""

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from baton.core import Finish, HandoffId, Thought, Token
     from baton.engine.scheduler import Scheduler
     from baton.engine.sequence import Sequence, Work
+    from baton.engine.windows import Verifying
     from baton.errors import EngineFault
 
 
@@ -46,6 +47,7 @@ class StepResult:
     prefill: int = 0  # of the computed ones
     context: int = 0
     prefill_context: int = 0
+    verifying: list[tuple[HandoffId, Verifying]] = field(default_factory=list)  # of a verify pass: all so far, and live
 
     def tell_thoughts(self, sequences: Iterable[Sequence]) -> None:
         """Those that they have and that did not come out of the engine yet."""

@@ -11,6 +11,7 @@ reads.
 
 from __future__ import annotations
 
+import time
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -142,6 +143,7 @@ class FixedForwards:
         self._backend, self._shapes, self._thoughts = backend, shapes, thoughts
         self._inputs = FixedInputs(backend, shapes, max_blocks, spare)
         self._sampler = Sampler()
+        self._began = 0.0  # the last of them
 
     def begin(self, request: Request, prompt: int) -> None:
         """It is deterministic, and its prompt has so many tokens."""
@@ -160,6 +162,7 @@ class FixedForwards:
         """Run the model: what it says of the tokens that come next in each window. Nothing of a chunk of the grid that
         is to be computed again, with what was thought about a part of it.
         """
+        self._began = time.monotonic()
         work = [Work(window.sequence, window.count) for window in windows]
         told = partial(on_layer, work) if on_layer is not None else None
         batch = self._inputs.build(windows, [request.tokens for request in requests], told, self._thoughts)
@@ -181,6 +184,11 @@ class FixedForwards:
         counters.steps += result.computed == tokens  # else the ordinary batch has counted it
         counters.prefill_tokens += sum(Work(window.sequence, window.count).prefill_tokens for window in windows)
         counters.verify_passes += not on_grid
+        for window in () if on_grid else windows:
+            verifying = _of(window).verifying
+            verifying.passes += 1
+            verifying.seconds += time.monotonic() - self._began
+            result.verifying.append((window.sequence.key, verifying))
 
     def _draws(self, windows: Sequence[Window], requests: Sequence[Request], logits: Tensor) -> list[Draws]:
         """For each window. Rows whose state follows from the position alone are drawn at once."""
@@ -218,6 +226,7 @@ class FixedForwards:
             if choice.finish is not None or not agrees:
                 break
         counters.rollbacks += not agrees
+        fixed.verifying.rollbacks += not agrees
         if choice.finish is None and agrees and tokens and len(choice.tokens) > len(draft.tokens):
             draft.push(choice.tokens[-1])  # the free one, behind candidates that were all right
         elif choice.finish is not None or not agrees:

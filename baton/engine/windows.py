@@ -8,7 +8,7 @@ goes into a step, so that nobody else waits for more than one.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from baton.engine.fixed import FixedShapes
@@ -19,6 +19,15 @@ if TYPE_CHECKING:
     from baton.engine.sequence import Sequence
 
 PATIENCE = 4  # steps that one who is due waits for company
+
+
+@dataclass(slots=True)
+class Verifying:
+    """The verify passes that one sequence was part of: how many, how long they took, and how many disagreed with it."""
+
+    passes: int = 0
+    seconds: float = 0.0
+    rollbacks: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -35,6 +44,7 @@ class Fixed:
     ended: bool = False  # no candidate can follow the last one
     waited: int = 0  # steps since it is due
     holds: bool = False  # it ends with one more token, which needs no candidate
+    verifying: Verifying = field(default_factory=Verifying)
 
     @property
     def on_grid(self) -> bool:

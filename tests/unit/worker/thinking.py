@@ -56,7 +56,7 @@ def takes_states(engine):
         given.append(thinking)
         if thinking is None:
             raise ValueError("thinking: the model thinks, and there is no state")
-        adopt(key, spec, reservation)
+        return adopt(key, spec, reservation)
 
     engine.adopt = adopt_thinking
     return given
