@@ -104,6 +104,7 @@ app.command()(operating.drain)
 app.command()(operating.restart)
 app.command()(watching.logs)
 app.command()(watching.top)
+app.command()(operating.trace)
 
 
 @app.command()
@@ -122,6 +123,7 @@ def generate(  # noqa: PLR0913, PLR0917 (each is an option of the command)
     think_while_decoding: ThinkWhileDecoding = None,
     model: ModelName = "",
     show: Annotated[str, typer.Option(help="timings,tokens,thoughts")] = "",
+    trace: Annotated[Path | None, typer.Option(help="write where the time went to this file, for Perfetto")] = None,
     timeout: Timeout = 120.0,
     name: ClusterName = None,
     target: Target = None,
@@ -137,7 +139,7 @@ def generate(  # noqa: PLR0913, PLR0917 (each is an option of the command)
     options |= {"seed": seed, "stop": stop or [], "deterministic": deterministic or None, "model": model}
     options |= {"think_while_decoding": think_while_decoding}
     wanted = command.Shown.parse(show, as_json=as_json)
-    command.generate(Router(name, target, timeout, token, tls).client(), prompt, options, wanted)
+    command.generate(Router(name, target, timeout, token, tls).client(), prompt, options, wanted, trace)
 
 
 @app.command()

@@ -7,6 +7,7 @@ import json
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import typer
 
@@ -15,7 +16,7 @@ from baton.client.types import Completion, Delta, Options
 from baton.errors import EngineFault, InvalidRequest
 
 SHOWN = ("timings", "tokens", "thoughts")
-STAGES = ("queue", "route", "reserve", "prefill", "transfer", "commit", "decode")
+STAGES = ("queue", "route", "reserve", "prefill", "transfer", "commit", "decode", "verify")
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,13 +38,15 @@ class Shown:
         return cls("timings" in names, "tokens" in names, as_json, "thoughts" in names)
 
 
-def generate(client: Client, prompt: str, options: Options, shown: Shown) -> None:
-    """Print the answer as it comes. Raises BatonError."""
+def generate(client: Client, prompt: str, options: Options, shown: Shown, trace: Path | None = None) -> None:
+    """Print the answer as it comes; `trace`: write where its time went to this file. Raises BatonError."""
     # As in an argument: what is not UTF-8 is refused by name later, and not a traceback here.
     text = sys.stdin.buffer.read().decode(errors="surrogateescape") if prompt == "-" else prompt
     at_once = not shown.as_json and options.get("n") in {None, 1}  # several answers cannot be shown as they come
     if shown.thoughts:
         options = {**options, "thoughts": True}
+    if trace is not None:
+        options = {**options, "trace": True}
     with client, client.stream(text, **options) as stream:
         for delta in stream:
             if delta.thoughts and not shown.as_json:
@@ -52,6 +55,10 @@ def generate(client: Client, prompt: str, options: Options, shown: Shown) -> Non
                 typer.echo(delta.text, nl=False)
                 sys.stdout.flush()
         completion = stream.collect()
+    if trace is not None:
+        from baton.cli.trace import write
+
+        write(trace, completion.trace, completion.request_id, completion.trace_id)
     if shown.as_json:
         typer.echo(json.dumps(dataclasses.asdict(completion)))
         return
@@ -89,7 +96,8 @@ def describe(completion: Completion, shown: Shown) -> None:
         typer.echo(f"placement {placed(completion)}")
         timings = completion.timings
         values = dataclasses.asdict(timings)
-        typer.echo("stages    " + ", ".join(f"{stage} {values[f'{stage}_s'] * 1e3:.1f}" for stage in STAGES) + " ms")
+        stages = [stage for stage in STAGES if stage != "verify" or timings.verify_s]
+        typer.echo("stages    " + ", ".join(f"{stage} {values[f'{stage}_s'] * 1e3:.1f}" for stage in stages) + " ms")
         typer.echo(f"latency   {latency(completion)}, end to end {timings.e2e_s * 1e3:.1f} ms")
         if completion.system_fingerprint:
             typer.echo(f"system    {completion.system_fingerprint}")

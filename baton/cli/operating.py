@@ -1,4 +1,4 @@
-"""`baton scale | drain | restart`: what operators say to a running cluster, and how they wait for it."""
+"""`baton scale | drain | restart | trace`: what operators say to a running cluster, and how they wait for it."""
 
 from __future__ import annotations
 
@@ -82,6 +82,20 @@ def restart(
         operator.wait_settled(plan.number, wait)
     text = f"all workers are replaced, generation {plan.generation}"
     _say({"generation": plan.generation}, text, as_json, done=bool(wait))
+
+
+def trace(
+    request: Annotated[str, typer.Argument(help="a request id (default: the last one)")] = "",
+    out: Annotated[Path | None, typer.Option(help="write a file for ui.perfetto.dev")] = None,
+    name: ClusterName = None,
+    target: AdminTarget = None,
+    tls: Tls = None,
+    as_json: Json = False,
+) -> None:
+    """Show where the time of one of the last requests went, in the router and in its workers."""
+    from baton.cli import trace as command
+
+    command.trace(request, name, target, tls, out, as_json=as_json)
 
 
 def _operator(name: str | None, target: str | None, tls: Path | None) -> Operator:

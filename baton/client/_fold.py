@@ -9,8 +9,10 @@ from baton.client.types import Choice, Completion, Delta, Placement, Thought, Ti
 from baton.core import FinishReason, TokenLogprobs
 from baton.errors import EngineFault
 from baton.rpc import convert
+from baton.rpc.spans import span_from_pb
 from baton.rpc.v1 import common_pb2 as common
 from baton.rpc.v1 import inference_pb2 as inference
+from baton.tracing.span import Span
 
 
 @dataclass(slots=True)
@@ -44,6 +46,8 @@ class Fold:
         self.timings: Timings | None = None
         self.placement: Placement | None = None
         self.system_fingerprint = ""
+        self.trace_id = ""
+        self.trace: tuple[Span, ...] = ()
         self._started = False  # an event has arrived: from then on the request must not be sent again
         self._events = 0  # of the stream that is read now
         self._choices: dict[int, _ChoiceState] = {}
@@ -85,6 +89,8 @@ class Fold:
                 self.timings = Timings(**values(event.completed.timings))
                 self.placement = Placement(**values(event.completed.placement))
                 self.system_fingerprint = event.completed.system_fingerprint
+                self.trace_id = event.completed.trace_id
+                self.trace = tuple(map(span_from_pb, event.completed.spans))
         return None  # the others, also those of newer servers, need nothing done
 
     def _received(self, choices: int) -> list[common.TokenIds]:
@@ -105,7 +111,7 @@ class Fold:
         if any(state.finish_reason is None for state in self._choices.values()) or not self._choices:
             raise self._broken("a choice did not finish")
         choices = tuple(self._choice(index) for index in sorted(self._choices))
-        rest = (self.usage, self.timings, self.placement, self.system_fingerprint)
+        rest = (self.usage, self.timings, self.placement, self.system_fingerprint, self.trace_id, self.trace)
         return Completion(self.request_id, choices, *rest)
 
     def _check_order(self, event: inference.GenerateEvent) -> None:

@@ -8,6 +8,7 @@ from typing import TypeAlias, TypedDict
 
 from baton.core import FinishReason, TokenLogprobs, WorkerInfo
 from baton.load import Load
+from baton.tracing.span import Span
 
 Prompt: TypeAlias = str | Sequence[int]
 """Text, or token ids."""
@@ -44,6 +45,7 @@ class Options(TypedDict, total=False):
     choices: Sequence[str] | None
     priority: int | None  # (0) -100 to 100; higher goes first
     cache_scope: str | None  # ("") computed prompts are shared only within a scope
+    trace: bool | None  # (False) the answer comes with the spans of all processes that had to do with it
     resumable_s: float | None  # (30) a stream whose router is lost goes on for so long, and is resumed where it is
     client_tag: str | None  # a label for logs
     idempotency_key: str | None
@@ -161,6 +163,8 @@ class Completion:
     timings: Timings
     placement: Placement
     system_fingerprint: str = ""  # of all that the bits of the answer depend on, beside the request
+    trace_id: str = ""  # 32 hex digits
+    trace: tuple[Span, ...] = ()  # if it was asked for; by their start
 
     @property
     def text(self) -> str:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from baton.engine.outcome import StepResult
     from baton.load import Load
 
-Job = Callable[[], None]
+Job = Callable[[], object]
 log = structlog.get_logger(__name__)
 
 

@@ -20,6 +20,7 @@ from baton.config.security import TlsConfig
 from baton.errors import BatonError, EngineFault, UnknownModel
 from baton.rpc.v1 import inference_pb2 as pb
 from baton.telemetry import Metrics
+from baton.tracing.context import TRACEPARENT
 from router.gateway.answer import Answer
 from router.gateway.chat import chat_job
 from router.gateway.completions import completion_job
@@ -146,7 +147,8 @@ class Gateway:
 
 
 def _metadata(request: Request) -> Metadata:
-    return metadata_of(request.headers.get("authorization"))
+    traceparents = request.headers.getlist(TRACEPARENT)
+    return metadata_of(request.headers.get("authorization"), traceparents[0] if len(traceparents) == 1 else None)
 
 
 def _json(value: Json) -> Response:

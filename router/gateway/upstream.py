@@ -16,6 +16,7 @@ from baton.rpc.status import from_rpc_error, request_id_of
 from baton.rpc.tls import IN_THE_CLEAR, Wire
 from baton.rpc.v1 import inference_pb2 as pb
 from baton.rpc.v1.inference_pb2_grpc import InferenceStub
+from baton.tracing.context import TRACEPARENT, TraceContext
 
 UNARY_S = 10.0
 AT_ONCE = 16  # prompts of one HTTP request: a long list must not fill the router's queue
@@ -30,13 +31,17 @@ T = TypeVar("T")
 log = structlog.get_logger(__name__)
 
 
-def metadata_of(authorization: str | None) -> Metadata:
-    """The credential, passed on as it came. Raises Unauthenticated for one that no gRPC header can carry."""
+def metadata_of(authorization: str | None, traceparent: str | None = None) -> Metadata:
+    """The credential, passed on as it came, and the trace, if it is one. Raises Unauthenticated for a credential that
+    no gRPC header can carry.
+    """
+    traced = traceparent is not None and TraceContext.parse(traceparent) is not None
+    trace = ((TRACEPARENT, traceparent or ""),) if traced else ()
     if authorization is None:
-        return ()
+        return trace
     if not (authorization.isascii() and authorization.isprintable()):
         raise Unauthenticated("the Authorization header must be printable ASCII")
-    return (("authorization", authorization),)
+    return (("authorization", authorization), *trace)
 
 
 class Upstream:

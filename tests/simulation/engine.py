@@ -16,6 +16,8 @@ from baton.engine.oracle import OracleBackend
 from tests.simulation.memory import BACKEND, BLOCK, LAYOUT, MAX_LEN, CheckedCache, PoisonedPool, SimBackend
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import Tensor
 
     from baton.engine.batch import Batch
@@ -82,15 +84,17 @@ class WatchedEngine(Engine):
         found = (request.sequence for request in self._requests.values() if request.draft is not None)
         return {sequence.allocation.blocks[0] for sequence in found if sequence.allocation is not None}
 
-    def submit(self, key: HandoffId, spec: SequenceSpec, *, hold: bool = False) -> None:
-        super().submit(key, spec, hold=hold)
+    def submit(self, key: HandoffId, spec: SequenceSpec, *, hold: bool = False) -> Sequence[int]:
+        tokens = super().submit(key, spec, hold=hold)
         self._specs[key], self._next[key] = spec, len(spec.known)
+        return tokens
 
     def adopt(
         self, key: HandoffId, spec: SequenceSpec, reservation: Reservation, thinking: ThinkingState | None = None
-    ) -> None:
-        super().adopt(key, spec, reservation, thinking)
+    ) -> Sequence[int]:
+        tokens = super().adopt(key, spec, reservation, thinking)
         self._specs[key], self._next[key] = spec, len(spec.known)
+        return tokens
 
     def rename(self, key: HandoffId, new: HandoffId) -> None:
         super().rename(key, new)

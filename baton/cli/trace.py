@@ -1,0 +1,133 @@
+"""`baton trace`: where the time of one of the last requests went, as bars in the terminal and as a file."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import grpc
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from baton.cli.access import Reach, find_reach
+from baton.cli.operate import TIMEOUT_S
+from baton.cli.up import find_cluster
+from baton.errors import BatonError, ConfigError, InvalidRequest, NoWorker
+from baton.rpc.channel import from_here
+from baton.rpc.spans import span_from_pb
+from baton.rpc.status import from_rpc_error
+from baton.rpc.v1 import admin_pb2
+from baton.rpc.v1.admin_pb2_grpc import AdminStub
+from baton.tracing.chrome import chrome_trace
+from baton.tracing.span import Span, processes
+
+COLOURS = {"router": "cyan", "prefill": "yellow", "decode": "green"}
+WIDTH = 48  # of the bars
+EIGHTHS = " ▏▎▍▌▋▊▉█"
+SHOWN = ("tokens", "cached_tokens", "chunks", "kv_bytes", "transport", "steps", "passes", "rollbacks", "ended", "error")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Found:
+    """What a router said of a request."""
+
+    request_id: str
+    trace_id: str
+    outcome: str
+    spans: tuple[Span, ...]
+
+
+def trace(
+    request: str, name: str | None, target: str | None, tls: Path | None, out: Path | None, *, as_json: bool
+) -> None:
+    """Print it, and write it to `out`. Raises InvalidRequest for one that is not kept, NoWorker without a router."""
+    running = None if target else find_cluster(name)
+    admins = [from_here(admin) for admin in (running.admin, *running.admins[1:])] if running else [str(target)]
+    found = find(request, admins, find_reach(running, tls))
+    if out is not None:
+        write(out, found.spans, found.request_id, found.trace_id)
+    if as_json:
+        typer.echo(json.dumps(dataclasses.asdict(found)))
+    else:
+        show(found)
+
+
+def find(request: str, admins: Sequence[str], reach: Reach) -> Found:
+    """Of whichever router had it; without a name, the one of all that began last."""
+    asked = [_ask(request, admin, reach) for admin in admins]
+    found = [one for one in asked if isinstance(one, Found)]
+    if found:
+        return max(found, key=lambda one: one.spans[0].start_s if one.spans else 0.0)
+    failure = next((one for one in asked if isinstance(one, BatonError) and not isinstance(one, InvalidRequest)), None)
+    raise failure or next((one for one in asked if isinstance(one, BatonError)), NoWorker("no router is there"))
+
+
+def _ask(request: str, admin: str, reach: Reach) -> Found | BatonError:
+    with reach.channel(admin) as channel:
+        try:
+            call = AdminStub(channel).Trace
+            reply = call(admin_pb2.TraceRequest(request_id=request), timeout=TIMEOUT_S, metadata=reach.metadata)
+        except grpc.RpcError as error:
+            if isinstance(error, grpc.Call) and error.code() is grpc.StatusCode.NOT_FOUND:
+                return InvalidRequest.of("REQUEST", str(error.details()))
+            return from_rpc_error(error, admin)
+    return Found(reply.request_id, reply.trace_id, reply.outcome, tuple(map(span_from_pb, reply.spans)))
+
+
+def write(out: Path, spans: Sequence[Span], request_id: str, trace_id: str) -> None:
+    """A file for ui.perfetto.dev. Raises ConfigError when it cannot be written."""
+    try:
+        out.write_text(json.dumps(chrome_trace(spans, request_id, trace_id)))
+    except OSError as error:
+        raise ConfigError(f"cannot write {out}: {error.strerror}") from error
+    typer.echo(f"trace written to {out}: open it at https://ui.perfetto.dev", err=True)
+
+
+def show(found: Found, console: Console | None = None) -> None:
+    """Bars on one axis, a group of rows for each process."""
+    console = console or Console(highlight=False)
+    console.print(f"request   {found.request_id}, {found.outcome}\ntrace     {found.trace_id}")
+    if not found.spans:
+        console.print("it ended before its first stage: there are no spans")
+        return
+    began = min(span.start_s for span in found.spans)
+    whole = max(max(span.end_s for span in found.spans) - began, 1e-9)
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for title, justify in (("", "left"), ("at ms", "right"), ("took ms", "right"), ("", "left"), ("", "left")):
+        table.add_column(title, justify="right" if justify == "right" else "left", no_wrap=True)
+    for row in rows(found.spans, began, whole):
+        table.add_row(*row)
+    console.print(table)
+
+
+def rows(spans: Sequence[Span], began: float, whole: float) -> Iterator[tuple[Text, str, str, Text, str]]:
+    """One for each process, and below it one for each span. Seconds."""
+    for role, process in processes(spans):
+        yield Text(process, style=f"bold {COLOURS.get(role, '')}".strip()), "", "", Text(), ""
+        for span in spans:
+            if (span.role, span.process) == (role, process):
+                at, took = f"{(span.start_s - began) * 1e3:.1f}", f"{span.duration_s * 1e3:.1f}"
+                yield Text(f"  {_title(span)}"), at, took, bar(span, began, whole), _figures(span)
+
+
+def bar(span: Span, began: float, whole: float) -> Text:
+    """Eighths of a character, and at least one of them: what is short is seen too."""
+    begin = round((span.start_s - began) / whole * WIDTH * 8)
+    length = max(1, round((span.end_s - began) / whole * WIDTH * 8) - begin)
+    begin, length = min(begin, WIDTH * 8 - 1), min(length, WIDTH * 8)
+    full, rest = divmod(length, 8)
+    text = " " * (begin // 8) + EIGHTHS[8] * full + (EIGHTHS[rest] if rest else "")
+    return Text(text.ljust(WIDTH)[:WIDTH], style=COLOURS.get(span.role, ""))
+
+
+def _title(span: Span) -> str:
+    attempt = f" #{span.attempt}" if span.attempt > 1 else ""
+    return f"{span.name}{attempt}" + (f" ({span.choice})" if span.choice else "")
+
+
+def _figures(span: Span) -> str:
+    return ", ".join(f"{name} {span.attributes[name]}" for name in SHOWN if name in span.attributes)
