@@ -20,11 +20,12 @@ from baton.rpc.v1 import worker_pb2
 from baton.worker import events
 from baton.worker.census import Holding
 from baton.worker.commands import deadline_after
+from baton.worker.times import DecodeTimes
 from decode_workers.parking import Nobody, Parking
 from decode_workers.pins import Pins
 from decode_workers.reservations import Reservations, State
 from decode_workers.reserving import holdings, refusal_of
-from decode_workers.telling import Times, ended, stepped, taken_over
+from decode_workers.telling import ended, stepped, taken_over
 
 if TYPE_CHECKING:
     from baton.clock import Clock
@@ -49,15 +50,14 @@ class DecodeRole:
         self._info = info
         self._engine = engine
         self._loop = loop
-        self._records = records
-        self._clock = clock
+        self._records, self._clock = records, clock
         self._history = engine.pool.history
         self._sessions: dict[HandoffId, Owner] = {}
         self._adopted: set[HandoffId] = set()
         self.pins = Pins(info, engine, loop)
         self.push_ended = self.pins.push_ended
         self.reservations = Reservations(info.fingerprint, self.committed, self.pins.fetch, self._history)
-        self.parking, self._times = Parking(clock), Times(clock, engine.counters)
+        self.parking, self._times = Parking(clock), DecodeTimes(clock, engine.counters)
         self.draining = self._leaving = False
         if engine.backend.device.type == "cpu":  # elsewhere steps are short, and graphs tell nobody about their layers
             engine.watch(lambda work, layer: loop.progressed(), lambda sequence: None)

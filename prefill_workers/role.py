@@ -20,9 +20,10 @@ from baton.worker import events
 from baton.worker.attempts import Attempts
 from baton.worker.census import Holding
 from baton.worker.commands import deadline_after
+from baton.worker.times import PrefillTimes
 from kvtransfer.handoff import PushJob, PushResult
 from prefill_workers.fetch import Fetches
-from prefill_workers.telling import Times, in_step, pushed, stepped
+from prefill_workers.telling import in_step, pushed, stepped
 from prefill_workers.work import Work, final, holdings, overdue, spare
 
 if TYPE_CHECKING:
@@ -99,7 +100,7 @@ class PrefillRole:
             session.emit([events.finished(handoff, finish)])
             return
         self._history.step("prefill", handoff)
-        self._work[handoff] = Work(session, spec, deadline, streams, Times(self._clock))
+        self._work[handoff] = Work(session, spec, deadline, streams, PrefillTimes(self._clock))
         session.handoffs.add(handoff)
         fetch = self.fetches.begin(handoff, spec, to, message.skip)
         if fetch is None:

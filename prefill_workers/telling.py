@@ -10,53 +10,14 @@ from kvtransfer.handoff import PushResult
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
-    from baton.clock import Clock
     from baton.core import HandoffId
     from baton.engine.outcome import Output, StepResult
     from baton.engine.sequence import Work as StepWork
     from baton.errors import HandoffError
-    from baton.rpc.v1 import common_pb2, worker_pb2
+    from baton.rpc.v1 import worker_pb2
     from prefill_workers.work import Work
 
     Event = worker_pb2.WorkerEvent
-
-
-class Times:
-    """When what was done for a handoff, in monotonic seconds, and its spans, each said once."""
-
-    def __init__(self, clock: Clock) -> None:
-        self._clock = clock
-        self._since = clock.monotonic()  # accepted; later, in its first step
-        self._leaves: float | None = None  # since when its KV may leave; None: it may not
-        self._chunks = 0
-        self._spans: list[common_pb2.Span] = []
-
-    def in_step(self, began: float, *, streams: bool) -> None:
-        """The first layer of a step that began then is there."""
-        if not self._chunks:
-            self._spans.append(events.span("wait", self._since, began, self._clock))
-            self._since = began
-            self._leaves = self._clock.monotonic() if streams else None
-        self._chunks += 1
-
-    def computed(self, tokens: int, cached: int) -> None:
-        """So many were known, and so many of them in the cache; the first new one is there now."""
-        now, figures = self._clock.monotonic(), {"tokens": tokens - cached, "cached_tokens": cached}
-        self._spans.append(events.span("compute", self._since, now, self._clock, **figures, chunks=self._chunks))
-        self._leaves = now if self._leaves is None else self._leaves
-
-    def repushed(self) -> None:
-        """It is handed over anew, from now on."""
-        self._leaves = None if self._leaves is None else self._clock.monotonic()
-
-    def pushed(self, **figures: object) -> None:
-        """Its push ended."""
-        if self._leaves is not None:
-            self._spans.append(events.span("push", self._leaves, self._clock.monotonic(), self._clock, **figures))
-
-    def said(self) -> list[common_pb2.Span]:
-        spans, self._spans = self._spans, []
-        return spans
 
 
 def in_step(step: Iterable[StepWork], works: Mapping[HandoffId, Work], began: float) -> None:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from baton.history import Blocks
     from baton.rpc.v1 import worker_pb2
     from baton.worker.session import Session
-    from prefill_workers.telling import Times
+    from baton.worker.times import PrefillTimes
 
 
 @dataclass(slots=True)
@@ -33,7 +33,7 @@ class Work:
     spec: SequenceSpec
     deadline: float | None
     streams: bool
-    times: Times
+    times: PrefillTimes
     first: Output | None = None
     waits: bool = False
     thoughts: Thoughts = field(default_factory=Thoughts)

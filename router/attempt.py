@@ -31,7 +31,7 @@ from router.claim import Claim
 from router.link import Item, Mailbox, WorkerLink
 from router.terms import FAILURES, MAY_FIT_LATER, REFUSALS, WORTH_ANOTHER, Lasting
 from router.thoughts import most_events
-from router.traces import Track
+from router.watch.traces import Track
 
 _ANSWER_S = 15.0  # for a Reserve or a Fence, which a live worker answers between two steps
 _SPARE_EVENTS = 16  # events of one handoff that carry no token

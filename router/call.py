@@ -20,7 +20,7 @@ from router.floor import Floor
 from router.lifecycle import Life, run
 from router.terms import Lasting
 from router.thoughts import Asked
-from router.traces import Trace
+from router.watch.traces import Trace
 
 
 class Call:

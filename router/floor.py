@@ -22,8 +22,8 @@ from router.admission import Admission, Bounds
 from router.alike import Alike
 from router.claim import Claim
 from router.policy import ALONE, POLICIES
-from router.traces import Traces
 from router.watch.seen import Seen
+from router.watch.traces import Traces
 from router.workers import WorkerPool, WorkerSource
 
 if TYPE_CHECKING:

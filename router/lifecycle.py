@@ -23,7 +23,7 @@ from router.delivery import Delivery, EventStream
 from router.floor import Floor
 from router.link import WorkerLink
 from router.thoughts import Thoughts, fitted
-from router.traces import Track
+from router.watch.traces import Track
 
 if TYPE_CHECKING:
     from baton.ledger.ownership_table import OwnershipRecord

@@ -35,6 +35,7 @@ NOT_CORE = (
     "baton/engine/kernels/",
     "baton/engine/tp/",
     "baton/worker/census.py",
+    "baton/worker/times.py",
     "router/gateway/",
     "router/access/",
     "router/watch/",

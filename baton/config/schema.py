@@ -10,6 +10,7 @@ from pydantic import BeforeValidator, ConfigDict, Field, PositiveInt, field_vali
 from baton.config.listeners import KEPT_IN, encrypts, unsafe
 from baton.config.pool import NONE_IF_COLOCATED, PoolConfig, PrefillConfig, ScalingConfig, joined
 from baton.config.security import Section, SecurityConfig
+from baton.config.tracing import TracingConfig
 from baton.config.values import (
     HUB_NAME,
     Address,
@@ -201,22 +202,6 @@ class RetryConfig(Section):
     """What becomes of a request when a worker is lost."""
 
     attempts: PositiveInt = Field(default=3, description="at one request, the first included, if workers are lost")
-
-
-class TracingConfig(Section):
-    """Where the time of each request went, in all processes: a router keeps it, and exports it if it is told where."""
-
-    otlp: str | None = Field(
-        default=None,
-        pattern=r"^https?://[^\s/]+:\d+$",
-        description="an OpenTelemetry collector's gRPC address, such as http://127.0.0.1:4317; none: no export",
-    )
-    sample: float = Field(
-        default=1.0, ge=0, le=1, description="the share that is exported; a caller's `traceparent` says for its own"
-    )
-    keep: Annotated[int, Field(ge=0, le=10_000)] = Field(
-        default=512, description="requests that ended last, whose spans each router keeps for `baton trace`"
-    )
 
 
 class LogConfig(Section):

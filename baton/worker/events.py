@@ -12,7 +12,6 @@ from baton.rpc.thinking import thoughts_to_pb
 from baton.rpc.v1 import common_pb2, worker_pb2
 
 if TYPE_CHECKING:
-    from baton.clock import Clock
     from baton.engine.outcome import Output
 
 Event = worker_pb2.WorkerEvent
@@ -38,16 +37,6 @@ def failed(handoff: HandoffId, error: BatonError, *, held: bool = False, spans: 
     """This attempt failed; nothing is held any more, unless `held` says that the KV waits for a Repush."""
     message = worker_pb2.Failed(kind=type(error).__name__, message=str(error), held=held)
     return Event(handoff=convert.handoff_to_pb(handoff), failed=message, spans=spans)
-
-
-def span(name: str, begin: float, end: float, clock: Clock, **figures: object) -> common_pb2.Span:
-    """What took from `begin` to `end`, in monotonic seconds of `clock`. Who did it for what, the router knows."""
-    return common_pb2.Span(
-        name=name,
-        start_s=begin - clock.monotonic() + clock.wall(),
-        duration_s=max(0.0, end - begin),
-        attributes={what: str(figure) for what, figure in figures.items()},
-    )
 
 
 def tokens(handoff: HandoffId, items: Sequence[Token]) -> Event:

@@ -1,0 +1,126 @@
+"""Where the time of each handoff went, told with events that workers send anyway. Nothing is done for a token.
+
+Moments are noted in monotonic seconds, and become Unix time when they are told.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from baton.rpc.v1 import common_pb2
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from baton.clock import Clock
+    from baton.core import HandoffId
+    from baton.engine.outcome import Counters, StepResult
+    from baton.engine.windows import Verifying
+    from kvtransfer.handoff import CommitState
+
+
+def span(name: str, begin: float, end: float, clock: Clock, **figures: object) -> common_pb2.Span:
+    """What took from `begin` to `end`, in monotonic seconds of `clock`. Who did it for what, the router knows."""
+    return common_pb2.Span(
+        name=name,
+        start_s=begin - clock.monotonic() + clock.wall(),
+        duration_s=max(0.0, end - begin),
+        attributes={what: str(figure) for what, figure in figures.items()},
+    )
+
+
+class PrefillTimes:
+    """When what was done for a handoff, in monotonic seconds, and its spans, each said once."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._since = clock.monotonic()  # accepted; later, in its first step
+        self._leaves: float | None = None  # since when its KV may leave; None: it may not
+        self._chunks = 0
+        self._spans: list[common_pb2.Span] = []
+
+    def in_step(self, began: float, *, streams: bool) -> None:
+        """The first layer of a step that began then is there."""
+        if not self._chunks:
+            self._spans.append(span("wait", self._since, began, self._clock))
+            self._since = began
+            self._leaves = self._clock.monotonic() if streams else None
+        self._chunks += 1
+
+    def computed(self, tokens: int, cached: int) -> None:
+        """So many were known, and so many of them in the cache; the first new one is there now."""
+        now, figures = self._clock.monotonic(), {"tokens": tokens - cached, "cached_tokens": cached}
+        self._spans.append(span("compute", self._since, now, self._clock, **figures, chunks=self._chunks))
+        self._leaves = now if self._leaves is None else self._leaves
+
+    def repushed(self) -> None:
+        """It is handed over anew, from now on."""
+        self._leaves = None if self._leaves is None else self._clock.monotonic()
+
+    def pushed(self, **figures: object) -> None:
+        """Its push ended."""
+        if self._leaves is not None:
+            self._spans.append(span("push", self._leaves, self._clock.monotonic(), self._clock, **figures))
+
+    def said(self) -> list[common_pb2.Span]:
+        spans, self._spans = self._spans, []
+        return spans
+
+
+@dataclass(slots=True)
+class _Decoding:
+    """`tokens` are those of the sequence, and grow; from the `first` on they are made here."""
+
+    began: float
+    step: int
+    tokens: Sequence[int]
+    first: int
+    alone: bool
+    verifying: Verifying | None = None
+
+
+class DecodeTimes:
+    """Since when which handoff is decoded here. Nothing is done for a token."""
+
+    def __init__(self, clock: Clock, counters: Counters) -> None:
+        self._clock, self._counters = clock, counters
+        self._decoding: dict[HandoffId, _Decoding] = {}
+
+    def begin(self, handoff: HandoffId, tokens: Sequence[int], *, alone: bool) -> None:
+        """The engine has it, and adds to its `tokens`. `alone`: the prompt is computed here as well."""
+        now, step = self._clock.monotonic(), self._counters.steps
+        self._decoding[handoff] = _Decoding(now, step, tokens, len(tokens), alone)
+
+    def verified(self, result: StepResult) -> None:
+        """A step had a verify pass."""
+        for key, verifying in result.verifying:
+            if (one := self._decoding.get(key)) is not None:
+                one.verifying = verifying
+
+    def verify_s(self, handoff: HandoffId) -> float:
+        """What verify passes took so far."""
+        one = self._decoding.get(handoff)
+        return one.verifying.seconds if one is not None and one.verifying is not None else 0.0
+
+    def ended(self, handoff: HandoffId) -> list[common_pb2.Span]:
+        """What was done, once: decoding, and at its end all verify passes as one, which lay within it."""
+        one, now = self._decoding.pop(handoff, None), self._clock.monotonic()
+        if one is None:
+            return []
+        figures = {"tokens": len(one.tokens) - one.first, "steps": self._counters.steps - one.step}
+        if one.alone:
+            figures["prompt_tokens"] = one.first
+        spans = [span("decode", one.began, now, self._clock, **figures)]
+        if (verified := one.verifying) is not None:
+            passes = {"passes": verified.passes, "rollbacks": verified.rollbacks}
+            spans.append(span("verify", now - verified.seconds, now, self._clock, **passes))
+        return spans
+
+    def taken_over(self, commit: CommitState) -> list[common_pb2.Span]:
+        """What became of a commit until now."""
+        figures = {"kv_bytes": commit.kv_bytes, "transport": commit.transport}
+        return [
+            span("receive", commit.began_at, commit.ended_at, self._clock, **figures),
+            span("commit", commit.ended_at, self._clock.monotonic(), self._clock),
+        ]
