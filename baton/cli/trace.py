@@ -26,7 +26,8 @@ from baton.tracing.chrome import chrome_trace
 from baton.tracing.span import Span, processes
 
 COLOURS = {"router": "cyan", "prefill": "yellow", "decode": "green"}
-WIDTH = 48  # of the bars
+LEAST, MOST = 16, 60  # characters of the bars
+NUMBER, FIGURES = 9, 30  # of a number, and of what is said of a span; with what is between columns
 EIGHTHS = " ▏▎▍▌▋▊▉█"
 SHOWN = ("tokens", "cached_tokens", "chunks", "kv_bytes", "transport", "steps", "passes", "rollbacks", "ended", "error")
 
@@ -96,32 +97,38 @@ def show(found: Found, console: Console | None = None) -> None:
         return
     began = min(span.start_s for span in found.spans)
     whole = max(max(span.end_s for span in found.spans) - began, 1e-9)
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for title, justify in (("", "left"), ("at ms", "right"), ("took ms", "right"), ("", "left"), ("", "left")):
-        table.add_column(title, justify="right" if justify == "right" else "left", no_wrap=True)
-    for row in rows(found.spans, began, whole):
+    titles = [process for _, process in processes(found.spans)] + [f"  {_title(span)}" for span in found.spans]
+    first = max(map(len, titles))
+    width = max(LEAST, min(MOST, console.width - first - 2 * NUMBER - FIGURES))
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_edge=False)
+    table.add_column("", min_width=first, no_wrap=True)
+    table.add_column("at ms", justify="right", min_width=NUMBER - 2, no_wrap=True)
+    table.add_column("took", justify="right", min_width=NUMBER - 2, no_wrap=True)
+    table.add_column("", min_width=width, no_wrap=True)
+    table.add_column("", overflow="fold")
+    for row in rows(found.spans, began, whole, width):
         table.add_row(*row)
     console.print(table)
 
 
-def rows(spans: Sequence[Span], began: float, whole: float) -> Iterator[tuple[Text, str, str, Text, str]]:
-    """One for each process, and below it one for each span. Seconds."""
+def rows(spans: Sequence[Span], began: float, whole: float, width: int) -> Iterator[tuple[Text, str, str, Text, str]]:
+    """One for each process, and below it one for each span. Seconds; the bars are so many characters wide."""
     for role, process in processes(spans):
         yield Text(process, style=f"bold {COLOURS.get(role, '')}".strip()), "", "", Text(), ""
         for span in spans:
             if (span.role, span.process) == (role, process):
                 at, took = f"{(span.start_s - began) * 1e3:.1f}", f"{span.duration_s * 1e3:.1f}"
-                yield Text(f"  {_title(span)}"), at, took, bar(span, began, whole), _figures(span)
+                yield Text(f"  {_title(span)}"), at, took, bar(span, began, whole, width), _figures(span)
 
 
-def bar(span: Span, began: float, whole: float) -> Text:
-    """Eighths of a character, and at least one of them: what is short is seen too."""
-    begin = round((span.start_s - began) / whole * WIDTH * 8)
-    length = max(1, round((span.end_s - began) / whole * WIDTH * 8) - begin)
-    begin, length = min(begin, WIDTH * 8 - 1), min(length, WIDTH * 8)
-    full, rest = divmod(length, 8)
-    text = " " * (begin // 8) + EIGHTHS[8] * full + (EIGHTHS[rest] if rest else "")
-    return Text(text.ljust(WIDTH)[:WIDTH], style=COLOURS.get(span.role, ""))
+def bar(span: Span, began: float, whole: float, width: int) -> Text:
+    """In eighths of a character, and at least one of them: what is short is seen too."""
+    most = width * 8
+    begin = min(round((span.start_s - began) / whole * most), most - 1)
+    end = min(max(round((span.end_s - began) / whole * most), begin + 1), most)
+    full, rest = divmod(end - begin // 8 * 8, 8)
+    text = " " * (begin // 8) + EIGHTHS[8] * full + EIGHTHS[rest].strip()
+    return Text(text.ljust(width), style=COLOURS.get(span.role, ""))
 
 
 def _title(span: Span) -> str:
@@ -130,4 +137,5 @@ def _title(span: Span) -> str:
 
 
 def _figures(span: Span) -> str:
-    return ", ".join(f"{name} {span.attributes[name]}" for name in SHOWN if name in span.attributes)
+    facts = {name: span.attributes.get(name, "0") for name in SHOWN}
+    return ", ".join(f"{name.replace('_', ' ')} {fact}" for name, fact in facts.items() if fact != "0")

@@ -24,13 +24,16 @@ def chrome_trace(spans: Sequence[Span], request_id: str = "", trace_id: str = ""
 def _events(spans: Sequence[Span], began: float) -> Iterator[Event]:
     ends: dict[tuple[str, int, int], Event] = {}  # of arrows
     for pid, (role, process) in enumerate(processes(spans), start=1):
-        yield _named("process_name", pid, 0, f"{role} {process}")
+        yield _named("process_name", pid, 0, process if process.startswith(role) else f"{role} {process}")
         yield _named("process_sort_index", pid, 0, ROLES.index(role) if role in ROLES else pid, "sort_index")
         mine = [span for span in spans if (span.role, span.process) == (role, process)]
         for tid, title, lane in _threads(mine):
             yield _named("thread_name", pid, tid, title)
+            over = 0.0  # what overlaps by a rounding error alone must not look nested
             for span in lane:
                 event = ends[span.name, span.choice, span.attempt] = _complete(span, pid, tid, began)
+                event["ts"] = max(event["ts"], over)
+                over = round(event["ts"] + event["dur"], 3)
                 yield event
     for (name, choice, attempt), push in ends.items():
         receive = ends.get(("receive", choice, attempt))

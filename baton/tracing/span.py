@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 ROLES = ("router", "prefill", "decode")
+TIME_S = 1e-6  # more than what a Unix time is off by, as a float
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +41,7 @@ def lanes(spans: Iterable[Span]) -> Iterator[list[Span]]:
     """Some of them each, so that those of one lane do not overlap."""
     found: list[list[Span]] = []
     for span in sorted(spans, key=lambda span: (span.start_s, -span.duration_s)):
-        free = next((lane for lane in found if lane[-1].end_s <= span.start_s + 1e-9), None)
+        free = next((lane for lane in found if lane[-1].end_s <= span.start_s + TIME_S), None)
         if free is None:
             found.append([span])
         else:
