@@ -283,3 +283,4 @@ class WorkerInfo:
     determinism: str = ""
     nondeterminism: str = ""
     thinking_chunk: int = 0
+    metrics: str = ""  # host:port; empty: it serves none

@@ -18,6 +18,7 @@ class HostedDecode(DecodeRole):
     def __init__(self, parts: HostParts) -> None:
         self._log = OwnershipLog(parts.ledger, parts.info.ref)
         super().__init__(parts.info, parts.engine, parts.loop, self._log, parts.clock)
+        self.counts = self.reservations.counts
         self._transfers = Transfers(parts, self.reservations, self.push_ended)
         self.attach(self._transfers.sender)
         self._directory = DirectoryLog(parts.ledger, parts.info.ref)

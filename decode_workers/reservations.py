@@ -22,6 +22,7 @@ import structlog
 from baton.core import HandoffId, SequenceSpec, Token, WorkerRef
 from baton.errors import OfferRefused, StaleAttempt
 from baton.history import OFF, History
+from baton.telemetry.worker import Counts
 from baton.worker.attempts import Attempts
 from kvtransfer.handoff import PushJob
 
@@ -73,6 +74,7 @@ class Reservations:
         on_fetch: Callable[[PushJob], None],
         history: History = OFF,
     ) -> None:
+        self.counts = Counts()
         self._fingerprint = fingerprint
         self._on_commit = on_commit
         self._on_fetch = on_fetch
@@ -179,6 +181,8 @@ class Reservations:
             _check_first(commit.spec, commit.first)
             entry.state = State.COMMITTED
             self._history.step("committed", handoff)
+        self.counts.ended("committed")
+        self.counts.moved("received", commit.transport, commit.kv_bytes, 0, commit.transfer_s)
         self._on_commit(handoff, commit)
 
     def fetch(self, handoff: HandoffId, sender: WorkerRef, begin: int, end: int, *, verify: bool = False) -> None:
@@ -210,6 +214,7 @@ class Reservations:
     def _end(self, entry: Entry) -> None:
         if entry.state in {State.RESERVED, State.RECEIVING}:
             self._history.step("fenced", entry.handoff)
+            self.counts.ended("fenced")
         entry.state = State.FENCED
 
     def _entry(self, handoff: HandoffId) -> Entry:

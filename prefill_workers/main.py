@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from baton.core import HandoffId
+from baton.errors import HandoffError, StaleAttempt
 from baton.ledger.directory_log import DirectoryLog
 from baton.load import Load
+from baton.telemetry.worker import Counts
 from baton.worker.hosted import HostParts
 from baton.worker.transfers import Transfers
+from kvtransfer.handoff import PushResult
 from prefill_workers.role import PrefillRole
 
 
@@ -15,6 +19,7 @@ class HostedPrefill(PrefillRole):
     """The role with its sender, and with the listener for what it fetches."""
 
     def __init__(self, parts: HostParts) -> None:
+        self.counts = Counts()
         transfer = parts.settings.transfer
         less, fetch_s = transfer.coalesce_below, transfer.frame_deadline_s
         super().__init__(parts.info, parts.engine, parts.loop, parts.clock, coalesce_below=less, fetch_s=fetch_s)
@@ -22,6 +27,14 @@ class HostedPrefill(PrefillRole):
         self.attach(self._transfers.sender)
         self._directory = DirectoryLog(parts.ledger, parts.info.ref)
         parts.engine.pool.on_index = self._directory.note
+
+    def push_ended(self, handoff: HandoffId, outcome: PushResult | HandoffError) -> None:
+        if isinstance(outcome, PushResult):
+            self.counts.ended("pushed")
+            self.counts.moved("sent", outcome.transport, outcome.nbytes, outcome.frames, outcome.exposed_s)
+        else:
+            self.counts.ended("aborted" if isinstance(outcome, StaleAttempt) else "failed")
+        super().push_ended(handoff, outcome)
 
     @property
     def busy(self) -> bool:

@@ -115,6 +115,8 @@ async def answer(
         await call.trace.settled()
         completed.spans.extend(call.trace.spans())
     await client.completed(completed)
+    used = completed.usage
+    floor.metrics.used(used.prompt_tokens, used.cached_tokens, used.completion_tokens)
     if not call.resumes:  # another router said the first tokens, and knows when
         floor.metrics.kept_slo(met=all(life.met_slo() for life in call.lives))
     return completed

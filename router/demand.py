@@ -83,6 +83,7 @@ def demand(floor: Floor) -> RouterReport:
             "running": len(floor.running),
             "arrived": len(floor.running) + sum(outcomes[outcome] for outcome in _ENDED),
             "refused": outcomes["refused"],
+            "metrics": floor.metrics_at,
         }
     )
 

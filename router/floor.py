@@ -127,7 +127,8 @@ class Floor:
         self.pool.on_change = self._changed
         self.pool.local_prefill, self.pool.colocated = settings.local_prefill, settings.colocated
         self.pool.alone, self.pool.chunk = ALONE[settings.policy], settings.chunk
-        self.metrics = Metrics(settings.name, settings.version)
+        self.metrics = Metrics(settings.name, settings.version, settings.model)
+        self.metrics_at = ""  # where others find them
         self.pool.on_predicted = self.metrics.ttft_predicted
         self.metrics.watch_blocks(self.pool.blocks)
         self.metrics.watch_channels(self.pool.channels)

@@ -216,6 +216,7 @@ class Life:
         if attempt.spec.deterministic:
             self.call.determinism = attempt.determinism
         if self.choice == 0:
+            self._floor.metrics.accepted(prompt_tokens)
             await client.accepted(prompt_tokens, self.cached_tokens, attempt.determinism)
 
     def deliver(self, tokens: list[Token]) -> list[Token]:
@@ -230,6 +231,7 @@ class Life:
             if gap_s is None:
                 self._first_token_at = now
                 log.debug("request_first_token", request_id=self.request_id, attempt=self.attempts)
+                self._floor.metrics.first(len(fresh))
             else:
                 self._floor.metrics.gap(gap_s, len(fresh))
             self._last_token_at = now
@@ -282,6 +284,8 @@ class Life:
         """Taken at the end: the stages sum to the time from arrival until now."""
         self.stages.end()
         timings, (prefill, decode) = self.stages.timings(), attempt.workers
+        if attempt.finish is not None:
+            self._floor.metrics.finished(attempt.finish.reason)
         done = pb.Completed(
             usage=pb.Usage(prompt_tokens=prompt_tokens, completion_tokens=len(self.delivery.ids)),
             timings=common_pb2.Timings(**asdict(timings), e2e_s=timings.e2e_s),

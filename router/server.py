@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING
 
 import grpc
@@ -21,7 +22,7 @@ from baton.rpc.tls import IN_THE_CLEAR
 from baton.rpc.v1 import admin_pb2_grpc, inference_pb2_grpc
 from baton.telemetry import MetricsServer
 from baton.tokenizer import Tokenizer
-from router import demand
+from router import demand, scraped
 from router.access.interceptor import Guard
 from router.floor import Floor, RouterSettings, StreamSource
 from router.inner import Inner
@@ -52,7 +53,12 @@ class Router:
         self._public = channel.aio_server(link=channel.PUBLIC, interceptors=guards, share_port=share)
         self._private = channel.aio_server(link=channel.INTERNAL, interceptors=guards)
         self._inner = Inner(guards)
-        self._metrics = MetricsServer(floor.metrics, ready=lambda: floor.accepting and floor.pool.serves())
+        self._metrics = MetricsServer(
+            floor.metrics,
+            ready=lambda: floor.accepting and floor.pool.serves(),
+            look=partial(scraped.look, floor, board),
+            targets=partial(scraped.targets, floor, board),
+        )
         self._health = health_aio.HealthServicer()
         self._gateway: HttpServer | None = None
         self._board = board
@@ -73,7 +79,7 @@ class Router:
         try:
             self.grpc = channel.bind(self._public, settings.grpc, self.floor.wire.public)
             self.admin = channel.bind(self._private, settings.admin, self.floor.wire.private)
-            self.metrics = await self._metrics.start(settings.metrics)
+            self.metrics = self.floor.metrics_at = await self._metrics.start(settings.metrics)
             self._gateway = _gateway(self.floor, self._admin.live) if settings.http else None
             inner = self._inner.bind() if settings.http else ""
         except ConfigError as error:

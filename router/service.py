@@ -203,7 +203,9 @@ class Inference(InferenceServicer):
             life.note("ended", outcome=outcome, count=len(life.delivery.ids))
         floor.traces.ended(call.trace, outcome, type(error).__name__ if error else "")
         timings = None if error else call.lives[0].stages.timings()
-        floor.metrics.ended(outcome, timings, deterministic=message.deterministic)
+        tokens = 0 if error or call.resumes else len(call.lives[0].delivery.ids)
+        by = {"request_id": call.life_id(0)}
+        floor.metrics.ended(outcome, timings, deterministic=message.deterministic, tokens=tokens, exemplar=by)
         floor.seen.ended(call, outcome, error)
         if outcome == "refused" and error is not None:
             floor.metrics.refused(error)

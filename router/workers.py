@@ -210,6 +210,11 @@ class WorkerPool:
         links = self._links.values()
         return [(link.info.ref.worker_id, link.view.load) for link in links if link.state == "connected"]
 
+    def told_metrics(self) -> list[tuple[str, str]]:
+        """The ids of workers here, and where each says that its metrics are."""
+        infos = [link.info for link in self._links.values()]
+        return [(info.ref.worker_id, info.metrics) for info in infos if info.metrics]
+
     def misfit(self, link: WorkerLink) -> str:
         """Why a worker can hand over to none of the others here; "": it can, or it is alone."""
         return misfit(link.info, [other.info for other in self._links.values() if other.usable])

@@ -15,6 +15,8 @@ NEEDS: Mapping[str, tuple[str, ...]] = {
     "router.metrics": (PLAIN,),
     "prefill.listen": ("security.tls",),  # a certificate of the cluster's is the credential there
     "decode.listen": ("security.tls",),
+    "prefill.metrics": (PLAIN,),
+    "decode.metrics": (PLAIN,),
     "transfer.transport": (ENCRYPTED,),
 }
 KEPT_IN = ("grpc", "shm", "cuda_ipc", "memory")  # KV by these is encrypted, or does not leave its machine

@@ -81,6 +81,9 @@ class PoolConfig(Section):
         default=True, description="keep computed KV while there is room, and use it for prompts with equal beginnings"
     )
     listen: Address = Field(default="127.0.0.1:0", description="of each worker; port 0: any free port")
+    metrics: Address | None = Field(
+        default="127.0.0.1:0", description="of each worker, for Prometheus; port 0: any free port; none: not served"
+    )
     advertise: Host | None = Field(
         default=None, description="the host that others are told; its port is the listener's"
     )

@@ -284,6 +284,8 @@ class ClusterConfig(Section):
             "router.metrics": router.metrics,
             "prefill.listen": self.prefill.listen,
             "decode.listen": self.decode.listen,
+            "prefill.metrics": self.prefill.metrics,
+            "decode.metrics": self.decode.metrics,
         }
         if self.transfer.transport not in KEPT_IN and not self.kv_is_encrypted:  # it listens where the workers do
             pools = (self.prefill, self.decode)

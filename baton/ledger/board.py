@@ -90,6 +90,7 @@ class RouterReport(_Row):
     itl_s: Number = 0.0  # predicted for one more request now, on the best decode worker
     itl_alone_s: Number = 0.0  # and if nothing else were there
     workers: dict[str, WorkerDemand] = Field(default_factory=dict)
+    metrics: Text = ""  # host:port
 
 
 class Slot(_Row):

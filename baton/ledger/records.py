@@ -54,6 +54,7 @@ class _Worker(_Model):
     determinism: Annotated[str, Field(max_length=MAX_SYSTEM_FINGERPRINT_CHARS)] = ""  # older workers say neither
     nondeterminism: Annotated[str, Field(max_length=1024)] = ""
     thinking_chunk: _Count = 0
+    metrics: Annotated[str, Field(max_length=256)] = ""
 
 
 def worker_to_json(info: WorkerInfo) -> bytes:

@@ -282,4 +282,5 @@ def info_from_pb(message: common.WorkerInfo) -> WorkerInfo:
         determinism=message.determinism,
         nondeterminism=message.nondeterminism,
         thinking_chunk=message.thinking_chunk,
+        metrics=message.metrics,
     )

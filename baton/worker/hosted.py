@@ -18,12 +18,15 @@ if TYPE_CHECKING:
     from baton.engine.outcome import StepResult
     from baton.ledger.ledger import Ledger
     from baton.load import Load
+    from baton.telemetry.worker import Counts
     from baton.worker.loop import EngineLoop
     from baton.worker.settings import WorkerSettings
 
 
 class HostedRole(RoleBehaviour, Protocol):
     """A role as the host sees it."""
+
+    counts: Counts
 
     def stepped(self, result: StepResult) -> None: ...
 

@@ -33,6 +33,11 @@ class Lease:
         self._history = history
         self._kept = clock.monotonic()
 
+    @property
+    def age_s(self) -> float:
+        """Since it was last kept."""
+        return self._clock.monotonic() - self._kept
+
     async def take(self) -> None:
         """Register. Raises LedgerError without Redis, EngineFault if a newer incarnation has the place."""
         self._kept = self._clock.monotonic()
@@ -42,7 +47,7 @@ class Lease:
 
     def check(self) -> None:
         """Raises LedgerError once the lease must have lapsed, whatever kept this process from renewing it."""
-        elapsed = self._clock.monotonic() - self._kept
+        elapsed = self.age_s
         if elapsed > self._lease_s:
             self._lost()
             text = f"no progress for {elapsed:.1f} s, the lease of {self._lease_s:g} s has lapsed: starting again"

@@ -21,6 +21,8 @@ import structlog
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import aio as health_aio
 
+from baton import __version__
+from baton.addresses import called
 from baton.clock import Clock, SystemClock
 from baton.core import WorkerInfo, WorkerRef
 from baton.engine.determinism import bits_fingerprint
@@ -31,6 +33,8 @@ from baton.ledger.ledger import Ledger
 from baton.rpc import channel, reports
 from baton.rpc.tls import Wire
 from baton.rpc.v1 import worker_pb2_grpc
+from baton.telemetry.serve import MetricsServer
+from baton.telemetry.worker import Watched, WorkerMetrics
 from baton.worker.build import thinking_chunk
 from baton.worker.hosted import HostedRole, HostParts, RoleFactory
 from baton.worker.lease import Lease
@@ -67,8 +71,14 @@ class _Stepping:
         self.load = self._report()
         self.drained = False
 
+    @property
+    def preemptions(self) -> int:
+        return self._engine.counters.preemptions
+
     def stepped(self, result: StepResult) -> None:
         self.load = self._report()
+        for _, thoughts in result.thoughts:
+            self._role.counts.thought(thoughts)
         self._role.stepped(result)
 
     def tick(self) -> None:
@@ -94,13 +104,16 @@ async def live(
     async with contextlib.AsyncExitStack() as leaving:
         leaving.push_async_callback(ledger.close)
         address = channel.bind(server, settings.listen, wire.private)
-        info = _info(settings, engine, WorkerRef(settings.worker_id, await ledger.mint(settings.worker_id), address))
+        ref = WorkerRef(settings.worker_id, await ledger.mint(settings.worker_id), address)
+        metrics = WorkerMetrics(settings.cluster, __version__)
+        info = replace(_info(settings, engine, ref), metrics=await _measured(settings, metrics, leaving))
         history = _history(settings, info.ref, clock)
         engine.pool.history = leaving.enter_context(history)
         loop = EngineLoop(engine, clock=clock)
         role = factory(HostParts(settings, info, engine, loop, ledger, server, clock, wire))
         stepping = _Stepping(engine, role, loop.paces)
-        service, health = WorkerService(info, loop, role, lambda: reports.load_to_pb(stepping.load)), _Health(server)
+        service = WorkerService(info, loop, role, lambda: reports.load_to_pb(stepping.load))
+        health = _Health(server, metrics)
         worker_pb2_grpc.add_WorkerServicer_to_server(service, server)
         loop.start(stepping)
         leaving.push_async_callback(role.close)  # last of these: what the engine thread still notes must get out
@@ -110,6 +123,7 @@ async def live(
         await server.start()
         leaving.push_async_exit(partial(_stop_serving, server))
         lease = Lease(ledger, info, settings.lease_s, clock, history)
+        metrics.watch(_watched(info, settings, lease, stepping, service, role))
         await lease.take()
         history.note("registered")
         leaving.push_async_callback(_deregister, ledger, info.ref)
@@ -130,14 +144,46 @@ async def live(
         return order
 
 
-class _Health:
-    """grpc.health.v1 of the process: "" alone."""
+async def _measured(settings: WorkerSettings, metrics: WorkerMetrics, leaving: contextlib.AsyncExitStack) -> str:
+    """Serve them; returns where others find them. Raises ConfigError."""
+    if settings.metrics is None:
+        return ""
+    server = MetricsServer(metrics, metrics.ready, trouble=metrics.trouble)
+    bound = await server.start(settings.metrics)
+    leaving.push_async_callback(server.stop)
+    key = f"{settings.role.value}.interface"
+    return called(bound, settings.advertise, settings.interface, settings.redis_url, key)
 
-    def __init__(self, server: grpc.aio.Server) -> None:
+
+def _watched(
+    info: WorkerInfo,
+    settings: WorkerSettings,
+    lease: Lease,
+    stepping: _Stepping,
+    service: WorkerService,
+    role: HostedRole,
+) -> Watched:
+    return Watched(
+        info,
+        settings.lease_s,
+        load=lambda: stepping.load,
+        preemptions=lambda: stepping.preemptions,
+        lease_age_s=lambda: lease.age_s,
+        routers=lambda: len(service.sessions),
+        counts=role.counts,
+    )
+
+
+class _Health:
+    """grpc.health.v1 of the process: "" alone; and what `/ready` says."""
+
+    def __init__(self, server: grpc.aio.Server, metrics: WorkerMetrics) -> None:
+        self._metrics = metrics
         self._servicer = health_aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._servicer, server)
 
     async def tell(self, *, serving: bool) -> None:
+        self._metrics.serving = serving
         status = health_pb2.HealthCheckResponse
         await self._servicer.set("", status.SERVING if serving else status.NOT_SERVING)
 

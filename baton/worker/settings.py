@@ -38,6 +38,7 @@ class WorkerSettings:
     prefix_cache: bool
     seed: int
     listen: str
+    metrics: str | None
     advertise: str | None  # None: not known before `located`
     interface: str | None
     lease_s: float
@@ -86,6 +87,7 @@ def from_config(config: ClusterConfig, role: Role, worker_id: str, begins: Role 
         prefix_cache=pool.prefix_cache,
         seed=config.model.seed,
         listen=place.listen,
+        metrics=place.metrics,
         advertise=place.advertise,
         interface=place.interface,
         lease_s=config.ledger.lease_s,

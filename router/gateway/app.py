@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 
 import orjson
 from prometheus_client import CollectorRegistry
-from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -20,6 +19,7 @@ from baton.config.security import TlsConfig
 from baton.errors import BatonError, EngineFault, UnknownModel
 from baton.rpc.v1 import inference_pb2 as pb
 from baton.telemetry import Metrics
+from baton.telemetry.serve import render
 from baton.tracing.context import TRACEPARENT
 from router.gateway.answer import Answer
 from router.gateway.chat import chat_job
@@ -125,7 +125,8 @@ class Gateway:
         registry = self._settings.registry or (counts.registry if counts else None)
         if registry is None:
             raise HttpError(404, "not_found", "there are no metrics here")
-        return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
+        content_type, body = render(registry, request.headers.get("accept", ""))
+        return Response(body, headers={"content-type": content_type})
 
     async def version(self, request: Request) -> Response:
         """GET /version."""

@@ -41,8 +41,11 @@ class Visit(AbstractContextManager["Visit"]):
         """So many came just now."""
         now = self._clock.monotonic()
         self._first = now if self._first is None else self._first
-        if self._metrics is not None and choice in self._last and count:
-            self._metrics.gap(now - self._last[choice], count)
+        if self._metrics is not None and count:
+            if choice in self._last:
+                self._metrics.gap(now - self._last[choice], count)
+            else:
+                self._metrics.first(count)
         self._last[choice] = now
 
     def completed(self, timings: common_pb2.Timings) -> None:

@@ -1,0 +1,11 @@
+"""What Baton measures of itself: the metrics of one process, and the listener that serves them.
+
+Nothing here is global. A process makes its metrics, hands them down, and serves them with `MetricsServer`. Names and
+labels of the metrics are an interface (dashboards and autoscalers read them): docs/metrics.md has all. Labels stay
+bounded: no value of one is a client's word (`baton.telemetry.labels`).
+"""
+
+from baton.telemetry.router import Metrics
+from baton.telemetry.serve import MetricsServer
+
+__all__ = ["Metrics", "MetricsServer"]

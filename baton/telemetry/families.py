@@ -1,0 +1,112 @@
+"""Families of metrics that are made at a scrape, of what is true then: what is gone leaves no ghost."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import accumulate
+
+from prometheus_client import CollectorRegistry, Info
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.process_collector import ProcessCollector
+from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
+
+from baton.core import Role
+from baton.load import BlockCounts, Load
+from baton.telemetry.labels import BLOCK_STATES
+
+Row = tuple[Sequence[str], float]
+LATENCY_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
+STEP_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.5, 5.0)
+STAGE_S = (0.0001, 0.0005, 0.001, *LATENCY_S)
+TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16_384, 65_536, 262_144)
+_VERIFYING: tuple[tuple[str, str, Callable[[Load], int]], ...] = (
+    ("baton_verify_passes", "Verify passes of deterministic requests", lambda load: load.verify_passes),
+    ("baton_rollbacks", "Candidates that a verify pass did not agree with", lambda load: load.rollbacks),
+    (
+        "baton_recomputed_tokens",
+        "Candidates that rollbacks dropped, with those behind them",
+        lambda load: load.recomputed_tokens,
+    ),
+)
+
+
+def new_registry(cluster: str, version: str) -> CollectorRegistry:
+    """Of a process: with which cluster and version it is, its memory, CPU time and files."""
+    registry = CollectorRegistry()
+    about = {"cluster": cluster, "version": version}
+    Info("baton_build", "Which cluster and version this is", registry=registry).info(about)
+    ProcessCollector(registry=registry)
+    return registry
+
+
+class Scraped(Collector):
+    """What `read` gives, at each scrape."""
+
+    def __init__(self, read: Callable[[], Iterable[Metric]]) -> None:
+        self._read = read
+
+    def collect(self) -> Iterable[Metric]:
+        return self._read()
+
+
+def gauge(name: str, text: str, labels: Sequence[str], rows: Iterable[Row]) -> Metric:
+    """A family of gauges, of label values and value."""
+    family = GaugeMetricFamily(name, text, labels=labels)
+    for values, value in rows:
+        family.add_metric(values, value)
+    return family
+
+
+def counter(name: str, text: str, labels: Sequence[str], rows: Iterable[Row]) -> Metric:
+    """A family of counters, of label values and value. `name` is without `_total`."""
+    family = CounterMetricFamily(name, text, labels=labels)
+    for values, value in rows:
+        family.add_metric(values, value)
+    return family
+
+
+def blocks(by_role: Mapping[Role, Iterable[BlockCounts]]) -> Metric:
+    """KV blocks of workers, by role and state."""
+    rows: dict[tuple[str, str], int] = {}
+    for role, workers in by_role.items():
+        rows |= {(role.value, state): 0 for state in BLOCK_STATES}
+        for counts in workers:
+            for state, value in zip(BLOCK_STATES, _in_states(counts), strict=True):
+                rows[role.value, state] += value
+    return gauge("baton_kv_blocks", "KV blocks, of all workers or of this one", ("role", "state"), rows.items())
+
+
+def _in_states(counts: BlockCounts) -> tuple[int, ...]:
+    return counts.free, counts.owned, counts.cached, counts.reserved, counts.quarantined
+
+
+def verifying(loads: Iterable[tuple[str, Load]]) -> Iterable[Metric]:
+    """What workers did for deterministic requests. By worker: a sum would drop with a loss."""
+    known = list(loads)
+    for name, text, value in _VERIFYING:
+        yield counter(name, text, ("worker",), [((worker,), value(load)) for worker, load in known])
+
+
+class Gaps(Collector):
+    """A histogram that is counted up once per token: so it costs a list entry, and becomes one at a scrape."""
+
+    def __init__(self, name: str, text: str, bounds: tuple[float, ...]) -> None:
+        self._name, self._text, self._bounds = name, text, bounds
+        self._counts = [0] * (len(bounds) + 1)
+        self._sum = 0.0
+
+    @property
+    def count(self) -> int:
+        return sum(self._counts)
+
+    def observe(self, seconds: float, times: int) -> None:
+        self._counts[bisect_left(self._bounds, seconds)] += times
+        self._sum += seconds * times
+
+    def collect(self) -> Iterable[Metric]:
+        names = [*map(floatToGoString, self._bounds), "+Inf"]
+        yield HistogramMetricFamily(
+            self._name, self._text, list(zip(names, accumulate(self._counts), strict=True)), self._sum
+        )

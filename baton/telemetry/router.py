@@ -1,0 +1,253 @@
+"""The metrics of a router, and of a gateway alone."""
+
+from __future__ import annotations
+
+from collections import Counter as Counts
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict
+
+from prometheus_client import Counter, Gauge, Histogram
+from prometheus_client.metrics_core import Metric
+
+from baton.core import Role
+from baton.errors import BatonError
+from baton.load import BlockCounts, Channel, Load
+from baton.stages import Timings
+from baton.telemetry import vllm
+from baton.telemetry.control import Controlled
+from baton.telemetry.families import (
+    LATENCY_S,
+    STAGE_S,
+    STEP_S,
+    TOKENS,
+    Gaps,
+    Scraped,
+    blocks,
+    counter,
+    gauge,
+    new_registry,
+    verifying,
+)
+from baton.telemetry.labels import FINISHES, OUTCOMES, RECOVERIES, STAGES, TRANSPORTS, of
+
+_MAX_EXEMPLAR_CHARS = 128  # of names and values together, as OpenMetrics has it
+
+
+class Metrics:
+    """The metrics of one process, in a registry of its own. Seconds and bytes, as Prometheus wants them.
+
+    `model`: what it serves, for the `vllm:*` names; "": it has none, as a gateway alone, whose router has them.
+    """
+
+    def __init__(self, cluster: str, version: str, model: str = "") -> None:
+        self.registry = new_registry(cluster, version)
+        self.control = Controlled()
+        self.registry.register(Scraped(self.control.collect))
+        self._requests = self._counter("requests", "Requests by how they ended", "outcome", OUTCOMES)
+        text = "Those of the requests that were deterministic"
+        self._deterministic = self._counter("deterministic_requests", text, "outcome", OUTCOMES)
+        self._refusals = self._counter("refusals", "Requests refused, by error class", "reason")
+        text = "Finished requests by whether they kept to the SLO"
+        self._slo = self._counter("slo", text, "met", ("true", "false"))
+        text = "Attempts after the first, by what ended the one before"
+        self._recoveries = self._counter("recoveries", text, "reason", RECOVERIES)
+        self._fenced = self._counter("fenced", "Attempts fenced at a decode worker")
+        self._mismatches = self._counter("digest_mismatch", "Handoffs whose bytes did not arrive as sent")
+        self._bytes = self._counter("transfer_bytes", "KV bytes handed over", "transport")
+        self._finished = Counts(dict.fromkeys(FINISHES, 0))
+        self._prompts = self._counter("prompt_tokens", "Of requests that got workers")
+        self._cached = self._counter("cached_tokens", "Of the prompts of finished requests, found in a prefix cache")
+        self._first_tokens = 0
+        self._model = model
+        self._make_histograms()
+        self.registry.register(Scraped(self._counted))
+        if model:
+            self._also_as_vllm()
+
+    def _counter(self, name: str, text: str, label: str = "", values: Iterable[str] = ()) -> Counter:
+        """`values`: those that are there from the start, so that the first of each shows in a rate."""
+        made = Counter(f"baton_{name}", text, (label,) if label else (), registry=self.registry)
+        for value in values:
+            made.labels(value)
+        return made
+
+    def _make_histograms(self) -> None:
+        self._ttft = self._histogram("ttft_seconds", "Arrival to first token at the router")
+        self._e2e = self._histogram("e2e_seconds", "Arrival to end")
+        self._queue = self._histogram("queue_seconds", "Waiting for a worker and for decode room")
+        self._prefill = self._histogram("prefill_seconds", "Prefill sent to first token at the router")
+        text = "First frame announced to last frame in its blocks, at the decode worker"
+        self._transfer = self._histogram("transfer_seconds", text)
+        text = "Between the first token, from the choice of its workers on, and its prediction"
+        self._prediction_error = self._histogram("ttft_prediction_error_seconds", text)
+        self._generation = self._histogram("generation_seconds", "First token at the router to end")
+        self._tpot = self._histogram("tpot_seconds", "Each output token after the first, mean of a request", STEP_S)
+        self._prompt_size = self._histogram("request_prompt_tokens", "Of finished requests", TOKENS)
+        self._output_size = self._histogram("request_output_tokens", "Of finished requests", TOKENS)
+        text = "Time of finished requests in each stage that they passed"
+        stages = Histogram("baton_stage_seconds", text, ("stage",), buckets=STAGE_S, registry=self.registry)
+        self._stages = {stage: stages.labels(stage) for stage in STAGES}
+        self._itl = Gaps("baton_itl_seconds", "Between two output tokens", STEP_S)
+        self.registry.register(self._itl)
+
+    def _histogram(self, name: str, text: str, buckets: Sequence[float] = LATENCY_S) -> Histogram:
+        return Histogram(f"baton_{name}", text, buckets=buckets, registry=self.registry)
+
+    def _counted(self) -> Iterable[Metric]:
+        """What is counted up too often for a counter with a lock."""
+        yield counter("baton_output_tokens", "Told to clients", (), [((), self._itl.count + self._first_tokens)])
+        rows = [((reason,), float(count)) for reason, count in self._finished.items()]
+        yield counter("baton_finished_choices", "Choices that finished, by why", ("reason",), rows)
+
+    def _also_as_vllm(self) -> None:
+        output = Scraped(lambda: [metric for metric in self._counted() if metric.name == "baton_output_tokens"])
+        sources = (
+            ("time_to_first_token_seconds", self._ttft),
+            ("inter_token_latency_seconds", self._itl),
+            ("time_per_output_token_seconds", self._itl),  # as it was called before
+            ("request_time_per_output_token_seconds", self._tpot),
+            ("e2e_request_latency_seconds", self._e2e),
+            ("request_queue_time_seconds", self._queue),
+            ("request_prefill_time_seconds", self._prefill),
+            ("request_decode_time_seconds", self._generation),
+            ("request_prompt_tokens", self._prompt_size),
+            ("request_generation_tokens", self._output_size),
+            ("prompt_tokens", self._prompts),
+            ("generation_tokens", output),
+        )
+        self.registry.register(vllm.Renamed(self._model, sources))
+        self.registry.register(Scraped(lambda: [vllm.success(self._model, self._finished)]))
+
+    # --- what is asked at a scrape -------------------------------------------------------------------------------
+
+    def watch_blocks(self, read: Callable[[], Mapping[Role, Iterable[BlockCounts]]]) -> None:
+        """Export what `read` gives at each scrape as `baton_kv_blocks{role,state}` and `baton_workers{role}`."""
+
+        def families() -> Iterable[Metric]:
+            by_role = {role: list(workers) for role, workers in read().items()}
+            connected = [((role.value,), float(len(workers))) for role, workers in by_role.items()]
+            yield blocks(by_role)
+            yield gauge("baton_workers", "Workers that this router is connected to", ("role",), connected)
+
+        self.registry.register(Scraped(families))
+
+    def watch_channels(self, read: Callable[[], Iterable[tuple[str, Channel]]]) -> None:
+        """Export what `read` gives at each scrape as `baton_channel_bytes_per_second{worker,peer,transport}`."""
+        name, text = "baton_channel_bytes_per_second", "What the probe of an open data channel took per second"
+
+        def families() -> Iterable[Metric]:
+            fastest: dict[tuple[str, str, str], float] = {}  # there may be two for a moment
+            for worker, channel in read():
+                key = worker, channel.peer, of(channel.transport, TRANSPORTS, "unknown")
+                fastest[key] = max(channel.bytes_per_s, fastest.get(key, 0.0))
+            yield gauge(name, text, ("worker", "peer", "transport"), fastest.items())
+
+        self.registry.register(Scraped(families))
+
+    def watch_verifying(self, read: Callable[[], Iterable[tuple[str, Load]]]) -> None:
+        """Export, of what `read` gives at each scrape, `baton_verify_passes_total{worker}`,
+        `baton_rollbacks_total{worker}` and `baton_recomputed_tokens_total{worker}`.
+        """
+        self.registry.register(Scraped(lambda: verifying(read())))
+
+    def watch_queue(self, requests: Callable[[], float], tokens: Callable[[], float]) -> None:
+        """Export what waits at each scrape as `baton_queued_requests` and `baton_queued_tokens`."""
+        gauges = []
+        for what, read in (("requests", requests), ("tokens", tokens)):
+            made = Gauge(f"baton_queued_{what}", f"Waiting for room, in {what}", registry=self.registry)
+            made.set_function(read)
+            gauges.append(made)
+        if self._model:
+            self.registry.register(vllm.Renamed(self._model, [("num_requests_waiting", gauges[0])]))
+
+    # --- what happens --------------------------------------------------------------------------------------------
+
+    def ended(
+        self,
+        outcome: str,
+        timings: Timings | None = None,
+        *,
+        deterministic: bool = False,
+        tokens: int = 0,
+        exemplar: Mapping[str, str] | None = None,
+    ) -> None:
+        """A request ended: finished | cancelled | failed | refused. `timings`, and how many output `tokens` they are
+        of, only for those that finished. `exemplar`: by what to find it in logs and traces.
+        """
+        self._requests.labels(outcome).inc()
+        if deterministic:
+            self._deterministic.labels(outcome).inc()
+        if timings is None:
+            return
+        by = _within_bounds(exemplar)
+        for histogram, seconds in (
+            (self._ttft, timings.ttft_s),
+            (self._e2e, timings.e2e_s),
+            (self._queue, timings.queue_s),
+            (self._prefill, timings.prefill_s),
+        ):
+            histogram.observe(seconds, by)
+        for name, seconds in asdict(timings).items():
+            if seconds > 0 and (stage := self._stages.get(name.removesuffix("_s"))) is not None:
+                stage.observe(seconds)
+        self._generation.observe(timings.e2e_s - timings.ttft_s)
+        if tokens > 1:
+            self._tpot.observe((timings.e2e_s - timings.ttft_s) / (tokens - 1), by)
+
+    def accepted(self, prompt_tokens: int) -> None:
+        """A request got workers, for the first time."""
+        self._prompts.inc(prompt_tokens)
+
+    def used(self, prompt_tokens: int, cached_tokens: int, completion_tokens: int) -> None:
+        """A request finished, and took so much."""
+        self._prompt_size.observe(prompt_tokens)
+        self._output_size.observe(completion_tokens)
+        self._cached.inc(cached_tokens)
+
+    def finished(self, reason: str) -> None:
+        """A choice finished; `reason` is a `FinishReason`."""
+        self._finished[reason] += 1
+
+    def kept_slo(self, *, met: bool) -> None:
+        """A request finished, and its first token and the others came within `slo.ttft_ms` and `slo.itl_ms`, or not."""
+        self._slo.labels(str(met).lower()).inc()
+
+    def ttft_predicted(self, off_s: float) -> None:
+        """A first token came so much sooner or later than the choice of its workers foresaw."""
+        self._prediction_error.observe(off_s)
+
+    def refused(self, error: BatonError) -> None:
+        """A request was turned away; the reason is the error's class."""
+        self._refusals.labels(type(error).__name__).inc()
+
+    def first(self, tokens: int) -> None:
+        """The first tokens of a choice came."""
+        self._first_tokens += tokens
+
+    def gap(self, seconds: float, tokens: int) -> None:
+        """`tokens` tokens came `seconds` after the one before: as many gaps of equal length."""
+        self._itl.observe(seconds / tokens, tokens)
+
+    def handed_over(self, transfer_s: float, kv_bytes: int, transport: str) -> None:
+        """A decode worker committed a handoff. `transfer_s` is its own measure: first frame to last."""
+        self._transfer.observe(transfer_s)
+        self._bytes.labels(of(transport, TRANSPORTS, "unknown")).inc(kv_bytes)
+
+    def recovery(self, reason: str) -> None:
+        """Another attempt begins; `reason` comes from a fixed set."""
+        self._recoveries.labels(reason).inc()
+
+    def fenced(self) -> None:
+        """A decode worker confirmed that it will never accept a commit of an attempt."""
+        self._fenced.inc()
+
+    def digest_mismatch(self) -> None:
+        """A handoff failed because its bytes changed on the way."""
+        self._mismatches.inc()
+
+
+def _within_bounds(exemplar: Mapping[str, str] | None) -> dict[str, str] | None:
+    """None: there is none, or it is longer than any may be."""
+    if exemplar is None or sum(len(name) + len(value) for name, value in exemplar.items()) > _MAX_EXEMPLAR_CHARS:
+        return None
+    return dict(exemplar)

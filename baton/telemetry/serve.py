@@ -1,0 +1,125 @@
+"""The listener of a process: `/metrics`, `/health`, `/ready`, and at a router `/targets`."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable, Sequence
+from http import HTTPStatus
+from typing import Protocol
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
+from prometheus_client.openmetrics import exposition as openmetrics
+
+from baton.errors import ConfigError
+from baton.limits import MAX_METRICS_REQUEST_BYTES
+
+_PLAIN = "text/plain; charset=utf-8"
+_OPENMETRICS = "application/openmetrics-text"
+Target = dict[str, list[str] | dict[str, str]]
+
+
+class Measured(Protocol):
+    """The metrics of a process."""
+
+    @property
+    def registry(self) -> CollectorRegistry: ...
+
+
+async def _nothing() -> None:
+    """There is nothing to find out before a scrape."""
+
+
+def target(address: str, cluster: str, component: str, process: str) -> Target:
+    """A process that Prometheus is to scrape, as its HTTP service discovery wants it."""
+    return {"targets": [address], "labels": {"baton": cluster, "component": component, "process": process}}
+
+
+def render(registry: CollectorRegistry, accept: str) -> tuple[str, bytes]:
+    """The content type and the metrics: OpenMetrics, with exemplars, to who takes it; else Prometheus' text format."""
+    if _OPENMETRICS in accept:
+        # Any other escaping makes `vllm_` of `vllm:` in this format. All names are valid ones: none is escaped.
+        return openmetrics.CONTENT_TYPE_LATEST, openmetrics.generate_latest(registry, openmetrics.ALLOWUTF8)  # type: ignore[no-untyped-call]
+    return CONTENT_TYPE_PLAIN_0_0_4, generate_latest(registry)
+
+
+class MetricsServer:
+    """`/metrics`, `/health` (the process answers) and `/ready` (it can take a request), in the process's own loop.
+
+    In the loop on purpose: a scrape reads what the loop writes without a lock, and a stuck loop does not look healthy.
+    `trouble`: what is wrong with what is not in the loop, for `/health`; "": nothing. `look`: awaited before a scrape.
+    `targets`: all processes of the cluster, for `/targets`.
+    """
+
+    def __init__(
+        self,
+        metrics: Measured,
+        ready: Callable[[], bool] = lambda: True,
+        *,
+        trouble: Callable[[], str] = lambda: "",
+        look: Callable[[], Awaitable[None]] = _nothing,
+        targets: Callable[[], Awaitable[Sequence[Target]]] | None = None,
+    ) -> None:
+        self._metrics = metrics
+        self._ready, self._trouble = ready, trouble
+        self._look, self._targets = look, targets
+        self._server: asyncio.Server | None = None
+
+    async def start(self, address: str) -> str:
+        """Listen on "host:port" (port 0: any free one); returns what was bound. Raises ConfigError."""
+        host, _, port = address.rpartition(":")
+        try:
+            self._server = await asyncio.start_server(
+                self._answer, host.strip("[]"), int(port), limit=MAX_METRICS_REQUEST_BYTES
+            )
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"cannot listen for metrics on {address!r}: {error}") from error
+        return f"{host}:{self._server.sockets[0].getsockname()[1]}"
+
+    async def stop(self) -> None:
+        """Close the listener. Idempotent."""
+        if self._server is not None:
+            self._server.close()
+            self._server = None
+
+    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            async with asyncio.timeout(5):
+                line, *headers = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
+                status, content_type, body = await self._respond(line, _accepted(headers))
+                head = f"HTTP/1.1 {status.value} {status.phrase}\r\nContent-Type: {content_type}\r\n"
+                writer.write(f"{head}Content-Length: {len(body)}\r\nConnection: close\r\n\r\n".encode() + body)
+                await writer.drain()
+        except (TimeoutError, OSError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
+            pass  # a scraper that left or never asked is its own business
+        finally:
+            writer.close()
+
+    async def _respond(self, line: str, accept: str) -> tuple[HTTPStatus, str, bytes]:
+        method, _, rest = line.partition(" ")
+        path = rest.split(" ")[0].split("?")[0]
+        if method != "GET":
+            return HTTPStatus.METHOD_NOT_ALLOWED, _PLAIN, b"GET only\n"
+        if path == "/metrics":
+            await self._look()
+            return HTTPStatus.OK, *render(self._metrics.registry, accept)
+        if path == "/health":
+            return _said(self._trouble(), "ok")
+        if path == "/ready":
+            return _said("" if self._ready() else "not ready", "ready")
+        if path == "/targets" and self._targets is not None:
+            return HTTPStatus.OK, "application/json", json.dumps(await self._targets()).encode()
+        served = "/metrics, /health and /ready" + (", and /targets" if self._targets else "")
+        return HTTPStatus.NOT_FOUND, _PLAIN, f"{served} are served here\n".encode()
+
+
+def _said(problem: str, fine: str) -> tuple[HTTPStatus, str, bytes]:
+    status = HTTPStatus.SERVICE_UNAVAILABLE if problem else HTTPStatus.OK
+    return status, _PLAIN, f"{problem or fine}\n".encode()
+
+
+def _accepted(headers: Sequence[str]) -> str:
+    """The value of `Accept`."""
+    pairs = (header.partition(":") for header in headers)
+    return ",".join(value for name, _, value in pairs if name.strip().lower() == "accept")

@@ -1,0 +1,75 @@
+"""The `vllm:*` names that existing boards, autoscalers and routers read: made at a scrape, of Baton's own numbers.
+
+Each name comes from one kind of process, so that sums over all of them are right: latencies and tokens of requests from
+routers, queues and KV of engines from workers. `vllm:num_requests_waiting` comes from both: who waits in a router is on
+no worker yet.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+from baton.core import WorkerInfo
+from baton.load import Load
+from baton.telemetry.families import counter, gauge
+from baton.telemetry.labels import SUCCESS
+
+_NAMES = ("model_name", "engine")
+
+
+def _labels(model: str) -> Mapping[str, str]:
+    return dict(zip(_NAMES, (model, "0"), strict=True))  # each process has one engine
+
+
+class Renamed(Collector):
+    """Other metrics under further names, of `model`."""
+
+    def __init__(self, model: str, sources: Sequence[tuple[str, Collector]]) -> None:
+        self._labels, self._sources = _labels(model), sources
+
+    def collect(self) -> Iterable[Metric]:
+        for name, source in self._sources:
+            for metric in source.collect():
+                made = Metric(f"vllm:{name}", metric.documentation, metric.type)
+                made.samples = [
+                    sample._replace(
+                        name=made.name + sample.name.removeprefix(metric.name), labels={**sample.labels, **self._labels}
+                    )
+                    for sample in metric.samples
+                ]
+                yield made
+
+
+def success(model: str, finished: Mapping[str, int]) -> Metric:
+    """Choices that finished; `finished`: how many, by reason."""
+    sums: Counter[str] = Counter()
+    for reason, count in finished.items():
+        sums[SUCCESS[reason]] += count
+    rows = [((model, "0", reason), float(count)) for reason, count in sums.items()]
+    return counter("vllm:request_success", "Choices that finished", (*_NAMES, "finished_reason"), rows)
+
+
+def engine(info: WorkerInfo, load: Load, preemptions: int) -> Iterable[Metric]:
+    """What a worker's engine has to do."""
+    values, counts = (info.model, "0"), load.blocks
+    used = counts.owned + counts.reserved + counts.quarantined
+    queried = load.prefill_tokens + load.cached_tokens
+    for name, text, value in (
+        ("num_requests_running", "Requests that are computed", load.running),
+        ("num_requests_waiting", "Requests that wait", load.waiting),
+        ("kv_cache_usage_perc", "KV blocks in use; 1 is all of them", used / (counts.total or 1)),
+        ("gpu_cache_usage_perc", "The old name of vllm:kv_cache_usage_perc", used / (counts.total or 1)),
+    ):
+        yield gauge(f"vllm:{name}", text, _NAMES, [(values, value)])
+    for name, text, value in (
+        ("prefix_cache_queries", "Prompt tokens that were looked for in the prefix cache", queried),
+        ("prefix_cache_hits", "Prompt tokens that were found there", load.cached_tokens),
+        ("num_preemptions", "Requests that lost their blocks to others", preemptions),
+    ):
+        yield counter(f"vllm:{name}", text, _NAMES, [(values, value)])
+    sizes = (*values, str(info.layout.block_size), str(info.total_blocks))
+    yield gauge("vllm:cache_config_info", "Of the KV cache", (*_NAMES, "block_size", "num_gpu_blocks"), [(sizes, 1)])

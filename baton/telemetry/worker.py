@@ -1,0 +1,160 @@
+"""The metrics of a worker process. All is read at a scrape, of what the worker keeps anyway."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from prometheus_client.metrics_core import InfoMetricFamily, Metric, SummaryMetricFamily
+
+from baton.core import Thought, WorkerInfo
+from baton.load import Load
+from baton.telemetry import vllm
+from baton.telemetry.families import Scraped, blocks, counter, gauge, new_registry, verifying
+from baton.telemetry.labels import HANDOFFS, TRANSPORTS, of
+
+_LATE = 2 / 3  # of its lease, without progress: unhealthy, while there is time to look why
+_SHOWN = 12  # digits of a fingerprint
+_MOVED = (
+    ("baton_moved_bytes", "KV bytes that this worker sent, or took"),
+    ("baton_moved_frames", "Frames that it sent; those that it took are the other worker's"),
+    ("baton_moved_seconds", "Sent: from the end of a prompt to the acknowledged commit; received: frames under way"),
+)
+
+
+class Counts:
+    """What a worker did, as far as no load report says it. From any thread, a few times a request.
+
+    Handoffs end as pushed, failed (the KV waits for another attempt, or is computed again) or aborted (nobody wants it)
+    where the prompt is computed, and as committed or fenced (no commit came, or none will be taken) where it goes.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.handoffs: Counter[str] = Counter(dict.fromkeys(HANDOFFS, 0))
+        self.thought_chunks = self.thought_tokens = 0
+        self._moved: dict[tuple[str, str], tuple[float, float, float]] = {}
+
+    def ended(self, outcome: str) -> None:
+        """A handoff did, as far as this worker is concerned."""
+        with self._lock:
+            self.handoffs[outcome] += 1
+
+    def moved(self, direction: str, transport: str, nbytes: int, frames: int, seconds: float) -> None:
+        """A handoff's KV went through."""
+        key = direction, of(transport, TRANSPORTS, "unknown")
+        with self._lock:
+            before = self._moved.get(key, (0.0, 0.0, 0.0))
+            self._moved[key] = before[0] + nbytes, before[1] + frames, before[2] + seconds
+
+    def thought(self, thoughts: Iterable[Thought]) -> None:
+        """A model that thinks has thought about chunks; about some of them perhaps not for the first time."""
+        for thought in thoughts:
+            self.thought_chunks += 1
+            self.thought_tokens += len(thought.token_ids)
+
+    @property
+    def all_moved(self) -> list[tuple[tuple[str, str], tuple[float, float, float]]]:
+        """By direction and transport: bytes, frames, seconds."""
+        return list(self._moved.items())
+
+
+@dataclass(frozen=True, slots=True)
+class Watched:
+    """An incarnation of a worker, and how to ask what it does. Times in seconds."""
+
+    info: WorkerInfo
+    lease_s: float
+    load: Callable[[], Load]
+    preemptions: Callable[[], int]
+    lease_age_s: Callable[[], float]  # since its last progress that the ledger was told of
+    routers: Callable[[], int]  # that are connected
+    counts: Counts
+
+
+class WorkerMetrics:
+    """Made before the worker is there, since its registration says where they are: `watch` what becomes of it."""
+
+    def __init__(self, cluster: str, version: str) -> None:
+        self.registry = new_registry(cluster, version)
+        self._watched: Watched | None = None
+        self.serving = False
+
+    def watch(self, watched: Watched) -> None:
+        """Once."""
+        self._watched = watched
+        self.registry.register(Scraped(lambda: families(watched)))
+
+    def ready(self) -> bool:
+        """It takes requests."""
+        return self.serving and self._watched is not None and not self._watched.load().draining
+
+    def trouble(self) -> str:
+        """Why it is not healthy: its engine is in a thread of its own, and that makes no progress."""
+        if self._watched is None:
+            return ""
+        age = self._watched.lease_age_s()
+        return f"no progress for {age:.1f} s" if age > _LATE * self._watched.lease_s else ""
+
+
+def families(watched: Watched) -> Iterable[Metric]:
+    """All that is said of a worker, with its id in each; and, as `vllm:*`, of its engine."""
+    info, load = watched.info, watched.load()
+    worker = info.ref.worker_id
+    about = InfoMetricFamily("baton_worker", "Who this is")
+    facts = {"role": info.role.value, "model": info.model, "fingerprint": info.fingerprint[:_SHOWN]}
+    about.add_metric((), {"worker": worker, **facts})
+    yield about
+    yield blocks({info.role: [load.blocks]})
+    for name, text, value in (
+        ("baton_running_requests", "Requests that are computed", load.running),
+        ("baton_waiting_requests", "Requests that wait, for their turn or for blocks", load.waiting),
+        ("baton_waiting_tokens", "Prompt tokens that were taken and are not computed yet", load.queued_tokens),
+        ("baton_draining", "1: takes nothing new", load.draining),
+        ("baton_routers", "Routers that are connected", watched.routers()),
+        ("baton_lease_age_seconds", "Since the last progress that kept the lease", watched.lease_age_s()),
+        ("baton_lease_seconds", "So much without progress, and the worker is taken for dead", watched.lease_s),
+    ):
+        yield gauge(name, text, ("worker",), [((worker,), value)])
+    yield from _computing(worker, load)
+    yield from verifying([(worker, load)])
+    yield from _handing_over(worker, load, watched.counts)
+    preempted = watched.preemptions()
+    for name, text, count in (
+        ("baton_preemptions", "Requests that lost their blocks to others", preempted),
+        ("baton_thinking_chunks", "Chunks that were thought about", watched.counts.thought_chunks),
+        ("baton_thinking_tokens", "Tokens that were thought", watched.counts.thought_tokens),
+    ):
+        yield counter(name, text, ("worker",), [((worker,), count)])
+    yield from vllm.engine(info, load, preempted)
+
+
+def _computing(worker: str, load: Load) -> Iterable[Metric]:
+    steps = SummaryMetricFamily(
+        "baton_step_seconds", "Steps of the engine, by what they did", labels=("worker", "kind")
+    )
+    for kind, pace in (("prefill", load.prefill_pace), ("decode", load.decode_pace), ("mixed", load.joint_pace)):
+        steps.add_metric((worker, kind), pace.steps, pace.seconds)
+    yield steps
+    computed = (((worker, "prefill"), load.prefill_tokens), ((worker, "decode"), load.decode_tokens))
+    yield counter("baton_computed_tokens", "Tokens that went through the model", ("worker", "kind"), computed)
+    for name, text, count in (
+        ("queries", "Prompt tokens that were computed or found", load.prefill_tokens + load.cached_tokens),
+        ("hits", "Prompt tokens that were found in the prefix cache here", load.cached_tokens),
+        ("fetches", "Prompt tokens whose KV came from a decode worker instead", load.fetched_tokens),
+    ):
+        yield counter(f"baton_prefix_cache_{name}", text, ("worker",), [((worker,), count)])
+
+
+def _handing_over(worker: str, load: Load, counts: Counts) -> Iterable[Metric]:
+    rows = [((worker, outcome), float(count)) for outcome, count in counts.handoffs.items()]
+    yield counter("baton_handoffs", "Handoffs by what became of them here", ("worker", "outcome"), rows)
+    moved = counts.all_moved
+    for index, (name, text) in enumerate(_MOVED):
+        of_it = [((worker, *key), values[index]) for key, values in moved]
+        yield counter(name, text, ("worker", "direction", "transport"), of_it)
+    by_transport = Counter(of(channel.transport, TRANSPORTS, "unknown") for channel in load.channels)
+    open_ = [((worker, transport), float(count)) for transport, count in by_transport.items()]
+    yield gauge("baton_channels", "Open data channels that it sends on", ("worker", "transport"), open_)
