@@ -169,10 +169,11 @@ class Metrics:
         *,
         deterministic: bool = False,
         tokens: int = 0,
+        staged: bool = True,
         exemplar: Mapping[str, str] | None = None,
     ) -> None:
         """A request ended: finished | cancelled | failed | refused. `timings`, and how many output `tokens` they are
-        of, only for those that finished. `exemplar`: by what to find it in logs and traces.
+        of, only for those that finished. `staged`: they are by stage. `exemplar`: by what to find it in logs and traces.
         """
         self._requests.labels(outcome).inc()
         if deterministic:
@@ -187,7 +188,7 @@ class Metrics:
             (self._prefill, timings.prefill_s),
         ):
             histogram.observe(seconds, by)
-        for name, seconds in asdict(timings).items():
+        for name, seconds in asdict(timings).items() if staged else ():
             if seconds > 0 and (stage := self._stages.get(name.removesuffix("_s"))) is not None:
                 stage.observe(seconds)
         self._generation.observe(timings.e2e_s - timings.ttft_s)

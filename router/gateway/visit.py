@@ -56,7 +56,7 @@ class Visit(AbstractContextManager["Visit"]):
     def finished(self) -> None:
         """The answer has been written."""
         if self._metrics is not None:
-            self._metrics.ended("finished", self._timings())
+            self._metrics.ended("finished", self._timings(), staged=False)
             self._metrics = None
 
     def failed(self, error: BatonError) -> None:

@@ -585,7 +585,7 @@ async def test_metrics_of_a_gateway_alone():
         await chat(gateway)
         assert [chunk async for chunk in await chat(gateway, stream=True)]
         found = await counted(gateway)
-    assert {name: value for name, value in found.items() if not re.search("(ttft|itl|e2e)_seconds_sum", name)} == {
+    assert {name: value for name, value in found.items() if not re.search("(ttft|itl|e2e|generation)_seconds_sum", name)} == {
         'baton_requests_total{outcome="finished"}': 2,
         "baton_ttft_seconds_count": 2,
         "baton_itl_seconds_count": 4,
@@ -594,6 +594,8 @@ async def test_metrics_of_a_gateway_alone():
         "baton_queue_seconds_sum": 4,
         "baton_prefill_seconds_count": 2,
         "baton_prefill_seconds_sum": 1,
+        "baton_generation_seconds_count": 2,
+        "baton_output_tokens_total": 6,
     }
 
 
