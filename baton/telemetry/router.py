@@ -173,7 +173,7 @@ class Metrics:
         exemplar: Mapping[str, str] | None = None,
     ) -> None:
         """A request ended: finished | cancelled | failed | refused. `timings`, and how many output `tokens` they are
-        of, only for those that finished. `staged`: they are by stage. `exemplar`: by what to find it in logs and traces.
+        of, only for those that finished. `staged`: they are by stage. `exemplar`: its name in logs and traces.
         """
         self._requests.labels(outcome).inc()
         if deterministic:

@@ -28,7 +28,7 @@ class Lease:
     def __init__(self, ledger: Ledger, info: WorkerInfo, lease_s: float, clock: Clock, history: History = OFF) -> None:
         self._ledger = ledger
         self._info = info
-        self._lease_s = lease_s
+        self.lease_s = lease_s
         self._clock = clock
         self._history = history
         self._kept = clock.monotonic()
@@ -48,9 +48,9 @@ class Lease:
     def check(self) -> None:
         """Raises LedgerError once the lease must have lapsed, whatever kept this process from renewing it."""
         elapsed = self.age_s
-        if elapsed > self._lease_s:
+        if elapsed > self.lease_s:
             self._lost()
-            text = f"no progress for {elapsed:.1f} s, the lease of {self._lease_s:g} s has lapsed: starting again"
+            text = f"no progress for {elapsed:.1f} s, the lease of {self.lease_s:g} s has lapsed: starting again"
             raise LedgerError(f"{self._info.ref}: {text}")
 
     def _lost(self) -> None:
@@ -66,7 +66,7 @@ class Lease:
         asked = self._clock.monotonic()
         self._history.note("beat", progress=progress)
         try:
-            async with asyncio.timeout(self._lease_s / 3):
+            async with asyncio.timeout(self.lease_s / 3):
                 if not await self._ledger.renew(self._info.ref, progress):
                     await self.take()
         except (LedgerError, TimeoutError) as error:

@@ -12,7 +12,6 @@ import os
 import socket
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import replace
 from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING
@@ -21,10 +20,8 @@ import structlog
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import aio as health_aio
 
-from baton import __version__
-from baton.addresses import called
 from baton.clock import Clock, SystemClock
-from baton.core import WorkerInfo, WorkerRef
+from baton.core import Incarnation, WorkerInfo, WorkerRef
 from baton.engine.determinism import bits_fingerprint
 from baton.errors import EngineFault, LedgerError
 from baton.history import History
@@ -33,12 +30,11 @@ from baton.ledger.ledger import Ledger
 from baton.rpc import channel, reports
 from baton.rpc.tls import Wire
 from baton.rpc.v1 import worker_pb2_grpc
-from baton.telemetry.serve import MetricsServer
-from baton.telemetry.worker import Watched, WorkerMetrics
 from baton.worker.build import thinking_chunk
 from baton.worker.hosted import HostedRole, HostParts, RoleFactory
 from baton.worker.lease import Lease
 from baton.worker.loop import EngineLoop, Paces
+from baton.worker.measured import measured, watched
 from baton.worker.service import WorkerService
 from baton.worker.settings import WorkerSettings
 
@@ -48,6 +44,7 @@ if TYPE_CHECKING:
     from baton.engine.engine import Engine
     from baton.engine.outcome import StepResult
     from baton.load import Load
+    from baton.telemetry.worker import WorkerMetrics
 
 log = structlog.get_logger(__name__)
 Ready = Callable[[WorkerRef], None]
@@ -104,9 +101,8 @@ async def live(
     async with contextlib.AsyncExitStack() as leaving:
         leaving.push_async_callback(ledger.close)
         address = channel.bind(server, settings.listen, wire.private)
-        ref = WorkerRef(settings.worker_id, await ledger.mint(settings.worker_id), address)
-        metrics = WorkerMetrics(settings.cluster, __version__)
-        info = replace(_info(settings, engine, ref), metrics=await _measured(settings, metrics, leaving))
+        metrics, told = await measured(settings, leaving)
+        info = _info(settings, engine, await ledger.mint(settings.worker_id), address, told)
         history = _history(settings, info.ref, clock)
         engine.pool.history = leaving.enter_context(history)
         loop = EngineLoop(engine, clock=clock)
@@ -123,7 +119,7 @@ async def live(
         await server.start()
         leaving.push_async_exit(partial(_stop_serving, server))
         lease = Lease(ledger, info, settings.lease_s, clock, history)
-        metrics.watch(_watched(info, settings, lease, stepping, service, role))
+        metrics.watch(watched(info, lease, stepping, service, role))
         await lease.take()
         history.note("registered")
         leaving.push_async_callback(_deregister, ledger, info.ref)
@@ -142,36 +138,6 @@ async def live(
             return None
         await service.finish(LEAVE_S)
         return order
-
-
-async def _measured(settings: WorkerSettings, metrics: WorkerMetrics, leaving: contextlib.AsyncExitStack) -> str:
-    """Serve them; returns where others find them. Raises ConfigError."""
-    if settings.metrics is None:
-        return ""
-    server = MetricsServer(metrics, metrics.ready, trouble=metrics.trouble)
-    bound = await server.start(settings.metrics)
-    leaving.push_async_callback(server.stop)
-    key = f"{settings.role.value}.interface"
-    return called(bound, settings.advertise, settings.interface, settings.redis_url, key)
-
-
-def _watched(
-    info: WorkerInfo,
-    settings: WorkerSettings,
-    lease: Lease,
-    stepping: _Stepping,
-    service: WorkerService,
-    role: HostedRole,
-) -> Watched:
-    return Watched(
-        info,
-        settings.lease_s,
-        load=lambda: stepping.load,
-        preemptions=lambda: stepping.preemptions,
-        lease_age_s=lambda: lease.age_s,
-        routers=lambda: len(service.sessions),
-        counts=role.counts,
-    )
 
 
 class _Health:
@@ -281,12 +247,12 @@ def _history(settings: WorkerSettings, ref: WorkerRef, clock: Clock) -> History:
     return History.open(settings.history, clock, settings.role.value, ref.worker_id, str(ref.incarnation))
 
 
-def _info(settings: WorkerSettings, engine: Engine, ref: WorkerRef) -> WorkerInfo:
-    port = ref.address.rpartition(":")[2]
-    advertised = replace(ref, address=f"{settings.advertise}:{port}") if settings.advertise else ref
+def _info(settings: WorkerSettings, engine: Engine, incarnation: Incarnation, address: str, metrics: str) -> WorkerInfo:
+    port = address.rpartition(":")[2]
+    advertised = f"{settings.advertise}:{port}" if settings.advertise else address
     why_not = engine.backend.nondeterminism
     return WorkerInfo(
-        ref=advertised,
+        ref=WorkerRef(settings.worker_id, incarnation, advertised),
         role=settings.role,
         fingerprint=engine.backend.fingerprint,
         model=settings.model_name,
@@ -298,4 +264,5 @@ def _info(settings: WorkerSettings, engine: Engine, ref: WorkerRef) -> WorkerInf
         determinism="" if why_not else bits_fingerprint(engine.backend, settings.shapes),
         nondeterminism=why_not[:_LONGEST_REASON],
         thinking_chunk=thinking_chunk(engine.backend),
+        metrics=metrics,
     )

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from baton.config import load_config
-from baton.core import HandoffId, Incarnation, Role, Sampling, SequenceSpec, WorkerRef
+from baton.core import HandoffId, Incarnation, Role, Sampling, SequenceSpec
 from baton.engine.fixed import FixedShapes
 from baton.engine.oracle import OracleBackend
 from baton.errors import ConfigError, InvalidRequest
@@ -71,17 +71,17 @@ def test_a_worker_whose_bits_vary_takes_no_deterministic_requests(monkeypatch, t
     sets = ("decode.kv_memory=1MiB", "determinism.rows=4")
     chosen = settings(tmp_path, *sets)
     engine = build_engine(chosen)
-    info = _info(chosen, engine, WorkerRef("decode-0", Incarnation(1, 1), "127.0.0.1:1"))
+    info = _info(chosen, engine, Incarnation(1, 1), "127.0.0.1:1", "")
     assert (info.determinism, info.nondeterminism) == ("", "4 rows vary")
     with pytest.raises(InvalidRequest, match="deterministic"):
         engine.validate(SequenceSpec((1,), Sampling(), deterministic=True))
 
 
 def test_a_worker_says_what_its_bits_depend_on(tmp_path):
-    ref, found = WorkerRef("decode-0", Incarnation(1, 1), "127.0.0.1:1"), list[str]()
+    found = list[str]()
     for sets in ((), ("determinism.rows=4",), ("decode.block_size=32",)):
         chosen = settings(tmp_path, "decode.kv_memory=1MiB", *sets)
-        info = _info(chosen, build_engine(chosen), ref)
+        info = _info(chosen, build_engine(chosen), Incarnation(1, 1), "127.0.0.1:1", "")
         assert not info.nondeterminism
         found.append(info.determinism)
     assert found[0] == found[2] != found[1]
@@ -124,7 +124,7 @@ def test_a_worker_says_that_its_model_thinks_and_what_does_not_fit_is_refused_be
     sets = (f"model.path={tmp_path / 'model'}", "decode.kv_memory=1MiB", "decode.device=cpu")
     fits = settings(tmp_path, *sets, "decode.block_size=8", "thinking.prefill=sequential")
     engine = build_engine(fits)
-    assert _info(fits, engine, WorkerRef("decode-0", Incarnation(1, 1), "127.0.0.1:1")).thinking_chunk == 4
+    assert _info(fits, engine, Incarnation(1, 1), "127.0.0.1:1", "").thinking_chunk == 4
     assert engine.backend.thinker is not None
     assert engine.backend.thinker.mode == "sequential"
     monkeypatch.setattr("baton.engine.model.build.load_model", None)
