@@ -1,0 +1,147 @@
+"""The tables of docs/metrics.md, made of the metrics that Baton's processes really export.
+
+    python -m tools.metric_docs [--check]
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from prometheus_client import CollectorRegistry
+
+from baton import __version__
+from baton.clock import FakeClock
+from baton.core import Incarnation, KVLayout, Role, WorkerInfo, WorkerRef
+from baton.errors import Overloaded
+from baton.load import BlockCounts, Channel, Load
+from baton.stages import Timings
+from baton.telemetry import Metrics
+from baton.telemetry.labels import LABELS
+from baton.telemetry.worker import Counts, Watched, WorkerMetrics
+from router.floor import Floor, RouterSettings
+
+DOCS = Path(__file__).resolve().parent.parent / "docs/metrics.md"
+BEGIN, END = "<!-- made by tools/metric_docs.py: {} -->\n", "<!-- end -->\n"
+SUFFIXES = {"counter": ["_total"], "histogram": ["_bucket", "_sum", "_count"], "info": ["_info"], "gauge": [""]}
+SUFFIXES["summary"] = ["_sum", "_count"]
+SHOWN = {"counter": "_total", "info": "_info"}
+INFO = WorkerInfo(
+    ref=WorkerRef("decode-0", Incarnation(1, 1), "127.0.0.1:1"),
+    role=Role.DECODE,
+    fingerprint="f" * 64,
+    model="m",
+    max_model_len=64,
+    total_blocks=8,
+    layout=KVLayout(1, 1, 8, 16, "float32"),
+)
+
+
+@dataclass(slots=True)
+class Family:
+    """A metric, as it is exported. `name` has no suffix."""
+
+    name: str
+    kind: str
+    text: str
+    labels: set[str]
+    processes: list[str]
+
+    @property
+    def samples(self) -> set[str]:
+        """The names that queries use."""
+        return {self.name + suffix for suffix in SUFFIXES[self.kind]}
+
+
+def router_registry() -> CollectorRegistry:
+    """A router's, in which everything happened once, so that each family shows its labels."""
+
+    async def nobody() -> Sequence[WorkerInfo]:
+        return []
+
+    metrics = Floor(RouterSettings("one", "m", __version__), nobody, FakeClock()).metrics
+    _happen(metrics)
+    metrics.control.said({"decode": 1}, [("decode", "ready", 0)], [(1.0, "start")])
+    return metrics.registry
+
+
+def _happen(metrics: Metrics) -> None:
+    metrics.ended("finished", Timings(*range(1, 9)), deterministic=True, tokens=3)
+    metrics.refused(Overloaded("", 1.0))
+    metrics.handed_over(1.0, 1, "shm")
+
+
+def worker_registry(info: WorkerInfo = INFO) -> CollectorRegistry:
+    """A worker's."""
+    metrics, counts = WorkerMetrics("one", __version__), Counts()
+    counts.moved("sent", "shm", 1, 1, 1.0)
+    load = Load(blocks=BlockCounts(8, 8), channels=(Channel("prefill-0", "shm", 1.0),))
+    metrics.watch(Watched(info, 3.0, lambda: load, lambda: 0, lambda: 0.5, lambda: 1, counts))
+    return metrics.registry
+
+
+def gateway_registry() -> CollectorRegistry:
+    """That of a gateway alone."""
+    metrics = Metrics("one", __version__)
+    _happen(metrics)
+    return metrics.registry
+
+
+def exported() -> dict[str, Family]:
+    """All metrics of all processes, by name."""
+    found: dict[str, Family] = {}
+    made = {"router": router_registry(), "worker": worker_registry(), "gateway": gateway_registry()}
+    for process, registry in made.items():
+        for metric in registry.collect():
+            family = found.setdefault(metric.name, Family(metric.name, metric.type, metric.documentation, set(), []))
+            labels = {name for sample in metric.samples for name in sample.labels}
+            family.labels |= (labels or set(vars(metric).get("_labelnames", ()))) - {"le"}
+            if process not in family.processes:
+                family.processes.append(process)
+    return found
+
+
+def tables() -> dict[str, str]:
+    """By name: the rows, Markdown."""
+    return {"metrics": "".join(_metrics()), "labels": "".join(_labels())}
+
+
+def _metrics() -> Iterator[str]:
+    yield "| metric | type | labels | from | what |\n|---|---|---|---|---|\n"
+    for family in sorted(exported().values(), key=lambda family: (":" in family.name, family.name)):
+        labels = ", ".join(sorted(family.labels)) or "-"
+        name = family.name + SHOWN.get(family.kind, "")
+        yield f"| `{name}` | {family.kind} | {labels} | {', '.join(family.processes)} | {family.text} |\n"
+
+
+def _labels() -> Iterator[str]:
+    yield "| label | values |\n|---|---|\n"
+    for name, values in sorted(LABELS.items()):
+        yield f"| `{name}` | {values if isinstance(values, str) else ', '.join(f'`{value}`' for value in values)} |\n"
+
+
+def filled(text: str) -> str:
+    """The page with its tables as they should be."""
+    for name, rows in tables().items():
+        begin = BEGIN.format(name)
+        before, _, rest = text.partition(begin)
+        text = before + begin + rows + END + rest.partition(END)[2]
+    return text
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Write the page; with --check, only say whether it is as it should be."""
+    text = DOCS.read_text(encoding="utf-8")
+    if "--check" not in arguments:
+        DOCS.write_text(filled(text), encoding="utf-8")
+        return 0
+    if filled(text) != text:
+        print(f"{DOCS.name} is not fresh: make fmt")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))
