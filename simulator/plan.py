@@ -169,17 +169,23 @@ class Planner:
         for tp in self.site.profile.sizes:
             least = max(f(self.site, self.workload, rate, tp) for f in (least_prefill, least_decode))
             for chunk in chunks:
-                most = min(self.gpus, best.shape.gpus if best else self.gpus) // tp
-                found = self._colocated_least(rate, tp, chunk, least, most)
+                found = self._colocated_least(rate, Shape(least, decode_tp=tp, chunk=chunk), best)
                 if found is not None and (best is None or _order(found) < _order(best)):
                     best = found
         return best
 
-    def _colocated_least(self, rate: float, tp: int, chunk: int, least: int, most: int) -> Tried | None:
-        def tried(workers: int) -> Tried:
-            return self.attempt(Shape(workers, decode_tp=tp, chunk=chunk), rate, "colocated")
+    def _colocated_least(self, rate: float, least: Shape, best: Tried | None) -> Tried | None:
+        """From `least` workers on. With a `best` one already, whether that many meet the goal comes first."""
 
-        workers = _least(lambda count: tried(count).met, least, most)
+        def tried(workers: int) -> Tried:
+            return self.attempt(replace(least, decode=workers), rate, "colocated")
+
+        most = (best.shape.gpus if best else self.gpus) // least.decode_tp
+        if best is not None and (most < least.decode or not tried(most).met):
+            return None
+        if best is not None and (most == least.decode or not tried(most - 1).met):
+            return tried(most)
+        workers = _least(lambda count: tried(count).met, least.decode, most)
         return tried(workers) if workers is not None else None
 
 

@@ -1,0 +1,57 @@
+"""A simulation that takes no time: what a shape carries is arithmetic."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from baton.workload import Arrival, Lengths
+from simulator.plan import Planner
+from simulator.plan_shape import Site, Workload
+from simulator.profile import Profile, load_profile
+from simulator.report import Report
+from simulator.scenario import Scenario
+
+EASY = {"step_s": 0.01, "token_s": 1e-4, "context_s": 0.0}
+
+
+def profile(**changes: object) -> Profile:
+    """Round numbers: a token of a prompt takes 0.1 ms, so that a worker computes 100 prompts of 100 tokens a second."""
+    layout = {"tensor_parallel": 1, "kv_tokens": 100_000, "prompt": EASY, "decode": [EASY]}
+    given: dict[str, object] = {
+        "name": "easy",
+        "model": "m",
+        "hardware": "h",
+        "source": "made up",
+        "token_bytes": 1000,
+        "layers": 2,
+        "link": {"bytes_per_s": 1e9},
+        "layouts": [layout],
+    }
+    return Profile.model_validate(given | changes)
+
+
+@dataclass
+class Fake:
+    """Each worker carries so many requests per second; the scenarios that were asked for are kept."""
+
+    prefill: float
+    decode: float
+    colocated: float
+    asked: list[Scenario] = field(default_factory=list)
+
+    def __call__(self, scenario: Scenario, load: Iterable[Arrival]) -> Report:
+        self.asked.append(scenario)
+        times = [one.at_s for one in load]
+        rate = len(times) / times[-1]
+        first, second = scenario.prefill.workers * self.prefill, scenario.decode.workers * self.decode
+        if scenario.mode == "colocated":
+            first = second = scenario.decode.workers * self.colocated
+        ttft, itl = len(times) * (rate <= first), len(times) * (rate <= second)
+        return Report(arrivals=len(times), good=min(ttft, itl), good_ttft=ttft, good_itl=itl, duration_s=times[-1])
+
+
+def planner(fake: Fake, *, gpus: int = 16, name: str = "", times: str = "constant") -> Planner:
+    """Of requests with 100 tokens and 11 new ones."""
+    site = Site(load_profile(name) if name else profile())
+    return Planner(fake, site, Workload(Lengths.parse("100", "11"), times, requests=50), gpus=gpus)

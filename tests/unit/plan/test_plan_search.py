@@ -1,0 +1,100 @@
+"""The planner's search, over a simulation that is arithmetic."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from baton.errors import ConfigError
+from simulator.plan import Planner, kind
+from simulator.plan_shape import Shape, least_decode, least_prefill
+from tests.unit.plan.plan_support import Fake, planner
+
+
+def _cheapest(fake: Fake, rate: float) -> tuple[int, int, int]:
+    ways = (fake.prefill, fake.decode, fake.colocated)
+    found = [math.ceil(rate / each) for each in ways]
+    return found[0], found[1], found[2]
+
+
+@pytest.mark.parametrize("rate", [1.0, 24.9, 39.9, 77.1])
+@pytest.mark.parametrize("fake", [Fake(10, 20, 4), Fake(7, 30, 12), Fake(30, 5, 6)])
+def test_the_fewest_workers_of_each_kind_are_found(fake, rate):
+    answer = planner(fake, gpus=64).plan(rate)
+    assert answer.disaggregated is not None
+    assert answer.colocated is not None
+    apart, together = answer.disaggregated.shape, answer.colocated.shape
+    assert (apart.prefill, apart.decode, together.decode) == _cheapest(fake, rate)
+
+
+def test_the_cheaper_one_is_the_best_and_goodput_is_for_each_gpu():
+    answer = planner(Fake(10, 20, 4)).plan(20.0)
+    assert answer.best is answer.disaggregated
+    assert answer.disaggregated is not None
+    assert answer.disaggregated.shape == Shape(1, 2)
+    assert answer.goodput["disaggregated"] == pytest.approx(20 / 3, rel=0.06)
+    assert answer.goodput["colocated"] == pytest.approx(4.0, rel=0.06)
+
+
+def test_colocated_workers_are_the_best_where_they_carry_more():
+    answer = planner(Fake(10, 20, 12)).plan(20.0)
+    assert answer.best is answer.colocated
+    assert kind(answer.best.shape if answer.best else Shape(1)) == "colocated"
+
+
+def test_no_layout_within_the_gpus_is_said_and_none_beyond_is_tried():
+    fake = Fake(1, 1, 1)
+    answer = planner(fake, gpus=6).plan(100.0)
+    assert answer.best is None
+    assert all(scenario.prefill.workers <= 16 and scenario.decode.workers <= 16 for scenario in fake.asked)
+
+
+def test_phases_are_looked_at_without_local_prefills_and_pairs_as_production_has_it():
+    fake = Fake(10, 20, 4)
+    found = planner(fake)
+    found.plan(20.0)
+    by = {tried.why: tried for tried in found.tried.values()}
+    assert {"prefill phase", "decode phase", "pair", "colocated", "goodput"} <= set(by)
+    alone = [scenario for scenario in fake.asked if not scenario.router.local_prefill]
+    assert len(alone) == sum(tried.why.endswith("phase") for tried in found.tried.values())
+
+
+def test_nothing_is_simulated_twice():
+    fake = Fake(10, 20, 4)
+    found = planner(fake)
+    found.plan(33.0)
+    assert len(fake.asked) == len(found.tried)
+
+
+def test_the_search_is_short():
+    fake = Fake(3, 11, 2)
+    planner(fake, gpus=256).plan(300.0)
+    assert len(fake.asked) < 70
+
+
+def test_several_sizes_are_compared_by_gpus():
+    answer = planner(Fake(10, 20, 4), gpus=8, name="opt-13b-a100").plan(9.0)
+    assert answer.disaggregated is not None
+    assert answer.disaggregated.shape == Shape(1, 1)  # the fake's workers do not gain by more GPUs
+
+
+def test_the_least_is_a_bound_that_holds_work_at_full_use():
+    found = planner(Fake(1, 1, 1))
+    site, load = found.site, found.workload
+    assert least_prefill(site, load, 250.0, 1) == 3  # 100 tokens of 0.1 ms each
+    assert least_decode(site, load, 250.0, 1) == 1  # 10 tokens, in batches of 64, at 0.26 ms
+    assert least_decode(site, load, 2500.0, 1) == 6
+
+
+def test_a_goodput_that_does_not_exist_is_0():
+    assert planner(Fake(0, 0, 0)).goodput(Shape(1, 1), 1.0) == pytest.approx(0.0, abs=2e-3)
+
+
+def test_a_rate_that_cannot_be_is_refused():
+    with pytest.raises(ConfigError, match=r"rate: must be requests per second, .* got -1"):
+        _attempt(planner(Fake(1, 1, 1)))
+
+
+def _attempt(found: Planner) -> None:
+    found.attempt(Shape(1, 1), -1.0, "pair")
