@@ -84,13 +84,18 @@ class Planner:
         """Simulate, unless that was done. A phase by itself is one without local prefills."""
         key = shape, rate, why if why in PHASES else ""
         if key not in self.tried:
-            scenario = self.site.scenario(shape)
-            if why in PHASES:
-                scenario = replace(scenario, router=replace(scenario.router, local_prefill=False))
-            report = self.run(scenario, self.workload.at(rate, least=3 * (shape.prefill + shape.decode)))
+            report = self._report(shape, rate, alone=why in PHASES)
+            if self.site.shares_host(shape):  # how busy the pools are is known only now
+                report = self._report(shape, rate, report.prefill.busy, report.decode.busy, alone=why in PHASES)
             self.tried[key] = Tried(shape, rate, report, report.attainment >= self.attainment, why)
             self.said(self.tried[key])
         return self.tried[key]
+
+    def _report(self, shape: Shape, rate: float, prefill: float = 0.0, decode: float = 0.0, *, alone: bool) -> Report:
+        scenario = self.site.scenario(shape, prefill, decode)
+        if alone:
+            scenario = replace(scenario, router=replace(scenario.router, local_prefill=False))
+        return self.run(scenario, self.workload.at(rate, least=3 * (shape.prefill + shape.decode)))
 
     def goodput(self, shape: Shape, from_rate: float = 1.0) -> float:
         """The highest rate at which the shape meets the goal, in requests per second, a twentieth too low at most; 0:

@@ -55,10 +55,19 @@ class Site:
     faults: tuple[Fault, ...] = ()
     seed: int = 0
 
-    def scenario(self, shape: Shape) -> Scenario:
-        """Raises ConfigError for a tensor-parallel size that the profile does not have."""
-        decode = self.profile.pool(shape.decode, shape.decode_tp, self.decode)
-        prefill = self.profile.pool(shape.prefill, shape.prefill_tp, self.prefill)
+    def shares_host(self, shape: Shape) -> bool:
+        """Whether its pools slow each other down."""
+        return shape.prefill > 0 and any(
+            self.profile.layout(size).shares_host for size in (shape.prefill_tp, shape.decode_tp)
+        )
+
+    def scenario(self, shape: Shape, prefill_busy: float = 0.0, decode_busy: float = 0.0) -> Scenario:
+        """With pools busy for such shares of the time, where that slows the other one down.
+
+        Raises ConfigError for a tensor-parallel size that the profile does not have.
+        """
+        decode = self.profile.pool(shape.decode, shape.decode_tp, self.decode, prefill_busy)
+        prefill = self.profile.pool(shape.prefill, shape.prefill_tp, self.prefill, decode_busy)
         if not shape.prefill:
             decode = replace(decode, max_batched_tokens=shape.chunk or self.decode.max_batched_tokens)
         return Scenario(

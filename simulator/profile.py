@@ -53,10 +53,15 @@ class Layout(Section):
     busy_prompt: Factor = 1.0
     busy_decode: Factor = 1.0
 
-    def cost(self, *, busy: bool = False) -> StepCost:
-        """As the simulator takes it; `busy`: with the other pool busy all the time."""
-        prompt = _line(self.prompt, self.busy_prompt if busy else 1.0)
-        factor = self.busy_decode if busy else 1.0
+    @property
+    def shares_host(self) -> bool:
+        """Whether workers of the other pool slow these down."""
+        return max(self.busy_prompt, self.busy_decode) > 1
+
+    def cost(self, busy: float = 0.0) -> StepCost:
+        """As the simulator takes it, with the other pool busy for such a share of the time."""
+        prompt = _line(self.prompt, 1 + (self.busy_prompt - 1) * busy)
+        factor = 1 + (self.busy_decode - 1) * busy
         lines = [Linear(prompt, _line(piece, factor), self._joint(piece, factor)) for piece in self.decode]
         pieces = [(piece.rows_below or 0, cost) for piece, cost in zip(self.decode[:-1], lines, strict=False)]
         return Piecewise(tuple(pieces), lines[-1]) if pieces else lines[-1]
@@ -107,12 +112,12 @@ class Profile(Section):
         known = ", ".join(map(str, self.sizes))
         raise ConfigError(f"tensor_parallel: profile {self.name} has {known}, got {tensor_parallel}")
 
-    def pool(self, workers: int, tensor_parallel: int, like: Pool, *, busy: bool = False) -> Pool:
+    def pool(self, workers: int, tensor_parallel: int, like: Pool, busy: float = 0.0) -> Pool:
         """So many such workers; what a profile does not say, such as `max_running`, is that of `like`."""
         layout = self.layout(tensor_parallel)
         return Pool(
             workers,
-            layout.cost(busy=busy),
+            layout.cost(busy),
             kv_blocks=max(1, layout.kv_tokens // like.block_size),
             block_size=like.block_size,
             max_batched_tokens=like.max_batched_tokens,

@@ -9,7 +9,7 @@ from baton.workload import Arrival, Lengths
 from simulator.plan import Planner
 from simulator.plan_shape import Site, Workload
 from simulator.profile import Profile, load_profile
-from simulator.report import Report
+from simulator.report import PoolReport, Report
 from simulator.scenario import Scenario
 
 EASY = {"step_s": 0.01, "token_s": 1e-4, "context_s": 0.0}
@@ -38,6 +38,7 @@ class Fake:
     prefill: float
     decode: float
     colocated: float
+    busy: float = 0.0
     asked: list[Scenario] = field(default_factory=list)
 
     def __call__(self, scenario: Scenario, load: Iterable[Arrival]) -> Report:
@@ -48,7 +49,15 @@ class Fake:
         if scenario.mode == "colocated":
             first = second = scenario.decode.workers * self.colocated
         ttft, itl = len(times) * (rate <= first), len(times) * (rate <= second)
-        return Report(arrivals=len(times), good=min(ttft, itl), good_ttft=ttft, good_itl=itl, duration_s=times[-1])
+        return Report(
+            arrivals=len(times),
+            good=min(ttft, itl),
+            good_ttft=ttft,
+            good_itl=itl,
+            duration_s=times[-1],
+            prefill=PoolReport(busy=self.busy),
+            decode=PoolReport(busy=self.busy),
+        )
 
 
 def planner(fake: Fake, *, gpus: int = 16, name: str = "", times: str = "constant") -> Planner:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 
 from baton.errors import ConfigError
 from simulator.plan import Planner, kind
 from simulator.plan_shape import Shape, least_decode, least_prefill
-from tests.unit.plan.plan_support import Fake, planner
+from tests.unit.plan.plan_support import Fake, planner, profile
 
 
 def _cheapest(fake: Fake, rate: float) -> tuple[int, int, int]:
@@ -98,3 +99,17 @@ def test_a_rate_that_cannot_be_is_refused():
 
 def _attempt(found: Planner) -> None:
     found.attempt(Shape(1, 1), -1.0, "pair")
+
+
+def test_pools_that_share_a_host_slow_each_other_down_by_how_busy_they_are():
+    fake = Fake(10, 20, 4)
+    found = planner(fake)
+    busy = profile().layout(1).model_copy(update={"busy_prompt": 2.0, "busy_decode": 3.0})
+    found.site = replace(found.site, profile=profile().model_copy(update={"layouts": (busy,)}))
+    fake.busy = 0.5
+    found.attempt(Shape(1, 1), 1.0, "pair")
+    first, second = fake.asked
+    assert second.prefill.cost.seconds(9, 9, 0, 0) == pytest.approx(1.5 * first.prefill.cost.seconds(9, 9, 0, 0))
+    assert second.decode.cost.seconds(0, 0, 4, 9) == pytest.approx(2 * first.decode.cost.seconds(0, 0, 4, 9))
+    found.attempt(Shape(1), 1.0, "colocated")
+    assert len(fake.asked) == 3

@@ -1,0 +1,36 @@
+"""`baton profile --live` measures a running cluster, and `baton plan` takes what it wrote."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from simulator.profile import load_profile
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+
+
+@pytest.fixture(scope="module")
+def cluster(module_home):
+    with module_home.cluster("configs/no-ray.yaml", "model.path=oracle", "model.max_model_len=640") as running:
+        yield running
+
+
+def test_a_running_cluster_becomes_a_profile_that_a_plan_is_made_with(cluster, tmp_path):
+    file = tmp_path / "here.json"
+    cluster.home.baton("profile", "--live", file, "--seconds", 5, check=True)
+    found = load_profile(str(file))
+    (layout,) = found.layouts
+    info = cluster.status()["workers"][0]["info"]
+    assert layout.kv_tokens == info["total_blocks"] * info["layout"]["block_size"]
+    assert found.layers == info["layout"]["layers"]
+    cost = layout.cost()
+    assert 0 < cost.seconds(16, 136, 0, 0) <= cost.seconds(256, 256 * 257 // 2, 0, 0) < 1
+    assert 0 < cost.seconds(0, 0, 1, 40) < cost.seconds(0, 0, 32, 32 * 40) < 1
+    assert sum(layout.spread) / len(layout.spread) == pytest.approx(1.0, abs=0.01)
+    assert 0 < found.overheads.admit_s < 1
+    args = ("--rate", 2, "--prompt-tokens", 64, "--max-tokens", 8, "--requests", 60, "--gpus-at-most", 4, "--json")
+    planned = json.loads(cluster.home.baton("plan", "--profile", file, *args, check=True).stdout)
+    assert planned["best"]["gpus"] <= 2
+    assert planned["best"]["met"]

@@ -1,0 +1,133 @@
+"""`baton plan`: what it prints and which mistakes it names; the simulation is arithmetic."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from baton.cli import exit_code
+from baton.cli import plan as command
+from baton.cli.app import app
+from baton.errors import BatonError, ConfigError
+from tests.unit.plan.plan_support import Fake, profile
+
+LOAD = ("--rate", "20", "--prompt-tokens", "100", "--max-tokens", "11", "--arrivals", "constant", "--requests", "50")
+
+
+@pytest.fixture
+def fake(monkeypatch):
+    found = Fake(10, 20, 4)
+    monkeypatch.setattr(command, "simulate", found)
+    return found
+
+
+@pytest.fixture
+def file(tmp_path):
+    path = tmp_path / "p.json"
+    path.write_text(profile().model_dump_json())
+    return path
+
+
+def run(*args: object) -> Result:
+    return CliRunner().invoke(app, ["plan", *map(str, args)])
+
+
+def planned(*args: object) -> dict:
+    done = run(*args, "--json")
+    assert done.exception is None, done.output
+    return json.loads(done.stdout)
+
+
+def test_the_best_layout_what_was_tried_and_the_source_are_printed(fake, file):
+    done = run("--profile", file, *LOAD)
+    assert done.exit_code == 0
+    assert "source: made up" in done.stdout
+    assert "disaggregation pays: 1.67 times the goodput of colocated workers for each GPU" in done.stdout
+    assert "2 prefill (tp 1) + 1 decode (tp 1): 3 GPUs; up to 6.67 requests/s for each GPU" in done.stdout
+    assert "100.0% met" in done.stdout
+
+
+def test_that_disaggregation_does_not_pay_is_said(fake, file):
+    fake.colocated = 10
+    assert "disaggregation does not pay here: 0.67 times" in run("--profile", file, *LOAD).stdout
+
+
+def test_that_nothing_is_enough_is_said(fake, file):
+    done = run("--profile", file, *LOAD, "--gpus-at-most", 2)
+    assert "no layout of up to 2 GPUs keeps 90% of requests within the goal" in done.stdout
+
+
+def test_json_has_the_plan_and_all_that_was_tried(fake, file):
+    found = planned("--profile", file, *LOAD)
+    assert (found["best"]["prefill"], found["best"]["decode"], found["best"]["kind"]) == (2, 1, "disaggregated")
+    assert found["colocated"]["decode"] == 5
+    assert len(found["tried"]) == len(fake.asked)
+    assert found["best"]["report"]["arrivals"] > 0
+
+
+def test_the_cluster_file_says_goals_pools_and_bounds_and_is_tried_as_it_is(fake, file, tmp_path):
+    cluster = tmp_path / "c.yaml"
+    cluster.write_text(
+        "model: {path: oracle}\nslo: {ttft_ms: 300, itl_ms: 30}\nprefill: {replicas: 3, block_size: 32}\n"
+        "decode: {max_running: 9}\nrouter: {local_prefill: never, queue: {max_requests: 5}}\n"
+    )
+    found = planned("--profile", file, *LOAD, "-c", cluster, "--set", "decode.replicas=2", "--ttft-ms", 250)
+    assert (found["slo"]["ttft_s"], found["slo"]["itl_s"]) == (0.25, 0.03)
+    first = fake.asked[0]
+    assert (first.prefill.workers, first.decode.workers) == (3, 2)
+    assert (first.prefill.block_size, first.decode.max_running) == (32, 9)
+    assert (first.router.max_requests, first.router.local_prefill) == (5, False)
+    assert found["tried"][0]["why"] == "the file"
+
+
+def test_what_if_simulates_one_layout_at_its_share_of_the_load(fake, file):
+    found = planned("--profile", file, *LOAD, "--what-if", "prefill=1,decode=1,workers=100,fault=death:decode-3@2")
+    (asked,) = fake.asked
+    assert (asked.prefill.workers, asked.decode.workers, asked.faults[0].worker) == (50, 50, "decode-3")
+    assert (found["rate"], found["gpus"]) == (1000.0, 100)
+    done = run("--profile", file, *LOAD, "--what-if", "colocated=2")
+    assert (
+        done.stdout.startswith("2 colocated (tp 1, chunks of 0): 2 GPUs, 20 requests/s") or "2 colocated" in done.stdout
+    )
+
+
+def test_a_trace_says_the_rate(fake, file, tmp_path):
+    trace = tmp_path / "t.jsonl"
+    lines = [{"timestamp": 500 * number, "input_length": 100, "output_length": 11} for number in range(40)]
+    trace.write_text("\n".join(map(json.dumps, lines)))
+    assert planned("--profile", file, "--trace", trace, "--requests", 50)["rate"] == pytest.approx(2.0)
+    scaled = planned("--profile", file, "--trace", trace, "--requests", 50, "--rate", 8, "--scale", 2)
+    assert scaled["rate"] == 8
+
+
+@pytest.mark.parametrize(
+    ("args", "code", "says"),
+    [
+        (("--rate", "0"), 3, "rate: must be requests per second, a number above 0, got 0"),
+        ((), 3, "--rate: must be given"),
+        (("--rate", "1", "--prompt-tokens", "many"), 3, "prompt_tokens: must be .* got 'many'"),
+        (("--rate", "1", "--max-tokens", "0"), 3, "max_tokens: must be"),
+        (("--rate", "1", "--attainment", "1.5"), 3, "--attainment: must be a share .* got 1.5"),
+        (("--rate", "1", "--ttft-ms", "-3"), 3, "--ttft-ms: must be milliseconds, .* got -3"),
+        (("--rate", "1", "--itl-ms", "nan"), 3, "--itl-ms: must be milliseconds, .* got nan"),
+        (("--rate", "1", "--what-if", "x=1"), 3, "--what-if: must be KEY=VALUE"),
+        (("--rate", "1", "--what-if", "prefill=1,tp=3"), 3, "tensor_parallel: profile easy has 1, got 3"),
+        (("--rate", "1", "--arrivals", "never"), 3, "arrivals: must be poisson"),
+        (("--rate", "1", "--trace", "/nowhere"), 3, "--trace: cannot read /nowhere"),
+    ],
+)
+def test_what_is_wrong_is_named(fake, file, args, code, says):
+    done = run("--profile", file, *args)
+    assert isinstance(done.exception, BatonError)
+    assert exit_code(done.exception) == code
+    with pytest.raises(ConfigError, match=says):
+        raise done.exception
+
+
+def test_usage_is_checked_by_the_command_line(fake):
+    assert run("--rate", "1").exit_code == 2  # no profile
+    assert run("--profile", "opt-13b-a100", "--rate", "x").exit_code == 2
+    assert run("--profile", "opt-13b-a100", "--rate", "1", "--gpus-at-most", "0").exit_code == 2
+    assert exit_code(run("--profile", "opt-14b", "--rate", "1").exception) == 3  # type: ignore[arg-type]
