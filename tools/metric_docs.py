@@ -1,6 +1,6 @@
 """The tables of docs/metrics.md, made of the metrics that Baton's processes really export.
 
-    python -m tools.metric_docs [--check]
+python -m tools.metric_docs [--check]
 """
 
 from __future__ import annotations
