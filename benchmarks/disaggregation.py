@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for `python benchmarks/disaggregation.py`
 
-from benchmarks.lib.disagg_figures import Phase, Slo, best_goodput
+from benchmarks.lib.disagg_figures import Phase, Slo, best_goodput, seen_of
 from benchmarks.lib.disagg_plot import plot
 from benchmarks.lib.disagg_run import SPLIT, Side, closed, colocated, loaded, running, warm_up
 from benchmarks.lib.mixed_load import DOCUMENT, STREAM
@@ -50,9 +50,11 @@ ITL_GUESS_S = 0.1  # what clusters aim at before the usual gap is known
 
 def usual(state: ClusterState) -> Slo:
     """What one request alone takes: the first token of a long prompt, and a gap. Medians, in seconds."""
-    documents, streams = (closed(state, kind.prompt_tokens, kind.max_tokens, ALONE) for kind in (DOCUMENT, STREAM))
-    gaps = [gap for sample in streams["samples"] for gap in sample["gaps_s"]]
-    return Slo(median(sample["ttft_s"] for sample in documents["samples"]), median(gaps))
+    documents, streams = (
+        [seen_of(sample) for sample in closed(state, kind.prompt_tokens, kind.max_tokens, ALONE)["samples"]]
+        for kind in (DOCUMENT, STREAM)
+    )
+    return Slo(median(one.ttft_s for one in documents), median(gap for one in streams for gap in one.gaps_s))
 
 
 def slo_of(alone: Slo, itl: float) -> Slo:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -71,23 +72,23 @@ def quantile(values: Sequence[float], share: float) -> float:
 
 
 def phase_of(report: dict[str, Any], side: str, rate: float, number: int, seconds: float) -> Phase:
-    """From the raw report of `baton bench --out`. A gap in which several tokens came is as many equal ones."""
+    """From the report of `baton bench --out`."""
     return Phase(
         side,
         rate,
         number,
         seconds,
         sent=len(report["samples"]),
-        seen=tuple(_seen(sample) for sample in report["samples"] if not sample["error"]),
+        seen=tuple(seen_of(sample) for sample in report["samples"] if not sample["error"]),
         generator_cpu=report["generator"]["cpu_share"],
-        late_s=report["generator"]["late_p99_s"],
+        late_s=report["generator"]["late_ms"]["p99"] / 1e3,
     )
 
 
-def _seen(sample: dict[str, Any]) -> Seen:
-    pairs: Iterable[tuple[float, int]] = zip(sample["gaps_s"], sample["gap_tokens"], strict=True)
-    gaps = tuple(gap / tokens for gap, tokens in pairs for _ in range(tokens))
-    return Seen(sample["prompt_tokens"], sample["ttft_s"], gaps)
+def seen_of(sample: dict[str, Any]) -> Seen:
+    """Gaps are between messages: what their reader waits."""
+    times: list[float] = sample["times"]
+    return Seen(sample["prompt_tokens"], times[0] - sample["start"], tuple(b - a for a, b in pairwise(times)))
 
 
 def best_goodput(phases: Iterable[Phase], slo: Slo) -> float:

@@ -78,7 +78,9 @@ def loaded(state: ClusterState, side: Side, rate: float, seconds: float, number:
     with tempfile.TemporaryDirectory(prefix="baton-disagg-") as folder:
         trace = Path(folder) / "trace.jsonl"
         write_trace(trace, rate, seconds, seed=number)
-        report = _bench(state, ["--trace", str(trace), "--arrivals", "trace", "--seed", str(number)])
+        report = _bench(
+            state, ["--trace", str(trace), "--arrivals", "trace", "--seed", str(number), "--max-in-flight", "4096"]
+        )
     return phase_of(report, side.name, rate, number, seconds)
 
 
