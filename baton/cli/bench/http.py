@@ -16,7 +16,12 @@ from baton.client import Model, Options
 from baton.clock import Clock
 from baton.errors import BatonError
 
-_BY_CODE: dict[str, type[BatonError]] = {"no_worker": errors.NoWorker, "worker_lost": errors.WorkerLost}
+_BY_CODE: dict[str, type[BatonError]] = {  # where the status says less, or comes too early to say it
+    "no_worker": errors.NoWorker,
+    "worker_lost": errors.WorkerLost,
+    "overloaded": errors.Overloaded,
+    "deadline_exceeded": errors.DeadlineExceeded,
+}
 _BY_STATUS: dict[int, type[BatonError]] = {
     400: errors.InvalidRequest,
     401: errors.Unauthenticated,
@@ -78,9 +83,11 @@ class HttpServer:
             raise _lost(error) from error
 
     async def _read(self, reply: httpx2.Response, sample: Sample) -> None:
+        """To the very end, so that the connection can be used again."""
+        done = False
         async for event in httpx2.EventSource(reply):
-            if event.data == "[DONE]":
-                return
+            if done := event.data == "[DONE]":
+                continue
             now = self._clock.monotonic()
             try:
                 chunk = orjson.loads(event.data)
@@ -92,7 +99,8 @@ class HttpServer:
                 sample.times.append(now)
             if usage := chunk.get("usage"):
                 sample.prompt_tokens, sample.tokens = usage["prompt_tokens"], usage["completion_tokens"]
-        raise errors.WorkerLost("the stream ended without [DONE]")
+        if not done:
+            raise errors.WorkerLost("the stream ended without [DONE]")
 
     async def close(self) -> None:
         await self._http.aclose()

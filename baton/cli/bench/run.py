@@ -15,6 +15,7 @@ from baton.errors import BatonError, Overloaded
 
 PAUSE_S = 0.1  # after a failure: a closed loop must not become a storm
 TICK_S = 0.02
+MILLISECOND = 1e-3
 
 
 class Run:
@@ -71,7 +72,7 @@ class Run:
         while True:
             due = self.clock.monotonic() + TICK_S
             await asyncio.sleep(TICK_S)
-            self._lags_s.append(self.clock.monotonic() - due)
+            self._lags_s.append(max(0.0, self.clock.monotonic() - due))
             self._show(self)
 
     async def _closed(self, asks: Iterator[Ask], began: float) -> None:
@@ -93,12 +94,18 @@ class Run:
         async with asyncio.TaskGroup() as group:
             for ask in asks:
                 due = began + ask.at_s
-                await asyncio.sleep(max(0.0, due - self.clock.monotonic()))
+                await self._sleep_until(due)
                 if self.under_way >= self.load.plan.max_in_flight:
                     self.samples.append(Sample(due, end=self.clock.monotonic(), error=NOT_SENT))
                     continue
                 self.under_way += 1
                 group.create_task(self._one(ask, due))
+
+    async def _sleep_until(self, due: float) -> None:
+        """Others get a turn in any case. A timer counts whole milliseconds, so that it can be a little early."""
+        await asyncio.sleep(max(0.0, due - self.clock.monotonic()))
+        if (left := due - self.clock.monotonic()) > 0:
+            await asyncio.sleep(left + MILLISECOND)
 
     async def _one(self, ask: Ask, due: float) -> float:
         """Seconds to wait before the next one."""

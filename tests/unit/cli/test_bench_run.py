@@ -1,0 +1,118 @@
+"""The loops of `baton bench`, on a server that does what a test wants."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+import pytest
+
+from baton.cli.bench.plan import Ask, Load, Plan
+from baton.cli.bench.progress import line
+from baton.cli.bench.run import Run
+from baton.cli.bench.sample import Sample
+from baton.client import Model
+from baton.clock import SystemClock
+from baton.errors import InvalidRequest, NoWorker, WorkerLost
+
+BLOCKED_S = 0.15
+
+
+class Fake:
+    """Blocks the process while it has request number `blocks`, and fails at those in `fails`."""
+
+    def __init__(self, blocks: int | None = None, fails: tuple[int, ...] = ()) -> None:
+        self.asked: list[Ask] = []
+        self.running = self.most = 0
+        self.closed = False
+        self._blocks, self._fails = blocks, fails
+
+    async def models(self) -> list[Model]:
+        return [Model("m", 64, 256)]
+
+    async def send(self, ask: Ask, sample: Sample) -> None:
+        number = len(self.asked)
+        self.asked.append(ask)
+        self.running += 1
+        self.most = max(self.most, self.running)
+        try:
+            await asyncio.sleep(0)
+            if number == self._blocks:
+                time.sleep(BLOCKED_S)  # noqa: ASYNC251 (a load generator that has no time)
+            if number in self._fails:
+                raise WorkerLost("gone")
+        finally:
+            self.running -= 1
+        sample.times += [time.monotonic(), time.monotonic()]
+        sample.prompt_tokens, sample.tokens = len(ask.prompt), 2
+
+    async def close(self) -> None:
+        self.closed = True
+
+
+async def made(fake: Fake, **options: Any) -> Run:
+    load = Load.read(Plan(**{"prompt_tokens": "8", "max_tokens": "4", **options}))
+    run = Run(fake, load, SystemClock(), lambda _: None)
+    await run.whole()
+    return run
+
+
+async def test_what_a_busy_client_sends_late_counts_as_late():
+    run = await made(Fake(blocks=0), rate=100, arrivals="constant", requests=6)
+    first, *others = sorted(run.samples, key=lambda sample: sample.start)
+    assert [round((other.start - first.start) * 100) for other in others] == [1, 2, 3, 4, 5]
+    second = others[0]
+    assert second.sent is not None
+    assert second.sent - second.start > BLOCKED_S - 0.05
+    assert second.ttft_s >= second.sent - second.start
+    assert max(run.own().lags_s) > BLOCKED_S / 2
+
+
+async def test_no_request_is_sent_before_its_time():
+    run = await made(Fake(), rate=500, requests=50)
+    assert all(sample.sent is not None and sample.sent >= sample.start for sample in run.samples)
+    assert run.began is not None
+    asked = [ask.at_s for ask in run.load.asks(Model("m", 64, 256))]
+    assert [sample.start - run.began for sample in run.samples] == pytest.approx(asked)
+
+
+async def test_warming_up_does_not_count():
+    fake = Fake(fails=(0, 4))
+    run = await made(fake, concurrency=2, warmup=3, requests=5)
+    assert (len(fake.asked), len(run.samples), fake.most, fake.closed) == (8, 5, 2, True)
+    assert [sample.error for sample in run.samples].count("WorkerLost") == 1
+    assert str(run.failure) == "gone"
+
+
+async def test_a_closed_loop_ends_with_its_time():
+    run = await made(Fake(), concurrency=1, duration=0.05)
+    assert run.samples
+    assert max(sample.start for sample in run.samples) - min(sample.start for sample in run.samples) < 0.05
+
+
+async def test_what_was_cut_is_counted():
+    run = await made(Fake(), prompt_tokens="uniform:55-65", max_tokens="4", clip=True, requests=200)
+    longest = max(sample.prompt_tokens for sample in run.samples)
+    assert longest == 60
+    assert 0 < run.own().clipped < sum(sample.prompt_tokens == 60 for sample in run.samples)
+
+
+async def test_a_server_is_left_when_it_cannot_be_asked():
+    fake = Fake()
+    with pytest.raises(InvalidRequest):
+        await made(fake, prompt_tokens="100")
+    assert (fake.asked, fake.closed) == ([], True)
+
+    async def none() -> list[Model]:
+        raise NoWorker("no")
+
+    fake.models = none  # type: ignore[method-assign]
+    with pytest.raises(NoWorker):
+        await made(fake)
+
+
+async def test_the_line_of_progress():
+    run = await made(Fake(fails=(1,)), requests=10, concurrency=1)
+    assert line(run).startswith("9 done, 0 under way, 1 failed, TTFT p50 ")
+    assert "ITL p99 0 ms" in line(run)
