@@ -2,7 +2,7 @@
 
 Mooncake  JSON lines: timestamp (ms), input_length, output_length, hash_ids (one for each 512 tokens)
 Azure     CSV: TIMESTAMP, ContextTokens, GeneratedTokens
-Baton     JSON lines: prompt (text or token ids) or prompt_tokens; max_tokens and at_s (seconds) may be left out
+Baton     JSON lines: prompt (text or token ids) or prompt_tokens; max_tokens and timestamp (ms) may be left out
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from baton.workload.arrival import Arrival
 MOONCAKE_BLOCK = 512
 AZURE = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 MOONCAKE = ("timestamp", "input_length", "output_length", "hash_ids")
-BATON = ("prompt", "prompt_tokens", "max_tokens", "at_s")
+BATON = ("prompt", "prompt_tokens", "max_tokens", "timestamp")
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ def read_trace(path: Path, *, scale: float = 1.0, limit: int | None = None) -> T
         raise ConfigError(f"--trace: {path} has no requests")
     timed = not all(math.isnan(one.at_s) for one in found)
     if timed and (number := next((i for i, one in enumerate(found) if math.isnan(one.at_s)), None)) is not None:
-        raise ConfigError(f"{path}: at_s: must be in all requests or in none, and request {number + 1} has none")
+        raise ConfigError(f"{path}: timestamp: must be in all requests or in none, and request {number + 1} has none")
     found.sort(key=lambda one: one.at_s)
     first = found[0].at_s if timed else math.nan
     return Trace(path, tuple(_scaled(one, scale, one.at_s - first if timed else 0.0) for one in found), timed)
@@ -130,7 +130,7 @@ def _mooncake(where: str, line: dict[str, Any]) -> Arrival:
     if not isinstance(blocks, list) or not all(type(block) is int and block >= 0 for block in blocks):
         raise ConfigError(f"{where}: hash_ids: must be a list of whole numbers, none below 0, got {blocks!r}")
     return Arrival(
-        _seconds(where, "timestamp", line.get("timestamp")) / 1e3,
+        _seconds(where, line.get("timestamp")),
         _tokens(where, "input_length", line.get("input_length")),
         _tokens(where, "output_length", line.get("output_length")),
         tuple(blocks),
@@ -141,7 +141,7 @@ def _mooncake(where: str, line: dict[str, Any]) -> Arrival:
 def _own(where: str, line: dict[str, Any]) -> Arrival:
     if ("prompt" in line) == ("prompt_tokens" in line):
         raise ConfigError(f"{where}: must have one of prompt and prompt_tokens")
-    at_s = _seconds(where, "at_s", line["at_s"]) if "at_s" in line else math.nan
+    at_s = _seconds(where, line["timestamp"]) if "timestamp" in line else math.nan
     more = _tokens(where, "max_tokens", line["max_tokens"]) if "max_tokens" in line else 0
     prompt = line.get("prompt")
     if isinstance(prompt, str):
@@ -159,7 +159,8 @@ def _tokens(where: str, name: str, value: object) -> int:
     return value
 
 
-def _seconds(where: str, name: str, value: object) -> float:
+def _seconds(where: str, value: object) -> float:
+    """Of a timestamp in milliseconds."""
     if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < math.inf:
-        raise ConfigError(f"{where}: {name}: must be a number, not below 0, got {value!r}")
-    return float(value)
+        raise ConfigError(f"{where}: timestamp: must be milliseconds, not below 0, got {value!r}")
+    return value / 1e3

@@ -16,6 +16,7 @@ from baton.cli.bench.options import (
     Duration,
     E2eMs,
     GapMs,
+    GapPercentile,
     Http,
     IgnoreEos,
     ItlMs,
@@ -72,6 +73,7 @@ def bench(  # noqa: PLR0913, PLR0917 (each is an option of the command)
     ttft_ms: TtftMs = None,
     itl_ms: ItlMs = None,
     gap_ms: GapMs = None,
+    gap_percentile: GapPercentile = 100.0,
     e2e_ms: E2eMs = None,
     http: Http = None,
     model: ModelName = "",
@@ -96,8 +98,8 @@ def bench(  # noqa: PLR0913, PLR0917 (each is an option of the command)
     plan = replace(plan, requests=requests, duration=duration, deterministic_share=deterministic_share, model=model)
     plan = replace(plan, prompt_tokens=prompt_tokens, max_tokens=max_tokens, temperature=temperature)
     plan = replace(plan, ignore_eos=ignore_eos, api="grpc" if http is None else "http")
-    goals, router = Goals(ttft_ms, itl_ms, gap_ms, e2e_ms), Router(name, target, timeout, token, tls)
-    _bench(plan, goals, router, http, as_json, out, plot)
+    goals = Goals(ttft_ms, itl_ms, gap_ms, gap_percentile, e2e_ms)
+    _bench(plan, goals, Router(name, target, timeout, token, tls), http, as_json, out, plot)
 
 
 @bench_app.command("compare")

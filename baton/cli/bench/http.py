@@ -96,7 +96,7 @@ class HttpServer:
             if "error" in chunk:
                 raise _refused(500, orjson.dumps(chunk), httpx2.Headers())
             if any(choice["text"] or choice["finish_reason"] is None for choice in chunk["choices"]):
-                sample.times.append(now)
+                sample.saw(now, 1)  # how many it has, nobody says
             if usage := chunk.get("usage"):
                 sample.prompt_tokens, sample.tokens = usage["prompt_tokens"], usage["completion_tokens"]
         if not done:

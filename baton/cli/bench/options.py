@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 LENGTHS = "N, fixed:N, uniform:LOW-HIGH, lognormal:MEAN,CV[,MOST], zipf:EXPONENT,MOST, file:PATH"
-TRACES = "Mooncake's JSON lines, Azure's CSV, or JSON lines: prompt or prompt_tokens, max_tokens, at_s"
+TRACES = "Mooncake's JSON lines, Azure's CSV, or JSON lines: prompt or prompt_tokens, max_tokens, timestamp (ms)"
 
 Concurrency = Annotated[int | None, typer.Option(min=1, help="closed loop: so many under way (default: 8)")]
 Rate = Annotated[float | None, typer.Option(help="open loop: so many per second, answered or not")]
@@ -34,6 +34,9 @@ Seed = Annotated[int, typer.Option(min=0, help="of times, lengths and prompts")]
 TtftMs = Annotated[float | None, typer.Option(help="goodput: the first token within")]
 ItlMs = Annotated[float | None, typer.Option(help="goodput: mean time between tokens within")]
 GapMs = Annotated[float | None, typer.Option(help="goodput: each time between tokens within")]
+GapPercentile = Annotated[
+    float, typer.Option(min=0, max=100, help="not each of them, but this percentile of a request's own")
+]
 E2eMs = Annotated[float | None, typer.Option(help="goodput: the whole answer within")]
 Http = Annotated[str | None, typer.Option(metavar="URL", help="ask OpenAI's HTTP API there, not gRPC")]
 Out = Annotated[Path | None, typer.Option(help="write the report and all samples to this file")]

@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from baton.cli.bench.report import percentile
 from baton.cli.bench.run import Run
+from baton.cli.bench.sample import percentile
 
 EACH_S = 0.5
 LAST = 200  # requests that the figures on the line are of

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from baton.cli.bench.sample import NOT_SENT, Goals, Sample
+from baton.cli.bench.sample import NOT_SENT, Goals, Sample, percentile
 
 KIND = "baton bench 1"  # what says that a file is such a report
 PERCENTILES = (50, 90, 95, 99)
@@ -23,8 +23,11 @@ BUSY, LATE_MS = 0.8, 20.0  # of a core, and of its timers: from there on the loa
 
 @dataclass(frozen=True, slots=True)
 class Generator:
-    """What the load generator says of itself. `cpu_share`: of one core. `lags_s`: how late a timer was, each time."""
+    """What the load generator says of itself. `cpu_share`: of one core. `lags_s`: how late a timer was, each time.
+    `began`: seconds of the wall clock (Unix).
+    """
 
+    began: float
     cpu_share: float
     lags_s: Sequence[float]
     unfinished: int = 0  # under way when it was stopped
@@ -37,9 +40,11 @@ def report(samples: Sequence[Sample], goals: Goals, plan: Mapping[str, Any], own
     wall_s = max(sample.end for sample in samples) - min(sample.start for sample in samples)
     tokens, prompts = sum(sample.tokens for sample in good), sum(sample.prompt_tokens for sample in good)
     completed = sum(not sample.error for sample in samples)
+    late_s = [sample.sent - sample.start for sample in samples if sample.sent is not None]
     return {
         "kind": KIND,
         "plan": dict(plan),
+        "began": own.began,
         "seconds": wall_s,
         "completed": completed,
         "unfinished": own.unfinished,
@@ -58,7 +63,7 @@ def report(samples: Sequence[Sample], goals: Goals, plan: Mapping[str, Any], own
         "goodput": goodput(good, goals, len(samples), wall_s),
         "generator": {
             "cpu_share": own.cpu_share,
-            "late_ms": distribution([sample.sent - sample.start for sample in samples if sample.sent is not None]),
+            "late_p99_s": percentile(sorted(late_s) or [0.0], 99),
             "lag_ms": distribution(own.lags_s),
         },
     }
@@ -79,7 +84,8 @@ def goodput(good: Sequence[Sample], goals: Goals, sent: int, wall_s: float) -> d
     met = [goals.met(sample) for sample in good]
     whole = sum(all(each.values()) for each in met)
     attained = {name: sum(each[name] for each in met) / sent for name in goals.given()}
-    return {**goals.given(), "requests_per_s": rate(whole, wall_s), "share": whole / sent, "attained": attained}
+    told = goals.given() | ({"gap_percentile": goals.gap_percentile} if goals.gap_ms is not None else {})
+    return {**told, "requests_per_s": rate(whole, wall_s), "share": whole / sent, "attained": attained}
 
 
 def distribution(seconds: Sequence[float]) -> dict[str, float] | None:
@@ -89,14 +95,6 @@ def distribution(seconds: Sequence[float]) -> dict[str, float] | None:
     ordered = sorted(value * 1e3 for value in seconds)
     points = {f"p{percent}": percentile(ordered, percent) for percent in PERCENTILES}
     return {"mean": sum(ordered) / len(ordered), **points, "max": ordered[-1]}
-
-
-def percentile(ordered: Sequence[float], percent: float) -> float:
-    """Of values in ascending order."""
-    place = (len(ordered) - 1) * percent / 100
-    low = int(place)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
 
 
 def table(found: Mapping[str, Any]) -> str:
@@ -129,7 +127,9 @@ def _cells(values: Mapping[str, float] | None) -> str:
 def goal_lines(found: Mapping[str, Any]) -> list[str]:
     """The goodput, with the goals that it is about; with several of them, how many met each."""
     attained = found["attained"]
-    goals = [f"{GOALS[name]} <= {found[name]:g} ms" for name in attained]
+    tail = found.get("gap_percentile", 100)
+    names = GOALS if tail == 100 else GOALS | {"gap_ms": f"p{tail:g} of a request's ITL"}
+    goals = [f"{names[name]} <= {found[name]:g} ms" for name in attained]
     lines = [
         f"goodput {found['requests_per_s']:.2f} requests/s, {found['share']:.1%} of all, with {' and '.join(goals)}"
     ]
@@ -141,9 +141,9 @@ def goal_lines(found: Mapping[str, Any]) -> list[str]:
 
 def own_line(found: Mapping[str, Any]) -> str:
     """What the load generator took itself. When it was busy, its figures say more of it than of the server."""
-    late, lag = found["late_ms"], found["lag_ms"]
+    lag = found["lag_ms"]
     parts = [f"load generator: {found['cpu_share']:.0%} of a core"]
-    parts += [f"requests sent {late['p99']:.1f} ms late (p99)"] if late else []
+    parts += [f"requests sent {found['late_p99_s'] * 1e3:.1f} ms late (p99)"]
     parts += [f"timers {lag['p99']:.1f} ms late (p99)"] if lag else []
     slow = found["cpu_share"] > BUSY or (lag is not None and lag["p99"] > LATE_MS)
     return ", ".join(parts) + (": TOO BUSY, latencies may be its own" if slow else "")

@@ -50,7 +50,8 @@ class Run:
         """What the load generator needed until now."""
         wall_s = self.clock.monotonic() - (self.began or 0.0)
         cpu_s = time.process_time() - self._cpu_s
-        return Generator(cpu_s / wall_s, self._lags_s, self.under_way, self.clipped)
+        began = self.clock.wall() - wall_s
+        return Generator(began, cpu_s / wall_s, self._lags_s, self.under_way, self.clipped)
 
     async def _warm(self, asks: list[Ask]) -> None:
         """Nothing of this counts, failures neither: they will come again."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
@@ -19,10 +20,13 @@ class Sample:
     sent: float | None = None  # None: it was not
     end: float = 0.0
     times: list[float] = field(default_factory=list)  # of each message with tokens
+    counts: list[int] = field(default_factory=list)  # of the tokens in each
     prompt_tokens: int = 0
     tokens: int = 0
     error: str = ""
     deterministic: bool = False
+    prefill_worker: str = ""
+    decode_worker: str = ""
 
     @property
     def ttft_s(self) -> float:
@@ -41,12 +45,27 @@ class Sample:
     def gaps_s(self) -> list[float]:
         return [later - earlier for earlier, later in pairwise(self.times)]
 
+    def saw(self, time: float, tokens: int) -> None:
+        """A message with so many tokens came."""
+        self.times.append(time)
+        self.counts.append(tokens)
+
     def plain(self, origin: float) -> dict[str, Any]:
-        """As JSON can carry it: times from `origin`, to the microsecond."""
-        times = [round(time - origin, 6) for time in self.times]
-        sent = None if self.sent is None else round(self.sent - origin, 6)
-        start, end = round(self.start - origin, 6), round(self.end - origin, 6)
-        return asdict(self) | {"start": start, "sent": sent, "end": end, "times": times}
+        """As JSON can carry it: seconds, to the microsecond, `..._at_s` from `origin`. None: there was no such time."""
+        return {
+            "intended_at_s": round(self.start - origin, 6),
+            "sent_at_s": None if self.sent is None else round(self.sent - origin, 6),
+            "ttft_s": round(self.ttft_s, 6) if self.times else None,
+            "e2e_s": round(self.e2e_s, 6),
+            "gaps_s": [round(gap, 6) for gap in self.gaps_s],
+            "gap_tokens": self.counts[1:],
+            "prompt_tokens": self.prompt_tokens,
+            "new_tokens": self.tokens,
+            "error": self.error,
+            "deterministic": self.deterministic,
+            "prefill_worker": self.prefill_worker,
+            "decode_worker": self.decode_worker,
+        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,18 +74,28 @@ class Goals:
 
     ttft_ms: float | None = None  # until the first token
     itl_ms: float | None = None  # between two tokens, in the mean of the request: its TPOT
-    gap_ms: float | None = None  # between two messages, at most
+    gap_ms: float | None = None  # between two messages, in so many percent of its gaps:
+    gap_percentile: float = 100.0
     e2e_ms: float | None = None  # until its end
 
     def given(self) -> dict[str, float]:
-        return {name: value for name, value in asdict(self).items() if value is not None}
+        goals = {"ttft_ms": self.ttft_ms, "itl_ms": self.itl_ms, "gap_ms": self.gap_ms, "e2e_ms": self.e2e_ms}
+        return {name: value for name, value in goals.items() if value is not None}
 
     def met(self, sample: Sample) -> dict[str, bool]:
         """Of each goal that is given, whether a request that succeeded met it."""
         took_s = {
             "ttft_ms": sample.ttft_s,
             "itl_ms": sample.tpot_s or 0.0,
-            "gap_ms": max(sample.gaps_s, default=0.0),
+            "gap_ms": percentile(sorted(sample.gaps_s) or [0.0], self.gap_percentile),
             "e2e_ms": sample.e2e_s,
         }
         return {name: took_s[name] * 1e3 <= most for name, most in self.given().items()}
+
+
+def percentile(ordered: Sequence[float], percent: float) -> float:
+    """Of values in ascending order; between two of them: in proportion."""
+    place = (len(ordered) - 1) * percent / 100
+    low = int(place)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)

@@ -38,10 +38,11 @@ class GrpcServer:
         async with self._client.stream(ask.prompt, **options) as stream:
             async for delta in stream:
                 if delta.tokens:
-                    sample.times.append(self._clock.monotonic())
+                    sample.saw(self._clock.monotonic(), len(delta.tokens))
             done = await stream.collect()
         sample.prompt_tokens = done.usage.prompt_tokens
         sample.tokens = done.usage.completion_tokens
+        sample.prefill_worker, sample.decode_worker = done.placement.prefill_worker, done.placement.decode_worker
 
     async def close(self) -> None:
         await self._client.close()

@@ -14,10 +14,10 @@ from typer.testing import CliRunner
 
 from baton.cli.app import app
 from baton.cli.bench.plot import plot
-from baton.cli.bench.report import Generator, percentile, report, table
-from baton.cli.bench.sample import NOT_SENT, Goals, Sample
+from baton.cli.bench.report import Generator, report, table
+from baton.cli.bench.sample import NOT_SENT, Goals, Sample, percentile
 
-OWN = Generator(cpu_share=0.25, lags_s=[0.001, 0.003])
+OWN = Generator(began=1e9, cpu_share=0.25, lags_s=[0.001, 0.003])
 
 
 @pytest.mark.parametrize("size", [2, 3, 10, 101])
@@ -58,6 +58,8 @@ def test_the_numbers_of_a_run():
         (Goals(ttft_ms=150), 1),
         (Goals(itl_ms=150), 2),
         (Goals(gap_ms=250), 2),
+        (Goals(gap_ms=150, gap_percentile=0), 2),
+        (Goals(gap_ms=150, gap_percentile=51), 1),
         (Goals(e2e_ms=600), 2),
         (Goals(ttft_ms=250, gap_ms=250), 2),
         (Goals(), None),
@@ -91,14 +93,19 @@ def test_latencies_count_from_when_a_request_was_to_be_sent():
     never = Sample(start=10.2, end=10.2, error=NOT_SENT)
     found = report([late, never], Goals(ttft_ms=200), {}, OWN)
     assert (found["ttft_ms"]["max"], found["e2e_ms"]["max"]) == pytest.approx((500, 1000))
-    assert found["generator"]["late_ms"]["max"] == pytest.approx(400)
+    assert found["generator"]["late_p99_s"] == pytest.approx(0.4)
     assert (found["goodput"]["share"], found["errors"]) == (0.0, {NOT_SENT: 1})
     assert "1 NotSent (more than --max-in-flight would have been under way)" in table(found)
 
 
 @pytest.mark.parametrize(
     ("own", "busy"),
-    [(OWN, False), (Generator(0.9, [0.001]), True), (Generator(0.1, [0.03]), True), (Generator(0.1, []), False)],
+    [
+        (OWN, False),
+        (Generator(1e9, 0.9, [0.001]), True),
+        (Generator(1e9, 0.1, [0.03]), True),
+        (Generator(1e9, 0.1, []), False),
+    ],
 )
 def test_a_busy_load_generator_is_seen(own: Generator, busy: bool):
     last = table(report(SAMPLES, Goals(), {}, own)).splitlines()[-1]
@@ -107,7 +114,7 @@ def test_a_busy_load_generator_is_seen(own: Generator, busy: bool):
 
 
 def test_what_was_stopped_or_cut_is_said():
-    text = table(report(SAMPLES, Goals(), {}, Generator(0.1, [], unfinished=2, clipped=5)))
+    text = table(report(SAMPLES, Goals(), {}, Generator(1e9, 0.1, [], unfinished=2, clipped=5)))
     assert "3 requests completed, 1 failed, 2 not finished, in 2.00 s" in text
     assert "5 were cut to the length that the model has" in text
 

@@ -49,7 +49,7 @@ def test_our_own(file: Path):
     found = read_trace(file)
     assert found.arrivals == (Arrival(0.0, 0, 2, prompt="a"), Arrival(0.0, 3, 0), Arrival(0.0, 2, 0, prompt=(1, 2)))
     assert not found.timed
-    file.write_text('{"prompt_tokens": 3, "at_s": 1.5}\n{"prompt_tokens": 4, "at_s": 1}\n')
+    file.write_text('{"prompt_tokens": 3, "timestamp": 1500}\n{"prompt_tokens": 4, "timestamp": 1000.0}\n')
     assert [(one.at_s, one.prompt_tokens) for one in read_trace(file).arrivals] == [(0.0, 4), (0.5, 3)]
 
 
@@ -71,18 +71,21 @@ def test_faster_and_only_the_first_ones(file: Path):
     [
         ("{", ":1: not JSON"),
         ("time,tokens\n1,2\n", ":1: not JSON"),
-        ('{"prompt": "a"}\n[]', ":2: must be an object with prompt, prompt_tokens, max_tokens, at_s and nothing else"),
+        (
+            '{"prompt": "a"}\n[]',
+            ":2: must be an object with prompt, prompt_tokens, max_tokens, timestamp and nothing",
+        ),
         ('{"promt": "a"}', "and nothing else"),
         ('{"prompt": "a", "prompt_tokens": 3}', "one of prompt and prompt_tokens"),
         ('{"max_tokens": 3}', "one of prompt and prompt_tokens"),
         ('{"prompt": "a", "max_tokens": 0}', "max_tokens: must be a whole number above 0, got 0"),
         ('{"prompt_tokens": true}', "prompt_tokens: must be a whole number above 0, got True"),
         ('{"prompt": ["a"]}', "prompt: must be text or a list of token ids"),
-        ('{"prompt_tokens": 1, "at_s": -1}', "at_s: must be a number, not below 0, got -1"),
-        ('{"prompt_tokens": 1, "at_s": 1}\n{"prompt_tokens": 1}', "at_s: must be in all requests or in none"),
+        ('{"prompt_tokens": 1, "timestamp": -1}', "timestamp: must be milliseconds, not below 0, got -1"),
+        ('{"prompt_tokens": 1, "timestamp": 1}\n{"prompt_tokens": 1}', "timestamp: must be in all requests or in none"),
         (MOONCAKE % (0, 10, 1, [0]) + MOONCAKE % (0, 10, 0, [0]), ":2: output_length: .* got 0"),
         (MOONCAKE % (0, 10, 1, [-3]), r":1: hash_ids: .* got \[-3\]"),
-        ('{"input_length": 3}', "timestamp: must be a number, not below 0, got None"),
+        ('{"input_length": 3}', "timestamp: must be milliseconds, not below 0, got None"),
         (AZURE + "2023-11-16 18:15:46,3,4\n2023-11-16 18:15:47,x,4", ":3: ContextTokens: .* above 0, got 'x'"),
         (AZURE + "yesterday,3,4", ":2: TIMESTAMP: must be a date and time, got 'yesterday'"),
         (AZURE + "2023-11-16 18:15:46,3", ":2: GeneratedTokens: .* got None"),
