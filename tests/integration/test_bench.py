@@ -131,7 +131,7 @@ async def test_an_open_loop_sends_at_its_times_and_writes_what_it_saw(server: tu
     assert sorted(sample["intended_at_s"] for sample in samples) == pytest.approx([each / 100 for each in range(20)])
     assert all(sample["intended_at_s"] <= sample["sent_at_s"] for sample in samples)
     assert all(
-        0 < sample["ttft_s"] <= sample["ttft_s"] + sum(sample["gaps_s"]) <= sample["e2e_s"] for sample in samples
+        0 < sample["ttft_s"] <= sample["ttft_s"] + sum(sample["gaps_s"]) <= sample["e2e_s"] + 1e-5 for sample in samples
     )
     assert [(sample["gap_tokens"], sample["new_tokens"], sample["error"]) for sample in samples] == [
         ([1, 1], 3, "")
