@@ -5,6 +5,7 @@ import random
 import signal
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from typing import Any
 
 import pytest
 
@@ -24,7 +25,7 @@ SETS = (
     "ledger.lease_s=3",
     "ledger.heartbeat_s=0.2",
 )
-ANSWER = {"ignore_eos": True, "temperature": 0.8, "seed": 7}
+ANSWER: dict[str, Any] = {"ignore_eos": True, "temperature": 0.8, "seed": 7}
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +64,7 @@ def test_long_prompts_are_chunked_beside_what_is_decoded(cluster, seed):
     rng = random.Random(seed)
     prompts = [[rng.randrange(256) for _ in range(900)] for _ in range(4)]
     with cluster.client() as client, ThreadPoolExecutor(4) as pool, ExitStack() as stack:
-        before, streams = joint(cluster), []
+        before, streams = joint(cluster), list[Any]()
         while not all(load.running for load in cluster.loads().values()):  # costs that load has distorted may draw some
             streams.append(stack.enter_context(client.stream([len(streams)], max_tokens=1500, **ANSWER)))
             next(streams[-1])

@@ -54,7 +54,7 @@ def test_sizes_are_said(words, sizes):
     result = run("scale", *words)
     assert result.exit_code == 0, result.output
     assert asked == [sizes]
-    assert "prefill and" in result.output
+    assert " prefill, " in result.output
     assert "baton status" in result.output
 
 

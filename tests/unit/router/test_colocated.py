@@ -17,7 +17,7 @@ from router import demand
 from router.floor import Floor, RouterSettings
 from router.link import WorkerLink
 from router.operators import _sizes
-from router.policy import ALONE, POLICIES, alone, alone_ttft_s
+from router.policy import ALONE, POLICIES, Alone, alone, alone_ttft_s
 from router.snapshot import BLANK, Ask, Snapshot
 from tests.unit.router import fakes
 from tests.unit.router.fakes import pace
@@ -63,7 +63,7 @@ def test_a_prompt_takes_as_many_steps_as_it_has_chunks(cached, backlog, chunk, s
     (found,) = alone_ttft_s(snapshot, ask)
     expected = USUAL * (steps + 1) + prompt_s(steps + 1, 600 - cached, backlog)
     assert found == pytest.approx(expected), "and the step that runs"
-    assert alone(snapshot, ask).ttft_s == found
+    assert alone(snapshot, ask) == Alone(0, found)
 
 
 def test_at_one_that_does_nothing_no_step_is_waited_for():
