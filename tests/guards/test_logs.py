@@ -38,7 +38,7 @@ def texts(node: ast.expr) -> list[str]:
         case ast.IfExp(body=body, orelse=other):
             return texts(body) + texts(other)
         case ast.JoinedStr(values=values):
-            return ["".join(part.value if isinstance(part, ast.Constant) else "*" for part in values)]
+            return ["".join(str(part.value) if isinstance(part, ast.Constant) else "*" for part in values)]
         case _:
             return []
 
@@ -50,9 +50,9 @@ def levels_of(call: ast.Call, chosen: dict[str, list[str]]) -> list[str]:
             return [level]
         case ast.Name(id=name):
             return chosen.get(name, [])
-        case ast.Attribute(attr="callback") if call.args and (level := method_of(call.args[0])):
+        case ast.Attribute(attr="callback") if call.args and (method := method_of(call.args[0])):
             call.args = call.args[1:]  # `leaving.callback(log.info, "event", ...)`
-            return [level]
+            return [method]
         case _:
             return []
 

@@ -73,7 +73,7 @@ def test_of_a_large_file_only_the_end_is_read(tmp_path, monkeypatch):
         read += size
         return pread(file, size, at)
 
-    monkeypatch.setattr(log_files.os, "pread", counting)
+    monkeypatch.setattr(os, "pread", counting)
     assert last(path, most=3) == ["e9997", "e9998", "e9999"]
     assert read <= 2 * log_files.CHUNK_BYTES < path.stat().st_size / 8
     assert last(path, Wanted(since=BEGIN + 9.9985)) == ["e9999"]
