@@ -14,8 +14,12 @@ from pathlib import Path
 
 CHUNK_BYTES = 2**18
 MAX_LINE_BYTES = 2**20  # of a line that goes on, the rest is another line
-REDIS = re.compile(r"\d+:\w (\d+ \w+ \d{4} \d\d:\d\d:\d\d\.\d+) ([.\-*#]) (.*)")  # in local time
-REDIS_LEVELS = {".": "debug", "-": "debug", "*": "info", "#": "warning"}
+# What others write into the same files, in local time: the moment, how bad it is, the text.
+REDIS = re.compile(r"\d+:\w (\d+ \w+ \d{4} \d\d:\d\d:\d\d\.\d+) ([.\-*#]) (.*)")
+RAY = re.compile(r"\[(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d+) ([DIWEC]) \d+ \d+\] (.*)")
+OTHERS = ((REDIS, "%d %b %Y %H:%M:%S.%f"), (RAY, "%Y-%m-%d %H:%M:%S,%f"))
+MARKS = {".": "debug", "-": "debug", "*": "info", "#": "warning"}
+MARKS |= {"D": "debug", "I": "info", "W": "warning", "E": "error", "C": "critical"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +50,7 @@ class Line:
 
 
 def parse(text: str, process: str, neighbour: float) -> Line:
-    """A line of ours, of Redis, or of whoever wrote it: that is as old as `neighbour`."""
+    """A line of ours, of Redis or Ray, or of whoever wrote it: that is as old as `neighbour`."""
     if text.startswith("{"):
         try:
             event = json.loads(text)
@@ -54,9 +58,10 @@ def parse(text: str, process: str, neighbour: float) -> Line:
             return Line(at, str(event.get("process") or process), text, event)
         except (ValueError, KeyError, TypeError):
             pass
-    elif found := REDIS.fullmatch(text):
-        at = datetime.strptime(found[1], "%d %b %Y %H:%M:%S.%f").timestamp()  # it says no zone
-        return Line(at, process, text, {"level": REDIS_LEVELS[found[2]], "event": found[3]})
+    for pattern, form in OTHERS:
+        if found := pattern.fullmatch(text):
+            at = datetime.strptime(found[1], form).timestamp()  # it says no zone
+            return Line(at, process, text, {"level": MARKS[found[2]], "event": found[3]})
     return Line(neighbour, process, text)
 
 

@@ -5,6 +5,9 @@ from __future__ import annotations
 import os
 from functools import partial
 
+import structlog
+
+from baton import __version__
 from baton.config import config_from_json
 from baton.core import Role
 from baton.logs import configure_logging, redirect_output
@@ -13,21 +16,24 @@ from baton.worker.hosted import RoleFactory
 from baton.worker.settings import of_both_roles
 from baton.worker.threaded import HostedWorker
 
+log = structlog.get_logger(__name__)
+
 
 class WorkerActor:
     """Constructed with plain values. When it is constructed again, that is a new incarnation of `worker_id`.
 
-    `config_json`: the whole `ClusterConfig`; `log`: a file (empty: output stays Ray's). `factories` make its role, now
-    and whenever it is told to be of the other one.
+    `config_json`: the whole `ClusterConfig`; `log_file`: where output goes (empty: stays Ray's). `factories` make its
+    role, now and whenever it is told to be of the other one.
     """
 
     def __init__(
-        self, config_json: str, role: str, worker_id: str, log: str, factories: dict[Role, RoleFactory]
+        self, config_json: str, role: str, worker_id: str, log_file: str, factories: dict[Role, RoleFactory]
     ) -> None:
-        if log:
-            redirect_output(log)
+        if log_file:
+            redirect_output(log_file)
         config = config_from_json(config_json)
         configure_logging(config.log.level, config.log.format, worker_id)
+        log.info("process_started", version=__version__, pid=os.getpid())
         both, begins = of_both_roles(config, worker_id, Role(role)), Role(role)
         self._worker = HostedWorker(partial(run_worker, both, factories, begins))
 

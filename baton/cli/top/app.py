@@ -135,21 +135,29 @@ class Top(App[BatonError | None]):
     TITLE = "baton top"
     ENABLE_COMMAND_PALETTE = False
     CSS = """
+    Screen { overflow: hidden; }
     #head { height: 2; padding: 0 1; background: $panel; }
     #lost { display: none; padding: 0 1; background: $error; color: $text; }
     #lost.shown { display: block; }
     #charts { height: 4; }
     #charts > Vertical { width: 1fr; padding: 0 1; }
+    #charts Static { height: 1; text-wrap: nowrap; text-overflow: ellipsis; }
     #charts Sparkline { height: 3; }
     #workers { height: auto; max-height: 40%; }
+    Table { scrollbar-size: 0 1; }
     #ledger { height: 1; padding: 0 1; }
     #requests { height: 1fr; min-height: 4; }
     #below { height: 9; }
     #happenings { width: 3fr; padding: 0 1; scrollbar-size-vertical: 1; background: $surface; }
-    #control { width: 2fr; padding: 0 1; }
+    #control { width: 2fr; scrollbar-size-vertical: 1; padding: 0 1; }
+    .-low #charts { height: 3; }
+    .-low #charts Sparkline { height: 2; }
+    .-low #workers { max-height: 6; }
+    .-low #below { height: 5; }
     Sheet { align: center middle; }
     #sheet { width: 90%; height: auto; max-height: 90%; padding: 1 2; background: $surface; border: round $primary; }
     """
+    VERTICAL_BREAKPOINTS = [(0, "-low"), (32, "-high")]
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("q", "quit", "quit"),
         Binding("s", "sort", "sort"),
@@ -182,7 +190,7 @@ class Top(App[BatonError | None]):
         yield Static(id="ledger")
         yield Table(draw.REQUESTS, "age", id="requests")
         with Horizontal(id="below"):
-            yield RichLog(id="happenings", max_lines=HAPPENINGS, wrap=True)
+            yield RichLog(id="happenings", max_lines=HAPPENINGS, wrap=True, min_width=1)
             with VerticalScroll(id="control"):
                 yield Static(id="decisions")
         yield Footer()

@@ -10,7 +10,7 @@ from rich.text import Text
 
 from baton.rpc.v1 import admin_pb2, common_pb2
 
-BAR = 12
+BAR = 8
 BLOCKS = " ▏▎▍▌▋▊▉█"
 STATES = ("free", "reserved", "owned", "cached", "quarantined")
 STATE_STYLES = {"connected": "green", "draining": "yellow", "connecting": "yellow", "lost": "bold red"}
@@ -173,7 +173,7 @@ def quantiles(name: str, found: admin_pb2.Quantiles) -> Text:
     """Of the last minute."""
     if not found.count:
         return Text.assemble((name, "bold"), "  -")
-    said = "  ".join(f"p{part} {seconds(value)}" for part, value in ((50, found.p50), (90, found.p90), (99, found.p99)))
+    said = "  ".join(f"p{part} {seconds(value)}" for part, value in ((50, found.p50), (99, found.p99)))
     return Text.assemble((name, "bold"), f"  {said}")
 
 
@@ -183,12 +183,18 @@ def rates(window: admin_pb2.Window) -> Text:
     return Text.assemble(("tokens/s", "bold"), said)
 
 
+def first_line(text: str) -> str:
+    """The rest, such as a traceback, is for `baton logs`."""
+    first, _, rest = text.partition("\n")
+    return f"{first} ..." if rest else first
+
+
 def happening(item: admin_pb2.Happening) -> Text:
     """A line."""
     moment = time.strftime("%H:%M:%S", time.localtime(item.time_s))
     text = Text.assemble((f"{moment} ", "dim"), (f"{item.kind:<9} ", KIND_STYLES.get(item.kind, "green")))
     names = [name for name in (item.worker_id, item.request_id) if name and name not in item.text]
-    return text.append("".join(f"{name} " for name in names), "bold").append(item.text)
+    return text.append("".join(f"{name} " for name in names), "bold").append(first_line(item.text))
 
 
 def control(said: admin_pb2.Control | None) -> Text:
@@ -202,7 +208,7 @@ def control(said: admin_pb2.Control | None) -> Text:
         text.append(f"\nautoscaler: {said.outlook}", "dim")
     for decision in reversed(said.decisions):
         text.append(f"\n{seconds(said.age_s + decision.age_s)} ago ", "dim")
-        text.append(f"{decision.kind} ", "cyan").append(decision.text)
+        text.append(f"{decision.kind} ", "cyan").append(first_line(decision.text))
     return text
 
 

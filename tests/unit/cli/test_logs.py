@@ -118,6 +118,12 @@ def test_redis_has_levels_too(tmp_path):
     assert found.at == datetime(2026, 11, 22, 10, 49, 30, 123_000).timestamp()
 
 
+def test_ray_has_levels_too():
+    line = log_files.parse("[2026-11-22 11:33:45,081 E 14856 14857] logging.cc:474: *** SIGABRT", "decode-0", 0.0)
+    assert (line.level, shown(line)) == ("error", "logging.cc:474: *** SIGABRT")
+    assert line.at == datetime(2026, 11, 22, 11, 33, 45, 81_000).timestamp()
+
+
 def test_follow_sees_new_lines_new_files_files_begun_anew_and_files_cut(cluster):
     files: dict[Path, LogFile] = {}
 
