@@ -61,7 +61,8 @@ class Seen:
                     self.recent.count("kept")
 
     def look(self, links: Iterable[WorkerLink]) -> None:
-        """Who is connected that was not, and who is not any more."""
+        """Who is connected that was not, and who is not any more. To be called each second."""
+        self.recent.second()
         connected = {
             (link.info.ref.worker_id, str(link.info.ref.incarnation)): link.info.role
             for link in links

@@ -96,8 +96,8 @@ def test_with_the_keyboard_alone(page):
     for _ in range(30):
         page.keyboard.press("Tab")
         seen.append(page.evaluate("document.activeElement.id || document.activeElement.parentElement.id"))
-        outline = page.evaluate("getComputedStyle(document.activeElement).outlineStyle")
-        assert outline != "none", f"the focus on {seen[-1]} cannot be seen"
+        outline = page.evaluate("getComputedStyle(document.activeElement).outline")
+        assert "solid 2px" in outline, f"the focus on {seen[-1]} cannot be seen: {outline}"
         if seen[-1] == "prompt-text":
             break
     assert {"requests", "prompt-text"} <= set(seen)

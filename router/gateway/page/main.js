@@ -15,7 +15,7 @@ const parts = [new Figures(), new Charts(), new Flow(), new Workers(), new Happe
 function seen(view) {
   const { status } = view;
   say($("name"), status.name || "Baton");
-  say($("about"), [status.model, status.router_id, status.version, `up ${lasting(status.uptime_s)}`].join(" · "));
+  say($("about"), [status.model, status.router_id, status.version, `up ${lasting(status.uptime_s)}`].filter(Boolean).join(" · "));
   document.title = `${status.name || "Baton"}: ${status.running} running`;
   for (const part of parts) part.show(view);
 }

@@ -24,6 +24,7 @@ def test_quantiles_are_right_within_their_bounds(clock, seed):
         recent.tokens(1, gap)
         if number % 1000 == 0:
             clock.advance(1)
+            recent.second()
     found, gaps = recent.window().itl, sorted(gaps)
     assert found.count == len(gaps)
     for quantile, share in ((found.p50, 0.5), (found.p90, 0.9), (found.p99, 0.99)):
