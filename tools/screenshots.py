@@ -1,6 +1,6 @@
 """The pictures of the live page in the README: a small cluster under load, in both themes.
 
-    python -m tools.screenshots [--out docs/images] [--seconds 45] [--widths 1280]
+    python -m tools.screenshots [--out docs/images] [--seconds 60] [--widths 1280]
 
 Starts 1 prefill and 2 decode workers on this machine, keeps requests under way, kills a worker, and takes a picture in
 each theme. Needs Chromium, see `tools/browser.py`.
@@ -9,16 +9,21 @@ each theme. Needs Chromium, see `tools/browser.py`.
 from __future__ import annotations
 
 import argparse
+import io
 import os
+import signal
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from baton.cluster.state import StateFolder
+from PIL import Image
+
+from baton.cluster.state import ClusterState, StateFolder
 from tools.browser import chromium, executable
 
 if TYPE_CHECKING:
@@ -29,54 +34,67 @@ CONFIG = "configs/no-ray.yaml"
 NAME = "no-ray"
 SETS = ("decode.replicas=2", *(f"router.{listener}=127.0.0.1:0" for listener in ("grpc", "admin", "metrics", "http")))
 LOAD = ("--prompt-tokens", "512", "--max-tokens", "128", "--requests", "100000")
-HEIGHT = 1000
-
-
-def baton(home: str, *args: str) -> list[str]:
-    """The command line in a state folder of our own."""
-    os.environ["BATON_HOME"] = home
-    return [sys.executable, "-m", "baton", *args]
+HEIGHT, COLOURS = 1000, 256
+THEMES = ("light", "dark")
+VICTIM = "decode-1"
 
 
 @contextmanager
-def cluster(concurrency: int) -> Iterator[str]:
-    """Its HTTP address, under load."""
+def cluster(concurrency: int) -> Iterator[ClusterState]:
+    """Under load."""
     with tempfile.TemporaryDirectory(prefix="baton-pictures-") as home:
         sets = [part for item in SETS for part in ("--set", item)]
-        subprocess.run(
-            baton(home, "up", "-c", CONFIG, *sets, "--detach"), cwd=ROOT, check=True, stdout=subprocess.DEVNULL
-        )
-        command = baton(home, "bench", "--name", NAME, "--concurrency", str(concurrency), *LOAD)
-        load = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        run(home, "up", "-c", CONFIG, *sets, "--detach")
+        load = start(home, "bench", "--name", NAME, "--concurrency", str(concurrency), *LOAD)
         try:
             state = StateFolder(NAME, Path(home)).read_state()
             assert state is not None
-            yield state.http
+            yield state
         finally:
             load.terminate()
             load.wait()
-            subprocess.run(baton(home, "down", "--name", NAME), cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+            run(home, "down", "--name", NAME)
+
+
+def start(home: str, *args: str) -> subprocess.Popen[bytes]:
+    """`baton ARGS` in a state folder of our own."""
+    command, env = [sys.executable, "-m", "baton", *args], {**os.environ, "BATON_HOME": home}
+    return subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+
+
+def run(home: str, *args: str) -> None:
+    """To its end. Raises SystemExit when it fails."""
+    if code := start(home, *args).wait():
+        raise SystemExit(f"baton {' '.join(args)} ended with {code}")
 
 
 def opened(browser: Browser, address: str, theme: str, width: int) -> Page:
-    """The page in one theme, with a prompt answered."""
-    page = browser.new_page(
-        viewport={"width": width, "height": HEIGHT}, color_scheme="dark" if theme == "dark" else "light"
-    )
-    page.on("console", lambda message: print(theme, message.text))
+    """The page in one theme."""
+    page: Page = browser.new_page(viewport={"width": width, "height": HEIGHT})
+    page.emulate_media(color_scheme="dark" if theme == "dark" else "light")
     page.on("pageerror", lambda error: print(theme, error))
     page.goto(f"http://{address}/")
     page.get_by_text("the ledger adds up").first.wait_for()
+    return page
+
+
+def shoot(page: Page, file: Path) -> None:
+    """With a prompt answered. As few colours as a page has: a third of the bytes."""
     page.get_by_role("button", name="Send").click()
     page.locator("#timeline").wait_for()
-    return page
+    page.wait_for_timeout(1500)
+    with Image.open(io.BytesIO(page.screenshot(full_page=True))) as picture:
+        picture.convert("RGB").quantize(COLOURS, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE).save(
+            file, optimize=True
+        )
+    print(f"{file}: {file.stat().st_size / 1000:.0f} kB")
 
 
 def main() -> int:
     """Write the pictures."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "images")
-    parser.add_argument("--seconds", type=float, default=45.0, help="of load before the pictures")
+    parser.add_argument("--seconds", type=float, default=60.0, help="of load before the pictures")
     parser.add_argument("--concurrency", type=int, default=12)
     parser.add_argument("--widths", type=int, nargs="+", default=[1280])
     options = parser.parse_args()
@@ -85,18 +103,17 @@ def main() -> int:
         print("no Chromium here; name one in BATON_CHROMIUM", file=sys.stderr)
         return 1
     options.out.mkdir(parents=True, exist_ok=True)
-    with cluster(options.concurrency) as address, chromium(path) as browser:
-        pages = {
-            (theme, width): opened(browser, address, theme, width)
-            for theme in ("light", "dark")
-            for width in options.widths
-        }
-        next(iter(pages.values())).wait_for_timeout(options.seconds * 1000)
-        for (theme, width), page in pages.items():
-            suffix = "" if len(options.widths) == 1 else f"-{width}"
-            file = options.out / f"page-{theme}{suffix}.png"
-            page.screenshot(path=file, full_page=True)
-            print(file)
+    shots = list(product(THEMES, options.widths))
+    with cluster(options.concurrency) as state, chromium(path) as browser:
+        pages = [opened(browser, state.http, *shot) for shot in shots]
+        pages[0].wait_for_timeout(options.seconds * 500)
+        os.kill(state.processes[VICTIM].pid, signal.SIGKILL)
+        pages[0].get_by_role("article", name=VICTIM).get_by_text("connected").wait_for(state="hidden", timeout=120_000)
+        pages[0].get_by_role("article", name=VICTIM).get_by_text("connected").wait_for(timeout=120_000)
+        pages[0].wait_for_timeout(options.seconds * 500)
+        for page, (theme, width) in zip(pages, shots, strict=True):
+            suffix = f"-{width}" if options.widths[1:] else ""
+            shoot(page, options.out / f"page-{theme}{suffix}.png")
     return 0
 
 

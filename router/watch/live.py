@@ -22,6 +22,7 @@ _LOOK_S = 1.0
 _LATELY_S = 5
 _INTERVAL_S = (0.1, 60.0)
 _RETRY_S = 10.0
+_LOG = ': {"'  # what a process wrote last follows the reason of its end; it is in its log
 _UNPLACED = (Stage.QUEUE, Stage.ROUTE)
 
 
@@ -96,7 +97,8 @@ class Live:
         for one in control.decisions if control is not None else ():
             if one.at > self._decided:
                 self._decided = one.at
-                self._floor.seen.happenings.add("decision", f"{one.kind}: {one.text}", at=one.at)
+                text = one.text.partition(_LOG)[0]
+                self._floor.seen.happenings.add("decision", f"{one.kind}: {text}", at=one.at)
 
 
 def _shown(call: Call, life: Life) -> admin_pb2.RequestView:

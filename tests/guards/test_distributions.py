@@ -87,6 +87,12 @@ def test_the_wheel_has_every_module(wheel: Path):
     assert here - set(zipfile.ZipFile(wheel).namelist()) == set()
 
 
+def test_the_wheel_has_the_page(wheel: Path):
+    here = {str(path.relative_to(ROOT)) for path in (ROOT / "router/gateway/page").iterdir()}
+    assert "router/gateway/page/index.html" in here
+    assert here - set(zipfile.ZipFile(wheel).namelist()) == set()
+
+
 def test_the_sdist_can_be_worked_with(dist: Path):
     with tarfile.open(next(dist.glob("*.tar.gz"))) as archive:
         names = {name.split("/", 1)[-1] for name in archive.getnames()}

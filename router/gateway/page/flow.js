@@ -23,14 +23,14 @@ export class Flow {
 
   show(view) {
     this.view = view;
-    this.lay(view);
+    const moved = this.lay(view);
     const slots = new Map(), seen = new Set(), inside = new Map();
     for (const one of view.requests.toReversed()) {
       const key = `${one.request_id}.${one.choice}`;
       const place = this.place(one, slots);
       seen.add(key);
       inside.set(place.box.name, (inside.get(place.box.name) ?? 0) + 1);
-      this.move(key, one, place);
+      this.move(key, one, place, moved);
     }
     for (const [key, { dot, stage, at }] of this.known) {
       if (seen.has(key)) continue;
@@ -57,7 +57,7 @@ export class Flow {
     this.prefill = column(narrow ? 0.36 : 0.36, narrow ? 0.62 : 0.6, this.lanes.prefill.names);
     this.decode = column(narrow ? 0.73 : 0.76, 0.998, this.lanes.decode.names);
     const shape = [this.width, this.height, ...this.lanes.prefill.names, "|", ...this.lanes.decode.names].join();
-    if (shape === this.shape) return;
+    if (shape === this.shape) return false;
     this.shape = shape;
     mark(this.svg, { viewBox: `0 0 ${this.width} ${this.height}`, height: this.height });
     const boxes = [[this.router, "router"], ...this.prefill.map((one) => [one, "prefill"]), ...this.decode.map((one) => [one, "decode"])];
@@ -66,6 +66,7 @@ export class Flow {
       s("rect", { x: one.x, y: one.y, width: one.w, height: one.h, rx: 10 }), s("text", { x: one.x + PAD, y: one.y + 21 }, one.name), this.number(one))));
     const links = [...this.prefill.map((to) => [this.router, to]), ...this.prefill.flatMap((from) => this.decode.map((to) => [from, to]))];
     this.links.replaceChildren(...links.map(([from, to]) => s("path", { d: curve(from, to) })));
+    return true;
   }
 
   // How many are in a box, or on their way to it; in its corner.
@@ -99,7 +100,7 @@ export class Flow {
     return { box: this.router, at: within(this.router) };
   }
 
-  move(key, one, { at, via }) {
+  move(key, one, { at, via }, jumps) {
     let known = this.known.get(key);
     const entering = !known;
     if (entering) {
@@ -111,7 +112,7 @@ export class Flow {
     mark(known.dot, { class: `dot ${one.stage}${one.attempt > 1 ? " again" : ""}${one.deterministic ? " fixed" : ""}` });
     known.dot.firstChild.textContent = `${one.stage}: ${one.request_id}, ${plural(one.tokens, "token")}, ${seconds(one.age_s)}`;
     const before = STAGES.indexOf("prefill"), passed = via && STAGES.indexOf(known.stage) < before;
-    if (entering || known.at[0] !== at[0] || known.at[1] !== at[1]) travel(known.dot, passed ? [known.at, via, at] : [known.at, at]);
+    if (entering || known.at[0] !== at[0] || known.at[1] !== at[1]) travel(known.dot, jumps ? [at] : passed ? [known.at, via, at] : [known.at, at]);
     Object.assign(known, { at, stage: one.stage });
   }
 
@@ -152,7 +153,7 @@ const shift = ([x, y]) => `translate(${x}px, ${y}px)`;
 function travel(dot, points) {
   const last = points.at(-1);
   dot.style.transform = shift(last);
-  if (calm.matches) return;
+  if (calm.matches || points.length < 2) return;
   dot.animate(points.map((point) => ({ transform: shift(point) })), { duration: 350 * (points.length - 1), easing: "ease-in-out" });
 }
 

@@ -21,13 +21,25 @@ export class Workers {
       this.ledger[role].show(workers.filter((one) => one.info.role === role && one.state === "connected"));
     }
     const shown = workers.length <= MOST ? workers : noteworthy(workers);
+    const here = new Set(workers.map((one) => one.info.ref.worker_id));
     const cards = shown.map((one) => this.card(one, slots.get(one.info.ref.worker_id)));
+    cards.push(...[...slots.values()].filter((slot) => !here.has(slot.worker_id)).slice(0, MOST).map((slot) => this.place(slot)));
     if (cards.length !== $("workers").childElementCount || cards.some((card, at) => card !== $("workers").children[at])) {
       $("workers").replaceChildren(...cards);
     }
     $("more-workers").hidden = shown.length === workers.length;
     say($("more-workers"), `and ${count(workers.length - shown.length)} more, without anything to note`);
     say($("plan"), plan(status.control));
+  }
+
+  place({ worker_id, role, state, note }) {
+    const key = `place ${worker_id} ${state} ${note}`;
+    if (!this.cards.has(key)) {
+      this.cards.set(key, h("article", { class: `worker absent ${role}`, "aria-label": `${role} worker ${worker_id}` },
+        h("div", { class: "title" }, h("h3", {}, worker_id), h("span", { class: "role" }, role), h("span", { class: "pill small" }, state)),
+        h("p", {}, reason(note) || "not here yet")));
+    }
+    return this.cards.get(key);
   }
 
   card(worker, slot) {
@@ -42,6 +54,9 @@ export class Workers {
     return card.element;
   }
 }
+
+// Of a worker that is planned and is not here: a reason without what its process wrote last.
+const reason = (note) => note.split(': {"')[0];
 
 const trouble = (one) => one.state !== "connected" || one.note || one.load.draining;
 const noteworthy = (workers) => [...workers.filter(trouble), ...workers.filter((one) => !trouble(one))].slice(0, MOST);
@@ -74,7 +89,7 @@ class Card {
     say(this.does, `${plural(dispatched, "request")} here · ${count(load.running)} running, ${count(load.waiting)} waiting`);
     say(this.did, `${did}${moved}`);
     this.bar.show(load.blocks);
-    const notes = [note, slot?.note, slot?.restarts ? `restarted ${plural(slot.restarts, "time")}` : ""].filter(Boolean);
+    const notes = [note, reason(slot?.note ?? ""), slot?.restarts ? `restarted ${plural(slot.restarts, "time")}` : ""].filter(Boolean);
     this.note.hidden = !notes.length;
     say(this.note, notes.join("; "));
   }
