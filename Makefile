@@ -56,6 +56,7 @@ fmt: $(SETUP)  ## format the code, apply safe fixes, generate the blocking clien
 	@$(BIN)/python tools/gen_sync_client.py
 	@$(BIN)/python -m tools.gen_schema
 	@$(BIN)/python -m tools.helm_docs
+	@$(BIN)/python -m tools.metric_docs
 	@$(BIN)/ruff check -q --fix-only $(CODE)
 	@$(BIN)/ruff format $(CODE)
 
@@ -77,6 +78,7 @@ fresh: $(SETUP)
 	@$(BIN)/python tools/gen_sync_client.py --check
 	@$(BIN)/python -m tools.gen_schema --check
 	@$(BIN)/python -m tools.helm_docs --check
+	@$(BIN)/python -m tools.metric_docs --check
 
 check: lint fresh budget layers types  ## format, lint, types, layers, budgets, fresh stubs, unit tests: under 2 minutes
 	@$(PYTEST) $(PARALLEL) -m "not chaos and not serial and not slow" tests/unit tests/guards

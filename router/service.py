@@ -204,7 +204,7 @@ class Inference(InferenceServicer):
         floor.traces.ended(call.trace, outcome, type(error).__name__ if error else "")
         timings = None if error else call.lives[0].stages.timings()
         tokens = 0 if error or call.resumes else len(call.lives[0].delivery.ids)
-        by = {"request_id": call.life_id(0)}
+        by = {"trace_id": call.trace.context.trace_id, "request_id": call.life_id(0)}
         floor.metrics.ended(outcome, timings, deterministic=message.deterministic, tokens=tokens, exemplar=by)
         floor.seen.ended(call, outcome, error)
         if outcome == "refused" and error is not None:

@@ -17,7 +17,7 @@ STEP_KINDS = ("prefill", "decode", "mixed")
 HANDOFFS = ("pushed", "failed", "aborted", "committed", "fenced")
 SLOT_STATES = ("starting", "ready", "turning", "draining", "failed")
 DECISIONS = ("plan", "start", "turn", "drain", "end", "replace", "give_up")
-STAGES = tuple(dict.fromkeys((*(stage.value for stage in Stage), "verify")))
+STAGES = tuple(stage.value for stage in Stage)
 FINISHES = tuple(reason.value for reason in FinishReason)
 SUCCESS = {"eos": "stop", "stop_token": "stop", "stop_string": "stop", "length": "length"}  # as vLLM calls them
 

@@ -70,6 +70,7 @@ def test_the_cluster_file_loads(rendered: Rendered, name: str, tmp_path):
         "0.0.0.0:9100",
     )
     assert {config.prefill.listen, config.decode.listen} == {"0.0.0.0:50061"}
+    assert {config.prefill.metrics, config.decode.metrics} == {"0.0.0.0:9101"}
     assert {config.prefill.interface, config.decode.interface} == {"eth0"}
     (cluster,) = of_kind(rendered[name], "RayCluster")
     labels = {group["groupName"]: group["labels"] for group in cluster["spec"]["workerGroupSpecs"]}
@@ -159,7 +160,7 @@ def test_tls_and_tokens(rendered: Rendered, tmp_path):
     config = load(rendered["tls-tokens"], tmp_path)
     assert config.security.tls is not None
     assert (config.security.tls.name, config.security.tokens) == ("baton.example", "/etc/baton-tokens/tokens.yaml")
-    assert config.security.allow_insecure == ("router.metrics",)
+    assert config.security.allow_insecure == ("router.metrics", "prefill.metrics", "decode.metrics")
     assert config.kv_is_encrypted
     router = pod_of(rendered["tls-tokens"], "-router").spec["containers"][0]
     assert router["readinessProbe"]["httpGet"] == {"path": "/ready", "port": "metrics"}

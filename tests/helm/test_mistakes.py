@@ -191,6 +191,27 @@ TEMPLATES: dict[str, tuple[str, str, str, Callable[[Documents], Iterable[str]], 
         unknown_metrics,
         "baton_recovered_total",
     ),
+    "an alert on a label that is not": (
+        "templates/prometheusrule.yaml",
+        ',role="decode",state=~"owned|reserved"',
+        ',pool="decode",state=~"owned|reserved"',
+        unknown_metrics,
+        "baton_kv_blocks has no label pool",
+    ),
+    "an alert on a state that is not": (
+        "templates/prometheusrule.yaml",
+        'state="quarantined"',
+        'state="in_quarantine"',
+        unknown_metrics,
+        "baton_kv_blocks: state is never in_quarantine",
+    ),
+    "an alert by a label that is not": (
+        "templates/prometheusrule.yaml",
+        "sum by (reason) (increase(",
+        "sum by (cause) (increase(",
+        unknown_metrics,
+        "cause: no label in",
+    ),
 }
 
 

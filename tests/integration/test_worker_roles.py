@@ -204,3 +204,18 @@ def is_so(look):
         return look()
 
     return found
+
+
+async def test_it_serves_its_metrics_where_it_says(worker):
+    for incarnations, role in enumerate((Role.PREFILL, Role.DECODE), 1):
+        if incarnations > 1:
+            await worker.order(role)
+            await worker.ready(incarnations)
+        (info,) = await worker.ledger.workers()
+        reader, writer = await asyncio.open_connection(*info.metrics.split(":"))
+        writer.write(b"GET /metrics HTTP/1.1\r\n\r\n")
+        text = (await reader.read()).decode()
+        writer.close()
+        assert f'baton_worker_info{{fingerprint="{info.fingerprint[:12]}",model="oracle",role="{role.value}"' in text
+        assert f'baton_kv_blocks{{role="{role.value}",state="free"}} {info.total_blocks}.0' in text
+        assert 'baton_lease_seconds{worker="prefill-3"} 3.0' in text

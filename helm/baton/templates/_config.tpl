@@ -22,13 +22,14 @@ security:
   {{- with .Values.security.tokens.existingSecret }}
   tokens: /etc/baton-tokens/tokens.yaml
   {{- end }}
-  allow_insecure: {{ ternary "true" "[router.metrics]" .Values.security.allowInsecure }}
+  allow_insecure: {{ ternary "true" "[router.metrics, prefill.metrics, decode.metrics]" .Values.security.allowInsecure }}
 {{- end }}
 
 {{- define "baton.ownedPool" -}}
 {{- $pool := index .root.Values .pool -}}
 replicas: {{ $pool.replicas }}
 listen: "0.0.0.0:50061"
+metrics: "0.0.0.0:9101"
 interface: {{ .root.Values.network.interface }}
 node_labels: {baton.io/pool: {{ .pool }}}
 device: {{ ternary "cuda" "cpu" (gt (int $pool.gpus) 0) }}

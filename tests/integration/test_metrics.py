@@ -1,0 +1,181 @@
+"""What a router's metrics listener says while it serves: the number of series is bounded, whatever clients say."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import random
+from dataclasses import replace
+from typing import cast
+
+import pytest
+from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
+from prometheus_client.parser import text_string_to_metric_families as parse_text
+
+from baton.core import Role
+from baton.errors import BatonError
+from baton.ledger.board import Board, ControlReport, Decision, Plan, RouterReport, Slot
+from baton.rpc.v1 import inference_pb2 as pb
+from baton.telemetry.labels import LABELS
+from router import scraped
+from tests.integration.router_support import clusters
+
+TEXT = "zebra"  # in all that the clients say
+ROUNDS = 60
+
+
+@pytest.fixture
+async def make():
+    async with clusters() as build:
+        yield build
+
+
+async def series(cluster):
+    """Each sample's name and labels."""
+    text = (await cluster.http("/metrics")).partition("\r\n\r\n")[2]
+    found = [sample for family in parse_text(text) for sample in family.samples]
+    return {(sample.name, tuple(sorted(sample.labels.items()))) for sample in found}
+
+
+def said(rng: random.Random) -> dict:
+    """A request as a client may say it; wrong in one way of many, or in none."""
+    odd = f"{TEXT}-{rng.random()}"
+    return rng.choice(
+        [
+            {"cache_scope": odd},
+            {"client_tag": odd, "priority": rng.randint(-100, 100)},
+            {"model": odd},
+            {"idempotency_key": odd, "n": 2},
+            {"deterministic": True},
+            {"max_tokens": -1},
+            {"max_tokens": 10**6},
+            {"logprobs": 10**6},
+            {"constraint": pb.Constraint(regex="(" + odd)},
+            {"prompt": [rng.randrange(200) for _ in range(rng.randint(1, 40))], "max_tokens": rng.randint(1, 20)},
+            {"prompt": [10**6]},
+            {"timeout": 1e-6},
+        ]
+    )
+
+
+async def one(cluster, rng):
+    with contextlib.suppress(BatonError):
+        await cluster.generate(**said(rng))
+
+
+async def test_series_are_bounded_whatever_clients_say(make):
+    cluster = await make(prefill=2, decode=2, queue_max_requests=4)
+    rng = random.Random(11)
+    before = len(await series(cluster))
+    for _ in range(ROUNDS // 10):
+        await asyncio.gather(*(one(cluster, rng) for _ in range(10)))
+    resume = pb.ResumeRequest(request_id=TEXT * 60, request=pb.GenerateRequest(text="x"))
+    with pytest.raises(BatonError):
+        await cluster.answer(cluster.stub.Resume(resume))
+    middle = await series(cluster)
+    for _ in range(2 * ROUNDS // 10):
+        await asyncio.gather(*(one(cluster, rng) for _ in range(10)))
+    last = await series(cluster)
+    new = last - middle
+    assert len(last) < before + 2 * 40, "a few error classes, each with the time of its first"
+    assert {name for name, _ in new} <= {"baton_refusals_total", "baton_refusals_created"}
+    for name, labels in last:
+        for label, value in labels:
+            assert TEXT not in value, name
+            assert isinstance(LABELS[label], str) or value in LABELS[label], (name, label, value)
+    outcomes = {value for name, labels in last for label, value in labels if name == "baton_refusals_total"}
+    assert {"InvalidRequest", "UnknownModel"} <= outcomes
+
+
+async def test_an_exemplar_names_a_request(make):
+    cluster = await make()
+    (accepted, *_, last) = await cluster.generate()
+    reader, writer = await asyncio.open_connection(*cluster.router.metrics.split(":"))
+    writer.write(b"GET /metrics HTTP/1.1\r\nAccept: application/openmetrics-text\r\n\r\n")
+    text = (await reader.read()).decode().partition("\r\n\r\n")[2]
+    writer.close()
+    named = {
+        sample.name: sample.exemplar.labels
+        for family in parse_openmetrics(text)
+        for sample in family.samples
+        if sample.exemplar
+    }
+    (found,) = {tuple(sorted(labels.items())) for labels in named.values()}
+    assert set(named) == {f"baton_{name}_seconds_bucket" for name in ("ttft", "e2e", "queue", "prefill", "tpot")} | {
+        f"vllm:{name}_seconds_bucket"
+        for name in (
+            "time_to_first_token",
+            "e2e_request_latency",
+            "request_queue_time",
+            "request_prefill_time",
+            "request_time_per_output_token",
+        )
+    }
+    assert found == (("request_id", accepted.request_id), ("trace_id", last.completed.trace_id))
+
+
+async def test_what_requests_took_is_counted(make):
+    cluster = await make()
+    cluster.prefill[0].cached = [2]
+    await cluster.generate(max_tokens=5)
+    await cluster.generate(max_tokens=3, n=2)
+    read = cluster.router.floor.metrics.registry.get_sample_value
+    assert read("baton_prompt_tokens_total") == 6
+    assert read("baton_cached_tokens_total") == 2
+    assert read("baton_output_tokens_total") == 5 + 6
+    assert read("baton_finished_choices_total", {"reason": "length"}) == 3
+    assert read("baton_tpot_seconds_count") == 2
+    labels = {"model_name": "oracle", "engine": "0"}
+    assert read("vllm:generation_tokens_total", labels) == 11
+    assert read("vllm:request_success_total", {**labels, "finished_reason": "length"}) == 3
+    sums = [read("baton_stage_seconds_sum", {"stage": stage}) for stage in LABELS["stage"]]
+    assert sum(sums) == pytest.approx(read("baton_e2e_seconds_sum"), rel=1e-3)
+
+
+async def targets(cluster):
+    text = (await cluster.http("/targets")).partition("\r\n\r\n")[2]
+    return {tuple(sorted(one["labels"].items())): one["targets"] for one in json.loads(text)}
+
+
+def labels(component, process):
+    return (("baton", "test"), ("component", component), ("process", process))
+
+
+async def test_targets_are_the_router_and_its_workers_that_serve_any(make):
+    cluster = await make(decode=2)
+    link = next(link for link in cluster.router.floor.pool.links if link.info.ref.worker_id == "decode-1")
+    link.view.info = replace(link.info, metrics="10.0.0.7:9101")
+    assert await targets(cluster) == {
+        labels("router", cluster.router.floor.router_id): [cluster.router.metrics],
+        labels("worker", "decode-1"): ["10.0.0.7:9101"],
+    }
+
+
+class FakeBoard:
+    def __init__(self):
+        slot = Slot(worker_id="decode-0", role=Role.DECODE, state="failed", restarts=4)
+        plan, decision = Plan(prefill=1, decode=2), Decision(at=5.0, kind="plan", text="")
+        self.report: ControlReport | None = ControlReport(plan=plan, at=5.0, slots=(slot,), decisions=(decision,))
+
+    async def control(self):
+        return self.report
+
+    async def routers(self):
+        return [RouterReport(router_id="other", metrics="10.0.0.8:9100"), RouterReport(router_id="old")]
+
+
+async def test_other_routers_and_the_controller_are_asked_for_at_a_scrape(make):
+    floor, board = (await make()).router.floor, FakeBoard()
+    asked = cast("Board", board)
+    found = await scraped.targets(floor, asked)
+    assert sorted(str(target["targets"]) for target in found) == sorted(
+        [f"['{floor.metrics_at}']", "['10.0.0.8:9100']"]
+    )
+    read = floor.metrics.registry.get_sample_value
+    await scraped.look(floor, asked)
+    assert read("baton_slots", {"role": "decode", "state": "failed"}) == 1
+    assert read("baton_slot_restarts", {"role": "decode"}) == 4
+    board.report = None
+    await scraped.look(floor, asked)
+    assert read("baton_slots", {"role": "decode", "state": "failed"}) is None
