@@ -160,7 +160,7 @@ class StageClock:
         if last is not None and (last.stage, last.attempt) == (self._stage, attempt):
             last.duration += duration
             last.notes |= notes
-        else:
+        elif duration or notes or not self.passages:
             self.passages.append(Passage(self._stage, self._since - self._start, duration, attempt, notes))
         self._since += duration
 

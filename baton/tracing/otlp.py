@@ -45,7 +45,7 @@ class Exporter:
         logging.getLogger("opentelemetry.exporter.otlp").setLevel(logging.CRITICAL)
         self._exporter = OTLPSpanExporter(endpoint, insecure=endpoint.startswith("http://"))
         self._queue: queue.Queue[tuple[float, Ended]] = queue.Queue(_QUEUED)
-        self._closing = threading.Event()
+        self._closing, self._over = threading.Event(), threading.Event()
         self._resource = lru_cache(1024)(self._resource_of)
         self._thread = threading.Thread(target=self._run, name="otlp", daemon=True)
         self._thread.start()
@@ -61,10 +61,11 @@ class Exporter:
         """Send what waits, for two seconds at most."""
         self._closing.set()
         self._thread.join(_CLOSE_S)
+        self._over.set()
         self._exporter.shutdown()
 
     def _run(self) -> None:
-        while not (self._closing.is_set() and self._queue.empty()):
+        while not (self._over.is_set() or (self._closing.is_set() and self._queue.empty())):
             try:
                 batch = list(self._batch())
                 if batch and not self._sent(batch):

@@ -1,0 +1,173 @@
+"""The exporter against a collector in this process, against none, and against one that does not answer."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+
+import grpc
+import pytest
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceResponse
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2_grpc import (
+    TraceServiceServicer,
+    add_TraceServiceServicer_to_server,
+)
+
+from baton.tracing.context import TraceContext
+from baton.tracing.ended import Ended
+from baton.tracing.otlp import Exporter
+from tests.unit.tracing.test_chrome import AT, SPANS
+
+TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
+WAIT_S = 20
+
+
+class Collector(TraceServiceServicer):
+    """Keeps what it gets, by service name and span name; `gate` holds its answers."""
+
+    def __init__(self):
+        self.got = threading.Semaphore(0)
+        self.gate = threading.Event()
+        self.gate.set()
+        self.spans = []  # (resource, span)
+
+    def Export(self, request, context):
+        for group in request.resource_spans:
+            resource = {one.key: one.value.string_value for one in group.resource.attributes}
+            for scope in group.scope_spans:
+                assert scope.scope.name == "baton"
+                self.spans += [(resource, span) for span in scope.spans]
+        self.got.release()
+        self.gate.wait(WAIT_S)
+        return ExportTraceServiceResponse()
+
+    def named(self, service, name):
+        return [span for resource, span in self.spans if (resource["service.name"], span.name) == (service, name)]
+
+
+@contextmanager
+def collectors():
+    server, collector = grpc.server(ThreadPoolExecutor(2)), Collector()
+    add_TraceServiceServicer_to_server(collector, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    try:
+        yield collector, f"http://127.0.0.1:{port}"
+    finally:
+        collector.gate.set()
+        server.stop(0).wait(WAIT_S)
+
+
+def ended(context=None, spans=SPANS, error="", outcome="finished") -> Ended:
+    context = context or TraceContext(TRACE, PARENT, sampled=True)
+    return Ended("r-1", "router-1", context, AT - 0.001, AT + 0.07, outcome, error, lambda: spans)
+
+
+def facts(span) -> dict:
+    return {one.key: getattr(one.value, one.value.WhichOneof("value")) for one in span.attributes}
+
+
+def test_one_trace_through_all_processes():
+    with collectors() as (collector, address):
+        exporter = Exporter(address, "local", "1.2", linger_s=0)
+        exporter.put(ended())
+        assert collector.got.acquire(timeout=WAIT_S)
+        exporter.close()
+    assert {resource["service.name"]: resource["service.instance.id"] for resource, _ in collector.spans} == {
+        "baton-router": "router-1",
+        "baton-prefill": "prefill-0",
+        "baton-decode": "decode-0",
+    }
+    assert {(one["service.namespace"], one["service.version"]) for one, _ in collector.spans} == {("local", "1.2")}
+    spans = [span for _, span in collector.spans]
+    assert {span.trace_id.hex() for span in spans} == {TRACE}
+    assert len({span.span_id for span in spans}) == len(spans) == len(SPANS) + 2
+    (root,), (attempt,) = collector.named("baton-router", "request"), collector.named("baton-router", "attempt")
+    assert root.parent_span_id.hex() == PARENT
+    assert (root.start_time_unix_nano, root.end_time_unix_nano) == (round((AT - 0.001) * 1e9), round((AT + 0.07) * 1e9))
+    assert facts(root) == {"baton.request_id": "r-1", "baton.outcome": "finished"}
+    (queue,) = collector.named("baton-router", "queue")
+    assert queue.parent_span_id == attempt.parent_span_id == root.span_id
+    below = [span for span in spans if span not in (root, attempt, queue)]
+    assert {span.parent_span_id for span in below} == {attempt.span_id}
+    (compute,) = collector.named("baton-prefill", "compute")
+    assert facts(compute) == {"baton.tokens": 40, "baton.choice": 0, "baton.attempt": 1}
+    assert compute.end_time_unix_nano - compute.start_time_unix_nano == pytest.approx(8e6, abs=1e3)
+    assert attempt.start_time_unix_nano == min(span.start_time_unix_nano for span in below)
+
+
+def test_without_a_caller_there_is_no_parent_and_errors_are_seen():
+    lost = [*SPANS[:3], *(one for one in SPANS if one.attempt == 2)]
+    lost[2] = type(lost[2])("prefill", "router-1", "router", AT + 0.003, 0.01, {"error": "WorkerLost"}, 1)
+    with collectors() as (collector, address):
+        exporter = Exporter(address, "local", linger_s=0)
+        exporter.put(ended(TraceContext.new(), lost, "WorkerLost", "failed"))
+        exporter.put(ended(TraceContext.new(), [], "InvalidRequest", "refused"))
+        exporter.close()
+    failed, refused = collector.named("baton-router", "request")
+    assert not failed.parent_span_id
+    assert (failed.status.code, failed.status.message) == (2, "WorkerLost")
+    assert (refused.status.code, facts(refused)["baton.outcome"]) == (2, "refused")
+    (attempt,) = collector.named("baton-router", "attempt")
+    assert attempt.status.code == 2
+
+
+def test_it_waits_for_what_workers_say_late():
+    spans = list(SPANS[:3])
+    with collectors() as (collector, address):
+        exporter = Exporter(address, "local", linger_s=0.2)
+        exporter.put(ended(spans=spans))
+        spans.append(SPANS[7])
+        assert collector.got.acquire(timeout=WAIT_S)
+        exporter.close()
+    assert collector.named("baton-prefill", "push")
+
+
+def test_one_trace_that_breaks_does_not_end_the_others():
+    def broken():
+        raise RuntimeError("of this test")
+
+    with collectors() as (collector, address):
+        exporter = Exporter(address, "local", linger_s=0)
+        exporter.put(Ended("r", "router-1", TraceContext.new(), AT, AT, "finished", "", broken))
+        while not exporter._queue.empty():
+            time.sleep(0.001)
+        exporter.put(ended())
+        assert collector.got.acquire(timeout=WAIT_S)
+        exporter.close()
+
+
+def dead_port() -> str:
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        return f"http://127.0.0.1:{bound.getsockname()[1]}"
+
+
+def test_a_collector_that_is_not_there_delays_nobody():
+    exporter = Exporter(dead_port(), "local", linger_s=0)
+    begun = time.monotonic()
+    for _ in range(5000):
+        exporter.put(ended())
+    assert time.monotonic() - begun < 1.0, "5,000 requests, of which most find no room"
+    assert exporter.dropped >= 5000 - 2048 - 64
+    begun = time.monotonic()
+    exporter.close()
+    assert time.monotonic() - begun < 5.0
+
+
+def test_a_collector_that_does_not_answer_delays_nobody():
+    with collectors() as (collector, address):
+        collector.gate.clear()
+        exporter = Exporter(address, "local", linger_s=0)
+        exporter.put(ended())
+        assert collector.got.acquire(timeout=WAIT_S)
+        begun = time.monotonic()
+        for _ in range(3000):
+            exporter.put(ended())
+        assert time.monotonic() - begun < 1.0
+        assert exporter.dropped >= 3000 - 2048
+        exporter.close()
+        assert time.monotonic() - begun < 6.0
