@@ -101,7 +101,7 @@ class Fleet:
         self._changed = True
 
     def touch(self, ref: WorkerRef) -> None:
-        """What is known of this worker has changed. One that is not there: no-op."""
+        """It may have reported: all that is known of this worker may have changed. One that is not there: no-op."""
         member = self._members.get(_holder(ref))
         if member is None:
             return
@@ -112,6 +112,11 @@ class Fleet:
                 member.channels = load.channels
                 self._speed(channel.bytes_per_s for channel in load.channels)
         self._stale.add(member)
+
+    def mark(self, ref: WorkerRef) -> None:
+        """What is on this worker has changed, and it has not reported since. One that is not there: no-op."""
+        if (member := self._members.get(_holder(ref))) is not None:
+            self._stale.add(member)
 
     def ref(self, role: Role, row: int) -> WorkerRef:
         """Whose row of the snapshot that is, as it was added. Raises KeyError."""

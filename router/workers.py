@@ -116,7 +116,7 @@ class WorkerPool:
         decode = self._links[self._fleet.ref(Role.DECODE, pair.decode)]
         cached = int(ask.prefill_cached[pair.prefill])
         self._typical.saw(tokens, cached)
-        claim = Claim(prefill, decode, tokens, cached, self._fleet.touch, self.on_change)
+        claim = Claim(prefill, decode, tokens, cached, self._fleet.mark, self.on_change)
         return self._predict(claim, pair.ttft_s if kept is None else 0.0)
 
     def _predict(self, claim: Claim, ttft_s: float) -> Claim:
@@ -131,7 +131,7 @@ class WorkerPool:
         row = found.decode
         decode, cached = self._links[self._fleet.ref(Role.DECODE, row)], int(ask.decode_cached[row])
         self._typical.saw(tokens, cached)
-        claim = Claim(None, decode, tokens, cached, self._fleet.touch, self.on_change)
+        claim = Claim(None, decode, tokens, cached, self._fleet.mark, self.on_change)
         return self._predict(claim, found.ttft_s)
 
     def expected(self) -> RouterReport:
@@ -145,7 +145,7 @@ class WorkerPool:
         link = self._link(worker_id, incarnation)
         if link is None or link.state != "connected" or link.info.role is not Role.DECODE:
             return None
-        return Claim(None, link, 0, 0, self._fleet.touch, self.on_change)
+        return Claim(None, link, 0, 0, self._fleet.mark, self.on_change)
 
     async def settled(self, worker_id: str, incarnation: Incarnation) -> None:
         """Wait until it is known whether this worker can be reached; not for long."""

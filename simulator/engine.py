@@ -9,9 +9,8 @@ between two steps as on the engine thread. Rows of a stretch are brought up to d
 from __future__ import annotations
 
 import heapq
-import math
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import count as counting
 from random import Random
 from typing import TYPE_CHECKING, Any, Protocol
@@ -48,6 +47,7 @@ class Row(Sequence):
     end: int = 0  # the step before which its last token is there
     joined: int = 0  # the step from which on it has had a token in each
     last_at: float = 0.0  # when it had its last token before that
+    waits: list[float] = field(default_factory=list)  # for tokens that did not come with the next step, if kept
 
 
 class Listener(Protocol):
@@ -139,6 +139,10 @@ class Engine:
             self._leave(row)
         self.scheduler.remove(row)
         self.scheduler.let_go(row)
+
+    def slow_down(self, factor: float) -> None:
+        """Steps take so many times as long from now on."""
+        self.factor = factor
 
     def generated(self, row: Row) -> int:
         """How many tokens of it were generated here, in steps that are done."""
@@ -233,8 +237,7 @@ class Engine:
         self._event = self.kernel.at(self._stretch.end(steps), self._stretched)
 
     def _noise(self) -> float:
-        """Of mean 1."""
-        return math.exp(self._rng.gauss(-self._spread * self._spread / 2, self._spread)) if self._spread else 1.0
+        return self._rng.choice(self._spread) if self._spread else 1.0
 
     def _stretched(self) -> None:
         stretch, self._stretch = self._stretch, None
@@ -261,7 +264,7 @@ class Engine:
     def _tell_gaps(self, pieces: list[tuple[int, float]], first_end: float, rows: int) -> None:
         itl, fresh, step = self.tally.itl, len(self._fresh), self.steps
         for row in self._fresh:
-            itl.add(first_end - row.last_at)
+            self._tell_wait(row, first_end)
         self._fresh.clear()
         for count, seconds in pieces:
             itl.add(seconds, rows * count - fresh)
@@ -269,6 +272,12 @@ class Engine:
             if self.gaps is not None:
                 self.gaps.add(step, count, seconds)
                 step += count
+
+    def _tell_wait(self, row: Row, until: float) -> None:
+        self.tally.itl.add(until - row.last_at)
+        if self.gaps is not None:
+            row.waits.append(until - row.last_at)
+            row.joined += row.joined == self.steps  # that step was none of its gaps
 
     # --- steps that the scheduler plans --------------------------------------------------------------------------
 
@@ -344,7 +353,7 @@ class Engine:
         here = [row for row in self._fresh if row.synced <= self.steps]  # stalled ones are ahead
         self._fresh = [row for row in self._fresh if row.synced > self.steps]
         for row in here:
-            self.tally.itl.add(now - row.last_at)
+            self._tell_wait(row, now)
         if decodes > len(here):
             self.tally.itl.add(seconds, decodes - len(here))
         if self.gaps is not None:

@@ -1,14 +1,13 @@
 """Virtual time: one heap of what is to happen, and an event loop on it for production code that is written for asyncio.
 
-Nothing here looks at a real clock or draws a random number that a seed did not decide, and what is due at the same
-time happens in the order in which it was asked for. So the same seed gives the same run.
+Nothing here looks at a real clock, and what is due at the same time happens in the order in which it was asked for. So
+the same scenario gives the same run; what is random in it draws from generators of its own, made from the seed.
 """
 
 from __future__ import annotations
 
 import asyncio
 import heapq
-import random
 from collections.abc import Callable, Coroutine, Generator
 from contextvars import Context
 from typing import Any, TypeVar, TypeVarTuple
@@ -40,10 +39,9 @@ class Event(asyncio.TimerHandle):
 class Kernel(asyncio.AbstractEventLoop):
     """Implements `baton.clock.Clock`, and as much of an event loop as tasks, futures and timeouts need."""
 
-    def __init__(self, seed: int = 0) -> None:
+    def __init__(self) -> None:
         self.now = 0.0  # seconds
         self.events = 0  # that happened
-        self.random = random.Random(seed)
         self._heap: list[tuple[float, int, Event]] = []
         self._count = 0
 

@@ -29,6 +29,13 @@ class Way:
         """Of each that moves, in bytes per second."""
         return self.bytes_per_s / len(self.flows)
 
+    def turn(self, bytes_per_s: float) -> None:
+        """It carries so much from now on."""
+        if bytes_per_s != self.bytes_per_s:
+            self.bytes_per_s = bytes_per_s
+            for flow in list(self.flows):
+                flow.adapt()
+
 
 class Flow:
     """The KV of one handoff on its way. `done` is called when all of it has arrived, after `close`."""

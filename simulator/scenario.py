@@ -23,7 +23,7 @@ class Pool:
     max_running: int = 64
     tensor_parallel: int = 1
     prefix_cache: bool = True
-    spread: float = 0.0  # of step times: the sigma of a lognormal factor of mean 1 that each step draws
+    spread: tuple[float, ...] = ()  # of step times: factors of mean 1, equally likely, of which each step draws one
 
     @property
     def devices(self) -> int:

@@ -10,6 +10,7 @@ from simulator.histogram import Histogram
 from simulator.report import PoolReport, Report
 
 if TYPE_CHECKING:
+    from simulator.blocks import CountedPool
     from simulator.scenario import Pool, Scenario, Slo
 
 
@@ -37,6 +38,10 @@ class PoolTally:
         self._prompts += prompts
         self._decodes += decodes
         self._busy_s += seconds
+
+    def saw(self, pool: CountedPool) -> None:
+        """A worker's blocks, at the end of its life."""
+        self.used_most = max(self.used_most, pool.used_most / pool.total)
 
     def report(self, pool: Pool, duration_s: float) -> PoolReport:
         """What is in the report."""

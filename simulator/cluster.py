@@ -1,0 +1,162 @@
+"""Workers, router and requests of one simulation, and what goes wrong among them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from baton.core import Role
+from simulator.blocks import Names
+from simulator.gaps import Gaps
+from simulator.kernel import Kernel
+from simulator.life import Life
+from simulator.router import SimRouter
+from simulator.scenario import Death, Slow
+from simulator.tally import Tally
+from simulator.worker_decode import DecodeWorker
+from simulator.worker_prefill import PrefillWorker
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from baton.workload import Arrival
+    from router.claim import Claim
+    from simulator.links import Way
+    from simulator.report import Report
+    from simulator.scenario import Fault, Scenario
+
+SimWorker = PrefillWorker | DecodeWorker
+
+
+class Cluster:
+    """`ways` and `slow` are of workers by name, whatever life they are in."""
+
+    def __init__(self, scenario: Scenario) -> None:
+        self.scenario = scenario
+        self.kernel = Kernel()  # type: ignore[abstract]  # of a loop's methods it has those that are needed
+        self.tally = Tally(scenario.slo)
+        self.router = SimRouter(scenario, self.kernel)
+        self.names = Names(scenario.decode.block_size)
+        self.ways: dict[str, tuple[Way, Way]] = {}
+        self.slow: dict[str, float] = {}
+        self._slow_links: dict[str, float] = {}
+        self._workers: dict[str, SimWorker] = {}
+        self._running = 0
+        self._first_at = self._last_at = 0.0
+        for kind, pool in ((PrefillWorker, scenario.prefill), (DecodeWorker, scenario.decode)):
+            for number in range(pool.workers):
+                self._start(kind, f"{kind.role}-{number}", 1)
+        for fault in scenario.faults:
+            self.kernel.at(fault.at_s, self._strike, fault)
+
+    def run(self, arrivals: Iterable[Arrival]) -> Report:
+        """Until all that came is over. Raises AssertionError if something was lost, or is left."""
+        self._next(iter(arrivals))
+        self.kernel.run()
+        self._check()
+        duration_s = self._last_at - self._first_at
+        for worker in self._workers.values():
+            worker.tally.saw(worker.engine.pool)
+        self.tally.queue_peak = self.router.queue_peak
+        return self.tally.report(self.scenario, duration_s, self.kernel.events)
+
+    def ended(self, life: Life, outcome: str) -> None:
+        """A request has its outcome."""
+        self._running -= 1
+        self._last_at = self.kernel.now
+        if outcome == "completed":
+            self.tally.completed(*life.measures(), life.tokens, life.gaps)
+        else:
+            self.tally.outcomes[outcome] += 1
+
+    def workers_of(self, claim: Claim) -> tuple[PrefillWorker | None, DecodeWorker]:
+        """Those that the router chose."""
+        decode = self._workers[claim.decode.info.ref.worker_id]
+        assert isinstance(decode, DecodeWorker)
+        if claim.prefill is None:
+            return None, decode
+        prefill = self._workers[claim.prefill.info.ref.worker_id]
+        assert isinstance(prefill, PrefillWorker)
+        return prefill, decode
+
+    def way_s(self, name: str) -> float:
+        """Bytes per second of each way of a worker."""
+        slow = self._slow_links
+        return self.scenario.network.bytes_per_s * slow.get(name, 1.0) * slow.get("", 1.0)
+
+    # --- arrivals ------------------------------------------------------------------------------------------------
+
+    def _next(self, arrivals: Iterator[Arrival]) -> None:
+        arrival = next(arrivals, None)
+        if arrival is not None:
+            self.kernel.at(arrival.at_s, self._came, arrival, arrivals)
+
+    def _came(self, arrival: Arrival, arrivals: Iterator[Arrival]) -> None:
+        if not self.tally.arrivals:
+            self._first_at = self.kernel.now
+        self.tally.arrivals += 1
+        self._running += 1
+        life = Life(self, arrival, self.tally.arrivals)
+        self.kernel.after(self.scenario.overheads.admit_s, self._live, life)
+        self._next(arrivals)
+
+    def _live(self, life: Life) -> None:
+        self.kernel.spawn(life.run())
+
+    def _check(self) -> None:
+        """Nothing is lost, twice there, or left over."""
+        assert not self._running, f"{self._running} requests have no outcome"
+        outcomes = sum(self.tally.outcomes.values())
+        assert outcomes == self.tally.arrivals, f"{self.tally.arrivals} requests have {outcomes} outcomes"
+        problems = [problem for worker in self._workers.values() for problem in worker.idle_problems()]
+        assert not problems, "; ".join(problems[:10])
+
+    # --- faults --------------------------------------------------------------------------------------------------
+
+    def _start(self, kind: type[PrefillWorker | DecodeWorker], name: str, life: int) -> None:
+        pool = self.scenario.prefill if kind.role is Role.PREFILL else self.scenario.decode
+        worker = self._workers[name] = kind(self, name, life, pool)
+        if self.scenario.slo.itl_percentile is not None:
+            worker.engine.gaps = Gaps()
+        self.router.pool.add(worker.link)
+
+    def _strike(self, fault: Fault) -> None:
+        if isinstance(fault, Death):
+            self._kill(fault)
+        else:
+            self._slow_down(fault, fault.factor)
+            self.kernel.at(fault.until_s, self._slow_down, fault, 1.0)
+
+    def _slow_down(self, fault: Fault, factor: float) -> None:
+        if isinstance(fault, Slow):
+            self.slow[fault.worker] = factor
+            engine = self._workers[fault.worker].engine
+            engine.submit(engine.slow_down, factor)
+            return
+        self._slow_links[fault.worker] = factor
+        for name, ways in self.ways.items():
+            for way in ways:
+                way.turn(self.way_s(name))
+
+    def _kill(self, fault: Death) -> None:
+        worker = self._workers[fault.worker]
+        if worker.dead:
+            return
+        worker.die()
+        self.kernel.after(fault.noticed_s, self._missed, worker)
+        self.kernel.after(
+            max(fault.back_after_s, fault.noticed_s), self._start, type(worker), worker.name, worker.life + 1
+        )
+
+    def _missed(self, worker: SimWorker) -> None:
+        """The router's stream to it has ended."""
+        self.router.pool.drop(worker.link)
+        for attempt in list(worker.attempts):
+            attempt.lost(worker.role)
+        for other in self._workers.values():
+            if isinstance(other, DecodeWorker) and isinstance(worker, PrefillWorker) and not other.dead:
+                other.table.lost(worker.ref)
+
+
+def simulate(scenario: Scenario, arrivals: Iterable[Arrival]) -> Report:
+    """What would come of these arrivals, in order of time. The same arguments give the same report, bit for bit."""
+    return Cluster(scenario).run(arrivals)

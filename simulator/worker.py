@@ -1,0 +1,167 @@
+"""What both roles of simulated workers have: an engine, ways for KV, and messages that leave between steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from random import Random
+from typing import TYPE_CHECKING, Any
+
+from baton.core import Incarnation, KVLayout, Role, WorkerInfo, WorkerRef
+from baton.ledger.prefix_map import Change, Holder
+from baton.load import Channel, Load
+from simulator.blocks import told
+from simulator.engine import Engine, Row
+from simulator.links import Way
+from simulator.router import SimLink
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from baton.core import HandoffId
+    from simulator.attempt import Attempt
+    from simulator.cluster import Cluster
+    from simulator.scenario import Pool
+
+FINGERPRINT = "simulated"
+
+
+class Worker:
+    """One life of a worker. `attempts` are those that the router has on it."""
+
+    role: Role
+
+    def __init__(self, cluster: Cluster, name: str, life: int, pool: Pool) -> None:
+        scenario, kernel = cluster.scenario, cluster.kernel
+        self.cluster, self.kernel, self.name, self.life = cluster, kernel, name, life
+        self.overheads, self.network = scenario.overheads, scenario.network
+        self.tally = cluster.tally.prefill if self.role is Role.PREFILL else cluster.tally.decode
+        self.ref = WorkerRef(name, Incarnation(1, life), f"{name}:1")
+        layout = layout_of(cluster)
+        self.link = SimLink(WorkerInfo(self.ref, self.role, FINGERPRINT, "model", 2**31, pool.kv_blocks, layout))
+        rng = Random(f"{scenario.seed} {name} {life}")
+        recompute = self.role is Role.PREFILL
+        self.engine = Engine(kernel, pool, self.tally, self, rng, recompute=recompute)
+        self.engine.factor = cluster.slow.get(name, 1.0)
+        self.attempts: dict[Attempt, None] = {}
+        self.dead = False
+        self.way_out, self.way_in = cluster.ways.setdefault(name, (Way(cluster.way_s(name)), Way(cluster.way_s(name))))
+        self._prefix_cache = pool.prefix_cache
+        self._channels = (Channel("", "simulated", self.network.bytes_per_s),)
+        self._out: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
+        self._told: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
+        self._names: dict[bytes, bool] = {}  # whether it has them, since the last report
+        self._changes = 1
+        cluster.router.directory.apply(Change(self._holder, 1, reset=True))
+        self.engine.pool.on_names = self._named
+        self.begin()
+
+    def begin(self) -> None:
+        """What the role has beside."""
+        raise NotImplementedError
+
+    # --- simulator.engine.Listener ------------------------------------------------------------------------------
+
+    def chunk(self, row: Row, count: int, seconds: float) -> None:
+        """See `Listener`."""
+
+    def first(self, row: Row) -> None:
+        """See `Listener`."""
+        raise NotImplementedError
+
+    def finished(self, row: Row) -> None:
+        """See `Listener`."""
+        raise NotImplementedError
+
+    def preempted(self, row: Row) -> None:
+        """See `Listener`."""
+        raise NotImplementedError
+
+    def turned(self) -> None:
+        """What is to be said leaves, with a report."""
+        if not (self._out or self._told):
+            return
+        for act, facts in self._told:
+            self.kernel.after(self.overheads.tell_s, act, *facts)
+        self.kernel.after(self.overheads.hop_s, self._deliver, self._load(), self._news(), self._out)
+        self._out = []
+        self._told.clear()
+
+    # --- for both roles ------------------------------------------------------------------------------------------
+
+    def say(self, act: Callable[..., None], *facts: Any) -> None:
+        """Between steps: the router does `act` when it hears of it."""
+        self._out.append((act, facts))
+
+    def tell(self, act: Callable[..., None], *facts: Any) -> None:
+        """Between steps: there are tokens, and `act` is done when the client has them."""
+        self._told.append((act, facts))
+
+    def row(self, handoff: HandoffId, attempt: Attempt, known: int, tokens: int, *, hold: bool = False) -> Row:
+        """A sequence of an attempt."""
+        chain = attempt.life.content.chain if self._prefix_cache else None
+        return Row(handoff, 0, known, known, chain=chain, base=known, tokens=tokens, owner=attempt, hold=hold)
+
+    def die(self) -> None:
+        """Its process ends. What it had is gone."""
+        self.dead = True
+        self.engine.die()
+        self.tally.saw(self.engine.pool)
+
+    def idle_problems(self) -> list[str]:
+        """What should not be here when nothing is left to do."""
+        pool, scheduler, view = self.engine.pool, self.engine.scheduler, self.link.view
+        counts = pool.counts().check()
+        found = {
+            "blocks in use": counts.owned + counts.reserved,
+            "sequences": len(scheduler.running) + len(scheduler.waiting),
+            "attempts": len(self.attempts),
+            "claims": view.dispatched + view.queued_tokens + view.pending_blocks,
+        }
+        return [f"{self.ref} has {count} {what}" for what, count in found.items() if count]
+
+    def _deliver(
+        self, load: Load, news: Change | None, said: list[tuple[Callable[..., None], tuple[Any, ...]]]
+    ) -> None:
+        for act, facts in said:
+            act(*facts)
+        if news is not None:
+            self.cluster.router.directory.apply(news)
+        self.cluster.router.pool.reported(self.link, load)
+
+    def _load(self) -> Load:
+        engine, scheduler = self.engine, self.engine.scheduler
+        return Load(
+            step=engine.steps,
+            running=len(scheduler.running),
+            waiting=len(scheduler.waiting),
+            queued_tokens=engine.queued_tokens,
+            blocks=engine.pool.counts(),
+            channels=self._channels,
+            prefill_pace=engine.prefill_pace,
+            decode_pace=engine.decode_pace,
+            joint_pace=engine.joint_pace,
+            beside_pace=engine.beside_pace,
+        )
+
+    @property
+    def _holder(self) -> Holder:
+        return Holder(self.name, self.ref.incarnation)
+
+    def _named(self, added: Sequence[int], removed: Sequence[int]) -> None:
+        self._names.update(dict.fromkeys(told(added), True))
+        self._names.update(dict.fromkeys(told(removed), False))
+
+    def _news(self) -> Change | None:
+        if not self._names:
+            return None
+        names, self._names = self._names, {}
+        self._changes += 1
+        added = [name for name, here in names.items() if here]
+        return Change(self._holder, self._changes, False, added, [name for name, here in names.items() if not here])
+
+
+def layout_of(cluster: Cluster) -> KVLayout:
+    """About as many bytes of a token as the network has: policies weigh what is to move."""
+    network, size = cluster.scenario.network, cluster.scenario.decode.block_size
+    elements = max(1, round(network.token_bytes / network.layers / 4))
+    return KVLayout(network.layers, 1, elements, size, "bfloat16")

@@ -1,0 +1,165 @@
+"""A decode worker, which computes prompts as well where it is told to: always, in colocated mode."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, cast
+
+from baton.core import HandoffId, Role, Sampling, SequenceSpec, Token
+from baton.engine.reservation import Reservation
+from baton.errors import HandoffError
+from decode_workers.reservations import Reservations, State
+from kvtransfer.handoff import CommitState
+from simulator.engine import Row
+from simulator.worker import FINGERPRINT, Worker
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from simulator.attempt import Attempt
+    from simulator.worker_prefill import PrefillWorker
+
+_FIRST = (Token(0, 0, ""),)
+_SAMPLING = Sampling()
+
+
+class DecodeWorker(Worker):
+    """See `decode_workers.role`. Its reservation table is production's own."""
+
+    role = Role.DECODE
+
+    def begin(self) -> None:
+        self.table = Reservations(FINGERPRINT, self._committed, lambda job: None)
+        self.here: dict[HandoffId, Attempt] = {}
+        self.rows: dict[Attempt, Row] = {}
+
+    # --- what the router sends -----------------------------------------------------------------------------------
+
+    def reserve(self, attempt: Attempt) -> None:
+        """Room for what is known and a token."""
+        self.engine.submit(self._reserve, attempt)
+
+    def compute(self, attempt: Attempt) -> None:
+        """Compute the prompt in what was reserved, and go on."""
+        self.engine.submit(self._compute, attempt)
+
+    def fence(self, attempt: Attempt) -> None:
+        """Whether it is committed, or never will be."""
+        self.engine.submit(self._fence, attempt)
+
+    def release(self, attempt: Attempt) -> None:
+        """The router has no use for it any more."""
+        self.engine.submit(self._drop, attempt)
+
+    def commit(self, attempt: Attempt, sender: PrefillWorker) -> None:
+        """The last byte is here, and so is the commit."""
+        spec = SequenceSpec((0,) * attempt.known, _SAMPLING, (0,))
+        if self.dead or sender.dead:
+            return
+        try:
+            self.table.commit(attempt.handoff, sender.ref, CommitState(spec, _FIRST, 0.0, 0.0, 0, "simulated"))
+        except HandoffError:
+            return  # fenced: the router knows
+        self.kernel.after(self.overheads.hop_s, sender.acknowledged, attempt)
+
+    def _reserve(self, attempt: Attempt) -> None:
+        if attempt.over:
+            return
+        names = (
+            attempt.life.content.names[: (attempt.known - 1) // self.engine.block_size] if self._prefix_cache else ()
+        )
+        spare = self.engine.scheduler.watermark
+        digests = cast("Iterable[bytes]", names)
+        layout = self.link.info.layout
+        reservation = Reservation.of(self.engine.pool, layout, attempt.known + 1, digests, spare)
+        if reservation is None:
+            self.say(attempt.no_room)
+            return
+        self.table.open(attempt.handoff, reservation, attempt.known, None)
+        self.here[attempt.handoff] = attempt
+        self.say(attempt.reserved, reservation.cached_tokens)
+
+    def _compute(self, attempt: Attempt) -> None:
+        reservation = self.table.take(attempt.handoff)
+        if reservation is None:
+            return
+        reservation.release()
+        row = self.rows[attempt] = self.row(attempt.handoff, attempt, attempt.known, attempt.tokens)
+        self.engine.add(row)
+
+    def _committed(self, handoff: HandoffId, commit: CommitState) -> None:
+        self.engine.submit(self._adopt, handoff)
+
+    def _adopt(self, handoff: HandoffId) -> None:
+        reservation, attempt = self.table.take(handoff), self.here.get(handoff)
+        if reservation is None or attempt is None:
+            return  # released between the commit and now
+        row = self.row(handoff, attempt, attempt.known + 1, attempt.tokens - 1)
+        row.computed = row.prefill_end = attempt.known
+        row.allocation = reservation.activate()
+        row.last_at = attempt.first_at
+        self.rows[attempt] = row
+        self.engine.adopt(row, reservation.cached_tokens)
+        self.say(attempt.adopted)
+
+    def _fence(self, attempt: Attempt) -> None:
+        if attempt in self.rows or self.table.fence(attempt.handoff) is State.COMMITTED:
+            return  # the router hears of the commit
+        self._drop(attempt)
+        self.say(attempt.fenced)
+
+    def _drop(self, attempt: Attempt) -> None:
+        reservation = self.table.take(attempt.handoff)
+        if reservation is not None:
+            reservation.release()
+        if (row := self.rows.pop(attempt, None)) is not None:
+            self.engine.release(row)
+        self.here.pop(attempt.handoff, None)
+
+    # --- steps ---------------------------------------------------------------------------------------------------
+
+    def first(self, row: Row) -> None:
+        """See `Listener`."""
+        attempt: Attempt = row.owner
+        attempt.decoding = True
+        self.tell(attempt.first)
+        if attempt.tokens == 1:
+            self._end(row)
+
+    def finished(self, row: Row) -> None:
+        """See `Listener`."""
+        self._end(row)
+
+    def preempted(self, row: Row) -> None:
+        """See `Listener`: it goes on elsewhere."""
+        attempt: Attempt = row.owner
+        self._forget(attempt)
+        self.say(attempt.preempted, self._delivered(attempt, row))
+
+    def _end(self, row: Row) -> None:
+        attempt: Attempt = row.owner
+        if self.engine.gaps is not None:
+            attempt.life.gaps += self._gaps(row)
+        self._forget(attempt)
+        self.tell(attempt.finished)
+
+    def _gaps(self, row: Row) -> list[tuple[float, int]]:
+        gaps = self.engine.gaps
+        assert gaps is not None
+        gaps.forget(min((one.joined for one in self.rows.values()), default=self.engine.steps))
+        return gaps.of(row.joined, self.engine.steps) + [(wait_s, 1) for wait_s in row.waits]
+
+    def _forget(self, attempt: Attempt) -> None:
+        del self.rows[attempt], self.here[attempt.handoff]
+
+    def _delivered(self, attempt: Attempt, row: Row) -> int:
+        """Tokens of the request that are there."""
+        return attempt.before + row.base - attempt.known + self.engine.generated(row)
+
+    def die(self) -> None:
+        for attempt, row in self.rows.items():
+            attempt.life.told(self._delivered(attempt, row))
+        super().die()
+
+    def idle_problems(self) -> list[str]:
+        left = {"reservations": len(self.table), "handoffs": len(self.here), "rows": len(self.rows)}
+        return super().idle_problems() + [f"{self.ref} has {count} {what}" for what, count in left.items() if count]

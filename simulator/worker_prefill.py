@@ -1,0 +1,174 @@
+"""A prefill worker: it computes prompts and their first tokens, and hands their KV over meanwhile."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from baton.core import Role
+from baton.errors import HandoffError
+from kvtransfer.handoff import Offer
+from simulator.engine import Row
+from simulator.links import Flow
+from simulator.worker import FINGERPRINT, Worker
+
+if TYPE_CHECKING:
+    from simulator.attempt import Attempt
+
+
+@dataclass(slots=True, eq=False)
+class Push:
+    """The KV of one handoff here. `waits`: nobody takes it, until a Repush or a Release."""
+
+    row: Row
+    skip: int  # tokens that need not move
+    flow: Flow | None = None
+    ready: float = 0.0  # tokens whose KV was given to the flow
+    computed: bool = False
+    computed_at: float = 0.0
+    waits: bool = False
+
+
+class PrefillWorker(Worker):
+    """See `prefill_workers.role`. `pushes`: of the attempt that each is for, or was for last."""
+
+    role = Role.PREFILL
+
+    def begin(self) -> None:
+        self.pushes: dict[Attempt, Push] = {}
+
+    # --- what the router sends -----------------------------------------------------------------------------------
+
+    def prefill(self, attempt: Attempt) -> None:
+        """Compute the prompt."""
+        self.engine.submit(self._prefill, attempt)
+
+    def repush(self, held: Attempt, attempt: Attempt) -> None:
+        """Hand over what is held of an attempt that was lost."""
+        self.engine.submit(self._repush, held, attempt)
+
+    def release(self, attempt: Attempt) -> None:
+        """The router has no use for it any more; or the decode worker has it."""
+        self.engine.submit(self._release, attempt)
+
+    def lost_peer(self, attempt: Attempt) -> None:
+        """The decode worker is gone: what was computed for it waits."""
+        if (push := self.pushes.get(attempt)) is not None:
+            push.waits = True
+            if push.flow is not None:
+                push.flow.cancel()
+
+    def _prefill(self, attempt: Attempt) -> None:
+        if attempt.over and not attempt.kept:
+            return
+        row = self.row(attempt.handoff, attempt, attempt.known, 1, hold=True)
+        push = self.pushes[attempt] = Push(row, attempt.cached)
+        self._begin(attempt, push)
+        self.engine.add(row)
+
+    def _repush(self, held: Attempt, attempt: Attempt) -> None:
+        push = self.pushes.pop(held, None)
+        if push is None:
+            self.say(attempt.kv_dropped)
+            return
+        self.pushes[attempt] = push
+        push.row.owner, push.row.key, push.skip = attempt, attempt.handoff, attempt.cached
+        push.waits, push.ready = False, 0.0
+        self._begin(attempt, push)
+        if push.computed:
+            attempt.first_at, push.computed_at = held.first_at, self.kernel.now
+            self.tell(attempt.first)
+            self._finish(attempt, push)
+
+    def _begin(self, attempt: Attempt, push: Push) -> None:
+        """Offer it to the decode worker."""
+        decode = attempt.decode
+        try:
+            if decode.dead:
+                raise HandoffError(f"{decode.ref} is gone")
+            decode.table.offer(attempt.handoff, self.ref, Offer(FINGERPRINT, attempt.known, push.skip))
+        except HandoffError:
+            push.waits = True  # it is gone, or has fenced it: the router will say what becomes of it
+            return
+        if self.network.token_bytes:
+            push.flow = Flow(self.kernel, self.way_out, decode.way_in, lambda: self._moved(attempt, push))
+
+    def _release(self, attempt: Attempt) -> None:
+        push = self.pushes.pop(attempt, None)
+        if push is not None:
+            if push.flow is not None:
+                push.flow.cancel()
+            self.engine.release(push.row)
+
+    # --- steps ---------------------------------------------------------------------------------------------------
+
+    def chunk(self, row: Row, count: int, seconds: float) -> None:
+        """All layers of what was computed before may leave, and of this chunk those but the last, as they come."""
+        push = self.pushes[row.owner]
+        if push.flow is None or (row.known - push.skip) * self.network.token_bytes <= self.network.coalesce_below:
+            return
+        layers = self.network.layers
+        self._ready(push, row.computed)
+        self.kernel.after(seconds / layers, self._ready, push, row.computed + count * (1 - 1 / layers))
+
+    def _ready(self, push: Push, tokens: float) -> None:
+        more = tokens - max(push.ready, push.skip)
+        if more > 0 and push.flow is not None:
+            push.ready = tokens
+            push.flow.add(more * self.network.token_bytes)
+
+    def first(self, row: Row) -> None:
+        """See `Listener`."""
+        attempt: Attempt = row.owner
+        push = self.pushes[attempt]
+        push.computed = True
+        push.computed_at = attempt.first_at = self.kernel.now
+        self.tell(attempt.first)
+        if attempt.tokens == 1:
+            self.tell(attempt.finished)
+            self.engine.submit(self._release, attempt)
+        else:
+            self._finish(attempt, push)
+
+    def _finish(self, attempt: Attempt, push: Push) -> None:
+        if push.waits:
+            return
+        if push.flow is None:
+            self._moved(attempt, push)
+        else:
+            self._ready(push, attempt.known)
+            push.flow.close()
+
+    def _moved(self, attempt: Attempt, push: Push) -> None:
+        """The last byte has left."""
+        delay_s = self.network.latency_s + self.overheads.commit_s
+        self.cluster.tally.transfer.add(self.kernel.now - push.computed_at + delay_s)
+        if push.flow is not None:
+            self.cluster.tally.moved_bytes += push.flow.moved
+        self.kernel.after(delay_s, attempt.decode.commit, attempt, self)
+
+    def acknowledged(self, attempt: Attempt) -> None:
+        """The decode worker has it."""
+        if not self.dead:
+            self.engine.submit(self._release, attempt)
+
+    def turned(self) -> None:
+        """As production: prompts that find no room get that of KV which nobody takes, if nothing else will free any."""
+        pushes = self.pushes
+        while self.engine.starved and (computed := [one for one in pushes.items() if one[1].computed]):
+            if not all(push.waits for _, push in computed):
+                break
+            self.engine.submit(self._release, computed[0][0])
+        super().turned()
+
+    def finished(self, row: Row) -> None:
+        """Never: each row is held."""
+        raise AssertionError(row)
+
+    preempted = finished
+
+    def die(self) -> None:
+        super().die()
+        for push in self.pushes.values():
+            if push.flow is not None:
+                push.flow.cancel()
