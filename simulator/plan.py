@@ -25,7 +25,6 @@ Run = Callable[[Scenario, Iterable[Arrival]], Report]
 CHUNKS = (256, 512, 1024, 2048, 4096)
 AMPLE = 3  # times the least that a pool is given where the other one is looked at
 PHASES = ("prefill phase", "decode phase")
-NEAR = 0.05  # of a goodput: so well it is known
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,13 +62,16 @@ def kind(shape: Shape) -> str:
 
 @dataclass
 class Planner:
-    """Simulates shapes at rates, each once. `attainment`: the share of requests that must be good."""
+    """Simulates shapes at rates, each once. `attainment`: the share of requests that must be good. `near`: the share
+    of itself by which a goodput may be too low.
+    """
 
     run: Run
     site: Site
     workload: Workload
     attainment: float = 0.9
     gpus: int = 16
+    near: float = 0.05
     said: Callable[[Tried], None] = lambda tried: None
     tried: dict[tuple[Shape, float, str], Tried] = field(default_factory=dict)
 
@@ -98,13 +100,13 @@ class Planner:
         return self.run(scenario, self.workload.at(rate, least=3 * (shape.prefill + shape.decode)))
 
     def goodput(self, shape: Shape, from_rate: float = 1.0) -> float:
-        """The highest rate at which the shape meets the goal, in requests per second, a twentieth too low at most; 0:
-        none above a thousandth of `from_rate`.
+        """The highest rate at which the shape meets the goal, in requests per second; 0: none above a thousandth of
+        `from_rate`.
         """
         low, high = 0.0, from_rate
         while self.attempt(shape, high, "goodput").met:
             low, high = high, high * 2
-        while high - low > NEAR * high and high > from_rate / 1000:
+        while high - low > self.near * high and high > from_rate / 1000:
             middle = (low + high) / 2
             low, high = (middle, high) if self.attempt(shape, middle, "goodput").met else (low, middle)
         return low

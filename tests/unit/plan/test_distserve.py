@@ -38,7 +38,7 @@ DECODE = Pool(0, max_running=1024, prefix_cache=False)
 
 def _planner(profile: Profile, slo: Slo, lengths: tuple[str, str], requests: int) -> Planner:
     site = Site(profile, slo, PREFILL, DECODE, ALONE)
-    return Planner(simulate, site, Workload(Lengths.parse(*lengths), requests=requests))
+    return Planner(simulate, site, Workload(Lengths.parse(*lengths), requests=requests), near=0.04)
 
 
 def _with(profile: Profile, **changes: object) -> Profile:
@@ -55,10 +55,10 @@ def _rates() -> dict[str, float]:
     both, first = ("512", "64"), ("512", "1")
     free = _with(ours, prompt=FREE.model_dump())
     return {
-        "colocated": _planner(in_turns, FIGURE, both, 1500).goodput(Shape(1, chunk=8192), 2.0),
-        "prefill": _planner(ours, FIGURE, first, 1500).goodput(Shape(1, 1), 8.0),
-        "decode": _planner(free, FIGURE, both, 1500).goodput(Shape(1, 1), 8.0),
-        "2p1d": _planner(ours, FIGURE, both, 1500).goodput(Shape(1, 2), 8.0),
+        "colocated": _planner(in_turns, FIGURE, both, 600).goodput(Shape(1, chunk=8192), 2.0),
+        "prefill": _planner(ours, FIGURE, first, 600).goodput(Shape(1, 1), 8.0),
+        "decode": _planner(free, FIGURE, both, 600).goodput(Shape(1, 1), 12.0),
+        "2p1d": _planner(ours, FIGURE, both, 600).goodput(Shape(1, 2), 12.0),
     }
 
 
@@ -89,13 +89,12 @@ def test_the_placement_that_their_simulator_chose_is_the_best_here_at_about_thei
     """README of simdistserve: OPT-13B, ShareGPT, 90 % within 200 ms and 100 ms, 4 GPUs: prefill tp 2, decode tp 1,
     1.56 requests/s for each GPU (by steps of 0.25). Lengths here: lognormal, with the mean and the coefficient of
     variation of 219 requests of the sample of ShareGPT that lies in their repository (778, 0.68; 178, 1.21), cut at
-    2,048 and 1,024. Within 30 %.
+    2,048 and 1,024. Within 20 %.
     """
     lengths = ("lognormal:778,0.68,2048", "lognormal:178,1.21,1024")
     planner = _planner(load_profile("opt-13b-a100"), Slo(ttft_s=0.2, itl_s=0.1), lengths, 800)
-    shapes = [Shape(1, 1, decode, prefill) for prefill in (1, 2, 4) for decode in (1, 2) if prefill + decode <= 4]
-    found = {shape: planner.goodput(shape, 4.0) / shape.gpus for shape in shapes}
-    best = max(found, key=lambda shape: found[shape])
-    assert (best.prefill_tp, best.decode_tp) == (2, 1)
-    assert found[best] == pytest.approx(1.56, rel=0.3)
-    assert found[Shape(1, 1)] < 0.6 * found[best]  # one GPU is too slow to prefill within 200 ms
+    theirs = Shape(1, 1, decode_tp=1, prefill_tp=2)
+    found = planner.goodput(theirs, 4.0) / theirs.gpus
+    assert found == pytest.approx(1.56, rel=0.2)
+    for others in (Shape(1, 1), Shape(1, 1, 2, 1), Shape(1, 1, 2, 2)):
+        assert not planner.attempt(others, found * others.gpus, "other placements").met, others
