@@ -124,6 +124,7 @@ class Profile(Section):
             max_running=like.max_running,
             tensor_parallel=tensor_parallel,
             prefix_cache=like.prefix_cache,
+            spread=layout.spread,
         )
 
     def network(self) -> Network:

@@ -15,6 +15,7 @@ from rich.table import Table
 from baton.config import ClusterConfig, load_config
 from baton.config.pool import PoolConfig
 from baton.errors import ConfigError
+from baton.logs import configure_logging
 from baton.workload import Lengths, read_trace
 from simulator import simulate
 from simulator.plan import Answer, Planner, Tried, kind
@@ -50,6 +51,7 @@ class Asked:
 
 def plan(asked: Asked, *, as_json: bool) -> None:
     """Print the plan, or one layout's report. Raises ConfigError."""
+    configure_logging("error", "auto")  # of simulated workers nobody wants to read
     if not 0 < asked.attainment <= 1:
         raise ConfigError(f"--attainment: must be a share above 0 and at most 1, got {asked.attainment:g}")
     config = load_config(asked.config, asked.sets, os.environ) if asked.config else None
@@ -156,7 +158,8 @@ def _show(answer: Answer) -> None:
     table = Table(*COLUMNS, box=None, pad_edge=False)
     for tried in answer.tried:
         if tried.why != "goodput":
-            table.add_row(*_row(tried), style="bold" if tried in {answer.disaggregated, answer.colocated} else None)
+            chosen = tried is answer.disaggregated or tried is answer.colocated
+            table.add_row(*_row(tried), style="bold" if chosen else None)
     Console(width=None if Console().is_terminal else 200).print(table)
 
 

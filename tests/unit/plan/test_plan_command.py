@@ -20,6 +20,7 @@ LOAD = ("--rate", "20", "--prompt-tokens", "100", "--max-tokens", "11", "--arriv
 def fake(monkeypatch):
     found = Fake(10, 20, 4)
     monkeypatch.setattr(command, "simulate", found)
+    monkeypatch.setattr(command, "configure_logging", lambda *_: None)  # it is the process's, and others log here too
     return found
 
 
@@ -71,7 +72,7 @@ def test_the_cluster_file_says_goals_pools_and_bounds_and_is_tried_as_it_is(fake
     cluster = tmp_path / "c.yaml"
     cluster.write_text(
         "model: {path: oracle}\nslo: {ttft_ms: 300, itl_ms: 30}\nprefill: {replicas: 3, block_size: 32}\n"
-        "decode: {max_running: 9}\nrouter: {local_prefill: never, queue: {max_requests: 5}}\n"
+        "decode: {max_running: 9, block_size: 32}\nrouter: {local_prefill: never, queue: {max_requests: 5}}\n"
     )
     found = planned("--profile", file, *LOAD, "-c", cluster, "--set", "decode.replicas=2", "--ttft-ms", 250)
     assert (found["slo"]["ttft_s"], found["slo"]["itl_s"]) == (0.25, 0.03)
