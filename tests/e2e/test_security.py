@@ -116,6 +116,26 @@ def test_no_secret_is_anywhere(cluster, files, as_admin):
             assert secret not in text, f"{secret} is in {place}"
 
 
+def test_the_life_of_a_request_is_in_the_logs(cluster, files):
+    """Of all processes, by time, each step once."""
+    with Client(cluster.state().grpc, token=TOKENS["alice"], tls=files / "tls", timeout=60.0) as client:
+        request_id = client.generate(PROMPT, max_tokens=4, temperature=0).request_id
+    said = cluster.home.baton("logs", "--name", cluster.name, "--request", request_id, check=True).stdout
+    lines = [json.loads(line) for line in said.splitlines()]
+    assert {line["request_id"] for line in lines} == {request_id}
+    assert sorted(line["timestamp"] for line in lines) == [line["timestamp"] for line in lines]
+    steps = {(line["process"].partition("-")[0], line["event"].partition("_")[2]) for line in lines}
+    assert len(steps) == len(lines)
+    assert steps == {
+        *(("router", step) for step in ("arrived", "attempted", "accepted", "first_token", "finished")),
+        *(("prefill", step) for step in ("prefill", "pushed")),
+        *(("decode", step) for step in ("reserved", "offered", "committed", "finished")),
+    }
+    whole = cluster.home.baton("logs", "--name", cluster.name, "--since", "10m", check=True).stdout.splitlines()
+    processes = {json.loads(line)["process"] for line in whole}
+    assert processes == {"supervisor", "redis", "router", "prefill-0", "decode-0"}
+
+
 def test_a_cluster_does_not_start_with_files_that_are_no_good(module_home, files):
     sets = ("--set", "name=broken", "--set", f"security.tls={files / 'nowhere'}", "--set", "model.path=oracle")
     done = module_home.baton("up", "-c", "configs/no-ray.yaml", *sets, "--detach")

@@ -157,7 +157,7 @@ class Top(App[BatonError | None]):
     Sheet { align: center middle; }
     #sheet { width: 90%; height: auto; max-height: 90%; padding: 1 2; background: $surface; border: round $primary; }
     """
-    VERTICAL_BREAKPOINTS = [(0, "-low"), (32, "-high")]
+    VERTICAL_BREAKPOINTS = [(0, "-low"), (32, "-high")]  # noqa: RUF012  (as textual declares it)
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("q", "quit", "quit"),
         Binding("s", "sort", "sort"),
