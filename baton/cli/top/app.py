@@ -73,6 +73,7 @@ class Trace(Sheet):
         except BatonError as error:
             text.update(Text(f"{self._request_id or 'the last request'}: {error}"))
             return
+        text.add_class("spans")
         text.update(Text("\n").join(draw.spans(reply, max(10, self.size.width // 3))))
 
 
@@ -150,6 +151,7 @@ class Top(App[BatonError | None]):
     #below { height: 9; }
     #happenings { width: 3fr; padding: 0 1; scrollbar-size-vertical: 1; background: $surface; }
     #control { width: 2fr; scrollbar-size-vertical: 1; padding: 0 1; }
+    .spans { text-wrap: nowrap; text-overflow: ellipsis; }
     .-low #charts { height: 3; }
     .-low #charts Sparkline { height: 2; }
     .-low #workers { max-height: 6; }
