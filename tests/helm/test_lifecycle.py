@@ -23,7 +23,7 @@ pytestmark = pytest.mark.slow
 MINIMAL = CHART / "ci/minimal-values.yaml"
 OF_HELM = "sh.helm.release.v1."
 # What null switches on: this API server knows these kinds, `helm template` does not.
-MONITORS = {"PodMonitor/one-baton-router", "PodMonitor/one-baton-ray", "PrometheusRule/one-baton"}
+MONITORS = {f"PodMonitor/one-baton-{what}" for what in ("router", "worker", "ray")} | {"PrometheusRule/one-baton"}
 
 
 @pytest.fixture

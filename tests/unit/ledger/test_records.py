@@ -21,6 +21,7 @@ INFO = WorkerInfo(
     pid=4711,
     host="box",
     determinism="a" * 24,
+    metrics="127.0.0.1:9101",
 )
 
 

@@ -199,7 +199,7 @@ def test_sampling_names_every_wrong_field():
 
 REF = core.WorkerRef("d0", core.Incarnation(1, 2), "127.0.0.1:1")
 LAYOUT = core.KVLayout(2, 2, 8, 16, "float32")
-INFO = core.WorkerInfo(REF, core.Role.DECODE, "f", "m", 64, 8, LAYOUT)
+INFO = core.WorkerInfo(REF, core.Role.DECODE, "f", "m", 64, 8, LAYOUT, metrics="127.0.0.1:9101")
 SPEC = core.SequenceSpec((1, 2), core.Sampling(seed=1))
 
 
@@ -268,3 +268,7 @@ def test_public_tokens_have_one_text():
 
 def test_no_tokens_are_no_tokens():
     assert convert.tokens_from_pb(convert.tokens_to_pb([])) == []
+
+
+def test_what_a_worker_says_of_itself_comes_back_as_it_was():
+    assert convert.info_from_pb(convert.info_to_pb(INFO)) == INFO
