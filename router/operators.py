@@ -72,12 +72,17 @@ class Admin(AdminServicer):
                 yield shown
 
     async def Trace(self, request: admin_pb2.TraceRequest, context: Context) -> admin_pb2.TraceReply:
-        running = (call.trace for call in self._floor.running if call.trace.request_id == request.request_id)
-        found = next(running, None) or self._floor.traces.find(request.request_id)
+        found = self.trace_of(request.request_id)
         if found is None:
             which = f"request {request.request_id[:128]!r}" if request.request_id else "a request"
             await context.abort(StatusCode.NOT_FOUND, f"{which} is not among the last that ended here, nor running")
-        return found.reply()
+        return found
+
+    def trace_of(self, request_id: str) -> admin_pb2.TraceReply | None:
+        """Of a request that runs, or was one of the last; "": of the one that ended last. None: it is not known."""
+        running = (call.trace for call in self._floor.running if call.trace.request_id == request_id)
+        found = next(running, None) or self._floor.traces.find(request_id)
+        return None if found is None else found.reply()
 
     async def _replan(self, wanted: admin_pb2.ScaleRequest | None) -> Plan:
         """Say the next plan: of other sizes, or (None) of another generation. Raises InvalidRequest, NoWorker."""

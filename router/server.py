@@ -29,7 +29,6 @@ from router.inner import Inner
 from router.operators import Admin
 from router.policy import POLICIES
 from router.service import Inference
-from router.watch.live import Live
 from router.workers import WorkerSource
 
 if TYPE_CHECKING:
@@ -80,7 +79,7 @@ class Router:
             self.grpc = channel.bind(self._public, settings.grpc, self.floor.wire.public)
             self.admin = channel.bind(self._private, settings.admin, self.floor.wire.private)
             self.metrics = self.floor.metrics_at = await self._metrics.start(settings.metrics)
-            self._gateway = _gateway(self.floor, self._admin.live) if settings.http else None
+            self._gateway = _gateway(self.floor, self._admin) if settings.http else None
             inner = self._inner.bind() if settings.http else ""
         except ConfigError as error:
             if self._gateway is not None:
@@ -154,7 +153,7 @@ class Router:
             await asyncio.sleep(_LOOK_S)
 
 
-def _gateway(floor: Floor, live: Live) -> HttpServer:
+def _gateway(floor: Floor, admin: Admin) -> HttpServer:
     """Bound. Raises ConfigError, also when its libraries are not there."""
     try:
         from router.gateway.app import GatewaySettings
@@ -166,7 +165,7 @@ def _gateway(floor: Floor, live: Live) -> HttpServer:
         raise ConfigError(f"router.http: {text}") from error
     settings = floor.settings
     patience, registry = Patience(stall_s=settings.client_stall_s), floor.metrics.registry
-    shown = Shown(live, floor.tokens)
+    shown = Shown(admin.live, floor.tokens, admin.trace_of)
     serving = GatewaySettings(settings.version, settings.http_body, patience, registry, tls=settings.tls, shown=shown)
     return HttpServer(settings.http or "", serving, share_port=settings.share_port)
 

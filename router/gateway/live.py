@@ -55,8 +55,8 @@ class Shown:
     """
 
     live: Live
-    tokens: TokenFile | None = None
-    trace: Callable[[str], admin_pb2.TraceReply | None] = lambda request_id: None
+    tokens: TokenFile | None
+    trace: Callable[[str], admin_pb2.TraceReply | None]
 
 
 class LivePaths:

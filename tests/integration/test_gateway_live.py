@@ -96,6 +96,18 @@ async def test_a_stop_does_not_wait_for_who_watches(cluster):
             await cluster.router.stop(grace_s=0)
 
 
+async def test_where_the_time_of_an_answer_went(cluster):
+    body = json.dumps({"prompt": "hello", "max_tokens": 4}).encode()
+    status, headers, _ = await raw(cluster.router.http, "POST", "/v1/completions", body)
+    assert status == 200
+    status, _, found = await get(cluster, f"/live/trace/{headers['x-request-id']}")
+    assert status == 200
+    trace = json.loads(found)
+    assert (trace["request_id"], trace["outcome"]) == (headers["x-request-id"], "finished")
+    assert {"queue", "prefill", "decode"} <= {span["name"] for span in trace["spans"] if span["role"] == "router"}
+    assert (await get(cluster, "/live/trace/nobody"))[0] == 404
+
+
 TOKEN_CASES = [(None, 401), (WRONG_TOKEN, 401), (TOKENS["alice"], 403)]
 
 

@@ -183,6 +183,9 @@ async def test_an_attempt_that_is_fenced_is_told(make):
         await lost.kill()
         await cluster.answer(call)
         kinds: set[str] = set()
-        await watching.until(
-            lambda live: kinds.update(one.kind for one in live.happenings) or {"fenced", "recovered", "left"} <= kinds
-        )
+
+        def all_told(live):
+            kinds.update(one.kind for one in live.happenings)
+            return {"fenced", "recovered", "left"} <= kinds
+
+        await watching.until(all_told)

@@ -68,9 +68,11 @@ def test_a_prompt_is_answered_as_it_comes_and_its_time_is_drawn(page, cluster, b
         beside.soon(worker.gates["hold"].set)
     expect(page.locator("#answer-note")).to_contain_text("6 tokens in")
     expect(page.locator("#answer")).to_have_text("".join(f"<{index}>" for index in range(6)) + "!")
-    expect(page.locator("#timeline .span").first).to_be_visible()
+    expect(page.locator("#timeline")).to_contain_text("from the router's trace")
+    expect(page.locator("#timeline .span.router").first).to_be_visible()
     page.locator("#timeline summary").click()
-    expect(page.locator("#timeline tbody tr").first).to_be_visible()
+    for stage in ("queue", "prefill", "decode"):
+        expect(page.locator("#timeline tbody tr").filter(has_text=f"router{stage}")).to_have_count(1)
 
 
 def test_a_prompt_can_be_stopped_and_a_refusal_is_shown(page, cluster, beside):
