@@ -84,9 +84,7 @@ def shoot(page: Page, file: Path) -> None:
     page.locator("#timeline").wait_for()
     page.wait_for_timeout(1500)
     with Image.open(io.BytesIO(page.screenshot(full_page=True))) as picture:
-        picture.convert("RGB").quantize(COLOURS, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE).save(
-            file, optimize=True
-        )
+        picture.convert("RGB").quantize(COLOURS, kmeans=2, dither=Image.Dither.NONE).save(file, optimize=True)
     print(f"{file}: {file.stat().st_size / 1000:.0f} kB")
 
 

@@ -22,7 +22,6 @@ _LOOK_S = 1.0
 _LATELY_S = 5
 _INTERVAL_S = (0.1, 60.0)
 _RETRY_S = 10.0
-_LOG = ': {"'  # what a process wrote last follows the reason of its end; it is in its log
 _UNPLACED = (Stage.QUEUE, Stage.ROUTE)
 
 
@@ -97,7 +96,7 @@ class Live:
         for one in control.decisions if control is not None else ():
             if one.at > self._decided:
                 self._decided = one.at
-                text = one.text.partition(_LOG)[0]
+                text = one.text.partition("\n")[0]  # what a process wrote last may follow; it is in its log
                 self._floor.seen.happenings.add("decision", f"{one.kind}: {text}", at=one.at)
 
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import math
 import random
+from types import SimpleNamespace
 
 import pytest
 
 from baton.clock import FakeClock
 from router.watch.happenings import KEPT, Happenings
+from router.watch.live import Live
 from router.watch.recent import Recent
+from router.watch.seen import Seen
 
 
 @pytest.fixture
@@ -99,3 +102,18 @@ def test_happenings_are_bounded(clock):
     assert happenings.settle() == 2 * KEPT
     assert len(happenings.since(0)) == KEPT == len(happenings.since(10))
     assert happenings.since(2 * KEPT - 1)[0].text == f"in another way {KEPT - 1}"
+
+
+async def test_a_decision_is_told_once_and_without_the_end_of_a_log(clock):
+    said = ["started", 'ended:\n{"event": "loaded"}']
+    decisions = [SimpleNamespace(at=float(at), kind="replace", text=text) for at, text in enumerate(said, 1)]
+    overview = SimpleNamespace(control=SimpleNamespace(decisions=decisions))
+    seen = Seen(clock)
+    live = Live(SimpleNamespace(seen=seen, clock=clock), overview)
+    for _ in range(2):
+        live._tell_decisions()
+        assert seen.happenings.settle() == 2
+    assert [(one.time_s, one.text) for one in seen.happenings.since(0)] == [
+        (1, "replace: started"),
+        (2, "replace: ended:"),
+    ]
