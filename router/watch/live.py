@@ -96,7 +96,7 @@ class Live:
         for one in control.decisions if control is not None else ():
             if one.at > self._decided:
                 self._decided = one.at
-                text = one.text.partition("\n")[0]  # what a process wrote last may follow; it is in its log
+                text = one.text.partition("\n")[0].rstrip(":")  # what a process wrote last may follow; it is in its log
                 self._floor.seen.happenings.add("decision", f"{one.kind}: {text}", at=one.at)
 
 

@@ -63,15 +63,16 @@ export class Flow {
     const boxes = [[this.router, "router"], ...this.prefill.map((one) => [one, "prefill"]), ...this.decode.map((one) => [one, "decode"])];
     this.numbers.clear();
     this.boxes.replaceChildren(...boxes.map(([one, role]) => s("g", { class: role },
-      s("rect", { x: one.x, y: one.y, width: one.w, height: one.h, rx: 10 }), s("text", { x: one.x + PAD, y: one.y + 21 }, one.name), this.number(one))));
+      s("rect", { x: one.x, y: one.y, width: one.w, height: one.h, rx: 10 }), s("text", { x: one.x + PAD, y: one.y + 21 }, fit(one)), this.number(one, narrow))));
     const links = [...this.prefill.map((to) => [this.router, to]), ...this.prefill.flatMap((from) => this.decode.map((to) => [from, to]))];
     this.links.replaceChildren(...links.map(([from, to]) => s("path", { d: curve(from, to) })));
     return true;
   }
 
   // How many are in a box, or on their way to it; in its corner.
-  number(box) {
-    const text = s("text", { class: "number", x: box.x + box.w - PAD, y: box.y + 21, "text-anchor": "end" });
+  number(box, narrow) {
+    const y = box.y + (narrow ? box.h - 9 : 21);
+    const text = s("text", { class: "number", x: box.x + box.w - PAD, y, "text-anchor": "end" });
     this.numbers.set(box.name, text);
     return text;
   }
@@ -141,6 +142,12 @@ function lanes(workers) {
   return { names, of: (id) => at.get(id) };
 }
 
+// The end of a long name: that is what tells workers apart.
+function fit({ name, w }) {
+  const most = Math.floor((w - PAD - (w < 150 ? 6 : 44)) / 7);
+  return name.length <= most ? name : `…${name.slice(1 - most)}`;
+}
+
 const middle = (box) => box.y + box.h / 2;
 
 function curve(from, to) {
@@ -154,7 +161,7 @@ function travel(dot, points) {
   const last = points.at(-1);
   dot.style.transform = shift(last);
   if (calm.matches || points.length < 2) return;
-  dot.animate(points.map((point) => ({ transform: shift(point) })), { duration: 350 * (points.length - 1), easing: "ease-in-out" });
+  dot.animate(points.map((point) => ({ transform: shift(point) })), { duration: 220 * (points.length - 1), easing: "ease-in-out" });
 }
 
 function leave(dot, at, x) {

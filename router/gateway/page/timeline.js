@@ -42,7 +42,7 @@ async function trace(id) {
 const ofTrace = (spans) => {
   const begun = Math.min(...spans.map((span) => span.start_s));
   return (span) => ({
-    lane: `${span.role} ${span.role === "router" ? "" : span.process}`.trim(), name: span.name, role: span.role,
+    lane: span.role === "router" ? "router" : span.process, name: span.name, role: span.role,
     start: span.start_s - begun, lasts: span.duration_s,
     text: Object.entries(span.attributes ?? {}).map(([name, value]) => `${name} ${value}`).join(", "),
   });

@@ -56,7 +56,7 @@ export class Workers {
 }
 
 // Of a worker that is planned and is not here: a reason without what its process wrote last.
-const reason = (note) => note.split("\n")[0];
+const reason = (note) => note.split("\n")[0].replace(/:$/, "");
 
 const trouble = (one) => one.state !== "connected" || one.note || one.load.draining;
 const noteworthy = (workers) => [...workers.filter(trouble), ...workers.filter((one) => !trouble(one))].slice(0, MOST);

@@ -115,5 +115,5 @@ async def test_a_decision_is_told_once_and_without_the_end_of_a_log(clock):
         assert seen.happenings.settle() == 2
     assert [(one.time_s, one.text) for one in seen.happenings.since(0)] == [
         (1, "replace: started"),
-        (2, "replace: ended:"),
+        (2, "replace: ended"),
     ]
