@@ -32,7 +32,11 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parent.parent
 CONFIG = "configs/no-ray.yaml"
 NAME = "no-ray"
-SETS = ("decode.replicas=2", *(f"router.{listener}=127.0.0.1:0" for listener in ("grpc", "admin", "metrics", "http")))
+SETS = (
+    "decode.replicas=2",
+    "router.local_prefill=never",
+    *(f"router.{listener}=127.0.0.1:0" for listener in ("grpc", "admin", "metrics", "http")),
+)
 LOAD = ("--prompt-tokens", "512", "--max-tokens", "128", "--requests", "100000")
 HEIGHT, COLOURS = 1000, 256
 THEMES = ("light", "dark")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -107,9 +108,9 @@ def test_happenings_are_bounded(clock):
 async def test_a_decision_is_told_once_and_without_the_end_of_a_log(clock):
     said = ["started", 'ended:\n{"event": "loaded"}']
     decisions = [SimpleNamespace(at=float(at), kind="replace", text=text) for at, text in enumerate(said, 1)]
-    overview = SimpleNamespace(control=SimpleNamespace(decisions=decisions))
-    seen = Seen(clock)
-    live = Live(SimpleNamespace(seen=seen, clock=clock), overview)
+    overview: Any = SimpleNamespace(control=SimpleNamespace(decisions=decisions))
+    floor: Any = SimpleNamespace(seen=(seen := Seen(clock)), clock=clock)
+    live = Live(floor, overview)
     for _ in range(2):
         live._tell_decisions()
         assert seen.happenings.settle() == 2
