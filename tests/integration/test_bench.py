@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import signal
 import sys
 import time
@@ -224,6 +225,39 @@ async def test_servers_that_are_no_servers(gateway: Alone):
     gateway.fake.script = silent
     done = await bench_http(f"http://{gateway.address}", "--requests", 1, "--timeout", 0.2)
     assert json.loads(done.stdout)["errors"] == {"DeadlineExceeded": 1}
+
+
+TEXT = 'data: {"choices": [{"text": "a"}]}'
+
+
+@pytest.mark.parametrize(
+    ("status", "kind", "body", "found"),
+    [
+        ("200 OK", "text/event-stream", f"{TEXT}\n\ndata: [DONE]\n\n", {}),
+        ("200 OK", "text/event-stream", f"{TEXT}\n\n", {"WorkerLost": 1}),
+        ("200 OK", "text/event-stream", "data: what?\n\n", {"EngineFault": 1}),
+        ("200 OK", "text/html", "<html>", {"WorkerLost": 1}),
+        ("502 Bad Gateway", "text/html", "<html>", {"EngineFault": 1}),
+        ("429 Too Many Requests", "text/plain", "later", {"Overloaded": 1}),
+    ],
+)
+async def test_other_servers(status: str, kind: str, body: str, found: dict[str, int]):
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        asked = await reader.readuntil(b"\r\n\r\n")
+        if length := re.search(rb"content-length: (\d+)", asked.lower()):
+            await reader.readexactly(int(length[1]))
+        lists = asked.startswith(b"GET /v1/models ")
+        said = ("200 OK", "application/json", '{"data": [{"id": "m"}]}') if lists else (status, kind, body)
+        head = f"HTTP/1.1 {said[0]}\r\ncontent-type: {said[1]}\r\ncontent-length: {len(said[2])}\r\nconnection: close"
+        writer.write(f"{head}\r\n\r\n{said[2]}".encode())
+        await writer.drain()
+        writer.close()
+
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        report = json.loads((await bench_http(f"http://127.0.0.1:{port}", "--requests", 1)).stdout)
+    assert (report["errors"], report["completed"]) == (found, 1 - len(found))
+    assert report["ttft_ms"] is None or not found
 
 
 async def test_over_https_with_a_token(tmp_path: Path):

@@ -88,14 +88,10 @@ class HttpServer:
         async for event in httpx2.EventSource(reply):
             if done := event.data == "[DONE]":
                 continue
-            now = self._clock.monotonic()
-            try:
-                chunk = orjson.loads(event.data)
-            except orjson.JSONDecodeError as error:
-                raise errors.EngineFault(f"an event that is no JSON: {event.data[:80]!r}") from error
+            now, chunk = self._clock.monotonic(), _parsed(event.data)
             if "error" in chunk:
-                raise _refused(500, orjson.dumps(chunk), httpx2.Headers())
-            if any(choice["text"] or choice["finish_reason"] is None for choice in chunk["choices"]):
+                raise _refused(500, event.data.encode(), httpx2.Headers())
+            if any(choice.get("text") or not choice.get("finish_reason") for choice in chunk.get("choices", ())):
                 sample.saw(now, 1)  # how many it has, nobody says
             if usage := chunk.get("usage"):
                 sample.prompt_tokens, sample.tokens = usage["prompt_tokens"], usage["completion_tokens"]
@@ -104,6 +100,17 @@ class HttpServer:
 
     async def close(self) -> None:
         await self._http.aclose()
+
+
+def _parsed(data: str) -> dict[str, Any]:
+    """The object of an event. Raises EngineFault."""
+    try:
+        chunk = orjson.loads(data)
+    except orjson.JSONDecodeError:
+        chunk = None
+    if not isinstance(chunk, dict):
+        raise errors.EngineFault(f"an event that is no JSON object: {data[:80]!r}")
+    return chunk
 
 
 def _lost(error: httpx2.HTTPError) -> BatonError:

@@ -66,6 +66,7 @@ def test_equal_blocks_are_equal_tokens_and_nothing_else_is():
     assert (len(first), len(second)) == (8, 6)
     assert first[:4] == second[:4]
     assert first[4:6] != second[4:]
+    assert prompts.tokens(Arrival(0.0, 8, 2, (0, 2), 4), 5)[:6] == second
     assert prompts.tokens(TRACE.arrivals[0], 9) == first
     own = Arrival(0.0, 20, 1)
     assert prompts.tokens(own, 0) == prompts.tokens(own, 0) != prompts.tokens(own, 1)
