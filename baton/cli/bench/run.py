@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 from collections.abc import Callable, Iterator
 
@@ -37,7 +38,8 @@ class Run:
         """All of the plan. Raises BatonError when it cannot be, such as for a prompt that is too long."""
         try:
             found = served(await self._server.models(), self.load.plan.model)
-            asks = self.load.asks(found)
+            rest = self.load.asks(found)
+            asks = itertools.chain(list(itertools.islice(rest, 1)), rest)  # the first takes long: it imports
             await self._warm(list(self.load.warmup(found)))
             watch = asyncio.create_task(self._watch())
             self.began, self._cpu_s = self.clock.monotonic(), time.process_time()
