@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
@@ -47,7 +48,7 @@ def test_passages_follow_each_other_without_gap_whatever_happens(steps):
     now = round(clock.monotonic() * 1e9) - begin
     for passages in (looked, stages.passages):
         assert passages[0].start == 0
-        for one, following in zip(passages, passages[1:], strict=False):
+        for one, following in pairwise(passages):
             assert one.start + one.duration == following.start
         assert sum(passage.duration for passage in passages) == now, "not one nanosecond more or less"
         assert min(passage.duration for passage in passages) >= 0

@@ -1,0 +1,96 @@
+"""Where the time of a request went, of a real cluster: in its answer, in a file, in the terminal."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+
+import pytest
+
+from baton.stages import Stage
+from tests.e2e.conftest import HANDED_OVER, eventually
+from tests.unit.tracing.test_chrome import check, complete
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+
+OFF_S = 0.002  # of two wall clocks that are read one after the other, on one host
+STAGES = [stage.value for stage in Stage]
+
+
+@pytest.fixture(scope="module")
+def cluster(module_home):
+    sets = (HANDED_OVER, "model.path=oracle", "model.max_model_len=4096", "determinism.verify=always")
+    with module_home.cluster("configs/no-ray.yaml", *sets, "decode.replicas=2") as running:
+        yield running
+
+
+def within(inner, outer) -> bool:
+    return inner.start_s >= outer.start_s - OFF_S and inner.end_s <= outer.end_s + OFF_S
+
+
+def test_the_spans_of_all_processes_lie_within_each_other(cluster):
+    with cluster.client() as client:
+        client.generate("warm", max_tokens=4)  # the channel is built
+        answer = client.generate("hello there " * 20, max_tokens=40, ignore_eos=True, deterministic=True, trace=True)
+    assert len(answer.trace_id) == 32
+    stages = [span for span in answer.trace if span.role == "router"]
+    for stage in STAGES:
+        spent = sum(span.duration_s for span in stages if span.name == stage)
+        assert spent == pytest.approx(getattr(answer.timings, f"{stage}_s"), abs=1e-9)
+    assert sum(span.duration_s for span in stages) == pytest.approx(answer.timings.e2e_s, abs=1e-9)
+    assert answer.timings.verify_s > 0, "each token is verified here"
+    found = {(span.role, span.name): span for span in answer.trace}
+    assert {name for role, name in found if role == "prefill"} == {"wait", "compute", "push"}
+    assert {name for role, name in found if role == "decode"} == {"receive", "commit", "decode", "verify"}
+    assert found["prefill", "compute"].process == answer.placement.prefill_worker
+    assert found["decode", "decode"].process == answer.placement.decode_worker
+    assert within(found["prefill", "compute"], found["router", "prefill"])
+    assert within(found["decode", "receive"], found["prefill", "push"])
+    assert within(found["decode", "verify"], found["decode", "decode"])
+    assert found["decode", "decode"].end_s <= stages[-1].end_s + OFF_S
+    assert found["prefill", "compute"].end_s <= found["decode", "commit"].start_s + OFF_S
+    assert int(found["prefill", "push"].attributes["kv_bytes"]) == answer.placement.kv_bytes
+
+
+def test_the_commands_show_it_and_write_files(cluster, tmp_path):
+    out, again = tmp_path / "out.json", tmp_path / "again.json"
+    args = ("generate", "hello", "--name", cluster.name, "--max-tokens", 8, "--json")
+    answer = json.loads(cluster.home.baton(*args, "--trace", out, check=True).stdout)
+    trace = json.loads(out.read_text())
+    check(trace)
+    assert trace["otherData"]["trace_id"] == answer["trace_id"]
+    router = [e for e in complete(trace) if e["cat"] == "router"]
+    assert sum(e["dur"] for e in router) == pytest.approx(answer["timings"]["e2e_s"] * 1e6, abs=len(router))
+    assert len({e["pid"] for e in complete(trace)}) == 3
+    named = cluster.home.baton("trace", answer["request_id"], "--name", cluster.name, "--out", again, check=True)
+    assert answer["request_id"] in named.stdout
+    for word in ("compute", "push", "receive", "decode-", "prefill-0", "█"):
+        assert word in named.stdout
+    check(json.loads(again.read_text()))
+    last = json.loads(cluster.home.baton("trace", "--name", cluster.name, "--json", check=True).stdout)
+    assert (last["request_id"], last["outcome"]) == (answer["request_id"], "finished")
+    unknown = cluster.home.baton("trace", "nobody", "--name", cluster.name)
+    assert unknown.returncode == 2
+    assert "'nobody' is not among the last" in unknown.stderr
+
+
+def test_a_killed_decode_worker_shows_as_two_attempts(cluster):
+    with cluster.client() as client, client.stream("hello", max_tokens=3000, ignore_eos=True, trace=True) as stream:
+        for delta in stream:
+            if delta.start + len(delta.tokens) >= 20:
+                break
+        loads = eventually(lambda: {name: load.running for name, load in cluster.loads().items() if load.running})
+        (lost,) = (name for name in loads if name.startswith("decode"))
+        os.kill(cluster.pid(lost), signal.SIGKILL)
+        answer = stream.collect()
+    assert answer.placement.attempts == 2
+    stages = [span for span in answer.trace if span.role == "router"]
+    assert sum(span.duration_s for span in stages) == pytest.approx(answer.timings.e2e_s, abs=1e-9)
+    (ended,) = (span for span in stages if "ended" in span.attributes)
+    assert (ended.attempt, ended.name) == (1, "decode")
+    assert dict(ended.attributes) == {"ended": "decode_lost", "error": "WorkerLost"}
+    gone = {span.name for span in answer.trace if span.process == lost}
+    assert gone == {"receive", "commit"}, "what it had not said is missing"
+    (decode,) = (span for span in answer.trace if (span.role, span.name) == ("decode", "decode"))
+    assert (decode.attempt, decode.process) == (2, answer.placement.decode_worker)

@@ -1,0 +1,335 @@
+"""What a router knows of where the time of its requests went: of all that ended, and of those that run."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import sys
+import time
+from itertools import pairwise
+
+import grpc
+import pytest
+from grpc import aio
+
+from baton.clock import FakeClock
+from baton.core import WorkerInfo
+from baton.errors import BatonError, ConfigError, InvalidRequest
+from baton.rpc.v1 import admin_pb2, common_pb2
+from baton.rpc.v1 import inference_pb2 as pb
+from baton.rpc.v1.admin_pb2_grpc import AdminStub
+from baton.stages import Stage
+from router.floor import Floor, RouterSettings
+from tests.integration.router_support import Cluster, FakeWorker, at, clusters, ids_of, until
+from tests.unit.tracing.test_otlp import collectors
+
+STAGES = [stage.value for stage in Stage]
+TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
+SAMPLED, UNSAMPLED = (("traceparent", f"00-{TRACE}-{PARENT}-{flags}") for flags in ("01", "00"))
+
+
+@pytest.fixture
+async def make():
+    async with clusters() as build:
+        yield build
+
+
+def span(name: str, seconds: float = 0.001, **figures) -> common_pb2.Span:
+    attributes = {key: str(value) for key, value in figures.items()}
+    return common_pb2.Span(name=name, start_s=time.time() - seconds, duration_s=seconds, attributes=attributes)
+
+
+def speaks(worker: FakeWorker, *, verify_s: float = 0.0) -> None:
+    """As real workers do, it says what its time went into."""
+    emit = worker.emit
+
+    def with_spans(*events):
+        for event in events:
+            kind = event.WhichOneof("event")
+            if kind == "pushed":
+                event.spans.extend([span("wait"), span("compute", tokens=3), span("push", kv_bytes=100)])
+            elif kind == "committed":
+                event.spans.extend([span("receive", kv_bytes=100), span("commit")])
+            elif kind in {"finish", "preempted"} and worker.info.role == "decode":
+                event.finish.verify_s = verify_s if kind == "finish" else 0.0
+                if kind == "preempted":
+                    event.preempted.SetInParent()
+                event.spans.extend([span("decode", tokens=7), span("verify", verify_s)])
+        emit(*events)
+
+    worker.emit = with_spans  # type: ignore[method-assign]
+
+
+async def trace_of(cluster: Cluster, request_id: str = "") -> admin_pb2.TraceReply:
+    async with aio.insecure_channel(cluster.router.admin) as channel:
+        return await AdminStub(channel).Trace(admin_pb2.TraceRequest(request_id=request_id))
+
+
+def spans_of(said, role: str, attempt: int | None = None) -> list[str]:
+    return [one.name for one in said.spans if one.role == role and attempt in {None, one.attempt}]
+
+
+def check_stages(said, timings: common_pb2.Timings | None = None) -> list[common_pb2.Span]:
+    """Those of the router follow each other without gap, and sum to the whole."""
+    stages = sorted((one for one in said.spans if one.role == "router"), key=lambda one: (one.start_s, one.duration_s))
+    assert {one.name for one in stages} <= set(STAGES)
+    for one, following in pairwise(stages):
+        assert one.start_s + one.duration_s == pytest.approx(following.start_s, abs=1e-6)
+    if timings is not None:
+        assert sum(one.duration_s for one in stages) == pytest.approx(timings.e2e_s, abs=1e-9)
+        for stage in STAGES:
+            spent = sum(one.duration_s for one in stages if one.name == stage)
+            assert spent == pytest.approx(getattr(timings, f"{stage}_s"), abs=1e-9)
+    return stages
+
+
+async def test_all_spans_of_a_request_come_with_its_answer_if_it_wants_them(make):
+    cluster = await make()
+    for worker in cluster.workers:
+        speaks(worker)
+    done = (await cluster.generate(trace=True))[-1].completed
+    assert len(done.trace_id) == 32
+    check_stages(done, done.timings)
+    assert spans_of(done, "router") == ["queue", "route", "reserve", "prefill", "transfer", "decode"]
+    assert spans_of(done, "prefill", 1) == ["wait", "compute", "push"]
+    assert sorted(spans_of(done, "decode", 1)) == ["commit", "decode", "receive", "verify"]
+    assert {one.process for one in done.spans} == {"prefill-0", "decode-0", cluster.router.floor.router_id}
+    (route,) = (one for one in done.spans if one.name == "route")
+    assert {name: text.split("@")[0] for name, text in route.attributes.items()} == {
+        "prefill": "prefill-0",
+        "decode": "decode-0",
+    }
+    starts = [one.start_s for one in done.spans]
+    assert starts == sorted(starts)
+    assert not (await cluster.generate())[-1].completed.spans, "nobody asked"
+
+
+async def test_an_operator_asks_for_one_of_the_last(make):
+    cluster = await make(traces=2)
+    ended = [await cluster.generate() for _ in range(3)]
+    names = [events[0].request_id for events in ended]
+    last = await trace_of(cluster)
+    assert (last.request_id, last.outcome) == (names[2], "finished")
+    assert last.trace_id == ended[2][-1].completed.trace_id
+    check_stages(last, ended[2][-1].completed.timings)
+    assert (await trace_of(cluster, names[1])).request_id == names[1]
+    for name in (names[0], "nobody"):
+        with pytest.raises(aio.AioRpcError, match="is not among the last") as failure:
+            await trace_of(cluster, name)
+        assert failure.value.code() is grpc.StatusCode.NOT_FOUND
+
+
+async def test_of_none_there_is_nothing_to_say(make):
+    cluster = await make(traces=0)
+    await cluster.generate()
+    with pytest.raises(aio.AioRpcError, match="a request is not among the last"):
+        await trace_of(cluster)
+
+
+async def test_refused_failed_cancelled_and_running_ones_too(make):
+    cluster = await make()
+    with pytest.raises(InvalidRequest):
+        await cluster.generate(max_tokens=0)
+    refused = await trace_of(cluster)
+    assert (refused.outcome, len(refused.spans)) == ("refused", 0)
+    call = await at(cluster, "transferring")
+    (running,) = cluster.router.floor.running
+    said = await trace_of(cluster, running.name)
+    assert said.outcome == "running"
+    assert [one.name for one in check_stages(said)] == ["queue", "route", "reserve", "prefill", "transfer"]
+    call.cancel()
+    await until(lambda: not cluster.router.floor.running, "cancelled")
+    said = await trace_of(cluster, running.name)
+    assert said.outcome == "cancelled"
+    assert check_stages(said)[-1].attributes["error"] == "Cancelled"
+
+
+async def test_a_worker_that_is_lost_shows_as_two_attempts(make):
+    cluster = await make(decode=2)
+    for worker in cluster.workers:
+        speaks(worker)
+    call = cluster.call(trace=True)
+    for worker in cluster.decode:
+        worker.gates["decode"].clear()
+    await until(lambda: any(worker.committed for worker in cluster.decode), "decoding")
+    (holding,) = (worker for worker in cluster.decode if worker.committed)
+    await holding.kill()
+    for worker in cluster.decode:
+        worker.gates["decode"].set()
+    events = await cluster.answer(call)
+    done = events[-1].completed
+    assert done.placement.attempts == 2
+    stages = check_stages(done, done.timings)
+    first = [one for one in stages if one.attempt == 1]
+    assert (first[-1].attributes["ended"], first[-1].attributes["error"]) == ("decode_lost", "WorkerLost")
+    second = [one.name for one in stages if one.attempt == 2]
+    assert second[:3] == ["route", "reserve", "prefill"]
+    assert second[-1] == "decode"
+    assert [one.attempt for one in stages if one.name == "queue"] == [0, 0]
+    lost = [one for one in done.spans if one.process == holding.info.ref.worker_id]
+    assert {one.name for one in lost} == {"receive", "commit"}, "what it had not said went with it"
+    assert spans_of(done, "prefill", 1) == spans_of(done, "prefill", 2) == ["wait", "compute", "push"]
+
+
+async def test_verify_passes_are_a_stage_of_every_attempt(make):
+    cluster = await make()
+    speaks(cluster.decode[0], verify_s=0.003)
+    cluster.decode[0].preempt_at = [3]
+    cluster.decode[0].gates["hold"].clear()
+    cluster.decode[0].hold_at = 2
+    call = cluster.call(trace=True)
+    await until(lambda: cluster.handed_over, "decoding")
+    await asyncio.sleep(0.02)  # time that is taken from
+    cluster.decode[0].gates["hold"].set()
+    events = await cluster.answer(call)
+    done = events[-1].completed
+    assert ids_of(events)
+    check_stages(done, done.timings)
+    assert done.timings.verify_s >= 0.003 - 1e-9, "of the first attempt, which ended by being preempted"
+    assert done.timings.decode_s > 0
+    passed = [one for one in done.spans if one.role == "router" and one.name == "verify"]
+    assert passed[0].attempt == 1
+    assert passed[0].duration_s == pytest.approx(0.003, abs=1e-6)
+
+
+async def test_what_a_prefill_worker_says_after_the_end_is_not_lost(make):
+    cluster = await make()
+    prefill, late = cluster.prefill[0], []
+    speaks(prefill)
+    spoken = prefill.emit
+
+    def holds_pushed(*events):
+        late.extend(event for event in events if event.HasField("pushed"))
+        if rest := [event for event in events if not event.HasField("pushed")]:
+            spoken(*rest)
+
+    prefill.emit = holds_pushed
+    await cluster.generate()
+    said = await trace_of(cluster)
+    assert not spans_of(said, "prefill")
+    spoken(*late)
+    kept = cluster.router.floor.traces.find("")
+    await until(lambda: any(one.role == "prefill" for one in kept.spans()), "said late")
+    said = await trace_of(cluster)
+    assert spans_of(said, "prefill", 1) == ["wait", "compute", "push"]
+    spoken(*late)  # once is enough: nobody listens any more
+    await cluster.generate()
+    assert len(spans_of(await trace_of(cluster, said.request_id), "prefill")) == 3
+
+
+async def test_spans_that_cannot_be_are_left_out(make):
+    cluster = await make()
+    prefill = cluster.prefill[0]
+    emit = prefill.emit
+
+    def nonsense(*events):
+        for event in events:
+            if event.HasField("pushed"):
+                bad = [common_pb2.Span(name="x", start_s=float("nan")), common_pb2.Span(name="x", duration_s=-1.0)]
+                event.spans.extend([*bad, span("push"), *(span("many") for _ in range(1000))])
+        emit(*events)
+
+    prefill.emit = nonsense
+    done = (await cluster.generate(trace=True))[-1].completed
+    names = spans_of(done, "prefill")
+    assert "x" not in names
+    assert "push" in names
+    assert len(names) == 256, "the rest is left out"
+
+
+@pytest.mark.parametrize("metadata", [SAMPLED, UNSAMPLED])
+async def test_a_callers_trace_goes_on(make, metadata):
+    cluster = await make()
+    call = cluster.stub.Generate(
+        pb.GenerateRequest(token_ids=common_pb2.TokenIds(ids=[1]), sampling=common_pb2.Sampling(max_tokens=2)),
+        metadata=(metadata,),
+    )
+    assert (await cluster.answer(call))[-1].completed.trace_id == TRACE
+
+
+async def test_what_is_no_trace_is_ignored(make):
+    cluster = await make()
+    call = cluster.stub.Generate(
+        pb.GenerateRequest(token_ids=common_pb2.TokenIds(ids=[1]), sampling=common_pb2.Sampling(max_tokens=2)),
+        metadata=(("traceparent", f"00-{TRACE}-{PARENT}-01-00"),),
+    )
+    assert (await cluster.answer(call))[-1].completed.trace_id not in {"", TRACE}
+
+
+async def test_a_collector_gets_one_trace_of_all_processes_and_none_of_the_text(make):
+    with collectors() as (collector, address):
+        cluster = await make(otlp=address)
+        for worker in cluster.workers:
+            speaks(worker)
+        secret = "text-that-nobody-else-may-see"
+        request = pb.GenerateRequest(text=secret, sampling=common_pb2.Sampling(max_tokens=4), client_tag=secret)
+        [*_, last] = await cluster.answer(cluster.stub.Generate(request, metadata=(SAMPLED,)))
+        answer = cluster.stub.Generate(request, metadata=(UNSAMPLED,))
+        await cluster.answer(answer)
+        await cluster.router.stop(0)
+    assert last.completed.trace_id == TRACE
+    ids = {one.trace_id.hex() for _, one in collector.spans}
+    assert ids == {TRACE}, "what its caller did not sample is not exported"
+    (root,), (attempt,) = collector.named("baton-router", "request"), collector.named("baton-router", "attempt")
+    assert (root.parent_span_id.hex(), attempt.parent_span_id) == (PARENT, root.span_id)
+    for service, name in (("router", "prefill"), ("prefill", "push"), ("decode", "receive"), ("decode", "decode")):
+        (found,) = collector.named(f"baton-{service}", name)
+        assert found.parent_span_id == attempt.span_id
+    assert secret not in str(collector.spans)
+    assert "<0>" not in str(collector.spans), "nor what was answered"
+
+
+async def test_a_dead_collector_fails_and_delays_nobody(make):
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        cluster = await make(otlp=f"http://127.0.0.1:{bound.getsockname()[1]}")
+        for _ in range(20):
+            assert (await cluster.generate(timeout=5))[-1].HasField("completed")
+        begun = time.monotonic()
+        await cluster.router.stop(0)
+        assert time.monotonic() - begun < 6
+
+
+async def test_without_its_libraries_the_extra_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "opentelemetry.sdk.resources", None)
+    monkeypatch.delitem(sys.modules, "baton.tracing.otlp")
+    settings = RouterSettings(name="test", model="oracle", otlp="http://127.0.0.1:1")
+    with pytest.raises(ConfigError, match=r"^tracing\.otlp: .* not installed: pip install 'baton-serve\[otel\]'"):
+        Floor(settings, nobody, FakeClock())
+
+
+async def nobody() -> list[WorkerInfo]:
+    return []
+
+
+async def test_workers_that_say_nothing_of_their_time_are_served_all_the_same(make):
+    """Older ones."""
+    cluster = await make()
+    done = (await cluster.generate(trace=True))[-1].completed
+    assert {one.role for one in done.spans} == {"router"}
+
+
+async def test_choices_have_tracks_of_their_own(make):
+    cluster = await make()
+    for worker in cluster.workers:
+        speaks(worker)
+    done = (await cluster.generate(trace=True, n=2))[-1].completed
+    for choice in (0, 1):
+        mine = admin_pb2.TraceReply(spans=[one for one in done.spans if one.choice == choice])
+        check_stages(mine)
+        assert spans_of(mine, "prefill") == ["wait", "compute", "push"]
+
+
+async def test_logs_name_the_trace(make, capsys):
+    cluster = await make()
+    done = (await cluster.generate(trace=True))[-1].completed
+    written = capsys.readouterr()
+    lines = [line for line in (written.out + written.err).splitlines() if done.trace_id in line]
+    assert any("request_accepted" in line for line in lines)
+    (finished,) = (line for line in lines if "request_finished" in line)
+    assert "spans" not in finished
+    with pytest.raises(BatonError):
+        await cluster.generate(max_tokens=0)
+    written = capsys.readouterr()
+    (refused,) = (line for line in (written.out + written.err).splitlines() if "request_refused" in line)
+    assert "trace_id" in refused

@@ -1,0 +1,136 @@
+"""What workers say of their time, with which events: once each, whatever becomes of a handoff."""
+
+from dataclasses import replace
+
+import pytest
+
+from baton.clock import FakeClock
+from baton.core import Sampling
+from baton.engine.fixed import FixedShapes
+from baton.errors import ChannelBroken
+from baton.rpc import convert
+from baton.worker.times import DecodeTimes, span
+from tests.unit.worker.pusher import done_of
+from tests.unit.worker.support import (
+    DecodeSide,
+    FakeSession,
+    H,
+    Pair,
+    PrefillSide,
+    next_of,
+    prefill,
+    repush,
+    reserve,
+    spec_of,
+)
+
+
+@pytest.fixture
+def router():
+    return FakeSession()
+
+
+def said(session, kind, handoff=H):
+    """The spans that came with events of this kind, by name."""
+    events = [e for e in session.events if convert.handoff_from_pb(e.handoff) == handoff and e.HasField(kind)]
+    spans = [one for event in events for one in event.spans]
+    assert len({one.name for one in spans}) == len(spans)
+    return {one.name: one for one in spans}
+
+
+def test_a_prompt_that_is_computed_and_pushed(router):
+    side = PrefillSide()
+    side.take(router, prefill())
+    side.clock.advance(2)
+    side.loop.step_began = side.clock.monotonic()
+    side.run()
+    assert not said(router, "tokens"), "the first token waits for nothing"
+    side.clock.advance(3)
+    side.pusher.done(H, done_of(64))
+    side.loop.drain()
+    spans = said(router, "pushed")
+    assert list(spans) == ["wait", "compute", "push"]
+    assert [spans[name].duration_s for name in spans] == [2, 0, 3]
+    assert dict(spans["compute"].attributes) == {"tokens": "9", "cached_tokens": "0", "chunks": "1"}
+    assert spans["push"].attributes["kv_bytes"] == "64"
+    assert spans["push"].attributes["transport"] == "memory"
+    assert {(one.role, one.process, one.attempt) for one in spans.values()} == {("", "", 0)}, "the router knows"
+
+
+def test_a_push_that_failed_and_the_one_that_followed(router):
+    side = PrefillSide()
+    side.take(router, prefill())
+    side.run()
+    side.pusher.done(H, ChannelBroken("cut"))
+    side.loop.drain()
+    first = said(router, "failed")
+    assert list(first) == ["wait", "compute", "push"]
+    assert first["push"].attributes["error"] == "ChannelBroken"
+    side.clock.advance(5)
+    side.take(router, repush())
+    side.clock.advance(1)
+    side.pusher.done(next_of(H), done_of())
+    side.loop.drain()
+    again = said(router, "pushed", next_of(H))
+    assert list(again) == ["push"], "the rest was said"
+    assert again["push"].duration_s == 1
+
+
+def test_a_prompt_that_ends_with_its_first_token(router):
+    side = PrefillSide()
+    side.take(router, prefill(spec=spec_of(sampling=Sampling(max_tokens=1, temperature=0.0))))
+    side.run()
+    assert list(said(router, "finish")) == ["wait", "compute"]
+
+
+def test_a_handoff_at_both_ends(router):
+    pair = Pair()
+    pair.hand_over(router, upto="reported")
+    pair.prefill.run()
+    pair.decode.run()
+    assert list(said(router, "pushed")) == ["wait", "compute", "push"]
+    assert list(said(router, "committed")) == ["receive", "commit"]
+    spans = said(router, "finish")
+    assert list(spans) == ["decode"]
+    made = len(router.tokens()) - 2  # but the first, which comes from both
+    assert int(spans["decode"].attributes["tokens"]) == made
+    assert int(spans["decode"].attributes["steps"]) == made
+
+
+def test_one_that_is_preempted_or_handed_back(router):
+    pair = Pair()
+    pair.hand_over(router, upto="reported")
+    pair.decode.step()
+    pair.decode.role.leave()
+    assert list(said(router, "preempted")) == ["decode"]
+    assert not pair.decode.role._times._decoding
+
+
+def test_verify_passes_are_counted_for_those_that_were_part_of_them(router):
+    side = DecodeSide(shapes=FixedShapes())
+    spec = replace(spec_of(sampling=Sampling(max_tokens=40, temperature=0.0, ignore_eos=True)), deterministic=True)
+    side.take(router, reserve(H, len(spec)))
+    side.take(router, prefill(H, spec, to=None))
+    side.run()
+    spans = said(router, "finish")
+    (finish,) = (e.finish for e in router.events if e.HasField("finish"))
+    assert list(spans) == ["decode", "verify"]
+    assert int(spans["verify"].attributes["passes"]) == side.engine.counters.verify_passes > 0
+    assert finish.verify_s == pytest.approx(spans["verify"].duration_s) > 0
+    assert spans["decode"].attributes["prompt_tokens"] == str(len(spec))
+
+
+def test_what_was_released_is_forgotten():
+    clock = FakeClock()
+    times = DecodeTimes(clock, DecodeSide().engine.counters)
+    times.begin(H, [1, 2], alone=False)
+    assert [one.name for one in times.ended(H)] == ["decode"]
+    assert times.ended(H) == []
+    assert times.verify_s(H) == 0
+
+
+def test_a_span_is_never_shorter_than_nothing():
+    clock = FakeClock(5.0)
+    assert span("x", 4, 3, clock).duration_s == 0
+    assert span("x", 4, 4.5, clock, tokens=3) == span("x", 4, 4.5, clock, tokens=3)
+    assert span("x", 4, 4.5, clock).start_s == 4
