@@ -20,7 +20,7 @@ STAGES = [stage.value for stage in Stage]
 
 @pytest.fixture(scope="module")
 def cluster(module_home):
-    sets = (HANDED_OVER, "model.path=oracle", "model.max_model_len=4096", "determinism.verify=always")
+    sets = (HANDED_OVER, "model.path=oracle", "model.max_model_len=2048", "determinism.verify=always")
     with module_home.cluster("configs/no-ray.yaml", *sets, "decode.replicas=2") as running:
         yield running
 
@@ -76,7 +76,7 @@ def test_the_commands_show_it_and_write_files(cluster, tmp_path):
 
 
 def test_a_killed_decode_worker_shows_as_two_attempts(cluster):
-    with cluster.client() as client, client.stream("hello", max_tokens=3000, ignore_eos=True, trace=True) as stream:
+    with cluster.client() as client, client.stream("hello", max_tokens=1900, ignore_eos=True, trace=True) as stream:
         for delta in stream:
             if delta.start + len(delta.tokens) >= 20:
                 break
