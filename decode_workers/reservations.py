@@ -17,8 +17,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-import structlog
-
 from baton.core import HandoffId, SequenceSpec, Token, WorkerRef
 from baton.errors import OfferRefused, StaleAttempt
 from baton.history import OFF, History
@@ -29,9 +27,6 @@ from kvtransfer.handoff import PushJob
 if TYPE_CHECKING:
     from baton.engine.reservation import Reservation
     from kvtransfer.handoff import CommitState, Offer
-
-log = structlog.get_logger(__name__)
-
 
 class State(enum.Enum):
     """How far a handoff got here."""
@@ -93,7 +88,6 @@ class Reservations:
         """Enter a reservation. Raises StaleAttempt for an attempt that is not newer than all seen of its request."""
         self.check_new(handoff)
         self._attempts.saw(handoff)
-        log.debug("handoff_reserved", handoff=handoff, known_tokens=known_tokens, cached=reservation.cached_tokens)
         with self._lock:
             self._entries[handoff] = Entry(handoff, reservation, known_tokens, deadline)
 

@@ -102,11 +102,13 @@ class DecodeRole:
             return
         self._history.blocks("reserved", handoff, reservation, shared=len(reservation.shared))
         self.reservations.open(handoff, reservation, message.known_tokens, deadline)
+        cached = reservation.cached_tokens
+        log.debug("handoff_reserved", handoff=handoff, known_tokens=message.known_tokens, cached=cached)
         self.parking.open(handoff, message.stream, message.resumable_s)
         self._sessions[handoff] = session
         session.handoffs.add(handoff)
         self._records.note(handoff, session.router_id, RecordState.RESERVED)
-        session.emit([events.reserved(handoff, reservation.cached_tokens)])
+        session.emit([events.reserved(handoff, cached)])
 
     def _compute(self, session: Session, message: worker_pb2.Prefill) -> None:
         """The prompt is computed here as well, in what was reserved for it: nobody hands it over."""

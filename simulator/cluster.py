@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import TYPE_CHECKING
 
 from baton.core import Role
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from simulator.report import Report
     from simulator.scenario import Fault, Scenario
 
+_COLLECT = 200_000  # objects more than before
 SimWorker = PrefillWorker | DecodeWorker
 
 
@@ -51,7 +53,12 @@ class Cluster:
     def run(self, arrivals: Iterable[Arrival]) -> Report:
         """Until all that came is over. Raises AssertionError if something was lost, or is left."""
         self._next(iter(arrivals))
-        self.kernel.run()
+        before = gc.get_threshold()
+        gc.set_threshold(_COLLECT, *before[1:])  # next to nothing here is garbage that only a collection finds
+        try:
+            self.kernel.run()
+        finally:
+            gc.set_threshold(*before)
         self._check()
         duration_s = self._last_at - self._first_at
         for worker in self._workers.values():

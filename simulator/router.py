@@ -19,7 +19,7 @@ from baton.ledger.prefix_map import PrefixMap
 from router.admission import Admission, Bounds
 from router.claim import NO_WISH, Claim, Wish
 from router.link import WorkerLink
-from router.policy import POLICIES
+from router.policy import ALONE, POLICIES
 from router.view import WorkerView
 from router.workers import WorkerPool
 
@@ -65,6 +65,8 @@ class SimPool(WorkerPool):
     def __init__(self, scenario: Scenario, kernel: Kernel, directory: Directory) -> None:
         policy, slo = POLICIES[scenario.router.policy], scenario.slo
         super().__init__(_nobody, policy, "router", 10.0, kernel, prefixes=directory, slo_itl_s=slo.itl_s)
+        self.alone, self.chunk = ALONE[scenario.router.policy], scenario.decode.max_batched_tokens
+        self.colocated = scenario.mode == "colocated"
         self.local_prefill = scenario.router.local_prefill and scenario.router.policy == "predicted"
         self._report_s = scenario.router.report_s
         self._there = dict.fromkeys(Role, 0)
@@ -97,7 +99,7 @@ class SimPool(WorkerPool):
 
     def has_pair(self, wish: Wish = NO_WISH) -> bool:
         """All workers fit each other, and none is looked at."""
-        return all(self._there.values())
+        return not self.colocated and all(self._there.values())
 
     def serves(self, wish: Wish = NO_WISH) -> bool:
         return self._there[Role.DECODE] > 0

@@ -66,7 +66,7 @@ class Router:
     max_tokens: int = 1_000_000
     max_wait_s: float = 10.0
     attempts: int = 3
-    report_s: float = 0.25
+    report_s: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, cast
 from baton.core import HandoffId, Role, Sampling, SequenceSpec, Token
 from baton.engine.reservation import Reservation
 from baton.errors import HandoffError
+from baton.history import History
 from decode_workers.reservations import Reservations, State
 from kvtransfer.handoff import CommitState
 from simulator.engine import Row
@@ -22,13 +23,20 @@ _FIRST = (Token(0, 0, ""),)
 _SAMPLING = Sampling()
 
 
+class _Untold(History):
+    """Of what happens in made-up time, no log speaks."""
+
+    def step(self, event: str, handoff: HandoffId, **facts: object) -> None:
+        pass
+
+
 class DecodeWorker(Worker):
     """See `decode_workers.role`. Its reservation table is production's own."""
 
     role = Role.DECODE
 
     def begin(self) -> None:
-        self.table = Reservations(FINGERPRINT, self._committed, lambda job: None)
+        self.table = Reservations(FINGERPRINT, self._committed, lambda job: None, _Untold())
         self.here: dict[HandoffId, Attempt] = {}
         self.rows: dict[Attempt, Row] = {}
 

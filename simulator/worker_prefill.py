@@ -154,12 +154,14 @@ class PrefillWorker(Worker):
 
     def turned(self) -> None:
         """As production: prompts that find no room get that of KV which nobody takes, if nothing else will free any."""
-        pushes = self.pushes
-        while self.engine.starved and (computed := [one for one in pushes.items() if one[1].computed]):
-            if not all(push.waits for _, push in computed):
-                break
-            self.engine.submit(self._release, computed[0][0])
+        while self.engine.starved and (spare := self._spare()) is not None:
+            self.engine.submit(self._release, spare)
         super().turned()
+
+    def _spare(self) -> Attempt | None:
+        """As `prefill_workers.work.spare`."""
+        computed = [(attempt, push.waits) for attempt, push in self.pushes.items() if push.computed]
+        return computed[0][0] if computed and all(waits for _, waits in computed) else None
 
     def finished(self, row: Row) -> None:
         """Never: each row is held."""
