@@ -42,6 +42,8 @@ class Cluster:
         self.slow: dict[str, float] = {}
         self._slow_links: dict[str, float] = {}
         self._workers: dict[str, SimWorker] = {}
+        pools = [pool for pool in (scenario.prefill, scenario.decode) if pool.workers]
+        self._longest = min(pool.kv_blocks * pool.block_size for pool in pools)  # tokens that a worker can hold
         self._running = 0
         self._first_at = self._last_at = 0.0
         for kind, pool in ((PrefillWorker, scenario.prefill), (DecodeWorker, scenario.decode)):
@@ -103,7 +105,10 @@ class Cluster:
         self.tally.arrivals += 1
         self._running += 1
         life = Life(self, arrival, self.tally.arrivals)
-        self.kernel.after(self.scenario.overheads.admit_s, self._live, life)
+        if arrival.total_tokens > self._longest:
+            self.ended(life, "refused")
+        else:
+            self.kernel.after(self.scenario.overheads.admit_s, self._live, life)
         self._next(arrivals)
 
     def _live(self, life: Life) -> None:

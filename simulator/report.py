@@ -33,7 +33,7 @@ class Report:
 
     arrivals: int = 0
     completed: int = 0
-    refused: int = 0  # at once, by a full queue
+    refused: int = 0  # at once, by a full queue, or since no worker could ever hold it
     expired: int = 0  # after a wait
     failed: int = 0  # by workers that were lost
     good: int = 0

@@ -75,6 +75,7 @@ class SimPool(WorkerPool):
         """It is there from now on."""
         self._there[link.info.role] += 1
         self._add(link)
+        self.on_change()
 
     def drop(self, link: SimLink) -> None:
         """It is gone."""

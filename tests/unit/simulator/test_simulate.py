@@ -1,0 +1,254 @@
+"""Whole simulations: what queueing theory says, what must hold whatever happens, and what must show."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from random import Random
+
+import pytest
+
+from baton.errors import ConfigError
+from baton.workload import Arrival
+from simulator import simulate
+from simulator.engine import Engine
+from simulator.scenario import Death, Network, Overheads, Pool, Router, Scenario, Slo, Slow, SlowLink
+from simulator.steps import Linear, Piecewise, line
+from tests.unit.simulator.scenes import (
+    AT_ONCE,
+    COST,
+    DECODING,
+    NO_OVERHEADS,
+    PATIENT,
+    colocated,
+    poisson,
+    scene,
+)
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.mark.parametrize("load", [0.3, 0.6, 0.8])
+def test_prompts_wait_as_in_an_m_d_1_queue(load):
+    service_s = 0.01  # a step computes one prompt
+    pool = Pool(1, Linear(line(service_s)), max_batched_tokens=100, kv_blocks=100_000)
+    scenario = Scenario(Pool(1), pool, network=AT_ONCE, overheads=NO_OVERHEADS, router=PATIENT)
+    draw, at_s, arrivals = Random(7), 0.0, []
+    for _ in range(6000):
+        at_s += draw.expovariate(load / service_s)
+        arrivals.append(Arrival(at_s, 100, 1))
+    report = simulate(scenario, arrivals)
+    wait_s = service_s * load / (2 * (1 - load))
+    assert report.ttft.mean == pytest.approx(service_s + wait_s, rel=0.08)
+    assert report.prefill.busy == pytest.approx(load, rel=0.03)
+
+
+def test_a_request_alone_takes_what_its_parts_take():
+    network = Network(bytes_per_s=1e9, latency_s=0.003, token_bytes=1e5, layers=10)
+    overheads = Overheads(admit_s=0.001, hop_s=0.0005, commit_s=0.002, tell_s=0.004)
+    report = simulate(scene(1, 1, network=network, overheads=overheads), [Arrival(1.0, 1000, 11)])
+    prompt_s = COST.seconds(1000, 1000 * 1001 // 2, 0, 0)
+    ttft_s = 0.001 + 3 * 0.0005 + prompt_s + 0.004
+    steps_s = sum(COST.seconds(0, 0, 1, 1000 + n) for n in range(1, 11))
+    rest_s = 1000 * 1e5 / 1e9 - (prompt_s - prompt_s / 10)  # what was hidden began after the first layer
+    assert report.ttft.max == pytest.approx(ttft_s)
+    assert report.transfer.max == pytest.approx(rest_s + 0.005)
+    assert report.e2e.max == pytest.approx(ttft_s + rest_s + 0.005 + steps_s)
+    assert report.output_tokens == 11
+    assert report.itl.count == 10
+
+
+@pytest.mark.parametrize(
+    "scenario",
+    [
+        scene(),
+        scene(router=replace(PATIENT, local_prefill=True, policy="predicted")),
+        colocated(),
+        colocated(1, pool={"kv_blocks": 60, "max_running": 8}),
+        scene(2, 1, pool={"kv_blocks": 60}),
+        scene(2, 1, pool={"max_running": 3}),
+    ],
+    ids=["pairs", "local prefill", "colocated", "colocated, little room", "little room", "few rows"],
+)
+def test_skipping_steps_changes_nothing(scenario, monkeypatch):
+    arrivals = list(poisson(300, 25.0))
+    quick = simulate(scenario, arrivals)
+    monkeypatch.setattr(Engine, "_steady_steps", lambda engine: 0)  # the scheduler plans every step
+    slow = simulate(scenario, arrivals)
+    for ours, theirs in (
+        (quick.ttft, slow.ttft),
+        (quick.itl, slow.itl),
+        (quick.e2e, slow.e2e),
+        (quick.tpot, slow.tpot),
+    ):
+        assert ours.count == theirs.count
+        assert (ours.mean, ours.p50, ours.p99) == pytest.approx((theirs.mean, theirs.p50, theirs.p99), rel=0.02)
+    assert quick.decode.steps == pytest.approx(slow.decode.steps, rel=0.01)
+    assert quick.output_tokens == slow.output_tokens
+    assert quick.decode.preemptions == pytest.approx(slow.decode.preemptions, rel=0.2, abs=3)
+
+
+def test_all_that_came_has_one_outcome_when_there_is_too_much():
+    router = Router(max_requests=20, max_wait_s=0.5)
+    report = simulate(scene(1, 1, router=router, pool={"kv_blocks": 200}), poisson(2000, 400.0))
+    assert report.refused > 0
+    assert report.expired > 0
+    assert report.completed + report.refused + report.expired == report.arrivals == 2000
+    assert report.queue_peak >= 20
+
+
+def test_the_same_arguments_give_the_same_report_in_another_process():
+    script = (
+        "from tests.unit.simulator.test_simulate import eventful; from simulator import simulate;"
+        "print(simulate(*eventful()).as_json())"
+    )
+    runs = set()
+    for seed in ("1", "2"):
+        env = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONHASHSEED": seed}
+        done = subprocess.run([sys.executable, "-c", script], env=env, cwd=ROOT, capture_output=True, check=True)
+        runs.add(done.stdout)
+    assert len(runs) == 1
+    assert json.loads(runs.pop())["arrivals"] == 400
+    other = replace(eventful()[0], seed=2)
+    assert simulate(other, eventful()[1]).as_json() not in runs
+
+
+def eventful() -> tuple[Scenario, list[Arrival]]:
+    """With noise, faults and preemptions."""
+    faults = (Death(2.0, "decode-1"), Death(4.0, "prefill-0"), Slow(3.0, 6.0, "decode-0", 3.0))
+    pool = {"spread": (0.5, 1.0, 1.5), "kv_blocks": 300}
+    return scene(2, 3, pool=pool, faults=faults, seed=1), list(poisson(400, 40.0))
+
+
+def test_rows_that_find_no_block_are_preempted_and_still_complete():
+    report = simulate(scene(2, 1, pool={"kv_blocks": 80}), poisson(200, 20.0, prompt=100, answer=200))
+    assert report.decode.preemptions > 0
+    assert report.recoveries["preempted"] == report.decode.preemptions
+    assert report.completed == 200
+    assert report.decode.kv_used_peak <= 1.0
+
+
+@pytest.mark.parametrize("mode", ["pairs", "colocated"])
+def test_workers_that_die_cost_time_and_no_request(mode):
+    faults = [Death(1.5, "decode-0", back_after_s=1.0, noticed_s=0.1), Death(6.0, "decode-1", back_after_s=1.0)]
+    if mode == "pairs":
+        faults += [Death(3.0, "prefill-1", back_after_s=1.0), Death(4.5, "prefill-0", noticed_s=0.05)]
+    of = scene(2, 3, faults=tuple(faults)) if mode == "pairs" else colocated(3, faults=tuple(faults))
+    arrivals = list(poisson(400, 60.0))
+    calm, report = simulate(replace(of, faults=()), arrivals), simulate(of, arrivals)
+    assert report.completed == 400 == calm.completed
+    assert report.output_tokens == calm.output_tokens
+    assert report.recoveries["decode_lost"] > 0
+    assert report.recoveries.get("prefill_lost", 0) > 0 or mode == "colocated"
+    assert report.e2e.p99 > calm.e2e.p99
+
+
+def test_kv_of_a_prompt_outlives_the_worker_it_was_for():
+    """Both decode workers die while it is on its way: it goes to the first that is back, and nothing is computed twice."""
+    network = Network(bytes_per_s=1e8, token_bytes=1e5)
+    of = scene(1, 2, network=network, faults=(Death(0.5, "decode-0"), Death(0.5, "decode-1", back_after_s=1.0)))
+    report = simulate(of, [Arrival(0.0, 1000, 5)])
+    assert report.recoveries == {"decode_lost": 1}
+    assert report.prefill.prompt_tokens == 1000
+    assert report.completed == 1
+
+
+def test_who_kills_two_workers_is_not_tried_again():
+    faults = (Death(0.1, "prefill-0"), Death(0.5, "prefill-1"))
+    of = scene(2, 1, faults=faults, pool={"cost": Linear(line(1.0), DECODING)})
+    report = simulate(of, [Arrival(0.0, 100, 5)])
+    assert (report.failed, report.completed) == (1, 0)
+
+
+def test_a_slow_link_and_a_slow_worker_show():
+    arrivals = list(poisson(200, 20.0))
+    calm = simulate(scene(), arrivals)
+    link = simulate(scene(faults=(SlowLink(0.0, 100.0, "", 0.01),)), arrivals)
+    slow = simulate(scene(faults=(Slow(0.0, 100.0, "decode-0", 5.0), Slow(0.0, 100.0, "decode-1", 5.0))), arrivals)
+    assert link.transfer.p50 > 20 * calm.transfer.p50
+    assert slow.itl.p50 > 4 * calm.itl.p50
+
+
+def test_long_prompts_are_felt_by_those_who_decode_beside_them():
+    arrivals = sorted(
+        [*poisson(200, 10.0, prompt=64, answer=200), *poisson(300, 20.0, prompt=1500, answer=4, seed=2)],
+        key=lambda one: one.at_s,
+    )
+    apart = simulate(scene(2, 2, network=AT_ONCE), arrivals)
+    together, finer = (simulate(colocated(4, chunk=chunk), arrivals) for chunk in (2048, 128))
+    assert together.itl.p99 > 2 * apart.itl.p99
+    assert apart.itl.p99 < finer.itl.p99 < together.itl.p99
+    assert finer.ttft.p99 > together.ttft.p99
+
+
+def test_policies_differ():
+    """Prompts that begin alike: `prefix` sends them where their beginning is, `round_robin` does not."""
+    draw, arrivals = Random(3), []
+    for number in range(600):
+        head = draw.randrange(20)
+        arrivals.append(Arrival(number * 0.02, 1100, 8, blocks=(head, head + 100), block_tokens=512))
+    reports = {
+        policy: simulate(scene(4, 4, router=replace(PATIENT, policy=policy), pool={"kv_blocks": 700}), arrivals)
+        for policy in ("prefix", "predicted", "round_robin")
+    }
+    cached = {policy: report.prefill.cached_tokens for policy, report in reports.items()}
+    assert cached["prefix"] > 1.5 * cached["round_robin"]
+    assert reports["prefix"].ttft.mean < reports["round_robin"].ttft.mean
+    assert reports["prefix"].moved_bytes < reports["round_robin"].moved_bytes
+    assert all(report.completed == 600 for report in reports.values())
+    off = simulate(scene(4, 4, pool={"prefix_cache": False}), arrivals)
+    assert off.prefill.cached_tokens == 0
+
+
+def test_what_never_fits_is_refused_and_what_just_fits_is_served():
+    arrivals = [Arrival(0.0, 1000, 601), Arrival(0.0, 1000, 600), Arrival(0.1, 1000, 600)]
+    report = simulate(scene(1, 1, pool={"kv_blocks": 100}), arrivals)
+    assert (report.refused, report.completed) == (1, 2)
+
+
+def test_steps_that_cost_nothing_and_links_without_bounds():
+    of = Scenario(Pool(1, COST), Pool(1), network=AT_ONCE, overheads=NO_OVERHEADS, router=PATIENT)
+    report = simulate(of, poisson(100, 20.0))
+    assert report.ttft.max < 0.03  # room is granted between two steps
+    assert report.itl.p50 > 0.010
+    nothing = simulate(Scenario(Pool(1), Pool(1), network=AT_ONCE, overheads=NO_OVERHEADS), poisson(100, 20.0))
+    assert nothing.e2e.max == 0.0
+
+
+def test_a_cost_in_pieces_and_noise():
+    pieces = Piecewise(((2, Linear(decode=line(0.01))),), Linear(decode=line(0.1)))
+    pool = {"cost": pieces, "spread": (0.5, 1.5)}
+    one = simulate(scene(1, 1, pool=pool, network=AT_ONCE), [Arrival(0.0, 10, 1000)])
+    two = simulate(scene(1, 1, pool=pool, network=AT_ONCE), [Arrival(0.0, 10, 1000), Arrival(0.0, 10, 1000)])
+    assert one.itl.mean == pytest.approx(0.01, rel=0.05)
+    assert (one.itl.p50, one.itl.p99) == pytest.approx((0.005, 0.015), rel=0.01) or one.itl.p50 > 0.0145
+    assert two.itl.mean == pytest.approx(0.1, rel=0.05)
+
+
+def test_goals_are_judged_one_by_one_and_by_own_percentiles():
+    arrivals = list(poisson(300, 30.0))
+    mean = simulate(scene(slo=Slo(ttft_s=0.02, itl_s=0.013)), arrivals)
+    own = simulate(scene(slo=Slo(ttft_s=0.02, itl_s=0.013, itl_percentile=99.0)), arrivals)
+    assert 0 < mean.good <= min(mean.good_ttft, mean.good_itl) < 300
+    assert own.good_itl < mean.good_itl
+    assert own.good_ttft == mean.good_ttft
+    loose = simulate(scene(slo=Slo(ttft_s=9.0, itl_s=9.0, itl_percentile=99.0)), arrivals)
+    assert loose.attainment == loose.itl_attainment == 1.0
+
+
+@pytest.mark.parametrize(
+    ("facts", "named"),
+    [
+        ({"faults": (Death(1.0, "decode-9"),)}, "faults.worker.*decode-9"),
+        ({"router": Router(policy="best")}, "router.policy.*best"),
+        ({"prefill": 0}, "prefill.workers.*at least 1"),
+        ({"pool": {"block_size": 0}}, "block_size.*at least 1"),
+    ],
+)
+def test_what_cannot_be_is_named(facts, named):
+    with pytest.raises(ConfigError, match=named):
+        scene(**facts)
