@@ -195,7 +195,9 @@ def verdict(answer: Answer, gpus: int, attainment: float) -> list[str]:
         return [*lines, "disaggregation does not pay: it does not meet the goal within these GPUs"]
     ratio = answer.goodput["disaggregated"] / answer.goodput["colocated"]
     pays = "disaggregation pays" if best is apart else "disaggregation does not pay here"
-    return [*lines, f"{pays}: {ratio:.2f} times the goodput of colocated workers for each GPU"]
+    lines.append(f"{pays}: {apart.shape.gpus} GPUs against {together.shape.gpus}")
+    but = " (at this load it is cheaper all the same)" if ratio < 1 and best is apart else ""
+    return [*lines, f"used to the full, it has {ratio:.2f} times the goodput of colocated workers for each GPU{but}"]
 
 
 def _plain(answer: Answer, site: Site) -> dict[str, object]:

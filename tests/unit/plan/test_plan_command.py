@@ -10,7 +10,11 @@ from typer.testing import CliRunner, Result
 from baton.cli import exit_code
 from baton.cli import plan as command
 from baton.cli.app import app
+from baton.cli.plan import verdict
 from baton.errors import BatonError, ConfigError
+from simulator.plan import Answer, Tried
+from simulator.plan_shape import Shape
+from simulator.report import Report
 from tests.unit.plan.plan_support import Fake, profile
 
 LOAD = ("--rate", "20", "--prompt-tokens", "100", "--max-tokens", "11", "--arrivals", "constant", "--requests", "50")
@@ -45,14 +49,17 @@ def test_the_best_layout_what_was_tried_and_the_source_are_printed(fake, file):
     done = run("--profile", file, *LOAD)
     assert done.exit_code == 0
     assert "source: made up" in done.stdout
-    assert "disaggregation pays: 1.67 times the goodput of colocated workers for each GPU" in done.stdout
+    assert "disaggregation pays: 3 GPUs against 5" in done.stdout
+    assert "it has 1.67 times the goodput of colocated workers for each GPU\n" in done.stdout
     assert "2 prefill (tp 1) + 1 decode (tp 1): 3 GPUs; up to 6.67 requests/s for each GPU" in done.stdout
     assert "100.0% met" in done.stdout
 
 
 def test_that_disaggregation_does_not_pay_is_said(fake, file):
     fake.colocated = 10
-    assert "disaggregation does not pay here: 0.67 times" in run("--profile", file, *LOAD).stdout
+    done = run("--profile", file, *LOAD)
+    assert "disaggregation does not pay here: 3 GPUs against 2" in done.stdout
+    assert "it has 0.67 times the goodput" in done.stdout
 
 
 def test_that_nothing_is_enough_is_said(fake, file):
@@ -132,3 +139,14 @@ def test_usage_is_checked_by_the_command_line(fake):
     assert run("--profile", "opt-13b-a100", "--rate", "x").exit_code == 2
     assert run("--profile", "opt-13b-a100", "--rate", "1", "--gpus-at-most", "0").exit_code == 2
     assert exit_code(run("--profile", "opt-14b", "--rate", "1").exception) == 3  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("apart", "together", "said"), [(3, 4, True), (3, 3, False)])
+def test_fewer_gpus_with_less_goodput_each_are_cheaper_all_the_same(apart, together, said):
+    report = Report(arrivals=1, good=1)
+    first = Tried(Shape(1, apart - 1), 1.0, report, True, "pair")
+    second = Tried(Shape(together), 1.0, report, True, "colocated")
+    lines = verdict(Answer(1.0, first, second, {"disaggregated": 1.5, "colocated": 2.0}, ()), 8, 0.9)
+    assert lines[-2].startswith("disaggregation pays: 3 GPUs against 4" if said else "disaggregation does not pay")
+    assert lines[-1].endswith("(at this load it is cheaper all the same)") == said
+    assert "0.75 times the goodput" in lines[-1]
