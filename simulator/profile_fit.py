@@ -13,6 +13,7 @@ import numpy as np
 from baton.load import Pace
 from simulator.profile import Line, Piece
 
+LEAST = 0.1  # of a decode step: what is left of it without its context, however much that is thought to be
 FACTORS = 200  # so many equally likely ones: enough for a 99th percentile
 
 
@@ -64,8 +65,9 @@ def fit_decode(points: Sequence[Gaps]) -> tuple[Piece, ...]:
     context_s = fit_line([Steps(one.rows, one.context, one.mean) for one in points]).context_s
     at: dict[float, list[float]] = {}
     for one in points:
-        at.setdefault(one.rows, []).append(one.mean - context_s * one.context)
-    knots = [(rows, sum(rest) / len(rest)) for rows, rest in sorted(at.items())]
+        rest = max(one.mean - context_s * one.context, one.mean * LEAST)
+        at.setdefault(one.rows, []).append(rest)
+    knots = [(rows, sum(rests) / len(rests)) for rows, rests in sorted(at.items())]
     if len(knots) == 1:
         return (Piece(step_s=max(knots[0][1], 0.0), token_s=0.0, context_s=context_s),)
     pieces = []
