@@ -57,14 +57,12 @@ class Attempt:
         self.lost: BatonError | None = None  # the failure, if that is why
         self.kept = False  # P's KV is for the next attempt
         self.died = False  # a worker's process was lost, with this request among what it computed
-        self.handoff = handoff
-        self._name = convert.handoff_to_pb(handoff)
+        self.handoff, self._name = handoff, convert.handoff_to_pb(handoff)
         self._claim = claim
         self.spec = spec
         self._spec: pb.SequenceSpec | None = None  # as workers are told of it
         self._track, self._stages = track, track.stages
-        self._metrics = metrics
-        self._lasting = lasting or Lasting()
+        self._metrics, self._lasting = metrics, lasting or Lasting()
         self._mailbox = Mailbox(spec.sampling.max_tokens + most_events(spec, claim.decode.info) + _SPARE_EVENTS)
         self.thoughts: list[Thought] = []  # heard, not handed on yet
         self._tokens: list[Token] = []  # heard, not handed on yet

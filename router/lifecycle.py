@@ -83,8 +83,7 @@ class Life:
     """
 
     def __init__(self, floor: Floor, call: Call, choice: int = 0, received: Sequence[int] = ()) -> None:
-        self.call = call
-        self.choice = choice
+        self.call, self.choice = call, choice
         self.request_id = call.life_id(choice)
         self.started = asyncio.Event()  # the first token is there
         self.track = Track(floor.router_id, choice, floor.clock)
@@ -92,15 +91,13 @@ class Life:
         call.trace.tracks.append(self.track)
         self.delivery = Delivery(received)
         self.thoughts = Thoughts(choice, call.asked)
-        self.attempts = 0
+        self.attempts = self._failures = self._deaths = 0
         self.placed: Claim | None = None  # of the last attempt
         self.cached_tokens: int | None = None  # as the client is told; None: not accepted yet
         self._floor = floor
         self._first_token_at: float | None = None
         self._last_token_at: float | None = None
         self._computed = False
-        self._failures = 0
-        self._deaths = 0
         self._held: Held | None = None
         self._parked: OwnershipRecord | None = None  # another router has gone from it, a decode worker has not
         self._waits_since: float | None = None  # for room; a claim that came to nothing does not end it

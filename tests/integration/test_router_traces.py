@@ -15,7 +15,7 @@ from grpc import aio
 from baton.clock import FakeClock
 from baton.core import WorkerInfo
 from baton.errors import BatonError, ConfigError, InvalidRequest
-from baton.rpc.v1 import admin_pb2, common_pb2
+from baton.rpc.v1 import admin_pb2, common_pb2, worker_pb2
 from baton.rpc.v1 import inference_pb2 as pb
 from baton.rpc.v1.admin_pb2_grpc import AdminStub
 from baton.stages import Stage
@@ -194,7 +194,7 @@ async def test_verify_passes_are_a_stage_of_every_attempt(make):
 
 async def test_what_a_prefill_worker_says_after_the_end_is_not_lost(make):
     cluster = await make()
-    prefill, late = cluster.prefill[0], []
+    prefill, late = cluster.prefill[0], list[worker_pb2.WorkerEvent]()
     speaks(prefill)
     spoken = prefill.emit
 
