@@ -34,7 +34,7 @@ class Cluster:
 
     def __init__(self, scenario: Scenario) -> None:
         self.scenario = scenario
-        self.kernel = Kernel()  # type: ignore[abstract]  # of a loop's methods it has those that are needed
+        self.kernel = Kernel()
         self.tally = Tally(scenario.slo)
         self.router = SimRouter(scenario, self.kernel)
         self.names = Names(scenario.decode.block_size)

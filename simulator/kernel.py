@@ -10,7 +10,7 @@ import asyncio
 import heapq
 from collections.abc import Callable, Coroutine, Generator
 from contextvars import Context
-from typing import Any, TypeVar, TypeVarTuple
+from typing import Any, TypeVar, TypeVarTuple, cast
 
 Act = Callable[..., object]
 T = TypeVar("T")
@@ -18,13 +18,12 @@ Ts = TypeVarTuple("Ts")
 FOREVER = float("inf")
 
 
-class Event(asyncio.TimerHandle):
-    """Something that will happen, unless it is cancelled before. Made by the kernel alone."""
+class Event:
+    """Something that will happen, unless it is cancelled before: what asyncio calls a handle."""
 
     __slots__ = ("act", "facts", "off", "within")
 
     def __init__(self, act: Act, facts: tuple[Any, ...], within: Context | None = None) -> None:
-        # Not that of TimerHandle, which asks the loop for its debug mode and copies a context each time.
         self.act, self.facts, self.within = act, facts, within
         self.off = False
 
@@ -36,7 +35,7 @@ class Event(asyncio.TimerHandle):
         return self.off
 
 
-class Kernel(asyncio.AbstractEventLoop):
+class Kernel:
     """Implements `baton.clock.Clock`, and as much of an event loop as tasks, futures and timeouts need."""
 
     def __init__(self) -> None:
@@ -71,7 +70,7 @@ class Kernel(asyncio.AbstractEventLoop):
     def run(self, until: float = FOREVER) -> None:
         """Until nothing is left to happen, or until then. Raises what a task or an event raised."""
         before = asyncio._get_running_loop()
-        asyncio._set_running_loop(self)
+        asyncio._set_running_loop(self._loop)
         try:
             self._run(until)
         finally:
@@ -90,7 +89,11 @@ class Kernel(asyncio.AbstractEventLoop):
             else:
                 event.within.run(event.act, *event.facts)
 
-    # --- asyncio.AbstractEventLoop -------------------------------------------------------------------------------
+    # --- of asyncio.AbstractEventLoop -------------------------------------------------------------------------------
+
+    @property
+    def _loop(self) -> asyncio.AbstractEventLoop:
+        return cast("asyncio.AbstractEventLoop", self)
 
     def time(self) -> float:
         return self.now
@@ -122,7 +125,7 @@ class Kernel(asyncio.AbstractEventLoop):
         return event
 
     def create_future(self) -> asyncio.Future[Any]:
-        return asyncio.Future(loop=self)
+        return asyncio.Future(loop=self._loop)
 
     def create_task(
         self,
@@ -131,7 +134,7 @@ class Kernel(asyncio.AbstractEventLoop):
         name: str | None = None,
         context: Context | None = None,
     ) -> asyncio.Task[T]:
-        return asyncio.Task(coro, loop=self, name=name, context=context)
+        return asyncio.Task(coro, loop=self._loop, name=name, context=context)
 
     def call_exception_handler(self, context: dict[str, Any]) -> None:
         """What nobody took ends the run."""

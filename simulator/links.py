@@ -42,7 +42,7 @@ class Flow:
 
     __slots__ = ("_closed", "_event", "_kernel", "_left", "_rate", "_since", "_ways", "done", "moved")
 
-    def __init__(self, kernel: Kernel, source: Way, target: Way, done: Callable[[], None]) -> None:
+    def __init__(self, kernel: Kernel, source: Way, target: Way, done: Callable[[], object]) -> None:
         self.done = done
         self.moved = 0.0  # bytes, and what is about to
         self._kernel, self._ways = kernel, (source, target)

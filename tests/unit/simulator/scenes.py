@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from random import Random
+from typing import Any
 
 from baton.workload import Arrival
 from simulator.scenario import Network, Overheads, Pool, Router, Scenario
@@ -26,9 +27,9 @@ def poisson(requests: int, rate: float, prompt: int = 256, answer: int = 64, see
 
 
 def scene(prefill: int = 2, decode: int = 2, **facts) -> Scenario:
-    """A cluster that has enough of everything; `pool` are facts of both pools."""
+    """A cluster that has enough of everything. `pool`: what is otherwise in both pools."""
     pool = {"cost": COST, "kv_blocks": 4000} | facts.pop("pool", {})
-    defaults = {"network": Network(token_bytes=100_000), "router": PATIENT}
+    defaults: dict[str, Any] = {"network": Network(token_bytes=100_000), "router": PATIENT}
     return Scenario(Pool(decode, **pool), Pool(prefill, **pool), **(defaults | facts))
 
 

@@ -48,7 +48,8 @@ def test_what_a_task_raises_ends_the_run():
 
 
 def test_flows_share_the_ways_of_both_ends():
-    kernel, ends = Kernel(), {}
+    kernel = Kernel()
+    ends: dict[str, float] = {}
     out, other, into = Way(100.0), Way(100.0), Way(100.0)
 
     def flow(name: str, source: Way, nbytes: float) -> Flow:
@@ -87,23 +88,28 @@ def test_counted_blocks_are_those_of_the_real_pool(seed):
         if held and draw.random() < 0.45:
             for one in held.pop(draw.randrange(len(held))):
                 one.release()
-        else:
-            chain = [draw.randrange(1, 4) * 100 + n for n in range(draw.randrange(1, 8))]
-            chain = [chain[0] // 100 * 100 + n for n in range(len(chain))]  # equal beginnings
-            digests = [str(name).encode() for name in chain]
-            shared, theirs = real.find(digests), counted.find(chain)
-            assert len(shared) == len(theirs)
-            size, spare = draw.randrange(len(chain), len(chain) + 6) - len(shared), draw.randrange(4)
-            ours = real.allocate(size, shared=shared, spare=spare), counted.allocate(size, shared=theirs, spare=spare)
-            assert (ours[0] is None) == (ours[1] is None)
-            if ours[0] is not None and ours[1] is not None:
-                own = (*digests[len(shared) :], b"own %d" % draw.getrandbits(60))[: size or 0]
-                names = (*chain[len(shared) :], 0)[: size or 0]
-                if own:
-                    ours[0].publish(len(shared), own)
-                    ours[1].publish(len(shared), names)
-                held.append((ours[0], ours[1]))
+        elif (pair := _allocated(draw, real, counted)) is not None:
+            held.append(pair)
         assert counted.counts().check() == real.counts()
+
+
+def _allocated(draw: Random, real: BlockPool, counted: CountedPool) -> tuple[Allocation, Allocation] | None:
+    """By both, of prompts of which many begin alike: equal decisions, and as much that is found."""
+    head, length = draw.randrange(1, 4) * 100, draw.randrange(1, 8)
+    chain: list = [head + n for n in range(length)]
+    digests = [str(name).encode() for name in chain]
+    shared, theirs = real.find(digests), counted.find(chain)
+    assert len(shared) == len(theirs)
+    size, spare = draw.randrange(length, length + 6) - len(shared), draw.randrange(4)
+    ours = real.allocate(size, shared=shared, spare=spare)
+    other = counted.allocate(size, shared=theirs, spare=spare)
+    assert (ours is None) == (other is None)
+    if ours is None or other is None:
+        return None
+    if size:
+        ours.publish(len(shared), (*digests[len(shared) :], b"own %d" % draw.getrandbits(60))[:size])
+        other.publish(len(shared), (*chain[len(shared) :], 0)[:size])
+    return ours, other
 
 
 def test_equal_beginnings_have_equal_names():
@@ -152,4 +158,5 @@ def test_percentiles_are_those_of_the_values():
     found = histogram.quantiles()
     for share, got in ((0.5, found.p50), (0.9, found.p90), (0.99, found.p99)):
         assert got == pytest.approx(values[int(share * 5000) - 1], rel=0.01)
-    assert (found.max, found.mean) == (values[-1], pytest.approx(sum(values) / 5000))
+    assert found.max == values[-1]
+    assert found.mean == pytest.approx(sum(values) / 5000)

@@ -106,15 +106,18 @@ def test_the_same_arguments_give_the_same_report_in_another_process():
         "from tests.unit.simulator.test_simulate import eventful; from simulator import simulate;"
         "print(simulate(*eventful()).as_json())"
     )
-    runs = set()
+    runs: set[str] = set()
     for seed in ("1", "2"):
         env = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONHASHSEED": seed}
-        done = subprocess.run([sys.executable, "-c", script], env=env, cwd=ROOT, capture_output=True, check=True)
+        done = subprocess.run(
+            [sys.executable, "-c", script], env=env, cwd=ROOT, capture_output=True, check=True, text=True
+        )
         runs.add(done.stdout)
-    assert len(runs) == 1
-    assert json.loads(runs.pop())["arrivals"] == 400
-    other = replace(eventful()[0], seed=2)
-    assert simulate(other, eventful()[1]).as_json() not in runs
+    (text,) = runs
+    assert json.loads(text)["arrivals"] == 400
+    scenario, arrivals = eventful()
+    assert simulate(replace(scenario, seed=2), arrivals).as_json() != text.strip()
+    assert simulate(scenario, arrivals).as_json() == text.strip()
 
 
 def eventful() -> tuple[Scenario, list[Arrival]]:
@@ -148,7 +151,7 @@ def test_workers_that_die_cost_time_and_no_request(mode):
 
 
 def test_kv_of_a_prompt_outlives_the_worker_it_was_for():
-    """Both decode workers die while it is on its way: it goes to the first that is back, and nothing is computed twice."""
+    """Both decode workers die while it moves: it goes to the first that is back, and nothing is computed twice."""
     network = Network(bytes_per_s=1e8, token_bytes=1e5)
     of = scene(1, 2, network=network, faults=(Death(0.5, "decode-0"), Death(0.5, "decode-1", back_after_s=1.0)))
     report = simulate(of, [Arrival(0.0, 1000, 5)])
@@ -181,7 +184,7 @@ def test_long_prompts_are_felt_by_those_who_decode_beside_them():
     apart = simulate(scene(2, 2, network=AT_ONCE), arrivals)
     together, finer = (simulate(colocated(4, chunk=chunk), arrivals) for chunk in (2048, 128))
     assert together.itl.p99 > 2 * apart.itl.p99
-    assert apart.itl.p99 < finer.itl.p99 < together.itl.p99
+    assert finer.itl.p99 < together.itl.p99 / 2
     assert finer.ttft.p99 > together.ttft.p99
 
 
