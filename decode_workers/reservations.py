@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from baton.engine.reservation import Reservation
     from kvtransfer.handoff import CommitState, Offer
 
+
 class State(enum.Enum):
     """How far a handoff got here."""
 

@@ -89,16 +89,14 @@ class DecodeRole:
         handoff = convert.handoff_from_pb(message.handoff)
         deadline = deadline_after(message.deadline_s, self._clock)
         deadline_after(message.resumable_s, self._clock, "resumable_s")  # its range is the same
-        refusal = refusal_of(message, handoff, self._info, self.reservations, self._sessions)
-        if refusal is not None:
+        if (refusal := refusal_of(message, handoff, self._info, self.reservations, self._sessions)) is not None:
             session.emit([refusal])
             return
         # All that the model can take may be known: the request has ended then, which remains to be said.
         room = min(message.known_tokens, self._info.max_model_len - 1)
         reservation = None if self.draining else self._engine.reserve(room, message.prefix)
         if reservation is None:
-            full = events.no_room(handoff, message.known_tokens)
-            session.emit([events.stopping(handoff) if self.draining else full])
+            session.emit([events.stopping(handoff) if self.draining else events.no_room(handoff, message.known_tokens)])
             return
         self._history.blocks("reserved", handoff, reservation, shared=len(reservation.shared))
         self.reservations.open(handoff, reservation, message.known_tokens, deadline)
@@ -120,8 +118,8 @@ class DecodeRole:
         mine = self._sessions.get(handoff) is session and handoff not in self._adopted
         reservation = self.reservations.take(handoff) if mine else None
         if reservation is None:
-            text = f"nothing is reserved for {handoff} here"
-            session.emit([events.refused(handoff, worker_pb2.REFUSAL_REASON_STALE, text)])
+            stale = worker_pb2.REFUSAL_REASON_STALE
+            session.emit([events.refused(handoff, stale, f"nothing is reserved for {handoff} here")])
             return
         self._history.blocks("let_go", handoff, reservation)
         reservation.release()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -81,14 +80,13 @@ def phase_of(report: dict[str, Any], side: str, rate: float, number: int, second
         sent=len(report["samples"]),
         seen=tuple(seen_of(sample) for sample in report["samples"] if not sample["error"]),
         generator_cpu=report["generator"]["cpu_share"],
-        late_s=report["generator"]["late_ms"]["p99"] / 1e3,
+        late_s=report["generator"]["late_p99_s"],
     )
 
 
 def seen_of(sample: dict[str, Any]) -> Seen:
     """Gaps are between messages: what their reader waits."""
-    times: list[float] = sample["times"]
-    return Seen(sample["prompt_tokens"], times[0] - sample["start"], tuple(b - a for a, b in pairwise(times)))
+    return Seen(sample["prompt_tokens"], sample["ttft_s"], tuple(sample["gaps_s"]))
 
 
 def best_goodput(phases: Iterable[Phase], slo: Slo) -> float:

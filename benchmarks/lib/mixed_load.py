@@ -39,7 +39,7 @@ def arrivals(rate: float, seconds: float, seed: int) -> Iterator[tuple[float, Ki
 def write_trace(path: Path, rate: float, seconds: float, seed: int) -> int:
     """As `baton bench --trace` reads it. Returns how many requests there are."""
     rows = [
-        {"at_s": round(at, 6), "prompt_tokens": kind.prompt_tokens, "max_tokens": kind.max_tokens}
+        {"timestamp": round(at * 1e3, 3), "prompt_tokens": kind.prompt_tokens, "max_tokens": kind.max_tokens}
         for at, kind in arrivals(rate, seconds, seed)
     ]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
