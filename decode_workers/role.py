@@ -47,9 +47,7 @@ class DecodeRole:
     """Handoffs arrive through `reservations`; from their commit on they are sequences of the engine."""
 
     def __init__(self, info: WorkerInfo, engine: Engine, loop: EngineLoop, records: OwnershipLog, clock: Clock) -> None:
-        self._info = info
-        self._engine = engine
-        self._loop = loop
+        self._info, self._engine, self._loop = info, engine, loop
         self._records, self._clock = records, clock
         self._history = engine.pool.history
         self._sessions: dict[HandoffId, Owner] = {}
