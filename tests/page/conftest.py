@@ -1,4 +1,4 @@
-"""A browser for the session, and pages of a router whose scripted workers run in a thread beside it.
+"""A browser for each module, and pages of a router whose scripted workers run in a thread beside it.
 
 Whatever a page does: it asks no other host for anything, and it breaks nowhere.
 """
@@ -41,8 +41,9 @@ class Beside:
         self._loop.close()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def browser():
+    """Not longer than its module: Playwright's loop runs in this thread, and other tests have their own."""
     path = executable()
     if path is None:
         pytest.skip("no Chromium here: none on PATH, and BATON_CHROMIUM names none")
