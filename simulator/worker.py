@@ -10,9 +10,10 @@ from baton.core import Incarnation, KVLayout, Role, WorkerInfo, WorkerRef
 from baton.ledger.prefix_map import Change, Holder
 from baton.load import Channel, Load
 from simulator.blocks import told
-from simulator.engine import Engine, Row
+from simulator.engine import Engine
 from simulator.links import Way
 from simulator.router import SimLink
+from simulator.rows import Row
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -137,10 +138,10 @@ class Worker:
             queued_tokens=engine.queued_tokens,
             blocks=engine.pool.counts(),
             channels=self._channels,
-            prefill_pace=engine.prefill_pace,
-            decode_pace=engine.decode_pace,
-            joint_pace=engine.joint_pace,
-            beside_pace=engine.beside_pace,
+            prefill_pace=engine.paces.prefill,
+            decode_pace=engine.paces.decode,
+            joint_pace=engine.paces.joint,
+            beside_pace=engine.paces.beside,
         )
 
     @property

@@ -10,7 +10,7 @@ from baton.errors import HandoffError
 from baton.history import History
 from decode_workers.reservations import Reservations, State
 from kvtransfer.handoff import CommitState
-from simulator.engine import Row
+from simulator.rows import Row
 from simulator.worker import FINGERPRINT, Worker
 
 if TYPE_CHECKING:

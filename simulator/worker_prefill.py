@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 from baton.core import Role
 from baton.errors import HandoffError
 from kvtransfer.handoff import Offer
-from simulator.engine import Row
 from simulator.links import Flow
+from simulator.rows import Row
 from simulator.worker import FINGERPRINT, Worker
 
 if TYPE_CHECKING:
