@@ -115,8 +115,9 @@ def test_a_program_ends_with_its_figures_and_fills_its_section(tmp_path, monkeyp
     page.write_text("before <!-- router:begin --> old <!-- router:end --> after")
     monkeypatch.setattr(report, "ROOT", tmp_path)
     for write in (False, True):
-        report.finish("router", ["--quick", "a b"], 1.25, "a table", {"x": 1.5}, write_docs=write)
-        assert capsys.readouterr().out.splitlines() == ["a table", '{"benchmark": "router", "figures": {"x": 1.5}}']
+        report.finish("router", ["--quick", "a b"], 1.25, "a table", {"x": None}, {"y": 1.5}, write_docs=write)
+        told = '{"benchmark": "router", "ratios": {"x": null}, "figures": {"y": 1.5}}'
+        assert capsys.readouterr().out.splitlines() == ["a table", told]
         assert ("old" in page.read_text()) == (not write)
     text = page.read_text()
     assert "\n- command: python benchmarks/router.py --quick 'a b'\n- load at the start: 1.2\n- processor: " in text
