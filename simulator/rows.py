@@ -1,4 +1,4 @@
-"""Rows that decode on a simulated worker: steps count for all at once, and a row is brought up to date when it matters."""
+"""Rows that decode on a simulated worker: steps count for all at once, a row is brought up to date when it matters."""
 
 from __future__ import annotations
 
