@@ -19,7 +19,7 @@ from simulator.blocks import CountedPool
 from simulator.gaps import Gaps
 from simulator.listener import Listener
 from simulator.paces import Paces
-from simulator.rows import Row, Rows
+from simulator.rows import Row, Rows, row_of
 from simulator.stretch import Stretch
 
 if TYPE_CHECKING:
@@ -163,14 +163,7 @@ class Engine:
         most = self.rows.next_end() - self.rows.steps
         if self._spread:
             most = min(most, _NOISY_STEPS)
-        room = self.pool.available
-        if self.rows.growth(most) <= room:
-            return most
-        least = 0
-        while most - least > 1:  # there is room for `least`, and none for `most`
-            middle = (least + most) // 2
-            least, most = (middle, most) if self.rows.growth(middle) <= room else (least, middle)
-        return least
+        return self.rows.have_room(most)
 
     def _stretch_out(self, steps: int) -> None:
         rows, context, seconds = len(self.rows), self.rows.context, self._cost.seconds
@@ -238,7 +231,7 @@ class Engine:
         seconds = self._cost.seconds(prompts, context, decodes, beside) * self.factor * self._noise()
         for item in work:
             if item.sequence not in rows:
-                self.listener.chunk(_row(item), item.count, seconds)
+                self.listener.chunk(row_of(item), item.count, seconds)
         if stalled:
             self.rows.stall(work, self.kernel.now)
         self._stuck = not prompts and bool(self.scheduler.waiting) and not plan.preempted and self._orderly()
@@ -265,7 +258,7 @@ class Engine:
         self.scheduler.advance(work)
         self.rows.step()
         for item in work:
-            row = _row(item)
+            row = row_of(item)
             if row in self.rows:
                 row.known += 1
                 row.synced = self.rows.steps
@@ -305,9 +298,3 @@ class Engine:
         self.scheduler.remove(row)
         self.scheduler.let_go(row)
         self.listener.finished(row)
-
-
-def _row(item: Work) -> Row:
-    row = item.sequence
-    assert isinstance(row, Row)
-    return row

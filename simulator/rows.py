@@ -1,4 +1,4 @@
-"""Rows that decode on a simulated worker: steps count for all at once, a row is brought up to date when it matters."""
+"""Rows that decode: steps are counted for all at once, and a row is brought up to date when it matters."""
 
 from __future__ import annotations
 
@@ -71,6 +71,16 @@ class Rows:
             end, _, row = heapq.heappop(self._ends)
             if row in self._rows and row.end == end:
                 yield row
+
+    def have_room(self, most: int) -> int:
+        """For how many of the next `most` steps there are blocks."""
+        room, least = self._pool.available, 0
+        if self.growth(most) <= room:
+            return most
+        while most - least > 1:  # there is room for `least`, and none for `most`
+            middle = (least + most) // 2
+            least, most = (middle, most) if self.growth(middle) <= room else (least, middle)
+        return least
 
     def step(self) -> None:
         """One step is done, as the scheduler planned it."""
@@ -174,3 +184,10 @@ class Rows:
         self._scheduler.advance([Work(row, count)])
         row.known += count
         row.synced = self.steps
+
+
+def row_of(item: Work) -> Row:
+    """Whose work that is."""
+    row = item.sequence
+    assert isinstance(row, Row)
+    return row
