@@ -67,10 +67,10 @@ class Lab:
 
     def __init__(self, model: Path, seconds: float) -> None:
         self.phases: list[Phase] = []
-        self._model, self._seconds = model, seconds
+        self.model, self._seconds = model, seconds
 
     def alone(self) -> Slo:
-        with running(Side(SPLIT), self._model, ITL_GUESS_S) as state:
+        with running(Side(SPLIT), self.model, ITL_GUESS_S) as state:
             warm_up(state)
             return usual(state)
 
@@ -78,7 +78,7 @@ class Lab:
         """Each side at each rate, in a random order each round. All clusters are up meanwhile, and idle but for one."""
         found, order = [], random.Random(rounds.start)
         with contextlib.ExitStack() as stack:
-            states = {side.name: stack.enter_context(running(side, self._model, itl_s)) for side in sides}
+            states = {side.name: stack.enter_context(running(side, self.model, itl_s)) for side in sides}
             for state in states.values():
                 warm_up(state)
             for number, rate in [(number, rate) for number in rounds for rate in order.sample(rates, len(rates))]:

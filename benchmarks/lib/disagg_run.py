@@ -90,6 +90,15 @@ def warm_up(state: ClusterState) -> None:
         closed(state, kind.prompt_tokens, kind.max_tokens, WARM_UP // len(KINDS))
 
 
+def profiled(state: ClusterState, out: Path, seconds: float) -> Path:
+    """`baton profile --live` of it, in a process of its own."""
+    where = ["--target", state.grpc, "--admin", state.admin]
+    argv = [sys.executable, "-m", "baton", "profile", "--live", str(out), "--seconds", str(seconds), *where]
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    subprocess.run(argv, env=env, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+    return out
+
+
 def _bench(state: ClusterState, options: list[str]) -> dict[str, Any]:
     """`baton bench` in a process of its own."""
     with tempfile.TemporaryDirectory(prefix="baton-disagg-") as folder:

@@ -1,0 +1,124 @@
+"""The figures of benchmarks/disaggregation.py and benchmarks/simulator.py, from what clients saw."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from baton.workload import read_trace
+from benchmarks import disaggregation, simulator
+from benchmarks.lib.disagg_figures import Phase, Seen, Slo, best_goodput, phase_of, quantile
+from benchmarks.lib.disagg_plot import plot
+from benchmarks.lib.disagg_run import SPLIT, Side, colocated
+from benchmarks.lib.mixed_load import DOCUMENT, STREAM, arrivals, write_trace
+from simulator.profile import Layout, Line, Link, Piece, Profile
+
+SLO = Slo(1.0, 0.05)
+
+
+def seen(ttft_s: float, *gaps_s: float) -> Seen:
+    return Seen(64, ttft_s, gaps_s)
+
+
+def phase(side: str, rate: float = 2.0, number: int = 1, answers: tuple[Seen, ...] = (), sent: int = 0) -> Phase:
+    return Phase(side, rate, number, 10.0, sent or len(answers), answers, 0.1, 0.001)
+
+
+def test_a_request_is_good_if_its_own_p99_gap_is():
+    slow_once = [0.01] * 99 + [1.0]
+    assert seen(0.5, *slow_once).good(SLO)
+    assert not seen(0.5, *slow_once, 1.0).good(SLO)
+    assert not seen(1.1, 0.01).good(SLO)
+    assert seen(1.0).good(SLO)
+
+
+def test_quantiles_are_values_that_were_seen():
+    assert [quantile([3.0, 1.0, 2.0], share) for share in (0.0, 0.5, 0.99)] == [1.0, 2.0, 3.0]
+    assert math.isnan(quantile([], 0.5))
+
+
+def test_goodput_is_the_best_rate_on_average_over_rounds():
+    good, bad = seen(0.1, 0.01), seen(0.1, 0.1)
+    phases = [
+        phase(SPLIT, 1.0, 1, (good,) * 10),
+        phase(SPLIT, 2.0, 1, (good,) * 20),
+        phase(SPLIT, 2.0, 2, (good,) * 10 + (bad,) * 10),
+        phase(SPLIT, 4.0, 1, (bad,) * 40),
+    ]
+    assert best_goodput(phases, SLO) == pytest.approx(1.5)
+    assert phases[2].attainment(SLO) == 0.5
+
+
+def test_what_failed_counts_against_attainment_and_nowhere_else():
+    sample = {"error": "", "prompt_tokens": 64, "ttft_s": 0.2, "gaps_s": [0.01, 0.02]}
+    report = {
+        "samples": [sample, {**sample, "error": "Overloaded", "ttft_s": None}],
+        "generator": {"cpu_share": 0.2, "late_p99_s": 0.003},
+    }
+    found = phase_of(report, SPLIT, 2.0, 1, 10.0)
+    assert (found.sent, found.seen, found.attainment(SLO)) == (2, (seen(0.2, 0.01, 0.02),), 0.5)
+    assert (found.generator_cpu, found.late_s) == (0.2, 0.003)
+
+
+def test_ratios_are_above_one_where_splitting_is_better():
+    better, worse = (seen(0.1, 0.01),) * 20, (seen(0.2, 0.08),) * 10 + (seen(0.2, 0.01),) * 10
+    phases = [
+        one
+        for number in (1, 2)
+        for one in (phase(SPLIT, 2.0, number, better), phase("colocated-64", 2.0, number, worse))
+    ]
+    found = disaggregation.ratios(phases, "colocated-64", 2.0, SLO)
+    assert found == pytest.approx({"itl_p99_ratio": 8.0, "goodput_ratio": 2.0, "ttft_p50_ratio": 2.0})
+    sides = [Side(SPLIT), colocated(64)]
+    text = disaggregation.regions(phases, sides, Slo(0.1, 0.01))
+    assert [line.split("|")[-2].strip() for line in text.splitlines()[2:]] == ["2.00"] * 5 + ["1.00"] * 2
+
+
+def test_the_best_chunk_is_that_of_most_goodput():
+    phases = [
+        phase("colocated-64", answers=(seen(0.1, 0.01),) * 5),
+        phase("colocated-256", answers=(seen(0.1, 0.02),) * 6),
+    ]
+    assert disaggregation.best_chunk(phases, [64, 256], SLO) == 256
+    assert disaggregation.best_chunk(phases, [64, 256], Slo(1.0, 0.015)) == 64
+
+
+def test_all_sides_get_the_same_load(tmp_path):
+    first = list(arrivals(4.0, 30.0, seed=1))
+    assert first == list(arrivals(4.0, 30.0, seed=1)) != list(arrivals(4.0, 30.0, seed=2))
+    assert len(first) / 30 == pytest.approx(4.0, rel=0.4)
+    assert {kind for _, kind in first} == {STREAM, DOCUMENT}
+    write_trace(tmp_path / "trace.jsonl", 4.0, 30.0, seed=1)
+    read = read_trace(tmp_path / "trace.jsonl").arrivals
+    assert [one.prompt_tokens for one in read] == [kind.prompt_tokens for _, kind in first]
+    assert read[-1].at_s == pytest.approx(first[-1][0] - first[0][0], abs=1e-5)
+
+
+def test_a_picture(tmp_path):
+    phases = [phase(side, rate, 1, (seen(0.1, 0.01),) * 4) for side in (SPLIT, "colocated-64") for rate in (1.0, 2.0)]
+    assert plot(phases, SLO, tmp_path / "found.svg")
+    assert "<svg" in (tmp_path / "found.svg").read_text()
+
+
+def a_profile() -> Profile:
+    decode = (Piece(step_s=0.004, token_s=1e-4, context_s=0.0),)
+    prompt = Line(step_s=0.004, token_s=1e-4, context_s=0.0)
+    layout = Layout(tensor_parallel=1, kv_tokens=100_000, prompt=prompt, decode=decode)
+    link = Link(bytes_per_s=1e9)
+    return Profile(
+        name="toy", model="", hardware="", source="a test", token_bytes=1e4, layers=4, link=link, layouts=(layout,)
+    )
+
+
+@pytest.mark.parametrize("side", [Side(SPLIT), colocated(128)], ids=str)
+def test_the_simulator_gets_the_very_load_of_a_phase(side):
+    was = phase(side.name, 4.0, 3)
+    report = simulator.predict(a_profile(), side, was, SLO)
+    load = [kind for _, kind in arrivals(4.0, 10.0, 3)]
+    assert report.completed == report.arrivals == len(load)
+    assert report.output_tokens == sum(kind.max_tokens for kind in load)
+    found = simulator.simulated(a_profile(), side, [was], SLO)
+    assert found["ttft_p50"] == report.ttft.p50 > 0.004
+    compared = simulator.Compared(side.name, 4.0, {**found, "goodput": found["goodput"] * 2}, found)
+    assert [compared.error(figure) for figure in simulator.FIGURES] == pytest.approx([0, 0, 0, 0, 0.5])
