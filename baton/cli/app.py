@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -21,6 +22,7 @@ from baton.cli.options import (
     ModelName,
     Seed,
     Sets,
+    Stay,
     Target,
     Temperature,
     ThinkWhileDecoding,
@@ -182,14 +184,14 @@ def certs(
 
 
 @app.command()
-def demo(config: ConfigFile = LOCAL, sets: Sets = None) -> None:
-    """Start a cluster on free ports, answer two prompts, show which worker did what, stop."""
+def demo(config: ConfigFile = LOCAL, sets: Sets = None, stay: Stay = None) -> None:
+    """Start a cluster on free ports, answer two prompts, show which worker did what, and its live page."""
     from baton.cluster.stop import stop_on_signals
 
     stop = stop_on_signals()
     from baton.cli import demo as command
 
-    command.demo(config, sets or [], stop)
+    command.demo(config, sets or [], stop, stay=sys.stdout.isatty() if stay is None else stay)
 
 
 @app.command()

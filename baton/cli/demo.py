@@ -1,4 +1,4 @@
-"""`baton demo`: a whole cluster on free ports, two prompts, and who did what."""
+"""`baton demo`: a whole cluster on free ports, two prompts, who did what, and on a terminal a page to look at."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from pathlib import Path
 import typer
 
 from baton.cli.access import Reach, reach_of
+from baton.cli.demo_flow import flow
 from baton.cli.generate import latency, placed
 from baton.cli.up import run_cluster
 from baton.client import Client
@@ -31,15 +32,18 @@ FREE_PORTS = (
     "router.grpc=127.0.0.1:0",
     "router.admin=127.0.0.1:0",
     "router.metrics=127.0.0.1:0",
-    "router.http=null",
     "router.local_prefill=never",  # what it shows is the handoff
 )
 
 
-def demo(file: Path, sets: Sequence[str], stop: Stop) -> None:
-    """Run it; the cluster lives in a temporary folder and is gone afterwards. Raises BatonError when a part fails."""
+def demo(file: Path, sets: Sequence[str], stop: Stop, *, stay: bool) -> None:
+    """Run it; the cluster lives in a temporary folder and is gone afterwards. Raises BatonError when a part fails.
+
+    `stay`: with a live page and requests to see there, until `stop`.
+    """
     configure_logging("warning", "auto")
-    config = load_config(file, [*FREE_PORTS, *sets], os.environ)
+    http = "router.http=127.0.0.1:0" if stay else "router.http=null"
+    config = load_config(file, [*FREE_PORTS, http, *sets], os.environ)
     started = time.monotonic()
     asking: list[Future[None]] = []
     reach = reach_of(config)
@@ -52,7 +56,7 @@ def demo(file: Path, sets: Sequence[str], stop: Stop) -> None:
 
     def ready(state: ClusterState) -> None:
         typer.echo(f"ready after {time.monotonic() - started:.1f} s\n")
-        asking.append(asker.submit(_ask, state, reach, stop))
+        asking.append(asker.submit(_ask, state, reach, stop, stay=stay))
 
     with ThreadPoolExecutor(1) as asker, tempfile.TemporaryDirectory(prefix="baton-demo-") as home:
         run_cluster(config, stop, ready, Path(home))
@@ -60,7 +64,7 @@ def demo(file: Path, sets: Sequence[str], stop: Stop) -> None:
         answered.result()
 
 
-def _ask(state: ClusterState, reach: Reach, stop: Stop) -> None:
+def _ask(state: ClusterState, reach: Reach, stop: Stop, *, stay: bool) -> None:
     try:
         with Client(
             from_here(state.grpc), admin=from_here(state.admin), timeout=30.0, token=reach.token, tls=reach.wire
@@ -68,6 +72,8 @@ def _ask(state: ClusterState, reach: Reach, stop: Stop) -> None:
             for prompt in PROMPTS:
                 _show(prompt, client)
             _roles(client)
+        if stay:
+            flow(state, reach, stop)
     except BatonError:
         stop.check()  # no fault of the cluster, if it was told to end
         raise

@@ -47,3 +47,10 @@ WorkerId = Annotated[
 ]
 RouterIndex = Annotated[int, typer.Option("--index", min=0, help="the router's number, of router.replicas")]
 Log = Annotated[Path | None, typer.Option("--log", help="write output to the end of this file")]
+Stay = Annotated[
+    bool | None,
+    typer.Option(
+        "--stay/--no-stay",
+        help="serve the live page, with requests to see there, until Ctrl-C (default: on a terminal)",
+    ),
+]

@@ -1,0 +1,42 @@
+"""What a newcomer sees: `baton demo` on a terminal, its page, requests there, Ctrl-C."""
+
+from __future__ import annotations
+
+import json
+import signal
+import urllib.request
+
+import pytest
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+
+ENOUGH = 5  # requests, beside the two prompts
+
+
+def finished_of(address: str):
+    """How many requests the page's own source says have ended, again and again."""
+    with urllib.request.urlopen(f"{address}live?interval_s=0.1", timeout=30) as stream:
+        for line in stream:
+            if line.startswith(b"data:"):
+                yield int(json.loads(line[5:])["status"]["finished"])
+
+
+def test_requests_flow_on_its_page_until_it_is_told_to_stop(home):
+    demo = home.start("demo", "-c", "configs/no-ray.yaml", "--stay")
+    try:
+        said = []
+        for line in iter(demo.stdout.readline, ""):
+            said.append(line)
+            if line.startswith("the live page: "):
+                break
+        assert "can vary widely" in "".join(said), said
+        address = said[-1].split()[3]
+        with urllib.request.urlopen(address, timeout=30) as page:
+            assert b"<title>" in page.read()
+        assert any(count >= 2 + ENOUGH for count in finished_of(address))
+        demo.send_signal(signal.SIGINT)
+        rest, _ = demo.communicate(timeout=60)
+    finally:
+        demo.kill()
+        demo.wait()
+    assert demo.returncode == 0, rest
