@@ -17,7 +17,6 @@ from tests.e2e.failures_load import Load, draw_jobs
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 CHUNK = 48
 SETS = (
-    "mode=colocated",
     f"decode.max_batched_tokens={CHUNK}",
     "model.path=oracle",
     "model.max_model_len=2048",
@@ -30,8 +29,8 @@ ANSWER: dict[str, Any] = {"ignore_eos": True, "temperature": 0.8, "seed": 7}
 
 @pytest.fixture(scope="module")
 def cluster(module_home):
-    """Of a file that says nothing of it."""
-    with module_home.cluster("configs/no-ray.yaml", *SETS) as running:
+    """Of the file that is made for it."""
+    with module_home.cluster("configs/colocated.yaml", *SETS) as running:
         yield running
 
 
