@@ -68,7 +68,7 @@ class Admin(AdminServicer):
         async with _told(context), aclosing(self.live.watch(request.interval_s)) as views:
             async for view, happenings in views:
                 shown = admin_pb2.Live(happenings=happenings)
-                shown.MergeFrom(view.live)
+                shown.MergeFrom(view)
                 yield shown
 
     async def Trace(self, request: admin_pb2.TraceRequest, context: Context) -> admin_pb2.TraceReply:

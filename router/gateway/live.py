@@ -123,7 +123,7 @@ class LivePaths:
         """In a thread: with thousands of workers it takes a while."""
         assert self._shown is not None
         view = await self._shown.live.views.get()
-        return await asyncio.to_thread(lambda: orjson.dumps(_dict(view.live)))
+        return await asyncio.to_thread(lambda: orjson.dumps(_dict(view)))
 
 
 class _Events(Response):

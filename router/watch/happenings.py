@@ -26,7 +26,7 @@ class Happenings:
         self._clock = clock
         self._kept: deque[admin_pb2.Happening] = deque(maxlen=KEPT)
         self._pending: dict[tuple[str, str, str], _Pending] = {}
-        self._number = 0
+        self.last = 0  # the number of the latest
 
     def add(self, kind: str, text: str, request_id: str = "", worker_id: str = "", at: float | None = None) -> None:
         """`kind` as in `Happening`; `text` never has anything of a prompt or an answer in it. `at`: Unix time."""
@@ -38,16 +38,16 @@ class Happenings:
             self._pending[kind, text, worker_id] = _Pending(at, request_id)
 
     def settle(self) -> int:
-        """Number what has come; returns the last number."""
+        """Number what has come; returns the last number. To be called each second, whether or not anybody looks."""
         for (kind, what, worker_id), one in self._pending.items():
             once = one.times == 1
             text, request_id = (what, one.request_id) if once else (f"{what} ({one.times} times)", "")
             told = admin_pb2.Happening(time_s=one.at, kind=kind, text=text, request_id=request_id, worker_id=worker_id)
             self._kept.append(told)
-            self._number += 1
+            self.last += 1
         self._pending.clear()
-        return self._number
+        return self.last
 
     def since(self, number: int) -> list[admin_pb2.Happening]:
         """Those after this number that are still known, oldest first."""
-        return list(islice(self._kept, max(0, len(self._kept) - (self._number - number)), None))
+        return list(islice(self._kept, max(0, len(self._kept) - (self.last - number)), None))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import suppress
-from dataclasses import dataclass
 from heapq import nlargest
 
 from baton.errors import InvalidRequest, Overloaded
@@ -25,16 +24,11 @@ _RETRY_S = 10.0
 _UNPLACED = (Stage.QUEUE, Stage.ROUTE)
 
 
-@dataclass(frozen=True, slots=True)
-class View:
-    """Shared by all who watch, and never changed. `last`: the number of the latest happening."""
-
-    live: admin_pb2.Live  # without happenings
-    last: int
-
-
 class Live:
-    """One per router. A watcher asks when it is ready for more, so a slow one misses views and holds up nobody."""
+    """One per router. A watcher asks when it is ready for more, so a slow one misses views and holds up nobody.
+
+    `views`, which have no happenings, are shared by all who watch, and never changed.
+    """
 
     def __init__(self, floor: Floor, overview: Overview) -> None:
         self._floor = floor
@@ -48,13 +42,14 @@ class Live:
         """See who comes and goes, whether or not anybody watches; for ever."""
         while True:
             self._floor.seen.look(self._floor.pool.links)
+            self._floor.seen.happenings.settle()
             await asyncio.sleep(_LOOK_S)
 
     def close(self) -> None:
         """Whoever watches is through."""
         self._closed.set()
 
-    async def watch(self, interval_s: float) -> AsyncGenerator[tuple[View, list[admin_pb2.Happening]], None]:
+    async def watch(self, interval_s: float) -> AsyncGenerator[tuple[admin_pb2.Live, list[admin_pb2.Happening]], None]:
         """A view every `interval_s` (0: 1), with what happened since the one before, until `close`.
 
         Raises InvalidRequest for an interval out of range, and Overloaded when too many watch.
@@ -66,30 +61,30 @@ class Live:
             raise Overloaded(f"{MAX_WATCHERS} watch this router already, no more may", _RETRY_S)
         self._watchers += 1
         try:
-            known = 0
+            known, happenings = 0, self._floor.seen.happenings
             while not self._closed.is_set():
                 view = await self.views.get()
-                yield view, self._floor.seen.happenings.since(known)
-                known = view.last
+                before, known = known, happenings.last
+                yield view, happenings.since(before)
                 with suppress(TimeoutError):
                     await asyncio.wait_for(self._closed.wait(), interval_s)
         finally:
             self._watchers -= 1
 
-    async def _make(self) -> View:
+    async def _make(self) -> admin_pb2.Live:
         floor, seen = self._floor, self._floor.seen
         status = await self._overview.status()
         seen.look(floor.pool.links)
         self._tell_decisions()
         newest = nlargest(MAX_SHOWN_REQUESTS, floor.running, key=lambda call: call.arrival)
-        live = admin_pb2.Live(
+        seen.happenings.settle()
+        return admin_pb2.Live(
             time_s=floor.clock.wall(),
             status=status,
             requests=[_shown(call, life) for call in newest for life in call.lives][:MAX_SHOWN_REQUESTS],
             window=seen.recent.window(),
             lately=seen.recent.window(_LATELY_S),
         )
-        return View(live, seen.happenings.settle())
 
     def _tell_decisions(self) -> None:
         control = self._overview.control

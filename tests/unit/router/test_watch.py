@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import random
 from types import SimpleNamespace
@@ -103,6 +104,19 @@ def test_happenings_are_bounded(clock):
     assert happenings.settle() == 2 * KEPT
     assert len(happenings.since(0)) == KEPT == len(happenings.since(10))
     assert happenings.since(2 * KEPT - 1)[0].text == f"in another way {KEPT - 1}"
+
+
+async def test_the_latest_happenings_are_known_though_nobody_has_watched(clock, monkeypatch):
+    monkeypatch.setattr("router.watch.live._LOOK_S", 0)
+    floor: Any = SimpleNamespace(seen=(seen := Seen(clock)), clock=clock, pool=SimpleNamespace(links=[]))
+    looking = asyncio.create_task(Live(floor, SimpleNamespace()).run())  # type: ignore[arg-type]
+    for when in ("early", "late"):
+        for number in range(KEPT):
+            seen.happenings.add("failed", f"{when} {number}")
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+    looking.cancel()
+    assert [one.text for one in seen.happenings.since(0)] == [f"late {number}" for number in range(KEPT)]
 
 
 async def test_a_decision_is_told_once_and_without_the_end_of_a_log(clock):
