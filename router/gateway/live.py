@@ -65,7 +65,7 @@ class LivePaths:
     def __init__(self, shown: Shown | None, stall_s: float) -> None:
         self._shown, self._stall_s = shown, stall_s
         self._files = {file.name: file.read_bytes() for file in (files("router.gateway") / "page").iterdir()}
-        self._text = None if shown is None else Shared(self._encode, SystemClock())
+        self._text = None if shown is None else Shared(shown.live.views.get, self._encode, SystemClock())
 
     def routes(self) -> list[Route]:
         """Of this gateway."""

@@ -33,7 +33,7 @@ class Live:
     def __init__(self, floor: Floor, overview: Overview) -> None:
         self._floor = floor
         self._overview = overview
-        self.views = Shared(self._make, floor.clock)
+        self.views = Shared(overview.look, self._make, floor.clock)
         self._decided = 0.0  # when the controller decided what was told last
         self._watchers = 0
         self._closed = asyncio.Event()
@@ -73,7 +73,7 @@ class Live:
 
     async def _make(self) -> admin_pb2.Live:
         floor, seen = self._floor, self._floor.seen
-        status = await self._overview.status()
+        status = self._overview.known()
         seen.look(floor.pool.links)
         self._tell_decisions()
         newest = nlargest(MAX_SHOWN_REQUESTS, floor.running, key=lambda call: call.arrival)

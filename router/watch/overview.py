@@ -25,8 +25,12 @@ class Overview:
 
     async def status(self) -> admin_pb2.StatusReply:
         """Taken now, and `control` with it."""
+        await self.look()
+        return self.known()
+
+    def known(self) -> admin_pb2.StatusReply:
+        """Taken now, but for `control`."""
         floor, settings = self._floor, self._floor.settings
-        await self._look()
         ended = {outcome: floor.outcomes[outcome] for outcome in ("finished", "cancelled", "failed", "refused")}
         return admin_pb2.StatusReply(
             name=settings.name,
@@ -48,7 +52,8 @@ class Overview:
             **ended,
         )
 
-    async def _look(self) -> None:
+    async def look(self) -> None:
+        """What the controller says: a round trip to Redis, or as long as that may take when it is silent."""
         try:
             self.control = await self._board.control() if self._board else None
         except LedgerError as error:

@@ -15,10 +15,12 @@ _SHARE = 20  # it is shown for so many times as long as it took: thousands of wo
 
 
 class Shared(Generic[T]):
-    """What `make` gave last, until that is too old."""
+    """What `make` gave last, until that is too old. `first` is awaited before: what others take is no work of ours, and
+    a Redis that is silent must not make old what is shown.
+    """
 
-    def __init__(self, make: Callable[[], Awaitable[T]], clock: Clock) -> None:
-        self._make, self._clock = make, clock
+    def __init__(self, first: Callable[[], Awaitable[object]], make: Callable[[], Awaitable[T]], clock: Clock) -> None:
+        self._first, self._make, self._clock = first, make, clock
         self._lock = asyncio.Lock()
         self._made: list[T] = []
         self._until = 0.0
@@ -26,8 +28,9 @@ class Shared(Generic[T]):
     async def get(self) -> T:
         """Raises what `make` raises."""
         async with self._lock:
-            begun = self._clock.monotonic()
-            if not self._made or begun >= self._until:
+            if not self._made or self._clock.monotonic() >= self._until:
+                await self._first()
+                begun = self._clock.monotonic()
                 self._made = [await self._make()]
                 took_s = self._clock.monotonic() - begun
                 self._until = begun + max(_FRESH_S, _SHARE * took_s)

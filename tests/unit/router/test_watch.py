@@ -15,6 +15,7 @@ from router.watch.happenings import KEPT, Happenings
 from router.watch.live import Live
 from router.watch.recent import Recent
 from router.watch.seen import Seen
+from router.watch.shared import Shared
 
 
 @pytest.fixture
@@ -109,7 +110,8 @@ def test_happenings_are_bounded(clock):
 async def test_the_latest_happenings_are_known_though_nobody_has_watched(clock, monkeypatch):
     monkeypatch.setattr("router.watch.live._LOOK_S", 0)
     floor: Any = SimpleNamespace(seen=(seen := Seen(clock)), clock=clock, pool=SimpleNamespace(links=[]))
-    looking = asyncio.create_task(Live(floor, SimpleNamespace()).run())  # type: ignore[arg-type]
+    overview: Any = SimpleNamespace(look=None)
+    looking = asyncio.create_task(Live(floor, overview).run())
     for when in ("early", "late"):
         for number in range(KEPT):
             seen.happenings.add("failed", f"{when} {number}")
@@ -119,10 +121,32 @@ async def test_the_latest_happenings_are_known_though_nobody_has_watched(clock, 
     assert [one.text for one in seen.happenings.since(0)] == [f"late {number}" for number in range(KEPT)]
 
 
+@pytest.mark.parametrize(("waits_s", "works_s", "shown_s"), [(2, 0, 0.09), (0, 0.5, 10), (2, 0.5, 10)])
+async def test_a_view_is_shown_for_as_long_as_its_making_is_worth_not_as_redis_is_silent(
+    clock, waits_s, works_s, shown_s
+):
+    made = []
+
+    async def wait():
+        clock.advance(waits_s)
+
+    async def make():
+        clock.advance(works_s)
+        made.append(clock.monotonic() - works_s)
+        return len(made)
+
+    shared = Shared(wait, make, clock)
+    assert await shared.get() == 1
+    clock.advance(made[0] + shown_s - 0.001 - clock.monotonic())
+    assert await shared.get() == 1
+    clock.advance(0.002)
+    assert await shared.get() == 2
+
+
 async def test_a_decision_is_told_once_and_without_the_end_of_a_log(clock):
     said = ["started", 'ended:\n{"event": "loaded"}']
     decisions = [SimpleNamespace(at=float(at), kind="replace", text=text) for at, text in enumerate(said, 1)]
-    overview: Any = SimpleNamespace(control=SimpleNamespace(decisions=decisions))
+    overview: Any = SimpleNamespace(look=None, control=SimpleNamespace(decisions=decisions))
     floor: Any = SimpleNamespace(seen=(seen := Seen(clock)), clock=clock)
     live = Live(floor, overview)
     for _ in range(2):
