@@ -165,8 +165,16 @@ def _own_page(request: Request) -> None:
     server = request.scope.get("server")
     if server is None or not _is_loopback(server[0]):
         return
-    if not _is_loopback(urlsplit(f"//{request.headers.get('host', '')}").hostname or ""):
+    if not _is_loopback(_host(request)):
         raise HttpError(403, "wrong_host", "without tokens this is shown under a name of this machine only: localhost")
+
+
+def _host(request: Request) -> str:
+    """The name that was asked for; "": none that can be one."""
+    try:
+        return urlsplit(f"//{request.headers.get('host', '')}").hostname or ""
+    except ValueError:
+        return ""
 
 
 def _is_loopback(host: str) -> bool:

@@ -135,7 +135,7 @@ async def test_names_of_this_machine(cluster, host):
 
 
 @pytest.mark.parametrize(
-    "host", ["evil.example:8000", "localhost.evil.example", "10.0.0.1", "", "127.0.0.1.evil.example"]
+    "host", ["evil.example:8000", "localhost.evil.example", "10.0.0.1", "", "127.0.0.1.evil.example", "[", "[localhost]"]
 )
 async def test_a_name_that_was_made_to_lead_here(cluster, host):
     status, _, error = await get(cluster, "/live", host)
