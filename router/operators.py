@@ -79,9 +79,12 @@ class Admin(AdminServicer):
         return found
 
     def trace_of(self, request_id: str) -> admin_pb2.TraceReply | None:
-        """Of a request that runs, or was one of the last; "": of the one that ended last. None: it is not known."""
-        running = (call.trace for call in self._floor.running if call.trace.request_id == request_id)
-        found = next(running, None) or self._floor.traces.find(request_id)
+        """Of a request that runs, or was one of the last, by its name or that of a choice; "": of the one that ended
+        last. None: it is not known.
+        """
+        name = request_id.partition(".")[0]
+        running = (call.trace for call in self._floor.running if call.trace.request_id == name)
+        found = next(running, None) or self._floor.traces.find(name)
         return None if found is None else found.reply()
 
     async def _replan(self, wanted: admin_pb2.ScaleRequest | None) -> Plan:

@@ -318,6 +318,8 @@ async def test_choices_have_tracks_of_their_own(make):
         mine = admin_pb2.TraceReply(spans=[one for one in done.spans if one.choice == choice])
         check_stages(mine)
         assert spans_of(mine, "prefill") == ["wait", "compute", "push"]
+    (request_id,) = cluster.router.floor.traces._kept
+    assert (await trace_of(cluster, f"{request_id}.1")).trace_id == done.trace_id, "as logs and tables call a choice"
 
 
 async def test_logs_name_the_trace(make, capsys):
