@@ -87,10 +87,10 @@ class Live:
         )
 
     def _tell_decisions(self) -> None:
-        control = self._overview.control
+        control, known = self._overview.control, self._decided
         for one in control.decisions if control is not None else ():
-            if one.at > self._decided:
-                self._decided = one.at
+            if one.at > known:
+                self._decided = max(self._decided, one.at)
                 text = one.text.partition("\n")[0].rstrip(":")  # what a process wrote last may follow; it is in its log
                 self._floor.seen.happenings.add("decision", f"{one.kind}: {text}", at=one.at)
 

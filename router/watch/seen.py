@@ -33,7 +33,7 @@ class Seen:
     def tokens(self, life: Life, count: int, gap_s: float | None) -> None:
         """A client got `count` new tokens; `gap_s` None: its first ones."""
         if gap_s is None:
-            self.recent.first_tokens(count, life.stages.age_s, life.call.prompt_tokens)
+            self.recent.first_tokens(count, life.stages.age_s, 0 if life.choice else life.call.prompt_tokens)
         else:
             self.recent.tokens(count, gap_s)
 
@@ -52,7 +52,9 @@ class Seen:
         self.recent.count("ended")
         if outcome in {"failed", "refused"}:
             self.recent.count(outcome)
-            self.happenings.add(outcome, _shown(error), call.lives[0].request_id if call.lives else "")
+            request_id = call.lives[0].request_id if call.lives else ""
+            alike = type(error).__name__ if outcome == "refused" else ""  # how long each would wait tells them apart
+            self.happenings.add(outcome, _shown(error), request_id, alike=alike)
         elif outcome == "finished":
             self.recent.finished(max(life.stages.age_s for life in call.lives))
             if not call.resumes:

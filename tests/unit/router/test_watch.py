@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from baton.clock import FakeClock
+from baton.errors import NoWorker, Overloaded
 from router.watch.happenings import KEPT, Happenings
 from router.watch.live import Live
 from router.watch.recent import Recent
@@ -121,6 +122,31 @@ async def test_the_latest_happenings_are_known_though_nobody_has_watched(clock, 
     assert [one.text for one in seen.happenings.since(0)] == [f"late {number}" for number in range(KEPT)]
 
 
+def test_refusals_under_load_leave_room_for_what_else_happens(clock):
+    seen = Seen(clock)
+    call: Any = SimpleNamespace(lives=[])
+    for number in range(2 * KEPT):
+        seen.ended(call, "refused", Overloaded(f"it would wait for about {number} s", 1.0))
+    seen.ended(call, "refused", NoWorker("none is there"))
+    seen.happenings.add("left", "a decode worker is gone", worker_id="d-0")
+    assert seen.happenings.settle() == 3
+    told = [one.text for one in seen.happenings.since(0)]
+    assert told == [
+        "Overloaded: it would wait for about 0 s (400 times)",
+        "NoWorker: none is there",
+        "a decode worker is gone",
+    ]
+
+
+def test_a_prompt_counts_once_however_many_choices_it_has(clock):
+    seen, call = Seen(clock), SimpleNamespace(prompt_tokens=100)
+    for choice in range(3):
+        life: Any = SimpleNamespace(choice=choice, call=call, stages=SimpleNamespace(age_s=0.5))
+        seen.tokens(life, 1, None)
+    window = seen.recent.window()
+    assert (window.prompt_tokens_per_s, window.tokens_per_s, window.ttft.count) == (100, 3, 3)
+
+
 @pytest.mark.parametrize(("waits_s", "works_s", "shown_s"), [(2, 0, 0.09), (0, 0.5, 10), (2, 0.5, 10)])
 async def test_a_view_is_shown_for_as_long_as_its_making_is_worth_not_as_redis_is_silent(
     clock, waits_s, works_s, shown_s
@@ -144,15 +170,16 @@ async def test_a_view_is_shown_for_as_long_as_its_making_is_worth_not_as_redis_i
 
 
 async def test_a_decision_is_told_once_and_without_the_end_of_a_log(clock):
-    said = ["started", 'ended:\n{"event": "loaded"}']
-    decisions = [SimpleNamespace(at=float(at), kind="replace", text=text) for at, text in enumerate(said, 1)]
+    said = [(1.0, "started"), (2.0, 'ended:\n{"event": "loaded"}'), (2.0, "at the same time")]
+    decisions = [SimpleNamespace(at=at, kind="replace", text=text) for at, text in said]
     overview: Any = SimpleNamespace(look=None, control=SimpleNamespace(decisions=decisions))
     floor: Any = SimpleNamespace(seen=(seen := Seen(clock)), clock=clock)
     live = Live(floor, overview)
     for _ in range(2):
         live._tell_decisions()
-        assert seen.happenings.settle() == 2
+        assert seen.happenings.settle() == 3
     assert [(one.time_s, one.text) for one in seen.happenings.since(0)] == [
         (1, "replace: started"),
         (2, "replace: ended"),
+        (2, "replace: at the same time"),
     ]
