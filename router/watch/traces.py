@@ -45,10 +45,11 @@ class Track:
         self.stages.verified(verify_s)
         for span in event.spans:
             if len(self._heard.spans) < _MOST_SPANS and _is_time(span.start_s) and _is_time(span.duration_s):
-                kept = self._heard.spans.add()
+                kept = common_pb2.Span()
                 kept.CopyFrom(span)  # it would keep the whole message of its step alive
                 kept.role, kept.process, kept.choice = role.value, worker_id, self._choice
                 kept.attempt = attempt or self.stages.attempt
+                self._heard.spans.append(kept)  # whole: the exporter reads them in its thread
 
     def owe(self) -> Late:
         """This attempt is over, and a prefill worker will say more of it: to be called with that."""
@@ -121,11 +122,14 @@ class Traces:
 
     def ended(self, trace: Trace, outcome: str, error: str) -> None:
         """It ended; `error` is the name of the error's class, "": there was none."""
-        trace.outcome, trace.error, trace.ended_s = outcome, error, self._clock.wall()
+        trace.outcome, trace.error = outcome, error
         for track in trace.tracks:
             if error:
                 track.stages.note(error=error)
             track.stages.end()
+        # Not before its stages, which the wall clock does not lead, though that was set back meanwhile.
+        ends = (track.stages.arrived_s + track.stages.age_s for track in trace.tracks)
+        trace.ended_s = max(self._clock.wall(), trace.began_s, *ends)
         self._drop(trace.request_id)
         self._kept[trace.request_id] = trace, (size := sum(track.size for track in trace.tracks))
         self._bytes += size

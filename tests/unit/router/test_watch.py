@@ -12,11 +12,13 @@ import pytest
 
 from baton.clock import FakeClock
 from baton.errors import NoWorker, Overloaded
+from baton.tracing.context import TraceContext
 from router.watch.happenings import KEPT, Happenings
 from router.watch.live import Live
 from router.watch.recent import Recent
 from router.watch.seen import Seen
 from router.watch.shared import Shared
+from router.watch.traces import Trace, Traces, Track
 
 
 @pytest.fixture
@@ -145,6 +147,25 @@ def test_a_prompt_counts_once_however_many_choices_it_has(clock):
         seen.tokens(life, 1, None)
     window = seen.recent.window()
     assert (window.prompt_tokens_per_s, window.tokens_per_s, window.ttft.count) == (100, 3, 3)
+
+
+class SetBack(FakeClock):
+    """Its wall clock is set back by an hour, once."""
+
+    back_s = 0.0
+
+    def wall(self):
+        return super().wall() - self.back_s
+
+
+def test_a_request_does_not_end_before_it_began_though_the_clock_was_set_back():
+    clock, ended = SetBack(5000), []
+    trace = Trace("x", TraceContext.new(), "router", clock.wall())
+    trace.tracks.append(Track("router", 0, clock))
+    clock.advance(2)
+    clock.back_s = 3600
+    Traces(8, 1.0, clock, ended.append).ended(trace, "finished", "")
+    assert ended[0].ended_s == ended[0].began_s + 2 == max(span.end_s for span in ended[0].spans())
 
 
 @pytest.mark.parametrize(("waits_s", "works_s", "shown_s"), [(2, 0, 0.09), (0, 0.5, 10), (2, 0.5, 10)])
