@@ -11,7 +11,6 @@ from hashlib import blake2b
 from baton.audit import Delivered, audit_digest
 from baton.core import SequenceSpec
 from baton.errors import BatonError
-from baton.limits import MAX_CLIENT_TAG_CHARS
 from baton.rpc.v1 import inference_pb2 as pb
 from baton.tracing.context import TraceContext
 from router.access.tokens import Grant
@@ -54,8 +53,7 @@ class Call:
         self.lives: list[Life] = []
         self.prompt_tokens = 0  # known from `answer` on, as is the next
         self.deterministic = False
-        shown = self.name[:MAX_CLIENT_TAG_CHARS]
-        self.trace = Trace(shown, context or TraceContext.new(), floor.router_id, floor.clock.wall())
+        self.trace = Trace(self.name, context or TraceContext.new(), floor.router_id, floor.clock.wall())
         self.traced = False  # its client wants all spans
         self.asked = Asked()  # of a model that thinks
         self.determinism = ""  # of a deterministic request: what its workers say of their bits, from its begin on

@@ -105,6 +105,11 @@ async def parse(
     return SequenceSpec(prompt, sampling, (), message.priority, message.cache_scope, *rest)
 
 
+def resumed_name(message: pb.ResumeRequest) -> str:
+    """Of the stream that it resumes; "": it resumes none, or says what cannot be a name and is shown to nobody."""
+    return message.request_id if _REQUEST_ID.fullmatch(message.request_id) else ""
+
+
 def check_resumes(message: pb.ResumeRequest) -> None:
     """Raises InvalidRequest unless it names a request, and brings it along."""
     wrong = []

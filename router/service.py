@@ -36,6 +36,7 @@ from router.parse import (
     outside,
     parse,
     received_of,
+    resumed_name,
 )
 from router.reading import Reading, needs_thread
 from router.thoughts import Asked
@@ -71,7 +72,7 @@ class Inference(InferenceServicer):
         most_s = self._floor.settings.max_request_s
         task = cast("asyncio.Task[None]", asyncio.current_task())
         within_s = most_s if left_s is None else min(left_s, most_s)
-        call = Call(self._floor, task, within_s, message.request_id, current_grant(), _trace_of(context))
+        call = Call(self._floor, task, within_s, resumed_name(message), current_grant(), _trace_of(context))
         try:
             if resumes:
                 check_resumes(message)
