@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger(__name__)
 LEVELS = logging.getLevelNamesMapping()
+# What a terminal would obey, as text: a line may repeat what a client has called its request.
+HARMLESS = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\t\n"}
 
 
 def configure_logging(level: str = "info", form: str = "auto", process: str = "", copy: Path | None = None) -> None:
@@ -41,7 +43,7 @@ def configure_logging(level: str = "info", form: str = "auto", process: str = ""
     ]
     end: list[Processor] = [] if copy is None else [Copy(copy, LEVELS[level.upper()])]
     if console:
-        end.append(structlog.dev.ConsoleRenderer())
+        end += [_harmless, structlog.dev.ConsoleRenderer()]
     else:
         end += [structlog.processors.format_exc_info, structlog.processors.JSONRenderer(default=str)]
     structlog.configure(
@@ -62,6 +64,10 @@ def _named(process: str, _: WrappedLogger, __: str, event: EventDict) -> EventDi
     if isinstance(event.get("worker"), WorkerRef):
         event["worker"] = str(event["worker"])
     return {"process": process, **event} if process else event
+
+
+def _harmless(_: WrappedLogger, __: str, event: EventDict) -> EventDict:
+    return {key: value.translate(HARMLESS) if isinstance(value, str) else value for key, value in event.items()}
 
 
 class Copy:

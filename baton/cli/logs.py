@@ -18,7 +18,7 @@ from rich.text import Text
 from baton.cli.log_files import Line, LogFile
 from baton.cluster.state import StateFolder, baton_home, running_clusters
 from baton.errors import NoWorker
-from baton.logs import LEVELS
+from baton.logs import HARMLESS, LEVELS
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -152,13 +152,13 @@ def pretty(line: Line) -> Text:
     text = Text(f"{time.strftime('%H:%M:%S', moment)}.{int(line.at % 1 * 1000):03d} ", "dim")
     text.append(f"{line.process:<12} ", "cyan")
     if line.event is None:
-        return text.append(line.text)
+        return text.append(line.text.translate(HARMLESS))
     text.append(f"{line.level:<8} ", STYLES.get(line.level, ""))
-    text.append(str(line.event.get("event", "")), "bold")
+    text.append(str(line.event.get("event", "")).translate(HARMLESS), "bold")
     for key, value in _facts(line.event):
         text.append(f" {key}=", "dim").append(value)
     if exception := line.event.get("exception"):
-        text.append(f"\n{exception}", "red")
+        text.append(f"\n{exception}".translate(HARMLESS), "red")
     return text
 
 
@@ -166,4 +166,5 @@ def _facts(event: dict[str, object]) -> Iterator[tuple[str, str]]:
     for key, value in event.items():
         if key not in SHOWN_FIRST and value not in ("", None):
             plain = isinstance(value, str) and " " not in value
-            yield key, str(value) if plain else json.dumps(value, separators=(",", ":"), ensure_ascii=False)
+            text = str(value) if plain else json.dumps(value, separators=(",", ":"), ensure_ascii=False)
+            yield key, text.translate(HARMLESS)

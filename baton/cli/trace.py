@@ -91,7 +91,7 @@ def write(out: Path, spans: Sequence[Span], request_id: str, trace_id: str) -> N
 def show(found: Found, console: Console | None = None) -> None:
     """Bars on one axis, a group of rows for each process."""
     console = console or Console(highlight=False)
-    console.print(f"request   {found.request_id}, {found.outcome}\ntrace     {found.trace_id}")
+    console.print(f"request   {found.request_id}, {found.outcome}\ntrace     {found.trace_id}", markup=False)
     if not found.spans:
         console.print("it ended before its first stage: there are no spans")
         return

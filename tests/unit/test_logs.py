@@ -61,6 +61,20 @@ def test_all_that_a_process_says_has_one_form():
     assert end["exception"].endswith("KeyError: 'at the end'")
 
 
+def test_a_terminal_obeys_no_client():
+    program = """
+import structlog
+from baton.logs import configure_logging
+configure_logging("info", "console")
+structlog.get_logger().info("request_finished", client_tag="\\x1b]0;mine\\x07", attempts=1)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert "client_tag" in done.stderr
+    assert r"\x1b]0;mine\x07" in done.stderr
+    assert "\x1b]" not in done.stderr
+    assert "\x07" not in done.stderr
+
+
 @pytest.mark.parametrize("folder", ["there", "not there"])
 def test_a_copy_has_more_than_stderr(tmp_path, folder):
     """`baton up` shows warnings, and keeps the rest; before its folder is there, that is nothing."""
