@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping
 from contextlib import aclosing, asynccontextmanager
+from functools import partial
 
 import structlog
 from grpc import StatusCode
@@ -14,6 +15,7 @@ from baton.ledger.board import Board, ControlReport, Order, Plan
 from baton.rpc.status import abort
 from baton.rpc.v1 import admin_pb2
 from baton.rpc.v1.admin_pb2_grpc import AdminServicer
+from router.access.interceptor import current_grant
 from router.delivery import Context
 from router.floor import Floor
 from router.watch.live import Live
@@ -65,7 +67,9 @@ class Admin(AdminServicer):
             return admin_pb2.DrainReply()
 
     async def Watch(self, request: admin_pb2.WatchRequest, context: Context) -> AsyncIterator[admin_pb2.Live]:
-        async with _told(context), aclosing(self.live.watch(request.interval_s)) as views:
+        tokens, grant = self._floor.tokens, current_grant()
+        confirm = partial(tokens.confirm, grant) if tokens is not None and grant is not None else None
+        async with _told(context), aclosing(self.live.watch(request.interval_s, confirm)) as views:
             async for view, happenings in views:
                 shown = admin_pb2.Live(happenings=happenings)
                 shown.MergeFrom(view)

@@ -89,6 +89,10 @@ class Tokens:
 
     def __init__(self, entries: Iterable[tuple[bytes, Grant]]) -> None:
         self._entries = tuple(entries)
+        self._by_key = {grant.key: grant for _, grant in self._entries}
+
+    def __contains__(self, grant: Grant) -> bool:
+        return self._by_key.get(grant.key) == grant
 
     def __len__(self) -> int:
         return len(self._entries)

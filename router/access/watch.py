@@ -7,7 +7,7 @@ from pathlib import Path
 
 import structlog
 
-from baton.errors import ConfigError
+from baton.errors import ConfigError, Unauthenticated
 from router.access.tokens import Grant, Tokens, read_tokens
 
 log = structlog.get_logger(__name__)
@@ -26,6 +26,11 @@ class TokenFile:
     def grant(self, authorization: str | None) -> Grant:
         """See `Tokens.grant`."""
         return self._tokens.grant(authorization)
+
+    def confirm(self, grant: Grant) -> None:
+        """Raises Unauthenticated if its token was taken away, or is worth something else now."""
+        if grant not in self._tokens:
+            raise Unauthenticated("this token is not what it was any more")
 
     async def watch(self) -> None:
         """Look every few seconds, for ever."""

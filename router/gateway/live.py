@@ -10,6 +10,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
+from functools import partial
 from importlib.resources import files
 from ipaddress import ip_address
 from typing import TYPE_CHECKING
@@ -24,7 +25,7 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from baton.clock import SystemClock
-from baton.errors import InvalidRequest
+from baton.errors import InvalidRequest, Unauthenticated
 from baton.rpc.v1 import admin_pb2
 from router.access.rules import check
 from router.access.watch import TokenFile
@@ -87,7 +88,11 @@ class LivePaths:
     async def live(self, request: Request) -> Response:
         """GET /live: an event for each `Live`, every `interval_s` seconds."""
         shown = self._allowed(request, "Watch")
-        return _Events(self._events(shown, _interval(request)), self._stall_s)
+        tokens, confirm = shown.tokens, None
+        if tokens is not None:
+            confirm = partial(tokens.confirm, tokens.grant(request.headers.get("authorization")))
+        views = shown.live.watch(_interval(request), confirm)
+        return _Events(self._events(views), self._stall_s)
 
     async def trace(self, request: Request) -> Response:
         """GET /live/trace/REQUEST: its `TraceReply`."""
@@ -112,12 +117,15 @@ class LivePaths:
             check(f"/baton.v1.Admin/{method}", self._shown.tokens.grant(request.headers.get("authorization")))
         return self._shown
 
-    async def _events(self, shown: Shown, interval_s: float) -> AsyncGenerator[bytes, None]:
-        async with aclosing(shown.live.watch(interval_s)) as views:
-            async for _, happenings in views:
-                assert self._text is not None
-                text, told = await self._text.get(), orjson.dumps([_dict(one) for one in happenings])
-                yield b"data: " + text[:-1] + b',"happenings":' + told + b"}\n\n"
+    async def _events(
+        self, views: AsyncGenerator[tuple[admin_pb2.Live, list[admin_pb2.Happening]], None]
+    ) -> AsyncGenerator[bytes, None]:
+        async with aclosing(views):
+            with suppress(Unauthenticated):  # any more: who asks again is told
+                async for _, happenings in views:
+                    assert self._text is not None
+                    text, told = await self._text.get(), orjson.dumps([_dict(one) for one in happenings])
+                    yield b"data: " + text[:-1] + b',"happenings":' + told + b"}\n\n"
 
     async def _encode(self) -> bytes:
         """In a thread: with thousands of workers it takes a while."""

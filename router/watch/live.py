@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import suppress
 from heapq import nlargest
 
@@ -49,10 +49,13 @@ class Live:
         """Whoever watches is through."""
         self._closed.set()
 
-    async def watch(self, interval_s: float) -> AsyncGenerator[tuple[admin_pb2.Live, list[admin_pb2.Happening]], None]:
+    async def watch(
+        self, interval_s: float, confirm: Callable[[], None] | None = None
+    ) -> AsyncGenerator[tuple[admin_pb2.Live, list[admin_pb2.Happening]], None]:
         """A view every `interval_s` (0: 1), with what happened since the one before, until `close`.
 
-        Raises InvalidRequest for an interval out of range, and Overloaded when too many watch.
+        Raises InvalidRequest for an interval out of range, Overloaded when too many watch, and what `confirm` raises:
+        it is asked before each view whether the watcher still may, since this ends only when either side does.
         """
         interval_s, (least, most) = interval_s or 1.0, _INTERVAL_S
         if not least <= interval_s <= most:
@@ -63,6 +66,8 @@ class Live:
         try:
             known, happenings = 0, self._floor.seen.happenings
             while not self._closed.is_set():
+                if confirm is not None:
+                    confirm()
                 view = await self.views.get()
                 before, known = known, happenings.last
                 yield view, happenings.since(before)

@@ -26,10 +26,10 @@ async def cluster(build):
 
 
 @asynccontextmanager
-async def watching(cluster, query="interval_s=0.1"):
+async def watching(cluster, query="interval_s=0.1", more=""):
     """A function that gives the next event; the connection is closed in the end."""
     reader, writer = await asyncio.open_connection(*cluster.router.http.split(":"))
-    writer.write(f"GET /live?{query} HTTP/1.1\r\nhost: localhost\r\n\r\n".encode())
+    writer.write(f"GET /live?{query} HTTP/1.1\r\nhost: localhost\r\n{more}\r\n".encode())
     head = await reader.readuntil(b"\r\n\r\n")
     assert head.startswith(b"HTTP/1.1 200"), head
     assert b"text/event-stream" in head
@@ -39,6 +39,8 @@ async def watching(cluster, query="interval_s=0.1"):
             line = b""
             while not line.startswith(b"data: "):
                 line = await reader.readline()
+                if line == b"0\r\n":  # the last chunk
+                    return None
             return json.loads(line[6:])
 
     try:
@@ -121,6 +123,17 @@ async def test_an_admin_s_token_is_needed(build, tmp_path, path, token, status):
     assert "router-" not in str(error)
 
 
+async def test_who_watches_and_loses_the_token_sees_no_more(build, tmp_path):
+    cluster = await build(http="127.0.0.1:0", tokens=token_file(tmp_path / "tokens"))
+    async with watching(cluster, more=f"authorization: Bearer {TOKENS['admin']}\r\n") as following:
+        assert (await following())["status"]["router_id"]
+        (tmp_path / "tokens").write_text("tokens: [{token: somebody-else-0123456789, tenant: new}]")
+        await cluster.router.floor.tokens.refresh()
+        async with asyncio.timeout(5):
+            while await following() is not None:
+                pass
+
+
 async def test_with_an_admin_s_token_any_name_will_do(build, tmp_path):
     """Whoever leads a browser here under a name of their own does not have the token."""
     cluster = await build(http="127.0.0.1:0", tokens=token_file(tmp_path / "tokens"))
@@ -135,7 +148,8 @@ async def test_names_of_this_machine(cluster, host):
 
 
 @pytest.mark.parametrize(
-    "host", ["evil.example:8000", "localhost.evil.example", "10.0.0.1", "", "127.0.0.1.evil.example", "[", "[localhost]"]
+    "host",
+    ["evil.example:8000", "localhost.evil.example", "10.0.0.1", "", "127.0.0.1.evil.example", "[", "[localhost]"],
 )
 async def test_a_name_that_was_made_to_lead_here(cluster, host):
     status, _, error = await get(cluster, "/live", host)

@@ -7,11 +7,12 @@ import asyncio
 import pytest
 from grpc import aio
 
-from baton.errors import InvalidRequest, Overloaded
+from baton.errors import InvalidRequest, Overloaded, Unauthenticated
 from baton.limits import MAX_WATCHERS
 from baton.rpc.status import from_rpc_error
 from baton.rpc.v1 import admin_pb2
 from baton.rpc.v1.admin_pb2_grpc import AdminStub
+from tests.integration.access_support import bearer, token_file
 from tests.integration.router_support import STATES, at, clusters, until
 
 
@@ -29,9 +30,9 @@ async def cluster(make):
 class Watching:
     """What one watcher was told."""
 
-    def __init__(self, cluster, interval_s=0.1):
+    def __init__(self, cluster, interval_s=0.1, metadata=None):
         self._channel = aio.insecure_channel(cluster.router.admin)
-        self._call = AdminStub(self._channel).Watch(admin_pb2.WatchRequest(interval_s=interval_s))
+        self._call = AdminStub(self._channel).Watch(admin_pb2.WatchRequest(interval_s=interval_s), metadata=metadata)
 
     async def __aenter__(self):
         return self
@@ -189,3 +190,15 @@ async def test_an_attempt_that_is_fenced_is_told(make):
             return {"fenced", "recovered", "left"} <= kinds
 
         await watching.until(all_told)
+
+
+async def test_who_watches_and_loses_the_right_to_is_told(make, tmp_path):
+    file = tmp_path / "tokens"
+    cluster = await make(tokens=token_file(file))
+    async with Watching(cluster, metadata=bearer("admin")) as watching:
+        await watching.next()
+        file.write_text(file.read_text().replace(", role: admin", ""))
+        await cluster.router.floor.tokens.refresh()
+        with pytest.raises(aio.AioRpcError) as failure:
+            await watching.until(lambda _: False)
+    assert isinstance(from_rpc_error(failure.value), Unauthenticated)
