@@ -64,10 +64,11 @@ class StageClock:
     the one that the stages from now on belong to. `arrived_s` is the arrival in Unix time.
     """
 
-    def __init__(self, clock: Clock) -> None:
+    def __init__(self, clock: Clock, arrived: tuple[float, float] | None = None) -> None:
+        """`arrived`: by the monotonic and by the wall clock; None: now."""
         self._clock = clock
-        self._start = self._since = self._now()
-        self.arrived_s = clock.wall()
+        monotonic, self.arrived_s = arrived or (clock.monotonic(), clock.wall())
+        self._start = self._since = round(monotonic * _NS)
         self.passages: list[Passage] = []
         self.attempt = 0
         self._notes: dict[str, str] = {}  # about the stage that it is in

@@ -45,7 +45,8 @@ class Call:
         self.task = task
         self.within_s = within_s
         self.arrival = next(floor.arrivals)
-        self.deadline = floor.clock.monotonic() + within_s
+        self.arrived = floor.clock.monotonic(), floor.clock.wall()  # before it is read: a long prompt takes a while
+        self.deadline = self.arrived[0] + within_s
         self.scope = asyncio.timeout(within_s)
         self.reason: BatonError | None = None
         self.resumable_s = 0.0  # for so long it goes on without a router
@@ -53,7 +54,7 @@ class Call:
         self.lives: list[Life] = []
         self.prompt_tokens = 0  # known from `answer` on, as is the next
         self.deterministic = False
-        self.trace = Trace(self.name, context or TraceContext.new(), floor.router_id, floor.clock.wall())
+        self.trace = Trace(self.name, context or TraceContext.new(), floor.router_id, self.arrived[1])
         self.traced = False  # its client wants all spans
         self.asked = Asked()  # of a model that thinks
         self.determinism = ""  # of a deterministic request: what its workers say of their bits, from its begin on

@@ -86,7 +86,7 @@ class Life:
         self.call, self.choice = call, choice
         self.request_id = call.life_id(choice)
         self.started = asyncio.Event()  # the first token is there
-        self.track = Track(floor.router_id, choice, floor.clock)
+        self.track = Track(floor.router_id, choice, floor.clock, call.arrived)
         self.stages = self.track.stages
         call.trace.tracks.append(self.track)
         self.delivery = Delivery(received)

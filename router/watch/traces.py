@@ -31,8 +31,8 @@ _LOOK_S = 0.005
 class Track:
     """The time of one choice of a request: its stages here, and what workers said of it."""
 
-    def __init__(self, router_id: str, choice: int, clock: Clock) -> None:
-        self.stages = StageClock(clock)
+    def __init__(self, router_id: str, choice: int, clock: Clock, arrived: tuple[float, float] | None = None) -> None:
+        self.stages = StageClock(clock, arrived)
         self.owed = 0  # attempts that are over, and of which a prefill worker is still to speak
         self._router_id, self._choice = router_id, choice
         self._heard = admin_pb2.TraceReply()

@@ -20,6 +20,7 @@ from baton.rpc.v1 import inference_pb2 as pb
 from baton.rpc.v1.admin_pb2_grpc import AdminStub
 from baton.stages import Stage
 from router.floor import Floor, RouterSettings
+from router.parse import parse
 from tests.integration.router_support import Cluster, FakeWorker, at, clusters, ids_of, until
 from tests.unit.tracing.test_otlp import collectors
 
@@ -102,6 +103,19 @@ async def test_all_spans_of_a_request_come_with_its_answer_if_it_wants_them(make
     starts = [one.start_s for one in done.spans]
     assert starts == sorted(starts)
     assert not (await cluster.generate())[-1].completed.spans, "nobody asked"
+
+
+async def test_a_request_has_arrived_before_it_was_read(make, monkeypatch):
+    async def long_prompt(*args, **options):
+        await asyncio.sleep(0.05)
+        return await parse(*args, **options)
+
+    monkeypatch.setattr("router.service.parse", long_prompt)
+    cluster = await make()
+    done = (await cluster.generate(trace=True))[-1].completed
+    check_stages(done, done.timings)
+    assert min(done.timings.queue_s, done.timings.ttft_s) >= 0.05
+    assert done.spans[0].start_s == cluster.router.floor.traces.find("").began_s
 
 
 async def test_an_operator_asks_for_one_of_the_last(make):
