@@ -74,7 +74,7 @@ class Metrics:
     def _make_histograms(self) -> None:
         self._ttft = self._histogram("ttft_seconds", "Arrival to first token at the router")
         self._e2e = self._histogram("e2e_seconds", "Arrival to end")
-        self._queue = self._histogram("queue_seconds", "Waiting for a worker and for decode room")
+        self._queue = self._histogram("queue_seconds", "Being read, and waiting for a worker and for decode room")
         self._prefill = self._histogram("prefill_seconds", "Prefill sent to first token at the router")
         text = "First frame announced to last frame in its blocks, at the decode worker"
         self._transfer = self._histogram("transfer_seconds", text)
