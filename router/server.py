@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING
@@ -52,10 +53,11 @@ class Router:
         self._public = channel.aio_server(link=channel.PUBLIC, interceptors=guards, share_port=share)
         self._private = channel.aio_server(link=channel.INTERNAL, interceptors=guards)
         self._inner = Inner(guards)
+        self._look = partial(scraped.look, floor, board)  # before a scrape
         self._metrics = MetricsServer(
             floor.metrics,
             ready=lambda: floor.accepting and floor.pool.serves(),
-            look=partial(scraped.look, floor, board),
+            look=self._look,
             targets=partial(scraped.targets, floor, board),
         )
         self._health = health_aio.HealthServicer()
@@ -79,7 +81,7 @@ class Router:
             self.grpc = channel.bind(self._public, settings.grpc, self.floor.wire.public)
             self.admin = channel.bind(self._private, settings.admin, self.floor.wire.private)
             self.metrics = self.floor.metrics_at = await self._metrics.start(settings.metrics)
-            self._gateway = _gateway(self.floor, self._admin) if settings.http else None
+            self._gateway = _gateway(self.floor, self._admin, self._look) if settings.http else None
             inner = self._inner.bind() if settings.http else ""
         except ConfigError as error:
             if self._gateway is not None:
@@ -153,7 +155,7 @@ class Router:
             await asyncio.sleep(_LOOK_S)
 
 
-def _gateway(floor: Floor, admin: Admin) -> HttpServer:
+def _gateway(floor: Floor, admin: Admin, look: Callable[[], Awaitable[None]]) -> HttpServer:
     """Bound. Raises ConfigError, also when its libraries are not there."""
     try:
         from router.gateway.app import GatewaySettings
@@ -166,7 +168,9 @@ def _gateway(floor: Floor, admin: Admin) -> HttpServer:
     settings = floor.settings
     patience, registry = Patience(stall_s=settings.client_stall_s), floor.metrics.registry
     shown = Shown(admin.live, floor.tokens, admin.trace_of)
-    serving = GatewaySettings(settings.version, settings.http_body, patience, registry, tls=settings.tls, shown=shown)
+    serving = GatewaySettings(
+        settings.version, settings.http_body, patience, registry, look, tls=settings.tls, shown=shown
+    )
     return HttpServer(settings.http or "", serving, share_port=settings.share_port)
 
 

@@ -39,15 +39,17 @@ PLAIN = "text/plain; charset=utf-8"
 
 @dataclass(frozen=True, slots=True)
 class GatewaySettings:
-    """`max_body` in bytes. `registry`: the metrics of the router in this process; `counts`: where there is none, those
-    that the gateway counts itself. `tls`: the certificate to serve HTTPS with, and to reach the router; None: neither
-    is encrypted. `shown`: what the page shows of the router in this process; None: there is none.
+    """`max_body` in bytes. `registry`: the metrics of the router in this process, `look` awaited before they are read;
+    `counts`: where there is none, those that the gateway counts itself. `tls`: the certificate to serve HTTPS with, and
+    to reach the router; None: neither is encrypted. `shown`: what the page shows of the router in this process; None:
+    there is none.
     """
 
     version: str = ""
     max_body: int = 2**20
     patience: Patience = field(default_factory=Patience)
     registry: CollectorRegistry | None = None
+    look: Callable[[], Awaitable[None]] | None = None
     counts: Metrics | None = None
     tls: TlsConfig | None = None
     shown: Shown | None = None
@@ -125,6 +127,8 @@ class Gateway:
         registry = self._settings.registry or (counts.registry if counts else None)
         if registry is None:
             raise HttpError(404, "not_found", "there are no metrics here")
+        if self._settings.look is not None:
+            await self._settings.look()
         content_type, body = render(registry, request.headers.get("accept", ""))
         return Response(body, headers={"content-type": content_type})
 

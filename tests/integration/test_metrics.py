@@ -19,6 +19,7 @@ from baton.ledger.board import Board, ControlReport, Decision, Plan, RouterRepor
 from baton.rpc.v1 import inference_pb2 as pb
 from baton.telemetry.labels import LABELS
 from router import scraped
+from tests.integration.gateway_support import raw
 from tests.integration.router_support import clusters
 
 TEXT = "zebra"  # in all that the clients say
@@ -179,3 +180,15 @@ async def test_other_routers_and_the_controller_are_asked_for_at_a_scrape(make):
     board.report = None
     await scraped.look(floor, asked)
     assert read("baton_slots", {"role": "decode", "state": "failed"}) is None
+
+
+async def test_both_listeners_ask_the_controller_before_they_are_read(make, monkeypatch):
+    async def look(floor, board):
+        await scraped_look(floor, cast("Board", FakeBoard()))
+
+    scraped_look = scraped.look
+    monkeypatch.setattr("router.scraped.look", look)
+    cluster = await make(http="127.0.0.1:0")
+    status, _, body = await raw(cluster.router.http, "GET", "/metrics")
+    assert status == 200
+    assert b'baton_planned_workers{role="decode"} 2.0' in body
