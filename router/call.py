@@ -111,7 +111,7 @@ async def answer(
         completed.usage.audit_digest = _audit(request, call.lives)
     completed.trace_id = call.trace.context.trace_id
     if call.traced:
-        await call.trace.settled()
+        await call.trace.settled(call.deadline - floor.clock.monotonic())
         completed.spans.extend(call.trace.spans())
     await client.completed(completed)
     used = completed.usage

@@ -104,9 +104,9 @@ class Trace:
         named = {"request_id": self.request_id, "trace_id": self.context.trace_id, "outcome": self.outcome}
         return admin_pb2.TraceReply(**named, spans=self.spans())
 
-    async def settled(self) -> None:
-        """Until workers have said all, but not for long."""
-        for _ in range(round(_OWED_S / _LOOK_S)):
+    async def settled(self, left_s: float) -> None:
+        """Until workers have said all, but not for long: `left_s` are left until its deadline, and it is answered."""
+        for _ in range(round(min(_OWED_S, left_s / 2) / _LOOK_S)):
             if not any(track.owed for track in self.tracks):
                 return
             await asyncio.sleep(_LOOK_S)

@@ -168,6 +168,15 @@ def test_a_request_does_not_end_before_it_began_though_the_clock_was_set_back():
     assert ended[0].ended_s == ended[0].began_s + 2 == max(span.end_s for span in ended[0].spans())
 
 
+@pytest.mark.parametrize("left_s", [-1, 0, 0.02])
+async def test_nothing_is_waited_for_that_would_make_an_answer_late(clock, left_s):
+    trace = Trace("x", TraceContext.new(), "router", clock.wall())
+    trace.tracks.append(track := Track("router", 0, clock))
+    track.owe()
+    async with asyncio.timeout(0.3):
+        await trace.settled(left_s)
+
+
 @pytest.mark.parametrize(("waits_s", "works_s", "shown_s"), [(2, 0, 0.09), (0, 0.5, 10), (2, 0.5, 10)])
 async def test_a_view_is_shown_for_as_long_as_its_making_is_worth_not_as_redis_is_silent(
     clock, waits_s, works_s, shown_s
