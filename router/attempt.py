@@ -58,8 +58,7 @@ class Attempt:
         self.kept = False  # P's KV is for the next attempt
         self.died = False  # a worker's process was lost, with this request among what it computed
         self.handoff, self._name = handoff, convert.handoff_to_pb(handoff)
-        self._claim = claim
-        self.spec = spec
+        self._claim, self.spec = claim, spec
         self._spec: pb.SequenceSpec | None = None  # as workers are told of it
         self._track, self._stages = track, track.stages
         self._metrics, self._lasting = metrics, lasting or Lasting()
@@ -139,8 +138,9 @@ class Attempt:
     async def _granted(self) -> bool:
         while self.cached_tokens is None and not self.handed_back:
             for source, item in await self._heard(_ANSWER_S):
-                if isinstance(item, BatonError):
-                    self._lose(source, item)  # of P too: nothing is computed yet that would be worth a fence
+                if isinstance(item, BatonError):  # of P too: nothing is computed yet that would be worth a fence
+                    self.died = self.alone and self._claim.decode.state != "connected"  # it may compute since it heard
+                    self._lose(source, item)
                 else:
                     self._take(source, item)
         self._claim.reserved()
@@ -257,10 +257,10 @@ class Attempt:
             self._metrics.handed_over(committed.transfer_s, committed.kv_bytes, committed.transport)
 
     def _on_refused(self, source: Role, refused: pb.Refused) -> None:
+        self._holds = self._holds and source is Role.DECODE
         if self.handed_back:
             return  # D alone has nothing reserved to compute the prompt in: it was refused just before
         text = f"{self._worker(source)} refused the request: {refused.detail}"
-        self._holds = self._holds and source is Role.DECODE
         if refused.reason in MAY_FIT_LATER:
             self.handed_back = "no_room"
         elif refused.reason == pb.REFUSAL_REASON_TOO_LONG:

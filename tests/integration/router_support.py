@@ -192,8 +192,8 @@ class FakeWorker(WorkerServicer):
         if kind == "reserve":
             self._tasks[handoff] = asyncio.create_task(self._reserve(handoff, command.reserve))
         elif kind == "prefill" and self.info.role is Role.DECODE:
-            self.specs.append(command.prefill.spec)
-            self._tasks[handoff] = asyncio.create_task(self._compute(handoff, command.prefill.spec))
+            reserving = self._tasks.get(handoff)
+            self._tasks[handoff] = asyncio.create_task(self._compute(handoff, command.prefill.spec, reserving))
         elif kind == "prefill":
             self.specs.append(command.prefill.spec)
             self._go_on(Work(handoff, command.prefill.spec, command.prefill.to.worker_id))
@@ -317,8 +317,17 @@ class FakeWorker(WorkerServicer):
             self.committed.add(handoff)
         return handoff in self.committed
 
-    async def _compute(self, handoff: HandoffId, spec: worker_pb2.SequenceSpec) -> None:
-        """The prompt as well."""
+    async def _compute(
+        self, handoff: HandoffId, spec: worker_pb2.SequenceSpec, reserving: asyncio.Task[None] | None
+    ) -> None:
+        """The prompt as well, in what was reserved for it."""
+        if reserving is not None:
+            await reserving
+        if handoff not in self._held:
+            stale: Any = worker_pb2.REFUSAL_REASON_STALE
+            self.emit(event(handoff, refused=worker_pb2.Refused(reason=stale, detail="nothing is reserved")))
+            return
+        self.specs.append(spec)
         self._think(handoff, spec)
         await self.gates["first"].wait()
         if len(spec.known) == spec.sampling.max_tokens:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from baton.errors import EngineFault
+from baton.rpc.v1 import worker_pb2
 from tests.integration.router_support import Cluster, at, clusters, expected, ids_of, kinds, until
 
 PROMPT = [1, 2, 3]
@@ -44,6 +46,37 @@ async def test_its_stages_sum_up_and_its_cache_counts(make):
     assert done.timings.transfer_s + done.timings.commit_s < 1e-3, "nothing is handed over"
     assert 0.0 < done.timings.ttft_s < done.timings.e2e_s
     assert done.usage.cached_tokens == 2
+
+
+@pytest.mark.parametrize("reason", ["NO_ROOM", "DRAINING", "STALE"])
+async def test_where_the_reserve_is_refused_so_is_the_prompt_and_nobody_minds(make, reason):
+    """Another worker is asked, or the same one again: it is told both, and says no to both."""
+    cluster = await make(prefill=0, decode=2)
+    for worker in cluster.decode:
+        worker.refuse_once = [getattr(worker_pb2, f"REFUSAL_REASON_{reason}")]
+    if reason == "DRAINING":
+        cluster.decode[1].refuse_once = []
+    assert ids_of(await cluster.generate()) == ANSWER
+    assert sum(len(worker.specs) for worker in cluster.decode) == 1, "computed once"
+    await cluster.nothing_is_left()
+
+
+async def test_who_dies_before_it_answers_may_have_died_of_the_prompt(make):
+    """It is told of it with the Reserve: its answer may be lost with it, and a third worker must not be."""
+    cluster = await make(prefill=0, decode=3)
+    for worker in cluster.decode:
+        worker.gates["reserve"].clear()
+    call = cluster.call()
+    for _ in range(2):
+        await until(lambda: any(worker.alive and worker.commands for worker in cluster.decode), "told")
+        [victim] = [worker for worker in cluster.decode if worker.alive and worker.commands]
+        await until(lambda: victim.kinds == ["reserve", "prefill"], "of both")
+        await victim.kill()
+    with pytest.raises(EngineFault, match="2 workers were lost while they computed this request"):
+        await cluster.answer(call)
+    [last] = [worker for worker in cluster.decode if worker.alive]
+    assert last.commands == []
+    await cluster.nothing_is_left()
 
 
 async def test_a_prefill_worker_that_dies_is_done_without(make):
