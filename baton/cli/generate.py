@@ -110,6 +110,10 @@ def placed(completion: Completion) -> str:
     placement = completion.placement
     if not placement.decode_worker:
         return f"prefill on {placement.prefill_worker}; its first token ended the answer, nothing was handed over"
+    if placement.prefill_worker == placement.decode_worker:
+        return f"prefill and decode on {placement.decode_worker}; no KV was moved"
+    if not placement.prefill_worker:
+        return f"decode on {placement.decode_worker}, begun by way of another router"
     moved = f"{placement.kv_bytes:,} bytes of KV over {placement.transport}"
     return f"prefill on {placement.prefill_worker} -> {moved} -> decode on {placement.decode_worker}"
 

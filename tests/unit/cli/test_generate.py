@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from baton.cli import up
 from baton.cli.app import app
-from baton.cli.generate import Shown, generate
+from baton.cli.generate import Shown, generate, placed
 from baton.client._fold import Fold
 from baton.cluster.state import ClusterState, ProcessId, StateFolder
 from baton.errors import InvalidRequest, NoWorker
@@ -30,6 +30,25 @@ def test_show(text, timings, tokens):
 def test_show_refuses_by_name():
     with pytest.raises(InvalidRequest, match="'colors' is not one of timings"):
         Shown.parse("colors", as_json=True)
+
+
+@pytest.mark.parametrize(
+    ("workers", "text"),
+    [
+        (("p-0", "d-0"), "prefill on p-0 -> 4,096 bytes of KV over shm -> decode on d-0"),
+        (("p-0", ""), "prefill on p-0; its first token ended the answer, nothing was handed over"),
+        (("d-0", "d-0"), "prefill and decode on d-0; no KV was moved"),
+        (("", "d-0"), "decode on d-0, begun by way of another router"),
+    ],
+)
+def test_who_did_what_is_said_in_words(workers, text):
+    moved = {"kv_bytes": 4096, "transport": "shm"} if workers == ("p-0", "d-0") else {}
+    placement = inference.Placement(prefill_worker=workers[0], decode_worker=workers[1], **moved)
+    finished = inference.Finished(reason=common.FINISH_REASON_LENGTH)
+    events = [{"finished": finished}, {"completed": inference.Completed(placement=placement)}]
+    stream = Thinking(*(inference.GenerateEvent(**event) for event in events))
+    list(stream)
+    assert placed(stream.collect()) == text
 
 
 class Thinking(Fold):
