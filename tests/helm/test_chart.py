@@ -98,7 +98,7 @@ def test_a_pod_has_room_for_one_worker(rendered: Rendered, name: str, tmp_path):
 def test_colocated_workers_are_one_group_with_pods_for_all(helm: Helm, tmp_path, scale: list[str], replicas):
     """As many as the loader of the cluster file counts, and where they are placed."""
     sets = ["config.mode=colocated", "prefill.replicas=2", "prefill.sparePods=1", "decode.replicas=3"]
-    documents = helm.render(CI[NAMES.index("minimal")], sets=[*sets, *scale])
+    documents = helm.render(CI[NAMES.index("minimal")], sets=[*sets, "metrics.rules.enabled=true", *scale])
     config = load(documents, tmp_path)
     (cluster,) = of_kind(documents, "RayCluster")
     (group,) = cluster["spec"]["workerGroupSpecs"]
@@ -108,6 +108,9 @@ def test_colocated_workers_are_one_group_with_pods_for_all(helm: Helm, tmp_path,
     assert not scale or config.bounds == {Role.DECODE: replicas}
     budgets = {one["metadata"]["name"].rpartition("-")[2] for one in of_kind(documents, "PodDisruptionBudget")}
     assert budgets == {"router", "decode"}
+    (rules,) = of_kind(documents, "PrometheusRule")
+    missed = [one["expr"] for one in rules["spec"]["groups"][0]["rules"] if one["alert"] == "BatonNoWorkers"]
+    assert [expr.count('role=~"decode"') for expr in missed] == [1], "a pool that is not there is not missed"
     assert [*check_selectors(documents), *check_ports(documents), *check_references(documents, set())] == []
 
 
