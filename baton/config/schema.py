@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, ConfigDict, Field, PositiveInt, field_validator, model_validator
 
 from baton.config.listeners import KEPT_IN, encrypts, unsafe
-from baton.config.pool import NONE_IF_COLOCATED, PoolConfig, PrefillConfig, ScalingConfig, joined
+from baton.config.pool import MOST_WORKERS, NONE_IF_COLOCATED, PoolConfig, PrefillConfig, ScalingConfig, joined
 from baton.config.security import Section, SecurityConfig
 from baton.config.tracing import TracingConfig
 from baton.config.values import (
@@ -253,6 +253,8 @@ class ClusterConfig(Section):
             raise ValueError("ledger.lease_s: must be at least three times ledger.heartbeat_s")
         if not (self.prefill.replicas or self.mode == "colocated"):
             raise ValueError("prefill.replicas: must be greater than 0 but with mode: colocated, got 0")
+        if self.mode == "colocated" and (both := self.prefill.replicas + self.decode.replicas) > MOST_WORKERS:
+            raise ValueError(f"decode.replicas: must be at most {MOST_WORKERS} with those of prefill, got {both}")
         ring, most = self.transfer.frame_size * self.transfer.credits, self.transfer.staging_memory
         if ring > most:
             text = f"must hold transfer.frame_size times transfer.credits, which is {ring} bytes, got {most}"

@@ -60,6 +60,13 @@ def test_no_prefill_worker_is_needed_with_it_and_with_it_alone(load):
             load(FILE, *sets)
 
 
+def test_both_are_no_more_than_a_pool_may_have(load):
+    """What is written into the state folder must be loaded again."""
+    assert load(FILE, "mode=colocated", "decode.replicas=4093").decode.replicas == 4096
+    with pytest.raises(ConfigError, match=r"decode.replicas: must be at most 4096 with those of prefill, got 4097"):
+        load(FILE, "mode=colocated", "decode.replicas=4094")
+
+
 def test_otherwise_nothing_changes(load):
     config = load(FILE)
     assert config.by_mode() == config
