@@ -150,6 +150,12 @@ async def test_what_would_be_too_many_at_once_is_not_sent(server: tuple[Talking,
     assert isinstance(done.exception, errors.DeadlineExceeded)
 
 
+async def test_a_load_of_nothing_is_no_report(server: tuple[Talking, str]):
+    done = await run("bench", "--target", server[1], "--rate", 1, "--arrivals", "constant", "--duration", 0.5)
+    assert isinstance(done.exception, errors.ConfigError)
+    assert "no request is due within 0.5 s" in str(done.exception)
+
+
 async def test_progress_is_shown_on_terminals_only(server: tuple[Talking, str], monkeypatch: pytest.MonkeyPatch):
     args = ("bench", "--target", server[1], "--prompt-tokens", 8, "--max-tokens", 3, "--duration", 0.2)
     assert (await run(*args)).stderr == ""
@@ -221,6 +227,7 @@ async def test_servers_that_are_no_servers(gateway: Alone):
 
     assert exit_code((await bench_http("http://127.0.0.1:1")).exception) == 4
     assert isinstance((await bench_http(f"http://{gateway.address}/nothing")).exception, errors.UnknownModel)
+    assert exit_code((await bench_http("http://127.0.0.1:port")).exception) == 2
     assert exit_code((await bench_http(f"http://{gateway.address}", "--model", "x")).exception) == 2
     gateway.fake.script = silent
     done = await bench_http(f"http://{gateway.address}", "--requests", 1, "--timeout", 0.2)
@@ -235,6 +242,8 @@ TEXT = 'data: {"choices": [{"text": "a"}]}'
     [
         ("200 OK", "text/event-stream", f"{TEXT}\n\ndata: [DONE]\n\n", {}),
         ("200 OK", "text/event-stream", f"{TEXT}\n\n", {"WorkerLost": 1}),
+        ("200 OK", "text/event-stream", 'data: {"choices": null}\n\n', {"EngineFault": 1}),
+        ("200 OK", "text/event-stream", 'data: {"usage": {"completion_tokens": 1}}\n\n', {"EngineFault": 1}),
         ("200 OK", "text/event-stream", "data: what?\n\n", {"EngineFault": 1}),
         ("200 OK", "text/html", "<html>", {"WorkerLost": 1}),
         ("502 Bad Gateway", "text/html", "<html>", {"EngineFault": 1}),
@@ -258,6 +267,7 @@ async def test_other_servers(status: str, kind: str, body: str, found: dict[str,
         report = json.loads((await bench_http(f"http://127.0.0.1:{port}", "--requests", 1)).stdout)
     assert (report["errors"], report["completed"]) == (found, 1 - len(found))
     assert report["ttft_ms"] is None or not found
+    assert report["completion_tokens"] == report["messages"], "at least, where nobody says"
 
 
 async def test_over_https_with_a_token(tmp_path: Path):

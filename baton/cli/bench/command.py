@@ -139,6 +139,8 @@ def _check_files(out: Path | None, plot: Path | None) -> None:
     for option, path in (("--out", out), ("--plot", plot)):
         if path is not None and not path.parent.is_dir():
             raise typer.BadParameter(f"{option}: there is no folder {path.parent}")
+        if path is not None and path.is_dir():
+            raise typer.BadParameter(f"{option}: {path} is a folder")
     if plot is not None and plot.suffix not in PICTURES:
         raise typer.BadParameter(f"--plot: must end in one of {', '.join(PICTURES)}, got {plot}")
     if plot is not None and find_spec("matplotlib") is None:

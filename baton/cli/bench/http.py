@@ -37,7 +37,10 @@ _BY_STATUS: dict[int, type[BatonError]] = {
 
 
 class HttpServer:
-    """Implements `Server`. `timeout`: seconds for a whole answer. `tls`: None for the authorities known here."""
+    """Implements `Server`. `timeout`: seconds for a whole answer. `tls`: None for the authorities known here.
+
+    Raises InvalidRequest for what is no URL.
+    """
 
     def __init__(
         self, url: str, options: Options, clock: Clock, timeout: float, token: str | None, tls: ssl.SSLContext | None
@@ -45,9 +48,12 @@ class HttpServer:
         base = url.rstrip("/").removesuffix("/v1") + "/v1/"
         headers = {"content-type": "application/json"} | ({"authorization": f"Bearer {token}"} if token else {})
         limits = httpx2.Limits(max_connections=None, max_keepalive_connections=None)
-        self._http = httpx2.AsyncClient(
-            base_url=base, headers=headers, limits=limits, timeout=timeout, verify=tls or True, trust_env=False
-        )
+        try:
+            self._http = httpx2.AsyncClient(
+                base_url=base, headers=headers, limits=limits, timeout=timeout, verify=tls or True, trust_env=False
+            )
+        except httpx2.InvalidURL as error:
+            raise errors.InvalidRequest.of("--http", f"must be a URL, got {url!r}: {error}") from error
         self._body = {name: value for name, value in options.items() if value not in {None, ""}}
         self._clock = clock
         self._timeout = timeout
@@ -91,12 +97,13 @@ class HttpServer:
             now, chunk = self._clock.monotonic(), _parsed(event.data)
             if "error" in chunk:
                 raise _refused(500, event.data.encode(), httpx2.Headers())
-            if any(choice.get("text") or not choice.get("finish_reason") for choice in chunk.get("choices", ())):
-                sample.saw(now, 1)  # how many it has, nobody says
-            if usage := chunk.get("usage"):
-                sample.prompt_tokens, sample.tokens = usage["prompt_tokens"], usage["completion_tokens"]
+            try:
+                _note(chunk, now, sample)
+            except (AttributeError, KeyError, TypeError) as error:
+                raise errors.EngineFault(f"an event that is none: {error!r} in {event.data[:80]!r}") from error
         if not done:
             raise errors.WorkerLost("the stream ended without [DONE]")
+        sample.tokens = sample.tokens or len(sample.times)  # of who does not say: at least one in each
 
     async def close(self) -> None:
         await self._http.aclose()
@@ -111,6 +118,13 @@ def _parsed(data: str) -> dict[str, Any]:
     if not isinstance(chunk, dict):
         raise errors.EngineFault(f"an event that is no JSON object: {data[:80]!r}")
     return chunk
+
+
+def _note(chunk: dict[str, Any], now: float, sample: Sample) -> None:
+    if any(choice.get("text") or not choice.get("finish_reason") for choice in chunk.get("choices", ())):
+        sample.saw(now, 1)  # how many it has, nobody says
+    if usage := chunk.get("usage"):
+        sample.prompt_tokens, sample.tokens = int(usage["prompt_tokens"]), int(usage["completion_tokens"])
 
 
 def _lost(error: httpx2.HTTPError) -> BatonError:

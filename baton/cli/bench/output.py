@@ -16,6 +16,7 @@ from baton.cli.bench.run import Run
 from baton.cli.bench.sample import Goals
 from baton.cli.bench.servers import Server
 from baton.clock import SystemClock
+from baton.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +42,9 @@ class Output:
 
 
 def bench(server: Server, load: Load, goals: Goals, output: Output) -> None:
-    """Run the load and give the report, also of what Ctrl-C leaves. Raises the last error if no request succeeded."""
+    """Run the load and give the report, also of what Ctrl-C leaves. Raises the last error if no request succeeded, and
+    ConfigError if there was none.
+    """
     with shown() as show:
         run = Run(server, load, SystemClock(), show)
         try:
@@ -49,5 +52,7 @@ def bench(server: Server, load: Load, goals: Goals, output: Output) -> None:
         finally:
             if run.samples:
                 output.give(run, goals)
+    if not run.samples:
+        raise ConfigError(f"--duration: no request is due within {load.plan.duration:g} s")
     if run.failure is not None and all(sample.error for sample in run.samples):
         raise run.failure

@@ -148,6 +148,8 @@ def _replayed(plan: Plan, trace: Trace) -> Trace:
         raise ConfigError(f"--arrivals trace: {trace.path} does not say when its requests came")
     if plan.rate is not None and not trace.period_s:
         raise ConfigError(f"--rate: all requests of {trace.path} come at once, and have no rate that could change")
+    if plan.duration is not None and plan.requests is None and not trace.period_s:
+        raise ConfigError(f"--duration: all requests of {trace.path} come at once, again and again: needs --requests")
     speed = plan.speed if plan.rate is None else plan.rate * trace.period_s / len(trace.arrivals)
     return trace.faster(speed)
 

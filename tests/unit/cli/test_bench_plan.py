@@ -132,6 +132,9 @@ def test_times_that_a_trace_does_not_have(tmp_path: Path, mooncake: Path):
     file.write_text(MOONCAKE % (3, 1024, [0, 1]) * 2)
     with pytest.raises(ConfigError, match=r"--rate: all requests of .* come at once"):
         asks(trace=file, arrivals="trace", rate=1)
+    with pytest.raises(ConfigError, match=r"--duration: all requests of .* come at once"):
+        asks(trace=file, arrivals="trace", duration=1)  # it would have no end
+    assert len(asks(MODEL, trace=file, arrivals="trace", duration=1, requests=2, clip=True)) == 2
 
 
 def test_which_model_is_meant():

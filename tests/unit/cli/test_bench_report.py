@@ -179,7 +179,12 @@ def test_a_picture(tmp_path: Path, samples: slice):
 
 
 @pytest.mark.parametrize(
-    ("args", "says"), [(["--plot", "a.txt"], "must end in one of .png"), (["--out", "no/a"], "no folder no")]
+    ("args", "says"),
+    [
+        (["--plot", "a.txt"], "must end in one of .png"),
+        (["--out", "no/a"], "no folder no"),
+        (["--out", "."], "is a folder"),
+    ],
 )
 def test_files_that_cannot_be_are_named_before_anything_is_sent(args: list[str], says: str):
     done = CliRunner().invoke(app, ["bench", "--target", "127.0.0.1:1", *args])
