@@ -114,6 +114,14 @@ def test_colocated_workers_are_one_group_with_pods_for_all(helm: Helm, tmp_path,
     assert [*check_selectors(documents), *check_ports(documents), *check_references(documents, set())] == []
 
 
+def test_one_colocated_worker_is_enough(helm: Helm, tmp_path):
+    sets = ["config.mode=colocated", "prefill.replicas=0"]
+    documents = helm.render(CI[NAMES.index("minimal")], sets=sets)
+    (cluster,) = of_kind(documents, "RayCluster")
+    assert [group["maxReplicas"] for group in cluster["spec"]["workerGroupSpecs"]] == [1]
+    assert load(documents, tmp_path).decode.replicas == 1
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_rendering_is_deterministic(helm: Helm, rendered: Rendered, name: str):
     again = helm.render(CI[NAMES.index(name)])

@@ -42,6 +42,14 @@ VALUES = {
         ["model.pvc.create=true", "model.existingClaim=models"],
         'model.pvc.create: must be false when model.existingClaim ("models")',
     ),
+    "a pool of none": (
+        ["prefill.replicas=0"],
+        "prefill.replicas: must be at least 1 but with config.mode: colocated, got 0",
+    ),
+    "no worker at all": (
+        ["decode.replicas=0", "prefill.replicas=0", "config.mode=colocated"],
+        "decode.replicas: must be at least 1, got 0",
+    ),
     "replicas beyond bounds": (
         ["decode.autoscale.enabled=true", "decode.replicas=9"],
         "decode.replicas: must be from decode.autoscale.min (1) to",
