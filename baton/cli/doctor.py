@@ -158,9 +158,8 @@ def _threads(config: ClusterConfig) -> Finding:
     wanted = sum(processes * threads for processes, threads in asked if isinstance(threads, int))
     cores = len(os.sched_getaffinity(0))
     if wanted > cores:
-        return Finding(
-            "threads", WARN, f"{wanted} wanted, {cores} cores here", "lower prefill.threads or decode.threads"
-        )
+        remedy = f"lower {' or '.join(f'{role.value}.threads' for role in config.bounds)}"
+        return Finding("threads", WARN, f"{wanted} wanted, {cores} cores here", remedy)
     return Finding("threads", OK, f"{wanted} wanted, {cores} cores here")
 
 
@@ -169,6 +168,8 @@ def _hosts(config: ClusterConfig) -> Iterator[Finding]:
     wrong = WARN if config.ray.address not in {"local", "none"} else BAD
     remedy = "run baton doctor on the host that it is meant for" if wrong == WARN else "correct it, or leave it out"
     for name, part in (("router", config.router), ("prefill", config.prefill), ("decode", config.decode)):
+        if part is config.prefill and not config.prefill.replicas:
+            continue  # colocated: it says what decode says
         if part.interface:
             key = f"{name}.interface"
             try:

@@ -279,19 +279,18 @@ class ClusterConfig(Section):
     @model_validator(mode="after")
     def _listeners_are_safe(self) -> ClusterConfig:
         router, security = self.router, self.security
+        pools: dict[str, PoolConfig] = {} if self.mode == "colocated" else {"prefill": self.prefill}
+        pools["decode"] = self.decode
         addresses = {
             "router.grpc": router.grpc,
             "router.admin": router.admin,
             "router.http": router.http,
             "router.metrics": router.metrics,
-            "prefill.listen": self.prefill.listen,
-            "decode.listen": self.decode.listen,
-            "prefill.metrics": self.prefill.metrics,
-            "decode.metrics": self.decode.metrics,
+            **{f"{name}.listen": pool.listen for name, pool in pools.items()},
+            **{f"{name}.metrics": pool.metrics for name, pool in pools.items()},
         }
         if self.transfer.transport not in KEPT_IN and not self.kv_is_encrypted:  # it listens where the workers do
-            pools = (self.prefill, self.decode)
-            where = [f"{pool.interface}:0" if pool.interface else pool.listen for pool in pools]
+            where = [f"{pool.interface}:0" if pool.interface else pool.listen for pool in pools.values()]
             addresses["transfer.transport"] = next((one for one in where if not is_loopback(one)), None)
         keys = {"security.tls": security.tls, "security.tokens": security.tokens}
         given = [key for key, value in keys.items() if value is not None]

@@ -105,6 +105,14 @@ def test_a_folder_that_is_no_model(examine, tmp_path):
     assert (finding.verdict, finding.remedy) == (BAD, "set model.path to a checkpoint folder")
 
 
+def test_of_colocated_workers_only_their_own_section_is_named(examine):
+    sets = "mode=colocated", "decode.interface=lo", "decode.threads=4096", "security.allow_insecure=true"
+    found = examine(BASE, *sets)
+    assert found["decode.interface"].verdict == OK
+    assert "prefill.interface" not in found
+    assert found["threads"].remedy == "lower decode.threads"
+
+
 def test_what_is_only_worth_a_note(examine, monkeypatch):
     def version(name):
         raise importlib.metadata.PackageNotFoundError(name)

@@ -38,6 +38,19 @@ def test_what_was_loaded_is_loaded_again_as_it_is(load):
     assert config_from_json(config.model_dump_json()) == config
 
 
+def test_where_the_other_pool_listens_is_nobodys_business(load):
+    """Nor is it after the first time, when it is said to listen where these workers do."""
+    open_ = ["decode.listen=0.0.0.0:0", "decode.metrics=0.0.0.0:9101", "prefill.listen=0.0.0.0:1"]
+    allowed = "security.allow_insecure=[decode.listen, decode.metrics, transfer.transport]"
+    config = load(FILE, "mode=colocated", *open_, allowed)
+    assert load(yaml.safe_dump(config.model_dump(mode="json", exclude_unset=True))) == config
+    assert config_from_json(config.model_dump_json()) == config
+    with pytest.raises(ConfigError, match=r"prefill\.listen \(0\.0\.0\.0:1\): listens beyond"):
+        load(FILE, *open_, allowed)
+    with pytest.raises(ConfigError, match=r"decode\.listen \(0\.0\.0\.0:0\): listens beyond"):
+        load(FILE, "mode=colocated", *open_)
+
+
 @pytest.mark.parametrize(
     ("sets", "bounds"),
     [
