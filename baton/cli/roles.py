@@ -47,6 +47,8 @@ def _prepare(file: Path, sets: Sequence[str], log_file: Path | None, process: st
 def run_role(role: Role, file: Path, sets: Sequence[str], worker_id: str, log_file: Path | None) -> None:
     """Run one worker until SIGTERM or SIGINT, or until it is told to drain."""
     config = _prepare(file, sets, log_file, worker_id)
+    if role not in config.bounds:
+        raise ConfigError(f"mode: {config.mode} has no {role.value} workers; start one of the other role")
     from baton.worker.host import run_worker
     from baton.worker.settings import of_both_roles
 

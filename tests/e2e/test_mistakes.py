@@ -49,6 +49,11 @@ def test_a_wrong_key_is_a_config_error(home, item, says, detach):
     refused(home, "up", "-c", CONFIG, *ORACLE, "--set", item, *detach, code=3, says=says)
 
 
+def test_a_colocated_cluster_takes_no_prefill_worker(home):
+    sets = ("--set", "mode=colocated", "--set", "redis.url=redis://127.0.0.1:1/0")
+    refused(home, "prefill-worker", "-c", CONFIG, *ORACLE, *sets, code=3, says=["mode: colocated has no prefill"])
+
+
 def test_a_missing_file_is_a_config_error(home):
     refused(home, "up", "-c", "nowhere.yaml", code=3, says=["nowhere.yaml", "cannot be read"])
 
