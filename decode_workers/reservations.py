@@ -107,14 +107,17 @@ class Reservations:
                 self._end(entry)
             return entry.state
 
-    def take(self, handoff: HandoffId) -> Reservation | None:
-        """Remove the entry, fenced, and hand out its blocks: nobody writes into them any more. None: no such entry."""
+    def take(self, handoff: HandoffId, *, alone: bool = False) -> Reservation | None:
+        """Remove the entry, fenced, and hand out its blocks: nobody writes into them any more. None: no such entry.
+
+        `alone`: the prompt is computed here, and so no handoff came to nothing.
+        """
         with self._lock:
             entry = self._entries.pop(handoff, None)
         if entry is None:
             return None
         with entry.lock:
-            self._end(entry)
+            self._end(entry, counts=not alone)
             return entry.reservation
 
     def shared(self, handoff: HandoffId) -> list[int]:
@@ -206,10 +209,11 @@ class Reservations:
             if entry.state is State.RECEIVING and entry.sender == sender:
                 self._end(entry)
 
-    def _end(self, entry: Entry) -> None:
+    def _end(self, entry: Entry, *, counts: bool = True) -> None:
         if entry.state in {State.RESERVED, State.RECEIVING}:
             self._history.step("fenced", entry.handoff)
-            self.counts.ended("fenced")
+            if counts:
+                self.counts.ended("fenced")
         entry.state = State.FENCED
 
     def _entry(self, handoff: HandoffId) -> Entry:

@@ -114,7 +114,7 @@ class DecodeRole:
         self._engine.validate(spec)
         finish = self._engine.finish_of(spec) if spec.known else None
         mine = self._sessions.get(handoff) is session and handoff not in self._adopted
-        reservation = self.reservations.take(handoff) if mine else None
+        reservation = self.reservations.take(handoff, alone=True) if mine else None
         if reservation is None:
             stale = worker_pb2.REFUSAL_REASON_STALE
             session.emit([events.refused(handoff, stale, f"nothing is reserved for {handoff} here")])

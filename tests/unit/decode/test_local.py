@@ -38,6 +38,18 @@ def test_the_answer_is_that_of_a_handoff(side, router):
     assert not router.handoffs
 
 
+def test_nothing_of_it_was_handed_over_nor_was_to_be(side, router):
+    """A reservation that was for a handoff, and is given up, is another matter."""
+    side.take(router, reserve())
+    side.take(router, prefill(to=None))
+    side.run()
+    assert not any(side.role.reservations.counts.handoffs.values())
+    other = replace(H, request_id="other")
+    side.take(router, reserve(other))
+    side.take(router, release(other))
+    assert side.role.reservations.counts.handoffs["fenced"] == 1
+
+
 def test_what_is_known_is_not_sampled_again(side, router):
     tokens = whole_answer()
     known = tuple(token.token_id for token in tokens[:3])
