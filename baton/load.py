@@ -1,11 +1,13 @@
-"""What a worker reports of itself with each step."""
+"""What a worker reports of itself with each step. Nothing here changes once it is made; to have that enforced would
+take several times as long as to make it.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class BlockCounts:
     """The block ledger of one worker. `check` is the invariant: every block is in exactly one state."""
 
@@ -37,7 +39,7 @@ class Channel:
     bytes_per_s: float
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Pace:
     """Steps of one kind since the process began, all together, and the seconds they took."""
 
@@ -60,7 +62,7 @@ class Pace:
         )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Load:
     """What a worker reports with each step: the router's live view of it, and what `baton status` shows."""
 

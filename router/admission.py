@@ -121,8 +121,7 @@ class Admission(Generic[Claim]):
         was nobody to wait for; NobodyAlike, as soon as its turn has come).
         """
         alone = not self.waiting
-        if alone and (claim := self._claim(tokens, wish)) is not None:  # nobody to be fair to
-            self._served(tokens, returning=returning)
+        if (claim := self.at_once(tokens, wish, returning=returning)) is not None:
             return claim
         now = self._clock.monotonic()
         since = now if since is None else since
@@ -140,6 +139,13 @@ class Admission(Generic[Claim]):
         )
         found = self._enter(waiter, tried=alone)
         return await self._wait(waiter) if found is None else found
+
+    def at_once(self, tokens: int, wish: object = None, *, returning: bool = False) -> Claim | None:
+        """As `admit`, without a wait; None: somebody waits, or there is no room."""
+        if self.waiting or (claim := self._claim(tokens, wish)) is None:  # nobody to be fair to
+            return None
+        self._served(tokens, returning=returning)
+        return claim
 
     def _enter(self, waiter: _Waiter[Claim], *, tried: bool) -> Claim | None:
         """A claim at once for who comes first and has not `tried`, or a place in the queue. Raises Overloaded."""
@@ -281,11 +287,8 @@ class Admission(Generic[Claim]):
         """Come back when what is too much has drained. Unknown: after as long as the next one has waited."""
         first = self._queue.first
         waited = self._clock.monotonic() - first.since if first else self._bounds.wait_s
-        return Overloaded(text, min(max(over / per_s if per_s else waited, _LEAST_RETRY_S), self._most_retry_s))
-
-    @property
-    def _most_retry_s(self) -> float:
-        return max(self._bounds.wait_s, _LEAST_RETRY_S)
+        most_s = max(self._bounds.wait_s, _LEAST_RETRY_S)
+        return Overloaded(text, min(max(over / per_s if per_s else waited, _LEAST_RETRY_S), most_s))
 
 
 def _over(bound: int, waiting: int, own: int, adding: int, share: float) -> int:

@@ -83,9 +83,10 @@ class Claim:
 
     def reserved(self) -> None:
         """The decode worker has answered: from here on its own reports count the blocks."""
-        self._views[1].pending_blocks -= self._blocks
-        self._blocks = 0
-        self._tell(self.decode)
+        if self._blocks:
+            self._views[1].pending_blocks -= self._blocks
+            self._blocks = 0
+            self._tell(self.decode)
 
     def computed(self) -> None:
         """The first token is here: the prompt is no backlog any more."""
@@ -96,9 +97,10 @@ class Claim:
     def prefill_done(self) -> None:
         """The decode worker has taken over, or has said the first token itself."""
         self.computed()
-        self._views[0].dispatched -= self._on_prefill
-        self._on_prefill = 0
-        self._tell(self._computes)
+        if self._on_prefill:
+            self._views[0].dispatched -= self._on_prefill
+            self._on_prefill = 0
+            self._tell(self._computes)
 
     def release(self) -> None:
         """The request is off both workers."""
@@ -110,9 +112,10 @@ class Claim:
         self._on_release()
 
     def _no_backlog(self) -> None:
-        self._views[0].queued_tokens -= self._tokens
-        self._tokens = 0
-        self._tell(self._computes)
+        if self._tokens:
+            self._views[0].queued_tokens -= self._tokens
+            self._tokens = 0
+            self._tell(self._computes)
 
     def _tell(self, *links: WorkerLink) -> None:
         for link in links:

@@ -11,7 +11,6 @@ is found without looking at pairs. What is not asked for is not computed: mostly
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import cache
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -104,17 +103,17 @@ def predicted(snapshot: Snapshot, ask: Ask) -> Pair | None:
     it is the order of `least_loaded`.
     """
     prefill, decode = snapshot.prefill.at, snapshot.decode.at
-    ttft, itl = ttft_s(snapshot, ask), cache(lambda: itl_s(snapshot, ask))
+    ttft, itl = ttft_s(snapshot, ask), itl_s(snapshot, ask)
 
     def second() -> Column:
         move = (ask.tokens - ask.decode_cached) * decode.token_bytes * snapshot.byte_s
-        return (move + itl() + decode.backlog * decode.queued_s) * (itl() > 0.0)
+        return (move + itl + decode.backlog * decode.queued_s) * (itl > 0.0)
 
     pair = _least(
         snapshot,
         ask,
         [
-            (Role.DECODE, lambda: np.maximum(itl() - snapshot.slo_itl_s, 0.0)),
+            (Role.DECODE, lambda: np.maximum(itl - snapshot.slo_itl_s, 0.0)),
             (Role.PREFILL, lambda: ttft),
             (Role.DECODE, second),
             (Role.DECODE, lambda: decode.requests),
@@ -177,9 +176,10 @@ def sooner_alone(snapshot: Snapshot, ask: Ask, pair: Pair) -> Alone | None:
         return None
     at, cached = snapshot.decode.at, ask.decode_cached
     rows = [pair.decode]
-    most = int((cached * (at.room > ask.tokens) * (at.group == at.group[pair.decode])).argmax())
-    if cached[most] > cached[pair.decode] and at.room[most] > ask.tokens:
-        rows.append(most)
+    if np.count_nonzero(cached):
+        most = int((cached * (at.room > ask.tokens) * (at.group == at.group[pair.decode])).argmax())
+        if cached[most] > cached[pair.decode] and at.room[most] > ask.tokens:
+            rows.append(most)
     offers = (alone_s(snapshot.decode.facts(row), ask.tokens, float(cached[row]), snapshot.slo_itl_s) for row in rows)
     ttft, row = min(zip(offers, rows, strict=True))
     return Alone(row, ttft) if ttft < pair.ttft_s * _CLEARLY else None
@@ -253,7 +253,7 @@ def chunked_s(at: Facts[Value], tokens: float, cached: Value, chunk: float) -> V
 def _candidates(snapshot: Snapshot, ask: Ask) -> Iterator[tuple[Rows, Rows]]:
     """Prefill and decode rows that can take the request, of each fingerprint that has both."""
     prefill, decode = snapshot.prefill.at, snapshot.decode.at
-    left = np.flatnonzero(prefill.able)
+    left = prefill.able.nonzero()[0]
     if ask.keep is not None:
         left = left[left == ask.keep]
     right = _with_room(snapshot, ask)
@@ -269,7 +269,7 @@ def _candidates(snapshot: Snapshot, ask: Ask) -> Iterator[tuple[Rows, Rows]]:
 
 
 def _with_room(snapshot: Snapshot, ask: Ask) -> Rows:
-    rows = np.flatnonzero(snapshot.decode.at.room > ask.tokens)  # one more than is known
+    rows = (snapshot.decode.at.room > ask.tokens).nonzero()[0]  # one more than is known
     return rows if ask.bits is None else rows[np.isin(snapshot.decode.bits[rows], ask.bits)]
 
 
@@ -290,8 +290,10 @@ def _narrowed(rows: Rows, criteria: Criteria, role: Role) -> int:
         if len(rows) == 1:
             break
         if whose is role:
-            values = column()[rows]
-            rows = rows[values == values.min()]
+            values = column().take(rows)
+            best = values == values[values.argmin()]  # found sooner than by min()
+            if np.count_nonzero(best) < len(rows):
+                rows = rows[best]
     return int(rows[0])
 
 

@@ -19,7 +19,7 @@ class Attempt:
     """`known` tokens are to be computed, `tokens` are to come, and the client had `before` of the answer."""
 
     __slots__ = (
-        "_claim", "_kernel", "before", "cached", "committed", "computed", "decode", "decoding", "died", "ended",
+        "_claim", "_kernel", "before", "cached", "committed", "computed", "decode", "decoding", "died",
         "failed", "fencing", "first_at", "handoff", "kept", "known", "life", "over", "prefill", "repushes", "sent",
         "tokens",
     )  # fmt: skip
@@ -33,7 +33,6 @@ class Attempt:
         self.known, self.before, self.tokens = known, before, life.tokens - before
         self.cached = 0  # tokens at the decode worker
         self.first_at = 0.0  # the first token, at its worker
-        self.ended = life.kernel.create_future()  # "": with all its tokens; else why another attempt is needed
         self.over = self.kept = self.failed = self.died = False
         self.sent = self.repushes = self.computed = self.decoding = self.committed = self.fencing = False
         decode.attempts[self] = None
@@ -133,10 +132,10 @@ class Attempt:
         return self.sent and not (self.computed or self.repushes)
 
     def end(self, reason: str) -> None:
-        """It is over; once."""
+        """It is over; once. "": with all its tokens; else why another attempt is needed."""
         if not self.over:
             self.over = True
-            self.ended.set_result(reason)
+            self._kernel.at(self._kernel.now, self.life.over, self, reason)
 
     def leave(self, reason: str) -> None:
         """Both workers are rid of it, but for what is kept, and those that said so themselves."""

@@ -65,7 +65,7 @@ class CountedPool(BlockPool):
         self.on_names: Listener = lambda added, removed: None
         self.used_most = self.growing = 0
         self._unused = total
-        self._held = dict.fromkeys(BlockState, 0)
+        self._reserved = self._owned = 0
         self._kept: OrderedDict[int, int] = OrderedDict()  # blocks by name, or by a number below 0; the oldest first
         self._kept_blocks = 0
         self._named: dict[int, int] = {}  # holders of each name that is found
@@ -76,8 +76,7 @@ class CountedPool(BlockPool):
         return self._unused + self._kept_blocks
 
     def counts(self) -> BlockCounts:
-        reserved, owned = self._held[BlockState.RESERVED], self._held[BlockState.OWNED] + self.growing
-        return BlockCounts(self.total, self._unused, reserved, owned, self._kept_blocks)
+        return BlockCounts(self.total, self._unused, self._reserved, self._owned + self.growing, self._kept_blocks)
 
     def find(self, digests: Iterable[bytes]) -> list[int]:
         """See `BlockPool.find`; the names themselves are what is shared."""
@@ -98,7 +97,7 @@ class CountedPool(BlockPool):
             if not named[name]:
                 del self._kept[name]
                 self._kept_blocks -= 1
-                self._held[BlockState.OWNED] += 1
+                self._owned += 1
             named[name] += 1
         held = Held(self, list(shared), BlockState.RESERVED if reserved else BlockState.OWNED)
         self._grow(held, n)
@@ -123,7 +122,7 @@ class CountedPool(BlockPool):
         assert isinstance(allocation, Held)
         allocation.count += blocks
         self.growing -= blocks
-        self._held[BlockState.OWNED] += blocks
+        self._owned += blocks
 
     def publish(self, held: Held, names: Sequence[int]) -> None:
         """The next full blocks of what is held have these names."""
@@ -147,7 +146,7 @@ class CountedPool(BlockPool):
             return False
         self._use(n)
         allocation.count += n
-        self._held[allocation.state] += n
+        self._hold(allocation.state, n)
         self._peak()
         return True
 
@@ -169,19 +168,26 @@ class CountedPool(BlockPool):
         if lost:
             self.on_names((), lost)
 
+    def _hold(self, state: BlockState, n: int) -> None:
+        if state is BlockState.RESERVED:
+            self._reserved += n
+        else:
+            self._owned += n
+
     def _peak(self) -> None:
         used = self.total - self._unused - self._kept_blocks
-        self.used_most = max(self.used_most, used)
+        if used > self.used_most:
+            self.used_most = used
 
     def _activate(self, allocation: Allocation) -> None:
-        self._held[BlockState.RESERVED] -= len(allocation)
-        self._held[BlockState.OWNED] += len(allocation)
+        self._reserved -= len(allocation)
+        self._owned += len(allocation)
         allocation.state = BlockState.OWNED
 
     def _let_go(self, allocation: Allocation) -> None:
         assert isinstance(allocation, Held)
         held, named = allocation, self._named
-        self._held[held.state] -= held.count
+        self._hold(held.state, -held.count)
         self._unused += held.count - len(held.names) - held.full
         if held.full:
             self._next -= 1
@@ -196,7 +202,7 @@ class CountedPool(BlockPool):
                 self._kept_blocks += 1
             else:
                 named[name] -= 1
-                self._held[held.state] += 1  # by others
+                self._hold(held.state, 1)  # by others
         held.names, held.count, held.full, held.state = [], 0, 0, BlockState.RELEASED
 
 
@@ -211,6 +217,11 @@ class Content:
     def digest(self, block: int) -> int:
         """0: it has none."""
         return self.names[block] if block < len(self.names) else 0
+
+    def digests(self, first: int, end: int) -> list[int]:
+        """Of blocks first..end-1."""
+        names = self.names[first:end]
+        return [*names, *[0] * (end - first - len(names))]
 
     @property
     def chain(self) -> Chain:

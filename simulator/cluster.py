@@ -97,22 +97,19 @@ class Cluster:
     def _next(self, arrivals: Iterator[Arrival]) -> None:
         arrival = next(arrivals, None)
         if arrival is not None:
-            self.kernel.at(arrival.at_s, self._came, arrival, arrivals)
+            self.kernel.at(arrival.at_s + self.scenario.overheads.admit_s, self._came, arrival, arrivals)
 
     def _came(self, arrival: Arrival, arrivals: Iterator[Arrival]) -> None:
         if not self.tally.arrivals:
-            self._first_at = self.kernel.now
+            self._first_at = arrival.at_s
         self.tally.arrivals += 1
         self._running += 1
         life = Life(self, arrival, self.tally.arrivals)
         if arrival.total_tokens > self._longest:
             self.ended(life, "refused")
         else:
-            self.kernel.after(self.scenario.overheads.admit_s, self._live, life)
+            life.begin()
         self._next(arrivals)
-
-    def _live(self, life: Life) -> None:
-        self.kernel.spawn(life.run())
 
     def _check(self) -> None:
         """Nothing is lost, twice there, or left over."""

@@ -74,7 +74,7 @@ class Engine:
             if steps < self._stretch.count:
                 self._stretch.count = steps
                 self._event.cancel()
-                self._event = self.kernel.at(self._stretch.end(steps), self._stretched)
+                self._event = self.kernel.timer(self._stretch.end(steps), self._stretched)
 
     def add(self, row: Row) -> None:
         """Compute its prompt, and go on. A job's business, as all below."""
@@ -173,7 +173,7 @@ class Engine:
             more = (seconds(0, 0, rows, context + rows * (steps - 1)) * self.factor - first) / (steps - 1)
         drawn = [(first + more * step) * self._noise() for step in range(steps)] if self._spread else ()
         self._stretch = Stretch(self.kernel.now, steps, first, more, drawn)
-        self._event = self.kernel.at(self._stretch.end(steps), self._stretched)
+        self._event = self.kernel.timer(self._stretch.end(steps), self._stretched)
 
     def _noise(self) -> float:
         return self._rng.choice(self._spread) if self._spread else 1.0
@@ -237,7 +237,7 @@ class Engine:
         self._stuck = not prompts and bool(self.scheduler.waiting) and not plan.preempted and self._orderly()
         self.paces.planned(prompts, context, decodes, beside, seconds)
         self.tally.planned(prompts, decodes, seconds)
-        self._event = self.kernel.after(seconds, self._planned, work, decodes, seconds)
+        self._event = self.kernel.timer(self.kernel.now + seconds, self._planned, work, decodes, seconds)
 
     def _orderly(self) -> bool:
         """Nobody who waits comes before somebody who runs."""

@@ -1,4 +1,4 @@
-"""Virtual time: one heap of what is to happen, and an event loop on it for production code that is written for asyncio.
+"""Virtual time: heaps of what is to happen, and an event loop on them for production code that is written for asyncio.
 
 Nothing here looks at a real clock, and what is due at the same time happens in the order in which it was asked for. So
 the same scenario gives the same run; what is random in it draws from generators of its own, made from the seed.
@@ -13,18 +13,19 @@ from contextvars import Context
 from typing import Any, TypeVar, TypeVarTuple, cast
 
 Act = Callable[..., object]
+Entry = tuple[float, int, Act, tuple[Any, ...], "Event | None"]
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 FOREVER = float("inf")
+_SOON_S = 0.002  # messages are under way for less, steps and transfers mostly for more: two small heaps cost less than one
 
 
 class Event:
     """Something that will happen, unless it is cancelled before: what asyncio calls a handle."""
 
-    __slots__ = ("act", "facts", "off", "within")
+    __slots__ = ("off",)
 
-    def __init__(self, act: Act, facts: tuple[Any, ...], within: Context | None = None) -> None:
-        self.act, self.facts, self.within = act, facts, within
+    def __init__(self) -> None:
         self.off = False
 
     def cancel(self) -> None:
@@ -41,7 +42,8 @@ class Kernel:
     def __init__(self) -> None:
         self.now = 0.0  # seconds
         self.events = 0  # that happened
-        self._heap: list[tuple[float, int, Event]] = []
+        self._soon: list[Entry] = []  # heaps
+        self._late: list[Entry] = []
         self._count = 0
 
     def monotonic(self) -> float:
@@ -52,16 +54,21 @@ class Kernel:
 
     # --- what the simulator asks for -----------------------------------------------------------------------------
 
-    def at(self, when: float, act: Act, *facts: Any) -> Event:
+    def at(self, when: float, act: Act, *facts: Any) -> None:
         """Call `act(*facts)` at `when`; what is past is due now."""
-        event = Event(act, facts)
-        self._count += 1
-        heapq.heappush(self._heap, (max(when, self.now), self._count, event))
-        return event
+        self._push(when, act, facts, None)
 
-    def after(self, seconds: float, act: Act, *facts: Any) -> Event:
+    def after(self, seconds: float, act: Act, *facts: Any) -> None:
         """Call `act(*facts)` in so many seconds."""
-        return self.at(self.now + seconds, act, *facts)
+        now = self.now
+        self._count += 1
+        heapq.heappush(self._soon if seconds < _SOON_S else self._late, (now + seconds, self._count, act, facts, None))
+
+    def timer(self, when: float, act: Act, *facts: Any) -> Event:
+        """As `at`, and it can be cancelled."""
+        event = Event()
+        self._push(when, act, facts, event)
+        return event
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> None:
         """A task that nobody waits for; what it raises ends the run."""
@@ -77,17 +84,23 @@ class Kernel:
             asyncio._set_running_loop(before)
 
     def _run(self, until: float) -> None:
-        heap, pop = self._heap, heapq.heappop
-        while heap and heap[0][0] <= until:
-            when, _, event = pop(heap)
-            if event.off:
-                continue
-            self.now = when
-            self.events += 1
-            if event.within is None:
-                event.act(*event.facts)
-            else:
-                event.within.run(event.act, *event.facts)
+        soon, late, pop = self._soon, self._late, heapq.heappop
+        while soon or late:
+            heap = soon if soon and not (late and late[0] < soon[0]) else late
+            if heap[0][0] > until:
+                return
+            self.now, _, act, facts, event = pop(heap)
+            if event is None or not event.off:
+                self.events += 1
+                act(*facts)
+
+    def _push(self, when: float, act: Act, facts: tuple[Any, ...], event: Event | None) -> None:
+        now = self.now
+        self._count += 1
+        heapq.heappush(
+            self._soon if when < now + _SOON_S else self._late,
+            (when if when > now else now, self._count, act, facts, event),
+        )
 
     # --- of asyncio.AbstractEventLoop -------------------------------------------------------------------------------
 
@@ -108,9 +121,7 @@ class Kernel:
         return False
 
     def call_soon(self, callback: Callable[[*Ts], object], *args: *Ts, context: Context | None = None) -> Event:
-        event = self.at(self.now, callback, *args)
-        event.within = context
-        return event
+        return self.call_at(self.now, callback, *args, context=context)
 
     def call_later(
         self, delay: float, callback: Callable[[*Ts], object], *args: *Ts, context: Context | None = None
@@ -120,9 +131,7 @@ class Kernel:
     def call_at(
         self, when: float, callback: Callable[[*Ts], object], *args: *Ts, context: Context | None = None
     ) -> Event:
-        event = self.at(when, callback, *args)
-        event.within = context
-        return event
+        return self.timer(when, callback, *args) if context is None else self.timer(when, context.run, callback, *args)
 
     def create_future(self) -> asyncio.Future[Any]:
         return asyncio.Future(loop=self._loop)

@@ -24,11 +24,6 @@ class Way:
         self.bytes_per_s = bytes_per_s
         self.flows: dict[Flow, None] = {}  # that move now
 
-    @property
-    def share(self) -> float:
-        """Of each that moves, in bytes per second."""
-        return self.bytes_per_s / len(self.flows)
-
     def turn(self, bytes_per_s: float) -> None:
         """It carries so much from now on."""
         if bytes_per_s != self.bytes_per_s:
@@ -40,13 +35,14 @@ class Way:
 class Flow:
     """The KV of one handoff on its way. `done` is called when all of it has arrived, after `close`."""
 
-    __slots__ = ("_closed", "_event", "_kernel", "_left", "_rate", "_since", "_ways", "done", "moved")
+    __slots__ = ("_closed", "_due", "_event", "_kernel", "_left", "_rate", "_since", "_ways", "_wakes", "done", "moved")
 
     def __init__(self, kernel: Kernel, source: Way, target: Way, done: Callable[[], object]) -> None:
         self.done = done
         self.moved = 0.0  # bytes, and what is about to
         self._kernel, self._ways = kernel, (source, target)
         self._left = self._rate = self._since = 0.0
+        self._due = self._wakes = 0.0  # when all that is ready has moved, and when that is looked at: never later
         self._event: Event | None = None
         self._closed = False
 
@@ -66,7 +62,7 @@ class Flow:
         """Nothing will be added any more."""
         self._closed = True
         if not self._moves:
-            self.done()
+            self._finish()
 
     def cancel(self) -> None:
         """What has not arrived never will, and `done` is not called."""
@@ -76,13 +72,20 @@ class Flow:
 
     def adapt(self) -> None:
         """Its share may have changed."""
-        now, source, target = self._kernel.now, *self._ways
+        now, (source, target) = self._kernel.now, self._ways
         self._left -= self._rate * (now - self._since)
         self._since = now
-        self._rate = min(source.share, target.share)
+        ours, theirs = source.bytes_per_s / len(source.flows), target.bytes_per_s / len(target.flows)
+        self._rate = rate = ours if ours < theirs else theirs
+        self._due = due = now + self._left / rate if self._left > 0.0 else now
+        if self._event is None or due < self._wakes:
+            self._wake()
+
+    def _wake(self) -> None:
         if self._event is not None:
             self._event.cancel()
-        self._event = self._kernel.at(now + max(self._left, 0.0) / self._rate, self._emptied)
+        self._wakes = self._due
+        self._event = self._kernel.timer(self._due, self._woken)
 
     @property
     def _moves(self) -> bool:
@@ -103,14 +106,26 @@ class Flow:
 
     def _others(self) -> None:
         """Everybody who shares a way with it, and itself while it moves, has another share now."""
-        for flow in {**self._ways[0].flows, **self._ways[1].flows}:
+        source, target = self._ways
+        for flow in source.flows:
             flow.adapt()
+        for flow in target.flows:
+            if flow._ways[0] is not source:
+                flow.adapt()
 
-    def _emptied(self) -> None:
+    def _woken(self) -> None:
+        self._event = None
+        if self._due > self._kernel.now:  # it has become slower, or longer, meanwhile
+            self._wake()
+            return
         self._left = 0.0
         self._part()
         if self._closed:
-            self.done()
+            self._finish()
+
+    def _finish(self) -> None:
+        done, self.done = self.done, _nothing  # which refers to whoever has this flow
+        done()
 
 
 def _nothing() -> None:

@@ -6,7 +6,7 @@ from baton.load import Pace
 
 
 class Paces:
-    """All steps so far, by kind."""
+    """All steps so far, by kind. They change: `told` is what a report has."""
 
     def __init__(self) -> None:
         self.prefill, self.decode = Pace(), Pace()
@@ -14,17 +14,27 @@ class Paces:
 
     def decoded(self, steps: int, tokens: int, context: int, seconds: float) -> None:
         """Steps that only decoded."""
-        before = self.decode
-        self.decode = Pace(
-            before.steps + steps, before.tokens + tokens, before.context + context, before.seconds + seconds
-        )
+        _add(self.decode, steps, tokens, context, seconds)
 
     def planned(self, prompts: int, context: int, decodes: int, beside: int, seconds: float) -> None:
         """A step: of prompts so many tokens and positions, of rows as well."""
         if not prompts:
-            self.decode = self.decode.plus(decodes, beside, seconds)
+            _add(self.decode, 1, decodes, beside, seconds)
         elif not decodes:
-            self.prefill = self.prefill.plus(prompts, context, seconds)
+            _add(self.prefill, 1, prompts, context, seconds)
         else:
-            self.joint = self.joint.plus(prompts, context, seconds)
-            self.beside = self.beside.plus(decodes, beside, 0.0)
+            _add(self.joint, 1, prompts, context, seconds)
+            _add(self.beside, 1, decodes, beside, 0.0)
+
+    def told(self) -> dict[str, Pace]:
+        """As they are now, by the names of `Load`."""
+        kinds = {"prefill_pace": self.prefill, "decode_pace": self.decode}
+        kinds |= {"joint_pace": self.joint, "beside_pace": self.beside}
+        return {name: Pace(pace.steps, pace.tokens, pace.context, pace.seconds) for name, pace in kinds.items()}
+
+
+def _add(pace: Pace, steps: int, tokens: int, context: int, seconds: float) -> None:
+    pace.steps += steps
+    pace.tokens += tokens
+    pace.context += context
+    pace.seconds += seconds

@@ -40,7 +40,6 @@ class SimLink(WorkerLink):
         self.view = WorkerView(info)
         self.state = "connected"
         self.retired = False
-        self.learned_at = float("-inf")
 
 
 class Directory(PrefixMap):
@@ -68,7 +67,6 @@ class SimPool(WorkerPool):
         self.alone, self.chunk = ALONE[scenario.router.policy], scenario.decode.max_batched_tokens
         self.colocated = scenario.mode == "colocated"
         self.local_prefill = scenario.router.local_prefill and scenario.router.policy == "predicted"
-        self._report_s = scenario.router.report_s
         self._there = dict.fromkeys(Role, 0)
 
     def add(self, link: SimLink) -> None:
@@ -85,14 +83,12 @@ class SimPool(WorkerPool):
         self._fleet.drop(link.info.ref)
         self.on_change()
 
-    def reported(self, link: SimLink, load: Load) -> None:
-        """A report has come."""
+    def reported(self, link: SimLink, load: Load, *, teaches: bool) -> None:
+        """A report has come; `teaches`: one that costs are fitted from."""
         if link.state != "connected":
             return
         link.view.load, link.view.full = load, False
-        now = self._clock.monotonic()
-        if now - link.learned_at >= self._report_s:
-            link.learned_at = now
+        if teaches:
             self._fleet.touch(link.info.ref)
         else:
             self._fleet.mark(link.info.ref)

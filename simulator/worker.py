@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from random import Random
 from typing import TYPE_CHECKING, Any
@@ -52,6 +53,8 @@ class Worker:
         self._told: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
         self._names: dict[bytes, bool] = {}  # whether it has them, since the last report
         self._changes = 1
+        self._learned_at, self._report_s = -math.inf, scenario.router.report_s
+        self._paces = self.engine.paces.told()
         cluster.router.directory.apply(Change(self._holder, 1, reset=True))
         self.engine.pool.on_names = self._named
         self.begin()
@@ -83,7 +86,8 @@ class Worker:
             return
         for act, facts in self._told:
             self.kernel.after(self.overheads.tell_s, act, *facts)
-        self.kernel.after(self.overheads.hop_s, self._deliver, self._load(), self._news(), self._out)
+        teaches = self._teaches()
+        self.kernel.after(self.overheads.hop_s, self._deliver, self._load(), teaches, self._news(), self._out)
         self._out = []
         self._told.clear()
 
@@ -121,15 +125,16 @@ class Worker:
         return [f"{self.ref} has {count} {what}" for what, count in found.items() if count]
 
     def _deliver(
-        self, load: Load, news: Change | None, said: list[tuple[Callable[..., None], tuple[Any, ...]]]
+        self, load: Load, teaches: bool, news: Change | None, said: list[tuple[Callable[..., None], tuple[Any, ...]]]
     ) -> None:
         for act, facts in said:
             act(*facts)
         if news is not None:
             self.cluster.router.directory.apply(news)
-        self.cluster.router.pool.reported(self.link, load)
+        self.cluster.router.pool.reported(self.link, load, teaches=teaches)
 
     def _load(self) -> Load:
+        """What costs are fitted from is as of the last report that they were fitted from."""
         engine, scheduler = self.engine, self.engine.scheduler
         return Load(
             step=engine.steps,
@@ -138,11 +143,15 @@ class Worker:
             queued_tokens=engine.queued_tokens,
             blocks=engine.pool.counts(),
             channels=self._channels,
-            prefill_pace=engine.paces.prefill,
-            decode_pace=engine.paces.decode,
-            joint_pace=engine.paces.joint,
-            beside_pace=engine.paces.beside,
+            **self._paces,
         )
+
+    def _teaches(self) -> bool:
+        """Whether the next report is one that costs are fitted from."""
+        due = self.kernel.now - self._learned_at >= self._report_s
+        if due:
+            self._learned_at, self._paces = self.kernel.now, self.engine.paces.told()
+        return due
 
     @property
     def _holder(self) -> Holder:

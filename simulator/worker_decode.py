@@ -37,8 +37,8 @@ class DecodeWorker(Worker):
 
     def begin(self) -> None:
         self.table = Reservations(FINGERPRINT, self._committed, lambda job: None, _Untold())
-        self.here: dict[HandoffId, Attempt] = {}
         self.rows: dict[Attempt, Row] = {}
+        self.committing: Attempt | None = None
 
     # --- what the router sends -----------------------------------------------------------------------------------
 
@@ -60,9 +60,10 @@ class DecodeWorker(Worker):
 
     def commit(self, attempt: Attempt, sender: PrefillWorker) -> None:
         """The last byte is here, and so is the commit."""
-        spec = SequenceSpec((0,) * attempt.known, _SAMPLING, (0,))
         if self.dead or sender.dead:
             return
+        spec = SequenceSpec(cast("tuple[int, ...]", range(attempt.known)), _SAMPLING, (0,))
+        self.committing = attempt
         try:
             self.table.commit(attempt.handoff, sender.ref, CommitState(spec, _FIRST, 0.0, 0.0, 0, "simulated"))
         except HandoffError:
@@ -83,7 +84,6 @@ class DecodeWorker(Worker):
             self.say(attempt.no_room)
             return
         self.table.open(attempt.handoff, reservation, attempt.known, None)
-        self.here[attempt.handoff] = attempt
         self.say(attempt.reserved, reservation.cached_tokens)
 
     def _compute(self, attempt: Attempt) -> None:
@@ -95,13 +95,15 @@ class DecodeWorker(Worker):
         self.engine.add(row)
 
     def _committed(self, handoff: HandoffId, commit: CommitState) -> None:
-        self.engine.submit(self._adopt, handoff)
+        assert self.committing is not None
+        assert self.committing.handoff is handoff
+        self.engine.submit(self._adopt, self.committing)
 
-    def _adopt(self, handoff: HandoffId) -> None:
-        reservation, attempt = self.table.take(handoff), self.here.get(handoff)
-        if reservation is None or attempt is None:
+    def _adopt(self, attempt: Attempt) -> None:
+        reservation = self.table.take(attempt.handoff)
+        if reservation is None:
             return  # released between the commit and now
-        row = self.row(handoff, attempt, attempt.known + 1, attempt.tokens - 1)
+        row = self.row(attempt.handoff, attempt, attempt.known + 1, attempt.tokens - 1)
         row.computed = row.prefill_end = attempt.known
         row.allocation = reservation.activate()
         row.last_at = attempt.first_at
@@ -121,7 +123,6 @@ class DecodeWorker(Worker):
             reservation.release()
         if (row := self.rows.pop(attempt, None)) is not None:
             self.engine.release(row)
-        self.here.pop(attempt.handoff, None)
 
     # --- steps ---------------------------------------------------------------------------------------------------
 
@@ -157,7 +158,7 @@ class DecodeWorker(Worker):
         return gaps.of(row.joined, self.engine.steps) + [(wait_s, 1) for wait_s in row.waits]
 
     def _forget(self, attempt: Attempt) -> None:
-        del self.rows[attempt], self.here[attempt.handoff]
+        del self.rows[attempt]
 
     def _delivered(self, attempt: Attempt, row: Row) -> int:
         """Tokens of the request that are there."""
@@ -169,5 +170,5 @@ class DecodeWorker(Worker):
         super().die()
 
     def idle_problems(self) -> list[str]:
-        left = {"reservations": len(self.table), "handoffs": len(self.here), "rows": len(self.rows)}
+        left = {"reservations": len(self.table), "rows": len(self.rows)}
         return super().idle_problems() + [f"{self.ref} has {count} {what}" for what, count in left.items() if count]

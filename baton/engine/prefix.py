@@ -67,6 +67,11 @@ class Chain:
             self._extend()
         return self._digests[block]
 
+    def digests(self, first: int, end: int) -> list[bytes]:
+        """The names of blocks first..end-1, of which there is one at least."""
+        self.digest(end - 1)
+        return self._digests[first:end]
+
     def _extend(self) -> None:
         start, size = len(self._digests) * self._block_size, self._block_size
         tokens = self._tokens[start : start + size]

@@ -137,7 +137,7 @@ class Scheduler:
     def _publish(self, sequence: Sequence, before: int) -> None:
         first, end = before // self.block_size, sequence.shareable // self.block_size
         if first < end and sequence.chain is not None and sequence.allocation is not None:
-            names = [sequence.chain.digest(block) for block in range(first, end)]
+            names = sequence.chain.digests(first, end)
             sequence.allocation.publish(first, names)
             if sequence.thinking is not None:
                 self._notes.publish(names, sequence.thinking, first, self.block_size)

@@ -30,7 +30,7 @@ def test_events_happen_in_order_and_tasks_wait_in_made_up_time():
     kernel.after(2.0, said.append, "second")
     kernel.after(1.0, said.append, "first")
     kernel.after(2.0, said.append, "third")
-    kernel.after(2.0, said.append, "never").cancel()
+    kernel.timer(2.0, said.append, "never").cancel()
     kernel.spawn(waits())
     kernel.run()
     assert said == ["first", "second", "third", ("late", 5.0)]
