@@ -29,7 +29,10 @@ _FEW = 2.0  # steps up to which something else stands in
 _FORGOTTEN = 1e-100  # of a step: what is left of the sums has too few digits, or none
 # Where data do not tell the causes apart it is the tokens, then the step, then the context.
 _RIDGE = np.array([1e-5, 1e-6, 1e-4])
+_RIDGES = np.diag(_RIDGE)
 _SUBSETS = np.array(list(product((0.0, 1.0), repeat=3)))
+_KEPT = _SUBSETS[:, :, None] * _SUBSETS[:, None, :]
+_LEFT_OUT = np.eye(3) * (1.0 - _SUBSETS + _RIDGE)[:, None, :]
 
 Matrix = NDArray[np.float64]
 
@@ -83,7 +86,7 @@ class StepFit:
             seconds = expected * self._credible(seconds / expected)
         weight, x = min(pace.steps, _MOST_STEPS), step / expected
         self._sums *= _FORGET ** (1.0 + _HASTE * self._off)
-        self._sums += np.outer(weight * x, (*x, (seconds - usual) / expected, 0.0))
+        self._sums += (weight * x)[:, None] * np.array((*x, (seconds - usual) / expected, 0.0))
         self._sums[:, 4] += weight * step
         self.seen += 1
         self._due -= 1
@@ -132,10 +135,8 @@ def _solve(sums: Matrix) -> Cost:
     if not scale.all() or sums[0, 4] < _FORGOTTEN:
         return UNKNOWN
     unit, right = sums[:, :3] / np.outer(scale, scale), sums[:, 3] / scale
-    kept = _SUBSETS[:, :, None] * _SUBSETS[:, None, :]
-    systems = unit * kept + np.eye(3) * (1.0 - _SUBSETS + _RIDGE)[:, None, :]
-    found = np.linalg.solve(systems, (_SUBSETS * right)[:, :, None])[:, :, 0]
-    loss = np.einsum("si,ij,sj->s", found, unit + np.diag(_RIDGE), found) - 2.0 * found @ right
+    found = np.linalg.solve(unit * _KEPT + _LEFT_OUT, (_SUBSETS * right)[:, :, None])[:, :, 0]
+    loss = np.einsum("si,ij,sj->s", found, unit + _RIDGES, found) - 2.0 * found @ right
     loss[(found < 0.0).any(axis=1)] = np.inf
     step_s, token_s, context_s = (float(value) for value in found[loss.argmin()] / scale)
     return Cost(step_s, token_s, context_s, token_s + context_s * float(sums[2, 4] / sums[1, 4]))

@@ -176,8 +176,7 @@ class CountedPool(BlockPool):
 
     def _peak(self) -> None:
         used = self.total - self._unused - self._kept_blocks
-        if used > self.used_most:
-            self.used_most = used
+        self.used_most = max(self.used_most, used)
 
     def _activate(self, allocation: Allocation) -> None:
         self._reserved -= len(allocation)

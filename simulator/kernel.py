@@ -17,7 +17,7 @@ Entry = tuple[float, int, Act, tuple[Any, ...], "Event | None"]
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 FOREVER = float("inf")
-_SOON_S = 0.002  # messages are under way for less, steps and transfers mostly for more: two small heaps cost less than one
+_SOON_S = 0.002  # messages take less, steps and transfers mostly more: two small heaps cost less than a large one
 
 
 class Event:

@@ -97,7 +97,8 @@ class Life:
         try:
             claim = await admit(ticket, known, wish, returning=returning, accepted=self.accepted, since=since)
         except Overloaded:
-            self._end("expired" if self.attempts or self.kernel.now > self.came_at + self.overheads.admit_s else "refused")
+            waited = self.attempts or self.kernel.now > self.came_at + self.overheads.admit_s
+            self._end("expired" if waited else "refused")
         except (NoWorker, DeadlineExceeded):
             self._end("expired")
         else:

@@ -35,7 +35,7 @@ class Way:
 class Flow:
     """The KV of one handoff on its way. `done` is called when all of it has arrived, after `close`."""
 
-    __slots__ = ("_closed", "_due", "_event", "_kernel", "_left", "_rate", "_since", "_ways", "_wakes", "done", "moved")
+    __slots__ = ("_closed", "_due", "_event", "_kernel", "_left", "_rate", "_since", "_wakes", "_ways", "done", "moved")
 
     def __init__(self, kernel: Kernel, source: Way, target: Way, done: Callable[[], object]) -> None:
         self.done = done
