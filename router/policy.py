@@ -73,7 +73,7 @@ def round_robin(snapshot: Snapshot, ask: Ask) -> Pair | None:
 
 
 def prefix(snapshot: Snapshot, ask: Ask) -> Pair | None:
-    """The prefill worker with the least to compute before this prompt is, the decode worker with the most of it, but not
+    """The prefill worker with the least to compute before this prompt is, the decode worker with the most of it, but no
     one that is far busier than others.
     """
     prefill, decode = snapshot.prefill.at, snapshot.decode.at
