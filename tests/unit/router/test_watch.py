@@ -13,6 +13,7 @@ import pytest
 from baton.clock import FakeClock
 from baton.errors import NoWorker, Overloaded
 from baton.tracing.context import TraceContext
+from baton.tracing.ended import Ended
 from router.watch.happenings import KEPT, Happenings
 from router.watch.live import Live
 from router.watch.recent import Recent
@@ -159,7 +160,7 @@ class SetBack(FakeClock):
 
 
 def test_a_request_does_not_end_before_it_began_though_the_clock_was_set_back():
-    clock, ended = SetBack(5000), []
+    clock, ended = SetBack(5000), list[Ended]()
     trace = Trace("x", TraceContext.new(), "router", clock.wall())
     trace.tracks.append(Track("router", 0, clock))
     clock.advance(2)
