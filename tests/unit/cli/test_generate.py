@@ -42,11 +42,13 @@ def test_show_refuses_by_name():
     ],
 )
 def test_who_did_what_is_said_in_words(workers, text):
-    moved = {"kv_bytes": 4096, "transport": "shm"} if workers == ("p-0", "d-0") else {}
-    placement = inference.Placement(prefill_worker=workers[0], decode_worker=workers[1], **moved)
-    finished = inference.Finished(reason=common.FINISH_REASON_LENGTH)
-    events = [{"finished": finished}, {"completed": inference.Completed(placement=placement)}]
-    stream = Thinking(*(inference.GenerateEvent(**event) for event in events))
+    placement = inference.Placement(prefill_worker=workers[0], decode_worker=workers[1])
+    if workers == ("p-0", "d-0"):
+        placement.kv_bytes, placement.transport = 4096, "shm"
+    stream = Thinking(
+        inference.GenerateEvent(finished=inference.Finished(reason=common.FINISH_REASON_LENGTH)),
+        inference.GenerateEvent(completed=inference.Completed(placement=placement)),
+    )
     list(stream)
     assert placed(stream.collect()) == text
 
