@@ -172,6 +172,9 @@ class ClientCall:
     def time_remaining(self) -> float | None:
         return None
 
+    def invocation_metadata(self) -> tuple[tuple[str, str], ...]:
+        return ()
+
     async def send_initial_metadata(self, _: object) -> None:
         await asyncio.sleep(self._world.delay(self._rng))
 
