@@ -17,6 +17,7 @@ from baton import Client
 from baton.cluster.state import ClusterState, StateFolder
 
 ROOT = Path(__file__).parents[2]
+KERNELS = ROOT / ".pytest_cache" / "kernels"
 HANDED_OVER = "router.local_prefill=never"  # no decode worker computes a prompt itself while prefill workers are there
 FREE_PORTS = tuple(f"router.{listener}=127.0.0.1:0" for listener in ("grpc", "admin", "metrics", "http"))
 
@@ -26,6 +27,12 @@ class Home:
     """A `$BATON_HOME` of its own, and the command line in it."""
 
     path: Path
+
+    def __post_init__(self) -> None:
+        """Kernels are compiled once for all tests: it takes as long as some of them."""
+        if self.path.is_dir() and not (self.path / "kernels").exists():
+            KERNELS.mkdir(parents=True, exist_ok=True)
+            (self.path / "kernels").symlink_to(KERNELS)
 
     def start(self, *args, **options) -> subprocess.Popen:
         """`baton ARGS` as a running process, its output as text."""

@@ -6,11 +6,14 @@ sources are compiled for OpenMP but not linked to it: the library then shares th
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import fcntl
 import os
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -86,12 +89,21 @@ def _path(folder: Path, element: str, here: Machine) -> Path:
 def _compile(path: Path, element: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     define = ("-DELEM_BF16",) if element == "bf16" else ()
-    with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
+    with _alone(path.with_suffix(".lock")), tempfile.TemporaryDirectory(dir=path.parent) as scratch:
+        if path.is_file():
+            return  # by another worker, meanwhile
         unit, library = Path(scratch) / "kernels.o", Path(scratch) / "kernels.so"
         _run((_compiler(), *FLAGS, *define, "-c", str(SOURCES / "kernels.c"), "-o", str(unit)))
         _run((_compiler(), "-shared", str(unit), "-lm", "-o", str(library)))
-        # Another worker may be compiling the same: whoever is last wins, and both are right.
-        library.replace(path)
+        library.replace(path)  # a lock may not hold on every file system: then whoever is last wins, and both are right
+
+
+@contextlib.contextmanager
+def _alone(lock: Path) -> Iterator[None]:
+    """One process of this machine at a time: a dozen compilers at once would take a dozen times as long."""
+    with lock.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)  # the end of a process, however it comes, ends it too
+        yield
 
 
 def _run(command: tuple[str, ...]) -> str:
