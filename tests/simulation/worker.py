@@ -104,6 +104,7 @@ class SimEngineLoop:
 
     def __init__(self, host: WorkerHost) -> None:
         self.iterations = 0
+        self.step_began = 0.0
         self._host = host
         self._jobs: deque[Callable[[], None]] = deque()
         self._wake = asyncio.Event()
@@ -138,7 +139,7 @@ class SimEngineLoop:
             pass
 
     async def _step(self, process: Process) -> None:
-        host = self._host
+        host, self.step_began = self._host, LoopClock().monotonic()
         await asyncio.sleep(process.rng.expovariate(1 / host.plan.step_s))
         await process.resumed()
         result = host.engine.step()
