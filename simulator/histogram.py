@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 _BINS = 128  # for each doubling: values are known to 0.3 %
 _LEAST_S = 1e-7  # what is less counts as that
@@ -28,7 +29,7 @@ class Histogram:
     """Weighed values, in seconds."""
 
     def __init__(self) -> None:
-        self._bins = np.zeros(0)
+        self._bins: NDArray[np.float64] = np.zeros(0)
         self._count = self._sum = self._max = 0.0
         self._values: list[float] = []  # in no bin yet
         self._weights: list[float] = []
@@ -61,9 +62,8 @@ class Histogram:
         self._values.clear()
         self._weights.clear()
         places = (np.log2(np.maximum(values, _LEAST_S) / _LEAST_S) * _BINS).astype(np.intp)
-        found = np.bincount(places, weights, len(self._bins))
-        found[: len(self._bins)] += self._bins
-        self._bins = found
+        before, self._bins = self._bins, np.bincount(places, weights, len(self._bins)).astype(np.float64)
+        self._bins[: len(before)] += before
         self._count += float(weights.sum())
         self._sum += float(np.add.reduce(values * weights))
         self._max = max(self._max, float(values.max()))

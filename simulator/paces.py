@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from baton.load import Pace
 
 
@@ -26,11 +28,12 @@ class Paces:
             _add(self.joint, 1, prompts, context, seconds)
             _add(self.beside, 1, decodes, beside, 0.0)
 
-    def told(self) -> dict[str, Pace]:
-        """As they are now, by the names of `Load`."""
-        kinds = {"prefill_pace": self.prefill, "decode_pace": self.decode}
-        kinds |= {"joint_pace": self.joint, "beside_pace": self.beside}
-        return {name: Pace(pace.steps, pace.tokens, pace.context, pace.seconds) for name, pace in kinds.items()}
+    def told(self) -> Paces:
+        """As they are now."""
+        now = Paces()
+        now.prefill, now.decode = replace(self.prefill), replace(self.decode)
+        now.joint, now.beside = replace(self.joint), replace(self.beside)
+        return now
 
 
 def _add(pace: Pace, steps: int, tokens: int, context: int, seconds: float) -> None:

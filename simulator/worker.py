@@ -135,7 +135,7 @@ class Worker:
 
     def _load(self) -> Load:
         """What costs are fitted from is as of the last report that they were fitted from."""
-        engine, scheduler = self.engine, self.engine.scheduler
+        engine, scheduler, paces = self.engine, self.engine.scheduler, self._paces
         return Load(
             step=engine.steps,
             running=len(scheduler.running),
@@ -143,7 +143,10 @@ class Worker:
             queued_tokens=engine.queued_tokens,
             blocks=engine.pool.counts(),
             channels=self._channels,
-            **self._paces,
+            prefill_pace=paces.prefill,
+            decode_pace=paces.decode,
+            joint_pace=paces.joint,
+            beside_pace=paces.beside,
         )
 
     def _teaches(self) -> bool:
