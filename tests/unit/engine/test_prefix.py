@@ -65,6 +65,8 @@ def test_a_chain_grows_with_its_tokens_and_never_names_half_a_block():
         chain.digest(1)
     tokens += [6, 7, 8]
     assert [chain.digest(1), chain.digest(0)] == names("", [1, 2, 3, 4, 5, 6, 7, 8])[::-1]
+    tokens += [9, 10, 11, 12]
+    assert chain.digests(1, 3) == [chain.digest(1), chain.digest(2)]
 
 
 # --- what is found

@@ -159,6 +159,17 @@ async def test_the_urgent_overtake_only_so_many_arrivals():
     assert served == sorted(tickets)
 
 
+async def test_who_would_have_to_wait_gets_nothing_at_once():
+    room = Room(3)
+    gate = admission(room)
+    assert (gate.at_once(4), gate.at_once(1)) == (None, 1)
+    task = await queued(gate, 0, 3)
+    assert (gate.at_once(1), gate.waiting, room.free) == (None, 1, 2)
+    room.give_back(1)
+    gate.changed()
+    assert await task == 3
+
+
 async def test_a_small_request_does_not_overtake_a_large_one():
     room = Room(3)
     gate = admission(room)
