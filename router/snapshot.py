@@ -112,7 +112,7 @@ class Snapshot:
 
     def has_room(self, tokens: int) -> bool:
         """Could any decode worker take so many? While none can, nothing else is worth a look."""
-        return np.count_nonzero(self.decode.at.room > tokens) > 0
+        return bool(np.count_nonzero(self.decode.at.room > tokens))
 
 
 @dataclass(frozen=True, slots=True)
