@@ -54,6 +54,22 @@ def test_a_request_is_drawn_where_it_is(tab, build, beside, state):
     expect(page.locator("circle.dot")).to_have_count(0)
 
 
+def test_workers_that_compute_prompts_themselves_are_next_to_the_router(tab, build, beside):
+    cluster = build(prefill=0, decode=2, colocated=True)
+    page = tab(cluster.router.http)
+    expect(page.locator("g.links path")).to_have_count(2)
+    for worker in cluster.decode:
+        worker.gates["first"].clear()
+    call = beside.run(begun(cluster))
+    expect(page.locator("circle.dot.prefill")).to_have_count(1)
+    beside.soon(call.cancel)
+    expect(page.locator("circle.dot")).to_have_count(0)
+
+
+async def begun(cluster):
+    return cluster.call()
+
+
 def test_a_prompt_is_answered_as_it_comes_and_its_time_is_drawn(page, cluster, beside):
     for worker in cluster.decode:
         worker.hold_at = 3

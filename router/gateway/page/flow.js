@@ -64,7 +64,8 @@ export class Flow {
     this.numbers.clear();
     this.boxes.replaceChildren(...boxes.map(([one, role]) => s("g", { class: role },
       s("rect", { x: one.x, y: one.y, width: one.w, height: one.h, rx: 10 }), s("text", { x: one.x + PAD, y: one.y + 21 }, fit(one)), this.number(one, narrow))));
-    const links = [...this.prefill.map((to) => [this.router, to]), ...this.prefill.flatMap((from) => this.decode.map((to) => [from, to]))];
+    const first = this.prefill.length ? this.prefill : this.decode; // without prefill workers, these compute prompts too
+    const links = [...first.map((to) => [this.router, to]), ...this.prefill.flatMap((from) => this.decode.map((to) => [from, to]))];
     this.links.replaceChildren(...links.map(([from, to]) => s("path", { d: curve(from, to) })));
     return true;
   }
