@@ -260,7 +260,7 @@ def test_names_are_text_and_nothing_else(browser, cluster, beside):
     from router.gateway.live import _dict
 
     view, happenings = beside.run(one_view())
-    text = json.dumps({**_dict(view.live), "happenings": [_dict(one) for one in happenings]})
+    text = json.dumps({**_dict(view), "happenings": [_dict(one) for one in happenings]})
     text = re.sub(
         r'("(?:name|model|router_id|text|note|request_id|worker_id|prefill_worker|decode_worker)": )"[^"]*"',
         rf'\1"{evil}"',
