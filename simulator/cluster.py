@@ -44,13 +44,14 @@ class Cluster:
         self._workers: dict[str, SimWorker] = {}
         pools = [pool for pool in (scenario.prefill, scenario.decode) if pool.workers]
         self._longest = min(pool.kv_blocks * pool.block_size for pool in pools)  # tokens that a worker can hold
-        self._running = 0
+        self._running, self._coming = 0, True
         self._first_at = self._last_at = 0.0
         for kind, pool in ((PrefillWorker, scenario.prefill), (DecodeWorker, scenario.decode)):
             for number in range(pool.workers):
                 self._start(kind, f"{kind.role}-{number}", 1)
         for fault in scenario.faults:
             self.kernel.at(fault.at_s, self._strike, fault)
+        self.kernel.after(scenario.router.report_s, self._beat)
 
     def run(self, arrivals: Iterable[Arrival]) -> Report:
         """Until all that came is over. Raises AssertionError if something was lost, or is left."""
@@ -98,6 +99,7 @@ class Cluster:
         arrival = next(arrivals, None)
         if arrival is not None:
             self.kernel.at(arrival.at_s + self.scenario.overheads.admit_s, self._came, arrival, arrivals)
+        self._coming = arrival is not None
 
     def _came(self, arrival: Arrival, arrivals: Iterator[Arrival]) -> None:
         if not self.tally.arrivals:
@@ -110,6 +112,13 @@ class Cluster:
         else:
             life.begin()
         self._next(arrivals)
+
+    def _beat(self) -> None:
+        """Workers report from time to time, whatever they do, as long as there is somebody to serve."""
+        for worker in self._workers.values():
+            worker.beat()
+        if self._running or self._coming:
+            self.kernel.after(self.scenario.router.report_s, self._beat)
 
     def _check(self) -> None:
         """Nothing is lost, twice there, or left over."""

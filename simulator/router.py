@@ -2,9 +2,10 @@
 
 What is simplified:
 - There is one router. What it costs in processor time is `Overheads` alone.
-- A worker reports with each message that it sends (room granted, a first token, an end), a hop later, as in production;
-  but not after each step: between messages nothing changes but how far rows have grown into blocks that were left to
-  them. Costs are fitted from a report of each worker every `report_s`, not from one every 8 steps.
+- A worker reports with each message that it sends (room granted, a first token, an end), a hop later, and every
+  `report_s` in any case, as in production; but not after each step: between messages little changes but how far rows
+  have grown into blocks that were left to them. Costs are fitted from a report of each worker every `report_s`, not
+  from one every 8 steps.
 - The prefix map knows whole blocks of arrivals, as of the worker's last report, which in production is a beat later.
 - KV is never fetched from a decode worker to a prefill worker. There are no deadlines, priorities or tenants.
 """

@@ -132,6 +132,7 @@ class Scenario:
     def __post_init__(self) -> None:
         _require("mode", self.mode, self.mode in {"disaggregated", "colocated"}, "disaggregated or colocated")
         _require("router.policy", self.router.policy, self.router.policy in POLICIES, f"one of {', '.join(POLICIES)}")
+        _require("router.report_s", self.router.report_s, self.router.report_s > 0, "above 0")
         least = int(self.mode == "disaggregated")
         _require("prefill.workers", self.prefill.workers, self.prefill.workers >= least, f"at least {least}")
         if not least:

@@ -86,10 +86,18 @@ class Worker:
             return
         for act, facts in self._told:
             self.kernel.after(self.overheads.tell_s, act, *facts)
-        teaches = self._teaches()
+        self._told.clear()
+        self._report(teaches=self._teaches())
+
+    def beat(self) -> None:
+        """A report, if what was told of its steps is old."""
+        if not self.dead and self._teaches():
+            self._report(teaches=True)
+
+    def _report(self, *, teaches: bool) -> None:
+        """With what is to be said."""
         self.kernel.after(self.overheads.hop_s, self._deliver, self._load(), teaches, self._news(), self._out)
         self._out = []
-        self._told.clear()
 
     # --- for both roles ------------------------------------------------------------------------------------------
 

@@ -188,6 +188,17 @@ def test_long_prompts_are_felt_by_those_who_decode_beside_them():
     assert finer.ttft.p99 > together.ttft.p99
 
 
+def test_who_computes_a_long_prompt_is_known_to_be_busy():
+    """It says nothing about the prompt until that is done, but reports: others do not queue behind it as if it had
+    nothing to do.
+    """
+    pool = {"cost": Linear(line(0.01, 1e-3), DECODING), "max_batched_tokens": 1000}
+    arrivals = [Arrival(0.0, 30_000, 2), *(Arrival(0.1 + 0.1 * n, 20, 2) for n in range(200))]
+    report = simulate(scene(2, 2, pool=pool), arrivals)
+    assert report.ttft.max > 30.0
+    assert report.ttft.p95 < 1.0
+
+
 def test_policies_differ():
     """Prompts that begin alike: `prefix` sends them where their beginning is, `round_robin` does not."""
     draw, arrivals = Random(3), []
