@@ -47,7 +47,7 @@ sys.modules["starlette"] = None
 from baton.errors import ConfigError
 from router.server import _gateway
 try:
-    _gateway(None, None)
+    _gateway(None, None, None)
 except ConfigError as error:
     print(error)"""
     assert python(code).startswith("router.http: starlette")

@@ -145,7 +145,7 @@ def test_a_reservation_that_is_forgotten_is_seen(tmp_path, monkeypatch):
 
 
 def test_a_fence_that_does_not_hold_is_seen(tmp_path, monkeypatch):
-    def end(self, entry):
+    def end(self, entry, *, counts=True):
         if entry.state in {State.RESERVED, State.RECEIVING}:
             self._history.note("fenced", entry.handoff)
 
