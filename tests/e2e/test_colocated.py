@@ -98,6 +98,6 @@ def test_sizes_change_under_load(cluster):
     with Load(cluster, draw_jobs(random.Random(5)), 5) as load:
         for count in (1, 2):
             cluster.home.baton("scale", f"decode={count}", "--name", cluster.name, "--wait", "60", check=True)
-            assert eventually(lambda: len(cluster.loads()), within_s=30) == count
+            eventually(lambda wanted=count: len(cluster.loads()) == wanted, within_s=30)
             load.settle(2)
     assert set(load.outcomes) <= {"whole", "left"}
