@@ -32,10 +32,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for `python b
 
 from benchmarks.lib.disagg_figures import Phase, Slo, best_goodput, seen_of
 from benchmarks.lib.disagg_plot import plot
-from benchmarks.lib.disagg_run import SPLIT, Side, closed, colocated, loaded, running, warm_up
+from benchmarks.lib.disagg_run import SPLIT, Side, add_options, closed, colocated, loaded, numbers, running, warm_up
 from benchmarks.lib.mixed_load import DOCUMENT, STREAM
 from benchmarks.lib.models import make_model
-from benchmarks.lib.protocol import ROOT
 from benchmarks.lib.report import finish, markdown
 
 if TYPE_CHECKING:
@@ -159,19 +158,13 @@ def main(argv: list[str]) -> None:
     """Measure, print, and fill the section of the page if that is wanted."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="fewer rates, rounds and chunks: under 10 minutes")
-    parser.add_argument("--chunks", type=_numbers, help="tokens of a colocated step, to choose from")
-    parser.add_argument("--rates", type=_numbers, help="requests/s")
-    parser.add_argument("--rounds", type=int)
-    parser.add_argument("--seconds", type=float, help="of arrivals in each phase")
-    parser.add_argument("--tight", type=float, default=2.0, help="times the usual gap")
-    parser.add_argument("--model", type=Path, help="a folder; default: 125 M parameters, random weights")
-    parser.add_argument("--cache", type=Path, default=ROOT / ".bench", help="where that is made")
+    parser.add_argument("--chunks", type=numbers, help="tokens of a colocated step, to choose from")
     parser.add_argument("--plot", type=Path, help="a picture of it, .svg or .png; needs matplotlib")
-    parser.add_argument("--write-docs", action="store_true", help="put the tables into docs/performance.md")
+    add_options(parser)
     args = parser.parse_args(argv)
     chunks = args.chunks or ([64, 256] if args.quick else [32, 64, 128, 256, 512])
     rates = args.rates or ([2.0, 4.0, 6.0] if args.quick else [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 8.0])
-    load, lab = os.getloadavg()[0], Lab(args.model or make_model(args.cache, "M", "bf16"), args.seconds or 20.0)
+    load, lab = os.getloadavg()[0], Lab(args.model or make_model(args.cache, "M", "bf16"), args.seconds)
     alone = lab.alone()
     slo, middle = slo_of(alone, args.tight), rates[len(rates) // 2]
     sweep = lab.turns([colocated(chunk) for chunk in chunks], [middle], range(1), slo.itl_s)
@@ -191,10 +184,6 @@ def main(argv: list[str]) -> None:
     if args.plot is not None and not plot(phases, slo, args.plot):
         print("no picture: matplotlib is not installed", file=sys.stderr)
     finish(NAME, argv, load, shown, found, write_docs=args.write_docs)
-
-
-def _numbers(text: str) -> list[float]:
-    return [int(part) if part.isdigit() else float(part) for part in text.split(",")]
 
 
 if __name__ == "__main__":

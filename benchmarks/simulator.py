@@ -32,7 +32,7 @@ from baton.logs import configure_logging
 from baton.workload import Arrival
 from benchmarks.disaggregation import ITL_GUESS_S, Lab, slo_of, usual
 from benchmarks.lib.disagg_figures import Phase, Slo
-from benchmarks.lib.disagg_run import SPLIT, Side, colocated, profiled, running, warm_up
+from benchmarks.lib.disagg_run import SPLIT, Side, add_options, colocated, profiled, running, warm_up
 from benchmarks.lib.mixed_load import arrivals
 from benchmarks.lib.models import make_model
 from benchmarks.lib.protocol import ROOT
@@ -136,21 +136,13 @@ def main(argv: list[str]) -> None:
     """Measure, print, and fill the section of the page if that is wanted."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="fewer rates and rounds")
-    parser.add_argument("--rates", type=lambda text: [float(part) for part in text.split(",")], help="requests/s")
-    parser.add_argument("--rounds", type=int)
-    parser.add_argument("--seconds", type=float, default=20.0, help="of arrivals in each phase")
     parser.add_argument("--profile-seconds", type=float, help="that measuring the profile may take")
-    parser.add_argument("--tight", type=float, default=2.0, help="times the usual gap: the SLO")
-    parser.add_argument("--model", type=Path, help="a folder; default: 125 M parameters, random weights")
-    parser.add_argument("--cache", type=Path, default=ROOT / ".bench", help="where that is made")
     parser.add_argument("--requests", type=int, help="of the run that measures speed")
-    parser.add_argument("--write-docs", action="store_true", help="put the table into docs/performance.md")
+    add_options(parser)
     args = parser.parse_args(argv)
     configure_logging("warning")
-    rates, rounds = (
-        args.rates or ([1.0, 3.0] if args.quick else [1.0, 2.0, 3.0, 4.0]),
-        args.rounds or (1 if args.quick else 3),
-    )
+    rates = args.rates or ([1.0, 3.0] if args.quick else [1.0, 2.0, 3.0, 4.0])
+    rounds = args.rounds or (1 if args.quick else 3)
     load, lab = os.getloadavg()[0], Lab(args.model or make_model(args.cache, "M", "bf16"), args.seconds)
     alone, profile = learned(lab, args.profile_seconds or (60.0 if args.quick else 120.0))
     slo, sides = slo_of(alone, args.tight), [Side(SPLIT), colocated(CHUNK)]

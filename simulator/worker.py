@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from random import Random
 from typing import TYPE_CHECKING, Any
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 FINGERPRINT = "simulated"
 
 
-class Worker:
+class Worker(ABC):
     """One life of a worker. `attempts` are those that the router has on it."""
 
     role: Role
@@ -59,26 +60,26 @@ class Worker:
         self.engine.pool.on_names = self._named
         self.begin()
 
+    @abstractmethod
     def begin(self) -> None:
         """What the role has beside."""
-        raise NotImplementedError
 
     # --- simulator.engine.Listener ------------------------------------------------------------------------------
 
     def chunk(self, row: Row, count: int, seconds: float) -> None:
         """See `Listener`."""
 
+    @abstractmethod
     def first(self, row: Row) -> None:
         """See `Listener`."""
-        raise NotImplementedError
 
+    @abstractmethod
     def finished(self, row: Row) -> None:
         """See `Listener`."""
-        raise NotImplementedError
 
+    @abstractmethod
     def preempted(self, row: Row) -> None:
         """See `Listener`."""
-        raise NotImplementedError
 
     def turned(self) -> None:
         """What is to be said leaves, with a report."""

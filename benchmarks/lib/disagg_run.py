@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
 import os
@@ -82,6 +83,23 @@ def loaded(state: ClusterState, side: Side, rate: float, seconds: float, number:
             state, ["--trace", str(trace), "--arrivals", "trace", "--seed", str(number), "--max-in-flight", "4096"]
         )
     return phase_of(report, side.name, rate, number, seconds)
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """What the programs that use these clusters have in common."""
+    home = Path(os.environ.get("BATON_HOME") or Path.home() / ".baton").expanduser()
+    parser.add_argument("--rates", type=numbers, help="requests/s")
+    parser.add_argument("--rounds", type=int)
+    parser.add_argument("--seconds", type=float, default=20.0, help="of arrivals in each phase")
+    parser.add_argument("--tight", type=float, default=2.0, help="times the usual gap: the SLO")
+    parser.add_argument("--model", type=Path, help="a folder; default: 125 M parameters, random weights")
+    parser.add_argument("--cache", type=Path, default=home / "bench", help="folder for models")
+    parser.add_argument("--write-docs", action="store_true", help="put the tables into docs/performance.md")
+
+
+def numbers(text: str) -> list[float]:
+    """Of an option: whole ones stay whole."""
+    return [int(part) if part.isdigit() else float(part) for part in text.split(",")]
 
 
 def warm_up(state: ClusterState) -> None:

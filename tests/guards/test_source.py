@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
+MOST_BYTES = (200_000, 8_000_000)  # of any file, of one in models/
 PACKAGES = ("baton", "router", "prefill_workers", "decode_workers", "kvtransfer", "simulator")
 UNSAFE_MODULES = {"pickle", "cPickle", "_pickle", "cloudpickle", "dill", "marshal", "shelve", "joblib"}
 UNSAFE_CALLS = {
@@ -101,6 +102,12 @@ def test_no_folder_of_one_machine():
         for match in OWN_FOLDER.finditer(text_of(path))
     ]
     assert not found, "\n".join(found)
+
+
+def test_no_file_is_larger_than_a_small_checkpoint():
+    """What is made by a run, such as the models of benchmarks, does not belong here."""
+    found = {str(path.relative_to(ROOT)): path.stat().st_size for path in tracked() if path.is_file()}
+    assert {name: size for name, size in found.items() if size > MOST_BYTES[name.startswith("models/")]} == {}
 
 
 def test_packages_say_that_they_are_typed():
