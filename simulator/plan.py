@@ -40,13 +40,17 @@ class Tried:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """The cheapest of each kind that meets the goal; None: none does within the GPUs that there may be."""
+    """The cheapest of each kind that meets the goal; None: none does within the GPUs that there may be.
+
+    `at_least`: those whose goodput is higher than so few requests can show.
+    """
 
     rate: float
     disaggregated: Tried | None
     colocated: Tried | None
     goodput: dict[str, float]  # requests per second and GPU of each of these two
     tried: tuple[Tried, ...]
+    at_least: frozenset[str] = frozenset()
 
     @property
     def best(self) -> Tried | None:
@@ -80,7 +84,8 @@ class Planner:
         apart, together = self._disaggregated(rate), self._colocated(rate, chunks)
         found = [one.shape for one in (apart, together) if one is not None]
         goodput = {kind(shape): self.goodput(shape, rate) / shape.gpus for shape in found}
-        return Answer(rate, apart, together, goodput, tuple(self.tried.values()))
+        at_least = frozenset(kind(shape) for shape in found if self.too_short(shape, goodput[kind(shape)] * shape.gpus))
+        return Answer(rate, apart, together, goodput, tuple(self.tried.values()), at_least)
 
     def attempt(self, shape: Shape, rate: float, why: str) -> Tried:
         """Simulate, unless that was done. A phase by itself is one without local prefills."""
@@ -97,19 +102,25 @@ class Planner:
         scenario = self.site.scenario(shape, prefill, decode)
         if alone:
             scenario = replace(scenario, router=replace(scenario.router, local_prefill=False))
-        return self.run(scenario, self.workload.at(rate, least=3 * (shape.prefill + shape.decode)))
+        return self.run(scenario, self.workload.at(rate, _least_requests(shape)))
 
     def goodput(self, shape: Shape, from_rate: float = 1.0) -> float:
-        """The highest rate at which the shape meets the goal, in requests per second; 0: none above a thousandth of
-        `from_rate`.
+        """The highest rate at which the shape meets the goal, in requests per second, or the first that is
+        `too_short`; 0: none above a thousandth of `from_rate`.
         """
         low, high = 0.0, from_rate
         while self.attempt(shape, high, "goodput").met:
+            if self.too_short(shape, high):
+                return high
             low, high = high, high * 2
         while high - low > self.near * high and high > from_rate / 1000:
             middle = (low + high) / 2
             low, high = (middle, high) if self.attempt(shape, middle, "goodput").met else (low, middle)
         return low
+
+    def too_short(self, shape: Shape, rate: float) -> bool:
+        """Whether all requests come within the time that the first of them may wait: a burst, not a rate."""
+        return self.workload.count(rate, _least_requests(shape)) < rate * self.site.slo.ttft_s
 
     def _disaggregated(self, rate: float) -> Tried | None:
         queue: list[tuple[int, int, Shape]] = []
@@ -194,6 +205,10 @@ class Planner:
             return tried(most)
         workers = _least(lambda count: tried(count).met, least.decode, most)
         return tried(workers) if workers is not None else None
+
+
+def _least_requests(shape: Shape) -> int:
+    return 3 * (shape.prefill + shape.decode)
 
 
 def _order(tried: Tried) -> tuple[int, float]:

@@ -97,8 +97,11 @@ class Workload:
         """`rate` requests per second: `requests` or `least` of them, more if they would not last for SPAN_S, but never
         more than ten times as many.
         """
-        count = max(self.requests, least, min(10 * self.requests, math.ceil(rate * SPAN_S)))
-        return itertools.islice(self._endless(rate), count)
+        return itertools.islice(self._endless(rate), self.count(rate, least))
+
+    def count(self, rate: float, least: int = 0) -> int:
+        """How many requests `at` gives."""
+        return max(self.requests, least, math.ceil(min(10 * self.requests, rate * SPAN_S)))
 
     def _endless(self, rate: float) -> Iterator[Arrival]:
         own = self.own_rate

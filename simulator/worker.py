@@ -68,6 +68,7 @@ class Worker(ABC):
 
     def chunk(self, row: Row, count: int, seconds: float) -> None:
         """See `Listener`."""
+        return  # only a prefill worker has something to push
 
     @abstractmethod
     def first(self, row: Row) -> None:

@@ -184,8 +184,10 @@ def verdict(answer: Answer, gpus: int, attainment: float) -> list[str]:
     lines = [""]
     for one in (answer.disaggregated, answer.colocated):
         if one is not None:
-            each = answer.goodput[kind(one.shape)]
-            lines.append(f"{one.shape}: {one.shape.gpus} GPUs; up to {each:.3g} requests/s for each GPU")
+            each, most = answer.goodput[kind(one.shape)], "up to"
+            if kind(one.shape) in answer.at_least:
+                most = "with so few requests no limit was found, at least"
+            lines.append(f"{one.shape}: {one.shape.gpus} GPUs; {most} {each:.3g} requests/s for each GPU")
     best, apart, together = answer.best, answer.disaggregated, answer.colocated
     if best is None:
         return [*lines, f"no layout of up to {gpus} GPUs keeps {attainment:.0%} of requests within the goal"]
@@ -193,9 +195,11 @@ def verdict(answer: Answer, gpus: int, attainment: float) -> list[str]:
         return [*lines, "disaggregation pays: colocated workers do not meet the goal within these GPUs"]
     if apart is None:
         return [*lines, "disaggregation does not pay: it does not meet the goal within these GPUs"]
-    ratio = answer.goodput["disaggregated"] / answer.goodput["colocated"]
     pays = "disaggregation pays" if best is apart else "disaggregation does not pay here"
     lines.append(f"{pays}: {apart.shape.gpus} GPUs against {together.shape.gpus}")
+    if answer.at_least:
+        return lines
+    ratio = answer.goodput["disaggregated"] / answer.goodput["colocated"]
     but = " (at this load it is cheaper all the same)" if ratio < 1 and best is apart else ""
     return [*lines, f"used to the full, it has {ratio:.2f} times the goodput of colocated workers for each GPU{but}"]
 
@@ -216,5 +220,6 @@ def _plain(answer: Answer, site: Site) -> dict[str, object]:
         "disaggregated": of(answer.disaggregated),
         "colocated": of(answer.colocated),
         "goodput_per_gpu": answer.goodput,
+        "goodput_at_least": sorted(answer.at_least),
         "tried": [of(tried) for tried in answer.tried],
     }

@@ -150,3 +150,14 @@ def test_fewer_gpus_with_less_goodput_each_are_cheaper_all_the_same(apart, toget
     assert lines[-2].startswith("disaggregation pays: 3 GPUs against 4" if said else "disaggregation does not pay")
     assert lines[-1].endswith("(at this load it is cheaper all the same)") == said
     assert "0.75 times the goodput" in lines[-1]
+
+
+def test_a_goodput_without_a_limit_is_not_compared():
+    report, unlimited = Report(arrivals=1, good=1), frozenset({"colocated"})
+    first = Tried(Shape(1, 1), 1.0, report, True, "pair")
+    second = Tried(Shape(1), 1.0, report, True, "colocated")
+    lines = verdict(Answer(1.0, first, second, {"disaggregated": 1.5, "colocated": 2.0}, (), unlimited), 8, 0.9)
+    assert lines[1].endswith("2 GPUs; up to 1.5 requests/s for each GPU")
+    assert lines[2].endswith("1 GPUs; with so few requests no limit was found, at least 2 requests/s for each GPU")
+    assert lines[3] == "disaggregation does not pay here: 2 GPUs against 1"
+    assert lines[4:] == []

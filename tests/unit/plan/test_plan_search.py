@@ -92,6 +92,14 @@ def test_a_goodput_that_does_not_exist_is_0():
     assert planner(Fake(0, 0, 0)).goodput(Shape(1, 1), 1.0) == pytest.approx(0.0, abs=2e-3)
 
 
+def test_a_rate_is_not_raised_until_all_requests_are_one_burst():
+    """As with a tiny model: whatever comes at once is computed within the goal."""
+    answer = planner(Fake(math.inf, math.inf, 4)).plan(1.0)
+    assert answer.at_least == {"disaggregated"}
+    assert 2 * answer.goodput["disaggregated"] == pytest.approx(512)  # 500 requests at most
+    assert answer.goodput["colocated"] == pytest.approx(4.0, rel=0.06)
+
+
 def test_a_rate_that_cannot_be_is_refused():
     with pytest.raises(ConfigError, match=r"rate: must be requests per second, .* got -1"):
         _attempt(planner(Fake(1, 1, 1)))
