@@ -1,18 +1,19 @@
 """One prefill and one decode worker against two that do both, on the same load.
 
     python benchmarks/disaggregation.py --quick         under 10 minutes on 2 cores
-    python benchmarks/disaggregation.py                 more rates and rounds: about 40 minutes
-    python benchmarks/disaggregation.py --write-docs    the section in docs/performance.md from it
+    python benchmarks/disaggregation.py                 more chunk sizes, rates and rounds: about 40 minutes
+    python benchmarks/disaggregation.py --write-docs --plot docs/disaggregation.svg --keep disaggregation.json
 
 Both sides are two workers of one thread each, the same model (125 M parameters, random weights, bf16), the same code
 but for `mode`, the same arrivals: streams of short prompts, and long prompts among them (lib/mixed_load.py), Poisson,
-sent by a process of its own whose CPU share is told. Chunked prefill has a best chunk size for a load; it is looked for
-first (`--chunks`), by the requests/s within the tight SLO. Then both sides take turns, in a random order, at each rate.
+sent by a process of its own whose CPU share is told. All prompts are new. Chunked prefill has a best chunk size for
+each goal, so the colocated side runs with several (`--chunks`), and at each goal its best one counts. The sides take
+turns, in a random order, at each rate.
 
-*Goodput* is the most requests/s, over all rates, whose first token and whose own 99th percentile of the gaps between
-tokens keep to the SLO. The SLO is a multiple of what one request alone takes on the split side: the first token of a
-long prompt in 5 times its time, gaps of `--tight` (2) times the usual one. Other multiples are shown beside it:
-there are such at which splitting loses. Medians over the rounds of ratios within a round.
+A request is good if its first token comes within 5 times what the first token of a long prompt takes alone, and 90 of
+100 gaps between its tokens (`--percentile`) keep to a multiple of the gap of a request that is alone. *Goodput* is the
+highest rate up to which 90 % of the requests are good, as in DistServe (arXiv 2401.09670). The tight goal is the
+tightest one that both sides keep at some rate; all others are shown beside it, also where splitting loses.
 The last line of stdout is one JSON object with the figures.
 """
 
@@ -24,13 +25,14 @@ import math
 import os
 import random
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for `python benchmarks/disaggregation.py`
 
-from benchmarks.lib.disagg_figures import Phase, Slo, best_goodput, seen_of
+from benchmarks.lib.disagg_figures import Phase, Slo, goodput, keep, seen_of
 from benchmarks.lib.disagg_plot import plot
 from benchmarks.lib.disagg_run import SPLIT, Side, add_options, closed, colocated, loaded, numbers, running, warm_up
 from benchmarks.lib.mixed_load import DOCUMENT, STREAM
@@ -42,23 +44,24 @@ if TYPE_CHECKING:
 
 NAME = "disaggregation"
 PATIENCE = 5.0  # times what the first token of a long prompt takes alone
-LOOSE = (1.25, 1.5, 2.0, 3.0, 5.0, 10.0, 30.0)  # times the usual gap
+GOALS = (1.25, 1.5, 1.75, 2.0, 2.5, 3.0, 4.0, 6.0, 10.0, 30.0)  # times the usual gap
 ALONE = 6  # requests, one after the other
+AIM = 2.0  # times the usual gap: the ITL that routers are told to keep
 ITL_GUESS_S = 0.1  # what clusters aim at before the usual gap is known
 
 
 def usual(state: ClusterState) -> Slo:
     """What one request alone takes: the first token of a long prompt, and a gap. Medians, in seconds."""
     documents, streams = (
-        [seen_of(sample) for sample in closed(state, kind.prompt_tokens, kind.max_tokens, ALONE)["samples"]]
+        [seen_of(sample) for sample in closed(state, kind.prompt_tokens, kind.max_tokens, ALONE, seed=1)["samples"]]
         for kind in (DOCUMENT, STREAM)
     )
     return Slo(median(one.ttft_s for one in documents), median(gap for one in streams for gap in one.gaps_s))
 
 
-def slo_of(alone: Slo, itl: float) -> Slo:
+def slo_of(alone: Slo, itl: float, percentile: int) -> Slo:
     """So many times the usual gap."""
-    return Slo(alone.ttft_s * PATIENCE, alone.itl_s * itl)
+    return Slo(alone.ttft_s * PATIENCE, alone.itl_s * itl, percentile)
 
 
 class Lab:
@@ -93,39 +96,66 @@ class Lab:
         print(f"{text}, generator {phase.generator_cpu:.0%} of a core", file=sys.stderr, flush=True)
 
 
-def best_chunk(phases: list[Phase], chunks: list[int], slo: Slo) -> int:
-    """By goodput within `slo`; of equal ones, the lower tail of gaps."""
+@dataclass(frozen=True, slots=True)
+class Goal:
+    """An SLO, and the goodput of each colocated side under it, and that of the split side."""
 
-    def rank(chunk: int) -> tuple[float, float]:
-        own = [phase for phase in phases if phase.side == colocated(chunk).name]
-        return -best_goodput(own, slo), max(phase.itl(0.99) for phase in own)
+    times: float
+    slo: Slo
+    split: float
+    colocated: dict[str, float]
 
-    return min(chunks, key=rank)
+    @property
+    def best(self) -> str:
+        """The colocated side with the most goodput."""
+        return max(self.colocated, key=lambda side: self.colocated[side])
+
+    @property
+    def ratio(self) -> float:
+        """Above 1: splitting is better. nan: nobody keeps to it."""
+        theirs = self.colocated[self.best]
+        return self.split / theirs if theirs else math.inf if self.split else math.nan
 
 
-def ratios(phases: list[Phase], other: str, rate: float, slo: Slo) -> dict[str, float]:
-    """Above 1: splitting is better. Latencies at `rate`, goodput over all rates; medians over the rounds."""
-    found: dict[str, list[float]] = {"itl_p99_ratio": [], "goodput_ratio": [], "ttft_p50_ratio": []}
+def sides_of(phases: list[Phase]) -> list[str]:
+    """The split one first, then by chunk."""
+    return sorted({phase.side for phase in phases}, key=lambda side: (side != SPLIT, len(side), side))
+
+
+def goals(phases: list[Phase], alone: Slo, percentile: int) -> list[Goal]:
+    """From the tightest to the loosest."""
+    found = []
+    by_side = {side: [phase for phase in phases if phase.side == side] for side in sides_of(phases)}
+    for times in GOALS:
+        slo = slo_of(alone, times, percentile)
+        reached = {side: goodput(own, slo) for side, own in by_side.items()}
+        found.append(Goal(times, slo, reached.pop(SPLIT), reached))
+    return found
+
+
+def tightest(found: list[Goal]) -> Goal:
+    """That both sides keep at some rate; the loosest if there is none."""
+    return next((goal for goal in found if goal.split and goal.colocated[goal.best]), found[-1])
+
+
+def ratios(phases: list[Phase], other: str, rate: float) -> dict[str, float]:
+    """Of latencies at a rate, above 1: splitting is better. Medians over the rounds of ratios within one."""
+    found: dict[str, list[float]] = {"itl_p99_ratio": [], "ttft_p50_ratio": []}
     for number in sorted({phase.round for phase in phases}):
-        own, theirs = (
-            [phase for phase in phases if phase.round == number and phase.side == side] for side in (SPLIT, other)
+        (split,), (mixed,) = (
+            [phase for phase in phases if (phase.round, phase.side, phase.rate) == (number, side, rate)]
+            for side in (SPLIT, other)
         )
-        (split,), (mixed,) = ([phase for phase in part if phase.rate == rate] for part in (own, theirs))
         found["itl_p99_ratio"].append(mixed.itl(0.99) / split.itl(0.99))
         found["ttft_p50_ratio"].append(mixed.ttft(0.5) / split.ttft(0.5))
-        found["goodput_ratio"].append(_over(best_goodput(own, slo), best_goodput(theirs, slo)))
     return {key: median(values) for key, values in found.items()}
-
-
-def _over(left: float, right: float) -> float:
-    return left / right if right else math.inf
 
 
 def latencies(phases: list[Phase]) -> str:
     """A row for each rate and side: medians over the rounds, and their spread."""
     rows = []
     for rate in sorted({phase.rate for phase in phases}):
-        for side in sorted({phase.side for phase in phases}, reverse=True):
+        for side in sides_of(phases):
             own = [phase for phase in phases if (phase.rate, phase.side) == (rate, side)]
             cells = [[phase.ttft(share) * 1e3 for phase in own] for share in (0.5, 0.99)]
             cells += [[phase.itl(share) * 1e3 for phase in own] for share in (0.5, 0.99)]
@@ -140,18 +170,22 @@ def _spread(values: list[float]) -> str:
     return f"{median(values):.1f} ({min(values):.1f} to {max(values):.1f})"
 
 
-def regions(phases: list[Phase], sides: list[Side], alone: Slo) -> str:
+def by_chunk(phases: list[Phase], rate: float) -> str:
+    """What splitting gains and loses against each chunk size."""
+    found = {other: ratios(phases, other, rate) for other in sides_of(phases)[1:]}
+    rows = [[other, f"{one['itl_p99_ratio']:.2f}", f"{one['ttft_p50_ratio']:.2f}"] for other, one in found.items()]
+    return markdown(["against", "its ITL p99 / split's", "its TTFT p50 / split's"], rows)
+
+
+def regions(found: list[Goal], alone: Slo) -> str:
     """Goodput of each side for each multiple of the usual gap: where splitting wins, and where it loses."""
+    sides = [SPLIT, *found[0].colocated]
     rows = []
-    for times in LOOSE:
-        slo = slo_of(alone, times)
-        best = [best_goodput([phase for phase in phases if phase.side == side.name], slo) for side in sides]
-        ratio = _over(best[0], max(best[1:]))
-        rows.append([f"{times:g} x {alone.itl_s * 1e3:.1f} ms", *(f"{value:.2f}" for value in best), f"{ratio:.2f}"])
-    header = ["ITL goal", *(side.name for side in sides), "split / best colocated"]
-    return markdown(
-        [f"{name}, good requests/s" if name != header[0] else name for name in header[:-1]] + header[-1:], rows
-    )
+    for goal in found:
+        cells = [f"{value:.2f}" if value else "-" for value in (goal.split, *goal.colocated.values())]
+        ratio = "-" if math.isnan(goal.ratio) else "only split" if math.isinf(goal.ratio) else f"{goal.ratio:.2f}"
+        rows.append([f"{goal.times:g} x {alone.itl_s * 1e3:.1f} ms", *cells, ratio])
+    return markdown(["ITL goal", *(f"{side}, requests/s" for side in sides), "split / best colocated"], rows)
 
 
 def main(argv: list[str]) -> None:
@@ -160,30 +194,38 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--quick", action="store_true", help="fewer rates, rounds and chunks: under 10 minutes")
     parser.add_argument("--chunks", type=numbers, help="tokens of a colocated step, to choose from")
     parser.add_argument("--plot", type=Path, help="a picture of it, .svg or .png; needs matplotlib")
+    parser.add_argument("--keep", type=Path, help="a file for all that was seen, which benchmarks/simulator.py reads")
     add_options(parser)
     args = parser.parse_args(argv)
-    chunks = args.chunks or ([64, 256] if args.quick else [32, 64, 128, 256, 512])
-    rates = args.rates or ([2.0, 4.0, 6.0] if args.quick else [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 8.0])
+    chunks = args.chunks or ([32, 128] if args.quick else [16, 32, 64, 128, 256])
+    rates = args.rates or ([1.0, 2.0] if args.quick else [0.5, 1.0, 1.5, 2.0, 2.5])
     load, lab = os.getloadavg()[0], Lab(args.model or make_model(args.cache, "M", "bf16"), args.seconds)
     alone = lab.alone()
-    slo, middle = slo_of(alone, args.tight), rates[len(rates) // 2]
-    sweep = lab.turns([colocated(chunk) for chunk in chunks], [middle], range(1), slo.itl_s)
-    chunk = best_chunk(sweep, chunks, slo)
-    sides = [Side(SPLIT), colocated(chunk)]
-    usual_chunk = max(chunks)
-    if usual_chunk != chunk:
-        sides.append(colocated(usual_chunk))
-    phases = lab.turns(sides, rates, range(1, 1 + (args.rounds or (1 if args.quick else 3))), slo.itl_s)
-    found = ratios(phases, colocated(chunk).name, middle, slo)
-    told = (
-        f"One request alone: first token of {DOCUMENT.prompt_tokens} tokens {alone.ttft_s * 1e3:.0f} ms, gap "
-        f"{alone.itl_s * 1e3:.1f} ms. SLO: {slo.ttft_s * 1e3:.0f} ms and {slo.itl_s * 1e3:.1f} ms. Best chunk: {chunk} "
-        f"of {', '.join(map(str, chunks))}. Latency ratios at {middle:g} requests/s."
-    )
-    shown = "\n\n".join((told, latencies(sweep), latencies(phases), regions(phases, sides, alone)))
-    if args.plot is not None and not plot(phases, slo, args.plot):
+    rounds = args.rounds or (1 if args.quick else 2)
+    sides = [Side(SPLIT), *(colocated(chunk) for chunk in chunks)]
+    phases = lab.turns(sides, rates, range(1, 1 + rounds), alone.itl_s * AIM)
+    if args.keep is not None:
+        keep(args.keep, alone, phases)
+    shown, found = report(phases, alone, args.percentile)
+    if args.plot is not None and not plot(phases, tightest(goals(phases, alone, args.percentile)).slo, args.plot):
         print("no picture: matplotlib is not installed", file=sys.stderr)
     finish(NAME, argv, load, shown, found, write_docs=args.write_docs)
+
+
+def report(phases: list[Phase], alone: Slo, percentile: int) -> tuple[str, dict[str, float | None]]:
+    """Tables, and the figures that others rely on."""
+    rates = sorted({phase.rate for phase in phases})
+    middle, all_goals = rates[len(rates) // 2], goals(phases, alone, percentile)
+    tight = tightest(all_goals)
+    told = (
+        f"One request alone: first token of {DOCUMENT.prompt_tokens} tokens {alone.ttft_s * 1e3:.0f} ms, gap "
+        f"{alone.itl_s * 1e3:.1f} ms. Good: first token within {tight.slo.ttft_s * 1e3:.0f} ms, {percentile} % of gaps "
+        f"within the goal. The tight goal is {tight.times:g} times the gap, {tight.slo.itl_s * 1e3:.1f} ms; the best "
+        f"colocated side there is {tight.best}. Latency ratios are at {middle:g} requests/s."
+    )
+    found = {**ratios(phases, tight.best, middle), "goodput_ratio": tight.ratio if math.isfinite(tight.ratio) else None}
+    tables = (regions(all_goals, alone), by_chunk(phases, middle), latencies(phases))
+    return "\n\n".join((told, *tables)), found
 
 
 if __name__ == "__main__":

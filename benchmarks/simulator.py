@@ -1,15 +1,16 @@
 """The simulator against the clusters that it speaks of, and how fast it is.
 
     python benchmarks/simulator.py --quick         about 6 minutes on 2 cores
-    python benchmarks/simulator.py                 more rates and rounds: about 25 minutes
-    python benchmarks/simulator.py --write-docs    the section in docs/performance.md from it
+    python benchmarks/simulator.py                 more rates and rounds: about 30 minutes
+    python benchmarks/simulator.py --write-docs --phases disaggregation.json
 
 On the clusters and loads of benchmarks/disaggregation.py: one prefill and one decode worker, and two colocated ones. A
-profile is measured on the former (`baton profile --live`), once. Then each load runs on each cluster, and the same
-arrivals go through the simulator with that profile: nothing is fitted to what the load gave. An error is |simulated -
-measured| / measured of a figure of one load on one cluster, measured as the median over the rounds; the ratios are the
-medians over loads and clusters, and the table has each. Goodput is requests/s within the SLO of
-benchmarks/disaggregation.py at each rate. Speed is that of `python -m simulator`.
+profile is measured on the former (`baton profile --live`), once. Then each load runs on each cluster (`--phases`: it
+did, in benchmarks/disaggregation.py with `--keep`), and the same arrivals go through the simulator with that profile:
+nothing is fitted to what the load gave. An error is |simulated - measured| / measured of a figure of one load on one
+cluster, measured as the median over the rounds; the ratios are the medians over loads and clusters, and the table has
+each. Goodput is requests/s at each rate that keep to the tight SLO of benchmarks/disaggregation.py. Speed is that of
+`python -m simulator`.
 The last line of stdout is one JSON object with the figures.
 """
 
@@ -30,8 +31,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for `python b
 
 from baton.logs import configure_logging
 from baton.workload import Arrival
-from benchmarks.disaggregation import ITL_GUESS_S, Lab, slo_of, usual
-from benchmarks.lib.disagg_figures import Phase, Slo
+from benchmarks.disaggregation import AIM, ITL_GUESS_S, Lab, goals, sides_of, tightest, usual
+from benchmarks.lib.disagg_figures import Phase, Slo, kept
 from benchmarks.lib.disagg_run import SPLIT, Side, add_options, colocated, profiled, running, warm_up
 from benchmarks.lib.mixed_load import arrivals
 from benchmarks.lib.models import make_model
@@ -99,7 +100,7 @@ def predict(profile: Profile, side: Side, phase: Phase, slo: Slo) -> Report:
     shape = Shape(1, 1) if side.chunk is None else Shape(2, chunk=side.chunk)
     site = Site(
         profile,
-        SimulatedSlo(slo.ttft_s, slo.itl_s, 99),
+        SimulatedSlo(slo.ttft_s, slo.itl_s, slo.percentile),
         prefill=Pool(0),
         decode=Pool(0),
         router=Router(max_requests=1024, max_wait_s=120.0),
@@ -138,20 +139,20 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--quick", action="store_true", help="fewer rates and rounds")
     parser.add_argument("--profile-seconds", type=float, help="that measuring the profile may take")
     parser.add_argument("--requests", type=int, help="of the run that measures speed")
+    parser.add_argument("--phases", type=Path, help="what benchmarks/disaggregation.py --keep wrote: compare with that")
     add_options(parser)
     args = parser.parse_args(argv)
     configure_logging("warning")
-    rates = args.rates or ([1.0, 3.0] if args.quick else [1.0, 2.0, 3.0, 4.0])
-    rounds = args.rounds or (1 if args.quick else 3)
     load, lab = os.getloadavg()[0], Lab(args.model or make_model(args.cache, "M", "bf16"), args.seconds)
     alone, profile = learned(lab, args.profile_seconds or (60.0 if args.quick else 120.0))
-    slo, sides = slo_of(alone, args.tight), [Side(SPLIT), colocated(CHUNK)]
-    phases = lab.turns(sides, rates, range(1, 1 + rounds), slo.itl_s)
+    alone, phases = kept(args.phases) if args.phases is not None else (alone, loads(lab, alone, args))
+    sides, rates = sides_of(phases), sorted({phase.rate for phase in phases})
+    slo = tightest(goals(phases, alone, args.percentile)).slo
     found = []
     for side in sides:
         for rate in rates:
-            own = [phase for phase in phases if (phase.side, phase.rate) == (side.name, rate)]
-            found.append(Compared(side.name, rate, measured(own, slo), simulated(profile, side, own, slo)))
+            own = [phase for phase in phases if (phase.side, phase.rate) == (side, rate)]
+            found.append(Compared(side, rate, measured(own, slo), simulated(profile, named(side), own, slo)))
     fast = speed(args.requests or (20_000 if args.quick else 1_000_000), 1000)
     ratios = {f"{figure}_error": round(median(one.error(figure) for one in found), 4) for figure in FIGURES}
     ratios["events_per_s"] = fast["events_per_s"]
@@ -162,6 +163,18 @@ def main(argv: list[str]) -> None:
         f"{fast['us_per_request']:.0f} us a request, {fast['events_per_s']:,.0f} events/s, {fast['peak_mib']:,.0f} MiB."
     )
     finish(NAME, argv, load, f"{table(found)}\n\n{told}", ratios, write_docs=args.write_docs)
+
+
+def loads(lab: Lab, alone: Slo, args: argparse.Namespace) -> list[Phase]:
+    """What real clusters make of them."""
+    rates = args.rates or ([1.0, 2.0] if args.quick else [0.5, 1.0, 1.5, 2.0])
+    rounds = range(1, 1 + (args.rounds or (1 if args.quick else 3)))
+    return lab.turns([Side(SPLIT), colocated(CHUNK)], rates, rounds, alone.itl_s * AIM)
+
+
+def named(side: str) -> Side:
+    """As `Side.name` says it."""
+    return Side(SPLIT) if side == SPLIT else colocated(int(side.removeprefix("colocated-")))
 
 
 def learned(lab: Lab, seconds: float) -> tuple[Slo, Profile]:

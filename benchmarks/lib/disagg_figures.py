@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import math
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Sequence
+    from pathlib import Path
 
 
 @dataclass(frozen=True, slots=True)
 class Slo:
-    """Seconds: to the first token, and of the gap that 99 of 100 gaps of a request keep to."""
+    """Seconds: to the first token, and of the gap that so many of 100 gaps of a request keep to."""
 
     ttft_s: float
     itl_s: float
+    percentile: int = 90
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +31,9 @@ class Seen:
 
     def good(self, slo: Slo) -> bool:
         """Whether it kept to both."""
-        return self.ttft_s <= slo.ttft_s and (not self.gaps_s or quantile(self.gaps_s, 0.99) <= slo.itl_s)
+        return self.ttft_s <= slo.ttft_s and (
+            not self.gaps_s or quantile(self.gaps_s, slo.percentile / 100) <= slo.itl_s
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,10 +55,6 @@ class Phase:
     def goodput(self, slo: Slo) -> float:
         """Requests/s that kept to the SLO."""
         return sum(one.good(slo) for one in self.seen) / self.seconds
-
-    def attainment(self, slo: Slo) -> float:
-        """The share of what was sent."""
-        return sum(one.good(slo) for one in self.seen) / max(self.sent, 1)
 
     def ttft(self, share: float) -> float:
         """Seconds."""
@@ -89,9 +90,35 @@ def seen_of(sample: dict[str, Any]) -> Seen:
     return Seen(sample["prompt_tokens"], sample["ttft_s"], tuple(sample["gaps_s"]))
 
 
-def best_goodput(phases: Iterable[Phase], slo: Slo) -> float:
-    """The most requests/s within the SLO at any rate: the mean of its rounds at that rate."""
-    by_rate: dict[float, list[float]] = {}
-    for phase in phases:
-        by_rate.setdefault(phase.rate, []).append(phase.goodput(slo))
-    return max((sum(found) / len(found) for found in by_rate.values()), default=math.nan)
+def attainment(phases: Sequence[Phase], slo: Slo) -> float:
+    """The share of all requests of these phases that kept to it."""
+    good = sum(one.good(slo) for phase in phases for one in phase.seen)
+    return good / max(sum(phase.sent for phase in phases), 1)
+
+
+def goodput(phases: Sequence[Phase], slo: Slo, least: float = 0.9) -> float:
+    """The highest rate, in requests/s, up to which so large a share of requests keeps to the SLO: on straight lines
+    between the rates that were measured, all rounds of one together. 0: not at the lowest of them.
+    """
+    highest, before = 0.0, math.nan
+    for rate in sorted({phase.rate for phase in phases}):
+        share = attainment([phase for phase in phases if phase.rate == rate], slo)
+        if share < least:
+            return highest + (before - least) / (before - share) * (rate - highest) if highest else 0.0
+        highest, before = rate, share
+    return highest
+
+
+def keep(path: Path, alone: Slo, phases: Sequence[Phase]) -> None:
+    """What was seen, for other programs to compute with."""
+    path.write_text(json.dumps({"alone": asdict(alone), "phases": [asdict(phase) for phase in phases]}))
+
+
+def kept(path: Path) -> tuple[Slo, list[Phase]]:
+    """Of such a file."""
+    found = json.loads(path.read_text())
+    phases = []
+    for one in found["phases"]:
+        seen = tuple(Seen(**{**answer, "gaps_s": tuple(answer["gaps_s"])}) for answer in one.pop("seen"))
+        phases.append(Phase(**one, seen=seen))
+    return Slo(**found["alone"]), phases

@@ -6,6 +6,8 @@ import importlib.util
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
+from benchmarks.lib.disagg_figures import attainment
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
@@ -38,7 +40,7 @@ def _panels(slo: Slo) -> list[tuple[str, Callable[[Phase], float], float | None]
         ("TTFT p50, ms", lambda phase: phase.ttft(0.5) * 1e3, slo.ttft_s * 1e3),
         ("ITL p50, ms", lambda phase: phase.itl(0.5) * 1e3, slo.itl_s * 1e3),
         ("ITL p99, ms", lambda phase: phase.itl(0.99) * 1e3, slo.itl_s * 1e3),
-        ("requests/s within the SLO", lambda phase: phase.goodput(slo), None),
+        ("share of requests within the SLO", lambda phase: attainment([phase], slo), None),
     ]
 
 

@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import zlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -68,20 +69,22 @@ def running(side: Side, model: Path, slo_itl_s: float) -> Iterator[ClusterState]
         yield state
 
 
-def closed(state: ClusterState, prompt_tokens: int, max_tokens: int, requests: int) -> dict[str, Any]:
-    """The raw report of so many requests, one after the other."""
-    lengths = ["--prompt-tokens", str(prompt_tokens), "--max-tokens", str(max_tokens)]
+def closed(state: ClusterState, prompt_tokens: int, max_tokens: int, requests: int, seed: int = 0) -> dict[str, Any]:
+    """The raw report of so many requests, one after the other. No prefix cache knows prompts of another `seed`."""
+    lengths = ["--prompt-tokens", str(prompt_tokens), "--max-tokens", str(max_tokens), "--seed", str(seed)]
     return _bench(state, ["--concurrency", "1", "--requests", str(requests), *lengths])
 
 
 def loaded(state: ClusterState, side: Side, rate: float, seconds: float, number: int) -> Phase:
-    """One phase: requests arrive for `seconds`, and all of them are waited for. The same ones on all sides."""
+    """One phase: requests arrive for `seconds`, and all of them are waited for. The same ones on all sides, and none
+    that were sent in another phase.
+    """
+    seed = zlib.crc32(f"{rate} {number}".encode())
     with tempfile.TemporaryDirectory(prefix="baton-disagg-") as folder:
         trace = Path(folder) / "trace.jsonl"
         write_trace(trace, rate, seconds, seed=number)
-        report = _bench(
-            state, ["--trace", str(trace), "--arrivals", "trace", "--seed", str(number), "--max-in-flight", "4096"]
-        )
+        options = ["--arrivals", "trace", "--seed", str(seed), "--max-in-flight", "4096"]
+        report = _bench(state, ["--trace", str(trace), *options])
     return phase_of(report, side.name, rate, number, seconds)
 
 
@@ -90,8 +93,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     home = Path(os.environ.get("BATON_HOME") or Path.home() / ".baton").expanduser()
     parser.add_argument("--rates", type=numbers, help="requests/s")
     parser.add_argument("--rounds", type=int)
-    parser.add_argument("--seconds", type=float, default=20.0, help="of arrivals in each phase")
-    parser.add_argument("--tight", type=float, default=2.0, help="times the usual gap: the SLO")
+    parser.add_argument("--seconds", type=float, default=30.0, help="of arrivals in each phase")
+    parser.add_argument("--percentile", type=int, default=90, help="of a request's gaps, which must keep to the SLO")
     parser.add_argument("--model", type=Path, help="a folder; default: 125 M parameters, random weights")
     parser.add_argument("--cache", type=Path, default=home / "bench", help="folder for models")
     parser.add_argument("--write-docs", action="store_true", help="put the tables into docs/performance.md")

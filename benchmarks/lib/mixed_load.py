@@ -22,8 +22,8 @@ class Kind:
     share: int
 
 
-STREAM = Kind("stream", 64, 96, 75)
-DOCUMENT = Kind("document", 1024, 16, 25)
+STREAM = Kind("stream", 64, 96, 50)
+DOCUMENT = Kind("document", 1024, 16, 50)
 KINDS = (STREAM, DOCUMENT)
 
 

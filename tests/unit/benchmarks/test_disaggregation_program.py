@@ -8,7 +8,7 @@ import pytest
 
 from baton.workload import read_trace
 from benchmarks import disaggregation, simulator
-from benchmarks.lib.disagg_figures import Phase, Seen, Slo, best_goodput, phase_of, quantile
+from benchmarks.lib.disagg_figures import Phase, Seen, Slo, attainment, goodput, keep, kept, phase_of, quantile
 from benchmarks.lib.disagg_plot import plot
 from benchmarks.lib.disagg_run import SPLIT, Side, colocated
 from benchmarks.lib.mixed_load import DOCUMENT, STREAM, arrivals, write_trace
@@ -25,10 +25,11 @@ def phase(side: str, rate: float = 2.0, number: int = 1, answers: tuple[Seen, ..
     return Phase(side, rate, number, 10.0, sent or len(answers), answers, 0.1, 0.001)
 
 
-def test_a_request_is_good_if_its_own_p99_gap_is():
-    slow_once = [0.01] * 99 + [1.0]
-    assert seen(0.5, *slow_once).good(SLO)
-    assert not seen(0.5, *slow_once, 1.0).good(SLO)
+def test_a_request_is_good_if_so_many_of_its_gaps_are():
+    slow = [0.01] * 90 + [1.0] * 10
+    assert seen(0.5, *slow).good(SLO)
+    assert not seen(0.5, *slow, 1.0).good(SLO)
+    assert not seen(0.5, *slow).good(Slo(1.0, 0.05, percentile=99))
     assert not seen(1.1, 0.01).good(SLO)
     assert seen(1.0).good(SLO)
 
@@ -38,16 +39,25 @@ def test_quantiles_are_values_that_were_seen():
     assert math.isnan(quantile([], 0.5))
 
 
-def test_goodput_is_the_best_rate_on_average_over_rounds():
+def test_goodput_is_the_highest_rate_that_nine_of_ten_requests_keep_to():
     good, bad = seen(0.1, 0.01), seen(0.1, 0.1)
     phases = [
         phase(SPLIT, 1.0, 1, (good,) * 10),
         phase(SPLIT, 2.0, 1, (good,) * 20),
-        phase(SPLIT, 2.0, 2, (good,) * 10 + (bad,) * 10),
-        phase(SPLIT, 4.0, 1, (bad,) * 40),
+        phase(SPLIT, 2.0, 2, (good,) * 18 + (bad,) * 2),  # 95 % of both rounds
+        phase(SPLIT, 4.0, 1, (bad,) * 10 + (good,) * 30),  # 75 %
+        phase(SPLIT, 8.0, 1, (good,) * 40),  # by chance, behind a rate that is too high
     ]
-    assert best_goodput(phases, SLO) == pytest.approx(1.5)
-    assert phases[2].attainment(SLO) == 0.5
+    assert goodput(phases, SLO) == pytest.approx(2.5)
+    assert goodput(phases[:3], SLO) == 2.0
+    assert goodput(phases[3:4], SLO) == 0.0
+    assert attainment(phases[1:3], SLO) == pytest.approx(0.95)
+
+
+def test_what_was_seen_is_kept(tmp_path):
+    phases = [phase(SPLIT, 1.0, 1, (seen(0.1, 0.01, 0.02), seen(0.1))), phase("colocated-64", 2.0, 2)]
+    keep(tmp_path / "seen.json", SLO, phases)
+    assert kept(tmp_path / "seen.json") == (SLO, phases)
 
 
 def test_what_failed_counts_against_attainment_and_nowhere_else():
@@ -57,7 +67,7 @@ def test_what_failed_counts_against_attainment_and_nowhere_else():
         "generator": {"cpu_share": 0.2, "late_p99_s": 0.003},
     }
     found = phase_of(report, SPLIT, 2.0, 1, 10.0)
-    assert (found.sent, found.seen, found.attainment(SLO)) == (2, (seen(0.2, 0.01, 0.02),), 0.5)
+    assert (found.sent, found.seen, attainment([found], SLO)) == (2, (seen(0.2, 0.01, 0.02),), 0.5)
     assert (found.generator_cpu, found.late_s) == (0.2, 0.003)
 
 
@@ -68,20 +78,30 @@ def test_ratios_are_above_one_where_splitting_is_better():
         for number in (1, 2)
         for one in (phase(SPLIT, 2.0, number, better), phase("colocated-64", 2.0, number, worse))
     ]
-    found = disaggregation.ratios(phases, "colocated-64", 2.0, SLO)
-    assert found == pytest.approx({"itl_p99_ratio": 8.0, "goodput_ratio": 2.0, "ttft_p50_ratio": 2.0})
-    sides = [Side(SPLIT), colocated(64)]
-    text = disaggregation.regions(phases, sides, Slo(0.1, 0.01))
-    assert [line.split("|")[-2].strip() for line in text.splitlines()[2:]] == ["2.00"] * 5 + ["1.00"] * 2
+    found = disaggregation.ratios(phases, "colocated-64", 2.0)
+    assert found == pytest.approx({"itl_p99_ratio": 8.0, "ttft_p50_ratio": 2.0})
+    found_goals = disaggregation.goals(phases, Slo(0.1, 0.01), 90)
+    assert [goal.split for goal in found_goals] == [2.0] * 10
+    assert [goal.colocated["colocated-64"] for goal in found_goals] == [0.0] * 8 + [2.0] * 2
+    tight = disaggregation.tightest(found_goals)
+    assert (tight.times, tight.best, tight.ratio) == (10.0, "colocated-64", 1.0)
+    text, figures = disaggregation.report(phases, Slo(0.1, 0.01), 90)
+    assert figures == pytest.approx({"itl_p99_ratio": 8.0, "ttft_p50_ratio": 2.0, "goodput_ratio": 1.0})
+    assert text.count("only split") == 8
 
 
-def test_the_best_chunk_is_that_of_most_goodput():
+def test_at_each_goal_the_best_chunk_counts():
+    slow_start, slow_gap = (seen(0.4, 0.01),) * 10, (seen(0.1, 0.02),) * 10
     phases = [
-        phase("colocated-64", answers=(seen(0.1, 0.01),) * 5),
-        phase("colocated-256", answers=(seen(0.1, 0.02),) * 6),
+        phase(SPLIT, answers=(seen(0.1, 0.011),) * 10),
+        phase("colocated-64", answers=slow_start),
+        phase("colocated-256", answers=slow_gap),
     ]
-    assert disaggregation.best_chunk(phases, [64, 256], SLO) == 256
-    assert disaggregation.best_chunk(phases, [64, 256], Slo(1.0, 0.015)) == 64
+    found = {goal.times: goal.best for goal in disaggregation.goals(phases, Slo(0.08, 0.01), 90)}
+    assert (found[1.25], found[3.0]) == ("colocated-64", "colocated-64")
+    strict = {goal.times: goal for goal in disaggregation.goals(phases, Slo(0.07, 0.01), 90)}
+    assert (strict[3.0].best, strict[3.0].ratio) == ("colocated-256", 1.0)
+    assert math.isinf(strict[1.25].ratio)
 
 
 def test_all_sides_get_the_same_load(tmp_path):
