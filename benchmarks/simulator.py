@@ -2,7 +2,7 @@
 
     python benchmarks/simulator.py --quick         about 6 minutes on 2 cores
     python benchmarks/simulator.py                 more rates and rounds: about 30 minutes
-    python benchmarks/simulator.py --write-docs --phases disaggregation.json
+    python benchmarks/simulator.py --write-docs --phases benchmarks/results/disaggregation.json
 
 On the clusters and loads of benchmarks/disaggregation.py: one prefill and one decode worker, and two colocated ones. A
 profile is measured on the former (`baton profile --live`), once. Then each load runs on each cluster (`--phases`: it
@@ -146,7 +146,8 @@ def main(argv: list[str]) -> None:
     load, lab = os.getloadavg()[0], Lab(args.model or make_model(args.cache, "M", "bf16"), args.seconds)
     alone, profile = learned(lab, args.profile_seconds or (60.0 if args.quick else 120.0))
     alone, phases = kept(args.phases) if args.phases is not None else (alone, loads(lab, alone, args))
-    sides, rates = sides_of(phases), sorted({phase.rate for phase in phases})
+    sides = [side for side in sides_of(phases) if not side.startswith("vllm")]
+    rates = sorted({phase.rate for phase in phases})
     slo = tightest(goals(phases, alone, args.percentile)).slo
     found = []
     for side in sides:

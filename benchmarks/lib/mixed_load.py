@@ -22,8 +22,8 @@ class Kind:
     share: int
 
 
-STREAM = Kind("stream", 64, 96, 50)
-DOCUMENT = Kind("document", 1024, 16, 50)
+STREAM = Kind("stream", 64, 256, 50)
+DOCUMENT = Kind("document", 1024, 64, 50)
 KINDS = (STREAM, DOCUMENT)
 
 

@@ -102,12 +102,14 @@ def finish(
     print(json.dumps({"benchmark": name, "ratios": ratios, **({"figures": figures} if figures else {})}))
 
 
-def write_section(page: str, name: str, argv: Sequence[str], load: float, shown: str) -> None:
-    """Put what `benchmarks/{name}.py` has measured into its section of a page in docs/, and what it was measured on."""
+def write_section(page: str, name: str, argv: Sequence[str], load: float, shown: str, section: str = "") -> None:
+    """Put what `benchmarks/{name}.py` has measured into its section of a page in docs/, and what it was measured on.
+    `section`: another one than `name`.
+    """
     path = ROOT / "docs" / page
     facts = [f"- command: {shlex.join(['python', f'benchmarks/{name}.py', *argv])}"]
     facts += [f"- load at the start: {load:.1f}", *(f"- {what}: {value}" for what, value in machine().items())]
-    path.write_text(fill(path.read_text(), "\n".join([*facts, "", shown]), name))
+    path.write_text(fill(path.read_text(), "\n".join([*facts, "", shown]), section or name))
 
 
 def _why(key: str, reason: str, with_peers: bool) -> str:

@@ -87,7 +87,7 @@ def test_ratios_are_above_one_where_splitting_is_better():
     assert (tight.times, tight.best, tight.ratio) == (10.0, "colocated-64", 1.0)
     text, figures = disaggregation.report(phases, Slo(0.1, 0.01), 90)
     assert figures == pytest.approx({"itl_p99_ratio": 8.0, "ttft_p50_ratio": 2.0, "goodput_ratio": 1.0})
-    assert text.count("only split") == 8
+    assert text.count("only split") == 5 * 8  # with three TTFT goals, and two more percentiles
 
 
 def test_at_each_goal_the_best_chunk_counts():
@@ -102,6 +102,15 @@ def test_at_each_goal_the_best_chunk_counts():
     strict = {goal.times: goal for goal in disaggregation.goals(phases, Slo(0.07, 0.01), 90)}
     assert (strict[3.0].best, strict[3.0].ratio) == ("colocated-256", 1.0)
     assert math.isinf(strict[1.25].ratio)
+
+
+def test_another_engine_is_shown_and_never_the_control():
+    quick = (seen(0.1, 0.01),) * 10
+    phases = [phase(side, answers=quick) for side in ("vllm-128", "colocated-256", SPLIT, "colocated-64")]
+    assert disaggregation.sides_of(phases) == [SPLIT, "colocated-64", "colocated-256", "vllm-128"]
+    goal = disaggregation.goals(phases, Slo(0.1, 0.01), 90)[0]
+    assert (goal.best, goal.peers) == ("colocated-64", {"vllm-128": 2.0})
+    assert "vllm-128, requests/s" in disaggregation.regions([goal], Slo(0.1, 0.01))
 
 
 def test_all_sides_get_the_same_load(tmp_path):
