@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise, product
+from itertools import combinations, pairwise, product
 from typing import NamedTuple
 
 import numpy as np
@@ -62,7 +62,7 @@ def fit_line(steps: Sequence[Steps]) -> Line:
 
 def fit_decode(points: Sequence[Gaps]) -> tuple[Piece, ...]:
     """Through what was measured at each number of rows, straight between them; `context_s` is the same everywhere."""
-    context_s = fit_line([Steps(one.rows, one.context, one.mean) for one in points]).context_s
+    context_s = _context_s(points)
     at: dict[float, list[float]] = {}
     for one in points:
         rest = max(one.mean - context_s * one.context, one.mean * LEAST)
@@ -76,6 +76,21 @@ def fit_decode(points: Sequence[Gaps]) -> tuple[Piece, ...]:
         below = math.ceil(more_rows) if more_rows < knots[-1][0] else None
         pieces.append(Piece(step_s=rest - token_s * rows, token_s=token_s, context_s=context_s, rows_below=below))
     return tuple(pieces)
+
+
+def _context_s(points: Sequence[Gaps]) -> float:
+    """Of as many rows with different contexts, by least squares of relative differences: what more rows cost, which is
+    no line, is not in it. Without such: of a line through all.
+    """
+    product_sum = square_sum = 0.0
+    for one, other in combinations(points, 2):
+        if one.rows == other.rows and one.context != other.context:
+            more = (other.context - one.context) / one.mean
+            product_sum += more * (other.mean / one.mean - 1.0)
+            square_sum += more * more
+    if not square_sum:
+        return fit_line([Steps(one.rows, one.context, one.mean) for one in points]).context_s
+    return max(product_sum / square_sum, 0.0)
 
 
 def fit_spread(points: Sequence[Gaps]) -> tuple[float, ...]:

@@ -37,6 +37,7 @@ LENGTHS = (16, 64, 256, 1024, 4096)
 ROWS = (1, 2, 4, 8, 16, 32)
 DECODED = 48  # tokens of each request that decodes with others
 SHORT, LONG = 16, 512
+DECODED_LONG = 192  # behind a long prompt: the first of them still decode when the last one is computed
 BESIDE = 4  # rows that decode while prompts are computed
 SETTLE_S = 10.0
 MEMORY_BYTES_PER_S = 25e9  # between workers that nobody has probed: of one process
@@ -116,13 +117,14 @@ class Live:
             self.seen.single.setdefault(length, []).extend([await self._request(length, 3) for _ in range(3)])
             self.seen.prompts[length] = _sum(self.seen.prompts.get(length, Pace()), (await self._paces())[0], before[0])
         for count in rows:
-            for length in (SHORT, LONG) if count in {rows[0], rows[-2]} and lengths[-1] >= LONG else (SHORT,):
+            for length in (SHORT, LONG) if count in {rows[0], BESIDE} and lengths[-1] >= LONG else (SHORT,):
                 self.seen.together.setdefault((count, length), []).append(await self._rows(count, length, workers))
         await self._both(min(lengths[-1], LONG), workers)
 
     async def _rows(self, count: int, length: int, workers: int) -> Gaps:
         """So many for each decode worker."""
-        requests = [self._request(length, DECODED) for _ in range(count * workers)]
+        tokens = DECODED if length == SHORT else DECODED_LONG
+        requests = [self._request(length, tokens) for _ in range(count * workers)]
         return together(await asyncio.gather(*requests), count, length)
 
     async def _both(self, length: int, workers: int) -> None:

@@ -51,6 +51,15 @@ def test_decode_steps_go_through_what_was_measured_and_straight_between():
     assert took[2] < seconds_of(between, Steps(3, 60, 0.0)) < took[4] + 1e-5
 
 
+def test_what_more_rows_cost_does_not_hide_what_context_costs():
+    took = {1: 0.009, 4: 0.009, 16: 0.015, 32: 0.026}  # flat, then steep
+    points = [Gaps(rows, rows * 40, (seconds + 1e-6 * rows * 40,)) for rows, seconds in took.items()]
+    points += [Gaps(rows, rows * 608, (took[rows] + 1e-6 * rows * 608,)) for rows in (1, 4)]
+    assert [one.context_s for one in fit_decode(points)] == pytest.approx([1e-6] * 3, rel=0.01)
+    cheaper = [Gaps(4, 160, (0.009,)), Gaps(4, 2432, (0.0089,))]  # by noise
+    assert fit_decode(cheaper)[0].context_s == 0.0
+
+
 def test_one_number_of_rows_is_a_constant():
     assert fit_decode([Gaps(4, 80, (0.002, 0.004))])[0].rows_below is None
 
