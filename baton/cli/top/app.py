@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import ClassVar
@@ -10,6 +11,7 @@ from rich.text import Text
 from textual.app import App, ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Horizontal, Vertical, VerticalScroll
+from textual.css.query import NoMatches
 from textual.screen import ModalScreen
 from textual.widgets import DataTable, Footer, RichLog, Sparkline, Static
 
@@ -204,12 +206,15 @@ class Top(App[BatonError | None]):
     async def _follow(self) -> None:
         try:
             async for said in self._feed.views():
-                self._take(said)
+                with contextlib.suppress(NoMatches):  # the app ends, and its widgets are gone before this is
+                    self._take(said)
         except BatonError as error:
             self.exit(error)
 
     def _take(self, said: admin_pb2.Live | Lost) -> None:
         """What goes on while it is paused is counted, and shown later."""
+        if not self.screen_stack:
+            return  # the same, a moment later
         lost = self.screen_stack[0].query_one("#lost", Static)
         lost.set_class(isinstance(said, Lost), "shown")
         if isinstance(said, Lost):

@@ -274,6 +274,25 @@ async def test_a_request_without_a_trace(router):
         await until(app, lambda: "this one has none" in str(app.screen.query_one("#text", Static).render()))
 
 
+async def test_what_is_said_while_the_screen_goes_away_ends_nothing(router, monkeypatch):
+    router.says.put(live())
+    app = screen(router, 0.1)
+    async with app.run_test(size=SIZE):
+        await until(app, lambda: table(app, "requests").row_count == 3)
+        said: list[object] = []
+        take = app._take
+
+        def noted(one: admin_pb2.Live | feed.Lost) -> None:
+            said.append(one)
+            take(one)
+
+        monkeypatch.setattr(app, "_take", noted)
+        await app.screen.query("*").remove()
+        router.says.put(live(1001.0))
+        await until(app, lambda: bool(said))
+    assert app.return_code in {0, None}
+
+
 @pytest.mark.parametrize("how", [grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED, "silent"])
 async def test_a_router_that_is_lost_is_waited_for(router, monkeypatch, how):
     if how == "silent":
