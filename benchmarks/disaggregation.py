@@ -89,8 +89,8 @@ class Lab:
             return usual(state)
 
     def turns(self, sides: list[Side], rates: list[float], rounds: range, itl_s: float) -> list[Phase]:
-        """In each round each side, one at a time and in a random order, at each rate. No other cluster is up: ten
-        processes that wait take a quarter of a core.
+        """In each round each side, one at a time and in a random order, at each rate. No other cluster is up: five
+        that wait take a fifth of a core.
         """
         found, order = [], random.Random(rounds.start)
         for number, side in [(number, side) for number in rounds for side in order.sample(sides, len(sides))]:
