@@ -38,7 +38,7 @@ class Call:
         grant: Grant | None = None,
         context: TraceContext | None = None,
     ) -> None:
-        self._own = secrets.token_urlsafe(16)
+        self._own = secrets.token_hex(16)  # no letter of it is an option to a command line, or has a meaning in a URL
         self.name = name or self._own
         self.resumes = bool(name)  # what another router began
         self.grant = grant  # of its caller; None: no tokens are configured
