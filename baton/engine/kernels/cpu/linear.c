@@ -1,14 +1,19 @@
 /* y = x W^T + b for few rows of x: W [N, K] streams through once, as it lies in memory.
  *
- * A tile is NR rows of W times up to MR rows of x, over at most KB elements of K, so that the part of W stays in the
- * first-level cache while the rows of x pass by from the second. Each output is one chain of dots over K, then one fixed
+ * Up to eight rows of x, those of decode steps, meet each word of W as it comes from memory. Of more, a tile is NR rows
+ * of W times up to MR rows of x, over at most KB elements of K, so that the part of W stays in the first-level cache
+ * while the rows of x pass by from the second. Each output is one chain of dots over K, then one fixed
  * tree over 16 lanes: its bits depend neither on the tile that it fell into nor on the other rows.
  */
 #include "common.h"
 
 #define NR 8
 #define MR 3
-#define FEW 4 /* rows of x that are done in one pass, with as many rows of W */
+#define ONCE 8 /* most rows of x that are done in one pass */
+#define BROAD 4 /* rows of W in a tile of such a pass, with at most WIDE of x */
+#define WIDE 6
+#define NARROW 3 /* and with more */
+#define NEAR_BYTES (24 << 10) /* of a tile that may be fetched into the first-level cache, beside the one in use */
 #define LINE 64
 #define TILE_BYTES 4096           /* of one row of W */
 #define PANEL_BYTES (384 << 10)   /* of x: stays in the second-level cache */
@@ -39,7 +44,7 @@ INLINE void put(const linear_args *a, long m, long n, int nr, __m512 sums) {
 #ifdef ELEM_BF16
     else if (nr == NR)
         _mm_storeu_si128((__m128i *)((elem *)a->y + at), _mm256_castsi256_si128((__m256i)_mm512_cvtneps_pbh(sums)));
-    else if (nr == FEW) /* stores with a mask are slow */
+    else if (nr == BROAD) /* stores with a mask are slow */
         _mm_storel_epi64((__m128i *)((elem *)a->y + at), _mm256_castsi256_si128((__m256i)_mm512_cvtneps_pbh(sums)));
 #endif
     else if (nr == LANES)
@@ -57,19 +62,19 @@ INLINE __m512i part(const elem *p, long n) {
 }
 
 /* acc[i][j] += x_i . w_j over `k` elements. With each step, `fetch` lines of memory from `next` on are fetched ahead. */
-INLINE void tile(__m512 acc[FEW][NR], const elem *x, long sx, const elem *w, long sw, long k, const int mr,
+INLINE void tile(__m512 acc[MR][NR], const elem *x, long sx, const elem *w, long sw, long k, const int mr,
                        const int nr, const char *next, const int fetch) {
     const long step = LANES * PAIR;
     long at = 0;
     for (; at + step <= k; at += step) {
-        __m512i xv[FEW];
-#pragma GCC unroll 4
+        __m512i xv[MR];
+#pragma GCC unroll 3
         for (int i = 0; i < mr; i++) xv[i] = _mm512_loadu_si512(x + i * sx + at);
 #pragma GCC unroll 8
         for (int j = 0; j < nr; j++) {
             const __m512i wv = _mm512_loadu_si512(w + j * sw + at);
             if (j < fetch) _mm_prefetch(next + j * LINE, _MM_HINT_T1);
-#pragma GCC unroll 4
+#pragma GCC unroll 3
             for (int i = 0; i < mr; i++) acc[i][j] = dot(acc[i][j], xv[i], wv);
         }
         next += fetch * LINE;
@@ -83,20 +88,20 @@ INLINE void tile(__m512 acc[FEW][NR], const elem *x, long sx, const elem *w, lon
 /* Rows [m, m + mr) against W rows [n, n + nr), K from k0 to k1; `kept` holds unfinished sums. */
 INLINE void step(const linear_args * a, long m, long n, long k0, long k1, const int mr, const int nr,
                        __m512 *kept, const char *next, const int fetch) {
-    __m512 acc[FEW][NR];
-#pragma GCC unroll 4
+    __m512 acc[MR][NR];
+#pragma GCC unroll 3
     for (int i = 0; i < mr; i++)
 #pragma GCC unroll 8
         for (int j = 0; j < nr; j++) acc[i][j] = k0 ? kept[i * NR + j] : _mm512_setzero_ps();
     tile(acc, a->x + m * a->stride_x + k0, a->stride_x, a->w + n * a->k + k0, a->k, k1 - k0, mr, nr, next, fetch);
     if (k1 < a->k) {
-#pragma GCC unroll 4
+#pragma GCC unroll 3
         for (int i = 0; i < mr; i++)
 #pragma GCC unroll 8
             for (int j = 0; j < nr; j++) kept[i * NR + j] = acc[i][j];
         return;
     }
-#pragma GCC unroll 4
+#pragma GCC unroll 3
     for (int i = 0; i < mr; i++) {
         __m512 sums[NR] = {0};
 #pragma GCC unroll 8
@@ -107,8 +112,7 @@ INLINE void step(const linear_args * a, long m, long n, long k0, long k1, const 
 
 #define STEP(MR_, NR_, FETCH_) step(a, m, n, k0, k1, MR_, NR_, kept, next, FETCH_)
 #define BY_ROWS(NR_, FETCH_)                                                                                           \
-    (mr == 4   ? STEP(4, NR_, FETCH_)                                                                                  \
-     : mr == 3 ? STEP(3, NR_, FETCH_)                                                                                  \
+    (mr == 3   ? STEP(3, NR_, FETCH_)                                                                                  \
      : mr == 2 ? STEP(2, NR_, FETCH_)                                                                                  \
                : STEP(1, NR_, FETCH_))
 
@@ -121,29 +125,88 @@ static void pick(const linear_args * a, long m, int mr, long n, long k0, long k1
     else BY_ROWS(8, 0);
 }
 
-/* A few rows of x in one pass over W; also what is left of W at the end. One row needs nothing fetched ahead. */
-static void few(const linear_args *a, long m, int mr, long n, long end) {
+/* One pass over what is left of W at the end. */
+static void rest(const linear_args *a, long m, int mr, long n, long end) {
     const long k0 = 0, k1 = a->k;
-    __m512 kept[FEW * NR]; /* not used: K is whole */
-    for (; mr == FEW && n + 2 * FEW <= end; n += FEW) {
-        const char *next = (const char *)(a->w + (n + FEW) * a->k);
-        STEP(FEW, FEW, FEW);
-    }
+    __m512 kept[MR * NR]; /* not used: K is whole */
     const char *next = NULL;
     for (; n + 4 <= end; n += 4) BY_ROWS(4, 0);
     for (; n < end; n++) BY_ROWS(1, 0);
 }
 
+/* All `mr` rows of x against the W rows [n, n + nr), while those `ahead` tiles behind them are fetched, in the order in
+ * which they lie: memory is fastest when it is read so. */
+INLINE void once_tile(const linear_args *a, long m, long n, const int mr, const int nr, const int ahead) {
+    const elem *x = a->x + m * a->stride_x, *w = a->w + n * a->k;
+    const char *next = (const char *)(w + ahead * nr * a->k);
+    const long step = LANES * PAIR;
+    long at = 0;
+    __m512 acc[ONCE][BROAD];
+#pragma GCC unroll 8
+    for (int i = 0; i < mr; i++)
+#pragma GCC unroll 4
+        for (int j = 0; j < nr; j++) acc[i][j] = _mm512_setzero_ps();
+    for (; at + step <= a->k; at += step, next += nr * LINE) {
+        __m512i wv[BROAD];
+#pragma GCC unroll 4
+        for (int j = 0; j < nr; j++) {
+            wv[j] = _mm512_loadu_si512(w + j * a->k + at);
+            _mm_prefetch(next + j * LINE, _MM_HINT_T0);
+        }
+#pragma GCC unroll 8
+        for (int i = 0; i < mr; i++) {
+            const __m512i xv = _mm512_loadu_si512(x + i * a->stride_x + at);
+#pragma GCC unroll 4
+            for (int j = 0; j < nr; j++) acc[i][j] = dot(acc[i][j], xv, wv[j]);
+        }
+    }
+    if (at < a->k)
+        for (int i = 0; i < mr; i++)
+            for (int j = 0; j < nr; j++)
+                acc[i][j] =
+                    dot(acc[i][j], part(x + i * a->stride_x + at, a->k - at), part(w + j * a->k + at, a->k - at));
+#pragma GCC unroll 8
+    for (int i = 0; i < mr; i++) {
+        __m512 sums[NR] = {0};
+#pragma GCC unroll 4
+        for (int j = 0; j < nr; j++) sums[j] = acc[i][j];
+        put(a, m + i, n, nr, _mm512_castps256_ps512(sum8(sums)));
+    }
+}
+
+#define TILES(MR_, NR_, AHEAD_)                                                                                        \
+    for (; n + NR_ <= end; n += NR_) once_tile(a, m, n, MR_, NR_, AHEAD_);                                             \
+    break
+
+/* Rows [m, m + rows) of x in one pass over the W rows [n, end). */
+static void once(const linear_args *a, long m, long rows, long n, long end) {
+    switch (rows) {
+    case 2: TILES(2, BROAD, 1);
+    case 3: TILES(3, BROAD, 1);
+    case 4: TILES(4, BROAD, 1);
+    case 5: TILES(5, BROAD, 1);
+    case 6: TILES(6, BROAD, 1);
+    case 7: TILES(7, NARROW, 2);
+    case 8: TILES(8, NARROW, 2);
+    }
+    for (long i = 0; i < rows; i += MR) rest(a, m + i, (int)MIN(MR, rows - i), n, end);
+}
+
 /* All rows of a panel of x against the W rows [begin, end). */
 static void panel(const linear_args * a, long first, long rows, long begin, long end) {
     static __thread __m512 kept[(MAX_PANEL + MR) * NR];
-    const long passes = rows == FEW ? 1 : (rows + MR - 1) / MR, most = TILE_BYTES / (long)sizeof(elem);
+    const long near = 2 * NARROW * a->k * (long)sizeof(elem) <= NEAR_BYTES;
+    if (1 < rows && rows <= (near ? ONCE : WIDE)) {
+        once(a, first, rows, begin, end);
+        return;
+    }
+    const long passes = (rows + MR - 1) / MR, most = TILE_BYTES / (long)sizeof(elem);
     const long parts = rows > MR ? (a->k + most - 1) / most : 1;
     const long kb = ((a->k + parts - 1) / parts + 63) / 64 * 64;
     const int fetch = passes >= 8 ? 1 : passes >= 4 ? 2 : passes >= 2 ? 4 : 8;
     const long lines = fetch * LINE, step = LANES * PAIR;
     long n = begin;
-    for (; n + NR <= end && rows > 1 && rows != FEW; n += NR) {
+    for (; n + NR <= end && rows > 1; n += NR) {
         /* The next rows of W, in the order in which they lie: memory is fastest when it is read so. */
         const char *next = (const char *)(a->w + (n + NR) * a->k), *stop = next + NR * a->k * sizeof(elem);
         for (long k0 = 0; k0 < a->k; k0 += kb) {
@@ -158,7 +221,7 @@ static void panel(const linear_args * a, long first, long rows, long begin, long
     }
     for (long p = 0; p < passes && n < end; p++) {
         const long m = rows * p / passes, stop = rows * (p + 1) / passes;
-        few(a, first + m, (int)(stop - m), n, end);
+        rest(a, first + m, (int)(stop - m), n, end);
     }
 }
 
