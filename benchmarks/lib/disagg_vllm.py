@@ -50,7 +50,7 @@ def serving(model: Path, chunk: int, cache: Path) -> Iterator[str]:
         *("--max-num-seqs", "64", "--max-num-batched-tokens", str(chunk), "--no-enable-prefix-caching"),
     ]
     env = {**os.environ, **SETTINGS, "VLLM_CACHE_ROOT": str(cache / "vllm")}
-    command = [str(python.parent / "vllm"), "serve", str(model), *options]
+    command = [str(python), "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), *options]
     with subprocess.Popen(command, env=env, stdout=sys.stderr, start_new_session=True) as server:
         try:
             _wait(server, f"http://127.0.0.1:{port}/health")

@@ -47,6 +47,7 @@ _HEADERS = {
     "cross-origin-resource-policy": "same-origin",
     "cache-control": "no-cache",
 }
+_EVENT_HEADERS = {"content-type": EVENT_STREAM, "cache-control": "no-store", "x-accel-buffering": "no"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +89,8 @@ class LivePaths:
     async def live(self, request: Request) -> Response:
         """GET /live: an event for each `Live`, every `interval_s` seconds."""
         shown = self._allowed(request, "Watch")
+        if request.method == "HEAD":  # which would wait for the end of what has none
+            return Response(headers=_EVENT_HEADERS)
         tokens, confirm = shown.tokens, None
         if tokens is not None:
             confirm = partial(tokens.confirm, tokens.grant(request.headers.get("authorization")))
@@ -145,8 +148,7 @@ class _Events(Response):
         await unless_left(receive, self._run(send))
 
     async def _run(self, send: Send) -> None:
-        headers = {"content-type": EVENT_STREAM, "cache-control": "no-store", "x-accel-buffering": "no"}
-        raw = [(name.encode(), value.encode()) for name, value in headers.items()]
+        raw = [(name.encode(), value.encode()) for name, value in _EVENT_HEADERS.items()]
         async with aclosing(self._events) as events:
             first = await anext(events, b"")  # what this raises is an answer of its own
             await send({"type": "http.response.start", "status": 200, "headers": raw})

@@ -91,6 +91,12 @@ async def test_an_interval_that_is_refused(cluster, given):
     assert (status, error["param"]) == (400, "interval_s")
 
 
+async def test_its_headers_alone(cluster):
+    for _ in range(MAX_WATCHERS + 1):  # nobody takes a watcher's place by that
+        status, headers, body = await raw(cluster.router.http, "HEAD", "/live", host="localhost")
+        assert (status, headers["content-type"], body) == (200, "text/event-stream; charset=utf-8", b"")
+
+
 async def test_a_stop_does_not_wait_for_who_watches(cluster):
     async with watching(cluster, "interval_s=60") as following:
         await following()

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import math
+import os
+import subprocess
+import sys
+from contextlib import ExitStack
 
 import pytest
 
+from baton.cluster.state import ClusterState, ProcessId
 from baton.workload import read_trace
 from benchmarks import disaggregation, simulator
 from benchmarks.lib.disagg_figures import Phase, Seen, Slo, attainment, goodput, keep, kept, phase_of, quantile
 from benchmarks.lib.disagg_plot import plot
-from benchmarks.lib.disagg_run import SPLIT, Side, colocated
+from benchmarks.lib.disagg_run import SPLIT, Side, bind, colocated
 from benchmarks.lib.mixed_load import DOCUMENT, STREAM, arrivals, write_trace
 from simulator.profile import Layout, Line, Link, Piece, Profile
 
@@ -151,3 +156,19 @@ def test_the_simulator_gets_the_very_load_of_a_phase(side):
     assert found["ttft_p50"] == report.ttft.p50 > 0.004
     compared = simulator.Compared(side.name, 4.0, {**found, "goodput": found["goodput"] * 2}, found)
     assert [compared.error(figure) for figure in simulator.FIGURES] == pytest.approx([0, 0, 0, 0, 0.5])
+
+
+def test_workers_have_a_core_each_and_all_else_has_all():
+    cores = os.sched_getaffinity(0)
+    command = [sys.executable, "-c", "import sys; sys.stdin.read()"]
+    with ExitStack() as stack:
+        started = {
+            name: stack.enter_context(subprocess.Popen(command, stdin=subprocess.PIPE)).pid
+            for name in ("router", "prefill-0", "decode-0", "redis")
+        }
+        processes = {name: ProcessId(pid, 0.0) for name, pid in started.items()}
+        bind(ClusterState("x", ProcessId(1, 0.0), "", "", "", "", "", processes))
+        found = {name: os.sched_getaffinity(pid) for name, pid in started.items()}
+    assert found["router"] == found["redis"] == cores
+    assert [len(found[name]) for name in ("prefill-0", "decode-0")] == [1, 1]
+    assert len(found["prefill-0"] | found["decode-0"]) == min(2, len(cores))
