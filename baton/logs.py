@@ -43,7 +43,9 @@ def configure_logging(level: str = "info", form: str = "auto", process: str = ""
     ]
     end: list[Processor] = [] if copy is None else [Copy(copy, LEVELS[level.upper()])]
     if console:
-        end += [_harmless, structlog.dev.ConsoleRenderer()]
+        # Plainly: a traceback that shows locals shows prompts and passwords.
+        plain = structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback)
+        end += [structlog.processors.format_exc_info, _harmless, plain]
     else:
         end += [structlog.processors.format_exc_info, structlog.processors.JSONRenderer(default=str)]
     structlog.configure(

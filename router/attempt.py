@@ -99,6 +99,8 @@ class Attempt:
 
     async def __aexit__(self, *_: object) -> None:
         prefill, decode = self._claim.prefill, self._claim.decode
+        for source, event in self._mailbox.left():  # it came while the last tokens were handed on
+            self._note(source, event)
         parked = self._lasting.parks() and self._decoding  # D goes on with it when this router's stream ends
         if not parked and (not self._through or self._lasting.seconds):  # it remembers what was said, too
             decode.send(release=pb.Release(handoff=self._name))
@@ -192,11 +194,7 @@ class Attempt:
             self.died = self.died or (self._computing(source) and self.finish is None)
             self._failed(source, item)
             return
-        kind = item.WhichOneof("event")
-        if kind != "tokens":
-            self._track.heard(source, self.workers[source is Role.DECODE], item)
-            self._holds = self._holds and kind != "pushed"
-        match kind:
+        match self._note(source, item):
             case "reserved":
                 self.cached_tokens = item.reserved.cached_tokens
                 self._stages.enter(Stage.PREFILL)  # what D alone has computed may come with it
@@ -214,10 +212,15 @@ class Attempt:
                 self._metrics.fenced()
                 self._lose(Role.PREFILL, self.fencing or WorkerLost("the decode worker fenced the attempt"))
 
+    def _note(self, source: Role, event: pb.WorkerEvent) -> str | None:
+        if (kind := event.WhichOneof("event")) != "tokens":
+            self._track.heard(source, self.workers[source is Role.DECODE], event)
+            self._holds = self._holds and kind != "pushed"
+        return kind
+
     def _computing(self, source: Role) -> bool:
-        if source is Role.DECODE:
-            return self._decoding or self.alone
-        return self._holds and not (self._computed or self._repushes)
+        alone = self._decoding or self.alone
+        return alone if source is Role.DECODE else self._holds and not (self._computed or self._repushes)
 
     def _on_output(self, source: Role, item: pb.WorkerEvent) -> None:
         if source is Role.PREFILL or (self.alone and not self._decoding):
@@ -280,13 +283,10 @@ class Attempt:
 
     def _failed(self, source: Role, error: BatonError, *, holds: bool = False) -> None:
         """First failure ends both legs. Whether P's is one at all, D knows: it accepted the commit or never will."""
-        if source is Role.PREFILL:
-            self._holds = holds
-        if self.finish is not None:
-            return
-        if source is Role.DECODE:
+        self._holds = holds if source is Role.PREFILL else self._holds
+        if self.finish is None and source is Role.DECODE:
             self._lose(source, error)
-        elif self.committed is None and self.fencing is None:
+        elif self.finish is None and self.committed is None and self.fencing is None:
             self.fencing = error
             self._claim.decode.send(fence=pb.Fence(handoff=self._name))
 

@@ -30,6 +30,7 @@ log = structlog.get_logger(__name__)
 
 _Call = aio.StreamStreamCall[pb.RouterMessage, pb.WorkerMessage]
 _MOST_LATE = 1024  # attempts that are over, and of which the worker may say more
+_LAST = ("pushed", "failed", "refused", "finish")  # of what a prefill worker says of a handoff
 _BACKOFF_S = (0.1, 3.0)  # first and longest pause between two connects; jittered
 Item = pb.WorkerEvent | BatonError
 """What a mailbox holds: a worker's words, or what happened to it."""
@@ -54,6 +55,11 @@ class Mailbox:
         """Never blocks."""
         self.add(source, item)
         self.wake()
+
+    def left(self) -> list[tuple[Role, pb.WorkerEvent]]:
+        """What its reader has not taken, when it takes no more."""
+        items, self._items = self._items, []
+        return [(source, item) for source, item in items if isinstance(item, pb.WorkerEvent)]
 
     def add(self, source: Role, item: Item) -> None:
         """Never blocks. Its reader does not see it until `wake`."""
@@ -126,7 +132,7 @@ class WorkerLink:
             mailbox.put(self.info.role, self._lost("is not connected"))
 
     def close(self, handoff: HandoffId, late: Late | None = None) -> None:
-        """Late events of `handoff` are dropped from now on; `late` gets what the next one says of its time."""
+        """Late events of `handoff` are dropped from now on; `late` gets what the last one says of its time."""
         self._mailboxes.pop(handoff, None)
         if late is not None:
             self._late[handoff] = late
@@ -226,8 +232,8 @@ class WorkerLink:
             mailbox = self._mailboxes.get(name)
             if mailbox is not None:
                 self._hand_on(event, mailbox, holds)
-            elif (late := self._late.pop(name, None)) is not None:
-                late(self.info.role, self.info.ref.worker_id, event)
+            elif name in self._late and event.WhichOneof("event") in _LAST:
+                self._late.pop(name)(self.info.role, self.info.ref.worker_id, event)
             if event.HasField("refused"):
                 self._refused(event.refused.reason)
         if not self._settling:

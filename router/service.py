@@ -203,9 +203,9 @@ class Inference(InferenceServicer):
         for life in call.lives:
             life.note("ended", outcome=outcome, count=len(life.delivery.ids))
         floor.traces.ended(call.trace, outcome, type(error).__name__ if error else "")
-        timings = None if error else call.lives[0].stages.timings()
-        tokens = 0 if error or call.resumes else len(call.lives[0].delivery.ids)
-        by = {"trace_id": call.trace.context.trace_id, "request_id": call.life_id(0)}
+        timings = None if error else max((life.stages.timings() for life in call.lives), key=lambda one: one.e2e_s)
+        tokens = 0 if error or call.resumes else max(len(life.delivery.ids) for life in call.lives)
+        by = {"trace_id": call.trace.context.trace_id, "request_id": call.name}
         floor.metrics.ended(outcome, timings, deterministic=message.deterministic, tokens=tokens, exemplar=by)
         floor.seen.ended(call, outcome, error)
         if outcome == "refused" and error is not None:

@@ -44,20 +44,19 @@ class Wanted:
         self._names |= {self.request} if self.request else set()
 
     def takes(self, line: Line) -> bool:
+        asked = not self.request or (line.event is not None and self._of_request(line.event))
         if line.at < self.since or (self.worker and not self._of_worker(line)):
             return False
-        if line.event is None:
-            return not self.request
-        if LEVELS.get(line.level.upper(), 0) < self.level:
-            return False
-        return not self.request or self._of_request(line.event)
+        return asked and (line.event is None or LEVELS.get(line.level.upper(), 0) >= self.level)
 
     def _of_worker(self, line: Line) -> bool:
         about = line.facts("worker", "workers")
         return self.worker == line.process or any(self.worker == name.partition("@")[0] for name in about)
 
     def _of_request(self, event: dict[str, object]) -> bool:
-        """A request that was resumed has another name on the workers: its router says both."""
+        """A request that was resumed has another name on the workers: its router says both, maybe in a line that is
+        not to be shown.
+        """
         name = str(event.get("request_id", ""))
         if _is_of(str(event.get("stream", "")), self.request) and name:
             self._names.add(name)

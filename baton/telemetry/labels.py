@@ -10,7 +10,7 @@ from baton.errors import BatonError
 from baton.stages import Stage
 
 OUTCOMES = ("finished", "cancelled", "failed", "refused")
-RECOVERIES = ("preempted", "no_room", "kv_dropped", "prefill_lost", "decode_lost")
+RECOVERIES = ("preempted", "no_room", "kv_dropped", "prefill_lost", "decode_lost", "not_there")
 TRANSPORTS = ("nccl", "gloo", "shm", "cuda_ipc", "grpc", "memory", "unknown")
 BLOCK_STATES = ("free", "owned", "cached", "reserved", "quarantined")
 STEP_KINDS = ("prefill", "decode", "mixed")

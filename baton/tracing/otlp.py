@@ -38,7 +38,7 @@ class Exporter:
     """
 
     def __init__(self, endpoint: str, cluster: str, version: str = "", linger_s: float = LINGER_S) -> None:
-        self.dropped = 0  # requests whose spans did not get to the collector
+        self._refused = self._lost = 0  # for want of room; sent in vain
         self._endpoint, self._linger_s = endpoint, linger_s
         self._common = {"service.namespace": cluster, "service.version": version}
         # What it says of each try that failed is said below, once for each batch, as all of our logs are.
@@ -50,12 +50,17 @@ class Exporter:
         self._thread = threading.Thread(target=self._run, name="otlp", daemon=True)
         self._thread.start()
 
+    @property
+    def dropped(self) -> int:
+        """Requests whose spans did not get to the collector."""
+        return self._refused + self._lost
+
     def put(self, ended: Ended) -> None:
         """From any thread; never blocks. What there is no room for is dropped."""
         try:
             self._queue.put_nowait((time.monotonic() + self._linger_s, ended))
         except queue.Full:
-            self.dropped += 1
+            self._refused += 1
 
     def close(self) -> None:
         """Send what waits, for two seconds at most."""
@@ -65,14 +70,19 @@ class Exporter:
         self._exporter.shutdown()
 
     def _run(self) -> None:
+        told = 0
         while not (self._over.is_set() or (self._closing.is_set() and self._queue.empty())):
+            batch: list[Ended] = []
             try:
                 batch = list(self._batch())
-                if batch and not self._sent(batch):
-                    self.dropped += len(batch)
-                    log.warning("traces_not_exported", collector=self._endpoint, dropped=self.dropped)
+                sent = not batch or self._sent(batch)
             except Exception:  # the boundary of this thread: what is wrong with one trace must not end all others
                 log.exception("trace_broke")
+                sent = False
+            self._lost += 0 if sent else len(batch)
+            if self.dropped > told:  # also those that found no room
+                told = self.dropped
+                log.warning("traces_not_exported", collector=self._endpoint, dropped=told)
 
     def _batch(self) -> Iterator[Ended]:
         """At least one that has waited for long enough, if there is one soon."""

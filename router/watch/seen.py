@@ -43,18 +43,17 @@ class Seen:
         reason = attempt.handed_back
         self.recent.count("recovered")
         if attempt.fencing is not None and attempt.handed_back == "prefill_lost":
-            self.happenings.add("fenced", "its decode worker takes nothing of a lost attempt", life.request_id, decode)
+            self.happenings.add("fenced", "its decode worker takes nothing of a lost attempt", life.call.name, decode)
         worker = prefill if reason.startswith(Role.PREFILL) else decode
-        self.happenings.add("recovered", f"goes on with another attempt: {reason}", life.request_id, worker)
+        self.happenings.add("recovered", f"goes on with another attempt: {reason}", life.call.name, worker)
 
     def ended(self, call: Call, outcome: str, error: BatonError | None) -> None:
         """As `Metrics.ended`."""
         self.recent.count("ended")
         if outcome in {"failed", "refused"}:
             self.recent.count(outcome)
-            request_id = call.lives[0].request_id if call.lives else ""
             alike = type(error).__name__ if outcome == "refused" else ""  # how long each would wait tells them apart
-            self.happenings.add(outcome, _shown(error), request_id, alike=alike)
+            self.happenings.add(outcome, _shown(error), call.name, alike=alike)
         elif outcome == "finished":
             self.recent.finished(max(life.stages.age_s for life in call.lives))
             if not call.resumes:

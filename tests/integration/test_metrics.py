@@ -119,9 +119,10 @@ async def test_an_exemplar_names_a_request(make):
 async def test_what_requests_took_is_counted(make):
     cluster = await make()
     cluster.prefill[0].cached = [2]
-    await cluster.generate(max_tokens=5)
-    await cluster.generate(max_tokens=3, n=2)
+    one, two = await cluster.generate(max_tokens=5), await cluster.generate(max_tokens=3, n=2)
     read = cluster.router.floor.metrics.registry.get_sample_value
+    whole = sum(events[-1].completed.timings.e2e_s for events in (one, two))
+    assert read("baton_e2e_seconds_sum") == pytest.approx(whole, abs=1e-9), "until the last choice has ended"
     assert read("baton_prompt_tokens_total") == 6
     assert read("baton_cached_tokens_total") == 2
     assert read("baton_output_tokens_total") == 5 + 6

@@ -13,13 +13,14 @@ import pytest
 from grpc import aio
 
 from baton.clock import FakeClock
-from baton.core import WorkerInfo
+from baton.core import Role, WorkerInfo
 from baton.errors import BatonError, ConfigError, InvalidRequest
 from baton.rpc.v1 import admin_pb2, common_pb2, worker_pb2
 from baton.rpc.v1 import inference_pb2 as pb
 from baton.rpc.v1.admin_pb2_grpc import AdminStub
 from baton.stages import Stage
 from router.floor import Floor, RouterSettings
+from router.link import Mailbox
 from router.parse import parse
 from tests.integration.router_support import Cluster, FakeWorker, at, clusters, ids_of, until
 from tests.unit.tracing.test_otlp import collectors
@@ -221,6 +222,7 @@ async def test_what_a_prefill_worker_says_after_the_end_is_not_lost(make):
     await cluster.generate()
     said = await trace_of(cluster)
     assert not spans_of(said, "prefill")
+    spoken(worker_pb2.WorkerEvent(handoff=late[0].handoff, tokens=worker_pb2.OutputTokens()))  # D's may overtake them
     spoken(*late)
     kept = cluster.router.floor.traces.find("")
     await until(lambda: any(one.role == "prefill" for one in kept.spans()), "said late")
@@ -229,6 +231,28 @@ async def test_what_a_prefill_worker_says_after_the_end_is_not_lost(make):
     spoken(*late)  # once is enough: nobody listens any more
     await cluster.generate()
     assert len(spans_of(await trace_of(cluster, said.request_id), "prefill")) == 3
+
+
+async def test_what_a_prefill_worker_says_while_the_last_tokens_are_handed_on_is_not_lost(make, monkeypatch):
+    cluster = await make()
+    prefill, late, drain = cluster.prefill[0], list[worker_pb2.WorkerEvent](), Mailbox.drain
+    emit = prefill.emit
+
+    def holds_pushed(*events):
+        late.extend(event for event in events if event.HasField("pushed"))
+        emit(*(event for event in events if not event.HasField("pushed")))
+
+    async def and_then(self):
+        items = await drain(self)
+        if any(isinstance(item, worker_pb2.WorkerEvent) and item.HasField("finish") for _, item in items):
+            late[0].spans.extend([span("compute")])
+            self.put(Role.PREFILL, late[0])
+        return items
+
+    prefill.emit = holds_pushed
+    monkeypatch.setattr(Mailbox, "drain", and_then)
+    await cluster.generate()
+    assert spans_of(await trace_of(cluster), "prefill", 1) == ["compute"]
 
 
 async def test_spans_that_cannot_be_are_left_out(make):

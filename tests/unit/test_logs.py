@@ -75,6 +75,24 @@ structlog.get_logger().info("request_finished", client_tag="\\x1b]0;mine\\x07", 
     assert "\x07" not in done.stderr
 
 
+def test_a_traceback_on_a_terminal_shows_nothing_of_what_was_asked():
+    program = """
+import structlog
+from baton.logs import configure_logging
+configure_logging("info", "console")
+def fails(prompt):
+    raise ValueError("\x1b]0;mine\x07")
+try:
+    fails("the " + "secret")
+except ValueError:
+    structlog.get_logger().exception("request_broke")
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert "ValueError" in done.stderr
+    assert "the secret" not in done.stderr
+    assert "\x1b]" not in done.stderr
+
+
 @pytest.mark.parametrize("folder", ["there", "not there"])
 def test_a_copy_has_more_than_stderr(tmp_path, folder):
     """`baton up` shows warnings, and keeps the rest; before its folder is there, that is nothing."""

@@ -176,6 +176,16 @@ def test_lines_of_a_request_with_its_choices_and_the_name_it_had_before(cluster,
     assert events == ["accepted", "committed", "finished", "choice"]
 
 
+@pytest.mark.parametrize(
+    "wanted", [Wanted("mine", since=BEGIN + 2), Wanted("mine", level=30), Wanted("mine", "decode-0")]
+)
+def test_a_name_is_learned_from_a_line_that_is_not_shown(cluster, capsys, wanted):
+    write(cluster / "router.log", event(0, "accepted", request_id="r9", stream="mine"))
+    write(cluster / "decode-0.log", event(3, "lost", request_id="r9", level="warning"))
+    command.logs("local", wanted, None, follow=False, as_json=True)
+    assert [json.loads(line)["event"] for line in capsys.readouterr().out.splitlines()] == ["lost"]
+
+
 def test_lines_of_a_worker_or_a_level(tmp_path):
     path = write(
         tmp_path / "router.log",
