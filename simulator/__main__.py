@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import resource
 import sys
 import time
@@ -52,6 +53,12 @@ def main() -> None:
     parser.add_argument("--colocated", action="store_true")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
+    if args.requests < 1:
+        parser.error(f"--requests: must be at least 1, got {args.requests}")
+    if not 0 < args.rate < math.inf:
+        parser.error(f"--rate: must be requests per second and worker, a number above 0, got {args.rate:g}")
+    if args.workers < (least := 1 if args.colocated else 2):
+        parser.error(f"--workers: must be at least {least}, got {args.workers}")
     configure_logging("warning")
     scenario = scale_scenario(args.workers, colocated=args.colocated, seed=args.seed)
     wall, cpu = time.perf_counter(), time.process_time()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 from typing import TYPE_CHECKING
 
 from baton.core import Role
@@ -23,9 +24,10 @@ if TYPE_CHECKING:
     from router.claim import Claim
     from simulator.links import Way
     from simulator.report import Report
-    from simulator.scenario import Fault, Scenario
+    from simulator.scenario import Fault, Scenario, SlowLink
 
 _COLLECT = 200_000  # objects more than before
+_QUIET = 1  # beats while nothing runs
 SimWorker = PrefillWorker | DecodeWorker
 
 
@@ -41,10 +43,12 @@ class Cluster:
         self.ways: dict[str, tuple[Way, Way]] = {}
         self.slow: dict[str, float] = {}
         self._slow_links: dict[str, float] = {}
+        self._faults: list[Slow | SlowLink] = []  # that have begun and not ended
         self._workers: dict[str, SimWorker] = {}
         pools = [pool for pool in (scenario.prefill, scenario.decode) if pool.workers]
         self._longest = min(pool.kv_blocks * pool.block_size for pool in pools)  # tokens that a worker can hold
         self._running, self._coming = 0, True
+        self._beating, self._quiet = True, 0  # whether a beat is to come, and how many found nothing running
         self._first_at = self._last_at = 0.0
         for kind, pool in ((PrefillWorker, scenario.prefill), (DecodeWorker, scenario.decode)):
             for number in range(pool.workers):
@@ -106,6 +110,10 @@ class Cluster:
             self._first_at = arrival.at_s
         self.tally.arrivals += 1
         self._running += 1
+        self._quiet = 0
+        if not self._beating:
+            self._beating = True
+            self.kernel.after(self.scenario.router.report_s, self._beat)
         life = Life(self, arrival, self.tally.arrivals)
         if arrival.total_tokens > self._longest:
             self.ended(life, "refused")
@@ -114,10 +122,14 @@ class Cluster:
         self._next(arrivals)
 
     def _beat(self) -> None:
-        """Workers report from time to time, whatever they do, as long as there is somebody to serve."""
+        """Workers report from time to time, whatever they do, as long as there is somebody to serve; and once more, for
+        what was not due yet.
+        """
         for worker in self._workers.values():
             worker.beat()
-        if self._running or self._coming:
+        self._quiet = 0 if self._running else self._quiet + 1
+        self._beating = (self._running > 0 or self._coming) and self._quiet <= _QUIET
+        if self._beating:
             self.kernel.after(self.scenario.router.report_s, self._beat)
 
     def _check(self) -> None:
@@ -133,7 +145,7 @@ class Cluster:
     def _start(self, kind: type[PrefillWorker | DecodeWorker], name: str, life: int) -> None:
         pool = self.scenario.prefill if kind.role is Role.PREFILL else self.scenario.decode
         worker = self._workers[name] = kind(self, name, life, pool)
-        if self.scenario.slo.itl_percentile is not None:
+        if self.scenario.slo.itl_percentile is not None and kind.role is Role.DECODE:  # who decodes asks for them
             worker.engine.gaps = Gaps()
         self.router.pool.add(worker.link)
 
@@ -141,10 +153,18 @@ class Cluster:
         if isinstance(fault, Death):
             self._kill(fault)
         else:
-            self._slow_down(fault, fault.factor)
-            self.kernel.at(fault.until_s, self._slow_down, fault, 1.0)
+            self._faults.append(fault)
+            self._slow_down(fault)
+            self.kernel.at(fault.until_s, self._recover, fault)
 
-    def _slow_down(self, fault: Fault, factor: float) -> None:
+    def _recover(self, fault: Slow | SlowLink) -> None:
+        self._faults.remove(fault)
+        self._slow_down(fault)
+
+    def _slow_down(self, fault: Slow | SlowLink) -> None:
+        """By all faults of its kind at its worker that have begun and not ended."""
+        alike = [one for one in self._faults if type(one) is type(fault) and one.worker == fault.worker]
+        factor = math.prod(one.factor for one in alike)
         if isinstance(fault, Slow):
             self.slow[fault.worker] = factor
             engine = self._workers[fault.worker].engine

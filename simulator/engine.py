@@ -105,9 +105,12 @@ class Engine:
         return row.known - row.base + (max(done - row.synced, 0) if row in self.rows else 0)
 
     def die(self) -> None:
-        """The process is gone."""
+        """The process is gone. What it did of a stretch counts."""
         if self._event is not None:
             self._event.cancel()
+        if self._stretch is not None and (steps := self._stretch.done_by(self.kernel.now)):
+            self._count(self._stretch, steps)
+            self.rows.steps += steps
         self._event, self._stretch, self._turning = None, None, True  # so that no job ever runs
 
     @property
@@ -146,8 +149,7 @@ class Engine:
         scheduler = self.scheduler
         if not (scheduler.running or scheduler.waiting):
             return
-        most = self._steady_steps()
-        if most:
+        if most := self._steady_steps():
             self._stretch_out(most)
         else:
             self._plan()
@@ -161,9 +163,7 @@ class Engine:
             return 0
         self.rows.loosen()
         most = self.rows.next_end() - self.rows.steps
-        if self._spread:
-            most = min(most, _NOISY_STEPS)
-        return self.rows.have_room(most)
+        return self.rows.have_room(min(most, _NOISY_STEPS) if self._spread else most)
 
     def _stretch_out(self, steps: int) -> None:
         rows, context, seconds = len(self.rows), self.rows.context, self._cost.seconds
@@ -181,14 +181,18 @@ class Engine:
     def _stretched(self) -> None:
         stretch, self._stretch = self._stretch, None
         assert stretch is not None
-        steps, rows, seconds = stretch.count, len(self.rows), stretch.seconds(stretch.count)
+        self._count(stretch, stretch.count)
+        for row in self.rows.advance(stretch.count):
+            self._finish(row)
+        self._turn()
+
+    def _count(self, stretch: Stretch, steps: int) -> None:
+        """The first so many steps of it are done."""
+        rows, seconds = len(self.rows), stretch.seconds(steps)
         self._tell_gaps(stretch.pieces(steps), stretch.end(1), rows)
         context = steps * self.rows.context + rows * (steps * (steps - 1) // 2)
         self.paces.decoded(steps, rows * steps, context, seconds)
         self.tally.decoded(steps, rows * steps, seconds)
-        for row in self.rows.advance(steps):
-            self._finish(row)
-        self._turn()
 
     def _tell_gaps(self, pieces: list[tuple[int, float]], first_end: float, rows: int) -> None:
         itl, waited, step = self.tally.itl, self.rows.take_fresh(), self.rows.steps
@@ -220,18 +224,14 @@ class Engine:
             self.rows.pause(self.kernel.now)
             return
         work, rows = plan.work, self.rows
-        decodes = sum(item.sequence in rows for item in work)
+        new = [item for item in work if item.sequence not in rows]
+        decodes = len(work) - len(new)
         stalled = decodes < len(rows)
-        prompts = context = 0
-        for item in work:
-            if item.sequence not in rows:
-                prompts += item.count
-                context += item.context
+        prompts, context = sum(item.count for item in new), sum(item.context for item in new)
         beside = sum(item.context for item in work if item.sequence in rows) if stalled else self.rows.context
         seconds = self._cost.seconds(prompts, context, decodes, beside) * self.factor * self._noise()
-        for item in work:
-            if item.sequence not in rows:
-                self.listener.chunk(row_of(item), item.count, seconds)
+        for item in new:
+            self.listener.chunk(row_of(item), item.count, seconds)
         if stalled:
             self.rows.stall(work, self.kernel.now)
         self._stuck = not prompts and bool(self.scheduler.waiting) and not plan.preempted and self._orderly()

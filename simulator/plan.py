@@ -5,6 +5,7 @@
     pair       of both, in the order of GPUs, the first that meets the goal; one that does not is followed by those with
                one worker more in either pool
     colocated  the same engine doing both, in chunks of several sizes: how many workers must there be
+    own        that of a cluster file, if somebody has tried it: it counts if it met the goal with fewer GPUs
     goodput    the highest rate that the best of each carries, by halving, per GPU
 
 So a plan is what was simulated and met the goal, never the arithmetic alone.
@@ -25,6 +26,7 @@ Run = Callable[[Scenario, Iterable[Arrival]], Report]
 CHUNKS = (256, 512, 1024, 2048, 4096)
 AMPLE = 3  # times the least that a pool is given where the other one is looked at
 PHASES = ("prefill phase", "decode phase")
+OWN = "the file"  # why the layout of a cluster file is tried
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,11 +83,18 @@ class Planner:
 
     def plan(self, rate: float, chunks: Iterable[int] = CHUNKS) -> Answer:
         """For so many requests per second. Raises ConfigError."""
-        apart, together = self._disaggregated(rate), self._colocated(rate, chunks)
+        apart = self._or_own(self._disaggregated(rate), "disaggregated", rate)
+        together = self._or_own(self._colocated(rate, chunks), "colocated", rate)
         found = [one.shape for one in (apart, together) if one is not None]
         goodput = {kind(shape): self.goodput(shape, rate) / shape.gpus for shape in found}
         at_least = frozenset(kind(shape) for shape in found if self.too_short(shape, goodput[kind(shape)] * shape.gpus))
         return Answer(rate, apart, together, goodput, tuple(self.tried.values()), at_least)
+
+    def _or_own(self, found: Tried | None, what: str, rate: float) -> Tried | None:
+        """The cluster file's own layout if it met the goal with fewer GPUs than what was found."""
+        own = [one for one in self.tried.values() if one.why == OWN and one.met and one.rate == rate]
+        fits = [one for one in own if kind(one.shape) == what and one.shape.gpus <= self.gpus]
+        return min([found, *fits] if found is not None else fits, key=lambda one: one.shape.gpus, default=None)
 
     def attempt(self, shape: Shape, rate: float, why: str) -> Tried:
         """Simulate, unless that was done. A phase by itself is one without local prefills."""
@@ -179,7 +188,10 @@ class Planner:
         return _least(met, least, (self.gpus - 1) // tp)
 
     def _cheapest(self, gpus: Callable[[int], int]) -> int:
-        return min(self.site.profile.sizes, key=gpus)
+        """Of the sizes that hold as many requests as must be good: the partner is not to be what refuses them."""
+        tokens = self.workload.tokens(self.attainment)
+        roomy = [size for size in self.site.profile.sizes if self.site.room(size) >= tokens]
+        return min(roomy or self.site.profile.sizes, key=gpus)
 
     def _colocated(self, rate: float, chunks: Iterable[int]) -> Tried | None:
         """The fewest GPUs over all chunk sizes; of those with as few, the highest attainment."""

@@ -37,9 +37,9 @@ class Shape:
         return f"{self.prefill} prefill (tp {self.prefill_tp}) + {self.decode} decode (tp {self.decode_tp})"
 
     def of(self, workers: int) -> Shape:
-        """The same shares of so many workers."""
+        """The same shares of so many workers, of which separate pools need two."""
         share = self.prefill / (self.prefill + self.decode)
-        prefill = max(1, round(workers * share)) if self.prefill else 0
+        prefill = min(max(1, round(workers * share)), workers - 1) if self.prefill else 0
         return replace(self, prefill=prefill, decode=max(1, workers - prefill))
 
 
@@ -61,6 +61,11 @@ class Site:
         several = shape.prefill + shape.decode > 1
         return several and any(self.profile.layout(size).shares_host for size in sizes)
 
+    def room(self, tensor_parallel: int) -> int:
+        """Tokens of KV that a worker of that size has blocks for: no request may have more."""
+        size = self.decode.block_size
+        return max(1, self.profile.layout(tensor_parallel).kv_tokens // size) * size
+
     def scenario(self, shape: Shape, prefill_busy: float = 0.0, decode_busy: float = 0.0) -> Scenario:
         """With pools busy for such shares of the time, where that slows the other one down, or colocated workers each
         other.
@@ -70,6 +75,7 @@ class Site:
         others_busy = prefill_busy if shape.prefill else decode_busy
         decode = self.profile.pool(shape.decode, shape.decode_tp, self.decode, others_busy)
         prefill = self.profile.pool(shape.prefill, shape.prefill_tp, self.prefill, decode_busy)
+        prefill = replace(prefill, spread=self.profile.layout(shape.prefill_tp).spread)
         if not shape.prefill:
             decode = replace(decode, max_batched_tokens=shape.chunk or self.decode.max_batched_tokens)
         return Scenario(
@@ -123,9 +129,23 @@ class Workload:
         return len(self.trace.arrivals) / self.trace.period_s
 
     @cached_property
+    def shared(self) -> float:
+        """The share of prompt tokens that a prefix cache can hold. What is not known to be shared is not."""
+        return summary(self.trace.arrivals).shared if self.trace is not None else 0.0
+
+    @cached_property
+    def _sample(self) -> list[Arrival]:
+        return list(itertools.islice(arrivals(self.lengths, self.seed, trace=self.trace), SAMPLE))
+
+    def tokens(self, share: float) -> int:
+        """A request has at most so many with its answer, for that share of its first ones."""
+        totals = sorted(one.total_tokens for one in self._sample)
+        return totals[max(0, math.ceil(share * len(totals)) - 1)]
+
+    @cached_property
     def mean(self) -> Means:
         """Of the lengths of its first requests."""
-        some = list(itertools.islice(arrivals(self.lengths, self.seed, trace=self.trace), SAMPLE))
+        some = self._sample
         prompts = [one.prompt_tokens for one in some]
         return Means(
             sum(prompts) / len(some),
@@ -148,27 +168,20 @@ class Means:
 def least_prefill(site: Site, workload: Workload, rate: float, tensor_parallel: int) -> int:
     """Workers that are never idle: no prompt costs less than its tokens in a batch of any size."""
     line, mean = site.profile.layout(tensor_parallel).prompt, workload.mean
-    shared = _shared(workload)
-    busy = rate * (line.token_s * mean.prompt + line.context_s * mean.prompt_context) * (1 - shared)
+    busy = rate * (line.token_s * mean.prompt + line.context_s * mean.prompt_context) * (1 - workload.shared)
     return max(1, math.ceil(busy))
 
 
 def least_decode(site: Site, workload: Workload, rate: float, tensor_parallel: int) -> int:
-    """Workers that are never idle, in batches of the size that costs least of those within the ITL goal."""
+    """Workers that are never idle, in batches of the size that costs least, within the ITL goal and the room for KV."""
     mean = workload.mean
     if not mean.decoded:
         return 1
     cost, context = site.profile.layout(tensor_parallel).cost(), mean.decoded_context / mean.decoded
-    rows, best = 1, math.inf
-    while rows <= site.decode.max_running:
+    room = site.room(tensor_parallel) / (context * (1 - workload.shared))  # rows share what caches find
+    best = cost.seconds(0, 0, 1, round(context))
+    for rows in range(2, min(site.decode.max_running, math.ceil(room)) + 1):
         step_s = cost.seconds(0, 0, rows, round(rows * context))
-        if rows > 1 and step_s > site.slo.itl_s:
-            break
-        best = min(best, step_s / rows)
-        rows *= 2
+        if step_s <= site.slo.itl_s:  # of a cost in pieces, larger batches may be within it again
+            best = min(best, step_s / rows)
     return max(1, math.ceil(rate * mean.decoded * best * 0.9))  # some may miss the goal, and decode in larger batches
-
-
-def _shared(workload: Workload) -> float:
-    """The share of prompt tokens that a prefix cache can hold. What is not known to be shared is not."""
-    return summary(workload.trace.arrivals).shared if workload.trace is not None else 0.0

@@ -39,6 +39,7 @@ def parse_what_if(text: str, like: Shape) -> WhatIf:
     if "colocated" in numbers and numbers.keys() & {"prefill", "decode", "prefill_tp"}:
         raise ConfigError("--what-if: colocated: there are no prefill and decode workers then")
     shape = _shape(numbers, like)
+    _check(numbers, shape)
     if "workers" not in numbers:
         return WhatIf(shape, tuple(faults))
     large = shape.of(numbers["workers"])
@@ -54,6 +55,18 @@ def _shape(numbers: dict[str, int], like: Shape) -> Shape:
     prefill = numbers.get("prefill", like.prefill)
     prefill_tp = numbers.get("prefill_tp", tp or like.prefill_tp)
     return Shape(numbers.get("decode", like.decode), prefill, decode_tp, prefill_tp)
+
+
+def _check(numbers: dict[str, int], shape: Shape) -> None:
+    """Nothing is said that such a layout does not have."""
+    if shape.prefill and "chunk" in numbers:
+        chunk = numbers["chunk"]
+        raise ConfigError(f"--what-if: chunk: must be left out without colocated workers, got {chunk}")
+    if not shape.prefill and "prefill_tp" in numbers:
+        tp = numbers["prefill_tp"]
+        raise ConfigError(f"--what-if: prefill_tp: must be left out, colocated workers have decode_tp, got {tp}")
+    if shape.prefill and numbers.get("workers") == 1:
+        raise ConfigError("--what-if: workers: must be 2 or more, one that prefills and one that decodes, got 1")
 
 
 def _whole(key: str, value: str) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import Field, ValidationError
+from pydantic import Field, ValidationError, field_validator
 
 from baton.config.security import Section
 from baton.errors import ConfigError
@@ -41,7 +41,8 @@ class Layout(Section):
     `joint_extra_s`: what a step that has prompts and decode rows takes more than its decode rows alone and the tokens
     of its prompts; None: as if the weights were read once for both. `spread`: factors, equally likely, by which steps
     differ from all that; none: they do not. `busy_prompt`, `busy_decode`: how many times longer steps take while
-    workers of the other pool are busy too, which is above 1 where they share a host.
+    workers of the other pool are busy too, which is above 1 where they share a host; `busy_spread`: factors by which
+    decode steps differ then.
     """
 
     tensor_parallel: Annotated[int, Field(gt=0)]
@@ -52,11 +53,45 @@ class Layout(Section):
     spread: tuple[Seconds, ...] = ()
     busy_prompt: Factor = 1.0
     busy_decode: Factor = 1.0
+    busy_spread: tuple[Seconds, ...] = ()
+
+    @field_validator("prompt")
+    @classmethod
+    def _takes_time(cls, prompt: Line) -> Line:
+        if prompt.step_s < 0:
+            raise ValueError(f"step_s must be at least 0, got {prompt.step_s:g}")
+        return prompt
+
+    @field_validator("decode")
+    @classmethod
+    def _pieces(cls, pieces: tuple[Piece, ...]) -> tuple[Piece, ...]:
+        rows, last = 1, len(pieces) - 1
+        for place, piece in enumerate(pieces):
+            if (piece.rows_below is None) != (place == last):
+                allowed = "left out in the last piece and given in all others"
+                raise ValueError(f"{place}: rows_below must be {allowed}, got {piece.rows_below}")
+            if (seconds := piece.step_s + piece.token_s * rows) < 0:
+                raise ValueError(f"{place}: a step of {rows} rows must take at least 0 s, got {seconds:g}")
+            if piece.rows_below is not None and piece.rows_below <= rows:
+                raise ValueError(f"{place}: rows_below must be above {rows}, got {piece.rows_below}")
+            rows = piece.rows_below or rows
+        return pieces
 
     @property
     def shares_host(self) -> bool:
         """Whether workers of the other pool slow these down."""
         return max(self.busy_prompt, self.busy_decode) > 1
+
+    def decode_spread(self, busy: float) -> tuple[float, ...]:
+        """Of decode steps, with the other pool busy for such a share of the time: some steps meet it, others do not.
+        Their mean is 1.
+        """
+        met = round(len(self.spread) * min(busy, 1.0))
+        if not met or not self.busy_spread:
+            return self.spread
+        mixed = _thinned(self.spread, len(self.spread) - met)
+        mixed += [factor * self.busy_decode for factor in _thinned(self.busy_spread, met)]
+        return tuple(factor * len(mixed) / sum(mixed) for factor in mixed)
 
     def cost(self, busy: float = 0.0) -> StepCost:
         """As the simulator takes it, with the other pool busy for such a share of the time."""
@@ -99,6 +134,14 @@ class Profile(Section):
     overheads: Beside = Beside()
     layouts: Annotated[tuple[Layout, ...], Field(min_length=1)]
 
+    @field_validator("layouts")
+    @classmethod
+    def _differ(cls, layouts: tuple[Layout, ...]) -> tuple[Layout, ...]:
+        sizes = [layout.tensor_parallel for layout in layouts]
+        if len(set(sizes)) < len(sizes):
+            raise ValueError(f"tensor_parallel must be another one in each, got {', '.join(map(str, sizes))}")
+        return layouts
+
     @property
     def sizes(self) -> tuple[int, ...]:
         """The tensor-parallel sizes that it knows."""
@@ -124,7 +167,7 @@ class Profile(Section):
             max_running=like.max_running,
             tensor_parallel=tensor_parallel,
             prefix_cache=like.prefix_cache,
-            spread=layout.spread,
+            spread=layout.decode_spread(busy),
         )
 
     def network(self) -> Network:
@@ -153,6 +196,11 @@ def load_profile(name: str) -> Profile:
     except ValidationError as error:
         lines = (f"{path}: {'.'.join(map(str, one['loc'])) or 'the file'}: {one['msg']}" for one in error.errors())
         raise ConfigError("\n".join(lines)) from None
+
+
+def _thinned(factors: tuple[float, ...], count: int) -> list[float]:
+    """So many of them, as evenly chosen as they lie."""
+    return [factors[(2 * i + 1) * len(factors) // (2 * count)] for i in range(count)]
 
 
 def _line(of: Line, factor: float) -> Cost:

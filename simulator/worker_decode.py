@@ -141,21 +141,23 @@ class DecodeWorker(Worker):
     def preempted(self, row: Row) -> None:
         """See `Listener`: it goes on elsewhere."""
         attempt: Attempt = row.owner
+        self._keep_gaps(attempt, row)
         self._forget(attempt)
         self.say(attempt.preempted, self._delivered(attempt, row))
 
     def _end(self, row: Row) -> None:
         attempt: Attempt = row.owner
-        if self.engine.gaps is not None:
-            attempt.life.gaps += self._gaps(row)
+        self._keep_gaps(attempt, row)
         self._forget(attempt)
         self.tell(attempt.finished)
 
-    def _gaps(self, row: Row) -> list[tuple[float, int]]:
+    def _keep_gaps(self, attempt: Attempt, row: Row) -> None:
+        """Of a row that goes, whyever. One without a token has none: it has not `joined`."""
         gaps = self.engine.gaps
-        assert gaps is not None
+        if gaps is None or not self.engine.generated(row):
+            return
         gaps.forget(min((one.joined for one in self.rows.values()), default=self.engine.steps))
-        return gaps.of(row.joined, self.engine.steps) + [(wait_s, 1) for wait_s in row.waits]
+        attempt.life.gaps += gaps.of(row.joined, self.engine.steps) + [(wait_s, 1) for wait_s in row.waits]
 
     def _forget(self, attempt: Attempt) -> None:
         del self.rows[attempt]
@@ -165,9 +167,10 @@ class DecodeWorker(Worker):
         return attempt.before + row.base - attempt.known + self.engine.generated(row)
 
     def die(self) -> None:
+        super().die()
         for attempt, row in self.rows.items():
             attempt.life.told(self._delivered(attempt, row))
-        super().die()
+            self._keep_gaps(attempt, row)
 
     def idle_problems(self) -> list[str]:
         left = {"reservations": len(self.table), "rows": len(self.rows)}

@@ -16,15 +16,16 @@ from baton.config import ClusterConfig, load_config
 from baton.config.pool import PoolConfig
 from baton.errors import ConfigError
 from baton.logs import configure_logging
-from baton.workload import Lengths, read_trace
+from baton.workload import Lengths, Times, read_trace
 from simulator import simulate
-from simulator.plan import Answer, Planner, Tried, kind
+from simulator.plan import OWN, Answer, Planner, Tried, kind
 from simulator.plan_shape import Shape, Site, Workload
 from simulator.plan_text import parse_what_if
 from simulator.profile import load_profile
 from simulator.scenario import Pool, Router, Slo
 
 COLUMNS = ("pools", "GPUs", "requests/s", "good", "TTFT p50", "p99 ms", "ITL p50", "p99 ms", "busy P", "D", "tried as")
+POISSON = "poisson"  # arrivals, where nothing else is asked for
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +55,8 @@ def plan(asked: Asked, *, as_json: bool) -> None:
     configure_logging("error", "auto")  # of simulated workers nobody wants to read
     if not 0 < asked.attainment <= 1:
         raise ConfigError(f"--attainment: must be a share above 0 and at most 1, got {asked.attainment:g}")
+    if asked.sets and asked.config is None:
+        raise ConfigError(f"--set: must be left out without -c, whose file it changes, got {asked.sets[0]!r}")
     config = load_config(asked.config, asked.sets, os.environ) if asked.config else None
     site, workload = _site(asked, config), _workload(asked)
     rate = _rate(asked, workload)
@@ -64,8 +67,8 @@ def plan(asked: Asked, *, as_json: bool) -> None:
     planner = Planner(simulate, site, workload, asked.attainment, asked.gpus)
     if not as_json and progress.is_terminal:
         planner = replace(planner, said=lambda tried: progress.print(f"simulated {tried.shape}", style="dim"))
-    if config is not None and set(_sizes(own := _own_shape(config))) <= set(site.profile.sizes):
-        planner.attempt(own, rate, "the file")
+    if config is not None:
+        _try_own(planner, _own_shape(config), rate)
     answer = planner.plan(rate)
     if as_json:
         typer.echo(json.dumps(_plain(answer, site)))
@@ -76,23 +79,45 @@ def plan(asked: Asked, *, as_json: bool) -> None:
         typer.echo(line)
 
 
+def _try_own(planner: Planner, own: Shape, rate: float) -> None:
+    """The layout of the cluster file, if the profile has its sizes."""
+    profile = planner.site.profile
+    if set(_sizes(own)) <= set(profile.sizes):
+        planner.attempt(own, rate, OWN)
+        return
+    known = ", ".join(map(str, profile.sizes))
+    typer.echo(f"not tried: the file's own {own}, as profile {profile.name} has tp {known} only", err=True)
+
+
 def _what_if(asked: Asked, site: Site, workload: Workload, rate: float, own: Shape, *, as_json: bool) -> None:
     what = parse_what_if(asked.what_if or "", own)
     site = replace(site, faults=what.faults)
+    shape = what.shape
+    if not (shape.prefill or shape.chunk):
+        shape = replace(shape, chunk=site.decode.max_batched_tokens)  # as it is simulated
     planner = Planner(simulate, site, workload, asked.attainment)
-    tried = planner.attempt(what.shape, rate * what.scale, "what if")
+    tried = planner.attempt(shape, rate * what.scale, "what if")
     if as_json:
-        found = {"shape": asdict(what.shape), "gpus": what.shape.gpus, "rate": tried.rate, "met": tried.met}
+        found = {"shape": asdict(shape), "gpus": shape.gpus, "rate": tried.rate, "met": tried.met}
         typer.echo(json.dumps(found | {"report": tried.report.as_dict()}))
         return
-    typer.echo(f"{what.shape}: {what.shape.gpus} GPUs, {tried.rate:g} requests/s\n")
+    typer.echo(f"{shape}: {shape.gpus} GPUs, {tried.rate:g} requests/s\n")
     typer.echo(tried.report.table())
 
 
 def _workload(asked: Asked) -> Workload:
+    if asked.trace is None and asked.scale != 1:
+        raise ConfigError(f"--scale: must be left out without a trace, whose lengths it divides, got {asked.scale:g}")
     trace = read_trace(asked.trace, scale=asked.scale) if asked.trace else None
+    if trace is not None and any(isinstance(one.prompt, str) for one in trace.arrivals):
+        allowed = "prompt_tokens or token ids in all requests, as how many tokens a text has is not known here"
+        raise ConfigError(f"--trace: must have {allowed}, got text in {asked.trace}")
     lengths = Lengths.parse(asked.prompt_tokens, asked.max_tokens)
-    return Workload(lengths, asked.times, trace, asked.requests, asked.seed)
+    Times.parse(asked.times, 1.0)  # wrong ones are named even where they are not used
+    workload = Workload(lengths, asked.times, trace, asked.requests, asked.seed)
+    if workload.own_rate is not None and asked.times != POISSON:
+        raise ConfigError(f"--arrivals: must be left out with a trace that has times, got {asked.times!r}")
+    return workload
 
 
 def _rate(asked: Asked, workload: Workload) -> float:

@@ -25,8 +25,8 @@ from baton.client import AsyncClient
 from baton.client.types import ClusterStatus, Placement, Timings
 from baton.clock import Clock, SystemClock
 from baton.cluster.state import StateFolder
-from baton.config import load_config
-from baton.core import Role
+from baton.config import ClusterConfig, load_config
+from baton.core import Role, WorkerInfo
 from baton.errors import ConfigError, NoWorker
 from baton.load import Load, Pace
 from baton.rpc.channel import from_here
@@ -39,6 +39,7 @@ DECODED = 48  # tokens of each request that decodes with others
 SHORT, LONG = 16, 512
 DECODED_LONG = 192  # behind a long prompt: the first of them still decode when the last one is computed
 BESIDE = 4  # rows that decode while prompts are computed
+LEAST_MODEL_LEN = SHORT + 4 * DECODED  # what decodes beside prompts
 SETTLE_S = 10.0
 MEMORY_BYTES_PER_S = 25e9  # between workers that nobody has probed: of one process
 
@@ -73,7 +74,7 @@ def profile_live(router: Router, admin: str | None, out: Path, seconds: float, *
         raise ConfigError("--admin: must be a router's admin address where --target is given")
     reach, address = find_reach(running, router.tls), from_here(running.admin) if running else str(admin)
     status = AsyncClient(address, admin=address, token=reach.token, tls=reach.wire, timeout=10.0)
-    tensor_parallel = load_config(StateFolder(running.name).config).decode.tensor_parallel if running else 1
+    tensor_parallel = one_size(load_config(StateFolder(running.name).config)) if running else 1
     live = Live(router.async_client(max_retries=0), status, SystemClock(), Console(stderr=True))
     found = asyncio.run(live.whole(seconds, tensor_parallel, out.stem))
     try:
@@ -81,6 +82,15 @@ def profile_live(router: Router, admin: str | None, out: Path, seconds: float, *
     except OSError as error:
         raise ConfigError(f"--live: cannot write {out}: {error}") from error
     typer.echo(json.dumps(found.model_dump()) if as_json else f"kept in {out}; use it: baton plan --profile {out} ...")
+
+
+def one_size(config: ClusterConfig) -> int:
+    """Of all workers: devices of each. Raises ConfigError where pools differ."""
+    prefill, decode = config.prefill.tensor_parallel, config.decode.tensor_parallel
+    if config.mode != "colocated" and prefill != decode:
+        allowed = f"that of decode workers, which is {decode}: one profile is of one size"
+        raise ConfigError(f"--live: prefill.tensor_parallel: must be {allowed}, got {prefill}")
+    return decode
 
 
 class Live:
@@ -96,6 +106,9 @@ class Live:
         """Rounds for so long, two at least, and the fit."""
         async with self._client, self._status:
             model = (await self._client.models())[0]
+            if model.max_model_len < LEAST_MODEL_LEN:
+                allowed = f"at least {LEAST_MODEL_LEN} for --live, which decodes that far"
+                raise ConfigError(f"max_model_len: must be {allowed}, got {model.max_model_len} of {model.id}")
             self._vocab = model.vocab_size
             lengths = [length for length in LENGTHS if length + DECODED <= model.max_model_len]
             cluster = await self._status.cluster()
@@ -185,7 +198,7 @@ def fitted(seen: Measured, cluster: ClusterStatus, tensor_parallel: int, name: s
     prompt = fit_line([Steps.of(pace) for pace in seen.prompts.values() if pace.steps])
     points = [_merged(gaps) for gaps in seen.together.values()]
     decode = fit_decode(points)
-    worker = cluster.workers[0].info
+    worker = _room(cluster)
     layout = Layout(
         tensor_parallel=tensor_parallel,
         kv_tokens=worker.total_blocks * worker.layout.block_size,
@@ -195,6 +208,7 @@ def fitted(seen: Measured, cluster: ClusterStatus, tensor_parallel: int, name: s
         spread=fit_spread(points),
         busy_prompt=_busy_prompt(prompt, seen.busy_prompts),
         busy_decode=max(1.0, _merged(seen.busy_gaps).mean / seconds_of(_at(decode, BESIDE), _steps(seen.busy_gaps))),
+        busy_spread=fit_spread([_merged(seen.busy_gaps)]),
     )
     speeds = [channel.bytes_per_s for one in cluster.workers for channel in one.load.channels]
     return Profile(
@@ -202,7 +216,7 @@ def fitted(seen: Measured, cluster: ClusterStatus, tensor_parallel: int, name: s
         model=cluster.model,
         hardware=f"{platform.processor() or platform.machine()}, {len(cluster.workers)} workers",
         source=f"baton profile --live, Baton {cluster.version}",
-        token_bytes=worker.layout.layers * worker.layout.layer_token_bytes * tensor_parallel,
+        token_bytes=worker.layout.layers * worker.layout.layer_token_bytes,  # of all ranks
         layers=worker.layout.layers,
         link=Link(bytes_per_s=max(speeds, default=MEMORY_BYTES_PER_S)),
         overheads=_overheads(seen, prompt, seconds_of(_at(decode, 1), Steps(1, SHORT, 0.0))),
@@ -219,6 +233,14 @@ def _overheads(seen: Measured, prompt: Line, step_s: float) -> Beside:
         first += [one.times[0] - one.sent - computed for one in requests if one.times]
         second += [one.times[1] - one.times[0] - step_s for one in requests if len(one.times) > 1]
     return Beside(admit_s=max(_median(first), 0.0), commit_s=max(_median(second), 0.0))
+
+
+def _room(cluster: ClusterStatus) -> WorkerInfo:
+    """A worker that decodes: how much KV it holds is what bounds a batch. Raises NoWorker."""
+    for worker in cluster.workers:
+        if _decodes(worker.info.role, cluster):
+            return worker.info
+    raise NoWorker("no worker is connected any more")
 
 
 def _decodes(role: Role, cluster: ClusterStatus) -> bool:

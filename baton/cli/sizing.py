@@ -29,7 +29,11 @@ def profile(  # noqa: PLR0913, PLR0917 (each is an option of the command)
     if live is not None:
         from baton.cli import profile_live
         from baton.cli.connect import Router
+        from baton.errors import ConfigError
 
+        if sets or config != LOCAL:
+            given = f"--set {sets[0]}" if sets else f"-c {config}"
+            raise ConfigError(f"--live: must be without -c and --set, as what runs has its own file, got {given}")
         profile_live.profile_live(Router(name, target, 120.0, token, tls), admin, live, seconds, as_json=as_json)
         return
     from baton.cli import profile as command

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +12,10 @@ from random import Random
 from baton.errors import ConfigError
 
 KINDS = "N, fixed:N, uniform:LOW-HIGH, lognormal:MEAN,CV[,MOST], zipf:EXPONENT,MOST or file:PATH"
-LONGEST = 10_000_000  # tokens, where nothing else is said
+LONGEST = 10_000_000  # tokens of any prompt or answer
+MOST_ZIPF = 1_000_000  # as each length is a number in memory
+LEAST_CV, MOST_CV = 1e-3, 1e3  # a coefficient of variation
+BOUNDS = f"lengths from 1 to {LONGEST}, of zipf to {MOST_ZIPF}, CV from {LEAST_CV:g} to {MOST_CV:g}"
 Draw = Callable[[Random], int]
 
 
@@ -41,11 +45,13 @@ def _parsed(field: str, text: str) -> Draw:
         kind, rest = "fixed", text
     if kind == "file":
         rows = _rows(field, text)
+        if len(rows[0]) != 1:
+            raise ConfigError(f"{field}: must have one length on each line, pairs are for prompts, got {text!r}")
         return lambda draw: draw.choice(rows)[0]
     try:
         return _MAKERS[kind](rest)
-    except (KeyError, ValueError):
-        raise ConfigError(f"{field}: must be {KINDS}, all lengths above 0, got {text!r}") from None
+    except (KeyError, ValueError, OverflowError):
+        raise ConfigError(f"{field}: must be {KINDS}, {BOUNDS}, got {text!r}") from None
 
 
 def _fixed(text: str) -> Draw:
@@ -63,7 +69,7 @@ def _uniform(text: str) -> Draw:
 def _lognormal(text: str) -> Draw:
     """Of the mean and the coefficient of variation of the tokens themselves; what is above the most becomes it."""
     mean_text, cv_text, *most_texts = text.split(",")
-    mean, cv = _positive(mean_text), _positive(cv_text)
+    mean, cv = _positive(mean_text, LONGEST), variation(cv_text)
     (most,) = map(_whole, most_texts or [str(LONGEST)])
     variance = math.log1p(cv**2)
     place, width = math.log(mean) - variance / 2, math.sqrt(variance)
@@ -74,6 +80,8 @@ def _zipf(text: str) -> Draw:
     """A length of k tokens is as likely as k to the power of minus the exponent."""
     exponent_text, most_text = text.split(",")
     exponent, most = _positive(exponent_text), _whole(most_text)
+    if most > MOST_ZIPF:
+        raise ValueError(most_text)
     total, sums = 0.0, []
     for length in range(1, most + 1):
         total += length**-exponent
@@ -86,13 +94,20 @@ _MAKERS = {"fixed": _fixed, "uniform": _uniform, "lognormal": _lognormal, "zipf"
 
 
 def _whole(text: str) -> int:
-    if (value := int(text)) < 1:
+    if not 1 <= (value := int(text)) <= LONGEST:
         raise ValueError(text)
     return value
 
 
-def _positive(text: str) -> float:
-    if not 0 < (value := float(text)) < math.inf:
+def variation(text: str) -> float:
+    """A coefficient of variation. Raises ValueError."""
+    if not LEAST_CV <= (value := float(text)) <= MOST_CV:
+        raise ValueError(text)
+    return value
+
+
+def _positive(text: str, most: float = sys.float_info.max) -> float:
+    if not 0 < (value := float(text)) <= most:
         raise ValueError(text)
     return value
 
@@ -116,5 +131,5 @@ def _row(where: str, line: str) -> list[int]:
     except ValueError:
         row = []
     if len(row) not in {1, 2}:
-        raise ConfigError(f"{where}: must be one or two whole numbers above 0, got {line!r}")
+        raise ConfigError(f"{where}: must be one or two whole numbers from 1 to {LONGEST}, got {line!r}")
     return row

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from random import Random
 
 from baton.errors import ConfigError
+from baton.workload.lengths import LEAST_CV, MOST_CV, variation
 
-KINDS = "poisson, constant, or gamma:CV with a coefficient of variation above 0"
+KINDS = f"poisson, constant, or gamma:CV with a coefficient of variation from {LEAST_CV:g} to {MOST_CV:g}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,10 +31,10 @@ class Times:
         if value == "" and kind in {"poisson", "constant"}:
             return cls(rate, 1.0 if kind == "poisson" else 0.0)
         try:
-            cv = float(value) if kind == "gamma" else 0.0
+            cv = variation(value) if kind == "gamma" else 0.0
         except ValueError:
             cv = 0.0
-        if not 0 < cv < math.inf:
+        if not cv:
             raise ConfigError(f"arrivals: must be {KINDS}, got {text!r}")
         return cls(rate, cv)
 

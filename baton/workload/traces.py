@@ -11,6 +11,7 @@ import csv
 import itertools
 import json
 import math
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -19,11 +20,13 @@ from typing import Any, TextIO
 
 from baton.errors import ConfigError
 from baton.workload.arrival import Arrival
+from baton.workload.lengths import LONGEST
 
 MOONCAKE_BLOCK = 512
 AZURE = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 MOONCAKE = ("timestamp", "input_length", "output_length", "hash_ids")
 BATON = ("prompt", "prompt_tokens", "max_tokens", "timestamp")
+MOST_SHOWN = 60  # characters of what is wrong
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,12 +93,19 @@ def _arrivals(path: Path, file: TextIO) -> Iterator[Arrival]:
     first = file.readline()
     file.seek(0)
     if set(AZURE) <= set(first.strip().split(",")):
-        rows = csv.DictReader(file)
-        yield from (_azure(f"{path}:{rows.line_num}", row) for row in rows)
+        yield from _table(path, csv.DictReader(file))
         return
     for number, text in enumerate(file, 1):
         if text.strip():
             yield _line(f"{path}:{number}", text)
+
+
+def _table(path: Path, rows: csv.DictReader[str]) -> Iterator[Arrival]:
+    try:
+        for row in rows:
+            yield _azure(f"{path}:{rows.line_num}", row)
+    except csv.Error as error:
+        raise ConfigError(f"{path}:{rows.reader.line_num}: not CSV: {error}") from error
 
 
 def _azure(where: str, row: dict[str, str | None]) -> Arrival:
@@ -110,13 +120,18 @@ def _azure(where: str, row: dict[str, str | None]) -> Arrival:
 
 def _number(text: str | None) -> object:
     """As an int if it is one, else as it is, for the one who complains."""
-    return int(text) if text is not None and text.isascii() and text.isdigit() else text
+    if text is None or not (text.isascii() and text.isdigit()):
+        return text
+    try:
+        return int(text)
+    except ValueError:  # of more digits than Python reads
+        return text
 
 
 def _line(where: str, text: str) -> Arrival:
     try:
         line = json.loads(text)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:  # beside what is no JSON, numbers and nesting without bounds
         raise ConfigError(f"{where}: not JSON: {error}") from error
     if isinstance(line, dict) and "input_length" in line:
         return _mooncake(where, line)
@@ -155,12 +170,20 @@ def _own(where: str, line: dict[str, Any]) -> Arrival:
 
 def _tokens(where: str, name: str, value: object) -> int:
     if type(value) is not int or value < 1:
-        raise ConfigError(f"{where}: {name}: must be a whole number above 0, got {value!r}")
+        raise ConfigError(f"{where}: {name}: must be a whole number above 0, got {_shown(value)}")
+    if value > LONGEST:
+        raise ConfigError(f"{where}: {name}: must be at most {LONGEST}, got {_shown(value)}")
     return value
+
+
+def _shown(value: object) -> str:
+    """Its beginning, if it is long."""
+    text = repr(value)
+    return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}..."
 
 
 def _seconds(where: str, value: object) -> float:
     """Of a timestamp in milliseconds."""
-    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < math.inf:
-        raise ConfigError(f"{where}: timestamp: must be milliseconds, not below 0, got {value!r}")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= sys.float_info.max:
+        raise ConfigError(f"{where}: timestamp: must be milliseconds, finite and not below 0, got {_shown(value)}")
     return value / 1e3

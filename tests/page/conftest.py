@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
+from router.gateway.live import _dict
 from tests.integration.router_support import clusters
 from tools.browser import chromium, executable
 
@@ -70,6 +71,21 @@ def build(beside):
 @pytest.fixture
 def cluster(build):
     return build()
+
+
+@pytest.fixture
+def view(cluster, beside):
+    """`view()`: what the router says now, as a page gets it."""
+
+    async def one() -> Any:
+        async for found in cluster.router._admin.live.watch(1):
+            return found
+
+    def said() -> dict[str, Any]:
+        found, happenings = beside.run(one())
+        return {**_dict(found), "happenings": [_dict(one) for one in happenings]}
+
+    return said
 
 
 @pytest.fixture

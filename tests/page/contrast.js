@@ -13,12 +13,15 @@
     const [r, g, b] = color.map((part) => part / 255).map((part) => (part <= 0.04045 ? part / 12.92 : ((part + 0.055) / 1.055) ** 2.4));
     return 0.2126 * r + 0.7152 * g + 0.0722 * b;
   };
-  const ground = (element) => {
-    const own = element.closest("svg g")?.querySelector("rect");
-    if (own) return rgb(getComputedStyle(own).fill);
-    const colors = [];
-    for (let each = element; each; each = each.parentElement) colors.unshift(getComputedStyle(each).backgroundColor);
-    return colors.reduce((under, color) => rgb(color, under), [255, 255, 255]);
+  const around = (element) => (element ? [...around(element.parentElement), element] : []);
+  const mixed = (over, under, share) => over.map((part, at) => part * share + under[at] * (1 - share));
+  // What is seen within these elements, the outermost first: their ground, or a text on it. One that is not opaque takes
+  // all that is in it along.
+  const pixel = ([outer, ...inner], text, under = [255, 255, 255]) => {
+    if (!outer) return text ? rgb(text, under) : under;
+    const style = getComputedStyle(outer), rect = outer.matches("svg g") && outer.querySelector(":scope > rect");
+    const ground = rgb(rect ? getComputedStyle(rect).fill : style.backgroundColor, under);
+    return mixed(pixel(inner, text, ground), under, Number(style.opacity));
   };
   const low = [];
   let seen = 0;
@@ -28,7 +31,7 @@
     if (!(text || element.value) || !shown) continue;
     const style = getComputedStyle(element), size = parseFloat(style.fontSize);
     const color = element.namespaceURI.endsWith("svg") ? style.fill : style.color;
-    const under = ground(element), [high, less] = [luminance(rgb(color, under)), luminance(under)].sort((a, b) => b - a);
+    const path = around(element), [high, less] = [pixel(path, color), pixel(path)].map(luminance).sort((a, b) => b - a);
     const contrast = (high + 0.05) / (less + 0.05), least = size >= 24 || (size >= 18.6 && style.fontWeight >= 700) ? 3 : 4.5;
     seen += 1;
     if (contrast < least) low.push(`${contrast.toFixed(2)} ${element.tagName}.${element.getAttribute("class")}: ${text || element.value}`);

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -141,6 +142,8 @@ def _check_files(out: Path | None, plot: Path | None) -> None:
             raise typer.BadParameter(f"{option}: there is no folder {path.parent}")
         if path is not None and path.is_dir():
             raise typer.BadParameter(f"{option}: {path} is a folder")
+        if path is not None and not os.access(path if path.exists() else path.parent, os.W_OK):
+            raise typer.BadParameter(f"{option}: no permission to write {path}")
     if plot is not None and plot.suffix not in PICTURES:
         raise typer.BadParameter(f"--plot: must end in one of {', '.join(PICTURES)}, got {plot}")
     if plot is not None and find_spec("matplotlib") is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,14 @@ SHOWN = ("mean", "p50", "p90", "p99", "max")
 RATES = {"requests_per_s": "requests/s", "tokens_per_s": "new tokens/s", "completed": "completed"}
 
 
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What was asked for, options and goals, and what came of it."""
+
+    asked: Mapping[str, Any]
+    figures: Mapping[str, float]
+
+
 def compare(first: Path, second: Path, *, as_json: bool) -> None:
     """Print each figure of both and the second divided by the first. Raises BadParameter for what is no report."""
     a, b = load(first), load(second)
@@ -22,7 +31,7 @@ def compare(first: Path, second: Path, *, as_json: bool) -> None:
     typer.echo(json.dumps(found) if as_json else table(found))
 
 
-def load(path: Path) -> dict[str, Any]:
+def load(path: Path) -> Report:
     """A report, of --json or --out. Raises BadParameter (exit code 2) for anything else."""
     try:
         found = json.loads(path.read_text())
@@ -30,40 +39,45 @@ def load(path: Path) -> dict[str, Any]:
         raise typer.BadParameter(f"{path}: {error}") from error
     if not isinstance(found, dict) or found.get("kind") != KIND:
         raise typer.BadParameter(f"{path}: is no report of `baton bench`: its `kind` must be {KIND!r}")
-    return found
+    try:
+        return Report({**found["plan"], **_goals(found)}, _figures(found))
+    except KeyError as error:
+        raise typer.BadParameter(f"{path}: is no whole report of `baton bench`: has no {error}") from error
+    except (AttributeError, TypeError, ValueError) as error:
+        raise typer.BadParameter(f"{path}: is no report of `baton bench`: {error}") from error
 
 
-def differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, list[Any]]:
+def differences(a: Report, b: Report) -> dict[str, list[Any]]:
     """What was asked for of one but not of the other: each option with both of its values, and the goals."""
-    told = [{**found["plan"], **_goals(found)} for found in (a, b)]
-    names = list(dict.fromkeys([*told[0], *told[1]]))
-    both = {name: [each.get(name) for each in told] for name in names}
+    names = list(dict.fromkeys([*a.asked, *b.asked]))
+    both = {name: [each.asked.get(name) for each in (a, b)] for name in names}
     return {name: values for name, values in both.items() if values[0] != values[1]}
 
 
-def figures(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, list[float | None]]:
+def figures(a: Report, b: Report) -> dict[str, list[float | None]]:
     """By name: of A, of B, and B divided by A; None where there is none."""
-    found = [_figures(a), _figures(b)]
-    return {name: [*_pair(found, name), _ratio(*_pair(found, name))] for name in dict.fromkeys([*found[0], *found[1]])}
+    pairs = {name: (a.figures.get(name), b.figures.get(name)) for name in dict.fromkeys([*a.figures, *b.figures])}
+    return {name: [*pair, _ratio(*pair)] for name, pair in pairs.items()}
 
 
 def _goals(found: Mapping[str, Any]) -> dict[str, Any]:
     goodput = found["goodput"] or {}
-    return {f"goal {name}": goodput[name] for name in goodput.get("attained", {})}
+    goals = {f"goal {name}": goodput[name] for name in goodput.get("attained", {})}
+    return goals | ({"goal gap_percentile": goodput.get("gap_percentile", 100)} if "gap_ms" in goodput else {})
 
 
 def _figures(found: Mapping[str, Any]) -> dict[str, float]:
     failed = sum(found["errors"].values())
-    values: dict[str, float] = {label: found[key] for key, label in RATES.items()} | {"failed": failed}
+    values: dict[str, Any] = {label: found[key] for key, label in RATES.items()} | {"failed": failed}
     for key, label in ROWS.items():
         values |= {f"{label} {column}, ms": found[key][column] for column in SHOWN} if found[key] else {}
     if found["goodput"]:
         values |= {"goodput, requests/s": found["goodput"]["requests_per_s"], "attained": found["goodput"]["share"]}
-    return values | {"load generator, cores": found["generator"]["cpu_share"]}
-
-
-def _pair(found: list[dict[str, float]], name: str) -> tuple[float | None, float | None]:
-    return found[0].get(name), found[1].get(name)
+    values["load generator, cores"] = found["generator"]["cpu_share"]
+    for name, value in values.items():
+        if not isinstance(value, int | float):
+            raise ValueError(f"{name}: must be a number, got {value!r}")
+    return values
 
 
 def _ratio(a: float | None, b: float | None) -> float | None:

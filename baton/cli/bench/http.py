@@ -14,7 +14,7 @@ from baton.cli.bench.plan import Ask
 from baton.cli.bench.sample import Sample
 from baton.client import Model, Options
 from baton.clock import Clock
-from baton.errors import BatonError
+from baton.errors import BatonError, ConfigError
 
 _BY_CODE: dict[str, type[BatonError]] = {  # where the status says less, or comes too early to say it
     "no_worker": errors.NoWorker,
@@ -39,12 +39,14 @@ _BY_STATUS: dict[int, type[BatonError]] = {
 class HttpServer:
     """Implements `Server`. `timeout`: seconds for a whole answer. `tls`: None for the authorities known here.
 
-    Raises InvalidRequest for what is no URL.
+    Raises InvalidRequest for what is no URL, ConfigError for a token that no header can carry.
     """
 
     def __init__(
         self, url: str, options: Options, clock: Clock, timeout: float, token: str | None, tls: ssl.SSLContext | None
     ) -> None:
+        if token is not None and not (token.isascii() and token.isprintable()):  # as over gRPC
+            raise ConfigError("token: must be printable ASCII without line breaks")
         base = url.rstrip("/").removesuffix("/v1") + "/v1/"
         headers = {"content-type": "application/json"} | ({"authorization": f"Bearer {token}"} if token else {})
         limits = httpx2.Limits(max_connections=None, max_keepalive_connections=None)
@@ -121,8 +123,8 @@ def _parsed(data: str) -> dict[str, Any]:
 
 
 def _note(chunk: dict[str, Any], now: float, sample: Sample) -> None:
-    if any(choice.get("text") or not choice.get("finish_reason") for choice in chunk.get("choices", ())):
-        sample.saw(now, 1)  # how many it has, nobody says
+    if any(choice.get("text") for choice in chunk.get("choices", ())):
+        sample.saw(now, 1)  # how many it has, nobody says; one without text has nothing to see
     if usage := chunk.get("usage"):
         sample.prompt_tokens, sample.tokens = int(usage["prompt_tokens"]), int(usage["completion_tokens"])
 

@@ -119,8 +119,8 @@ class Load:
 
     def asks(self, model: Model) -> Iterator[Ask]:
         """All of them, for that model. Raises InvalidRequest at once for lengths that it does not have."""
-        if not self.plan.clip:
-            _check(list(itertools.islice(self.arrivals(), CHECKED if self.count is None else None)), model)
+        checked = list(itertools.islice(self.arrivals(), CHECKED if self.count is None else None))
+        _check(checked, model, clip=self.plan.clip)
         return self._made(self.arrivals(), model, self.plan.seed)
 
     def warmup(self, model: Model) -> Iterator[Ask]:
@@ -162,10 +162,15 @@ def served(models: Sequence[Model], name: str) -> Model:
     raise UnknownModel(f"no model {name!r} is served here")
 
 
-def _check(load: Sequence[Arrival], model: Model) -> None:
-    long = [one for one in load if one is not one.within(model.max_model_len or one.total_tokens)]
+def _check(load: Sequence[Arrival], model: Model, *, clip: bool) -> None:
+    """Raises InvalidRequest for what the model has no room for. `clip`: it is cut, unless it is written out."""
+    long = [one for one in load if 0 < model.max_model_len < one.total_tokens]
+    if clip:
+        long = [one for one in long if one.prompt is not None]
     if long:
         most = max(long, key=lambda one: one.total_tokens)
         what = f"{most.prompt_tokens} and {most.max_tokens} new ones are more than the {model.max_model_len} tokens"
         more = f"{len(long)} of {len(load)} requests are too long; --clip cuts them, --scale divides those of a trace"
+        if written := sum(one.prompt is not None for one in long):
+            more += f"; prompts that are written out ({written} of these) stay as they are"
         raise InvalidRequest.of("prompt_tokens", f"{what} of {model.id}: {more}")

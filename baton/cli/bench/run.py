@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import math
 import time
 from collections.abc import Callable, Iterator
 
@@ -15,6 +16,7 @@ from baton.clock import Clock
 from baton.errors import BatonError, Overloaded
 
 PAUSE_S = 0.1  # after a failure: a closed loop must not become a storm
+MOST_PAUSE_S = 30.0  # whatever a server asks for
 TICK_S = 0.02
 MILLISECOND = 1e-3
 
@@ -79,14 +81,18 @@ class Run:
             self._show(self)
 
     async def _closed(self, asks: Iterator[Ask], began: float) -> None:
-        until = None if self.load.plan.duration is None else began + self.load.plan.duration
+        until = math.inf if self.load.plan.duration is None else began + self.load.plan.duration
 
         async def in_turn() -> None:
-            for ask in asks:
-                if until is not None and self.clock.monotonic() >= until:
+            pause_s = 0.0
+            for ask in asks:  # a pause is for one that comes after it
+                if self.clock.monotonic() + pause_s >= until:
+                    return
+                await asyncio.sleep(pause_s)
+                if self.clock.monotonic() >= until:
                     return
                 self.under_way += 1
-                await asyncio.sleep(await self._one(ask, self.clock.monotonic()))
+                pause_s = await self._one(ask, self.clock.monotonic())
 
         async with asyncio.TaskGroup() as group:
             for _ in range(self.load.plan.concurrency or CONCURRENCY):
@@ -117,7 +123,7 @@ class Run:
             await self._server.send(ask, sample)
         except BatonError as error:
             self.failure, sample.error = error, type(error).__name__
-            wait = error.retry_after_s if isinstance(error, Overloaded) else PAUSE_S
+            wait = min(MOST_PAUSE_S, error.retry_after_s) if isinstance(error, Overloaded) else PAUSE_S
         sample.end = self.clock.monotonic()
         self.under_way -= 1
         self.clipped += ask.clipped

@@ -180,6 +180,7 @@ class Top(App[BatonError | None]):
         self._rates: dict[str, float] = {}
         self._tokens: dict[str, int] = {}
         self._said_at = 0.0
+        self._happened: deque[bytes] = deque(maxlen=HAPPENINGS)  # a router that is back says its latest ones again
         self._lines = {name: deque([0.0] * POINTS, POINTS) for name in ("ttft", "itl", "rate")}
 
     def compose(self) -> ComposeResult:
@@ -223,7 +224,9 @@ class Top(App[BatonError | None]):
         self._count(said)
         log = self.screen_stack[0].query_one("#happenings", RichLog)
         for item in said.happenings:
-            log.write(draw.happening(item))
+            if (key := item.SerializeToString(deterministic=True)) not in self._happened:
+                self._happened.append(key)
+                log.write(draw.happening(item))
         if not self._paused:
             self._live = said
             self._show()

@@ -3,10 +3,25 @@
 
 const KEY = "baton-token"; // in the session storage: it goes with the tab
 const PAUSES_S = [1, 2, 4, 8, 15];
+const SILENT_S = 5; // beyond the interval: a router that is frozen says nothing, and breaks no connection
+let kept = ""; // the token, where storage is switched off: it goes with the page
 
 export const token = {
-  get: () => sessionStorage.getItem(KEY) ?? "",
-  set: (value) => (value ? sessionStorage.setItem(KEY, value) : sessionStorage.removeItem(KEY)),
+  get: () => {
+    try {
+      return sessionStorage.getItem(KEY) ?? kept;
+    } catch {
+      return kept;
+    }
+  },
+  set: (value) => {
+    kept = value;
+    try {
+      if (value) sessionStorage.setItem(KEY, value);
+      else sessionStorage.removeItem(KEY);
+    } catch { /* then it is kept above */ }
+  },
+  possible: (value) => /^[ -~]*$/.test(value), // what a header can carry, and what a router takes
 };
 
 export function headers(more = {}) {
@@ -57,8 +72,24 @@ export async function follow(seen, told, interval) {
   }
 }
 
+// Until the connection ends, or nothing was heard on it for too long.
 async function once(seen, told, interval) {
-  const response = await fetch(`live?interval_s=${interval}`, { headers: headers(), cache: "no-store" });
+  const silence = new AbortController();
+  let timer;
+  const heard = () => {
+    clearTimeout(timer);
+    timer = setTimeout(() => silence.abort(new Error("it says nothing")), (interval + SILENT_S) * 1000);
+  };
+  heard();
+  try {
+    return await watch(seen, told, interval, silence.signal, heard);
+  } finally {
+    clearTimeout(timer);
+  }
+}
+
+async function watch(seen, told, interval, signal, heard) {
+  const response = await fetch(`live?interval_s=${interval}`, { headers: headers(), cache: "no-store", signal });
   if (response.status === 401 || response.status === 403) {
     const text = await problem(response);
     const foreign = !response.headers.get("www-authenticate") && !token.get();
@@ -69,11 +100,12 @@ async function once(seen, told, interval) {
   let views = 0;
   try {
     for await (const data of events(response)) {
+      heard();
       if (!views++) told({ state: "live" });
       seen(JSON.parse(data));
     }
-  } catch (error) {
-    return { state: "lost", text: "the connection broke", views };
+  } catch {
+    return { state: "lost", text: signal.reason?.message ?? "the connection broke", views };
   }
   return { state: "lost", text: "the router ended it", views };
 }

@@ -5,6 +5,7 @@ import { $, count, h, mark, plural, s, say, seconds } from "./dom.js";
 const LANES = 6, DOT = 6, STEP = 16, PAD = 13, HEAD = 31, GAP = 14;
 const STAGES = ["queue", "route", "reserve", "prefill", "transfer", "commit", "decode"];
 const calm = matchMedia("(prefers-reduced-motion: reduce)");
+const still = () => calm.matches || document.hidden; // hidden: nothing moves, so that no movement would ever end
 
 export class Flow {
   constructor() {
@@ -29,7 +30,7 @@ export class Flow {
       const key = `${one.request_id}.${one.choice}`;
       const place = this.place(one, slots);
       seen.add(key);
-      inside.set(place.box.name, (inside.get(place.box.name) ?? 0) + 1);
+      inside.set(place.box.key, (inside.get(place.box.key) ?? 0) + 1);
       this.move(key, one, place, moved);
     }
     for (const [key, { dot, stage, at }] of this.known) {
@@ -37,7 +38,7 @@ export class Flow {
       this.known.delete(key);
       leave(dot, at, stage === "decode" ? this.width + 20 : at[0]);
     }
-    for (const [name, text] of this.numbers) say(text, String(inside.get(name) ?? 0));
+    for (const [key, text] of this.numbers) say(text, String(inside.get(key) ?? 0));
     this.tell();
   }
 
@@ -49,20 +50,20 @@ export class Flow {
     const rows = Math.max(1, this.lanes.prefill.names.length, this.lanes.decode.names.length);
     const narrow = this.width < 560, each = 84;
     this.height = Math.max(2 * each, rows * (each + GAP));
-    const column = (left, right, names) => names.map((name, at) => {
-      const space = this.height / names.length;
-      return { name, x: left * this.width, y: space * at + (space - each) / 2, w: (right - left) * this.width, h: each };
+    const column = (role, left, right, names) => names.map((name, at) => {
+      const space = this.height / names.length, key = `${role} ${name}`; // "3 others" may be of both roles
+      return { key, role, name, x: left * this.width, y: space * at + (space - each) / 2, w: (right - left) * this.width, h: each };
     });
-    this.router = { name: "router", x: 1, y: this.height / 2 - 70, w: (narrow ? 0.24 : 0.18) * this.width, h: 140 };
-    this.prefill = column(narrow ? 0.36 : 0.36, narrow ? 0.62 : 0.6, this.lanes.prefill.names);
-    this.decode = column(narrow ? 0.73 : 0.76, 0.998, this.lanes.decode.names);
+    this.router = { key: "router", role: "router", name: "router", x: 1, y: this.height / 2 - 70, w: (narrow ? 0.24 : 0.18) * this.width, h: 140 };
+    this.prefill = column("prefill", 0.36, narrow ? 0.62 : 0.6, this.lanes.prefill.names);
+    this.decode = column("decode", narrow ? 0.73 : 0.76, 0.998, this.lanes.decode.names);
     const shape = [this.width, this.height, ...this.lanes.prefill.names, "|", ...this.lanes.decode.names].join();
     if (shape === this.shape) return false;
     this.shape = shape;
     mark(this.svg, { viewBox: `0 0 ${this.width} ${this.height}`, height: this.height });
-    const boxes = [[this.router, "router"], ...this.prefill.map((one) => [one, "prefill"]), ...this.decode.map((one) => [one, "decode"])];
+    const boxes = [this.router, ...this.prefill, ...this.decode];
     this.numbers.clear();
-    this.boxes.replaceChildren(...boxes.map(([one, role]) => s("g", { class: role },
+    this.boxes.replaceChildren(...boxes.map((one) => s("g", { class: one.role },
       s("rect", { x: one.x, y: one.y, width: one.w, height: one.h, rx: 10 }), s("text", { x: one.x + PAD, y: one.y + 21 }, fit(one)), this.number(one, narrow))));
     const first = this.prefill.length ? this.prefill : this.decode; // without prefill workers, these compute prompts too
     const links = [...first.map((to) => [this.router, to]), ...this.prefill.flatMap((from) => this.decode.map((to) => [from, to]))];
@@ -74,7 +75,7 @@ export class Flow {
   number(box, narrow) {
     const y = box.y + (narrow ? box.h - 9 : 21);
     const text = s("text", { class: "number", x: box.x + box.w - PAD, y, "text-anchor": "end" });
-    this.numbers.set(box.name, text);
+    this.numbers.set(box.key, text);
     return text;
   }
 
@@ -161,12 +162,12 @@ const shift = ([x, y]) => `translate(${x}px, ${y}px)`;
 function travel(dot, points) {
   const last = points.at(-1);
   dot.style.transform = shift(last);
-  if (calm.matches || points.length < 2) return;
+  if (still() || points.length < 2) return;
   dot.animate(points.map((point) => ({ transform: shift(point) })), { duration: 220 * (points.length - 1), easing: "ease-in-out" });
 }
 
 function leave(dot, at, x) {
-  if (calm.matches) {
+  if (still()) {
     dot.remove();
     return;
   }

@@ -32,16 +32,25 @@ function told({ state, text, pause }) {
 }
 
 function signedIn(why) {
-  if (why) say($("sign-in-why"), `${why[0].toUpperCase()}${why.slice(1)}.`);
+  if (why) because(why);
   $("token").focus();
   return new Promise((resolve) => {
-    $("sign-in").addEventListener("submit", (event) => {
+    const submitted = (event) => {
       event.preventDefault();
-      token.set($("token").value.trim());
+      const given = $("token").value.trim();
       $("token").value = "";
+      if (!token.possible(given)) {
+        because("a token has letters, digits and signs of ASCII only");
+        return;
+      }
+      $("sign-in").removeEventListener("submit", submitted);
+      token.set(given);
       resolve();
-    }, { once: true });
+    };
+    $("sign-in").addEventListener("submit", submitted);
   });
 }
+
+const because = (why) => say($("sign-in-why"), `${why[0].toUpperCase()}${why.slice(1)}.`);
 
 follow(seen, told, INTERVAL_S);

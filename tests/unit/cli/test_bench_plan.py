@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +94,16 @@ def test_lengths_that_the_model_cannot_have_are_refused_at_once_or_cut():
     cut = asks(prompt_tokens="60", max_tokens="5", requests=1, clip=True)
     assert [(len(ask.prompt), ask.max_tokens, ask.clipped) for ask in cut] == [(59, 5, True)]
     assert len(asks(Model("m", 0, 0), prompt_tokens="600", requests=1)[0].prompt) == 600  # nobody says how much it has
+
+
+@pytest.mark.parametrize("clip", [False, True])
+def test_prompts_that_are_written_out_are_checked_and_never_cut(tmp_path: Path, clip: bool):
+    file = tmp_path / "t.jsonl"
+    file.write_text(json.dumps({"prompt": [1] * 60, "max_tokens": 5}))
+    with pytest.raises(InvalidRequest, match=r"1 of 1 requests .* written out \(1 of these\) stay as they are"):
+        asks(trace=file, clip=clip)
+    file.write_text(json.dumps({"prompt": [1] * 60, "max_tokens": 4}) + '\n{"prompt": "the server knows its length"}')
+    assert [ask.clipped for ask in asks(trace=file, clip=clip)] == [False, False]
 
 
 def test_which_token_ids_are_drawn():

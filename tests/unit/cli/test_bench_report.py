@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import re
 import statistics
@@ -15,7 +16,7 @@ from typer.testing import CliRunner
 
 from baton.cli.app import app
 from baton.cli.bench.plot import plot
-from baton.cli.bench.report import Generator, report, table
+from baton.cli.bench.report import KIND, Generator, report, table
 from baton.cli.bench.sample import NOT_SENT, Goals, Sample, percentile
 
 OWN = Generator(began=1e9, cpu_share=0.25, lags_s=[0.001, 0.003])
@@ -160,7 +161,20 @@ def test_a_comparison_as_a_table(reports: list[Path]):
     assert ["failed", "0", "1", "-"] in [line.split() for line in compared(*reversed(reports)).stdout.splitlines()]
 
 
-@pytest.mark.parametrize("text", ["", "[]", '{"kind": "another"}', "{"])
+def test_goals_that_differ_in_their_percentile_alone(tmp_path: Path):
+    files = [tmp_path / "a.json", tmp_path / "b.json"]
+    for file, tail in zip(files, (99, 50), strict=True):
+        file.write_text(json.dumps(report(SAMPLES, Goals(gap_ms=200, gap_percentile=tail), {}, OWN)))
+    assert json.loads(compared(*files, "--json").stdout)["differs"] == {"goal gap_percentile": [99, 50]}
+
+
+@pytest.mark.parametrize("change", [{"generator": {}}, {"plan": 3}, {"errors": []}, {"requests_per_s": "many"}])
+def test_a_report_that_is_not_whole_cannot_be_compared(reports: list[Path], change: dict[str, Any]):
+    reports[1].write_text(json.dumps(json.loads(reports[1].read_text()) | change))
+    assert compared(*reports).exit_code == 2
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"kind": "another"}', f'{{"kind": "{KIND}"}}', "{"])
 def test_what_is_no_report_cannot_be_compared(reports: list[Path], text: str):
     reports[1].write_text(text)
     done = compared(*reports)
@@ -189,3 +203,23 @@ def test_a_picture(tmp_path: Path, samples: slice):
 def test_files_that_cannot_be_are_named_before_anything_is_sent(args: list[str], says: str):
     done = CliRunner().invoke(app, ["bench", "--target", "127.0.0.1:1", *args])
     assert (done.exit_code, says in done.stderr) == (2, True)
+
+
+@pytest.mark.parametrize("option", ["--out", "--plot"])
+@pytest.mark.parametrize("is_there", [False, True])
+def test_a_file_without_permission_is_left_as_it_is(tmp_path: Path, monkeypatch, option: str, is_there: bool):
+    monkeypatch.chdir(tmp_path)
+    file = Path("a.svg")
+    if is_there:
+        file.write_text("before")
+    asked: list[Any] = []
+
+    def access(path: Any, mode: int) -> bool:  # root may write everywhere
+        asked.append((path, mode))
+        return mode != os.W_OK
+
+    monkeypatch.setattr(os, "access", access)
+    done = CliRunner().invoke(app, ["bench", "--target", "127.0.0.1:1", option, "a.svg"])
+    assert (done.exit_code, f"{option}: no permission to write a.svg" in done.stderr) == (2, True)
+    assert (file if is_there else Path(), os.W_OK) in asked
+    assert not is_there or file.read_text() == "before"

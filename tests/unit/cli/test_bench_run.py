@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import math
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from baton.cli.bench import output
 from baton.cli.bench.plan import Ask, Load, Plan
 from baton.cli.bench.progress import line
 from baton.cli.bench.run import Run
-from baton.cli.bench.sample import Sample
+from baton.cli.bench.sample import Goals, Sample
 from baton.client import Model
 from baton.clock import SystemClock
-from baton.errors import InvalidRequest, NoWorker, WorkerLost
+from baton.errors import BatonError, ConfigError, InvalidRequest, NoWorker, Overloaded, WorkerLost
 
 BLOCKED_S = 0.15
 
@@ -22,11 +28,11 @@ BLOCKED_S = 0.15
 class Fake:
     """Blocks the process while it has request number `blocks`, and fails at those in `fails`."""
 
-    def __init__(self, blocks: int | None = None, fails: tuple[int, ...] = ()) -> None:
+    def __init__(self, blocks: int | None = None, fails: tuple[int, ...] = (), error: BatonError | None = None) -> None:
         self.asked: list[Ask] = []
         self.running = self.most = 0
         self.closed = False
-        self._blocks, self._fails = blocks, fails
+        self._blocks, self._fails, self._error = blocks, fails, error
 
     async def models(self) -> list[Model]:
         return [Model("m", 64, 256)]
@@ -41,7 +47,7 @@ class Fake:
             if number == self._blocks:
                 time.sleep(BLOCKED_S)  # noqa: ASYNC251 (a load generator that has no time)
             if number in self._fails:
-                raise WorkerLost("gone")
+                raise self._error or WorkerLost("gone")
         finally:
             self.running -= 1
         sample.times += [time.monotonic(), time.monotonic()]
@@ -91,6 +97,27 @@ async def test_a_closed_loop_ends_with_its_time():
     assert max(sample.start for sample in run.samples) - min(sample.start for sample in run.samples) < 0.05
 
 
+def refusing() -> Fake:
+    return Fake(fails=tuple(range(9)), error=Overloaded("full", retry_after_s=1e6))
+
+
+@pytest.mark.parametrize("options", [{"requests": 1}, {"requests": 2, "concurrency": 2}, {"duration": 5}])
+async def test_nobody_waits_for_what_does_not_come(options: dict[str, Any]):
+    async with asyncio.timeout(4):
+        run = await made(refusing(), **{"concurrency": 1, **options})
+    assert {sample.error for sample in run.samples} == {"Overloaded"}
+    assert len(run.samples) == options.get("requests", 1)
+
+
+@pytest.mark.parametrize("asked_s", [1e6, math.nan])
+async def test_a_server_cannot_ask_for_a_pause_without_end(monkeypatch, asked_s: float):
+    monkeypatch.setattr("baton.cli.bench.run.MOST_PAUSE_S", 0.02)
+    async with asyncio.timeout(5):
+        run = await made(Fake(fails=(0, 1), error=Overloaded("full", asked_s)), concurrency=1, requests=3)
+    first, second, third = (sample.start for sample in run.samples)
+    assert min(second - first, third - second) > 0.01
+
+
 async def test_what_was_cut_is_counted():
     run = await made(Fake(), prompt_tokens="uniform:55-65", max_tokens="4", clip=True, requests=200)
     longest = max(sample.prompt_tokens for sample in run.samples)
@@ -110,6 +137,29 @@ async def test_a_server_is_left_when_it_cannot_be_asked():
     fake.models = none  # type: ignore[method-assign]
     with pytest.raises(NoWorker):
         await made(fake)
+
+
+def test_each_file_is_tried_and_what_fails_is_named(tmp_path: Path, capsys):
+    load, picture = Load.read(Plan(prompt_tokens="8", max_tokens="4", requests=2)), tmp_path / "p.svg"
+    with pytest.raises(ConfigError, match=r"^--out: cannot write /dev/full: No space left on device$"):
+        output.bench(Fake(), load, Goals(), output.Output(True, Path("/dev/full"), picture))
+    assert "<svg" in picture.read_text()
+    assert json.loads(capsys.readouterr().out)["completed"] == 2
+
+
+def test_the_report_is_given_when_the_screen_is_clear(monkeypatch):
+    seen: list[str] = []
+
+    @contextmanager
+    def shown() -> Iterator[Any]:
+        yield lambda run: None
+        seen.append("cleared")
+
+    monkeypatch.setattr(output, "shown", shown)
+    monkeypatch.setattr(output.Output, "give", lambda *_: seen.append("given"))
+    load = Load.read(Plan(prompt_tokens="8", max_tokens="4", requests=1))
+    output.bench(Fake(), load, Goals(), output.Output(True, None, None))
+    assert seen == ["cleared", "given"]
 
 
 async def test_the_line_of_progress():

@@ -317,6 +317,18 @@ async def test_a_router_that_is_lost_is_waited_for(router, monkeypatch, how):
         await until(app, back)
 
 
+async def test_what_a_router_says_again_when_it_is_back_is_shown_once(router):
+    before, after = live(), live(1001.0)
+    after.happenings.insert(0, before.happenings[0])
+    for said in (before, grpc.StatusCode.UNAVAILABLE, after):
+        router.says.put(said)
+    app = screen(router)
+    async with app.run_test(size=SIZE):
+        log = app.query_one("#happenings", RichLog)
+        await until(app, lambda: log.lines and "here at 1001" in log.lines[-1].text)
+        assert ["here at 1000" in line.text for line in log.lines] == [True, False]
+
+
 async def test_a_cluster_that_has_ended_is_waited_for(router):
     places = [[router.address], None, [router.address]]
 

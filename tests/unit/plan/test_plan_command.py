@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner, Result
@@ -96,9 +97,9 @@ def test_what_if_simulates_one_layout_at_its_share_of_the_load(fake, file):
     assert (asked.prefill.workers, asked.decode.workers, asked.faults[0].worker) == (50, 50, "decode-3")
     assert (found["rate"], found["gpus"]) == (1000.0, 100)
     done = run("--profile", file, *LOAD, "--what-if", "colocated=2")
-    assert (
-        done.stdout.startswith("2 colocated (tp 1, chunks of 0): 2 GPUs, 20 requests/s") or "2 colocated" in done.stdout
-    )
+    assert done.stdout.startswith("2 colocated (tp 1, chunks of 2048): 2 GPUs, 20 requests/s")
+    assert fake.asked[-1].decode.max_batched_tokens == 2048
+    assert planned("--profile", file, *LOAD, "--what-if", "colocated=2")["shape"]["chunk"] == 2048
 
 
 def test_a_trace_says_the_rate(fake, file, tmp_path):
@@ -123,6 +124,8 @@ def test_a_trace_says_the_rate(fake, file, tmp_path):
         (("--rate", "1", "--what-if", "x=1"), 3, "--what-if: must be KEY=VALUE"),
         (("--rate", "1", "--what-if", "prefill=1,tp=3"), 3, "tensor_parallel: profile easy has 1, got 3"),
         (("--rate", "1", "--arrivals", "never"), 3, "arrivals: must be poisson"),
+        (("--rate", "1", "--set", "decode.replicas=2"), 3, "--set: must be left out .* got 'decode.replicas=2'"),
+        (("--rate", "1", "--scale", "2"), 3, "--scale: must be left out without a trace, .* got 2"),
         (("--rate", "1", "--trace", "/nowhere"), 3, "--trace: cannot read /nowhere"),
     ],
 )
@@ -132,6 +135,51 @@ def test_what_is_wrong_is_named(fake, file, args, code, says):
     assert exit_code(done.exception) == code
     with pytest.raises(ConfigError, match=says):
         raise done.exception
+
+
+def failed(*args: object) -> BatonError:
+    done = run(*args)
+    assert isinstance(done.exception, BatonError)
+    return done.exception
+
+
+def timed(path: Path, **more: object) -> Path:
+    """A trace of requests twice a second, all of them with more in it; None: without that."""
+    given: dict[str, object] = {"timestamp": 0, "max_tokens": 11, "prompt_tokens": 100} | more
+    one = {key: value for key, value in given.items() if value is not None}
+    lines = [one | ({"timestamp": 500 * number} if "timestamp" in one else {}) for number in range(40)]
+    path.write_text("\n".join(map(json.dumps, lines)))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (("--arrivals", "never"), "arrivals: must be poisson, .* got 'never'"),
+        (("--arrivals", "constant"), "--arrivals: must be left out with a trace that has times, got 'constant'"),
+    ],
+)
+def test_arrivals_that_a_trace_says_are_not_ignored(fake, file, tmp_path, args, says):
+    trace = timed(tmp_path / "t.jsonl")
+    with pytest.raises(ConfigError, match=says):
+        raise failed("--profile", file, "--trace", trace, *args)
+    untimed = timed(tmp_path / "u.jsonl", timestamp=None)
+    assert planned("--profile", file, "--trace", untimed, "--rate", 2, "--arrivals", "constant")["rate"] == 2
+
+
+def test_text_of_unknown_length_is_refused(fake, file, tmp_path):
+    trace = timed(tmp_path / "t.jsonl", prompt="hello", prompt_tokens=None)
+    with pytest.raises(ConfigError, match=r"--trace: must have prompt_tokens or token ids .* got text in .*t.jsonl"):
+        raise failed("--profile", file, "--trace", trace)
+    assert planned("--profile", file, "--trace", timed(trace, prompt=[1, 2], prompt_tokens=None))["rate"] > 1
+
+
+def test_that_the_files_own_layout_is_not_tried_is_said(fake, file, tmp_path):
+    cluster = tmp_path / "c.yaml"
+    cluster.write_text("model: {path: oracle}\ndecode: {tensor_parallel: 2}\n")
+    done = run("--profile", file, *LOAD, "-c", cluster)
+    assert "not tried: the file's own 1 prefill (tp 1) + 1 decode (tp 2), as profile easy has tp 1 only" in done.stderr
+    assert "the file" not in done.stdout
 
 
 def test_usage_is_checked_by_the_command_line(fake):

@@ -8,8 +8,10 @@ from dataclasses import replace
 import pytest
 
 from baton.errors import ConfigError
+from baton.workload import Lengths
 from simulator.plan import Planner, kind
-from simulator.plan_shape import Shape, least_decode, least_prefill
+from simulator.plan_shape import Shape, Workload, least_decode, least_prefill
+from simulator.profile import Profile
 from tests.unit.plan.plan_support import Fake, planner, profile
 
 
@@ -121,3 +123,62 @@ def test_pools_that_share_a_host_slow_each_other_down_by_how_busy_they_are():
     assert second.decode.cost.seconds(0, 0, 4, 9) == pytest.approx(2 * first.decode.cost.seconds(0, 0, 4, 9))
     found.attempt(Shape(1), 1.0, "colocated")
     assert len(fake.asked) == 3
+
+
+def _sized(*layouts: dict[str, object]) -> Profile:
+    """Layouts that differ in what is given from the first of `profile`."""
+    return profile(layouts=[profile().layout(1).model_dump() | changes for changes in layouts])
+
+
+def test_batches_of_any_size_within_the_goal_are_thought_of():
+    """Three rows cost 1 ms each; from four on a step takes 1 s, which is beyond the goal."""
+    found, load = planner(Fake(1, 1, 1)), Lengths.parse("100", "11")
+    free = {"token_s": 0.0, "context_s": 0.0}
+    decode = [{"rows_below": 4, "step_s": 0.003} | free, {"rows_below": 9, "step_s": 1.0} | free]
+    site = replace(found.site, profile=_sized({"decode": [*decode, {"step_s": 1.0} | free]}))
+    assert least_decode(site, Workload(load), 500.0, 1) == 5
+    larger = replace(found.site, profile=_sized({"decode": [*decode, {"step_s": 0.0045} | free]}))
+    assert least_decode(larger, Workload(load), 5000.0, 1) == 4  # 64 rows at 4.5 ms
+
+
+def test_batches_are_no_larger_than_the_room_for_kv():
+    """Ten rows of 105.5 tokens, at 1.1 ms each."""
+    found = planner(Fake(1, 1, 1))
+    site = replace(found.site, profile=_sized({"kv_tokens": 1040}))
+    assert site.room(1) == 1040
+    assert least_decode(site, found.workload, 250.0, 1) == 3
+
+
+@pytest.mark.parametrize(("room", "size"), [(112, 1), (111, 2), (16, 2)])
+def test_the_other_pool_of_a_phase_has_room_for_the_requests(room, size):
+    """They have 111 tokens, in blocks of 16."""
+    found = planner(Fake(10, 20, 4))
+    found.site = replace(found.site, profile=_sized({"kv_tokens": room}, {"tensor_parallel": 2}))
+    found.plan(20.0)
+    phases = [tried for tried in found.tried.values() if tried.why.endswith("phase")]
+    others = {tried.shape.decode_tp if "prefill" in tried.why else tried.shape.prefill_tp for tried in phases}
+    assert others == {size}
+
+
+def test_where_no_size_has_room_all_are_as_good():
+    found = planner(Fake(10, 20, 4))
+    found.site = replace(found.site, profile=_sized({"kv_tokens": 16}, {"tensor_parallel": 2, "kv_tokens": 16}))
+    assert found.plan(20.0).disaggregated is not None
+
+
+def test_room_is_for_as_many_requests_as_must_be_good():
+    load = Workload(Lengths.parse("uniform:1-100", "1"))
+    assert load.tokens(1.0) == 101
+    assert load.tokens(0.5) == pytest.approx(51, abs=3)
+    assert load.tokens(1e-9) == 2
+
+
+def test_the_files_own_layout_counts_where_the_search_found_none_as_small():
+    """By arithmetic 250 requests a second take three workers; this simulation takes no time."""
+    found = planner(Fake(math.inf, math.inf, math.inf))
+    assert found.plan(250.0).colocated == found.tried[Shape(3, chunk=256), 250.0, ""]
+    own = found.attempt(Shape(1, chunk=300), 250.0, "the file")
+    found.attempt(Shape(1, chunk=200), 125.0, "the file")
+    assert found.plan(250.0).colocated is own
+    found.gpus = 0
+    assert found._or_own(None, "colocated", 250.0) is None

@@ -53,6 +53,19 @@ def test_steps_are_longer_where_the_other_pool_is_busy():
     assert layout.cost(0.4).seconds(4, 9, 0, 0) == layout.cost().seconds(4, 9, 0, 0)
 
 
+def test_some_steps_meet_the_other_pool_and_others_do_not():
+    spread, beside = (0.9, 1.0, 1.0, 1.1), (0.8, 1.2)
+    more = {"busy_decode": 1.5, "spread": spread, "busy_spread": beside}
+    layout = profile().layout(1).model_copy(update=more)
+    assert layout.decode_spread(0.0) == spread
+    half = layout.decode_spread(0.5)
+    assert sum(half) == pytest.approx(4.0), "their mean is 1: the mean is in what a step costs"
+    mean = (1.0 + 1.1 + 1.5 * 0.8 + 1.5 * 1.2) / 4
+    assert sorted(half) == pytest.approx(sorted(factor / mean for factor in (1.0, 1.1, 1.2, 1.8)))
+    assert sorted(layout.decode_spread(1.0)) == pytest.approx([0.8, 0.8, 1.2, 1.2])
+    assert layout.model_copy(update={"busy_spread": ()}).decode_spread(0.5) == spread
+
+
 def test_a_size_that_nobody_measured_is_refused_by_name():
     with pytest.raises(ConfigError, match=r"tensor_parallel: profile opt-13b-a100 has 1, 2, 4, got 8"):
         load_profile("opt-13b-a100").layout(8)
@@ -77,3 +90,32 @@ def test_what_is_wrong_in_a_file_is_named_with_its_place(tmp_path):
 
 def test_a_profile_survives_being_written():
     assert Profile.model_validate_json(profile().model_dump_json(exclude_defaults=True)) == profile()
+
+
+def _decode(*pieces: tuple[int | None, float]) -> list[dict[str, float | None]]:
+    """Of rows below so many: seconds of a step; each row takes 1 ms more."""
+    return [{"rows_below": rows, "step_s": step_s, "token_s": 1e-3, "context_s": 0.0} for rows, step_s in pieces]
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"prompt": EASY | {"step_s": -0.1}}, "prompt\n.*step_s must be at least 0, got -0.1"),
+        ({"decode": _decode((9, 0.1), (9, 0.1), (None, 0.1))}, "1: rows_below must be above 9, got 9"),
+        ({"decode": _decode((None, 0.1), (None, 0.1))}, "0: rows_below must be left out in the last .* got None"),
+        ({"decode": _decode((9, 0.1), (20, 0.1))}, "1: rows_below must be left out in the last .* got 20"),
+        ({"decode": _decode((9, 0.1), (None, -0.01))}, "1: a step of 9 rows must take at least 0 s, got -0.001"),
+    ],
+)
+def test_costs_that_cannot_be_are_refused(changes, says):
+    layout = {"tensor_parallel": 1, "kv_tokens": 10, "prompt": EASY, "decode": [EASY]}
+    with pytest.raises(ValueError, match=says):
+        Layout.model_validate(layout | changes)
+    falling = Layout.model_validate(layout | {"decode": _decode((9, 0.1), (None, -0.008))})
+    assert falling.cost().seconds(0, 0, 9, 9) == pytest.approx(0.001)
+
+
+def test_each_size_is_there_once():
+    layout = profile().layout(1).model_dump()
+    with pytest.raises(ValueError, match="tensor_parallel must be another one in each, got 1, 1"):
+        profile(layouts=[layout, layout])

@@ -2,9 +2,87 @@
 
 from __future__ import annotations
 
-import pytest
+import asyncio
+from typing import cast
 
-from baton.cli.profile_live import Seen, together
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from baton.cli.app import app
+from baton.cli.profile_live import Live, Measured, Seen, fitted, one_size, together
+from baton.client import AsyncClient
+from baton.client.types import ClusterStatus, Model, WorkerStatus
+from baton.clock import SystemClock
+from baton.config import ClusterConfig
+from baton.core import Incarnation, KVLayout, Role, WorkerInfo, WorkerRef
+from baton.errors import ConfigError, NoWorker
+from baton.load import Load, Pace
+from simulator.profile_fit import Gaps
+
+LAYOUT = KVLayout(layers=3, kv_heads=2, head_dim=8, block_size=16, dtype="bfloat16")
+SEEN = Measured(
+    prompts={16: Pace(1, 16, 136, 0.01), 64: Pace(1, 64, 2080, 0.02)},
+    together={(1, 16): [Gaps(1, 40, (0.01, 0.011))], (2, 16): [Gaps(2, 80, (0.012,))]},
+    busy_gaps=[Gaps(4, 160, (0.013,))],
+)
+
+
+def cluster(**blocks: int) -> ClusterStatus:
+    """Workers of these roles, with so many blocks each."""
+    infos = [
+        WorkerInfo(WorkerRef(role, Incarnation(1, 1), "h:1"), Role(role), "f", "m", 640, count, LAYOUT)
+        for role, count in blocks.items()
+    ]
+    workers = tuple(WorkerStatus(info, Load(), "connected", 0) for info in infos)
+    return ClusterStatus("c", "r", "1", "m", 0.0, 0, 0, 0, 0, 0, 0, 0, workers)
+
+
+class Short:
+    """A server of a model with few positions."""
+
+    async def __aenter__(self) -> Short:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        return
+
+    async def models(self) -> list[Model]:
+        return [Model("tiny", 207, 100)]
+
+
+def test_kv_is_that_of_the_whole_model_and_of_a_worker_that_decodes():
+    found = fitted(SEEN, cluster(prefill=10, decode=30), 4, "here")
+    assert found.token_bytes == 3 * 2 * 2 * 8 * 2
+    assert (found.layouts[0].tensor_parallel, found.layouts[0].kv_tokens) == (4, 30 * 16)
+    assert fitted(SEEN, cluster(decode=20), 1, "here").layouts[0].kv_tokens == 20 * 16
+    with pytest.raises(NoWorker):
+        fitted(SEEN, cluster(), 1, "here")
+
+
+def test_a_profile_is_of_one_size():
+    def config(**more: object) -> ClusterConfig:
+        given = {"model": {"path": "oracle"}, "decode": {"tensor_parallel": 2}} | more
+        return ClusterConfig.model_validate(given)
+
+    with pytest.raises(ConfigError, match=r"prefill.tensor_parallel: must be .* which is 2: .* one size, got 1"):
+        one_size(config())
+    assert one_size(config(prefill={"tensor_parallel": 2})) == 2
+    assert one_size(config(mode="colocated")) == 2
+
+
+def test_a_model_that_is_too_short_is_named():
+    served = cast("AsyncClient", Short())
+    live = Live(served, served, SystemClock(), Console())
+    with pytest.raises(ConfigError, match=r"max_model_len: must be at least 208 .* got 207 of tiny"):
+        asyncio.run(live.whole(5.0, 1, "here"))
+
+
+@pytest.mark.parametrize(("args", "got"), [(("--set", "a=b"), "--set a=b"), (("-c", "x.yaml"), "-c x.yaml")])
+def test_a_running_cluster_is_as_it_is(args, got):
+    done = CliRunner().invoke(app, ["profile", "--live", "p.json", *args])
+    assert isinstance(done.exception, ConfigError)
+    assert str(done.exception).endswith(f"got {got}")
 
 
 def test_only_gaps_in_which_all_decoded_count():

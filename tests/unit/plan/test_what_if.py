@@ -44,6 +44,8 @@ def test_faults_are_of_three_kinds():
         ("prefill", r"got 'prefill'"),
         ("prefill=0", r"--what-if: prefill: must be a whole number above 0, got '0'"),
         ("decode=x", r"decode: must be a whole number"),
+        ("prefill=2,chunk=256", r"chunk: must be left out without colocated workers, got 256"),
+        ("prefill=2,workers=1", r"workers: must be 2 or more, .* got 1"),
         ("colocated=1,prefill=2", r"colocated: there are no prefill and decode workers"),
         ("fault=death:@1", r"fault: must be death:WORKER@SECONDS.* got 'death:@1'"),
         ("fault=death:decode-0@1-2x3", r"fault: must be"),
@@ -57,3 +59,13 @@ def test_faults_are_of_three_kinds():
 def test_what_cannot_be_is_refused_by_key(text, says):
     with pytest.raises(ConfigError, match=says):
         parse_what_if(text, OWN)
+
+
+def test_colocated_workers_have_one_size():
+    with pytest.raises(ConfigError, match=r"prefill_tp: must be left out, colocated workers have decode_tp, got 2"):
+        parse_what_if("prefill_tp=2", Shape(3, chunk=256))
+    assert parse_what_if("prefill=2,prefill_tp=2", Shape(3, chunk=256)).shape == Shape(3, 2, 1, 2)
+
+
+def test_so_many_workers_are_no_more():
+    assert Shape(1, 9).of(2) == Shape(1, 1)

@@ -127,7 +127,7 @@ async def test_the_latest_happenings_are_known_though_nobody_has_watched(clock, 
 
 def test_refusals_under_load_leave_room_for_what_else_happens(clock):
     seen = Seen(clock)
-    call: Any = SimpleNamespace(lives=[])
+    call: Any = SimpleNamespace(lives=[], name="r")
     for number in range(2 * KEPT):
         seen.ended(call, "refused", Overloaded(f"it would wait for about {number} s", 1.0))
     seen.ended(call, "refused", NoWorker("none is there"))

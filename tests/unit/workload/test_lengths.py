@@ -58,10 +58,17 @@ def test_lengths_of_two_files(tmp_path: Path):
     other.write_text("3\n")
     prompts, answers = drawn(f"file:{file}", f"file:{other}")
     assert (set(prompts), set(answers)) == ({1, 2}, {3})
+    other.write_text("3 4\n")
+    with pytest.raises(ConfigError, match=r"max_tokens: must have one length on each line, .* got 'file:.*/b'"):
+        Lengths.parse("5", f"file:{other}")
 
 
 @pytest.mark.parametrize(
-    "text", ["", "0", "-1", "x", "normal:3", "uniform:5-3", "uniform:5", "lognormal:1", "zipf:0,3"]
+    "text",
+    [
+        *("", "0", "-1", "x", "normal:3", "uniform:5-3", "uniform:5", "lognormal:1", "zipf:0,3"),
+        *("10000001", "zipf:1,1000001", "lognormal:9,1e200", "lognormal:9,1e-4", "lognormal:1e300,1"),
+    ],
 )
 def test_what_is_no_length_is_named(text: str):
     with pytest.raises(ConfigError, match=f"max_tokens: must be N, fixed:N, uniform:LOW-HIGH, .*, got '{text}'"):

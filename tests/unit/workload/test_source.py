@@ -12,6 +12,7 @@ from baton.errors import ConfigError
 from baton.workload import Arrival, Lengths, Prompts, Times, Trace, arrivals, summary
 
 LENGTHS = Lengths.parse("uniform:1-9", "4")
+NO_TIMES = ("", "gamma", "gamma:0", "gamma:x", "gamma:1e-200", "gamma:1001", "gamma:inf", "poisson:2", "uniform")
 TRACE = Trace(Path("t"), (Arrival(0.0, 8, 2, (0, 1), 4), Arrival(1.0, 6, 0, (0, 2), 4), Arrival(1.0, 0, 3)), timed=True)
 
 
@@ -23,7 +24,7 @@ def test_times_have_the_rate_and_the_burstiness(text: str, cv: float):
     assert pstdev(gaps) / mean(gaps) == pytest.approx(cv, rel=0.04, abs=1e-6)
 
 
-@pytest.mark.parametrize("text", ["", "gamma", "gamma:0", "gamma:x", "poisson:2", "uniform"])
+@pytest.mark.parametrize("text", NO_TIMES)
 def test_times_that_are_none(text: str):
     with pytest.raises(ConfigError, match="arrivals: must be poisson, constant, or gamma:CV"):
         Times.parse(text, 1)

@@ -12,6 +12,7 @@ from baton.workload import Arrival, read_trace, summary
 ROOT = Path(__file__).resolve().parents[3]
 MOONCAKE = '{"timestamp": %d, "input_length": %d, "output_length": %d, "hash_ids": %s}\n'
 AZURE = "TIMESTAMP,ContextTokens,GeneratedTokens\r\n"
+NINES = "9" * 5000
 
 
 def published(name: str) -> Path:
@@ -81,11 +82,11 @@ def test_faster_and_only_the_first_ones(file: Path):
         ('{"prompt": "a", "max_tokens": 0}', "max_tokens: must be a whole number above 0, got 0"),
         ('{"prompt_tokens": true}', "prompt_tokens: must be a whole number above 0, got True"),
         ('{"prompt": ["a"]}', "prompt: must be text or a list of token ids"),
-        ('{"prompt_tokens": 1, "timestamp": -1}', "timestamp: must be milliseconds, not below 0, got -1"),
+        ('{"prompt_tokens": 1, "timestamp": -1}', "timestamp: must be milliseconds, finite and not below 0, got -1"),
         ('{"prompt_tokens": 1, "timestamp": 1}\n{"prompt_tokens": 1}', "timestamp: must be in all requests or in none"),
         (MOONCAKE % (0, 10, 1, [0]) + MOONCAKE % (0, 10, 0, [0]), ":2: output_length: .* got 0"),
         (MOONCAKE % (0, 10, 1, [-3]), r":1: hash_ids: .* got \[-3\]"),
-        ('{"input_length": 3}', "timestamp: must be milliseconds, not below 0, got None"),
+        ('{"input_length": 3}', "timestamp: must be milliseconds, finite and not below 0, got None"),
         (AZURE + "2023-11-16 18:15:46,3,4\n2023-11-16 18:15:47,x,4", ":3: ContextTokens: .* above 0, got 'x'"),
         (AZURE + "yesterday,3,4", ":2: TIMESTAMP: must be a date and time, got 'yesterday'"),
         (AZURE + "2023-11-16 18:15:46,3", ":2: GeneratedTokens: .* got None"),
@@ -94,6 +95,24 @@ def test_faster_and_only_the_first_ones(file: Path):
     ],
 )
 def test_what_is_wrong_is_named(file: Path, text: str, says: str):
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=says):
+        read_trace(file)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        (f"{AZURE}2023-11-16 18:15:46,3,{NINES}\n", r":2: GeneratedTokens: .* got '9+\.\.\."),
+        (f"{AZURE}2023-11-16 18:15:46,{NINES[:4000]},3\n", r":2: ContextTokens: must be at most 10{7}, got 9+\.\.\."),
+        (f"{AZURE}2023-11-16 18:15:46,3,4\n{NINES * 30},3,4\n", ":3: not CSV: field larger than"),
+        ('{"prompt_tokens": ' + NINES + "}", ":1: not JSON: Exceeds the limit"),
+        ('{"prompt": "a"}\n' + "[" * 100_000, ":2: not JSON: maximum recursion"),
+        ('{"prompt_tokens": 1, "timestamp": ' + NINES[:400] + "}", r":1: timestamp: .* finite .* got 9+\.\.\."),
+    ],
+    ids=["digits of a table", "tokens of a table", "a field", "digits", "nesting", "a timestamp"],
+)
+def test_what_has_no_bounds_is_named_too(file: Path, text: str, says: str):
     file.write_text(text)
     with pytest.raises(ConfigError, match=says):
         read_trace(file)
