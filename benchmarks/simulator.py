@@ -5,12 +5,12 @@
     python benchmarks/simulator.py --write-docs --phases benchmarks/results/disaggregation.json --profile FILE
 
 On the clusters and loads of benchmarks/disaggregation.py: one prefill and one decode worker, and two colocated ones. A
-profile is measured on the former (`baton profile --live`), once. Then each load runs on each cluster (`--phases`: it
-did, in benchmarks/disaggregation.py with `--keep`), and the same arrivals go through the simulator with that profile:
-nothing is fitted to what the load gave. An error is |simulated - measured| / measured of a figure of one load on one
-cluster, measured as the median over the rounds; the ratios are the medians over loads and clusters, and the table has
-each. Goodput is requests/s at each rate that keep to the tight SLO of benchmarks/disaggregation.py. Speed is that of
-`python -m simulator`.
+profile is measured on one of each kind (`baton profile --live`), once. Then each load runs on each cluster (`--phases`:
+it did, in benchmarks/disaggregation.py with `--keep`), and the same arrivals go through the simulator with the profile
+of its kind: nothing is fitted to what the load gave. An error is |simulated - measured| / measured of a figure of one
+load on one cluster, measured as the median over the rounds; the ratios are the medians over loads and clusters, and the
+table has each. Goodput is requests/s at each rate that keep to the tight SLO of benchmarks/disaggregation.py. Speed is
+that of `python -m simulator`.
 The last line of stdout is one JSON object with the figures.
 """
 
@@ -25,15 +25,15 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for `python benchmarks/simulator.py`
 
 from baton.logs import configure_logging
 from baton.workload import Arrival
-from benchmarks.disaggregation import AIM, ITL_GUESS_S, Lab, goals, sides_of, tightest, usual
+from benchmarks.disaggregation import AIM, Lab, goals, of_colocated, sides_of, tightest
 from benchmarks.lib.disagg_figures import Phase, Slo, kept
-from benchmarks.lib.disagg_run import SPLIT, Side, add_options, colocated, profiled, running, warm_up
+from benchmarks.lib.disagg_run import SPLIT, Side, add_options, colocated
 from benchmarks.lib.mixed_load import arrivals
 from benchmarks.lib.models import make_model
 from benchmarks.lib.protocol import ROOT
@@ -68,6 +68,17 @@ class Compared:
         """As a share of what was measured."""
         theirs = self.measured[figure]
         return abs(self.simulated[figure] - theirs) / theirs if theirs else float(self.simulated[figure] > 0)
+
+
+class Profiles(NamedTuple):
+    """One for each kind of cluster: what two decoding workers of one host cost each other only theirs shows."""
+
+    split: Profile
+    colocated: Profile
+
+    def of(self, side: Side) -> Profile:
+        """That of such a cluster."""
+        return self.split if side.chunk is None else self.colocated
 
 
 def measured(phases: Sequence[Phase], slo: Slo) -> dict[str, float]:
@@ -137,7 +148,6 @@ def main(argv: list[str]) -> None:
     """Measure, print, and fill the section of the page if that is wanted."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="fewer rates and rounds")
-    parser.add_argument("--profile-seconds", type=float, help="that measuring the profile may take")
     parser.add_argument("--requests", type=int, help="of the run that measures speed")
     parser.add_argument("--phases", type=Path, help="what benchmarks/disaggregation.py --keep wrote: compare with that")
     parser.add_argument("--profile", type=Path, help="with --phases: what the same run wrote with --profile")
@@ -145,11 +155,8 @@ def main(argv: list[str]) -> None:
     args = parser.parse_args(argv)
     configure_logging("warning")
     load, lab = os.getloadavg()[0], Lab(args.model or make_model(args.cache, "M", "bf16"), args.seconds)
-    if args.phases is not None and args.profile is not None:
-        profile, (alone, phases) = load_profile(str(args.profile)), kept(args.phases)
-    else:
-        alone, profile = learned(lab, args.profile_seconds or (60.0 if args.quick else 120.0))
-        alone, phases = kept(args.phases) if args.phases is not None else (alone, loads(lab, alone, args))
+    alone, profiles = learned(lab) if args.profile is None else (None, known(args.profile))
+    alone, phases = kept(args.phases) if args.phases is not None else loads(lab, alone or lab.alone(), args)
     sides = [side for side in sides_of(phases) if not side.startswith("vllm")]
     rates = sorted({phase.rate for phase in phases})
     slo = tightest(goals(phases, alone, args.percentile)).slo
@@ -157,7 +164,8 @@ def main(argv: list[str]) -> None:
     for side in sides:
         for rate in rates:
             own = [phase for phase in phases if (phase.side, phase.rate) == (side, rate)]
-            found.append(Compared(side, rate, measured(own, slo), simulated(profile, named(side), own, slo)))
+            theirs = simulated(profiles.of(named(side)), named(side), own, slo)
+            found.append(Compared(side, rate, measured(own, slo), theirs))
     fast = speed(args.requests or (20_000 if args.quick else 1_000_000), 1000)
     ratios = {f"{figure}_error": round(median(one.error(figure) for one in found), 4) for figure in FIGURES}
     ratios["events_per_s"] = fast["events_per_s"]
@@ -170,11 +178,11 @@ def main(argv: list[str]) -> None:
     finish(NAME, argv, load, f"{table(found)}\n\n{told}", ratios, write_docs=args.write_docs)
 
 
-def loads(lab: Lab, alone: Slo, args: argparse.Namespace) -> list[Phase]:
+def loads(lab: Lab, alone: Slo, args: argparse.Namespace) -> tuple[Slo, list[Phase]]:
     """What real clusters make of them."""
     rates = args.rates or ([2.0, 4.0] if args.quick else [1.0, 2.0, 3.0, 4.0, 5.0])
     rounds = range(1, 1 + (args.rounds or (1 if args.quick else 3)))
-    return lab.turns([Side(SPLIT), colocated(CHUNK)], rates, rounds, alone.itl_s * AIM)
+    return alone, lab.turns([Side(SPLIT), colocated(CHUNK)], rates, rounds, alone.itl_s * AIM)
 
 
 def named(side: str) -> Side:
@@ -182,12 +190,18 @@ def named(side: str) -> Side:
     return Side(SPLIT) if side == SPLIT else colocated(int(side.removeprefix("colocated-")))
 
 
-def learned(lab: Lab, seconds: float) -> tuple[Slo, Profile]:
-    """What one request alone takes on the split side, and the profile of it."""
-    with running(Side(SPLIT), lab.model, ITL_GUESS_S) as state, tempfile.TemporaryDirectory() as folder:
-        warm_up(state)
-        alone = usual(state)
-        return alone, load_profile(str(profiled(state, Path(folder) / "here.json", seconds)))
+def learned(lab: Lab) -> tuple[Slo, Profiles]:
+    """What one request alone takes on the split side, and the profiles of both, measured now."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "here.json"
+        alone = lab.alone(file)
+        lab.profile(colocated(CHUNK), alone, of_colocated(file))
+        return alone, known(file)
+
+
+def known(file: Path) -> Profiles:
+    """Of a file of the split side, and the one beside it."""
+    return Profiles(load_profile(str(file)), load_profile(str(of_colocated(file))))
 
 
 if __name__ == "__main__":

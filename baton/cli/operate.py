@@ -74,7 +74,7 @@ class Operator:
 
         def done(status: ClusterStatus) -> bool:
             control = status.control
-            return control is not None and control.plan.number >= number and control.settled
+            return control is not None and control.plan.number >= number and control.settled and not _missed(status)
 
         self._wait(done, seconds)
 
@@ -83,7 +83,8 @@ class Operator:
 
         def done(status: ClusterStatus) -> bool:
             here = {str(worker.info.ref) for worker in status.workers}
-            return process not in here and status.control is not None and status.control.settled
+            settled = status.control is not None and status.control.settled
+            return process not in here and settled and not _missed(status)
 
         self._wait(done, seconds)
 
@@ -95,7 +96,11 @@ class Operator:
                 return
             if time.monotonic() > deadline:
                 slots = status.control.slots if status.control else ()
-                left = ", ".join(f"{slot.worker_id} is {slot.state} {slot.note}".rstrip() for slot in slots)
+                missed = _missed(status)
+                notes = {
+                    slot.worker_id: "but not connected" if slot.worker_id in missed else slot.note for slot in slots
+                }
+                left = ", ".join(f"{slot.worker_id} is {slot.state} {notes[slot.worker_id]}".rstrip() for slot in slots)
                 raise DeadlineExceeded(f"not done in {seconds:g} s: {left or 'the controller says nothing'}")
             time.sleep(LOOK_S)
 
@@ -166,3 +171,11 @@ def parse_sizes(words: Sequence[str]) -> dict[str, int]:
             raise typer.BadParameter(f"{word!r}: must be prefill=N or decode=N, each once, such as prefill=2 decode=3")
         sizes[pool] = int(size)
     return sizes
+
+
+def _missed(status: ClusterStatus) -> set[str]:
+    """Who is ready, and the router that was asked is not connected to yet: it hears of them a little later."""
+    connected = [worker.info for worker in status.workers if worker.state == "connected"]
+    here = {(info.ref.worker_id, info.role.value) for info in connected}
+    slots = status.control.slots if status.control else ()
+    return {slot.worker_id for slot in slots if slot.state == "ready" and (slot.worker_id, slot.role) not in here}

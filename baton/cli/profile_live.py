@@ -11,7 +11,7 @@ import asyncio
 import json
 import platform
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from random import Random
 
@@ -20,6 +20,7 @@ from rich.console import Console
 
 from baton.cli.access import find_reach
 from baton.cli.connect import Router
+from baton.cli.profile_decoding import beside_each_other, beside_prompts, merged, piece_of
 from baton.cli.up import find_cluster
 from baton.client import AsyncClient
 from baton.client.types import ClusterStatus, Placement, Timings
@@ -30,8 +31,8 @@ from baton.core import Role, WorkerInfo
 from baton.errors import ConfigError, NoWorker
 from baton.load import Load, Pace
 from baton.rpc.channel import from_here
-from simulator.profile import Beside, Layout, Line, Link, Piece, Profile
-from simulator.profile_fit import Gaps, Steps, fit_decode, fit_joint, fit_line, fit_spread, seconds_of
+from simulator.profile import Beside, Layout, Line, Link, Profile
+from simulator.profile_fit import Gaps, Steps, fit_joint, fit_line, seconds_of
 
 LENGTHS = (16, 64, 256, 1024, 4096)
 ROWS = (1, 2, 4, 8, 16, 32)
@@ -63,6 +64,7 @@ class Measured:
     together: dict[tuple[int, int], list[Gaps]] = field(default_factory=dict)
     busy_prompts: Pace = field(default_factory=Pace)
     busy_gaps: list[Gaps] = field(default_factory=list)
+    alone: list[Gaps] = field(default_factory=list)  # of one of several workers that do both
     joint: Pace = field(default_factory=Pace)
     beside: Pace = field(default_factory=Pace)
 
@@ -100,6 +102,7 @@ class Live:
         self._client, self._status, self._clock, self._console = client, status, clock, console
         self._draw = Random()  # prompts that no cache has seen, in this run or the one before
         self._vocab = 0
+        self._several = False  # workers that do both
         self.seen = Measured()
 
     async def whole(self, seconds: float, tensor_parallel: int, name: str) -> Profile:
@@ -115,6 +118,7 @@ class Live:
             workers = sum(_decodes(worker.info.role, cluster) for worker in cluster.workers)
             if not workers:
                 raise NoWorker("no worker is connected")
+            self._several = 1 < workers == len(cluster.workers)
             await self._round(lengths[:2], ROWS[:2], workers)  # what is first is slow
             self.seen = Measured()
             end, rounds = self._clock.monotonic() + seconds, 0
@@ -133,6 +137,9 @@ class Live:
             for length in (SHORT, LONG) if count in {rows[0], BESIDE} and lengths[-1] >= LONG else (SHORT,):
                 self.seen.together.setdefault((count, length), []).append(await self._rows(count, length, workers))
         await self._both(min(lengths[-1], LONG), workers)
+        if self._several:
+            self.seen.alone.append(await self._rows(1, SHORT, 1))
+            await self._apart(min(lengths[-1], LONG))
 
     async def _rows(self, count: int, length: int, workers: int) -> Gaps:
         """So many for each decode worker."""
@@ -148,9 +155,19 @@ class Live:
             await self._request(length, 1)
         self.seen.busy_gaps.append(together(await decoding, BESIDE, SHORT))
         prompts, joint, beside = await self._paces()
-        self.seen.busy_prompts = _sum(self.seen.busy_prompts, prompts, before[0])
+        if not self._several:
+            self.seen.busy_prompts = _sum(self.seen.busy_prompts, prompts, before[0])
         self.seen.joint = _sum(self.seen.joint, joint, before[1])
         self.seen.beside = _sum(self.seen.beside, beside, before[2])
+
+    async def _apart(self, length: int) -> None:
+        """Prompts while another worker decodes: the router gives them to one that has nothing to do."""
+        before = await self._paces()
+        decoding = asyncio.ensure_future(self._request(SHORT, 4 * DECODED))
+        while not decoding.done():
+            await self._request(length, 1)
+        await decoding
+        self.seen.busy_prompts = _sum(self.seen.busy_prompts, (await self._paces())[0], before[0])
 
     async def _request(self, length: int, tokens: int) -> Seen:
         prompt = [self._draw.randrange(self._vocab) for _ in range(length)]
@@ -196,19 +213,21 @@ def together(seen: Sequence[Seen], rows: int, length: int) -> Gaps:
 def fitted(seen: Measured, cluster: ClusterStatus, tensor_parallel: int, name: str) -> Profile:
     """The profile of what was seen."""
     prompt = fit_line([Steps.of(pace) for pace in seen.prompts.values() if pace.steps])
-    points = [_merged(gaps) for gaps in seen.together.values()]
-    decode = fit_decode(points)
+    points = [merged(gaps) for gaps in seen.together.values()]
+    alike = beside_each_other(points, merged(seen.alone)) if seen.alone else None
+    decoding = alike or beside_prompts(points, merged(seen.busy_gaps))
+    joint = replace(seen.joint, seconds=seen.joint.seconds / (alike.busy if alike else 1.0))  # all of them were busy
     worker = _room(cluster)
     layout = Layout(
         tensor_parallel=tensor_parallel,
         kv_tokens=worker.total_blocks * worker.layout.block_size,
         prompt=prompt,
-        decode=decode,
-        joint_extra_s=fit_joint(prompt, _at(decode, BESIDE), seen.joint, seen.beside),
-        spread=fit_spread(points),
+        decode=decoding.pieces,
+        joint_extra_s=fit_joint(prompt, piece_of(decoding.pieces, BESIDE), joint, seen.beside),
+        spread=decoding.spread,
         busy_prompt=_busy_prompt(prompt, seen.busy_prompts),
-        busy_decode=max(1.0, _merged(seen.busy_gaps).mean / seconds_of(_at(decode, BESIDE), _steps(seen.busy_gaps))),
-        busy_spread=fit_spread([_merged(seen.busy_gaps)]),
+        busy_decode=decoding.busy,
+        busy_spread=decoding.busy_spread,
     )
     speeds = [channel.bytes_per_s for one in cluster.workers for channel in one.load.channels]
     return Profile(
@@ -219,7 +238,7 @@ def fitted(seen: Measured, cluster: ClusterStatus, tensor_parallel: int, name: s
         token_bytes=worker.layout.layers * worker.layout.layer_token_bytes,  # of all ranks
         layers=worker.layout.layers,
         link=Link(bytes_per_s=max(speeds, default=MEMORY_BYTES_PER_S)),
-        overheads=_overheads(seen, prompt, seconds_of(_at(decode, 1), Steps(1, SHORT, 0.0))),
+        overheads=_overheads(seen, prompt, seconds_of(piece_of(decoding.pieces, 1), Steps(1, SHORT, 0.0))),
         layouts=(layout,),
     )
 
@@ -263,18 +282,6 @@ def _sum(so_far: Pace, after: Pace, before: Pace) -> Pace:
         so_far.context + more.context,
         so_far.seconds + more.seconds,
     )
-
-
-def _merged(gaps: Sequence[Gaps]) -> Gaps:
-    return Gaps(gaps[0].rows, gaps[0].context, tuple(gap for one in gaps for gap in one.seconds))
-
-
-def _steps(gaps: Sequence[Gaps]) -> Steps:
-    return Steps(gaps[0].rows, gaps[0].context, 0.0)
-
-
-def _at(pieces: Sequence[Piece], rows: int) -> Piece:
-    return next((one for one in pieces if one.rows_below is None or rows < one.rows_below), pieces[-1])
 
 
 def _busy_prompt(prompt: Line, pace: Pace) -> float:

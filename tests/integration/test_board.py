@@ -120,9 +120,18 @@ async def worker() -> AsyncIterator[FakeWorker]:
 
 
 @pytest.fixture
-async def router(board: Board, worker: FakeWorker) -> AsyncIterator[Router]:
+async def more() -> AsyncIterator[list[FakeWorker]]:
+    """Those that a test adds."""
+    made: list[FakeWorker] = []
+    yield made
+    for one in made:
+        await one.kill()
+
+
+@pytest.fixture
+async def router(board: Board, worker: FakeWorker, more: list[FakeWorker]) -> AsyncIterator[Router]:
     async def source() -> list[WorkerInfo]:
-        return [worker.info]
+        return [one.info for one in (worker, *more)]
 
     bounds = {Role.PREFILL: (1, 4096), Role.DECODE: (2, 4)}
     settings = RouterSettings("test", "oracle", grpc=ANY, metrics=ANY, scale=bounds, drain_s=7.0)
@@ -185,7 +194,7 @@ async def test_a_drain_is_an_order_to_the_process_that_is_there(operator, board,
             await asyncio.to_thread(operator.drain, name)
 
 
-async def test_who_waits_is_told_when_it_is_done_or_what_is_missing(operator, board):
+async def test_who_waits_is_told_when_it_is_done_or_what_is_missing(operator, board, more):
     slots = [READY, *(READY.model_copy(update={"worker_id": f"decode-{i}", "role": Role.DECODE}) for i in range(2))]
     plan = Plan(prefill=1, decode=2, number=5)
     late = slots[1].model_copy(update={"state": "starting", "note": "no room"})
@@ -198,7 +207,12 @@ async def test_who_waits_is_told_when_it_is_done_or_what_is_missing(operator, bo
         with pytest.raises(DeadlineExceeded, match="not done in 0 s"):
             await asyncio.to_thread(operator.wait_settled, 5, 0.0)
     await board.put_control(report(plan, *slots), 60.0)
-    await asyncio.to_thread(operator.wait_settled, 5, 5.0)
+    with pytest.raises(DeadlineExceeded, match="prefill-0 is ready, decode-0 is ready but not connected"):
+        await asyncio.to_thread(operator.wait_settled, 5, 0.0)
+    for slot in slots[1:]:
+        await (decode := FakeWorker(Role.DECODE, slot.worker_id, 1)).start()
+        more.append(decode)
+    await asyncio.to_thread(operator.wait_settled, 5, 20.0)
     with pytest.raises(DeadlineExceeded):
         await asyncio.to_thread(operator.wait_settled, 6, 0.0)
     status = await asyncio.to_thread(operator.status)

@@ -18,7 +18,7 @@ from baton.config import ClusterConfig
 from baton.core import Incarnation, KVLayout, Role, WorkerInfo, WorkerRef
 from baton.errors import ConfigError, NoWorker
 from baton.load import Load, Pace
-from simulator.profile_fit import Gaps
+from simulator.profile_fit import Gaps, Steps, seconds_of
 
 LAYOUT = KVLayout(layers=3, kv_heads=2, head_dim=8, block_size=16, dtype="bfloat16")
 SEEN = Measured(
@@ -58,6 +58,23 @@ def test_kv_is_that_of_the_whole_model_and_of_a_worker_that_decodes():
     assert fitted(SEEN, cluster(decode=20), 1, "here").layouts[0].kv_tokens == 20 * 16
     with pytest.raises(NoWorker):
         fitted(SEEN, cluster(), 1, "here")
+
+
+def test_workers_that_do_both_slow_each_other_as_much_as_one_alone_is_faster():
+    """Two of them decoded at 12 ms for one row each, one alone at 10 ms."""
+    seen = Measured(
+        prompts=SEEN.prompts,
+        together={(1, 16): [Gaps(1, 40, (0.012, 0.012))], (2, 16): [Gaps(2, 80, (0.0168, 0.0192))]},
+        busy_gaps=[Gaps(4, 160, (0.5,))],  # of steps that computed prompts too: of the same worker
+        busy_prompts=Pace(2, 128, 4160, 0.06),
+        alone=[Gaps(1, 40, (0.009, 0.011))],
+    )
+    (layout,) = fitted(seen, cluster(decode=30), 1, "here").layouts
+    assert layout.busy_decode == pytest.approx(1.2)
+    assert seconds_of(layout.decode[0], Steps(1, 40, 0.0)) == pytest.approx(0.010)
+    assert seconds_of(layout.decode[-1], Steps(2, 80, 0.0)) == pytest.approx(0.015)
+    assert (min(layout.spread), max(layout.spread)) == pytest.approx((0.9, 1.1), rel=0.01)
+    assert layout.busy_prompt == pytest.approx(1.5, rel=0.01)
 
 
 def test_a_profile_is_of_one_size():
