@@ -203,8 +203,9 @@ class Inference(InferenceServicer):
         for life in call.lives:
             life.note("ended", outcome=outcome, count=len(life.delivery.ids))
         floor.traces.ended(call.trace, outcome, type(error).__name__ if error else "")
-        timings = None if error else max((life.stages.timings() for life in call.lives), key=lambda one: one.e2e_s)
-        tokens = 0 if error or call.resumes else max(len(life.delivery.ids) for life in call.lives)
+        last = None if error else max(call.lives, key=lambda life: life.stages.timings().e2e_s)
+        timings = last.stages.timings() if last else None
+        tokens = len(last.delivery.ids) if last and not call.resumes else 0
         by = {"trace_id": call.trace.context.trace_id, "request_id": call.name}
         floor.metrics.ended(outcome, timings, deterministic=message.deterministic, tokens=tokens, exemplar=by)
         floor.seen.ended(call, outcome, error)

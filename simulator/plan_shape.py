@@ -74,8 +74,8 @@ class Site:
         """
         others_busy = prefill_busy if shape.prefill else decode_busy
         decode = self.profile.pool(shape.decode, shape.decode_tp, self.decode, others_busy)
+        decode = replace(decode, spread=self.profile.layout(shape.decode_tp).decode_spread(others_busy))
         prefill = self.profile.pool(shape.prefill, shape.prefill_tp, self.prefill, decode_busy)
-        prefill = replace(prefill, spread=self.profile.layout(shape.prefill_tp).spread)
         if not shape.prefill:
             decode = replace(decode, max_batched_tokens=shape.chunk or self.decode.max_batched_tokens)
         return Scenario(

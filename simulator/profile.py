@@ -167,7 +167,7 @@ class Profile(Section):
             max_running=like.max_running,
             tensor_parallel=tensor_parallel,
             prefix_cache=like.prefix_cache,
-            spread=layout.decode_spread(busy),
+            spread=layout.spread,
         )
 
     def network(self) -> Network:

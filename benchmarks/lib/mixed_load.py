@@ -1,9 +1,9 @@
 """A load of two kinds: streams of short prompts and long answers, and long prompts with short answers among them.
 
-How long a prompt is for those who decode beside it depends on the machine: in decode steps. On these cores 256 tokens
-take a dozen of them, as several thousand tokens do on a GPU, where a step reads the weights 15 times as fast as here in
-terms of the tokens that are computed meanwhile. With prompts of 1,024 tokens there would be one for 200 steps, and
-percentiles of gaps would not see it.
+How long a prompt is for those who decode beside it counts in decode steps, and depends on the machine: while the
+weights are read once, one of these cores computes about 16 tokens of a prompt, a GPU some hundreds. So 256 tokens are
+16 steps here, as several thousand are there. With prompts of 1,024 tokens there are so few for the same work that
+percentiles of gaps hardly see them.
 """
 
 from __future__ import annotations

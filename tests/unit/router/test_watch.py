@@ -141,6 +141,19 @@ def test_refusals_under_load_leave_room_for_what_else_happens(clock):
     ]
 
 
+def test_happenings_name_a_request_as_its_client_does(clock):
+    """One that was resumed has another name on the workers, under which nobody finds its trace."""
+    seen = Seen(clock)
+    call: Any = SimpleNamespace(name="mine", lives=[SimpleNamespace(request_id="r9")])
+    life: Any = SimpleNamespace(call=call, request_id="r9")
+    for reason in ("decode_lost", "prefill_lost"):
+        attempt: Any = SimpleNamespace(workers=("p-0", "d-0"), handed_back=reason, fencing=NoWorker("gone"))
+        seen.recovered(life, attempt)
+    seen.ended(call, "failed", NoWorker("gone"))
+    assert seen.happenings.settle() == 4
+    assert {one.request_id for one in seen.happenings.since(0)} == {"mine"}
+
+
 def test_a_prompt_counts_once_however_many_choices_it_has(clock):
     seen, call = Seen(clock), SimpleNamespace(prompt_tokens=100)
     for choice in range(3):

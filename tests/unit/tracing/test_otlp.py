@@ -10,6 +10,7 @@ from contextlib import contextmanager
 
 import grpc
 import pytest
+import structlog
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceResponse
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2_grpc import (
     TraceServiceServicer,
@@ -171,3 +172,19 @@ def test_a_collector_that_does_not_answer_delays_nobody():
         assert exporter.dropped >= 3000 - 2048
         exporter.close()
         assert time.monotonic() - begun < 6.0
+
+
+def test_what_found_no_room_is_told_though_the_collector_works():
+    with collectors() as (collector, address), structlog.testing.capture_logs() as logged:
+        collector.gate.clear()
+        exporter = Exporter(address, "local", linger_s=0)
+        exporter.put(ended())
+        assert collector.got.acquire(timeout=WAIT_S)
+        for _ in range(3000):
+            exporter.put(ended())
+        dropped = exporter.dropped
+        collector.gate.set()
+        assert collector.got.acquire(timeout=WAIT_S)  # another batch: the first one is done with
+        exporter.close()
+    assert [one["dropped"] for one in logged if one["event"] == "traces_not_exported"] == [dropped]
+    assert dropped > 0

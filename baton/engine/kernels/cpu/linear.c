@@ -61,6 +61,14 @@ INLINE __m512i part(const elem *p, long n) {
 #endif
 }
 
+/* One row of y: each of `nr` sums is still in lanes. */
+INLINE void put_sums(const linear_args *a, long m, long n, const int nr, const __m512 *acc) {
+    __m512 sums[NR] = {0};
+#pragma GCC unroll 8
+    for (int j = 0; j < nr; j++) sums[j] = acc[j];
+    put(a, m, n, nr, _mm512_castps256_ps512(sum8(sums)));
+}
+
 /* acc[i][j] += x_i . w_j over `k` elements. With each step, `fetch` lines of memory from `next` on are fetched ahead. */
 INLINE void tile(__m512 acc[MR][NR], const elem *x, long sx, const elem *w, long sw, long k, const int mr,
                        const int nr, const char *next, const int fetch) {
@@ -102,12 +110,7 @@ INLINE void step(const linear_args * a, long m, long n, long k0, long k1, const 
         return;
     }
 #pragma GCC unroll 3
-    for (int i = 0; i < mr; i++) {
-        __m512 sums[NR] = {0};
-#pragma GCC unroll 8
-        for (int j = 0; j < nr; j++) sums[j] = acc[i][j];
-        put(a, m + i, n, nr, _mm512_castps256_ps512(sum8(sums)));
-    }
+    for (int i = 0; i < mr; i++) put_sums(a, m + i, n, nr, acc[i]);
 }
 
 #define STEP(MR_, NR_, FETCH_) step(a, m, n, k0, k1, MR_, NR_, kept, next, FETCH_)
@@ -166,12 +169,7 @@ INLINE void once_tile(const linear_args *a, long m, long n, const int mr, const 
                 acc[i][j] =
                     dot(acc[i][j], part(x + i * a->stride_x + at, a->k - at), part(w + j * a->k + at, a->k - at));
 #pragma GCC unroll 8
-    for (int i = 0; i < mr; i++) {
-        __m512 sums[NR] = {0};
-#pragma GCC unroll 4
-        for (int j = 0; j < nr; j++) sums[j] = acc[i][j];
-        put(a, m + i, n, nr, _mm512_castps256_ps512(sum8(sums)));
-    }
+    for (int i = 0; i < mr; i++) put_sums(a, m + i, n, nr, acc[i]);
 }
 
 #define TILES(MR_, NR_, AHEAD_)                                                                                        \
