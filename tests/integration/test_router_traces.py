@@ -166,7 +166,7 @@ async def test_a_worker_that_is_lost_shows_as_two_attempts(make):
     call = cluster.call(trace=True)
     for worker in cluster.decode:
         worker.gates["decode"].clear()
-    await until(lambda: any(worker.committed for worker in cluster.decode), "decoding")
+    await until(lambda: cluster.handed_over, "decoding, as far as the router knows")
     (holding,) = (worker for worker in cluster.decode if worker.committed)
     await holding.kill()
     for worker in cluster.decode:
