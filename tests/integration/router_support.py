@@ -487,8 +487,9 @@ class Cluster:
         async with aio_channel(self.router.admin) as channel:
             return await AdminStub(channel).Status(admin_pb2.StatusRequest())
 
-    async def http(self, path: str) -> str:
-        reader, writer = await asyncio.open_connection(*self.router.metrics.split(":"))
+    async def http(self, path: str, of: Router | None = None) -> str:
+        """What a router says there: the first one, if not said which."""
+        reader, writer = await asyncio.open_connection(*(of or self.router).metrics.split(":"))
         writer.write(f"GET {path} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
         text = (await reader.read()).decode()
         writer.close()

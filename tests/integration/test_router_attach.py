@@ -191,9 +191,11 @@ async def test_else_it_is_computed_again(make, why):
         decode.gates["hold"].set()
         events = await second.resume(name, request, ANSWER[:SEEN])
         assert second.looked_for == ([] if why == "not asked for" else [name])
+        metrics = await cluster.http("/metrics", second.router)
     assert tokens_of(events, SEEN) == ANSWER[SEEN:]
     assert list(cluster.prefill[0].specs[-1].known) == ANSWER[:SEEN]
     assert decode.count("attach") == (why == "refused")
+    assert ('baton_recoveries_total{reason="not_there"} 1.0' in metrics) == (why == "refused")
     assert "recovered" not in kinds(events)
 
 
