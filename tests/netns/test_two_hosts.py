@@ -1,8 +1,10 @@
 """Two hosts, every role started by hand: which way KV takes, how long that takes, and what a cut of it costs."""
 
 import random
+import signal
 import threading
 import time
+from contextlib import contextmanager
 
 import pytest
 
@@ -116,9 +118,18 @@ def cut_for(host, seconds):
     host.restore()
 
 
+@contextmanager
+def frozen(process):
+    process.popen.send_signal(signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        process.popen.send_signal(signal.SIGCONT)
+
+
 @pytest.fixture(scope="module")
 def jobs(cluster):
-    return draw_jobs(cluster, 6, prompt=100, tokens=1500)
+    return draw_jobs(cluster, 6, prompt=100, tokens=1900)
 
 
 def test_a_cut_shorter_than_a_lease_only_takes_its_time(network, cluster, jobs):
@@ -136,10 +147,13 @@ def test_a_cut_shorter_than_a_lease_only_takes_its_time(network, cluster, jobs):
 def test_a_long_cut_moves_streams_to_another_host(network, cluster, jobs):
     """Nobody loses a token. The worker that was cut off has kept itself, and is found again by itself."""
     cut_off = cluster.workers["decode-0"]
-    running = streams(cluster, jobs)
-    for stream in running:
-        assert stream.decoding.wait(30)
-    cluster.start_worker(network["a"], "decode-1").ready()
+    other = cluster.start_worker(network["a"], "decode-1")
+    other.ready()
+    with frozen(other):  # all streams begin on the one that is cut off, and the other one is soon there
+        cluster.wait_connected("prefill-0", "decode-0")
+        running = streams(cluster, jobs)
+        for stream in running:
+            assert stream.decoding.wait(30)
     cluster.wait_connected("prefill-0", "decode-0", "decode-1")
     assert not any(stream.ends for stream in running), "the cut comes in their middle"
     network["b"].cut()
