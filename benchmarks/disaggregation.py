@@ -13,8 +13,9 @@ counts. The sides take turns, in a random order, at each rate.
 
 A request is good if its first token comes within 5 times what the first token of a long prompt takes alone, and 95 of
 100 gaps between its tokens (`--percentile`) keep to a multiple of the gap of a request that is alone. *Goodput* is the
-highest rate up to which 90 % of the requests are good, as in DistServe (arXiv 2401.09670). The tight goal is the
-tightest one that both sides keep at some rate; all others are shown beside it, also where splitting loses.
+highest rate up to which 90 % of the requests are good, as in DistServe (arXiv 2401.09670). The ratio of it that counts
+is at the goal that both sides are configured for, twice the usual gap; all others are shown beside it, also where
+splitting loses. Latencies are compared with the chunk size that is best at the tightest goal which both sides keep.
 The last line of stdout is one JSON object with the figures.
 """
 
@@ -25,14 +26,14 @@ import math
 import os
 import random
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for `python benchmarks/disaggregation.py`
 
-from benchmarks.lib.disagg_figures import Phase, Slo, goodput, keep, kept, seen_of
+from benchmarks.lib.disagg_figures import Phase, Slo, keep, kept, seen_of
+from benchmarks.lib.disagg_goals import AIM, PATIENCE, Goal, aimed, goals, sides_of, tightest
 from benchmarks.lib.disagg_plot import plot
 from benchmarks.lib.disagg_run import (
     SPLIT,
@@ -57,14 +58,11 @@ if TYPE_CHECKING:
     from benchmarks.lib.disagg_run import Target
 
 NAME = "disaggregation"
-PATIENCE = 5.0  # times what the first token of a long prompt takes alone
 IMPATIENT = (2.0, 3.0)  # shown beside it
 OTHERS = (90, 99)  # percentiles of gaps, shown beside the one that counts
 PROFILE_S = 60.0  # that measuring one may take
 WHOLE = 256  # tokens of a colocated step: no prompt has more
-GOALS = (1.25, 1.5, 1.75, 2.0, 2.5, 3.0, 4.0, 6.0, 10.0, 30.0)  # times the usual gap
 ALONE = 6  # requests, one after the other
-AIM = 2.0  # times the usual gap: the ITL that routers are told to keep
 ITL_GUESS_S = 0.1  # what clusters aim at before the usual gap is known
 
 
@@ -75,11 +73,6 @@ def usual(target: Target) -> Slo:
         for kind in (DOCUMENT, STREAM)
     )
     return Slo(median(one.ttft_s for one in documents), median(gap for one in streams for gap in one.gaps_s))
-
-
-def slo_of(alone: Slo, itl: float, percentile: int, patience: float = PATIENCE) -> Slo:
-    """So many times the usual gap, and the usual first token."""
-    return Slo(alone.ttft_s * patience, alone.itl_s * itl, percentile)
 
 
 def of_colocated(profile: Path) -> Path:
@@ -125,51 +118,6 @@ class Lab:
         itl, ttft = phase.itl(0.99) * 1e3, phase.ttft(0.5) * 1e3
         text = f"round {phase.round}, {phase.rate:g}/s, {phase.side}: TTFT p50 {ttft:.0f} ms, ITL p99 {itl:.1f} ms"
         print(f"{text}, generator {phase.generator_cpu:.0%} of a core", file=sys.stderr, flush=True)
-
-
-@dataclass(frozen=True, slots=True)
-class Goal:
-    """An SLO, and the goodput of the split side under it, of each colocated one, and of other engines."""
-
-    times: float
-    slo: Slo
-    split: float
-    colocated: dict[str, float]
-    peers: dict[str, float]
-
-    @property
-    def best(self) -> str:
-        """The colocated side with the most goodput."""
-        return max(self.colocated, key=lambda side: self.colocated[side])
-
-    @property
-    def ratio(self) -> float:
-        """Above 1: splitting is better. nan: nobody keeps to it."""
-        theirs = self.colocated[self.best]
-        return self.split / theirs if theirs else math.inf if self.split else math.nan
-
-
-def sides_of(phases: list[Phase]) -> list[str]:
-    """The split one first, then by chunk, other engines last."""
-    return sorted({phase.side for phase in phases}, key=lambda side: (side != SPLIT, side[0], len(side), side))
-
-
-def goals(phases: list[Phase], alone: Slo, percentile: int, patience: float = PATIENCE) -> list[Goal]:
-    """From the tightest ITL to the loosest."""
-    found = []
-    by_side = {side: [phase for phase in phases if phase.side == side] for side in sides_of(phases)}
-    for times in GOALS:
-        slo = slo_of(alone, times, percentile, patience)
-        reached = {side: goodput(own, slo) for side, own in by_side.items()}
-        split, peers = reached.pop(SPLIT), {side: rate for side, rate in reached.items() if side.startswith("vllm")}
-        mixed = {side: rate for side, rate in reached.items() if side not in peers}
-        found.append(Goal(times, slo, split, mixed, peers))
-    return found
-
-
-def tightest(found: list[Goal]) -> Goal:
-    """That both sides keep at some rate; the loosest if there is none."""
-    return next((goal for goal in found if goal.split and goal.colocated[goal.best]), found[-1])
 
 
 def ratios(phases: list[Phase], other: str, rate: float) -> dict[str, float]:
@@ -218,8 +166,7 @@ def regions(found: list[Goal], alone: Slo) -> str:
     for goal in found:
         values = (goal.split, *goal.colocated.values(), *goal.peers.values())
         cells = [f"{value:.2f}" if value else "-" for value in values]
-        ratio = "-" if math.isnan(goal.ratio) else "only split" if math.isinf(goal.ratio) else f"{goal.ratio:.2f}"
-        rows.append([f"{goal.times:g} x {alone.itl_s * 1e3:.1f} ms", *cells, ratio])
+        rows.append([f"{goal.times:g} x {alone.itl_s * 1e3:.1f} ms", *cells, goal.told])
     return markdown(["ITL goal", *(f"{side}, requests/s" for side in sides), "split / best colocated"], rows)
 
 
@@ -244,7 +191,7 @@ def main(argv: list[str]) -> None:
     if args.keep is not None:
         keep(args.keep, alone, phases)
     shown, found = report(phases, alone, args.percentile)
-    if args.plot is not None and not plot(phases, tightest(goals(phases, alone, args.percentile)).slo, args.plot):
+    if args.plot is not None and not plot(phases, aimed(goals(phases, alone, args.percentile)).slo, args.plot):
         print("no picture: matplotlib is not installed", file=sys.stderr)
     finish(NAME, argv, load, shown, found, write_docs=args.write_docs and not args.vllm)
     if args.write_docs and args.vllm:
@@ -270,14 +217,16 @@ def report(phases: list[Phase], alone: Slo, percentile: int) -> tuple[str, dict[
     """Tables, and the figures that others rely on."""
     rates = sorted({phase.rate for phase in phases})
     middle, all_goals = rates[len(rates) // 2], goals(phases, alone, percentile)
-    tight = tightest(all_goals)
+    tight, goal = tightest(all_goals), aimed(all_goals)
     told = (
         f"One request alone: first token of {DOCUMENT.prompt_tokens} tokens {alone.ttft_s * 1e3:.0f} ms, gap "
-        f"{alone.itl_s * 1e3:.1f} ms. Good: first token within {tight.slo.ttft_s * 1e3:.0f} ms, {percentile} % of gaps "
-        f"within the goal. The tight goal is {tight.times:g} times the gap, {tight.slo.itl_s * 1e3:.1f} ms; the best "
-        f"colocated side there is {tight.best}. Latency ratios are at {middle:g} requests/s."
+        f"{alone.itl_s * 1e3:.1f} ms. Good: first token within {goal.slo.ttft_s * 1e3:.0f} ms, {percentile} % of gaps "
+        f"within the goal. Routers are told to keep {AIM:g} times the gap, {goal.slo.itl_s * 1e3:.1f} ms: there "
+        f"splitting gives {goal.told} times the goodput ('over': the other side carries less than {goal.lowest:g} "
+        f"requests/s, the lowest rate). The tightest goal that both sides keep at some rate is {tight.times:g} times "
+        f"the gap; the best colocated side there is {tight.best}. Latency ratios are at {middle:g} requests/s."
     )
-    found = {**ratios(phases, tight.best, middle), "goodput_ratio": tight.ratio if math.isfinite(tight.ratio) else None}
+    found = {**ratios(phases, tight.best, middle), "goodput_ratio": None if math.isnan(goal.ratio) else goal.ratio}
     kinds = [(percentile, PATIENCE), *((other, PATIENCE) for other in OTHERS), *((percentile, p) for p in IMPATIENT)]
     parts = [told, *(_region(phases, alone, *one) for one in kinds)]
     return "\n\n".join((*parts, by_chunk(phases, middle), latencies(phases))), found

@@ -31,8 +31,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for `python b
 
 from baton.logs import configure_logging
 from baton.workload import Arrival
-from benchmarks.disaggregation import AIM, Lab, goals, of_colocated, sides_of, tightest
+from benchmarks.disaggregation import Lab, of_colocated
 from benchmarks.lib.disagg_figures import Phase, Slo, kept
+from benchmarks.lib.disagg_goals import AIM, GOALS, goals, sides_of, slo_of, tightest
 from benchmarks.lib.disagg_run import SPLIT, Side, add_options, colocated
 from benchmarks.lib.mixed_load import arrivals
 from benchmarks.lib.models import make_model
@@ -157,15 +158,8 @@ def main(argv: list[str]) -> None:
     load, lab = os.getloadavg()[0], Lab(args.model or make_model(args.cache, "M", "bf16"), args.seconds)
     alone, profiles = learned(lab) if args.profile is None else (None, known(args.profile))
     alone, phases = kept(args.phases) if args.phases is not None else loads(lab, alone or lab.alone(), args)
-    sides = [side for side in sides_of(phases) if not side.startswith("vllm")]
-    rates = sorted({phase.rate for phase in phases})
     slo = tightest(goals(phases, alone, args.percentile)).slo
-    found = []
-    for side in sides:
-        for rate in rates:
-            own = [phase for phase in phases if (phase.side, phase.rate) == (side, rate)]
-            theirs = simulated(profiles.of(named(side)), named(side), own, slo)
-            found.append(Compared(side, rate, measured(own, slo), theirs))
+    found = compared(profiles, phases, slo)
     fast = speed(args.requests or (20_000 if args.quick else 1_000_000), 1000)
     ratios = {f"{figure}_error": round(median(one.error(figure) for one in found), 4) for figure in FIGURES}
     ratios["events_per_s"] = fast["events_per_s"]
@@ -175,7 +169,30 @@ def main(argv: list[str]) -> None:
         + f".\n\n{fast['requests']:,.0f} requests over {fast['workers']:,.0f} workers: {fast['cpu_s']:.0f} s of CPU, "
         f"{fast['us_per_request']:.0f} us a request, {fast['events_per_s']:,.0f} events/s, {fast['peak_mib']:,.0f} MiB."
     )
-    finish(NAME, argv, load, f"{table(found)}\n\n{told}", ratios, write_docs=args.write_docs)
+    others = by_goal(profiles, phases, alone, args.percentile)
+    finish(NAME, argv, load, f"{table(found)}\n\n{others}\n\n{told}", ratios, write_docs=args.write_docs)
+
+
+def compared(profiles: Profiles, phases: list[Phase], slo: Slo) -> list[Compared]:
+    """Each side at each rate."""
+    found = []
+    for side in (side for side in sides_of(phases) if not side.startswith("vllm")):
+        for rate in sorted({phase.rate for phase in phases}):
+            own = [phase for phase in phases if (phase.side, phase.rate) == (side, rate)]
+            theirs = simulated(profiles.of(named(side)), named(side), own, slo)
+            found.append(Compared(side, rate, measured(own, slo), theirs))
+    return found
+
+
+def by_goal(profiles: Profiles, phases: list[Phase], alone: Slo, percentile: int) -> str:
+    """How far off goodput is under other ITL goals: each decides at another place of the gaps' distribution."""
+    rows = []
+    for times in GOALS:
+        slo = slo_of(alone, times, percentile)
+        errors = [one.error("goodput") for one in compared(profiles, phases, slo) if one.measured["goodput"]]
+        if errors:
+            rows.append([f"{times:g} x {alone.itl_s * 1e3:.1f} ms", f"{median(errors):.1%}", str(len(errors))])
+    return markdown(["ITL goal", "goodput, error", "loads with any"], rows)
 
 
 def loads(lab: Lab, alone: Slo, args: argparse.Namespace) -> tuple[Slo, list[Phase]]:

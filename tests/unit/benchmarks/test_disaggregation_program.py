@@ -14,6 +14,7 @@ from baton.cluster.state import ClusterState, ProcessId
 from baton.workload import read_trace
 from benchmarks import disaggregation, simulator
 from benchmarks.lib.disagg_figures import Phase, Seen, Slo, attainment, goodput, keep, kept, phase_of, quantile
+from benchmarks.lib.disagg_goals import GOALS, aimed, goals, sides_of, tightest
 from benchmarks.lib.disagg_plot import plot
 from benchmarks.lib.disagg_run import SPLIT, Side, bind, colocated
 from benchmarks.lib.mixed_load import DOCUMENT, STREAM, arrivals, write_trace
@@ -85,14 +86,26 @@ def test_ratios_are_above_one_where_splitting_is_better():
     ]
     found = disaggregation.ratios(phases, "colocated-64", 2.0)
     assert found == pytest.approx({"itl_p99_ratio": 8.0, "ttft_p50_ratio": 2.0})
-    found_goals = disaggregation.goals(phases, Slo(0.1, 0.01), 90)
+    found_goals = goals(phases, Slo(0.1, 0.01), 90)
     assert [goal.split for goal in found_goals] == [2.0] * 10
     assert [goal.colocated["colocated-64"] for goal in found_goals] == [0.0] * 8 + [2.0] * 2
-    tight = disaggregation.tightest(found_goals)
+    tight = tightest(found_goals)
     assert (tight.times, tight.best, tight.ratio) == (10.0, "colocated-64", 1.0)
     text, figures = disaggregation.report(phases, Slo(0.1, 0.01), 90)
     assert figures == pytest.approx({"itl_p99_ratio": 8.0, "ttft_p50_ratio": 2.0, "goodput_ratio": 1.0})
-    assert text.count("only split") == 5 * 8  # with three TTFT goals, and two more percentiles
+    assert text.count("| over 1.00") == 5 * 8  # with three TTFT goals, and two more percentiles
+
+
+def test_who_keeps_a_goal_at_no_rate_counts_as_if_at_the_lowest():
+    good, bad = (seen(0.1, 0.01),) * 10, (seen(0.1, 0.021),) * 10
+    phases = [phase(SPLIT, rate, answers=good) for rate in (1.0, 2.0, 3.0)]
+    phases += [phase("colocated-64", rate, answers=bad) for rate in (1.0, 2.0, 3.0)]
+    found = goals(phases, Slo(0.1, 0.01), 90)
+    assert (aimed(found).ratio, aimed(found).told) == (3.0, "over 3.00")
+    assert (tightest(found).times, tightest(found).told) == (2.5, "1.00")
+    text, figures = disaggregation.report(phases, Slo(0.1, 0.01), 90)
+    assert figures["goodput_ratio"] == 3.0
+    assert "splitting gives over 3.00 times the goodput" in text
 
 
 def test_at_each_goal_the_best_chunk_counts():
@@ -102,18 +115,18 @@ def test_at_each_goal_the_best_chunk_counts():
         phase("colocated-64", answers=slow_start),
         phase("colocated-256", answers=slow_gap),
     ]
-    found = {goal.times: goal.best for goal in disaggregation.goals(phases, Slo(0.08, 0.01), 90)}
+    found = {goal.times: goal.best for goal in goals(phases, Slo(0.08, 0.01), 90)}
     assert (found[1.25], found[3.0]) == ("colocated-64", "colocated-64")
-    strict = {goal.times: goal for goal in disaggregation.goals(phases, Slo(0.07, 0.01), 90)}
+    strict = {goal.times: goal for goal in goals(phases, Slo(0.07, 0.01), 90)}
     assert (strict[3.0].best, strict[3.0].ratio) == ("colocated-256", 1.0)
-    assert math.isinf(strict[1.25].ratio)
+    assert strict[1.25].told == "over 1.00"
 
 
 def test_another_engine_is_shown_and_never_the_control():
     quick = (seen(0.1, 0.01),) * 10
     phases = [phase(side, answers=quick) for side in ("vllm-128", "colocated-256", SPLIT, "colocated-64")]
-    assert disaggregation.sides_of(phases) == [SPLIT, "colocated-64", "colocated-256", "vllm-128"]
-    goal = disaggregation.goals(phases, Slo(0.1, 0.01), 90)[0]
+    assert sides_of(phases) == [SPLIT, "colocated-64", "colocated-256", "vllm-128"]
+    goal = goals(phases, Slo(0.1, 0.01), 90)[0]
     assert (goal.best, goal.peers) == ("colocated-64", {"vllm-128": 2.0})
     assert "vllm-128, requests/s" in disaggregation.regions([goal], Slo(0.1, 0.01))
 
@@ -156,6 +169,19 @@ def test_the_simulator_gets_the_very_load_of_a_phase(side):
     assert found["ttft_p50"] == report.ttft.p50 > 0.004
     compared = simulator.Compared(side.name, 4.0, {**found, "goodput": found["goodput"] * 2}, found)
     assert [compared.error(figure) for figure in simulator.FIGURES] == pytest.approx([0, 0, 0, 0, 0.5])
+
+
+def test_goodput_is_compared_at_each_goal():
+    """As fast as could be: all that was seen kept to the goals, as simulated; where nothing did, nothing is said."""
+    was = [phase(SPLIT, 4.0, 3, (seen(0.01, 0.001),) * 40), phase("colocated-128", 4.0, 3, (seen(9.0, 9.0),) * 40)]
+    profiles = simulator.Profiles(a_profile(), a_profile())
+    (split, mixed) = simulator.compared(profiles, was, SLO)
+    assert (split.side, split.measured["goodput"], mixed.measured["goodput"]) == (SPLIT, 4.0, 0.0)
+    shown = simulator.by_goal(profiles, was, SLO, 95).splitlines()
+    assert [row.split("|")[1].split(" x")[0].strip() for row in shown[2:]] == [f"{times:g}" for times in GOALS]
+    assert {row.split("|")[3].strip() for row in shown[2:]} == {"1"}
+    error = abs(split.simulated["goodput"] - 4.0) / 4.0
+    assert shown[-1].split("|")[2].strip() == f"{error:.1%}"
 
 
 def test_workers_have_a_core_each_and_all_else_has_all():

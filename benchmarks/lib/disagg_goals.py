@@ -1,0 +1,84 @@
+"""The goals that answers are judged by, from tight to loose, and who carries how much under each."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from benchmarks.lib.disagg_figures import Slo, goodput
+from benchmarks.lib.disagg_run import SPLIT
+
+if TYPE_CHECKING:
+    from benchmarks.lib.disagg_figures import Phase
+
+PATIENCE = 5.0  # times what the first token of a long prompt takes alone
+GOALS = (1.25, 1.5, 1.75, 2.0, 2.5, 3.0, 4.0, 6.0, 10.0, 30.0)  # times the usual gap
+AIM = 2.0  # times the usual gap: the ITL that routers are told to keep
+
+
+def slo_of(alone: Slo, itl: float, percentile: int, patience: float = PATIENCE) -> Slo:
+    """So many times the usual gap, and the usual first token."""
+    return Slo(alone.ttft_s * patience, alone.itl_s * itl, percentile)
+
+
+@dataclass(frozen=True, slots=True)
+class Goal:
+    """An SLO, and the goodput of the split side under it, of each colocated one, and of other engines."""
+
+    times: float
+    slo: Slo
+    lowest: float  # requests/s that were tried
+    split: float
+    colocated: dict[str, float]
+    peers: dict[str, float]
+
+    @property
+    def best(self) -> str:
+        """The colocated side with the most goodput."""
+        return max(self.colocated, key=lambda side: self.colocated[side])
+
+    @property
+    def ratio(self) -> float:
+        """Above 1: splitting is better. nan: nobody keeps to it.
+
+        A lower bound if only the split side does: the other one carries less than was tried.
+        """
+        theirs = self.colocated[self.best]
+        return self.split / (theirs or self.lowest) if theirs or self.split else math.nan
+
+    @property
+    def told(self) -> str:
+        """The ratio."""
+        if math.isnan(self.ratio):
+            return "-"
+        return f"{self.ratio:.2f}" if self.colocated[self.best] else f"over {self.ratio:.2f}"
+
+
+def sides_of(phases: list[Phase]) -> list[str]:
+    """The split one first, then by chunk, other engines last."""
+    return sorted({phase.side for phase in phases}, key=lambda side: (side != SPLIT, side[0], len(side), side))
+
+
+def goals(phases: list[Phase], alone: Slo, percentile: int, patience: float = PATIENCE) -> list[Goal]:
+    """From the tightest ITL to the loosest."""
+    found = []
+    lowest = min(phase.rate for phase in phases)
+    by_side = {side: [phase for phase in phases if phase.side == side] for side in sides_of(phases)}
+    for times in GOALS:
+        slo = slo_of(alone, times, percentile, patience)
+        reached = {side: goodput(own, slo) for side, own in by_side.items()}
+        split, peers = reached.pop(SPLIT), {side: rate for side, rate in reached.items() if side.startswith("vllm")}
+        mixed = {side: rate for side, rate in reached.items() if side not in peers}
+        found.append(Goal(times, slo, lowest, split, mixed, peers))
+    return found
+
+
+def tightest(found: list[Goal]) -> Goal:
+    """That both sides keep at some rate; the loosest if there is none."""
+    return next((goal for goal in found if goal.split and goal.colocated[goal.best]), found[-1])
+
+
+def aimed(found: list[Goal]) -> Goal:
+    """That routers are told to keep."""
+    return next(goal for goal in found if goal.times == AIM)
