@@ -49,7 +49,7 @@ def controller(
             remote.end(ray, cluster, GRACE_S)
             typer.echo(f"the workers of cluster {cluster.name!r} have ended")
             return
-        there = remote.ensure(ray, cluster, parts(), detached=not bound)
+        there = remote.ensure(ray, cluster, parts(), told, detached=not bound)
         if follow:
             remote.follow(ray, there, told, _report)
         else:

@@ -34,6 +34,7 @@ ANSWER_S = 5.0
 CHILD_WAIT_S = 5.0  # for the Ray; then it ends, and is started again
 LOST_S = 20.0  # without an answer; Ray starts a controller again within seconds
 ENSURE_S = 60.0
+LET_GO_S = 10.0  # for a child that follows nothing bound to it
 UNBOUNDED = 10**9
 
 log = structlog.get_logger(__name__)
@@ -50,8 +51,9 @@ class RemoteControl:
         self._begun = False
         self._command = [*command, f"--wait={CHILD_WAIT_S:g}"]
         self._log = logs / f"{NAME}.log"
-        bound = ["--bound"] if config.redis.url == "embedded" else []  # workers cannot outlive their ledger
-        self._child = Child(ProcessSpec(NAME, [*self._command, "--follow", *bound], self._log, max_restarts=UNBOUNDED))
+        self._bound = config.redis.url == "embedded"  # workers cannot outlive their ledger
+        argv = [*self._command, "--follow", *(["--bound"] if self._bound else [])]
+        self._child = Child(ProcessSpec(NAME, argv, self._log, max_restarts=UNBOUNDED))
 
     def start(self, redis_url: str) -> None:
         check_reachable(self._address)
@@ -75,11 +77,17 @@ class RemoteControl:
     def stop(self, grace_s: float) -> None:
         if not self._begun:
             return
+        if not self._bound:  # first: a child that has just lost the controller would have another one made after all
+            self._let_go(LET_GO_S)
         ending = Child(ProcessSpec("stop", [*self._command, "--stop"], self._log))
         ending.start()
         ending.wait(grace_s + STOP_S)
-        self._child.terminate()  # not before: with it would end, at once, what is not detached
-        self._child.wait(grace_s)
+        if self._bound:  # not before: with it ends, at once, what is not detached
+            self._let_go(grace_s)
+
+    def _let_go(self, within_s: float) -> None:
+        self._child.terminate()
+        self._child.wait(within_s)
 
 
 def join(config: ClusterConfig, wait_s: float, stop: Stop, clock: Clock | None = None) -> Any:
@@ -104,15 +112,18 @@ def join(config: ClusterConfig, wait_s: float, stop: Stop, clock: Clock | None =
             return ray
 
 
-def ensure(ray: Any, config: ClusterConfig, parts: Parts, *, detached: bool, clock: Clock | None = None) -> Any:
+def ensure(
+    ray: Any, config: ClusterConfig, parts: Parts, stop: Stop, *, detached: bool, clock: Clock | None = None
+) -> Any:
     """The controller of this cluster, with this config, once it answers. One with another config, or that is frozen, is
-    replaced; its workers stay. Raises StartError.
+    replaced; its workers stay. Raises StartError, and Cancelled: none is made for who was told to end.
     """
     clock = clock or SystemClock()
     told = config.model_copy(update={"router": RouterConfig()}).model_dump_json()  # its ports may change
     began = asked = clock.monotonic()
     controller = None
     while True:
+        stop.check()
         error = None
         if controller is None:  # else it is held on to: with the handle of who made it ends what is not detached
             controller = _found_or_made(ray, config, told, parts, detached=detached)

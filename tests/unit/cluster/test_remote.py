@@ -16,7 +16,7 @@ from baton.cluster.processes import StartError
 from baton.cluster.remote import ENSURE_S, LOST_S, POLL_S, RemoteControl, check_ledger, ensure, follow, join
 from baton.cluster.stop import Stop
 from baton.config import ClusterConfig
-from baton.errors import ConfigError, LedgerError, NoWorker
+from baton.errors import Cancelled, ConfigError, LedgerError, NoWorker
 
 PARTS = Parts(object, {}, LocalControl)
 FILE = {"name": "test", "ray": {"address": "10.0.0.1:6379"}, "redis": {"url": "redis://redis.example:6379"}}
@@ -96,9 +96,9 @@ def clock(monkeypatch):
 
 
 def test_a_controller_is_made_once_and_stays_on_whatever_head_there_is(ray, clock):
-    one = ensure(ray, CONFIG, PARTS, detached=True, clock=clock)
+    one = ensure(ray, CONFIG, PARTS, Stop(), detached=True, clock=clock)
     other_ports = CONFIG.model_copy(update={"router": CONFIG.router.model_copy(update={"grpc": "127.0.0.1:7"})})
-    assert ensure(ray, other_ports, PARTS, detached=True, clock=clock) is one
+    assert ensure(ray, other_ports, PARTS, Stop(), detached=True, clock=clock) is one
     wanted = {"lifetime": "detached", "max_restarts": -1, "max_task_retries": 0, "num_cpus": 0}
     assert wanted.items() <= one.options.items()
     assert one.options["resources"] == {"node:__internal_head__": 0.001}
@@ -106,29 +106,45 @@ def test_a_controller_is_made_once_and_stays_on_whatever_head_there_is(ray, cloc
 
 
 def test_a_controller_with_another_config_is_replaced(ray, clock):
-    one = ensure(ray, CONFIG, PARTS, detached=True, clock=clock)
+    one = ensure(ray, CONFIG, PARTS, Stop(), detached=True, clock=clock)
     other = CONFIG.model_copy(update={"slo": CONFIG.slo.model_copy(update={"itl_ms": 7.0})})
-    two = ensure(ray, other, PARTS, detached=True, clock=clock)
+    two = ensure(ray, other, PARTS, Stop(), detached=True, clock=clock)
     assert two is not one
     assert two is ray.there
 
 
 def test_a_frozen_controller_is_replaced_and_one_that_is_being_started_is_waited_for(ray, clock):
-    one = ensure(ray, CONFIG, PARTS, detached=True, clock=clock)
+    one = ensure(ray, CONFIG, PARTS, Stop(), detached=True, clock=clock)
     one.said = [RayError("unavailable"), RayError("unavailable"), True]
-    assert ensure(ray, CONFIG, PARTS, detached=True, clock=clock) is one
+    assert ensure(ray, CONFIG, PARTS, Stop(), detached=True, clock=clock) is one
     one.said = [RayError("no answer")]
     began = clock.monotonic()
-    assert ensure(ray, CONFIG, PARTS, detached=True, clock=clock) is not one
+    assert ensure(ray, CONFIG, PARTS, Stop(), detached=True, clock=clock) is not one
     assert clock.monotonic() - began == pytest.approx(LOST_S, abs=2 * POLL_S)
 
 
 def test_a_controller_that_is_being_ended_is_not_waited_for(ray, clock):
-    one = ensure(ray, CONFIG, PARTS, detached=True, clock=clock)
+    one = ensure(ray, CONFIG, PARTS, Stop(), detached=True, clock=clock)
     one.said = [ActorDiedError("killed by somebody else")]
     began = clock.monotonic()
-    assert ensure(ray, CONFIG, PARTS, detached=True, clock=clock) is not one
+    assert ensure(ray, CONFIG, PARTS, Stop(), detached=True, clock=clock) is not one
     assert clock.monotonic() - began == pytest.approx(POLL_S)
+
+
+def test_who_is_told_to_end_has_none_made(ray, clock):
+    stop = Stop()
+    one = ensure(ray, CONFIG, PARTS, stop, detached=True, clock=clock)
+    one.said = [RayError("it is being ended")]
+
+    def told_meanwhile(question, timeout, get=ray.get):
+        stop.drain.set()
+        ray.there = None
+        return get(question, timeout)
+
+    ray.get = told_meanwhile
+    with pytest.raises(Cancelled):
+        ensure(ray, CONFIG, PARTS, stop, detached=True, clock=clock)
+    assert ray.made == [one]
 
 
 def test_the_handle_of_who_made_a_controller_is_kept(ray, clock):
@@ -142,14 +158,14 @@ def test_the_handle_of_who_made_a_controller_is_kept(ray, clock):
         return controller
 
     ray._make = made
-    assert ensure(ray, CONFIG, PARTS, detached=False, clock=clock) is ray.made[0]
+    assert ensure(ray, CONFIG, PARTS, Stop(), detached=False, clock=clock) is ray.made[0]
     assert len(ray.made) == 1
 
 
 def test_a_controller_that_never_starts_is_an_error_with_rays_own_words(ray, clock):
     ray.silent = True
     with pytest.raises(StartError, match="it does not answer"):
-        ensure(ray, CONFIG, PARTS, detached=True, clock=clock)
+        ensure(ray, CONFIG, PARTS, Stop(), detached=True, clock=clock)
     assert clock.monotonic() > ENSURE_S
 
 
@@ -175,7 +191,7 @@ def never(state):
 
 
 def test_who_follows_is_told_once_when_all_are_ready(ray, clock):
-    controller = ensure(ray, CONFIG, PARTS, detached=True, clock=clock)
+    controller = ensure(ray, CONFIG, PARTS, Stop(), detached=True, clock=clock)
     late = ConfigError("of a worker that was started later")
     controller.said = [
         ControlState(ready=False, workers=2),
@@ -189,14 +205,14 @@ def test_who_follows_is_told_once_when_all_are_ready(ray, clock):
 
 
 def test_who_follows_learns_why_a_worker_did_not_start(ray, clock):
-    controller = ensure(ray, CONFIG, PARTS, detached=True, clock=clock)
+    controller = ensure(ray, CONFIG, PARTS, Stop(), detached=True, clock=clock)
     controller.said = [ControlState(ready=False, workers=2, error=LedgerError("Redis is away"))]
     with pytest.raises(LedgerError, match="Redis is away"):
         follow(ray, controller, waits(clock), never, clock)
 
 
 def test_who_follows_ends_when_the_controller_is_lost(ray, clock):
-    controller = ensure(ray, CONFIG, PARTS, detached=True, clock=clock)
+    controller = ensure(ray, CONFIG, PARTS, Stop(), detached=True, clock=clock)
     controller.said = [
         ControlState(ready=True, workers=2),
         RayError("unavailable"),
@@ -250,11 +266,16 @@ def test_a_ray_that_is_not_there_yet_is_waited_for(ray, clock, monkeypatch):
 
 
 CHILD = """
-import json, os, sys, time
-with open(sys.argv[1], "a") as log:
-    print(*sys.argv[2:], file=log)
+import json, os, signal, sys, time
+
+def say(*words):
+    with open(sys.argv[1], "a") as log:
+        print(*words, file=log)
+
+say(*sys.argv[2:])
 if "--stop" in sys.argv:
     sys.exit()
+signal.signal(signal.SIGTERM, lambda *_: (say("lets go"), sys.exit()))
 os.write(int(os.environ["BATON_READY_FD"]), json.dumps({"workers": 5}).encode() + b"\\n")
 time.sleep(60)
 """
@@ -262,7 +283,9 @@ time.sleep(60)
 
 @pytest.mark.parametrize(("url", "bound"), [("embedded", " --bound"), ("redis://127.0.0.1:7", "")])
 def test_the_children_of_a_remote_control(tmp_path, monkeypatch, url, bound):
-    """One follows, one ends all; who follows is ended last, since what is bound to it ends with it."""
+    """One follows, one ends all. Who follows is ended last if controller and workers are bound to it, as they would end
+    with it; else first, as it may be about to have another controller made.
+    """
     monkeypatch.setattr(remote, "check_reachable", lambda address: None)
     config = ClusterConfig.model_validate(FILE | {"redis": {"url": url}})
     said = tmp_path / "said"
@@ -275,7 +298,8 @@ def test_the_children_of_a_remote_control(tmp_path, monkeypatch, url, bound):
     assert control.pids().keys() == {"controller"}
     control.poll()
     control.stop(1.0)
-    assert said.read_text().splitlines() == [f"--wait=5 --follow{bound}", "--wait=5 --stop"]
+    begun, ends, lets_go = f"--wait=5 --follow{bound}", "--wait=5 --stop", "lets go"
+    assert said.read_text().splitlines() == ([begun, ends, lets_go] if bound else [begun, lets_go, ends])
     assert control.pids() == {}
 
 
