@@ -89,8 +89,11 @@ class Faults:
     def _worker(self, fault: Fault, what: str, role: Role) -> str:
         hosts = [host for host in self._cluster.live if host.plan.role is role and not host.process.paused]
         if what in {"drain", "turn"}:
-            hosts = [host for host in hosts if not host.role.draining]
-        if len(hosts) < 1 + (what == "turn"):  # of the last one, nobody would order it
+            hosts = [host for host in hosts if not (host.told or host.role.draining)]
+        if what == "turn":  # nobody would order it of the last one, or of the last one for deterministic requests
+            exact = {host for host in hosts if host.plan.shapes is not None}
+            hosts = [host for host in hosts if (exact if host in exact else set(hosts)) - {host}]
+        if not hosts:
             return ""
         host = hosts[fault.number % len(hosts)]
         if what == "crash":

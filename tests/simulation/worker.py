@@ -159,6 +159,7 @@ class WorkerHost:
         self, world: World, plan: WorkerPlan, counter: int, ledger: SimLedger, transport: SimTransport
     ) -> None:
         self.world, self.plan, self.next_plan = world, plan, plan
+        self.told = False  # to drain, or to be of the other role
         self.name = f"{plan.worker_id}#{counter}"
         self.process = Process(world, self.name)
         self._ledger, self._transport = ledger, transport
@@ -235,6 +236,7 @@ class WorkerHost:
 
     def drain(self, *, turn: bool) -> None:
         """An order: as `baton.worker.life.live` obeys it. The next incarnation may be of the other role."""
+        self.told = True
         if turn:
             role = Role.DECODE if self.plan.role is Role.PREFILL else Role.PREFILL
             self.next_plan = replace(self.plan, role=role)
