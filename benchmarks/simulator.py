@@ -9,8 +9,9 @@ profile is measured on one of each kind (`baton profile --live`), once. Then eac
 it did, in benchmarks/disaggregation.py with `--keep`), and the same arrivals go through the simulator with the profile
 of its kind: nothing is fitted to what the load gave. An error is |simulated - measured| / measured of a figure of one
 load on one cluster, measured as the median over the rounds; the ratios are the medians over loads and clusters, and the
-table has each. Goodput is requests/s at each rate that keep to the tight SLO of benchmarks/disaggregation.py. Speed is
-that of `python -m simulator`.
+table has each. Goodput is requests/s at each rate that keep to the tightest goal of benchmarks/disaggregation.py which
+both sides keep at some rate; its error under each other goal stands in a table of its own. Speed is that of
+`python -m simulator`.
 The last line of stdout is one JSON object with the figures.
 """
 
