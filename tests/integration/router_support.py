@@ -105,6 +105,7 @@ class FakeWorker(WorkerServicer):
         self.committed: set[HandoffId] = set()
         self.messages = 0
         self.said: dict[HandoffId, list[Event]] = {}  # what a decode worker remembers of its streams
+        self._parked: set[HandoffId] = set()  # those of a router that is gone: no other hears of them unasked
         self._work: dict[HandoffId, Work] = {}
         self._held: dict[HandoffId, int] = {}
         self._tasks: dict[HandoffId, asyncio.Task[None]] = {}
@@ -141,7 +142,7 @@ class FakeWorker(WorkerServicer):
         raise NotImplementedError
 
     async def Connect(self, request_iterator, context) -> None:  # type: ignore[override]
-        self._queue = asyncio.Queue()
+        self._queue, self._parked = asyncio.Queue(), set(self.said)
         reader = asyncio.create_task(self._read(request_iterator))
         welcome = Event(welcome=convert.info_to_pb(self.info))
         await context.write(worker_pb2.WorkerMessage(events=[welcome], load=self.load()))
@@ -163,9 +164,11 @@ class FakeWorker(WorkerServicer):
         return common_pb2.Load(blocks=common_pb2.BlockCounts(total=total, free=total - used, reserved=used))
 
     def emit(self, *events: Event) -> None:
-        for item in events:
-            self.said.setdefault(convert.handoff_from_pb(item.handoff), []).append(item)
-        self._queue.put_nowait(list(events))
+        names = [convert.handoff_from_pb(item.handoff) for item in events]
+        for name, item in zip(names, events, strict=True):
+            self.said.setdefault(name, []).append(item)
+        heard = [item for name, item in zip(names, events, strict=True) if name not in self._parked]
+        self._queue.put_nowait(heard)
 
     def count(self, kind: str) -> int:
         return Counter(name for name, _ in self.commands)[kind]
@@ -298,9 +301,11 @@ class FakeWorker(WorkerServicer):
         self.emit(event(handoff, reserved=worker_pb2.Reserved(cached_tokens=self.cached_here)))
 
     def _attach(self, handoff: HandoffId, message: worker_pb2.Attach) -> None:
+        self._parked.discard(handoff)
         if handoff not in self.said or self.refuse_once:
             reason: Any = self.refuse_once.pop() if self.refuse_once else worker_pb2.REFUSAL_REASON_STALE
             self.emit(event(handoff, refused=worker_pb2.Refused(reason=reason, detail="not here")))
+            self._parked.add(handoff)
             return
         known = len(message.spec.known)
         missed = [

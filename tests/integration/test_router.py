@@ -459,10 +459,12 @@ async def test_cancelling_at_any_moment_leaves_nothing_behind(make):
 
     async def one() -> None:
         call = cluster.call([1] * rng.randint(1, 40), rng.randint(1, 12))
-        leave = asyncio.get_running_loop().call_later(rng.random(), call.cancel)
+        leaves = rng.random() < 0.8  # the others are answered, however slow this machine is
+        leave = asyncio.get_running_loop().call_later(rng.random(), call.cancel) if leaves else None
         with suppress(asyncio.CancelledError, BatonError):
             ids_of(await cluster.answer(call))
-        leave.cancel()
+        if leave is not None:
+            leave.cancel()
 
     await asyncio.gather(*(one() for _ in range(120)))
     await until(lambda: cluster.idle, "every claim is given back")
