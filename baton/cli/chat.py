@@ -118,7 +118,8 @@ class Terminal:
             self.note("ended early")
         else:
             tokens, timings = len(done.tokens), done.timings
-            self.note(f"{tokens} tokens, TTFT {timings.ttft_s * 1e3:.0f} ms, end to end {timings.e2e_s:.2f} s")
+            ttft = f", TTFT {timings.ttft_s * 1e3:.0f} ms" if timings.ttft_s else ""
+            self.note(f"{tokens} tokens{ttft}, end to end {timings.e2e_s:.2f} s")
 
     def note(self, text: str) -> None:
         self._console.print(text, style="dim")

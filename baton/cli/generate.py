@@ -119,8 +119,10 @@ def placed(completion: Completion) -> str:
 
 
 def latency(completion: Completion) -> str:
-    """TTFT, and the mean time between the tokens after the first."""
+    """TTFT, and the mean time between the tokens after the first, of an answer that has any."""
     timings, count = completion.timings, len(completion.tokens)
+    if not timings.ttft_s:
+        return "no token"
     text = f"TTFT {timings.ttft_s * 1e3:.1f} ms"
     if count > 1:
         text += f", ITL {(timings.e2e_s - timings.ttft_s) / (count - 1) * 1e3:.1f} ms"

@@ -182,7 +182,6 @@ class Metrics:
             return
         by = _within_bounds(exemplar)
         for histogram, seconds in (
-            (self._ttft, timings.ttft_s),
             (self._e2e, timings.e2e_s),
             (self._queue, timings.queue_s),
             (self._prefill, timings.prefill_s),
@@ -191,7 +190,9 @@ class Metrics:
         for name, seconds in asdict(timings).items() if staged else ():
             if seconds > 0 and (stage := self._stages.get(name.removesuffix("_s"))) is not None:
                 stage.observe(seconds)
-        self._generation.observe(timings.e2e_s - timings.ttft_s)
+        if timings.ttft_s > 0:  # else the model ended the answer before it began: there was no token to wait for
+            self._ttft.observe(timings.ttft_s, by)
+            self._generation.observe(timings.e2e_s - timings.ttft_s)
         if tokens > 1:
             self._tpot.observe((timings.e2e_s - timings.ttft_s) / (tokens - 1), by)
 

@@ -91,6 +91,15 @@ def test_no_token_no_ttft():
     assert stages.timings().ttft_s == 0
 
 
+def test_an_answer_without_a_token_is_no_first_token_in_no_time():
+    metrics = Metrics("local", "1.2")
+    metrics.ended("finished", Timings(1, 0, 0, 2, 0, 0, 0, ttft_s=0.0))
+    metrics.ended("finished", Timings(1, 0, 0, 2, 0, 0, 0, ttft_s=3.0), tokens=1)
+    text = generate_latest(metrics.registry).decode()
+    counts = [f"baton_{name}_seconds_count {count}.0" for name, count in (("ttft", 1), ("generation", 1), ("e2e", 2))]
+    assert all(line in text.splitlines() for line in counts), text
+
+
 def test_metrics_have_the_names_that_dashboards_read():
     metrics = Metrics("local", "1.2")
     blocks = [BlockCounts(10, 4, 1, 2, 0, 3), BlockCounts(10, 10)]

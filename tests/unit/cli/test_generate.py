@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from baton.cli import up
 from baton.cli.app import app
-from baton.cli.generate import Shown, generate, placed
+from baton.cli.generate import Shown, generate, latency, placed
 from baton.client._fold import Fold
 from baton.cluster.state import ClusterState, ProcessId, StateFolder
 from baton.errors import InvalidRequest, NoWorker
@@ -51,6 +51,16 @@ def test_who_did_what_is_said_in_words(workers, text):
     )
     list(stream)
     assert placed(stream.collect()) == text
+
+
+@pytest.mark.parametrize(("ttft_s", "text"), [(0.25, "TTFT 250.0 ms"), (0.0, "no token")])
+def test_an_answer_without_a_token_has_no_ttft(ttft_s, text):
+    stream = Thinking(
+        inference.GenerateEvent(finished=inference.Finished(reason=common.FINISH_REASON_EOS)),
+        inference.GenerateEvent(completed=inference.Completed(timings=common.Timings(ttft_s=ttft_s, e2e_s=1))),
+    )
+    list(stream)
+    assert latency(stream.collect()) == text
 
 
 class Thinking(Fold):
