@@ -118,7 +118,7 @@ class Terminal:
             self.note("ended early")
         else:
             tokens, timings = len(done.tokens), done.timings
-            ttft = f", TTFT {timings.ttft_s * 1e3:.0f} ms" if timings.ttft_s else ""
+            ttft = f", TTFT {timings.ttft_s * 1e3:.0f} ms" if tokens else ""
             self.note(f"{tokens} tokens{ttft}, end to end {timings.e2e_s:.2f} s")
 
     def note(self, text: str) -> None:
