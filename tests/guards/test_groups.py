@@ -22,6 +22,7 @@ def test_where(number):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(60)
 def test_groups_of_tests_are_not_split(tmp_path: Path) -> None:
     """pytest 9.2 with pytest-xdist 3.8 does, and says nothing of it."""

@@ -41,6 +41,7 @@ def test_the_router_needs_no_gateway():
     assert loaded("router.server", "starlette", "uvicorn") == set()
 
 
+@pytest.mark.slow
 def test_a_gateway_without_its_libraries_says_what_to_install():
     code = """import sys
 sys.modules["starlette"] = None

@@ -60,6 +60,7 @@ def test_what_is_not_in_the_cache_is_said(tmp_path):
         assert part in done.stdout, done.stderr
 
 
+@pytest.mark.slow
 def test_pull_prints_the_folder_and_refuses_others(tmp_path):
     folder = snapshot(tmp_path)
     main = "from baton.cli import main\nsys.argv = ['baton', 'pull', {!r}]\nmain()"

@@ -4,10 +4,13 @@ import json
 import subprocess
 import sys
 
+import pytest
+
 from benchmarks.lib.protocol import ROOT
 from router.policy import POLICIES
 
 
+@pytest.mark.slow
 def test_a_quick_run_ends_with_all_figures() -> None:
     command = [sys.executable, "benchmarks/choose.py", "--quick", "--workers", "100", "--blocks", "3000"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)

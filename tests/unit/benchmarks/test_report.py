@@ -98,6 +98,7 @@ def test_other_load_leaves_out_the_measured_process() -> None:
     assert other_load((10.0, 4.0, 1.0), (10.0, 4.0, 1.0)) == 0.0
 
 
+@pytest.mark.slow
 def test_memory_needs_grow_with_weights_and_kv(tmp_path: Path) -> None:
     needs = []
     for dtype, tokens in (("bf16", 0), ("fp32", 0), ("fp32", 1000)):

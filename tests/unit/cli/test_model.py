@@ -35,6 +35,7 @@ def test_folders_are_left_alone(path):
     assert fetched(config(path), Stop()) == config(path)
 
 
+@pytest.mark.slow
 def test_a_model_of_the_hub_is_pinned_to_its_commit_and_keeps_its_name(cache):
     snapshot(cache)
     found = fetched(config("hf:org/tiny"), Stop())

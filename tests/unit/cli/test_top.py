@@ -203,6 +203,7 @@ async def test_rows_go_and_come_and_the_cursor_stays_with_its_request(router):
         assert column(table(app, "workers"), "tok/s") == ["250", "0"]
 
 
+@pytest.mark.slow
 async def test_keys(router):
     router.says.put(live())
     app = screen(router)
@@ -248,6 +249,7 @@ async def test_a_pause_stops_the_picture_and_not_the_count(router):
         assert "PAUSED" not in text(app, "head")
 
 
+@pytest.mark.slow
 async def test_the_trace_of_a_request(router):
     router.says.put(live())
     app = screen(router)
@@ -293,6 +295,7 @@ async def test_what_is_said_while_the_screen_goes_away_ends_nothing(router, monk
     assert app.return_code in {0, None}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", [grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED, "silent"])
 async def test_a_router_that_is_lost_is_waited_for(router, monkeypatch, how):
     if how == "silent":

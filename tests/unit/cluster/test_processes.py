@@ -50,6 +50,7 @@ def test_a_child_that_dies_at_start_is_reported_with_its_log(child):
         it.wait_ready(Stop())
 
 
+@pytest.mark.slow
 def test_a_silent_child_is_reported(child):
     it = child("import time; time.sleep(60)", ready_timeout_s=0.2)
     with pytest.raises(StartError, match=r"was silent for 0\.2 s"):
@@ -156,6 +157,7 @@ def test_a_child_that_ignores_sigterm_is_killed(child):
     assert not psutil.pid_exists(pid)
 
 
+@pytest.mark.slow
 def test_children_die_with_a_killed_supervisor(tmp_path):
     inner = "from baton.cluster.processes import die_with_parent, report_ready; die_with_parent();" + READY
     outer = textwrap.dedent(f"""

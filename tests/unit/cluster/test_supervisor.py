@@ -235,6 +235,7 @@ def test_a_router_that_died_comes_back_at_the_same_address(run):
     assert run.error is None
 
 
+@pytest.mark.slow
 def test_a_router_that_fails_when_it_comes_back_is_tried_again(run):
     run.start()
     marker = run.folder.config.with_name("router-fails-once")
@@ -275,6 +276,7 @@ def kill(redis):
     until(lambda: redis.pid is None)
 
 
+@pytest.mark.slow
 def test_redis_whose_port_is_taken_when_it_died_is_tried_again_until_that_is_hopeless(tmp_path):
     clock = FakeClock()
     redis = KeptRedis(tmp_path, clock)

@@ -57,6 +57,7 @@ def compiled(choice: Choice, unified: float | None = None, **options) -> CpuKern
         pytest.skip(f"the compiled kernels cannot be used here: {why}")
 
 
+@pytest.mark.slow
 def test_it_is_the_same_in_another_process():
     command = [sys.executable, "-c", IN_ANOTHER, str(DEMO)]
     there = subprocess.run(command, cwd=ROOT, text=True, capture_output=True, check=True).stdout.split()[-1]

@@ -134,6 +134,7 @@ def test_how_flash_attention_is_called(window, wanted):
     assert options["num_splits"] == 1  # with more, torch leaves rows unwritten
 
 
+@pytest.mark.slow
 def test_a_cpu_does_not_import_triton():
     modules = (
         "baton.worker.build, baton.engine.model.build, baton.engine.kernels.choose, baton.engine.kernels.gpu.graphs"

@@ -117,6 +117,7 @@ def test_an_answer_that_never_comes_breaks_the_channel_by_its_deadline(pairs, an
     assert "within 0.3 s" in str(outcome)
 
 
+@pytest.mark.slow
 def test_time_in_the_queue_counts_against_nobody(pairs) -> None:
     pair, ends = gated(pairs, replace(SETTINGS, frame_deadline_s=1.0))
     handoffs = [pair.push(f"r{n}", 8, [1, 2], [11, 12]) for n in range(4)]
@@ -128,6 +129,7 @@ def test_time_in_the_queue_counts_against_nobody(pairs) -> None:
     assert all(isinstance(pair.reports.wait(handoff), PushResult) for handoff in handoffs)
 
 
+@pytest.mark.slow
 def test_time_spent_computing_counts_against_nobody(pairs) -> None:
     pair = pairs(replace(SMALL_FRAMES, frame_deadline_s=0.8))
     job = pair.reserve("slow", 8, [11, 12])

@@ -132,6 +132,7 @@ def test_the_queue_is_no_longer_than_what_drains_in_time(seed):
     assert max(pool.ttft[""]) <= WAIT_S + PREFILL_S + 1e-6
 
 
+@pytest.mark.slow
 def test_a_tenant_at_twenty_times_its_share_does_not_slow_another(seed):
     calm = simulate(seed, (0.7, {"tenant": "busy"}), (0.2, {"tenant": "small"}), for_s=300.0)
     storm = simulate(seed, (20.0, {"tenant": "busy"}), (0.2, {"tenant": "small"}), for_s=60.0, requests=64)
@@ -141,6 +142,7 @@ def test_a_tenant_at_twenty_times_its_share_does_not_slow_another(seed):
     assert len(small) + len(storm.ttft["busy"]) >= 0.95 * 60 * CAPACITY
 
 
+@pytest.mark.slow
 def test_weights_divide_what_is_served(seed):
     pool = simulate(seed, (5.0, {"tenant": "a"}), (5.0, {"tenant": "b"}), weights={"a": 3.0})
     assert len(pool.ttft["a"]) / len(pool.ttft["b"]) == pytest.approx(3, rel=0.15)

@@ -157,6 +157,7 @@ def test_who_comes_back_goes_before_all_and_is_not_charged_again():
     assert [serve(queue).tenant for _ in range(4)] == ["a", "b", "a", "b"]
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(st.randoms(use_true_random=False), st.sampled_from(["new tenants", "old tenants", "urgent", "mixed"]))
 def test_nobody_starves_whatever_comes_later(rng, adversary):
@@ -202,6 +203,7 @@ def test_what_is_kept_goes_by_who_waits_and_not_by_who_came(leave):
     assert kept + len(queue._order) + len(queue._idle) < 1000
 
 
+@pytest.mark.slow
 def test_an_operation_takes_steps_like_the_logarithm_of_who_waits():
     """Counted, not timed: lines of the queue's own modules that run."""
     few, many = steps(1_000, 10), steps(100_000, 1_000)

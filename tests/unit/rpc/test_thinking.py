@@ -69,6 +69,7 @@ def test_a_state_that_is_none_is_refused_by_name(change, field):
     assert [violation.field for violation in caught.value.violations] == [field]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("chunk", "most"), [(4, 4), (16, 16), (16, 64)])
 def test_the_longest_prompt_and_all_thoughts_of_it_are_one_message(chunk, most):
     """A large state is the smaller part: 64 rows of 16384 float32, twice. Thoughts of large ids take 3 bytes each."""

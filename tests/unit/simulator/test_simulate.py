@@ -62,6 +62,7 @@ def test_a_request_alone_takes_what_its_parts_take():
     assert report.itl.count == 10
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("scenario", "within"),
     [
@@ -101,6 +102,7 @@ def test_all_that_came_has_one_outcome_when_there_is_too_much():
     assert report.queue_peak >= 20
 
 
+@pytest.mark.slow
 def test_the_same_arguments_give_the_same_report_in_another_process():
     script = (
         "from tests.unit.simulator.test_simulate import eventful; from simulator import simulate;"

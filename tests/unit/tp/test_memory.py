@@ -260,6 +260,7 @@ def steps(engine: Engine) -> Iterator[StepResult]:
         yield engine.step()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 4])
 def test_a_model_with_divided_caches_hands_over_and_takes_over(plan_of, tmp_path, size: int, seed: int) -> None:
     random_checkpoint(tmp_path / "m", "llama", vocab_size=259, num_attention_heads=8, num_key_value_heads=4)

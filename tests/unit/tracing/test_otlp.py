@@ -147,6 +147,7 @@ def dead_port() -> str:
         return f"http://127.0.0.1:{bound.getsockname()[1]}"
 
 
+@pytest.mark.slow
 def test_a_collector_that_is_not_there_delays_nobody():
     exporter = Exporter(dead_port(), "local", linger_s=0)
     begun = time.monotonic()
@@ -159,6 +160,7 @@ def test_a_collector_that_is_not_there_delays_nobody():
     assert time.monotonic() - begun < 5.0
 
 
+@pytest.mark.slow
 def test_a_collector_that_does_not_answer_delays_nobody():
     with collectors() as (collector, address):
         collector.gate.clear()
@@ -174,6 +176,7 @@ def test_a_collector_that_does_not_answer_delays_nobody():
         assert time.monotonic() - begun < 6.0
 
 
+@pytest.mark.slow
 def test_what_found_no_room_is_told_though_the_collector_works():
     with collectors() as (collector, address), structlog.testing.capture_logs() as logged:
         collector.gate.clear()

@@ -55,6 +55,7 @@ def test_what_was_measured_is_taken(settings):
     assert chosen(settings("determinism.window=32")) == (4, 32, "profile")
 
 
+@pytest.mark.slow
 async def test_a_worker_starts_with_it(settings, monkeypatch):
     built = []
 

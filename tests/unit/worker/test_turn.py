@@ -65,6 +65,7 @@ def test_who_and_where_it_is_stays(both):
             assert (settings.listen, settings.advertise) == (listen, advertise)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("again", [False, True])
 def test_the_old_pool_is_freed_before_the_next_one_is_made(both, monkeypatch, again):
     """Also of an engine whose listeners refer to it, as those of roles do, and which was frozen for the collector."""

@@ -78,6 +78,7 @@ def test_slots_are_as_promised(pairs: Pairs) -> None:
         assert end.slot(RING.slots + 1).data_ptr() == slots[1].data_ptr()
 
 
+@pytest.mark.slow
 def test_an_idle_channel_has_no_deadline(pairs: Pairs, seed: int) -> None:
     sender, receiver = pairs(deadline_s=0.5)
     time.sleep(0.7)
@@ -137,6 +138,7 @@ def test_a_silent_sender_is_seen_by_the_deadline_and_the_channel_is_closed(pairs
     assert settled(lambda: breaks(lambda: sender.start(next(numbers), 8)), AT_ONCE_S)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("side", list(Side))
 def test_without_another_end_none_opens_and_nothing_stays(pairs: Pairs, side: Side) -> None:
     def alone() -> None:

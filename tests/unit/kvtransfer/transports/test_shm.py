@@ -160,6 +160,7 @@ class Stranger:
             yield connected
 
 
+@pytest.mark.slow
 def test_a_receiver_turns_strangers_away_and_still_meets_its_sender(pool) -> None:
     stranger = Stranger(pool)
     for secret in (bytes(16), b"", b"short", stranger.value[:16] + b"!", bytes(4000)):
