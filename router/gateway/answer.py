@@ -7,6 +7,7 @@ from collections.abc import AsyncGenerator, AsyncIterator
 from dataclasses import dataclass, field
 
 import orjson
+from google.protobuf.json_format import MessageToDict
 
 from baton.audit import joined
 from baton.errors import EngineFault
@@ -53,7 +54,7 @@ class Answer:
         self._job, self._texts, self._metadata, self._visit = job, texts, metadata, visit
         self._model, self._created = model, created
         self._choices = [_Choice() for _ in range(len(job.requests) * job.n)]
-        self._usage = pb.Usage()
+        self._usage, self._timings = pb.Usage(), common_pb2.Timings()
         self._prompts = [0] * len(job.requests)  # tokens
         self._id = ""
         self._fingerprints: dict[int, str] = {}  # by call
@@ -68,7 +69,7 @@ class Answer:
                 choice.scored.extend(piece.scored or ())
                 choice.thoughts += [piece.thought] if piece.thought else []
         choices = [self._choice(index, each) for index, each in enumerate(self._choices)]
-        return orjson.dumps(self._object(self._job.shape.whole, choices) | {"usage": self._spent()})
+        return orjson.dumps(self._object(self._job.shape.whole, choices) | self._account())
 
     def _choice(self, index: int, whole: _Choice) -> Json:
         scored = whole.scored if self._job.logprobs else None
@@ -92,14 +93,14 @@ class Answer:
             if not written:
                 yield KEEP_ALIVE
         if self._job.usage is not InStream.NOWHERE:
-            yield self._event([], self._spent())
+            yield self._event([], **self._account())
         yield DONE
 
     def _written(self, piece: _Piece) -> list[bytes]:
         """What is known of the answer by this piece; it may be held back for later ones."""
         shape, choice, index = self._job.shape, self._choices[piece.index], piece.index
         opening = None if choice.opened else shape.opening(index)
-        opened = [self._event([opening], self._so_far(index))] if opening else []
+        opened = [self._event([opening], usage=self._so_far(index))] if opening else []
         choice.opened = True
         choice.tokens = piece.tokens or choice.tokens
         choices: list[Json] = [shape.thought(index, piece.thought)] if piece.thought else []
@@ -108,7 +109,7 @@ class Answer:
             choice.offset += sum(len(each.text) for each in piece.scored or ())
         if piece.reason:
             choices += shape.ending(index, piece.reason)
-        return opened + [self._event([each], self._so_far(index)) for each in choices]
+        return opened + [self._event([each], usage=self._so_far(index)) for each in choices]
 
     async def _pieces(self, streams: Streams, keep_alive_s: float | None) -> AsyncIterator[_Piece | None]:
         """None: nothing has come for `keep_alive_s`. Raises BatonError, also for an answer that is not complete."""
@@ -150,6 +151,7 @@ class Answer:
                 self._spend(event.completed.usage)
                 self._digests[number] = event.completed.usage.audit_digest
                 self._fingerprints[number] = event.completed.system_fingerprint
+                self._timings = max(self._timings, event.completed.timings, key=_length)
                 self._visit.completed(event.completed.timings)
         return None
 
@@ -163,6 +165,13 @@ class Answer:
         self._usage.cached_tokens += usage.cached_tokens
         self._usage.completion_tokens += usage.completion_tokens
         self._usage.thinking_tokens += usage.thinking_tokens
+
+    def _account(self) -> Json:
+        """What the answer took: tokens, and seconds by stage of the call that was longest under way."""
+        timings = MessageToDict(
+            self._timings, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
+        )
+        return {"usage": self._spent(), "timings": timings}
 
     def _spent(self) -> Json:
         usage = self._usage
@@ -179,10 +188,10 @@ class Answer:
             return None
         return _counted(self._prompts[index // self._job.n], self._choices[index].tokens)
 
-    def _event(self, choices: list[Json], usage: Json | None) -> bytes:
+    def _event(self, choices: list[Json], **account: Json | None) -> bytes:
         chunk = self._object(self._job.shape.chunk, choices)
         if self._job.usage is not InStream.NOWHERE:
-            chunk["usage"] = usage
+            chunk |= account
         return b"data: " + orjson.dumps(chunk) + b"\n\n"
 
     def _object(self, kind: str, choices: list[Json]) -> Json:
@@ -194,6 +203,10 @@ class Answer:
 
 def _counted(prompt: int, completion: int) -> Json:
     return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+
+
+def _length(timings: common_pb2.Timings) -> float:
+    return timings.e2e_s
 
 
 def _reason(finished: pb.Finished) -> str:

@@ -9,6 +9,7 @@ import pytest
 from openai import AsyncOpenAI, OpenAI
 
 from baton.errors import ConfigError
+from baton.telemetry.labels import STAGES
 from baton.tokenizer import OracleTokenizer
 from router.floor import RouterSettings
 from router.server import serve
@@ -66,6 +67,20 @@ async def test_completion(client):
     assert done._request_id == done.id.removeprefix("cmpl-")
     assert [(c.index, c.text, c.finish_reason) for c in done.choices] == [(0, text_of(5), "length")]
     assert (done.usage.prompt_tokens, done.usage.completion_tokens, done.usage.total_tokens) == (3, 5, 8)
+
+
+async def test_where_the_time_went(client):
+    whole = await ask(client, prompt=[1, 2, 3], max_tokens=5)
+    usage = {"include_usage": True}
+    chunks = [c async for c in await ask(client, prompt=[1, 2, 3], max_tokens=5, stream=True, stream_options=usage)]
+    for took in (whole.timings, chunks[-1].timings):
+        stages = [took[f"{stage}_s"] for stage in STAGES]
+        assert len(took) == len(stages) + 2
+        assert sum(stages) == pytest.approx(took["e2e_s"])
+        assert 0 < took["ttft_s"] < took["e2e_s"]
+    assert not any("timings" in chunk.model_dump() for chunk in chunks[:-1])
+    bare = [chunk.model_dump() async for chunk in await ask(client, prompt=[1, 2, 3], stream=True)]
+    assert not any("timings" in chunk or chunk.get("usage") for chunk in bare)
 
 
 async def test_sync_client(cluster):

@@ -121,6 +121,18 @@ async def test_others_are_told_the_fingerprint_alone_and_only_if_there_is_one(ga
     assert done.system_fingerprint is None
 
 
+async def test_of_several_prompts_the_longest_says_where_the_time_went(gateway):
+    async def script(request):
+        yield {"accepted": pb.Accepted(prompt_tokens=1)}
+        yield finished()
+        timings = common_pb2.Timings(queue_s=0.25, e2e_s=3.0 if request.text == "b" else 1.0)
+        yield {"completed": pb.Completed(timings=timings)}
+
+    gateway.fake.script = script
+    done = await gateway.client.completions.create(model="m", prompt=["a", "b", "c"])
+    assert (done.timings["queue_s"], done.timings["e2e_s"], done.timings["ttft_s"]) == (0.25, 3.0, 0.0)
+
+
 async def thinking(request):
     """Two choices think aloud."""
     yield {"accepted": pb.Accepted(prompt_tokens=9)}
