@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import structlog
 
 from baton.clock import Clock, SystemClock
@@ -28,6 +29,7 @@ from baton.errors import BatonError, NoWorker
 ASK_S = 0.5  # between two questions to an actor that answers
 SILENT_S = 10.0  # who was found and does not answer for so long is judged by its lease
 END_S = 5.0  # that processes may take to be gone
+KIND_S = 1.0  # of it, until they are killed
 LONGEST = 500  # of Ray's own words
 
 log = structlog.get_logger(__name__)
@@ -262,11 +264,24 @@ class RayPlacement:
             if self._place.local:
                 self._ray.shutdown()
 
+    def _wait_until_gone(self, workers: list[_Worker]) -> None:
+        """Ray is let end them: of a process that ends in another way it prints that it died of an error."""
+        for handle in (worker.handle for worker in workers if worker.handle is not None):
+            self._ray.kill(handle, no_restart=True)
+        processes = []
+        for pid in (worker.pid for worker in workers if worker.pid is not None):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                processes.append(psutil.Process(pid))
+        psutil.wait_procs(processes, timeout=KIND_S)
+
     def _stop_actors(self, grace_s: float) -> None:
         live = {name: worker for name, worker in self._workers.items() if worker.ended is None}
         stopping = [worker.handle.stop.remote() for worker in live.values() if worker.pid is not None]
         if stopping:
             self._ray.wait(stopping, num_returns=len(stopping), timeout=grace_s)
+        if self._place.local:
+            with contextlib.suppress(Exception):  # a process boundary: who is left is killed in any case
+                self._wait_until_gone(list(live.values()))
         for name in live:
             self.kill(name)
         ending = [worker.handle.pid.remote() for worker in live.values()]  # answered when it has ended, at the latest

@@ -40,3 +40,16 @@ def test_requests_flow_on_its_page_until_it_is_told_to_stop(home):
         demo.kill()
         demo.wait()
     assert demo.returncode == 0, rest
+
+
+@pytest.mark.xdist_group("ray")
+def test_ray_has_nothing_to_say_at_its_end(home):
+    demo = home.start("demo")
+    try:
+        said, _ = demo.communicate(timeout=120)
+    finally:
+        demo.kill()
+        demo.wait()
+    assert demo.returncode == 0, said
+    assert "can vary widely" in said
+    assert "raylet" not in said

@@ -338,7 +338,7 @@ def test_at_the_end_all_are_asked_and_then_killed(ray, here):
     actor = here.ready(pid=2**22 + 7)
     here.it.stop(0.1)
     assert "stop" in actor.asked
-    assert ray.killed == ["decode-0"]
+    assert ray.killed == ["decode-0", "decode-0"]  # the second time in case that the first was not enough
     assert ray.shut
 
 
