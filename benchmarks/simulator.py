@@ -4,14 +4,15 @@
     python benchmarks/simulator.py                 more rates and rounds: about 30 minutes
     python benchmarks/simulator.py --write-docs --phases benchmarks/results/disaggregation.json --profile FILE
 
-On the clusters and loads of benchmarks/disaggregation.py: one prefill and one decode worker, and two colocated ones. A
-profile is measured on one of each kind (`baton profile --live`), once. Then each load runs on each cluster (`--phases`:
-it did, in benchmarks/disaggregation.py with `--keep`), and the same arrivals go through the simulator with the profile
-of its kind: nothing is fitted to what the load gave. An error is |simulated - measured| / measured of a figure of one
-load on one cluster, measured as the median over the rounds; the ratios are the medians over loads and clusters, and the
-table has each. Goodput is requests/s at each rate that keep to the tightest goal of benchmarks/disaggregation.py which
-both sides keep at some rate; its error under each other goal stands in a table of its own. Speed is that of
-`python -m simulator`.
+On the clusters and loads of benchmarks/disaggregation.py: one prefill and one decode worker, and two colocated ones. In
+each round a profile is measured on one of each kind (`baton profile --live`) before its loads. Then each load runs on
+each cluster (`--phases`: it did, in benchmarks/disaggregation.py with `--keep`), and the same arrivals go through the
+simulator with the round's profile of its kind, made slower or faster as the gap of a request alone was just before and
+after the load: nothing is fitted to what the load gave. An error is
+|simulated - measured| / measured of a figure of one load on one cluster, both as medians over the rounds; the ratios
+are the medians over loads and clusters, and the table has each. Goodput is requests/s at each rate that keep to the
+goal which both sides are configured for; its error under each other goal stands in a table of its own, beside what
+splitting gives there as measured and as simulated. Speed is that of `python -m simulator`.
 The last line of stdout is one JSON object with the figures.
 """
 
@@ -19,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import subprocess
 import sys
@@ -32,18 +34,18 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for `python b
 
 from baton.logs import configure_logging
 from baton.workload import Arrival
-from benchmarks.disaggregation import Lab, of_colocated
-from benchmarks.lib.disagg_figures import Phase, Slo, kept
-from benchmarks.lib.disagg_goals import AIM, GOALS, goals, sides_of, slo_of, tightest
+from benchmarks.disaggregation import Lab, profile_file
+from benchmarks.lib.disagg_figures import Phase, Slo, attainment, highest, kept
+from benchmarks.lib.disagg_goals import AIM, GOALS, Goal, sides_of, slo_of
 from benchmarks.lib.disagg_run import SPLIT, Side, add_options, colocated
-from benchmarks.lib.mixed_load import arrivals
+from benchmarks.lib.mixed_load import STREAM, arrivals
 from benchmarks.lib.models import make_model
 from benchmarks.lib.protocol import ROOT
 from benchmarks.lib.report import finish, markdown
 from simulator import simulate
 from simulator.plan_shape import Shape, Site
 from simulator.profile import Profile, load_profile
-from simulator.scenario import Pool, Router
+from simulator.scenario import Pool, Router, Scenario, Slow
 from simulator.scenario import Slo as SimulatedSlo
 
 if TYPE_CHECKING:
@@ -55,6 +57,8 @@ NAME = "simulator"
 FIGURES = ("ttft_p50", "ttft_p99", "itl_p50", "itl_p99", "goodput")
 LIMITS = {"ttft_p50": 0.15, "itl_p50": 0.15, "ttft_p99": 0.25, "itl_p99": 0.25, "goodput": 0.10}  # what is aimed at
 CHUNK = 256  # tokens of a colocated step
+WORKERS = (("decode-0", "decode-1"), ("prefill-0", "decode-0"))  # colocated, and split
+LONG_S = 1e6  # longer than any load
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,55 +77,71 @@ class Compared:
 
 
 class Profiles(NamedTuple):
-    """One for each kind of cluster: what two decoding workers of one host cost each other only theirs shows."""
+    """One for each kind of cluster: what two decoding workers of one host cost each other only theirs shows. By round,
+    as the speed of a machine wanders.
+    """
 
-    split: Profile
-    colocated: Profile
+    split: dict[int, Profile]
+    colocated: dict[int, Profile]
 
-    def of(self, side: Side) -> Profile:
-        """That of such a cluster."""
-        return self.split if side.chunk is None else self.colocated
+    def of(self, phase: Phase) -> Profile:
+        """That of such a cluster, of the same round."""
+        return (self.split if phase.side == SPLIT else self.colocated)[phase.round]
 
 
 def measured(phases: Sequence[Phase], slo: Slo) -> dict[str, float]:
-    """Medians over the rounds of one side and rate."""
+    """Medians over the rounds of one side and rate, and the share that kept to the SLO, of all rounds together."""
     return {
         "ttft_p50": median(phase.ttft(0.5) for phase in phases),
         "ttft_p99": median(phase.ttft(0.99) for phase in phases),
         "itl_p50": median(phase.itl(0.5) for phase in phases),
         "itl_p99": median(phase.itl(0.99) for phase in phases),
         "goodput": median(phase.goodput(slo) for phase in phases),
+        "share": attainment(phases, slo),
     }
 
 
-def simulated(profile: Profile, side: Side, phases: Sequence[Phase], slo: Slo) -> dict[str, float]:
-    """The same loads through the simulator: medians over the rounds."""
-    reports = [(predict(profile, side, phase, slo), phase.seconds) for phase in phases]
+def simulated(profiles: Profiles, phases: Sequence[Phase], slo: Slo, usual_s: float) -> dict[str, float]:
+    """The same of the same loads in the simulator."""
+    reports = [predict(profiles.of(phase), phase, slo, usual_s) for phase in phases]
     return {
-        "ttft_p50": median(report.ttft.p50 for report, _ in reports),
-        "ttft_p99": median(report.ttft.p99 for report, _ in reports),
-        "itl_p50": median(report.itl.p50 for report, _ in reports),
-        "itl_p99": median(report.itl.p99 for report, _ in reports),
-        "goodput": median(report.good / seconds for report, seconds in reports),
+        "ttft_p50": median(report.ttft.p50 for report in reports),
+        "ttft_p99": median(report.ttft.p99 for report in reports),
+        "itl_p50": median(report.itl.p50 for report in reports),
+        "itl_p99": median(report.itl.p99 for report in reports),
+        "goodput": median(report.good / phase.seconds for report, phase in zip(reports, phases, strict=True)),
+        "share": sum(report.good for report in reports) / max(sum(report.arrivals for report in reports), 1),
     }
 
 
-def predict(profile: Profile, side: Side, phase: Phase, slo: Slo) -> Report:
-    """The arrivals of one phase. Where pools slow each other down, a second time, as much as they were busy."""
+def predict(profile: Profile, phase: Phase, slo: Slo, usual_s: float) -> Report:
+    """The arrivals of one phase, judged by `slo`, on a machine on which the gap of a request that is alone was what it
+    was then. `usual_s`: the usual one.
+    """
     found = [(at, kind) for at, kind in arrivals(phase.rate, phase.seconds, phase.round)]
     load = [Arrival(at - found[0][0], kind.prompt_tokens, kind.max_tokens) for at, kind in found]
-    shape = Shape(1, 1) if side.chunk is None else Shape(2, chunk=side.chunk)
+    longer = phase.speed * usual_s / usual_gap(profile, phase.side)
+    return simulate(scenario(profile, phase.side, slo.times(phase.speed), phase.told_s, longer), load)
+
+
+def usual_gap(profile: Profile, side: str) -> float:
+    """The median between the tokens of a request that is alone, says the simulator with this profile; seconds."""
+    alone = [Arrival(100.0 * number, STREAM.prompt_tokens, STREAM.max_tokens // 2) for number in range(8)]
+    return simulate(scenario(profile, side, Slo(1.0, 1.0), math.inf), alone).itl.p50
+
+
+def scenario(profile: Profile, side: str, slo: Slo, told_itl_s: float, longer: float = 1.0) -> Scenario:
+    """A side of benchmarks/disaggregation.py, each step of which takes `longer` times what the profile says."""
+    chunk = named(side).chunk
     site = Site(
         profile,
         SimulatedSlo(slo.ttft_s, slo.itl_s, slo.percentile),
         prefill=Pool(0),
         decode=Pool(0),
-        router=Router(max_requests=1024, max_wait_s=120.0),
+        router=Router(max_requests=1024, max_wait_s=120.0, slo_itl_s=told_itl_s),
+        faults=tuple(Slow(0.0, LONG_S, worker, longer) for worker in WORKERS[chunk is None]),
     )
-    report = simulate(site.scenario(shape), load)
-    if site.shares_host(shape):
-        report = simulate(site.scenario(shape, report.prefill.busy, report.decode.busy), load)
-    return report
+    return site.scenario(Shape(1, 1) if chunk is None else Shape(2, chunk=chunk))
 
 
 def speed(requests: int, workers: int) -> dict[str, float]:
@@ -156,11 +176,10 @@ def main(argv: list[str]) -> None:
     add_options(parser)
     args = parser.parse_args(argv)
     configure_logging("warning")
-    load, lab = os.getloadavg()[0], Lab(args.model or make_model(args.cache, "M", "bf16"), args.seconds)
-    alone, profiles = learned(lab) if args.profile is None else (None, known(args.profile))
-    alone, phases = kept(args.phases) if args.phases is not None else loads(lab, alone or lab.alone(), args)
-    slo = tightest(goals(phases, alone, args.percentile)).slo
-    found = compared(profiles, phases, slo)
+    load = os.getloadavg()[0]
+    alone, phases, profiles = before(args) if args.phases is not None else loads(args)
+    slo = slo_of(alone, AIM, args.percentile)
+    found = compared(profiles, phases, slo, alone.itl_s)
     fast = speed(args.requests or (20_000 if args.quick else 1_000_000), 1000)
     ratios = {f"{figure}_error": round(median(one.error(figure) for one in found), 4) for figure in FIGURES}
     ratios["events_per_s"] = fast["events_per_s"]
@@ -174,33 +193,58 @@ def main(argv: list[str]) -> None:
     finish(NAME, argv, load, f"{table(found)}\n\n{others}\n\n{told}", ratios, write_docs=args.write_docs)
 
 
-def compared(profiles: Profiles, phases: list[Phase], slo: Slo) -> list[Compared]:
+def compared(profiles: Profiles, phases: list[Phase], slo: Slo, usual_s: float) -> list[Compared]:
     """Each side at each rate."""
     found = []
     for side in (side for side in sides_of(phases) if not side.startswith("vllm")):
         for rate in sorted({phase.rate for phase in phases}):
             own = [phase for phase in phases if (phase.side, phase.rate) == (side, rate)]
-            theirs = simulated(profiles.of(named(side)), named(side), own, slo)
-            found.append(Compared(side, rate, measured(own, slo), theirs))
+            found.append(Compared(side, rate, measured(own, slo), simulated(profiles, own, slo, usual_s)))
     return found
 
 
 def by_goal(profiles: Profiles, phases: list[Phase], alone: Slo, percentile: int) -> str:
-    """How far off goodput is under other ITL goals: each decides at another place of the gaps' distribution."""
+    """How far off goodput is under other ITL goals: each decides at another place of the gaps' distribution. And what
+    splitting gives there, as benchmarks/disaggregation.py counts it.
+    """
     rows = []
     for times in GOALS:
         slo = slo_of(alone, times, percentile)
-        errors = [one.error("goodput") for one in compared(profiles, phases, slo) if one.measured["goodput"]]
+        found = compared(profiles, phases, slo, alone.itl_s)
+        errors = [one.error("goodput") for one in found if one.measured["goodput"]]
         if errors:
-            rows.append([f"{times:g} x {alone.itl_s * 1e3:.1f} ms", f"{median(errors):.1%}", str(len(errors))])
-    return markdown(["ITL goal", "goodput, error", "loads with any"], rows)
+            gains = [gain(found, times, slo, which).told for which in ("measured", "simulated")]
+            rows.append([f"{times:g} x {alone.itl_s * 1e3:.1f} ms", f"{median(errors):.1%}", str(len(errors)), *gains])
+    header = ["ITL goal", "goodput, error", "loads with any", "split / best colocated, measured", "simulated"]
+    return markdown(header, rows)
 
 
-def loads(lab: Lab, alone: Slo, args: argparse.Namespace) -> tuple[Slo, list[Phase]]:
-    """What real clusters make of them."""
+def gain(found: Sequence[Compared], times: float, slo: Slo, which: str) -> Goal:
+    """What each side carries under a goal, `which` is measured or simulated."""
+    points: dict[str, list[tuple[float, float]]] = {}
+    for one in found:
+        figures = one.measured if which == "measured" else one.simulated
+        points.setdefault(one.side, []).append((one.rate, figures["share"]))
+    carried = {side: highest(sorted(own)) for side, own in points.items()}
+    return Goal(times, slo, min(one.rate for one in found), carried.pop(SPLIT), carried, {})
+
+
+def before(args: argparse.Namespace) -> tuple[Slo, list[Phase], Profiles]:
+    """What benchmarks/disaggregation.py kept."""
+    alone, phases = kept(args.phases)
+    return alone, phases, known(args.profile, {phase.round for phase in phases})
+
+
+def loads(args: argparse.Namespace) -> tuple[Slo, list[Phase], Profiles]:
+    """What real clusters make of them, and their profiles."""
+    lab = Lab(args.model or make_model(args.cache, "M", "bf16"), args.seconds)
     rates = args.rates or ([2.0, 4.0] if args.quick else [1.0, 2.0, 3.0, 4.0, 5.0])
     rounds = range(1, 1 + (args.rounds or (1 if args.quick else 3)))
-    return alone, lab.turns([Side(SPLIT), colocated(CHUNK)], rates, rounds, alone.itl_s * AIM)
+    alone = lab.alone()
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "here.json"
+        phases = lab.turns([Side(SPLIT), colocated(CHUNK)], rates, rounds, alone, file)
+        return alone, phases, known(file, set(rounds))
 
 
 def named(side: str) -> Side:
@@ -208,18 +252,13 @@ def named(side: str) -> Side:
     return Side(SPLIT) if side == SPLIT else colocated(int(side.removeprefix("colocated-")))
 
 
-def learned(lab: Lab) -> tuple[Slo, Profiles]:
-    """What one request alone takes on the split side, and the profiles of both, measured now."""
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "here.json"
-        alone = lab.alone(file)
-        lab.profile(colocated(CHUNK), alone, of_colocated(file))
-        return alone, known(file)
-
-
-def known(file: Path) -> Profiles:
-    """Of a file of the split side, and the one beside it."""
-    return Profiles(load_profile(str(file)), load_profile(str(of_colocated(file))))
+def known(file: Path, rounds: set[int]) -> Profiles:
+    """What `Lab.turns` wrote in these rounds."""
+    split, mixed = (
+        {number: load_profile(str(profile_file(file, number, split=split))) for number in rounds}
+        for split in (True, False)
+    )
+    return Profiles(split, mixed)
 
 
 if __name__ == "__main__":

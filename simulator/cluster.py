@@ -14,6 +14,7 @@ from simulator.life import Life
 from simulator.router import SimRouter
 from simulator.scenario import Death, Slow
 from simulator.tally import Tally
+from simulator.timing import Host
 from simulator.worker_decode import DecodeWorker
 from simulator.worker_prefill import PrefillWorker
 
@@ -42,6 +43,7 @@ class Cluster:
         self.names = Names(scenario.decode.block_size)
         self.ways: dict[str, tuple[Way, Way]] = {}
         self.slow: dict[str, float] = {}
+        self.hosts = hosts_of(scenario)
         self._slow_links: dict[str, float] = {}
         self._faults: list[Slow | SlowLink] = []  # that have begun and not ended
         self._workers: dict[str, SimWorker] = {}
@@ -193,6 +195,17 @@ class Cluster:
         for other in self._workers.values():
             if isinstance(other, DecodeWorker) and isinstance(worker, PrefillWorker) and not other.dead:
                 other.table.lost(worker.ref)
+
+
+def hosts_of(scenario: Scenario) -> dict[str, Host]:
+    """Of workers that have neighbours, by name: hosts get one after the other, until all are placed."""
+    pools = (("prefill", scenario.prefill), ("decode", scenario.decode))
+    names = [f"{role}-{number}" for role, pool in pools for number in range(pool.workers)]
+    sizes = [pool.contention.workers for _, pool in pools if pool.contention is not None]
+    if not sizes:
+        return {}
+    hosts = [Host() for _ in range(math.ceil(len(names) / min(sizes)))]
+    return {name: hosts[place % len(hosts)] for place, name in enumerate(names)}
 
 
 def simulate(scenario: Scenario, arrivals: Iterable[Arrival]) -> Report:

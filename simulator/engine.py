@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections import deque
 from itertools import count as counting
-from random import Random
 from typing import TYPE_CHECKING, Any
 
 from baton.engine.scheduler import Scheduler
@@ -28,6 +27,7 @@ if TYPE_CHECKING:
     from simulator.kernel import Event, Kernel
     from simulator.scenario import Pool
     from simulator.tally import PoolTally
+    from simulator.timing import Timing
 
 _NOISY_STEPS = 64  # of a stretch, where each draws its own length
 
@@ -36,7 +36,7 @@ class Engine:
     """One worker's. `gaps` are kept if requests are judged by percentiles of their own."""
 
     def __init__(
-        self, kernel: Kernel, pool: Pool, tally: PoolTally, listener: Listener, rng: Random, *, recompute: bool
+        self, kernel: Kernel, pool: Pool, tally: PoolTally, listener: Listener, timing: Timing, *, recompute: bool
     ) -> None:
         self.kernel, self.tally, self.listener = kernel, tally, listener
         self.pool = CountedPool(pool.kv_blocks)
@@ -48,10 +48,9 @@ class Engine:
             max_running=pool.max_running,
             recompute_preempted=recompute,
         )
-        self.factor = 1.0  # that steps take longer
+        self.timing, timing.on_change = timing, self._cut
         self.paces = Paces()
         self.gaps: Gaps | None = None
-        self._cost, self._spread, self._rng = pool.cost, pool.spread, rng
         self._most_rows = min(pool.max_running, pool.max_batched_tokens)
         self._jobs: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()
         self.rows = Rows(self.pool, self.scheduler)  # that decode
@@ -69,12 +68,18 @@ class Engine:
         if self._event is None:
             if not self._turning:
                 self._turn()
-        elif self._stretch is not None:
-            steps = self._stretch.next_end(self.kernel.now)
-            if steps < self._stretch.count:
-                self._stretch.count = steps
-                self._event.cancel()
-                self._event = self.kernel.timer(self._stretch.end(steps), self._stretched)
+        else:
+            self._cut()
+
+    def _cut(self) -> None:
+        """End a stretch with the step that is under way."""
+        if self._stretch is None or self._event is None:
+            return
+        steps = self._stretch.next_end(self.kernel.now)
+        if steps < self._stretch.count:
+            self._stretch.count = steps
+            self._event.cancel()
+            self._event = self.kernel.timer(self._stretch.end(steps), self._stretched)
 
     def add(self, row: Row) -> None:
         """Compute its prompt, and go on. A job's business, as all below."""
@@ -97,7 +102,7 @@ class Engine:
 
     def slow_down(self, factor: float) -> None:
         """Steps take so many times as long from now on."""
-        self.factor = factor
+        self.timing.factor = factor
 
     def generated(self, row: Row) -> int:
         """How many tokens of it were generated here, in steps that are done."""
@@ -106,6 +111,7 @@ class Engine:
 
     def die(self) -> None:
         """The process is gone. What it did of a stretch counts."""
+        self.timing.leave()
         if self._event is not None:
             self._event.cancel()
         if self._stretch is not None and (steps := self._stretch.done_by(self.kernel.now)):
@@ -148,6 +154,7 @@ class Engine:
     def _begin(self) -> None:
         scheduler = self.scheduler
         if not (scheduler.running or scheduler.waiting):
+            self.timing.rest()
             return
         if most := self._steady_steps():
             self._stretch_out(most)
@@ -163,20 +170,12 @@ class Engine:
             return 0
         self.rows.loosen()
         most = self.rows.next_end() - self.rows.steps
-        return self.rows.have_room(min(most, _NOISY_STEPS) if self._spread else most)
+        return self.rows.have_room(min(most, _NOISY_STEPS) if self.timing.noisy else most)
 
     def _stretch_out(self, steps: int) -> None:
-        rows, context, seconds = len(self.rows), self.rows.context, self._cost.seconds
-        first = seconds(0, 0, rows, context) * self.factor
-        more = 0.0
-        if steps > 1:
-            more = (seconds(0, 0, rows, context + rows * (steps - 1)) * self.factor - first) / (steps - 1)
-        drawn = [(first + more * step) * self._noise() for step in range(steps)] if self._spread else ()
+        first, more, drawn = self.timing.steps(len(self.rows), self.rows.context, steps)
         self._stretch = Stretch(self.kernel.now, steps, first, more, drawn)
         self._event = self.kernel.timer(self._stretch.end(steps), self._stretched)
-
-    def _noise(self) -> float:
-        return self._rng.choice(self._spread) if self._spread else 1.0
 
     def _stretched(self) -> None:
         stretch, self._stretch = self._stretch, None
@@ -221,6 +220,7 @@ class Engine:
         if plan.preempted:
             self._preempted(plan)
         if not plan.work:
+            self.timing.rest()
             self.rows.pause(self.kernel.now)
             return
         work, rows = plan.work, self.rows
@@ -229,7 +229,7 @@ class Engine:
         stalled = decodes < len(rows)
         prompts, context = sum(item.count for item in new), sum(item.context for item in new)
         beside = sum(item.context for item in work if item.sequence in rows) if stalled else self.rows.context
-        seconds = self._cost.seconds(prompts, context, decodes, beside) * self.factor * self._noise()
+        seconds = self.timing.step(prompts, context, decodes, beside)
         for item in new:
             self.listener.chunk(row_of(item), item.count, seconds)
         if stalled:

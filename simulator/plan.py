@@ -101,14 +101,12 @@ class Planner:
         key = shape, rate, why if why in PHASES else ""
         if key not in self.tried:
             report = self._report(shape, rate, alone=why in PHASES)
-            if self.site.shares_host(shape):  # how busy the pools are is known only now
-                report = self._report(shape, rate, report.prefill.busy, report.decode.busy, alone=why in PHASES)
             self.tried[key] = Tried(shape, rate, report, report.attainment >= self.attainment, why)
             self.said(self.tried[key])
         return self.tried[key]
 
-    def _report(self, shape: Shape, rate: float, prefill: float = 0.0, decode: float = 0.0, *, alone: bool) -> Report:
-        scenario = self.site.scenario(shape, prefill, decode)
+    def _report(self, shape: Shape, rate: float, *, alone: bool) -> Report:
+        scenario = self.site.scenario(shape)
         if alone:
             scenario = replace(scenario, router=replace(scenario.router, local_prefill=False))
         return self.run(scenario, self.workload.at(rate, _least_requests(shape)))

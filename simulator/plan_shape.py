@@ -55,27 +55,15 @@ class Site:
     faults: tuple[Fault, ...] = ()
     seed: int = 0
 
-    def shares_host(self, shape: Shape) -> bool:
-        """Whether its workers slow each other down."""
-        sizes = (shape.prefill_tp, shape.decode_tp) if shape.prefill else (shape.decode_tp,)
-        several = shape.prefill + shape.decode > 1
-        return several and any(self.profile.layout(size).shares_host for size in sizes)
-
     def room(self, tensor_parallel: int) -> int:
         """Tokens of KV that a worker of that size has blocks for: no request may have more."""
         size = self.decode.block_size
         return max(1, self.profile.layout(tensor_parallel).kv_tokens // size) * size
 
-    def scenario(self, shape: Shape, prefill_busy: float = 0.0, decode_busy: float = 0.0) -> Scenario:
-        """With pools busy for such shares of the time, where that slows the other one down, or colocated workers each
-        other.
-
-        Raises ConfigError for a tensor-parallel size that the profile does not have.
-        """
-        others_busy = prefill_busy if shape.prefill else decode_busy
-        decode = self.profile.pool(shape.decode, shape.decode_tp, self.decode, others_busy)
-        decode = replace(decode, spread=self.profile.layout(shape.decode_tp).decode_spread(others_busy))
-        prefill = self.profile.pool(shape.prefill, shape.prefill_tp, self.prefill, decode_busy)
+    def scenario(self, shape: Shape) -> Scenario:
+        """Raises ConfigError for a tensor-parallel size that the profile does not have."""
+        decode = self.profile.pool(shape.decode, shape.decode_tp, self.decode)
+        prefill = self.profile.pool(shape.prefill, shape.prefill_tp, self.prefill)
         if not shape.prefill:
             decode = replace(decode, max_batched_tokens=shape.chunk or self.decode.max_batched_tokens)
         return Scenario(

@@ -13,7 +13,7 @@ from pydantic import Field, ValidationError, field_validator
 from baton.config.security import Section
 from baton.errors import ConfigError
 from router.cost import Cost
-from simulator.scenario import Network, Overheads, Pool
+from simulator.scenario import Contention, Network, Overheads, Pool, Slowed
 from simulator.steps import Linear, Piecewise, StepCost, line
 
 FOLDER = Path(__file__).parent / "profiles"
@@ -35,14 +35,21 @@ class Piece(Line):
     rows_below: Annotated[int, Field(gt=0)] | None = None
 
 
+class Busy(Section):
+    """Decode steps beside busy workers of the same host take so many times as long, and differ by these factors."""
+
+    factor: Factor = 1.0
+    spread: tuple[Seconds, ...] = ()
+
+
 class Layout(Section):
     """One worker of so many devices: what its steps cost and how many tokens of KV it holds.
 
     `joint_extra_s`: what a step that has prompts and decode rows takes more than its decode rows alone and the tokens
     of its prompts; None: as if the weights were read once for both. `spread`: factors, equally likely, by which steps
-    differ from all that; none: they do not. `busy_prompt`, `busy_decode`: how many times longer steps take while
-    workers of the other pool are busy too, which is above 1 where they share a host; `busy_spread`: factors by which
-    decode steps differ then.
+    differ from all that; none: they do not. All this is of a worker that has its host to itself. `host_workers` share
+    one; with all others busy, what is computed of prompts takes `busy_prompt` times as long, and what decodes as
+    `beside_prompts` and `beside_decode` say, by what the others do. None: as beside prompts.
     """
 
     tensor_parallel: Annotated[int, Field(gt=0)]
@@ -51,9 +58,10 @@ class Layout(Section):
     decode: Annotated[tuple[Piece, ...], Field(min_length=1)]
     joint_extra_s: Seconds | None = None
     spread: tuple[Seconds, ...] = ()
+    host_workers: Annotated[int, Field(gt=0)] = 1
     busy_prompt: Factor = 1.0
-    busy_decode: Factor = 1.0
-    busy_spread: tuple[Seconds, ...] = ()
+    beside_prompts: Busy = Busy()
+    beside_decode: Busy | None = None
 
     @field_validator("prompt")
     @classmethod
@@ -78,31 +86,24 @@ class Layout(Section):
         return pieces
 
     @property
-    def shares_host(self) -> bool:
-        """Whether workers of the other pool slow these down."""
-        return max(self.busy_prompt, self.busy_decode) > 1
+    def contention(self) -> Contention | None:
+        """Of workers that share a host; None: nothing is known of that."""
+        if self.host_workers == 1:
+            return None
+        prompts = Slowed(self.beside_prompts.factor, self.beside_prompts.spread)
+        decode = self.beside_decode
+        beside = prompts if decode is None else Slowed(decode.factor, decode.spread)
+        return Contention(self.host_workers, self.busy_prompt, prompts, beside)
 
-    def decode_spread(self, busy: float) -> tuple[float, ...]:
-        """Of decode steps, with the other pool busy for such a share of the time: some steps meet it, others do not.
-        Their mean is 1.
-        """
-        met = round(len(self.spread) * min(busy, 1.0))
-        if not met or not self.busy_spread:
-            return self.spread
-        mixed = _thinned(self.spread, len(self.spread) - met)
-        mixed += [factor * self.busy_decode for factor in _thinned(self.busy_spread, met)]
-        return tuple(factor * len(mixed) / sum(mixed) for factor in mixed)
-
-    def cost(self, busy: float = 0.0) -> StepCost:
-        """As the simulator takes it, with the other pool busy for such a share of the time."""
-        prompt = _line(self.prompt, 1 + (self.busy_prompt - 1) * busy)
-        factor = 1 + (self.busy_decode - 1) * busy
-        lines = [Linear(prompt, _line(piece, factor), self._joint(piece, factor)) for piece in self.decode]
+    def cost(self) -> StepCost:
+        """As the simulator takes it, of a worker that has its host to itself."""
+        prompt = _line(self.prompt)
+        lines = [Linear(prompt, _line(piece), self._joint(piece)) for piece in self.decode]
         pieces = [(piece.rows_below or 0, cost) for piece, cost in zip(self.decode[:-1], lines, strict=False)]
         return Piecewise(tuple(pieces), lines[-1]) if pieces else lines[-1]
 
-    def _joint(self, piece: Piece, factor: float) -> float | None:
-        return None if self.joint_extra_s is None else (piece.step_s + self.joint_extra_s) * factor
+    def _joint(self, piece: Piece) -> float | None:
+        return None if self.joint_extra_s is None else piece.step_s + self.joint_extra_s
 
 
 class Link(Section):
@@ -155,12 +156,12 @@ class Profile(Section):
         known = ", ".join(map(str, self.sizes))
         raise ConfigError(f"tensor_parallel: profile {self.name} has {known}, got {tensor_parallel}")
 
-    def pool(self, workers: int, tensor_parallel: int, like: Pool, busy: float = 0.0) -> Pool:
+    def pool(self, workers: int, tensor_parallel: int, like: Pool) -> Pool:
         """So many such workers; what a profile does not say, such as `max_running`, is that of `like`."""
         layout = self.layout(tensor_parallel)
         return Pool(
             workers,
-            layout.cost(busy),
+            layout.cost(),
             kv_blocks=max(1, layout.kv_tokens // like.block_size),
             block_size=like.block_size,
             max_batched_tokens=like.max_batched_tokens,
@@ -168,6 +169,7 @@ class Profile(Section):
             tensor_parallel=tensor_parallel,
             prefix_cache=like.prefix_cache,
             spread=layout.spread,
+            contention=layout.contention,
         )
 
     def network(self) -> Network:
@@ -198,10 +200,5 @@ def load_profile(name: str) -> Profile:
         raise ConfigError("\n".join(lines)) from None
 
 
-def _thinned(factors: tuple[float, ...], count: int) -> list[float]:
-    """So many of them, as evenly chosen as they lie."""
-    return [factors[(2 * i + 1) * len(factors) // (2 * count)] for i in range(count)]
-
-
-def _line(of: Line, factor: float) -> Cost:
-    return line(of.step_s * factor, of.token_s * factor, of.context_s * factor)
+def _line(of: Line) -> Cost:
+    return line(of.step_s, of.token_s, of.context_s)

@@ -30,6 +30,13 @@ class Steps(NamedTuple):
         return cls(pace.tokens / pace.steps, pace.context / pace.steps, pace.seconds / pace.steps)
 
 
+class Slower(NamedTuple):
+    """How many times longer what is computed of prompts and of decode rows took."""
+
+    prompts: float = 1.0
+    decode: float = 1.0
+
+
 @dataclass(frozen=True, slots=True)
 class Gaps:
     """Seconds between tokens of requests that decoded together: so many rows with so much context in all."""
@@ -94,21 +101,25 @@ def _context_s(points: Sequence[Gaps]) -> float:
 
 
 def fit_spread(points: Sequence[Gaps]) -> tuple[float, ...]:
-    """By which factors gaps differ from their mean: quantiles of all points together, their mean made 1."""
-    every = np.concatenate([np.array(one.seconds) / one.mean for one in points])
-    factors = np.quantile(every, (np.arange(FACTORS) + 0.5) / FACTORS)
+    """By which factors gaps differ from their mean: quantiles of all points together, each of the same weight, however
+    many gaps it has; their mean made 1.
+    """
+    shares = (np.arange(FACTORS) + 0.5) / FACTORS
+    each = [np.quantile(np.array(one.seconds) / one.mean, shares) for one in points]
+    factors = np.quantile(np.concatenate(each), shares)
     return tuple(round(float(factor), 4) for factor in factors / factors.mean())
 
 
-def fit_joint(prompts: Line, decode: Line, joint: Pace, beside: Pace) -> float | None:
+def fit_joint(prompts: Line, decode: Line, joint: Pace, beside: Pace, slower: Slower) -> float | None:
     """What a step with prompts and decode rows takes more than one that only decodes and the prompts' tokens; None:
-    there were none.
+    there were none. `slower`: by what other workers did meanwhile.
     """
     if not joint.steps:
         return None
     alone = decode.step_s * joint.steps + decode.token_s * beside.tokens + decode.context_s * beside.context
     new = prompts.token_s * joint.tokens + prompts.context_s * joint.context
-    return max((joint.seconds - alone - new) / joint.steps, 0.0)
+    rest = (joint.seconds - alone * slower.decode) / slower.prompts
+    return max((rest - new) / joint.steps, 0.0)
 
 
 def seconds_of(line: Line, steps: Steps) -> float:

@@ -63,8 +63,9 @@ class SimPool(WorkerPool):
     """Workers are added and dropped as they live and die. `asks(wish)` has the directory look for what is asked."""
 
     def __init__(self, scenario: Scenario, kernel: Kernel, directory: Directory) -> None:
-        policy, slo = POLICIES[scenario.router.policy], scenario.slo
-        super().__init__(_nobody, policy, "router", 10.0, kernel, prefixes=directory, slo_itl_s=slo.itl_s)
+        policy, itl_s = POLICIES[scenario.router.policy], scenario.router.slo_itl_s
+        slo_itl_s = scenario.slo.itl_s if itl_s is None else itl_s
+        super().__init__(_nobody, policy, "router", 10.0, kernel, prefixes=directory, slo_itl_s=slo_itl_s)
         self.alone, self.chunk = ALONE[scenario.router.policy], scenario.decode.max_batched_tokens
         self.colocated = scenario.mode == "colocated"
         self.local_prefill = scenario.router.local_prefill and scenario.router.policy == "predicted"

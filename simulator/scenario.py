@@ -12,6 +12,28 @@ from simulator.steps import Linear, StepCost
 
 
 @dataclass(frozen=True, slots=True)
+class Slowed:
+    """Steps take so many times as long, and differ by these factors, of mean 1 and equally likely."""
+
+    factor: float = 1.0
+    spread: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Contention:
+    """What workers of one host cost each other: how much longer steps take while all others are busy, by what these do.
+
+    `workers` of a host. `prompts`: of steps that compute prompts, beside whatever. `beside_prompts`, `beside_decode`:
+    of steps that decode, beside such that compute prompts, and such that decode. Whoever does both is in between.
+    """
+
+    workers: int
+    prompts: float = 1.0
+    beside_prompts: Slowed = Slowed()
+    beside_decode: Slowed = Slowed()
+
+
+@dataclass(frozen=True, slots=True)
 class Pool:
     """Equal workers. `tensor_parallel` is what each has of devices; what that makes of a step is in `cost`."""
 
@@ -24,6 +46,7 @@ class Pool:
     tensor_parallel: int = 1
     prefix_cache: bool = True
     spread: tuple[float, ...] = ()  # of step times: factors of mean 1, equally likely, of which each step draws one
+    contention: Contention | None = None
 
     @property
     def devices(self) -> int:
@@ -58,7 +81,9 @@ class Overheads:
 
 @dataclass(frozen=True, slots=True)
 class Router:
-    """The router's settings, by the names of the cluster file. `report_s`: see `simulator.router`."""
+    """The router's settings, by the names of the cluster file. `report_s`: see `simulator.router`. `slo_itl_s`: what
+    it keeps where it can; None: what requests are judged by.
+    """
 
     policy: str = "predicted"
     local_prefill: bool = True
@@ -67,6 +92,7 @@ class Router:
     max_wait_s: float = 10.0
     attempts: int = 3
     report_s: float = 1.0
+    slo_itl_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ from simulator.engine import Engine
 from simulator.links import Way
 from simulator.router import SimLink
 from simulator.rows import Row
+from simulator.timing import Timing
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -43,8 +44,9 @@ class Worker(ABC):
         self.link = SimLink(WorkerInfo(self.ref, self.role, FINGERPRINT, "model", 2**31, pool.kv_blocks, layout))
         rng = Random(f"{scenario.seed} {name} {life}")
         recompute = self.role is Role.PREFILL
-        self.engine = Engine(kernel, pool, self.tally, self, rng, recompute=recompute)
-        self.engine.factor = cluster.slow.get(name, 1.0)
+        timing = Timing(pool, rng, cluster.hosts.get(name))
+        timing.factor = cluster.slow.get(name, 1.0)
+        self.engine = Engine(kernel, pool, self.tally, self, timing, recompute=recompute)
         self.attempts: dict[Attempt, None] = {}
         self.dead = False
         self.way_out, self.way_in = cluster.ways.setdefault(name, (Way(cluster.way_s(name)), Way(cluster.way_s(name))))

@@ -121,7 +121,7 @@ def placed(completion: Completion) -> str:
 def latency(completion: Completion) -> str:
     """TTFT, and the mean time between the tokens after the first, of an answer that has any."""
     timings, count = completion.timings, len(completion.tokens)
-    if not timings.ttft_s:
+    if not any(choice.tokens for choice in completion.choices):
         return "no token"
     text = f"TTFT {timings.ttft_s * 1e3:.1f} ms"
     if count > 1:

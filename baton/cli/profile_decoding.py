@@ -5,35 +5,42 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from simulator.profile import Piece
+from simulator.profile import Busy, Piece
 from simulator.profile_fit import Gaps, Steps, fit_decode, fit_spread, seconds_of
 
 
 @dataclass(frozen=True, slots=True)
 class Decoding:
-    """`pieces` and `spread` are of steps while no other worker does anything; while others do, steps take `busy` times
-    as long, and differ by the factors of `busy_spread`.
+    """`pieces` and `spread` are of steps while no other worker does anything. `beside_prompts`, `beside_decode`: what
+    becomes of them while others compute prompts, or decode; None: this was not seen.
     """
 
     pieces: tuple[Piece, ...]
     spread: tuple[float, ...]
-    busy: float
-    busy_spread: tuple[float, ...]
+    beside_prompts: Busy
+    beside_decode: Busy | None = None
 
 
-def beside_prompts(points: Sequence[Gaps], busy: Gaps) -> Decoding:
-    """Of pools: `points` while none computed a prompt, `busy` while one did."""
+def of_pools(points: Sequence[Gaps], busy: Gaps) -> Decoding:
+    """`points` while no worker computed a prompt, `busy` while one did."""
     pieces = fit_decode(points)
-    usual_s = seconds_of(piece_of(pieces, busy.rows), Steps(busy.rows, busy.context, 0.0))
-    return Decoding(pieces, fit_spread(points), max(1.0, busy.mean / usual_s), fit_spread([busy]))
+    return Decoding(pieces, fit_spread(points), _beside(pieces, busy))
 
 
-def beside_each_other(points: Sequence[Gaps], alone: Gaps) -> Decoding:
-    """Of workers that do both: `points` while all of them decoded as many rows each, `alone` while one did, one row."""
+def of_workers_alike(points: Sequence[Gaps], alone: Gaps, busy: Gaps) -> Decoding:
+    """Of workers that do both: `points` while all of them decoded as many rows each, `alone` while one did, one row,
+    and `busy` while another one computed prompts.
+    """
     beside = min((one for one in points if one.rows == alone.rows), key=lambda one: one.context)
-    busy = max(1.0, beside.mean / alone.mean)
-    each = [replace(one, seconds=tuple(seconds / busy for seconds in one.seconds)) for one in points]
-    return Decoding(fit_decode(each), fit_spread([alone]), busy, fit_spread(points))
+    longer = max(1.0, beside.mean / alone.mean)
+    each = [replace(one, seconds=tuple(seconds / longer for seconds in one.seconds)) for one in points]
+    pieces = fit_decode(each)
+    return Decoding(pieces, fit_spread([alone]), _beside(pieces, busy), Busy(factor=longer, spread=fit_spread(points)))
+
+
+def _beside(pieces: tuple[Piece, ...], busy: Gaps) -> Busy:
+    usual_s = seconds_of(piece_of(pieces, busy.rows), Steps(busy.rows, busy.context, 0.0))
+    return Busy(factor=max(1.0, busy.mean / usual_s), spread=fit_spread([busy]))
 
 
 def piece_of(pieces: Sequence[Piece], rows: float) -> Piece:

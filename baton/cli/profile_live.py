@@ -11,7 +11,7 @@ import asyncio
 import json
 import platform
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
 
@@ -20,7 +20,7 @@ from rich.console import Console
 
 from baton.cli.access import find_reach
 from baton.cli.connect import Router
-from baton.cli.profile_decoding import beside_each_other, beside_prompts, merged, piece_of
+from baton.cli.profile_decoding import merged, of_pools, of_workers_alike, piece_of
 from baton.cli.up import find_cluster
 from baton.client import AsyncClient
 from baton.client.types import ClusterStatus, Placement, Timings
@@ -32,7 +32,7 @@ from baton.errors import ConfigError, NoWorker
 from baton.load import Load, Pace
 from baton.rpc.channel import from_here
 from simulator.profile import Beside, Layout, Line, Link, Profile
-from simulator.profile_fit import Gaps, Steps, fit_joint, fit_line, seconds_of
+from simulator.profile_fit import Gaps, Slower, Steps, fit_joint, fit_line, seconds_of
 
 LENGTHS = (16, 64, 256, 1024, 4096)
 ROWS = (1, 2, 4, 8, 16, 32)
@@ -64,7 +64,7 @@ class Measured:
     together: dict[tuple[int, int], list[Gaps]] = field(default_factory=dict)
     busy_prompts: Pace = field(default_factory=Pace)
     busy_gaps: list[Gaps] = field(default_factory=list)
-    alone: list[Gaps] = field(default_factory=list)  # of one of several workers that do both
+    alone: list[Gaps] = field(default_factory=list)  # of one of several workers that do both; beside prompts: busy_gaps
     joint: Pace = field(default_factory=Pace)
     beside: Pace = field(default_factory=Pace)
 
@@ -153,20 +153,21 @@ class Live:
         decoding = asyncio.gather(*(self._request(SHORT, 4 * DECODED) for _ in range(BESIDE * workers)))
         while not decoding.done():
             await self._request(length, 1)
-        self.seen.busy_gaps.append(together(await decoding, BESIDE, SHORT))
+        gaps = together(await decoding, BESIDE, SHORT)
         prompts, joint, beside = await self._paces()
         if not self._several:
+            self.seen.busy_gaps.append(gaps)
             self.seen.busy_prompts = _sum(self.seen.busy_prompts, prompts, before[0])
         self.seen.joint = _sum(self.seen.joint, joint, before[1])
         self.seen.beside = _sum(self.seen.beside, beside, before[2])
 
     async def _apart(self, length: int) -> None:
-        """Prompts while another worker decodes: the router gives them to one that has nothing to do."""
+        """Prompts while another worker decodes one row: the router gives them to one that has nothing to do."""
         before = await self._paces()
         decoding = asyncio.ensure_future(self._request(SHORT, 4 * DECODED))
         while not decoding.done():
             await self._request(length, 1)
-        await decoding
+        self.seen.busy_gaps.append(together([await decoding], 1, SHORT))
         self.seen.busy_prompts = _sum(self.seen.busy_prompts, (await self._paces())[0], before[0])
 
     async def _request(self, length: int, tokens: int) -> Seen:
@@ -214,20 +215,22 @@ def fitted(seen: Measured, cluster: ClusterStatus, tensor_parallel: int, name: s
     """The profile of what was seen."""
     prompt = fit_line([Steps.of(pace) for pace in seen.prompts.values() if pace.steps])
     points = [merged(gaps) for gaps in seen.together.values()]
-    alike = beside_each_other(points, merged(seen.alone)) if seen.alone else None
-    decoding = alike or beside_prompts(points, merged(seen.busy_gaps))
-    joint = replace(seen.joint, seconds=seen.joint.seconds / (alike.busy if alike else 1.0))  # all of them were busy
+    busy = merged(seen.busy_gaps)
+    decoding = of_workers_alike(points, merged(seen.alone), busy) if seen.alone else of_pools(points, busy)
+    busy_prompt = _busy_prompt(prompt, seen.busy_prompts)
+    beside = Slower(busy_prompt, decoding.beside_decode.factor) if decoding.beside_decode else Slower()
     worker = _room(cluster)
     layout = Layout(
         tensor_parallel=tensor_parallel,
         kv_tokens=worker.total_blocks * worker.layout.block_size,
         prompt=prompt,
         decode=decoding.pieces,
-        joint_extra_s=fit_joint(prompt, piece_of(decoding.pieces, BESIDE), joint, seen.beside),
+        joint_extra_s=fit_joint(prompt, piece_of(decoding.pieces, BESIDE), seen.joint, seen.beside, beside),
         spread=decoding.spread,
-        busy_prompt=_busy_prompt(prompt, seen.busy_prompts),
-        busy_decode=decoding.busy,
-        busy_spread=decoding.busy_spread,
+        host_workers=len(cluster.workers),
+        busy_prompt=busy_prompt,
+        beside_prompts=decoding.beside_prompts,
+        beside_decode=decoding.beside_decode,
     )
     speeds = [channel.bytes_per_s for one in cluster.workers for channel in one.load.channels]
     return Profile(

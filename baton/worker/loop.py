@@ -44,7 +44,7 @@ class Paces:
         self.joint, self.beside = Pace(), Pace()
 
     def note(self, result: StepResult, seconds: float) -> None:
-        """A step took so long, with telling what came of it."""
+        """A step took so long, with telling what came of the one before: who hears of a step finds it here."""
         if not result.computed or result.failed:
             return
         if result.prefill == result.computed:
@@ -80,6 +80,7 @@ class EngineLoop:
         self._clock = clock or SystemClock()
         self.iterations = 0
         self.step_began = 0.0  # the last one, in monotonic seconds
+        self._telling_s = 0.0  # what came of it
         self.failure: BaseException | None = None
         self._idle_s = idle_s
         self._jobs: queue.SimpleQueue[Job] = queue.SimpleQueue()
@@ -125,8 +126,10 @@ class EngineLoop:
             return False
         self.step_began = self._clock.monotonic()
         result = self.engine.step()
+        computed = self._clock.monotonic()
+        self.paces.note(result, computed - self.step_began + self._telling_s)
         listener.stepped(result)
-        self.paces.note(result, self._clock.monotonic() - self.step_began)
+        self._telling_s = self._clock.monotonic() - computed
         return bool(result.computed or result.outputs or result.preempted or result.failed)
 
     def _drain(self, *, wait: bool = False) -> None:

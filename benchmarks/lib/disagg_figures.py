@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -19,6 +19,10 @@ class Slo:
     ttft_s: float
     itl_s: float
     percentile: int = 90
+
+    def times(self, speed: float) -> Slo:
+        """Of a machine that takes so many times as long for everything."""
+        return replace(self, ttft_s=self.ttft_s * speed, itl_s=self.itl_s * speed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +44,9 @@ class Seen:
 class Phase:
     """One side under one rate: requests sent, those that ended well, seconds of arrivals, and what the generator took.
 
-    `late_s`: how much later than planned requests were sent, the 99th percentile.
+    `late_s`: how much later than planned requests were sent, the 99th percentile. `speed`: how many times the usual gap
+    that of a request alone was, just before and after: SLOs are stretched by it. `told_s`: the ITL that the router was
+    told to keep.
     """
 
     side: str
@@ -51,10 +57,17 @@ class Phase:
     seen: tuple[Seen, ...]
     generator_cpu: float
     late_s: float
+    speed: float = 1.0
+    told_s: float = math.inf
 
     def goodput(self, slo: Slo) -> float:
         """Requests/s that kept to the SLO."""
-        return sum(one.good(slo) for one in self.seen) / self.seconds
+        return self.good(slo) / self.seconds
+
+    def good(self, slo: Slo) -> int:
+        """Requests that kept to it."""
+        here = slo.times(self.speed)
+        return sum(one.good(here) for one in self.seen)
 
     def ttft(self, share: float) -> float:
         """Seconds."""
@@ -92,21 +105,28 @@ def seen_of(sample: dict[str, Any]) -> Seen:
 
 def attainment(phases: Sequence[Phase], slo: Slo) -> float:
     """The share of all requests of these phases that kept to it."""
-    good = sum(one.good(slo) for phase in phases for one in phase.seen)
+    good = sum(phase.good(slo) for phase in phases)
     return good / max(sum(phase.sent for phase in phases), 1)
 
 
 def goodput(phases: Sequence[Phase], slo: Slo, least: float = 0.9) -> float:
-    """The highest rate, in requests/s, up to which so large a share of requests keeps to the SLO: on straight lines
-    between the rates that were measured, all rounds of one together. 0: not at the lowest of them.
+    """The highest rate, in requests/s, up to which so large a share of requests keeps to the SLO, all rounds of a rate
+    together.
     """
-    highest, before = 0.0, math.nan
-    for rate in sorted({phase.rate for phase in phases}):
-        share = attainment([phase for phase in phases if phase.rate == rate], slo)
+    rates = sorted({phase.rate for phase in phases})
+    return highest([(rate, attainment([one for one in phases if one.rate == rate], slo)) for rate in rates], least)
+
+
+def highest(points: Sequence[tuple[float, float]], least: float = 0.9) -> float:
+    """The highest rate up to which the share is so large, of (rate, share) by rates: on straight lines between those
+    that were measured. 0: not at the lowest of them.
+    """
+    found, before = 0.0, math.nan
+    for rate, share in points:
         if share < least:
-            return highest + (before - least) / (before - share) * (rate - highest) if highest else 0.0
-        highest, before = rate, share
-    return highest
+            return found + (before - least) / (before - share) * (rate - found) if found else 0.0
+        found, before = rate, share
+    return found
 
 
 def keep(path: Path, alone: Slo, phases: Sequence[Phase]) -> None:

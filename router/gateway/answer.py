@@ -7,13 +7,12 @@ from collections.abc import AsyncGenerator, AsyncIterator
 from dataclasses import dataclass, field
 
 import orjson
-from google.protobuf.json_format import MessageToDict
 
 from baton.audit import joined
 from baton.errors import EngineFault
 from baton.rpc.v1 import common_pb2
 from baton.rpc.v1 import inference_pb2 as pb
-from router.gateway.job import InStream, Job, Json
+from router.gateway.job import InStream, Job, Json, as_json
 from router.gateway.texts import Scored, TokenTexts
 from router.gateway.upstream import Metadata, Streams
 from router.gateway.visit import Visit
@@ -54,7 +53,7 @@ class Answer:
         self._job, self._texts, self._metadata, self._visit = job, texts, metadata, visit
         self._model, self._created = model, created
         self._choices = [_Choice() for _ in range(len(job.requests) * job.n)]
-        self._usage, self._timings = pb.Usage(), common_pb2.Timings()
+        self._usage = pb.Usage()
         self._prompts = [0] * len(job.requests)  # tokens
         self._id = ""
         self._fingerprints: dict[int, str] = {}  # by call
@@ -151,7 +150,6 @@ class Answer:
                 self._spend(event.completed.usage)
                 self._digests[number] = event.completed.usage.audit_digest
                 self._fingerprints[number] = event.completed.system_fingerprint
-                self._timings = max(self._timings, event.completed.timings, key=_length)
                 self._visit.completed(event.completed.timings)
         return None
 
@@ -168,10 +166,7 @@ class Answer:
 
     def _account(self) -> Json:
         """What the answer took: tokens, and seconds by stage of the call that was longest under way."""
-        timings = MessageToDict(
-            self._timings, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
-        )
-        return {"usage": self._spent(), "timings": timings}
+        return {"usage": self._spent(), "timings": as_json(self._visit.parts)}
 
     def _spent(self) -> Json:
         usage = self._usage
@@ -203,10 +198,6 @@ class Answer:
 
 def _counted(prompt: int, completion: int) -> Json:
     return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
-
-
-def _length(timings: common_pb2.Timings) -> float:
-    return timings.e2e_s
 
 
 def _reason(finished: pb.Finished) -> str:

@@ -7,6 +7,9 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Protocol
 
+from google.protobuf.json_format import MessageToDict
+from google.protobuf.message import Message
+
 from baton.rpc.v1 import common_pb2
 from baton.rpc.v1 import inference_pb2 as pb
 from router.gateway.schema import Common, StreamOptions
@@ -16,6 +19,11 @@ _SAMPLING = frozenset(common_pb2.Sampling.DESCRIPTOR.fields_by_name) - {"max_tok
 _NAMES = {"cache_scope": "cache_salt", "client_tag": "user"}
 
 Json = dict[str, Any]
+
+
+def as_json(message: Message) -> Json:
+    """With what is zero or empty: who reads it need not know the defaults."""
+    return MessageToDict(message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)
 
 
 class InStream(Enum):

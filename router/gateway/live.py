@@ -17,8 +17,6 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 import orjson
-from google.protobuf.json_format import MessageToDict
-from google.protobuf.message import Message
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -30,7 +28,7 @@ from baton.rpc.v1 import admin_pb2
 from router.access.rules import check
 from router.access.watch import TokenFile
 from router.gateway.errors import JSON, HttpError
-from router.gateway.job import Json
+from router.gateway.job import as_json
 from router.gateway.respond import EVENT_STREAM, unless_left
 from router.watch.shared import Shared
 
@@ -102,7 +100,7 @@ class LivePaths:
         found = self._allowed(request, "Trace").trace(request.path_params["request_id"])
         if found is None:
             raise HttpError(404, "not_found", "this request is not among the last that this router had")
-        return Response(orjson.dumps(_dict(found)), headers={"cache-control": "no-store"}, media_type=JSON)
+        return Response(orjson.dumps(as_json(found)), headers={"cache-control": "no-store"}, media_type=JSON)
 
     def _file(self, name: str) -> Response:
         content, kind = self._files.get(name), _TYPES.get(f".{name.rpartition('.')[2]}")
@@ -127,14 +125,14 @@ class LivePaths:
             with suppress(Unauthenticated):  # any more: who asks again is told
                 async for _, happenings in views:
                     assert self._text is not None
-                    text, told = await self._text.get(), orjson.dumps([_dict(one) for one in happenings])
+                    text, told = await self._text.get(), orjson.dumps([as_json(one) for one in happenings])
                     yield b"data: " + text[:-1] + b',"happenings":' + told + b"}\n\n"
 
     async def _encode(self) -> bytes:
         """In a thread: with thousands of workers it takes a while."""
         assert self._shown is not None
         view = await self._shown.live.views.get()
-        return await asyncio.to_thread(lambda: orjson.dumps(_dict(view)))
+        return await asyncio.to_thread(lambda: orjson.dumps(as_json(view)))
 
 
 class _Events(Response):
@@ -200,8 +198,3 @@ def _interval(request: Request) -> float:
         return float(given)
     except ValueError:
         raise InvalidRequest.of("interval_s", f"must be a number of seconds, got {given[:32]!r}") from None
-
-
-def _dict(message: Message) -> Json:
-    """With what is zero or empty: the page need not know the defaults."""
-    return MessageToDict(message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)

@@ -35,7 +35,7 @@ class Visit(AbstractContextManager["Visit"]):
         self._arrived = self._clock.monotonic()
         self._first: float | None = None
         self._last: dict[int, float] = {}
-        self._parts = common_pb2.Timings()
+        self.parts = common_pb2.Timings()  # of the call that took longest
 
     def tokens(self, choice: int, count: int) -> None:
         """So many came just now."""
@@ -50,8 +50,8 @@ class Visit(AbstractContextManager["Visit"]):
 
     def completed(self, timings: common_pb2.Timings) -> None:
         """What the router says of one of its calls; the longest counts."""
-        if timings.e2e_s >= self._parts.e2e_s:
-            self._parts = timings
+        if timings.e2e_s >= self.parts.e2e_s:
+            self.parts = timings
 
     def finished(self) -> None:
         """The answer has been written."""
@@ -78,7 +78,7 @@ class Visit(AbstractContextManager["Visit"]):
             self.failed(Cancelled("by the client"))
 
     def _timings(self) -> Timings:
-        queue, prefill = self._parts.queue_s, self._parts.prefill_s
+        queue, prefill = self.parts.queue_s, self.parts.prefill_s
         rest = max(0.0, self._clock.monotonic() - self._arrived - queue - prefill)
         ttft = 0.0 if self._first is None else self._first - self._arrived
         return Timings(queue, 0.0, 0.0, prefill, 0.0, 0.0, rest, ttft)

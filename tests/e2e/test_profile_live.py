@@ -34,3 +34,17 @@ def test_a_running_cluster_becomes_a_profile_that_a_plan_is_made_with(cluster, t
     planned = json.loads(cluster.home.baton("plan", "--profile", file, *args, check=True).stdout)
     assert planned["best"]["gpus"] <= 2
     assert planned["best"]["met"]
+
+
+def test_workers_that_do_both_show_what_they_cost_each_other(home, tmp_path):
+    sets = ("mode=colocated", "decode.replicas=1", "model.path=oracle", "model.max_model_len=640")
+    with home.cluster("configs/no-ray.yaml", *sets) as running:
+        assert len(running.status()["workers"]) == 2
+        file = tmp_path / "here.json"
+        running.home.baton("profile", "--live", file, "--seconds", 5, check=True)
+    (layout,) = load_profile(str(file)).layouts
+    assert layout.host_workers == 2
+    assert layout.beside_decode is not None
+    for beside in (layout.beside_prompts, layout.beside_decode):
+        assert 1 <= beside.factor < 20
+        assert sum(beside.spread) / len(beside.spread) == pytest.approx(1.0, abs=0.01)

@@ -164,10 +164,11 @@ class FakeWorker(WorkerServicer):
         return common_pb2.Load(blocks=common_pb2.BlockCounts(total=total, free=total - used, reserved=used))
 
     def emit(self, *events: Event) -> None:
-        names = [convert.handoff_from_pb(item.handoff) for item in events]
-        for name, item in zip(names, events, strict=True):
+        heard = []
+        for item in events:
+            name = convert.handoff_from_pb(item.handoff)
             self.said.setdefault(name, []).append(item)
-        heard = [item for name, item in zip(names, events, strict=True) if name not in self._parked]
+            heard += [item] if name not in self._parked else []
         self._queue.put_nowait(heard)
 
     def count(self, kind: str) -> int:

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from router.gateway.live import _dict
+from router.gateway.job import as_json
 from tests.integration.router_support import clusters
 from tools.browser import chromium, executable
 
@@ -83,7 +83,7 @@ def view(cluster, beside):
 
     def said() -> dict[str, Any]:
         found, happenings = beside.run(one())
-        return {**_dict(found), "happenings": [_dict(one) for one in happenings]}
+        return {**as_json(found), "happenings": [as_json(one) for one in happenings]}
 
     return said
 

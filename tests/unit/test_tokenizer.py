@@ -145,11 +145,17 @@ def test_other_threads_run_while_a_long_text_is_worked_on(folder, what):
     tokenizer = load_tokenizer(folder)
     text = "some words to keep " * 20_000
     long = tokenizer.encode(text) if what == "decode" else text
-    done, turns = [], 0
-    thread = threading.Thread(target=lambda: done.append(getattr(tokenizer, what)(long)))
-    thread.start()
-    while thread.is_alive():
-        turns += 1
-        time.sleep(0)
-    assert turns > 20
-    assert done == [text if what == "decode" else tokenizer.encode(text)]
+    done: list[object] = []
+
+    def turns() -> int:
+        """Of this thread, while another one works."""
+        thread, found = threading.Thread(target=lambda: done.append(getattr(tokenizer, what)(long))), 0
+        thread.start()
+        while thread.is_alive():
+            found += 1
+            time.sleep(0)
+        return found
+
+    # Ten times, as other processes may have both cores meanwhile: a lock that is held would be held each time.
+    assert any(turns() > 20 for _ in range(10))
+    assert done[-1] == (text if what == "decode" else tokenizer.encode(text))

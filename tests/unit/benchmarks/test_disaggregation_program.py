@@ -6,21 +6,29 @@ import math
 import os
 import subprocess
 import sys
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from baton.cluster.state import ClusterState, ProcessId
-from baton.workload import read_trace
+from baton.workload import Arrival, read_trace
 from benchmarks import disaggregation, simulator
 from benchmarks.lib.disagg_figures import Phase, Seen, Slo, attainment, goodput, keep, kept, phase_of, quantile
-from benchmarks.lib.disagg_goals import GOALS, aimed, goals, sides_of, tightest
+from benchmarks.lib.disagg_goals import AIM, GOALS, aimed, goals, sides_of, tightest
 from benchmarks.lib.disagg_plot import plot
-from benchmarks.lib.disagg_run import SPLIT, Side, bind, colocated
+from benchmarks.lib.disagg_run import SPLIT, Side, bind, colocated, vllm
 from benchmarks.lib.mixed_load import DOCUMENT, STREAM, arrivals, write_trace
-from simulator.profile import Layout, Line, Link, Piece, Profile
+from simulator import simulate
+from simulator.profile import Beside, Layout, Line, Link, Piece, Profile
+from simulator.report import Report
+from simulator.scenario import Scenario
 
 SLO = Slo(1.0, 0.05)
+USUAL_S = 0.0041  # of `a_profile`: its gap of a request alone
 
 
 def seen(ttft_s: float, *gaps_s: float) -> Seen:
@@ -87,17 +95,17 @@ def test_ratios_are_above_one_where_splitting_is_better():
     found = disaggregation.ratios(phases, "colocated-64", 2.0)
     assert found == pytest.approx({"itl_p99_ratio": 8.0, "ttft_p50_ratio": 2.0})
     found_goals = goals(phases, Slo(0.1, 0.01), 90)
-    assert [goal.split for goal in found_goals] == [2.0] * 10
-    assert [goal.colocated["colocated-64"] for goal in found_goals] == [0.0] * 8 + [2.0] * 2
+    assert [goal.split for goal in found_goals] == [2.0] * len(GOALS)
+    assert [goal.colocated["colocated-64"] for goal in found_goals] == [0.0] * (len(GOALS) - 2) + [2.0] * 2
     tight = tightest(found_goals)
     assert (tight.times, tight.best, tight.ratio) == (10.0, "colocated-64", 1.0)
     text, figures = disaggregation.report(phases, Slo(0.1, 0.01), 90)
     assert figures == pytest.approx({"itl_p99_ratio": 8.0, "ttft_p50_ratio": 2.0, "goodput_ratio": 1.0})
-    assert text.count("| over 1.00") == 5 * 8  # with three TTFT goals, and two more percentiles
+    assert text.count("| over 1.00") == 5 * (len(GOALS) - 2)  # with three TTFT goals, and two more percentiles
 
 
 def test_who_keeps_a_goal_at_no_rate_counts_as_if_at_the_lowest():
-    good, bad = (seen(0.1, 0.01),) * 10, (seen(0.1, 0.021),) * 10
+    good, bad = (seen(0.1, 0.01),) * 10, (seen(0.1, 0.024),) * 10
     phases = [phase(SPLIT, rate, answers=good) for rate in (1.0, 2.0, 3.0)]
     phases += [phase("colocated-64", rate, answers=bad) for rate in (1.0, 2.0, 3.0)]
     found = goals(phases, Slo(0.1, 0.01), 90)
@@ -158,14 +166,20 @@ def a_profile() -> Profile:
     )
 
 
+def profiles(*rounds: int) -> simulator.Profiles:
+    each = dict.fromkeys(rounds, a_profile())
+    return simulator.Profiles(each, each)
+
+
 @pytest.mark.parametrize("side", [Side(SPLIT), colocated(128)], ids=str)
 def test_the_simulator_gets_the_very_load_of_a_phase(side):
     was = phase(side.name, 4.0, 3)
-    report = simulator.predict(a_profile(), side, was, SLO)
+    report = simulator.predict(a_profile(), was, SLO, USUAL_S)
     load = [kind for _, kind in arrivals(4.0, 10.0, 3)]
     assert report.completed == report.arrivals == len(load)
     assert report.output_tokens == sum(kind.max_tokens for kind in load)
-    found = simulator.simulated(a_profile(), side, [was], SLO)
+    found = simulator.simulated(profiles(3), [was], SLO, USUAL_S)
+    assert found["share"] == report.good / report.arrivals
     assert found["ttft_p50"] == report.ttft.p50 > 0.004
     compared = simulator.Compared(side.name, 4.0, {**found, "goodput": found["goodput"] * 2}, found)
     assert [compared.error(figure) for figure in simulator.FIGURES] == pytest.approx([0, 0, 0, 0, 0.5])
@@ -174,14 +188,108 @@ def test_the_simulator_gets_the_very_load_of_a_phase(side):
 def test_goodput_is_compared_at_each_goal():
     """As fast as could be: all that was seen kept to the goals, as simulated; where nothing did, nothing is said."""
     was = [phase(SPLIT, 4.0, 3, (seen(0.01, 0.001),) * 40), phase("colocated-128", 4.0, 3, (seen(9.0, 9.0),) * 40)]
-    profiles = simulator.Profiles(a_profile(), a_profile())
-    (split, mixed) = simulator.compared(profiles, was, SLO)
+    (split, mixed) = simulator.compared(profiles(3), was, SLO, USUAL_S)
     assert (split.side, split.measured["goodput"], mixed.measured["goodput"]) == (SPLIT, 4.0, 0.0)
-    shown = simulator.by_goal(profiles, was, SLO, 95).splitlines()
+    shown = simulator.by_goal(profiles(3), was, SLO, 95).splitlines()
     assert [row.split("|")[1].split(" x")[0].strip() for row in shown[2:]] == [f"{times:g}" for times in GOALS]
     assert {row.split("|")[3].strip() for row in shown[2:]} == {"1"}
     error = abs(split.simulated["goodput"] - 4.0) / 4.0
     assert shown[-1].split("|")[2].strip() == f"{error:.1%}"
+    assert {row.split("|")[4].strip() for row in shown[2:]} == {"over 1.00"}
+    assert shown[-1].split("|")[5].strip() == "1.00", "simulated, the colocated side carries as much"
+
+
+def test_each_round_is_simulated_with_the_profile_of_that_round_and_kind():
+    slow = a_profile().model_copy(update={"overheads": Beside(admit_s=0.5)})
+    found = simulator.Profiles({1: slow, 2: a_profile()}, {1: a_profile(), 2: slow})
+    late = [
+        simulator.predict(found.of(one), one, SLO, USUAL_S).ttft.p50 > 0.5
+        for one in (phase(side, 4.0, number) for side in (SPLIT, "colocated-64") for number in (1, 2))
+    ]
+    assert late == [True, False, False, True]
+
+
+def test_the_router_of_a_simulation_is_told_what_the_real_one_is_whatever_is_judged(monkeypatch):
+    told = []
+
+    def told_first(scenario: Scenario, load: list[Arrival]) -> Report:
+        told.append((scenario.router.slo_itl_s, scenario.slo.itl_s))
+        return simulate(scenario, load)
+
+    monkeypatch.setattr("benchmarks.simulator.simulate", told_first)
+    answers = (seen(0.01, 0.001),) * 40
+    was = [replace(phase(side, 4.0, 3, answers), told_s=0.123) for side in (SPLIT, "colocated-128")]
+    simulator.by_goal(profiles(3), was, SLO, 95)
+    of_loads = [one for one in told if one != (math.inf, 1.0)]  # of requests that are alone nobody judges
+    assert {router_s for router_s, _ in of_loads} == {0.123}
+    assert {round(judged_s / SLO.itl_s, 2) for _, judged_s in of_loads} == set(GOALS)
+
+
+def test_profiles_are_measured_in_each_round_on_one_cluster_of_each_kind(monkeypatch, tmp_path):
+    """In the clusters that the loads run on, before these."""
+    happened: list[tuple[str, str]] = []
+    seeds: list[int] = []
+
+    @contextmanager
+    def running(side: Side, model: Path, itl_s: float) -> Iterator[str]:
+        yield side.name
+
+    def closed(target: str, prompt_tokens: int, max_tokens: int, requests: int, seed: int) -> dict[str, Any]:
+        seeds.append(seed)
+        gap_s = 0.05 * (1 + len(seeds) / 100)
+        return {"samples": [{"prompt_tokens": prompt_tokens, "ttft_s": 0.1, "gaps_s": [gap_s, gap_s, 9.0]}]}
+
+    def loaded(target: str, side: Side, rate: float, seconds: float, number: int) -> Phase:
+        happened.append((target, "load"))
+        return phase(side.name, rate, number, (seen(0.1, 0.01),))
+
+    for name, fake in (
+        ("running", running),
+        ("loaded", loaded),
+        ("warm_up", lambda target: None),
+        ("profiled", lambda target, out, seconds: happened.append((target, out.name))),
+        ("closed", closed),
+    ):
+        monkeypatch.setattr(disaggregation, name, fake)
+    lab, sides = disaggregation.Lab(tmp_path, 1.0), [Side(SPLIT), colocated(64), colocated(128)]
+    lab.turns(sides, [1.0], range(1, 3), SLO, tmp_path / "here.json")
+    profiled = [one for one in happened if one[1] != "load"]
+    assert sorted(profiled) == [
+        ("colocated-128", "here-1-colocated.json"),
+        ("colocated-128", "here-2-colocated.json"),
+        (SPLIT, "here-1-split.json"),
+        (SPLIT, "here-2-split.json"),
+    ]
+    assert all(happened[happened.index(one) + 1] == (one[0], "load") for one in profiled)
+    assert len(set(seeds)) == len(seeds) == 12, "no prefix cache knows them"
+    happened.clear()
+    seeds.clear()
+    found = lab.turns([*sides, vllm(64)], [1.0], range(1, 2), SLO)
+    assert {what for _, what in happened} == {"load"}
+    assert [one.speed for one in found if not one.side.startswith("vllm")] == pytest.approx([1.015, 1.035, 1.055])
+    assert [one.speed for one in found if one.side.startswith("vllm")] == [1.0]
+    assert {one.told_s for one in found} == {SLO.itl_s * AIM}
+
+
+def test_what_is_good_goes_by_how_fast_the_machine_was():
+    slow = phase(SPLIT, answers=(seen(1.1, 0.055),))
+    assert slow.good(SLO) == attainment([slow], SLO) == goodput([slow], SLO) == 0
+    there = replace(slow, speed=1.1)
+    assert (there.good(SLO), attainment([there], SLO), goodput([there], SLO)) == (1, 1.0, 2.0)
+    assert replace(slow, speed=1.09).good(SLO) == 0
+
+
+def test_the_simulator_is_as_fast_as_the_machine_was():
+    was = phase(SPLIT, 1.0, 3)
+    usual = simulator.predict(a_profile(), was, SLO, USUAL_S)
+    slow = simulator.predict(a_profile(), replace(was, speed=2.0), SLO, USUAL_S)
+    assert usual.itl.p50 == pytest.approx(USUAL_S, rel=0.02)
+    assert slow.itl.p50 == pytest.approx(2 * usual.itl.p50, rel=0.02)
+    assert simulator.predict(a_profile(), was, SLO, 2 * USUAL_S).itl.p50 == pytest.approx(slow.itl.p50, rel=0.02)
+    strict = Slo(1.0, 1.5 * USUAL_S)
+    none = simulator.predict(a_profile(), was, strict, 2 * USUAL_S)
+    all_of = simulator.predict(a_profile(), replace(was, speed=2.0), strict, USUAL_S)
+    assert (none.good, all_of.good) == (0, all_of.arrivals)
 
 
 def test_workers_have_a_core_each_and_all_else_has_all():

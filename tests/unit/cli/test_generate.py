@@ -53,11 +53,12 @@ def test_who_did_what_is_said_in_words(workers, text):
     assert placed(stream.collect()) == text
 
 
-@pytest.mark.parametrize(("ttft_s", "text"), [(0.25, "TTFT 250.0 ms"), (0.0, "no token")])
-def test_an_answer_without_a_token_has_no_ttft(ttft_s, text):
+@pytest.mark.parametrize(("ids", "text"), [([7], "TTFT 250.0 ms"), ([], "no token")])
+def test_an_answer_without_a_token_has_no_ttft(ids, text):
     stream = Thinking(
+        *[inference.GenerateEvent(tokens=inference.Tokens(ids=[each])) for each in ids],
         inference.GenerateEvent(finished=inference.Finished(reason=common.FINISH_REASON_EOS)),
-        inference.GenerateEvent(completed=inference.Completed(timings=common.Timings(ttft_s=ttft_s, e2e_s=1))),
+        inference.GenerateEvent(completed=inference.Completed(timings=common.Timings(ttft_s=len(ids) / 4, e2e_s=1))),
     )
     list(stream)
     assert latency(stream.collect()) == text

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 from types import SimpleNamespace
 
@@ -21,6 +22,20 @@ from baton.errors import Cancelled, ConfigError, NoWorker
 CONFIG = """{"name": "test", "ray": {"node_labels": {"rack": "r1"}},
  "prefill": {"device": "cuda", "tensor_parallel": 2, "replicas": 1, "threads": 3, "node_labels": {"pool": "p"}},
  "decode": {"device": "cuda", "replicas": 1}}"""
+
+
+ENDING = """
+import signal, sys, time
+def end(*_):
+    if sys.argv[1:]:
+        time.sleep(0.2)  # as long as a worker takes: who is killed meanwhile leaves no mark
+        open(sys.argv[1], "x")
+        sys.exit()
+signal.signal(signal.SIGTERM, end)
+print(flush=True)
+while True:
+    signal.pause()
+"""
 
 
 class RayError(Exception):
@@ -76,6 +91,7 @@ class FakeRay:
         self.actors = {}
         self.groups = {}
         self.killed = []
+        self.on_kill = lambda: None
         self.shut = False
         self.gpus = 0
         strategies = SimpleNamespace(PlacementGroupSchedulingStrategy=lambda group: ("in", group))
@@ -152,6 +168,7 @@ class FakeRay:
         assert no_restart
         name = handle.options["name"]
         self.killed.append(name)
+        self.on_kill()
         self.actors.pop(name, None)
         handle.answers = dict.fromkeys(handle.answers, ActorDiedError("killed"))
 
@@ -340,6 +357,21 @@ def test_at_the_end_all_are_asked_and_then_killed(ray, here):
     assert "stop" in actor.asked
     assert ray.killed == ["decode-0", "decode-0"]  # the second time in case that the first was not enough
     assert ray.shut
+
+
+@pytest.mark.parametrize("ends", [True, False], ids=["it ends", "it is frozen"])
+def test_a_local_worker_is_killed_only_if_ray_does_not_end_it(ray, here, tmp_path, monkeypatch, ends):
+    """Ray prints of those whom we kill that they died of an error."""
+    monkeypatch.setattr("baton.cluster.ray_cluster.KIND_S", 30.0 if ends else 0.05)
+    mark = tmp_path / "ended"
+    arguments = [mark] if ends else []
+    with subprocess.Popen([sys.executable, "-c", ENDING, *arguments], stdout=subprocess.PIPE) as worker:
+        assert worker.stdout is not None
+        worker.stdout.readline()
+        here.ready(worker.pid)
+        ray.on_kill = worker.terminate
+        here.it.stop(0.1)
+    assert mark.exists() == ends
 
 
 def test_a_ray_that_died_does_not_keep_the_rest_from_ending(ray, here):

@@ -38,7 +38,6 @@ class Fake:
     prefill: float
     decode: float
     colocated: float
-    busy: float = 0.0
     asked: list[Scenario] = field(default_factory=list)
 
     def __call__(self, scenario: Scenario, load: Iterable[Arrival]) -> Report:
@@ -55,8 +54,8 @@ class Fake:
             good_ttft=ttft,
             good_itl=itl,
             duration_s=times[-1],
-            prefill=PoolReport(busy=self.busy),
-            decode=PoolReport(busy=self.busy),
+            prefill=PoolReport(),
+            decode=PoolReport(),
         )
 
 

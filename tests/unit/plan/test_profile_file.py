@@ -7,8 +7,8 @@ import json
 import pytest
 
 from baton.errors import ConfigError
-from simulator.profile import Layout, Profile, load_profile, names
-from simulator.scenario import Pool
+from simulator.profile import Busy, Layout, Profile, load_profile, names
+from simulator.scenario import Contention, Pool, Slowed
 from tests.unit.plan.plan_support import EASY, profile
 
 
@@ -47,23 +47,17 @@ def test_a_pool_has_the_blocks_of_the_profile_and_the_bounds_of_what_it_is_like(
     assert (pool.workers, pool.kv_blocks, pool.max_running) == (3, 100_000 // 32, 7)
 
 
-def test_steps_are_longer_where_the_other_pool_is_busy():
-    layout = profile().layout(1).model_copy(update={"busy_decode": 1.5})
-    assert layout.cost(0.4).seconds(0, 0, 4, 9) == pytest.approx(1.2 * layout.cost().seconds(0, 0, 4, 9))
-    assert layout.cost(0.4).seconds(4, 9, 0, 0) == layout.cost().seconds(4, 9, 0, 0)
-
-
-def test_some_steps_meet_the_other_pool_and_others_do_not():
-    spread, beside = (0.9, 1.0, 1.0, 1.1), (0.8, 1.2)
-    more = {"busy_decode": 1.5, "spread": spread, "busy_spread": beside}
-    layout = profile().layout(1).model_copy(update=more)
-    assert layout.decode_spread(0.0) == spread
-    half = layout.decode_spread(0.5)
-    assert sum(half) == pytest.approx(4.0), "their mean is 1: the mean is in what a step costs"
-    mean = (1.0 + 1.1 + 1.5 * 0.8 + 1.5 * 1.2) / 4
-    assert sorted(half) == pytest.approx(sorted(factor / mean for factor in (1.0, 1.1, 1.2, 1.8)))
-    assert sorted(layout.decode_spread(1.0)) == pytest.approx([0.8, 0.8, 1.2, 1.2])
-    assert layout.model_copy(update={"busy_spread": ()}).decode_spread(0.5) == spread
+def test_workers_of_one_host_slow_each_other_as_was_measured():
+    layout = profile().layout(1)
+    assert layout.contention is None, "of one worker nothing is known"
+    beside = Busy(factor=1.2, spread=(0.9, 1.1))
+    shared = layout.model_copy(update={"host_workers": 2, "busy_prompt": 1.5, "beside_prompts": beside})
+    slowed = Slowed(1.2, (0.9, 1.1))
+    assert shared.contention == Contention(2, 1.5, slowed, slowed), "as beside prompts where nothing else was seen"
+    more = shared.model_copy(update={"beside_decode": Busy(factor=1.4)})
+    assert more.contention == Contention(2, 1.5, slowed, Slowed(1.4))
+    found = profile().model_copy(update={"layouts": (more,)})
+    assert found.pool(3, 1, Pool(0)).contention == more.contention
 
 
 def test_a_size_that_nobody_measured_is_refused_by_name():

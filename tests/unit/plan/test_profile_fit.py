@@ -9,7 +9,7 @@ import pytest
 
 from baton.load import Pace
 from simulator.profile import Line, Piece
-from simulator.profile_fit import Gaps, Steps, fit_decode, fit_joint, fit_line, fit_spread, seconds_of
+from simulator.profile_fit import Gaps, Slower, Steps, fit_decode, fit_joint, fit_line, fit_spread, seconds_of
 
 TRUE = Line(step_s=0.002, token_s=2e-5, context_s=1e-8)
 
@@ -74,10 +74,18 @@ def test_the_spread_keeps_the_percentiles_and_has_a_mean_of_1(seed):
         assert np.quantile(factors, share) == pytest.approx(np.quantile(seen, share), rel=0.1)
 
 
+def test_each_point_has_the_same_part_in_the_spread():
+    """Two rows give twice as many gaps as one, of no more interest."""
+    factors = fit_spread([Gaps(1, 0.0, (1.0,) * 10), Gaps(32, 0.0, (0.5, 1.5) * 500)])
+    assert {factor: factors.count(factor) for factor in (0.5, 1.0, 1.5)} == {0.5: 50, 1.0: 100, 1.5: 50}
+
+
 def test_steps_of_both_kinds_tell_what_they_take_more():
     decode = Piece(step_s=0.01, token_s=1e-3, context_s=0.0)
     more = 0.004
     seconds = 10 * (0.01 + 4 * 1e-3 + 100 * TRUE.token_s + more)
     joint, beside = Pace(10, 1000, 0, seconds), Pace(10, 40, 0, 0.0)
-    assert fit_joint(TRUE, decode, joint, beside) == pytest.approx(more)
-    assert fit_joint(TRUE, decode, Pace(), Pace()) is None
+    assert fit_joint(TRUE, decode, joint, beside, Slower()) == pytest.approx(more)
+    assert fit_joint(TRUE, decode, Pace(), Pace(), Slower()) is None
+    busy = joint.since(Pace(0, 0, 0, -10 * (0.1 * 0.014 + 0.5 * (100 * TRUE.token_s + more))))
+    assert fit_joint(TRUE, decode, busy, beside, Slower(prompts=1.5, decode=1.1)) == pytest.approx(more)

@@ -65,16 +65,23 @@ def test_workers_that_do_both_slow_each_other_as_much_as_one_alone_is_faster():
     seen = Measured(
         prompts=SEEN.prompts,
         together={(1, 16): [Gaps(1, 40, (0.012, 0.012))], (2, 16): [Gaps(2, 80, (0.0168, 0.0192))]},
-        busy_gaps=[Gaps(4, 160, (0.5,))],  # of steps that computed prompts too: of the same worker
+        busy_gaps=[Gaps(1, 40, (0.010, 0.012))],  # while another one computed prompts
         busy_prompts=Pace(2, 128, 4160, 0.06),
         alone=[Gaps(1, 40, (0.009, 0.011))],
+        joint=Pace(1, 64, 2080, 1.5 * 0.021 + 1.2 * 0.015),
+        beside=Pace(1, 2, 80, 0.0),
     )
     (layout,) = fitted(seen, cluster(decode=30), 1, "here").layouts
-    assert layout.busy_decode == pytest.approx(1.2)
+    assert layout.host_workers == 1
+    assert layout.beside_decode is not None
+    assert (layout.beside_decode.factor, layout.beside_prompts.factor) == pytest.approx((1.2, 1.1))
+    assert layout.beside_prompts.spread != layout.spread
     assert seconds_of(layout.decode[0], Steps(1, 40, 0.0)) == pytest.approx(0.010)
     assert seconds_of(layout.decode[-1], Steps(2, 80, 0.0)) == pytest.approx(0.015)
     assert (min(layout.spread), max(layout.spread)) == pytest.approx((0.9, 1.1), rel=0.01)
     assert layout.busy_prompt == pytest.approx(1.5, rel=0.01)
+    new = layout.prompt.token_s * 64 + layout.prompt.context_s * 2080
+    assert layout.joint_extra_s == pytest.approx(0.021 - new), "without what the other one cost it"
 
 
 def test_a_profile_is_of_one_size():

@@ -28,7 +28,7 @@ def test_faults_that_overlap_multiply_and_each_ends_for_itself():
     whole, seen = cluster.way_s("prefill-0"), []
 
     def look() -> None:
-        factors = cluster.slow["decode-0"], cluster._workers["decode-0"].engine.factor
+        factors = cluster.slow["decode-0"], cluster._workers["decode-0"].engine.timing.factor
         seen.append((*factors, cluster.way_s("decode-0") / whole))
 
     for second in range(5):

@@ -213,3 +213,22 @@ def test_what_steps_took_is_kept_by_kind_and_of_those_that_mix_kinds_each_part(e
     assert (load.running, load.prefill_pace, load.decode_pace) == (3, loop.paces.prefill, loop.paces.decode)
     assert (load.joint_pace, load.beside_pace) == (loop.paces.joint, loop.paces.beside)
     assert loop.paces.decode.since(Pace(1, 3, 300, 2.0)) == Pace(1, 2, 200, 16.0)
+
+
+def test_who_hears_of_a_step_finds_what_it_took_and_telling_counts_with_the_next(engine, listener, monkeypatch):
+    clock, found = FakeClock(), []
+    loop = EngineLoop(engine, clock=clock)
+
+    def bring():
+        clock.advance(1.0)
+        return StepResult(computed=2, prefill=0, context=200)
+
+    def stepped(result):
+        found.append(loop.paces.decode)
+        clock.advance(0.25)
+
+    monkeypatch.setattr(listener, "stepped", stepped)
+    engine.work, engine.bring = True, bring
+    loop._step(listener)
+    loop._step(listener)
+    assert found == [Pace(1, 2, 200, 1.0), Pace(2, 4, 400, 2.25)]
