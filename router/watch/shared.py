@@ -12,6 +12,7 @@ T = TypeVar("T")
 
 _FRESH_S = 0.09  # less than the shortest interval of a watcher
 _SHARE = 20  # it is shown for so many times as long as it took: thousands of workers must not fill the router's loop
+_STALE_S = 2.0  # but never longer: one making that had to wait for a core must not stop the picture
 
 
 class Shared(Generic[T]):
@@ -33,5 +34,5 @@ class Shared(Generic[T]):
                 begun = self._clock.monotonic()
                 self._made = [await self._make()]
                 took_s = self._clock.monotonic() - begun
-                self._until = begun + max(_FRESH_S, _SHARE * took_s)
+                self._until = begun + min(max(_FRESH_S, _SHARE * took_s), max(_STALE_S, 2 * took_s))
             return self._made[0]

@@ -12,12 +12,14 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
+from playwright.sync_api import expect
 
 from router.gateway.job import as_json
 from tests.integration.router_support import clusters
 from tools.browser import chromium, executable
 
 WITHIN_MS = 10_000
+expect.set_options(timeout=WITHIN_MS)
 HARMLESS = ("Failed to load resource",)  # what Chromium says of a status above 399; the tests look at those themselves
 
 
