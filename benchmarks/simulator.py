@@ -203,7 +203,7 @@ def compared(profiles: Profiles, phases: list[Phase], slo: Slo, usual_s: float) 
     return found
 
 
-def by_goal(profiles: Profiles, phases: list[Phase], alone: Slo, percentile: int) -> str:
+def by_goal(profiles: Profiles, phases: list[Phase], alone: Slo, percentile: int | None) -> str:
     """How far off goodput is under other ITL goals: each decides at another place of the gaps' distribution. And what
     splitting gives there, as benchmarks/disaggregation.py counts it.
     """

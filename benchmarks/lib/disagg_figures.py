@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import asdict, dataclass, replace
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -14,11 +15,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Slo:
-    """Seconds: to the first token, and of the gap that so many of 100 gaps of a request keep to."""
+    """Seconds: to the first token, and between tokens: the mean of a request's gaps (its TPOT), or what so many of 100
+    of its gaps keep to.
+    """
 
     ttft_s: float
     itl_s: float
-    percentile: int = 90
+    percentile: int | None = None
 
     def times(self, speed: float) -> Slo:
         """Of a machine that takes so many times as long for everything."""
@@ -35,9 +38,11 @@ class Seen:
 
     def good(self, slo: Slo) -> bool:
         """Whether it kept to both."""
-        return self.ttft_s <= slo.ttft_s and (
-            not self.gaps_s or quantile(self.gaps_s, slo.percentile / 100) <= slo.itl_s
-        )
+        return self.ttft_s <= slo.ttft_s and (not self.gaps_s or self.gap(slo.percentile) <= slo.itl_s)
+
+    def gap(self, percentile: int | None) -> float:
+        """Seconds: the mean of its gaps, or such a percentile of them. Raises StatisticsError without gaps."""
+        return fmean(self.gaps_s) if percentile is None else quantile(self.gaps_s, percentile / 100)
 
 
 @dataclass(frozen=True, slots=True)

@@ -125,7 +125,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rates", type=numbers, help="requests/s")
     parser.add_argument("--rounds", type=int)
     parser.add_argument("--seconds", type=float, default=20.0, help="of arrivals in each phase")
-    parser.add_argument("--percentile", type=int, default=95, help="of a request's gaps, which must keep to the SLO")
+    parser.add_argument(
+        "--percentile", type=int, help="of a request's gaps, which must keep to the SLO; else their mean"
+    )
     parser.add_argument("--model", type=Path, help="a folder; default: 125 M parameters, random weights")
     parser.add_argument("--cache", type=Path, default=default_cache(), help="folder for models")
     parser.add_argument("--write-docs", action="store_true", help="put the tables into docs/performance.md")
