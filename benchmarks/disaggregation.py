@@ -16,7 +16,7 @@ mean time between its tokens (its TPOT, as for `baton bench --itl-ms`) is within
 is alone; with `--percentile` so many of 100 of its gaps. The speed of a machine wanders, so that gap is measured before
 and after each phase, and both goals are stretched by it. *Goodput* is the highest rate up to which 90 % of the requests
 are good; this and the TPOT as in DistServe (arXiv 2401.09670). The ratio that counts is at the goal that both sides are
-configured for, 1.7 times the usual gap; all others are shown beside it, also where splitting loses. Latencies are
+configured for, 1.6 times the usual gap; all others are shown beside it, also where splitting loses. Latencies are
 compared with the chunk size that is best there, or, if it is too tight for any, at the next goal that both sides keep.
 The last line of stdout is one JSON object with the figures.
 """

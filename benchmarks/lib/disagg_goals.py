@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 PATIENCE = 5.0  # times what the first token of a long prompt takes alone
 GOALS = (1.25, 1.4, 1.5, 1.6, 1.7, 1.8, 2.0, 2.2, 2.5, 3.0, 4.0, 6.0, 10.0, 30.0)  # times the usual gap
-AIM = 1.7  # times the usual gap: the ITL that routers are told to keep, and the goal that counts
+AIM = 1.6  # times the usual gap: the ITL that routers are told to keep, and the goal that counts
 
 
 def slo_of(alone: Slo, itl: float, percentile: int | None, patience: float = PATIENCE) -> Slo:
