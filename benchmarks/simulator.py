@@ -5,14 +5,15 @@
     python benchmarks/simulator.py --write-docs --phases benchmarks/results/disaggregation.json --profile FILE
 
 On the clusters and loads of benchmarks/disaggregation.py: one prefill and one decode worker, and two colocated ones. In
-each round a profile is measured on one of each kind (`baton profile --live`) before its loads. Then each load runs on
-each cluster (`--phases`: it did, in benchmarks/disaggregation.py with `--keep`), and the same arrivals go through the
-simulator with the round's profile of its kind, made slower or faster as the gap of a request alone was just before and
-after the load: nothing is fitted to what the load gave. An error is
-|simulated - measured| / measured of a figure of one load on one cluster, both as medians over the rounds; the ratios
-are the medians over loads and clusters, and the table has each. Goodput is requests/s at each rate that keep to the
-goal which both sides are configured for; its error under each other goal stands in a table of its own, beside what
-splitting gives there as measured and as simulated. Speed is that of `python -m simulator`.
+each round a profile is measured on each of them (`baton profile --live`) before its loads; those that compute prompts
+in chunks of another size have one of their own, as steps of 16 tokens are no line through steps of 256. Then each load
+runs on each cluster (`--phases`: it did, in benchmarks/disaggregation.py with `--keep`), and the same arrivals go
+through the simulator with the cluster's profile of that round, made slower or faster as the gap of a request alone was
+just before and after the load: nothing is fitted to what the load gave. An error is |simulated - measured| / measured
+of a figure of one load on one cluster, both as medians over the rounds; the ratios are the medians over loads and
+clusters, and the table has each. Goodput is requests/s at each rate that keep to the goal which both sides are
+configured for; its error under each other goal stands in a table of its own, beside what splitting gives there as
+measured and as simulated. Speed is that of `python -m simulator`.
 The last line of stdout is one JSON object with the figures.
 """
 
@@ -28,7 +29,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for `python benchmarks/simulator.py`
 
@@ -53,6 +54,8 @@ if TYPE_CHECKING:
 
     from simulator.report import Report
 
+Profiles = dict[tuple[str, int], Profile]  # of each side in each round, as the speed of a machine wanders
+
 NAME = "simulator"
 FIGURES = ("ttft_p50", "ttft_p99", "itl_p50", "itl_p99", "goodput")
 LIMITS = {"ttft_p50": 0.15, "itl_p50": 0.15, "ttft_p99": 0.25, "itl_p99": 0.25, "goodput": 0.10}  # what is aimed at
@@ -76,19 +79,6 @@ class Compared:
         return abs(self.simulated[figure] - theirs) / theirs if theirs else float(self.simulated[figure] > 0)
 
 
-class Profiles(NamedTuple):
-    """One for each kind of cluster: what two decoding workers of one host cost each other only theirs shows. By round,
-    as the speed of a machine wanders.
-    """
-
-    split: dict[int, Profile]
-    colocated: dict[int, Profile]
-
-    def of(self, phase: Phase) -> Profile:
-        """That of such a cluster, of the same round."""
-        return (self.split if phase.side == SPLIT else self.colocated)[phase.round]
-
-
 def measured(phases: Sequence[Phase], slo: Slo) -> dict[str, float]:
     """Medians over the rounds of one side and rate, and the share that kept to the SLO, of all rounds together."""
     return {
@@ -103,7 +93,7 @@ def measured(phases: Sequence[Phase], slo: Slo) -> dict[str, float]:
 
 def simulated(profiles: Profiles, phases: Sequence[Phase], slo: Slo, usual_s: float) -> dict[str, float]:
     """The same of the same loads in the simulator."""
-    reports = [predict(profiles.of(phase), phase, slo, usual_s) for phase in phases]
+    reports = [predict(profiles[phase.side, phase.round], phase, slo, usual_s) for phase in phases]
     return {
         "ttft_p50": median(report.ttft.p50 for report in reports),
         "ttft_p99": median(report.ttft.p99 for report in reports),
@@ -232,7 +222,7 @@ def gain(found: Sequence[Compared], times: float, slo: Slo, which: str) -> Goal:
 def before(args: argparse.Namespace) -> tuple[Slo, list[Phase], Profiles]:
     """What benchmarks/disaggregation.py kept."""
     alone, phases = kept(args.phases)
-    return alone, phases, known(args.profile, {phase.round for phase in phases})
+    return alone, phases, known(args.profile, phases)
 
 
 def loads(args: argparse.Namespace) -> tuple[Slo, list[Phase], Profiles]:
@@ -244,7 +234,7 @@ def loads(args: argparse.Namespace) -> tuple[Slo, list[Phase], Profiles]:
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "here.json"
         phases = lab.turns([Side(SPLIT), colocated(CHUNK)], rates, rounds, alone, file)
-        return alone, phases, known(file, set(rounds))
+        return alone, phases, known(file, phases)
 
 
 def named(side: str) -> Side:
@@ -252,13 +242,10 @@ def named(side: str) -> Side:
     return Side(SPLIT) if side == SPLIT else colocated(int(side.removeprefix("colocated-")))
 
 
-def known(file: Path, rounds: set[int]) -> Profiles:
-    """What `Lab.turns` wrote in these rounds."""
-    split, mixed = (
-        {number: load_profile(str(profile_file(file, number, split=split))) for number in rounds}
-        for split in (True, False)
-    )
-    return Profiles(split, mixed)
+def known(file: Path, phases: Sequence[Phase]) -> Profiles:
+    """What `Lab.turns` wrote for these; of peers it does for none."""
+    names = {(phase.side, phase.round) for phase in phases if not phase.side.startswith("vllm")}
+    return {(side, number): load_profile(str(profile_file(file, number, side))) for side, number in names}
 
 
 if __name__ == "__main__":

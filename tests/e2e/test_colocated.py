@@ -59,10 +59,9 @@ def test_both_are_alike_and_say_so(cluster):
     assert took.prefill_s > 0 < took.decode_s
 
 
-def test_long_prompts_are_chunked_beside_what_is_decoded(cluster, seed):
-    rng = random.Random(seed)
-    prompts = [[rng.randrange(256) for _ in range(900)] for _ in range(4)]
-    with cluster.client() as client, ThreadPoolExecutor(4) as pool, ExitStack() as stack:
+def beside_streams(cluster, client, prompts):
+    """Answers these while each worker decodes, and says how many steps did both, and how much of prompts these had."""
+    with ThreadPoolExecutor(4) as pool, ExitStack() as stack:
         before, streams = joint(cluster), list[Any]()
         while not all(load.running for load in cluster.loads().values()):  # costs that load has distorted may draw some
             streams.append(stack.enter_context(client.stream([len(streams)], max_tokens=1500, **ANSWER)))
@@ -70,11 +69,23 @@ def test_long_prompts_are_chunked_beside_what_is_decoded(cluster, seed):
         answers = [pool.submit(client.generate, prompt, max_tokens=10, **ANSWER) for prompt in prompts]
         for answer, prompt in zip(answers, prompts, strict=True):
             assert answer.result().tokens == right(prompt, 10)
-        steps, tokens = (now - then for now, then in zip(joint(cluster), before, strict=True))
-        assert tokens <= steps * (CHUNK - 1), "one at least is for who decodes"
-        assert steps > 900 // CHUNK
+        found = [now - then for now, then in zip(joint(cluster), before, strict=True)]
         for number, stream in enumerate(streams):
             assert stream.collect().tokens == right([number], 1500)
+    return found
+
+
+def test_long_prompts_are_chunked_beside_what_is_decoded(cluster, seed):
+    """Where the machine has other work, streams may have ended when the prompts come: then once more."""
+    rng, steps = random.Random(seed), 0
+    with cluster.client() as client:
+        for _ in range(5):
+            prompts = [[rng.randrange(256) for _ in range(900)] for _ in range(4)]
+            steps, tokens = beside_streams(cluster, client, prompts)
+            assert tokens <= steps * (CHUNK - 1), "one at least is for who decodes"
+            if steps > 900 // CHUNK:
+                break
+        assert steps > 900 // CHUNK
 
 
 def test_a_worker_that_is_killed_is_no_loss(cluster):

@@ -175,8 +175,7 @@ def a_profile() -> Profile:
 
 
 def profiles(*rounds: int) -> simulator.Profiles:
-    each = dict.fromkeys(rounds, a_profile())
-    return simulator.Profiles(each, each)
+    return {(side, number): a_profile() for side in (SPLIT, "colocated-128") for number in rounds}
 
 
 @pytest.mark.parametrize("side", [Side(SPLIT), colocated(128)], ids=str)
@@ -207,14 +206,15 @@ def test_goodput_is_compared_at_each_goal():
     assert shown[-1].split("|")[5].strip() == "1.00", "simulated, the colocated side carries as much"
 
 
-def test_each_round_is_simulated_with_the_profile_of_that_round_and_kind():
+def test_each_load_is_simulated_with_the_profile_of_its_round_and_side(tmp_path):
     slow = a_profile().model_copy(update={"overheads": Beside(admit_s=0.5)})
-    found = simulator.Profiles({1: slow, 2: a_profile()}, {1: a_profile(), 2: slow})
-    late = [
-        simulator.predict(found.of(one), one, SLO, USUAL_S).ttft.p50 > 0.5
-        for one in (phase(side, 4.0, number) for side in (SPLIT, "colocated-64") for number in (1, 2))
-    ]
-    assert late == [True, False, False, True]
+    loads = [phase(side, 4.0, number) for side in (SPLIT, "colocated-64", "colocated-32") for number in (1, 2)]
+    late = [True, False, False, True, True, True]
+    for one, is_late in zip(loads, late, strict=True):
+        own = slow if is_late else a_profile()
+        disaggregation.profile_file(tmp_path / "p.json", one.round, one.side).write_text(own.model_dump_json())
+    found = simulator.known(tmp_path / "p.json", [*loads, phase("vllm-64", 4.0, 1)])
+    assert [simulator.simulated(found, [one], SLO, USUAL_S)["ttft_p50"] > 0.5 for one in loads] == late
 
 
 def test_the_router_of_a_simulation_is_told_what_the_real_one_is_whatever_is_judged(monkeypatch):
@@ -233,7 +233,7 @@ def test_the_router_of_a_simulation_is_told_what_the_real_one_is_whatever_is_jud
     assert {round(judged_s / SLO.itl_s, 2) for _, judged_s in of_loads} == set(GOALS)
 
 
-def test_profiles_are_measured_in_each_round_on_one_cluster_of_each_kind(monkeypatch, tmp_path):
+def test_profiles_are_measured_in_each_round_on_each_cluster(monkeypatch, tmp_path):
     """In the clusters that the loads run on, before these."""
     happened: list[tuple[str, str]] = []
     seeds: list[int] = []
@@ -262,12 +262,9 @@ def test_profiles_are_measured_in_each_round_on_one_cluster_of_each_kind(monkeyp
     lab, sides = disaggregation.Lab(tmp_path, 1.0), [Side(SPLIT), colocated(64), colocated(128)]
     lab.turns(sides, [1.0], range(1, 3), SLO, tmp_path / "here.json")
     profiled = [one for one in happened if one[1] != "load"]
-    assert sorted(profiled) == [
-        ("colocated-128", "here-1-colocated.json"),
-        ("colocated-128", "here-2-colocated.json"),
-        (SPLIT, "here-1-split.json"),
-        (SPLIT, "here-2-split.json"),
-    ]
+    assert sorted(profiled) == sorted(
+        (side.name, f"here-{number}-{side.name}.json") for side in sides for number in (1, 2)
+    )
     assert all(happened[happened.index(one) + 1] == (one[0], "load") for one in profiled)
     assert len(set(seeds)) == len(seeds) == 12, "no prefix cache knows them"
     happened.clear()
@@ -277,6 +274,21 @@ def test_profiles_are_measured_in_each_round_on_one_cluster_of_each_kind(monkeyp
     assert [one.speed for one in found if not one.side.startswith("vllm")] == pytest.approx([1.015, 1.035, 1.055])
     assert [one.speed for one in found if one.side.startswith("vllm")] == [1.0]
     assert {one.told_s for one in found} == {SLO.itl_s * AIM}
+
+
+def test_profiles_alone_are_of_all_sides_and_no_load(monkeypatch, capsys, tmp_path):
+    asked: list[tuple[list[int], list[float], Path]] = []
+
+    def measured(args: Any, chunks: list[int], rates: list[float]) -> None:
+        asked.append((chunks, rates, args.profile))
+
+    monkeypatch.setattr(disaggregation, "measured", measured)
+    disaggregation.main(["--profiles-only", "--profile", str(tmp_path / "p.json"), "--chunks", "16,64"])
+    assert asked == [([16, 64], [], tmp_path / "p.json")]
+    with pytest.raises(SystemExit):
+        disaggregation.main(["--profiles-only"])
+    assert "--profiles-only: needs --profile" in capsys.readouterr().err
+    assert len(asked) == 1
 
 
 def test_what_is_good_goes_by_how_fast_the_machine_was():

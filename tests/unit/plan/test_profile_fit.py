@@ -38,6 +38,14 @@ def test_a_single_length_is_enough_for_that_length():
     assert seconds_of(fit_line([one]), one) == pytest.approx(one.seconds)
 
 
+def test_what_steps_of_as_many_tokens_take_is_no_cost_of_a_token():
+    """Chunks of 16: a last one of 4 tokens takes about as long."""
+    chunks = [Steps(16, context, 0.012 + 1e-7 * context) for context in (136, 520, 2056)]
+    found = fit_line(chunks)
+    assert (found.step_s, found.token_s, found.context_s) == pytest.approx((0.012, 0.0, 1e-7), rel=1e-6)
+    assert fit_line([*chunks, Steps(4, 10, 0.006)]).token_s > 0, "where some had fewer, it is seen"
+
+
 def test_decode_steps_go_through_what_was_measured_and_straight_between():
     took = {1: 0.001, 2: 0.0011, 4: 0.003, 8: 0.0031}
     points = [Gaps(rows, rows * 20, (seconds + 1e-7 * rows * 20,)) for rows, seconds in took.items()]
