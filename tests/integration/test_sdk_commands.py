@@ -43,12 +43,13 @@ class Talking(Scripted):
 
     async def Generate(self, request: inference.GenerateRequest, context: Any) -> AsyncIterator[Event]:
         self._note(request, context)
+        number = len(self.requests)  # read now: more may have come by the time that this one is answered
         self.running += 1
         self.most = max(self.most, self.running)
         try:
             await self._meet()
             seq = 0
-            async for event in self._events(request, context):
+            async for event in self._events(request, context, number):
                 numbered = Event(request_id="r1", seq=seq)
                 numbered.MergeFrom(event)
                 yield numbered
@@ -61,9 +62,9 @@ class Talking(Scripted):
             self.met.set()
         await asyncio.wait_for(self.met.wait(), 5)
 
-    async def _events(self, request: inference.GenerateRequest, context: Any) -> AsyncIterator[Event]:
+    async def _events(self, request: inference.GenerateRequest, context: Any, number: int) -> AsyncIterator[Event]:
         said = request.chat.messages[-1].content if request.chat.messages else request.text
-        if said == "fail" or (self.fail_every and len(self.requests) % self.fail_every == 0):
+        if said == "fail" or (self.fail_every and number % self.fail_every == 0):
             await abort(context, errors.Overloaded("full", retry_after_s=0.01))
         choices = max(1, request.n)
         pieces = [f"{len(request.chat.messages)}:", said, "!"]
