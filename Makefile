@@ -88,7 +88,7 @@ regenerate: $(SETUP)
 		else echo "the generator cannot be installed: not regenerated, digests compared"; $(MAKE) --no-print-directory fresh; fi
 
 # Of `make check test` the unit tests run once: `check` leaves out those that are slow, so these are what is left of them.
-test: regenerate  ## everything that needs no GPU: under 15 minutes on 2 cores
+test: regenerate  ## everything that needs no GPU (goal: under 15 minutes on 2 cores; 25 today)
 ifeq ($(filter check,$(MAKECMDGOALS)),)
 	@$(PYTEST) $(PARALLEL) -m "not chaos and not serial"
 else
@@ -100,7 +100,7 @@ endif
 chaos: $(SETUP)  ## the whole fault matrices and the soak
 	@$(PYTEST) -m chaos $(NONE_IS_FINE)
 
-demo: $(SETUP)  ## start a local cluster, answer two prompts, show which worker did what, stop
+demo: $(SETUP)  ## start a local cluster, answer two prompts, show which worker did what; on a terminal its live page, until Ctrl-C
 	@$(BIN)/baton demo
 
 bench: $(SETUP)  ## every benchmark in its quick form

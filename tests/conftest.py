@@ -29,6 +29,22 @@ def pytest_configure(config: pytest.Config) -> None:
     """Hand the seed to hypothesis, before its plugin reads its option."""
     if config.getoption("hypothesis_seed", None) is None:
         config.option.hypothesis_seed = str(run_seed())
+    if not hasattr(config, "workerinput"):  # xdist's workers write nothing themselves
+        config.pluginmanager.register(Failures(config))
+
+
+class Failures:
+    """Say at once what failed: a run that is stopped before its end prints no summary."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self._config = config
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """One line behind the dots."""
+        terminal = self._config.pluginmanager.get_plugin("terminalreporter")
+        if report.failed and terminal is not None:
+            last = report.longreprtext.strip().splitlines()[-1:]
+            terminal.write_line(f"\nFAILED {report.nodeid} ({report.when}): {' '.join(last)}")
 
 
 def pytest_report_header() -> str:

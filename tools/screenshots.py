@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import io
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -40,7 +41,8 @@ SETS = (
 LOAD = ("--prompt-tokens", "512", "--max-tokens", "128", "--requests", "100000")
 HEIGHT, COLOURS = 1000, 256
 THEMES = ("light", "dark")
-VICTIM = "decode-1"
+VICTIM, BUSY = "decode-1", re.compile(r"[3-9] running")
+ON_ITS_WAY = "circle.dot.prefill, circle.dot.transfer, circle.dot.commit"
 
 
 @contextmanager
@@ -83,10 +85,13 @@ def opened(browser: Browser, address: str, theme: str, width: int) -> Page:
 
 
 def shoot(page: Page, file: Path) -> None:
-    """With a prompt answered. As few colours as a page has: a third of the bytes."""
+    """With a prompt answered, and a request on its way. As few colours as a page has: a third of the bytes."""
+    page.bring_to_front()  # one behind another is drawn rarely, and sees an answer's tokens all at once
+    page.wait_for_timeout(3000)
     page.get_by_role("button", name="Send").click()
     page.locator("#timeline").wait_for()
     page.wait_for_timeout(1500)
+    page.locator(ON_ITS_WAY).first.wait_for(state="attached", timeout=60_000)
     with Image.open(io.BytesIO(page.screenshot(full_page=True))) as picture:
         picture.convert("RGB").quantize(COLOURS, kmeans=2, dither=Image.Dither.NONE).save(file, optimize=True)
     print(f"{file}: {file.stat().st_size / 1000:.0f} kB")
@@ -109,6 +114,7 @@ def main() -> int:
     with cluster(options.concurrency) as state, chromium(path) as browser:
         pages = [opened(browser, state.http, *shot) for shot in shots]
         pages[0].wait_for_timeout(options.seconds * 500)
+        pages[0].get_by_role("article", name=VICTIM).get_by_text(BUSY).wait_for()
         os.kill(state.processes[VICTIM].pid, signal.SIGKILL)
         pages[0].get_by_role("article", name=VICTIM).get_by_text("connected").wait_for(state="hidden", timeout=120_000)
         pages[0].get_by_role("article", name=VICTIM).get_by_text("connected").wait_for(timeout=120_000)

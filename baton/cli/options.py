@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 LOCAL = Path("configs/local.yaml")
+LENGTHS = "N, fixed:N, uniform:LOW-HIGH, lognormal:MEAN,CV[,MOST], zipf:EXPONENT,MOST, file:PATH"
 ConfigFile = Annotated[Path, typer.Option("--config", "-c", help="the cluster file", show_default=True)]
 Sets = Annotated[list[str] | None, typer.Option("--set", help="key=value over the file, such as decode.replicas=2")]
 Json = Annotated[bool, typer.Option("--json", help="print JSON")]

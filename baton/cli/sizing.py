@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from baton.cli.options import LOCAL, ClusterName, ConfigFile, Json, Sets, Target, Tls, Token
+from baton.cli.options import LENGTHS, LOCAL, ClusterName, ConfigFile, Json, Sets, Target, Tls, Token
 
 
 def profile(  # noqa: PLR0913, PLR0917 (each is an option of the command)
@@ -44,7 +44,7 @@ def profile(  # noqa: PLR0913, PLR0917 (each is an option of the command)
 def plan(  # noqa: PLR0913, PLR0917 (each is an option of the command)
     profile: Annotated[str, typer.Option(help="a file of `baton profile --live`, or a name such as opt-13b-a100")],
     rate: Annotated[float | None, typer.Option(help="requests per second (default: the trace's)")] = None,
-    prompt_tokens: Annotated[str, typer.Option(help="N, uniform:LOW-HIGH, lognormal:MEAN,CV,MOST, file:PATH")] = "512",
+    prompt_tokens: Annotated[str, typer.Option(help=LENGTHS)] = "512",
     max_tokens: Annotated[str | None, typer.Option(help="new tokens, in the same words (default: 64)")] = None,
     trace: Annotated[Path | None, typer.Option(help="requests of a file: Mooncake's, Azure's, or JSON lines")] = None,
     scale: Annotated[float, typer.Option(help="divide the lengths of the trace by this")] = 1.0,

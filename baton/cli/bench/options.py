@@ -7,7 +7,8 @@ from typing import Annotated
 
 import typer
 
-LENGTHS = "N, fixed:N, uniform:LOW-HIGH, lognormal:MEAN,CV[,MOST], zipf:EXPONENT,MOST, file:PATH"
+from baton.cli.options import LENGTHS
+
 TRACES = "Mooncake's JSON lines, Azure's CSV, or JSON lines: prompt or prompt_tokens, max_tokens, timestamp (ms)"
 
 Concurrency = Annotated[int | None, typer.Option(min=1, help="closed loop: so many under way (default: 8)")]
