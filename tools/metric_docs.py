@@ -19,7 +19,7 @@ from baton.errors import Overloaded
 from baton.load import BlockCounts, Channel, Load
 from baton.stages import Timings
 from baton.telemetry import Metrics
-from baton.telemetry.labels import LABELS
+from baton.telemetry.labels import LABELS, OF_METRIC, Values
 from baton.telemetry.worker import Counts, Watched, WorkerMetrics
 from router.floor import Floor, RouterSettings
 
@@ -117,9 +117,22 @@ def _metrics() -> Iterator[str]:
 
 
 def _labels() -> Iterator[str]:
-    yield "| label | values |\n|---|---|\n"
-    for name, values in sorted(LABELS.items()):
-        yield f"| `{name}` | {values if isinstance(values, str) else ', '.join(f'`{value}`' for value in values)} |\n"
+    yield "| label | in | values |\n|---|---|---|\n"
+    for name, (metrics, values) in sorted(_meanings(), key=lambda meaning: (meaning[0], meaning[1][0])):
+        where = ", ".join(f"`{metric}`" for metric in metrics) or "all"
+        shown = values if isinstance(values, str) else ", ".join(f"`{value}`" for value in values)
+        yield f"| `{name}` | {where} | {shown} |\n"
+
+
+def _meanings() -> Iterator[tuple[str, tuple[list[str], Values]]]:
+    """Labels, the metrics in which they mean the same (none: whichever have them), and their values there."""
+    yield from ((name, ([], values)) for name, values in LABELS.items())
+    families, grouped = exported(), dict[tuple[str, Values], list[str]]()
+    for metric, own in OF_METRIC.items():
+        shown = metric + SHOWN.get(families[metric].kind, "")
+        for meaning in own.items():
+            grouped.setdefault(meaning, []).append(shown)
+    yield from ((name, (metrics, values)) for (name, values), metrics in grouped.items())
 
 
 def filled(text: str) -> str:

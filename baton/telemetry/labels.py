@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 
 from baton import errors
@@ -31,17 +32,15 @@ def _classes(kind: type[BatonError]) -> Iterable[str]:
 
 REFUSALS = tuple(sorted(set(_classes(BatonError))))
 
-# By name: its values, or, of those that a cluster has as many of as it has workers or versions, what they are.
-LABELS: Mapping[str, tuple[str, ...] | str] = {
+# Values, or, of those that a cluster has as many of as it has workers or versions, what they are.
+Values = tuple[str, ...] | str
+# By name, those that mean the same in every metric.
+LABELS: Mapping[str, Values] = {
     "cluster": "the cluster file's `name`",
     "version": "Baton's version",
-    "outcome": tuple(dict.fromkeys((*OUTCOMES, *HANDOFFS))),
-    "reason": tuple(dict.fromkeys((*REFUSALS, *RECOVERIES, *FINISHES))),
     "met": ("true", "false"),
     "stage": STAGES,
     "role": tuple(role.value for role in Role),
-    "state": tuple(dict.fromkeys((*BLOCK_STATES, *SLOT_STATES))),
-    "kind": tuple(dict.fromkeys((*STEP_KINDS, *DECISIONS))),
     "transport": TRANSPORTS,
     "direction": ("sent", "received"),
     "worker": "a worker's id",
@@ -55,6 +54,27 @@ LABELS: Mapping[str, tuple[str, ...] | str] = {
     "num_gpu_blocks": "blocks of a worker, on a GPU or not",
     "le": "a bucket's bound",
 }
+# And by metric, without the suffix of its samples, the labels that mean something else in another one.
+OF_METRIC: Mapping[str, Mapping[str, Values]] = {
+    "baton_requests": {"outcome": OUTCOMES},
+    "baton_deterministic_requests": {"outcome": OUTCOMES},
+    "baton_handoffs": {"outcome": HANDOFFS},
+    "baton_refusals": {"reason": REFUSALS},
+    "baton_recoveries": {"reason": RECOVERIES},
+    "baton_finished_choices": {"reason": FINISHES},
+    "baton_kv_blocks": {"state": BLOCK_STATES},
+    "baton_slots": {"state": SLOT_STATES},
+    "baton_step_seconds": {"kind": STEP_KINDS},
+    "baton_computed_tokens": {"kind": ("prefill", "decode")},
+    "baton_decisions": {"kind": DECISIONS},
+}
+_SUFFIX = re.compile(r"_(total|created|bucket|sum|count|info)$")
+
+
+def values(metric: str, label: str) -> Values:
+    """What `label` may be in `metric`, which is named as a whole or by one of its samples. Raises KeyError if none."""
+    own = OF_METRIC.get(_SUFFIX.sub("", metric), {})
+    return own[label] if label in own else LABELS[label]
 
 
 def of(value: str, allowed: tuple[str, ...], other: str) -> str:

@@ -5,12 +5,18 @@ from __future__ import annotations
 import json
 import os
 import signal
+import time
 
+import grpc
 import pytest
 
+from baton.rpc.v1 import common_pb2
+from baton.rpc.v1 import inference_pb2 as pb
+from baton.rpc.v1.inference_pb2_grpc import InferenceStub
 from baton.stages import Stage
-from tests.e2e.conftest import HANDED_OVER, eventually
+from tests.e2e.conftest import HANDED_OVER, ROOT, eventually
 from tests.unit.tracing.test_chrome import check, complete
+from tests.unit.tracing.test_otlp import PARENT, TRACE, WAIT_S, collectors, facts
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 
@@ -19,9 +25,20 @@ STAGES = [stage.value for stage in Stage]
 
 
 @pytest.fixture(scope="module")
-def cluster(module_home):
+def collected():
+    """An OpenTelemetry collector, and its address."""
+    with collectors() as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def cluster(module_home, collected, tmp_path_factory):
+    """Its file names the collector, which is to get what a caller wants to be sampled and nothing else."""
+    file = tmp_path_factory.mktemp("file") / "no-ray.yaml"
+    tracing = f"tracing: {{otlp: {json.dumps(collected[1])}, sample: 0}}\n"
+    file.write_text((ROOT / "configs/no-ray.yaml").read_text() + tracing)
     sets = (HANDED_OVER, "model.path=oracle", "model.max_model_len=2048", "determinism.verify=always")
-    with module_home.cluster("configs/no-ray.yaml", *sets, "decode.replicas=2") as running:
+    with module_home.cluster(file, *sets, "decode.replicas=2") as running:
         yield running
 
 
@@ -32,7 +49,9 @@ def within(inner, outer) -> bool:
 def test_the_spans_of_all_processes_lie_within_each_other(cluster):
     with cluster.client() as client:
         client.generate("warm", max_tokens=4)  # the channel is built
+        begun = time.perf_counter()
         answer = client.generate("hello there " * 20, max_tokens=40, ignore_eos=True, deterministic=True, trace=True)
+        wall_s = time.perf_counter() - begun
     assert len(answer.trace_id) == 32
     stages = [span for span in answer.trace if span.role == "router"]
     for stage in STAGES:
@@ -51,6 +70,33 @@ def test_the_spans_of_all_processes_lie_within_each_other(cluster):
     assert found["decode", "decode"].end_s <= stages[-1].end_s + OFF_S
     assert found["prefill", "compute"].end_s <= found["decode", "commit"].start_s + OFF_S
     assert int(found["prefill", "push"].attributes["kv_bytes"]) == answer.placement.kv_bytes
+    worked_s = found["prefill", "compute"].duration_s + found["decode", "decode"].duration_s  # one after the other
+    assert worked_s <= sum(span.duration_s for span in stages) <= wall_s, "by the clocks of workers and of the client"
+
+
+def test_a_collector_that_the_file_names_gets_one_trace_of_all_processes(cluster, collected):
+    collector, _ = collected
+    sampling = common_pb2.Sampling(max_tokens=8, ignore_eos=True)
+    with grpc.insecure_channel(cluster.state().grpc) as channel:
+        for text, traced in (("of nobody ", ()), ("of a caller ", (("traceparent", f"00-{TRACE}-{PARENT}-01"),))):
+            request = pb.GenerateRequest(text=text * 20, sampling=sampling, trace=True)
+            *_, last = InferenceStub(channel).Generate(request, metadata=traced, timeout=60)
+    assert collector.got.acquire(timeout=WAIT_S)
+    assert {span.trace_id.hex() for _, span in collector.spans} == {TRACE}, "others are sampled by tracing.sample"
+    at = last.completed.placement
+    said_by = {one["service.name"]: one["service.instance.id"] for one, _ in collector.spans}
+    assert said_by.pop("baton-router").startswith("router-")
+    assert said_by == {"baton-prefill": at.prefill_worker, "baton-decode": at.decode_worker}
+    assert {one["service.namespace"] for one, _ in collector.spans} == {cluster.name}
+    (root,), (attempt,) = (collector.named("baton-router", name) for name in ("request", "attempt"))
+    assert (root.parent_span_id.hex(), attempt.parent_span_id) == (PARENT, root.span_id)
+    below = {"router": ("reserve", "prefill"), "prefill": ("compute",), "decode": ("commit", "decode")}
+    for service, name in ((service, name) for service, names in below.items() for name in names):
+        assert [span.parent_span_id for span in collector.named(f"baton-{service}", name)] == [attempt.span_id], name
+    link = [*collector.named("baton-prefill", "push"), *collector.named("baton-decode", "receive")]
+    assert [span.parent_span_id for span in link] == [attempt.span_id] * 2
+    said = {(facts(span)["baton.kv_bytes"], facts(span)["baton.transport"]) for span in link}
+    assert said == {(at.kv_bytes, at.transport)}, "both ends of the link"
 
 
 def test_the_commands_show_it_and_write_files(cluster, tmp_path):

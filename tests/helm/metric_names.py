@@ -1,53 +1,95 @@
-"""The metrics that alerts and dashboards of the chart ask for, and what of it no process exports: names and labels."""
+"""What alerts and dashboards of the chart ask for: that it is PromQL, and what of it no process exports."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from baton.telemetry.labels import LABELS
+import promql_parser as promql
+
+from baton.telemetry.labels import values
 from tests.helm.schemas import ROOT
 from tools.metric_docs import exported
 
 BOARDS = ROOT / "helm/baton/dashboards"
-METRIC = re.compile(r"\b(?:baton|vllm)[_:][a-z0-9_:]+")
-SELECTED = re.compile(r"\b((?:baton|vllm)[_:][a-z0-9_:]+)\{([^}]*)\}")
-MATCHER = re.compile(r'(\w+)\s*(=~|!~|!=|=)\s*"([^"]*)"')
-GROUPED = re.compile(r"\bby \(([^)]*)\) *\(")
+# What Grafana makes of a query before Prometheus sees it.
+RANGE = re.compile(r"\$__\w+")
+LABEL_VALUES = re.compile(r"label_values\((.+), *(\w+)\)")
 # Of targets, by the PodMonitors and `/targets`; and of buckets.
 TARGETS = {"baton", "namespace", "component", "instance", "pod", "le"}
+PATTERNS = (promql.MatchOp.Re, promql.MatchOp.NotRe)
+Known = dict[str, set[str]]  # labels, by the names that queries use
 
 
 def unknown_metrics(documents: list[dict[str, Any]]) -> Iterator[str]:
-    """Metrics, labels of theirs and values of these in rules and dashboards that no process exports."""
+    """Of rules and dashboards: what is no PromQL, and metrics, labels of theirs and values of these that no process
+    exports.
+    """
     known = {name: family.labels for family in exported().values() for name in family.samples}
     for expression in asked(documents):
-        names = set(METRIC.findall(expression))
-        yield from sorted(names - known.keys())
-        for name, matchers in SELECTED.findall(expression):
-            for label, _, value in MATCHER.findall(matchers):
-                yield from _wrong(name, label, value, known.get(name, set()))
-        labels = set().union(*(known.get(name, set()) for name in names))
-        grouped = {label.strip() for group in GROUPED.findall(expression) for label in group.split(",")}
-        yield from (f"{label}: no label in {expression}" for label in sorted(grouped - labels - TARGETS))
+        yield from (f"{problem} in {expression}" for problem in problems(expression, known))
 
 
-def _wrong(name: str, label: str, value: str, labels: set[str]) -> Iterator[str]:
-    if label in TARGETS:
+def problems(expression: str, known: Known) -> Iterator[str]:
+    """What is wrong with one query; `known`: what there is to ask for."""
+    try:
+        tree = promql.parse(expression)
+    except ValueError as error:
+        yield f"no PromQL, {error}"
         return
-    if label not in labels:
-        yield f"{name} has no label {label}"
+    for node in nodes(tree):
+        if isinstance(node, promql.VectorSelector):
+            yield from _selected(node, known)
+        elif isinstance(node, promql.AggregateExpr | promql.BinaryExpr):
+            names = [below.name for below in nodes(node) if isinstance(below, promql.VectorSelector)]
+            labels = TARGETS.union(*(known.get(name or "", set()) for name in names))
+            yield from (f"{label}: no label" for label in _grouped(node) if label not in labels)
+
+
+def nodes(tree: promql.Expr) -> list[promql.Expr]:
+    """An expression and all below it."""
+    found: list[promql.Expr] = []
+    promql.walk(tree, found.append)
+    return found
+
+
+def _grouped(node: promql.AggregateExpr | promql.BinaryExpr) -> Iterable[str]:
+    """The labels by which it groups or matches."""
+    if node.modifier is None:
+        return []
+    if isinstance(node, promql.AggregateExpr):
+        return node.modifier.labels
+    matching = node.modifier.matching
+    return [*(matching.labels if matching else ()), *(node.modifier.group_labels or ())]
+
+
+def _selected(node: promql.VectorSelector, known: Known) -> Iterator[str]:
+    if node.name not in known:
+        yield f"no metric {node.name}"
         return
-    allowed = LABELS[label]
-    if not isinstance(allowed, str):
-        yield from (f"{name}: {label} is never {one}" for one in value.split("|") if one not in allowed)
+    if node.matchers.or_matchers:
+        yield "no PromQL, though its parser knows it: or between matchers"
+    for matcher in node.matchers.matchers:
+        if matcher.name in TARGETS:
+            continue
+        if matcher.name not in known[node.name]:
+            yield f"{node.name} has no label {matcher.name}"
+        elif not isinstance(allowed := values(node.name, matcher.name), str):
+            yield from (f"{node.name}: {matcher.name} is never {one}" for one in _never(matcher, allowed))
+
+
+def _never(matcher: promql.Matcher, allowed: Iterable[str]) -> Iterator[str]:
+    """Of the alternatives of a matcher, those that match nothing. Within groups they are not told apart."""
+    pattern = matcher.value if matcher.op in PATTERNS else re.escape(matcher.value)
+    ones = pattern.split("|") if matcher.op in PATTERNS and "(" not in pattern else [pattern]
+    return (one for one in ones if not any(re.fullmatch(one, value) for value in allowed))
 
 
 def asked(documents: list[dict[str, Any]]) -> Iterator[str]:
-    """All expressions of rules, and all queries of dashboards."""
+    """All expressions of rules, and all queries of dashboards, as Prometheus gets them."""
     for document in documents:
         if document["kind"] == "PrometheusRule":
             yield from (rule["expr"] for group in document["spec"]["groups"] for rule in group["rules"])
@@ -55,8 +97,11 @@ def asked(documents: list[dict[str, Any]]) -> Iterator[str]:
         yield from expressions(board)
 
 
-def expressions(board: Path) -> list[str]:
+def expressions(board: Path) -> Iterator[str]:
     """The queries of a dashboard's panels and variables."""
     content = json.loads(board.read_text(encoding="utf-8"))
-    targets = [target["expr"] for panel in content["panels"] for target in panel.get("targets", [])]
-    return targets + [variable["query"] for variable in content["templating"]["list"]]
+    for panel in content["panels"]:
+        yield from (RANGE.sub("5m", target["expr"]) for target in panel.get("targets", []))
+    for variable in content["templating"]["list"]:
+        if variable["type"] == "query":
+            yield LABEL_VALUES.sub(r"count by (\2) (\1)", variable["query"])
