@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from playwright.sync_api import expect
 
@@ -24,3 +26,5 @@ def test_open_the_page_see_a_request_flow(tab, tmp_path):
         expect(page.locator("#timeline .span").first).to_be_visible()
         expect(page.locator("#figures")).to_contain_text("1 finished")
         expect(page.get_by_role("img", name="First token, lately: p50").first).to_be_visible()
+        for line in page.locator("figure.chart path.line-0").all():
+            expect(line).to_have_attribute("d", re.compile("^M"))  # a value, of each chart

@@ -1,0 +1,106 @@
+"""Markdown as a guard reads it: the lines that it tells people to type, its links, the anchors of its headings."""
+
+from __future__ import annotations
+
+import posixpath
+import re
+import shlex
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import dropwhile, groupby, takewhile
+
+SHELLS = {"", "sh", "bash", "shell", "console"}  # the languages of fences that hold commands
+FENCE = re.compile(r"^[ \t]*```(\w*)[^\n]*\n(.*?)^[ \t]*```[ \t]*$", re.MULTILINE | re.DOTALL)
+SPAN = re.compile(r"(?<!`)(`+)(?!`)((?:(?!\n\s*\n).)+?)(?<!`)\1(?!`)", re.DOTALL)
+LINE = re.compile(r"(?:.*\\\n)*.*")  # with those that a backslash adds to it
+LINKS = (
+    re.compile(r"\]\(\s*<?([^)\s>]+)>?(?:\s+\"[^\"]*\")?\s*\)"),
+    re.compile(r"^ {0,3}\[[^\]^]+\]:\s*(\S+)", re.MULTILINE),
+    re.compile(r"<(?:a|img|source)\b[^>]*?\b(?:href|src|srcset)=\"([^\"\s]+)"),
+)
+HEADING = re.compile(r"^#{1,6}[ \t]+(.+?)(?:[ \t]+#+)?[ \t]*$", re.MULTILINE)
+NAMED = re.compile(r"<\w+\b[^>]*?\b(?:id|name)=\"([^\"]+)\"")
+ELSEWHERE = re.compile(r"[a-z][a-z0-9+.-]*:|//", re.IGNORECASE)
+OPTIONAL = re.compile(r"\[[^][]*\]")
+BEFORE = re.compile(r"\$|[A-Z_]\w*=.*", re.DOTALL)  # a prompt, and what a command gets into its environment
+
+
+@dataclass(frozen=True)
+class Said:
+    """Something that stands in a document, and where: `file:line`."""
+
+    where: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Document:
+    """A Markdown file. `name` is its path from the root, with slashes."""
+
+    name: str
+    text: str
+
+    def said(self, at: int, text: str) -> Said:
+        return Said(f"{self.name}:{self.text.count(chr(10), 0, at) + 1}", text)
+
+    @cached_property
+    def prose(self) -> str:
+        """Its text; as many blanks and lines where fences stand."""
+        return FENCE.sub(_blank, self.text)
+
+    def code(self) -> Iterator[Said]:
+        """The lines in its fences for a shell, and all between backticks."""
+        for fence in FENCE.finditer(self.text):
+            lines = LINE.finditer(self.text, *fence.span(2)) if fence[1] in SHELLS else ()
+            yield from (self.said(line.start(), line[0].replace("\\\n", " ")) for line in lines)
+        yield from (self.said(span.start(), span[2].replace("\n", " ")) for span in SPAN.finditer(self.prose))
+
+    def links(self) -> Iterator[Said]:
+        """Where its links and pictures lead to, other sites left out."""
+        plain = SPAN.sub(_blank, self.prose)
+        for found in (found for pattern in LINKS for found in pattern.finditer(plain)):
+            if not ELSEWHERE.match(found[1]):
+                yield self.said(found.start(), found[1])
+
+    def resolved(self, link: str) -> tuple[str, str]:
+        """The file and the anchor that `link` leads to."""
+        path, _, anchor = link.partition("#")
+        return posixpath.normpath(posixpath.join(posixpath.dirname(self.name), path)) if path else self.name, anchor
+
+    def anchors(self) -> set[str]:
+        """What may stand behind a `#`, as GitHub names headings."""
+        seen: Counter[str] = Counter()
+        found = set(NAMED.findall(self.prose))
+        for heading in HEADING.findall(self.prose):
+            text = re.sub(r"!?\[([^\]]*)\]\([^)]*\)", r"\1", heading)
+            slug = re.sub(r"[^\w\- ]", "", text.lower()).replace(" ", "-")
+            found.add(f"{slug}-{seen[slug]}" if seen[slug] else slug)
+            seen[slug] += 1
+        return found
+
+
+def _blank(found: re.Match[str]) -> str:
+    return re.sub(r"[^\n]", " ", found[0])
+
+
+def commands(line: str) -> Iterator[list[str]]:
+    """The simple commands of a shell's line, in words: without comments, redirections and `[]` of what is optional.
+
+    A bar between such brackets, and the escaped one of a table's cell, is an "or".
+    """
+    line = OPTIONAL.sub(lambda found: found[0].replace("|", " or "), line.replace("\\|", "|"))
+    for ends, words in groupby(_words(line), lambda word: bool(word) and set(word) <= set("();|&")):
+        if not ends:
+            kept = takewhile(lambda word: not (word and set(word) <= set("<>&")), words)
+            yield list(dropwhile(BEFORE.fullmatch, filter(None, (word.strip("[]") for word in kept))))
+
+
+def _words(line: str) -> list[str]:
+    lexer = shlex.shlex(line, posix=True, punctuation_chars=True)
+    lexer.whitespace_split = True
+    try:
+        return list(lexer)
+    except ValueError:  # a quotation that ends in another line
+        return line.split()
