@@ -1,7 +1,7 @@
 """The simulator against the clusters that it speaks of, and how fast it is.
 
     python benchmarks/simulator.py --quick         about 6 minutes on 2 cores
-    python benchmarks/simulator.py                 more rates and rounds: about 30 minutes
+    python benchmarks/simulator.py                 more rates and rounds: about 35 minutes
     python benchmarks/simulator.py --write-docs --phases benchmarks/results/disaggregation.json --profile FILE
 
 On the clusters and loads of benchmarks/disaggregation.py: one prefill and one decode worker, and two colocated ones. In
@@ -10,10 +10,10 @@ in chunks of another size have one of their own, as steps of 16 tokens are no li
 runs on each cluster (`--phases`: it did, in benchmarks/disaggregation.py with `--keep`), and the same arrivals go
 through the simulator with the cluster's profile of that round, made slower or faster as the gap of a request alone was
 just before and after the load: nothing is fitted to what the load gave. An error is |simulated - measured| / measured
-of a figure of one load on one cluster, both as medians over the rounds; the ratios are the medians over loads and
-clusters, and the table has each. Goodput is requests/s at each rate that keep to the goal which both sides are
-configured for; its error under each other goal stands in a table of its own, beside what splitting gives there as
-measured and as simulated. Speed is that of `python -m simulator`.
+of a figure of one load on one cluster, both as medians over the rounds, in the simulator with five seeds each; the
+ratios are the medians over loads and clusters, and the table has each. Goodput is requests/s at each rate that keep to
+the goal which both sides are configured for; its error under each other goal stands in a table of its own, beside what
+splitting gives there as measured and as simulated. Speed is that of `python -m simulator`.
 The last line of stdout is one JSON object with the figures.
 """
 
@@ -60,6 +60,7 @@ NAME = "simulator"
 FIGURES = ("ttft_p50", "ttft_p99", "itl_p50", "itl_p99", "goodput")
 LIMITS = {"ttft_p50": 0.15, "itl_p50": 0.15, "ttft_p99": 0.25, "itl_p99": 0.25, "goodput": 0.10}  # what is aimed at
 CHUNK = 256  # tokens of a colocated step
+SEEDS = range(5)  # of each load in the simulator: one draw of what steps take is as much chance as one measurement
 WORKERS = (("decode-0", "decode-1"), ("prefill-0", "decode-0"))  # colocated, and split
 LONG_S = 1e6  # longer than any load
 
@@ -92,26 +93,31 @@ def measured(phases: Sequence[Phase], slo: Slo) -> dict[str, float]:
 
 
 def simulated(profiles: Profiles, phases: Sequence[Phase], slo: Slo, usual_s: float) -> dict[str, float]:
-    """The same of the same loads in the simulator."""
-    reports = [predict(profiles[phase.side, phase.round], phase, slo, usual_s) for phase in phases]
+    """The same of the same loads in the simulator, each in as many futures as there are `SEEDS`."""
+    pairs = [
+        (phase, predict(profiles[phase.side, phase.round], phase, slo, usual_s, seed))
+        for phase in phases
+        for seed in SEEDS
+    ]
+    reports = [report for _, report in pairs]
     return {
         "ttft_p50": median(report.ttft.p50 for report in reports),
         "ttft_p99": median(report.ttft.p99 for report in reports),
         "itl_p50": median(report.itl.p50 for report in reports),
         "itl_p99": median(report.itl.p99 for report in reports),
-        "goodput": median(report.good / phase.seconds for report, phase in zip(reports, phases, strict=True)),
+        "goodput": median(report.good / phase.seconds for phase, report in pairs),
         "share": sum(report.good for report in reports) / max(sum(report.arrivals for report in reports), 1),
     }
 
 
-def predict(profile: Profile, phase: Phase, slo: Slo, usual_s: float) -> Report:
+def predict(profile: Profile, phase: Phase, slo: Slo, usual_s: float, seed: int) -> Report:
     """The arrivals of one phase, judged by `slo`, on a machine on which the gap of a request that is alone was what it
-    was then. `usual_s`: the usual one.
+    was then. `usual_s`: the usual one. `seed`: of how long steps take.
     """
     found = [(at, kind) for at, kind in arrivals(phase.rate, phase.seconds, phase.round)]
     load = [Arrival(at - found[0][0], kind.prompt_tokens, kind.max_tokens) for at, kind in found]
     longer = phase.speed * usual_s / usual_gap(profile, phase.side)
-    return simulate(scenario(profile, phase.side, slo.times(phase.speed), phase.told_s, longer), load)
+    return simulate(scenario(profile, phase.side, slo.times(phase.speed), phase.told_s, longer, seed), load)
 
 
 def usual_gap(profile: Profile, side: str) -> float:
@@ -120,7 +126,7 @@ def usual_gap(profile: Profile, side: str) -> float:
     return simulate(scenario(profile, side, Slo(1.0, 1.0), math.inf), alone).itl.p50
 
 
-def scenario(profile: Profile, side: str, slo: Slo, told_itl_s: float, longer: float = 1.0) -> Scenario:
+def scenario(profile: Profile, side: str, slo: Slo, told_itl_s: float, longer: float = 1.0, seed: int = 0) -> Scenario:
     """A side of benchmarks/disaggregation.py, each step of which takes `longer` times what the profile says."""
     chunk = named(side).chunk
     site = Site(
@@ -130,6 +136,7 @@ def scenario(profile: Profile, side: str, slo: Slo, told_itl_s: float, longer: f
         decode=Pool(0),
         router=Router(max_requests=1024, max_wait_s=120.0, slo_itl_s=told_itl_s),
         faults=tuple(Slow(0.0, LONG_S, worker, longer) for worker in WORKERS[chunk is None]),
+        seed=seed,
     )
     return site.scenario(Shape(1, 1) if chunk is None else Shape(2, chunk=chunk))
 

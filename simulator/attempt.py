@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from simulator.worker_decode import DecodeWorker
     from simulator.worker_prefill import PrefillWorker
 
-_THROUGH = {"no_room", "preempted", "prefill_lost"}  # nothing of it is left at the decode worker
+_THROUGH = {"no_room", "preempted"}  # nothing of it is left at the decode worker
 
 
 class Attempt:
@@ -39,12 +39,14 @@ class Attempt:
         if prefill is not None:
             prefill.attempts[self] = None
         self._send(decode, decode.reserve, self)
+        if prefill is None:  # now: a prompt that is told of after the answer waits for one more step
+            self._send(decode, decode.compute, self)
 
     @property
     def held(self) -> bool:
         """The prefill worker has what the next attempt needs."""
-        prefill = self.prefill
-        return self.sent and not self.decoding and prefill is not None and self in prefill.attempts
+        prefill, over = self.prefill, self.decoding or self.fencing  # fencing: it is gone
+        return self.sent and not over and prefill is not None and self in prefill.attempts
 
     # --- what workers say ----------------------------------------------------------------------------------------
 
@@ -58,8 +60,8 @@ class Attempt:
         prefill, held = self.prefill, self.life.held
         self.life.held = None
         if prefill is None:
-            self._send(self.decode, self.decode.compute, self)
-        elif held is not None:
+            return  # the decode worker was told with the Reserve
+        if held is not None:
             self.repushes = True
             self._send(prefill, prefill.repush, held, self)
         else:

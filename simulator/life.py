@@ -67,12 +67,13 @@ class Life:
             return
         self._failures += attempt.failed
         self._deaths += attempt.died
-        self._cluster.tally.recoveries[reason] += 1
         if attempt.kept:
             self.held = attempt
         if self._deaths >= DEADLY or (attempt.failed and self._failures >= self._cluster.scenario.router.attempts):
             self._end("failed")
-        elif self.delivered < self.tokens:
+            return
+        self._cluster.tally.recoveries[reason] += 1
+        if self.delivered < self.tokens:
             self._seek()
         else:
             self._end("completed")

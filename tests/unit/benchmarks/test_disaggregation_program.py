@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pytest
@@ -181,7 +182,7 @@ def profiles(*rounds: int) -> simulator.Profiles:
 @pytest.mark.parametrize("side", [Side(SPLIT), colocated(128)], ids=str)
 def test_the_simulator_gets_the_very_load_of_a_phase(side):
     was = phase(side.name, 4.0, 3)
-    report = simulator.predict(a_profile(), was, SLO, USUAL_S)
+    report = simulator.predict(a_profile(), was, SLO, USUAL_S, 0)
     load = [kind for _, kind in arrivals(4.0, 10.0, 3)]
     assert report.completed == report.arrivals == len(load)
     assert report.output_tokens == sum(kind.max_tokens for kind in load)
@@ -190,6 +191,14 @@ def test_the_simulator_gets_the_very_load_of_a_phase(side):
     assert found["ttft_p50"] == report.ttft.p50 > 0.004
     compared = simulator.Compared(side.name, 4.0, {**found, "goodput": found["goodput"] * 2}, found)
     assert [compared.error(figure) for figure in simulator.FIGURES] == pytest.approx([0, 0, 0, 0, 0.5])
+
+
+def test_a_load_is_simulated_with_several_seeds():
+    layout = a_profile().layouts[0].model_copy(update={"spread": tuple(0.5 + n / 200 for n in range(200))})
+    wide, was = a_profile().model_copy(update={"layouts": (layout,)}), phase(SPLIT, 4.0, 3)
+    drawn = [simulator.predict(wide, was, SLO, USUAL_S, seed).ttft.p99 for seed in simulator.SEEDS]
+    assert len(set(drawn)) > 1
+    assert simulator.simulated({(SPLIT, 3): wide}, [was], SLO, USUAL_S)["ttft_p99"] == median(drawn)
 
 
 def test_goodput_is_compared_at_each_goal():
@@ -301,14 +310,14 @@ def test_what_is_good_goes_by_how_fast_the_machine_was():
 
 def test_the_simulator_is_as_fast_as_the_machine_was():
     was = phase(SPLIT, 1.0, 3)
-    usual = simulator.predict(a_profile(), was, SLO, USUAL_S)
-    slow = simulator.predict(a_profile(), replace(was, speed=2.0), SLO, USUAL_S)
+    usual = simulator.predict(a_profile(), was, SLO, USUAL_S, 0)
+    slow = simulator.predict(a_profile(), replace(was, speed=2.0), SLO, USUAL_S, 0)
     assert usual.itl.p50 == pytest.approx(USUAL_S, rel=0.02)
     assert slow.itl.p50 == pytest.approx(2 * usual.itl.p50, rel=0.02)
-    assert simulator.predict(a_profile(), was, SLO, 2 * USUAL_S).itl.p50 == pytest.approx(slow.itl.p50, rel=0.02)
+    assert simulator.predict(a_profile(), was, SLO, 2 * USUAL_S, 0).itl.p50 == pytest.approx(slow.itl.p50, rel=0.02)
     strict = Slo(1.0, 1.5 * USUAL_S)
-    none = simulator.predict(a_profile(), was, strict, 2 * USUAL_S)
-    all_of = simulator.predict(a_profile(), replace(was, speed=2.0), strict, USUAL_S)
+    none = simulator.predict(a_profile(), was, strict, 2 * USUAL_S, 0)
+    all_of = simulator.predict(a_profile(), replace(was, speed=2.0), strict, USUAL_S, 0)
     assert (none.good, all_of.good) == (0, all_of.arrivals)
 
 

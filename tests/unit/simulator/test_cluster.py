@@ -15,7 +15,7 @@ from simulator.__main__ import main
 from simulator.cluster import Cluster
 from simulator.scenario import Death, Slo, Slow, SlowLink
 from simulator.tally import Tally
-from tests.unit.simulator.scenes import colocated, poisson, scene
+from tests.unit.simulator.scenes import PATIENT, colocated, poisson, scene
 
 PERCENTILE = Slo(itl_percentile=99.0)
 DEATHS = (Death(3.0, "decode-0", back_after_s=1.0),)
@@ -50,6 +50,18 @@ def test_workers_report_while_somebody_is_served_and_once_more(monkeypatch):
     assert beats == pytest.approx([1.0, 2.0, 100_001.0, 100_002.0], abs=0.01)
     assert report.completed == 2
     assert report.events < 200
+
+
+@pytest.mark.parametrize("noticed_s", [0.0, 3e-4])
+@pytest.mark.parametrize("worker", ["prefill-0", "decode-0"])
+@pytest.mark.parametrize("local", [False, True], ids=["pairs", "local prefill"])
+def test_nothing_is_left_whenever_a_worker_dies(worker, noticed_s, local):
+    """A reservation once was, if its prefill worker died before the answer to the Reserve came: `run` says so."""
+    router = replace(PATIENT, local_prefill=local)
+    for at_s in (1.0 + 1e-4 * step for step in range(120)):
+        faults = (Death(at_s, worker, back_after_s=1.0, noticed_s=noticed_s),)
+        report = simulate(scene(1, 1, router=router, faults=faults), [Arrival(1.0, 100, 3)])
+        assert report.completed == 1
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,205 @@
+"""A story as production has it: the real router, roles, engines and senders in virtual time, and chance is still."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import re
+from typing import Any, cast
+
+import pytest
+
+from baton.core import HandoffId, Role, Sampling
+from kvtransfer.handoff import TransferSettings
+from prefill_workers.role import PrefillRole
+from router.floor import RouterSettings
+from router.lifecycle import Life
+from router.link import WorkerLink
+from tests.simulation.clock import VirtualLoop
+from tests.simulation.cluster import LEASE_S, Cluster, Plan
+from tests.simulation.front import Ask, Client
+from tests.simulation.patches import simulated
+from tests.simulation.stories import (
+    BACK_S,
+    BLOCKS,
+    COMMITTED,
+    COMPUTING,
+    DECODING,
+    PROMPT,
+    PUSHING,
+    RESERVED,
+    RESERVING,
+    TOKENS,
+    Case,
+    Story,
+    Striker,
+)
+from tests.simulation.worker import WorkerHost, WorkerPlan
+from tests.simulation.world import World, task_factory
+
+TRANSFER = TransferSettings(
+    transport="auto",
+    frame_size=64,
+    credits=2,
+    coalesce_below=0,
+    frame_deadline_s=2.0,
+    staging_memory=1 << 30,
+    verify_kv=False,
+)
+_SHOWN = re.compile(r"(\w+)\((.+)/(\d+)\)")  # a command or an event, in the trace
+_HEARD = {
+    ("R>W", "reserve"): RESERVING,
+    ("emit", "reserved"): RESERVED,
+    ("R>W", "prefill"): COMPUTING,
+    ("R>W", "repush"): COMPUTING,
+    ("emit", "committed"): COMMITTED,
+}
+_LATER_S = {COMPUTING: 5e-3}  # it arrives; a step takes longer
+_SOON_S = 1e-4  # what was said leaves
+_FEW = 3  # messages of a decode worker with tokens
+
+
+class Still(random.Random):
+    """Everything takes its mean, nothing rare happens, and what is on its way when a stream breaks still arrives."""
+
+    def expovariate(self, lambd: float = 1.0) -> float:
+        return 1 / lambd
+
+    def random(self) -> float:
+        return 0.99
+
+    def choice(self, seq: Any) -> Any:
+        return seq[0]
+
+    def randint(self, a: int, b: int) -> int:
+        return b
+
+
+class StillWorld(World):
+    """Says which phases the first request reaches."""
+
+    striker: Striker
+
+    def __init__(self) -> None:
+        super().__init__(0)
+        self.rng, self.slow = Still(), 0.0
+        self.requests: dict[str, int] = {}  # numbers, by the names of their handoffs
+        self._said = 0
+
+    def random_for(self, name: str) -> random.Random:
+        return Still()
+
+    def number(self, request_id: str) -> int:
+        return self.requests.setdefault(request_id, len(self.requests) + 1)
+
+    def note(self, kind: str, *facts: object) -> None:
+        super().note(kind, *facts)
+        for found in (_SHOWN.fullmatch(str(fact)) for fact in facts[1:] if kind in {"R>W", "emit"}):
+            if found and self.number(found[2]) == 1:
+                phase = _HEARD.get((kind, found[1])) or (self._said_by(str(facts[0])) if found[1] == "tokens" else "")
+                self.loop.call_later(_LATER_S.get(phase, _SOON_S), self.striker.reached, int(found[3]), phase)
+                self._said *= phase != RESERVING
+
+    def _said_by(self, worker: str) -> str:
+        if worker.startswith("prefill"):
+            return PUSHING
+        self._said += 1
+        return DECODING if self._said == _FEW else ""
+
+
+class StillCluster(Cluster):
+    """`placed`: the handoff, P and D, by attempt of the first request."""
+
+    def __init__(self, world: StillWorld, case: Case) -> None:
+        super().__init__(world, plan_of(case))
+        self.placed: dict[int, tuple[HandoffId, str, str]] = {}
+        self.striker = world.striker = Striker(case.strikes, self._strike)
+
+    def _died(self, host: WorkerHost) -> None:
+        self.live.remove(host)
+        self.world.loop.call_later(BACK_S, self._start, host.next_plan)
+
+    def _strike(self, one: Any) -> None:
+        _, prefill, decode = self.placed[one.attempt]
+        wanted = decode if one.role is Role.DECODE else prefill
+        host = next(host for host in self.live if host.plan.worker_id == wanted)
+        if one.role is not None:
+            host.process.kill()
+            return
+        role, (held, _, _) = cast("PrefillRole", host.role), self.placed[one.attempt - 1]
+        host.loop.submit(lambda: role._drop(held))
+
+    def _allowed(self, client: Client) -> list[str]:
+        return []  # it is compared
+
+
+def plan_of(case: Case) -> Plan:
+    workers = [
+        WorkerPlan(role, f"{role.value}-{number}", blocks, 64, 8, TRANSFER, LEASE_S, step_s=0.02)
+        for role, count, blocks in ((Role.PREFILL, case.prefill, BLOCKS), (Role.DECODE, case.decode, case.blocks))
+        for number in range(count)
+    ]
+    settings = RouterSettings(name="sim", model="oracle", colocated=not case.prefill, worker_silence_s=LEASE_S)
+    sampling = Sampling(max_tokens=TOKENS, temperature=0.0, ignore_eos=True)
+    asks = [
+        Ask(f"ask{n}", tuple(range(n, n + PROMPT)), sampling, 1.0 + 0.01 * n, leaves_after=None, stall=0.0, priority=0)
+        for n in range(case.requests)
+    ]
+    return Plan(workers, 1, settings, asks, [])
+
+
+def told_by_production(case: Case) -> Story:
+    """Fails if something is left, or is not as it must be."""
+    loop = VirtualLoop()
+    loop.set_task_factory(task_factory)
+    try:
+        with simulated(), pytest.MonkeyPatch.context() as patch:
+            return loop.run_until_complete(_told(case, patch))
+    finally:
+        for task in asyncio.all_tasks(loop):
+            task.cancel()
+        loop.run_until_complete(asyncio.sleep(0))
+        loop.close()
+
+
+async def _told(case: Case, patch: pytest.MonkeyPatch) -> Story:
+    story, world = Story(), StillWorld()
+    cluster = StillCluster(world, case)
+    _watch(patch, story, cluster, world)
+    found = await cluster.run()
+    cluster.stop()
+    assert not found, "\n".join([*found, *world.trace])
+    story.outcomes.update("completed" if one.outcome == "finished" else "failed" for one in cluster.clients)
+    assert not cluster.striker.pending, f"never reached: {', '.join(map(str, cluster.striker.pending))}\n{story}"
+    return story
+
+
+def _watch(patch: pytest.MonkeyPatch, story: Story, cluster: StillCluster, world: StillWorld) -> None:
+    """What the router tells workers, and what it makes of the end of an attempt."""
+    send, attempt, handed_back = WorkerLink.send, Life.attempt, Life.handed_back
+
+    def leg_of(handoff: Any) -> Any:
+        return story.leg(world.number(handoff.request_id), handoff.attempt)
+
+    def sent(link: WorkerLink, **command: Any) -> None:
+        [(kind, message)] = command.items()
+        if kind != "release":
+            leg_of(message.handoff).commands.append(kind)
+        send(link, **command)
+
+    def begun(life: Life, *args: Any) -> Any:
+        made = attempt(life, *args)
+        leg_of(made.handoff).knows(len(made.spec.known))
+        if world.number(life.request_id) == 1:
+            cluster.placed[life.attempts] = (made.handoff, *made.workers)
+        return made
+
+    async def over(life: Life, made: Any, client: Any) -> None:
+        leg = leg_of(made.handoff)
+        leg.ended, leg.failed, leg.died, leg.held = made.handed_back, made.lost is not None, made.died, made.held
+        await handed_back(life, made, client)
+        story.recoveries[made.handed_back] += 1  # it has not raised
+
+    patch.setattr(WorkerLink, "send", sent)
+    patch.setattr(Life, "attempt", begun)
+    patch.setattr(Life, "handed_back", over)

@@ -1,0 +1,155 @@
+"""A story as the simulator in `simulator/` has it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from baton.core import Role
+from baton.workload import Arrival
+from simulator import cluster as parts
+from simulator import life as lives
+from simulator.attempt import Attempt
+from simulator.cluster import Cluster
+from simulator.life import Life
+from simulator.scenario import Death, Network, Pool, Router, Scenario
+from simulator.steps import Linear, line
+from simulator.worker_decode import DecodeWorker
+from simulator.worker_prefill import PrefillWorker
+from tests.simulation.stories import (
+    BACK_S,
+    BLOCK,
+    BLOCKS,
+    COMMITTED,
+    COMPUTING,
+    DECODING,
+    PROMPT,
+    PUSHING,
+    RESERVED,
+    RESERVING,
+    TOKENS,
+    Case,
+    Story,
+    Strike,
+    Striker,
+)
+
+COST = Linear(line(0.03), line(0.02))
+NETWORK = Network(token_bytes=1e6)
+ROUTER = Router(local_prefill=False)
+_LATER_S = {COMPUTING: 5e-3, PUSHING: 1e-3, DECODING: 0.07}  # in the middle of it
+_NOTICED_S = {RESERVING: 0.0}  # else what is on its way arrives before
+_PHASES = {"reserve": RESERVING, "reserved": RESERVED, "prefill": COMPUTING, "repush": COMPUTING, "adopted": COMMITTED}
+
+
+def told_by_simulator(case: Case) -> Story:
+    """It checks itself that nothing is left."""
+    pool = {"cost": COST, "block_size": BLOCK}
+    decode, prefill = Pool(case.decode, kv_blocks=case.blocks, **pool), Pool(case.prefill, kv_blocks=BLOCKS, **pool)  # type: ignore[arg-type]
+    mode: Any = "disaggregated" if case.prefill else "colocated"
+    story = Story()
+    with pytest.MonkeyPatch.context() as patch:
+        watch = _Watch(story, case.strikes)
+        watch.watch(patch)
+        watch.cluster = Cluster(Scenario(decode, prefill, mode, NETWORK, router=ROUTER))
+        report = watch.cluster.run([Arrival(1.0 + 0.01 * n, PROMPT, TOKENS) for n in range(case.requests)])
+    story.recoveries.update(report.recoveries)
+    story.outcomes.update(completed=report.completed, failed=report.failed)
+    story.outcomes += {}  # without those that are 0
+    assert report.completed + report.failed == case.requests
+    assert not watch.striker.pending, f"never reached: {', '.join(map(str, watch.striker.pending))}\n{story}"
+    return story
+
+
+class _Watch:
+    """Has the parts of a simulation say what they do."""
+
+    cluster: Cluster
+
+    def __init__(self, story: Story, strikes: tuple[Strike, ...]) -> None:
+        self.story = story
+        self.striker = Striker(strikes, self._strike)
+        self.attempts: dict[int, Attempt] = {}  # of the first request
+
+    def _strike(self, one: Strike) -> None:
+        attempt = self.attempts[one.attempt]
+        worker = attempt.decode if one.role is Role.DECODE else attempt.prefill
+        assert worker is not None
+        if one.role is None:
+            worker.release(self.attempts[one.attempt - 1])
+        else:
+            noticed_s = _NOTICED_S.get(one.phase, 0.002)
+            self.cluster._kill(Death(self.cluster.kernel.now, worker.name, BACK_S, noticed_s))
+
+    def begun(self, attempt: Attempt) -> None:
+        if attempt.life.number == 1:
+            self.attempts[attempt.handoff.attempt] = attempt
+
+    def told(self, attempt: Attempt, kind: str) -> None:
+        if kind != "release":
+            self.story.leg(attempt.life.number, attempt.handoff.attempt).commands.append(kind)
+
+    def reached(self, attempt: Attempt, phase: str) -> None:
+        if phase and attempt.life.number == 1:
+            self.cluster.kernel.after(_LATER_S.get(phase, 0.0), self.striker.reached, attempt.handoff.attempt, phase)
+
+    def watch(self, patch: pytest.MonkeyPatch) -> None:
+        """Their own classes look a few methods up here: instances have slots, and no room for others."""
+        patch.setattr(lives, "Attempt", _attempts(self))
+        patch.setattr(parts, "Life", _lives(self.story))
+        patch.setattr(parts, "PrefillWorker", _prefill_workers(self))
+        patch.setattr(parts, "DecodeWorker", _decode_workers(self))
+
+
+def _attempts(watch: _Watch) -> type[Attempt]:
+    class Watched(Attempt):
+        def _send(self, worker: Any, act: Any, *facts: Any) -> None:
+            kind = "prefill" if act.__name__ == "compute" else act.__name__
+            if kind == "reserve":
+                watch.begun(self)
+                watch.story.leg(self.life.number, self.handoff.attempt).knows(self.before)
+            watch.told(self, kind)
+            super()._send(worker, act, *facts)
+            watch.reached(self, _PHASES.get(kind, ""))
+
+        def adopted(self) -> None:
+            super().adopted()
+            watch.reached(self, DECODING)
+
+        def first(self) -> None:
+            super().first()
+            if self.prefill is None:
+                watch.reached(self, DECODING)
+
+    return Watched
+
+
+def _lives(story: Story) -> type[Life]:
+    class Watched(Life):
+        def over(self, attempt: Attempt, reason: str) -> None:
+            leg = story.leg(self.number, self.attempts)
+            leg.ended, leg.failed, leg.died = reason, attempt.failed, attempt.died
+            leg.held = attempt.failed and attempt.held
+            super().over(attempt, reason)
+
+    return Watched
+
+
+def _prefill_workers(watch: _Watch) -> type[PrefillWorker]:
+    class Watched(PrefillWorker):
+        def tell(self, act: Any, *facts: Any) -> None:
+            super().tell(act, *facts)
+            if act.__name__ == "first":
+                watch.reached(act.__self__, PUSHING)
+
+    return Watched
+
+
+def _decode_workers(watch: _Watch) -> type[DecodeWorker]:
+    class Watched(DecodeWorker):
+        def say(self, act: Any, *facts: Any) -> None:
+            super().say(act, *facts)
+            watch.reached(act.__self__, _PHASES.get(act.__name__, ""))
+
+    return Watched
