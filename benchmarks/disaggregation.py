@@ -14,7 +14,8 @@ counts. The sides take turns, in a random order, at each rate.
 A request is good if its first token comes within 5 times what the first token of a long prompt takes alone, and the
 mean time between its tokens (its TPOT, as for `baton bench --itl-ms`) is within a multiple of the gap of a request that
 is alone; with `--percentile` so many of 100 of its gaps. The speed of a machine wanders, so that gap is measured before
-and after each phase, and both goals are stretched by it. *Goodput* is the highest rate up to which 90 % of the requests
+and after each phase, and both goals are stretched by it. Where the two differ by more than a tenth, the load is given
+again, twice at most, and the steadiest of them counts. *Goodput* is the highest rate up to which 90 % of the requests
 are good; this and the TPOT as in DistServe (arXiv 2401.09670). The ratio that counts is at the goal that both sides are
 configured for, 1.6 times the usual gap; all others are shown beside it, also where splitting loses. Latencies are
 compared with the chunk size that is best there, or, if it is too tight for any, at the next goal that both sides keep.
@@ -66,6 +67,8 @@ JUDGED = (None, 95, 99)  # the mean of gaps, or such a percentile: what is not a
 PROFILE_S = 60.0  # that measuring one may take
 ALONE = 6  # requests, one after the other
 PROBES = 4  # the same around each phase
+STEADY = 1.1  # times: by how much those before and after a phase may differ
+TRIES = 3  # of a phase
 ITL_GUESS_S = 0.1  # what clusters aim at before the usual gap is known
 
 
@@ -84,10 +87,12 @@ def profile_file(file: Path, number: int, side: str) -> Path:
 
 
 class Lab:
-    """What is measured: clusters with this model, phases of so many seconds."""
+    """What is measured: clusters with this model, phases of so many seconds. `file` has all that was seen whenever a
+    side has had its turn: a run that is ended is not lost.
+    """
 
-    def __init__(self, model: Path, seconds: float) -> None:
-        self.model, self._seconds = model, seconds
+    def __init__(self, model: Path, seconds: float, file: Path | None = None) -> None:
+        self.model, self._seconds, self._file = model, seconds, file
         self._asked = 0
 
     def alone(self) -> Slo:
@@ -109,14 +114,29 @@ class Lab:
                 warm_up(target)
                 if profile is not None and not side.peer:
                     profiled(target, profile_file(profile, number, side.name), PROFILE_S)
-                gaps = [self._gap(target, side)]
+                gap_s = self._gap(target, side)
                 for rate in order.sample(rates, len(rates)):
-                    phase = loaded(target, side, rate, self._seconds, number)
-                    gaps.append(self._gap(target, side))
-                    speed = 1.0 if side.peer else sum(gaps[-2:]) / 2 / alone.itl_s
-                    found.append(replace(phase, speed=speed, told_s=alone.itl_s * AIM))
+                    phase, gap_s = self._steadiest(target, side, rate, number, gap_s, alone.itl_s)
+                    found.append(replace(phase, told_s=alone.itl_s * AIM))
                     self._say(found[-1])
+            if self._file is not None:
+                keep(self._file, alone, found)
         return found
+
+    def _steadiest(
+        self, target: Target, side: Side, rate: float, number: int, gap_s: float, usual_s: float
+    ) -> tuple[Phase, float]:
+        """Of some tries of a phase, and the gap of a request that is alone behind the last one. `gap_s`: before it."""
+        tries: list[Phase] = []
+        while True:
+            phase = loaded(target, side, rate, self._seconds, number, len(tries))
+            before, gap_s = gap_s, self._gap(target, side)
+            if side.peer:
+                return phase, gap_s
+            wander = max(gap_s / before, before / gap_s)
+            tries.append(replace(phase, speed=(before + gap_s) / 2 / usual_s, wander=wander, tries=len(tries) + 1))
+            if wander <= STEADY or len(tries) == TRIES:
+                return replace(min(tries, key=lambda one: one.wander), tries=len(tries)), gap_s
 
     def _gap(self, target: Target, side: Side) -> float:
         """Of a request that is alone: the speed of this machine wanders by a tenth and more within minutes. That of
@@ -132,6 +152,7 @@ class Lab:
         itl, ttft = phase.itl(0.99) * 1e3, phase.ttft(0.5) * 1e3
         text = f"round {phase.round}, {phase.rate:g}/s, {phase.side}: TTFT p50 {ttft:.0f} ms, ITL p99 {itl:.1f} ms"
         text += f", generator {phase.generator_cpu:.0%} of a core, {phase.speed:.2f} times the usual gap"
+        text += f", {phase.wander:.2f} times as long on one side of it, try {phase.tries}"
         print(text, file=sys.stderr, flush=True)
 
 
@@ -221,7 +242,7 @@ def main(argv: list[str]) -> None:
 
 def measured(args: argparse.Namespace, chunks: list[int], rates: list[float]) -> tuple[Slo, list[Phase]]:
     """What one request alone takes, and all phases."""
-    lab = Lab(args.model or make_model(args.cache, "M", "bf16"), args.seconds)
+    lab = Lab(args.model or make_model(args.cache, "M", "bf16"), args.seconds, args.keep)
     alone = lab.alone()
     rounds = args.rounds or (1 if args.quick else 3)
     sides = [Side(SPLIT), *(colocated(chunk) for chunk in chunks)]
@@ -244,13 +265,21 @@ def report(phases: list[Phase], alone: Slo, percentile: int | None) -> tuple[str
         f"times the gap, {goal.slo.itl_s * 1e3:.1f} ms: there splitting gives {goal.told} times the goodput ('over': "
         f"the other side carries less than {goal.lowest:g} requests/s, the lowest rate). The tightest goal from there "
         f"on that both sides keep is {tight.times:g} times the gap; the best colocated side there is {tight.best}. "
-        f"Latency ratios are at {middle:g} requests/s."
+        f"Latency ratios are at {middle:g} requests/s. {_steady(phases)}"
     )
     found = {**ratios(phases, tight.best, middle), "goodput_ratio": None if math.isnan(goal.ratio) else goal.ratio}
     others = [other for other in JUDGED if other != percentile]
     kinds = [(percentile, PATIENCE), *((other, PATIENCE) for other in others), *((percentile, p) for p in IMPATIENT)]
     parts = [told, *(_region(phases, alone, *one) for one in kinds)]
     return "\n\n".join((*parts, by_chunk(phases, middle), latencies(phases))), found
+
+
+def _steady(phases: list[Phase]) -> str:
+    again, wandered = (sum(one) for one in zip(*((p.tries > 1, p.wander > STEADY) for p in phases), strict=True))
+    return (
+        f"Of {len(phases)} loads {again} were given again, as the gap of a request alone differed by more than "
+        f"{STEADY - 1:.0%} before and after; in {wandered} it did each time."
+    )
 
 
 def _region(phases: list[Phase], alone: Slo, percentile: int | None, patience: float) -> str:

@@ -21,21 +21,22 @@ class Decoding:
     beside_decode: Busy | None = None
 
 
-def of_pools(points: Sequence[Gaps], busy: Gaps) -> Decoding:
+def of_pools(points: Sequence[Gaps], busy: Gaps | None) -> Decoding:
     """`points` while no worker computed a prompt, `busy` while one did."""
     pieces = fit_decode(points)
-    return Decoding(pieces, fit_spread(points), _beside(pieces, busy))
+    return Decoding(pieces, fit_spread(points), _beside(pieces, busy) if busy else Busy())
 
 
-def of_workers_alike(points: Sequence[Gaps], alone: Gaps, busy: Gaps) -> Decoding:
+def of_workers_alike(points: Sequence[Gaps], alone: Gaps, busy: Gaps | None) -> Decoding:
     """Of workers that do both: `points` while all of them decoded as many rows each, `alone` while one did, one row,
-    and `busy` while another one computed prompts.
+    and `busy` while another one computed prompts; None: that was not seen, and they are thought of as decoding.
     """
     beside = min((one for one in points if one.rows == alone.rows), key=lambda one: one.context)
     longer = max(1.0, beside.mean / alone.mean)
     each = [replace(one, seconds=tuple(seconds / longer for seconds in one.seconds)) for one in points]
     pieces = fit_decode(each)
-    return Decoding(pieces, fit_spread([alone]), _beside(pieces, busy), Busy(factor=longer, spread=fit_spread(points)))
+    decoding = Busy(factor=longer, spread=fit_spread(points))
+    return Decoding(pieces, fit_spread([alone]), _beside(pieces, busy) if busy else decoding, decoding)
 
 
 def _beside(pieces: tuple[Piece, ...], busy: Gaps) -> Busy:

@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-import platform
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
 
@@ -20,53 +18,27 @@ from rich.console import Console
 
 from baton.cli.access import find_reach
 from baton.cli.connect import Router
-from baton.cli.profile_decoding import merged, of_pools, of_workers_alike, piece_of
+from baton.cli.profile_fitted import decodes, fitted
+from baton.cli.profile_seen import BESIDE, SHORT, Measured, Prompts, Seen, summed, together
 from baton.cli.up import find_cluster
 from baton.client import AsyncClient
-from baton.client.types import ClusterStatus, Placement, Timings
 from baton.clock import Clock, SystemClock
 from baton.cluster.state import StateFolder
 from baton.config import ClusterConfig, load_config
-from baton.core import Role, WorkerInfo
 from baton.errors import ConfigError, NoWorker
 from baton.load import Load, Pace
 from baton.rpc.channel import from_here
-from simulator.profile import Beside, Layout, Line, Link, Profile
-from simulator.profile_fit import Gaps, Slower, Steps, fit_joint, fit_line, seconds_of
+from simulator.profile import Profile
+from simulator.profile_fit import Gaps
 
 LENGTHS = (16, 64, 256, 1024, 4096)
 ROWS = (1, 2, 4, 8, 16, 32)
 DECODED = 48  # tokens of each request that decodes with others
-SHORT, LONG = 16, 512
+LONG = 512
 DECODED_LONG = 192  # behind a long prompt: the first of them still decode when the last one is computed
-BESIDE = 4  # rows that decode while prompts are computed
+TRIES = 3  # in each round, to have prompts computed beside a worker that decodes
 LEAST_MODEL_LEN = SHORT + 4 * DECODED  # what decodes beside prompts
 SETTLE_S = 10.0
-MEMORY_BYTES_PER_S = 25e9  # between workers that nobody has probed: of one process
-
-
-@dataclass(slots=True)
-class Seen:
-    """One request: when its tokens came, of the clock that also says when it was `sent`."""
-
-    sent: float
-    times: list[float] = field(default_factory=list)
-    timings: Timings | None = None
-    placement: Placement | None = None
-
-
-@dataclass(slots=True)
-class Measured:
-    """All that was seen, over all rounds."""
-
-    prompts: dict[int, Pace] = field(default_factory=dict)
-    single: dict[int, list[Seen]] = field(default_factory=dict)
-    together: dict[tuple[int, int], list[Gaps]] = field(default_factory=dict)
-    busy_prompts: Pace = field(default_factory=Pace)
-    busy_gaps: list[Gaps] = field(default_factory=list)
-    alone: list[Gaps] = field(default_factory=list)  # of one of several workers that do both; beside prompts: busy_gaps
-    joint: Pace = field(default_factory=Pace)
-    beside: Pace = field(default_factory=Pace)
 
 
 def profile_live(router: Router, admin: str | None, out: Path, seconds: float, *, as_json: bool) -> None:
@@ -115,7 +87,7 @@ class Live:
             self._vocab = model.vocab_size
             lengths = [length for length in LENGTHS if length + DECODED <= model.max_model_len]
             cluster = await self._status.cluster()
-            workers = sum(_decodes(worker.info.role, cluster) for worker in cluster.workers)
+            workers = sum(decodes(worker.info.role, cluster) for worker in cluster.workers)
             if not workers:
                 raise NoWorker("no worker is connected")
             self._several = 1 < workers == len(cluster.workers)
@@ -126,13 +98,25 @@ class Live:
                 await self._round(lengths, ROWS, workers)
                 rounds += 1
                 self._console.print(f"round {rounds}", style="dim")
-            return fitted(self.seen, await self._status.cluster(), tensor_parallel, name)
+            kept = self.seen.undisturbed()
+            self._tell(kept)
+            return fitted(kept, await self._status.cluster(), tensor_parallel, name)
+
+    def _tell(self, kept: Measured) -> None:
+        """What is not in the profile."""
+        if left := self.seen.parts - kept.parts:
+            said = f"left out {left} of {self.seen.parts} measurements: they took longer than in the other rounds"
+            self._console.print(f"{said}; the machine may have had other work", style="yellow")
+        if self._several and not kept.busy:
+            said = "no worker computed prompts beside one that decodes: the router gave them to the one that did"
+            self._console.print(f"{said}; beside_prompts is as beside_decode", style="yellow")
 
     async def _round(self, lengths: Sequence[int], rows: Sequence[int], workers: int) -> None:
         for length in lengths:
-            before = await self._paces()
-            self.seen.single.setdefault(length, []).extend([await self._request(length, 3) for _ in range(3)])
-            self.seen.prompts[length] = _sum(self.seen.prompts.get(length, Pace()), (await self._paces())[0], before[0])
+            before = (await self._paces())[0]
+            seen = [await self._request(length, 3) for _ in range(3)]
+            computed = (await self._paces())[0].since(before)
+            self.seen.single.setdefault(length, []).append(Prompts(length, tuple(seen), computed))
         for count in rows:
             for length in (SHORT, LONG) if count in {rows[0], BESIDE} and lengths[-1] >= LONG else (SHORT,):
                 self.seen.together.setdefault((count, length), []).append(await self._rows(count, length, workers))
@@ -156,19 +140,27 @@ class Live:
         gaps = together(await decoding, BESIDE, SHORT)
         prompts, joint, beside = await self._paces()
         if not self._several:
-            self.seen.busy_gaps.append(gaps)
-            self.seen.busy_prompts = _sum(self.seen.busy_prompts, prompts, before[0])
-        self.seen.joint = _sum(self.seen.joint, joint, before[1])
-        self.seen.beside = _sum(self.seen.beside, beside, before[2])
+            self.seen.busy.append(gaps)
+            self.seen.busy_prompts.append(prompts.since(before[0]))
+        self.seen.joint = summed(self.seen.joint, joint.since(before[1]))
+        self.seen.beside = summed(self.seen.beside, beside.since(before[2]))
 
     async def _apart(self, length: int) -> None:
-        """Prompts while another worker decodes one row: the router gives them to one that has nothing to do."""
-        before = await self._paces()
-        decoding = asyncio.ensure_future(self._request(SHORT, 4 * DECODED))
-        while not decoding.done():
-            await self._request(length, 1)
-        self.seen.busy_gaps.append(together([await decoding], 1, SHORT))
-        self.seen.busy_prompts = _sum(self.seen.busy_prompts, (await self._paces())[0], before[0])
+        """Prompts while another worker decodes one row. The router gives them to one that has nothing to do, unless it
+        expects that one to be slower than the ITL of the cluster's SLO: what was computed where the row is decoded says
+        nothing of what workers cost each other.
+        """
+        for _ in range(TRIES):
+            before, prompts = (await self._paces())[0], list[Seen]()
+            decoding = asyncio.ensure_future(self._request(SHORT, 4 * DECODED))
+            while not decoding.done():
+                prompts.append(await self._request(length, 1))
+            row = await decoding
+            computed = (await self._paces())[0].since(before)
+            if prompts and row.worker not in {one.worker for one in prompts}:
+                self.seen.busy.append(together([row], 1, SHORT))
+                self.seen.busy_prompts.append(computed)
+                return
 
     async def _request(self, length: int, tokens: int) -> Seen:
         prompt = [self._draw.randrange(self._vocab) for _ in range(length)]
@@ -178,7 +170,7 @@ class Live:
                 if delta.tokens:
                     seen.times.append(self._clock.monotonic())
             done = await stream.collect()
-        seen.timings, seen.placement = done.timings, done.placement
+        seen.worker = done.placement.prefill_worker
         return seen
 
     async def _paces(self) -> tuple[Pace, Pace, Pace]:
@@ -197,100 +189,9 @@ class Live:
             await asyncio.sleep(0.05)
 
 
-def together(seen: Sequence[Seen], rows: int, length: int) -> Gaps:
-    """The gaps from when the last of them had begun until the first one ended."""
-    begin, end = max(one.times[0] for one in seen), min(one.times[-1] for one in seen)
-    kept = [
-        later - earlier
-        for one in seen
-        for earlier, later in zip(one.times[1:], one.times[2:], strict=False)
-        if begin <= earlier and later <= end
-    ]
-    every = kept or [later - earlier for one in seen for earlier, later in zip(one.times, one.times[1:], strict=False)]
-    tokens = sum(len(one.times) for one in seen) / len(seen)
-    return Gaps(rows, rows * (length + tokens / 2), tuple(every))
-
-
-def fitted(seen: Measured, cluster: ClusterStatus, tensor_parallel: int, name: str) -> Profile:
-    """The profile of what was seen."""
-    prompt = fit_line([Steps.of(pace) for pace in seen.prompts.values() if pace.steps])
-    points = [merged(gaps) for gaps in seen.together.values()]
-    busy = merged(seen.busy_gaps)
-    decoding = of_workers_alike(points, merged(seen.alone), busy) if seen.alone else of_pools(points, busy)
-    busy_prompt = _busy_prompt(prompt, seen.busy_prompts)
-    beside = Slower(busy_prompt, decoding.beside_decode.factor) if decoding.beside_decode else Slower()
-    worker = _room(cluster)
-    layout = Layout(
-        tensor_parallel=tensor_parallel,
-        kv_tokens=worker.total_blocks * worker.layout.block_size,
-        prompt=prompt,
-        decode=decoding.pieces,
-        joint_extra_s=fit_joint(prompt, piece_of(decoding.pieces, BESIDE), seen.joint, seen.beside, beside),
-        spread=decoding.spread,
-        host_workers=len(cluster.workers),
-        busy_prompt=busy_prompt,
-        beside_prompts=decoding.beside_prompts,
-        beside_decode=decoding.beside_decode,
-    )
-    speeds = [channel.bytes_per_s for one in cluster.workers for channel in one.load.channels]
-    return Profile(
-        name=name,
-        model=cluster.model,
-        hardware=f"{platform.processor() or platform.machine()}, {len(cluster.workers)} workers",
-        source=f"baton profile --live, Baton {cluster.version}",
-        token_bytes=worker.layout.layers * worker.layout.layer_token_bytes,  # of all ranks
-        layers=worker.layout.layers,
-        link=Link(bytes_per_s=max(speeds, default=MEMORY_BYTES_PER_S)),
-        overheads=_overheads(seen, prompt, seconds_of(piece_of(decoding.pieces, 1), Steps(1, SHORT, 0.0))),
-        layouts=(layout,),
-    )
-
-
-def _overheads(seen: Measured, prompt: Line, step_s: float) -> Beside:
-    """What is left of the first token beside its step, and of the second beside a decode step: medians."""
-    first, second = [], []
-    for length, requests in seen.single.items():
-        pace = seen.prompts[length]
-        computed = pace.seconds / max(len(requests), 1) if pace.steps else seconds_of(prompt, Steps(length, 0.0, 0.0))
-        first += [one.times[0] - one.sent - computed for one in requests if one.times]
-        second += [one.times[1] - one.times[0] - step_s for one in requests if len(one.times) > 1]
-    return Beside(admit_s=max(_median(first), 0.0), commit_s=max(_median(second), 0.0))
-
-
-def _room(cluster: ClusterStatus) -> WorkerInfo:
-    """A worker that decodes: how much KV it holds is what bounds a batch. Raises NoWorker."""
-    for worker in cluster.workers:
-        if _decodes(worker.info.role, cluster):
-            return worker.info
-    raise NoWorker("no worker is connected any more")
-
-
-def _decodes(role: Role, cluster: ClusterStatus) -> bool:
-    return role is Role.DECODE or all(worker.info.role is role for worker in cluster.workers)
-
-
 def _all(loads: Sequence[Load]) -> tuple[Pace, Pace, Pace]:
     prompts = joint = beside = Pace()
     for load in loads:
-        prompts = _sum(prompts, load.prefill_pace, Pace())
-        joint, beside = _sum(joint, load.joint_pace, Pace()), _sum(beside, load.beside_pace, Pace())
+        prompts = summed(prompts, load.prefill_pace)
+        joint, beside = summed(joint, load.joint_pace), summed(beside, load.beside_pace)
     return prompts, joint, beside
-
-
-def _sum(so_far: Pace, after: Pace, before: Pace) -> Pace:
-    more = after.since(before)
-    return Pace(
-        so_far.steps + more.steps,
-        so_far.tokens + more.tokens,
-        so_far.context + more.context,
-        so_far.seconds + more.seconds,
-    )
-
-
-def _busy_prompt(prompt: Line, pace: Pace) -> float:
-    return max(1.0, pace.seconds / pace.steps / seconds_of(prompt, Steps.of(pace))) if pace.steps else 1.0
-
-
-def _median(values: Sequence[float]) -> float:
-    ordered = sorted(values)
-    return ordered[len(ordered) // 2] if ordered else 0.0

@@ -50,8 +50,8 @@ class Phase:
     """One side under one rate: requests sent, those that ended well, seconds of arrivals, and what the generator took.
 
     `late_s`: how much later than planned requests were sent, the 99th percentile. `speed`: how many times the usual gap
-    that of a request alone was, just before and after: SLOs are stretched by it. `told_s`: the ITL that the router was
-    told to keep.
+    that of a request alone was, just before and after: SLOs are stretched by it. `wander`: how many times longer the
+    longer of these two gaps was, the least in so many `tries`. `told_s`: the ITL that the router was told to keep.
     """
 
     side: str
@@ -64,6 +64,8 @@ class Phase:
     late_s: float
     speed: float = 1.0
     told_s: float = math.inf
+    wander: float = 1.0
+    tries: int = 1
 
     def goodput(self, slo: Slo) -> float:
         """Requests/s that kept to the SLO."""

@@ -107,11 +107,11 @@ def closed(target: Target, prompt_tokens: int, max_tokens: int, requests: int, s
     return _bench(target, ["--concurrency", "1", "--requests", str(requests), *lengths])
 
 
-def loaded(target: Target, side: Side, rate: float, seconds: float, number: int) -> Phase:
+def loaded(target: Target, side: Side, rate: float, seconds: float, number: int, tried: int = 0) -> Phase:
     """One phase: requests arrive for `seconds`, and all of them are waited for. The same ones on all sides, and none
-    that were sent in another phase.
+    that were sent in another phase. `tried` so often before: the same arrivals, and other prompts.
     """
-    seed = zlib.crc32(f"{rate} {number}".encode())
+    seed = zlib.crc32(f"{rate} {number} {tried}".encode())
     with tempfile.TemporaryDirectory(prefix="baton-disagg-") as folder:
         trace = Path(folder) / "trace.jsonl"
         write_trace(trace, rate, seconds, seed=number)

@@ -7,18 +7,23 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from enum import StrEnum
 
 from baton.core import Role
 
-RESERVING, RESERVED, COMPUTING, PUSHING, COMMITTED, DECODING = PHASES = (
-    "reserving",  # the Reserve is on its way
-    "reserved",  # there is room, the router does not know yet
-    "computing",  # the prompt is; or, if it was, its KV is to go to another worker
-    "pushing",  # the first token is said, KV moves
-    "committed",  # the decode worker has all, the router does not know yet
-    "decoding",  # the router has tokens of it
-)
-ALONE = RESERVING, RESERVED, COMPUTING, DECODING  # where a decode worker computes the prompt as well
+
+class Phase(StrEnum):
+    """Of an attempt."""
+
+    RESERVING = "reserving"  # the Reserve is on its way
+    RESERVED = "reserved"  # there is room, the router does not know yet
+    COMPUTING = "computing"  # the prompt is; or, if it was, its KV is to go to another worker
+    PUSHING = "pushing"  # the first token is said, KV moves
+    COMMITTED = "committed"  # the decode worker has all, the router does not know yet
+    DECODING = "decoding"  # the router has tokens of it
+
+
+ALONE = Phase.RESERVING, Phase.RESERVED, Phase.COMPUTING, Phase.DECODING  # a decode worker computes the prompt as well
 PROMPT, TOKENS, BLOCK = 30, 16, 4
 BLOCKS = 64  # of a worker
 BACK_S = 1.0  # from a worker's death to its next incarnation
@@ -32,7 +37,7 @@ class Strike:
     """
 
     attempt: int
-    phase: str
+    phase: Phase
     role: Role | None
 
     def __str__(self) -> str:
@@ -90,7 +95,7 @@ class Striker:
         self.pending = list(strikes)
         self._strike = strike
 
-    def reached(self, attempt: int, phase: str) -> None:
+    def reached(self, attempt: int, phase: Phase) -> None:
         for one in [one for one in self.pending if (one.attempt, one.phase) == (attempt, phase)]:
             self.pending.remove(one)
             self._strike(one)

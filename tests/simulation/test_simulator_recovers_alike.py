@@ -15,23 +15,12 @@ import pytest
 
 from baton.core import Role
 from router.lifecycle import DEADLY
-from tests.simulation.stories import (
-    ALONE,
-    COMMITTED,
-    COMPUTING,
-    DECODING,
-    PHASES,
-    PUSHING,
-    RESERVED,
-    Case,
-    Story,
-    Strike,
-)
+from tests.simulation.stories import ALONE, Case, Phase, Story, Strike
 from tests.simulation.told_by_production import told_by_production
 from tests.simulation.told_by_simulator import told_by_simulator
 
-BLOWS = [(phase, role) for phase in PHASES for role in Role]
-HARMLESS = {(COMMITTED, Role.PREFILL), (DECODING, Role.PREFILL)}  # nobody needs it any more
+BLOWS = [(phase, role) for phase in Phase for role in Role]
+HARMLESS = {(Phase.COMMITTED, Role.PREFILL), (Phase.DECODING, Role.PREFILL)}  # nobody needs it any more
 TRIPLES = 60  # of 1000
 
 
@@ -75,7 +64,7 @@ def test_three_workers_die(seed):
     assert outcomes == {"failed"}
 
 
-@pytest.mark.parametrize("phase", [RESERVED, COMPUTING, PUSHING])
+@pytest.mark.parametrize("phase", [Phase.RESERVED, Phase.COMPUTING, Phase.PUSHING])
 def test_both_workers_die(phase):
     """The prefill worker first: the decode worker does not live to answer the Fence."""
     story = alike(Case(strikes=(Strike(1, phase, Role.PREFILL), Strike(1, phase, Role.DECODE))))
@@ -83,10 +72,10 @@ def test_both_workers_die(phase):
     assert story.legs[1, 2].commands == ["reserve", "prefill"], "nothing is held by whom is dead"
 
 
-@pytest.mark.parametrize("phase", [RESERVED, COMPUTING, PUSHING])
+@pytest.mark.parametrize("phase", [Phase.RESERVED, Phase.COMPUTING, Phase.PUSHING])
 def test_what_was_held_is_not_there_any_more(phase):
     """No failure: the prompt is computed again, whatever happens then."""
-    gone = Strike(1, phase, Role.DECODE), Strike(2, RESERVED, None)
+    gone = Strike(1, phase, Role.DECODE), Strike(2, Phase.RESERVED, None)
     story = alike(Case(strikes=gone))
     assert story.recoveries == {"decode_lost": 1, "kv_dropped": 1}
     for blow in BLOWS:

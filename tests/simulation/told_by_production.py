@@ -19,21 +19,7 @@ from tests.simulation.clock import VirtualLoop
 from tests.simulation.cluster import LEASE_S, Cluster, Plan
 from tests.simulation.front import Ask, Client
 from tests.simulation.patches import simulated
-from tests.simulation.stories import (
-    BACK_S,
-    BLOCKS,
-    COMMITTED,
-    COMPUTING,
-    DECODING,
-    PROMPT,
-    PUSHING,
-    RESERVED,
-    RESERVING,
-    TOKENS,
-    Case,
-    Story,
-    Striker,
-)
+from tests.simulation.stories import BACK_S, BLOCKS, PROMPT, TOKENS, Case, Phase, Story, Striker
 from tests.simulation.worker import WorkerHost, WorkerPlan
 from tests.simulation.world import World, task_factory
 
@@ -48,13 +34,13 @@ TRANSFER = TransferSettings(
 )
 _SHOWN = re.compile(r"(\w+)\((.+)/(\d+)\)")  # a command or an event, in the trace
 _HEARD = {
-    ("R>W", "reserve"): RESERVING,
-    ("emit", "reserved"): RESERVED,
-    ("R>W", "prefill"): COMPUTING,
-    ("R>W", "repush"): COMPUTING,
-    ("emit", "committed"): COMMITTED,
+    ("R>W", "reserve"): Phase.RESERVING,
+    ("emit", "reserved"): Phase.RESERVED,
+    ("R>W", "prefill"): Phase.COMPUTING,
+    ("R>W", "repush"): Phase.COMPUTING,
+    ("emit", "committed"): Phase.COMMITTED,
 }
-_LATER_S = {COMPUTING: 5e-3}  # it arrives; a step takes longer
+_LATER_S = {Phase.COMPUTING: 5e-3}  # it arrives; a step takes longer
 _SOON_S = 1e-4  # what was said leaves
 _FEW = 3  # messages of a decode worker with tokens
 
@@ -96,15 +82,16 @@ class StillWorld(World):
         super().note(kind, *facts)
         for found in (_SHOWN.fullmatch(str(fact)) for fact in facts[1:] if kind in {"R>W", "emit"}):
             if found and self.number(found[2]) == 1:
-                phase = _HEARD.get((kind, found[1])) or (self._said_by(str(facts[0])) if found[1] == "tokens" else "")
-                self.loop.call_later(_LATER_S.get(phase, _SOON_S), self.striker.reached, int(found[3]), phase)
-                self._said *= phase != RESERVING
+                phase = self._said_by(str(facts[0])) if found[1] == "tokens" else _HEARD.get((kind, found[1]))
+                if phase is not None:
+                    self.loop.call_later(_LATER_S.get(phase, _SOON_S), self.striker.reached, int(found[3]), phase)
+                self._said *= phase != Phase.RESERVING
 
-    def _said_by(self, worker: str) -> str:
+    def _said_by(self, worker: str) -> Phase | None:
         if worker.startswith("prefill"):
-            return PUSHING
+            return Phase.PUSHING
         self._said += 1
-        return DECODING if self._said == _FEW else ""
+        return Phase.DECODING if self._said == _FEW else None
 
 
 class StillCluster(Cluster):

@@ -17,30 +17,20 @@ from simulator.scenario import Death, Network, Pool, Router, Scenario
 from simulator.steps import Linear, line
 from simulator.worker_decode import DecodeWorker
 from simulator.worker_prefill import PrefillWorker
-from tests.simulation.stories import (
-    BACK_S,
-    BLOCK,
-    BLOCKS,
-    COMMITTED,
-    COMPUTING,
-    DECODING,
-    PROMPT,
-    PUSHING,
-    RESERVED,
-    RESERVING,
-    TOKENS,
-    Case,
-    Story,
-    Strike,
-    Striker,
-)
+from tests.simulation.stories import BACK_S, BLOCK, BLOCKS, PROMPT, TOKENS, Case, Phase, Story, Strike, Striker
 
 COST = Linear(line(0.03), line(0.02))
 NETWORK = Network(token_bytes=1e6)
 ROUTER = Router(local_prefill=False)
-_LATER_S = {COMPUTING: 5e-3, PUSHING: 1e-3, DECODING: 0.07}  # in the middle of it
-_NOTICED_S = {RESERVING: 0.0}  # else what is on its way arrives before
-_PHASES = {"reserve": RESERVING, "reserved": RESERVED, "prefill": COMPUTING, "repush": COMPUTING, "adopted": COMMITTED}
+_LATER_S = {Phase.COMPUTING: 5e-3, Phase.PUSHING: 1e-3, Phase.DECODING: 0.07}  # in the middle of it
+_NOTICED_S = {Phase.RESERVING: 0.0}  # else what is on its way arrives before
+_PHASES = {
+    "reserve": Phase.RESERVING,
+    "reserved": Phase.RESERVED,
+    "prefill": Phase.COMPUTING,
+    "repush": Phase.COMPUTING,
+    "adopted": Phase.COMMITTED,
+}
 
 
 def told_by_simulator(case: Case) -> Story:
@@ -90,7 +80,7 @@ class _Watch:
         if kind != "release":
             self.story.leg(attempt.life.number, attempt.handoff.attempt).commands.append(kind)
 
-    def reached(self, attempt: Attempt, phase: str) -> None:
+    def reached(self, attempt: Attempt, phase: Phase | None) -> None:
         if phase and attempt.life.number == 1:
             self.cluster.kernel.after(_LATER_S.get(phase, 0.0), self.striker.reached, attempt.handoff.attempt, phase)
 
@@ -111,16 +101,16 @@ def _attempts(watch: _Watch) -> type[Attempt]:
                 watch.story.leg(self.life.number, self.handoff.attempt).knows(self.before)
             watch.told(self, kind)
             super()._send(worker, act, *facts)
-            watch.reached(self, _PHASES.get(kind, ""))
+            watch.reached(self, _PHASES.get(kind))
 
         def adopted(self) -> None:
             super().adopted()
-            watch.reached(self, DECODING)
+            watch.reached(self, Phase.DECODING)
 
         def first(self) -> None:
             super().first()
             if self.prefill is None:
-                watch.reached(self, DECODING)
+                watch.reached(self, Phase.DECODING)
 
     return Watched
 
@@ -141,7 +131,7 @@ def _prefill_workers(watch: _Watch) -> type[PrefillWorker]:
         def tell(self, act: Any, *facts: Any) -> None:
             super().tell(act, *facts)
             if act.__name__ == "first":
-                watch.reached(act.__self__, PUSHING)
+                watch.reached(act.__self__, Phase.PUSHING)
 
     return Watched
 
@@ -150,6 +140,6 @@ def _decode_workers(watch: _Watch) -> type[DecodeWorker]:
     class Watched(DecodeWorker):
         def say(self, act: Any, *facts: Any) -> None:
             super().say(act, *facts)
-            watch.reached(act.__self__, _PHASES.get(act.__name__, ""))
+            watch.reached(act.__self__, _PHASES.get(act.__name__))
 
     return Watched

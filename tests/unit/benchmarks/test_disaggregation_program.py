@@ -6,8 +6,7 @@ import math
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
@@ -18,26 +17,18 @@ import pytest
 from baton.cluster.state import ClusterState, ProcessId
 from baton.workload import Arrival, read_trace
 from benchmarks import disaggregation, simulator
-from benchmarks.lib.disagg_figures import Phase, Seen, Slo, attainment, goodput, keep, kept, phase_of, quantile
-from benchmarks.lib.disagg_goals import AIM, GOALS, aimed, goals, sides_of, tightest
+from benchmarks.lib.disagg_figures import Slo, attainment, goodput, keep, kept, phase_of, quantile
+from benchmarks.lib.disagg_goals import GOALS, aimed, goals, sides_of, tightest
 from benchmarks.lib.disagg_plot import plot
-from benchmarks.lib.disagg_run import SPLIT, Side, bind, colocated, vllm
+from benchmarks.lib.disagg_run import SPLIT, Side, bind, colocated
 from benchmarks.lib.mixed_load import DOCUMENT, STREAM, arrivals, write_trace
 from simulator import simulate
 from simulator.profile import Beside, Layout, Line, Link, Piece, Profile
 from simulator.report import Report
 from simulator.scenario import Scenario
+from tests.unit.benchmarks.disagg_support import SLO, phase, seen
 
-SLO = Slo(1.0, 0.05)
 USUAL_S = 0.0041  # of `a_profile`: its gap of a request alone
-
-
-def seen(ttft_s: float, *gaps_s: float) -> Seen:
-    return Seen(64, ttft_s, gaps_s)
-
-
-def phase(side: str, rate: float = 2.0, number: int = 1, answers: tuple[Seen, ...] = (), sent: int = 0) -> Phase:
-    return Phase(side, rate, number, 10.0, sent or len(answers), answers, 0.1, 0.001)
 
 
 def test_a_request_is_good_if_so_many_of_its_gaps_are():
@@ -242,47 +233,13 @@ def test_the_router_of_a_simulation_is_told_what_the_real_one_is_whatever_is_jud
     assert {round(judged_s / SLO.itl_s, 2) for _, judged_s in of_loads} == set(GOALS)
 
 
-def test_profiles_are_measured_in_each_round_on_each_cluster(monkeypatch, tmp_path):
-    """In the clusters that the loads run on, before these."""
-    happened: list[tuple[str, str]] = []
-    seeds: list[int] = []
-
-    @contextmanager
-    def running(side: Side, model: Path, itl_s: float) -> Iterator[str]:
-        yield side.name
-
-    def closed(target: str, prompt_tokens: int, max_tokens: int, requests: int, seed: int) -> dict[str, Any]:
-        seeds.append(seed)
-        gap_s = 0.05 * (1 + len(seeds) / 100)
-        return {"samples": [{"prompt_tokens": prompt_tokens, "ttft_s": 0.1, "gaps_s": [gap_s, gap_s, 9.0]}]}
-
-    def loaded(target: str, side: Side, rate: float, seconds: float, number: int) -> Phase:
-        happened.append((target, "load"))
-        return phase(side.name, rate, number, (seen(0.1, 0.01),))
-
-    for name, fake in (
-        ("running", running),
-        ("loaded", loaded),
-        ("warm_up", lambda target: None),
-        ("profiled", lambda target, out, seconds: happened.append((target, out.name))),
-        ("closed", closed),
-    ):
-        monkeypatch.setattr(disaggregation, name, fake)
-    lab, sides = disaggregation.Lab(tmp_path, 1.0), [Side(SPLIT), colocated(64), colocated(128)]
-    lab.turns(sides, [1.0], range(1, 3), SLO, tmp_path / "here.json")
-    profiled = [one for one in happened if one[1] != "load"]
-    assert sorted(profiled) == sorted(
-        (side.name, f"here-{number}-{side.name}.json") for side in sides for number in (1, 2)
-    )
-    assert all(happened[happened.index(one) + 1] == (one[0], "load") for one in profiled)
-    assert len(set(seeds)) == len(seeds) == 12, "no prefix cache knows them"
-    happened.clear()
-    seeds.clear()
-    found = lab.turns([*sides, vllm(64)], [1.0], range(1, 2), SLO)
-    assert {what for _, what in happened} == {"load"}
-    assert [one.speed for one in found if not one.side.startswith("vllm")] == pytest.approx([1.015, 1.035, 1.055])
-    assert [one.speed for one in found if one.side.startswith("vllm")] == [1.0]
-    assert {one.told_s for one in found} == {SLO.itl_s * AIM}
+def test_a_report_says_how_many_loads_were_given_again():
+    better = (seen(0.1, 0.01),) * 10
+    loads = [phase(side, answers=better) for side in (SPLIT, "colocated-64")]
+    loads += [replace(loads[0], rate=3.0, tries=2), replace(loads[1], rate=3.0, tries=3, wander=1.2)]
+    text, _ = disaggregation.report(loads, Slo(0.1, 0.01), None)
+    assert "Of 4 loads 2 were given again" in text
+    assert "more than 10% before and after; in 1 it did each time" in text
 
 
 def test_profiles_alone_are_of_all_sides_and_no_load(monkeypatch, capsys, tmp_path):

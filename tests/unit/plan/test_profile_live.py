@@ -10,7 +10,9 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from baton.cli.app import app
-from baton.cli.profile_live import Live, Measured, Seen, fitted, one_size, together
+from baton.cli.profile_fitted import fitted
+from baton.cli.profile_live import Live, one_size
+from baton.cli.profile_seen import Measured, Prompts, Seen, together
 from baton.client import AsyncClient
 from baton.client.types import ClusterStatus, Model, WorkerStatus
 from baton.clock import SystemClock
@@ -21,10 +23,14 @@ from baton.load import Load, Pace
 from simulator.profile_fit import Gaps, Steps, seconds_of
 
 LAYOUT = KVLayout(layers=3, kv_heads=2, head_dim=8, block_size=16, dtype="bfloat16")
+SINGLE = {
+    16: [Prompts(16, (Seen(0.0, [0.012, 0.03]),), Pace(1, 16, 136, 0.01))],
+    64: [Prompts(64, (Seen(0.0, [0.022, 0.04]),), Pace(1, 64, 2080, 0.02))],
+}
 SEEN = Measured(
-    prompts={16: Pace(1, 16, 136, 0.01), 64: Pace(1, 64, 2080, 0.02)},
+    single=SINGLE,
     together={(1, 16): [Gaps(1, 40, (0.01, 0.011))], (2, 16): [Gaps(2, 80, (0.012,))]},
-    busy_gaps=[Gaps(4, 160, (0.013,))],
+    busy=[Gaps(4, 160, (0.013,))],
 )
 
 
@@ -63,10 +69,10 @@ def test_kv_is_that_of_the_whole_model_and_of_a_worker_that_decodes():
 def test_workers_that_do_both_slow_each_other_as_much_as_one_alone_is_faster():
     """Two of them decoded at 12 ms for one row each, one alone at 10 ms."""
     seen = Measured(
-        prompts=SEEN.prompts,
+        single=SINGLE,
         together={(1, 16): [Gaps(1, 40, (0.012, 0.012))], (2, 16): [Gaps(2, 80, (0.0168, 0.0192))]},
-        busy_gaps=[Gaps(1, 40, (0.010, 0.012))],  # while another one computed prompts
-        busy_prompts=Pace(2, 128, 4160, 0.06),
+        busy=[Gaps(1, 40, (0.010, 0.012))],  # while another one computed prompts
+        busy_prompts=[Pace(2, 128, 4160, 0.06)],
         alone=[Gaps(1, 40, (0.009, 0.011))],
         joint=Pace(1, 64, 2080, 1.5 * 0.021 + 1.2 * 0.015),
         beside=Pace(1, 2, 80, 0.0),

@@ -1,0 +1,86 @@
+"""From what `baton profile --live` saw to a profile."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Sequence
+
+from baton.cli.profile_decoding import merged, of_pools, of_workers_alike, piece_of
+from baton.cli.profile_seen import BESIDE, SHORT, Measured, summed
+from baton.client.types import ClusterStatus
+from baton.core import Role, WorkerInfo
+from baton.errors import NoWorker
+from baton.load import Pace
+from simulator.profile import Beside, Layout, Line, Link, Profile
+from simulator.profile_fit import Slower, Steps, fit_joint, fit_line, seconds_of
+
+MEMORY_BYTES_PER_S = 25e9  # between workers that nobody has probed: of one process
+
+
+def fitted(seen: Measured, cluster: ClusterStatus, tensor_parallel: int, name: str) -> Profile:
+    """The profile of what was seen. Raises NoWorker."""
+    paces = [summed(*(one.pace for one in parts)) for parts in seen.single.values()]
+    prompt = fit_line([Steps.of(pace) for pace in paces if pace.steps])
+    points = [merged(gaps) for gaps in seen.together.values()]
+    busy = merged(seen.busy) if seen.busy else None
+    decoding = of_workers_alike(points, merged(seen.alone), busy) if seen.alone else of_pools(points, busy)
+    busy_prompt = _busy_prompt(prompt, summed(*seen.busy_prompts))
+    beside = Slower(busy_prompt, decoding.beside_decode.factor) if decoding.beside_decode else Slower()
+    worker = _room(cluster)
+    layout = Layout(
+        tensor_parallel=tensor_parallel,
+        kv_tokens=worker.total_blocks * worker.layout.block_size,
+        prompt=prompt,
+        decode=decoding.pieces,
+        joint_extra_s=fit_joint(prompt, piece_of(decoding.pieces, BESIDE), seen.joint, seen.beside, beside),
+        spread=decoding.spread,
+        host_workers=len(cluster.workers),
+        busy_prompt=busy_prompt,
+        beside_prompts=decoding.beside_prompts,
+        beside_decode=decoding.beside_decode,
+    )
+    speeds = [channel.bytes_per_s for one in cluster.workers for channel in one.load.channels]
+    return Profile(
+        name=name,
+        model=cluster.model,
+        hardware=f"{platform.processor() or platform.machine()}, {len(cluster.workers)} workers",
+        source=f"baton profile --live, Baton {cluster.version}",
+        token_bytes=worker.layout.layers * worker.layout.layer_token_bytes,  # of all ranks
+        layers=worker.layout.layers,
+        link=Link(bytes_per_s=max(speeds, default=MEMORY_BYTES_PER_S)),
+        overheads=_overheads(seen, prompt, seconds_of(piece_of(decoding.pieces, 1), Steps(1, SHORT, 0.0))),
+        layouts=(layout,),
+    )
+
+
+def decodes(role: Role, cluster: ClusterStatus) -> bool:
+    """Whether workers of that role do: decode workers, or all where there are no others."""
+    return role is Role.DECODE or all(worker.info.role is role for worker in cluster.workers)
+
+
+def _overheads(seen: Measured, prompt: Line, step_s: float) -> Beside:
+    """What is left of the first token beside its step, and of the second beside a decode step: medians."""
+    first, second = [], []
+    for one in (one for parts in seen.single.values() for one in parts):
+        pace = one.pace
+        computed = pace.seconds / len(one.seen) if pace.steps else seconds_of(prompt, Steps(one.length, 0.0, 0.0))
+        first += [request.times[0] - request.sent - computed for request in one.seen if request.times]
+        second += [request.times[1] - request.times[0] - step_s for request in one.seen if len(request.times) > 1]
+    return Beside(admit_s=max(_median(first), 0.0), commit_s=max(_median(second), 0.0))
+
+
+def _room(cluster: ClusterStatus) -> WorkerInfo:
+    """A worker that decodes: how much KV it holds is what bounds a batch. Raises NoWorker."""
+    for worker in cluster.workers:
+        if decodes(worker.info.role, cluster):
+            return worker.info
+    raise NoWorker("no worker is connected any more")
+
+
+def _busy_prompt(prompt: Line, pace: Pace) -> float:
+    return max(1.0, pace.seconds / pace.steps / seconds_of(prompt, Steps.of(pace))) if pace.steps else 1.0
+
+
+def _median(values: Sequence[float]) -> float:
+    ordered = sorted(values)
+    return ordered[len(ordered) // 2] if ordered else 0.0
