@@ -15,8 +15,8 @@ A request is good if its first token comes within 5 times what the first token o
 mean time between its tokens (its TPOT, as for `baton bench --itl-ms`) is within a multiple of the gap of a request that
 is alone; with `--percentile` so many of 100 of its gaps. The speed of a machine wanders, so that gap is measured before
 and after each phase, and both goals are stretched by it. Where the two differ by more than a tenth, the load is given
-again, twice at most, and the steadiest of them counts. *Goodput* is the highest rate up to which 90 % of the requests
-are good; this and the TPOT as in DistServe (arXiv 2401.09670). The ratio that counts is at the goal that both sides are
+again, and the steadier of the two tries counts. *Goodput* is the highest rate up to which 90 % of the requests are
+good; this and the TPOT as in DistServe (arXiv 2401.09670). The ratio that counts is at the goal that both sides are
 configured for, 1.6 times the usual gap; all others are shown beside it, also where splitting loses. Latencies are
 compared with the chunk size that is best there, or, if it is too tight for any, at the next goal that both sides keep.
 The last line of stdout is one JSON object with the figures.
@@ -68,7 +68,7 @@ PROFILE_S = 60.0  # that measuring one may take
 ALONE = 6  # requests, one after the other
 PROBES = 4  # the same around each phase
 STEADY = 1.1  # times: by how much those before and after a phase may differ
-TRIES = 3  # of a phase
+TRIES = 2  # of a phase
 ITL_GUESS_S = 0.1  # what clusters aim at before the usual gap is known
 
 
@@ -126,7 +126,7 @@ class Lab:
     def _steadiest(
         self, target: Target, side: Side, rate: float, number: int, gap_s: float, usual_s: float
     ) -> tuple[Phase, float]:
-        """Of some tries of a phase, and the gap of a request that is alone behind the last one. `gap_s`: before it."""
+        """Of the tries of a phase, and the gap of a request that is alone behind the last one. `gap_s`: before it."""
         tries: list[Phase] = []
         while True:
             phase = loaded(target, side, rate, self._seconds, number, len(tries))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -16,8 +17,10 @@ from benchmarks.lib.protocol import ROOT
 
 @contextlib.contextmanager
 def cluster(name: str, *sets: str) -> Iterator[ClusterState]:
-    """A running cluster of this name on the oracle engine, gone at the end. `sets` are KEY=VALUE, as for `baton up`."""
-    with tempfile.TemporaryDirectory(prefix=f"baton-{name}-") as home:
+    """A running cluster of this name on the oracle engine, gone at the end, also that by SIGTERM. `sets` are KEY=VALUE,
+    as for `baton up`.
+    """
+    with _ended_in_order(), tempfile.TemporaryDirectory(prefix=f"baton-{name}-") as home:
         env = {**os.environ, "BATON_HOME": home, "PYTHONPATH": str(ROOT)}
         baton = [sys.executable, "-m", "baton"]
         options = [part for item in ("model.path=oracle", *sets, f"name={name}") for part in ("--set", item)]
@@ -30,3 +33,13 @@ def cluster(name: str, *sets: str) -> Iterator[ClusterState]:
             yield state
         finally:
             subprocess.run([*baton, "down", "--name", name], env=env, cwd=ROOT, check=True, stdout=sys.stderr)
+
+
+@contextlib.contextmanager
+def _ended_in_order() -> Iterator[None]:
+    """SIGTERM ends this process as ^C does, not at once: else what it started would go on."""
+    before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -1,0 +1,35 @@
+"""The cluster that a benchmark starts for itself goes with it, however that is ended."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+
+import psutil
+import pytest
+
+from tests.e2e.conftest import ROOT
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
+PROGRAM = """
+import sys
+from benchmarks.lib.cluster import cluster
+
+with cluster("ended") as state:
+    print(*(process.pid for process in state.processes.values()), flush=True)
+    sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, -signal.SIGINT)])
+def test_a_benchmark_that_is_ended_leaves_nothing(number, code):
+    command = [sys.executable, "-c", PROGRAM]
+    with subprocess.Popen(command, cwd=ROOT, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as benchmark:
+        assert benchmark.stdout is not None
+        started = [psutil.Process(int(pid)) for pid in benchmark.stdout.readline().split()]
+        assert len(started) > 2, "router and workers at least"
+        benchmark.send_signal(number)
+        assert benchmark.wait(60) == code
+    _, alive = psutil.wait_procs(started, timeout=0)
+    assert not alive
