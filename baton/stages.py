@@ -148,7 +148,8 @@ class StageClock:
     def _ends_with(self, stage: Stage, seconds: float) -> None:
         """The current stage ends now, and its last `seconds`, as far as there are so many, were in `stage`."""
         passed = self._now() - self._since
-        part = min(max(round(seconds * _NS), 0), passed) if math.isfinite(seconds) else 0
+        said = seconds * _NS  # too much of it is inf
+        part = min(max(round(said), 0), passed) if math.isfinite(said) else 0
         self._pass(passed - part)
         self._stage = stage
         self._pass(part)

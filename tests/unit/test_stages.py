@@ -5,7 +5,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from baton.clock import FakeClock
@@ -22,6 +22,7 @@ STEPS = st.lists(
 
 
 @given(STEPS)
+@example([(Stage.TRANSFER, 1.0, 0.0), ("over", 1.0, 1e300)])
 def test_passages_follow_each_other_without_gap_whatever_happens(steps):
     clock = FakeClock()
     stages = StageClock(clock)
@@ -81,7 +82,7 @@ def test_verify_passes_are_taken_out_of_decoding():
     assert [passage.stage for passage in stages.passages] == list(Stage)
 
 
-@pytest.mark.parametrize(("said_s", "counted"), [(1e9, 32), (-3, 0), (math.nan, 0), (math.inf, 0), (0, 0)])
+@pytest.mark.parametrize(("said_s", "counted"), [(1e9, 32), (-3, 0), (math.nan, 0), (math.inf, 0), (1e300, 0), (0, 0)])
 def test_a_worker_cannot_take_more_out_of_decoding_than_it_was(said_s, counted):
     clock, stages = walked()
     stages.first_token()
