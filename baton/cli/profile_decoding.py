@@ -21,10 +21,10 @@ class Decoding:
     beside_decode: Busy | None = None
 
 
-def of_pools(points: Sequence[Gaps], busy: Gaps | None) -> Decoding:
+def of_pools(points: Sequence[Gaps], busy: Gaps) -> Decoding:
     """`points` while no worker computed a prompt, `busy` while one did."""
     pieces = fit_decode(points)
-    return Decoding(pieces, fit_spread(points), _beside(pieces, busy) if busy else Busy())
+    return Decoding(pieces, fit_spread(points), _beside(pieces, busy))
 
 
 def of_workers_alike(points: Sequence[Gaps], alone: Gaps, busy: Gaps | None) -> Decoding:

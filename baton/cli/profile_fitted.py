@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Sequence
+from statistics import median_high
 
 from baton.cli.profile_decoding import merged, of_pools, of_workers_alike, piece_of
 from baton.cli.profile_seen import BESIDE, SHORT, Measured, summed
@@ -22,8 +22,10 @@ def fitted(seen: Measured, cluster: ClusterStatus, tensor_parallel: int, name: s
     paces = [summed(*(one.pace for one in parts)) for parts in seen.single.values()]
     prompt = fit_line([Steps.of(pace) for pace in paces if pace.steps])
     points = [merged(gaps) for gaps in seen.together.values()]
-    busy = merged(seen.busy) if seen.busy else None
-    decoding = of_workers_alike(points, merged(seen.alone), busy) if seen.alone else of_pools(points, busy)
+    if seen.alone:
+        decoding = of_workers_alike(points, merged(seen.alone), merged(seen.busy) if seen.busy else None)
+    else:
+        decoding = of_pools(points, merged(seen.busy))
     busy_prompt = _busy_prompt(prompt, summed(*seen.busy_prompts))
     beside = Slower(busy_prompt, decoding.beside_decode.factor) if decoding.beside_decode else Slower()
     worker = _room(cluster)
@@ -66,7 +68,7 @@ def _overheads(seen: Measured, prompt: Line, step_s: float) -> Beside:
         computed = pace.seconds / len(one.seen) if pace.steps else seconds_of(prompt, Steps(one.length, 0.0, 0.0))
         first += [request.times[0] - request.sent - computed for request in one.seen if request.times]
         second += [request.times[1] - request.times[0] - step_s for request in one.seen if len(request.times) > 1]
-    return Beside(admit_s=max(_median(first), 0.0), commit_s=max(_median(second), 0.0))
+    return Beside(admit_s=max(median_high(first), 0.0), commit_s=max(median_high(second), 0.0))
 
 
 def _room(cluster: ClusterStatus) -> WorkerInfo:
@@ -79,8 +81,3 @@ def _room(cluster: ClusterStatus) -> WorkerInfo:
 
 def _busy_prompt(prompt: Line, pace: Pace) -> float:
     return max(1.0, pace.seconds / pace.steps / seconds_of(prompt, Steps.of(pace))) if pace.steps else 1.0
-
-
-def _median(values: Sequence[float]) -> float:
-    ordered = sorted(values)
-    return ordered[len(ordered) // 2] if ordered else 0.0

@@ -121,6 +121,7 @@ def test_a_sender_that_wakes_up_late_writes_into_memory_of_its_own_generation(pe
     assert all(peer.take(number) for number in range(3))
     peer.signal(signal.SIGSTOP)
     peer.end.close()
+    peer.wire.say(credit=3)  # if it had filled all slots by then, it waits for one
     successor = peers(Side.RECEIVER, "--frames", "6")
     peer.signal(signal.SIGCONT)
     while (said := peer.wire.hear()) is not None and "failed" not in said:

@@ -17,6 +17,7 @@ from tests.integration.router_support import at
 
 pytestmark = [pytest.mark.xdist_group("page"), pytest.mark.timeout(90)]
 CONTRAST = (Path(__file__).parent / "contrast.js").read_text()
+SETTLED = "Promise.allSettled(document.getAnimations().map((one) => one.finished)).then((all) => all.length)"
 STAGES = {"queued": "queue", "prefilling": "prefill", "transferring": "transfer", "decoding": "decode"}
 
 
@@ -131,7 +132,7 @@ def test_every_text_can_be_read(tab, cluster, scheme):
     expect(page.locator("#timeline")).to_be_visible()
     for summary in page.locator("summary").all():
         summary.click()
-    page.wait_for_function("!document.getAnimations().length")
+    page.evaluate(SETTLED)  # not wait_for_function: it evaluates a string at each look, which the page's policy forbids
     background = page.evaluate("getComputedStyle(document.body).backgroundColor")
     assert background == ("rgb(244, 245, 242)" if scheme == "light" else "rgb(15, 21, 19)")
     found = page.evaluate(CONTRAST)

@@ -1,10 +1,13 @@
-"""A simulation that takes no time: what a shape carries is arithmetic."""
+"""A simulation that takes no time, where what a shape carries is arithmetic; the status of a cluster."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+from baton.client.types import ClusterStatus, WorkerStatus
+from baton.core import Incarnation, KVLayout, Role, WorkerInfo, WorkerRef
+from baton.load import Load
 from baton.workload import Arrival, Lengths
 from simulator.plan import Planner
 from simulator.plan_shape import Site, Workload
@@ -12,6 +15,7 @@ from simulator.profile import Profile, load_profile
 from simulator.report import PoolReport, Report
 from simulator.scenario import Scenario
 
+LAYOUT = KVLayout(layers=3, kv_heads=2, head_dim=8, block_size=16, dtype="bfloat16")
 EASY = {"step_s": 0.01, "token_s": 1e-4, "context_s": 0.0}
 
 
@@ -63,3 +67,13 @@ def planner(fake: Fake, *, gpus: int = 16, name: str = "", times: str = "constan
     """Of requests with 100 tokens and 11 new ones."""
     site = Site(load_profile(name) if name else profile())
     return Planner(fake, site, Workload(Lengths.parse("100", "11"), times, requests=50), gpus=gpus)
+
+
+def cluster(*workers: tuple[Role, int], loads: Sequence[Load] = ()) -> ClusterStatus:
+    """Workers of these roles, with so many blocks each; idle ones, where no loads are given."""
+    found = []
+    for number, (role, blocks) in enumerate(workers):
+        ref = WorkerRef(f"{role.value}-{number}", Incarnation(1, 1), "h:1")
+        info = WorkerInfo(ref, role, "f", "m", 640, blocks, LAYOUT)
+        found.append(WorkerStatus(info, loads[number] if loads else Load(), "connected", 0))
+    return ClusterStatus("c", "r", "1", "m", 0.0, 0, 0, 0, 0, 0, 0, 0, tuple(found))

@@ -14,15 +14,15 @@ from baton.cli.profile_fitted import fitted
 from baton.cli.profile_live import Live, one_size
 from baton.cli.profile_seen import Measured, Prompts, Seen, together
 from baton.client import AsyncClient
-from baton.client.types import ClusterStatus, Model, WorkerStatus
+from baton.client.types import Model
 from baton.clock import SystemClock
 from baton.config import ClusterConfig
-from baton.core import Incarnation, KVLayout, Role, WorkerInfo, WorkerRef
+from baton.core import Role
 from baton.errors import ConfigError, NoWorker
-from baton.load import Load, Pace
+from baton.load import Pace
 from simulator.profile_fit import Gaps, Steps, seconds_of
+from tests.unit.plan.plan_support import cluster
 
-LAYOUT = KVLayout(layers=3, kv_heads=2, head_dim=8, block_size=16, dtype="bfloat16")
 SINGLE = {
     16: [Prompts(16, (Seen(0.0, [0.012, 0.03]),), Pace(1, 16, 136, 0.01))],
     64: [Prompts(64, (Seen(0.0, [0.022, 0.04]),), Pace(1, 64, 2080, 0.02))],
@@ -32,16 +32,6 @@ SEEN = Measured(
     together={(1, 16): [Gaps(1, 40, (0.01, 0.011))], (2, 16): [Gaps(2, 80, (0.012,))]},
     busy=[Gaps(4, 160, (0.013,))],
 )
-
-
-def cluster(**blocks: int) -> ClusterStatus:
-    """Workers of these roles, with so many blocks each."""
-    infos = [
-        WorkerInfo(WorkerRef(role, Incarnation(1, 1), "h:1"), Role(role), "f", "m", 640, count, LAYOUT)
-        for role, count in blocks.items()
-    ]
-    workers = tuple(WorkerStatus(info, Load(), "connected", 0) for info in infos)
-    return ClusterStatus("c", "r", "1", "m", 0.0, 0, 0, 0, 0, 0, 0, 0, workers)
 
 
 class Short:
@@ -58,10 +48,10 @@ class Short:
 
 
 def test_kv_is_that_of_the_whole_model_and_of_a_worker_that_decodes():
-    found = fitted(SEEN, cluster(prefill=10, decode=30), 4, "here")
+    found = fitted(SEEN, cluster((Role.PREFILL, 10), (Role.DECODE, 30)), 4, "here")
     assert found.token_bytes == 3 * 2 * 2 * 8 * 2
     assert (found.layouts[0].tensor_parallel, found.layouts[0].kv_tokens) == (4, 30 * 16)
-    assert fitted(SEEN, cluster(decode=20), 1, "here").layouts[0].kv_tokens == 20 * 16
+    assert fitted(SEEN, cluster((Role.DECODE, 20)), 1, "here").layouts[0].kv_tokens == 20 * 16
     with pytest.raises(NoWorker):
         fitted(SEEN, cluster(), 1, "here")
 
@@ -77,7 +67,7 @@ def test_workers_that_do_both_slow_each_other_as_much_as_one_alone_is_faster():
         joint=Pace(1, 64, 2080, 1.5 * 0.021 + 1.2 * 0.015),
         beside=Pace(1, 2, 80, 0.0),
     )
-    (layout,) = fitted(seen, cluster(decode=30), 1, "here").layouts
+    (layout,) = fitted(seen, cluster((Role.DECODE, 30)), 1, "here").layouts
     assert layout.host_workers == 1
     assert layout.beside_decode is not None
     assert (layout.beside_decode.factor, layout.beside_prompts.factor) == pytest.approx((1.2, 1.1))

@@ -16,13 +16,14 @@ from baton.cli.profile_fitted import fitted
 from baton.cli.profile_live import DECODED, LEAST_MODEL_LEN, TRIES, Live
 from baton.cli.profile_seen import AS_USUAL, BESIDE, Measured, Prompts, Seen, usual
 from baton.client import AsyncClient
-from baton.client.types import ClusterStatus, Model, WorkerStatus
+from baton.client.types import ClusterStatus, Model
 from baton.clock import FakeClock
-from baton.core import Incarnation, KVLayout, Role, WorkerInfo, WorkerRef
+from baton.core import Role
 from baton.load import Load, Pace
 from simulator.profile_fit import Gaps
+from tests.unit.plan.plan_support import cluster
 
-LAYOUT = KVLayout(layers=3, kv_heads=2, head_dim=8, block_size=16, dtype="bfloat16")
+PAIR = (Role.DECODE, 100), (Role.DECODE, 100)  # that do both
 TOKEN_S = 0.01  # of a clock that only requests move
 PROMPT_S = 0.002
 ROUNDS = 3  # the first is left out
@@ -57,8 +58,9 @@ def test_a_round_in_which_the_machine_had_other_work_is_in_no_figure():
     kept = seen.undisturbed()
     assert kept == measured()
     assert (seen.parts, kept.parts) == (21, 14)
-    assert fitted(kept, status(2), 1, "here") == fitted(measured(), status(2), 1, "here")
-    assert fitted(seen, status(2), 1, "here") != fitted(measured(), status(2), 1, "here")
+    usually = fitted(measured(), cluster(*PAIR), 1, "here")
+    assert fitted(kept, cluster(*PAIR), 1, "here") == usually
+    assert fitted(seen, cluster(*PAIR), 1, "here") != usually
 
 
 @pytest.mark.parametrize(
@@ -73,16 +75,6 @@ def test_a_round_in_which_the_machine_had_other_work_is_in_no_figure():
 )
 def test_slow_is_what_is_far_slower_than_the_median_round(seconds, kept):
     assert usual(seconds, float) == list(kept)
-
-
-def status(workers: int, loads: tuple[Load, ...] = ()) -> ClusterStatus:
-    """Of workers that do both."""
-    found = []
-    for number, load in enumerate(loads or (Load(),) * workers):
-        ref = WorkerRef(f"decode-{number}", Incarnation(1, 1), "h:1")
-        info = WorkerInfo(ref, Role.DECODE, "f", "m", 640, 100, LAYOUT)
-        found.append(WorkerStatus(info, load, "connected", 0))
-    return ClusterStatus("c", "r", "1", "m", 0.0, 0, 0, 0, 0, 0, 0, 0, tuple(found))
 
 
 class Served:
@@ -104,7 +96,7 @@ class Served:
         return [Model("tiny", LEAST_MODEL_LEN, 100)]
 
     async def cluster(self) -> ClusterStatus:
-        return status(2, tuple(Load(prefill_pace=pace) for pace in self.paces))
+        return cluster(*PAIR, loads=[Load(prefill_pace=pace) for pace in self.paces])
 
     @asynccontextmanager
     async def stream(self, prompt: list[int], *, max_tokens: int, **_: Any) -> AsyncIterator[Any]:
