@@ -68,7 +68,7 @@ def _overheads(seen: Measured, prompt: Line, step_s: float) -> Beside:
         computed = pace.seconds / len(one.seen) if pace.steps else seconds_of(prompt, Steps(one.length, 0.0, 0.0))
         first += [request.times[0] - request.sent - computed for request in one.seen if request.times]
         second += [request.times[1] - request.times[0] - step_s for request in one.seen if len(request.times) > 1]
-    return Beside(admit_s=max(median_high(first), 0.0), commit_s=max(median_high(second), 0.0))
+    return Beside(admit_s=max(median_high(first or [0.0]), 0.0), commit_s=max(median_high(second or [0.0]), 0.0))
 
 
 def _room(cluster: ClusterStatus) -> WorkerInfo:
