@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import random
+import signal
 
 import hypothesis
 import pytest
@@ -26,7 +27,11 @@ def run_seed() -> int:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
-    """Hand the seed to hypothesis, before its plugin reads its option."""
+    """Hand the seed to hypothesis, before its plugin reads its option. Let SIGINT be heard: a shell that starts a run in
+    the background has it ignored, which all processes that tests start would inherit.
+    """
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     if config.getoption("hypothesis_seed", None) is None:
         config.option.hypothesis_seed = str(run_seed())
     if not hasattr(config, "workerinput"):  # xdist's workers write nothing themselves
