@@ -27,8 +27,8 @@ def run_seed() -> int:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
-    """Hand the seed to hypothesis, before its plugin reads its option. Let SIGINT be heard: a shell that starts a run in
-    the background has it ignored, which all processes that tests start would inherit.
+    """Hand the seed to hypothesis, before its plugin reads its option. Let SIGINT be heard: a shell that starts a run
+    in the background has it ignored, which all processes that tests start would inherit.
     """
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
