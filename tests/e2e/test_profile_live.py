@@ -48,5 +48,5 @@ def test_workers_that_do_both_show_what_they_cost_each_other(home, tmp_path):
     assert layout.host_workers == 2
     assert layout.beside_decode is not None
     for beside in (layout.beside_prompts, layout.beside_decode):
-        assert len(beside.spread) == FACTORS  # it was seen; how much it is is up to the machine: rows are short here
+        assert len(beside.spread) == FACTORS  # how much it is is up to the machine: rows are short here
         assert sum(beside.spread) / FACTORS == pytest.approx(1.0, abs=0.01)
