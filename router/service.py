@@ -206,8 +206,9 @@ class Inference(InferenceServicer):
         last = None if error else max(call.lives, key=lambda life: life.stages.timings().e2e_s)
         timings = last.stages.timings() if last else None
         tokens = len(last.delivery.ids) if last and not call.resumes else 0
-        by = {"trace_id": call.trace.context.trace_id, "request_id": call.name}
-        floor.metrics.ended(outcome, timings, deterministic=message.deterministic, tokens=tokens, exemplar=by)
+        floor.metrics.ended(
+            outcome, timings, deterministic=message.deterministic, tokens=tokens, exemplar=call.exemplar
+        )
         floor.seen.ended(call, outcome, error)
         if outcome == "refused" and error is not None:
             floor.metrics.refused(error)

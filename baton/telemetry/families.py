@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate
@@ -10,6 +11,7 @@ from prometheus_client import CollectorRegistry, Info
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.registry import Collector
+from prometheus_client.samples import Exemplar
 from prometheus_client.utils import floatToGoString
 
 from baton.core import Role
@@ -95,18 +97,22 @@ class Gaps(Collector):
     def __init__(self, name: str, text: str, bounds: tuple[float, ...]) -> None:
         self._name, self._text, self._bounds = name, text, bounds
         self._counts = [0] * (len(bounds) + 1)
+        self._exemplars: list[Exemplar | None] = [None] * len(self._counts)
         self._sum = 0.0
 
     @property
     def count(self) -> int:
         return sum(self._counts)
 
-    def observe(self, seconds: float, times: int) -> None:
-        self._counts[bisect_left(self._bounds, seconds)] += times
+    def observe(self, seconds: float, times: int, exemplar: dict[str, str] | None = None) -> None:
+        bucket = bisect_left(self._bounds, seconds)
+        self._counts[bucket] += times
+        if exemplar is not None:
+            self._exemplars[bucket] = Exemplar(exemplar, seconds, time.time())
         self._sum += seconds * times
 
     def collect(self) -> Iterable[Metric]:
         names = [*map(floatToGoString, self._bounds), "+Inf"]
-        yield HistogramMetricFamily(
-            self._name, self._text, list(zip(names, accumulate(self._counts), strict=True)), self._sum
-        )
+        rows = zip(names, accumulate(self._counts), self._exemplars, strict=True)
+        buckets = [(name, float(count), by) if by else (name, float(count)) for name, count, by in rows]
+        yield HistogramMetricFamily(self._name, self._text, buckets, self._sum)

@@ -33,6 +33,12 @@ from baton.telemetry.labels import FINISHES, OUTCOMES, RECOVERIES, STAGES, TRANS
 _MAX_EXEMPLAR_CHARS = 128  # of names and values together, as OpenMetrics has it
 
 
+def exemplar_of(request_id: str, trace_id: str) -> dict[str, str] | None:
+    """What a bucket says of a request that fell into it. None: the two are longer than OpenMetrics allows."""
+    labels = {"trace_id": trace_id, "request_id": request_id}
+    return labels if sum(len(name) + len(value) for name, value in labels.items()) <= _MAX_EXEMPLAR_CHARS else None
+
+
 class Metrics:
     """The metrics of one process, in a registry of its own. Seconds and bytes, as Prometheus wants them.
 
@@ -170,31 +176,30 @@ class Metrics:
         deterministic: bool = False,
         tokens: int = 0,
         staged: bool = True,
-        exemplar: Mapping[str, str] | None = None,
+        exemplar: dict[str, str] | None = None,
     ) -> None:
         """A request ended: finished | cancelled | failed | refused. `timings`, and how many output `tokens` they are
-        of, only for those that finished. `staged`: they are by stage. `exemplar`: its name in logs and traces.
+        of, only for those that finished. `staged`: they are by stage. `exemplar`: see `exemplar_of`.
         """
         self._requests.labels(outcome).inc()
         if deterministic:
             self._deterministic.labels(outcome).inc()
         if timings is None:
             return
-        by = _within_bounds(exemplar)
         for histogram, seconds in (
             (self._e2e, timings.e2e_s),
             (self._queue, timings.queue_s),
             (self._prefill, timings.prefill_s),
         ):
-            histogram.observe(seconds, by)
+            histogram.observe(seconds, exemplar)
         for name, seconds in asdict(timings).items() if staged else ():
             if seconds > 0 and (stage := self._stages.get(name.removesuffix("_s"))) is not None:
-                stage.observe(seconds)
+                stage.observe(seconds, exemplar)
         if timings.ttft_s > 0:  # else the model ended the answer before it began: there was no token to wait for
-            self._ttft.observe(timings.ttft_s, by)
-            self._generation.observe(timings.e2e_s - timings.ttft_s)
+            self._ttft.observe(timings.ttft_s, exemplar)
+            self._generation.observe(timings.e2e_s - timings.ttft_s, exemplar)
         if tokens > 1:
-            self._tpot.observe((timings.e2e_s - timings.ttft_s) / (tokens - 1), by)
+            self._tpot.observe((timings.e2e_s - timings.ttft_s) / (tokens - 1), exemplar)
 
     def accepted(self, prompt_tokens: int) -> None:
         """A request got workers, for the first time."""
@@ -226,9 +231,9 @@ class Metrics:
         """The first tokens of a choice came."""
         self._first_tokens += tokens
 
-    def gap(self, seconds: float, tokens: int) -> None:
+    def gap(self, seconds: float, tokens: int, exemplar: dict[str, str] | None = None) -> None:
         """`tokens` tokens came `seconds` after the one before: as many gaps of equal length."""
-        self._itl.observe(seconds / tokens, tokens)
+        self._itl.observe(seconds / tokens, tokens, exemplar)
 
     def handed_over(self, transfer_s: float, kv_bytes: int, transport: str) -> None:
         """A decode worker committed a handoff. `transfer_s` is its own measure: first frame to last."""
@@ -246,10 +251,3 @@ class Metrics:
     def digest_mismatch(self) -> None:
         """A handoff failed because its bytes changed on the way."""
         self._mismatches.inc()
-
-
-def _within_bounds(exemplar: Mapping[str, str] | None) -> dict[str, str] | None:
-    """None: there is none, or it is longer than any may be."""
-    if exemplar is None or sum(len(name) + len(value) for name, value in exemplar.items()) > _MAX_EXEMPLAR_CHARS:
-        return None
-    return dict(exemplar)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from statistics import median
 from typing import TYPE_CHECKING
 
 from benchmarks.lib.disagg_figures import Slo, goodput
@@ -83,3 +84,16 @@ def tightest(found: list[Goal]) -> Goal:
 def aimed(found: list[Goal]) -> Goal:
     """That routers are told to keep."""
     return next(goal for goal in found if goal.times == AIM)
+
+
+def ratios(phases: list[Phase], other: str, rate: float) -> dict[str, float]:
+    """Of latencies at a rate, above 1: splitting is better. Medians over the rounds of ratios within one."""
+    found: dict[str, list[float]] = {"itl_p99_ratio": [], "ttft_p50_ratio": []}
+    for number in sorted({phase.round for phase in phases}):
+        (split,), (mixed,) = (
+            [phase for phase in phases if (phase.round, phase.side, phase.rate) == (number, side, rate)]
+            for side in (SPLIT, other)
+        )
+        found["itl_p99_ratio"].append(mixed.itl(0.99) / split.itl(0.99))
+        found["ttft_p50_ratio"].append(mixed.ttft(0.5) / split.ttft(0.5))
+    return {key: median(values) for key, values in found.items()}

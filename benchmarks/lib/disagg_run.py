@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from benchmarks.lib.cluster import cluster
 from benchmarks.lib.disagg_figures import Phase, phase_of
 from benchmarks.lib.disagg_vllm import serving
-from benchmarks.lib.mixed_load import KINDS, write_trace
+from benchmarks.lib.mixed_load import KINDS, Kinds, kinds_of, write_trace
 from benchmarks.lib.protocol import ROOT
 
 if TYPE_CHECKING:
@@ -73,23 +73,24 @@ def vllm(chunk: int) -> Side:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What is asked: options of `baton bench` that say where, and the address of operators, if it has any."""
+    """What is asked: options of `baton bench` that say where, the address of operators, if it has any, and the load."""
 
     where: tuple[str, ...]
     admin: str = ""
+    kinds: Kinds = KINDS
 
 
 @contextlib.contextmanager
-def running(side: Side, model: Path, slo_itl_s: float) -> Iterator[Target]:
-    """Its cluster, which aims at that ITL."""
+def running(side: Side, model: Path, slo_itl_s: float, kinds: Kinds = KINDS) -> Iterator[Target]:
+    """Its cluster, which aims at that ITL, for a load of these kinds."""
     if side.peer:
         with serving(model, side.chunk or 0, default_cache()) as url:
-            yield Target(("--http", url))
+            yield Target(("--http", url), kinds=kinds)
         return
     sets = (f"model.path={model}", f"slo.itl_ms={slo_itl_s * 1e3:.3f}", *SETS, *side.sets)
     with cluster(f"disagg-{side.name}", *sets) as state:
         bind(state)
-        yield Target(("--target", state.grpc), state.admin)
+        yield Target(("--target", state.grpc), state.admin, kinds)
 
 
 def bind(state: ClusterState) -> None:
@@ -114,7 +115,7 @@ def loaded(target: Target, side: Side, rate: float, seconds: float, number: int,
     seed = zlib.crc32(f"{rate} {number} {tried}".encode())
     with tempfile.TemporaryDirectory(prefix="baton-disagg-") as folder:
         trace = Path(folder) / "trace.jsonl"
-        write_trace(trace, rate, seconds, seed=number)
+        write_trace(trace, rate, seconds, number, target.kinds)
         options = ["--arrivals", "trace", "--seed", str(seed), "--max-in-flight", "4096"]
         report = _bench(target, ["--trace", str(trace), *options])
     return phase_of(report, side.name, rate, number, seconds)
@@ -127,6 +128,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seconds", type=float, default=20.0, help="of arrivals in each phase")
     parser.add_argument(
         "--percentile", type=int, help="of a request's gaps, which must keep to the SLO; else their mean"
+    )
+    parser.add_argument(
+        "--lengths", type=kinds_of, help="tokens of a stream's prompt and answer, and of a document's: 32,128,256,32"
     )
     parser.add_argument("--model", type=Path, help="a folder; default: 125 M parameters, random weights")
     parser.add_argument("--cache", type=Path, default=default_cache(), help="folder for models")
@@ -145,8 +149,8 @@ def numbers(text: str) -> list[float]:
 
 def warm_up(target: Target) -> None:
     """Some of each kind."""
-    for kind in KINDS:
-        closed(target, kind.prompt_tokens, kind.max_tokens, WARM_UP // len(KINDS))
+    for kind in target.kinds:
+        closed(target, kind.prompt_tokens, kind.max_tokens, WARM_UP // len(target.kinds))
 
 
 def profiled(target: Target, out: Path, seconds: float) -> Path:

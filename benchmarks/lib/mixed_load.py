@@ -8,9 +8,10 @@ percentiles of gaps hardly see them.
 
 from __future__ import annotations
 
+import argparse
 import json
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -30,23 +31,38 @@ class Kind:
 
 STREAM = Kind("stream", 32, 128, 33)
 DOCUMENT = Kind("document", 256, 32, 67)
-KINDS = (STREAM, DOCUMENT)
+Kinds = tuple[Kind, Kind]  # the first: streams
+KINDS: Kinds = (STREAM, DOCUMENT)
 
 
-def arrivals(rate: float, seconds: float, seed: int) -> Iterator[tuple[float, Kind]]:
+def kinds_of(lengths: str) -> Kinds:
+    """The same two with other tokens: those of a stream's prompt and answer, then of a document's, as "32,128,256,32".
+    ArgumentTypeError: it is not that.
+    """
+    numbers = [int(part) if part.isdecimal() else 0 for part in lengths.split(",")]
+    if len(numbers) != 2 * len(KINDS) or min(numbers) < 2:
+        raise argparse.ArgumentTypeError(f"four numbers of tokens from 2 on, with commas, are allowed, not {lengths}")
+    pairs = zip(numbers[::2], numbers[1::2], strict=True)
+    stream, document = (
+        replace(kind, prompt_tokens=prompt, max_tokens=new) for kind, (prompt, new) in zip(KINDS, pairs, strict=True)
+    )
+    return stream, document
+
+
+def arrivals(rate: float, seconds: float, seed: int, kinds: Kinds = KINDS) -> Iterator[tuple[float, Kind]]:
     """Seconds from the start and kinds: Poisson, `rate` requests/s. The same seed gives the same load to all sides."""
     rng = random.Random(f"{rate} {seconds} {seed}")
     at = rng.expovariate(rate)
     while at < seconds:
-        yield at, rng.choices(KINDS, [kind.share for kind in KINDS])[0]
+        yield at, rng.choices(kinds, [kind.share for kind in kinds])[0]
         at += rng.expovariate(rate)
 
 
-def write_trace(path: Path, rate: float, seconds: float, seed: int) -> int:
+def write_trace(path: Path, rate: float, seconds: float, seed: int, kinds: Kinds = KINDS) -> int:
     """As `baton bench --trace` reads it. Returns how many requests there are."""
     rows = [
         {"timestamp": round(at * 1e3, 3), "prompt_tokens": kind.prompt_tokens, "max_tokens": kind.max_tokens}
-        for at, kind in arrivals(rate, seconds, seed)
+        for at, kind in arrivals(rate, seconds, seed, kinds)
     ]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return len(rows)

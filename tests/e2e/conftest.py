@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -52,6 +52,33 @@ class Home:
         if check:
             assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}\n{self.logs()}"
         return done
+
+    def processes(self) -> list[psutil.Process]:
+        """All that run in it, by their environment: also what no state file knows (yet), and Ray's."""
+        return [process for process in psutil.process_iter() if home_of(process) == str(self.path)]
+
+    @contextmanager
+    def swept(self, within_s=10.0):
+        """Nothing that ran in it outlives its test: it would disturb the others. Left over: killed, and an error."""
+        try:
+            yield self
+        finally:
+            with suppress(AssertionError):
+                eventually(lambda: not self.processes(), within_s=within_s)
+            left = self._killed()
+        assert not left, f"the test left running: {left}"
+
+    def _killed(self) -> list[str]:
+        """Ends all that run in it, again and again, as a supervisor replaces what dies; what they were."""
+        names: set[str] = set()
+        while left := self.processes():
+            for process in left:
+                with suppress(psutil.NoSuchProcess):
+                    names.add(f"{process.pid}: {' '.join(process.cmdline())}")
+                    process.kill()
+            with suppress(AssertionError):
+                eventually(lambda: not self.processes(), within_s=1.0)
+        return sorted(names)
 
     def logs(self) -> str:
         return "\n".join(f"== {file}\n{file.read_text()[-3000:]}" for file in sorted(self.path.glob("*/logs/*.log")))
@@ -112,6 +139,14 @@ class Cluster:
         return json.loads(self.home.baton("status", "--json", "--name", self.name, check=True).stdout)
 
 
+def home_of(process: psutil.Process) -> str | None:
+    """Its `$BATON_HOME`. None: it has none, or has ended."""
+    try:
+        return process.environ().get("BATON_HOME")
+    except (psutil.NoSuchProcess, psutil.AccessDenied, OSError):  # OSError: it is just ending
+        return None
+
+
 def is_zombie(pid: int) -> bool:
     """Ended, but nobody has asked for its exit code yet."""
     try:
@@ -133,9 +168,11 @@ def eventually(look, *, within_s=10.0, every_s=0.02):
 
 @pytest.fixture
 def home(tmp_path):
-    return Home(tmp_path)
+    with Home(tmp_path).swept() as home:
+        yield home
 
 
 @pytest.fixture(scope="module")
 def module_home(tmp_path_factory):
-    return Home(tmp_path_factory.mktemp("home"))
+    with Home(tmp_path_factory.mktemp("home")).swept() as home:
+        yield home

@@ -126,9 +126,11 @@ def test_the_life_of_a_request_is_in_the_logs(cluster, files):
     assert sorted(line["timestamp"] for line in lines) == [line["timestamp"] for line in lines]
     steps = {(line["process"].partition("-")[0], line["event"].partition("_")[2]) for line in lines}
     assert len(steps) == len(lines)
-    assert steps == {
+    # A stream that ends before its prefill worker has read the commit aborts the push there: which comes first is open.
+    assert len(steps & {("prefill", "pushed"), ("prefill", "aborted")}) == 1
+    assert steps - {("prefill", "pushed"), ("prefill", "aborted")} == {
         *(("router", step) for step in ("arrived", "attempted", "accepted", "first_token", "finished")),
-        *(("prefill", step) for step in ("prefill", "pushed")),
+        ("prefill", "prefill"),
         *(("decode", step) for step in ("reserved", "offered", "committed", "finished")),
     }
     whole = cluster.home.baton("logs", "--name", cluster.name, "--since", "10m", check=True).stdout.splitlines()

@@ -104,7 +104,8 @@ async def test_an_exemplar_names_a_request(make):
         if sample.exemplar
     }
     (found,) = {tuple(sorted(labels.items())) for labels in named.values()}
-    assert set(named) == {f"baton_{name}_seconds_bucket" for name in ("ttft", "e2e", "queue", "prefill", "tpot")} | {
+    ours = ("ttft", "e2e", "queue", "prefill", "tpot", "itl", "generation", "stage")
+    assert set(named) == {f"baton_{name}_seconds_bucket" for name in ours} | {
         f"vllm:{name}_seconds_bucket"
         for name in (
             "time_to_first_token",
@@ -112,6 +113,9 @@ async def test_an_exemplar_names_a_request(make):
             "request_queue_time",
             "request_prefill_time",
             "request_time_per_output_token",
+            "time_per_output_token",
+            "inter_token_latency",
+            "request_decode_time",
         )
     }
     assert found == (("request_id", accepted.request_id), ("trace_id", last.completed.trace_id))

@@ -15,6 +15,7 @@ import pytest
 from playwright.sync_api import expect
 
 from router.gateway.job import as_json
+from tests.e2e.conftest import Home
 from tests.integration.router_support import clusters
 from tools.browser import chromium, executable
 
@@ -52,6 +53,12 @@ def browser():
         pytest.skip("no Chromium here: none on PATH, and BATON_CHROMIUM names none")
     with chromium(path) as found:
         yield found
+
+
+@pytest.fixture
+def home(tmp_path):
+    with Home(tmp_path).swept() as home:
+        yield home
 
 
 @pytest.fixture

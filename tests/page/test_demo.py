@@ -8,8 +8,6 @@ import signal
 import pytest
 from playwright.sync_api import expect
 
-from tests.e2e.conftest import Home
-
 pytestmark = [pytest.mark.xdist_group("page"), pytest.mark.timeout(180)]
 SAID = "the live page: http://"
 MORE = re.compile(r"\b([5-9]|\d\d+) finished")  # than the two prompts that it sends before it names the page
@@ -17,8 +15,8 @@ UP_OR_DOWN = re.compile(r" ([\d.]+)L[\d.]+ (?!\1([LM]|$))")  # two different val
 SOON_MS = 60_000
 
 
-def test_requests_flow_on_its_page_until_it_is_told_to_stop(tab, tmp_path):
-    demo = Home(tmp_path).start("demo", "-c", "configs/no-ray.yaml", "--stay")
+def test_requests_flow_on_its_page_until_it_is_told_to_stop(tab, home):
+    demo = home.start("demo", "-c", "configs/no-ray.yaml", "--stay")
     assert demo.stdout is not None
     try:
         said = []

@@ -7,13 +7,10 @@ import re
 import pytest
 from playwright.sync_api import expect
 
-from tests.e2e.conftest import Home
-
 pytestmark = [pytest.mark.xdist_group("page"), pytest.mark.timeout(120)]
 
 
-def test_open_the_page_see_a_request_flow(tab, tmp_path):
-    home = Home(tmp_path)
+def test_open_the_page_see_a_request_flow(tab, home):
     with home.cluster("configs/no-ray.yaml") as cluster:
         page = tab(cluster.state().http)
         for role in ("prefill", "decode"):

@@ -18,10 +18,10 @@ from baton.cluster.state import ClusterState, ProcessId
 from baton.workload import Arrival, read_trace
 from benchmarks import disaggregation, simulator
 from benchmarks.lib.disagg_figures import Slo, attainment, goodput, keep, kept, phase_of, quantile
-from benchmarks.lib.disagg_goals import GOALS, aimed, goals, sides_of, tightest
+from benchmarks.lib.disagg_goals import GOALS, aimed, goals, ratios, sides_of, tightest
 from benchmarks.lib.disagg_plot import plot
 from benchmarks.lib.disagg_run import SPLIT, Side, bind, colocated
-from benchmarks.lib.mixed_load import DOCUMENT, STREAM, arrivals, write_trace
+from benchmarks.lib.mixed_load import DOCUMENT, KINDS, STREAM, arrivals, kinds_of, write_trace
 from simulator import simulate
 from simulator.profile import Beside, Layout, Line, Link, Piece, Profile
 from simulator.report import Report
@@ -92,7 +92,7 @@ def test_ratios_are_above_one_where_splitting_is_better():
         for number in (1, 2)
         for one in (phase(SPLIT, 2.0, number, better), phase("colocated-64", 2.0, number, worse))
     ]
-    found = disaggregation.ratios(phases, "colocated-64", 2.0)
+    found = ratios(phases, "colocated-64", 2.0)
     assert found == pytest.approx({"itl_p99_ratio": 8.0, "ttft_p50_ratio": 2.0})
     found_goals = goals(phases, Slo(0.1, 0.01), 90)
     assert [goal.split for goal in found_goals] == [2.0] * len(GOALS)
@@ -148,6 +148,27 @@ def test_all_sides_get_the_same_load(tmp_path):
     read = read_trace(tmp_path / "trace.jsonl").arrivals
     assert [one.prompt_tokens for one in read] == [kind.prompt_tokens for _, kind in first]
     assert read[-1].at_s == pytest.approx(first[-1][0] - first[0][0], abs=1e-5)
+
+
+def test_other_lengths_come_at_the_same_moments(tmp_path):
+    kinds = kinds_of("32,256,512,64")
+    assert [(kind.name, kind.prompt_tokens, kind.max_tokens) for kind in kinds] == [
+        ("stream", 32, 256),
+        ("document", 512, 64),
+    ]
+    usual, others = (list(arrivals(4.0, 30.0, 1, each)) for each in (KINDS, kinds))
+    assert [(at, kind.name) for at, kind in usual] == [(at, kind.name) for at, kind in others]
+    write_trace(tmp_path / "trace.jsonl", 4.0, 30.0, 1, kinds)
+    assert {one.prompt_tokens for one in read_trace(tmp_path / "trace.jsonl").arrivals} == {32, 512}
+
+
+@pytest.mark.parametrize("lengths", ["", "32,128,256", "32,128,256,32,1", "32,128,256,1", "32,128,-256,32", "a,b,c,d"])
+def test_lengths_that_are_none(lengths, capsys):
+    with pytest.raises(SystemExit):
+        disaggregation.main(["--lengths", lengths])
+    assert f"argument --lengths: four numbers of tokens from 2 on, with commas, are allowed, not {lengths}" in (
+        capsys.readouterr().err
+    )
 
 
 def test_a_picture(tmp_path):

@@ -12,7 +12,8 @@ import pytest
 from benchmarks import disaggregation
 from benchmarks.lib.disagg_figures import Phase, kept
 from benchmarks.lib.disagg_goals import AIM
-from benchmarks.lib.disagg_run import SPLIT, Side, colocated, vllm
+from benchmarks.lib.disagg_run import SPLIT, Side, Target, colocated, vllm
+from benchmarks.lib.mixed_load import Kinds, kinds_of
 from tests.unit.benchmarks.disagg_support import SLO, phase, seen
 
 
@@ -20,29 +21,32 @@ def test_profiles_are_measured_in_each_round_on_each_cluster(monkeypatch, tmp_pa
     """In the clusters that the loads run on, before these."""
     happened: list[tuple[str, str]] = []
     seeds: list[int] = []
+    kinds = kinds_of("32,192,64,16")
 
     @contextmanager
-    def running(side: Side, model: Path, itl_s: float) -> Iterator[str]:
-        yield side.name
+    def running(side: Side, model: Path, itl_s: float, kinds: Kinds) -> Iterator[Target]:
+        yield Target((side.name,), kinds=kinds)
 
-    def closed(target: str, prompt_tokens: int, max_tokens: int, requests: int, seed: int) -> dict[str, Any]:
+    def closed(target: Target, prompt_tokens: int, max_tokens: int, requests: int, seed: int) -> dict[str, Any]:
         seeds.append(seed)
+        assert (prompt_tokens, max_tokens) == (32, 96)
         gap_s = 0.05 * (1 + len(seeds) / 100)
         return {"samples": [{"prompt_tokens": prompt_tokens, "ttft_s": 0.1, "gaps_s": [gap_s, gap_s, 9.0]}]}
 
-    def loaded(target: str, side: Side, rate: float, seconds: float, number: int, tried: int) -> Phase:
-        happened.append((target, "load"))
+    def loaded(target: Target, side: Side, rate: float, seconds: float, number: int, tried: int) -> Phase:
+        assert target.kinds == kinds
+        happened.append((target.where[0], "load"))
         return phase(side.name, rate, number, (seen(0.1, 0.01),))
 
     for name, fake in (
         ("running", running),
         ("loaded", loaded),
         ("warm_up", lambda target: None),
-        ("profiled", lambda target, out, seconds: happened.append((target, out.name))),
+        ("profiled", lambda target, out, seconds: happened.append((target.where[0], out.name))),
         ("closed", closed),
     ):
         monkeypatch.setattr(disaggregation, name, fake)
-    lab, sides = disaggregation.Lab(tmp_path, 1.0), [Side(SPLIT), colocated(64), colocated(128)]
+    lab, sides = disaggregation.Lab(tmp_path, 1.0, kinds=kinds), [Side(SPLIT), colocated(64), colocated(128)]
     lab.turns(sides, [1.0], range(1, 3), SLO, tmp_path / "here.json")
     profiled = [one for one in happened if one[1] != "load"]
     assert sorted(profiled) == sorted(
@@ -72,13 +76,13 @@ def test_profiles_are_measured_in_each_round_on_each_cluster(monkeypatch, tmp_pa
 def test_a_load_is_given_again_where_the_machine_changed_meanwhile(monkeypatch, tmp_path, gaps_s, speed, wander, tries):
     told, coming = list[int](), list(gaps_s)
 
-    def loaded(target: str, side: Side, rate: float, seconds: float, number: int, tried: int) -> Phase:
+    def loaded(target: Target, side: Side, rate: float, seconds: float, number: int, tried: int) -> Phase:
         told.append(tried)
         return phase(side.name, rate, number, (seen(0.1, 0.01),))
 
     @contextmanager
-    def running(side: Side, model: Path, itl_s: float) -> Iterator[str]:
-        yield side.name
+    def running(side: Side, model: Path, itl_s: float, kinds: Kinds) -> Iterator[Target]:
+        yield Target((side.name,), kinds=kinds)
 
     monkeypatch.setattr(disaggregation, "running", running)
     monkeypatch.setattr(disaggregation, "warm_up", lambda target: None)
