@@ -58,6 +58,20 @@ def configure_logging(level: str = "info", form: str = "auto", process: str = ""
     threading.excepthook = _thread_failed
 
 
+def log_to_stderr_by_default() -> None:
+    """Send log lines to stderr until `configure_logging` runs, unless the program has configured structlog.
+
+    structlog's own default is stdout, which belongs to the program that imports Baton as a library.
+    """
+    if not structlog.is_configured():
+        structlog.configure(logger_factory=_to_stderr)
+
+
+def _to_stderr(*_: object) -> structlog.PrintLogger:
+    """One logger a line, because a program may replace `sys.stderr` later."""
+    return structlog.PrintLogger(sys.stderr)
+
+
 def _named(process: str, _: WrappedLogger, __: str, event: EventDict) -> EventDict:
     """Who says it first; a `handoff` is its request and attempt, and a `worker` its name, wherever they are said."""
     handoff = event.pop("handoff", None)

@@ -52,6 +52,17 @@ class Failures:
             terminal.write_line(f"\nFAILED {report.nodeid} ({report.when}): {' '.join(last)}")
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Print one line for each reason to skip, with the number of tests and the first of them."""
+    skipped: dict[str, list[str]] = {}
+    for report in terminalreporter.stats.get("skipped", []):
+        reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+        skipped.setdefault(reason.removeprefix("Skipped: "), []).append(report.nodeid)
+    for reason, tests in sorted(skipped.items()):
+        terminalreporter.write_line(f"SKIPPED {len(tests)}: {reason} (first: {tests[0]})")
+
+
 def pytest_report_header() -> str:
     """The line that says how to repeat this run."""
     return f"seed: {run_seed()} (repeat with {SEED_VARIABLE}={run_seed()})"

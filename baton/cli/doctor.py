@@ -230,14 +230,17 @@ def _gpu(config: ClusterConfig) -> Finding:
 def _kernels() -> Finding:
     import torch
 
-    from baton.engine.kernels.cpu.build import Unavailable
+    from baton.engine.kernels.cpu.build import LEVEL_VARIABLE, Unavailable, cpu_level
     from baton.engine.kernels.cpu.ops import ELEMENTS, CpuKernels
     from baton.engine.kernels.cpu.profile import Profile
 
     try:
         made = [CpuKernels(dtype, Profile()).element for dtype in ELEMENTS]
+    except ConfigError as wrong:
+        return Finding("cpu kernels", BAD, str(wrong), f"unset {LEVEL_VARIABLE}")
     except Unavailable as why:
-        return Finding("cpu kernels", WARN, f"torch's, which are slower: {why}", "gcc and a processor with AVX-512")
+        remedy = "gcc and a processor with AVX-512" if cpu_level() == "native" else f"unset {LEVEL_VARIABLE}"
+        return Finding("cpu kernels", WARN, f"torch's, which are slower: {why}", remedy)
     return Finding("cpu kernels", OK, f"compiled ({', '.join(made)}), {torch.get_num_threads()} threads")
 
 

@@ -28,6 +28,7 @@ from baton.cluster.supervisor import Supervisor
 from baton.config import ClusterConfig, load_config
 from baton.config.load import ENV_PREFIX
 from baton.core import Role, sizes_text
+from baton.engine.kernels.cpu.build import cpu_level
 from baton.errors import BatonError, ConfigError, NoWorker
 from baton.logs import configure_logging
 
@@ -39,6 +40,7 @@ def up(file: Path, sets: Sequence[str], stop: Stop, *, detach: bool, as_json: bo
     """Start a cluster; returns when it has ended, or with `detach` as soon as it runs."""
     config = load_config(file, sets, os.environ)
     check_tokens(config)
+    cpu_level()  # workers would refuse a wrong one later, each for itself
     if detach:
         _detach(config, file, sets, stop, as_json=as_json)
         return

@@ -5,7 +5,7 @@ Real processes: the oracle engine at each index that is special, the demo model 
 
 import os
 import signal
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import pytest
 
@@ -47,13 +47,14 @@ def carrier(client):
 
 @contextmanager
 def struck(pid, how):
-    """The process is killed, or stands still until the end of the block."""
+    """Kill the process, or freeze it until the end of the block. A frozen one may be replaced, and gone, by then."""
     os.kill(pid, signal.SIGKILL if how == "kill" else signal.SIGSTOP)
     try:
         yield
     finally:
         if how == "freeze":
-            os.kill(pid, signal.SIGCONT)
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
 
 
 def recorded(cluster, options, after, victim, how):

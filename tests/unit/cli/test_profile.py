@@ -13,12 +13,14 @@ from structlog.testing import capture_logs
 from baton.cli import profile as command
 from baton.config import load_config
 from baton.core import Role
+from baton.engine.kernels.cpu.build import load_library
 from baton.engine.kernels.cpu.measure import measure_linear
 from baton.engine.kernels.cpu.profile import load_profile
 from baton.engine.passes import load_passes
 from baton.errors import ConfigError
 from baton.worker.settings import from_config
 from baton.worker.shapes import settled
+from tests.support.compiled_kernels import compiled_or_skip
 
 DEMO = Path(__file__).parents[3] / "models" / "demo"
 
@@ -38,10 +40,8 @@ def cluster_file(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_every_shape_of_the_model_is_measured_and_kept(cluster_file, capsys):
-    try:
-        command.profile(cluster_file, [], as_json=True)
-    except ConfigError as why:
-        pytest.skip(f"the compiled kernels cannot be used here: {why}")
+    compiled_or_skip(lambda: load_library("f32"))
+    command.profile(cluster_file, [], as_json=True)
     (report,) = json.loads(capsys.readouterr().out)  # both pools have one thread: one profile
     shapes = {f"{p['width']}x{p['k']}" for p in report["points"]}
     assert shapes == set(report["choices"])

@@ -14,7 +14,7 @@ import torch
 from baton.engine import determinism, fixed
 from baton.engine.determinism import bits_fingerprint
 from baton.engine.fixed import FixedShapes
-from baton.engine.kernels.cpu.build import Machine, Unavailable
+from baton.engine.kernels.cpu.build import Machine
 from baton.engine.kernels.cpu.ops import CpuKernels
 from baton.engine.kernels.cpu.profile import Choice, Profile
 from baton.engine.kernels.plain import TorchKernels
@@ -22,6 +22,7 @@ from baton.engine.model import build
 from baton.engine.model.build import load_model
 from baton.engine.oracle import OracleBackend
 from baton.engine.tp.backend import ShardedBackend
+from tests.support.compiled_kernels import compiled_or_skip
 
 ROOT = Path(__file__).parents[3]
 DEMO = ROOT / "models/demo"
@@ -51,17 +52,19 @@ def of(monkeypatch, dtype="float32", kernels=None, shapes=SHAPES) -> str:
 
 
 def compiled(choice: Choice, unified: float | None = None, **options) -> CpuKernels:
-    try:
-        return CpuKernels(torch.float32, Profile(static=choice, unified_max=unified), **options)
-    except Unavailable as why:
-        pytest.skip(f"the compiled kernels cannot be used here: {why}")
+    return compiled_or_skip(lambda: CpuKernels(torch.float32, Profile(static=choice, unified_max=unified), **options))
 
 
 @pytest.mark.slow
-def test_it_is_the_same_in_another_process():
+@pytest.mark.parametrize("level", ["native", "none"])
+def test_it_is_the_same_in_another_process(monkeypatch, level):
+    """Standard output belongs to the program that loads a model: log lines go elsewhere."""
+    monkeypatch.setenv("BATON_CPU_LEVEL", level)
     command = [sys.executable, "-c", IN_ANOTHER, str(DEMO)]
-    there = subprocess.run(command, cwd=ROOT, text=True, capture_output=True, check=True).stdout.split()[-1]
-    assert there == bits_fingerprint(load_model(DEMO), SHAPES)
+    there = subprocess.run(command, cwd=ROOT, text=True, capture_output=True, check=True)
+    assert there.stdout == bits_fingerprint(load_model(DEMO), SHAPES) + "\n"
+    if level == "none":
+        assert "kernels_torch" in there.stderr
 
 
 def test_anything_that_bits_depend_on_changes_it(monkeypatch):
@@ -80,8 +83,11 @@ def test_anything_that_bits_depend_on_changes_it(monkeypatch):
         with monkeypatch.context() as patch:
             patch.setattr(owner, name, value)
             names.append(of(patch))
-    names.append(of(monkeypatch, kernels=TorchKernels()))
     assert len(set(names)) == len(names)
+
+
+def test_compiled_kernels_and_those_of_torch_differ(monkeypatch):
+    assert of(monkeypatch, kernels=compiled(Choice(300, tall=True))) != of(monkeypatch, kernels=TorchKernels())
 
 
 def test_the_kernels_that_the_shapes_take_change_it_and_others_do_not(monkeypatch):

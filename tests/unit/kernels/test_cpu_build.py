@@ -12,6 +12,8 @@ from baton.engine.kernels import choose
 from baton.engine.kernels.cpu import build
 from baton.engine.kernels.cpu.build import Machine, Unavailable, load_library, machine
 from baton.engine.kernels.plain import TorchKernels
+from baton.errors import ConfigError
+from tests.support.compiled_kernels import compiled_or_skip
 
 
 def test_a_processor_without_the_instructions_is_named(monkeypatch, tmp_path):
@@ -38,6 +40,30 @@ def test_a_compiler_that_fails_is_quoted(monkeypatch, tmp_path):
         load_library("f32", tmp_path / "kernels")
 
 
+@pytest.mark.parametrize("element", ["f32", "bf16"])
+def test_the_level_none_makes_every_processor_one_without_kernels(monkeypatch, tmp_path, element):
+    monkeypatch.setattr(build, "machine", lambda: Machine("x", frozenset(build.NEEDED["bf16"])))
+    monkeypatch.setenv("BATON_CPU_LEVEL", "none")
+    with pytest.raises(Unavailable, match="BATON_CPU_LEVEL=none"):
+        load_library(element, tmp_path)
+    assert isinstance(choose.choose_kernels(torch.device("cpu"), torch.float32), TorchKernels)
+
+
+@pytest.mark.parametrize("value", ["avx512", "NONE", " none", "0"])
+def test_a_level_that_is_not_known_is_refused_by_name(monkeypatch, tmp_path, value):
+    monkeypatch.setenv("BATON_CPU_LEVEL", value)
+    with pytest.raises(ConfigError, match=rf"BATON_CPU_LEVEL \(environment\): must be native or none, got '{value}'"):
+        load_library("f32", tmp_path)
+
+
+@pytest.mark.parametrize("value", ["", "native"])
+def test_the_level_is_that_of_the_processor_unless_it_is_set(monkeypatch, value):
+    monkeypatch.setenv("BATON_CPU_LEVEL", value)
+    assert build.cpu_level() == "native"
+    monkeypatch.delenv("BATON_CPU_LEVEL")
+    assert build.cpu_level() == "native"
+
+
 def test_a_model_runs_on_torch_where_kernels_are_unavailable(monkeypatch):
     def unavailable(*_: object, **__: object) -> None:
         raise Unavailable("for a test")
@@ -48,10 +74,7 @@ def test_a_model_runs_on_torch_where_kernels_are_unavailable(monkeypatch):
 
 @pytest.mark.slow
 def test_it_is_compiled_once(monkeypatch, tmp_path):
-    try:
-        load_library("f32", tmp_path)
-    except Unavailable as why:
-        pytest.skip(f"the compiled kernels cannot be used here: {why}")
+    compiled_or_skip(lambda: load_library("f32", tmp_path))
     (library,) = tmp_path.glob("*.so")
     before = library.stat().st_mtime_ns
     load_library("f32", tmp_path)

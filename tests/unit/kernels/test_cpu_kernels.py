@@ -12,11 +12,12 @@ import torch
 from baton.engine.batch import Batch
 from baton.engine.kernels.base import HeadNorms, Rotation
 from baton.engine.kernels.cpu.attention import CompiledAttention
-from baton.engine.kernels.cpu.build import Unavailable, load_library
+from baton.engine.kernels.cpu.build import load_library
 from baton.engine.kernels.cpu.ops import ELEMENTS, CpuKernels
 from baton.engine.kernels.cpu.profile import Choice, Profile
 from baton.engine.kernels.paged import PagedAttention
 from baton.engine.kernels.plain import TorchKernels, TorchLinear
+from tests.support.compiled_kernels import compiled_or_skip
 
 DTYPES = list(ELEMENTS)
 BLOCK = 16
@@ -31,10 +32,7 @@ FLAT, TALL = Choice(1 << 20, tall=True), Choice(0, tall=True)
 
 @pytest.fixture(scope="module", params=DTYPES, ids=str)
 def kernels(request) -> CpuKernels:
-    try:
-        return CpuKernels(request.param, Profile(static=FLAT))
-    except Unavailable as why:
-        pytest.skip(f"the compiled kernels cannot be used here: {why}")
+    return compiled_or_skip(lambda: CpuKernels(request.param, Profile(static=FLAT)))
 
 
 @pytest.fixture
@@ -341,7 +339,7 @@ def test_there_are_at_most_so_many_splits_as_can_be_joined():
         block_tables=torch.zeros(1, 7500, dtype=torch.int32),
         logit_rows=torch.zeros(1, dtype=torch.int64),
     )
-    attention = CompiledAttention(load_library("f32"), "f32", None, None)
+    attention = CompiledAttention(compiled_or_skip(lambda: load_library("f32")), "f32", None, None)
     attention.bind(batch, 16, 1.0)._plan(16, 1, 64, threads=192)
     assert attention._args.count == 256
     attention.bind(replace(batch, fixed=True), 16, 1.0)._plan(16, 1, 64, threads=192)
@@ -352,9 +350,9 @@ def test_partials_in_bfloat16_are_rounded_and_hide_nothing(seed, threads):
     """In a float32 kernel too: there the difference is plain to see."""
     data = case(seed, [(1, 700)], 2, 1, 32, 32, torch.float32)
     batch, query, keys, values = data
-    results = []
+    results, library = [], compiled_or_skip(lambda: load_library("f32"))
     for by in ("load", "load_bf16"):
-        attention = CompiledAttention(load_library("f32"), "f32", None, None, by=by)
+        attention = CompiledAttention(library, "f32", None, None, by=by)
         results.append(attention.bind(batch, BLOCK, 0.2)(query, keys, values, torch.empty(1, 64)))
     error = (results[0] - results[1]).abs().max()
     assert 1e-6 < error < 1e-2

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from baton.engine.kernels.cpu import profile
-from baton.engine.kernels.cpu.build import Machine, Unavailable
+from baton.engine.kernels.cpu.build import Machine
 from baton.engine.kernels.cpu.measure import (
     UNIFIED,
     Point,
@@ -29,6 +29,7 @@ from baton.engine.kernels.cpu.profile import (
     save_profile,
     static_choice,
 )
+from tests.support.compiled_kernels import compiled_or_skip
 
 K = 32
 STATIC = static_choice(K)
@@ -101,10 +102,7 @@ def test_another_torch_dtype_or_thread_count_has_another_profile(tmp_path):
 
 
 def test_measuring_gives_a_time_for_each_candidate():
-    try:
-        kernels = CpuKernels(torch.float32, Profile())
-    except Unavailable as why:
-        pytest.skip(f"the compiled kernels cannot be used here: {why}")
+    kernels = compiled_or_skip(lambda: CpuKernels(torch.float32, Profile()))
     found = measure_linear(kernels, 24, 16, rows=(1, 5))
     assert [(p.width, p.k, p.rows) for p in found] == [(24, 16, 1), (24, 16, 5)]
     assert min(min(p.flat_s, p.tall_s, p.torch_s) for p in found) > 0

@@ -10,11 +10,12 @@ import torch
 
 from baton.engine.batch import Batch
 from baton.engine.kernels.cpu.attention import CompiledAttention
-from baton.engine.kernels.cpu.build import Unavailable, load_library
+from baton.engine.kernels.cpu.build import load_library
 from baton.engine.kernels.cpu.ops import ELEMENTS
 from baton.engine.kernels.paged import PagedAttention
 from baton.engine.kernels.plain import torch_attention
 from baton.engine.kernels.steady import SteadyAttention
+from tests.support.compiled_kernels import compiled_or_skip
 
 BLOCK, LONGEST, TOKENS = 16, 400, 32
 HEADS = [(4, 4, 64, 64), (12, 4, 48, 48), (8, 1, 128, 128), (4, 1, 96, 64), (6, 2, 10, 10), (2, 1, 640, 20)]
@@ -22,10 +23,8 @@ WINDOWS = [None, 1, 20, 64, 100]
 
 
 def compiled(dtype, window, unified=None):
-    try:
-        return CompiledAttention(load_library(ELEMENTS[dtype]), ELEMENTS[dtype], window, unified)
-    except Unavailable as why:
-        pytest.skip(f"the compiled kernels cannot be used here: {why}")
+    element = ELEMENTS[dtype]
+    return compiled_or_skip(lambda: CompiledAttention(load_library(element), element, window, unified))
 
 
 def by_compiled(dtype, window, unified=None):

@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from baton.engine.fixed import FixedShapes
-from baton.engine.kernels.cpu.build import Unavailable
 from baton.engine.kernels.cpu.ops import CpuKernels
 from baton.engine.kernels.cpu.profile import Choice, Profile
 from baton.engine.model.build import TransformerBackend
 from baton.engine.selfcheck import check_fixed
 from benchmarks.lib.random_weights import random_model
+from tests.support.compiled_kernels import compiled_or_skip
 from tests.unit.model.harness import Row, make_batch
 
 PROMPTS, PROMPT, NEW, VOCAB = 12, 300, 64, 4096
@@ -37,10 +37,8 @@ def one_thread() -> None:
 
 def backend_of(by: Any) -> TransformerBackend:
     """A bfloat16 model whose products have the same bits in all batches: only attention may vary."""
-    try:
-        kernels = CpuKernels(torch.bfloat16, Profile(static=Choice(1 << 20, tall=True)), splits=by)
-    except Unavailable as why:
-        pytest.skip(f"the compiled kernels cannot be used here: {why}")
+    profile = Profile(static=Choice(1 << 20, tall=True))
+    kernels = compiled_or_skip(lambda: CpuKernels(torch.bfloat16, profile, splits=by))
     device = torch.device("cpu")
     return random_model(SETTINGS, device=device, dtype="bfloat16", block_size=16, kernels=kernels, seed=1)
 

@@ -10,7 +10,6 @@ import torch
 
 from baton.engine.fixed import FixedShapes
 from baton.engine.kernels import plain
-from baton.engine.kernels.cpu.build import Unavailable
 from baton.engine.kernels.cpu.ops import CpuKernels
 from baton.engine.kernels.cpu.profile import Choice, Profile
 from baton.engine.kernels.paged import PagedAttention
@@ -18,6 +17,7 @@ from baton.engine.kernels.plain import TorchKernels
 from baton.engine.model import build, moe
 from baton.engine.model.build import load_model
 from baton.engine.selfcheck import FixedRow, check_fixed, fixed_batch
+from tests.support.compiled_kernels import compiled_or_skip
 from tests.unit.model.checkpoints import VOCAB, random_checkpoint
 from tests.unit.model.test_experts import VARIANTS as SPARSE
 from tests.unit.model.test_families import VARIANTS as DENSE
@@ -47,10 +47,7 @@ def model(folder, family: str, dtype: torch.dtype, kernels: str, monkeypatch):
         return TorchKernels() if kernels == "torch" else CpuKernels(dtype, Profile(static=CHOICES[kernels]))
 
     monkeypatch.setattr(build, "choose_kernels", choose)
-    try:
-        return load_model(folder)
-    except Unavailable as why:
-        pytest.skip(f"the compiled kernels cannot be used here: {why}")
+    return compiled_or_skip(lambda: load_model(folder))
 
 
 def differing(backend, seed: int, rounds: int = 14) -> list[int]:

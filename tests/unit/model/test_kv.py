@@ -15,18 +15,16 @@ from hypothesis import strategies as st
 from baton.core import KVLayout
 from baton.engine.kernels.base import BlockCopy
 from baton.engine.kernels.cpu.blocks import CompiledBlockCopy
-from baton.engine.kernels.cpu.build import Unavailable, load_library
+from baton.engine.kernels.cpu.build import load_library
 from baton.engine.kv import KVCache
+from tests.support.compiled_kernels import compiled_or_skip
 
 Copier = Callable[[], BlockCopy | None]
 
 
 @cache
 def compiled() -> CompiledBlockCopy:
-    try:
-        return CompiledBlockCopy(load_library("f32"), "f32")
-    except Unavailable as why:
-        pytest.skip(str(why))
+    return compiled_or_skip(lambda: CompiledBlockCopy(load_library("f32"), "f32"))
 
 
 COPIES = pytest.mark.parametrize("copier", [lambda: None, compiled], ids=["torch", "compiled"])

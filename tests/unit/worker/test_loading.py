@@ -39,8 +39,9 @@ def test_progress_is_logged_at_most_every_two_seconds():
 
 
 def test_the_end_is_logged_once(tmp_path):
-    with capture_logs() as events:
+    with capture_logs() as logged:
         backend = load_backend(settings(tmp_path, DEMO))
+    events = [event for event in logged if event["event"] != "kernels_torch"]  # logged where none are compiled
     assert [event["event"] for event in events] == ["model_loading", "model_loaded"]
     loaded = events[-1]
     assert (loaded["model"], loaded["dtype"], loaded["device"]) == (str(DEMO), backend.layout.dtype, "cpu")

@@ -15,8 +15,9 @@ import subprocess
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple, get_args
 
+from baton.errors import ConfigError
 from baton.hashing import fingerprint
 
 SOURCES = Path(__file__).parent
@@ -24,6 +25,9 @@ AVX512 = ("avx512f", "avx512bw", "avx512dq", "avx512vl")
 NEEDED = {"f32": AVX512, "bf16": (*AVX512, "avx512_bf16")}
 FLAGS = ("-std=gnu11", "-O3", "-march=native", "-mprefer-vector-width=512", "-fopenmp", "-fPIC")
 COMPILE_SECONDS = 120
+LEVEL_VARIABLE = "BATON_CPU_LEVEL"
+CpuLevel = Literal["native", "none"]
+CPU_LEVELS: tuple[CpuLevel, ...] = get_args(CpuLevel)
 
 
 class Unavailable(Exception):
@@ -52,8 +56,11 @@ def machine(cpuinfo: Path = Path("/proc/cpuinfo")) -> Machine:
 def load_library(element: str, folder: Path | None = None) -> ctypes.CDLL:
     """The kernels for "bf16" or "f32" elements, compiled into `folder` (None: the state folder) if need be.
 
-    Raises Unavailable where the processor lacks an instruction, there is no compiler, or it fails.
+    Raises Unavailable where `BATON_CPU_LEVEL` is none, the processor lacks an instruction, or nothing can be compiled.
+    Raises ConfigError where `BATON_CPU_LEVEL` has another value than `CPU_LEVELS`.
     """
+    if cpu_level() == "none":
+        raise Unavailable(f"{LEVEL_VARIABLE}=none")
     here = machine()
     missing = [flag for flag in NEEDED[element] if flag not in here.flags]
     if missing:
@@ -65,6 +72,18 @@ def load_library(element: str, folder: Path | None = None) -> ctypes.CDLL:
         return ctypes.CDLL(str(path), mode=os.RTLD_NOW)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise Unavailable(f"the kernels cannot be compiled or loaded: {error}") from error
+
+
+def cpu_level() -> CpuLevel:
+    """The instruction level that `BATON_CPU_LEVEL` asks for: "native" if it is unset or empty, "none" for torch alone.
+
+    Raises ConfigError for any other value.
+    """
+    value = os.environ.get(LEVEL_VARIABLE) or "native"
+    if value not in CPU_LEVELS:
+        allowed = " or ".join(CPU_LEVELS)
+        raise ConfigError(f"{LEVEL_VARIABLE} (environment): must be {allowed}, got {value!r}")
+    return value
 
 
 def state_folder() -> Path:

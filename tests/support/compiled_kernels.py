@@ -1,0 +1,23 @@
+"""Compiled CPU kernels for tests, or a skip.
+
+All skips come from one line, so pytest's summary prints one line for each reason, with the number of tests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import pytest
+
+from baton.engine.kernels.cpu.build import Unavailable
+
+T = TypeVar("T")
+
+
+def compiled_or_skip(make: Callable[[], T]) -> T:
+    """Return `make()`, which loads compiled kernels. Skip the test where this machine cannot run them."""
+    try:
+        return make()
+    except Unavailable as why:
+        pytest.skip(f"no compiled CPU kernels here: {why}")
