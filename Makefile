@@ -22,11 +22,14 @@ PROGRESS := awk '/(Downloading|Using cached) .*[MG]B\)/ { name = $$(NF-2); sub(/
 	print "  " part[1], part[2], $$(NF-1), $$NF; fflush() } /^Installing/ { print "  installing"; fflush() }'
 # pytest's exit code 5 means that no test was selected, which is fine for a second, smaller selection.
 NONE_IS_FINE := || [ $$? -eq 5 ]
+COMPILED_KERNELS_HERE := $(BIN)/python -c "from baton.engine.kernels.cpu.build import load_library; load_library('f32')" 2> /dev/null
+KERNEL_SUITES := tests/unit/kernels tests/unit/engine tests/unit/model tests/unit/worker/test_loading.py \
+	tests/integration/test_tensor_parallel.py tests/e2e/test_determinism.py
 
-.PHONY: help setup proto fmt check lint types layers budget fresh regenerate test chaos demo bench clean
+.PHONY: help setup proto fmt check lint types layers budget fresh regenerate test without-kernels chaos demo bench clean
 
 help:  ## list the targets
-	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 10
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 17
 
 setup: $(SETUP)  ## make .venv (TORCH_INDEX=<url of an extra package index>, e.g. for torch's CPU build)
 
@@ -89,13 +92,13 @@ regenerate: $(SETUP)
 
 # Of `make check test` the unit tests run once: `check` leaves out those that are slow, so these are what is left of them.
 test: regenerate  ## everything that needs no GPU (goal: under 15 minutes on 2 cores; 25 today)
-ifeq ($(filter check,$(MAKECMDGOALS)),)
-	@$(PYTEST) $(PARALLEL) -m "not chaos and not serial"
-else
-	@$(PYTEST) $(PARALLEL) -m "slow and not chaos and not serial" tests/unit tests/guards
-	@$(PYTEST) $(PARALLEL) -m "not chaos and not serial" --ignore tests/unit --ignore tests/guards --durations 30 --durations-min 4
-endif
+	@$(PYTEST) $(PARALLEL) -m "not chaos and not serial" $(if $(filter check,$(MAKECMDGOALS)),--after-check) --durations 30 --durations-min 4
 	@$(PYTEST) -m "serial and not chaos" $(NONE_IS_FINE)
+	@if $(COMPILED_KERNELS_HERE); then $(MAKE) --no-print-directory without-kernels; \
+		else echo "without-kernels: this machine has no compiled kernels, so all suites ran without them"; fi
+
+without-kernels: $(SETUP)  ## suites that depend on the kernels, as on a processor without AVX-512
+	@BATON_CPU_LEVEL=none $(PYTEST) $(PARALLEL) -m "not chaos and not serial" $(KERNEL_SUITES)
 
 chaos: $(SETUP)  ## the whole fault matrices and the soak
 	@$(PYTEST) -m chaos $(NONE_IS_FINE)

@@ -13,6 +13,7 @@ import hypothesis
 import pytest
 
 SEED_VARIABLE = "BATON_TEST_SEED"
+CHECKED = ("tests/unit/", "tests/guards/")
 CI_SEED = 20_240_229  # one landing must not fail for what another one drew
 
 hypothesis.settings.register_profile("baton", deadline=None, print_blob=True)
@@ -36,6 +37,20 @@ def pytest_configure(config: pytest.Config) -> None:
         config.option.hypothesis_seed = str(run_seed())
     if not hasattr(config, "workerinput"):  # xdist's workers write nothing themselves
         config.pluginmanager.register(Failures(config))
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """`--after-check` leaves out the tests that `make check` has run before."""
+    parser.addoption("--after-check", action="store_true", help="leave out the tests of `make check`")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Deselect the tests of `make check`: those of tests/unit and tests/guards that are not slow."""
+    if config.getoption("after_check"):
+        done = [item for item in items if item.nodeid.startswith(CHECKED) and not item.get_closest_marker("slow")]
+        config.hook.pytest_deselected(items=done)
+        left_out = set(done)
+        items[:] = [item for item in items if item not in left_out]
 
 
 class Failures:
