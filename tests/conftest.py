@@ -1,6 +1,7 @@
 """What all tests share: the seed, printed so that a failing run can be repeated, and hypothesis' settings.
 
-The time limit of a test is 60 s (`timeout` in pyproject.toml); `@pytest.mark.timeout(300)` gives one more.
+The time limit of a test is 60 s (`timeout` in pyproject.toml); `@pytest.mark.timeout(300)` gives one more. Both are
+multiplied by how slow this machine is now (`tests/support/time_factor.py`).
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ import signal
 
 import hypothesis
 import pytest
+
+from tests.support import time_factor
 
 SEED_VARIABLE = "BATON_TEST_SEED"
 CI_SEED = 20_240_229  # one landing must not fail for what another one drew
@@ -32,10 +35,16 @@ def pytest_configure(config: pytest.Config) -> None:
     """
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    time_factor.scale_default(config)
     if config.getoption("hypothesis_seed", None) is None:
         config.option.hypothesis_seed = str(run_seed())
     if not hasattr(config, "workerinput"):  # xdist's workers write nothing themselves
         config.pluginmanager.register(Failures(config))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Scale the time limits that marks give."""
+    time_factor.scale_marks(items)
 
 
 class Failures:
@@ -63,9 +72,9 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         terminalreporter.write_line(f"SKIPPED {len(tests)}: {reason} (first: {tests[0]})")
 
 
-def pytest_report_header() -> str:
-    """The line that says how to repeat this run."""
-    return f"seed: {run_seed()} (repeat with {SEED_VARIABLE}={run_seed()})"
+def pytest_report_header() -> list[str]:
+    """The lines that say how to repeat this run."""
+    return [f"seed: {run_seed()} (repeat with {SEED_VARIABLE}={run_seed()})", time_factor.header()]
 
 
 @pytest.fixture(scope="session")
