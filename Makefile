@@ -23,7 +23,7 @@ PROGRESS := awk '/(Downloading|Using cached) .*[MG]B\)/ { name = $$(NF-2); sub(/
 # pytest's exit code 5 means that no test was selected, which is fine for a second, smaller selection.
 NONE_IS_FINE := || [ $$? -eq 5 ]
 
-.PHONY: help setup proto fmt check lint types layers budget fresh regenerate test chaos demo bench clean
+.PHONY: help setup proto fmt check lint types layers budget fresh regenerate test chaos stress demo bench clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 10
@@ -99,6 +99,9 @@ endif
 
 chaos: $(SETUP)  ## the whole fault matrices and the soak
 	@$(PYTEST) -m chaos $(NONE_IS_FINE)
+
+stress: $(SETUP)  ## the suites three times beside busy loops and a memory hog, with new seeds (hours)
+	@$(BIN)/python -m tools.stress_tests
 
 demo: $(SETUP)  ## start a local cluster, answer two prompts, show which worker did what; on a terminal its live page, until Ctrl-C
 	@$(BIN)/baton demo
