@@ -13,6 +13,7 @@ from kvtransfer import probe
 from kvtransfer.handoff import PushResult
 from kvtransfer.messages import FrameRefused, VersionRefused
 from kvtransfer.transport import Ring
+from tests.support.time_factor import scaled
 from tests.unit.kvtransfer.byhand import SMALL, Receiver, running
 from tests.unit.kvtransfer.ends import FlippingEnd, Wrapped, WrappedEnd
 from tests.unit.kvtransfer.support import SETTINGS, P, same_kv
@@ -60,7 +61,7 @@ class Probed(WrappedEnd):
         self._out = out
 
     def finish(self, number: int) -> None:
-        assert self._out.wait(5)
+        assert self._out.wait(scaled(5))
         self.inner.finish(number)
 
 
