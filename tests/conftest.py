@@ -18,7 +18,8 @@ from tests.support import time_factor
 SEED_VARIABLE = "BATON_TEST_SEED"
 CI_SEED = 20_240_229  # one landing must not fail for what another one drew
 
-hypothesis.settings.register_profile("baton", deadline=None, print_blob=True)
+MACHINES = [hypothesis.HealthCheck.too_slow]  # of drawing inputs: the machine's speed decides it
+hypothesis.settings.register_profile("baton", deadline=None, print_blob=True, suppress_health_check=MACHINES)
 hypothesis.settings.load_profile("baton")
 
 

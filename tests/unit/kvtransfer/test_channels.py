@@ -37,7 +37,7 @@ def test_close_ends_every_push_with_channel_broken(pairs) -> None:
 
 
 def test_a_receiver_that_leaves_breaks_the_channel_and_the_next_push_builds_another(pairs) -> None:
-    pair, ends = gated(pairs, replace(SMALL_FRAMES, frame_deadline_s=1.0))
+    pair, ends = gated(pairs, replace(SMALL_FRAMES, frame_deadline_s=scaled(1.0)))
     first = pair.push("first", 8, [1, 2], [11, 12])
     assert settled(lambda: bool(ends))
     assert ends[0].arrived.acquire(timeout=scaled(5))
@@ -154,7 +154,7 @@ class Scripted:
         self._more = more
         self._pool = ThreadPoolExecutor(1)
         self.end = StuckEnd()
-        settings = replace(SETTINGS, frame_deadline_s=0.4)
+        settings = replace(SETTINGS, frame_deadline_s=scaled(0.4))
         self.pair = pairs(settings, send=lambda memory: [Stuck(self.end)], connect=self._connect)
 
     def _connect(self, address, on_reply, on_end):

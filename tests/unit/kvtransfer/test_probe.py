@@ -222,7 +222,7 @@ def test_a_receiver_that_chooses_what_was_not_offered_is_left(pairs) -> None:
 
         return pair.peer.connect(address, other, on_end)
 
-    pair = pairs(replace(SETTINGS, frame_deadline_s=1.0), connect=connect)
+    pair = pairs(replace(SETTINGS, frame_deadline_s=scaled(1.0)), connect=connect)
     outcome = pair.reports.wait(pair.push("r", 8, [1, 2], [11, 12]), 3)
     assert isinstance(outcome, ChannelBroken)
     assert "'gloo', not offered" in str(outcome)
