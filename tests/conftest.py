@@ -1,6 +1,7 @@
 """What all tests share: the seed, printed so that a failing run can be repeated, and hypothesis' settings.
 
-The time limit of a test is 60 s (`timeout` in pyproject.toml); `@pytest.mark.timeout(300)` gives one more.
+The time limit of a test is 60 s (`timeout` in pyproject.toml); `@pytest.mark.timeout(300)` gives one more. Both are
+multiplied by how slow this machine is now (`tests/support/time_factor.py`).
 """
 
 from __future__ import annotations
@@ -12,11 +13,14 @@ import signal
 import hypothesis
 import pytest
 
+from tests.support import time_factor
+
 SEED_VARIABLE = "BATON_TEST_SEED"
 CHECKED = ("tests/unit/", "tests/guards/")
 CI_SEED = 20_240_229  # one landing must not fail for what another one drew
 
-hypothesis.settings.register_profile("baton", deadline=None, print_blob=True)
+MACHINES = [hypothesis.HealthCheck.too_slow]  # of drawing inputs: the machine's speed decides it
+hypothesis.settings.register_profile("baton", deadline=None, print_blob=True, suppress_health_check=MACHINES)
 hypothesis.settings.load_profile("baton")
 
 
@@ -33,6 +37,7 @@ def pytest_configure(config: pytest.Config) -> None:
     """
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    time_factor.scale_default(config)
     if config.getoption("hypothesis_seed", None) is None:
         config.option.hypothesis_seed = str(run_seed())
     if not hasattr(config, "workerinput"):  # xdist's workers write nothing themselves
@@ -45,7 +50,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect the tests of `make check`: those of tests/unit and tests/guards that are not slow."""
+    """Scale the time limits of marks. After `make check`, deselect its tests: the fast ones of tests/unit and guards."""
+    time_factor.scale_marks(items)
     if config.getoption("after_check"):
         done = [item for item in items if item.nodeid.startswith(CHECKED) and not item.get_closest_marker("slow")]
         config.hook.pytest_deselected(items=done)
@@ -78,9 +84,9 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         terminalreporter.write_line(f"SKIPPED {len(tests)}: {reason} (first: {tests[0]})")
 
 
-def pytest_report_header() -> str:
-    """The line that says how to repeat this run."""
-    return f"seed: {run_seed()} (repeat with {SEED_VARIABLE}={run_seed()})"
+def pytest_report_header() -> list[str]:
+    """The lines that say how to repeat this run."""
+    return [f"seed: {run_seed()} (repeat with {SEED_VARIABLE}={run_seed()})", time_factor.header()]
 
 
 @pytest.fixture(scope="session")

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from baton.core import Sampling, SequenceSpec
 from baton.engine.oracle import OracleBackend
 from baton.errors import NoWorker, Overloaded, WorkerLost
+from tests.support.time_factor import scaled
 
 PATIENCE_S = 90.0  # what takes longer hangs
 CLIENTS = 6
@@ -20,7 +21,7 @@ TOLERATED = (WorkerLost, NoWorker, Overloaded)
 
 def until(what, look, within_s=PATIENCE_S):
     """`look()` as soon as it is true."""
-    deadline = time.monotonic() + within_s
+    deadline = time.monotonic() + scaled(within_s)
     while not (found := look()):
         assert time.monotonic() < deadline, f"not so within {within_s:g} s: {what}"
         time.sleep(0.005)

@@ -22,6 +22,7 @@ from baton.ledger.board import Board, Order
 from baton.ledger.embedded import EmbeddedRedis
 from baton.ledger.ledger import Ledger
 from tests.e2e.failures_load import Load, draw_jobs
+from tests.support.time_factor import scaled
 from tools.history_check import check
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
@@ -106,7 +107,7 @@ class Cluster:
 
 
 async def until(what, look, within_s=WITHIN_S):
-    deadline = asyncio.get_running_loop().time() + within_s
+    deadline = asyncio.get_running_loop().time() + scaled(within_s)
     while not (found := await look()):
         assert asyncio.get_running_loop().time() < deadline, f"not so within {within_s:g} s: {what}"
         await asyncio.sleep(0.05)

@@ -18,6 +18,7 @@ import redis
 from baton.core import Incarnation, KVLayout, Role, WorkerInfo, WorkerRef
 from baton.ledger.embedded import EmbeddedRedis
 from baton.ledger.ledger import Ledger
+from tests.support.time_factor import scaled
 
 PREFIXES = (f"baton:t{n}" for n in itertools.count())
 LONG_LEASE_S = 30.0
@@ -47,7 +48,7 @@ async def registered(ledger: Ledger, worker_id: str = "decode-0") -> WorkerInfo:
 
 async def until(condition: Callable[[], Awaitable[bool]], within_s: float = 10.0) -> None:
     """For what Redis tells nobody."""
-    async with asyncio.timeout(within_s):
+    async with asyncio.timeout(scaled(within_s)):
         while not await condition():  # noqa: ASYNC110
             await asyncio.sleep(0.005)
 

@@ -44,6 +44,7 @@ from baton.tokenizer import OracleTokenizer
 from router.floor import RouterSettings
 from router.link import WorkerLink
 from router.server import Router, serve
+from tests.support.time_factor import scaled
 
 LAYOUT = KVLayout(layers=1, kv_heads=1, head_dim=8, block_size=16, dtype="float32")
 Event = worker_pb2.WorkerEvent
@@ -398,7 +399,7 @@ def token_at(prompt: list[int], index: int, *, scored: bool = False) -> Token:
 
 
 async def until(predicate: Callable[[], object], what: str, within_s: float = 10.0) -> None:
-    deadline = time.monotonic() + within_s
+    deadline = time.monotonic() + scaled(within_s)
     while not predicate():
         assert time.monotonic() < deadline, f"never happened: {what}"
         await asyncio.sleep(0.002)

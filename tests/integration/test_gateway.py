@@ -15,6 +15,7 @@ from router.floor import RouterSettings
 from router.server import serve
 from tests.integration.gateway_support import raw
 from tests.integration.router_support import clusters, until
+from tests.support.time_factor import scaled
 
 
 @pytest.fixture
@@ -43,7 +44,7 @@ def text_of(count):
 
 
 async def eventually(look, wanted):
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(scaled(10)):
         for _ in iter(int, 1):  # the health service looks every 0.1 s
             if await look() == wanted:
                 return

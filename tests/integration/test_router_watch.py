@@ -14,6 +14,7 @@ from baton.rpc.v1 import admin_pb2
 from baton.rpc.v1.admin_pb2_grpc import AdminStub
 from tests.integration.access_support import bearer, token_file
 from tests.integration.router_support import STATES, at, clusters, until
+from tests.support.time_factor import scaled
 
 
 @pytest.fixture
@@ -42,7 +43,7 @@ class Watching:
         await self._channel.close()
 
     async def until(self, look, within_s=10.0):
-        async with asyncio.timeout(within_s):
+        async with asyncio.timeout(scaled(within_s)):
             while True:
                 live = await self._call.read()
                 assert live is not aio.EOF

@@ -29,6 +29,7 @@ from baton.rpc.v1 import admin_pb2_grpc, inference_pb2_grpc
 from baton.rpc.v1 import common_pb2 as common
 from baton.rpc.v1 import inference_pb2 as inference
 from tests.quiet_admin import QuietAdmin
+from tests.support.time_factor import scaled
 
 PATIENCE_S = 20
 PIECES = [(11, " can"), (12, " vary"), (13, " widely")]
@@ -37,7 +38,7 @@ Play = Callable[[Any], AsyncIterator[Event]]
 
 
 async def soon(awaitable: Any) -> Any:
-    return await asyncio.wait_for(awaitable, PATIENCE_S)
+    return await asyncio.wait_for(awaitable, scaled(PATIENCE_S))
 
 
 # what the server plays: each script gets the call's context and yields events without numbers

@@ -26,6 +26,7 @@ from baton.rpc.v1 import common_pb2 as common
 from baton.rpc.v1 import inference_pb2 as inference
 from baton.rpc.v1 import inference_pb2_grpc
 from tests.integration.test_sdk import Event, Scripted, certificate, soon
+from tests.support.time_factor import scaled
 
 ROOT = Path(__file__).parents[2]
 FIXTURES = (certificate,)  # of another module: being imported is enough
@@ -200,7 +201,7 @@ async def test_in_a_terminal_errors_and_ctrl_c_leave_the_conversation(server: tu
             if text.encode() in screen:
                 screen = screen.split(text.encode(), 1)[1]
                 return
-            readable, _, _ = await asyncio.to_thread(select.select, [ours], [], [], 2)
+            readable, _, _ = await asyncio.to_thread(select.select, [ours], [], [], scaled(2))
             if readable:
                 screen += os.read(ours, 4096)
             elif again is not None:  # Python takes no notice of a signal just before it waits for a key

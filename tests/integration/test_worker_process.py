@@ -31,6 +31,7 @@ from baton.rpc import convert, reports
 from baton.rpc.channel import aio_channel
 from baton.rpc.v1 import worker_pb2 as pb
 from baton.rpc.v1.worker_pb2_grpc import WorkerStub
+from tests.support.time_factor import scaled
 from tests.unit.worker import support
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
@@ -158,7 +159,7 @@ class Stream:
 
     async def until(self, ready, within_s=20):
         """Wait for messages until `ready()`."""
-        async with asyncio.timeout(within_s), self._news:
+        async with asyncio.timeout(scaled(within_s)), self._news:
             await self._news.wait_for(ready)
 
     async def heard(self, kind, handoff):
@@ -444,7 +445,7 @@ async def registered(workers):
 
 async def eventually(look, within_s=20.0):
     """For what Redis or the kernel tells only when asked."""
-    async with asyncio.timeout(within_s):
+    async with asyncio.timeout(scaled(within_s)):
         while not (found := await look()):  # noqa: ASYNC110
             await asyncio.sleep(0.05)
         return found

@@ -16,6 +16,7 @@ from redis.exceptions import RedisError
 from baton import Client
 from baton.ledger.embedded import server_binary
 from tests.netns.hosts import ROOT, command
+from tests.support.time_factor import scaled
 
 GRPC, ADMIN, METRICS, REDIS, WORKER = 50051, 50052, 9100, 6379, 7000
 PASSWORD = "netns"
@@ -38,7 +39,7 @@ security: {{allow_insecure: true}}
 
 def eventually(what, look, within_s=PATIENCE_S):
     """`look()` as soon as it is true. For states that other processes reach by themselves."""
-    deadline = time.monotonic() + within_s
+    deadline = time.monotonic() + scaled(within_s)
     while not (found := look()):
         assert time.monotonic() < deadline, f"not so within {within_s:g} s: {what}"
         time.sleep(0.02)

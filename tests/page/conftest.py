@@ -17,6 +17,7 @@ from playwright.sync_api import expect
 from router.gateway.job import as_json
 from tests.e2e.conftest import Home
 from tests.integration.router_support import clusters
+from tests.support.time_factor import scaled
 from tools.browser import chromium, executable
 
 WITHIN_MS = 10_000
@@ -34,7 +35,7 @@ class Beside:
 
     def run(self, work: Coroutine[Any, Any, Any]) -> Any:
         """Its result, when it is there."""
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result(30)
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(scaled(30))
 
     def soon(self, call: Any, *args: Any) -> None:
         self._loop.call_soon_threadsafe(call, *args)

@@ -101,9 +101,9 @@ def refusing() -> Fake:
     return Fake(fails=tuple(range(9)), error=Overloaded("full", retry_after_s=1e6))
 
 
-@pytest.mark.parametrize("options", [{"requests": 1}, {"requests": 2, "concurrency": 2}, {"duration": 5}])
+@pytest.mark.parametrize("options", [{"requests": 1}, {"requests": 2, "concurrency": 2}, {"duration": 25}])
 async def test_nobody_waits_for_what_does_not_come(options: dict[str, Any]):
-    async with asyncio.timeout(4):
+    async with asyncio.timeout(20):
         run = await made(refusing(), **{"concurrency": 1, **options})
     assert {sample.error for sample in run.samples} == {"Overloaded"}
     assert len(run.samples) == options.get("requests", 1)

@@ -23,6 +23,7 @@ from baton.errors import NoWorker, Unauthenticated
 from baton.rpc.channel import from_here
 from baton.rpc.v1 import admin_pb2, admin_pb2_grpc, common_pb2
 from tests.quiet_admin import QuietAdmin
+from tests.support.time_factor import scaled
 
 WAIT_S = 20.0
 SIZE = (150, 48)
@@ -140,7 +141,7 @@ def screen(router: Router, interval_s: float = 0.5) -> Top:
 
 async def until(app: Top, true) -> None:
     """Raises TimeoutError when it never is."""
-    async with asyncio.timeout(WAIT_S):
+    async with asyncio.timeout(scaled(WAIT_S)):
         while not true():  # noqa: ASYNC110  (the screen tells nobody)
             await asyncio.sleep(0.01)
 

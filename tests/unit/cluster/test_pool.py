@@ -9,6 +9,7 @@ import pytest
 from baton.cluster.pool import ProcessPlacement
 from baton.core import Role
 from baton.errors import LedgerError
+from tests.support.time_factor import scaled
 
 READY = "from baton.cluster.processes import report_ready; report_ready({'pid': 1}); import time; time.sleep(60)"
 SILENT = "import time; time.sleep(60)"
@@ -25,7 +26,7 @@ def placed(tmp_path):
 
 
 def seen(placement, worker_id, state, within_s=20.0):
-    deadline = time.monotonic() + within_s
+    deadline = time.monotonic() + scaled(within_s)
     while (found := placement.look()[worker_id]).state != state:
         assert time.monotonic() < deadline, found
         time.sleep(0.01)

@@ -25,6 +25,7 @@ from baton.core import Role
 from baton.errors import BatonError, Cancelled, LedgerError
 from baton.load import BlockCounts
 from baton.telemetry import Metrics, MetricsServer
+from tests.support.time_factor import scaled
 
 ROUTER = """
 import sys, time, yaml
@@ -131,12 +132,12 @@ class Run:
 
     def start(self, until="ready"):
         self.thread.start()
-        assert (self.ready if until == "ready" else self.workers.waiting).wait(30), self.error
+        assert (self.ready if until == "ready" else self.workers.waiting).wait(scaled(30)), self.error
         return self
 
     def end(self):
         self.stop.drain.set()
-        self.thread.join(30)
+        self.thread.join(scaled(30))
         assert not self.thread.is_alive()
 
 
@@ -157,7 +158,7 @@ def left(run):
 
 
 def until(look, within_s=20.0):
-    deadline = time.monotonic() + within_s
+    deadline = time.monotonic() + scaled(within_s)
     while not (found := look()):
         assert time.monotonic() < deadline, look
         time.sleep(0.01)

@@ -15,6 +15,7 @@ from router.gateway.chat import chat_job
 from router.gateway.completions import completion_job
 from router.gateway.read import checked
 from router.gateway.schema import ChatBody, CompletionBody
+from tests.support.time_factor import scaled
 
 JOBS: dict[Any, Any] = {CompletionBody: completion_job, ChatBody: chat_job}
 SCALARS = st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats(allow_nan=False) | st.text()
@@ -79,7 +80,7 @@ def test_a_megabyte_of_mistakes_is_refused_at_once():
     with pytest.raises(InvalidRequest) as refused:
         checked(orjson.dumps({"prompt": "x", **wrong}), CompletionBody)
     assert len(refused.value.violations) == 16
-    assert time.process_time() - started < 1.0
+    assert time.process_time() - started < scaled(1.0)
 
 
 @pytest.mark.parametrize(("levels", "fits"), [(200, True), (300, False)])

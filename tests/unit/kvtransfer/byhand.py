@@ -15,6 +15,7 @@ from baton.rpc.v1 import peer_pb2 as pb
 from kvtransfer.receiver import PeerService
 from kvtransfer.transport import Ring, local_ring
 from kvtransfer.transports.express import Express
+from tests.support.time_factor import scaled
 from tests.unit.kvtransfer.support import (
     FINGERPRINT,
     LAYOUT,
@@ -75,7 +76,7 @@ class HandMadeEnd:
     def finish(self, number: int) -> None:
         self.waited.append(number)
         with self._changed:
-            assert self._changed.wait_for(lambda: self._closed or self._arrived > number, 20)
+            assert self._changed.wait_for(lambda: self._closed or self._arrived > number, scaled(20))
             if self._closed:
                 raise ChannelBroken("closed")
 
@@ -100,7 +101,7 @@ class Call:
         self.stream.send(pb.PeerCommand(**command))
 
     def next(self) -> pb.PeerReply | str:
-        return self.replies.get(timeout=5)
+        return self.replies.get(timeout=scaled(5))
 
     def hear(self) -> str:
         """The kind of the next reply; of a refusal, its reason; "ended" at the end."""

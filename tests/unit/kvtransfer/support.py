@@ -19,6 +19,7 @@ from kvtransfer.messages import frame_of
 from kvtransfer.plan import FrameSpec
 from kvtransfer.receiver import PeerService
 from kvtransfer.sender import Sender
+from tests.support.time_factor import scaled
 
 FINGERPRINT = "feedbead"
 LAYOUT = KVLayout(layers=3, kv_heads=2, head_dim=8, block_size=4, dtype="float32")
@@ -103,7 +104,7 @@ class Reports:
 
     def wait(self, handoff: HandoffId, timeout: float = 10.0) -> PushResult | HandoffError:
         with self._changed:
-            assert self._changed.wait_for(lambda: handoff in self.outcomes, timeout), f"no report of {handoff}"
+            assert self._changed.wait_for(lambda: handoff in self.outcomes, scaled(timeout)), f"no report of {handoff}"
             assert not self.twice
             return self.outcomes[handoff]
 
@@ -185,11 +186,11 @@ class RecordingTable:
 
     def wait_for(self, event: tuple[str, object], timeout: float = 10.0) -> None:
         with self._changed:
-            assert self._changed.wait_for(lambda: event in self.events, timeout), (event, self.events)
+            assert self._changed.wait_for(lambda: event in self.events, scaled(timeout)), (event, self.events)
 
     def wait_written(self, handoff: HandoffId, frames: int, timeout: float = 10.0) -> None:
         with self._changed:
-            assert self._changed.wait_for(lambda: self.written[handoff] >= frames, timeout), self.written
+            assert self._changed.wait_for(lambda: self.written[handoff] >= frames, scaled(timeout)), self.written
 
     def _note(self, kind: str, what: object) -> None:
         with self._changed:
@@ -221,7 +222,7 @@ class LoopbackPeer:
         return service()
 
     def run(self, coroutine):
-        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(20)
+        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(scaled(20))
 
     def connect(
         self, address: str, on_reply: Callable[[pb.PeerReply], None], on_end: Callable[[str], None]
@@ -265,7 +266,7 @@ class LoopbackStream:
     def close(self) -> None:
         self._put(None)
         with suppress(BatonError):
-            self._call.result(20)
+            self._call.result(scaled(20))
 
     def _put(self, command: pb.PeerCommand | None) -> None:
         with suppress(RuntimeError):  # the receiver was ended first, and its loop with it
@@ -282,7 +283,7 @@ class LoopbackStream:
 
 def settled(ready: Callable[[], bool], timeout: float = 5.0) -> bool:
     """Poll for what has no event to wait for, e.g. the number of threads of the process."""
-    end = time.monotonic() + timeout
+    end = time.monotonic() + scaled(timeout)
     while not ready() and time.monotonic() < end:
         time.sleep(0.01)
     return ready()

@@ -14,6 +14,7 @@ from baton.rpc.v1 import peer_pb2 as pb
 from kvtransfer import probe
 from kvtransfer.handoff import PushResult
 from kvtransfer.transport import MAX_VALUE_BYTES
+from tests.support.time_factor import scaled
 from tests.unit.kvtransfer.support import LAYOUT, SETTINGS, make_end, make_job, same_kv, settled
 from tests.unit.kvtransfer.test_handoff import SMALL_FRAMES, gated
 
@@ -26,7 +27,7 @@ def test_close_ends_every_push_with_channel_broken(pairs) -> None:
     begun = pair.reserve("begun", 8, [13, 14])
     pair.sender.begin(begun)
     assert settled(lambda: bool(ends))
-    assert ends[0].arrived.acquire(timeout=5)
+    assert ends[0].arrived.acquire(timeout=scaled(5))
     ends[0].gate.release(100)
     pair.sender.close()
     assert all(isinstance(pair.reports.outcomes[handoff], ChannelBroken | PushResult) for handoff in handoffs)
@@ -36,10 +37,10 @@ def test_close_ends_every_push_with_channel_broken(pairs) -> None:
 
 
 def test_a_receiver_that_leaves_breaks_the_channel_and_the_next_push_builds_another(pairs) -> None:
-    pair, ends = gated(pairs, replace(SMALL_FRAMES, frame_deadline_s=1.0))
+    pair, ends = gated(pairs, replace(SMALL_FRAMES, frame_deadline_s=scaled(1.0)))
     first = pair.push("first", 8, [1, 2], [11, 12])
     assert settled(lambda: bool(ends))
-    assert ends[0].arrived.acquire(timeout=5)
+    assert ends[0].arrived.acquire(timeout=scaled(5))
     pair.peer.run(pair.peer.service.close())
     assert isinstance(pair.reports.wait(first, 2), ChannelBroken)  # although its frame hangs on the wire
     assert [kind for kind, _ in pair.table.events] == ["offer", "lost"]
@@ -119,24 +120,24 @@ def test_an_answer_that_never_comes_breaks_the_channel_by_its_deadline(pairs, an
 
 @pytest.mark.slow
 def test_time_in_the_queue_counts_against_nobody(pairs) -> None:
-    pair, ends = gated(pairs, replace(SETTINGS, frame_deadline_s=1.0))
+    pair, ends = gated(pairs, replace(SETTINGS, frame_deadline_s=scaled(1.0)))
     handoffs = [pair.push(f"r{n}", 8, [1, 2], [11, 12]) for n in range(4)]
     assert settled(lambda: bool(ends))
     for _ in handoffs:
-        assert ends[0].arrived.acquire(timeout=5)
-        threading.Event().wait(0.4)  # each frame alone is well within the deadline, all together are not
+        assert ends[0].arrived.acquire(timeout=scaled(5))
+        threading.Event().wait(scaled(0.4))  # each frame alone is well within the deadline, all together are not
         ends[0].gate.release()
     assert all(isinstance(pair.reports.wait(handoff), PushResult) for handoff in handoffs)
 
 
 @pytest.mark.slow
 def test_time_spent_computing_counts_against_nobody(pairs) -> None:
-    pair = pairs(replace(SMALL_FRAMES, frame_deadline_s=0.8))
+    pair = pairs(replace(SMALL_FRAMES, frame_deadline_s=scaled(0.8)))
     job = pair.reserve("slow", 8, [11, 12])
     pair.sender.begin(job)
     pair.sender.computed(job.handoff, [1, 2], 1, 8)
     pair.table.wait_written(job.handoff, 1)
-    threading.Event().wait(1.0)  # longer than any answer or frame may take
+    threading.Event().wait(scaled(1.0))  # longer than any answer or frame may take
     pair.sender.computed(job.handoff, [1, 2], LAYOUT.layers, 8)
     pair.sender.finish(job.handoff, make_end(8))
     assert isinstance(pair.reports.wait(job.handoff), PushResult)
@@ -153,7 +154,7 @@ class Scripted:
         self._more = more
         self._pool = ThreadPoolExecutor(1)
         self.end = StuckEnd()
-        settings = replace(SETTINGS, frame_deadline_s=0.4)
+        settings = replace(SETTINGS, frame_deadline_s=scaled(0.4))
         self.pair = pairs(settings, send=lambda memory: [Stuck(self.end)], connect=self._connect)
 
     def _connect(self, address, on_reply, on_end):
@@ -217,7 +218,7 @@ class Stuck:
 def test_an_answer_is_overdue_at_its_deadline_although_the_wire_holds_the_link_up(pairs) -> None:
     scripted = Scripted(pairs)
     first = scripted.pair.push("first", 3, [0], [1])
-    assert scripted.end.stuck.wait(5)
+    assert scripted.end.stuck.wait(scaled(5))
     late = scripted.pair.push("late", 3, [0], [1])
     try:
         outcomes = [scripted.pair.reports.wait(handoff, 0.4 * 1.8) for handoff in (late, first)]

@@ -6,6 +6,7 @@ import pytest
 
 from baton.rpc.v1 import peer_pb2 as pb
 from kvtransfer.handoff import PushEnd, PushResult
+from tests.support.time_factor import scaled
 from tests.unit.kvtransfer.byhand import HANDOFF, JOB, Receiver, running
 from tests.unit.kvtransfer.support import LAYOUT, P, make_end, only_these, same_kv
 
@@ -29,7 +30,7 @@ def test_a_fetch_that_is_refused_is_told_and_the_push_goes_on(pair) -> None:
     pair.table.cached = 8
     job = replace(pair.reserve("r", 16, range(4), skip=12), fetch=(4, 12))
     pair.sender.begin(job)
-    assert pair.unfetched.get(timeout=5) == job.handoff
+    assert pair.unfetched.get(timeout=scaled(5)) == job.handoff
     pair.sender.computed(job.handoff, range(10, 14), LAYOUT.layers, 16)
     pair.sender.finish(job.handoff, make_end(16))
     assert isinstance(pair.reports.wait(job.handoff), PushResult)

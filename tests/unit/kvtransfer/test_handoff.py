@@ -10,6 +10,7 @@ from baton.errors import DigestMismatch, OfferRefused, StaleAttempt
 from baton.rpc.v1 import peer_pb2 as pb
 from kvtransfer import probe
 from kvtransfer.handoff import PushResult
+from tests.support.time_factor import scaled
 from tests.unit.kvtransfer.ends import FlippingEnd, GatedEnd, Wrapped
 from tests.unit.kvtransfer.support import (
     LAYOUT,
@@ -127,7 +128,7 @@ def test_a_handoff_fenced_between_frames_is_drained_and_dropped(pairs) -> None:
     pair, ends = gated(pairs)
     stale = pair.push("stale", 8, [1, 2], [11, 12])
     assert settled(lambda: bool(ends))
-    assert ends[0].arrived.acquire(timeout=5)
+    assert ends[0].arrived.acquire(timeout=scaled(5))
     pair.table.fence(stale)
     other = pair.push("other", 8, [3, 4], [13, 14])
     ends[0].gate.release(6)
@@ -187,7 +188,7 @@ def test_abort_before_the_link_is_up(pairs) -> None:
     deaf = Deaf()
     pair = pairs(connect=lambda address, on_reply, on_end: deaf)
     handoff = pair.push("r", 3, [0], [1])
-    assert deaf.asked.wait(5)
+    assert deaf.asked.wait(scaled(5))
     pair.sender.abort(handoff)
     assert isinstance(pair.reports.wait(handoff, 1), StaleAttempt)
 
@@ -222,7 +223,7 @@ def test_abort_while_queued_and_while_on_the_wire(pairs) -> None:
     pair, ends = gated(pairs)
     first = pair.push("first", 8, [1, 2], [11, 12])
     assert settled(lambda: bool(ends))
-    assert ends[0].arrived.acquire(timeout=5)
+    assert ends[0].arrived.acquire(timeout=scaled(5))
     queued = pair.push("queued", 8, [3, 4], [13, 14])
     pair.table.wait_for(("offer", queued))
     for handoff in (queued, first):
@@ -242,12 +243,12 @@ def test_abort_while_blocks_are_read_is_reported_after_the_read(pairs) -> None:
 
     def slow(*args) -> None:
         entered.set()
-        leave.wait(5)
+        leave.wait(scaled(5))
         gather(*args)
 
     pair.source.gather = slow
     handoff = pair.push("r", 3, [0], [1])
-    assert entered.wait(5)
+    assert entered.wait(scaled(5))
     pair.sender.abort(handoff)
     pair.sender.abort(handoff)
     with pytest.raises(AssertionError, match="no report"):
@@ -263,12 +264,12 @@ def test_abort_while_waiting_for_the_ack(pairs) -> None:
 
     def slow(*args) -> None:
         committing.set()
-        leave.wait(5)
+        leave.wait(scaled(5))
         commit(*args)
 
     pair.table.commit = slow
     handoff = pair.push("r", 3, [0], [1])
-    assert committing.wait(5)
+    assert committing.wait(scaled(5))
     pair.sender.abort(handoff)
     assert isinstance(pair.reports.wait(handoff, 1), StaleAttempt)
     pair.table.wait_for(("aborted", handoff))

@@ -13,6 +13,7 @@ from kvtransfer import probe
 from kvtransfer.handoff import PushResult
 from kvtransfer.messages import FrameRefused, VersionRefused
 from kvtransfer.transport import Ring
+from tests.support.time_factor import scaled
 from tests.unit.kvtransfer.byhand import SMALL, Receiver, running
 from tests.unit.kvtransfer.ends import FlippingEnd, Wrapped, WrappedEnd
 from tests.unit.kvtransfer.support import SETTINGS, P, same_kv
@@ -60,7 +61,7 @@ class Probed(WrappedEnd):
         self._out = out
 
     def finish(self, number: int) -> None:
-        assert self._out.wait(5)
+        assert self._out.wait(scaled(5))
         self.inner.finish(number)
 
 
@@ -221,7 +222,7 @@ def test_a_receiver_that_chooses_what_was_not_offered_is_left(pairs) -> None:
 
         return pair.peer.connect(address, other, on_end)
 
-    pair = pairs(replace(SETTINGS, frame_deadline_s=1.0), connect=connect)
+    pair = pairs(replace(SETTINGS, frame_deadline_s=scaled(1.0)), connect=connect)
     outcome = pair.reports.wait(pair.push("r", 8, [1, 2], [11, 12]), 3)
     assert isinstance(outcome, ChannelBroken)
     assert "'gloo', not offered" in str(outcome)

@@ -12,6 +12,7 @@ from baton.rpc import convert
 from baton.rpc.v1 import peer_pb2 as pb
 from kvtransfer import probe
 from kvtransfer.digests import wire_digest
+from tests.support.time_factor import scaled
 from tests.unit.kvtransfer.byhand import HANDOFF, JOB, LAYER, SMALL, Call, Receiver, running, sessions
 from tests.unit.kvtransfer.support import LAYOUT, D, P, make_kv, settled
 
@@ -155,7 +156,7 @@ def test_what_is_announced_is_expected_ahead_and_a_credit_follows_the_write() ->
 
     def hold() -> None:
         entered.set()
-        leave.wait(5)
+        leave.wait(scaled(5))
 
     def wire(layer: int) -> torch.Tensor:
         out = torch.empty(LAYER, dtype=torch.uint8)
@@ -167,7 +168,7 @@ def test_what_is_announced_is_expected_ahead_and_a_credit_follows_the_write() ->
         call = receiver.call().offered()
         call.frame(0)
         receiver.end.arrive(wire(0))
-        assert entered.wait(5)
+        assert entered.wait(scaled(5))
         call.frame(1)
         call.frame(2)
         call.offer()  # answered when the frames were read from the stream

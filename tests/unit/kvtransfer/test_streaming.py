@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from baton.rpc import convert
+from tests.support.time_factor import scaled
 from tests.unit.kvtransfer.prompts import EAGER, TOKEN, announced, fence, poisoned, prompt
 from tests.unit.kvtransfer.support import LAYOUT, SETTINGS, make_job, make_kv, only_these, put, rows, same_kv, settled
 
@@ -107,7 +108,7 @@ def test_a_push_that_waits_for_its_acknowledgement_does_not_hold_up_the_next(pai
 
     def slow(*args) -> None:
         committing.set()
-        leave.wait(5)
+        leave.wait(scaled(5))
         commit(*args)
 
     pair.table.commit = slow
@@ -117,7 +118,7 @@ def test_a_push_that_waits_for_its_acknowledgement_does_not_hold_up_the_next(pai
         pair.table.wait_for(("offer", push.job.handoff))
     first.chunk(0, 8)
     first.finish()
-    assert committing.wait(5)
+    assert committing.wait(scaled(5))
     second.layer(0, 0, 8)
     assert settled(lambda: announced(pair, second) == [(0, 1, 0, 8)])
     leave.set()

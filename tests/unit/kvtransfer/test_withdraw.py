@@ -10,6 +10,7 @@ import pytest
 from baton.core import HandoffId
 from baton.errors import StaleAttempt
 from kvtransfer.outbox import Outbox
+from tests.support.time_factor import scaled
 from tests.unit.kvtransfer.prompts import EAGER, POISON, RIGHT, Prompt, fence, poisoned, prompt
 from tests.unit.kvtransfer.support import LAYOUT, put, rows
 
@@ -61,7 +62,7 @@ def stopped_read(pair, push: Prompt) -> tuple[threading.Event, threading.Event]:
     def slow(*args) -> None:
         pair.source.gather = gather
         entered.set()
-        assert leave.wait(5)
+        assert leave.wait(scaled(5))
         gather(*args)
 
     pair.source.gather = slow
@@ -73,13 +74,13 @@ def test_withdraw_waits_for_a_read_under_way(pairs) -> None:
     push = prompt(pair, "r", 8, [0, 1], [10, 11]).begin()
     entered, leave = stopped_read(pair, push)
     push.layer(0, 0, 8)
-    assert entered.wait(5)
+    assert entered.wait(scaled(5))
     with ThreadPoolExecutor(1) as pool:
         withdrawn = pool.submit(push.withdraw)
         with pytest.raises(TimeoutError):
             withdrawn.result(0.05)
         leave.set()
-        withdrawn.result(5)
+        withdrawn.result(scaled(5))
     push.blocks = [2, 3]
     push.chunk(0, 8)
     push.finish()
@@ -91,14 +92,14 @@ def test_withdraw_waits_for_a_read_of_a_push_that_has_ended_meanwhile(pairs) -> 
     push = prompt(pair, "r", 8, [0, 1], [10, 11]).begin()
     entered, leave = stopped_read(pair, push)
     push.layer(0, 0, 8)
-    assert entered.wait(5)
+    assert entered.wait(scaled(5))
     pair.sender.abort(push.job.handoff)
     with ThreadPoolExecutor(1) as pool:
         withdrawn = pool.submit(push.withdraw)
         with pytest.raises(TimeoutError):
             withdrawn.result(0.05)
         leave.set()
-        withdrawn.result(5)
+        withdrawn.result(scaled(5))
     assert isinstance(pair.reports.wait(push.job.handoff), StaleAttempt)
 
 
@@ -107,9 +108,9 @@ def test_withdraw_does_not_wait_for_reads_of_others(pairs) -> None:
     read, other = prompt(pair, "read", 8, [0, 1], [10, 11]).begin(), prompt(pair, "other", 8, [2, 3], [12, 13]).begin()
     entered, leave = stopped_read(pair, read)
     read.layer(0, 0, 8)
-    assert entered.wait(5)
+    assert entered.wait(scaled(5))
     with ThreadPoolExecutor(1) as pool:
-        pool.submit(other.withdraw).result(5)
+        pool.submit(other.withdraw).result(scaled(5))
     leave.set()
     for push in (read, other):
         push.chunk(0, 8)
@@ -133,7 +134,7 @@ def test_what_is_withdrawn_between_the_choice_and_the_read_is_not_read(pairs, mo
 
     monkeypatch.setattr(Outbox, "next", next_and_withdraw)
     push.begin().layer(0, 0, 8)
-    assert chosen.wait(5)
+    assert chosen.wait(scaled(5))
     push.chunk(0, 3)
     push.chunk(3, 8)
     push.finish()

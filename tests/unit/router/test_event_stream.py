@@ -7,6 +7,7 @@ from grpc import aio
 from baton.core import Finish, FinishReason, Token
 from baton.errors import Cancelled
 from router.delivery import EventStream, Patience
+from tests.simulation.clock import VirtualLoop
 
 
 class Client:
@@ -138,33 +139,46 @@ async def test_nor_does_one_that_takes_nothing():
     await asyncio.wait_for(stream.close(), 5.0)
 
 
-async def test_those_who_take_nothing_are_given_up_one_by_one_and_no_others():
-    patience = Patience(0.05)
-    silent, quick = [await opened(patience) for _ in range(2)], await opened(patience)
-    for client, *_ in (*silent, quick):
-        client.takes()
-    writing = [asyncio.create_task(stream.tokens(0, [Token(0, 7, "x")])) for _, stream, _ in (*silent, quick)]
-    await breath()
-    quick[0].takes()
-    await asyncio.wait_for(silent[1][2].there.wait(), 5.0)
-    for _, _, [reason] in silent:
-        assert isinstance(reason, Cancelled)
-        assert "did not read for 0.05 s" in str(reason)
-    assert not quick[2]
-    for task in writing:
-        task.cancel()
-    await asyncio.wait(writing)
+def virtual(scenario):
+    """Run it in virtual time."""
+    loop = VirtualLoop()
+    try:
+        loop.run_until_complete(scenario())
+    finally:
+        loop.close()
 
 
-async def test_patience_begins_anew_with_each_message():
-    patience = Patience(0.3)
-    client, stream, reasons = await opened(patience)
-    client.takes()
-    loop = asyncio.get_running_loop()
-    until = loop.time() + 0.7
-    while loop.time() < until:
-        writing = asyncio.create_task(stream.tokens(0, [Token(0, 7, "x")]))
-        await asyncio.sleep(0.01)
+def test_those_who_take_nothing_are_given_up_one_by_one_and_no_others():
+    async def scenario():
+        patience = Patience(0.05)
+        silent, quick = [await opened(patience) for _ in range(2)], await opened(patience)
+        for client, *_ in (*silent, quick):
+            client.takes()
+        writing = [asyncio.create_task(stream.tokens(0, [Token(0, 7, "x")])) for _, stream, _ in (*silent, quick)]
+        await breath()
+        quick[0].takes()
+        await asyncio.wait_for(silent[1][2].there.wait(), 5.0)
+        for _, _, [reason] in silent:
+            assert isinstance(reason, Cancelled)
+            assert "did not read for 0.05 s" in str(reason)
+        assert not quick[2]
+        for task in writing:
+            task.cancel()
+        await asyncio.wait(writing)
+
+    virtual(scenario)
+
+
+def test_patience_begins_anew_with_each_message():
+    async def scenario():
+        patience = Patience(0.3)
+        client, stream, reasons = await opened(patience)
         client.takes()
-        await writing
-    assert not reasons
+        for _ in range(4):
+            writing = asyncio.create_task(stream.tokens(0, [Token(0, 7, "x")]))
+            await asyncio.sleep(0.2)
+            client.takes()
+            await writing
+        assert not reasons
+
+    virtual(scenario)

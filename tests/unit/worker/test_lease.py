@@ -4,10 +4,11 @@ import asyncio
 
 import pytest
 
-from baton.clock import FakeClock, SystemClock
+from baton.clock import FakeClock
 from baton.core import Role
 from baton.errors import EngineFault, LedgerError
 from baton.worker.lease import Lease
+from tests.simulation.clock import LoopClock, VirtualLoop
 from tests.unit.worker.support import D, engine_of, info_of
 
 LEASE_S = 10.0
@@ -111,11 +112,18 @@ async def test_a_freeze_while_redis_is_away_ends_the_worker_too(lease, ledger, c
         lease.check()
 
 
-async def test_a_call_without_an_answer_is_given_up_before_the_lease_lapses(ledger):
-    lease = Lease(ledger, info_of(D, Role.DECODE, engine_of(Role.DECODE, 10)), 0.3, SystemClock())
-    await lease.take()
-    for _ in range(4):
-        ledger.renewals = [None]
-        async with asyncio.timeout(10):
-            await lease.renew(1)
-        lease.check()
+def test_a_call_without_an_answer_is_given_up_before_the_lease_lapses(ledger):
+    async def unanswered():
+        lease = Lease(ledger, info_of(D, Role.DECODE, engine_of(Role.DECODE, 10)), LEASE_S, LoopClock())
+        await lease.take()
+        for _ in range(4):
+            ledger.renewals = [None]
+            async with asyncio.timeout(LEASE_S):
+                await lease.renew(1)
+            lease.check()
+
+    loop = VirtualLoop()
+    try:
+        loop.run_until_complete(unanswered())
+    finally:
+        loop.close()

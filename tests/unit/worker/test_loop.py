@@ -11,6 +11,7 @@ from baton.engine.outcome import StepResult
 from baton.errors import EngineFault
 from baton.load import Load, Pace
 from baton.worker.loop import EngineLoop
+from tests.support.time_factor import scaled
 
 
 class FakeEngine:
@@ -80,7 +81,7 @@ def run_on(loop, job=lambda: None):
         done.set()
 
     loop.submit(run)
-    assert done.wait(10)
+    assert done.wait(scaled(10))
 
 
 def test_jobs_run_in_order_on_the_engine_thread(started):
@@ -95,7 +96,7 @@ def test_a_job_is_run_at_once_though_the_loop_is_idle(started, listener):
     loop = started(idle_s=60.0)
     for _ in range(3):
         run_on(loop)  # 10 s would be too late
-        assert listener.ticks.acquire(timeout=10)
+        assert listener.ticks.acquire(timeout=scaled(10))
 
 
 def test_jobs_run_between_steps(engine, listener, started):
@@ -114,7 +115,7 @@ def test_jobs_run_between_steps(engine, listener, started):
 def test_ticks_come_though_nothing_happens(started, listener):
     loop = started(idle_s=0.01)
     for _ in range(5):
-        assert listener.ticks.acquire(timeout=10)
+        assert listener.ticks.acquire(timeout=scaled(10))
     assert loop.iterations >= 4
     assert loop.failure is None
 
@@ -124,7 +125,7 @@ def test_work_that_cannot_be_scheduled_does_not_spin(engine, listener, started):
     loop = started(idle_s=60.0)
     for _ in range(3):
         run_on(loop)
-        assert listener.ticks.acquire(timeout=10)
+        assert listener.ticks.acquire(timeout=scaled(10))
     assert not engine.many.wait(0.1)
     assert engine.steps <= 4
 
@@ -133,7 +134,7 @@ def test_work_that_computes_goes_on_without_waiting(engine, started):
     engine.work, engine.bring = True, lambda: StepResult(computed=1)
     loop = started(idle_s=60.0)
     run_on(loop)
-    assert engine.many.wait(10)
+    assert engine.many.wait(scaled(10))
     run_on(loop, lambda: setattr(engine, "work", False))
 
 
@@ -153,7 +154,7 @@ def test_a_failure_ends_the_thread_and_is_told(engine, listener, where):
         listener.stepped = broken if where == "stepped" else listener.stepped
     loop.start(listener)
     assert loop._thread is not None
-    loop._thread.join(10)
+    loop._thread.join(scaled(10))
     assert isinstance(loop.failure, AssertionError)
     before = loop.iterations
     loop.submit(lambda: None)  # by a transfer thread that does not know: harmless
@@ -168,17 +169,17 @@ def test_what_was_submitted_before_the_stop_still_runs(engine, listener):
 
     def hold():
         inside.set()
-        gate.wait(10)
+        gate.wait(scaled(10))
 
     loop.start(listener)
     loop.submit(hold)
-    assert inside.wait(10)
+    assert inside.wait(scaled(10))
     for number in range(5):
         loop.submit(partial(seen.append, number))
     stopping = threading.Thread(target=loop.stop)
     stopping.start()
     gate.set()
-    stopping.join(10)
+    stopping.join(scaled(10))
     assert seen == list(range(5))
     assert loop.failure is None
 

@@ -19,6 +19,7 @@ from baton.worker.loop import EngineLoop
 from baton.worker.service import WorkerService
 from decode_workers.role import DecodeRole
 from prefill_workers.role import PrefillRole
+from tests.support.time_factor import scaled
 from tests.unit.worker.pusher import P
 from tests.unit.worker.support import D, Records, engine_of, info_of, malformed, release, reserve
 
@@ -53,7 +54,7 @@ class FakeRole:
         self.loop.call_soon_threadsafe(self.heard.put_nowait, what)
 
     async def next(self):
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(scaled(10)):
             return await self.heard.get()
 
 
@@ -109,13 +110,13 @@ def saying(*commands):
 
 
 async def read(call):
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(scaled(10)):
         return await call.read()
 
 
 async def refusal(call):
     """The status with which the worker ends the call."""
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(scaled(10)):
         return await call.code(), await call.details()
 
 

@@ -8,6 +8,7 @@ from baton.errors import EngineFault
 from baton.rpc.v1 import common_pb2
 from baton.worker import events
 from baton.worker.session import Session
+from tests.support.time_factor import scaled
 
 
 def session_here(load=lambda: common_pb2.Load(step=3)):
@@ -19,7 +20,7 @@ def event(number, request="r"):
 
 
 async def next_of(session):
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(scaled(10)):
         return await session.next_message()
 
 
@@ -71,9 +72,9 @@ async def test_close_wakes_a_reader_from_another_thread():
     await asyncio.sleep(0)
     thread = threading.Thread(target=session.close)
     thread.start()
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(scaled(10)):
         assert await reader is None
-    thread.join(10)
+    thread.join(scaled(10))
 
 
 async def test_nothing_is_lost_or_reordered_between_threads():
@@ -92,7 +93,7 @@ async def test_nothing_is_lost_or_reordered_between_threads():
             seen[item.handoff.request_id].append(item.handoff.attempt)
     assert all(order == list(range(1, per_thread + 1)) for order in seen.values())
     for thread in threads:
-        thread.join(10)
+        thread.join(scaled(10))
 
 
 def test_emit_after_the_event_loop_has_ended_is_harmless():

@@ -24,6 +24,7 @@ from kvtransfer.transports.gloo import GlooTransport
 from kvtransfer.transports.grpc_bytes import GrpcTransport
 from kvtransfer.transports.memory import MemoryTransport
 from kvtransfer.transports.shm import ShmTransport
+from tests.support.time_factor import scaled
 
 NAME = ChannelName(Incarnation(7, 1), Incarnation(7, 2), 1)
 RING = Ring(slots=4, size=1 << 16)
@@ -32,7 +33,7 @@ CPU = torch.device("cpu")
 
 def settled(ready: Callable[[], bool], timeout: float = 5.0) -> bool:
     """Poll for what has no event to wait for, e.g. the descriptors of the process."""
-    end = time.monotonic() + timeout
+    end = time.monotonic() + scaled(timeout)
     while not ready() and time.monotonic() < end:
         time.sleep(0.01)
     return ready()
@@ -94,7 +95,7 @@ class DataHost(PeerServicer):
         self._loop.close()
 
     def _run(self, coroutine):
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(20)
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(scaled(20))
 
     async def _serve(self) -> None:
         self._server = aio_server()
@@ -130,7 +131,7 @@ class Pairs:
     opened: list[ChannelEnd] = field(default_factory=list)
 
     def __call__(self, deadline_s: float = 5.0, ring: Ring = RING) -> tuple[ChannelEnd, ChannelEnd]:
-        sender, receiver = (opening.result(10) for opening in self.opening(deadline_s, ring))
+        sender, receiver = (opening.result(scaled(10)) for opening in self.opening(deadline_s, ring))
         return sender, receiver
 
     def opening(self, deadline_s: float, ring: Ring = RING) -> list[Future[ChannelEnd]]:
@@ -164,7 +165,7 @@ class Control:
 
 def send(end: ChannelEnd, control: Control, data: list[torch.Tensor], slots: int) -> None:
     for number, part in enumerate(data):
-        assert control.credits.acquire(timeout=10)
+        assert control.credits.acquire(timeout=scaled(10))
         end.slot(number)[: len(part)].copy_(part)
         control.announced.put((number, len(part)))
         end.start(number, len(part))
@@ -177,7 +178,7 @@ def receive(end: ChannelEnd, control: Control, count: int, ahead: int) -> list[t
     started, taken = list[tuple[int, int]](), list[torch.Tensor]()
     while len(taken) < count:
         while len(started) < ahead and len(started) + len(taken) < count:
-            started.append(control.announced.get(timeout=10))
+            started.append(control.announced.get(timeout=scaled(10)))
             end.start(*started[-1])
         number, nbytes = started.pop(0)
         end.finish(number)

@@ -10,6 +10,7 @@ import torch
 
 from baton.errors import ChannelBroken
 from kvtransfer.transport import ALIGNMENT, MAX_KEYS, KeyRelay, Ring, Side
+from tests.support.time_factor import scaled
 from tests.unit.kvtransfer.transports.pairs import (
     CPU,
     NAME,
@@ -25,7 +26,7 @@ from tests.unit.kvtransfer.transports.pairs import (
     settled,
 )
 
-AT_ONCE_S = 1.0
+AT_ONCE_S = 10.0  # far less than the deadline of 30 s that would end it otherwise
 
 
 @pytest.mark.parametrize("ahead", [1, 3, 4])
@@ -34,7 +35,7 @@ def test_bytes_arrive_in_order_through_a_ring_that_is_used_again(pairs: Pairs, a
     control, data = Control(RING.slots), frames(seed, 40)
     sending = pairs.pool.submit(send, sender, control, data, RING.slots)
     taken = receive(receiver, control, len(data), ahead)
-    sending.result(10)
+    sending.result(scaled(10))
     assert [len(part) for part in taken] == [len(part) for part in data]
     assert all(map(torch.equal, taken, data))
 
@@ -45,7 +46,7 @@ def test_frames_larger_than_any_buffer_of_the_system(pairs: Pairs, seed: int) ->
     control, data = Control(ring.slots), frames(seed, 5, ring)
     sending = pairs.pool.submit(send, sender, control, data, ring.slots)
     taken = receive(receiver, control, len(data), 1)
-    sending.result(10)
+    sending.result(scaled(10))
     assert all(map(torch.equal, taken, data))
 
 
@@ -80,12 +81,12 @@ def test_slots_are_as_promised(pairs: Pairs) -> None:
 
 @pytest.mark.slow
 def test_an_idle_channel_has_no_deadline(pairs: Pairs, seed: int) -> None:
-    sender, receiver = pairs(deadline_s=0.5)
-    time.sleep(0.7)
+    sender, receiver = pairs(deadline_s=scaled(0.5))
+    time.sleep(scaled(0.7))
     control, data = Control(RING.slots), frames(seed, 6)
     sending = pairs.pool.submit(send, sender, control, data, RING.slots)
     assert all(map(torch.equal, receive(receiver, control, len(data), 1), data))
-    sending.result(10)
+    sending.result(scaled(10))
 
 
 @pytest.mark.parametrize("nbytes", [0, RING.size + 1])
@@ -102,7 +103,7 @@ def test_a_receiver_that_waits_sees_at_once_that_the_sender_closed(pairs: Pairs)
     started = time.monotonic()
     sender.close()
     with pytest.raises(ChannelBroken):
-        waiting.result(10)
+        waiting.result(scaled(10))
     assert time.monotonic() - started < AT_ONCE_S
     with pytest.raises(ChannelBroken):
         receiver.start(1, 8)
@@ -161,7 +162,7 @@ def test_close_gives_back_threads_and_descriptors_and_can_be_repeated(pairs: Pai
         control = Control(RING.slots)
         sending = pool.submit(send, ends[0], control, frames(1, 6), RING.slots)
         receive(ends[1], control, 6, 2)
-        sending.result(10)
+        sending.result(scaled(10))
         for end in (*ends, *ends):
             end.close()
         pairs.opened.clear()
@@ -193,7 +194,7 @@ def test_a_kept_error_keeps_no_descriptor(pairs: Pairs, pool, waiting: bool) -> 
         failed = pool.submit(receiver.finish, 0)
     gc.disable()
     try:
-        error = failed.exception(5)
+        error = failed.exception(scaled(10))
         assert isinstance(error, ChannelBroken)
         assert error.__context__ is None
         del sender, receiver

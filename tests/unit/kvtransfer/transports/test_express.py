@@ -11,13 +11,14 @@ import pytest
 from baton.errors import ChannelBroken
 from kvtransfer.transports.express import MAX_PACKET, Express
 from kvtransfer.transports.unix_pair import _EXPRESS_BYTES
+from tests.support.time_factor import scaled
 
 
 @pytest.fixture
 def two() -> Iterator[tuple[Express, Express]]:
     sockets = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     for one in sockets:
-        one.settimeout(5.0)
+        one.settimeout(scaled(5.0))
         one.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _EXPRESS_BYTES)
     ends = Express("a", sockets[0]), Express("b", sockets[1])
     yield ends
@@ -42,7 +43,7 @@ def test_none_within_the_time(two) -> None:
 def test_a_waiting_end_is_woken(two, pool: ThreadPoolExecutor) -> None:
     waiting = pool.submit(two[0].receive)
     two[0].wake()
-    assert waiting.result(5) is None
+    assert waiting.result(scaled(5)) is None
 
 
 def test_a_wake_before_the_wait_is_not_lost_and_counts_once(two) -> None:
@@ -131,5 +132,5 @@ def test_wakes_from_many_threads_while_packets_come(two) -> None:
         got.append(int.from_bytes(packet, "big"))
     stop.set()
     for thread in threads:
-        thread.join(5)
+        thread.join(scaled(5))
     assert got == list(range(500))

@@ -13,6 +13,7 @@ from kvtransfer.transports import grpc_bytes
 from kvtransfer.transports.gloo import GlooTransport
 from kvtransfer.transports.grpc_bytes import CHUNK_BYTES, GrpcTransport
 from kvtransfer.transports.memory import MemoryTransport
+from tests.support.time_factor import scaled
 from tests.unit.kvtransfer.transports.pairs import NAME, RING, descriptors, settled
 
 
@@ -189,7 +190,7 @@ async def test_a_cut_call_is_seen_at_once() -> None:
     waiting = asyncio.create_task(channel.finish(0))
     channel.call.cancel()
     with pytest.raises(ChannelBroken, match="cut"):
-        await asyncio.wait_for(waiting, 5)
+        await asyncio.wait_for(waiting, scaled(5))
 
 
 @pytest.mark.parametrize("ticket", ["", "of nobody"])

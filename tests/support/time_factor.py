@@ -1,0 +1,79 @@
+"""How much slower than a quiet reference machine this one is now. All time limits of tests are multiplied by it.
+
+A limit of a test is no claim about the product: it only ends what hangs. So it grows on a slow or busy machine.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+
+import pytest
+
+VARIABLE = "BATON_TEST_TIME_FACTOR"
+REFERENCE_S = 0.026  # of `sample` on an idle core of an AMD EPYC of the third generation (Milan), Python 3.11
+LOWEST, HIGHEST = 1.0, 10.0
+SAMPLES, BUDGET_S = 7, 0.3
+ROUNDS = 60_000
+
+
+def sample() -> float:
+    """The seconds that a fixed piece of work and the start of a process take now."""
+    began, state = time.perf_counter(), 0
+    for number in range(ROUNDS):
+        state = (state * 31 + number) & 0xFFFFFFFF
+    subprocess.run([sys.executable, "-I", "-S", "-c", ""], check=True)
+    return time.perf_counter() - began
+
+
+def measured(take: Callable[[], float] = sample, budget_s: float = BUDGET_S) -> float:
+    """The factor: the median of several samples over the reference, within bounds. None begins that has no time."""
+    taken = [take()]
+    while len(taken) < SAMPLES and sum(taken) + max(taken) <= budget_s:
+        taken.append(take())
+    return min(max(statistics.median(taken) / REFERENCE_S, LOWEST), HIGHEST)
+
+
+def time_factor() -> float:
+    """This run's factor: the one given, else measured once. Processes that the run starts, as xdist's, inherit it."""
+    if VARIABLE not in os.environ:
+        os.environ[VARIABLE] = f"{measured():.2f}"
+    given = os.environ[VARIABLE]
+    factor = float(given)
+    if not (math.isfinite(factor) and factor > 0):
+        raise ValueError(f"{VARIABLE} is {given!r}, but must be a number above 0")
+    return factor
+
+
+def scaled(seconds: float) -> float:
+    """A time limit for this machine."""
+    return seconds * time_factor()
+
+
+def scale_default(config: pytest.Config) -> None:
+    """Scale the limit of the configuration file; one that the caller gives by option or environment stays as it is."""
+    default = config.getini("timeout")
+    given = config.getoption("timeout", None) is not None or "PYTEST_TIMEOUT" in os.environ
+    if default and not given:
+        config.option.timeout = scaled(float(default))
+
+
+def scale_marks(items: list[pytest.Item]) -> None:
+    """Scale the `timeout` mark that counts for each test: at it, its parameters, its class or its module."""
+    for item in items:
+        mark = item.get_closest_marker("timeout")
+        if mark is None or not (mark.args or "timeout" in mark.kwargs):
+            continue
+        options = dict(mark.kwargs)
+        limit = mark.args[0] if mark.args else options.pop("timeout")
+        item.add_marker(pytest.mark.timeout(scaled(limit), *mark.args[1:], **options), append=False)
+
+
+def header() -> str:
+    """The line that tells how much the limits were scaled."""
+    return f"time limits: x {time_factor():g} (set with {VARIABLE})"
