@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.e2e.conftest import HANDED_OVER
+from tests.support.cluster_process import HANDED_OVER
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 

@@ -9,7 +9,8 @@ import psutil
 import pytest
 
 from baton.errors import BatonError, NoWorker, WorkerLost
-from tests.e2e.conftest import HANDED_OVER, Cluster, eventually
+from tests.support.cluster_process import HANDED_OVER, ClusterProcess
+from tests.support.waiting import eventually
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 LONG = {"max_tokens": 1500, "temperature": 0, "ignore_eos": True}
@@ -135,7 +136,7 @@ def test_a_killed_supervisor_takes_all_with_it(module_home, tmp_path):
     config.write_text("name: orphans\nray: {address: none}\n")
     ports = ("--set", "router.grpc=127.0.0.1:0", "--set", "router.metrics=127.0.0.1:0", "--set", "model.path=oracle")
     module_home.baton("up", "-c", config, *ports, "--detach", check=True)
-    orphans = Cluster(module_home, "orphans")
+    orphans = ClusterProcess(module_home, "orphans")
     state = orphans.state()
     processes = [p for identity in state.processes.values() if (p := identity.process())]
     assert len(processes) == 4

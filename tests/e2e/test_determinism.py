@@ -9,7 +9,6 @@ from contextlib import ExitStack
 
 import pytest
 
-from tests.e2e.conftest import HANDED_OVER, eventually
 from tests.e2e.determinism_support import (
     KINDS,
     ShapeLog,
@@ -25,6 +24,8 @@ from tests.e2e.determinism_support import (
     survive,
     text_of,
 )
+from tests.support.cluster_process import HANDED_OVER
+from tests.support.waiting import eventually
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240), pytest.mark.xdist_group("determinism")]
 MODEL = (

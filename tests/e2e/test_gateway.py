@@ -15,7 +15,7 @@ from openai import OpenAI
 from baton.core import Sampling, SequenceSpec
 from baton.engine.oracle import OracleBackend
 from baton.tokenizer import OracleTokenizer
-from tests.e2e.conftest import eventually
+from tests.support.waiting import eventually
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 NOTHING = {"ignore_eos": True}

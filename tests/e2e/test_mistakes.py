@@ -10,7 +10,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.e2e.conftest import ROOT, Home, eventually
+from tests.support.cluster_process import ROOT, Home
+from tests.support.waiting import eventually
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 CONFIG = "configs/no-ray.yaml"

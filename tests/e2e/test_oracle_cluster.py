@@ -12,7 +12,8 @@ from baton.core import Sampling, SequenceSpec
 from baton.engine.oracle import OracleBackend
 from baton.errors import InvalidRequest, Overloaded, UnknownModel
 from baton.rpc.v1 import inference_pb2, inference_pb2_grpc
-from tests.e2e.conftest import HANDED_OVER, eventually
+from tests.support.cluster_process import HANDED_OVER
+from tests.support.waiting import eventually
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 

@@ -19,8 +19,9 @@ from baton.engine.engine import Engine
 from baton.engine.model.build import load_model
 from baton.errors import InvalidRequest
 from baton.tokenizer import load_tokenizer
-from tests.e2e.conftest import HANDED_OVER, ROOT, eventually
 from tests.e2e.determinism_support import cluster_named
+from tests.support.cluster_process import HANDED_OVER, ROOT
+from tests.support.waiting import eventually
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240), pytest.mark.xdist_group("thinking")]
 COIN = ROOT / "models" / "coin"

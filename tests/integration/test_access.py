@@ -34,15 +34,10 @@ from tests.integration.access_support import (
     methods_of,
     token_file,
 )
-from tests.integration.router_support import FakeWorker, clusters, ids_of, kinds, until
+from tests.support.in_process_router import FakeWorker, ids_of, kinds
+from tests.support.waiting import until
 
 C = grpc.StatusCode
-
-
-@pytest.fixture
-async def make():
-    async with clusters() as build:
-        yield build
 
 
 @pytest.fixture(scope="module")

@@ -13,13 +13,6 @@ import pytest
 from baton.cli.certs import certs
 from baton.config.security import TlsConfig
 from tests.integration.access_support import TOKENS, token_file
-from tests.integration.router_support import clusters
-
-
-@pytest.fixture
-async def make():
-    async with clusters() as build:
-        yield build
 
 
 @pytest.fixture(scope="module")

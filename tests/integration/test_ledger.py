@@ -12,7 +12,7 @@ import ssl
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
-from baton.clock import Clock, FakeClock, SystemClock
+from baton.clock import FakeClock, SystemClock
 from baton.core import HandoffId, Incarnation, WorkerRef
 from baton.errors import LedgerError
 from baton.ledger import embedded
@@ -32,36 +32,12 @@ from baton.ledger.connection import COMMANDS
 from baton.ledger.embedded import EmbeddedRedis, server_binary
 from baton.ledger.ledger import Ledger
 from baton.ledger.ownership import OwnershipLog, OwnershipStore, OwnershipTable, RecordState, Write
-from tests.integration.ledger_support import LONG_LEASE_S, PREFIXES, info_of, order, password_of, raw, registered, until
+from tests.support.redis_ledger import LONG_LEASE_S, PREFIXES, info_of, order, password_of, raw, registered
+from tests.support.waiting import until
 
 RESERVED, PREPARED, COMMITTED, ABORTED, RELEASED = RecordState
 
 Connect = Callable[..., Awaitable[Ledger]]
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedRedis]:
-    with EmbeddedRedis.start(tmp_path_factory.mktemp("redis")) as running:
-        yield running
-
-
-@pytest.fixture
-async def connect(server: EmbeddedRedis) -> AsyncIterator[Connect]:
-    """A function that opens a ledger, under the test's own prefix, and closes it after the test."""
-    prefix, opened = next(PREFIXES), []
-
-    async def make(url: str = server.url, lease_s: float = LONG_LEASE_S, clock: Clock | None = None) -> Ledger:
-        opened.append(await Ledger.connect(url, prefix, lease_s, clock or SystemClock()))
-        return opened[-1]
-
-    yield make
-    for ledger in opened:
-        await ledger.close()
-
-
-@pytest.fixture
-async def ledger(connect: Connect) -> Ledger:
-    return await connect()
 
 
 # --- incarnations ----------------------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, MutableMapping
+from collections.abc import Awaitable, Callable, MutableMapping
 from dataclasses import replace
 from typing import Any
 
@@ -19,31 +19,12 @@ from baton.ledger.embedded import EmbeddedRedis
 from baton.ledger.ledger import Ledger
 from baton.ledger.ownership import OwnershipLog, OwnershipStore, RecordState
 from baton.worker.lease import Lease
-from tests.integration import ledger_support as support
-from tests.integration.ledger_support import LONG_LEASE_S, info_of, order, raw, registered
+from tests.support import redis_ledger as support
+from tests.support.redis_ledger import LONG_LEASE_S, info_of, order, raw, registered
+from tests.support.waiting import until
 
 RESERVED, PREPARED, COMMITTED, ABORTED, RELEASED = RecordState
 Connect = Callable[..., Awaitable[Ledger]]
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedRedis]:
-    with EmbeddedRedis.start(tmp_path_factory.mktemp("redis")) as running:
-        yield running
-
-
-@pytest.fixture
-async def connect(server: EmbeddedRedis) -> AsyncIterator[Connect]:
-    """A function that opens a ledger of a process that knows nothing yet, under the test's own prefix."""
-    prefix, opened = next(support.PREFIXES), []
-
-    async def make(lease_s: float = LONG_LEASE_S) -> Ledger:
-        opened.append(await Ledger.connect(server.url, prefix, lease_s, SystemClock()))
-        return opened[-1]
-
-    yield make
-    for ledger in opened:
-        await ledger.close()
 
 
 def wipe(server: EmbeddedRedis, ledger: Ledger) -> None:
@@ -122,7 +103,7 @@ async def test_what_is_minted_after_a_loss_is_later_than_all_who_live(connect, s
     assert await other.workers() == []
     with structlog.testing.capture_logs() as logged:
         minting = asyncio.create_task(fresh.mint("decode-1"))
-        await support.until(lambda: waits(logged))
+        await until(lambda: waits(logged))
     assert await live.register(info_of(high))
     assert order(await minting) > order(high)
 

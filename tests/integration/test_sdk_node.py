@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.router_support import clusters, until
+from tests.support.in_process_router import clusters
+from tests.support.waiting import until
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "node"
 INSTALL_S = 45
