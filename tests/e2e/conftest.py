@@ -16,6 +16,16 @@ def home(tmp_path):
         yield home
 
 
+@pytest.fixture(scope="session")
+def oracle_cluster(tmp_path_factory):
+    """One cluster on the oracle, for all tests that leave it as it is. They have the mark `xdist_group("oracle")`."""
+    with (
+        Home(tmp_path_factory.mktemp("home")).swept() as home,
+        home.cluster("configs/no-ray.yaml", "model.path=oracle") as running,
+    ):
+        yield running
+
+
 @pytest.fixture(scope="module")
 def module_home(tmp_path_factory):
     with Home(tmp_path_factory.mktemp("home")).swept() as home:

@@ -11,7 +11,6 @@ import urllib.request
 from collections import Counter
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
@@ -23,7 +22,7 @@ from baton.engine.engine import Engine
 from baton.engine.fixed import FixedShapes
 from baton.engine.model.build import load_model
 from baton.tokenizer import load_tokenizer
-from tests.support.cluster_process import ROOT, ClusterProcess, Home
+from tests.support.cluster_process import ROOT, ClusterProcess
 from tests.support.waiting import eventually
 
 DEMO = ROOT / "models" / "demo"
@@ -103,15 +102,6 @@ def others(client: Client, count, rng, *, known=True, tokens=(150, 400), words=(
         for stream in streams if known else ():
             next(stream)
         yield streams
-
-
-@contextmanager
-def cluster_named(home: Home, folder: Path, name, *sets):
-    """A cluster of its own beside others in one `home`, so that compiled kernels serve all of them."""
-    config = folder / f"{name}.yaml"
-    config.write_text((ROOT / "configs" / "no-ray.yaml").read_text().replace("name: no-ray", f"name: {name}"))
-    with home.cluster(config, *sets) as running:
-        yield running
 
 
 def handed_back(cluster: ClusterProcess, answer: Completion):

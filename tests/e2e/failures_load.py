@@ -5,26 +5,22 @@ from __future__ import annotations
 import itertools
 import random
 import threading
-import time
 from collections import Counter
 from dataclasses import dataclass
 
 from baton.core import Sampling, SequenceSpec
 from baton.engine.oracle import OracleBackend
 from baton.errors import NoWorker, Overloaded, WorkerLost
+from tests.support.waiting import eventually
 
 PATIENCE_S = 90.0  # what takes longer hangs
 CLIENTS = 6
 TOLERATED = (WorkerLost, NoWorker, Overloaded)
 
 
-def until(what, look, within_s=PATIENCE_S):
-    """`look()` as soon as it is true."""
-    deadline = time.monotonic() + within_s
-    while not (found := look()):
-        assert time.monotonic() < deadline, f"not so within {within_s:g} s: {what}"
-        time.sleep(0.005)
-    return found
+def look_for(what, look, within_s=PATIENCE_S):
+    """As `eventually`, with the patience and the pace of these tests: states may last a millisecond."""
+    return eventually(look, what, within_s=within_s, every_s=0.005)
 
 
 @dataclass(frozen=True)
@@ -85,9 +81,9 @@ class Load:
     def settle(self, answers=1):
         """Wait until all that runs now has ended, and so many later requests are answered. True, to be waited for."""
         running = set(self._running.values())
-        until("what ran has ended", lambda: not running & set(self._running.values()), 2 * PATIENCE_S)
+        look_for("what ran has ended", lambda: not running & set(self._running.values()), 2 * PATIENCE_S)
         last = next(self._numbers)
-        until(f"{answers} more answers", lambda: self.faults or sum(n > last for n in list(self._whole)) >= answers)
+        look_for(f"{answers} more answers", lambda: self.faults or sum(n > last for n in list(self._whole)) >= answers)
         assert self.faults == []
 
     def _client(self, client):

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from baton.cli.certs import certs
 from baton.clock import Clock, SystemClock
 from baton.ledger import directory_log
 from baton.ledger.embedded import EmbeddedRedis
@@ -20,6 +22,14 @@ async def make() -> AsyncIterator[Any]:
     """A function that starts a router with scripted workers; all of them are stopped in the end."""
     async with clusters() as build:
         yield build
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Certificates of one cluster, as `baton certs` writes them."""
+    made = tmp_path_factory.mktemp("tls") / "cluster"
+    certs(made, [], 30)
+    return made
 
 
 @pytest.fixture(scope="module")

@@ -41,13 +41,6 @@ C = grpc.StatusCode
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    made = tmp_path_factory.mktemp("tls") / "cluster"
-    certs(made, [], 30)
-    return made
-
-
-@pytest.fixture(scope="module")
 def stranger(tmp_path_factory):
     """A certificate of another CA."""
     made = tmp_path_factory.mktemp("stranger") / "other"

@@ -84,11 +84,12 @@ class Home:
         return "\n".join(f"== {file}\n{file.read_text()[-3000:]}" for file in sorted(self.path.glob("*/logs/*.log")))
 
     @contextmanager
-    def cluster(self, config="configs/no-ray.yaml", *sets):
-        """A running cluster; `down`, and a look at what is left, at the end."""
+    def cluster(self, config="configs/no-ray.yaml", *sets, name=""):
+        """A running cluster, named `name` beside others; `down`, and a look at what is left, at the end."""
+        sets = (*sets, f"name={name}") if name else sets
         options = [part for item in (*FREE_PORTS, *sets) for part in ("--set", item)]
         self.baton("up", "-c", config, *options, "--detach", check=True)
-        running = ClusterProcess(self, Path(config).stem)
+        running = ClusterProcess(self, name or Path(config).stem)
         pids = running.processes()
         try:
             yield running
