@@ -5,22 +5,26 @@ from __future__ import annotations
 import itertools
 import random
 import threading
+import time
 from collections import Counter
 from dataclasses import dataclass
 
 from baton.core import Sampling, SequenceSpec
 from baton.engine.oracle import OracleBackend
 from baton.errors import NoWorker, Overloaded, WorkerLost
-from tests.support.waiting import eventually
 
 PATIENCE_S = 90.0  # what takes longer hangs
 CLIENTS = 6
 TOLERATED = (WorkerLost, NoWorker, Overloaded)
 
 
-def look_for(what, look, within_s=PATIENCE_S):
-    """As `eventually`, with the patience and the pace of these tests: states may last a millisecond."""
-    return eventually(look, what, within_s=within_s, every_s=0.005)
+def until(what, look, within_s=PATIENCE_S):
+    """`look()` as soon as it is true."""
+    deadline = time.monotonic() + within_s
+    while not (found := look()):
+        assert time.monotonic() < deadline, f"not so within {within_s:g} s: {what}"
+        time.sleep(0.005)
+    return found
 
 
 @dataclass(frozen=True)
@@ -81,9 +85,9 @@ class Load:
     def settle(self, answers=1):
         """Wait until all that runs now has ended, and so many later requests are answered. True, to be waited for."""
         running = set(self._running.values())
-        look_for("what ran has ended", lambda: not running & set(self._running.values()), 2 * PATIENCE_S)
+        until("what ran has ended", lambda: not running & set(self._running.values()), 2 * PATIENCE_S)
         last = next(self._numbers)
-        look_for(f"{answers} more answers", lambda: self.faults or sum(n > last for n in list(self._whole)) >= answers)
+        until(f"{answers} more answers", lambda: self.faults or sum(n > last for n in list(self._whole)) >= answers)
         assert self.faults == []
 
     def _client(self, client):

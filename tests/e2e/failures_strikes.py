@@ -19,7 +19,7 @@ from pathlib import Path
 import redis
 
 from baton.ledger.embedded import EmbeddedRedis
-from tests.e2e.failures_load import look_for
+from tests.e2e.failures_load import until
 from tests.support.redis_ledger import killed_and_empty
 
 STATES = {
@@ -56,12 +56,12 @@ class Process:
 
     def kill(self):
         self._send(signal.SIGKILL)
-        look_for(f"process {self.pid} is dead", lambda: self.ended)
+        until(f"process {self.pid} is dead", lambda: self.ended)
 
     def stop(self):
         """Returns when all its threads stand still."""
         self._send(signal.SIGSTOP)
-        look_for(f"process {self.pid} stands still", lambda: self.ended or self._threads() <= {"T"})
+        until(f"process {self.pid} stands still", lambda: self.ended or self._threads() <= {"T"})
 
     def go_on(self):
         self._send(signal.SIGCONT)
@@ -191,7 +191,7 @@ class Field:
     def caught(self, worker, state):
         """A life of the worker, and its process, standing still with a handoff in that state; it goes on in the end."""
         while True:
-            life = look_for(f"{worker} is there", lambda: self.lives().get(worker))
+            life = until(f"{worker} is there", lambda: self.lives().get(worker))
             with Process(life.pid) as victim:
                 if _stands(victim, self.diary(life), state):
                     yield life, victim
@@ -241,5 +241,5 @@ def _stands(victim, diary, state):
         victim.go_on()
         return False
 
-    look_for(f"a handoff is {state}", look)
+    until(f"a handoff is {state}", look)
     return not victim.ended

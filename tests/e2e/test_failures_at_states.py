@@ -14,7 +14,7 @@ from contextlib import closing, contextmanager
 import pytest
 
 from baton.cli.census import look
-from tests.e2e.failures_load import Load, draw_jobs, look_for
+from tests.e2e.failures_load import Load, draw_jobs, until
 from tests.e2e.failures_proxy import HERE, Proxy
 from tests.e2e.failures_strikes import Field, KeptRedis
 from tests.support.cluster_process import HANDED_OVER
@@ -65,9 +65,9 @@ def under_load(home, folder, seed, *sets):
         with closing(Field(cluster, folder)) as field, Load(cluster, jobs, seed) as load:
             load.settle(answers=8)
             yield field, load
-            look_for("all workers are there", lambda: len(field.lives()) == 4)
+            until("all workers are there", lambda: len(field.lives()) == 4)
             load.settle(answers=8)
-        look_for("all is let go", lambda: nothing_is_held(cluster))
+        until("all is let go", lambda: nothing_is_held(cluster))
         said = home.baton("status", "--census", "--name", cluster.name, check=True).stdout
         assert said.count("held: by nobody") == 4, said
     report = check([folder])
@@ -93,9 +93,9 @@ def stopped_briefly(field, life, victim):
 
 def stopped_for_long(field, life, victim):
     """Its lease lapses: whatever it has, it must drop, and end."""
-    look_for(f"the lease of {life} has lapsed", lambda: not field.has_lease(life))
+    until(f"the lease of {life} has lapsed", lambda: not field.has_lease(life))
     victim.go_on()
-    look_for(f"{life} has ended", lambda: victim.ended)
+    until(f"{life} has ended", lambda: victim.ended)
     assert field.diary(life).read()["lease_lost"] == 1
 
 
@@ -132,7 +132,7 @@ def test_redis(home, tmp_path, seed):
             lasts(SILENCES[kind])
             redis.go_on()
             load.settle()
-            look_for("all have their leases", lambda: all(map(field.has_lease, field.lives().values())))
+            until("all have their leases", lambda: all(map(field.has_lease, field.lives().values())))
         if '"worker_lost"' not in field.log("router"):  # no machine was too slow
             assert set(load.outcomes) <= {"whole", "left"}
 
@@ -162,7 +162,7 @@ def test_the_link(home, tmp_path, seed):
             if kind == "stopped briefly":
                 lasts(BRIEF_S)
             elif kind == "stopped for long":
-                look_for("a push was given up", links.failed)
+                until("a push was given up", links.failed)
             proxy.go_on()
             load.settle()
             struck += found

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import os
 import random
+import subprocess
+import sys
 from contextlib import asynccontextmanager, contextmanager
 from functools import partial
 
@@ -12,13 +16,12 @@ import pytest
 from baton import Client
 from baton.cli.census import look
 from baton.clock import SystemClock
+from baton.cluster.processes import PARENT, READY_FD
 from baton.core import Role
 from baton.ledger.board import Board, Order
 from baton.ledger.embedded import EmbeddedRedis
 from baton.ledger.ledger import Ledger
 from tests.e2e.failures_load import Load, draw_jobs
-from tests.support.role_process import RoleProcess, baton_argv
-from tests.support.waiting import until
 from tools.history_check import check
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
@@ -43,8 +46,24 @@ ledger: {{lease_s: 3.0, heartbeat_s: 0.2}}
 """
 
 
-def role_process(folder, *argv, log):
-    return RoleProcess(baton_argv(*argv, "-c", folder / "cluster.yaml"), folder / f"{log}.log")
+class Process:
+    """A role as a plain process; `ready` is what it said when it was."""
+
+    def __init__(self, folder, *argv, log):
+        self.log = folder / f"{log}.log"
+        read_fd, write_fd = os.pipe()
+        env = {**os.environ, READY_FD: str(write_fd), PARENT: str(os.getpid())}
+        with self.log.open("wb") as output:
+            command = [sys.executable, "-m", "baton", *argv, "-c", str(folder / "cluster.yaml")]
+            self.popen = subprocess.Popen(command, stdout=output, stderr=output, env=env, pass_fds=(write_fd,))
+        os.close(write_fd)
+        self._pipe = os.fdopen(read_fd)
+
+    def wait_ready(self):
+        with self._pipe as pipe:
+            line = pipe.readline()
+        assert line, self.log.read_text()
+        self.ready = json.loads(line)
 
 
 class Cluster:
@@ -54,9 +73,9 @@ class Cluster:
         self.board, self.ledger = board, ledger
         worker = "{}-worker".format
         self.workers = {
-            name: role_process(folder, worker(name.partition("-")[0]), "--id", name, log=name) for name in WORKERS
+            name: Process(folder, worker(name.partition("-")[0]), "--id", name, log=name) for name in WORKERS
         }
-        self.router = role_process(folder, "router", log="router")
+        self.router = Process(folder, "router", log="router")
 
     @property
     def processes(self):
@@ -83,7 +102,15 @@ class Cluster:
             info = (await self.infos()).get(worker_id)
             return info is not None and info.role is role and info.ref.incarnation != before.incarnation
 
-        await until(turned, f"{worker_id} is a {role.value} worker", WITHIN_S, every_s=0.05)
+        await until(f"{worker_id} is a {role.value} worker", turned)
+
+
+async def until(what, look, within_s=WITHIN_S):
+    deadline = asyncio.get_running_loop().time() + within_s
+    while not (found := await look()):
+        assert asyncio.get_running_loop().time() < deadline, f"not so within {within_s:g} s: {what}"
+        await asyncio.sleep(0.05)
+    return found
 
 
 @asynccontextmanager
@@ -134,7 +161,7 @@ async def test_workers_change_their_roles_under_load(tmp_path, seed):
                 await asyncio.to_thread(load.settle, 2)
         pids = {name: info.pid for name, info in (await cluster.infos()).items()}
         assert pids == {name: cluster.workers[name].popen.pid for name in WORKERS}
-        await until(partial(asyncio.to_thread, all_is_free, cluster), "all is free", WITHIN_S, every_s=0.05)
+        await until("all is free", partial(asyncio.to_thread, all_is_free, cluster))
     report = checked(tmp_path)
     lives = [journal.process for journal in report.journals]
     assert [lives.count(name) for name in WORKERS] == [1, 5, 1, 5]
@@ -154,7 +181,7 @@ async def test_a_worker_that_is_told_to_drain_ends_and_its_streams_do_not(tmp_pa
                 await asyncio.to_thread(load.settle, 2)
             assert set(await cluster.infos()) == {"prefill-0", "decode-0"}
             await asyncio.to_thread(client.generate, "what is left serves", max_tokens=4)
-        await until(partial(asyncio.to_thread, all_is_free, cluster), "all is free", WITHIN_S, every_s=0.05)
+        await until("all is free", partial(asyncio.to_thread, all_is_free, cluster))
     report = checked(tmp_path)
     (drained,) = [journal for journal in report.journals if journal.process == "decode-1"]
     assert drained.end == "stopped"

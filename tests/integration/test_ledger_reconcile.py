@@ -57,7 +57,7 @@ async def test_looking_at_an_empty_store_starts_nothing(connect, server):
 
 @pytest.mark.parametrize("how", ["renew", "workers", "register", "mint"])
 async def test_whoever_knows_more_than_the_store_starts_the_next_epoch_and_its_grace(connect, server, how):
-    ledger = await connect(0.2 if how == "mint" else LONG_LEASE_S)
+    ledger = await connect(lease_s=0.2 if how == "mint" else LONG_LEASE_S)
     info = await registered(ledger)
     wipe(server, ledger)
     match how:
@@ -77,7 +77,7 @@ async def test_whoever_knows_more_than_the_store_starts_the_next_epoch_and_its_g
 
 async def test_after_a_loss_a_new_incarnation_waits_one_lease_time_unless_its_place_was_entered_again(connect, server):
     lease_s = 0.8
-    live, fresh = await connect(lease_s), await connect(lease_s)
+    live, fresh = await connect(lease_s=lease_s), await connect(lease_s=lease_s)
     info = await registered(live)
     wipe(server, live)
     assert await live.register(info)
@@ -95,7 +95,7 @@ async def test_after_a_loss_a_new_incarnation_waits_one_lease_time_unless_its_pl
 
 async def test_what_is_minted_after_a_loss_is_later_than_all_who_live(connect, server):
     """Why there is a grace: the first who speaks need not be the one who knows the highest epoch."""
-    other, live, fresh = [await connect(0.5) for _ in range(3)]
+    other, live, fresh = [await connect(lease_s=0.5) for _ in range(3)]
     low = await registered(other, "prefill-0")
     high = replace(low.ref.incarnation, epoch=low.ref.incarnation.epoch + 10**12)
     assert await live.register(info_of(high))
@@ -129,7 +129,7 @@ async def test_a_loss_that_a_newcomer_hid_is_noticed_by_the_first_who_enters_aga
 
 
 async def test_an_older_copy_of_the_store_does_not_mint_twice(connect, server):
-    live, fresh = await connect(0.1), await connect(0.1)
+    live, fresh = await connect(lease_s=0.1), await connect(lease_s=0.1)
     minted = [await live.mint() for _ in range(5)]
     raw(server).set(live.connection.key("counter"), 2)
     assert await live.workers() == []

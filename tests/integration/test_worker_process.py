@@ -7,8 +7,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import json
 import os
 import signal
+import subprocess
+import sys
 from dataclasses import replace
 
 import psutil
@@ -16,6 +19,7 @@ import pytest
 from grpc import StatusCode
 
 from baton.clock import SystemClock
+from baton.cluster.processes import PARENT, READY_FD
 from baton.core import PROTOCOL_VERSION, HandoffId, Incarnation, Role, Sampling, SequenceSpec, WorkerRef
 from baton.engine.oracle import OracleBackend
 from baton.engine.prefix import Chain, scope_key
@@ -27,7 +31,6 @@ from baton.rpc import convert, reports
 from baton.rpc.channel import aio_channel
 from baton.rpc.v1 import worker_pb2 as pb
 from baton.rpc.v1.worker_pb2_grpc import WorkerStub
-from tests.support.role_process import RoleProcess, baton_argv
 from tests.support.waiting import until
 from tests.unit.worker import support
 
@@ -46,14 +49,30 @@ LONG = Sampling(max_tokens=900, temperature=0.0, ignore_eos=True)
 SHORT = Sampling(max_tokens=40, temperature=0.7, seed=11, ignore_eos=True)
 
 
-class Worker(RoleProcess):
-    """A worker; `ref` is the one that it reports when it is ready."""
+class Process:
+    """A worker, started as its supervisor starts it; `ref` is what it said of itself when it was ready."""
+
+    def __init__(self, role, config, log):
+        self.log = log
+        read_fd, write_fd = os.pipe()
+        argv = [sys.executable, "-m", "baton", f"{role}-worker", "-c", str(config)]
+        env = {**os.environ, READY_FD: str(write_fd), PARENT: str(os.getpid())}
+        with log.open("wb") as output:
+            self.popen = subprocess.Popen(argv, stdout=output, stderr=output, env=env, pass_fds=(write_fd,))
+        os.close(write_fd)
+        self._ready = os.fdopen(read_fd)
+
+    @property
+    def pid(self):
+        return self.popen.pid
 
     def wait_ready(self):
-        ready = super().wait_ready()
+        with self._ready as pipe:
+            line = pipe.readline()
+        assert line, self.log.read_text()
+        ready = json.loads(line)
         worker_id, _, incarnation = ready["worker"].partition("@")
         self.ref = WorkerRef(worker_id, Incarnation.parse(incarnation), ready["address"])
-        return ready
 
     async def exit_code(self):
         return await asyncio.to_thread(self.popen.wait, 20)
@@ -69,8 +88,7 @@ class Workers:
         self.config.write_text(CONFIG + f"redis: {{url: '{redis.url}'}}\n")
 
     def spawn(self, role):
-        argv = baton_argv(f"{role}-worker", "-c", self.config)
-        return Worker(argv, self.folder / f"{role}-{next(self.numbers)}.log")
+        return Process(role, self.config, self.folder / f"{role}-{next(self.numbers)}.log")
 
     def child(self, role):
         if role not in self.children or self.children[role].popen.poll() is not None:

@@ -12,13 +12,14 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import psutil
 
-from tests.support.role_process import RoleProcess, baton_argv
+from baton.cluster.processes import PARENT, READY_FD
 
 ROOT = Path(__file__).parents[2]
 NAMESPACES = Path("/run/netns")
@@ -69,6 +70,30 @@ def kill_all(namespace, within_s=10.0):
         time.sleep(0.02)
 
 
+class Process:
+    """A process in a host. `ready()` waits for what it says of itself when it is ready (`report_ready`)."""
+
+    def __init__(self, popen, pipe, log):
+        self.popen, self.log, self._pipe = popen, log, pipe
+        self.said = {}
+
+    @property
+    def pid(self):
+        return self.popen.pid
+
+    def ready(self):
+        with self._pipe as pipe:
+            line = pipe.readline()
+        assert line, self.log.read_text()
+        self.said = json.loads(line)
+        return self.said
+
+    def end(self, number=signal.SIGTERM, within_s=20.0):
+        """Its exit code."""
+        self.popen.send_signal(number)
+        return self.popen.wait(within_s)
+
+
 class Host:
     """One namespace. `address` is that of its eth0."""
 
@@ -88,11 +113,17 @@ class Host:
 
     def start(self, argv, log, env=None):
         """`argv` here, its output in the file `log`; it ends with the test."""
-        return RoleProcess(["ip", "netns", "exec", self.namespace, *argv], log, env)
+        read_fd, write_fd = os.pipe()
+        argv = ["ip", "netns", "exec", self.namespace, *map(str, argv)]
+        env = {**os.environ, READY_FD: str(write_fd), PARENT: str(os.getpid()), **(env or {})}
+        with log.open("ab") as output:
+            popen = subprocess.Popen(argv, stdout=output, stderr=output, env=env, pass_fds=(write_fd,), cwd=ROOT)
+        os.close(write_fd)
+        return Process(popen, os.fdopen(read_fd), log)
 
     def baton(self, *argv, log, **env):
         """`baton ARGV` here."""
-        return self.start(baton_argv(*argv), log, env)
+        return self.start([sys.executable, "-m", "baton", *argv], log, env)
 
     def cut(self):
         command("ip", "link", "set", self._port, "down")

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 
-from tests.netns.support import PASSWORD, REDIS, Cluster, look_for
+from tests.netns.support import PASSWORD, REDIS, Cluster, eventually
 
 PORT = 6380
 STARTED = "Ray runtime started."
@@ -54,7 +54,7 @@ class RayHosts(Cluster):
         self._nodes[host.name] = node = host.start(
             [*command, f"--node-ip-address={host.address}", *SIZES, *args], log, self._env
         )
-        look_for("Ray runs", lambda: STARTED in log.read_text() or node.popen.poll() is not None, 60)
+        eventually("Ray runs", lambda: STARTED in log.read_text() or node.popen.poll() is not None, 60)
         assert node.popen.poll() is None, log.read_text()
 
     def kill_head(self):
@@ -70,7 +70,7 @@ class RayHosts(Cluster):
     def up(self):
         """`baton up`, as soon as the cluster is ready."""
         process = self.head.baton("up", "-c", self.config, log=self.folder / "up.log", **self._env)
-        process.wait_ready()
+        process.ready()
         return process
 
     def control(self):

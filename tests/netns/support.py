@@ -16,7 +16,6 @@ from redis.exceptions import RedisError
 from baton import Client
 from baton.ledger.embedded import server_binary
 from tests.netns.hosts import ROOT, command
-from tests.support.waiting import eventually
 
 GRPC, ADMIN, METRICS, REDIS, WORKER = 50051, 50052, 9100, 6379, 7000
 PASSWORD = "netns"
@@ -37,9 +36,13 @@ security: {{allow_insecure: true}}
 """
 
 
-def look_for(what, look, within_s=PATIENCE_S):
-    """As `eventually`, with the patience of these tests."""
-    return eventually(look, what, within_s=within_s)
+def eventually(what, look, within_s=PATIENCE_S):
+    """`look()` as soon as it is true. For states that other processes reach by themselves."""
+    deadline = time.monotonic() + within_s
+    while not (found := look()):
+        assert time.monotonic() < deadline, f"not so within {within_s:g} s: {what}"
+        time.sleep(0.02)
+    return found
 
 
 def start_redis(host, folder):
@@ -55,7 +58,7 @@ def start_redis(host, folder):
         except (OSError, RedisError):
             return process.popen.poll() is not None
 
-    look_for("Redis answers", answers, 15)
+    eventually("Redis answers", answers, 15)
     client.close()
     assert process.popen.poll() is None, process.log.read_text()
     return process
@@ -87,7 +90,7 @@ class Cluster:
         return {one.info.ref.worker_id for one in self.status().workers if one.state == "connected"}
 
     def wait_connected(self, *ids):
-        look_for(f"the router has found {ids}", lambda: self.connected() == set(ids))
+        eventually(f"the router has found {ids}", lambda: self.connected() == set(ids))
 
 
 class Plain(Cluster):
@@ -99,7 +102,7 @@ class Plain(Cluster):
         self.router = head.baton("router", "-c", self.config, log=folder / "router.log")
 
     def start_worker(self, host, worker_id, *sets):
-        """Begin to start it; `.wait_ready()` of what is returned waits."""
+        """Begin to start it; `.ready()` of what is returned waits."""
         role = worker_id.partition("-")[0]
         options = [word for one in sets for word in ("--set", one)]
         argv = (f"{role}-worker", "-c", self.config, "--id", worker_id, *options)
@@ -143,8 +146,8 @@ class Load:
     def settle(self, answers=4):
         """Wait until all that runs now has ended, and so many more have been answered."""
         running, before = set(self._running.values()), self.whole
-        look_for("what ran has ended", lambda: not running & set(self._running.values()))
-        look_for(f"{answers} more answers", lambda: self.failed or self.whole >= before + answers)
+        eventually("what ran has ended", lambda: not running & set(self._running.values()))
+        eventually(f"{answers} more answers", lambda: self.failed or self.whole >= before + answers)
 
     def _client(self, client):
         rng = random.Random(client)

@@ -9,7 +9,7 @@ import pytest
 
 from tests.netns.hosts import Network, command
 from tests.netns.ray_hosts import RayHosts
-from tests.netns.support import LEASE_S, Load, census, draw_jobs, look_for
+from tests.netns.support import LEASE_S, Load, census, draw_jobs, eventually
 
 pytestmark = [pytest.mark.netns, pytest.mark.serial, pytest.mark.slow, pytest.mark.timeout(420)]
 
@@ -49,7 +49,7 @@ def settled(cluster, since=0.0):
         fresh = found is not None and time.monotonic() - found.age_s > since
         return fresh and found.settled and {slot.worker_id for slot in found.slots} == cluster.connected() and found
 
-    return look_for("the cluster is what the plan says", look)
+    return eventually("the cluster is what the plan says", look)
 
 
 def addresses(cluster):
@@ -78,7 +78,7 @@ def cut_off(network, cluster, name, leases, *, stays):
     def back():
         return settled(cluster, begun) and (incarnations(cluster) == before) is stays
 
-    measured(f"back after {leases} leases, {name}", lambda: look_for("its worker is there", back))
+    measured(f"back after {leases} leases, {name}", lambda: eventually("its worker is there", back))
 
 
 def test_hosts_are_cut_off_pools_scaled_the_head_restarted_and_all_workers_replaced_and_no_request_fails(

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import pytest
 
 from tests.netns.hosts import Network
-from tests.netns.support import LEASE_S, Plain, census, draw_jobs, look_for
+from tests.netns.support import LEASE_S, Plain, census, draw_jobs, eventually
 
 pytestmark = [pytest.mark.netns, pytest.mark.serial, pytest.mark.slow, pytest.mark.timeout(180)]
 CAP_MBIT = 20
@@ -29,17 +29,17 @@ def cluster(network, tmp_path_factory):
     made = Plain(a, tmp_path_factory.mktemp("hosts"))
     started = [made.start_worker(a, "prefill-0"), made.start_worker(b, "decode-0")]
     for process in (made.router, *started):
-        process.wait_ready()
+        process.ready()
     made.wait_connected("prefill-0", "decode-0")
     return made
 
 
 def test_each_is_told_by_the_address_of_its_host(network, cluster):
     a, b = network["a"].address, network["b"].address
-    assert cluster.router.ready["grpc"] == "0.0.0.0:50051"
-    assert cluster.router.ready["told"]["grpc"] == f"{a}:50051"
-    assert cluster.workers["prefill-0"].ready["address"].rpartition(":")[0] == a, "by its interface"
-    assert cluster.workers["decode-0"].ready["address"].rpartition(":")[0] == b, "by its way to Redis"
+    assert cluster.router.said["grpc"] == "0.0.0.0:50051"
+    assert cluster.router.said["told"]["grpc"] == f"{a}:50051"
+    assert cluster.workers["prefill-0"].said["address"].rpartition(":")[0] == a, "by its interface"
+    assert cluster.workers["decode-0"].said["address"].rpartition(":")[0] == b, "by its way to Redis"
 
 
 def long_prompt(seed, length=1800):
@@ -148,7 +148,7 @@ def test_a_long_cut_moves_streams_to_another_host(network, cluster, jobs):
     """Nobody loses a token. The worker that was cut off has kept itself, and is found again by itself."""
     cut_off = cluster.workers["decode-0"]
     other = cluster.start_worker(network["a"], "decode-1")
-    other.wait_ready()
+    other.ready()
     with frozen(other):  # all streams begin on the one that is cut off, and the other one is soon there
         cluster.wait_connected("prefill-0", "decode-0")
         running = streams(cluster, jobs)
@@ -159,7 +159,7 @@ def test_a_long_cut_moves_streams_to_another_host(network, cluster, jobs):
     network["b"].cut()
     try:
         begun = time.monotonic()
-        look_for("the router has missed it", lambda: "decode-0" not in cluster.connected())
+        eventually("the router has missed it", lambda: "decode-0" not in cluster.connected())
         missed = time.monotonic() - begun
         outcomes = [stream.outcome() for stream in running]
     finally:
@@ -185,7 +185,7 @@ def test_kv_takes_another_network_than_requests(network, cluster):
     started = [("prefill", a), ("decode", b)]
     for role, host in started:
         sets = f"{role}.advertise={host.address}", f"{role}.interface=eth1"
-        assert cluster.start_worker(host, f"{role}-9", *sets).wait_ready()["address"].startswith(f"{host.address}:")
+        assert cluster.start_worker(host, f"{role}-9", *sets).ready()["address"].startswith(f"{host.address}:")
     cluster.wait_connected("prefill-9", "decode-9")
     before = a.sent("eth0"), a.sent("eth1")
     _, done = handed_over(cluster, long_prompt(3))
