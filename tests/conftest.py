@@ -50,7 +50,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Scale the time limits of marks. After `make check`, deselect its tests: the fast ones of tests/unit and guards."""
+    """Scale the time limits of marks. With `--after-check`, deselect the fast tests of tests/unit and tests/guards."""
     time_factor.scale_marks(items)
     if config.getoption("after_check"):
         done = [item for item in items if item.nodeid.startswith(CHECKED) and not item.get_closest_marker("slow")]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
@@ -33,6 +34,7 @@ from baton.errors import BatonError, ConfigError, NoWorker
 from baton.logs import configure_logging
 
 DOWN_S = 30.0
+LOOK_S = 0.1  # between two looks at the processes that are to end
 SUPERVISOR = "supervisor"
 
 
@@ -190,15 +192,30 @@ def down(name: str | None) -> None:
             supervisor.terminate()
     folder = StateFolder(state.name)
     drain_s = load_config(folder.config).router.drain_s if folder.config.exists() else 0.0
-    _, alive = psutil.wait_procs(left, timeout=drain_s + DOWN_S)
-    for process in alive:
+    for process in (alive := _wait_ended(left, drain_s + DOWN_S)):
         with suppress(psutil.NoSuchProcess):
             process.kill()
-    psutil.wait_procs(alive, timeout=5.0)
+    _wait_ended(alive, 5.0)
     with suppress(ConfigError):  # taken by the next one already
         folder.acquire()  # removes what a supervisor that had to be killed left
         folder.release()
     typer.echo(f"cluster {state.name!r} is down")
+
+
+def _wait_ended(processes: list[psutil.Process], timeout_s: float) -> list[psutil.Process]:
+    """Wait until these have ended; returns those that have not. One that its parent has not waited for has ended."""
+    deadline = time.monotonic() + timeout_s
+    while processes and time.monotonic() < deadline:
+        _, alive = psutil.wait_procs(processes, timeout=LOOK_S)
+        processes = [process for process in alive if not _is_zombie(process)]
+    return processes
+
+
+def _is_zombie(process: psutil.Process) -> bool:
+    try:
+        return process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
 
 
 def note(text: str) -> None:

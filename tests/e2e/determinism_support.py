@@ -11,7 +11,6 @@ import urllib.request
 from collections import Counter
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
@@ -23,7 +22,8 @@ from baton.engine.engine import Engine
 from baton.engine.fixed import FixedShapes
 from baton.engine.model.build import load_model
 from baton.tokenizer import load_tokenizer
-from tests.e2e.conftest import ROOT, Cluster, Home, eventually
+from tests.support.cluster_process import ROOT, ClusterProcess
+from tests.support.waiting import eventually
 
 DEMO = ROOT / "models" / "demo"
 WORDS = "the river runs to a wide sea and cities grow on it".split()
@@ -104,22 +104,13 @@ def others(client: Client, count, rng, *, known=True, tokens=(150, 400), words=(
         yield streams
 
 
-@contextmanager
-def cluster_named(home: Home, folder: Path, name, *sets):
-    """A cluster of its own beside others in one `home`, so that compiled kernels serve all of them."""
-    config = folder / f"{name}.yaml"
-    config.write_text((ROOT / "configs" / "no-ray.yaml").read_text().replace("name: no-ray", f"name: {name}"))
-    with home.cluster(config, *sets) as running:
-        yield running
-
-
-def handed_back(cluster: Cluster, answer: Completion):
+def handed_back(cluster: ClusterProcess, answer: Completion):
     """Why its attempts were given up, one after the other, as the router's log has it."""
     lines = [json.loads(line) for line in cluster.log("router").splitlines() if '"request_handed_back"' in line]
     return [line["reason"] for line in lines if line["request_id"] == answer.request_id]
 
 
-def metric(cluster: Cluster, name, **labels):
+def metric(cluster: ClusterProcess, name, **labels):
     """Its sum over what has these labels."""
     with urllib.request.urlopen(f"http://{cluster.state().metrics}/metrics", timeout=30) as page:
         families = list(text_string_to_metric_families(page.read().decode()))
@@ -127,14 +118,14 @@ def metric(cluster: Cluster, name, **labels):
     return sum(sample.value for sample in samples if sample.name == name and labels.items() <= sample.labels.items())
 
 
-def found_exact(cluster: Cluster):
+def found_exact(cluster: ClusterProcess):
     """The most rows of a decode step that is exact, as the decode worker has found when it started."""
     lines = [json.loads(line) for line in cluster.log("decode-0").splitlines() if '"fixed_forwards_checked"' in line]
     print(f"exact steps of up to {lines[-1]['exact_rows']} rows")
     return lines[-1]["exact_rows"]
 
 
-def survive(cluster: Cluster, kind, rng, times):
+def survive(cluster: ClusterProcess, kind, rng, times):
     """Its decode worker is killed so many times, at any of its tokens, each time in another request."""
     with cluster.client(timeout=120.0) as client:
         right = ask(client, kind, **LONGER).answer
@@ -143,7 +134,7 @@ def survive(cluster: Cluster, kind, rng, times):
             assert recorded.check(right).placement.attempts == 2
 
 
-def pushed_out(cluster: Cluster, client: Client, kind, right, rng):
+def pushed_out(cluster: ClusterProcess, client: Client, kind, right, rng):
     """Whether it lost its blocks to others that grow beside it, and had to begin anew."""
     with others(client, 6, rng, known=False, tokens=(250, 300), words=(10, 30)) as streams:
         answer = ask(client, kind, priority=-100).check(right)
@@ -152,7 +143,7 @@ def pushed_out(cluster: Cluster, client: Client, kind, right, rng):
     return "preempted" in reasons
 
 
-def struck(cluster: Cluster, client: Client, kind, after):
+def struck(cluster: ClusterProcess, client: Client, kind, after):
     """It, its decode worker killed after so many tokens; None: it had ended before."""
     eventually(lambda: [worker.state for worker in client.cluster().workers] == ["connected"] * 3, within_s=60)
     deltas = []

@@ -20,7 +20,7 @@ import redis
 
 from baton.ledger.embedded import EmbeddedRedis
 from tests.e2e.failures_load import until
-from tests.integration.ledger_support import killed_and_empty
+from tests.support.redis_ledger import killed_and_empty
 
 STATES = {
     "prefill": "queued",

@@ -16,7 +16,8 @@ from urllib.parse import urlsplit
 import psutil
 
 from baton.ledger.embedded import EmbeddedRedis
-from tests.e2e.conftest import eventually, is_zombie
+from tests.support.cluster_process import is_zombie
+from tests.support.waiting import eventually
 
 STARTED = "Ray runtime started."
 

@@ -4,8 +4,8 @@ import random
 
 import pytest
 
-from tests.e2e.conftest import eventually
 from tests.e2e.failures_load import Load, draw_jobs
+from tests.support.waiting import eventually
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 SETS = (

@@ -9,7 +9,7 @@ import sys
 import psutil
 import pytest
 
-from tests.e2e.conftest import ROOT
+from tests.support.cluster_process import ROOT
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 PROGRAM = """

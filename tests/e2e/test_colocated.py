@@ -11,8 +11,8 @@ import pytest
 
 from baton.core import Sampling, SequenceSpec
 from baton.engine.oracle import OracleBackend
-from tests.e2e.conftest import eventually
 from tests.e2e.failures_load import Load, draw_jobs
+from tests.support.waiting import eventually
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 CHUNK = 48

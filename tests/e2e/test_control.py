@@ -7,8 +7,8 @@ import signal
 import psutil
 import pytest
 
-from tests.e2e.conftest import eventually
 from tests.e2e.failures_load import Load, draw_jobs
+from tests.support.waiting import eventually
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 SETS = ("model.path=oracle", "model.max_model_len=512", "router.queue.max_wait_s=60", "prefill.replicas=2")

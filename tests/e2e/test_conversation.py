@@ -5,7 +5,8 @@ import signal
 
 import pytest
 
-from tests.e2e.conftest import HANDED_OVER, eventually
+from tests.support.cluster_process import HANDED_OVER
+from tests.support.waiting import eventually
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 

@@ -5,11 +5,17 @@ import os
 import signal
 import threading
 
+import openai
 import psutil
 import pytest
+from openai import OpenAI
 
+from baton.core import Sampling, SequenceSpec
+from baton.engine.oracle import OracleBackend
 from baton.errors import BatonError, NoWorker, WorkerLost
-from tests.e2e.conftest import HANDED_OVER, Cluster, eventually
+from baton.tokenizer import OracleTokenizer
+from tests.support.cluster_process import FREE_PORTS, HANDED_OVER, ClusterProcess
+from tests.support.waiting import eventually
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 LONG = {"max_tokens": 1500, "temperature": 0, "ignore_eos": True}
@@ -130,12 +136,28 @@ def test_a_worker_that_is_told_to_stop_hands_over(cluster, name):
     eventually(lambda: all(load.blocks.available == load.blocks.total for load in cluster.loads().values()))
 
 
-def test_a_killed_supervisor_takes_all_with_it(module_home, tmp_path):
-    config = tmp_path / "orphans.yaml"
-    config.write_text("name: orphans\nray: {address: none}\n")
-    ports = ("--set", "router.grpc=127.0.0.1:0", "--set", "router.metrics=127.0.0.1:0", "--set", "model.path=oracle")
-    module_home.baton("up", "-c", config, *ports, "--detach", check=True)
-    orphans = Cluster(module_home, "orphans")
+def test_a_replaced_router_is_found_at_the_same_address_over_http(cluster):
+    address = cluster.state().http
+    pid = kill(cluster, "router")
+    eventually(lambda: cluster.pid("router") != pid, within_s=30)
+    with OpenAI(base_url=f"http://{address}/v1", api_key="none", max_retries=8, timeout=30) as patient:
+        done = eventually(lambda: tried(patient), within_s=30)
+    spec = SequenceSpec(tuple(b"hello"), Sampling(max_tokens=4, temperature=0.0))
+    assert done.choices[0].text == OracleTokenizer().decode(OracleBackend().expected(spec))
+
+
+def tried(client):
+    try:
+        return client.completions.create(model="oracle", prompt="hello", max_tokens=4, temperature=0)
+    except openai.APIError:
+        return None
+
+
+def test_a_killed_supervisor_takes_all_with_it(module_home):
+    config = "configs/no-ray.yaml"
+    options = [part for item in (*FREE_PORTS, "model.path=oracle", "name=orphans") for part in ("--set", item)]
+    module_home.baton("up", "-c", config, *options, "--detach", check=True)
+    orphans = ClusterProcess(module_home, "orphans")
     state = orphans.state()
     processes = [p for identity in state.processes.values() if (p := identity.process())]
     assert len(processes) == 4
@@ -144,16 +166,16 @@ def test_a_killed_supervisor_takes_all_with_it(module_home, tmp_path):
     assert [process for process in alive if process.status() != psutil.STATUS_ZOMBIE] == []
     done = module_home.baton("status", "--name", "orphans")
     assert done.returncode == 4
-    with module_home.cluster(config, "model.path=oracle") as again:  # what it left does not stand in the way
+    with module_home.cluster(
+        config, "model.path=oracle", name="orphans"
+    ) as again:  # what it left does not stand in the way
         assert serves(again)
 
 
-def test_ctrl_c_drains(module_home, tmp_path):
+def test_ctrl_c_drains(module_home):
     """SIGINT once: the request that runs is finished, then everything ends."""
-    config = tmp_path / "drain.yaml"
-    config.write_text("name: drain\nray: {address: none}\n")
     with (
-        module_home.cluster(config, HANDED_OVER, "model.path=oracle") as running,
+        module_home.cluster("configs/no-ray.yaml", HANDED_OVER, "model.path=oracle", name="drain") as running,
         running.client(max_retries=0) as client,
     ):
         processes = [p for identity in running.state().processes.values() if (p := identity.process())]

@@ -16,7 +16,8 @@ from baton.engine.generate import generate
 from baton.engine.model.build import load_model
 from baton.errors import BatonError
 from baton.tokenizer import load_tokenizer
-from tests.e2e.conftest import HANDED_OVER, eventually
+from tests.support.cluster_process import HANDED_OVER
+from tests.support.waiting import eventually
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 DEMO = Path(__file__).parents[2] / "models" / "demo"
@@ -149,11 +150,3 @@ def test_ray_replaces_a_killed_worker(cluster, worker):
     eventually(lambda: cluster.pid(worker) != pid, within_s=30)
     if worker == "decode-0":  # without a prefill worker it computes the prompt itself
         assert cluster.loads()["decode-0"].prefill_tokens == 0
-
-
-def test_two_by_two_uses_all_workers(home):
-    with home.cluster("configs/local-2x2.yaml", HANDED_OVER, "ray.address=none") as cluster, cluster.client() as client:
-        with ThreadPoolExecutor(16) as pool:
-            answers = list(pool.map(lambda n: client.generate(f"Count from {n}", max_tokens=20, seed=n), range(32)))
-        assert {a.placement.prefill_worker for a in answers} == {"prefill-0", "prefill-1"}
-        assert {a.placement.decode_worker for a in answers} - {""} == {"decode-0", "decode-1"}

@@ -9,14 +9,12 @@ from contextlib import ExitStack
 
 import pytest
 
-from tests.e2e.conftest import HANDED_OVER, eventually
 from tests.e2e.determinism_support import (
     KINDS,
     ShapeLog,
     ask,
     begin,
     bits,
-    cluster_named,
     finish,
     found_exact,
     metric,
@@ -25,6 +23,8 @@ from tests.e2e.determinism_support import (
     survive,
     text_of,
 )
+from tests.support.cluster_process import HANDED_OVER
+from tests.support.waiting import eventually
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240), pytest.mark.xdist_group("determinism")]
 MODEL = (
@@ -67,13 +67,13 @@ def cluster(module_home):
 @pytest.fixture(scope="module")
 def otherwise(module_home, tmp_path_factory):
     """KV of other blocks in many small frames by another transport, to a decode worker with little room."""
-    with cluster_named(module_home, tmp_path_factory.mktemp("config"), "otherwise", *OTHERWISE) as running:
+    with module_home.cluster("configs/no-ray.yaml", *OTHERWISE, name="otherwise") as running:
         yield running
 
 
 @pytest.fixture(scope="module")
 def exactly(module_home, tmp_path_factory):
-    with cluster_named(module_home, tmp_path_factory.mktemp("config"), "exactly", *OTHERWISE, EXACT) as running:
+    with module_home.cluster("configs/no-ray.yaml", *OTHERWISE, EXACT, name="exactly") as running:
         yield running
 
 
@@ -198,9 +198,9 @@ def test_after_the_death_of_its_decode_worker(cluster, kind, rng):
 @pytest.mark.chaos
 @kinds
 @pytest.mark.parametrize("part", ["first", "second", "third", "fourth", "exact"])
-def test_after_many_deaths(module_home, tmp_path, part, kind, rng):
+def test_after_many_deaths(module_home, part, kind, rng):
     """In clusters of their own: after ten deaths in a row one gives up."""
-    with cluster_named(module_home, tmp_path, "mortal", *SETS, *[EXACT] * (part == "exact")) as running:
+    with module_home.cluster("configs/no-ray.yaml", *SETS, *[EXACT] * (part == "exact"), name="mortal") as running:
         survive(running, kind, rng, 2 if part == "exact" else 5)
 
 
@@ -221,11 +221,11 @@ def test_exact_steps(exactly, alone, kind, repeats, rng):
     assert found_exact(exactly) == 0 or metric(exactly, "baton_rollbacks_total") == 0
 
 
-def test_workers_that_compute_prompts_in_chunks_beside_what_they_decode(module_home, tmp_path, alone, rng):
+def test_workers_that_compute_prompts_in_chunks_beside_what_they_decode(module_home, alone, rng):
     """Of the same fingerprint, and so the same bits."""
     sets = (*MODEL, "mode=colocated", "decode.max_batched_tokens=64")
     with (
-        cluster_named(module_home, tmp_path, "together", *sets) as running,
+        module_home.cluster("configs/no-ray.yaml", *sets, name="together") as running,
         running.client(timeout=120.0) as client,
     ):
         for kind in KINDS:

@@ -5,7 +5,7 @@ import redis
 
 from baton.ledger.connection import COMMANDS
 from baton.ledger.embedded import EmbeddedRedis
-from tests.e2e.conftest import eventually
+from tests.support.waiting import eventually
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 

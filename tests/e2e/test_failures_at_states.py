@@ -14,10 +14,10 @@ from contextlib import closing, contextmanager
 import pytest
 
 from baton.cli.census import look
-from tests.e2e.conftest import HANDED_OVER
 from tests.e2e.failures_load import Load, draw_jobs, until
 from tests.e2e.failures_proxy import HERE, Proxy
 from tests.e2e.failures_strikes import Field, KeptRedis
+from tests.support.cluster_process import HANDED_OVER
 from tools.history_check import check
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(400)]  # five minutes in all

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from baton.errors import BatonError
 from baton.rpc.status import from_rpc_error
 from baton.rpc.v1 import inference_pb2 as pb
-from tests.e2e.conftest import eventually
 from tests.fuzz import messages
+from tests.support.waiting import eventually
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 SERVICE = pb.DESCRIPTOR.services_by_name["Inference"]

@@ -1,13 +1,11 @@
 """OpenAI's client against a whole cluster: the same answers as over gRPC, and a gateway that comes and goes with it."""
 
 import json
-import os
 import random
 import signal
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 
-import openai
 import psutil
 import pytest
 from openai import OpenAI
@@ -15,16 +13,10 @@ from openai import OpenAI
 from baton.core import Sampling, SequenceSpec
 from baton.engine.oracle import OracleBackend
 from baton.tokenizer import OracleTokenizer
-from tests.e2e.conftest import eventually
+from tests.support.waiting import eventually
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(120), pytest.mark.xdist_group("oracle")]
 NOTHING = {"ignore_eos": True}
-
-
-@pytest.fixture(scope="module")
-def cluster(module_home):
-    with module_home.cluster("configs/no-ray.yaml", "model.path=oracle") as running:
-        yield running
 
 
 def http_client(address, **options):
@@ -32,8 +24,8 @@ def http_client(address, **options):
 
 
 @pytest.fixture
-def client(cluster):
-    with http_client(cluster.state().http) as made:
+def client(oracle_cluster):
+    with http_client(oracle_cluster.state().http) as made:
         yield made
 
 
@@ -63,10 +55,10 @@ def test_completions_are_the_right_ones(client, seed):
         assert answer == right(prompt, **options), (prompt, options)
 
 
-def test_it_agrees_with_the_sdk(cluster, client):
+def test_it_agrees_with_the_sdk(oracle_cluster, client):
     asked = {"max_tokens": 24, "temperature": 0.0}
     done = client.completions.create(model="oracle", prompt="hello there", logprobs=2, extra_body=NOTHING, **asked)
-    with cluster.client() as sdk:
+    with oracle_cluster.client() as sdk:
         same = sdk.generate("hello there", logprobs=2, ignore_eos=True, **asked)
     (choice,) = done.choices
     assert (choice.text, choice.finish_reason) == (same.text, "length")
@@ -91,27 +83,11 @@ def test_what_up_prints_works(home):
         process.communicate(timeout=60)
 
 
-def test_a_replaced_router_is_found_at_the_same_address(cluster, client):
-    pid, address = cluster.pid("router"), cluster.state().http
-    os.kill(pid, signal.SIGKILL)
-    eventually(lambda: cluster.pid("router") != pid, within_s=30)
-    with http_client(address, max_retries=8) as patient:
-        done = eventually(lambda: tried(patient), within_s=30)
-    assert done.choices[0].text == right(b"hello", max_tokens=4, temperature=0.0)
-
-
-def tried(client):
-    try:
-        return client.completions.create(model="oracle", prompt="hello", max_tokens=4, temperature=0)
-    except openai.APIError:
-        return None
-
-
-def test_a_gateway_alone(cluster, tmp_path):
+def test_a_gateway_alone(oracle_cluster, tmp_path):
     """`baton gateway` in front of a running cluster, stopped while it streams: the stream ends whole."""
     log = tmp_path / "gateway.log"
-    args = ("gateway", "-c", "configs/no-ray.yaml", "--target", cluster.state().grpc, "--log", log)
-    process = cluster.home.start(*args, "--set", "router.http=127.0.0.1:0", "--set", "log.format=json")
+    args = ("gateway", "-c", "configs/no-ray.yaml", "--target", oracle_cluster.state().grpc, "--log", log)
+    process = oracle_cluster.home.start(*args, "--set", "router.http=127.0.0.1:0", "--set", "log.format=json")
     try:
         eventually(lambda: log.exists() and "gateway_started" in log.read_text(), within_s=30)
         address = json.loads(log.read_text().splitlines()[-1])["http"]

@@ -8,7 +8,8 @@ import pytest
 
 from baton.cli.census import look
 from baton.errors import BatonError
-from tests.e2e.conftest import HANDED_OVER, eventually
+from tests.support.cluster_process import HANDED_OVER
+from tests.support.waiting import eventually
 from tools.history_check import check
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]

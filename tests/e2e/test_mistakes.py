@@ -10,21 +10,13 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.e2e.conftest import ROOT, Home, eventually
+from tests.support.cluster_process import ROOT, Home
+from tests.support.waiting import eventually
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 CONFIG = "configs/no-ray.yaml"
 ORACLE = ("--set", "model.path=oracle")
 PORTS = tuple(part for name in ("grpc", "metrics", "http") for part in ("--set", f"router.{name}=127.0.0.1:0"))
-
-
-def ours(home):
-    """Processes that belong to clusters of this home."""
-    found = []
-    for process in psutil.process_iter(["pid", "cmdline", "environ"]):
-        if (process.info["environ"] or {}).get("BATON_HOME") == str(home.path) and process.pid != os.getpid():
-            found.append(process.info["cmdline"])
-    return found
 
 
 def refused(home, *args, code, says, **options):
@@ -34,7 +26,7 @@ def refused(home, *args, code, says, **options):
     for part in says:
         assert part in output, output
     assert "Traceback" not in output
-    assert ours(home) == []
+    assert home.processes() == []
 
 
 @pytest.mark.parametrize("detach", [(), ("--detach",)], ids=["foreground", "detached"])
@@ -132,7 +124,7 @@ def test_a_signal_while_workers_load_leaves_nothing(home, config, detach, number
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 130, output
     assert "Traceback" not in output
-    assert ours(home) == []
+    assert home.processes() == []
     assert not temporary.exists()
     assert {path.name for path in folder.iterdir()} <= {"lock", "logs", "up.out"}
 
@@ -145,15 +137,15 @@ def test_down_while_it_starts(home):
     assert "is down" in home.baton("down", check=True).stdout
     output, _ = process.communicate(timeout=30)
     assert process.returncode in {0, 130}, output
-    assert ours(home) == []
+    assert home.processes() == []
 
 
-def test_a_prompt_that_is_no_text(home):
-    with home.cluster(CONFIG, "model.path=oracle"):
-        done = home.start("generate", "-", stdin=subprocess.PIPE, errors="surrogateescape")
-        output, _ = done.communicate("a\udcff", timeout=60)
-        assert done.returncode == 2, output
-        assert "InvalidRequest: prompt.text" in output
+@pytest.mark.xdist_group("oracle")
+def test_a_prompt_that_is_no_text(oracle_cluster):
+    done = oracle_cluster.home.start("generate", "-", stdin=subprocess.PIPE, errors="surrogateescape")
+    output, _ = done.communicate("a\udcff", timeout=60)
+    assert done.returncode == 2, output
+    assert "InvalidRequest: prompt.text" in output
 
 
 def test_a_folder_that_is_no_checkpoint_is_named(home, tmp_path):
@@ -212,21 +204,22 @@ def test_doctor_says_what_is_wrong(home):
     assert "--set router.grpc=127.0.0.1:0" in done.stdout
 
 
-def test_two_clusters_of_one_name(home):
-    with home.cluster(CONFIG, "model.path=oracle"):
-        output = home.path / "no-ray" / "up.out"
-        said = output.read_text()
-        for detach in ((), ("--detach",)):
-            done = home.baton("up", "-c", CONFIG, *ORACLE, *PORTS, *detach)
-            assert done.returncode == 3
-            assert "a cluster named 'no-ray' is running" in done.stderr
-        assert said
-        assert output.read_text() == said
+@pytest.mark.xdist_group("oracle")
+def test_two_clusters_of_one_name(oracle_cluster):
+    home = oracle_cluster.home
+    output = home.path / "no-ray" / "up.out"
+    said = output.read_text()
+    for detach in ((), ("--detach",)):
+        done = home.baton("up", "-c", CONFIG, *ORACLE, *PORTS, *detach)
+        assert done.returncode == 3
+        assert "a cluster named 'no-ray' is running" in done.stderr
+    assert said
+    assert output.read_text() == said
 
 
-def test_overrides_are_not_on_the_command_line_of_what_stays(home):
+@pytest.mark.xdist_group("oracle")
+def test_overrides_are_not_on_the_command_line_of_what_stays(oracle_cluster):
     """They may hold a password, and everybody on the machine sees command lines."""
-    with home.cluster(CONFIG, "model.path=oracle") as cluster:
-        state = cluster.state()
-        for identity in (state.supervisor, *state.processes.values()):
-            assert "oracle" not in " ".join(psutil.Process(identity.pid).cmdline())
+    state = oracle_cluster.state()
+    for identity in (state.supervisor, *state.processes.values()):
+        assert "oracle" not in " ".join(psutil.Process(identity.pid).cmdline())

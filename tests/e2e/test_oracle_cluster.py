@@ -12,7 +12,8 @@ from baton.core import Sampling, SequenceSpec
 from baton.engine.oracle import OracleBackend
 from baton.errors import InvalidRequest, Overloaded, UnknownModel
 from baton.rpc.v1 import inference_pb2, inference_pb2_grpc
-from tests.e2e.conftest import HANDED_OVER, eventually
+from tests.support.cluster_process import HANDED_OVER
+from tests.support.waiting import eventually
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 
@@ -247,15 +248,15 @@ def test_a_full_queue_refuses_with_a_delay(module_home):
     """Its own cluster: one place to wait in, and decode room for one long request."""
     sets = [
         *SMALL,
-        "name=narrow",
         "router.queue.max_requests=1",
         "router.queue.max_wait_s=0.2",
         "decode.kv_memory=32KiB",
         "model.max_model_len=250",
     ]
-    config = module_home.path / "narrow.yaml"
-    config.write_text("ray: {address: none}\nprefill: {threads: 1}\ndecode: {threads: 1}\n")
-    with module_home.cluster(config, *sets) as narrow, narrow.client(max_retries=0) as client:
+    with (
+        module_home.cluster("configs/no-ray.yaml", *sets, name="narrow") as narrow,
+        narrow.client(max_retries=0) as client,
+    ):
         outcomes: list[int | str] = []
 
         def one(_):

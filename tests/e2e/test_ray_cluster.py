@@ -15,8 +15,9 @@ import redis
 
 from baton.errors import BatonError
 from baton.ledger.embedded import EmbeddedRedis
-from tests.e2e.conftest import ROOT, Cluster, eventually, is_zombie
 from tests.e2e.ray_support import RayNodes
+from tests.support.cluster_process import ROOT, ClusterProcess, is_zombie
+from tests.support.waiting import eventually
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300), pytest.mark.xdist_group("ray")]
 
@@ -166,5 +167,5 @@ def test_what_cannot_live_without_an_embedded_redis_ends_with_it(nodes, home, tm
     assert not any(nodes.actors(name) for name in nodes.nodes)
     home.baton("up", "-c", many.file, "--set", "redis.url=embedded", "--detach", check=True)
     assert all(nodes.actors(name) for name in nodes.nodes)
-    os.kill(Cluster(home, "many").state().supervisor.pid, signal.SIGKILL)
+    os.kill(ClusterProcess(home, "many").state().supervisor.pid, signal.SIGKILL)
     eventually(lambda: not any(nodes.actors(name) for name in nodes.nodes), within_s=30)

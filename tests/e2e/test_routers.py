@@ -14,7 +14,7 @@ from baton.errors import BatonError
 from baton.rpc.v1 import common_pb2
 from baton.rpc.v1 import inference_pb2 as pb
 from baton.rpc.v1.inference_pb2_grpc import InferenceStub
-from tests.e2e.conftest import eventually
+from tests.support.waiting import eventually
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 LONG = {"max_tokens": 800, "temperature": 0, "ignore_eos": True}

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from tests.e2e.conftest import Home
+from tests.support.cluster_process import Home
 
 ENDLESS = "import subprocess, sys, time\nprint(subprocess.Popen(sys.argv[1:]).pid, flush=True)\ntime.sleep(600)"
 

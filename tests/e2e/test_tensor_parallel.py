@@ -13,7 +13,8 @@ from baton.engine.generate import generate
 from baton.engine.model.build import load_model
 from baton.errors import BatonError
 from baton.tokenizer import load_tokenizer
-from tests.e2e.conftest import HANDED_OVER, eventually
+from tests.support.cluster_process import HANDED_OVER
+from tests.support.waiting import eventually
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 DEMO = Path(__file__).parents[2] / "models" / "demo"

@@ -19,8 +19,8 @@ from baton.engine.engine import Engine
 from baton.engine.model.build import load_model
 from baton.errors import InvalidRequest
 from baton.tokenizer import load_tokenizer
-from tests.e2e.conftest import HANDED_OVER, ROOT, eventually
-from tests.e2e.determinism_support import cluster_named
+from tests.support.cluster_process import HANDED_OVER, ROOT
+from tests.support.waiting import eventually
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240), pytest.mark.xdist_group("thinking")]
 COIN = ROOT / "models" / "coin"
@@ -221,19 +221,17 @@ def test_over_http(cluster):
     assert answer["usage"]["thinking_tokens"] > 0
 
 
-def test_a_model_that_does_not_think_refuses_by_name(module_home, tmp_path):
-    with cluster_named(module_home, tmp_path, "thoughtless") as running, running.client() as client:
+def test_a_model_that_does_not_think_refuses_by_name(module_home):
+    with module_home.cluster(name="thoughtless") as running, running.client() as client:
         eventually(lambda: len(client.cluster().workers) == 2, within_s=60)
         for field in ("thoughts", "think_while_decoding"):
             with pytest.raises(InvalidRequest, match=f"{field}: .*does not think"):
                 client.generate("The color of dog", **{field: True})
 
 
-def test_blocks_that_are_no_whole_chunks_are_refused_by_key(module_home, tmp_path):
-    config = tmp_path / "odd.yaml"
-    config.write_text((ROOT / "configs" / "no-ray.yaml").read_text().replace("name: no-ray", "name: odd"))
-    sets = ("--set", "model.path=models/coin", "--set", "decode.block_size=7")
-    refused = module_home.baton("up", "-c", config, *sets, "--detach")
+def test_blocks_that_are_no_whole_chunks_are_refused_by_key(module_home):
+    sets = ("--set", "name=odd", "--set", "model.path=models/coin", "--set", "decode.block_size=7")
+    refused = module_home.baton("up", "-c", "configs/no-ray.yaml", *sets, "--detach")
     assert refused.returncode != 0
     said = refused.stdout + refused.stderr + module_home.logs()
     assert "decode.block_size: must be a multiple of 2" in said

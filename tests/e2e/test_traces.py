@@ -14,7 +14,8 @@ from baton.rpc.v1 import common_pb2
 from baton.rpc.v1 import inference_pb2 as pb
 from baton.rpc.v1.inference_pb2_grpc import InferenceStub
 from baton.stages import Stage
-from tests.e2e.conftest import HANDED_OVER, ROOT, eventually
+from tests.support.cluster_process import HANDED_OVER, ROOT
+from tests.support.waiting import eventually
 from tests.unit.tracing.test_chrome import check, complete
 from tests.unit.tracing.test_otlp import PARENT, TRACE, WAIT_S, collectors, facts
 

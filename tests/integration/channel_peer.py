@@ -13,7 +13,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from contextlib import closing
 from pathlib import Path
 from typing import IO, Any
@@ -61,7 +60,7 @@ class Wire:
             self._writer.write(json.dumps(message) + "\n")
             self._writer.flush()
 
-    def hear(self, timeout: float = 20.0) -> dict[str, Any] | None:
+    def hear(self, timeout: float = 50.0) -> dict[str, Any] | None:
         return self.heard.get(timeout=timeout)
 
     def _read(self) -> None:
@@ -154,11 +153,10 @@ class Peer:
         """To the process."""
         os.kill(self.process.pid, number)
 
-    def kill(self) -> float:
-        """When it was dead."""
+    def kill(self) -> None:
+        """Returns when it is dead."""
         self.process.kill()
         self.process.wait()
-        return time.monotonic()
 
     def stop(self) -> None:
         """Kill it, and leave no thread and no pipe here."""

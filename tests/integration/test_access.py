@@ -34,22 +34,10 @@ from tests.integration.access_support import (
     methods_of,
     token_file,
 )
-from tests.integration.router_support import FakeWorker, clusters, ids_of, kinds, until
+from tests.support.in_process_router import FakeWorker, ids_of, kinds
+from tests.support.waiting import until
 
 C = grpc.StatusCode
-
-
-@pytest.fixture
-async def make():
-    async with clusters() as build:
-        yield build
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    made = tmp_path_factory.mktemp("tls") / "cluster"
-    certs(made, [], 30)
-    return made
 
 
 @pytest.fixture(scope="module")

@@ -22,9 +22,9 @@ from baton.cli.certs import certs
 from baton.config.security import TlsConfig
 from tests.integration.access_support import TOKENS, token_file
 from tests.integration.gateway_support import Alone, alone, tokens, two_words
-from tests.integration.router_support import clusters
 from tests.integration.test_sdk import soon
 from tests.integration.test_sdk_commands import Talking, run, talking
+from tests.support.in_process_router import clusters
 
 ROOT = Path(__file__).parents[2]
 

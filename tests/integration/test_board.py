@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 
 import pytest
 
@@ -18,17 +18,12 @@ from baton.ledger.embedded import EmbeddedRedis
 from baton.tokenizer import OracleTokenizer
 from router.floor import RouterSettings
 from router.server import Router, serve
-from tests.integration.ledger_support import PREFIXES, raw
-from tests.integration.router_support import FakeWorker, until
+from tests.support.in_process_router import FakeWorker
+from tests.support.redis_ledger import PREFIXES, raw
+from tests.support.waiting import until
 
 HERE = WorkerRef("prefill-0", Incarnation(3, 4), "127.0.0.1:1")
 ANY = "127.0.0.1:0"
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedRedis]:
-    with EmbeddedRedis.start(tmp_path_factory.mktemp("redis")) as running:
-        yield running
 
 
 @pytest.fixture

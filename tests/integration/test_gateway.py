@@ -14,19 +14,12 @@ from baton.tokenizer import OracleTokenizer
 from router.floor import RouterSettings
 from router.server import serve
 from tests.integration.gateway_support import raw
-from tests.integration.router_support import clusters, until
-from tests.support.time_factor import scaled
+from tests.support.waiting import until
 
 
 @pytest.fixture
-async def build():
-    async with clusters() as make:
-        yield make
-
-
-@pytest.fixture
-async def cluster(build):
-    return await build(http="127.0.0.1:0")
+async def cluster(make):
+    return await make(http="127.0.0.1:0")
 
 
 @pytest.fixture
@@ -41,13 +34,6 @@ def client_of(cluster):
 
 def text_of(count):
     return "".join(f"<{index}>" for index in range(count)) + "!"
-
-
-async def eventually(look, wanted):
-    async with asyncio.timeout(scaled(10)):
-        for _ in iter(int, 1):  # the health service looks every 0.1 s
-            if await look() == wanted:
-                return
 
 
 async def ask(client, prompt="hello", **options):
@@ -262,8 +248,8 @@ async def test_unknown_model(client):
     assert refused.value.code == "model_not_found"
 
 
-async def test_overload(build):
-    cluster = await build(http="127.0.0.1:0", queue_max_requests=1, blocks=1)
+async def test_overload(make):
+    cluster = await make(http="127.0.0.1:0", queue_max_requests=1, blocks=1)
     cluster.decode[0].gates["decode"].clear()
     async with client_of(cluster) as client:
         running = await stream(client)
@@ -292,23 +278,26 @@ async def test_models(client):
         await client.models.retrieve("org/other")
 
 
-async def test_operations(build):
-    cluster = await build(http="127.0.0.1:0", version="1.2.3")
+async def test_operations(make):
+    cluster = await make(http="127.0.0.1:0", version="1.2.3")
 
     async def get(path):
         status, _, body = await raw(cluster.router.http, "GET", path)
         return status, body.decode()
 
+    async def ready(wanted):
+        return await get("/ready") == wanted
+
     assert await get("/health") == (200, "ok\n")
     assert await get("/version") == (200, '{"version":"1.2.3"}')
     assert 'baton_build_info{cluster="test"' in (await get("/metrics"))[1]
-    await eventually(lambda: get("/ready"), (200, "ready\n"))
+    await until(lambda: ready((200, "ready\n")), "it is ready")
     await cluster.decode[0].kill()
-    await eventually(lambda: get("/ready"), (503, "not ready\n"))
+    await until(lambda: ready((503, "not ready\n")), "it is not")
 
 
-async def test_a_slow_reader_has_the_time_that_the_router_gives(build):
-    cluster = await build(http="127.0.0.1:0", client_stall_s=7.0)
+async def test_a_slow_reader_has_the_time_that_the_router_gives(make):
+    cluster = await make(http="127.0.0.1:0", client_stall_s=7.0)
     assert cluster.router._gateway._settings.patience.stall_s == 7.0
 
 

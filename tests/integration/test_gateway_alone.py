@@ -15,7 +15,7 @@ from baton.rpc.v1 import inference_pb2 as pb
 from baton.telemetry import Metrics
 from router.gateway.respond import Patience
 from tests.integration.gateway_support import alone, completed, finished, tokens, two_words
-from tests.integration.router_support import until
+from tests.support.waiting import until
 
 HELLO = [{"role": "user", "content": "hello"}]
 

@@ -11,18 +11,13 @@ import pytest
 from baton.limits import MAX_WATCHERS
 from tests.integration.access_support import TOKENS, WRONG_TOKEN, token_file
 from tests.integration.gateway_support import alone, raw
-from tests.integration.router_support import at, clusters, until
+from tests.support.in_process_router import at
+from tests.support.waiting import until
 
 
 @pytest.fixture
-async def build():
-    async with clusters() as make:
-        yield make
-
-
-@pytest.fixture
-async def cluster(build):
-    return await build(http="127.0.0.1:0")
+async def cluster(make):
+    return await make(http="127.0.0.1:0")
 
 
 @asynccontextmanager
@@ -121,16 +116,16 @@ TOKEN_CASES = [(None, 401), (WRONG_TOKEN, 401), (TOKENS["alice"], 403)]
 
 @pytest.mark.parametrize("path", ["/live", "/live/trace/x"])
 @pytest.mark.parametrize(("token", "status"), TOKEN_CASES)
-async def test_an_admin_s_token_is_needed(build, tmp_path, path, token, status):
-    cluster = await build(http="127.0.0.1:0", tokens=token_file(tmp_path / "tokens"))
+async def test_an_admin_s_token_is_needed(make, tmp_path, path, token, status):
+    cluster = await make(http="127.0.0.1:0", tokens=token_file(tmp_path / "tokens"))
     headers = {"authorization": f"Bearer {token}"} if token else {}
     found, _, error = await get(cluster, path, host="public.example", **headers)
     assert found == status
     assert "router-" not in str(error)
 
 
-async def test_who_watches_and_loses_the_token_sees_no_more(build, tmp_path):
-    cluster = await build(http="127.0.0.1:0", tokens=token_file(tmp_path / "tokens"))
+async def test_who_watches_and_loses_the_token_sees_no_more(make, tmp_path):
+    cluster = await make(http="127.0.0.1:0", tokens=token_file(tmp_path / "tokens"))
     async with watching(cluster, more=f"authorization: Bearer {TOKENS['admin']}\r\n") as following:
         assert (await following())["status"]["router_id"]
         (tmp_path / "tokens").write_text("tokens: [{token: somebody-else-0123456789, tenant: new}]")
@@ -140,9 +135,9 @@ async def test_who_watches_and_loses_the_token_sees_no_more(build, tmp_path):
                 pass
 
 
-async def test_with_an_admin_s_token_any_name_will_do(build, tmp_path):
+async def test_with_an_admin_s_token_any_name_will_do(make, tmp_path):
     """Whoever leads a browser here under a name of their own does not have the token."""
-    cluster = await build(http="127.0.0.1:0", tokens=token_file(tmp_path / "tokens"))
+    cluster = await make(http="127.0.0.1:0", tokens=token_file(tmp_path / "tokens"))
     status, _, error = await get(cluster, "/live/trace/x", "public.example", authorization=f"Bearer {TOKENS['admin']}")
     assert (status, error["code"]) == (404, "not_found")
 

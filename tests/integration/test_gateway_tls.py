@@ -10,23 +10,8 @@ import urllib.request
 
 import pytest
 
-from baton.cli.certs import certs
 from baton.config.security import TlsConfig
 from tests.integration.access_support import TOKENS, token_file
-from tests.integration.router_support import clusters
-
-
-@pytest.fixture
-async def make():
-    async with clusters() as build:
-        yield build
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    made = tmp_path_factory.mktemp("tls") / "cluster"
-    certs(made, [], 30)
-    return made
 
 
 @pytest.fixture

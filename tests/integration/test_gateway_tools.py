@@ -16,7 +16,6 @@ from baton.grammar import Grammars
 from baton.tokenizer import OracleTokenizer
 from router.gateway.respond import Patience
 from tests.integration.gateway_support import EOS, LENGTH, VOCABULARY, alone, any_text, completed, finished, tokens
-from tests.integration.router_support import clusters
 
 HELLO = [{"role": "user", "content": "How is the weather?"}]
 PARAMETERS = {
@@ -41,12 +40,11 @@ async def gateway():
 
 
 @pytest.fixture
-async def routed():
+async def routed(make):
     """A real router, whose model has a plain template."""
-    async with clusters() as build:
-        cluster = await build(http="127.0.0.1:0")
-        async with AsyncOpenAI(base_url=f"http://{cluster.router.http}/v1", api_key="k", max_retries=0) as client:
-            yield SimpleNamespace(client=client)
+    cluster = await make(http="127.0.0.1:0")
+    async with AsyncOpenAI(base_url=f"http://{cluster.router.http}/v1", api_key="k", max_retries=0) as client:
+        yield SimpleNamespace(client=client)
 
 
 def saying(text, reason=EOS, size=5, choices=1):

@@ -4,7 +4,6 @@ import asyncio
 import os
 import signal
 import threading
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -177,7 +176,7 @@ def test_a_reply_that_nobody_can_take_ends_the_channel(processes) -> None:
 
 
 def test_a_receiver_killed_mid_push_and_its_successor(processes) -> None:
-    wide = Prefill(WIDE)
+    wide = Prefill(WIDE, deadline_s=600.0)  # longer than this test may take: the death itself is seen
     try:
         receiver = Receiver("--frame-size", str(WIDE.layer_block_bytes), layout=WIDE)
         processes.append(receiver)
@@ -185,9 +184,7 @@ def test_a_receiver_killed_mid_push_and_its_successor(processes) -> None:
         handoffs = [wide.push(f"r{n}", 60 * 16, range(60), receiver.ref, chunk=256) for n in range(20)]
         assert isinstance(wide.reports.wait(handoffs[0]), PushResult)  # the others are under way
         receiver.kill()
-        killed = time.monotonic()
-        outcomes = [wide.reports.wait(handoff, 3) for handoff in handoffs]
-        assert time.monotonic() - killed < 2
+        outcomes = [wide.reports.wait(handoff, 30) for handoff in handoffs]
         assert isinstance(outcomes[-1], ChannelBroken)
         assert all(isinstance(outcome, PushResult | ChannelBroken) for outcome in outcomes)
         successor = Receiver("--frame-size", "65536", counter=3, layout=WIDE)

@@ -12,7 +12,7 @@ import ssl
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
-from baton.clock import Clock, FakeClock, SystemClock
+from baton.clock import FakeClock, SystemClock
 from baton.core import HandoffId, Incarnation, WorkerRef
 from baton.errors import LedgerError
 from baton.ledger import embedded
@@ -32,36 +32,12 @@ from baton.ledger.connection import COMMANDS
 from baton.ledger.embedded import EmbeddedRedis, server_binary
 from baton.ledger.ledger import Ledger
 from baton.ledger.ownership import OwnershipLog, OwnershipStore, OwnershipTable, RecordState, Write
-from tests.integration.ledger_support import LONG_LEASE_S, PREFIXES, info_of, order, password_of, raw, registered, until
+from tests.support.redis_ledger import LONG_LEASE_S, PREFIXES, info_of, order, password_of, raw, registered
+from tests.support.waiting import until
 
 RESERVED, PREPARED, COMMITTED, ABORTED, RELEASED = RecordState
 
 Connect = Callable[..., Awaitable[Ledger]]
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedRedis]:
-    with EmbeddedRedis.start(tmp_path_factory.mktemp("redis")) as running:
-        yield running
-
-
-@pytest.fixture
-async def connect(server: EmbeddedRedis) -> AsyncIterator[Connect]:
-    """A function that opens a ledger, under the test's own prefix, and closes it after the test."""
-    prefix, opened = next(PREFIXES), []
-
-    async def make(url: str = server.url, lease_s: float = LONG_LEASE_S, clock: Clock | None = None) -> Ledger:
-        opened.append(await Ledger.connect(url, prefix, lease_s, clock or SystemClock()))
-        return opened[-1]
-
-    yield make
-    for ledger in opened:
-        await ledger.close()
-
-
-@pytest.fixture
-async def ledger(connect: Connect) -> Ledger:
-    return await connect()
 
 
 # --- incarnations ----------------------------------------------------------------------------------------------------
@@ -196,35 +172,40 @@ async def test_a_damaged_or_foreign_record_is_left_out(ledger, server):
 # --- connection ------------------------------------------------------------------------------------------------------
 
 
-async def refused(url: str) -> tuple[str, float]:
-    began = time.monotonic()
+@pytest.fixture
+def patient(monkeypatch):
+    """No test lives as long as it takes until a connection is given up."""
+    monkeypatch.setattr("baton.ledger.connection.CONNECT_TIMEOUT_S", 600.0)
+
+
+async def refused(url: str) -> str:
     with pytest.raises(LedgerError) as caught:
         await Ledger.connect(url, "baton:x", LONG_LEASE_S, SystemClock())
-    return str(caught.value), time.monotonic() - began
+    return str(caught.value)
 
 
+@pytest.mark.usefixtures("patient")
 async def test_wrong_password(server):
-    message, took = await refused(f"redis://:wrong-secret@127.0.0.1:{server.port}/0")
+    message = await refused(f"redis://:wrong-secret@127.0.0.1:{server.port}/0")
     assert f"127.0.0.1:{server.port}" in message
     assert "AuthenticationError" in message
     assert "wrong-secret" not in message
-    assert took < 5
 
 
 async def test_no_password(server):
-    message, _ = await refused(f"redis://127.0.0.1:{server.port}/0")
+    message = await refused(f"redis://127.0.0.1:{server.port}/0")
     assert "Authentication required" in message
 
 
+@pytest.mark.usefixtures("patient")
 async def test_nobody_listens():
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))  # bound, not listening: connections are refused
         port = taken.getsockname()[1]
-        message, took = await refused(f"redis://:secret@127.0.0.1:{port}/0")
+        message = await refused(f"redis://:secret@127.0.0.1:{port}/0")
     assert f"127.0.0.1:{port}" in message
     assert "refused" in message or "Connect call failed" in message
     assert "secret" not in message
-    assert took < 5
 
 
 async def test_a_listener_that_never_answers(monkeypatch):
@@ -232,9 +213,8 @@ async def test_a_listener_that_never_answers(monkeypatch):
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
         silent.listen()
-        message, took = await refused(f"redis://:secret@127.0.0.1:{silent.getsockname()[1]}/0")
+        message = await refused(f"redis://:secret@127.0.0.1:{silent.getsockname()[1]}/0")
     assert "TimeoutError: no answer in time" in message
-    assert took < 2
 
 
 async def test_a_lost_redis_is_a_ledger_error_and_its_return_is_noticed(tmp_path):
@@ -334,7 +314,7 @@ async def test_tls_with_an_authority_of_ones_own(server, connect, certificate):
         info = await registered(ledger)
         assert await ledger.workers() == [info]
         await ledger.close()
-        message, _ = await refused(url)
+        message = await refused(url)
         assert "certificate" in message.lower()
 
 
@@ -652,10 +632,8 @@ def test_a_server_that_never_answers_is_ended(tmp_path, monkeypatch):
         return spawned[-1]
 
     monkeypatch.setattr(embedded, "_spawn", kept)
-    began = time.monotonic()
     with pytest.raises(LedgerError, match="did not answer in time"):
-        EmbeddedRedis.start(tmp_path, deadline_s=0.3, binary=program(tmp_path, "exec sleep 60"))
-    assert time.monotonic() - began < 5
+        EmbeddedRedis.start(tmp_path, deadline_s=0.3, binary=program(tmp_path, "exec sleep 600"))
     assert [process.returncode for process in spawned] == [-signal.SIGTERM]
 
 

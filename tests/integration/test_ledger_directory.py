@@ -8,7 +8,7 @@ import os
 import random
 import signal
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
@@ -24,28 +24,14 @@ from baton.ledger.directory_view import DirectoryView
 from baton.ledger.embedded import EmbeddedRedis
 from baton.ledger.ledger import Ledger
 from baton.ledger.prefix_map import Change, Holder
-from tests.integration import ledger_support as support
-from tests.integration.ledger_support import LONG_LEASE_S, raw, registered
+from tests.support import redis_ledger as support
+from tests.support.redis_ledger import LONG_LEASE_S, raw, registered
+from tests.support.waiting import until
 
 DIGESTS = [n.to_bytes(2, "big") * 16 for n in range(5000)]
 
 
-@pytest.fixture(autouse=True)
-def without_pauses(monkeypatch):
-    monkeypatch.setattr(directory_log, "INTERVAL_S", 0.0)
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedRedis]:
-    with EmbeddedRedis.start(tmp_path_factory.mktemp("redis")) as running:
-        yield running
-
-
-@pytest.fixture
-async def ledger(server: EmbeddedRedis) -> AsyncIterator[Ledger]:
-    made = await Ledger.connect(server.url, next(support.PREFIXES), LONG_LEASE_S, SystemClock())
-    yield made
-    await made.close()
+pytestmark = pytest.mark.usefixtures("without_pauses")
 
 
 def holder_of(info: WorkerInfo) -> Holder:
@@ -79,14 +65,14 @@ async def test_a_router_that_starts_late_knows_all_and_one_that_follows_is_told(
 
     async with following(view):
         logs[1].note(DIGESTS[10:20])
-        await support.until(lambda: says({holder_of(one): 5000, holder_of(two): 20}))
+        await until(lambda: says({holder_of(one): 5000, holder_of(two): 20}))
         logs[0].note([], DIGESTS[100:])
-        await support.until(lambda: says({holder_of(one): 100, holder_of(two): 20}))
+        await until(lambda: says({holder_of(one): 100, holder_of(two): 20}))
         replaced = await registered(ledger, "prefill-1")
         newer = DirectoryLog(ledger, replaced.ref)
         newer.note(DIGESTS[:3])
         await newer.flush()
-        await support.until(lambda: has(view, holder_of(replaced), 3))
+        await until(lambda: has(view, holder_of(replaced), 3))
     await view.compare()
     assert view.holders(DIGESTS) == {holder_of(one): 100, holder_of(replaced): 3}
     for log in (*logs, newer):
@@ -168,7 +154,7 @@ async def test_a_dead_workers_blocks_expire_and_a_live_ones_do_not(ledger, serve
         await view.compare()
         return set(view.holders(DIGESTS)) == {holder_of(live)}
 
-    await support.until(gone)
+    await until(gone)
     assert not raw(server).exists(ledger.connection.key("blocks", "prefill-0"))
     await log.close()
 
@@ -241,7 +227,7 @@ async def test_a_redis_that_is_killed_and_comes_back_empty(tmp_path, monkeypatch
     log.note(DIGESTS[:100])
     await log.flush()
     async with following(view):
-        await support.until(lambda: has(view, holder_of(info), 100))
+        await until(lambda: has(view, holder_of(info), 100))
         os.kill(server.pid, signal.SIGKILL)
         server.stop()
         log.note(DIGESTS[100:110], DIGESTS[90:100])
@@ -253,7 +239,7 @@ async def test_a_redis_that_is_killed_and_comes_back_empty(tmp_path, monkeypatch
         with EmbeddedRedis.start(tmp_path, port=server.port, password=password):
             assert await ledger.register(info)
             await log.flush()
-            await support.until(lambda: has(view, holder_of(info), 110))
+            await until(lambda: has(view, holder_of(info), 110))
             await log.close()
     await ledger.close()
 

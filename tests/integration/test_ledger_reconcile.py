@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, MutableMapping
+from collections.abc import Awaitable, Callable, MutableMapping
 from dataclasses import replace
 from typing import Any
 
@@ -19,31 +19,12 @@ from baton.ledger.embedded import EmbeddedRedis
 from baton.ledger.ledger import Ledger
 from baton.ledger.ownership import OwnershipLog, OwnershipStore, RecordState
 from baton.worker.lease import Lease
-from tests.integration import ledger_support as support
-from tests.integration.ledger_support import LONG_LEASE_S, info_of, order, raw, registered
+from tests.support import redis_ledger as support
+from tests.support.redis_ledger import LONG_LEASE_S, info_of, order, raw, registered
+from tests.support.waiting import until
 
 RESERVED, PREPARED, COMMITTED, ABORTED, RELEASED = RecordState
 Connect = Callable[..., Awaitable[Ledger]]
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedRedis]:
-    with EmbeddedRedis.start(tmp_path_factory.mktemp("redis")) as running:
-        yield running
-
-
-@pytest.fixture
-async def connect(server: EmbeddedRedis) -> AsyncIterator[Connect]:
-    """A function that opens a ledger of a process that knows nothing yet, under the test's own prefix."""
-    prefix, opened = next(support.PREFIXES), []
-
-    async def make(lease_s: float = LONG_LEASE_S) -> Ledger:
-        opened.append(await Ledger.connect(server.url, prefix, lease_s, SystemClock()))
-        return opened[-1]
-
-    yield make
-    for ledger in opened:
-        await ledger.close()
 
 
 def wipe(server: EmbeddedRedis, ledger: Ledger) -> None:
@@ -76,7 +57,7 @@ async def test_looking_at_an_empty_store_starts_nothing(connect, server):
 
 @pytest.mark.parametrize("how", ["renew", "workers", "register", "mint"])
 async def test_whoever_knows_more_than_the_store_starts_the_next_epoch_and_its_grace(connect, server, how):
-    ledger = await connect(0.2 if how == "mint" else LONG_LEASE_S)
+    ledger = await connect(lease_s=0.2 if how == "mint" else LONG_LEASE_S)
     info = await registered(ledger)
     wipe(server, ledger)
     match how:
@@ -96,7 +77,7 @@ async def test_whoever_knows_more_than_the_store_starts_the_next_epoch_and_its_g
 
 async def test_after_a_loss_a_new_incarnation_waits_one_lease_time_unless_its_place_was_entered_again(connect, server):
     lease_s = 0.8
-    live, fresh = await connect(lease_s), await connect(lease_s)
+    live, fresh = await connect(lease_s=lease_s), await connect(lease_s=lease_s)
     info = await registered(live)
     wipe(server, live)
     assert await live.register(info)
@@ -114,7 +95,7 @@ async def test_after_a_loss_a_new_incarnation_waits_one_lease_time_unless_its_pl
 
 async def test_what_is_minted_after_a_loss_is_later_than_all_who_live(connect, server):
     """Why there is a grace: the first who speaks need not be the one who knows the highest epoch."""
-    other, live, fresh = [await connect(0.5) for _ in range(3)]
+    other, live, fresh = [await connect(lease_s=0.5) for _ in range(3)]
     low = await registered(other, "prefill-0")
     high = replace(low.ref.incarnation, epoch=low.ref.incarnation.epoch + 10**12)
     assert await live.register(info_of(high))
@@ -122,7 +103,7 @@ async def test_what_is_minted_after_a_loss_is_later_than_all_who_live(connect, s
     assert await other.workers() == []
     with structlog.testing.capture_logs() as logged:
         minting = asyncio.create_task(fresh.mint("decode-1"))
-        await support.until(lambda: waits(logged))
+        await until(lambda: waits(logged))
     assert await live.register(info_of(high))
     assert order(await minting) > order(high)
 
@@ -148,7 +129,7 @@ async def test_a_loss_that_a_newcomer_hid_is_noticed_by_the_first_who_enters_aga
 
 
 async def test_an_older_copy_of_the_store_does_not_mint_twice(connect, server):
-    live, fresh = await connect(0.1), await connect(0.1)
+    live, fresh = await connect(lease_s=0.1), await connect(lease_s=0.1)
     minted = [await live.mint() for _ in range(5)]
     raw(server).set(live.connection.key("counter"), 2)
     assert await live.workers() == []

@@ -19,15 +19,16 @@ import pytest
 from baton.clock import SystemClock
 from baton.core import HandoffId, Incarnation
 from baton.errors import LedgerError
-from baton.ledger import connection, directory_log
+from baton.ledger import connection
 from baton.ledger.connection import COMMANDS, Connection
 from baton.ledger.directory_log import DirectoryLog
 from baton.ledger.directory_view import DirectoryView
 from baton.ledger.embedded import EmbeddedRedis, server_binary
 from baton.ledger.ledger import Ledger
 from baton.ledger.ownership import OwnershipLog, OwnershipStore, RecordState
-from tests.integration import ledger_support as support
-from tests.integration.ledger_support import info_of, password_of, raw, registered
+from tests.support import redis_ledger as support
+from tests.support.redis_ledger import info_of, password_of, raw, registered
+from tests.support.waiting import until
 
 LEASE_S = 0.3
 DIGESTS = [bytes([n]) * 32 for n in range(20)]
@@ -52,9 +53,7 @@ def server(binary: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[E
         yield running
 
 
-@pytest.fixture(autouse=True)
-def without_pauses(monkeypatch):
-    monkeypatch.setattr(directory_log, "INTERVAL_S", 0.0)
+pytestmark = pytest.mark.usefixtures("without_pauses")
 
 
 async def everything(url: str, prefix: str) -> None:
@@ -81,7 +80,7 @@ async def everything(url: str, prefix: str) -> None:
     blocks.note(DIGESTS)
     blocks.note(DIGESTS, DIGESTS)
     await told()
-    await support.until(seen)
+    await until(seen)
     over = await store.read("over")
     assert over is not None
     assert over.state is RecordState.RELEASED
@@ -89,7 +88,7 @@ async def everything(url: str, prefix: str) -> None:
     assert not await worker.renew(info.ref, 2)
     assert await worker.register(info)
     await told()
-    await support.until(seen)
+    await until(seen)
     assert (await router.mint("prefill-0")).epoch > info.ref.incarnation.epoch  # after the grace
     held = await store.records_of("decode-0", info.ref.incarnation)
     assert [(record.handoff, record.state) for record in held] == [(HandoffId("live", 1), RecordState.COMMITTED)]

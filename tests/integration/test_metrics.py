@@ -20,16 +20,9 @@ from baton.rpc.v1 import inference_pb2 as pb
 from baton.telemetry.labels import LABELS, values
 from router import scraped
 from tests.integration.gateway_support import raw
-from tests.integration.router_support import clusters
 
 TEXT = "zebra"  # in all that the clients say
 ROUNDS = 60
-
-
-@pytest.fixture
-async def make():
-    async with clusters() as build:
-        yield build
 
 
 async def series(cluster):

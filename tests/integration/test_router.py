@@ -39,12 +39,11 @@ from baton.rpc.v1.inference_pb2_grpc import InferenceStub
 from baton.tokenizer import OracleTokenizer
 from router.link import WorkerLink
 from router.server import SERVICE, serve
-from tests.integration.router_support import (
+from tests.support.in_process_router import (
     STATES,
-    Cluster,
     FakeWorker,
+    InProcessCluster,
     at,
-    clusters,
     event,
     expected,
     finish,
@@ -53,14 +52,8 @@ from tests.integration.router_support import (
     released,
     spied,
     token_at,
-    until,
 )
-
-
-@pytest.fixture
-async def make():
-    async with clusters() as build:
-        yield build
+from tests.support.waiting import until
 
 
 async def test_one_request_from_accepted_to_completed(make):
@@ -664,7 +657,7 @@ async def test_a_conversation_becomes_a_prompt(make):
         raise from_rpc_error(caught.value)
 
 
-async def health_is(cluster: Cluster, service: str, wanted: int):
+async def health_is(cluster: InProcessCluster, service: str, wanted: int):
     stub: Any = health_pb2_grpc.HealthStub(cluster.channel)
     watch = stub.Watch(health_pb2.HealthCheckRequest(service=service))
     async with asyncio.timeout(10):

@@ -11,13 +11,8 @@ from grpc_status import rpc_status
 
 from baton.errors import DeadlineExceeded, Overloaded
 from baton.rpc.v1 import worker_pb2
-from tests.integration.router_support import at, clusters, ids_of, until
-
-
-@pytest.fixture
-async def make():
-    async with clusters() as build:
-        yield build
+from tests.support.in_process_router import at, ids_of
+from tests.support.waiting import until
 
 
 async def waits(cluster, count, **kwargs):

@@ -6,19 +6,14 @@ import pytest
 
 from baton.errors import EngineFault
 from baton.rpc.v1 import worker_pb2
-from tests.integration.router_support import Cluster, at, clusters, expected, ids_of, kinds, until
+from tests.support.in_process_router import InProcessCluster, at, expected, ids_of, kinds
+from tests.support.waiting import until
 
 PROMPT = [1, 2, 3]
 ANSWER = [expected(PROMPT, index) for index in range(8)]
 
 
-@pytest.fixture
-async def make():
-    async with clusters() as build:
-        yield build
-
-
-def commands(cluster: Cluster, number: int = 0) -> list[str]:
+def commands(cluster: InProcessCluster, number: int = 0) -> list[str]:
     return [kind for kind, _ in cluster.decode[number].commands]
 
 

@@ -18,16 +18,11 @@ from baton.rpc.v1 import inference_pb2 as pb
 from baton.rpc.v1.inference_pb2_grpc import InferenceStub
 from baton.tokenizer import OracleTokenizer
 from router.server import serve
-from tests.integration.router_support import Cluster, clusters, expected, kinds, spied, until
+from tests.support.in_process_router import InProcessCluster, expected, kinds, spied
+from tests.support.waiting import until
 
 PROMPT, MOST, SEEN = [1, 2, 3], 12, 4
 ANSWER = [expected(PROMPT, index) for index in range(MOST)]
-
-
-@pytest.fixture
-async def make():
-    async with clusters() as build:
-        yield build
 
 
 def asked(**fields) -> pb.GenerateRequest:
@@ -40,7 +35,7 @@ def asked(**fields) -> pb.GenerateRequest:
 class Second:
     """Another router over the same workers; `records`: what the ledger says of streams."""
 
-    def __init__(self, cluster: Cluster, records: Mapping[str, OwnershipRecord | LedgerError]) -> None:
+    def __init__(self, cluster: InProcessCluster, records: Mapping[str, OwnershipRecord | LedgerError]) -> None:
         self._cluster, self._records = cluster, records
         self.looked_for: list[str] = []
 
@@ -71,12 +66,12 @@ class Second:
         return await self._cluster.answer(self.stub.Resume(message))
 
 
-def record(cluster: Cluster, handoff: HandoffId, worker: int = 0) -> OwnershipRecord:
+def record(cluster: InProcessCluster, handoff: HandoffId, worker: int = 0) -> OwnershipRecord:
     ref = cluster.decode[worker].info.ref
     return OwnershipRecord(handoff, RecordState.COMMITTED, ref.worker_id, ref.incarnation, "router-gone")
 
 
-async def left(cluster: Cluster, request: pb.GenerateRequest, n: int = 1) -> str:
+async def left(cluster: InProcessCluster, request: pb.GenerateRequest, n: int = 1) -> str:
     """A stream whose router leaves after some tokens; its name. Its worker has more, but not all, and holds still."""
     decode = cluster.decode[0]
     decode.hold_at = SEEN + 3

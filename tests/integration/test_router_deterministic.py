@@ -14,17 +14,12 @@ from baton.engine.prefix import Chain, scope_key
 from baton.errors import InvalidRequest, NoWorker
 from baton.rpc.v1 import common_pb2
 from baton.rpc.v1 import inference_pb2 as pb
-from tests.integration.router_support import LAYOUT, FakeWorker, clusters, expected, ids_of, kinds, until
+from tests.support.in_process_router import LAYOUT, FakeWorker, expected, ids_of, kinds
+from tests.support.waiting import until
 
 PROMPT = list(range(1, 41))
 ANSWER = [expected(PROMPT, index) for index in range(8)]
 ALL_X = dict.fromkeys(("prefill-0", "prefill-1", "decode-0", "decode-1"), "x")
-
-
-@pytest.fixture
-async def make():
-    async with clusters() as build:
-        yield build
 
 
 def digest_of(*answers, temperature=1.0, seed=5):

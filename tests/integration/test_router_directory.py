@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
 from typing import cast
 
@@ -12,38 +11,20 @@ import pytest
 from baton.clock import SystemClock
 from baton.core import Role, Sampling, SequenceSpec, WorkerRef
 from baton.engine.prefix import Chain, scope_key
-from baton.ledger import directory_log
 from baton.ledger.directory_log import DirectoryLog
 from baton.ledger.directory_view import DirectoryView
-from baton.ledger.embedded import EmbeddedRedis
 from baton.ledger.ledger import Ledger
 from router.claim import Wish
 from router.link import WorkerLink
 from router.policy import POLICIES
 from router.workers import WorkerPool
-from tests.integration import ledger_support as support
-from tests.integration.ledger_support import LONG_LEASE_S, until
+from tests.support.waiting import until
 from tests.unit.router import fakes
 
 SPEC = SequenceSpec(tuple(range(200)), Sampling())
 
 
-@pytest.fixture(autouse=True)
-def without_pauses(monkeypatch):
-    monkeypatch.setattr(directory_log, "INTERVAL_S", 0.0)
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedRedis]:
-    with EmbeddedRedis.start(tmp_path_factory.mktemp("redis")) as running:
-        yield running
-
-
-@pytest.fixture
-async def ledger(server: EmbeddedRedis) -> AsyncIterator[Ledger]:
-    made = await Ledger.connect(server.url, next(support.PREFIXES), LONG_LEASE_S, SystemClock())
-    yield made
-    await made.close()
+pytestmark = pytest.mark.usefixtures("without_pauses")
 
 
 async def registered(ledger: Ledger, role: Role, name: str, block_size: int) -> fakes.FakeLink:

@@ -18,15 +18,10 @@ from baton.rpc.v1 import inference_pb2 as pb
 from baton.rpc.v1.inference_pb2_grpc import InferenceStub
 from tests.integration.access_support import ask, bearer, methods_of, token_file
 from tests.integration.gateway_support import raw
-from tests.integration.router_support import at, clusters, until
+from tests.support.in_process_router import at
+from tests.support.waiting import until
 
 CALLERS = 8
-
-
-@pytest.fixture
-async def make():
-    async with clusters() as build:
-        yield build
 
 
 @pytest.fixture

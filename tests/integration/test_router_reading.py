@@ -19,7 +19,7 @@ from baton.tokenizer import OracleTokenizer
 from router.floor import RouterSettings
 from router.server import serve
 from tests.integration.access_support import bearer, token_file
-from tests.integration.router_support import until
+from tests.support.waiting import until
 
 LARGE = "x" * 5000
 

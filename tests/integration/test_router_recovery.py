@@ -19,29 +19,22 @@ from baton.engine.prefix import Chain, scope_key
 from baton.errors import BatonError, Cancelled, NoWorker, WorkerLost
 from baton.rpc.v1 import inference_pb2 as pb
 from baton.rpc.v1 import worker_pb2
-from tests.integration.router_support import (
+from tests.support.in_process_router import (
     LAYOUT,
-    Cluster,
     FakeWorker,
+    InProcessCluster,
     at,
-    clusters,
     event,
     expected,
     ids_of,
     kinds,
-    until,
 )
+from tests.support.waiting import until
 
 PROMPT = [1, 2, 3]
 ANSWER = [expected(PROMPT, index) for index in range(8)]
 HELD = worker_pb2.Failed(kind="ChannelBroken", message="cut", held=True)
 MISMATCH = worker_pb2.Failed(kind="DigestMismatch", message="not what was sent")
-
-
-@pytest.fixture
-async def make():
-    async with clusters() as build:
-        yield build
 
 
 def attempts_of(worker: FakeWorker, *wanted: str) -> list[tuple[str, int]]:
@@ -54,7 +47,7 @@ def recovered(events: list[pb.GenerateEvent]) -> list[tuple[int, str]]:
     return [(item.attempt, item.reason) for item in found]
 
 
-async def finishes(cluster: Cluster, call, *reasons: str) -> pb.Completed:
+async def finishes(cluster: InProcessCluster, call, *reasons: str) -> pb.Completed:
     """The right answer, after losses for these reasons; then nobody holds anything."""
     events = await cluster.answer(call)
     assert ids_of(events) == ANSWER
@@ -376,7 +369,7 @@ async def test_only_failures_are_counted(make):
 # --- while its KV is held
 
 
-async def waiting_with_kv(cluster: Cluster, state: str):
+async def waiting_with_kv(cluster: InProcessCluster, state: str):
     """A request whose decode worker was lost, and whose KV is held at `prefill[0]`, standing still in `state`."""
     prefill, second = cluster.prefill[0], cluster.decode[1]
     if state == "fencing":

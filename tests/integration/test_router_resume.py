@@ -19,7 +19,8 @@ from baton.rpc.v1 import inference_pb2 as pb
 from baton.tokenizer import OracleTokenizer
 from router.call import Call, seed_of
 from router.service import Inference
-from tests.integration.router_support import LAYOUT, Cluster, at, clusters, expected, ids_of, kinds, until
+from tests.support.in_process_router import LAYOUT, InProcessCluster, at, expected, ids_of, kinds
+from tests.support.waiting import until
 
 PROMPT = [1, 2, 3]
 MOST = 2 * LAYOUT.block_size + 1
@@ -27,18 +28,12 @@ ANSWER = [expected(PROMPT, index) for index in range(MOST)]
 EDGE = LAYOUT.block_size - len(PROMPT)
 
 
-@pytest.fixture
-async def make():
-    async with clusters() as build:
-        yield build
-
-
 def asked(most: int = MOST, **fields) -> pb.GenerateRequest:
     sampling = common_pb2.Sampling(max_tokens=most)
     return pb.GenerateRequest(token_ids=common_pb2.TokenIds(ids=PROMPT), sampling=sampling, **fields)
 
 
-async def resume(cluster: Cluster, request: pb.GenerateRequest, *received: list[int], name: str = "earlier"):
+async def resume(cluster: InProcessCluster, request: pb.GenerateRequest, *received: list[int], name: str = "earlier"):
     message = pb.ResumeRequest(request_id=name, request=request)
     message.received.extend(common_pb2.TokenIds(ids=ids) for ids in received)
     return await cluster.answer(cluster.stub.Resume(message))

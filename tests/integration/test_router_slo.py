@@ -4,14 +4,6 @@ import asyncio
 
 import pytest
 
-from tests.integration.router_support import clusters
-
-
-@pytest.fixture
-async def make():
-    async with clusters() as build:
-        yield build
-
 
 async def counted(cluster):
     """Requests that met it, and that did not."""

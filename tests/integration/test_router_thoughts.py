@@ -12,31 +12,24 @@ from baton.engine.prefix import Chain, scope_key
 from baton.errors import EngineFault, InvalidRequest, WorkerLost
 from baton.rpc.v1 import common_pb2, worker_pb2
 from baton.rpc.v1 import inference_pb2 as pb
-from tests.integration.router_support import (
+from tests.integration.test_router_attach import Second, left, record, tokens_of
+from tests.integration.test_router_attach import asked as resumable
+from tests.support.in_process_router import (
     LAYOUT,
-    Cluster,
+    InProcessCluster,
     at,
-    clusters,
     event,
     expected,
     ids_of,
     kinds,
     thought,
-    until,
 )
-from tests.integration.test_router_attach import Second, left, record, tokens_of
-from tests.integration.test_router_attach import asked as resumable
+from tests.support.waiting import until
 
 C = 4
 PROMPT = list(range(1, 15))  # 3 chunks, and 2 tokens more
 ANSWER = [expected(PROMPT, index) for index in range(8)]
 ALL_X = dict.fromkeys(("prefill-0", "prefill-1", "decode-0", "decode-1"), "x")
-
-
-@pytest.fixture
-async def make():
-    async with clusters() as build:
-        yield build
 
 
 def told(events: list[pb.GenerateEvent], choice: int = 0) -> list[int]:
@@ -52,7 +45,7 @@ def counted(*chunks: int) -> int:
     return sum(len(thought(chunk)) for chunk in chunks)
 
 
-async def ask(cluster: Cluster, **fields) -> list[pb.GenerateEvent]:
+async def ask(cluster: InProcessCluster, **fields) -> list[pb.GenerateEvent]:
     return await cluster.generate(PROMPT, **{"thoughts": True, **fields})
 
 

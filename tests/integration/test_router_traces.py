@@ -22,18 +22,13 @@ from baton.stages import Stage
 from router.floor import Floor, RouterSettings
 from router.link import Mailbox
 from router.parse import parse
-from tests.integration.router_support import Cluster, FakeWorker, at, clusters, ids_of, until
+from tests.support.in_process_router import FakeWorker, InProcessCluster, at, ids_of
+from tests.support.waiting import until
 from tests.unit.tracing.test_otlp import collectors
 
 STAGES = [stage.value for stage in Stage]
 TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 SAMPLED, UNSAMPLED = (("traceparent", f"00-{TRACE}-{PARENT}-{flags}") for flags in ("01", "00"))
-
-
-@pytest.fixture
-async def make():
-    async with clusters() as build:
-        yield build
 
 
 def span(name: str, seconds: float = 0.001, **figures) -> common_pb2.Span:
@@ -62,7 +57,7 @@ def speaks(worker: FakeWorker, *, verify_s: float = 0.0) -> None:
     worker.emit = with_spans  # type: ignore[method-assign]
 
 
-async def trace_of(cluster: Cluster, request_id: str = "") -> admin_pb2.TraceReply:
+async def trace_of(cluster: InProcessCluster, request_id: str = "") -> admin_pb2.TraceReply:
     async with aio.insecure_channel(cluster.router.admin) as channel:
         return await AdminStub(channel).Trace(admin_pb2.TraceRequest(request_id=request_id))
 

@@ -13,14 +13,9 @@ from baton.rpc.status import from_rpc_error
 from baton.rpc.v1 import admin_pb2
 from baton.rpc.v1.admin_pb2_grpc import AdminStub
 from tests.integration.access_support import bearer, token_file
-from tests.integration.router_support import STATES, at, clusters, until
+from tests.support.in_process_router import STATES, at
 from tests.support.time_factor import scaled
-
-
-@pytest.fixture
-async def make():
-    async with clusters() as build:
-        yield build
+from tests.support.waiting import until
 
 
 @pytest.fixture

@@ -8,10 +8,11 @@ import shutil
 import signal
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.integration.router_support import clusters, until
+from tests.support.waiting import until
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "node"
 INSTALL_S = 45
@@ -53,30 +54,28 @@ async def ended(process: asyncio.subprocess.Process) -> tuple[int | None, str, s
     return process.returncode, out.decode(), err.decode()
 
 
-async def test_an_answer_and_errors(modules: Path):
-    async with clusters() as build:
-        cluster = await build()
-        text = "".join(f"<{index}>" for index in range(4)) + "!"
-        answered = await ended(await start(modules, cluster.router.grpc, "1 2 3", "4"))
-        refused = await ended(await start(modules, cluster.router.grpc, "1 2 3", "0"))
-        assert answered[0] == 0, answered
-        assert answered[1].startswith(text + "\n")
-        assert answered[1].endswith(" prompt tokens, 4 new ones\n")
-        assert refused[0] == 2
-        assert "INVALID_ARGUMENT" in refused[2]
-        assert "max_tokens" in refused[2]
+async def test_an_answer_and_errors(modules: Path, make: Any):
+    cluster = await make()
+    text = "".join(f"<{index}>" for index in range(4)) + "!"
+    answered = await ended(await start(modules, cluster.router.grpc, "1 2 3", "4"))
+    refused = await ended(await start(modules, cluster.router.grpc, "1 2 3", "0"))
+    assert answered[0] == 0, answered
+    assert answered[1].startswith(text + "\n")
+    assert answered[1].endswith(" prompt tokens, 4 new ones\n")
+    assert refused[0] == 2
+    assert "INVALID_ARGUMENT" in refused[2]
+    assert "max_tokens" in refused[2]
     assert (await ended(await start(modules, "127.0.0.1:1", "x")))[0] == 4
     assert (await ended(await start(modules)))[0] == 2
 
 
-async def test_leaving_cancels_the_request(modules: Path):
-    async with clusters() as build:
-        cluster = await build()
-        cluster.decode[0].gates["decode"].clear()
-        process = await start(modules, cluster.router.grpc, "1 2 3", "4")
-        assert process.stdout is not None
-        assert await asyncio.wait_for(process.stdout.readexactly(3), PATIENCE_S) == b"<0>"
-        process.send_signal(signal.SIGINT)
-        code, _, err = await ended(process)
-        assert (code, "CANCELLED" in err) == (130, True)
-        await until(lambda: cluster.idle, "the router has let go of the request")
+async def test_leaving_cancels_the_request(modules: Path, make: Any):
+    cluster = await make()
+    cluster.decode[0].gates["decode"].clear()
+    process = await start(modules, cluster.router.grpc, "1 2 3", "4")
+    assert process.stdout is not None
+    assert await asyncio.wait_for(process.stdout.readexactly(3), PATIENCE_S) == b"<0>"
+    process.send_signal(signal.SIGINT)
+    code, _, err = await ended(process)
+    assert (code, "CANCELLED" in err) == (130, True)
+    await until(lambda: cluster.idle, "the router has let go of the request")

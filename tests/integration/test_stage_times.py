@@ -11,17 +11,12 @@ import pytest
 from baton.rpc.v1 import common_pb2
 from baton.stages import Stage
 from router.parse import parse
-from tests.integration.router_support import Cluster, FakeWorker, clusters, until
+from tests.support.in_process_router import FakeWorker, InProcessCluster
+from tests.support.waiting import until
 
 HELD_S = 0.1  # time that there is to be counted; far more than is lost on the way to the client and back
 CLAIMED_S = 0.03  # what the decode worker says of its commit, and of verify passes; of what it was held
 SPENT = [f"{stage.value}_s" for stage in Stage]
-
-
-@pytest.fixture
-async def make():
-    async with clusters() as build:
-        yield build
 
 
 async def held(gate: asyncio.Event) -> tuple[float, float]:
@@ -58,7 +53,7 @@ async def passed(call, index: int) -> None:
 class Held:
     """One request, held once in each stage; when it began to be, and for how long, by stage."""
 
-    def __init__(self, cluster: Cluster, reading: asyncio.Event, read: asyncio.Event) -> None:
+    def __init__(self, cluster: InProcessCluster, reading: asyncio.Event, read: asyncio.Event) -> None:
         self._prefill, self._decode = cluster.prefill[0], cluster.decode[0]
         self._reading, self._read = reading, read
         self.spent: dict[str, tuple[float, float]] = {}
@@ -84,7 +79,7 @@ class Held:
 
 
 @pytest.fixture
-def holding(monkeypatch) -> Callable[[Cluster], Held]:
+def holding(monkeypatch) -> Callable[[InProcessCluster], Held]:
     """What is to come of a cluster's next request, which is held while it is read, too."""
     reading, read = asyncio.Event(), asyncio.Event()
 

@@ -32,6 +32,7 @@ from baton.rpc.channel import aio_channel
 from baton.rpc.v1 import worker_pb2 as pb
 from baton.rpc.v1.worker_pb2_grpc import WorkerStub
 from tests.support.time_factor import scaled
+from tests.support.waiting import until
 from tests.unit.worker import support
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
@@ -443,14 +444,6 @@ async def registered(workers):
         await ledger.close()
 
 
-async def eventually(look, within_s=20.0):
-    """For what Redis or the kernel tells only when asked."""
-    async with asyncio.timeout(scaled(within_s)):
-        while not (found := await look()):  # noqa: ASYNC110
-            await asyncio.sleep(0.05)
-        return found
-
-
 async def test_a_worker_that_was_frozen_beyond_its_lease_comes_back_as_another(workers):
     frozen = workers.child(Role.DECODE)
     old = frozen.ref
@@ -461,7 +454,7 @@ async def test_a_worker_that_was_frozen_beyond_its_lease_comes_back_as_another(w
         await router.d.heard("committed", handoff)
         os.kill(frozen.pid, signal.SIGSTOP)
         try:
-            await eventually(lambda: lapsed(workers, old))
+            await until(lambda: lapsed(workers, old), "its lease has lapsed", within_s=20, every_s=0.05)
             replacement = workers.spawn(Role.DECODE)  # in the same place, while the old one sleeps
             await asyncio.to_thread(replacement.wait_ready)
         finally:

@@ -17,7 +17,6 @@ from baton.config import load_config
 from baton.core import Role, WorkerRef
 from baton.engine.kv import KVCache
 from baton.ledger.board import Board, Order
-from baton.ledger.embedded import EmbeddedRedis
 from baton.ledger.ledger import Ledger
 from baton.rpc.channel import aio_channel
 from baton.worker import build, host
@@ -25,8 +24,8 @@ from baton.worker.host import serve
 from baton.worker.settings import of_both_roles
 from router.policy import POLICIES
 from router.workers import WorkerPool
-from tests.integration.ledger_support import until
 from tests.integration.test_worker_process import SHORT, Stream, handoff_of, spec_of
+from tests.support.waiting import until
 from tests.unit.worker import support
 
 pytestmark = pytest.mark.timeout(60)
@@ -39,12 +38,6 @@ prefill: {{device: cpu, threads: 1, kv_memory: 256KiB}}
 decode: {{device: cpu, threads: 1, kv_memory: 256KiB}}
 ledger: {{lease_s: 3.0, heartbeat_s: 0.05}}
 """
-
-
-@pytest.fixture(scope="module")
-def redis(tmp_path_factory):
-    with EmbeddedRedis.start(tmp_path_factory.mktemp("redis")) as server:
-        yield server
 
 
 class Worker:
@@ -75,10 +68,10 @@ class Worker:
 
 
 @pytest.fixture
-async def worker(redis, tmp_path):
-    (tmp_path / "c.yaml").write_text(CONFIG.format(redis=redis.url))
+async def worker(server, tmp_path):
+    (tmp_path / "c.yaml").write_text(CONFIG.format(redis=server.url))
     config = load_config(tmp_path / "c.yaml")
-    ledger = await Ledger.connect(redis.url, "baton:turning", 3.0, SystemClock())
+    ledger = await Ledger.connect(server.url, "baton:turning", 3.0, SystemClock())
     made = Worker(of_both_roles(config, "prefill-3", Role.PREFILL), Role.PREFILL, ledger)
     await made.ready()
     yield made
@@ -183,27 +176,20 @@ async def test_a_router_spares_who_drains_and_takes_who_has_turned(worker):
     await pool.start()
     try:
         async with reserved(ref) as router:
-            await until(is_so(pool.serves))
+            await until(pool.serves)
             (link,) = pool.links
             await worker.order(Role.PREFILL)
             await router.until(lambda: router.load.draining)
-            await until(is_so(lambda: not pool.serves()))
+            await until(lambda: not pool.serves())
             assert (link.state, link.retired, pool.claim(10)) == ("connected", False, None)
             await router.say(support.release(handoff_of("waits")))
             after = await worker.ready(3)
-        await until(is_so(lambda: [link.info.ref for link in pool.links if link.usable] == [after]))
-        await until(is_so(lambda: [worker_id for worker_id, _ in pool.loads()] == ["prefill-3"]))
+        await until(lambda: [link.info.ref for link in pool.links if link.usable] == [after])
+        await until(lambda: [worker_id for worker_id, _ in pool.loads()] == ["prefill-3"])
         assert [one.info.role for one in pool.links] == [Role.PREFILL]
         assert link not in pool.links
     finally:
         await pool.stop()
-
-
-def is_so(look):
-    async def found():
-        return look()
-
-    return found
 
 
 async def test_it_serves_its_metrics_where_it_says(worker):

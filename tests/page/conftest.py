@@ -15,8 +15,8 @@ import pytest
 from playwright.sync_api import expect
 
 from router.gateway.job import as_json
-from tests.e2e.conftest import Home
-from tests.integration.router_support import clusters
+from tests.support.cluster_process import Home
+from tests.support.in_process_router import clusters
 from tests.support.time_factor import scaled
 from tools.browser import chromium, executable
 

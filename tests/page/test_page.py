@@ -13,7 +13,7 @@ from baton.tokenizer import OracleTokenizer
 from router.server import serve
 from tests.integration.access_support import TOKENS, WRONG_TOKEN, token_file
 from tests.integration.gateway_support import alone
-from tests.integration.router_support import at
+from tests.support.in_process_router import at
 
 pytestmark = [pytest.mark.xdist_group("page"), pytest.mark.timeout(90)]
 CONTRAST = (Path(__file__).parent / "contrast.js").read_text()

@@ -11,7 +11,7 @@ import pytest
 from playwright.sync_api import expect
 
 from tests.integration.access_support import TOKENS, token_file
-from tests.integration.router_support import at
+from tests.support.in_process_router import at
 
 pytestmark = [pytest.mark.xdist_group("page"), pytest.mark.timeout(90)]
 BLOCKED = """for (const name of ["sessionStorage", "localStorage"])

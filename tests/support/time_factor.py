@@ -16,7 +16,7 @@ from collections.abc import Callable
 import pytest
 
 VARIABLE = "BATON_TEST_TIME_FACTOR"
-REFERENCE_S = 0.026  # of `sample` on an idle core of an AMD EPYC of the third generation (Milan), Python 3.11
+REFERENCE_S = 0.026  # the least of `sample` on an idle AMD EPYC with AVX2 alone, Python 3.11, 2026-11-25
 LOWEST, HIGHEST = 1.0, 10.0
 SAMPLES, BUDGET_S = 7, 0.3
 ROUNDS = 60_000

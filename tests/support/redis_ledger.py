@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import os
 import re
 import shutil
 import signal
 import subprocess
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -18,7 +16,6 @@ import redis
 from baton.core import Incarnation, KVLayout, Role, WorkerInfo, WorkerRef
 from baton.ledger.embedded import EmbeddedRedis
 from baton.ledger.ledger import Ledger
-from tests.support.time_factor import scaled
 
 PREFIXES = (f"baton:t{n}" for n in itertools.count())
 LONG_LEASE_S = 30.0
@@ -44,13 +41,6 @@ async def registered(ledger: Ledger, worker_id: str = "decode-0") -> WorkerInfo:
     info = info_of(await ledger.mint(worker_id), worker_id)
     assert await ledger.register(info)
     return info
-
-
-async def until(condition: Callable[[], Awaitable[bool]], within_s: float = 10.0) -> None:
-    """For what Redis tells nobody."""
-    async with asyncio.timeout(scaled(within_s)):
-        while not await condition():  # noqa: ASYNC110
-            await asyncio.sleep(0.005)
 
 
 def order(incarnation: Incarnation) -> tuple[int, int]:

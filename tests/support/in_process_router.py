@@ -7,7 +7,6 @@ worker keeps what it has computed until it was handed over, released, or is name
 from __future__ import annotations
 
 import asyncio
-import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
@@ -44,7 +43,7 @@ from baton.tokenizer import OracleTokenizer
 from router.floor import RouterSettings
 from router.link import WorkerLink
 from router.server import Router, serve
-from tests.support.time_factor import scaled
+from tests.support.waiting import until
 
 LAYOUT = KVLayout(layers=1, kv_heads=1, head_dim=8, block_size=16, dtype="float32")
 Event = worker_pb2.WorkerEvent
@@ -398,18 +397,11 @@ def token_at(prompt: list[int], index: int, *, scored: bool = False) -> Token:
     return Token(index, expected(prompt, index), f"<{index}>", TokenLogprobs(-0.25 * index) if scored else None)
 
 
-async def until(predicate: Callable[[], object], what: str, within_s: float = 10.0) -> None:
-    deadline = time.monotonic() + scaled(within_s)
-    while not predicate():
-        assert time.monotonic() < deadline, f"never happened: {what}"
-        await asyncio.sleep(0.002)
-
-
 async def released(worker: FakeWorker) -> None:
     await until(lambda: worker.count("release") == 1, f"release to {worker.info.ref}")
 
 
-def spied(cluster: Cluster) -> list[str]:
+def spied(cluster: InProcessCluster) -> list[str]:
     """What its router gives to its links, as it does: one that stops ends its streams before workers have heard all."""
     commands: list[str] = []
     for link in cluster.router.floor.pool.links:
@@ -422,7 +414,7 @@ def _note(commands: list[str], link: WorkerLink, send: Callable[..., None], **co
     send(**command)
 
 
-class Cluster:
+class InProcessCluster:
     """Fake workers, and a router in front of them."""
 
     def __init__(self, prefill: list[FakeWorker], decode: list[FakeWorker], settings: RouterSettings) -> None:
@@ -506,7 +498,7 @@ class Cluster:
 @asynccontextmanager
 async def clusters() -> AsyncIterator[Any]:
     """Gives a function that starts a cluster; all of them are stopped in the end."""
-    made: list[Cluster] = []
+    made: list[InProcessCluster] = []
 
     async def build(
         prefill: int = 1,
@@ -515,12 +507,12 @@ async def clusters() -> AsyncIterator[Any]:
         bits: Mapping[str, str] | None = None,
         thinks: int = 0,
         **settings,
-    ) -> Cluster:
+    ) -> InProcessCluster:
         """`bits`: what workers say of their determinism, by name; the others say why they have none. `thinks`: about
         chunks of so many tokens.
         """
         addresses = dict.fromkeys(("grpc", "admin", "metrics"), "127.0.0.1:0")
-        cluster = Cluster(
+        cluster = InProcessCluster(
             [FakeWorker(Role.PREFILL, f"prefill-{i}", 100 + i) for i in range(prefill)],
             [FakeWorker(Role.DECODE, f"decode-{i}", 200 + i, blocks) for i in range(decode)],
             RouterSettings(name="test", model="oracle", **{**addresses, **settings}),
@@ -555,7 +547,7 @@ def kinds(events: list[pb.GenerateEvent]) -> list[str]:
     return [item.WhichOneof("event") or "" for item in events]
 
 
-async def at(cluster: Cluster, state: str):
+async def at(cluster: InProcessCluster, state: str):
     """A request that stands still in `state`."""
     prefill, decode = cluster.prefill[0], cluster.decode[0]
     if state == "queued":

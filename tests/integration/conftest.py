@@ -1,0 +1,65 @@
+"""Routers in this process with scripted workers, and ledgers in a Redis server for each module."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from baton.cli.certs import certs
+from baton.clock import Clock, SystemClock
+from baton.ledger import directory_log
+from baton.ledger.embedded import EmbeddedRedis
+from baton.ledger.ledger import Ledger
+from tests.support.in_process_router import clusters
+from tests.support.redis_ledger import LONG_LEASE_S, PREFIXES
+
+
+@pytest.fixture
+async def make() -> AsyncIterator[Any]:
+    """A function that starts a router with scripted workers; all of them are stopped in the end."""
+    async with clusters() as build:
+        yield build
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Certificates of one cluster, as `baton certs` writes them."""
+    made = tmp_path_factory.mktemp("tls") / "cluster"
+    certs(made, [], 30)
+    return made
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedRedis]:
+    """A Redis server of the module's own."""
+    with EmbeddedRedis.start(tmp_path_factory.mktemp("redis")) as running:
+        yield running
+
+
+@pytest.fixture
+async def connect(server: EmbeddedRedis) -> AsyncIterator[Callable[..., Awaitable[Ledger]]]:
+    """A function that opens a ledger under the test's own prefix, as a process that starts does."""
+    prefix, opened = next(PREFIXES), []
+
+    async def open_one(url: str = server.url, lease_s: float = LONG_LEASE_S, clock: Clock | None = None) -> Ledger:
+        opened.append(await Ledger.connect(url, prefix, lease_s, clock or SystemClock()))
+        return opened[-1]
+
+    yield open_one
+    for ledger in opened:
+        await ledger.close()
+
+
+@pytest.fixture
+async def ledger(connect: Callable[..., Awaitable[Ledger]]) -> Ledger:
+    """One ledger under the test's own prefix."""
+    return await connect()
+
+
+@pytest.fixture
+def without_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The prefix directory is written without a pause between two writes."""
+    monkeypatch.setattr(directory_log, "INTERVAL_S", 0.0)

@@ -1,0 +1,33 @@
+"""Waiting for a state that other processes or tasks reach by themselves."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import time
+from collections.abc import Callable
+from typing import Any
+
+from tests.support.time_factor import scaled
+
+
+def eventually(look: Callable[..., Any], what: str = "", *, within_s: float = 10.0, every_s: float = 0.02) -> Any:
+    """Return `look()` when it is true. Raises AssertionError after `within_s`, scaled to this machine."""
+    deadline = time.monotonic() + scaled(within_s)
+    while not (found := look()):
+        assert time.monotonic() < deadline, f"not so within {within_s:g} s: {what or look}"
+        time.sleep(every_s)
+    return found
+
+
+async def until(look: Callable[[], Any], what: str = "", within_s: float = 10.0, every_s: float = 0.002) -> Any:
+    """Return `look()`, or what it awaits, when it is true. Raises AssertionError after `within_s`, scaled."""
+    deadline = time.monotonic() + scaled(within_s)
+    while True:
+        found = look()
+        if inspect.isawaitable(found):
+            found = await found
+        if found:
+            return found
+        assert time.monotonic() < deadline, f"not so within {within_s:g} s: {what or look}"
+        await asyncio.sleep(every_s)
