@@ -1,0 +1,1 @@
+"""Mutation testing: small seeded changes of functions that the tests should notice."""
