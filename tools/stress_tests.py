@@ -182,16 +182,17 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         at = own.index("--")
         own, theirs = own[:at], own[at + 1 :]
     parser = argparse.ArgumentParser(prog="tools.stress_tests", description=__doc__.partition("\n")[0])
-    add = parser.add_argument
-    add("paths", nargs="*", help="suites; default: all below tests/")
-    add("--rounds", type=int, default=3)
-    add("--busy", type=int, default=2, help="busy loops")
-    add("--hog-mib", type=int, default=2048, help="memory that is allocated and touched again and again")
-    add("--seed", type=int, help="draws the seeds of the rounds; default: random")
-    add("--keep-going", action="store_true", help="go on after a red suite")
-    add("--budget", type=float, default=3 * 3600.0, help="seconds for all rounds")
-    add("-m", dest="marks", default=MARKS, help=f"marks, as pytest takes them; default: {MARKS}")
-    add("-n", dest="workers", type=int, default=2, help="parallel workers of pytest; 0: none")
+    parser.add_argument("paths", nargs="*", help="suites; default: all below tests/")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--busy", type=int, default=2, help="busy loops")
+    parser.add_argument(
+        "--hog-mib", type=int, default=2048, help="memory that is allocated and touched again and again"
+    )
+    parser.add_argument("--seed", type=int, help="draws the seeds of the rounds; default: random")
+    parser.add_argument("--keep-going", action="store_true", help="go on after a red suite")
+    parser.add_argument("--budget", type=float, default=3 * 3600.0, help="seconds for all rounds")
+    parser.add_argument("-m", dest="marks", default=MARKS, help=f"marks, as pytest takes them; default: {MARKS}")
+    parser.add_argument("-n", dest="workers", type=int, default=2, help="parallel workers of pytest; 0: none")
     options = parser.parse_args(own)
     options.paths = options.paths or [str(ROOT / "tests" / name) for name in SUITES]
     options.pytest = theirs

@@ -7,13 +7,15 @@ import tomllib
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-TARGETS = {"setup", "proto", "fmt", "check", "test", "chaos", "demo", "bench", "clean", "help"}
+TARGETS = {
+    *("help", "setup", "proto", "fmt", "check", "test", "without-kernels", "chaos", "stress", "demo", "bench", "clean"),
+}
 DOCUMENTS = ("README.md", "CONTRIBUTING.md", "ARCHITECTURE.md")
 
 
 def targets() -> set[str]:
     """The targets of the Makefile that `make help` lists."""
-    return set(re.findall(r"^([a-z]+):.*##", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    return set(re.findall(r"^([a-z-]+):.*##", (ROOT / "Makefile").read_text(), re.MULTILINE))
 
 
 def code(markdown: str) -> str:
@@ -25,7 +27,7 @@ def code(markdown: str) -> str:
 
 def told_targets(document: str) -> set[str]:
     """The make targets that `document` tells people to use."""
-    lines = re.findall(r"^\W*make ([a-z][\w ]*)", code((ROOT / document).read_text()), re.MULTILINE)
+    lines = re.findall(r"^\W*make ([a-z][\w -]*)", code((ROOT / document).read_text()), re.MULTILINE)
     return {word for line in lines for word in line.split()}
 
 
