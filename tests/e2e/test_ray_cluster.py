@@ -143,12 +143,14 @@ def test_a_head_that_is_started_again(nodes, home, tmp_path, monkeypatch):
 
         with ThreadPoolExecutor(1) as pool:
             served = pool.submit(_ask, cluster, stop, failed)
-            nodes.kill("head")
-            nodes.start_head()
-            assert many.controller() != controller
-            assert many.pids() == before
-            eventually(lambda: cluster.pid("controller"), within_s=60)
-            stop.set()
+            try:
+                nodes.kill("head")
+                nodes.start_head()
+                assert many.controller() != controller
+                assert many.pids() == before
+                eventually(lambda: cluster.pid("controller"), within_s=60)
+            finally:
+                stop.set()  # else a failure above would wait for the load for ever
             served.result()
         assert not failed
         os.kill(before[1], signal.SIGKILL)
