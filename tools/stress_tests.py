@@ -58,7 +58,7 @@ class Stopped(Exception):
 
 @dataclass
 class Summary:
-    """What came of it."""
+    """Result of a run: rounds asked for, rounds that were green, their seeds, and the ids of failed tests."""
 
     rounds: int
     green: int = 0
@@ -66,7 +66,7 @@ class Summary:
     failed: list[str] = field(default_factory=list)
 
     def line(self) -> str:
-        """As JSON."""
+        """Return the summary as one line of JSON."""
         return json.dumps({**vars(self), "failed": list(dict.fromkeys(self.failed))})
 
 
@@ -84,7 +84,7 @@ def pytest_collectreport(report: Any) -> None:
 
 
 def note(report: Any) -> None:
-    """One line for what failed, in the file that the environment names."""
+    """Append the id of a failed test to the file that the environment names."""
     if report.failed and FAILED_VARIABLE in os.environ:
         with Path(os.environ[FAILED_VARIABLE]).open("a", encoding="utf-8") as file:
             file.write(f"{report.nodeid}\n")
@@ -140,7 +140,7 @@ def run_suite(suite: str, options: argparse.Namespace, seed: int, until: float) 
 
 
 def run_round(options: argparse.Namespace, seed: int, until: float, summary: Summary) -> bool:
-    """Whether all suites were green. Ends with the first red one, unless it is to go on."""
+    """Return whether all suites were green. Stop at the first red one unless `--keep-going` is given."""
     codes = []
     for suite in options.paths:
         code, ids = run_suite(suite, options, seed, until)

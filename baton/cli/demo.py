@@ -22,6 +22,7 @@ from baton.cluster.state import ClusterState
 from baton.cluster.stop import Stop
 from baton.config import load_config
 from baton.core import sizes_text
+from baton.engine.kernels.cpu.build import cpu_level
 from baton.errors import BatonError
 from baton.logs import configure_logging
 from baton.rpc.channel import from_here
@@ -44,6 +45,7 @@ def demo(file: Path, sets: Sequence[str], stop: Stop, *, stay: bool) -> None:
     configure_logging("warning", "auto")
     http = "router.http=127.0.0.1:0" if stay else "router.http=null"
     config = load_config(file, [*FREE_PORTS, http, *sets], os.environ)
+    cpu_level()  # refuse a wrong level before anything starts: each worker would refuse it later
     started = time.monotonic()
     asking: list[Future[None]] = []
     reach = reach_of(config)

@@ -34,7 +34,7 @@ from baton.errors import BatonError, ConfigError, NoWorker
 from baton.logs import configure_logging
 
 DOWN_S = 30.0
-LOOK_S = 0.1  # between two looks at the processes that are to end
+LOOK_S = 0.1  # between two checks of the processes that `down` waits for
 SUPERVISOR = "supervisor"
 
 
@@ -42,7 +42,7 @@ def up(file: Path, sets: Sequence[str], stop: Stop, *, detach: bool, as_json: bo
     """Start a cluster; returns when it has ended, or with `detach` as soon as it runs."""
     config = load_config(file, sets, os.environ)
     check_tokens(config)
-    cpu_level()  # workers would refuse a wrong one later, each for itself
+    cpu_level()  # refuse a wrong level before anything starts: each worker would refuse it later
     if detach:
         _detach(config, file, sets, stop, as_json=as_json)
         return
@@ -192,18 +192,18 @@ def down(name: str | None) -> None:
             supervisor.terminate()
     folder = StateFolder(state.name)
     drain_s = load_config(folder.config).router.drain_s if folder.config.exists() else 0.0
-    for process in (alive := _wait_ended(left, drain_s + DOWN_S)):
+    for process in (alive := wait_ended(left, drain_s + DOWN_S)):
         with suppress(psutil.NoSuchProcess):
             process.kill()
-    _wait_ended(alive, 5.0)
+    wait_ended(alive, 5.0)
     with suppress(ConfigError):  # taken by the next one already
         folder.acquire()  # removes what a supervisor that had to be killed left
         folder.release()
     typer.echo(f"cluster {state.name!r} is down")
 
 
-def _wait_ended(processes: list[psutil.Process], timeout_s: float) -> list[psutil.Process]:
-    """Wait until these have ended; returns those that have not. One that its parent has not waited for has ended."""
+def wait_ended(processes: list[psutil.Process], timeout_s: float) -> list[psutil.Process]:
+    """Wait until the processes have ended, at most `timeout_s`. Return those that run on; a zombie has ended."""
     deadline = time.monotonic() + timeout_s
     while processes and time.monotonic() < deadline:
         _, alive = psutil.wait_procs(processes, timeout=LOOK_S)

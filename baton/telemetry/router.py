@@ -34,7 +34,7 @@ _MAX_EXEMPLAR_CHARS = 128  # of names and values together, as OpenMetrics has it
 
 
 def exemplar_of(request_id: str, trace_id: str) -> dict[str, str] | None:
-    """What a bucket says of a request that fell into it. None: the two are longer than OpenMetrics allows."""
+    """Return the exemplar labels of a request, or None if they exceed the 128 characters that OpenMetrics allows."""
     labels = {"trace_id": trace_id, "request_id": request_id}
     return labels if sum(len(name) + len(value) for name, value in labels.items()) <= _MAX_EXEMPLAR_CHARS else None
 

@@ -87,7 +87,7 @@ def aimed(found: list[Goal]) -> Goal:
 
 
 def ratios(phases: list[Phase], other: str, rate: float) -> dict[str, float]:
-    """Of latencies at a rate, above 1: splitting is better. Medians over the rounds of ratios within one."""
+    """Return latency ratios, colocated over split, at one rate (medians over the rounds). Above 1, splitting wins."""
     found: dict[str, list[float]] = {"itl_p99_ratio": [], "ttft_p50_ratio": []}
     for number in sorted({phase.round for phase in phases}):
         (split,), (mixed,) = (

@@ -73,7 +73,7 @@ def vllm(chunk: int) -> Side:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What is asked: options of `baton bench` that say where, the address of operators, if it has any, and the load."""
+    """A server under test: `baton bench` options that reach it, its admin address (empty if none), and the load."""
 
     where: tuple[str, ...]
     admin: str = ""

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.support.cluster_process import HANDED_OVER, ROOT, Home
-from tests.support.waiting import eventually
-
-__all__ = ["HANDED_OVER", "ROOT", "Home", "eventually"]  # the names that test_security and test_recorded_streams import
+from tests.support.cluster_process import Home
 
 
 @pytest.fixture

@@ -166,9 +166,8 @@ def test_a_killed_supervisor_takes_all_with_it(module_home):
     assert [process for process in alive if process.status() != psutil.STATUS_ZOMBIE] == []
     done = module_home.baton("status", "--name", "orphans")
     assert done.returncode == 4
-    with module_home.cluster(
-        config, "model.path=oracle", name="orphans"
-    ) as again:  # what it left does not stand in the way
+    # Leftovers of the killed cluster do not prevent a new one of the same name.
+    with module_home.cluster(config, "model.path=oracle", name="orphans") as again:
         assert serves(again)
 
 

@@ -150,7 +150,7 @@ def test_a_head_that_is_started_again(nodes, home, tmp_path, monkeypatch):
                 assert many.pids() == before
                 eventually(lambda: cluster.pid("controller"), within_s=60)
             finally:
-                stop.set()  # else a failure above would wait for the load for ever
+                stop.set()  # a failure above must not wait for the load, which has no end of its own
             served.result()
         assert not failed
         os.kill(before[1], signal.SIGKILL)

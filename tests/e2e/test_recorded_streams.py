@@ -9,7 +9,8 @@ from contextlib import contextmanager, suppress
 
 import pytest
 
-from tests.e2e.conftest import HANDED_OVER, ROOT, eventually
+from tests.support.cluster_process import HANDED_OVER, ROOT
+from tests.support.waiting import eventually
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 BLOCK = 16

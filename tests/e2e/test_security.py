@@ -12,8 +12,8 @@ from baton import Client, errors
 from baton.cli.certs import certs
 from baton.core import Role
 from baton.rpc.tls import Wire
-from tests.e2e.conftest import HANDED_OVER
 from tests.integration.access_support import TOKENS, WRONG_TOKEN, ask, bearer, methods_of, token_file
+from tests.support.cluster_process import HANDED_OVER
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 PROMPT = "zebra-quartz-7781"

@@ -60,7 +60,7 @@ class Home:
 
     @contextmanager
     def swept(self, within_s=10.0):
-        """Nothing that ran in it outlives its test: it would disturb the others. Left over: killed, and an error."""
+        """Kill the processes of this home that outlive the block. Raises AssertionError that names them."""
         try:
             yield self
         finally:
@@ -70,7 +70,7 @@ class Home:
         assert not left, f"the test left running: {left}"
 
     def _killed(self) -> list[str]:
-        """Ends all that run in it, again and again, as a supervisor replaces what dies; what they were."""
+        """Kill all processes of this home, repeatedly because a supervisor replaces them. Return what they were."""
         names: set[str] = set()
         while left := self.processes():
             for process in left:
@@ -121,7 +121,7 @@ class ClusterProcess:
         return {} if state is None else {f"{n}:{p.pid}": p.pid for n, p in state.processes.items()}
 
     def pid(self, process: str) -> int:
-        """Of the process that runs under that name, as soon as one does: it may be being replaced right now."""
+        """Return the pid of the named process. Wait for it if the supervisor is replacing the process."""
         return eventually(lambda: self.state().processes.get(process), within_s=30).pid
 
     def client(self, **options) -> Client:
@@ -129,7 +129,7 @@ class ClusterProcess:
         return Client(state.grpc, admin=state.admin, **{"timeout": scaled(60.0), **options})
 
     def log(self, process: str) -> str:
-        """What it has written so far."""
+        """Return the log of the named process up to now."""
         return (self.home.path / self.name / "logs" / f"{process}.log").read_text()
 
     def loads(self) -> dict:
@@ -142,7 +142,7 @@ class ClusterProcess:
 
 
 def home_of(process: psutil.Process) -> str | None:
-    """Its `$BATON_HOME`. None: it has none, or has ended."""
+    """Return the `$BATON_HOME` of a process, or None if it has none or has ended."""
     try:
         return process.environ().get("BATON_HOME")
     except (psutil.NoSuchProcess, psutil.AccessDenied, OSError):  # OSError: it is just ending
@@ -150,7 +150,7 @@ def home_of(process: psutil.Process) -> str | None:
 
 
 def is_zombie(pid: int) -> bool:
-    """Ended, but nobody has asked for its exit code yet."""
+    """Whether the process has ended. A zombie has: only its exit code is still to be read by its parent."""
     try:
         return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:

@@ -1,7 +1,4 @@
-"""Compiled CPU kernels for tests, or a skip.
-
-All skips come from one line, so pytest's summary prints one line for each reason, with the number of tests.
-"""
+"""Compiled CPU kernels for tests, or a skip that states why this machine has none."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ def sample() -> float:
 
 
 def measured(take: Callable[[], float] = sample, budget_s: float = BUDGET_S) -> float:
-    """The factor: the median of several samples over the reference, within bounds. None begins that has no time."""
+    """Return the factor: the median of samples over the reference, within bounds. Stop before `budget_s` is over."""
     taken = [take()]
     while len(taken) < SAMPLES and sum(taken) + max(taken) <= budget_s:
         taken.append(take())

@@ -1,4 +1,4 @@
-"""The numbers that each kind of process says of itself, as they are read at a scrape."""
+"""Values of the metrics of each kind of process, as a scrape reads them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tools import metric_docs
 
 
 def value(registry, name, **labels):
-    """Of one sample; None: it is not there."""
+    """Return the value of one sample, or None if the registry has no such sample."""
     return registry.get_sample_value(name, labels)
 
 

@@ -25,7 +25,9 @@ from tests.unit.tracing.test_chrome import AT, SPANS
 
 TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 WAIT_S = scaled(20)
-WAITS_S = 8.0  # whoever waits for the end of a try of OpenTelemetry's exporter, which lasts 10 s, takes longer
+WAITS_S = (
+    8.0  # less than one export attempt: 10 s by default (opentelemetry-exporter-otlp-proto-grpc, OTLPExporterMixin)
+)
 
 
 class Collector(TraceServiceServicer):

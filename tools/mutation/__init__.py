@@ -1,1 +1,0 @@
-"""Mutation testing: small seeded changes of functions that the tests should notice."""
