@@ -10,6 +10,7 @@ import psutil
 import pytest
 from typer.testing import CliRunner
 
+from baton.cli import demo
 from baton.cli.app import app
 from baton.cli.up import wait_ended
 from baton.errors import ConfigError
@@ -44,6 +45,7 @@ def test_a_process_that_runs_on_is_returned(zombie):
 def test_a_wrong_cpu_level_is_refused_before_anything_starts(monkeypatch, tmp_path, command):
     monkeypatch.setenv("BATON_HOME", str(tmp_path))
     monkeypatch.setenv("BATON_CPU_LEVEL", "avx9")
+    monkeypatch.setattr(demo, "configure_logging", lambda *_: None)  # it changes this process, in which others log
     done = CliRunner().invoke(app, [*command, "-c", "configs/no-ray.yaml"])
     assert isinstance(done.exception, ConfigError), done.output
     assert str(done.exception) == "BATON_CPU_LEVEL (environment): must be native or none, got 'avx9'"
