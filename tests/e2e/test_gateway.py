@@ -13,6 +13,7 @@ from openai import OpenAI
 from baton.core import Sampling, SequenceSpec
 from baton.engine.oracle import OracleBackend
 from baton.tokenizer import OracleTokenizer
+from tests.support.time_factor import scaled
 from tests.support.waiting import eventually
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120), pytest.mark.xdist_group("oracle")]
@@ -80,7 +81,7 @@ def test_what_up_prints_works(home):
             assert json.load(answer)["object"] == "text_completion"
     finally:
         process.send_signal(signal.SIGINT)
-        process.communicate(timeout=60)
+        process.communicate(timeout=scaled(60))
 
 
 def test_a_gateway_alone(oracle_cluster, tmp_path):
@@ -102,7 +103,7 @@ def test_a_gateway_alone(oracle_cluster, tmp_path):
             process.send_signal(signal.SIGTERM)
             text = first + "".join(chunk.choices[0].text for chunk in stream)
             assert text == right(b"hello", max_tokens=400, temperature=0.0, ignore_eos=True)
-        process.communicate(timeout=30)
+        process.communicate(timeout=scaled(30))
         assert process.returncode == 0, log.read_text()
     finally:
         if psutil.pid_exists(process.pid) and process.poll() is None:

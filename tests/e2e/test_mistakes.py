@@ -11,6 +11,7 @@ import psutil
 import pytest
 
 from tests.support.cluster_process import ROOT, Home
+from tests.support.time_factor import scaled
 from tests.support.waiting import eventually
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
@@ -121,7 +122,7 @@ def test_a_signal_while_workers_load_leaves_nothing(home, config, detach, number
     scratch = folder / "scratch"
     temporary = scratch.readlink() if scratch.is_symlink() else Path("/nonexistent")
     process.send_signal(number)
-    output, _ = process.communicate(timeout=60)
+    output, _ = process.communicate(timeout=scaled(60))
     assert process.returncode == 130, output
     assert "Traceback" not in output
     assert home.processes() == []
@@ -135,7 +136,7 @@ def test_down_while_it_starts(home):
     if asked.returncode:  # else it was ready in the meantime
         assert "still starting" in asked.stderr
     assert "is down" in home.baton("down", check=True).stdout
-    output, _ = process.communicate(timeout=30)
+    output, _ = process.communicate(timeout=scaled(30))
     assert process.returncode in {0, 130}, output
     assert home.processes() == []
 
@@ -143,7 +144,7 @@ def test_down_while_it_starts(home):
 @pytest.mark.xdist_group("oracle")
 def test_a_prompt_that_is_no_text(oracle_cluster):
     done = oracle_cluster.home.start("generate", "-", stdin=subprocess.PIPE, errors="surrogateescape")
-    output, _ = done.communicate("a\udcff", timeout=60)
+    output, _ = done.communicate("a\udcff", timeout=scaled(60))
     assert done.returncode == 2, output
     assert "InvalidRequest: prompt.text" in output
 

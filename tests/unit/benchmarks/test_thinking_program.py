@@ -167,9 +167,10 @@ def test_stories_are_in_the_words_of_the_model():
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)  # 64 s on an AMD EPYC with AVX2 alone
 def test_a_run_ends_with_all_figures():
     command = [sys.executable, "benchmarks/thinking.py", "--least"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=50, check=False)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     last = json.loads(done.stdout.splitlines()[-1])
     assert last["benchmark"] == "thinking"
