@@ -125,7 +125,9 @@ def test_it_is_measured_once_and_kept_in_the_environment(monkeypatch):
 @pytest.mark.parametrize("given", ["0", "-1", "nan", "inf", "fast"])
 def test_a_wrong_factor_is_refused(monkeypatch, given):
     monkeypatch.setenv(VARIABLE, given)
-    with pytest.raises(ValueError, match=given):
+    with pytest.raises(
+        pytest.UsageError, match=rf"{VARIABLE} \(environment\): must be a number above 0, got '{given}'"
+    ):
         scaled(1)
 
 
