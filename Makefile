@@ -26,7 +26,7 @@ COMPILED_KERNELS_HERE := $(BIN)/python -c "from baton.engine.kernels.cpu.build i
 KERNEL_SUITES := tests/unit/kernels tests/unit/engine tests/unit/model tests/unit/worker/test_loading.py \
 	tests/integration/test_tensor_parallel.py tests/e2e/test_determinism.py
 
-.PHONY: help setup proto fmt check lint types layers budget fresh regenerate test without-kernels chaos stress demo bench clean
+.PHONY: help setup proto fmt check lint types layers budget fresh regenerate test without-kernels chaos stress mutants demo bench clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 17
@@ -106,6 +106,9 @@ chaos: $(SETUP)  ## the whole fault matrices and the soak
 
 stress: $(SETUP)  ## the suites three times beside busy loops and a memory hog, with new seeds (hours)
 	@$(BIN)/python -m tools.stress_tests
+
+mutants: $(SETUP)  ## change the product in 1,500 small ways and count those that no test notices (about an hour)
+	@$(BIN)/python -m tools.mutants mutants.jsonl
 
 demo: $(SETUP)  ## start a local cluster, answer two prompts, show which worker did what; on a terminal its live page, until Ctrl-C
 	@$(BIN)/baton demo

@@ -1,0 +1,87 @@
+"""The mutation program: which changes it makes, and that a test run notices them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tools.mutants.sites import mutants_of, mutated_code
+
+ROOT = Path(__file__).parents[3]
+SOURCE = '''
+def kept(text: str = "default") -> None:
+    """A docstring."""
+    log.info("a message", number=1)
+
+
+class Range:
+    def holds(self, low: int, high: int) -> bool:
+        if not self.open:
+            raise ValueError(f"{low + 1} is closed")
+        self.asked += 1
+        return low <= self.value and self.value < high
+'''
+ONE_PASS = "tests/unit/router/test_queue.py"
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """A folder with `source.py`."""
+    (tmp_path / "source.py").write_text(SOURCE)
+    return tmp_path
+
+
+def test_changes_of_behaviour_are_listed_and_nothing_else(root: Path) -> None:
+    assert [each.name.partition("::")[2] for each in mutants_of(root, "source.py")] == [
+        "Range.holds::negate:0",
+        "Range.holds::not:0",
+        "Range.holds::remove:0",
+        "Range.holds::remove:1",
+        "Range.holds::constant:0",
+        "Range.holds::return:0",
+        "Range.holds::logic:0",
+        "Range.holds::compare:0",
+        "Range.holds::compare:1",
+    ]
+
+
+def test_a_name_outlives_lines_added_above_it(root: Path) -> None:
+    before = [each.name for each in mutants_of(root, "source.py")]
+    (root / "source.py").write_text(f"import os\n\n\n{SOURCE}")
+    assert [each.name for each in mutants_of(root, "source.py")] == before
+
+
+def test_each_mutant_is_other_code_that_fits_its_function(root: Path) -> None:
+    module = compile(SOURCE, str(root / "source.py"), "exec")
+    body = next(each for each in module.co_consts if "Range" in str(each))
+    unchanged = next(each for each in body.co_consts if "holds" in str(each) and not isinstance(each, str))
+    for mutant in mutants_of(root, "source.py"):
+        code = mutated_code(root, mutant)
+        assert code != unchanged, mutant.name
+        assert (code.co_qualname, code.co_freevars) == (unchanged.co_qualname, unchanged.co_freevars)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+def test_what_was_killed_before_must_be_killed_again(tmp_path: Path) -> None:
+    before, again = tmp_path / "before.jsonl", tmp_path / "again.jsonl"
+    drawn = mutants("--targets", "router/queue.py", "--suites", ONE_PASS, "--count", "8", out=before)
+    killed = [line["name"] for line in map(json.loads, before.read_text().splitlines()) if line["outcome"] == "killed"]
+    assert (drawn.returncode, len(killed) > 0) == (0, True), drawn.stdout + drawn.stderr
+
+    same = mutants("--targets", "router/queue.py", "--suites", ONE_PASS, "--again", str(before), out=again)
+    assert (same.returncode, json.loads(same.stdout.splitlines()[-1])["lost"]) == (0, 0), same.stdout
+
+    blind = mutants("--targets", "router/queue.py", "--suites", __file__, "--again", str(before), out=again)
+    assert blind.returncode == 1
+    assert set(killed) <= set(blind.stdout.splitlines())
+
+
+def mutants(*options: str, out: Path) -> subprocess.CompletedProcess[str]:
+    """Run the program."""
+    command = [sys.executable, "-m", "tools.mutants", str(out), "--jobs", "1", *options]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)

@@ -1,0 +1,122 @@
+"""Change the product in small ways, one at a time, and count the changes that a test notices:
+
+    .venv/bin/python -m tools.mutants OUT.jsonl [--count 1500] [--seed 1] [--jobs 2] [--budget 8]
+    .venv/bin/python -m tools.mutants AFTER.jsonl --again BEFORE.jsonl
+
+A mutant counts as killed if one of the tests that execute its lines fails or hangs; the nearest and quickest run first,
+as many as take `--budget` seconds together. `--again` takes the mutants that were killed before: none of them may
+survive the changed tests. The exit code is 1 if one does. OUT has one line of JSON for each mutant.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import sys
+import tempfile
+from collections import Counter, defaultdict
+from pathlib import Path
+
+import pytest
+
+from tools.mutants.session import Plan, Result, Session
+from tools.mutants.sites import Mutant, mutants_of
+
+ROOT = Path(__file__).parents[2]
+TARGETS = ("kvtransfer", "prefill_workers", "decode_workers", "baton/worker", "baton/ledger", "router/lifecycle.py",
+           "router/attempt.py", "router/delivery.py", "router/admission.py", "router/queue.py",
+           "baton/engine/scheduler.py", "baton/engine/blocks.py")  # fmt: skip
+SUITES = ("tests/unit/kvtransfer", "tests/unit/prefill", "tests/unit/decode", "tests/unit/worker", "tests/unit/ledger",
+          "tests/unit/router", "tests/unit/engine", "tests/unit/tp", "tests/unit/history", "tests/unit/simulator",
+          "tests/simulation", "tests/integration")  # fmt: skip
+DEAD = ("killed", "timeout")
+PLUGINS_OFF = ("cacheprovider", "xdist", "terminal")
+OPTIONS = [*(f"-pno:{each}" for each in PLUGINS_OFF), "-m", "not chaos and not serial and not slow"]
+
+
+def main() -> None:
+    """The program."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path, help="file for the results, one line of JSON for each mutant")
+    parser.add_argument("--count", type=int, default=1500, help="mutants to draw (default 1500)")
+    parser.add_argument("--seed", type=int, default=1, help="of the draw (default 1)")
+    parser.add_argument("--jobs", type=int, default=2, help="mutants at once (default 2)")
+    parser.add_argument("--budget", type=float, default=8.0, help="seconds of tests for each mutant (default 8)")
+    parser.add_argument("--targets", nargs="+", default=TARGETS, help="files and folders to change")
+    parser.add_argument("--suites", nargs="+", default=SUITES, help="tests to run")
+    parser.add_argument("--again", type=Path, help="results of an earlier run: its killed mutants, not a new draw")
+    told = parser.parse_args()
+    before = read(told.again) if told.again else {}
+    drawn = again(told.targets, before) if told.again else draw(told.targets, told.count, told.seed)
+    results = run(drawn, told, {name: line["killer"] for name, line in before.items()})
+    sys.exit(summary(results, bool(told.again)))
+
+
+def read(path: Path) -> dict[str, dict[str, str]]:
+    """The lines of an earlier run, by the mutant's name."""
+    return {line["name"]: line for line in map(json.loads, path.read_text().splitlines())}
+
+
+def draw(targets: list[str], count: int, seed: int) -> list[Mutant]:
+    """`count` mutants, drawn by `seed` from all mutants of the targets, in random order."""
+    return random.Random(seed).sample(everything(targets), count)
+
+
+def again(targets: list[str], before: dict[str, dict[str, str]]) -> list[Mutant]:
+    """The mutants that a test noticed before."""
+    return [each for each in everything(targets) if before.get(each.name, {}).get("outcome") in DEAD]
+
+
+def everything(targets: list[str]) -> list[Mutant]:
+    """All mutants of the targets."""
+    return [mutant for path in paths(targets) for mutant in mutants_of(ROOT, path)]
+
+
+def paths(targets: list[str]) -> list[str]:
+    """The files of the targets, relative to the repository."""
+    found = [
+        path for each in targets for path in ([ROOT / each] if each.endswith(".py") else (ROOT / each).rglob("*.py"))
+    ]
+    return sorted(str(path.relative_to(ROOT)) for path in found)
+
+
+def run(drawn: list[Mutant], told: argparse.Namespace, first: dict[str, str]) -> list[Result]:
+    """Run pytest with the mutants; write each result to the file when it is there."""
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # a fork has none of the threads that torch would start before
+    results: list[Result] = []
+    with told.out.open("w") as out, tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "killer").mkdir()
+
+        def report(result: Result) -> None:
+            results.append(result)
+            print(result.as_line(), file=out, flush=True)
+            if len(results) % 50 == 0:
+                print(f"{len(results)} of {len(drawn)}: {dict(Counter(each.outcome for each in results))}", flush=True)
+
+        plan = Plan(ROOT, drawn, first, told.jobs, told.budget, Path(folder), report)
+        pytest.main([*OPTIONS, "--basetemp", f"{folder}/tmp", *told.suites], plugins=[Session(plan)])
+    return results
+
+
+def summary(results: list[Result], killed_before: bool) -> int:
+    """Print a table by part and a last line of JSON; return the exit code."""
+    parts: dict[str, Counter[str]] = defaultdict(Counter)
+    for each in results:
+        path = each.mutant.path
+        parts["/".join(path.split("/")[:2]) if path.startswith(("baton", "router")) else path.split("/")[0]][
+            each.outcome
+        ] += 1
+    for part, counted in sorted(parts.items()):
+        dead = sum(counted[each] for each in DEAD)
+        print(f"{part:28} {sum(counted.values()):5} mutants {dead:5} killed  {dict(counted)}")
+    lost = [each.mutant.name for each in results if killed_before and each.outcome not in DEAD]
+    print(*lost, sep="\n")
+    total = Counter(each.outcome for each in results)
+    print(json.dumps({"mutants": len(results), **total, "lost": len(lost)}))
+    return 1 if lost or not results else 0
+
+
+if __name__ == "__main__":
+    main()
