@@ -7,6 +7,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -85,6 +86,7 @@ def choices(tree: ast.Module) -> dict[str, list[str]]:
     return found
 
 
+@cache
 def events() -> dict[str, Said]:
     """Of all log calls, by name; `*` stands for a part that the code puts in."""
     found: defaultdict[str, Said] = defaultdict(Said)
