@@ -88,18 +88,11 @@ def test_a_red_suite_ends_the_run_and_is_named(folder):
 
 
 @pytest.mark.slow
-def test_it_can_go_on_after_a_red_suite(folder):
-    (folder / "test_wrong.py").write_text("import nothing_of_this_name\n")
-    options = ("--rounds", "2", "--keep-going", *LOAD)
-    code, summary, _ = finished(start(folder, "test_wrong.py", "test_green.py", *options))
-    assert (code, summary["green"], summary["failed"]) == (1, 0, ["test_wrong.py"])
-    assert len((folder / "seeds").read_text().split()) == len(summary["seeds"]) == 2
-
-
-@pytest.mark.slow
-def test_a_round_without_a_test_is_red(folder):
-    code, summary, _ = finished(start(folder, "test_green.py", "--rounds", "1", *LOAD, "--", "-k", "nothing"))
+def test_it_can_go_on_after_a_round_without_a_test(folder):
+    options = ("--rounds", "2", "--keep-going", *LOAD, "--", "-k", "nothing")
+    code, summary, _ = finished(start(folder, "test_green.py", *options))
     assert (code, summary["green"], summary["failed"]) == (1, 0, ["no test was selected"])
+    assert len(summary["seeds"]) == 2
 
 
 @pytest.mark.slow
@@ -109,7 +102,7 @@ def test_a_spent_budget_ends_it(folder):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_tests_and_load(folder, number):
     os.mkfifo(folder / "reached")
     process = start(folder, "test_waits.py", *LOAD)
@@ -145,11 +138,6 @@ def test_the_load_ends_with_a_killed_program(folder):
         process.communicate()
     _, alive = psutil.wait_procs(load, timeout=scaled(20))
     assert not alive
-
-
-def test_the_hog_takes_at_most_half_of_what_is_free():
-    taken = stress_tests.parse(["--hog-mib", str(1 << 40)]).hog_mib
-    assert 0 < taken * stress_tests.MIB < psutil.virtual_memory().total / 2
 
 
 def test_all_suites_are_there_by_default():
