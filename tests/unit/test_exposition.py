@@ -71,6 +71,7 @@ def test_openmetrics_keeps_the_colon():
     assert content_type.startswith("application/openmetrics-text")
     assert b'\nvllm:num_requests_running{engine="0",model_name="m"} 0.0\n' in text
     assert b"vllm_" not in text
+    assert b"vllm:" not in render(metric_docs.gateway_registry(), "")[1], "a gateway alone has none"
 
 
 @pytest.mark.parametrize("process", REGISTRIES)

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -101,41 +102,42 @@ def test_a_spent_budget_ends_it(folder):
     assert (code, summary["green"], summary["failed"]) == (1, 0, ["test_waits.py: the budget of 0.5 s is spent"])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_ends_tests_and_load(folder, number):
+@pytest.fixture
+def waiting(folder) -> Iterator[subprocess.Popen[str]]:
+    """The tool while its test waits; killed at the end, and if that test is never reached."""
     os.mkfifo(folder / "reached")
     process = start(folder, "test_waits.py", *LOAD)
     watchdog = threading.Timer(scaled(40), process.kill)
     watchdog.start()
     try:
         assert (folder / "reached").read_text() == "yes"  # returns when the test writes it
-        children = psutil.Process(process.pid).children(recursive=True)
-        assert len(children) == 3
-        process.send_signal(number)
-        code, summary, _ = finished(process)
+        yield process
     finally:
         watchdog.cancel()
+        process.kill()
+        process.communicate()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_tests_and_load(waiting, number):
+    children = psutil.Process(waiting.pid).children(recursive=True)
+    assert len(children) == 3
+    waiting.send_signal(number)
+    code, summary, _ = finished(waiting)
     assert (code, summary["failed"]) == (128 + number, [f"{number.name} came"])
     assert not [child for child in children if child.is_running()]
 
 
 @pytest.mark.slow
-def test_the_load_ends_with_a_killed_program(folder):
-    os.mkfifo(folder / "reached")
-    process = start(folder, "test_waits.py", *LOAD)
-    try:
-        assert (folder / "reached").read_text() == "yes"
-        assert process.stdout is not None
-        load = [psutil.Process(pid) for pid in loads(process.stdout.readline())]
-        tests = [child for child in psutil.Process(process.pid).children() if child not in load]
-        process.kill()
-        process.wait()
-        for child in tests:
-            child.kill()
-    finally:
-        process.kill()
-        process.communicate()
+def test_the_load_ends_with_a_killed_program(waiting):
+    assert waiting.stdout is not None
+    load = [psutil.Process(pid) for pid in loads(waiting.stdout.readline())]
+    tests = [child for child in psutil.Process(waiting.pid).children() if child not in load]
+    waiting.kill()
+    waiting.wait()
+    for child in tests:
+        child.kill()
     _, alive = psutil.wait_procs(load, timeout=scaled(20))
     assert not alive
 
