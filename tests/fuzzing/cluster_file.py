@@ -12,54 +12,13 @@ from baton.config.load import config_from_json, known_keys, load_config
 from baton.errors import ConfigError
 from tests.fuzzing.common import FREELY, ROOT, Target, outcome
 
-_VALUES = [
-    "",
-    "~",
-    "auto",
-    "oracle",
-    "1GiB",
-    "0",
-    "-1",
-    "2.5",
-    ".inf",
-    "127.0.0.1:0",
-    "[]",
-    "{}",
-    "[x]",
-    "{a: b}",
-    "*a",
-]
+_VALUES = ["", "{a: b}", *"~ auto oracle 1GiB 0 -1 2.5 .inf 127.0.0.1:0 [] {} [x] *a".split()]
+_KEYS = "model name router http path redis prefill replicas queue x".split()
 _PIECES = [
-    *(
-        "model: ",
-        "name: ",
-        "router: ",
-        "http: ",
-        "path: ",
-        "redis: ",
-        "prefill: ",
-        "replicas: ",
-        "queue: ",
-        "x: ",
-        "? ",
-    ),
-    *("\n", "\n  ", "\n    ", "- ", ": ", ", ", "{", "}", "[", "]", "&a ", "*a", "&b ", "*b", "<<: ", "---\n", "# x\n"),
-    *("!!int ", "!!float ", "!!bool ", "!!timestamp ", "!!binary ", "!!map ", "!!set ", "!!str ", "!!null ", "!x "),
-    *(
-        "2001-99-99",
-        "2001-01-01",
-        "9" * 5000,
-        "[" * 300,
-        "1e999",
-        "0x",
-        "0o9",
-        ".nan",
-        "-",
-        "~",
-        "yes",
-        '"\\ud800"',
-        "''",
-    ),
+    *(f"{key}: " for key in _KEYS),
+    *("? ", "\n", "\n  ", "\n    ", "- ", ": ", ", ", "&a ", "*a", "&b ", "*b", "<<: ", "---\n", "# x\n", *"{}[]"),
+    *(f"!!{tag} " for tag in "int float bool timestamp binary map set str null".split()),
+    *("!x ", "9" * 5000, "[" * 300, *"2001-99-99 2001-01-01 1e999 0x 0o9 .nan - ~ yes ''".split(), '"\\ud800"'),
     *("oracle", "local", "127.0.0.1:0", "1GiB", "'", '"', "|\n", ">\n", "%YAML 9\n", "\t", "\x00", "\x85", "\ufeff"),
 ]
 _FOLDER = tempfile.TemporaryDirectory(prefix="baton-fuzz-")  # goes with the process

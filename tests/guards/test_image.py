@@ -75,21 +75,10 @@ def test_a_mistake_is_found(said: str):
     assert said in found[0]
 
 
-@pytest.mark.parametrize(
-    ("path", "sent"),
-    [
-        ("baton/cli/app.py", True),
-        ("models/demo/config.json", True),
-        ("models/coin/config.json", False),
-        ("models", False),
-        (".git/config", False),
-        (".venv/bin/python", False),
-        ("baton/cli/__pycache__/app.pyc", False),
-        ("tokens.yaml", False),
-    ],
-)
-def test_the_builder_is_given_what_it_needs_and_no_more(path: str, sent: bool):
-    assert is_sent(path, IGNORED) is sent
+def test_the_builder_is_given_what_it_needs_and_no_more():
+    unwanted = "models models/coin/config.json .git/config .venv/bin/pip baton/__pycache__/a.pyc tokens.yaml".split()
+    sent = [path for path in ("baton/cli/app.py", "models/demo/config.json", *unwanted) if is_sent(path, IGNORED)]
+    assert sent == ["baton/cli/app.py", "models/demo/config.json"]
 
 
 def ask(linter: str, *args: str, text: str) -> str:
@@ -100,26 +89,8 @@ def ask(linter: str, *args: str, text: str) -> str:
     return subprocess.run([str(program), *args, "-"], input=text, text=True, capture_output=True, check=False).stdout
 
 
-def hadolint(text: str) -> str:
-    return ask("hadolint", "--no-color", "--failure-threshold", "style", text=text)
-
-
 def test_hadolint_has_nothing_to_say():
-    assert hadolint(TEXT) == ""
-
-
-@pytest.mark.parametrize(
-    ("rule", "right", "wrong"),
-    [
-        ("DL3002", "USER 10001:10001", "USER root"),
-        ("DL3025", 'CMD ["baton", "--help"]', "CMD baton --help"),
-        ("DL3000", "WORKDIR /opt/baton", "WORKDIR opt/baton"),
-        ("DL3007", "python:3.11.16-slim-bookworm@", "python:latest AS first\nFROM python:3.11.16-slim-bookworm@"),
-    ],
-)
-def test_hadolint_finds_a_mistake(rule: str, right: str, wrong: str):
-    assert right in TEXT
-    assert rule in hadolint(TEXT.replace(right, wrong))
+    assert ask("hadolint", "--no-color", "--failure-threshold", "style", text=TEXT) == ""
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
@@ -128,8 +99,3 @@ def test_shellcheck_has_nothing_to_say_of_a_step(script: Path):
     assert text.startswith("#!/bin/bash\n# ")
     assert "set -euo pipefail" in text.splitlines()
     assert ask("shellcheck", text=text) == ""
-
-
-def test_shellcheck_finds_a_mistake():
-    script = SCRIPTS[0].read_text()
-    assert "SC2086" in ask("shellcheck", text=script.replace('"$requirements"', "$requirements"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import tomllib
@@ -11,7 +12,6 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 HEAVY = ("torch", "ray", "numpy", "transformers", "redis", "pydantic")
-LIMIT_S = 0.3
 
 
 def python(code: str) -> str:
@@ -21,24 +21,17 @@ def python(code: str) -> str:
     return done.stdout.strip()
 
 
-def loaded(module: str, *others: str) -> set[str]:
-    """Which of `others` are loaded once `module` is."""
-    return set(python(f"import sys, {module}; print(*(set({others!r}) & set(sys.modules)))").split())
-
-
-@pytest.mark.parametrize("module", ["baton", "baton.client"])
-def test_the_sdk_is_light(module: str):
-    assert loaded(module, *HEAVY) == set()
-
-
-@pytest.mark.parametrize("module", ["router", "router.server", "router.service", "router.lifecycle"])
-def test_the_router_reaches_neither_torch_nor_ray(module: str):
-    assert loaded(module, "torch", "ray") == set()
-
-
-def test_the_router_needs_no_gateway():
-    """Its libraries are an extra of their own."""
-    assert loaded("router.server", "starlette", "uvicorn") == set()
+@pytest.mark.parametrize(
+    ("module", "others"),
+    [
+        ("baton", HEAVY),
+        ("baton.client", HEAVY),
+        ("router", ("torch", "ray")),
+        ("router.server", ("torch", "ray", "starlette", "uvicorn")),  # the gateway is an extra of its own
+    ],
+)
+def test_a_part_imports_nothing_heavy(module: str, others: tuple[str, ...]):
+    assert python(f"import sys, {module}; print(*(set({others!r}) & set(sys.modules)))") == ""
 
 
 @pytest.mark.slow
@@ -51,15 +44,7 @@ try:
     _gateway(None, None, None)
 except ConfigError as error:
     print(error)"""
-    assert python(code).startswith("router.http: starlette")
-    assert "baton-serve[gateway]" in python(code)
-
-
-@pytest.mark.serial
-def test_import_time():
-    """`from baton import Client`, the best of five; processor time, as other work stretches the wall clock."""
-    code = "import time; start = time.process_time(); from baton import Client; print(time.process_time() - start)"
-    assert min(float(python(code)) for _ in range(5)) < LIMIT_S
+    assert re.match(r"router\.http: starlette.*'baton-serve\[gateway\]'", python(code))
 
 
 def test_each_part_belongs_to_a_layer():

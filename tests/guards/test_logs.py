@@ -5,8 +5,8 @@ from __future__ import annotations
 import ast
 import re
 from collections import defaultdict
-from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -23,13 +23,6 @@ class Said:
     keys: set[str] = field(default_factory=set)
 
 
-def sources() -> Iterator[tuple[Path, ast.Module]]:
-    for package in PACKAGES:
-        for path in sorted((ROOT / package).rglob("*.py")):
-            if "log" in (text := path.read_text(encoding="utf-8")) or "step(" in text:
-                yield path, ast.parse(text)
-
-
 def texts(node: ast.expr) -> list[str]:
     """The strings that an expression may be; a part that is not known is `*`."""
     match node:
@@ -43,81 +36,72 @@ def texts(node: ast.expr) -> list[str]:
             return []
 
 
-def levels_of(call: ast.Call, chosen: dict[str, list[str]]) -> list[str]:
-    """How a call logs: `log.LEVEL(...)`, or by a name that was chosen from such; none: it is no log call."""
-    match call.func:
+def methods(node: ast.expr) -> list[str]:
+    """The levels of an expression that is a log method, as `log.info`, or a choice between two."""
+    match node:
         case ast.Attribute(value=ast.Name(id="log"), attr=level) if level in LEVELS:
-            return [level]
-        case ast.Name(id=name):
-            return chosen.get(name, [])
-        case ast.Attribute(attr="callback") if call.args and (method := method_of(call.args[0])):
-            call.args = call.args[1:]  # `leaving.callback(log.info, "event", ...)`
-            return [method]
+            return ["error" if level == "exception" else level]
+        case ast.IfExp(body=body, orelse=other):
+            return methods(body) + methods(other)
         case _:
             return []
 
 
-def method_of(node: ast.expr) -> str | None:
+def is_step(call: ast.Call) -> bool:
+    """`self._history.step("event", handoff)` logs `handoff_event`."""
+    return ast.unparse(call.func).endswith("._history.step")
+
+
+def logged(call: ast.Call, chosen: dict[str, list[str]]) -> tuple[list[str], list[str]]:
+    """Levels and names of a call that logs; no levels: it does not. `chosen`: names that stand for a log method."""
+    match call:
+        case ast.Call(args=[name, *_]) if is_step(call):
+            return ["debug"], [f"handoff_{text}" for text in texts(name)]
+        case ast.Call(func=ast.Attribute(attr="callback"), args=[method, name, *_]) if methods(method):
+            return methods(method), texts(name)  # `leaving.callback(log.info, "event", ...)`
+        case ast.Call(func=ast.Name(id=name), args=[first, *_]):
+            return chosen.get(name, []), texts(first)
+        case ast.Call(func=func, args=args):
+            return methods(func), texts(args[0]) if args else []
+
+
+def forgotten(node: ast.AST) -> str | None:
+    """How workers forget a handoff: `_forget(handoff, how)`, whose `how` is the step that it notes."""
     match node:
-        case ast.Attribute(value=ast.Name(id="log"), attr=level) if level in LEVELS:
-            return level
+        case (
+            ast.Call(func=ast.Attribute(attr="_forget"), args=[_, ast.Constant(value=str(how))])
+            | ast.FunctionDef(name="_forget", args=ast.arguments(defaults=[ast.Constant(value=str(how))]))
+            | ast.GeneratorExp(elt=ast.Tuple(elts=[_, ast.Constant(value=str(how))]))
+        ):
+            return how
         case _:
             return None
 
 
-def is_step(call: ast.Call) -> bool:
-    """`self._history.step("event", handoff)` logs `handoff_event`."""
-    match call.func:
-        case ast.Attribute(value=ast.Attribute(attr="_history"), attr="step"):
-            return True
-        case _:
-            return False
-
-
-def choices(tree: ast.Module) -> dict[str, list[str]]:
-    """Names that stand for a log method: `write = log.warning if ... else log.info`."""
-    found = {}
-    for node in ast.walk(tree):
-        match node:
-            case ast.Assign(targets=[ast.Name(id=name)], value=ast.IfExp(body=one, orelse=other)):
-                if (first := method_of(one)) and (second := method_of(other)):
-                    found[name] = [first, second]
-    return found
-
-
+@cache
 def events() -> dict[str, Said]:
     """Of all log calls, by name; `*` stands for a part that the code puts in."""
     found: defaultdict[str, Said] = defaultdict(Said)
-    for path, tree in sources():
-        chosen = choices(tree)
-        for call in [node for node in ast.walk(tree) if isinstance(node, ast.Call)]:
-            step = is_step(call)
-            levels = ["debug"] if step else levels_of(call, chosen)
-            if not levels:
-                continue
-            names = [f"handoff_{text}" for text in texts(call.args[0])] if step else texts(call.args[0])
-            assert names or step, f"{path}:{call.lineno}: an event needs a name"
-            for name in names:
-                found[name].levels |= {"error" if level == "exception" else level for level in levels}
+    for path in sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py")):
+        text = path.read_text(encoding="utf-8")
+        is_role = path.parent.name in {"prefill_workers", "decode_workers"}
+        if not (is_role or re.search(r"\blog\b|step\(", text)):
+            continue
+        nodes = list(ast.walk(ast.parse(text)))
+        assigned = (node for node in nodes if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name))
+        chosen = {ast.unparse(node.targets[0]): methods(node.value) for node in assigned}
+        for call in (node for node in nodes if isinstance(node, ast.Call)):
+            levels, names = logged(call, chosen)
+            assert names or not levels or "_history" in ast.unparse(call), (
+                f"{path}:{call.lineno}: an event needs a name"
+            )
+            for name in names if levels else ():
+                found[name].levels |= set(levels)
                 found[name].keys |= {word.arg for word in call.keywords if word.arg} - {"exc_info"}
+        for how in filter(None, map(forgotten, nodes if is_role else ())):
+            found[f"handoff_{how}"].levels.add("debug")
     del found["handoff_*"]  # `History.step` itself: its callers are here
-    for name in forgotten():
-        found[f"handoff_{name}"].levels.add("debug")
     return dict(found)
-
-
-def forgotten() -> Iterator[str]:
-    """How workers forget a handoff: `_forget(handoff, how)`, whose `how` is the step that it notes."""
-    for folder in ("prefill_workers", "decode_workers"):
-        for path in (ROOT / folder).glob("*.py"):
-            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-                match node:
-                    case ast.Call(func=ast.Attribute(attr="_forget"), args=[_, ast.Constant(value=str(how))]):
-                        yield how
-                    case ast.FunctionDef(name="_forget", args=ast.arguments(defaults=[ast.Constant(value=str(how))])):
-                        yield how
-                    case ast.GeneratorExp(elt=ast.Tuple(elts=[_, ast.Constant(value=str(how))])):
-                        yield how
 
 
 def documented() -> dict[str, tuple[str, set[str], set[str]]]:

@@ -84,12 +84,8 @@ def test_a_regex_is_of_all_the_text(oracle):
 
 
 def test_json_may_have_a_space_between_tokens_unless_the_schema_says_more(oracle):
-    wanted = {
-        "type": "object",
-        "properties": {"a": {"type": "integer"}},
-        "required": ["a"],
-        "additionalProperties": False,
-    }
+    wanted = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+    wanted |= {"additionalProperties": False}
     for text, right in (('{"a":1}', True), ('{ "a": 1 }', True), ('{  "a":1}', False), ('{\n"a":1}', False)):
         assert after(oracle, schema(wanted), text).complete is right, text
     pretty = wanted | {"x-guidance": {"whitespace_pattern": "[ \\n]*"}}
@@ -220,19 +216,15 @@ def test_grammars_are_compiled_once_and_used_apart():
     assert first is not None
     oracle.check(choices("abc"))
     assert (oracle._compiled.cache_info().misses, oracle._compiled.cache_info().hits) == (1, 2)
-    assert first is not None
     first.advance(ord("a"))
     assert (allowed(first), allowed(second)) == ([ord("b")], [ord("a")])
     assert oracle.start(None) is None
     oracle.check(None)
 
 
-def test_a_model_without_an_end_token_is_refused(tmp_path):
+def test_a_model_without_an_end_token_and_a_tokenizer_that_cannot_be_read_are_refused(tmp_path):
     with pytest.raises(InvalidRequest, match="constraint: the model has no end token"):
         Grammars(Tokenizer.load(save_bpe(tmp_path))).check(choices("a"))
-
-
-def test_a_tokenizer_that_cannot_be_read_is_refused(tmp_path):
     raw = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "b": 1}, unk_token="a"))
     raw.save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "config.json").write_text('{"eos_token_id": 1}')

@@ -61,36 +61,24 @@ def test_all_that_a_process_says_has_one_form():
     assert end["exception"].endswith("KeyError: 'at the end'")
 
 
-def test_a_terminal_obeys_no_client():
-    program = """
-import structlog
-from baton.logs import configure_logging
-configure_logging("info", "console")
-structlog.get_logger().info("request_finished", client_tag="\\x1b]0;mine\\x07", attempts=1)
-"""
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert "client_tag" in done.stderr
-    assert r"\x1b]0;mine\x07" in done.stderr
-    assert "\x1b]" not in done.stderr
-    assert "\x07" not in done.stderr
-
-
-def test_a_traceback_on_a_terminal_shows_nothing_of_what_was_asked():
+def test_a_terminal_obeys_no_client_and_a_traceback_shows_nothing_of_what_was_asked():
     program = """
 import structlog
 from baton.logs import configure_logging
 configure_logging("info", "console")
 def fails(prompt):
     raise ValueError("\x1b]0;mine\x07")
+structlog.get_logger().info("request_finished", client_tag="\x1b]0;mine\x07", attempts=1)
 try:
     fails("the " + "secret")
 except ValueError:
     structlog.get_logger().exception("request_broke")
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert "ValueError" in done.stderr
-    assert "the secret" not in done.stderr
-    assert "\x1b]" not in done.stderr
+    for part in ("client_tag", r"\x1b]0;mine\x07", "ValueError"):
+        assert part in done.stderr
+    for part in ("the secret", "\x1b]", "\x07"):
+        assert part not in done.stderr
 
 
 @pytest.mark.parametrize("folder", ["there", "not there"])

@@ -55,10 +55,11 @@ def test_passages_follow_each_other_without_gap_whatever_happens(steps):
         assert min(passage.duration for passage in passages) >= 0
     assert timings.e2e_s == sum(getattr(timings, f"{stage.value}_s") for stage in Stage)
     assert timings.e2e_s == pytest.approx(now / 1e9, rel=1e-12)
+    assert timings.ttft_s <= timings.e2e_s + 1e-6
 
 
-def walked(*, to: Stage = Stage.PREFILL, clock: FakeClock | None = None) -> tuple[FakeClock, StageClock]:
-    clock = clock or FakeClock()
+def walked(*, to: Stage = Stage.PREFILL) -> tuple[FakeClock, StageClock]:
+    clock = FakeClock()
     stages = StageClock(clock)
     for number, stage in enumerate((Stage.ROUTE, Stage.RESERVE, Stage.PREFILL)):
         clock.advance(2**number)
@@ -67,6 +68,44 @@ def walked(*, to: Stage = Stage.PREFILL, clock: FakeClock | None = None) -> tupl
         if stage is to:
             break
     return clock, stages
+
+
+@pytest.mark.parametrize(
+    ("after_s", "commit_s", "expected"),
+    [
+        (16, 5, Timings(1, 2, 4, 8, 11, 5, 32, ttft_s=15)),
+        (1, 100, Timings(1, 2, 4, 8, 0, 1, 32, ttft_s=15)),  # a commit cannot have taken longer than there was
+    ],
+)
+def test_the_stretch_after_the_first_token_ends_with_the_commit(after_s, commit_s, expected):
+    clock, stages = walked()
+    clock.advance(8)
+    stages.first_token()
+    clock.advance(after_s)
+    stages.handed_over(commit_s=commit_s)
+    clock.advance(32)
+    assert stages.timings() == expected
+
+
+def test_a_request_that_ends_with_its_first_token_has_no_handoff():
+    clock, stages = walked()
+    clock.advance(8)
+    stages.first_token()
+    clock.advance(3)
+    stages.ended_at_first_token()
+    assert stages.timings() == Timings(1, 2, 4, 11, 0, 0, 0, ttft_s=15)
+
+
+def test_a_second_attempt_adds_to_the_same_stages_and_keeps_the_first_ttft():
+    clock, stages = walked()
+    stages.first_token()
+    stages.handed_over(0)
+    clock.advance(10)
+    for stage, seconds in ((Stage.QUEUE, 1), (Stage.ROUTE, 2), (Stage.RESERVE, 4), (Stage.PREFILL, 8)):
+        stages.enter(stage)
+        clock.advance(seconds)
+    stages.first_token()
+    assert stages.timings() == Timings(2, 4, 8, 8, 0, 0, 10, ttft_s=7)
 
 
 def test_verify_passes_are_taken_out_of_decoding():

@@ -1,94 +1,17 @@
+"""What a router counts, and the HTTP endpoint of every process."""
+
+from __future__ import annotations
+
 import asyncio
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from prometheus_client import generate_latest
 
-from baton.clock import FakeClock
 from baton.core import Role
 from baton.errors import ConfigError, Overloaded
 from baton.load import BlockCounts, Load
-from baton.stages import Stage, StageClock, Timings
+from baton.stages import Timings
 from baton.telemetry import Metrics, MetricsServer
-
-STEPS = st.lists(
-    st.tuples(st.sampled_from([*Stage, "first", "over"]), st.floats(0, 1e4), st.floats(-1, 1e4)), max_size=30
-)
-
-
-@given(STEPS)
-def test_stages_sum_to_the_end_to_end_time_whatever_happens(steps):
-    clock = FakeClock()
-    stages = StageClock(clock)
-    for step, seconds, commit_s in steps:
-        clock.advance(seconds)
-        if step == "first":
-            stages.first_token()
-        elif step == "over":
-            stages.handed_over(commit_s)
-        else:
-            stages.enter(step)
-    timings = stages.timings()
-    spent = [getattr(timings, f"{stage.value}_s") for stage in Stage]
-    assert min(spent) >= 0
-    assert timings.e2e_s == sum(spent)
-    assert timings.e2e_s == pytest.approx(clock.monotonic() - 1000.0, abs=1e-6)
-    assert timings.ttft_s <= timings.e2e_s + 1e-6
-
-
-def walk(clock: FakeClock, stages: StageClock) -> None:
-    for stage, seconds in ((Stage.ROUTE, 1), (Stage.RESERVE, 2), (Stage.PREFILL, 4)):
-        clock.advance(seconds)
-        stages.enter(stage)
-    clock.advance(8)
-    stages.first_token()
-
-
-def test_the_stretch_after_the_first_token_ends_with_the_commit():
-    clock = FakeClock()
-    stages = StageClock(clock)
-    walk(clock, stages)
-    clock.advance(16)
-    stages.handed_over(commit_s=5)
-    clock.advance(32)
-    assert stages.timings() == Timings(1, 2, 4, 8, 11, 5, 32, ttft_s=15)
-
-
-def test_a_commit_cannot_have_taken_longer_than_there_was():
-    clock = FakeClock()
-    stages = StageClock(clock)
-    walk(clock, stages)
-    clock.advance(1)
-    stages.handed_over(commit_s=100)
-    assert stages.timings() == Timings(1, 2, 4, 8, 0, 1, 0, ttft_s=15)
-
-
-def test_a_request_that_ends_with_its_first_token_has_no_handoff():
-    clock = FakeClock()
-    stages = StageClock(clock)
-    walk(clock, stages)
-    clock.advance(3)
-    stages.ended_at_first_token()
-    assert stages.timings() == Timings(1, 2, 4, 11, 0, 0, 0, ttft_s=15)
-
-
-def test_a_second_attempt_adds_to_the_same_stages_and_keeps_the_first_ttft():
-    clock = FakeClock()
-    stages = StageClock(clock)
-    walk(clock, stages)
-    stages.handed_over(0)
-    clock.advance(10)
-    stages.enter(Stage.QUEUE)
-    walk(clock, stages)
-    assert stages.timings() == Timings(2, 4, 8, 16, 0, 0, 10, ttft_s=15)
-
-
-def test_no_token_no_ttft():
-    clock = FakeClock()
-    stages = StageClock(clock)
-    clock.advance(2)
-    assert stages.timings().ttft_s == 0
 
 
 def test_an_answer_without_a_token_is_no_first_token_in_no_time():
@@ -147,6 +70,25 @@ def test_metrics_have_the_names_that_dashboards_read():
         assert line in text
 
 
+def test_what_workers_did_for_deterministic_requests():
+    metrics = Metrics("test", "0")
+    loads = [("decode-0", Load(verify_passes=3, rollbacks=2, recomputed_tokens=40)), ("decode-1", Load())]
+    metrics.watch_verifying(lambda: loads)
+    metrics.ended("finished", deterministic=True)
+    metrics.ended("finished")
+    lines = generate_latest(metrics.registry).decode().splitlines()
+    assert {
+        'baton_verify_passes_total{worker="decode-0"} 3.0',
+        'baton_rollbacks_total{worker="decode-0"} 2.0',
+        'baton_recomputed_tokens_total{worker="decode-0"} 40.0',
+        'baton_verify_passes_total{worker="decode-1"} 0.0',
+        'baton_deterministic_requests_total{outcome="finished"} 1.0',
+        'baton_requests_total{outcome="finished"} 2.0',
+    } <= set(lines)
+    loads.pop()
+    assert "decode-1" not in generate_latest(metrics.registry).decode(), "a lost worker leaves no ghost"
+
+
 def test_two_processes_in_one_interpreter_share_nothing():
     first, second = Metrics("a", ""), Metrics("b", "")
     first.fenced()
@@ -199,23 +141,3 @@ async def test_an_address_that_cannot_be_had():
         with pytest.raises(ConfigError, match="cannot listen for metrics"):
             await MetricsServer(Metrics("y", "")).start(wrong)
     await server.stop()
-
-
-def test_what_workers_did_for_deterministic_requests():
-    metrics = Metrics("test", "0")
-    loads = [("decode-0", Load(verify_passes=3, rollbacks=2, recomputed_tokens=40)), ("decode-1", Load())]
-    metrics.watch_verifying(lambda: loads)
-    metrics.ended("finished", deterministic=True)
-    metrics.ended("finished")
-    text = generate_latest(metrics.registry).decode()
-    for line in (
-        'baton_verify_passes_total{worker="decode-0"} 3.0',
-        'baton_rollbacks_total{worker="decode-0"} 2.0',
-        'baton_recomputed_tokens_total{worker="decode-0"} 40.0',
-        'baton_verify_passes_total{worker="decode-1"} 0.0',
-        'baton_deterministic_requests_total{outcome="finished"} 1.0',
-        'baton_requests_total{outcome="finished"} 2.0',
-    ):
-        assert line in text.splitlines()
-    loads.pop()
-    assert "decode-1" not in generate_latest(metrics.registry).decode(), "a lost worker leaves no ghost"

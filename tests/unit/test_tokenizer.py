@@ -91,14 +91,11 @@ def test_special_tokens_have_no_text(folder):
     assert "".join(map(stream.push, ids)) == "some words"
 
 
-def test_prompt_gets_the_models_special_tokens(tmp_path):
-    assert Tokenizer.load(save_bpe(tmp_path, bos=True)).encode("some")[0] == 0
-
-
-def test_truncation_and_padding_of_the_file_are_off(tmp_path):
+def test_special_tokens_of_the_file_count_and_its_truncation_and_padding_do_not(tmp_path):
     tokenizer = Tokenizer.load(save_bpe(tmp_path, truncate=True))
     text = "some words to keep and not to cut"
     assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert Tokenizer.load(save_bpe(tmp_path, bos=True)).encode("some")[0] == 0
 
 
 @pytest.mark.parametrize(

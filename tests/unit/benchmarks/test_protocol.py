@@ -1,15 +1,21 @@
-"""The pipe between the program and a measured process, with real processes."""
+"""The pipe between a program and a measured process, with real processes, and the memory that two of them share."""
+
+from __future__ import annotations
 
 import os
 import sys
-import time
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
+import torch
 
-from benchmarks.lib.protocol import Child, ChildFailed, Setup
+from benchmarks.lib.protocol import ROOT, Child, ChildFailed, Setup
+from benchmarks.lib.transfer_bare import SharedRing, ring_bytes
+from benchmarks.lib.transfer_partner import Partner
+from tests.support.waiting import eventually
 
 PROGRAM = """
 import os, time
@@ -17,7 +23,7 @@ from benchmarks.lib.protocol import serve
 
 def load(setup):
     os.write(1, b"a library that prints too early\\n")
-    return {"threads": setup.threads, "omp": os.environ["OMP_NUM_THREADS"]}, {
+    return {"threads": setup.threads, "omp": os.environ.get("OMP_NUM_THREADS")}, {
         "add": lambda a, b: (print("noise"), {"sum": a + b})[1],
         "fail": lambda: {}["missing"],
         "leave": lambda: (print("bye bye", flush=True), os._exit(3)),
@@ -39,26 +45,16 @@ def child(tmp_path: Path) -> Iterator[Child]:
         yield child
 
 
-def test_it_is_told_its_setup_and_answers(child: Child) -> None:
+def test_it_gets_its_setup_and_answers_also_after_an_error(child: Child) -> None:
     assert child.about == {"threads": 2, "omp": "2"}
-    assert child.ask("add", 30, a=2, b=3) == {"sum": 5}
-
-
-def test_an_error_is_an_answer(child: Child) -> None:
     with pytest.raises(ChildFailed, match="it: KeyError: 'missing'"):
         child.ask("fail", 30)
+    assert child.ask("add", 30, a=2, b=3) == {"sum": 5}
+    eventually(lambda: psutil.Process(child.pid).status() == psutil.STATUS_STOPPED, "stopped while it is not asked")
     assert child.ask("add", 30, a=1, b=1) == {"sum": 2}
 
 
-def test_it_is_stopped_while_nobody_asks(child: Child) -> None:
-    process, until = psutil.Process(child.pid), time.monotonic() + 20
-    while process.status() != psutil.STATUS_STOPPED:
-        assert time.monotonic() < until
-        os.sched_yield()
-    child.ask("add", 30, a=1, b=1)
-
-
-def test_an_end_is_told_with_its_last_words(child: Child) -> None:
+def test_an_end_is_reported_with_its_last_words(child: Child) -> None:
     with pytest.raises(ChildFailed, match=r"it: ended.*bye bye"):
         child.ask("leave", 30)
     assert not child.alive
@@ -69,3 +65,37 @@ def test_a_slow_one_is_ended_so_that_its_answer_is_never_mistaken(child: Child) 
         child.ask("hang", 0.05)
     assert not child.alive
     assert not psutil.pid_exists(child.pid)
+
+
+def test_a_partner_answers_fails_and_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "partner_under_test.py").write_text(PROGRAM)
+    monkeypatch.setenv("PYTHONPATH", f"{ROOT}{os.pathsep}{tmp_path}")
+    partner = Partner("partner_under_test", SETUP)
+    try:
+        assert partner.about["threads"] == 2
+        with pytest.raises(ChildFailed, match="KeyError"):
+            partner.ask("fail")
+        assert partner.ask("add", a=20, b=22) == {"sum": 42}
+    finally:
+        partner.close()
+    with pytest.raises((ChildFailed, ValueError, BrokenPipeError)):
+        partner.ask("add", a=1, b=1)
+
+
+def test_a_ring_moves_bytes_between_two_maps() -> None:
+    """Two maps of one file, in two threads: as between two processes."""
+    slots, size = 3, 4096
+    file = os.memfd_create("test-ring")
+    os.ftruncate(file, ring_bytes(slots, size))
+    writer, reader = SharedRing(file, slots, size), SharedRing(file, slots, size)
+    os.close(file)
+    sent = torch.arange(10 * size + 100, dtype=torch.int64).to(torch.uint8)
+    writer.reset()
+    for _ in range(2):
+        received = torch.zeros_like(sent)
+        reading = threading.Thread(target=reader.read, args=(received,))
+        reading.start()
+        writer.wait_reader()
+        writer.write(sent)
+        reading.join(10)
+        assert torch.equal(sent, received)

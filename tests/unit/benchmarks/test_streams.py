@@ -1,16 +1,21 @@
-"""The load generator against a real server: what arrives whole is counted, and anything else is an error."""
+"""The load generators: what arrives whole is counted, and anything else is an error."""
+
+from __future__ import annotations
 
 import asyncio
 import random
 import socket
 import struct
+from typing import Any
 
 import grpc
 import pytest
 
+from baton.errors import EngineFault, Overloaded
 from baton.rpc.channel import aio_server, bind
 from baton.rpc.v1 import common_pb2
 from baton.rpc.v1 import inference_pb2 as pb
+from benchmarks import overload
 from benchmarks.lib import http2
 from benchmarks.lib.http2 import Connection, LoadFailed, frame
 from benchmarks.lib.streams import METHOD, drive
@@ -75,15 +80,19 @@ async def test_whole_streams_are_counted_and_followed_by_others_while_time_is_le
     assert all(len(asked.token_ids.ids) == 4 for asked in server.requests)
 
 
-async def test_messages_that_are_split_over_frames_arrive_whole():
-    passed = await load(Server(text="x" * 100_000), answer=3)  # a frame has at most 16384 bytes
-    assert passed.tokens == 9
-
-
-async def test_requests_wait_for_room_in_the_servers_window():
-    server = Server()
-    passed = await load(server, prompt=3000, streams=30, connections=1)  # 15 KB each, the first window is 64 KB
-    assert passed.requests == len(server.requests) == 30
+@pytest.mark.parametrize(
+    ("text", "options"),
+    [
+        ("x" * 100_000, {"answer": 3}),  # a frame has at most 16384 bytes
+        ("x", {"prompt": 3000, "streams": 30, "connections": 1}),  # 15 KB each, the first window is 64 KB
+    ],
+    ids=["answers of many frames", "requests wait for room in the server's window"],
+)
+async def test_whatever_its_size_all_arrives(text, options):
+    server = Server(text)
+    passed = await load(server, **options)
+    assert passed.requests == len(server.requests) == options.get("streams", 3)
+    assert passed.tokens == passed.requests * options.get("answer", 8)
 
 
 async def test_windows_of_its_own_are_opened_again(monkeypatch):
@@ -93,27 +102,34 @@ async def test_windows_of_its_own_are_opened_again(monkeypatch):
     assert passed.requests == 20
 
 
-@pytest.mark.parametrize("status", [grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.UNAUTHENTICATED])
-async def test_a_stream_that_ends_with_an_error_fails_the_load(status):
-    with pytest.raises(LoadFailed, match=f"status {status.value[0]} and 8 of 8 tokens"):
-        await load(Server(status=status))
-
-
 @pytest.mark.parametrize(
-    ("twist", "text"),
+    ("server", "text"),
     [
-        (lambda events: events[:-1], "ended with status 0 and 8 of 8 tokens"),
-        (lambda events: events[:4], "ended with status 0 and 3 of 8 tokens"),
-        (lambda events: events[:3] + events[4:], "event 4 of stream"),
-        (lambda events: [*events[:2], token_event(2, seq=2)], "token 2"),
-        (lambda events: [*events, pb.GenerateEvent(seq=11)], "event 11 of stream"),
-        (lambda events: [], "ended with status 0 and 0 of 8 tokens"),
+        *(
+            (Server(status=status), f"status {status.value[0]} and 8 of 8 tokens")
+            for status in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.UNAUTHENTICATED)
+        ),
+        (Server(twist=lambda events: events[:-1]), "ended with status 0 and 8 of 8 tokens"),
+        (Server(twist=lambda events: events[:4]), "ended with status 0 and 3 of 8 tokens"),
+        (Server(twist=lambda events: events[:3] + events[4:]), "event 4 of stream"),
+        (Server(twist=lambda events: [*events[:2], token_event(2, seq=2)]), "token 2"),
+        (Server(twist=lambda events: [*events, pb.GenerateEvent(seq=11)]), "event 11 of stream"),
+        (Server(twist=lambda events: []), "ended with status 0 and 0 of 8 tokens"),
     ],
-    ids=["not completed", "half", "event missing", "token missing", "goes on", "nothing"],
+    ids=[
+        "unavailable",
+        "unauthenticated",
+        "not completed",
+        "half",
+        "event missing",
+        "token missing",
+        "goes on",
+        "nothing",
+    ],
 )
-async def test_a_stream_that_is_not_whole_fails_the_load(twist, text):
+async def test_a_stream_that_is_not_whole_fails_the_load(server, text):
     with pytest.raises(LoadFailed, match=text):
-        await load(Server(twist=twist))
+        await load(server)
 
 
 class Heard:
@@ -219,13 +235,42 @@ def test_no_more_is_sent_than_the_server_has_room_for(pair):
     read_until(server, frame(0, 0x1, 9, sent[9:]))
 
 
-def test_a_server_that_goes_away_is_an_error(pair):
+def test_a_server_that_goes_away_and_a_request_of_several_frames_are_errors(pair):
     connection, _, server = pair
+    with pytest.raises(LoadFailed, match="one frame"):
+        connection.call(bytes(20_000))
     server.shutdown(socket.SHUT_WR)
     with pytest.raises(LoadFailed, match="closed"):
         connection.receive()
 
 
-def test_a_request_that_needs_several_frames_is_refused(pair):
-    with pytest.raises(LoadFailed, match="one frame"):
-        pair[0].call(bytes(20_000))
+class Client:
+    """Ends each call as it is told."""
+
+    def __init__(self, *ends):
+        self.ends = list(ends)
+
+    def stream(self, prompt, **options):
+        assert (len(prompt), options["max_tokens"]) == (overload.PROMPT, overload.ANSWER)
+        return self
+
+    async def __aenter__(self):
+        return self
+
+    async def __aexit__(self, *_):
+        pass
+
+    async def __aiter__(self):
+        yield "token"
+        if (end := self.ends.pop(0)) is not None:
+            raise end
+
+
+async def test_each_end_under_overload_is_counted_once():
+    seen, rng = overload.Phase(), random.Random(1)
+    client: Any = Client(None, Overloaded("full", 2.0), Overloaded("waited 1 s for room", 3.0), EngineFault("broke"))
+    for _ in range(4):
+        await overload.ask(client, seen, rng)
+    assert (seen.offered, seen.finished, seen.late, len(seen.failed)) == (4, 1, 1, 1)
+    assert seen.delays == [2.0, 3.0]
+    assert len(seen.ttft) == 1

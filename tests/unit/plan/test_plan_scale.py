@@ -1,4 +1,4 @@
-"""`baton plan --what-if` with the real simulator: ten thousand workers; a trace of which no row is lost.
+"""`baton plan --what-if` with the real simulator: a trace of which no row is lost.
 
 The trace is made here, in the format that Mooncake published its own in: conversations, each turn of which begins with
 all blocks of the turn before. The same trace at full scale: docs/simulator.md.
@@ -18,7 +18,6 @@ from typer.testing import CliRunner
 from baton.cli import plan as command
 from baton.cli.app import app
 from baton.workload.traces import MOONCAKE_BLOCK
-from simulator import simulate
 from simulator.profile import load_profile
 
 PROFILE = "opt-66b-a100"
@@ -38,21 +37,6 @@ def what_if(what: str, *args: object) -> dict[str, Any]:
 
 def ended(report: dict[str, Any]) -> int:
     return sum(report[outcome] for outcome in ("completed", "refused", "expired", "failed"))
-
-
-@pytest.mark.slow
-def test_ten_thousand_workers(monkeypatch):
-    """With fewer requests than the command would ask of so many workers, three of each: that takes a minute."""
-    monkeypatch.setattr(command, "simulate", lambda of, load: simulate(of, itertools.islice(load, 1000)))
-    load = ("--profile", "opt-13b-a100", "--rate", 8, "--prompt-tokens", 100, "--max-tokens", 8)
-    found = what_if("prefill=1,decode=3,workers=10000", *load)
-    report = found["report"]
-    assert (found["gpus"], report["devices"], found["rate"]) == (10000, 10000, 8 * 2500)
-    assert (report["prefill"]["workers"], report["decode"]["workers"]) == (2500, 7500)
-    assert report["completed"] == report["arrivals"] == 1000
-    assert report["output_tokens"] == 8000
-    assert report["prefill"]["prompt_tokens"] + report["decode"]["prompt_tokens"] == 100_000
-    assert report["duration_s"] < 2, "they are spread over workers, of which each is free"
 
 
 def conversations(draw: Random, turns: int) -> list[Row]:

@@ -9,16 +9,10 @@ import pytest
 
 from baton.errors import ConfigError
 from baton.workload import Lengths
-from simulator.plan import Planner, kind
+from simulator.plan import kind
 from simulator.plan_shape import Shape, Workload, least_decode, least_prefill
 from simulator.profile import Profile
 from tests.unit.plan.plan_support import Fake, planner, profile
-
-
-def _cheapest(fake: Fake, rate: float) -> tuple[int, int, int]:
-    ways = (fake.prefill, fake.decode, fake.colocated)
-    found = [math.ceil(rate / each) for each in ways]
-    return found[0], found[1], found[2]
 
 
 @pytest.mark.parametrize("rate", [1.0, 24.9, 39.9, 77.1])
@@ -28,7 +22,8 @@ def test_the_fewest_workers_of_each_kind_are_found(fake, rate):
     assert answer.disaggregated is not None
     assert answer.colocated is not None
     apart, together = answer.disaggregated.shape, answer.colocated.shape
-    assert (apart.prefill, apart.decode, together.decode) == _cheapest(fake, rate)
+    carried = (fake.prefill, fake.decode, fake.colocated)
+    assert (apart.prefill, apart.decode, together.decode) == tuple(math.ceil(rate / each) for each in carried)
 
 
 def test_the_cheaper_one_is_the_best_and_goodput_is_for_each_gpu():
@@ -38,12 +33,10 @@ def test_the_cheaper_one_is_the_best_and_goodput_is_for_each_gpu():
     assert answer.disaggregated.shape == Shape(1, 2)
     assert answer.goodput["disaggregated"] == pytest.approx(20 / 3, rel=0.06)
     assert answer.goodput["colocated"] == pytest.approx(4.0, rel=0.06)
-
-
-def test_colocated_workers_are_the_best_where_they_carry_more():
-    answer = planner(Fake(10, 20, 12)).plan(20.0)
-    assert answer.best is answer.colocated
-    assert kind(answer.best.shape if answer.best else Shape(1)) == "colocated"
+    other = planner(Fake(10, 20, 12)).plan(20.0)
+    assert other.best is other.colocated, "they carry more"
+    assert other.best is not None
+    assert kind(other.best.shape) == "colocated"
 
 
 def test_no_layout_within_the_gpus_is_said_and_none_beyond_is_tried():
@@ -63,17 +56,11 @@ def test_phases_are_looked_at_without_local_prefills_and_pairs_as_production_has
     assert len(alone) == sum(tried.why.endswith("phase") for tried in found.tried.values())
 
 
-def test_nothing_is_simulated_twice():
-    fake = Fake(10, 20, 4)
-    found = planner(fake)
-    found.plan(33.0)
-    assert len(fake.asked) == len(found.tried)
-
-
-def test_the_search_is_short():
+def test_the_search_is_short_and_simulates_nothing_twice():
     fake = Fake(3, 11, 2)
-    planner(fake, gpus=256).plan(300.0)
-    assert len(fake.asked) < 70
+    found = planner(fake, gpus=256)
+    found.plan(300.0)
+    assert len(fake.asked) == len(found.tried) < 70
 
 
 def test_several_sizes_are_compared_by_gpus():
@@ -92,6 +79,8 @@ def test_the_least_is_a_bound_that_holds_work_at_full_use():
 
 def test_a_goodput_that_does_not_exist_is_0():
     assert planner(Fake(0, 0, 0)).goodput(Shape(1, 1), 1.0) == pytest.approx(0.0, abs=2e-3)
+    with pytest.raises(ConfigError, match=r"rate: must be requests per second, .* got -1"):
+        planner(Fake(1, 1, 1)).attempt(Shape(1, 1), -1.0, "pair")
 
 
 def test_a_rate_is_not_raised_until_all_requests_are_one_burst():
@@ -100,15 +89,6 @@ def test_a_rate_is_not_raised_until_all_requests_are_one_burst():
     assert answer.at_least == {"disaggregated"}
     assert 2 * answer.goodput["disaggregated"] == pytest.approx(512)  # 500 requests at most
     assert answer.goodput["colocated"] == pytest.approx(4.0, rel=0.06)
-
-
-def test_a_rate_that_cannot_be_is_refused():
-    with pytest.raises(ConfigError, match=r"rate: must be requests per second, .* got -1"):
-        _attempt(planner(Fake(1, 1, 1)))
-
-
-def _attempt(found: Planner) -> None:
-    found.attempt(Shape(1, 1), -1.0, "pair")
 
 
 def test_workers_that_share_a_host_slow_each_other_down_in_each_layout():
@@ -157,12 +137,6 @@ def test_the_other_pool_of_a_phase_has_room_for_the_requests(room, size):
     phases = [tried for tried in found.tried.values() if tried.why.endswith("phase")]
     others = {tried.shape.decode_tp if "prefill" in tried.why else tried.shape.prefill_tp for tried in phases}
     assert others == {size}
-
-
-def test_where_no_size_has_room_all_are_as_good():
-    found = planner(Fake(10, 20, 4))
-    found.site = replace(found.site, profile=_sized({"kv_tokens": 16}, {"tensor_parallel": 2, "kv_tokens": 16}))
-    assert found.plan(20.0).disaggregated is not None
 
 
 def test_room_is_for_as_many_requests_as_must_be_good():

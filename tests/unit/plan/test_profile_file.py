@@ -7,7 +7,7 @@ import json
 import pytest
 
 from baton.errors import ConfigError
-from simulator.profile import Busy, Layout, Profile, load_profile, names
+from simulator.profile import Busy, Layout, load_profile, names
 from simulator.scenario import Contention, Pool, Slowed
 from tests.unit.plan.plan_support import EASY, profile
 
@@ -60,19 +60,19 @@ def test_workers_of_one_host_slow_each_other_as_was_measured():
     assert found.pool(3, 1, Pool(0)).contention == more.contention
 
 
-def test_a_size_that_nobody_measured_is_refused_by_name():
+def test_sizes_and_profiles_that_are_not_there_are_refused_and_those_that_are_named():
     with pytest.raises(ConfigError, match=r"tensor_parallel: profile opt-13b-a100 has 1, 2, 4, got 8"):
         load_profile("opt-13b-a100").layout(8)
-
-
-def test_a_profile_that_is_not_there_names_those_that_are():
     with pytest.raises(ConfigError, match=r"opt-13b-a100, .*'opt-13'"):
         load_profile("opt-13")
+    layout = profile().layout(1).model_dump()
+    with pytest.raises(ValueError, match="tensor_parallel must be another one in each, got 1, 1"):
+        profile(layouts=[layout, layout])
 
 
 def test_what_is_wrong_in_a_file_is_named_with_its_place(tmp_path):
     file = tmp_path / "p.json"
-    file.write_text(profile().model_dump_json())
+    file.write_text(profile().model_dump_json(exclude_defaults=True))
     assert load_profile(str(file)) == profile()
     wrong = json.loads(file.read_text())
     wrong["layouts"][0]["prompt"]["token_s"] = -1
@@ -80,10 +80,6 @@ def test_what_is_wrong_in_a_file_is_named_with_its_place(tmp_path):
     with pytest.raises(ConfigError, match=r"layouts\.0\.prompt\.token_s: .*greater than or equal to 0") as caught:
         load_profile(str(file))
     assert "extra: " in str(caught.value)
-
-
-def test_a_profile_survives_being_written():
-    assert Profile.model_validate_json(profile().model_dump_json(exclude_defaults=True)) == profile()
 
 
 def _decode(*pieces: tuple[int | None, float]) -> list[dict[str, float | None]]:
@@ -107,9 +103,3 @@ def test_costs_that_cannot_be_are_refused(changes, says):
         Layout.model_validate(layout | changes)
     falling = Layout.model_validate(layout | {"decode": _decode((9, 0.1), (None, -0.008))})
     assert falling.cost().seconds(0, 0, 9, 9) == pytest.approx(0.001)
-
-
-def test_each_size_is_there_once():
-    layout = profile().layout(1).model_dump()
-    with pytest.raises(ValueError, match="tensor_parallel must be another one in each, got 1, 1"):
-        profile(layouts=[layout, layout])

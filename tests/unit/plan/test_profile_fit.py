@@ -22,6 +22,7 @@ def _steps(length: int, line: Line = TRUE, factor: float = 1.0) -> Steps:
 def test_a_line_is_found_again():
     found = fit_line([_steps(length) for length in (16, 64, 256, 1024, 4096)])
     assert (found.step_s, found.token_s, found.context_s) == pytest.approx((0.002, 2e-5, 1e-8), rel=1e-6)
+    assert seconds_of(fit_line([_steps(256)]), _steps(256)) == pytest.approx(_steps(256).seconds), "of one length"
 
 
 def test_noise_makes_no_number_negative_and_predictions_stay_near(seed):
@@ -31,11 +32,6 @@ def test_noise_makes_no_number_negative_and_predictions_stay_near(seed):
     assert min(found.step_s, found.token_s, found.context_s) >= 0
     for length in (16, 100, 1024):
         assert seconds_of(found, _steps(length)) == pytest.approx(_steps(length).seconds, rel=0.15)
-
-
-def test_a_single_length_is_enough_for_that_length():
-    one = _steps(256)
-    assert seconds_of(fit_line([one]), one) == pytest.approx(one.seconds)
 
 
 def test_what_steps_of_as_many_tokens_take_is_no_cost_of_a_token():
@@ -66,10 +62,7 @@ def test_what_more_rows_cost_does_not_hide_what_context_costs():
     assert [one.context_s for one in fit_decode(points)] == pytest.approx([1e-6] * 3, rel=0.01)
     cheaper = [Gaps(4, 160, (0.009,)), Gaps(4, 2432, (0.0089,))]  # by noise
     assert fit_decode(cheaper)[0].context_s == 0.0
-
-
-def test_one_number_of_rows_is_a_constant():
-    assert fit_decode([Gaps(4, 80, (0.002, 0.004))])[0].rows_below is None
+    assert fit_decode([Gaps(4, 80, (0.002, 0.004))])[0].rows_below is None, "one number of rows is a constant"
 
 
 def test_the_spread_keeps_the_percentiles_and_has_a_mean_of_1(seed):

@@ -130,24 +130,15 @@ def profiled(served: Served) -> tuple[Live, Any, str]:
     return live, found.layouts[0], said.getvalue()
 
 
-def test_prompts_count_where_another_worker_computes_them():
-    served = Served(to_the_idle=True)
-    live, layout, said = profiled(served)
-    assert len(live.seen.busy) == len(live.seen.busy_prompts) == ROUNDS - 1
-    assert served.beside_prompts == ROUNDS * (2 * BESIDE + 1)
-    assert layout.beside_prompts != layout.beside_decode
-    assert "beside_prompts" not in said
-
-
-def test_prompts_at_the_worker_that_decodes_say_nothing_of_others():
-    """As a router gives them that expects the idle worker to be slower than its SLO allows: it is told, and what is not
-    known is taken from workers that decode.
+@pytest.mark.parametrize("to_the_idle", [True, False])
+def test_prompts_count_where_another_worker_computes_them(to_the_idle):
+    """A router that expects the idle worker to be slower than its SLO allows gives it none: the user is told, and what
+    is not known is taken from workers that decode.
     """
-    served = Served(to_the_idle=False)
+    served = Served(to_the_idle=to_the_idle)
     live, layout, said = profiled(served)
-    assert not live.seen.busy
-    assert not live.seen.busy_prompts
-    assert layout.busy_prompt == 1.0
-    assert layout.beside_prompts == layout.beside_decode
-    assert "no worker computed prompts beside one that decodes" in said
-    assert served.beside_prompts == ROUNDS * (2 * BESIDE + TRIES)
+    assert len(live.seen.busy) == len(live.seen.busy_prompts) == (ROUNDS - 1 if to_the_idle else 0)
+    assert served.beside_prompts == ROUNDS * (2 * BESIDE + (1 if to_the_idle else TRIES))
+    assert (layout.beside_prompts == layout.beside_decode) == (not to_the_idle)
+    assert ("no worker computed prompts beside one that decodes" in said) == (not to_the_idle)
+    assert to_the_idle or layout.busy_prompt == 1.0

@@ -30,6 +30,7 @@ def test_so_many_workers_keep_the_shares_and_get_as_much_more_load():
     found = parse_what_if("prefill=1,decode=3,workers=10000", Shape(1, 1))
     assert found.shape == Shape(7500, 2500)
     assert found.scale == 2500
+    assert Shape(1, 9).of(2) == Shape(1, 1)
 
 
 def test_faults_are_of_three_kinds():
@@ -65,7 +66,3 @@ def test_colocated_workers_have_one_size():
     with pytest.raises(ConfigError, match=r"prefill_tp: must be left out, colocated workers have decode_tp, got 2"):
         parse_what_if("prefill_tp=2", Shape(3, chunk=256))
     assert parse_what_if("prefill=2,prefill_tp=2", Shape(3, chunk=256)).shape == Shape(3, 2, 1, 2)
-
-
-def test_so_many_workers_are_no_more():
-    assert Shape(1, 9).of(2) == Shape(1, 1)

@@ -88,13 +88,6 @@ def test_gaps_of_rows_that_went_on_elsewhere_count(of, monkeypatch):
     assert (len(missing), max(missing)) == (150, 0)
 
 
-def test_only_who_decodes_keeps_gaps():
-    cluster = Cluster(scene(2, 3, slo=PERCENTILE))
-    assert {name for name, worker in cluster._workers.items() if worker.engine.gaps is not None} == {
-        f"decode-{number}" for number in range(3)
-    }
-
-
 @pytest.mark.parametrize(
     ("args", "says"),
     [

