@@ -31,9 +31,9 @@ from baton.rpc import convert, reports
 from baton.rpc.channel import aio_channel
 from baton.rpc.v1 import worker_pb2 as pb
 from baton.rpc.v1.worker_pb2_grpc import WorkerStub
+from tests.support import sessions as support
 from tests.support.time_factor import scaled
 from tests.support.waiting import until
-from tests.unit.worker import support
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 LEASE_S = 2.5

@@ -25,8 +25,8 @@ from baton.worker.settings import of_both_roles
 from router.policy import POLICIES
 from router.workers import WorkerPool
 from tests.integration.test_worker_process import SHORT, Stream, handoff_of, spec_of
+from tests.support import sessions as support
 from tests.support.waiting import until
-from tests.unit.worker import support
 
 pytestmark = pytest.mark.timeout(60)
 SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING

@@ -6,23 +6,12 @@ import pytest
 import torch
 
 from baton.core import HandoffId, Incarnation, WorkerRef
-from baton.errors import ChannelBroken, OfferRefused, StaleAttempt
+from baton.errors import OfferRefused, StaleAttempt
 from kvtransfer.handoff import CommitState, Offer
 from prefill_workers.fetch import CostModel
-from tests.unit.worker.pusher import done_of
-from tests.unit.worker.support import (
-    BACKEND,
-    D,
-    FakeSession,
-    H,
-    PrefillSide,
-    names_of,
-    next_of,
-    prefill,
-    release,
-    repush,
-    spec_of,
-)
+from tests.support.fake_pusher import CUT
+from tests.support.sessions import BACKEND, D, H, expected, names_of, next_of, prefill, release, repush, spec_of
+from tests.support.workers import PrefillSide
 
 OTHER = WorkerRef("decode-0", Incarnation(7, 99), D.address)
 WHOLE = CommitState(None, [], 0.1, 0.1, 64, "memory")
@@ -35,11 +24,6 @@ def side():
     made = PrefillSide(prefix_cache=True)
     made.role.fetches._cost.computed(1, 1.0)
     return made
-
-
-@pytest.fixture
-def router():
-    return FakeSession()
 
 
 def offer_of(begin=0, end=12):
@@ -67,9 +51,8 @@ def came(side, *, begin=0, end=12, handoff=H):
 
 def ends_well(side, router, handoff=H):
     side.run()
-    assert [token.token_id for token in router.tokens(handoff)] == BACKEND.expected(SPEC, 1)
-    side.pusher.done(handoff, done_of())
-    side.run()
+    assert router.ids(handoff) == expected(SPEC, 1)
+    side.push_ends(handoff)
     assert side.all_free
     assert side.counts.reserved == 0
 
@@ -133,7 +116,7 @@ def test_only_whole_blocks_that_are_not_here_are_fetched(side, router):
     assert begun(side, router, handoff=again) == (8, 12)
     came(side, begin=8, handoff=again)
     side.run()
-    assert [token.token_id for token in router.tokens(again)] == BACKEND.expected(SPEC, 1)
+    assert router.ids(again) == expected(SPEC, 1)
     assert begun(side, router, handoff=HandoffId("more", 1)) is None, "all of it is here now"
 
 
@@ -190,7 +173,7 @@ ENDINGS = {
     "released": lambda side, router: side.take(router, release()),
     "router gone": lambda side, router: side.role.gone(router),
     "repush": lambda side, router: side.take(router, repush(skip=12)),
-    "push failed": lambda side, router: side.pusher.done(H, ChannelBroken("cut")),
+    "push failed": lambda side, router: side.pusher.done(H, CUT),
     "refused": lambda side, router: side.role.fetch_ended(H),
     "late": late,
     "aborted": aborted,
@@ -220,7 +203,7 @@ def test_a_fetch_that_ends_early_gives_its_blocks_back_and_the_prompt_goes_on(si
         return
     assert side.engine.counters.prefill_tokens == len(SPEC)
     goes_on = next_of(H) if how == "repush" else H
-    assert [token.token_id for token in router.tokens(goes_on)] == BACKEND.expected(SPEC, 1)
+    assert router.ids(goes_on) == expected(SPEC, 1)
 
 
 def test_who_was_late_is_not_waited_for_again_for_a_while(side, router):
@@ -247,7 +230,7 @@ def test_a_fetch_is_given_up_when_the_prompt_could_have_been_computed_meanwhile(
     assert router.events == []
     side.clock.advance(0.2)
     side.run()
-    assert [token.token_id for token in router.tokens(H)] == BACKEND.expected(SPEC, 1)
+    assert router.ids(H) == expected(SPEC, 1)
 
 
 def test_what_came_for_a_handoff_that_was_released_is_kept_in_the_cache(side, router):

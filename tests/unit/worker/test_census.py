@@ -9,8 +9,9 @@ from baton.errors import DeadlineExceeded
 from baton.load import BlockCounts
 from baton.worker.census import Holding, count, take
 from baton.worker.loop import EngineLoop
+from tests.support.sessions import D
+from tests.support.workers import engine_of
 from tests.unit.history.good import taken
-from tests.unit.worker.support import D, engine_of
 
 A, B = HandoffId("a", 1), HandoffId("b", 2)
 
