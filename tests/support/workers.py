@@ -8,7 +8,7 @@ from typing import Any, cast
 import torch
 
 from baton.clock import FakeClock
-from baton.core import Role, SequenceSpec, Token, WorkerInfo
+from baton.core import HandoffId, Role, SequenceSpec, Token, WorkerInfo
 from baton.engine.engine import Engine
 from baton.engine.oracle import OracleBackend, oracle_layout
 from baton.errors import InvalidRequest
@@ -238,6 +238,20 @@ class Pair:
         for handoff, work in list(side.role._work.items()):
             side.take(work.session, release(handoff))
         side.run()
+
+    def warm(self):
+        """Both have had the prompt of H before: its full blocks are in their caches."""
+        session, before = FakeSession("router-before"), HandoffId("warm", 1)
+        self.hand_over(session, before, spec_of(), upto="reported")
+        self.decode.run()
+        self.end_pushes()
+        assert session.kinds(before)[-2:] == ["finish", "pushed"]
+        assert self.decode.all_free
+        return self
+
+    def cached(self):
+        """The blocks of the prompt of H that the decode worker has in its cache."""
+        return self.decode.engine.pool.find(names_of(spec_of().tokens))
 
     def ends_free(self):
         """What is left of pushes ends; then nothing is held anywhere."""

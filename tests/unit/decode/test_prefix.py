@@ -6,44 +6,16 @@ import torch
 from baton.core import HandoffId, SequenceSpec
 from baton.errors import OfferRefused
 from kvtransfer.handoff import Offer, PushJob
-from tests.support.sessions import (
-    BACKEND,
-    BLOCK,
-    GREEDY,
-    FakeSession,
-    H,
-    P,
-    expected,
-    names_of,
-    release,
-    reserve,
-    spec_of,
-)
-from tests.support.workers import STATES, Pair
+from tests.support.sessions import BACKEND, BLOCK, GREEDY, H, P, expected, names_of, release, reserve, spec_of
+from tests.support.workers import Pair
 
 SPEC = spec_of()  # 9 tokens: two full blocks, and the last position
 NAMES = names_of(SPEC.tokens)
-WARM = HandoffId("warm", 1)
 
 
 @pytest.fixture
 def pair():
-    return warm(Pair())
-
-
-def warm(pair, spec=SPEC):
-    """The decode worker has decoded the same prompt before."""
-    session = FakeSession("router-before")
-    pair.hand_over(session, WARM, spec, upto="reported")
-    pair.decode.run()
-    pair.end_pushes()
-    assert session.kinds(WARM)[-2:] == ["finish", "pushed"]
-    assert pair.decode.all_free
-    return pair
-
-
-def found(pair, names=NAMES):
-    return pair.decode.engine.pool.find(names)
+    return Pair().warm()
 
 
 @pytest.mark.parametrize(
@@ -59,14 +31,14 @@ def test_a_reservation_says_how_much_is_here_but_the_last_position_always_comes(
 
 
 def test_only_the_rest_comes_and_the_tokens_are_the_same(pair, router):
-    before = {block: pair.decode.engine.kv.k[:, block].view(torch.int32).clone() for block in found(pair)}
+    before = {block: pair.decode.engine.kv.k[:, block].view(torch.int32).clone() for block in pair.cached()}
     pair.hand_over(router, H, SPEC)
     [push] = pair.prefill.pusher.pushes.values()
     assert push.job.skip == 8
     assert {begin for _, begin, _ in push.frames} == {8}
     pair.decode.run()
     assert router.ids()[1:] == expected(SPEC)
-    assert list(before) == found(pair)
+    assert list(before) == pair.cached()
     for block, kept in before.items():
         assert torch.equal(pair.decode.engine.kv.k[:, block].view(torch.int32), kept), "it was written"
     pair.ends_free()
@@ -79,33 +51,6 @@ def test_an_offer_must_skip_exactly_that(pair, router, skip):
     with pytest.raises(OfferRefused, match="after 8 reserved"):
         table.offer(H, P, Offer(BACKEND.fingerprint, 9, skip))
     table.offer(H, P, Offer(BACKEND.fingerprint, 9, 8))
-
-
-@pytest.mark.parametrize("how", ["release", "fence", "gone", "deadline"])
-@pytest.mark.parametrize("state", STATES)
-def test_in_each_state_all_is_given_back_and_what_was_shared_stays(pair, router, state, how):
-    blocks = found(pair)
-    assert len(blocks) == 2
-    pair.bring(router, state)
-    assert found(pair)[:2] == blocks
-    pinned = pair.decode.engine.pool.allocate(pair.decode.engine.pool.available)
-    assert (set(blocks) & set(pinned.blocks) == set()) == (state != "finished"), "in use, so nobody else gets them"
-    pinned.release()
-    if state != "finished":
-        assert found(pair) == blocks
-    if how == "deadline":
-        pair.decode.role.reservations.expired = lambda now: [H]
-        pair.decode.role.tick()
-        pair.decode.role.reservations.expired = lambda now: []
-    else:
-        pair.decode.give_up(router, how)
-    if how in {"fence", "deadline"}:
-        pair.decode.run()  # what was committed goes on to its end
-    assert pair.decode.all_free
-    assert (pair.decode.counts.reserved, pair.decode.counts.owned) == (0, 0)
-    if state != "finished":
-        assert found(pair) == blocks, "shared blocks are cached, as before"
-    pair.ends_free()
 
 
 def test_what_one_handoff_fills_the_next_one_finds(pair, router):
@@ -123,7 +68,7 @@ def test_two_handoffs_share_what_is_here(pair, router):
     other = HandoffId("other", 1)
     for handoff in (H, other):
         pair.hand_over(router, handoff, SPEC)
-    assert pair.decode.counts.owned == 2 == len(found(pair))
+    assert pair.decode.counts.owned == 2 == len(pair.cached())
     assert pair.decode.counts.reserved == 2, "each has a block of its own, for the rest and what comes"
     pair.decode.take(router, release(H))
     assert pair.decode.counts.owned == 2
@@ -133,18 +78,18 @@ def test_two_handoffs_share_what_is_here(pair, router):
 
 
 def test_a_reservation_without_room_pins_nothing(router):
-    pair = warm(Pair(decode_blocks=8))
+    pair = Pair(decode_blocks=8).warm()
     pair.decode.take(router, reserve(HandoffId("other", 1), known=11))
-    before, blocks = pair.decode.counts, found(pair)
+    before, blocks = pair.decode.counts, pair.cached()
     assert (before.reserved, len(blocks)) == (3, 2)
     pair.decode.take(router, reserve(known=31, prefix=NAMES))
     assert router.kinds(H) == ["refused"]
-    assert (pair.decode.counts, found(pair)) == (before, blocks)
+    assert (pair.decode.counts, pair.cached()) == (before, blocks)
 
 
 @pytest.mark.parametrize("size", [2, 8])
 def test_each_side_has_its_own_size_of_blocks(router, size):
-    pair = warm(Pair(decode_block_size=size))
+    pair = Pair(decode_block_size=size).warm()
     pair.hand_over(router, H, SPEC)
     assert router.cached_at(H) == 8
     pair.decode.run()
@@ -169,7 +114,7 @@ def test_what_is_fetched_is_pinned_until_it_was_sent(pair, router, sender, end):
     pair.decode.loop.drain()
     [push] = sender.pushes.values()
     assert (push.job, push.told, push.end.spec) == (PushJob(H, P, 8, 4), [(2, 8)], None)
-    assert list(push.blocks) == found(pair)
+    assert list(push.blocks) == pair.cached()
     if end == "released before":
         pair.decode.take(router, release())
     assert pair.decode.counts.owned == 2
@@ -192,7 +137,7 @@ def test_what_is_over_or_cannot_be_sent_is_not_pinned(pair, router, sender):
 
 def test_what_is_in_doubt_since_it_was_reserved_is_not_sent(pair, router, sender):
     pair.hand_over(router, H, SPEC, upto="offered")
-    doubted = pair.decode.engine.pool.allocate(0, shared=found(pair))
+    doubted = pair.decode.engine.pool.allocate(0, shared=pair.cached())
     doubted.withdraw()  # as when a step fails that reads them
     doubted.release()
     pair.decode.role.reservations.fetch(H, P, 0, 8)
@@ -209,4 +154,4 @@ def test_a_commit_that_ends_a_shared_handoff_at_once_gives_all_back(pair, router
     pair.decode.run()
     assert router.kinds() == ["reserved", "failed"]
     assert pair.decode.all_free
-    assert len(found(pair)) == 2
+    assert len(pair.cached()) == 2

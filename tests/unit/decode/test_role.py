@@ -68,13 +68,11 @@ def test_a_reserve_that_never_fits_is_refused(side, router, command, reason):
 
 
 def test_no_room_now_is_refused_as_such_and_there_is_room_later(router):
-    side = DecodeSide(blocks=5)
-    side.take(router, reserve())
-    side.take(router, reserve(HandoffId("s", 1)))
-    assert router.refusals[-1] == pb.REFUSAL_REASON_NO_ROOM
-    side.take(router, release())
-    side.take(router, reserve(HandoffId("s", 1)))
-    assert router.kinds(HandoffId("s", 1)) == ["refused", "reserved"]
+    side, other = DecodeSide(blocks=5), HandoffId("s", 1)
+    side.take(router, reserve(), reserve(other))
+    assert router.refusals == [pb.REFUSAL_REASON_NO_ROOM]
+    side.take(router, release(), reserve(other))
+    assert router.kinds(other) == ["refused", "reserved"]
 
 
 @pytest.mark.parametrize("state", STATES)
@@ -105,9 +103,25 @@ def test_a_reserve_is_stale_even_when_the_attempt_was_forgotten(pair, side, rout
 COMMITTED = {"committed", "adopted", "decoding"}
 
 
+@pytest.mark.parametrize("state", STATES)
+def test_in_every_state_shared_blocks_are_taken_by_nobody_else(owner, state):
+    pair = Pair().warm()
+    blocks = pair.cached()
+    pair.bring(owner, state)
+    assert pair.cached()[:2] == blocks
+    others = pair.decode.engine.pool.allocate(pair.decode.engine.pool.available)
+    assert (not set(blocks) & set(others.blocks)) == (state != "finished")
+    others.release()
+    pair.decode.role.gone(owner)
+    pair.ends_free()
+
+
 @pytest.mark.parametrize("by", ["owner", "another router"])
 @pytest.mark.parametrize("state", STATES)
-def test_a_fence_is_answered_in_every_state(pair, side, router, owner, state, by):
+@pytest.mark.parametrize("shared", [0, 2])
+def test_a_fence_is_answered_in_every_state(router, owner, shared, state, by):
+    pair = Pair().warm() if shared else Pair()
+    side, blocks = pair.decode, pair.cached()
     pair.bring(owner, state)
     side.take(owner if by == "owner" else router, fence())
     side.run()
@@ -120,24 +134,28 @@ def test_a_fence_is_answered_in_every_state(pair, side, router, owner, state, by
     if "committed" in owner.kinds():
         assert owner.ids()[1:] == expected()
     pair.ends_free()
+    assert pair.cached()[:shared] == blocks
     side.take(router, reserve())
     assert router.refusals == [STALE]
 
 
 @pytest.mark.parametrize("how", ["release", "gone", "another router"])
 @pytest.mark.parametrize("state", STATES)
-def test_whatever_the_state_a_release_frees_at_once(pair, side, owner, state, how):
+@pytest.mark.parametrize("shared", [0, 2])
+def test_whatever_the_state_a_release_frees_at_once_and_what_was_shared_stays(owner, shared, state, how):
+    pair = Pair().warm() if shared else Pair()
+    side, blocks = pair.decode, pair.cached()
     pair.bring(owner, state)
     kinds = owner.kinds()
     for _ in range(2):
         side.give_up(owner, how)
-        assert side.all_free
+        assert (side.all_free, side.counts.reserved, side.counts.owned) == (True, 0, 0)
+        assert pair.cached()[:shared] == blocks
     if how == "another router" and state != "finished":
         kinds.append("failed")
         assert owner.failure.kind == "StaleAttempt"
     side.run()
-    assert owner.kinds() == kinds
-    assert owner.handoffs == set()
+    assert (owner.kinds(), owner.handoffs) == (kinds, set())
     assert side.records.notes[-1][:3] == (H, "router-a", "RELEASED")
     pair.ends_free()
 
@@ -193,8 +211,7 @@ def test_what_does_not_fit_any_more_is_handed_back(router):
     for handoff in (first, other):
         pair.hand_over(router, handoff, spec_of(handoff, sampling=sampling))
     pair.decode.run()
-    assert router.kinds(first)[-1] == "finish"
-    assert router.kinds(other)[-1] == "preempted"
+    assert (router.kinds(first)[-1], router.kinds(other)[-1]) == ("finish", "preempted")
     assert router.ids(first)[1:] == expected(spec_of(first, sampling=sampling))
     again = next_of(other)
     pair.decode.take(router, reserve(again))
@@ -230,8 +247,7 @@ def test_a_commit_that_the_engine_does_not_take_fails_that_handoff_alone(side, r
     side.receive(router)
     side.commit(H, SequenceSpec((9999,) * 9, GREEDY, (65,)))
     side.run()
-    assert router.kinds() == ["reserved", "failed"]
-    assert (side.all_free, router.handoffs) == (True, set())
+    assert (router.kinds(), side.all_free, router.handoffs) == (["reserved", "failed"], True, set())
     assert side.records.notes[-1][2] == "RELEASED"
 
 
