@@ -99,6 +99,8 @@ def malformed():
     for make in (reserve, prefill, repush):
         for seconds in (NAN, float("inf"), -1.0):
             yield f"{make.__name__} with deadline {seconds}", make(deadline_s=seconds), "deadline_s"
+    for seconds in (NAN, float("inf"), -1.0):
+        yield f"reserve to be resumed for {seconds}", reserve(resumable_s=seconds), "resumable_s: must be finite"
     yield "prefill without a prompt", prefill(spec=SequenceSpec((), GREEDY)), "prompt"
     yield "prefill without a seed", prefill(spec=no_seed), "seed"
     yield "prefill to nowhere", prefill(to=no_address), "to.address"

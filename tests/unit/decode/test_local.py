@@ -4,7 +4,6 @@ from dataclasses import replace
 
 import pytest
 
-from baton.errors import InvalidRequest
 from baton.rpc.v1 import worker_pb2 as pb
 from tests.support.sessions import STALE, FakeSession, H, fence, prefill, release, reserve, spec_of
 from tests.support.workers import DecodeSide, Pair
@@ -88,14 +87,6 @@ def test_it_can_be_given_up_at_any_time(side, router, steps, how):
     side.run()
     assert side.all_free
     assert not router.handoffs
-
-
-def test_it_hands_over_to_nobody(side, router):
-    side.take(router, reserve())
-    with pytest.raises(InvalidRequest, match="to: a decode worker hands over to nobody"):
-        side.role.command(router, prefill())
-    side.take(router, release())
-    assert side.all_free
 
 
 def test_what_can_never_be_computed_changes_nothing_and_its_deadline_still_counts(side, router):

@@ -202,15 +202,6 @@ def test_taking_waits_for_a_write_that_is_running(table):
     assert order == ["written", "taken"]
 
 
-def test_expiry_spares_what_is_committed(table):
-    opened(table, HandoffId("a", 1), deadline=5.0)
-    opened(table, HandoffId("b", 1), deadline=50.0)
-    opened(table, HandoffId("c", 1), deadline=5.0)
-    table.offer(HandoffId("c", 1), P1, offer())
-    table.commit(HandoffId("c", 1), P1, commit_of(6))
-    assert table.expired(5.0) == [HandoffId("a", 1)]
-
-
 class Machine(RuleBasedStateMachine):
     """Random interleavings against the rules: a plain dictionary has what must be true."""
 

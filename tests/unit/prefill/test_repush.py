@@ -89,15 +89,6 @@ def test_again_and_again(side, router):
     assert side.all_free
 
 
-def test_attempts_may_be_left_out(side, router):
-    """The ones between were refused by a decode worker: this one never heard of them."""
-    side.bring(router, "computed, waits")
-    side.take(router, repush(H, HandoffId("r", 7)))
-    assert router.kinds(HandoffId("r", 7)) == ["tokens"]
-    side.take(router, repush(HandoffId("r", 7), HandoffId("r", 5)), prefill(HandoffId("r", 6)))
-    assert router.refusals == [STALE, STALE]
-
-
 @pytest.mark.parametrize("state", ["computing", "computed, waits"])
 def test_the_deadline_is_the_new_ones(side, router, state):
     side.bring(router, state)
@@ -143,32 +134,23 @@ def test_a_new_push_that_is_not_taken_waits_like_any_other(side, router):
 # --- what is refused
 
 
-def gone_before(side, router, how):
-    """It was held, and is not any more."""
-    if how == "never":
-        return
-    side.bring(router, "computed" if how in {"pushed", "mismatch"} else "computed, waits")
-    if how == "released":
-        side.take(router, release())
-    elif how == "pushed":
-        side.pusher.done(H, done_of())
-    elif how == "mismatch":
-        side.pusher.done(H, DigestMismatch("frame 3"))
-    elif how == "too late":
-        side.clock.advance(6.0)
-    side.run()
-
-
 @pytest.mark.parametrize("how", ["never", "released", "pushed", "mismatch", "too late"])
 def test_it_is_stale_when_nothing_is_held(side, router, how):
-    gone_before(side, router, how)
+    if how != "never":
+        side.bring(router, "computed" if how in {"pushed", "mismatch"} else "computed, waits")
+    match how:
+        case "released":
+            side.take(router, release())
+        case "pushed" | "mismatch":
+            side.push_ends(H, done_of() if how == "pushed" else DigestMismatch("frame 3"))
+        case "too late":
+            side.clock.advance(6.0)
+    side.run()
     begun = len(side.pusher.log)
     side.take(router, repush())
-    assert router.kinds(H2) == ["refused"]
-    assert router.refusals[-1] == STALE
     side.run()
+    assert (router.kinds(H2), router.refusals, side.all_free) == (["refused"], [STALE], True)
     assert len(side.pusher.log) == begun
-    assert side.all_free
     side.take(router, prefill(H2))
     side.run()
     assert router.kinds(H2) == ["refused", "tokens"], "the attempt is not used up"
@@ -189,16 +171,16 @@ def test_it_is_stale_when_another_router_asks(side, router, state):
 
 
 @pytest.mark.parametrize("attempt", [1, 2, 3])
-def test_it_is_stale_when_the_attempt_is_old(side, router, attempt):
-    """A later one was seen here: what is held goes on as it was."""
-    held = HandoffId("r", 3)
-    side.take(router, prefill(held))
+def test_attempts_may_be_left_out_and_older_ones_are_stale(side, router, attempt):
+    """Those between were refused by a decode worker, and never came here. What is held goes on as it was."""
+    held, old = HandoffId("r", 3), HandoffId("r", attempt)
+    side.take(router, prefill(H))
     side.run()
-    side.take(router, repush(held, HandoffId("r", attempt)))
-    assert router.kinds(HandoffId("r", attempt))[-1] == "refused"
-    assert router.refusals[-1] == STALE
+    side.take(router, repush(H, held), repush(held, old), prefill(old))
+    assert router.refusals == [STALE, STALE]
     assert not side.pusher.pushes[held].aborted
     side.push_ends(held)
+    assert router.kinds(held)[0] == "tokens"
     assert router.kinds(held)[-1] == "pushed"
     assert side.all_free
 

@@ -31,46 +31,33 @@ def test_nothing_new_is_taken_and_idle_workers_are_drained_at_once(pair, router,
     ends_in_peace(pair.prefill)
 
 
-@pytest.mark.parametrize("upto", ["reserved", "offered", "written", "committed"])
+@pytest.mark.parametrize("upto", ["reserved", "alone", "queued", "offered", "written", "committed"])
 def test_a_handoff_that_is_under_way_ends_with_its_last_token(pair, router, upto):
-    if upto == "reserved":
+    """`alone`: it is reserved, and its prompt is computed there as well."""
+    sides = (pair.prefill, pair.decode)
+    if upto in {"reserved", "alone"}:
+        sides = (pair.decode,)
         pair.decode.take(router, reserve())
-        pair.decode.role.drain()
-        assert not pair.decode.role.idle
-        pair.prefill.take(router, prefill())
+    elif upto == "queued":
+        pair.begin(router)
     else:
         pair.hand_over(router, upto=upto)
-        for side in (pair.prefill, pair.decode):
-            side.role.drain()
-            assert not side.role.idle
+    for side in sides:
+        side.role.drain()
+        assert not side.role.idle
+    if upto == "reserved":
+        pair.prefill.take(router, prefill())
+    elif upto == "alone":
+        pair.decode.take(router, prefill(to=None))
     pair.end_pushes()
     pair.decode.run()
     assert router.ids()[-6:] == expected()
-    assert router.kinds()[-1] == "finish"
     assert router.refusals == []
+    assert ("pushed" in router.kinds()) == (upto != "alone")
+    assert "finish" in router.kinds()
     ends_in_peace(pair.decode)
     pair.prefill.role.drain()
     ends_in_peace(pair.prefill)
-
-
-def test_a_prompt_that_is_not_computed_yet_is_computed_and_handed_over(pair, router):
-    pair.begin(router)
-    pair.prefill.role.drain()
-    assert not pair.prefill.role.idle
-    pair.end_pushes()
-    pair.decode.run()
-    assert "pushed" in router.kinds()
-    assert router.kinds()[-1] == "finish"
-    ends_in_peace(pair.prefill)
-
-
-def test_a_prompt_that_was_reserved_for_is_computed_at_the_decode_worker(pair, router):
-    pair.decode.take(router, reserve())
-    pair.decode.role.drain()
-    pair.decode.take(router, prefill(to=None))
-    pair.decode.run()
-    assert router.ids() == expected()
-    ends_in_peace(pair.decode)
 
 
 def test_kv_that_waits_for_a_repush_is_waited_for(pair, router):

@@ -24,15 +24,18 @@ def test_what_is_reserved_is_given_back(pair, router, upto):
     assert "committed" not in router.kinds()
 
 
-@pytest.mark.parametrize("drains", [False, True])
-def test_what_decodes_is_handed_back_and_nothing_said_is_lost(pair, router, drains):
-    pair.adopt(router)
-    pair.decode.step()
-    if drains:
+@pytest.mark.parametrize("how", ["handed over", "while it drains", "alone"])
+def test_what_decodes_is_handed_back_and_nothing_said_is_lost(pair, router, how):
+    if how == "alone":
+        pair.decode.take(router, reserve(), prefill(to=None))
+    else:
+        pair.adopt(router)
+        pair.decode.step()
+    if how == "while it drains":
         pair.decode.role.drain()
     pair.decode.role.leave()
     assert router.kinds()[-1] == "preempted"
-    assert router.ids() == expected(tokens=2)
+    assert router.ids() == expected(tokens=0 if how == "alone" else 2)
     assert [span.name for span in router.events[-1].spans] == ["decode"]
     ends_free(pair.decode)
 
@@ -43,13 +46,6 @@ def test_a_commit_that_was_accepted_is_told_and_then_handed_back(pair, router):
     assert "refused" not in router.kinds()
     pair.decode.loop.drain()
     assert router.kinds()[-3:] == ["committed", "tokens", "preempted"]
-    ends_free(pair.decode)
-
-
-def test_a_prompt_that_is_computed_there_is_handed_back(pair, router):
-    pair.decode.take(router, reserve(), prefill(to=None))
-    pair.decode.role.leave()
-    assert router.kinds()[-1] == "preempted"
     ends_free(pair.decode)
 
 
