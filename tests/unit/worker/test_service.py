@@ -17,7 +17,6 @@ from baton.worker import events
 from baton.worker.loop import EngineLoop
 from baton.worker.service import WorkerService
 from tests.support.sessions import D, H, fence, release, reserve
-from tests.support.time_factor import scaled
 from tests.support.workers import engine_of, info_of
 
 CONNECT = "/baton.v1.Worker/Connect"
@@ -50,8 +49,7 @@ class FakeRole:
         self.loop.call_soon_threadsafe(self.heard.put_nowait, what)
 
     async def next(self):
-        async with asyncio.timeout(scaled(10)):
-            return await self.heard.get()
+        return await self.heard.get()
 
 
 class Worker:
@@ -84,7 +82,7 @@ class Worker:
     async def joined(self, router_id="router-a"):
         call = self.call()
         await call.write(hello(router_id))
-        message = await read(call)
+        message = await call.read()
         assert convert.info_from_pb(message.events[0].welcome) == self.info
         assert message.load.step == 3
         return call
@@ -113,15 +111,9 @@ def saying(*commands):
     return worker_pb2.RouterMessage(commands=commands)
 
 
-async def read(call):
-    async with asyncio.timeout(scaled(10)):
-        return await call.read()
-
-
 async def refusal(call):
     """The status with which the worker ends the call."""
-    async with asyncio.timeout(scaled(10)):
-        return await call.code(), await call.details()
+    return await call.code(), await call.details()
 
 
 @pytest.mark.parametrize(
@@ -171,11 +163,11 @@ async def test_each_router_has_a_session_of_its_own(worker):
     assert (session_a.router_id, session_b.router_id) == ("router-a", "router-b")
     session_b.emit([events.fenced(HandoffId("b", 1))])
     session_a.emit([events.fenced(HandoffId("a", 1))])
-    assert (await read(a)).events[0].handoff.request_id == "a"
-    assert (await read(b)).events[0].handoff.request_id == "b"
+    assert (await a.read()).events[0].handoff.request_id == "a"
+    assert (await b.read()).events[0].handoff.request_id == "b"
     worker.service.beat()
     for call in (a, b):
-        message = await read(call)
+        message = await call.read()
         assert (len(message.events), message.load.step) == (0, 3)
 
 
@@ -216,7 +208,7 @@ async def test_a_router_that_does_not_read_is_noticed_when_it_leaves(worker):
 async def test_a_refused_command_is_answered_and_the_stream_goes_on(worker):
     call = await worker.joined()
     await call.write(saying(fence(), release()))
-    message = await read(call)
+    message = await call.read()
     assert message.events[0].refused.reason == worker_pb2.REFUSAL_REASON_INVALID
     assert convert.handoff_from_pb(message.events[0].handoff) == H
     assert "handoff: is not one" in message.events[0].refused.detail
@@ -241,5 +233,5 @@ async def test_a_stop_of_the_server_ends_every_stream(worker):
     call = await worker.joined()
     await worker.server.stop(None)
     with pytest.raises(AioRpcError):
-        await read(call)
+        await call.read()
     assert (await worker.role.next())[0] == "gone"
