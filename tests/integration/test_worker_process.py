@@ -120,14 +120,14 @@ def workers(tmp_path_factory):
             made.close()
 
 
-class Stream:
+class Stream(sessions.FakeSession):
     """A router's stream to one worker."""
 
     def __init__(self, ref, incarnation=None):
+        super().__init__("raw")
         self.ref = ref
         self.hello = incarnation or ref.incarnation
-        self.events: list[pb.WorkerEvent] = []
-        self.load, self.messages = Load(), 0
+        self.load = Load()
         self._news = asyncio.Condition()
         self._stack = contextlib.AsyncExitStack()
 
@@ -135,7 +135,7 @@ class Stream:
         channel = await self._stack.enter_async_context(aio_channel(self.ref.address))
         self.call = WorkerStub(channel).Connect()
         worker = convert.incarnation_to_pb(self.hello)
-        hello = pb.RouterHello(router_id="raw", protocol_version=PROTOCOL_VERSION, worker=worker)
+        hello = pb.RouterHello(router_id=self.router_id, protocol_version=PROTOCOL_VERSION, worker=worker)
         await self.say(pb.RouterCommand(hello=hello))
         self.reader = asyncio.create_task(self._read())
         return self
@@ -152,37 +152,33 @@ class Stream:
         with contextlib.suppress(Exception):
             async for message in self.call:
                 async with self._news:
-                    self.events += message.events
-                    self.messages += 1
+                    self.emit(message.events)
                     self.load = reports.load_from_pb(message.load)
                     self._news.notify_all()
 
-    async def until(self, ready, within_s=20):
+    async def until(self, ready):
         """Wait for messages until `ready()`."""
-        async with asyncio.timeout(scaled(within_s)), self._news:
+        async with asyncio.timeout(scaled(20)), self._news:
             await self._news.wait_for(ready)
 
     async def heard(self, kind, handoff):
+        """The first event of this kind."""
         await self.until(lambda: kind in self.kinds(handoff))
-
-    def of(self, handoff):
-        return [event for event in self.events if event.handoff == convert.handoff_to_pb(handoff)]
-
-    def kinds(self, handoff):
-        return [event.WhichOneof("event") for event in self.of(handoff)]
-
-    def token_ids(self, handoff):
-        found = [event.tokens for event in self.of(handoff) if event.HasField("tokens")]
-        return [token.token_id for message in found for token in convert.tokens_from_pb(message)]
+        return next(event for event in self.told(handoff) if event.HasField(kind))
 
     async def welcome(self):
         await self.until(lambda: self.events)
         return convert.info_from_pb(self.events[0].welcome)
 
+    async def report(self):
+        """The load some beats from now: what was said before has arrived by then."""
+        due = len(self.messages) + 3
+        await self.until(lambda: len(self.messages) >= due)
+        return self.load
+
     async def all_free(self):
-        """In a report of some beats from now: what was said before must have arrived by then."""
-        due = self.messages + 3
-        await self.until(lambda: self.messages >= due and self.load.blocks.available == self.load.blocks.total > 0)
+        await self.report()
+        await self.until(lambda: self.load.blocks.available == self.load.blocks.total > 0)
 
 
 class Router:
@@ -213,11 +209,11 @@ class Router:
         await self.reserve(handoff, spec)
         await self.prefill(handoff, spec)
         await self.d.heard("finish", handoff)
-        assert self.d.token_ids(handoff) == OracleBackend().expected(spec)
+        assert self.d.ids(handoff) == OracleBackend().expected(spec)
 
-    async def release(self, *handoffs):
+    async def release(self, handoff):
         """At the prefill worker, where KV waits whose push failed."""
-        await self.p.say(*map(sessions.release, handoffs))
+        await self.p.say(sessions.release(handoff))
 
     async def all_free(self):
         for stream in (self.p, self.d):
@@ -236,7 +232,7 @@ async def test_a_handoff_between_two_processes(workers):
     async with Router(workers) as router:
         handoff, spec = handoff_of("whole"), spec_of(sampling=SHORT)
         await router.answer(handoff, spec)
-        assert router.p.token_ids(handoff) == router.d.token_ids(handoff)[:1]
+        assert router.p.ids(handoff) == router.d.ids(handoff)[:1]
         assert router.d.kinds(handoff)[:3] == ["reserved", "committed", "tokens"]
         await router.p.heard("pushed", handoff)
         await router.all_free()
@@ -256,7 +252,7 @@ async def cut(workers, state):
             await router.prefill(other, spec, replace(router.d.ref, address="127.0.0.1:1"))
             assert (await failed_push(router, other)).held
         if state == "decoding":
-            await router.d.until(lambda: len(router.d.token_ids(handoff)) > 20)
+            await router.d.until(lambda: len(router.d.ids(handoff)) > 20)
         assert "finish" not in router.d.kinds(handoff)
 
 
@@ -296,10 +292,8 @@ async def test_malformed_commands_of_every_kind_leave_both_workers_alive(workers
                 await stream.say(command)
         await router.answer(handoff_of("after malformed"), spec_of(sampling=SHORT))
         for stream in (router.p, router.d):
-            assert {event.WhichOneof("event") for event in stream.events if not event.handoff.attempt} == {
-                "welcome",
-                "refused",
-            }
+            unnamed = [event for event in stream.events if not event.handoff.attempt]
+            assert {event.WhichOneof("event") for event in unnamed} == {"welcome", "refused"}
         await router.release(sessions.H)  # what is too long for the small model of unit tests is not for this one
         await router.all_free()
     assert [workers.child(role).pid for role in Role] == pids
@@ -327,8 +321,7 @@ async def test_a_prefill_for_the_wrong_decode_worker_fails_alone(workers, where)
 
 
 async def failed_push(router, handoff):
-    await router.p.heard("failed", handoff)
-    return next(event.failed for event in router.p.of(handoff) if event.HasField("failed"))
+    return (await router.p.heard("failed", handoff)).failed
 
 
 @pytest.mark.parametrize("computed", [False, True])
@@ -338,7 +331,7 @@ async def test_what_was_computed_for_a_lost_decode_worker_goes_to_another_one(wo
     spec = SequenceSpec((251 + computed, *spec_of(length).prompt), SHORT)  # which nobody has in a cache
     first, second = handoff_of(name), handoff_of(name, 2)
     async with Router(workers) as router:
-        before = await prefill_tokens(router)
+        before = (await router.p.report()).prefill_tokens
         await router.prefill(first, spec, replace(router.d.ref, address="127.0.0.1:1"))
         if computed:
             await router.p.heard("tokens", first)
@@ -346,18 +339,11 @@ async def test_what_was_computed_for_a_lost_decode_worker_goes_to_another_one(wo
         await router.reserve(second, spec)
         await router.p.say(sessions.repush(first, second, router.d.ref))
         await router.d.heard("finish", second)
-        assert router.d.token_ids(second) == OracleBackend().expected(spec)
+        assert router.d.ids(second) == OracleBackend().expected(spec)
         await router.p.heard("pushed", second)
-        assert router.p.token_ids(second) == router.d.token_ids(second)[:1], "said again, under the new name"
-        assert await prefill_tokens(router) == before + len(spec), "nothing is computed twice"
+        assert router.p.ids(second) == router.d.ids(second)[:1], "said again, under the new name"
+        assert (await router.p.report()).prefill_tokens == before + len(spec), "nothing is computed twice"
         await router.all_free()
-
-
-async def prefill_tokens(router):
-    """As a report of some beats from now says it."""
-    due = router.p.messages + 2
-    await router.p.until(lambda: router.p.messages >= due)
-    return router.p.load.prefill_tokens
 
 
 async def refused(ref, incarnation):
@@ -403,9 +389,6 @@ async def test_a_worker_that_was_frozen_beyond_its_lease_comes_back_as_another(w
     code, _ = await refused(new, old.incarnation)
     assert code is StatusCode.FAILED_PRECONDITION
     async with Router(workers) as router:
-        await router.prefill(handoff_of("to the old one"), spec_of(), replace(new, incarnation=old.incarnation))
-        assert (await failed_push(router, handoff_of("to the old one"))).kind == "StaleAttempt"
-        await router.release(handoff_of("to the old one"))
         await router.all_free()
         await router.answer(handoff_of("after the freeze"), spec_of(sampling=SHORT))
 

@@ -137,7 +137,7 @@ async def test_told_to_drain_it_ends_when_nothing_is_left(worker):
         await worker.task
         await asyncio.wait([router.reader])
         assert router.kinds(handoff_of("waits"))[-1] == "finish"
-        assert len(router.token_ids(handoff_of("waits"))) == SHORT.max_tokens
+        assert len(router.ids(handoff_of("waits"))) == SHORT.max_tokens
     assert await worker.roles() == {}
 
 
