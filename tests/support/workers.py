@@ -94,6 +94,11 @@ class Side:
             except InvalidRequest as error:
                 session.emit(not_taken(command, str(error)))
 
+    def serve(self, session, *commands):
+        """Until nothing is left to do."""
+        self.take(session, *commands)
+        self.run()
+
     def step(self, times=1):
         """Turns of the engine thread."""
         for _ in range(times):

@@ -18,8 +18,7 @@ def whole_answer():
 
 
 def test_the_answer_is_that_of_a_handoff(side, router):
-    side.take(router, reserve(), prefill(to=None))
-    side.run()
+    side.serve(router, reserve(), prefill(to=None))
     assert router.tokens() == whole_answer()
     assert router.kinds()[-1] == "finish"
     assert (side.all_free, len(side.role.reservations), router.handoffs) == (True, 0, set())
@@ -39,8 +38,7 @@ def test_nothing_of_it_was_handed_over_nor_was_to_be(side, router):
 def test_what_is_known_is_not_sampled_again(side, router):
     tokens = whole_answer()
     known = tuple(token.token_id for token in tokens[:3])
-    side.take(router, reserve(known=12), prefill(spec=replace(spec_of(), known=known), to=None))
-    side.run()
+    side.serve(router, reserve(known=12), prefill(spec=replace(spec_of(), known=known), to=None))
     assert router.tokens() == tokens[3:]
 
 
@@ -57,8 +55,7 @@ def test_a_request_that_had_ended_already(side, router):
 def test_its_cache_is_used(router):
     side = DecodeSide(prefix_cache=True)
     for handoff in (H, replace(H, request_id="again")):
-        side.take(router, reserve(handoff), prefill(handoff, spec_of(), to=None))
-        side.run()
+        side.serve(router, reserve(handoff), prefill(handoff, spec_of(), to=None))
     assert side.engine.counters.cached_tokens > 0
 
 
@@ -73,8 +70,7 @@ def test_only_what_was_reserved_is_computed(side, router, state):
         side.take(router, {"fenced": fence, "released": release}[state]())
     side.take(router, prefill(to=None))
     assert router.refusals == [STALE]
-    side.take(owner, release())
-    side.run()
+    side.serve(owner, release())
     assert side.all_free
 
 

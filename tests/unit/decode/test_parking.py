@@ -116,8 +116,7 @@ def test_its_time_begins_anew(pair, side, first, second):
 def test_before_the_commit_there_is_nothing_to_park(pair, side, first, state):
     side.take(first, reserve(resumable_s=LASTS_S))
     if state == "computed":
-        pair.prefill.take(first, prefill())
-        pair.prefill.run()
+        pair.prefill.serve(first, prefill())
     side.role.gone(first)
     ends_free(side)
 
@@ -194,6 +193,5 @@ def test_a_prompt_that_is_computed_here_is_parked_too(side, first, second):
     while len(first.ids()) < 2:
         side.step()
     side.role.gone(first)
-    side.take(second, attach(known=1))
-    side.run()
+    side.serve(second, attach(known=1))
     assert second.ids() == ANSWER[1:]

@@ -163,8 +163,7 @@ def test_whatever_the_state_a_release_frees_at_once_and_what_was_shared_stays(ow
 def test_a_fence_and_a_release_between_commit_and_adoption(side, router):
     side.receive(router)
     side.commit()
-    side.take(router, fence(), release())
-    side.run()
+    side.serve(router, fence(), release())
     assert side.all_free
     assert router.kinds() == ["reserved"]
 
@@ -289,8 +288,7 @@ def test_a_push_to_another_decode_worker_fails_there_and_the_reservation_here_is
     """The Prefill names the wrong worker: its table knows no such reservation."""
     router, elsewhere = FakeSession(), DecodeSide()
     side.take(router, reserve())
-    pair.prefill.take(router, prefill(to=D))
-    pair.prefill.run()
+    pair.prefill.serve(router, prefill(to=D))
     pair.prefill.pusher.advance(H, elsewhere)
     pair.prefill.run()
     assert router.failure.kind == "StaleAttempt"

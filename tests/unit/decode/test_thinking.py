@@ -35,8 +35,7 @@ def test_the_state_is_taken_over_and_its_thoughts_are_said_with_the_commit(pair,
 def test_a_prompt_that_is_computed_here_tells_its_thoughts_before_its_token(side, router, always):
     """`always`: about what is generated, too, as it comes."""
     thinks(side.engine, always=always)
-    side.take(router, reserve(), prefill(to=None))
-    side.run()
+    side.serve(router, reserve(), prefill(to=None))
     assert router.kinds()[:3] == ["reserved", "thoughts", "tokens"]
     assert router.messages[1][0].HasField("thoughts")
     thoughts = [thought for message in router.thoughts() for thought in message]

@@ -107,9 +107,7 @@ def test_what_came_is_not_computed(side, router):
 
 def test_only_whole_blocks_that_are_not_here_are_fetched(side, router):
     assert begun(side, router, skip=11) == (0, 8)
-    side.take(router, release())
-    side.take(router, prefill(HandoffId("before", 1), spec_of(H, 9)))
-    side.run()
+    side.serve(router, release(), prefill(HandoffId("before", 1), spec_of(H, 9)))
     assert side.engine.pool.find(names_of(SPEC.tokens)[:2])
     again = HandoffId("again", 1)
     assert begun(side, router, handoff=again) == (8, 12)
@@ -232,8 +230,7 @@ def test_a_fetch_is_given_up_when_the_prompt_could_have_been_computed_meanwhile(
 def test_what_came_for_a_handoff_that_was_released_is_kept_in_the_cache(side, router):
     begun(side, router)
     came(side)
-    side.take(router, release())
-    side.run()
+    side.serve(router, release())
     assert side.all_free
     assert len(side.engine.pool.find(names_of(SPEC.tokens))) == 3
 

@@ -35,8 +35,7 @@ def test_kv_leaves_layer_by_layer_while_the_prompt_is_computed(chunked, router):
 @pytest.mark.parametrize(("less", "streams"), [(9 * POSITION - 1, True), (9 * POSITION, False)])
 def test_short_prompts_leave_when_they_are_computed(router, less, streams):
     side = PrefillSide(coalesce_below=less, max_batched_tokens=4)
-    side.take(router, prefill())
-    side.run()
+    side.serve(router, prefill())
     told = side.pusher.pushes[H].told
     assert told[-1] == (LAYERS, 9)
     assert (len(told) > 1) == streams
@@ -53,10 +52,8 @@ def test_only_what_must_come_makes_a_prompt_long(router):
 
 
 def test_what_was_in_the_prefix_cache_leaves_with_the_first_layer(side, router):
-    side.take(router, prefill(HandoffId("before", 1), spec_of(H)))
-    side.run()
-    side.take(router, prefill())
-    side.run()
+    side.serve(router, prefill(HandoffId("before", 1), spec_of(H)))
+    side.serve(router, prefill())
     assert side.pusher.pushes[H].told == [(2, 8), (1, 9), (2, 9), (2, 9)]
     assert router.events[-1].cached_tokens == 8
 
@@ -87,8 +84,7 @@ def test_a_model_without_layers_to_tell_still_hands_over(side, router, monkeypat
         return forward(batch, kv)
 
     monkeypatch.setattr(side.engine.backend, "forward", silent)
-    side.take(router, prefill())
-    side.run()
+    side.serve(router, prefill())
     assert side.pusher.pushes[H].told == [(2, 9)]
     assert side.pusher.pushes[H].end is not None
 
@@ -184,8 +180,7 @@ def test_a_preempted_prompt_is_withdrawn_and_what_had_not_left_is_told_again(rou
     [(CUT, True), (OfferRefused("full"), True), (StaleAttempt("none"), True), (DigestMismatch("frame 3"), False)],
 )
 def test_kv_waits_when_its_push_failed_but_for_bytes_that_changed_on_the_way(side, router, error, held):
-    side.take(router, prefill())
-    side.run()
+    side.serve(router, prefill())
     owned = side.counts.owned if held else 0
     side.push_ends(H, error)
     assert (router.failure.kind, router.failure.held) == (type(error).__name__, held)
@@ -208,9 +203,7 @@ def test_a_push_that_is_not_taken_waits_as_well_and_others_go_on(side, router, e
     assert router.kinds() == ["failed", "tokens"], "the prompt is computed all the same"
     side.pusher.refuse = None
     other = HandoffId("s", 1)
-    side.take(router, prefill(other))
-    side.take(router, repush())
-    side.run()
+    side.serve(router, prefill(other), repush())
     assert list(side.pusher.pushes) == [other, next_of(H)]
     for handoff in list(side.pusher.pushes):
         side.push_ends(handoff)
@@ -239,10 +232,8 @@ def test_what_waits_may_still_fail_or_end_with_its_first_token(chunked, router, 
 def test_a_report_that_comes_after_the_release_says_nothing(side, router):
     for number, outcome in enumerate((done_of(), CUT, DigestMismatch("frame 3"))):
         handoff = HandoffId(f"r{number}", 1)
-        side.take(router, prefill(handoff))
-        side.run()
+        side.serve(router, prefill(handoff))
         side.pusher.done(handoff, outcome)
-        side.take(router, release(handoff))
-        side.run()
+        side.serve(router, release(handoff))
         assert router.kinds(handoff) == ["tokens"]
     assert side.all_free

@@ -66,8 +66,7 @@ def test_the_first_token_is_said_again_with_all_that_was_said_of_it(router):
     side = PrefillSide()
     other = HandoffId("before", 1)
     for handoff in (other, H):
-        side.take(router, prefill(handoff, spec_of(H)))
-        side.run()
+        side.serve(router, prefill(handoff, spec_of(H)))
     side.take(router, repush())
     (old,), (new,) = router.told(H), router.told(H2)
     assert old.cached_tokens == 8
@@ -80,8 +79,7 @@ def test_again_and_again(side, router):
     names = [H]
     for _ in range(3):
         names.append(next_of(names[-1]))
-        side.take(router, repush(names[-2], names[-1]))
-        side.run()
+        side.serve(router, repush(names[-2], names[-1]))
         side.push_ends(names[-1], CUT)
     assert all(router.kinds(name) == ["tokens", "failed"] for name in names)
     assert side.engine.counters.prefill_tokens == 9
@@ -147,12 +145,10 @@ def test_it_is_stale_when_nothing_is_held(side, router, how):
             side.clock.advance(6.0)
     side.run()
     begun = len(side.pusher.log)
-    side.take(router, repush())
-    side.run()
+    side.serve(router, repush())
     assert (router.kinds(H2), router.refusals, side.all_free) == (["refused"], [STALE], True)
     assert len(side.pusher.log) == begun
-    side.take(router, prefill(H2))
-    side.run()
+    side.serve(router, prefill(H2))
     assert router.kinds(H2) == ["refused", "tokens"], "the attempt is not used up"
 
 
@@ -164,8 +160,7 @@ def test_it_is_stale_when_another_router_asks(side, router, state):
     assert other.refusals == [STALE]
     side.run()
     assert H2 not in side.pusher.pushes
-    side.take(router, repush())
-    side.run()
+    side.serve(router, repush())
     assert router.kinds(H2) == ["tokens"]
     assert other.kinds() == ["refused"]
 
@@ -174,8 +169,7 @@ def test_it_is_stale_when_another_router_asks(side, router, state):
 def test_attempts_may_be_left_out_and_older_ones_are_stale(side, router, attempt):
     """Those between were refused by a decode worker, and never came here. What is held goes on as it was."""
     held, old = HandoffId("r", 3), HandoffId("r", attempt)
-    side.take(router, prefill(H))
-    side.run()
+    side.serve(router, prefill(H))
     side.take(router, repush(H, held), repush(held, old), prefill(old))
     assert router.refusals == [STALE, STALE]
     assert not side.pusher.pushes[held].aborted
@@ -192,8 +186,7 @@ def test_a_skip_of_all_is_refused_by_name_and_what_is_held_goes_on(side, router,
     with pytest.raises(InvalidRequest, match="skip"):
         side.role.command(router, repush(skip=skip))
     side.run()
-    side.take(router, repush(skip=8))
-    side.run()
+    side.serve(router, repush(skip=8))
     assert router.kinds(H2) == ["tokens"]
     assert side.pusher.pushes[H2].job.skip == 8
     assert side.engine.counters.prefill_tokens == 9

@@ -55,15 +55,13 @@ def test_a_deterministic_prompt_is_pushed_with_a_digest_of_all_its_kv(router):
 def test_the_router_hears_what_was_cached_with_the_first_token_or_the_end(side, router):
     for number, sampling in enumerate([GREEDY, GREEDY, replace(GREEDY, max_tokens=1)]):
         handoff = HandoffId(f"cached{number}", 1)
-        side.take(router, prefill(handoff, spec=SequenceSpec(spec_of().prompt, sampling)))
-        side.run()
+        side.serve(router, prefill(handoff, spec=SequenceSpec(spec_of().prompt, sampling)))
     found = [event.cached_tokens for event in router.events if event.HasField("tokens") or event.HasField("finish")]
     assert found == [0, 8, 8, 8]
 
 
 def test_the_blocks_come_back_with_the_end_of_the_push(side, router):
-    side.take(router, prefill())
-    side.run()
+    side.serve(router, prefill())
     assert not side.all_free
     side.pusher.done(H, done_of())
     assert not side.all_free  # the engine thread has not heard yet
@@ -75,8 +73,7 @@ def test_the_blocks_come_back_with_the_end_of_the_push(side, router):
 
 @pytest.mark.parametrize("ends", [{"max_tokens": 1}, {"stop": (chr(expected(tokens=1)[0]),)}], ids=["length", "stop"])
 def test_what_the_first_token_ends_is_not_handed_over(side, router, ends):
-    side.take(router, prefill(spec=spec_of(sampling=replace(GREEDY, ignore_eos=False, **ends))))
-    side.run()
+    side.serve(router, prefill(spec=spec_of(sampling=replace(GREEDY, ignore_eos=False, **ends))))
     assert router.kinds() == ["tokens", "finish"]
     assert (side.pusher.pushes[H].aborted, side.pusher.pushes[H].end) == (True, None)
     assert side.all_free
@@ -86,8 +83,7 @@ def test_what_the_first_token_ends_is_not_handed_over(side, router, ends):
 
 def test_what_was_known_to_have_ended_is_only_told(side, router):
     known = tuple(expected())
-    side.take(router, prefill(spec=SequenceSpec(spec_of().prompt, GREEDY, known)))
-    side.run()
+    side.serve(router, prefill(spec=SequenceSpec(spec_of().prompt, GREEDY, known)))
     assert router.kinds() == ["finish"]
     assert side.pusher.pushes == {}
     assert side.all_free
@@ -99,21 +95,19 @@ def test_what_was_known_to_have_ended_is_only_told(side, router):
 def test_a_second_prefill_of_a_handoff_is_refused_and_the_first_goes_on(side, router):
     other = FakeSession("router-b")
     side.take(router, prefill())
-    side.take(other, prefill())
-    side.run()
+    side.serve(other, prefill())
     side.push_ends()
     assert router.kinds() == ["tokens", "pushed"]
     assert (other.kinds(), other.refusals, side.all_free) == (["refused"], [STALE], True)
 
 
 def test_a_late_prefill_of_an_old_attempt_is_refused(side, router):
-    side.take(router, prefill(HandoffId("r", 3)), release(HandoffId("r", 3)))
-    side.take(router, *(prefill(HandoffId("r", attempt)) for attempt in (1, 2, 3)))
+    old = [HandoffId("r", attempt) for attempt in (1, 2, 3)]
+    side.take(router, prefill(old[-1]), release(old[-1]), *map(prefill, old))
     assert router.refusals == [STALE] * 3
     side.run()
     assert side.engine.counters.prefill_tokens == 0
-    side.take(router, prefill(HandoffId("r", 4)))
-    side.run()
+    side.serve(router, prefill(HandoffId("r", 4)))
     assert router.kinds(HandoffId("r", 4)) == ["tokens"]
 
 
@@ -156,6 +150,5 @@ def test_a_model_that_fails_fails_its_batch_and_frees_it(chunked, router, monkey
     assert router.kinds() == ["failed"]
     assert router.failure.kind == "EngineFault"
     assert (push.blocks, push.aborted, side.all_free) == ((), True, True)
-    side.take(router, prefill(next_of(H)))
-    side.run()
+    side.serve(router, prefill(next_of(H)))
     assert router.kinds() == ["failed", "tokens"]

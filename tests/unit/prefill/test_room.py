@@ -26,8 +26,7 @@ def computed(side, router):
 
     def compute(*handoffs, waits):
         for handoff in handoffs:
-            side.take(router, prefill(handoff))
-            side.run()
+            side.serve(router, prefill(handoff))
             assert router.kinds(handoff) == ["tokens"]
         for handoff in waits:
             side.push_ends(handoff, CUT)
@@ -37,8 +36,7 @@ def computed(side, router):
 
 def test_the_oldest_is_given_up_for_a_prompt_that_finds_no_block(side, router, computed):
     computed(A, B, waits=[B, A])
-    side.take(router, prefill(C))
-    side.run()
+    side.serve(router, prefill(C))
     assert router.kinds(C) == ["tokens"]
     for held, kinds in ((A, ["refused"]), (B, ["tokens"])):  # the one that came first is given up first
         side.take(router, repush(held, next_of(held)))
@@ -47,16 +45,14 @@ def test_the_oldest_is_given_up_for_a_prompt_that_finds_no_block(side, router, c
 
 def test_as_many_as_it_takes_and_no_more(side, router, computed):
     computed(A, B, waits=[A, B])
-    side.take(router, prefill(C, spec_of(C, 4 * BLOCK)))
-    side.run()
+    side.serve(router, prefill(C, spec_of(C, 4 * BLOCK)))
     assert router.kinds(C) == ["tokens"]
     assert set(side.role._work) == {C}
 
 
 def test_nothing_is_given_up_while_there_is_room(side, router, computed):
     computed(A, waits=[A])
-    side.take(router, prefill(B))
-    side.run()
+    side.serve(router, prefill(B))
     side.take(router, repush(A, next_of(A)))
     assert router.kinds(B) == router.kinds(next_of(A)) == ["tokens"]
 

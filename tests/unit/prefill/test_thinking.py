@@ -60,8 +60,7 @@ def test_what_is_settled_leaves_as_ever_beside_it(router, monkeypatch):
 )
 def test_thoughts_are_said_with_their_step_before_its_token(router, budget, messages, thoughts):
     side = thinking_side(max_batched_tokens=budget)
-    side.take(router, prefill())
-    side.run()
+    side.serve(router, prefill())
     assert [[event.WhichOneof("event") for event in message] for message in router.messages] == messages
     assert router.thoughts() == [[thought_about(chunk) for chunk in chunks] for chunks in thoughts]
 

@@ -24,8 +24,7 @@ def test_a_malformed_command_is_refused_and_changes_nothing(router, make, comman
         named = "command"
     with pytest.raises(InvalidRequest, match=named):
         side.role.command(router, command)
-    side.take(router, command)
-    side.run()
+    side.serve(router, command)
     assert (side.all_free, side.engine.has_work(), router.handoffs) == (True, False, set())
     if kind in {None, "hello", "release"}:
         assert router.events == [], "nobody waits for an answer"

@@ -41,8 +41,7 @@ def test_a_prompt_that_is_computed_and_pushed(router):
 
 def test_a_push_that_failed_and_the_one_that_followed(router):
     side = PrefillSide()
-    side.take(router, prefill())
-    side.run()
+    side.serve(router, prefill())
     side.push_ends(H, CUT)
     first = said(router, "failed")
     assert list(first) == ["wait", "compute", "push"]
@@ -58,8 +57,7 @@ def test_a_push_that_failed_and_the_one_that_followed(router):
 
 def test_a_prompt_that_ends_with_its_first_token(router):
     side = PrefillSide()
-    side.take(router, prefill(spec=spec_of(sampling=Sampling(max_tokens=1, temperature=0.0))))
-    side.run()
+    side.serve(router, prefill(spec=spec_of(sampling=Sampling(max_tokens=1, temperature=0.0))))
     assert list(said(router, "finish")) == ["wait", "compute"]
 
 
@@ -80,8 +78,7 @@ def test_a_handoff_at_both_ends(router):
 def test_verify_passes_are_counted_for_those_that_were_part_of_them(router):
     side = DecodeSide(shapes=FixedShapes())
     spec = replace(spec_of(sampling=Sampling(max_tokens=40, temperature=0.0, ignore_eos=True)), deterministic=True)
-    side.take(router, reserve(H, len(spec)), prefill(H, spec, to=None))
-    side.run()
+    side.serve(router, reserve(H, len(spec)), prefill(H, spec, to=None))
     spans = said(router, "finish")
     (finish,) = (e.finish for e in router.events if e.HasField("finish"))
     assert list(spans) == ["decode", "verify"]
