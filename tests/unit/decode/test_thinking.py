@@ -1,4 +1,4 @@
-"""Thinking states at a decode worker: taken over with the KV, missed when lost; and thoughts, said and remembered."""
+"""Thoughts at a decode worker: told with the commit, as they come, and to a router that attaches."""
 
 import pytest
 
@@ -6,7 +6,7 @@ from baton.core import Thought
 from decode_workers import parking
 from tests.support.sessions import H, attach, expected, prefill, release, reserve
 from tests.support.workers import Pair
-from tests.unit.worker.thinking import CHUNK, state_at, takes_states, thinks, thoughts_about
+from tests.unit.worker.thinking import CHUNK, thinks, thoughts_about
 
 ANSWER = expected()
 
@@ -19,11 +19,9 @@ def pair():
     return made
 
 
-def test_the_state_is_taken_over_and_its_thoughts_are_said_with_the_commit(pair, side, router):
+def test_thoughts_are_said_again_with_the_commit(pair, side, router):
     """The prefill worker may have died before its router had them."""
-    given = takes_states(side.engine)
     pair.adopt(router)
-    assert given == [state_at(9)]
     assert router.kinds() == ["reserved", "committed", "thoughts", "tokens"]
     assert [len(message) for message in router.messages] == [1, 3]
     assert router.thoughts() == [thoughts_about(2)]

@@ -1,4 +1,4 @@
-"""Prompts of a model that thinks: what leaves when, what is said of them, and what goes with their KV."""
+"""Prompts of a model that thinks: what leaves when, what is told of them, and that they are never fetched."""
 
 import pytest
 
