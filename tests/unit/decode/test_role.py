@@ -193,14 +193,18 @@ def test_a_deadline_ends_what_is_not_committed(side, router, state):
         raise AssertionError("must not get here")
 
 
-def test_a_commit_that_lands_while_its_deadline_passes_counts(side, router, monkeypatch):
-    """It came between the look at the deadlines and the fence."""
+@pytest.mark.parametrize("ends", [False, True])
+def test_a_commit_that_lands_while_its_deadline_passes_counts(side, router, monkeypatch, ends):
+    """It came, or all has even ended, between the look at the deadlines and the fence."""
     side.receive(router)
     side.commit()
+    if ends:
+        side.run()
     monkeypatch.setattr(side.role.reservations, "expired", lambda now: [H])
     side.role.tick()
     side.loop.drain()
-    assert router.kinds() == ["reserved", "committed", "tokens"]
+    assert router.kinds()[:3] == ["reserved", "committed", "tokens"]
+    assert router.kinds()[-1] == ("finish" if ends else "tokens")
 
 
 def test_what_does_not_fit_any_more_is_handed_back(router):
