@@ -284,21 +284,6 @@ async def test_a_router_that_leaves_during_a_push_gets_all_blocks_back(workers):
         await watcher.answer(handoff_of("after push"), spec_of(sampling=SHORT))
 
 
-async def test_malformed_commands_of_every_kind_leave_both_workers_alive(workers):
-    pids = [workers.child(role).pid for role in Role]
-    async with Router(workers) as router:
-        for stream in (router.p, router.d):
-            for _, command, _ in sessions.malformed():
-                await stream.say(command)
-        await router.answer(handoff_of("after malformed"), spec_of(sampling=SHORT))
-        for stream in (router.p, router.d):
-            unnamed = [event for event in stream.events if not event.handoff.attempt]
-            assert {event.WhichOneof("event") for event in unnamed} == {"welcome", "refused"}
-        await router.release(sessions.H)  # what is too long for the small model of unit tests is not for this one
-        await router.all_free()
-    assert [workers.child(role).pid for role in Role] == pids
-
-
 @pytest.mark.parametrize("where", ["nonsense", "127.0.0.1:1", "itself", "another incarnation", "no reservation"])
 async def test_a_prefill_for_the_wrong_decode_worker_fails_alone(workers, where):
     async with Router(workers) as router:

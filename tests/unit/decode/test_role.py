@@ -9,21 +9,7 @@ from baton.core import HandoffId, Sampling, SequenceSpec, Token
 from baton.errors import OfferRefused, StaleAttempt
 from baton.rpc.v1 import worker_pb2 as pb
 from baton.worker.attempts import Attempts
-from tests.support.sessions import (
-    GREEDY,
-    STALE,
-    D,
-    FakeSession,
-    H,
-    P,
-    expected,
-    fence,
-    next_of,
-    prefill,
-    release,
-    reserve,
-    spec_of,
-)
+from tests.support.sessions import GREEDY, STALE, FakeSession, H, P, expected, fence, next_of, release, reserve, spec_of
 from tests.support.time_factor import scaled
 from tests.support.workers import STATES, DecodeSide, Pair
 
@@ -286,17 +272,3 @@ def test_commits_and_fences_that_race_agree(side, router):
         assert ("committed" in router.kinds(handoff)) == (handoff in accepted)
         assert ("fenced" in router.kinds(handoff)) == (handoff not in accepted)
     assert side.all_free
-
-
-def test_a_push_to_another_decode_worker_fails_there_and_the_reservation_here_is_fenced(pair, side):
-    """The Prefill names the wrong worker: its table knows no such reservation."""
-    router, elsewhere = FakeSession(), DecodeSide()
-    side.take(router, reserve())
-    pair.prefill.serve(router, prefill(to=D))
-    pair.prefill.pusher.advance(H, elsewhere)
-    pair.prefill.run()
-    assert router.failure.kind == "StaleAttempt"
-    side.take(router, fence())
-    assert router.kinds()[-1] == "fenced"
-    assert elsewhere.all_free
-    pair.ends_free()
