@@ -24,6 +24,7 @@ from tests.support.waiting import until
 
 HERE = WorkerRef("prefill-0", Incarnation(3, 4), "127.0.0.1:1")
 ANY = "127.0.0.1:0"
+call = asyncio.to_thread
 
 
 @pytest.fixture
@@ -107,26 +108,18 @@ async def test_it_keeps_to_the_commands_that_the_documented_user_may(board, serv
 
 
 @pytest.fixture
-async def worker() -> AsyncIterator[FakeWorker]:
-    made = FakeWorker(Role.PREFILL, "prefill-0", 1)
-    await made.start()
-    yield made
-    await made.kill()
-
-
-@pytest.fixture
-async def more() -> AsyncIterator[list[FakeWorker]]:
-    """Those that a test adds."""
-    made: list[FakeWorker] = []
+async def workers() -> AsyncIterator[list[FakeWorker]]:
+    """One, and those that a test adds."""
+    made = [await FakeWorker(Role.PREFILL, "prefill-0", 1).start()]
     yield made
     for one in made:
         await one.kill()
 
 
 @pytest.fixture
-async def router(board: Board, worker: FakeWorker, more: list[FakeWorker]) -> AsyncIterator[Router]:
+async def router(board: Board, workers: list[FakeWorker]) -> AsyncIterator[Router]:
     async def source() -> list[WorkerInfo]:
-        return [one.info for one in (worker, *more)]
+        return [one.info for one in workers]
 
     bounds = {Role.PREFILL: (1, 4096), Role.DECODE: (2, 4)}
     settings = RouterSettings("test", "oracle", grpc=ANY, metrics=ANY, scale=bounds, drain_s=7.0)
@@ -141,8 +134,12 @@ def operator(router: Router) -> Operator:
     return Operator([router.admin], NO_REACH)
 
 
-def report(plan: Plan, *slots: Slot) -> ControlReport:
-    return ControlReport(plan=plan, at=SystemClock().wall(), slots=slots, host="h", outlook="calm")
+async def controlled(board: Board, *slots: Slot, **plan: int) -> None:
+    """A controller is there, with this plan and these workers."""
+    found = ControlReport(
+        plan=Plan(prefill=1, decode=2, **plan), at=SystemClock().wall(), slots=slots, host="h", outlook="calm"
+    )
+    await board.put_control(found, 60.0)
 
 
 READY = Slot(worker_id="prefill-0", role=Role.PREFILL, state="ready")
@@ -151,66 +148,61 @@ READY = Slot(worker_id="prefill-0", role=Role.PREFILL, state="ready")
 async def test_without_a_controller_nobody_is_told_that_something_happens(operator, board):
     for ask in (lambda: operator.scale({"decode": 2}), operator.restart, lambda: operator.drain("prefill-0")):
         with pytest.raises(NoWorker, match="no controller is there"):
-            await asyncio.to_thread(ask)
+            await call(ask)
     assert await board.plan() is None
 
 
 async def test_an_operator_scales_within_the_bounds_of_the_file(operator, board):
-    await board.put_control(report(Plan(prefill=1, decode=2, number=8)), 60.0)
-    said = await asyncio.to_thread(operator.scale, {"decode": 3})
+    await controlled(board, number=8)
+    said = await call(operator.scale, {"decode": 3})
     assert (said.prefill, said.decode, said.number, said.by) == (1, 3, 9, "operator")
-    await asyncio.to_thread(operator.scale, {"prefill": 2})
+    await call(operator.scale, {"prefill": 2})
     plan = await board.plan()
     assert (plan.prefill, plan.decode, plan.number) == (2, 3, 10), "what the first said stays"
     with pytest.raises(InvalidRequest, match="decode: must be from 2 to 4, got 5") as refused:
-        await asyncio.to_thread(operator.scale, {"prefill": 0, "decode": 5})
+        await call(operator.scale, {"prefill": 0, "decode": 5})
     assert "prefill: must be from 1" in str(refused.value)
     with pytest.raises(InvalidRequest, match="say how many"):
-        await asyncio.to_thread(operator.scale, {})
+        await call(operator.scale, {})
     assert (await board.plan()).number == 10
 
 
 async def test_a_restart_is_the_next_generation(operator, board):
-    await board.put_control(report(Plan(prefill=1, decode=2, generation=3)), 60.0)
-    said = await asyncio.to_thread(operator.restart)
+    await controlled(board, generation=3)
+    said = await call(operator.restart)
     assert (said.prefill, said.decode, said.generation, said.number) == (1, 2, 4, 1)
     assert (await board.plan()).generation == 4
 
 
-async def test_a_drain_is_an_order_to_the_process_that_is_there(operator, board, worker):
-    await board.put_control(report(Plan(prefill=1, decode=2), READY), 60.0)
-    process = await asyncio.to_thread(operator.drain, "prefill-0")
-    assert process == str(worker.info.ref)
-    order = await board.order(worker.info.ref)
+async def test_a_drain_is_an_order_to_the_process_that_is_there(operator, board, workers):
+    await controlled(board, READY)
+    process = await call(operator.drain, "prefill-0")
+    assert process == str(workers[0].info.ref)
+    order = await board.order(workers[0].info.ref)
     assert (order.drain, order.role, order.grace_s) == (True, Role.PREFILL, 7.0)
     assert order.wish, "the controller sees to it that another one is there first"
     for name in ("prefill-1", ""):
         with pytest.raises(InvalidRequest, match="known are prefill-0"):
-            await asyncio.to_thread(operator.drain, name)
+            await call(operator.drain, name)
 
 
-async def test_who_waits_is_told_when_it_is_done_or_what_is_missing(operator, board, more):
+async def test_who_waits_is_told_when_it_is_done_or_what_is_missing(operator, board, workers):
     slots = [READY, *(READY.model_copy(update={"worker_id": f"decode-{i}", "role": Role.DECODE}) for i in range(2))]
-    plan = Plan(prefill=1, decode=2, number=5)
     late = slots[1].model_copy(update={"state": "starting", "note": "no room"})
-    for unsettled in (
-        [slots[0], late, slots[2]],
-        slots[:2],
-        [slots[0].model_copy(update={"generation": 1}), *slots[1:]],
-    ):
-        await board.put_control(report(plan, *unsettled), 60.0)
+    newer = READY.model_copy(update={"generation": 1})
+    for unsettled in ([READY, late, slots[2]], slots[:2], [newer, *slots[1:]]):
+        await controlled(board, *unsettled, number=5)
         with pytest.raises(DeadlineExceeded, match="not done in 0 s"):
-            await asyncio.to_thread(operator.wait_settled, 5, 0.0)
-    await board.put_control(report(plan, *slots), 60.0)
+            await call(operator.wait_settled, 5, 0.0)
+    await controlled(board, *slots, number=5)
     with pytest.raises(DeadlineExceeded, match="prefill-0 is ready, decode-0 is ready but not connected"):
-        await asyncio.to_thread(operator.wait_settled, 5, 0.0)
+        await call(operator.wait_settled, 5, 0.0)
     for slot in slots[1:]:
-        await (decode := FakeWorker(Role.DECODE, slot.worker_id, 1)).start()
-        more.append(decode)
-    await asyncio.to_thread(operator.wait_settled, 5, 20.0)
+        workers.append(await FakeWorker(Role.DECODE, slot.worker_id, 1).start())
+    await call(operator.wait_settled, 5, 20.0)
     with pytest.raises(DeadlineExceeded):
-        await asyncio.to_thread(operator.wait_settled, 6, 0.0)
-    status = await asyncio.to_thread(operator.status)
+        await call(operator.wait_settled, 6, 0.0)
+    status = await call(operator.status)
     assert (status.control.outlook, status.control.host, status.control.plan.number) == ("calm", "h", 5)
     assert 0.0 <= status.control.age_s < 30.0
 
@@ -220,14 +212,14 @@ async def test_a_redis_that_is_away_costs_the_status_nothing_but_that(router, op
         raise LedgerError("down")
 
     monkeypatch.setattr(Connection, "call", away)
-    assert (await asyncio.to_thread(operator.status)).control is None
+    assert (await call(operator.status)).control is None
     with pytest.raises(BatonError):
-        await asyncio.to_thread(operator.restart)
+        await call(operator.restart)
 
 
 async def test_another_router_is_asked_when_one_is_away(router, board):
-    await board.put_control(report(Plan(prefill=1, decode=2)), 60.0)
+    await controlled(board)
     operator = Operator(["127.0.0.1:1", router.admin], NO_REACH)
-    assert (await asyncio.to_thread(operator.restart)).generation == 1
+    assert (await call(operator.restart)).generation == 1
     with pytest.raises(NoWorker):
-        await asyncio.to_thread(Operator(["127.0.0.1:1"], NO_REACH).restart)
+        await call(Operator(["127.0.0.1:1"], NO_REACH).restart)

@@ -73,12 +73,10 @@ def test_it_is_the_dense_reference():
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
-def test_fast_is_sequential_for_500_prompts():
-    seed = random.randrange(2**32)
-    print(f"seed {seed}")
-    prompts = prompts_of(500, random.Random(seed))
+@pytest.mark.timeout(120)
+def test_fast_is_sequential_for_random_prompts(seed):
+    prompts = prompts_of(120, random.Random(seed))
     wanted = answers(engine_of("sequential"), prompts)
     for mode in ("fast", "auto"):
         assert answers(engine_of(mode), prompts) == wanted
-    assert sum(any(thoughts) for _, thoughts in wanted) > 300
+    assert sum(any(thoughts) for _, thoughts in wanted) > 60

@@ -22,7 +22,6 @@ from baton.clock import SystemClock
 from baton.cluster.processes import PARENT, READY_FD
 from baton.core import PROTOCOL_VERSION, HandoffId, Incarnation, Role, Sampling, SequenceSpec, WorkerRef
 from baton.engine.oracle import OracleBackend
-from baton.engine.prefix import Chain, scope_key
 from baton.ledger.embedded import EmbeddedRedis
 from baton.ledger.ledger import Ledger
 from baton.ledger.ownership import OwnershipStore, RecordState
@@ -31,9 +30,9 @@ from baton.rpc import convert, reports
 from baton.rpc.channel import aio_channel
 from baton.rpc.v1 import worker_pb2 as pb
 from baton.rpc.v1.worker_pb2_grpc import WorkerStub
+from tests.support import sessions
 from tests.support.time_factor import scaled
 from tests.support.waiting import until
-from tests.unit.worker import support
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 LEASE_S = 2.5
@@ -76,7 +75,7 @@ class Process:
         self.ref = WorkerRef(worker_id, Incarnation.parse(incarnation), ready["address"])
 
     async def exit_code(self):
-        return await asyncio.to_thread(self.popen.wait, 20)
+        return await asyncio.to_thread(self.popen.wait, scaled(20))
 
 
 class Workers:
@@ -104,7 +103,7 @@ class Workers:
         for child in self.children.values():
             child.popen.terminate()
         for child in self.children.values():
-            child.popen.wait(20)
+            child.popen.wait(scaled(20))
 
 
 @pytest.fixture(scope="module")
@@ -121,14 +120,14 @@ def workers(tmp_path_factory):
             made.close()
 
 
-class Stream:
+class Stream(sessions.FakeSession):
     """A router's stream to one worker."""
 
     def __init__(self, ref, incarnation=None):
+        super().__init__("raw")
         self.ref = ref
         self.hello = incarnation or ref.incarnation
-        self.events: list[pb.WorkerEvent] = []
-        self.load, self.messages = Load(), 0
+        self.load = Load()
         self._news = asyncio.Condition()
         self._stack = contextlib.AsyncExitStack()
 
@@ -136,7 +135,7 @@ class Stream:
         channel = await self._stack.enter_async_context(aio_channel(self.ref.address))
         self.call = WorkerStub(channel).Connect()
         worker = convert.incarnation_to_pb(self.hello)
-        hello = pb.RouterHello(router_id="raw", protocol_version=PROTOCOL_VERSION, worker=worker)
+        hello = pb.RouterHello(router_id=self.router_id, protocol_version=PROTOCOL_VERSION, worker=worker)
         await self.say(pb.RouterCommand(hello=hello))
         self.reader = asyncio.create_task(self._read())
         return self
@@ -153,37 +152,33 @@ class Stream:
         with contextlib.suppress(Exception):
             async for message in self.call:
                 async with self._news:
-                    self.events += message.events
-                    self.messages += 1
+                    self.emit(message.events)
                     self.load = reports.load_from_pb(message.load)
                     self._news.notify_all()
 
-    async def until(self, ready, within_s=20):
+    async def until(self, ready):
         """Wait for messages until `ready()`."""
-        async with asyncio.timeout(scaled(within_s)), self._news:
+        async with asyncio.timeout(scaled(20)), self._news:
             await self._news.wait_for(ready)
 
     async def heard(self, kind, handoff):
+        """The first event of this kind."""
         await self.until(lambda: kind in self.kinds(handoff))
-
-    def of(self, handoff):
-        return [event for event in self.events if event.handoff == convert.handoff_to_pb(handoff)]
-
-    def kinds(self, handoff):
-        return [event.WhichOneof("event") for event in self.of(handoff)]
-
-    def token_ids(self, handoff):
-        found = [event.tokens for event in self.of(handoff) if event.HasField("tokens")]
-        return [token.token_id for message in found for token in convert.tokens_from_pb(message)]
+        return next(event for event in self.told(handoff) if event.HasField(kind))
 
     async def welcome(self):
-        await self.until(lambda: self.events and self.events[0].HasField("welcome"))
+        await self.until(lambda: self.events)
         return convert.info_from_pb(self.events[0].welcome)
 
+    async def report(self):
+        """The load some beats from now: what was said before has arrived by then."""
+        due = len(self.messages) + 3
+        await self.until(lambda: len(self.messages) >= due)
+        return self.load
+
     async def all_free(self):
-        """In a report of some beats from now: what was said before must have arrived by then."""
-        due = self.messages + 3
-        await self.until(lambda: self.messages >= due and self.load.blocks.available == self.load.blocks.total > 0)
+        await self.report()
+        await self.until(lambda: self.load.blocks.available == self.load.blocks.total > 0)
 
 
 class Router:
@@ -202,35 +197,23 @@ class Router:
     async def __aexit__(self, *_):
         await self._stack.aclose()
 
-    async def reserve(self, handoff, spec, *, known=False):
-        """`known`: the decode worker may have the beginning already. Returns how much it has."""
-        info = self.infos[1]
-        names = self.names_of(spec.tokens) if known else ()
-        await self.d.say(support.reserve(handoff, len(spec), fingerprint=info.fingerprint, prefix=names))
+    async def reserve(self, handoff, spec):
+        await self.d.say(sessions.reserve(handoff, len(spec), fingerprint=self.infos[1].fingerprint))
         await self.d.heard("reserved", handoff)
-        return next(event.reserved.cached_tokens for event in self.d.of(handoff) if event.HasField("reserved"))
 
-    def names_of(self, tokens):
-        info = self.infos[1]
-        chain = Chain(scope_key(info.fingerprint, ""), tokens, info.layout.block_size)
-        return [chain.digest(block) for block in range(len(tokens) // info.layout.block_size)]
+    async def prefill(self, handoff, spec, to=None):
+        await self.p.say(sessions.prefill(handoff, spec, to or self.d.ref))
 
-    async def prefill(self, handoff, spec, to=None, skip=0):
-        await self.p.say(support.prefill(handoff, spec, to or self.d.ref, skip=skip))
-
-    async def repush(self, held, handoff, spec):
-        skip = await self.reserve(handoff, spec, known=True)
-        await self.p.say(support.repush(held, handoff, self.d.ref, skip=skip))
-
-    async def answer(self, handoff, spec, *, known=False):
-        """One request from Reserve to its last token, as the decode worker tells it."""
-        await self.prefill(handoff, spec, skip=await self.reserve(handoff, spec, known=known))
+    async def answer(self, handoff, spec):
+        """One request from Reserve to its last token, as the decode worker tells it: the right tokens."""
+        await self.reserve(handoff, spec)
+        await self.prefill(handoff, spec)
         await self.d.heard("finish", handoff)
-        return self.d.token_ids(handoff)
+        assert self.d.ids(handoff) == OracleBackend().expected(spec)
 
-    async def release(self, *handoffs):
+    async def release(self, handoff):
         """At the prefill worker, where KV waits whose push failed."""
-        await self.p.say(*map(support.release, handoffs))
+        await self.p.say(sessions.release(handoff))
 
     async def all_free(self):
         for stream in (self.p, self.d):
@@ -248,9 +231,8 @@ def handoff_of(request, attempt=1):
 async def test_a_handoff_between_two_processes(workers):
     async with Router(workers) as router:
         handoff, spec = handoff_of("whole"), spec_of(sampling=SHORT)
-        tokens = await router.answer(handoff, spec)
-        assert tokens == OracleBackend().expected(spec)
-        assert router.p.token_ids(handoff) == tokens[:1]
+        await router.answer(handoff, spec)
+        assert router.p.ids(handoff) == router.d.ids(handoff)[:1]
         assert router.d.kinds(handoff)[:3] == ["reserved", "committed", "tokens"]
         await router.p.heard("pushed", handoff)
         await router.all_free()
@@ -263,32 +245,23 @@ async def cut(workers, state):
     handoff, spec = handoff_of(f"cut in {state}"), spec_of(length=900 if state == "prefilling" else 100)
     async with Router(workers) as router:
         await router.reserve(handoff, spec)
-        if state == "reserved":
-            return
-        await router.prefill(handoff, spec)
-        if state == "prefilling":
-            return
-        await router.p.heard("tokens", handoff)
-        if state == "first token":
-            return
+        if state != "reserved":
+            await router.prefill(handoff, spec)
         if state == "waiting":
             other = handoff_of("waits for a repush")
             await router.prefill(other, spec, replace(router.d.ref, address="127.0.0.1:1"))
             assert (await failed_push(router, other)).held
-            return
-        await router.d.heard("committed", handoff)
         if state == "decoding":
-            await router.d.until(lambda: len(router.d.token_ids(handoff)) > 20)
+            await router.d.until(lambda: len(router.d.ids(handoff)) > 20)
         assert "finish" not in router.d.kinds(handoff)
 
 
-@pytest.mark.parametrize("state", ["reserved", "prefilling", "first token", "waiting", "committed", "decoding"])
+@pytest.mark.parametrize("state", ["reserved", "prefilling", "waiting", "decoding"])
 async def test_a_router_that_leaves_gets_all_blocks_back(workers, state):
     async with Router(workers) as watcher:
         await cut(workers, state)
         await watcher.all_free()
-        spec = spec_of(sampling=SHORT)
-        assert await watcher.answer(handoff_of(f"after {state}"), spec) == OracleBackend().expected(spec)
+        await watcher.answer(handoff_of(f"after {state}"), spec_of(sampling=SHORT))
 
 
 async def test_a_router_that_leaves_during_a_push_gets_all_blocks_back(workers):
@@ -308,26 +281,7 @@ async def test_a_router_that_leaves_during_a_push_gets_all_blocks_back(workers):
             decode.resume()
         await watcher.all_free()
         assert workers.children[Role.DECODE].pid == decode.pid
-        again = spec_of(sampling=SHORT)
-        assert await watcher.answer(handoff_of("after push"), again) == OracleBackend().expected(again)
-
-
-async def test_malformed_commands_of_every_kind_leave_both_workers_alive(workers):
-    pids = [workers.child(role).pid for role in Role]
-    async with Router(workers) as router:
-        for stream in (router.p, router.d):
-            for _, command, _ in support.malformed():
-                await stream.say(command)
-        spec = spec_of(sampling=SHORT)
-        assert await router.answer(handoff_of("after malformed"), spec) == OracleBackend().expected(spec)
-        for stream in (router.p, router.d):
-            assert {event.WhichOneof("event") for event in stream.events if not event.handoff.attempt} == {
-                "welcome",
-                "refused",
-            }
-        await router.release(support.H)  # what is too long for the small model of unit tests is not for this one
-        await router.all_free()
-    assert [workers.child(role).pid for role in Role] == pids
+        await watcher.answer(handoff_of("after push"), spec_of(sampling=SHORT))
 
 
 @pytest.mark.parametrize("where", ["nonsense", "127.0.0.1:1", "itself", "another incarnation", "no reservation"])
@@ -341,19 +295,18 @@ async def test_a_prefill_for_the_wrong_decode_worker_fails_alone(workers, where)
         if where != "no reservation":
             await router.reserve(handoff, spec)
         await router.prefill(handoff, spec, to)
-        assert await router.answer(good, spec) == OracleBackend().expected(spec)
+        await router.answer(good, spec)
         failed = await failed_push(router, handoff)
         stale = where in {"itself", "another incarnation", "no reservation"}
         assert (failed.kind, failed.held) == ("StaleAttempt" if stale else "ChannelBroken", True)
-        await router.d.say(support.fence(handoff))
+        await router.d.say(sessions.fence(handoff))
         await router.d.heard("fenced", handoff)
         await router.release(handoff)
         await router.all_free()
 
 
 async def failed_push(router, handoff):
-    await router.p.heard("failed", handoff)
-    return next(event.failed for event in router.p.of(handoff) if event.HasField("failed"))
+    return (await router.p.heard("failed", handoff)).failed
 
 
 @pytest.mark.parametrize("computed", [False, True])
@@ -363,73 +316,24 @@ async def test_what_was_computed_for_a_lost_decode_worker_goes_to_another_one(wo
     spec = SequenceSpec((251 + computed, *spec_of(length).prompt), SHORT)  # which nobody has in a cache
     first, second = handoff_of(name), handoff_of(name, 2)
     async with Router(workers) as router:
-        before = await prefill_tokens(router)
+        before = (await router.p.report()).prefill_tokens
         await router.prefill(first, spec, replace(router.d.ref, address="127.0.0.1:1"))
         if computed:
             await router.p.heard("tokens", first)
             assert (await failed_push(router, first)).held
-        await router.repush(first, second, spec)
+        await router.reserve(second, spec)
+        await router.p.say(sessions.repush(first, second, router.d.ref))
         await router.d.heard("finish", second)
-        assert router.d.token_ids(second) == OracleBackend().expected(spec)
+        assert router.d.ids(second) == OracleBackend().expected(spec)
         await router.p.heard("pushed", second)
-        assert router.p.token_ids(second) == router.d.token_ids(second)[:1], "said again, under the new name"
-        assert await prefill_tokens(router) == before + len(spec), "nothing is computed twice"
+        assert router.p.ids(second) == router.d.ids(second)[:1], "said again, under the new name"
+        assert (await router.p.report()).prefill_tokens == before + len(spec), "nothing is computed twice"
         await router.all_free()
-
-
-async def prefill_tokens(router):
-    """As a report of some beats from now says it."""
-    due = router.p.messages + 2
-    await router.p.until(lambda: router.p.messages >= due)
-    return router.p.load.prefill_tokens
-
-
-async def test_a_repush_of_what_is_not_held_is_refused(workers):
-    async with Router(workers) as router:
-        spec, done = spec_of(length=50, sampling=SHORT), handoff_of("repush after all")
-        await router.answer(done, spec)
-        await router.p.heard("pushed", done)
-        for held in (done, handoff_of("never heard of")):
-            after = handoff_of(held.request_id, 2)
-            await router.p.say(support.repush(held, after, router.d.ref))
-            await router.p.heard("refused", after)
-        await router.all_free()
-
-
-async def test_what_a_decode_worker_has_of_a_prompt_does_not_come_again(workers):
-    """A conversation in three turns: each prompt begins with all that was said before it."""
-    async with Router(workers) as router:
-        prompt, size = tuple((11 * i) % 250 for i in range(60)), router.infos[1].layout.block_size
-        had = 0
-        for turn in range(3):
-            spec, handoff = SequenceSpec(prompt, SHORT), handoff_of(f"turn {turn}")
-            tokens = await router.answer(handoff, spec, known=True)
-            assert tokens == OracleBackend().expected(spec)
-            reserved, moved = router.d.of(handoff)[0].reserved, router.d.of(handoff)[1].committed
-            assert reserved.cached_tokens == had
-            assert moved.kv_bytes == (len(prompt) - had) * moved_per_token(router)
-            had = (len(prompt) + len(tokens) - 1) // size * size
-            prompt = (*prompt, *tokens, *b"and then?")
-        await router.all_free()
-
-
-def moved_per_token(router):
-    layout = router.infos[0].layout
-    return layout.layers * layout.layer_token_bytes
 
 
 async def refused(ref, incarnation):
-    async with Stream(ref, incarnation) as stream, asyncio.timeout(10):
+    async with Stream(ref, incarnation) as stream, asyncio.timeout(scaled(10)):
         return await stream.call.code(), await stream.call.details()
-
-
-@pytest.mark.parametrize("role", list(Role))
-async def test_messages_for_another_incarnation_are_refused(workers, role):
-    ref = workers.ref(role)
-    now = ref.incarnation
-    for other in (replace(now, counter=now.counter + 1), Incarnation(1, now.counter), Incarnation(0, 0)):
-        code, details = await refused(ref, other)
-        assert (code, "not the worker you mean" in details) == (StatusCode.FAILED_PRECONDITION, True)
 
 
 async def ledger_of(workers):
@@ -461,7 +365,7 @@ async def test_a_worker_that_was_frozen_beyond_its_lease_comes_back_as_another(w
             os.kill(frozen.pid, signal.SIGCONT)
         workers.children[Role.DECODE] = replacement
         assert await frozen.exit_code() == 4  # LedgerError
-        await asyncio.wait([router.d.reader], timeout=10)
+        await asyncio.wait([router.d.reader], timeout=scaled(10))
         assert router.d.reader.done()
     new = replacement.ref
     assert new.worker_id == old.worker_id
@@ -470,12 +374,8 @@ async def test_a_worker_that_was_frozen_beyond_its_lease_comes_back_as_another(w
     code, _ = await refused(new, old.incarnation)
     assert code is StatusCode.FAILED_PRECONDITION
     async with Router(workers) as router:
-        await router.prefill(handoff_of("to the old one"), spec_of(), replace(new, incarnation=old.incarnation))
-        assert (await failed_push(router, handoff_of("to the old one"))).kind == "StaleAttempt"
-        await router.release(handoff_of("to the old one"))
         await router.all_free()
-        spec = spec_of(sampling=SHORT)
-        assert await router.answer(handoff_of("after the freeze"), spec) == OracleBackend().expected(spec)
+        await router.answer(handoff_of("after the freeze"), spec_of(sampling=SHORT))
 
 
 async def lapsed(workers, ref):

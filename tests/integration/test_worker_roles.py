@@ -25,8 +25,8 @@ from baton.worker.settings import of_both_roles
 from router.policy import POLICIES
 from router.workers import WorkerPool
 from tests.integration.test_worker_process import SHORT, Stream, handoff_of, spec_of
+from tests.support import sessions
 from tests.support.waiting import until
-from tests.unit.worker import support
 
 pytestmark = pytest.mark.timeout(60)
 SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
@@ -58,10 +58,8 @@ class Worker:
         return self.refs[-1]
 
     async def order(self, role, **facts):
-        ref = self.refs[-1]
-        await Board(self.ledger.connection).put_order(
-            ref.worker_id, Order(incarnation=str(ref.incarnation), role=role, **facts)
-        )
+        worker_id, incarnation = self.refs[-1].worker_id, str(self.refs[-1].incarnation)
+        await Board(self.ledger.connection).put_order(worker_id, Order(incarnation=incarnation, role=role, **facts))
 
     async def roles(self):
         return {info.ref.worker_id: info.role for info in await self.ledger.workers()}
@@ -95,7 +93,7 @@ async def reserved(ref):
     async with Stream(ref) as router:
         info, handoff = await router.welcome(), handoff_of("waits")
         spec = spec_of(length=40, sampling=SHORT)
-        await router.say(support.reserve(handoff, len(spec), fingerprint=info.fingerprint))
+        await router.say(sessions.reserve(handoff, len(spec), fingerprint=info.fingerprint))
         await router.heard("reserved", handoff)
         yield router
 
@@ -133,13 +131,13 @@ async def test_told_to_drain_it_ends_when_nothing_is_left(worker):
         assert await health(ref) == NOT_SERVING
         assert await worker.roles() == {"prefill-3": Role.DECODE}  # and keeps its lease
         another = handoff_of("another")
-        await router.say(support.reserve(another, 40, fingerprint=(await router.welcome()).fingerprint))
+        await router.say(sessions.reserve(another, 40, fingerprint=(await router.welcome()).fingerprint))
         await router.heard("refused", another)
-        await router.say(support.prefill(handoff_of("waits"), spec_of(length=40, sampling=SHORT), to=None))
+        await router.say(sessions.prefill(handoff_of("waits"), spec_of(length=40, sampling=SHORT), to=None))
         await worker.task
         await asyncio.wait([router.reader])
         assert router.kinds(handoff_of("waits"))[-1] == "finish"
-        assert len(router.token_ids(handoff_of("waits"))) == SHORT.max_tokens
+        assert len(router.ids(handoff_of("waits"))) == SHORT.max_tokens
     assert await worker.roles() == {}
 
 
@@ -160,15 +158,6 @@ async def test_what_is_left_is_given_back_when_its_time_is_up(worker, how):
             assert await worker.roles() == {"prefill-3": Role.PREFILL}
 
 
-async def test_an_order_to_another_incarnation_concerns_nobody(worker):
-    board, ref = Board(worker.ledger.connection), worker.refs[0]
-    await board.put_order(ref.worker_id, Order(incarnation="1.999999", role=Role.DECODE, drain=True))
-    async with Stream(ref) as router:
-        await router.until(lambda: router.messages >= 5)
-    assert len(worker.refs) == 1
-    assert await worker.roles() == {"prefill-3": Role.PREFILL}
-
-
 async def test_a_router_spares_who_drains_and_takes_who_has_turned(worker):
     await worker.order(Role.DECODE)
     ref = await worker.ready(2)
@@ -182,7 +171,7 @@ async def test_a_router_spares_who_drains_and_takes_who_has_turned(worker):
             await router.until(lambda: router.load.draining)
             await until(lambda: not pool.serves())
             assert (link.state, link.retired, pool.claim(10)) == ("connected", False, None)
-            await router.say(support.release(handoff_of("waits")))
+            await router.say(sessions.release(handoff_of("waits")))
             after = await worker.ready(3)
         await until(lambda: [link.info.ref for link in pool.links if link.usable] == [after])
         await until(lambda: [worker_id for worker_id, _ in pool.loads()] == ["prefill-3"])

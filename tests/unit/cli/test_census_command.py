@@ -14,7 +14,7 @@ from baton.rpc import convert
 from baton.rpc.v1 import admin_pb2, admin_pb2_grpc, worker_pb2_grpc
 from baton.worker.census import Holding, count, to_pb
 from tests.quiet_admin import QuietAdmin
-from tests.unit.worker.support import BACKEND
+from tests.support.sessions import BACKEND
 
 
 class Cluster(QuietAdmin, worker_pb2_grpc.WorkerServicer):

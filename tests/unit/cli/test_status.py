@@ -16,7 +16,7 @@ from baton.load import BlockCounts, Load
 from baton.rpc import convert, reports
 from baton.rpc.v1 import admin_pb2, admin_pb2_grpc
 from tests.quiet_admin import QuietAdmin
-from tests.unit.worker.support import BACKEND
+from tests.support.sessions import BACKEND
 
 NOBODY = "127.0.0.1:1"
 

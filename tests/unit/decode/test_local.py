@@ -4,19 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from baton.errors import InvalidRequest
 from baton.rpc.v1 import worker_pb2 as pb
-from tests.unit.worker.support import DecodeSide, FakeSession, H, Pair, fence, prefill, release, reserve, spec_of
-
-
-@pytest.fixture
-def side():
-    return DecodeSide()
-
-
-@pytest.fixture
-def router():
-    return FakeSession()
+from tests.support.sessions import STALE, FakeSession, H, fence, prefill, release, reserve, spec_of
+from tests.support.workers import DecodeSide, Pair
 
 
 def whole_answer():
@@ -28,34 +18,27 @@ def whole_answer():
 
 
 def test_the_answer_is_that_of_a_handoff(side, router):
-    side.take(router, reserve())
-    side.take(router, prefill(to=None))
-    side.run()
+    side.serve(router, reserve(), prefill(to=None))
     assert router.tokens() == whole_answer()
     assert router.kinds()[-1] == "finish"
-    assert side.all_free
-    assert len(side.role.reservations) == 0
-    assert not router.handoffs
+    assert (side.all_free, len(side.role.reservations), router.handoffs) == (True, 0, set())
 
 
 def test_nothing_of_it_was_handed_over_nor_was_to_be(side, router):
     """A reservation that was for a handoff, and is given up, is another matter."""
-    side.take(router, reserve())
-    side.take(router, prefill(to=None))
+    side.take(router, reserve(), prefill(to=None))
+    assert side.role.reservations.entries() == [], "nothing can be committed to it any more"
     side.run()
     assert not any(side.role.reservations.counts.handoffs.values())
     other = replace(H, request_id="other")
-    side.take(router, reserve(other))
-    side.take(router, release(other))
+    side.take(router, reserve(other), release(other))
     assert side.role.reservations.counts.handoffs["fenced"] == 1
 
 
 def test_what_is_known_is_not_sampled_again(side, router):
     tokens = whole_answer()
     known = tuple(token.token_id for token in tokens[:3])
-    side.take(router, reserve(known=12))
-    side.take(router, prefill(spec=replace(spec_of(), known=known), to=None))
-    side.run()
+    side.serve(router, reserve(known=12), prefill(spec=replace(spec_of(), known=known), to=None))
     assert router.tokens() == tokens[3:]
 
 
@@ -63,8 +46,7 @@ def test_a_request_that_had_ended_already(side, router):
     spec = spec_of()
     known = tuple(token.token_id for token in whole_answer())
     assert len(known) == spec.sampling.max_tokens
-    side.take(router, reserve(known=len(spec) + len(known)))
-    side.take(router, prefill(spec=replace(spec, known=known), to=None))
+    side.take(router, reserve(known=len(spec) + len(known)), prefill(spec=replace(spec, known=known), to=None))
     assert router.kinds() == ["reserved", "finish"]
     assert side.all_free
     assert not router.handoffs
@@ -73,9 +55,7 @@ def test_a_request_that_had_ended_already(side, router):
 def test_its_cache_is_used(router):
     side = DecodeSide(prefix_cache=True)
     for handoff in (H, replace(H, request_id="again")):
-        side.take(router, reserve(handoff))
-        side.take(router, prefill(handoff, spec=spec_of(), to=None))
-        side.run()
+        side.serve(router, reserve(handoff), prefill(handoff, spec_of(), to=None))
     assert side.engine.counters.cached_tokens > 0
 
 
@@ -89,47 +69,26 @@ def test_only_what_was_reserved_is_computed(side, router, state):
     if state in {"fenced", "released"}:
         side.take(router, {"fenced": fence, "released": release}[state]())
     side.take(router, prefill(to=None))
-    assert [event.refused.reason for event in router.events if event.HasField("refused")] == [pb.REFUSAL_REASON_STALE]
-    side.take(owner, release())
-    side.run()
+    assert router.refusals == [STALE]
+    side.serve(owner, release())
     assert side.all_free
-
-
-def test_nobody_may_commit_to_it_any_more(side, router):
-    side.take(router, reserve())
-    side.take(router, prefill(to=None))
-    assert side.role.reservations.entries() == []
 
 
 @pytest.mark.parametrize("steps", [0, 1, 3])
 @pytest.mark.parametrize("how", ["release", "gone"])
 def test_it_can_be_given_up_at_any_time(side, router, steps, how):
-    side.take(router, reserve())
-    side.take(router, prefill(to=None))
-    for _ in range(steps):
-        side.step()
-    if how == "release":
-        side.take(router, release())
-    else:
-        side.role.gone(router)
+    side.take(router, reserve(), prefill(to=None))
+    side.step(steps)
+    side.give_up(router, how)
     side.run()
     assert side.all_free
     assert not router.handoffs
 
 
-def test_it_hands_over_to_nobody(side, router):
-    side.take(router, reserve())
-    with pytest.raises(InvalidRequest, match="to: a decode worker hands over to nobody"):
-        side.role.command(router, prefill())
-    side.take(router, release())
-    assert side.all_free
-
-
 def test_what_can_never_be_computed_changes_nothing_and_its_deadline_still_counts(side, router):
     foreign = replace(spec_of(), prompt=(*spec_of().prompt[:-1], 10**6))
-    side.take(router, reserve(deadline_s=5.0))
-    side.take(router, prefill(spec=foreign, to=None))
-    assert [event.refused.reason for event in router.events if event.HasField("refused")] == [pb.REFUSAL_REASON_INVALID]
+    side.take(router, reserve(deadline_s=5.0), prefill(spec=foreign, to=None))
+    assert router.refusals == [pb.REFUSAL_REASON_INVALID]
     assert len(side.role.reservations) == 1
     side.clock.advance(5.0)
     side.step()

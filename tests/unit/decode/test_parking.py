@@ -4,24 +4,11 @@ from dataclasses import replace
 
 import pytest
 
-from baton.errors import InvalidRequest
-from baton.rpc import convert
-from baton.rpc.v1 import worker_pb2 as pb
 from decode_workers import parking
-from tests.unit.worker.support import BACKEND, FakeSession, H, Pair, prefill, release, reserve, spec_of
+from tests.support.sessions import GREEDY, STALE, FakeSession, H, attach, expected, prefill, release, reserve, spec_of
 
 LASTS_S = 30.0
-ANSWER = BACKEND.expected(spec_of())
-
-
-@pytest.fixture
-def pair():
-    return Pair()
-
-
-@pytest.fixture
-def side(pair):
-    return pair.decode
+ANSWER = expected()
 
 
 @pytest.fixture
@@ -29,34 +16,11 @@ def first():
     return FakeSession("router-a")
 
 
-@pytest.fixture
-def second():
-    return FakeSession("router-b")
-
-
-def begin(pair, session, tokens=3, lasts_s=LASTS_S):
+def begin(pair, session, tokens=3, resumable_s=LASTS_S):
     """A stream of which `tokens` tokens are there."""
-    command = reserve()
-    command.reserve.resumable_s, command.reserve.stream = lasts_s, "mine"
-    pair.decode.take(session, command)
-    pair.prefill.take(FakeSession(), prefill())
-    pair.prefill.run()
-    while pair.prefill.pusher.pushes and pair.prefill.pusher.pushes[H].stage != "committed":
-        pair.prefill.pusher.advance(H, pair.decode)
-    pair.decode.loop.drain()
-    while len(said(session)) < tokens:
+    pair.adopt(session, resumable_s=resumable_s, stream="mine")
+    while len(session.ids()) < tokens:
         pair.decode.step()
-
-
-def said(session):
-    """Ids of the tokens that D told this router."""
-    return [i for e in session.events if e.HasField("tokens") for i in e.tokens.ids]
-
-
-def attach(known=0, spec=None):
-    asked = replace(spec or spec_of(), known=tuple(ANSWER[:known]))
-    message = pb.Attach(handoff=convert.handoff_to_pb(H), spec=convert.spec_to_pb(asked))
-    return pb.RouterCommand(attach=message)
 
 
 def ends_free(side):
@@ -79,7 +43,7 @@ def test_a_router_dies_and_another_goes_on(pair, side, first, second):
     assert [getattr(e.tokens, "from") for e in second.events if e.HasField("tokens")] == [2, 3]
     assert [held.state for held in side.role.holdings()] == ["decoding"]
     side.run()
-    assert said(second) == ANSWER[2:]
+    assert second.ids() == ANSWER[2:]
     assert second.kinds()[-1] == "finish"
     side.take(second, release())
     ends_free(side)
@@ -91,7 +55,7 @@ def test_it_ends_while_nobody_is_there(pair, side, first, second):
     side.run()
     assert side.all_free, "what has ended holds no blocks"
     side.take(second, attach(known=2))
-    assert (said(second), second.kinds()[-1]) == (ANSWER[2:], "finish")
+    assert (second.ids(), second.kinds()[-1]) == (ANSWER[2:], "finish")
     side.role.gone(second)  # before its client has the end
     third = FakeSession("router-c")
     side.take(third, attach(known=len(ANSWER)))
@@ -101,22 +65,21 @@ def test_it_ends_while_nobody_is_there(pair, side, first, second):
     assert not third.handoffs
 
 
-def test_the_end_was_told_to_a_router_that_dies_with_it(pair, side, first, second):
+@pytest.mark.parametrize("dies", [False, True])
+def test_what_has_ended_is_kept_until_it_is_released(pair, side, first, second, dies):
+    """Its router may die with the end that it was told."""
     begin(pair, first)
     side.run()
-    assert first.kinds()[-1] == "finish"
-    side.role.gone(first)
-    side.take(second, attach(known=1))
-    assert (said(second), second.kinds()[-1]) == (ANSWER[1:], "finish")
-
-
-def test_nothing_is_kept_of_what_ended_and_was_released(pair, side, first):
-    begin(pair, first)
-    side.run()
-    assert len(side.role.parking) == 1
-    side.take(first, release())
+    assert (first.kinds()[-1], len(side.role.parking)) == ("finish", 1)
+    assert (H, "router-a", "COMMITTED", "mine") in side.records.notes
+    if dies:
+        side.role.gone(first)
+        side.take(second, attach(known=1))
+        assert (second.ids(), second.kinds()[-1]) == (ANSWER[1:], "finish")
+    owner = second if dies else first
+    side.take(owner, release())
     ends_free(side)
-    assert not first.handoffs
+    assert not owner.handoffs
 
 
 @pytest.mark.parametrize("state", ["decoding", "ended"])
@@ -151,126 +114,84 @@ def test_its_time_begins_anew(pair, side, first, second):
 
 @pytest.mark.parametrize("state", ["reserved", "computed"])
 def test_before_the_commit_there_is_nothing_to_park(pair, side, first, state):
-    command = reserve()
-    command.reserve.resumable_s = LASTS_S
-    side.take(first, command)
+    side.take(first, reserve(resumable_s=LASTS_S))
     if state == "computed":
-        pair.prefill.take(first, prefill())
-        pair.prefill.run()
+        pair.prefill.serve(first, prefill())
     side.role.gone(first)
     ends_free(side)
 
 
 def test_what_is_not_resumable_ends_with_its_router(pair, side, first, second):
-    begin(pair, first, lasts_s=0.0)
+    begin(pair, first, resumable_s=0.0)
     side.role.gone(first)
     side.take(second, attach(known=1))
-    assert [e.refused.reason for e in second.events] == [pb.REFUSAL_REASON_STALE]
+    assert second.refusals == [STALE]
     ends_free(side)
 
 
 @pytest.mark.parametrize(
-    ("change", "known"),
+    "asked",
     [
-        ({"prompt": (9, 9, 9)}, 1),
-        ({"cache_scope": "other"}, 1),
-        ({"priority": 5}, 1),
-        ({"think_while_decoding": True}, 1),
-        ({"sampling": replace(spec_of().sampling, seed=99)}, 1),
-        ({}, 4),  # three are there
+        attach(1, replace(spec_of(), prompt=(9, 9, 9))),
+        attach(1, replace(spec_of(), cache_scope="other")),
+        attach(1, replace(spec_of(), priority=5)),
+        attach(1, replace(spec_of(), think_while_decoding=True)),
+        attach(1, replace(spec_of(), sampling=replace(GREEDY, seed=99))),
+        attach(4),  # three are there
+        attach(1, said=[ANSWER[0] + 1]),
     ],
+    ids=["prompt", "scope", "priority", "thinking", "sampling", "more than is there", "other tokens"],
 )
-def test_only_who_knows_all_of_it_attaches(pair, side, first, second, change, known):
+def test_only_the_same_request_with_tokens_that_were_told_is_attached(pair, side, first, second, asked):
     begin(pair, first)
     side.role.gone(first)
-    side.take(second, attach(known, replace(spec_of(), **change)))
-    assert [e.refused.reason for e in second.events] == [pb.REFUSAL_REASON_STALE]
+    side.take(second, asked)
+    assert (second.kinds(), second.refusals) == (["refused"], [STALE])
     side.take(second, attach(1))
     assert second.kinds()[1] == "attached"
-
-
-def test_other_tokens_than_were_said(pair, side, first, second):
-    begin(pair, first)
-    side.role.gone(first)
-    wrong = attach(1)
-    wrong.attach.spec.known[0] += 1
-    side.take(second, wrong)
-    assert second.kinds() == ["refused"]
+    side.take(second, release())
+    ends_free(side)
 
 
 def test_who_attaches_takes_it_from_whom_it_had(pair, side, first, second):
     """The older router lives, its client went away from it: it is told, and what it still sends changes nothing."""
     begin(pair, first)
     side.take(second, attach(known=1))
-    assert (first.events[-1].failed.kind, first.events[-1].failed.message) == (
-        "Cancelled",
-        "router router-b has taken over",
-    )
+    assert (first.failure.kind, first.failure.message) == ("Cancelled", "router router-b has taken over")
     side.take(first, release())
     side.role.gone(first)
     side.run()
-    assert said(second) == ANSWER[1:]
+    assert second.ids() == ANSWER[1:]
     side.take(second, release())
     ends_free(side)
-
-
-def test_what_is_attached_can_be_released(pair, side, first, second):
-    begin(pair, first)
-    side.role.gone(first)
-    side.take(second, attach(known=1))
-    side.take(second, release())
-    ends_free(side)
-
-
-def test_its_name_is_recorded_with_the_commit(pair, side, first):
-    named = []
-    side.role._records.note = lambda handoff, router, state, stream="": named.append((state.name, stream))
-    begin(pair, first)
-    assert ("COMMITTED", "mine") in named
 
 
 def test_what_is_remembered_is_bounded(pair, side, first, second, monkeypatch):
     begin(pair, first, tokens=2)
     stream = side.role.parking._streams[H]
     monkeypatch.setattr(parking, "MOST_BYTES", 2 * stream.size)
-    side.step()
-    side.step()
-    side.step()
+    side.step(3)
     assert stream.first > 0
     assert stream.size <= parking.MOST_BYTES
     side.role.gone(first)
     side.take(second, attach(known=0))
     assert second.kinds() == ["refused"]
     side.take(second, attach(known=stream.first))
-    assert said(second) == ANSWER[stream.first : len(stream.ids)]
+    assert second.ids() == ANSWER[stream.first : len(stream.ids)]
 
 
 def test_who_says_more_alone_than_is_remembered_is_given_up(pair, side, first, monkeypatch):
     begin(pair, first, tokens=1)
     side.role.gone(first)
     monkeypatch.setattr(parking, "MOST_BYTES", 1)
-    side.step()
-    side.step()
+    side.step(2)
     ends_free(side)
 
 
 def test_a_prompt_that_is_computed_here_is_parked_too(side, first, second):
-    command = reserve()
-    command.reserve.resumable_s, command.reserve.stream = LASTS_S, "mine"
-    side.take(first, command)
-    side.take(first, prefill(to=None))
-    while len(said(first)) < 2:
+    side.take(first, reserve(resumable_s=LASTS_S, stream="mine"), prefill(to=None))
+    while len(first.ids()) < 2:
         side.step()
     side.role.gone(first)
-    side.take(second, attach(known=1))
-    side.run()
-    assert said(second) == ANSWER[1:]
-
-
-@pytest.mark.parametrize("seconds", [-1.0, float("nan"), float("inf")])
-def test_a_time_that_is_none_is_refused(side, first, seconds):
-    command = reserve()
-    command.reserve.resumable_s = seconds
-    with pytest.raises(InvalidRequest, match="resumable_s: must be finite"):
-        side.role.command(first, command)
-    assert side.all_free
+    side.serve(second, attach(known=1))
+    assert second.ids() == ANSWER[1:]

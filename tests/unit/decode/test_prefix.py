@@ -3,66 +3,19 @@
 import pytest
 import torch
 
-from baton.core import HandoffId, SequenceSpec, Token
+from baton.core import HandoffId, SequenceSpec
 from baton.errors import OfferRefused
-from kvtransfer.handoff import Offer, PushJob
-from tests.unit.worker.pusher import FakePusher, P, commit_of
-from tests.unit.worker.support import (
-    BACKEND,
-    BLOCK,
-    GREEDY,
-    FakeSession,
-    H,
-    Pair,
-    fence,
-    names_of,
-    release,
-    reserve,
-    spec_of,
-)
+from kvtransfer.handoff import PushJob
+from tests.support.sessions import BLOCK, GREEDY, H, P, expected, names_of, release, reserve, spec_of
+from tests.support.workers import Pair
 
 SPEC = spec_of()  # 9 tokens: two full blocks, and the last position
 NAMES = names_of(SPEC.tokens)
-WARM = HandoffId("warm", 1)
-
-
-@pytest.fixture
-def router():
-    return FakeSession()
 
 
 @pytest.fixture
 def pair():
-    return warm(Pair())
-
-
-def warm(pair, spec=SPEC):
-    """The decode worker has decoded the same prompt before."""
-    session = FakeSession("router-before")
-    pair.hand_over(session, WARM, spec, upto="reported")
-    pair.decode.run()
-    pair.end_pushes()
-    assert session.kinds(WARM)[-2:] == ["finish", "pushed"]
-    assert pair.decode.all_free
-    return pair
-
-
-def found(pair, names=NAMES):
-    return pair.decode.engine.pool.find(names)
-
-
-def to_state(pair, session, state):
-    upto = {"reserved": "queued", "receiving": "offered", "written": "written"}.get(state, "committed")
-    pair.hand_over(session, H, SPEC, upto=upto)
-    if state in {"adopted", "decoding", "finished"}:
-        pair.decode.loop.drain()
-    if state == "decoding":
-        pair.decode.step()
-    if state == "finished":
-        pair.decode.run()
-
-
-STATES = ["reserved", "receiving", "written", "committed", "adopted", "decoding", "finished"]
+    return Pair().warm()
 
 
 @pytest.mark.parametrize(
@@ -78,105 +31,61 @@ def test_a_reservation_says_how_much_is_here_but_the_last_position_always_comes(
 
 
 def test_only_the_rest_comes_and_the_tokens_are_the_same(pair, router):
-    before = {block: pair.decode.engine.kv.k[:, block].view(torch.int32).clone() for block in found(pair)}
+    before = {block: pair.decode.engine.kv.k[:, block].view(torch.int32).clone() for block in pair.cached()}
     pair.hand_over(router, H, SPEC)
     [push] = pair.prefill.pusher.pushes.values()
     assert push.job.skip == 8
     assert {begin for _, begin, _ in push.frames} == {8}
     pair.decode.run()
-    assert [t.token_id for t in router.tokens()][1:] == BACKEND.expected(SPEC)
-    assert list(before) == found(pair)
+    assert router.ids()[1:] == expected(SPEC)
+    assert list(before) == pair.cached()
     for block, kept in before.items():
         assert torch.equal(pair.decode.engine.kv.k[:, block].view(torch.int32), kept), "it was written"
-    pair.end_pushes()
-    assert pair.prefill.all_free
-    assert pair.decode.all_free
-
-
-@pytest.mark.parametrize("skip", [0, 4, 7, 9])
-def test_an_offer_must_skip_exactly_that(pair, router, skip):
-    pair.decode.take(router, reserve(prefix=NAMES))
-    table = pair.decode.role.reservations
-    with pytest.raises(OfferRefused, match="after 8 reserved"):
-        table.offer(H, P, Offer(BACKEND.fingerprint, 9, skip))
-    table.offer(H, P, Offer(BACKEND.fingerprint, 9, 8))
-
-
-@pytest.mark.parametrize("how", ["release", "fence", "gone", "deadline"])
-@pytest.mark.parametrize("state", STATES)
-def test_in_each_state_all_is_given_back_and_what_was_shared_stays(pair, router, state, how):
-    blocks = found(pair)
-    assert len(blocks) == 2
-    to_state(pair, router, state)
-    assert found(pair)[:2] == blocks
-    pinned = pair.decode.engine.pool.allocate(pair.decode.engine.pool.available)
-    assert (set(blocks) & set(pinned.blocks) == set()) == (state != "finished"), "in use, so nobody else gets them"
-    pinned.release()
-    if state != "finished":
-        assert found(pair) == blocks
-    if how == "gone":
-        pair.decode.role.gone(router)
-    elif how == "deadline":
-        pair.decode.role.reservations.expired = lambda now: [H]
-        pair.decode.role.tick()
-    else:
-        pair.decode.take(router, {"release": release, "fence": fence}[how]())
-    if how in {"fence", "deadline"}:
-        pair.decode.role.reservations.expired = lambda now: []
-        pair.decode.run()  # what was committed goes on to its end
-    assert pair.decode.all_free
-    assert (pair.decode.counts.reserved, pair.decode.counts.owned) == (0, 0)
-    if state != "finished":
-        assert found(pair) == blocks, "shared blocks are cached, as before"
-    pair.end_pushes()
-    assert pair.prefill.all_free
+    pair.ends_free()
 
 
 def test_what_one_handoff_fills_the_next_one_finds(pair, router):
     """A conversation: the next prompt is the whole of the first with its answer, and something new."""
-    answer = BACKEND.expected(SPEC)
+    answer = expected(SPEC)
     turn = SequenceSpec((*SPEC.prompt, *answer, 7, 7), GREEDY)
     pair.hand_over(router, H, turn)
     pair.decode.run()
     assert router.cached_at(H) == (len(SPEC.prompt) + len(answer) - 1) // BLOCK * BLOCK
-    assert [t.token_id for t in router.tokens()][1:] == BACKEND.expected(turn)
-    pair.end_pushes()
-    assert pair.decode.all_free
+    assert router.ids()[1:] == expected(turn)
+    pair.ends_free()
 
 
 def test_two_handoffs_share_what_is_here(pair, router):
     other = HandoffId("other", 1)
     for handoff in (H, other):
         pair.hand_over(router, handoff, SPEC)
-    assert pair.decode.counts.owned == 2 == len(found(pair))
+    assert pair.decode.counts.owned == 2 == len(pair.cached())
     assert pair.decode.counts.reserved == 2, "each has a block of its own, for the rest and what comes"
     pair.decode.take(router, release(H))
     assert pair.decode.counts.owned == 2
     pair.decode.run()
-    assert [t.token_id for t in router.tokens(other)][1:] == BACKEND.expected(SPEC)
-    pair.end_pushes()
-    assert pair.decode.all_free
+    assert router.ids(other)[1:] == expected(SPEC)
+    pair.ends_free()
 
 
 def test_a_reservation_without_room_pins_nothing(router):
-    pair = warm(Pair(decode_blocks=8))
+    pair = Pair(decode_blocks=8).warm()
     pair.decode.take(router, reserve(HandoffId("other", 1), known=11))
-    before, blocks = pair.decode.counts, found(pair)
+    before, blocks = pair.decode.counts, pair.cached()
     assert (before.reserved, len(blocks)) == (3, 2)
     pair.decode.take(router, reserve(known=31, prefix=NAMES))
     assert router.kinds(H) == ["refused"]
-    assert (pair.decode.counts, found(pair)) == (before, blocks)
+    assert (pair.decode.counts, pair.cached()) == (before, blocks)
 
 
 @pytest.mark.parametrize("size", [2, 8])
 def test_each_side_has_its_own_size_of_blocks(router, size):
-    pair = warm(Pair(decode_block_size=size))
+    pair = Pair(decode_block_size=size).warm()
     pair.hand_over(router, H, SPEC)
     assert router.cached_at(H) == 8
     pair.decode.run()
-    assert [t.token_id for t in router.tokens()][1:] == BACKEND.expected(SPEC)
-    pair.end_pushes()
-    assert (pair.prefill.all_free, pair.decode.all_free) == (True, True)
+    assert router.ids()[1:] == expected(SPEC)
+    pair.ends_free()
 
 
 # --- what a prefill worker fetches of it
@@ -185,9 +94,7 @@ def test_each_side_has_its_own_size_of_blocks(router, size):
 @pytest.fixture
 def sender(pair):
     """The decode worker's own, towards its prefill workers."""
-    pusher = FakePusher(pair.decode.engine, pair.decode.role.push_ended)
-    pair.decode.role.attach(pusher)
-    return pusher
+    return pair.decode.attach_pusher()
 
 
 @pytest.mark.parametrize("end", ["pushed", "released before"])
@@ -198,55 +105,44 @@ def test_what_is_fetched_is_pinned_until_it_was_sent(pair, router, sender, end):
     pair.decode.loop.drain()
     [push] = sender.pushes.values()
     assert (push.job, push.told, push.end.spec) == (PushJob(H, P, 8, 4), [(2, 8)], None)
-    assert list(push.blocks) == found(pair)
+    assert list(push.blocks) == pair.cached()
     if end == "released before":
         pair.decode.take(router, release())
     assert pair.decode.counts.owned == 2
-    sender.done(H, OfferRefused("whatever"))
-    pair.decode.loop.drain()
+    pair.decode.push_ends(H, OfferRefused("whatever"))
     pair.decode.take(router, release())
-    assert pair.decode.all_free
-    pair.end_pushes()
+    pair.ends_free()
 
 
 def test_what_is_over_or_cannot_be_sent_is_not_pinned(pair, router, sender):
     pair.hand_over(router, H, SPEC, upto="offered")
-    pair.decode.role.reservations.fetch(H, P, 0, 8)
+    fetch = pair.decode.role.reservations.fetch
+    fetch(H, P, 0, 8)
     sender.refuse = OfferRefused("the sender was closed")
     pair.decode.loop.drain()
-    pair.decode.role.reservations.fetch(H, P, 0, 8)
+    fetch(H, P, 0, 8)
     pair.decode.take(router, release())
     pair.decode.loop.drain()
     assert sender.pushes == {}
-    assert pair.decode.all_free
-    pair.end_pushes()
+    pair.ends_free()
 
 
 def test_what_is_in_doubt_since_it_was_reserved_is_not_sent(pair, router, sender):
     pair.hand_over(router, H, SPEC, upto="offered")
-    doubted = pair.decode.engine.pool.allocate(0, shared=found(pair))
+    doubted = pair.decode.engine.pool.allocate(0, shared=pair.cached())
     doubted.withdraw()  # as when a step fails that reads them
     doubted.release()
     pair.decode.role.reservations.fetch(H, P, 0, 8)
     pair.decode.loop.drain()
     assert sender.pushes == {}
     pair.decode.take(router, release())
-    assert pair.decode.all_free
-    pair.end_pushes()
+    pair.ends_free()
 
 
 def test_a_commit_that_ends_a_shared_handoff_at_once_gives_all_back(pair, router):
-    pair.decode.take(router, reserve(prefix=NAMES))
-    table = pair.decode.role.reservations
-    table.offer(H, P, Offer(BACKEND.fingerprint, 9, 8))
-    wrong = SequenceSpec((9999,) * 9, GREEDY, (65,))
-    table.commit(H, P, commit_of(wrong, spec_first(wrong)))
+    pair.decode.receive(router, skip=8, prefix=NAMES)
+    pair.decode.commit(H, SequenceSpec((9999,) * 9, GREEDY, (65,)))
     pair.decode.run()
     assert router.kinds() == ["reserved", "failed"]
     assert pair.decode.all_free
-    assert len(found(pair)) == 2
-
-
-def spec_first(spec):
-    """The last known token, as the router was told it."""
-    return [Token(len(spec.known) - 1, spec.known[-1], "A")]
+    assert len(pair.cached()) == 2

@@ -13,6 +13,7 @@ from baton.core import HandoffId, Incarnation, Sampling, SequenceSpec, Token, Wo
 from baton.errors import OfferRefused, StaleAttempt
 from decode_workers.reservations import Reservations, State
 from kvtransfer.handoff import CommitState, Offer, PushJob
+from tests.support.time_factor import scaled
 
 P1 = WorkerRef("p1", Incarnation(1, 1), "127.0.0.1:1")
 P2 = WorkerRef("p1", Incarnation(1, 2), "127.0.0.1:1")  # same place, another life
@@ -65,37 +66,38 @@ def opened(table, handoff=H, known=6, deadline=None, cached=0):
     return reservation
 
 
-def test_a_handoff_from_reservation_to_adoption(table):
+def receiving(table):
     reservation = opened(table)
     table.offer(H, P1, offer())
+    return reservation
+
+
+def test_a_handoff_from_reservation_to_adoption(table):
+    reservation = receiving(table)
     with table.writing(H, P1) as blocks:
         assert list(blocks) == [7, 8, 9]
     table.commit(H, P1, commit_of(6))
+    with pytest.raises(StaleAttempt):
+        table.commit(H, P1, commit_of(6))
     assert table.commits == [H]
     assert table.fence(H) is State.COMMITTED
     assert table.take(H) is reservation
     assert len(table) == 0
 
 
-def test_a_second_commit_is_refused(table):
-    opened(table)
-    table.offer(H, P1, offer())
-    table.commit(H, P1, commit_of(6))
-    with pytest.raises(StaleAttempt):
-        table.commit(H, P1, commit_of(6))
-    assert table.commits == [H]
-
-
-@pytest.mark.parametrize("stop", ["fence", "take", "aborted", "lost"])
+@pytest.mark.parametrize(
+    "stop",
+    [
+        lambda table: table.fence(H),
+        lambda table: table.take(H),
+        lambda table: table.aborted(H, P1),
+        lambda table: table.lost(P1),
+    ],
+    ids=["fence", "take", "aborted", "lost"],
+)
 def test_nothing_is_written_or_committed_after_the_end(table, stop):
-    opened(table)
-    table.offer(H, P1, offer())
-    {
-        "fence": lambda: table.fence(H),
-        "take": lambda: table.take(H),
-        "aborted": lambda: table.aborted(H, P1),
-        "lost": lambda: table.lost(P1),
-    }[stop]()
+    receiving(table)
+    stop(table)
     with pytest.raises(StaleAttempt), table.writing(H, P1):
         raise AssertionError("must not get here")
     with pytest.raises(StaleAttempt):
@@ -104,8 +106,7 @@ def test_nothing_is_written_or_committed_after_the_end(table, stop):
 
 
 def test_another_incarnation_is_another_worker(table):
-    opened(table)
-    table.offer(H, P1, offer())
+    receiving(table)
     for action in (lambda: table.writing(H, P2).__enter__(), lambda: table.commit(H, P2, commit_of(6))):
         with pytest.raises(StaleAttempt, match="was opened by"):
             action()
@@ -120,6 +121,8 @@ def test_another_incarnation_is_another_worker(table):
     [(offer(known=7), "length"), (offer(fingerprint="other"), "fingerprint"), (offer(skip=4), "length")],
 )
 def test_an_offer_that_does_not_fit_is_refused_by_name(table, bad, named):
+    with pytest.raises(StaleAttempt, match="no reservation"):
+        table.offer(H, P1, offer())
     opened(table)
     with pytest.raises(OfferRefused, match=named):
         table.offer(H, P1, bad)
@@ -160,14 +163,8 @@ def test_what_is_here_can_be_fetched_by_the_sender_while_it_may_send(table):
     assert table.shared(H) == []
 
 
-def test_an_offer_without_a_reservation_is_stale(table):
-    with pytest.raises(StaleAttempt, match="no reservation"):
-        table.offer(H, P1, offer())
-
-
 def test_a_commit_without_a_first_token_is_refused(table):
-    opened(table)
-    table.offer(H, P1, offer())
+    receiving(table)
     for wrong in (commit_of(4), CommitState(None, [], 0.1, 0.1, 64, "memory")):
         with pytest.raises(OfferRefused, match="length"):
             table.commit(H, P1, wrong)
@@ -178,54 +175,28 @@ def test_an_old_attempt_never_comes_back(table):
     opened(table, HandoffId("r", 3))
     for attempt in (1, 2, 3):
         with pytest.raises(StaleAttempt):
-            table.open(HandoffId("r", attempt), FakeReservation(), 6, None)
+            opened(table, HandoffId("r", attempt))
     table.take(HandoffId("r", 3))
-    with pytest.raises(StaleAttempt):
-        table.open(HandoffId("r", 3), FakeReservation(), 6, None)
     table.fence(HandoffId("r", 5))  # fencing what is unknown also keeps it from coming
-    with pytest.raises(StaleAttempt):
-        table.open(HandoffId("r", 5), FakeReservation(), 6, None)
+    for attempt in (3, 5):
+        with pytest.raises(StaleAttempt):
+            opened(table, HandoffId("r", attempt))
     opened(table, HandoffId("r", 6))
 
 
 def test_taking_waits_for_a_write_that_is_running(table):
-    opened(table)
-    table.offer(H, P1, offer())
-    order = []
-    inside, started = threading.Event(), threading.Event()
-
-    def taker():
-        started.set()
-        table.take(H)
-        order.append("taken")
-
-    def writer():
-        with table.writing(H, P1):
-            inside.set()
-            started.wait(10)
-            order.append("written")
-
-    threads = [threading.Thread(target=writer)]
-    threads[0].start()
-    inside.wait(10)
-    threads.append(threading.Thread(target=taker))
-    threads[1].start()
-    for thread in threads:
-        thread.join(10)
-    assert order == ["written", "taken"]
-
-
-def test_expiry_spares_what_is_committed(table):
-    opened(table, HandoffId("a", 1), deadline=5.0)
-    opened(table, HandoffId("b", 1), deadline=50.0)
-    opened(table, HandoffId("c", 1), deadline=5.0)
-    table.offer(HandoffId("c", 1), P1, offer())
-    table.commit(HandoffId("c", 1), P1, commit_of(6))
-    assert table.expired(5.0) == [HandoffId("a", 1)]
+    receiving(table)
+    taking = threading.Thread(target=table.take, args=[H])
+    with table.writing(H, P1):
+        taking.start()
+        taking.join(0.05)  # time in which one that does not wait would have it
+        assert taking.is_alive()
+    taking.join(scaled(10))
+    assert len(table) == 0
 
 
 class Machine(RuleBasedStateMachine):
-    """Random interleavings against the rules: a plain dictionary says what must be true."""
+    """Random interleavings against the rules: a plain dictionary has what must be true."""
 
     handoffs = Bundle("handoffs")
 
@@ -243,10 +214,7 @@ class Machine(RuleBasedStateMachine):
         try:
             self.held[handoff] = opened(self.table, handoff)
         except StaleAttempt:
-            seen = {h.attempt for h in self.held if h.request_id == request} | {
-                h.attempt for h in self.ended if h.request_id == request
-            }
-            assert attempt <= max(seen)
+            assert attempt <= max(h.attempt for h in self.ended.union(self.held) if h.request_id == request)
         return handoff
 
     @rule(handoff=handoffs, sender=st.sampled_from([P1, P2]))

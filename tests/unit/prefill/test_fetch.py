@@ -1,28 +1,19 @@
 """Fetching what the decode worker has of a prompt: when it pays, what may be written, and that the prompt goes on."""
 
 import threading
+from dataclasses import replace
 
 import pytest
 import torch
 
 from baton.core import HandoffId, Incarnation, WorkerRef
-from baton.errors import ChannelBroken, OfferRefused, StaleAttempt
+from baton.errors import OfferRefused, StaleAttempt
 from kvtransfer.handoff import CommitState, Offer
 from prefill_workers.fetch import CostModel
-from tests.unit.worker.pusher import done_of
-from tests.unit.worker.support import (
-    BACKEND,
-    D,
-    FakeSession,
-    H,
-    PrefillSide,
-    names_of,
-    next_of,
-    prefill,
-    release,
-    repush,
-    spec_of,
-)
+from tests.support.fake_pusher import CUT
+from tests.support.sessions import BACKEND, D, H, expected, names_of, next_of, prefill, release, repush, spec_of
+from tests.support.time_factor import scaled
+from tests.support.workers import PrefillSide
 
 OTHER = WorkerRef("decode-0", Incarnation(7, 99), D.address)
 WHOLE = CommitState(None, [], 0.1, 0.1, 64, "memory")
@@ -35,11 +26,6 @@ def side():
     made = PrefillSide(prefix_cache=True)
     made.role.fetches._cost.computed(1, 1.0)
     return made
-
-
-@pytest.fixture
-def router():
-    return FakeSession()
 
 
 def offer_of(begin=0, end=12):
@@ -65,11 +51,16 @@ def came(side, *, begin=0, end=12, handoff=H):
     fetches.commit(handoff, D, WHOLE)
 
 
+def write(side, sender=D):
+    """What a write of the sender goes to."""
+    with side.role.fetches.writing(H, sender) as blocks:
+        return blocks
+
+
 def ends_well(side, router, handoff=H):
     side.run()
-    assert [token.token_id for token in router.tokens(handoff)] == BACKEND.expected(SPEC, 1)
-    side.pusher.done(handoff, done_of())
-    side.run()
+    assert router.ids(handoff) == expected(SPEC, 1)
+    side.push_ends(handoff)
     assert side.all_free
     assert side.counts.reserved == 0
 
@@ -77,15 +68,9 @@ def ends_well(side, router, handoff=H):
 # --- what it costs
 
 
-def test_nothing_is_fetched_before_something_was_computed():
-    cost = CostModel()
-    assert not cost.worth(1000, 1)
-    cost.computed(100, 1.0)
-    assert cost.worth(1000, 1)
-
-
 def test_the_cheaper_way_is_taken_and_what_was_seen_counts():
     cost = CostModel(fetch_s=0.1, bytes_per_s=1000.0)
+    assert not cost.worth(1000, 1), "nothing was computed yet"
     cost.computed(10, 0.1)
     assert [cost.worth(tokens, 100) for tokens in (19, 20, 21, 100)] == [False, False, True, True]
     for _ in range(50):
@@ -96,16 +81,13 @@ def test_the_cheaper_way_is_taken_and_what_was_seen_counts():
     assert cost.worth(100, 100)
 
 
-def test_only_large_steps_say_what_computing_costs(router):
+@pytest.mark.parametrize(("tokens", "fetch"), [(31, None), (32, (0, 12))])
+def test_only_large_steps_tell_what_computing_costs(router, tokens, fetch):
     side = PrefillSide()
     side.role.fetches.step_began()
     side.clock.advance(10.0)
-    side.role.fetches.step_ended(31)
-    assert begun(side, router) is None
-    side.role.fetches.step_began()
-    side.clock.advance(10.0)
-    side.role.fetches.step_ended(32)
-    assert begun(side, router, handoff=HandoffId("s", 1)) == (0, 12)
+    side.role.fetches.step_ended(tokens)
+    assert begun(side, router) == fetch
 
 
 # --- what is fetched
@@ -125,15 +107,13 @@ def test_what_came_is_not_computed(side, router):
 
 def test_only_whole_blocks_that_are_not_here_are_fetched(side, router):
     assert begun(side, router, skip=11) == (0, 8)
-    side.take(router, release())
-    side.take(router, prefill(HandoffId("before", 1), spec_of(H, 9)))
-    side.run()
+    side.serve(router, release(), prefill(HandoffId("before", 1), spec_of(H, 9)))
     assert side.engine.pool.find(names_of(SPEC.tokens)[:2])
     again = HandoffId("again", 1)
     assert begun(side, router, handoff=again) == (8, 12)
     came(side, begin=8, handoff=again)
     side.run()
-    assert [token.token_id for token in router.tokens(again)] == BACKEND.expected(SPEC, 1)
+    assert router.ids(again) == expected(SPEC, 1)
     assert begun(side, router, handoff=HandoffId("more", 1)) is None, "all of it is here now"
 
 
@@ -158,43 +138,41 @@ def test_nothing_is_written_that_was_not_asked_for(side, router):
     for sender, offer, error in ((OTHER, offer_of(), StaleAttempt), (D, offer_of(0, 8), OfferRefused)):
         with pytest.raises(error, match="asked"):
             fetches.offer(H, sender, offer)
-    with pytest.raises(StaleAttempt), fetches.writing(H, D):
-        raise AssertionError("must not get here")
+    with pytest.raises(StaleAttempt):
+        write(side)
     fetches.offer(H, D, offer_of())
     with pytest.raises(OfferRefused, match="once"):
         fetches.offer(H, D, offer_of())
-    with pytest.raises(StaleAttempt), fetches.writing(H, OTHER):
-        raise AssertionError("must not get here")
+    with pytest.raises(StaleAttempt):
+        write(side, OTHER)
     with pytest.raises(OfferRefused):
         fetches.fetch(H, D, 0, 4)
+    with pytest.raises(StaleAttempt):  # a commit with a sequence is no answer to a fetch
+        fetches.commit(H, D, replace(WHOLE, spec=SPEC))
     assert side.counts.reserved == 3
+    fetches.commit(H, D, WHOLE)
 
 
-def late(side, router):
-    side.clock.advance(10.0)
+def by_sender(end):
+    """It gives up, or is lost; another one does so before."""
 
+    def act(side, router):
+        end(side.role.fetches, OTHER)
+        assert not side.loop.jobs
+        end(side.role.fetches, D)
 
-def aborted(side, router):
-    side.role.fetches.aborted(H, OTHER)
-    assert not side.loop.jobs
-    side.role.fetches.aborted(H, D)
-
-
-def lost(side, router):
-    side.role.fetches.lost(OTHER)
-    assert not side.loop.jobs
-    side.role.fetches.lost(D)
+    return act
 
 
 ENDINGS = {
-    "released": lambda side, router: side.take(router, release()),
-    "router gone": lambda side, router: side.role.gone(router),
+    "release": lambda side, router: side.give_up(router, "release"),
+    "gone": lambda side, router: side.give_up(router, "gone"),
     "repush": lambda side, router: side.take(router, repush(skip=12)),
-    "push failed": lambda side, router: side.pusher.done(H, ChannelBroken("cut")),
+    "push failed": lambda side, router: side.pusher.done(H, CUT),
     "refused": lambda side, router: side.role.fetch_ended(H),
-    "late": late,
-    "aborted": aborted,
-    "lost": lost,
+    "late": lambda side, router: side.clock.advance(10.0),
+    "aborted": by_sender(lambda fetches, sender: fetches.aborted(H, sender)),
+    "lost": by_sender(lambda fetches, sender: fetches.lost(sender)),
 }
 
 
@@ -209,18 +187,17 @@ def test_a_fetch_that_ends_early_gives_its_blocks_back_and_the_prompt_goes_on(si
     ENDINGS[how](side, router)
     side.step()
     assert side.counts.reserved == 0
-    with pytest.raises(StaleAttempt), fetches.writing(H, D):
-        raise AssertionError("must not get here")
+    with pytest.raises(StaleAttempt):
+        write(side)
     with pytest.raises(StaleAttempt):
         fetches.commit(H, D, WHOLE)
     side.run()
     assert fetches.fetched_tokens == 0
-    if how in {"released", "router gone"}:
+    if how in {"release", "gone"}:
         assert (router.events, side.all_free, side.engine.counters.prefill_tokens) == ([], True, 0)
         return
     assert side.engine.counters.prefill_tokens == len(SPEC)
-    goes_on = next_of(H) if how == "repush" else H
-    assert [token.token_id for token in router.tokens(goes_on)] == BACKEND.expected(SPEC, 1)
+    assert router.ids(next_of(H) if how == "repush" else H) == expected(SPEC, 1)
 
 
 def test_who_was_late_is_not_waited_for_again_for_a_while(side, router):
@@ -230,7 +207,7 @@ def test_who_was_late_is_not_waited_for_again_for_a_while(side, router):
         return side.pusher.pushes[handoff].job.fetch
 
     assert asked_for("first") == (0, 12)
-    late(side, router)
+    side.clock.advance(10.0)
     side.run()
     assert asked_for("next") is None
     side.clock.advance(60.0)
@@ -247,43 +224,28 @@ def test_a_fetch_is_given_up_when_the_prompt_could_have_been_computed_meanwhile(
     assert router.events == []
     side.clock.advance(0.2)
     side.run()
-    assert [token.token_id for token in router.tokens(H)] == BACKEND.expected(SPEC, 1)
+    assert router.ids(H) == expected(SPEC, 1)
 
 
 def test_what_came_for_a_handoff_that_was_released_is_kept_in_the_cache(side, router):
     begun(side, router)
     came(side)
-    side.take(router, release())
-    side.run()
+    side.serve(router, release())
     assert side.all_free
     assert len(side.engine.pool.find(names_of(SPEC.tokens))) == 3
-
-
-def test_a_commit_with_a_sequence_is_no_answer_to_a_fetch(side, router):
-    begun(side, router)
-    side.role.fetches.offer(H, D, offer_of())
-    with pytest.raises(StaleAttempt):
-        side.role.fetches.commit(H, D, CommitState(SPEC, [], 0.1, 0.1, 64, "memory"))
-    side.role.fetches.commit(H, D, WHOLE)
 
 
 def test_the_end_waits_for_a_write_under_way_and_none_begins_after_it(side, router, monkeypatch):
     begun(side, router)
     fetches = side.role.fetches
     fetches.offer(H, D, offer_of())
-    entry, order = fetches._fetch(H, D), list[str]()
-
-    def end():
-        fetches.end(H)
-        order.append("ended")
-
-    ending = threading.Thread(target=end)
+    entry = fetches._fetch(H, D)
+    ending = threading.Thread(target=fetches.end, args=[H])
     with fetches.writing(H, D):
         ending.start()
         ending.join(0.05)  # time in which an end that does not wait would come
-        order.append("written")
-    ending.join(10)
-    assert order == ["written", "ended"]
+        assert ending.is_alive()
+    ending.join(scaled(10))
     monkeypatch.setattr(fetches, "_fetch", lambda handoff, sender: entry)  # it was looked up just before
-    with pytest.raises(StaleAttempt, match="has ended"), fetches.writing(H, D):
-        raise AssertionError("must not get here")
+    with pytest.raises(StaleAttempt, match="has ended"):
+        write(side)

@@ -6,44 +6,24 @@ import pytest
 
 from baton.core import HandoffId, Sampling
 from baton.errors import ChannelBroken, DigestMismatch, OfferRefused, StaleAttempt
-from tests.unit.worker.pusher import done_of
-from tests.unit.worker.support import (
-    BACKEND,
-    FakeSession,
-    H,
-    PrefillSide,
-    next_of,
-    prefill,
-    release,
-    repush,
-    spec_of,
-)
+from tests.support.fake_pusher import CUT
+from tests.support.sessions import BACKEND, FakeSession, H, expected, next_of, prefill, release, repush, spec_of
+from tests.support.workers import PROMPT_STATES, PrefillSide
 
 LAYERS = BACKEND.layout.layers
 POSITION = LAYERS * BACKEND.layout.layer_token_bytes  # bytes of one position
 NEVER = 1 << 30
 
 
-@pytest.fixture
-def side():
-    return PrefillSide()
-
-
-@pytest.fixture
-def router():
-    return FakeSession()
-
-
 # --- when it leaves
 
 
-def test_kv_leaves_layer_by_layer_while_the_prompt_is_computed(router):
-    side = PrefillSide(max_batched_tokens=4)
-    side.take(router, prefill())
-    push = side.pusher.pushes[H]
+def test_kv_leaves_layer_by_layer_while_the_prompt_is_computed(chunked, router):
+    chunked.take(router, prefill())
+    push = chunked.pusher.pushes[H]
     told = []
     for _ in range(3):
-        side.step()
+        chunked.step()
         told.append(push.told)
         push.told = []
     assert told[0] == [(1, 4), (2, 4)]
@@ -55,8 +35,7 @@ def test_kv_leaves_layer_by_layer_while_the_prompt_is_computed(router):
 @pytest.mark.parametrize(("less", "streams"), [(9 * POSITION - 1, True), (9 * POSITION, False)])
 def test_short_prompts_leave_when_they_are_computed(router, less, streams):
     side = PrefillSide(coalesce_below=less, max_batched_tokens=4)
-    side.take(router, prefill())
-    side.run()
+    side.serve(router, prefill())
     told = side.pusher.pushes[H].told
     assert told[-1] == (LAYERS, 9)
     assert (len(told) > 1) == streams
@@ -73,16 +52,13 @@ def test_only_what_must_come_makes_a_prompt_long(router):
 
 
 def test_what_was_in_the_prefix_cache_leaves_with_the_first_layer(side, router):
-    side.take(router, prefill(HandoffId("before", 1), spec_of(H)))
-    side.run()
-    side.take(router, prefill())
-    side.run()
+    side.serve(router, prefill(HandoffId("before", 1), spec_of(H)))
+    side.serve(router, prefill())
     assert side.pusher.pushes[H].told == [(2, 8), (1, 9), (2, 9), (2, 9)]
     assert router.events[-1].cached_tokens == 8
 
 
 def test_the_first_token_leaves_before_the_last_of_its_kv():
-    """It does not wait for the transfer: the pusher hears of the end after the router has its token."""
     side = PrefillSide(coalesce_below=NEVER)
     told_before = []
 
@@ -108,8 +84,7 @@ def test_a_model_without_layers_to_tell_still_hands_over(side, router, monkeypat
         return forward(batch, kv)
 
     monkeypatch.setattr(side.engine.backend, "forward", silent)
-    side.take(router, prefill())
-    side.run()
+    side.serve(router, prefill())
     assert side.pusher.pushes[H].told == [(2, 9)]
     assert side.pusher.pushes[H].end is not None
 
@@ -117,36 +92,53 @@ def test_a_model_without_layers_to_tell_still_hands_over(side, router, monkeypat
 # --- when its blocks go
 
 
-HOW = ["release", "gone", "another router"]
-
-
-@pytest.mark.parametrize(("how", "steps"), [*((how, n) for how in HOW for n in (1, 3)), ("deadline", 1), ("fault", 1)])
-def test_the_push_is_withdrawn_before_its_blocks_are_let_go(router, how, steps, monkeypatch):
+@pytest.mark.parametrize("how", ["release", "gone", "another router"])
+@pytest.mark.parametrize("state", PROMPT_STATES)
+def test_whatever_the_state_a_release_frees_at_once(chunked, router, state, how):
     """(The pusher fails the test if blocks are let go that it may still read.)"""
-    side = PrefillSide(max_batched_tokens=4)
-    side.take(router, prefill(deadline_s=5.0))
-    for _ in range(steps):
-        side.step()
-    push = side.pusher.pushes[H]
-    assert push.blocks
-    if how == "release":
-        side.take(router, release())
-    elif how == "gone":
-        side.role.gone(router)
-    elif how == "another router":
-        side.take(FakeSession("router-b"), release())
-    elif how == "deadline":
-        side.clock.advance(5.0)
-        side.role.tick()
-    else:
-        monkeypatch.setattr(side.engine.backend, "forward", lambda batch, kv: 1 / 0)
-        side.step()
-    assert (push.blocks, push.aborted) == ((), True)
+    side = chunked
+    side.bring(router, state)
+    push, kinds = side.pusher.pushes.get(H), router.kinds()
+    computed = side.engine.counters.prefill_tokens
+    side.give_up(router, how)
     assert side.all_free
-    side.pusher.done(H, StaleAttempt("aborted"))
+    if how == "another router":
+        kinds.append("failed")  # its owner hears who did it
+        assert router.failure.kind == "StaleAttempt"
+    if push is not None:
+        assert (push.blocks, push.aborted) == ((), True)
+        if state != "queued":
+            assert side.pusher.log[-2:] == [("abort", H), ("withdraw", H)]
+        side.pusher.done(H, StaleAttempt("aborted"))
+        side.give_up(router, how)  # between the report and the turn of the engine thread
     side.run()
+    side.give_up(router, how)
+    assert (router.kinds(), router.handoffs, side.all_free) == (kinds, set(), True)
+    assert (side.engine.has_work(), side.engine.counters.prefill_tokens) == (False, computed)
+
+
+@pytest.mark.parametrize("state", PROMPT_STATES)
+def test_a_deadline_ends_what_is_not_computed_or_waits(chunked, router, state):
+    side = chunked
+    side.bring(router, state)
+    kinds = router.kinds()
+    side.clock.advance(4.5)
+    side.role.tick()
+    assert (router.kinds(), side.all_free) == (kinds, "queued" in state)
+    side.clock.advance(0.5)
+    side.role.tick()
+    if state in {"queued", "computing"}:
+        kinds.append("failed")
+        assert router.failure.kind == "DeadlineExceeded"
+    if state == "computed":
+        side.clock.advance(50.0)
+        side.run()
+        assert router.kinds() == ["tokens"], "a push has none"
+        side.push_ends()
+        kinds.append("pushed")
     assert side.all_free
-    assert router.handoffs == set()
+    side.run()
+    assert (router.kinds(), router.handoffs, side.engine.has_work()) == (kinds, set(), False)
 
 
 def test_a_preempted_prompt_is_withdrawn_and_what_had_not_left_is_told_again(router):
@@ -165,7 +157,7 @@ def test_a_preempted_prompt_is_withdrawn_and_what_had_not_left_is_told_again(rou
     assert (push.blocks, push.progress.next(1 << 16), push.aborted) == ((), None, False)
     while side.pusher.pushes[urgent].end is None:
         side.step()
-    side.pusher.done(urgent, done_of())
+    side.push_ends(urgent)
     side.run()
     assert push.end is not None
     frames = []
@@ -174,78 +166,31 @@ def test_a_preempted_prompt_is_withdrawn_and_what_had_not_left_is_told_again(rou
         frames.append((frame.layers, frame.begin, frame.end))
     assert frames == [(range(1, 2), 0, 14), (range(1), 3, 14)]
     assert push.progress.complete
-    side.pusher.done(long, done_of())
-    side.run()
+    side.push_ends(long)
     for handoff, spec in specs.items():
-        assert [t.token_id for t in router.tokens(handoff)] == BACKEND.expected(spec, 1)
+        assert router.ids(handoff) == expected(spec, 1)
     assert side.all_free
 
 
 # --- when it fails
 
 
-@pytest.mark.parametrize("error", [ChannelBroken("cut"), OfferRefused("full"), StaleAttempt("no reservation")])
-def test_kv_waits_when_its_push_failed(side, router, error):
-    side.take(router, prefill())
-    side.run()
-    owned = side.counts.owned
-    side.pusher.done(H, error)
-    side.run()
-    assert router.kinds() == ["tokens", "failed"]
-    assert (router.events[-1].failed.kind, router.events[-1].failed.held) == (type(error).__name__, True)
-    assert side.counts.owned == owned > 0
+@pytest.mark.parametrize(
+    ("error", "held"),
+    [(CUT, True), (OfferRefused("full"), True), (StaleAttempt("none"), True), (DigestMismatch("frame 3"), False)],
+)
+def test_kv_waits_when_its_push_failed_but_for_bytes_that_changed_on_the_way(side, router, error, held):
+    side.serve(router, prefill())
+    owned = side.counts.owned if held else 0
+    side.push_ends(H, error)
+    assert (router.failure.kind, router.failure.held) == (type(error).__name__, held)
     for _ in range(3):
         side.clock.advance(1000.0)
         side.run()
-    assert router.kinds() == ["tokens", "failed"]
-    assert side.counts.owned == owned
+    assert (router.kinds(), side.counts.owned) == (["tokens", "failed"], owned)
+    assert router.handoffs == ({H} if held else set())
     side.take(router, release())
     assert side.all_free
-
-
-def test_bytes_that_changed_on_the_way_are_not_kept(side, router):
-    side.take(router, prefill())
-    side.run()
-    side.pusher.done(H, DigestMismatch("frame 3"))
-    side.run()
-    assert router.kinds() == ["tokens", "failed"]
-    assert (router.events[-1].failed.kind, router.events[-1].failed.held) == ("DigestMismatch", False)
-    assert side.all_free
-    assert router.handoffs == set()
-
-
-@pytest.mark.parametrize("how", ["release", "gone", "deadline", "another router"])
-@pytest.mark.parametrize("computed", [False, True])
-def test_what_waits_ends_without_a_word_when_nobody_wants_it(router, how, computed):
-    side = PrefillSide(max_batched_tokens=4)
-    side.take(router, prefill(deadline_s=5.0))
-    if computed:
-        side.run()
-    else:
-        side.step()
-    side.pusher.done(H, ChannelBroken("cut"))
-    side.loop.drain()
-    said = router.kinds()
-    assert said[-1] == "failed"
-    assert not side.all_free
-    if how == "release":
-        side.take(router, release())
-    elif how == "gone":
-        side.role.gone(router)
-    elif how == "deadline":
-        side.clock.advance(4.9)
-        side.role.tick()
-        assert not side.all_free
-        side.clock.advance(0.2)
-        side.role.tick()
-    else:
-        side.take(FakeSession("router-b"), release())
-        said.append("failed")  # its owner hears who did it
-    assert side.all_free
-    side.run()
-    assert router.kinds() == said
-    assert router.handoffs == set()
-    assert not side.engine.has_work()
 
 
 @pytest.mark.parametrize("error", [ChannelBroken("the sender was closed"), ValueError("contradicts itself")])
@@ -258,43 +203,27 @@ def test_a_push_that_is_not_taken_waits_as_well_and_others_go_on(side, router, e
     assert router.kinds() == ["failed", "tokens"], "the prompt is computed all the same"
     side.pusher.refuse = None
     other = HandoffId("s", 1)
-    side.take(router, prefill(other))
-    side.take(router, repush())
-    side.run()
+    side.serve(router, prefill(other), repush())
     assert list(side.pusher.pushes) == [other, next_of(H)]
     for handoff in list(side.pusher.pushes):
-        side.pusher.done(handoff, done_of())
-    side.run()
+        side.push_ends(handoff)
     assert router.kinds(next_of(H)) == ["tokens", "pushed"]
     assert side.all_free
 
 
-def test_what_waits_may_still_fail_or_end_with_its_first_token(router, monkeypatch):
-    side = PrefillSide(max_batched_tokens=4)
+def test_what_waits_may_still_fail_or_end_with_its_first_token(chunked, router, monkeypatch):
+    side = chunked
     ends = HandoffId("ends", 1)
     side.take(router, prefill(ends, spec_of(ends, sampling=Sampling(max_tokens=1, temperature=0.0))))
     side.step()
-    side.pusher.done(ends, ChannelBroken("cut"))
+    side.push_ends(ends, CUT)
     side.run()
     assert router.kinds(ends) == ["failed", "tokens", "finish"]
     assert side.all_free
     side.take(router, prefill())
     side.step()
-    side.pusher.done(H, ChannelBroken("cut"))
-    side.loop.drain()
+    side.push_ends(H, CUT)
     monkeypatch.setattr(side.engine.backend, "forward", lambda batch, kv: 1 / 0)
     side.run()
     assert [event.failed.held for event in router.events if event.HasField("failed")][-2:] == [True, False]
-    assert side.all_free
-
-
-def test_a_report_that_comes_after_the_release_says_nothing(side, router):
-    for number, outcome in enumerate((done_of(), ChannelBroken("cut"), DigestMismatch("frame 3"))):
-        handoff = HandoffId(f"r{number}", 1)
-        side.take(router, prefill(handoff))
-        side.run()
-        side.pusher.done(handoff, outcome)
-        side.take(router, release(handoff))
-        side.run()
-        assert router.kinds(handoff) == ["tokens"]
     assert side.all_free

@@ -14,13 +14,13 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from baton.core import HandoffId, Sampling, SequenceSpec
 from baton.errors import ChannelBroken, DigestMismatch, OfferRefused, StaleAttempt
-from baton.rpc import convert
-from tests.unit.worker.pusher import done_of
-from tests.unit.worker.support import BACKEND, FakeSession, PrefillSide, prefill, prompt_of, release, repush
+from tests.support.fake_pusher import CUT, done_of
+from tests.support.sessions import FakeSession, expected, prefill, prompt_of, release, repush
+from tests.support.workers import PrefillSide
 
 REQUESTS = "abcde"
 ENDS = ("pushed", "failed", "finish")
-FAILURES = (ChannelBroken("cut"), OfferRefused("length"), StaleAttempt("no reservation"), DigestMismatch("frame 3"))
+FAILURES = (CUT, OfferRefused("length"), StaleAttempt("no reservation"), DigestMismatch("frame 3"))
 requests, numbers, routers = st.sampled_from(REQUESTS), st.integers(0, 3), st.integers(0, 1)
 deadlines = st.sampled_from([0.0, 0.0, 3.0])
 
@@ -36,7 +36,7 @@ def spec_for(request):
 
 @functools.cache
 def first_of(request):
-    return BACKEND.expected(spec_for(request), 1)
+    return expected(spec_for(request), 1)
 
 
 class PrefillMachine(RuleBasedStateMachine):
@@ -112,8 +112,7 @@ class PrefillMachine(RuleBasedStateMachine):
 
     @rule(times=st.integers(1, 5))
     def step(self, times):
-        for _ in range(times):
-            self.side.step()
+        self.side.step(times)
 
     @rule(number=numbers, failure=st.sampled_from((None, *FAILURES)), heard=st.booleans())
     def a_push_ends(self, number, failure, heard):
@@ -157,12 +156,12 @@ class PrefillMachine(RuleBasedStateMachine):
         reports = self.side.pusher.reports
         assert len(reports) == len(set(reports))
         for session in (*self.sessions, *self.former):
-            for handoff in {convert.handoff_from_pb(event.handoff) for event in session.events}:
+            for handoff in {HandoffId(event.handoff.request_id, event.handoff.attempt) for event in session.events}:
                 self.check_ending(session, handoff)
 
     def check_ending(self, session, handoff):
         """One end. KV that waits may still come to another one, which is told, and is the last."""
-        mine = [event for event in session.events if convert.handoff_from_pb(event.handoff) == handoff]
+        mine = session.told(handoff)
         ends = [event for event in mine if event.WhichOneof("event") in ENDS]
         assert len(ends) <= 2, ends
         if len(ends) == 2:
@@ -172,7 +171,7 @@ class PrefillMachine(RuleBasedStateMachine):
         if ends and not ends[0].failed.held:
             after = mine[mine.index(ends[0]) + 1 :]
             assert all(event.HasField("refused") for event in after), mine
-        tokens = [token.token_id for token in session.tokens(handoff)]
+        tokens = session.ids(handoff)
         assert tokens in ([], first_of(handoff.request_id))
 
     @invariant()
@@ -199,8 +198,7 @@ class PrefillMachine(RuleBasedStateMachine):
     def goes_quiet(self):
         """All is computed, every push has ended, and what waits then is wanted by nobody."""
         for _ in range(100):
-            for _ in range(60):
-                self.side.step()
+            self.side.step(60)
             for push in list(self.side.pusher.pushes.values()):
                 if push.aborted or push.end is not None:
                     self.side.pusher.done(push.job.handoff, StaleAttempt("aborted") if push.aborted else done_of())

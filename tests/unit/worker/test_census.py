@@ -1,16 +1,18 @@
 """A census counts who holds blocks, and finds those that nobody holds."""
 
 import threading
+from functools import partial
 
 import pytest
 
-from baton.core import HandoffId, Role
+from baton.core import HandoffId
 from baton.errors import DeadlineExceeded
 from baton.load import BlockCounts
 from baton.worker.census import Holding, count, take
 from baton.worker.loop import EngineLoop
+from tests.support.sessions import D
+from tests.support.workers import DecodeSide
 from tests.unit.history.good import taken
-from tests.unit.worker.support import D, engine_of
 
 A, B = HandoffId("a", 1), HandoffId("b", 2)
 
@@ -35,47 +37,37 @@ def test_cached_and_quarantined_blocks_need_no_holder():
     assert count(D, BlockCounts(8, free=2, cached=5, quarantined=1), []).unaccounted == 0
 
 
-class Idle:
-    """Listens to the loop."""
-
-    def stepped(self, result):
-        pass
-
-    def tick(self):
-        pass
-
-
 @pytest.fixture
-def loop():
-    made = EngineLoop(engine_of(Role.DECODE, 10), idle_s=0.01)
+def side():
+    made = DecodeSide(10, loop=partial(EngineLoop, idle_s=0.01))
     yield made
-    made.stop()
+    made.loop.stop()
 
 
-async def test_it_is_taken_on_the_engine_thread(loop):
-    allocation, threads = taken(loop.engine.pool, 3), []
+async def test_it_is_taken_on_the_engine_thread(side):
+    allocation, threads = taken(side.engine.pool, 3), []
 
     def holdings():
         threads.append(threading.current_thread().name)
         return [Holding(A, "decoding", allocation.blocks)]
 
-    loop.start(Idle())
-    found = await take(loop, D, holdings)
+    side.loop.start(side.role)
+    found = await take(side.loop, D, holdings)
     assert (threads, found.blocks.owned, found.unaccounted) == (["engine"], 3, 0)
 
 
-async def test_a_failure_is_the_askers_and_not_the_engines(loop):
+async def test_a_failure_is_the_askers_and_not_the_engines(side):
     def holdings():
         raise ZeroDivisionError
 
-    loop.start(Idle())
+    side.loop.start(side.role)
     with pytest.raises(ZeroDivisionError):
-        await take(loop, D, holdings)
-    assert (await take(loop, D, list)).unaccounted == 0
-    assert loop.failure is None
+        await take(side.loop, D, holdings)
+    assert (await take(side.loop, D, list)).unaccounted == 0
+    assert side.loop.failure is None
 
 
-async def test_an_engine_that_does_not_come_to_it_is_not_waited_for(loop):
+async def test_an_engine_that_does_not_come_to_it_is_not_waited_for(side):
     looked: list[Holding] = []
 
     def holdings():
@@ -83,7 +75,7 @@ async def test_an_engine_that_does_not_come_to_it_is_not_waited_for(loop):
         return looked
 
     with pytest.raises(DeadlineExceeded, match=r"decode-0@7\.2: no census within 0\.01 s"):
-        await take(loop, D, holdings, within_s=0.01)
-    loop.start(Idle())
-    assert (await take(loop, D, list)).unaccounted == 0
+        await take(side.loop, D, holdings, within_s=0.01)
+    side.loop.start(side.role)
+    assert (await take(side.loop, D, list)).unaccounted == 0
     assert looked == []  # nobody waited for it any more

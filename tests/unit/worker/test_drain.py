@@ -3,37 +3,10 @@
 import pytest
 
 from baton.core import HandoffId
-from baton.errors import ChannelBroken
-from baton.rpc.v1 import worker_pb2 as pb
-from tests.unit.worker.support import (
-    BACKEND,
-    FakeSession,
-    H,
-    Pair,
-    next_of,
-    prefill,
-    release,
-    repush,
-    reserve,
-    spec_of,
-)
+from tests.support.fake_pusher import CUT
+from tests.support.sessions import DRAINING, H, expected, next_of, prefill, release, repush, reserve
 
-DRAINING = pb.REFUSAL_REASON_DRAINING
 OTHER = HandoffId("other", 1)
-
-
-@pytest.fixture
-def pair():
-    return Pair()
-
-
-@pytest.fixture
-def router():
-    return FakeSession()
-
-
-def refusals(router):
-    return [event.refused.reason for event in router.events if event.HasField("refused")]
 
 
 def ends_in_peace(side):
@@ -45,58 +18,46 @@ def ends_in_peace(side):
     assert not list(side.role.holdings())
 
 
-def test_nothing_new_is_taken_and_idle_workers_are_drained_at_once(pair, router):
+@pytest.mark.parametrize("how", ["drain", "leave"])
+def test_nothing_new_is_taken_and_idle_workers_are_drained_at_once(pair, router, how):
     for side in (pair.prefill, pair.decode):
         assert not side.role.draining
-        side.role.drain()
+        getattr(side.role, how)()
         ends_in_peace(side)
     pair.decode.take(router, reserve())
     pair.prefill.take(router, prefill())
-    assert refusals(router) == [DRAINING, DRAINING]
+    assert router.refusals == [DRAINING, DRAINING]
     ends_in_peace(pair.decode)
     ends_in_peace(pair.prefill)
 
 
-@pytest.mark.parametrize("upto", ["reserved", "offered", "written", "committed"])
+@pytest.mark.parametrize("upto", ["reserved", "alone", "queued", "offered", "written", "committed"])
 def test_a_handoff_that_is_under_way_ends_with_its_last_token(pair, router, upto):
-    if upto == "reserved":
+    """`alone`: it is reserved, and its prompt is computed there as well."""
+    sides = (pair.prefill, pair.decode)
+    if upto in {"reserved", "alone"}:
+        sides = (pair.decode,)
         pair.decode.take(router, reserve())
-        pair.decode.role.drain()
-        assert not pair.decode.role.idle
-        pair.prefill.take(router, prefill())
+    elif upto == "queued":
+        pair.begin(router)
     else:
         pair.hand_over(router, upto=upto)
-        for side in (pair.prefill, pair.decode):
-            side.role.drain()
-            assert not side.role.idle
+    for side in sides:
+        side.role.drain()
+        assert not side.role.idle
+    if upto == "reserved":
+        pair.prefill.take(router, prefill())
+    elif upto == "alone":
+        pair.decode.take(router, prefill(to=None))
     pair.end_pushes()
     pair.decode.run()
-    assert [token.token_id for token in router.tokens()][-6:] == BACKEND.expected(spec_of())
-    assert router.kinds()[-1] == "finish"
-    assert refusals(router) == []
+    assert router.ids()[-6:] == expected()
+    assert router.refusals == []
+    assert ("pushed" in router.kinds()) == (upto != "alone")
+    assert "finish" in router.kinds()
     ends_in_peace(pair.decode)
     pair.prefill.role.drain()
     ends_in_peace(pair.prefill)
-
-
-def test_a_prompt_that_is_not_computed_yet_is_computed_and_handed_over(pair, router):
-    pair.begin(router)
-    pair.prefill.role.drain()
-    assert not pair.prefill.role.idle
-    pair.end_pushes()
-    pair.decode.run()
-    assert "pushed" in router.kinds()
-    assert router.kinds()[-1] == "finish"
-    ends_in_peace(pair.prefill)
-
-
-def test_a_prompt_that_was_reserved_for_is_computed_at_the_decode_worker(pair, router):
-    pair.decode.take(router, reserve())
-    pair.decode.role.drain()
-    pair.decode.take(router, prefill(to=None))
-    pair.decode.run()
-    assert [token.token_id for token in router.tokens()] == BACKEND.expected(spec_of())
-    ends_in_peace(pair.decode)
 
 
 def test_kv_that_waits_for_a_repush_is_waited_for(pair, router):
@@ -109,7 +70,7 @@ def test_kv_that_waits_for_a_repush_is_waited_for(pair, router):
     assert not pair.prefill.role.idle
     pair.decode.take(router, reserve(next_of(H)))
     pair.prefill.take(router, repush(H))
-    assert refusals(router) == []
+    assert router.refusals == []
     pair.end_pushes()
     pair.decode.run()
     assert router.kinds(next_of(H))[-1] == "finish"
@@ -117,10 +78,7 @@ def test_kv_that_waits_for_a_repush_is_waited_for(pair, router):
 
 
 def test_so_is_what_decodes_for_nobody(pair, router):
-    command = reserve()
-    command.reserve.resumable_s = 30.0
-    pair.decode.take(router, command)
-    pair.decode.take(router, prefill(to=None))
+    pair.decode.take(router, reserve(resumable_s=30.0), prefill(to=None))
     pair.decode.step()
     pair.decode.role.gone(router)
     pair.decode.role.drain()
@@ -139,14 +97,5 @@ def test_a_pin_is_waited_for(pair, router):
     pair.end_pushes()
     pair.decode.run()
     assert not pair.decode.role.idle
-    pins.push_ended(OTHER, ChannelBroken("cut"))
-    ends_in_peace(pair.decode)
-
-
-def test_what_is_left_when_time_is_up_is_handed_back(pair, router):
-    pair.hand_over(router)
-    pair.decode.step()
-    pair.decode.role.drain()
-    pair.decode.role.leave()
-    assert router.kinds()[-1] == "preempted"
+    pins.push_ended(OTHER, CUT)
     ends_in_peace(pair.decode)

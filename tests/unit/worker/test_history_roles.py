@@ -1,169 +1,69 @@
-"""What both roles note of random schedules holds for the checker, and does not when their code is broken."""
+"""The histories that both roles keep of random schedules hold for the checker."""
 
-import contextlib
+import inspect
 import random
 
 import pytest
 
-from baton.core import HandoffId, Sampling
-from baton.engine.blocks import BlockState
-from baton.engine.engine import Engine
 from baton.history import History
-from decode_workers.reservations import Reservations, State
-from decode_workers.role import DecodeRole
+from tests.support.sessions import D, P
 from tests.unit.history.good import TickingClock
-from tests.unit.worker.pusher import P
-from tests.unit.worker.support import D, FakeSession, Pair, fence, names_of, prefill, release, repush, reserve, spec_of
+from tests.unit.worker.test_roles_together import REQUESTS, TogetherMachine
 from tools.history_check import check
 
-REQUESTS = "abcdef"
 SEEDS, ACTS = range(12), 500
-ACTIONS = ["begin"] * 6 + ["go_on"] * 12 + ["advance"] * 24 + ["fence", "release", "repush", "leave", "cut", "wait"]
+ACTIONS = {
+    "begin": 6,
+    "all_goes_on": 3,
+    "step_prefill": 6,
+    "step_decode": 6,
+    "advance_a_push": 12,
+    **dict.fromkeys(("fence", "release", "push_again", "lose_streams", "break_the_channel", "time_passes"), 1),
+}
 
 
-class Schedule:
-    """A pair of workers that keep their histories, two routers, and what may happen to them."""
+class Schedule(TogetherMachine):
+    """What may happen to a pair of workers, at random; both keep their histories."""
 
-    def __init__(self, folder, seed):
-        self.choose, clock = random.Random(seed), TickingClock()
-        self.pair = Pair(self.choose.randint(8, 14), self.choose.randint(7, 14))
-        self.routers = [[FakeSession(name), FakeSession(name)] for name in ("router-a", "router-b")]
-        self.attempts, self.specs = dict.fromkeys(REQUESTS, 0), {}
-        self.histories = []
-        for ref, role, side in ((P, "prefill", self.pair.prefill), (D, "decode", self.pair.decode)):
-            history = History.open(str(folder), clock, role, ref.worker_id, str(ref.incarnation))
+    def run(self, folder, seed):
+        choose, clock = random.Random(seed), TickingClock()
+        self.start(choose.randint(7, 14), choose.randint(8, 14), 4, 2048)
+        histories = []
+        for ref, side in ((P, self.pair.prefill), (D, self.pair.decode)):
+            history = History.open(str(folder), clock, side.role._info.role.value, ref.worker_id, str(ref.incarnation))
             history.note("registered")
-            self.histories.append(history)
+            histories.append(history)
             side.engine.pool.history = side.role._history = history
-        self.pair.prefill.role.fetches._history = self.histories[0]
-        self.pair.decode.role.reservations._history = self.histories[1]
-
-    def run(self, actions):
-        for _ in range(actions):
-            self.act(self.choose.choice(ACTIONS))
-        for p, d in self.routers:
-            self.pair.prefill.role.gone(p)
-            self.pair.decode.role.gone(d)
-        while self.pair.prefill.pusher.pushes:
-            self.advance()
-        self.go_on(40)
-        for history in self.histories:
+        self.pair.prefill.role.fetches._history, self.pair.decode.role.reservations._history = histories
+        for name in choose.choices(list(ACTIONS), list(ACTIONS.values()), k=ACTS):
+            act, some = getattr(self, name), choose.randint
+            drawn = {"request": choose.choice(REQUESTS), "router": some(0, 1), "back": some(0, 1), "number": some(0, 3)}
+            drawn |= {"deadline_s": 0.0, "sides": "pd", "seconds": 2.0}
+            drawn |= {"times": some(1, 4), "stages": 1, "rounds": some(1, 4)}
+            act(**{what: drawn[what] for what in inspect.signature(act).parameters})
+        self.teardown()
+        for history in histories:
             history.close()
 
-    def act(self, action):
-        request, router = self.choose.choice(REQUESTS), self.choose.choice(self.routers)
-        handoff = HandoffId(request, max(1, self.attempts[request] - self.choose.randint(0, 1)))
-        match action:
-            case "begin":
-                self.begin(request, router)
-            case "go_on":
-                self.go_on(self.choose.randint(1, 4))
-            case "advance":
-                self.advance()
-            case "fence":
-                self.pair.decode.take(router[1], fence(handoff))
-            case "release":
-                self.pair.prefill.take(router[0], release(handoff))
-                self.pair.decode.take(router[1], release(handoff))
-            case "repush":
-                self.repush(handoff, router)
-            case "leave":
-                self.pair.decode.role.gone(router[1])
-                router[1] = FakeSession(router[1].router_id)
-            case "cut":
-                self.pair.prefill.pusher.break_channel(self.pair.decode)
-            case "wait":
-                self.pair.clock.advance(2.0)
 
-    def begin(self, request, router):
-        """Beginnings are shared, so that blocks are."""
-        self.attempts[request] += 1
-        length = 6 + 3 * REQUESTS.index(request)
-        sampling = Sampling(max_tokens=self.choose.choice([1, 6, 30]), temperature=0.0, ignore_eos=True)
-        handoff = HandoffId(request, self.attempts[request])
-        self.specs[request] = spec_of(HandoffId("all", 1), length, sampling)
-        if (skip := self.reserve(handoff, router)) is not None:
-            self.pair.prefill.take(router[0], prefill(handoff, self.specs[request], skip=skip))
-
-    def reserve(self, handoff, router):
-        spec = self.specs[handoff.request_id]
-        self.pair.decode.take(router[1], reserve(handoff, len(spec), prefix=names_of(spec.tokens)))
-        return router[1].cached_at(handoff)
-
-    def repush(self, held, router):
-        """Of a request that was begun; most of the time nothing is held of it."""
-        if held.request_id in self.specs:
-            self.attempts[held.request_id] += 1
-            new = HandoffId(held.request_id, self.attempts[held.request_id])
-            if (skip := self.reserve(new, router)) is not None:
-                self.pair.prefill.take(router[0], repush(held, new, skip=skip))
-
-    def go_on(self, rounds):
-        for _ in range(rounds):
-            self.pair.prefill.step()
-            self.pair.decode.step()
-
-    def advance(self):
-        if handoffs := list(self.pair.prefill.pusher.pushes):
-            self.pair.prefill.pusher.advance(self.choose.choice(handoffs), self.pair.decode)
-
-
-def rules_of(folder, seeds=SEEDS, actions=ACTS):
-    """Of all seeds, what does not hold; stops at the first that breaks something."""
-    for seed in seeds:
-        print("seed", seed)
-        Schedule(folder / str(seed), seed).run(actions)
-        if report := check([folder / str(seed)]).violations:
-            return {violation.rule for violation in report}, [str(violation) for violation in report]
-    return set(), []
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """The histories of all schedules."""
+    made = tmp_path_factory.mktemp("histories")
+    for seed in SEEDS:
+        Schedule().run(made / str(seed), seed)
+    return [made / str(seed) for seed in SEEDS]
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_random_schedules_keep_all_rules(tmp_path, seed):
-    assert rules_of(tmp_path, [seed]) == (set(), [])
+def test_random_schedules_keep_all_rules(folders, seed):
+    assert [str(violation) for violation in check([folders[seed]]).violations] == []
 
 
-def test_the_schedules_have_all_that_can_happen(tmp_path):
-    for seed in SEEDS:
-        Schedule(tmp_path / str(seed), seed).run(ACTS)
-    report = check([tmp_path / str(seed) for seed in SEEDS])
+def test_the_schedules_have_all_that_can_happen(folders):
+    report = check(folders)
     seen = {event.name for journal in report.journals for event in journal.events}
     shared = any(event.facts.get("shared") for journal in report.journals for event in journal.events)
     wanted = {"reserved", "offered", "committed", "fenced", "adopted", "tokens", "finished", "preempted", "released"}
     wanted |= {"prefill", "repush", "owned", "published", "let_go", "pushed", "failed", "aborted"}
     assert (wanted - seen, shared) == (set(), True)
-
-
-def test_a_reservation_that_is_forgotten_is_seen(tmp_path, monkeypatch):
-    def drop(self, handoff):
-        self.reservations.take(handoff)
-        self._engine.release(handoff)
-        self._forget(handoff)
-
-    monkeypatch.setattr(DecodeRole, "_drop", drop)
-    assert "let_go" in rules_of(tmp_path)[0]
-
-
-def test_a_fence_that_does_not_hold_is_seen(tmp_path, monkeypatch):
-    def end(self, entry, *, counts=True):
-        if entry.state in {State.RESERVED, State.RECEIVING}:
-            self._history.note("fenced", entry.handoff)
-
-    monkeypatch.setattr(Reservations, "_end", end)
-    assert {"order", "one_ending"} & rules_of(tmp_path)[0]
-
-
-def test_a_block_that_two_own_is_seen(tmp_path, monkeypatch):
-    """The engine gives out a reservation twice: the ledger adds up, since it is one."""
-    right, given = Engine.reserve, []
-
-    def reserve_again(engine, tokens, prefix=()):
-        new = right(engine, tokens, prefix)
-        given.append(new)
-        alike = [old for old in given if new and old and len(old.blocks) == len(new.blocks)]
-        return next((old for old in alike if old.own.state is BlockState.RESERVED), new)
-
-    monkeypatch.setattr(Engine, "reserve", reserve_again)
-    with contextlib.suppress(AssertionError, IndexError, ValueError):  # what notices it later is right, too
-        rules_of(tmp_path)
-    assert "one_owner" in {violation.rule for violation in check(sorted(tmp_path.iterdir())).violations}

@@ -10,21 +10,12 @@ from pathlib import Path
 import pytest
 from structlog.testing import capture_logs
 
-from baton.config import load_config
-from baton.core import Role
 from baton.engine.model.loader import LoadProgress
 from baton.errors import ConfigError
 from baton.worker.build import load_backend
 from baton.worker.loading import LoadingLog
-from baton.worker.settings import from_config
 
 DEMO = Path(__file__).resolve().parents[3] / "models/demo"
-
-
-def settings(tmp_path, path):
-    file = tmp_path / "c.yaml"
-    file.write_text(f"model: {{path: {path}}}\nredis: {{url: 'redis://127.0.0.1:1/0'}}\n")
-    return from_config(load_config(file), Role.DECODE, "decode-0")
 
 
 def test_progress_is_logged_at_most_every_two_seconds():
@@ -38,9 +29,9 @@ def test_progress_is_logged_at_most_every_two_seconds():
     }
 
 
-def test_the_end_is_logged_once(tmp_path):
+def test_the_end_is_logged_once(settings):
     with capture_logs() as logged:
-        backend = load_backend(settings(tmp_path, DEMO))
+        backend = load_backend(settings(f"model.path={DEMO}"))
     events = [event for event in logged if event["event"] != "kernels_torch"]  # logged where none are compiled
     assert [event["event"] for event in events] == ["model_loading", "model_loaded"]
     loaded = events[-1]
@@ -52,22 +43,22 @@ def test_the_end_is_logged_once(tmp_path):
     assert loaded["resident_gb"] > loaded["gb"]
 
 
-def test_a_length_for_which_positions_are_not_right_is_refused_before_weights_are_read(tmp_path):
+def test_a_length_for_which_positions_are_not_right_is_refused_before_weights_are_read(settings, tmp_path):
     """The model's rotary scaling says how long that is, which may be more than what its config.json starts with."""
     folder = shutil.copytree(DEMO, tmp_path / "demo")
     config = json.loads((folder / "config.json").read_text())
     limit = config["max_position_embeddings"]
     with capture_logs() as events, pytest.raises(ConfigError, match=f"between 1 and {limit}, .*got {limit + 1}"):
-        load_backend(replace(settings(tmp_path, folder), max_model_len=limit + 1))
+        load_backend(replace(settings(f"model.path={folder}"), max_model_len=limit + 1))
     assert events == []
     scaling = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": limit}
     config |= {"rope_parameters": {"rope_theta": 10000.0, **scaling}, "rope_scaling": None}
     (folder / "config.json").write_text(json.dumps(config))
-    longer = replace(settings(tmp_path, folder), max_model_len=limit + 1)
+    longer = replace(settings(f"model.path={folder}"), max_model_len=limit + 1)
     assert load_backend(longer).max_model_len == limit + 1
 
 
-def test_the_oracle_loads_nothing(tmp_path):
+def test_the_oracle_loads_nothing(settings):
     with capture_logs() as events:
-        load_backend(settings(tmp_path, "oracle"))
+        load_backend(settings())
     assert events == []

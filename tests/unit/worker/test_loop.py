@@ -15,11 +15,10 @@ from tests.support.time_factor import scaled
 
 
 class FakeEngine:
-    """Has work while `work` says so; a step brings what `bring` gives."""
+    """Has work while `work` is true; a step brings what `bring` gives."""
 
     def __init__(self):
-        self.work = False
-        self.bring = StepResult
+        self.work, self.bring = False, StepResult
         self.steps = 0
         self.many = threading.Event()  # set when it was stepped more often than any of these tests needs
 
@@ -75,12 +74,8 @@ def started(engine, listener):
 def run_on(loop, job=lambda: None):
     """Submit and wait."""
     done = threading.Event()
-
-    def run():
-        job()
-        done.set()
-
-    loop.submit(run)
+    loop.submit(job)
+    loop.submit(done.set)
     assert done.wait(scaled(10))
 
 
@@ -90,13 +85,6 @@ def test_jobs_run_in_order_on_the_engine_thread(started):
         loop.submit(lambda number=number: seen.append((number, threading.current_thread().name)))
     run_on(loop)
     assert seen == [(number, "engine") for number in range(50)]
-
-
-def test_a_job_is_run_at_once_though_the_loop_is_idle(started, listener):
-    loop = started(idle_s=60.0)
-    for _ in range(3):
-        run_on(loop)  # 10 s would be too late
-        assert listener.ticks.acquire(timeout=scaled(10))
 
 
 def test_jobs_run_between_steps(engine, listener, started):
@@ -120,11 +108,12 @@ def test_ticks_come_though_nothing_happens(started, listener):
     assert loop.failure is None
 
 
-def test_work_that_cannot_be_scheduled_does_not_spin(engine, listener, started):
-    engine.work = True  # and a step computes nothing: the pool is held by others
+@pytest.mark.parametrize("work", [False, True])
+def test_idle_it_runs_each_job_at_once_and_does_not_spin(engine, listener, started, work):
+    engine.work = work  # a step computes nothing: the pool is held by others
     loop = started(idle_s=60.0)
     for _ in range(3):
-        run_on(loop)
+        run_on(loop)  # 10 s would be too late
         assert listener.ticks.acquire(timeout=scaled(10))
     assert not engine.many.wait(0.1)
     assert engine.steps <= 4
@@ -165,7 +154,8 @@ def test_a_failure_ends_the_thread_and_is_told(engine, listener, where):
 def test_what_was_submitted_before_the_stop_still_runs(engine, listener):
     seen: list[int] = []
     loop = EngineLoop(engine, idle_s=0.01)
-    gate, inside = threading.Event(), threading.Event()
+    inside, stopping = threading.Event(), threading.Thread(target=loop.stop)
+    gate = threading.Event()
 
     def hold():
         inside.set()
@@ -176,16 +166,11 @@ def test_what_was_submitted_before_the_stop_still_runs(engine, listener):
     assert inside.wait(scaled(10))
     for number in range(5):
         loop.submit(partial(seen.append, number))
-    stopping = threading.Thread(target=loop.stop)
     stopping.start()
     gate.set()
     stopping.join(scaled(10))
-    assert seen == list(range(5))
-    assert loop.failure is None
-
-
-def test_a_loop_that_was_never_started_stops(engine):
-    EngineLoop(engine).stop()
+    assert (seen, loop.failure) == (list(range(5)), None)
+    EngineLoop(engine).stop()  # one that was never started
 
 
 def test_what_steps_took_is_kept_by_kind_and_of_those_that_mix_kinds_each_part(engine, listener):

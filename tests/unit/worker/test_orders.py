@@ -10,7 +10,8 @@ from baton.core import Role
 from baton.errors import EngineFault, LedgerError
 from baton.ledger.board import Order
 from baton.worker.life import Beats
-from tests.unit.worker.support import D, engine_of, info_of
+from tests.support.sessions import D
+from tests.support.workers import engine_of, info_of
 
 INFO = info_of(D, Role.DECODE, engine_of(Role.DECODE, 10))
 
@@ -31,6 +32,7 @@ class Parts:
     def __init__(self):
         self.iterations, self.calls, self.jobs = 0, [], []
         self.orders = []  # to come; an error is raised, "hangs" never answers, none left: None
+        self.at_beat = {}  # a function to call, by number
 
     def check(self):
         self.calls.append("check")
@@ -41,6 +43,7 @@ class Parts:
     def beat(self):
         self.iterations += 1
         self.calls.append("beat")
+        self.at_beat.get(self.iterations, lambda: None)()
 
     def submit(self, job):
         self.jobs.append(job)
@@ -68,7 +71,7 @@ def beats(parts):
     return Beats(INFO, it, it, it, it, it, FakeClock())
 
 
-@pytest.mark.parametrize("order", [DRAIN, TURN])
+@pytest.mark.parametrize("order", [DRAIN, TURN], ids=["drain", "turn"])
 async def test_an_order_is_returned_after_the_lease_was_renewed(parts, beats, order):
     parts.orders = [None, STAY, order]
     assert await beats.run(asyncio.Event()) is order
@@ -78,16 +81,15 @@ async def test_an_order_is_returned_after_the_lease_was_renewed(parts, beats, or
 @pytest.mark.parametrize("trouble", [LedgerError("away"), "hangs"])
 async def test_a_board_that_cannot_be_read_endangers_no_lease(parts, beats, trouble):
     parts.orders = [trouble, DRAIN]
-    async with asyncio.timeout(10):
-        assert await beats.run(asyncio.Event()) is DRAIN
+    assert await beats.run(asyncio.Event()) is DRAIN
     assert parts.calls.count("renew") == 2
 
 
 async def test_told_to_stop_it_has_no_order(parts, beats):
     stop = asyncio.Event()
-    asyncio.get_running_loop().call_later(0.05, stop.set)
+    parts.at_beat = {3: stop.set}
     assert await beats.run(stop) is None
-    assert parts.calls.count("renew") > 1
+    assert parts.calls.count("renew") == 3
 
 
 async def test_while_it_drains_it_keeps_its_lease_until_nothing_is_left(parts, beats):
@@ -114,8 +116,7 @@ async def test_it_does_not_wait_for_ever(parts, beats, how):
             beats._clock.advance(31.0)
         return False
 
-    async with asyncio.timeout(10):
-        await beats.drain(stop, 30.0, cast("Any", parts), never)
+    await beats.drain(stop, 30.0, cast("Any", parts), never)
     assert parts.calls.count("renew") == 1
 
 

@@ -6,25 +6,16 @@ from typing import Any
 
 import pytest
 
-from baton.core import HandoffId, Sampling, SequenceSpec, Thought
+from baton.core import HandoffId, Sampling, SequenceSpec
 from baton.engine.model.build import load_model
 from baton.engine.model.thinking import Mode
-from baton.errors import ChannelBroken
-from baton.rpc.thinking import thoughts_from_pb
+from baton.errors import StaleAttempt
+from tests.support.fake_pusher import CUT
+from tests.support.sessions import H, next_of, prefill, release, repush, reserve
+from tests.support.workers import DecodeSide, Pair, PrefillSide
 from tests.unit.kvtransfer.support import same_kv
 from tests.unit.model.checkpoints import VOCAB
 from tests.unit.model.thinking import SETTINGS, Reference, thinking_checkpoint
-from tests.unit.worker.support import (
-    DecodeSide,
-    FakeSession,
-    H,
-    PrefillSide,
-    next_of,
-    prefill,
-    release,
-    repush,
-    reserve,
-)
 
 CHUNK, BLOCK, NEW = SETTINGS["chunk_size"], 8, 9
 
@@ -48,42 +39,38 @@ def model(tmp_path_factory):
     return Model(reference, {mode: load_model(folder, block_size=BLOCK, thinking=mode) for mode in modes})
 
 
-class Workers:
-    """What is said to be final leaves at once, in the middle of the step."""
+class Workers(Pair):
+    """KV that is declared final leaves at once, in the middle of the step."""
 
     def __init__(self, model, mode="auto", **options):
         backend = model.backends[mode]
         self.fingerprint = backend.fingerprint
         self.prefill = PrefillSide(thinking_chunk=CHUNK, backend=backend, **options)
         self.decode = DecodeSide(backend=backend)
-        self.pusher = self.prefill.pusher
-        computed = self.pusher.computed
+        pusher = self.prefill.pusher
+        computed = pusher.computed
 
         def at_once(handoff, *progress):
             computed(handoff, *progress)
-            self.pusher.advance(handoff, self.decode)
+            pusher.advance(handoff, self.decode)
 
-        self.pusher.computed = at_once  # type: ignore[method-assign]
+        pusher.computed = at_once  # type: ignore[method-assign]
 
-    def begin(self, session, spec, handoff=H, **options):
-        reserving = reserve(handoff, len(spec), fingerprint=self.fingerprint)
-        reserving.reserve.resumable_s, reserving.reserve.stream = 30.0, "mine"
-        self.decode.take(session, reserving)
-        self.prefill.take(session, prefill(handoff, spec, **options))
-        self.pusher.advance(handoff, self.decode)  # offered
+    def begin(self, session, handoff=H, spec=None, **_):
+        self.decode.take(session, reserve(handoff, len(spec), fingerprint=self.fingerprint))
+        self.prefill.take(session, prefill(handoff, spec))
+        self.prefill.pusher.advance(handoff, self.decode)  # offered
 
-    def commit(self, handoff=H):
-        while self.pusher.pushes[handoff].stage != "committed":
-            self.pusher.advance(handoff, self.decode)
-        self.same_kv(handoff)
-        self.pusher.advance(handoff, self.decode)
-        self.decode.loop.drain()
-
-    def same_kv(self, handoff):
+    def finish(self, handoff=H):
+        """From what is computed to the last token; the decode worker has the very same KV."""
+        self.prefill.run()
+        self.advance(handoff, "committed")
         ours, theirs = self.prefill.engine, self.decode.engine
-        source = ours.held(handoff).blocks
         (target,) = (entry.reservation.blocks for entry in self.decode.role.reservations.entries())
-        assert same_kv(ours.kv, source, theirs.kv, target, ours._requests[handoff].sequence.computed)
+        computed = ours._requests[handoff].sequence.computed
+        assert same_kv(ours.kv, ours.held(handoff).blocks, theirs.kv, target, computed)
+        self.advance(handoff)
+        self.decode.run()
 
 
 def prompt_of(length):
@@ -91,102 +78,81 @@ def prompt_of(length):
     return tuple(rng.randrange(VOCAB) for _ in range(length))
 
 
-def spec_of(length, **changed):
+def spec_of(length=27, **changed):
     return SequenceSpec(prompt_of(length), Sampling(max_tokens=NEW, temperature=0.0, ignore_eos=True), **changed)
 
 
-def outcome_of(session):
-    """Ids and thoughts; what was said before counts, and what is said again must be the same."""
+def outcome_of(session, handoff=H, known=0):
+    """Ids and thoughts of one attempt. Those that are told again must be the same."""
     ids: dict[int, int] = {}
-    thoughts: dict[int, Thought] = {}
-    for event in session.events:
-        begin = getattr(event.tokens, "from")
-        ids |= dict(enumerate(event.tokens.ids, begin))
-        if event.HasField("thoughts"):
-            for thought in thoughts_from_pb(event.thoughts):
-                assert thoughts.setdefault(thought.chunk, thought) == thought
+    thoughts: dict[int, tuple[int, ...]] = {}
+    for token in session.tokens(handoff):
+        assert ids.setdefault(token.index, token.token_id) == token.token_id
+    for thought in (thought for message in session.thoughts(handoff) for thought in message):
+        assert thoughts.setdefault(thought.chunk, thought.token_ids) == thought.token_ids
+    assert list(ids) == list(range(known, known + len(ids)))
     assert list(thoughts) == list(range(len(thoughts)))
-    return [ids[index] for index in range(len(ids))], [thought.token_ids for thought in thoughts.values()]
+    return list(ids.values()), list(thoughts.values())
+
+
+@pytest.fixture
+def workers(model):
+    return Workers(model, max_batched_tokens=11)
 
 
 @pytest.mark.parametrize("mode", ["auto", "fast", "sequential"])
 @pytest.mark.parametrize("while_decoding", [False, True])
 @pytest.mark.parametrize("length", [3, 24, 27])
-def test_a_handoff_is_as_if_nothing_had_moved(model, mode, while_decoding, length):
-    workers, session = Workers(model, mode, max_batched_tokens=11), FakeSession()
-    spec = spec_of(length, think_while_decoding=while_decoding)
-    workers.begin(session, spec)
-    workers.prefill.run()
-    workers.commit()
-    workers.decode.run()
+def test_a_handoff_is_as_if_nothing_had_moved(model, router, mode, while_decoding, length):
+    workers, spec = Workers(model, mode, max_batched_tokens=11), spec_of(length, think_while_decoding=while_decoding)
+    workers.begin(router, H, spec)
+    workers.finish()
     answer = model.answer(spec.prompt, while_decoding=while_decoding)
-    assert outcome_of(session) == (answer.tokens, answer.thoughts)
+    assert outcome_of(router) == (answer.tokens, answer.thoughts)
     assert any(answer.thoughts) == (length > 3 or while_decoding), "something was thought at all"
-    assert session.kinds()[-1] == "finish"
-    workers.decode.take(session, release())
-    workers.prefill.run()
-    assert workers.decode.all_free
-    assert workers.prefill.all_free
+    assert router.kinds()[-1] == "finish"
+    workers.ends_free()
 
 
+@pytest.mark.parametrize("waits", [False, True])
 @pytest.mark.parametrize("steps", range(4))
-def test_a_repush_hands_the_same_state_over(model, steps):
-    """The decode worker was lost; the one that comes next gets all of it."""
-    workers, session, spec = Workers(model, max_batched_tokens=11), FakeSession(), spec_of(27)
-    workers.begin(session, spec)
-    for _ in range(steps):
-        workers.prefill.step()
-    workers.pusher.done(H, ChannelBroken("cut"))
-    workers.prefill.loop.drain()
-    workers.decode.take(session, release())
-    workers.decode.take(session, reserve(next_of(H), 27, fingerprint=workers.fingerprint))
-    heard = len(session.messages)
-    workers.prefill.take(session, repush())
-    workers.prefill.run()
-    workers.commit(next_of(H))
-    workers.decode.run()
-    session.messages = session.messages[heard:]  # the older attempt is over
-    answer = model.answer(spec.prompt)
-    assert outcome_of(session) == (answer.tokens, answer.thoughts)
+def test_a_repush_hands_the_same_state_over_and_tells_all_thoughts_again(model, router, workers, steps, waits):
+    """The decode worker was lost; the next one gets all of it. Nothing is computed twice."""
+    workers.begin(router, H, spec_of())
+    workers.prefill.step(steps)
+    workers.decode.take(router, release())
+    if waits:
+        workers.prefill.push_ends(H, CUT)
+    workers.decode.take(router, reserve(next_of(H), 27, fingerprint=workers.fingerprint))
+    workers.prefill.take(router, repush())
+    if not waits:
+        workers.prefill.push_ends(H, StaleAttempt("aborted"))
+    workers.finish(next_of(H))
+    answer = model.answer(prompt_of(27))
+    assert outcome_of(router, next_of(H)) == (answer.tokens, answer.thoughts)
+    assert workers.prefill.engine.counters.prefill_tokens == 27
+    workers.ends_free()
 
 
 @pytest.mark.parametrize("while_decoding", [False, True])
 @pytest.mark.parametrize("said", [1, 5])
-def test_a_next_attempt_with_known_tokens_says_all_thoughts_again(model, while_decoding, said):
+def test_a_next_attempt_with_known_tokens_says_all_thoughts_again(model, router, while_decoding, said):
     """The decode worker was lost after its commit: elsewhere all that the client has is computed again."""
     answer = model.answer(prompt_of(27), while_decoding=while_decoding)
-    spec = spec_of(27, known=tuple(answer.tokens[:said]), think_while_decoding=while_decoding)
-    handoff = HandoffId("again", 2)
-    workers, session = Workers(model), FakeSession()
-    workers.begin(session, spec, handoff)
-    workers.prefill.run()
-    workers.commit(handoff)
-    workers.decode.run()
-    ids, thoughts = outcome_of_known(session, said)
-    assert (ids, thoughts) == (answer.tokens[said:], answer.thoughts)
-
-
-def outcome_of_known(session, known):
-    ids = {token.index: token.token_id for token in session.tokens(HandoffId("again", 2))}
-    assert list(ids) == list(range(known, known + len(ids)))
-    made = [thought for e in session.events if e.HasField("thoughts") for thought in thoughts_from_pb(e.thoughts)]
-    thoughts = {thought.chunk: thought.token_ids for thought in made}
-    return list(ids.values()), [thoughts[chunk] for chunk in range(len(thoughts))]
+    spec = spec_of(known=tuple(answer.tokens[:said]), think_while_decoding=while_decoding)
+    workers, again = Workers(model), HandoffId("again", 2)
+    workers.begin(router, again, spec)
+    workers.finish(again)
+    assert outcome_of(router, again, known=said) == (answer.tokens[said:], answer.thoughts)
 
 
 @pytest.mark.parametrize("change", [{"state": b"too short"}, {"offset": 2}, {"thinker": "another"}, None])
-def test_a_state_that_does_not_fit_fails_that_handoff_by_name(model, change):
-    workers, session = Workers(model), FakeSession()
-    workers.begin(session, spec_of(27))
+def test_a_state_that_does_not_fit_fails_that_handoff_by_name(router, workers, change):
+    workers.begin(router, H, spec_of())
     workers.prefill.run()
-    push = workers.pusher.pushes[H]
-    push.end = replaced(push.end, change)
-    workers.commit()
-    failed = session.events[-1].failed
-    assert failed.kind == "HandoffError"
-    assert (next(iter(change)) if change else "without a thinking state") in failed.message
+    push = workers.prefill.pusher.pushes[H]
+    push.end = replace(push.end, thinking=replace(push.end.thinking, **change) if change else None)
+    workers.finish()
+    assert router.failure.kind == "HandoffError"
+    assert (next(iter(change)) if change else "without a thinking state") in router.failure.message
     assert workers.decode.all_free
-
-
-def replaced(end, change):
-    return replace(end, thinking=replace(end.thinking, **change) if change else None)

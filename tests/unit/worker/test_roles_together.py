@@ -15,20 +15,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from baton.core import HandoffId, Sampling
-from baton.rpc import convert
 from decode_workers.reservations import State
-from tests.unit.worker.support import (
-    BACKEND,
-    FakeSession,
-    Pair,
-    fence,
-    names_of,
-    prefill,
-    release,
-    repush,
-    reserve,
-    spec_of,
-)
+from tests.support.sessions import FakeSession, expected, fence, names_of, prefill, release, repush, reserve, spec_of
+from tests.support.workers import Pair
 
 REQUESTS = "abcd"
 P_ENDS = {"pushed", "failed", "finish"}
@@ -39,7 +28,7 @@ requests, numbers = st.sampled_from(REQUESTS), st.integers(0, 3)
 @functools.cache
 def known_answer(request):
     spec = spec_for(request)
-    return BACKEND.expected(spec)
+    return expected(spec)
 
 
 def spec_for(request):
@@ -90,7 +79,7 @@ class TogetherMachine(RuleBasedStateMachine):
         """What is here already; None: it was refused."""
         spec = spec_for(handoff.request_id)
         prefix = names_of(spec.tokens, self.pair.decode.engine.layout.block_size)
-        self.pair.decode.take(router.d, reserve(handoff, len(spec), deadline_s, prefix=prefix))
+        self.pair.decode.take(router.d, reserve(handoff, len(spec), deadline_s=deadline_s, prefix=prefix))
         return router.d.cached_at(handoff) if router.d.kinds(handoff) == ["reserved"] else None
 
     @rule(request=requests, router=st.integers(0, 1), back=numbers, deadline_s=st.sampled_from([0.0, 3.0]))
@@ -151,13 +140,11 @@ class TogetherMachine(RuleBasedStateMachine):
 
     @rule(times=st.integers(1, 4))
     def step_prefill(self, times):
-        for _ in range(times):
-            self.pair.prefill.step()
+        self.pair.prefill.step(times)
 
     @rule(times=st.integers(1, 4))
     def step_decode(self, times):
-        for _ in range(times):
-            self.pair.decode.step()
+        self.pair.decode.step(times)
 
     @rule(number=numbers, stages=st.integers(1, 4))
     def advance_a_push(self, number, stages):
@@ -212,8 +199,8 @@ class TogetherMachine(RuleBasedStateMachine):
         for p, d in self.sessions:
             for handoff in self.handoffs():
                 answer = known_answer(handoff.request_id)
-                assert [t.token_id for t in p.tokens(handoff)] in ([], answer[:1])
-                kinds, tokens = d.kinds(handoff), [t.token_id for t in d.tokens(handoff)]
+                assert p.ids(handoff) in ([], answer[:1])
+                kinds, tokens = d.kinds(handoff), d.ids(handoff)
                 assert tokens == answer[: len(tokens)]
                 assert bool(tokens) == ({"committed", "reserved"} <= set(kinds))
                 if "finish" in kinds:
@@ -251,8 +238,7 @@ class TogetherMachine(RuleBasedStateMachine):
 
 def kinds_of(session, handoff):
     """A failure after which the KV is held is "held": it may be followed by what becomes of the prompt."""
-    mine = [event for event in session.events if event.handoff == convert.handoff_to_pb(handoff)]
-    return ["held" if event.failed.held else event.WhichOneof("event") for event in mine]
+    return ["held" if event.failed.held else event.WhichOneof("event") for event in session.told(handoff)]
 
 
 def once(kinds, ends, refusal):

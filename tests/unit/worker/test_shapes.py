@@ -7,14 +7,12 @@ from pathlib import Path
 import pytest
 from structlog.testing import capture_logs
 
-from baton.config import load_config
 from baton.core import Role
 from baton.engine.fixed import FixedShapes
 from baton.engine.oracle import OracleBackend, oracle_layout
 from baton.engine.passes import Passes, save_passes
 from baton.errors import ConfigError
 from baton.worker import host
-from baton.worker.settings import from_config
 from baton.worker.shapes import passes_path, settled
 
 DEMO = Path(__file__).parents[3] / "models/demo"
@@ -23,15 +21,10 @@ MEASURED = Passes({32: 8.0, 64: 8.0, 128: 8.0, 256: 8.0}, steady=128)
 
 
 @pytest.fixture
-def settings(tmp_path, monkeypatch):
+def settings(settings, tmp_path, monkeypatch):
+    """Of the demo model; measurements are kept in a folder of the test."""
     monkeypatch.setenv("BATON_HOME", str(tmp_path / "home"))
-    file = tmp_path / "c.yaml"
-    file.write_text(f"model: {{path: {DEMO}}}\nredis: {{url: 'redis://127.0.0.1:1/0'}}\ndecode: {{device: cpu}}\n")
-
-    def of(*sets):
-        return from_config(load_config(file, sets), Role.DECODE, "decode-0")
-
-    return of
+    return lambda *sets: settings(f"model.path={DEMO}", "decode.device=cpu", *sets)
 
 
 def chosen(found):

@@ -5,7 +5,7 @@ import pytest
 from baton.core import HandoffId, Thought
 from baton.rpc.thinking import thoughts_from_pb
 from baton.worker.thoughts import Thoughts
-from tests.unit.worker.support import H
+from tests.support.sessions import H
 
 
 def about(*chunks, by=1):

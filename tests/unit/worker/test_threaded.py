@@ -11,15 +11,21 @@ from baton.errors import Cancelled, ConfigError, EngineFault
 from baton.worker import host
 from baton.worker.host import run_worker
 from baton.worker.threaded import HostedWorker
-from tests.unit.worker.support import D
+from tests.support.sessions import D
+from tests.support.time_factor import scaled
 
 NO_SETTINGS: Any = ({}, {}, None)  # settings, factories and a role that nobody looks at
 
 
-class Exit:
+class Exits:
+    """Starts workers; with which codes they end the process, had they one."""
+
     def __init__(self):
         self.codes = []
         self.called = threading.Event()
+
+    def worker(self, run):
+        return HostedWorker(run, exit_process=self)
 
     def __call__(self, code):
         self.codes.append(code)
@@ -27,90 +33,81 @@ class Exit:
 
 
 @pytest.fixture
-def exit_process():
-    return Exit()
+def exits():
+    return Exits()
 
 
-def until_stopped(stop, ready):
-    ready(D)
-    stop.wait(10)
+@pytest.fixture
+def hosted(exits, monkeypatch):
+    """A worker whose host does this instead of serving."""
+
+    def start(serve):
+        monkeypatch.setattr(host, "serve", lambda settings, factories, role, stop, ready: serve(stop, ready))
+        return exits.worker(partial(run_worker, *NO_SETTINGS))
+
+    return start
 
 
-def never_ready(stop, ready):
-    stop.wait(10)
-
-
-def test_ready_tells_who_it_is_and_stop_ends_it_without_ending_the_process(exit_process):
-    worker = HostedWorker(until_stopped, exit_process=exit_process)
-    assert worker.ready() == D
-    worker.stop()
-    assert not worker._thread.is_alive()
-    assert exit_process.codes == []
-
-
-def test_what_kept_it_from_starting_is_raised_by_ready(exit_process):
+def test_what_kept_it_from_starting_is_raised_by_ready(exits):
     def run(stop, ready):
         raise ConfigError("model.path: missing")
 
-    worker = HostedWorker(run, exit_process=exit_process)
+    worker = exits.worker(run)
     with pytest.raises(ConfigError, match=r"model\.path"):
         worker.ready()
     worker.stop()
-    assert exit_process.codes == []
+    assert exits.codes == []
 
 
-def test_a_stop_before_it_was_ready_is_cancelled(exit_process):
-    worker = HostedWorker(never_ready, exit_process=exit_process)
+def test_a_stop_before_it_was_ready_is_cancelled(exits):
+    worker = exits.worker(lambda stop, ready: stop.wait(scaled(10)))
     worker.stop()
     with pytest.raises(Cancelled):
         worker.ready()
-    assert exit_process.codes == []
+    assert exits.codes == []
 
 
 @pytest.mark.parametrize("error", [EngineFault("the engine thread failed"), RuntimeError("a bug"), None])
-def test_a_worker_that_ends_by_itself_ends_the_process(exit_process, error):
+def test_a_worker_that_ends_by_itself_ends_the_process(exits, error):
     go_on = threading.Event()
 
     def run(stop, ready):
         ready(D)
-        go_on.wait(10)
+        go_on.wait(scaled(10))
         if error is not None:
             raise error
 
-    worker = HostedWorker(run, exit_process=exit_process)
+    worker = exits.worker(run)
     worker.ready()
     go_on.set()
-    assert exit_process.called.wait(10)
-    assert exit_process.codes == [0 if error is None else 1]  # 0: it has drained
+    assert exits.called.wait(scaled(10))
+    assert exits.codes == [0 if error is None else 1]  # 0: it has drained
 
 
-def test_so_does_a_host_that_fails(exit_process, monkeypatch):
+def test_so_does_a_host_that_fails(exits, hosted):
     """`run_worker` must not make its own end look like a stop that was asked for."""
-
     go_on = threading.Event()
 
-    async def serve(settings, factories, role, stop, ready):
+    async def serve(stop, ready):
         ready(D)
-        await asyncio.to_thread(go_on.wait, 10)
+        await asyncio.to_thread(go_on.wait, scaled(10))
         raise EngineFault("the engine thread failed")
 
-    monkeypatch.setattr(host, "serve", serve)
-    worker = HostedWorker(partial(run_worker, *NO_SETTINGS), exit_process=exit_process)
+    worker = hosted(serve)
     worker.ready()
     go_on.set()
-    assert exit_process.called.wait(10)
-    assert exit_process.codes == [1]
+    assert exits.called.wait(scaled(10))
+    assert exits.codes == [1]
     worker.stop()
 
 
-def test_a_host_that_is_asked_to_stop_just_ends(exit_process, monkeypatch):
-    async def serve(settings, factories, role, stop, ready):
+def test_ready_tells_which_it_is_and_a_stop_ends_it_without_ending_the_process(exits, hosted):
+    async def serve(stop, ready):
         ready(D)
         await stop.wait()
 
-    monkeypatch.setattr(host, "serve", serve)
-    worker = HostedWorker(partial(run_worker, *NO_SETTINGS), exit_process=exit_process)
-    worker.ready()
+    worker = hosted(serve)
+    assert worker.ready() == D
     worker.stop()
     assert not worker._thread.is_alive()
-    assert exit_process.codes == []
+    assert exits.codes == []

@@ -7,33 +7,15 @@ import pytest
 from baton.clock import FakeClock
 from baton.core import Sampling
 from baton.engine.fixed import FixedShapes
-from baton.errors import ChannelBroken
-from baton.rpc import convert
 from baton.worker.times import DecodeTimes, span
-from tests.unit.worker.pusher import done_of
-from tests.unit.worker.support import (
-    DecodeSide,
-    FakeSession,
-    H,
-    Pair,
-    PrefillSide,
-    next_of,
-    prefill,
-    repush,
-    reserve,
-    spec_of,
-)
-
-
-@pytest.fixture
-def router():
-    return FakeSession()
+from tests.support.fake_pusher import CUT, done_of
+from tests.support.sessions import H, next_of, prefill, repush, reserve, spec_of
+from tests.support.workers import DecodeSide, Pair, PrefillSide
 
 
 def said(session, kind, handoff=H):
     """The spans that came with events of this kind, by name."""
-    events = [e for e in session.events if convert.handoff_from_pb(e.handoff) == handoff and e.HasField(kind)]
-    spans = [one for event in events for one in event.spans]
+    spans = [one for event in session.told(handoff) if event.HasField(kind) for one in event.spans]
     assert len({one.name for one in spans}) == len(spans)
     return {one.name: one for one in spans}
 
@@ -59,18 +41,15 @@ def test_a_prompt_that_is_computed_and_pushed(router):
 
 def test_a_push_that_failed_and_the_one_that_followed(router):
     side = PrefillSide()
-    side.take(router, prefill())
-    side.run()
-    side.pusher.done(H, ChannelBroken("cut"))
-    side.loop.drain()
+    side.serve(router, prefill())
+    side.push_ends(H, CUT)
     first = said(router, "failed")
     assert list(first) == ["wait", "compute", "push"]
     assert first["push"].attributes["error"] == "ChannelBroken"
     side.clock.advance(5)
     side.take(router, repush())
     side.clock.advance(1)
-    side.pusher.done(next_of(H), done_of())
-    side.loop.drain()
+    side.push_ends(next_of(H))
     again = said(router, "pushed", next_of(H))
     assert list(again) == ["push"], "the rest was said"
     assert again["push"].duration_s == 1
@@ -78,8 +57,7 @@ def test_a_push_that_failed_and_the_one_that_followed(router):
 
 def test_a_prompt_that_ends_with_its_first_token(router):
     side = PrefillSide()
-    side.take(router, prefill(spec=spec_of(sampling=Sampling(max_tokens=1, temperature=0.0))))
-    side.run()
+    side.serve(router, prefill(spec=spec_of(sampling=Sampling(max_tokens=1, temperature=0.0))))
     assert list(said(router, "finish")) == ["wait", "compute"]
 
 
@@ -97,21 +75,10 @@ def test_a_handoff_at_both_ends(router):
     assert int(spans["decode"].attributes["steps"]) == made
 
 
-def test_one_that_is_preempted_or_handed_back(router):
-    pair = Pair()
-    pair.hand_over(router, upto="reported")
-    pair.decode.step()
-    pair.decode.role.leave()
-    assert list(said(router, "preempted")) == ["decode"]
-    assert not pair.decode.role._times._decoding
-
-
 def test_verify_passes_are_counted_for_those_that_were_part_of_them(router):
     side = DecodeSide(shapes=FixedShapes())
     spec = replace(spec_of(sampling=Sampling(max_tokens=40, temperature=0.0, ignore_eos=True)), deterministic=True)
-    side.take(router, reserve(H, len(spec)))
-    side.take(router, prefill(H, spec, to=None))
-    side.run()
+    side.serve(router, reserve(H, len(spec)), prefill(H, spec, to=None))
     spans = said(router, "finish")
     (finish,) = (e.finish for e in router.events if e.HasField("finish"))
     assert list(spans) == ["decode", "verify"]

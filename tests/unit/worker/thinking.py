@@ -46,17 +46,3 @@ def thinks(engine, *, always=False):
         return state_at(engine._requests[key].sequence.computed)
 
     engine.step, engine.thinking_state = thinking_step, thinking_state
-
-
-def takes_states(engine):
-    """Adopting takes a state, and refuses to go without; the list of those that it was given."""
-    adopt, given = engine.adopt, []
-
-    def adopt_thinking(key, spec, reservation, thinking=None):
-        given.append(thinking)
-        if thinking is None:
-            raise ValueError("thinking: the model thinks, and there is no state")
-        return adopt(key, spec, reservation)
-
-    engine.adopt = adopt_thinking
-    return given

@@ -1,7 +1,7 @@
 """A sender that goes on when the test says so: one stage at a time, over memory, into a reservation table.
 
 It keeps the promises of the real one (`kvtransfer.sender.Sender`), and watches over those of its user: blocks that it
-may still read are not let go before they were withdrawn, and what it reads is in blocks that somebody owns.
+may still read are not let go before they were withdrawn, and it reads only blocks that have an owner.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from dataclasses import dataclass, field
 
 import torch
 
-from baton.core import Incarnation, WorkerRef
 from baton.errors import ChannelBroken, HandoffError, StaleAttempt
 from kvtransfer.handoff import CommitState, Offer, PushEnd, PushJob, PushResult
 from kvtransfer.plan import Progress
+from tests.support.sessions import P
 
-P = WorkerRef("prefill-0", Incarnation(7, 1), "127.0.0.1:1")
 FRAME = 1 << 16
+CUT = ChannelBroken("cut")
 
 
 def done_of(nbytes=64):
@@ -121,7 +121,7 @@ class FakePusher:
     def break_channel(self, decode):
         """Every push fails, the table hears that the sender is gone."""
         for handoff in list(self.pushes):
-            self.done(handoff, ChannelBroken("cut"))
+            self.done(handoff, CUT)
         decode.role.reservations.lost(P)
 
     def _stage(self, push, table, kv):
@@ -142,7 +142,7 @@ class FakePusher:
 
     def _send(self, push, frame, table, kv):
         used = push.blocks[: self.engine.layout.blocks_for(frame.end)]
-        assert all(self.engine.pool._holders[block] for block in used), "reads what nobody owns"
+        assert all(self.engine.pool._holders[block] for block in used), "reads blocks without an owner"
         data = torch.empty(frame.nbytes, dtype=torch.uint8)
         self.engine.kv.gather(frame.layers, used, frame.begin, frame.end, data)
         with table.writing(push.job.handoff, P) as blocks:

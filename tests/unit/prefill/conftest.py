@@ -1,0 +1,24 @@
+"""A prefill worker and a router, for each test."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.support.sessions import FakeSession
+from tests.support.workers import PrefillSide
+
+
+@pytest.fixture
+def side():
+    return PrefillSide()
+
+
+@pytest.fixture
+def chunked():
+    """A prompt of 9 tokens takes three steps."""
+    return PrefillSide(max_batched_tokens=4)
+
+
+@pytest.fixture
+def router():
+    return FakeSession()

@@ -1,0 +1,29 @@
+"""Both workers, a router, and the settings of a decode worker, for each test."""
+
+from __future__ import annotations
+
+import pytest
+
+from baton.config import load_config
+from baton.core import Role
+from baton.worker.settings import from_config
+from tests.support.sessions import FakeSession
+from tests.support.workers import Pair
+
+
+@pytest.fixture
+def pair():
+    return Pair()
+
+
+@pytest.fixture
+def router():
+    return FakeSession()
+
+
+@pytest.fixture
+def settings(tmp_path):
+    """From a cluster file about the oracle, with what else is set."""
+    file = tmp_path / "c.yaml"
+    file.write_text("model: {path: oracle}\nredis: {url: 'redis://127.0.0.1:1/0'}\n")
+    return lambda *sets: from_config(load_config(file, sets), Role.DECODE, "decode-0")
