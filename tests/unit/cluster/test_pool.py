@@ -1,7 +1,6 @@
 """Workers as child processes: starting, ready, ended with a reason, killed, forgotten, stopped."""
 
 import sys
-import time
 
 import psutil
 import pytest
@@ -9,10 +8,9 @@ import pytest
 from baton.cluster.pool import ProcessPlacement
 from baton.core import Role
 from baton.errors import LedgerError
-from tests.support.time_factor import scaled
+from tests.support.processes import READY, SILENT
+from tests.support.waiting import eventually
 
-READY = "from baton.cluster.processes import report_ready; report_ready({'pid': 1}); import time; time.sleep(60)"
-SILENT = "import time; time.sleep(60)"
 DEAD = "import sys; print('no Redis here'); sys.exit(4)"
 
 
@@ -25,12 +23,8 @@ def placed(tmp_path):
     placement.stop(0.0)
 
 
-def seen(placement, worker_id, state, within_s=20.0):
-    deadline = time.monotonic() + scaled(within_s)
-    while (found := placement.look()[worker_id]).state != state:
-        assert time.monotonic() < deadline, found
-        time.sleep(0.01)
-    return found
+def seen(placement, worker_id, state):
+    return eventually(lambda: (found := placement.look()[worker_id]).state == state and found, within_s=20.0)
 
 
 def test_each_is_seen_as_it_is(placed):
