@@ -3,7 +3,7 @@
 import pytest
 import yaml
 
-from baton.config import config_from_json, load_config
+from baton.config import config_from_json
 from baton.core import Role
 from baton.errors import ConfigError
 
@@ -12,16 +12,6 @@ model: {path: oracle}
 prefill: {replicas: 3, threads: 4, max_running: 7, kv_memory: 1GiB}
 decode: {replicas: 2, threads: 1, max_batched_tokens: 96}
 """
-
-
-@pytest.fixture
-def load(tmp_path):
-    def load_text(text, *sets):
-        file = tmp_path / "cluster.yaml"
-        file.write_text(text)
-        return load_config(file, sets)
-
-    return load_text
 
 
 def test_as_many_workers_as_both_pools_have_all_as_decode_says(load):

@@ -119,60 +119,6 @@ def test_a_dropped_event_is_missed(folder, file, event, request_id, rule):
     assert rule in rules(folder)
 
 
-DOUBLES = [
-    (R, "arrived", "order"),
-    (R, "accepted", "order"),
-    (R, "attempt", "attempts"),
-    (R, "delivered", "tokens"),
-    (R, "ended", "one_ending"),
-    (P, "prefill", "attempts"),
-    (P, "owned", "one_owner"),
-    (P, "published", "one_owner"),
-    (P, "pushed", "one_ending"),
-    (D, "registered", "place"),
-    (D, "stopped", "place"),
-    (D, "reserved", "one_owner"),
-    (D, "committed", "order"),
-    (D, "committed", "one_commit"),
-    (D, "adopted", "order"),
-    (D, "tokens", "tokens"),
-    (D, "let_go", "let_go"),
-    (D, "finished", "one_ending"),
-]
-
-
-@pytest.mark.parametrize(("file", "event", "rule"), DOUBLES)
-def test_an_event_that_comes_twice_is_seen(folder, file, event, rule):
-    events = rows(folder, file)
-    place = where(events, event)
-    write(folder, file, events[: place + 1] + events[place:])
-    assert rule in rules(folder)
-
-
-SWAPS = [
-    (R, "accepted", "delivered", "plain", "order"),
-    (R, "attempt", "accepted", "plain", "attempts"),
-    (P, "prefill", "tokens", "plain", "order"),
-    (P, "let_go", "published", "plain", "one_owner"),
-    (D, "reserved", "offered", "plain", "order"),
-    (D, "offered", "committed", "plain", "order"),
-    (D, "committed", "adopted", "plain", "order"),
-    (D, "adopted", "tokens", "plain", "tokens"),
-    (D, "tokens", "finished", "plain", "one_ending"),
-    (D, "fenced", "let_go", "fenced", "let_go"),
-    (D, "reserved", "let_go", "plain", "let_go"),
-]
-
-
-@pytest.mark.parametrize(("file", "one", "other", "request_id", "rule"), SWAPS)
-def test_swapped_events_are_seen(folder, file, one, other, request_id, rule):
-    events = rows(folder, file)
-    first, second = where(events, one, request_id), where(events, other, request_id)
-    events[first], events[second] = events[second], events[first]
-    write(folder, file, events)
-    assert rule in rules(folder)
-
-
 def insert(after, new, **facts):
     """After the event `after` of request `fenced`, another one of its first attempt."""
 
