@@ -181,13 +181,23 @@ async def test_a_lost_redis_is_a_ledger_error_and_its_return_is_noticed(tmp_path
     with EmbeddedRedis.start(tmp_path) as server:
         ledger = await Ledger.connect(server.url, "baton:x", LONG_LEASE_S, SystemClock())
         info = await registered(ledger)
+        log = OwnershipLog(ledger, info.ref)
     for call in (ledger.mint(), ledger.register(info), ledger.renew(info.ref, 1), ledger.workers()):
         with pytest.raises(LedgerError, match=f"127.0.0.1:{server.port}"):
             await call
-    password = password_of(server)
-    with EmbeddedRedis.start(tmp_path, port=server.port, password=password):
+    for n in range(300):
+        log.note(HandoffId(f"r{n}", 1), "router", RESERVED)
+    with pytest.raises(LedgerError, match="not written"):
+        await log.flush(0.1)
+    with EmbeddedRedis.start(tmp_path, port=server.port, password=password_of(server)):
         assert not await ledger.renew(info.ref, 1)
         assert await ledger.register(info)
+        await log.flush(scaled(10))
+        store = OwnershipStore(ledger.connection)
+        states = [record.state for n in range(300) if (record := await store.read(f"r{n}"))]
+        assert states == [RESERVED] * 300
+        assert (log.counters.dropped, log.counters.written) == (0, 300)
+        await log.close()
     await ledger.close()
 
 
@@ -411,27 +421,6 @@ async def test_a_handoff_waits_for_redis_not_once_and_costs_four_round_trips_at_
         assert record is not None
         assert record.state is RELEASED
     await log.close()
-
-
-async def test_what_is_noted_while_redis_is_away_is_written_after_its_return(tmp_path):
-    server = EmbeddedRedis.start(tmp_path)
-    ledger = await Ledger.connect(server.url, "baton:x", LONG_LEASE_S, SystemClock())
-    info = await registered(ledger)
-    log, store = OwnershipLog(ledger, info.ref), OwnershipStore(ledger.connection)
-    server.stop()
-    for n in range(300):
-        log.note(HandoffId(f"r{n}", 1), "router", RESERVED)
-    log.note(HandoffId("r0", 1), "router", COMMITTED)
-    with pytest.raises(LedgerError, match="not written"):
-        await log.flush(0.1)
-    await until(lambda: log.counters.failures > 0)
-    with EmbeddedRedis.start(tmp_path, port=server.port, password=password_of(server)):
-        await log.flush(scaled(10))
-        states = [record.state for n in range(300) if (record := await store.read(f"r{n}"))]
-        assert states == [COMMITTED] + [RESERVED] * 299
-        assert (log.counters.dropped, log.counters.written) == (0, 300)
-        await log.close()
-        await ledger.close()
 
 
 # --- the embedded server ---------------------------------------------------------------------------------------------

@@ -169,10 +169,9 @@ def test_what_is_no_report_or_not_whole_cannot_be_compared(reports: list[Path], 
 # pictures
 
 
-@pytest.mark.parametrize("samples", [slice(None), slice(3, None)], ids=["all", "no answer"])
-def test_a_picture(tmp_path: Path, samples: slice):
+def test_a_picture_of_a_run_without_an_answer(tmp_path: Path):
     file = tmp_path / "p.svg"
-    plot(SAMPLES[samples], Goals(ttft_ms=250), file)
+    plot(SAMPLES[3:], Goals(ttft_ms=250), file)
     assert ET.parse(file).getroot().tag.endswith("svg")
 
 

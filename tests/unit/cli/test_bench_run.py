@@ -75,14 +75,6 @@ async def test_what_a_busy_client_sends_late_counts_as_late():
     assert max(run.own().lags_s) > BLOCKED_S / 2
 
 
-async def test_no_request_is_sent_before_its_time():
-    run = await made(Fake(), rate=500, requests=50)
-    assert all(sample.sent is not None and sample.sent >= sample.start for sample in run.samples)
-    assert run.began is not None
-    asked = [ask.at_s for ask in run.load.asks(Model("m", 64, 256))]
-    assert [sample.start - run.began for sample in run.samples] == pytest.approx(asked)
-
-
 async def test_warming_up_does_not_count():
     fake = Fake(fails=(0, 4))
     run = await made(fake, concurrency=2, warmup=3, requests=5)

@@ -44,31 +44,16 @@ def live(at: float = 1000.0, requests: int = 3, **status: Any) -> admin_pb2.Live
     ]
     plan = admin_pb2.Plan(prefill=1, decode=1, number=7, by="operator")
     decisions = [admin_pb2.Decision(age_s=5, kind="turn", text="decode-1: prefill waits")]
-    said: dict[str, Any] = {
-        "name": "local",
-        "model": "tiny",
-        "router_id": "r-1",
-        "running": requests,
-        "finished": 1234,
-    } | status
+    said = {"name": "local", "model": "tiny", "router_id": "r-1", "running": requests, "finished": 1234} | status
+    place: Any = {"stage": "decode", "prefill_worker": "prefill-0", "decode_worker": "decode-0", "attempt": 1}
     quantiles = admin_pb2.Quantiles(count=9, p50=0.012, p90=0.1, p99=1.5)
     window = admin_pb2.Window(seconds=60, ttft=quantiles, itl=quantiles, tokens_per_s=321, slo_share=0.97)
+    control = admin_pb2.Control(plan=plan, decisions=decisions, age_s=1)
     return admin_pb2.Live(
         time_s=at,
-        status=admin_pb2.StatusReply(
-            workers=workers, control=admin_pb2.Control(plan=plan, decisions=decisions, age_s=1), **said
-        ),
+        status=admin_pb2.StatusReply(workers=workers, control=control, **said),
         requests=[
-            admin_pb2.RequestView(
-                request_id=f"req-{n}",
-                stage="decode",
-                prefill_worker="prefill-0",
-                decode_worker="decode-0",
-                prompt_tokens=10 * n,
-                tokens=9 - n,
-                age_s=n,
-                attempt=1,
-            )
+            admin_pb2.RequestView(request_id=f"req-{n}", prompt_tokens=10 * n, tokens=9 - n, age_s=n, **place)
             for n in range(requests)
         ],
         window=window,
