@@ -351,15 +351,3 @@ def test_without_a_terminal_it_points_elsewhere():
     result = CliRunner().invoke(commands, ["top", "--target", "127.0.0.1:1"])
     assert result.exit_code == 2
     assert "baton status --watch" in result.output
-
-
-@pytest.mark.parametrize(
-    ("value", "said"), [(0.0004, "0.4 ms"), (0.25, "250 ms"), (12.34, "12.3 s"), (600, "10 min"), (9000, "2.5 h")]
-)
-def test_seconds(value, said):
-    assert draw.seconds(value) == said
-
-
-@pytest.mark.parametrize(("share", "said"), [(0, "····"), (0.5, "██··"), (1, "████"), (7, "████"), (0.28, "█▏··")])
-def test_a_bar(share, said):
-    assert draw.bar(share, "", 4).plain == said
