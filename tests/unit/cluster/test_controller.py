@@ -181,16 +181,6 @@ async def test_where_none_may_be_turned_one_is_started_and_one_drained(config):
     assert world.roles() == {"prefill-0": "prefill", "decode-0": "decode", "decode-1": "decode"}
 
 
-async def test_one_that_dies_as_it_turns_comes_back_in_its_new_role():
-    world, controller = await started(prefill=2)
-    told(world, prefill=1, decode=2)
-    await run(world, controller, 1)
-    world.die("prefill-1")
-    await run(world, controller, 5)
-    assert world.roles() == {"prefill-0": "prefill", "prefill-1": "decode", "decode-0": "decode"}
-    assert controller.ready
-
-
 async def test_one_that_does_not_obey_is_ended():
     world, controller = await started(prefill=2, decode=2)
     told(world, prefill=1, decode=3)
@@ -206,18 +196,6 @@ async def test_one_that_does_not_obey_is_ended():
     await run(world, controller, 200)
     assert world.killed == ["prefill-1", going]
     assert going not in world.roles()
-    assert controller.ready
-
-
-async def test_the_last_ready_one_stays_until_another_is():
-    world, controller = await started(prefill=2)
-    world.broken = {"prefill-0"}
-    world.die("prefill-0")
-    await run(world, controller, 1)
-    told(world, prefill=1, decode=2)
-    await run(world, controller, 20)
-    assert world.ready(Role.PREFILL) == ["prefill-1"]
-    assert len(world.ready(Role.DECODE)) == 2
     assert controller.ready
 
 
