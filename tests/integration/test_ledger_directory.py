@@ -24,12 +24,10 @@ from baton.ledger.directory_view import DirectoryView
 from baton.ledger.embedded import EmbeddedRedis
 from baton.ledger.ledger import Ledger
 from baton.ledger.prefix_map import Change, Holder
-from tests.support import redis_ledger as support
-from tests.support.redis_ledger import LONG_LEASE_S, raw, registered
+from tests.support.redis_ledger import LONG_LEASE_S, password_of, raw, registered
 from tests.support.waiting import until
 
 DIGESTS = [n.to_bytes(2, "big") * 16 for n in range(5000)]
-
 
 pytestmark = pytest.mark.usefixtures("without_pauses")
 
@@ -49,6 +47,19 @@ async def following(view: DirectoryView) -> AsyncIterator[None]:
         assert task.cancelled()
 
 
+@pytest.fixture
+async def written(ledger):
+    """A worker, its log that has written three blocks, and a view that has seen them."""
+    info = await registered(ledger)
+    log, view = DirectoryLog(ledger, info.ref), DirectoryView(ledger.connection)
+    log.note(DIGESTS[:3])
+    await log.flush()
+    await view.compare()
+    assert view.holders(DIGESTS) == {holder_of(info): 3}
+    yield info, log, view
+    await log.close()
+
+
 async def test_a_router_that_starts_late_knows_all_and_one_that_follows_is_told(ledger):
     one, two = await registered(ledger, "prefill-0"), await registered(ledger, "prefill-1")
     logs = [DirectoryLog(ledger, info.ref) for info in (one, two)]
@@ -59,28 +70,20 @@ async def test_a_router_that_starts_late_knows_all_and_one_that_follows_is_told(
     view = DirectoryView(ledger.connection, compare_s=3600)
     await view.compare()
     assert view.holders(DIGESTS) == {holder_of(one): 5000, holder_of(two): 10}
-
-    async def says(expected) -> bool:
-        return view.holders(DIGESTS) == expected
-
     async with following(view):
         logs[1].note(DIGESTS[10:20])
-        await until(lambda: says({holder_of(one): 5000, holder_of(two): 20}))
+        await until(lambda: view.holders(DIGESTS) == {holder_of(one): 5000, holder_of(two): 20})
         logs[0].note([], DIGESTS[100:])
-        await until(lambda: says({holder_of(one): 100, holder_of(two): 20}))
+        await until(lambda: view.holders(DIGESTS) == {holder_of(one): 100, holder_of(two): 20})
         replaced = await registered(ledger, "prefill-1")
         newer = DirectoryLog(ledger, replaced.ref)
         newer.note(DIGESTS[:3])
         await newer.flush()
-        await until(lambda: has(view, holder_of(replaced), 3))
+        await until(lambda: view.holders(DIGESTS).get(holder_of(replaced)) == 3)
     await view.compare()
     assert view.holders(DIGESTS) == {holder_of(one): 100, holder_of(replaced): 3}
     for log in (*logs, newer):
         await log.close()
-
-
-async def has(view: DirectoryView, holder: Holder, count: int) -> bool:
-    return view.holders(DIGESTS).get(holder) == count
 
 
 async def test_a_waiting_reader_is_told_at_once_and_hinders_nobody(ledger):
@@ -123,20 +126,17 @@ async def test_the_script_takes_changes_in_order_once_and_from_the_holder_of_the
     assert await store.read("nobody") is None
 
 
-async def test_the_stream_is_bounded_and_a_reader_that_was_away_longer_reads_the_sets(ledger, server, monkeypatch):
+async def test_the_stream_is_bounded_and_a_reader_that_was_away_longer_reads_the_sets(
+    ledger, server, written, monkeypatch
+):
     monkeypatch.setattr("baton.ledger.directory.EVENTS", 100)
-    info = await registered(ledger)
-    log, view = DirectoryLog(ledger, info.ref), DirectoryView(ledger.connection)
-    log.note(DIGESTS[:1])
-    await log.flush()
-    await view.compare()
-    for n in range(1, 500):
+    info, log, view = written
+    for n in range(3, 500):
         log.note([DIGESTS[n]])
         await log.flush()
     assert raw(server).xlen(ledger.connection.key("block-events")) < 300
     await view.compare()
     assert view.holders(DIGESTS) == {holder_of(info): 500}
-    await log.close()
 
 
 async def test_a_dead_workers_blocks_expire_and_a_live_ones_do_not(ledger, server):
@@ -159,30 +159,16 @@ async def test_a_dead_workers_blocks_expire_and_a_live_ones_do_not(ledger, serve
     await log.close()
 
 
-async def test_a_worker_without_a_lease_is_forgotten(ledger):
-    info = await registered(ledger)
-    log, view = DirectoryLog(ledger, info.ref), DirectoryView(ledger.connection)
-    log.note(DIGESTS[:3])
-    await log.flush()
-    await view.compare()
-    assert view.holders(DIGESTS) == {holder_of(info): 3}
+async def test_a_worker_without_a_lease_is_forgotten(ledger, written):
+    info, _, view = written
     await ledger.deregister(info.ref)
     await view.compare()
     assert view.holders(DIGESTS) == {}
-    await log.close()
 
 
-async def test_damaged_and_foreign_events_and_sets_are_passed_over(ledger, server):
-    info = await registered(ledger)
-    log, view, client, key = (
-        DirectoryLog(ledger, info.ref),
-        DirectoryView(ledger.connection),
-        raw(server),
-        ledger.connection.key,
-    )
-    log.note(DIGESTS[:3])
-    await log.flush()
-    await view.compare()
+async def test_damaged_and_foreign_events_and_sets_are_passed_over(ledger, server, written):
+    info, log, view = written
+    client, key = raw(server), ledger.connection.key
     client.xadd(key("block-events"), {"hello": "world"})
     fields: dict[Any, Any] = {"worker": "w", "seq": "1", "reset": "1", "added": "", "removed": ""}
     client.xadd(key("block-events"), {**fields, "incarnation": "x"})
@@ -199,23 +185,19 @@ async def test_damaged_and_foreign_events_and_sets_are_passed_over(ledger, serve
     assert [entry["event"] for entry in logged] == ["directory_damaged"] * 5
     assert await DirectoryStore(ledger.connection).read("other") is None
     assert view.holders(DIGESTS) == {holder_of(info): 5}
-    await log.close()
 
 
-async def test_a_store_that_begins_anew_with_its_clock_behind_is_followed(ledger, server):
-    info = await registered(ledger)
-    log, view, events = DirectoryLog(ledger, info.ref), DirectoryView(ledger.connection), "block-events"
-    log.note(DIGESTS[:1])
-    await log.flush()
-    raw(server).xadd(ledger.connection.key(events), {"from": "the future"}, id="99999999999999-0")
+async def test_a_store_that_begins_anew_with_its_clock_behind_is_followed(ledger, server, written):
+    info, log, view = written
+    events = ledger.connection.key("block-events")
+    raw(server).xadd(events, {"from": "the future"}, id="99999999999999-0")
     await view.compare()
-    raw(server).delete(ledger.connection.key(events))
+    raw(server).delete(events)
     await view.compare()
-    log.note(DIGESTS[1:2])
+    log.note(DIGESTS[3:4])
     await log.flush()
     assert await view._advance()
-    assert view.holders(DIGESTS) == {holder_of(info): 2}
-    await log.close()
+    assert view.holders(DIGESTS) == {holder_of(info): 4}
 
 
 async def test_a_redis_that_is_killed_and_comes_back_empty(tmp_path, monkeypatch):
@@ -227,7 +209,7 @@ async def test_a_redis_that_is_killed_and_comes_back_empty(tmp_path, monkeypatch
     log.note(DIGESTS[:100])
     await log.flush()
     async with following(view):
-        await until(lambda: has(view, holder_of(info), 100))
+        await until(lambda: view.holders(DIGESTS) == {holder_of(info): 100})
         os.kill(server.pid, signal.SIGKILL)
         server.stop()
         log.note(DIGESTS[100:110], DIGESTS[90:100])
@@ -235,11 +217,10 @@ async def test_a_redis_that_is_killed_and_comes_back_empty(tmp_path, monkeypatch
         with pytest.raises(LedgerError, match="prefix blocks not written"):
             await log.flush(0.1)
         assert view.holders(DIGESTS) == {holder_of(info): 100}  # what it knows
-        password = support.password_of(server)
-        with EmbeddedRedis.start(tmp_path, port=server.port, password=password):
+        with EmbeddedRedis.start(tmp_path, port=server.port, password=password_of(server)):
             assert await ledger.register(info)
             await log.flush()
-            await until(lambda: has(view, holder_of(info), 110))
+            await until(lambda: view.holders(DIGESTS) == {holder_of(info): 110})
             await log.close()
     await ledger.close()
 
@@ -311,7 +292,3 @@ async def test_reader_and_store_agree_after_any_trouble(ledger, server, seed, mo
     }
     for log in cluster.logs.values():
         await log.close()
-
-
-def test_the_digests_of_these_tests_have_names_of_their_own():
-    assert len({digest[:16] for digest in DIGESTS}) == len(DIGESTS)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,10 +21,8 @@ from baton.ledger.ownership import OwnershipLog, OwnershipStore, RecordState
 from baton.worker.lease import Lease
 from tests.support import redis_ledger as support
 from tests.support.redis_ledger import LONG_LEASE_S, info_of, order, raw, registered
-from tests.support.waiting import until
 
 RESERVED, PREPARED, COMMITTED, ABORTED, RELEASED = RecordState
-Connect = Callable[..., Awaitable[Ledger]]
 
 
 def wipe(server: EmbeddedRedis, ledger: Ledger) -> None:
@@ -34,6 +32,27 @@ def wipe(server: EmbeddedRedis, ledger: Ledger) -> None:
 
 def grace_ms(server: EmbeddedRedis, ledger: Ledger) -> int:
     return max(0, raw(server).pttl(ledger.connection.key("grace")))
+
+
+@pytest.fixture
+def grace_ends(server, monkeypatch):
+    """A function: no mint sleeps from now on, `meanwhile` happens instead, and the grace is over. Returns what each was
+    to sleep, with what was left of the grace, in ms.
+    """
+
+    def without_sleep(ledger: Ledger, meanwhile: Awaitable[Any] | None = None) -> list[tuple[float, int]]:
+        slept: list[tuple[float, int]] = []
+
+        async def sleep(seconds: float) -> None:
+            slept.append((seconds * 1000, grace_ms(server, ledger)))
+            if meanwhile is not None:
+                await meanwhile
+            raw(server).delete(ledger.connection.key("grace"))
+
+        monkeypatch.setattr("baton.ledger.ledger.asyncio", SimpleNamespace(sleep=sleep))
+        return slept
+
+    return without_sleep
 
 
 # --- epochs and grace ------------------------------------------------------------------------------------------------
@@ -56,10 +75,11 @@ async def test_looking_at_an_empty_store_starts_nothing(connect, server):
 
 
 @pytest.mark.parametrize("how", ["renew", "workers", "register", "mint"])
-async def test_whoever_knows_more_than_the_store_starts_the_next_epoch_and_its_grace(connect, server, how):
-    ledger = await connect(lease_s=0.2 if how == "mint" else LONG_LEASE_S)
+async def test_whoever_knows_more_than_the_store_starts_the_next_epoch_and_its_grace(connect, server, grace_ends, how):
+    ledger = await connect()
     info = await registered(ledger)
     wipe(server, ledger)
+    slept = grace_ends(ledger)
     match how:
         case "renew":
             assert not await ledger.renew(info.ref, 1)
@@ -71,45 +91,36 @@ async def test_whoever_knows_more_than_the_store_starts_the_next_epoch_and_its_g
             assert order(await ledger.mint()) > order(info.ref.incarnation)
     epoch = int(raw(server).get(ledger.connection.key("epoch")) or 0)
     assert epoch > info.ref.incarnation.epoch
-    if how != "mint":  # which has waited for its end
-        assert 0 < grace_ms(server, ledger) <= LONG_LEASE_S * 1000
+    left_ms = slept[0][1] if how == "mint" else grace_ms(server, ledger)
+    assert 0 < left_ms <= LONG_LEASE_S * 1000
 
 
-async def test_after_a_loss_a_new_incarnation_waits_one_lease_time_unless_its_place_was_entered_again(connect, server):
-    lease_s = 0.8
-    live, fresh = await connect(lease_s=lease_s), await connect(lease_s=lease_s)
+async def test_after_a_loss_a_new_incarnation_waits_unless_its_place_was_entered_again(connect, server, grace_ends):
+    live, fresh = await connect(), await connect()
     info = await registered(live)
     wipe(server, live)
     assert await live.register(info)
-    left = grace_ms(server, live)
-    assert left > 0
+    slept = grace_ends(live)
     at_once = await fresh.mint("decode-0")
-    assert order(at_once) > order(info.ref.incarnation)
-    left, began = grace_ms(server, live), time.monotonic()
-    assert left > 0, "the machine was too slow for this test: the grace is over"
+    left_ms = grace_ms(server, live)
+    assert (slept, left_ms > 0) == ([], True)
     waited = await fresh.mint("prefill-0")
-    assert time.monotonic() - began >= left / 1000 - 0.002
-    assert grace_ms(server, live) == 0
-    assert order(waited) > order(at_once)
+    ((slept_ms, then_left_ms),) = slept
+    assert left_ms >= slept_ms >= then_left_ms > 0
+    assert order(info.ref.incarnation) < order(at_once) < order(waited)
 
 
-async def test_what_is_minted_after_a_loss_is_later_than_all_who_live(connect, server):
+async def test_what_is_minted_after_a_loss_is_later_than_all_who_live(connect, server, grace_ends):
     """Why there is a grace: the first who speaks need not be the one who knows the highest epoch."""
-    other, live, fresh = [await connect(lease_s=0.5) for _ in range(3)]
+    other, live, fresh = [await connect() for _ in range(3)]
     low = await registered(other, "prefill-0")
     high = replace(low.ref.incarnation, epoch=low.ref.incarnation.epoch + 10**12)
     assert await live.register(info_of(high))
     wipe(server, live)
     assert await other.workers() == []
-    with structlog.testing.capture_logs() as logged:
-        minting = asyncio.create_task(fresh.mint("decode-1"))
-        await until(lambda: waits(logged))
-    assert await live.register(info_of(high))
-    assert order(await minting) > order(high)
-
-
-async def waits(logged: list[MutableMapping[str, Any]]) -> bool:
-    return any(entry["event"] == "mint_waits" for entry in logged)
+    slept = grace_ends(live, live.register(info_of(high)))
+    assert order(await fresh.mint("decode-1")) > order(high)
+    assert len(slept) == 1
 
 
 async def test_a_loss_that_a_newcomer_hid_is_noticed_by_the_first_who_enters_again(connect, server):
@@ -128,13 +139,14 @@ async def test_a_loss_that_a_newcomer_hid_is_noticed_by_the_first_who_enters_aga
     assert len(await live.workers()) == 2
 
 
-async def test_an_older_copy_of_the_store_does_not_mint_twice(connect, server):
-    live, fresh = await connect(lease_s=0.1), await connect(lease_s=0.1)
+async def test_an_older_copy_of_the_store_does_not_mint_twice(connect, server, grace_ends):
+    live, fresh = await connect(), await connect()
     minted = [await live.mint() for _ in range(5)]
     raw(server).set(live.connection.key("counter"), 2)
     assert await live.workers() == []
+    slept = grace_ends(live)
     assert await fresh.mint() not in minted
-    assert grace_ms(server, live) == 0
+    assert len(slept) == 1
 
 
 async def test_a_grace_is_not_prolonged_by_those_who_enter_again(connect, server):
@@ -271,38 +283,3 @@ async def test_every_key_has_a_time_to_live_but_the_two_that_carry_the_order(con
     assert ttl_ms["worker:decode-0"] <= LONG_LEASE_S * 1000
     for writer in (log, blocks):
         await writer.close()
-
-
-# --- what a handoff costs --------------------------------------------------------------------------------------------
-
-
-async def test_a_handoff_waits_for_redis_not_once_and_costs_four_round_trips_at_most(connect, server):
-    """`note` is no coroutine: nothing on the path of a token can wait for it. The rest is counted by Redis itself."""
-    ledger, client = await connect(), raw(server)
-    info = await registered(ledger)
-    log = OwnershipLog(ledger, info.ref)
-    log.note(HandoffId("warm", 1), "router", RESERVED)
-    await log.flush()
-
-    def commands() -> dict[str, int]:
-        stats = client.info("commandstats")
-        return {name: row["calls"] for name, row in stats.items() if name in {"cmdstat_eval", "cmdstat_evalsha"}}
-
-    def calls() -> int:
-        return sum(commands().values())
-
-    before = calls()
-    for state in (RESERVED, PREPARED, COMMITTED, RELEASED):
-        log.note(HandoffId("alone", 1), "router", state)
-        assert calls() == before  # the loop did not run: nothing left, and nobody waited
-    await log.flush()
-    assert calls() - before == 1
-
-    before = calls()
-    for n in range(10):
-        for state in RecordState:
-            log.note(HandoffId(f"slow-{n}", 1), "router", state)
-            await log.flush()
-    assert calls() - before == 40
-    assert log.counters.round_trips == 1 + 1 + 40
-    await log.close()

@@ -1,17 +1,14 @@
 """The whole ledger against each redis-server that is here: 6.2 from the wheel, and 7 or later where one is installed.
 
-Three ways in: the password of all, a user limited to our keys and commands, and TLS with an authority of one's own.
+Four ways in: the password of all, a user limited to our keys and commands, TLS, and a unix socket.
 """
 
 from __future__ import annotations
 
 import asyncio
-import shlex
-import shutil
-import socket
-import subprocess
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+import contextlib
+import ssl
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
@@ -120,6 +117,7 @@ async def test_with_a_user_limited_to_the_prefix_and_the_listed_commands(server)
     rules = text.replace("baton:NAME", prefix).replace("PASSWORD", "pw").split()
     assert {rule[1:] for rule in rules if rule.startswith("+") and "@" not in rule} == set(COMMANDS)
     raw(server).execute_command("ACL", "SETUSER", "limited", "reset", *rules)
+    raw(server).script_flush()
     url = f"redis://limited:pw@127.0.0.1:{server.port}/0"
     await everything(url, prefix)
     foreign = await Ledger.connect(url, "baton:elsewhere", LEASE_S, SystemClock())
@@ -143,102 +141,45 @@ async def test_with_a_user_limited_to_the_prefix_and_the_listed_commands(server)
 
 async def test_who_has_no_or_another_password_is_refused_without_showing_it(server):
     for url in (f"redis://127.0.0.1:{server.port}/0", f"redis://:another-one@127.0.0.1:{server.port}/0"):
-        with pytest.raises(LedgerError, match="Authentication") as caught:
+        with pytest.raises(LedgerError, match=rf"127\.0\.0\.1:{server.port}: .*Authentication") as caught:
             await Connection.open(url, "baton:x")
         assert "another-one" not in str(caught.value)
 
 
-async def test_killed_and_started_again_without_data(binary, tmp_path):
-    server = EmbeddedRedis.start(tmp_path, binary=binary)
-    ledger = await Ledger.connect(server.url, "baton:x", LEASE_S, SystemClock())
-    info = await registered(ledger)
-    log = OwnershipLog(ledger, info.ref)
-    log.note(HandoffId("live", 3), "router", RecordState.COMMITTED)
-    await log.flush()
-    server.stop()
-    with EmbeddedRedis.start(tmp_path, binary=binary, port=server.port, password=password_of(server)):
-        assert not await ledger.renew(info.ref, 1)
-        await log.flush()
-        record = await OwnershipStore(ledger.connection).read("live")
-        assert record is not None
-        assert (record.handoff, record.state) == (HandoffId("live", 3), RecordState.COMMITTED)
-        assert (await ledger.mint()).epoch > info.ref.incarnation.epoch
-        await log.close()
-        await ledger.close()
+@contextlib.asynccontextmanager
+async def tls_proxy(to_port: int, certificates: Path) -> AsyncIterator[int]:
+    """A listener on loopback that takes TLS off and passes on to `to_port`: the wheel's server has no TLS."""
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.load_cert_chain(certificates / "cert.pem", certificates / "key.pem")
+
+    async def pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(OSError):
+            while data := await reader.read(65536):
+                writer.write(data)
+                await writer.drain()
+        writer.close()
+
+    async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        inner_reader, inner_writer = await asyncio.open_connection("127.0.0.1", to_port)
+        await asyncio.gather(pump(reader, inner_writer), pump(inner_reader, writer))
+
+    listener = await asyncio.start_server(handle, "127.0.0.1", 0, ssl=context)
+    async with listener:
+        yield listener.sockets[0].getsockname()[1]
 
 
-@dataclass(frozen=True)
-class Authority:
-    """A certificate authority of our own, and the certificate that it gave to 127.0.0.1."""
-
-    ca: Path
-    certificate: Path
-    key: Path
-
-
-@pytest.fixture(scope="module")
-def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
-    openssl, folder = shutil.which("openssl"), tmp_path_factory.mktemp("authority")
-    if openssl is None:
-        pytest.skip("no openssl here to make certificates")
-    made = Authority(folder / "ca.pem", folder / "server.pem", folder / "server.key")
-
-    def run(*args: str) -> None:
-        subprocess.run([openssl, *args], capture_output=True, check=True, cwd=folder)
-
-    fresh = ("-nodes", "-newkey", "rsa:2048", "-days", "2")
-    run("req", "-x509", *fresh, "-subj", "/CN=authority of a test", "-keyout", "ca.key", "-out", "ca.pem")
-    run("req", *fresh[:3], "-subj", "/CN=redis", "-keyout", "server.key", "-out", "server.csr")
-    (folder / "names").write_text("subjectAltName=IP:127.0.0.1\n")
-    signing = ("-CA", "ca.pem", "-CAkey", "ca.key", "-CAcreateserial", "-days", "2", "-extfile", "names")
-    run("x509", "-req", "-in", "server.csr", *signing, "-out", "server.pem")
-    return made
-
-
-def speaks_tls(binary: Path) -> bool:
-    """A server without TLS knows no such option; one with TLS finds the value wrong. Both end at once."""
-    told = subprocess.run([binary, "--tls-port", "nonsense"], capture_output=True, text=True, timeout=10, check=False)
-    return "Bad directive" not in told.stdout + told.stderr
-
-
-def with_tls(binary: Path, folder: Path, port: int, authority: Authority) -> Path:
-    """A redis-server that listens for TLS too, beside what its configuration says."""
-    lines = (
-        f"tls-port {port}",
-        f"tls-cert-file {authority.certificate}",
-        f"tls-key-file {authority.key}",
-        f"tls-ca-cert-file {authority.ca}",
-        "tls-auth-clients no",
-    )
-    return with_lines(binary, folder, lines)
-
-
-def with_lines(binary: Path, folder: Path, lines: Sequence[str]) -> Path:
-    """A redis-server that obeys these lines, beside what its configuration says."""
-    words = " ".join(shlex.quote(line) for line in lines)
-    file = shlex.quote(str(folder / "redis.conf"))
-    script = folder / "redis-server"
-    script.write_text(
-        f"#!/bin/sh\n{{ cat; printf '%s\\n' {words}; }} > {file}\nexec {shlex.quote(str(binary))} {file}\n"
-    )
-    script.chmod(0o755)
-    return script
-
-
-async def test_over_tls(binary, authority, tmp_path):
-    if not speaks_tls(binary):
-        pytest.skip(f"{binary} is built without TLS")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = int(probe.getsockname()[1])
-    with EmbeddedRedis.start(tmp_path, binary=with_tls(binary, tmp_path, port, authority)) as server:
+async def test_over_tls_with_an_authority_of_ones_own(server, folder):
+    async with tls_proxy(server.port, folder) as port:
         url = f"rediss://:{password_of(server)}@127.0.0.1:{port}/0"
-        await everything(f"{url}?ssl_ca_certs={authority.ca}", next(support.PREFIXES))
+        await everything(f"{url}?ssl_ca_certs={folder}/ca.pem", next(support.PREFIXES))
         with pytest.raises(LedgerError, match=r"(?i)certificate"):
             await Connection.open(url, "baton:x")
 
 
 async def test_over_a_unix_socket(binary, tmp_path):
-    socket_file = tmp_path / "s"
-    with EmbeddedRedis.start(tmp_path, binary=with_lines(binary, tmp_path, [f"unixsocket {socket_file}"])) as server:
+    """A redis-server that listens there too, beside what its configuration says."""
+    socket_file, config, script = tmp_path / "s", tmp_path / "redis.conf", tmp_path / "redis-server"
+    script.write_text(f"#!/bin/sh\n{{ cat; echo unixsocket {socket_file}; }} > {config}\nexec '{binary}' {config}\n")
+    script.chmod(0o755)
+    with EmbeddedRedis.start(tmp_path, binary=script) as server:
         await everything(f"unix://:{password_of(server)}@{socket_file}?db=0", next(support.PREFIXES))

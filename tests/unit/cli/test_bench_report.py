@@ -79,17 +79,6 @@ def test_a_run_without_an_answer_has_no_distributions():
     assert "1 WorkerLost" in table(found)
 
 
-def test_the_table():
-    text = table(report(SAMPLES, Goals(ttft_ms=250), {}, OWN))
-    assert "3 requests completed, 1 failed, in 2.00 s" in text
-    assert "goodput 1.00 requests/s, 50.0% of all, with TTFT <= 250 ms" in text
-    assert [line.split()[0] for line in text.splitlines() if line[:4] in {"TTFT", "ITL ", "TPOT"}] == [
-        "TTFT",
-        "ITL",
-        "TPOT",
-    ]
-
-
 def test_latencies_count_from_when_a_request_was_to_be_sent():
     late = Sample(start=10.0, sent=10.4, end=11.0, times=[10.5], prompt_tokens=1, tokens=1)
     never = Sample(start=10.2, end=10.2, error=NOT_SENT)
@@ -115,14 +104,11 @@ def test_a_busy_load_generator_is_seen(own: Generator, busy: bool):
     assert last.endswith(": TOO BUSY, latencies may be its own") == busy
 
 
-def test_what_was_stopped_or_cut_is_said():
-    text = table(report(SAMPLES, Goals(), {}, Generator(1e9, 0.1, [], unfinished=2, clipped=5)))
+def test_the_table_names_goals_failures_and_what_was_cut():
+    own = Generator(1e9, 0.1, [], unfinished=2, clipped=5)
+    text = table(report(SAMPLES, Goals(ttft_ms=250, e2e_ms=600), {}, own))
     assert "3 requests completed, 1 failed, 2 not finished, in 2.00 s" in text
     assert "5 were cut to the length that the model has" in text
-
-
-def test_each_goal_alone():
-    text = table(report(SAMPLES, Goals(ttft_ms=250, e2e_ms=600), {}, OWN))
     assert "50.0% of all, with TTFT <= 250 ms and end to end <= 600 ms" in text
     assert "alone: 50.0% TTFT <= 250 ms, 50.0% end to end <= 600 ms" in text
 
@@ -154,9 +140,7 @@ def test_two_reports_beside_each_other(reports: list[Path]):
 
 
 def test_a_comparison_as_a_table(reports: list[Path]):
-    text = compared(*reports).stdout
-    assert "  rate: 2.0 in A, 4.0 in B" in text
-    assert ["requests/s", "1.50", "2.00", "1.33"] in [line.split() for line in text.splitlines()]
+    assert "  rate: 2.0 in A, 4.0 in B" in compared(*reports).stdout
     assert "the same was asked" in compared(reports[0], reports[0]).stdout
     assert ["failed", "0", "1", "-"] in [line.split() for line in compared(*reversed(reports)).stdout.splitlines()]
 
@@ -168,27 +152,26 @@ def test_goals_that_differ_in_their_percentile_alone(tmp_path: Path):
     assert json.loads(compared(*files, "--json").stdout)["differs"] == {"goal gap_percentile": [99, 50]}
 
 
-@pytest.mark.parametrize("change", [{"generator": {}}, {"plan": 3}, {"errors": []}, {"requests_per_s": "many"}])
-def test_a_report_that_is_not_whole_cannot_be_compared(reports: list[Path], change: dict[str, Any]):
-    reports[1].write_text(json.dumps(json.loads(reports[1].read_text()) | change))
-    assert compared(*reports).exit_code == 2
+NO_REPORTS = ["", "[]", '{"kind": "another"}', f'{{"kind": "{KIND}"}}', "{", "not there"]
+NOT_WHOLE = [{"generator": {}}, {"plan": 3}, {"errors": []}, {"requests_per_s": "many"}]
+WHOLE = report(SAMPLES, Goals(), {}, OWN)
 
 
-@pytest.mark.parametrize("text", ["", "[]", '{"kind": "another"}', f'{{"kind": "{KIND}"}}', "{"])
-def test_what_is_no_report_cannot_be_compared(reports: list[Path], text: str):
+@pytest.mark.parametrize("text", [*NO_REPORTS, *(json.dumps(WHOLE | change) for change in NOT_WHOLE)], ids=repr)
+def test_what_is_no_report_or_not_whole_cannot_be_compared(reports: list[Path], text: str):
     reports[1].write_text(text)
+    if text == "not there":
+        reports[1].unlink()
     done = compared(*reports)
     assert (done.exit_code, "b.json" in re.sub(r"[\s│]", "", done.stderr)) == (2, True)  # a box breaks long names
-    assert compared(reports[0], reports[0].parent / "none").exit_code == 2
 
 
 # pictures
 
 
-@pytest.mark.parametrize("samples", [slice(None), slice(3, None), slice(2, 3)])
-def test_a_picture(tmp_path: Path, samples: slice):
+def test_a_picture_of_a_run_without_an_answer(tmp_path: Path):
     file = tmp_path / "p.svg"
-    plot(SAMPLES[samples], Goals(ttft_ms=250), file)
+    plot(SAMPLES[3:], Goals(ttft_ms=250), file)
     assert ET.parse(file).getroot().tag.endswith("svg")
 
 

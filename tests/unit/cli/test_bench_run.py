@@ -1,10 +1,11 @@
-"""The loops of `baton bench`, on a server that does what a test wants."""
+"""The loops of `baton bench`, on a server that does what a test wants, and what it reads of an answer over HTTP."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import math
+import re
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,13 +15,14 @@ from typing import Any
 import pytest
 
 from baton.cli.bench import output
+from baton.cli.bench.http import HttpServer
 from baton.cli.bench.plan import Ask, Load, Plan
-from baton.cli.bench.progress import line
 from baton.cli.bench.run import Run
 from baton.cli.bench.sample import Goals, Sample
 from baton.client import Model
 from baton.clock import SystemClock
 from baton.errors import BatonError, ConfigError, InvalidRequest, NoWorker, Overloaded, WorkerLost
+from tests.support.time_factor import scaled
 
 BLOCKED_S = 0.15
 
@@ -75,14 +77,6 @@ async def test_what_a_busy_client_sends_late_counts_as_late():
     assert max(run.own().lags_s) > BLOCKED_S / 2
 
 
-async def test_no_request_is_sent_before_its_time():
-    run = await made(Fake(), rate=500, requests=50)
-    assert all(sample.sent is not None and sample.sent >= sample.start for sample in run.samples)
-    assert run.began is not None
-    asked = [ask.at_s for ask in run.load.asks(Model("m", 64, 256))]
-    assert [sample.start - run.began for sample in run.samples] == pytest.approx(asked)
-
-
 async def test_warming_up_does_not_count():
     fake = Fake(fails=(0, 4))
     run = await made(fake, concurrency=2, warmup=3, requests=5)
@@ -97,14 +91,11 @@ async def test_a_closed_loop_ends_with_its_time():
     assert max(sample.start for sample in run.samples) - min(sample.start for sample in run.samples) < 0.05
 
 
-def refusing() -> Fake:
-    return Fake(fails=tuple(range(9)), error=Overloaded("full", retry_after_s=1e6))
-
-
 @pytest.mark.parametrize("options", [{"requests": 1}, {"requests": 2, "concurrency": 2}, {"duration": 25}])
 async def test_nobody_waits_for_what_does_not_come(options: dict[str, Any]):
-    async with asyncio.timeout(20):
-        run = await made(refusing(), **{"concurrency": 1, **options})
+    refusing = Fake(fails=tuple(range(9)), error=Overloaded("full", retry_after_s=1e6))
+    async with asyncio.timeout(scaled(20)):
+        run = await made(refusing, **{"concurrency": 1, **options})
     assert {sample.error for sample in run.samples} == {"Overloaded"}
     assert len(run.samples) == options.get("requests", 1)
 
@@ -112,8 +103,7 @@ async def test_nobody_waits_for_what_does_not_come(options: dict[str, Any]):
 @pytest.mark.parametrize("asked_s", [1e6, math.nan])
 async def test_a_server_cannot_ask_for_a_pause_without_end(monkeypatch, asked_s: float):
     monkeypatch.setattr("baton.cli.bench.run.MOST_PAUSE_S", 0.02)
-    async with asyncio.timeout(5):
-        run = await made(Fake(fails=(0, 1), error=Overloaded("full", asked_s)), concurrency=1, requests=3)
+    run = await made(Fake(fails=(0, 1), error=Overloaded("full", asked_s)), concurrency=1, requests=3)
     first, second, third = (sample.start for sample in run.samples)
     assert min(second - first, third - second) > 0.01
 
@@ -162,7 +152,38 @@ def test_the_report_is_given_when_the_screen_is_clear(monkeypatch):
     assert seen == ["cleared", "given"]
 
 
-async def test_the_line_of_progress():
-    run = await made(Fake(fails=(1,)), requests=10, concurrency=1)
-    assert line(run).startswith("9 done, 0 under way, 1 failed, TTFT p50 ")
-    assert "ITL p99 0 ms" in line(run)
+# --- over HTTP
+
+
+def asking(port: int, token: str | None = None) -> HttpServer:
+    return HttpServer(f"http://127.0.0.1:{port}", {}, SystemClock(), 10.0, token, None)
+
+
+@pytest.mark.parametrize("token", ["schl\u00fcssel", "\u2713", "two\nlines"])
+def test_a_token_that_no_header_can_carry(token: str):
+    with pytest.raises(ConfigError, match="token: must be printable ASCII without line breaks"):
+        asking(1, token)
+
+
+async def test_a_chunk_without_text_counts_as_none():
+    def of(text: str, reason: str | None = None) -> dict[str, Any]:
+        return {"choices": [{"text": text, "finish_reason": reason}]}
+
+    usage = {"choices": [], "usage": {"prompt_tokens": 1, "completion_tokens": 4}}
+    chunks = [of(""), of("a"), of(""), of("b"), of("", "stop"), usage]
+    body = "".join(f"data: {json.dumps(chunk)}\n\n" for chunk in chunks) + "data: [DONE]\n\n"
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        length = re.search(rb"content-length: (\d+)", (await reader.readuntil(b"\r\n\r\n")).lower())
+        assert length is not None
+        await reader.readexactly(int(length[1]))
+        head = f"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ncontent-length: {len(body)}\r\n\r\n"
+        writer.write(f"{head}{body}".encode())
+        await writer.drain()
+        writer.close()
+
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+        http, sample = asking(server.sockets[0].getsockname()[1]), Sample(0.0)
+        await http.send(Ask("x", 4), sample)
+        await http.close()
+    assert (sample.counts, sample.tokens) == ([1, 1], 4)

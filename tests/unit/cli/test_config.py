@@ -2,6 +2,7 @@
 
 import pytest
 
+from baton import __version__
 from baton.cli.config import effective, hide_password
 from baton.cli.roles import router_settings
 from baton.cli.up import as_environment, as_options
@@ -54,34 +55,24 @@ def test_overrides_that_no_variable_can_say_go_by_the_command_line(tmp_path):
     assert not any("cret" in option for option in options)
 
 
-def test_a_router_is_told_how_often_a_request_is_tried():
-    assert router_settings(ClusterConfig()).attempts == 3
-    settings = router_settings(ClusterConfig.model_validate({"slo": {"ttft_ms": 250, "itl_ms": 20}}))
-    assert (settings.policy, settings.slo_ttft_s, settings.slo_itl_s) == ("predicted", 0.25, 0.02)
-    assert router_settings(ClusterConfig.model_validate({"retry": {"attempts": 5}})).attempts == 5
-
-
-def test_decode_workers_compute_prompts_where_that_is_sooner_unless_they_never_may():
-    assert router_settings(ClusterConfig()).local_prefill
-    assert not router_settings(ClusterConfig.model_validate({"router": {"local_prefill": "never"}})).local_prefill
-
-
-def test_a_router_is_told_whether_models_think_while_they_decode():
-    assert not router_settings(ClusterConfig()).think_while_decoding
-    config = ClusterConfig.model_validate({"thinking": {"while_decoding": True}})
-    assert router_settings(config).think_while_decoding
-
-
-def test_a_router_is_told_who_may_wait():
-    queue = {"max_requests": 5, "max_tokens": 600, "max_wait_s": 2.5}
-    config = ClusterConfig.model_validate({"router": {"queue": queue, "tenants": {"team-a": 3}}})
-    settings = router_settings(config)
-    assert (settings.queue_max_requests, settings.queue_max_tokens, settings.queue_max_wait_s) == (5, 600, 2.5)
-    assert settings.tenants == {"team-a": 3.0}
-
-
-def test_a_router_is_told_its_version_and_when_a_silent_worker_is_lost():
-    ledger = {"lease_s": 6.0, "heartbeat_s": 2.0}
-    settings = router_settings(ClusterConfig.model_validate({"ledger": ledger}))
-    assert settings.version.count(".") == 2
-    assert settings.worker_silence_s == 6.0
+@pytest.mark.parametrize(
+    ("file", "told"),
+    [
+        ({}, {"attempts": 3, "local_prefill": True, "think_while_decoding": False}),
+        (
+            {"slo": {"ttft_ms": 250, "itl_ms": 20}, "retry": {"attempts": 5}},
+            {"policy": "predicted", "slo_ttft_s": 0.25, "slo_itl_s": 0.02, "attempts": 5},
+        ),
+        ({"router": {"local_prefill": "never"}}, {"local_prefill": False}),
+        ({"thinking": {"while_decoding": True}}, {"think_while_decoding": True}),
+        (
+            {"router": {"queue": {"max_requests": 5, "max_tokens": 600, "max_wait_s": 2.5}, "tenants": {"team-a": 3}}},
+            {"queue_max_requests": 5, "queue_max_tokens": 600, "queue_max_wait_s": 2.5, "tenants": {"team-a": 3.0}},
+        ),
+        ({"ledger": {"lease_s": 6.0, "heartbeat_s": 2.0}}, {"worker_silence_s": 6.0, "version": __version__}),
+    ],
+    ids=["defaults", "SLO and attempts", "no local prefill", "thinking", "who may wait", "a silent worker"],
+)
+def test_a_router_is_told_what_the_file_says(file, told):
+    settings = router_settings(ClusterConfig.model_validate(file))
+    assert {name: getattr(settings, name) for name in told} == told

@@ -45,23 +45,23 @@ def test_who_did_what_is_said_in_words(workers, text):
     placement = inference.Placement(prefill_worker=workers[0], decode_worker=workers[1])
     if workers == ("p-0", "d-0"):
         placement.kv_bytes, placement.transport = 4096, "shm"
-    stream = Thinking(
-        inference.GenerateEvent(finished=inference.Finished(reason=common.FINISH_REASON_LENGTH)),
-        inference.GenerateEvent(completed=inference.Completed(placement=placement)),
-    )
-    list(stream)
-    assert placed(stream.collect()) == text
+    assert placed(completed((), placement=placement)) == text
 
 
 @pytest.mark.parametrize(("ids", "text"), [([7], "TTFT 250.0 ms"), ([], "no token")])
 def test_an_answer_without_a_token_has_no_ttft(ids, text):
+    assert latency(completed(ids, timings=common.Timings(ttft_s=len(ids) / 4, e2e_s=1))) == text
+
+
+def completed(ids, **facts):
+    """An answer of these tokens, which ended with these facts."""
     stream = Thinking(
         *[inference.GenerateEvent(tokens=inference.Tokens(ids=[each])) for each in ids],
         inference.GenerateEvent(finished=inference.Finished(reason=common.FINISH_REASON_EOS)),
-        inference.GenerateEvent(completed=inference.Completed(timings=common.Timings(ttft_s=len(ids) / 4, e2e_s=1))),
+        inference.GenerateEvent(completed=inference.Completed(**facts)),
     )
     list(stream)
-    assert latency(stream.collect()) == text
+    return stream.collect()
 
 
 class Thinking(Fold):
@@ -69,7 +69,7 @@ class Thinking(Fold):
 
     def __init__(self, *messages: inference.GenerateEvent) -> None:
         super().__init__()
-        self._messages, self.asked = messages, dict[str, object]()
+        self._messages, self.asked, self.prompt = messages, dict[str, object](), ""
 
     def __enter__(self):
         return self
@@ -78,7 +78,7 @@ class Thinking(Fold):
         pass
 
     def stream(self, prompt, **options):
-        self.asked = options
+        self.prompt, self.asked = prompt, options
         return self
 
     def __iter__(self):
@@ -133,27 +133,12 @@ def test_thinking_while_decoding_is_an_option(monkeypatch):
     assert asked == [None, True, False]
 
 
-class Asked(Exception):
-    """Ends `generate` as soon as the prompt is known."""
-
-
-class FakeClient:
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        pass
-
-    def stream(self, prompt, **options):
-        raise Asked(prompt)
-
-
 @pytest.mark.parametrize(("data", "text"), [("Zoë".encode(), "Zoë"), (b"a\xff", "a\udcff")])
 def test_a_prompt_on_standard_input_need_not_be_text(monkeypatch, data, text):
     monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(data)))
-    with pytest.raises(Asked) as asked:
-        generate(FakeClient(), "-", {}, Shown(False, False, False))  # type: ignore[arg-type]
-    assert asked.value.args == (text,)
+    stream = thinking()
+    generate(stream, "-", {}, Shown(False, False, False))  # type: ignore[arg-type]
+    assert stream.prompt == text
 
 
 @pytest.fixture

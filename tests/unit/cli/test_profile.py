@@ -13,8 +13,8 @@ from structlog.testing import capture_logs
 from baton.cli import profile as command
 from baton.config import load_config
 from baton.core import Role
-from baton.engine.kernels.cpu.build import load_library
-from baton.engine.kernels.cpu.measure import measure_linear
+from baton.engine.kernels.cpu.build import load_library, state_folder
+from baton.engine.kernels.cpu.measure import measure_attention, measure_linear
 from baton.engine.kernels.cpu.profile import load_profile
 from baton.engine.passes import load_passes
 from baton.errors import ConfigError
@@ -27,12 +27,18 @@ DEMO = Path(__file__).parents[3] / "models" / "demo"
 
 @pytest.fixture
 def cluster_file(tmp_path, monkeypatch):
-    monkeypatch.setenv("BATON_HOME", str(tmp_path / "home"))
+    home, compiled = tmp_path / "home", state_folder() / "kernels"
+    home.mkdir()
+    compiled.mkdir(parents=True, exist_ok=True)
+    (home / "kernels").symlink_to(compiled)  # compiled once for all tests
+    monkeypatch.setenv("BATON_HOME", str(home))
     monkeypatch.setattr(command, "measure_linear", partial(measure_linear, rows=(1, 8)))
+    monkeypatch.setattr(command, "measure_attention", partial(measure_attention, context=40))
     monkeypatch.setattr(command, "configure_logging", lambda *_: None)  # it is the process's, and others log here too
     before = torch.get_num_threads()
     file = tmp_path / "c.yaml"
-    file.write_text(f"model: {{path: {DEMO}}}\nprefill: {{threads: 1}}\ndecode: {{threads: 1}}\n")
+    pool = "{threads: 1, max_running: 2}"
+    file.write_text(f"model: {{path: {DEMO}}}\nprefill: {pool}\ndecode: {pool}\n")
     with capture_logs():
         yield file
     torch.set_num_threads(before)
@@ -58,12 +64,9 @@ def test_every_shape_of_the_model_is_measured_and_kept(cluster_file, capsys):
     assert settled(settings).shapes.rows == passes["rows"]
 
 
-def test_the_oracle_has_nothing_to_profile(cluster_file):
+@pytest.mark.parametrize("sets", [["model.path=oracle"], []], ids=["--set", "the environment"])
+def test_the_oracle_has_nothing_to_profile(cluster_file, monkeypatch, sets):
+    if not sets:
+        monkeypatch.setenv("BATON__MODEL__PATH", "oracle")
     with pytest.raises(ConfigError, match=r"model\.path: oracle"):
-        command.profile(cluster_file, ["model.path=oracle"], as_json=False)
-
-
-def test_the_environment_counts_here_too(cluster_file, monkeypatch):
-    monkeypatch.setenv("BATON__MODEL__PATH", "oracle")
-    with pytest.raises(ConfigError, match=r"model\.path: oracle"):
-        command.profile(cluster_file, [], as_json=False)
+        command.profile(cluster_file, sets, as_json=False)

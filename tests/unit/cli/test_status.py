@@ -3,9 +3,7 @@
 import json
 import os
 import time
-from concurrent.futures import ThreadPoolExecutor
 
-import grpc
 import pytest
 
 from baton.cli import status as command
@@ -14,7 +12,7 @@ from baton.core import Incarnation, Role, WorkerInfo, WorkerRef
 from baton.errors import NoWorker
 from baton.load import BlockCounts, Load
 from baton.rpc import convert, reports
-from baton.rpc.v1 import admin_pb2, admin_pb2_grpc
+from baton.rpc.v1 import admin_pb2
 from tests.quiet_admin import QuietAdmin
 from tests.support.sessions import BACKEND
 
@@ -39,49 +37,37 @@ class FakeRouter(QuietAdmin):
 
 
 @pytest.fixture
-def serving(tmp_path, monkeypatch):
+def status(tmp_path, monkeypatch, serve, capsys):
+    """A function: what is printed of the cluster that runs here and has these routers; `None` answers nobody."""
     monkeypatch.setenv("BATON_HOME", str(tmp_path))
-    servers = []
 
-    def start(*routers):
-        """The admin addresses; the cluster that runs here has these routers, and `None` answers nobody."""
-        admins = [NOBODY if router is None else served(router) for router in routers]
+    def shown(*routers, as_json=False):
+        admins = [NOBODY if router is None else serve(router) for router in routers]
         here = ClusterState("two", ProcessId.of(os.getpid()), "x", admins[0], "", "", "", admins=admins)
         monkeypatch.setattr(command, "find_cluster", lambda name: here)
+        command.status(None, None, as_json=as_json)
+        printed = capsys.readouterr().out
+        return json.loads(printed) if as_json else printed
 
-    def served(router):
-        server = grpc.server(ThreadPoolExecutor(1))
-        servers.append(server)
-        admin_pb2_grpc.add_AdminServicer_to_server(router, server)
-        port = server.add_insecure_port("127.0.0.1:0")
-        server.start()
-        return f"127.0.0.1:{port}"
-
-    yield start
-    for server in servers:
-        server.stop(None).wait()
+    return shown
 
 
-def test_each_router_is_shown(serving, capsys):
-    serving(FakeRouter("one"), FakeRouter("second", "lost"))
-    command.status(None, None, as_json=False)
-    printed = capsys.readouterr().out
+def test_each_router_is_shown(status):
+    printed = status(FakeRouter("one"), FakeRouter("second", "lost"))
     assert "router one, up 0 s\nrequests: 3 running" in printed
     assert "router second, up 0 s\nrequests: 6 running" in printed
     assert printed.count("127.0.0.1:2 ") == 1, "one table"
     assert "prefill-0@7.2: lost, says router second" in printed
 
 
-def test_who_takes_deterministic_requests_is_said_once(serving, capsys):
+def test_who_takes_deterministic_requests_is_said_once(status):
     router = FakeRouter("one")
     for name, (said, why_not, passes) in {"p1": ("x", "", 2), "d0": ("x", "", 5), "d1": ("", "a GPU", 0)}.items():
         worker = router.reply.workers.add()
         worker.CopyFrom(router.reply.workers[0])
         worker.info.ref.worker_id, worker.info.determinism, worker.info.nondeterminism = name, said, why_not
         worker.load.verify_passes, worker.load.rollbacks, worker.load.recomputed_tokens = passes, 1, 30
-    serving(router)
-    command.status(None, None, as_json=False)
-    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("deterministic")]
+    lines = [line for line in status(router).splitlines() if line.startswith("deterministic")]
     assert lines == [
         "deterministic requests: not on prefill-0: they do not say why",
         "deterministic requests: x on p1, d0: 7 verify passes, 2 rollbacks, 60 tokens recomputed",
@@ -89,30 +75,25 @@ def test_who_takes_deterministic_requests_is_said_once(serving, capsys):
     ]
 
 
-def test_as_json_the_first_is_what_it_was(serving, capsys):
-    serving(FakeRouter("one"), FakeRouter("second"), None)
-    command.status(None, None, as_json=True)
-    found = json.loads(capsys.readouterr().out)
+def test_as_json_the_first_is_what_it_was(status):
+    found = status(FakeRouter("one"), FakeRouter("second"), None, as_json=True)
     assert (found["router_id"], found["workers"][0]["state"]) == ("one", "connected")
     assert [router["router_id"] for router in found["other_routers"]] == ["second"]
     assert [router["admin"] for router in found["unreachable_routers"]] == [NOBODY]
 
 
-def test_one_that_does_not_answer_hides_no_other(serving, capsys):
-    serving(None, FakeRouter("second"))
-    command.status(None, None, as_json=False)
-    printed = capsys.readouterr().out
+def test_one_that_does_not_answer_hides_no_other(status):
+    printed = status(None, FakeRouter("second"))
     assert "router second" in printed
     assert f"router at {NOBODY}: cannot be asked: " in printed
 
 
-def test_none_answers(serving):
-    serving(None, None)
+def test_none_answers(status):
     with pytest.raises(NoWorker, match=NOBODY):
-        command.status(None, None, as_json=False)
+        status(None, None)
 
 
-def test_what_the_controller_says_is_shown(serving, capsys):
+def test_what_the_controller_says_is_shown(status):
     router = FakeRouter("one")
     said = admin_pb2.Control(age_s=7, host="h", outlook="prefill: steady")
     said.plan.MergeFrom(admin_pb2.Plan(prefill=1, decode=2, generation=3, number=9, by="operator", reason="he said so"))
@@ -122,9 +103,7 @@ def test_what_the_controller_says_is_shown(serving, capsys):
     for number in range(7):
         said.decisions.add(age_s=10 - number, kind="start", text=f"number {number}")
     router.reply.control.CopyFrom(said)
-    serving(router)
-    command.status(None, None, as_json=False)
-    printed = capsys.readouterr().out
+    printed = status(router)
     assert "plan 9: 1 prefill, 2 decode, by operator: he said so\n" in printed
     assert "the controller on h has said nothing for 7 s" in printed
     assert "prefill-0: ready" not in printed, "all is well with it"
@@ -133,17 +112,14 @@ def test_what_the_controller_says_is_shown(serving, capsys):
     assert "autoscaler: prefill: steady" in printed
     assert "number 1" not in printed
     assert "    15 s ago  start     number 2\n" in printed
-    command.status(None, None, as_json=True)
-    control = json.loads(capsys.readouterr().out)["control"]
+    control = status(router, as_json=True)["control"]
     assert (control["plan"]["number"], len(control["decisions"]), control["slots"][2]["note"]) == (9, 7, "no memory")
 
 
-def test_a_worker_that_drains_is_not_just_connected(serving, capsys):
+def test_a_worker_that_drains_is_not_just_connected(status):
     router = FakeRouter("one")
     router.reply.workers[0].load.draining = True
-    serving(router)
-    command.status(None, None, as_json=False)
-    assert "prefill-0@7.2  prefill  draining" in capsys.readouterr().out
+    assert "prefill-0@7.2  prefill  draining" in status(router)
 
 
 def test_watching_goes_on_until_it_is_interrupted(capsys, monkeypatch):

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 import queue
 import re
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import grpc
 import pytest
+from textual.pilot import Pilot
 from textual.widgets import RichLog, Static
 from typer.testing import CliRunner
 
@@ -20,12 +21,10 @@ from baton.cli.top import draw, feed
 from baton.cli.top.app import Help, Table, Top, Trace
 from baton.cli.top.feed import Feed
 from baton.errors import NoWorker, Unauthenticated
-from baton.rpc.channel import from_here
-from baton.rpc.v1 import admin_pb2, admin_pb2_grpc, common_pb2
+from baton.rpc.v1 import admin_pb2, common_pb2
 from tests.quiet_admin import QuietAdmin
-from tests.support.time_factor import scaled
+from tests.support.waiting import until
 
-WAIT_S = 20.0
 SIZE = (150, 48)
 
 
@@ -45,31 +44,16 @@ def live(at: float = 1000.0, requests: int = 3, **status: Any) -> admin_pb2.Live
     ]
     plan = admin_pb2.Plan(prefill=1, decode=1, number=7, by="operator")
     decisions = [admin_pb2.Decision(age_s=5, kind="turn", text="decode-1: prefill waits")]
-    said: dict[str, Any] = {
-        "name": "local",
-        "model": "tiny",
-        "router_id": "r-1",
-        "running": requests,
-        "finished": 1234,
-    } | status
+    said = {"name": "local", "model": "tiny", "router_id": "r-1", "running": requests, "finished": 1234} | status
+    place: Any = {"stage": "decode", "prefill_worker": "prefill-0", "decode_worker": "decode-0", "attempt": 1}
     quantiles = admin_pb2.Quantiles(count=9, p50=0.012, p90=0.1, p99=1.5)
     window = admin_pb2.Window(seconds=60, ttft=quantiles, itl=quantiles, tokens_per_s=321, slo_share=0.97)
+    control = admin_pb2.Control(plan=plan, decisions=decisions, age_s=1)
     return admin_pb2.Live(
         time_s=at,
-        status=admin_pb2.StatusReply(
-            workers=workers, control=admin_pb2.Control(plan=plan, decisions=decisions, age_s=1), **said
-        ),
+        status=admin_pb2.StatusReply(workers=workers, control=control, **said),
         requests=[
-            admin_pb2.RequestView(
-                request_id=f"req-{n}",
-                stage="decode",
-                prefill_worker="prefill-0",
-                decode_worker="decode-0",
-                prompt_tokens=10 * n,
-                tokens=9 - n,
-                age_s=n,
-                attempt=1,
-            )
+            admin_pb2.RequestView(request_id=f"req-{n}", prompt_tokens=10 * n, tokens=9 - n, age_s=n, **place)
             for n in range(requests)
         ],
         window=window,
@@ -86,10 +70,7 @@ class Router(QuietAdmin):
         self.intervals: list[float] = []
         self.asked: list[str] = []
         self.tokens: list[str] = []
-        self._server = grpc.server(ThreadPoolExecutor(4))
-        admin_pb2_grpc.add_AdminServicer_to_server(self, self._server)
-        self.address = f"127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
-        self._server.start()
+        self.address = ""
 
     def Watch(self, request, context):
         self.intervals.append(request.interval_s)
@@ -123,27 +104,30 @@ class Router(QuietAdmin):
         spans[1].attributes["tokens"] = "17"
         return admin_pb2.TraceReply(request_id="req-1", trace_id="abc", outcome="finished", spans=spans)
 
-    def stop(self) -> None:
-        self._server.stop(None).wait()
-
 
 @pytest.fixture
-def router(monkeypatch):
+def router(monkeypatch, serve):
     monkeypatch.setattr(feed, "RETRY_S", 0.05)
     router = Router()
-    yield router
-    router.stop()
+    router.address = serve(router)
+    return router
 
 
-def screen(router: Router, interval_s: float = 0.5) -> Top:
-    return Top(Feed(lambda: Operator([router.address], NO_REACH), interval_s))
+def screen(router: Router, interval_s: float = 0.5, reach: Reach = NO_REACH) -> Top:
+    return Top(Feed(lambda: Operator([router.address], reach), interval_s))
 
 
-async def until(app: Top, true) -> None:
-    """Raises TimeoutError when it never is."""
-    async with asyncio.timeout(scaled(WAIT_S)):
-        while not true():  # noqa: ASYNC110  (the screen tells nobody)
-            await asyncio.sleep(0.01)
+@asynccontextmanager
+async def shown(app: Top, router: Router, said: admin_pb2.Live | None = None) -> AsyncIterator[Pilot[None]]:
+    """The screen, when it shows the three requests of what the router has said."""
+    router.says.put(said or live())
+    async with app.run_test(size=SIZE) as pilot:
+        await until(lambda: rows(app) == 3)
+        yield pilot
+
+
+def rows(app: Top) -> int:
+    return table(app, "requests").row_count
 
 
 def text(app: Top, name: str) -> str:
@@ -163,10 +147,8 @@ def column(shown: Table, name: str) -> list[str]:
 
 
 async def test_what_a_router_says_is_shown(router):
-    router.says.put(live())
     app = screen(router)
-    async with app.run_test(size=SIZE):
-        await until(app, lambda: table(app, "requests").row_count == 3)
+    async with shown(app, router):
         assert router.intervals == [0.5]
         assert text(app, "head").startswith("local tiny  router r-1")
         assert "3 running, 0 queued  1,234 finished" in text(app, "head")
@@ -187,40 +169,36 @@ async def test_what_a_router_says_is_shown(router):
 
 
 async def test_rows_go_and_come_and_the_cursor_stays_with_its_request(router):
-    router.says.put(live())
     app = screen(router)
-    async with app.run_test(size=SIZE) as pilot:
-        shown = table(app, "requests")
-        await until(app, lambda: shown.row_count == 3)
+    async with shown(app, router) as pilot:
+        requests = table(app, "requests")
         await pilot.press("down")
         newer = live(1001.0)
         del newer.requests[0]  # the one above the cursor
         newer.requests[0].tokens = 77
         newer.status.workers[1].load.decode_tokens += 250
         router.says.put(newer)
-        await until(app, lambda: shown.row_count == 2)
-        assert column(shown, "tokens")[0] == "77"
-        assert shown.coordinate_to_cell_key(shown.cursor_coordinate).row_key.value == "req-1"
+        await until(lambda: rows(app) == 2)
+        assert column(requests, "tokens")[0] == "77"
+        assert requests.coordinate_to_cell_key(requests.cursor_coordinate).row_key.value == "req-1"
         assert column(table(app, "workers"), "tok/s") == ["250", "0"]
 
 
 @pytest.mark.slow
 async def test_keys(router):
-    router.says.put(live())
     app = screen(router)
-    async with app.run_test(size=SIZE) as pilot:
-        shown = table(app, "requests")
-        await until(app, lambda: shown.row_count == 3)
-        while not label(shown, "tokens").endswith("▲"):
+    async with shown(app, router) as pilot:
+        requests = table(app, "requests")
+        while not label(requests, "tokens").endswith("▲"):
             await pilot.press("s")
-        assert column(shown, "tokens") == ["7", "8", "9"], "by number, and not as text"
+        assert column(requests, "tokens") == ["7", "8", "9"], "by number, and not as text"
         await pilot.press("r")
-        assert column(shown, "tokens") == ["9", "8", "7"]
-        assert label(shown, "tokens") == "tokens ▼"
+        assert column(requests, "tokens") == ["9", "8", "7"]
+        assert label(requests, "tokens") == "tokens ▼"
         await pilot.press("shift+tab")
-        assert app.focused is not shown
+        assert app.focused is not requests
         await pilot.press("tab")
-        assert app.focused is shown
+        assert app.focused is requests
         dark = app.current_theme.dark
         await pilot.press("d")
         assert app.current_theme.dark is not dark
@@ -234,54 +212,46 @@ async def test_keys(router):
 
 
 async def test_a_pause_stops_the_picture_and_not_the_count(router):
-    router.says.put(live())
     app = screen(router)
-    async with app.run_test(size=SIZE) as pilot:
-        await until(app, lambda: table(app, "requests").row_count == 3)
+    async with shown(app, router) as pilot:
         await pilot.press("p")
         assert "PAUSED" in text(app, "head")
         router.says.put(live(1001.0, requests=2))
         log = app.query_one("#happenings", RichLog)
-        await until(app, lambda: len(log.lines) == 2)
-        assert table(app, "requests").row_count == 3
+        await until(lambda: len(log.lines) == 2)
+        assert rows(app) == 3
         await pilot.press("p")
         router.says.put(live(1002.0, requests=1))
-        await until(app, lambda: table(app, "requests").row_count == 1)
+        await until(lambda: rows(app) == 1)
         assert "PAUSED" not in text(app, "head")
 
 
 @pytest.mark.slow
-async def test_the_trace_of_a_request(router):
-    router.says.put(live())
+async def test_the_trace_of_a_request_and_one_without(router):
     app = screen(router)
-    async with app.run_test(size=SIZE) as pilot:
-        await until(app, lambda: table(app, "requests").row_count == 3)
+
+    def said() -> str:
+        return str(app.screen.query_one("#text", Static).render())
+
+    async with shown(app, router) as pilot:
         await pilot.press("down", "enter")
         assert isinstance(app.screen, Trace)
-        await until(app, lambda: "trace abc" in str(app.screen.query_one("#text", Static).render()))
-        said = str(app.screen.query_one("#text", Static).render())
-        assert re.search(r"r-1 +queue +█+·+ +250 ms", said)
-        assert re.search(r"prefill-0 +compute +·+█+ +750 ms tokens=17", said)
-        router.says.put(live(1001.0, requests=2))
-        await until(app, lambda: table(app, "requests").row_count == 2)  # beneath it all goes on
+        await until(lambda: "trace abc" in said())
+        assert re.search(r"r-1 +queue +█+·+ +250 ms", said())
+        assert re.search(r"prefill-0 +compute +·+█+ +750 ms tokens=17", said())
+        newer = live(1001.0)
+        del newer.requests[0]
+        router.says.put(newer)
+        await until(lambda: rows(app) == 2)  # beneath it all goes on
         await pilot.press("escape", "t")
-        await until(app, lambda: router.asked == ["req-1", ""])
-
-
-async def test_a_request_without_a_trace(router):
-    router.says.put(live())
-    app = screen(router)
-    async with app.run_test(size=SIZE) as pilot:
-        await until(app, lambda: table(app, "requests").row_count == 3)
-        await pilot.press("down", "down", "enter")
-        await until(app, lambda: "this one has none" in str(app.screen.query_one("#text", Static).render()))
+        await until(lambda: router.asked == ["req-1", ""])
+        await pilot.press("escape", "down", "enter")
+        await until(lambda: "this one has none" in said())
 
 
 async def test_what_is_said_while_the_screen_goes_away_ends_nothing(router, monkeypatch):
-    router.says.put(live())
     app = screen(router, 0.1)
-    async with app.run_test(size=SIZE):
-        await until(app, lambda: table(app, "requests").row_count == 3)
+    async with shown(app, router):
         said: list[object] = []
         take = app._take
 
@@ -292,7 +262,7 @@ async def test_what_is_said_while_the_screen_goes_away_ends_nothing(router, monk
         monkeypatch.setattr(app, "_take", noted)
         await app.screen.query("*").remove()
         router.says.put(live(1001.0))
-        await until(app, lambda: bool(said))
+        await until(lambda: bool(said))
     assert app.return_code in {0, None}
 
 
@@ -301,24 +271,22 @@ async def test_what_is_said_while_the_screen_goes_away_ends_nothing(router, monk
 async def test_a_router_that_is_lost_is_waited_for(router, monkeypatch, how):
     if how == "silent":
         monkeypatch.setattr(feed, "SILENT_S", 1.0)
-    router.says.put(live())
     app = screen(router, 0.1)
-    async with app.run_test(size=SIZE):
-        await until(app, lambda: table(app, "requests").row_count == 3)
+    async with shown(app, router):
         lost = app.query_one("#lost", Static)
         assert not lost.display
         if how != "silent":
             router.says.put(how)
-        await until(app, lambda: lost.display)
+        await until(lambda: lost.display)
         assert text(app, "lost").startswith("no router says anything: ")
-        assert table(app, "requests").row_count == 3, "what was known stays"
+        assert rows(app) == 3, "what was known stays"
 
         def back() -> bool:
             if router.says.empty():  # a stream that is just being given up may take what is said
                 router.says.put(live(1001.0, requests=1))
-            return not lost.display and table(app, "requests").row_count == 1
+            return not lost.display and rows(app) == 1
 
-        await until(app, back)
+        await until(back)
 
 
 async def test_what_a_router_says_again_when_it_is_back_is_shown_once(router):
@@ -329,7 +297,7 @@ async def test_what_a_router_says_again_when_it_is_back_is_shown_once(router):
     app = screen(router)
     async with app.run_test(size=SIZE):
         log = app.query_one("#happenings", RichLog)
-        await until(app, lambda: log.lines and "here at 1001" in log.lines[-1].text)
+        await until(lambda: log.lines and "here at 1001" in log.lines[-1].text)
         assert ["here at 1000" in line.text for line in log.lines] == [True, False]
 
 
@@ -346,7 +314,7 @@ async def test_a_cluster_that_has_ended_is_waited_for(router):
     router.says.put(live())
     app = Top(Feed(find, 0.5))
     async with app.run_test(size=SIZE):
-        await until(app, lambda: table(app, "requests").row_count == 3)
+        await until(lambda: rows(app) == 3)
     assert len(places) == 1
 
 
@@ -354,31 +322,16 @@ async def test_who_may_not_watch_is_told_so(router):
     router.says.put(grpc.StatusCode.UNAUTHENTICATED)
     app = screen(router)
     async with app.run_test(size=SIZE):
-        await until(app, lambda: app.return_value is not None)
+        await until(lambda: app.return_value is not None)
     assert isinstance(app.return_value, Unauthenticated)
 
 
 async def test_the_token_is_sent_and_shown_to_nobody(router):
     token = "marker-token-of-this-test"
-    router.says.put(live())
-    reach = Reach(token=token)
-    app = Top(Feed(lambda: Operator([from_here(router.address)], reach), 0.5))
-    async with app.run_test(size=SIZE):
-        await until(app, lambda: table(app, "requests").row_count == 3)
+    app = screen(router, reach=Reach(token=token))
+    async with shown(app, router):
         assert router.tokens == [f"Bearer {token}"]
         assert token not in app.export_screenshot()
-
-
-async def test_a_picture_of_it(router):
-    router.says.put(live())
-    app = screen(router)
-    async with app.run_test(size=SIZE) as pilot:
-        await until(app, lambda: table(app, "requests").row_count == 3)
-        await pilot.pause()
-        picture = app.export_screenshot()
-    words = " ".join(re.findall(r">([^<]+)</text>", picture)).replace("&#160;", " ")
-    for word in ("prefill-0", "decode-0", "req-2", "TTFT", "ITL", "KV blocks", "plan 7", "joined", "pause"):
-        assert word in words, word
 
 
 async def test_hostile_names_are_text(router):
@@ -386,10 +339,8 @@ async def test_hostile_names_are_text(router):
     said.requests[0].request_id = "[red]r"
     said.happenings[0].text = "[/nothing] ends here"
     said.status.control.decisions[0].text = "[link=http://x]"
-    router.says.put(said)
     app = screen(router)
-    async with app.run_test(size=SIZE) as pilot:
-        await until(app, lambda: table(app, "requests").row_count == 3)
+    async with shown(app, router, said) as pilot:
         assert text(app, "head").startswith("[bold]x[/bold] [ [/]")
         assert column(table(app, "requests"), "request")[0] == "[red]r"
         assert "[link=http://x]" in text(app, "decisions")
@@ -400,15 +351,3 @@ def test_without_a_terminal_it_points_elsewhere():
     result = CliRunner().invoke(commands, ["top", "--target", "127.0.0.1:1"])
     assert result.exit_code == 2
     assert "baton status --watch" in result.output
-
-
-@pytest.mark.parametrize(
-    ("value", "said"), [(0.0004, "0.4 ms"), (0.25, "250 ms"), (12.34, "12.3 s"), (600, "10 min"), (9000, "2.5 h")]
-)
-def test_seconds(value, said):
-    assert draw.seconds(value) == said
-
-
-@pytest.mark.parametrize(("share", "said"), [(0, "····"), (0.5, "██··"), (1, "████"), (7, "████"), (0.28, "█▏··")])
-def test_a_bar(share, said):
-    assert draw.bar(share, "", 4).plain == said

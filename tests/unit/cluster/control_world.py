@@ -245,9 +245,27 @@ async def begun(world: World, controller: Controller | None = None) -> Controlle
     return controller
 
 
+async def started(**sizes: Any) -> tuple[World, Controller]:
+    """A world of these sizes, and a controller whose workers are ready."""
+    world = World(**sizes)
+    return world, await begun(world)
+
+
+async def again(world: World, seconds: float) -> Controller:
+    """The controller after the one before, which was killed, when so much time has passed."""
+    controller = world.controller()
+    await controller.begin()
+    await run(world, controller, seconds)
+    return controller
+
+
 def told(world: World, **change) -> None:
     """An operator says another plan."""
     world.said = world.said.model_copy(update=change | {"number": world.said.number + 1, "by": "operator"})
+
+
+def slot(world: World, worker_id: str) -> Any:
+    return next(one for one in world.report.slots if one.worker_id == worker_id)
 
 
 def states(world: World) -> dict[str, str]:

@@ -1,11 +1,9 @@
 """The autoscaler in a small cluster of made-up time: load changes, and the SLO is kept again soon, with few changes."""
 
-from itertools import pairwise
-
 import pytest
 
 from baton.config import ClusterConfig
-from tests.unit.cluster.scaling import LOADS_S, TURNS_S, Cluster
+from tests.unit.cluster.scaling import Cluster
 
 PROMPTS = {"rate": 7, "tokens": 1500, "output": 20}
 ANSWERS = {"rate": 5, "tokens": 200, "output": 400}
@@ -53,14 +51,6 @@ def test_without_it_the_slo_is_not_kept(seed):
     assert not run.plans
 
 
-def test_a_worker_is_turned_rather_than_added(seed):
-    run = cluster(seed)
-    run.run(120, **PROMPTS)
-    assert run.plans[0][1].reason.startswith("1 decode to be prefill (2 to 3): TTFT ")
-    assert run.plan.decode == 1
-    assert run.most == 1 + run.plan.prefill  # no model was loaded for it
-
-
 @pytest.mark.parametrize("period_s", [4, 10, 60])
 def test_a_load_that_swings_does_not_make_it_flap(period_s, seed):
     run = cluster(seed)
@@ -89,12 +79,3 @@ def test_a_prefill_pool_that_is_too_small_is_not_taken_for_a_decode_pool_that_is
     assert first.prefill > 2, first
     assert first.decode <= 2, first
     assert run.plan.prefill >= 3
-
-
-def test_time_between_changes_is_at_least_what_they_take(seed):
-    run = cluster(seed)
-    for _ in range(5):
-        run.run(40, **PROMPTS)
-        run.run(40, **ANSWERS)
-    times = [at for at, _ in run.plans]
-    assert all(after - before >= 5 + min(LOADS_S, TURNS_S) for before, after in pairwise(times))

@@ -13,7 +13,20 @@ from baton.cluster.units import MAX_IN_A_ROW, ROOM_S
 from baton.core import Role
 from baton.errors import BatonError
 from baton.ledger.board import Order, Plan, RouterReport
-from tests.unit.cluster.control_world import LEASE_S, LOAD_S, WORK_S, World, begun, kinds, run, states, told
+from tests.unit.cluster.control_world import (
+    LEASE_S,
+    LOAD_S,
+    WORK_S,
+    World,
+    again,
+    begun,
+    kinds,
+    run,
+    slot,
+    started,
+    states,
+    told,
+)
 
 BOTH = tuple(Role)
 
@@ -29,25 +42,23 @@ async def test_a_cluster_starts_as_its_file_says_and_says_so():
 
 
 async def test_who_died_is_started_again():
-    world = World()
-    controller = await begun(world)
+    world, controller = await started()
     world.die("decode-0")
     await run(world, controller, 4)
     assert world.started == ["prefill-0", "decode-0", "decode-0"]
-    slot = next(slot for slot in world.report.slots if slot.worker_id == "decode-0")
-    assert (slot.state, slot.restarts, slot.note) == ("ready", 1, "")
+    found = slot(world, "decode-0")
+    assert (found.state, found.restarts, found.note) == ("ready", 1, "")
     assert "its cable was pulled" in world.report.decisions[-1].text
 
 
 async def test_who_dies_too_often_fails_and_is_tried_again_after_a_pause():
-    world = World(decode=2)
-    controller = await begun(world)
+    world, controller = await started(decode=2)
     world.broken = {"decode-1"}
     world.die("decode-1")
     await run(world, controller, 100)
-    slot = next(slot for slot in world.report.slots if slot.worker_id == "decode-1")
-    assert slot.state == "failed"
-    assert "no such model" in slot.note
+    found = slot(world, "decode-1")
+    assert found.state == "failed"
+    assert "no such model" in found.note
     assert kinds(world)[-1] == "give_up"
     assert world.started.count("decode-1") <= MAX_IN_A_ROW + 2
     await run(world, controller, 5 * PAUSE_S)
@@ -58,8 +69,7 @@ async def test_who_dies_too_often_fails_and_is_tried_again_after_a_pause():
 
 
 async def test_another_plan_gives_who_failed_another_chance_at_once():
-    world = World(decode=2)
-    controller = await begun(world)
+    world, controller = await started(decode=2)
     world.broken = {"decode-1"}
     world.die("decode-1")
     await run(world, controller, 60)
@@ -71,8 +81,7 @@ async def test_another_plan_gives_who_failed_another_chance_at_once():
 
 
 async def test_a_frozen_worker_is_killed_and_replaced():
-    world = World()
-    controller = await begun(world)
+    world, controller = await started()
     world.freeze("decode-0")
     await run(world, controller, LEASE_S)
     assert world.killed == []
@@ -83,8 +92,7 @@ async def test_a_frozen_worker_is_killed_and_replaced():
 
 
 async def test_one_that_never_becomes_ready_is_killed():
-    world = World(decode=2)
-    controller = await begun(world)
+    world, controller = await started(decode=2)
     world.die("decode-1")
     await run(world, controller, 1)
     world.freeze("decode-1")
@@ -97,8 +105,7 @@ async def test_one_that_never_becomes_ready_is_killed():
 
 @pytest.mark.parametrize("forgets", [False, True])
 async def test_nobody_is_killed_because_redis_was_away_or_forgot(forgets):
-    world = World()
-    controller = await begun(world)
+    world, controller = await started()
     world.away = True
     await run(world, controller, 10 * LEASE_S)
     world.away = False
@@ -112,8 +119,7 @@ async def test_nobody_is_killed_because_redis_was_away_or_forgot(forgets):
 
 
 async def test_after_a_loss_workers_have_time_to_enter_again_before_anything_is_changed():
-    world = World(decode=2)
-    controller = await begun(world)
+    world, controller = await started(decode=2)
     told(world, decode=1)
     said = world.said
     world.forget_store()
@@ -127,8 +133,7 @@ async def test_after_a_loss_workers_have_time_to_enter_again_before_anything_is_
 
 
 async def test_a_plan_that_the_store_forgot_is_said_again():
-    world = World()
-    controller = await begun(world)
+    world, controller = await started()
     told(world, decode=2)
     await run(world, controller, 1)
     world.forget_store()
@@ -137,17 +142,8 @@ async def test_a_plan_that_the_store_forgot_is_said_again():
     assert len(world.ready(Role.DECODE)) == 2
 
 
-async def test_a_pool_grows():
-    world = World()
-    controller = await begun(world)
-    told(world, decode=3)
-    await run(world, controller, LOAD_S + 1)
-    assert world.ready(Role.DECODE) == ["decode-0", "decode-1", "decode-2"]
-
-
 async def test_a_pool_shrinks_by_draining_its_newest():
-    world = World(decode=3)
-    controller = await begun(world)
+    world, controller = await started(decode=3)
     told(world, decode=1)
     await run(world, controller, 1)
     assert {name: (order.drain, order.grace_s) for name, order in world.orders.items()} == {
@@ -160,8 +156,7 @@ async def test_a_pool_shrinks_by_draining_its_newest():
 
 
 async def test_one_too_many_here_and_one_too_few_there_is_turned():
-    world = World(prefill=2)
-    controller = await begun(world)
+    world, controller = await started(prefill=2)
     told(world, prefill=1, decode=2)
     await run(world, controller, 1)
     assert states(world)["prefill-1"] == "turning"
@@ -186,20 +181,8 @@ async def test_where_none_may_be_turned_one_is_started_and_one_drained(config):
     assert world.roles() == {"prefill-0": "prefill", "decode-0": "decode", "decode-1": "decode"}
 
 
-async def test_one_that_dies_as_it_turns_comes_back_in_its_new_role():
-    world = World(prefill=2)
-    controller = await begun(world)
-    told(world, prefill=1, decode=2)
-    await run(world, controller, 1)
-    world.die("prefill-1")
-    await run(world, controller, 5)
-    assert world.roles() == {"prefill-0": "prefill", "prefill-1": "decode", "decode-0": "decode"}
-    assert controller.ready
-
-
 async def test_one_that_does_not_obey_is_ended():
-    world = World(prefill=2, decode=2)
-    controller = await begun(world)
+    world, controller = await started(prefill=2, decode=2)
     told(world, prefill=1, decode=3)
     await run(world, controller, 1)
     world.freeze("prefill-1")
@@ -216,22 +199,8 @@ async def test_one_that_does_not_obey_is_ended():
     assert controller.ready
 
 
-async def test_the_last_ready_one_stays_until_another_is():
-    world = World(prefill=2)
-    controller = await begun(world)
-    world.broken = {"prefill-0"}
-    world.die("prefill-0")
-    await run(world, controller, 1)
-    told(world, prefill=1, decode=2)
-    await run(world, controller, 20)
-    assert world.ready(Role.PREFILL) == ["prefill-1"]
-    assert len(world.ready(Role.DECODE)) == 2
-    assert controller.ready
-
-
 async def test_an_operator_drains_one_and_another_takes_its_place():
-    world = World()
-    controller = await begun(world)
+    world, controller = await started()
     ref = world.leases["decode-0"][0].ref
     world.orders["decode-0"] = Order(incarnation=str(ref.incarnation), role=Role.DECODE, drain=True)
     await run(world, controller, 1)
@@ -247,8 +216,7 @@ def wish(world: World, worker_id: str) -> None:
 
 
 async def test_the_last_worker_that_an_operator_wants_drained_stays_until_another_is_there():
-    world = World()
-    controller = await begun(world)
+    world, controller = await started()
     wish(world, "decode-0")
     for _ in range(40):
         await run(world, controller, 0.5)
@@ -264,24 +232,20 @@ async def test_the_last_worker_that_an_operator_wants_drained_stays_until_anothe
 
 
 async def test_a_wish_outlives_the_controller_and_ends_with_its_process():
-    world = World(prefill=2)
-    controller = await begun(world)
+    world, controller = await started(prefill=2)
     wish(world, "prefill-0")
     wish(world, "prefill-1")
     await run(world, controller, 0.5)
     assert world.orders["prefill-1"].wish
     world.die("prefill-1")
-    controller = world.controller()
-    await controller.begin()
-    await run(world, controller, 30)
+    controller = await again(world, 30)
     assert world.orders == {}
     assert "prefill-0" not in world.roles()
     assert controller.ready
 
 
 async def test_a_generation_is_replaced_one_by_one_with_never_fewer_than_planned():
-    world = World(prefill=2, decode=2)
-    controller = await begun(world)
+    world, controller = await started(prefill=2, decode=2)
     before = {process.pid for process in world.processes.values()}
     told(world, generation=1)
     for _ in range(200):
@@ -297,8 +261,7 @@ async def test_a_generation_is_replaced_one_by_one_with_never_fewer_than_planned
 
 
 async def test_where_a_successor_finds_no_room_the_old_one_goes_first_if_another_is_ready():
-    world = World(prefill=1, decode=2, room=3)
-    controller = await begun(world)
+    world, controller = await started(prefill=1, decode=2, room=3)
     told(world, generation=1)
     await run(world, controller, ROOM_S - 5)
     assert world.killed == []
@@ -314,8 +277,7 @@ async def test_where_a_successor_finds_no_room_the_old_one_goes_first_if_another
 
 
 async def test_two_of_a_role_without_any_room_are_replaced_one_by_one():
-    world = World(prefill=2, decode=2, room=4)
-    controller = await begun(world)
+    world, controller = await started(prefill=2, decode=2, room=4)
     told(world, generation=1)
     for _ in range(12):
         await run(world, controller, ROOM_S / 2)
@@ -325,8 +287,7 @@ async def test_two_of_a_role_without_any_room_are_replaced_one_by_one():
 
 
 async def test_a_generation_that_cannot_start_leaves_the_old_one_at_work():
-    world = World(prefill=1, decode=2)
-    controller = await begun(world)
+    world, controller = await started(prefill=1, decode=2)
     world.broken = {"*"}
     told(world, generation=1)
     await run(world, controller, 300)
@@ -342,9 +303,7 @@ async def test_a_controller_that_starts_takes_over_what_runs():
     told(world, prefill=1, decode=2)
     await run(world, first, 1)
     world.die("decode-0")
-    second = world.controller()
-    await second.begin()
-    await run(world, second, 20)
+    second = await again(world, 20)
     assert Counter(world.roles().values()) == {"prefill": 1, "decode": 2}
     assert world.roles()["prefill-1"] == "decode"
     assert second.ready
@@ -358,9 +317,7 @@ async def test_a_controller_takes_over_a_turned_worker_though_the_store_forgot_i
     told(world, prefill=1, decode=2)
     await run(world, first, 10)
     world.report = None
-    second = world.controller()
-    await second.begin()
-    await run(world, second, 10)
+    second = await again(world, 10)
     assert second.ready
     assert len(world.started) == 3
 
@@ -370,9 +327,7 @@ async def test_another_file_counts_unless_somebody_said_otherwise_since(by, size
     world = World()
     await begun(world)
     world.said = Plan(prefill=1, decode=3, number=7, generation=2, by=by)
-    second = world.controller()
-    await second.begin()
-    await run(world, second, 20)
+    second = await again(world, 20)
     assert (second.plan.prefill, second.plan.decode) == sizes
     assert second.plan.generation == 2
     assert world.said == second.plan
@@ -415,31 +370,26 @@ async def test_the_autoscaler_is_asked_each_second_and_its_plan_followed_when_no
 
 
 async def test_the_report_ends_with_the_controller():
-    world = World()
-    controller = await begun(world)
+    world, controller = await started()
     await controller.end()
     assert world.report is None
 
 
-async def test_a_worker_that_ends_as_the_cluster_starts_is_an_error():
-    world = World(broken={"decode-0"})
+@pytest.mark.parametrize(
+    ("broken", "seconds", "says"),
+    [({"decode-0"}, 0.5, "no such model"), (set(), START_TIMEOUT_S + 1, "was silent for 600 s")],
+    ids=["it ends", "it is silent"],
+)
+async def test_a_worker_that_does_not_start_with_the_cluster_is_an_error(broken, seconds, says):
+    world = World(broken=broken)
     controller = world.controller()
     await controller.begin()
     await controller.poll()
     controller.check_start()
-    world.advance(0.5)
-    with pytest.raises(BatonError, match="no such model"):
-        controller.check_start()
-
-
-async def test_a_worker_that_is_silent_as_the_cluster_starts_is_an_error():
-    world = World()
-    controller = world.controller()
-    await controller.begin()
-    await controller.poll()
-    world.freeze("decode-0")
-    world.clock.advance(START_TIMEOUT_S + 1)
-    with pytest.raises(BatonError, match="was silent for 600 s"):
+    if not broken:
+        world.freeze("decode-0")
+    world.advance(seconds)
+    with pytest.raises(BatonError, match=says):
         controller.check_start()
 
 

@@ -1,4 +1,4 @@
-"""Supervision of real child processes: ready, silent, dead at start, dead later, stopped, orphaned."""
+"""Supervision of real child processes: ready, silent, dead at start, dead later, stopped, orphaned; and of workers."""
 
 import os
 import signal
@@ -12,15 +12,13 @@ import psutil
 import pytest
 
 from baton.clock import FakeClock
+from baton.cluster.pool import ProcessPlacement
 from baton.cluster.processes import BACKOFF_S, Child, ProcessSpec, StartError, stop_all, tail
 from baton.cluster.stop import Stop
-from baton.errors import Cancelled, ConfigError
-
-READY = "from baton.cluster.processes import report_ready; report_ready({'port': 5}); import time; time.sleep(60)"
-
-
-def spec(tmp_path, code, **options):
-    return ProcessSpec("child", [sys.executable, "-c", code], tmp_path / "child.log", **options)
+from baton.core import Role
+from baton.errors import Cancelled, ConfigError, LedgerError
+from tests.support.processes import READY, SILENT
+from tests.support.waiting import eventually
 
 
 @pytest.fixture
@@ -28,20 +26,13 @@ def child(tmp_path):
     made = []
 
     def make(code, clock=None, **options):
-        made.append(Child(spec(tmp_path, code, **options), clock))
+        command = [sys.executable, "-c", code]
+        made.append(Child(ProcessSpec("child", command, tmp_path / "child.log", **options), clock))
         made[-1].start()
         return made[-1]
 
     yield make
     stop_all(made, 0.0)
-
-
-def test_a_child_says_when_it_is_ready(child):
-    it = child(READY)
-    assert it.wait_ready(Stop()) == {"port": 5}
-    assert psutil.pid_exists(it.pid)
-    stop_all([it], 5.0)
-    assert it.pid is None
 
 
 def test_a_child_that_dies_at_start_is_reported_with_its_log(child):
@@ -52,27 +43,31 @@ def test_a_child_that_dies_at_start_is_reported_with_its_log(child):
 
 @pytest.mark.slow
 def test_a_silent_child_is_reported(child):
-    it = child("import time; time.sleep(60)", ready_timeout_s=0.2)
+    it = child(SILENT, ready_timeout_s=0.2)
     with pytest.raises(StartError, match=r"was silent for 0\.2 s"):
         it.wait_ready(Stop())
 
 
 def test_told_to_stop_while_a_child_starts(child):
     stop = Stop()
-    it = child("import time; time.sleep(60)")
+    it = child(SILENT)
     threading.Timer(0.1, stop.drain.set).start()
     with pytest.raises(Cancelled):
         it.wait_ready(stop)
 
 
-def test_keys_of_the_cluster_file_in_the_environment_are_not_inherited(child, monkeypatch):
+def test_a_child_says_when_it_is_ready_and_does_not_inherit_keys_of_the_cluster_file(child, monkeypatch):
     """They are in the file that the child reads, where the supervisor has put the ports and the Redis of its own."""
     monkeypatch.setenv("BATON__REDIS__URL", "embedded")
     monkeypatch.setenv("BATON_HOME", "/kept")
-    code = "import os; from baton.cluster.processes import report_ready; report_ready(dict(os.environ))"
-    env = child(code, env={"BATON__A": "given"}).wait_ready(Stop())
+    code = "import os; from baton.cluster.processes import report_ready; report_ready(dict(os.environ));" + SILENT
+    it = child(code, env={"BATON__A": "given"})
+    env = it.wait_ready(Stop())
     assert "BATON__REDIS__URL" not in env
     assert (env["BATON__A"], env["BATON_HOME"]) == ("given", "/kept")
+    assert psutil.pid_exists(it.pid)
+    stop_all([it], 5.0)
+    assert it.pid is None
 
 
 def test_a_dead_child_is_replaced_after_its_backoff(child):
@@ -150,7 +145,7 @@ def test_a_child_that_cannot_be_started_again_is_tried_like_one_that_dies(child,
 
 
 def test_a_child_that_ignores_sigterm_is_killed(child):
-    it = child("import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN);" + READY)
+    it = child("import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)" + READY)
     it.wait_ready(Stop())
     pid = it.pid
     stop_all([it], 0.1)
@@ -159,7 +154,7 @@ def test_a_child_that_ignores_sigterm_is_killed(child):
 
 @pytest.mark.slow
 def test_children_die_with_a_killed_supervisor(tmp_path):
-    inner = "from baton.cluster.processes import die_with_parent, report_ready; die_with_parent();" + READY
+    inner = "from baton.cluster.processes import die_with_parent; die_with_parent()" + READY
     outer = textwrap.dedent(f"""
         import sys, time
         from pathlib import Path
@@ -183,3 +178,63 @@ def test_tail_of_a_log(tmp_path):
     assert tail(file, 2) == "    98\n    99"
     file.write_text('{"event": "config"}\nbaton: ConfigError: a\nbaton: ConfigError: b\nc\n')
     assert tail(file) == "    baton: ConfigError: b\n    c"
+
+
+# --- workers as child processes
+
+DEAD = "import sys; print('no Redis here'); sys.exit(4)"
+
+
+@pytest.fixture
+def placed(tmp_path):
+    codes = {"decode-0": READY, "decode-1": SILENT, "decode-2": DEAD}
+    placement = ProcessPlacement(lambda worker_id, role: [sys.executable, "-c", codes[worker_id]], tmp_path)
+    placement.open()
+    yield placement
+    placement.stop(0.0)
+
+
+def seen(placement, worker_id, state):
+    return eventually(lambda: (found := placement.look()[worker_id]).state == state and found, within_s=20.0)
+
+
+def test_each_is_seen_as_it_is(placed):
+    assert placed.found() == {}
+    for worker_id in ("decode-0", "decode-1", "decode-2"):
+        placed.start(worker_id, Role.DECODE)
+    ready = seen(placed, "decode-0", "ready")
+    assert psutil.pid_exists(ready.pid)
+    ended = seen(placed, "decode-2", "ended")
+    assert isinstance(ended.error, LedgerError)
+    assert "decode-2 ended with exit code 4:\n    no Redis here" in str(ended.error)
+    assert placed.look()["decode-1"].state == "starting"
+
+
+def test_one_that_is_killed_is_not_started_again_by_itself(placed):
+    placed.start("decode-0", Role.DECODE)
+    before = seen(placed, "decode-0", "ready")
+    placed.kill("decode-0")
+    ended = seen(placed, "decode-0", "ended")
+    assert (ended.pid, "exit code -9" in str(ended.error)) == (None, True)
+    placed.forget("decode-0")
+    assert placed.look() == {}
+    placed.start("decode-0", Role.DECODE)
+    assert seen(placed, "decode-0", "ready").pid != before.pid
+
+
+def test_what_cannot_be_started_is_seen_as_ended(tmp_path):
+    placement = ProcessPlacement(lambda worker_id, role: ["/nowhere/at/all"], tmp_path)
+    placement.start("decode-0", Role.DECODE)
+    assert "was not started" in str(placement.look()["decode-0"].error)
+    placement.kill("decode-0")
+    placement.stop(0.0)
+    placement.forget("decode-0")
+    assert placement.look() == {}
+
+
+def test_none_is_left_when_all_are_stopped(placed):
+    placed.start("decode-0", Role.DECODE)
+    placed.start("decode-1", Role.DECODE)
+    pids = [one.pid for one in placed.look().values()]
+    placed.stop(0.0)
+    assert not any(psutil.pid_exists(pid) for pid in pids)

@@ -18,6 +18,7 @@ from baton.cluster.ray_session import connect, start_local
 from baton.config import config_from_json
 from baton.core import Role
 from baton.errors import Cancelled, ConfigError, NoWorker
+from tests.support.ray import ActorDiedError, FakeRay, RayTaskError
 
 CONFIG = """{"name": "test", "ray": {"node_labels": {"rack": "r1"}},
  "prefill": {"device": "cuda", "tensor_parallel": 2, "replicas": 1, "threads": 3, "node_labels": {"pool": "p"}},
@@ -38,61 +39,14 @@ while True:
 """
 
 
-class RayError(Exception):
-    pass
-
-
-class ActorDiedError(RayError):
-    pass
-
-
-class RayTaskError(RayError):
-    def __init__(self, cause):
-        self.cause = cause
-
-
-class Actor:
-    """Answers a question with what the test puts there (an exception is raised; None: no answer yet)."""
-
-    def __init__(self, ray, options, args):
-        self.ray, self.options, self.args = ray, options, args
-        self.answers = {"pid": None, "ready": None}
-        self.asked = []
-
-    @property
-    def pid(self):
-        return self._method("pid")
-
-    @property
-    def ready(self):
-        return self._method("ready")
-
-    @property
-    def stop(self):
-        return self._method("stop")
-
-    def _method(self, name):
-        def remote():
-            self.asked.append(name)
-            return self, name
-
-        return SimpleNamespace(remote=remote)
-
-
-class FakeRay:
-    """One head, which may be away."""
-
-    exceptions = SimpleNamespace(RayError=RayError, ActorDiedError=ActorDiedError, RayTaskError=RayTaskError)
+class PlacingRay(FakeRay):
+    """With places for actors, and a start that may fail."""
 
     def __init__(self):
+        super().__init__()
         self.failure = None
-        self.away = False
         self.options = {}
-        self.actors = {}
         self.groups = {}
-        self.killed = []
-        self.on_kill = lambda: None
-        self.shut = False
         self.gpus = 0
         strategies = SimpleNamespace(PlacementGroupSchedulingStrategy=lambda group: ("in", group))
         self.util = SimpleNamespace(
@@ -109,76 +63,41 @@ class FakeRay:
         if self.failure:
             raise self.failure
 
-    def remote(self, actor):
-        return SimpleNamespace(
-            options=lambda **options: SimpleNamespace(remote=lambda *args: self._make(options, args))
-        )
-
-    def _make(self, options, args):
-        self._head()
-        if options["name"] in self.actors:
-            raise ValueError(f"the name {options['name']} is taken")
-        self.actors[options["name"]] = Actor(self, options, args)
-        return self.actors[options["name"]]
-
-    def _head(self):
-        if self.away:
-            raise ConnectionError("the head is away")
+    def make(self, options, args):
+        actor = super().make(options, args)
+        actor.answers = {"pid": None, "ready": None}
+        return actor
 
     def _placement_group(self, bundles, *, name, **options):
-        self._head()
+        self.head()
         self.groups[name] = {"name": name, "state": "PENDING", "bundles": dict(enumerate(bundles)), **options}
         return name
 
     def _table(self, name=None):
-        self._head()
+        self.head()
         return self.groups[name] if name else dict(enumerate(self.groups.values()))
 
     def _group(self, name):
-        self._head()
+        self.head()
         if name not in self.groups:
             raise ValueError("no such group")
         return name
 
     def _drop_group(self, name):
-        self._head()
+        self.head()
         del self.groups[name]
-
-    def get_actor(self, name, namespace):
-        assert namespace == "baton-test"
-        if name not in self.actors:
-            raise ValueError("no such actor")
-        return self.actors[name]
 
     def cluster_resources(self):
         return {"GPU": self.gpus}
 
-    def wait(self, answers, num_returns, timeout):
-        self._head()
-        return [one for one in answers if one[1] == "stop" or one[0].answers[one[1]] is not None], []
-
-    def get(self, answer):
-        said = answer[0].answers[answer[1]]
-        if isinstance(said, Exception):
-            raise said
-        return said
-
-    def kill(self, handle, no_restart):
-        self._head()
-        assert no_restart
-        name = handle.options["name"]
-        self.killed.append(name)
-        self.on_kill()
-        self.actors.pop(name, None)
-        handle.answers = dict.fromkeys(handle.answers, ActorDiedError("killed"))
-
-    def shutdown(self):
-        self.shut = True
+    def wait(self, questions, num_returns, timeout):
+        self.head()
+        return [(actor, name, args) for actor, name, args in questions if actor.answers.get(name, "") is not None], []
 
 
 @pytest.fixture
 def ray(monkeypatch):
-    fake = FakeRay()
+    fake = PlacingRay()
     monkeypatch.setitem(sys.modules, "ray", fake)
     for name in (*ray_session.LOCAL_ENVIRONMENT, "RAY_AUTH_TOKEN"):
         monkeypatch.setenv(name, "")

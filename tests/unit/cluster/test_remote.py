@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import threading
-from types import SimpleNamespace
 
 import pytest
 
@@ -17,74 +16,29 @@ from baton.cluster.remote import ENSURE_S, LOST_S, POLL_S, RemoteControl, check_
 from baton.cluster.stop import Stop
 from baton.config import ClusterConfig
 from baton.errors import Cancelled, ConfigError, LedgerError, NoWorker
+from tests.support.ray import Actor, ActorDiedError, FakeRay, RayError
 
 PARTS = Parts(object, {}, LocalControl)
 FILE = {"name": "test", "ray": {"address": "10.0.0.1:6379"}, "redis": {"url": "redis://redis.example:6379"}}
 CONFIG = ClusterConfig.model_validate(FILE)
 
 
-class RayError(Exception):
-    pass
-
-
-class ActorDiedError(RayError):
-    pass
-
-
-class Controller:
+class Controller(Actor):
     """Answers each question with the next that the test put there, and the last for ever (an exception is raised)."""
 
     def __init__(self, options, args):
-        self.options, self.args = options, args
+        super().__init__(options, args)
         self.said = []
-        self.serves = SimpleNamespace(remote=lambda told: (self, lambda: told == self.args[0]))
-        self.state = SimpleNamespace(remote=lambda: (self, lambda: None))
 
-
-class FakeRay:
-    exceptions = SimpleNamespace(RayError=RayError, ActorDiedError=ActorDiedError)
-
-    def __init__(self):
-        self.made = []
-        self.there = None
-        self.silent = False
-
-    def get_actor(self, name, namespace):
-        assert (name, namespace) == ("controller", "baton-test")
-        if self.there is None:
-            raise ValueError("no such actor")
-        return self.there
-
-    def remote(self, actor):
-        return SimpleNamespace(
-            options=lambda **options: SimpleNamespace(remote=lambda *args: self._make(options, args))
-        )
-
-    def _make(self, options, args):
-        self.there = Controller(options, args)
-        self.made.append(self.there)
-        return self.there
-
-    def get(self, question, timeout):
-        controller, answer = question
-        if self.silent:
-            raise RayError("it does not answer")
-        if not controller.said:
-            return answer()
-        said = controller.said.pop(0) if len(controller.said) > 1 else controller.said[0]
-        if isinstance(said, Exception):
-            raise said
-        return said
-
-    def kill(self, controller, no_restart):
-        assert controller is self.there
-        assert no_restart
-        self.there = None
+    def answer(self, name, *args):
+        if not self.said:
+            return name == "serves" and args == self.args[:1]
+        return self.said.pop(0) if len(self.said) > 1 else self.said[0]
 
 
 @pytest.fixture
 def ray():
-    return FakeRay()
+    return FakeRay(Controller)
 
 
 @pytest.fixture
@@ -95,77 +49,84 @@ def clock(monkeypatch):
     return clock
 
 
-def test_a_controller_is_made_once_and_stays_on_whatever_head_there_is(ray, clock):
-    one = ensure(ray, CONFIG, PARTS, Stop(), detached=True, clock=clock)
+@pytest.fixture
+def ensured(ray, clock):
+    """A function: the controller of a cluster with this config."""
+
+    def get(config=CONFIG, stop=None, *, detached=True):
+        return ensure(ray, config, PARTS, stop or Stop(), detached=detached, clock=clock)
+
+    return get
+
+
+def test_a_controller_is_made_once_and_stays_on_whatever_head_there_is(ensured):
+    one = ensured()
     other_ports = CONFIG.model_copy(update={"router": CONFIG.router.model_copy(update={"grpc": "127.0.0.1:7"})})
-    assert ensure(ray, other_ports, PARTS, Stop(), detached=True, clock=clock) is one
-    wanted = {"lifetime": "detached", "max_restarts": -1, "max_task_retries": 0, "num_cpus": 0}
+    assert ensured(other_ports) is one
+    wanted = {"lifetime": "detached", "max_restarts": -1, "max_task_retries": 0, "num_cpus": 0, "name": "controller"}
     assert wanted.items() <= one.options.items()
     assert one.options["resources"] == {"node:__internal_head__": 0.001}
     assert one.args[2] is True
 
 
-def test_a_controller_with_another_config_is_replaced(ray, clock):
-    one = ensure(ray, CONFIG, PARTS, Stop(), detached=True, clock=clock)
-    other = CONFIG.model_copy(update={"slo": CONFIG.slo.model_copy(update={"itl_ms": 7.0})})
-    two = ensure(ray, other, PARTS, Stop(), detached=True, clock=clock)
+def test_a_controller_with_another_config_is_replaced(ray, ensured):
+    one = ensured()
+    two = ensured(CONFIG.model_copy(update={"slo": CONFIG.slo.model_copy(update={"itl_ms": 7.0})}))
     assert two is not one
-    assert two is ray.there
+    assert ray.actors == {"controller": two}
 
 
-def test_a_frozen_controller_is_replaced_and_one_that_is_being_started_is_waited_for(ray, clock):
-    one = ensure(ray, CONFIG, PARTS, Stop(), detached=True, clock=clock)
+def test_a_frozen_controller_is_replaced_and_one_that_is_being_started_is_waited_for(ensured, clock):
+    one = ensured()
     one.said = [RayError("unavailable"), RayError("unavailable"), True]
-    assert ensure(ray, CONFIG, PARTS, Stop(), detached=True, clock=clock) is one
+    assert ensured() is one
     one.said = [RayError("no answer")]
     began = clock.monotonic()
-    assert ensure(ray, CONFIG, PARTS, Stop(), detached=True, clock=clock) is not one
+    assert ensured() is not one
     assert clock.monotonic() - began == pytest.approx(LOST_S, abs=2 * POLL_S)
 
 
-def test_a_controller_that_is_being_ended_is_not_waited_for(ray, clock):
-    one = ensure(ray, CONFIG, PARTS, Stop(), detached=True, clock=clock)
+def test_a_controller_that_is_being_ended_is_not_waited_for(ensured, clock):
+    one = ensured()
     one.said = [ActorDiedError("killed by somebody else")]
     began = clock.monotonic()
-    assert ensure(ray, CONFIG, PARTS, Stop(), detached=True, clock=clock) is not one
+    assert ensured() is not one
     assert clock.monotonic() - began == pytest.approx(POLL_S)
 
 
-def test_who_is_told_to_end_has_none_made(ray, clock):
+def test_who_is_told_to_end_has_none_made(ray, ensured, monkeypatch):
     stop = Stop()
-    one = ensure(ray, CONFIG, PARTS, stop, detached=True, clock=clock)
+    one = ensured()
     one.said = [RayError("it is being ended")]
 
     def told_meanwhile(question, timeout, get=ray.get):
         stop.drain.set()
-        ray.there = None
+        ray.actors.clear()
         return get(question, timeout)
 
-    ray.get = told_meanwhile
+    monkeypatch.setattr(ray, "get", told_meanwhile)
     with pytest.raises(Cancelled):
-        ensure(ray, CONFIG, PARTS, stop, detached=True, clock=clock)
+        ensured(stop=stop)
     assert ray.made == [one]
 
 
-def test_the_handle_of_who_made_a_controller_is_kept(ray, clock):
+def test_the_handle_of_who_made_a_controller_is_kept(ray, ensured, monkeypatch):
     """Ray ends an actor that is not detached when that one is gone; another handle does not count."""
-    make = ray._make
 
-    def made(options, args):
+    def made(options, args, make=ray.make):
         controller = make(options, args)
         controller.said = [RayError("slow"), RayError("slow"), True]
-        ray.there = None  # whoever looks it up again gets another handle
+        ray.actors.clear()  # whoever looks it up again gets another handle
         return controller
 
-    ray._make = made
-    assert ensure(ray, CONFIG, PARTS, Stop(), detached=False, clock=clock) is ray.made[0]
-    assert len(ray.made) == 1
+    monkeypatch.setattr(ray, "make", made)
+    assert [ensured(detached=False)] == ray.made
 
 
-def test_a_controller_that_never_starts_is_an_error_with_rays_own_words(ray, clock):
+def test_a_controller_that_never_starts_is_an_error_with_rays_own_words(ray, ensured, clock):
     ray.silent = True
     with pytest.raises(StartError, match="it does not answer"):
-        ensure(ray, CONFIG, PARTS, Stop(), detached=True, clock=clock)
+        ensured()
     assert clock.monotonic() > ENSURE_S
 
 
@@ -190,8 +151,8 @@ def never(state):
     pytest.fail(f"told of {state}")
 
 
-def test_who_follows_is_told_once_when_all_are_ready(ray, clock):
-    controller = ensure(ray, CONFIG, PARTS, Stop(), detached=True, clock=clock)
+def test_who_follows_is_told_once_when_all_are_ready(ray, ensured, clock):
+    controller = ensured()
     late = ConfigError("of a worker that was started later")
     controller.said = [
         ControlState(ready=False, workers=2),
@@ -204,15 +165,15 @@ def test_who_follows_is_told_once_when_all_are_ready(ray, clock):
     assert [state.workers for state in told] == [2]
 
 
-def test_who_follows_learns_why_a_worker_did_not_start(ray, clock):
-    controller = ensure(ray, CONFIG, PARTS, Stop(), detached=True, clock=clock)
+def test_who_follows_learns_why_a_worker_did_not_start(ray, ensured, clock):
+    controller = ensured()
     controller.said = [ControlState(ready=False, workers=2, error=LedgerError("Redis is away"))]
     with pytest.raises(LedgerError, match="Redis is away"):
         follow(ray, controller, waits(clock), never, clock)
 
 
-def test_who_follows_ends_when_the_controller_is_lost(ray, clock):
-    controller = ensure(ray, CONFIG, PARTS, Stop(), detached=True, clock=clock)
+def test_who_follows_ends_when_the_controller_is_lost(ray, ensured, clock):
+    controller = ensured()
     controller.said = [
         ControlState(ready=True, workers=2),
         RayError("unavailable"),
@@ -256,7 +217,8 @@ def test_a_ray_that_is_not_there_yet_is_waited_for(ray, clock, monkeypatch):
             raise NoWorker("not yet")
         return ray
 
-    ray.nodes = lambda: [{"NodeManagerAddress": "192.0.2.77", "Alive": True}]
+    nodes = [{"NodeManagerAddress": "192.0.2.77", "Alive": True}]
+    monkeypatch.setattr(ray, "nodes", lambda: nodes, raising=False)
     monkeypatch.setattr(remote, "connect", connect)
     assert join(CONFIG, 60.0, waits(clock), clock) is ray
     assert len(tries) == 4

@@ -1,6 +1,5 @@
 """The state folder: one cluster per name, private files, and no trust in what a killed one left behind."""
 
-import dataclasses
 import os
 import stat
 import subprocess
@@ -76,11 +75,6 @@ def test_what_a_killed_cluster_left_goes_when_the_name_is_taken_again(tmp_path):
     own = again.scratch()
     again.release()
     assert not own.exists()
-
-
-def test_a_cluster_without_addresses_is_not_ready_yet(tmp_path):
-    assert state().ready
-    assert not dataclasses.replace(state(), grpc="").ready
 
 
 def test_an_unwritable_home_is_a_config_error(tmp_path):

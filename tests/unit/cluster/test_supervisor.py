@@ -26,19 +26,19 @@ from baton.errors import BatonError, Cancelled, LedgerError
 from baton.load import BlockCounts
 from baton.telemetry import Metrics, MetricsServer
 from tests.support.time_factor import scaled
+from tests.support.waiting import eventually
 
 ROUTER = """
-import sys, time, yaml
+import json, os, sys, time, yaml
 from pathlib import Path
-from baton.cluster.processes import die_with_parent, report_ready
-die_with_parent()
 fails = Path(sys.argv[1]).with_name("router-fails-once")
 if fails.exists():
     fails.unlink()
     sys.exit("as it was told")
 given = yaml.safe_load(Path(sys.argv[1]).read_text())["router"]
 bound = {key: value.replace(":0", ":4711") for key, value in given.items()}
-report_ready({**bound, "told": {key: value.replace("127.0.0.1", "router.example") for key, value in bound.items()}})
+told = {key: value.replace("127.0.0.1", "router.example") for key, value in bound.items()}
+os.write(int(os.environ["BATON_READY_FD"]), json.dumps({**bound, "told": told}).encode() + b"\\n")
 time.sleep(60)
 """
 
@@ -157,14 +157,6 @@ def left(run):
     return sorted(path.name for path in run.folder.path.iterdir())
 
 
-def until(look, within_s=20.0):
-    deadline = time.monotonic() + scaled(within_s)
-    while not (found := look()):
-        assert time.monotonic() < deadline, look
-        time.sleep(0.01)
-    return found
-
-
 def test_start_and_stop_are_in_order_and_leave_only_logs(run):
     run.start()
     router = run.state.processes["router"].process()
@@ -218,14 +210,16 @@ def test_told_to_stop_before_anything_starts(run):
 
 
 def killed_router(run):
+    """The state before the router was killed, and the first one with its successor."""
     old = run.folder.read_state()
-    os.kill(old.processes["router"].pid, signal.SIGKILL)
-    new = until(
-        lambda: (
-            (s := run.folder.read_state()) and s.processes.get("router") not in {None, old.processes["router"]} and s
-        )
-    )
-    return old, new
+    gone = old.processes["router"]
+    os.kill(gone.pid, signal.SIGKILL)
+
+    def replaced():
+        state = run.folder.read_state()
+        return state.processes.get("router") not in {None, gone} and state
+
+    return old, eventually(replaced, within_s=20)
 
 
 def test_a_router_that_died_comes_back_at_the_same_address(run):
@@ -242,9 +236,9 @@ def test_a_router_that_fails_when_it_comes_back_is_tried_again(run):
     marker = run.folder.config.with_name("router-fails-once")
     marker.touch()
     killed_router(run)
-    until(lambda: not marker.exists())
-    until(lambda: run.supervisor._router.restarts == 2)
-    until(lambda: run.supervisor._router.ready and run.supervisor._router.pid)
+    eventually(lambda: not marker.exists())
+    eventually(lambda: run.supervisor._router.restarts == 2)
+    eventually(lambda: run.supervisor._router.ready and run.supervisor._router.pid)
     assert run.thread.is_alive()
     run.end()
     assert run.error is None
@@ -255,51 +249,45 @@ def test_a_process_that_ends_while_it_is_looked_at_is_no_trouble(run, monkeypatc
     assert run.supervisor._processes() == {}
 
 
-def test_redis_is_started_again_at_the_same_address_with_the_same_password(tmp_path):
-    redis = KeptRedis(tmp_path)
-    try:
-        url, pid = redis.url, redis.pid
-        redis.poll()
-        assert pid is not None
-        assert redis.pid == pid
-        os.kill(pid, signal.SIGKILL)
-        until(lambda: redis.pid is None)
-        redis.poll()
-        assert redis.pid not in {None, pid}
-        assert redis.url == url
-    finally:
-        redis.stop()
-    assert redis.pid is None
-
-
 def kill(redis):
     os.kill(redis.pid, signal.SIGKILL)
-    until(lambda: redis.pid is None)
+    eventually(lambda: redis.pid is None)
+
+
+@pytest.fixture
+def redis(tmp_path):
+    """Its clock, and a Redis that is kept."""
+    clock = FakeClock()
+    kept = KeptRedis(tmp_path, clock)
+    yield clock, kept
+    kept.stop()
+    assert kept.pid is None
 
 
 @pytest.mark.slow
-def test_redis_whose_port_is_taken_when_it_died_is_tried_again_until_that_is_hopeless(tmp_path):
-    clock = FakeClock()
-    redis = KeptRedis(tmp_path, clock)
-    try:
-        url, port = redis.url, redis._server.port
-        kill(redis)
-        with socket.create_server(("127.0.0.1", port)):
-            redis.poll()
-            clock.advance(1.0)
-            redis.poll()
-        assert redis.pid is None
+def test_redis_is_started_again_at_the_same_address_until_its_port_is_somebody_elses_for_long(redis):
+    clock, kept = redis
+    url, pid, port = kept.url, kept.pid, kept._server.port
+    kept.poll()
+    assert kept.pid == pid
+    kill(kept)
+    kept.poll()
+    assert kept.pid not in {None, pid}
+    kill(kept)
+    with socket.create_server(("127.0.0.1", port)):
+        kept.poll()
         clock.advance(1.0)
-        redis.poll()
-        assert (redis.pid is not None, redis.url) == (True, url)
-        kill(redis)
-        with socket.create_server(("127.0.0.1", port)):
-            redis.poll()
-            clock.advance(120.0)
-            with pytest.raises(LedgerError, match="is in use"):
-                redis.poll()
-    finally:
-        redis.stop()
+        kept.poll()
+    assert kept.pid is None
+    clock.advance(1.0)
+    kept.poll()
+    assert (kept.pid is not None, kept.url) == (True, url)
+    kill(kept)
+    with socket.create_server(("127.0.0.1", port)):
+        kept.poll()
+        clock.advance(120.0)
+        with pytest.raises(LedgerError, match="is in use"):
+            kept.poll()
 
 
 def test_a_router_that_finds_no_workers_is_a_failed_start(run, monkeypatch):

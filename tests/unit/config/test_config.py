@@ -1,47 +1,58 @@
 """The cluster file: defaults, layers of settings, and for every mistake an error with line, key and remedy."""
 
+from operator import attrgetter
+
 import pytest
+import yaml
 
 from baton.config import config_from_json, load_config
 from baton.config.load import NOT_BUILT, known_keys
 from baton.config.schema import AUTO_PASS
+from baton.core import Role
 from baton.engine.fixed import FixedShapes
 from baton.errors import ConfigError
 
-
-@pytest.fixture
-def load(tmp_path):
-    def load_text(text, sets=(), env=None):
-        file = tmp_path / "cluster.yaml"
-        file.write_text(text)
-        return load_config(file, sets, env)
-
-    return load_text
+POLICIES = ("predicted", "least_loaded", "prefix", "round_robin")
+TRANSPORTS = ("auto", "nccl", "gloo", "shm", "cuda_ipc", "grpc")
+HOSTS = ("10.0.0.5", "worker-0.pool.svc", "[fd00::5]")
+SIZES = {"256MiB": 256 << 20, "1.5GiB": 3 << 29, "2GB": 2 * 10**9, "4096": 4096}
 
 
 def test_an_empty_file_is_a_working_local_cluster(load):
-    config = load("", sets=["model.path=oracle"])
+    config = load("", "model.path=oracle")
     assert (config.name, config.prefill.replicas, config.router.policy) == ("local", 1, "predicted")
     assert config.redis.url == "embedded"
 
 
-@pytest.mark.parametrize("policy", ["predicted", "least_loaded", "prefix", "round_robin"])
-def test_every_policy_can_be_named(load, policy):
-    assert load(f"model: {{path: oracle}}\nrouter: {{policy: {policy}}}").router.policy == policy
+@pytest.mark.parametrize(
+    ("text", "key", "value"),
+    [
+        *[(f"router: {{policy: {policy}}}", "router.policy", policy) for policy in POLICIES],
+        *[(f"transfer: {{transport: {name}}}", "transfer.transport", name) for name in TRANSPORTS],
+        *[(f"prefill: {{advertise: '{host}'}}", "prefill.advertise", host) for host in HOSTS],
+        *[(f"decode: {{kv_memory: {text}}}", "decode.kv_memory", size) for text, size in SIZES.items()],
+        ("transfer: {frame_size: 1MiB, staging_memory: 64MiB}", "transfer.frame_size", 1 << 20),
+        ("transfer: {staging_memory: 64MiB}", "transfer.staging_memory", 64 << 20),
+        ("transfer: {coalesce_below: 8KiB}", "transfer.coalesce_below", 8 << 10),
+        ("transfer: {verify: kv}", "transfer.verify", "kv"),
+        ("prefill: {block_size: 8}\ndecode: {block_size: 32}", "prefill.block_size", 8),
+        ("prefill: {block_size: 8}\ndecode: {block_size: 32}", "decode.block_size", 32),
+        ("", "router.http", None),
+        ("router: {http: '127.0.0.1:0'}", "router.http", "127.0.0.1:0"),
+        ("router: {http_body: 2MiB}", "router.http_body", 2 << 20),
+        ("", "retry.attempts", 3),
+        ("retry: {attempts: 1}", "retry.attempts", 1),
+    ],
+)
+def test_what_a_file_says_is_so(load, text, key, value):
+    assert attrgetter(key)(load(f"model: {{path: oracle}}\n{text}")) == value
 
 
 def test_later_layers_win_over_earlier_ones(load):
     text = "model: {path: oracle}\ndecode: {replicas: 2, max_running: 3, threads: 1}"
     env = {"BATON__DECODE__REPLICAS": "4", "BATON__DECODE__MAX_RUNNING": "5", "OTHER": "x"}
-    config = load(text, sets=["decode.replicas=6"], env=env)
+    config = load(text, "decode.replicas=6", env=env)
     assert (config.decode.replicas, config.decode.max_running, config.decode.threads) == (6, 5, 1)
-
-
-@pytest.mark.parametrize(
-    ("text", "bytes_"), [("256MiB", 256 << 20), ("1.5GiB", 3 << 29), ("2GB", 2 * 10**9), ("4096", 4096)]
-)
-def test_sizes(load, text, bytes_):
-    assert load(f"model: {{path: oracle}}\ndecode: {{kv_memory: {text}}}").decode.kv_memory == bytes_
 
 
 WRONG = {
@@ -80,8 +91,6 @@ WRONG = {
     "a weight of nothing": ("router:\n  tenants: {team-a: 0}", ["line 2", "router.tenants.team-a", "0.001", "0"]),
     "no tokens may wait": ("router: {queue: {max_tokens: 0}}", ["router.queue.max_tokens", "greater than 0", "0"]),
     "no attempt at all": ("retry: {attempts: 0}", ["line 1", "retry.attempts", "greater than 0", "0"]),
-    "a key that is a list": ("? [a]\n: 1", ["line 1", "key", "text"]),
-    "a value that contains itself": ("a: &a {b: *a}", ["not YAML", "nested"]),
     "nested without end": ("[" * 5000, ["not YAML", "nested"]),
     "more bytes than a float counts": (f"prefill: {{kv_memory: {'9' * 400}.0GiB}}", ["prefill.kv_memory", "1024TiB"]),
     "more bytes than anybody has": (f"decode: {{kv_memory: {10**30}}}", ["decode.kv_memory", "1024TiB"]),
@@ -91,7 +100,6 @@ WRONG = {
     "no deadline": ("transfer: {frame_deadline_s: 1.0e+300}", ["transfer.frame_deadline_s", "less than or equal to"]),
     "waiting for ever": ("router: {queue: {max_wait_s: .inf}}", ["router.queue.max_wait_s", "less than or equal to"]),
     "a reader of any slowness": ("router: {slow_reader_s: .inf}", ["router.slow_reader_s", "less than or equal to"]),
-    "any time will do": ("slo: {ttft_ms: .inf}", ["slo.ttft_ms", "less than or equal to"]),
     "too many threads": ("prefill: {threads: 100000}", ["prefill.threads", "less than or equal to", "100000"]),
     "a step too long": ("prefill: {max_batched_tokens: 1000000000000}", ["prefill.max_batched_tokens", "less than"]),
     "too many at once": ("decode: {max_running: 1000000000000}", ["decode.max_running", "less than or equal to"]),
@@ -103,12 +111,6 @@ WRONG = {
     "no room for a channel": ("transfer: {frame_size: 1GiB}", ["transfer.staging_memory", str(4 << 30), str(1 << 30)]),
     "not a kind of check": ("transfer: {verify: all}", ["transfer.verify", "frames", "kv", "all"]),
 }
-
-
-def test_http_is_not_served_unless_it_is_said_where(load):
-    assert load("model: {path: oracle}").router.http is None
-    router = load("model: {path: oracle}\nrouter: {http: '127.0.0.1:0', http_body: 2MiB}").router
-    assert (router.http, router.http_body) == ("127.0.0.1:0", 2 << 20)
 
 
 @pytest.mark.parametrize("case", WRONG)
@@ -130,7 +132,7 @@ def test_a_wrong_redis_url_is_not_repeated(load):
 def test_a_redis_url_in_the_wrong_place_is_not_repeated(load, given):
     for text, sets in ((f"redis: {given}", ()), ("name: a", [f"redis={given}"])):
         with pytest.raises(ConfigError, match=r"redis: ") as caught:
-            load(text, sets)
+            load(text, *sets)
         assert "s3cret" not in str(caught.value)
 
 
@@ -143,7 +145,7 @@ def test_all_mistakes_are_named_at_once(load):
 @pytest.mark.parametrize("item", ["decode.replicas", "=3", "decode=3", "name=2001-99-99", "name=!!float x"])
 def test_a_bad_set_is_named(load, item):
     with pytest.raises(ConfigError, match=item.partition("=")[0] or "--set"):
-        load("decode: {threads: 1}", sets=[item])
+        load("decode: {threads: 1}", item)
 
 
 def test_missing_file_and_missing_model(load, tmp_path):
@@ -169,7 +171,7 @@ def test_model_path_is_found_beside_the_file(tmp_path):
     ],
 )
 def test_models_of_the_hub(load, path, name):
-    for config in (load(f"model: {{path: '{path}'}}"), load("", sets=[f"model.path={path}"])):
+    for config in (load(f"model: {{path: '{path}'}}"), load("", f"model.path={path}")):
         assert (config.model.path, config.model.name) == (path, name)
 
 
@@ -183,38 +185,6 @@ def test_a_name_that_the_hub_cannot_have_is_refused(load, path):
 
 def test_every_key_that_is_not_built_is_a_key(load):
     assert set(NOT_BUILT) <= set(known_keys())
-
-
-@pytest.mark.parametrize("key", [key for key, values in NOT_BUILT.items() if values is None])
-def test_setting_what_is_not_built_is_refused(load, key):
-    with pytest.raises(ConfigError, match=key.replace(".", r"\.") + r".*not built yet"):
-        load("model: {path: oracle}", sets=[f"{key}={{x: 1}}"])
-
-
-TRANSPORTS = ("auto", "nccl", "gloo", "shm", "cuda_ipc", "grpc")
-
-
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_how_kv_moves(load, transport):
-    keys = "frame_size: 1MiB, staging_memory: 64MiB, coalesce_below: 8KiB, verify: kv"
-    found = load(f"model: {{path: oracle}}\ntransfer: {{transport: {transport}, {keys}}}").transfer
-    assert (found.transport, found.verify) == (transport, "kv")
-    assert (found.frame_size, found.staging_memory, found.coalesce_below) == (1 << 20, 64 << 20, 8 << 10)
-
-
-def test_each_pool_has_its_own_block_size(load):
-    config = load("model: {path: oracle}\nprefill: {block_size: 8}\ndecode: {block_size: 32}")
-    assert (config.prefill.block_size, config.decode.block_size) == (8, 32)
-
-
-@pytest.mark.parametrize("host", ["10.0.0.5", "worker-0.pool.svc", "[fd00::5]"])
-def test_where_a_worker_is_called(load, host):
-    assert load(f"model: {{path: oracle}}\nprefill: {{advertise: '{host}'}}").prefill.advertise == host
-
-
-def test_a_request_is_tried_three_times_unless_the_file_says_otherwise(load):
-    assert load("model: {path: oracle}").retry.attempts == 3
-    assert load("model: {path: oracle}\nretry: {attempts: 1}").retry.attempts == 1
 
 
 def test_the_shape_of_a_verify_pass(load):
@@ -244,12 +214,78 @@ def test_a_verify_pass_of_another_shape_is_refused(load, given, said):
         load(f"model: {{path: oracle}}\ndeterminism: {given}")
 
 
-def test_json_round_trip(load):
-    config = load("model: {path: oracle}\ndecode: {kv_memory: 1MiB}")
-    assert config_from_json(config.model_dump_json()) == config
-
-
 def test_the_config_is_frozen(load):
     config = load("model: {path: oracle}")
     with pytest.raises(ValueError, match="frozen"):
         config.name = "other"
+
+
+# --- mode: colocated: all workers of both pools are alike, and nothing but the size of the prefill pool counts
+
+TWO_POOLS = """
+model: {path: oracle}
+prefill: {replicas: 3, threads: 4, max_running: 7, kv_memory: 1GiB}
+decode: {replicas: 2, threads: 1, max_batched_tokens: 96}
+"""
+
+
+def test_as_many_workers_as_both_pools_have_all_as_decode_says(load):
+    config = load(TWO_POOLS, "mode=colocated")
+    assert (config.prefill.replicas, config.decode.replicas) == (0, 5)
+    assert config.decode == load(TWO_POOLS).decode.model_copy(update={"replicas": 5})
+    assert (config.prefill.threads, config.prefill.max_running) == (1, 64), "nobody may go by what was said of it"
+
+
+def test_what_was_loaded_is_loaded_again_as_it_is(load):
+    """The supervisor writes it into the state folder, a controller of others is told it as JSON."""
+    config = load(TWO_POOLS, "mode=colocated", "decode.autoscale.max=4")
+    assert load(yaml.safe_dump(config.model_dump(mode="json", exclude_unset=True))) == config
+    assert config_from_json(config.model_dump_json()) == config
+
+
+def test_where_the_other_pool_listens_is_nobodys_business(load):
+    """Nor is it after the first time, when it is said to listen where these workers do."""
+    open_ = ["decode.listen=0.0.0.0:0", "decode.metrics=0.0.0.0:9101", "prefill.listen=0.0.0.0:1"]
+    allowed = "security.allow_insecure=[decode.listen, decode.metrics, transfer.transport]"
+    config = load(TWO_POOLS, "mode=colocated", *open_, allowed)
+    assert load(yaml.safe_dump(config.model_dump(mode="json", exclude_unset=True))) == config
+    assert config_from_json(config.model_dump_json()) == config
+    with pytest.raises(ConfigError, match=r"prefill\.listen \(0\.0\.0\.0:1\): listens beyond"):
+        load(TWO_POOLS, *open_, allowed)
+    with pytest.raises(ConfigError, match=r"decode\.listen \(0\.0\.0\.0:0\): listens beyond"):
+        load(TWO_POOLS, "mode=colocated", *open_)
+
+
+@pytest.mark.parametrize(
+    ("sets", "bounds"),
+    [
+        ([], (1, 4096)),
+        (["decode.autoscale.max=4"], (1 + 3, 4 + 3)),
+        (["decode.autoscale.max=4", "prefill.autoscale={min: 2, max: 8}"], (1 + 2, 4 + 8)),
+        (["prefill.autoscale={min: 2, max: 8}"], (1, 4096)),
+    ],
+)
+def test_bounds_are_those_of_decode_and_what_the_other_pool_had(load, sets, bounds):
+    config = load(TWO_POOLS, "mode=colocated", *sets)
+    assert config.bounds == {Role.DECODE: bounds}
+    assert (config.decode.autoscale is None) is (not any("decode" in one for one in sets))
+
+
+def test_no_prefill_worker_is_needed_with_it_and_with_it_alone(load):
+    assert load(TWO_POOLS, "mode=colocated", "prefill.replicas=0").decode.replicas == 2
+    for sets in (["prefill.replicas=0"], ["mode=colocated", "decode.replicas=0"]):
+        with pytest.raises(ConfigError, match=r"replicas: .*greater than 0"):
+            load(TWO_POOLS, *sets)
+
+
+def test_both_are_no_more_than_a_pool_may_have(load):
+    """What is written into the state folder must be loaded again."""
+    assert load(TWO_POOLS, "mode=colocated", "decode.replicas=4093").decode.replicas == 4096
+    with pytest.raises(ConfigError, match=r"decode.replicas: must be at most 4096 with those of prefill, got 4097"):
+        load(TWO_POOLS, "mode=colocated", "decode.replicas=4094")
+
+
+def test_otherwise_nothing_changes(load):
+    config = load(TWO_POOLS)
+    assert config.by_mode() == config
+    assert set(config.bounds) == set(Role)

@@ -5,7 +5,6 @@ import subprocess
 import pytest
 
 from baton.cli.certs import certs
-from baton.config import load_config
 from baton.core import Role
 from baton.errors import ConfigError
 from baton.worker.settings import from_config
@@ -20,13 +19,8 @@ def made(tmp_path_factory):
 
 
 @pytest.fixture
-def load(tmp_path):
-    def load_text(text, **places):
-        file = tmp_path / "cluster.yaml"
-        file.write_text("model: {path: oracle}\n" + text.format(**places))
-        return load_config(file)
-
-    return load_text
+def load(load):
+    return lambda text, **places: load("model: {path: oracle}\n" + text.format(**places))
 
 
 def expired(folder, other):

@@ -111,10 +111,20 @@ class Cluster:
         last = HandoffId(name, len(attempts))
         self.router.note("ended", last, outcome=outcome, count=count)
 
-    def begin(self, attempts, name, decode, *, accept=True):
+    def begin(self, attempts, name, decode):
         handoff = HandoffId(name, len(attempts) + 1)
         attempts.append(handoff)
         self.router.note("attempt", handoff, prefill=self.p.ref, decode=decode.ref)
+        return handoff
+
+    def to_first_token(self, attempts, name, decode, blocks=2, digests=()):
+        """The first attempt, which all requests begin alike."""
+        handoff = self.begin(attempts, name, decode)
+        decode.reserve(handoff, blocks, digests)
+        self.accept(handoff)
+        self.p.note("prefill", handoff)
+        self.p.compute(handoff, blocks, digests)
+        self.first_token(handoff)
         return handoff
 
     def accept(self, handoff):
@@ -145,12 +155,7 @@ class Cluster:
         """Two full blocks are published at P; D publishes them, too, and grows by one."""
         digests = self.names[:2] if digests is None else digests
         with self.request(name, count=4) as attempts:
-            handoff = self.begin(attempts, name, self.d)
-            self.d.reserve(handoff, 3, digests)
-            self.accept(handoff)
-            self.p.note("prefill", handoff)
-            self.p.compute(handoff, 3, digests)
-            self.first_token(handoff)
+            handoff = self.to_first_token(attempts, name, self.d, 3, digests)
             already = self.d.pool.find(digests)
             self.commit(handoff, self.d)
             self.d.publish(handoff, len(already), digests)
@@ -162,12 +167,7 @@ class Cluster:
 
     def preempted(self, name):
         with self.request(name, count=3) as attempts:
-            handoff = self.begin(attempts, name, self.d)
-            self.d.reserve(handoff, 2)
-            self.accept(handoff)
-            self.p.note("prefill", handoff)
-            self.p.compute(handoff, 2)
-            self.first_token(handoff)
+            handoff = self.to_first_token(attempts, name, self.d)
             self.commit(handoff, self.d)
             self.d.let_go(handoff)
             self.d.note("preempted", handoff)
@@ -189,12 +189,7 @@ class Cluster:
     def prefill_lost(self, name):
         """The push failed: D is told to fence, P's KV is released."""
         with self.request(name, count=3) as attempts:
-            handoff = self.begin(attempts, name, self.d)
-            self.d.reserve(handoff, 2)
-            self.accept(handoff)
-            self.p.note("prefill", handoff)
-            self.p.compute(handoff, 2)
-            self.first_token(handoff)
+            handoff = self.to_first_token(attempts, name, self.d)
             self.d.note("offered", handoff)
             self.p.note("failed", handoff, error="ChannelBroken", held=True)
             self.d.note("fenced", handoff)
@@ -208,12 +203,7 @@ class Cluster:
     def decode_killed(self, name):
         """The other decode worker dies with a reservation; its successor takes what P still holds."""
         with self.request(name, count=2) as attempts:
-            first = self.begin(attempts, name, self.other)
-            self.other.reserve(first, 2)
-            self.accept(first)
-            self.p.note("prefill", first)
-            self.p.compute(first, 2)
-            self.first_token(first)
+            first = self.to_first_token(attempts, name, self.other)
             self.other = Process(self, "decode-1", "decode", "7.4")
             self.recovered(first, "decode_lost")
             second = self.begin(attempts, name, self.other)
@@ -228,12 +218,7 @@ class Cluster:
 
     def ends_at_first_token(self, name):
         with self.request(name, count=1) as attempts:
-            handoff = self.begin(attempts, name, self.d)
-            self.d.reserve(handoff, 2)
-            self.accept(handoff)
-            self.p.note("prefill", handoff)
-            self.p.compute(handoff, 2)
-            self.first_token(handoff)
+            handoff = self.to_first_token(attempts, name, self.d)
             self.p.let_go(handoff)
             self.p.note("aborted", handoff)
             self._drop(handoff)
@@ -246,12 +231,7 @@ class Cluster:
     def cancelled(self, name):
         """While decoding. The router has said so before D has let go."""
         with self.request(name, "cancelled", count=2) as attempts:
-            handoff = self.begin(attempts, name, self.d)
-            self.d.reserve(handoff, 2)
-            self.accept(handoff)
-            self.p.note("prefill", handoff)
-            self.p.compute(handoff, 2)
-            self.first_token(handoff)
+            handoff = self.to_first_token(attempts, name, self.d)
             self.commit(handoff, self.d)
             self.decode(handoff, self.d, 1, 1)
         self.d.let_go(handoff)
@@ -285,12 +265,7 @@ class Cluster:
     def _fill(self, digests):
         """An earlier turn leaves a block at D: P never had it."""
         with self.request("earlier", count=1) as attempts:
-            handoff = self.begin(attempts, "earlier", self.d)
-            self.d.reserve(handoff, 2)
-            self.accept(handoff)
-            self.p.note("prefill", handoff)
-            self.p.compute(handoff, 2)
-            self.first_token(handoff)
+            handoff = self.to_first_token(attempts, "earlier", self.d)
             self.commit(handoff, self.d)
             self.d.publish(handoff, 0, digests)
             self.d.let_go(handoff)

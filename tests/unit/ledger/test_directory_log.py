@@ -18,6 +18,7 @@ from baton.ledger.directory import DONE, GAP, REFUSED
 from baton.ledger.directory_log import DirectoryLog
 from baton.ledger.ledger import Ledger
 from baton.ledger.prefix_map import NAME_BYTES
+from tests.support.redis_stub import StubConnection
 
 OWNER = WorkerRef("prefill-0", Incarnation(5, 1), "127.0.0.1:1")
 
@@ -30,31 +31,21 @@ def name(number: int) -> bytes:
     return digest(number)[:NAME_BYTES]
 
 
-class StubConnection:
-    """Keeps one worker's set. `lose_next`: the next call is done, or not, and its answer is lost."""
+class Store(StubConnection):
+    """Keeps one worker's set."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.names: set[bytes] | None = None
         self.seq = 0
         self.calls: list[tuple[str, int, int]] = []  # kind, how many were added, removed
-        self.lose_next: list[bool] = []
         self.fenced = False
-        self.arrived = asyncio.Event()
-
-    def key(self, *parts: str) -> str:
-        return ":".join(parts)
 
     async def run(self, script: Any, keys: Any, args: Any) -> int:
         worker_id, _, seq, kind, _, added, removed, *_ = args
         assert worker_id == OWNER.worker_id
-        lost = self.lose_next.pop(0) if self.lose_next else None
-        answer = GAP
-        if lost is not False:
-            answer = self._publish(seq, kind, split(added), split(removed))
         self.calls.append((kind, len(split(added)), len(split(removed))))
-        self.arrived.set()
-        if lost is not None:
-            raise LedgerError("away")
+        answer: int = await self.answered(lambda: self._publish(seq, kind, split(added), split(removed)))
         return answer
 
     def _publish(self, seq: int, kind: str, added: set[bytes], removed: set[bytes]) -> int:
@@ -87,7 +78,7 @@ def without_pauses(monkeypatch):
 
 @pytest.fixture
 def stub():
-    return StubConnection()
+    return Store()
 
 
 @pytest.fixture
@@ -154,15 +145,6 @@ async def test_a_lost_answer_costs_one_repetition_and_not_the_whole_set(log, stu
         await log.flush()
     assert stub.calls == [("reset", 5, 0), *[("delta", 1, 1)] * 4]
     assert stub.names == {name(n) for n in range(2, 7)}
-
-
-async def test_a_worker_without_blocks_says_so_too(log, stub, ledger):
-    log.note([digest(1)])
-    await log.flush()
-    log.note([], [digest(1)])
-    stub.wipe()
-    await log.flush()
-    assert stub.names == set()
 
 
 async def test_an_idle_worker_says_that_it_is_still_there(stub, ledger):
@@ -236,7 +218,7 @@ def test_after_any_trouble_the_store_has_the_set(steps, batch):
 
 
 async def trouble(steps: list[Any]) -> None:
-    stub = StubConnection()
+    stub = Store()
     ledger = Ledger(stub, 1.0, FakeClock())  # type: ignore[arg-type]
     ledger._saw(1)
     log = DirectoryLog(ledger, OWNER)

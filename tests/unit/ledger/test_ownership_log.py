@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
@@ -16,38 +17,29 @@ from baton.core import HandoffId, Incarnation, WorkerRef
 from baton.errors import LedgerError
 from baton.ledger.ledger import Ledger
 from baton.ledger.ownership import OwnershipLog, OwnershipTable, RecordState
+from tests.support.redis_stub import StubConnection
 
 OWNER = WorkerRef("decode-0", Incarnation(5, 1), "127.0.0.1:1")
 RESERVED, PREPARED, COMMITTED, ABORTED, RELEASED = RecordState
 
 
-class StubConnection:
-    """Records each batch as (request, attempt, state) and answers as told; `gate` holds the answers back."""
+class Store(StubConnection):
+    """Records each batch as (request, attempt, state) and answers as told."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.batches: list[list[tuple[str, int, RecordState]]] = []
-        self.arrived = asyncio.Event()
-        self.gate = asyncio.Event()
-        self.gate.set()
-        self.failures = 0
-        self.answer: int | LedgerError = 1
-
-    def key(self, *parts: str) -> str:
-        return ":".join(parts)
+        self.answer = 1
 
     async def run_many(self, script: Any, calls: Sequence[Any]) -> list[int | LedgerError]:
         self.batches.append([(keys[0].removeprefix("req:"), args[0], RecordState(args[1])) for keys, args in calls])
-        self.arrived.set()
-        await self.gate.wait()
-        if self.failures:
-            self.failures -= 1
-            raise LedgerError("away")
-        return [self.answer] * len(calls)
+        answers: list[int | LedgerError] = await self.answered(lambda: [self.answer] * len(calls))
+        return answers
 
 
 @pytest.fixture
 def stub():
-    return StubConnection()
+    return Store()
 
 
 @pytest.fixture
@@ -68,18 +60,44 @@ def identity(log: OwnershipLog) -> bool:
     return c.noted + c.repeated == ended + len(log._pending) + len(log._in_flight)
 
 
-async def test_notes_are_written_in_order(log, stub):
-    for state in (RESERVED, COMMITTED, RELEASED):
-        log.note(HandoffId("a", 1), "router", state)
+def note(log: OwnershipLog, *notes: tuple[str, int, RecordState]) -> None:
+    for request, attempt, state in notes:
+        log.note(HandoffId(request, attempt), "router", state)
+
+
+async def written(log: OwnershipLog, *notes: tuple[str, int, RecordState]) -> None:
+    """Note them, each when the one before was written."""
+    for one in notes:
+        note(log, one)
         await log.flush()
+
+
+def noted_for(requests: range, state: RecordState = RESERVED) -> list[tuple[str, int, RecordState]]:
+    return [(str(n), 1, state) for n in requests]
+
+
+@asynccontextmanager
+async def without_an_answer(
+    log: OwnershipLog, stub: Store, *notes: tuple[str, int, RecordState]
+) -> AsyncIterator[None]:
+    """While Redis has these and does not answer; in the end it fails, and all is written."""
+    stub.lose_next = [False]
+    stub.gate.clear()
+    note(log, *notes)
+    await stub.arrived.wait()
+    yield
+    stub.gate.set()
+    await log.flush()
+
+
+async def test_notes_are_written_in_order(log, stub):
+    await written(log, *(("a", 1, state) for state in (RESERVED, COMMITTED, RELEASED)))
     assert stub.batches == [[("a", 1, RESERVED)], [("a", 1, COMMITTED)], [("a", 1, RELEASED)]]
     assert (log.counters.written, log.counters.round_trips) == (3, 3)
 
 
 async def test_states_that_were_overtaken_are_not_written(log, stub):
-    for state in (RESERVED, COMMITTED, RELEASED):
-        log.note(HandoffId("a", 1), "router", state)
-    log.note(HandoffId("b", 1), "router", RESERVED)
+    note(log, ("a", 1, RESERVED), ("a", 1, COMMITTED), ("a", 1, RELEASED), ("b", 1, RESERVED))
     await log.flush()
     assert stub.batches == [[("a", 1, RELEASED), ("b", 1, RESERVED)]]
     assert log.counters.coalesced == 2
@@ -88,48 +106,31 @@ async def test_states_that_were_overtaken_are_not_written(log, stub):
 
 async def test_what_is_noted_during_a_round_trip_goes_with_the_next(log, stub):
     stub.gate.clear()
-    log.note(HandoffId("a", 1), "router", RESERVED)
+    note(log, ("a", 1, RESERVED))
     await stub.arrived.wait()
-    log.note(HandoffId("a", 1), "router", COMMITTED)
-    log.note(HandoffId("b", 1), "router", RESERVED)
+    note(log, ("a", 1, COMMITTED), ("b", 1, RESERVED))
     stub.gate.set()
     await log.flush()
     assert stub.batches == [[("a", 1, RESERVED)], [("a", 1, COMMITTED), ("b", 1, RESERVED)]]
 
 
 async def test_a_late_note_of_an_older_attempt_or_state_changes_nothing(log, stub):
-    log.note(HandoffId("a", 2), "router", RESERVED)
-    log.note(HandoffId("a", 1), "router", RELEASED)
-    log.note(HandoffId("b", 1), "router", COMMITTED)
-    log.note(HandoffId("b", 1), "router", RESERVED)
+    note(log, ("a", 2, RESERVED), ("a", 1, RELEASED), ("b", 1, COMMITTED), ("b", 1, RESERVED))
     await log.flush()
     assert stub.batches == [[("a", 2, RESERVED), ("b", 1, COMMITTED)]]
 
 
 async def test_failed_writes_are_tried_again_at_their_latest_state(log, stub):
-    stub.failures = 1
-    stub.gate.clear()
-    log.note(HandoffId("a", 1), "router", RESERVED)
-    log.note(HandoffId("b", 1), "router", RESERVED)
-    await stub.arrived.wait()
-    log.note(HandoffId("c", 1), "router", RESERVED)
-    log.note(HandoffId("a", 1), "router", COMMITTED)
-    stub.gate.set()
-    await log.flush()
+    async with without_an_answer(log, stub, ("a", 1, RESERVED), ("b", 1, RESERVED)):
+        note(log, ("c", 1, RESERVED), ("a", 1, COMMITTED))
     assert stub.batches[1] == [("a", 1, COMMITTED), ("b", 1, RESERVED), ("c", 1, RESERVED)]
     assert (log.counters.failures, log.counters.written, log.counters.coalesced) == (1, 3, 1)
     assert identity(log)
 
 
 async def test_the_queue_is_bounded_and_counts_what_it_drops(log, stub):
-    stub.failures = 1
-    stub.gate.clear()
-    log.note(HandoffId("0", 1), "router", RESERVED)
-    await stub.arrived.wait()
-    for i in range(1, 7):
-        log.note(HandoffId(str(i), 1), "router", RESERVED)
-    stub.gate.set()
-    await log.flush()
+    async with without_an_answer(log, stub, ("0", 1, RESERVED)):
+        note(log, *noted_for(range(1, 7)))
     assert [request for request, _, _ in stub.batches[1]] == ["3", "4", "5", "6"]
     assert log.counters.dropped == 3
     assert identity(log)
@@ -137,8 +138,7 @@ async def test_the_queue_is_bounded_and_counts_what_it_drops(log, stub):
 
 async def test_refused_writes_are_counted_and_not_repeated(log, stub):
     stub.answer = 0
-    log.note(HandoffId("a", 1), "router", RESERVED)
-    await log.flush()
+    await written(log, ("a", 1, RESERVED))
     assert (log.counters.refused, len(stub.batches)) == (1, 1)
 
 
@@ -149,8 +149,7 @@ async def test_one_bad_record_does_not_hold_up_the_others(log, stub):
         return [answers[keys[0] != "req:bad"] for keys, _ in calls]
 
     stub.run_many = run_many
-    log.note(HandoffId("bad", 1), "router", RESERVED)
-    log.note(HandoffId("good", 1), "router", RESERVED)
+    note(log, ("bad", 1, RESERVED), ("good", 1, RESERVED))
     with pytest.raises(LedgerError, match="1 ownership records not written"):
         await log.flush(0.1)
     assert log.counters.written == 1
@@ -182,18 +181,12 @@ async def test_note_from_many_threads(stub):
 
 async def test_close_gives_up_on_a_redis_that_is_away_and_counts(stub):
     log = OwnershipLog(Ledger(stub, 1.0, FakeClock()), OWNER)
-    stub.failures = 10**6
-    log.note(HandoffId("a", 1), "router", RESERVED)
+    stub.lose_next = [False] * 10**6
+    note(log, ("a", 1, RESERVED))
     await log.close(0.05)
-    log.note(HandoffId("b", 1), "router", RESERVED)
+    note(log, ("b", 1, RESERVED))
     assert log.counters.dropped == 2
     assert identity(log)
-
-
-async def written(log: OwnershipLog, *notes: tuple[str, int, RecordState]) -> None:
-    for request, attempt, state in notes:
-        log.note(HandoffId(request, attempt), "router", state)
-        await log.flush()
 
 
 @pytest.mark.parametrize("states", [list(RecordState), [s for s in RecordState if s is not PREPARED]], ids=len)
@@ -209,12 +202,11 @@ async def test_a_handoff_is_written_four_times_at_most_and_its_end_always(log, s
 
 async def test_prepared_waits_for_company(log, stub):
     await written(log, ("a", 1, RESERVED))
-    log.note(HandoffId("a", 1), "router", PREPARED)
+    note(log, ("a", 1, PREPARED))
     for _ in range(20):
         await asyncio.sleep(0)
     assert len(stub.batches) == 1
-    log.note(HandoffId("b", 1), "router", RESERVED)
-    await log.flush()
+    await written(log, ("b", 1, RESERVED))
     assert stub.batches[1:] == [[("a", 1, PREPARED), ("b", 1, RESERVED)]]
 
 
@@ -222,7 +214,7 @@ async def test_prepared_is_written_alone_when_it_lasts(log, stub, monkeypatch):
     monkeypatch.setattr("baton.ledger.ownership.LINGER_S", 0.001)
     await written(log, ("a", 1, RESERVED))
     stub.arrived.clear()
-    log.note(HandoffId("a", 1), "router", PREPARED)
+    note(log, ("a", 1, PREPARED))
     await stub.arrived.wait()
     assert stub.batches[1:] == [[("a", 1, PREPARED)]]
 
@@ -262,30 +254,16 @@ async def test_an_older_attempts_end_does_not_end_the_newer_one(log, stub, ledge
 
 
 async def test_what_the_queue_had_no_room_for_is_written_after_the_return_if_it_is_held(log, stub):
-    stub.failures = 1
-    stub.gate.clear()
-    log.note(HandoffId("0", 1), "router", RESERVED)
-    await stub.arrived.wait()
-    for i in range(1, 7):
-        log.note(HandoffId(str(i), 1), "router", RESERVED)
-    log.note(HandoffId("6", 1), "router", RELEASED)
-    stub.gate.set()
-    await log.flush()
+    async with without_an_answer(log, stub, ("0", 1, RESERVED)):
+        note(log, *noted_for(range(1, 7)), ("6", 1, RELEASED))
     last = {request: state for batch in stub.batches[1:] for request, _, state in batch}
     assert last == {**{str(i): RESERVED for i in range(6)}, "6": RELEASED}
     assert identity(log)
 
 
 async def test_a_release_that_found_no_room_is_forgotten_with_what_was_under_way(log, stub):
-    stub.failures = 1
-    stub.gate.clear()
-    log.note(HandoffId("0", 1), "router", RESERVED)
-    await stub.arrived.wait()
-    log.note(HandoffId("0", 1), "router", RELEASED)
-    for i in range(1, 5):
-        log.note(HandoffId(str(i), 1), "router", RELEASED)
-    stub.gate.set()
-    await log.flush()
+    async with without_an_answer(log, stub, ("0", 1, RESERVED)):
+        note(log, *noted_for(range(5), RELEASED))
     assert [request for request, _, _ in stub.batches[1]] == ["1", "2", "3", "4"]
     assert log.counters.dropped == 2
     assert log._entries == {}
@@ -296,11 +274,9 @@ async def test_a_newer_attempt_that_found_no_room_is_not_forgotten_with_the_end_
     await written(log, ("0", 1, RESERVED))
     stub.gate.clear()
     stub.arrived.clear()
-    log.note(HandoffId("0", 1), "router", RELEASED)
+    note(log, ("0", 1, RELEASED))
     await stub.arrived.wait()
-    log.note(HandoffId("0", 2), "router", RESERVED)
-    for i in range(1, 5):
-        log.note(HandoffId(str(i), 1), "router", RESERVED)
+    note(log, ("0", 2, RESERVED), *noted_for(range(1, 5)))
     stub.gate.set()
     await log.flush()
     assert ("0", 2, RESERVED) in [write for batch in stub.batches for write in batch]
@@ -336,7 +312,7 @@ class Trouble:
     """A log whose store is the pure table; `wipe` empties it, as the ledger finds at the next heartbeat."""
 
     def __init__(self) -> None:
-        self.stub = StubConnection()
+        self.stub = Store()
         self.stub.run_many = self.run_many  # type: ignore[method-assign]
         self.ledger = Ledger(self.stub, 1.0, FakeClock())  # type: ignore[arg-type]
         self.ledger._saw(1)
@@ -345,14 +321,12 @@ class Trouble:
         self.noted: dict[str, tuple[int, RecordState]] = {}
 
     async def run_many(self, script: Any, calls: Sequence[Any]) -> list[int | LedgerError]:
-        answers: list[int | LedgerError] = []
-        for keys, (attempt, state, *rest) in calls:
-            handoff, router = HandoffId(keys[0].removeprefix("req:"), attempt), rest[2]
-            answers.append(int(self.table.write(handoff, OWNER, router, RecordState(state))))
-        if self.stub.failures:
-            self.stub.failures -= 1
-            raise LedgerError("done, but the answers were lost")
-        return answers
+        return list(await self.stub.answered(lambda: [self.written(keys, args) for keys, args in calls]))
+
+    def written(self, keys: Sequence[str], args: Sequence[Any]) -> int:
+        attempt, state, *rest = args
+        handoff = HandoffId(keys[0].removeprefix("req:"), attempt)
+        return self.table.write(handoff, OWNER, rest[2], RecordState(state))
 
     def wipe(self) -> None:
         self.table = OwnershipTable()
@@ -366,7 +340,7 @@ class Trouble:
     async def step(self, step: Any) -> None:
         match step:
             case "fail":
-                self.stub.failures = 1
+                self.stub.lose_next = [True]
             case "wipe":
                 self.wipe()
             case "flush":

@@ -39,8 +39,12 @@ def changed(path: str, value: object) -> bytes:
     return json.dumps(record).encode()
 
 
-def test_there_and_back():
-    assert worker_from_json(worker_to_json(INFO)) == INFO
+CANNOT = replace(INFO, determinism="", nondeterminism="not built yet")
+
+
+@pytest.mark.parametrize("info", [INFO, CANNOT], ids=["deterministic", "it says why not"])
+def test_there_and_back(info):
+    assert worker_from_json(worker_to_json(info)) == info
 
 
 @given(
@@ -54,11 +58,6 @@ def test_there_and_back_for_any_values(name, epoch, counter, role, blocks):
     ref = WorkerRef(name, Incarnation(epoch, counter), "[::1]:1")
     info = replace(INFO, ref=ref, role=role, total_blocks=blocks)
     assert worker_from_json(worker_to_json(info)) == info
-
-
-def test_why_a_worker_takes_no_deterministic_requests_is_registered():
-    cannot = replace(INFO, determinism="", nondeterminism="not built yet")
-    assert worker_from_json(worker_to_json(cannot)) == cannot
 
 
 def test_an_older_worker_says_nothing_of_determinism():

@@ -1,0 +1,22 @@
+"""Cluster files of these tests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from baton.config import ClusterConfig, load_config
+
+
+@pytest.fixture
+def load(tmp_path: Path) -> Callable[..., ClusterConfig]:
+    """A function that loads a file with this text, and these overrides."""
+
+    def load_text(text: str, *sets: str, env: dict[str, str] | None = None) -> ClusterConfig:
+        file = tmp_path / "cluster.yaml"
+        file.write_text(text)
+        return load_config(file, sets, env)
+
+    return load_text
