@@ -121,6 +121,10 @@ class Asking:
     async def chat(self, messages: Any = HELLO, **options: Any) -> Any:
         return await self.client.chat.completions.create(**{"model": self.model, "messages": messages, **options})
 
+    async def streamed(self, path: str, *args: Any, **options: Any) -> list[Any]:
+        """All chunks of the answer to `complete` or `chat`, whichever `path` is."""
+        return [chunk async for chunk in await getattr(self, path)(*args, stream=True, **options)]
+
     async def raw(self, method: str, path: str, body: bytes = b"", **headers: str) -> tuple[int, dict[str, str], bytes]:
         return await raw(self.address, method, path, body, **headers)
 
@@ -159,11 +163,6 @@ async def alone(patience: Patience | None = None, target: str = "", **settings: 
                 yield Alone(fake, http, client)
         finally:
             await http.stop(0)
-
-
-async def chunks_of(ask: Callable[..., Awaitable[Any]], *args: Any, **options: Any) -> list[Any]:
-    """All chunks of the streamed answer."""
-    return [chunk async for chunk in await ask(*args, stream=True, **options)]
 
 
 async def refused(kind: type[openai.OpenAIError], asked: Awaitable[Any], match: str | None = None) -> Any:

@@ -13,7 +13,7 @@ from baton.telemetry.labels import STAGES
 from baton.tokenizer import OracleTokenizer
 from router.floor import RouterSettings
 from router.server import serve
-from tests.integration.gateway_support import USAGE, Asking, chunks_of, client_of, refused
+from tests.integration.gateway_support import USAGE, Asking, client_of, refused
 from tests.support.waiting import until
 
 
@@ -76,14 +76,14 @@ async def test_completion(gateway):
 
 async def test_where_the_time_went(gateway):
     whole = await gateway.complete([1, 2, 3], max_tokens=5)
-    *chunks, last = await chunks_of(gateway.complete, [1, 2, 3], max_tokens=5, **USAGE)
+    *chunks, last = await gateway.streamed("complete", [1, 2, 3], max_tokens=5, **USAGE)
     for took in (whole.timings, last.timings):
         stages = [took[f"{stage}_s"] for stage in STAGES]
         assert len(took) == len(stages) + 2
         assert sum(stages) == pytest.approx(took["e2e_s"])
         assert 0 < took["ttft_s"] < took["e2e_s"]
     assert not any("timings" in chunk.model_dump() for chunk in chunks)
-    bare = [chunk.model_dump() for chunk in await chunks_of(gateway.complete, [1, 2, 3])]
+    bare = [chunk.model_dump() for chunk in await gateway.streamed("complete", [1, 2, 3])]
     assert not any("timings" in chunk or chunk.get("usage") for chunk in bare)
 
 
@@ -154,7 +154,7 @@ async def test_stop_as_one_string_and_a_negative_seed(cluster, gateway):
 
 
 async def test_stream(gateway):
-    chunks = await chunks_of(gateway.complete)
+    chunks = await gateway.streamed("complete")
     assert "".join(chunk.choices[0].text for chunk in chunks) == text_of(4)
     assert [chunk.choices[0].finish_reason for chunk in chunks][-2:] == [None, "length"]
     assert len({chunk.id for chunk in chunks}) == 1
@@ -162,14 +162,14 @@ async def test_stream(gateway):
 
 
 async def test_stream_usage(gateway):
-    *chunks, last = await chunks_of(gateway.complete, **USAGE)
+    *chunks, last = await gateway.streamed("complete", **USAGE)
     assert all(chunk.choices and chunk.usage is None for chunk in chunks)
     assert (last.choices, last.usage.prompt_tokens, last.usage.completion_tokens) == ([], 5, 4)
 
 
 async def test_stream_of_many_prompts(gateway):
     texts = ["", "", ""]
-    for chunk in await chunks_of(gateway.complete, ["a", "b", "c"]):
+    for chunk in await gateway.streamed("complete", ["a", "b", "c"]):
         for choice in chunk.choices:
             texts[choice.index] += choice.text
     assert texts == [text_of(4)] * 3

@@ -14,18 +14,7 @@ from baton.rpc.v1 import common_pb2
 from baton.rpc.v1 import inference_pb2 as pb
 from baton.telemetry import Metrics
 from router.gateway.respond import Patience
-from tests.integration.gateway_support import (
-    HELLO,
-    USAGE,
-    alone,
-    chunks_of,
-    completed,
-    finished,
-    opened,
-    refused,
-    tokens,
-    two_words,
-)
+from tests.integration.gateway_support import HELLO, USAGE, alone, completed, finished, opened, refused, tokens
 from tests.support.waiting import until
 
 CONTINUOUS = {"stream_options": {"include_usage": True, "continuous_usage_stats": True}}
@@ -68,7 +57,7 @@ async def test_an_answer_can_be_sent_back(gateway):
 
 
 async def test_chat_stream(gateway):
-    *chunks, last = await chunks_of(gateway.chat, **USAGE)
+    *chunks, last = await gateway.streamed("chat", **USAGE)
     told = [(chunk.choices[0].delta.role, chunk.choices[0].delta.content) for chunk in chunks]
     assert told == [("assistant", ""), (None, "dog"), (None, " cat"), (None, None)]
     assert [chunk.choices[0].finish_reason for chunk in chunks] == [None, None, None, "stop"]
@@ -97,7 +86,7 @@ async def test_what_a_deterministic_request_is_told(gateway):
     done = await gateway.chat(**extra)
     assert gateway.fake.requests[0].deterministic
     assert (done.system_fingerprint, done.usage.audit_digest) == ("x", "ab" * 32)
-    chunks = await chunks_of(gateway.chat, **USAGE, **extra)
+    chunks = await gateway.streamed("chat", **USAGE, **extra)
     assert {chunk.system_fingerprint for chunk in chunks} == {"x"}
     assert chunks[-1].usage.audit_digest == "cd" * 32
     gateway.fake.script = alike("x", "ab" * 32, "cd" * 32)
@@ -154,15 +143,15 @@ TOOLS = [{"type": "function", "function": {"name": "weather"}}]
     ids=["completion", "chat", "tools"],
 )
 async def test_thoughts(gateway, path, options):
-    gateway.fake.script, ask = thinking, getattr(gateway, path)
+    gateway.fake.script = thinking
     extra = {"n": 2, "extra_body": {"thoughts": True, "think_while_decoding": False}, **options}
-    done = await ask(**extra)
+    done = await getattr(gateway, path)(**extra)
     (request,) = gateway.fake.requests
     assert request.thoughts
     assert (request.HasField("think_while_decoding"), request.think_while_decoding) == (True, False)
     assert [choice.thoughts for choice in done.choices] == THOUGHTS
     assert (done.usage.thinking_tokens, done.usage.completion_tokens) == (3, 2)
-    *chunks, last = await chunks_of(ask, **USAGE, **extra)
+    *chunks, last = await gateway.streamed(path, **USAGE, **extra)
     assert last.usage.thinking_tokens == 3
     seen: tuple[list[object], list[object]] = ([], [])
     for (choice,) in (chunk.choices for chunk in chunks):
@@ -181,7 +170,7 @@ async def test_nobody_is_shown_thoughts_that_were_not_asked_for(gateway):
 
 
 async def test_usage_throughout_a_stream(gateway):
-    *chunks, last = await chunks_of(gateway.chat, n=2, **CONTINUOUS)
+    *chunks, last = await gateway.streamed("chat", n=2, **CONTINUOUS)
     used = [(chunk.choices[0].index, chunk.usage.completion_tokens) for chunk in chunks]
     assert used == [(0, 0), (0, 1), (1, 0), (1, 1), (0, 2), (1, 2), (0, 2), (1, 2)], "role, dog, cat, the end"
     for chunk, (_, count) in zip(chunks, used, strict=True):
@@ -198,22 +187,19 @@ async def test_usage_throughout_a_stream_of_several_prompts(gateway):
         yield completed(prompt=len(request.text), new=3)
 
     gateway.fake.script = script
-    *chunks, last = await chunks_of(gateway.complete, ["a", "bcde"], **CONTINUOUS)
+    *chunks, last = await gateway.streamed("complete", ["a", "bcde"], **CONTINUOUS)
     used = {(chunk.choices[0].index, chunk.usage.prompt_tokens, chunk.usage.total_tokens) for chunk in chunks}
     assert used == {(0, 1, 4), (1, 4, 7)}
     assert last.usage.total_tokens == 11
 
 
-@pytest.mark.parametrize("streamed", [False, True])
-async def test_choices(gateway, streamed):
-    if streamed:
-        texts = ["", "", ""]
-        for chunk in await chunks_of(gateway.chat, n=3):
-            texts[chunk.choices[0].index] += chunk.choices[0].delta.content or ""
-    else:
-        texts = [choice.message.content for choice in (await gateway.chat(n=3)).choices]
+async def test_choices(gateway):
+    assert [choice.message.content for choice in (await gateway.chat(n=3)).choices] == ["dog cat"] * 3
+    texts = ["", "", ""]
+    for chunk in await gateway.streamed("chat", n=3):
+        texts[chunk.choices[0].index] += chunk.choices[0].delta.content or ""
     assert texts == ["dog cat"] * 3
-    assert gateway.fake.requests[0].n == 3
+    assert [request.n for request in gateway.fake.requests] == [3, 3]
 
 
 async def test_choices_of_several_prompts(gateway):
@@ -269,14 +255,14 @@ async def test_chat_logprobs_of_the_chosen_only(gateway):
 
 
 async def test_chat_logprobs_in_a_stream(gateway):
-    chunks = [chunk.choices[0] for chunk in await chunks_of(gateway.chat, logprobs=True)]
+    chunks = [chunk.choices[0] for chunk in await gateway.streamed("chat", logprobs=True)]
     found = [entry.token for choice in chunks if choice.logprobs for entry in choice.logprobs.content]
     assert found == [" dog", "cat"]
 
 
 @pytest.mark.parametrize("streamed", [False, True])
 async def test_completion_logprobs(gateway, streamed):
-    answers = await chunks_of(gateway.complete, logprobs=2) if streamed else [await gateway.complete(logprobs=2)]
+    answers = await gateway.streamed("complete", logprobs=2) if streamed else [await gateway.complete(logprobs=2)]
     pieces = [answer.choices[0].logprobs for answer in answers if answer.choices[0].logprobs]
     assert [token for piece in pieces for token in piece.tokens] == [" dog", "cat"]
     assert [offset for piece in pieces for offset in piece.text_offset] == [0, 4]
@@ -338,10 +324,12 @@ async def test_retry_after(gateway):
 
 
 async def test_the_client_tries_again(gateway):
+    answer = gateway.fake.script
+
     async def script(request):
         if len(gateway.fake.requests) == 1:
             yield Overloaded("full", 0.01)
-        async for step in two_words(request):
+        async for step in answer(request):
             yield step
 
     gateway.fake.script, gateway.client.max_retries = script, 1
@@ -435,6 +423,10 @@ async def test_a_credential_that_no_header_can_carry(gateway):
     assert json.loads(body)["error"]["code"] == "invalid_api_key"
 
 
+def in_stream(**options):
+    return {"stream": True, "stream_options": options}
+
+
 @pytest.mark.parametrize(
     ("wrong", "param", "says"),
     [
@@ -444,15 +436,11 @@ async def test_a_credential_that_no_header_can_carry(gateway):
         ({"top_logprobs": 2}, "top_logprobs", "only allowed with logprobs"),
         ({"stream_options": {"include_usage": True}}, "stream_options", "only allowed with stream"),
         (
-            {"stream": True, "stream_options": {"continuous_usage_stats": True}},
+            in_stream(continuous_usage_stats=True),
             "stream_options.continuous_usage_stats",
-            "only allowed with include_usage: true",
+            "only allowed with include_us",
         ),
-        (
-            {"stream": True, "stream_options": {"include_usages": 1}},
-            "stream_options.include_usages",
-            "did you mean include_usage",
-        ),
+        (in_stream(include_usages=1), "stream_options.include_usages", "did you mean include_usage"),
         ({"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens", "equal max_completion_tokens"),
         ({"response_format": {"type": "xml"}}, "response_format.type", "json_schema"),
         ({"response_format": {"type": "json_schema"}}, "response_format", "json_schema must be there"),
@@ -559,7 +547,7 @@ async def test_metrics_of_a_gateway_alone():
     async with alone(counts=Metrics("here", "1.2")) as gateway:
         gateway.plays(*steps, finished(), done)
         await gateway.chat()
-        assert await chunks_of(gateway.chat)
+        assert await gateway.streamed("chat")
         found = await counted(gateway)
     times = re.compile("(ttft|itl|e2e|generation)_seconds_sum")
     assert {name: value for name, value in found.items() if not times.search(name)} == {
@@ -583,7 +571,7 @@ async def test_metrics_of_what_does_not_finish(streamed):
             gateway.plays(error)
             await refused(openai.InternalServerError, gateway.chat(stream=streamed))
         gateway.plays(tokens(0, 0, [1], "x"), errors.NoWorker("gone"))
-        await refused(openai.APIError, chunks_of(gateway.chat))
+        await refused(openai.APIError, gateway.streamed("chat"))
         await refused(openai.BadRequestError, gateway.chat(extra_body={"n": 0}))
         gateway.fake.script = waiting_for_ever
         asking = asyncio.create_task(gateway.chat(stream=streamed))

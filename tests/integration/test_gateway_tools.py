@@ -4,20 +4,30 @@ import asyncio
 import json
 import random
 import re
-from types import SimpleNamespace
 from typing import Any
 
 import openai
 import pydantic
 import pytest
-from openai import AsyncOpenAI
 
 from baton.grammar import Grammars
 from baton.tokenizer import OracleTokenizer
 from router.gateway.respond import Patience
-from tests.integration.gateway_support import EOS, LENGTH, VOCABULARY, alone, any_text, completed, finished, tokens
+from tests.integration.gateway_support import (
+    EOS,
+    HELLO,
+    LENGTH,
+    VOCABULARY,
+    Asking,
+    alone,
+    any_text,
+    client_of,
+    completed,
+    finished,
+    refused,
+    tokens,
+)
 
-HELLO = [{"role": "user", "content": "How is the weather?"}]
 PARAMETERS = {
     "type": "object", "$defs": {"Unit": {"enum": ["C", "F"]}}, "additionalProperties": False,
     "properties": {"city": {"enum": ["Rome", "Köln"]}, "unit": {"$ref": "#/$defs/Unit"}, "day": {"const": None}},
@@ -43,8 +53,8 @@ async def gateway():
 async def routed(make):
     """A real router, whose model has a plain template."""
     cluster = await make(http="127.0.0.1:0")
-    async with AsyncOpenAI(base_url=f"http://{cluster.router.http}/v1", api_key="k", max_retries=0) as client:
-        yield SimpleNamespace(client=client)
+    async with client_of(cluster.router.http) as client:
+        yield Asking(cluster.router.http, client, "oracle")
 
 
 def saying(text, reason=EOS, size=5, choices=1):
@@ -61,8 +71,12 @@ def saying(text, reason=EOS, size=5, choices=1):
 
 
 async def chat(gateway, messages=HELLO, tools=(WEATHER, NOW), **options):
-    asked = {"model": "", "messages": messages, "tools": list(tools), **options}
-    return await gateway.client.chat.completions.create(**asked)
+    return await gateway.chat(messages, tools=list(tools), **options)
+
+
+async def choice_of(gateway, **options):
+    (choice,) = (await chat(gateway, **options)).choices
+    return choice
 
 
 async def streamed(gateway, **options):
@@ -95,15 +109,14 @@ async def test_tools_reach_the_template(gateway):
 
 async def test_no_choice_is_no_tools(gateway):
     gateway.fake.script = saying(SAID)
-    done = await chat(gateway, tool_choice="none")
+    choice = await choice_of(gateway, tool_choice="none")
     assert not gateway.fake.requests[0].chat.HasField("tools")
-    assert done.choices[0].message.content == SAID
-    assert (done.choices[0].message.tool_calls, done.choices[0].finish_reason) == (None, "stop")
+    assert (choice.message.content, choice.message.tool_calls, choice.finish_reason) == (SAID, None, "stop")
 
 
 async def test_results_are_sent_back(gateway):
     gateway.fake.script = saying(SAID)
-    asked = (await chat(gateway)).choices[0].message
+    asked = (await choice_of(gateway)).message
     first, second = asked.tool_calls
     results = [{"role": "tool", "tool_call_id": call.id, "content": "rain"} for call in (first, second)]
     await chat(gateway, [*HELLO, asked.model_dump(), *results])
@@ -151,22 +164,20 @@ async def test_calls_need_no_words(gateway):
     ids=lambda value: value if isinstance(value, str) else None,
 )  # fmt: skip
 async def test_wrong_tools(gateway, wrong, param, says):
-    with pytest.raises(openai.BadRequestError, match=re.escape(says)) as refused:
-        await chat(gateway, extra_body=wrong)
-    assert refused.value.param == param
-    assert gateway.fake.requests == []
+    found = await refused(openai.BadRequestError, chat(gateway, extra_body=wrong), re.escape(says))
+    assert (found.param, gateway.fake.requests) == (param, [])
 
 
 async def test_a_template_without_tools(routed):
     """Who asks for tools is told, who forbids them is not."""
     for choice in ("auto", "required"):
-        with pytest.raises(openai.BadRequestError, match="chat template has no tools") as refused:
-            await chat(routed, tool_choice=choice)
-        assert (refused.value.param, refused.value.code) == ("tools", "invalid_value")
+        asked = chat(routed, tool_choice=choice)
+        found = await refused(openai.BadRequestError, asked, "chat template has no tools")
+        assert (found.param, found.code) == ("tools", "invalid_value")
     call = {"id": "1", "type": "function", "function": {"name": "now", "arguments": "{}"}}
-    with pytest.raises(openai.BadRequestError, match="no place for them") as refused:
-        await chat(routed, [*HELLO, {"role": "assistant", "tool_calls": [call]}], tool_choice="none")
-    assert refused.value.param == "messages[1].tool_calls"
+    asked = chat(routed, [*HELLO, {"role": "assistant", "tool_calls": [call]}], tool_choice="none")
+    found = await refused(openai.BadRequestError, asked, "no place for them")
+    assert found.param == "messages[1].tool_calls"
     assert (await chat(routed, tool_choice="none", max_tokens=2)).usage.completion_tokens == 2
 
 
@@ -175,7 +186,7 @@ async def test_a_template_without_tools(routed):
 
 async def test_calls(gateway):
     gateway.fake.script = saying(SAID)
-    (choice,) = (await chat(gateway)).choices
+    choice = await choice_of(gateway)
     assert (choice.message.content, choice.finish_reason) == ("Let me see.", "tool_calls")
     assert [(call.type, call.function.name, call.function.arguments) for call in choice.message.tool_calls] == [
         ("function", "weather", '{"city": "Köln"}')
@@ -185,7 +196,7 @@ async def test_calls(gateway):
 
 async def test_an_answer_cut_short_behind_a_call(gateway):
     gateway.fake.script = saying(SAID[:-20], LENGTH)
-    (choice,) = (await chat(gateway)).choices
+    choice = await choice_of(gateway)
     assert (len(choice.message.tool_calls), choice.finish_reason) == (1, "length")
     assert (await streamed(gateway))[1:] == ([("weather", {"city": "Köln"})], "length")
 
@@ -210,15 +221,13 @@ async def test_calls_of_each_choice(gateway):
     ("form", "text"),
     [
         ("mistral", f"[TOOL_CALLS][{CALL}]"),
-        ("mistral", f" [{CALL}]"),
-        ("llama", '{"name": "weather", "parameters": {"city": "Köln"}}'),
         ("llama", '<|python_tag|>{"name": "weather", "parameters": {"city": "Köln"}}'),
         ("json", CALL),
     ],
 )
 async def test_forms_of_calls(gateway, form, text):
     gateway.fake.tool_form, gateway.fake.script = form, saying(text)
-    (choice,) = (await chat(gateway)).choices
+    choice = await choice_of(gateway)
     (call,) = choice.message.tool_calls
     assert (choice.message.content, choice.finish_reason) == (None, "tool_calls")
     assert (call.function.name, json.loads(call.function.arguments)) == ("weather", {"city": "Köln"})
@@ -228,7 +237,8 @@ async def test_forms_of_calls(gateway, form, text):
 @pytest.mark.parametrize("parallel", [True, False])
 async def test_one_call_at_a_time(gateway, parallel):
     gateway.fake.script = saying(SAID)
-    assert len((await chat(gateway, parallel_tool_calls=parallel)).choices[0].message.tool_calls) == 1 + parallel
+    choice = await choice_of(gateway, parallel_tool_calls=parallel)
+    assert len(choice.message.tool_calls) == 1 + parallel
     _, calls, _ = await streamed(gateway, parallel_tool_calls=parallel)
     assert len(calls) == 1 + parallel
 
@@ -237,15 +247,13 @@ async def test_one_call_at_a_time(gateway, parallel):
     ("text", "reason", "shown"),
     [
         ("It rains.", EOS, "stop"),
-        ("<tool_call>{'name': 'weather'}</tool_call>", EOS, "stop"),
         ('<tool_call>{"name": "delete_all", "arguments": {}}</tool_call>', EOS, "stop"),
         ('<tool_call>{"name": "weather", "arguments": {"city', LENGTH, "length"),
-        ("ends in <tool", LENGTH, "length"),
     ],
 )
 async def test_what_is_no_call_stays_content(gateway, text, reason, shown):
     gateway.fake.script = saying(text, reason)
-    (choice,) = (await chat(gateway)).choices
+    choice = await choice_of(gateway)
     assert (choice.message.content, choice.message.tool_calls, choice.finish_reason) == (text, None, shown)
     assert await streamed(gateway) == (text, [], shown)
 
@@ -282,7 +290,7 @@ async def test_logprobs_of_calls(gateway):
         yield completed()
 
     gateway.fake.script = script
-    (choice,) = (await chat(gateway, logprobs=True)).choices
+    choice = await choice_of(gateway, logprobs=True)
     assert [entry.token for entry in choice.logprobs.content] == [VOCABULARY[1]] * 3
     seen = [chunk.choices[0] async for chunk in await chat(gateway, logprobs=True, stream=True)]
     assert [len(choice.logprobs.content) for choice in seen if choice.logprobs] == [1, 1, 1]
@@ -337,21 +345,26 @@ async def test_forced_calls(gateway, form, choice, seed):
             yield step
 
     gateway.fake.tool_form, gateway.fake.script = form, script
-    names = set[str]()
-    for _ in range(8):
-        (told,) = (await chat(gateway, tool_choice=choice)).choices
+    names, wanted = set[str](), {"weather", "now"} if choice == "required" else {"weather"}
+    for _ in range(64):
+        told = await choice_of(gateway, tool_choice=choice)
         assert (told.message.content, told.finish_reason) == (None, "tool_calls")
         for call in told.message.tool_calls:
-            arguments = json.loads(call.function.arguments)
             names.add(call.function.name)
-            if call.function.name == "now":
-                assert arguments == {}
-            else:
-                assert arguments["city"] in ("Rome", "Köln")
-                assert arguments["unit"] in ("C", "F")
-    assert names == ({"weather", "now"} if choice == "required" else {"weather"})
-    told = json.loads(gateway.fake.requests[0].chat.tools)
-    assert [tool["function"]["name"] for tool in told] == ["weather", "now"], "also those that it must not call"
+            check(call.function.name, json.loads(call.function.arguments))
+        if names == wanted:
+            break
+    assert names == wanted
+    offered = json.loads(gateway.fake.requests[0].chat.tools)
+    assert [tool["function"]["name"] for tool in offered] == ["weather", "now"], "also those that it must not call"
+
+
+def check(name, arguments):
+    if name == "now":
+        assert arguments == {}
+    else:
+        assert arguments["city"] in ("Rome", "Köln")
+        assert arguments["unit"] in ("C", "F")
 
 
 async def test_a_forced_call_counts_before_a_format(gateway):
@@ -363,14 +376,13 @@ async def test_a_forced_call_counts_before_a_format(gateway):
 
 async def test_several_forced_calls(gateway):
     gateway.fake.script = saying(f"[{CALL}, {CALL}]")
-    done = await chat(gateway, tool_choice="required", parallel_tool_calls=True)
-    assert len(done.choices[0].message.tool_calls) == 2
+    choice = await choice_of(gateway, tool_choice="required", parallel_tool_calls=True)
+    assert len(choice.message.tool_calls) == 2
     assert json.loads(gateway.fake.requests[0].constraint.json_schema)["type"] == "array"
 
 
 async def test_a_schema_that_cannot_be_enforced(routed):
     """Constraints are checked before the template is looked at."""
     wrong = {"type": "function", "function": {"name": "f", "parameters": {"properties": {"x": {"type": "odd"}}}}}
-    with pytest.raises(openai.BadRequestError) as refused:
-        await chat(routed, tools=[wrong], tool_choice="required")
-    assert refused.value.param == "tools"
+    asked = chat(routed, tools=[wrong], tool_choice="required")
+    assert (await refused(openai.BadRequestError, asked)).param == "tools"
