@@ -46,6 +46,16 @@ def completed(prompt: int = 3, new: int = 2, cached: int = 0) -> dict[str, Any]:
     return {"completed": pb.Completed(usage=usage)}
 
 
+def spoken(text: str, reason: Any = EOS, size: int = 5, choices: int = 1) -> list[dict[str, Any]]:
+    """The model answers this text, `size` characters at a time."""
+    steps = []
+    for choice in range(choices):
+        pieces = [text[at : at + size] for at in range(0, len(text), size)]
+        steps += [tokens(choice, number, [1], piece) for number, piece in enumerate(pieces)]
+        steps.append(finished(choice, reason))
+    return [*steps, completed()]
+
+
 async def two_words(request: pb.GenerateRequest) -> AsyncIterator[dict[str, Any] | BatonError]:
     """As many choices as asked for, their tokens in turns; with logprobs if they are asked for."""
     k = request.logprobs if request.HasField("logprobs") else None
@@ -110,16 +120,16 @@ class FakeInference(Scripted):
 
 
 class Asking:
-    """Requests to a gateway by the `openai` package, or as bytes."""
+    """Requests to a gateway by the `openai` package, with these options if nothing else is given, or as bytes."""
 
-    def __init__(self, address: str, client: Any, model: str) -> None:
-        self.address, self.client, self.model = address, client, model
+    def __init__(self, address: str, client: Any, **options: Any) -> None:
+        self.address, self.client, self.options = address, client, options
 
     async def complete(self, prompt: Any = "hello", **options: Any) -> Any:
-        return await self.client.completions.create(**{"model": self.model, "prompt": prompt, **options})
+        return await self.client.completions.create(prompt=prompt, **{**self.options, **options})
 
     async def chat(self, messages: Any = HELLO, **options: Any) -> Any:
-        return await self.client.chat.completions.create(**{"model": self.model, "messages": messages, **options})
+        return await self.client.chat.completions.create(messages=messages, **{**self.options, **options})
 
     async def streamed(self, path: str, *args: Any, **options: Any) -> list[Any]:
         """All chunks of the answer to `complete` or `chat`, whichever `path` is."""
@@ -133,7 +143,7 @@ class Alone(Asking):
     """The gateway, its router, and a client."""
 
     def __init__(self, fake: FakeInference, http: HttpServer, client: AsyncOpenAI) -> None:
-        super().__init__(http.address, client, "org/tiny")
+        super().__init__(http.address, client, model="org/tiny")
         self.fake, self.http = fake, http
 
     def plays(self, *steps: dict[str, Any] | BatonError) -> None:
@@ -151,6 +161,13 @@ def client_of(address: str, token: str = "k", verify: ssl.SSLContext | None = No
     url = f"{'https' if verify else 'http'}://{address}/v1"
     http = openai.DefaultAsyncHttpxClient(verify=verify or False)
     return AsyncOpenAI(base_url=url, api_key=token, max_retries=0, http_client=http)
+
+
+@asynccontextmanager
+async def asking(address: str, **options: Any) -> AsyncIterator[Asking]:
+    """Of a router with the oracle."""
+    async with client_of(address) as client:
+        yield Asking(address, client, model="oracle", **options)
 
 
 @asynccontextmanager

@@ -13,18 +13,8 @@ from baton.telemetry.labels import STAGES
 from baton.tokenizer import OracleTokenizer
 from router.floor import RouterSettings
 from router.server import serve
-from tests.integration.gateway_support import USAGE, Asking, client_of, refused
+from tests.integration.gateway_support import USAGE, asking, refused
 from tests.support.waiting import until
-
-
-class Gateway(Asking):
-    """The gateway of a cluster; a completion has four tokens."""
-
-    def __init__(self, cluster, client):
-        super().__init__(cluster.router.http, client, "oracle")
-
-    async def complete(self, prompt="hello", **options):
-        return await super().complete(prompt, **{"max_tokens": 4, **options})
 
 
 def cluster_with(**settings):
@@ -39,8 +29,8 @@ async def cluster(make, request):
 
 @pytest.fixture
 async def gateway(cluster):
-    async with client_of(cluster.router.http) as client:
-        yield Gateway(cluster, client)
+    async with asking(cluster.router.http, max_tokens=4) as made:
+        yield made
 
 
 def text_of(count):

@@ -13,20 +13,7 @@ import pytest
 from baton.grammar import Grammars
 from baton.tokenizer import OracleTokenizer
 from router.gateway.respond import Patience
-from tests.integration.gateway_support import (
-    EOS,
-    HELLO,
-    LENGTH,
-    VOCABULARY,
-    Asking,
-    alone,
-    any_text,
-    client_of,
-    completed,
-    finished,
-    refused,
-    tokens,
-)
+from tests.integration.gateway_support import EOS, HELLO, LENGTH, alone, any_text, asking, refused, spoken, tokens
 
 PARAMETERS = {
     "type": "object", "$defs": {"Unit": {"enum": ["C", "F"]}}, "additionalProperties": False,
@@ -53,21 +40,8 @@ async def gateway():
 async def routed(make):
     """A real router, whose model has a plain template."""
     cluster = await make(http="127.0.0.1:0")
-    async with client_of(cluster.router.http) as client:
-        yield Asking(cluster.router.http, client, "oracle")
-
-
-def saying(text, reason=EOS, size=5, choices=1):
-    """The model answers this, some characters at a time."""
-
-    async def script(request):
-        for choice in range(choices):
-            for number, at in enumerate(range(0, len(text), size)):
-                yield tokens(choice, number, [1], text[at : at + size])
-            yield finished(choice, reason)
-        yield completed()
-
-    return script
+    async with asking(cluster.router.http) as made:
+        yield made
 
 
 async def chat(gateway, messages=HELLO, tools=(WEATHER, NOW), **options):
@@ -108,14 +82,14 @@ async def test_tools_reach_the_template(gateway):
 
 
 async def test_no_choice_is_no_tools(gateway):
-    gateway.fake.script = saying(SAID)
+    gateway.plays(*spoken(SAID))
     choice = await choice_of(gateway, tool_choice="none")
     assert not gateway.fake.requests[0].chat.HasField("tools")
     assert (choice.message.content, choice.message.tool_calls, choice.finish_reason) == (SAID, None, "stop")
 
 
 async def test_results_are_sent_back(gateway):
-    gateway.fake.script = saying(SAID)
+    gateway.plays(*spoken(SAID))
     asked = (await choice_of(gateway)).message
     first, second = asked.tool_calls
     results = [{"role": "tool", "tool_call_id": call.id, "content": "rain"} for call in (first, second)]
@@ -185,7 +159,7 @@ async def test_a_template_without_tools(routed):
 
 
 async def test_calls(gateway):
-    gateway.fake.script = saying(SAID)
+    gateway.plays(*spoken(SAID))
     choice = await choice_of(gateway)
     assert (choice.message.content, choice.finish_reason) == ("Let me see.", "tool_calls")
     assert [(call.type, call.function.name, call.function.arguments) for call in choice.message.tool_calls] == [
@@ -195,7 +169,7 @@ async def test_calls(gateway):
 
 
 async def test_an_answer_cut_short_behind_a_call(gateway):
-    gateway.fake.script = saying(SAID[:-20], LENGTH)
+    gateway.plays(*spoken(SAID[:-20], LENGTH))
     choice = await choice_of(gateway)
     assert (len(choice.message.tool_calls), choice.finish_reason) == (1, "length")
     assert (await streamed(gateway))[1:] == ([("weather", {"city": "Köln"})], "length")
@@ -203,12 +177,12 @@ async def test_an_answer_cut_short_behind_a_call(gateway):
 
 @pytest.mark.parametrize("size", [1, 7, 1000])
 async def test_calls_in_a_stream(gateway, size):
-    gateway.fake.script = saying(SAID, size=size)
+    gateway.plays(*spoken(SAID, size=size))
     assert await streamed(gateway) == ("Let me see.", [("weather", {"city": "Köln"})] * 2, "tool_calls")
 
 
 async def test_calls_of_each_choice(gateway):
-    gateway.fake.script = saying(SAID, choices=2)
+    gateway.plays(*spoken(SAID, choices=2))
     done = await chat(gateway, n=2)
     assert [len(choice.message.tool_calls) for choice in done.choices] == [2, 2]
     found = {0: 0, 1: 0}
@@ -226,7 +200,8 @@ async def test_calls_of_each_choice(gateway):
     ],
 )
 async def test_forms_of_calls(gateway, form, text):
-    gateway.fake.tool_form, gateway.fake.script = form, saying(text)
+    gateway.fake.tool_form = form
+    gateway.plays(*spoken(text))
     choice = await choice_of(gateway)
     (call,) = choice.message.tool_calls
     assert (choice.message.content, choice.finish_reason) == (None, "tool_calls")
@@ -236,7 +211,7 @@ async def test_forms_of_calls(gateway, form, text):
 
 @pytest.mark.parametrize("parallel", [True, False])
 async def test_one_call_at_a_time(gateway, parallel):
-    gateway.fake.script = saying(SAID)
+    gateway.plays(*spoken(SAID))
     choice = await choice_of(gateway, parallel_tool_calls=parallel)
     assert len(choice.message.tool_calls) == 1 + parallel
     _, calls, _ = await streamed(gateway, parallel_tool_calls=parallel)
@@ -252,7 +227,7 @@ async def test_one_call_at_a_time(gateway, parallel):
     ],
 )
 async def test_what_is_no_call_stays_content(gateway, text, reason, shown):
-    gateway.fake.script = saying(text, reason)
+    gateway.plays(*spoken(text, reason))
     choice = await choice_of(gateway)
     assert (choice.message.content, choice.message.tool_calls, choice.finish_reason) == (text, None, shown)
     assert await streamed(gateway) == (text, [], shown)
@@ -264,9 +239,8 @@ async def test_text_before_a_call_is_not_held_back(gateway):
     async def script(request):
         yield tokens(0, 0, [1], "Let me see.<tool")
         await held.wait()
-        yield tokens(0, 1, [1], f"_call>{CALL}</tool_call>")
-        yield finished(0, EOS)
-        yield completed()
+        for step in [tokens(0, 1, [1], f"_call>{CALL}</tool_call>"), *spoken("")]:
+            yield step
 
     gateway.fake.script = script
     chunks = await chat(gateway, stream=True)
@@ -281,17 +255,10 @@ async def test_text_before_a_call_is_not_held_back(gateway):
 
 async def test_logprobs_of_calls(gateway):
     """Of all tokens, also those that have become a call; in a stream as they come."""
-
-    async def script(request):
-        entry = [{"logprob": -0.5}]
-        for number, text in enumerate(("<tool_call>", CALL[:9], CALL[9:])):
-            yield tokens(0, number, [1], text, entry)
-        yield finished(0, EOS)
-        yield completed()
-
-    gateway.fake.script = script
+    texts, entry = ("<tool_call>", CALL[:9], CALL[9:]), [{"logprob": -0.5}]
+    gateway.plays(*(tokens(0, number, [1], text, entry) for number, text in enumerate(texts)), *spoken(""))
     choice = await choice_of(gateway, logprobs=True)
-    assert [entry.token for entry in choice.logprobs.content] == [VOCABULARY[1]] * 3
+    assert [entry.token for entry in choice.logprobs.content] == [" dog"] * 3
     seen = [chunk.choices[0] async for chunk in await chat(gateway, logprobs=True, stream=True)]
     assert [len(choice.logprobs.content) for choice in seen if choice.logprobs] == [1, 1, 1]
     assert sum(bool(choice.delta.tool_calls) for choice in seen) == 1
@@ -301,7 +268,7 @@ async def test_a_long_call_keeps_the_connection():
     """Nothing can be told of a call until it is whole; proxies hear that somebody works."""
     async with alone(Patience(keep_alive_s=0.0)) as gateway:
         gateway.fake.tool_form = "hermes"
-        gateway.fake.script = saying(f"<tool_call>{CALL}", size=10)
+        gateway.plays(*spoken(f"<tool_call>{CALL}", size=10))
         body = {"messages": HELLO, "tools": [WEATHER], "stream": True}
         _, _, data = await gateway.raw("POST", "/v1/chat/completions", json.dumps(body).encode())
         assert data.count(b": waiting\n\n") >= 3
@@ -316,7 +283,7 @@ class Weather(pydantic.BaseModel):
 
 async def test_the_helpers_of_the_client(gateway):
     """What the `openai` package makes of a function given as a model, and of a stream's pieces."""
-    gateway.fake.script = saying(SAID.replace('"weather"', '"Weather"'))
+    gateway.plays(*spoken(SAID.replace('"weather"', '"Weather"')))
     asked: dict[str, Any] = {"model": "m", "messages": HELLO, "tools": [openai.pydantic_function_tool(Weather)]}
     done = await gateway.client.chat.completions.parse(**asked)
     assert [call.function.parsed_arguments for call in done.choices[0].message.tool_calls] == [Weather(city="Köln")] * 2
@@ -341,7 +308,7 @@ async def test_forced_calls(gateway, form, choice, seed):
 
     async def script(request):
         text = any_text(grammars, request.constraint.json_schema, rng)
-        async for step in saying(text)(request):
+        for step in spoken(text):
             yield step
 
     gateway.fake.tool_form, gateway.fake.script = form, script
@@ -368,14 +335,14 @@ def check(name, arguments):
 
 
 async def test_a_forced_call_counts_before_a_format(gateway):
-    gateway.fake.script = saying(CALL)
+    gateway.plays(*spoken(CALL))
     await chat(gateway, tool_choice="required", response_format={"type": "json_object"})
     schema = json.loads(gateway.fake.requests[0].constraint.json_schema)
     assert [call["properties"]["name"]["const"] for call in schema["anyOf"]] == ["weather", "now"]
 
 
 async def test_several_forced_calls(gateway):
-    gateway.fake.script = saying(f"[{CALL}, {CALL}]")
+    gateway.plays(*spoken(f"[{CALL}, {CALL}]"))
     choice = await choice_of(gateway, tool_choice="required", parallel_tool_calls=True)
     assert len(choice.message.tool_calls) == 2
     assert json.loads(gateway.fake.requests[0].constraint.json_schema)["type"] == "array"
