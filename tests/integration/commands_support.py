@@ -24,16 +24,15 @@ class Talking(Scripted):
         super().__init__()
         self.hanging = asyncio.Event()
         self.running = self.most = 0
-        self.fail_every = 0
+        self.failing = False
         self.together, self.met = 0, asyncio.Event()  # requests wait until so many are there
 
     async def _events(self, request: inference.GenerateRequest, context: Any) -> AsyncIterator[Event]:
-        number = len(self.requests)  # read now: more may have come by the time that this one is answered
         self.running += 1
         self.most = max(self.most, self.running)
         try:
             await self._meet()
-            async for event in self._talk(request, context, number):
+            async for event in self._talk(request, context):
                 yield event
         finally:
             self.running -= 1
@@ -43,9 +42,9 @@ class Talking(Scripted):
             self.met.set()
         await soon(self.met.wait())
 
-    async def _talk(self, request: inference.GenerateRequest, context: Any, number: int) -> AsyncIterator[Event]:
+    async def _talk(self, request: inference.GenerateRequest, context: Any) -> AsyncIterator[Event]:
         said = request.chat.messages[-1].content if request.chat.messages else request.text
-        if said == "fail" or (self.fail_every and number % self.fail_every == 0):
+        if self.failing or said == "fail":
             await abort(context, errors.Overloaded("full", retry_after_s=0.01))
         choices = range(max(1, request.n))
         pieces = [f"{len(request.chat.messages)}:", said, "!"]

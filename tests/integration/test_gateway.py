@@ -52,9 +52,6 @@ async def begun(gateway):
     return found
 
 
-# --- answers
-
-
 async def test_completion(gateway):
     done = await gateway.complete([1, 2, 3], max_tokens=5, temperature=0)
     assert (done.object, done.model) == ("text_completion", "oracle")
@@ -140,9 +137,6 @@ async def test_stop_as_one_string_and_a_negative_seed(cluster, gateway):
     assert (list(sampling.stop), sampling.seed, sampling.top_k) == (["end"], 2**64 - 1, 0)
 
 
-# --- streams
-
-
 async def test_stream(gateway):
     chunks = await gateway.streamed("complete")
     assert "".join(chunk.choices[0].text for chunk in chunks) == text_of(4)
@@ -204,15 +198,10 @@ async def test_error_within_a_stream(cluster, gateway, held):
     assert failed.code == "no_worker"
 
 
-# --- refusals
-
-
 @pytest.mark.parametrize(
     ("wrong", "param", "says"),
     [
-        ({"temperature": -1}, "temperature", "must be"),
         ({"max_tokens": 3000}, "max_tokens", "length of 2048"),
-        ({"max_tokens": 0}, "max_tokens", "must be"),
         ({"max_tokens": 2**40}, "max_tokens", "less than"),
         ({"stop": ["x"] * 17}, "stop", "at most 16"),
         ({"user": "x" * 200}, "user", "at most 128"),
@@ -223,7 +212,6 @@ async def test_error_within_a_stream(cluster, gateway, held):
         ({"prompt": [[1], [70_000]]}, "prompt[1]", "vocabulary"),
         ({"extra_body": {"cache_salt": "x" * 300}}, "cache_salt", "at most 256"),
         ({"extra_body": {"priority": 101}}, "priority", "between"),
-        ({"extra_body": {"min_tokens": 9}}, "min_tokens", "at most max_tokens"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
 )
@@ -257,9 +245,6 @@ async def test_overload(cluster, gateway, held):
     held.set()
     assert (await waiting).choices[0].text == text_of(4)
     await running.close()
-
-
-# --- the rest
 
 
 async def test_models(gateway):

@@ -26,9 +26,6 @@ async def gateway():
         yield made
 
 
-# --- chat
-
-
 async def test_chat(gateway):
     done = await gateway.chat(max_completion_tokens=9, user="me")
     assert (done.object, done.id, done._request_id) == ("chat.completion", "chatcmpl-r1", "r1")
@@ -214,9 +211,6 @@ async def test_cached_tokens(gateway):
     assert (await gateway.chat()).usage.prompt_tokens_details.cached_tokens == 2
 
 
-# --- response_format
-
-
 @pytest.mark.parametrize(
     ("given", "schema"),
     [
@@ -231,9 +225,6 @@ async def test_response_format(gateway, given, schema):
     (request,) = gateway.fake.requests
     assert request.HasField("constraint") == (schema is not None)
     assert schema is None or json.loads(request.constraint.json_schema) == schema
-
-
-# --- logprobs
 
 
 async def test_chat_logprobs(gateway):
@@ -286,8 +277,6 @@ async def test_tokens_without_text_have_no_bytes(gateway):
     done = await gateway.complete(logprobs=3)
     assert done.choices[0].logprobs.top_logprobs == [{"\ufffd": -3.0, "cat": -2.0}]
 
-
-# --- errors
 
 STATUS = {
     "InvalidRequest": (400, openai.BadRequestError),
@@ -407,9 +396,6 @@ async def test_no_router():
         assert (await gateway.raw("GET", "/ready"))[0] == 503
 
 
-# --- the request itself
-
-
 async def test_the_credential_is_passed_on(gateway):
     for asked in (gateway.chat(), gateway.client.models.list()):
         gateway.fake.metadata = {}
@@ -431,7 +417,6 @@ def in_stream(**options):
     ("wrong", "param", "says"),
     [
         ({"temprature": 1}, "temprature", "unknown field; did you mean temperature"),
-        ({"xyzzy": 1}, "xyzzy", "unknown field"),
         ({"functions": [{"name": "f"}]}, "functions", "not supported"),
         ({"top_logprobs": 2}, "top_logprobs", "only allowed with logprobs"),
         ({"stream_options": {"include_usage": True}}, "stream_options", "only allowed with stream"),

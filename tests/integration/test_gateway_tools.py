@@ -68,9 +68,6 @@ async def streamed(gateway, **options):
     return content, calls, reason
 
 
-# --- what the router is asked
-
-
 async def test_tools_reach_the_template(gateway):
     strict = {**WEATHER, "function": {**WEATHER["function"], "strict": True}}
     await chat(gateway, tools=[strict, NOW], tool_choice="auto", parallel_tool_calls=True)
@@ -153,9 +150,6 @@ async def test_a_template_without_tools(routed):
     found = await refused(openai.BadRequestError, asked, "no place for them")
     assert found.param == "messages[1].tool_calls"
     assert (await chat(routed, tool_choice="none", max_tokens=2)).usage.completion_tokens == 2
-
-
-# --- how the answer is told
 
 
 async def test_calls(gateway):
@@ -295,9 +289,6 @@ async def test_the_helpers_of_the_client(gateway):
     (tool,) = json.loads(gateway.fake.requests[0].chat.tools)
     assert tool["function"]["parameters"]["required"] == ["city"]
     assert "strict" not in tool["function"]
-
-
-# --- calls that are forced
 
 
 @pytest.mark.parametrize("form", ["hermes", "mistral", "llama", "json"])

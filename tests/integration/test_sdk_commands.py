@@ -35,9 +35,6 @@ async def generate(target: str, *args: object) -> Any:
     return await run("generate", "hi", "--target", target, *args)
 
 
-# generate
-
-
 async def test_generate_shows_several_answers(server: Talking):
     assert (await generate(server.address, "--n", 2)).stdout == "--- 0\n0:hi!\n--- 1\n0:hi!\n"
     done = await generate(server.address, "--n", 2, "--json")
@@ -61,9 +58,6 @@ async def test_generate_over_tls(folder: Path):
     assert exit_code(failed.exception) == 4
     failed = await generate("127.0.0.1:1", "--tls", "/nowhere/ca.pem")
     assert exit_code(failed.exception) == 3
-
-
-# chat
 
 
 async def test_a_conversation_on_standard_input(server: Talking):

@@ -22,25 +22,17 @@ from baton.rpc.v1 import inference_pb2 as inference
 from tests.quiet_admin import QuietAdmin
 from tests.support.time_factor import scaled
 
-PATIENCE_S = 20
 KINDS = ["async", "sync"]
 PIECES = [(11, " can"), (12, " vary"), (13, " widely")]
 LOAD = load.Load(step=3, blocks=load.BlockCounts(8, free=8), transport="gloo")
-INFO = core.WorkerInfo(
-    core.WorkerRef("d0", core.Incarnation(1, 2), "127.0.0.1:1"),
-    core.Role.DECODE,
-    "f",
-    "m",
-    64,
-    8,
-    core.KVLayout(2, 2, 8, 16, "float32"),
-)
+REF, LAYOUT = core.WorkerRef("d0", core.Incarnation(1, 2), "127.0.0.1:1"), core.KVLayout(2, 2, 8, 16, "float32")
+INFO = core.WorkerInfo(REF, core.Role.DECODE, "f", "m", 64, 8, LAYOUT)
 Event = inference.GenerateEvent
 Play = Callable[[Any], AsyncIterator[Event]]
 
 
 async def soon(awaitable: Any) -> Any:
-    return await asyncio.wait_for(awaitable, scaled(PATIENCE_S))
+    return await asyncio.wait_for(awaitable, scaled(20))
 
 
 # scripts of the server: each gets the call's context and yields events without numbers
