@@ -14,7 +14,6 @@ from grpc import aio
 from structlog.testing import capture_logs
 
 from baton.cli.certs import certs
-from baton.config.security import TlsConfig
 from baton.core import Role
 from baton.errors import Cancelled, ConfigError, InvalidRequest, Overloaded
 from baton.rpc.status import from_rpc_error
@@ -33,6 +32,7 @@ from tests.integration.access_support import (
     bearer,
     methods,
     methods_of,
+    tls_of,
     token_file,
 )
 from tests.support.in_process_router import FakeWorker, ids_of
@@ -47,10 +47,6 @@ def stranger(tmp_path_factory):
     made = tmp_path_factory.mktemp("stranger") / "other"
     certs(made, [], 30)
     return Wire.of_path(made)
-
-
-def tls_of(folder):
-    return TlsConfig.model_validate({part: f"{folder}/{part}.pem" for part in ("cert", "key", "ca")})
 
 
 def alice_may(**limits):

@@ -17,8 +17,7 @@ import pytest
 from baton import errors
 from baton.cli import exit_code
 from baton.cli.bench.report import KIND
-from baton.config.security import TlsConfig
-from tests.integration.access_support import TOKENS, token_file
+from tests.integration.access_support import TOKENS, tls_of, token_file
 from tests.integration.commands_support import Talking, run
 from tests.integration.gateway_support import Alone, alone, tokens, two_words
 from tests.support.clients import serving, soon
@@ -247,8 +246,7 @@ async def test_other_servers(status: str, kind: str, body: str, found: dict[str,
 
 
 async def test_over_https_with_a_token(make: Any, folder: Path, tmp_path: Path):
-    tls = TlsConfig.model_validate({part: f"{folder}/{part}.pem" for part in ("cert", "key", "ca")})
-    cluster = await make(tokens=token_file(tmp_path / "tokens"), tls=tls, http="127.0.0.1:0")
+    cluster = await make(tokens=token_file(tmp_path / "tokens"), tls=tls_of(folder), http="127.0.0.1:0")
     out = tmp_path / "out.json"  # the router logs to stdout too
 
     async def https(*args: object) -> Any:

@@ -11,7 +11,9 @@ import pytest
 from baton.limits import MAX_WATCHERS
 from tests.integration.access_support import TOKENS, WRONG_TOKEN, token_file
 from tests.integration.gateway_support import alone, opened, raw
+from tests.support.clients import soon
 from tests.support.in_process_router import at
+from tests.support.time_factor import scaled
 from tests.support.waiting import until
 
 
@@ -29,13 +31,12 @@ async def watching(cluster, query="interval_s=0.1", **headers):
     assert b"text/event-stream" in head
 
     async def following():
-        async with asyncio.timeout(10):
-            line = b""
-            while not line.startswith(b"data: "):
-                line = await reader.readline()
-                if line == b"0\r\n":  # the last chunk
-                    return None
-            return json.loads(line[6:])
+        line = b""
+        while not line.startswith(b"data: "):
+            line = await soon(reader.readline())
+            if line == b"0\r\n":  # the last chunk
+                return None
+        return json.loads(line[6:])
 
     try:
         yield following
@@ -88,7 +89,7 @@ async def test_its_headers_alone(cluster):
 async def test_a_stop_does_not_wait_for_who_watches(cluster):
     async with watching(cluster, "interval_s=60") as following:
         await following()
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(scaled(5)):
             await cluster.router.stop(grace_s=0)
 
 
@@ -128,9 +129,8 @@ async def test_who_watches_and_loses_the_token_sees_no_more(make, tmp_path):
         assert (await following())["status"]["router_id"]
         (tmp_path / "tokens").write_text("tokens: [{token: somebody-else-0123456789, tenant: new}]")
         await cluster.router.floor.tokens.refresh()
-        async with asyncio.timeout(5):
-            while await following() is not None:
-                pass
+        while await following() is not None:
+            pass
 
 
 HERE = ["localhost:1", "127.0.0.1", "127.9.9.9:80", "[::1]:8000", "router.localhost"]

@@ -7,15 +7,13 @@ import ssl
 import openai
 import pytest
 
-from baton.config.security import TlsConfig
-from tests.integration.access_support import TOKENS, token_file
+from tests.integration.access_support import TOKENS, tls_of, token_file
 from tests.integration.gateway_support import client_of, refused
 
 
 @pytest.fixture
 async def cluster(make, folder, tmp_path):
-    tls = TlsConfig.model_validate({part: f"{folder}/{part}.pem" for part in ("cert", "key", "ca")})
-    return await make(tokens=token_file(tmp_path / "tokens"), tls=tls, http="127.0.0.1:0")
+    return await make(tokens=token_file(tmp_path / "tokens"), tls=tls_of(folder), http="127.0.0.1:0")
 
 
 @pytest.fixture

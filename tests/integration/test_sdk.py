@@ -17,7 +17,7 @@ import baton.client
 from baton import core, errors
 from baton.errors import BatonError, InvalidRequest, NoWorker, Overloaded, Violation, WorkerLost
 from baton.limits import PUBLIC_RECEIVE_BYTES
-from baton.rpc import channel
+from baton.rpc import channel, convert
 from baton.rpc.status import abort
 from baton.rpc.v1 import inference_pb2 as inference
 from baton.rpc.v1 import inference_pb2_grpc
@@ -35,6 +35,10 @@ from tests.support.clients import (
     serving,
     soon,
 )
+
+
+async def stop_early(context: Any) -> AsyncIterator[Event]:
+    yield Event(tokens=convert.tokens_to_public_pb([core.Token(0, 11, " can")]))
 
 
 async def repeat_a_token(context: Any) -> AsyncIterator[Event]:
@@ -133,6 +137,14 @@ async def test_a_cancelled_task_stays_cancelled_and_the_server_learns_of_it(worl
         with pytest.raises(asyncio.CancelledError):
             await soon(reading)
         await soon(world.server.cancelled.wait())
+
+
+async def test_a_stream_that_ends_early_is_a_fault(world: World):
+    world.server.scripts = [stop_early]
+    async with world.client() as client, client.stream("x") as stream:
+        assert (await soon(anext(stream))).text == " can"
+        with pytest.raises(errors.EngineFault, match="without Completed"):
+            await soon(anext(stream))
 
 
 async def test_a_token_seen_twice_is_a_fault_and_cancels(world: World):
