@@ -14,6 +14,7 @@ from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2
 
 import baton.rpc.v1
+from baton.config.security import TlsConfig
 
 TOKENS = {name: f"{name}-token-0123456789" for name in ("alice", "bob", "admin")}
 WRONG_TOKEN = "nobody-token-0123456789"
@@ -26,6 +27,11 @@ def token_file(path, **limits):
     bob = f"{{token_sha256: {digest}, tenant: bob}}"
     path.write_text(f"tokens:\n- {alice}\n- {bob}\n- {{token: {TOKENS['admin']}, tenant: operators, role: admin}}\n")
     return str(path)
+
+
+def tls_of(folder):
+    """The configuration of a process with the certificates in this folder."""
+    return TlsConfig.model_validate({part: f"{folder}/{part}.pem" for part in ("cert", "key", "ca")})
 
 
 def bearer(name):

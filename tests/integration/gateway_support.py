@@ -1,33 +1,36 @@
-"""A gateway alone, in front of an `Inference` that says what a test wants."""
+"""A gateway alone, in front of an `Inference` that answers what a test wants."""
 
 from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Callable
+import ssl
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
 import numpy as np
-from grpc import aio
+import openai
+import pytest
 from openai import AsyncOpenAI
 
 from baton.constraint import Constraint
 from baton.errors import BatonError, InvalidRequest
 from baton.grammar import Grammars
-from baton.rpc.channel import aio_server, bind
 from baton.rpc.status import abort
 from baton.rpc.v1 import common_pb2
 from baton.rpc.v1 import inference_pb2 as pb
-from baton.rpc.v1.inference_pb2_grpc import InferenceServicer, add_InferenceServicer_to_server
 from baton.tokenizer import ORACLE_EOS
 from router.gateway.app import GatewaySettings
 from router.gateway.respond import Patience
 from router.gateway.server import HttpServer
+from tests.support.clients import Event, Scripted, serving
 
 Script = Callable[[pb.GenerateRequest], AsyncIterator[dict[str, Any] | BatonError]]
 VOCABULARY = {1: " dog", 2: "cat", 3: "\ufffd", 4: "é"}
 LENGTH, EOS = common_pb2.FINISH_REASON_LENGTH, common_pb2.FINISH_REASON_EOS
+HELLO = [{"role": "user", "content": "hello"}]
+USAGE = {"stream_options": {"include_usage": True}}
 
 
 def tokens(choice: int, start: int, ids: list[int], text: str, logprobs=()) -> dict[str, Any]:
@@ -41,6 +44,16 @@ def finished(choice: int = 0, reason: Any = LENGTH) -> dict[str, Any]:
 def completed(prompt: int = 3, new: int = 2, cached: int = 0) -> dict[str, Any]:
     usage = pb.Usage(prompt_tokens=prompt, completion_tokens=new, cached_tokens=cached)
     return {"completed": pb.Completed(usage=usage)}
+
+
+def spoken(text: str, reason: Any = EOS, size: int = 5, choices: int = 1) -> list[dict[str, Any]]:
+    """The model answers this text, `size` characters at a time."""
+    steps = []
+    for choice in range(choices):
+        pieces = [text[at : at + size] for at in range(0, len(text), size)]
+        steps += [tokens(choice, number, [1], piece) for number, piece in enumerate(pieces)]
+        steps.append(finished(choice, reason))
+    return [*steps, completed()]
 
 
 async def two_words(request: pb.GenerateRequest) -> AsyncIterator[dict[str, Any] | BatonError]:
@@ -73,95 +86,127 @@ def any_text(grammars: Grammars, schema: str, rng: random.Random) -> str:
     return drawn.decode()
 
 
-class FakeInference(InferenceServicer):
+class FakeInference(Scripted):
     """Records what it is asked, and does what its script says; an error in the script ends the call."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.tool_form = ""
         self.script: Script = two_words
-        self.requests: list[pb.GenerateRequest] = []
-        self.metadata: list[dict[str, Any]] = []
         self.decoded: list[list[int]] = []
         self.running = 0
 
-    async def Generate(self, request, context) -> None:  # type: ignore[override]
-        self.requests.append(request)
-        self.metadata.append(dict(context.invocation_metadata()))
+    async def _events(self, request: pb.GenerateRequest, context: Any) -> AsyncIterator[Event]:
         self.running += 1
         try:
-            await self._play(request, context)
+            await context.send_initial_metadata((("baton-request-id", "r1"),))
+            async for step in self.script(request):
+                if isinstance(step, BatonError):
+                    await abort(context, step, "r1")
+                yield Event(**step)
         finally:
             self.running -= 1
 
-    async def _play(self, request: pb.GenerateRequest, context: aio.ServicerContext) -> None:
-        seq = 0
-        await context.send_initial_metadata((("baton-request-id", "r-1"),))
-        async for step in self.script(request):
-            if isinstance(step, BatonError):
-                await abort(context, step, "r-1")
-            await context.write(pb.GenerateEvent(request_id="r-1", seq=seq, **step))
-            seq += 1
-
-    async def Cancel(self, request, context):
-        raise NotImplementedError
-
-    async def Resume(self, request, context):  # type: ignore[override]
-        raise NotImplementedError
-
-    async def Tokenize(self, request, context):
-        raise NotImplementedError
-
-    async def Detokenize(self, request, context):
+    async def Detokenize(self, request: pb.DetokenizeRequest, context: Any) -> pb.DetokenizeReply:
         self.decoded.append(list(request.ids))
         if not VOCABULARY.keys() >= set(request.ids):
             await abort(context, InvalidRequest.of("ids", "outside the vocabulary"))
         return pb.DetokenizeReply(text="".join(VOCABULARY[i] for i in request.ids).removeprefix(" "))
 
-    async def ListModels(self, request, context):
-        self.metadata.append(dict(context.invocation_metadata()))
-        return pb.ListModelsReply(models=[self._model()])
-
-    def _model(self) -> pb.Model:
-        return pb.Model(id="org/tiny", max_model_len=64, vocab_size=5, tool_form=self.tool_form)
+    async def ListModels(self, request: pb.ListModelsRequest, context: Any) -> pb.ListModelsReply:
+        self.metadata = dict(context.invocation_metadata())
+        model = pb.Model(id="org/tiny", max_model_len=64, vocab_size=5, tool_form=self.tool_form)
+        return pb.ListModelsReply(models=[model])
 
 
-class Alone:
-    """The gateway, its router, and a client."""
+class Asking:
+    """Requests to a gateway by the `openai` package, with these options if nothing else is given, or as bytes."""
 
-    def __init__(self, fake: FakeInference, http: HttpServer, client: AsyncOpenAI) -> None:
-        self.fake, self.http, self.client = fake, http, client
-        self.address = http.address
+    def __init__(self, address: str, client: Any, **options: Any) -> None:
+        self.address, self.client, self.options = address, client, options
+
+    async def complete(self, prompt: Any = "hello", **options: Any) -> Any:
+        return await self.client.completions.create(prompt=prompt, **{**self.options, **options})
+
+    async def chat(self, messages: Any = HELLO, **options: Any) -> Any:
+        return await self.client.chat.completions.create(messages=messages, **{**self.options, **options})
+
+    async def streamed(self, path: str, *args: Any, **options: Any) -> list[Any]:
+        """All chunks of the answer to `complete` or `chat`, whichever `path` is."""
+        return [chunk async for chunk in await getattr(self, path)(*args, stream=True, **options)]
 
     async def raw(self, method: str, path: str, body: bytes = b"", **headers: str) -> tuple[int, dict[str, str], bytes]:
         return await raw(self.address, method, path, body, **headers)
 
 
+class Alone(Asking):
+    """The gateway, its router, and a client."""
+
+    def __init__(self, fake: FakeInference, http: HttpServer, client: AsyncOpenAI) -> None:
+        super().__init__(http.address, client, model="org/tiny")
+        self.fake, self.http = fake, http
+
+    def plays(self, *steps: dict[str, Any] | BatonError) -> None:
+        """From now on each answer is these steps."""
+
+        async def script(request: pb.GenerateRequest) -> AsyncIterator[dict[str, Any] | BatonError]:
+            for step in steps:
+                yield step
+
+        self.fake.script = script
+
+
+def client_of(address: str, token: str = "k", verify: ssl.SSLContext | None = None) -> AsyncOpenAI:
+    """A client; without `verify` for HTTP: to load the authorities takes longer than most tests."""
+    url = f"{'https' if verify else 'http'}://{address}/v1"
+    http = openai.DefaultAsyncHttpxClient(verify=verify or False)
+    return AsyncOpenAI(base_url=url, api_key=token, max_retries=0, http_client=http)
+
+
+@asynccontextmanager
+async def asking(address: str, **options: Any) -> AsyncIterator[Asking]:
+    """Of a router with the oracle."""
+    async with client_of(address) as client:
+        yield Asking(address, client, model="oracle", **options)
+
+
 @asynccontextmanager
 async def alone(patience: Patience | None = None, target: str = "", **settings: Any) -> AsyncIterator[Alone]:
-    fake, server = FakeInference(), aio_server()
-    add_InferenceServicer_to_server(fake, server)
-    bound = bind(server, "127.0.0.1:0")
-    await server.start()
-    http = HttpServer("127.0.0.1:0", GatewaySettings("1.2", patience=patience or Patience(), **settings))
-    await http.start(target or bound)
-    try:
-        async with AsyncOpenAI(base_url=f"http://{http.address}/v1", api_key="k", max_retries=0) as client:
-            yield Alone(fake, http, client)
-    finally:
-        await http.stop(0)
-        await server.stop(0)
+    async with serving(FakeInference()) as fake:
+        http = HttpServer("127.0.0.1:0", GatewaySettings("1.2", patience=patience or Patience(), **settings))
+        await http.start(target or fake.address)
+        try:
+            async with client_of(http.address) as client:
+                yield Alone(fake, http, client)
+        finally:
+            await http.stop(0)
+
+
+async def refused(kind: type[openai.OpenAIError], asked: Awaitable[Any], match: str | None = None) -> Any:
+    """The error of the client that this request ends with."""
+    with pytest.raises(kind, match=match) as caught:
+        await asked
+    return caught.value
+
+
+async def opened(
+    address: str, method: str, path: str, body: bytes = b"", limit: int = 2**16, **headers: str
+) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """A connection over which this request was sent."""
+    given = {"host": "x", "content-length": str(len(body)), "content-type": "application/json"}
+    given |= {name.replace("_", "-"): value for name, value in headers.items()}
+    reader, writer = await asyncio.open_connection(*address.split(":"), limit=limit)
+    lines = "".join(f"{name}: {value}\r\n" for name, value in given.items())
+    writer.write(f"{method} {path} HTTP/1.1\r\n{lines}\r\n".encode() + body)
+    return reader, writer
 
 
 async def raw(
     address: str, method: str, path: str, body: bytes = b"", **headers: str
 ) -> tuple[int, dict[str, str], bytes]:
     """Status, headers (lower case) and body of one request, as they came over the wire."""
-    given = {"host": "x", "connection": "close", "content-length": str(len(body)), "content-type": "application/json"}
-    given |= {name.replace("_", "-"): value for name, value in headers.items()}
-    reader, writer = await asyncio.open_connection(*address.split(":"))
+    reader, writer = await opened(address, method, path, body, **{"connection": "close", **headers})
     try:
-        lines = "".join(f"{name}: {value}\r\n" for name, value in given.items())
-        writer.write(f"{method} {path} HTTP/1.1\r\n{lines}\r\n".encode() + body)
         answer = await reader.read()
     finally:
         writer.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +14,6 @@ from grpc import aio
 from structlog.testing import capture_logs
 
 from baton.cli.certs import certs
-from baton.config.security import TlsConfig
 from baton.core import Role
 from baton.errors import Cancelled, ConfigError, InvalidRequest, Overloaded
 from baton.rpc.status import from_rpc_error
@@ -32,9 +32,10 @@ from tests.integration.access_support import (
     bearer,
     methods,
     methods_of,
+    tls_of,
     token_file,
 )
-from tests.support.in_process_router import FakeWorker, ids_of, kinds
+from tests.support.in_process_router import FakeWorker, ids_of
 from tests.support.waiting import until
 
 C = grpc.StatusCode
@@ -48,8 +49,25 @@ def stranger(tmp_path_factory):
     return Wire.of_path(made)
 
 
-def tls_of(folder):
-    return TlsConfig.model_validate({part: f"{folder}/{part}.pem" for part in ("cert", "key", "ca")})
+def alice_may(**limits):
+    """A mark: the token of Alice has these limits in the test's cluster."""
+    return pytest.mark.parametrize("cluster", [limits], indirect=True, ids=[""])
+
+
+@pytest.fixture
+async def cluster(make, tmp_path, request):
+    return await make(tokens=token_file(tmp_path / "tokens", **getattr(request, "param", {})))
+
+
+@pytest.fixture
+async def encrypted(make, tmp_path, folder):
+    return await make(tokens=token_file(tmp_path / "tokens"), tls=tls_of(folder))
+
+
+async def ask_all(address, wire, *asked):
+    """The answers to these methods and what goes with them."""
+    with wire.sync(address) as channel:
+        return [await asyncio.to_thread(ask, channel, *each) for each in asked]
 
 
 def call(cluster, who, prompt=(1, 2, 3), max_tokens=None, **fields):
@@ -74,6 +92,7 @@ def test_what_needs_less_than_a_token_or_more():
     assert by_need[Need.ADMIN] == {name for name in RULES if name.startswith("/baton.v1.Admin/")}
 
 
+LISTENING = pytest.mark.parametrize(("listener", "at"), [("public", "grpc"), ("admin", "admin")])
 EXPECTED = {  # by what the rule asks for: none, wrong, a user's, an admin's token; None: the service answers
     "nothing": (None, None, None, None),
     "any token": (C.UNAUTHENTICATED, C.UNAUTHENTICATED, None, None),
@@ -82,103 +101,83 @@ EXPECTED = {  # by what the rule asks for: none, wrong, a user's, an admin's tok
 }
 
 
-@pytest.mark.parametrize("listener", ["public", "admin"])
-async def test_every_method_with_every_token(make, tmp_path, folder, listener):
-    cluster = await make(tokens=token_file(tmp_path / "tokens"), tls=tls_of(folder))
-    router = cluster.router
-    with Wire.of_path(folder).sync(router.grpc if listener == "public" else router.admin) as channel:
-        for method in methods_of(listener):
-            for who, code in zip((None, "wrong", "alice", "admin"), EXPECTED[RULES[method].value], strict=True):
-                answer = await asyncio.to_thread(ask, channel, method, bearer(who))
-                assert answer.reached if code is None else answer.code is code, (method, who, answer)
+@LISTENING
+async def test_every_method_with_every_token(encrypted, folder, listener, at):
+    people = (None, "wrong", "alice", "admin")
+    asked = [(method, who) for method in methods_of(listener) for who in people]
+    calls = [(method, bearer(who)) for method, who in asked]
+    answers = await ask_all(getattr(encrypted.router, at), Wire.of_path(folder), *calls)
+    for (method, who), answer in zip(asked, answers, strict=True):
+        code = EXPECTED[RULES[method].value][people.index(who)]
+        assert answer.reached if code is None else answer.code is code, (method, who, answer)
 
 
-@pytest.mark.parametrize("listener", ["public", "admin", "worker"])
-async def test_every_method_with_every_certificate(make, folder, stranger, listener):
-    """Without one of the cluster's CA nobody gets to a service, but for the public listener, which asks for none."""
-    cluster = await make(tls=tls_of(folder))
-    address = {"public": cluster.router.grpc, "admin": cluster.router.admin}.get(
-        listener, cluster.decode[0].info.ref.address
-    )
+@LISTENING  # a worker's: tests/e2e/test_security.py
+@pytest.mark.parametrize("who", ["in the clear", "trusts another CA", "without a certificate", "of another CA"])
+async def test_every_method_with_every_certificate(encrypted, folder, stranger, listener, at, who):
+    """Without one of the cluster's CA a caller gets to no service, but on the public listener, which asks for none."""
     mine = Wire.of_path(folder)
-    peers = {
+    wire = {
         "in the clear": Wire(),
-        "who trusts another CA": Wire(stranger.ca),
+        "trusts another CA": Wire(stranger.ca),
         "without a certificate": Wire(mine.ca),
         "of another CA": Wire(mine.ca, stranger.cert, stranger.key),
-    }
-    let_in = {"without a certificate", "of another CA"} if listener == "public" else set()
-    for method in methods_of(listener):
-        for who, wire in peers.items():
-            with wire.sync(address) as channel:
-                answer = await asyncio.to_thread(ask, channel, method)
-            assert answer.code is not C.UNAVAILABLE if who in let_in else answer.code is C.UNAVAILABLE, (method, who)
+    }[who]
+    let_in = listener == "public" and wire.ca == mine.ca
+    answers = await ask_all(getattr(encrypted.router, at), wire, *([name] for name in methods_of(listener)))
+    assert answers
+    assert [answer.code is C.UNAVAILABLE for answer in answers] == [not let_in] * len(answers)
 
 
 @pytest.mark.parametrize(("name", "code"), [("worker.example", None), ("other.example", C.UNAVAILABLE)])
 async def test_a_name_that_all_processes_bear(make, tmp_path, name, code):
     certs(tmp_path / "tls", ["worker.example"], 30)
     cluster = await make(tls=tls_of(tmp_path / "tls"))
-    with replace(Wire.of_path(tmp_path / "tls"), name=name).sync(cluster.router.admin) as channel:
-        assert (await asyncio.to_thread(ask, channel, "/baton.v1.Admin/Status")).code is code
+    named = replace(Wire.of_path(tmp_path / "tls"), name=name)
+    (answer,) = await ask_all(cluster.router.admin, named, ["/baton.v1.Admin/Status"])
+    assert answer.code is code
 
 
-async def test_a_gateway_reaches_the_listener_of_its_own_router(make, tmp_path, folder):
-    cluster = await make(tokens=token_file(tmp_path / "tokens"), tls=tls_of(folder))
-    port = cluster.router.grpc.rpartition(":")[2]
-    async with internal_channel(f"0.0.0.0:{port}", cluster.router.floor.wire) as channel:
+async def test_a_gateway_reaches_the_listener_of_its_own_router(encrypted):
+    port = encrypted.router.grpc.rpartition(":")[2]
+    async with internal_channel(f"0.0.0.0:{port}", encrypted.router.floor.wire) as channel:
         reply = await InferenceStub(channel).ListModels(pb.ListModelsRequest(), metadata=bearer("alice"))
     assert reply.models[0].id == "oracle"
 
 
-async def test_a_method_without_a_rule_is_refused(make, tmp_path, monkeypatch):
+@pytest.fixture
+def no_rule_for_models(monkeypatch):
     left = {name: need for name, need in RULES.items() if not name.endswith("/ListModels")}
     for module in ("rules", "interceptor"):
         monkeypatch.setattr(f"router.access.{module}.RULES", left)
-    cluster = await make(tokens=token_file(tmp_path / "tokens"))
-    with Wire().sync(cluster.router.grpc) as channel:
-        answer = await asyncio.to_thread(ask, channel, "/baton.v1.Inference/ListModels", bearer("admin"))
-        assert answer.code is C.PERMISSION_DENIED
-        answer = await asyncio.to_thread(ask, channel, "/baton.v1.Inference/NoSuch", bearer("admin"))
-        assert (answer.code, answer.of_baton) == (C.UNIMPLEMENTED, False)
 
 
-async def test_two_tokens_in_one_call_are_none(make, tmp_path):
-    cluster = await make(tokens=token_file(tmp_path / "tokens"))
-    with Wire().sync(cluster.router.grpc) as channel:
-        both = (*bearer("alice"), *bearer("admin"))
-        assert (await asyncio.to_thread(ask, channel, "/baton.v1.Inference/ListModels", both)).code is C.UNAUTHENTICATED
+async def test_a_method_without_a_rule_is_refused(no_rule_for_models, cluster):
+    asked = [(f"/baton.v1.Inference/{name}", bearer("admin")) for name in ("ListModels", "NoSuch")]
+    listed, unknown = await ask_all(cluster.router.grpc, Wire(), *asked)
+    assert listed.code is C.PERMISSION_DENIED
+    assert (unknown.code, unknown.of_baton) == (C.UNIMPLEMENTED, False)
 
 
-async def test_an_answer_over_tls_with_workers_behind_it(make, tmp_path, folder):
-    cluster = await make(tokens=token_file(tmp_path / "tokens"), tls=tls_of(folder))
-    events = await generate(cluster, "alice", max_tokens=4)
-    assert len(ids_of(events)) == 4
-    assert kinds(events)[-1] == "completed"
+async def test_two_tokens_in_one_call_are_none(cluster):
+    both = (*bearer("alice"), *bearer("admin"))
+    (answer,) = await ask_all(cluster.router.grpc, Wire(), ("/baton.v1.Inference/ListModels", both))
+    assert answer.code is C.UNAUTHENTICATED
 
 
-async def test_tenants_share_no_cached_prompt(make, tmp_path):
-    cluster = await make(tokens=token_file(tmp_path / "tokens"))
-    asked = [
-        ("alice", ""),
-        ("bob", ""),
-        ("alice", "s"),
-        ("bob", "s"),
-        ("alice", "s"),
-        ("alice", "bob/"),
-        ("bob", "x" * 256),
-    ]
+async def test_tenants_share_no_cached_prompt(cluster):
+    asked = [*itertools.product(["alice", "bob"], ["", "s"]), ("alice", "s"), ("alice", "bob/"), ("bob", "x" * 256)]
     for who, scope in asked:
         await generate(cluster, who, cache_scope=scope)
     scopes = [spec.cache_scope for spec in cluster.prefill[0].specs]
-    assert scopes[2] == scopes[4]
+    assert scopes[1] == scopes[4]
     assert len(set(scopes)) == len(asked) - 1
     assert all(scope.startswith(f"{who}/") for (who, _), scope in zip(asked, scopes, strict=True))
     assert max(map(len, scopes)) <= 256
 
 
-async def test_a_token_has_so_many_requests_at_once(make, tmp_path):
-    cluster = await make(tokens=token_file(tmp_path / "tokens", max_concurrent=1))
+@alice_may(max_concurrent=1)
+async def test_a_token_has_so_many_requests_at_once(cluster):
     gate = cluster.decode[0].gates["decode"]
     gate.clear()
     first = call(cluster, "alice", max_tokens=4)
@@ -195,9 +194,9 @@ async def test_a_token_has_so_many_requests_at_once(make, tmp_path):
     assert len(ids_of(await generate(cluster, "alice", max_tokens=4))) == 4, "there is room again"
 
 
-async def test_who_takes_over_has_the_place_of_the_older_one(make, tmp_path):
+@alice_may(max_concurrent=1)
+async def test_who_takes_over_has_the_place_of_the_older_one(cluster):
     """Else both would end: the older one for the newer, and the newer for the older one's place."""
-    cluster = await make(tokens=token_file(tmp_path / "tokens", max_concurrent=1))
     gate = cluster.decode[0].gates["decode"]
     gate.clear()
     older = call(cluster, "alice", max_tokens=4, idempotency_key="k")
@@ -211,8 +210,8 @@ async def test_who_takes_over_has_the_place_of_the_older_one(make, tmp_path):
     assert len(ids_of(await cluster.answer(newer))) == 4
 
 
-async def test_a_request_that_fails_gives_its_place_back(make, tmp_path):
-    cluster = await make(tokens=token_file(tmp_path / "tokens", max_concurrent=1))
+@alice_may(max_concurrent=1)
+async def test_a_request_that_fails_gives_its_place_back(cluster):
     with pytest.raises(InvalidRequest):
         await generate(cluster, "alice", max_tokens=0)
     running = call(cluster, "alice", max_tokens=2000)
@@ -230,9 +229,8 @@ BEYOND: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("field", BEYOND)
-async def test_what_a_token_does_not_allow_is_refused_by_name(make, tmp_path, field):
-    limits = {"max_tokens": 8, "max_prompt_tokens": 20, "priority_max": 5}
-    cluster = await make(tokens=token_file(tmp_path / "tokens", **limits))
+@alice_may(max_tokens=8, max_prompt_tokens=20, priority_max=5)
+async def test_what_a_token_does_not_allow_is_refused_by_name(cluster, field):
     with pytest.raises(InvalidRequest) as caught:
         await generate(cluster, "alice", **BEYOND[field])
     assert [violation.field for violation in caught.value.violations] == [field]
@@ -241,15 +239,14 @@ async def test_what_a_token_does_not_allow_is_refused_by_name(make, tmp_path, fi
     await generate(cluster, "bob", **BEYOND[field])
 
 
-async def test_what_a_caller_leaves_open_is_made_to_fit(make, tmp_path):
-    cluster = await make(tokens=token_file(tmp_path / "tokens", max_tokens=3, priority_max=-7))
+@alice_may(max_tokens=3, priority_max=-7)
+async def test_what_a_caller_leaves_open_is_made_to_fit(cluster):
     assert len(ids_of(await generate(cluster, "alice"))) == 3
     assert cluster.prefill[0].specs[0].priority == -7
 
 
 @pytest.mark.parametrize(("who", "found"), [("bob", False), ("alice", True), ("admin", True)])
-async def test_only_its_own_tenant_and_an_admin_end_a_request(make, tmp_path, who, found):
-    cluster = await make(tokens=token_file(tmp_path / "tokens"))
+async def test_only_its_own_tenant_and_an_admin_end_a_request(cluster, who, found):
     cluster.decode[0].gates["decode"].clear()
     running = call(cluster, "alice", max_tokens=4)
     request_id = dict(await running.initial_metadata())["baton-request-id"]
@@ -264,8 +261,7 @@ async def test_only_its_own_tenant_and_an_admin_end_a_request(make, tmp_path, wh
         assert len(ids_of(await cluster.answer(running))) == 4
 
 
-async def test_the_log_says_whose_a_request_was_and_not_what_it_said(make, tmp_path):
-    cluster = await make(tokens=token_file(tmp_path / "tokens"))
+async def test_the_log_says_whose_a_request_was_and_not_what_it_said(cluster):
     with capture_logs(processors=[structlog.contextvars.merge_contextvars]) as lines:
         for who in ("alice", "bob"):
             request = pb.GenerateRequest(text="zebra quartz", sampling=common_pb2.Sampling(max_tokens=4))
@@ -278,20 +274,13 @@ async def test_the_log_says_whose_a_request_was_and_not_what_it_said(make, tmp_p
         assert secret not in repr(lines)
 
 
-async def test_a_new_file_counts_from_its_next_look_on(make, tmp_path):
-    cluster = await make(tokens=token_file(tmp_path / "tokens"))
+async def test_a_new_file_counts_from_its_next_look_on(cluster, tmp_path):
     (tmp_path / "tokens").write_text("tokens: [{token: somebody-else-0123456789, tenant: new}]")
     await cluster.router.floor.tokens.refresh()
     with pytest.raises(aio.AioRpcError) as caught:
         await cluster.stub.ListModels(pb.ListModelsRequest(), metadata=bearer("alice"))
     assert caught.value.code() is C.UNAUTHENTICATED
     assert type(from_rpc_error(caught.value)).__name__ == "Unauthenticated"
-
-
-async def test_without_tokens_nobody_is_asked_for_one(make):
-    cluster = await make()
-    assert len(ids_of(await generate(cluster, None, max_tokens=2, cache_scope="s"))) == 2
-    assert cluster.prefill[0].specs[0].cache_scope == "s"
 
 
 @pytest.mark.parametrize("key", ["tokens", "tls"])

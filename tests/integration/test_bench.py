@@ -8,7 +8,6 @@ import re
 import signal
 import sys
 import time
-import xml.etree.ElementTree as ET
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -18,20 +17,18 @@ import pytest
 from baton import errors
 from baton.cli import exit_code
 from baton.cli.bench.report import KIND
-from baton.cli.certs import certs
-from baton.config.security import TlsConfig
-from tests.integration.access_support import TOKENS, token_file
+from tests.integration.access_support import TOKENS, tls_of, token_file
+from tests.integration.commands_support import Talking, run
 from tests.integration.gateway_support import Alone, alone, tokens, two_words
-from tests.integration.test_sdk import soon
-from tests.integration.test_sdk_commands import Talking, run, talking
-from tests.support.in_process_router import clusters
+from tests.support.clients import serving, soon
 
 ROOT = Path(__file__).parents[2]
+SMALL = ("--prompt-tokens", 8, "--max-tokens", 3)
 
 
 @pytest.fixture
-async def server() -> AsyncIterator[tuple[Talking, str]]:
-    async with talking() as made:
+async def server() -> AsyncIterator[Talking]:
+    async with serving(Talking()) as made:
         yield made
 
 
@@ -41,87 +38,68 @@ async def gateway() -> AsyncIterator[Alone]:
         yield made
 
 
-async def bench(address: str, *args: object) -> Any:
-    done = await run("bench", "--target", address, "--prompt-tokens", 8, "--max-tokens", 3, "--json", *args)
+def traced(folder: Path, *requests: dict[str, Any]) -> Path:
+    trace = folder / "trace.jsonl"
+    trace.write_text("".join(f"{json.dumps(request)}\n" for request in requests))
+    return trace
+
+
+async def bench(server: Talking, *args: object) -> Any:
+    done = await run("bench", "--target", server.address, *SMALL, "--json", *args)
     assert done.exception is None, done.exception
     return json.loads(done.stdout)
 
 
-async def test_bench_keeps_so_many_requests_under_way(server: tuple[Talking, str]):
-    server[0].together = 4
-    found = await bench(server[1], "--requests", 20, "--concurrency", 4, "--seed", 7, "--ttft-ms", 60000)
-    assert (found["completed"], found["errors"], len(server[0].requests)) == (20, {}, 20)
+async def test_bench_keeps_so_many_requests_under_way(server: Talking):
+    server.together = 4
+    found = await bench(server, "--requests", 20, "--concurrency", 4, "--seed", 7, "--ttft-ms", 60000)
+    assert (found["completed"], found["errors"], len(server.requests)) == (20, {}, 20)
     assert (found["prompt_tokens"], found["completion_tokens"]) == (160, 60)
-    assert server[0].most == 4
+    assert server.most == 4
     assert 0 < found["ttft_ms"]["p50"] <= found["e2e_ms"]["p50"] <= found["seconds"] * 1e3
     assert (found["goodput"]["share"], found["plan"]["seed"]) == (1.0, 7)
-    first = [list(request.token_ids.ids) for request in server[0].requests]
-    await bench(server[1], "--requests", 20, "--concurrency", 1, "--seed", 7)
-    assert sorted(first) == sorted(list(request.token_ids.ids) for request in server[0].requests[20:])
-    assert server[0].requests[0].sampling.ignore_eos
+    first = [list(request.token_ids.ids) for request in server.requests]
+    await bench(server, "--requests", 20, "--concurrency", 1, "--seed", 7)
+    assert sorted(first) == sorted(list(request.token_ids.ids) for request in server.requests[20:])
+    assert server.requests[0].sampling.ignore_eos
 
 
-async def test_bench_counts_errors_by_class(server: tuple[Talking, str]):
-    server[0].fail_every, server[0].together = 2, 2
-    found = await bench(server[1], "--requests", 8, "--concurrency", 2)
-    assert (found["completed"], found["errors"]) == (4, {"Overloaded": 4})
-
-
-async def test_bench_for_a_time(server: tuple[Talking, str]):
-    found = await bench(server[1], "--duration", 0.2, "--concurrency", 1)
-    assert found["completed"] == len(server[0].requests) > 1
-    assert found["seconds"] < 5
-
-
-async def test_bench_of_a_trace(server: tuple[Talking, str], tmp_path: Path):
-    trace = tmp_path / "trace.jsonl"
-    trace.write_text('{"prompt": "a", "max_tokens": 5}\n{"prompt_tokens": 4}\n')
-    assert (await bench(server[1], "--trace", trace, "--concurrency", 1))["completed"] == 2
-    first, second = server[0].requests
+async def test_bench_of_a_trace(server: Talking, tmp_path: Path):
+    trace = traced(tmp_path, {"prompt": "a", "max_tokens": 5}, {"prompt_tokens": 4})
+    assert (await bench(server, "--trace", trace, "--concurrency", 1))["completed"] == 2
+    first, second = server.requests
     assert (first.text, first.sampling.max_tokens) == ("a", 5)
     assert (len(second.token_ids.ids), second.sampling.max_tokens) == (4, 3)
 
 
-async def test_bench_without_one_answer_fails(server: tuple[Talking, str]):
-    server[0].fail_every = 1
-    done = await run("bench", "--target", server[1], "--requests", 2, "--prompt-tokens", 8, "--max-tokens", 8)
+async def test_bench_without_one_answer_fails(server: Talking):
+    server.failing = True
+    done = await run("bench", "--target", server.address, "--requests", 2, *SMALL)
     assert "0 requests completed, 2 failed" in done.stdout
     assert exit_code(done.exception) == 5
     done = await run("bench", "--target", "127.0.0.1:1", "--requests", 2)
     assert exit_code(done.exception) == 4
-    done = await run("bench", "--target", server[1], "--prompt-tokens", 100)
+    done = await run("bench", "--target", server.address, "--prompt-tokens", 100)
     assert exit_code(done.exception) == 2
 
 
-async def test_ctrl_c_leaves_the_report_of_a_bench(server: tuple[Talking, str], tmp_path: Path):
-    trace = tmp_path / "trace.jsonl"
-    trace.write_text('{"prompt": "a"}\n{"prompt": "hang"}\n')
-    command = (
-        sys.executable,
-        "-m",
-        "baton",
-        "bench",
-        "--target",
-        server[1],
-        "--trace",
-        str(trace),
-        "--concurrency",
-        "1",
-    )
-    process = await asyncio.create_subprocess_exec(*command, cwd=ROOT, stdout=asyncio.subprocess.PIPE)
-    await soon(server[0].hanging.wait())
+async def test_ctrl_c_leaves_the_report_of_a_bench(server: Talking, tmp_path: Path):
+    trace = traced(tmp_path, {"prompt": "a"}, {"prompt": "hang"})
+    command = f"{sys.executable} -m baton bench --target {server.address} --trace {trace} --concurrency 1"
+    process = await asyncio.create_subprocess_exec(*command.split(), cwd=ROOT, stdout=asyncio.subprocess.PIPE)
+    await soon(server.hanging.wait())
     process.send_signal(signal.SIGINT)
     out, _ = await soon(process.communicate())
     assert b"1 requests completed, 0 failed" in out
     assert process.returncode == 130
 
 
-async def test_an_open_loop_sends_at_its_times_and_writes_what_it_saw(server: tuple[Talking, str], tmp_path: Path):
-    out, picture = tmp_path / "out.json", tmp_path / "out.svg"
+async def test_an_open_loop_sends_at_its_times_and_writes_what_it_saw(server: Talking, tmp_path: Path):
+    out = tmp_path / "out.json"
     args = ("--rate", 100, "--arrivals", "constant", "--requests", 20, "--warmup", 3, "--deterministic-share", 1)
-    found = await bench(server[1], *args, "--e2e-ms", 60000, "--out", out, "--plot", picture)
-    assert (found["kind"], found["completed"], len(server[0].requests)) == (KIND, 20, 23)
-    assert [request.deterministic for request in server[0].requests] == [False] * 3 + [True] * 20
+    found = await bench(server, *args, "--e2e-ms", 60000, "--out", out)
+    assert (found["kind"], found["completed"], len(server.requests)) == (KIND, 20, 23)
+    assert [request.deterministic for request in server.requests] == [False] * 3 + [True] * 20
     assert found["seconds"] >= 0.19
     assert found["generator"]["cpu_share"] > 0
     assert abs(found["began"] - time.time()) < 60
@@ -130,34 +108,38 @@ async def test_an_open_loop_sends_at_its_times_and_writes_what_it_saw(server: tu
     samples = written.pop("samples")
     assert written == found
     assert sorted(sample["intended_at_s"] for sample in samples) == pytest.approx([each / 100 for each in range(20)])
-    assert all(sample["intended_at_s"] <= sample["sent_at_s"] for sample in samples)
-    assert all(
-        0 < sample["ttft_s"] <= sample["ttft_s"] + sum(sample["gaps_s"]) <= sample["e2e_s"] + 1e-5 for sample in samples
+    for sample in samples:
+        assert sample["intended_at_s"] <= sample["sent_at_s"]
+        assert 0 < sample["ttft_s"] <= sample["ttft_s"] + sum(sample["gaps_s"]) <= sample["e2e_s"] + 1e-5
+        assert (sample["gap_tokens"], sample["new_tokens"], sample["error"]) == ([1, 1], 3, "")
+
+
+async def test_what_would_be_too_many_at_once_is_not_sent(server: Talking, tmp_path: Path):
+    args = (
+        "--trace",
+        traced(tmp_path, *[{"prompt": "hang"}] * 5),
+        "--rate",
+        1000,
+        "--max-in-flight",
+        2,
+        "--timeout",
+        1,
+        "--json",
     )
-    assert [(sample["gap_tokens"], sample["new_tokens"], sample["error"]) for sample in samples] == [
-        ([1, 1], 3, "")
-    ] * 20
-    assert ET.parse(picture).getroot().tag.endswith("svg")
-
-
-async def test_what_would_be_too_many_at_once_is_not_sent(server: tuple[Talking, str], tmp_path: Path):
-    trace = tmp_path / "trace.jsonl"
-    trace.write_text('{"prompt": "hang"}\n' * 5)
-    args = ("--trace", trace, "--rate", 1000, "--max-in-flight", 2, "--timeout", 1, "--json")
-    done = await run("bench", "--target", server[1], *args)
+    done = await run("bench", "--target", server.address, *args)
     assert json.loads(done.stdout)["errors"] == {"NotSent": 3, "DeadlineExceeded": 2}
-    assert len(server[0].requests) == 2
+    assert len(server.requests) == 2
     assert isinstance(done.exception, errors.DeadlineExceeded)
 
 
-async def test_a_load_of_nothing_is_no_report(server: tuple[Talking, str]):
-    done = await run("bench", "--target", server[1], "--rate", 1, "--arrivals", "constant", "--duration", 0.5)
+async def test_a_load_of_nothing_is_no_report(server: Talking):
+    done = await run("bench", "--target", server.address, "--rate", 1, "--arrivals", "constant", "--duration", 0.5)
     assert isinstance(done.exception, errors.ConfigError)
     assert "no request is due within 0.5 s" in str(done.exception)
 
 
-async def test_progress_is_shown_on_terminals_only(server: tuple[Talking, str], monkeypatch: pytest.MonkeyPatch):
-    args = ("bench", "--target", server[1], "--prompt-tokens", 8, "--max-tokens", 3, "--duration", 0.2)
+async def test_progress_is_shown_on_terminals_only(server: Talking, monkeypatch: pytest.MonkeyPatch):
+    args = ("bench", "--target", server.address, *SMALL, "--duration", 0.2)
     assert (await run(*args)).stderr == ""
     monkeypatch.setenv("FORCE_COLOR", "1")
     done = await run(*args)
@@ -165,30 +147,23 @@ async def test_progress_is_shown_on_terminals_only(server: tuple[Talking, str], 
     assert "under way" not in done.stdout
 
 
-# http
+async def bench_http(address: str, *args: object, scheme: str = "http") -> Any:
+    return await run("bench", "--http", f"{scheme}://{address}", *SMALL, "--json", *args)
 
 
-async def bench_http(url: str, *args: object) -> Any:
-    return await run("bench", "--http", url, "--prompt-tokens", 8, "--max-tokens", 3, "--json", *args)
-
-
-async def test_over_http(gateway: Alone):
-    done = await bench_http(f"http://{gateway.address}/v1", "--requests", 6, "--concurrency", 2, "--seed", 5)
-    found = json.loads(done.stdout)
+async def test_over_http(gateway: Alone, server: Talking):
+    args = ("--requests", 6, "--concurrency", 2, "--seed", 5)
+    found = json.loads((await bench_http(f"{gateway.address}/v1", *args)).stdout)
     assert (found["completed"], found["errors"], found["plan"]["api"]) == (6, {}, "http")
     assert (found["prompt_tokens"], found["completion_tokens"], found["messages"]) == (18, 12, 12)
     assert 0 < found["ttft_ms"]["p50"] <= found["e2e_ms"]["p50"]
     requests = gateway.fake.requests
     assert [(len(each.token_ids.ids), each.sampling.max_tokens, each.model) for each in requests] == [(8, 3, "")] * 6
     assert all(each.sampling.ignore_eos and not each.deterministic for each in requests)
-    assert len({tuple(each.token_ids.ids) for each in requests}) == 6
-
-
-async def test_the_same_seed_asks_the_same_over_both(gateway: Alone, server: tuple[Talking, str]):
-    await bench_http(f"http://{gateway.address}", "--requests", 5, "--concurrency", 1, "--seed", 5)
-    await bench(server[1], "--requests", 5, "--concurrency", 1, "--seed", 5)
-    asked = [[list(each.token_ids.ids) for each in served.requests] for served in (gateway.fake, server[0])]
-    assert asked[0] == asked[1]
+    asked = {tuple(each.token_ids.ids) for each in requests}
+    assert len(asked) == 6
+    await bench(server, *args)
+    assert {tuple(each.token_ids.ids) for each in server.requests} == asked, "the same seed asks the same over both"
 
 
 @pytest.mark.parametrize(
@@ -216,7 +191,7 @@ async def test_errors_over_http_are_of_the_same_classes(gateway: Alone, error: e
         yield error
 
     gateway.fake.script = script
-    found = json.loads((await bench_http(f"http://{gateway.address}", "--requests", 2, "--concurrency", 1)).stdout)
+    found = json.loads((await bench_http(gateway.address, "--requests", 2, "--concurrency", 1)).stdout)
     assert (found["completed"], found["errors"]) == (1, {type(error).__name__: 1})
 
 
@@ -225,12 +200,12 @@ async def test_servers_that_are_no_servers(gateway: Alone):
         await asyncio.Event().wait()
         yield {}
 
-    assert exit_code((await bench_http("http://127.0.0.1:1")).exception) == 4
-    assert isinstance((await bench_http(f"http://{gateway.address}/nothing")).exception, errors.UnknownModel)
-    assert exit_code((await bench_http("http://127.0.0.1:port")).exception) == 2
-    assert exit_code((await bench_http(f"http://{gateway.address}", "--model", "x")).exception) == 2
+    assert exit_code((await bench_http("127.0.0.1:1")).exception) == 4
+    assert isinstance((await bench_http(f"{gateway.address}/nothing")).exception, errors.UnknownModel)
+    assert exit_code((await bench_http("127.0.0.1:port")).exception) == 2
+    assert exit_code((await bench_http(gateway.address, "--model", "x")).exception) == 2
     gateway.fake.script = silent
-    done = await bench_http(f"http://{gateway.address}", "--requests", 1, "--timeout", 0.2)
+    done = await bench_http(gateway.address, "--requests", 1, "--timeout", 0.2)
     assert json.loads(done.stdout)["errors"] == {"DeadlineExceeded": 1}
 
 
@@ -264,23 +239,22 @@ async def test_other_servers(status: str, kind: str, body: str, found: dict[str,
 
     async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
         port = server.sockets[0].getsockname()[1]
-        report = json.loads((await bench_http(f"http://127.0.0.1:{port}", "--requests", 1)).stdout)
+        report = json.loads((await bench_http(f"127.0.0.1:{port}", "--requests", 1)).stdout)
     assert (report["errors"], report["completed"]) == (found, 1 - len(found))
     assert report["ttft_ms"] is None or not found
-    assert report["completion_tokens"] == report["messages"], "at least, where nobody says"
+    assert report["completion_tokens"] == report["messages"], "at least, where no usage is given"
 
 
-async def test_over_https_with_a_token(tmp_path: Path):
-    certs(tmp_path / "tls", [], 30)
-    tls = TlsConfig.model_validate({part: f"{tmp_path}/tls/{part}.pem" for part in ("cert", "key", "ca")})
-    async with clusters() as make:
-        cluster = await make(tokens=token_file(tmp_path / "tokens"), tls=tls, http="127.0.0.1:0")
-        url, args = f"https://{cluster.router.http}", ("--requests", 3, "--tls", tmp_path / "tls")
-        out = tmp_path / "out.json"  # the router logs to stdout too
-        await bench_http(url, *args, "--token", TOKENS["alice"], "--out", out)
-        found = json.loads(out.read_text())
-        assert (found["completed"], found["completion_tokens"]) == (3, 9)
-        assert isinstance((await bench_http(url, *args, "--token", "x" * 16)).exception, errors.Unauthenticated)
-        assert isinstance((await bench_http(url, "--requests", 3)).exception, errors.BatonError)  # a CA that is unknown
-        done = await bench_http(url, "--tls", tmp_path / "tokens")
-        assert "has no certificate of an authority" in str(done.exception)
+async def test_over_https_with_a_token(make: Any, folder: Path, tmp_path: Path):
+    cluster = await make(tokens=token_file(tmp_path / "tokens"), tls=tls_of(folder), http="127.0.0.1:0")
+    out = tmp_path / "out.json"  # the router logs to stdout too
+
+    async def https(*args: object) -> Any:
+        return await bench_http(cluster.router.http, "--requests", 3, *args, scheme="https")
+
+    await https("--tls", folder, "--token", TOKENS["alice"], "--out", out)
+    found = json.loads(out.read_text())
+    assert (found["completed"], found["completion_tokens"]) == (3, 9)
+    assert isinstance((await https("--tls", folder, "--token", "x" * 16)).exception, errors.Unauthenticated)
+    assert isinstance((await https()).exception, errors.BatonError)  # a CA that is unknown
+    assert "has no certificate of an authority" in str((await https("--tls", tmp_path / "tokens")).exception)

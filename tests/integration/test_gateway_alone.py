@@ -14,10 +14,10 @@ from baton.rpc.v1 import common_pb2
 from baton.rpc.v1 import inference_pb2 as pb
 from baton.telemetry import Metrics
 from router.gateway.respond import Patience
-from tests.integration.gateway_support import alone, completed, finished, tokens, two_words
+from tests.integration.gateway_support import HELLO, USAGE, alone, completed, finished, opened, refused, tokens
 from tests.support.waiting import until
 
-HELLO = [{"role": "user", "content": "hello"}]
+CONTINUOUS = {"stream_options": {"include_usage": True, "continuous_usage_stats": True}}
 
 
 @pytest.fixture
@@ -26,24 +26,9 @@ async def gateway():
         yield made
 
 
-async def chat(gateway, messages=HELLO, **options):
-    return await gateway.client.chat.completions.create(model="org/tiny", messages=messages, **options)
-
-
-def failing(*steps):
-    async def script(request):
-        for step in steps:
-            yield step
-
-    return script
-
-
-# --- chat
-
-
 async def test_chat(gateway):
-    done = await chat(gateway, max_completion_tokens=9, user="me")
-    assert (done.object, done.id, done._request_id) == ("chat.completion", "chatcmpl-r-1", "r-1")
+    done = await gateway.chat(max_completion_tokens=9, user="me")
+    assert (done.object, done.id, done._request_id) == ("chat.completion", "chatcmpl-r1", "r1")
     (choice,) = done.choices
     assert (choice.message.role, choice.message.content, choice.finish_reason) == ("assistant", "dog cat", "stop")
     assert (done.usage.prompt_tokens, done.usage.completion_tokens) == (3, 2)
@@ -57,26 +42,24 @@ async def test_chat_messages(gateway):
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     earlier = {"role": "assistant", "content": "x", "refusal": None, "tool_calls": None}
     first = [{"role": "developer", "content": "be kind"}, {"role": "user", "content": parts}]
-    await chat(gateway, [*first, earlier, {"role": "system", "content": "s"}])
+    await gateway.chat([*first, earlier, {"role": "system", "content": "s"}])
     turns = [(turn.role, turn.content) for turn in gateway.fake.requests[0].chat.messages]
     assert turns == [("system", "be kind"), ("user", "a\nb"), ("assistant", "x"), ("system", "s")]
 
 
 async def test_an_answer_can_be_sent_back(gateway):
-    done = await chat(gateway)
-    await chat(gateway, [*HELLO, done.choices[0].message.model_dump(), *HELLO])
+    done = await gateway.chat()
+    await gateway.chat([*HELLO, done.choices[0].message.model_dump(), *HELLO])
     assert [turn.content for turn in gateway.fake.requests[1].chat.messages] == ["hello", "dog cat", "hello"]
 
 
 async def test_chat_stream(gateway):
-    chunks = [chunk async for chunk in await chat(gateway, stream=True, stream_options={"include_usage": True})]
-    deltas = [chunk.choices[0].delta for chunk in chunks[:-1]]
-    assert [(delta.role, delta.content) for delta in deltas] == [
-        ("assistant", ""), (None, "dog"), (None, " cat"), (None, None)
-    ]  # fmt: skip
-    assert [chunk.choices[0].finish_reason for chunk in chunks[:-1]] == [None, None, None, "stop"]
-    assert (chunks[-1].choices, chunks[-1].usage.total_tokens) == ([], 5)
-    assert {chunk.object for chunk in chunks} == {"chat.completion.chunk"}
+    *chunks, last = await gateway.streamed("chat", **USAGE)
+    told = [(chunk.choices[0].delta.role, chunk.choices[0].delta.content) for chunk in chunks]
+    assert told == [("assistant", ""), (None, "dog"), (None, " cat"), (None, None)]
+    assert [chunk.choices[0].finish_reason for chunk in chunks] == [None, None, None, "stop"]
+    assert (last.choices, last.usage.total_tokens) == ([], 5)
+    assert {chunk.object for chunk in [*chunks, last]} == {"chat.completion.chunk"}
 
 
 def alike(fingerprint: str, *digests: str):
@@ -95,17 +78,16 @@ def alike(fingerprint: str, *digests: str):
 
 
 async def test_what_a_deterministic_request_is_told(gateway):
-    ask = {"stream": True, "stream_options": {"include_usage": True}}
     extra = {"extra_body": {"deterministic": True}}
     gateway.fake.script = alike("x", "ab" * 32, "cd" * 32)
-    done = await chat(gateway, **extra)
+    done = await gateway.chat(**extra)
     assert gateway.fake.requests[0].deterministic
     assert (done.system_fingerprint, done.usage.audit_digest) == ("x", "ab" * 32)
-    chunks = [chunk async for chunk in await chat(gateway, **ask, **extra)]
+    chunks = await gateway.streamed("chat", **USAGE, **extra)
     assert {chunk.system_fingerprint for chunk in chunks} == {"x"}
     assert chunks[-1].usage.audit_digest == "cd" * 32
     gateway.fake.script = alike("x", "ab" * 32, "cd" * 32)
-    both = await gateway.client.completions.create(model="m", prompt=["a", "b"], **extra)
+    both = await gateway.complete(["a", "b"], **extra)
     assert both.system_fingerprint == "x"
     # the calls are under way side by side: either may have had the first digest
     digests = [sha256(bytes.fromhex(one * 32 + two * 32)).hexdigest() for one, two in (("ab", "cd"), ("cd", "ab"))]
@@ -114,11 +96,10 @@ async def test_what_a_deterministic_request_is_told(gateway):
 
 async def test_others_are_told_the_fingerprint_alone_and_only_if_there_is_one(gateway):
     gateway.fake.script = alike("x", "")
-    done = await gateway.client.completions.create(model="m", prompt="a")
+    done = await gateway.complete()
     assert (done.system_fingerprint, "audit_digest" in done.usage.model_dump()) == ("x", False)
     gateway.fake.script = alike("", "")
-    done = await chat(gateway)
-    assert done.system_fingerprint is None
+    assert (await gateway.chat()).system_fingerprint is None
 
 
 async def test_of_several_prompts_the_longest_says_where_the_time_went(gateway):
@@ -129,7 +110,7 @@ async def test_of_several_prompts_the_longest_says_where_the_time_went(gateway):
         yield {"completed": pb.Completed(timings=timings)}
 
     gateway.fake.script = script
-    done = await gateway.client.completions.create(model="m", prompt=["a", "b", "c"])
+    done = await gateway.complete(["a", "b", "c"])
     assert (done.timings["queue_s"], done.timings["e2e_s"], done.timings["ttft_s"]) == (0.25, 3.0, 0.0)
 
 
@@ -153,29 +134,24 @@ THOUGHTS = [
 TOOLS = [{"type": "function", "function": {"name": "weather"}}]
 
 
-async def complete(gateway, **options):
-    return await gateway.client.completions.create(model="org/tiny", prompt="a", **options)
-
-
 @pytest.mark.parametrize(
-    ("ask", "options"), [(complete, {}), (chat, {}), (chat, {"tools": TOOLS})], ids=["completion", "chat", "tools"]
+    ("path", "options"),
+    [("complete", {}), ("chat", {}), ("chat", {"tools": TOOLS})],
+    ids=["completion", "chat", "tools"],
 )
-async def test_thoughts(gateway, ask, options):
+async def test_thoughts(gateway, path, options):
     gateway.fake.script = thinking
     extra = {"n": 2, "extra_body": {"thoughts": True, "think_while_decoding": False}, **options}
-    done = await ask(gateway, **extra)
+    done = await getattr(gateway, path)(**extra)
     (request,) = gateway.fake.requests
-    assert (request.thoughts, request.HasField("think_while_decoding"), request.think_while_decoding) == (
-        True,
-        True,
-        False,
-    )
+    assert request.thoughts
+    assert (request.HasField("think_while_decoding"), request.think_while_decoding) == (True, False)
     assert [choice.thoughts for choice in done.choices] == THOUGHTS
     assert (done.usage.thinking_tokens, done.usage.completion_tokens) == (3, 2)
-    chunks = [chunk async for chunk in await ask(gateway, stream=True, stream_options={"include_usage": True}, **extra)]
-    assert chunks[-1].usage.thinking_tokens == 3
+    *chunks, last = await gateway.streamed(path, **USAGE, **extra)
+    assert last.usage.thinking_tokens == 3
     seen: tuple[list[object], list[object]] = ([], [])
-    for (choice,) in (chunk.choices for chunk in chunks[:-1]):
+    for (choice,) in (chunk.choices for chunk in chunks):
         said = choice.model_dump()
         said = said.get("delta", said)
         assert not (said.get("thoughts") and (said.get("content") or said.get("text"))), "in a chunk of its own"
@@ -184,21 +160,19 @@ async def test_thoughts(gateway, ask, options):
 
 
 async def test_nobody_is_shown_thoughts_that_were_not_asked_for(gateway):
-    done = await complete(gateway)
+    done = await gateway.complete()
     assert not gateway.fake.requests[0].HasField("thoughts")
     assert "thoughts" not in done.choices[0].model_dump()
     assert "thinking_tokens" not in done.usage.model_dump()
 
 
 async def test_usage_throughout_a_stream(gateway):
-    options = {"include_usage": True, "continuous_usage_stats": True}
-    chunks = [chunk async for chunk in await chat(gateway, n=2, stream=True, stream_options=options)]
-    used = [(chunk.choices[0].index, chunk.usage.completion_tokens) for chunk in chunks[:-1]]
+    *chunks, last = await gateway.streamed("chat", n=2, **CONTINUOUS)
+    used = [(chunk.choices[0].index, chunk.usage.completion_tokens) for chunk in chunks]
     assert used == [(0, 0), (0, 1), (1, 0), (1, 1), (0, 2), (1, 2), (0, 2), (1, 2)], "role, dog, cat, the end"
-    assert {(chunk.usage.prompt_tokens, chunk.usage.total_tokens - 3) for chunk in chunks[:-1]} == {
-        (3, tokens) for _, tokens in used
-    }
-    assert (chunks[-1].choices, chunks[-1].usage.completion_tokens) == ([], 4)
+    for chunk, (_, count) in zip(chunks, used, strict=True):
+        assert (chunk.usage.prompt_tokens, chunk.usage.total_tokens) == (3, 3 + count)
+    assert (last.choices, last.usage.completion_tokens) == ([], 4)
 
 
 async def test_usage_throughout_a_stream_of_several_prompts(gateway):
@@ -210,41 +184,31 @@ async def test_usage_throughout_a_stream_of_several_prompts(gateway):
         yield completed(prompt=len(request.text), new=3)
 
     gateway.fake.script = script
-    options = {"include_usage": True, "continuous_usage_stats": True}
-    found = await gateway.client.completions.create(
-        model="org/tiny", prompt=["a", "bcde"], stream=True, stream_options=options
-    )
-    chunks = [chunk async for chunk in found]
-    used = {(chunk.choices[0].index, chunk.usage.prompt_tokens, chunk.usage.total_tokens) for chunk in chunks[:-1]}
+    *chunks, last = await gateway.streamed("complete", ["a", "bcde"], **CONTINUOUS)
+    used = {(chunk.choices[0].index, chunk.usage.prompt_tokens, chunk.usage.total_tokens) for chunk in chunks}
     assert used == {(0, 1, 4), (1, 4, 7)}
-    assert chunks[-1].usage.total_tokens == 11
+    assert last.usage.total_tokens == 11
 
 
-@pytest.mark.parametrize("streamed", [False, True])
-async def test_choices(gateway, streamed):
-    if streamed:
-        texts = ["", "", ""]
-        async for chunk in await chat(gateway, n=3, stream=True):
-            texts[chunk.choices[0].index] += chunk.choices[0].delta.content or ""
-    else:
-        texts = [choice.message.content for choice in (await chat(gateway, n=3)).choices]
+async def test_choices(gateway):
+    assert [choice.message.content for choice in (await gateway.chat(n=3)).choices] == ["dog cat"] * 3
+    texts = ["", "", ""]
+    for chunk in await gateway.streamed("chat", n=3):
+        texts[chunk.choices[0].index] += chunk.choices[0].delta.content or ""
     assert texts == ["dog cat"] * 3
-    assert gateway.fake.requests[0].n == 3
+    assert [request.n for request in gateway.fake.requests] == [3, 3]
 
 
 async def test_choices_of_several_prompts(gateway):
-    done = await gateway.client.completions.create(model="org/tiny", prompt=["a", "b"], n=2)
+    done = await gateway.complete(["a", "b"], n=2)
     assert [choice.index for choice in done.choices] == [0, 1, 2, 3]
     assert sorted(request.text for request in gateway.fake.requests) == ["a", "b"]
     assert done.usage.completion_tokens == 8
 
 
 async def test_cached_tokens(gateway):
-    gateway.fake.script = failing(tokens(0, 0, [1], "x"), finished(), completed(cached=2))
-    assert (await chat(gateway)).usage.prompt_tokens_details.cached_tokens == 2
-
-
-# --- response_format
+    gateway.plays(tokens(0, 0, [1], "x"), finished(), completed(cached=2))
+    assert (await gateway.chat()).usage.prompt_tokens_details.cached_tokens == 2
 
 
 @pytest.mark.parametrize(
@@ -257,17 +221,14 @@ async def test_cached_tokens(gateway):
     ids=lambda value: value["type"] if value else None,
 )
 async def test_response_format(gateway, given, schema):
-    await chat(gateway, response_format=given)
+    await gateway.chat(response_format=given)
     (request,) = gateway.fake.requests
     assert request.HasField("constraint") == (schema is not None)
     assert schema is None or json.loads(request.constraint.json_schema) == schema
 
 
-# --- logprobs
-
-
 async def test_chat_logprobs(gateway):
-    done = await chat(gateway, logprobs=True, top_logprobs=4)
+    done = await gateway.chat(logprobs=True, top_logprobs=4)
     first, second = done.choices[0].logprobs.content
     assert (first.token, first.logprob, first.bytes) == (" dog", -0.5, list(b" dog"))
     found = [(top.token, top.bytes, top.logprob) for top in second.top_logprobs]
@@ -279,27 +240,21 @@ async def test_chat_logprobs(gateway):
 
 
 async def test_chat_logprobs_of_the_chosen_only(gateway):
-    content = (await chat(gateway, logprobs=True)).choices[0].logprobs.content
+    content = (await gateway.chat(logprobs=True)).choices[0].logprobs.content
     assert [(entry.token, entry.top_logprobs) for entry in content] == [(" dog", []), ("cat", [])]
     assert gateway.fake.requests[0].HasField("logprobs")
 
 
 async def test_chat_logprobs_in_a_stream(gateway):
-    chunks = [chunk.choices[0] async for chunk in await chat(gateway, logprobs=True, stream=True)]
+    chunks = [chunk.choices[0] for chunk in await gateway.streamed("chat", logprobs=True)]
     found = [entry.token for choice in chunks if choice.logprobs for entry in choice.logprobs.content]
     assert found == [" dog", "cat"]
 
 
 @pytest.mark.parametrize("streamed", [False, True])
 async def test_completion_logprobs(gateway, streamed):
-    asked = {"model": "org/tiny", "prompt": "x", "logprobs": 2}
-    if streamed:
-        pieces = [
-            chunk.choices[0].logprobs async for chunk in await gateway.client.completions.create(**asked, stream=True)
-        ]
-    else:
-        pieces = [(await gateway.client.completions.create(**asked)).choices[0].logprobs]
-    pieces = [piece for piece in pieces if piece]
+    answers = await gateway.streamed("complete", logprobs=2) if streamed else [await gateway.complete(logprobs=2)]
+    pieces = [answer.choices[0].logprobs for answer in answers if answer.choices[0].logprobs]
     assert [token for piece in pieces for token in piece.tokens] == [" dog", "cat"]
     assert [offset for piece in pieces for offset in piece.text_offset] == [0, 4]
     assert [value for piece in pieces for value in piece.token_logprobs] == [-0.5, -0.5]
@@ -308,22 +263,20 @@ async def test_completion_logprobs(gateway, streamed):
 
 async def test_token_texts_are_asked_for_once(gateway):
     for _ in range(3):
-        await chat(gateway, logprobs=True, top_logprobs=2)
+        await gateway.chat(logprobs=True, top_logprobs=2)
     assert sorted(gateway.fake.decoded) == [[1], [1, 1], [2], [2, 2]]
 
 
 async def test_tokens_without_text_have_no_bytes(gateway):
     """A model may have more logits than its tokenizer has tokens; such an id is refused by the router."""
     entry = common_pb2.TokenLogprobs(logprob=-1, top=[common_pb2.TopLogprob(token_id=i, logprob=-i) for i in (3, 9, 2)])
-    gateway.fake.script = failing(tokens(0, 0, [9], "", [entry]), finished(), completed())
-    (found,) = (await chat(gateway, logprobs=True, top_logprobs=3)).choices[0].logprobs.content
+    gateway.plays(tokens(0, 0, [9], "", [entry]), finished(), completed())
+    (found,) = (await gateway.chat(logprobs=True, top_logprobs=3)).choices[0].logprobs.content
     assert (found.token, found.bytes) == ("\ufffd", None)
     assert [top.bytes for top in found.top_logprobs] == [None, None, list(b"cat")]
-    done = await gateway.client.completions.create(model="m", prompt="x", logprobs=3)
+    done = await gateway.complete(logprobs=3)
     assert done.choices[0].logprobs.top_logprobs == [{"\ufffd": -3.0, "cat": -2.0}]
 
-
-# --- errors
 
 STATUS = {
     "InvalidRequest": (400, openai.BadRequestError),
@@ -340,42 +293,36 @@ STATUS = {
 }
 
 
-def error_of(name):
-    kinds = {kind.__name__: kind for kind in errors.BatonError.__subclasses__()}
-    return InvalidRequest.of("n", "too many") if name == "InvalidRequest" else kinds[name]("because")
-
-
 @pytest.mark.parametrize("streamed", [False, True])
 @pytest.mark.parametrize("name", STATUS)
 async def test_errors(gateway, name, streamed):
     status, kind = STATUS[name]
-    error = error_of(name)
-    gateway.fake.script = failing(error)
-    with pytest.raises(kind, match=str(error)) as failed:
-        await chat(gateway, stream=streamed)
-    assert failed.value.status_code == status
-    assert failed.value.code
-    assert failed.value.request_id == "r-1"
-    assert failed.value.response.headers["x-should-retry"] == ("true" if error.retryable else "false")
+    error = InvalidRequest.of("n", "too many") if name == "InvalidRequest" else getattr(errors, name)("because")
+    gateway.plays(error)
+    failed = await refused(kind, gateway.chat(stream=streamed), str(error))
+    assert failed.status_code == status
+    assert failed.code
+    assert failed.request_id == "r1"
+    assert failed.response.headers["x-should-retry"] == ("true" if error.retryable else "false")
 
 
 async def test_retry_after(gateway):
-    gateway.fake.script = failing(Overloaded("full", 2.25))
-    with pytest.raises(openai.InternalServerError) as failed:
-        await chat(gateway)
-    headers = failed.value.response.headers
+    gateway.plays(Overloaded("full", 2.25))
+    headers = (await refused(openai.InternalServerError, gateway.chat())).response.headers
     assert (headers["retry-after"], headers["retry-after-ms"]) == ("3", "2250")
 
 
 async def test_the_client_tries_again(gateway):
-    scripts = [failing(Overloaded("full", 0.01)), two_words]
+    answer = gateway.fake.script
 
-    def script(request):
-        return scripts.pop(0)(request)
+    async def script(request):
+        if len(gateway.fake.requests) == 1:
+            yield Overloaded("full", 0.01)
+        async for step in answer(request):
+            yield step
 
-    gateway.fake.script = script
-    done = await gateway.client.with_options(max_retries=1).chat.completions.create(model="m", messages=HELLO)
-    assert done.choices[0].message.content == "dog cat"
+    gateway.fake.script, gateway.client.max_retries = script, 1
+    assert (await gateway.chat()).choices[0].message.content == "dog cat"
 
 
 @pytest.mark.parametrize(
@@ -395,14 +342,13 @@ async def test_the_client_tries_again(gateway):
     ],
 )
 async def test_a_refused_field_has_its_http_name(gateway, field, param):
-    gateway.fake.script = failing(InvalidRequest.of(field, "not supported by this version"))
-    with pytest.raises(openai.BadRequestError) as refused:
-        await chat(gateway, max_completion_tokens=5)
-    assert (refused.value.param, refused.value.code) == (param, "unsupported_parameter")
+    gateway.plays(InvalidRequest.of(field, "not supported by this version"))
+    found = await refused(openai.BadRequestError, gateway.chat(max_completion_tokens=5))
+    assert (found.param, found.code) == (param, "unsupported_parameter")
 
 
 async def test_an_error_within_a_stream_is_the_last_event(gateway):
-    gateway.fake.script = failing(tokens(0, 0, [1], "dog"), errors.WorkerLost("gone"))
+    gateway.plays(tokens(0, 0, [1], "dog"), errors.WorkerLost("gone"))
     body = json.dumps({"messages": HELLO, "stream": True}).encode()
     status, _, data = await gateway.raw("POST", "/v1/chat/completions", body)
     assert status == 200
@@ -422,10 +368,13 @@ async def test_an_error_within_a_stream_is_the_last_event(gateway):
     ids=["no end", "no reason", "no usage", "a choice too many"],
 )
 async def test_an_answer_that_is_not_complete_is_no_answer(gateway, steps):
-    gateway.fake.script = failing(*steps)
-    with pytest.raises(openai.InternalServerError, match="router") as failed:
-        await chat(gateway)
-    assert failed.value.code == "engine_fault"
+    gateway.plays(*steps)
+    assert (await refused(openai.InternalServerError, gateway.chat(), "router")).code == "engine_fault"
+
+
+async def waiting_for_ever(request):
+    await asyncio.Event().wait()
+    yield
 
 
 async def test_the_first_failure_ends_all_prompts(gateway):
@@ -435,27 +384,23 @@ async def test_the_first_failure_ends_all_prompts(gateway):
         await asyncio.Event().wait()
 
     gateway.fake.script = script
-    with pytest.raises(openai.InternalServerError, match="broken"):
-        await gateway.client.completions.create(model="m", prompt=["a", "b", "c"])
+    await refused(openai.InternalServerError, gateway.complete(["a", "b", "c"]), "broken")
     await until(lambda: gateway.fake.running == 0, "all calls are cancelled")
 
 
 async def test_no_router():
     async with alone(target="127.0.0.1:1") as gateway:
-        with pytest.raises(openai.InternalServerError, match=r"cannot reach 127\.0\.0\.1:1") as failed:
-            await chat(gateway)
-        assert failed.value.code == "no_worker"
+        failed = await refused(openai.InternalServerError, gateway.chat(), r"cannot reach 127\.0\.0\.1:1")
+        assert failed.code == "no_worker"
         assert (await gateway.raw("GET", "/health"))[0] == 200
         assert (await gateway.raw("GET", "/ready"))[0] == 503
 
 
-# --- the request itself
-
-
 async def test_the_credential_is_passed_on(gateway):
-    await chat(gateway)
-    await anext(aiter(gateway.client.models.list()))
-    assert [metadata["authorization"] for metadata in gateway.fake.metadata] == ["Bearer k"] * 2
+    for asked in (gateway.chat(), gateway.client.models.list()):
+        gateway.fake.metadata = {}
+        await asked
+        assert gateway.fake.metadata["authorization"] == "Bearer k"
 
 
 async def test_a_credential_that_no_header_can_carry(gateway):
@@ -464,24 +409,23 @@ async def test_a_credential_that_no_header_can_carry(gateway):
     assert json.loads(body)["error"]["code"] == "invalid_api_key"
 
 
+def in_stream(**options):
+    return {"stream": True, "stream_options": options}
+
+
 @pytest.mark.parametrize(
     ("wrong", "param", "says"),
     [
         ({"temprature": 1}, "temprature", "unknown field; did you mean temperature"),
-        ({"xyzzy": 1}, "xyzzy", "unknown field"),
         ({"functions": [{"name": "f"}]}, "functions", "not supported"),
         ({"top_logprobs": 2}, "top_logprobs", "only allowed with logprobs"),
         ({"stream_options": {"include_usage": True}}, "stream_options", "only allowed with stream"),
         (
-            {"stream": True, "stream_options": {"continuous_usage_stats": True}},
+            in_stream(continuous_usage_stats=True),
             "stream_options.continuous_usage_stats",
-            "only allowed with include_usage: true",
+            "only allowed with include_us",
         ),
-        (
-            {"stream": True, "stream_options": {"include_usages": 1}},
-            "stream_options.include_usages",
-            "did you mean include_usage",
-        ),
+        (in_stream(include_usages=1), "stream_options.include_usages", "did you mean include_usage"),
         ({"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens", "equal max_completion_tokens"),
         ({"response_format": {"type": "xml"}}, "response_format.type", "json_schema"),
         ({"response_format": {"type": "json_schema"}}, "response_format", "json_schema must be there"),
@@ -497,10 +441,8 @@ async def test_a_credential_that_no_header_can_carry(gateway):
     ids=lambda value: "-".join(value) if isinstance(value, dict) else None,
 )
 async def test_wrong_fields(gateway, wrong, param, says):
-    messages = wrong.get("messages", HELLO)
-    with pytest.raises(openai.BadRequestError, match=says) as refused:
-        await chat(gateway, messages, extra_body={name: value for name, value in wrong.items() if name != "messages"})
-    assert refused.value.param == param
+    found = await refused(openai.BadRequestError, gateway.chat(extra_body=wrong), says)
+    assert found.param == param
     assert gateway.fake.requests == []
 
 
@@ -512,15 +454,13 @@ async def test_wrong_fields(gateway, wrong, param, says):
     ids=str,
 )  # fmt: skip
 async def test_wrong_fields_of_completions(gateway, wrong, param):
-    with pytest.raises(openai.BadRequestError) as refused:
-        await gateway.client.completions.create(model="m", prompt=wrong.get("prompt", "x"), extra_body=wrong)
-    assert refused.value.param == param
+    assert (await refused(openai.BadRequestError, gateway.complete(extra_body=wrong))).param == param
 
 
 async def test_values_that_ask_for_nothing(gateway):
     harmless = {"tools": [], "tool_choice": "none", "parallel_tool_calls": False, "store": False, "audio": None}
-    await chat(gateway, extra_body=harmless)
-    await gateway.client.completions.create(model="m", prompt="x", echo=False, suffix="", best_of=1)
+    await gateway.chat(extra_body=harmless)
+    await gateway.complete(echo=False, suffix="", best_of=1)
     assert len(gateway.fake.requests) == 2
 
 
@@ -558,15 +498,12 @@ async def test_limits():
 
 
 async def test_leaving_within_the_body_is_no_fault_of_ours(gateway, caplog):
-    reader, writer = await asyncio.open_connection(*gateway.address.split(":"))
-    head = "POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: 100\r\n\r\n{"
-    writer.write(head.encode())
+    _, writer = await opened(gateway.address, "POST", "/v1/completions", b"{", content_length="100")
     state = gateway.http._server.server_state
     await until(lambda: state.tasks, "it is being read")
     writer.close()
     await until(lambda: not state.tasks, "it is given up")
     assert not caplog.records
-    assert reader is not None
 
 
 async def test_paths_methods_and_types(gateway):
@@ -583,7 +520,7 @@ async def test_paths_methods_and_types(gateway):
 
 
 async def counted(gateway):
-    """What is not zero, but for buckets and times of making."""
+    """Each value that is not zero, without buckets and times of making."""
     text = (await gateway.raw("GET", "/metrics"))[2].decode()
     pairs = [line.rsplit(" ", 1) for line in text.splitlines() if line.startswith("baton_")]
     return {n: float(value) for n, value in pairs if float(value) and not re.search("_bucket|_created|_info", n)}
@@ -593,9 +530,9 @@ async def test_metrics_of_a_gateway_alone():
     steps = [tokens(0, at, [1], "x") for at in range(3)]
     done = {"completed": pb.Completed(timings=common_pb2.Timings(queue_s=2, prefill_s=0.5, e2e_s=3))}
     async with alone(counts=Metrics("here", "1.2")) as gateway:
-        gateway.fake.script = failing(*steps, finished(), done)
-        await chat(gateway)
-        assert [chunk async for chunk in await chat(gateway, stream=True)]
+        gateway.plays(*steps, finished(), done)
+        await gateway.chat()
+        assert await gateway.streamed("chat")
         found = await counted(gateway)
     times = re.compile("(ttft|itl|e2e|generation)_seconds_sum")
     assert {name: value for name, value in found.items() if not times.search(name)} == {
@@ -616,16 +553,13 @@ async def test_metrics_of_a_gateway_alone():
 async def test_metrics_of_what_does_not_finish(streamed):
     async with alone(counts=Metrics("here", "1.2")) as gateway:
         for error in (Overloaded("full", 1), errors.EngineFault("broken")):
-            gateway.fake.script = failing(error)
-            with pytest.raises(openai.InternalServerError):
-                await chat(gateway, stream=streamed)
-        gateway.fake.script = failing(tokens(0, 0, [1], "x"), errors.NoWorker("gone"))
-        with pytest.raises(openai.APIError):
-            [chunk async for chunk in await chat(gateway, stream=True)]
-        with pytest.raises(openai.BadRequestError):
-            await chat(gateway, extra_body={"n": 0})
+            gateway.plays(error)
+            await refused(openai.InternalServerError, gateway.chat(stream=streamed))
+        gateway.plays(tokens(0, 0, [1], "x"), errors.NoWorker("gone"))
+        await refused(openai.APIError, gateway.streamed("chat"))
+        await refused(openai.BadRequestError, gateway.chat(extra_body={"n": 0}))
         gateway.fake.script = waiting_for_ever
-        asking = asyncio.create_task(chat(gateway, stream=streamed))
+        asking = asyncio.create_task(gateway.chat(stream=streamed))
         await until(lambda: gateway.fake.running == 1, "it runs")
         asking.cancel()
         await asyncio.gather(asking, return_exceptions=True)
@@ -640,9 +574,10 @@ async def test_metrics_of_what_does_not_finish(streamed):
         }
 
 
-async def waiting_for_ever(request):
-    await asyncio.Event().wait()
-    yield
+async def streaming(gateway, **options):
+    """A connection over which a streamed completion was asked for."""
+    body = json.dumps({"prompt": "x", "stream": True}).encode()
+    return await opened(gateway.address, "POST", "/v1/completions", body, **options)
 
 
 async def test_keep_alive_while_nothing_comes():
@@ -654,17 +589,11 @@ async def test_keep_alive_while_nothing_comes():
 
     async with alone(Patience(keep_alive_s=0.02)) as gateway:
         gateway.fake.script = script
-        reader, writer = await asyncio.open_connection(*gateway.address.split(":"))
-        body = json.dumps({"prompt": "x", "stream": True}).encode()
-        head = (
-            f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(body)}"
-        )
-        writer.write(head.encode() + b"\r\nconnection: close\r\n\r\n" + body)
+        reader, writer = await streaming(gateway, connection="close")
         for _ in range(3):
             await reader.readuntil(b": waiting\n\n")
         held.set()
-        rest = await reader.read()
-        assert b'data: {"error":{"message":"none came"' in rest
+        assert b'data: {"error":{"message":"none came"' in await reader.read()
         writer.close()
 
 
@@ -677,20 +606,7 @@ async def test_a_client_that_does_not_read_is_given_up():
 
     async with alone(Patience(stall_s=0.1)) as gateway:
         gateway.fake.script = script
-        reader, writer = await asyncio.open_connection(*gateway.address.split(":"), limit=1000)
-        body = json.dumps({"prompt": "x", "stream": True}).encode()
-        head = (
-            f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(body)}"
-        )
-        writer.write(head.encode() + b"\r\n\r\n" + body)
+        _, writer = await streaming(gateway, limit=1000)
         await until(lambda: gateway.fake.running == 1, "it runs")
         await until(lambda: gateway.fake.running == 0, "it is given up")
         writer.close()
-        assert reader is not None
-
-
-def test_the_wire_has_no_other_finish_reasons():
-    """A new one must be given a name here: `_reason` calls all but one of them stop."""
-    assert set(common_pb2.FinishReason.keys()) == {
-        f"FINISH_REASON_{name}" for name in ("UNSPECIFIED", "EOS", "STOP_TOKEN", "STOP_STRING", "LENGTH")
-    }

@@ -2,61 +2,44 @@
 
 from __future__ import annotations
 
-import asyncio
-import json
 import ssl
-import urllib.error
-import urllib.request
 
+import openai
 import pytest
 
-from baton.config.security import TlsConfig
-from tests.integration.access_support import TOKENS, token_file
+from tests.integration.access_support import TOKENS, tls_of, token_file
+from tests.integration.gateway_support import client_of, refused
 
 
 @pytest.fixture
 async def cluster(make, folder, tmp_path):
-    tls = TlsConfig.model_validate({part: f"{folder}/{part}.pem" for part in ("cert", "key", "ca")})
-    return await make(tokens=token_file(tmp_path / "tokens"), tls=tls, http="127.0.0.1:0")
+    return await make(tokens=token_file(tmp_path / "tokens"), tls=tls_of(folder), http="127.0.0.1:0")
 
 
-async def post(url, token, ca=None):
-    """The status and the body; `ca`: whom to trust."""
-    body = json.dumps({"prompt": [1, 2, 3], "max_tokens": 4}).encode()
-    headers = {"content-type": "application/json", "authorization": f"Bearer {token}"}
-    request = urllib.request.Request(f"{url}/v1/completions", body, headers)
-    context = ssl.create_default_context(cafile=str(ca)) if ca is not None else None
-
-    def ask():
-        try:
-            with urllib.request.urlopen(request, timeout=10, context=context) as answer:
-                return answer.status, json.load(answer)
-        except urllib.error.HTTPError as error:
-            return error.code, json.load(error)
-
-    return await asyncio.to_thread(ask)
+@pytest.fixture
+def trusting(folder):
+    return ssl.create_default_context(cafile=folder / "ca.pem")
 
 
-async def test_https_with_a_token(cluster, folder):
-    status, body = await post(f"https://{cluster.router.http}", TOKENS["alice"], folder / "ca.pem")
-    assert status == 200
-    assert body["usage"]["completion_tokens"] == 4
+async def ask(cluster, verify, token=TOKENS["alice"]):
+    async with client_of(cluster.router.http, token, verify) as client:
+        return await client.completions.create(model="oracle", prompt=[1, 2, 3], max_tokens=4)
+
+
+async def test_https_with_a_token(cluster, trusting):
+    done = await ask(cluster, trusting)
+    assert done.usage.completion_tokens == 4
     assert cluster.prefill[0].specs[0].cache_scope.startswith("alice/"), "the tenant comes along"
 
 
-async def test_a_token_that_nobody_has(cluster, folder):
-    status, body = await post(f"https://{cluster.router.http}", "of-nobody-0123456789", folder / "ca.pem")
-    assert status == 401
-    assert "of-nobody" not in json.dumps(body)
+async def test_a_token_that_nobody_has(cluster, trusting):
+    failed = await refused(openai.AuthenticationError, ask(cluster, trusting, "of-nobody-0123456789"))
+    assert "of-nobody" not in failed.response.text
     assert not cluster.prefill[0].specs
 
 
-async def test_nothing_is_served_in_the_clear(cluster):
-    with pytest.raises(OSError):
-        await post(f"http://{cluster.router.http}", TOKENS["alice"])
-
-
-async def test_who_does_not_trust_the_ca_sends_nothing(cluster):
-    with pytest.raises(urllib.error.URLError, match="CERTIFICATE_VERIFY_FAILED"):
-        await post(f"https://{cluster.router.http}", TOKENS["alice"])
+@pytest.mark.parametrize(("verify", "why"), [(None, ""), (ssl.create_default_context(), "CERTIFICATE_VERIFY_FAILED")])
+async def test_nothing_is_served_in_the_clear_or_to_who_does_not_trust_the_ca(cluster, verify, why):
+    failed = await refused(openai.APIConnectionError, ask(cluster, verify))
+    assert why in str(failed.__cause__)
     assert not cluster.prefill[0].specs

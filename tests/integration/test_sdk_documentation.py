@@ -15,7 +15,7 @@ import baton.client._stream_sync
 import baton.client.aio
 import baton.client.sync
 from baton import Client
-from tests.integration.test_sdk import serving, soon
+from tests.support.clients import Scripted, serving, soon
 
 README = Path(__file__).parents[2] / "README.md"
 MODULES = [baton.client.aio, baton.client.sync, baton.client._stream_aio, baton.client._stream_sync]
@@ -23,8 +23,8 @@ MODULES = [baton.client.aio, baton.client.sync, baton.client._stream_aio, baton.
 
 @pytest.mark.parametrize("module", MODULES, ids=lambda module: module.__name__)
 async def test_the_examples_of_the_docstrings_say_what_happens(module: Any):
-    async with serving() as (_, address):
-        names = vars(baton) | {"target": address, "Client": Client}
+    async with serving(Scripted()) as scripted:
+        names = vars(baton) | {"target": scripted.address, "Client": Client}
         tests = [test for test in doctest.DocTestFinder().find(module, globs=names) if test.examples]
         assert tests
         for test in tests:
@@ -41,8 +41,8 @@ def readme_examples() -> list[str]:
 @pytest.mark.parametrize("number", range(len(readme_examples())))
 async def test_the_examples_of_the_readme_run(number: int, capsys: pytest.CaptureFixture[str]):
     code = readme_examples()[number]
-    async with serving() as (_, address):
-        here = re.sub(r"127\.0\.0\.1:\d+(,127\.0\.0\.1:\d+)*", address, code)
+    async with serving(Scripted()) as scripted:
+        here = re.sub(r"127\.0\.0\.1:\d+(,127\.0\.0\.1:\d+)*", scripted.address, code)
         assert here != code
         await soon(asyncio.to_thread(exec, compile(here, "README.md", "exec"), {}))
     assert " can vary widely" in capsys.readouterr().out

@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
+from tests.support.clients import soon
 from tests.support.waiting import until
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "node"
 INSTALL_S = 45
-PATIENCE_S = 20
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 
 
@@ -39,32 +39,23 @@ def modules(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 async def start(modules: Path, *args: str) -> asyncio.subprocess.Process:
-    return await asyncio.create_subprocess_exec(
-        "node",
-        str(EXAMPLE / "client.js"),
-        *args,
-        env={**os.environ, "NODE_PATH": str(modules), "BATON_TOKEN": "secret"},
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-    )
+    env, streams = {**os.environ, "NODE_PATH": str(modules), "BATON_TOKEN": "secret"}, asyncio.subprocess.PIPE
+    command = ("node", str(EXAMPLE / "client.js"), *args)
+    return await asyncio.create_subprocess_exec(*command, env=env, stdout=streams, stderr=streams)
 
 
 async def ended(process: asyncio.subprocess.Process) -> tuple[int | None, str, str]:
-    out, err = await asyncio.wait_for(process.communicate(), PATIENCE_S)
+    out, err = await soon(process.communicate())
     return process.returncode, out.decode(), err.decode()
 
 
 async def test_an_answer_and_errors(modules: Path, make: Any):
-    cluster = await make()
-    text = "".join(f"<{index}>" for index in range(4)) + "!"
-    answered = await ended(await start(modules, cluster.router.grpc, "1 2 3", "4"))
-    refused = await ended(await start(modules, cluster.router.grpc, "1 2 3", "0"))
-    assert answered[0] == 0, answered
-    assert answered[1].startswith(text + "\n")
-    assert answered[1].endswith(" prompt tokens, 4 new ones\n")
-    assert refused[0] == 2
-    assert "INVALID_ARGUMENT" in refused[2]
-    assert "max_tokens" in refused[2]
+    router = (await make()).router.grpc
+    code, out, _ = await ended(await start(modules, router, "1 2 3", "4"))
+    assert (code, out.startswith("<0><1><2><3>!\n")) == (0, True)
+    assert out.endswith(" prompt tokens, 4 new ones\n")
+    code, _, err = await ended(await start(modules, router, "1 2 3", "0"))
+    assert (code, "INVALID_ARGUMENT" in err, "max_tokens" in err) == (2, True, True)
     assert (await ended(await start(modules, "127.0.0.1:1", "x")))[0] == 4
     assert (await ended(await start(modules)))[0] == 2
 
@@ -74,7 +65,7 @@ async def test_leaving_cancels_the_request(modules: Path, make: Any):
     cluster.decode[0].gates["decode"].clear()
     process = await start(modules, cluster.router.grpc, "1 2 3", "4")
     assert process.stdout is not None
-    assert await asyncio.wait_for(process.stdout.readexactly(3), PATIENCE_S) == b"<0>"
+    assert await soon(process.stdout.readexactly(3)) == b"<0>"
     process.send_signal(signal.SIGINT)
     code, _, err = await ended(process)
     assert (code, "CANCELLED" in err) == (130, True)

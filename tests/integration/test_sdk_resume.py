@@ -6,7 +6,6 @@ The server holds text back as the real one does: the text of token 1 comes with 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 from collections.abc import AsyncIterator
 from typing import Any
@@ -14,24 +13,23 @@ from typing import Any
 import pytest
 
 from baton import core, errors
-from baton.clock import FakeClock
 from baton.errors import BatonError, NoWorker, WorkerLost
-from baton.rpc import channel, convert
+from baton.rpc import convert
 from baton.rpc.status import abort
 from baton.rpc.v1 import common_pb2 as common
 from baton.rpc.v1 import inference_pb2 as inference
-from baton.rpc.v1 import inference_pb2_grpc
-from tests.integration.test_sdk import Event, Scripted, Wire, World, soon
+from tests.support.clients import KINDS, Event, Scripted, Wire, World, serving, soon
 
 PIECES = [(11, " can"), (12, ""), (13, " wide"), (14, "ly")]
 TAIL = "?!"
 TEXT = " can widely?!"
 IDS = (11, 12, 13, 14)
 EVENTS = len(PIECES) + 4  # Accepted, the tail, Finished, Completed
+DIED = "the worker died"
 
 
 def choice_events(choice: int, done: int) -> list[Event]:
-    """What is still to be said of one choice, of which `done` tokens are known."""
+    """What is still to be sent of one choice, of which `done` tokens are known."""
     logprobs = core.TokenLogprobs(-1.0)
     said = [core.Token(at, token, text, logprobs) for at, (token, text) in enumerate(PIECES)]
     messages = [convert.tokens_to_public_pb([each], choice) for each in said[done:]]
@@ -53,10 +51,8 @@ class Resumable(Scripted):
         self.streams = 0
         self.cut = asyncio.Event()
 
-    async def Generate(self, request: Any, context: Any) -> AsyncIterator[Event]:
-        self._note(request, context)
-        async for event in self._play(request, [0] * max(1, request.n), context):
-            yield event
+    def _events(self, request: Any, context: Any) -> AsyncIterator[Event]:
+        return self._play(request, [0] * max(1, request.n), context)
 
     async def Resume(self, request: inference.ResumeRequest, context: Any) -> AsyncIterator[Event]:
         self._note(request, context)
@@ -72,13 +68,12 @@ class Resumable(Scripted):
         thoughts = [Event(thought=inference.Thought(chunk=chunk, ids=[7], text="hm")) for chunk in range(2)]
         played = [event for row in itertools.zip_longest(*parts) for event in row if event is not None]
         usage = inference.Usage(prompt_tokens=4, completion_tokens=len(done) * len(PIECES))
-        accepted, completed = inference.Accepted(prompt_tokens=4), inference.Completed(usage=usage)
-        accepted.system_fingerprint = "x"
-        played = [Event(accepted=accepted), *(thoughts if request.thoughts else []), *played]
-        for seq, event in enumerate([*played, Event(completed=completed)][:left]):
-            numbered = Event(request_id="r1", seq=seq)
-            numbered.MergeFrom(event)
-            yield numbered
+        accepted = Event(accepted=inference.Accepted(prompt_tokens=4, system_fingerprint="x"))
+        completed = Event(completed=inference.Completed(usage=usage))
+        played = [accepted, *(thoughts if request.thoughts else []), *played, completed]
+        for seq, event in enumerate(played[:left]):
+            event.request_id, event.seq = "r1", seq
+            yield event
         if left < 1000:
             await self._break(context, number)
 
@@ -86,53 +81,43 @@ class Resumable(Scripted):
         if number in self.hangs:
             self.cut.set()
             await asyncio.Event().wait()
-        await abort(context, self.losses.pop(0) if self.losses else WorkerLost("the worker died"))
+        await abort(context, self.losses.pop(0) if self.losses else WorkerLost(DIED))
 
 
-@contextlib.asynccontextmanager
-async def serving() -> AsyncIterator[tuple[Resumable, str]]:
-    servicer, server = Resumable(), channel.aio_server(link=channel.PUBLIC)
-    inference_pb2_grpc.add_InferenceServicer_to_server(servicer, server)
-    address = channel.bind(server, "127.0.0.1:0")
-    await server.start()
-    try:
-        yield servicer, address
-    finally:
-        await server.stop(None)
+@pytest.fixture
+async def server() -> Resumable:
+    return Resumable()
 
 
-@pytest.fixture(params=["async", "sync"])
-async def world(request: pytest.FixtureRequest) -> AsyncIterator[World]:
-    async with serving() as (servicer, address):
-        yield World(request.param, servicer, address)
+@pytest.fixture(params=KINDS)
+async def world(request: pytest.FixtureRequest, server: Resumable) -> AsyncIterator[World]:
+    async with serving(server) as running:
+        yield World(request.param, running)
 
 
-def inner(world: World, stream: Any) -> Any:
-    """The client's own stream behind the common interface."""
-    return stream.stream if world.kind == "sync" else stream
+@pytest.fixture
+async def other() -> AsyncIterator[Resumable]:
+    """One more router."""
+    async with serving(Resumable()) as made:
+        yield made
 
 
-async def read_all(world: World, client: Any, **options: Any) -> tuple[Any, list[Any], int]:
+async def read_all(client: Any, **options: Any) -> tuple[Any, list[Any], int]:
     """The completion, the deltas, and how often the stream was resumed."""
     async with client.stream("The color of dog", **options) as stream:
         deltas = await soon(all_of(stream))
-        return await soon(stream.collect()), deltas, inner(world, stream).resumed
+        return await soon(stream.collect()), deltas, stream.resumed
 
 
 async def all_of(stream: Any) -> list[Any]:
     return [delta async for delta in stream]
 
 
-def server_of(world: World) -> Any:
-    return world.server
-
-
-async def test_a_stream_that_is_cut_anywhere_and_again_is_one_stream(world: World):
-    server = server_of(world)
+async def test_a_stream_that_is_cut_anywhere_and_again_is_one_stream(world: World, server: Resumable):
     async with world.client(max_retries=3) as client:
         for cuts in [*([first] for first in range(1, EVENTS + 1)), *itertools.product(range(1, EVENTS), range(4))]:
             server.cuts, server.resumes = list(cuts), []
-            done, deltas, resumed = await read_all(world, client, max_tokens=4, resumable_s=30)
+            done, deltas, resumed = await read_all(client, max_tokens=4, resumable_s=30)
             assert (done.text, done.tokens, len(done.logprobs)) == (TEXT, IDS, 4), cuts
             assert "".join(delta.text for delta in deltas) == TEXT, cuts
             assert [delta.start for delta in deltas if delta.tokens] == [0, 1, 2, 3], cuts
@@ -142,45 +127,41 @@ async def test_a_stream_that_is_cut_anywhere_and_again_is_one_stream(world: Worl
             assert {each.system_fingerprint for each in server.resumes} == ({"x"} if resumed else set()), cuts
 
 
-async def test_thoughts_that_come_again_are_shown_once(world: World):
-    server = server_of(world)
+async def test_thoughts_that_come_again_are_shown_once(world: World, server: Resumable):
     async with world.client(max_retries=3) as client:
         for cuts in itertools.product(range(1, EVENTS + 2), range(4)):
             server.cuts = list(cuts)
-            done, deltas, _ = await read_all(world, client, thoughts=True)
+            done, deltas, _ = await read_all(client, thoughts=True)
             assert (done.text, done.tokens) == (TEXT, IDS), cuts
             assert [thought.chunk for thought in done.thoughts] == [0, 1], cuts
             assert [thought for delta in deltas for thought in delta.thoughts] == list(done.thoughts), cuts
 
 
-async def test_a_thought_is_no_progress(world: World):
-    """Each stream says one more than the one before, and no token."""
-    server = server_of(world)
+async def test_a_thought_is_no_progress(world: World, server: Resumable):
+    """Each stream has one thought more than the one before, and no token."""
     server.cuts = [2, 3, 3]
     async with world.client(max_retries=1) as client, client.stream("x", thoughts=True) as stream:
-        with pytest.raises(WorkerLost, match="the worker died"):
+        with pytest.raises(WorkerLost, match=DIED):
             await soon(all_of(stream))
-        assert [thought.chunk for thought in inner(world, stream).thoughts] == [0, 1]
+        assert [thought.chunk for thought in stream.thoughts] == [0, 1]
     assert len(server.resumes) == 1
 
 
-async def test_choices_are_resumed_each_at_its_own_place(world: World):
-    server = server_of(world)
+async def test_choices_are_resumed_each_at_its_own_place(world: World, server: Resumable):
     async with world.client() as client:
         for cut in range(1, 2 * (EVENTS - 2) + 2):
             server.cuts, server.resumes = [cut], []
-            done, _, resumed = await read_all(world, client, n=2)
+            done, _, resumed = await read_all(client, n=2)
             assert [(choice.text, choice.tokens) for choice in done.choices] == [(TEXT, IDS)] * 2, cut
             assert resumed == 1
             said = [min(4, max(0, (cut - choice) // 2)) for choice in (0, 1)]
             assert [list(each.ids) for each in server.resumes[0].received] == [list(IDS[:count]) for count in said], cut
 
 
-async def test_the_request_goes_along_as_it_was(world: World):
-    server = server_of(world)
+async def test_the_request_goes_along_as_it_was(world: World, server: Resumable):
     server.cuts = [3]
     async with world.client(token="secret", timeout=60) as client:
-        await read_all(world, client, max_tokens=4, seed=7, resumable_s=30)
+        await read_all(client, max_tokens=4, seed=7, resumable_s=30)
     resume = server.resumes[0]
     assert (resume.request_id, resume.request) == ("r1", server.requests[0])
     assert resume.request.sampling.seed == 7
@@ -189,120 +170,62 @@ async def test_the_request_goes_along_as_it_was(world: World):
     assert all(0 < left <= 61 for left in server.time_left)  # gRPC rounds it
 
 
-async def test_a_stream_that_is_not_resumable_ends_as_before(world: World):
-    server = server_of(world)
-    server.headers, server.cuts = (), [3]
+@pytest.mark.parametrize("cut", [1, 3])
+async def test_a_stream_that_is_not_resumable_is_not_sent_again(world: World, server: Resumable, cut: int):
+    server.headers, server.cuts = (), [cut]
     async with world.client() as client:
-        with pytest.raises(WorkerLost, match="the worker died"):
-            await read_all(world, client)
-    assert (server.resumes, world.waits) == ([], [])
-
-
-@pytest.mark.parametrize("error", [errors.EngineFault("x"), errors.DeadlineExceeded("x"), errors.Overloaded("x")])
-async def test_only_a_loss_is_resumed(world: World, error: BatonError):
-    server = server_of(world)
-    server.cuts, server.losses = [3], [error]
-    async with world.client() as client:
-        with pytest.raises(type(error)):
-            await read_all(world, client)
-    assert server.resumes == []
+        with pytest.raises(WorkerLost, match=DIED):
+            await read_all(client)
+    assert (len(server.requests), server.resumes, world.waits) == (1, [], [])
 
 
 @pytest.mark.parametrize("refusal", [errors.Unsupported("no Resume here"), errors.UnknownModel("no such request")])
-async def test_a_server_that_refuses_leaves_the_loss(world: World, refusal: BatonError):
-    server = server_of(world)
-    server.cuts, server.losses = [3, 0], [WorkerLost("the worker died"), refusal]
+async def test_a_server_that_refuses_leaves_the_loss(world: World, server: Resumable, refusal: BatonError):
+    server.cuts, server.losses = [3, 0], [WorkerLost(DIED), refusal]
     async with world.client() as client, client.stream("x") as stream:
         for _ in range(2):
-            with pytest.raises(WorkerLost, match="the worker died") as caught:
+            with pytest.raises(WorkerLost, match=DIED) as caught:
                 await soon(all_of(stream))
             assert str(caught.value.__cause__) == str(refusal)
     assert len(server.resumes) == 1
 
 
-async def test_a_failure_of_the_resumed_stream_is_the_answer(world: World):
-    server = server_of(world)
-    server.cuts, server.losses = [3, 0], [WorkerLost("the worker died"), errors.EngineFault("it failed")]
-    async with world.client() as client:
-        with pytest.raises(errors.EngineFault, match="it failed"):
-            await read_all(world, client)
-
-
-async def test_an_overload_is_waited_for(world: World):
-    server = server_of(world)
-    server.cuts, server.losses = [3, 0], [WorkerLost("the worker died"), errors.Overloaded("full", 2.0)]
-    async with world.client() as client:
-        assert (await read_all(world, client))[0].text == TEXT
-    assert world.waits == [0.125, 2.25]
-
-
-async def test_retries_are_counted_anew_after_progress(world: World):
-    server = server_of(world)
+async def test_retries_are_counted_anew_after_progress(world: World, server: Resumable):
     server.cuts = [2, 2, 2, 0, 2]
     async with world.client(max_retries=2) as client:
-        done, _, resumed = await read_all(world, client)
+        done, _, resumed = await read_all(client)
     assert (done.text, resumed) == (TEXT, 4)
     assert world.waits == [0.125, 0.125, 0.125, 0.25, 0.125]
 
 
-@pytest.mark.parametrize("cut", [0, 1])
-async def test_retries_without_progress_run_out(world: World, cut: int):
-    """A server that only says Accepted each time has not gone on."""
-    server = server_of(world)
+@pytest.mark.parametrize(("retries", "cut"), [(2, 0), (2, 1), (0, 0)])
+async def test_retries_without_progress_run_out(world: World, server: Resumable, retries: int, cut: int):
+    """A server that only sends Accepted each time has not gone on."""
     server.cuts = [3] + [cut] * 5
-    async with world.client(max_retries=2) as client:
-        with pytest.raises(WorkerLost, match="the worker died"):
-            await read_all(world, client)
-    assert len(server.resumes) == 2
+    async with world.client(max_retries=retries) as client:
+        with pytest.raises(WorkerLost, match=DIED):
+            await read_all(client)
+    assert len(server.resumes) == retries
 
 
-async def test_without_retries_nothing_is_resumed(world: World):
-    server = server_of(world)
-    server.cuts = [3]
-    async with world.client(max_retries=0) as client:
-        with pytest.raises(WorkerLost):
-            await read_all(world, client)
-    assert server.resumes == []
-
-
-async def test_there_is_no_resume_beyond_the_deadline(world: World):
-    server, clock = server_of(world), FakeClock()
-    server.cuts = [3]
-    async with world.client(timeout=5.0) as client:
-        client.client._clock = clock
-        async with client.stream("x") as stream:
-            await soon(anext(stream))
-            clock.advance(4.9)
-            with pytest.raises(WorkerLost):
-                await soon(all_of(stream))
-    assert server.resumes == []
-
-
-async def test_the_deadline_ends_a_resumed_stream(world: World):
-    server = server_of(world)
+async def test_the_deadline_ends_a_resumed_stream(world: World, server: Resumable):
     server.cuts, server.hangs = [3, 2], {1}
     async with world.client() as client, client.stream("x", timeout=0.5) as stream:
         with pytest.raises(errors.DeadlineExceeded):
             await soon(all_of(stream))
-        assert inner(world, stream).resumed == 1
+        assert stream.resumed == 1
 
 
-async def test_closing_before_a_resume_is_the_end(world: World):
-    server = server_of(world)
+async def test_closing_before_a_resume_is_the_end(world: World, server: Resumable):
     server.cuts = [3]
     async with world.client() as client, client.stream("x") as stream:
-
-        async def close(seconds: float) -> None:
-            await stream.close()
-
-        client.client._sleep = close if world.kind == "async" else lambda seconds: stream.stream.close()
+        world.close_in_waits(client, stream)
         with pytest.raises(errors.Cancelled):
             await soon(all_of(stream))
     assert server.resumes == []
 
 
-async def test_closing_during_a_resume_cancels_it(world: World):
-    server = server_of(world)
+async def test_closing_during_a_resume_cancels_it(world: World, server: Resumable):
     server.cuts, server.hangs = [3, 0], {1}
     async with world.client() as client, client.stream("x") as stream:
         reading = asyncio.create_task(all_of(stream))
@@ -312,21 +235,19 @@ async def test_closing_during_a_resume_cancels_it(world: World):
             await soon(reading)
 
 
-async def test_closing_the_client_ends_its_streams(world: World):
-    server = server_of(world)
+async def test_closing_the_client_ends_its_streams(world: World, server: Resumable):
     server.cuts, server.hangs = [3], {0}
     async with world.client() as client, client.stream("x") as stream:
         reading = asyncio.create_task(all_of(stream))
         await soon(server.cut.wait())
-        await client.aclose()
+        await client("close")
         with pytest.raises(errors.Cancelled):
             await soon(reading)
         with pytest.raises(errors.Cancelled, match="the client was closed"):
             await soon(client("generate", "x"))
 
 
-async def test_a_lost_connection_is_resumed(world: World):
-    server = server_of(world)
+async def test_a_lost_connection_is_resumed(world: World, server: Resumable):
     server.cuts, server.hangs = [4], {0}
     wire = Wire(world.address)
     async with wire.laid() as address, world.client(address) as client, client.stream("x") as stream:
@@ -335,14 +256,13 @@ async def test_a_lost_connection_is_resumed(world: World):
         wire.cut()
         seen += await soon(all_of(stream))
         assert "".join(delta.text for delta in seen) == TEXT
-        assert inner(world, stream).resumed == 1
+        assert stream.resumed == 1
 
 
-async def test_the_next_router_goes_on(world: World):
-    server = server_of(world)
+async def test_the_next_router_goes_on(world: World, server: Resumable, other: Resumable):
     server.cuts, server.hangs = [4], {0}
     wire = Wire(world.address)
-    async with serving() as (other, second), wire.laid() as first, world.client(f"{first}, {second}") as client:
+    async with wire.laid() as first, world.client(f"{first}, {other.address}") as client:
         async with client.stream("x") as stream:
             await soon(anext(stream))
             await soon(server.cut.wait())
@@ -353,34 +273,14 @@ async def test_the_next_router_goes_on(world: World):
         assert [request.text for request in other.requests[1:]] == ["y"]
 
 
-async def test_a_router_that_refuses_is_not_the_last_one(world: World):
-    server = server_of(world)
-    server.cuts, server.losses = [3, 0], [WorkerLost("the worker died")]
-    async with serving() as (other, second), world.client(f"{world.address},{second}") as client:
-        other.cuts, other.losses = [0], [errors.UnknownModel("no such request")]
-        server.cuts = [3]
-        done, _, resumed = await read_all(world, client)
-    assert (done.text, resumed) == (TEXT, 1)
-    assert (len(server.resumes), len(other.resumes)) == (1, 1)
-
-
-async def test_refusals_are_counted_anew_after_progress(world: World):
-    server = server_of(world)
-    async with serving() as (other, second), world.client(f"{world.address},{second}") as client:
-        server.cuts, other.cuts, other.losses = [2, 2], [0, 0], [errors.UnknownModel("no such request")] * 2
-        done, _, resumed = await read_all(world, client)
+async def test_refusals_are_counted_anew_after_progress(world: World, server: Resumable, other: Resumable):
+    """A router that refuses is not the last one."""
+    server.cuts, other.cuts = [2, 2], [0, 0]
+    other.losses = [errors.UnknownModel("no such request")] * 2
+    async with world.client(f"{world.address},{other.address}") as client:
+        done, _, resumed = await read_all(client)
     assert (done.text, resumed) == (TEXT, 2)
     assert (len(server.resumes), len(other.resumes)) == (2, 2)
-
-
-async def test_when_all_refuse_the_loss_is_raised(world: World):
-    server = server_of(world)
-    server.cuts, server.losses = [3, 0], [WorkerLost("the worker died"), errors.Unsupported("b")]
-    async with serving() as (other, second), world.client(f"{world.address},{second}", max_retries=9) as client:
-        other.cuts, other.losses = [0], [errors.Unsupported("a")]
-        with pytest.raises(WorkerLost, match="the worker died"):
-            await read_all(world, client)
-    assert (len(server.resumes), len(other.resumes)) == (1, 1)
 
 
 async def test_calls_go_to_the_next_router_too(world: World):

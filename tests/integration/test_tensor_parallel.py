@@ -7,8 +7,8 @@ import random
 import signal
 import subprocess
 import sys
-import time
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from functools import cache
 from typing import Any
 
 import psutil
@@ -25,6 +25,7 @@ from baton.engine.tp.backend import Ranking, load_sharded
 from baton.engine.tp.ranks import memory_is_ordered
 from baton.errors import CheckpointError, ConfigError, RankLost
 from baton.tokenizer import OracleTokenizer
+from tests.support.time_factor import scaled
 from tests.unit.model.checkpoints import random_checkpoint
 from tests.unit.model.harness import greedy
 
@@ -44,13 +45,11 @@ def one_thread():
 
 @pytest.fixture(scope="module")
 def folder_of(tmp_path_factory):
-    made = {}
-
+    @cache
     def folder(family):
-        if family not in made:
-            made[family] = tmp_path_factory.mktemp(family)
-            random_checkpoint(made[family], family, **HEADS, **SHAPES[family])
-        return made[family]
+        made = tmp_path_factory.mktemp(family)
+        random_checkpoint(made, family, **HEADS, **SHAPES[family])
+        return made
 
     return folder
 
@@ -66,6 +65,18 @@ def ranks(folder, size, **options):
     finally:
         backend.close()
     assert not [pid for pid in pids if psutil.pid_exists(pid)]
+
+
+@pytest.fixture(scope="module")
+def ranks_of(folder_of):
+    """Backends that several tests use, one after the other."""
+    with ExitStack() as stack:
+
+        @cache
+        def running(family, size, shared_memory=None):
+            return stack.enter_context(ranks(folder_of(family), size, shared_memory=shared_memory))
+
+        yield running
 
 
 def answers(backend, seed):
@@ -88,17 +99,13 @@ def answers(backend, seed):
     return tokens
 
 
-@pytest.mark.parametrize(
-    ("family", "size", "shared_memory"),
-    [("llama", 2, None), ("llama", 4, None), ("qwen3", 2, False), ("qwen3", 4, None)],
-)
-def test_tokens_are_those_of_one_process(folder_of, family, size, shared_memory, seed):
-    whole = load_model(folder_of(family), block_size=BLOCK)
-    with ranks(folder_of(family), size, shared_memory=shared_memory) as backend:
-        assert (backend.layout, backend.fingerprint) == (whole.layout, whole.fingerprint)
-        first = answers(backend, seed)
-        assert first == answers(whole, seed)
-        assert first == answers(backend, seed)
+@pytest.mark.parametrize(("family", "size", "shared_memory"), [("llama", 4, None), ("qwen3", 2, False)])
+def test_tokens_are_those_of_one_process(folder_of, ranks_of, family, size, shared_memory, seed):
+    whole, backend = load_model(folder_of(family), block_size=BLOCK), ranks_of(family, size, shared_memory)
+    assert (backend.layout, backend.fingerprint) == (whole.layout, whole.fingerprint)
+    first = answers(backend, seed)
+    assert first == answers(whole, seed)
+    assert first == answers(backend, seed)
 
 
 def logits_of(backend, seed):
@@ -108,16 +115,29 @@ def logits_of(backend, seed):
 
 
 @pytest.mark.skipif(not memory_is_ordered(), reason="gloo is all there is")
-def test_the_bits_do_not_depend_on_how_parts_travel(folder_of, seed):
+def test_the_bits_do_not_depend_on_how_parts_travel(folder_of, ranks_of, seed):
     """Nor on the run. And they are near to those of one process, from a cache that began as NaN."""
-    folder = folder_of("qwen3")
-    with ranks(folder, 2) as memory, ranks(folder, 2, shared_memory=False) as gloo:
-        found = [logits_of(backend, seed) for backend in (memory, memory, gloo)]
-    for rows in zip(*found, logits_of(load_model(folder, block_size=BLOCK), seed), strict=True):
+    memory, gloo = ranks_of("qwen3", 2), ranks_of("qwen3", 2, False)
+    found = [logits_of(backend, seed) for backend in (memory, memory, gloo)]
+    for rows in zip(*found, logits_of(load_model(folder_of("qwen3"), block_size=BLOCK), seed), strict=True):
         *divided, whole = rows
         for position, logits in whole.items():
             assert all(torch.equal(divided[0][position], other[position]) for other in divided)
             torch.testing.assert_close(divided[0][position], logits, rtol=1e-4, atol=1e-4)
+
+
+def test_a_new_engine_may_have_another_cache(ranks_of):
+    spec = SequenceSpec((5, 6, 7), Sampling(max_tokens=9, temperature=0.0, ignore_eos=True))
+    backend = ranks_of("qwen3", 2)
+    found = [generate(Engine(backend, OracleTokenizer(), total_blocks=n), spec).tokens for n in (4, 40, 8)]
+    assert found[0] == found[1] == found[2]
+
+
+@pytest.mark.parametrize("shared_memory", [None, False])
+def test_fixed_forwards_of_ranks_are_steady(folder_of, shared_memory):
+    """And `Batch.fixed` reaches the others: with head sizes that only torch computes, ordinary attention is not."""
+    with ranks(folder_of("qwen3"), 2, shared_memory=shared_memory) as backend:  # whose memory is zero, as it must be
+        assert check_fixed(backend, FixedShapes(2, 32)) == ""
 
 
 def busy(backend):
@@ -135,13 +155,12 @@ def steps(engine, count):
 
 @pytest.mark.parametrize(("size", "shared_memory"), [(4, None), (2, False)])
 def test_a_killed_rank_ends_the_step_and_the_others(folder_of, size, shared_memory):
-    with ranks(folder_of("llama"), size, shared_memory=shared_memory) as backend:
+    """Long before it would be lost by its silence."""
+    with ranks(folder_of("llama"), size, shared_memory=shared_memory, timeout_s=3600) as backend:
         engine = busy(backend)
         os.kill(backend.pids[-1], signal.SIGKILL)
-        began = time.monotonic()
         with pytest.raises(RankLost, match=rf"rank {size - 1} of this worker .* was ended by SIGKILL"):
             steps(engine, 50)
-        assert time.monotonic() - began < 5.0
         assert not [pid for pid in backend.pids if psutil.pid_exists(pid)]
         with pytest.raises(RankLost, match="have ended"):
             engine.step()
@@ -158,13 +177,11 @@ def test_a_rank_killed_while_nothing_happens_is_noticed_by_looking(folder_of):
 
 @pytest.mark.parametrize("shared_memory", [None, False])
 def test_a_frozen_rank_is_lost_by_its_silence(folder_of, shared_memory):
-    with ranks(folder_of("llama"), 2, shared_memory=shared_memory, timeout_s=1.0) as backend:
+    with ranks(folder_of("llama"), 2, shared_memory=shared_memory, timeout_s=scaled(1.0)) as backend:
         engine = busy(backend)
         os.kill(backend.pids[0], signal.SIGSTOP)
-        began = time.monotonic()
         with pytest.raises(RankLost):
             steps(engine, 50)
-        assert time.monotonic() - began < 10.0
 
 
 STARTED = """
@@ -175,18 +192,15 @@ time.sleep(600)
 """
 
 
-@pytest.mark.parametrize("frozen", [False, True])
-def test_nobody_outlives_a_killed_rank_0(folder_of, frozen):
-    process = subprocess.Popen(
-        [sys.executable, "-c", STARTED, str(folder_of("llama"))], stdout=subprocess.PIPE, text=True
-    )
-    with process:
+def test_nobody_outlives_a_killed_rank_0(folder_of):
+    """Nor does a process that stands still."""
+    command = [sys.executable, "-c", STARTED, str(folder_of("llama"))]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         follower = psutil.Process(int(process.stdout.readline()))
-        if frozen:
-            follower.suspend()
+        follower.suspend()
         process.kill()
-    psutil.wait_procs([follower], timeout=5.0)
+    psutil.wait_procs([follower], timeout=scaled(5.0))
     assert not follower.is_running() or follower.status() == psutil.STATUS_ZOMBIE
 
 
@@ -198,22 +212,9 @@ def test_heads_that_do_not_divide_start_nothing(folder_of):
 
 
 def test_a_model_that_cannot_be_loaded_leaves_nobody(folder_of, tmp_path):
+    before = psutil.Process().children()
     for file in folder_of("llama").iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes()[: None if file.suffix == ".json" else -4])
     with pytest.raises(CheckpointError, match="not a whole safetensors file"):
         load_sharded(tmp_path, Ranking(2, threads=1))
-    assert not psutil.Process().children()
-
-
-def test_a_new_engine_may_have_another_cache(folder_of):
-    spec = SequenceSpec((5, 6, 7), Sampling(max_tokens=9, temperature=0.0, ignore_eos=True))
-    with ranks(folder_of("llama"), 2) as backend:
-        found = [generate(Engine(backend, OracleTokenizer(), total_blocks=n), spec).tokens for n in (4, 40, 8)]
-    assert found[0] == found[1] == found[2]
-
-
-@pytest.mark.parametrize("shared_memory", [True, False])
-def test_fixed_forwards_of_ranks_are_steady(folder_of, shared_memory):
-    """And `Batch.fixed` reaches the others: with head sizes that only torch computes, ordinary attention is not."""
-    with ranks(folder_of("qwen3"), 2, shared_memory=shared_memory) as backend:
-        assert check_fixed(backend, FixedShapes(2, 32)) == ""
+    assert psutil.Process().children() == before
