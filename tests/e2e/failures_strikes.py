@@ -19,7 +19,7 @@ from pathlib import Path
 import redis
 
 from baton.ledger.embedded import EmbeddedRedis
-from tests.e2e.failures_load import until
+from tests.support.load import until
 from tests.support.redis_ledger import killed_and_empty
 
 STATES = {
@@ -173,9 +173,6 @@ class Field:
 
     def close(self):
         self._ledger.close()
-
-    def log(self, process):
-        return (self.cluster.home.path / self.cluster.name / "logs" / f"{process}.log").read_text()
 
     def lives(self):
         """Those that the router is connected to, by worker."""

@@ -1,8 +1,6 @@
 """Workers that compute prompts in chunks beside what they decode, on the oracle: exact, whatever becomes of one."""
 
-import os
 import random
-import signal
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from typing import Any
@@ -11,7 +9,7 @@ import pytest
 
 from baton.core import Sampling, SequenceSpec
 from baton.engine.oracle import OracleBackend
-from tests.e2e.failures_load import Load, draw_jobs
+from tests.support.load import Load, draw_jobs
 from tests.support.waiting import eventually
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
@@ -93,13 +91,12 @@ def test_a_worker_that_is_killed_is_no_loss(cluster):
         for _ in range(5):
             next(stream)
         name = next(name for name, load in cluster.loads().items() if load.running)
-        pid = cluster.pid(name)
-        os.kill(pid, signal.SIGKILL)
+        pid = cluster.kill(name)
         answer = stream.collect()
     assert tuple(answer.tokens) == right([1, 2, 3], 1500)
     assert answer.placement.attempts == 2
     assert answer.placement.decode_worker != name
-    eventually(lambda: cluster.pid(name) != pid, within_s=30)
+    cluster.wait_replaced(name, pid)
 
 
 def test_sizes_change_under_load(cluster):

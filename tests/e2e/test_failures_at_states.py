@@ -13,8 +13,7 @@ from contextlib import closing, contextmanager
 
 import pytest
 
-from baton.cli.census import look
-from tests.e2e.failures_load import Load, draw_jobs, until
+from tests.support.load import Load, draw_jobs, until
 from tests.e2e.failures_proxy import HERE, Proxy
 from tests.e2e.failures_strikes import Field, KeptRedis
 from tests.support.cluster_process import HANDED_OVER
@@ -67,16 +66,11 @@ def under_load(home, folder, seed, *sets):
             yield field, load
             until("all workers are there", lambda: len(field.lives()) == 4)
             load.settle(answers=8)
-        until("all is let go", lambda: nothing_is_held(cluster))
+        until("all is let go", lambda: cluster.nothing_is_held(4))
         said = home.baton("status", "--census", "--name", cluster.name, check=True).stdout
         assert said.count("held: by nobody") == 4, said
     report = check([folder])
     assert [str(violation) for violation in report.violations] == []
-
-
-def nothing_is_held(cluster):
-    censuses, problems = look(cluster.state().admin)
-    return len(censuses) == 4 and not any(census.held for census in censuses) and not problems
 
 
 # --- workers
@@ -133,7 +127,7 @@ def test_redis(home, tmp_path, seed):
             redis.go_on()
             load.settle()
             until("all have their leases", lambda: all(map(field.has_lease, field.lives().values())))
-        if '"worker_lost"' not in field.log("router"):  # no machine was too slow
+        if '"worker_lost"' not in field.cluster.log("router"):  # no machine was too slow
             assert set(load.outcomes) <= {"whole", "left"}
 
 
