@@ -105,10 +105,3 @@ def test_a_host_that_goes_away_drains_what_it_has(cluster, load):
     eventually(lambda: sorted(roles(cluster).values()) == ["decode", "prefill", "prefill"], within_s=60)
     load.settle()
     assert set(load.outcomes) <= SERVED
-
-
-def test_who_drains_a_host_says_which_file(cluster):
-    for words in (["--here"], ["decode-0", "--here", "-c", "x.yaml"], ["decode-0", "-c", "x.yaml"], []):
-        refused = cluster.home.baton("drain", *words, check=False)
-        assert refused.returncode == 2
-        assert "--here -c FILE" in refused.stderr

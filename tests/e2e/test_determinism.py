@@ -11,7 +11,6 @@ import pytest
 
 from tests.e2e.determinism_support import (
     KINDS,
-    ShapeLog,
     ask,
     begin,
     bits,
@@ -232,20 +231,3 @@ def test_workers_that_compute_prompts_in_chunks_beside_what_they_decode(module_h
             with others(client, 4, rng):
                 answer = ask(client, kind).check(alone[kind])
             assert answer.placement.prefill_worker == answer.placement.decode_worker
-
-
-@often
-def test_verify_passes_have_one_shape(repeats, rng, monkeypatch):
-    """In one process, which lets us look on: whatever else is computed, and whoever is preempted."""
-    log = ShapeLog(monkeypatch)
-    alone = {kind: log.said(log.submit(**asked)) for kind, asked in KINDS.items()}
-    for kind, asked in list(KINDS.items()) * repeats:
-        around = [(text_of(rng.random(), rng.randint(1, 60)), rng.randint(100, 200)) for _ in range(12)]
-        keys = [log.submit(prompt, deterministic=rng.random() < 0.3, max_tokens=most) for prompt, most in around]
-        assert log.said(log.submit(**asked, priority=-1)) == alone[kind]
-        for key in keys:
-            log.engine.release(key)
-    counters = log.engine.counters
-    assert list(log.shapes) == [((32, 32), 64, 64)]
-    assert log.shapes.total() == counters.verify_passes
-    assert min(counters.rollbacks, counters.preemptions) > 0

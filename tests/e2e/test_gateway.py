@@ -56,18 +56,6 @@ def test_completions_are_the_right_ones(client, seed):
         assert answer == right(prompt, **options), (prompt, options)
 
 
-def test_it_agrees_with_the_sdk(oracle_cluster, client):
-    asked = {"max_tokens": 24, "temperature": 0.0}
-    done = client.completions.create(model="oracle", prompt="hello there", logprobs=2, extra_body=NOTHING, **asked)
-    with oracle_cluster.client() as sdk:
-        same = sdk.generate("hello there", logprobs=2, ignore_eos=True, **asked)
-    (choice,) = done.choices
-    assert (choice.text, choice.finish_reason) == (same.text, "length")
-    assert choice.logprobs.token_logprobs == [entry.logprob for entry in same.logprobs]
-    assert [len(top) for top in choice.logprobs.top_logprobs] == [2] * 24
-    assert (done.usage.prompt_tokens, done.usage.completion_tokens) == (11, 24)
-
-
 def test_what_up_prints_works(home):
     options = [part for name in ("grpc", "metrics", "http") for part in ("--set", f"router.{name}=127.0.0.1:0")]
     process = home.start("up", "-c", "configs/no-ray.yaml", "--set", "model.path=oracle", *options)
@@ -109,19 +97,3 @@ def test_a_gateway_alone(oracle_cluster, tmp_path):
         if psutil.pid_exists(process.pid) and process.poll() is None:
             process.kill()
             process.communicate()
-
-
-def test_a_gateway_needs_an_address(home, tmp_path):
-    config = tmp_path / "bare.yaml"
-    config.write_text("name: bare\nmodel: {path: oracle}\n")
-    done = home.baton("gateway", "-c", config)
-    assert done.returncode == 3
-    assert "router.http: must be set" in done.stderr
-
-
-def test_without_the_key_there_is_no_gateway(home):
-    with home.cluster("configs/no-ray.yaml", "model.path=oracle", "router.http=null") as running:
-        assert running.state().http == ""
-        assert "/v1" not in (home.path / running.name / "up.out").read_text()
-        with running.client() as client:
-            assert client.generate("hello", max_tokens=2).tokens

@@ -15,7 +15,7 @@ import redis
 
 from baton.errors import BatonError
 from baton.ledger.embedded import EmbeddedRedis
-from tests.e2e.ray_support import RayNodes
+from tests.e2e.ray_support import LoopbackNodes
 from tests.support.cluster_process import ROOT, ClusterProcess, is_zombie
 from tests.support.waiting import eventually
 
@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300), pytest.mark.xdist_grou
 @pytest.fixture(scope="module")
 def nodes(tmp_path_factory):
     store = EmbeddedRedis.start(tmp_path_factory.mktemp("redis"), password="secret-of-redis")
-    running = RayNodes(store)
+    running = LoopbackNodes(store.url)
     try:
         running.start_head()
         running.start_node("prefill", "--labels=role=prefill", "--num-gpus=2")
@@ -45,7 +45,7 @@ class Many:
         self.file.write_text(f"""
 name: many
 model: {{path: oracle}}
-redis: {{url: "{nodes.redis.url}"}}
+redis: {{url: "{nodes.redis_url}"}}
 ray: {{address: "{nodes.address}"}}
 router: {{grpc: "127.0.0.1:0", metrics: "127.0.0.1:0"}}
 prefill: {{device: cpu, threads: 1, kv_memory: 8MiB, node_labels: {{role: prefill}}}}
@@ -62,7 +62,7 @@ ledger: {{lease_s: 3, heartbeat_s: 0.5}}
         return done.stdout
 
     def report(self):
-        with redis.Redis.from_url(self.nodes.redis.url) as client:
+        with redis.Redis.from_url(self.nodes.redis_url) as client:
             said = client.get("baton:many:control")
         return json.loads(said) if said else {"slots": []}
 
@@ -91,7 +91,7 @@ def many(nodes, tmp_path):
     running.baton()
     yield running
     running.baton("--stop")
-    eventually(lambda: not any(nodes.actors(name) for name in nodes.nodes))
+    eventually(nodes.no_actors)
 
 
 def test_workers_are_placed_by_label_and_kept(many, nodes):
@@ -156,7 +156,7 @@ def test_a_head_that_is_started_again(nodes, home, tmp_path, monkeypatch):
         os.kill(before[1], signal.SIGKILL)
         many.replaced("decode", before[1])
         assert many.pids()[0] == before[0]
-    assert not any(nodes.actors(name) for name in nodes.nodes), "`down` returns when all are gone"
+    assert nodes.no_actors(), "`down` returns when all are gone"
 
 
 def test_what_cannot_live_without_an_embedded_redis_ends_with_it(nodes, home, tmp_path, monkeypatch):
@@ -166,8 +166,8 @@ def test_what_cannot_live_without_an_embedded_redis_ends_with_it(nodes, home, tm
     done = home.baton("up", "-c", many.file, "--set", "decode.kv_memory=1KiB")
     assert done.returncode == 3, done.stderr
     assert "kv_memory" in done.stderr
-    assert not any(nodes.actors(name) for name in nodes.nodes)
+    assert nodes.no_actors()
     home.baton("up", "-c", many.file, "--set", "redis.url=embedded", "--detach", check=True)
     assert all(nodes.actors(name) for name in nodes.nodes)
     os.kill(ClusterProcess(home, "many").state().supervisor.pid, signal.SIGKILL)
-    eventually(lambda: not any(nodes.actors(name) for name in nodes.nodes), within_s=30)
+    eventually(nodes.no_actors, within_s=30)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import threading
 
@@ -14,6 +13,7 @@ from baton.errors import BatonError
 from baton.rpc.v1 import common_pb2
 from baton.rpc.v1 import inference_pb2 as pb
 from baton.rpc.v1.inference_pb2_grpc import InferenceStub
+from tests.support.load import Streams
 from tests.support.waiting import eventually
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
@@ -35,46 +35,24 @@ def statuses(cluster):
     return found
 
 
-class Streams:
+def streams(cluster):
     """Long ones, side by side."""
+    return Streams(cluster, [f"stream {number}" for number in range(STREAMS)], max_retries=10, **LONG)
 
-    def __init__(self, cluster):
-        self.answers, self.resumed, self.errors = {}, 0, []
-        self._under_way = threading.Barrier(STREAMS + 1)
-        self._cluster = cluster
-        self._threads = [threading.Thread(target=self._one, args=(number,)) for number in range(STREAMS)]
-        for thread in self._threads:
-            thread.start()
-        self._under_way.wait(30)
 
-    def _one(self, number):
-        try:
-            with self._cluster.client(max_retries=10) as client, client.stream(f"stream {number}", **LONG) as stream:
-                while len(stream.tokens) < 5:
-                    next(stream)
-                self._under_way.wait(30)
-                self.answers[number] = stream.collect().tokens
-                self.resumed += stream.resumed
-        except (BatonError, threading.BrokenBarrierError) as error:
-            self.errors.append(repr(error))
-            self._under_way.abort()
-
-    def join(self):
-        for thread in self._threads:
-            thread.join(90)
-        assert self.errors == []
-        return self.answers
+def both_serve(cluster):
+    return all(cluster.state().admins) and len(statuses(cluster)) == 2
 
 
 def test_both_serve_at_one_address(cluster):
     assert len(set(cluster.state().admins)) == 2
-    streams = Streams(cluster)
+    asked = streams(cluster)
     running = [status.running for status in statuses(cluster)]
     census = cluster.home.baton("status", "--census", "--name", cluster.name)
-    assert sorted(streams.join()) == list(range(STREAMS))
+    assert len(asked.answers()) == STREAMS
     assert census.returncode == 0, census.stdout
     assert sum(running) == STREAMS
-    assert streams.resumed == 0
+    assert asked.resumed == 0
 
 
 def test_connections_spread(cluster):
@@ -90,7 +68,7 @@ def test_connections_spread(cluster):
 
 @pytest.mark.parametrize("name", ["router", "router-1"])
 def test_no_call_fails_while_one_is_told_to_stop(cluster, name):
-    pid, errors, counts = cluster.pid(name), [], [0] * 4
+    errors, counts = [], [0] * 4
     replaced = threading.Event()
 
     def calls(number):
@@ -107,9 +85,9 @@ def test_no_call_fails_while_one_is_told_to_stop(cluster, name):
         thread.start()
     try:
         eventually(lambda: all(count > 5 for count in counts), within_s=30)
-        os.kill(pid, signal.SIGTERM)
-        eventually(lambda: cluster.pid(name) != pid, within_s=30)
-        eventually(lambda: all(cluster.state().admins) and len(statuses(cluster)) == 2, within_s=30)
+        pid = cluster.kill(name, signal.SIGTERM)
+        cluster.wait_replaced(name, pid)
+        eventually(lambda: both_serve(cluster), within_s=30)
     finally:
         replaced.set()
         for thread in threads:
@@ -119,15 +97,13 @@ def test_no_call_fails_while_one_is_told_to_stop(cluster, name):
 
 @pytest.mark.parametrize("name", ["router", "router-1"])
 def test_one_goes_on_for_the_other(cluster, name):
-    streams = Streams(cluster)
-    pid = cluster.pid(name)
-    os.kill(pid, signal.SIGKILL)
-    answers = streams.join()
-    assert sorted(answers) == list(range(STREAMS))
+    asked = streams(cluster)
+    pid = cluster.kill(name)
+    answers = asked.answers()
     with cluster.client(max_retries=10) as client:
         for number in (0, STREAMS - 1):
-            assert client.generate(f"stream {number}", **LONG).tokens == answers[number]
-    eventually(lambda: cluster.pid(name) != pid, within_s=30)
-    eventually(lambda: all(cluster.state().admins) and len(statuses(cluster)) == 2, within_s=30)
-    eventually(lambda: all(load.blocks.available == load.blocks.total for load in cluster.loads().values()))
+            assert client.generate(f"stream {number}", **LONG).tokens == answers[number].tokens
+    cluster.wait_replaced(name, pid)
+    eventually(lambda: both_serve(cluster), within_s=30)
+    eventually(cluster.all_free)
     assert cluster.home.baton("status", "--census", "--name", cluster.name, check=True)

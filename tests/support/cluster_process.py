@@ -48,8 +48,8 @@ class Home:
 
     def baton(self, *args, timeout=120, check=False, **options):
         """Run `baton ARGS`; the finished process, its output as text."""
-        options |= {"stderr": subprocess.PIPE, "timeout": scaled(timeout), "check": False}
-        done = subprocess.run(command(*args), **self._here(), **options)
+        options |= {"stderr": subprocess.PIPE, "timeout": scaled(timeout)}
+        done = subprocess.run(command(*args), check=False, **self._here(), **options)
         if check:
             assert done.returncode == 0, f"{done.args}\n{done.stdout}\n{done.stderr}\n{self.logs()}"
         return done
