@@ -8,6 +8,7 @@ import shutil
 import socket
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -32,7 +33,7 @@ class LoopbackNodes(RayNodes):
 
     def launch(self, name: str, argv: list[str], log: Path) -> subprocess.Popen:
         with log.open("wb") as output:
-            streams = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": output}
+            streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": output}
             return subprocess.Popen(argv, env=os.environ | self.env, start_new_session=True, **streams)
 
     def actors(self, name: str) -> dict[int, str]:

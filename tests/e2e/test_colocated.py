@@ -49,12 +49,9 @@ def test_both_are_alike_and_say_so(cluster):
     assert "2 colocated" in cluster.home.baton("status", "--name", cluster.name, check=True).stdout
     with cluster.client() as client:
         answer = client.generate("hello there", max_tokens=8, **ANSWER)
-    took, placed = answer.timings, answer.placement
+    placed = answer.placement
     assert placed.prefill_worker == placed.decode_worker in {"decode-0", "decode-1"}
-    assert (took.transfer_s, took.commit_s, placed.kv_bytes) == (0.0, 0.0, 0)
-    stages = took.queue_s + took.route_s + took.reserve_s + took.prefill_s + took.decode_s
-    assert stages == pytest.approx(took.e2e_s, abs=1e-9)
-    assert took.prefill_s > 0 < took.decode_s
+    assert (answer.timings.transfer_s, answer.timings.commit_s, placed.kv_bytes) == (0.0, 0.0, 0)
 
 
 def beside_streams(cluster, client, prompts):

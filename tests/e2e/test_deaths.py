@@ -3,16 +3,13 @@
 import os
 import signal
 
-import openai
 import pytest
 from openai import OpenAI
 
-from baton.core import Sampling, SequenceSpec
-from baton.engine.oracle import OracleBackend
 from baton.errors import BatonError, NoWorker, WorkerLost
-from baton.tokenizer import OracleTokenizer
 from tests.support.cluster_process import FREE_PORTS, HANDED_OVER, ClusterProcess, is_zombie
 from tests.support.load import Streams
+from tests.support.time_factor import scaled
 from tests.support.waiting import eventually
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
@@ -59,6 +56,7 @@ def test_a_stream_survives_its_router(cluster):
     eventually(lambda: serves(cluster), within_s=30)
     with cluster.client() as client:
         expected = client.generate("a survivor", **LONG)
+    http = cluster.state().http
     with cluster.client(max_retries=10) as client, client.stream("a survivor", **LONG) as stream:
         while len(stream.tokens) < 50:
             next(stream)
@@ -69,6 +67,9 @@ def test_a_stream_survives_its_router(cluster):
     assert answer.text == expected.text
     assert (answer.placement.prefill_worker, answer.placement.decode_worker) == ("", "decode-0"), "nothing was computed"
     eventually(cluster.all_free)
+    with OpenAI(base_url=f"http://{http}/v1", api_key="none", max_retries=8, timeout=scaled(30)) as openai:
+        (model,) = openai.models.list()
+    assert model.id == "oracle", "HTTP is served at the same address, too"
 
 
 @pytest.mark.parametrize("name", ["decode-0", "prefill-0"])
@@ -88,22 +89,6 @@ def test_a_worker_that_is_told_to_stop_hands_over(cluster, name):
     assert "_lost" not in "".join(line for line in cluster.log("router").splitlines() if answer.request_id in line)
     cluster.wait_replaced(name, pid)
     eventually(cluster.all_free)
-
-
-def test_a_replaced_router_is_found_at_the_same_address_over_http(cluster):
-    address = cluster.state().http
-    cluster.wait_replaced("router", cluster.kill("router"))
-    with OpenAI(base_url=f"http://{address}/v1", api_key="none", max_retries=8, timeout=30) as patient:
-        done = eventually(lambda: tried(patient), within_s=30)
-    spec = SequenceSpec(tuple(b"hello"), Sampling(max_tokens=4, temperature=0.0))
-    assert done.choices[0].text == OracleTokenizer().decode(OracleBackend().expected(spec))
-
-
-def tried(client):
-    try:
-        return client.completions.create(model="oracle", prompt="hello", max_tokens=4, temperature=0)
-    except openai.APIError:
-        return None
 
 
 def test_a_killed_supervisor_takes_all_with_it(module_home):

@@ -114,14 +114,6 @@ def test_stop_strings_and_logprobs_cross_the_handoff(cluster, engine):
     assert all(len(item.top) == 2 and item.top[0][1] >= item.top[1][1] for item in cut.logprobs)
 
 
-def test_the_command_line_shows_tokens_and_timings(cluster):
-    args = ("generate", "The color of dog", "--name", "local", "--show", "timings,tokens")
-    shown = cluster.home.baton(*args, check=True).stdout
-    for part in (" can vary widely\n", "tokens    3 (", "ended by eos", "prefill-0 -> ", "TTFT", "ITL"):
-        assert part in shown
-    assert {worker["state"] for worker in cluster.status()["workers"]} == {"connected"}
-
-
 @pytest.mark.parametrize("worker", ["decode-0", "prefill-0"])
 def test_ray_replaces_a_killed_worker(cluster, worker):
     pid = cluster.kill(worker)

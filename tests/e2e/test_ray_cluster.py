@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
-import threading
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import redis
 
-from baton.errors import BatonError
 from baton.ledger.embedded import EmbeddedRedis
 from tests.e2e.ray_support import LoopbackNodes
 from tests.support.cluster_process import ROOT, ClusterProcess, is_zombie
+from tests.support.load import Load, draw_jobs
+from tests.support.time_factor import scaled
 from tests.support.waiting import eventually
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300), pytest.mark.xdist_group("ray")]
@@ -56,8 +56,8 @@ ledger: {{lease_s: 3, heartbeat_s: 0.5}}
     def baton(self, *args):
         """`baton controller ARGS`, and what it says."""
         command = [sys.executable, "-m", "baton", "controller", "-c", str(self.file), *args]
-        env = os.environ | self.nodes.env
-        done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+        env, limit_s = os.environ | self.nodes.env, scaled(120)
+        done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=limit_s, check=False)
         assert done.returncode == 0, done.stdout + done.stderr + self.nodes.logs()
         return done.stdout
 
@@ -94,8 +94,13 @@ def many(nodes, tmp_path):
     eventually(nodes.no_actors)
 
 
-def test_workers_are_placed_by_label_and_kept(many, nodes):
-    """Whoever is killed, and who is only frozen, which Ray does not see, is replaced on a node of its label."""
+def test_workers_and_their_controller_are_kept(many):
+    _workers_are_placed_by_label_and_replaced(many)
+    _a_controller_that_is_started_again_takes_over_what_runs(many)
+
+
+def _workers_are_placed_by_label_and_replaced(many):
+    """A killed one, and one that is frozen, which Ray does not see."""
     prefill, decode = many.pids()
     os.kill(decode, signal.SIGKILL)
     many.replaced("decode", decode)
@@ -106,7 +111,7 @@ def test_workers_are_placed_by_label_and_kept(many, nodes):
     assert kinds.count("replace") == 2, many.report()
 
 
-def test_a_controller_that_is_started_again_takes_over_what_runs(many):
+def _a_controller_that_is_started_again_takes_over_what_runs(many):
     before, controller = many.pids(), many.controller()
     many.baton()
     assert many.controller() == controller, "the same config: nothing is changed"
@@ -122,37 +127,20 @@ def test_a_controller_that_is_started_again_takes_over_what_runs(many):
     many.replaced("decode", before[1])
 
 
-def _ask(cluster, stop, failed):
-    """One request after the other."""
-    with cluster.client(timeout=20) as client:
-        while not stop.is_set():
-            try:
-                client.generate("What is served meanwhile", max_tokens=8)
-            except BatonError as error:
-                failed.append(error)
-
-
 def test_a_head_that_is_started_again(nodes, home, tmp_path, monkeypatch):
     """Requests are served while it is away, by the same workers; the controller is on the new head."""
     many = Many(nodes, tmp_path)
     for name, value in nodes.env.items():
         monkeypatch.setenv(name, value)
     with home.cluster(many.file) as cluster:
-        failed: list[BatonError] = []
-        before, controller, stop = many.pids(), many.controller(), threading.Event()
-
-        with ThreadPoolExecutor(1) as pool:
-            served = pool.submit(_ask, cluster, stop, failed)
-            try:
-                nodes.kill("head")
-                nodes.start_head()
-                assert many.controller() != controller
-                assert many.pids() == before
-                eventually(lambda: cluster.pid("controller"), within_s=60)
-            finally:
-                stop.set()  # a failure above must not wait for the load, which has no end of its own
-            served.result()
-        assert not failed
+        before, controller = many.pids(), many.controller()
+        with Load(cluster, draw_jobs(random.Random(4)), 4, clients=1, loyal=True) as load:
+            nodes.kill("head")
+            nodes.start_head()
+            assert many.controller() != controller
+            assert many.pids() == before
+            eventually(lambda: cluster.pid("controller"), within_s=60)
+            load.settle()
         os.kill(before[1], signal.SIGKILL)
         many.replaced("decode", before[1])
         assert many.pids()[0] == before[0]

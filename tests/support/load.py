@@ -20,7 +20,6 @@ from tests.support.time_factor import scaled
 from tests.support.waiting import eventually
 
 PATIENCE_S = 90.0  # what takes longer hangs
-CLIENTS = 6
 TOLERATED = (WorkerLost, NoWorker, Overloaded)
 
 
@@ -44,8 +43,8 @@ def draw_jobs(rng: random.Random, number: int = 12) -> list[Job]:
     shared = [rng.randrange(256) for _ in range(96)]
     for _ in range(number):
         prompt = shared[: rng.choice([0, 32, 96])] + [rng.randrange(256) for _ in range(rng.randrange(120, 280))]
-        options = {"max_tokens": rng.randrange(20, 120), "temperature": rng.choice([0.0, 0.8]), "ignore_eos": True}
-        options["seed"] = rng.randrange(2**63)
+        options: dict[str, Any] = {"max_tokens": rng.randrange(20, 120), "temperature": rng.choice([0.0, 0.8])}
+        options |= {"ignore_eos": True, "seed": rng.randrange(2**63)}
         answer = oracle.expected(SequenceSpec(tuple(prompt), Sampling(**options)))
         jobs.append(Job(prompt, options, tuple(answer)))
     return jobs
@@ -59,7 +58,7 @@ class Load:
     have the SDK's defaults, which try again.
     """
 
-    def __init__(self, cluster: Any, jobs: Sequence[Job], seed: int, *, loyal: bool = False) -> None:
+    def __init__(self, cluster: Any, jobs: Sequence[Job], seed: int, *, clients: int = 6, loyal: bool = False) -> None:
         self.outcomes: Counter[str] = Counter()
         self.faults: list[str] = []
         self._cluster = cluster
@@ -70,7 +69,7 @@ class Load:
         self._running: dict[int, int] = {}  # the number of its request, by client
         self._whole: list[int] = []  # numbers of requests that were answered
         self._over = threading.Event()
-        self._threads = [threading.Thread(target=self._client, args=(n,), daemon=True) for n in range(CLIENTS)]
+        self._threads = [threading.Thread(target=self._client, args=(n,), daemon=True) for n in range(clients)]
 
     def __enter__(self) -> Load:
         for thread in self._threads:
