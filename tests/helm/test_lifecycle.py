@@ -28,7 +28,7 @@ Answers = dict[str, dict[str, Any]]
 
 
 def answers(documents: list[dict[str, Any]]) -> Answers:
-    """What an API server answers by path: the kinds of these objects, and the Secret of an earlier install."""
+    """The answers of an API server by path: the kinds of these objects, and the Secret of an earlier install."""
     found: Answers = {"/version": {"major": "1", "minor": "34", "gitVersion": "v1.34.0"}, SECRET_PATH: SECRET}
     groups = []
     for version in sorted({one["apiVersion"] for one in documents}):

@@ -30,13 +30,13 @@ MANY = int(os.environ.get("BATON_SCHEDULES", "2000"))
 PARTS = 20
 COMMANDS = "repush fetch fence abort attach FAULT ORDER RESUME flip"
 SAID = "fenced preempted refused recovered attached"
-MET = {*COMMANDS.split(), *SAID.split()}  # what matters, and is met by the first part already
+MET = {*COMMANDS.split(), *SAID.split()}  # the first part meets all of them
 REGRESSIONS = (30, 138, 627)
 """Schedules that once found a bug: KV that waited for a Repush had the blocks for which others waited that had room."""
 
 
 def check(seeds: range | tuple[int, ...]) -> tuple[Counter[str], Counter[str]]:
-    """Run them all; fail with the first that is not right. How their requests ended, and what was met."""
+    """Run them all; fail with the first that is not right. Return how their requests ended, and the steps they met."""
     outcomes, met = Counter[str](), Counter[str]()
     started = time.perf_counter()
     with simulated():

@@ -19,7 +19,7 @@ from baton.errors import BatonError, NoWorker, Overloaded, WorkerLost
 from tests.support.time_factor import scaled
 from tests.support.waiting import eventually
 
-PATIENCE_S = 90.0  # what takes longer hangs
+PATIENCE_S = 90.0  # a request that takes longer hangs
 TOLERATED = (WorkerLost, NoWorker, Overloaded)
 
 
@@ -51,7 +51,7 @@ def draw_jobs(rng: random.Random, number: int = 12) -> list[Job]:
 
 
 class Load:
-    """Clients that stream one request after the other while the block runs, and then come to an end.
+    """Clients that stream one request after the other while the block runs.
 
     `outcomes` counts whole answers, streams that the client left, and errors of `TOLERATED`. All else is in `faults`:
     a wrong token, another error, and an answer that took longer than `PATIENCE_S`. `loyal` clients leave no stream and
