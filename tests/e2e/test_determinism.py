@@ -103,16 +103,6 @@ def test_others_beside_it(client, alone, count, kind, repeats, rng):
 
 
 @often
-@kinds
-@pytest.mark.parametrize("before", [0, 3, 7], ids=["first", "between", "last"])
-def test_any_order_of_arrival(client, alone, before, kind, repeats, rng):
-    for _ in range(repeats):
-        early, late = (others(client, count, rng, known=False) for count in (before, 7 - before))
-        with early, begin(client, kind) as stream, late:
-            finish(stream).check(alone[kind])
-
-
-@often
 def test_many_of_them_side_by_side(client, alone, repeats, rng):
     for _ in range(repeats):
         order = [*KINDS] * 6

@@ -109,18 +109,3 @@ def test_a_request_that_ends_with_its_first_token_is_not_handed_over(cluster):
     for answer in answers:
         assert (len(answer.tokens), answer.placement.decode_worker, answer.placement.kv_bytes) == (1, "", 0)
     eventually(cluster.all_free)
-
-
-def test_a_storm_of_requests_left_at_random_leaves_nothing(cluster, seed):
-    rng = random.Random(seed)
-
-    def leave(job):
-        prompt, options, after = job
-        with cluster.client() as client, client.stream(list(prompt), **options) as stream:
-            for _, _ in zip(range(after), stream, strict=False):
-                pass
-
-    jobs = [(*draw(rng), rng.choice([0, 0, 1, 2, 3, 10, 40])) for _ in range(40)]
-    with ThreadPoolExecutor(20) as pool:
-        list(pool.map(leave, jobs))
-    eventually(cluster.all_free, within_s=20)

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
+import random
 import signal
-import threading
 
 import grpc
 import pytest
 
 from baton import Client
-from baton.errors import BatonError
 from baton.rpc.v1 import common_pb2
 from baton.rpc.v1 import inference_pb2 as pb
 from baton.rpc.v1.inference_pb2_grpc import InferenceStub
-from tests.support.load import Streams
+from tests.support.load import Load, Streams, draw_jobs
 from tests.support.waiting import eventually
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
@@ -68,31 +67,11 @@ def test_connections_spread(cluster):
 
 @pytest.mark.parametrize("name", ["router", "router-1"])
 def test_no_call_fails_while_one_is_told_to_stop(cluster, name):
-    errors, counts = [], [0] * 4
-    replaced = threading.Event()
-
-    def calls(number):
-        with cluster.client() as client:
-            while not replaced.is_set():
-                try:
-                    client.generate("hello", max_tokens=2)
-                    counts[number] += 1
-                except BatonError as error:
-                    errors.append(repr(error))
-
-    threads = [threading.Thread(target=calls, args=(number,)) for number in range(len(counts))]
-    for thread in threads:
-        thread.start()
-    try:
-        eventually(lambda: all(count > 5 for count in counts), within_s=30)
-        pid = cluster.kill(name, signal.SIGTERM)
-        cluster.wait_replaced(name, pid)
+    with Load(cluster, draw_jobs(random.Random(6)), 6, clients=4, loyal=True) as load:
+        load.settle(20)
+        cluster.wait_replaced(name, cluster.kill(name, signal.SIGTERM))
         eventually(lambda: both_serve(cluster), within_s=30)
-    finally:
-        replaced.set()
-        for thread in threads:
-            thread.join()
-    assert not errors, errors[:5]
+        load.settle()
 
 
 @pytest.mark.parametrize("name", ["router", "router-1"])
