@@ -7,13 +7,12 @@ from typing import Any
 
 import pytest
 
-from baton.core import Sampling, SequenceSpec
-from baton.engine.oracle import OracleBackend
-from tests.support.load import Load, draw_jobs
+from tests.support.load import Load, draw_jobs, oracle_answer
 from tests.support.waiting import eventually
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 CHUNK = 48
+CONFIG = "configs/colocated.yaml"
 SETS = (
     f"decode.max_batched_tokens={CHUNK}",
     "model.path=oracle",
@@ -23,17 +22,6 @@ SETS = (
     "ledger.heartbeat_s=0.2",
 )
 ANSWER: dict[str, Any] = {"ignore_eos": True, "temperature": 0.8, "seed": 7}
-
-
-@pytest.fixture(scope="module")
-def cluster(module_home):
-    """Of the file that is made for it."""
-    with module_home.cluster("configs/colocated.yaml", *SETS) as running:
-        yield running
-
-
-def right(prompt, count):
-    return tuple(OracleBackend().expected(SequenceSpec(tuple(prompt), Sampling(max_tokens=count, **ANSWER))))
 
 
 def joint(cluster):
@@ -63,10 +51,10 @@ def beside_streams(cluster, client, prompts):
             next(streams[-1])
         answers = [pool.submit(client.generate, prompt, max_tokens=10, **ANSWER) for prompt in prompts]
         for answer, prompt in zip(answers, prompts, strict=True):
-            assert answer.result().tokens == right(prompt, 10)
+            assert answer.result().tokens == oracle_answer(prompt, max_tokens=10, **ANSWER)
         found = [now - then for now, then in zip(joint(cluster), before, strict=True)]
         for number, stream in enumerate(streams):
-            assert stream.collect().tokens == right([number], 1500)
+            assert stream.collect().tokens == oracle_answer([number], max_tokens=1500, **ANSWER)
     return found
 
 
@@ -90,7 +78,7 @@ def test_a_worker_that_is_killed_is_no_loss(cluster):
         name = next(name for name, load in cluster.loads().items() if load.running)
         pid = cluster.kill(name)
         answer = stream.collect()
-    assert tuple(answer.tokens) == right([1, 2, 3], 1500)
+    assert tuple(answer.tokens) == oracle_answer([1, 2, 3], max_tokens=1500, **ANSWER)
     assert answer.placement.attempts == 2
     assert answer.placement.decode_worker != name
     cluster.wait_replaced(name, pid)

@@ -13,15 +13,8 @@ from tests.support.time_factor import scaled
 from tests.support.waiting import eventually
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+SETS = (HANDED_OVER, "model.path=oracle", "router.queue.max_wait_s=60")
 LONG = {"max_tokens": 1500, "temperature": 0, "ignore_eos": True}
-
-
-@pytest.fixture(scope="module")
-def cluster(module_home):
-    with module_home.cluster(
-        "configs/no-ray.yaml", HANDED_OVER, "model.path=oracle", "router.queue.max_wait_s=60"
-    ) as running:
-        yield running
 
 
 def serves(cluster):

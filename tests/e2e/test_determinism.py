@@ -58,12 +58,6 @@ kinds = pytest.mark.parametrize("kind", KINDS)
 
 
 @pytest.fixture(scope="module")
-def cluster(module_home):
-    with module_home.cluster("configs/no-ray.yaml", *SETS) as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
 def otherwise(module_home, tmp_path_factory):
     """KV of other blocks in many small frames by another transport, to a decode worker with little room."""
     with module_home.cluster("configs/no-ray.yaml", *OTHERWISE, name="otherwise") as running:

@@ -8,9 +8,8 @@ import psutil
 import pytest
 from openai import OpenAI
 
-from baton.core import Sampling, SequenceSpec
-from baton.engine.oracle import OracleBackend
 from baton.tokenizer import OracleTokenizer
+from tests.support.load import oracle_answer
 from tests.support.time_factor import scaled
 from tests.support.waiting import eventually
 
@@ -20,12 +19,6 @@ NOTHING = {"ignore_eos": True}
 
 def http_client(address, **options):
     return OpenAI(base_url=f"http://{address}/v1", api_key="none", **{"max_retries": 0, "timeout": 30, **options})
-
-
-def right(prompt, **options):
-    """What the oracle says to `prompt`, as text."""
-    ids = OracleBackend().expected(SequenceSpec(tuple(prompt), Sampling(**options)))
-    return OracleTokenizer().decode(ids)
 
 
 def test_what_up_prints_works(home):
@@ -62,7 +55,8 @@ def test_a_gateway_alone(oracle_cluster, tmp_path):
             first = next(stream).choices[0].text
             process.send_signal(signal.SIGTERM)
             text = first + "".join(chunk.choices[0].text for chunk in stream)
-            assert text == right(b"hello", max_tokens=400, temperature=0.0, ignore_eos=True)
+            tokens = oracle_answer(b"hello", max_tokens=400, temperature=0.0, ignore_eos=True)
+            assert text == OracleTokenizer().decode(tokens)
         process.communicate(timeout=scaled(30))
         assert process.returncode == 0, log.read_text()
     finally:

@@ -30,12 +30,6 @@ CONSTRAINTS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.fixture(scope="module")
-def cluster(module_home):
-    with module_home.cluster("configs/no-ray.yaml", *SETS) as running:
-        yield running
-
-
 def draw(rng):
     prompt = tuple(rng.randrange(256) for _ in range(rng.randrange(1, 300)))
     options = {

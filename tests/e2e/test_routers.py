@@ -16,14 +16,9 @@ from tests.support.load import Load, Streams, draw_jobs
 from tests.support.waiting import eventually
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+SETS = ("model.path=oracle", "router.replicas=2")
 LONG = {"max_tokens": 800, "temperature": 0, "ignore_eos": True}
 STREAMS = 12
-
-
-@pytest.fixture(scope="module")
-def cluster(module_home):
-    with module_home.cluster("configs/no-ray.yaml", "model.path=oracle", "router.replicas=2") as running:
-        yield running
 
 
 def statuses(cluster):

@@ -25,12 +25,6 @@ SETS = ("model.path=models/coin", "decode.replicas=2", "router.policy=round_robi
 GREEDY = {"temperature": 0.0, "thoughts": True}
 
 
-@pytest.fixture(scope="module")
-def cluster(module_home):
-    with module_home.cluster("configs/no-ray.yaml", *SETS) as running:
-        yield running
-
-
 @pytest.fixture
 def client(cluster):
     with cluster.client(timeout=60.0) as client:

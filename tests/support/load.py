@@ -19,6 +19,7 @@ from baton.errors import BatonError, NoWorker, Overloaded, WorkerLost
 from tests.support.time_factor import scaled
 from tests.support.waiting import eventually
 
+ORACLE = OracleBackend()
 PATIENCE_S = 90.0  # a request that takes longer hangs
 TOLERATED = (WorkerLost, NoWorker, Overloaded)
 
@@ -37,16 +38,20 @@ class Job:
     answer: tuple[int, ...]
 
 
+def oracle_answer(prompt: Sequence[int], **sampling: Any) -> tuple[int, ...]:
+    """The tokens that the oracle answers with."""
+    return tuple(ORACLE.expected(SequenceSpec(tuple(prompt), Sampling(**sampling))))
+
+
 def draw_jobs(rng: random.Random, number: int = 12) -> list[Job]:
     """Requests for the oracle. Some prompts begin alike; one takes many steps, an answer some tenths of a second."""
-    oracle, jobs = OracleBackend(), list[Job]()
+    jobs = list[Job]()
     shared = [rng.randrange(256) for _ in range(96)]
     for _ in range(number):
         prompt = shared[: rng.choice([0, 32, 96])] + [rng.randrange(256) for _ in range(rng.randrange(120, 280))]
         options: dict[str, Any] = {"max_tokens": rng.randrange(20, 120), "temperature": rng.choice([0.0, 0.8])}
         options |= {"ignore_eos": True, "seed": rng.randrange(2**63)}
-        answer = oracle.expected(SequenceSpec(tuple(prompt), Sampling(**options)))
-        jobs.append(Job(prompt, options, tuple(answer)))
+        jobs.append(Job(prompt, options, oracle_answer(prompt, **options)))
     return jobs
 
 
