@@ -24,6 +24,14 @@ def oracle_cluster(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
+def cluster(module_home, request):
+    """A cluster for all tests of a module: of the file `CONFIG` if it names one, with its `SETS`."""
+    config = getattr(request.module, "CONFIG", "configs/no-ray.yaml")
+    with module_home.cluster(config, *request.module.SETS) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
 def module_home(tmp_path_factory):
     with Home(tmp_path_factory.mktemp("home")).swept() as home:
         yield home

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 import json
-import os
 import random
-import signal
 import urllib.request
-from collections import Counter
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -17,15 +13,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from baton import Client
 from baton.client.types import Completion, Delta
-from baton.core import HandoffId, Sampling, SequenceSpec, Token
-from baton.engine.engine import Engine
-from baton.engine.fixed import FixedShapes
-from baton.engine.model.build import load_model
-from baton.tokenizer import load_tokenizer
-from tests.support.cluster_process import ROOT, ClusterProcess
+from tests.support.cluster_process import ClusterProcess
 from tests.support.waiting import eventually
 
-DEMO = ROOT / "models" / "demo"
 WORDS = "the river runs to a wide sea and cities grow on it".split()
 EOS = 0  # banned: once the model has said it, it is sure of all that follows
 MANY = {"max_tokens": 96, "logit_bias": {EOS: -100.0}, "logprobs": 1, "seed": 11}
@@ -145,52 +135,14 @@ def pushed_out(cluster: ClusterProcess, client: Client, kind, right, rng):
 
 def struck(cluster: ClusterProcess, client: Client, kind, after):
     """It, its decode worker killed after so many tokens; None: it had ended before."""
-    eventually(lambda: [worker.state for worker in client.cluster().workers] == ["connected"] * 3, within_s=60)
+    eventually(lambda: len(cluster.connected()) == 3, within_s=60)
     deltas = []
     with begin(client, kind, **LONGER) as stream:
         while len(stream.tokens) < after:
             deltas.append(next(stream))
-        busy = [w.info.ref.worker_id for w in client.cluster().workers if w.info.role == "decode" and w.dispatched]
-        if not busy:
+        if not (name := cluster.busy("decode")):
             return None
-        pid = cluster.pid(busy[0])
-        os.kill(pid, signal.SIGKILL)
+        pid = cluster.kill(name)
         recorded = finish(stream, *deltas)
-    eventually(lambda: cluster.pid(busy[0]) != pid, within_s=60)
+    cluster.wait_replaced(name, pid)
     return recorded if recorded.answer.placement.attempts > 1 else None
-
-
-class ShapeLog:
-    """An engine as workers have it, with little room, which notes the shape of each forward of a verify pass."""
-
-    def __init__(self, monkeypatch) -> None:
-        backend = load_model(DEMO, dtype="bfloat16", attention_splits="load_bf16")
-        self.shapes: Counter[tuple[tuple[int, ...], int, int]] = Counter()
-        self.engine = Engine(backend, load_tokenizer(DEMO), total_blocks=64, shapes=FixedShapes())
-        self._keys = itertools.count()
-        forward = type(backend).forward
-
-        def noted(backend, batch, kv):
-            if batch.fixed and len(batch.logit_rows) > 1:  # of the prompt's grid there is one at most
-                self.shapes[tuple(batch.query_lens), len(batch.token_ids), len(batch.logit_rows)] += 1
-            return forward(backend, batch, kv)
-
-        monkeypatch.setattr(type(backend), "forward", noted)
-
-    def submit(self, prompt, *, deterministic=True, priority=0, **sampling):
-        """Its key; one after the other."""
-        key = HandoffId(f"r{next(self._keys)}", 1)
-        tokens = tuple(self.engine.tokenizer.encode(prompt))
-        asked = Sampling(**{**sampling, "logit_bias": ((EOS, -100.0),)})
-        spec = SequenceSpec(tokens, asked, priority=priority, deterministic=deterministic)
-        self.engine.submit(key, spec)
-        return key
-
-    def said(self, key):
-        """Step until it has ended: its tokens with their logprobs."""
-        said, ended = list[Token](), False
-        while not ended:
-            for output in self.engine.step().outputs:
-                said += output.tokens if output.key == key else ()
-                ended |= output.key == key and output.finish is not None
-        return [token.token_id for token in said], exact([token.logprobs for token in said])

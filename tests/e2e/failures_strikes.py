@@ -19,7 +19,7 @@ from pathlib import Path
 import redis
 
 from baton.ledger.embedded import EmbeddedRedis
-from tests.e2e.failures_load import until
+from tests.support.load import until
 from tests.support.redis_ledger import killed_and_empty
 
 STATES = {
@@ -153,14 +153,9 @@ class Life:
     worker: str
     incarnation: str
     pid: int
-    port: int
 
     def __str__(self):
         return f"{self.worker}@{self.incarnation}"
-
-    @property
-    def sends(self):
-        return self.worker.startswith("prefill")
 
 
 class Field:
@@ -174,15 +169,10 @@ class Field:
     def close(self):
         self._ledger.close()
 
-    def log(self, process):
-        return (self.cluster.home.path / self.cluster.name / "logs" / f"{process}.log").read_text()
-
     def lives(self):
         """Those that the router is connected to, by worker."""
-        with self.cluster.client() as client:
-            infos = [worker.info for worker in client.cluster().workers if worker.state == "connected"]
-        lives = [Life(i.ref.worker_id, str(i.ref.incarnation), i.pid, int(i.ref.address.split(":")[1])) for i in infos]
-        return {life.worker: life for life in lives}
+        infos = {name: worker.info for name, worker in self.cluster.connected().items()}
+        return {name: Life(name, str(info.ref.incarnation), info.pid) for name, info in infos.items()}
 
     def diary(self, life):
         return Diary(self._histories / f"{life}.jsonl".replace("@", "-"))
@@ -201,30 +191,6 @@ class Field:
         """Whether the ledger says so."""
         key = f"baton:{self.cluster.name}:worker:{life.worker}"
         return self._ledger.hget(key, "incarnation") == life.incarnation.encode()
-
-    def links(self, life):
-        """Between this worker and all of the other role."""
-        lives = list(self.lives().values())
-        senders = [life] if life.sends else [other for other in lives if other.sends]
-        ports = [other.port for other in lives if not other.sends] if life.sends else [life.port]
-        return Links({sender.pid for sender in senders}, set(ports), [self.diary(sender) for sender in senders])
-
-
-class Links:
-    """Those of the processes `pids` to the decode workers at `ports`. `diaries`: of these processes."""
-
-    def __init__(self, pids, ports, diaries):
-        self.pids = pids
-        self.ports = ports
-        self._diaries = diaries
-        self._before = self._failures()
-
-    def failed(self):
-        """Whether a push has failed since."""
-        return self._failures() > self._before
-
-    def _failures(self):
-        return sum(diary.read()["failed"] for diary in self._diaries)
 
 
 def _stands(victim, diary, state):

@@ -7,87 +7,36 @@ import os
 import shutil
 import socket
 import subprocess
-import sys
-import tempfile
-from dataclasses import dataclass, field
 from pathlib import Path
-from urllib.parse import urlsplit
+from typing import Any
 
 import psutil
 
-from baton.ledger.embedded import EmbeddedRedis
 from tests.support.cluster_process import is_zombie
-from tests.support.waiting import eventually
+from tests.support.processes_of_cluster import RayNodes
 
-STARTED = "Ray runtime started."
+HEAD = "127.0.0.2"
 
 
-@dataclass
-class RayNodes:
-    """Processes of `ray start`, each the parent of its node's. The head remembers in `redis` what it must."""
+class LoopbackNodes(RayNodes):
+    """Nodes at 127.0.0.2 and the addresses that follow it."""
 
-    redis: EmbeddedRedis
-    folder: Path = field(default_factory=lambda: Path(tempfile.mkdtemp(prefix="bt-ray-")))  # short: it holds sockets
-    nodes: dict[str, subprocess.Popen] = field(default_factory=dict)
-    hosts: dict[str, str] = field(default_factory=dict)
+    def __init__(self, redis_url: str) -> None:
+        with socket.create_server((HEAD, 0)) as probe:
+            super().__init__(HEAD, probe.getsockname()[1], redis_url)
+        self.redis_url = redis_url
+        self.env["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "1"
+        self._hosts: dict[str, str] = {}
 
-    def __post_init__(self):
-        with socket.create_server(("127.0.0.2", 0)) as probe:
-            self.port = probe.getsockname()[1]
-        store = urlsplit(self.redis.url)
-        self.password = store.password
-        self.env = {
-            "RAY_AUTH_MODE": "token",
-            "RAY_AUTH_TOKEN": "t" * 32,
-            "RAY_USAGE_STATS_ENABLED": "0",
-            "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "1",
-            "RAY_REDIS_ADDRESS": f"{store.hostname}:{store.port}",
-            "RAY_external_storage_namespace": "test",
-        }
+    def address_of(self, name: str) -> str:
+        return self._hosts.setdefault(name, f"127.0.0.{2 + len(self._hosts)}")
 
-    @property
-    def address(self):
-        return f"127.0.0.2:{self.port}"
-
-    def start_head(self):
-        (self.folder / "ray_current_cluster").unlink(missing_ok=True)  # of one that was killed
-        store = ("--redis-username=default", f"--redis-password={self.password}")
-        where = ("--head", f"--port={self.port}", f"--temp-dir={self.folder}")
-        self._start("head", *where, *store, "--include-dashboard=false")
-
-    def start_node(self, name, *args):
-        self._start(name, f"--address={self.address}", *args)
-
-    def _start(self, name, *args):
-        host = self.hosts.setdefault(name, f"127.0.0.{2 + len(self.hosts)}")
-        log = self.folder / f"{name}.out"
-        log.unlink(missing_ok=True)
-        command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", f"--node-ip-address={host}"]
-        sizes = ("--num-cpus=4", "--object-store-memory=80000000")
+    def launch(self, name: str, argv: list[str], log: Path) -> subprocess.Popen:
         with log.open("wb") as output:
-            process = subprocess.Popen(
-                [*command, *sizes, *args],
-                env=os.environ | self.env,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                start_new_session=True,
-            )
-        self.nodes[name] = process
-        eventually(lambda: STARTED in log.read_text() or process.poll() is not None, within_s=60)
-        assert process.poll() is None, log.read_text()
+            streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": output}
+            return subprocess.Popen(argv, env=os.environ | self.env, start_new_session=True, **streams)
 
-    def kill(self, name):
-        """As the power of a host fails."""
-        process = self.nodes.pop(name)
-        family = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
-        for one in family:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                one.kill()
-        process.wait(10)
-        psutil.wait_procs(family, timeout=10)
-
-    def actors(self, name):
+    def actors(self, name: str) -> dict[int, str]:
         """Processes on that node that Ray made actors of, by pid, with what `ps` shows of them."""
         found = {}
         for process in psutil.Process(self.nodes[name].pid).children(recursive=True):
@@ -97,11 +46,14 @@ class RayNodes:
                     found[process.pid] = title
         return found
 
-    def logs(self):
+    def no_actors(self) -> bool:
+        return not any(self.actors(name) for name in self.nodes)
+
+    def logs(self) -> str:
         files = sorted(self.folder.glob("session_*/logs/worker-*.err"))
         return "".join(f"\n== {file.name}\n{file.read_text()[-3000:]}" for file in files)
 
-    def stop(self):
+    def stop(self) -> None:
         for name in reversed(list(self.nodes)):
             self.kill(name)
         ours = str(self.folder)

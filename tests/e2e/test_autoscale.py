@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from tests.e2e.failures_load import Load, draw_jobs
+from tests.support.load import Load, draw_jobs
 from tests.support.waiting import eventually
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]

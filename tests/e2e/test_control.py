@@ -1,14 +1,17 @@
-"""A cluster of plain processes that operators change, and whose workers freeze, under load: no request fails of it."""
+"""A cluster of plain processes that operators change, and whose workers freeze, under load: no request fails of it.
 
-import os
+When it is down, the histories of all its processes are checked.
+"""
+
 import random
 import signal
 
 import psutil
 import pytest
 
-from tests.e2e.failures_load import Load, draw_jobs
+from tests.support.load import Load, draw_jobs
 from tests.support.waiting import eventually
+from tools.history_check import check
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 SETS = ("model.path=oracle", "model.max_model_len=512", "router.queue.max_wait_s=60", "prefill.replicas=2")
@@ -18,9 +21,12 @@ WITHIN_S = "90"
 
 
 @pytest.fixture(scope="module")
-def cluster(module_home):
-    with module_home.cluster("configs/no-ray.yaml", *SETS, *QUICK) as running:
+def cluster(module_home, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("history")
+    with module_home.cluster("configs/no-ray.yaml", *SETS, *QUICK, f"history={folder}") as running:
         yield running
+        eventually(lambda: running.nothing_is_held(3))
+    assert [str(violation) for violation in check([folder]).violations] == []
 
 
 @pytest.fixture
@@ -34,6 +40,10 @@ def load(cluster):
 def roles(cluster):
     with cluster.client() as client:
         return {worker.info.ref.worker_id: worker.info.role.value for worker in client.cluster().workers}
+
+
+def only_decode(cluster):
+    return next(name for name, role in roles(cluster).items() if role == "decode")
 
 
 def operate(cluster, *what):
@@ -69,7 +79,7 @@ def test_all_are_replaced_one_by_one(cluster, load):
 
 
 def test_one_that_drains_is_replaced(cluster, load):
-    only = next(name for name, role in roles(cluster).items() if role == "decode")
+    only = only_decode(cluster)
     pid = cluster.pid(only)
     operate(cluster, "drain", only)
     eventually(lambda: not psutil.pid_exists(pid))
@@ -79,11 +89,10 @@ def test_one_that_drains_is_replaced(cluster, load):
 
 
 def test_a_frozen_one_is_replaced(cluster, load):
-    name = next(name for name, role in roles(cluster).items() if role == "decode")
-    pid = cluster.pid(name)
-    os.kill(pid, signal.SIGSTOP)
+    name = only_decode(cluster)
+    pid = cluster.kill(name, signal.SIGSTOP)
     eventually(lambda: not psutil.pid_exists(pid), within_s=30)
-    eventually(lambda: cluster.pid(name) != pid, within_s=30)
+    cluster.wait_replaced(name, pid)
     load.settle()
 
 
@@ -96,10 +105,3 @@ def test_a_host_that_goes_away_drains_what_it_has(cluster, load):
     eventually(lambda: sorted(roles(cluster).values()) == ["decode", "prefill", "prefill"], within_s=60)
     load.settle()
     assert set(load.outcomes) <= SERVED
-
-
-def test_who_drains_a_host_says_which_file(cluster):
-    for words in (["--here"], ["decode-0", "--here", "-c", "x.yaml"], ["decode-0", "-c", "x.yaml"], []):
-        refused = cluster.home.baton("drain", *words, check=False)
-        assert refused.returncode == 2
-        assert "--here -c FILE" in refused.stderr

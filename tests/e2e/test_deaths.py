@@ -1,32 +1,20 @@
 """SIGKILL of each process of a running cluster: typed errors, a replacement, clean ends, nothing left."""
 
-import itertools
 import os
 import signal
-import threading
 
-import openai
-import psutil
 import pytest
 from openai import OpenAI
 
-from baton.core import Sampling, SequenceSpec
-from baton.engine.oracle import OracleBackend
 from baton.errors import BatonError, NoWorker, WorkerLost
-from baton.tokenizer import OracleTokenizer
-from tests.support.cluster_process import FREE_PORTS, HANDED_OVER, ClusterProcess
+from tests.support.cluster_process import FREE_PORTS, HANDED_OVER, ClusterProcess, is_zombie
+from tests.support.load import Streams
+from tests.support.time_factor import scaled
 from tests.support.waiting import eventually
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+SETS = (HANDED_OVER, "model.path=oracle", "router.queue.max_wait_s=60")
 LONG = {"max_tokens": 1500, "temperature": 0, "ignore_eos": True}
-
-
-@pytest.fixture(scope="module")
-def cluster(module_home):
-    with module_home.cluster(
-        "configs/no-ray.yaml", HANDED_OVER, "model.path=oracle", "router.queue.max_wait_s=60"
-    ) as running:
-        yield running
 
 
 def serves(cluster):
@@ -37,66 +25,23 @@ def serves(cluster):
         return None
 
 
-class Load:
-    """Eight requests that run for long, each on a thread; `outcomes` says how each ended."""
-
-    def __init__(self, cluster):
-        self.outcomes = []
-        self.tokens = {}
-        self.client = cluster.client(max_retries=0)
-        self.started = threading.Barrier(9)
-        self.threads = [threading.Thread(target=self.one, args=(n,)) for n in range(8)]
-        for thread in self.threads:
-            thread.start()
-        self.started.wait(30)
-
-    def one(self, number):
-        waiting = True
-        try:
-            with self.client.stream(f"request {number}", **LONG) as stream:
-                while len(stream.tokens) < 2:  # the second one comes from the decode worker
-                    next(stream)
-                self.started.wait(30)
-                waiting = False
-                self.tokens[number] = stream.collect().tokens
-                self.outcomes.append(len(self.tokens[number]))
-        except BatonError as error:
-            self.outcomes.append(type(error))
-            if waiting:
-                self.started.abort()
-
-    def join(self):
-        for thread in self.threads:
-            thread.join(60)
-        self.client.close()
-        assert not any(thread.is_alive() for thread in self.threads)
-        return self.outcomes
-
-
-def kill(cluster, name):
-    pid = cluster.pid(name)
-    os.kill(pid, signal.SIGKILL)
-    return pid
-
-
 @pytest.mark.parametrize("name", ["decode-0", "prefill-0", "router", "redis"])
 def test_a_killed_process_is_replaced(cluster, name):
     right = eventually(lambda: serves(cluster))
-    load = Load(cluster)
-    pid = kill(cluster, name)
-    outcomes = load.join()
-    assert len(outcomes) == 8
+    streams = Streams(cluster, [f"request {number}" for number in range(8)], tokens=2, **LONG)
+    pid = cluster.kill(name)
     if name == "router":
-        assert set(outcomes) <= {WorkerLost, NoWorker}
-    else:  # nobody decodes on the prefill worker, or in Redis; what the decode worker did, its successor goes on with
-        assert set(outcomes) == {1500}
-    eventually(lambda: serves(cluster), within_s=30)
-    for number, tokens in itertools.islice(load.tokens.items(), 2):
+        assert {type(end) for end in streams.join()} <= {WorkerLost, NoWorker}
+    else:  # no other process decodes; the successor goes on with what the decode worker did
+        answers = streams.answers()
+        assert {len(answer.tokens) for answer in answers} == {1500}
         with cluster.client() as client:
-            assert client.generate(f"request {number}", **LONG).tokens == tokens, "as if nothing had happened"
+            for number in (0, 1):
+                assert client.generate(f"request {number}", **LONG).tokens == answers[number].tokens
+    eventually(lambda: serves(cluster), within_s=30)
     assert serves(cluster) == right
-    assert cluster.pid(name) != pid
-    eventually(lambda: all(load.blocks.available == load.blocks.total for load in cluster.loads().values()))
+    cluster.wait_replaced(name, pid)
+    eventually(cluster.all_free)
 
 
 def test_a_stream_survives_its_router(cluster):
@@ -104,16 +49,20 @@ def test_a_stream_survives_its_router(cluster):
     eventually(lambda: serves(cluster), within_s=30)
     with cluster.client() as client:
         expected = client.generate("a survivor", **LONG)
+    http = cluster.state().http
     with cluster.client(max_retries=10) as client, client.stream("a survivor", **LONG) as stream:
         while len(stream.tokens) < 50:
             next(stream)
-        kill(cluster, "router")
+        cluster.kill("router")
         answer = stream.collect()
     assert stream.resumed >= 1
     assert answer.tokens == expected.tokens
     assert answer.text == expected.text
     assert (answer.placement.prefill_worker, answer.placement.decode_worker) == ("", "decode-0"), "nothing was computed"
-    eventually(lambda: all(load.blocks.available == load.blocks.total for load in cluster.loads().values()))
+    eventually(cluster.all_free)
+    with OpenAI(base_url=f"http://{http}/v1", api_key="none", max_retries=8, timeout=scaled(30)) as openai:
+        (model,) = openai.models.list()
+    assert model.id == "oracle", "HTTP is served at the same address, too"
 
 
 @pytest.mark.parametrize("name", ["decode-0", "prefill-0"])
@@ -125,32 +74,14 @@ def test_a_worker_that_is_told_to_stop_hands_over(cluster, name):
     with cluster.client(max_retries=0) as client, client.stream("handed over", **LONG) as stream:
         while len(stream.tokens) < 50:
             next(stream)
-        pid = cluster.pid(name)
-        os.kill(pid, signal.SIGTERM)
+        pid = cluster.kill(name, signal.SIGTERM)
         answer = stream.collect()
     assert (answer.tokens, answer.text) == (expected.tokens, expected.text)
     handed_back = cluster.log("router").count(f'{answer.request_id}", "attempt": 1, "reason": "preempted"')
     assert handed_back == (name == "decode-0")
     assert "_lost" not in "".join(line for line in cluster.log("router").splitlines() if answer.request_id in line)
-    eventually(lambda: cluster.pid(name) != pid, within_s=30)
-    eventually(lambda: all(load.blocks.available == load.blocks.total for load in cluster.loads().values()))
-
-
-def test_a_replaced_router_is_found_at_the_same_address_over_http(cluster):
-    address = cluster.state().http
-    pid = kill(cluster, "router")
-    eventually(lambda: cluster.pid("router") != pid, within_s=30)
-    with OpenAI(base_url=f"http://{address}/v1", api_key="none", max_retries=8, timeout=30) as patient:
-        done = eventually(lambda: tried(patient), within_s=30)
-    spec = SequenceSpec(tuple(b"hello"), Sampling(max_tokens=4, temperature=0.0))
-    assert done.choices[0].text == OracleTokenizer().decode(OracleBackend().expected(spec))
-
-
-def tried(client):
-    try:
-        return client.completions.create(model="oracle", prompt="hello", max_tokens=4, temperature=0)
-    except openai.APIError:
-        return None
+    cluster.wait_replaced(name, pid)
+    eventually(cluster.all_free)
 
 
 def test_a_killed_supervisor_takes_all_with_it(module_home):
@@ -159,11 +90,9 @@ def test_a_killed_supervisor_takes_all_with_it(module_home):
     module_home.baton("up", "-c", config, *options, "--detach", check=True)
     orphans = ClusterProcess(module_home, "orphans")
     state = orphans.state()
-    processes = [p for identity in state.processes.values() if (p := identity.process())]
-    assert len(processes) == 4
+    assert len(state.processes) == 4
     os.kill(state.supervisor.pid, signal.SIGKILL)
-    _, alive = psutil.wait_procs(processes, timeout=10)
-    assert [process for process in alive if process.status() != psutil.STATUS_ZOMBIE] == []
+    eventually(lambda: all(is_zombie(process.pid) for process in state.processes.values()))
     done = module_home.baton("status", "--name", "orphans")
     assert done.returncode == 4
     # Leftovers of the killed cluster do not prevent a new one of the same name.
@@ -177,10 +106,9 @@ def test_ctrl_c_drains(module_home):
         module_home.cluster("configs/no-ray.yaml", HANDED_OVER, "model.path=oracle", name="drain") as running,
         running.client(max_retries=0) as client,
     ):
-        processes = [p for identity in running.state().processes.values() if (p := identity.process())]
+        processes = running.processes()
         with client.stream("hello", max_tokens=200, temperature=0, ignore_eos=True) as stream:
             next(stream)
             os.kill(running.state().supervisor.pid, signal.SIGINT)
             assert 1 + sum(len(delta.tokens) for delta in stream) == 200
-        _, alive = psutil.wait_procs(processes, timeout=20)
-        assert [process for process in alive if process.status() != psutil.STATUS_ZOMBIE] == []
+        eventually(lambda: all(map(is_zombie, processes.values())), within_s=20)

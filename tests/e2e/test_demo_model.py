@@ -1,9 +1,8 @@
-"""The trained demo model through Ray, as in README: its answers, roles kept apart, everything equal to one process."""
+"""The trained demo model through Ray, as in README: its answers, and everything equal to one process."""
 
 import json
-import os
 import random
-import signal
+import struct
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -20,17 +19,12 @@ from tests.support.cluster_process import HANDED_OVER
 from tests.support.waiting import eventually
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+CONFIG, SETS = "configs/local.yaml", (HANDED_OVER,)
 DEMO = Path(__file__).parents[2] / "models" / "demo"
 ANSWERS = {
     "The color of dog": (4, " can vary widely", 3),
     "What is the largest ocean?": (None, "Pacific Ocean", 2),
 }
-
-
-@pytest.fixture(scope="module")
-def cluster(module_home):
-    with module_home.cluster("configs/local.yaml", HANDED_OVER) as running:
-        yield running
 
 
 @pytest.fixture(scope="module")
@@ -75,15 +69,6 @@ def test_a_conversation_is_answered_in_the_shape_that_is_asked_for(cluster, engi
     assert shaped.text == generate(engine, spec).text
 
 
-def test_prefill_and_decode_stay_where_they_belong(cluster):
-    with cluster.client() as client:
-        client.generate("The days of the week are", max_tokens=32, temperature=0)
-    loads = cluster.loads()
-    assert loads["decode-0"].prefill_tokens == 0
-    assert loads["prefill-0"].decode_steps == 0
-    assert min(loads["prefill-0"].prefill_tokens, loads["decode-0"].decode_steps) > 0
-
-
 def draw(rng, heldout):
     options = {"max_tokens": rng.randrange(1, 40), "temperature": rng.choice([0.0, 0.0, 0.9])}
     options |= {"seed": rng.randrange(2**62), "top_k": rng.choice([0, 4]), "min_p": rng.choice([0.0, 0.1])}
@@ -106,8 +91,6 @@ def test_concurrent_requests_equal_a_single_process(cluster, engine, seed):
 
 def as_sent(options):
     """Floats have 32 bits on the wire."""
-    import struct
-
     return {k: struct.unpack("f", struct.pack("f", v))[0] if isinstance(v, float) else v for k, v in options.items()}
 
 
@@ -126,18 +109,9 @@ def test_stop_strings_and_logprobs_cross_the_handoff(cluster, engine):
     assert all(len(item.top) == 2 and item.top[0][1] >= item.top[1][1] for item in cut.logprobs)
 
 
-def test_the_command_line_shows_tokens_and_timings(cluster):
-    args = ("generate", "The color of dog", "--name", "local", "--show", "timings,tokens")
-    shown = cluster.home.baton(*args, check=True).stdout
-    for part in (" can vary widely\n", "tokens    3 (", "ended by eos", "prefill-0 -> ", "TTFT", "ITL"):
-        assert part in shown
-    assert {worker["state"] for worker in cluster.status()["workers"]} == {"connected"}
-
-
 @pytest.mark.parametrize("worker", ["decode-0", "prefill-0"])
 def test_ray_replaces_a_killed_worker(cluster, worker):
-    pid = cluster.pid(worker)
-    os.kill(pid, signal.SIGKILL)
+    pid = cluster.kill(worker)
 
     def serves():
         try:
@@ -147,6 +121,6 @@ def test_ray_replaces_a_killed_worker(cluster, worker):
             return None
 
     assert eventually(serves, within_s=60) == " can vary widely"
-    eventually(lambda: cluster.pid(worker) != pid, within_s=30)
+    cluster.wait_replaced(worker, pid)
     if worker == "decode-0":  # without a prefill worker it computes the prompt itself
         assert cluster.loads()["decode-0"].prefill_tokens == 0

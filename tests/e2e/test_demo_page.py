@@ -8,6 +8,8 @@ import urllib.request
 
 import pytest
 
+from tests.support.time_factor import scaled
+
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 
 ENOUGH = 5  # requests, beside the two prompts
@@ -15,7 +17,7 @@ ENOUGH = 5  # requests, beside the two prompts
 
 def finished_of(address: str):
     """How many requests the page's own source says have ended, again and again."""
-    with urllib.request.urlopen(f"{address}live?interval_s=0.1", timeout=30) as stream:
+    with urllib.request.urlopen(f"{address}live?interval_s=0.1", timeout=scaled(30)) as stream:
         for line in stream:
             if line.startswith(b"data:"):
                 yield int(json.loads(line[5:])["status"]["finished"])
@@ -23,33 +25,25 @@ def finished_of(address: str):
 
 def test_requests_flow_on_its_page_until_it_is_told_to_stop(home):
     demo = home.start("demo", "-c", "configs/no-ray.yaml", "--stay")
-    try:
-        said = []
-        for line in iter(demo.stdout.readline, ""):
-            said.append(line)
-            if line.startswith("the live page: "):
-                break
-        assert "can vary widely" in "".join(said), said
-        address = said[-1].split()[3]
-        with urllib.request.urlopen(address, timeout=30) as page:
-            assert b"<title>" in page.read()
-        assert any(count >= 2 + ENOUGH for count in finished_of(address))
-        demo.send_signal(signal.SIGINT)
-        rest, _ = demo.communicate(timeout=60)
-    finally:
-        demo.kill()
-        demo.wait()
+    said = []
+    for line in iter(demo.stdout.readline, ""):
+        said.append(line)
+        if line.startswith("the live page: "):
+            break
+    assert "can vary widely" in "".join(said), said
+    address = said[-1].split()[3]
+    with urllib.request.urlopen(address, timeout=scaled(30)) as page:
+        assert b"<title>" in page.read()
+    assert any(count >= 2 + ENOUGH for count in finished_of(address))
+    demo.send_signal(signal.SIGINT)
+    rest, _ = demo.communicate(timeout=scaled(60))
     assert demo.returncode == 0, rest
 
 
 @pytest.mark.xdist_group("ray")
 def test_ray_has_nothing_to_say_at_its_end(home):
     demo = home.start("demo")
-    try:
-        said, _ = demo.communicate(timeout=120)
-    finally:
-        demo.kill()
-        demo.wait()
+    said, _ = demo.communicate(timeout=scaled(120))
     assert demo.returncode == 0, said
     assert "can vary widely" in said
     assert "raylet" not in said

@@ -11,7 +11,6 @@ import pytest
 
 from tests.e2e.determinism_support import (
     KINDS,
-    ShapeLog,
     ask,
     begin,
     bits,
@@ -59,12 +58,6 @@ kinds = pytest.mark.parametrize("kind", KINDS)
 
 
 @pytest.fixture(scope="module")
-def cluster(module_home):
-    with module_home.cluster("configs/no-ray.yaml", *SETS) as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
 def otherwise(module_home, tmp_path_factory):
     """KV of other blocks in many small frames by another transport, to a decode worker with little room."""
     with module_home.cluster("configs/no-ray.yaml", *OTHERWISE, name="otherwise") as running:
@@ -101,16 +94,6 @@ def test_others_beside_it(client, alone, count, kind, repeats, rng):
     for _ in range(repeats):
         with others(client, count, rng):
             ask(client, kind).check(alone[kind])
-
-
-@often
-@kinds
-@pytest.mark.parametrize("before", [0, 3, 7], ids=["first", "between", "last"])
-def test_any_order_of_arrival(client, alone, before, kind, repeats, rng):
-    for _ in range(repeats):
-        early, late = (others(client, count, rng, known=False) for count in (before, 7 - before))
-        with early, begin(client, kind) as stream, late:
-            finish(stream).check(alone[kind])
 
 
 @often
@@ -232,20 +215,3 @@ def test_workers_that_compute_prompts_in_chunks_beside_what_they_decode(module_h
             with others(client, 4, rng):
                 answer = ask(client, kind).check(alone[kind])
             assert answer.placement.prefill_worker == answer.placement.decode_worker
-
-
-@often
-def test_verify_passes_have_one_shape(repeats, rng, monkeypatch):
-    """In one process, which lets us look on: whatever else is computed, and whoever is preempted."""
-    log = ShapeLog(monkeypatch)
-    alone = {kind: log.said(log.submit(**asked)) for kind, asked in KINDS.items()}
-    for kind, asked in list(KINDS.items()) * repeats:
-        around = [(text_of(rng.random(), rng.randint(1, 60)), rng.randint(100, 200)) for _ in range(12)]
-        keys = [log.submit(prompt, deterministic=rng.random() < 0.3, max_tokens=most) for prompt, most in around]
-        assert log.said(log.submit(**asked, priority=-1)) == alone[kind]
-        for key in keys:
-            log.engine.release(key)
-    counters = log.engine.counters
-    assert list(log.shapes) == [((32, 32), 64, 64)]
-    assert log.shapes.total() == counters.verify_passes
-    assert min(counters.rollbacks, counters.preemptions) > 0

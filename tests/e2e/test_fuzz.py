@@ -19,6 +19,7 @@ from tests.support.waiting import eventually
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 SERVICE = pb.DESCRIPTOR.services_by_name["Inference"]
+SETS = ("model.path=oracle", "model.max_model_len=256", "decode.kv_memory=1MiB", "prefill.kv_memory=1MiB")
 EXAMPLES = int(os.environ.get("BATON_FUZZ", "150"))
 PATIENCE_S = 5.0  # most that is asked for is refused; some of it may well take for ever
 # What a caller may get; anything else is a fault of the server's, or says nothing about what was wrong.
@@ -30,13 +31,6 @@ FINE = {
     grpc.StatusCode.CANCELLED,
     grpc.StatusCode.DEADLINE_EXCEEDED,
 }
-
-
-@pytest.fixture(scope="module")
-def cluster(module_home):
-    sets = ("model.path=oracle", "model.max_model_len=256", "decode.kv_memory=1MiB", "prefill.kv_memory=1MiB")
-    with module_home.cluster("configs/no-ray.yaml", *sets) as running:
-        yield running
 
 
 def called(channel: grpc.Channel, method, message) -> grpc.StatusCode:

@@ -1,18 +1,15 @@
-"""OpenAI's client against a whole cluster: the same answers as over gRPC, and a gateway that comes and goes with it."""
+"""OpenAI's client against a whole cluster, and a gateway that runs beside it."""
 
 import json
-import random
 import signal
 import urllib.request
-from concurrent.futures import ThreadPoolExecutor
 
 import psutil
 import pytest
 from openai import OpenAI
 
-from baton.core import Sampling, SequenceSpec
-from baton.engine.oracle import OracleBackend
 from baton.tokenizer import OracleTokenizer
+from tests.support.load import oracle_answer
 from tests.support.time_factor import scaled
 from tests.support.waiting import eventually
 
@@ -22,50 +19,6 @@ NOTHING = {"ignore_eos": True}
 
 def http_client(address, **options):
     return OpenAI(base_url=f"http://{address}/v1", api_key="none", **{"max_retries": 0, "timeout": 30, **options})
-
-
-@pytest.fixture
-def client(oracle_cluster):
-    with http_client(oracle_cluster.state().http) as made:
-        yield made
-
-
-def right(prompt, **options):
-    """What the oracle says to `prompt`, as text."""
-    ids = OracleBackend().expected(SequenceSpec(tuple(prompt), Sampling(**options)))
-    return OracleTokenizer().decode(ids)
-
-
-def test_completions_are_the_right_ones(client, seed):
-    rng = random.Random(seed)
-    jobs = [
-        (
-            [rng.randrange(256) for _ in range(rng.randrange(1, 200))],
-            {"max_tokens": rng.randrange(1, 40), "temperature": rng.choice([0.0, 0.75]), "seed": rng.randrange(2**62)},
-        )
-        for _ in range(12)
-    ]
-
-    def ask(job):
-        pieces = client.completions.create(model="oracle", prompt=job[0], stream=True, **job[1])
-        return "".join(chunk.choices[0].text for chunk in pieces)
-
-    with ThreadPoolExecutor(6) as pool:
-        answers = list(pool.map(ask, jobs))
-    for (prompt, options), answer in zip(jobs, answers, strict=True):
-        assert answer == right(prompt, **options), (prompt, options)
-
-
-def test_it_agrees_with_the_sdk(oracle_cluster, client):
-    asked = {"max_tokens": 24, "temperature": 0.0}
-    done = client.completions.create(model="oracle", prompt="hello there", logprobs=2, extra_body=NOTHING, **asked)
-    with oracle_cluster.client() as sdk:
-        same = sdk.generate("hello there", logprobs=2, ignore_eos=True, **asked)
-    (choice,) = done.choices
-    assert (choice.text, choice.finish_reason) == (same.text, "length")
-    assert choice.logprobs.token_logprobs == [entry.logprob for entry in same.logprobs]
-    assert [len(top) for top in choice.logprobs.top_logprobs] == [2] * 24
-    assert (done.usage.prompt_tokens, done.usage.completion_tokens) == (11, 24)
 
 
 def test_what_up_prints_works(home):
@@ -102,26 +55,11 @@ def test_a_gateway_alone(oracle_cluster, tmp_path):
             first = next(stream).choices[0].text
             process.send_signal(signal.SIGTERM)
             text = first + "".join(chunk.choices[0].text for chunk in stream)
-            assert text == right(b"hello", max_tokens=400, temperature=0.0, ignore_eos=True)
+            tokens = oracle_answer(b"hello", max_tokens=400, temperature=0.0, ignore_eos=True)
+            assert text == OracleTokenizer().decode(tokens)
         process.communicate(timeout=scaled(30))
         assert process.returncode == 0, log.read_text()
     finally:
         if psutil.pid_exists(process.pid) and process.poll() is None:
             process.kill()
             process.communicate()
-
-
-def test_a_gateway_needs_an_address(home, tmp_path):
-    config = tmp_path / "bare.yaml"
-    config.write_text("name: bare\nmodel: {path: oracle}\n")
-    done = home.baton("gateway", "-c", config)
-    assert done.returncode == 3
-    assert "router.http: must be set" in done.stderr
-
-
-def test_without_the_key_there_is_no_gateway(home):
-    with home.cluster("configs/no-ray.yaml", "model.path=oracle", "router.http=null") as running:
-        assert running.state().http == ""
-        assert "/v1" not in (home.path / running.name / "up.out").read_text()
-        with running.client() as client:
-            assert client.generate("hello", max_tokens=2).tokens

@@ -24,14 +24,3 @@ def test_a_model_of_the_hub(home, monkeypatch, tmp_path):
             events = [json.loads(line) for line in log.splitlines() if line.startswith("{")]
             loaded = [event for event in events if event["event"] == "model_loaded"]
             assert [event["model"] for event in loaded] == [f"hf:org/tiny@{COMMIT}"]
-
-
-def test_a_model_that_is_not_there_is_named_before_anything_starts(home, monkeypatch, tmp_path):
-    monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    for detach in ((), ("--detach",)):
-        done = home.baton("up", "-c", "configs/no-ray.yaml", "--set", "model.path=hf:org/tiny", *detach)
-        assert done.returncode == 3
-        assert "model.path: hf:org/tiny: not in the cache" in done.stderr
-        assert "Traceback" not in done.stderr
-        assert not (home.path / "no-ray" / "state.json").exists()

@@ -3,7 +3,6 @@
 import os
 import signal
 import socket
-import subprocess
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -18,6 +17,34 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 CONFIG = "configs/no-ray.yaml"
 ORACLE = ("--set", "model.path=oracle")
 PORTS = tuple(part for name in ("grpc", "metrics", "http") for part in ("--set", f"router.{name}=127.0.0.1:0"))
+UP = ("up", "-c", CONFIG, *PORTS)
+DRAIN = (2, ["--here -c FILE"])
+MISTAKES: dict[tuple[str, ...], tuple[int, list[str]]] = {
+    ("up", "-c", "nowhere.yaml"): (3, ["nowhere.yaml", "cannot be read"]),
+    (*UP, "--set", "decode.replics=2"): (3, ["decode.replics", "unknown key", "decode.replicas"]),
+    (*UP, "--set", "model.path=no/such/folder"): (3, ["model.path", "no/such/folder"]),
+    (*UP, *ORACLE, "--set", "router.grpc=0.0.0.0:0"): (3, ["router.grpc", "allow_insecure"]),
+    (*UP, *ORACLE, "--set", "decode.kv_memory=64KiB"): (3, ["kv_memory", "max_model_len"]),
+    (*UP, "--detach", "--set", "model.path=hf:org/tiny"): (3, ["model.path: hf:org/tiny: not in the cache"]),
+    ("prefill-worker", "-c", CONFIG, *ORACLE, "--set", "mode=colocated", "--set", "redis.url=redis://127.0.0.1:1/0"): (
+        3,
+        ["mode: colocated has no prefill"],
+    ),
+    ("gateway", "-c", CONFIG, *ORACLE, "--set", "router.http=null"): (3, ["router.http: must be set"]),
+    ("generate", "hi"): (4, ["no cluster is running", "baton up"]),
+    ("status",): (4, ["no cluster is running", "baton up"]),
+    ("down",): (4, ["no cluster is running", "baton up"]),
+    ("generate", "hi", "--target", "127.0.0.1:1", "--timeout", "3"): (4, ["127.0.0.1:1"]),
+    ("generate",): (2, ["prompt"]),
+    ("nonsense",): (2, ["nonsense"]),
+    ("generate", "hi", "--max-tokens", "many"): (2, ["--max-tokens"]),
+    ("generate", "hi", "--target", "127.0.0.1:1", "--show", "colors"): (2, ["colors"]),
+    ("drain",): DRAIN,
+    ("drain", "--here"): DRAIN,
+    ("drain", "decode-0", "--here", "-c", "x.yaml"): DRAIN,
+    ("drain", "decode-0", "-c", "x.yaml"): DRAIN,
+}
+detached_or_not = pytest.mark.parametrize("detach", [(), ("--detach",)], ids=["foreground", "detached"])
 
 
 def refused(home, *args, code, says, **options):
@@ -28,66 +55,55 @@ def refused(home, *args, code, says, **options):
         assert part in output, output
     assert "Traceback" not in output
     assert home.processes() == []
+    return output
 
 
-@pytest.mark.parametrize("detach", [(), ("--detach",)], ids=["foreground", "detached"])
+@pytest.mark.parametrize("args", MISTAKES, ids=lambda args: " ".join(args).replace(" ".join(UP), "up"))
+def test_a_mistake_is_named(home, monkeypatch, args):
+    monkeypatch.setenv("HF_HOME", str(home.path / "cache"))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    code, says = MISTAKES[args]
+    refused(home, *args, code=code, says=says)
+    assert not list(home.path.glob("*/state.json"))
+
+
+@pytest.fixture
+def taken():
+    """An address at which somebody else listens."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        yield f"127.0.0.1:{listener.getsockname()[1]}"
+
+
 @pytest.mark.parametrize(
-    ("item", "says"),
-    [
-        ("decode.replics=2", ["decode.replics", "unknown key", "decode.replicas"]),
-        ("model.path=no/such/folder", ["model.path", "no/such/folder"]),
-        ("router.grpc=0.0.0.0:0", ["router.grpc", "allow_insecure"]),
-    ],
+    ("key", "detach"),
+    [("router.grpc", ()), ("router.metrics", ()), ("router.http", ()), ("router.grpc", ("--detach",))],
 )
-def test_a_wrong_key_is_a_config_error(home, item, says, detach):
-    refused(home, "up", "-c", CONFIG, *ORACLE, "--set", item, *detach, code=3, says=says)
+def test_a_port_in_use_is_named(home, taken, key, detach):
+    refused(home, *UP, *ORACLE, "--set", f"{key}={taken}", *detach, code=3, says=[taken, "in use"])
 
 
-def test_a_colocated_cluster_takes_no_prefill_worker(home):
-    sets = ("--set", "mode=colocated", "--set", "redis.url=redis://127.0.0.1:1/0")
-    refused(home, "prefill-worker", "-c", CONFIG, *ORACLE, *sets, code=3, says=["mode: colocated has no prefill"])
-
-
-def test_a_missing_file_is_a_config_error(home):
-    refused(home, "up", "-c", "nowhere.yaml", code=3, says=["nowhere.yaml", "cannot be read"])
-
-
-@pytest.mark.parametrize("detach", [(), ("--detach",)], ids=["foreground", "detached"])
-@pytest.mark.parametrize("key", ["router.grpc", "router.metrics", "router.http"])
-def test_a_port_in_use_is_named(home, key, detach):
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        address = f"127.0.0.1:{taken.getsockname()[1]}"
-        args = ("up", "-c", CONFIG, *ORACLE, *PORTS, "--set", f"{key}={address}", *detach)
-        refused(home, *args, code=3, says=[address, "in use"])
-
-
-@pytest.mark.parametrize("detach", [(), ("--detach",)], ids=["foreground", "detached"])
+@detached_or_not
 def test_an_unreachable_redis_is_named_without_its_password(home, detach):
-    args = ("up", "-c", CONFIG, *ORACLE, "--set", "redis.url=redis://:s3cret@127.0.0.1:1/0", *detach)
-    refused(home, *args, code=4, says=["LedgerError", "127.0.0.1:1", "Connect call failed"])
-    assert "s3cret" not in home.baton(*args).stderr
+    args = (*UP, *ORACLE, "--set", "redis.url=redis://:s3cret@127.0.0.1:1/0", *detach)
+    assert "s3cret" not in refused(home, *args, code=4, says=["LedgerError", "127.0.0.1:1", "Connect call failed"])
 
 
-@pytest.mark.parametrize("detach", [(), ("--detach",)], ids=["foreground", "detached"])
+@detached_or_not
 def test_a_ray_that_nobody_runs_is_named(home, detach):
     args = ("up", "-c", "configs/local.yaml", *ORACLE, *PORTS, "--set", "ray.address=127.0.0.1:1", *detach)
     refused(home, *args, code=4, says=["ray.address", "127.0.0.1:1"])
 
 
-@pytest.mark.parametrize("detach", [(), ("--detach",)], ids=["foreground", "detached"])
+@detached_or_not
 def test_a_home_that_is_no_folder(tmp_path, detach):
     (tmp_path / "file").touch()
-    args = ("up", "-c", CONFIG, *ORACLE, *PORTS, *detach)
-    refused(Home(tmp_path / "file"), *args, code=3, says=["BATON_HOME: cannot write"])
+    refused(Home(tmp_path / "file"), *UP, *ORACLE, *detach, code=3, says=["BATON_HOME: cannot write"])
 
 
-def test_keys_in_the_environment_are_not_laid_over_what_up_has_chosen(home, monkeypatch):
-    monkeypatch.setenv("BATON__REDIS__URL", "embedded")
-    monkeypatch.setenv("BATON__ROUTER__ADMIN", "127.0.0.1:0")
-    with home.cluster(CONFIG, "model.path=oracle") as cluster:
-        assert eventually(cluster.loads)
+def test_a_folder_that_is_no_checkpoint_is_named(home, tmp_path):
+    (tmp_path / "weights").mkdir()
+    (tmp_path / "weights" / "tokenizer.json").write_bytes((ROOT / "models/demo/tokenizer.json").read_bytes())
+    refused(home, *UP, "--set", f"model.path={tmp_path / 'weights'}", code=3, says=["weights/", ".json: no such file"])
 
 
 def starting(home, config, *options):
@@ -110,11 +126,16 @@ def heard(number):
         signal.signal(number, before)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 @pytest.mark.parametrize(
-    ("config", "detach"),
-    [(CONFIG, ()), (CONFIG, ("--detach",)), ("configs/local.yaml", ())],
-    ids=["plain", "detached", "ray"],
+    ("config", "detach", "number"),
+    [
+        (CONFIG, (), signal.SIGINT),
+        (CONFIG, (), signal.SIGTERM),
+        (CONFIG, (), signal.SIGHUP),
+        (CONFIG, ("--detach",), signal.SIGTERM),
+        ("configs/local.yaml", (), signal.SIGINT),
+    ],
+    ids=["plain-INT", "plain-TERM", "plain-HUP", "detached", "ray"],
 )
 def test_a_signal_while_workers_load_leaves_nothing(home, config, detach, number):
     with heard(number):
@@ -141,49 +162,6 @@ def test_down_while_it_starts(home):
     assert home.processes() == []
 
 
-@pytest.mark.xdist_group("oracle")
-def test_a_prompt_that_is_no_text(oracle_cluster):
-    done = oracle_cluster.home.start("generate", "-", stdin=subprocess.PIPE, errors="surrogateescape")
-    output, _ = done.communicate("a\udcff", timeout=scaled(60))
-    assert done.returncode == 2, output
-    assert "InvalidRequest: prompt.text" in output
-
-
-def test_a_folder_that_is_no_checkpoint_is_named(home, tmp_path):
-    (tmp_path / "weights").mkdir()
-    (tmp_path / "weights" / "tokenizer.json").write_bytes((ROOT / "models/demo/tokenizer.json").read_bytes())
-    args = ("up", "-c", CONFIG, *PORTS, "--set", f"model.path={tmp_path / 'weights'}")
-    refused(home, *args, code=3, says=["weights/", ".json: no such file"])
-
-
-def test_too_little_memory_for_one_sequence_is_named(home):
-    args = ("up", "-c", CONFIG, *ORACLE, *PORTS, "--set", "decode.kv_memory=64KiB")
-    refused(home, *args, code=3, says=["kv_memory", "max_model_len"])
-
-
-@pytest.mark.parametrize("command", [("generate", "hi"), ("status",), ("down",)])
-def test_no_cluster(home, command):
-    refused(home, *command, code=4, says=["no cluster is running", "baton up"])
-
-
-def test_a_target_where_nobody_listens(home):
-    args = ("generate", "hi", "--target", "127.0.0.1:1", "--timeout", "3")
-    refused(home, *args, code=4, says=["127.0.0.1:1"])
-
-
-@pytest.mark.parametrize(
-    ("args", "says"),
-    [
-        (("generate",), "prompt"),
-        (("nonsense",), "nonsense"),
-        (("generate", "hi", "--max-tokens", "many"), "--max-tokens"),
-        (("generate", "hi", "--target", "127.0.0.1:1", "--show", "colors"), "colors"),
-    ],
-)
-def test_usage_errors(home, args, says):
-    refused(home, *args, code=2, says=[says])
-
-
 def test_config_commands(home):
     assert "ok" in home.baton("config", "validate", CONFIG, check=True).stdout
     shown = home.baton("config", "show", CONFIG, "--set", "redis.url=redis://u:s3cret@h:1/0", check=True).stdout
@@ -192,26 +170,13 @@ def test_config_commands(home):
     assert '"properties"' in home.baton("config", "schema", check=True).stdout
 
 
-def test_doctor_says_what_is_wrong(home):
-    done = home.baton("doctor", "-c", CONFIG, *ORACLE, *PORTS)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "embedded" in done.stdout
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        done = home.baton("doctor", "-c", CONFIG, *ORACLE, "--set", f"router.grpc=127.0.0.1:{port}")
-    assert done.returncode == 1
-    assert "--set router.grpc=127.0.0.1:0" in done.stdout
-
-
 @pytest.mark.xdist_group("oracle")
 def test_two_clusters_of_one_name(oracle_cluster):
     home = oracle_cluster.home
     output = home.path / "no-ray" / "up.out"
     said = output.read_text()
     for detach in ((), ("--detach",)):
-        done = home.baton("up", "-c", CONFIG, *ORACLE, *PORTS, *detach)
+        done = home.baton(*UP, *ORACLE, *detach)
         assert done.returncode == 3
         assert "a cluster named 'no-ray' is running" in done.stderr
     assert said

@@ -10,20 +10,16 @@ from simulator.profile import load_profile
 from simulator.profile_fit import FACTORS
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+ORACLE = ("model.path=oracle", "model.max_model_len=640")
 
 
-@pytest.fixture(scope="module")
-def cluster(module_home):
-    with module_home.cluster("configs/no-ray.yaml", "model.path=oracle", "model.max_model_len=640") as running:
-        yield running
-
-
-def test_a_running_cluster_becomes_a_profile_that_a_plan_is_made_with(cluster, tmp_path):
+def test_a_running_cluster_becomes_a_profile_that_a_plan_is_made_with(home, tmp_path):
     file = tmp_path / "here.json"
-    cluster.home.baton("profile", "--live", file, "--seconds", 5, check=True)
+    with home.cluster("configs/no-ray.yaml", *ORACLE) as running:
+        home.baton("profile", "--live", file, "--seconds", 5, check=True)
+        info = running.status()["workers"][0]["info"]
     found = load_profile(str(file))
     (layout,) = found.layouts
-    info = cluster.status()["workers"][0]["info"]
     assert layout.kv_tokens == info["total_blocks"] * info["layout"]["block_size"]
     assert found.layers == info["layout"]["layers"]
     cost = layout.cost()
@@ -33,17 +29,16 @@ def test_a_running_cluster_becomes_a_profile_that_a_plan_is_made_with(cluster, t
     assert sum(layout.spread) / len(layout.spread) == pytest.approx(1.0, abs=0.01)
     assert 0 < found.overheads.admit_s < 1
     args = ("--rate", 2, "--prompt-tokens", 64, "--max-tokens", 8, "--requests", 60, "--gpus-at-most", 4, "--json")
-    planned = json.loads(cluster.home.baton("plan", "--profile", file, *args, check=True).stdout)
+    planned = json.loads(home.baton("plan", "--profile", file, *args, check=True).stdout)
     assert planned["best"]["gpus"] <= 2
     assert planned["best"]["met"]
 
 
 def test_workers_that_do_both_show_what_they_cost_each_other(home, tmp_path):
-    sets = ("mode=colocated", "decode.replicas=1", "model.path=oracle", "model.max_model_len=640")
-    with home.cluster("configs/no-ray.yaml", *sets) as running:
+    file = tmp_path / "here.json"
+    with home.cluster("configs/no-ray.yaml", *ORACLE, "mode=colocated", "decode.replicas=1") as running:
         assert len(running.status()["workers"]) == 2
-        file = tmp_path / "here.json"
-        running.home.baton("profile", "--live", file, "--seconds", 5, check=True)
+        home.baton("profile", "--live", file, "--seconds", 5, check=True)
     (layout,) = load_profile(str(file)).layouts
     assert layout.host_workers == 2
     assert layout.beside_decode is not None

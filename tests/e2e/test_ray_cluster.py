@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
-import threading
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import redis
 
-from baton.errors import BatonError
 from baton.ledger.embedded import EmbeddedRedis
-from tests.e2e.ray_support import RayNodes
+from tests.e2e.ray_support import LoopbackNodes
 from tests.support.cluster_process import ROOT, ClusterProcess, is_zombie
+from tests.support.load import Load, draw_jobs
+from tests.support.time_factor import scaled
 from tests.support.waiting import eventually
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300), pytest.mark.xdist_group("ray")]
@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300), pytest.mark.xdist_grou
 @pytest.fixture(scope="module")
 def nodes(tmp_path_factory):
     store = EmbeddedRedis.start(tmp_path_factory.mktemp("redis"), password="secret-of-redis")
-    running = RayNodes(store)
+    running = LoopbackNodes(store.url)
     try:
         running.start_head()
         running.start_node("prefill", "--labels=role=prefill", "--num-gpus=2")
@@ -45,7 +45,7 @@ class Many:
         self.file.write_text(f"""
 name: many
 model: {{path: oracle}}
-redis: {{url: "{nodes.redis.url}"}}
+redis: {{url: "{nodes.redis_url}"}}
 ray: {{address: "{nodes.address}"}}
 router: {{grpc: "127.0.0.1:0", metrics: "127.0.0.1:0"}}
 prefill: {{device: cpu, threads: 1, kv_memory: 8MiB, node_labels: {{role: prefill}}}}
@@ -56,13 +56,13 @@ ledger: {{lease_s: 3, heartbeat_s: 0.5}}
     def baton(self, *args):
         """`baton controller ARGS`, and what it says."""
         command = [sys.executable, "-m", "baton", "controller", "-c", str(self.file), *args]
-        env = os.environ | self.nodes.env
-        done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+        env, limit_s = os.environ | self.nodes.env, scaled(120)
+        done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=limit_s, check=False)
         assert done.returncode == 0, done.stdout + done.stderr + self.nodes.logs()
         return done.stdout
 
     def report(self):
-        with redis.Redis.from_url(self.nodes.redis.url) as client:
+        with redis.Redis.from_url(self.nodes.redis_url) as client:
             said = client.get("baton:many:control")
         return json.loads(said) if said else {"slots": []}
 
@@ -91,11 +91,16 @@ def many(nodes, tmp_path):
     running.baton()
     yield running
     running.baton("--stop")
-    eventually(lambda: not any(nodes.actors(name) for name in nodes.nodes))
+    eventually(nodes.no_actors)
 
 
-def test_workers_are_placed_by_label_and_kept(many, nodes):
-    """Whoever is killed, and who is only frozen, which Ray does not see, is replaced on a node of its label."""
+def test_workers_and_their_controller_are_kept(many):
+    _workers_are_placed_by_label_and_replaced(many)
+    _a_controller_that_is_started_again_takes_over_what_runs(many)
+
+
+def _workers_are_placed_by_label_and_replaced(many):
+    """A killed one, and one that is frozen, which Ray does not see."""
     prefill, decode = many.pids()
     os.kill(decode, signal.SIGKILL)
     many.replaced("decode", decode)
@@ -106,7 +111,7 @@ def test_workers_are_placed_by_label_and_kept(many, nodes):
     assert kinds.count("replace") == 2, many.report()
 
 
-def test_a_controller_that_is_started_again_takes_over_what_runs(many):
+def _a_controller_that_is_started_again_takes_over_what_runs(many):
     before, controller = many.pids(), many.controller()
     many.baton()
     assert many.controller() == controller, "the same config: nothing is changed"
@@ -122,41 +127,24 @@ def test_a_controller_that_is_started_again_takes_over_what_runs(many):
     many.replaced("decode", before[1])
 
 
-def _ask(cluster, stop, failed):
-    """One request after the other."""
-    with cluster.client(timeout=20) as client:
-        while not stop.is_set():
-            try:
-                client.generate("What is served meanwhile", max_tokens=8)
-            except BatonError as error:
-                failed.append(error)
-
-
 def test_a_head_that_is_started_again(nodes, home, tmp_path, monkeypatch):
     """Requests are served while it is away, by the same workers; the controller is on the new head."""
     many = Many(nodes, tmp_path)
     for name, value in nodes.env.items():
         monkeypatch.setenv(name, value)
     with home.cluster(many.file) as cluster:
-        failed: list[BatonError] = []
-        before, controller, stop = many.pids(), many.controller(), threading.Event()
-
-        with ThreadPoolExecutor(1) as pool:
-            served = pool.submit(_ask, cluster, stop, failed)
-            try:
-                nodes.kill("head")
-                nodes.start_head()
-                assert many.controller() != controller
-                assert many.pids() == before
-                eventually(lambda: cluster.pid("controller"), within_s=60)
-            finally:
-                stop.set()  # a failure above must not wait for the load, which has no end of its own
-            served.result()
-        assert not failed
+        before, controller = many.pids(), many.controller()
+        with Load(cluster, draw_jobs(random.Random(4)), 4, clients=1, loyal=True) as load:
+            nodes.kill("head")
+            nodes.start_head()
+            assert many.controller() != controller
+            assert many.pids() == before
+            eventually(lambda: cluster.pid("controller"), within_s=60)
+            load.settle()
         os.kill(before[1], signal.SIGKILL)
         many.replaced("decode", before[1])
         assert many.pids()[0] == before[0]
-    assert not any(nodes.actors(name) for name in nodes.nodes), "`down` returns when all are gone"
+    assert nodes.no_actors(), "`down` returns when all are gone"
 
 
 def test_what_cannot_live_without_an_embedded_redis_ends_with_it(nodes, home, tmp_path, monkeypatch):
@@ -166,8 +154,8 @@ def test_what_cannot_live_without_an_embedded_redis_ends_with_it(nodes, home, tm
     done = home.baton("up", "-c", many.file, "--set", "decode.kv_memory=1KiB")
     assert done.returncode == 3, done.stderr
     assert "kv_memory" in done.stderr
-    assert not any(nodes.actors(name) for name in nodes.nodes)
+    assert nodes.no_actors()
     home.baton("up", "-c", many.file, "--set", "redis.url=embedded", "--detach", check=True)
     assert all(nodes.actors(name) for name in nodes.nodes)
     os.kill(ClusterProcess(home, "many").state().supervisor.pid, signal.SIGKILL)
-    eventually(lambda: not any(nodes.actors(name) for name in nodes.nodes), within_s=30)
+    eventually(nodes.no_actors, within_s=30)

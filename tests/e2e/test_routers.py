@@ -2,29 +2,23 @@
 
 from __future__ import annotations
 
-import os
+import random
 import signal
-import threading
 
 import grpc
 import pytest
 
 from baton import Client
-from baton.errors import BatonError
 from baton.rpc.v1 import common_pb2
 from baton.rpc.v1 import inference_pb2 as pb
 from baton.rpc.v1.inference_pb2_grpc import InferenceStub
+from tests.support.load import Load, Streams, draw_jobs
 from tests.support.waiting import eventually
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+SETS = ("model.path=oracle", "router.replicas=2")
 LONG = {"max_tokens": 800, "temperature": 0, "ignore_eos": True}
 STREAMS = 12
-
-
-@pytest.fixture(scope="module")
-def cluster(module_home):
-    with module_home.cluster("configs/no-ray.yaml", "model.path=oracle", "router.replicas=2") as running:
-        yield running
 
 
 def statuses(cluster):
@@ -35,46 +29,24 @@ def statuses(cluster):
     return found
 
 
-class Streams:
+def streams(cluster):
     """Long ones, side by side."""
+    return Streams(cluster, [f"stream {number}" for number in range(STREAMS)], max_retries=10, **LONG)
 
-    def __init__(self, cluster):
-        self.answers, self.resumed, self.errors = {}, 0, []
-        self._under_way = threading.Barrier(STREAMS + 1)
-        self._cluster = cluster
-        self._threads = [threading.Thread(target=self._one, args=(number,)) for number in range(STREAMS)]
-        for thread in self._threads:
-            thread.start()
-        self._under_way.wait(30)
 
-    def _one(self, number):
-        try:
-            with self._cluster.client(max_retries=10) as client, client.stream(f"stream {number}", **LONG) as stream:
-                while len(stream.tokens) < 5:
-                    next(stream)
-                self._under_way.wait(30)
-                self.answers[number] = stream.collect().tokens
-                self.resumed += stream.resumed
-        except (BatonError, threading.BrokenBarrierError) as error:
-            self.errors.append(repr(error))
-            self._under_way.abort()
-
-    def join(self):
-        for thread in self._threads:
-            thread.join(90)
-        assert self.errors == []
-        return self.answers
+def both_serve(cluster):
+    return all(cluster.state().admins) and len(statuses(cluster)) == 2
 
 
 def test_both_serve_at_one_address(cluster):
     assert len(set(cluster.state().admins)) == 2
-    streams = Streams(cluster)
+    asked = streams(cluster)
     running = [status.running for status in statuses(cluster)]
     census = cluster.home.baton("status", "--census", "--name", cluster.name)
-    assert sorted(streams.join()) == list(range(STREAMS))
+    assert len(asked.answers()) == STREAMS
     assert census.returncode == 0, census.stdout
     assert sum(running) == STREAMS
-    assert streams.resumed == 0
+    assert asked.resumed == 0
 
 
 def test_connections_spread(cluster):
@@ -90,44 +62,22 @@ def test_connections_spread(cluster):
 
 @pytest.mark.parametrize("name", ["router", "router-1"])
 def test_no_call_fails_while_one_is_told_to_stop(cluster, name):
-    pid, errors, counts = cluster.pid(name), [], [0] * 4
-    replaced = threading.Event()
-
-    def calls(number):
-        with cluster.client() as client:
-            while not replaced.is_set():
-                try:
-                    client.generate("hello", max_tokens=2)
-                    counts[number] += 1
-                except BatonError as error:
-                    errors.append(repr(error))
-
-    threads = [threading.Thread(target=calls, args=(number,)) for number in range(len(counts))]
-    for thread in threads:
-        thread.start()
-    try:
-        eventually(lambda: all(count > 5 for count in counts), within_s=30)
-        os.kill(pid, signal.SIGTERM)
-        eventually(lambda: cluster.pid(name) != pid, within_s=30)
-        eventually(lambda: all(cluster.state().admins) and len(statuses(cluster)) == 2, within_s=30)
-    finally:
-        replaced.set()
-        for thread in threads:
-            thread.join()
-    assert not errors, errors[:5]
+    with Load(cluster, draw_jobs(random.Random(6)), 6, clients=4, loyal=True) as load:
+        load.settle(20)
+        cluster.wait_replaced(name, cluster.kill(name, signal.SIGTERM))
+        eventually(lambda: both_serve(cluster), within_s=30)
+        load.settle()
 
 
 @pytest.mark.parametrize("name", ["router", "router-1"])
 def test_one_goes_on_for_the_other(cluster, name):
-    streams = Streams(cluster)
-    pid = cluster.pid(name)
-    os.kill(pid, signal.SIGKILL)
-    answers = streams.join()
-    assert sorted(answers) == list(range(STREAMS))
+    asked = streams(cluster)
+    pid = cluster.kill(name)
+    answers = asked.answers()
     with cluster.client(max_retries=10) as client:
         for number in (0, STREAMS - 1):
-            assert client.generate(f"stream {number}", **LONG).tokens == answers[number]
-    eventually(lambda: cluster.pid(name) != pid, within_s=30)
-    eventually(lambda: all(cluster.state().admins) and len(statuses(cluster)) == 2, within_s=30)
-    eventually(lambda: all(load.blocks.available == load.blocks.total for load in cluster.loads().values()))
+            assert client.generate(f"stream {number}", **LONG).tokens == answers[number].tokens
+    cluster.wait_replaced(name, pid)
+    eventually(lambda: both_serve(cluster), within_s=30)
+    eventually(cluster.all_free)
     assert cluster.home.baton("status", "--census", "--name", cluster.name, check=True)

@@ -41,11 +41,15 @@ def as_admin(monkeypatch):
     monkeypatch.setenv("BATON_TOKEN", TOKENS["admin"])
 
 
-def test_answers_pass_every_connection(cluster, files):
+@pytest.fixture
+def alice(cluster, files):
+    with Client(cluster.state().grpc, token=TOKENS["alice"], tls=files / "tls" / "ca.pem", timeout=60.0) as client:
+        yield client
+
+
+def test_answers_pass_every_connection(alice):
     """From the client through router, prefill worker and, as its transport says, gRPC to the decode worker."""
-    options = {"token": TOKENS["alice"], "tls": files / "tls" / "ca.pem"}
-    with Client(cluster.state().grpc, timeout=60.0, **options) as client:
-        answer = client.generate(PROMPT, max_tokens=8, temperature=0)
+    answer = alice.generate(PROMPT, max_tokens=8, temperature=0)
     assert len(answer.tokens) == 8
     assert answer.placement.transport == "grpc"
 
@@ -92,15 +96,14 @@ def test_every_method_of_a_worker(cluster, files, role):
                 assert ask(channel, method, bearer("admin")).code is StatusCode.UNAVAILABLE, method
 
 
-def test_no_secret_is_anywhere(cluster, files, as_admin):
+def test_no_secret_is_anywhere(cluster, files, alice, as_admin):
     """In no log, no state, no command line. After all that was asked, and refused, here."""
-    with Client(cluster.state().grpc, token=TOKENS["alice"], tls=files / "tls", timeout=60.0) as client:
-        client.tokenize(PROMPT)
-        client.generate(PROMPT, max_tokens=4)
-        wrong_schema = {"json_schema": {"type": PROMPT}}
-        for wrong in ({"model": PROMPT[:5]}, {"max_tokens": 10**6}, {"stop": [PROMPT * 20]}, wrong_schema):
-            with pytest.raises(errors.BatonError):
-                client.generate(PROMPT, **wrong)
+    alice.tokenize(PROMPT)
+    alice.generate(PROMPT, max_tokens=4)
+    wrong_schema = {"json_schema": {"type": PROMPT}}
+    for wrong in ({"model": PROMPT[:5]}, {"max_tokens": 10**6}, {"stop": [PROMPT * 20]}, wrong_schema):
+        with pytest.raises(errors.BatonError):
+            alice.generate(PROMPT, **wrong)
     client = Client(cluster.state().grpc, token=WRONG_TOKEN, tls=files / "tls", timeout=60.0)
     with client, pytest.raises(errors.Unauthenticated):
         client.generate(PROMPT)
@@ -116,10 +119,9 @@ def test_no_secret_is_anywhere(cluster, files, as_admin):
             assert secret not in text, f"{secret} is in {place}"
 
 
-def test_the_life_of_a_request_is_in_the_logs(cluster, files):
-    """Of all processes, by time, each step once."""
-    with Client(cluster.state().grpc, token=TOKENS["alice"], tls=files / "tls", timeout=60.0) as client:
-        request_id = client.generate(PROMPT, max_tokens=4, temperature=0).request_id
+def test_the_life_of_a_request_is_in_the_logs(cluster, alice):
+    """From all processes, by time, each step once."""
+    request_id = alice.generate(PROMPT, max_tokens=4, temperature=0).request_id
     said = cluster.home.baton("logs", "--name", cluster.name, "--request", request_id, check=True).stdout
     lines = [json.loads(line) for line in said.splitlines()]
     assert {line["request_id"] for line in lines} == {request_id}

@@ -42,35 +42,26 @@ def answered(cluster):
         return None
 
 
-def of_sizes(prefill, decode):
-    return HANDED_OVER, f"prefill.tensor_parallel={prefill}", f"decode.tensor_parallel={decode}"
-
-
 def followers(cluster):
     """The processes of the ranks above 0, of each worker."""
     return {name: psutil.Process(cluster.pid(name)).children() for name in ("prefill-0", "decode-0")}
 
 
-@pytest.mark.parametrize(("prefill", "decode"), [(2, 4), (4, 2)])
-def test_ranks_take_over_from_fewer_and_from_more(home, alone, prefill, decode):
-    with home.cluster("configs/no-ray.yaml", *of_sizes(prefill, decode)) as cluster:
-        assert answers(cluster) == alone
-        ranks = followers(cluster)
-        assert [1 + len(children) for children in ranks.values()] == [prefill, decode]
-    assert not [child for children in ranks.values() for child in children if child.is_running()]
-
-
-@pytest.mark.parametrize(("config", "prefill", "decode"), [("no-ray", 2, 1), ("local", 1, 2)])
+@pytest.mark.parametrize(
+    ("config", "prefill", "decode"), [("no-ray", 2, 4), ("disaggregated-tp", 2, 1)], ids=["to more ranks", "to fewer"]
+)
 def test_pools_of_different_sizes_answer_as_one_process(home, alone, config, prefill, decode):
-    with home.cluster(f"configs/{config}.yaml", *of_sizes(prefill, decode)) as cluster:
+    """The whole worker is replaced when one of its ranks dies."""
+    sizes = (f"prefill.tensor_parallel={prefill}", f"decode.tensor_parallel={decode}") if config == "no-ray" else ()
+    with home.cluster(f"configs/{config}.yaml", HANDED_OVER, *sizes) as cluster:
         assert answers(cluster) == alone
         ranks = followers(cluster)
         assert [1 + len(children) for children in ranks.values()] == [prefill, decode]
-        (first,) = ranks["prefill-0"] + ranks["decode-0"]
-        worker = first.ppid()
-        os.kill(first.pid, signal.SIGKILL)
+        struck = ranks["prefill-0"][0]
+        worker = struck.ppid()
+        os.kill(struck.pid, signal.SIGKILL)
         eventually(lambda: not psutil.pid_exists(worker), within_s=10)
         assert eventually(lambda: answered(cluster), within_s=60) == alone
         left = [child for children in followers(cluster).values() for child in children]
-        assert [child.pid for child in left] != [first.pid]
+        assert struck.pid not in {child.pid for child in left}
     assert not [child for child in left if child.is_running()]

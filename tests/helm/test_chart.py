@@ -32,8 +32,10 @@ def of_kind(documents: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
     return [document for document in documents if document["kind"] == kind]
 
 
-def test_every_supported_way_is_here():
-    assert NAMES == ["autoscaling", "cpu-dev", "external-redis-tls", "gpu-rdma", "minimal", "tls-tokens"]
+def groups_of(documents: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """The worker groups of the RayCluster, by name."""
+    (cluster,) = of_kind(documents, "RayCluster")
+    return {group["groupName"]: group for group in cluster["spec"]["workerGroupSpecs"]}
 
 
 def test_lint(helm: Helm):
@@ -61,7 +63,7 @@ def test_objects_fit_each_other(rendered: Rendered, name: str):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_cluster_file_loads(rendered: Rendered, name: str, tmp_path):
+def test_the_cluster_file_loads_and_pods_have_room_for_one_worker(rendered: Rendered, name: str, tmp_path):
     config = load(rendered[name], tmp_path)
     assert config.ray.address == "auto"
     assert (config.router.grpc, config.router.admin, config.router.metrics) == (
@@ -72,20 +74,12 @@ def test_the_cluster_file_loads(rendered: Rendered, name: str, tmp_path):
     assert {config.prefill.listen, config.decode.listen} == {"0.0.0.0:50061"}
     assert {config.prefill.metrics, config.decode.metrics} == {"0.0.0.0:9101"}
     assert {config.prefill.interface, config.decode.interface} == {"eth0"}
-    (cluster,) = of_kind(rendered[name], "RayCluster")
-    labels = {group["groupName"]: group["labels"] for group in cluster["spec"]["workerGroupSpecs"]}
+    groups = groups_of(rendered[name])
+    labels = {group: found["labels"] for group, found in groups.items()}
     assert labels == {"prefill": config.prefill.node_labels, "decode": config.decode.node_labels}
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_a_pod_has_room_for_one_worker(rendered: Rendered, name: str, tmp_path):
-    """Ray places by what nodes are said to have; a second worker in a pod would find the port taken."""
-    config = load(rendered[name], tmp_path)
-    (cluster,) = of_kind(rendered[name], "RayCluster")
-    groups = {group["groupName"]: group for group in cluster["spec"]["workerGroupSpecs"]}
     for group, pool in (("prefill", config.prefill), ("decode", config.decode)):
-        wanted = 1 if pool.threads == "auto" else pool.threads * pool.tensor_parallel
-        assert groups[group]["rayStartParams"]["num-cpus"] == str(wanted)
+        room = 1 if pool.threads == "auto" else pool.threads * pool.tensor_parallel
+        assert groups[group]["rayStartParams"]["num-cpus"] == str(room), "a second worker would find its port taken"
         limits = groups[group]["template"]["spec"]["containers"][0]["resources"]["limits"]
         assert int(limits.get("nvidia.com/gpu", 0)) == pool.gpus
 
@@ -100,8 +94,7 @@ def test_colocated_workers_are_one_group_with_pods_for_all(helm: Helm, tmp_path,
     sets = ["config.mode=colocated", "prefill.replicas=2", "prefill.sparePods=1", "decode.replicas=3"]
     documents = helm.render(CI[NAMES.index("minimal")], sets=[*sets, "metrics.rules.enabled=true", *scale])
     config = load(documents, tmp_path)
-    (cluster,) = of_kind(documents, "RayCluster")
-    (group,) = cluster["spec"]["workerGroupSpecs"]
+    (group,) = groups_of(documents).values()
     assert (group["minReplicas"], group["maxReplicas"]) == replicas
     assert group["labels"] == config.decode.node_labels
     assert (config.prefill.replicas, config.decode.replicas) == (0, 5)
@@ -117,8 +110,7 @@ def test_colocated_workers_are_one_group_with_pods_for_all(helm: Helm, tmp_path,
 def test_one_colocated_worker_is_enough(helm: Helm, tmp_path):
     sets = ["config.mode=colocated", "prefill.replicas=0"]
     documents = helm.render(CI[NAMES.index("minimal")], sets=sets)
-    (cluster,) = of_kind(documents, "RayCluster")
-    assert [group["maxReplicas"] for group in cluster["spec"]["workerGroupSpecs"]] == [1]
+    assert [group["maxReplicas"] for group in groups_of(documents).values()] == [1]
     assert load(documents, tmp_path).decode.replicas == 1
 
 
@@ -126,6 +118,12 @@ def test_one_colocated_worker_is_enough(helm: Helm, tmp_path):
 def test_rendering_is_deterministic(helm: Helm, rendered: Rendered, name: str):
     again = helm.render(CI[NAMES.index(name)])
     assert without_passwords(again) == without_passwords(rendered[name])
+
+
+def test_the_pod_of_helm_test_goes_when_it_has_succeeded(rendered: Rendered):
+    (pod,) = of_kind(rendered["minimal"], "Pod")
+    hooks = {"helm.sh/hook": "test", "helm.sh/hook-delete-policy": "before-hook-creation,hook-succeeded"}
+    assert pod["metadata"]["annotations"] == hooks
 
 
 def without_passwords(documents: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -221,7 +219,7 @@ def test_gpus_and_rdma(rendered: Rendered, tmp_path):
 def test_autoscaling(rendered: Rendered, tmp_path):
     documents = rendered["autoscaling"]
     (cluster,) = of_kind(documents, "RayCluster")
-    groups = {group["groupName"]: group for group in cluster["spec"]["workerGroupSpecs"]}
+    groups = groups_of(documents)
     assert cluster["spec"]["enableInTreeAutoscaling"] is True
     assert (groups["decode"]["minReplicas"], groups["decode"]["maxReplicas"]) == (2, 16)
     assert "replicas" not in groups["decode"]  # an upgrade must not undo what the autoscaler did
@@ -250,12 +248,7 @@ def test_long_names_stay_within_63_characters(helm: Helm):
 
 def test_monitors_come_where_the_cluster_knows_them(helm: Helm):
     minimal = CHART / "ci/minimal-values.yaml"
-    known = [
-        "--api-versions",
-        "monitoring.coreos.com/v1/PodMonitor",
-        "--api-versions",
-        "monitoring.coreos.com/v1/PrometheusRule",
-    ]
+    known = [f"--api-versions=monitoring.coreos.com/v1/{kind}" for kind in ("PodMonitor", "PrometheusRule")]
     command = ["template", "one", str(CHART), "-f", str(minimal)]
     assert "kind: PodMonitor" not in helm.run(*command).stdout
     assert {"kind: PodMonitor", "kind: PrometheusRule"} <= set(helm.run(*command, *known).stdout.splitlines())

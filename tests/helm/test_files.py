@@ -10,10 +10,14 @@ import pytest
 import yaml
 
 import baton
-from tests.helm.conftest import CHART, CI, Helm
+from tests.helm.conftest import CHART, Helm
 from tests.helm.metric_names import unknown_metrics
 from tests.helm.schemas import ROOT
 from tools import helm_docs
+
+SCHEMA = json.loads((CHART / "values.schema.json").read_text())
+VALUES_TEXT = (CHART / "values.yaml").read_text()
+VALUES = yaml.safe_load(VALUES_TEXT)
 
 
 def test_what_is_generated_is_fresh(capsys: pytest.CaptureFixture[str]):
@@ -24,8 +28,7 @@ def test_versions_are_those_of_baton():
     chart = yaml.safe_load((CHART / "Chart.yaml").read_text())
     assert chart["appVersion"] == chart["version"] == baton.__version__
     assert chart.get("dependencies") is None
-    values = yaml.safe_load((CHART / "values.yaml").read_text())
-    assert f"ray=={values['ray']['version']}" in (ROOT / "constraints.txt").read_text().split()
+    assert f"ray=={VALUES['ray']['version']}" in (ROOT / "constraints.txt").read_text().split()
     readme = (CHART / "README.md").read_text()
     assert all(
         f"{name}: {chart[key]}" in readme for name, key in (("Version", "version"), ("AppVersion", "appVersion"))
@@ -33,12 +36,8 @@ def test_versions_are_those_of_baton():
 
 
 def test_every_value_is_described():
-    text = (CHART / "values.yaml").read_text()
-    described = {row.path for row in helm_docs.rows(text)}
-    missing = [
-        path for path in leaves(yaml.safe_load(text)) if not any(path[:n] in described for n in range(1, len(path) + 1))
-    ]
-    assert not missing
+    described = {row.path for row in helm_docs.rows(VALUES_TEXT)}
+    assert [path for path in leaves(VALUES) if not described & {path[:n] for n in range(1, len(path) + 1)}] == []
 
 
 def leaves(node: object, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
@@ -51,14 +50,8 @@ def leaves(node: object, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]
 
 
 def test_the_schema_knows_every_value():
-    schema = json.loads((CHART / "values.schema.json").read_text())
-    assert schema["$schema"] == "http://json-schema.org/draft-07/schema#"
-    missing = [
-        path
-        for path in leaves(yaml.safe_load((CHART / "values.yaml").read_text()))
-        if not known_to(schema, schema, path)
-    ]
-    assert not missing
+    assert SCHEMA["$schema"] == "http://json-schema.org/draft-07/schema#"
+    assert [path for path in leaves(VALUES) if not known_to(SCHEMA, SCHEMA, path)] == []
 
 
 def known_to(schema: dict[str, Any], node: dict[str, Any], path: tuple[str, ...]) -> bool:
@@ -73,19 +66,14 @@ def known_to(schema: dict[str, Any], node: dict[str, Any], path: tuple[str, ...]
 
 
 def test_the_schema_names_no_value_that_is_not():
-    schema = json.loads((CHART / "values.schema.json").read_text())
-    values = yaml.safe_load((CHART / "values.yaml").read_text())
-    assert set(schema["properties"]) - {"global"} == set(values)
-    pools = set(schema["definitions"]["pool"]["properties"])
-    assert pools == set(values["prefill"]) == set(values["decode"])
+    assert set(SCHEMA["properties"]) - {"global"} == set(VALUES)
+    pools = set(SCHEMA["definitions"]["pool"]["properties"])
+    assert pools == set(VALUES["prefill"]) == set(VALUES["decode"])
 
 
 def test_objects_of_the_schema_are_closed():
-    schema = json.loads((CHART / "values.schema.json").read_text())
-    stack: list[Any] = [
-        schema["properties"],
-        {k: v for k, v in schema["definitions"].items() if not k.startswith("Cluster")},
-    ]
+    named = {key: value for key, value in SCHEMA["definitions"].items() if not key.startswith("Cluster")}
+    stack: list[Any] = [SCHEMA["properties"], named]
     while stack:
         node = stack.pop()
         if isinstance(node, dict):
@@ -108,7 +96,3 @@ def test_dashboards_are_whole():
         assert len(set(ids)) == len(ids)
         queries = [target["expr"] for panel in board["panels"] for target in panel.get("targets", [])]
         assert all('baton="$baton",namespace="$namespace"' in query for query in queries)
-
-
-def test_each_way_says_what_it_is():
-    assert all(path.read_text().startswith("# ") for path in CI)

@@ -2,14 +2,14 @@
 
 import random
 import signal
-import threading
 import time
 from contextlib import contextmanager
 
 import pytest
 
 from tests.netns.hosts import Network
-from tests.netns.support import LEASE_S, Plain, census, draw_jobs, eventually
+from tests.netns.support import LEASE_S, Plain, census, draw_jobs
+from tests.support.load import Streams, until
 
 pytestmark = [pytest.mark.netns, pytest.mark.serial, pytest.mark.slow, pytest.mark.timeout(180)]
 CAP_MBIT = 20
@@ -77,39 +77,17 @@ def test_kv_goes_over_the_link_and_no_faster_than_it_is(network, cluster):
     census(cluster.admin)
 
 
-def streams(cluster, jobs, number=6):
-    """Streams that are all in their decode phase; `outcome()` waits for their ends."""
-    return [Running(cluster, job) for job in jobs[:number]]
+def streams(cluster, jobs):
+    """Streams that are all in their decode phase."""
+    running = Streams(cluster, [job.prompt for job in jobs], tokens=21, max_retries=2, **jobs[0].options)
+    assert not running.ends, "the cut comes in their middle"
+    return running
 
 
-class Running:
-    """One stream, read by a thread."""
-
-    def __init__(self, cluster, job):
-        self.prompt, self.options, self.answer = job
-        self.ends = []
-        self.decoding = threading.Event()
-        self._cluster = cluster
-        self._thread = threading.Thread(target=self._read, daemon=True)
-        self._thread.start()
-
-    def _read(self):
-        tokens = []
-        try:
-            with self._cluster.client() as client, client.stream(self.prompt, **self.options) as stream:
-                for delta in stream:
-                    tokens += delta.tokens
-                    self.decoding.set() if len(tokens) > 20 else None
-                self.ends.append((tuple(tokens) == self.answer, stream.collect().placement.attempts))
-        except Exception as error:  # noqa: BLE001  (the boundary of this thread)
-            self.ends.append(error)
-        self.decoding.set()
-
-    def outcome(self):
-        self._thread.join(120)
-        assert not self._thread.is_alive(), "it hangs beyond its deadline"
-        assert len(self.ends) == 1
-        return self.ends[0]
+def outcomes(running, jobs):
+    """Whether each has the right tokens, and its attempts."""
+    pairs = zip(running.answers(), jobs, strict=True)
+    return [(answer.tokens == job.answer, answer.placement.attempts) for answer, job in pairs]
 
 
 def cut_for(host, seconds):
@@ -135,11 +113,8 @@ def jobs(cluster):
 def test_a_cut_shorter_than_a_lease_only_takes_its_time(network, cluster, jobs):
     pid = cluster.workers["decode-0"].pid
     running = streams(cluster, jobs)
-    for stream in running:
-        assert stream.decoding.wait(30)
-    assert not any(stream.ends for stream in running), "the cut comes in their middle"
     cut_for(network["b"], LEASE_S / 4)
-    assert [stream.outcome() for stream in running] == [(True, 1)] * len(running)
+    assert outcomes(running, jobs) == [(True, 1)] * len(jobs)
     assert (cluster.workers["decode-0"].pid, cluster.workers["decode-0"].popen.poll()) == (pid, None)
     census(cluster.admin)
 
@@ -152,28 +127,26 @@ def test_a_long_cut_moves_streams_to_another_host(network, cluster, jobs):
     with frozen(other):  # all streams begin on the one that is cut off, and the other one is soon there
         cluster.wait_connected("prefill-0", "decode-0")
         running = streams(cluster, jobs)
-        for stream in running:
-            assert stream.decoding.wait(30)
     cluster.wait_connected("prefill-0", "decode-0", "decode-1")
-    assert not any(stream.ends for stream in running), "the cut comes in their middle"
+    assert not running.ends, "the cut comes in their middle"
     network["b"].cut()
     try:
         begun = time.monotonic()
-        eventually("the router has missed it", lambda: "decode-0" not in cluster.connected())
+        until("the router has missed it", lambda: "decode-0" not in cluster.connected())
         missed = time.monotonic() - begun
-        outcomes = [stream.outcome() for stream in running]
+        ends = outcomes(running, jobs)
     finally:
         network["b"].restore()
     begun = time.monotonic()
     cluster.wait_connected("prefill-0", "decode-0", "decode-1")
     print(f"missed after {missed:.1f} s, found again after {time.monotonic() - begun:.1f} s")
-    assert outcomes == [(True, 2)] * len(running)
+    assert ends == [(True, 2)] * len(jobs)
     assert missed < 2 * LEASE_S + 2
     assert cut_off.popen.poll() is None
     census(cluster.admin)
     assert cluster.workers.pop("decode-1").end() == 0
     with cluster.client() as client:
-        done = client.generate(jobs[0][0], **jobs[0][1] | {"max_tokens": 4})
+        done = client.generate(jobs[0].prompt, **jobs[0].options | {"max_tokens": 4})
     assert done.placement.decode_worker == "decode-0", "it serves again"
 
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections import Counter
 from dataclasses import dataclass
 
-from tests.simulation.clock import Stuck, VirtualLoop
+from tests.simulation.clock import Stuck
 from tests.simulation.cluster import Cluster, constrained, deterministic, ordered, plan_of, resumed, urgent
-from tests.simulation.world import World, task_factory
+from tests.simulation.world import World, in_virtual_time
 
 
 @dataclass(frozen=True)
@@ -30,15 +29,7 @@ class Report:
 
 def run(seed: int) -> Report:
     """Run the schedule of `seed` to its end, within `patches.simulated`."""
-    loop = VirtualLoop()
-    loop.set_task_factory(task_factory)
-    try:
-        return loop.run_until_complete(_run(seed))
-    finally:
-        for task in asyncio.all_tasks(loop):
-            task.cancel()
-        loop.run_until_complete(asyncio.sleep(0))
-        loop.close()
+    return in_virtual_time(_run(seed))
 
 
 async def _run(seed: int) -> Report:

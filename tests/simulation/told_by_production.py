@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import random
 import re
 from typing import Any, cast
@@ -15,13 +14,12 @@ from prefill_workers.role import PrefillRole
 from router.floor import RouterSettings
 from router.lifecycle import Life
 from router.link import WorkerLink
-from tests.simulation.clock import VirtualLoop
 from tests.simulation.cluster import LEASE_S, Cluster, Plan
 from tests.simulation.front import Ask, Client
 from tests.simulation.patches import simulated
 from tests.simulation.stories import BACK_S, BLOCKS, PROMPT, TOKENS, Case, Phase, Story, Striker
 from tests.simulation.worker import WorkerHost, WorkerPlan
-from tests.simulation.world import World, task_factory
+from tests.simulation.world import World, in_virtual_time
 
 TRANSFER = TransferSettings(
     transport="auto",
@@ -137,16 +135,8 @@ def plan_of(case: Case) -> Plan:
 
 def told_by_production(case: Case) -> Story:
     """Fails if something is left, or is not as it must be."""
-    loop = VirtualLoop()
-    loop.set_task_factory(task_factory)
-    try:
-        with simulated(), pytest.MonkeyPatch.context() as patch:
-            return loop.run_until_complete(_told(case, patch))
-    finally:
-        for task in asyncio.all_tasks(loop):
-            task.cancel()
-        loop.run_until_complete(asyncio.sleep(0))
-        loop.close()
+    with simulated(), pytest.MonkeyPatch.context() as patch:
+        return in_virtual_time(_told(case, patch))
 
 
 async def _told(case: Case, patch: pytest.MonkeyPatch) -> Story:

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+from functools import wraps
 from typing import Any
 
 import pytest
 
 from baton.core import Role
 from baton.workload import Arrival
-from simulator import cluster as parts
-from simulator import life as lives
 from simulator.attempt import Attempt
 from simulator.cluster import Cluster
 from simulator.life import Life
 from simulator.scenario import Death, Network, Pool, Router, Scenario
 from simulator.steps import Linear, line
+from simulator.worker import Worker
 from simulator.worker_decode import DecodeWorker
 from simulator.worker_prefill import PrefillWorker
 from tests.simulation.stories import BACK_S, BLOCK, BLOCKS, PROMPT, TOKENS, Case, Phase, Story, Strike, Striker
@@ -72,74 +72,57 @@ class _Watch:
             noticed_s = _NOTICED_S.get(one.phase, 0.002)
             self.cluster._kill(Death(self.cluster.kernel.now, worker.name, BACK_S, noticed_s))
 
-    def begun(self, attempt: Attempt) -> None:
-        if attempt.life.number == 1:
-            self.attempts[attempt.handoff.attempt] = attempt
-
-    def told(self, attempt: Attempt, kind: str) -> None:
-        if kind != "release":
-            self.story.leg(attempt.life.number, attempt.handoff.attempt).commands.append(kind)
-
     def reached(self, attempt: Attempt, phase: Phase | None) -> None:
         if phase and attempt.life.number == 1:
             self.cluster.kernel.after(_LATER_S.get(phase, 0.0), self.striker.reached, attempt.handoff.attempt, phase)
 
+    def _told(self, attempt: Attempt, kind: str) -> None:
+        leg = self.story.leg(attempt.life.number, attempt.handoff.attempt)
+        if kind == "reserve":
+            leg.knows(attempt.before)
+            if attempt.life.number == 1:
+                self.attempts[attempt.handoff.attempt] = attempt
+        if kind != "release":
+            leg.commands.append(kind)
+
     def watch(self, patch: pytest.MonkeyPatch) -> None:
-        """Their own classes look a few methods up here: instances have slots, and no room for others."""
-        patch.setattr(lives, "Attempt", _attempts(self))
-        patch.setattr(parts, "Life", _lives(self.story))
-        patch.setattr(parts, "PrefillWorker", _prefill_workers(self))
-        patch.setattr(parts, "DecodeWorker", _decode_workers(self))
+        """What the router tells workers and makes of the end of an attempt, and what workers say."""
+        send, first, adopted, end = Attempt._send, Attempt.first, Attempt.adopted, Life.over
 
-
-def _attempts(watch: _Watch) -> type[Attempt]:
-    class Watched(Attempt):
-        def _send(self, worker: Any, act: Any, *facts: Any) -> None:
+        def sent(attempt: Attempt, worker: Any, act: Any, *facts: Any) -> None:
             kind = "prefill" if act.__name__ == "compute" else act.__name__
-            if kind == "reserve":
-                watch.begun(self)
-                watch.story.leg(self.life.number, self.handoff.attempt).knows(self.before)
-            watch.told(self, kind)
-            super()._send(worker, act, *facts)
-            watch.reached(self, _PHASES.get(kind))
+            self._told(attempt, kind)
+            send(attempt, worker, act, *facts)
+            self.reached(attempt, _PHASES.get(kind))
 
-        def adopted(self) -> None:
-            super().adopted()
-            watch.reached(self, Phase.DECODING)
+        @wraps(adopted)
+        def decodes(attempt: Attempt) -> None:
+            adopted(attempt)
+            self.reached(attempt, Phase.DECODING)
 
-        def first(self) -> None:
-            super().first()
-            if self.prefill is None:
-                watch.reached(self, Phase.DECODING)
+        @wraps(first)
+        def has_first(attempt: Attempt) -> None:
+            first(attempt)
+            if attempt.prefill is None:
+                self.reached(attempt, Phase.DECODING)
 
-    return Watched
-
-
-def _lives(story: Story) -> type[Life]:
-    class Watched(Life):
-        def over(self, attempt: Attempt, reason: str) -> None:
-            leg = story.leg(self.number, self.attempts)
+        def over(life: Life, attempt: Attempt, reason: str) -> None:
+            leg = self.story.leg(life.number, life.attempts)
             leg.ended, leg.failed, leg.died = reason, attempt.failed, attempt.died
             leg.held = attempt.failed and attempt.held
-            super().over(attempt, reason)
+            end(life, attempt, reason)
 
-    return Watched
+        def told(worker: PrefillWorker, act: Any, *facts: Any) -> None:
+            Worker.tell(worker, act, *facts)
+            self.reached(act.__self__, Phase.PUSHING if act.__name__ == "first" else None)
 
+        def said(worker: DecodeWorker, act: Any, *facts: Any) -> None:
+            Worker.say(worker, act, *facts)
+            self.reached(act.__self__, _PHASES.get(act.__name__))
 
-def _prefill_workers(watch: _Watch) -> type[PrefillWorker]:
-    class Watched(PrefillWorker):
-        def tell(self, act: Any, *facts: Any) -> None:
-            super().tell(act, *facts)
-            if act.__name__ == "first":
-                watch.reached(act.__self__, Phase.PUSHING)
-
-    return Watched
-
-
-def _decode_workers(watch: _Watch) -> type[DecodeWorker]:
-    class Watched(DecodeWorker):
-        def say(self, act: Any, *facts: Any) -> None:
-            super().say(act, *facts)
-            watch.reached(act.__self__, _PHASES.get(act.__name__))
-
-    return Watched
+        patch.setattr(Attempt, "_send", sent)
+        patch.setattr(Attempt, "adopted", decodes)
+        patch.setattr(Attempt, "first", has_first)
+        patch.setattr(Life, "over", over)
+        patch.setattr(PrefillWorker, "tell", told)
+        patch.setattr(DecodeWorker, "say", said)

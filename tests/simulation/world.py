@@ -8,10 +8,14 @@ from collections import Counter, deque
 from collections.abc import Callable, Coroutine
 from contextvars import ContextVar, copy_context
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from tests.simulation.clock import VirtualLoop
 
 if TYPE_CHECKING:
     from baton.core import HandoffId
+
+T = TypeVar("T")
 
 PROCESS: ContextVar[Process] = ContextVar("process")
 END = object()
@@ -270,3 +274,16 @@ def task_factory(loop: asyncio.AbstractEventLoop, work: Any, **options: Any) -> 
     if process is not None:
         process.adopt(task)
     return task
+
+
+def in_virtual_time(work: Coroutine[Any, Any, T]) -> T:
+    """The result of `work` on a loop of its own; all that is left there is cancelled."""
+    loop = VirtualLoop()
+    loop.set_task_factory(task_factory)
+    try:
+        return loop.run_until_complete(work)
+    finally:
+        for task in asyncio.all_tasks(loop):
+            task.cancel()
+        loop.run_until_complete(asyncio.sleep(0))
+        loop.close()

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 
 from baton import Client
+from baton.cli.census import look
 from baton.cluster.state import ClusterState, StateFolder
 from tests.support.time_factor import scaled
 from tests.support.waiting import eventually
@@ -35,23 +38,20 @@ class Home:
             KERNELS.mkdir(parents=True, exist_ok=True)
             (self.path / "kernels").symlink_to(KERNELS)
 
+    def _here(self) -> dict[str, Any]:
+        env = {**os.environ, "BATON_HOME": str(self.path), "NO_COLOR": "1"}
+        return {"env": env, "cwd": ROOT, "text": True, "stdout": subprocess.PIPE}
+
     def start(self, *args, **options) -> subprocess.Popen:
         """`baton ARGS` as a running process, its output as text."""
-        env = {**os.environ, "BATON_HOME": str(self.path), "NO_COLOR": "1"}
-        command = [sys.executable, "-m", "baton", *map(str, args)]
-        return subprocess.Popen(
-            command, env=env, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, **options
-        )
+        return subprocess.Popen(command(*args), **self._here(), stderr=subprocess.STDOUT, **options)
 
     def baton(self, *args, timeout=120, check=False, **options):
         """Run `baton ARGS`; the finished process, its output as text."""
-        env = {**os.environ, "BATON_HOME": str(self.path), "NO_COLOR": "1"}
-        command = [sys.executable, "-m", "baton", *map(str, args)]
-        done = subprocess.run(
-            command, env=env, cwd=ROOT, timeout=scaled(timeout), capture_output=True, text=True, check=False, **options
-        )
+        options |= {"stderr": subprocess.PIPE, "timeout": scaled(timeout)}
+        done = subprocess.run(command(*args), check=False, **self._here(), **options)
         if check:
-            assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}\n{self.logs()}"
+            assert done.returncode == 0, f"{done.args}\n{done.stdout}\n{done.stderr}\n{self.logs()}"
         return done
 
     def processes(self) -> list[psutil.Process]:
@@ -124,6 +124,15 @@ class ClusterProcess:
         """Return the pid of the named process. Wait for it if the supervisor is replacing the process."""
         return eventually(lambda: self.state().processes.get(process), within_s=30).pid
 
+    def kill(self, process: str, number: signal.Signals = signal.SIGKILL) -> int:
+        """Send the signal to the named process. Return its pid."""
+        pid = self.pid(process)
+        os.kill(pid, number)
+        return pid
+
+    def wait_replaced(self, process: str, pid: int, within_s: float = 60.0) -> None:
+        eventually(lambda: self.pid(process) != pid, within_s=within_s)
+
     def client(self, **options) -> Client:
         state = self.state()
         return Client(state.grpc, admin=state.admin, **{"timeout": scaled(60.0), **options})
@@ -137,8 +146,32 @@ class ClusterProcess:
         with self.client() as client:
             return {worker.info.ref.worker_id: worker.load for worker in client.cluster().workers}
 
+    def connected(self) -> dict[str, Any]:
+        """The workers that the router is connected to, by worker id."""
+        with self.client() as client:
+            return {one.info.ref.worker_id: one for one in client.cluster().workers if one.state == "connected"}
+
+    def busy(self, role: str) -> str:
+        """The id of the first worker of that role that has requests; empty without one."""
+        found = [name for name, one in self.connected().items() if one.info.role == role and one.dispatched]
+        return found[0] if found else ""
+
+    def all_free(self) -> dict | None:
+        """The loads of all workers; None while one of them runs something or holds a block."""
+        loads = self.loads()
+        return None if any(one.running or one.blocks.available < one.blocks.total for one in loads.values()) else loads
+
+    def nothing_is_held(self, workers: int) -> bool:
+        """Whether so many workers take part in a census in which nothing is held, and nothing is wrong."""
+        censuses, problems = look(self.state().admin)
+        return len(censuses) == workers and not problems and not any(census.held for census in censuses)
+
     def status(self) -> dict:
         return json.loads(self.home.baton("status", "--json", "--name", self.name, check=True).stdout)
+
+
+def command(*args: object) -> list[str]:
+    return [sys.executable, "-m", "baton", *map(str, args)]
 
 
 def home_of(process: psutil.Process) -> str | None:

@@ -1,0 +1,69 @@
+"""A Ray of several nodes for tests: each node is a `ray start` that does not return."""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import psutil
+
+from tests.support.waiting import eventually
+
+STARTED = "Ray runtime started."
+SIZES = ("--num-cpus=4", "--object-store-memory=80000000")
+
+
+class RayNodes:
+    """Processes of `ray start`, each the parent of its node's. The head keeps its state in Redis."""
+
+    def __init__(self, head: str, port: int, redis_url: str) -> None:
+        store = urlsplit(redis_url)
+        self.folder = Path(tempfile.mkdtemp(prefix="bt-ray-"))  # short: it holds sockets
+        self.nodes: dict[str, subprocess.Popen] = {}
+        self.address, self._port, self._password = f"{head}:{port}", port, store.password
+        self.env = {
+            "RAY_AUTH_MODE": "token",
+            "RAY_AUTH_TOKEN": "t" * 32,
+            "RAY_USAGE_STATS_ENABLED": "0",
+            "RAY_REDIS_ADDRESS": f"{store.hostname}:{store.port}",
+            "RAY_external_storage_namespace": "test",
+        }
+
+    def address_of(self, name: str) -> str:
+        raise NotImplementedError
+
+    def launch(self, name: str, argv: list[str], log: Path) -> subprocess.Popen:
+        """Start it on the host of that node, its output in the file."""
+        raise NotImplementedError
+
+    def start_head(self) -> None:
+        (self.folder / "ray_current_cluster").unlink(missing_ok=True)  # of one that was killed
+        store = ("--redis-username=default", f"--redis-password={self._password}")
+        where = ("--head", f"--port={self._port}", f"--temp-dir={self.folder}")
+        self._start("head", *where, *store, "--include-dashboard=false")
+
+    def start_node(self, name: str, *args: str) -> None:
+        self._start(name, f"--address={self.address}", *args)
+
+    def _start(self, name: str, *args: str) -> None:
+        log = self.folder / f"{name}.out"
+        log.unlink(missing_ok=True)
+        command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", *SIZES, *args]
+        process = self.launch(name, [*command, f"--node-ip-address={self.address_of(name)}"], log)
+        self.nodes[name] = process
+        eventually(lambda: STARTED in log.read_text() or process.poll() is not None, within_s=60)
+        assert process.poll() is None, log.read_text()
+
+    def kill(self, name: str) -> None:
+        """As the power of a host fails."""
+        process = self.nodes.pop(name)
+        family = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
+        for one in family:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                one.kill()
+        process.wait(10)
+        psutil.wait_procs(family, timeout=10)
