@@ -1,11 +1,13 @@
 """A table that records and obeys, KV with known bytes, pushes, and a Peer stream without a network."""
 
+from __future__ import annotations
+
 import asyncio
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 
 import torch
 
@@ -26,6 +28,8 @@ LAYOUT = KVLayout(layers=3, kv_heads=2, head_dim=8, block_size=4, dtype="float32
 P = WorkerRef("prefill-0", Incarnation(7, 1), "in-process")
 D = WorkerRef("decode-0", Incarnation(7, 2), "in-process")
 SETTINGS = TransferSettings(transport="memory", frame_size=1 << 16, frame_deadline_s=5.0)
+LAYER = 8 * LAYOUT.layer_token_bytes  # of 8 positions: two blocks
+SMALL_FRAMES = replace(SETTINGS, frame_size=LAYER)
 
 
 def make_kv(seed: int | None, blocks: int = 64, layout: KVLayout = LAYOUT) -> KVCache:
@@ -113,6 +117,12 @@ class Reports:
         outcome = self.wait(handoff)
         assert isinstance(outcome, PushResult), outcome
         return outcome
+
+    def failed(self, handoff: HandoffId, kind: type[HandoffError], *named: str, timeout: float = 10.0) -> None:
+        """Wait for an error of this kind whose text has all these parts."""
+        outcome = self.wait(handoff, timeout)
+        assert isinstance(outcome, kind), outcome
+        assert all(part in str(outcome) for part in named), outcome
 
 
 class RecordingTable:
@@ -226,7 +236,7 @@ class LoopbackPeer:
 
     def connect(
         self, address: str, on_reply: Callable[[pb.PeerReply], None], on_end: Callable[[str], None]
-    ) -> "LoopbackStream":
+    ) -> LoopbackStream:
         self.streams.append(LoopbackStream(self, on_reply, on_end))
         return self.streams[-1]
 
@@ -279,11 +289,3 @@ class LoopbackStream:
     async def _stream(self):
         while (command := await self._commands.get()) is not None:
             yield command
-
-
-def settled(ready: Callable[[], bool], timeout: float = 5.0) -> bool:
-    """Poll for what has no event to wait for, e.g. the number of threads of the process."""
-    end = time.monotonic() + scaled(timeout)
-    while not ready() and time.monotonic() < end:
-        time.sleep(0.01)
-    return ready()

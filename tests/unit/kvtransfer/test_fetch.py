@@ -1,18 +1,20 @@
 """A sender that lacks KV which the receiver has asks for it; the answer is a handoff without a sequence."""
 
+from __future__ import annotations
+
 from dataclasses import replace
 
 import pytest
 
 from baton.rpc.v1 import peer_pb2 as pb
-from kvtransfer.handoff import PushEnd, PushResult
+from kvtransfer.handoff import PushEnd
 from tests.support.time_factor import scaled
 from tests.unit.kvtransfer.byhand import HANDOFF, JOB, Receiver, running
-from tests.unit.kvtransfer.support import LAYOUT, P, make_end, only_these, same_kv
+from tests.unit.kvtransfer.support import P, only_these, same_kv
 
 
 @pytest.mark.parametrize("verify", [False, True])
-def test_a_fetch_follows_the_offer(pair, verify) -> None:
+def test_a_fetch_follows_the_offer(pair, verify: bool) -> None:
     pair.table.cached = 12
     job = replace(pair.reserve("r", 16, range(4), skip=12), fetch=(4, 12), verify=verify)
     pair.sender.begin(job)
@@ -20,9 +22,7 @@ def test_a_fetch_follows_the_offer(pair, verify) -> None:
     assert pair.table.fetches == [(job.handoff, P, 4, 12)]
     assert pair.table.verified == [job.handoff] * verify
     assert [kind for kind, _ in pair.table.events] == ["offer", "fetch"]
-    pair.sender.computed(job.handoff, range(10, 14), LAYOUT.layers, 16)
-    pair.sender.finish(job.handoff, make_end(16))
-    assert isinstance(pair.reports.wait(job.handoff), PushResult)
+    pair.complete(job, range(10, 14))
     assert pair.unfetched.empty()
 
 
@@ -31,18 +31,14 @@ def test_a_fetch_that_is_refused_is_told_and_the_push_goes_on(pair) -> None:
     job = replace(pair.reserve("r", 16, range(4), skip=12), fetch=(4, 12))
     pair.sender.begin(job)
     assert pair.unfetched.get(timeout=scaled(5)) == job.handoff
-    pair.sender.computed(job.handoff, range(10, 14), LAYOUT.layers, 16)
-    pair.sender.finish(job.handoff, make_end(16))
-    assert isinstance(pair.reports.wait(job.handoff), PushResult)
+    pair.complete(job, range(10, 14))
     assert pair.table.fetches == []
 
 
 def test_the_answer_to_a_fetch_is_committed_without_a_sequence(pair) -> None:
     job = pair.reserve("r", 12, range(3), skip=4)
     pair.sender.begin(job)
-    pair.sender.computed(job.handoff, range(10, 13), LAYOUT.layers, 12)
-    pair.sender.finish(job.handoff, PushEnd())
-    assert isinstance(pair.reports.wait(job.handoff), PushResult)
+    pair.complete(job, range(10, 13), PushEnd())
     commit = pair.table.commits[job.handoff]
     assert (commit.spec, list(commit.first)) == (None, [])
     assert same_kv(pair.source, range(10, 13), pair.target, range(3), 12, 4)

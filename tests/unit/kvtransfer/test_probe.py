@@ -1,5 +1,7 @@
 """A channel is agreed and proved before anything is offered on it: which transport, and whether it keeps bytes."""
 
+from __future__ import annotations
+
 import threading
 from dataclasses import replace
 from functools import partial
@@ -10,12 +12,12 @@ import torch
 from baton.errors import ChannelBroken
 from baton.rpc.v1 import peer_pb2 as pb
 from kvtransfer import probe
-from kvtransfer.handoff import PushResult
 from kvtransfer.messages import FrameRefused, VersionRefused
 from kvtransfer.transport import Ring
 from tests.support.time_factor import scaled
 from tests.unit.kvtransfer.byhand import SMALL, Receiver, running
-from tests.unit.kvtransfer.ends import FlippingEnd, Wrapped, WrappedEnd
+from tests.unit.kvtransfer.conftest import wrapped
+from tests.unit.kvtransfer.ends import FlippingEnd, StaleEnd, SwappingEnd, Wrapped, WrappedEnd
 from tests.unit.kvtransfer.support import SETTINGS, P, same_kv
 
 # the pattern
@@ -65,24 +67,10 @@ class Probed(WrappedEnd):
         self.inner.finish(number)
 
 
-class SwappingEnd(WrappedEnd):
-    """A receiver's end: what frame 1 holds comes as frame 2, and the other way round."""
-
-    def slot(self, number: int) -> torch.Tensor:
-        return self.inner.slot({1: 2, 2: 1}.get(number, number))
-
-
-class StaleEnd(WrappedEnd):
-    """A receiver's end that shows what was in its slot before."""
-
-    def slot(self, number: int) -> torch.Tensor:
-        return torch.zeros_like(self.inner.slot(number))
-
-
 def first(wrap):
     """The ends of the first channel are wrapped, those after it are not."""
     wraps = [wrap]
-    return lambda memory: [Wrapped(memory, lambda end: wraps.pop()(end) if wraps else end)]
+    return wrapped(lambda end: wraps.pop()(end) if wraps else end)
 
 
 SPOILERS = [*((partial(FlippingEnd, at=at), at) for at in range(probe.FRAMES)), (SwappingEnd, 1), (StaleEnd, 0)]
@@ -94,14 +82,12 @@ def test_a_channel_that_changes_bytes_is_refused_by_name(pairs, spoil, frame: in
     out = threading.Event()
     send, recv = first(lambda end: Probing(end, out)), first(lambda end: spoil(Probed(end, out)))
     pair = pairs(send=send, recv=recv)
-    outcome = pair.reports.wait(pair.push("r", 8, [1, 2], [11, 12]))
-    assert isinstance(outcome, FrameRefused)
-    assert f"the memory channel changes bytes: frame {frame}" in str(outcome)
+    bad = pair.push("r", 8, [1, 2], [11, 12])
+    pair.reports.failed(bad, FrameRefused, f"the memory channel changes bytes: frame {frame}")
     pair.table.wait_for(("lost", P))
     assert pair.table.events == [("lost", P)]
     assert not any(command.HasField("offer") for command in pair.stream.said)
-    again = pair.push("again", 8, [1, 2], [11, 12])
-    assert isinstance(pair.reports.wait(again), PushResult)
+    pair.reports.done(pair.push("again", 8, [1, 2], [11, 12]))
     assert same_kv(pair.source, [1, 2], pair.target, [11, 12], 8)
 
 
@@ -109,15 +95,15 @@ def test_a_channel_that_changes_bytes_is_refused_by_name(pairs, spoil, frame: in
 def test_a_channel_that_changes_bytes_is_never_used(pairs, slots: int) -> None:
     """Whether the sender hears why, or sees the receiver's end close before."""
     pair = pairs(replace(SETTINGS, credits=slots), recv=first(partial(FlippingEnd, at=2)))
-    assert isinstance(pair.reports.wait(pair.push("r", 8, [1, 2], [11, 12])), ChannelBroken)
+    pair.reports.failed(pair.push("r", 8, [1, 2], [11, 12]), ChannelBroken)
     pair.table.wait_for(("lost", P))
     assert pair.table.events == [("lost", P)]
-    assert isinstance(pair.reports.wait(pair.push("again", 8, [1, 2], [11, 12])), PushResult)
+    pair.reports.done(pair.push("again", 8, [1, 2], [11, 12]))
 
 
 def test_the_probe_comes_before_the_first_offer_and_only_once(pair) -> None:
     for name in ("a", "b"):
-        assert isinstance(pair.reports.wait(pair.push(name, 8, [1, 2], [11, 12])), PushResult)
+        pair.reports.done(pair.push(name, 8, [1, 2], [11, 12]))
     commands = list(pair.stream.said)
     kinds = [command.WhichOneof("command") for command in commands]
     first = kinds.index("offer")
@@ -136,26 +122,8 @@ class SilentEnd(WrappedEnd):
 
 
 def test_a_probe_that_never_arrives_ends_by_the_deadline(pairs) -> None:
-    settings = replace(SETTINGS, frame_deadline_s=0.3)
-    pair = pairs(settings, send=lambda memory: [Wrapped(memory, SilentEnd)])
-    outcome = pair.reports.wait(pair.push("r", 8, [1, 2], [11, 12]), 3)
-    assert isinstance(outcome, ChannelBroken)
-    assert "0.3 s" in str(outcome)
-    assert not any(kind == "offer" for kind, _ in pair.table.events)
-
-
-def test_a_probe_that_is_never_answered_ends_by_the_deadline(pairs) -> None:
-    def connect(address, on_reply, on_end):
-        def most(reply: pb.PeerReply) -> None:
-            if not reply.HasField("probed"):
-                on_reply(reply)
-
-        return pair.peer.connect(address, most, on_end)
-
-    pair = pairs(replace(SETTINGS, frame_deadline_s=0.3), connect=connect)
-    outcome = pair.reports.wait(pair.push("r", 8, [1, 2], [11, 12]), 3)
-    assert isinstance(outcome, ChannelBroken)
-    assert "no answer to the probe within 0.3 s" in str(outcome)
+    pair = pairs(replace(SETTINGS, frame_deadline_s=0.3), send=wrapped(SilentEnd))
+    pair.reports.failed(pair.push("r", 8, [1, 2], [11, 12]), ChannelBroken, "0.3 s", timeout=3)
     assert not any(kind == "offer" for kind, _ in pair.table.events)
 
 
@@ -169,7 +137,7 @@ def test_a_receiver_answers_the_probe_once_and_takes_no_more_of_it() -> None:
                 assert call.hear() == "probed"
             assert call.hear() == "credit"
         call.say(frame=pb.FrameAnnounce(sequence=probe.FRAMES, nbytes=spec.nbytes))
-        assert [call.hear(), call.hear()] == ["FRAME", "ended"]
+        call.refused("FRAME")
         assert len(receiver.end.expected) == probe.FRAMES
 
 
@@ -207,23 +175,17 @@ def test_the_best_that_both_have_is_used(pairs, send, recv, chosen: str) -> None
 )
 def test_none_in_common_is_refused_and_both_lists_are_named(pairs, send, recv) -> None:
     pair = pairs(send=named(*send), recv=named(*recv))
-    outcome = pair.reports.wait(pair.push("r", 8, [1, 2], [11, 12]))
-    assert isinstance(outcome, VersionRefused)
-    assert all(name.partition("@")[0] in str(outcome) for name in (*send, *recv))
+    names = [name.partition("@")[0] for name in (*send, *recv)]
+    pair.reports.failed(pair.push("r", 8, [1, 2], [11, 12]), VersionRefused, *names)
     assert not pair.table.events
 
 
 def test_a_receiver_that_chooses_what_was_not_offered_is_left(pairs) -> None:
-    def connect(address, on_reply, on_end):
-        def other(reply: pb.PeerReply) -> None:
-            if reply.HasField("welcome"):
-                reply.welcome.transport = "gloo"
-            on_reply(reply)
+    def other(reply: pb.PeerReply) -> bool:
+        if reply.HasField("welcome"):
+            reply.welcome.transport = "gloo"
+        return True
 
-        return pair.peer.connect(address, other, on_end)
-
-    pair = pairs(replace(SETTINGS, frame_deadline_s=scaled(1.0)), connect=connect)
-    outcome = pair.reports.wait(pair.push("r", 8, [1, 2], [11, 12]), 3)
-    assert isinstance(outcome, ChannelBroken)
-    assert "'gloo', not offered" in str(outcome)
+    pair = pairs(replace(SETTINGS, frame_deadline_s=scaled(0.3)), heard=other)
+    pair.reports.failed(pair.push("r", 8, [1, 2], [11, 12]), ChannelBroken, "'gloo', not offered")
     assert not any(kind == "offer" for kind, _ in pair.table.events)
