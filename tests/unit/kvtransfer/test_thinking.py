@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -11,19 +10,18 @@ import pytest
 import torch
 
 from baton.core import ThinkingState
-from baton.rpc.channel import aio_server, bind
 from baton.rpc.thinking import thinking_to_pb
 from baton.rpc.v1 import common_pb2 as common
 from baton.rpc.v1 import peer_pb2 as pb
 from baton.rpc.v1 import worker_pb2 as worker
-from baton.rpc.v1.peer_pb2_grpc import add_PeerServicer_to_server
 from kvtransfer.handoff import PushEnd
 from kvtransfer.messages import commit_of, end_of
 from kvtransfer.stream import GrpcPeerStream
 from kvtransfer.transports.express import MAX_PACKET
 from kvtransfer.transports.shm import ShmTransport
+from tests.support.transports import served
 from tests.unit.kvtransfer.byhand import JOB, Call, Receiver, running
-from tests.unit.kvtransfer.support import LoopbackPeer, make_end, same_kv
+from tests.unit.kvtransfer.support import make_end, same_kv
 
 TRANSPORTS = {"memory": lambda memory: [memory], "shm": lambda memory: [ShmTransport()]}
 SMALL, LARGE = 4 * 64 * 4, 64 * 4096 * 4  # bytes of a state: beside the stream, where there is such a way, and over it
@@ -35,25 +33,6 @@ def state_of(nbytes: int, *, rows: int = 0, thoughts: int = 2) -> ThinkingState:
     noise = [bytes(torch.randint(256, (n,), generator=generator, dtype=torch.uint8).numpy()) for n in (nbytes, rows)]
     made = tuple((n, 2**32 - 1 - n) if n % 2 else () for n in range(thoughts))
     return ThinkingState("t" * 64, thoughts, 3, bytes(range(256)) + noise[0][256:], noise[1], made)
-
-
-@contextmanager
-def served(peer: LoopbackPeer) -> Iterator[str]:
-    """A gRPC listener before its service."""
-
-    async def start():
-        server = aio_server()
-        add_PeerServicer_to_server(peer.service, server)
-        address = bind(server, "127.0.0.1:0")
-        await server.start()
-        return server, address
-
-    server, address = peer.run(start())
-    try:
-        yield address
-    finally:
-        peer.run(peer.service.close())
-        peer.run(server.stop(5))
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
