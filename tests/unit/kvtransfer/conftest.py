@@ -97,7 +97,6 @@ class Pairs:
         send: Choice = plain,
         recv: Choice = plain,
         source: KVCache | None = None,
-        target: KVCache | None = None,
         layout: KVLayout = LAYOUT,
         fingerprint: str = FINGERPRINT,
         me: WorkerRef = P,
@@ -105,9 +104,9 @@ class Pairs:
         heard: Callable[[pb.PeerReply], bool] = lambda reply: True,
     ) -> Pair:
         memory, table, reports = MemoryTransport(), RecordingTable(layout), Reports()
-        source, into = source or make_kv(1), target or make_kv(None, layout=layout)
+        source, target = source or make_kv(1), make_kv(None, layout=layout)
         theirs = receiver or settings
-        peer = LoopbackPeer(lambda: PeerService(into, D, FINGERPRINT, theirs, table, recv(memory)))
+        peer = LoopbackPeer(lambda: PeerService(target, D, FINGERPRINT, theirs, table, recv(memory)))
 
         def filtered(address, on_reply, on_end) -> LoopbackStream:
             return peer.connect(address, lambda reply: heard(reply) and on_reply(reply), on_end)
@@ -115,13 +114,13 @@ class Pairs:
         unfetched: queue.Queue[HandoffId] = queue.Queue()
         told = {"on_unfetched": unfetched.put, "connect": connect or filtered}
         sender = Sender(source, me, fingerprint, settings, send(memory), reports, **told)
-        self.made.append(Pair(table, source, into, reports, peer, sender, unfetched))
+        self.made.append(Pair(table, source, target, reports, peer, sender, unfetched))
         return self.made[-1]
 
-    def gated(self, settings: TransferSettings) -> tuple[Pair, Gate]:
+    def gated(self, settings: TransferSettings, **change) -> tuple[Pair, Gate]:
         """A pair whose sender stops before each frame."""
         gate = Gate()
-        return self(settings, send=wrapped(gate)), gate
+        return self(settings, send=wrapped(gate), **change), gate
 
     def close(self) -> None:
         for pair in self.made:

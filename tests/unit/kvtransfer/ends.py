@@ -5,8 +5,6 @@ from __future__ import annotations
 import threading
 from typing import Any
 
-import torch
-
 from baton.errors import ChannelBroken
 from kvtransfer import probe
 from tests.support.time_factor import scaled
@@ -52,20 +50,6 @@ class FlippingEnd(WrappedEnd):
         self.inner.finish(number)
         if number == self._at:
             self.inner.slot(number)[self._nbytes // 2] ^= 1
-
-
-class SwappingEnd(WrappedEnd):
-    """A receiver's end: what frame 1 holds comes as frame 2, and the other way round."""
-
-    def slot(self, number: int) -> torch.Tensor:
-        return self.inner.slot({1: 2, 2: 1}.get(number, number))
-
-
-class StaleEnd(WrappedEnd):
-    """A receiver's end that shows what was in its slot before."""
-
-    def slot(self, number: int) -> torch.Tensor:
-        return torch.zeros_like(self.inner.slot(number))
 
 
 class Gate:

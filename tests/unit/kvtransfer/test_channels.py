@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
-import torch
 
 from baton.core import HandoffId
 from baton.errors import ChannelBroken, HandoffError
@@ -21,8 +19,6 @@ from kvtransfer.transport import MAX_VALUE_BYTES
 from tests.support.time_factor import scaled
 from tests.support.waiting import eventually
 from tests.unit.kvtransfer.support import LAYOUT, SETTINGS, SMALL_FRAMES, make_end, make_job, same_kv
-
-WELCOME = {"credits": 4, "frame_size": 1 << 20, "transport": "stuck"}
 
 
 def test_close_ends_every_push_with_channel_broken(pairs) -> None:
@@ -161,108 +157,52 @@ def test_time_spent_computing_counts_against_nobody(pairs, clock: Clock) -> None
     pair.complete(job, [1, 2])
 
 
-# a receiver by hand
+def test_an_answer_is_overdue_at_its_deadline_although_the_wire_holds_the_link_up(pairs, clock: Clock) -> None:
+    def heard(reply: pb.PeerReply) -> bool:
+        return reply.offer_accepted.handoff.request_id != "late"
+
+    pair, gate = pairs.gated(SETTINGS, heard=heard)
+    first = pair.push("first", 3, [0], [1])
+    gate.wait_stopped()
+    late = pair.push("late", 3, [0], [1])
+    clock.add(SETTINGS.frame_deadline_s)
+    for handoff in (late, first):
+        pair.reports.failed(handoff, ChannelBroken, "no answer")
+    gate.let(1)
 
 
-class Scripted:
-    """A stream whose receiver welcomes, finds the probe right, says `more`, and accepts what is not named `late`."""
-
-    def __init__(self, pairs, *more: pb.PeerReply, **welcome) -> None:
-        self._welcome = pb.PeerReply(welcome=pb.PeerWelcome(**{**WELCOME, **welcome}))
-        self._more = more
-        self._pool = ThreadPoolExecutor(1)
-        self.end = StuckEnd()
-        settings = replace(SETTINGS, frame_deadline_s=scaled(0.4))
-        self.pair = pairs(settings, send=lambda memory: [Stuck(self.end)], connect=self._connect)
-
-    def _connect(self, address, on_reply, on_end):
-        self._on_reply = on_reply
-        return self
-
-    def send(self, command: pb.PeerCommand) -> None:
-        match command.WhichOneof("command"):
-            case "hello":
-                self._reply(self._welcome)
-            case "frame" if not command.frame.HasField("handoff"):
-                last = [command.frame, *command.more][-1].sequence
-                self._reply(pb.PeerReply(credit=pb.Credit(sequence=last)))
-                if last == probe.FRAMES - 1:
-                    self._reply(pb.PeerReply(probed=pb.Probed(frames=probe.FRAMES)), *self._more)
-            case "offer" if command.offer.handoff.request_id != "late":
-                self._reply(pb.PeerReply(offer_accepted=pb.OfferAccepted(handoff=command.offer.handoff)))
-
-    def _reply(self, *replies: pb.PeerReply) -> None:
-        for reply in replies:
-            self._pool.submit(self._on_reply, reply)
-
-    def close(self) -> None:
-        self._pool.shutdown(wait=False)
-
-
-class StuckEnd:
-    """Takes the probe, and not a byte of anything else."""
-
-    express = None
-
-    def __init__(self) -> None:
-        self.stuck = threading.Event()
-        self.free = threading.Event()
-
-    def slot(self, number: int) -> torch.Tensor:
-        return torch.empty(1 << 20, dtype=torch.uint8)
-
-    def start(self, number: int, nbytes: int) -> None:
-        if number >= probe.FRAMES:
-            self.stuck.set()
-            self.free.wait(scaled(10))
-
-    def finish(self, number: int) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
-
-
-class Stuck:
-    name, reach, device = "stuck", "", torch.device("cpu")
-
-    def __init__(self, end: StuckEnd) -> None:
-        self._end = end
-
-    def open(self, *args) -> StuckEnd:
-        return self._end
-
-
-def test_an_answer_is_overdue_at_its_deadline_although_the_wire_holds_the_link_up(pairs) -> None:
-    scripted = Scripted(pairs)
-    first = scripted.pair.push("first", 3, [0], [1])
-    assert scripted.end.stuck.wait(scaled(5))
-    late = scripted.pair.push("late", 3, [0], [1])
-    try:
-        scripted.pair.reports.failed(late, ChannelBroken, "no answer", timeout=4)
-        scripted.pair.reports.failed(first, ChannelBroken, timeout=1)
-    finally:
-        scripted.end.free.set()
+# answers that make no sense
 
 
 @pytest.mark.parametrize(
     ("reply", "named"),
     [
-        (pb.PeerReply(welcome=pb.PeerWelcome(**WELCOME)), "a second welcome"),
+        (pb.PeerReply(welcome=pb.PeerWelcome(credits=4, frame_size=1 << 20)), "a second welcome"),
         (pb.PeerReply(credit=pb.Credit(sequence=probe.FRAMES)), f"frame {probe.FRAMES}, with {probe.FRAMES} announced"),
         (pb.PeerReply(credit=pb.Credit(sequence=0)), "credit for frame 0"),
         (pb.PeerReply(commit_ack=pb.CommitAck()), "handoff"),
         (pb.PeerReply(store_key=pb.StoreKey(key="k", value=b"." * (MAX_VALUE_BYTES + 1))), "rendezvous key"),
     ],
 )
-def test_an_answer_that_makes_no_sense_breaks_the_link(pairs, reply: pb.PeerReply, named: str) -> None:
-    pair = Scripted(pairs, reply).pair
-    pair.reports.failed(pair.push("late", 3, [0], [1]), ChannelBroken, named)
+def test_an_answer_that_makes_no_sense_breaks_the_link(pair, reply: pb.PeerReply, named: str) -> None:
+    job = pair.reserve("r", 3, [1])
+    pair.sender.begin(job)
+    outbox = pair.sender._links[0].outbox
+    pair.table.wait_for(("offer", job.handoff))  # the probe is over
+    eventually(lambda: outbox.window._credited == probe.FRAMES)
+    outbox.take(reply)
+    pair.reports.failed(job.handoff, ChannelBroken, named)
 
 
 @pytest.mark.parametrize(("change", "named"), [({"credits": 0}, "no frames"), ({"frame_size": 7}, "7 bytes")])
-def test_a_welcome_that_grants_nothing_breaks_the_link(pairs, change, named: str) -> None:
-    pair = Scripted(pairs, **change).pair
+def test_a_welcome_that_grants_nothing_breaks_the_link(pairs, change: dict[str, int], named: str) -> None:
+    def heard(reply: pb.PeerReply) -> bool:
+        if reply.HasField("welcome"):
+            for name, value in change.items():
+                setattr(reply.welcome, name, value)
+        return True
+
+    pair = pairs(replace(SETTINGS, frame_deadline_s=scaled(0.4)), heard=heard)
     pair.reports.failed(pair.push("r", 3, [0], [1]), ChannelBroken, named)
 
 

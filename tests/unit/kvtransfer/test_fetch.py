@@ -6,10 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from baton.rpc.v1 import peer_pb2 as pb
 from kvtransfer.handoff import PushEnd
 from tests.support.time_factor import scaled
-from tests.unit.kvtransfer.byhand import HANDOFF, JOB, Receiver, running
 from tests.unit.kvtransfer.support import P, only_these, same_kv
 
 
@@ -33,6 +31,7 @@ def test_a_fetch_that_is_refused_is_told_and_the_push_goes_on(pair) -> None:
     assert pair.unfetched.get(timeout=scaled(5)) == job.handoff
     pair.complete(job, range(10, 14))
     assert pair.table.fetches == []
+    assert [kind for kind, _ in pair.table.events] == ["offer", "commit"]
 
 
 def test_the_answer_to_a_fetch_is_committed_without_a_sequence(pair) -> None:
@@ -43,15 +42,3 @@ def test_the_answer_to_a_fetch_is_committed_without_a_sequence(pair) -> None:
     assert (commit.spec, list(commit.first)) == (None, [])
     assert same_kv(pair.source, range(10, 13), pair.target, range(3), 12, 4)
     assert only_these(pair.target, range(3), 12, 4)
-
-
-@pytest.mark.parametrize(("cached", "heard"), [(8, []), (7, ["fetch_refused"])])
-def test_a_receiver_answers_only_what_it_refuses(cached: int, heard: list[str]) -> None:
-    with running(Receiver()) as receiver:
-        receiver.table.cached = cached
-        call = receiver.call().offered()
-        call.say(fetch=pb.Fetch(handoff=HANDOFF, begin=0, end=8))
-        call.offer()
-        assert [call.hear() for _ in (*heard, "then")] == [*heard, "STALE"]
-        assert len(receiver.table.fetches) == (not heard)
-        assert receiver.table.bound[JOB.handoff] == P

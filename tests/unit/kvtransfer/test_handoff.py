@@ -7,10 +7,11 @@ from dataclasses import replace
 
 import pytest
 
-from baton.core import HandoffId, Incarnation, WorkerRef
-from baton.errors import DigestMismatch, OfferRefused, StaleAttempt
+from baton.core import HandoffId
+from baton.errors import DigestMismatch, StaleAttempt
 from baton.rpc.v1 import peer_pb2 as pb
 from kvtransfer import probe
+from kvtransfer.messages import FingerprintRefused
 from tests.support.time_factor import scaled
 from tests.unit.kvtransfer.conftest import wrapped
 from tests.unit.kvtransfer.ends import FlippingEnd, Stopped
@@ -18,11 +19,9 @@ from tests.unit.kvtransfer.support import (
     LAYOUT,
     SETTINGS,
     SMALL_FRAMES,
-    D,
     hand_over,
     make_end,
     make_job,
-    make_kv,
     only_these,
     same_kv,
 )
@@ -68,26 +67,9 @@ def test_a_flipped_byte_fails_the_handoff_and_no_other(pairs, frame: int) -> Non
     pair.reports.done(pair.push("good", 8, [1, 2], [13, 14]))
 
 
-@pytest.mark.parametrize(
-    ("change", "named"),
-    [
-        ({"fingerprint": "other"}, "fingerprint"),
-        ({"source": make_kv(1, layout=replace(LAYOUT, head_dim=16))}, "layout"),
-        ({"source": make_kv(1, layout=replace(LAYOUT, layers=4))}, "layout"),
-        ({"source": make_kv(1, layout=replace(LAYOUT, tensors=("latent",)))}, "'latent'"),
-    ],
-)
-def test_a_sender_that_does_not_fit_is_refused_by_name(pairs, change, named: str) -> None:
-    pair = pairs(**change)
-    pair.reports.failed(pair.push("r", 3, [0], [1]), OfferRefused, named)
-    assert not pair.table.events
-
-
-@pytest.mark.parametrize(
-    "to", [replace(D, incarnation=Incarnation(7, 99)), WorkerRef("decode-1", D.incarnation, D.address)]
-)
-def test_another_life_at_the_same_address_is_refused(pair, to: WorkerRef) -> None:
-    pair.reports.failed(pair.push("r", 3, [0], [1], to=to), StaleAttempt, str(D))
+def test_a_sender_that_does_not_fit_is_refused_by_name(pairs) -> None:
+    pair = pairs(fingerprint="other")
+    pair.reports.failed(pair.push("r", 3, [0], [1]), FingerprintRefused, "fingerprint")
     assert not pair.table.events
 
 

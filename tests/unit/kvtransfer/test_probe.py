@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import threading
+from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 
 import pytest
 import torch
@@ -12,12 +11,12 @@ import torch
 from baton.errors import ChannelBroken
 from baton.rpc.v1 import peer_pb2 as pb
 from kvtransfer import probe
-from kvtransfer.messages import FrameRefused, VersionRefused
+from kvtransfer.messages import VersionRefused
 from kvtransfer.transport import Ring
 from tests.support.time_factor import scaled
-from tests.unit.kvtransfer.byhand import SMALL, Receiver, running
+from tests.unit.kvtransfer.byhand import SMALL, ZEROS, Call, Receiver, running
 from tests.unit.kvtransfer.conftest import wrapped
-from tests.unit.kvtransfer.ends import FlippingEnd, StaleEnd, SwappingEnd, Wrapped, WrappedEnd
+from tests.unit.kvtransfer.ends import FlippingEnd, Wrapped, WrappedEnd
 from tests.unit.kvtransfer.support import SETTINGS, P, same_kv
 
 # the pattern
@@ -42,48 +41,14 @@ def test_a_frame_of_the_probe_is_a_rectangle_of_nothing_that_fills_a_slot_up_to_
 # the probe
 
 
-class Probing(WrappedEnd):
-    """A sender's end: `out` is set when all of the probe has left."""
-
-    def __init__(self, inner, out: threading.Event) -> None:
-        super().__init__(inner)
-        self._out = out
-
-    def start(self, number: int, nbytes: int) -> None:
-        self.inner.start(number, nbytes)
-        if number == probe.FRAMES - 1:
-            self._out.set()
-
-
-class Probed(WrappedEnd):
-    """A receiver's end that looks at the probe when all of it has left: the sender is at the stream then, and hears."""
-
-    def __init__(self, inner, out: threading.Event) -> None:
-        super().__init__(inner)
-        self._out = out
-
-    def finish(self, number: int) -> None:
-        assert self._out.wait(scaled(5))
-        self.inner.finish(number)
-
-
-def first(wrap):
-    """The ends of the first channel are wrapped, those after it are not."""
-    wraps = [wrap]
-    return wrapped(lambda end: wraps.pop()(end) if wraps else end)
-
-
-SPOILERS = [*((partial(FlippingEnd, at=at), at) for at in range(probe.FRAMES)), (SwappingEnd, 1), (StaleEnd, 0)]
-
-
-@pytest.mark.parametrize(("spoil", "frame"), SPOILERS)
-def test_a_channel_that_changes_bytes_is_refused_by_name(pairs, spoil, frame: int) -> None:
-    """Nothing is offered on it, and the next one is tried afresh."""
-    out = threading.Event()
-    send, recv = first(lambda end: Probing(end, out)), first(lambda end: spoil(Probed(end, out)))
-    pair = pairs(send=send, recv=recv)
-    bad = pair.push("r", 8, [1, 2], [11, 12])
-    pair.reports.failed(bad, FrameRefused, f"the memory channel changes bytes: frame {frame}")
+@pytest.mark.parametrize("slots", [1, 2, 3, 4])
+@pytest.mark.parametrize("frame", [0, 2])
+def test_a_channel_that_changes_bytes_is_never_used_and_the_next_one_is_tried(pairs, slots: int, frame: int) -> None:
+    """Nothing is offered on it, whether the sender hears why, or sees the receiver's end close before."""
+    wraps = [lambda end: FlippingEnd(end, frame)]
+    recv = wrapped(lambda end: wraps.pop()(end) if wraps else end)
+    pair = pairs(replace(SETTINGS, credits=slots), recv=recv)
+    pair.reports.failed(pair.push("r", 8, [1, 2], [11, 12]), ChannelBroken)
     pair.table.wait_for(("lost", P))
     assert pair.table.events == [("lost", P)]
     assert not any(command.HasField("offer") for command in pair.stream.said)
@@ -91,27 +56,19 @@ def test_a_channel_that_changes_bytes_is_refused_by_name(pairs, spoil, frame: in
     assert same_kv(pair.source, [1, 2], pair.target, [11, 12], 8)
 
 
-@pytest.mark.parametrize("slots", [1, 2, 3])
-def test_a_channel_that_changes_bytes_is_never_used(pairs, slots: int) -> None:
-    """Whether the sender hears why, or sees the receiver's end close before."""
-    pair = pairs(replace(SETTINGS, credits=slots), recv=first(partial(FlippingEnd, at=2)))
-    pair.reports.failed(pair.push("r", 8, [1, 2], [11, 12]), ChannelBroken)
-    pair.table.wait_for(("lost", P))
-    assert pair.table.events == [("lost", P)]
-    pair.reports.done(pair.push("again", 8, [1, 2], [11, 12]))
-
-
 def test_the_probe_comes_before_the_first_offer_and_only_once(pair) -> None:
     for name in ("a", "b"):
         pair.reports.done(pair.push(name, 8, [1, 2], [11, 12]))
-    commands = list(pair.stream.said)
-    kinds = [command.WhichOneof("command") for command in commands]
-    first = kinds.index("offer")
-    assert kinds[:first] == ["hello", *["frame"] * (first - 1)]
-    frames = [[frame.HasField("handoff") for frame in (c.frame, *c.more)] for c in commands if c.HasField("frame")]
-    assert frames[: first - 1] == [[False] * len(batch) for batch in frames[: first - 1]]
-    assert sum(map(len, frames[: first - 1])) == probe.FRAMES
-    assert all(of_a_handoff for batch in frames[first - 1 :] for of_a_handoff in batch)
+    said = [
+        "frame"
+        if frame.HasField("handoff")
+        else "probe"
+        if command.HasField("frame")
+        else command.WhichOneof("command")
+        for command in pair.stream.said
+        for frame in (command.frame, *command.more)
+    ]
+    assert said == ["hello", *["probe"] * probe.FRAMES, *["offer", "frame", "commit"] * 2]
 
 
 class SilentEnd(WrappedEnd):
@@ -127,18 +84,50 @@ def test_a_probe_that_never_arrives_ends_by_the_deadline(pairs) -> None:
     assert not any(kind == "offer" for kind, _ in pair.table.events)
 
 
+PROBE = probe.frame(Ring(SMALL.credits, SMALL.frame_size))
+
+
+def probed(call: Call, number: int, data: torch.Tensor) -> None:
+    call.say(frame=pb.FrameAnnounce(sequence=number, nbytes=PROBE.nbytes))
+    call.receiver.end.arrive(data)
+
+
 def test_a_receiver_answers_the_probe_once_and_takes_no_more_of_it() -> None:
     with running(Receiver()) as receiver:
-        call, spec = receiver.call().welcomed(), probe.frame(Ring(SMALL.credits, SMALL.frame_size))
+        call = receiver.call().welcomed()
         for number in range(probe.FRAMES):
-            call.say(frame=pb.FrameAnnounce(sequence=number, nbytes=spec.nbytes))
-            receiver.end.arrive(probe.pattern(number, spec.nbytes))
+            probed(call, number, probe.pattern(number, PROBE.nbytes))
             if number == probe.FRAMES - 1:
                 assert call.hear() == "probed"
             assert call.hear() == "credit"
-        call.say(frame=pb.FrameAnnounce(sequence=probe.FRAMES, nbytes=spec.nbytes))
+        call.say(frame=pb.FrameAnnounce(sequence=probe.FRAMES, nbytes=PROBE.nbytes))
         call.refused("FRAME")
         assert len(receiver.end.expected) == probe.FRAMES
+
+
+def flipped(pattern: torch.Tensor) -> torch.Tensor:
+    pattern[len(pattern) // 2] ^= 1
+    return pattern
+
+
+@pytest.mark.parametrize("at", range(probe.FRAMES))
+@pytest.mark.parametrize(
+    "spoilt",
+    [
+        lambda number: flipped(probe.pattern(number, PROBE.nbytes)),
+        lambda number: probe.pattern(number + 1, PROBE.nbytes),
+        lambda number: ZEROS,
+    ],
+    ids="flipped swapped stale".split(),
+)
+def test_a_channel_that_changes_bytes_is_refused_by_name(spoilt: Callable[[int], torch.Tensor], at: int) -> None:
+    with running(Receiver()) as receiver:
+        call = receiver.call().welcomed()
+        for number in range(at):
+            probed(call, number, probe.pattern(number, PROBE.nbytes))
+            assert call.hear() == "credit"
+        probed(call, at, spoilt(at))
+        call.refused("FRAME", f"the by hand channel changes bytes: frame {at}")
 
 
 # which transport

@@ -33,26 +33,31 @@ def call(request: pytest.FixtureRequest) -> Iterator[Call]:
         yield receiver.call().offered()
 
 
+OTHER_LAYOUTS = {"dtype": "bfloat16", "tensors": ("latent",), "head_dim": 16, "layers": 4}
+
+
 @pytest.mark.parametrize(
-    ("change", "reason"),
+    ("change", "reason", "named"),
     [
-        ({"protocol_version": PROTOCOL_VERSION + 1}, "VERSION"),
-        ({"protocol_version": PROTOCOL_VERSION - 1}, "VERSION"),
-        ({"transports": [pb.TransportOffer(name="gloo", reach="here")]}, "VERSION"),
-        ({"transports": [pb.TransportOffer(name="by hand", reach="elsewhere")]}, "VERSION"),
-        ({"transports": []}, "VERSION"),
-        ({"fingerprint": "other"}, "FINGERPRINT"),
-        ({"layout": convert.layout_to_pb(replace(LAYOUT, dtype="bfloat16"))}, "FINGERPRINT"),
-        ({"layout": convert.layout_to_pb(replace(LAYOUT, tensors=("latent",)))}, "FINGERPRINT"),
-        ({"layout": convert.layout_to_pb(KVLayout(1, 1, 1, 1, "float32", ()))}, "FRAME"),  # no layout at all
-        ({"receiver": convert.ref_to_pb(replace(D, incarnation=Incarnation(8, 2)))}, "STALE"),
-        ({"receiver": convert.ref_to_pb(replace(D, worker_id="decode-1"))}, "STALE"),
+        ({"protocol_version": PROTOCOL_VERSION + 1}, "VERSION", str(PROTOCOL_VERSION)),
+        ({"protocol_version": PROTOCOL_VERSION - 1}, "VERSION", str(PROTOCOL_VERSION)),
+        ({"transports": [pb.TransportOffer(name="gloo", reach="here")]}, "VERSION", "by hand"),
+        ({"transports": [pb.TransportOffer(name="by hand", reach="elsewhere")]}, "VERSION", "by hand"),
+        ({"transports": []}, "VERSION", "by hand"),
+        ({"fingerprint": "other"}, "FINGERPRINT", "'other'"),
+        *(
+            ({"layout": convert.layout_to_pb(replace(LAYOUT, **{name: value}))}, "FINGERPRINT", repr(value))
+            for name, value in OTHER_LAYOUTS.items()
+        ),
+        ({"layout": convert.layout_to_pb(KVLayout(1, 1, 1, 1, "float32", ()))}, "FRAME", ""),  # no layout at all
+        ({"receiver": convert.ref_to_pb(replace(D, incarnation=Incarnation(8, 2)))}, "STALE", str(D)),
+        ({"receiver": convert.ref_to_pb(replace(D, worker_id="decode-1"))}, "STALE", str(D)),
     ],
 )
-def test_hello_of_another_kind_is_refused(receiver: Receiver, change, reason: str) -> None:
+def test_hello_of_another_kind_is_refused_by_name(receiver: Receiver, change, reason: str, named: str) -> None:
     call = receiver.call()
     call.hello(**change)
-    call.refused(reason)
+    call.refused(reason, named)
     assert not receiver.table.events
 
 

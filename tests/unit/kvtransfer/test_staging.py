@@ -101,22 +101,6 @@ def test_a_push_that_meets_the_eviction_of_its_channel_is_not_lost(pairs, monkey
     pair.reports.done(jobs[2].handoff)
 
 
-def test_a_receiver_without_room_closes_the_channel_that_was_idle(pairs) -> None:
-    """Two senders and staging for one channel: they take turns, and each push arrives."""
-    one = pairs(receiver=replace(SETTINGS, staging_memory=RING.nbytes))
-    shared = one.sender._end.transports[0]
-    other = pairs(send=lambda memory: [shared], me=OTHERS[0], connect=one.peer.connect)
-    for n, pair in enumerate([one, other, one, other]):
-        assert not links(pair)
-        job = make_job(f"r{n}", 8)
-        one.table.reserve(job.handoff, [11, 12])
-        pair.reports.done(hand_over(pair.sender, job, [1, 2]))
-        if n:
-            lost = other if pair is one else one
-            eventually(lambda: not links(lost))  # noqa: B023  # it hears that its channel is gone
-    assert [kind for kind, _ in one.table.events] == ["offer", "commit", "lost"] * 3 + ["offer", "commit"]
-
-
 # the receiver alone
 
 

@@ -11,7 +11,7 @@ from baton.rpc import convert
 from tests.support.waiting import eventually
 from tests.unit.kvtransfer.ends import Stopped
 from tests.unit.kvtransfer.prompts import EAGER, TOKEN, announced, fence, poisoned, prompt
-from tests.unit.kvtransfer.support import LAYOUT, SETTINGS, make_job, make_kv, only_these, put, rows, same_kv
+from tests.unit.kvtransfer.support import LAYOUT, SETTINGS, make_job, only_these, put, rows
 
 
 @pytest.mark.parametrize("chunk", [1, 5, 8, 37])
@@ -33,16 +33,6 @@ def test_a_layer_leaves_before_the_next_one_is_computed(pairs) -> None:
     assert push.arrived()  # before the end was said
     assert push.job.handoff not in pair.table.commits
     assert push.finished().frames == 6
-
-
-def test_a_short_prompt_leaves_as_one_frame_when_it_is_finished(pairs) -> None:
-    pair = pairs(replace(SETTINGS, coalesce_below=1 << 16), source=poisoned())
-    push = prompt(pair, "short", 37, range(10), range(10, 20)).begin()
-    for begin in range(0, 37, 8):
-        push.chunk(begin, min(begin + 8, 37))
-    fence(pair, "fence")
-    assert announced(pair, push) == []
-    assert push.finished().frames == 1
 
 
 def test_nothing_smaller_than_asked_for_leaves_before_the_end(pairs) -> None:
@@ -149,15 +139,6 @@ def test_what_is_skipped_is_not_sent_and_not_touched(pairs, skip: int) -> None:
     for layer in range(LAYOUT.layers):
         put(pair.target, range(10, 14), layer, 0, skip, 0.0)
     assert only_these(pair.target, range(10, 14), 16, skip)
-
-
-def test_where_all_but_one_block_is_known_one_block_moves(pairs) -> None:
-    pair = pairs(source=make_kv(1))
-    handoff = pair.push("r", 64, range(16), range(20, 36), skip=60)
-    result = pair.reports.done(handoff)
-    assert (result.nbytes, result.frames) == (LAYOUT.block_bytes, 1)
-    assert same_kv(pair.source, range(16), pair.target, range(20, 36), 64, 60)
-    assert only_these(pair.target, [35], 4)
 
 
 def test_the_sender_computes_more_than_it_has_to_send(pairs) -> None:
