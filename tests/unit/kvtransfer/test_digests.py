@@ -16,17 +16,7 @@ from baton.rpc.v1 import peer_pb2 as pb
 from kvtransfer.digests import KVDigest, wire_digest
 from kvtransfer.inbound import Inbound
 from kvtransfer.plan import Coverage, FrameSpec
-from tests.unit.kvtransfer.support import LAYOUT, SETTINGS, SMALL_FRAMES, hand_over, same_kv
-
-layouts = st.builds(
-    KVLayout,
-    layers=st.integers(1, 4),
-    kv_heads=st.integers(1, 3),
-    head_dim=st.sampled_from([1, 3, 8]),
-    block_size=st.just(4),
-    dtype=st.sampled_from(["float32", "bfloat16"]),
-    tensors=st.sampled_from([("k", "v"), ("latent",)]),
-)
+from tests.unit.kvtransfer.support import LAYOUT, SETTINGS, SMALL_FRAMES, hand_over, layouts, same_kv
 
 
 class Whole:

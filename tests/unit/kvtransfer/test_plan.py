@@ -11,16 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from baton.core import KVLayout
 from kvtransfer.plan import Coverage, FrameSpec, Progress
-
-layouts = st.builds(
-    KVLayout,
-    layers=st.integers(1, 6),
-    kv_heads=st.integers(1, 3),
-    head_dim=st.sampled_from([1, 8]),
-    block_size=st.sampled_from([1, 4]),
-    dtype=st.sampled_from(["float32", "bfloat16"]),
-    tensors=st.sampled_from([("k", "v"), ("latent",)]),
-)
+from tests.unit.kvtransfer.support import layouts
 
 
 def cells(frame: FrameSpec) -> set[tuple[int, int]]:

@@ -100,25 +100,6 @@ def test_replicas_share_the_layers_of_their_head(layers: int, kv_heads: int, siz
         assert max(map(len, group)) - min(map(len, group)) <= 1
 
 
-def test_by_hand() -> None:
-    assert rectangles(3, 8, 2, 4) == (
-        Rectangle(0, 0, range(3), range(2)),
-        Rectangle(0, 1, range(3), range(2, 4)),
-        Rectangle(1, 2, range(3), range(4, 6)),
-        Rectangle(1, 3, range(3), range(6, 8)),
-    )
-    assert rectangles(5, 2, 4, 2) == (  # two replicas of each head are read, half of the layers each
-        Rectangle(0, 0, range(2), range(1)),
-        Rectangle(1, 0, range(2, 5), range(1)),
-        Rectangle(2, 1, range(2), range(1, 2)),
-        Rectangle(3, 1, range(2, 5), range(1, 2)),
-    )
-    assert rectangles(2, LATENT, 1, 2) == (
-        Rectangle(0, 0, range(2), range(1)),
-        Rectangle(0, 1, range(2), range(1)),
-    )
-
-
 @pytest.mark.parametrize(
     ("kv_heads", "size", "why"),
     [

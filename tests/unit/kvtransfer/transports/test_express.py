@@ -111,7 +111,7 @@ def test_a_wake_after_the_end_writes_to_no_other_file(two) -> None:
             os.close(file)
 
 
-def test_wakes_from_many_threads_while_packets_come(two) -> None:
+def test_wakes_from_many_threads_while_packets_come(two, pool: ThreadPoolExecutor) -> None:
     left, right = two
     stop = threading.Event()
 
@@ -119,16 +119,12 @@ def test_wakes_from_many_threads_while_packets_come(two) -> None:
         while not stop.is_set():
             left.wake()
 
-    threads = [threading.Thread(target=disturb) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    got = []
+    disturbing = [pool.submit(disturb) for _ in range(3)]
     for number in range(500):
-        right.send(number.to_bytes(4, "big"))
-        while (packet := left.receive(5.0)) is None:
+        right.send(packet := number.to_bytes(4, "big"))
+        while (got := left.receive(5.0)) is None:
             pass
-        got.append(int.from_bytes(packet, "big"))
+        assert got == packet
     stop.set()
-    for thread in threads:
-        thread.join(scaled(5))
-    assert got == list(range(500))
+    for each in disturbing:
+        each.result(scaled(5))
