@@ -30,7 +30,7 @@ def pool() -> Iterator[ThreadPoolExecutor]:
         yield pool
 
 
-@pytest.fixture(params=["memory", "gloo", "shm", "grpc"])
+@pytest.fixture(params=["memory", "gloo", "shm", "grpc", "cuda_ipc"])
 def kind(request: pytest.FixtureRequest) -> str:
     return request.param
 

@@ -18,12 +18,13 @@ from baton.core import Incarnation
 from baton.errors import ChannelBroken
 from kvtransfer.receiver import PeerService
 from kvtransfer.transport import ChannelEnd, ChannelName, KeyRelay, Ring, Side, Transport
+from kvtransfer.transports.cuda_ipc import CudaIpcTransport
 from kvtransfer.transports.gloo import GlooTransport
 from kvtransfer.transports.grpc_bytes import GrpcTransport
 from kvtransfer.transports.memory import MemoryTransport
 from kvtransfer.transports.shm import ShmTransport
 from tests.support.time_factor import scaled
-from tests.support.transports import served
+from tests.support.transports import MainMemory, served
 from tests.support.waiting import eventually
 from tests.unit.kvtransfer.support import FINGERPRINT, SETTINGS, D, LoopbackPeer, RecordingTable, make_kv
 
@@ -86,6 +87,9 @@ def two(kind: str) -> Iterator[tuple[Transport, Transport]]:
         yield (both := MemoryTransport()), both
     elif kind == "gloo":
         yield GlooTransport("127.0.0.1"), GlooTransport("127.0.0.1")
+    elif kind == "cuda_ipc":
+        gpu = MainMemory()
+        yield CudaIpcTransport(CPU, gpu), CudaIpcTransport(CPU, gpu)
     else:
         yield ShmTransport(), ShmTransport()
 

@@ -1,5 +1,6 @@
 """CUDA IPC's protocol over a device made of main memory: order of events, proof before memory is freed.
 
+That it keeps the contract of a channel is asserted in `test_contract.py`.
 What a GPU does to it is for `tests/unit/gpu/test_cuda_ipc.py`, on a machine with one.
 """
 
@@ -20,14 +21,10 @@ from tests.support.transports import MainMemory
 from tests.support.waiting import eventually
 from tests.unit.kvtransfer.transports.pairs import (
     CPU,
-    NAME,
-    PATIENT_S,
     RING,
     Pairs,
-    breaks,
     descriptors,
     frames,
-    mute,
     relayed,
 )
 
@@ -96,18 +93,6 @@ def test_memory_is_freed_when_both_have_closed(pairs: Pairs, gpu: MainMemory, fi
     assert not gpu.memory
 
 
-def test_closed_peers_are_seen_at_once(pairs: Pairs) -> None:
-    sender, receiver = pairs(PATIENT_S)
-    receiver.start(0, 8)
-    waiting = pairs.pool.submit(receiver.finish, 0)
-    sender.close()
-    with pytest.raises(ChannelBroken, match="closed by the other end"):
-        waiting.result(scaled(10))
-    sender, receiver = pairs(PATIENT_S)
-    receiver.close()
-    assert breaks(lambda: sender.start(0, 8))
-
-
 def test_a_ring_is_never_used_by_the_next_channel_while_the_receiver_may_have_it(pairs: Pairs, gpu: MainMemory) -> None:
     sender, kept = pairs()
     sender.close()
@@ -117,12 +102,6 @@ def test_a_ring_is_never_used_by_the_next_channel_while_the_receiver_may_have_it
     assert quarantined(pairs) == RING.nbytes
     assert list(gpu.memory) == list(gpu.opened.values())
     kept.close()
-
-
-def test_without_a_receiver_nothing_is_shared_or_kept(pairs: Pairs, gpu: MainMemory) -> None:
-    with pytest.raises(ChannelBroken, match="not built"):
-        pairs.sides[Side.SENDER].open(NAME, Side.SENDER, mute(), RING, 0.1)
-    assert not gpu.memory
 
 
 @pytest.mark.parametrize("handles", [b"", bytes(HANDLE_BYTES), bytes(HANDLE_BYTES * (RING.slots + 1))])
