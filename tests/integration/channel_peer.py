@@ -4,6 +4,8 @@ What a Peer stream would carry goes over stdin and stdout, as lines of JSON: ren
 credits. Frames have the bytes of `frame`, so that either end can tell what the other one should have.
 """
 
+from __future__ import annotations
+
 import argparse
 import json
 import os
@@ -26,6 +28,7 @@ from baton.hashing import frame_digest
 from kvtransfer.handoff import TransferSettings
 from kvtransfer.transport import ChannelEnd, ChannelName, KeyRelay, Ring, Side
 from kvtransfer.transports.choose import make_transports
+from tests.support.time_factor import scaled
 
 NAME = ChannelName(Incarnation(7, 1), Incarnation(7, 2), 1)
 RING = Ring(4, 1 << 20)
@@ -61,7 +64,7 @@ class Wire:
             self._writer.flush()
 
     def hear(self, timeout: float = 50.0) -> dict[str, Any] | None:
-        return self.heard.get(timeout=timeout)
+        return self.heard.get(timeout=scaled(timeout))
 
     def _read(self) -> None:
         for line in self._reader:
@@ -161,7 +164,7 @@ class Peer:
     def stop(self) -> None:
         """Kill it, and leave no thread and no pipe here."""
         self.kill()
-        self.wire.thread.join(5)
+        self.wire.thread.join(scaled(5))
         for pipe in (self.process.stdin, self.process.stdout):
             if pipe:
                 pipe.close()

@@ -1,15 +1,20 @@
 """A worker's transfer side as a process of its own, driven by lines of JSON: run with `receiver` or `sender`.
 
 receiver: prints {"address": ...}, then answers {"reserve": {...}, "digest": {...}}. sender: computes and pushes as it
-is told and prints reports.
+is told and prints reports. `Process` and `Receiver` start and drive such a process; `Prefill` is a sender without one.
 """
+
+from __future__ import annotations
 
 import argparse
 import asyncio
 import json
+import subprocess
 import sys
 import threading
 from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
 
 import torch
 
@@ -24,8 +29,21 @@ from kvtransfer.receiver import PeerService
 from kvtransfer.sender import Sender
 from kvtransfer.transport import Transport
 from kvtransfer.transports.gloo import GlooTransport
+from tests.support.time_factor import scaled
 from tests.unit.kvtransfer.ends import FlippingEnd, Wrapped
-from tests.unit.kvtransfer.support import FINGERPRINT, RecordingTable, make_end, make_job, make_kv
+from tests.unit.kvtransfer.support import (
+    FINGERPRINT,
+    LAYOUT,
+    P,
+    RecordingTable,
+    Reports,
+    hand_over,
+    make_end,
+    make_job,
+    make_kv,
+)
+
+BLOCKS = 64
 
 
 def kv_digest(kv: KVCache, blocks: Sequence[int], tokens: int, skip: int = 0) -> str:
@@ -45,6 +63,78 @@ def stream(sender: Sender, job: PushJob, blocks: Sequence[int], layers: int, chu
     sender.finish(job.handoff, make_end(job.known_tokens))
 
 
+class Process:
+    """This program as a process."""
+
+    def __init__(self, role: str, *flags: str, layout: KVLayout = LAYOUT) -> None:
+        command = [sys.executable, "-m", "tests.integration.kvtransfer_peer", role, "--layout"]
+        self.process = subprocess.Popen(
+            [*command, json.dumps(asdict(layout)), *flags],
+            cwd=Path(__file__).parents[2],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def hear(self) -> dict:
+        """The next message; log lines are passed over."""
+        assert self.process.stdout
+        for line in self.process.stdout:
+            if line.startswith("{"):
+                return json.loads(line)
+        raise AssertionError("the process ended")
+
+    def tell(self, **command) -> None:
+        assert self.process.stdin
+        self.process.stdin.write(json.dumps(command) + "\n")
+        self.process.stdin.flush()
+
+    def ask(self, **command) -> dict:
+        self.tell(**command)
+        return self.hear()
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+    def stop(self) -> int:
+        assert self.process.stdin
+        self.process.stdin.close()
+        return self.process.wait(scaled(20))
+
+
+class Receiver(Process):
+    """A decode worker's side; `ref` is how to reach it."""
+
+    def __init__(self, *flags: str, counter: int = 2, layout: KVLayout = LAYOUT) -> None:
+        super().__init__("receiver", "--counter", str(counter), *flags, layout=layout)
+        self.ref = WorkerRef("decode-0", Incarnation(7, counter), self.hear()["address"])
+
+
+class Prefill:
+    """A sender in this process; after `close` it holds no thread and no descriptor."""
+
+    def __init__(self, layout: KVLayout = LAYOUT, deadline_s: float = 5.0, me: WorkerRef = P) -> None:
+        self.reports = Reports()
+        self.kv = make_kv(1, BLOCKS, layout)
+        settings = TransferSettings("gloo", coalesce_below=1, frame_deadline_s=deadline_s, verify_kv=True)
+        transports = [GlooTransport(settings.bind_host)]
+        self.sender = Sender(self.kv, me, FINGERPRINT, settings, transports, self.reports)
+
+    def push(
+        self, name: str, tokens: int, blocks: Sequence[int], to: WorkerRef, *, chunk: int = 0, skip: int = 0
+    ) -> HandoffId:
+        """`chunk`: say layer by layer what is computed; 0: all at once."""
+        job = make_job(name, tokens, to, skip=skip)
+        if not chunk:
+            return hand_over(self.sender, job, blocks, self.kv.layout.layers)
+        stream(self.sender, job, blocks, self.kv.layout.layers, chunk)
+        return job.handoff
+
+
+# in the process
+
+
 def layout_of(text: str) -> KVLayout:
     fields = json.loads(text)
     return KVLayout(**{**fields, "tensors": tuple(fields["tensors"])})
@@ -55,7 +145,7 @@ def say(**message) -> None:
 
 
 async def receive(arguments: argparse.Namespace, settings: TransferSettings) -> None:
-    table, kv = RecordingTable(arguments.layout), make_kv(None, arguments.blocks, arguments.layout)
+    table, kv = RecordingTable(arguments.layout), make_kv(None, BLOCKS, arguments.layout)
     transport: Transport = GlooTransport(settings.bind_host)
     if arguments.flip >= 0:
         transport = Wrapped(transport, lambda end: FlippingEnd(end, probe.FRAMES + arguments.flip))
@@ -81,17 +171,14 @@ async def receive(arguments: argparse.Namespace, settings: TransferSettings) -> 
 
 
 def send(arguments: argparse.Namespace, settings: TransferSettings) -> None:
-    kv, me = make_kv(1, arguments.blocks, arguments.layout), WorkerRef("prefill-0", Incarnation(7, 1), "none")
+    kv, me = make_kv(1, BLOCKS, arguments.layout), WorkerRef("prefill-0", Incarnation(7, 1), "none")
     to = WorkerRef("decode-0", Incarnation(7, arguments.counter), arguments.to)
     transports = [GlooTransport(settings.bind_host)]
-    sender = Sender(
-        kv,
-        me,
-        FINGERPRINT,
-        settings,
-        transports,
-        lambda handoff, outcome: say(done=str(handoff), outcome=repr(outcome)),
-    )
+
+    def done(handoff: HandoffId, outcome: object) -> None:
+        say(done=str(handoff), outcome=repr(outcome))
+
+    sender = Sender(kv, me, FINGERPRINT, settings, transports, done)
     for line in sys.stdin:
         command = json.loads(line)
         job = make_job(command["push"], command["tokens"], to)
@@ -104,21 +191,14 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("role", choices=("receiver", "sender"))
     parser.add_argument("--counter", type=int, default=2)
-    parser.add_argument("--blocks", type=int, default=64)
     parser.add_argument("--frame-size", type=int, default=1 << 16)
-    parser.add_argument("--deadline", type=float, default=5.0)
     parser.add_argument("--flip", type=int, default=-1)
-    parser.add_argument("--staging-memory", type=int, default=1 << 30)
     parser.add_argument("--verify-kv", action="store_true")
     parser.add_argument("--to", default="")
     parser.add_argument("--layout", type=layout_of, required=True)
     arguments = parser.parse_args()
     settings = TransferSettings(
-        "gloo",
-        arguments.frame_size,
-        frame_deadline_s=arguments.deadline,
-        staging_memory=arguments.staging_memory,
-        verify_kv=arguments.verify_kv,
+        "gloo", arguments.frame_size, frame_deadline_s=scaled(5.0), verify_kv=arguments.verify_kv
     )
     if arguments.role == "receiver":
         asyncio.run(receive(arguments, settings))

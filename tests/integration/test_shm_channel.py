@@ -1,11 +1,11 @@
 """Shared memory between two processes: bytes, and what a death or a freeze on either side leaves."""
 
+from __future__ import annotations
+
 import os
 import signal
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,9 +14,8 @@ import torch
 from baton.errors import ChannelBroken
 from kvtransfer.transport import Side
 from tests.integration.channel_peer import NAME, RING, Peer, frame
-from tests.unit.kvtransfer.transports.pairs import breaks, descriptors, settled
-
-PATIENT_S = 600.0  # a deadline that no test waits for: each has 60 s
+from tests.support.waiting import eventually
+from tests.unit.kvtransfer.transports.pairs import PATIENT_S, breaks, descriptors
 
 
 class Peers:
@@ -25,7 +24,7 @@ class Peers:
     def __init__(self) -> None:
         self.started: list[Peer] = []
 
-    def __call__(self, side: Side, *flags: str, deadline_s: float = 10.0) -> Peer:
+    def __call__(self, side: Side, *flags: str, deadline_s: float = PATIENT_S) -> Peer:
         self.started.append(Peer(side, *flags, deadline_s=deadline_s))
         return self.started[-1]
 
@@ -33,6 +32,7 @@ class Peers:
         for peer in self.started:
             peer.stop()
             peer.end.close()
+        self.started.clear()
 
 
 @pytest.fixture
@@ -43,80 +43,45 @@ def peers() -> Iterator[Peers]:
     peers = Peers()
     yield peers
     peers.close()
-    peers.started.clear()
     assert sorted(os.listdir("/dev/shm")) == files  # noqa: PTH208
-    assert settled(lambda: f"memfd:baton-kv-{NAME}" not in Path("/proc/self/maps").read_text())
-    assert settled(lambda: descriptors() <= before), descriptors() - before
+    eventually(lambda: f"memfd:baton-kv-{NAME}" not in Path("/proc/self/maps").read_text())
+    eventually(lambda: descriptors() <= before)
 
 
-def test_frames_from_another_process(peers: Peers) -> None:
-    peer = peers(Side.RECEIVER, "--frames", "60")
-    assert all(peer.take(number) for number in range(60))
-
-
-def test_frames_to_another_process(peers: Peers) -> None:
-    peer = peers(Side.SENDER)
-    for number in range(60):
-        if number >= RING.slots:
-            assert peer.credit() == number - RING.slots
-        peer.give(number)
-    assert [peer.credit() for _ in range(RING.slots)] == [56, 57, 58, 59]
-
-
-def take(peer: Peer, number: int) -> None:
-    """Without an announcement, which may have been lost."""
-    peer.end.start(number, len(frame(number)))
-    peer.end.finish(number)
-    assert torch.equal(peer.end.slot(number)[: len(frame(number))], frame(number))
+def take(peer: Peer, numbers: range) -> None:
+    """Without announcements, which may have been lost. Of frames that had left, the slots are whole."""
+    for number in numbers:
+        peer.end.start(number, len(frame(number)))
+        peer.end.finish(number)
+        assert torch.equal(peer.end.slot(number)[: len(frame(number))], frame(number))
 
 
 def test_a_sender_killed_in_the_middle_is_seen_at_once(peers: Peers) -> None:
-    peer = peers(Side.RECEIVER, deadline_s=PATIENT_S)
+    peer = peers(Side.RECEIVER)
     assert all(peer.take(number) for number in range(10))
     peer.signal(signal.SIGKILL)  # it is filling slots just now
-    numbers = range(10, 10 + 2 * RING.slots)  # of those that had left, the slots are whole
-    assert any(breaks(partial(take, peer, number)) for number in numbers)
-
-
-def test_a_sender_killed_while_the_receiver_waits_is_seen_at_once(peers: Peers) -> None:
-    peer = peers(Side.RECEIVER, "--frames", "2", deadline_s=PATIENT_S)
-    assert all(peer.take(number) for number in range(2))
-    peer.end.start(2, 8)
-    with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(peer.end.finish, 2)
-        peer.kill()
-        with pytest.raises(ChannelBroken, match="closed by the other end"):
-            waiting.result(10)
+    assert breaks(lambda: take(peer, range(10, 10 + 2 * RING.slots)))
 
 
 def test_a_receiver_killed_in_the_middle_is_seen_at_once(peers: Peers) -> None:
-    peer = peers(Side.SENDER, deadline_s=PATIENT_S)
-    for number in range(RING.slots):
+    peer, count = peers(Side.SENDER), 12
+    for number in range(count):
+        if number >= RING.slots:
+            assert peer.credit() == number - RING.slots
         peer.give(number)
-    assert peer.credit() == 0  # it is reading slots just now
+    assert peer.credit() == count - RING.slots  # it is reading slots just now
     peer.kill()
-    assert breaks(lambda: peer.end.start(RING.slots, 8))
+    assert breaks(lambda: peer.end.start(count, 8))
 
 
-def test_a_frozen_sender_is_given_up_by_the_deadline_and_wakes_up_to_nothing(peers: Peers) -> None:
-    peer = peers(Side.RECEIVER, "--frames", "1", deadline_s=0.6)
-    assert peer.take(0)
-    peer.signal(signal.SIGSTOP)
-    peer.end.start(1, 8)
-    started = time.monotonic()
-    with pytest.raises(ChannelBroken, match=r"no progress within 0\.6 s"):
-        peer.end.finish(1)
-    assert time.monotonic() - started > 0.5
-    successor = peers(Side.RECEIVER, "--frames", "3")
-    peer.signal(signal.SIGCONT)
-    assert all(successor.take(number) for number in range(3))
-
-
-def test_a_sender_that_wakes_up_late_writes_into_memory_of_its_own_generation(peers: Peers) -> None:
+def test_a_frozen_sender_is_given_up_and_wakes_up_to_memory_of_its_own_generation(peers: Peers) -> None:
     peer = peers(Side.RECEIVER, deadline_s=0.6)
     assert all(peer.take(number) for number in range(3))
     peer.signal(signal.SIGSTOP)
-    peer.end.close()
+    started = time.monotonic()
+    with pytest.raises(ChannelBroken, match=r"no progress within 0\.6 s"):
+        take(peer, range(3, 4 + 2 * RING.slots))
+    assert time.monotonic() - started > 0.5
     peer.wire.say(credit=3)  # if it had filled all slots by then, it waits for one
     successor = peers(Side.RECEIVER, "--frames", "6")
     peer.signal(signal.SIGCONT)
@@ -128,7 +93,7 @@ def test_a_sender_that_wakes_up_late_writes_into_memory_of_its_own_generation(pe
 
 
 def test_a_sender_does_not_wait_for_a_frozen_receiver(peers: Peers) -> None:
-    peer = peers(Side.SENDER, deadline_s=PATIENT_S)
+    peer = peers(Side.SENDER)
     peer.signal(signal.SIGSTOP)
     for number in range(RING.slots):
         peer.give(number)

@@ -1,9 +1,12 @@
 """A receiver whose senders and data channels are made by hand: messages and frames come when the test says so."""
 
+from __future__ import annotations
+
 import queue
+import socket
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 
 import torch
@@ -12,12 +15,15 @@ from baton.core import PROTOCOL_VERSION
 from baton.errors import ChannelBroken
 from baton.rpc import convert
 from baton.rpc.v1 import peer_pb2 as pb
+from kvtransfer.digests import wire_digest
 from kvtransfer.receiver import PeerService
 from kvtransfer.transport import Ring, local_ring
 from kvtransfer.transports.express import Express
 from tests.support.time_factor import scaled
+from tests.support.waiting import eventually
 from tests.unit.kvtransfer.support import (
     FINGERPRINT,
+    LAYER,
     LAYOUT,
     SETTINGS,
     D,
@@ -27,13 +33,13 @@ from tests.unit.kvtransfer.support import (
     make_end,
     make_job,
     make_kv,
-    settled,
 )
 
 JOB = make_job("r", 8)
 HANDOFF = convert.handoff_to_pb(JOB.handoff)
-LAYER = 8 * LAYOUT.layer_token_bytes  # of the whole handoff
 SMALL = replace(SETTINGS, frame_size=LAYER, credits=2)
+ZEROS = torch.zeros(LAYER, dtype=torch.uint8)  # a layer of the whole handoff
+DIGESTS = [wire_digest(ZEROS)] * 3
 
 
 class HandMade:
@@ -41,26 +47,34 @@ class HandMade:
 
     name, reach, device = "by hand", "here", torch.device("cpu")
 
-    def __init__(self) -> None:
+    def __init__(self, *, express: bool) -> None:
         self.ends: list[HandMadeEnd] = []
+        self._express = express
 
-    def open(self, name, side, keys, ring: Ring, deadline_s: float) -> "HandMadeEnd":
-        self.ends.append(HandMadeEnd(ring))
+    def open(self, name, side, keys, ring: Ring, deadline_s: float) -> HandMadeEnd:
+        self.ends.append(HandMadeEnd(ring, express=self._express))
         return self.ends[-1]
 
 
 class HandMadeEnd:
-    express: Express | None = None
+    """`ours`: the test's half of its express, where it has one."""
 
-    def __init__(self, ring: Ring) -> None:
+    express: Express | None = None
+    ours: socket.socket | None = None
+
+    def __init__(self, ring: Ring, *, express: bool) -> None:
         self._ring = local_ring(ring, torch.device("cpu"))
         self._changed = threading.Condition()
         self._arrived = 0
-        self._closed = False
+        self.closed = False
         self.expected: list[tuple[int, int]] = []
         self.waited: list[int] = []
+        if express:
+            theirs, self.ours = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            theirs.settimeout(scaled(5))
+            self.express = Express("by hand", theirs)
 
-    def arrive(self, data: torch.Tensor) -> None:
+    def arrive(self, data: torch.Tensor = ZEROS) -> None:
         """The next frame is there, whether it was expected or not."""
         with self._changed:
             self.slot(self._arrived)[: len(data)].copy_(data)
@@ -76,29 +90,59 @@ class HandMadeEnd:
     def finish(self, number: int) -> None:
         self.waited.append(number)
         with self._changed:
-            assert self._changed.wait_for(lambda: self._closed or self._arrived > number, scaled(20))
-            if self._closed:
+            assert self._changed.wait_for(lambda: self.closed or self._arrived > number, scaled(20))
+            if self.closed:
                 raise ChannelBroken("closed")
 
     def close(self) -> None:
-        with self._changed:
-            self._closed = True
-            self._changed.notify_all()
+        """From the session's thread."""
+        self.leave()
         if self.express is not None:
             self.express.close()
 
+    def leave(self) -> None:
+        """As if the sender was gone."""
+        with self._changed:
+            self.closed = True
+            self._changed.notify_all()
+        if self.ours is not None:
+            self.ours.shutdown(socket.SHUT_RDWR)
+
+
+def announcement(layer: int = 0, **change) -> pb.FrameAnnounce:
+    """By default: a layer as a whole, and as many frames before it."""
+    frame = {"handoff": HANDOFF, "sequence": layer, "begin": 0, "end": 8, "nbytes": LAYER}
+    layers = {"layer_begin": layer, "layer_end": layer + 1}
+    return pb.FrameAnnounce(**{**frame, **layers, **change})
+
+
+def commit_of(tokens: int = 8, digests: Sequence[bytes] = DIGESTS, **change) -> pb.Commit:
+    end = make_end(tokens)
+    assert end.spec is not None
+    sequence = {"spec": convert.spec_to_pb(end.spec), "first": convert.tokens_to_pb(end.first)}
+    return pb.Commit(handoff=HANDOFF, digests=digests, **{**sequence, **change})
+
 
 class Call:
-    """A sender's stream by hand."""
+    """A sender's stream by hand. `beside`: the kinds of the replies that came by express."""
 
-    def __init__(self, peer: LoopbackPeer, sender=P, generation: int = 3) -> None:
+    def __init__(self, receiver: Receiver, sender=P, generation: int = 3) -> None:
         self.replies: queue.Queue[pb.PeerReply | str] = queue.Queue()
-        self.stream = peer.connect("", self.replies.put, self.replies.put)
+        self.beside: list[str | None] = []
+        self.receiver = receiver
+        self.stream = receiver.peer.connect("", self.replies.put, self.replies.put)
         self._sender = sender
         self._generation = generation
+        self._express: socket.socket | None = None
+        self._frames = 0
 
     def say(self, **command) -> None:
         self.stream.send(pb.PeerCommand(**command))
+
+    def send(self, packet: bytes) -> None:
+        """By express."""
+        assert self._express is not None
+        self._express.send(packet)
 
     def next(self) -> pb.PeerReply | str:
         return self.replies.get(timeout=scaled(5))
@@ -111,6 +155,14 @@ class Call:
         if reply.HasField("refused"):
             return pb.HandoffRefusal.Name(reply.refused.reason).removeprefix("HANDOFF_REFUSAL_")
         return str(reply.WhichOneof("reply"))
+
+    def refused(self, reason: str, detail: str = "") -> None:
+        """The session ends, for this reason."""
+        reply = self.next()
+        assert isinstance(reply, pb.PeerReply)
+        assert reply.refused.reason == pb.HandoffRefusal.Value(f"HANDOFF_REFUSAL_{reason}"), reply
+        assert detail in reply.refused.detail
+        assert self.hear() == "ended"
 
     def hello(self, **change) -> None:
         hello = {
@@ -129,52 +181,75 @@ class Call:
         self.say(offer=pb.Offer(**{**offer, **change}))
 
     def frame(self, layer: int = 0, **change) -> None:
-        """By default: a layer as a whole, and as many frames before it."""
-        frame = {"handoff": HANDOFF, "sequence": layer, "begin": 0, "end": 8, "nbytes": LAYER}
-        layers = {"layer_begin": layer, "layer_end": layer + 1}
-        self.say(frame=pb.FrameAnnounce(**{**frame, **layers, **change}))
+        self._frames += 1
+        self._hurry(pb.PeerCommand(frame=announcement(layer, **change)))
 
-    def commit(self, tokens: int = 8, digests=()) -> None:
-        end = make_end(tokens)
-        assert end.spec is not None
-        spec, first = convert.spec_to_pb(end.spec), convert.tokens_to_pb(end.first)
-        self.say(commit=pb.Commit(handoff=HANDOFF, spec=spec, first=first, digests=digests))
+    def arrived(self, layers: Iterable[int] = range(3)) -> Call:
+        """Layers of zeros, whose credit came."""
+        for layer in layers:
+            self.frame(layer)
+            self.receiver.end.arrive()
+            assert self.next() == pb.PeerReply(credit=pb.Credit(sequence=layer))
+        return self
+
+    def commit(self, *args, **change) -> None:
+        self._hurry(pb.PeerCommand(commit=commit_of(*args, **change), after=self._frames))
+
+    def abort(self, after: int = 0) -> None:
+        """Returns when the table has heard it."""
+        self.say(abort=pb.AbortHandoff(handoff=HANDOFF), after=after)
+        self.receiver.table.wait_for(("aborted", JOB.handoff))
 
     def spoil(self) -> None:
         """Say what makes no sense: it ends the session."""
         self.say(abort=pb.AbortHandoff())
 
-    def welcomed(self) -> "Call":
+    def welcomed(self) -> Call:
         self.hello()
         assert self.hear() == "welcome"
+        self._express = self.receiver.end.ours
+        if self._express is not None:
+            threading.Thread(target=self._listen, args=(self._express,), daemon=True).start()
         return self
 
-    def offered(self) -> "Call":
+    def offered(self) -> Call:
         self.welcomed().offer()
         assert self.hear() == "offer_accepted"
         return self
 
+    def _hurry(self, command: pb.PeerCommand) -> None:
+        if self._express is None:
+            self.stream.send(command)
+        else:
+            self.send(command.SerializeToString())
+
+    def _listen(self, express: socket.socket) -> None:
+        with suppress(ConnectionError):
+            while packet := express.recv(1 << 15):
+                reply = pb.PeerReply.FromString(packet)
+                self.beside.append(reply.WhichOneof("reply"))
+                self.replies.put(reply)
+
 
 class Receiver:
-    def __init__(self, settings=SMALL) -> None:
+    def __init__(self, settings=SMALL, *, express: bool = False) -> None:
         self.table, self.kv = RecordingTable(), make_kv(None)
         self.table.reserve(JOB.handoff, [11, 12])
-        self.channels = HandMade()
+        self.channels = HandMade(express=express)
         self.peer = LoopbackPeer(lambda: PeerService(self.kv, D, FINGERPRINT, settings, self.table, [self.channels]))
         self.calls: list[Call] = []
 
     def call(self, *args, **kwargs) -> Call:
-        self.calls.append(Call(self.peer, *args, **kwargs))
+        self.calls.append(Call(self, *args, **kwargs))
         return self.calls[-1]
 
     @property
     def end(self) -> HandMadeEnd:
-        assert settled(lambda: bool(self.channels.ends))
-        return self.channels.ends[-1]
+        return eventually(lambda: self.channels.ends)[-1]
 
     def close(self) -> None:
         for end in self.channels.ends:
-            end.close()
+            end.leave()
         self.peer.run(self.peer.service.close())  # first: a session that waits for hello would hold the streams up
         for call in self.calls:
             call.stream.close()
@@ -188,7 +263,7 @@ def running(receiver: Receiver) -> Iterator[Receiver]:
         yield receiver
     finally:
         receiver.close()
-    assert settled(lambda: not sessions())
+    eventually(lambda: not sessions())
 
 
 def sessions() -> list[str]:

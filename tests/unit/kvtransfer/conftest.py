@@ -1,5 +1,7 @@
 """A sender and a receiver in one process, over memory, with what a test wants to see or to spoil."""
 
+from __future__ import annotations
+
 import queue
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -10,11 +12,14 @@ import torch
 
 from baton.core import HandoffId, KVLayout, WorkerRef
 from baton.engine.kv import KVCache
-from kvtransfer.handoff import PushJob, TransferSettings
+from baton.rpc.v1 import peer_pb2 as pb
+from kvtransfer.handoff import PushEnd, PushJob, PushResult, TransferSettings
 from kvtransfer.receiver import PeerService
 from kvtransfer.sender import Sender
 from kvtransfer.transport import Transport
 from kvtransfer.transports.memory import MemoryTransport
+from tests.support.waiting import eventually
+from tests.unit.kvtransfer.ends import Gate, Wrapped
 from tests.unit.kvtransfer.support import (
     FINGERPRINT,
     LAYOUT,
@@ -26,9 +31,9 @@ from tests.unit.kvtransfer.support import (
     RecordingTable,
     Reports,
     hand_over,
+    make_end,
     make_job,
     make_kv,
-    settled,
 )
 
 Choice = Callable[[MemoryTransport], Sequence[Transport]]
@@ -36,6 +41,11 @@ Choice = Callable[[MemoryTransport], Sequence[Transport]]
 
 def plain(memory: MemoryTransport) -> Sequence[Transport]:
     return [memory]
+
+
+def wrapped(wrap) -> Choice:
+    """A transport whose ends are wrapped."""
+    return lambda memory: [Wrapped(memory, wrap)]
 
 
 @dataclass
@@ -58,6 +68,12 @@ class Pair:
         """A push all of whose KV is computed."""
         return hand_over(self.sender, self.reserve(name, tokens, target, **job), source, self.source.layout.layers)
 
+    def complete(self, job: PushJob, blocks: Sequence[int], end: PushEnd | None = None) -> PushResult:
+        """Compute all of a push that has begun, and finish it."""
+        self.sender.computed(job.handoff, blocks, self.source.layout.layers, job.known_tokens)
+        self.sender.finish(job.handoff, end or make_end(job.known_tokens))
+        return self.reports.done(job.handoff)
+
     @property
     def stream(self) -> LoopbackStream:
         """The newest channel's."""
@@ -65,7 +81,10 @@ class Pair:
 
 
 class Pairs:
-    """Makes pairs. `send` and `recv` say what transports each side has, made of the one that both could use."""
+    """Makes pairs. `send` and `recv` say what transports each side has, made of the one that both could use.
+
+    `heard` is given each reply before the sender; it may change it, or return False: the sender never gets it.
+    """
 
     def __init__(self) -> None:
         self.made: list[Pair] = []
@@ -82,17 +101,26 @@ class Pairs:
         fingerprint: str = FINGERPRINT,
         me: WorkerRef = P,
         connect=None,
+        heard: Callable[[pb.PeerReply], bool] = lambda reply: True,
     ) -> Pair:
         memory, table, reports = MemoryTransport(), RecordingTable(layout), Reports()
-        target, source = make_kv(None, layout=layout), source or make_kv(1)
+        source, target = source or make_kv(1), make_kv(None, layout=layout)
         theirs = receiver or settings
         peer = LoopbackPeer(lambda: PeerService(target, D, FINGERPRINT, theirs, table, recv(memory)))
-        connect = connect or peer.connect
+
+        def filtered(address, on_reply, on_end) -> LoopbackStream:
+            return peer.connect(address, lambda reply: heard(reply) and on_reply(reply), on_end)
+
         unfetched: queue.Queue[HandoffId] = queue.Queue()
-        told = {"on_unfetched": unfetched.put, "connect": connect}
+        told = {"on_unfetched": unfetched.put, "connect": connect or filtered}
         sender = Sender(source, me, fingerprint, settings, send(memory), reports, **told)
         self.made.append(Pair(table, source, target, reports, peer, sender, unfetched))
         return self.made[-1]
+
+    def gated(self, settings: TransferSettings, **change) -> tuple[Pair, Gate]:
+        """A pair whose sender stops before each frame."""
+        gate = Gate()
+        return self(settings, send=wrapped(gate), **change), gate
 
     def close(self) -> None:
         for pair in self.made:
@@ -108,7 +136,7 @@ def pairs() -> Iterator[Pairs]:
     pairs = Pairs()
     yield pairs
     pairs.close()
-    assert settled(lambda: set(threading.enumerate()) <= before), set(threading.enumerate()) - before
+    eventually(lambda: set(threading.enumerate()) <= before, f"no more threads than {before}")
 
 
 @pytest.fixture

@@ -1,11 +1,13 @@
-"""Ends of a channel that spoil or stop what goes through them, around ends that work."""
+"""Ends of a channel that spoil or stop what goes through them, around ends that work, and calls that stop half way."""
+
+from __future__ import annotations
 
 import threading
-
-import torch
+from typing import Any
 
 from baton.errors import ChannelBroken
 from kvtransfer import probe
+from tests.support.time_factor import scaled
 
 
 class Wrapped:
@@ -26,19 +28,9 @@ class WrappedEnd:
 
     def __init__(self, inner) -> None:
         self.inner = inner
-        self.express = inner.express
 
-    def slot(self, number: int) -> torch.Tensor:
-        return self.inner.slot(number)
-
-    def start(self, number: int, nbytes: int) -> None:
-        self.inner.start(number, nbytes)
-
-    def finish(self, number: int) -> None:
-        self.inner.finish(number)
-
-    def close(self) -> None:
-        self.inner.close()
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
 
 
 class FlippingEnd(WrappedEnd):
@@ -60,17 +52,59 @@ class FlippingEnd(WrappedEnd):
             self.inner.slot(number)[self._nbytes // 2] ^= 1
 
 
-class GatedEnd(WrappedEnd):
-    """A sender's end that stops before each frame of a handoff until the test lets it through."""
+class Gate:
+    """Stops a sender's ends before each frame of a handoff until the test lets it through."""
 
-    def __init__(self, inner) -> None:
+    def __init__(self) -> None:
+        self.channels = 0
+        self._stopped, self._open = threading.Semaphore(0), threading.Semaphore(0)
+
+    def __call__(self, inner) -> WrappedEnd:
+        self.channels += 1
+        return GatedEnd(inner, self)
+
+    def wait_stopped(self) -> None:
+        assert self._stopped.acquire(timeout=scaled(10))
+
+    def let(self, frames: int) -> None:
+        self._open.release(frames)
+
+    def hold(self) -> None:
+        """From an end."""
+        self._stopped.release()
+        if not self._open.acquire(timeout=scaled(20)):
+            raise ChannelBroken("the gate stayed shut")
+
+
+class GatedEnd(WrappedEnd):
+    def __init__(self, inner, gate: Gate) -> None:
         super().__init__(inner)
-        self.arrived = threading.Semaphore(0)
-        self.gate = threading.Semaphore(0)
+        self._gate = gate
 
     def start(self, number: int, nbytes: int) -> None:
         if number >= probe.FRAMES:
-            self.arrived.release()
-            if not self.gate.acquire(timeout=20):
-                raise ChannelBroken("the gate stayed shut")
+            self._gate.hold()
         self.inner.start(number, nbytes)
+
+
+class Stopped:
+    """The next call of a method waits, before it does anything, until the test lets it go on."""
+
+    def __init__(self, owner, name: str) -> None:
+        self._entered, self._leave = threading.Event(), threading.Event()
+        call = getattr(owner, name)
+
+        def stopping(*args):
+            setattr(owner, name, call)
+            self._entered.set()
+            assert self._leave.wait(scaled(10))
+            return call(*args)
+
+        setattr(owner, name, stopping)
+
+    def wait(self) -> None:
+        """Until it was called."""
+        assert self._entered.wait(scaled(10))
+
+    def go_on(self) -> None:
+        self._leave.set()

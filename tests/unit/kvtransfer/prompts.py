@@ -1,5 +1,7 @@
 """What an engine does with its prompts: layer by layer, on blocks that are poison until computed."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
@@ -30,7 +32,7 @@ def poisoned() -> KVCache:
 class Prompt:
     """What an engine does with one prompt, on a cache that is poison wherever it has not computed."""
 
-    pair: "Pair"
+    pair: Pair
     job: PushJob
     blocks: Sequence[int]
     calls: int = field(default=0)
@@ -39,7 +41,7 @@ class Prompt:
     def tokens(self) -> int:
         return self.job.known_tokens
 
-    def begin(self) -> "Prompt":
+    def begin(self) -> Prompt:
         self.pair.sender.begin(self.job)
         return self
 
@@ -52,6 +54,12 @@ class Prompt:
     def chunk(self, begin: int, end: int, layers: int = LAYOUT.layers) -> None:
         for layer in range(layers):
             self.layer(layer, begin, end)
+
+    def rest(self, begin: int, size: int = 1 << 16) -> PushResult:
+        """Compute all from `begin` on, in chunks of this size; finish."""
+        for start in range(begin, self.tokens, size):
+            self.chunk(start, min(start + size, self.tokens))
+        return self.finished()
 
     def withdraw(self) -> None:
         """The blocks are somebody else's from now on."""
@@ -68,6 +76,10 @@ class Prompt:
         due = rows(RIGHT, range(64), self.job.skip, self.tokens)
         return torch.equal(rows(self.pair.target, there, self.job.skip, self.tokens), due)
 
+    def finished(self) -> PushResult:
+        self.finish()
+        return self.done()
+
     def done(self) -> PushResult:
         result = self.pair.reports.done(self.job.handoff)
         assert self.arrived()
@@ -81,10 +93,7 @@ def prompt(pair, name: str, tokens: int, blocks: Sequence[int], target: Sequence
 
 def fence(pair, name: str) -> None:
     """A handoff that comes after all others: when it is through, they had their turn, and nothing of them can leave."""
-    push = prompt(pair, name, 1, [63], [63]).begin()
-    push.chunk(0, 1)
-    push.finish()
-    push.done()
+    prompt(pair, name, 1, [63], [63]).begin().rest(0)
 
 
 def announced(pair, push: Prompt) -> list[tuple[int, int, int, int]]:

@@ -1,13 +1,18 @@
 """A table that records and obeys, KV with known bytes, pushes, and a Peer stream without a network."""
 
+from __future__ import annotations
+
 import asyncio
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import torch
+from hypothesis import strategies as st
 
 from baton.core import HandoffId, Incarnation, KVLayout, Sampling, SequenceSpec, Token, WorkerRef
 from baton.engine.kv import KVCache
@@ -22,10 +27,21 @@ from kvtransfer.sender import Sender
 from tests.support.time_factor import scaled
 
 FINGERPRINT = "feedbead"
+layouts = st.builds(
+    KVLayout,
+    layers=st.integers(1, 6),
+    kv_heads=st.integers(1, 3),
+    head_dim=st.sampled_from([1, 3, 8]),
+    block_size=st.sampled_from([1, 4]),
+    dtype=st.sampled_from(["float32", "bfloat16"]),
+    tensors=st.sampled_from([("k", "v"), ("latent",)]),
+)
 LAYOUT = KVLayout(layers=3, kv_heads=2, head_dim=8, block_size=4, dtype="float32")
 P = WorkerRef("prefill-0", Incarnation(7, 1), "in-process")
 D = WorkerRef("decode-0", Incarnation(7, 2), "in-process")
 SETTINGS = TransferSettings(transport="memory", frame_size=1 << 16, frame_deadline_s=5.0)
+LAYER = 8 * LAYOUT.layer_token_bytes  # of 8 positions: two blocks
+SMALL_FRAMES = replace(SETTINGS, frame_size=LAYER)
 
 
 def make_kv(seed: int | None, blocks: int = 64, layout: KVLayout = LAYOUT) -> KVCache:
@@ -114,6 +130,12 @@ class Reports:
         assert isinstance(outcome, PushResult), outcome
         return outcome
 
+    def failed(self, handoff: HandoffId, kind: type[HandoffError], *named: str, timeout: float = 10.0) -> None:
+        """Wait for an error of this kind whose text has all these parts."""
+        outcome = self.wait(handoff, timeout)
+        assert isinstance(outcome, kind), outcome
+        assert all(part in str(outcome) for part in named), outcome
+
 
 class RecordingTable:
     """Reservations as the protocol wants them; `hold` lets a test stop a write half way."""
@@ -153,18 +175,20 @@ class RecordingTable:
     def writing(self, handoff: HandoffId, sender: WorkerRef) -> Iterator[Sequence[int]]:
         self.hold()
         with self._lock:
-            if self.bound.get(handoff) != sender or handoff in self.commits:
-                raise StaleAttempt(f"{handoff} is not bound to {sender}")
+            self._check(handoff, sender)
             yield self.blocks[handoff]
             self.written[handoff] += 1
             self._changed.notify_all()
 
     def commit(self, handoff: HandoffId, sender: WorkerRef, commit: CommitState) -> None:
         with self._lock:
-            if self.bound.get(handoff) != sender or handoff in self.commits:
-                raise StaleAttempt(f"{handoff} is not bound to {sender}")
+            self._check(handoff, sender)
             self.commits[handoff] = commit
             self._note("commit", handoff)
+
+    def _check(self, handoff: HandoffId, sender: WorkerRef) -> None:
+        if self.bound.get(handoff) != sender or handoff in self.commits:
+            raise StaleAttempt(f"{handoff} is not bound to {sender}")
 
     def fetch(self, handoff: HandoffId, sender: WorkerRef, begin: int, end: int, *, verify: bool = False) -> None:
         if end > self.cached:
@@ -185,27 +209,19 @@ class RecordingTable:
             self._note("lost", sender)
 
     def wait_for(self, event: tuple[str, object], timeout: float = 10.0) -> None:
-        with self._changed:
-            assert self._changed.wait_for(lambda: event in self.events, scaled(timeout)), (event, self.events)
+        self._wait(lambda: event in self.events, timeout)
 
-    def wait_written(self, handoff: HandoffId, frames: int, timeout: float = 10.0) -> None:
+    def wait_written(self, handoff: HandoffId, frames: int) -> None:
+        self._wait(lambda: self.written[handoff] >= frames)
+
+    def _wait(self, ready: Callable[[], bool], timeout: float = 10.0) -> None:
         with self._changed:
-            assert self._changed.wait_for(lambda: self.written[handoff] >= frames, scaled(timeout)), self.written
+            assert self._changed.wait_for(ready, scaled(timeout)), (self.events, self.written)
 
     def _note(self, kind: str, what: object) -> None:
         with self._changed:
             self.events.append((kind, what))
             self._changed.notify_all()
-
-
-class _Context:
-    """What the service needs of a gRPC context."""
-
-    def __init__(self, on_reply: Callable[[pb.PeerReply], None]) -> None:
-        self._on_reply = on_reply
-
-    async def write(self, reply: pb.PeerReply) -> None:
-        self._on_reply(reply)
 
 
 class LoopbackPeer:
@@ -226,7 +242,7 @@ class LoopbackPeer:
 
     def connect(
         self, address: str, on_reply: Callable[[pb.PeerReply], None], on_end: Callable[[str], None]
-    ) -> "LoopbackStream":
+    ) -> LoopbackStream:
         self.streams.append(LoopbackStream(self, on_reply, on_end))
         return self.streams[-1]
 
@@ -259,8 +275,7 @@ class LoopbackStream:
     def frames(self, handoff: HandoffId) -> list[FrameSpec]:
         """What has been announced of it."""
         wanted = convert.handoff_to_pb(handoff)
-        commands = [command for command in list(self.said) if command.HasField("frame")]
-        said = [frame for command in commands for frame in (command.frame, *command.more)]
+        said = [frame for command in list(self.said) for frame in (command.frame, *command.more)]
         return [frame_of(frame) for frame in said if frame.HasField("handoff") and frame.handoff == wanted]
 
     def close(self) -> None:
@@ -273,17 +288,13 @@ class LoopbackStream:
             self._peer.loop.call_soon_threadsafe(self._commands.put_nowait, command)
 
     async def _serve(self, on_reply: Callable[[pb.PeerReply], None]) -> None:
-        await self._peer.service.Connect(self._stream(), _Context(on_reply))
+        async def write(reply: pb.PeerReply) -> None:
+            on_reply(reply)
+
+        context: Any = SimpleNamespace(write=write)
+        await self._peer.service.Connect(self._stream(), context)
         self._on_end("ended")
 
     async def _stream(self):
         while (command := await self._commands.get()) is not None:
             yield command
-
-
-def settled(ready: Callable[[], bool], timeout: float = 5.0) -> bool:
-    """Poll for what has no event to wait for, e.g. the number of threads of the process."""
-    end = time.monotonic() + scaled(timeout)
-    while not ready() and time.monotonic() < end:
-        time.sleep(0.01)
-    return ready()

@@ -1,34 +1,33 @@
 """Channels that break, and those whose other end answers too late or makes no sense."""
 
+from __future__ import annotations
+
 import threading
-from concurrent.futures import ThreadPoolExecutor
+import time
 from dataclasses import replace
 
 import pytest
-import torch
 
 from baton.core import HandoffId
 from baton.errors import ChannelBroken, HandoffError
 from baton.rpc.v1 import common_pb2 as pb_common
 from baton.rpc.v1 import peer_pb2 as pb
-from kvtransfer import probe
+from kvtransfer import outbox, probe
 from kvtransfer.handoff import PushResult
+from kvtransfer.push import State
 from kvtransfer.transport import MAX_VALUE_BYTES
 from tests.support.time_factor import scaled
-from tests.unit.kvtransfer.support import LAYOUT, SETTINGS, make_end, make_job, same_kv, settled
-from tests.unit.kvtransfer.test_handoff import SMALL_FRAMES, gated
-
-WELCOME = pb.PeerWelcome(credits=4, frame_size=1 << 20, transport="stuck")
+from tests.support.waiting import eventually
+from tests.unit.kvtransfer.support import LAYOUT, SETTINGS, SMALL_FRAMES, make_end, make_job, same_kv
 
 
 def test_close_ends_every_push_with_channel_broken(pairs) -> None:
-    pair, ends = gated(pairs, replace(SMALL_FRAMES, frame_deadline_s=2.0))
+    pair, gate = pairs.gated(replace(SMALL_FRAMES, frame_deadline_s=2.0))
     handoffs = [pair.push(f"r{n}", 8, [1, 2], [11, 12]) for n in range(3)]
     begun = pair.reserve("begun", 8, [13, 14])
     pair.sender.begin(begun)
-    assert settled(lambda: bool(ends))
-    assert ends[0].arrived.acquire(timeout=scaled(5))
-    ends[0].gate.release(100)
+    gate.wait_stopped()
+    gate.let(100)
     pair.sender.close()
     assert all(isinstance(pair.reports.outcomes[handoff], ChannelBroken | PushResult) for handoff in handoffs)
     assert isinstance(pair.reports.outcomes[begun.handoff], ChannelBroken)
@@ -37,18 +36,17 @@ def test_close_ends_every_push_with_channel_broken(pairs) -> None:
 
 
 def test_a_receiver_that_leaves_breaks_the_channel_and_the_next_push_builds_another(pairs) -> None:
-    pair, ends = gated(pairs, replace(SMALL_FRAMES, frame_deadline_s=scaled(1.0)))
+    pair, gate = pairs.gated(replace(SMALL_FRAMES, frame_deadline_s=scaled(1.0)))
     first = pair.push("first", 8, [1, 2], [11, 12])
-    assert settled(lambda: bool(ends))
-    assert ends[0].arrived.acquire(timeout=scaled(5))
+    gate.wait_stopped()
     pair.peer.run(pair.peer.service.close())
-    assert isinstance(pair.reports.wait(first, 2), ChannelBroken)  # although its frame hangs on the wire
+    pair.reports.failed(first, ChannelBroken)  # although its frame hangs on the wire
     assert [kind for kind, _ in pair.table.events] == ["offer", "lost"]
     second = pair.push("second", 8, [3, 4], [13, 14])
-    assert settled(lambda: len(ends) == 2)
-    ends[0].gate.release(10)
-    ends[1].gate.release(10)
-    assert isinstance(pair.reports.wait(second), PushResult)
+    gate.wait_stopped()
+    gate.let(20)
+    pair.reports.done(second)
+    assert gate.channels == 2
     assert same_kv(pair.source, [3, 4], pair.target, [13, 14], 8)
 
 
@@ -60,12 +58,11 @@ def test_what_is_computed_after_the_channel_broke_is_nobodys(pairs) -> None:
     pair.sender.computed(job.handoff, [1, 2], 1, 8)
     pair.table.wait_written(job.handoff, 1)
     pair.peer.run(pair.peer.service.close())
-    assert isinstance(pair.reports.wait(job.handoff), ChannelBroken)
+    pair.reports.failed(job.handoff, ChannelBroken)
     pair.sender.computed(job.handoff, [1, 2], LAYOUT.layers, 8)
     pair.sender.withdraw(job.handoff)
     pair.sender.finish(job.handoff, make_end(8))
-    again = pair.push("r", 8, [3, 4], [13, 14], attempt=2)
-    assert isinstance(pair.reports.wait(again), PushResult)
+    pair.reports.done(pair.push("r", 8, [3, 4], [13, 14], attempt=2))
     assert same_kv(pair.source, [3, 4], pair.target, [13, 14], 8)
 
 
@@ -74,13 +71,10 @@ def test_a_stream_that_cannot_be_opened_is_reported(pairs) -> None:
         raise OSError("no descriptor is left")
 
     pair = pairs(connect=connect)
-    outcome = pair.reports.wait(pair.push("r", 3, [0], [1]))
-    assert isinstance(outcome, ChannelBroken)
-    assert "no descriptor is left" in str(outcome)
+    pair.reports.failed(pair.push("r", 3, [0], [1]), ChannelBroken, "no descriptor is left")
 
 
-def test_a_callback_that_raises_costs_the_others_nothing(pairs) -> None:
-    pair = pairs()
+def test_a_callback_that_raises_costs_the_others_nothing(pair) -> None:
     tell = pair.sender._on_done
 
     def bad(handoff: HandoffId, outcome: PushResult | HandoffError) -> None:
@@ -89,177 +83,133 @@ def test_a_callback_that_raises_costs_the_others_nothing(pairs) -> None:
 
     pair.sender._on_done = bad
     for name in ("a", "b"):
-        assert isinstance(pair.reports.wait(pair.push(name, 3, [0], [1])), PushResult)
+        pair.reports.done(pair.push(name, 3, [0], [1]))
 
 
 def test_what_cannot_be_read_breaks_the_channel_and_reports(pair) -> None:
     """Too few blocks for what is said to be computed: a mistake of the worker's own."""
-    outcome = pair.reports.wait(pair.push("r", 8, [0], [1, 2]))
-    assert isinstance(outcome, ChannelBroken)
-    assert "IndexError" in str(outcome)
-    assert isinstance(pair.reports.wait(pair.push("s", 3, [0], [1])), PushResult)
+    pair.reports.failed(pair.push("r", 8, [0], [1, 2]), ChannelBroken, "IndexError")
+    pair.reports.done(pair.push("s", 3, [0], [1]))
 
 
-ANSWERS = ["welcome", "probed", "offer_accepted", "credit", "commit_ack"]
+@pytest.mark.parametrize(
+    ("answer", "missed"),
+    [
+        ("welcome", "within"),  # of either end: the receiver waits for the channel meanwhile
+        ("probed", "no answer to the probe within"),
+        ("offer_accepted", "no answer within"),
+        ("credit", "no credit within"),
+        ("commit_ack", "no answer within"),
+    ],
+)
+def test_an_answer_that_never_comes_breaks_the_channel_by_its_deadline(pairs, answer: str, missed: str) -> None:
+    settings = replace(SMALL_FRAMES, frame_deadline_s=scaled(0.3), credits=1)
+    pair = pairs(settings, heard=lambda reply: reply.WhichOneof("reply") != answer)
+    handoff = pair.push("r", 8, [1, 2], [11, 12])
+    pair.reports.failed(handoff, ChannelBroken, f"{missed} {settings.frame_deadline_s} s", timeout=3)
+    offered = answer in {"offer_accepted", "commit_ack"}
+    assert (("offer", handoff) in pair.table.events) == offered
 
 
-@pytest.mark.parametrize("answer", ANSWERS)
-def test_an_answer_that_never_comes_breaks_the_channel_by_its_deadline(pairs, answer: str) -> None:
-    def connect(address, on_reply, on_end):
-        def most(reply: pb.PeerReply) -> None:
-            if reply.WhichOneof("reply") != answer:
-                on_reply(reply)
+class Clock:
+    """The time that the outbox sees: it stands still but for what the test adds."""
 
-        return pair.peer.connect(address, most, on_end)
+    def __init__(self) -> None:
+        self._now, self._looks = time.monotonic(), 0
 
-    pair = pairs(replace(SMALL_FRAMES, frame_deadline_s=0.3, credits=1), connect=connect)
-    outcome = pair.reports.wait(pair.push("r", 8, [1, 2], [11, 12]), 3)
-    assert isinstance(outcome, ChannelBroken)
-    assert "within 0.3 s" in str(outcome)
+    def monotonic(self) -> float:
+        self._looks += threading.current_thread().name == "kv-deadlines"
+        return self._now
+
+    def add(self, seconds: float) -> None:
+        """Returns when the answers that are due were looked at."""
+        self._now += seconds
+        seen = self._looks
+        eventually(lambda: self._looks >= seen + 2)
 
 
-@pytest.mark.slow
-def test_time_in_the_queue_counts_against_nobody(pairs) -> None:
-    pair, ends = gated(pairs, replace(SETTINGS, frame_deadline_s=scaled(1.0)))
+@pytest.fixture
+def clock(monkeypatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(outbox, "time", clock)
+    return clock
+
+
+def test_time_in_the_queue_counts_against_nobody(pairs, clock: Clock) -> None:
+    pair, gate = pairs.gated(SETTINGS)
     handoffs = [pair.push(f"r{n}", 8, [1, 2], [11, 12]) for n in range(4)]
-    assert settled(lambda: bool(ends))
-    for _ in handoffs:
-        assert ends[0].arrived.acquire(timeout=scaled(5))
-        threading.Event().wait(scaled(0.4))  # each frame alone is well within the deadline, all together are not
-        ends[0].gate.release()
-    assert all(isinstance(pair.reports.wait(handoff), PushResult) for handoff in handoffs)
+    gate.wait_stopped()
+    pushes = pair.sender._links[0].outbox._pushes
+    eventually(lambda: [push.state for push in pushes.values()] == [State.ACCEPTED] * 4)
+    clock.add(10 * SETTINGS.frame_deadline_s)
+    gate.let(4)
+    for handoff in handoffs:
+        pair.reports.done(handoff)
 
 
-@pytest.mark.slow
-def test_time_spent_computing_counts_against_nobody(pairs) -> None:
-    pair = pairs(replace(SMALL_FRAMES, frame_deadline_s=scaled(0.8)))
+def test_time_spent_computing_counts_against_nobody(pairs, clock: Clock) -> None:
+    pair = pairs(SMALL_FRAMES)
     job = pair.reserve("slow", 8, [11, 12])
     pair.sender.begin(job)
     pair.sender.computed(job.handoff, [1, 2], 1, 8)
     pair.table.wait_written(job.handoff, 1)
-    threading.Event().wait(scaled(1.0))  # longer than any answer or frame may take
-    pair.sender.computed(job.handoff, [1, 2], LAYOUT.layers, 8)
-    pair.sender.finish(job.handoff, make_end(8))
-    assert isinstance(pair.reports.wait(job.handoff), PushResult)
+    clock.add(10 * SETTINGS.frame_deadline_s)
+    pair.complete(job, [1, 2])
 
 
-# a receiver by hand
+def test_an_answer_is_overdue_at_its_deadline_although_the_wire_holds_the_link_up(pairs, clock: Clock) -> None:
+    def heard(reply: pb.PeerReply) -> bool:
+        return reply.offer_accepted.handoff.request_id != "late"
+
+    pair, gate = pairs.gated(SETTINGS, heard=heard)
+    first = pair.push("first", 3, [0], [1])
+    gate.wait_stopped()
+    late = pair.push("late", 3, [0], [1])
+    clock.add(SETTINGS.frame_deadline_s)
+    for handoff in (late, first):
+        pair.reports.failed(handoff, ChannelBroken, "no answer")
+    gate.let(1)
 
 
-class Scripted:
-    """A stream whose receiver welcomes, finds the probe right, says `more`, and accepts what is not named `late`."""
-
-    def __init__(self, pairs, *more: pb.PeerReply, welcome: pb.PeerWelcome = WELCOME) -> None:
-        self._welcome = pb.PeerReply(welcome=welcome)
-        self._more = more
-        self._pool = ThreadPoolExecutor(1)
-        self.end = StuckEnd()
-        settings = replace(SETTINGS, frame_deadline_s=scaled(0.4))
-        self.pair = pairs(settings, send=lambda memory: [Stuck(self.end)], connect=self._connect)
-
-    def _connect(self, address, on_reply, on_end):
-        self._on_reply = on_reply
-        return self
-
-    def send(self, command: pb.PeerCommand) -> None:
-        match command.WhichOneof("command"):
-            case "hello":
-                self._reply(self._welcome)
-            case "frame" if not command.frame.HasField("handoff"):
-                last = [command.frame, *command.more][-1].sequence
-                self._reply(pb.PeerReply(credit=pb.Credit(sequence=last)))
-                if last == probe.FRAMES - 1:
-                    self._reply(pb.PeerReply(probed=pb.Probed(frames=probe.FRAMES)), *self._more)
-            case "offer" if command.offer.handoff.request_id != "late":
-                self._reply(pb.PeerReply(offer_accepted=pb.OfferAccepted(handoff=command.offer.handoff)))
-
-    def _reply(self, *replies: pb.PeerReply) -> None:
-        for reply in replies:
-            self._pool.submit(self._on_reply, reply)
-
-    def close(self) -> None:
-        self._pool.shutdown(wait=False)
+# answers that make no sense
 
 
-class StuckEnd:
-    """Takes the probe, and not a byte of anything else."""
-
-    express = None
-
-    def __init__(self) -> None:
-        self.stuck = threading.Event()
-        self.free = threading.Event()
-
-    def slot(self, number: int) -> torch.Tensor:
-        return torch.empty(1 << 20, dtype=torch.uint8)
-
-    def start(self, number: int, nbytes: int) -> None:
-        if number >= probe.FRAMES:
-            self.stuck.set()
-            self.free.wait(10)
-
-    def finish(self, number: int) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
+@pytest.mark.parametrize(
+    ("reply", "named"),
+    [
+        (pb.PeerReply(welcome=pb.PeerWelcome(credits=4, frame_size=1 << 20)), "a second welcome"),
+        (pb.PeerReply(credit=pb.Credit(sequence=probe.FRAMES)), f"frame {probe.FRAMES}, with {probe.FRAMES} announced"),
+        (pb.PeerReply(credit=pb.Credit(sequence=0)), "credit for frame 0"),
+        (pb.PeerReply(commit_ack=pb.CommitAck()), "handoff"),
+        (pb.PeerReply(store_key=pb.StoreKey(key="k", value=b"." * (MAX_VALUE_BYTES + 1))), "rendezvous key"),
+    ],
+)
+def test_an_answer_that_makes_no_sense_breaks_the_link(pair, reply: pb.PeerReply, named: str) -> None:
+    job = pair.reserve("r", 3, [1])
+    pair.sender.begin(job)
+    outbox = pair.sender._links[0].outbox
+    pair.table.wait_for(("offer", job.handoff))  # the probe is over
+    eventually(lambda: outbox.window._credited == probe.FRAMES)
+    outbox.take(reply)
+    pair.reports.failed(job.handoff, ChannelBroken, named)
 
 
-class Stuck:
-    name, reach, device = "stuck", "", torch.device("cpu")
+@pytest.mark.parametrize(("change", "named"), [({"credits": 0}, "no frames"), ({"frame_size": 7}, "7 bytes")])
+def test_a_welcome_that_grants_nothing_breaks_the_link(pairs, change: dict[str, int], named: str) -> None:
+    def heard(reply: pb.PeerReply) -> bool:
+        if reply.HasField("welcome"):
+            for name, value in change.items():
+                setattr(reply.welcome, name, value)
+        return True
 
-    def __init__(self, end: StuckEnd) -> None:
-        self._end = end
-
-    def open(self, *args) -> StuckEnd:
-        return self._end
-
-
-def test_an_answer_is_overdue_at_its_deadline_although_the_wire_holds_the_link_up(pairs) -> None:
-    scripted = Scripted(pairs)
-    first = scripted.pair.push("first", 3, [0], [1])
-    assert scripted.end.stuck.wait(scaled(5))
-    late = scripted.pair.push("late", 3, [0], [1])
-    try:
-        outcomes = [scripted.pair.reports.wait(handoff, 0.4 * 1.8) for handoff in (late, first)]
-    finally:
-        scripted.end.free.set()
-    assert [type(outcome) for outcome in outcomes] == [ChannelBroken, ChannelBroken]
-    assert "no answer" in str(outcomes[0])
+    pair = pairs(replace(SETTINGS, frame_deadline_s=scaled(0.4)), heard=heard)
+    pair.reports.failed(pair.push("r", 3, [0], [1]), ChannelBroken, named)
 
 
-NONSENSE = [
-    (pb.PeerReply(welcome=WELCOME), "a second welcome"),
-    (pb.PeerReply(credit=pb.Credit(sequence=probe.FRAMES)), f"credit for frame {probe.FRAMES}, with {probe.FRAMES}"),
-    (pb.PeerReply(credit=pb.Credit(sequence=0)), "credit for frame 0"),
-    (pb.PeerReply(commit_ack=pb.CommitAck()), "handoff"),
-    (pb.PeerReply(store_key=pb.StoreKey(key="k", value=b"." * (MAX_VALUE_BYTES + 1))), "rendezvous key"),
-]
-
-
-@pytest.mark.parametrize(("reply", "match"), NONSENSE)
-def test_an_answer_that_makes_no_sense_breaks_the_link(pairs, reply: pb.PeerReply, match: str) -> None:
-    scripted = Scripted(pairs, reply)
-    outcome = scripted.pair.reports.wait(scripted.pair.push("late", 3, [0], [1]))
-    assert isinstance(outcome, ChannelBroken)
-    assert match in str(outcome)
-
-
-@pytest.mark.parametrize(("change", "match"), [({"credits": 0}, "no frames"), ({"frame_size": 7}, "7 bytes")])
-def test_a_welcome_that_grants_nothing_breaks_the_link(pairs, change, match: str) -> None:
-    welcome = pb.PeerWelcome(**{"credits": 4, "frame_size": 1 << 20, "transport": "stuck", **change})
-    scripted = Scripted(pairs, welcome=welcome)
-    outcome = scripted.pair.reports.wait(scripted.pair.push("r", 3, [0], [1]))
-    assert isinstance(outcome, ChannelBroken)
-    assert match in str(outcome)
-
-
-def test_an_ack_of_what_is_unknown_is_nothing(pairs) -> None:
-    pair = pairs()
-    handoff = pair.push("r", 3, [0], [1])
-    assert isinstance(pair.reports.wait(handoff), PushResult)
-    outbox, never = pair.sender._links[0].outbox, pb_common.HandoffId(request_id="never", attempt=1)
-    outbox.take(pb.PeerReply(commit_ack=pb.CommitAck(handoff=never)))
-    assert not outbox.broken
-    assert pair.sender._links[0].outbox.idle
+def test_an_ack_of_what_is_unknown_is_nothing(pair) -> None:
+    pair.reports.done(pair.push("r", 3, [0], [1]))
+    found, never = pair.sender._links[0].outbox, pb_common.HandoffId(request_id="never", attempt=1)
+    found.take(pb.PeerReply(commit_ack=pb.CommitAck(handoff=never)))
+    assert not found.broken
+    assert found.idle
     assert HandoffId("never", 1) not in pair.reports.outcomes

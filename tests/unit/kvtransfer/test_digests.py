@@ -1,5 +1,7 @@
 """Digests: of each frame as it was sent, and of the whole KV, which knows neither the cut nor the order of frames."""
 
+from __future__ import annotations
+
 import random
 from dataclasses import replace
 
@@ -12,20 +14,9 @@ from baton.core import HandoffId, KVLayout
 from baton.errors import DigestMismatch
 from baton.rpc.v1 import peer_pb2 as pb
 from kvtransfer.digests import KVDigest, wire_digest
-from kvtransfer.handoff import PushResult
 from kvtransfer.inbound import Inbound
 from kvtransfer.plan import Coverage, FrameSpec
-from tests.unit.kvtransfer.support import LAYOUT, SETTINGS, make_end, same_kv
-
-layouts = st.builds(
-    KVLayout,
-    layers=st.integers(1, 4),
-    kv_heads=st.integers(1, 3),
-    head_dim=st.sampled_from([1, 3, 8]),
-    block_size=st.just(4),
-    dtype=st.sampled_from(["float32", "bfloat16"]),
-    tensors=st.sampled_from([("k", "v"), ("latent",)]),
-)
+from tests.unit.kvtransfer.support import LAYOUT, SETTINGS, SMALL_FRAMES, hand_over, layouts, same_kv
 
 
 class Whole:
@@ -148,12 +139,16 @@ def test_frames_that_differ_are_named(sent: list[bytes], wrong: str) -> None:
 VERIFYING = replace(SETTINGS, verify_kv=True)
 
 
+def wrong_digest(command: pb.PeerCommand) -> None:
+    if command.HasField("commit"):
+        command.commit.kv_digest = bytes(8)
+
+
 @pytest.mark.parametrize(("sender", "receiver"), [(VERIFYING, VERIFYING), (VERIFYING, SETTINGS)])
 def test_kv_that_is_verified_arrives(pairs, sender, receiver) -> None:
     """A receiver that does not verify takes no notice of a digest."""
     pair = pairs(sender, receiver=replace(receiver, frame_size=1000))
-    handoff = pair.push("r", 30, range(8), range(10, 18), skip=3)
-    assert isinstance(pair.reports.wait(handoff), PushResult)
+    pair.reports.done(pair.push("r", 30, range(8), range(10, 18), skip=3))
     assert same_kv(pair.source, range(8), pair.target, range(10, 18), 30, 3)
     [commit] = [command.commit for command in pair.stream.said if command.HasField("commit")]
     assert len(commit.kv_digest) == 8
@@ -162,32 +157,13 @@ def test_kv_that_is_verified_arrives(pairs, sender, receiver) -> None:
 def test_a_receiver_that_verifies_takes_nothing_without_a_digest_of_the_whole(pairs) -> None:
     pair = pairs(SETTINGS, receiver=VERIFYING)
     handoff = pair.push("r", 30, range(8), range(10, 18))
-    outcome = pair.reports.wait(handoff)
-    assert isinstance(outcome, DigestMismatch)
-    assert "no digest of the whole KV was sent" in str(outcome)
+    pair.reports.failed(handoff, DigestMismatch, "no digest of the whole KV was sent")
     assert not pair.table.commits
     pair.table.wait_for(("aborted", handoff))
 
 
-def test_another_digest_of_the_whole_is_refused(pairs) -> None:
-    """As it is when frames are right, each by itself, but were taken for other positions or layers."""
-
-    def alter(command: pb.PeerCommand) -> None:
-        if command.HasField("commit"):
-            command.commit.kv_digest = bytes(8)
-
-    pair = pairs(VERIFYING)
-    assert isinstance(pair.reports.wait(pair.push("right", 8, [1, 2], [11, 12])), PushResult)
-    pair.stream.alter = alter
-    outcome = pair.reports.wait(pair.push("wrong", 8, [1, 2], [13, 14]))
-    assert isinstance(outcome, DigestMismatch)
-    assert "as a whole" in str(outcome)
-    assert [handoff.request_id for handoff in pair.table.commits] == ["right"]
-
-
 def test_layers_that_were_taken_for_others_are_found_by_the_whole_alone(pairs) -> None:
     """The announcements of two layers are swapped: sizes and frame digests agree."""
-    layer = 8 * LAYOUT.layer_token_bytes
     swapped = {0: 1, 1: 0, 2: 2}
 
     def alter(command: pb.PeerCommand) -> None:
@@ -195,28 +171,31 @@ def test_layers_that_were_taken_for_others_are_found_by_the_whole_alone(pairs) -
             begin = swapped[frame.layer_begin]
             frame.layer_begin, frame.layer_end = begin, begin + 1
 
-    for settings, outcome in ((SETTINGS, PushResult), (VERIFYING, DigestMismatch)):
-        pair = pairs(replace(settings, frame_size=layer))
-        assert isinstance(pair.reports.wait(pair.push("right", 8, [1, 2], [11, 12])), PushResult)
+    for verify in (False, True):
+        pair = pairs(replace(SMALL_FRAMES, verify_kv=verify))
+        pair.reports.done(pair.push("right", 8, [1, 2], [11, 12]))
         pair.stream.alter = alter
-        assert isinstance(pair.reports.wait(pair.push("wrong", 8, [1, 2], [13, 14])), outcome)
+        wrong = pair.push("wrong", 8, [1, 2], [13, 14])
+        if verify:
+            pair.reports.failed(wrong, DigestMismatch, "as a whole")
+        else:
+            pair.reports.done(wrong)
 
 
+@pytest.mark.parametrize("settings", [SETTINGS, VERIFYING], ids=["asked for", "set"])
 @pytest.mark.parametrize("altered", [False, True])
-def test_a_push_that_asks_for_it_is_verified_whatever_the_settings_say(pairs, altered) -> None:
-    def alter(command: pb.PeerCommand) -> None:
-        if command.HasField("commit") and altered:
-            command.commit.kv_digest = bytes(8)
-
-    def whole() -> list[bool]:
-        return [bool(each.commit.kv_digest) for each in pair.stream.said if each.HasField("commit")]
-
-    pair = pairs(SETTINGS)
-    assert isinstance(pair.reports.wait(pair.push("other", 8, [1, 2], [13, 14])), PushResult)
-    pair.stream.alter = alter
-    job = replace(pair.reserve("r", 8, [11, 12]), verify=True)
-    pair.sender.begin(job)
-    pair.sender.computed(job.handoff, [1, 2], LAYOUT.layers, 8)
-    pair.sender.finish(job.handoff, make_end(8))
-    assert isinstance(pair.reports.wait(job.handoff), DigestMismatch if altered else PushResult)
-    assert whole() == [False, True]
+def test_a_push_is_verified_if_it_asks_for_it_or_the_settings_say_so(pairs, altered: bool, settings) -> None:
+    """Another digest of the whole is refused, though each frame is right."""
+    pair = pairs(settings)
+    pair.reports.done(pair.push("other", 8, [1, 2], [13, 14]))
+    if altered:
+        pair.stream.alter = wrong_digest
+    job = replace(pair.reserve("r", 8, [11, 12]), verify=not settings.verify_kv)
+    hand_over(pair.sender, job, [1, 2])
+    if altered:
+        pair.reports.failed(job.handoff, DigestMismatch, "as a whole")
+    else:
+        pair.reports.done(job.handoff)
+    commits = [bool(each.commit.kv_digest) for each in pair.stream.said if each.HasField("commit")]
+    assert commits == [settings.verify_kv, True]
+    assert (job.handoff in pair.table.commits) != altered

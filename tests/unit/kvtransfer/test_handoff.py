@@ -1,47 +1,32 @@
 """Handoffs between a Sender and a PeerService in one process: what arrives, what is refused, how each push ends."""
 
+from __future__ import annotations
+
 import threading
 from dataclasses import replace
 
 import pytest
 
-from baton.core import HandoffId, Incarnation, WorkerRef
-from baton.errors import DigestMismatch, OfferRefused, StaleAttempt
+from baton.core import HandoffId
+from baton.errors import DigestMismatch, StaleAttempt
 from baton.rpc.v1 import peer_pb2 as pb
 from kvtransfer import probe
-from kvtransfer.handoff import PushResult
+from kvtransfer.handoff import PushEnd
+from kvtransfer.messages import FingerprintRefused
 from tests.support.time_factor import scaled
-from tests.unit.kvtransfer.ends import FlippingEnd, GatedEnd, Wrapped
+from tests.unit.kvtransfer.conftest import wrapped
+from tests.unit.kvtransfer.ends import FlippingEnd, Stopped
 from tests.unit.kvtransfer.support import (
     LAYOUT,
     SETTINGS,
-    D,
+    SMALL_FRAMES,
+    P,
     hand_over,
     make_end,
     make_job,
-    make_kv,
     only_these,
     same_kv,
-    settled,
 )
-
-LAYER = 8 * LAYOUT.layer_token_bytes  # of 8 positions: two blocks
-SMALL_FRAMES = replace(SETTINGS, frame_size=LAYER)
-
-
-def wrapped(wrap):
-    return lambda memory: [Wrapped(memory, wrap)]
-
-
-def gated(pairs, settings=SMALL_FRAMES):
-    """A pair whose sender stops before each frame."""
-    ends: list[GatedEnd] = []
-
-    def gate(end):
-        ends.append(GatedEnd(end))
-        return ends[-1]
-
-    return pairs(settings, send=wrapped(gate)), ends
 
 
 @pytest.mark.parametrize("tokens", [1, 3, 4, 5, 16, 37])
@@ -59,18 +44,16 @@ def test_kv_arrives_equal(pairs, tokens: int, settings) -> None:
     commit, end = pair.table.commits[handoff], make_end(tokens)
     assert (commit.spec, list(commit.first)) == (end.spec, end.first)
     assert (commit.kv_bytes, commit.transport) == (result.nbytes, "memory")
-    assert 0 <= commit.transfer_s < 10
-    assert 0 <= commit.commit_s < 10
-    assert 0 <= result.filling_s < 10
-    assert 0 < result.round_trip_s < 10
-    assert 0 < result.exposed_s < 10
+    assert all(0 <= took < 10 for took in (commit.transfer_s, commit.commit_s, result.filling_s))
+    assert all(0 < took < 10 for took in (result.round_trip_s, result.exposed_s))
 
 
 def test_many_handoffs_share_a_channel(pairs) -> None:
     pair = pairs(SMALL_FRAMES)
     blocks = [[n % 60, n % 60 + 1, n % 60 + 2] for n in range(40)]
     handoffs = [pair.push(f"r{n}", 4 + n % 5, blocks[n], [1, 2, 3]) for n in range(40)]
-    assert all(isinstance(pair.reports.wait(handoff), PushResult) for handoff in handoffs)
+    for handoff in handoffs:
+        pair.reports.done(handoff)
     assert [what for kind, what in pair.table.events if kind == "commit"] == handoffs
     assert len(pair.reports.threads) == 1
     assert len(pair.peer.streams) == 1
@@ -80,60 +63,36 @@ def test_many_handoffs_share_a_channel(pairs) -> None:
 def test_a_flipped_byte_fails_the_handoff_and_no_other(pairs, frame: int) -> None:
     pair = pairs(SMALL_FRAMES, recv=wrapped(lambda end: FlippingEnd(end, probe.FRAMES + frame)))
     bad = pair.push("bad", 8, [1, 2], [11, 12])
-    outcome = pair.reports.wait(bad)
-    assert isinstance(outcome, DigestMismatch)
-    assert f"frames [{frame}] of 3" in str(outcome)
+    pair.reports.failed(bad, DigestMismatch, f"frames [{frame}] of 3")
     assert bad not in pair.table.commits
     pair.table.wait_for(("aborted", bad))
-    assert isinstance(pair.reports.wait(pair.push("good", 8, [1, 2], [13, 14])), PushResult)
+    pair.reports.done(pair.push("good", 8, [1, 2], [13, 14]))
 
 
-@pytest.mark.parametrize(
-    ("change", "error", "match"),
-    [
-        ({"fingerprint": "other"}, OfferRefused, "fingerprint"),
-        ({"source": make_kv(1, layout=replace(LAYOUT, head_dim=16))}, OfferRefused, "layout"),
-        ({"source": make_kv(1, layout=replace(LAYOUT, layers=4))}, OfferRefused, "layout"),
-        ({"source": make_kv(1, layout=replace(LAYOUT, tensors=("latent",)))}, OfferRefused, "'latent'"),
-    ],
-)
-def test_a_sender_that_does_not_fit_is_refused_by_name(pairs, change, error, match) -> None:
-    pair = pairs(**change)
-    outcome = pair.reports.wait(pair.push("r", 3, [0], [1]))
-    assert isinstance(outcome, error)
-    assert match in str(outcome)
-    assert not pair.table.events
-
-
-@pytest.mark.parametrize(
-    "to", [replace(D, incarnation=Incarnation(7, 99)), WorkerRef("decode-1", D.incarnation, D.address)]
-)
-def test_another_life_at_the_same_address_is_refused(pair, to: WorkerRef) -> None:
-    outcome = pair.reports.wait(pair.push("r", 3, [0], [1], to=to))
-    assert isinstance(outcome, StaleAttempt)
-    assert str(D) in str(outcome)
+def test_a_sender_that_does_not_fit_is_refused_by_name(pairs) -> None:
+    pair = pairs(fingerprint="other")
+    pair.reports.failed(pair.push("r", 3, [0], [1]), FingerprintRefused, "fingerprint")
     assert not pair.table.events
 
 
 def test_an_attempt_without_reservation_is_refused_and_the_channel_lives(pair) -> None:
     job = make_job("r", 3, attempt=2)
     pair.table.reserve(replace(job.handoff, attempt=3), [1])
-    assert isinstance(pair.reports.wait(hand_over(pair.sender, job, [0])), StaleAttempt)
-    assert isinstance(pair.reports.wait(pair.push("s", 3, [0], [1])), PushResult)
+    pair.reports.failed(hand_over(pair.sender, job, [0]), StaleAttempt)
+    pair.reports.done(pair.push("s", 3, [0], [1]))
     assert ("aborted", job.handoff) not in pair.table.events
     assert len(pair.peer.streams) == 1
 
 
 def test_a_handoff_fenced_between_frames_is_drained_and_dropped(pairs) -> None:
-    pair, ends = gated(pairs)
+    pair, gate = pairs.gated(SMALL_FRAMES)
     stale = pair.push("stale", 8, [1, 2], [11, 12])
-    assert settled(lambda: bool(ends))
-    assert ends[0].arrived.acquire(timeout=scaled(5))
+    gate.wait_stopped()
     pair.table.fence(stale)
     other = pair.push("other", 8, [3, 4], [13, 14])
-    ends[0].gate.release(6)
-    assert isinstance(pair.reports.wait(stale), StaleAttempt)
-    assert isinstance(pair.reports.wait(other), PushResult)
+    gate.let(6)
+    pair.reports.failed(stale, StaleAttempt)
+    pair.reports.done(other)
     assert same_kv(pair.source, [3, 4], pair.target, [13, 14], 8)
     assert only_these(pair.target, [13, 14], 8)
 
@@ -151,21 +110,53 @@ def test_a_job_that_is_under_way_is_refused_and_goes_on(pair) -> None:
     pair.sender.begin(job)
     with pytest.raises(ValueError, match="under way"):
         pair.sender.begin(job)
-    pair.sender.computed(job.handoff, [1, 2], LAYOUT.layers, 8)
-    pair.sender.finish(job.handoff, make_end(8))
-    assert isinstance(pair.reports.wait(job.handoff), PushResult)
+    pair.complete(job, [1, 2])
 
 
 def test_a_channel_is_built_and_the_handoff_offered_before_anything_is_computed(pairs) -> None:
-    pair, ends = gated(pairs)
+    pair, gate = pairs.gated(SMALL_FRAMES)
     job = pair.reserve("r", 3, [1])
     pair.sender.begin(job)
     pair.table.wait_for(("offer", job.handoff))
-    ends[0].gate.release(10)
-    pair.sender.computed(job.handoff, [0], LAYOUT.layers, 3)
-    pair.sender.finish(job.handoff, make_end(3))
-    assert isinstance(pair.reports.wait(job.handoff), PushResult)
-    assert len(ends) == 1
+    gate.let(10)
+    pair.complete(job, [0])
+    assert gate.channels == 1
+
+
+# fetch: KV that the sender lacks, and the receiver has
+
+
+@pytest.mark.parametrize("verify", [False, True])
+def test_a_fetch_follows_the_offer(pair, verify: bool) -> None:
+    pair.table.cached = 12
+    job = replace(pair.reserve("r", 16, range(4), skip=12), fetch=(4, 12), verify=verify)
+    pair.sender.begin(job)
+    pair.table.wait_for(("fetch", job.handoff))
+    assert pair.table.fetches == [(job.handoff, P, 4, 12)]
+    assert pair.table.verified == [job.handoff] * verify
+    assert [kind for kind, _ in pair.table.events] == ["offer", "fetch"]
+    pair.complete(job, range(10, 14))
+    assert pair.unfetched.empty()
+
+
+def test_a_fetch_that_is_refused_is_told_and_the_push_goes_on(pair) -> None:
+    pair.table.cached = 8
+    job = replace(pair.reserve("r", 16, range(4), skip=12), fetch=(4, 12))
+    pair.sender.begin(job)
+    assert pair.unfetched.get(timeout=scaled(5)) == job.handoff
+    pair.complete(job, range(10, 14))
+    assert pair.table.fetches == []
+    assert [kind for kind, _ in pair.table.events] == ["offer", "commit"]
+
+
+def test_the_answer_to_a_fetch_is_committed_without_a_sequence(pair) -> None:
+    job = pair.reserve("r", 12, range(3), skip=4)
+    pair.sender.begin(job)
+    pair.complete(job, range(10, 13), PushEnd())
+    commit = pair.table.commits[job.handoff]
+    assert (commit.spec, list(commit.first)) == (None, [])
+    assert same_kv(pair.source, range(10, 13), pair.target, range(3), 12, 4)
+    assert only_these(pair.target, range(3), 12, 4)
 
 
 # abort, in each state
@@ -184,97 +175,78 @@ class Deaf:
         pass
 
 
+def aborted(pair, handoff: HandoffId) -> None:
+    """Abort it: it is reported although nothing goes on."""
+    pair.sender.abort(handoff)
+    pair.reports.failed(handoff, StaleAttempt, timeout=3)
+
+
 def test_abort_before_the_link_is_up(pairs) -> None:
     deaf = Deaf()
     pair = pairs(connect=lambda address, on_reply, on_end: deaf)
     handoff = pair.push("r", 3, [0], [1])
     assert deaf.asked.wait(scaled(5))
-    pair.sender.abort(handoff)
-    assert isinstance(pair.reports.wait(handoff, 1), StaleAttempt)
+    aborted(pair, handoff)
 
 
-def test_abort_while_offered(pairs) -> None:
-    pair = pairs()
-    assert isinstance(pair.reports.wait(pair.push("up", 3, [0], [1])), PushResult)
+def test_abort_while_offered(pair) -> None:
+    pair.reports.done(pair.push("up", 3, [0], [1]))
     free = threading.Event()
-    pair.peer.loop.call_soon_threadsafe(free.wait, 5)  # the receiver's loop is busy: no offer is answered
+    pair.peer.loop.call_soon_threadsafe(free.wait, scaled(10))  # the receiver's loop is busy: no offer is answered
     handoff = pair.push("r", 3, [0], [1])
-    pair.sender.abort(handoff)
-    assert isinstance(pair.reports.wait(handoff, 1), StaleAttempt)
+    aborted(pair, handoff)
     free.set()
     pair.table.wait_for(("aborted", handoff))
-    assert isinstance(pair.reports.wait(pair.push("s", 3, [0], [1])), PushResult)
+    pair.reports.done(pair.push("s", 3, [0], [1]))
 
 
 def test_abort_while_accepted_and_nothing_is_computed(pair) -> None:
     job = pair.reserve("r", 3, [1])
     pair.sender.begin(job)
     pair.table.wait_for(("offer", job.handoff))
-    pair.sender.abort(job.handoff)
-    assert isinstance(pair.reports.wait(job.handoff, 1), StaleAttempt)
+    aborted(pair, job.handoff)
     pair.table.wait_for(("aborted", job.handoff))
     pair.sender.computed(job.handoff, [0], LAYOUT.layers, 3)  # the engine does not know it yet
     pair.sender.finish(job.handoff, make_end(3))
-    assert isinstance(pair.reports.wait(pair.push("s", 3, [0], [2])), PushResult)
+    pair.reports.done(pair.push("s", 3, [0], [2]))
     assert only_these(pair.target, [2], 3)
 
 
 def test_abort_while_queued_and_while_on_the_wire(pairs) -> None:
-    pair, ends = gated(pairs)
+    pair, gate = pairs.gated(SMALL_FRAMES)
     first = pair.push("first", 8, [1, 2], [11, 12])
-    assert settled(lambda: bool(ends))
-    assert ends[0].arrived.acquire(timeout=scaled(5))
+    gate.wait_stopped()
     queued = pair.push("queued", 8, [3, 4], [13, 14])
     pair.table.wait_for(("offer", queued))
     for handoff in (queued, first):
-        pair.sender.abort(handoff)
-        assert isinstance(pair.reports.wait(handoff, 1), StaleAttempt)  # although a frame hangs on the wire
+        aborted(pair, handoff)  # although a frame hangs on the wire
         pair.table.wait_for(("aborted", handoff))
-    ends[0].gate.release(4)
-    assert isinstance(pair.reports.wait(pair.push("next", 8, [5, 6], [15, 16])), PushResult)
+    gate.let(4)
+    pair.reports.done(pair.push("next", 8, [5, 6], [15, 16]))
     assert same_kv(pair.source, [5, 6], pair.target, [15, 16], 8)
     assert only_these(pair.target, [15, 16], 8)
 
 
-def test_abort_while_blocks_are_read_is_reported_after_the_read(pairs) -> None:
-    pair = pairs()
-    entered, leave = threading.Event(), threading.Event()
-    gather = pair.source.gather
-
-    def slow(*args) -> None:
-        entered.set()
-        leave.wait(scaled(5))
-        gather(*args)
-
-    pair.source.gather = slow
+def test_abort_while_blocks_are_read_is_reported_after_the_read(pair) -> None:
+    read = Stopped(pair.source, "gather")
     handoff = pair.push("r", 3, [0], [1])
-    assert entered.wait(scaled(5))
+    read.wait()
     pair.sender.abort(handoff)
     pair.sender.abort(handoff)
     with pytest.raises(AssertionError, match="no report"):
         pair.reports.wait(handoff, 0.05)  # its blocks are still being read
-    leave.set()
-    assert isinstance(pair.reports.wait(handoff, 1), StaleAttempt)
+    read.go_on()
+    pair.reports.failed(handoff, StaleAttempt)
 
 
-def test_abort_while_waiting_for_the_ack(pairs) -> None:
-    pair = pairs()
-    committing, leave = threading.Event(), threading.Event()
-    commit = pair.table.commit
-
-    def slow(*args) -> None:
-        committing.set()
-        leave.wait(scaled(5))
-        commit(*args)
-
-    pair.table.commit = slow
+def test_abort_while_waiting_for_the_ack(pair) -> None:
+    commit = Stopped(pair.table, "commit")
     handoff = pair.push("r", 3, [0], [1])
-    assert committing.wait(scaled(5))
-    pair.sender.abort(handoff)
-    assert isinstance(pair.reports.wait(handoff, 1), StaleAttempt)
+    commit.wait()
+    aborted(pair, handoff)
     pair.table.wait_for(("aborted", handoff))
-    leave.set()
-    assert isinstance(pair.reports.wait(pair.push("s", 3, [0], [1])), PushResult)
+    commit.go_on()
+    pair.reports.done(pair.push("s", 3, [0], [1]))
     assert handoff not in pair.table.commits
 
 

@@ -1,5 +1,7 @@
 """Whatever is computed, withdrawn and computed again: frames tile the KV exactly, and the receiver follows them."""
 
+from __future__ import annotations
+
 import itertools
 
 import pytest
@@ -9,16 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from baton.core import KVLayout
 from kvtransfer.plan import Coverage, FrameSpec, Progress
-
-layouts = st.builds(
-    KVLayout,
-    layers=st.integers(1, 6),
-    kv_heads=st.integers(1, 3),
-    head_dim=st.sampled_from([1, 8]),
-    block_size=st.sampled_from([1, 4]),
-    dtype=st.sampled_from(["float32", "bfloat16"]),
-    tensors=st.sampled_from([("k", "v"), ("latent",)]),
-)
+from tests.unit.kvtransfer.support import layouts
 
 
 def cells(frame: FrameSpec) -> set[tuple[int, int]]:
@@ -158,104 +151,64 @@ def test_what_fits_one_frame_is_one_frame(layout: KVLayout, skip: int, due: int)
     assert progress.complete
 
 
-def test_whole_layers_travel_together_and_a_layer_that_is_too_large_in_parts() -> None:
-    progress = Progress(LAYOUT, 0, 10)
-    progress.computed(6, 10)
-    frames = drain(progress, 25 * TOKEN)
-    assert [(f.layer_begin, f.layer_end, f.begin, f.end) for f in frames] == [
-        (0, 2, 0, 10),
-        (2, 4, 0, 10),
-        (4, 6, 0, 10),
-    ]
-    progress = Progress(LAYOUT, 0, 10)
-    progress.computed(1, 10)
-    assert [(f.begin, f.end) for f in drain(progress, 4 * TOKEN)] == [(0, 4), (4, 8), (8, 10)]
+Step = tuple[int, int, list[tuple[int, int, int, int]]]
+CHUNK = [(4, 10, [(0, 4, 0, 10)]), (6, 10, [])]  # six layers leave as four and a rest of two, which is too little
+STEPS: dict[str, tuple[int, int, list[Step]]] = {
+    "whole layers travel together": (25, 1, [(6, 10, [(0, 2, 0, 10), (2, 4, 0, 10), (4, 6, 0, 10)])]),
+    "a layer that is too large travels in parts": (4, 1, [(1, 10, [(0, 1, 0, 4), (0, 1, 4, 8), (0, 1, 8, 10)])]),
+    "too little waits while more could come": (250, 30, [(2, 10, []), (3, 10, [(0, 3, 0, 10)])]),
+    "a full frame does not wait for what it could not hold": (19, 30, [(1, 10, [(0, 1, 0, 10)])]),
+    "a rest does not hold up the next chunk": (250, 40, [*CHUNK, (4, 20, [(0, 4, 10, 20)]), (6, 20, [(4, 6, 0, 20)])]),
+    "layers that are ahead are left alone": (250, 40, [*CHUNK, (6, 20, [(4, 6, 0, 20), (0, 4, 10, 20)])]),
+}
 
 
-def test_less_than_at_least_waits_while_more_could_come() -> None:
-    progress = Progress(LAYOUT, 0, 10)
-    progress.computed(2, 10)
-    assert progress.next(1000, 30 * TOKEN) is None
-    progress.computed(3, 10)
-    assert progress.next(1000, 30 * TOKEN) == FrameSpec(0, 3, 0, 10, 30 * TOKEN)
-
-
-def test_a_frame_that_is_full_does_not_wait_for_more_than_it_could_hold() -> None:
-    progress = Progress(LAYOUT, 0, 10)
-    progress.computed(1, 10)
-    assert progress.next(19 * TOKEN, 30 * TOKEN) == FrameSpec(0, 1, 0, 10, 10 * TOKEN)
-
-
-def test_the_rest_of_a_chunk_does_not_hold_up_the_next_one() -> None:
-    """Six layers leave as four and a rest of two, which is too little: the next chunk's first four go before it."""
-    progress = Progress(LAYOUT, 0, 20)
-    progress.computed(4, 10)
-    assert drain(progress, 1000, 40 * TOKEN) == [FrameSpec(0, 4, 0, 10, 40 * TOKEN)]
-    progress.computed(6, 10)
-    assert drain(progress, 1000, 40 * TOKEN) == []
-    progress.computed(4, 20)
-    assert drain(progress, 1000, 40 * TOKEN) == [FrameSpec(0, 4, 10, 20, 40 * TOKEN)]
-    progress.computed(6, 20)
-    assert drain(progress, 1000, 40 * TOKEN) == [FrameSpec(4, 6, 0, 20, 40 * TOKEN)]
-    assert progress.complete
-
-
-def test_layers_that_are_ahead_are_left_alone() -> None:
-    progress = Progress(LAYOUT, 0, 20)
-    progress.computed(4, 10)
-    assert drain(progress, 1000, 40 * TOKEN) == [FrameSpec(0, 4, 0, 10, 40 * TOKEN)]
-    progress.computed(6, 10)
-    progress.computed(6, 20)
-    assert drain(progress, 1000, 40 * TOKEN) == [
-        FrameSpec(4, 6, 0, 20, 40 * TOKEN),
-        FrameSpec(0, 4, 10, 20, 40 * TOKEN),
-    ]
+@pytest.mark.parametrize(("most", "least", "steps"), STEPS.values(), ids=STEPS)
+def test_what_leaves_as_layers_are_computed(most: int, least: int, steps: list[Step]) -> None:
+    """`most` and `least` of a frame, in positions of a layer. A step: so many layers are final up to here; frames."""
+    progress = Progress(LAYOUT, 0, steps[-1][1])
+    for layers, end, due in steps:
+        progress.computed(layers, end)
+        frames = drain(progress, most * TOKEN, least * TOKEN)
+        assert [(frame.layer_begin, frame.layer_end, frame.begin, frame.end) for frame in frames] == due
+        assert all(frame.nbytes == len(cells(frame)) * TOKEN for frame in frames)
+    assert progress.complete == (steps[-1][0] == LAYOUT.layers)
 
 
 GOOD = FrameSpec(0, 2, 3, 5, 4 * TOKEN)
 
 
 @pytest.mark.parametrize(
-    "frame",
+    ("taken", "frame"),
     [
-        FrameSpec(0, 2, 4, 6, 4 * TOKEN),  # a gap
-        FrameSpec(0, 2, 2, 4, 4 * TOKEN),  # of what was skipped
-        FrameSpec(0, 2, 0, 5, 10 * TOKEN),
-        FrameSpec(0, 2, 3, 9, 12 * TOKEN),  # behind the last position
-        FrameSpec(5, 7, 3, 5, 4 * TOKEN),  # below the last layer
-        FrameSpec(6, 7, 3, 5, 2 * TOKEN),
-        FrameSpec(9, 8, 3, 5, -2 * TOKEN),
-        FrameSpec(2, 2, 3, 5, 0),  # nothing
-        FrameSpec(0, 2, 3, 3, 0),
-        FrameSpec(0, 2, 5, 3, -4 * TOKEN),
-        FrameSpec(-1, 1, 3, 5, 4 * TOKEN),
-        FrameSpec(0, 2, 3, 5, 4 * TOKEN - 1),  # another size than it has
-        FrameSpec(0, 2, 3, 5, 4 * TOKEN + 1),
-        FrameSpec(0, 2, 3, 5, 0),
+        (False, FrameSpec(0, 2, 4, 6, 4 * TOKEN)),  # a gap
+        (False, FrameSpec(0, 2, 2, 4, 4 * TOKEN)),  # of what was skipped
+        (False, FrameSpec(0, 2, 0, 5, 10 * TOKEN)),
+        (False, FrameSpec(0, 2, 3, 9, 12 * TOKEN)),  # behind the last position
+        (False, FrameSpec(5, 7, 3, 5, 4 * TOKEN)),  # below the last layer
+        (False, FrameSpec(6, 7, 3, 5, 2 * TOKEN)),
+        (False, FrameSpec(9, 8, 3, 5, -2 * TOKEN)),
+        (False, FrameSpec(2, 2, 3, 5, 0)),  # nothing
+        (False, FrameSpec(0, 2, 3, 3, 0)),
+        (False, FrameSpec(0, 2, 5, 3, -4 * TOKEN)),
+        (False, FrameSpec(-1, 1, 3, 5, 4 * TOKEN)),
+        (False, FrameSpec(0, 2, 3, 5, 4 * TOKEN - 1)),  # another size than it has
+        (False, FrameSpec(0, 2, 3, 5, 4 * TOKEN + 1)),
+        (False, FrameSpec(0, 2, 3, 5, 0)),
+        (True, GOOD),  # twice
+        (True, FrameSpec(0, 2, 4, 6, 4 * TOKEN)),  # overlaps
+        (True, FrameSpec(1, 3, 5, 8, 6 * TOKEN)),  # goes on in one layer, but not in the other
+        (True, FrameSpec(1, 3, 3, 5, 4 * TOKEN)),
+        (True, FrameSpec(0, 2, 6, 8, 4 * TOKEN)),  # a gap
     ],
 )
-def test_what_does_not_go_on_is_refused_and_counts_for_nothing(frame: FrameSpec) -> None:
+def test_what_does_not_go_on_is_refused_and_counts_for_nothing(taken: bool, frame: FrameSpec) -> None:
+    """Before or after a frame was taken: layers of a frame must have ended together."""
     coverage = Coverage(LAYOUT, 3, 8)
+    assert not taken or coverage.accepts(GOOD)
     assert not coverage.accepts(frame)
-    assert coverage.nbytes == 0
-    assert coverage.accepts(GOOD)
-
-
-@pytest.mark.parametrize(
-    "frame",
-    [
-        GOOD,  # twice
-        FrameSpec(0, 2, 4, 6, 4 * TOKEN),  # overlaps
-        FrameSpec(1, 3, 5, 8, 6 * TOKEN),  # goes on in one layer, but not in the other
-        FrameSpec(1, 3, 3, 5, 4 * TOKEN),
-        FrameSpec(0, 2, 6, 8, 4 * TOKEN),  # a gap
-    ],
-)
-def test_layers_of_a_frame_must_have_ended_together(frame: FrameSpec) -> None:
-    coverage = Coverage(LAYOUT, 3, 8)
-    assert coverage.accepts(GOOD)
-    assert not coverage.accepts(frame)
-    assert coverage.nbytes == GOOD.nbytes
+    assert coverage.nbytes == (GOOD.nbytes if taken else 0)
+    assert taken or coverage.accepts(GOOD)
     assert coverage.accepts(FrameSpec(0, 2, 5, 8, 6 * TOKEN))
     assert not coverage.complete
     assert coverage.accepts(FrameSpec(2, 6, 3, 8, 20 * TOKEN))

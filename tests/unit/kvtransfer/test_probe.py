@@ -1,8 +1,9 @@
 """A channel is agreed and proved before anything is offered on it: which transport, and whether it keeps bytes."""
 
-import threading
+from __future__ import annotations
+
+from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 
 import pytest
 import torch
@@ -10,11 +11,11 @@ import torch
 from baton.errors import ChannelBroken
 from baton.rpc.v1 import peer_pb2 as pb
 from kvtransfer import probe
-from kvtransfer.handoff import PushResult
-from kvtransfer.messages import FrameRefused, VersionRefused
+from kvtransfer.messages import VersionRefused
 from kvtransfer.transport import Ring
 from tests.support.time_factor import scaled
-from tests.unit.kvtransfer.byhand import SMALL, Receiver, running
+from tests.unit.kvtransfer.byhand import SMALL, ZEROS, Call, Receiver, running
+from tests.unit.kvtransfer.conftest import wrapped
 from tests.unit.kvtransfer.ends import FlippingEnd, Wrapped, WrappedEnd
 from tests.unit.kvtransfer.support import SETTINGS, P, same_kv
 
@@ -40,92 +41,34 @@ def test_a_frame_of_the_probe_is_a_rectangle_of_nothing_that_fills_a_slot_up_to_
 # the probe
 
 
-class Probing(WrappedEnd):
-    """A sender's end: `out` is set when all of the probe has left."""
-
-    def __init__(self, inner, out: threading.Event) -> None:
-        super().__init__(inner)
-        self._out = out
-
-    def start(self, number: int, nbytes: int) -> None:
-        self.inner.start(number, nbytes)
-        if number == probe.FRAMES - 1:
-            self._out.set()
-
-
-class Probed(WrappedEnd):
-    """A receiver's end that looks at the probe when all of it has left: the sender is at the stream then, and hears."""
-
-    def __init__(self, inner, out: threading.Event) -> None:
-        super().__init__(inner)
-        self._out = out
-
-    def finish(self, number: int) -> None:
-        assert self._out.wait(scaled(5))
-        self.inner.finish(number)
-
-
-class SwappingEnd(WrappedEnd):
-    """A receiver's end: what frame 1 holds comes as frame 2, and the other way round."""
-
-    def slot(self, number: int) -> torch.Tensor:
-        return self.inner.slot({1: 2, 2: 1}.get(number, number))
-
-
-class StaleEnd(WrappedEnd):
-    """A receiver's end that shows what was in its slot before."""
-
-    def slot(self, number: int) -> torch.Tensor:
-        return torch.zeros_like(self.inner.slot(number))
-
-
-def first(wrap):
-    """The ends of the first channel are wrapped, those after it are not."""
-    wraps = [wrap]
-    return lambda memory: [Wrapped(memory, lambda end: wraps.pop()(end) if wraps else end)]
-
-
-SPOILERS = [*((partial(FlippingEnd, at=at), at) for at in range(probe.FRAMES)), (SwappingEnd, 1), (StaleEnd, 0)]
-
-
-@pytest.mark.parametrize(("spoil", "frame"), SPOILERS)
-def test_a_channel_that_changes_bytes_is_refused_by_name(pairs, spoil, frame: int) -> None:
-    """Nothing is offered on it, and the next one is tried afresh."""
-    out = threading.Event()
-    send, recv = first(lambda end: Probing(end, out)), first(lambda end: spoil(Probed(end, out)))
-    pair = pairs(send=send, recv=recv)
-    outcome = pair.reports.wait(pair.push("r", 8, [1, 2], [11, 12]))
-    assert isinstance(outcome, FrameRefused)
-    assert f"the memory channel changes bytes: frame {frame}" in str(outcome)
+@pytest.mark.parametrize("slots", [1, 2, 3, 4])
+@pytest.mark.parametrize("frame", [0, 2])
+def test_a_channel_that_changes_bytes_is_never_used_and_the_next_one_is_tried(pairs, slots: int, frame: int) -> None:
+    """Nothing is offered on it, whether the sender hears why, or sees the receiver's end close before."""
+    wraps = [lambda end: FlippingEnd(end, frame)]
+    recv = wrapped(lambda end: wraps.pop()(end) if wraps else end)
+    pair = pairs(replace(SETTINGS, credits=slots), recv=recv)
+    pair.reports.failed(pair.push("r", 8, [1, 2], [11, 12]), ChannelBroken)
     pair.table.wait_for(("lost", P))
     assert pair.table.events == [("lost", P)]
     assert not any(command.HasField("offer") for command in pair.stream.said)
-    again = pair.push("again", 8, [1, 2], [11, 12])
-    assert isinstance(pair.reports.wait(again), PushResult)
+    pair.reports.done(pair.push("again", 8, [1, 2], [11, 12]))
     assert same_kv(pair.source, [1, 2], pair.target, [11, 12], 8)
-
-
-@pytest.mark.parametrize("slots", [1, 2, 3])
-def test_a_channel_that_changes_bytes_is_never_used(pairs, slots: int) -> None:
-    """Whether the sender hears why, or sees the receiver's end close before."""
-    pair = pairs(replace(SETTINGS, credits=slots), recv=first(partial(FlippingEnd, at=2)))
-    assert isinstance(pair.reports.wait(pair.push("r", 8, [1, 2], [11, 12])), ChannelBroken)
-    pair.table.wait_for(("lost", P))
-    assert pair.table.events == [("lost", P)]
-    assert isinstance(pair.reports.wait(pair.push("again", 8, [1, 2], [11, 12])), PushResult)
 
 
 def test_the_probe_comes_before_the_first_offer_and_only_once(pair) -> None:
     for name in ("a", "b"):
-        assert isinstance(pair.reports.wait(pair.push(name, 8, [1, 2], [11, 12])), PushResult)
-    commands = list(pair.stream.said)
-    kinds = [command.WhichOneof("command") for command in commands]
-    first = kinds.index("offer")
-    assert kinds[:first] == ["hello", *["frame"] * (first - 1)]
-    frames = [[frame.HasField("handoff") for frame in (c.frame, *c.more)] for c in commands if c.HasField("frame")]
-    assert frames[: first - 1] == [[False] * len(batch) for batch in frames[: first - 1]]
-    assert sum(map(len, frames[: first - 1])) == probe.FRAMES
-    assert all(of_a_handoff for batch in frames[first - 1 :] for of_a_handoff in batch)
+        pair.reports.done(pair.push(name, 8, [1, 2], [11, 12]))
+    said = [
+        "frame"
+        if frame.HasField("handoff")
+        else "probe"
+        if command.HasField("frame")
+        else command.WhichOneof("command")
+        for command in pair.stream.said
+        for frame in (command.frame, *command.more)
+    ]
+    assert said == ["hello", *["probe"] * probe.FRAMES, *["offer", "frame", "commit"] * 2]
 
 
 class SilentEnd(WrappedEnd):
@@ -136,41 +79,55 @@ class SilentEnd(WrappedEnd):
 
 
 def test_a_probe_that_never_arrives_ends_by_the_deadline(pairs) -> None:
-    settings = replace(SETTINGS, frame_deadline_s=0.3)
-    pair = pairs(settings, send=lambda memory: [Wrapped(memory, SilentEnd)])
-    outcome = pair.reports.wait(pair.push("r", 8, [1, 2], [11, 12]), 3)
-    assert isinstance(outcome, ChannelBroken)
-    assert "0.3 s" in str(outcome)
+    pair = pairs(replace(SETTINGS, frame_deadline_s=0.3), send=wrapped(SilentEnd))
+    pair.reports.failed(pair.push("r", 8, [1, 2], [11, 12]), ChannelBroken, "0.3 s", timeout=3)
     assert not any(kind == "offer" for kind, _ in pair.table.events)
 
 
-def test_a_probe_that_is_never_answered_ends_by_the_deadline(pairs) -> None:
-    def connect(address, on_reply, on_end):
-        def most(reply: pb.PeerReply) -> None:
-            if not reply.HasField("probed"):
-                on_reply(reply)
+PROBE = probe.frame(Ring(SMALL.credits, SMALL.frame_size))
 
-        return pair.peer.connect(address, most, on_end)
 
-    pair = pairs(replace(SETTINGS, frame_deadline_s=0.3), connect=connect)
-    outcome = pair.reports.wait(pair.push("r", 8, [1, 2], [11, 12]), 3)
-    assert isinstance(outcome, ChannelBroken)
-    assert "no answer to the probe within 0.3 s" in str(outcome)
-    assert not any(kind == "offer" for kind, _ in pair.table.events)
+def probed(call: Call, number: int, data: torch.Tensor) -> None:
+    call.say(frame=pb.FrameAnnounce(sequence=number, nbytes=PROBE.nbytes))
+    call.receiver.end.arrive(data)
 
 
 def test_a_receiver_answers_the_probe_once_and_takes_no_more_of_it() -> None:
     with running(Receiver()) as receiver:
-        call, spec = receiver.call().welcomed(), probe.frame(Ring(SMALL.credits, SMALL.frame_size))
+        call = receiver.call().welcomed()
         for number in range(probe.FRAMES):
-            call.say(frame=pb.FrameAnnounce(sequence=number, nbytes=spec.nbytes))
-            receiver.end.arrive(probe.pattern(number, spec.nbytes))
+            probed(call, number, probe.pattern(number, PROBE.nbytes))
             if number == probe.FRAMES - 1:
                 assert call.hear() == "probed"
             assert call.hear() == "credit"
-        call.say(frame=pb.FrameAnnounce(sequence=probe.FRAMES, nbytes=spec.nbytes))
-        assert [call.hear(), call.hear()] == ["FRAME", "ended"]
+        call.say(frame=pb.FrameAnnounce(sequence=probe.FRAMES, nbytes=PROBE.nbytes))
+        call.refused("FRAME")
         assert len(receiver.end.expected) == probe.FRAMES
+
+
+def flipped(pattern: torch.Tensor) -> torch.Tensor:
+    pattern[len(pattern) // 2] ^= 1
+    return pattern
+
+
+@pytest.mark.parametrize("at", range(probe.FRAMES))
+@pytest.mark.parametrize(
+    "spoilt",
+    [
+        lambda number: flipped(probe.pattern(number, PROBE.nbytes)),
+        lambda number: probe.pattern(number + 1, PROBE.nbytes),
+        lambda number: ZEROS,
+    ],
+    ids="flipped swapped stale".split(),
+)
+def test_a_channel_that_changes_bytes_is_refused_by_name(spoilt: Callable[[int], torch.Tensor], at: int) -> None:
+    with running(Receiver()) as receiver:
+        call = receiver.call().welcomed()
+        for number in range(at):
+            probed(call, number, probe.pattern(number, PROBE.nbytes))
+            assert call.hear() == "credit"
+        probed(call, at, spoilt(at))
+        call.refused("FRAME", f"the by hand channel changes bytes: frame {at}")
 
 
 # which transport
@@ -207,23 +164,17 @@ def test_the_best_that_both_have_is_used(pairs, send, recv, chosen: str) -> None
 )
 def test_none_in_common_is_refused_and_both_lists_are_named(pairs, send, recv) -> None:
     pair = pairs(send=named(*send), recv=named(*recv))
-    outcome = pair.reports.wait(pair.push("r", 8, [1, 2], [11, 12]))
-    assert isinstance(outcome, VersionRefused)
-    assert all(name.partition("@")[0] in str(outcome) for name in (*send, *recv))
+    names = [name.partition("@")[0] for name in (*send, *recv)]
+    pair.reports.failed(pair.push("r", 8, [1, 2], [11, 12]), VersionRefused, *names)
     assert not pair.table.events
 
 
 def test_a_receiver_that_chooses_what_was_not_offered_is_left(pairs) -> None:
-    def connect(address, on_reply, on_end):
-        def other(reply: pb.PeerReply) -> None:
-            if reply.HasField("welcome"):
-                reply.welcome.transport = "gloo"
-            on_reply(reply)
+    def other(reply: pb.PeerReply) -> bool:
+        if reply.HasField("welcome"):
+            reply.welcome.transport = "gloo"
+        return True
 
-        return pair.peer.connect(address, other, on_end)
-
-    pair = pairs(replace(SETTINGS, frame_deadline_s=scaled(1.0)), connect=connect)
-    outcome = pair.reports.wait(pair.push("r", 8, [1, 2], [11, 12]), 3)
-    assert isinstance(outcome, ChannelBroken)
-    assert "'gloo', not offered" in str(outcome)
+    pair = pairs(replace(SETTINGS, frame_deadline_s=scaled(0.3)), heard=other)
+    pair.reports.failed(pair.push("r", 8, [1, 2], [11, 12]), ChannelBroken, "'gloo', not offered")
     assert not any(kind == "offer" for kind, _ in pair.table.events)

@@ -1,26 +1,24 @@
 """KV that leaves while it is computed: layer by layer, several prompts at a time, without what the receiver has."""
 
+from __future__ import annotations
+
 import random
-import threading
 from dataclasses import replace
 
 import pytest
 
 from baton.rpc import convert
-from tests.support.time_factor import scaled
+from tests.support.waiting import eventually
+from tests.unit.kvtransfer.ends import Stopped
 from tests.unit.kvtransfer.prompts import EAGER, TOKEN, announced, fence, poisoned, prompt
-from tests.unit.kvtransfer.support import LAYOUT, SETTINGS, make_job, make_kv, only_these, put, rows, same_kv, settled
+from tests.unit.kvtransfer.support import LAYOUT, SETTINGS, make_job, only_these, put, rows
 
 
 @pytest.mark.parametrize("chunk", [1, 5, 8, 37])
 @pytest.mark.parametrize("frame_size", [TOKEN, 5 * TOKEN, 16 * TOKEN, 1 << 16])
 def test_kv_that_leaves_while_it_is_computed_arrives_equal(pairs, chunk: int, frame_size: int) -> None:
     pair = pairs(replace(EAGER, frame_size=frame_size), source=poisoned())
-    push = prompt(pair, "r", 37, range(20, 30), range(40, 30, -1)).begin()
-    for begin in range(0, 37, chunk):
-        push.chunk(begin, min(begin + chunk, 37))
-    push.finish()
-    push.done()
+    prompt(pair, "r", 37, range(20, 30), range(40, 30, -1)).begin().rest(0, chunk)
     assert only_these(pair.target, range(40, 30, -1), 37)
 
 
@@ -34,19 +32,7 @@ def test_a_layer_leaves_before_the_next_one_is_computed(pairs) -> None:
     assert announced(pair, push) == [(n, n + 1, *span) for span in ((0, 8), (8, 12)) for n in range(3)]
     assert push.arrived()  # before the end was said
     assert push.job.handoff not in pair.table.commits
-    push.finish()
-    assert push.done().frames == 6
-
-
-def test_a_short_prompt_leaves_as_one_frame_when_it_is_finished(pairs) -> None:
-    pair = pairs(replace(SETTINGS, coalesce_below=1 << 16), source=poisoned())
-    push = prompt(pair, "short", 37, range(10), range(10, 20)).begin()
-    for begin in range(0, 37, 8):
-        push.chunk(begin, min(begin + 8, 37))
-    fence(pair, "fence")
-    assert announced(pair, push) == []
-    push.finish()
-    assert push.done().frames == 1
+    assert push.finished().frames == 6
 
 
 def test_nothing_smaller_than_asked_for_leaves_before_the_end(pairs) -> None:
@@ -60,14 +46,12 @@ def test_nothing_smaller_than_asked_for_leaves_before_the_end(pairs) -> None:
     push.layer(2, 0, 8)
     fence(pair, "one layer is too little again")
     assert announced(pair, push) == [(0, 2, 0, 8)]
-    push.layer(0, 8, 16)
-    push.layer(1, 8, 16)
+    push.chunk(8, 16, 2)
     pair.table.wait_written(push.job.handoff, 2)  # the rest of the first chunk holds nothing up
     assert announced(pair, push) == [(0, 2, 0, 8), (0, 2, 8, 16)]
     push.layer(2, 8, 16)
     pair.table.wait_written(push.job.handoff, 3)
-    push.finish()
-    assert push.done().frames == 3
+    assert push.finished().frames == 3
 
 
 def test_the_rest_leaves_at_the_end_however_small_it_is(pairs) -> None:
@@ -77,8 +61,7 @@ def test_the_rest_leaves_at_the_end_however_small_it_is(pairs) -> None:
     pair.table.wait_written(push.job.handoff, 1)
     push.layer(2, 0, 8)
     fence(pair, "fence")
-    push.finish()
-    push.done()
+    push.finished()
     assert announced(pair, push) == [(0, 2, 0, 8), (2, 3, 0, 8)]
 
 
@@ -89,43 +72,28 @@ def test_a_prompt_that_stalls_does_not_hold_up_one_that_is_ready(pairs) -> None:
     stalled.chunk(0, 7)
     stalled.layer(0, 7, 30)
     for n in range(3):
-        ready = prompt(pair, f"ready-{n}", 30, range(16, 24), range(16, 24)).begin()
-        ready.chunk(0, 30)
-        ready.finish()
-        ready.done()
+        prompt(pair, f"ready-{n}", 30, range(16, 24), range(16, 24)).begin().rest(0)
     assert not {stalled.job.handoff, unborn.job.handoff} & set(pair.table.commits)
-    for push in (unborn, stalled):
-        push.chunk(0 if push is unborn else 7, 30)
-        push.finish()
-    stalled.done()
-    unborn.done()
+    unborn.rest(0)
+    stalled.rest(7)
     assert len(pair.peer.streams) == 1
 
 
 def test_a_push_that_waits_for_its_acknowledgement_does_not_hold_up_the_next(pairs) -> None:
     pair = pairs(replace(EAGER, frame_size=1 << 16), source=poisoned())
-    committing, leave, commit = threading.Event(), threading.Event(), pair.table.commit
-
-    def slow(*args) -> None:
-        committing.set()
-        leave.wait(scaled(5))
-        commit(*args)
-
-    pair.table.commit = slow
+    commit = Stopped(pair.table, "commit")
     first = prompt(pair, "first", 8, [0, 1], [0, 1]).begin()
     second = prompt(pair, "second", 8, [2, 3], [2, 3]).begin()
     for push in (first, second):
         pair.table.wait_for(("offer", push.job.handoff))
     first.chunk(0, 8)
     first.finish()
-    assert committing.wait(scaled(5))
+    commit.wait()
     second.layer(0, 0, 8)
-    assert settled(lambda: announced(pair, second) == [(0, 1, 0, 8)])
-    leave.set()
-    second.chunk(0, 8)
-    second.finish()
+    eventually(lambda: announced(pair, second) == [(0, 1, 0, 8)])
+    commit.go_on()
+    second.rest(0)
     first.done()
-    second.done()
 
 
 def test_prompts_of_one_batch_leave_side_by_side(pairs, seed: int) -> None:
@@ -164,9 +132,7 @@ def test_what_is_skipped_is_not_sent_and_not_touched(pairs, skip: int) -> None:
     for layer in range(LAYOUT.layers):
         put(pair.target, range(10, 14), layer, 0, skip, 7.0)
     push = prompt(pair, "r", 16, range(4), range(10, 14), skip=skip).begin()
-    push.chunk(skip, 16)
-    push.finish()
-    result = push.done()
+    result = push.rest(skip)
     assert bool((rows(pair.target, range(10, 14), 0, skip) == 7.0).all())
     assert all(begin >= skip for *_, begin, _ in announced(pair, push))
     assert pair.table.commits[push.job.handoff].kv_bytes == result.nbytes == (16 - skip) * LAYOUT.layers * TOKEN
@@ -175,24 +141,10 @@ def test_what_is_skipped_is_not_sent_and_not_touched(pairs, skip: int) -> None:
     assert only_these(pair.target, range(10, 14), 16, skip)
 
 
-def test_where_all_but_one_block_is_known_one_block_moves(pairs) -> None:
-    pair = pairs(source=make_kv(1))
-    handoff = pair.push("r", 64, range(16), range(20, 36), skip=60)
-    result = pair.reports.done(handoff)
-    assert (result.nbytes, result.frames) == (LAYOUT.block_bytes, 1)
-    assert same_kv(pair.source, range(16), pair.target, range(20, 36), 64, 60)
-    assert only_these(pair.target, [35], 4)
-
-
 def test_the_sender_computes_more_than_it_has_to_send(pairs) -> None:
     """The receiver has more of the prefix than the sender: what is computed of it stays here."""
     pair = pairs(EAGER, source=poisoned())
-    push = prompt(pair, "r", 16, range(4), range(10, 14), skip=9).begin()
-    for begin in (0, 5, 10):
-        push.chunk(begin, min(begin + 5, 16))
-    push.chunk(15, 16)
-    push.finish()
-    push.done()
+    prompt(pair, "r", 16, range(4), range(10, 14), skip=9).begin().rest(0, 5)
     assert not rows(pair.target, range(10, 14), 0, 9).any()
 
 
@@ -205,11 +157,7 @@ def test_the_two_sides_may_have_blocks_of_different_sizes(pairs, size: int, skip
     layout = replace(LAYOUT, block_size=size)
     pair = pairs(EAGER, source=poisoned(), layout=layout)
     blocks = random.Random(size).sample(range(64), layout.blocks_for(37))
-    push = prompt(pair, "r", 37, range(20, 30), blocks, skip).begin()
-    for begin in range(skip, 37, 9):
-        push.chunk(begin, min(begin + 9, 37))
-    push.finish()
-    push.done()
+    prompt(pair, "r", 37, range(20, 30), blocks, skip).begin().rest(skip, 9)
     assert only_these(pair.target, blocks, 37, skip)
     hello = pair.stream.said[0].hello
     assert convert.layout_from_pb(hello.layout) == LAYOUT

@@ -1,7 +1,8 @@
 """What a model that thinks hands over beside its KV: through real streams, bit for bit, or refused by name."""
 
+from __future__ import annotations
+
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -9,21 +10,18 @@ import pytest
 import torch
 
 from baton.core import ThinkingState
-from baton.rpc import convert
-from baton.rpc.channel import aio_server, bind
 from baton.rpc.thinking import thinking_to_pb
 from baton.rpc.v1 import common_pb2 as common
 from baton.rpc.v1 import peer_pb2 as pb
 from baton.rpc.v1 import worker_pb2 as worker
-from baton.rpc.v1.peer_pb2_grpc import add_PeerServicer_to_server
-from kvtransfer.digests import wire_digest
 from kvtransfer.handoff import PushEnd
 from kvtransfer.messages import commit_of, end_of
 from kvtransfer.stream import GrpcPeerStream
 from kvtransfer.transports.express import MAX_PACKET
 from kvtransfer.transports.shm import ShmTransport
-from tests.unit.kvtransfer.byhand import HANDOFF, JOB, LAYER, Call, Receiver, running
-from tests.unit.kvtransfer.support import LAYOUT, LoopbackPeer, make_end, same_kv
+from tests.support.transports import served
+from tests.unit.kvtransfer.byhand import JOB, Call, Receiver, running
+from tests.unit.kvtransfer.support import make_end, same_kv
 
 TRANSPORTS = {"memory": lambda memory: [memory], "shm": lambda memory: [ShmTransport()]}
 SMALL, LARGE = 4 * 64 * 4, 64 * 4096 * 4  # bytes of a state: beside the stream, where there is such a way, and over it
@@ -35,25 +33,6 @@ def state_of(nbytes: int, *, rows: int = 0, thoughts: int = 2) -> ThinkingState:
     noise = [bytes(torch.randint(256, (n,), generator=generator, dtype=torch.uint8).numpy()) for n in (nbytes, rows)]
     made = tuple((n, 2**32 - 1 - n) if n % 2 else () for n in range(thoughts))
     return ThinkingState("t" * 64, thoughts, 3, bytes(range(256)) + noise[0][256:], noise[1], made)
-
-
-@contextmanager
-def served(peer: LoopbackPeer) -> Iterator[str]:
-    """A gRPC listener before its service."""
-
-    async def start():
-        server = aio_server()
-        add_PeerServicer_to_server(peer.service, server)
-        address = bind(server, "127.0.0.1:0")
-        await server.start()
-        return server, address
-
-    server, address = peer.run(start())
-    try:
-        yield address
-    finally:
-        peer.run(peer.service.close())
-        peer.run(server.stop(5))
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
@@ -79,9 +58,7 @@ def test_a_state_arrives_bit_for_bit_over_grpc(pairs, transport: str, state: Thi
         for name, thinking in (("without", None), ("with", state)):
             job = pair.reserve(name, 8, [11, 12])
             pair.sender.begin(job)
-            pair.sender.computed(job.handoff, [1, 2], LAYOUT.layers, 8)
-            pair.sender.finish(job.handoff, replace(make_end(8), thinking=thinking))
-            pair.reports.done(job.handoff)
+            pair.complete(job, [1, 2], replace(make_end(8), thinking=thinking))
             assert pair.table.commits[job.handoff].thinking == thinking
         assert same_kv(pair.source, [1, 2], pair.target, [11, 12], 8)
         pair.sender.close()
@@ -100,22 +77,10 @@ def test_what_a_commit_was_made_of() -> None:
 
 
 @pytest.fixture
-def receiver() -> Iterator[Receiver]:
+def call() -> Iterator[Call]:
+    """All frames have come."""
     with running(Receiver()) as receiver:
-        yield receiver
-
-
-def committed(receiver: Receiver, **change) -> Call:
-    """All frames of a handoff, zeros, and a commit with these fields."""
-    call, zeros, end = receiver.call().offered(), torch.zeros(LAYER, dtype=torch.uint8), make_end(8)
-    for layer in range(3):
-        call.frame(layer)
-        receiver.end.arrive(zeros)
-        assert call.hear() == "credit"
-    assert end.spec is not None
-    fields = {"spec": convert.spec_to_pb(end.spec), "first": convert.tokens_to_pb(end.first), **change}
-    call.say(commit=pb.Commit(handoff=HANDOFF, digests=[wire_digest(zeros)] * 3, **fields))
-    return call
+        yield receiver.call().offered().arrived()
 
 
 RIGHT: dict[str, Any] = {"thinker": "t", "chunk": 2, "offset": 0, "state": b"state"}
@@ -129,26 +94,20 @@ RIGHT: dict[str, Any] = {"thinker": "t", "chunk": 2, "offset": 0, "state": b"sta
         ({"thoughts": [common.TokenIds(ids=[1])] * 3}, "thinking.thoughts: must be at most 2"),
     ],
 )
-def test_a_malformed_state_is_refused_by_name_and_ends_the_channel(receiver: Receiver, change, named: str) -> None:
+def test_a_malformed_state_is_refused_by_name_and_ends_the_channel(call: Call, change, named: str) -> None:
     """As any commit does that makes no sense."""
-    call = committed(receiver, thinking=worker.ThinkingState(**{**RIGHT, **change}))
-    reply = call.next()
-    assert isinstance(reply, pb.PeerReply)
-    assert reply.refused.reason == pb.HANDOFF_REFUSAL_FRAME
-    assert named in reply.refused.detail
-    assert call.hear() == "ended"
-    assert not receiver.table.commits
+    call.commit(thinking=worker.ThinkingState(**{**RIGHT, **change}))
+    call.refused("FRAME", named)
+    assert not call.receiver.table.commits
 
 
-def test_a_state_where_nobody_decodes_is_refused(receiver: Receiver) -> None:
-    call = committed(receiver, spec=None, first=None, thinking=thinking_to_pb(state_of(SMALL)))
-    reply = call.next()
-    assert isinstance(reply, pb.PeerReply)
-    assert "thinking: must not be set" in reply.refused.detail
-    assert call.hear() == "ended"
-    assert not receiver.table.commits
+def test_a_state_where_nobody_decodes_is_refused(call: Call) -> None:
+    call.commit(spec=None, first=None, thinking=thinking_to_pb(state_of(SMALL)))
+    call.refused("FRAME", "thinking: must not be set")
+    assert not call.receiver.table.commits
 
 
-def test_any_other_state_is_for_the_engine_to_judge(receiver: Receiver) -> None:
-    assert committed(receiver, thinking=worker.ThinkingState(**RIGHT)).hear() == "commit_ack"
-    assert receiver.table.commits[JOB.handoff].thinking == ThinkingState(**RIGHT)
+def test_any_other_state_is_for_the_engine_to_judge(call: Call) -> None:
+    call.commit(thinking=worker.ThinkingState(**RIGHT))
+    assert call.hear() == "commit_ack"
+    assert call.receiver.table.commits[JOB.handoff].thinking == ThinkingState(**RIGHT)

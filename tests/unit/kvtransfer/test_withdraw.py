@@ -1,5 +1,7 @@
 """KV that is withdrawn and computed again: nobody reads what was given away, and what arrives is right."""
 
+from __future__ import annotations
+
 import random
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -11,33 +13,43 @@ from baton.core import HandoffId
 from baton.errors import StaleAttempt
 from kvtransfer.outbox import Outbox
 from tests.support.time_factor import scaled
+from tests.unit.kvtransfer.conftest import Pair, Pairs
+from tests.unit.kvtransfer.ends import Stopped
 from tests.unit.kvtransfer.prompts import EAGER, POISON, RIGHT, Prompt, fence, poisoned, prompt
 from tests.unit.kvtransfer.support import LAYOUT, put, rows
 
 
+@pytest.fixture
+def eager(pairs: Pairs) -> Pair:
+    """Whatever can leave leaves at once."""
+    return pairs(EAGER, source=poisoned())
+
+
+def short(pair: Pair, name: str = "r") -> Prompt:
+    """Two blocks, begun."""
+    return prompt(pair, name, 8, [0, 1], [10, 11]).begin()
+
+
 @pytest.mark.parametrize("again_from", [0, 5, 12])
 @pytest.mark.parametrize("layers", [0, 1, 2, 3])
-def test_what_was_withdrawn_is_computed_again_elsewhere(pairs, layers: int, again_from: int) -> None:
+def test_what_was_withdrawn_is_computed_again_elsewhere(eager: Pair, layers: int, again_from: int) -> None:
     """At any point of the second chunk; with other chunks afterwards. Positions before `again_from` are in a cache."""
-    pair = pairs(EAGER, source=poisoned())
-    push = prompt(pair, "r", 30, range(8), range(20, 28)).begin()
+    push = prompt(eager, "r", 30, range(8), range(20, 28)).begin()
     push.chunk(0, 12)
     push.chunk(12, 20, layers)
     push.withdraw()
     push.blocks = range(30, 38)
     for layer in range(LAYOUT.layers):
         values = rows(RIGHT, range(64), 0, again_from)[:, layer]
-        put(pair.source, push.blocks, layer, 0, again_from, values)
-    for begin, end in ((again_from, 17), (17, 30)):
-        push.chunk(begin, end)
-    push.finish()
-    push.done()
+        put(eager.source, push.blocks, layer, 0, again_from, values)
+    push.chunk(again_from, 17)
+    push.rest(17)
 
 
-def test_withdrawn_again_and_again_it_arrives_once(pairs, seed: int) -> None:
-    draw, pair = random.Random(seed), pairs(EAGER, source=poisoned())
+def test_withdrawn_again_and_again_it_arrives_once(eager: Pair, seed: int) -> None:
+    draw = random.Random(seed)
     for n in range(12):
-        push = prompt(pair, f"r{n}", 30, range(8), range(20, 28)).begin()
+        push = prompt(eager, f"r{n}", 30, range(8), range(20, 28)).begin()
         for _ in range(draw.randint(1, 4)):
             begin, layers = 0, LAYOUT.layers
             while begin < 30 and layers == LAYOUT.layers:
@@ -46,79 +58,46 @@ def test_withdrawn_again_and_again_it_arrives_once(pairs, seed: int) -> None:
                 begin = end
             push.withdraw()
             push.blocks = draw.choice([range(8), range(30, 38), range(45, 53)])
-        push.chunk(0, 30)
-        push.finish()
-        push.done()
+        push.rest(0)
         for layer in range(LAYOUT.layers):
-            put(pair.source, push.blocks, layer, 0, 32, POISON)
-            put(pair.target, range(20, 28), layer, 0, 32, POISON)
+            put(eager.source, push.blocks, layer, 0, 32, POISON)
+            put(eager.target, range(20, 28), layer, 0, 32, POISON)
 
 
-def stopped_read(pair, push: Prompt) -> tuple[threading.Event, threading.Event]:
-    """The next read of its blocks stops half way: two events, one to wait for and one to go on."""
-    entered, leave = threading.Event(), threading.Event()
-    gather = pair.source.gather
-
-    def slow(*args) -> None:
-        pair.source.gather = gather
-        entered.set()
-        assert leave.wait(scaled(5))
-        gather(*args)
-
-    pair.source.gather = slow
-    return entered, leave
-
-
-def test_withdraw_waits_for_a_read_under_way(pairs) -> None:
-    pair = pairs(EAGER, source=poisoned())
-    push = prompt(pair, "r", 8, [0, 1], [10, 11]).begin()
-    entered, leave = stopped_read(pair, push)
+@pytest.mark.parametrize("ended", [False, True])
+def test_withdraw_waits_for_a_read_under_way(eager: Pair, ended: bool) -> None:
+    """Also for one of a push that has ended meanwhile."""
+    push, read = short(eager), Stopped(eager.source, "gather")
     push.layer(0, 0, 8)
-    assert entered.wait(scaled(5))
+    read.wait()
+    if ended:
+        eager.sender.abort(push.job.handoff)
     with ThreadPoolExecutor(1) as pool:
         withdrawn = pool.submit(push.withdraw)
         with pytest.raises(TimeoutError):
             withdrawn.result(0.05)
-        leave.set()
+        read.go_on()
         withdrawn.result(scaled(5))
-    push.blocks = [2, 3]
-    push.chunk(0, 8)
-    push.finish()
-    push.done()
+    if ended:
+        eager.reports.failed(push.job.handoff, StaleAttempt)
+    else:
+        push.blocks = [2, 3]
+        push.rest(0)
 
 
-def test_withdraw_waits_for_a_read_of_a_push_that_has_ended_meanwhile(pairs) -> None:
-    pair = pairs(EAGER, source=poisoned())
-    push = prompt(pair, "r", 8, [0, 1], [10, 11]).begin()
-    entered, leave = stopped_read(pair, push)
-    push.layer(0, 0, 8)
-    assert entered.wait(scaled(5))
-    pair.sender.abort(push.job.handoff)
-    with ThreadPoolExecutor(1) as pool:
-        withdrawn = pool.submit(push.withdraw)
-        with pytest.raises(TimeoutError):
-            withdrawn.result(0.05)
-        leave.set()
-        withdrawn.result(scaled(5))
-    assert isinstance(pair.reports.wait(push.job.handoff), StaleAttempt)
-
-
-def test_withdraw_does_not_wait_for_reads_of_others(pairs) -> None:
-    pair = pairs(EAGER, source=poisoned())
-    read, other = prompt(pair, "read", 8, [0, 1], [10, 11]).begin(), prompt(pair, "other", 8, [2, 3], [12, 13]).begin()
-    entered, leave = stopped_read(pair, read)
-    read.layer(0, 0, 8)
-    assert entered.wait(scaled(5))
+def test_withdraw_does_not_wait_for_reads_of_others(eager: Pair) -> None:
+    reading, other = short(eager), prompt(eager, "other", 8, [2, 3], [12, 13]).begin()
+    read = Stopped(eager.source, "gather")
+    reading.layer(0, 0, 8)
+    read.wait()
     with ThreadPoolExecutor(1) as pool:
         pool.submit(other.withdraw).result(scaled(5))
-    leave.set()
-    for push in (read, other):
-        push.chunk(0, 8)
-        push.finish()
-        push.done()
+    read.go_on()
+    for push in (reading, other):
+        push.rest(0)
 
 
-def test_what_is_withdrawn_between_the_choice_and_the_read_is_not_read(pairs, monkeypatch) -> None:
+def test_what_is_withdrawn_between_the_choice_and_the_read_is_not_read(pairs: Pairs, monkeypatch) -> None:
     """Although there are blocks again: less of them is final than was chosen."""
     pair = pairs(replace(EAGER, frame_size=1 << 16), source=poisoned())
     push, chosen, choose = prompt(pair, "r", 8, [0, 1], [10, 11]), threading.Event(), Outbox.next
@@ -136,47 +115,42 @@ def test_what_is_withdrawn_between_the_choice_and_the_read_is_not_read(pairs, mo
     push.begin().layer(0, 0, 8)
     assert chosen.wait(scaled(5))
     push.chunk(0, 3)
-    push.chunk(3, 8)
-    push.finish()
-    push.done()
+    push.rest(3)
 
 
-def test_withdraw_then_abort(pairs) -> None:
-    pair = pairs(EAGER, source=poisoned())
-    push = prompt(pair, "r", 30, range(8), range(20, 28)).begin()
+def test_withdraw_then_abort(eager: Pair) -> None:
+    push = prompt(eager, "r", 30, range(8), range(20, 28)).begin()
     push.chunk(0, 12)
-    pair.table.wait_for(("offer", push.job.handoff))
+    eager.table.wait_for(("offer", push.job.handoff))
     push.withdraw()
-    pair.sender.abort(push.job.handoff)
-    assert isinstance(pair.reports.wait(push.job.handoff, 1), StaleAttempt)
-    pair.table.wait_for(("aborted", push.job.handoff))
+    eager.sender.abort(push.job.handoff)
+    eager.reports.failed(push.job.handoff, StaleAttempt)
+    eager.table.wait_for(("aborted", push.job.handoff))
     push.withdraw()
-    fence(pair, "next")
+    fence(eager, "next")
 
 
-def test_withdraw_before_anything_and_after_everything_has_left(pairs) -> None:
+def test_withdraw_before_anything_and_after_everything_has_left(pairs: Pairs) -> None:
     pair = pairs(replace(EAGER, frame_size=1 << 16), source=poisoned())
-    push = prompt(pair, "r", 8, [0, 1], [10, 11]).begin()
+    push = short(pair)
     push.withdraw()
     for layer in range(3):
         push.layer(layer, 0, 8)
         pair.table.wait_written(push.job.handoff, layer + 1)
     push.withdraw()
-    push.finish()
-    assert push.done().frames == 3
+    assert push.finished().frames == 3
     pair.sender.withdraw(HandoffId("never", 1))
 
 
 @pytest.mark.parametrize("again", [False, True])
-def test_finish_before_anything_is_computed(pairs, again: bool) -> None:
+def test_finish_before_anything_is_computed(eager: Pair, again: bool) -> None:
     """It is told that all is computed before it hears of it: it waits, however it is ordered."""
-    pair = pairs(EAGER, source=poisoned())
-    push = prompt(pair, "r", 8, [0, 1], [10, 11]).begin()
+    push = short(eager)
     if again:
         push.chunk(0, 8, 2)
         push.withdraw()
     push.finish()
-    fence(pair, "fence")
-    assert push.job.handoff not in pair.table.commits
+    fence(eager, "fence")
+    assert push.job.handoff not in eager.table.commits
     push.chunk(0, 8)
     push.done()

@@ -1,6 +1,9 @@
 """Caches of ranks in main memory, with bytes that are known by their place."""
 
+from __future__ import annotations
+
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -8,6 +11,7 @@ from baton.core import KVLayout
 from baton.engine.kv import KVCache
 from baton.engine.tp.cache import ShardedCache, rank_layout
 from baton.engine.tp.heads import Heads
+from tests.support.transports import Log, MainMemory
 
 POISON = float("nan")
 GQA = KVLayout(layers=5, kv_heads=8, head_dim=3, block_size=4, dtype="float32")
@@ -53,3 +57,9 @@ def same(a: ShardedCache, b: ShardedCache) -> bool:
         (x.view(torch.uint8), y.view(torch.uint8)) for p, q in pairs for x, y in zip(p.tensors, q.tensors, strict=True)
     )
     return all(torch.equal(x, y) for x, y in bits)
+
+
+def gpus(size: int) -> tuple[list[Any], Log]:
+    """One for each rank, made of main memory, and what happens on them in its order."""
+    log: Log = []
+    return [MainMemory(rank, log) for rank in range(size)], log

@@ -1,9 +1,11 @@
 """KV out of the ranks of one worker and into those of another: every rank has exactly its heads, and nothing more."""
 
+from __future__ import annotations
+
 import itertools
 import random
-from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -75,21 +77,17 @@ def test_replicas_that_do_not_supply_are_not_read(size: int, layout: KVLayout) -
         assert changed == min(size, heads), layer
 
 
-def noted(asked: list, what: tuple[str, int], call: Callable) -> Callable:
-    def noting(*arguments) -> None:
-        asked.append(what)
-        call(*arguments)
-
-    return noting
-
-
 def test_one_frame_has_one_temporary_for_each_rank(monkeypatch) -> None:
     """And nothing goes token by token: a rank's cache is asked once."""
     cache, asked = poisoned(GQA, 4, TOTAL), list[tuple[str, int]]()
+
+    def noted(own: KVCache, rank: int, name: str) -> None:
+        call = getattr(own, name)
+        monkeypatch.setattr(own, name, lambda *arguments: (asked.append((name, rank)), call(*arguments)))
+
     for rank, own in enumerate(cache.ranks):
         for name in ("gather", "scatter"):
-            call = getattr(own, name)
-            monkeypatch.setattr(own, name, noted(asked, (name, rank), call))
+            noted(own, rank, name)
     wire = gathered(cache, range(5), [3, 1, 2], 0, 12)
     cache.scatter(range(5), [3, 1, 2], 0, 12, wire)
     assert asked == [(name, rank) for name in ("gather", "scatter") for rank in range(4)]
@@ -150,53 +148,32 @@ def test_ranks_that_do_not_fit_are_refused() -> None:
         ShardedCache(GQA, [KVCache(own, 3)] * 3)
 
 
-class Streams:
-    """torch.cuda's streams and events, as a list of what was asked of them."""
-
-    def __init__(self) -> None:
-        self.log: list[tuple] = []
-
-    def current_stream(self, device=None):
-        return Stream(self.log, str(device))
-
-    def Event(self):
-        return Recorded(self.log)
-
-
-class Stream:
-    def __init__(self, log: list, device: str) -> None:
-        self.log, self.device = log, device
-
-    def synchronize(self) -> None:
-        self.log.append(("synchronize", self.device))
-
-    def wait_event(self, event: "Recorded") -> None:
-        self.log.append(("wait", self.device, event.device))
-
-
-class Recorded:
-    def __init__(self, log: list) -> None:
-        self.log, self.device = log, ""
-
-    def record(self, stream: Stream) -> None:
-        self.device = stream.device
-        self.log.append(("record", self.device))
-
-
 def test_on_gpus_mark_and_settle_are_for_all_of_them(monkeypatch) -> None:
-    """Not run on GPUs: what is asked of torch is looked at."""
-    streams, own = Streams(), rank_layout(GQA, 4)
-    monkeypatch.setattr(torch.cuda, "current_stream", streams.current_stream)
-    monkeypatch.setattr(torch.cuda, "Event", streams.Event)
+    """Not run on GPUs: the calls of torch are looked at."""
+    log, own = list[tuple[str, ...]](), rank_layout(GQA, 4)
+
+    def stream(device) -> SimpleNamespace:
+        return SimpleNamespace(
+            device=str(device),
+            synchronize=lambda: log.append(("synchronize", str(device))),
+            wait_event=lambda event: log.append(("wait", str(device), event.at)),
+        )
+
+    class Event:
+        def record(self, recorded: SimpleNamespace) -> None:
+            self.at = recorded.device
+            log.append(("record", self.at))
+
+    monkeypatch.setattr(torch.cuda, "current_stream", stream)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
     storage = KVCache(own, 2).tensors
-    ranks = [KVCache(own, 2, f"cuda:{index}", storage=storage) for index in (2, 3, 4, 4)]
-    cache = ShardedCache(GQA, ranks)
+    cache = ShardedCache(GQA, [KVCache(own, 2, f"cuda:{index}", storage=storage) for index in (2, 3, 4, 4)])
     assert cache.device == torch.device("cuda", 2)
     mark = cache.mark()
     assert mark is not None
-    assert streams.log == [("record", "cuda:2")]
+    assert log == [("record", "cuda:2")]
     mark.wait()
-    assert streams.log[1:] == [("wait", f"cuda:{index}", "cuda:2") for index in (2, 3, 4)]
-    del streams.log[:]
+    assert log[1:] == [("wait", f"cuda:{index}", "cuda:2") for index in (2, 3, 4)]
+    del log[:]
     cache.settle()
-    assert set(streams.log) == {("synchronize", f"cuda:{index}") for index in (2, 3, 4)}
+    assert set(log) == {("synchronize", f"cuda:{index}") for index in (2, 3, 4)}

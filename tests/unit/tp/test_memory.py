@@ -4,11 +4,14 @@ Who allocates, opens, closes and frees, in which order; and a model on such rank
 is for `tests/unit/gpu/test_ranks.py`, on a machine with two.
 """
 
+from __future__ import annotations
+
 import os
 import random
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -28,17 +31,17 @@ from baton.engine.tp.model import load_rank
 from baton.engine.tp.ranks import CACHE, END, Plan, Ranks
 from baton.errors import RankLost
 from baton.tokenizer import OracleTokenizer
+from tests.support.time_factor import scaled
 from tests.unit.model.checkpoints import random_checkpoint
-from tests.unit.tp.devices import gpus
-from tests.unit.tp.support import GQA, put, whole, wire_of
+from tests.unit.tp.support import GQA, gpus, put, whole, wire_of
 
 
 @pytest.fixture
 def plan_of(tmp_path) -> Callable[..., Plan]:
     torch.set_num_threads(1)
 
-    def plan(size: int, folder: str = "", **changes) -> Plan:
-        made = Plan(
+    def plan(size: int, folder: str = "") -> Plan:
+        return Plan(
             folder=folder,
             key="tensor_parallel",
             size=size,
@@ -50,9 +53,8 @@ def plan_of(tmp_path) -> Callable[..., Plan]:
             store=str(tmp_path / "store"),
             parent=os.getpid(),
             capacity=1 << 16,
-            timeout_s=20.0,
+            timeout_s=scaled(20.0),
         )
-        return replace(made, **changes)
 
     return plan
 
@@ -80,66 +82,67 @@ def obey(plan: Plan, rank: int, on_gpus: list[Any]) -> None:
     memory.close()
 
 
-@pytest.mark.parametrize("size", [2, 4])
-def test_rank_0_has_all_heads_and_nothing_is_freed_while_it_has(plan_of, size: int, seed: int) -> None:
-    plan, (on_gpus, log) = plan_of(size), gpus(size)
-    ends = [started(obey, plan, rank, on_gpus) for rank in range(1, size)]
+@contextmanager
+def obeyed(plan: Plan, on_gpus: list[Any]) -> Iterator[tuple[Ranks, GpuMemory]]:
+    """Rank 0 and its memory; the other ranks make caches until the block ends."""
+    ends = [started(obey, plan, rank, on_gpus) for rank in range(1, plan.size)]
     ranks = Ranks(plan, 0, lambda: None)
     memory = kv_memory(plan, ranks, GQA, on_gpus.__getitem__)
-    others = range(1, size)
-    for round_, blocks in enumerate((3, 9)):
-        del log[:]
-        memory.prepare(blocks)
-        assert log == [("close", rank) for rank in reversed(others) if round_]
-        ranks.tell(CACHE, [blocks])
-        seen, own = memory.make(blocks)
-        assert isinstance(seen, ShardedCache)
-        assert (seen.layout, seen.total_blocks) == (GQA, blocks)
-        assert seen.ranks[0] is own
-        assert not any(tensor.any() for cache in seen.ranks for tensor in cache.tensors)  # though memory was not empty
-        kv = whole(GQA, 7, seed + round_)
-        put(seen, [2, 1], kv)
-        out = torch.empty(7 * 5 * GQA.layer_token_bytes, dtype=torch.uint8)
-        seen.gather(range(5), [2, 1], 0, 7, out)
-        assert torch.equal(out, wire_of(kv, range(5), 0, 7))
-        for rank in others:  # it lies where the rank has it
-            (there,) = on_gpus[rank].memory.values()
-            assert torch.equal(
-                there, torch.cat([tensor.flatten() for tensor in seen.ranks[rank].tensors]).view(torch.uint8)
-            )
-            assert len(on_gpus[rank].opened) == 1
-            does = [what for what, who in log if who == rank]
-            assert does == (["close", "free"] if round_ else []) + ["allocate", "open"]
-        assert not on_gpus[0].memory
-    memory.close()
+    assert isinstance(memory, GpuMemory)
+    yield ranks, memory
     ranks.tell(END, [])
     for end in ends:
-        end.result(10)
+        end.result(scaled(10))
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_rank_0_has_all_heads_and_nothing_is_freed_while_it_has(plan_of, size: int, seed: int) -> None:
+    others, (on_gpus, log) = range(1, size), gpus(size)
+    with obeyed(plan_of(size), on_gpus) as (ranks, memory):
+        for round_, blocks in enumerate((3, 9)):
+            del log[:]
+            memory.prepare(blocks)
+            assert log == [("close", rank) for rank in reversed(others) if round_]
+            ranks.tell(CACHE, [blocks])
+            seen, own = memory.make(blocks)
+            assert isinstance(seen, ShardedCache)
+            assert (seen.layout, seen.total_blocks) == (GQA, blocks)
+            assert seen.ranks[0] is own
+            assert not any(tensor.any() for cache in seen.ranks for tensor in cache.tensors)  # memory was not empty
+            kv = whole(GQA, 7, seed + round_)
+            put(seen, [2, 1], kv)
+            out = torch.empty(7 * 5 * GQA.layer_token_bytes, dtype=torch.uint8)
+            seen.gather(range(5), [2, 1], 0, 7, out)
+            assert torch.equal(out, wire_of(kv, range(5), 0, 7))
+            for rank in others:  # it lies where the rank has it
+                (there,) = on_gpus[rank].memory.values()
+                held = torch.cat([tensor.flatten() for tensor in seen.ranks[rank].tensors])
+                assert torch.equal(there, held.view(torch.uint8))
+                assert len(on_gpus[rank].opened) == 1
+                does = [what for what, which in log if which == rank]
+                assert does == (["close", "free"] if round_ else []) + ["allocate", "open"]
+            assert not on_gpus[0].memory
+        memory.close()
     assert not any(gpu.memory or gpu.opened for gpu in on_gpus)
 
 
 def test_what_was_opened_is_closed_if_the_rest_cannot_be(plan_of) -> None:
     """And no rank frees: it has not heard that rank 0 is through."""
-    plan, (on_gpus, log) = plan_of(4), gpus(4)
-    ends = [started(obey, plan, rank, on_gpus) for rank in (1, 2, 3)]
-    ranks = Ranks(plan, 0, lambda: None)
-    memory = kv_memory(plan, ranks, GQA, on_gpus.__getitem__)
-    on_gpus[3].handle = lambda address: bytes(64)  # one that nobody can open
-    ranks.tell(CACHE, [3])
-    with pytest.raises(KeyError):
-        memory.make(3)
-    assert [each for each in log if each[0] == "close"] == [("close", 2), ("close", 1)]
-    assert [len(gpu.memory) for gpu in on_gpus] == [0, 1, 1, 1]
-    ranks.tell(END, [])
-    for end in ends:
-        end.result(10)
+    on_gpus, log = gpus(4)
+    with obeyed(plan_of(4), on_gpus) as (ranks, memory):
+        on_gpus[3].handle = lambda address: bytes(64)  # one that nobody can open
+        ranks.tell(CACHE, [3])
+        with pytest.raises(RuntimeError, match="INVALID_VALUE"):
+            memory.make(3)
+        assert [each for each in log if each[0] == "close"] == [("close", 2), ("close", 1)]
+        assert [len(gpu.memory) for gpu in on_gpus] == [0, 1, 1, 1]
 
 
 def test_all_ranks_hear_what_each_says(plan_of) -> None:
     plan = plan_of(3)
     said = [os.urandom(64) for _ in range(3)]
     heard = [started(lambda rank: Ranks(plan, rank, lambda: None).told(said[rank]), rank) for rank in range(3)]
-    assert [each.result(10) for each in heard] == [said] * 3
+    assert [each.result(scaled(10)) for each in heard] == [said] * 3
 
 
 @dataclass
@@ -223,7 +226,7 @@ class Threads:
 
     def close(self, patience_s: float) -> None:
         for end in self.ends:
-            end.result(20)
+            end.result(scaled(20))
 
 
 def on_threads(plan: Plan, on_gpus: list[Any]) -> ShardedBackend:
@@ -272,7 +275,7 @@ def test_a_model_with_divided_caches_hands_over_and_takes_over(plan_of, tmp_path
     one, many = (Engine(b, OracleTokenizer(), total_blocks=24, prefix_cache=False) for b in (alone, backend))
     for _ in range(2):
         prompt = tuple(rng.randrange(1, 250) for _ in range(rng.randint(20, 60)))
-        spec = SequenceSpec(prompt, Sampling(max_tokens=16, temperature=0.0, ignore_eos=True))
+        spec = SequenceSpec(prompt, Sampling(max_tokens=6, temperature=0.0, ignore_eos=True))
         expected = [token.token_id for token in generate(one, spec).tokens]
         assert [token.token_id for token in generate(many, spec).tokens] == expected
         assert carried(one, many, spec) == expected

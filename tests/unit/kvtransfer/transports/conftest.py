@@ -1,5 +1,8 @@
 """Channels over every transport that a test of the contract runs on."""
 
+from __future__ import annotations
+
+import gc
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -8,13 +11,26 @@ import pytest
 from tests.unit.kvtransfer.transports.pairs import Pairs, two
 
 
+@pytest.fixture(scope="session")
+def _small_heap() -> None:
+    """What was loaded before is not looked at again: a collection takes milliseconds instead of half a second."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture
+def collected(_small_heap: None) -> None:
+    """No garbage of other tests holds descriptors."""
+    gc.collect()
+
+
 @pytest.fixture
 def pool() -> Iterator[ThreadPoolExecutor]:
     with ThreadPoolExecutor(4) as pool:
         yield pool
 
 
-@pytest.fixture(params=["memory", "gloo", "shm", "grpc"])
+@pytest.fixture(params=["memory", "gloo", "shm", "grpc", "cuda_ipc"])
 def kind(request: pytest.FixtureRequest) -> str:
     return request.param
 

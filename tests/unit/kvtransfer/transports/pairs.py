@@ -1,42 +1,37 @@
 """Two ends of a channel in one process, whatever the transport, and frames sent through them with credits."""
 
-import asyncio
+from __future__ import annotations
+
+import itertools
 import queue
 import random
 import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import grpc
 import torch
 
 from baton.core import Incarnation
 from baton.errors import ChannelBroken
-from baton.rpc.channel import aio_server, bind
-from baton.rpc.v1 import peer_pb2 as pb
-from baton.rpc.v1.peer_pb2_grpc import PeerServicer, add_PeerServicer_to_server
+from kvtransfer.receiver import PeerService
 from kvtransfer.transport import ChannelEnd, ChannelName, KeyRelay, Ring, Side, Transport
+from kvtransfer.transports.cuda_ipc import CudaIpcTransport
 from kvtransfer.transports.gloo import GlooTransport
 from kvtransfer.transports.grpc_bytes import GrpcTransport
 from kvtransfer.transports.memory import MemoryTransport
 from kvtransfer.transports.shm import ShmTransport
 from tests.support.time_factor import scaled
+from tests.support.transports import MainMemory, served
+from tests.support.waiting import eventually
+from tests.unit.kvtransfer.support import FINGERPRINT, SETTINGS, D, LoopbackPeer, RecordingTable, make_kv
 
 NAME = ChannelName(Incarnation(7, 1), Incarnation(7, 2), 1)
 RING = Ring(slots=4, size=1 << 16)
 CPU = torch.device("cpu")
-
-
-def settled(ready: Callable[[], bool], timeout: float = 5.0) -> bool:
-    """Poll for what has no event to wait for, e.g. the descriptors of the process."""
-    end = time.monotonic() + scaled(timeout)
-    while not ready() and time.monotonic() < end:
-        time.sleep(0.01)
-    return ready()
+PATIENT_S = 600.0  # a deadline that no test waits for
 
 
 def descriptors() -> set[str]:
@@ -48,9 +43,9 @@ def held() -> tuple[int, int]:
     return len(descriptors()), threading.active_count()
 
 
-def given_back(before: tuple[int, int]) -> bool:
-    """Whether there are, soon, no more of either than `before`."""
-    return settled(lambda: all(now <= then for now, then in zip(held(), before, strict=True)))
+def given_back(before: tuple[int, int]) -> None:
+    """Wait until there are no more of either than `before`."""
+    eventually(lambda: all(now <= then for now, then in zip(held(), before, strict=True)))
 
 
 def breaks(call: Callable[[], object]) -> bool:
@@ -61,6 +56,17 @@ def breaks(call: Callable[[], object]) -> bool:
     return False
 
 
+def broken(end: ChannelEnd, first: int = 0) -> None:
+    """Wait until no frame from `first` on can be started any more."""
+    numbers = itertools.count(first)
+    eventually(lambda: breaks(lambda: end.start(next(numbers), 8)))
+
+
+def mute() -> KeyRelay:
+    """Nobody is at the other side."""
+    return KeyRelay(lambda key, value: None)
+
+
 def relayed() -> tuple[KeyRelay, KeyRelay]:
     """By side; what one sends, the other receives."""
     receiver = KeyRelay(lambda key, value: sender.deliver(key, value))  # noqa: PLW0108  # there is no sender yet
@@ -68,56 +74,22 @@ def relayed() -> tuple[KeyRelay, KeyRelay]:
     return sender, receiver
 
 
-class DataHost(PeerServicer):
-    """A gRPC server on a free port, in a thread of its own, which serves Data and nothing else."""
-
-    def __init__(self) -> None:
-        self.transport = GrpcTransport()
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever)
-        self._thread.start()
-        self._run(self._serve())
-
-    async def Connect(self, request_iterator, context):  # type: ignore[override]  # not part of these tests
-        await context.abort(grpc.StatusCode.UNIMPLEMENTED, "only Data")
-
-    async def Data(self, request_iterator, context) -> pb.DataEnd:
-        try:
-            await self.transport.take(request_iterator)
-        except ChannelBroken as error:
-            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
-        return pb.DataEnd()
-
-    def close(self) -> None:
-        self._run(self._server.stop(0))
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
-
-    def _run(self, coroutine):
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(scaled(20))
-
-    async def _serve(self) -> None:
-        self._server = aio_server()
-        add_PeerServicer_to_server(self, self._server)
-        self.address = bind(self._server, "127.0.0.1:0")
-        self.transport = GrpcTransport(self.address)
-        await self._server.start()
-
-
 @contextmanager
 def two(kind: str) -> Iterator[tuple[Transport, Transport]]:
     """A transport for the sender and one for the receiver."""
     if kind == "grpc":
-        host = DataHost()
-        try:
-            yield GrpcTransport(), host.transport
-        finally:
-            host.close()
+        grpc, kv = GrpcTransport(), make_kv(None)
+        peer = LoopbackPeer(lambda: PeerService(kv, D, FINGERPRINT, SETTINGS, RecordingTable(), [], data=grpc))
+        with served(peer) as grpc._address:
+            yield GrpcTransport(), grpc
+        peer.close()
     elif kind == "memory":
         yield (both := MemoryTransport()), both
     elif kind == "gloo":
         yield GlooTransport("127.0.0.1"), GlooTransport("127.0.0.1")
+    elif kind == "cuda_ipc":
+        gpu = MainMemory()
+        yield CudaIpcTransport(CPU, gpu), CudaIpcTransport(CPU, gpu)
     else:
         yield ShmTransport(), ShmTransport()
 
@@ -131,12 +103,22 @@ class Pairs:
     opened: list[ChannelEnd] = field(default_factory=list)
 
     def __call__(self, deadline_s: float = 5.0, ring: Ring = RING) -> tuple[ChannelEnd, ChannelEnd]:
-        sender, receiver = (opening.result(scaled(10)) for opening in self.opening(deadline_s, ring))
+        relays = relayed()
+        opening = [self.pool.submit(self._open, side, relays[side], ring, deadline_s) for side in Side]
+        sender, receiver = (end.result(scaled(10)) for end in opening)
         return sender, receiver
 
-    def opening(self, deadline_s: float, ring: Ring = RING) -> list[Future[ChannelEnd]]:
-        relays = relayed()
-        return [self.pool.submit(self._open, side, relays[side], ring, deadline_s) for side in Side]
+    def alone(self, side: Side, keys: KeyRelay, deadline_s: float = 5.0) -> Future[ChannelEnd]:
+        """An end whose other one is the test's."""
+        return self.pool.submit(self.sides[side].open, NAME, side, keys, RING, deadline_s)
+
+    def carry(self, ends: tuple[ChannelEnd, ChannelEnd], data: list[torch.Tensor], ahead: int, ring: Ring = RING):
+        """Send these frames; what came. `ahead`: how many are started before the first of them is finished."""
+        control = Control(ring.slots)
+        sending = self.pool.submit(send, ends[0], control, data, ring.slots)
+        taken = receive(ends[1], control, len(data), ahead)
+        sending.result(scaled(10))
+        return taken
 
     def close(self) -> None:
         for end in self.opened:
@@ -174,7 +156,6 @@ def send(end: ChannelEnd, control: Control, data: list[torch.Tensor], slots: int
 
 
 def receive(end: ChannelEnd, control: Control, count: int, ahead: int) -> list[torch.Tensor]:
-    """`ahead`: how many frames are started before the first of them is finished."""
     started, taken = list[tuple[int, int]](), list[torch.Tensor]()
     while len(taken) < count:
         while len(started) < ahead and len(started) + len(taken) < count:

@@ -1,5 +1,7 @@
 """Which transports a worker has."""
 
+from __future__ import annotations
+
 import os
 
 import pytest
@@ -30,9 +32,9 @@ def refuse(*_: object) -> None:
     raise ConfigError("not on this machine")
 
 
-def test_auto_on_a_cpu_is_shared_memory_and_then_gloo() -> None:
-    assert names(TransferSettings()) == ["shm", "gloo"]
-    assert names(TransferSettings(), grpc=GrpcTransport("decode:1")) == ["shm", "gloo"]
+@pytest.mark.parametrize("grpc", [None, GrpcTransport("decode:1")])
+def test_auto_on_a_cpu_is_shared_memory_and_then_gloo(grpc: GrpcTransport | None) -> None:
+    assert names(TransferSettings(), grpc=grpc) == ["shm", "gloo"]
 
 
 def test_auto_where_kv_must_be_encrypted_is_shared_memory_and_then_grpc(monkeypatch) -> None:
@@ -44,35 +46,33 @@ def test_auto_where_kv_must_be_encrypted_is_shared_memory_and_then_grpc(monkeypa
         names(settings)
 
 
-def test_auto_leaves_out_what_the_system_lacks(monkeypatch) -> None:
+def test_auto_leaves_out_what_the_system_lacks_and_a_named_one_is_an_error(monkeypatch) -> None:
     monkeypatch.delattr(os, "memfd_create")
     assert names(TransferSettings()) == ["gloo"]
+    with pytest.raises(ConfigError, match=r"transfer\.transport: 'shm' cannot be had: .*memfd_create"):
+        make_transports(TransferSettings(transport="shm"), CPU)
 
 
-@pytest.mark.parametrize("lacks", [set(), {"cuda_ipc"}, {"nccl"}])
+@pytest.mark.parametrize("lacks", [set(), {"cuda_ipc"}, {"nccl"}, {"cuda_ipc", "nccl"}])
 def test_auto_on_a_gpu(monkeypatch, lacks: set[str]) -> None:
     for name, maker in (("cuda_ipc", "CudaIpcTransport"), ("nccl", "NcclTransport")):
         monkeypatch.setattr(choose, maker, refuse if name in lacks else lambda *_, name=name: Made(name))
-    assert names(TransferSettings(), CUDA) == [name for name in ("cuda_ipc", "nccl") if name not in lacks]
-
-
-def test_auto_on_a_gpu_with_neither_is_an_error(monkeypatch) -> None:
-    for maker in ("CudaIpcTransport", "NcclTransport"):
-        monkeypatch.setattr(choose, maker, refuse)
-    with pytest.raises(ConfigError, match=r"transfer\.transport: 'auto' .*cuda:0"):
-        make_transports(TransferSettings(), CUDA)
+    if len(lacks) < 2:
+        assert names(TransferSettings(), CUDA) == [name for name in ("cuda_ipc", "nccl") if name not in lacks]
+    else:
+        with pytest.raises(ConfigError, match=r"transfer\.transport: 'auto' .*cuda:0"):
+            names(TransferSettings(), CUDA)
 
 
 @pytest.mark.parametrize("name", ["shm", "gloo", "grpc"])
 def test_a_named_one_is_the_only_one(name: str) -> None:
-    assert names(TransferSettings(transport=name), grpc=GrpcTransport("decode:1")) == [name]
-    if name != "grpc":
-        assert names(TransferSettings(transport=name), CUDA) == [name]  # staged in main memory
-
-
-def test_the_workers_own_grpc_is_used() -> None:
     mine = GrpcTransport("decode:1")
-    assert make_transports(TransferSettings(transport="grpc"), CPU, grpc=mine) == (mine,)
+    made = make_transports(TransferSettings(transport=name), CPU, grpc=mine)
+    assert [transport.name for transport in made] == [name]
+    if name == "grpc":
+        assert made == (mine,)
+    else:
+        assert names(TransferSettings(transport=name), CUDA) == [name]  # staged in main memory
 
 
 @pytest.mark.parametrize(
@@ -92,12 +92,6 @@ def test_nccl_takes_the_interface_of_the_pool_unless_its_own_variable_says_anoth
         monkeypatch.delenv("NCCL_SOCKET_IFNAME")
     make_transports(TransferSettings(transport="nccl", interface="ib0"), torch.device("cuda:0"))
     assert os.environ["NCCL_SOCKET_IFNAME"] == (given or "=ib0")
-
-
-def test_shared_memory_that_cannot_be_had_is_an_error_when_it_is_named(monkeypatch) -> None:
-    monkeypatch.delattr(os, "memfd_create")
-    with pytest.raises(ConfigError, match=r"transfer\.transport: 'shm' cannot be had: .*memfd_create"):
-        make_transports(TransferSettings(transport="shm"), CPU)
 
 
 def test_an_unknown_name_says_what_is_known() -> None:

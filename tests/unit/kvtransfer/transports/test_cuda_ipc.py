@@ -1,101 +1,37 @@
 """CUDA IPC's protocol over a device made of main memory: order of events, proof before memory is freed.
 
+That it keeps the contract of a channel is asserted in `test_contract.py`.
 What a GPU does to it is for `tests/unit/gpu/test_cuda_ipc.py`, on a machine with one.
 """
 
-import itertools
-import os
-import time
-from collections.abc import Callable, Iterator
-from typing import Any
+from __future__ import annotations
+
+from collections.abc import Iterator
 
 import pytest
 import torch
 
 from baton.engine.kernels.gpu.cuda_driver import HANDLE_BYTES, CudaDevice
 from baton.errors import ChannelBroken, ConfigError
-from kvtransfer.transport import KeyRelay, Side
+from kvtransfer.transport import Side
 from kvtransfer.transports import unix_pair
 from kvtransfer.transports.cuda_ipc import CudaIpcTransport
 from tests.support.time_factor import scaled
+from tests.support.transports import MainMemory
+from tests.support.waiting import eventually
 from tests.unit.kvtransfer.transports.pairs import (
     CPU,
-    NAME,
     RING,
-    Control,
     Pairs,
-    breaks,
     descriptors,
     frames,
-    receive,
     relayed,
-    send,
-    settled,
 )
-
-
-class MainMemory:
-    """A GPU that both ends of a test share. `memory`: what is allocated; `opened`: addresses in use by the receiver."""
-
-    uuid = "GPU-of-main-memory"
-
-    def __init__(self) -> None:
-        self._numbers = itertools.count(1)
-        self._handles: dict[bytes, Any] = {}
-        self.memory: dict[int, torch.Tensor] = {}
-        self.opened: dict[int, int] = {}
-        self.torn: list[int] = []
-        self.recorded: list[int] = []  # how often, of each event
-        self.busy = False
-
-    def allocate(self, nbytes: int) -> int:
-        address = next(self._numbers)
-        self.memory[address] = torch.zeros(nbytes, dtype=torch.uint8)
-        return address
-
-    def free(self, address: int) -> None:
-        if address in self.opened.values():
-            self.torn.append(address)
-        del self.memory[address]
-
-    def handle(self, address: int) -> bytes:
-        return self._say(address)
-
-    def open(self, handle: bytes) -> int:
-        address = self._handles.get(handle)
-        if not isinstance(address, int):
-            raise RuntimeError("cuIpcOpenMemHandle_v2: CUDA_ERROR_INVALID_VALUE (1)")
-        self.opened[mine := next(self._numbers)] = address
-        return mine
-
-    def close(self, address: int) -> None:
-        del self.opened[address]
-
-    def tensor(self, address: int, nbytes: int) -> torch.Tensor:
-        memory = self.memory[self.opened.get(address, address)]
-        assert memory.numel() == nbytes
-        return memory
-
-    def event(self) -> tuple[Callable[[], None], bytes]:
-        index = len(self.recorded)
-        self.recorded.append(0)
-
-        def record() -> None:
-            self.recorded[index] += 1
-
-        return record, self._say(lambda: self.recorded[index] > 0 and not self.busy)
-
-    def open_event(self, handle: bytes) -> Callable[[], bool]:
-        return self._handles[handle]
-
-    def _say(self, what: object) -> bytes:
-        handle = os.urandom(HANDLE_BYTES)
-        self._handles[handle] = what
-        return handle
 
 
 @pytest.fixture
 def gpu() -> MainMemory:
+    """Both ends of a test share it."""
     return MainMemory()
 
 
@@ -109,8 +45,7 @@ def pairs(gpu: MainMemory, pool) -> Iterator[Pairs]:
     assert quarantined(pairs) == 0
     assert not gpu.memory
     assert not gpu.opened
-    assert not gpu.torn
-    assert settled(lambda: descriptors() <= before), descriptors() - before
+    eventually(lambda: descriptors() <= before)
 
 
 def quarantined(pairs: Pairs) -> int:
@@ -120,11 +55,8 @@ def quarantined(pairs: Pairs) -> int:
 
 
 def test_bytes_arrive_in_the_same_memory(pairs: Pairs, gpu: MainMemory, seed: int) -> None:
-    sender, receiver = pairs()
-    control, data = Control(RING.slots), frames(seed, 40)
-    sending = pairs.pool.submit(send, sender, control, data, RING.slots)
-    assert all(map(torch.equal, receive(receiver, control, len(data), 2), data))
-    sending.result(scaled(10))
+    data = frames(seed, 40)
+    assert all(map(torch.equal, pairs.carry(pairs(), data, 2), data))
     assert gpu.recorded == [10] * RING.slots
     assert len(gpu.memory) == 1
 
@@ -135,7 +67,7 @@ def test_a_frame_is_there_when_the_gpu_has_written_it(pairs: Pairs, gpu: MainMem
     sender.start(0, 8)
     receiver.start(0, 8)
     finishing = pairs.pool.submit(receiver.finish, 0)
-    assert settled(lambda: gpu.recorded[0] == 1)
+    eventually(lambda: gpu.recorded[0] == 1)
     assert not finishing.done()
     gpu.busy = False
     finishing.result(scaled(10))
@@ -161,19 +93,6 @@ def test_memory_is_freed_when_both_have_closed(pairs: Pairs, gpu: MainMemory, fi
     assert not gpu.memory
 
 
-def test_closed_peers_are_seen_at_once(pairs: Pairs) -> None:
-    sender, receiver = pairs(deadline_s=30.0)
-    receiver.start(0, 8)
-    waiting, started = pairs.pool.submit(receiver.finish, 0), time.monotonic()
-    sender.close()
-    with pytest.raises(ChannelBroken, match="closed by the other end"):
-        waiting.result(scaled(10))
-    sender, receiver = pairs(deadline_s=30.0)
-    receiver.close()
-    assert breaks(lambda: sender.start(0, 8))
-    assert time.monotonic() - started < 20.0  # less than the deadline
-
-
 def test_a_ring_is_never_used_by_the_next_channel_while_the_receiver_may_have_it(pairs: Pairs, gpu: MainMemory) -> None:
     sender, kept = pairs()
     sender.close()
@@ -185,16 +104,10 @@ def test_a_ring_is_never_used_by_the_next_channel_while_the_receiver_may_have_it
     kept.close()
 
 
-def test_without_a_receiver_nothing_is_shared_or_kept(pairs: Pairs, gpu: MainMemory) -> None:
-    with pytest.raises(ChannelBroken, match="not built"):
-        pairs.sides[Side.SENDER].open(NAME, Side.SENDER, KeyRelay(lambda key, value: None), RING, 0.1)
-    assert not gpu.memory
-
-
 @pytest.mark.parametrize("handles", [b"", bytes(HANDLE_BYTES), bytes(HANDLE_BYTES * (RING.slots + 1))])
-def test_a_receiver_refuses_handles_that_are_none(pairs: Pairs, pool, handles: bytes) -> None:
+def test_a_receiver_refuses_handles_that_are_none(pairs: Pairs, handles: bytes) -> None:
     ours, theirs = relayed()
-    opening = pool.submit(pairs.sides[Side.RECEIVER].open, NAME, Side.RECEIVER, theirs, RING, 5.0)
+    opening = pairs.alone(Side.RECEIVER, theirs)
     pair = unix_pair.connect(ours, 5.0)
     ours.send("cuda-ring", handles)
     with pytest.raises(ChannelBroken, match=r"no handles|INVALID_VALUE"):
@@ -203,9 +116,9 @@ def test_a_receiver_refuses_handles_that_are_none(pairs: Pairs, pool, handles: b
     pair.close()
 
 
-def test_a_sender_keeps_what_it_offered_until_the_receiver_is_gone(pairs: Pairs, pool, gpu: MainMemory) -> None:
+def test_a_sender_keeps_what_it_offered_until_the_receiver_is_gone(pairs: Pairs, gpu: MainMemory) -> None:
     ours, theirs = relayed()
-    opening = pool.submit(pairs.sides[Side.SENDER].open, NAME, Side.SENDER, ours, RING, 0.3)
+    opening = pairs.alone(Side.SENDER, ours, 0.3)
     pair = unix_pair.accept(theirs, 5.0)
     key = theirs.receive(5.0)
     assert key is not None
@@ -219,9 +132,9 @@ def test_a_sender_keeps_what_it_offered_until_the_receiver_is_gone(pairs: Pairs,
 
 def test_processes_reach_each_other_on_one_gpu(gpu: MainMemory) -> None:
     other = MainMemory()
-    assert CudaIpcTransport(CPU, gpu).reach == CudaIpcTransport(CPU, gpu).reach
     other.uuid = "GPU-another"
-    assert CudaIpcTransport(CPU, gpu).reach != CudaIpcTransport(CPU, other).reach
+    here, again, there = (CudaIpcTransport(CPU, each).reach for each in (gpu, gpu, other))
+    assert here == again != there
 
 
 def test_it_is_not_for_kv_on_a_cpu() -> None:

@@ -1,7 +1,8 @@
 """What is particular to gloo, to memory and to gRPC."""
 
+from __future__ import annotations
+
 import asyncio
-import gc
 import threading
 
 import pytest
@@ -14,21 +15,8 @@ from kvtransfer.transports.gloo import GlooTransport
 from kvtransfer.transports.grpc_bytes import CHUNK_BYTES, GrpcTransport
 from kvtransfer.transports.memory import MemoryTransport
 from tests.support.time_factor import scaled
-from tests.unit.kvtransfer.transports.pairs import NAME, RING, descriptors, settled
-
-
-def test_a_gloo_pair_that_cannot_be_built_keeps_no_descriptor() -> None:
-    before, errors = descriptors(), []
-    transport = GlooTransport("127.0.0.1")
-    gc.disable()
-    try:
-        for _ in range(2):
-            with pytest.raises(ChannelBroken, match="not built") as caught:
-                transport.open(NAME, Side.SENDER, KeyRelay(lambda key, value: None), RING, 0.05)
-            errors.append(caught.value)
-        assert settled(lambda: descriptors() == before)
-    finally:
-        gc.enable()
+from tests.support.waiting import eventually
+from tests.unit.kvtransfer.transports.pairs import NAME, PATIENT_S, RING, mute
 
 
 def test_gloo_refuses_a_foreign_address() -> None:
@@ -41,7 +29,7 @@ def test_two_objects_of_memory_do_not_reach_each_other() -> None:
 
 
 def test_memory_ends_with_different_rings_do_not_meet(pool) -> None:
-    memory, keys = MemoryTransport(), KeyRelay(lambda key, value: None)
+    memory, keys = MemoryTransport(), mute()
     ends = [pool.submit(memory.open, NAME, side, keys, Ring(1 + side, 64), 5.0) for side in Side]
     failed, opened = sorted(ends, key=lambda end: end.exception(10) is None)
     with pytest.raises(ChannelBroken, match="instead of"):
@@ -51,7 +39,7 @@ def test_memory_ends_with_different_rings_do_not_meet(pool) -> None:
 
 
 def test_a_memory_end_that_gave_up_is_not_met_later() -> None:
-    memory, keys = MemoryTransport(), KeyRelay(lambda key, value: None)
+    memory, keys = MemoryTransport(), mute()
     for side in (Side.SENDER, Side.RECEIVER):
         with pytest.raises(ChannelBroken, match="no other end"):
             memory.open(NAME, side, keys, RING, 0.05)
@@ -60,11 +48,13 @@ def test_a_memory_end_that_gave_up_is_not_met_later() -> None:
 class Chunks:
     """The chunks of one call of Data, as the test says them; None ends the call."""
 
-    def __init__(self) -> None:
+    def __init__(self, *chunks: pb.DataChunk | None) -> None:
         self.queue: asyncio.Queue[pb.DataChunk | None] = asyncio.Queue()
         self.taken = 0
+        for chunk in chunks:
+            self.queue.put_nowait(chunk)
 
-    def __aiter__(self) -> "Chunks":
+    def __aiter__(self) -> Chunks:
         return self
 
     async def __anext__(self) -> pb.DataChunk:
@@ -80,9 +70,10 @@ class GrpcEnd:
 
     ring = Ring(2, 4 << 20)
 
-    async def open(self, deadline_s: float = 5.0) -> None:
+    async def open(self, *expected: int, deadline_s: float = 5.0) -> None:
+        """`expected`: bytes of the frames that it starts."""
         self.transport, self.chunks = GrpcTransport("decode:1"), Chunks()
-        told = KeyRelay(lambda key, value: None)
+        told = mute()
         keys = KeyRelay(told.deliver)
         opening = asyncio.create_task(
             asyncio.to_thread(self.transport.open, NAME, Side.RECEIVER, keys, self.ring, deadline_s)
@@ -94,9 +85,15 @@ class GrpcEnd:
         self.call = asyncio.create_task(self.transport.take(self.chunks))
         self.say(pb.DataChunk(ticket=self.ticket))
         self.end = await opening
+        for number, nbytes in enumerate(expected):
+            self.end.start(number, nbytes)
 
-    def say(self, chunk: pb.DataChunk | None) -> None:
-        self.chunks.queue.put_nowait(chunk)
+    def say(self, *chunks: pb.DataChunk | bytes | None) -> None:
+        for chunk in chunks:
+            self.chunks.queue.put_nowait(pb.DataChunk(data=chunk) if isinstance(chunk, bytes) else chunk)
+
+    def holds(self, number: int, data: bytes) -> bool:
+        return bytes(self.end.slot(number)[: len(data)].tolist()) == data
 
     async def finish(self, number: int) -> None:
         await asyncio.to_thread(self.end.finish, number)
@@ -107,51 +104,48 @@ class GrpcEnd:
         return str(failure or "")
 
 
-async def test_chunks_land_where_they_belong() -> None:
-    channel = GrpcEnd()
-    await channel.open()
-    for number, nbytes in ((0, CHUNK_BYTES + 3), (1, 2)):
-        channel.end.start(number, nbytes)
-    channel.say(pb.DataChunk(data=b"a" * CHUNK_BYTES))
-    channel.say(pb.DataChunk(data=b"bcd"))
-    channel.say(pb.DataChunk(data=b"ef"))
-    channel.say(None)
+@pytest.fixture
+def channel() -> GrpcEnd:
+    return GrpcEnd()
+
+
+async def turns() -> None:
+    """Whoever can go on in this loop does so."""
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
+async def test_chunks_land_where_they_belong(channel: GrpcEnd) -> None:
+    await channel.open(CHUNK_BYTES + 3, 2)
+    channel.say(b"a" * CHUNK_BYTES, b"bcd", b"ef", None)
     await channel.finish(0)
     await channel.finish(1)
-    assert set(channel.end.slot(0)[:CHUNK_BYTES].tolist()) == {ord("a")}
-    assert channel.end.slot(0)[CHUNK_BYTES : CHUNK_BYTES + 3].tolist() == list(b"bcd")
-    assert channel.end.slot(1)[:2].tolist() == list(b"ef")
+    assert channel.holds(0, b"a" * CHUNK_BYTES + b"bcd")
+    assert channel.holds(1, b"ef")
     assert await channel.ended() == ""
     channel.end.close()
 
 
-async def test_a_chunk_waits_for_its_frame_and_holds_up_those_behind_it() -> None:
-    channel = GrpcEnd()
+async def test_a_chunk_waits_for_its_frame_and_holds_up_those_behind_it(channel: GrpcEnd) -> None:
     await channel.open()
     channel.end.slot(1).zero_()
-    for piece in (b"ab", b"cd", b"ef"):
-        channel.say(pb.DataChunk(data=piece))
-    for _ in range(20):
-        await asyncio.sleep(0)
+    channel.say(b"ab", b"cd", b"ef")
+    await turns()
     assert channel.chunks.taken == 2  # the ticket, and one chunk in hand
     channel.end.start(0, 4)
     await channel.finish(0)
-    assert channel.end.slot(0)[:4].tolist() == list(b"abcd")
-    for _ in range(20):
-        await asyncio.sleep(0)
+    assert channel.holds(0, b"abcd")
+    await turns()
     assert channel.chunks.taken == 4  # the next one is in hand, in no slot
-    assert channel.end.slot(1)[:2].tolist() == [0, 0]
+    assert channel.holds(1, bytes(2))
     channel.end.close()
     assert "closed" in await channel.ended()
 
 
 @pytest.mark.parametrize("pieces", [[9], [5, 4], [CHUNK_BYTES + 1], [0]], ids="longer over large empty".split())
-async def test_what_is_no_part_of_the_expected_frame_breaks_the_channel(pieces: list[int]) -> None:
-    channel = GrpcEnd()
-    await channel.open(deadline_s=30.0)
-    channel.end.start(0, 8 if max(pieces) < CHUNK_BYTES else 2 * CHUNK_BYTES)
-    for piece in pieces:
-        channel.say(pb.DataChunk(data=bytes(piece)))
+async def test_what_is_no_part_of_the_expected_frame_breaks_the_channel(channel: GrpcEnd, pieces: list[int]) -> None:
+    await channel.open(8 if max(pieces) < CHUNK_BYTES else 2 * CHUNK_BYTES, deadline_s=PATIENT_S)
+    channel.say(*map(bytes, pieces))
     with pytest.raises(ChannelBroken, match="frame 0 of"):
         await channel.finish(0)
     assert "frame 0 of" in await channel.ended()
@@ -159,34 +153,25 @@ async def test_what_is_no_part_of_the_expected_frame_breaks_the_channel(pieces: 
         channel.end.start(1, 8)
 
 
-async def test_a_frame_that_stays_short_ends_by_the_deadline() -> None:
-    channel = GrpcEnd()
-    await channel.open(deadline_s=0.2)
-    channel.end.start(0, 8)
-    channel.say(pb.DataChunk(data=bytes(7)))
+async def test_a_frame_that_stays_short_ends_by_the_deadline(channel: GrpcEnd) -> None:
+    await channel.open(8, deadline_s=0.2)
+    channel.say(bytes(7))
     with pytest.raises(ChannelBroken, match="no progress"):
         await channel.finish(0)
     assert "closed" in await channel.ended()
 
 
-async def test_what_was_whole_before_the_stream_ended_is_had_and_no_more() -> None:
-    channel = GrpcEnd()
-    await channel.open()
-    channel.end.start(0, 2)
-    channel.end.start(1, 2)
-    for piece in (b"ab", b"c"):
-        channel.say(pb.DataChunk(data=piece))
-    channel.say(None)
+async def test_what_was_whole_before_the_stream_ended_is_had_and_no_more(channel: GrpcEnd) -> None:
+    await channel.open(2, 2)
+    channel.say(b"ab", b"c", None)
     assert await channel.ended() == ""
     channel.end.finish(0)
     with pytest.raises(ChannelBroken, match="closed by the other end"):
         channel.end.finish(1)
 
 
-async def test_a_cut_call_is_seen_at_once() -> None:
-    channel = GrpcEnd()
-    await channel.open(deadline_s=30.0)
-    channel.end.start(0, 2)
+async def test_a_cut_call_is_seen_at_once(channel: GrpcEnd) -> None:
+    await channel.open(2, deadline_s=PATIENT_S)
     waiting = asyncio.create_task(channel.finish(0))
     channel.call.cancel()
     with pytest.raises(ChannelBroken, match="cut"):
@@ -194,48 +179,38 @@ async def test_a_cut_call_is_seen_at_once() -> None:
 
 
 @pytest.mark.parametrize("ticket", ["", "of nobody"])
-async def test_an_unknown_ticket_ends_the_call_and_nothing_else(ticket: str) -> None:
-    channel = GrpcEnd()
-    await channel.open()
-    stranger = Chunks()
-    stranger.queue.put_nowait(pb.DataChunk(ticket=ticket, data=b"x" * 100))
-    with pytest.raises(ChannelBroken, match="ticket"):
-        await channel.transport.take(stranger)
-    again = Chunks()
-    again.queue.put_nowait(pb.DataChunk(ticket=channel.ticket))
-    with pytest.raises(ChannelBroken, match="ticket"):  # one is good for one call
-        await channel.transport.take(again)
-    channel.end.start(0, 2)
-    channel.say(pb.DataChunk(data=b"ok"))
+async def test_an_unknown_ticket_ends_the_call_and_nothing_else(channel: GrpcEnd, ticket: str) -> None:
+    await channel.open(2)
+    for named in (ticket, channel.ticket):  # one is good for one call
+        with pytest.raises(ChannelBroken, match="ticket"):
+            await channel.transport.take(Chunks(pb.DataChunk(ticket=named, data=b"x" * 100)))
+    channel.say(b"ok")
     await channel.finish(0)
     channel.end.close()
     await channel.ended()
 
 
 async def test_the_ticket_of_an_end_that_gave_up_is_unknown() -> None:
-    transport, told = GrpcTransport("decode:1"), KeyRelay(lambda key, value: None)
+    transport, told = GrpcTransport("decode:1"), mute()
     with pytest.raises(ChannelBroken, match="not built"):
         await asyncio.to_thread(transport.open, NAME, Side.RECEIVER, KeyRelay(told.deliver), RING, 0.05)
-    key, late = told.receive(5.0), Chunks()
+    key = told.receive(5.0)
     assert key is not None
-    late.queue.put_nowait(pb.DataChunk(ticket=key[1].decode().split()[0]))
     with pytest.raises(ChannelBroken, match="no channel here waits"):
-        await transport.take(late)
+        await transport.take(Chunks(pb.DataChunk(ticket=key[1].decode().split()[0])))
 
 
 async def test_a_call_without_a_ticket_ends(monkeypatch) -> None:
     monkeypatch.setattr(grpc_bytes, "_TICKET_S", 0.05)
-    silent, empty = Chunks(), Chunks()
-    empty.queue.put_nowait(None)
-    for chunks in (silent, empty):
+    for chunks in (Chunks(), Chunks(None)):  # silent, and empty
         with pytest.raises(ChannelBroken, match="no ticket"):
             await GrpcTransport("decode:1").take(chunks)
 
 
 def test_a_sender_is_not_kept_by_an_address_where_nobody_is() -> None:
-    keys = KeyRelay(lambda key, value: None)
+    keys = mute()
     keys.deliver("grpc", b"ticket 127.0.0.1:1")
     before = threading.active_count()
     with pytest.raises(ChannelBroken, match="not built"):
         GrpcTransport().open(NAME, Side.SENDER, keys, RING, 0.5)
-    assert settled(lambda: threading.active_count() <= before)
+    eventually(lambda: threading.active_count() <= before)

@@ -1,5 +1,7 @@
 """Shared memory: what a wrong peer can do to either end, which is to break the channel, and what stays of it."""
 
+from __future__ import annotations
+
 import fcntl
 import mmap
 import os
@@ -14,12 +16,13 @@ from pathlib import Path
 import pytest
 
 from baton.errors import ChannelBroken, ConfigError
-from kvtransfer.transport import KeyRelay, Side
+from kvtransfer.transport import ChannelEnd, KeyRelay, Side
 from kvtransfer.transports import unix_pair
 from kvtransfer.transports.rendezvous import host_reach
 from kvtransfer.transports.shm import ShmTransport
 from tests.support.time_factor import scaled
-from tests.unit.kvtransfer.transports.pairs import NAME, RING, Pairs, descriptors, settled
+from tests.support.waiting import eventually
+from tests.unit.kvtransfer.transports.pairs import NAME, RING, Pairs, descriptors, mute
 
 SIZED = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 
@@ -33,7 +36,7 @@ def kind() -> str:
 def _no_descriptor_is_left() -> Iterator[None]:
     before = descriptors()
     yield
-    assert settled(lambda: descriptors() <= before), descriptors() - before
+    eventually(lambda: descriptors() <= before)
 
 
 def memory_file(nbytes: int = RING.nbytes, seals: int = SIZED) -> int:
@@ -59,7 +62,7 @@ def mapped() -> int:
 def false_receiver(files: list[int]) -> Iterator[KeyRelay]:
     """Listens as a receiver would, and gives what is in `files` to who comes. Yields the sender's keys."""
     name = unix_pair._PREFIX + secrets.token_hex(16).encode()
-    keys = KeyRelay(lambda key, value: None)
+    keys = mute()
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         listener.bind(name)
         listener.listen()
@@ -83,22 +86,21 @@ def false_receiver(files: list[int]) -> Iterator[KeyRelay]:
         os.close(file)
 
 
-@pytest.mark.parametrize(
-    ("files", "why"),
-    [
-        (lambda: [memory_file(RING.nbytes - 1)], "bytes instead of"),
-        (lambda: [memory_file(RING.nbytes + 1)], "bytes instead of"),
-        (lambda: [memory_file(0)], "bytes instead of"),
-        (lambda: [memory_file(seals=0)], "not sealed"),
-        (lambda: [memory_file(seals=fcntl.F_SEAL_GROW)], "not sealed"),
-        (lambda: [memory_file(seals=fcntl.F_SEAL_SHRINK)], "not sealed"),
-        (lambda: [memory_file(seals=SIZED | fcntl.F_SEAL_WRITE)], "not permitted"),
-        (lambda: [ordinary_file()], "Invalid argument"),
-        (lambda: [os.open("/dev/zero", os.O_RDWR)], "Invalid argument"),
-        (list, "no memory"),
-    ],
-    ids="smaller larger empty unsealed shrinks grows read-only file device none".split(),
-)
+UNSAFE = {
+    "smaller": (lambda: [memory_file(RING.nbytes - 1)], "bytes instead of"),
+    "larger": (lambda: [memory_file(RING.nbytes + 1)], "bytes instead of"),
+    "empty": (lambda: [memory_file(0)], "bytes instead of"),
+    "unsealed": (lambda: [memory_file(seals=0)], "not sealed"),
+    "shrinks": (lambda: [memory_file(seals=fcntl.F_SEAL_GROW)], "not sealed"),
+    "grows": (lambda: [memory_file(seals=fcntl.F_SEAL_SHRINK)], "not sealed"),
+    "read-only": (lambda: [memory_file(seals=SIZED | fcntl.F_SEAL_WRITE)], "not permitted"),
+    "file": (lambda: [ordinary_file()], "Invalid argument"),
+    "device": (lambda: [os.open("/dev/zero", os.O_RDWR)], "Invalid argument"),
+    "none": (list, "no memory"),
+}
+
+
+@pytest.mark.parametrize(("files", "why"), UNSAFE.values(), ids=UNSAFE)
 def test_a_sender_refuses_memory_that_it_could_not_touch_safely(files, why: str) -> None:
     with false_receiver(files()) as keys, pytest.raises(ChannelBroken, match=why):
         ShmTransport().open(NAME, Side.SENDER, keys, RING, 5.0)
@@ -110,7 +112,7 @@ def test_of_many_files_a_sender_keeps_none() -> None:
 
 
 def test_a_sender_connects_to_nothing_but_a_channel(tmp_path: Path) -> None:
-    keys = KeyRelay(lambda key, value: None)
+    keys = mute()
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as other:
         other.bind(str(tmp_path / "service.sock"))
         other.listen()
@@ -142,7 +144,7 @@ class Stranger:
     """A sender's side by hand, against a real receiver."""
 
     def __init__(self, pool, deadline_s: float = 5.0) -> None:
-        self.said = KeyRelay(lambda key, value: None)
+        self.said = mute()
         keys = KeyRelay(self.said.deliver)
         self.opening = pool.submit(ShmTransport().open, NAME, Side.RECEIVER, keys, RING, deadline_s)
         key = self.said.receive(5.0)
@@ -159,9 +161,15 @@ class Stranger:
                     connected.send(secret)
             yield connected
 
+    @contextmanager
+    def joined(self) -> Iterator[tuple[socket.socket, ChannelEnd]]:
+        """As its sender: the connection and the receiver."""
+        with self.connect(self.value[:16]) as connected, closing(self.opening.result(scaled(10))) as receiver:
+            yield connected, receiver
 
-@pytest.mark.slow
-def test_a_receiver_turns_strangers_away_and_still_meets_its_sender(pool) -> None:
+
+def test_a_receiver_turns_strangers_away_and_still_meets_its_sender(pool, monkeypatch) -> None:
+    monkeypatch.setattr(unix_pair, "_GREETING_S", 0.1)
     stranger = Stranger(pool)
     for secret in (bytes(16), b"", b"short", stranger.value[:16] + b"!", bytes(4000)):
         with stranger.connect(secret) as connected:
@@ -181,7 +189,7 @@ def test_strangers_alone_do_not_keep_a_receiver_beyond_its_deadline(pool) -> Non
 
 def test_neither_end_takes_one_of_another_user(pool, monkeypatch) -> None:
     stranger = Stranger(pool, deadline_s=0.5)
-    keys = KeyRelay(lambda key, value: None)
+    keys = mute()
     keys.deliver("unix", stranger.value)
     mine = os.geteuid()
     monkeypatch.setattr(os, "geteuid", lambda: mine + 1)
@@ -193,21 +201,19 @@ def test_neither_end_takes_one_of_another_user(pool, monkeypatch) -> None:
         stranger.opening.result(scaled(10))
 
 
-@pytest.mark.parametrize(
-    "notice",
-    [
-        unix_pair._NOTICE.pack(1, 8),
-        unix_pair._NOTICE.pack(0, 9),
-        unix_pair._NOTICE.pack(0, 1 << 63),
-        b"short",
-        unix_pair._NOTICE.pack(0, 8) + b"!",
-        bytes(5000),
-    ],
-    ids="number size huge short long large".split(),
-)
+NOTICES = {
+    "number": unix_pair._NOTICE.pack(1, 8),
+    "size": unix_pair._NOTICE.pack(0, 9),
+    "huge": unix_pair._NOTICE.pack(0, 1 << 63),
+    "short": b"short",
+    "long": unix_pair._NOTICE.pack(0, 8) + b"!",
+    "large": bytes(5000),
+}
+
+
+@pytest.mark.parametrize("notice", NOTICES.values(), ids=NOTICES)
 def test_a_receiver_refuses_another_notice_than_the_expected_one(pool, notice: bytes) -> None:
-    stranger = Stranger(pool)
-    with stranger.connect(stranger.value[:16]) as connected, closing(stranger.opening.result(scaled(10))) as receiver:
+    with Stranger(pool).joined() as (connected, receiver):
         receiver.start(0, 8)
         connected.send(notice)
         with pytest.raises(ChannelBroken, match="frame 0 of 8 bytes was expected"):
@@ -217,8 +223,7 @@ def test_a_receiver_refuses_another_notice_than_the_expected_one(pool, notice: b
 
 
 def test_the_memory_cannot_change_its_size(pool) -> None:
-    stranger = Stranger(pool)
-    with stranger.connect(stranger.value[:16]) as connected, closing(stranger.opening.result(scaled(10))):
+    with Stranger(pool).joined() as (connected, _):
         file = given_memory(connected)
         for nbytes in (0, RING.nbytes - 1, RING.nbytes + 1):
             with pytest.raises(PermissionError):
@@ -245,16 +250,16 @@ def test_the_memory_goes_with_the_last_tensor_of_it(pairs: Pairs) -> None:
     sender.close()
     receiver.close()
     del sender, receiver
-    assert settled(lambda: mapped() == 1), mapped()  # of the pool's results, nothing is left
+    eventually(lambda: mapped() == 1)
     assert int(kept.sum()) == 5 * RING.size
     del kept
-    assert settled(lambda: mapped() == 0), mapped()
+    eventually(lambda: mapped() == 0)
 
 
 def test_nobody_can_join_an_open_channel_and_no_file_is_there(pool) -> None:
     before = sorted(path.name for path in Path("/dev/shm").iterdir())
     stranger = Stranger(pool)
-    with stranger.connect(stranger.value[:16]), closing(stranger.opening.result(scaled(10))):
+    with stranger.joined():
         assert sorted(path.name for path in Path("/dev/shm").iterdir()) == before
         with pytest.raises(ConnectionRefusedError), stranger.connect(stranger.value[:16]):
             pass
@@ -267,16 +272,13 @@ def test_no_memory_is_an_error_and_no_signal(pool, monkeypatch) -> None:
     transport = ShmTransport()
     monkeypatch.setattr(os, "posix_fallocate", refuse)
     with pytest.raises(ChannelBroken, match="No space left"):
-        transport.open(NAME, Side.RECEIVER, KeyRelay(lambda key, value: None), RING, 5.0)
+        transport.open(NAME, Side.RECEIVER, mute(), RING, 5.0)
 
 
-def test_reach_names_the_host_and_what_divides_it() -> None:
-    assert ShmTransport().reach == ShmTransport().reach == host_reach()
-    assert len({host_reach(), host_reach("pid"), host_reach("pid", "ipc")}) == 3
-
-
-def test_reach_is_another_one_for_another_user(monkeypatch) -> None:
+def test_reach_names_the_host_what_divides_it_and_the_user(monkeypatch) -> None:
     here, mine = host_reach(), os.geteuid()
+    assert ShmTransport().reach == ShmTransport().reach == here
+    assert len({here, host_reach("pid"), host_reach("pid", "ipc")}) == 3
     monkeypatch.setattr(os, "geteuid", lambda: mine + 1)
     assert host_reach() != here
 
