@@ -6,15 +6,11 @@ import pytest
 
 from baton.errors import EngineFault
 from baton.rpc.v1 import worker_pb2
-from tests.support.in_process_router import InProcessCluster, at, expected, ids_of, kinds
+from tests.support.in_process_router import at
+from tests.support.routers import PROMPT, ids_of, kinds, recovered, right
 from tests.support.waiting import until
 
-PROMPT = [1, 2, 3]
-ANSWER = [expected(PROMPT, index) for index in range(8)]
-
-
-def commands(cluster: InProcessCluster, number: int = 0) -> list[str]:
-    return [kind for kind, _ in cluster.decode[number].commands]
+ANSWER = right(PROMPT)
 
 
 async def test_without_a_prefill_worker_a_decode_worker_does_it_all(make):
@@ -22,7 +18,7 @@ async def test_without_a_prefill_worker_a_decode_worker_does_it_all(make):
     events = await cluster.generate()
     assert ids_of(events) == ANSWER
     assert kinds(events)[0] == "accepted"
-    assert commands(cluster) == ["reserve", "prefill"]
+    assert cluster.decode[0].kinds == ["reserve", "prefill"]
     placement = events[-1].completed.placement
     assert (placement.prefill_worker, placement.decode_worker, placement.kv_bytes) == ("decode-0", "decode-0", 0)
     [worker] = (await cluster.status()).workers
@@ -60,7 +56,7 @@ async def test_who_dies_before_it_answers_may_have_died_of_the_prompt(make):
     """It is told of it with the Reserve: its answer may be lost with it, and a third worker must not be."""
     cluster = await make(prefill=0, decode=3)
     for worker in cluster.decode:
-        worker.gates["reserve"].clear()
+        worker.close("reserve")
     call = cluster.call()
     for _ in range(2):
         await until(lambda: any(worker.alive and worker.count("prefill") for worker in cluster.decode), "told of both")
@@ -77,11 +73,10 @@ async def test_a_prefill_worker_that_dies_is_done_without(make):
     cluster = await make()
     call = await at(cluster, "prefilling")
     await cluster.prefill[0].kill()
-    for gate in cluster.decode[0].gates.values():
-        gate.set()
+    cluster.decode[0].open(*cluster.decode[0].gates)
     events = await cluster.answer(call)
     assert ids_of(events) == ANSWER
-    assert commands(cluster)[-2:] == ["reserve", "prefill"]
+    assert cluster.decode[0].kinds[-2:] == ["reserve", "prefill"]
     await cluster.nothing_is_left()
 
 
@@ -93,23 +88,23 @@ async def test_one_that_comes_back_is_used_again(make):
     cluster.infos = [worker.info for worker in cluster.workers]
     await until(cluster.router.floor.pool.has_pair, "back")
     await cluster.generate()
-    assert [kind for kind, _ in cluster.prefill[0].commands] == ["prefill"]
+    assert cluster.prefill[0].kinds == ["prefill"]
 
 
 async def test_a_decode_worker_that_dies_of_it_is_followed_by_another_one(make):
     cluster = await make(prefill=0, decode=2)
     for worker in cluster.decode:
-        worker.gates["decode"].clear()
+        worker.close("decode")
     call = cluster.call()
     await until(lambda: any(worker.specs for worker in cluster.decode), "decoding")
     [first] = [worker for worker in cluster.decode if worker.specs]
     [second] = [worker for worker in cluster.decode if worker is not first]
     await until(lambda: cluster.router.floor.running, "running")
     await first.kill()
-    second.gates["decode"].set()
+    second.open("decode")
     events = await cluster.answer(call)
     assert ids_of(events) == ANSWER
-    assert [event.recovered.reason for event in events if event.HasField("recovered")] == ["decode_lost"]
+    assert [reason for _, reason in recovered(events)] == ["decode_lost"]
     await cluster.nothing_is_left()
 
 
@@ -123,23 +118,9 @@ async def test_one_that_runs_full_hands_back_and_is_asked_again(make, at_index):
     await cluster.nothing_is_left()
 
 
-async def test_several_at_once_are_spread(make):
-    cluster = await make(prefill=0, decode=2)
-    for worker in cluster.decode:
-        worker.gates["decode"].clear()
-    calls = [cluster.call() for _ in range(6)]
-    await until(lambda: sum(len(worker.specs) for worker in cluster.decode) == 6, "all are under way")
-    assert [len(worker.specs) for worker in cluster.decode] == [3, 3]
-    for worker in cluster.decode:
-        worker.gates["decode"].set()
-    for call in calls:
-        assert ids_of(await cluster.answer(call)) == ANSWER
-    await cluster.nothing_is_left()
-
-
 async def test_leaving_releases_it(make):
     cluster = await make(prefill=0)
-    cluster.decode[0].gates["decode"].clear()
+    cluster.decode[0].close("decode")
     call = cluster.call()
     await until(lambda: cluster.decode[0].specs, "decoding")
     call.cancel()

@@ -12,13 +12,12 @@ from baton.audit import Delivered, audit_digest
 from baton.core import Role, Sampling, TokenLogprobs
 from baton.engine.prefix import Chain, scope_key
 from baton.errors import InvalidRequest, NoWorker
-from baton.rpc.v1 import common_pb2
-from baton.rpc.v1 import inference_pb2 as pb
-from tests.support.in_process_router import LAYOUT, FakeWorker, expected, ids_of, kinds
+from tests.support.in_process_router import LAYOUT, FakeWorker
+from tests.support.routers import asked, ids_of, kinds, right
 from tests.support.waiting import until
 
 PROMPT = list(range(1, 41))
-ANSWER = [expected(PROMPT, index) for index in range(8)]
+ANSWER = right(PROMPT)
 ALL_X = dict.fromkeys(("prefill-0", "prefill-1", "decode-0", "decode-1"), "x")
 
 
@@ -31,9 +30,7 @@ def digest_of(*answers, temperature=1.0, seed=5):
 
 
 def request(**fields):
-    sampling = common_pb2.Sampling(max_tokens=8, **fields.pop("sampling", {"seed": 5}))
-    ids = common_pb2.TokenIds(ids=PROMPT)
-    return pb.GenerateRequest(token_ids=ids, sampling=sampling, **{"deterministic": True, **fields})
+    return asked(PROMPT, **{"deterministic": True, "sampling": {"seed": 5}, **fields})
 
 
 async def ask(cluster, **fields):
@@ -41,9 +38,7 @@ async def ask(cluster, **fields):
 
 
 async def resume(cluster, *received, fingerprint="", **fields):
-    message = pb.ResumeRequest(request_id="earlier", request=request(**fields), system_fingerprint=fingerprint)
-    message.received.extend(common_pb2.TokenIds(ids=ids) for ids in received)
-    return await cluster.answer(cluster.stub.Resume(message))
+    return await cluster.resume(request(**fields), *received, fingerprint=fingerprint)
 
 
 async def test_where_no_worker_can_it_is_refused_with_their_reasons(make):
@@ -90,23 +85,12 @@ async def test_names_of_its_blocks_are_its_own_and_only_of_its_prompt(make):
     await ask(cluster)
     await resume(cluster, ANSWER[:7], fingerprint="x", cache_scope="mine")
     await ask(cluster, deterministic=False)
-    message = pb.ResumeRequest(request_id="long", request=request(), system_fingerprint="x")
-    message.request.sampling.max_tokens = 64
-    message.received.append(common_pb2.TokenIds(ids=[1] * 40))
-    await cluster.answer(cluster.stub.Resume(message))
-    *reserved, long = [each.reserve for each in cluster.decode[0].messages_in if each.HasField("reserve")]
+    await resume(cluster, [1] * 40, fingerprint="x", max_tokens=64)
+    *reserved, long = cluster.decode[0].reserves
     for made, scope, marked in zip(reserved, ("", "mine", ""), (True, True, False), strict=True):
         chain = Chain(scope_key("fp", scope, marked), PROMPT, LAYOUT.block_size)
         assert list(made.prefix) == [chain.digest(0), chain.digest(1)]
     assert list(long.prefix) == list(reserved[0].prefix), "80 tokens are known, 40 of them are output"
-
-
-async def test_a_pair_is_alike_to_the_bit(make):
-    bits = {"prefill-0": "x", "prefill-1": "y", "decode-1": "y"}
-    cluster = await make(prefill=2, decode=2, bits=bits)
-    for _ in range(3):
-        placed = (await ask(cluster))[-1].completed.placement
-        assert (placed.prefill_worker, placed.decode_worker) == ("prefill-1", "decode-1")
 
 
 async def test_a_decode_worker_does_it_alone_if_no_prefill_worker_is_like_it(make):
@@ -117,25 +101,30 @@ async def test_a_decode_worker_does_it_alone_if_no_prefill_worker_is_like_it(mak
     assert not cluster.prefill[0].specs
 
 
+async def lost_while_decoding(make, queue_max_wait_s: float):
+    """A deterministic request of bits x: its decode worker died, and the one that is left computes bits y."""
+    cluster = await make(decode=2, bits=ALL_X | {"decode-1": "y"}, queue_max_wait_s=queue_max_wait_s)
+    cluster.decode[0].hold(4)
+    waits = asyncio.create_task(ask(cluster))
+    await until(lambda: cluster.handed_over, "decoding")
+    await cluster.decode[0].kill()
+    return cluster, waits
+
+
 async def test_after_the_death_of_its_worker_it_goes_on_with_one_of_its_kind_only(make):
     """Meanwhile it is in nobody's way."""
-    cluster = await make(decode=2, bits=ALL_X | {"decode-1": "y"}, queue_max_wait_s=20.0)
-    first, other = cluster.decode
-    first.hold_at = 4
-    first.gates["hold"].clear()
-    asked = asyncio.create_task(ask(cluster))
-    await until(lambda: cluster.handed_over, "decoding")
-    await first.kill()
+    cluster, waits = await lost_while_decoding(make, 20.0)
     assert ids_of(await ask(cluster, deterministic=False)) == ANSWER, "another one is served by decode-1"
-    assert not asked.done()
+    assert not waits.done()
     assert [spec.deterministic for spec in cluster.prefill[0].specs] == [True, False]
     third = FakeWorker(Role.DECODE, "decode-2", 300)
     third.says("x")
     await third.start()
     cluster.prefill[0].peers["decode-2"] = third
     cluster.decode.append(third)
+    other = cluster.decode[1]
     cluster.infos = [cluster.prefill[0].info, other.info, third.info]
-    events = await asked
+    events = await waits
     assert ids_of(events) == ANSWER
     assert "recovered" in kinds(events)
     done = events[-1].completed
@@ -146,15 +135,9 @@ async def test_after_the_death_of_its_worker_it_goes_on_with_one_of_its_kind_onl
 
 
 async def test_it_does_not_go_on_with_others_and_says_so(make):
-    cluster = await make(decode=2, bits=ALL_X | {"decode-1": "y"}, queue_max_wait_s=0.1)
-    first = cluster.decode[0]
-    first.hold_at = 4
-    first.gates["hold"].clear()
-    asked = asyncio.create_task(ask(cluster))
-    await until(lambda: cluster.handed_over, "decoding")
-    await first.kill()
+    cluster, waits = await lost_while_decoding(make, 0.1)
     with pytest.raises(NoWorker, match="no decode worker with the system fingerprint x that computes"):
-        await asked
+        await waits
     await cluster.nothing_is_left()
 
 
@@ -162,7 +145,7 @@ async def test_it_does_not_go_on_with_others_and_says_so(make):
 async def test_a_resumed_one_goes_on_with_workers_of_its_kind(make, fingerprint, decode):
     cluster = await make(prefill=2, decode=2, bits=ALL_X | {"prefill-1": "y", "decode-1": "y"})
     events = await resume(cluster, ANSWER[:3], fingerprint=fingerprint)
-    assert [token for event in events for token in event.tokens.ids] == ANSWER[3:]
+    assert ids_of(events, 3) == ANSWER[3:]
     done = events[-1].completed
     assert (done.placement.decode_worker, done.system_fingerprint) == (decode, fingerprint)
     assert done.usage.audit_digest == digest_of(ANSWER), "of all that was delivered, also by another router"
@@ -173,9 +156,9 @@ async def test_logprobs_are_part_of_the_digest(make):
     for worker in cluster.workers:
         worker.scored = True
     events = await ask(cluster, logprobs=0, sampling={"temperature": 0.0})
-    asked = Sampling(max_tokens=8, temperature=0.0, logprobs=0)
+    sampled = Sampling(max_tokens=8, temperature=0.0, logprobs=0)
     scores = [TokenLogprobs(-0.25 * index) for index in range(8)]
-    assert events[-1].completed.usage.audit_digest == audit_digest(PROMPT, asked, [Delivered(ANSWER, scores)])
+    assert events[-1].completed.usage.audit_digest == audit_digest(PROMPT, sampled, [Delivered(ANSWER, scores)])
 
 
 async def test_one_with_logprobs_that_another_router_said_has_no_digest(make):
@@ -195,17 +178,6 @@ async def test_one_that_cannot_go_on_as_it_began_does_not_go_on(make):
     assert not cluster.prefill[0].specs
     assert ids_of(await resume(cluster)) == ANSWER, "nothing was said yet: anybody may begin"
     assert ids_of(await resume(cluster, fingerprint="z", deterministic=False)) == ANSWER
-
-
-async def test_while_no_worker_is_there_it_waits_as_others_do(make):
-    cluster = await make(prefill=0, decode=0)
-    asked = asyncio.create_task(ask(cluster))
-    worker = FakeWorker(Role.DECODE, "decode-0", 200)
-    worker.says("x")
-    await worker.start()
-    cluster.decode.append(worker)
-    cluster.infos = [worker.info]
-    assert ids_of(await asked) == ANSWER
 
 
 async def test_status_says_who_can(make):
