@@ -4,69 +4,7 @@ import asyncio
 
 import pytest
 
-from baton.clock import FakeClock
-from baton.errors import DeadlineExceeded, NoWorker, Overloaded
-from router.admission import Admission, Bounds, ticket_for
-
-
-class Gate:
-    """An admission whose room is a number of requests, on a clock that stands."""
-
-    def __init__(self, *, pair: bool = True, weights: dict[str, float] | None = None, **bounds) -> None:
-        self.clock, self.room, self.arrivals, self.pair = FakeClock(), 0, 0, pair
-        limits = Bounds(**{"requests": 1000, "tokens": 100_000, "wait_s": 30.0, **bounds})
-        self.admission = Admission(self.claim, self.give_back, lambda: self.pair, self.clock, limits, weights)
-        self.tasks: list[asyncio.Task] = []
-
-    def claim(self, tokens, keep):
-        if not self.room:
-            return None
-        self.room -= 1
-        return tokens
-
-    def give_back(self, claim):
-        self.room += 1
-
-    async def enter(self, tokens=10, priority=0, arrival=None, **kwargs):
-        """A request that waits now, or an error."""
-        self.arrivals += 1
-        ticket = ticket_for(arrival or self.arrivals, priority)
-        task = asyncio.create_task(self.admission.admit(ticket, tokens, **kwargs))
-        await asyncio.sleep(0)  # up to its first wait
-        if task.done():
-            return task.result()
-        self.tasks.append(task)
-        return task
-
-    async def drain(self, times, per_s):
-        for _ in range(times):
-            self.clock.advance(1 / per_s)
-            self.room += 1
-            self.admission.changed()
-        await asyncio.sleep(0)
-
-    async def measured(self, per_s=10.0):
-        """Nobody waits, and it is known that ten requests of ten tokens are served per second."""
-        for _ in range(21):
-            await self.enter()
-        await self.drain(21, per_s)
-        assert self.admission.waiting == 0
-
-
-@pytest.fixture
-async def make():
-    made = []
-
-    def build(**kwargs):
-        made.append(Gate(**kwargs))
-        return made[-1]
-
-    yield build
-    for gate in made:
-        for task in gate.tasks:
-            task.cancel()
-        await asyncio.gather(*gate.tasks, return_exceptions=True)
-        assert (gate.admission.waiting, gate.admission.waiting_tokens) == (0, 0)
+from baton.errors import NoWorker, Overloaded
 
 
 async def test_the_bound_in_tokens(make):
@@ -202,13 +140,6 @@ async def test_a_rate_that_was_bad_does_not_lock_the_queue(make):
         assert task.done()
     for _ in range(20):
         await gate.enter()
-
-
-async def test_a_deadline_that_passes_while_waiting_is_no_overload(make):
-    gate = make()
-    task = await gate.enter(deadline_s=0.01)
-    with pytest.raises(DeadlineExceeded, match="while it waited for room"):
-        await task
 
 
 @pytest.mark.parametrize(("pair", "error"), [(True, Overloaded), (False, NoWorker)])

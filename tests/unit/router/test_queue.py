@@ -137,28 +137,8 @@ def test_who_was_silent_is_served_soon_and_saves_nothing_up():
     assert order.count("silent") == 10
 
 
-def test_leaving_for_a_moment_pays_no_debt():
-    queue = FairQueue[Entry]({})
-    for arrival in range(5):
-        queue.push(Entry((arrival, arrival), 20, "other"))
-    queue.push(Entry((-1, -1), 100, "large"))
-    queue.serve()
-    queue.push(Entry((-2, -2), 1, "large"))
-    assert [serve(queue).tenant for _ in range(6)] == ["other"] * 5 + ["large"]
-
-
-def test_who_comes_back_goes_before_all_and_is_not_charged_again():
-    queue = FairQueue[Entry]({})
-    for arrival in range(4):
-        queue.push(Entry((arrival, arrival), 10, "ab"[arrival % 2]))
-    back = Entry((-5, -5), 1000, "b", returning=True)
-    queue.push(back)
-    assert serve(queue) is back
-    assert [serve(queue).tenant for _ in range(4)] == ["a", "b", "a", "b"]
-
-
 @pytest.mark.slow
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(st.randoms(use_true_random=False), st.sampled_from(["new tenants", "old tenants", "urgent", "mixed"]))
 def test_nobody_starves_whatever_comes_later(rng, adversary):
     """As many newcomers as are served, chosen to be in the way. The bound is what the module's text promises."""
@@ -206,11 +186,11 @@ def test_what_is_kept_goes_by_who_waits_and_not_by_who_came(leave):
 @pytest.mark.slow
 def test_an_operation_takes_steps_like_the_logarithm_of_who_waits():
     """Counted, not timed: lines of the queue's own modules that run."""
-    few, many = steps(1_000, 10), steps(100_000, 1_000)
+    few, many = steps(500, 5), steps(20_000, 200)
     assert set(many) == {"push", "ahead", "remove", "serve"}
     for name, count in many.items():
         assert count <= 2.5 * few[name], (name, few, many)
-        assert count <= 40 * math.log2(100_000), (name, many)
+        assert count <= 40 * math.log2(20_000), (name, many)
 
 
 def steps(waiters, tenants):
