@@ -21,7 +21,7 @@ from tests.unit.router.fakes import block_names, named, pair_of, pool_of, publis
 
 SPEC = SequenceSpec(tuple(range(40)), Sampling(), deterministic=True)
 PLAIN = replace(SPEC, deterministic=False)
-DETERMINISTIC = Wish(spec=SPEC)
+DETERMINISTIC, THOUGHTS = Wish(spec=SPEC), Wish(spec=PLAIN, thinks=("thoughts",))
 
 
 def pool_with(*workers):
@@ -63,14 +63,6 @@ def test_others_may_go_anywhere():
     assert {decode for _, decode in pairs} == {"d0", "d1"}
     assert {prefill for prefill, _ in pairs} == {"p0", "p1", "p2"}
     assert {pair_of(pool.claim(40, DETERMINISTIC)) for _ in range(4)} == {("p1", "d1")}
-
-
-def test_what_was_begun_goes_on_with_its_own_bits_only():
-    pool = pool_with((P, "p0", "x"), (P, "p1", "y"), (D, "d0", "x"), (D, "d1", "y"))
-    assert {pair_of(pool.claim(40, Wish(None, SPEC, "y"))) for _ in range(3)} == {("p1", "d1")}
-    assert pool.claim(40, Wish(None, SPEC, "y")).determinism == "y"
-    with pytest.raises(NobodyAlike, match="as z does"):
-        pool.claim(40, Wish(None, SPEC, "z"))
 
 
 def test_a_decode_worker_does_it_alone_where_no_prefill_worker_is_like_it():
@@ -217,19 +209,19 @@ async def test_what_was_begun_is_not_refused_but_ends_when_nobody_of_its_kind_co
         await gate.ask(Wish(None, SPEC, "x"))
 
 
-async def test_who_asks_for_thoughts_waits_until_a_model_is_known():
-    for chunk in (8, 0):
-        gate = Gate(pool_of())
-        waits = gate.ask(Wish(spec=PLAIN, thinks=("thoughts",)))
-        await turns()
-        assert (waits.done(), gate.admission.waiting) == (False, 0)
-        for one in (fakes.prefill("p0"), fakes.decode("d0")):
-            one.view.info = replace(one.info, thinking_chunk=chunk)
-            gate.pool._add(one)
-        gate.changed()
-        if chunk:
-            assert pair_of(await waits) == ("p0", "d0")
-            continue
+@pytest.mark.parametrize("chunk", [8, 0])
+async def test_who_asks_for_thoughts_waits_until_a_model_is_known(chunk):
+    gate = Gate(pool_of())
+    waits = gate.ask(THOUGHTS)
+    await turns()
+    assert (waits.done(), gate.admission.waiting) == (False, 0)
+    for one in (fakes.prefill("p0"), fakes.decode("d0")):
+        one.view.info = replace(one.info, thinking_chunk=chunk)
+        gate.pool._add(one)
+    gate.changed()
+    if chunk:
+        assert pair_of(await waits) == ("p0", "d0")
+    else:
         with pytest.raises(InvalidRequest, match="thoughts: the model that is served does not think"):
             await waits
 
@@ -240,7 +232,7 @@ async def test_a_model_thinks_if_all_its_workers_say_so():
     named(gate.pool, "p0").view.info = replace(named(gate.pool, "p0").info, thinking_chunk=8)
     assert gate.pool.thinking_chunk() == 0
     with pytest.raises(InvalidRequest):
-        await gate.ask(Wish(spec=PLAIN, thinks=("thoughts",)))
+        await gate.ask(THOUGHTS)
     named(gate.pool, "d0").retired = True
     assert gate.pool.thinking_chunk() == 8
     assert pool_of().thinking_chunk() is None
@@ -249,7 +241,7 @@ async def test_a_model_thinks_if_all_its_workers_say_so():
 @pytest.mark.parametrize(
     ("wish", "deadline_s", "error", "says"),
     [
-        (Wish(spec=PLAIN, thinks=("thoughts",)), 60.0, NoWorker, r"waited 0\.01 s: no decode worker is connected"),
+        (THOUGHTS, 60.0, NoWorker, r"waited 0\.01 s: no decode worker is connected"),
         (DETERMINISTIC, 60.0, NoWorker, r"waited 0\.01 s: no decode worker that computes deterministic requests"),
         (Wish(None, SPEC, "z"), 60.0, NoWorker, "no decode worker with the system fingerprint z that computes"),
         (Wish(None, SPEC, "z"), 0.001, DeadlineExceeded, "its deadline came while it waited: no decode worker with"),

@@ -232,16 +232,6 @@ def test_a_prompt_that_waits_is_looked_for_under_new_names_too():
     assert list(fleet.ask(100, 0, None, asked).decode_cached) == [0, 64]
 
 
-def test_a_worker_that_is_gone_is_forgotten_also_while_nobody_asks():
-    fleet = fleet_of()
-    for number in range(3):
-        one = prefill(f"p{number}")
-        fleet.add(one)
-        fleet.drop(one.info.ref)
-    assert not fleet._stale
-    assert not fleet._members
-
-
 def test_a_worker_may_tell_its_address_in_other_words():
     one = prefill()
     fleet, known = fleet_of(one), one.info.ref
