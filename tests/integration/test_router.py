@@ -146,17 +146,6 @@ async def test_a_refusal_of_this_worker_alone_is_a_failure_like_its_loss(make, r
 # --- something dies
 
 
-async def test_prefill_worker_killed_after_the_commit_is_no_failure(make):
-    cluster = await make()
-    cluster.decode[0].close("decode")
-    call = cluster.call()
-    await until(lambda: cluster.handed_over, "handed over")
-    await cluster.prefill[0].kill()
-    await until(lambda: cluster.links[0].state == "lost", "noticed")
-    cluster.decode[0].open("decode")
-    assert len(ids_of(await cluster.answer(call))) == 8
-
-
 async def test_a_fence_that_comes_after_the_commit_lets_the_request_go_on(make):
     cluster = await make()
     prefill, decode = cluster.prefill[0], cluster.decode[0]

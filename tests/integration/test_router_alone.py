@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from baton.errors import EngineFault
 from baton.rpc.v1 import worker_pb2
 from tests.support.in_process_router import at
-from tests.support.routers import PROMPT, ids_of, kinds, recovered, right
+from tests.support.routers import PROMPT, ids_of, kinds, right
 from tests.support.waiting import until
 
 ANSWER = right(PROMPT)
@@ -52,23 +51,6 @@ async def test_where_the_reserve_is_refused_so_is_the_prompt_and_nobody_minds(ma
     await cluster.nothing_is_left()
 
 
-async def test_who_dies_before_it_answers_may_have_died_of_the_prompt(make):
-    """It is told of it with the Reserve: its answer may be lost with it, and a third worker must not be."""
-    cluster = await make(prefill=0, decode=3)
-    for worker in cluster.decode:
-        worker.close("reserve")
-    call = cluster.call()
-    for _ in range(2):
-        await until(lambda: any(worker.alive and worker.count("prefill") for worker in cluster.decode), "told of both")
-        [victim] = [worker for worker in cluster.decode if worker.alive and worker.commands]
-        await victim.kill()
-    with pytest.raises(EngineFault, match="2 workers were lost while they computed this request"):
-        await cluster.answer(call)
-    [last] = [worker for worker in cluster.decode if worker.alive]
-    assert last.commands == []
-    await cluster.nothing_is_left()
-
-
 async def test_a_prefill_worker_that_dies_is_done_without(make):
     cluster = await make()
     call = await at(cluster, "prefilling")
@@ -89,33 +71,6 @@ async def test_one_that_comes_back_is_used_again(make):
     await until(cluster.router.floor.pool.has_pair, "back")
     await cluster.generate()
     assert cluster.prefill[0].kinds == ["prefill"]
-
-
-async def test_a_decode_worker_that_dies_of_it_is_followed_by_another_one(make):
-    cluster = await make(prefill=0, decode=2)
-    for worker in cluster.decode:
-        worker.close("decode")
-    call = cluster.call()
-    await until(lambda: any(worker.specs for worker in cluster.decode), "decoding")
-    [first] = [worker for worker in cluster.decode if worker.specs]
-    [second] = [worker for worker in cluster.decode if worker is not first]
-    await until(lambda: cluster.router.floor.running, "running")
-    await first.kill()
-    second.open("decode")
-    events = await cluster.answer(call)
-    assert ids_of(events) == ANSWER
-    assert [reason for _, reason in recovered(events)] == ["decode_lost"]
-    await cluster.nothing_is_left()
-
-
-@pytest.mark.parametrize("at_index", [2, 5])
-async def test_one_that_runs_full_hands_back_and_is_asked_again(make, at_index):
-    cluster = await make(prefill=0)
-    cluster.decode[0].preempt_at = [at_index]
-    events = await cluster.generate()
-    assert ids_of(events) == ANSWER
-    assert list(cluster.decode[0].specs[1].known) == ANSWER[:at_index]
-    await cluster.nothing_is_left()
 
 
 async def test_leaving_releases_it(make):

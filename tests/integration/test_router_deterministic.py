@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from hashlib import sha256
-from struct import pack
 
 import pytest
 
@@ -22,11 +20,8 @@ ALL_X = dict.fromkeys(("prefill-0", "prefill-1", "decode-0", "decode-1"), "x")
 
 
 def digest_of(*answers, temperature=1.0, seed=5):
-    """By hand, of a request for 8 tokens."""
-    drawn = pack("<BQ", 1, seed) if temperature else pack("<B", 0)
-    asked = pack("<IIffIf", 8, 0, temperature, 1.0, 0, 0.0) + drawn + pack("<fffIIBIi", 1.0, 0, 0, 0, 0, 0, 0, -1)
-    text = b"baton audit 1\n" + pack(f"<I{len(PROMPT)}I", len(PROMPT), *PROMPT) + asked + pack("<I", len(answers))
-    return sha256(text + b"".join(pack(f"<I{len(ids)}II", len(ids), *ids, 0) for ids in answers)).hexdigest()
+    asked_for = Sampling(max_tokens=8, temperature=temperature, seed=seed)
+    return audit_digest(PROMPT, asked_for, [Delivered(ids) for ids in answers])
 
 
 def request(**fields):
@@ -39,15 +34,6 @@ async def ask(cluster, **fields):
 
 async def resume(cluster, *received, fingerprint="", **fields):
     return await cluster.resume(request(**fields), *received, fingerprint=fingerprint)
-
-
-async def test_where_no_worker_can_it_is_refused_with_their_reasons(make):
-    cluster = await make()
-    with pytest.raises(InvalidRequest, match=r"deterministic: .*: prefill workers cannot; decode workers cannot"):
-        await ask(cluster)
-    assert (await cluster.status()).refused == 1
-    assert ids_of(await ask(cluster, deterministic=False)) == ANSWER
-    await cluster.nothing_is_left()
 
 
 async def test_what_its_client_is_told(make):

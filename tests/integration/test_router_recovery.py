@@ -2,21 +2,20 @@
 
 Another attempt follows; what the prefill worker has computed is pushed again, not computed again; the client misses
 nothing and sees nothing twice; and whoever holds something that nobody needs any more is told to let go.
+Each phase in which workers die: `tests/simulation/test_simulator_recovers_alike.py`.
 """
 
 from __future__ import annotations
 
 import asyncio
-import random
 import time
-from contextlib import suppress
 from functools import partial
 
 import pytest
 
 from baton.core import HandoffId, Role
 from baton.engine.prefix import Chain, scope_key
-from baton.errors import BatonError, NoWorker, WorkerLost
+from baton.errors import NoWorker, WorkerLost
 from baton.rpc.v1 import inference_pb2 as pb
 from baton.rpc.v1 import worker_pb2
 from tests.support.in_process_router import LAYOUT, FakeWorker, InProcessCluster, at, event
@@ -77,19 +76,6 @@ async def test_the_next_attempt_waits_for_the_answer_to_the_fence(make):
     decode.emit(event(fenced[0], fenced=worker_pb2.Fenced()))
     cluster.prefill[1].open("first")
     await finishes(cluster, call, "prefill_lost")
-
-
-async def test_a_prefill_worker_that_is_lost_before_it_was_told_anything(make):
-    cluster = await make(prefill=2)
-    call = await at(cluster, "reserving")
-    await cluster.prefill[0].kill()
-    await until(lambda: cluster.decode[0].count("reserve") == 2, "the next attempt")
-    cluster.decode[0].open("reserve")
-    events = await cluster.answer(call)
-    assert ids_of(events) == ANSWER
-    assert recovered(events) == [], "nothing was promised to the client yet"
-    assert cluster.decode[0].count("fence") == 0
-    await cluster.nothing_is_left()
 
 
 # --- the decode worker is lost
@@ -170,20 +156,6 @@ async def test_a_decode_worker_that_reports_a_failure_before_its_commit(make):
     assert attempts_of(prefill, "prefill", "repush") == [("prefill", 1), ("repush", 2)]
 
 
-async def test_both_workers_are_lost(make):
-    """One after the other: the fence, or the next attempt, may still meet the second one."""
-    cluster = await make(prefill=2, decode=2)
-    call = await at(cluster, "transferring")
-    for worker in (cluster.prefill[0], cluster.decode[0]):
-        await worker.kill()
-    cluster.prefill[1].open("commit")
-    events = await cluster.answer(call)
-    assert ids_of(events) == ANSWER
-    assert 1 <= len(recovered(events)) <= 2
-    assert [list(spec.known) for spec in cluster.prefill[1].specs] == [ANSWER[:1]], "computed once more"
-    await cluster.nothing_is_left()
-
-
 @pytest.mark.parametrize("order", ["prefill first", "decode first"])
 async def test_both_workers_are_lost_in_one_breath(make, order):
     cluster = await make(prefill=2, decode=2)
@@ -218,19 +190,6 @@ async def test_bytes_that_changed_on_the_way_are_computed_again(make):
     assert attempts_of(prefill, "prefill", "repush") == [("prefill", 1), ("prefill", 2)]
     assert [list(spec.known) for spec in prefill.specs] == [[], ANSWER[:1]]
     assert "baton_digest_mismatch_total 1.0" in await cluster.http("/metrics")
-
-
-async def test_a_repush_of_what_is_held_no_more_is_no_failure_and_then_it_is_computed_again(make):
-    cluster = await make()
-    [prefill] = cluster.prefill
-    prefill.fail_push = [HELD]
-    prefill.refuse_once = [worker_pb2.REFUSAL_REASON_STALE]  # it needed the room for others
-    events = await cluster.answer(cluster.call())
-    assert (ids_of(events), recovered(events)) == (ANSWER, [(2, "prefill_lost")])
-    assert events[-1].completed.placement.attempts == 3
-    await cluster.nothing_is_left()
-    assert attempts_of(prefill, "prefill", "repush") == [("prefill", 1), ("repush", 2), ("prefill", 3)]
-    assert cluster.decode[0].count("fence") == 1, "a refused attempt has nothing to be fenced"
 
 
 async def test_a_repush_that_is_refused_for_another_reason_is_a_failure(make):
@@ -500,49 +459,3 @@ async def test_every_attempt_has_what_is_left_of_the_time(make):
     left = [message.deadline_s for message in messages if hasattr(message, "deadline_s")]
     assert len(left) == 4
     assert all(0 < seconds <= 30.0 for seconds in left)
-
-
-# --- many
-
-
-async def test_any_failure_at_any_moment_leaves_nothing_behind(make, seed):
-    rng = random.Random(seed)
-    cluster = await make(prefill=2, decode=2, blocks=24, attempts=6, max_request_s=30.0)
-    for prefill in cluster.prefill:
-        prefill.fail_push = [rng.choice([HELD, HELD, MISMATCH]) for _ in range(25)]
-    for decode in cluster.decode:
-        decode.preempt_at = [2, 3, 4, 5]
-
-    async def hiccup(worker: FakeWorker) -> None:
-        """It fails a handoff that is only reserved, as when another router has released it. Not for ever: on a slow
-        machine nobody would get through.
-        """
-        for _ in range(60):
-            await asyncio.sleep(rng.random() * 0.02)
-            waiting = [h for h in worker._held if worker._tasks[h].done()]
-            if waiting:
-                handoff = rng.choice(waiting)
-                worker._drop(handoff)
-                worker.emit(event(handoff, failed=worker_pb2.Failed(kind="StaleAttempt", message="hiccup")))
-
-    async def one(number: int) -> None:
-        prompt, length = [number % 200] * rng.randint(1, 40), rng.randint(1, 12)
-        call = cluster.call(prompt, length)
-        leave = asyncio.get_running_loop().call_later(rng.random(), call.cancel) if rng.random() < 0.3 else None
-        with suppress(asyncio.CancelledError, BatonError):
-            events = await cluster.answer(call)
-            assert ids_of(events) == right(prompt, length)
-        if leave is not None:
-            leave.cancel()
-
-    hiccups = [asyncio.create_task(hiccup(decode)) for decode in cluster.decode]
-    await asyncio.gather(*(one(number) for number in range(150)))
-    for task in hiccups:
-        task.cancel()
-    await cluster.nothing_is_left()
-    assert sum(prefill.count("repush") for prefill in cluster.prefill) > 5
-    outcomes = cluster.router.floor.outcomes
-    assert outcomes["finished"] > 50, outcomes
-    arrived = next(cluster.router.floor.arrivals)
-    assert sum(outcomes[end] for end in ("finished", "cancelled", "failed", "refused")) == arrived
-    assert len(ids_of(await cluster.generate())) == 8

@@ -65,27 +65,6 @@ async def test_a_request_that_workers_die_of_is_stopped(make, attempts):
     await cluster.nothing_is_left()
 
 
-async def test_workers_that_die_before_they_compute_it_do_not_count(make):
-    cluster = await make(decode=3, attempts=10)
-    call = await at(cluster, "prefilling")
-    for number, worker in enumerate(cluster.decode[:2], 1):
-        assert worker.count("reserve")
-        await worker.kill()
-        await until(lambda: cluster.prefill[0].count("repush") == number, "pushed to the next one")  # noqa: B023
-    for worker in cluster.workers:
-        worker.open(*worker.gates)
-    assert ids_of(await cluster.answer(call)) == ANSWER[:8]
-
-
-async def test_attempts_bound_what_is_tried_after_the_handoff_too(make):
-    cluster = await make(decode=2, attempts=1)
-    call = await at(cluster, "decoding")
-    await cluster.decode[0].kill()
-    with pytest.raises(WorkerLost, match="decode-0 was lost"):
-        await cluster.answer(call)
-    await cluster.nothing_is_left()
-
-
 # --- a router dies
 
 

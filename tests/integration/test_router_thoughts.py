@@ -205,44 +205,6 @@ async def test_who_was_accepted_is_not_refused_when_another_model_comes(make):
         await ask(cluster)
 
 
-async def test_one_that_pushes_again_says_them_again(make):
-    cluster = await make(decode=2, thinks=C)
-    cluster.prefill[0].fail_push = [worker_pb2.Failed(kind="ChannelBroken", message="cut", held=True)]
-    events = await ask(cluster)
-    assert (told(events), ids_of(events)) == ([0, 1, 2], ANSWER)
-    assert cluster.prefill[0].count("repush") == 1
-    assert kinds(events).count("recovered") == 1
-
-
-async def test_a_decode_worker_that_is_lost_has_thought_some(make):
-    cluster = await make(decode=2, thinks=C)
-    for worker in cluster.decode:
-        worker.hold(6)
-    call, events = await begun(cluster, tokens=6, think_while_decoding=True)
-    lost, other = sorted(cluster.decode, key=lambda worker: not worker.committed)
-    other.open("hold")
-    await lost.kill()
-    events += await cluster.answer(call)
-    assert (told(events), ids_of(events)) == ([0, 1, 2, 3, 4], ANSWER)
-    assert [len(spec.known) for spec in cluster.prefill[0].specs] == [0, 6]
-
-
-async def test_those_of_the_decode_worker_wait_for_those_of_the_prompt(make):
-    """It may be heard first: its stream is another one."""
-    cluster = await make(thinks=C)
-    prefill, decode = cluster.prefill[0], cluster.decode[0]
-    prefill.commit_first, decode.repeats_thoughts, decode.hold_at = True, False, 7
-    prefill.close("think")
-    decode.close("hold")
-    call, events = await begun(cluster, tokens=7, think_while_decoding=True)
-    assert told(events) == []
-    prefill.open("think")
-    await hear(call, events, lambda: len(told(events)) == 5)
-    decode.open("hold")
-    events += await cluster.answer(call)
-    assert told(events) == [0, 1, 2, 3, 4]
-
-
 async def test_one_that_never_came_is_a_fault_for_whoever_asked(make):
     cluster = await make(thinks=C)
     for worker in cluster.workers:

@@ -133,12 +133,6 @@ def test_a_tenant_at_twenty_times_its_share_does_not_slow_another():
     assert len(small) + len(storm.ttft["busy"]) >= 0.95 * 60 * CAPACITY
 
 
-@pytest.mark.slow
-def test_weights_divide_what_is_served():
-    pool = simulate((5.0, {"tenant": "a"}), (5.0, {"tenant": "b"}), weights={"a": 3.0})
-    assert len(pool.ttft["a"]) / len(pool.ttft["b"]) == pytest.approx(3, rel=0.15)
-
-
 def test_who_cannot_be_served_by_its_deadline_is_told_at_once():
     pool = simulate((5.0, {"deadline_s": 0.3}))
     assert pool.late <= 0.1 * pool.arrivals  # nearly all of them if they were let in
