@@ -393,7 +393,6 @@ async def test_the_decode_workers_message_may_overtake_the_prefill_workers(make)
     cluster.prefill[0].commit_first = True
     events = await cluster.generate()
     assert ids_of(events) == right(PROMPT)
-    assert events[-1].completed.timings.transfer_s < 1e-3  # there was nothing to wait for
     cluster.prefill[0].open("first")  # the late witness is heard by nobody
     assert len(ids_of(await cluster.generate())) == 8
 

@@ -140,13 +140,7 @@ def test_round_robin_takes_turns():
     assert Counter(left for left, _ in pairs) == {"p0": 3, "p1": 3}
 
 
-SLOW, FAST = pace(100, 100, 5050, 0.01, 0.002), pace(100, 100, 5050, 0.01, 0.001)
-
-
-def test_predicted_takes_the_earliest_first_token():
-    workers = [prefill("fast", pace=FAST, reported=300), prefill("slow", pace=SLOW), decode()]
-    assert choose(predicted, workers, tokens=100) == ("slow", "d"), "300 tokens wait at the fast one"
-    assert choose(predicted, workers, tokens=1000) == ("fast", "d"), "which is made up for by this prompt"
+FAST = pace(100, 100, 5050, 0.01, 0.001)
 
 
 @pytest.mark.parametrize("policy", [predicted, prefix])
@@ -185,14 +179,6 @@ def test_prompts_that_a_decode_worker_has_to_compute_already_count():
     assert alone_at(busy, decode(pace=STEPS, queued_tokens=1000)) is None
     assert alone_at(busy, decode(pace=STEPS, queued_tokens=60), tokens=40, slo_itl_s=0.1) is None
     assert alone_at(busy, decode(pace=STEPS, queued_tokens=20), tokens=40, slo_itl_s=0.1) == "d"
-
-
-def test_predicted_keeps_within_the_slo():
-    pressed = decode("1", pace=pace(100, 10, 100, 0.01, 0.01), running=9)
-    slow = decode("2", pace=pace(100, 1, 100, 0.08, 0.01))
-    assert choose(predicted, [prefill(), pressed, slow], cached={"1": 9}, slo_itl_s=0.15)[1] == "2"
-    two = [prefill(), pressed, decode("3", pace=pace(100, 10, 100, 0.01, 0.02), running=9)]
-    assert choose(predicted, two, slo_itl_s=0.001)[1] == "1", "none is within it: the one that comes nearest"
 
 
 def test_prefix_does_not_crowd_the_decode_worker_that_has_it():

@@ -58,11 +58,6 @@ def test_a_claim_counts_until_it_is_given_back(pool):
     assert (prefill.dispatched, prefill.queued_tokens, decode.dispatched, decode.pending_blocks) == (0, 0, 0, 0)
 
 
-def test_load_counts_from_the_choice_on(pool):
-    pairs = Counter(pair_of(pool.claim(100)) for _ in range(10))
-    assert set(pairs.values()) == {5}, pairs
-
-
 @pytest.mark.parametrize("policy", POLICIES)
 def test_requests_of_one_moment_spread(policy):
     pool = workers(4, policy=policy)
