@@ -10,7 +10,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import grpc
 import pytest
 from grpc import aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -18,7 +17,6 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from baton.core import HandoffId, Incarnation, Role
 from baton.errors import (
-    BatonError,
     Cancelled,
     ConfigError,
     DeadlineExceeded,
@@ -29,7 +27,6 @@ from baton.errors import (
     WorkerLost,
 )
 from baton.rpc import convert
-from baton.rpc.status import from_rpc_error
 from baton.rpc.v1 import common_pb2, worker_pb2
 from baton.rpc.v1 import inference_pb2 as pb
 from baton.rpc.v1.inference_pb2_grpc import InferenceStub
@@ -45,7 +42,7 @@ from tests.support.in_process_router import (
     released,
     token_at,
 )
-from tests.support.routers import PROMPT, asked, ids_of, kinds, right
+from tests.support.routers import PROMPT, asked, ids_of, kinds, leave, refused, right, spied
 from tests.support.waiting import until
 
 
@@ -168,8 +165,7 @@ async def test_a_failure_that_the_next_attempt_would_meet_again_ends_the_request
     cluster = await make()
     call = await at(cluster, "transferring")
     worker = {Role.PREFILL: cluster.prefill[0], Role.DECODE: cluster.decode[0]}[role]
-    handoff = worker.handoff
-    worker.emit(event(handoff, failed=worker_pb2.Failed(kind=kind, message="because")))
+    worker.emit(event(worker.handoff, failed=worker_pb2.Failed(kind=kind, message="because")))
     with pytest.raises(error, match="because"):
         await cluster.answer(call)
     assert cluster.decode[0].count("fence") == (role is Role.PREFILL)
@@ -191,10 +187,8 @@ async def test_what_a_worker_says_after_the_end_is_no_failure(make):
 async def test_a_new_incarnation_takes_the_place_of_a_dead_one(make):
     cluster = await make()
     await cluster.decode[0].kill()
-    fresh = await FakeWorker(Role.DECODE, "decode-0", 299).start()
-    cluster.prefill[0].peers["decode-0"] = fresh
-    cluster.infos = [cluster.prefill[0].info, fresh.info]
-    cluster.decode = [fresh]
+    cluster.decode = []
+    await cluster.joined(FakeWorker(Role.DECODE, "decode-0", 299))
     events = await cluster.generate()
     assert len(ids_of(events)) == 8
     assert [link.info.ref.incarnation.counter for link in cluster.links] == [100, 299]
@@ -218,9 +212,7 @@ async def test_an_unreachable_ledger_stops_nothing(make):
 
 async def test_a_worker_without_a_lease_gets_nothing_new_but_finishes_what_it_has(make):
     cluster = await make(queue_max_wait_s=0.2)
-    cluster.decode[0].close("decode")
-    call = cluster.call()
-    await until(lambda: cluster.handed_over, "handed over")
+    call = await at(cluster, "decoding")
     cluster.infos = [cluster.prefill[0].info]
     await until(lambda: not cluster.router.floor.pool.has_pair(), "retired")
     with pytest.raises(NoWorker):
@@ -317,21 +309,20 @@ async def test_a_failure_waits_for_no_round(make, monkeypatch):
     assert ids_of(events) == right(PROMPT)
 
 
-async def test_a_message_that_cannot_be_read_is_the_workers_fault(make):
+@pytest.mark.parametrize(
+    ("said", "times", "words"),
+    [
+        ({"tokens": worker_pb2.OutputTokens(ids=[1, 2], texts=["x"])}, 1, "cannot be read"),
+        ({"pushed": worker_pb2.Pushed()}, 1000, "more than 24 messages"),
+    ],
+    ids=["unreadable", "more than a request can produce"],
+)
+async def test_what_a_worker_cannot_mean_is_its_fault(make, said, times, words):
     cluster = await make()
     call = await at(cluster, "decoding")
-    handoff = cluster.decode[0].handoff
-    cluster.decode[0].emit(event(handoff, tokens=worker_pb2.OutputTokens(ids=[1, 2], texts=["x"])))
-    with pytest.raises(EngineFault, match="cannot be read"):
-        await cluster.answer(call)
-
-
-async def test_a_worker_that_says_more_than_a_request_can_produce_is_at_fault(make):
-    cluster = await make()
-    call = await at(cluster, "decoding")
-    handoff = cluster.decode[0].handoff
-    cluster.decode[0].emit(*[event(handoff, pushed=worker_pb2.Pushed())] * 1000)
-    with pytest.raises(EngineFault, match="more than 24 messages"):
+    decode = cluster.decode[0]
+    decode.emit(*[event(decode.handoff, **said)] * times)
+    with pytest.raises(EngineFault, match=words):
         await cluster.answer(call)
 
 
@@ -343,7 +334,7 @@ async def test_a_worker_that_says_more_than_a_request_can_produce_is_at_fault(ma
 async def test_cancel_releases_both_workers_in_every_state(make, state, how):
     cluster = await make()
     call = await at(cluster, state)
-    await cluster.leave(call, how)
+    await leave(cluster, call, how)
     await released(*cluster.workers)
     assert cluster.idle
     await until(lambda: cluster.router.floor.outcomes["cancelled"] == 1, "counted")
@@ -470,14 +461,10 @@ async def test_tokenize_detokenize_and_models(make):
     assert (await cluster.stub.Detokenize(pb.DetokenizeRequest(ids=ids))).text == "Zoë"
     [model] = (await cluster.stub.ListModels(pb.ListModelsRequest())).models
     assert (model.id, model.max_model_len, model.vocab_size) == ("oracle", 2048, 257)
-    for call in (
-        cluster.stub.Detokenize(pb.DetokenizeRequest(ids=[999])),
-        cluster.stub.Tokenize(pb.TokenizeRequest(text="x", model="gpt")),
-    ):
-        with pytest.raises(aio.AioRpcError) as caught:
-            await call
-        assert isinstance(from_rpc_error(caught.value), BatonError)
-        assert caught.value.code() in {grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.NOT_FOUND}
+    with refused(InvalidRequest):
+        await cluster.stub.Detokenize(pb.DetokenizeRequest(ids=[999]))
+    with refused(UnknownModel):
+        await cluster.stub.Tokenize(pb.TokenizeRequest(text="x", model="gpt"))
 
 
 async def test_a_conversation_becomes_a_prompt(make):
@@ -490,10 +477,8 @@ async def test_a_conversation_becomes_a_prompt(make):
     [spec] = cluster.prefill[0].specs
     assert bytes(spec.prompt).decode() == text
     turns.messages[0].role = ""
-    with pytest.raises(aio.AioRpcError) as caught:
+    with refused(InvalidRequest, r"chat.messages\[0\].role"):
         await cluster.stub.Tokenize(pb.TokenizeRequest(chat=turns))
-    with pytest.raises(InvalidRequest, match=r"chat.messages\[0\].role"):
-        raise from_rpc_error(caught.value)
 
 
 async def health_is(cluster: InProcessCluster, service: str, wanted: int):
@@ -535,7 +520,7 @@ async def test_health_follows_the_workers(make):
     await health_is(cluster, SERVICE, health_pb2.HealthCheckResponse.NOT_SERVING)
 
 
-async def test_stop_lets_running_requestsfinish(make):
+async def test_stop_lets_running_requests_finish(make):
     cluster = await make()
     call = await at(cluster, "decoding")
     stopping = asyncio.create_task(cluster.router.stop(grace_s=20))
@@ -550,7 +535,7 @@ async def test_stop_lets_running_requestsfinish(make):
 async def test_stop_ends_what_does_not_finish_within_the_grace(make):
     cluster = await make()
     call = await at(cluster, "decoding")
-    commands = cluster.spied()
+    commands = spied(cluster)
     stopping = asyncio.create_task(cluster.router.stop(grace_s=0.05))
     with pytest.raises(NoWorker, match="stopping"):
         await cluster.answer(call)

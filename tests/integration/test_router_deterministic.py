@@ -103,13 +103,11 @@ async def test_after_the_death_of_its_worker_it_goes_on_with_one_of_its_kind_onl
     assert ids_of(await ask(cluster, deterministic=False)) == ANSWER, "another one is served by decode-1"
     assert not waits.done()
     assert [spec.deterministic for spec in cluster.prefill[0].specs] == [True, False]
+    _, other = cluster.decode
+    cluster.decode = [other]
     third = FakeWorker(Role.DECODE, "decode-2", 300)
     third.says("x")
-    await third.start()
-    cluster.prefill[0].peers["decode-2"] = third
-    cluster.decode.append(third)
-    other = cluster.decode[1]
-    cluster.infos = [cluster.prefill[0].info, other.info, third.info]
+    await cluster.joined(third)
     events = await waits
     assert ids_of(events) == ANSWER
     assert "recovered" in kinds(events)

@@ -19,7 +19,7 @@ from baton.errors import NoWorker, WorkerLost
 from baton.rpc.v1 import inference_pb2 as pb
 from baton.rpc.v1 import worker_pb2
 from tests.support.in_process_router import LAYOUT, FakeWorker, InProcessCluster, at, event
-from tests.support.routers import PROMPT, ids_of, kinds, recovered, right
+from tests.support.routers import PROMPT, ids_of, kinds, leave, recovered, right
 from tests.support.waiting import until
 
 ANSWER = right(PROMPT)
@@ -332,7 +332,7 @@ async def waiting_with_kv(cluster: InProcessCluster, state: str):
 async def test_cancel_frees_what_is_held_in_every_state(make, state, how):
     cluster = await make(decode=2)
     call = await waiting_with_kv(cluster, state)
-    await cluster.leave(call, how)
+    await leave(cluster, call, how)
     await until(lambda: cluster.prefill[0].count("release"), "release to the prefill worker")
     last = {"fencing": cluster.decode[0], "queued": None}.get(state, cluster.decode[1])
     if last is not None:

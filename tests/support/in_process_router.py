@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-import pytest
 from grpc import aio
 
 from baton.core import (
@@ -30,7 +29,7 @@ from baton.core import (
     WorkerInfo,
     WorkerRef,
 )
-from baton.errors import Cancelled, LedgerError
+from baton.errors import LedgerError
 from baton.rpc import convert, thinking
 from baton.rpc.channel import aio_channel, aio_server, bind
 from baton.rpc.status import from_rpc_error
@@ -435,6 +434,13 @@ class InProcessCluster:
         self.stub = InferenceStub(self.channel)
         await until(lambda: sum(link.usable for link in self.links) == len(self.workers), "connected")
 
+    async def joined(self, decode: FakeWorker) -> None:
+        """It starts, and the ledger has it, beside all others that are listed here."""
+        self.decode.append(await decode.start())
+        for worker in self.prefill:
+            worker.peers[decode.info.ref.worker_id] = decode
+        self.infos = [worker.info for worker in self.workers]
+
     async def source(self) -> list[WorkerInfo]:
         if self.ledger_down:
             raise LedgerError("down")
@@ -475,34 +481,12 @@ class InProcessCluster:
         message.received.extend(common_pb2.TokenIds(ids=ids) for ids in received)
         return await self.answer((at or self.stub).Resume(message))
 
-    def spied(self) -> list[str]:
-        """Will hold what the router gives to its links: one that stops ends its streams before workers heard all."""
-        given: list[str] = []
-
-        def note(link: WorkerLink, send: Callable[..., None], **command: Any) -> None:
-            given.extend(f"{link.info.ref.worker_id} {kind}" for kind in command)
-            send(**command)
-
-        for link in self.links:
-            link.send = partial(note, link, link.send)  # type: ignore[method-assign]
-        return given
-
     def hears(self, *said: tuple[Role, Item]) -> None:
         """The router finds all of this in the mailbox of its only request at once, in this order."""
         handoff = self.prefill[0].handoff
         mailbox = next(found for link in self.links if (found := link._mailboxes.get(handoff)))
         for source, item in said:
             mailbox.put(source, item)
-
-    async def leave(self, call, how: str) -> None:
-        """The client of `call` goes: it hangs up, or another call of its cancels this one ("Cancel")."""
-        if how == "leave":
-            call.cancel()
-            return
-        request_id = dict(await call.initial_metadata())["baton-request-id"]
-        assert (await self.stub.Cancel(pb.CancelRequest(request_id=request_id))).found
-        with pytest.raises(Cancelled, match="Cancel call"):
-            await self.answer(call)
 
     @property
     def idle(self) -> bool:

@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
+import pytest
+from grpc import aio
+
+from baton.errors import BatonError, Cancelled
+from baton.rpc.status import from_rpc_error
 from baton.rpc.v1 import common_pb2
 from baton.rpc.v1 import inference_pb2 as pb
+from router.link import WorkerLink
 
 PROMPT = [1, 2, 3]
 
@@ -50,3 +59,36 @@ def kinds(events: list[pb.GenerateEvent]) -> list[str]:
 def recovered(events: list[pb.GenerateEvent]) -> list[tuple[int, str]]:
     found = [item.recovered for item in events if item.HasField("recovered")]
     return [(item.attempt, item.reason) for item in found]
+
+
+@contextmanager
+def refused(kind: type[BatonError], match: str | None = None) -> Iterator[None]:
+    """A call of gRPC's own fails with this error of ours."""
+    with pytest.raises(aio.AioRpcError) as caught:
+        yield
+    with pytest.raises(kind, match=match):
+        raise from_rpc_error(caught.value)
+
+
+async def leave(cluster: Any, call, how: str) -> None:
+    """The client of `call` goes: it hangs up, or another call of its cancels this one ("Cancel")."""
+    if how == "leave":
+        call.cancel()
+        return
+    request_id = dict(await call.initial_metadata())["baton-request-id"]
+    assert (await cluster.stub.Cancel(pb.CancelRequest(request_id=request_id))).found
+    with pytest.raises(Cancelled, match="Cancel call"):
+        await cluster.answer(call)
+
+
+def spied(cluster: Any) -> list[str]:
+    """Will hold what the router gives to its links: one that stops ends its streams before workers heard all."""
+    given: list[str] = []
+
+    def note(link: WorkerLink, send: Callable[..., None], **command: Any) -> None:
+        given.extend(f"{link.info.ref.worker_id} {kind}" for kind in command)
+        send(**command)
+
+    for link in cluster.links:
+        link.send = partial(note, link, link.send)
+    return given
