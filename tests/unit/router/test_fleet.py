@@ -170,15 +170,6 @@ def test_a_new_worker_is_taken_to_be_like_the_others():
     assert facts(fleet, stranger).token_s == 0
 
 
-def test_a_fit_is_cheaper_than_its_reports():
-    one = prefill()
-    fleet = fleet_of(one)
-    for number in range(1, 101):
-        one.view.load = Load(step=number, prefill_pace=pace(number, 10, 55, 0.1))
-        fleet.touch(one.info.ref)
-    assert fleet._members[holder(one)].learned.fit.seen == 8 + (100 - sum(range(1, 9))) // 8
-
-
 def test_a_count_that_goes_back_is_no_observation():
     one = prefill(pace=pace(100, 100, 5050, 0.01))
     fleet = fleet_of(one)
