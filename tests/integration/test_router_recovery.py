@@ -97,18 +97,35 @@ async def test_what_was_computed_for_a_lost_decode_worker_goes_to_another_one(ma
     assert done.usage.prompt_tokens == 3
 
 
-@pytest.mark.parametrize("first", ["decode", "prefill"])
-async def test_whoever_of_the_two_is_heard_first(make, first):
-    """P sees the end of the channel when R sees the end of the stream: its push failed, and its KV waits."""
+GONE = {role: (role, WorkerLost(f"the {role} worker is gone")) for role in Role}
+
+
+@pytest.mark.parametrize(
+    ("said", "again"),
+    [
+        ([{"failed": HELD}, GONE[Role.DECODE]], "repush"),
+        ([GONE[Role.DECODE], {"failed": HELD}], "repush"),
+        ([{"pushed": worker_pb2.Pushed(kv_bytes=1)}, GONE[Role.DECODE]], "prefill"),
+        ([GONE[Role.PREFILL], GONE[Role.DECODE]], "prefill"),
+        ([GONE[Role.DECODE], GONE[Role.PREFILL]], "prefill"),
+    ],
+    ids=["P's push failed, D lost", "D lost, P's push failed", "pushed, D lost", "P lost, D lost", "D lost, P lost"],
+)
+async def test_whatever_is_heard_of_both_in_one_breath(make, said, again):
+    """P sees the end of the channel when R sees the end of the stream: its push failed, and its KV waits. Or it heard
+    that D committed, and D is lost before it could say so itself.
+    """
     cluster = await make(decode=2)
     call = await at(cluster, "transferring")
     [prefill] = cluster.prefill
-    said = [(Role.PREFILL, event(prefill.handoff, failed=HELD)), (Role.DECODE, WorkerLost("gone"))]
-    cluster.hears(*(said if first == "prefill" else reversed(said)))
-    await until(lambda: prefill.count("repush") == 1, "repush")
+    handoff = prefill.handoff
+    if again == "prefill":
+        prefill._drop(handoff)
+    cluster.hears(*((Role.PREFILL, event(handoff, **one)) if isinstance(one, dict) else one for one in said))
+    await until(lambda: len(attempts_of(prefill, "prefill", "repush")) == 2, "the next attempt")
     prefill.open("commit")
     await finishes(cluster, call, "decode_lost")
-    assert attempts_of(prefill, "prefill", "repush") == [("prefill", 1), ("repush", 2)]
+    assert attempts_of(prefill, "prefill", "repush") == [("prefill", 1), (again, 2)]
 
 
 async def test_a_decode_worker_that_is_lost_before_it_answers_the_fence(make):
@@ -156,47 +173,31 @@ async def test_a_decode_worker_that_reports_a_failure_before_its_commit(make):
     assert attempts_of(prefill, "prefill", "repush") == [("prefill", 1), ("repush", 2)]
 
 
-@pytest.mark.parametrize("order", ["prefill first", "decode first"])
-async def test_both_workers_are_lost_in_one_breath(make, order):
-    cluster = await make(prefill=2, decode=2)
-    call = await at(cluster, "transferring")
-    roles = Role if order == "prefill first" else reversed(Role)
-    cluster.hears(*((role, WorkerLost(f"the {role} worker is gone")) for role in roles))
-    for prefill in cluster.prefill:
-        prefill.open("commit")
-    await finishes(cluster, call, "decode_lost")
-    assert sum(prefill.count("repush") for prefill in cluster.prefill) == 0
-
-
 # --- a push fails
 
 
-@pytest.mark.parametrize("times", [1, 2])
-async def test_a_push_that_failed_is_pushed_again_when_the_attempt_is_fenced(make, times):
+@pytest.mark.parametrize(
+    ("fails", "refused", "told"),
+    [
+        ([HELD], [], ["repush"]),
+        ([HELD, HELD], [], ["repush", "repush"]),
+        ([HELD], [worker_pb2.REFUSAL_REASON_FINGERPRINT], ["repush", "prefill"]),
+        ([MISMATCH], [], ["prefill"]),
+    ],
+    ids=["once", "twice", "refused", "changed on the way"],
+)
+async def test_a_push_that_failed_is_pushed_again_when_the_attempt_is_fenced(make, fails, refused, told):
+    """Or computed again: what was held is not there, or its bytes are not to be trusted."""
     cluster = await make()
     [prefill], [decode] = cluster.prefill, cluster.decode
-    prefill.fail_push = [HELD] * times
-    await finishes(cluster, cluster.call(), *["prefill_lost"] * times)
+    prefill.fail_push, prefill.refuse_once = [*fails], [*refused]
+    await finishes(cluster, cluster.call(), *["prefill_lost"] * len(told))
+    assert attempts_of(prefill, "prefill", "repush") == list(zip(["prefill", *told], (1, 2, 3), strict=False))
     named = [command.repush.held.attempt for command in prefill.messages_in if command.HasField("repush")]
-    assert (named, prefill.count("prefill")) == ([1, 2][:times], 1)
+    assert named == list(range(1, 1 + told.count("repush")))
     assert attempts_of(decode)[:4] == [("reserve", 1), ("fence", 1), ("release", 1), ("reserve", 2)]
-
-
-async def test_bytes_that_changed_on_the_way_are_computed_again(make):
-    cluster = await make()
-    [prefill] = cluster.prefill
-    prefill.fail_push = [MISMATCH]
-    await finishes(cluster, cluster.call(), "prefill_lost")
-    assert attempts_of(prefill, "prefill", "repush") == [("prefill", 1), ("prefill", 2)]
-    assert [list(spec.known) for spec in prefill.specs] == [[], ANSWER[:1]]
-    assert "baton_digest_mismatch_total 1.0" in await cluster.http("/metrics")
-
-
-async def test_a_repush_that_is_refused_for_another_reason_is_a_failure(make):
-    cluster = await make()
-    [prefill] = cluster.prefill
-    prefill.fail_push, prefill.refuse_once = [HELD], [worker_pb2.REFUSAL_REASON_FINGERPRINT]
-    await finishes(cluster, cluster.call(), "prefill_lost", "prefill_lost")
+    assert [list(spec.known) for spec in prefill.specs[1:]] == [ANSWER[:1]] * told.count("prefill")
+    assert f"baton_digest_mismatch_total {fails.count(MISMATCH):.1f}" in await cluster.http("/metrics")
 
 
 async def committed_unheard(cluster: InProcessCluster):
@@ -251,19 +252,6 @@ async def test_a_fence_that_is_answered_after_the_commit_ends_nothing(make):
     decode.open("decode")
     await finishes(cluster, call)
     assert "baton_fenced_total 0.0" in await cluster.http("/metrics")
-
-
-async def test_what_was_pushed_is_not_asked_for_again(make):
-    """P has heard that D committed; D is lost before it could say so itself."""
-    cluster = await make(decode=2)
-    call = await at(cluster, "transferring")
-    [prefill] = cluster.prefill
-    prefill._drop(prefill.handoff)
-    pushed = event(prefill.handoff, pushed=worker_pb2.Pushed(kv_bytes=1))
-    cluster.hears((Role.PREFILL, pushed), (Role.DECODE, WorkerLost("gone")))
-    prefill.open("commit")
-    await finishes(cluster, call, "decode_lost")
-    assert attempts_of(prefill, "prefill", "repush") == [("prefill", 1), ("prefill", 2)]
 
 
 # --- how often
