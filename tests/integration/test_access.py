@@ -35,7 +35,8 @@ from tests.integration.access_support import (
     tls_of,
     token_file,
 )
-from tests.support.in_process_router import FakeWorker, ids_of
+from tests.support.in_process_router import FakeWorker
+from tests.support.routers import ids_of, kinds
 from tests.support.waiting import until
 
 C = grpc.StatusCode

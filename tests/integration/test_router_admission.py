@@ -9,9 +9,10 @@ import pytest
 from google.rpc import error_details_pb2
 from grpc_status import rpc_status
 
-from baton.errors import DeadlineExceeded, Overloaded
+from baton.errors import Overloaded
 from baton.rpc.v1 import worker_pb2
-from tests.support.in_process_router import at, ids_of
+from tests.support.in_process_router import at
+from tests.support.routers import ids_of
 from tests.support.waiting import until
 
 
@@ -28,7 +29,7 @@ async def waits(cluster, count, **kwargs):
 async def test_a_refusal_says_over_grpc_when_to_come_back(make):
     cluster = await make(blocks=1, queue_max_requests=1)
     await at(cluster, "queued")
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
+    with pytest.raises(grpc.aio.AioRpcError, match="1 requests wait already") as caught:
         await anext(aiter(cluster.call()))
     assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
     error: Any = caught.value
@@ -36,6 +37,7 @@ async def test_a_refusal_says_over_grpc_when_to_come_back(make):
     retry = error_details_pb2.RetryInfo()
     assert any(detail.Unpack(retry) for detail in status.details)
     assert 0.5 <= retry.retry_delay.ToTimedelta().total_seconds() <= 10
+    assert 'baton_refusals_total{reason="Overloaded"} 1.0' in await cluster.http("/metrics")
 
 
 async def test_the_bound_in_tokens(make):
@@ -79,18 +81,21 @@ async def test_a_long_wait_is_foreseen_and_refused_at_once(make):
 async def test_tenants_take_turns(make):
     cluster = await make(blocks=1, tenants={"heavy": 2.0})
     decode = cluster.decode[0]
-    decode.gates["decode"].clear()
-    running = cluster.call([9])
+    decode.close("decode")
+    calls = [cluster.call([9])]
     await until(lambda: decode.count("reserve") == 1, "first one placed")
-    calls = [running]
-    for tenant, mark in (("busy", 1), ("light", 2), ("heavy", 3)):
-        calls += await waits(cluster, 4, prompt=[mark] * 2, cache_scope=tenant)
-    decode.gates["decode"].set()
+    for mark, tenant in enumerate(("busy", "light", "heavy"), 1):
+        for number in range(4):
+            calls += await waits(cluster, 1, prompt=[mark, number], cache_scope=tenant)
+    decode.open("decode")
     for call in calls:
         assert len(ids_of(await cluster.answer(call))) == 8
-    marks = [spec.prompt[0] for spec in cluster.prefill[0].specs[1:]]
+    served = [list(spec.prompt) for spec in cluster.prefill[0].specs[1:]]
+    marks = [mark for mark, _ in served]
     assert marks[:3] == [1, 2, 3]
     assert sorted(marks[:8]) == [1, 1, 2, 2, 3, 3, 3, 3]
+    for mark in (1, 2, 3):
+        assert [number for of, number in served if of == mark] == [0, 1, 2, 3], "each tenant's in order"
     await cluster.nothing_is_left()
 
 
@@ -101,11 +106,3 @@ async def test_waiting_again_after_no_room_is_the_same_wait(make):
     with pytest.raises(Overloaded, match=r"waited 0\.4 s for room"):
         await asyncio.wait_for(cluster.generate(), 10)
     await cluster.nothing_is_left()
-
-
-async def test_a_deadline_that_passes_in_the_queue(make):
-    cluster = await make(blocks=1, max_request_s=0.5)
-    call = await at(cluster, "queued")
-    with pytest.raises(DeadlineExceeded):
-        await cluster.answer(call)
-    await until(lambda: cluster.waits(0), "it left the queue")

@@ -18,18 +18,16 @@ from baton.rpc.v1 import inference_pb2 as pb
 from baton.rpc.v1.inference_pb2_grpc import InferenceStub
 from baton.tokenizer import OracleTokenizer
 from router.server import serve
-from tests.support.in_process_router import InProcessCluster, expected, kinds, spied
+from tests.support.in_process_router import InProcessCluster
+from tests.support.routers import PROMPT, asked, ids_of, kinds, recovered, right, spied
 from tests.support.waiting import until
 
-PROMPT, MOST, SEEN = [1, 2, 3], 12, 4
-ANSWER = [expected(PROMPT, index) for index in range(MOST)]
+MOST, SEEN = 12, 4
+ANSWER = right(PROMPT, MOST)
 
 
-def asked(**fields) -> pb.GenerateRequest:
-    sampling = common_pb2.Sampling(max_tokens=MOST)
-    return pb.GenerateRequest(
-        token_ids=common_pb2.TokenIds(ids=PROMPT), sampling=sampling, **{"resumable_s": 30.0, **fields}
-    )
+def resumable(**fields) -> pb.GenerateRequest:
+    return asked(max_tokens=MOST, **{"resumable_s": 30.0, **fields})
 
 
 class Second:
@@ -58,12 +56,8 @@ class Second:
         await self.channel.close()
         await self.router.stop(grace_s=0.0)
 
-    async def resume(
-        self, name: str, request: pb.GenerateRequest, *received: list[int], fingerprint: str = ""
-    ) -> list[pb.GenerateEvent]:
-        message = pb.ResumeRequest(request_id=name, request=request, system_fingerprint=fingerprint)
-        message.received.extend(common_pb2.TokenIds(ids=ids) for ids in received)
-        return await self._cluster.answer(self.stub.Resume(message))
+    async def resume(self, name: str, request: pb.GenerateRequest, *received: list[int], fingerprint: str = ""):
+        return await self._cluster.resume(request, *received, name=name, fingerprint=fingerprint, at=self.stub)
 
 
 def record(cluster: InProcessCluster, handoff: HandoffId, worker: int = 0) -> OwnershipRecord:
@@ -74,8 +68,7 @@ def record(cluster: InProcessCluster, handoff: HandoffId, worker: int = 0) -> Ow
 async def left(cluster: InProcessCluster, request: pb.GenerateRequest, n: int = 1) -> str:
     """A stream whose router leaves after some tokens; its name. Its worker has more, but not all, and holds still."""
     decode = cluster.decode[0]
-    decode.hold_at = SEEN + 3
-    decode.gates["hold"].clear()
+    decode.hold(SEEN + 3)
     call = cluster.stub.Generate(request)
     name = str(dict(await call.initial_metadata())["baton-request-id"])
     seen: Counter[int] = Counter()
@@ -90,28 +83,30 @@ async def left(cluster: InProcessCluster, request: pb.GenerateRequest, n: int = 
     return name
 
 
-def tokens_of(events: list[pb.GenerateEvent], begin: int, choice: int = 0) -> list[int]:
-    ids: list[int] = []
-    for item in events:
-        if item.HasField("tokens") and item.tokens.choice == choice:
-            assert getattr(item.tokens, "from") == begin + len(ids)
-            ids += item.tokens.ids
-    return ids
+async def moved(cluster: InProcessCluster, request: pb.GenerateRequest, *received: list[int], fingerprint: str = ""):
+    """A stream that its router leaves, and the rest of it as another router tells it."""
+    name = await left(cluster, request, len(received))
+    streams = [name, *(f"{name}.{choice}" for choice in range(1, len(received)))]
+    async with Second(cluster, {each: record(cluster, HandoffId(each, 1)) for each in streams}) as second:
+        cluster.decode[0].open("hold")
+        events = await second.resume(name, request, *received, fingerprint=fingerprint)
+        await until(lambda: cluster.decode[0].count("release"), "released")
+    return events
 
 
 async def test_it_goes_on_where_it_is(make):
     """Tokens which the first router had told nobody come from the decode worker; nothing is computed twice."""
     cluster = await make()
-    name = await left(cluster, asked())
+    name = await left(cluster, resumable())
     decode = cluster.decode[0]
     assert decode.count("release") == 0, "what may be resumed is left to its worker"
     handoff = HandoffId(name, 1)
     async with Second(cluster, {name: record(cluster, handoff)}) as second:
-        decode.gates["hold"].set()
-        events = await second.resume(name, asked(), ANSWER[:SEEN])
+        decode.open("hold")
+        events = await second.resume(name, resumable(), ANSWER[:SEEN])
         assert second.looked_for == [name]
         await until(lambda: decode.count("release"), "released")
-    assert tokens_of(events, SEEN) == ANSWER[SEEN:]
+    assert ids_of(events, SEEN) == ANSWER[SEEN:]
     assert kinds(events)[0] == "accepted"
     assert kinds(events)[-2:] == ["finished", "completed"]
     assert [kind for kind, of in decode.commands if of == handoff] == ["reserve", "attach", "release"]
@@ -124,23 +119,19 @@ async def test_it_goes_on_where_it_is(make):
 
 async def test_what_has_ended_meanwhile_is_told_whole(make):
     cluster = await make()
-    name = await left(cluster, asked())
-    cluster.decode[0].gates["hold"].set()
+    name = await left(cluster, resumable())
+    cluster.decode[0].open("hold")
     await until(lambda: cluster.decode[0].holds_nothing, "the stream has ended, without a router")
     async with Second(cluster, {name: record(cluster, HandoffId(name, 1))}) as second:
-        events = await second.resume(name, asked(), ANSWER[:SEEN])
-    assert tokens_of(events, SEEN) == ANSWER[SEEN:]
+        events = await second.resume(name, resumable(), ANSWER[:SEEN])
+    assert ids_of(events, SEEN) == ANSWER[SEEN:]
     assert len(cluster.prefill[0].specs) == 1
 
 
 async def test_every_choice_is_found(make):
     cluster = await make()
-    name = await left(cluster, asked(n=2), n=2)
-    records = {stream: record(cluster, HandoffId(stream, 1)) for stream in (name, f"{name}.1")}
-    async with Second(cluster, records) as second:
-        cluster.decode[0].gates["hold"].set()
-        events = await second.resume(name, asked(n=2), ANSWER[:SEEN], ANSWER[:1])
-    assert (tokens_of(events, SEEN), tokens_of(events, 1, choice=1)) == (ANSWER[SEEN:], ANSWER[1:])
+    events = await moved(cluster, resumable(n=2), ANSWER[:SEEN], ANSWER[:1])
+    assert (ids_of(events, SEEN), ids_of(events, 1, choice=1)) == (ANSWER[SEEN:], ANSWER[1:])
     assert cluster.decode[0].count("attach") == 2
 
 
@@ -148,12 +139,8 @@ async def test_every_choice_is_found(make):
 async def test_a_worker_goes_on_if_its_bits_are_those_that_it_was_begun_with(make, deterministic, fingerprint):
     """Bits of others do not count."""
     cluster = await make(bits={"prefill-0": "x", "decode-0": "x"})
-    request = asked(deterministic=deterministic)
-    name = await left(cluster, request)
-    async with Second(cluster, {name: record(cluster, HandoffId(name, 1))}) as second:
-        cluster.decode[0].gates["hold"].set()
-        events = await second.resume(name, request, ANSWER[:SEEN], fingerprint=fingerprint)
-    assert tokens_of(events, SEEN) == ANSWER[SEEN:]
+    events = await moved(cluster, resumable(deterministic=deterministic), ANSWER[:SEEN], fingerprint=fingerprint)
+    assert ids_of(events, SEEN) == ANSWER[SEEN:]
     assert cluster.decode[0].count("attach") == 1
     assert events[-1].completed.system_fingerprint == "x"
     assert bool(events[-1].completed.usage.audit_digest) == deterministic
@@ -161,10 +148,10 @@ async def test_a_worker_goes_on_if_its_bits_are_those_that_it_was_begun_with(mak
 
 async def test_another_worker_than_it_was_begun_with_does_not_go_on(make):
     cluster = await make(bits={"prefill-0": "x", "decode-0": "x"}, queue_max_wait_s=0.1)
-    name = await left(cluster, asked(deterministic=True))
+    name = await left(cluster, resumable(deterministic=True))
     async with Second(cluster, {name: record(cluster, HandoffId(name, 1))}) as second:
         with pytest.raises(NoWorker, match="no decode worker with the system fingerprint z that computes"):
-            await second.resume(name, asked(deterministic=True), ANSWER[:SEEN], fingerprint="z")
+            await second.resume(name, resumable(deterministic=True), ANSWER[:SEEN], fingerprint="z")
     assert cluster.decode[0].count("attach") == 0
 
 
@@ -172,9 +159,9 @@ async def test_another_worker_than_it_was_begun_with_does_not_go_on(make):
 async def test_else_it_is_computed_again(make, why):
     """At the same index, and under a new name: workers may know attempts of the old one."""
     cluster = await make()
-    name = await left(cluster, asked())
+    name = await left(cluster, resumable())
     decode = cluster.decode[0]
-    request = asked(resumable_s=0.0) if why == "not asked for" else asked()
+    request = resumable(resumable_s=0.0) if why == "not asked for" else resumable()
     found: OwnershipRecord | LedgerError = record(cluster, HandoffId(name, 1))
     if why == "no ledger":
         found = LedgerError("away")
@@ -183,11 +170,11 @@ async def test_else_it_is_computed_again(make, why):
     if why == "refused":
         decode.refuse_once = [worker_pb2.REFUSAL_REASON_STALE]
     async with Second(cluster, {} if why == "no record" else {name: found}) as second:
-        decode.gates["hold"].set()
+        decode.open("hold")
         events = await second.resume(name, request, ANSWER[:SEEN])
         assert second.looked_for == ([] if why == "not asked for" else [name])
         metrics = await cluster.http("/metrics", second.router)
-    assert tokens_of(events, SEEN) == ANSWER[SEEN:]
+    assert ids_of(events, SEEN) == ANSWER[SEEN:]
     assert list(cluster.prefill[0].specs[-1].known) == ANSWER[:SEEN]
     assert decode.count("attach") == (why == "refused")
     assert ('baton_recoveries_total{reason="not_there"} 1.0' in metrics) == (why == "refused")
@@ -196,22 +183,22 @@ async def test_else_it_is_computed_again(make, why):
 
 async def test_the_worker_dies_after_all(make):
     cluster = await make(decode=2)
-    name, first = await left(cluster, asked()), cluster.decode[0]
+    name, first = await left(cluster, resumable()), cluster.decode[0]
     async with Second(cluster, {name: record(cluster, HandoffId(name, 1))}) as second:
-        resumed = asyncio.create_task(second.resume(name, asked(), ANSWER[:SEEN]))
+        resumed = asyncio.create_task(second.resume(name, resumable(), ANSWER[:SEEN]))
         await until(lambda: any(call.accepted for call in second.router.floor.running), "attached")
         await first.kill()
         events = await resumed
-    assert tokens_of(events, SEEN) == ANSWER[SEEN:]
-    assert [item.recovered.reason for item in events if item.HasField("recovered")] == ["decode_lost"]
+    assert ids_of(events, SEEN) == ANSWER[SEEN:]
+    assert recovered(events) == [(2, "decode_lost")]
 
 
 async def test_a_router_that_is_left_by_its_stream_asks_for_nothing_else(make):
     """The old router lives, another one took the stream: no second attempt, and no release of what is not its own."""
     cluster = await make()
     decode = cluster.decode[0]
-    decode.gates["decode"].clear()
-    call = cluster.stub.Generate(asked())
+    decode.close("decode")
+    call = cluster.stub.Generate(resumable())
     name = dict(await call.initial_metadata())["baton-request-id"]
     await until(lambda: cluster.handed_over, "decoding")
     gone = worker_pb2.Failed(kind="Cancelled", message="router-b has taken over")
@@ -226,15 +213,15 @@ async def test_a_router_that_is_left_by_its_stream_asks_for_nothing_else(make):
 async def test_what_is_not_resumable_is_released_by_a_router_that_leaves(make):
     cluster = await make()
     commands = spied(cluster)
-    await left(cluster, asked(resumable_s=0.0))
+    await left(cluster, resumable(resumable_s=0.0))
     assert commands.count("decode-0 release") == 1
 
 
 async def test_how_long_is_said_with_the_reservation(make):
     cluster = await make(resumable_s=7.0)
-    unsaid = asked()
+    unsaid = resumable()
     unsaid.ClearField("resumable_s")
-    for request in (asked(), asked(resumable_s=0.0), unsaid):
+    for request in (resumable(), resumable(resumable_s=0.0), unsaid):
         await cluster.answer(cluster.stub.Generate(request))
-    said = [command.reserve for command in cluster.decode[0].messages_in if command.HasField("reserve")]
-    assert [(each.resumable_s, bool(each.stream)) for each in said] == [(30.0, True), (0.0, False), (7.0, True)]
+    said = [(each.resumable_s, bool(each.stream)) for each in cluster.decode[0].reserves]
+    assert said == [(30.0, True), (0.0, False), (7.0, True)]

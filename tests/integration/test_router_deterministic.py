@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from hashlib import sha256
-from struct import pack
 
 import pytest
 
@@ -12,28 +10,22 @@ from baton.audit import Delivered, audit_digest
 from baton.core import Role, Sampling, TokenLogprobs
 from baton.engine.prefix import Chain, scope_key
 from baton.errors import InvalidRequest, NoWorker
-from baton.rpc.v1 import common_pb2
-from baton.rpc.v1 import inference_pb2 as pb
-from tests.support.in_process_router import LAYOUT, FakeWorker, expected, ids_of, kinds
+from tests.support.in_process_router import LAYOUT, FakeWorker
+from tests.support.routers import asked, ids_of, kinds, right
 from tests.support.waiting import until
 
 PROMPT = list(range(1, 41))
-ANSWER = [expected(PROMPT, index) for index in range(8)]
+ANSWER = right(PROMPT)
 ALL_X = dict.fromkeys(("prefill-0", "prefill-1", "decode-0", "decode-1"), "x")
 
 
 def digest_of(*answers, temperature=1.0, seed=5):
-    """By hand, of a request for 8 tokens."""
-    drawn = pack("<BQ", 1, seed) if temperature else pack("<B", 0)
-    asked = pack("<IIffIf", 8, 0, temperature, 1.0, 0, 0.0) + drawn + pack("<fffIIBIi", 1.0, 0, 0, 0, 0, 0, 0, -1)
-    text = b"baton audit 1\n" + pack(f"<I{len(PROMPT)}I", len(PROMPT), *PROMPT) + asked + pack("<I", len(answers))
-    return sha256(text + b"".join(pack(f"<I{len(ids)}II", len(ids), *ids, 0) for ids in answers)).hexdigest()
+    asked_for = Sampling(max_tokens=8, temperature=temperature, seed=seed)
+    return audit_digest(PROMPT, asked_for, [Delivered(ids) for ids in answers])
 
 
 def request(**fields):
-    sampling = common_pb2.Sampling(max_tokens=8, **fields.pop("sampling", {"seed": 5}))
-    ids = common_pb2.TokenIds(ids=PROMPT)
-    return pb.GenerateRequest(token_ids=ids, sampling=sampling, **{"deterministic": True, **fields})
+    return asked(PROMPT, **{"deterministic": True, "sampling": {"seed": 5}, **fields})
 
 
 async def ask(cluster, **fields):
@@ -41,18 +33,7 @@ async def ask(cluster, **fields):
 
 
 async def resume(cluster, *received, fingerprint="", **fields):
-    message = pb.ResumeRequest(request_id="earlier", request=request(**fields), system_fingerprint=fingerprint)
-    message.received.extend(common_pb2.TokenIds(ids=ids) for ids in received)
-    return await cluster.answer(cluster.stub.Resume(message))
-
-
-async def test_where_no_worker_can_it_is_refused_with_their_reasons(make):
-    cluster = await make()
-    with pytest.raises(InvalidRequest, match=r"deterministic: .*: prefill workers cannot; decode workers cannot"):
-        await ask(cluster)
-    assert (await cluster.status()).refused == 1
-    assert ids_of(await ask(cluster, deterministic=False)) == ANSWER
-    await cluster.nothing_is_left()
+    return await cluster.resume(request(**fields), *received, fingerprint=fingerprint)
 
 
 async def test_what_its_client_is_told(make):
@@ -62,27 +43,26 @@ async def test_what_its_client_is_told(make):
     assert events[0].accepted.system_fingerprint == "x"
     done = events[-1].completed
     assert (done.system_fingerprint, done.usage.audit_digest) == ("x", digest_of(ANSWER))
+    assert (await ask(cluster, n=2))[-1].completed.usage.audit_digest == digest_of(ANSWER, ANSWER)
     greedy = [await ask(cluster, sampling={"temperature": 0.0}) for _ in range(2)]
     digests = {events[-1].completed.usage.audit_digest for events in greedy}
     assert digests == {digest_of(ANSWER, temperature=0.0)}, "nothing is drawn: no seed, no other digest"
     assert all(spec.deterministic for worker in cluster.prefill for spec in worker.specs)
     metrics = await cluster.http("/metrics")
-    assert 'baton_deterministic_requests_total{outcome="finished"} 3.0' in metrics
+    assert 'baton_deterministic_requests_total{outcome="finished"} 4.0' in metrics
     assert 'baton_verify_passes_total{worker="decode-0"} 0.0' in metrics
     await cluster.nothing_is_left()
 
 
-async def test_several_answers_have_one_digest(make):
-    cluster = await make(bits=ALL_X)
-    events = await ask(cluster, n=2)
-    assert events[-1].completed.usage.audit_digest == digest_of(ANSWER, ANSWER)
-
-
 async def test_others_are_told_the_fingerprint_if_both_workers_say_the_same(make):
-    for bits, said in ((ALL_X, "x"), ({"prefill-0": "x", "decode-0": "y"}, ""), ({}, "")):
-        events = await ask(await make(bits=bits), deterministic=False)
+    for bits, said in ((ALL_X, "x"), ({"prefill-0": "x", "decode-0": "y"}, ""), ({"decode-0": "x"}, "")):
+        cluster = await make(bits=bits)
+        events = await ask(cluster, deterministic=False)
         assert (events[0].accepted.system_fingerprint, events[-1].completed.system_fingerprint) == (said, said)
         assert not events[-1].completed.usage.audit_digest
+    infos = {worker.info.ref.worker_id: worker.info for worker in (await cluster.status()).workers}
+    assert (infos["decode-0"].determinism, infos["decode-0"].nondeterminism) == ("x", "")
+    assert (infos["prefill-0"].determinism, infos["prefill-0"].nondeterminism) == ("", "prefill workers cannot")
 
 
 async def test_names_of_its_blocks_are_its_own_and_only_of_its_prompt(make):
@@ -90,52 +70,36 @@ async def test_names_of_its_blocks_are_its_own_and_only_of_its_prompt(make):
     await ask(cluster)
     await resume(cluster, ANSWER[:7], fingerprint="x", cache_scope="mine")
     await ask(cluster, deterministic=False)
-    message = pb.ResumeRequest(request_id="long", request=request(), system_fingerprint="x")
-    message.request.sampling.max_tokens = 64
-    message.received.append(common_pb2.TokenIds(ids=[1] * 40))
-    await cluster.answer(cluster.stub.Resume(message))
-    *reserved, long = [each.reserve for each in cluster.decode[0].messages_in if each.HasField("reserve")]
+    await resume(cluster, [1] * 40, fingerprint="x", max_tokens=64)
+    *reserved, long = cluster.decode[0].reserves
     for made, scope, marked in zip(reserved, ("", "mine", ""), (True, True, False), strict=True):
         chain = Chain(scope_key("fp", scope, marked), PROMPT, LAYOUT.block_size)
         assert list(made.prefix) == [chain.digest(0), chain.digest(1)]
     assert list(long.prefix) == list(reserved[0].prefix), "80 tokens are known, 40 of them are output"
 
 
-async def test_a_pair_is_alike_to_the_bit(make):
-    bits = {"prefill-0": "x", "prefill-1": "y", "decode-1": "y"}
-    cluster = await make(prefill=2, decode=2, bits=bits)
-    for _ in range(3):
-        placed = (await ask(cluster))[-1].completed.placement
-        assert (placed.prefill_worker, placed.decode_worker) == ("prefill-1", "decode-1")
-
-
-async def test_a_decode_worker_does_it_alone_if_no_prefill_worker_is_like_it(make):
-    cluster = await make(bits={"decode-0": "y"})
-    events = await ask(cluster)
-    assert ids_of(events) == ANSWER
-    assert events[-1].completed.system_fingerprint == "y"
-    assert not cluster.prefill[0].specs
+async def lost_while_decoding(make, queue_max_wait_s: float):
+    """A deterministic request of bits x: its decode worker died, and the one that is left computes bits y."""
+    cluster = await make(decode=2, bits=ALL_X | {"decode-1": "y"}, queue_max_wait_s=queue_max_wait_s)
+    cluster.decode[0].hold(4)
+    waits = asyncio.create_task(ask(cluster))
+    await until(lambda: cluster.handed_over, "decoding")
+    await cluster.decode[0].kill()
+    return cluster, waits
 
 
 async def test_after_the_death_of_its_worker_it_goes_on_with_one_of_its_kind_only(make):
     """Meanwhile it is in nobody's way."""
-    cluster = await make(decode=2, bits=ALL_X | {"decode-1": "y"}, queue_max_wait_s=20.0)
-    first, other = cluster.decode
-    first.hold_at = 4
-    first.gates["hold"].clear()
-    asked = asyncio.create_task(ask(cluster))
-    await until(lambda: cluster.handed_over, "decoding")
-    await first.kill()
+    cluster, waits = await lost_while_decoding(make, 20.0)
     assert ids_of(await ask(cluster, deterministic=False)) == ANSWER, "another one is served by decode-1"
-    assert not asked.done()
+    assert not waits.done()
     assert [spec.deterministic for spec in cluster.prefill[0].specs] == [True, False]
+    _, other = cluster.decode
+    cluster.decode = [other]
     third = FakeWorker(Role.DECODE, "decode-2", 300)
     third.says("x")
-    await third.start()
-    cluster.prefill[0].peers["decode-2"] = third
-    cluster.decode.append(third)
-    cluster.infos = [cluster.prefill[0].info, other.info, third.info]
-    events = await asked
+    await cluster.joined(third)
+    events = await waits
     assert ids_of(events) == ANSWER
     assert "recovered" in kinds(events)
     done = events[-1].completed
@@ -146,15 +110,9 @@ async def test_after_the_death_of_its_worker_it_goes_on_with_one_of_its_kind_onl
 
 
 async def test_it_does_not_go_on_with_others_and_says_so(make):
-    cluster = await make(decode=2, bits=ALL_X | {"decode-1": "y"}, queue_max_wait_s=0.1)
-    first = cluster.decode[0]
-    first.hold_at = 4
-    first.gates["hold"].clear()
-    asked = asyncio.create_task(ask(cluster))
-    await until(lambda: cluster.handed_over, "decoding")
-    await first.kill()
+    cluster, waits = await lost_while_decoding(make, 0.1)
     with pytest.raises(NoWorker, match="no decode worker with the system fingerprint x that computes"):
-        await asked
+        await waits
     await cluster.nothing_is_left()
 
 
@@ -162,7 +120,7 @@ async def test_it_does_not_go_on_with_others_and_says_so(make):
 async def test_a_resumed_one_goes_on_with_workers_of_its_kind(make, fingerprint, decode):
     cluster = await make(prefill=2, decode=2, bits=ALL_X | {"prefill-1": "y", "decode-1": "y"})
     events = await resume(cluster, ANSWER[:3], fingerprint=fingerprint)
-    assert [token for event in events for token in event.tokens.ids] == ANSWER[3:]
+    assert ids_of(events, 3) == ANSWER[3:]
     done = events[-1].completed
     assert (done.placement.decode_worker, done.system_fingerprint) == (decode, fingerprint)
     assert done.usage.audit_digest == digest_of(ANSWER), "of all that was delivered, also by another router"
@@ -173,9 +131,9 @@ async def test_logprobs_are_part_of_the_digest(make):
     for worker in cluster.workers:
         worker.scored = True
     events = await ask(cluster, logprobs=0, sampling={"temperature": 0.0})
-    asked = Sampling(max_tokens=8, temperature=0.0, logprobs=0)
+    sampled = Sampling(max_tokens=8, temperature=0.0, logprobs=0)
     scores = [TokenLogprobs(-0.25 * index) for index in range(8)]
-    assert events[-1].completed.usage.audit_digest == audit_digest(PROMPT, asked, [Delivered(ANSWER, scores)])
+    assert events[-1].completed.usage.audit_digest == audit_digest(PROMPT, sampled, [Delivered(ANSWER, scores)])
 
 
 async def test_one_with_logprobs_that_another_router_said_has_no_digest(make):
@@ -195,21 +153,3 @@ async def test_one_that_cannot_go_on_as_it_began_does_not_go_on(make):
     assert not cluster.prefill[0].specs
     assert ids_of(await resume(cluster)) == ANSWER, "nothing was said yet: anybody may begin"
     assert ids_of(await resume(cluster, fingerprint="z", deterministic=False)) == ANSWER
-
-
-async def test_while_no_worker_is_there_it_waits_as_others_do(make):
-    cluster = await make(prefill=0, decode=0)
-    asked = asyncio.create_task(ask(cluster))
-    worker = FakeWorker(Role.DECODE, "decode-0", 200)
-    worker.says("x")
-    await worker.start()
-    cluster.decode.append(worker)
-    cluster.infos = [worker.info]
-    assert ids_of(await asked) == ANSWER
-
-
-async def test_status_says_who_can(make):
-    cluster = await make(bits={"decode-0": "x"})
-    infos = {worker.info.ref.worker_id: worker.info for worker in (await cluster.status()).workers}
-    assert (infos["decode-0"].determinism, infos["decode-0"].nondeterminism) == ("x", "")
-    assert (infos["prefill-0"].determinism, infos["prefill-0"].nondeterminism) == ("", "prefill workers cannot")

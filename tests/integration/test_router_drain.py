@@ -46,7 +46,7 @@ async def test_no_call_fails_while_one_of_two_drains(pair):
     async with AsyncClient(both[0].router.grpc) as client:
         await client.generate("which one?", max_tokens=1)
         leaving, staying = both if both[0].prefill[0].specs else both[::-1]
-        leaving.decode[0].gates["decode"].clear()
+        leaving.decode[0].close("decode")
         stream = client.stream("goes on", max_tokens=8)
         await anext(stream)
 
@@ -62,7 +62,7 @@ async def test_no_call_fails_while_one_of_two_drains(pair):
         stopping = asyncio.create_task(leaving.router.stop(20.0))
         await until(lambda: failed or len(staying.prefill[0].specs) > 5 * CALLERS, "the other one serves")
         assert not stopping.done()
-        leaving.decode[0].gates["decode"].set()
+        leaving.decode[0].open("decode")
         assert len((await stream.collect()).tokens) == 8
         await stopping
         over.set()
@@ -81,7 +81,7 @@ async def test_connections_are_told_to_go_before_the_end(make):
             await asyncio.sleep(0)
     assert not stopping.done()
     assert "503" in await cluster.http("/ready")
-    cluster.decode[0].gates["decode"].set()
+    cluster.decode[0].open("decode")
     await stopping
 
 
@@ -123,7 +123,7 @@ async def test_a_gateway_reads_tokens_while_its_router_drains(make):
         assert reply.text == "hi"
         with pytest.raises(NoWorker, match="this router is stopping"):
             await cluster.answer(InferenceStub(channel).Generate(pb.GenerateRequest(text="x")))
-    cluster.decode[0].gates["decode"].set()
+    cluster.decode[0].open("decode")
     await stopping
 
 

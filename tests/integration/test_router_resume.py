@@ -6,7 +6,6 @@ And requests with several answers, and those that come again with the same key.
 from __future__ import annotations
 
 import asyncio
-from collections import defaultdict
 from functools import partial
 
 import pytest
@@ -14,49 +13,19 @@ from grpc import aio
 from structlog.testing import capture_logs
 
 from baton.errors import Cancelled, EngineFault, InvalidRequest, WorkerLost
-from baton.rpc.v1 import common_pb2
+from baton.rpc.v1 import admin_pb2
 from baton.rpc.v1 import inference_pb2 as pb
+from baton.rpc.v1.admin_pb2_grpc import AdminStub
 from baton.tokenizer import OracleTokenizer
 from router.call import Call, seed_of
 from router.service import Inference
-from tests.support.in_process_router import LAYOUT, InProcessCluster, at, expected, ids_of, kinds
+from tests.support.in_process_router import LAYOUT, at
+from tests.support.routers import PROMPT, asked, ids_of, kinds, recovered, right
 from tests.support.waiting import until
 
-PROMPT = [1, 2, 3]
 MOST = 2 * LAYOUT.block_size + 1
-ANSWER = [expected(PROMPT, index) for index in range(MOST)]
+ANSWER = right(PROMPT, MOST)
 EDGE = LAYOUT.block_size - len(PROMPT)
-
-
-def asked(most: int = MOST, **fields) -> pb.GenerateRequest:
-    sampling = common_pb2.Sampling(max_tokens=most)
-    return pb.GenerateRequest(token_ids=common_pb2.TokenIds(ids=PROMPT), sampling=sampling, **fields)
-
-
-async def resume(cluster: InProcessCluster, request: pb.GenerateRequest, *received: list[int], name: str = "earlier"):
-    message = pb.ResumeRequest(request_id=name, request=request)
-    message.received.extend(common_pb2.TokenIds(ids=ids) for ids in received)
-    return await cluster.answer(cluster.stub.Resume(message))
-
-
-def by_choice(events: list[pb.GenerateEvent]) -> dict[int, list[int]]:
-    """The ids of each choice; that none comes twice or is missing is checked on the way."""
-    found: defaultdict[int, list[int]] = defaultdict(list)
-    for item in events:
-        if item.HasField("tokens"):
-            assert getattr(item.tokens, "from") == len(found[item.tokens.choice])
-            found[item.tokens.choice] += item.tokens.ids
-    return dict(found)
-
-
-def resumed_at(events: list[pb.GenerateEvent], begin: int) -> list[int]:
-    """The ids after the first `begin`, which the client has already; none comes twice or is missing."""
-    ids: list[int] = []
-    for item in events:
-        if item.HasField("tokens"):
-            assert getattr(item.tokens, "from") == begin + len(ids)
-            ids += item.tokens.ids
-    return ids
 
 
 # --- a decode worker dies
@@ -66,18 +35,15 @@ def resumed_at(events: list[pb.GenerateEvent], begin: int) -> list[int]:
 async def test_the_stream_goes_on_at_the_same_index(make, index):
     cluster = await make(decode=2)
     first, second = cluster.decode
-    first.hold_at = index
-    first.gates["hold"].clear()
-    call = cluster.stub.Generate(asked())
+    first.hold(index)
+    call = cluster.call(max_tokens=MOST)
     events = []
     async for event in call:
         events.append(event)
         if len(ids_of(events)) == index and first.alive:
             await first.kill()
     assert ids_of(events) == ANSWER
-    assert [(e.recovered.attempt, e.recovered.reason) for e in events if e.HasField("recovered")] == [
-        (2, "decode_lost")
-    ]
+    assert recovered(events) == [(2, "decode_lost")]
     assert list(cluster.prefill[0].specs[-1].known) == ANSWER[:index]
     assert events[-1].completed.usage.completion_tokens == MOST
     assert events[-1].completed.placement.decode_worker == second.info.ref.worker_id or index == MOST - 1
@@ -99,62 +65,28 @@ async def test_a_request_that_workers_die_of_is_stopped(make, attempts):
     await cluster.nothing_is_left()
 
 
-async def pushed(prefill, times):
-    await until(lambda: prefill.count("repush") == times, "pushed to the next one")
-
-
-async def test_workers_that_die_before_they_compute_it_do_not_count(make):
-    cluster = await make(decode=3, attempts=10)
-    call = await at(cluster, "prefilling")
-    for number, worker in enumerate(cluster.decode[:2], 1):
-        assert worker.count("reserve")
-        await worker.kill()
-        await pushed(cluster.prefill[0], number)
-    for worker in cluster.workers:
-        for gate in worker.gates.values():
-            gate.set()
-    assert ids_of(await cluster.answer(call)) == ANSWER[:8]
-
-
-async def test_attempts_bound_what_is_tried_after_the_handoff_too(make):
-    cluster = await make(decode=2, attempts=1)
-    call = await at(cluster, "decoding")
-    await cluster.decode[0].kill()
-    with pytest.raises(WorkerLost, match="decode-0 was lost"):
-        await cluster.answer(call)
-    await cluster.nothing_is_left()
-
-
 # --- a router dies
 
 
-@pytest.mark.parametrize("count", [0, 1, 2, EDGE, MOST - 1])
+@pytest.mark.parametrize("count", [0, 1, 2, EDGE, MOST - 1, MOST])
 async def test_a_router_that_never_saw_the_request_goes_on_with_it(make, count):
+    """Also for a client that has all but the end."""
     cluster = await make()
-    events = await resume(cluster, asked(), ANSWER[:count])
-    assert kinds(events)[0] == "accepted"
-    assert kinds(events)[-2:] == ["finished", "completed"]
-    assert [event.seq for event in events] == list(range(len(events)))
-    assert {event.request_id for event in events} == {"earlier"}
-    assert resumed_at(events, count) == ANSWER[count:]
+    events = await cluster.resume(asked(max_tokens=MOST), ANSWER[:count])
+    assert [kind for kind in kinds(events) if kind != "tokens"] == ["accepted", "finished", "completed"]
+    assert events[0].request_id == "earlier"
+    assert ids_of(events, count) == ANSWER[count:]
     assert list(cluster.prefill[0].specs[0].known) == ANSWER[:count]
     assert events[-1].completed.usage.completion_tokens == MOST
     await cluster.nothing_is_left()
 
 
-async def test_a_client_that_has_all_but_the_end(make):
-    cluster = await make()
-    events = await resume(cluster, asked(), ANSWER)
-    assert [kind for kind in kinds(events) if kind != "tokens"] == ["accepted", "finished", "completed"]
-    assert resumed_at(events, MOST) == []
-
-
 async def test_it_is_sampled_as_it_was(make):
     cluster = await make()
-    call = cluster.stub.Generate(asked(8))
+    call = cluster.call()
     events = await cluster.answer(call)
     name = events[0].request_id
-    await resume(cluster, asked(8), ANSWER[:3], name=name)
+    await cluster.resume(asked(), ANSWER[:3], name=name)
     first, second = (spec.sampling.seed for spec in cluster.prefill[0].specs)
     assert first == second == seed_of(name)
 
@@ -163,18 +95,18 @@ async def test_who_resumes_takes_over(make):
     cluster = await make()
     call = await at(cluster, "decoding")
     name = dict(await call.initial_metadata())["baton-request-id"]
-    resumed = asyncio.create_task(resume(cluster, asked(8), ANSWER[:1], name=name))
+    resumed = asyncio.create_task(cluster.resume(asked(), ANSWER[:1], name=name))
     with pytest.raises(Cancelled, match="another call has taken over"):
         await cluster.answer(call)
-    cluster.decode[0].gates["decode"].set()
-    assert resumed_at(await resumed, 1) == ANSWER[1:8]
+    cluster.decode[0].open("decode")
+    assert ids_of(await resumed, 1) == ANSWER[1:8]
     await cluster.nothing_is_left()
 
 
 async def test_a_resumed_stream_is_cancelled_by_the_name_that_the_client_knows(make):
     cluster = await make()
-    cluster.decode[0].gates["decode"].clear()
-    resumed = asyncio.create_task(resume(cluster, asked(8), ANSWER[:1]))
+    cluster.decode[0].close("decode")
+    resumed = asyncio.create_task(cluster.resume(asked(), ANSWER[:1]))
     await until(lambda: cluster.decode[0].committed, "decoding")
     assert (await cluster.stub.Cancel(pb.CancelRequest(request_id="earlier"))).found
     with pytest.raises(Cancelled):
@@ -193,7 +125,7 @@ async def test_a_resumed_stream_is_cancelled_by_the_name_that_the_client_knows(m
 async def test_what_cannot_be_of_this_request(make, received, words):
     cluster = await make()
     with pytest.raises(InvalidRequest, match=words):
-        await resume(cluster, asked(), *received)
+        await cluster.resume(asked(max_tokens=MOST), *received)
     await cluster.nothing_is_left()
 
 
@@ -201,7 +133,7 @@ async def test_what_cannot_be_of_this_request(make, received, words):
 async def test_a_name_that_is_none(make, name):
     cluster = await make()
     with pytest.raises(InvalidRequest, match="request_id: must be that of the stream"):
-        await resume(cluster, asked(), name=name)
+        await cluster.resume(asked(max_tokens=MOST), name=name)
     assert (await cluster.status()).refused == 1
     (kept,) = cluster.router.floor.traces._kept
     assert kept != name, "operators are not shown what anybody may have written"
@@ -210,7 +142,7 @@ async def test_a_name_that_is_none(make, name):
 async def test_what_is_no_name_is_not_logged(make):
     cluster = await make()
     with capture_logs() as lines, pytest.raises(InvalidRequest):
-        await resume(cluster, asked(), name="x" * 100_000)
+        await cluster.resume(asked(max_tokens=MOST), name="x" * 100_000)
     (refused,) = (line for line in lines if line["event"] == "request_refused")
     assert len(refused["request_id"]) <= 64
     assert "xxx" not in str(refused)
@@ -221,14 +153,14 @@ async def test_what_is_no_name_is_not_logged(make):
 
 async def test_choices_are_numbered_and_the_first_one_computes_the_prompt(make):
     cluster = await make()
-    cluster.prefill[0].gates["first"].clear()
-    call = cluster.stub.Generate(asked(8, n=3))
+    cluster.prefill[0].close("first")
+    call = cluster.call(n=3)
     await until(lambda: cluster.prefill[0].specs, "the first choice")
     await asyncio.sleep(0.05)  # time in which the others would come
     assert len(cluster.prefill[0].specs) == 1
-    cluster.prefill[0].gates["first"].set()
+    cluster.prefill[0].open("first")
     events = await cluster.answer(call)
-    assert by_choice(events) == dict.fromkeys(range(3), ANSWER[:8])
+    assert [ids_of(events, choice=choice) for choice in range(3)] == [ANSWER[:8]] * 3
     assert sorted(event.finished.choice for event in events if event.HasField("finished")) == [0, 1, 2]
     assert (kinds(events).count("accepted"), kinds(events).count("completed")) == (1, 1)
     assert kinds(events)[-1] == "completed"
@@ -241,20 +173,17 @@ async def test_choices_are_numbered_and_the_first_one_computes_the_prompt(make):
 
 async def test_choices_that_are_resumed(make):
     cluster = await make()
-    events = await resume(cluster, asked(8, n=3), ANSWER[:2], ANSWER[:8])
-    found: defaultdict[int, list[int]] = defaultdict(list)
-    for event in events:
-        if event.HasField("tokens"):
-            found[event.tokens.choice] += event.tokens.ids
-    assert {choice: ids for choice, ids in found.items() if ids} == {0: ANSWER[2:8], 2: ANSWER[:8]}
+    received = ANSWER[:2], ANSWER[:8], list[int]()
+    events = await cluster.resume(asked(n=3), *received[:2])
+    assert [ids_of(events, len(has), choice) for choice, has in enumerate(received)] == [ANSWER[2:8], [], ANSWER[:8]]
     assert sorted(event.finished.choice for event in events if event.HasField("finished")) == [0, 1, 2]
     assert events[-1].completed.usage.completion_tokens == 24
 
 
 async def test_all_choices_end_with_one_of_them(make):
     cluster = await make(attempts=1)
-    cluster.decode[0].gates["decode"].clear()
-    call = cluster.stub.Generate(asked(8, n=2))
+    cluster.decode[0].close("decode")
+    call = cluster.call(n=2)
     await until(lambda: len(cluster.decode[0].committed) == 2, "both are decoding")
     await cluster.decode[0].kill()
     with pytest.raises(WorkerLost):
@@ -264,15 +193,13 @@ async def test_all_choices_end_with_one_of_them(make):
 
 async def test_a_census_knows_all_choices(make):
     cluster = await make()
-    cluster.decode[0].gates["decode"].clear()
-    call = cluster.stub.Generate(asked(8, n=2))
+    cluster.decode[0].close("decode")
+    call = cluster.call(n=2)
     await until(lambda: len(cluster.decode[0].committed) == 2, "both are decoding")
     async with aio.insecure_channel(cluster.router.admin) as channel:
-        from baton.rpc.v1 import admin_pb2, admin_pb2_grpc
-
-        reply = await admin_pb2_grpc.AdminStub(channel).Requests(admin_pb2.RequestsRequest())
+        reply = await AdminStub(channel).Requests(admin_pb2.RequestsRequest())
     assert {handoff.request_id for handoff in cluster.decode[0].committed} == set(reply.request_ids)
-    cluster.decode[0].gates["decode"].set()
+    cluster.decode[0].open("decode")
     await cluster.answer(call)
 
 
@@ -300,13 +227,13 @@ async def test_who_takes_over_may_be_gone_first(make):
 
 async def test_who_comes_again_with_a_key_takes_over_and_is_sampled_alike(make):
     cluster = await make()
-    cluster.decode[0].gates["decode"].clear()
-    older = cluster.stub.Generate(asked(8, idempotency_key="k"))
+    cluster.decode[0].close("decode")
+    older = cluster.call(idempotency_key="k")
     await until(lambda: cluster.decode[0].committed, "decoding")
-    newer = cluster.stub.Generate(asked(8, idempotency_key="k"))
+    newer = cluster.call(idempotency_key="k")
     with pytest.raises(Cancelled, match="another call has taken over"):
         await cluster.answer(older)
-    cluster.decode[0].gates["decode"].set()
+    cluster.decode[0].open("decode")
     assert ids_of(await cluster.answer(newer)) == ANSWER[:8]
     first, second = (spec.sampling.seed for spec in cluster.prefill[0].specs)
     assert first == second
@@ -316,7 +243,7 @@ async def test_who_comes_again_with_a_key_takes_over_and_is_sampled_alike(make):
 async def test_however_many_come_at_once_with_a_key_all_of_them_end(make):
     """Each is taken over by the next one at whatever moment, also while gRPC sends its name."""
     cluster = await make()
-    calls = [cluster.stub.Generate(asked(2, idempotency_key="k")) for _ in range(100)]
+    calls = [cluster.call(max_tokens=2, idempotency_key="k") for _ in range(100)]
     ended = await asyncio.wait_for(asyncio.gather(*map(cluster.answer, calls), return_exceptions=True), 10)
     answers = [events for events in ended if not isinstance(events, BaseException)]
     assert {ids_of(events) == ANSWER[:2] for events in answers} == {True}

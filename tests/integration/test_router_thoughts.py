@@ -2,33 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 
-from baton.core import HandoffId, Role
+from baton.core import Role
 from baton.engine.prefix import Chain, scope_key
 from baton.errors import EngineFault, InvalidRequest, WorkerLost
 from baton.rpc.v1 import common_pb2, worker_pb2
 from baton.rpc.v1 import inference_pb2 as pb
-from tests.integration.test_router_attach import Second, left, record, tokens_of
-from tests.integration.test_router_attach import asked as resumable
-from tests.support.in_process_router import (
-    LAYOUT,
-    InProcessCluster,
-    at,
-    event,
-    expected,
-    ids_of,
-    kinds,
-    thought,
-)
+from tests.integration.test_router_attach import moved, resumable
+from tests.support.in_process_router import LAYOUT, InProcessCluster, event
+from tests.support.routers import asked, ids_of, kinds, right, thought
 from tests.support.waiting import until
 
 C = 4
 PROMPT = list(range(1, 15))  # 3 chunks, and 2 tokens more
-ANSWER = [expected(PROMPT, index) for index in range(8)]
+ANSWER = right(PROMPT)
 ALL_X = dict.fromkeys(("prefill-0", "prefill-1", "decode-0", "decode-1"), "x")
 
 
@@ -49,11 +39,14 @@ async def ask(cluster: InProcessCluster, **fields) -> list[pb.GenerateEvent]:
     return await cluster.generate(PROMPT, **{"thoughts": True, **fields})
 
 
-async def hear(call, events: list[pb.GenerateEvent], enough: Callable[[], bool]) -> None:
+async def begun(cluster: InProcessCluster, **fields):
+    """A call, and what its client was told up to the last thought about the prompt."""
+    call, events = cluster.call(PROMPT, thoughts=True, **fields), list[pb.GenerateEvent]()
     async for item in call:
         events.append(item)
-        if enough():
-            return
+        if len(told(events)) == 3:
+            break
+    return call, events
 
 
 def fields_of(error: InvalidRequest) -> list[str]:
@@ -65,11 +58,8 @@ def fields_of(error: InvalidRequest) -> list[str]:
 
 async def test_a_model_that_does_not_think_refuses_by_name(make):
     cluster = await make()
-    for fields in (
-        {"thoughts": True},
-        {"think_while_decoding": True},
-        {"thoughts": True, "think_while_decoding": True},
-    ):
+    both = {"thoughts": True, "think_while_decoding": True}
+    for fields in ({"thoughts": True}, {"think_while_decoding": True}, both):
         with pytest.raises(InvalidRequest, match="the model that is served does not think") as caught:
             await cluster.generate(PROMPT, **fields)
         assert fields_of(caught.value) == list(fields)
@@ -85,13 +75,7 @@ async def test_both_that_workers_cannot_do_are_named(make):
 
 @pytest.mark.parametrize(
     ("by_file", "fields", "thinks_on"),
-    [
-        (False, {}, False),
-        (True, {}, True),
-        (True, {"think_while_decoding": False}, False),
-        (False, {"think_while_decoding": True}, True),
-        (True, {"deterministic": True}, False),
-    ],
+    [(False, {}, False), (True, {}, True), (False, {"think_while_decoding": True}, True)],
 )
 async def test_whether_it_thinks_while_decoding(make, by_file, fields, thinks_on):
     cluster = await make(thinks=C, bits=ALL_X, think_while_decoding=by_file)
@@ -136,11 +120,10 @@ async def test_each_comes_before_what_follows_it(make):
 
 async def test_thoughts_do_not_wait_for_the_first_token(make):
     cluster = await make(thinks=C)
-    cluster.prefill[0].gates["first"].clear()
-    call, events = cluster.call(PROMPT, thoughts=True), list[pb.GenerateEvent]()
-    await hear(call, events, lambda: len(told(events)) == 3)
+    cluster.prefill[0].close("first")
+    call, events = await begun(cluster)
     assert kinds(events) == ["accepted", *["thought"] * 3]
-    cluster.prefill[0].gates["first"].set()
+    cluster.prefill[0].open("first")
     assert ids_of(await cluster.answer(call)) == ANSWER
 
 
@@ -162,11 +145,8 @@ async def test_choices_have_the_thoughts_of_the_prompt_in_common(make):
 
 async def test_an_audit_digest_is_of_the_answer_alone(make):
     cluster = await make(thinks=C, bits=ALL_X)
-    sampling = common_pb2.Sampling(max_tokens=8, seed=5)
-    request = pb.GenerateRequest(token_ids=common_pb2.TokenIds(ids=PROMPT), sampling=sampling, deterministic=True)
-    plain = await cluster.answer(cluster.stub.Generate(request))
-    request.thoughts = True
-    aloud = await cluster.answer(cluster.stub.Generate(request))
+    fields = {"deterministic": True, "sampling": {"seed": 5}}
+    plain, aloud = await cluster.generate(PROMPT, **fields), await ask(cluster, **fields)
     assert told(aloud) == [0, 1, 2]
     assert plain[-1].completed.usage.audit_digest == aloud[-1].completed.usage.audit_digest != ""
 
@@ -183,15 +163,14 @@ async def test_an_answer_of_one_token(make):
 async def test_a_successor_says_them_again_and_the_client_hears_them_once(make, state):
     cluster = await make(prefill=2, thinks=C)
     gate = {"prefilling": "first", "transferring": "commit"}[state]
-    cluster.prefill[0].gates[gate].clear()
-    cluster.prefill[1].gates["think"].clear()
-    call, events = cluster.call(PROMPT, thoughts=True, think_while_decoding=True), list[pb.GenerateEvent]()
-    await hear(call, events, lambda: len(told(events)) == 3)
+    cluster.prefill[0].close(gate)
+    cluster.prefill[1].close("think")
+    call, events = await begun(cluster, think_while_decoding=True)
     lost = next(worker for worker in cluster.prefill if worker.specs)
-    lost.gates[gate].clear()
+    lost.close(gate)
     await lost.kill()
     for worker in cluster.prefill:
-        worker.gates["think"].set()
+        worker.open("think")
     events += await cluster.answer(call)
     assert ids_of(events) == ANSWER
     assert told(events) == [0, 1, 2, 3, 4]
@@ -203,61 +182,19 @@ async def test_a_successor_says_them_again_and_the_client_hears_them_once(make, 
 async def test_who_was_accepted_is_not_refused_when_another_model_comes(make):
     cluster = await make(prefill=2, thinks=C)
     for worker in cluster.prefill:
-        worker.gates["first"].clear()
-    call, events = cluster.call(PROMPT, thoughts=True), list[pb.GenerateEvent]()
-    await hear(call, events, lambda: len(told(events)) == 3)
+        worker.close("first")
+    call, events = await begun(cluster)
     lost = next(worker for worker in cluster.prefill if worker.specs)
-    for link in cluster.router.floor.pool.links:
+    for link in cluster.links:
         if link.info.role is Role.PREFILL and link.info.ref != lost.info.ref:
             link.view.info = replace(link.info, thinking_chunk=0)
     await lost.kill()
     for worker in cluster.prefill:
-        worker.gates["first"].set()
+        worker.open("first")
     events += await cluster.answer(call)
     assert (told(events), ids_of(events)) == ([0, 1, 2], ANSWER)
     with pytest.raises(InvalidRequest):
         await ask(cluster)
-
-
-async def test_one_that_pushes_again_says_them_again(make):
-    cluster = await make(decode=2, thinks=C)
-    cluster.prefill[0].fail_push = [worker_pb2.Failed(kind="ChannelBroken", message="cut", held=True)]
-    events = await ask(cluster)
-    assert (told(events), ids_of(events)) == ([0, 1, 2], ANSWER)
-    assert cluster.prefill[0].count("repush") == 1
-    assert kinds(events).count("recovered") == 1
-
-
-async def test_a_decode_worker_that_is_lost_has_thought_some(make):
-    cluster = await make(decode=2, thinks=C)
-    for worker in cluster.decode:
-        worker.hold_at = 6
-        worker.gates["hold"].clear()
-    call, events = cluster.call(PROMPT, thoughts=True, think_while_decoding=True), list[pb.GenerateEvent]()
-    await hear(call, events, lambda: len(ids_of(events)) == 6)
-    lost, other = sorted(cluster.decode, key=lambda worker: not worker.committed)
-    other.gates["hold"].set()
-    await lost.kill()
-    events += await cluster.answer(call)
-    assert (told(events), ids_of(events)) == ([0, 1, 2, 3, 4], ANSWER)
-    assert [len(spec.known) for spec in cluster.prefill[0].specs] == [0, 6]
-
-
-async def test_those_of_the_decode_worker_wait_for_those_of_the_prompt(make):
-    """It may be heard first: its stream is another one."""
-    cluster = await make(thinks=C)
-    prefill, decode = cluster.prefill[0], cluster.decode[0]
-    prefill.commit_first, decode.repeats_thoughts, decode.hold_at = True, False, 7
-    prefill.gates["think"].clear()
-    decode.gates["hold"].clear()
-    call, events = cluster.call(PROMPT, thoughts=True, think_while_decoding=True), list[pb.GenerateEvent]()
-    await hear(call, events, lambda: len(ids_of(events)) == 7)
-    assert told(events) == []
-    prefill.gates["think"].set()
-    await hear(call, events, lambda: len(told(events)) == 5)
-    decode.gates["hold"].set()
-    events += await cluster.answer(call)
-    assert told(events) == [0, 1, 2, 3, 4]
 
 
 async def test_one_that_never_came_is_a_fault_for_whoever_asked(make):
@@ -273,10 +210,10 @@ async def test_one_that_never_came_is_a_fault_for_whoever_asked(make):
 async def test_a_worker_that_says_no_end_of_thoughts_is_at_fault(make):
     cluster = await make(thinks=C)
     prefill = cluster.prefill[0]
-    prefill.gates["first"].clear()
+    prefill.close("first")
     call = cluster.call(PROMPT)
     await until(lambda: prefill.specs, "it computes")
-    said = event(prefill.commands[-1][1], thoughts=worker_pb2.OutputThoughts(thoughts=[common_pb2.TokenIds()]))
+    said = event(prefill.handoff, thoughts=worker_pb2.OutputThoughts(thoughts=[common_pb2.TokenIds()]))
     prefill.emit(*[said] * 100)
     with pytest.raises((EngineFault, WorkerLost), match="sent more than 34 messages"):
         await cluster.answer(call)
@@ -289,15 +226,10 @@ async def test_a_worker_that_says_no_end_of_thoughts_is_at_fault(make):
 async def test_what_is_resumed_elsewhere_begins_with_what_its_worker_says(make, repeats):
     cluster = await make(thinks=1)
     cluster.decode[0].repeats_thoughts = repeats
-    request = resumable(thoughts=True, think_while_decoding=True)
-    name = await left(cluster, request)
-    answer = [expected([1, 2, 3], index) for index in range(12)]
-    async with Second(cluster, {name: record(cluster, HandoffId(name, 1))}) as second:
-        cluster.decode[0].gates["hold"].set()
-        events = await second.resume(name, request, answer[:4])
-        await until(lambda: cluster.decode[0].count("release"), "released")
+    answer = right([1, 2, 3], 12)
+    events = await moved(cluster, resumable(thoughts=True, think_while_decoding=True), answer[:4])
     assert cluster.decode[0].count("attach") == 1
-    assert tokens_of(events, 4) == answer[4:]
+    assert ids_of(events, 4) == answer[4:]
     chunks = range(0 if repeats else 3, 14)  # those about the prompt another worker said, to another router
     assert told(events) == list(chunks)
     assert events[-1].completed.usage.thinking_tokens == counted(*chunks)
@@ -305,33 +237,15 @@ async def test_what_is_resumed_elsewhere_begins_with_what_its_worker_says(make, 
 
 async def test_what_is_computed_again_is_told_from_the_beginning(make):
     cluster = await make(thinks=C)
-    message = pb.ResumeRequest(request_id="earlier", request=pb.GenerateRequest(thoughts=True))
-    message.request.token_ids.ids.extend(PROMPT)
-    message.request.sampling.max_tokens = 8
-    message.received.add(ids=ANSWER[:5])
-    events = await cluster.answer(cluster.stub.Resume(message))
-    assert (told(events), tokens_of(events, 5)) == ([0, 1, 2], ANSWER[5:])
+    events = await cluster.resume(asked(PROMPT, thoughts=True), ANSWER[:5])
+    assert (told(events), ids_of(events, 5)) == ([0, 1, 2], ANSWER[5:])
 
 
 @pytest.mark.parametrize(("thinks", "while_decoding", "named"), [(C, False, 2), (C, True, 4), (0, False, 4)])
 async def test_only_blocks_of_the_prompt_have_names_unless_it_thinks_on(make, thinks, while_decoding, named):
     cluster = await make(thinks=thinks)
     prompt = list(range(1, 41))
-    message = pb.ResumeRequest(request_id="earlier", request=pb.GenerateRequest(think_while_decoding=while_decoding))
-    message.request.token_ids.ids.extend(prompt)
-    message.request.sampling.max_tokens = 64
-    message.received.add(ids=[1] * 40)
-    await cluster.answer(cluster.stub.Resume(message))
-    (reserve,) = [each.reserve for each in cluster.decode[0].messages_in if each.HasField("reserve")]
+    await cluster.resume(asked(prompt, 64, think_while_decoding=while_decoding), [1] * 40)
+    (reserve,) = cluster.decode[0].reserves
     chain = Chain(scope_key("fp", ""), prompt + [1] * 40, LAYOUT.block_size)
     assert list(reserve.prefix) == [chain.digest(block) for block in range(named)]
-
-
-async def test_a_request_in_any_state_is_ended_without_a_trace(make):
-    cluster = await make(thinks=C)
-    for state in ("prefilling", "decoding"):
-        (await at(cluster, state)).cancel()
-        for worker in cluster.workers:
-            for gate in worker.gates.values():
-                gate.set()
-        await cluster.nothing_is_left()

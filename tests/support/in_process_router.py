@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -41,21 +41,13 @@ from baton.rpc.v1.inference_pb2_grpc import InferenceStub
 from baton.rpc.v1.worker_pb2_grpc import WorkerServicer, add_WorkerServicer_to_server
 from baton.tokenizer import OracleTokenizer
 from router.floor import RouterSettings
-from router.link import WorkerLink
+from router.link import Item, WorkerLink
 from router.server import Router, serve
+from tests.support.routers import asked, expected, thought
 from tests.support.waiting import until
 
 LAYOUT = KVLayout(layers=1, kv_heads=1, head_dim=8, block_size=16, dtype="float32")
 Event = worker_pb2.WorkerEvent
-
-
-def expected(prompt: list[int], index: int) -> int:
-    return (sum(prompt) + 7 * index) % 251
-
-
-def thought(chunk: int) -> tuple[int, ...]:
-    """Token ids of a thought, each fourth one empty; their text has a space in front."""
-    return () if chunk % 4 == 1 else tuple(f" z{chunk}".encode())
 
 
 def thoughts_about(spec: worker_pb2.SequenceSpec, size: int) -> list[Thought]:
@@ -80,16 +72,14 @@ class FakeWorker(WorkerServicer):
 
     def __init__(self, role: Role, name: str, counter: int, blocks: int = 4000) -> None:
         self.role = role
-        self.info = WorkerInfo(
-            WorkerRef(name, Incarnation(1, counter), ""), role, "fp", "oracle", 2048, blocks, LAYOUT
-        )  # fmt: skip
+        ref = WorkerRef(name, Incarnation(1, counter), "")
+        self.info = WorkerInfo(ref, role, "fp", "oracle", 2048, blocks, LAYOUT)
         self.peers: dict[str, FakeWorker] = {}
         self.commands: list[tuple[str, HandoffId]] = []
         self.messages_in: list[worker_pb2.RouterCommand] = []
         self.specs: list[worker_pb2.SequenceSpec] = []  # of prompts that it was told to compute
         self.gates = {name: asyncio.Event() for name in ("reserve", "think", "first", "commit", "decode", "hold")}
-        for gate in self.gates.values():
-            gate.set()
+        self.open(*self.gates)
         self.refuse_once: list[int] = []  # reasons, for a Reserve or a Repush
         self.hold_at: int | None = None  # the token index before which "hold" is waited for
         self.preempt_at: list[int] = []  # token indices at which to hand back, each used once
@@ -121,6 +111,19 @@ class FakeWorker(WorkerServicer):
     def thinks(self, chunk: int) -> None:
         """About chunks of so many tokens, from its start on."""
         self.info = replace(self.info, thinking_chunk=chunk)
+
+    def open(self, *gates: str) -> None:
+        for name in gates:
+            self.gates[name].set()
+
+    def close(self, *gates: str) -> None:
+        for name in gates:
+            self.gates[name].clear()
+
+    def hold(self, index: int) -> None:
+        """It stands still before this token of an answer, until `open("hold")`."""
+        self.hold_at = index
+        self.close("hold")
 
     # --- process
 
@@ -180,6 +183,16 @@ class FakeWorker(WorkerServicer):
         return [kind for kind, _ in self.commands]
 
     @property
+    def handoff(self) -> HandoffId:
+        """The only one that it was told of."""
+        [handoff] = {handoff for _, handoff in self.commands}
+        return handoff
+
+    @property
+    def reserves(self) -> list[worker_pb2.Reserve]:
+        return [command.reserve for command in self.messages_in if command.HasField("reserve")]
+
+    @property
     def holds_nothing(self) -> bool:
         return not self._held and not self._work
 
@@ -222,6 +235,10 @@ class FakeWorker(WorkerServicer):
         self._drop(handoff)
         self.emit(event(handoff, fenced=worker_pb2.Fenced()))
 
+    def _refuse(self, handoff: HandoffId, detail: str, reason: Any = worker_pb2.REFUSAL_REASON_STALE) -> None:
+        reason = self.refuse_once.pop() if self.refuse_once else reason
+        self.emit(event(handoff, refused=worker_pb2.Refused(reason=reason, detail=detail)))
+
     # --- prefill
 
     def _go_on(self, work: Work) -> None:
@@ -234,8 +251,7 @@ class FakeWorker(WorkerServicer):
         if work is not None and work.task is not None:
             work.task.cancel()
         if work is None or self.refuse_once:
-            reason: Any = self.refuse_once.pop() if self.refuse_once else worker_pb2.REFUSAL_REASON_STALE
-            self.emit(event(handoff, refused=worker_pb2.Refused(reason=reason, detail="nothing is held")))
+            self._refuse(handoff, "nothing is held")
             return
         work.handoff, work.to = handoff, message.to.worker_id
         self._go_on(work)
@@ -261,13 +277,15 @@ class FakeWorker(WorkerServicer):
             return
         self.emit(*said)
         await self.gates["commit"].wait()
-        if self.fail_push:
-            self._push_failed(work, self.fail_push.pop(0))
-            return
-        if not decode.alive or not decode.commit(work.handoff, spec):
-            self._push_failed(work, worker_pb2.Failed(kind="ChannelBroken", message="cut", held=True))
-            return
-        self._done(work, event(work.handoff, pushed=worker_pb2.Pushed(kv_bytes=100)))
+        failed = self.fail_push.pop(0) if self.fail_push else None
+        if failed is None and not (decode.alive and decode.commit(work.handoff, spec)):
+            failed = worker_pb2.Failed(kind="ChannelBroken", message="cut", held=True)
+        if failed is None:
+            self._done(work, event(work.handoff, pushed=worker_pb2.Pushed(kv_bytes=100)))
+        elif failed.held:
+            self.emit(event(work.handoff, failed=failed))
+        else:
+            self._done(work, event(work.handoff, failed=failed))
 
     def _think(self, handoff: HandoffId, spec: worker_pb2.SequenceSpec) -> None:
         """The first chunk in a message of its own, the others together."""
@@ -275,12 +293,6 @@ class FakeWorker(WorkerServicer):
         for some in (about[:1], about[1:]):
             if some:
                 self.emit(event(handoff, thoughts=thinking.thoughts_to_pb(some)))
-
-    def _push_failed(self, work: Work, failed: worker_pb2.Failed) -> None:
-        if failed.held:
-            self.emit(event(work.handoff, failed=failed))
-        else:
-            self._done(work, event(work.handoff, failed=failed))
 
     def _done(self, work: Work, *last: Event) -> None:
         del self._work[work.handoff]
@@ -291,11 +303,8 @@ class FakeWorker(WorkerServicer):
     async def _reserve(self, handoff: HandoffId, message: worker_pb2.Reserve) -> None:
         await self.gates["reserve"].wait()
         need = LAYOUT.blocks_for(message.known_tokens + 1)
-        reason: Any = worker_pb2.REFUSAL_REASON_NO_ROOM
-        if self.refuse_once:
-            reason, need = self.refuse_once.pop(), 10**9
-        if sum(self._held.values()) + need > self.info.total_blocks:
-            self.emit(event(handoff, refused=worker_pb2.Refused(reason=reason, detail="full")))
+        if self.refuse_once or sum(self._held.values()) + need > self.info.total_blocks:
+            self._refuse(handoff, "full", worker_pb2.REFUSAL_REASON_NO_ROOM)
             self.emit()
             return
         self._held[handoff] = need
@@ -304,8 +313,7 @@ class FakeWorker(WorkerServicer):
     def _attach(self, handoff: HandoffId, message: worker_pb2.Attach) -> None:
         self._parked.discard(handoff)
         if handoff not in self.said or self.refuse_once:
-            reason: Any = self.refuse_once.pop() if self.refuse_once else worker_pb2.REFUSAL_REASON_STALE
-            self.emit(event(handoff, refused=worker_pb2.Refused(reason=reason, detail="not here")))
+            self._refuse(handoff, "not here")
             self._parked.add(handoff)
             return
         known = len(message.spec.known)
@@ -330,8 +338,7 @@ class FakeWorker(WorkerServicer):
         if reserving is not None:
             await reserving
         if handoff not in self._held:
-            stale: Any = worker_pb2.REFUSAL_REASON_STALE
-            self.emit(event(handoff, refused=worker_pb2.Refused(reason=stale, detail="nothing is reserved")))
+            self._refuse(handoff, "nothing is reserved")
             return
         self.specs.append(spec)
         self._think(handoff, spec)
@@ -397,21 +404,10 @@ def token_at(prompt: list[int], index: int, *, scored: bool = False) -> Token:
     return Token(index, expected(prompt, index), f"<{index}>", TokenLogprobs(-0.25 * index) if scored else None)
 
 
-async def released(worker: FakeWorker) -> None:
-    await until(lambda: worker.count("release") == 1, f"release to {worker.info.ref}")
-
-
-def spied(cluster: InProcessCluster) -> list[str]:
-    """What its router gives to its links, as it does: one that stops ends its streams before workers have heard all."""
-    commands: list[str] = []
-    for link in cluster.router.floor.pool.links:
-        link.send = partial(_note, commands, link, link.send)  # type: ignore[method-assign]
-    return commands
-
-
-def _note(commands: list[str], link: WorkerLink, send: Callable[..., None], **command: Any) -> None:
-    commands += [f"{link.info.ref.worker_id} {kind}" for kind in command]
-    send(**command)
+async def released(*workers: FakeWorker) -> None:
+    """Each of them was told so, once."""
+    for worker in workers:
+        await until(lambda: worker.count("release") == 1, f"release to {worker.info.ref}")  # noqa: B023
 
 
 class InProcessCluster:
@@ -436,7 +432,14 @@ class InProcessCluster:
         self.router: Router = await serve(self.settings, self.source, OracleTokenizer())
         self.channel = self.router.floor.wire.aio(self.router.grpc)
         self.stub = InferenceStub(self.channel)
-        await until(lambda: sum(link.usable for link in self.router.floor.pool.links) == len(self.workers), "connected")
+        await until(lambda: sum(link.usable for link in self.links) == len(self.workers), "connected")
+
+    async def joined(self, decode: FakeWorker) -> None:
+        """It starts, and the ledger has it, beside all others that are listed here."""
+        self.decode.append(await decode.start())
+        for worker in self.prefill:
+            worker.peers[decode.info.ref.worker_id] = decode
+        self.infos = [worker.info for worker in self.workers]
 
     async def source(self) -> list[WorkerInfo]:
         if self.ledger_down:
@@ -449,10 +452,12 @@ class InProcessCluster:
         for worker in self.workers:
             await worker.kill()
 
+    @property
+    def links(self) -> list[WorkerLink]:
+        return self.router.floor.pool.links
+
     def call(self, prompt: list[int] | None = None, max_tokens: int = 8, timeout: float | None = None, **fields):
-        sampling = common_pb2.Sampling(max_tokens=max_tokens)
-        ids = common_pb2.TokenIds(ids=prompt or [1, 2, 3])
-        return self.stub.Generate(pb.GenerateRequest(token_ids=ids, sampling=sampling, **fields), timeout=timeout)
+        return self.stub.Generate(asked(prompt, max_tokens, **fields), timeout=timeout)
 
     async def answer(self, call) -> list[pb.GenerateEvent]:
         try:
@@ -463,14 +468,34 @@ class InProcessCluster:
     async def generate(self, *args, **kwargs) -> list[pb.GenerateEvent]:
         return await self.answer(self.call(*args, **kwargs))
 
+    async def resume(
+        self,
+        request: pb.GenerateRequest,
+        *received: list[int],
+        name: str = "earlier",
+        fingerprint: str = "",
+        at: InferenceStub | None = None,
+    ) -> list[pb.GenerateEvent]:
+        """What follows after `received`; `at` another router."""
+        message = pb.ResumeRequest(request_id=name, request=request, system_fingerprint=fingerprint)
+        message.received.extend(common_pb2.TokenIds(ids=ids) for ids in received)
+        return await self.answer((at or self.stub).Resume(message))
+
+    def hears(self, *said: tuple[Role, Item]) -> None:
+        """The router finds all of this in the mailbox of its only request at once, in this order."""
+        handoff = self.prefill[0].handoff
+        mailbox = next(found for link in self.links if (found := link._mailboxes.get(handoff)))
+        for source, item in said:
+            mailbox.put(source, item)
+
     @property
     def idle(self) -> bool:
-        views = [link.view for link in self.router.floor.pool.links]
+        views = [link.view for link in self.links]
         return all(v.dispatched == v.queued_tokens == v.pending_blocks == 0 for v in views)
 
     @property
     def handed_over(self) -> bool:
-        return bool(self.prefill[0].specs) and self.router.floor.pool.links[0].view.dispatched == 0
+        return bool(self.prefill[0].specs) and self.links[0].view.dispatched == 0
 
     def waits(self, count: int) -> bool:
         return self.router.floor.admission.waiting == count
@@ -531,27 +556,11 @@ async def clusters() -> AsyncIterator[Any]:
             await cluster.stop()
 
 
-def ids_of(events: list[pb.GenerateEvent]) -> list[int]:
-    """Token ids, after checking that no index came twice or was missed."""
-    ids: list[int] = []
-    for item in events:
-        if item.HasField("tokens"):
-            assert getattr(item.tokens, "from") == len(ids)
-            ids += item.tokens.ids
-    return ids
-
-
-def kinds(events: list[pb.GenerateEvent]) -> list[str]:
-    assert [item.seq for item in events] == list(range(len(events)))
-    assert len({item.request_id for item in events}) == 1
-    return [item.WhichOneof("event") or "" for item in events]
-
-
 async def at(cluster: InProcessCluster, state: str):
     """A request that stands still in `state`."""
     prefill, decode = cluster.prefill[0], cluster.decode[0]
     if state == "queued":
-        decode.gates["decode"].clear()
+        decode.close("decode")
         cluster.call()
         await until(lambda: decode.count("reserve") == 1, "first one placed")
         call = cluster.call()
@@ -559,13 +568,13 @@ async def at(cluster: InProcessCluster, state: str):
         return call
     gate = {"reserving": "reserve", "prefilling": "first", "transferring": "commit", "decoding": "decode"}[state]
     for worker in cluster.workers:
-        worker.gates[gate].clear()
+        worker.close(gate)
     call = cluster.call()
     await until(lambda: decode.count("reserve") == 1, state)
     if state != "reserving":
         await until(lambda: prefill.specs, state)
     if state == "transferring":
-        await until(lambda: cluster.router.floor.pool.links[0].view.queued_tokens == 0, state)
+        await until(lambda: cluster.links[0].view.queued_tokens == 0, state)
     if state == "decoding":
         await until(lambda: cluster.handed_over, state)
     return call

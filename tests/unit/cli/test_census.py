@@ -13,7 +13,7 @@ from baton.rpc import convert
 from baton.rpc.v1 import admin_pb2, worker_pb2_grpc
 from baton.worker.census import Census, Held, Holding, count, to_pb
 from tests.quiet_admin import QuietAdmin
-from tests.unit.worker.support import BACKEND
+from tests.support.sessions import BACKEND
 
 D = WorkerRef("decode-0", Incarnation(7, 2), "127.0.0.1:2")
 RUNNING = {"router-a": {"a", "b"}}

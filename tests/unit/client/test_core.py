@@ -30,16 +30,14 @@ def finished(choice: int = 0, reason: common.FinishReason.ValueType = common.FIN
 
 
 ACCEPTED = Event(accepted=inference.Accepted(prompt_tokens=4, system_fingerprint="x"))
+STAGES = ("queue_s", "route_s", "reserve_s", "prefill_s", "transfer_s", "commit_s", "decode_s", "ttft_s", "e2e_s")
+PLACED = {"prefill_worker": "p0", "decode_worker": "d0", "kv_bytes": 10, "transport": "gloo", "attempts": 1}
 COMPLETED = Event(
     completed=inference.Completed(
         usage=inference.Usage(prompt_tokens=4, completion_tokens=2, audit_digest="ab", thinking_tokens=3),
         system_fingerprint="y",
-        timings=common.Timings(
-            queue_s=1, route_s=2, reserve_s=3, prefill_s=4, transfer_s=5, commit_s=6, decode_s=7, ttft_s=8, e2e_s=9
-        ),
-        placement=inference.Placement(
-            prefill_worker="p0", decode_worker="d0", kv_bytes=10, transport="gloo", attempts=1
-        ),
+        timings=common.Timings(**{stage: number for number, stage in enumerate(STAGES, 1)}),
+        placement=inference.Placement(**PLACED),
     )
 )
 
@@ -71,24 +69,16 @@ def test_a_whole_stream():
         COMPLETED,
     )
     answer = folded._completion()
-    assert [(delta.start, delta.tokens, delta.text) for delta in deltas] == [
-        (0, (7,), " a"),
-        (1, (8,), "b"),
-        (2, (), "!"),
-    ]
+    shown = [(delta.start, delta.tokens, delta.text) for delta in deltas]
+    assert shown == [(0, (7,), " a"), (1, (8,), "b"), (2, (), "!")]
     assert (answer.request_id, answer.text, answer.tokens) == ("r1", " ab!", (7, 8))
     assert answer.logprobs == (TokenLogprobs(-0.5, ((7, -0.5),)),) * 2
     assert answer.finish_reason is FinishReason.EOS
     assert answer.choices[0].matched_stop == "x"
     assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (4, 2)
     assert (answer.usage.audit_digest, answer.system_fingerprint) == ("ab", "y")
-    stages = ("queue_s", "route_s", "reserve_s", "prefill_s", "transfer_s", "commit_s", "decode_s", "ttft_s", "e2e_s")
-    assert [object.__getattribute__(answer.timings, stage) for stage in stages] == [1, 2, 3, 4, 5, 6, 7, 8, 9]
-    assert (answer.placement.prefill_worker, answer.placement.kv_bytes, answer.placement.attempts) == ("p0", 10, 1)
-
-
-def test_a_stream_that_breaks_knows_what_it_was_begun_with():
-    assert fold(ACCEPTED, tokens(0, [1]))[0].system_fingerprint == "x"
+    assert [object.__getattribute__(answer.timings, stage) for stage in STAGES] == [1, 2, 3, 4, 5, 6, 7, 8, 9]
+    assert {name: getattr(answer.placement, name) for name in PLACED} == PLACED
 
 
 def test_choices_are_numbered_each_for_itself():
@@ -102,6 +92,7 @@ def test_an_event_of_a_newer_server_is_passed_over():
     folded, deltas = fold(ACCEPTED, Event(), tokens(0, [1], "a"))
     assert [delta.text for delta in deltas] == ["a"]
     assert folded._started
+    assert folded.system_fingerprint == "x", "what a stream that breaks was begun with"
 
 
 def thought(chunk: int, ids: Iterable[int] = (9,), text: str = "hm", choice: int = 0) -> Event:
@@ -113,12 +104,8 @@ def test_thoughts_are_beside_the_answer():
         ACCEPTED, thought(0), thought(1, (), ""), tokens(0, [7], "a"), thought(2), finished(), COMPLETED
     )
     said = (Thought(0, (9,), "hm"), Thought(1, (), ""), Thought(2, (9,), "hm"))
-    assert [(delta.start, delta.tokens, delta.thoughts) for delta in deltas] == [
-        (0, (), said[:1]),
-        (0, (), said[1:2]),
-        (0, (7,), ()),
-        (1, (), said[2:]),
-    ]
+    shown = [(delta.start, delta.tokens, delta.thoughts) for delta in deltas]
+    assert shown == [(0, (), said[:1]), (0, (), said[1:2]), (0, (7,), ()), (1, (), said[2:])]
     answer = folded._completion()
     assert (answer.text, answer.tokens, answer.thoughts) == ("a", (7,), said)
     assert folded.thoughts == said
@@ -138,10 +125,8 @@ def test_thoughts_that_a_resumed_stream_says_again_are_not_shown():
         [ACCEPTED, *(thought(chunk) for chunk in range(4)), thought(5, choice=1), thought(6, choice=1)],
     )
     assert [thought.chunk for thought in folded.thoughts] == [0, 1, 2, 3]
-    assert [(delta.choice, delta.thoughts[0].chunk) for delta in deltas if delta.thoughts] == [
-        *((0, 0), (0, 1), (1, 5)),
-        *((0, 2), (0, 3), (1, 6)),
-    ]
+    shown = [(delta.choice, delta.thoughts[0].chunk) for delta in deltas if delta.thoughts]
+    assert shown == [(0, 0), (0, 1), (1, 5), (0, 2), (0, 3), (1, 6)]
     assert folded.thoughts[0].text == "hm", "what was shown first"
 
 
@@ -182,13 +167,17 @@ def test_a_stream_that_ended_early_is_a_fault(events: list[Event], what: str):
 
 
 def test_a_lost_or_foreign_event_is_a_fault():
-    first, second, third = numbered([ACCEPTED, tokens(0, [1]), tokens(1, [2])])
+    first, _, third = numbered([ACCEPTED, tokens(0, [1]), tokens(1, [2])])
     for wrong in (first, third, Event(request_id="other", seq=1)):
         folded = Fold()
         folded._feed(first)
         with pytest.raises(EngineFault):
             folded._feed(wrong)
-    assert second.seq == 1
+    folded = Fold()
+    folded._feed(first)
+    folded._rewind()
+    with pytest.raises(EngineFault, match="event 1 came where 0 was due"):
+        folded._feed(Event(request_id=first.request_id, seq=1))
 
 
 @given(st.lists(st.integers(0, 3), max_size=20), st.randoms(use_true_random=False))
@@ -224,29 +213,20 @@ def test_a_tail_that_was_said_is_not_said_again(cut: int, split: int):
     assert all(delta.text or delta.tokens for delta in deltas)
 
 
-def test_what_a_resumed_stream_may_not_do():
-    began = [ACCEPTED, tokens(0, [1], "a")]
-    for wrong, what in (
-        ([tokens(0, [1], "a")], "token 0 of choice 0 came where 1 was due"),
-        ([tokens(2, [1], "a")], "token 2 of choice 0 came where 1 was due"),
-        ([finished(), finished()], "ended twice"),
-    ):
-        with pytest.raises(EngineFault, match=what):
-            resumed(began, [ACCEPTED, *wrong])
-    with pytest.raises(EngineFault, match="ended twice"):
-        resumed([*began, finished()], [finished(reason=common.FINISH_REASON_LENGTH)])
-    with pytest.raises(EngineFault, match="after its end"):
-        resumed([*began, finished()], [tokens(1, [2], "b")])
-    with pytest.raises(EngineFault, match="came again and was another"):
-        resumed([*began, tokens(1, [], "!?")], [tokens(1, [], "!.")])
-
-
-def test_an_event_of_a_resumed_stream_may_be_lost_no_more_than_of_the_first():
-    folded = Fold()
-    folded._feed(numbered([ACCEPTED])[0])
-    folded._rewind()
-    with pytest.raises(EngineFault, match="event 1 came where 0 was due"):
-        folded._feed(Event(request_id="r1", seq=1))
+@pytest.mark.parametrize(
+    ("more", "again", "what"),
+    [
+        ([], [ACCEPTED, tokens(0, [1], "a")], "token 0 of choice 0 came where 1 was due"),
+        ([], [ACCEPTED, tokens(2, [1], "a")], "token 2 of choice 0 came where 1 was due"),
+        ([], [ACCEPTED, finished(), finished()], "ended twice"),
+        ([finished()], [finished(reason=common.FINISH_REASON_LENGTH)], "ended twice"),
+        ([finished()], [tokens(1, [2], "b")], "after its end"),
+        ([tokens(1, [], "!?")], [tokens(1, [], "!.")], "came again and was another"),
+    ],
+)
+def test_what_a_resumed_stream_may_not_do(more: list[Event], again: list[Event], what: str):
+    with pytest.raises(EngineFault, match=what):
+        resumed([ACCEPTED, tokens(0, [1], "a"), *more], again)
 
 
 def attempts(
@@ -255,13 +235,8 @@ def attempts(
     return Attempts(retries, timeout, clock or FakeClock(), lambda: draw)
 
 
-def test_waits_double_up_to_the_cap():
-    tries = attempts(retries=6, draw=1.0)
-    assert [tries.wait_after(NoWorker("x")) for _ in range(6)] == [0.25, 0.5, 1.0, 2.0, 4.0, 5.0]
-
-
 @given(st.floats(0, 1, exclude_max=True), st.integers(0, 40))
-def test_jitter_is_full(draw: float, before: int):
+def test_waits_double_up_to_the_cap_and_jitter_is_full(draw: float, before: int):
     tries = attempts(retries=before + 1, draw=draw)
     for _ in range(before):
         tries.wait_after(NoWorker("x"))
@@ -285,8 +260,9 @@ def test_retries_run_out():
     tries.wait_after(NoWorker("first"))
     with pytest.raises(NoWorker, match="second"):
         tries.wait_after(NoWorker("second"))
-    with pytest.raises(NoWorker):
-        attempts(retries=0).wait_after(NoWorker("x"))
+    for none_left, started in ((attempts(retries=0), False), (attempts(), True)):  # a stream that began is not repeated
+        with pytest.raises(NoWorker):
+            none_left.wait_after(NoWorker("x"), started=started)
 
 
 def test_progress_gives_the_retries_back():
@@ -303,11 +279,6 @@ def test_several_routers_are_asked_in_turn():
     assert ClientBase("ipv4:127.0.0.1:1,127.0.0.1:2")._targets == ("ipv4:127.0.0.1:1,127.0.0.1:2",)
     with pytest.raises(ConfigError, match="target: must be host:port, or several"):
         ClientBase("a:1,,b:2")
-
-
-def test_a_stream_that_began_is_never_sent_again():
-    with pytest.raises(NoWorker):
-        attempts().wait_after(NoWorker("x"), started=True)
 
 
 def test_the_deadline_spans_all_tries():

@@ -64,9 +64,3 @@ def test_parameters_that_are_no_schema_are_refused():
     text = json.dumps(forced_schema([wrong], "json", None))
     with pytest.raises(InvalidRequest):
         Grammars(OracleTokenizer()).check(Constraint("json_schema", (text,)))
-
-
-def test_a_draw_is_of_allowed_bytes_only():
-    """Of the helper itself: it follows the grammar to its end."""
-    grammars = Grammars(OracleTokenizer())
-    assert any_text(grammars, '{"const": "yes"}', random.Random(1)) == '"yes"'

@@ -1,13 +1,22 @@
-"""Links that are up, without a stream, and a fleet of them."""
+"""Links that are up, without a stream: a fleet, a pool and a floor of them, and what the prefix directory says."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, cast
 
+from baton.clock import FakeClock
 from baton.core import Incarnation, KVLayout, Role, WorkerInfo, WorkerRef
+from baton.engine.prefix import Chain, scope_key
+from baton.ledger.prefix_map import NAME_BYTES, Change, Holder, PrefixMap
 from baton.load import BlockCounts, Load, Pace
 from router.fleet import Fleet
+from router.floor import Floor, RouterSettings
+from router.link import WorkerLink
+from router.policy import POLICIES
 from router.view import WorkerView
+from router.workers import WorkerPool
 
 LAYOUT = KVLayout(layers=1, kv_heads=1, head_dim=8, block_size=16, dtype="float32")
 
@@ -67,3 +76,56 @@ def fleet_of(*links: FakeLink, **facts) -> Fleet:
 def pace(steps: int, tokens: int, context: int, step_s: float = 0.0, token_s: float = 0.0, context_s: float = 0.0):
     """Equal steps of a worker with these costs."""
     return Pace(steps, steps * tokens, steps * context, steps * (step_s + tokens * token_s + context * context_s))
+
+
+def block_names(
+    tokens: Sequence[int], count: int, fingerprint: str = "a", scope: str = "", *, size: int = 16, marked=False
+):
+    """Names of the first `count` blocks; `marked`: as deterministic requests have them."""
+    chain = Chain(scope_key(fingerprint, scope, marked), tokens, size)
+    return [chain.digest(block)[:NAME_BYTES] for block in range(count)]
+
+
+def holder(one: FakeLink) -> Holder:
+    return Holder(one.info.ref.worker_id, one.info.ref.incarnation)
+
+
+def publish(prefixes: PrefixMap, one: FakeLink, names: list[bytes], seq: int = 1) -> None:
+    """The directory has these of this worker now."""
+    prefixes.apply(Change(holder(one), seq, True, names))
+
+
+async def no_workers() -> list[WorkerInfo]:
+    return []
+
+
+def pool_of(*links: FakeLink, policy: str = "least_loaded", clock: FakeClock | None = None, **facts: Any) -> WorkerPool:
+    pool = WorkerPool(no_workers, POLICIES[policy], "router-a", 1.0, clock or FakeClock(), **facts)
+    for one in links:
+        pool._add(cast("WorkerLink", one))
+    return pool
+
+
+def floor_of(*links: FakeLink, **settings: Any) -> Floor:
+    floor = Floor(RouterSettings(name="c", model="m", **settings), no_workers, FakeClock())
+    for one in links:
+        floor.pool._add(cast("WorkerLink", one))
+    return floor
+
+
+def named(pool: WorkerPool, name: str) -> Any:
+    return next(link for link in pool.links if link.info.ref.worker_id == name)
+
+
+def say(pool: WorkerPool, name: str, *, report: dict[str, Any] | None = None, **facts: Any) -> None:
+    """This is known of the worker's view now, or of its link; `report` changes what its load says."""
+    one = named(pool, name)
+    if report:
+        facts["load"] = replace(one.view.load, **report)
+    for field, value in facts.items():
+        setattr(one.view if hasattr(one.view, field) else one, field, value)
+    pool._changed(one.info.ref)
+
+
+def pair_of(claim: Any) -> tuple[str, str]:
+    return claim.prefill.info.ref.worker_id, claim.decode.info.ref.worker_id

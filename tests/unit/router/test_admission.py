@@ -7,27 +7,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from baton.clock import FakeClock
-from baton.errors import NoWorker, Overloaded
-from router.admission import OVERTAKES, Admission, Bounds, Ticket, ticket_for
-
-
-class Room:
-    """So many tokens of room; a claim takes some."""
-
-    def __init__(self, free: int) -> None:
-        self.free = free
-        self.kept: list[object] = []  # what was asked for with each claim
-
-    def claim(self, tokens: int, keep: object = None) -> int | None:
-        self.kept.append(keep)
-        if tokens > self.free:
-            return None
-        self.free -= tokens
-        return tokens
-
-    def give_back(self, claim: int) -> None:
-        self.free += claim
+from baton.errors import DeadlineExceeded, NoWorker, Overloaded
+from router.admission import OVERTAKES, Ticket, ticket_for
+from tests.simulation.clock import START, LoopClock
+from tests.unit.router.gates import Gate, in_virtual_time
 
 
 class Line(RuleBasedStateMachine):
@@ -36,12 +19,15 @@ class Line(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.loop = asyncio.new_event_loop()
-        self.room = Room(10)
-        self.gate = admission(self.room)
+        self.gate = Gate(10, by_tokens=True)
         self.waiting: dict[int, int] = {}
         self.held: dict[int, int] = {}
         self.tasks: dict[int, asyncio.Task[int]] = {}
         self.next_ticket = 0
+
+    def take_back(self, ticket):
+        """Without news of it."""
+        self.gate.room += self.held.pop(ticket)
 
     def teardown(self):
         for task in self.tasks.values():
@@ -63,12 +49,14 @@ class Line(RuleBasedStateMachine):
     @rule(data=st.data(), tokens=st.integers(1, 10))
     def comes_back(self, data, tokens):
         ticket = data.draw(st.sampled_from(sorted(self.held)))
-        self.room.give_back(self.held.pop(ticket))
+        self.take_back(ticket)
         self._enter(ticket, tokens)
 
     def _enter(self, ticket, tokens):
-        first, free = not self.waiting or ticket < min(self.waiting), self.room.free
-        self.tasks[ticket] = self.loop.create_task(self.gate.admit(ticket_for(ticket, 0), tokens, returning=True))
+        first, free = not self.waiting or ticket < min(self.waiting), self.gate.room
+        self.tasks[ticket] = self.loop.create_task(
+            self.gate.admission.admit(ticket_for(ticket, 0), tokens, returning=True)
+        )
         self._turn()
         assert self.tasks[ticket].done() == (first and tokens <= free)
         (self.held if self.tasks[ticket].done() else self.waiting)[ticket] = tokens
@@ -76,7 +64,7 @@ class Line(RuleBasedStateMachine):
     @precondition(lambda self: self.held)
     @rule(data=st.data())
     def ends(self, data):
-        self.room.give_back(self.held.pop(data.draw(st.sampled_from(sorted(self.held)))))
+        self.take_back(data.draw(st.sampled_from(sorted(self.held))))
 
     @precondition(lambda self: self.waiting)
     @rule(data=st.data())
@@ -88,7 +76,7 @@ class Line(RuleBasedStateMachine):
 
     @rule()
     def serve(self):
-        self.gate.changed()
+        self.gate.admission.changed()
         self._served()
 
     def _served(self):
@@ -98,148 +86,89 @@ class Line(RuleBasedStateMachine):
             assert self.tasks[ticket].result() == self.waiting[ticket]
             self.held[ticket] = self.waiting.pop(ticket)
         assert not any(self.tasks[ticket].done() for ticket in self.waiting)
-        assert not self.waiting or self.waiting[min(self.waiting)] > self.room.free
+        assert not self.waiting or self.waiting[min(self.waiting)] > self.gate.room
 
     @invariant()
     def nothing_is_lost(self):
-        assert self.gate.waiting == len(self.waiting)
-        assert self.room.free + sum(self.held.values()) == 10
+        assert self.gate.admission.waiting == len(self.waiting)
+        assert self.gate.room + sum(self.held.values()) == 10
 
 
 Line.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 TestLine = Line.TestCase
 
 
-def admission(
-    room: Room, clock: FakeClock | None = None, *, pair: bool = True, weights: dict[str, float] | None = None, **bounds
-) -> Admission[int]:
-    gate: Admission[int]
-    limits = Bounds(**{"requests": 100, "tokens": 1000, "wait_s": 30.0, **bounds})
-
-    def give_back(claim: int) -> None:
-        room.give_back(claim)
-        gate.changed()
-
-    gate = Admission(room.claim, give_back, lambda: pair, clock or FakeClock(), limits, weights)
-    return gate
-
-
-async def queued(gate: Admission[int], ticket: int, tokens: int, **kwargs) -> asyncio.Task[int]:
-    task = asyncio.create_task(gate.admit(ticket_for(ticket, 0), tokens, **kwargs))
-    await asyncio.sleep(0)  # one turn of the loop: it runs up to its first wait
-    return task
-
-
-async def test_waiters_are_served_in_order_of_their_tickets():
-    room = Room(0)
-    gate = admission(room)
-    tasks = {ticket: await queued(gate, ticket, 1, returning=ticket == 0) for ticket in (3, 4, 0)}
-    for ticket in (0, 3, 4):
-        room.free = 1
-        gate.changed()
-        await tasks[ticket]
-        assert gate.waiting == sum(not task.done() for task in tasks.values())
-
-
-async def test_the_urgent_overtake_only_so_many_arrivals():
+async def test_the_urgent_overtake_only_so_many_arrivals(make):
     tickets = [ticket_for(0, 0), ticket_for(OVERTAKES - 1, 1), ticket_for(OVERTAKES, 1), ticket_for(OVERTAKES + 1, 1)]
     assert sorted(tickets) == [tickets[1], *(tickets[i] for i in (0, 2, 3))]
-    room, served = Room(0), list[Ticket]()
-    gate = admission(room)
-
-    async def wait(ticket: Ticket) -> None:
-        await gate.admit(ticket, 1)
-        served.append(ticket)
-
-    tasks = [asyncio.create_task(wait(ticket)) for ticket in tickets]
-    await asyncio.sleep(0)
-    room.free = len(tickets)
-    gate.changed()
-    await asyncio.gather(*tasks)
+    gate, served = make(), list[Ticket]()
+    for ticket in tickets:
+        task = await gate.enter(arrival=ticket[1], priority=int(ticket is not tickets[0]))
+        task.add_done_callback(lambda _, ticket=ticket: served.append(ticket))
+    gate.free(len(tickets))
+    await asyncio.gather(*gate.tasks)
     assert served == sorted(tickets)
 
 
-async def test_who_would_have_to_wait_gets_nothing_at_once():
-    room = Room(3)
-    gate = admission(room)
-    assert (gate.at_once(4), gate.at_once(1)) == (None, 1)
-    task = await queued(gate, 0, 3)
-    assert (gate.at_once(1), gate.waiting, room.free) == (None, 1, 2)
-    room.give_back(1)
-    gate.changed()
+async def test_who_would_have_to_wait_gets_nothing_at_once(make):
+    gate = make(3, by_tokens=True)
+    assert (gate.admission.at_once(4), gate.admission.at_once(1)) == (None, 1)
+    task = await gate.enter(3)
+    assert (gate.admission.at_once(1), gate.admission.waiting, gate.room) == (None, 1, 2)
+    gate.free()
     assert await task == 3
 
 
-async def test_a_small_request_does_not_overtake_a_large_one():
-    room = Room(3)
-    gate = admission(room)
-    large, small = await queued(gate, 0, 5), await queued(gate, 1, 1)
-    gate.changed()
+async def test_a_small_request_does_not_overtake_a_large_one(make):
+    gate = make(3, by_tokens=True)
+    large, small = await gate.enter(5), await gate.enter(1)
+    gate.admission.changed()
     assert not small.done()
     large.cancel()
     assert await small == 1  # its turn has come with the end of the other
 
 
-async def test_the_bound_turns_newcomers_away_but_nobody_who_comes_back():
-    gate = admission(Room(0), requests=1)
-    waiting = await queued(gate, 5, 1)
+async def test_the_bound_turns_newcomers_away_but_nobody_who_comes_back(make):
+    gate = make(requests=1)
+    await gate.enter(arrival=5)
     with pytest.raises(Overloaded, match="1 requests wait already"):
-        await gate.admit(ticket_for(6, 0), 1)
-    back = await queued(gate, 2, 1, returning=True)
-    assert gate.waiting == 2
-    for task in (waiting, back):
-        task.cancel()
+        await gate.enter(arrival=6)
+    await gate.enter(arrival=2, returning=True)
+    assert gate.admission.waiting == 2
 
 
-async def test_a_queue_of_no_length_still_admits_what_has_room():
-    gate = admission(Room(1), requests=0)
-    assert await gate.admit(ticket_for(0, 0), 1) == 1
+async def test_a_queue_of_no_length_still_admits_what_has_room(make):
+    gate = make(1, requests=0)
+    assert await gate.enter() == 10
     with pytest.raises(Overloaded):
-        await gate.admit(ticket_for(1, 0), 1)
-    assert gate.waiting == 0
+        await gate.enter()
 
 
-async def test_a_claim_asks_for_the_worker_that_holds_the_kv_at_once_and_from_the_queue():
-    room = Room(1)
-    gate = admission(room)
-    assert await gate.admit(ticket_for(0, 0), 1, "mine") == 1
-    waiting = await queued(gate, 1, 1, wish="mine too")
-    behind = await queued(gate, 2, 1)
-    room.free = 2
-    gate.changed()
-    assert [await waiting, await behind] == [1, 1]
-    assert room.kept == ["mine", "mine too", "mine too", None]
+async def test_a_claim_asks_for_the_worker_that_holds_the_kv_at_once_and_from_the_queue(make):
+    gate = make(1)
+    assert await gate.enter(wish="mine") == 10
+    waiting, behind = await gate.enter(wish="mine too"), await gate.enter()
+    gate.free(2)
+    assert [await waiting, await behind] == [10, 10]
+    assert gate.wishes == ["mine", "mine too", "mine too", None]
 
 
-@pytest.mark.parametrize(("pair", "error"), [(True, Overloaded), (False, NoWorker)])
-async def test_waiting_too_long(pair, error):
-    gate = admission(Room(0), pair=pair, wait_s=0.01)
-    with pytest.raises(error, match=r"waited 0\.01 s"):
-        await gate.admit(ticket_for(0, 0), 1)
-    assert gate.waiting == 0
-
-
-async def test_retry_after_is_how_long_the_first_has_waited():
-    clock = FakeClock()
-    gate = admission(Room(0), clock, requests=1)
-    waiting = await queued(gate, 0, 1)
+async def test_retry_after_is_how_long_the_first_has_waited(make):
+    gate = make(requests=1)
+    await gate.enter()
     for waited, wanted in ((0.0, 0.5), (7.0, 7.0), (100.0, 30.0)):
-        clock.advance(waited)
+        gate.clock.advance(waited)
         with pytest.raises(Overloaded) as caught:
-            await gate.admit(ticket_for(1, 0), 1)
+            await gate.enter()
         assert caught.value.retry_after_s == wanted
-    waiting.cancel()
 
 
-async def test_no_claim_is_lost_when_service_and_cancellation_meet():
-    seed = random.randrange(2**32)
-    print("seed", seed)
-    rng = random.Random(seed)
-    room = Room(0)
-    gate = admission(room, requests=10_000)
-    tasks = [await queued(gate, ticket, 1) for ticket in range(600)]
-    room.free = 300
-    acts: list[Callable[[], object]] = [*(task.cancel for task in rng.sample(tasks, 250)), *[gate.changed] * 5]
+async def test_no_claim_is_lost_when_service_and_cancellation_meet(make, seed):
+    rng, gate = random.Random(seed), make()
+    tasks = [await gate.enter(1) for _ in range(600)]
+    gate.room = 300
+    acts: list[Callable[[], object]] = [task.cancel for task in rng.sample(tasks, 250)]
+    acts += [gate.admission.changed] * 5
     rng.shuffle(acts)
     for act in acts:
         act()
@@ -248,5 +177,86 @@ async def test_no_claim_is_lost_when_service_and_cancellation_meet():
     for task in tasks:
         task.cancel()  # also of those that were served and have not run since
     results = await asyncio.gather(*tasks, return_exceptions=True)
-    assert room.free + results.count(1) == 300
-    assert gate.waiting == 0
+    assert gate.room + results.count(1) == 300
+
+
+# --- who was accepted is not turned away for room
+
+
+WAIT_S = 8.0
+
+
+def accepting(scenario):
+    """Run it on a gate in virtual time; how many seconds passed."""
+
+    async def run():
+        await scenario(gate := Gate(clock=LoopClock(), requests=1, tokens=100, wait_s=WAIT_S))
+        await gate.cleared()
+        return LoopClock().monotonic() - START
+
+    return in_virtual_time(run())
+
+
+def test_it_waits_for_longer_than_newcomers_may_and_goes_before_them():
+    async def scenario(gate):
+        back = await gate.enter(arrival=1, returning=True, accepted=True, deadline_s=1000.0)
+        choice = await gate.enter(arrival=2, accepted=True, deadline_s=1000.0)
+        with pytest.raises(Overloaded, match="wait already"):
+            await gate.enter(arrival=3)
+        await asyncio.sleep(10 * WAIT_S)
+        later = await gate.enter(arrival=9, accepted=True)
+        await asyncio.sleep(1)
+        assert not any(task.done() for task in (back, choice, later))
+        for task, others in ((back, (choice, later)), (choice, (later,)), (later, ())):
+            gate.free()
+            assert await task == 10
+            assert not any(other.done() for other in others)
+
+    accepting(scenario)
+
+
+@pytest.mark.parametrize("accepted", [True, False])
+def test_its_own_deadline_ends_the_wait(accepted):
+    deadline_s = 50.5 if accepted else 5.5
+
+    async def scenario(gate):
+        waiting = await gate.enter(returning=True, accepted=accepted, deadline_s=deadline_s)
+        with pytest.raises(DeadlineExceeded, match="while it waited for room"):
+            await waiting
+
+    assert accepting(scenario) == pytest.approx(deadline_s)
+
+
+def test_nobody_there_for_as_long_as_others_wait_ends_it():
+    async def scenario(gate):
+        back = await gate.enter(accepted=True, deadline_s=1000.0, since=START - 100.0)
+        await asyncio.sleep(20)
+        gate.pair = False
+        with pytest.raises(NoWorker, match="waited 8 s: no decode worker is connected"):
+            await back
+
+    assert 20 + WAIT_S <= accepting(scenario) <= 20 + WAIT_S * 1.25
+
+
+def test_workers_that_come_back_in_time_count_from_anew():
+    async def scenario(gate):
+        back = await gate.enter(returning=True, accepted=True)
+        for _ in range(5):
+            gate.pair = False
+            await asyncio.sleep(0.8 * WAIT_S)
+            gate.pair = True
+            await asyncio.sleep(0.2 * WAIT_S)
+        assert not back.done()
+        gate.free()
+        assert await back == 10
+
+    accepting(scenario)
+
+
+def test_who_was_not_accepted_is_told_to_come_again():
+    async def scenario(gate):
+        waiting = await gate.enter(returning=True, deadline_s=1000.0)
+        with pytest.raises(Overloaded, match="waited 8 s for room"):
+            await waiting
+
+    assert accepting(scenario) == pytest.approx(WAIT_S)

@@ -5,68 +5,8 @@ import asyncio
 import pytest
 
 from baton.clock import FakeClock
-from baton.errors import DeadlineExceeded, NoWorker, Overloaded
-from router.admission import Admission, Bounds, ticket_for
-
-
-class Gate:
-    """An admission whose room is a number of requests, on a clock that stands."""
-
-    def __init__(self, *, pair: bool = True, weights: dict[str, float] | None = None, **bounds) -> None:
-        self.clock, self.room, self.arrivals, self.pair = FakeClock(), 0, 0, pair
-        limits = Bounds(**{"requests": 1000, "tokens": 100_000, "wait_s": 30.0, **bounds})
-        self.admission = Admission(self.claim, self.give_back, lambda: self.pair, self.clock, limits, weights)
-        self.tasks: list[asyncio.Task] = []
-
-    def claim(self, tokens, keep):
-        if not self.room:
-            return None
-        self.room -= 1
-        return tokens
-
-    def give_back(self, claim):
-        self.room += 1
-
-    async def enter(self, tokens=10, priority=0, arrival=None, **kwargs):
-        """A request that waits now, or an error."""
-        self.arrivals += 1
-        ticket = ticket_for(arrival or self.arrivals, priority)
-        task = asyncio.create_task(self.admission.admit(ticket, tokens, **kwargs))
-        await asyncio.sleep(0)  # up to its first wait
-        if task.done():
-            return task.result()
-        self.tasks.append(task)
-        return task
-
-    async def drain(self, times, per_s):
-        for _ in range(times):
-            self.clock.advance(1 / per_s)
-            self.room += 1
-            self.admission.changed()
-        await asyncio.sleep(0)
-
-    async def measured(self, per_s=10.0):
-        """Nobody waits, and it is known that ten requests of ten tokens are served per second."""
-        for _ in range(21):
-            await self.enter()
-        await self.drain(21, per_s)
-        assert self.admission.waiting == 0
-
-
-@pytest.fixture
-async def make():
-    made = []
-
-    def build(**kwargs):
-        made.append(Gate(**kwargs))
-        return made[-1]
-
-    yield build
-    for gate in made:
-        for task in gate.tasks:
-            task.cancel()
-        await asyncio.gather(*gate.tasks, return_exceptions=True)
-        assert (gate.admission.waiting, gate.admission.waiting_tokens) == (0, 0)
+from baton.errors import NoWorker, Overloaded
+from router.drain import Drain
 
 
 async def test_the_bound_in_tokens(make):
@@ -204,13 +144,6 @@ async def test_a_rate_that_was_bad_does_not_lock_the_queue(make):
         await gate.enter()
 
 
-async def test_a_deadline_that_passes_while_waiting_is_no_overload(make):
-    gate = make()
-    task = await gate.enter(deadline_s=0.01)
-    with pytest.raises(DeadlineExceeded, match="while it waited for room"):
-        await task
-
-
 @pytest.mark.parametrize(("pair", "error"), [(True, Overloaded), (False, NoWorker)])
 async def test_waits_that_led_to_nothing_count_together(make, pair, error):
     gate = make(pair=pair, wait_s=30.0)
@@ -222,3 +155,68 @@ async def test_waits_that_led_to_nothing_count_together(make, pair, error):
     gate.clock.advance(100)
     gate.room = 1
     assert await gate.enter(returning=True, since=since) == 10  # what has room needs no patience
+
+
+# --- how fast the queue drains
+
+
+def draining(over_s=10.0, *, waiting=True):
+    clock = FakeClock()
+    drain = Drain(clock, over_s)
+    drain.watch(waiting=waiting)
+    return clock, drain
+
+
+def run(drain, clock, times, gap_s, tokens=10):
+    for _ in range(times):
+        clock.advance(gap_s)
+        drain.served(tokens)
+
+
+def test_nothing_is_known_until_enough_was_served_while_somebody_waited():
+    clock, drain = draining(waiting=False)
+    run(drain, clock, 20, 0.1)  # nobody waits
+    assert not drain.measured
+    drain.watch(waiting=True)
+    run(drain, clock, 7, 0.1)
+    assert (drain.measured, drain.requests_per_s, drain.tokens_per_s) == (False, 0.0, 0.0)
+    run(drain, clock, 4, 0.1)
+    assert drain.requests_per_s == pytest.approx(10)
+    assert drain.tokens_per_s == pytest.approx(100)
+
+
+def test_time_in_which_nobody_waits_does_not_count():
+    clock, drain = draining(waiting=False)
+    for _ in range(30):
+        drain.watch(waiting=True)
+        run(drain, clock, 1, 0.1)
+        drain.watch(waiting=False)
+        clock.advance(3.0)
+    assert drain.requests_per_s == pytest.approx(10)
+
+
+@pytest.mark.parametrize("rate", [0.5, 5.0, 2000.0])
+def test_it_follows_the_last_seconds_or_the_last_requests(rate):
+    clock, drain = draining()
+    run(drain, clock, 200, 4 / rate)
+    run(drain, clock, max(round(rate * 20), 130), 1 / rate, tokens=30)
+    assert drain.requests_per_s == pytest.approx(rate, rel=0.1)
+    assert drain.tokens_per_s == pytest.approx(30 * rate, rel=0.1)
+
+
+def test_a_standstill_shows_while_it_lasts_and_is_soon_forgotten():
+    clock, drain = draining(2.0)
+    run(drain, clock, 100, 0.01)
+    clock.advance(100)
+    assert drain.requests_per_s < 1
+    run(drain, clock, 100, 0.01)
+    assert drain.requests_per_s > 25
+
+
+def test_waiting_in_vain_is_time_too():
+    clock, drain = draining()
+    run(drain, clock, 10, 0.1)
+    before = drain.requests_per_s
+    clock.advance(5)
+    drain.watch(waiting=False)
+    assert drain.requests_per_s < before / 3

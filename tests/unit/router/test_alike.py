@@ -9,28 +9,24 @@ from hypothesis import strategies as st
 
 from baton.clock import FakeClock
 from baton.core import Role, Sampling, SequenceSpec
-from baton.engine.prefix import Chain, named_blocks, scope_key
+from baton.engine.prefix import named_blocks
 from baton.errors import DeadlineExceeded, InvalidRequest, NoWorker, Overloaded
-from baton.ledger.prefix_map import NAME_BYTES, Change, Holder, PrefixMap
+from baton.ledger.prefix_map import PrefixMap
 from router.admission import Admission, Bounds
 from router.alike import Alike, NobodyAlike
 from router.claim import Claim, Wish
 from router.policy import POLICIES, sooner_alone
 from tests.unit.router import fakes
-from tests.unit.router.test_workers import link, names, pool_of, say
+from tests.unit.router.fakes import block_names, named, pair_of, pool_of, publish, say
 
 SPEC = SequenceSpec(tuple(range(40)), Sampling(), deterministic=True)
 PLAIN = replace(SPEC, deterministic=False)
-DETERMINISTIC = Wish(spec=SPEC)
+DETERMINISTIC, THOUGHTS = Wish(spec=SPEC), Wish(spec=PLAIN, thinks=("thoughts",))
 
 
-def pool_with(*workers, **facts):
-    """Workers of (role, name, what they say of their bits), or with a fingerprint as well."""
-    pool = pool_of(0, **facts)
-    for role, name, *rest in workers:
-        bits, fingerprint = (*rest, "a")[:2]
-        pool._add(fakes.link(role, name, fingerprint, bits=bits))
-    return pool
+def pool_with(*workers):
+    """Workers of (role, name, what they say of their bits)."""
+    return pool_of(*(fakes.link(role, name, bits=bits) for role, name, bits in workers))
 
 
 P, D = Role.PREFILL, Role.DECODE
@@ -63,25 +59,17 @@ def test_a_pair_is_alike_and_is_found_whenever_there_is_one(policy, left, right,
 
 def test_others_may_go_anywhere():
     pool = pool_with(*MIXED)
-    pairs = {names(pool.claim(40, wish)) for wish in (Wish(), Wish(spec=PLAIN)) * 6}
+    pairs = {pair_of(pool.claim(40, wish)) for wish in (Wish(), Wish(spec=PLAIN)) * 6}
     assert {decode for _, decode in pairs} == {"d0", "d1"}
     assert {prefill for prefill, _ in pairs} == {"p0", "p1", "p2"}
-    assert {names(pool.claim(40, DETERMINISTIC)) for _ in range(4)} == {("p1", "d1")}
-
-
-def test_what_was_begun_goes_on_with_its_own_bits_only():
-    pool = pool_with((P, "p0", "x"), (P, "p1", "y"), (D, "d0", "x"), (D, "d1", "y"))
-    assert {names(pool.claim(40, Wish(None, SPEC, "y"))) for _ in range(3)} == {("p1", "d1")}
-    assert pool.claim(40, Wish(None, SPEC, "y")).determinism == "y"
-    with pytest.raises(NobodyAlike, match="as z does"):
-        pool.claim(40, Wish(None, SPEC, "z"))
+    assert {pair_of(pool.claim(40, DETERMINISTIC)) for _ in range(4)} == {("p1", "d1")}
 
 
 def test_a_decode_worker_does_it_alone_where_no_prefill_worker_is_like_it():
     pool = pool_with((P, "p0", "x"), (P, "p1", ""), (D, "d0", ""), (D, "d1", "y"))
     claim = pool.claim(40, DETERMINISTIC)
     assert (claim.prefill, claim.decode.info.ref.worker_id, claim.determinism) == (None, "d1", "y")
-    assert names(pool.claim(40)) != (None, "d1"), "others have a pair"
+    assert pool.claim(40).prefill is not None, "others have a pair"
 
 
 def test_who_has_no_room_is_waited_for_and_who_is_not_there_is_said():
@@ -103,10 +91,7 @@ def test_local_prefill_keeps_to_who_is_alike():
         fakes.decode("d1", bits="y", **joint, beside=fakes.pace(1000, 1, 40)),
     ]
     prefixes = PrefixMap()
-    ref = links[2].info.ref
-    chain = Chain(scope_key("a", "", True), SPEC.prompt, fakes.LAYOUT.block_size)
-    held = [chain.digest(n)[:NAME_BYTES] for n in range(2)]
-    prefixes.apply(Change(Holder(ref.worker_id, ref.incarnation), 1, True, held))
+    publish(prefixes, links[2], block_names(SPEC.prompt, 2, marked=True))
     fleet = fakes.fleet_of(*links, prefixes=prefixes)
     snapshot = fleet.snapshot()
     for begun in ("x", "y"):
@@ -125,12 +110,10 @@ def test_local_prefill_keeps_to_who_is_alike():
 def test_what_is_cached_is_found_by_names_of_their_own():
     prefixes, one = PrefixMap(), fakes.prefill("p0", bits="x")
     fleet = fakes.fleet_of(one, fakes.decode("d0", bits="x"), prefixes=prefixes)
-    ref, size = one.info.ref, fakes.LAYOUT.block_size
+    size = fakes.LAYOUT.block_size
     grown = replace(SPEC, known=tuple(range(40)))
     for spec, marked in ((grown, True), (replace(grown, deterministic=False), False)):
-        chain = Chain(scope_key("a", "", marked), spec.tokens, size)
-        held = [chain.digest(n)[:NAME_BYTES] for n in range(4)]
-        prefixes.apply(Change(Holder(ref.worker_id, ref.incarnation), 1 + (not marked), True, held))
+        publish(prefixes, one, block_names(spec.tokens, 4, marked=marked), 1 + (not marked))
         fleet.snapshot()
         cached = fleet.ask(len(spec), 0, None, spec).prefill_cached
         assert list(cached) == [named_blocks(spec, size) * size]
@@ -140,11 +123,9 @@ def test_what_is_cached_is_found_by_names_of_their_own():
 def test_blocks_behind_the_prompt_are_looked_for_only_where_the_model_does_not_think():
     prefixes, links = PrefixMap(), [fakes.prefill("p0"), fakes.prefill("p1", "b"), fakes.decode("d0")]
     links[1].view.info = replace(links[1].info, thinking_chunk=8)
-    fleet, grown, size = fakes.fleet_of(*links, prefixes=prefixes), replace(PLAIN, known=tuple(range(40))), 16
+    fleet, grown = fakes.fleet_of(*links, prefixes=prefixes), replace(PLAIN, known=tuple(range(40)))
     for one in links[:2]:
-        chain = Chain(scope_key(one.info.fingerprint, ""), grown.tokens, size)
-        ref, held = one.info.ref, [chain.digest(n)[:NAME_BYTES] for n in range(4)]
-        prefixes.apply(Change(Holder(ref.worker_id, ref.incarnation), 1, True, held))
+        publish(prefixes, one, block_names(grown.tokens, 4, one.info.fingerprint))
     fleet.snapshot()
     assert list(fleet.ask(80, 0, None, grown).prefill_cached) == [64, 32]
     assert list(fleet.ask(80, 0, None, replace(grown, think_while_decoding=True)).prefill_cached) == [64, 64]
@@ -191,7 +172,7 @@ async def test_who_waits_for_workers_that_are_not_there_is_in_nobodys_way():
     assert gate.admission.waiting == 0
     assert (await gate.ask(Wish(spec=PLAIN))).decode.info.ref.worker_id == "d0"
     say(gate.pool, "d1", usable=True)
-    assert names(await waits) == ("p1", "d1")
+    assert pair_of(await waits) == ("p1", "d1")
 
 
 async def test_who_is_first_in_the_queue_when_its_workers_leave_lets_others_pass():
@@ -207,7 +188,7 @@ async def test_who_is_first_in_the_queue_when_its_workers_leave_lets_others_pass
     say(gate.pool, "d0", full=False)
     assert (await second).decode.info.ref.worker_id == "d0"
     say(gate.pool, "d1", usable=True, full=False)
-    assert names(await first) == ("p1", "d1")
+    assert pair_of(await first) == ("p1", "d1")
 
 
 async def test_where_no_worker_can_it_is_refused_with_their_reasons():
@@ -218,29 +199,23 @@ async def test_where_no_worker_can_it_is_refused_with_their_reasons():
         InvalidRequest, match="deterministic: no worker computes such requests: a GPU; sums as they come"
     ):
         await gate.ask(DETERMINISTIC)
-    link(gate.pool, "d0").view.info = replace(link(gate.pool, "d0").info, determinism="x")
+    named(gate.pool, "d0").view.info = replace(named(gate.pool, "d0").info, determinism="x")
     assert (await gate.ask(DETERMINISTIC)).determinism == "x"
 
 
-async def test_what_was_begun_is_not_refused_but_ends_when_nobody_of_its_kind_comes():
-    gate = Gate(pool_with((P, "p0", ""), (D, "d0", "")), wait_s=0.01)
-    with pytest.raises(NoWorker, match="with the system fingerprint x"):
-        await gate.ask(Wish(None, SPEC, "x"))
-
-
-async def test_who_asks_for_thoughts_waits_until_a_model_is_known():
-    for chunk in (8, 0):
-        gate = Gate(pool_of(0))
-        waits = gate.ask(Wish(spec=PLAIN, thinks=("thoughts",)))
-        await turns()
-        assert (waits.done(), gate.admission.waiting) == (False, 0)
-        for one in (fakes.prefill("p0"), fakes.decode("d0")):
-            one.view.info = replace(one.info, thinking_chunk=chunk)
-            gate.pool._add(one)
-        gate.changed()
-        if chunk:
-            assert names(await waits) == ("p0", "d0")
-            continue
+@pytest.mark.parametrize("chunk", [8, 0])
+async def test_who_asks_for_thoughts_waits_until_a_model_is_known(chunk):
+    gate = Gate(pool_of())
+    waits = gate.ask(THOUGHTS)
+    await turns()
+    assert (waits.done(), gate.admission.waiting) == (False, 0)
+    for one in (fakes.prefill("p0"), fakes.decode("d0")):
+        one.view.info = replace(one.info, thinking_chunk=chunk)
+        gate.pool._add(one)
+    gate.changed()
+    if chunk:
+        assert pair_of(await waits) == ("p0", "d0")
+    else:
         with pytest.raises(InvalidRequest, match="thoughts: the model that is served does not think"):
             await waits
 
@@ -248,26 +223,27 @@ async def test_who_asks_for_thoughts_waits_until_a_model_is_known():
 async def test_a_model_thinks_if_all_its_workers_say_so():
     gate = Gate(pool_with((P, "p0", ""), (D, "d0", "")))
     assert gate.pool.thinking_chunk() == 0
-    link(gate.pool, "p0").view.info = replace(link(gate.pool, "p0").info, thinking_chunk=8)
+    named(gate.pool, "p0").view.info = replace(named(gate.pool, "p0").info, thinking_chunk=8)
     assert gate.pool.thinking_chunk() == 0
     with pytest.raises(InvalidRequest):
-        await gate.ask(Wish(spec=PLAIN, thinks=("thoughts",)))
-    link(gate.pool, "d0").retired = True
+        await gate.ask(THOUGHTS)
+    named(gate.pool, "d0").retired = True
     assert gate.pool.thinking_chunk() == 8
-    assert pool_of(0).thinking_chunk() is None
+    assert pool_of().thinking_chunk() is None
 
 
 @pytest.mark.parametrize(
     ("wish", "deadline_s", "error", "says"),
     [
-        (Wish(spec=PLAIN, thinks=("thoughts",)), 60.0, NoWorker, r"waited 0\.01 s: no decode worker is connected"),
+        (THOUGHTS, 60.0, NoWorker, r"waited 0\.01 s: no decode worker is connected"),
         (DETERMINISTIC, 60.0, NoWorker, r"waited 0\.01 s: no decode worker that computes deterministic requests"),
         (Wish(None, SPEC, "z"), 60.0, NoWorker, "no decode worker with the system fingerprint z that computes"),
         (Wish(None, SPEC, "z"), 0.001, DeadlineExceeded, "its deadline came while it waited: no decode worker with"),
     ],
 )
 async def test_it_waits_no_longer_than_others_do(wish, deadline_s, error, says):
-    gate = Gate(pool_with((P, "p0", "x"), (D, "d0", "")) if wish.deterministic else pool_of(0), wait_s=0.01)
+    bits = "" if wish.determinism else "x"  # else it would be refused: what was begun is not
+    gate = Gate(pool_with((P, "p0", bits), (D, "d0", "")) if wish.deterministic else pool_of(), wait_s=0.01)
     with pytest.raises(error, match=says):
         await gate.ask(wish, deadline_s=deadline_s)
     assert not gate.alike._waiting
@@ -316,7 +292,7 @@ async def test_time_in_the_queue_is_no_time_without_a_worker():
     await turns()
     assert (gate.admission.waiting, len(gate.alike._waiting)) == (0, 1)
     say(gate.pool, "d0", usable=True, full=False)
-    assert names(await waits) == ("p0", "d0")
+    assert pair_of(await waits) == ("p0", "d0")
 
 
 async def test_so_many_wait_and_a_newcomer_is_refused():
@@ -334,4 +310,4 @@ async def test_so_many_wait_and_a_newcomer_is_refused():
     say(gate.pool, "d0", usable=True)
     asked.append(gate.ask(DETERMINISTIC, since=gate.clock.monotonic()))
     for one in asked:
-        assert names(await one) == ("p0", "d0")
+        assert pair_of(await one) == ("p0", "d0")

@@ -17,7 +17,7 @@ from router.parse import encode_chat, parse
 from router.template import Template, TemplateFailed
 from tests.unit.test_tokenizer import save_bpe
 
-TEMPLATES = Path(__file__).parent / "templates"
+TEXTS = {path.stem: path.read_text() for path in (Path(__file__).parent / "templates").glob("*.jinja")}
 DEMO = Path(__file__).resolve().parents[3] / "models" / "demo"
 WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "title": "é <b>"}}}
 CALL = pb.ToolCall(id="call00001", name="weather", arguments='{"city": "Köln", "days": [1, 2]}')
@@ -54,15 +54,6 @@ async def refused(chats: Chats, asked: pb.ChatMessages) -> list[tuple[str, str]]
     return [(violation.field, violation.description) for violation in caught.value.violations]
 
 
-def peer(tmp_path: Path) -> PreTrainedTokenizerFast:
-    return PreTrainedTokenizerFast(
-        tokenizer_file=str(tmp_path / "tokenizer.json"),
-        bos_token="<s>",
-        eos_token="</s>",
-        clean_up_tokenization_spaces=False,
-    )
-
-
 def as_peer_takes_it(message: pb.ChatMessage) -> dict[str, object]:
     made: dict[str, object] = {"role": message.role, "content": message.content}
     if message.tool_calls:
@@ -85,7 +76,7 @@ def as_peer_takes_it(message: pb.ChatMessage) -> dict[str, object]:
     ],
 )
 async def test_prompts_equal_those_of_transformers(tmp_path, name, turns, tools, kwargs, prompted):
-    template = (TEMPLATES / f"{name}.jinja").read_text()
+    template = TEXTS[name]
     tokenizer = model(tmp_path, template)
     asked = chat(*turns, add_generation_prompt=prompted)
     if tools:
@@ -95,8 +86,10 @@ async def test_prompts_equal_those_of_transformers(tmp_path, name, turns, tools,
     conversation = [as_peer_takes_it(message) for message in asked.messages]
     options = {"tools": tools, "chat_template": template, "add_generation_prompt": prompted, **kwargs}
     chats = Chats.of(tokenizer)
-    assert await chats.prompt(asked) == peer(tmp_path).apply_chat_template(conversation, tokenize=False, **options)
-    right = peer(tmp_path).apply_chat_template(conversation, tokenize=True, return_dict=False, **options)
+    special = {"bos_token": "<s>", "eos_token": "</s>", "clean_up_tokenization_spaces": False}
+    peer = PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "tokenizer.json"), **special)
+    assert await chats.prompt(asked) == peer.apply_chat_template(conversation, tokenize=False, **options)
+    right = peer.apply_chat_template(conversation, tokenize=True, return_dict=False, **options)
     assert await encode_chat(tokenizer, chats, asked) == right
 
 
@@ -125,7 +118,7 @@ async def test_a_request_takes_a_conversation(tmp_path):
     ],
 )
 async def test_json_that_is_no_text_is_refused(tmp_path, asked):
-    tokenizer = model(tmp_path, (TEMPLATES / "qwen.jinja").read_text())
+    tokenizer = model(tmp_path, TEXTS["qwen"])
     with pytest.raises(InvalidRequest, match="chat: JSON in it has half a surrogate pair"):
         await encode_chat(tokenizer, Chats.of(tokenizer), asked)
 
@@ -135,16 +128,11 @@ async def test_the_oracle_has_a_plain_template():
 
 
 @pytest.mark.parametrize(
-    ("name", "form"),
-    [("llama3", "llama"), ("qwen", "hermes"), ("mistral", "")],
-)
-def test_the_form_of_calls_is_that_of_the_template(tmp_path, name, form):
-    assert Chats.of(model(tmp_path, (TEMPLATES / f"{name}.jinja").read_text())).tool_form == form
-
-
-@pytest.mark.parametrize(
     ("source", "form"),
     [
+        ("llama3", "llama"),
+        ("qwen", "hermes"),
+        ("mistral", ""),
         ("{{ tools }} [TOOL_CALLS]", "mistral"),
         ("{{ tools }} '[TOOL_CALLS]' ~ name ~ '[ARGS]'", "json"),
         ("{{ tools }}<tool_call>\n<function=", "json"),
@@ -153,13 +141,7 @@ def test_the_form_of_calls_is_that_of_the_template(tmp_path, name, form):
     ],
 )
 def test_forms_of_calls(source, form):
-    assert Template(source).tool_form == form
-
-
-async def test_of_several_templates_the_one_for_tools_says_the_form(tmp_path):
-    named = [{"name": "default", "template": "{{ tools }}"}, {"name": "tool_use", "template": "{{ tools }}<tool_call>"}]
-    assert Chats.of(model(tmp_path, named)).tool_form == "hermes"
-    assert (Chats.of(OracleTokenizer()).tool_form, NO_CHATS.tool_form) == ("", "")
+    assert Template(TEXTS.get(source, source)).tool_form == form
 
 
 async def test_the_demo_model_reads_what_was_said():
@@ -168,11 +150,13 @@ async def test_the_demo_model_reads_what_was_said():
 
 
 async def test_of_several_templates_the_one_for_tools_is_taken(tmp_path):
-    named = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "{{ tools | length }} tools"}]
+    of_tools = "{{ tools | length }} tools<tool_call>"
+    named = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": of_tools}]
     chats = Chats.of(model(tmp_path, named))
     assert await chats.prompt(chat(*ASKED)) == "plain"
-    assert await chats.prompt(chat(*ASKED, tools=json.dumps([WEATHER]))) == "1 tools"
+    assert await chats.prompt(chat(*ASKED, tools=json.dumps([WEATHER]))) == "1 tools<tool_call>"
     assert await chats.prompt(chat(*ASKED, tools="[]")) == "plain"
+    assert [each.tool_form for each in (chats, Chats.of(OracleTokenizer()), NO_CHATS)] == ["hermes", "", ""]
 
 
 @pytest.mark.parametrize(
@@ -225,7 +209,7 @@ async def test_wrong_conversations_are_refused_by_name(tmp_path, asked, field, w
 
 
 async def test_what_the_template_says_is_told(tmp_path):
-    chats = Chats.of(model(tmp_path, (TEMPLATES / "mistral.jinja").read_text()))
+    chats = Chats.of(model(tmp_path, TEXTS["mistral"]))
     [(field, text)] = await refused(chats, chat(("assistant", "x")))
     assert field == "chat"
     assert "the model's chat template refuses it: Conversation roles must alternate" in text

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-from typing import cast
-
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.clock import FakeClock
 from baton.core import Role
 from baton.errors import InvalidRequest
 from baton.rpc.v1 import admin_pb2
 from router import demand
-from router.floor import Floor, RouterSettings
-from router.link import WorkerLink
 from router.operators import _sizes
 from router.policy import ALONE, POLICIES, Alone, alone, alone_ttft_s
 from router.snapshot import BLANK, Ask, Snapshot
@@ -125,13 +120,7 @@ JOINT = pace(50, 60, 9000, step_s=0.03, token_s=0.0005)
 
 
 def floor_of(*links, **settings):
-    async def nobody():
-        return []
-
-    made = Floor(RouterSettings(name="c", model="m", colocated=True, chunk=128.0, **settings), nobody, FakeClock())
-    for one in links:
-        made.pool._add(cast("WorkerLink", one))
-    return made
+    return fakes.floor_of(*links, colocated=True, chunk=128.0, **settings)
 
 
 def worker(name, **facts):

@@ -42,7 +42,7 @@ def off(cost, true=TRUE):
     return max(abs(cost.of(*point) / seconds(*point, true) - 1) for point in points)
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(3))
 def test_costs_are_found_in_noisy_reports(seed):
     fit = fitted(prompts(random.Random(seed)), 200)
     cost = fit.cost()
@@ -50,13 +50,13 @@ def test_costs_are_found_in_noisy_reports(seed):
     assert cost.token_s == pytest.approx(TRUE[1], rel=0.25)
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(3))
 def test_outliers_are_passed_over(seed):
     paces = prompts(random.Random(seed), spikes=0.05)
     assert off(fitted(paces, 400).cost()) < 0.35
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(3))
 def test_a_change_is_no_outlier(seed):
     rng = random.Random(seed)
     fit, slower = fitted(prompts(rng), 100), tuple(3 * value for value in TRUE)
@@ -87,12 +87,6 @@ def test_no_cost_is_negative_or_endless_whatever_is_reported(sequence):
         cost = fit.cost()
         assert min(cost) >= 0
         assert all(map(np.isfinite, cost))
-
-
-def test_memory_does_not_grow():
-    fit = fitted(prompts(random.Random(2)), 300)
-    held = [value for value in vars(fit).values() if isinstance(value, np.ndarray)]
-    assert sum(value.size for value in held) == 15
 
 
 @pytest.mark.parametrize("digits", [90, *range(110, 340, 3)])

@@ -1,7 +1,6 @@
 """What a router says of its demand: the predictions that it chooses workers by, and its queue."""
 
 import asyncio
-from dataclasses import replace
 from typing import cast
 
 import pytest
@@ -13,32 +12,12 @@ from baton.ledger.board import Board, RouterReport
 from baton.load import BlockCounts
 from router import demand
 from router.claim import NO_WISH
-from router.floor import Floor, RouterSettings
-from router.link import WorkerLink
 from router.policy import itl_s, ttft_s
 from tests.unit.router import fakes
-from tests.unit.router.fakes import pace
+from tests.unit.router.fakes import floor_of, pace, say
 
 PROMPTS = pace(20, 400, 80_200, step_s=0.01, token_s=0.001)
 STEPS = pace(100, 4, 2000, step_s=0.02, token_s=0.002)
-
-
-def floor_of(*links, **settings):
-    async def nobody():
-        return []
-
-    floor = Floor(RouterSettings(name="c", model="m", **settings), nobody, FakeClock())
-    for one in links:
-        floor.pool._add(cast("WorkerLink", one))
-    return floor
-
-
-def say(floor, name, **facts):
-    """Something is known of this worker's view now."""
-    one = next(link for link in floor.pool.links if link.info.ref.worker_id == name)
-    for field, value in facts.items():
-        setattr(one.view, field, value)
-    floor.pool._changed(one.info.ref)
 
 
 def pair(**facts):
@@ -58,7 +37,7 @@ def test_what_is_predicted_is_what_workers_are_chosen_by():
     assert 0 < report.ttft_alone_s < report.ttft_s  # 300 tokens wait on q, and a step runs
     claim.release()
     for name in "pq":
-        say(floor, name, queued_tokens=0)
+        say(floor.pool, name, queued_tokens=0)
     report = demand.demand(floor)
     assert report.ttft_s == pytest.approx(report.ttft_alone_s)
     assert report.itl_s == pytest.approx(report.itl_alone_s)
@@ -86,9 +65,9 @@ def test_a_typical_prompt_is_a_mean_of_the_last_and_what_was_cached_costs_nothin
 
 def test_each_worker_says_what_it_has():
     floor = floor_of(*pair(reported=700))
-    say(floor, "p", load=replace(floor.pool.links[0].view.load, waiting=3))
+    say(floor.pool, "p", report={"waiting": 3})
     blocks = BlockCounts(100, free=30, owned=50, reserved=10, cached=10)
-    say(floor, "d", load=replace(floor.pool.links[1].view.load, running=5, waiting=2, blocks=blocks))
+    say(floor.pool, "d", report={"running": 5, "waiting": 2, "blocks": blocks})
     workers = demand.demand(floor).workers
     prefill, decode = workers["p"], workers["d"]
     assert (prefill.role, prefill.waiting, prefill.queued_tokens, prefill.step_s) == (Role.PREFILL, 3, 700, 0)
@@ -110,22 +89,27 @@ def test_one_that_takes_nothing_new_is_not_there():
 def test_full_decode_workers_have_a_next_token_too():
     floor = floor_of(*pair(), fakes.decode("e", pace=pace(100, 4, 2000, step_s=0.2)))
     both = demand.demand(floor).itl_s
-    say(floor, "d", full=True)
+    say(floor.pool, "d", full=True)
     assert demand.demand(floor).itl_s > 4 * both  # a newcomer has e
-    say(floor, "e", full=True)
+    say(floor.pool, "e", full=True)
     assert demand.demand(floor).itl_s == pytest.approx(both)
+
+
+async def queued(floor, count):
+    say(floor.pool, "d", full=True)
+    waiting = [asyncio.create_task(floor.admission.admit((n, n), 50, NO_WISH)) for n in range(count)]
+    await asyncio.sleep(0)
+    return waiting
 
 
 async def test_the_queue_is_in_the_first_token():
     floor = floor_of(*pair())
-    say(floor, "d", full=True)
-    waiting = [asyncio.create_task(floor.admission.admit((n, n), 50, NO_WISH)) for n in range(3)]
-    await asyncio.sleep(0)
+    waiting = await queued(floor, 3)
     cast("FakeClock", floor.clock).advance(4.0)
     report = demand.demand(floor)
     assert (report.queued, report.queued_tokens, report.oldest_s, report.queue_s) == (3, 150, 4.0, 4.0)
     assert report.ttft_s == pytest.approx(4.0 + report.ttft_alone_s)
-    say(floor, "d", full=False)
+    say(floor.pool, "d", full=False)
     claims = [await task for task in waiting]
     report = demand.demand(floor)
     assert (report.queued, report.oldest_s, report.queue_s) == (0, 0, 0)
@@ -135,9 +119,7 @@ async def test_the_queue_is_in_the_first_token():
 
 async def test_a_wait_is_predicted_by_how_fast_the_queue_drains():
     floor = floor_of(*pair())
-    say(floor, "d", full=True)
-    waiting = [asyncio.create_task(floor.admission.admit((n, n), 50, NO_WISH)) for n in range(30)]
-    await asyncio.sleep(0)
+    waiting = await queued(floor, 30)
     for _ in range(10):  # two in a second
         cast("FakeClock", floor.clock).advance(0.5)
         floor.admission.drain.served(50)

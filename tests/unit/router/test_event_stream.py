@@ -7,7 +7,7 @@ from grpc import aio
 from baton.core import Finish, FinishReason, Token
 from baton.errors import Cancelled
 from router.delivery import EventStream, Patience
-from tests.simulation.clock import VirtualLoop
+from tests.unit.router.gates import in_virtual_time
 
 
 class Client:
@@ -124,14 +124,22 @@ async def test_the_status_waits_for_the_metadata_even_of_a_call_that_was_cancell
 
 
 async def test_a_client_that_has_gone_does_not_keep_the_status():
-    client, stream, _ = await opened()
-    client.takes(aio.InternalError("the call is over"))
-    await stream.close()
-    client, stream, _ = await opened()
-    client.takes(aio.InternalError("the call is over"))
-    with pytest.raises(Cancelled, match="the client has left"):
-        await stream.accepted(3, 0)
-    await stream.close()
+    for message in (None, "accepted", "tokens"):
+        client, stream, _ = await opened()
+        if message == "tokens":
+            client.takes()
+        writing = asyncio.create_task(write_to(stream, message))
+        await breath()
+        client.takes(aio.InternalError("the call is over"))
+        await writing
+        await stream.close()
+
+
+async def write_to(stream, message):
+    """Found by a choice that writes in a task of its own: gRPC cancels only that of the call."""
+    if message is not None:
+        with pytest.raises(Cancelled, match="the client has left"):
+            await (stream.accepted(3, 0) if message == "accepted" else stream.tokens(0, [Token(0, 7, "x")]))
 
 
 async def test_nor_does_one_that_takes_nothing():
@@ -139,13 +147,21 @@ async def test_nor_does_one_that_takes_nothing():
     await asyncio.wait_for(stream.close(), 5.0)
 
 
-def virtual(scenario):
-    """Run it in virtual time."""
-    loop = VirtualLoop()
-    try:
-        loop.run_until_complete(scenario())
-    finally:
-        loop.close()
+def test_choices_that_wait_for_each_other_are_not_stalled():
+    """Each message is taken in time, the last of them later than a message may take."""
+
+    async def scenario():
+        client, stream, reasons = await opened(Patience(1.0))
+        client.takes()
+        writing = [asyncio.create_task(stream.tokens(choice, [Token(0, 5, "a")])) for choice in range(4)]
+        for _ in writing:
+            await asyncio.sleep(0.6)
+            client.takes()
+        await asyncio.gather(*writing)
+        assert [(each.seq, each.tokens.choice) for each in client.sent[1:]] == [(0, 0), (1, 1), (2, 2), (3, 3)]
+        assert not reasons
+
+    in_virtual_time(scenario())
 
 
 def test_those_who_take_nothing_are_given_up_one_by_one_and_no_others():
@@ -166,7 +182,7 @@ def test_those_who_take_nothing_are_given_up_one_by_one_and_no_others():
             task.cancel()
         await asyncio.wait(writing)
 
-    virtual(scenario)
+    in_virtual_time(scenario())
 
 
 def test_patience_begins_anew_with_each_message():
@@ -181,4 +197,4 @@ def test_patience_begins_anew_with_each_message():
             await writing
         assert not reasons
 
-    virtual(scenario)
+    in_virtual_time(scenario())

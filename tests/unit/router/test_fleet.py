@@ -11,30 +11,20 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
 from baton.core import Incarnation, Role, Sampling, SequenceSpec, WorkerRef
-from baton.engine.prefix import Chain, scope_key
-from baton.ledger.prefix_map import NAME_BYTES, Change, Holder, PrefixMap
+from baton.ledger.prefix_map import Holder, PrefixMap
 from baton.load import BlockCounts, Channel, Load
 from router.cost import UNKNOWN
 from router.fleet import Fleet, facts_of
 from router.policy import predicted
 from router.snapshot import BLANK, Facts
 from router.view import WorkerView
-from tests.unit.router.fakes import decode, fleet_of, link, pace, prefill
+from tests.unit.router.fakes import block_names, decode, fleet_of, holder, link, pace, prefill, publish
 
 PROMPT = tuple(range(100))
 
 
 def spec(tokens=PROMPT, scope=""):
     return SequenceSpec(tokens, Sampling(), cache_scope=scope)
-
-
-def names(tokens=PROMPT, fingerprint="a", scope="", size=16):
-    chain = Chain(scope_key(fingerprint, scope), tokens, size)
-    return [chain.digest(block)[:NAME_BYTES] for block in range(len(tokens) // size)]
-
-
-def holder(one):
-    return Holder(one.info.ref.worker_id, one.info.ref.incarnation)
 
 
 def facts(fleet, one):
@@ -101,7 +91,7 @@ class Changes(RuleBasedStateMachine):
     def publish(self, one, blocks):
         who = holder(one)
         self.seqs[who] = self.seqs.get(who, 0) + 1
-        self.prefixes.apply(Change(who, self.seqs[who], True, names(fingerprint=one.info.fingerprint)[:blocks]))
+        publish(self.prefixes, one, block_names(PROMPT, blocks, one.info.fingerprint), self.seqs[who])
 
     @rule(one=links)
     def forget(self, one):
@@ -138,7 +128,7 @@ class Changes(RuleBasedStateMachine):
                 )
                 for ask, fleet in zip(asks, (self.fleet, fresh), strict=True)
             ]
-            leading = self.prefixes.holders(names(fingerprint=one.info.fingerprint)).get(holder(one), 0)
+            leading = self.prefixes.holders(block_names(PROMPT, 6, one.info.fingerprint)).get(holder(one), 0)
             assert cached == [16.0 * leading] * 2
         for side in (mine.prefill, mine.decode):
             used = {member.row for member in self.fleet._members.values() if member.side is side}
@@ -180,15 +170,6 @@ def test_a_new_worker_is_taken_to_be_like_the_others():
     assert facts(fleet, stranger).token_s == 0
 
 
-def test_a_fit_is_cheaper_than_its_reports():
-    one = prefill()
-    fleet = fleet_of(one)
-    for number in range(1, 101):
-        one.view.load = Load(step=number, prefill_pace=pace(number, 10, 55, 0.1))
-        fleet.touch(one.info.ref)
-    assert fleet._members[holder(one)].learned.fit.seen == 8 + (100 - sum(range(1, 9))) // 8
-
-
 def test_a_count_that_goes_back_is_no_observation():
     one = prefill(pace=pace(100, 100, 5050, 0.01))
     fleet = fleet_of(one)
@@ -201,7 +182,7 @@ def test_a_count_that_goes_back_is_no_observation():
 def test_nothing_is_found_in_another_scope_or_of_another_model():
     prefixes, one, other = PrefixMap(), decode("1"), decode("2", "b")
     for each in (one, other):
-        prefixes.apply(Change(holder(each), 1, True, names()))
+        publish(prefixes, each, block_names(PROMPT, 6))
     fleet = fleet_of(one, other, prefixes=prefixes)
     fleet.snapshot()
     assert list(fleet.ask(100, 0, None, spec()).decode_cached) == [96.0, 96.0], "by name alone; groups keep them apart"
@@ -211,28 +192,11 @@ def test_nothing_is_found_in_another_scope_or_of_another_model():
 
 def test_one_token_at_least_is_left_to_compute():
     prefixes, one = PrefixMap(), decode()
-    prefixes.apply(Change(holder(one), 1, True, names()))
+    publish(prefixes, one, block_names(PROMPT, 6))
     fleet = fleet_of(one, prefixes=prefixes)
     fleet.snapshot()
-    assert [fleet.ask(n, 0, None, spec(PROMPT[:n])).decode_cached[0] for n in (15, 16, 17, 96, 97)] == [
-        0,
-        0,
-        16,
-        80,
-        96,
-    ]
-
-
-def test_many_workers_at_many_depths():
-    prefixes, rng = PrefixMap(), random.Random(6)
-    links = [prefill(f"p{n}") for n in range(40)]
-    depths = {one.info.ref: rng.randint(0, 6) for one in links}
-    for one in links:
-        prefixes.apply(Change(holder(one), 1, True, names()[: depths[one.info.ref]]))
-    fleet = fleet_of(*links, prefixes=prefixes)
-    fleet.snapshot()
-    found = fleet.ask(100, 0, None, spec()).prefill_cached
-    assert {ref: found[fleet._members[Holder(ref.worker_id, ref.incarnation)].row] / 16 for ref in depths} == depths
+    cached = {n: fleet.ask(n, 0, None, spec(PROMPT[:n])).decode_cached[0] for n in (15, 16, 17, 96, 97)}
+    assert cached == {15: 0, 16: 0, 17: 16, 96: 80, 97: 96}
 
 
 def test_what_is_known_of_an_idle_worker_ages():
@@ -253,20 +217,10 @@ def test_a_prompt_that_waits_is_looked_for_under_new_names_too():
     assert not fleet.ask(100, 0, None, asked).decode_cached.any()
     wide = decode("2")
     wide.view.info = replace(wide.info, layout=replace(wide.info.layout, block_size=32))
-    prefixes.apply(Change(holder(wide), 1, True, names(size=32)[:2]))
+    publish(prefixes, wide, block_names(PROMPT, 2, size=32))
     fleet.add(wide)
     fleet.snapshot()
     assert list(fleet.ask(100, 0, None, asked).decode_cached) == [0, 64]
-
-
-def test_a_worker_that_is_gone_is_forgotten_also_while_nobody_asks():
-    fleet = fleet_of()
-    for number in range(3):
-        one = prefill(f"p{number}")
-        fleet.add(one)
-        fleet.drop(one.info.ref)
-    assert not fleet._stale
-    assert not fleet._members
 
 
 def test_a_worker_may_tell_its_address_in_other_words():

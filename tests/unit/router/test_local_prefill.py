@@ -26,24 +26,15 @@ BUSY = BLANK._replace(
 )  # fmt: skip
 
 
-def test_the_step_is_a_joint_one_after_the_one_that_runs():
+def test_what_a_prompt_takes_there():
     usual = 0.008 + 0.0005 * 5 + 1e-6 * 1100
     prompt = 0.002 + 0.0001 * 60 + 1e-7 * sum(range(41, 101))
-    assert alone_s(BUSY, 100, 40.0) == pytest.approx(usual + (usual + prompt))
-
-
-def test_prompts_that_wait_there_share_the_step():
-    more = alone_s(BUSY._replace(backlog=300.0), 100, 40.0) - alone_s(BUSY, 100, 40.0)
-    usual = 0.008 + 0.0005 * 5 + 1e-6 * 1100
-    assert more == pytest.approx(300 * 0.0002 + usual), "theirs, and the step that runs is not the one before them"
-
-
-def test_nothing_is_waited_for_at_a_decode_worker_that_does_nothing():
+    found = alone_s(BUSY, 100, 40.0)
+    assert found == pytest.approx(usual + (usual + prompt)), "a joint step after the one that runs"
+    more = alone_s(BUSY._replace(backlog=300.0), 100, 40.0) - found
+    assert more == pytest.approx(300 * 0.0002 + usual), "prompts that wait share it, and are one step before it"
     idle = BUSY._replace(requests=0.0, kv_tokens=0.0)
-    assert alone_s(idle, 10, 0.0) == pytest.approx(0.008 + 0.0005 + 1e-5 + 0.002 + 0.001 + 1e-7 * 55)
-
-
-def test_what_nobody_knows_is_not_tried():
+    assert alone_s(idle, 10, 0.0) == pytest.approx(0.008 + 0.0005 + 1e-5 + 0.002 + 0.001 + 1e-7 * 55), "no wait"
     assert alone_s(BUSY._replace(prompt_step_s=0.0, prompt_token_s=0.0, prompt_context_s=0.0), 10, 0.0) == np.inf
 
 

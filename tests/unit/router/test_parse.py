@@ -1,4 +1,5 @@
 import threading
+from operator import attrgetter
 
 import pytest
 
@@ -114,16 +115,22 @@ async def test_an_unknown_model_is_told_which_one_is_served():
     assert (await parsed(message(model="demo"))).prompt == tuple(b"Hello")
 
 
-async def test_priority_and_cache_scope_are_taken_over():
-    spec = await parsed(message(priority=-100, cache_scope="me"))
-    assert (spec.priority, spec.cache_scope) == (-100, "me")
-    assert ((await parsed(message())).priority, (await parsed(message())).cache_scope) == (0, "")
-
-
-async def test_whether_it_is_deterministic_is_taken_over():
-    assert (await parsed(message(deterministic=True))).deterministic
-    assert not (await parsed(message(deterministic=False))).deterministic
-    assert not (await parsed(message())).deterministic
+@pytest.mark.parametrize(
+    ("fields", "taken", "unsaid"),
+    [
+        ({"priority": -100}, {"priority": -100}, {"priority": 0}),
+        ({"cache_scope": "me"}, {"cache_scope": "me"}, {"cache_scope": ""}),
+        ({"deterministic": True}, {"deterministic": True}, {"deterministic": False}),
+        ({"deterministic": False}, {"deterministic": False}, {}),
+        ({"constraint": WORDS}, {"constraint": Constraint("choices", ("in", "into"))}, {"constraint": None}),
+        ({"logprobs": 0}, {"sampling.logprobs": 0}, {"sampling.logprobs": None}),
+        ({"sampling": {"seed": 0}}, {"sampling.seed": 0}, {"sampling.seed": 4711}),
+    ],
+)
+async def test_what_is_asked_for_is_taken_over(fields, taken, unsaid):
+    for request, expected in ((message(**fields), taken), (message(), unsaid)):
+        spec = await parsed(request)
+        assert {name: attrgetter(name)(spec) for name in expected} == expected
 
 
 async def test_what_asks_for_nothing_is_taken():
@@ -145,23 +152,6 @@ async def test_what_asks_for_nothing_is_taken():
 async def test_max_tokens(prompt, sampling, limits, wanted):
     request = await parsed(message(token_ids=ids(*[1] * prompt), sampling=sampling), limits)
     assert request.sampling.max_tokens == wanted
-
-
-async def test_a_request_without_a_seed_gets_the_callers():
-    assert (await parsed(message())).sampling.seed == 4711
-    assert (await parsed(message(sampling={"seed": 0}))).sampling.seed == 0
-
-
-async def test_logprobs_come_along():
-    request = await parsed(message(logprobs=0))
-    assert request.sampling.logprobs == 0
-    assert (await parsed(message())).sampling.logprobs is None
-
-
-async def test_a_constraint_comes_along():
-    spec = await parsed(message(constraint=WORDS))
-    assert spec.constraint == Constraint("choices", ("in", "into"))
-    assert (await parsed(message())).constraint is None
 
 
 async def test_what_a_client_has_must_follow_the_constraint():

@@ -1,107 +1,72 @@
 """Claims on pairs of workers: who is taken, who is kept, and what they count as loaded with."""
 
 from collections import Counter
-from dataclasses import replace
-from typing import cast
 
 import pytest
 
 from baton.clock import FakeClock
 from baton.core import Role, Sampling, SequenceSpec
-from baton.engine.prefix import Chain, scope_key
 from baton.errors import LedgerError
-from baton.ledger.prefix_map import NAME_BYTES, Change, Holder, PrefixMap
+from baton.ledger.prefix_map import PrefixMap
 from baton.load import BlockCounts
 from router.claim import Wish
-from router.link import WorkerLink
 from router.policy import POLICIES
-from router.workers import WorkerPool
 from tests.unit.router import fakes
+from tests.unit.router.fakes import block_names, named, pair_of, pool_of, publish, say
 
 
-def pool_of(count, policy="least_loaded", **facts):
-    async def nobody():
-        return []
-
-    made = WorkerPool(nobody, POLICIES[policy], "router-a", 1.0, facts.pop("clock", FakeClock()), **facts)
-    for role in Role:
-        for number in range(count):
-            made._add(cast("WorkerLink", fakes.link(role, f"{role}-{number}")))
-    return made
+def workers(count, **facts):
+    """A pool with so many workers of each role."""
+    return pool_of(*(fakes.link(role, f"{role}-{number}") for role in Role for number in range(count)), **facts)
 
 
 @pytest.fixture
 def pool():
-    return pool_of(2)
-
-
-def link(pool, name):
-    return next(link for link in pool.links if link.info.ref.worker_id == name)
-
-
-def say(pool, name, **facts):
-    """Something is known of this worker's view now."""
-    one = link(pool, name)
-    for field, value in facts.items():
-        setattr(one.view if hasattr(one.view, field) else one, field, value)
-    pool._changed(one.info.ref)
-
-
-def names(claim):
-    return claim.prefill.info.ref.worker_id, claim.decode.info.ref.worker_id
+    return workers(2)
 
 
 def test_the_worker_that_holds_the_kv_is_taken_while_it_is_there(pool):
-    kept = link(pool, "prefill-1")
+    kept = named(pool, "prefill-1")
     say(pool, "prefill-1", queued_tokens=1000)
-    assert names(pool.claim(10)) == ("prefill-0", "decode-0")
-    assert names(pool.claim(10, Wish(kept))) == ("prefill-1", "decode-1")
+    assert pair_of(pool.claim(10)) == ("prefill-0", "decode-0")
+    assert pair_of(pool.claim(10, Wish(kept))) == ("prefill-1", "decode-1")
     say(pool, "prefill-1", usable=False)
-    assert names(pool.claim(10, Wish(kept)))[0] == "prefill-0"
+    assert pair_of(pool.claim(10, Wish(kept)))[0] == "prefill-0"
 
 
 def test_nobody_else_is_taken_when_it_finds_no_decode_worker(pool):
     for name in ("decode-0", "decode-1"):
         say(pool, name, full=True)
-    assert pool.claim(10, Wish(link(pool, "prefill-1"))) is None
+    assert pool.claim(10, Wish(named(pool, "prefill-1"))) is None
 
 
 def test_what_is_held_is_given_up_when_nobody_is_there_who_could_take_it():
     """Else the request would wait for ever, and all others behind it: two models, as in the middle of an upgrade."""
-    pool = pool_of(0)
-    for role in Role:
-        for model in "ab":
-            pool._add(fakes.link(role, f"{role}-{model}", model))
-    kept = Wish(link(pool, "prefill-a"))
-    assert names(pool.claim(10, kept)) == ("prefill-a", "decode-a")
+    pool = pool_of(*(fakes.link(role, f"{role}-{model}", model) for role in Role for model in "ab"))
+    kept = Wish(named(pool, "prefill-a"))
+    assert pair_of(pool.claim(10, kept)) == ("prefill-a", "decode-a")
     say(pool, "decode-a", usable=False)
-    assert names(pool.claim(10, kept)) == ("prefill-b", "decode-b")
+    assert pair_of(pool.claim(10, kept)) == ("prefill-b", "decode-b")
 
 
 def test_a_claim_counts_until_it_is_given_back(pool):
-    claim = pool.claim(40, Wish(link(pool, "prefill-1")))
-    prefill, decode = link(pool, "prefill-1").view, link(pool, "decode-0").view
+    claim = pool.claim(40, Wish(named(pool, "prefill-1")))
+    prefill, decode = named(pool, "prefill-1").view, named(pool, "decode-0").view
     assert (prefill.dispatched, prefill.queued_tokens) == (1, 40)
     assert (decode.dispatched, decode.pending_blocks) == (1, 3)
     claim.release()
     assert (prefill.dispatched, prefill.queued_tokens, decode.dispatched, decode.pending_blocks) == (0, 0, 0, 0)
 
 
-def test_load_counts_from_the_choice_on(pool):
-    pairs = Counter(names(pool.claim(100)) for _ in range(10))
-    assert set(pairs.values()) == {5}, pairs
-
-
 @pytest.mark.parametrize("policy", POLICIES)
 def test_requests_of_one_moment_spread(policy):
-    pool = pool_of(4, policy)
+    pool = workers(4, policy=policy)
     done = fakes.pace(1000, 100, 5050, 0.01, 0.001)
     for one in pool.links:
-        load = replace(one.view.load, step=1000, prefill_pace=done, decode_pace=done)
-        say(pool, one.info.ref.worker_id, load=load)
+        say(pool, one.info.ref.worker_id, report={"step": 1000, "prefill_pace": done, "decode_pace": done})
     claims = [pool.claim(100) for _ in range(16)]
     for role in range(2):
-        assert Counter(names(claim)[role] for claim in claims).most_common(1)[0][1] == 4
+        assert Counter(pair_of(claim)[role] for claim in claims).most_common(1)[0][1] == 4
     for claim in claims:
         claim.release()
     assert all((one.view.dispatched, one.view.queued_tokens) == (0, 0) for one in pool.links)
@@ -109,14 +74,10 @@ def test_requests_of_one_moment_spread(policy):
 
 def test_the_cached_part_of_a_prompt_is_no_backlog():
     spec, prefixes = SequenceSpec(tuple(range(100)), Sampling()), PrefixMap()
-    pool = pool_of(2, "prefix", prefixes=prefixes)
-    ref = link(pool, "prefill-1").info.ref
-    chain = Chain(scope_key("a", ""), spec.prompt, 16)
-    prefixes.apply(
-        Change(Holder(ref.worker_id, ref.incarnation), 1, True, [chain.digest(n)[:NAME_BYTES] for n in range(4)])
-    )
+    pool = workers(2, policy="prefix", prefixes=prefixes)
+    publish(prefixes, named(pool, "prefill-1"), block_names(spec.prompt, 4))
     claim = pool.claim(100, Wish(spec=spec))
-    assert names(claim)[0] == "prefill-1"
+    assert pair_of(claim)[0] == "prefill-1"
     assert claim.prefill.view.queued_tokens == 100 - 64
     claim.computed()
     assert claim.prefill.view.queued_tokens == 0
@@ -124,15 +85,14 @@ def test_the_cached_part_of_a_prompt_is_no_backlog():
 
 def test_a_prediction_is_compared_with_what_came():
     clock = FakeClock()
-    pool = pool_of(1, "predicted", clock=clock)
+    pool = workers(1, policy="predicted", clock=clock)
     off: list[float] = []
     pool.on_predicted = off.append
     unknown = pool.claim(100)
     assert unknown.predicted_ttft_s is None
     unknown.computed()
     unknown.release()
-    load = replace(link(pool, "prefill-0").view.load, step=9, prefill_pace=fakes.pace(1000, 100, 5050, 0.0, 0.001))
-    say(pool, "prefill-0", load=load)
+    say(pool, "prefill-0", report={"step": 9, "prefill_pace": fakes.pace(1000, 100, 5050, 0.0, 0.001)})
     claim = pool.claim(100)
     assert claim.predicted_ttft_s == pytest.approx(0.1, rel=0.01)
     clock.advance(0.35)
@@ -142,62 +102,56 @@ def test_a_prediction_is_compared_with_what_came():
     assert off == pytest.approx([0.25], abs=0.01)
     pool.claim(100).release()
     assert len(off) == 1, "no first token came"
-    assert pool.claim(100, Wish(link(pool, "prefill-0"))).predicted_ttft_s is None, "its KV is there already"
+    assert pool.claim(100, Wish(named(pool, "prefill-0"))).predicted_ttft_s is None, "its KV is there already"
 
 
 def test_a_worker_that_comes_back_is_counted_from_nothing(pool):
     claim = pool.claim(40)
     one = claim.decode
     one.view = type(one.view)(one.info)
-    say(pool, one.info.ref.worker_id, load=replace(one.view.load, blocks=BlockCounts(100, 100)))
+    say(pool, one.info.ref.worker_id, report={"blocks": BlockCounts(100, 100)})
     claim.release()
     assert (one.view.dispatched, one.view.pending_blocks) == (0, 0)
 
 
 def test_a_decode_worker_is_asked_alone_where_that_is_sooner_and_allowed():
-    pool = pool_of(1, "predicted")
-    steps = fakes.pace(100, 100, 5050, 0.01, 0.001)
+    pool = workers(1, policy="predicted")
+    paces = {"prefill_pace": fakes.pace(100, 100, 5050, 0.01, 0.001), "decode_pace": fakes.pace(100, 4, 400, 0.01)}
     for name in ("prefill-0", "decode-0"):
-        say(
-            pool,
-            name,
-            load=replace(
-                link(pool, name).view.load, step=100, prefill_pace=steps, decode_pace=fakes.pace(100, 4, 400, 0.01)
-            ),
-        )
+        say(pool, name, report={"step": 100, **paces})
     say(pool, "prefill-0", queued_tokens=1000)
     paired = pool.claim(100)
-    assert names(paired) == ("prefill-0", "decode-0")
+    assert pair_of(paired) == ("prefill-0", "decode-0")
     paired.release()
     pool.local_prefill = True
     off: list[float] = []
     pool.on_predicted = off.append
     claim = pool.claim(100)
     assert (claim.prefill, claim.decode.info.ref.worker_id) == (None, "decode-0")
-    assert link(pool, "decode-0").view.queued_tokens == 100
+    assert named(pool, "decode-0").view.queued_tokens == 100
     pool._clock.advance(claim.predicted_ttft_s + 0.5)
     claim.prefill_done()  # its first token is here
     assert off == pytest.approx([0.5])
     claim.release()
     pool.claim(100).release()
     assert len(off) == 1, "no first token came"
-    view = link(pool, "decode-0").view
+    view = named(pool, "decode-0").view
     assert (view.dispatched, view.queued_tokens, view.pending_blocks) == (0, 0, 0)
 
 
-def test_who_does_it_all_has_one_request_more():
+def test_who_does_it_all_has_one_request_more(pool):
     """Not two until the first token: the next one would go to who has just said it, and not in turn."""
-    pool = pool_of(2)
     for name in ("prefill-0", "prefill-1"):
         say(pool, name, usable=False)
     claims = [pool.claim(10) for _ in range(4)]
     assert Counter(claim.decode.info.ref.worker_id for claim in claims) == {"decode-0": 2, "decode-1": 2}
-    assert [link(pool, name).view.dispatched for name in ("decode-0", "decode-1")] == [2, 2]
+    decodes = [named(pool, name).view for name in ("decode-0", "decode-1")]
+    assert [view.dispatched for view in decodes] == [2, 2]
     claims[0].prefill_done()
-    assert [link(pool, name).view.dispatched for name in ("decode-0", "decode-1")] == [2, 2]
+    assert [view.dispatched for view in decodes] == [2, 2]
     for claim in claims:
         claim.release()
-    assert [link(pool, name).view.dispatched for name in ("decode-0", "decode-1")] == [0, 0]
+    assert [view.dispatched for view in decodes] == [0, 0]
 
 
 def test_what_was_reserved_is_pending_no_more(pool):
@@ -208,15 +162,15 @@ def test_what_was_reserved_is_pending_no_more(pool):
 
 
 async def test_a_worker_without_a_lease_takes_nothing_new(pool):
-    one = link(pool, "prefill-0")
-    assert names(pool.claim(10))[0] == "prefill-0"
+    one = named(pool, "prefill-0")
+    assert pair_of(pool.claim(10))[0] == "prefill-0"
     one.usable = False  # as a link's is that is retired
     await pool._check(one.info.ref, one, 0.5)
-    assert names(pool.claim(10))[0] == "prefill-1"
-    assert names(pool.claim(10))[0] == "prefill-1"
+    assert pair_of(pool.claim(10))[0] == "prefill-1"
+    assert pair_of(pool.claim(10))[0] == "prefill-1"
     one.usable = True
     await pool._check(one.info.ref, one, 0.0)
-    assert names(pool.claim(10))[0] == "prefill-0"
+    assert pair_of(pool.claim(10))[0] == "prefill-0"
 
 
 @pytest.mark.parametrize("failed", [1, 3])

@@ -40,22 +40,13 @@ handoffs = st.builds(core.HandoffId, name, st.integers(1, 2**32 - 1))
 logprobs = st.builds(core.TokenLogprobs, f32(-100, 0), st.lists(st.tuples(u32, f32(-100, 0)), max_size=3).map(tuple))
 samplings = st.builds(
     core.Sampling,
-    max_tokens=st.integers(1000, 2**31 - 1),
-    min_tokens=st.integers(0, 1000),
-    temperature=f32(0, 100),
-    top_p=f32(POSITIVE, 1),
-    top_k=i31,
-    min_p=f32(0, 1),
-    seed=u64,
-    repetition_penalty=f32(POSITIVE, 100),
-    presence_penalty=f32(-2, 2),
-    frequency_penalty=f32(-2, 2),
-    stop=st.lists(name, max_size=3).map(tuple),
-    stop_token_ids=st.lists(u32, max_size=3).map(tuple),
-    ignore_eos=st.booleans(),
+    max_tokens=st.integers(1000, 2**31 - 1), min_tokens=st.integers(0, 1000), top_k=i31, seed=u64,
+    ignore_eos=st.booleans(), temperature=f32(0, 100), top_p=f32(POSITIVE, 1), min_p=f32(0, 1),
+    repetition_penalty=f32(POSITIVE, 100), presence_penalty=f32(-2, 2), frequency_penalty=f32(-2, 2),
+    stop=st.lists(name, max_size=3).map(tuple), stop_token_ids=st.lists(u32, max_size=3).map(tuple),
     logit_bias=st.dictionaries(u32, f32(-100, 100), max_size=3).map(lambda bias: tuple(sorted(bias.items()))),
     logprobs=st.none() | st.integers(0, MAX_LOGPROBS),
-)
+)  # fmt: skip
 constraints = st.one_of(
     st.builds(Constraint, st.just("regex"), st.tuples(name)),
     st.builds(Constraint, st.just("json_schema"), st.tuples(name)),
@@ -81,43 +72,26 @@ layouts = st.builds(
 )
 counts = st.tuples(*[st.integers(0, 2**28)] * 5).map(lambda states: load.BlockCounts(sum(states), *states))
 paces = st.builds(load.Pace, u64, u64, u64, st.floats(0, 1e9))
-loads = st.builds(
-    load.Load,
-    step=u64,
-    running=u32,
-    waiting=u32,
-    queued_tokens=u64,
-    prefill_tokens=u64,
-    cached_tokens=u64,
-    decode_steps=u64,
-    decode_tokens=u64,
-    blocks=counts,
-    transfer_bytes=u64,
-    transport=text,
-    prefill_pace=paces,
-    decode_pace=paces,
-    joint_pace=paces,
-    beside_pace=paces,
-    verify_passes=u64,
-    rollbacks=u64,
-    recomputed_tokens=u64,
-)
-infos = st.builds(
-    core.WorkerInfo,
-    ref=refs,
-    role=st.sampled_from(core.Role),
-    fingerprint=text,
-    model=text,
-    max_model_len=u32,
-    total_blocks=u32,
-    layout=layouts,
-    pid=u32,
-    host=text,
-    protocol_version=u32,
-    determinism=text,
-    nondeterminism=text,
-    thinking_chunk=u32,
-)
+LOADS = {
+    text: ("transport",),
+    u32: ("running", "waiting"),
+    u64: ("step", "queued_tokens", "prefill_tokens", "cached_tokens", "decode_steps", "decode_tokens", "transfer_bytes",
+          "verify_passes", "rollbacks", "recomputed_tokens"),
+    paces: ("prefill_pace", "decode_pace", "joint_pace", "beside_pace"),
+    counts: ("blocks",),
+}  # fmt: skip
+INFOS = {
+    text: ("fingerprint", "model", "host", "determinism", "nondeterminism"),
+    u32: ("max_model_len", "total_blocks", "pid", "protocol_version", "thinking_chunk"),
+    refs: ("ref",), st.sampled_from(core.Role): ("role",), layouts: ("layout",),
+}  # fmt: skip
+
+
+def any_of(kind: Any, fields: dict[st.SearchStrategy[Any], tuple[str, ...]]) -> st.SearchStrategy[Any]:
+    return st.builds(kind, **{field: values for values, named in fields.items() for field in named})
+
+
+loads, infos = any_of(load.Load, LOADS), any_of(core.WorkerInfo, INFOS)
 
 
 @st.composite
@@ -177,16 +151,10 @@ def test_fields_have_the_same_names_on_the_wire(kind: Any, message: Any):
     assert ours == set(message.DESCRIPTOR.fields_by_name)
 
 
-def test_unset_sampling_takes_the_defaults():
-    assert convert.sampling_from_pb(common.Sampling()) == core.Sampling()
-
-
 def test_a_field_that_is_set_to_zero_is_not_unset():
     given_zero = convert.sampling_from_pb(common.Sampling(temperature=0, seed=0, ignore_eos=False), logprobs=0)
     assert (given_zero.temperature, given_zero.seed, given_zero.logprobs) == (0.0, 0, 0)
-
-
-def test_sampling_without_a_seed_stays_without():
+    assert convert.sampling_from_pb(common.Sampling()) == core.Sampling()
     assert not convert.sampling_to_pb(core.Sampling()).HasField("seed")
 
 
@@ -251,23 +219,17 @@ def test_what_is_not_valid_is_refused_by_name(read: Callable[[Any], Any], messag
     assert [violation.field for violation in caught.value.violations] == [field]
 
 
-def test_tokens_with_a_gap_are_not_sent():
+def test_tokens_with_a_gap_or_logprobs_on_some_only_are_not_sent():
     with pytest.raises(ValueError, match="not consecutive"):
         convert.tokens_to_pb([core.Token(0, 1, "a"), core.Token(2, 1, "b")])
-
-
-def test_logprobs_on_some_tokens_only_are_not_sent():
     with pytest.raises(ValueError, match="every token"):
         convert.tokens_to_pb([core.Token(0, 1, "a", core.TokenLogprobs(-1.0)), core.Token(1, 1, "b")])
+    assert convert.tokens_from_pb(convert.tokens_to_pb([])) == []
 
 
 def test_public_tokens_have_one_text():
     message = convert.tokens_to_public_pb([core.Token(3, 7, "a"), core.Token(4, 8, "b")], choice=1)
     assert (message.choice, getattr(message, "from"), list(message.ids), message.text) == (1, 3, [7, 8], "ab")
-
-
-def test_no_tokens_are_no_tokens():
-    assert convert.tokens_from_pb(convert.tokens_to_pb([])) == []
 
 
 def test_what_a_worker_says_of_itself_comes_back_as_it_was():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import socket
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
@@ -25,16 +24,13 @@ from tests.unit.tracing.test_chrome import AT, SPANS
 
 TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 WAIT_S = scaled(20)
-WAITS_S = (
-    8.0  # less than one export attempt: 10 s by default (opentelemetry-exporter-otlp-proto-grpc, OTLPExporterMixin)
-)
 
 
 class Collector(TraceServiceServicer):
     """Keeps what it gets, by service name and span name; `gate` holds its answers."""
 
     def __init__(self):
-        self.got = threading.Semaphore(0)
+        self.got, self.answered = threading.Semaphore(0), 0
         self.gate = threading.Event()
         self.gate.set()
         self.spans = []  # (resource, span)
@@ -47,6 +43,7 @@ class Collector(TraceServiceServicer):
                 self.spans += [(resource, span) for span in scope.spans]
         self.got.release()
         self.gate.wait(WAIT_S)
+        self.answered += 1
         return ExportTraceServiceResponse()
 
     def named(self, service, name):
@@ -155,47 +152,43 @@ def dead_port() -> str:
 
 @pytest.mark.slow
 def test_a_collector_that_is_not_there_delays_nobody():
+    """Most requests find no room, and none waits for one."""
     exporter = Exporter(dead_port(), "local", linger_s=0)
-    begun = time.monotonic()
     for _ in range(5000):
         exporter.put(ended())
-    assert time.monotonic() - begun < WAITS_S, "5,000 requests, of which most find no room"
     assert exporter.dropped >= 5000 - 2048 - 64
-    begun = time.monotonic()
     exporter.close()
-    assert time.monotonic() - begun < WAITS_S
     exporter._thread.join(WAIT_S)  # it logs what was lost: not in the output of another test
+
+
+def held_up(collector, address):
+    """An exporter that waits for the answer to its first trace, and has no room for more."""
+    collector.gate.clear()
+    exporter = Exporter(address, "local", linger_s=0)
+    exporter.put(ended())
+    assert collector.got.acquire(timeout=WAIT_S)
+    for _ in range(3000):
+        exporter.put(ended())
+    assert exporter.dropped >= 3000 - 2048
+    return exporter
 
 
 @pytest.mark.slow
 def test_a_collector_that_does_not_answer_delays_nobody():
     with collectors() as (collector, address):
-        collector.gate.clear()
-        exporter = Exporter(address, "local", linger_s=0)
-        exporter.put(ended())
-        assert collector.got.acquire(timeout=WAIT_S)
-        begun = time.monotonic()
-        for _ in range(3000):
-            exporter.put(ended())
-        assert time.monotonic() - begun < WAITS_S
-        assert exporter.dropped >= 3000 - 2048
+        exporter = held_up(collector, address)
         exporter.close()
-        assert time.monotonic() - begun < WAITS_S
+        assert collector.answered == 0
+        collector.gate.set()
         exporter._thread.join(WAIT_S)
 
 
 @pytest.mark.slow
 def test_what_found_no_room_is_told_though_the_collector_works():
     with collectors() as (collector, address), structlog.testing.capture_logs() as logged:
-        collector.gate.clear()
-        exporter = Exporter(address, "local", linger_s=0)
-        exporter.put(ended())
-        assert collector.got.acquire(timeout=WAIT_S)
-        for _ in range(3000):
-            exporter.put(ended())
+        exporter = held_up(collector, address)
         dropped = exporter.dropped
         collector.gate.set()
         assert collector.got.acquire(timeout=WAIT_S)  # another batch: the first one is done with
         exporter.close()
     assert [one["dropped"] for one in logged if one["event"] == "traces_not_exported"] == [dropped]
-    assert dropped > 0

@@ -1,0 +1,23 @@
+"""Gates that are empty in the end."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+
+import pytest
+
+from tests.unit.router.gates import Gate
+
+
+@pytest.fixture
+async def make() -> AsyncIterator[Callable[..., Gate]]:
+    """A function that makes a `Gate`."""
+    made: list[Gate] = []
+
+    def build(*args, **kwargs) -> Gate:
+        made.append(Gate(*args, **kwargs))
+        return made[-1]
+
+    yield build
+    for gate in made:
+        await gate.cleared()

@@ -1,0 +1,92 @@
+"""Admissions before room that tests give and take, and a loop in virtual time to wait in."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+from baton.clock import Clock, FakeClock
+from router.admission import Admission, Bounds, ticket_for
+from tests.simulation.clock import VirtualLoop
+
+Result = TypeVar("Result")
+
+
+def in_virtual_time(scenario: Coroutine[Any, Any, Result]) -> Result:
+    loop = VirtualLoop()
+    try:
+        return loop.run_until_complete(scenario)
+    finally:
+        loop.close()
+
+
+class Gate:
+    """An admission with room for so many requests, or tokens. Its clock stands still if no other is given.
+
+    `pair`: a worker is there that could serve.
+    """
+
+    def __init__(
+        self,
+        room: int = 0,
+        *,
+        by_tokens: bool = False,
+        pair: bool = True,
+        clock: Clock | None = None,
+        weights: dict[str, float] | None = None,
+        **bounds: Any,
+    ) -> None:
+        self.room, self.pair, self.arrivals = room, pair, 0
+        self.clock = clock or FakeClock()
+        self.wishes: list[object] = []  # of each claim that was tried
+        self.tasks: list[asyncio.Task[int]] = []
+        self._by_tokens = by_tokens
+        limits = Bounds(**{"requests": 1000, "tokens": 100_000, "wait_s": 30.0, **bounds})
+        self.admission = Admission(self.claim, self.give_back, lambda: self.pair, self.clock, limits, weights)
+
+    def claim(self, tokens: int, wish: object) -> int | None:
+        self.wishes.append(wish)
+        needs = tokens if self._by_tokens else 1
+        if needs > self.room:
+            return None
+        self.room -= needs
+        return tokens
+
+    def give_back(self, claim: int) -> None:
+        self.free(claim if self._by_tokens else 1)
+
+    def free(self, more: int = 1) -> None:
+        self.room += more
+        self.admission.changed()
+
+    async def enter(self, tokens: int = 10, priority: int = 0, arrival: int | None = None, **kwargs: Any) -> Any:
+        """A request that waits now, or its claim, or an error."""
+        self.arrivals += 1
+        ticket = ticket_for(self.arrivals if arrival is None else arrival, priority)
+        task = asyncio.create_task(self.admission.admit(ticket, tokens, **kwargs))
+        await asyncio.sleep(0)  # one turn of the loop: it runs up to its first wait
+        if task.done():
+            return task.result()
+        self.tasks.append(task)
+        return task
+
+    async def drain(self, times: int, per_s: float) -> None:
+        for _ in range(times):
+            self.clock.advance(1 / per_s)  # type: ignore[attr-defined]
+            self.free()
+        await asyncio.sleep(0)
+
+    async def measured(self, per_s: float = 10.0) -> None:
+        """Nobody waits, and it is known that ten requests of ten tokens are served per second."""
+        for _ in range(21):
+            await self.enter()
+        await self.drain(21, per_s)
+        assert self.admission.waiting == 0
+
+    async def cleared(self) -> None:
+        """All who wait have left, and nothing is left of them."""
+        for task in self.tasks:
+            task.cancel()
+        await asyncio.gather(*self.tasks, return_exceptions=True)
+        assert (self.admission.waiting, self.admission.waiting_tokens) == (0, 0)
