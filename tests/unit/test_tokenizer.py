@@ -1,6 +1,6 @@
 import json
+import sys
 import threading
-import time
 
 import pytest
 import tokenizers
@@ -136,23 +136,46 @@ def test_bad_file_is_named(tmp_path, name, content):
         Tokenizer.load(tmp_path)
 
 
+@pytest.fixture
+def turns_where_calls_allow_them():
+    """The interpreter takes no turn from a thread: another one runs only where the running one lets it."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1000.0)
+    yield
+    sys.setswitchinterval(before)
+
+
+def calls_until_another_thread_runs(call, most):
+    """How many were done when this thread had a turn again; `most` if it had none before the last of them ended."""
+    done, begun, seen = 0, threading.Event(), False
+
+    def work():
+        nonlocal done
+        begun.set()
+        while done < most and not seen:
+            call()
+            done += 1
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    begun.wait()
+    found, seen = done, True
+    thread.join()
+    return found
+
+
+@pytest.mark.usefixtures("turns_where_calls_allow_them")
 @pytest.mark.parametrize("what", ["encode", "encode_rendered", "decode"])
 def test_other_threads_run_while_a_long_text_is_worked_on(folder, what):
     """A router's event loop, for one: it has other requests to carry."""
-    tokenizer = load_tokenizer(folder)
-    text = "some words to keep " * 20_000
-    long = tokenizer.encode(text) if what == "decode" else text
-    done: list[object] = []
+    tokenizer, text = load_tokenizer(folder), "some words to keep " * 2_000
+    ids = tokenizer.encode(text)
+    given, wanted = (ids, text) if what == "decode" else (text, ids)
+    call = getattr(tokenizer, what)
+    assert call(given) == wanted
+    assert calls_until_another_thread_runs(lambda: call(given), 200) < 200
 
-    def turns() -> int:
-        """Of this thread, while another one works."""
-        thread, found = threading.Thread(target=lambda: done.append(getattr(tokenizer, what)(long))), 0
-        thread.start()
-        while thread.is_alive():
-            found += 1
-            time.sleep(0)
-        return found
 
-    # Ten times, as other processes may have both cores meanwhile: a lock that is held would be held each time.
-    assert any(turns() > 20 for _ in range(10))
-    assert done[-1] == (text if what == "decode" else tokenizer.encode(text))
+@pytest.mark.usefixtures("turns_where_calls_allow_them")
+def test_a_call_that_lets_no_thread_run_is_noticed():
+    assert calls_until_another_thread_runs(lambda: sum(range(20_000)), 50) == 50

@@ -5,7 +5,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from baton.engine.blocks import BlockPool, BlockState
+from baton.engine.blocks import HOLDING, BlockPool, BlockState
+from tests.support.engines import allocated
 
 TOTAL = 12
 CHAINS = "abc"  # a content is a chain's name and a length: "a1", "a2", ...
@@ -76,7 +77,7 @@ class PoolMachine(RuleBasedStateMachine):
     def reserve_behind_what_is_found(self, n, chain, most):
         """As a reservation does: pin first, take the rest reserved, make one of both."""
         shared = self.pool.find(names(chain, 0, most))
-        head = taken_from(self.pool, 0, shared=shared)
+        head = allocated(self.pool, 0, shared=shared)
         own = self.pool.allocate(n, reserved=True)
         if own is None:
             head.release()
@@ -85,9 +86,11 @@ class PoolMachine(RuleBasedStateMachine):
         self.holders[own] = (chain, 0)
         self.note(own, 0)
         own.activate()
+        whole = head.blocks + own.blocks, head.generations + own.generations
         own.prepend(head)
         self.holders[own] = (chain, len(shared))
-        assert own.blocks[: len(shared)] == shared
+        assert (own.blocks, own.generations) == whole
+        assert (head.blocks, head.generations, head.state) == ([], [], BlockState.RELEASED)
 
     @has(BlockState.OWNED)
     @rule(data=st.data(), n=st.integers(1, 4))
@@ -115,10 +118,10 @@ class PoolMachine(RuleBasedStateMachine):
                 with pytest.raises(AssertionError, match="must not change"):
                     allocation.publish(i, names(chain, i, i + 1))
 
-    @has(BlockState.OWNED, BlockState.RESERVED)
+    @has(*HOLDING)
     @rule(data=st.data(), n=st.integers(0, 4))
     def grow(self, data, n):
-        allocation = self.pick(data, BlockState.OWNED, BlockState.RESERVED)
+        allocation = self.pick(data, *HOLDING)
         before, room = list(allocation.blocks), self.room()
         grown = allocation.grow(n)
         assert grown == (n <= room)
@@ -126,10 +129,10 @@ class PoolMachine(RuleBasedStateMachine):
         assert len(allocation) == len(before) + n * grown
         self.note(allocation, len(before))
 
-    @has(BlockState.OWNED, BlockState.RESERVED)
+    @has(*HOLDING)
     @rule(data=st.data())
     def activate(self, data):
-        allocation = self.pick(data, BlockState.OWNED, BlockState.RESERVED)
+        allocation = self.pick(data, *HOLDING)
         if allocation.state is BlockState.RESERVED:
             with pytest.raises(ValueError, match="is reserved"):
                 allocation.publish(0, names("a", 0, 1))
@@ -138,10 +141,10 @@ class PoolMachine(RuleBasedStateMachine):
         with pytest.raises(ValueError, match="not reserved"):
             allocation.activate()
 
-    @has(BlockState.OWNED, BlockState.RESERVED)
+    @has(*HOLDING)
     @rule(data=st.data())
     def release(self, data):
-        allocation = self.pick(data, BlockState.OWNED, BlockState.RESERVED)
+        allocation = self.pick(data, *HOLDING)
         wanted = self.pool.available + self.pool.freed_by([allocation])
         allocation.release()
         allocation.release()
@@ -151,10 +154,10 @@ class PoolMachine(RuleBasedStateMachine):
         with pytest.raises(ValueError, match="is released"):
             allocation.grow(1)
 
-    @has(BlockState.OWNED, BlockState.RESERVED)
+    @has(*HOLDING)
     @rule(data=st.data(), isolate=st.booleans())
     def withdraw_or_quarantine(self, data, isolate):
-        allocation = self.pick(data, BlockState.OWNED, BlockState.RESERVED)
+        allocation = self.pick(data, *HOLDING)
         self.doubted |= set(allocation.blocks[: self.holders[allocation][1]])
         if not isolate:
             allocation.withdraw()
@@ -201,15 +204,9 @@ TestPool = PoolMachine.TestCase
 TestPool.settings = settings(max_examples=150, stateful_step_count=50, deadline=None)
 
 
-def taken_from(pool, n, **options):
-    allocation = pool.allocate(n, **options)
-    assert allocation is not None
-    return allocation
-
-
 def filled(pool, chain, n, shared=()):
     """`n` published blocks in all, of which the first are `shared`."""
-    allocation = taken_from(pool, n - len(shared), shared=shared)
+    allocation = allocated(pool, n - len(shared), shared=shared)
     allocation.publish(len(shared), names(chain, len(shared), n))
     return allocation
 
@@ -224,7 +221,7 @@ def test_the_least_recently_used_goes_first_and_tails_before_heads():
         filled(pool, chain, 4).release()
     filled(pool, "a", 4, pool.find(names("a", 0, 4))).release()  # used again: "b" is older now
     left = []
-    taken = taken_from(pool, 4)
+    taken = allocated(pool, 4)
     while taken.grow(1):
         left.append((chain_left(pool, "a"), chain_left(pool, "b")))
     assert left == [(4, 3), (4, 2), (4, 1), (4, 0), (3, 0), (2, 0), (1, 0), (0, 0)]
@@ -241,7 +238,7 @@ def test_a_shared_beginning_outlives_the_tails_of_both():
     assert pool.counts().owned == 2
     assert pool.counts().cached == 2
     second.release()
-    taken_from(pool, TOTAL - 4 + 2)
+    allocated(pool, TOTAL - 4 + 2)
     assert chain_left(pool, "a") == 2
 
 
@@ -260,7 +257,7 @@ def test_the_twin_of_an_evicted_block_takes_its_place():
     pool = BlockPool(4)
     first, second = filled(pool, "a", 2), filled(pool, "a", 2)
     first.release()
-    other = taken_from(pool, 2)
+    other = allocated(pool, 2)
     assert chain_left(pool, "a") == 0
     second.release()
     assert chain_left(pool, "a") == 2
@@ -271,7 +268,7 @@ def test_the_twin_of_an_evicted_block_takes_its_place():
 def test_quarantine_of_a_shared_block_hurts_nobody_and_lasts():
     pool = BlockPool(4)
     one = filled(pool, "a", 2)
-    two = taken_from(pool, 1, shared=pool.find(names("a", 0, 2)))
+    two = allocated(pool, 1, shared=pool.find(names("a", 0, 2)))
     one.quarantine()
     assert (pool.counts().quarantined, pool.counts().owned) == (2, 1)
     assert chain_left(pool, "a") == 0
@@ -287,7 +284,7 @@ def test_a_reservation_shares_nothing():
     filled(pool, "a", 2).release()
     with pytest.raises(ValueError, match="not shared"):
         pool.allocate(1, reserved=True, shared=pool.find(names("a", 0, 2)))
-    taken_from(pool, 4, reserved=True)
+    allocated(pool, 4, reserved=True)
     assert chain_left(pool, "a") == 0
     with pytest.raises(AssertionError, match="not published"):
         pool.allocate(0, shared=[0])
@@ -295,12 +292,10 @@ def test_a_reservation_shares_nothing():
 
 def test_block_held_twice_is_noticed():
     pool = BlockPool(4)
-    first, second = pool.allocate(1), pool.allocate(1)
-    assert first
-    assert second
+    first, second = allocated(pool, 1), allocated(pool, 1)
     second.blocks[:] = first.blocks
     first.release()
-    pool.allocate(1)
+    allocated(pool, 1)
     with pytest.raises(AssertionError, match="generations"):
         second.release()
 
@@ -312,12 +307,9 @@ def test_lost_block_is_noticed():
         pool.counts()
 
 
-@pytest.mark.parametrize("total", [0, -1])
-def test_empty_pool_is_refused(total):
-    with pytest.raises(ValueError, match="at least one block"):
-        BlockPool(total)
-
-
-def test_negative_allocation_is_refused():
+def test_sizes_that_cannot_be_are_refused():
+    for total in (0, -1):
+        with pytest.raises(ValueError, match="at least one block"):
+            BlockPool(total)
     with pytest.raises(ValueError, match="-1 blocks"):
         BlockPool(2).allocate(-1)

@@ -3,6 +3,7 @@
 import json
 import random
 import re
+from dataclasses import replace
 
 import jsonschema
 import pytest
@@ -11,16 +12,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.constraint import Constraint
-from baton.core import FinishReason, HandoffId, Sampling, SequenceSpec
-from baton.engine.engine import Engine
+from baton.core import FinishReason, Sampling
 from baton.engine.generate import generate
-from baton.engine.oracle import OracleBackend, oracle_layout
 from baton.engine.sampler import Row, Sampler
 from baton.errors import InvalidRequest
 from baton.grammar import Grammars
 from baton.tokenizer import ORACLE_EOS, OracleTokenizer
+from tests.support import engines
+from tests.support.engines import hand_over, ids, key_of, oracle, run
 
-PROMPT = tuple(b"write: ")
 PERSON = {
     "type": "object",
     "properties": {"name": {"type": "string", "maxLength": 8}, "age": {"type": "integer", "minimum": 0, "maximum": 99}},
@@ -36,19 +36,16 @@ KINDS = {
 
 @pytest.fixture(scope="module")
 def backend():
-    return OracleBackend(oracle_layout(block_size=4), max_model_len=1024)
+    return oracle(max_model_len=1024)
 
 
 def engine_of(backend, total_blocks=256, **options):
-    return Engine(backend, OracleTokenizer(), total_blocks=total_blocks, **options)
+    return engines.engine_of(backend, total_blocks, **options)
 
 
-def spec_of(constraint, **sampling):
-    return SequenceSpec(PROMPT, Sampling(**{"max_tokens": 500, "seed": 3} | sampling), constraint=constraint)
-
-
-def ids(tokens):
-    return tuple(token.token_id for token in tokens)
+def spec_of(constraint, **options):
+    usual = {"max_tokens": 500, "temperature": 1.0, "seed": 3, "ignore_eos": False}
+    return engines.spec_of("write: ", constraint=constraint, **usual | options)
 
 
 def fits(kind: str, text: str) -> bool:
@@ -76,7 +73,7 @@ def test_answers_match(backend, kind, variant):
     found = generate(engine_of(backend), spec)
     assert found.finish.reason is FinishReason.EOS
     assert fits(kind, found.text)
-    assert list(ids(found.tokens)) == backend.expected(spec)
+    assert ids(found.tokens) == backend.expected(spec)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -86,13 +83,10 @@ def test_going_on_from_any_token_gives_the_same(backend, kind):
     spec = spec_of(KINDS[kind], seed=11)
     whole = generate(engine, spec)
     for known in range(len(whole.tokens)):
-        rest = generate(
-            engine, SequenceSpec(PROMPT, spec.sampling, ids(whole.tokens[:known]), constraint=spec.constraint)
-        )
+        rest = generate(engine, replace(spec, known=tuple(ids(whole.tokens[:known]))))
         assert rest.tokens == whole.tokens[known:], known
         assert rest.finish == whole.finish
-    ended = SequenceSpec(PROMPT, spec.sampling, ids(whole.tokens), constraint=spec.constraint)
-    finish = engine.finish_of(ended)
+    finish = engine.finish_of(replace(spec, known=tuple(ids(whole.tokens))))
     assert (finish is not None) is (whole.finish.matched == "")  # else the end token is still to be drawn
 
 
@@ -101,24 +95,10 @@ def test_going_on_from_any_token_gives_the_same(backend, kind):
 def test_a_handoff_at_any_token_gives_the_same(backend, kind, length):
     sender, receiver = engine_of(backend), engine_of(backend)
     spec = spec_of(KINDS[kind], seed=12)
-    whole = generate(sender, spec)
-    known = ids(whole.tokens[: min(length, len(whole.tokens) - 2)])
-    part = SequenceSpec(PROMPT, spec.sampling, known, constraint=spec.constraint)
-    sender.submit(key := HandoffId("r", 1), part, hold=True)
-    [output] = sender.step().outputs
-    assert output.tokens == whole.tokens[len(known) : len(known) + 1]
-    layers, layout = range(backend.layout.layers), backend.layout
-    wire = torch.empty(layout.layers * len(part) * layout.layer_token_bytes, dtype=torch.uint8)
-    sender.kv.gather(layers, sender.held(key).blocks, 0, len(part), wire)
-    room = receiver.reserve(len(part))
-    receiver.kv.scatter(layers, room.blocks, 0, len(part), wire)
-    committed = SequenceSpec(PROMPT, spec.sampling, (*known, *ids(output.tokens)), constraint=spec.constraint)
-    receiver.adopt(key, committed, room)
-    tokens = list(output.tokens)
-    while receiver.has_work():
-        for item in receiver.step().outputs:
-            tokens += item.tokens
-    assert tokens == whole.tokens[len(known) :]
+    whole = generate(sender, spec).tokens
+    known = whole[: min(length, len(whole) - 2)]
+    found = hand_over(sender, receiver, replace(spec, known=tuple(ids(known))))
+    assert found.tokens[key_of()] == whole[len(known) :]
 
 
 def test_beside_others_and_through_preemptions_each_answer_is_its_own(backend, seed):
@@ -129,54 +109,46 @@ def test_beside_others_and_through_preemptions_each_answer_is_its_own(backend, s
     for number in range(12):
         constraint = rng.choice([*KINDS.values(), Constraint("regex", ("[a-z]{40}",))]) if number % 2 else None
         some = {"temperature": rng.choice([0.0, 1.0]), "ignore_eos": constraint is None}
-        spec = spec_of(constraint, seed=rng.getrandbits(32), max_tokens=60, **some)
-        specs[key := HandoffId(str(number), 1)] = spec
-        engine.submit(key, spec)
-    found: dict[HandoffId, list[int]] = {key: [] for key in specs}
-    while engine.has_work():
-        result = engine.step()
-        assert result.failed == []
-        for output in result.outputs:
-            found[output.key] += ids(output.tokens)
+        specs[key_of(number)] = spec_of(constraint, seed=rng.getrandbits(32), max_tokens=60, **some)
+    found = run(engine, specs)
     assert engine.counters.preemptions > 0
-    assert found == {key: backend.expected(spec) for key, spec in specs.items()}
+    assert {key: found.ids(key) for key in specs} == {key: backend.expected(spec) for key, spec in specs.items()}
 
 
-def test_an_answer_that_is_complete_ends_without_an_end_token(backend):
-    found = generate(engine_of(backend), spec_of(Constraint("choices", ("no",)), max_tokens=2))
-    assert (found.text, ids(found.tokens), found.finish.reason) == ("no", tuple(b"no"), FinishReason.EOS)
-
-
-def test_one_that_is_too_long_ends_for_length(backend):
-    found = generate(engine_of(backend), spec_of(Constraint("regex", ("x{9}",)), max_tokens=4))
-    assert (found.text, found.finish.reason) == ("xxxx", FinishReason.LENGTH)
-
-
-def test_stop_strings_still_stop(backend):
-    found = generate(engine_of(backend), spec_of(Constraint("choices", ("abcd",)), stop=("c",)))
-    assert (found.text, found.finish.reason) == ("ab", FinishReason.STOP_STRING)
+@pytest.mark.parametrize(
+    ("constraint", "sampling", "text", "reason"),
+    [
+        (Constraint("choices", ("no",)), {"max_tokens": 2}, "no", FinishReason.EOS),  # complete without an end token
+        (Constraint("regex", ("x{9}",)), {"max_tokens": 4}, "xxxx", FinishReason.LENGTH),
+        (Constraint("choices", ("abcd",)), {"stop": ("c",)}, "ab", FinishReason.STOP_STRING),
+    ],
+)
+def test_how_an_answer_ends(backend, constraint, sampling, text, reason):
+    found = generate(engine_of(backend), spec_of(constraint, **sampling))
+    assert (found.text, found.finish.reason) == (text, reason)
+    assert reason is not FinishReason.EOS or bytes(ids(found.tokens)) == text.encode()
 
 
 def test_what_an_engine_can_never_compute_is_refused(backend):
     engine = engine_of(backend)
-    with pytest.raises(InvalidRequest, match=r"constraint\.regex: unclosed group"):
-        engine.submit(HandoffId("r", 1), spec_of(Constraint("regex", ("(",))))
-    wrong = SequenceSpec(PROMPT, Sampling(seed=1), tuple(b"maybe"), constraint=KINDS["choices"])
-    with pytest.raises(InvalidRequest, match="known: has tokens that the constraint does not allow"):
-        engine.submit(HandoffId("r", 1), wrong)
+    for spec, message in (
+        (spec_of(Constraint("regex", ("(",))), r"constraint\.regex: unclosed group"),
+        (spec_of(KINDS["choices"], known=tuple(b"maybe")), "known: has tokens that the constraint does not allow"),
+    ):
+        with pytest.raises(InvalidRequest, match=message):
+            engine.submit(key_of(), spec)
     assert not engine.has_work()
 
 
 def test_a_constraint_that_leaves_nothing_ends_its_own_request_alone(backend):
     """The end token is barred until `min_tokens`: the router refuses that; a worker that gets it fails one request."""
     engine = engine_of(backend)
-    engine.submit(
-        HandoffId("bad", 1), spec_of(Constraint("regex", ("(ab)?",)), min_tokens=400, logit_bias=((ord("a"), -100.0),))
-    )
-    engine.submit(
-        HandoffId("worse", 1), spec_of(Constraint("choices", ("ab", "abc")), min_tokens=400, stop_token_ids=(ord("c"),))
-    )
-    engine.submit(HandoffId("good", 1), spec_of(KINDS["regex"]))
+    for name, spec in (
+        ("bad", spec_of(Constraint("regex", ("(ab)?",)), min_tokens=400, logit_bias=((ord("a"), -100.0),))),
+        ("worse", spec_of(Constraint("choices", ("ab", "abc")), min_tokens=400, stop_token_ids=(ord("c"),))),
+        ("good", spec_of(KINDS["regex"])),
+    ):
+        engine.submit(key_of(name), spec)
     failed, text = [], ""
     while engine.has_work():
         result = engine.step()
@@ -192,7 +164,7 @@ def test_rows_without_a_constraint_are_left_as_they_are():
     before, grammars = logits.clone(), Grammars(OracleTokenizer())
 
     def row(guide=None, **sampling):
-        return Row(PROMPT, Sampling(**{"seed": 1, "logprobs": 1} | sampling), (ORACLE_EOS,), 257, guide)
+        return Row(tuple(b"write: "), Sampling(**{"seed": 1, "logprobs": 1} | sampling), (ORACLE_EOS,), 257, guide)
 
     plain = Sampler().sample(logits, [row(), row(temperature=0.0), row(top_p=0.5)])
     guide = grammars.start(Constraint("choices", ("q", "r")))
@@ -241,8 +213,7 @@ def composed(inner):
 @given(st.recursive(scalars, composed, max_leaves=5), st.integers(0, 2**32), st.sampled_from([0.0, 1.0]))
 @settings(max_examples=40, deadline=None)
 def test_answers_to_random_schemas_parse_and_are_valid(schema, seed, temperature):
-    backend = OracleBackend(oracle_layout(block_size=16), max_model_len=1024)
     spec = spec_of(Constraint("json_schema", (json.dumps(schema),)), seed=seed, temperature=temperature, max_tokens=900)
-    found = generate(engine_of(backend, 64), spec)
+    found = generate(engine_of(oracle(block_size=16, max_model_len=1024), 64), spec)
     assert found.finish.reason is FinishReason.EOS, found.text
     jsonschema.validate(json.loads(found.text), schema)

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.core import HandoffId, Sampling, SequenceSpec
-from baton.engine.engine import Engine
 from baton.engine.fixed import FixedShapes
 from baton.engine.oracle import OracleBackend
 from baton.errors import InvalidRequest
+from tests.support import engines
+from tests.support.engines import Streams, hand_over, key_of, reserved, run
 
 SHAPES = FixedShapes(rows=4, tokens=8)
 
@@ -20,8 +20,8 @@ SHAPES = FixedShapes(rows=4, tokens=8)
 class Tampered(OracleBackend):
     """The ordinary batch draws wrong tokens at `wrong` positions; each fixed forward is noted."""
 
-    def __init__(self, wrong=(), **options):
-        super().__init__(**options)
+    def __init__(self, wrong=()):
+        super().__init__()
         self.wrong = set(wrong)
         self.shapes = []
         self.struck: Counter[int] = Counter()
@@ -38,43 +38,19 @@ class Tampered(OracleBackend):
         return logits
 
 
-def engine_of(backend, **options):
-    with_defaults: dict[str, Any] = {"total_blocks": 256, "max_batched_tokens": 512, "shapes": SHAPES} | options
-    return Engine(backend, backend.tokenizer, **with_defaults)
+def engine_of(backend, *, total_blocks=256, shapes=SHAPES, **options):
+    return engines.engine_of(backend, total_blocks, **{"max_batched_tokens": 512, "shapes": shapes} | options)
 
 
-def spec(prompt="abc", *, known=(), deterministic=True, scope="", **sampling):
-    sampling = {"max_tokens": 30, "temperature": 0.0, "seed": 5, "ignore_eos": True} | sampling
-    ids = tuple(prompt.encode()) if isinstance(prompt, str) else tuple(prompt)
-    return SequenceSpec(ids, Sampling(**sampling), tuple(known), cache_scope=scope, deterministic=deterministic)
+def spec_of(prompt="abc", **options):
+    return engines.spec_of(prompt, **{"deterministic": True, "max_tokens": 30, "seed": 5} | options)
 
 
-def run(engine, specs, most=4000):
-    """Submit all at once: the tokens of each, and how each ended."""
-    keys = [HandoffId(f"r{number}", 1) for number in range(len(specs))]
-    for key, each in zip(keys, specs, strict=True):
-        engine.submit(key, each)
-    return drain(engine, keys, most)
-
-
-def drain(engine, keys, most=4000):
-    tokens: dict[HandoffId, list[int]] = {key: [] for key in keys}
-    finish: dict[HandoffId, str] = {}
-    for _ in range(most):
-        if not engine.has_work():
-            break
-        result = engine.step()
-        assert not result.failed
-        for output in result.outputs:
-            assert output.key not in finish, "said something after its end"
-            first = len(tokens[output.key]) + (output.tokens[0].index - len(tokens[output.key]) if output.tokens else 0)
-            assert [token.index for token in output.tokens] == list(range(first, first + len(output.tokens)))
-            tokens[output.key] += [token.token_id for token in output.tokens]
-            if output.finish:
-                finish[output.key] = output.finish.reason.value
-    assert set(finish) == set(keys)
+def answers(engine, specs):
+    found = run(engine, specs)
+    assert len(found.finishes) == len(specs)
     assert engine.pool.counts().owned == 0
-    return [tokens[key] for key in keys], [finish[key] for key in keys]
+    return [found.ids(key_of(number)) for number in range(len(specs))]
 
 
 VARIETIES: dict[str, dict[str, Any]] = {
@@ -92,34 +68,33 @@ VARIETIES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("wrong", [(), range(400), range(0, 400, 3)], ids=["right", "all wrong", "some wrong"])
 def test_the_oracles_tokens_come_whatever_the_candidates_were(variety, wrong):
     backend = Tampered(wrong)
-    asked = spec("a prompt of some length", **VARIETIES[variety])
-    assert run(engine_of(backend), [asked])[0] == [backend.expected(asked)]
+    asked = spec_of("a prompt of some length", **VARIETIES[variety])
+    assert answers(engine_of(backend), [asked]) == [backend.expected(asked)]
 
 
 @pytest.mark.parametrize("at", range(8))
 def test_a_mismatch_at_each_index_of_the_window_is_one_rollback(at):
-    asked = spec(max_tokens=40)
+    asked = spec_of(max_tokens=40)
     wrong = len(asked.prompt) + 1 + 8 + at  # in the second window
     backend = Tampered([wrong])
     engine = engine_of(backend)
-    assert run(engine, [asked])[0] == [backend.expected(asked)]
+    assert answers(engine, [asked]) == [backend.expected(asked)]
     struck = backend.struck[wrong] > 0  # the last of a window is the verifier's own
     assert engine.counters.rollbacks == backend.struck[wrong]
     assert struck == (at != 7)
 
 
 def test_what_is_right_costs_no_rollback_and_one_pass_for_each_w_tokens():
-    backend = Tampered()
-    engine = engine_of(backend)
-    run(engine, [spec(max_tokens=1 + 8 * 5)])
+    engine = engine_of(Tampered())
+    answers(engine, [spec_of(max_tokens=1 + 8 * 5)])
     assert (engine.counters.rollbacks, engine.counters.recomputed_tokens) == (0, 0)
     assert engine.counters.verify_passes == 5
 
 
 def test_verify_passes_have_one_shape_and_grid_chunks_depend_on_positions_alone():
     backend = Tampered(range(0, 700, 5))
-    engine = engine_of(backend, total_blocks=512)
-    run(engine, [spec("x" * length, max_tokens=20 + length % 7) for length in (1, 63, 64, 65, 300, 600)])
+    lengths = (1, 63, 64, 65, 300, 600)
+    answers(engine_of(backend, total_blocks=512), [spec_of("x" * n, max_tokens=20 + n % 7) for n in lengths])
     verify = {shape for shape in backend.shapes if len(shape[0]) > 1}
     assert verify == {((8, 8, 8, 8), 32)}
     assert {shape[0] for shape in backend.shapes if len(shape[0]) == 1} == {(64,), (256,)}
@@ -143,81 +118,65 @@ def test_any_mix_with_little_room_and_any_mistakes(data):
     )
     varieties = st.sampled_from([*VARIETIES.values()])
     specs = [
-        spec(
+        spec_of(
             "the same beginning of all of them, " * draw(st.integers(0, 2)) + "end" * draw(st.integers(1, 10)),
             deterministic=draw(st.booleans()),
             **draw(varieties) | {"max_tokens": draw(st.integers(20, 60))},
         )
         for _ in range(draw(st.integers(1, 8)))
     ]
-    found, _ = run(engine, specs)
-    fine = [each.deterministic or not backend.wrong for each in specs]
-    for got, each, checked in zip(found, specs, fine, strict=True):
-        if checked:
+    for got, each in zip(answers(engine, specs), specs, strict=True):
+        if each.deterministic or not backend.wrong:
             assert got == backend.expected(each)
 
 
 def test_an_end_that_a_candidate_invented_is_taken_back():
-    """Positions whose candidates are wrong may end a request by a stop token that the right ones never say."""
+    """Positions whose candidates are wrong may end a request by a stop token that the right ones never draw."""
     backend = Tampered(range(10, 60, 4))
-    asked = spec("revive me", max_tokens=45, temperature=1.0)
-    wanted = backend.expected(asked)
+    options = {"max_tokens": 45, "temperature": 1.0}
+    wanted = backend.expected(spec_of("revive me", **options))
     stops = tuple(sorted(set(range(97, 123)) - set(wanted)))[:16]
-    asked = replace(asked, sampling=replace(asked.sampling, stop_token_ids=stops))
-    engine = engine_of(backend)
-    assert run(engine, [asked])[0] == [wanted]
+    assert answers(engine_of(backend), [spec_of("revive me", stop_token_ids=stops, **options)]) == [wanted]
 
 
 def test_a_stop_string_ends_it_where_verified_tokens_have_it():
     backend = Tampered(range(5, 60, 9))
-    plain = spec("stop here", max_tokens=40, temperature=1.0)
-    wanted = backend.expected(plain)
-    text = bytes(wanted[17:20]).decode("latin-1")
-    asked = replace(plain, sampling=replace(plain.sampling, stop=(text,)))
-    got, reasons = run(engine_of(backend), [asked])
-    assert got == [backend.expected(asked)]
-    assert reasons == ["stop_string"]
+    options = {"max_tokens": 40, "temperature": 1.0}
+    text = bytes(backend.expected(spec_of("stop here", **options))[17:20]).decode("latin-1")
+    asked = spec_of("stop here", stop=(text,), **options)
+    found = run(engine_of(backend), [asked])
+    assert found.ids(key_of(0)) == backend.expected(asked)
+    assert found.finishes[key_of(0)].reason.value == "stop_string"
 
 
 @pytest.mark.parametrize("known", [1, 2, 7, 8, 9, 20])
 def test_delivered_tokens_are_replayed_and_never_drawn_again(known):
     backend = Tampered(range(0, 200, 6))
-    asked = spec("some prompt that was computed elsewhere", max_tokens=40, temperature=0.8)
+    asked = spec_of("some prompt that was computed elsewhere", max_tokens=40, temperature=0.8)
     wanted = backend.expected(asked)
-    engine = engine_of(backend)
-    got, _ = run(engine, [replace(asked, known=tuple(wanted[:known]))])
-    assert got == [wanted[known:]]
+    assert answers(engine_of(backend), [replace(asked, known=tuple(wanted[:known]))]) == [wanted[known:]]
 
 
 def test_handed_over_after_the_first_token():
     backend = Tampered(range(0, 200, 6))
-    asked = spec("p" * 100, max_tokens=40, temperature=0.8)
+    asked = spec_of("p" * 100, max_tokens=40, temperature=0.8)
     prefill, decode = engine_of(backend), engine_of(backend)
-    key = HandoffId("r", 1)
-    prefill.submit(key, asked, hold=True)
-    first = [token.token_id for _ in range(3) for output in prefill.step().outputs for token in output.tokens]
-    assert first == backend.expected(asked)[:1]
-    source, reservation = prefill.held(key).blocks, decode.reserve(len(asked) + 1)
-    for theirs, ours in zip(prefill.kv.tensors, decode.kv.tensors, strict=True):
-        ours[:, reservation.blocks[: len(source)]] = theirs[:, source]
-    decode.adopt(key, replace(asked, known=tuple(first)), reservation)
-    assert drain(decode, [key])[0] == [backend.expected(asked)[1:]]
-    prefill.release(key)
+    found = hand_over(prefill, decode, asked, reserved(decode, len(asked) + 1))
+    assert found.ids(key_of()) == backend.expected(asked)
+    assert decode.pool.counts().owned == 0
+    assert prefill.counters.decode_steps == decode.counters.prefill_tokens == 0
 
 
 @pytest.mark.parametrize("known", [1, 2, 8, 9, 30])
 def test_computed_again_for_another_worker_it_says_one_token_and_decodes_none(known):
     backend = Tampered(range(0, 200, 6))
-    asked = spec("p" * 70, max_tokens=60, temperature=0.8)
+    asked = spec_of("p" * 70, max_tokens=60, temperature=0.8)
     wanted = backend.expected(asked)
-    engine, keys = engine_of(backend), [HandoffId(f"r{number}", 1) for number in range(3)]
-    said: dict[HandoffId, list[int]] = {key: [] for key in keys}
+    engine, keys = engine_of(backend), [key_of(number) for number in range(3)]
     for key in keys:
         engine.submit(key, replace(asked, known=tuple(wanted[:known])), hold=True)
-    while engine.has_work():
-        for output in engine.step().outputs:
-            said[output.key] += [token.token_id for token in output.tokens]
-    assert list(said.values()) == [wanted[known : known + 1]] * 3
+    found = Streams().drain(engine)
+    assert [found.ids(key) for key in keys] == [wanted[known : known + 1]] * 3
     assert engine.counters.decode_steps == 0
     for key in keys:
         assert len(engine.held(key).blocks) >= engine.layout.blocks_for(len(asked) + known)
@@ -225,24 +184,22 @@ def test_computed_again_for_another_worker_it_says_one_token_and_decodes_none(kn
 
 
 def test_cached_blocks_are_used_up_to_the_grid_and_kept_apart():
-    backend = Tampered()
-    engine = engine_of(backend)
-    text = "q" * 200
-    run(engine, [spec(text, deterministic=False)])
-    run(engine, [spec(text)])
-    assert engine.counters.cached_tokens == 0, "what the ordinary batch computed is of no use"
-    run(engine, [spec(text)])
-    assert engine.counters.cached_tokens == 192, "the last chunk of the grid is computed again"
-    run(engine, [spec(text, deterministic=False)])
-    assert engine.counters.cached_tokens == 192 + 192  # ordinary ones find theirs
+    engine = engine_of(Tampered())
+    for deterministic, cached in (
+        (False, 0),
+        (True, 0),  # what the ordinary batch computed is of no use
+        (True, 192),  # the last chunk of the grid is computed again
+        (False, 192 + 192),  # ordinary ones find theirs
+    ):
+        answers(engine, [spec_of("q" * 200, deterministic=deterministic)])
+        assert engine.counters.cached_tokens == cached
 
 
 def test_others_go_on_between_verify_passes():
-    backend = Tampered(range(400))
-    engine = engine_of(backend)
-    keys = [HandoffId(f"r{number}", 1) for number in range(6)]
+    engine = engine_of(Tampered(range(400)))
+    keys = [key_of(number) for number in range(6)]
     for number, key in enumerate(keys):
-        engine.submit(key, spec("x" * 20, deterministic=number > 0, max_tokens=60))
+        engine.submit(key, spec_of("x" * 20, deterministic=number > 0, max_tokens=60))
     said = []
     while engine.has_work():
         said.append(any(output.key == keys[0] for output in engine.step().outputs))
@@ -253,16 +210,14 @@ def test_others_go_on_between_verify_passes():
 def test_one_that_is_alone_never_waits(length):
     """Also when a block is full just as it is due: who computes nothing in a step is not asked soon again."""
     engine = engine_of(Tampered(range(0, 200, 9)))
-    engine.submit(HandoffId("r", 1), spec("x" * length, max_tokens=60))
+    engine.submit(key_of(), spec_of("x" * length, max_tokens=60))
     while engine.has_work():
         assert engine.step().computed > 0
 
 
 def test_a_worker_without_shapes_refuses():
-    backend = OracleBackend()
-    engine = Engine(backend, backend.tokenizer, total_blocks=32)
     with pytest.raises(InvalidRequest, match="deterministic"):
-        engine.submit(HandoffId("r", 1), spec())
+        engine_of(OracleBackend(), shapes=None).submit(key_of(), spec_of())
 
 
 @pytest.mark.parametrize(("rows", "tokens"), [(0, 32), (2, 1), (3, 7), (1, 16)])

@@ -4,7 +4,6 @@ from dataclasses import replace
 
 import pytest
 
-from baton.core import HandoffId, Sampling, SequenceSpec
 from baton.engine.engine import Engine
 from baton.engine.exact import parts
 from baton.engine.fixed import FixedShapes
@@ -15,14 +14,15 @@ from baton.engine.selfcheck import exact_rows
 from baton.engine.sequence import Sequence, Work
 from baton.engine.windows import Fixed
 from baton.tokenizer import load_tokenizer
+from tests.support.engines import Streams, key_of
 from tests.unit.engine.test_determinism import DEMO
-from tests.unit.engine.test_deterministic import SHAPES, VARIETIES, Tampered, drain, engine_of, run, spec
+from tests.unit.engine.test_deterministic import SHAPES, VARIETIES, Tampered, answers, engine_of, spec_of
 
 ALL_WRONG = range(400)  # what a forward that is not fixed draws
 
 
-def exact(rows=64):
-    return replace(SHAPES, exact_rows=rows)
+def exact(backend, rows=64, **options):
+    return engine_of(backend, shapes=replace(SHAPES, exact_rows=rows), **options)
 
 
 def nothing_verified(engine):
@@ -30,82 +30,79 @@ def nothing_verified(engine):
     return (counters.verify_passes, counters.rollbacks, counters.recomputed_tokens) == (0, 0, 0)
 
 
+def decode_steps(backend):
+    return [lens for lens, _ in backend.shapes if max(lens) == 1]
+
+
 @pytest.mark.parametrize("variety", VARIETIES)
 def test_tokens_are_final_at_once(variety):
     backend = Tampered(ALL_WRONG)
-    engine = engine_of(backend, shapes=exact())
-    asked = [spec("a prompt of some length", **VARIETIES[variety]), spec("b", **VARIETIES[variety])]
-    assert run(engine, asked)[0] == [backend.expected(each) for each in asked]
+    engine = exact(backend)
+    asked = [spec_of(prompt, **VARIETIES[variety]) for prompt in ("a prompt of some length", "b")]
+    assert answers(engine, asked) == [backend.expected(each) for each in asked]
     assert nothing_verified(engine)
 
 
 def test_each_step_brings_a_token():
-    engine = engine_of(Tampered(ALL_WRONG), shapes=exact())
-    key = HandoffId("r", 1)
-    engine.submit(key, spec("abc", max_tokens=20))
+    engine = exact(Tampered(ALL_WRONG))
+    engine.submit(key_of(), spec_of(max_tokens=20))
     said = [len(output.tokens) for _ in range(20) for output in engine.step().outputs]
     assert said == [1] * 20
 
 
 def test_all_is_ordinary_without_them():
     backend = Tampered()
-    run(engine_of(backend, shapes=exact()), [spec("x" * 30, deterministic=False) for _ in range(3)])
+    answers(exact(backend), [spec_of("x" * 30, deterministic=False) for _ in range(3)])
     assert backend.shapes == []
 
 
 def test_prompts_of_others_have_a_forward_of_their_own():
-    backend = Tampered(ALL_WRONG)
-    engine = engine_of(backend, shapes=exact())
-    keys = [HandoffId(f"r{number}", 1) for number in range(3)]
-    engine.submit(keys[0], spec("first", max_tokens=25))
-    while not engine.step().outputs:
-        pass
-    for number, key in enumerate(keys[1:], 1):
-        engine.submit(key, spec("y" * 70 * number, deterministic=False, max_tokens=25))
-    found, _ = drain(engine, keys)
-    assert found[0] == backend.expected(spec("first", max_tokens=25))[1:]
+    backend, found = Tampered(ALL_WRONG), Streams()
+    engine, asked = exact(backend), spec_of("first", max_tokens=25)
+    engine.submit(key_of(0), asked)
+    while not found.tokens:
+        found.step(engine)
+    for number in (1, 2):
+        engine.submit(key_of(number), spec_of("y" * 70 * number, deterministic=False, max_tokens=25))
+    assert found.drain(engine).ids(key_of(0)) == backend.expected(asked)
     assert nothing_verified(engine)
-    decodes = [lens for lens, _ in backend.shapes if max(lens) == 1]
-    assert (1,) in decodes, "beside prompts"
-    assert (1, 1, 1) in decodes, "others' decode rows come along"
+    assert (1,) in decode_steps(backend), "beside prompts"
+    assert (1, 1, 1) in decode_steps(backend), "others' decode rows come along"
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3])
 def test_no_exact_step_has_more_rows_than_it_may(rows):
     backend = Tampered(ALL_WRONG)
-    engine = engine_of(backend, shapes=exact(rows))
-    asked = [spec("z" * (3 + number), deterministic=number % 3 != 2, max_tokens=30) for number in range(8)]
-    found, _ = run(engine, asked)
-    for got, each in zip(found, asked, strict=True):
-        if each.deterministic:
-            assert got == backend.expected(each)
+    engine = exact(backend, rows)
+    asked = [spec_of("z" * (3 + number), deterministic=number % 3 != 2) for number in range(8)]
+    for got, each in zip(answers(engine, asked), asked, strict=True):
+        assert got == backend.expected(each) or not each.deterministic
     assert nothing_verified(engine)
-    decodes = [len(lens) for lens, _ in backend.shapes if max(lens) == 1]
-    assert max(decodes) == rows
+    assert max(map(len, decode_steps(backend))) == rows
 
 
 def test_delivered_tokens_are_replayed_by_passes_and_the_rest_is_exact():
     backend = Tampered(ALL_WRONG)
-    engine = engine_of(backend, shapes=exact())
-    asked = spec("some prompt that was computed elsewhere", max_tokens=60, temperature=0.8)
+    engine = exact(backend)
+    asked = spec_of("some prompt that was computed elsewhere", max_tokens=60, temperature=0.8)
     wanted = backend.expected(asked)
-    assert run(engine, [replace(asked, known=tuple(wanted[:20]))])[0] == [wanted[20:]]
+    assert answers(engine, [replace(asked, known=tuple(wanted[:20]))]) == [wanted[20:]]
     assert engine.counters.verify_passes == 3, "20 tokens in windows of 8"
     assert engine.counters.rollbacks == 0
 
 
 def test_preempted_ones_come_back():
     backend = Tampered(ALL_WRONG)
-    engine = engine_of(backend, shapes=exact(), total_blocks=12)
-    asked = [spec("p" * 20, max_tokens=100, seed=number, temperature=0.9) for number in range(4)]
-    assert run(engine, asked)[0] == [backend.expected(each) for each in asked]
+    engine = exact(backend, total_blocks=12)
+    asked = [spec_of("p" * 20, max_tokens=100, seed=number, temperature=0.9) for number in range(4)]
+    assert answers(engine, asked) == [backend.expected(each) for each in asked]
     assert engine.counters.preemptions > 0
     assert engine.counters.rollbacks == 0
 
 
 def item(number, *, count=1, known=20, verified=None, final=None):
     """`verified`: of a deterministic sequence."""
-    sequence = Sequence(HandoffId(f"r{number}", 1), number, known, 10, known - count)
+    sequence = Sequence(key_of(number), number, known, 10, known - count)
     if verified is not None:
         sequence.fixed = Fixed(SHAPES, 10, verified, verified - 1 if final is None else final)
     return Work(sequence, count)
@@ -121,75 +118,69 @@ def test_which_forwards_a_batch_needs():
     assert parts([chunk, sure, plain], 4) == [([sure, plain], True), ([chunk], False)]
     assert parts([plain, sure, doubtful], 1) == [([sure], True), ([plain, doubtful], False)]
     several = [item(number, verified=20) for number in range(5)]
-    assert parts([*several, plain, chunk], 3) == [
-        (several[:3], True),
-        ([*several[3:], plain], True),
-        ([chunk], False),
-    ]
+    wanted = [(several[:3], True), ([*several[3:], plain], True), ([chunk], False)]
+    assert parts([*several, plain, chunk], 3) == wanted
+
+
+def compiled_demo(dtype, **options):
+    backend = load_model(DEMO, dtype=dtype, **options)
+    if backend.model.kernels.name != "compiled":
+        pytest.skip("no compiled kernels on this machine: no decode step is exact")
+    return backend
+
+
+def demo_engine(backend, rows, total_blocks=64, **options):
+    shapes = FixedShapes(exact_rows=rows)
+    return Engine(backend, load_tokenizer(DEMO), total_blocks=total_blocks, shapes=shapes, **options)
+
+
+def bits_of(engine, asked, others):
+    found = Streams()
+    for number, each in enumerate(others):
+        engine.submit(key_of(f"other{number}"), each)
+        found.step(engine)
+    engine.submit(key_of("asked"), asked)
+    return [(token.token_id, token.logprobs) for token in found.drain(engine).tokens[key_of("asked")]]
 
 
 @pytest.mark.parametrize("kind", [{"temperature": 0.0}, {"temperature": 0.8, "top_p": 0.9, "logprobs": 2}])
 def test_real_bits_are_those_of_verify_passes(kind):
-    """Whichever of both ways each token comes, and whatever else is in the batch."""
-    backend, tokenizer = load_model(DEMO, dtype="bfloat16", attention_splits="load_bf16"), load_tokenizer(DEMO)
-    if backend.model.kernels.name != "compiled":
-        pytest.skip("no compiled kernels on this machine: no decode step is exact")
-    text = tokenizer.encode("The days of the week are known to all. " * 12)
-    asked = SequenceSpec(tuple(text), Sampling(max_tokens=70, ignore_eos=True, seed=3, **kind), deterministic=True)
-    other = SequenceSpec(tuple(text[:50]), Sampling(max_tokens=50, ignore_eos=True, seed=4))
+    backend = compiled_demo("bfloat16", attention_splits="load_bf16")
+    text = load_tokenizer(DEMO).encode("The days of the week are known to all. " * 12)
+    asked = spec_of(text, max_tokens=40, **kind)
+    other = spec_of(text[:50], max_tokens=40, temperature=1.0, deterministic=False)
     answers, engines = [], []
     for rows, others in ((0, 0), (0, 6), (64, 0), (64, 6), (3, 6)):
-        engines.append(
-            Engine(backend, tokenizer, total_blocks=512, prefix_cache=False, shapes=FixedShapes(exact_rows=rows))
-        )
+        engines.append(demo_engine(backend, rows, total_blocks=512, prefix_cache=False))
         answers.append(bits_of(engines[-1], asked, [other] * others))
     assert all(answer == answers[0] for answer in answers)
     assert [engine.counters.verify_passes > 0 for engine in engines] == [True, True, False, False, False]
 
 
-def bits_of(engine, asked, others):
-    """Ids and logprobs of `asked`, which comes when the others are decoding."""
-    key, found = HandoffId("asked", 1), []
-    for number, each in enumerate(others):
-        engine.submit(HandoffId(f"other{number}", 1), each)
-        engine.step()
-    engine.submit(key, asked)
-    while engine.has_work():
-        for output in engine.step().outputs:
-            if output.key == key:
-                found += [(token.token_id, token.logprobs) for token in output.tokens]
-    return found
-
-
 def test_a_profile_that_prefers_other_products_costs_no_exact_step(monkeypatch):
     """Fixed forwards take the same one up to 96 rows; the ordinary batch takes what is the fastest."""
-    backend = load_model(DEMO, dtype="float32")
-    if backend.model.kernels.name != "compiled":
-        pytest.skip("no compiled kernels on this machine: no decode step is exact")
-    tokenizer, logits = load_tokenizer(DEMO), []
+    backends = [compiled_demo("float32")]
     monkeypatch.setattr("baton.engine.kernels.choose.load_profile", lambda path: Profile(static=Choice(1, tall=True)))
-    other = load_model(DEMO, dtype="float32")
-    assert isinstance(other.model.kernels, CpuKernels)
-    assert other.model.kernels.profile.static == Choice(1, tall=True)
-    for each in (backend, other):
+    backends.append(load_model(DEMO, dtype="float32"))
+    kernels = backends[1].model.kernels
+    assert isinstance(kernels, CpuKernels)
+    assert kernels.profile.static == Choice(1, tall=True)
+    asked, answers = spec_of((1, 2, 3), max_tokens=20, temperature=1.0, logprobs=3), []
+    for each in backends:
         assert exact_rows(each, FixedShapes(exact_rows=64)) == 64
-        engine = Engine(each, tokenizer, total_blocks=64, shapes=FixedShapes(exact_rows=64))
-        asked = SequenceSpec((1, 2, 3), Sampling(max_tokens=20, ignore_eos=True, logprobs=3), deterministic=True)
-        logits.append(bits_of(engine, asked, [replace(asked, deterministic=False)] * 3))
-    assert logits[0] == logits[1]
+        answers.append(bits_of(demo_engine(each, 64), asked, [replace(asked, deterministic=False)] * 3))
+    assert answers[0] == answers[1]
 
 
 @pytest.mark.parametrize("rows", [0, 64])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_what_others_left_in_a_block_is_not_read(rows, dtype):
     """Fixed forwards look at whole chunks of positions; what is no number there must not spread."""
-    backend, tokenizer = load_model(DEMO, dtype=dtype), load_tokenizer(DEMO)
-    asked = SequenceSpec((1, 2, 3), Sampling(max_tokens=40, ignore_eos=True, temperature=0.0), deterministic=True)
-    answers = []
+    backend, answers = load_model(DEMO, dtype=dtype), []
     for value in (0.0, float("nan")):
-        engine = Engine(backend, tokenizer, total_blocks=20, shapes=FixedShapes(exact_rows=rows))
+        engine = demo_engine(backend, rows, total_blocks=20)
         for tensor in engine.kv.tensors:
             tensor[:, :-1].fill_(value)
-        answers.append(bits_of(engine, asked, []))
+        answers.append(bits_of(engine, spec_of((1, 2, 3), max_tokens=40), []))
     assert len(answers[0]) == 40
     assert answers[0] == answers[1]

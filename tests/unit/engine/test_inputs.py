@@ -4,17 +4,16 @@ import itertools
 import random
 from types import SimpleNamespace
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.core import HandoffId
-from baton.engine.batch import Batch
 from baton.engine.blocks import Allocation, BlockPool
 from baton.engine.inputs import STAGES, Inputs, Mirror
 from baton.engine.oracle import oracle_layout
 from baton.engine.sequence import Sequence, Work
+from tests.unit.model.harness import Row, assert_same_batch, make_batch
 
 CPU = torch.device("cpu")
 BLOCK, MAX_TOKENS, MAX_ROWS, MAX_LEN = 4, 24, 6, 40
@@ -26,39 +25,14 @@ def inputs_of(staged):
 
 
 def from_nothing(work, tokens):
-    """The documented batch, token by token."""
-    ids, positions, slots, wanted, starts = [], [], [], [], [0]
     contexts = [item.sequence.computed + item.count for item in work]
-    for item, known, context in zip(work, tokens, contexts, strict=True):
-        for position in range(item.sequence.computed, context):
-            ids.append(known[position])
-            positions.append(position)
-            slots.append(item.sequence.allocation.blocks[position // BLOCK] * BLOCK + position % BLOCK)
-        starts.append(len(ids))
-        if context == len(known):
-            wanted.append(len(ids) - 1)
     width = -(-max(contexts) // BLOCK)
-    tables = [(item.sequence.allocation.blocks + [0] * width)[:width] for item in work]
-    return Batch(
-        token_ids=torch.tensor(ids),
-        positions=torch.tensor(positions),
-        slot_mapping=torch.tensor(slots),
-        query_lens=[item.count for item in work],
-        context_lens=contexts,
-        query_starts=torch.tensor(starts, dtype=torch.int32),
-        kv_lens=torch.tensor(contexts, dtype=torch.int32),
-        block_tables=torch.tensor(tables, dtype=torch.int32),
-        logit_rows=torch.tensor(wanted, dtype=torch.int64),
-    )
-
-
-def assert_equal(found, wanted):
-    for name in Batch.__slots__:
-        left, right = getattr(found, name), getattr(wanted, name)
-        if isinstance(right, torch.Tensor):
-            assert (left.dtype, left.tolist()) == (right.dtype, right.tolist()), name
-        else:
-            assert left == right, name
+    rows = [
+        Row(known, 0, item.sequence.computed, item.sequence.allocation.blocks[:width])
+        for item, known in zip(work, tokens, strict=True)
+    ]
+    wanted = [[item.count - 1] * item.completes for item in work]
+    return make_batch(rows, [item.count for item in work], wanted, BLOCK)
 
 
 class Traffic:
@@ -90,7 +64,6 @@ class Traffic:
         self.running.append(Sequence(key, self.arrivals, known, known, allocation=allocation))
 
     def work(self):
-        """Some of who runs, decoding or with a chunk."""
         budget, work = MAX_TOKENS - MAX_ROWS, list[Work]()
         for sequence in self.running:
             if self.rng.random() < 0.1 and work:
@@ -123,7 +96,7 @@ def test_batches_equal_those_built_from_nothing(number, staged):
         traffic.shake()
         work = traffic.work()
         tokens = [traffic.tokens[item.sequence.key] for item in work]
-        assert_equal(inputs.build(work, tokens), from_nothing(work, tokens))
+        assert_same_batch(inputs.build(work, tokens), from_nothing(work, tokens))
         traffic.advance(work)
 
 
@@ -148,20 +121,6 @@ def test_steady_decoding_writes_no_row_of_the_table_again():
         assert batch.block_tables[1, 0] == 77
         assert batch.positions.tolist() == [step] * 3
     assert batch.block_tables[:, 2].tolist() == [held(sequence).blocks[2] for sequence in sequences]
-
-
-@pytest.mark.parametrize("staged", [False, True])
-def test_a_shorter_table_leaves_nothing_of_a_longer_one(staged):
-    pool, inputs = BlockPool(30), inputs_of(staged)
-    long = Sequence(HandoffId("long", 1), 1, 36, 36, 35, pool.allocate(9))
-    short, other = (Sequence(HandoffId(name, 1), 2, 5, 5, 4, pool.allocate(2)) for name in "ab")
-    inputs.build([Work(long, 1), Work(other, 1)], [[1] * 36, [1] * 5])
-    held(long).release()
-    work, tokens = [Work(short, 1), Work(other, 1)], [[1] * 5, [1] * 5]
-    assert_equal(inputs.build(work, tokens), from_nothing(work, tokens))
-    again = Sequence(HandoffId("again", 1), 3, 36, 36, 35, pool.allocate(9))
-    work, tokens = [Work(short, 1), Work(again, 1)], [[1] * 5, [2] * 36]
-    assert_equal(inputs.build(work, tokens), from_nothing(work, tokens))
 
 
 def test_a_copy_in_flight_is_not_written_over():

@@ -2,43 +2,42 @@ import random
 from dataclasses import replace
 
 import pytest
-import torch
 
-from baton.core import HandoffId, Sampling, SequenceSpec
-from baton.engine.engine import Engine
+from baton.core import Sampling, SequenceSpec
 from baton.engine.generate import generate
-from baton.engine.model.build import load_model
-from baton.engine.oracle import OracleBackend, oracle_layout
 from baton.engine.prefix import Chain, named_blocks, names_of, scope_key
-from baton.tokenizer import OracleTokenizer
-from tests.unit.model.checkpoints import VOCAB, random_checkpoint
-
-BLOCK = 4
-GREEDY = Sampling(max_tokens=9, temperature=0.0, ignore_eos=True)
+from tests.support.engines import (
+    BLOCK,
+    Faulty,
+    Streams,
+    block_names,
+    engine_of,
+    ids,
+    key_of,
+    kv_of,
+    numbers,
+    oracle,
+    reserved,
+    spec_of,
+)
 
 
 @pytest.fixture(scope="module")
 def backend():
-    return OracleBackend(oracle_layout(block_size=BLOCK), max_model_len=128)
+    return oracle()
 
 
-def engine_of(backend, total_blocks=40, **options):
-    return Engine(backend, OracleTokenizer(), total_blocks=total_blocks, **options)
-
-
-def tokens_of(engine, prompt, sampling=GREEDY, **fields):
-    """The output tokens of a request, and how many of its tokens were cached."""
+def tokens_of(engine, prompt, **options):
     before = engine.counters.cached_tokens
-    found = generate(engine, SequenceSpec(tuple(prompt), sampling, **fields))
-    return [token.token_id for token in found.tokens], engine.counters.cached_tokens - before
+    found = generate(engine, spec_of(prompt, **options))
+    return ids(found.tokens), engine.counters.cached_tokens - before
 
 
 # --- names
 
 
-def names(scope, tokens, block_size=BLOCK):
-    chain = Chain(scope_key("model", scope), tokens, block_size)
-    return [chain.digest(i) for i in range(len(tokens) // block_size)]
+def names(scope, tokens, size=BLOCK):
+    return block_names(oracle(), tokens, scope, size)
 
 
 def test_a_name_says_all_tokens_up_to_its_end_in_its_scope():
@@ -52,15 +51,12 @@ def test_a_name_says_all_tokens_up_to_its_end_in_its_scope():
     assert not set(one) & set(names("me", tokens))
     assert not set(one) & set(names("", tokens, 2)) | set(names("", tokens)) & set(names("", tokens, 6))
     assert scope_key("a", "bc") != scope_key("ab", "c")
-
-
-def test_names_of_repeated_blocks_differ():
     assert len(set(names("", [7] * 40))) == 10
 
 
 def test_a_chain_grows_with_its_tokens_and_never_names_half_a_block():
     tokens = [1, 2, 3, 4, 5]
-    chain = Chain(scope_key("model", ""), tokens, BLOCK)
+    chain = Chain(scope_key(oracle().fingerprint, ""), tokens, BLOCK)
     with pytest.raises(IndexError, match="block 1 is not full: 1 of 4"):
         chain.digest(1)
     tokens += [6, 7, 8]
@@ -74,73 +70,63 @@ def test_a_chain_grows_with_its_tokens_and_never_names_half_a_block():
 
 @pytest.mark.parametrize(("length", "hit"), [(3, 0), (4, 0), (5, 4), (8, 4), (9, 8), (30, 28)])
 def test_the_same_prompt_again_computes_the_rest_and_at_least_one_token(backend, length, hit):
-    engine, prompt = engine_of(backend), b"The quick brown fox jumps over the lazy dog"[:length]
-    first, missed = tokens_of(engine, prompt)
+    engine, prompt = engine_of(backend), "The quick brown fox jumps over the lazy dog"[:length]
+    right = backend.expected(spec_of(prompt))
+    assert tokens_of(engine, prompt) == (right, 0)
     computed = engine.counters.prefill_tokens
-    again, cached = tokens_of(engine, prompt)
-    assert (first, missed, cached) == (backend.expected(SequenceSpec(tuple(prompt), GREEDY)), 0, hit)
-    assert again == first
+    assert tokens_of(engine, prompt) == (right, hit)
     assert engine.counters.prefill_tokens == computed + length - hit
 
 
 def test_what_decode_filled_is_found_by_the_next_turn(backend):
     engine, prompt = engine_of(backend), tuple(b"hello you")
-    answer, _ = tokens_of(engine, prompt)
-    follow_up = (*prompt, *answer, *b"?")
-    found, cached = tokens_of(engine, follow_up)
-    assert cached == 16  # 9 + 9 tokens, of which the last was never fed back
-    assert found == backend.expected(SequenceSpec(follow_up, GREEDY))
+    follow_up = (*prompt, *tokens_of(engine, prompt)[0], *b"?")
+    # 9 + 9 tokens, of which the last was never fed back
+    assert tokens_of(engine, follow_up) == (backend.expected(spec_of(follow_up)), 16)
 
 
 def test_adopted_blocks_are_found_only_once_they_are_adopted(backend):
-    sender, receiver, key = engine_of(backend), engine_of(backend), HandoffId("r", 1)
-    prompt = tuple(b"what is the largest ocean?")
-    sender.submit(key, SequenceSpec(prompt, GREEDY), hold=True)
-    first = sender.step().outputs[0].tokens[0].token_id
-    reserved = receiver.reserve(len(prompt))
-    kv = torch.empty(2 * len(prompt) * sender.layout.layer_token_bytes, dtype=torch.uint8)
-    sender.kv.gather(range(2), sender.held(key).blocks, 0, len(prompt), kv)
-    receiver.kv.scatter(range(2), reserved.blocks, 0, len(prompt), kv)
-    assert tokens_of(receiver, prompt)[1] == 0, "reserved blocks may still be written by a peer"
+    receiver, spec = engine_of(backend), spec_of("what is the largest ocean?")
+    room = reserved(receiver, len(spec))
+    streams, kv = kv_of(engine_of(backend), spec)
+    receiver.kv.scatter(range(2), room.blocks, 0, len(spec), kv)
+    assert tokens_of(receiver, spec.prompt)[1] == 0, "reserved blocks may still be written by a peer"
     receiver.pool.allocate(receiver.pool.available, reserved=True).release()  # evicts what that has left
-    receiver.adopt(key, SequenceSpec(prompt, GREEDY, (first,)), reserved)
-    receiver.release(key)
-    found, cached = tokens_of(receiver, prompt)
-    assert cached == 24
-    assert found == backend.expected(SequenceSpec(prompt, GREEDY))
+    receiver.adopt(key_of(), replace(spec, known=tuple(streams.ids(key_of()))), room)
+    receiver.release(key_of())
+    assert tokens_of(receiver, spec.prompt) == (backend.expected(spec), 24)
 
 
 def test_another_scope_finds_nothing(backend):
-    engine, prompt = engine_of(backend), b"a secret prompt of one tenant"
+    engine, prompt = engine_of(backend), "a secret prompt of one tenant"
     tokens, _ = tokens_of(engine, prompt, cache_scope="one")
     for scope, hit in (("two", 0), ("", 0), ("one", 28), ("two", 28)):
         assert tokens_of(engine, prompt, cache_scope=scope) == (tokens, hit)
 
 
 def test_without_the_cache_blocks_are_free_at_once(backend):
-    engine, prompt = engine_of(backend, prefix_cache=False), b"The quick brown fox"
+    engine, prompt = engine_of(backend, prefix_cache=False), "The quick brown fox"
     assert tokens_of(engine, prompt) == tokens_of(engine, prompt)
     assert engine.counters.cached_tokens == 0
     assert engine.pool.counts().free == 40
 
 
-def test_what_runs_shares_its_blocks_and_outputs_say_what_was_cached(backend):
-    engine, prompt = engine_of(backend), tuple(b"one beginning for all of them: ")
-    streams, cached = dict[str, list[int]](), dict[str, int]()
-    for i in range(4):
-        engine.submit(HandoffId(str(i), 1), SequenceSpec((*prompt, i), GREEDY))
+def test_what_runs_shares_its_blocks_and_outputs_tell_what_was_cached(backend):
+    engine, cached, found = engine_of(backend), dict[str, int](), Streams()
+    specs = {key_of(i): spec_of((*b"one beginning for all of them: ", i)) for i in range(4)}
+    for i, (key, spec) in enumerate(specs.items()):
+        engine.submit(key, spec)
         if i == 0:
-            engine.step()
+            found.step(engine)
     shared = engine.pool.counts().owned
-    while engine.has_work():
-        for output in engine.step().outputs:
-            streams.setdefault(output.key.request_id, []).extend(token.token_id for token in output.tokens)
-            cached[output.key.request_id] = output.cached_tokens
-        counts = engine.pool.counts()
-        assert counts.owned <= shared + 4 + 3 * 3, "the seven blocks of the beginning are counted once"
+
+    def look(result):
+        cached.update({output.key.request_id: output.cached_tokens for output in result.outputs})
+        assert engine.pool.counts().owned <= shared + 4 + 3 * 3, "the seven blocks of the beginning are counted once"
+
+    found.drain(engine, look)
     assert cached == {"0": 0, "1": 28, "2": 28, "3": 28}
-    for i in range(1, 4):
-        assert streams[str(i)] == backend.expected(SequenceSpec((*prompt, i), GREEDY))
+    assert all(found.ids(key) == backend.expected(spec) for key, spec in specs.items())
     assert engine.load().cached_tokens == 3 * 28
 
 
@@ -148,54 +134,39 @@ def test_a_full_cache_gives_way_to_a_reservation_and_to_the_next_prompt(backend)
     engine = engine_of(backend, total_blocks=8)
     tokens_of(engine, range(20))
     assert engine.pool.counts().cached == 7
-    reserved = engine.reserve(31)
-    assert len(reserved.blocks) == 8
-    reserved.release()
+    room = reserved(engine, 31)
+    assert len(room.blocks) == 8
+    room.release()
     assert engine.pool.counts().free == 8
     tokens_of(engine, range(20))
     assert tokens_of(engine, range(100, 120))[1] == 0
 
 
-class Flaky:
-    """The oracle, which raises, or gives no numbers, as soon as it is told."""
-
-    def __init__(self, backend):
-        self.backend, self.fault = backend, None
-        self.name, self.layout, self.fingerprint = backend.name, backend.layout, backend.fingerprint
-        self.vocab_size, self.max_model_len, self.device = backend.vocab_size, backend.max_model_len, backend.device
-        self.make_cache, self.thinker = backend.make_cache, None
-
-    def forward(self, batch, kv):
-        logits = self.backend.forward(batch, kv)
-        if self.fault == "raise":
-            raise RuntimeError("out of luck")
-        return logits * float("nan") if self.fault else logits
-
-
 @pytest.mark.parametrize("fault", ["raise", "nan"])
-def test_what_a_failed_step_wrote_or_read_is_not_found(backend, fault):
-    engine, prompt = engine_of(flaky := Flaky(backend)), tuple(b"The quick brown fox")
+def test_what_a_failed_step_wrote_or_read_is_not_found(fault):
+    backend = Faulty()
+    engine, prompt = engine_of(backend), tuple(b"The quick brown fox")
     tokens_of(engine, prompt)
-    flaky.fault = fault
-    engine.submit(HandoffId("r", 1), SequenceSpec((*prompt, *b" jumps"), GREEDY))
+    backend.fault = fault
+    engine.submit(key_of(), spec_of((*prompt, *b" jumps")))
     assert len(engine.step().failed) == 1
-    flaky.fault = None
+    backend.fault = ""
     assert engine.counters.cached_tokens == 16
-    assert tokens_of(engine, prompt) == (backend.expected(SequenceSpec(prompt, GREEDY)), 0)
+    assert tokens_of(engine, prompt) == (backend.expected(spec_of(prompt)), 0)
 
 
 # --- the same tokens with and without
 
 
-def family(rng, vocab, scopes=("", "me")):
+def family(rng):
     """Prompts of which many begin alike, in two scopes, some of them twice."""
-    stems = [tuple(rng.randrange(vocab) for _ in range(rng.randint(5, 40))) for _ in range(4)]
+    stems = [numbers(rng, rng.randint(5, 40)) for _ in range(4)]
     for _ in range(24):
         stem = rng.choice(stems)
-        prompt = (*stem[: rng.randint(1, len(stem))], *(rng.randrange(vocab) for _ in range(rng.choice([0, 0, 1, 9]))))
-        length = rng.randint(1, 24)
-        sampling = Sampling(max_tokens=length, temperature=rng.choice([0.0, 1.0]), seed=rng.getrandbits(60))
-        yield SequenceSpec(prompt, sampling, cache_scope=rng.choice(scopes), priority=rng.choice([0, 0, 1]))
+        prompt = (*stem[: rng.randint(1, len(stem))], *numbers(rng, rng.choice([0, 0, 1, 9])))
+        sampling = {"max_tokens": rng.randint(1, 24), "temperature": rng.choice([0.0, 1.0]), "ignore_eos": False}
+        some = {"cache_scope": rng.choice(["", "me"]), "priority": rng.choice([0, 0, 1])}
+        yield spec_of(prompt, seed=rng.getrandbits(60), **sampling, **some)
 
 
 def answers(engine, specs, rng):
@@ -203,15 +174,15 @@ def answers(engine, specs, rng):
     streams, waiting, order = dict[int, list[int]](), list(enumerate(specs)), 0
     while waiting or engine.has_work():
         for number, spec in waiting[: rng.randint(0, 3)]:
-            engine.submit(HandoffId(str(number), 1), spec)
+            engine.submit(key_of(number), spec)
             waiting.remove((number, spec))
             streams[number] = []
         order += 1
         for output in engine.step().outputs:
-            streams[int(output.key.request_id)] += [token.token_id for token in output.tokens]
+            streams[int(output.key.request_id)] += ids(output.tokens)
         if order in {5, 11}:
             victim = rng.choice(list(streams))
-            engine.release(HandoffId(str(victim), 1))
+            engine.release(key_of(victim))
             waiting.append((victim, specs[victim]))
     assert engine.pool.available == engine.pool.total
     return streams
@@ -222,24 +193,10 @@ def answers(engine, specs, rng):
 def test_the_oracle_gives_the_same_tokens(backend, number, total_blocks, budget):
     """Its logits depend on every byte of KV, so stale, torn or swapped blocks show."""
     rng = random.Random(number)
-    specs = list(family(rng, 256))
+    specs = list(family(rng))
     engine = engine_of(backend, total_blocks, max_batched_tokens=budget)
-    streams = answers(engine, specs, rng)
-    assert streams == {i: backend.expected(spec) for i, spec in enumerate(specs)}
+    assert answers(engine, specs, rng) == {i: backend.expected(spec) for i, spec in enumerate(specs)}
     assert engine.counters.cached_tokens > 0
-
-
-@pytest.mark.parametrize("total_blocks", [300, 24])
-def test_a_transformer_gives_the_same_tokens(tmp_path, total_blocks):
-    random_checkpoint(tmp_path, "llama", seed=3)
-    model = load_model(tmp_path, dtype="float32", device="cpu", block_size=BLOCK)
-    specs = list(family(random.Random(7), VOCAB))
-    found = {}
-    for cache in (False, True):
-        engine = engine_of(model, total_blocks, prefix_cache=cache, max_batched_tokens=40)
-        found[cache] = answers(engine, specs, random.Random(8))
-        assert (engine.counters.cached_tokens > 0) == cache
-    assert found[True] == found[False]
 
 
 def test_deterministic_requests_have_names_of_their_own():

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.core import Sampling
+from baton.core import Sampling, TokenLogprobs
 from baton.engine.filters import GROUPS, LANES, SLACK, Limits, descending, kept, kept_leaders, leaders, mass
 from baton.engine.mixing import _mix32, _mix32_array, columns_hash, mix64, mix64_tensor, signed32, signed64
 from baton.engine.penalties import NEVER, Adjustments
@@ -148,24 +148,11 @@ def test_nothing_asked_for_copies_nothing():
     assert Adjustments([make_row(Sampling())] * 2).apply(logits) is logits
 
 
-def test_greedy_ties_go_to_the_lowest_id():
-    logits = torch.tensor([[0.0, 5.0, 5.0, 5.0], [2.0, 2.0, 1.0, 2.0]])
-    rows = [make_row(Sampling(temperature=0.0), vocab=4)] * 2
-    assert [s.token_id for s in sample(logits, rows)] == [1, 0]
-
-
-def test_tiny_temperature_is_greedy():
-    logits = torch.tensor([[1.0, 3.0, 3.5, -80.0]])
+def test_greedy_ties_go_to_the_lowest_id_and_a_tiny_temperature_is_greedy():
+    logits = torch.tensor([[0.0, 5.0, 5.0, 5.0], [2.0, 2.0, 1.0, 2.0], [1.0, 3.0, 3.5, -80.0]])
     tiny = Sampling(temperature=math.ulp(0.0), top_p=0.9, top_k=3, min_p=0.1)
-    assert sample(logits, [make_row(tiny, vocab=4)])[0].token_id == 2
-
-
-def test_bias_bans_and_forces():
-    logits = torch.zeros(1, VOCAB)
-    forced = Sampling(logit_bias=((11, 100.0),), seed=1)
-    assert sample(logits, [make_row(forced)])[0].token_id == 11
-    banned = Sampling(logit_bias=tuple((i, -100.0) for i in range(VOCAB) if i != 5), seed=1)
-    assert sample(logits, [make_row(banned)])[0].token_id == 5
+    rows = [make_row(sampling, vocab=4) for sampling in (*[Sampling(temperature=0.0)] * 2, tiny)]
+    assert draw(logits, rows).tolist() == [1, 0, 2]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -201,30 +188,20 @@ def chi_square(found, wanted):
     return sum((f - w) ** 2 / w for f, w in zip(found, wanted, strict=True))
 
 
-@pytest.mark.parametrize("vary", ["position", "seed"])
-def test_frequencies_are_those_of_softmax(vary):
+@pytest.mark.parametrize(
+    ("vary", "options", "kept"),
+    [("position", {"temperature": 0.8}, 12), ("seed", {"temperature": 0.8}, 12), ("seed", {"top_k": 3}, 3)],
+)
+def test_frequencies_are_those_of_the_softmax_of_what_is_kept(vary, options, kept):
     n, columns = 20_000, 12
-    logits = torch.linspace(-2, 1.5, columns)
-    temperature = 0.8
-    rows = []
-    for i in range(n):
-        row = make_row(Sampling(temperature=temperature, seed=i if vary == "seed" else 99), vocab=columns)
+    logits = torch.linspace(1.5, -2, columns)
+    rows = [make_row(Sampling(seed=i if vary == "seed" else 99, **options), vocab=columns) for i in range(n)]
+    for i, row in enumerate(rows):
         row.position = i if vary == "position" else 17
-        rows.append(row)
-    tokens = draw(logits.expand(n, -1).contiguous(), rows)
-    wanted = (logits / temperature).softmax(0) * n
-    assert chi_square(tokens.bincount(minlength=columns).tolist(), wanted.tolist()) < chi_square_limit(columns - 1)
-
-
-def test_filtered_frequencies_are_those_of_the_renormalised_softmax():
-    n = 10_000
-    logits = torch.tensor([3.0, 2.0, 1.0, 0.0, -1.0, -2.0])
-    rows = [make_row(Sampling(top_k=3, seed=i), vocab=6) for i in range(n)]
-    tokens = draw(logits.expand(n, -1).contiguous(), rows)
-    found = tokens.bincount(minlength=6).tolist()
-    assert found[3:] == [0, 0, 0]
-    wanted = logits[:3].softmax(0) * n
-    assert chi_square(found[:3], wanted.tolist()) < chi_square_limit(2)
+    found = draw(logits.expand(n, -1).contiguous(), rows).bincount(minlength=columns).tolist()
+    wanted = (logits[:kept] / options.get("temperature", 1.0)).softmax(0) * n
+    assert sum(found[kept:]) == 0
+    assert chi_square(found[:kept], wanted.tolist()) < chi_square_limit(kept - 1)
 
 
 def test_neighbouring_positions_are_independent():
@@ -286,15 +263,12 @@ def test_mix64_is_the_same_on_tensors(numbers):
 def test_logprobs_are_the_models_own():
     logits = logits_of(random.Random(2), 3)
     base = Sampling(temperature=0.7, logit_bias=((6, 100.0),), presence_penalty=2.0, seed=1)
-    rows = [make_row(replace(base, logprobs=n)) for n in (None, 0, 4)]
-    none, chosen, best = sample(logits, rows)
+    none, chosen, best = sample(logits, [make_row(replace(base, logprobs=n)) for n in (None, 0, 4)])
     raw = logits.double().log_softmax(-1)
     assert none.logprobs is None
     assert chosen.token_id == best.token_id == 6
-    assert chosen.logprobs is not None
+    assert chosen.logprobs == TokenLogprobs(pytest.approx(float(raw[1, 6]), abs=1e-5), ())
     assert best.logprobs is not None
-    assert chosen.logprobs.top == ()
-    assert chosen.logprobs.logprob == pytest.approx(float(raw[1, 6]), abs=1e-5)
     wanted = sorted(range(VOCAB), key=lambda i: -float(raw[2, i]))[:4]
     assert [token for token, _ in best.logprobs.top] == wanted
     assert [p for _, p in best.logprobs.top] == pytest.approx([float(raw[2, i]) for i in wanted], abs=1e-5)
@@ -344,28 +318,20 @@ wide_options = st.tuples(
 @settings(max_examples=60)
 @given(st.lists(wide_options, min_size=1, max_size=4), st.sampled_from([WIDE, WIDE + 3]), st.integers(0, 2**32))
 def test_a_draw_from_the_leaders_is_the_draw_from_all(mix, vocab, number):
+    """Where they are sure, what is kept of them is what is kept of all."""
     rng = random.Random(number)
     logits = torch.stack([wide_logits(rng, shape, vocab) for shape, _ in mix])
     rows = [make_row(sampling, prompt=range(rng.randrange(1, 9)), vocab=vocab) for _, sampling in mix]
     wanted = [slow_token(line, row) for line, row in zip(logits, rows, strict=True)]
     assert [s.token_id for s in sample(logits, rows)] == wanted
-
-
-@settings(max_examples=60)
-@given(st.lists(wide_options, min_size=1, max_size=4), st.sampled_from([WIDE, WIDE + 3]), st.integers(0, 2**32))
-def test_what_is_kept_of_the_leaders_is_kept_of_all_where_it_is_sure(mix, vocab, number):
-    rng = random.Random(number)
-    logits = torch.stack([wide_logits(rng, shape, vocab) for shape, _ in mix])
     scaled = logits - logits.max(-1, keepdim=True).values
-    limits = limits_of([sampling for _, sampling in mix], vocab)
+    limits = limits_of([row.sampling for row in rows], vocab)
     every, found = kept(scaled, limits), leaders(scaled)
     some, sure = kept_leaders(found, limits, mass(scaled))
-    for i, (_, sampling) in enumerate(mix):
-        assert set(every[i].nonzero()[:, 0].tolist()) >= set(
-            (slow_kept(scaled[i], sampling) > NEVER).nonzero()[:, 0].tolist()
-        )
-        if sure[i]:
-            assert found.columns[i][some[i]].tolist() == every[i].nonzero()[:, 0].tolist()
+    for i, row in enumerate(rows):
+        all_kept = every[i].nonzero()[:, 0].tolist()
+        assert set(all_kept) >= set((slow_kept(scaled[i], row.sampling) > NEVER).nonzero()[:, 0].tolist())
+        assert not sure[i] or found.columns[i][some[i]].tolist() == all_kept
 
 
 def test_leaders_are_sure_of_a_peak_and_not_of_a_plain():
@@ -374,19 +340,6 @@ def test_leaders_are_sure_of_a_peak_and_not_of_a_plain():
     scaled = logits - logits.max(-1, keepdim=True).values
     limits = limits_of([Sampling(top_p=0.9)] * 2, WIDE)
     assert kept_leaders(leaders(scaled), limits, mass(scaled))[1].tolist() == [True, False]
-
-
-@pytest.mark.parametrize("vocab", [WIDE, WIDE + 1])
-def test_leaders_hold_all_that_is_above_their_bound(vocab):
-    x = torch.stack([wide_logits(random.Random(i), shape, vocab) for i, shape in enumerate(("usual", "ties"))])
-    found = leaders(x)
-    for row, values, ids, bound in zip(x, *found, strict=True):
-        above = (row > bound).nonzero()[:, 0].tolist()
-        assert set(above) <= set(ids.tolist())
-        assert ids.tolist() == sorted(ids.tolist())
-        inside = ids < vocab
-        assert torch.equal(row[ids[inside]], values[inside])
-        assert bool((values[~inside] == NEVER).all())
 
 
 @pytest.mark.parametrize("scale", [0.0, 0.1, 1.0, 5.0, 30.0])

@@ -31,15 +31,8 @@ class SchedulerMachine(RuleBasedStateMachine):
     )
     def start(self, total, block_size, budget, max_running, recompute):
         self.total, self.block_size, self.recompute = total, block_size, recompute
-        self.pool = BlockPool(total)
-        self.scheduler = Scheduler(
-            self.pool,
-            block_size,
-            max_batched_tokens=budget,
-            max_running=max_running,
-            recompute_preempted=recompute,
-            patience=PATIENCE,
-        )
+        self.scheduler = scheduler(total, block_size, budget, max_running, recompute)
+        self.pool = self.scheduler.pool
         self.alive = {}  # sequence -> the length at which it ends
         self.foreign = []  # reserved or held by others
         self.endings = {}
@@ -191,6 +184,12 @@ def advance(plan):
         item.sequence.computed += item.count
 
 
+def adopted(s, arrival, known, blocks, priority=0):
+    allocation = s.pool.allocate(blocks)
+    s.adopt(found := sequence(arrival, known, known - 1, allocation, priority))
+    return found
+
+
 def steps_until_served(s, victim, rivals):
     """Steps until `victim` has its last token, while `rivals` come one per step as long as they last; None: never."""
     ends = {other: other.known + 2 for other in (victim, *rivals)}
@@ -267,14 +266,13 @@ def test_nobody_is_preempted_for_what_would_not_fit_even_then():
 def test_of_equal_priority_the_latest_is_preempted_and_of_others_the_least_urgent():
     s = scheduler(total=6, budget=100)
     for arrival, priority in ((1, 0), (2, -1), (3, 0)):
-        allocation = s.pool.allocate(2)
-        s.adopt(sequence(arrival, known=8 + (arrival == 1), computed=7, allocation=allocation, priority=priority))
-    s.running[0].known, s.running[0].computed = 9, 8
-    assert [v.arrival for v in s.plan().preempted] == [2]
-    s.running[0].known, s.running[0].computed = 17, 16
-    assert s.running[0].arrival == 1
-    s.pool.allocate(s.pool.available, reserved=True)
-    assert [v.arrival for v in s.plan().preempted] == [3]
+        adopted(s, arrival, 8, 2, priority)
+    first = s.running[0]
+    assert first.arrival == 1
+    for computed, preempted in ((8, 2), (16, 3)):
+        first.known, first.computed = computed + 1, computed
+        assert [v.arrival for v in s.plan().preempted] == [preempted]
+        s.pool.allocate(s.pool.available, reserved=True)
 
 
 def test_a_preempted_sequence_finds_its_own_blocks():
@@ -294,57 +292,37 @@ def test_a_preempted_sequence_finds_its_own_blocks():
     foreign.release()
 
 
-def test_thousands_that_wait_cost_a_step_nothing():
-    s = scheduler(total=8, budget=8)
-    for arrival in range(1, 5001):
-        s.add(sequence(arrival, known=8))
-    assert counts(s.plan()) == {1: 8}
-    assert s.waiting_tokens == 8 * 4999
-    for waiting in list(s.waiting):
-        s.remove(waiting)
-    assert s.waiting_tokens == 0
-
-
 def test_long_prompt_is_cut_and_leaves_room_for_decodes():
     s = scheduler(total=12)
     s.add(sequence(1, known=20))
-    first = s.plan()
-    assert counts(first) == {1: 8}
-    advance(first)
-    s.adopt(sequence(2, known=5, computed=4, allocation=s.pool.allocate(2)))
-    second = s.plan()
-    assert counts(second) == {1: 7, 2: 1}
-    advance(second)
-    assert counts(s.plan()) == {1: 5, 2: 1}
+    found = []
+    for _ in range(3):
+        plan = s.plan()
+        found.append(counts(plan))
+        advance(plan)
+        if len(found) == 1:
+            adopted(s, 2, 5, 2)
+    assert found == [{1: 8}, {1: 7, 2: 1}, {1: 5, 2: 1}]
 
 
-def test_full_pool_preempts_the_latest_and_the_oldest_goes_on():
-    s = scheduler(total=3)
-    old = sequence(1, known=5, computed=4, allocation=s.pool.allocate(1))
-    young = sequence(2, known=6, computed=5, allocation=s.pool.allocate(2))
-    s.adopt(old)
-    s.adopt(young)
+@pytest.mark.parametrize("recompute", [True, False])
+def test_full_pool_preempts_the_latest_and_the_oldest_goes_on(recompute):
+    s = scheduler(total=3, recompute=recompute)
+    adopted(s, 1, 5, 1)
+    young = adopted(s, 2, 6, 2)
     plan = s.plan()
     assert counts(plan) == {1: 1}
-    assert plan.preempted == [young] == s.waiting
+    assert plan.preempted == [young]
+    assert s.waiting == ([young] if recompute else [])
     assert (young.computed, young.prefill_end, young.allocation) == (0, 6, None)
-
-
-def test_handing_back_drops_the_preempted():
-    s = scheduler(total=3, recompute=False)
-    s.adopt(sequence(1, known=5, computed=4, allocation=s.pool.allocate(1)))
-    s.adopt(young := sequence(2, known=6, computed=5, allocation=s.pool.allocate(2)))
-    assert s.plan().preempted == [young]
-    assert s.waiting == []
 
 
 def test_youngest_without_room_waits_and_keeps_its_blocks():
     s = scheduler(total=3)
-    s.adopt(sequence(1, known=6, computed=5, allocation=s.pool.allocate(2)))
-    s.adopt(young := sequence(2, known=5, computed=4, allocation=s.pool.allocate(1)))
+    adopted(s, 1, 6, 2)
+    young = adopted(s, 2, 5, 1)
     plan = s.plan()
-    assert counts(plan) == {1: 1}
-    assert plan.preempted == []
+    assert (counts(plan), plan.preempted) == ({1: 1}, [])
     assert len(young.allocation or ()) == 1
 
 

@@ -18,17 +18,13 @@ from tests.unit.engine.test_determinism import DEMO
 SHAPES = FixedShapes()
 
 
-class Spoilt:
-    """The oracle, with a little added to what `where` says."""
-
+class Spoilt(OracleBackend):
     def __init__(self, where):
-        self._oracle, self._where = OracleBackend(), where
-        self.layout, self.device, self.vocab_size = self._oracle.layout, self._oracle.device, self._oracle.vocab_size
-        self.max_model_len, self.nondeterminism, self.make_cache = 2048, "", self._oracle.make_cache
-        self.steady_rows = self._oracle.steady_rows
+        super().__init__()
+        self._where = where
 
     def forward(self, batch, kv):
-        logits = self._oracle.forward(batch, kv)
+        logits = super().forward(batch, kv)
         self._where(batch, kv, logits)
         return logits
 
@@ -63,8 +59,7 @@ def by_padding(batch, kv, logits):
     ],
 )
 def test_what_varies_is_found(where, message):
-    spoilt: Any = Spoilt(where)
-    assert message in check_fixed(spoilt, SHAPES)
+    assert message in check_fixed(Spoilt(where), SHAPES)
 
 
 @pytest.mark.parametrize(
@@ -76,13 +71,11 @@ def test_the_oracle_is_steady(shapes):
 
 @pytest.mark.parametrize("length", [64, 100, 300])
 def test_short_models_are_checked_too(length):
-    backend = load_model(DEMO, max_model_len=length)
-    assert check_fixed(backend, SHAPES) == ""
+    assert check_fixed(load_model(DEMO, max_model_len=length), SHAPES) == ""
 
 
 def test_the_log_and_the_backend_are_told():
-    good = OracleBackend()
-    bad: Any = Spoilt(by_slot)
+    good, bad = OracleBackend(), Spoilt(by_slot)
     with structlog.testing.capture_logs() as logs:
         checked_shapes(good, SHAPES)
         checked_shapes(bad, SHAPES)
@@ -103,7 +96,6 @@ def test_what_is_known_already_is_kept():
 
 
 def by_rows(batch, kv, logits):
-    """Of decode steps, that of 40 rows."""
     if len(batch.query_lens) == 40:
         logits[7] += 1e-6
 
@@ -118,17 +110,15 @@ def by_kv_of_rows(batch, kv, logits):
     [(by_rows, "other logits in a decode step of 40 rows"), (by_kv_of_rows, "other KV in a decode step of 3 rows")],
 )
 def test_decode_steps_that_vary_are_not_exact(where, reason):
-    spoilt: Any = Spoilt(where)
     with structlog.testing.capture_logs() as logs:
-        assert checked_shapes(spoilt, replace(SHAPES, exact_rows=64)) == SHAPES
+        assert checked_shapes(Spoilt(where), replace(SHAPES, exact_rows=64)) == SHAPES
     assert [line["event"] for line in logs] == ["decode_steps_vary", "fixed_forwards_checked"]
     assert logs[0]["reason"].endswith(reason)
 
 
 @pytest.mark.parametrize(("asked", "found"), [(0, 0), (1, 1), (40, 40), (64, 64), (256, 64)])
 def test_exact_are_as_many_rows_as_were_looked_at(asked, found):
-    backend = OracleBackend()
-    assert checked_shapes(backend, replace(SHAPES, exact_rows=asked)) == replace(SHAPES, exact_rows=found)
+    assert checked_shapes(OracleBackend(), replace(SHAPES, exact_rows=asked)) == replace(SHAPES, exact_rows=found)
 
 
 @pytest.mark.parametrize(("steady", "found"), [(0, 0), (63, 0), (64, 64), (1000, 64)])

@@ -23,7 +23,7 @@ from baton.engine.tp.messages import body, lengths, unpack
 from baton.engine.tp.ranks import memory_is_ordered
 from baton.errors import ConfigError, RankLost
 from tests.unit.model.checkpoints import HIDDEN, random_checkpoint
-from tests.unit.model.harness import Row, make_batch
+from tests.unit.model.harness import Row, assert_same_batch, make_batch
 
 HEADS, KV_HEADS, DIM, INNER = 8, 4, 6, 80
 CPU = torch.device("cpu")
@@ -43,7 +43,6 @@ def exchanges(size, capacity, *, timeout_s=20.0, alive=lambda: None):
 
 
 def on_all(ranks, call):
-    """`call(rank)` for all of them at once."""
     with ThreadPoolExecutor(len(ranks)) as pool:
         return list(pool.map(call, ranks))
 
@@ -96,7 +95,6 @@ def test_divided_layers_are_the_whole_layer(folder, size, rows):
 
 @needs_order
 def test_many_sums_in_a_row(seed):
-    """Shapes of all sizes, each rank at its own pace: every sum is that of its own parts, in a fixed order."""
     size, rng = 3, random.Random(seed)
     shapes = [(rng.randint(1, 9), rng.randint(1, 30)) for _ in range(400)]
     parts = [
@@ -116,19 +114,18 @@ def test_many_sums_in_a_row(seed):
         assert all(torch.equal(got, a + b + c) for got, (a, b, c) in zip(sums, parts, strict=True))
 
 
+def dead():
+    raise RankLost("rank 1 was ended by SIGKILL")
+
+
 @needs_order
-def test_a_silent_rank_and_a_dead_one():
-    first, _ = exchanges(2, 8, timeout_s=0.2)
+@pytest.mark.parametrize(
+    ("options", "message"), [({"timeout_s": 0.2}, r"rank 1 .* no progress for 0.2 s"), ({"alive": dead}, "SIGKILL")]
+)
+def test_a_silent_rank_and_a_dead_one(options, message):
+    first, _ = exchanges(2, 8, **options)
     first.place(1, 8).zero_()
-    with pytest.raises(RankLost, match=r"rank 1 .* no progress for 0.2 s"):
-        first.swap()
-
-    def dead():
-        raise RankLost("rank 1 was ended by SIGKILL")
-
-    first, _ = exchanges(2, 8, alive=dead)
-    first.place(1, 8).zero_()
-    with pytest.raises(RankLost, match="SIGKILL"):
+    with pytest.raises(RankLost, match=message):
         first.swap()
 
 
@@ -158,10 +155,4 @@ def test_a_rank_builds_a_smaller_model(folder):
 def test_a_batch_arrives_as_it_was(fixed):
     rows = [Row([5, 6, 7, 8, 9], 9, computed=1, blocks=[4, 2, 7]), Row([1, 2], 9, computed=1, blocks=[9])]
     batch = replace(make_batch(rows, [4, 1], [[0, 3], [0]], 2), fixed=fixed)
-    arrived = unpack(lengths(batch), body(batch))
-    for name in batch.__slots__:
-        sent, got = object.__getattribute__(batch, name), object.__getattribute__(arrived, name)
-        if isinstance(sent, torch.Tensor):
-            assert (sent.dtype, sent.tolist()) == (got.dtype, got.tolist()), name
-        else:
-            assert sent == got, name
+    assert_same_batch(unpack(lengths(batch), body(batch)), batch)

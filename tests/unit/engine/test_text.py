@@ -104,8 +104,6 @@ def test_random_ids_lose_nothing(tokenizer):
 
 
 class Pieces:
-    """One token, one piece."""
-
     def __init__(self, *pieces):
         self.pieces = pieces
 
@@ -122,31 +120,3 @@ class Pieces:
 )
 def test_the_first_complete_match_wins_and_the_longest_of_those(stop, text, matched):
     assert OutputText(Pieces("abcde"), stop).push(0) == (text, matched)
-
-
-@pytest.mark.parametrize("cut", range(1, 7))
-def test_every_split_of_a_stop_string(cut):
-    output = OutputText(Pieces("say " + "<stop>"[:cut], "<stop>"[cut:] + " more"), ["<stop>"])
-    pushed = [output.push(0)] if cut == 6 else [output.push(0), output.push(1)]
-    assert pushed[-1][1] == "<stop>"
-    assert "".join(piece for piece, _ in pushed) == "say "
-
-
-def test_a_begun_stop_string_that_does_not_come_is_given_out():
-    output = OutputText(OracleTokenizer().stream([]), ["###"])
-    assert [output.push(c)[0] for c in b"a##b#"] == ["a", "", "", "##b", ""]
-    assert output.tail() == "#"
-
-
-def test_an_incomplete_character_waits_and_shows_at_the_end():
-    output = OutputText(OracleTokenizer().stream([]))
-    assert [output.push(b)[0] for b in "é".encode()] == ["", "é"]
-    assert output.push("é".encode()[0])[0] == ""
-    assert output.tail() == "\ufffd"
-
-
-def test_before_min_tokens_a_stop_string_is_text():
-    output = OutputText(OracleTokenizer().stream([]), ["ab"], min_tokens=4)
-    found = [output.push(c) for c in b"abab"]
-    assert found[:3] == [("", None), ("ab", None), ("", None)]
-    assert found[3] == ("", "ab")

@@ -3,37 +3,15 @@
 import pytest
 import torch
 
-from baton.core import HandoffId, Sampling, SequenceSpec
-from baton.engine.engine import Engine
-from baton.engine.oracle import OracleBackend, oracle_layout
-from baton.tokenizer import OracleTokenizer
-
-BLOCK = 4
+from tests.support.engines import Faulty, Streams, engine_of, key_of, oracle, spec_of
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def backend():
-    return OracleBackend(oracle_layout(block_size=BLOCK), max_model_len=128)
-
-
-def engine_of(backend, total_blocks=40, **options):
-    return Engine(backend, OracleTokenizer(), total_blocks=total_blocks, **options)
-
-
-def tokens_by_key(engine):
-    """Step until nothing is left to do."""
-    streams = dict[HandoffId, list[int]]()
-    while engine.has_work():
-        result = engine.step()
-        assert not result.failed
-        for output in result.outputs:
-            streams.setdefault(output.key, []).extend(token.token_id for token in output.tokens)
-    return streams
+    return oracle()
 
 
 class Watcher:
-    """Remembers what the engine says in the middle of its steps."""
-
     def __init__(self, engine):
         self.layers, self.freed = [], []
         engine.watch(self.on_layer, self.on_free)
@@ -51,17 +29,15 @@ class Watcher:
 def test_each_layer_of_each_chunk_is_told_in_order_and_before_the_step_counts(backend):
     engine = engine_of(backend, max_batched_tokens=8)
     watcher = Watcher(engine)
-    engine.submit(HandoffId("a", 1), SequenceSpec((1,) * 12, Sampling(ignore_eos=True)), hold=True)
-    engine.submit(HandoffId("b", 1), SequenceSpec((2,) * 3, Sampling(ignore_eos=True)), hold=True)
-    while engine.has_work():
-        engine.step()
+    engine.submit(key_of("a"), spec_of((1,) * 12), hold=True)
+    engine.submit(key_of("b"), spec_of((2,) * 3), hold=True)
+    Streams().drain(engine)
     chunks = [[("a", 0, 8)], [("a", 8, 12), ("b", 0, 3)]]
     assert watcher.layers == [(key, layer, *span) for chunk in chunks for layer in range(2) for key, *span in chunk]
 
 
 def test_kv_of_a_layer_is_written_when_it_is_told(backend):
-    """Read at that very moment, it is what it is in the end."""
-    engine, key, early = engine_of(backend), HandoffId("r", 1), list[torch.Tensor]()
+    engine, key, early = engine_of(backend), key_of(), list[torch.Tensor]()
     wire = torch.empty(9 * engine.layout.layer_token_bytes, dtype=torch.uint8)
 
     def read(blocks, layer):
@@ -69,7 +45,7 @@ def test_kv_of_a_layer_is_written_when_it_is_told(backend):
         return wire.clone()
 
     engine.watch(lambda work, layer: early.append(read(work[0].sequence.allocation.blocks, layer)), lambda _: None)
-    engine.submit(key, SequenceSpec(tuple(range(9)), Sampling(ignore_eos=True)), hold=True)
+    engine.submit(key, spec_of(range(9)), hold=True)
     engine.step()
     assert len(early) == 2
     assert all(torch.equal(found, read(engine.held(key).blocks, layer)) for layer, found in enumerate(early))
@@ -78,76 +54,67 @@ def test_kv_of_a_layer_is_written_when_it_is_told(backend):
 def test_who_reads_blocks_is_told_before_they_are_let_go_by_release(backend):
     engine = engine_of(backend)
     watcher = Watcher(engine)
-    for number, steps in enumerate((0, 1)):  # one that waits and has no blocks, one that runs
-        engine.submit(key := HandoffId(str(number), 1), SequenceSpec((1,) * 9, Sampling(ignore_eos=True)))
+    for name, steps in (("waits", 0), ("runs", 1), ("held", 1)):
+        engine.submit(key := key_of(name), spec_of((1,) * 9), hold=name == "held")
         for _ in range(steps):
             engine.step()
         engine.release(key)
-    engine.submit(key := HandoffId("held", 1), SequenceSpec((1,) * 9, Sampling(ignore_eos=True)), hold=True)
-    engine.step()
-    engine.release(key)
-    engine.release(key)
-    assert watcher.freed == ["1", "held"]
+        engine.release(key)
+    assert watcher.freed == ["runs", "held"]
 
 
 def test_who_reads_blocks_is_told_before_they_are_let_go_by_preemption(backend):
     engine = engine_of(backend, total_blocks=8)
     watcher = Watcher(engine)
     for name, priority in (("low", 0), ("high", 1)):
-        spec = SequenceSpec((1, *name.encode()) * 3, Sampling(max_tokens=20, ignore_eos=True), priority=priority)
-        engine.submit(HandoffId(name, 1), spec)
+        engine.submit(key_of(name), spec_of((1, *name.encode()) * 3, max_tokens=20, priority=priority))
         engine.step()
     while "low" not in watcher.freed:
         engine.step()
     assert engine.counters.preemptions > 0
-    while engine.has_work():
-        assert not engine.step().failed
+    Streams().drain(engine)
 
 
-def test_who_reads_blocks_is_told_before_they_are_let_go_by_a_failure(backend, monkeypatch):
-    engine = engine_of(backend)
+def test_who_reads_blocks_is_told_before_they_are_let_go_by_a_failure():
+    engine = engine_of(Faulty("raise"))
     watcher = Watcher(engine)
-    monkeypatch.setattr(engine.backend, "forward", lambda batch, kv: 1 / 0)
-    engine.submit(HandoffId("r", 1), SequenceSpec((1,) * 9, Sampling()))
+    engine.submit(key_of(), spec_of((1,) * 9))
     assert len(engine.step().failed) == 1
     assert watcher.freed == ["r"]
 
 
-# --- another name
-
-
 @pytest.mark.parametrize("state", ["waiting", "running", "held"])
 def test_a_request_goes_on_under_another_name(backend, state):
-    engine = engine_of(backend, max_batched_tokens=4)
-    spec = SequenceSpec(tuple(b"The quick brown fox"), Sampling(max_tokens=9, temperature=0.0, ignore_eos=True))
-    old, new = HandoffId("r", 1), HandoffId("r", 2)
+    engine, spec = engine_of(backend, max_batched_tokens=4), spec_of("The quick brown fox")
+    old, new = key_of(), key_of(attempt=2)
     engine.submit(old, spec, hold=state == "held")
     for _ in range({"waiting": 0, "running": 2, "held": 5}[state]):
         engine.step()
     computed = engine.counters.prefill_tokens
     engine.rename(old, new)
     with pytest.raises(KeyError):
-        engine.rename(old, HandoffId("r", 3))
+        engine.rename(old, key_of(attempt=3))
     if state == "held":
         assert len(engine.held(new)) == 5
         assert (engine.counters.prefill_tokens, engine.has_work()) == (len(spec), False)
         with pytest.raises(KeyError):
             engine.held(old)
     else:
-        assert tokens_by_key(engine) == {new: backend.expected(spec)}
+        found = Streams().drain(engine)
+        assert (list(found.tokens), found.ids(new)) == ([new], backend.expected(spec))
         assert engine.counters.prefill_tokens == len(spec) >= computed
-    engine.release(old)  # nobody's name any more
+    engine.release(old)  # no name any more
     engine.release(new)
     assert engine.pool.available == 40
 
 
 def test_a_name_that_is_taken_or_unknown_is_refused(backend):
     engine = engine_of(backend)
-    keys = [HandoffId(name, 1) for name in "abc"]
+    keys = [key_of(name) for name in "abc"]
     for key in keys[:2]:
-        engine.submit(key, SequenceSpec((1,) * 9, Sampling(max_tokens=3, ignore_eos=True)))
+        engine.submit(key, spec_of((1,) * 9))
     with pytest.raises(ValueError, match="already here"):
         engine.rename(keys[0], keys[1])
     with pytest.raises(KeyError):
-        engine.rename(keys[2], HandoffId("d", 1))
-    assert set(tokens_by_key(engine)) == set(keys[:2])
+        engine.rename(keys[2], key_of("d"))
+    assert set(Streams().drain(engine).tokens) == set(keys[:2])

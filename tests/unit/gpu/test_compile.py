@@ -27,21 +27,7 @@ SHARED_BYTES = 99 << 10  # what a kernel may use on the smaller GPUs of these ge
 FLOATS = {"scale", "unified", "safe", "eps"}
 INDICES = {"tables": "*i32", "starts": "*i32", "lengths": "*i32", "slots": "*i64"}
 WIDE = {"bases", "sums", "parts"}
-OTHERS = {
-    "query",
-    "keys",
-    "values",
-    "out",
-    "qkv",
-    "cos",
-    "sin",
-    "query_norm",
-    "key_norm",
-    "x",
-    "delta",
-    "weight",
-    "gate_up",
-}
+OTHERS = set("query keys values out qkv cos sin query_norm key_norm x delta weight gate_up".split())
 
 
 @pytest.fixture(autouse=True)
@@ -75,7 +61,7 @@ def compiled(
 
 
 def stack_bytes(kernel: Any, folder: Path) -> int:
-    """What a thread keeps in memory because registers do not hold it."""
+    """How much a thread keeps in memory because registers do not hold it."""
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     file = folder / "kernel.cubin"
     file.write_bytes(kernel.asm["cubin"])

@@ -15,6 +15,7 @@ from baton.engine.kernels.gpu import varlen
 from baton.engine.kernels.gpu.graphs import Static
 from baton.engine.kernels.gpu.memory import widest_batch
 from baton.engine.kernels.gpu.plan import MAX_SPLITS, bucket_for, buckets, decode_tiles, prefill_tiles, split_count
+from tests.support.paged_attention import batch_over
 
 CPU = torch.device("cpu")
 
@@ -74,12 +75,8 @@ def test_a_filled_bucket_holds_the_batch_and_padding():
     assert read.logit_rows.tolist() == [0, 1, 2, 0]
     assert read.query_lens == [1] * 4
     assert read.context_lens == [12] * 4  # what splits are chosen for: the same at every replay
-
-
-def test_fewer_logits_than_rows():
-    static = Static(rows=4, blocks=2, block_size=4, device=CPU)
     static.fill(replace(batch_of(4), logit_rows=torch.tensor([1, 3])), 4)
-    assert static.batch(4).logit_rows.tolist() == [1, 3, 0, 0]
+    assert static.batch(4).logit_rows.tolist() == [1, 3, 0, 0], "fewer logits than rows"
 
 
 @pytest.mark.parametrize(("tokens", "longest", "lengths"), [(10, 100, [10]), (10, 4, [4, 4, 2]), (4, 4, [4])])
@@ -119,9 +116,7 @@ def test_which_caches_flash_attention_takes(shape, value_dim, dtype, fits):
 @pytest.mark.parametrize(("window", "wanted"), [(None, (-1, 0)), (5, (4, 0))])
 def test_how_flash_attention_is_called(window, wanted):
     calls = []
-    batch = replace(
-        batch_of(2), query_lens=[1, 2], context_lens=[4, 7], kv_lens=torch.tensor([4, 7], dtype=torch.int32)
-    )
+    batch = batch_over(torch.full((2, 2), 5, dtype=torch.int32), [1, 2], [4, 7])
     attend = varlen.VarlenAttention(lambda *args, **options: calls.append((args, options)), batch, window, 0.5)
     query, cache, out = torch.zeros(3, 4, 64), torch.zeros(2, 256, 2, 64), torch.zeros(3, 256)
     assert attend(query, cache, cache, out) is out
@@ -136,9 +131,7 @@ def test_how_flash_attention_is_called(window, wanted):
 
 @pytest.mark.slow
 def test_a_cpu_does_not_import_triton():
-    modules = (
-        "baton.worker.build, baton.engine.model.build, baton.engine.kernels.choose, baton.engine.kernels.gpu.graphs"
-    )
-    code = f"import sys, {modules}; print('triton' in sys.modules)"
+    parts = ("worker.build", "engine.model.build", "engine.kernels.choose", "engine.kernels.gpu.graphs")
+    code = f"import sys, {', '.join(f'baton.{part}' for part in parts)}; print('triton' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], text=True, capture_output=True, check=True)
     assert done.stdout.strip() == "False"

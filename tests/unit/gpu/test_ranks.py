@@ -5,7 +5,6 @@ None was at hand when this was written, so it has not been run. The protocol wit
 """
 
 import os
-import random
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,7 +14,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from baton.core import HandoffId, Sampling, SequenceSpec
 from baton.engine.engine import Engine
 from baton.engine.generate import generate
 from baton.engine.kv import KVCache
@@ -24,6 +22,7 @@ from baton.engine.tp.backend import Ranking, ShardedBackend, load_sharded
 from baton.engine.tp.cache import ShardedCache, rank_layout
 from baton.errors import RankLost
 from baton.tokenizer import load_tokenizer
+from tests.support.engines import hand_over, ids, key_of, spec_of
 from tests.unit.tp.support import GQA, LATENT, poisoned, put, whole, wire_of
 
 GPUS = torch.cuda.device_count()
@@ -39,7 +38,6 @@ two_gpus = pytest.mark.skipif(GPUS < 2, reason=f"needs two NVIDIA GPUs and torch
 @pytest.mark.parametrize("layout", [GQA, replace(GQA, kv_heads=2), LATENT], ids=["gqa8", "gqa2", "latent"])
 @pytest.mark.parametrize("staging", ["cuda:0", "cpu"])
 def test_ranks_caches_on_gpus_are_one(layout, staging: str, seed: int) -> None:
-    """Caches of four ranks on as many GPUs as there are; staging on rank 0's, or in main memory."""
     model, kv = poisoned(layout, 4, 9), whole(layout, 23, seed)
     put(model, [7, 1, 4, 0, 8, 2], kv)
     own = rank_layout(layout, 4)
@@ -74,42 +72,8 @@ def sharded() -> Iterator[ShardedBackend]:
         backend.close()
 
 
-def specs(backend) -> list[SequenceSpec]:
-    sampling = Sampling(max_tokens=TOKENS, temperature=0.0, ignore_eos=True)
-    tokenizer = load_tokenizer(DEMO)
-    return [SequenceSpec(tuple(tokenizer.encode(prompt)), sampling) for prompt in PROMPTS]
-
-
 def engine(backend) -> Engine:
     return Engine(backend, load_tokenizer(DEMO), total_blocks=96, prefix_cache=False)
-
-
-def carried(giver: Engine, taker: Engine, spec: SequenceSpec) -> list[int]:
-    """Prefill here, hand over, decode there: all tokens."""
-    key, layers = HandoffId("r", 0), range(giver.layout.layers)
-    giver.submit(key, spec, hold=True)
-    (first,) = run(giver)
-    nbytes = giver.layout.layers * len(spec) * giver.layout.layer_token_bytes
-    wire = torch.empty(nbytes, dtype=torch.uint8, device=giver.kv.device)
-    mark = giver.kv.mark()
-    if mark is not None:
-        mark.wait()
-    giver.kv.gather(layers, giver.held(key).blocks, 0, len(spec), wire)
-    giver.kv.settle()
-    giver.release(key)
-    room = taker.reserve(len(spec))
-    assert room is not None
-    taker.kv.scatter(layers, room.blocks, 0, len(spec), wire.to(taker.kv.device))
-    taker.kv.settle()
-    taker.adopt(key, replace(spec, known=(first,)), room)
-    return [first, *run(taker)]
-
-
-def run(engine: Engine) -> list[int]:
-    found = []
-    while engine.has_work():
-        found += [token.token_id for output in engine.step().outputs for token in output.tokens]
-    return found
 
 
 @two_gpus
@@ -121,18 +85,16 @@ def test_two_gpus_hand_over_to_one_process_and_take_over_from_it() -> None:
         assert isinstance(many.kv, ShardedCache)
         assert [cache.device.index for cache in many.kv.ranks] == [0, 1]
         assert backend.layout == one.layout
-        for spec in specs(backend):
-            expected = [token.token_id for token in generate(one, spec).tokens]
-            assert [token.token_id for token in generate(many, spec).tokens] == expected
-            assert carried(many, one, spec) == expected
-            assert carried(one, many, spec) == expected
-            assert carried(many, many, spec) == expected
+        for prompt in PROMPTS:
+            spec = spec_of(load_tokenizer(DEMO).encode(prompt), max_tokens=TOKENS)
+            expected = ids(generate(one, spec).tokens)
+            assert ids(generate(many, spec).tokens) == expected
+            for giver, taker in ((many, one), (one, many), (many, many)):
+                assert hand_over(giver, taker, spec).ids(key_of()) == expected
 
 
 @two_gpus
 def test_memory_of_a_cache_comes_back() -> None:
-    """With each new cache, and with the end."""
-
     def used(index: int) -> int:
         torch.cuda.synchronize(index)
         free, total = torch.cuda.mem_get_info(index)
@@ -152,11 +114,10 @@ def test_memory_of_a_cache_comes_back() -> None:
 
 @two_gpus
 def test_a_killed_rank_ends_the_worker() -> None:
-    rng = random.Random(0)
     with sharded() as backend:
-        kv = engine(backend)
-        kv.submit(HandoffId("r", 0), SequenceSpec((rng.randrange(1, 200),), Sampling(max_tokens=400, ignore_eos=True)))
-        kv.step()
+        busy = engine(backend)
+        busy.submit(key_of(), spec_of((7,), max_tokens=400))
+        busy.step()
         os.kill(backend.pids[0], signal.SIGKILL)
         os.waitid(os.P_PID, backend.pids[0], os.WEXITED | os.WNOWAIT)
         with pytest.raises(RankLost, match="SIGKILL"):

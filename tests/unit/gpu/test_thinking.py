@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from baton.core import HandoffId, Sampling, SequenceSpec
 from baton.engine.engine import Engine
 from baton.engine.model.build import load_model
 from baton.tokenizer import load_tokenizer
+from tests.support.engines import key_of, kv_of, run, spec_of
 
 COIN = Path(__file__).parents[3] / "models" / "coin"
 SENTENCE = "A coin's state is heads. Alice flips, then Bob flips. What's the state? A:"
@@ -23,22 +23,16 @@ pytestmark = [
 
 def answer(mode, device):
     """Text and thoughts, and the state that would be handed over with one token less, as numbers."""
-    tokenizer, key = load_tokenizer(COIN), HandoffId("r", 1)
+    tokenizer = load_tokenizer(COIN)
     engine = Engine(load_model(COIN, device=device, thinking=mode), tokenizer, total_blocks=64)
-    prompt = tuple(tokenizer.encode(SENTENCE))
-    engine.submit(key, SequenceSpec(prompt[:-1], Sampling(max_tokens=1, temperature=0.0)), hold=True)
-    while engine.has_work():
-        engine.step()
-    carried = engine.thinking_state(key)
+    prompt = tokenizer.encode(SENTENCE)
+    kv_of(engine, spec_of(prompt[:-1]))
+    carried = engine.thinking_state(key_of())
     assert carried is not None
-    engine.release(key)
-    engine.submit(key, SequenceSpec(prompt, Sampling(max_tokens=6, temperature=0.0)))
-    text, thoughts = "", []
-    while engine.has_work():
-        result = engine.step()
-        thoughts += [thought.token_ids for _, made in result.thoughts for thought in made]
-        text += "".join(token.text for output in result.outputs for token in output.tokens)
-    return text, thoughts, torch.frombuffer(bytearray(carried.state), dtype=torch.float32)
+    engine.release(key_of())
+    found = run(engine, [spec_of(prompt, max_tokens=6, ignore_eos=False)])
+    text = "".join(token.text for token in found.tokens[key_of(0)])
+    return text, found.thoughts[key_of(0)], torch.frombuffer(bytearray(carried.state), dtype=torch.float32)
 
 
 @pytest.mark.parametrize("mode", ["auto", "fast", "sequential"])

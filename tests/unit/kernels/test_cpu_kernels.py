@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import random
-from dataclasses import replace
-from itertools import accumulate, product
+from itertools import product
 
 import pytest
 import torch
 
-from baton.engine.batch import Batch
 from baton.engine.kernels.base import HeadNorms, Rotation
 from baton.engine.kernels.cpu.attention import CompiledAttention
 from baton.engine.kernels.cpu.build import load_library
@@ -18,6 +15,7 @@ from baton.engine.kernels.cpu.profile import Choice, Profile
 from baton.engine.kernels.paged import PagedAttention
 from baton.engine.kernels.plain import TorchKernels, TorchLinear
 from tests.support.compiled_kernels import compiled_or_skip
+from tests.support.paged_attention import batch_over, paged
 
 DTYPES = list(ELEMENTS)
 BLOCK = 16
@@ -46,42 +44,44 @@ def close(found: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype, scale
     torch.testing.assert_close(found.float(), expected.float(), atol=atol * scale, rtol=rtol)
 
 
-def normal(*shape: int, dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
-    return torch.randn(*shape, generator=generator).to(dtype)
-
-
-@pytest.mark.parametrize("k", [1, 16, 31, 32, 33, 100, 2049, 5632])
-@pytest.mark.parametrize("width", [1, 3, 4, 9, 71, 130])
-@pytest.mark.parametrize("choice", [FLAT, TALL], ids=["flat", "tall"])
-def test_linear_equals_torch(dtype, seed: int, width: int, k: int, choice: Choice):
-    kernels = CpuKernels(dtype, Profile(static=choice))
+@pytest.fixture
+def normal(dtype: torch.dtype, seed: int):
+    """Draws tensors."""
     generator = torch.Generator().manual_seed(seed)
-    weight, bias = normal(width, k, dtype=dtype, generator=generator), normal(width, dtype=dtype, generator=generator)
+    return lambda *shape: torch.randn(*shape, generator=generator).to(dtype)
+
+
+CHOICES = pytest.mark.parametrize("choice", [FLAT, TALL], ids=["flat", "tall"])
+
+
+@pytest.mark.parametrize("k", [1, 31, 32, 33, 100, 2049, 5632])
+@pytest.mark.parametrize("width", [1, 3, 4, 71, 130])
+@CHOICES
+def test_linear_equals_torch(dtype, normal, width: int, k: int, choice: Choice):
+    kernels = CpuKernels(dtype, Profile(static=choice))
+    weight, bias = normal(width, k), normal(width)
     for rows in (*range(1, 11), 50, 130):
-        x = normal(rows, k, dtype=dtype, generator=generator)
+        x = normal(rows, k)
+        exact = x.double() @ weight.double().t()
         for b in (None, bias):
             found = kernels.linear(weight, b)(x, torch.full((rows, width), torch.nan, dtype=dtype))
-            exact = x.double() @ weight.double().t() + (0 if b is None else b.double())
-            close(found, exact, dtype, scale=k**0.5)
+            close(found, exact if b is None else exact + b.double(), dtype, scale=k**0.5)
         wide = kernels.linear(weight)(x, torch.full((rows, width), torch.nan))
-        torch.testing.assert_close(wide.double(), x.double() @ weight.double().t(), atol=1e-4 * k**0.5, rtol=1e-3)
+        torch.testing.assert_close(wide.double(), exact, atol=1e-4 * k**0.5, rtol=1e-3)
 
 
 @pytest.mark.parametrize("k", [700, 4500])
-@pytest.mark.parametrize("choice", [FLAT, TALL], ids=["flat", "tall"])
-def test_rows_of_a_linear_layer_do_not_depend_on_their_company(dtype, seed: int, k: int, choice: Choice):
-    """Bit for bit, whatever the number of rows, as long as the kernel is the same."""
-    kernels = CpuKernels(dtype, Profile(static=choice))
-    generator = torch.Generator().manual_seed(seed)
-    layer = kernels.linear(normal(77, k, dtype=dtype, generator=generator))
-    x = normal(70, k, dtype=dtype, generator=generator)
+@CHOICES
+def test_rows_of_a_linear_layer_do_not_depend_on_their_company(dtype, normal, k: int, choice: Choice):
+    layer = CpuKernels(dtype, Profile(static=choice)).linear(normal(77, k))
+    x = normal(70, k)
     whole = layer(x, torch.empty(70, 77, dtype=dtype))
     for first, rows in ((0, 1), (69, 1), *((2 * n, n) for n in range(2, 11)), (1, 33)):
         part = layer(x[first : first + rows], torch.empty(rows, 77, dtype=dtype))
         assert torch.equal(part, whole[first : first + rows])
 
 
-@pytest.mark.parametrize("choice", [FLAT, TALL], ids=["flat", "tall"])
+@CHOICES
 def test_linear_leaves_what_lies_around_its_output_alone(dtype, choice: Choice):
     kernels = CpuKernels(dtype, Profile(static=choice))
     around = torch.full((9, 40), 7.0, dtype=dtype)
@@ -93,12 +93,11 @@ def test_linear_leaves_what_lies_around_its_output_alone(dtype, choice: Choice):
 
 
 @pytest.mark.parametrize("width", [1, 15, 16, 17, 48, 64, 1000])
-def test_norms_equal_torch(kernels: CpuKernels, dtype, seed: int, width: int):
-    generator = torch.Generator().manual_seed(seed)
+def test_norms_equal_torch(kernels: CpuKernels, dtype, normal, width: int):
+    plain = TorchKernels()
     for rows in (1, 3, 40):
-        x, delta = (normal(rows, width, dtype=dtype, generator=generator) for _ in range(2))
-        weight = normal(width, dtype=dtype, generator=generator)
-        plain, other = TorchKernels(), x.clone()
+        x, delta, weight = normal(rows, width), normal(rows, width), normal(width)
+        other = x.clone()
         close(kernels.rms_norm(x, weight, 1e-5, torch.empty_like(x)), plain.rms_norm(x, weight, 1e-5, x.clone()), dtype)
         found = kernels.add_rms_norm(x, delta, weight, 1e-5, torch.empty_like(x))
         close(found, plain.add_rms_norm(other, delta, weight, 1e-5, torch.empty_like(x)), dtype)
@@ -107,8 +106,8 @@ def test_norms_equal_torch(kernels: CpuKernels, dtype, seed: int, width: int):
 
 @pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh"])
 @pytest.mark.parametrize("width", [1, 16, 33, 700])
-def test_gates_equal_torch(kernels: CpuKernels, dtype, seed: int, width: int, activation: str):
-    gate_up = normal(5, 2 * width, dtype=dtype, generator=torch.Generator().manual_seed(seed)) * 4
+def test_gates_equal_torch(kernels: CpuKernels, dtype, normal, width: int, activation: str):
+    gate_up = normal(5, 2 * width) * 4
     gate_up[0, 0], gate_up[1, 0] = 100, -100  # the ends of exp
     found = kernels.gate(gate_up, activation, torch.empty(5, width, dtype=dtype))
     close(found, TorchKernels().gate(gate_up, activation, torch.empty(5, width, dtype=dtype)), dtype, scale=4)
@@ -116,14 +115,12 @@ def test_gates_equal_torch(kernels: CpuKernels, dtype, seed: int, width: int, ac
 
 @pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh"])
 @pytest.mark.parametrize("inner", [1, 15, 16, 33, 96, 97, 250])
-def test_gated_products_equal_torch(dtype, seed: int, inner: int, activation: str):
-    generator = torch.Generator().manual_seed(seed)
+def test_gated_products_equal_torch(dtype, normal, inner: int, activation: str):
     kernels, plain = CpuKernels(dtype, Profile(static=Choice(2, tall=True))), TorchKernels()
     for k, biased in ((40, False), (33, True), (4200, True)):
-        weight = normal(2 * inner, k, dtype=dtype, generator=generator) * k**-0.5
-        bias = normal(2 * inner, dtype=dtype, generator=generator) if biased else None
+        weight, bias = normal(2 * inner, k) * k**-0.5, normal(2 * inner) if biased else None
         for rows in (1, 3, 64, 70):
-            x = normal(rows, k, dtype=dtype, generator=generator)
+            x = normal(rows, k)
             room, out = torch.empty(rows, 2 * inner, dtype=dtype), torch.full((rows, inner), torch.nan, dtype=dtype)
             found = kernels.gated(kernels.linear(weight, bias), x, activation, room, out)
             expected = plain.gated(plain.linear(weight, bias), x, activation, room.clone(), out.clone())
@@ -132,55 +129,32 @@ def test_gated_products_equal_torch(dtype, seed: int, inner: int, activation: st
 
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 4, 16), (6, 2, 48), (8, 1, 64), (3, 3, 10)])
 @pytest.mark.parametrize("normed", [False, True])
-def test_rotation_and_cache_equal_torch(kernels: CpuKernels, dtype, seed: int, heads, kv_heads, dim, normed):
-    generator = torch.Generator().manual_seed(seed)
+def test_rotation_and_cache_equal_torch(kernels: CpuKernels, dtype, normal, heads, kv_heads, dim, normed):
     rows = 9
-    qkv = normal(rows, heads + 2 * kv_heads, dim, dtype=dtype, generator=generator)
-    angles = torch.rand(rows, dim // 2, generator=generator) * 6
+    qkv, angles = normal(rows, heads + 2 * kv_heads, dim), normal(rows, dim // 2).float() * 3
     rotation = Rotation(angles.cos().to(dtype), angles.sin().to(dtype))
-    q_norm, k_norm = (normal(dim, dtype=dtype, generator=generator) for _ in range(2))
-    norms = HeadNorms(q_norm, k_norm, 1e-6) if normed else None
-    slots = torch.randperm(5 * BLOCK, generator=generator)[:rows]
+    norms = HeadNorms(normal(dim), normal(dim), 1e-6) if normed else None
+    slots = normal(5 * BLOCK).argsort()[:rows]
     results = []
     for one in (kernels, TorchKernels()):
         # Views of a wider cache, as a rank of a tensor-parallel group has them.
         wide = torch.zeros(2, 5, BLOCK, kv_heads + 3, dim, dtype=dtype)
-        keys, values = wide[:, :, :, 1 : 1 + kv_heads]
-        query = one.rotate_and_store(qkv.clone(), rotation, norms, slots, keys, values)
+        query = one.rotate_and_store(qkv.clone(), rotation, norms, slots, *wide[:, :, :, 1 : 1 + kv_heads])
         results.append((query, wide))
-    close(results[0][0], results[1][0], dtype, scale=2)
-    close(results[0][1], results[1][1], dtype, scale=2)
+    for found, expected in zip(*results, strict=True):
+        close(found, expected, dtype, scale=2)
 
 
 def case(seed: int, lengths, heads: int, kv_heads: int, dim: int, value_dim: int, dtype: torch.dtype):
-    """A batch of (new tokens, context) over scattered blocks, NaN in every slot that nobody wrote."""
-    rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
-    needed = [-(-context // BLOCK) for _, context in lengths]
-    blocks = list(range(1, 1 + sum(needed)))
-    rng.shuffle(blocks)
-    keys = torch.full((len(blocks) + 1, BLOCK, kv_heads, dim), torch.nan, dtype=dtype)
-    values = torch.full((len(blocks) + 1, BLOCK, kv_heads, value_dim), torch.nan, dtype=dtype)
-    tables = torch.zeros(len(lengths), max(needed) + 5, dtype=torch.int32)
-    for i, (_, context) in enumerate(lengths):
-        own = [blocks.pop() for _ in range(needed[i])]
-        tables[i, : len(own)] = torch.tensor(own)
-        slots = [own[p // BLOCK] * BLOCK + p % BLOCK for p in range(context)]
-        keys.view(-1, kv_heads, dim)[slots] = normal(context, kv_heads, dim, dtype=dtype, generator=generator)
-        values.view(-1, kv_heads, value_dim)[slots] = normal(
-            context, kv_heads, value_dim, dtype=dtype, generator=generator
-        )
-    new, contexts = [n for n, _ in lengths], [c for _, c in lengths]
-    starts = torch.tensor(list(accumulate(new, initial=0)), dtype=torch.int32)
-    none = torch.empty(0, dtype=torch.int64)
-    kv_lens = torch.tensor(contexts, dtype=torch.int32)
-    batch = Batch(none, none, none, new, contexts, starts, kv_lens, tables[:, : max(needed)], none)
-    return batch, normal(sum(new), heads, dim, dtype=dtype, generator=generator), keys, values
+    sizes = {"heads": heads, "kv_heads": kv_heads, "dim": dim, "value_dim": value_dim}
+    made = paged(seed, lengths, **sizes, block=BLOCK, dtype=dtype)
+    return made.batch, made.query, made.keys, made.values
 
 
-def attend(kernels: CpuKernels, data, window, *, unified=None, splits=None) -> torch.Tensor:
+def attend(kernels: CpuKernels, data, window, *, unified=None, splits=None, **options) -> torch.Tensor:
     batch, query, keys, values = data
     element = ELEMENTS[query.dtype]
-    attention = CompiledAttention(load_library(element), element, window, unified, splits)
+    attention = CompiledAttention(load_library(element), element, window, unified, splits, **options)
     out = torch.full((len(query), query.shape[1] * values.shape[3]), torch.nan, dtype=query.dtype)
     return attention.bind(batch, BLOCK, query.shape[2] ** -0.5)(query, keys, values, out)
 
@@ -284,13 +258,11 @@ def test_what_is_not_a_number_is_never_hidden(kernels: CpuKernels, dtype, seed):
 
 @pytest.mark.parametrize("rows", [32, 64, *(pytest.param(rows, marks=pytest.mark.slow) for rows in (128, 256))])
 @pytest.mark.parametrize("choice", [FLAT, TALL, Choice(0, tall=False)], ids=["flat", "tall", "torch"])
-def test_rows_of_fixed_forwards_do_not_depend_on_their_slot(dtype, seed: int, choice: Choice, rows: int):
-    """Of torch's product too, as long as the number of rows is one of those of fixed forwards."""
+def test_rows_of_fixed_forwards_do_not_depend_on_their_slot(dtype, normal, choice: Choice, rows: int):
+    """Nor do those of torch's product, as long as the number of rows is one of those of fixed forwards."""
     kernels = CpuKernels(dtype, Profile(static=choice))
-    generator = torch.Generator().manual_seed(seed)
     for width, k in ((96, 64), (77, 300), (40, 4096)):
-        layer, row = kernels.linear(normal(width, k, dtype=dtype, generator=generator)), torch.randn(k).to(dtype)
-        x, results = normal(rows, k, dtype=dtype, generator=generator), []
+        layer, row, x, results = kernels.linear(normal(width, k)), normal(k), normal(rows, k), []
         for slot in range(0, rows, 5):
             company = x.roll(slot, 0)
             company[slot] = row
@@ -300,15 +272,11 @@ def test_rows_of_fixed_forwards_do_not_depend_on_their_slot(dtype, seed: int, ch
 
 @pytest.mark.parametrize("by", ["load", "load_bf16"])
 @pytest.mark.parametrize("window", [None, 100])
-def test_splits_by_load_change_nothing_but_the_last_bits(dtype, seed, by, window):
-    element = ELEMENTS[dtype]
+def test_splits_by_load_change_nothing_but_the_last_bits(kernels, dtype, seed, by, window):
     for lengths in ([(1, 700)], [(1, 1), (1, 64), (1, 65), (1, 700), (3, 70)], [(1, 50 + i) for i in range(40)]):
         data = case(seed, lengths, 6, 2, 64, 64, dtype)
-        batch, query, keys, values = data
-        out = torch.full((len(query), 6 * 64), torch.nan, dtype=dtype)
-        attention = CompiledAttention(load_library(element), element, window, None, by=by)
-        attention.bind(batch, BLOCK, 64**-0.5)(query, keys, values, out)
-        close(out, reference(data, window), torch.bfloat16 if by == "load_bf16" else dtype, scale=2)
+        rounding = torch.bfloat16 if by == "load_bf16" else dtype
+        close(attend(kernels, data, window, by=by), reference(data, window), rounding, scale=2)
 
 
 @pytest.mark.parametrize("rows", [1, 4, 12, 40])
@@ -328,22 +296,12 @@ def test_the_fewer_rows_the_more_splits_by_load(dtype, seed, rows, threads):
 
 def test_there_are_at_most_so_many_splits_as_can_be_joined():
     """However many threads there are, and however long the context is; only the plan is made, nothing is attended."""
-    batch = Batch(
-        token_ids=torch.zeros(1, dtype=torch.int64),
-        positions=torch.zeros(1, dtype=torch.int64),
-        slot_mapping=torch.zeros(1, dtype=torch.int64),
-        query_lens=[1],
-        context_lens=[120_000],
-        query_starts=torch.tensor([0, 1], dtype=torch.int32),
-        kv_lens=torch.tensor([120_000], dtype=torch.int32),
-        block_tables=torch.zeros(1, 7500, dtype=torch.int32),
-        logit_rows=torch.zeros(1, dtype=torch.int64),
-    )
-    attention = CompiledAttention(compiled_or_skip(lambda: load_library("f32")), "f32", None, None)
-    attention.bind(batch, 16, 1.0)._plan(16, 1, 64, threads=192)
-    assert attention._args.count == 256
-    attention.bind(replace(batch, fixed=True), 16, 1.0)._plan(16, 1, 64, threads=192)
-    assert attention._args.count == 1
+    library = compiled_or_skip(lambda: load_library("f32"))
+    for by, fixed, splits in (("auto", False, 256), ("auto", True, 1), ("load", True, 1), ("load_bf16", True, 1)):
+        attention = CompiledAttention(library, "f32", None, None, by=by)
+        batch = batch_over(torch.zeros(1, 7500, dtype=torch.int32), [1], [120_000], fixed=fixed)
+        attention.bind(batch, 16, 1.0)._plan(16, 1, 64, threads=192)
+        assert attention._args.count == splits
 
 
 def test_partials_in_bfloat16_are_rounded_and_hide_nothing(seed, threads):

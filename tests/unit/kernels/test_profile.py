@@ -40,27 +40,26 @@ def points(tall: float = 1.0, **others_over_flat: float) -> list[Point]:
     return [Point(64, K, int(name[1:]), 1.0, ratio * tall, ratio) for name, ratio in others_over_flat.items()]
 
 
-def test_without_a_clear_winner_the_static_choice_stays():
-    found = best_choice(points(r1=1.0, r64=1.0, r96=1.0, r128=1.02, r512=0.98))
-    assert found == STATIC == Choice(FLAT_ROWS, STATIC.tall)
-
-
-def test_a_slower_flat_kernel_gives_way_where_that_begins():
-    assert best_choice(points(r1=2.0, r16=1.2, r32=0.8, r64=0.7, r128=0.7)).flat_rows == 16
-    assert best_choice(points(r1=0.5, r16=0.5)).flat_rows == 0
-
-
-def test_a_faster_flat_kernel_is_taken_as_far_as_it_leads():
-    assert best_choice(points(r1=2.0, r96=1.3, r128=1.3, r192=1.2, r256=0.9, r384=0.8)).flat_rows == 192
+@pytest.mark.parametrize(
+    ("ratios", "flat_rows"),
+    [
+        ({"r1": 1.0, "r64": 1.0, "r96": 1.0, "r128": 1.02, "r512": 0.98}, FLAT_ROWS),  # no clear winner: the preset
+        ({"r1": 2.0, "r16": 1.2, "r32": 0.8, "r64": 0.7, "r128": 0.7}, 16),  # a slower one gives way where it begins
+        ({"r1": 0.5, "r16": 0.5}, 0),
+        ({"r1": 2.0, "r96": 1.3, "r128": 1.3, "r192": 1.2, "r256": 0.9, "r384": 0.8}, 192),  # as far as it leads
+        ({"r1": 2.0, "r8": 1.5, "r16": 0.7, "r32": 1.5, "r96": 1.3, "r128": 0.7, "r192": 0.6}, FLAT_ROWS),  # disturbed
+    ],
+)
+def test_the_flat_kernel_is_taken_as_far_as_it_leads(ratios, flat_rows):
+    assert STATIC.flat_rows == FLAT_ROWS
+    found = best_choice(points(**ratios))
+    assert found.flat_rows == flat_rows
+    assert found == STATIC or flat_rows != FLAT_ROWS
 
 
 @pytest.mark.parametrize(("ratio", "tall"), [(0.5, True), (2.0, False)])
 def test_the_faster_of_the_tall_kernel_and_torch_is_taken(ratio, tall):
     assert best_choice(points(ratio, r1=4.0, r128=0.4, r512=0.4)).tall is tall
-
-
-def test_one_disturbed_point_among_others_changes_nothing():
-    assert best_choice(points(r1=2.0, r8=1.5, r16=0.7, r32=1.5, r96=1.3, r128=0.7, r192=0.6)) == STATIC
 
 
 def test_a_processor_with_a_tile_unit_leaves_many_rows_to_torch(monkeypatch):

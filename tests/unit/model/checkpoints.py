@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 transformers.utils.logging.disable_progress_bar()
 
@@ -70,3 +73,15 @@ def randomise(model: torch.nn.Module, seed: int) -> None:
     for name, buffer in model.named_buffers():
         if name.endswith("e_score_correction_bias"):
             buffer.copy_(0.2 * torch.randn(buffer.shape, generator=generator))
+
+
+def edit_config(folder: Path, **changes: Any) -> None:
+    """Set keys of config.json; `...` deletes one."""
+    config = json.loads((folder / "config.json").read_text()) | changes
+    (folder / "config.json").write_text(json.dumps({k: v for k, v in config.items() if v is not ...}))
+
+
+def edit_tensors(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors")

@@ -6,13 +6,17 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 
 from baton.engine.backend import ModelBackend
 from baton.engine.batch import Batch
 from baton.engine.kv import KVCache
+from baton.engine.model.build import load_model
+from tests.unit.model.checkpoints import VOCAB, random_checkpoint, reload
+from tests.unit.model.routing import assert_sure, routers
 
 
 @dataclass
@@ -91,6 +95,44 @@ def assert_bfloat16_as_good(
     assert torch.cat(same).float().mean() > 0.9
 
 
+class Variant(NamedTuple):
+    """A kind of model. `seed`: of weights without near ties in routing, see `assert_sure`."""
+
+    family: str
+    settings: dict[str, Any]
+    seed: int = 0
+
+    def write(self, folder: Path, **more: Any) -> Any:
+        return random_checkpoint(folder, self.family, seed=self.seed, **self.settings, **more)
+
+
+def prompts(lengths: Sequence[int]) -> list[list[int]]:
+    rng = random.Random(7)
+    return [[rng.randrange(VOCAB) for _ in range(length)] for length in lengths]
+
+
+def check_logits(variant: Variant, folder: Path, lengths: Sequence[int], new: int, seed: int) -> None:
+    oracle, backend, some = variant.write(folder), load_model(folder), prompts(lengths)
+    if routers(oracle):
+        assert_sure(oracle, [row.tokens for row in greedy(backend, some, new, random.Random(seed))])
+    assert_equals(oracle, backend, some, new, random.Random(seed))
+
+
+def check_generate(variant: Variant, folder: Path, lengths: Sequence[int], new: int, seed: int) -> None:
+    """The same with transformers' own cached decoding."""
+    oracle, some = variant.write(folder), prompts(lengths)
+    for prompt, row in zip(some, greedy(load_model(folder), some, new, random.Random(seed)), strict=True):
+        mask = torch.ones(1, len(prompt))
+        expected = oracle.generate(torch.tensor([prompt]), max_new_tokens=new, do_sample=False, attention_mask=mask)
+        assert row.tokens == expected[0].tolist()
+
+
+def check_bfloat16(variant: Variant, folder: Path, lengths: Sequence[int], new: int, seed: int) -> None:
+    variant.write(folder, dtype=torch.bfloat16)
+    oracle, exact = (reload(folder, variant.family, dtype) for dtype in (torch.bfloat16, torch.float32))
+    assert_bfloat16_as_good(oracle, exact, load_model(folder), prompts(lengths), new, random.Random(seed))
+
+
 def _chunk(row: Row, rng: random.Random) -> int:
     left = len(row.tokens) - row.computed
     return rng.choice([left, 1, rng.randint(1, left), rng.randint(1, min(left, 40))])
@@ -130,3 +172,12 @@ def make_batch(rows: list[Row], chunks: list[int], wanted: list[list[int]], bloc
         block_tables=torch.tensor([row.blocks + [0] * (width - len(row.blocks)) for row in rows], dtype=torch.int32),
         logit_rows=torch.tensor(logit_rows, dtype=torch.int64),
     )
+
+
+def assert_same_batch(found: Batch, wanted: Batch) -> None:
+    for name in Batch.__slots__:
+        left, right = getattr(found, name), getattr(wanted, name)
+        if isinstance(right, torch.Tensor):
+            assert (left.dtype, left.tolist()) == (right.dtype, right.tolist()), name
+        else:
+            assert left == right, name

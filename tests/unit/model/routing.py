@@ -15,14 +15,17 @@ import torch
 SURE = 1e-5  # several times the difference that float32 makes between two right implementations
 
 
+def routers(oracle: Any) -> list[Any]:
+    return [module for module in oracle.modules() if type(module).__name__.lower().endswith("topkrouter")]
+
+
 @contextmanager
 def routers_watched(oracle: Any) -> Iterator[list[tuple[Any, torch.Tensor, torch.Tensor]]]:
     """Collect (router, its logits [N, experts], the experts that it chose [N, k]) of every call."""
     seen: list[tuple[Any, torch.Tensor, torch.Tensor]] = []
-    routers = [module for module in oracle.modules() if type(module).__name__.lower().endswith("topkrouter")]
     hooks = [
         router.register_forward_hook(lambda module, _, result: seen.append((module, result[0].float(), result[2])))
-        for router in routers
+        for router in routers(oracle)
     ]
     try:
         yield seen

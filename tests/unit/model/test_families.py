@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import random
 from typing import Any
 
 import pytest
-import torch
 
-from baton.engine.model.build import load_model
-from tests.unit.model.checkpoints import VOCAB, random_checkpoint, reload
-from tests.unit.model.harness import assert_bfloat16_as_good, assert_equals, greedy
+from tests.unit.model.harness import Variant, check_bfloat16, check_generate, check_logits
 
 NEW = 32
 LENGTHS = (1, 2, 3, 15, 16, 17, 31, 33, 48, 64, 65, 90, 100, 127, 128, 150, 199, 256, 270, 300)
@@ -22,28 +18,28 @@ def rope(**parameters: Any) -> dict[str, Any]:
     return {"rope_parameters": {"rope_theta": 10000.0, **parameters}}
 
 
-VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama": ("llama", {}),
-    "llama-all-heads": ("llama", {"num_key_value_heads": 4, "rms_norm_eps": 1e-3, "hidden_act": "gelu"}),
-    "llama-one-kv-head": ("llama", {"num_key_value_heads": 1, "head_dim": 20}),
-    "llama-biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
-    "llama-tied": ("llama", {"tie_word_embeddings": True}),
-    "llama-theta": ("llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}),
-    "llama-linear": ("llama", rope(rope_type="linear", factor=3.0)),
-    "llama-dynamic": ("llama", rope(rope_type="dynamic", factor=2.0)),
-    "llama-llama3": ("llama", rope(rope_type="llama3", **LLAMA3)),
-    "llama-yarn": ("llama", rope(**YARN)),
-    "llama-yarn-mscale": ("llama", rope(**YARN, mscale=1.0, mscale_all_dim=0.6, truncate=False, beta_fast=16)),
-    "llama-yarn-attention": ("llama", rope(**YARN, attention_factor=1.3, beta_slow=2)),
-    "mistral": ("mistral", {"sliding_window": 24}),
-    "mistral-window-1": ("mistral", {"sliding_window": 1}),
-    "mistral-no-window": ("mistral", {"sliding_window": None, "head_dim": 16}),
-    "qwen2": ("qwen2", {}),
-    "qwen2-window": ("qwen2", {"use_sliding_window": True, "sliding_window": 40, "max_window_layers": 1}),
-    "qwen2-window-off": ("qwen2", {"use_sliding_window": False, "sliding_window": 40, "max_window_layers": 0}),
-    "qwen3": ("qwen3", {"head_dim": 32}),
-    "qwen3-biases": ("qwen3", {"head_dim": 16, "attention_bias": True, "tie_word_embeddings": True}),
-    "qwen3-layer-types": (
+VARIANTS: dict[str, Variant] = {
+    "llama": Variant("llama", {}),
+    "llama-all-heads": Variant("llama", {"num_key_value_heads": 4, "rms_norm_eps": 1e-3, "hidden_act": "gelu"}),
+    "llama-one-kv-head": Variant("llama", {"num_key_value_heads": 1, "head_dim": 20}),
+    "llama-biases": Variant("llama", {"attention_bias": True, "mlp_bias": True}),
+    "llama-tied": Variant("llama", {"tie_word_embeddings": True}),
+    "llama-theta": Variant("llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}),
+    "llama-linear": Variant("llama", rope(rope_type="linear", factor=3.0)),
+    "llama-dynamic": Variant("llama", rope(rope_type="dynamic", factor=2.0)),
+    "llama-llama3": Variant("llama", rope(rope_type="llama3", **LLAMA3)),
+    "llama-yarn": Variant("llama", rope(**YARN)),
+    "llama-yarn-mscale": Variant("llama", rope(**YARN, mscale=1.0, mscale_all_dim=0.6, truncate=False, beta_fast=16)),
+    "llama-yarn-attention": Variant("llama", rope(**YARN, attention_factor=1.3, beta_slow=2)),
+    "mistral": Variant("mistral", {"sliding_window": 24}),
+    "mistral-window-1": Variant("mistral", {"sliding_window": 1}),
+    "mistral-no-window": Variant("mistral", {"sliding_window": None, "head_dim": 16}),
+    "qwen2": Variant("qwen2", {}),
+    "qwen2-window": Variant("qwen2", {"use_sliding_window": True, "sliding_window": 40, "max_window_layers": 1}),
+    "qwen2-window-off": Variant("qwen2", {"use_sliding_window": False, "sliding_window": 40, "max_window_layers": 0}),
+    "qwen3": Variant("qwen3", {"head_dim": 32}),
+    "qwen3-biases": Variant("qwen3", {"head_dim": 16, "attention_bias": True, "tie_word_embeddings": True}),
+    "qwen3-layer-types": Variant(
         "qwen3",
         {
             "head_dim": 16,
@@ -55,40 +51,16 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
-
-
-def prompts() -> list[list[int]]:
-    rng = random.Random(7)
-    return [[rng.randrange(VOCAB) for _ in range(length)] for length in LENGTHS]
-
-
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_equals_transformers(variant: str, tmp_path, seed: int):
-    family, settings = VARIANTS[variant]
-    oracle = random_checkpoint(tmp_path, family, **settings)
-    assert_equals(oracle, load_model(tmp_path), prompts(), NEW, random.Random(seed))
+    check_logits(VARIANTS[variant], tmp_path, LENGTHS, NEW, seed)
 
 
 @pytest.mark.parametrize("variant", ["llama", "mistral", "qwen2", "qwen3"])
 def test_equals_generate(variant: str, tmp_path, seed: int):
-    """The same with transformers' own cached decoding."""
-    family, settings = VARIANTS[variant]
-    oracle = random_checkpoint(tmp_path, family, **settings)
-    some = [prompts()[i] for i in (0, 5, 12)]
-    rows = greedy(load_model(tmp_path), some, NEW, random.Random(seed))
-    for prompt, row in zip(some, rows, strict=True):
-        expected = oracle.generate(
-            torch.tensor([prompt]), max_new_tokens=NEW, do_sample=False, attention_mask=torch.ones(1, len(prompt))
-        )
-        assert row.tokens == expected[0].tolist()
+    check_generate(VARIANTS[variant], tmp_path, (1, 16, 100), NEW, seed)
 
 
 @pytest.mark.parametrize("variant", ["llama", "mistral", "qwen2", "qwen3"])
 def test_bfloat16_is_as_good_as_transformers(variant: str, tmp_path, seed: int):
-    family, settings = VARIANTS[variant]
-    random_checkpoint(tmp_path, family, dtype=torch.bfloat16, **settings)
-    oracle, exact = reload(tmp_path, family, torch.bfloat16), reload(tmp_path, family, torch.float32)
-    assert_bfloat16_as_good(oracle, exact, load_model(tmp_path), prompts(), NEW, random.Random(seed))
+    check_bfloat16(VARIANTS[variant], tmp_path, LENGTHS, NEW, seed)

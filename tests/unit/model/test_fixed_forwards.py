@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from typing import Any
 
 import pytest
 import torch
@@ -18,33 +17,43 @@ from baton.engine.model import build, moe
 from baton.engine.model.build import load_model
 from baton.engine.selfcheck import FixedRow, check_fixed, fixed_batch
 from tests.support.compiled_kernels import compiled_or_skip
-from tests.unit.model.checkpoints import VOCAB, random_checkpoint
+from tests.unit.model.checkpoints import VOCAB
+from tests.unit.model.harness import Variant
 from tests.unit.model.test_experts import VARIANTS as SPARSE
 from tests.unit.model.test_families import VARIANTS as DENSE
 from tests.unit.model.test_latent import VARIANTS as LATENT
 
 SHAPES = FixedShapes(2, 32)
 FIRST, LAST = 32, 180  # starts of passes
-FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama": ("llama", {}),
+FAMILIES = {
+    "llama": DENSE["llama"],
     "llama-odd-heads": DENSE["llama-one-kv-head"],
-    "mistral-window": ("mistral", {"sliding_window": 24}),
-    "qwen3": ("qwen3", {"head_dim": 32}),
+    "llama-wide-heads": Variant("llama", {"head_dim": 128, "num_key_value_heads": 1}),
+    "mistral-window": DENSE["mistral"],
+    "mistral-window-1": DENSE["mistral-window-1"],
+    "mistral-window-100": Variant("mistral", {"sliding_window": 100}),
+    "qwen3": DENSE["qwen3"],
     "qwen3-window": DENSE["qwen3-layer-types"],
-    "mixtral": SPARSE["mixtral"][:2],
-    "qwen3_moe": SPARSE["qwen3_moe-many"][:2],
-    "deepseek_v2": LATENT["v2"][:2],
-    "deepseek_v3": LATENT["v3"][:2],
+    "mixtral": SPARSE["mixtral"],
+    "qwen3_moe": SPARSE["qwen3_moe-many"],
+    "deepseek_v2": LATENT["v2"],
+    "deepseek_v3": LATENT["v3"],
 }
-CHOICES = {"flat": Choice(1 << 20, tall=True), "tall": Choice(8, tall=True), "torch product": Choice(8, tall=False)}
+PROFILES = {
+    "flat": Profile(static=Choice(1 << 20, tall=True)),
+    "tall": Profile(static=Choice(8, tall=True)),
+    "torch product": Profile(static=Choice(8, tall=False)),
+    "preset maximum": Profile(static=Choice(8, tall=True), unified_max=0.0),
+}
+CASES = [(family, kernels, 1) for family in FAMILIES for kernels in ("torch", *PROFILES)]
+TWO_THREADS = [pytest.param("llama", kernels, 2, marks=pytest.mark.serial) for kernels in ("torch", "flat", "tall")]
 
 
 def model(folder, family: str, dtype: torch.dtype, kernels: str, monkeypatch):
-    name, settings = FAMILIES[family]
-    random_checkpoint(folder, name, dtype=dtype, seed=5, **settings)
+    FAMILIES[family]._replace(seed=5).write(folder, dtype=dtype)
 
     def choose(*_):
-        return TorchKernels() if kernels == "torch" else CpuKernels(dtype, Profile(static=CHOICES[kernels]))
+        return TorchKernels() if kernels == "torch" else CpuKernels(dtype, PROFILES[kernels])
 
     monkeypatch.setattr(build, "choose_kernels", choose)
     return compiled_or_skip(lambda: load_model(folder))
@@ -88,9 +97,8 @@ def differing(backend, seed: int, rounds: int = 14) -> list[int]:
     return sorted(found)
 
 
-@pytest.mark.parametrize("kernels", ["torch", *CHOICES])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "kernels", "threads"), [*CASES, *TWO_THREADS], indirect=["threads"])
 def test_bits_depend_on_the_position_alone(family, dtype, kernels, threads, tmp_path, monkeypatch, seed):
     backend = model(tmp_path, family, dtype, kernels, monkeypatch)
     assert differing(backend, seed) == []
@@ -108,7 +116,6 @@ def test_the_check_finds_attention_that_varies(family, tmp_path, monkeypatch, se
 
 
 def test_the_check_finds_experts_that_see_how_many_rows_chose_them(tmp_path, monkeypatch):
-    """By the tall kernel or the flat one, as the other rows have it."""
     backend = model(tmp_path, "mixtral", torch.float32, "tall", monkeypatch)
     assert check_fixed(backend, SHAPES) == ""
     for layer in backend.model.layers:
@@ -117,9 +124,8 @@ def test_the_check_finds_experts_that_see_how_many_rows_chose_them(tmp_path, mon
     assert "have other" in check_fixed(backend, SHAPES)
 
 
-@pytest.mark.parametrize("family", ["mixtral", "deepseek_v3"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_fixed_forwards_are_right(family, tmp_path, monkeypatch):
-    """What differs from ordinary ones is in the last bits."""
     backend = model(tmp_path, family, torch.float32, "torch", monkeypatch)
     tokens = [random.Random(3).randrange(VOCAB) for _ in range(64)]
     results = []

@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from baton.engine.kv import KVCache
 from baton.engine.model.build import TransformerBackend, load_model
 from baton.engine.model.deepseek import LatentAttention
 from baton.errors import CheckpointError
 from kvtransfer.plan import Progress
-from tests.unit.model.checkpoints import VOCAB, random_checkpoint, reload
-from tests.unit.model.harness import Row, assert_bfloat16_as_good, assert_equals, greedy, make_batch, poisoned_cache
-from tests.unit.model.routing import assert_sure
+from tests.unit.model.checkpoints import edit_tensors
+from tests.unit.model.harness import (
+    Row,
+    Variant,
+    check_bfloat16,
+    check_generate,
+    check_logits,
+    make_batch,
+    poisoned_cache,
+    prompts,
+)
 
 NEW = 16
 LENGTHS = (1, 2, 16, 17, 33, 64, 90, 150)
@@ -41,71 +47,44 @@ YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "original_max
 V2_YARN = {**YARN, "mscale": 0.7, "mscale_all_dim": 0.7}
 V3_YARN = {**YARN, "mscale": 1.0, "mscale_all_dim": 0.5, "beta_fast": 16}
 
-# The third entry is the seed of the weights: one without near ties in routing, see `assert_sure`.
-VARIANTS: dict[str, tuple[str, dict[str, Any], int]] = {
-    "v2-lite": ("deepseek_v2", LITE, 3),
-    "v2-lite-yarn": ("deepseek_v2", LITE | {"rope_parameters": V2_YARN, "n_shared_experts": 1}, 1),
-    "v2": ("deepseek_v2", V2 | {"routed_scaling_factor": 1.5}, 1),
-    "v2-biases": ("deepseek_v2", V2 | {"attention_bias": True, "mlp_bias": True, "first_k_dense_replace": 0}, 10),
-    "v2-eps": ("deepseek_v2", LITE | {"rms_norm_eps": 0.1, "num_hidden_layers": 2, "hidden_act": "gelu"}, 0),
-    "v3": ("deepseek_v3", V3, 0),
-    "v3-many-groups": ("deepseek_v3", V3 | {"n_routed_experts": 24, "n_group": 8, "topk_group": 3}, 1),
-    "v3-plain": (
+VARIANTS: dict[str, Variant] = {
+    "v2-lite": Variant("deepseek_v2", LITE, 3),
+    "v2-lite-yarn": Variant("deepseek_v2", LITE | {"rope_parameters": V2_YARN, "n_shared_experts": 1}, 1),
+    "v2": Variant("deepseek_v2", V2 | {"routed_scaling_factor": 1.5}, 1),
+    "v2-biases": Variant(
+        "deepseek_v2", V2 | {"attention_bias": True, "mlp_bias": True, "first_k_dense_replace": 0}, 10
+    ),
+    "v2-eps": Variant("deepseek_v2", LITE | {"rms_norm_eps": 0.1, "num_hidden_layers": 2, "hidden_act": "gelu"}, 0),
+    "v3": Variant("deepseek_v3", V3, 0),
+    "v3-many-groups": Variant("deepseek_v3", V3 | {"n_routed_experts": 24, "n_group": 8, "topk_group": 3}, 1),
+    "v3-plain": Variant(
         "deepseek_v3",
         V3 | {"norm_topk_prob": False, "rope_interleave": False, "q_lora_rank": None, "kv_lora_rank": 24},
         1,
     ),
-    "v3-one-group": ("deepseek_v3", V3 | {"n_group": 1, "topk_group": 1, "attention_bias": True}, 2),
-    "v3-yarn": ("deepseek_v3", V3 | {"rope_parameters": V3_YARN}, 0),
-    "v3-dense": ("deepseek_v3", V3 | {"first_k_dense_replace": 3, "tie_word_embeddings": True}, 0),
+    "v3-one-group": Variant("deepseek_v3", V3 | {"n_group": 1, "topk_group": 1, "attention_bias": True}, 2),
+    "v3-yarn": Variant("deepseek_v3", V3 | {"rope_parameters": V3_YARN}, 0),
+    "v3-dense": Variant("deepseek_v3", V3 | {"first_k_dense_replace": 3, "tie_word_embeddings": True}, 0),
 }
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
-
-
-def prompts() -> list[list[int]]:
-    rng = random.Random(7)
-    return [[rng.randrange(VOCAB) for _ in range(length)] for length in LENGTHS]
-
-
-def checkpoint(variant: str, folder: Path, **more: Any) -> Any:
-    family, settings, weights = VARIANTS[variant]
-    return random_checkpoint(folder, family, seed=weights, **settings, **more)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_equals_transformers(variant: str, tmp_path: Path, seed: int):
-    oracle, backend = checkpoint(variant, tmp_path), load_model(tmp_path)
-    if variant != "v3-dense":
-        assert_sure(oracle, [row.tokens for row in greedy(backend, prompts(), NEW, random.Random(seed))])
-    assert_equals(oracle, backend, prompts(), NEW, random.Random(seed))
+    check_logits(VARIANTS[variant], tmp_path, LENGTHS, NEW, seed)
 
 
 @pytest.mark.parametrize("variant", ["v2-lite", "v2", "v3"])
 def test_equals_generate(variant: str, tmp_path: Path, seed: int):
-    """The same with transformers' own decoding over its own latent cache."""
-    oracle = checkpoint(variant, tmp_path)
-    some = prompts()[2:6:3]
-    for prompt, row in zip(some, greedy(load_model(tmp_path), some, NEW, random.Random(seed)), strict=True):
-        mask = torch.ones(1, len(prompt))
-        expected = oracle.generate(torch.tensor([prompt]), max_new_tokens=NEW, do_sample=False, attention_mask=mask)
-        assert row.tokens == expected[0].tolist()
+    check_generate(VARIANTS[variant], tmp_path, (16, 64), NEW, seed)
 
 
 @pytest.mark.parametrize("variant", ["v2-lite", "v2", "v3", "v3-dense"])
 def test_bfloat16_is_as_good_as_transformers(variant: str, tmp_path: Path, seed: int):
-    checkpoint(variant, tmp_path, dtype=torch.bfloat16)
-    family = VARIANTS[variant][0]
-    oracle, exact = reload(tmp_path, family, torch.bfloat16), reload(tmp_path, family, torch.float32)
-    assert_bfloat16_as_good(oracle, exact, load_model(tmp_path), prompts(), NEW, random.Random(seed))
+    check_bfloat16(VARIANTS[variant], tmp_path, LENGTHS, NEW, seed)
 
 
 def test_one_vector_per_token_and_layer_is_cached(tmp_path: Path):
-    """Far fewer bytes than keys and values of all heads, and none for a second tensor."""
-    checkpoint("v2", tmp_path)
+    VARIANTS["v2"].write(tmp_path)
     layout = load_model(tmp_path).layout
     assert (layout.tensors, layout.kv_heads, layout.head_dim) == (("latent",), 1, 32 + 8)
     assert layout.block_bytes == 3 * 16 * (32 + 8) * 4
@@ -126,9 +105,8 @@ def advance(backend: TransformerBackend, kv: KVCache, row: Row, chunk: int) -> t
 @pytest.mark.parametrize("frame_size", [1, 5000, 1 << 20])
 def test_handed_over(variant: str, frame_size: int, tmp_path: Path):
     """Prompt on one worker's cache, the rest on another's: the same tokens as transformers, nothing computed twice."""
-    oracle, prompt = checkpoint(variant, tmp_path), prompts()[4]
+    oracle, [prompt] = VARIANTS[variant].write(tmp_path), prompts((33,))
     prefill, decode = load_model(tmp_path), load_model(tmp_path)
-    assert prefill.fingerprint == decode.fingerprint
     source, target = poisoned_cache(prefill, 9), poisoned_cache(decode, 9)
     there, here = Row(list(prompt), 0, blocks=[6, 0, 3]), Row(list(prompt), 0, len(prompt), blocks=[1, 8, 4, 7])
     progress = Progress(prefill.layout, 0, len(prompt))
@@ -150,8 +128,8 @@ def test_handed_over(variant: str, frame_size: int, tmp_path: Path):
 
 def test_expanded_and_absorbed_agree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """A prompt without a past is computed with keys and values per head, any other batch over latent rows."""
-    checkpoint("v3", tmp_path)
-    backend, prompt, used = load_model(tmp_path), prompts()[5], list[str]()
+    VARIANTS["v3"].write(tmp_path)
+    backend, [prompt], used = load_model(tmp_path), prompts((64,)), list[str]()
 
     def note(name: str, method: Callable[..., torch.Tensor]) -> None:
         def noted(*args: Any) -> torch.Tensor:
@@ -174,11 +152,9 @@ def test_expanded_and_absorbed_agree(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_layers_that_predict_further_ahead_are_not_read(tmp_path: Path):
-    checkpoint("v3", tmp_path)
-    file = tmp_path / "model.safetensors"
-    tensors = load_file(file)
-    save_file(tensors | {"model.layers.3.eh_proj.weight": torch.ones(2, 2)}, file)
+    VARIANTS["v3"].write(tmp_path)
+    edit_tensors(tmp_path, lambda t: t.update({"model.layers.3.eh_proj.weight": torch.ones(2, 2)}))
     load_model(tmp_path)
-    save_file(tensors | {"model.layers.4.eh_proj.weight": torch.ones(2, 2)}, file)
+    edit_tensors(tmp_path, lambda t: t.update({"model.layers.4.eh_proj.weight": torch.ones(2, 2)}))
     with pytest.raises(CheckpointError, match=r"unexpected tensors: model\.layers\.4\.eh_proj\.weight"):
         load_model(tmp_path)

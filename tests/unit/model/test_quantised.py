@@ -63,7 +63,6 @@ def test_by_config(section: dict[str, Any], method: str, key: str, tmp_path: Pat
 
 @pytest.mark.parametrize(("tensors", "method"), TENSORS)
 def test_by_tensors(tensors: dict[str, torch.Tensor], method: str, tmp_path: Path):
-    """With all other tensors as they should be, and none of them taken before."""
     folder = folder_with(tmp_path, {f"{NAME}.{name}": tensor.clone() for name, tensor in tensors.items()})
     with pytest.raises(CheckpointError) as caught:
         load_model(folder)

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from baton.engine.model.build import load_model
 from baton.engine.model.config import read_config
 from baton.engine.model.thinking import KEPT_STATES
 from baton.errors import CheckpointError
-from tests.unit.model.checkpoints import HIDDEN, VOCAB, random_checkpoint
-from tests.unit.model.thinking import SETTINGS, change_config, thinking_checkpoint
+from tests.unit.model.checkpoints import HIDDEN, VOCAB, edit_config, edit_tensors, random_checkpoint
+from tests.unit.model.thinking import SETTINGS, thinking_checkpoint
 
 
 @pytest.fixture
@@ -32,61 +29,50 @@ def test_the_form(folder):
 @pytest.mark.parametrize(
     ("changed", "named"),
     [
-        ({"chunk_size": 0}, "thinking: chunk_size must be a whole number from 1 to 1024, got 0"),
-        ({"chunk_size": None}, "thinking: chunk_size is missing"),
-        ({"input_layer": 5}, "thinking: input_layer must be a whole number from 1 to 4, got 5"),
-        ({"input_layer": 3, "output_layer": 2}, "thinking: output_layer must be a whole number from 3 to 4, got 2"),
-        ({"max_thought_tokens": "8"}, "thinking: max_thought_tokens must be a whole number"),
-        ({"eos_token_id": VOCAB}, f"thinking: eos_token_id must be a whole number from 0 to {VOCAB - 1}"),
-        ({"bos_token_id": -1}, "thinking: bos_token_id"),
-        ({"chunksize": 4}, "thinking: chunksize is not known"),
+        ({"chunk_size": 0}, "chunk_size must be a whole number from 1 to 1024, got 0"),
+        ({"chunk_size": ...}, "chunk_size is missing"),
+        ({"input_layer": 5}, "input_layer must be a whole number from 1 to 4, got 5"),
+        ({"input_layer": 3, "output_layer": 2}, "output_layer must be a whole number from 3 to 4, got 2"),
+        ({"max_thought_tokens": "8"}, "max_thought_tokens must be a whole number"),
+        ({"eos_token_id": VOCAB}, f"eos_token_id must be a whole number from 0 to {VOCAB - 1}"),
+        ({"bos_token_id": -1}, "bos_token_id"),
+        ({"chunksize": 4}, "chunksize is not known"),
     ],
 )
 def test_wrong_settings(folder, changed, named):
-    change_config(folder, thinking=SETTINGS | changed)
-    with pytest.raises(CheckpointError, match=named):
+    edit_config(folder, thinking={name: value for name, value in (SETTINGS | changed).items() if value is not ...})
+    with pytest.raises(CheckpointError, match=f"thinking: {named}"):
         load_model(folder)
 
 
-def test_it_must_be_an_object(folder):
-    change_config(folder, thinking=4)
-    with pytest.raises(CheckpointError, match="thinking must be an object"):
+@pytest.mark.parametrize(
+    ("value", "message"), [(4, "thinking must be an object"), (..., r"unexpected tensors: compression\.block")]
+)
+def test_without_settings(folder, value, message):
+    edit_config(folder, thinking=value)
+    with pytest.raises(CheckpointError, match=message):
         load_model(folder)
 
 
 def test_other_models_are_refused(tmp_path):
     random_checkpoint(tmp_path, "mixtral", num_local_experts=2)
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"thinking": SETTINGS}))
+    edit_config(tmp_path, thinking=SETTINGS)
     with pytest.raises(CheckpointError, match=r"thinking is served with dense models.*not with mixtral"):
         read_config(tmp_path)
 
 
 @pytest.mark.parametrize(
     "name",
-    [
-        "thinking.norm.weight",
-        "thinking.lm_head.weight",
-        "thinking.block.mlp.up_proj.weight",
-        "compression.block.self_attn.q_proj.weight",
-    ],
+    ["thinking.lm_head.weight", "thinking.block.mlp.up_proj.weight", "compression.block.self_attn.q_proj.weight"],
 )
-@pytest.mark.parametrize("shape", [None, (3, 5)])
-def test_weights_that_are_missing_or_of_another_shape(folder, name, shape):
-    tensors = load_file(folder / "model.safetensors")
-    assert name in tensors
-    del tensors[name]
-    if shape:
-        tensors[name] = torch.zeros(shape)
-    save_file(tensors, folder / "model.safetensors")
-    with pytest.raises(CheckpointError, match=f"{name} {'has shape' if shape else 'is missing'}"):
-        load_model(folder)
-
-
-def test_blocks_without_a_word_in_the_config_are_unexpected(folder):
-    change_config(folder, thinking=None)
-    with pytest.raises(CheckpointError, match=r"unexpected tensors: compression\.block"):
-        load_model(folder)
+def test_weights_that_are_missing_or_of_another_shape(folder, name):
+    for change, message in (
+        (lambda t: t.update({name: torch.zeros(3, 5)}), "has shape"),
+        (lambda t: t.pop(name), "is missing"),
+    ):
+        edit_tensors(folder, change)
+        with pytest.raises(CheckpointError, match=f"{name} {message}"):
+            load_model(folder)
 
 
 def test_states_have_one_shape_and_are_kept(folder):

@@ -58,7 +58,6 @@ def test_a_part_of_another_shape_is_named(tmp_path: Path):
 
 @pytest.mark.parametrize("rows", [1, 3, 511, 515, 2048, 16385, 20001])
 def test_matrices_are_aligned(rows: int, tmp_path: Path):
-    """To a cache line always, to a huge page from 32 MiB on."""
     matrix = Weights(stored(tmp_path, a=torch.ones(rows, 512)), torch.float32, CPU).matrix(("a",), (rows,), 512)
     assert matrix.data_ptr() % (HUGE_PAGE if matrix.nbytes >= CHUNK // 2 else CACHE_LINE) == 0
     assert matrix.is_contiguous()

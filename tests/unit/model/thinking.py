@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.unit.model.checkpoints import HIDDEN, VOCAB, random_checkpoint
+from tests.unit.model.checkpoints import HIDDEN, VOCAB, edit_config, random_checkpoint
 
 LAYERS = 4
 SETTINGS: dict[str, int] = {
@@ -118,17 +118,10 @@ def thinking_checkpoint(folder: Path, family: str = "llama", *, eos: float = 12.
     norm = 1 + 0.3 * torch.randn(HIDDEN, generator=generator)
     tensors |= {"thinking.norm.weight": norm, "thinking.lm_head.weight": head}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    change_config(folder, num_hidden_layers=LAYERS, thinking=settings)
+    edit_config(folder, num_hidden_layers=LAYERS, thinking=settings)
+    if "layer_types" in (config := json.loads((folder / "config.json").read_text())):
+        edit_config(folder, layer_types=config["layer_types"][:LAYERS])
     return Reference(model, settings, norm, head)
-
-
-def change_config(folder: Path, **values: Any) -> None:
-    """Change top-level keys of config.json; None takes one out."""
-    path = folder / "config.json"
-    config = json.loads(path.read_text()) | values
-    if isinstance(types := config.get("layer_types"), list):
-        config["layer_types"] = types[:LAYERS]
-    path.write_text(json.dumps({name: value for name, value in config.items() if value is not None}))
 
 
 def _renamed(name: str) -> str:

@@ -28,18 +28,13 @@ def close(found, expected, *, summands=1.0):
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (1, 64), (3, 70), (5, 129)])
-def test_rms_norm(shape, device, dtype, seed):
-    x, weight = drawn(seed, device, dtype, *shape), drawn(seed + 1, device, dtype, shape[1])
-    close(rms_norm(x, None, weight, 1e-5, torch.empty_like(x)), PLAIN.rms_norm(x, weight, 1e-5, torch.empty_like(x)))
-
-
-@pytest.mark.parametrize("shape", [(1, 64), (3, 70)])
-def test_the_residual_is_added_in_place(shape, device, dtype, seed):
+def test_rms_norm_and_the_residual_that_is_added_in_place(shape, device, dtype, seed):
     x, delta, weight = (drawn(seed + i, device, dtype, *s) for i, s in enumerate((shape, shape, shape[1:])))
-    expected_x = x.clone()
-    expected = PLAIN.add_rms_norm(expected_x, delta, weight, 1e-5, torch.empty_like(x))
-    close(rms_norm(x, delta, weight, 1e-5, torch.empty_like(x)), expected)
-    assert torch.equal(x, expected_x)
+    empty, sum_ = torch.empty_like(x), x.clone()
+    close(rms_norm(x, None, weight, 1e-5, empty), PLAIN.rms_norm(x, weight, 1e-5, torch.empty_like(x)))
+    expected = PLAIN.add_rms_norm(sum_, delta, weight, 1e-5, torch.empty_like(x))
+    close(rms_norm(x, delta, weight, 1e-5, empty), expected)
+    assert torch.equal(x, sum_)
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
@@ -57,11 +52,7 @@ def test_rotation_and_the_cache(heads, kv_heads, head_dim, normed, device, dtype
     rows = 5
     qkv = drawn(seed, device, dtype, rows, heads + 2 * kv_heads, head_dim)
     rotation = Rotation(*(drawn(seed + i, device, dtype, rows, head_dim // 2) for i in (1, 2)))
-    norms = (
-        HeadNorms(drawn(seed + 3, device, dtype, head_dim), drawn(seed + 4, device, dtype, head_dim), 1e-6)
-        if normed
-        else None
-    )
+    norms = HeadNorms(*(drawn(seed + i, device, dtype, head_dim) for i in (3, 4)), 1e-6) if normed else None
     slots = torch.tensor([0, 7, 11, 3, 4], device=device)
     # One layer of a cache whose blocks lie apart, as K and V of several layers might.
     keys, values = (torch.full((3, 2, BLOCK, kv_heads, head_dim), 9.0, device=device, dtype=dtype) for _ in range(2))

@@ -1,0 +1,170 @@
+"""Small engines over the oracle, requests for them, the tokens that come of them, and a handoff between two."""
+
+from __future__ import annotations
+
+import random
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import fields, replace
+from typing import Any
+
+import torch
+
+from baton.core import Finish, HandoffId, Sampling, SequenceSpec, ThinkingState, Token
+from baton.engine.backend import ModelBackend
+from baton.engine.blocks import Allocation, BlockPool
+from baton.engine.engine import Engine
+from baton.engine.oracle import OracleBackend, oracle_layout
+from baton.engine.outcome import StepResult
+from baton.engine.prefix import Chain, scope_key
+from baton.engine.reservation import Reservation
+from baton.tokenizer import OracleTokenizer
+
+BLOCK = 4
+SPEC_FIELDS = {field.name for field in fields(SequenceSpec)}
+BRIEF: dict[str, Any] = {"max_tokens": 9, "temperature": 0.0, "ignore_eos": True}
+
+
+def oracle(block_size: int = BLOCK, max_model_len: int = 128) -> OracleBackend:
+    return OracleBackend(oracle_layout(block_size=block_size), max_model_len=max_model_len)
+
+
+def engine_of(backend: ModelBackend, total_blocks: int = 40, **options: Any) -> Any:
+    """An engine. Tests look into parts of it that may be None: to mypy it is Any."""
+    return Engine(backend, OracleTokenizer(), total_blocks=total_blocks, **options)
+
+
+def key_of(name: object = "r", attempt: int = 1) -> HandoffId:
+    return HandoffId(str(name), attempt)
+
+
+def spec_of(prompt: str | Iterable[int] = "abc", **options: Any) -> SequenceSpec:
+    """Nine greedy tokens that no end token ends. Options change fields of the spec or of its sampling."""
+    ids = tuple(prompt.encode()) if isinstance(prompt, str) else tuple(prompt)
+    whole = {name: options.pop(name) for name in list(options) if name in SPEC_FIELDS}
+    return SequenceSpec(ids, **{"sampling": Sampling(**BRIEF | options), **whole})
+
+
+def numbers(rng: random.Random, length: int, end: int = 256) -> tuple[int, ...]:
+    return tuple(rng.randrange(end) for _ in range(length))
+
+
+def ids(tokens: Iterable[Token]) -> list[int]:
+    return [token.token_id for token in tokens]
+
+
+def block_names(backend: ModelBackend, tokens: Sequence[int], scope: str = "", size: int = BLOCK) -> list[bytes]:
+    """The names under which a cache finds the full blocks of `tokens`."""
+    chain = Chain(scope_key(backend.fingerprint, scope), tokens, size)
+    return [chain.digest(block) for block in range(len(tokens) // size)]
+
+
+class Streams:
+    """Output by request, from any engines. A step that fails and an output behind the end of a request are errors."""
+
+    def __init__(self) -> None:
+        self.tokens: dict[HandoffId, list[Token]] = defaultdict(list)
+        self.finishes: dict[HandoffId, Finish] = {}
+        self.thoughts: dict[HandoffId, list[tuple[int, ...]]] = defaultdict(list)
+        self.steps = 0
+
+    def step(self, engine: Engine) -> StepResult:
+        result = engine.step()
+        self.steps += 1
+        assert result.failed == []
+        for key, thoughts in result.thoughts:
+            assert [each.chunk for each in thoughts] == [len(self.thoughts[key]) + i for i in range(len(thoughts))]
+            self.thoughts[key] += [each.token_ids for each in thoughts]
+        for output in result.outputs:
+            assert output.key not in self.finishes, "output behind the end"
+            known = self.tokens[output.key]
+            known += output.tokens
+            assert all(token.index == known[0].index + place for place, token in enumerate(known))
+            if output.finish is not None:
+                self.finishes[output.key] = output.finish
+        engine.pool.counts()
+        return result
+
+    def drain(self, engine: Engine, on_step: Callable[[StepResult], object] = lambda result: None) -> Streams:
+        """Step until nothing is left to do."""
+        while engine.has_work():
+            on_step(self.step(engine))
+        return self
+
+    def ids(self, key: HandoffId) -> list[int]:
+        return ids(self.tokens[key])
+
+
+def run(engine: Engine, specs: Iterable[SequenceSpec] | Mapping[HandoffId, SequenceSpec]) -> Streams:
+    """Submit all at once, under their numbers if they have no keys, and drain."""
+    named = specs if isinstance(specs, Mapping) else {key_of(number): spec for number, spec in enumerate(specs)}
+    for key, spec in named.items():
+        engine.submit(key, spec)
+    return Streams().drain(engine)
+
+
+def reserved(engine: Engine, tokens: int, prefix: Sequence[bytes] = ()) -> Reservation:
+    room = engine.reserve(tokens, prefix)
+    assert room is not None
+    return room
+
+
+def allocated(pool: BlockPool, n: int, **options: Any) -> Allocation:
+    allocation = pool.allocate(n, **options)
+    assert allocation is not None
+    return allocation
+
+
+def kv_of(sender: Engine, spec: SequenceSpec, begin: int = 0) -> tuple[Streams, torch.Tensor]:
+    """Compute `spec` and one token more on `sender`, which holds it. Its KV from `begin` on, as on the wire."""
+    sender.submit(key := key_of(), spec, hold=True)
+    streams, layout = Streams().drain(sender), sender.layout
+    nbytes = layout.layers * (len(spec) - begin) * layout.layer_token_bytes
+    wire = torch.empty(nbytes, dtype=torch.uint8, device=sender.kv.device)
+    if (mark := sender.kv.mark()) is not None:
+        mark.wait()
+    sender.kv.gather(range(layout.layers), sender.held(key).blocks, begin, len(spec), wire)
+    sender.kv.settle()
+    return streams, wire
+
+
+def hand_over(
+    sender: Engine,
+    receiver: Engine,
+    spec: SequenceSpec,
+    room: Reservation | None = None,
+    *,
+    change: Callable[[Any], ThinkingState | None] = lambda state: state,
+) -> Streams:
+    """The prompt on one engine, the rest on another in `room`; what came of both. `change` spoils the thinking."""
+    key, room = key_of(), room or reserved(receiver, len(spec))
+    streams, wire = kv_of(sender, spec, room.cached_tokens)
+    layers, wire = range(receiver.layout.layers), wire.to(receiver.kv.device)
+    receiver.kv.scatter(layers, room.blocks, room.cached_tokens, len(spec), wire)
+    receiver.kv.settle()
+    try:
+        known = (*spec.known, *streams.ids(key))
+        receiver.adopt(key, replace(spec, known=known), room, change(sender.thinking_state(key)))
+    except ValueError:
+        room.release()
+        raise
+    finally:
+        sender.release(key)
+    return streams.drain(receiver)
+
+
+class Faulty(OracleBackend):
+    """The oracle. It raises, or returns NaN, for forwards or rows with the token `poison`. None: for all of them."""
+
+    def __init__(self, fault: str = "", poison: int | None = None) -> None:
+        super().__init__(oracle_layout(block_size=BLOCK), max_model_len=128)
+        self.fault, self.poison = fault, poison
+
+    def forward(self, batch: Any, kv: Any) -> torch.Tensor:
+        logits = super().forward(batch, kv)
+        poisoned = (batch.token_ids == self.poison) if self.poison is not None else batch.token_ids >= 0
+        if self.fault == "raise" and poisoned.any():
+            raise RuntimeError("out of luck")
+        if self.fault == "nan":
+            logits[poisoned[batch.logit_rows]] = float("nan")
+        return logits
