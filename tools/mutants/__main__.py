@@ -18,6 +18,7 @@ import sys
 import tempfile
 from collections import Counter, defaultdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -31,6 +32,7 @@ TARGETS = ("kvtransfer", "prefill_workers", "decode_workers", "baton/worker", "b
 SUITES = ("tests/unit/kvtransfer", "tests/unit/prefill", "tests/unit/decode", "tests/unit/worker", "tests/unit/ledger",
           "tests/unit/router", "tests/unit/engine", "tests/unit/tp", "tests/unit/history", "tests/unit/simulator",
           "tests/simulation", "tests/integration")  # fmt: skip
+Lines = dict[str, dict[str, Any]]
 DEAD = ("killed", "timeout")
 PLUGINS_OFF = ("cacheprovider", "xdist", "terminal")
 OPTIONS = [*(f"-pno:{each}" for each in PLUGINS_OFF), "-m", "not chaos and not serial and not slow"]
@@ -47,14 +49,17 @@ def main() -> None:
     parser.add_argument("--targets", nargs="+", default=TARGETS, help="files and folders to change")
     parser.add_argument("--suites", nargs="+", default=SUITES, help="tests to run")
     parser.add_argument("--again", type=Path, help="results of an earlier run: its killed mutants, not a new draw")
+    parser.add_argument("--resume", action="store_true", help="keep the results that OUT has, and add what is missing")
     told = parser.parse_args()
     before = read(told.again) if told.again else {}
     drawn = again(told.targets, before) if told.again else draw(told.targets, told.count, told.seed)
-    results = run(drawn, told, {name: line["killer"] for name, line in before.items()})
+    done = read(told.out) if told.resume and told.out.exists() else {}
+    results = [Result.of_line(each, done[each.name]) for each in drawn if each.name in done]
+    run([each for each in drawn if each.name not in done], told, before, results)
     sys.exit(summary(results, bool(told.again)))
 
 
-def read(path: Path) -> dict[str, dict[str, str]]:
+def read(path: Path) -> Lines:
     """The lines of an earlier run, by the mutant's name."""
     return {line["name"]: line for line in map(json.loads, path.read_text().splitlines())}
 
@@ -64,7 +69,7 @@ def draw(targets: list[str], count: int, seed: int) -> list[Mutant]:
     return random.Random(seed).sample(everything(targets), count)
 
 
-def again(targets: list[str], before: dict[str, dict[str, str]]) -> list[Mutant]:
+def again(targets: list[str], before: Lines) -> list[Mutant]:
     """The mutants that a test noticed before."""
     return [each for each in everything(targets) if before.get(each.name, {}).get("outcome") in DEAD]
 
@@ -82,32 +87,29 @@ def paths(targets: list[str]) -> list[str]:
     return sorted(str(path.relative_to(ROOT)) for path in found)
 
 
-def run(drawn: list[Mutant], told: argparse.Namespace, first: dict[str, str]) -> list[Result]:
-    """Run pytest with the mutants; write each result to the file when it is there."""
+def run(drawn: list[Mutant], told: argparse.Namespace, before: Lines, results: list[Result]) -> None:
+    """Run pytest with the mutants; add each result to `results` and to the file when it is there."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # a fork has none of the threads that torch would start before
-    results: list[Result] = []
-    with told.out.open("w") as out, tempfile.TemporaryDirectory() as folder:
+    first = {name: line["killer"] for name, line in before.items()}
+    with told.out.open("a" if told.resume else "w") as out, tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "killer").mkdir()
 
         def report(result: Result) -> None:
             results.append(result)
             print(result.as_line(), file=out, flush=True)
             if len(results) % 50 == 0:
-                print(f"{len(results)} of {len(drawn)}: {dict(Counter(each.outcome for each in results))}", flush=True)
+                print(f"{len(results)}: {dict(Counter(each.outcome for each in results))}", flush=True)
 
         plan = Plan(ROOT, drawn, first, told.jobs, told.budget, Path(folder), report)
         pytest.main([*OPTIONS, "--basetemp", f"{folder}/tmp", *told.suites], plugins=[Session(plan)])
-    return results
 
 
 def summary(results: list[Result], killed_before: bool) -> int:
     """Print a table by part and a last line of JSON; return the exit code."""
     parts: dict[str, Counter[str]] = defaultdict(Counter)
     for each in results:
-        path = each.mutant.path
-        parts["/".join(path.split("/")[:2]) if path.startswith(("baton", "router")) else path.split("/")[0]][
-            each.outcome
-        ] += 1
+        names = each.mutant.path.split("/")
+        parts["/".join(names[: 2 if names[0] in ("baton", "router") else 1])][each.outcome] += 1
     for part, counted in sorted(parts.items()):
         dead = sum(counted[each] for each in DEAD)
         print(f"{part:28} {sum(counted.values()):5} mutants {dead:5} killed  {dict(counted)}")

@@ -21,6 +21,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import coverage
 import hypothesis
@@ -45,6 +46,11 @@ class Result:
     killer: str = ""
     tests: int = 0
     seconds: float = 0.0
+
+    @classmethod
+    def of_line(cls, mutant: Mutant, line: dict[str, Any]) -> Result:
+        """The result that `as_line` wrote."""
+        return cls(mutant, line["outcome"], line["killer"], line["tests"], line["seconds"])
 
     def as_line(self) -> str:
         """One line of JSON."""
