@@ -29,9 +29,13 @@ ROOT = Path(__file__).parents[2]
 TARGETS = ("kvtransfer", "prefill_workers", "decode_workers", "baton/worker", "baton/ledger", "router/lifecycle.py",
            "router/attempt.py", "router/delivery.py", "router/admission.py", "router/queue.py",
            "baton/engine/scheduler.py", "baton/engine/blocks.py")  # fmt: skip
-SUITES = ("tests/unit/kvtransfer", "tests/unit/prefill", "tests/unit/decode", "tests/unit/worker", "tests/unit/ledger",
-          "tests/unit/router", "tests/unit/engine", "tests/unit/tp", "tests/unit/history", "tests/unit/simulator",
-          "tests/simulation", "tests/integration")  # fmt: skip
+UNIT = ("kvtransfer", "prefill", "decode", "worker", "ledger", "router", "engine", "tp", "history", "simulator")
+IN_PROCESS = ("test_router*.py", "test_ledger*.py", "test_worker_roles.py", "test_board.py", "test_access.py")
+SUITES = (
+    *(f"tests/unit/{each}" for each in UNIT),
+    "tests/simulation",
+    *(f"tests/integration/{each}" for each in IN_PROCESS),
+)
 Lines = dict[str, dict[str, Any]]
 DEAD = ("killed", "timeout")
 PLUGINS_OFF = ("cacheprovider", "xdist", "terminal")
@@ -47,7 +51,7 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=2, help="mutants at once (default 2)")
     parser.add_argument("--budget", type=float, default=8.0, help="seconds of tests for each mutant (default 8)")
     parser.add_argument("--targets", nargs="+", default=TARGETS, help="files and folders to change")
-    parser.add_argument("--suites", nargs="+", default=SUITES, help="tests to run")
+    parser.add_argument("--suites", nargs="+", default=SUITES, help="tests to run; patterns are allowed")
     parser.add_argument("--again", type=Path, help="results of an earlier run: its killed mutants, not a new draw")
     parser.add_argument("--resume", action="store_true", help="keep the results that OUT has, and add what is missing")
     told = parser.parse_args()
@@ -87,6 +91,11 @@ def paths(targets: list[str]) -> list[str]:
     return sorted(str(path.relative_to(ROOT)) for path in found)
 
 
+def files(suites: list[str]) -> list[str]:
+    """The files and folders that patterns name, relative to the repository."""
+    return [str(path) for each in suites for path in sorted(ROOT.glob(each.removeprefix(f"{ROOT}/")))]
+
+
 def run(drawn: list[Mutant], told: argparse.Namespace, before: Lines, results: list[Result]) -> None:
     """Run pytest with the mutants; add each result to `results` and to the file when it is there."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # a fork has none of the threads that torch would start before
@@ -101,7 +110,7 @@ def run(drawn: list[Mutant], told: argparse.Namespace, before: Lines, results: l
                 print(f"{len(results)}: {dict(Counter(each.outcome for each in results))}", flush=True)
 
         plan = Plan(ROOT, drawn, first, told.jobs, told.budget, Path(folder), report)
-        pytest.main([*OPTIONS, "--basetemp", f"{folder}/tmp", *told.suites], plugins=[Session(plan)])
+        pytest.main([*OPTIONS, "--basetemp", f"{folder}/tmp", *files(told.suites)], plugins=[Session(plan)])
 
 
 def summary(results: list[Result], killed_before: bool) -> int:
