@@ -67,8 +67,7 @@ def paged(
         slots = [own[position // block] * block + position % block for position in range(context)]
         keys.flatten(0, 1)[slots], values.flatten(0, 1)[slots] = k, v
         parts.append((q, k, v))
-    new, contexts = [n for n, _ in lengths], [c for _, c in lengths]
-    batch = batch_over(tables[:, : max(needed)], new, contexts)
+    batch = batch_over(tables[:, : max(needed)], [new for new, _ in lengths], [context for _, context in lengths])
     return Paged(batch, torch.cat([q for q, _, _ in parts]), keys, values, parts)
 
 

@@ -55,13 +55,11 @@ CHOICES = pytest.mark.parametrize("choice", [FLAT, TALL], ids=["flat", "tall"])
 
 
 @pytest.mark.parametrize("k", [1, 31, 32, 33, 100, 2049, 5632])
-@pytest.mark.parametrize("width", [1, 3, 4, 71, 130])
 @CHOICES
-def test_linear_equals_torch(dtype, normal, width: int, k: int, choice: Choice):
+def test_linear_equals_torch(dtype, normal, k: int, choice: Choice):
     kernels = CpuKernels(dtype, Profile(static=choice))
-    weight, bias = normal(width, k), normal(width)
-    for rows in (*range(1, 11), 50, 130):
-        x = normal(rows, k)
+    for width, rows in product((1, 3, 4, 71, 130), (*range(1, 10), 50, 130)):
+        weight, bias, x = normal(width, k), normal(width), normal(rows, k)
         exact = x.double() @ weight.double().t()
         for b in (None, bias):
             found = kernels.linear(weight, b)(x, torch.full((rows, width), torch.nan, dtype=dtype))
@@ -146,8 +144,7 @@ def test_rotation_and_cache_equal_torch(kernels: CpuKernels, dtype, normal, head
 
 
 def case(seed: int, lengths, heads: int, kv_heads: int, dim: int, value_dim: int, dtype: torch.dtype):
-    sizes = {"heads": heads, "kv_heads": kv_heads, "dim": dim, "value_dim": value_dim}
-    made = paged(seed, lengths, **sizes, block=BLOCK, dtype=dtype)
+    made = paged(seed, lengths, heads=heads, kv_heads=kv_heads, dim=dim, value_dim=value_dim, block=BLOCK, dtype=dtype)
     return made.batch, made.query, made.keys, made.values
 
 
@@ -294,14 +291,15 @@ def test_the_fewer_rows_the_more_splits_by_load(dtype, seed, rows, threads):
         assert max(ends) == context
 
 
-def test_there_are_at_most_so_many_splits_as_can_be_joined():
+@pytest.mark.parametrize(
+    ("by", "fixed", "splits"), [("auto", False, 256), ("auto", True, 1), ("load", True, 1), ("load_bf16", True, 1)]
+)
+def test_there_are_at_most_so_many_splits_as_can_be_joined(by, fixed, splits):
     """However many threads there are, and however long the context is; only the plan is made, nothing is attended."""
-    library = compiled_or_skip(lambda: load_library("f32"))
-    for by, fixed, splits in (("auto", False, 256), ("auto", True, 1), ("load", True, 1), ("load_bf16", True, 1)):
-        attention = CompiledAttention(library, "f32", None, None, by=by)
-        batch = batch_over(torch.zeros(1, 7500, dtype=torch.int32), [1], [120_000], fixed=fixed)
-        attention.bind(batch, 16, 1.0)._plan(16, 1, 64, threads=192)
-        assert attention._args.count == splits
+    attention = CompiledAttention(compiled_or_skip(lambda: load_library("f32")), "f32", None, None, by=by)
+    batch = batch_over(torch.zeros(1, 7500, dtype=torch.int32), [1], [120_000], fixed=fixed)
+    attention.bind(batch, 16, 1.0)._plan(16, 1, 64, threads=192)
+    assert attention._args.count == splits
 
 
 def test_partials_in_bfloat16_are_rounded_and_hide_nothing(seed, threads):

@@ -22,27 +22,28 @@ class Drawn:
         # Queries are a part of the fused projection: their rows lie apart.
         rest = torch.full((len(case.query), 2 * kv_heads, dim), torch.nan, dtype=dtype)
         self.query = torch.cat([case.query, rest], 1).to(device)[:, :heads]
-        self.cache = case.keys.to(device), case.values.to(device)
+        self.keys, self.values = case.keys.to(device), case.values.to(device)
         self.expected, batch = case.expected(window).to(device), case.batch
-        self.lengths = batch.kv_lens.to(device)
-        self.places = batch.block_tables.to(device), batch.query_starts.to(device), self.lengths
+        self.places = batch.block_tables.to(device), batch.query_starts.to(device), batch.kv_lens.to(device)
         self.value_dim = case.values.shape[3]
         self.out = torch.full((len(case.query), heads * self.value_dim), 7.0, dtype=dtype, device=device)
 
 
 def decoded(case, splits, *, window=None, unified=None, safe_range=60.0, tiles=TILES):
     heads, dim = case.query.shape[1:]
-    pieces = Pieces.empty(len(case.lengths), heads, splits, case.value_dim, case.out.device)
+    pieces = Pieces.empty(len(case.places[2]), heads, splits, case.value_dim, case.out.device)
     for part in pieces:
         part.fill_(float("nan"))
     options = {"scale": dim**-0.5, "window": window, "unified": unified, "safe_range": safe_range}
-    decode_attention(case.query, *case.cache, *case.places, case.out, pieces, tiles, **options)
+    memory = (*case.places, case.out, pieces, tiles)
+    decode_attention(case.query, case.keys, case.values, *memory, **options)
     return case.out, pieces
 
 
 def prefilled(case, longest, *, window=None, tiles=TILES):
     options = {"longest_query": longest, "scale": case.query.shape[2] ** -0.5, "window": window}
-    prefill_attention(case.query, *case.cache, *case.places, case.out, tiles, **options)
+    memory = (*case.places, case.out, tiles)
+    prefill_attention(case.query, case.keys, case.values, *memory, **options)
     return case.out
 
 
@@ -84,7 +85,7 @@ def test_decode_window(window, splits, device, dtype, seed):
 
 def test_decode_leaves_chunks_and_padding_alone(device, dtype, seed):
     case = Drawn(seed, device, dtype, [3, 1, 2, 1], [9, 21, 2, 4])
-    case.lengths[3] = 0  # a row that only fills a bucket
+    case.places[2][3] = 0  # a row that only fills a bucket
     found, _ = decoded(case, 2)
     close(found[3:4], case.expected[3:4])
     assert bool((found[[0, 1, 2, 4, 5]] == 7).all())

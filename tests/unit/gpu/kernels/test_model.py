@@ -33,7 +33,7 @@ SHAPE: dict[str, Any] = {
     "hidden_size": 48,
     "intermediate_size": 80,
     "num_hidden_layers": 2,
-    "num_attention_heads": 6,
+    "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 16,
     "max_position_embeddings": 256,
@@ -41,7 +41,6 @@ SHAPE: dict[str, Any] = {
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"architectures": ["LlamaForCausalLM"], "tie_word_embeddings": True},
     "mistral": {"architectures": ["MistralForCausalLM"], "sliding_window": 7},
-    "qwen2": {"architectures": ["Qwen2ForCausalLM"]},
     "qwen3": {"architectures": ["Qwen3ForCausalLM"]},
 }
 

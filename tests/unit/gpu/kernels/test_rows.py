@@ -52,7 +52,8 @@ def test_rotation_and_the_cache(heads, kv_heads, head_dim, normed, device, dtype
     rows = 5
     qkv = drawn(seed, device, dtype, rows, heads + 2 * kv_heads, head_dim)
     rotation = Rotation(*(drawn(seed + i, device, dtype, rows, head_dim // 2) for i in (1, 2)))
-    norms = HeadNorms(*(drawn(seed + i, device, dtype, head_dim) for i in (3, 4)), 1e-6) if normed else None
+    weights = drawn(seed + 3, device, dtype, head_dim), drawn(seed + 4, device, dtype, head_dim)
+    norms = HeadNorms(*weights, 1e-6) if normed else None
     slots = torch.tensor([0, 7, 11, 3, 4], device=device)
     # One layer of a cache whose blocks lie apart, as K and V of several layers might.
     keys, values = (torch.full((3, 2, BLOCK, kv_heads, head_dim), 9.0, device=device, dtype=dtype) for _ in range(2))
