@@ -153,7 +153,7 @@ def test_goals_that_differ_in_their_percentile_alone(tmp_path: Path):
 
 
 NO_REPORTS = ["", "[]", '{"kind": "another"}', f'{{"kind": "{KIND}"}}', "{", "not there"]
-NOT_WHOLE = [{"generator": {}}, {"plan": 3}, {"errors": []}, {"requests_per_s": "many"}]
+NOT_WHOLE: list[dict[str, Any]] = [{"generator": {}}, {"plan": 3}, {"errors": []}, {"requests_per_s": "many"}]
 WHOLE = report(SAMPLES, Goals(), {}, OWN)
 
 

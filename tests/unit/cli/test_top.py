@@ -44,7 +44,7 @@ def live(at: float = 1000.0, requests: int = 3, **status: Any) -> admin_pb2.Live
     ]
     plan = admin_pb2.Plan(prefill=1, decode=1, number=7, by="operator")
     decisions = [admin_pb2.Decision(age_s=5, kind="turn", text="decode-1: prefill waits")]
-    said = {"name": "local", "model": "tiny", "router_id": "r-1", "running": requests, "finished": 1234} | status
+    said: Any = {"name": "local", "model": "tiny", "router_id": "r-1", "running": requests, "finished": 1234} | status
     place: Any = {"stage": "decode", "prefill_worker": "prefill-0", "decode_worker": "decode-0", "attempt": 1}
     quantiles = admin_pb2.Quantiles(count=9, p50=0.012, p90=0.1, p99=1.5)
     window = admin_pb2.Window(seconds=60, ttft=quantiles, itl=quantiles, tokens_per_s=321, slo_share=0.97)
@@ -118,7 +118,7 @@ def screen(router: Router, interval_s: float = 0.5, reach: Reach = NO_REACH) -> 
 
 
 @asynccontextmanager
-async def shown(app: Top, router: Router, said: admin_pb2.Live | None = None) -> AsyncIterator[Pilot[None]]:
+async def shown(app: Top, router: Router, said: admin_pb2.Live | None = None) -> AsyncIterator[Pilot[Any]]:
     """The screen, when it shows the three requests of what the router has said."""
     router.says.put(said or live())
     async with app.run_test(size=SIZE) as pilot:
