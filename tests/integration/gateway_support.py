@@ -205,7 +205,8 @@ async def raw(
     address: str, method: str, path: str, body: bytes = b"", **headers: str
 ) -> tuple[int, dict[str, str], bytes]:
     """Status, headers (lower case) and body of one request, as they came over the wire."""
-    reader, writer = await opened(address, method, path, body, **{"connection": "close", **headers})
+    closing: dict[str, Any] = {"connection": "close", **headers}
+    reader, writer = await opened(address, method, path, body, **closing)
     try:
         answer = await reader.read()
     finally:

@@ -3,6 +3,7 @@
 import asyncio
 import json
 from dataclasses import replace
+from typing import Any
 
 import openai
 import pytest
@@ -76,7 +77,7 @@ async def test_where_the_time_went(gateway):
 
 async def test_sync_client(cluster):
     def all_of_it():
-        asked = {"model": "oracle", "prompt": "hello", "max_tokens": 4}
+        asked: dict[str, Any] = {"model": "oracle", "prompt": "hello", "max_tokens": 4}
         with OpenAI(base_url=f"http://{cluster.router.http}/v1", api_key="k", max_retries=0) as client:
             whole = client.completions.create(**asked)
             pieces = client.completions.create(**asked, stream=True)

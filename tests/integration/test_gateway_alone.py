@@ -237,6 +237,9 @@ async def test_chat_logprobs(gateway):
         ("\ufffd", None, -2.5), ("é", list("é".encode()), -3.5),
     ]  # fmt: skip
     assert gateway.fake.requests[0].logprobs == 4
+    await gateway.chat(logprobs=True, top_logprobs=4)
+    asked = [[token] * count for token in (1, 2, 3, 4) for count in (1, 2)]
+    assert sorted(gateway.fake.decoded) == asked, "each once, alone and behind another"
 
 
 async def test_chat_logprobs_of_the_chosen_only(gateway):
@@ -259,12 +262,6 @@ async def test_completion_logprobs(gateway, streamed):
     assert [offset for piece in pieces for offset in piece.text_offset] == [0, 4]
     assert [value for piece in pieces for value in piece.token_logprobs] == [-0.5, -0.5]
     assert pieces[0].top_logprobs[0] == {" dog": -0.5, "cat": -1.5}
-
-
-async def test_token_texts_are_asked_for_once(gateway):
-    for _ in range(3):
-        await gateway.chat(logprobs=True, top_logprobs=2)
-    assert sorted(gateway.fake.decoded) == [[1], [1, 1], [2], [2, 2]]
 
 
 async def test_tokens_without_text_have_no_bytes(gateway):
@@ -332,7 +329,6 @@ async def test_the_client_tries_again(gateway):
         ("chat.messages[0].role", "messages[0].role"),
         ("constraint", "response_format"),
         ("constraint.json_schema", "response_format.json_schema"),
-        ("n", "n"),
         ("sampling.max_tokens", "max_completion_tokens"),
         ("sampling.logprobs", "top_logprobs"),
         ("logprobs", "top_logprobs"),
@@ -372,18 +368,15 @@ async def test_an_answer_that_is_not_complete_is_no_answer(gateway, steps):
     assert (await refused(openai.InternalServerError, gateway.chat(), "router")).code == "engine_fault"
 
 
-async def waiting_for_ever(request):
+async def failing_at_b(request):
+    """Waits for ever for other prompts."""
+    if request.text == "b":
+        yield errors.EngineFault("broken")
     await asyncio.Event().wait()
-    yield
 
 
 async def test_the_first_failure_ends_all_prompts(gateway):
-    async def script(request):
-        if request.text == "b":
-            yield errors.EngineFault("broken")
-        await asyncio.Event().wait()
-
-    gateway.fake.script = script
+    gateway.fake.script = failing_at_b
     await refused(openai.InternalServerError, gateway.complete(["a", "b", "c"]), "broken")
     await until(lambda: gateway.fake.running == 0, "all calls are cancelled")
 
@@ -558,7 +551,7 @@ async def test_metrics_of_what_does_not_finish(streamed):
         gateway.plays(tokens(0, 0, [1], "x"), errors.NoWorker("gone"))
         await refused(openai.APIError, gateway.streamed("chat"))
         await refused(openai.BadRequestError, gateway.chat(extra_body={"n": 0}))
-        gateway.fake.script = waiting_for_ever
+        gateway.fake.script = failing_at_b
         asking = asyncio.create_task(gateway.chat(stream=streamed))
         await until(lambda: gateway.fake.running == 1, "it runs")
         asking.cancel()

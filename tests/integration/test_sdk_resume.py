@@ -45,7 +45,7 @@ class Resumable(Scripted):
         super().__init__()
         self.cuts: list[int] = []
         self.losses: list[BatonError] = []
-        self.headers = (("baton-resumable", "1"),)
+        self.headers: tuple[tuple[str, str], ...] = (("baton-resumable", "1"),)
         self.resumes: list[inference.ResumeRequest] = []
         self.hangs: set[int] = set()  # streams, numbered from 0, that hang at their cut instead of an error
         self.streams = 0
