@@ -6,6 +6,7 @@ Asked on the host that listens, never where its cluster file was read by somebod
 from __future__ import annotations
 
 import ipaddress
+import re
 import socket
 from urllib.parse import urlsplit
 
@@ -80,3 +81,14 @@ def _towards(redis_url: str, *, v6: bool) -> str | None:
     except OSError:  # who connects to Redis says it better
         return None
     return None if ipaddress.ip_address(here.partition("%")[0]).is_loopback else here
+
+
+def redacted(url: str) -> str:
+    """The URL with its password, and everything in its query, replaced by `***`: fit for a log.
+
+    `redis://user:secret@host/0?password=secret` becomes `redis://user:***@host/0?***`.
+    """
+    head, mark, query = url.partition("?")
+    if "@" in query:  # the password contains one of the two marks, so its end is unknown
+        return re.sub("://.*", "://***", url)
+    return re.sub(r"(://[^:@/]*:).*@", r"\1***@", head) + mark + "***" * bool(query)

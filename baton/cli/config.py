@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from collections.abc import Sequence
 from pathlib import Path
 
 import typer
 import yaml
 
+from baton.addresses import redacted
 from baton.cli.access import check_tokens
 from baton.config import ClusterConfig, load_config
 from baton.core import sizes_text
@@ -44,13 +44,5 @@ def schema_text() -> str:
 def effective(config: ClusterConfig) -> dict[str, object]:
     """The config as plain values, with passwords replaced by `***`."""
     tree: dict[str, object] = config.model_dump(mode="json")
-    tree["redis"] = {"url": hide_password(config.redis.url)}
+    tree["redis"] = {"url": redacted(config.redis.url)}
     return tree
-
-
-def hide_password(url: str) -> str:
-    """`redis://user:secret@host/0?password=secret` becomes `redis://user:***@host/0?***`."""
-    head, mark, query = url.partition("?")
-    if "@" in query:  # the password holds one of the two marks: nobody can say where it ends
-        return re.sub("://.*", "://***", url)
-    return re.sub(r"(://[^:@/]*:).*@", r"\1***@", head) + mark + "***" * bool(query)

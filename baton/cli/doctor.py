@@ -16,8 +16,7 @@ from pathlib import Path
 import psutil
 import typer
 
-from baton.addresses import interface_address
-from baton.cli.config import hide_password
+from baton.addresses import interface_address, redacted
 from baton.config import ClusterConfig, load_config
 from baton.config.certificates import check_tls
 from baton.config.values import split_address
@@ -122,7 +121,7 @@ def _redis(config: ClusterConfig) -> Finding:
         if config.redis.url == "embedded":
             return Finding("redis", OK, f"embedded: {server_binary()}")
         check_redis(config.redis.url, config.name)
-        return Finding("redis", OK, f"{hide_password(config.redis.url)} answers")
+        return Finding("redis", OK, f"{redacted(config.redis.url)} answers")
     except BatonError as error:
         return Finding("redis", BAD, str(error), "start it, correct redis.url, or use redis.url=embedded")
 

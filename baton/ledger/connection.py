@@ -28,6 +28,7 @@ from redis.asyncio.retry import Retry
 from redis.backoff import ExponentialWithJitterBackoff
 from redis.exceptions import ConnectionError, RedisError
 
+from baton.addresses import redacted
 from baton.errors import ConfigError, LedgerError
 
 COMMANDS = (
@@ -156,7 +157,8 @@ def _client(url: str) -> Redis:
         )
     except (ValueError, TypeError):
         raise ConfigError(
-            f"redis.url {redacted(url)}: expected redis://, rediss:// or unix:///path, with a numeric port and database"
+            f"redis.url {redacted(url)}: expected redis://, rediss:// or unix:///path, with a numeric port and "
+            "database; a password with / ? # or @ must be percent-encoded"
         ) from None
 
 
@@ -167,16 +169,11 @@ def _checked(url: str) -> dict[str, bool]:
         int(parts.path.strip("/"))  # redis-py would take database 0
     allowed = OPTIONS + TLS_OPTIONS * (parts.scheme == "rediss")
     for name, _ in parse_qsl(parts.query, keep_blank_values=True):
+        if name not in allowed and "@" in parts.query:
+            raise ValueError("a password with a question mark: its rest is no option, and must not be shown")
         if name not in allowed:
             raise ConfigError(f"redis.url {redacted(url)}: unknown option {name!r}; known are {', '.join(allowed)}")
     return {} if parts.scheme == "unix" else {"socket_keepalive": True}
-
-
-def redacted(url: str) -> str:
-    """The URL with its password, and everything in its query, replaced by `***`: fit for a log."""
-    head, mark, _ = url.partition("?")
-    head = re.sub(r"(://[^/]*?):[^/]*@", r"\1:***@", head)
-    return f"{head}?***" if mark else head
 
 
 def address_of(url: str) -> str:

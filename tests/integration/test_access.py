@@ -36,7 +36,7 @@ from tests.integration.access_support import (
     token_file,
 )
 from tests.support.in_process_router import FakeWorker
-from tests.support.routers import ids_of, kinds
+from tests.support.routers import ids_of
 from tests.support.waiting import until
 
 C = grpc.StatusCode

@@ -3,7 +3,8 @@
 import pytest
 
 from baton import __version__
-from baton.cli.config import effective, hide_password
+from baton.addresses import redacted
+from baton.cli.config import effective
 from baton.cli.roles import router_settings
 from baton.cli.up import as_environment, as_options
 from baton.config import ClusterConfig, load_config
@@ -27,7 +28,7 @@ from baton.config import ClusterConfig, load_config
     ],
 )
 def test_no_part_of_a_password_is_shown(url, shown):
-    assert hide_password(url) == shown
+    assert redacted(url) == shown
     config = ClusterConfig.model_validate({"redis": {"url": url}})
     assert effective(config)["redis"] == {"url": shown}
     assert "cret" not in str(effective(config))
