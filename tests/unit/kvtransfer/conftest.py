@@ -6,6 +6,7 @@ import queue
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -109,10 +110,14 @@ class Pairs:
         peer = LoopbackPeer(lambda: PeerService(target, D, FINGERPRINT, theirs, table, recv(memory)))
 
         def filtered(address, on_reply, on_end) -> LoopbackStream:
-            return peer.connect(address, lambda reply: heard(reply) and on_reply(reply), on_end)
+            def hear(reply: pb.PeerReply) -> None:
+                if heard(reply):
+                    on_reply(reply)
+
+            return peer.connect(address, hear, on_end)
 
         unfetched: queue.Queue[HandoffId] = queue.Queue()
-        told = {"on_unfetched": unfetched.put, "connect": connect or filtered}
+        told: dict[str, Any] = {"on_unfetched": unfetched.put, "connect": connect or filtered}
         sender = Sender(source, me, fingerprint, settings, send(memory), reports, **told)
         self.made.append(Pair(table, source, target, reports, peer, sender, unfetched))
         return self.made[-1]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -33,7 +34,7 @@ def call(request: pytest.FixtureRequest) -> Iterator[Call]:
         yield receiver.call().offered()
 
 
-OTHER_LAYOUTS = {"dtype": "bfloat16", "tensors": ("latent",), "head_dim": 16, "layers": 4}
+OTHER_LAYOUTS: dict[str, Any] = {"dtype": "bfloat16", "tensors": ("latent",), "head_dim": 16, "layers": 4}
 
 
 @pytest.mark.parametrize(

@@ -83,7 +83,12 @@ def test_one_frame_has_one_temporary_for_each_rank(monkeypatch) -> None:
 
     def noted(own: KVCache, rank: int, name: str) -> None:
         call = getattr(own, name)
-        monkeypatch.setattr(own, name, lambda *arguments: (asked.append((name, rank)), call(*arguments)))
+
+        def noting(*arguments) -> None:
+            asked.append((name, rank))
+            call(*arguments)
+
+        monkeypatch.setattr(own, name, noting)
 
     for rank, own in enumerate(cache.ranks):
         for name in ("gather", "scatter"):
