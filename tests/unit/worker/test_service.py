@@ -2,7 +2,7 @@
 
 import asyncio
 import threading
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from grpc import StatusCode
@@ -57,7 +57,7 @@ class Worker:
 
     def __init__(self, hello_s=10.0):
         engine = engine_of(Role.DECODE, 10)
-        self.role: Any = FakeRole()
+        self.role = cast(Any, FakeRole())
         self.info = info_of(D, Role.DECODE, engine)
         self.loop = EngineLoop(engine, idle_s=0.01)
         self.server = aio_server()
