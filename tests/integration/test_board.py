@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from typing import Any
 
 import pytest
 
@@ -134,7 +135,7 @@ def operator(router: Router) -> Operator:
     return Operator([router.admin], NO_REACH)
 
 
-async def controlled(board: Board, *slots: Slot, **plan: int) -> None:
+async def controlled(board: Board, *slots: Slot, **plan: Any) -> None:
     """A controller is there, with this plan and these workers."""
     found = ControlReport(
         plan=Plan(prefill=1, decode=2, **plan), at=SystemClock().wall(), slots=slots, host="h", outlook="calm"

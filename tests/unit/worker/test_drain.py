@@ -34,9 +34,9 @@ def test_nothing_new_is_taken_and_idle_workers_are_drained_at_once(pair, router,
 @pytest.mark.parametrize("upto", ["reserved", "alone", "queued", "offered", "written", "committed"])
 def test_a_handoff_that_is_under_way_ends_with_its_last_token(pair, router, upto):
     """`alone`: it is reserved, and its prompt is computed there as well."""
-    sides = (pair.prefill, pair.decode)
+    sides = [pair.prefill, pair.decode]
     if upto in {"reserved", "alone"}:
-        sides = (pair.decode,)
+        sides = [pair.decode]
         pair.decode.take(router, reserve())
     elif upto == "queued":
         pair.begin(router)

@@ -26,20 +26,18 @@ requests, numbers = st.sampled_from(REQUESTS), st.integers(0, 3)
 
 
 @functools.cache
-def known_answer(request):
-    spec = spec_for(request)
-    return expected(spec)
-
-
 def spec_for(request):
     """`a` ends with its first token; the others grow past a block, at random ones of the seeds or greedily; `d` is in a
     hurry.
     """
     index = REQUESTS.index(request)
-    sampling = Sampling(
-        max_tokens=1 + 4 * index, temperature=float(index == 2), seed=5, ignore_eos=index != 3, logprobs=None
-    )
+    sampling = Sampling(max_tokens=1 + 4 * index, temperature=float(index == 2), seed=5, ignore_eos=index != 3)
     return replace(spec_of(HandoffId(request, 1), 5 + 3 * index, sampling), priority=int(request == "d"))
+
+
+@functools.cache
+def known_answer(request):
+    return expected(spec_for(request))
 
 
 class Router:

@@ -2,7 +2,7 @@
 
 import asyncio
 import threading
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from grpc import StatusCode
@@ -56,7 +56,8 @@ class Worker:
     """A listening worker."""
 
     def __init__(self, hello_s=10.0):
-        engine, self.role = engine_of(Role.DECODE, 10), FakeRole()
+        engine = engine_of(Role.DECODE, 10)
+        self.role = cast(Any, FakeRole())
         self.info = info_of(D, Role.DECODE, engine)
         self.loop = EngineLoop(engine, idle_s=0.01)
         self.server = aio_server()
