@@ -31,7 +31,8 @@ def test_a_killed_process_is_replaced(cluster, name):
     streams = Streams(cluster, [f"request {number}" for number in range(8)], tokens=2, **LONG)
     pid = cluster.kill(name)
     if name == "router":
-        assert {type(end) for end in streams.join()} <= {WorkerLost, NoWorker}
+        lost = [end for end in streams.join() if isinstance(end, BaseException)]  # a slow test lets others end before
+        assert {type(error) for error in lost} <= {WorkerLost, NoWorker}
     else:  # no other process decodes; the successor goes on with what the decode worker did
         answers = streams.answers()
         assert {len(answer.tokens) for answer in answers} == {1500}
@@ -111,4 +112,5 @@ def test_ctrl_c_drains(module_home):
             next(stream)
             os.kill(running.state().supervisor.pid, signal.SIGINT)
             assert 1 + sum(len(delta.tokens) for delta in stream) == 200
-        eventually(lambda: all(map(is_zombie, processes.values())), within_s=20)
+        eventually(lambda: not running.processes(), within_s=20)  # the state goes last
+        assert all(map(is_zombie, processes.values()))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import signal
 import subprocess
 import sys
@@ -15,7 +14,7 @@ import redis
 from baton.ledger.embedded import EmbeddedRedis
 from tests.e2e.ray_support import LoopbackNodes
 from tests.support.cluster_process import ROOT, ClusterProcess, is_zombie
-from tests.support.load import Load, draw_jobs
+from tests.support.load import Job, Load, oracle_answer
 from tests.support.time_factor import scaled
 from tests.support.waiting import eventually
 
@@ -130,11 +129,13 @@ def _a_controller_that_is_started_again_takes_over_what_runs(many):
 def test_a_head_that_is_started_again(nodes, home, tmp_path, monkeypatch):
     """Requests are served while it is away, by the same workers; the controller is on the new head."""
     many = Many(nodes, tmp_path)
+    prompt, options = list(b"served meanwhile"), {"max_tokens": 8, "temperature": 0.0, "ignore_eos": True}
+    small = Job(prompt, options, oracle_answer(prompt, **options))
     for name, value in nodes.env.items():
         monkeypatch.setenv(name, value)
     with home.cluster(many.file) as cluster:
         before, controller = many.pids(), many.controller()
-        with Load(cluster, draw_jobs(random.Random(4)), 4, clients=1, loyal=True) as load:
+        with Load(cluster, [small], 4, clients=1, loyal=True) as load:
             nodes.kill("head")
             nodes.start_head()
             assert many.controller() != controller

@@ -61,6 +61,7 @@ def test_pools_of_different_sizes_answer_as_one_process(home, alone, config, pre
         worker = struck.ppid()
         os.kill(struck.pid, signal.SIGKILL)
         eventually(lambda: not psutil.pid_exists(worker), within_s=10)
+        cluster.wait_replaced("prefill-0", worker)
         assert eventually(lambda: answered(cluster), within_s=60) == alone
         left = [child for children in followers(cluster).values() for child in children]
         assert struck.pid not in {child.pid for child in left}
