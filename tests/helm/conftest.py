@@ -56,7 +56,15 @@ class Helm:
 
     def _template(self, values: Sequence[str | Path], sets: Sequence[str], chart: Path) -> list[str]:
         files = [part for path in values for part in ("-f", str(path))]
-        return ["template", RELEASE, str(chart), "-n", NAMESPACE, *files, *(f"--set={item}" for item in sets)]
+        return [
+            "template",
+            RELEASE,
+            str(chart),
+            "-n",
+            NAMESPACE,
+            *files,
+            *(part for item in sets for part in ("--set", item)),
+        ]
 
 
 @pytest.fixture(scope="session", params=EACH)

@@ -1,100 +1,138 @@
-"""An install and an upgrade as far as the chart asks the API server, which a few fixed answers stand in for."""
+"""install, test, upgrade, rollback, history and uninstall, by real helms against a stand-in for the API server.
+
+Nothing starts pods here; what is seen is that helm can bring the chart's objects there, change them and take them away.
+"""
 
 from __future__ import annotations
 
 import base64
 import dataclasses
 import json
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
-from tests.helm.conftest import CHART, CI, NAMES, NAMESPACE, RELEASE, Helm
+from tests.helm.conftest import CHART, NAMESPACE, RELEASE, Helm
+from tests.helm.kube import ApiServer, Cluster
+from tests.helm.schemas import Schemas, find_folder
 
-MINIMAL = CI[NAMES.index("minimal")]
-WITHOUT_SCHEMAS = "--disable-openapi-validation"
-KEPT = base64.b64encode(b"made at the install").decode()
-SECRET_PATH = f"/api/v1/namespaces/{NAMESPACE}/secrets/one-baton-redis"
-OURS = {"meta.helm.sh/release-name": RELEASE, "meta.helm.sh/release-namespace": NAMESPACE}
-BY_HELM = {"app.kubernetes.io/managed-by": "Helm"}
-METADATA = {"name": "one-baton-redis", "labels": BY_HELM, "annotations": OURS}
-SECRET = {"apiVersion": "v1", "kind": "Secret", "metadata": METADATA, "data": {"password": KEPT}}
-Answers = dict[str, dict[str, Any]]
-
-
-def answers(documents: list[dict[str, Any]]) -> Answers:
-    """The answers of an API server by path: the kinds of these objects, and the Secret of an earlier install."""
-    found: Answers = {"/version": {"major": "1", "minor": "34", "gitVersion": "v1.34.0"}, SECRET_PATH: SECRET}
-    groups = []
-    for version in sorted({one["apiVersion"] for one in documents}):
-        kinds = sorted({one["kind"] for one in documents if one["apiVersion"] == version})
-        resources = [{"name": f"{kind.lower()}s", "namespaced": True, "kind": kind, "verbs": ["get"]} for kind in kinds]
-        path = f"/apis/{version}" if "/" in version else f"/api/{version}"
-        found[path] = {"kind": "APIResourceList", "groupVersion": version, "resources": resources}
-        named = {"groupVersion": version, "version": version.rpartition("/")[2]}
-        if "/" in version:
-            groups.append({"name": version.partition("/")[0], "versions": [named], "preferredVersion": named})
-    found["/api"] = {"kind": "APIVersions", "versions": ["v1"]}
-    found["/apis"] = {"kind": "APIGroupList", "apiVersion": "v1", "groups": groups}
-    return found
-
-
-class Handler(BaseHTTPRequestHandler):
-    """Looks the answer up by its path; all else is not found."""
-
-    answers: Answers
-
-    def do_GET(self) -> None:
-        found = self.answers.get(self.path.partition("?")[0])
-        missing = {"kind": "Status", "apiVersion": "v1", "status": "Failure", "reason": "NotFound", "code": 404}
-        body = json.dumps(found or missing).encode()
-        self.send_response(200 if found else 404)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, format: str, *args: object) -> None:
-        """Quiet."""
+pytestmark = pytest.mark.slow
+MINIMAL = CHART / "ci/minimal-values.yaml"
+OF_HELM = "sh.helm.release.v1."
+# What null switches on: this API server knows these kinds, `helm template` does not.
+MONITORS = {f"PodMonitor/one-baton-{what}" for what in ("router", "worker", "ray")} | {"PrometheusRule/one-baton"}
 
 
 @pytest.fixture
-def there(helm: Helm, tmp_path: Path) -> Iterator[Helm]:
-    """A helm whose API server has the Secret of an earlier install."""
-    handler = type("Bound", (Handler,), {"answers": answers(helm.render(MINIMAL))})
-    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
-        thread.start()
-        clusters = [{"name": "stub", "cluster": {"server": f"http://127.0.0.1:{server.server_port}"}}]
-        contexts = [{"name": "stub", "context": {"cluster": "stub", "user": "stub"}}]
-        parts = {"clusters": clusters, "contexts": contexts, "users": [{"name": "stub", "user": {}}]}
-        config = tmp_path / "kubeconfig"
-        config.write_text(yaml.safe_dump({"apiVersion": "v1", "kind": "Config", "current-context": "stub", **parts}))
-        yield dataclasses.replace(helm, kubeconfig=config)
-        server.shutdown()
-        thread.join()
+def server() -> Iterator[ApiServer]:
+    with ApiServer(problems) as server:
+        yield server
 
 
-def password(helm: Helm, *more: str) -> str:
-    command = ("template", RELEASE, str(CHART), "-n", NAMESPACE, "-f", str(MINIMAL), *more)
-    documents = [one for one in yaml.safe_load_all(helm.run(*command).stdout) if one]
-    (found,) = (one["data"]["password"] for one in documents if one["kind"] == "Secret")
-    return str(found)
+@cache
+def known_schemas() -> Schemas | None:
+    folder = find_folder()
+    return Schemas(folder) if folder else None
 
 
-def test_the_password_is_made_once(there: Helm):
-    assert len(base64.b64decode(password(there))) == 40
-    assert password(there, "--dry-run=server", WITHOUT_SCHEMAS) == KEPT
+def problems(document: dict[str, Any]) -> list[str]:
+    """Without schemas, objects of any form are taken."""
+    known = known_schemas()
+    return known.problems(document) if known else []
+
+
+@pytest.fixture
+def there(helm: Helm, server: ApiServer, tmp_path: Path) -> Helm:
+    """A helm that speaks to the server."""
+    config = tmp_path / "kubeconfig"
+    config.write_text(server.kubeconfig())
+    return dataclasses.replace(helm, kubeconfig=config)
+
+
+def install(helm: Helm, *more: str, values: Path = MINIMAL) -> None:
+    helm.run("install", RELEASE, str(CHART), "-n", NAMESPACE, "-f", str(values), *more)
+
+
+def upgrade(helm: Helm, *more: str) -> None:
+    helm.run("upgrade", RELEASE, str(CHART), "-n", NAMESPACE, "-f", str(MINIMAL), *more)
+
+
+def names(cluster: Cluster) -> set[str]:
+    """Of all objects, but what helm keeps for itself."""
+    return {f"{kind}/{name}" for _, kind, name in cluster.objects if not name.startswith(OF_HELM)}
+
+
+def replicas(cluster: Cluster) -> tuple[int, int]:
+    """Of routers and of decode pods."""
+    groups = cluster.of_kind("RayCluster")["one-baton"]["spec"]["workerGroupSpecs"]
+    decode = next(group["replicas"] for group in groups if group["groupName"] == "decode")
+    return cluster.of_kind("Deployment")["one-baton-router"]["spec"]["replicas"], decode
+
+
+def test_install_test_upgrade_rollback_uninstall(there: Helm, server: ApiServer):
+    cluster = server.cluster
+    install(there)
+    expected = {f"{one['kind']}/{one['metadata']['name']}" for one in there.render(MINIMAL)}
+    assert names(cluster) == expected - {"Pod/one-baton-serves"} | MONITORS
+    assert replicas(cluster) == (2, 1)
+
+    there.run("test", RELEASE, "-n", NAMESPACE, "--timeout", "20s")
+    assert "Pod/one-baton-serves" not in names(cluster)  # its hook has succeeded, and it is gone
+
+    upgrade(there, "--set", "router.replicas=5", "--set", "decode.replicas=3", "--set", "router.http=false")
+    assert replicas(cluster) == (5, 3)
+    ports = cluster.of_kind("Deployment")["one-baton-router"]["spec"]["template"]["spec"]["containers"][0]["ports"]
+    assert [port["name"] for port in ports] == ["grpc", "admin", "metrics"]
+
+    there.run("rollback", RELEASE, "1", "-n", NAMESPACE)
+    assert replicas(cluster) == (2, 1)
+    history = json.loads(there.run("history", RELEASE, "-n", NAMESPACE, "-o", "json").stdout)
+    assert [entry["status"] for entry in history] == ["superseded", "superseded", "deployed"]
+
+    there.run("uninstall", RELEASE, "-n", NAMESPACE)
+    assert cluster.objects == {}
+
+
+def test_the_password_is_made_once(there: Helm, server: ApiServer):
+    def password() -> str:
+        return str(server.cluster.of_kind("Secret")["one-baton-redis"]["data"]["password"])
+
+    install(there)
+    first = password()
+    assert len(base64.b64decode(first)) == 40
+    upgrade(there, "--set", "router.replicas=3")
+    assert password() == first
+
+
+def test_the_model_survives(there: Helm, server: ApiServer):
+    install(there, values=CHART / "ci/gpu-rdma-values.yaml")
+    there.run("uninstall", RELEASE, "-n", NAMESPACE)
+    assert names(server.cluster) == {"PersistentVolumeClaim/one-baton-model"}
 
 
 def test_notes_say_what_to_do_and_warn(there: Helm):
-    sets = ("--set", "network.policy.enabled=false", "--dry-run=client", WITHOUT_SCHEMAS)
-    said = there.run("install", RELEASE, str(CHART), "-n", NAMESPACE, "-f", str(MINIMAL), *sets).stdout
+    done = there.run(
+        "install", RELEASE, str(CHART), "-n", NAMESPACE, "-f", str(MINIMAL), "--set", "network.policy.enabled=false"
+    )
+    said = done.stdout
     assert "one-baton-router.serving.svc:50051" in said
     assert "WARNING security.allowInsecure" in said
     assert "every pod of this Kubernetes cluster may use" in said
+
+
+def test_nothing_is_installed_unsecured(there: Helm, server: ApiServer):
+    done = there.run("install", RELEASE, str(CHART), "-n", NAMESPACE, "--set", "image.repository=a", check=False)
+    assert done.returncode != 0
+    assert "security: set security.tls.existingSecret" in done.stderr
+    assert names(server.cluster) == set()
+
+
+def test_an_object_that_kubernetes_refuses_fails_the_install(there: Helm, schemas: Schemas):
+    wrong = [{"apiVersion": "v1", "kind": "Service", "metadata": {"name": "a"}, "spec": {"port": 1}}]
+    arguments = ["install", RELEASE, str(CHART), "-n", NAMESPACE, "-f", str(MINIMAL), "--set-json"]
+    done = there.run(*arguments, f"extraObjects={json.dumps(wrong)}", check=False)
+    assert done.returncode != 0
+    assert "'port' was unexpected" in done.stderr

@@ -84,8 +84,8 @@ def test_a_regex_is_of_all_the_text(oracle):
 
 
 def test_json_may_have_a_space_between_tokens_unless_the_schema_says_more(oracle):
-    wanted = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
-    wanted |= {"additionalProperties": False}
+    closed = {"required": ["a"], "additionalProperties": False}
+    wanted: dict[str, object] = {"type": "object", "properties": {"a": {"type": "integer"}}, **closed}
     for text, right in (('{"a":1}', True), ('{ "a": 1 }', True), ('{  "a":1}', False), ('{\n"a":1}', False)):
         assert after(oracle, schema(wanted), text).complete is right, text
     pretty = wanted | {"x-guidance": {"whitespace_pattern": "[ \\n]*"}}

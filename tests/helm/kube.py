@@ -1,0 +1,257 @@
+"""An API server as far as helm asks: discovery, objects in memory, watches that stay open, checks by schema.
+
+It has no controllers: nothing becomes of a Deployment. Pods have succeeded as soon as they are there, for hooks.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from urllib.parse import parse_qs, urlsplit
+
+import yaml
+
+from tests.helm.kube_discovery import PLURALS, api_version, discovery
+from tests.helm.kube_wire import MAGIC, Object, decode_protobuf, merge_patch
+
+WATCH_S = 0.2
+PATH = re.compile(
+    r"/api(?:s/(?P<group>[^/]+))?/(?P<version>v[^/]+)(?:/namespaces/(?P<namespace>[^/]+))?/(?P<plural>[a-z]+)(?:/(?P<name>[^/]+))?"
+)
+NAMESPACE_PATH = re.compile(r"/api/v1/namespaces/(?P<name>[^/]+)")
+Key = tuple[str, str, str]  # apiVersion, kind, name
+Check = Callable[[Object], list[str]]
+
+
+class RefusedError(Exception):
+    """An answer that is a Status, with its code and reason."""
+
+    def __init__(self, code: int, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+        self.status = {
+            "kind": "Status",
+            "apiVersion": "v1",
+            "status": "Failure",
+            "reason": reason,
+            "message": message,
+            "code": code,
+        }
+
+
+@dataclass
+class Cluster:
+    """All objects of its one namespace. `check` says what is wrong with an object that is written."""
+
+    check: Check = lambda _: []
+    objects: dict[Key, Object] = field(default_factory=dict)
+    events: list[tuple[str, Object]] = field(default_factory=list)
+    changed: threading.Condition = field(default_factory=threading.Condition)
+    closed: bool = False
+    _revisions: itertools.count[int] = field(default_factory=lambda: itertools.count(1))
+
+    def of_kind(self, kind: str) -> dict[str, Object]:
+        """By name."""
+        return {name: found for (_, one, name), found in self.objects.items() if one == kind}
+
+    def write(self, key: Key, new: Object, *, dry: bool) -> Object:
+        """Store it. Raises RefusedError."""
+        form = {part: value for part, value in new.items() if part != "status"}
+        problems = [] if key[1] == "Secret" else self.check(form)
+        if problems:
+            raise RefusedError(422, "Invalid", f"{key[1]} {key[2]}: {'; '.join(problems[:5])}")
+        before = self.objects.get(key, {}).get("metadata", {})
+        metadata = new.setdefault("metadata", {})
+        metadata.pop("managedFields", None)
+        number = str(next(self._revisions))
+        metadata |= {"namespace": "serving", "resourceVersion": number, "uid": before.get("uid", f"uid-{number}")}
+        metadata.setdefault("creationTimestamp", "2026-01-01T00:00:00Z")
+        if key[1] == "Pod":
+            new["status"] = {"phase": "Succeeded"}
+        if not dry:
+            self._tell("MODIFIED" if key in self.objects else "ADDED", new)
+            self.objects[key] = new
+        return new
+
+    def delete(self, key: Key) -> Object:
+        """Raises RefusedError."""
+        gone = self.get(key)
+        del self.objects[key]
+        self._tell("DELETED", gone)
+        return gone
+
+    def get(self, key: Key) -> Object:
+        """Raises RefusedError."""
+        if key not in self.objects:
+            raise RefusedError(404, "NotFound", f'{key[1]} "{key[2]}" not found')
+        return self.objects[key]
+
+    def close(self) -> None:
+        """End all watches."""
+        with self.changed:
+            self.closed = True
+            self.changed.notify_all()
+
+    def _tell(self, what: str, about: Object) -> None:
+        self.events.append((what, about))
+        self.changed.notify_all()
+
+
+class Handler(BaseHTTPRequestHandler):
+    """One request. `cluster` is set by `serve`."""
+
+    protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True  # head and body are two writes: 40 ms for each request otherwise
+    cluster: Cluster
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Quiet."""
+
+    def answer(self) -> None:
+        url = urlsplit(self.path)
+        query = {key: values[0] for key, values in parse_qs(url.query).items()}
+        raw = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        found = discovery(url.path)
+        try:
+            if found is None:
+                found = self._object(url.path, query, raw)
+            if found is not None:
+                self._send(201 if self.command == "POST" else 200, found)
+        except RefusedError as refused:
+            self._send(refused.code, refused.status)
+        except (BrokenPipeError, ConnectionResetError):
+            self.close_connection = True
+
+    do_GET = do_POST = do_PUT = do_PATCH = do_DELETE = answer
+
+    def _send(self, code: int, content: Object) -> None:
+        body = json.dumps(content).encode()
+        self.send_response(code)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def _object(self, path: str, query: Mapping[str, str], raw: bytes) -> Object | None:
+        if match := NAMESPACE_PATH.fullmatch(path):
+            return {
+                "apiVersion": "v1",
+                "kind": "Namespace",
+                "metadata": {"name": match["name"]},
+                "status": {"phase": "Active"},
+            }
+        parts = PATH.fullmatch(path)
+        version = api_version(parts["group"] or "", parts["version"]) if parts else ""
+        kind = PLURALS.get((version, parts["plural"])) if parts else None
+        if parts is None or kind is None:
+            raise RefusedError(404, "NotFound", f"no {path} here")
+        if self.command == "GET" and parts["name"] is None:
+            return self._list(version, kind, query)
+        with self.cluster.changed:
+            body = decode_protobuf(raw) if raw.startswith(MAGIC) else yaml.safe_load(raw or b"{}")
+            key = version, kind, parts["name"] or body["metadata"]["name"]
+            return self._one(key, body, dry="dryRun" in query)
+
+    def _one(self, key: Key, body: Object, *, dry: bool) -> Object:
+        cluster, kept = self.cluster, self.cluster.objects.get(key)
+        if self.command == "GET":
+            return cluster.get(key)
+        if self.command == "DELETE":
+            return cluster.delete(key)
+        if self.command == "POST" and kept is not None:
+            raise RefusedError(409, "AlreadyExists", f'{key[1]} "{key[2]}" already exists')
+        if self.command == "PATCH":
+            patch = self.headers.get("Content-Type", "")
+            if "apply-patch" not in patch:  # an apply by the only one who applies says all that there is
+                body = merge_patch(cluster.get(key), body, strategic="strategic" in patch)
+        return cluster.write(key, body, dry=dry)
+
+    def _list(self, version: str, kind: str, query: Mapping[str, str]) -> Object | None:
+        def selected(found: Object) -> bool:
+            labels, metadata = found["metadata"].get("labels") or {}, found["metadata"]
+            terms = [term.partition("=") for term in query.get("labelSelector", "").split(",") if term]
+            name = query.get("fieldSelector", "").removeprefix("metadata.name=")
+            is_kind = (found["apiVersion"], found["kind"]) == (version, kind)
+            return (
+                is_kind and name in {"", metadata["name"]} and all(labels.get(key) == value for key, _, value in terms)
+            )
+
+        with self.cluster.changed:
+            items = [found for found in self.cluster.objects.values() if selected(found)]
+            seen = len(self.cluster.events)
+        if query.get("watch") not in {"1", "true"}:
+            return {
+                "kind": f"{kind}List",
+                "apiVersion": version,
+                "metadata": {"resourceVersion": str(seen + 1)},
+                "items": items,
+            }
+        self._watch(version, kind, items, seen, selected, initial="sendInitialEvents" in query)
+        return None
+
+    def _watch(
+        self,
+        version: str,
+        kind: str,
+        items: list[Object],
+        seen: int,
+        selected: Callable[[Object], bool],
+        *,
+        initial: bool,
+    ) -> None:
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Connection", "close")
+        self.end_headers()
+        for item in items:
+            self._event("ADDED", item)
+        if initial:
+            metadata = {"resourceVersion": str(seen + 1), "annotations": {"k8s.io/initial-events-end": "true"}}
+            self._event("BOOKMARK", {"apiVersion": version, "kind": kind, "metadata": metadata})
+        while not self.cluster.closed:
+            with self.cluster.changed:
+                if len(self.cluster.events) == seen:
+                    self.cluster.changed.wait(WATCH_S)
+                fresh, seen = self.cluster.events[seen:], len(self.cluster.events)
+            for what, about in fresh:
+                if selected(about):
+                    self._event(what, about)
+
+    def _event(self, what: str, about: Object) -> None:
+        self.wfile.write(json.dumps({"type": what, "object": about}).encode() + b"\n")
+        self.wfile.flush()
+
+
+class ApiServer:
+    """Serves a Cluster on a free port of the loopback, until the block ends."""
+
+    def __init__(self, check: Check) -> None:
+        self.cluster = Cluster(check)
+        handler = type("BoundHandler", (Handler,), {"cluster": self.cluster})
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+        self._server.daemon_threads = True
+        self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
+        self._thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)
+
+    def __enter__(self) -> ApiServer:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.cluster.close()
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join(5.0)
+
+    def kubeconfig(self) -> str:
+        """As YAML."""
+        clusters = [{"name": "stub", "cluster": {"server": self.url}}]
+        contexts = [{"name": "stub", "context": {"cluster": "stub", "user": "stub", "namespace": "serving"}}]
+        users = [{"name": "stub", "user": {}}]
+        parts = {"clusters": clusters, "contexts": contexts, "users": users, "current-context": "stub"}
+        return yaml.safe_dump({"apiVersion": "v1", "kind": "Config", **parts})
