@@ -56,15 +56,7 @@ class Helm:
 
     def _template(self, values: Sequence[str | Path], sets: Sequence[str], chart: Path) -> list[str]:
         files = [part for path in values for part in ("-f", str(path))]
-        return [
-            "template",
-            RELEASE,
-            str(chart),
-            "-n",
-            NAMESPACE,
-            *files,
-            *(part for item in sets for part in ("--set", item)),
-        ]
+        return ["template", RELEASE, str(chart), "-n", NAMESPACE, *files, *(f"--set={item}" for item in sets)]
 
 
 @pytest.fixture(scope="session", params=EACH)
