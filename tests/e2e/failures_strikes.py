@@ -153,9 +153,14 @@ class Life:
     worker: str
     incarnation: str
     pid: int
+    port: int
 
     def __str__(self):
         return f"{self.worker}@{self.incarnation}"
+
+    @property
+    def sends(self):
+        return self.worker.startswith("prefill")
 
 
 class Field:
@@ -172,7 +177,8 @@ class Field:
     def lives(self):
         """Those that the router is connected to, by worker."""
         infos = {name: worker.info for name, worker in self.cluster.connected().items()}
-        return {name: Life(name, str(info.ref.incarnation), info.pid) for name, info in infos.items()}
+        ports = {name: int(info.ref.address.split(":")[1]) for name, info in infos.items()}
+        return {name: Life(name, str(info.ref.incarnation), info.pid, ports[name]) for name, info in infos.items()}
 
     def diary(self, life):
         return Diary(self._histories / f"{life}.jsonl".replace("@", "-"))
@@ -191,6 +197,30 @@ class Field:
         """Whether the ledger says so."""
         key = f"baton:{self.cluster.name}:worker:{life.worker}"
         return self._ledger.hget(key, "incarnation") == life.incarnation.encode()
+
+    def links(self, life):
+        """Between this worker and all of the other role."""
+        lives = list(self.lives().values())
+        senders = [life] if life.sends else [other for other in lives if other.sends]
+        ports = [other.port for other in lives if not other.sends] if life.sends else [life.port]
+        return Links({sender.pid for sender in senders}, set(ports), [self.diary(sender) for sender in senders])
+
+
+class Links:
+    """Those of the processes `pids` to the decode workers at `ports`. `diaries`: of these processes."""
+
+    def __init__(self, pids, ports, diaries):
+        self.pids = pids
+        self.ports = ports
+        self._diaries = diaries
+        self._before = self._failures()
+
+    def failed(self):
+        """Whether a push has failed since."""
+        return self._failures() > self._before
+
+    def _failures(self):
+        return sum(diary.read()["failed"] for diary in self._diaries)
 
 
 def _stands(victim, diary, state):

@@ -1,4 +1,4 @@
-"""SIGKILL and SIGSTOP of workers and of Redis at each state of a handoff, under load, one after the other.
+"""SIGKILL and SIGSTOP of workers, Redis and links at each state of a handoff, under load, one after the other.
 
 Afterwards nobody hangs, no token was wrong, later requests are answered, nobody holds anything, `baton down` leaves
 nothing, and the histories of all processes are in order. The moment of each strike is exact, also for states that last
@@ -13,6 +13,7 @@ from contextlib import closing, contextmanager
 
 import pytest
 
+from tests.e2e.failures_proxy import HERE, Proxy
 from tests.e2e.failures_strikes import Field, KeptRedis
 from tests.support.cluster_process import HANDED_OVER
 from tests.support.load import Load, draw_jobs, until
@@ -128,3 +129,35 @@ def test_redis(home, tmp_path, seed):
             until("all have their leases", lambda: all(map(field.has_lease, field.lives().values())))
         if '"worker_lost"' not in field.cluster.log("router"):  # no machine was too slow
             assert set(load.outcomes) <= {"whole", "left"}
+
+
+# --- the link
+
+FAILURES = ("cut", "stopped briefly", "stopped for long")
+DURING = (("prefill", "pushing"), ("decode", "reserved"), ("decode", "receiving"))
+
+
+def test_the_link(home, tmp_path, seed):
+    """Connections between one worker and all of the other role are reset, or pass nothing on, for less or for more than
+    a deadline. The router hears of that from the workers alone.
+    """
+    redis, struck = KeptRedis(tmp_path / "redis"), 0
+    sets = (f"redis.url={redis.url}", "transfer.transport=grpc", f"decode.advertise={HERE}")
+    with (
+        closing(redis),
+        Proxy(redis.url) as proxy,
+        under_load(home, tmp_path / "history", seed, *sets) as (field, load),
+    ):
+        for turn, (kind, (role, state)) in shuffled(seed, FAILURES, DURING):
+            with field.caught(f"{role}-{turn % 2}", state) as (life, _):
+                links = field.links(life)
+                found = proxy.strike(links, silent=kind != "cut")
+                print(f"{found} links of {life} are {kind}, which is {state}")
+            if kind == "stopped briefly":
+                lasts(BRIEF_S)
+            elif kind == "stopped for long":
+                until("a push was given up", links.failed)
+            proxy.go_on()
+            load.settle()
+            struck += found
+    assert struck > 0
