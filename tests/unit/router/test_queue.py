@@ -104,6 +104,14 @@ def test_the_order_is_that_of_the_model(rng, returning):
     assert len(queue._idle) <= len(NAMES)
 
 
+def test_a_share_leaves_room_for_one_more_tenant_of_weight_1():
+    queue = FairQueue[Entry](WEIGHTS)
+    assert [queue.share_of(name) for name in ("a", "heavy")] == [1 / 2, 4 / 5]
+    queue.push(Entry((0, 0), 10, "a"))
+    queue.push(Entry((1, 1), 10, "light"))
+    assert [queue.share_of(name) for name in ("a", "light", "heavy")] == [1 / 2.5, 0.5 / 2.5, 4 / 6.5]
+
+
 @settings(max_examples=100, deadline=None)
 @given(st.randoms(use_true_random=False), st.integers(2, 5))
 def test_tenants_that_always_wait_get_their_weights_share(rng, tenants):
