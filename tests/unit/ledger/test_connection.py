@@ -50,6 +50,7 @@ async def test_a_prefix_that_a_pattern_could_not_name_is_refused(prefix):
     ("url", "named"),
     [
         ("redis://:secret@h?foo=bar", "foo"),
+        ("redis://:secret@h?foo=", "foo"),
         ("redis://:secret@h?decode_responses=true", "decode_responses"),  # answers would not be bytes any more
         ("redis://:secret@h?encoding=klingon", "encoding"),
         ("redis://:secret@h?ssl_ca_certs=/ca.pem", "ssl_ca_certs"),  # of rediss alone

@@ -12,7 +12,7 @@ from baton.engine.fixed import FixedShapes
 from baton.engine.oracle import OracleBackend
 from baton.errors import ConfigError, InvalidRequest
 from baton.tokenizer import OracleTokenizer
-from baton.worker.build import build_engine, check_thinking, load_backend, pick_device
+from baton.worker.build import build_engine, check_thinking, load_backend, pick_device, warm_up
 from baton.worker.life import _info
 from baton.worker.settings import from_config, located
 from kvtransfer.transports.choose import make_transports
@@ -36,8 +36,11 @@ def test_a_gpu_that_is_not_there_is_named(monkeypatch, settings):
         build_engine(settings("decode.device=cuda"))
 
 
-def test_a_new_engine_has_been_warmed_and_counts_from_zero(settings):
+def test_a_new_engine_has_been_warmed_and_counts_from_zero(settings, monkeypatch):
+    warmed = []
+    monkeypatch.setattr("baton.worker.build.warm_up", lambda engine: [warmed.append(engine), warm_up(engine)])
     engine = build_engine(settings("decode.kv_memory=1MiB", "decode.block_size=16"))
+    assert warmed == [engine]
     load = engine.load()
     assert (load.step, load.prefill_tokens, load.decode_tokens) == (0, 0, 0)
     assert load.blocks.available == load.blocks.total
