@@ -8,6 +8,7 @@ import torch
 
 from baton.config import load_config
 from baton.core import HandoffId, Incarnation, Role, Sampling, SequenceSpec
+from baton.engine.engine import Engine
 from baton.engine.fixed import FixedShapes
 from baton.engine.oracle import OracleBackend
 from baton.errors import ConfigError, InvalidRequest
@@ -37,8 +38,13 @@ def test_a_gpu_that_is_not_there_is_named(monkeypatch, settings):
 
 
 def test_a_new_engine_has_been_warmed_and_counts_from_zero(settings, monkeypatch):
-    warmed = []
-    monkeypatch.setattr("baton.worker.build.warm_up", lambda engine: [warmed.append(engine), warm_up(engine)])
+    warmed = list[Engine]()
+
+    def watched(engine: Engine) -> None:
+        warmed.append(engine)
+        warm_up(engine)
+
+    monkeypatch.setattr("baton.worker.build.warm_up", watched)
     engine = build_engine(settings("decode.kv_memory=1MiB", "decode.block_size=16"))
     assert warmed == [engine]
     load = engine.load()
