@@ -22,7 +22,7 @@ PROGRESS := awk '/(Downloading|Using cached) .*[MG]B\)/ { name = $$(NF-2); sub(/
 	print "  " part[1], part[2], $$(NF-1), $$NF; fflush() } /^Installing/ { print "  installing"; fflush() }'
 # pytest's exit code 5 means that no test was selected, which is fine for a second, smaller selection.
 NONE_IS_FINE := || [ $$? -eq 5 ]
-COMPILED_KERNELS_HERE := $(BIN)/python -c "from baton.engine.kernels.cpu.build import load_library; load_library('f32')" 2> /dev/null
+COMPILED_KERNELS_HERE := $(BIN)/python -c "from baton.engine.kernels.cpu.build import load_library; load_library('f32')" 2>&1 | tail -n 1
 KERNEL_SUITES := tests/unit/kernels tests/unit/engine tests/unit/model tests/unit/worker/test_loading.py \
 	tests/integration/test_tensor_parallel.py tests/e2e/test_determinism.py
 
@@ -96,7 +96,7 @@ test: regenerate  ## everything that needs no GPU (goal after check: at most 9 m
 	@$(PYTEST) $(PARALLEL) -m "not chaos and not serial" $(if $(filter check,$(MAKECMDGOALS)),--after-check) --durations 30 --durations-min 4
 	@$(PYTEST) -m "serial and not chaos" $(NONE_IS_FINE)
 	@if $(COMPILED_KERNELS_HERE); then $(MAKE) --no-print-directory without-kernels; \
-		else echo "without-kernels: this machine has no compiled kernels, so all suites ran without them"; fi
+		else echo "without-kernels: no compiled kernels here (reason above), so all suites ran without them"; fi
 
 without-kernels: $(SETUP)  ## suites that depend on the kernels, as on a processor without AVX-512
 	@BATON_CPU_LEVEL=none $(PYTEST) $(PARALLEL) -m "not chaos and not serial" $(KERNEL_SUITES)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import stat
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -88,3 +90,10 @@ def test_the_processor_is_read_off_linux(tmp_path):
     file.write_text("processor\t: 0\nmodel name\t: A CPU\nflags\t\t: fpu avx512f\n\nprocessor\t: 1\nmodel name\t: B\n")
     assert machine(file) == Machine("A CPU", frozenset({"fpu", "avx512f"}))
     assert machine(tmp_path / "absent").flags == frozenset()
+
+
+def test_a_program_that_has_not_loaded_torch_can_load_them(tmp_path):
+    compiled_or_skip(lambda: load_library("f32", tmp_path))
+    program = "import sys; from pathlib import Path; from baton.engine.kernels.cpu.build import load_library\n"
+    program += "load_library('f32', Path(sys.argv[1]))"
+    subprocess.run([sys.executable, "-c", program, str(tmp_path)], check=True)

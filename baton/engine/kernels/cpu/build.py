@@ -65,6 +65,8 @@ def load_library(element: str, folder: Path | None = None) -> ctypes.CDLL:
     missing = [flag for flag in NEEDED[element] if flag not in here.flags]
     if missing:
         raise Unavailable(f"the processor ({here.model}) has no {', '.join(missing)}")
+    import torch  # noqa: F401  (loads the OpenMP runtime that the library takes its symbols from)
+
     path = _path(folder or state_folder() / "kernels", element, here)
     try:
         if not path.is_file():
