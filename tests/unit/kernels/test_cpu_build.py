@@ -18,6 +18,12 @@ from baton.errors import ConfigError
 from tests.support.compiled_kernels import compiled_or_skip
 
 
+@pytest.fixture(autouse=True)
+def native(monkeypatch):
+    """Also where `make without-kernels` sets another level: each test here sets the one that it is about."""
+    monkeypatch.delenv(build.LEVEL_VARIABLE, raising=False)
+
+
 def test_a_processor_without_the_instructions_is_named(monkeypatch, tmp_path):
     monkeypatch.setattr(build, "machine", lambda: Machine("Some CPU", frozenset({"avx512f", "avx2"})))
     with pytest.raises(Unavailable, match=r"Some CPU.*avx512bw"):
