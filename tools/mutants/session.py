@@ -9,6 +9,7 @@ that a test starts run the unchanged code, so only tests that run the code in th
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import importlib
 import json
@@ -30,6 +31,7 @@ import pytest
 
 from tools.mutants.sites import Mutant, mutated_code
 
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
 SURVIVED, KILLED, UNFIT = 0, 1, 3
 MARK = "BATON_MUTANT"  # in the environment of a fork and of what its tests start
 MEMORY_BYTES = 12 << 30  # of address space beyond what the collected session has
@@ -275,6 +277,7 @@ def _fork(task: Task) -> int:
     code = UNFIT
     with contextlib.suppress(BaseException):  # the boundary of this process
         os.setsid()
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # a mutant that loops ends with this program
         os.environ[MARK] = task.name
         null = os.open(os.devnull, os.O_RDWR)
         for descriptor in (0, 1, 2):
