@@ -69,7 +69,7 @@ def test_a_mistake_is_named(home, monkeypatch, args):
 
 @pytest.fixture
 def taken():
-    """An address at which somebody else listens."""
+    """An address at which another process listens."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         yield f"127.0.0.1:{listener.getsockname()[1]}"
 

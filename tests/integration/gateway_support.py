@@ -165,7 +165,7 @@ def client_of(address: str, token: str = "k", verify: ssl.SSLContext | None = No
 
 @asynccontextmanager
 async def asking(address: str, **options: Any) -> AsyncIterator[Asking]:
-    """Of a router with the oracle."""
+    """The settings of a router with the oracle."""
     async with client_of(address) as client:
         yield Asking(address, client, model="oracle", **options)
 

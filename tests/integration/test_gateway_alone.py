@@ -369,7 +369,7 @@ async def test_an_answer_that_is_not_complete_is_no_answer(gateway, steps):
 
 
 async def failing_at_b(request):
-    """Waits for ever for other prompts."""
+    """A script that never answers other prompts."""
     if request.text == "b":
         yield errors.EngineFault("broken")
     await asyncio.Event().wait()

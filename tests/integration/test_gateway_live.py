@@ -115,7 +115,7 @@ async def test_where_the_time_of_an_answer_went(cluster):
     ],
 )
 async def test_an_admin_s_token_is_needed(make, tmp_path, path, token, status):
-    """With one any name will do: a page that leads a browser here under a name of its own does not have it."""
+    """With a token, any host name is accepted: a foreign page has no token, whatever name it gives this host."""
     cluster = await make(http="127.0.0.1:0", tokens=token_file(tmp_path / "tokens"))
     headers = {"authorization": f"Bearer {token}"} if token else {}
     found, _, error = await get(cluster, path, host="public.example", **headers)

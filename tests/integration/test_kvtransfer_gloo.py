@@ -72,7 +72,7 @@ def prefill(prefills: Callable[..., Prefill]) -> Prefill:
 
 
 def test_kv_arrives_equal_also_in_blocks_of_another_size(processes, prefill: Prefill) -> None:
-    """Of each prompt only what the receiver lacks; computed at once, or in chunks of 48."""
+    """The receiver gets only what it lacks of each prompt, computed at once or in chunks of 48."""
     receiver = Receiver("--frame-size", "1500", "--verify-kv", layout=replace(LAYOUT, block_size=16))
     processes.append(receiver)
     cases = {"one": (1, 0), "edge-1": (15, 0), "edge": (16, 3), "edge+1": (17, 16), "long": (130, 30)}
@@ -101,12 +101,12 @@ def test_a_flipped_byte_is_found(processes, prefill: Prefill) -> None:
     assert receiver.ask()["commits"] == ["good"]
 
 
-def test_nobody_at_the_address(prefill: Prefill) -> None:
-    nobody = WorkerRef("decode-0", Incarnation(7, 2), "127.0.0.1:1")
-    prefill.reports.failed(prefill.push("r", 4, [1], nobody), ChannelBroken, "127.0.0.1:1")
+def test_an_address_without_a_listener(prefill: Prefill) -> None:
+    absent = WorkerRef("decode-0", Incarnation(7, 2), "127.0.0.1:1")
+    prefill.reports.failed(prefill.push("r", 4, [1], absent), ChannelBroken, "127.0.0.1:1")
 
 
-def test_a_reply_that_nobody_can_take_ends_the_channel(receiver: Receiver) -> None:
+def test_a_reply_that_no_stream_takes_ends_the_channel(receiver: Receiver) -> None:
     def bad(reply) -> None:
         raise RuntimeError("a bug")
 

@@ -402,7 +402,7 @@ async def test_a_handoff_waits_for_redis_not_once_and_costs_four_round_trips_at_
         for n in range(count):
             for state in (RESERVED, PREPARED, COMMITTED, RELEASED):
                 log.note(HandoffId(f"{count}-{n}", 1), "router", state)
-        assert calls() == before  # the loop did not run: nothing left, and nobody waited
+        assert calls() == before  # the event loop did not run: nothing was sent, and no call waited
         await log.flush()
         return calls() - before
 

@@ -384,7 +384,7 @@ async def test_the_decode_workers_message_may_overtake_the_prefill_workers(make)
     cluster.prefill[0].commit_first = True
     events = await cluster.generate()
     assert ids_of(events) == right(PROMPT)
-    cluster.prefill[0].open("first")  # the late witness is heard by nobody
+    cluster.prefill[0].open("first")  # no attempt listens to the late witness
     assert len(ids_of(await cluster.generate())) == 8
 
 

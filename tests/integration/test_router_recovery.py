@@ -212,7 +212,7 @@ async def committed_unheard(cluster: InProcessCluster):
 
 @pytest.mark.parametrize("when", ["before the finish", "after the finish"])
 async def test_a_push_that_failed_for_its_sender_alone(make, when):
-    """Nobody needs what waits there."""
+    """No request needs the KV that waits there."""
     cluster = await make()
     [prefill], [decode] = cluster.prefill, cluster.decode
     call = await committed_unheard(cluster)

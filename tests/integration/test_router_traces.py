@@ -197,7 +197,7 @@ async def test_verify_passes_are_a_stage_of_every_attempt(make):
 
 
 def holds_pushed(worker: FakeWorker) -> list[worker_pb2.WorkerEvent]:
-    """What it would say of its pushes, and does not."""
+    """The report of its pushes, which it does not send."""
     emit, late = worker.emit, list[worker_pb2.WorkerEvent]()
 
     def rest(*events):
@@ -264,7 +264,7 @@ async def test_spans_that_cannot_be_are_left_out(make):
 
 @pytest.mark.parametrize(("header", "goes_on"), [("{}-{}-01", True), ("{}-{}-00", True), ("{}-{}-01-00", False)])
 async def test_a_callers_trace_goes_on(make, header, goes_on):
-    """What is no trace is ignored."""
+    """A file that is no trace is ignored."""
     cluster = await make()
     metadata = (("traceparent", "00-" + header.format(TRACE, PARENT)),)
     done = (await cluster.answer(cluster.stub.Generate(asked(), metadata=metadata)))[-1].completed

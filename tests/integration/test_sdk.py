@@ -69,7 +69,7 @@ async def world(request: pytest.FixtureRequest) -> AsyncIterator[World]:
 async def failing(
     world: World, kind: type[Exception], match: str | None = None, prompt: str = "x", **more: Any
 ) -> Exception:
-    """What a whole answer raises; options are the client's."""
+    """The error that a whole answer raises; options are the client's."""
     async with world.client(**more) as client:
         with pytest.raises(kind, match=match) as caught:
             await soon(client("generate", prompt))

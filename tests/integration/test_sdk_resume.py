@@ -29,7 +29,7 @@ DIED = "the worker died"
 
 
 def choice_events(choice: int, done: int) -> list[Event]:
-    """What is still to be sent of one choice, of which `done` tokens are known."""
+    """The events of one choice that are still to be sent; `done` of its tokens are known."""
     logprobs = core.TokenLogprobs(-1.0)
     said = [core.Token(at, token, text, logprobs) for at, (token, text) in enumerate(PIECES)]
     messages = [convert.tokens_to_public_pb([each], choice) for each in said[done:]]

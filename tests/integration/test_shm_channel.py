@@ -49,7 +49,7 @@ def peers() -> Iterator[Peers]:
 
 
 def take(peer: Peer, numbers: range) -> None:
-    """Without announcements, which may have been lost. Of frames that had left, the slots are whole."""
+    """Without announcements, which may have been lost. The slots of frames that had left are whole."""
     for number in numbers:
         peer.end.start(number, len(frame(number)))
         peer.end.finish(number)

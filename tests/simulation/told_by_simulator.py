@@ -86,7 +86,7 @@ class _Watch:
             leg.commands.append(kind)
 
     def watch(self, patch: pytest.MonkeyPatch) -> None:
-        """What the router tells workers and makes of the end of an attempt, and what workers say."""
+        """The router's commands to workers, its decision at the end of an attempt, and the workers' events."""
         send, first, adopted, end = Attempt._send, Attempt.first, Attempt.adopted, Life.over
 
         def sent(attempt: Attempt, worker: Any, act: Any, *facts: Any) -> None:

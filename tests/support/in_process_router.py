@@ -476,7 +476,7 @@ class InProcessCluster:
         fingerprint: str = "",
         at: InferenceStub | None = None,
     ) -> list[pb.GenerateEvent]:
-        """What follows after `received`; `at` another router."""
+        """The events after `received`; `at` another router."""
         message = pb.ResumeRequest(request_id=name, request=request, system_fingerprint=fingerprint)
         message.received.extend(common_pb2.TokenIds(ids=ids) for ids in received)
         return await self.answer((at or self.stub).Resume(message))

@@ -24,7 +24,7 @@ class Paged:
     parts: list[tuple[Tensor, Tensor, Tensor]]
 
     def expected(self, window: int | None = None) -> Tensor:
-        """What attention gives, in float64."""
+        """The result of attention, in float64."""
         return torch.cat([plain_attention(*part, window) for part in self.parts])
 
 

@@ -22,7 +22,7 @@ class StubConnection:
         return ":".join(parts)
 
     async def answered(self, act: Callable[[], Any]) -> Any:
-        """What `act` returns. Raises LedgerError when that is lost."""
+        """Return the result of `act`. Raises LedgerError when that is lost."""
         self.arrived.set()
         await self.gate.wait()
         lost = self.lose_next.pop(0) if self.lose_next else None

@@ -39,7 +39,7 @@ def expected(spec=None, tokens=None):
 
 
 def names_of(tokens, block_size=BLOCK):
-    """What a cache calls the full blocks of `tokens`."""
+    """The names under which a cache keeps the full blocks of `tokens`."""
     chain = Chain(scope_key(BACKEND.fingerprint, ""), tokens, block_size)
     return [chain.digest(block) for block in range(len(tokens) // block_size)]
 
@@ -82,7 +82,7 @@ def release(handoff=H):
 
 def malformed():
     """Commands of every kind with something wrong, each with what its refusal names."""
-    nobody, zeroth = pb.RouterCommand(), HandoffId("r", 0)
+    empty, zeroth = pb.RouterCommand(), HandoffId("r", 0)
     hello = pb.RouterCommand(hello=pb.RouterHello(router_id="again"))
     no_seed = spec_of(sampling=Sampling(temperature=1.0))
     no_address = WorkerRef("decode-0", Incarnation(7, 2), "")
@@ -90,7 +90,7 @@ def malformed():
     broken.prefill.spec.sampling.temperature = NAN
     foreign = prefill()
     foreign.prefill.spec.prompt.append(2**32 - 1)
-    yield from [("nothing", nobody, "command"), ("hello", hello, "command")]
+    yield from [("nothing", empty, "command"), ("hello", hello, "command")]
     for make in (reserve, prefill, fence, release, repush):
         yield f"{make.__name__} without a request id", make(HandoffId("", 1)), "handoff"
         yield f"{make.__name__} of attempt 0", make(zeroth), "handoff"
@@ -111,7 +111,7 @@ def malformed():
 
 
 class FakeSession:
-    """What a role needs of a session. It keeps what it was told, also by handoff."""
+    """The part of a session that a role uses. It keeps the events it was given, also by handoff."""
 
     def __init__(self, router_id="router-a"):
         self.router_id = router_id

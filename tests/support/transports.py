@@ -34,7 +34,7 @@ class MainMemory:
     def allocate(self, nbytes: int) -> int:
         self._log.append(("allocate", self._rank))
         address = next(self._numbers)
-        self.memory[address] = torch.full((nbytes,), 0xFF, dtype=torch.uint8)  # NaN: as it was left by somebody
+        self.memory[address] = torch.full((nbytes,), 0xFF, dtype=torch.uint8)  # NaN: as an earlier owner left it
         return address
 
     def free(self, address: int) -> None:

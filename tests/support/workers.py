@@ -259,7 +259,7 @@ class Pair:
         return self.decode.engine.pool.find(names_of(spec_of().tokens))
 
     def ends_free(self):
-        """What is left of pushes ends; then nothing is held anywhere."""
+        """The pushes that are left end; then no worker holds anything."""
         self.end_pushes()
         self.decode.run()
         assert self.prefill.all_free

@@ -1,4 +1,4 @@
-"""What a router counts, and the HTTP endpoint of every process."""
+"""The counters of a router, and the HTTP endpoint of every process."""
 
 from __future__ import annotations
 

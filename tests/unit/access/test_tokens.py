@@ -155,7 +155,7 @@ def test_nothing_secret_is_in_a_repr(file):
 
 @dataclass(eq=False)
 class Call:
-    """What is read of a `router.call.Call`."""
+    """The part of a `router.call.Call` that is read."""
 
     grant: Grant | None
     reason: BatonError | None = None

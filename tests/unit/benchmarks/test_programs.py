@@ -29,7 +29,7 @@ limited = pytest.mark.timeout(300)  # thinking.py takes 64 s on an AMD EPYC with
 
 
 def run(program: str, *options: str, out: Path | None = None) -> tuple[str, dict[str, Any]]:
-    """What it prints, and its last line. `out`: for a program that converts models and keeps what it measured."""
+    """Return its output and its last line. `out`: for a program that converts models and keeps what it measured."""
     folders = [] if out is None else ["--out", str(out / "out"), "--cache", str(out / "cache")]
     command = [sys.executable, f"benchmarks/{program}.py", *options, *folders]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)

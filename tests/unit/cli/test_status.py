@@ -38,7 +38,7 @@ class FakeRouter(QuietAdmin):
 
 @pytest.fixture
 def status(tmp_path, monkeypatch, serve, capsys):
-    """A function: what is printed of the cluster that runs here and has these routers; `None` answers nobody."""
+    """Return the printed status of a cluster with these routers; `None` is one that does not answer."""
     monkeypatch.setenv("BATON_HOME", str(tmp_path))
 
     def shown(*routers, as_json=False):

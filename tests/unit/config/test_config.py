@@ -233,7 +233,7 @@ def test_as_many_workers_as_both_pools_have_all_as_decode_says(load):
     config = load(TWO_POOLS, "mode=colocated")
     assert (config.prefill.replicas, config.decode.replicas) == (0, 5)
     assert config.decode == load(TWO_POOLS).decode.model_copy(update={"replicas": 5})
-    assert (config.prefill.threads, config.prefill.max_running) == (1, 64), "nobody may go by what was said of it"
+    assert (config.prefill.threads, config.prefill.max_running) == (1, 64), "a refused value has no effect"
 
 
 def test_what_was_loaded_is_loaded_again_as_it_is(load):
@@ -279,7 +279,7 @@ def test_no_prefill_worker_is_needed_with_it_and_with_it_alone(load):
 
 
 def test_both_are_no_more_than_a_pool_may_have(load):
-    """What is written into the state folder must be loaded again."""
+    """The file in the state folder must load again."""
     assert load(TWO_POOLS, "mode=colocated", "decode.replicas=4093").decode.replicas == 4096
     with pytest.raises(ConfigError, match=r"decode.replicas: must be at most 4096 with those of prefill, got 4097"):
         load(TWO_POOLS, "mode=colocated", "decode.replicas=4094")

@@ -52,7 +52,7 @@ def came(side, *, begin=0, end=12, handoff=H):
 
 
 def write(side, sender=D):
-    """What a write of the sender goes to."""
+    """The target of the sender's writes."""
     with side.role.fetches.writing(H, sender) as blocks:
         return blocks
 

@@ -78,7 +78,7 @@ class Gate:
         await asyncio.sleep(0)
 
     async def measured(self, per_s: float = 10.0) -> None:
-        """Nobody waits, and it is known that ten requests of ten tokens are served per second."""
+        """No request waits, and ten requests of ten tokens were served per second."""
         for _ in range(21):
             await self.enter()
         await self.drain(21, per_s)

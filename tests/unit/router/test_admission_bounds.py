@@ -175,7 +175,7 @@ def run(drain, clock, times, gap_s, tokens=10):
 
 def test_nothing_is_known_until_enough_was_served_while_somebody_waited():
     clock, drain = draining(waiting=False)
-    run(drain, clock, 20, 0.1)  # nobody waits
+    run(drain, clock, 20, 0.1)  # no request waits
     assert not drain.measured
     drain.watch(waiting=True)
     run(drain, clock, 7, 0.1)

@@ -50,7 +50,7 @@ def folder(tmp_path):
 def start(folder: Path, *arguments: str) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "tools.stress_tests", *arguments]
     variables = {name: value for name, value in os.environ.items() if "PYTEST" not in name}
-    variables["PYTHONPATH"] = str(ROOT)
+    variables |= {"PYTHONPATH": str(ROOT), "TMPDIR": str(folder)}  # a killed tool cannot remove its folder
     return subprocess.Popen(command, cwd=folder, env=variables, stdout=subprocess.PIPE, text=True)
 
 

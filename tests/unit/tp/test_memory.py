@@ -130,7 +130,7 @@ def test_what_was_opened_is_closed_if_the_rest_cannot_be(plan_of) -> None:
     """And no rank frees: it has not heard that rank 0 is through."""
     on_gpus, log = gpus(4)
     with obeyed(plan_of(4), on_gpus) as (ranks, memory):
-        on_gpus[3].handle = lambda address: bytes(64)  # one that nobody can open
+        on_gpus[3].handle = lambda address: bytes(64)  # one that no process can open
         ranks.tell(CACHE, [3])
         with pytest.raises(RuntimeError, match="INVALID_VALUE"):
             memory.make(3)

@@ -23,7 +23,7 @@ ACTIONS = {
 
 
 class Schedule(TogetherMachine):
-    """What may happen to a pair of workers, at random; both keep their histories."""
+    """Random events of a pair of workers; both keep their histories."""
 
     def run(self, folder, seed):
         choose, clock = random.Random(seed), TickingClock()

@@ -27,7 +27,7 @@ def test_a_malformed_command_is_refused_and_changes_nothing(router, make, comman
     side.serve(router, command)
     assert (side.all_free, side.engine.has_work(), router.handoffs) == (True, False, set())
     if kind in {None, "hello", "release"}:
-        assert router.events == [], "nobody waits for an answer"
+        assert router.events == [], "no request waits for an answer"
     else:
         (event,) = router.events
         assert event.handoff == getattr(command, kind).handoff

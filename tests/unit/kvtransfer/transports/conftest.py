@@ -13,7 +13,7 @@ from tests.unit.kvtransfer.transports.pairs import Pairs, two
 
 @pytest.fixture(scope="session")
 def _small_heap() -> None:
-    """What was loaded before is not looked at again: a collection takes milliseconds instead of half a second."""
+    """Freeze objects that were loaded before: a collection takes milliseconds instead of half a second."""
     gc.collect()
     gc.freeze()
 

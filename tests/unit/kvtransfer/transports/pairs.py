@@ -63,7 +63,7 @@ def broken(end: ChannelEnd, first: int = 0) -> None:
 
 
 def mute() -> KeyRelay:
-    """Nobody is at the other side."""
+    """The other side has no end."""
     return KeyRelay(lambda key, value: None)
 
 
