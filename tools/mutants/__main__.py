@@ -5,7 +5,8 @@
 
 A mutant counts as killed if one of the tests that execute its lines fails or hangs; the nearest and quickest run first,
 as many as take `--budget` seconds together. `--again` takes the mutants that were killed before: none of them may
-survive the changed tests. The exit code is 1 if one does. OUT has one line of JSON for each mutant.
+survive the changed tests. A mutant whose function has changed is gone, and is counted. The exit code is 1 if one
+survives that was killed before, or if one was not run. OUT has one line of JSON for each mutant.
 """
 
 from __future__ import annotations
@@ -44,7 +45,9 @@ OPTIONS = [*(f"-pno:{each}" for each in PLUGINS_OFF), "-m", "not chaos and not s
 
 def main() -> None:
     """The program."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        "python -m tools.mutants", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("out", type=Path, help="file for the results, one line of JSON for each mutant")
     parser.add_argument("--count", type=int, default=1500, help="mutants to draw (default 1500)")
     parser.add_argument("--seed", type=int, default=1, help="of the draw (default 1)")
@@ -55,12 +58,34 @@ def main() -> None:
     parser.add_argument("--again", type=Path, help="results of an earlier run: its killed mutants, not a new draw")
     parser.add_argument("--resume", action="store_true", help="keep the results that OUT has, and add what is missing")
     told = parser.parse_args()
+    if problem := wrong(told):
+        parser.error(problem)
     before = read(told.again) if told.again else {}
     drawn = again(told.targets, before) if told.again else draw(told.targets, told.count, told.seed)
     done = read(told.out) if told.resume and told.out.exists() else {}
     results = [Result.of_line(each, done[each.name]) for each in drawn if each.name in done]
     run([each for each in drawn if each.name not in done], told, before, results)
-    sys.exit(summary(results, bool(told.again)))
+    dead = sum(line["outcome"] in DEAD for line in before.values())
+    counts = {"missing": len(drawn) - len(results), "gone": dead - len(drawn) if told.again else 0}
+    sys.exit(summary(results, counts, bool(told.again)))
+
+
+def wrong(told: argparse.Namespace) -> str:
+    """The first wrong argument, in words; "" if there is none."""
+    for target in told.targets:
+        if not (ROOT / target).exists():
+            return f"--targets: there is no {target!r}; expected files and folders, relative to the repository"
+    if not files(told.suites):
+        return f"--suites: nothing matches {' '.join(told.suites)!r}"
+    if not told.again and not 1 <= told.count <= (most := len(everything(told.targets))):
+        return f"--count: must be from 1 to {most}, the mutants of these targets, got {told.count}"
+    for option, path in (("--again", told.again), ("OUT (--resume)", told.out if told.resume else None)):
+        try:
+            if path and (option == "--again" or path.exists()):
+                read(path)
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            return f"{option}: {path} has no results of an earlier run: {error!r}"
+    return ""
 
 
 def read(path: Path) -> Lines:
@@ -113,8 +138,8 @@ def run(drawn: list[Mutant], told: argparse.Namespace, before: Lines, results: l
         pytest.main([*OPTIONS, "--basetemp", f"{folder}/tmp", *files(told.suites)], plugins=[Session(plan)])
 
 
-def summary(results: list[Result], killed_before: bool) -> int:
-    """Print a table by part and a last line of JSON; return the exit code."""
+def summary(results: list[Result], counts: dict[str, int], killed_before: bool) -> int:
+    """Print a table by part and a last line of JSON; return the exit code. `counts`: mutants that were not run."""
     parts: dict[str, Counter[str]] = defaultdict(Counter)
     for each in results:
         names = each.mutant.path.split("/")
@@ -125,8 +150,8 @@ def summary(results: list[Result], killed_before: bool) -> int:
     lost = [each.mutant.name for each in results if killed_before and each.outcome not in DEAD]
     print(*lost, sep="\n")
     total = Counter(each.outcome for each in results)
-    print(json.dumps({"mutants": len(results), **total, "lost": len(lost)}))
-    return 1 if lost or not results else 0
+    print(json.dumps({"mutants": len(results), **total, "lost": len(lost), **counts}))
+    return 1 if lost or counts["missing"] or not results else 0
 
 
 if __name__ == "__main__":

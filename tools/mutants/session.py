@@ -101,6 +101,8 @@ class Session:
 
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
         """Measure, then run the mutants."""
+        if session.testsfailed:
+            raise session.Failed(f"{session.testsfailed} files of tests cannot be collected")
         for path in {mutant.path for mutant in self._plan.mutants}:
             importlib.import_module(path.removesuffix(".py").removesuffix("/__init__").replace("/", "."))
         functions = _functions(self._plan.root)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tools.mutants.__main__ import main
 from tools.mutants.sites import mutants_of, mutated_code
 
 ROOT = Path(__file__).parents[3]
@@ -65,6 +66,24 @@ def test_each_mutant_is_other_code_that_fits_its_function(root: Path) -> None:
         assert (code.co_qualname, code.co_freevars) == (unchanged.co_qualname, unchanged.co_freevars)
 
 
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        (["--targets", "router/none.py"], "--targets: there is no 'router/none.py'"),
+        (["--targets", "router/queue.py", "--count", "9999"], "--count: must be from 1 to"),
+        (["--suites", "tests/none"], "--suites: nothing matches 'tests/none'"),
+        (["--again", "README.md"], "--again: README.md has no results"),
+        (["--again", "none.jsonl"], "--again: none.jsonl has no results"),
+    ],
+)
+def test_wrong_arguments_are_named_before_anything_runs(monkeypatch, capsys, tmp_path, options: list[str], named: str):
+    monkeypatch.setattr("sys.argv", ["mutants", str(tmp_path / "out.jsonl"), *options])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert (ended.value.code, named in capsys.readouterr().err) == (2, True)
+    assert not (tmp_path / "out.jsonl").exists()
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(180)
 def test_what_was_killed_before_must_be_killed_again(tmp_path: Path) -> None:
@@ -74,7 +93,8 @@ def test_what_was_killed_before_must_be_killed_again(tmp_path: Path) -> None:
     assert (drawn.returncode, len(killed) > 0) == (0, True), drawn.stdout + drawn.stderr
 
     same = mutants("--targets", "router/queue.py", "--suites", ONE_PASS, "--again", str(before), out=again)
-    assert (same.returncode, json.loads(same.stdout.splitlines()[-1])["lost"]) == (0, 0), same.stdout
+    last = json.loads(same.stdout.splitlines()[-1])
+    assert (same.returncode, last["lost"], last["missing"], last["gone"]) == (0, 0, 0, 0), same.stdout
 
     blind = mutants("--targets", "router/queue.py", "--suites", __file__, "--again", str(before), out=again)
     assert blind.returncode == 1
