@@ -16,6 +16,7 @@ from tests.support.waiting import eventually
 STARTED = "Ray runtime started."
 TOO_SLOW = "timed out during startup"  # Ray's 30 s are fixed: ray/_private/node.py of 2.60, `raylet_start_wait_time_s`
 STARTS = 3
+STARTS_WITHIN_S = 60.0
 SIZES = ("--num-cpus=4", "--object-store-memory=80000000")
 
 
@@ -58,17 +59,34 @@ class RayNodes:
             log.unlink(missing_ok=True)
             process = self.launch(name, [*command, f"--node-ip-address={self.address_of(name)}"], log)
             self.nodes[name] = process
-            eventually(lambda process=process: STARTED in log.read_text() or process.poll() is not None, within_s=60)
+            family = _family_at_start(process, log)
             if process.poll() is None or TOO_SLOW not in log.read_text():
-                break  # the other processes of a node end with its `ray start`
+                break
+            _kill(family)  # a raylet may come up late, and a driver would choose it
         assert process.poll() is None, log.read_text()
 
     def kill(self, name: str) -> None:
         """As the power of a host fails."""
         process = self.nodes.pop(name)
-        family = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
-        for one in family:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                one.kill()
+        _kill([psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)])
         process.wait(10)
-        psutil.wait_procs(family, timeout=10)
+
+
+def _family_at_start(process: subprocess.Popen, log: Path) -> list[psutil.Process]:
+    """Wait until `ray start` reports success or ends; return the processes that it has started by then."""
+    family: dict[int, psutil.Process] = {}
+
+    def started() -> bool:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            family.update((one.pid, one) for one in psutil.Process(process.pid).children(recursive=True))
+        return STARTED in log.read_text() or process.poll() is not None
+
+    eventually(started, within_s=STARTS_WITHIN_S)
+    return list(family.values())
+
+
+def _kill(processes: list[psutil.Process]) -> None:
+    for one in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            one.kill()
+    psutil.wait_procs(processes, timeout=10)
