@@ -7,10 +7,9 @@ import json
 import math
 import re
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import AsyncMock, MagicMock
 
 import pytest
 
@@ -121,10 +120,7 @@ async def test_a_server_is_left_when_it_cannot_be_asked():
         await made(fake, prompt_tokens="100")
     assert (fake.asked, fake.closed) == ([], True)
 
-    async def none() -> list[Model]:
-        raise NoWorker("no")
-
-    fake.models = none  # type: ignore[method-assign]
+    fake.models = AsyncMock(side_effect=NoWorker("no"))  # type: ignore[method-assign]
     with pytest.raises(NoWorker):
         await made(fake)
 
@@ -138,18 +134,12 @@ def test_each_file_is_tried_and_what_fails_is_named(tmp_path: Path, capsys):
 
 
 def test_the_report_is_given_when_the_screen_is_clear(monkeypatch):
-    seen: list[str] = []
-
-    @contextmanager
-    def shown() -> Iterator[Any]:
-        yield lambda run: None
-        seen.append("cleared")
-
+    shown = MagicMock()
     monkeypatch.setattr(output, "shown", shown)
-    monkeypatch.setattr(output.Output, "give", lambda *_: seen.append("given"))
+    monkeypatch.setattr(output.Output, "give", shown.give)
     load = Load.read(Plan(prompt_tokens="8", max_tokens="4", requests=1))
     output.bench(Fake(), load, Goals(), output.Output(True, None, None))
-    assert seen == ["cleared", "given"]
+    assert [name for name, *_ in shown.mock_calls][-2:] == ["().__exit__", "give"]
 
 
 # --- over HTTP

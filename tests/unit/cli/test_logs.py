@@ -6,6 +6,7 @@ import json
 import os
 from datetime import UTC, datetime
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import typer
@@ -43,6 +44,17 @@ def shown(line: log_files.Line) -> str:
 
 
 @pytest.fixture
+def printed(cluster, capsys):
+    """A function that returns the events that `baton logs --json` prints."""
+
+    def run(wanted: Wanted, most: int | None = None) -> list[str]:
+        command.logs("local", wanted, most, follow=False, as_json=True)
+        return [json.loads(line)["event"] for line in capsys.readouterr().out.splitlines()]
+
+    return run
+
+
+@pytest.fixture
 def cluster(tmp_path, monkeypatch):
     """The log folder of a cluster `local` that has ended."""
     monkeypatch.setenv("BATON_HOME", str(tmp_path))
@@ -51,29 +63,21 @@ def cluster(tmp_path, monkeypatch):
     return folder
 
 
-def test_files_are_merged_by_time(cluster, capsys):
+def test_files_are_merged_by_time(cluster, capsys, printed):
     write(cluster / "router.log", event(0, "a"), event(2, "c"))
     write(cluster / "decode-0.log", event(1, "b"), event(3, "d"))
     command.logs("local", Wanted(), None, follow=False, as_json=False)
-    lines = capsys.readouterr().out.splitlines()
-    assert [json.loads(line)["event"] for line in lines] == ["a", "b", "c", "d"]
-    assert lines[0] == event(0, "a"), "off a terminal a line is what it was"
-    command.logs("local", Wanted(), 3, follow=False, as_json=True)
-    assert [json.loads(line)["event"] for line in capsys.readouterr().out.splitlines()] == ["b", "c", "d"]
+    lines = [event(at, what) for at, what in enumerate("abcd")]
+    assert capsys.readouterr().out.splitlines() == lines, "off a terminal a line is what it was"
+    assert printed(Wanted(), 3) == ["b", "c", "d"]
 
 
 def test_of_a_large_file_only_the_end_is_read(tmp_path, monkeypatch):
     path = write(tmp_path / "router.log", *(event(n / 1000, f"e{n}", text="x" * 400) for n in range(10_000)))
-    read = 0
-    pread = os.pread
-
-    def counting(file: int, size: int, at: int) -> bytes:
-        nonlocal read
-        read += size
-        return pread(file, size, at)
-
-    monkeypatch.setattr(os, "pread", counting)
+    pread = Mock(wraps=os.pread)
+    monkeypatch.setattr(os, "pread", pread)
     assert last(path, most=3) == ["e9997", "e9998", "e9999"]
+    read = sum(size for (_, size, _), _ in pread.call_args_list)
     assert read <= 2 * log_files.CHUNK_BYTES < path.stat().st_size / 8
     assert last(path, Wanted(since=BEGIN + 9.9985)) == ["e9999"]
 
@@ -109,18 +113,28 @@ def test_a_file_of_nothing_but_such_lines_has_its_own_time(tmp_path):
     assert [line.at for line in LogFile(path).last(Wanted().takes, 0.0, None)] == [BEGIN, BEGIN]
 
 
-def test_redis_has_levels_too(tmp_path):
-    line = "4242:M 22 Nov 2026 10:49:30.123 # Warning: 32 bit"
-    path = write(tmp_path / "redis.log", "4242:M 22 Nov 2026 10:49:29.000 * Ready", line)
+@pytest.mark.parametrize(
+    ("text", "level", "says", "at"),
+    [
+        (
+            "4242:M 22 Nov 2026 10:49:30.123 # Warning: 32 bit",
+            "warning",
+            "Warning: 32 bit",
+            datetime(2026, 11, 22, 10, 49, 30, 123_000),
+        ),
+        (
+            "[2026-11-22 11:33:45,081 E 14856 14857] logging.cc:474: *** SIGABRT",
+            "error",
+            "logging.cc:474: *** SIGABRT",
+            datetime(2026, 11, 22, 11, 33, 45, 81_000),
+        ),
+    ],
+    ids=["redis", "ray"],
+)
+def test_others_have_levels_too(tmp_path, text, level, says, at):
+    path = write(tmp_path / "redis.log", "4242:M 22 Nov 2026 10:49:29.000 * Ready", text)
     (found,) = LogFile(path).last(Wanted(level=30).takes, 0.0, None)
-    assert (found.level, shown(found)) == ("warning", "Warning: 32 bit")
-    assert found.at == datetime(2026, 11, 22, 10, 49, 30, 123_000).timestamp()
-
-
-def test_ray_has_levels_too():
-    line = log_files.parse("[2026-11-22 11:33:45,081 E 14856 14857] logging.cc:474: *** SIGABRT", "decode-0", 0.0)
-    assert (line.level, shown(line)) == ("error", "logging.cc:474: *** SIGABRT")
-    assert line.at == datetime(2026, 11, 22, 11, 33, 45, 81_000).timestamp()
+    assert (found.level, shown(found), found.at) == (level, says, at.timestamp())
 
 
 def test_follow_sees_new_lines_new_files_files_begun_anew_and_files_cut(cluster):
@@ -159,7 +173,7 @@ def test_a_file_that_was_cut_is_read_on_in_the_one_before(cluster):
     assert path.read_text(encoding="utf-8"), "nothing is cut that is small"
 
 
-def test_lines_of_a_request_with_its_choices_and_the_name_it_had_before(cluster, capsys):
+def test_lines_of_a_request_with_its_choices_and_the_name_it_had_before(cluster, printed):
     write(
         cluster / "router.log",
         event(0, "accepted", request_id="r9", stream="mine", workers=["prefill-0", "decode-0"]),
@@ -170,19 +184,16 @@ def test_lines_of_a_request_with_its_choices_and_the_name_it_had_before(cluster,
         "not of a request",
     )
     write(cluster / "decode-0.log", event(3, "committed", request_id="r9", attempt=1), event(3, "x", request_id="z"))
-    command.logs("local", Wanted(request="mine"), None, follow=False, as_json=True)
-    events = [json.loads(line)["event"] for line in capsys.readouterr().out.splitlines()]
-    assert events == ["accepted", "committed", "finished", "choice"]
+    assert printed(Wanted(request="mine")) == ["accepted", "committed", "finished", "choice"]
 
 
 @pytest.mark.parametrize(
     "wanted", [Wanted("mine", since=BEGIN + 2), Wanted("mine", level=30), Wanted("mine", "decode-0")]
 )
-def test_a_name_is_learned_from_a_line_that_is_not_shown(cluster, capsys, wanted):
+def test_a_name_is_learned_from_a_line_that_is_not_shown(cluster, printed, wanted):
     write(cluster / "router.log", event(0, "accepted", request_id="r9", stream="mine"))
     write(cluster / "decode-0.log", event(3, "lost", request_id="r9", level="warning"))
-    command.logs("local", wanted, None, follow=False, as_json=True)
-    assert [json.loads(line)["event"] for line in capsys.readouterr().out.splitlines()] == ["lost"]
+    assert printed(wanted) == ["lost"]
 
 
 def test_lines_of_a_worker_or_a_level(tmp_path):
@@ -199,27 +210,21 @@ def test_lines_of_a_worker_or_a_level(tmp_path):
     assert last(path, Wanted(level=30)) == ["lost", "Segmentation fault"]
 
 
-@pytest.mark.parametrize(("text", "seconds"), [("90", 90), ("90s", 90), ("5m", 300), ("1.5h", 5400), ("1d", 86400)])
-def test_an_age(text, seconds):
-    assert parse_age(text) == seconds
+def test_an_age():
+    for text, seconds in (("90", 90), ("90s", 90), ("5m", 300), ("1.5h", 5400), ("1d", 86400)):
+        assert parse_age(text) == seconds
+    for wrong in ("", "m", "-5m", "5 minutes", "1w", "nan"):
+        with pytest.raises(typer.BadParameter, match="such as 5m"):
+            parse_age(wrong)
 
 
-@pytest.mark.parametrize("text", ["", "m", "-5m", "5 minutes", "1w", "nan"])
-def test_what_is_no_age(text):
-    with pytest.raises(typer.BadParameter, match="such as 5m"):
-        parse_age(text)
-
-
-def test_which_cluster(cluster, tmp_path):
+def test_which_cluster(cluster, tmp_path, monkeypatch):
     assert find_logs(None) == cluster == find_logs("local"), "it has ended, its logs are there"
     StateFolder("other").logs.mkdir(parents=True)
     with pytest.raises(NoWorker, match=r"say which cluster with --name: .* has local, other"):
         find_logs(None)
     with pytest.raises(NoWorker, match=r"no logs of a cluster called 'lokal': .* has local, other"):
         find_logs("lokal")
-
-
-def test_no_cluster_ever(tmp_path, monkeypatch):
     monkeypatch.setenv("BATON_HOME", str(tmp_path / "none"))
     with pytest.raises(NoWorker, match="no cluster has run here"):
         find_logs(None)

@@ -1,39 +1,49 @@
-"""`baton status` of a cluster with several routers, which say what the test tells them to."""
+"""`baton status` of several routers, and `--census`: routers and a worker that say what the test has them say."""
 
 import json
 import os
 import time
 
 import pytest
+import typer
 
+from baton.cli import census as census_command
 from baton.cli import status as command
+from baton.cli.census import Problem, problems
 from baton.cluster.state import ClusterState, ProcessId
-from baton.core import Incarnation, Role, WorkerInfo, WorkerRef
+from baton.core import HandoffId, Incarnation, Role, WorkerInfo, WorkerRef
 from baton.errors import NoWorker
 from baton.load import BlockCounts, Load
 from baton.rpc import convert, reports
-from baton.rpc.v1 import admin_pb2
+from baton.rpc.v1 import admin_pb2, worker_pb2_grpc
+from baton.worker.census import Census, Held, Holding, count, to_pb
 from tests.quiet_admin import QuietAdmin
 from tests.support.sessions import BACKEND
 
 NOBODY = "127.0.0.1:1"
 
 
-class FakeRouter(QuietAdmin):
-    """One prefill worker, in this `state`."""
+def worker(name="prefill-0", address="127.0.0.1:2", state="connected"):
+    role = Role(name.partition("-")[0])
+    info = WorkerInfo(
+        WorkerRef(name, Incarnation(7, 2), address), role, BACKEND.fingerprint, "oracle", 64, 10, BACKEND.layout
+    )
+    load = reports.load_to_pb(Load(blocks=BlockCounts(10, free=10)))
+    return admin_pb2.WorkerStatus(info=convert.info_to_pb(info), load=load, state=state)
 
-    def __init__(self, name, state="connected"):
-        ref = WorkerRef("prefill-0", Incarnation(7, 2), "127.0.0.1:2")
-        info = WorkerInfo(ref, Role.PREFILL, BACKEND.fingerprint, "oracle", 64, 10, BACKEND.layout)
-        load = reports.load_to_pb(Load(blocks=BlockCounts(10, free=10)))
-        worker = admin_pb2.WorkerStatus(info=convert.info_to_pb(info), load=load, state=state)
-        self.reply = admin_pb2.StatusReply(name="two", model="m", router_id=name, running=len(name), workers=[worker])
+
+class FakeRouter(QuietAdmin):
+    def __init__(self, name, *workers):
+        self.running = ["a", "b"]
+        self.reply = admin_pb2.StatusReply(
+            name="two", model="m", router_id=name, running=len(name), workers=workers or [worker()]
+        )
 
     def Status(self, request, context):
         return self.reply
 
     def Requests(self, request, context):
-        raise NotImplementedError
+        return admin_pb2.RequestsReply(router_id=self.reply.router_id, request_ids=self.running)
 
 
 @pytest.fixture
@@ -53,20 +63,21 @@ def status(tmp_path, monkeypatch, serve, capsys):
 
 
 def test_each_router_is_shown(status):
-    printed = status(FakeRouter("one"), FakeRouter("second", "lost"))
+    printed = status(FakeRouter("one"), FakeRouter("second", worker(state="lost")), None)
     assert "router one, up 0 s\nrequests: 3 running" in printed
     assert "router second, up 0 s\nrequests: 6 running" in printed
     assert printed.count("127.0.0.1:2 ") == 1, "one table"
     assert "prefill-0@7.2: lost, says router second" in printed
+    assert f"router at {NOBODY}: cannot be asked: " in printed
 
 
 def test_who_takes_deterministic_requests_is_said_once(status):
     router = FakeRouter("one")
     for name, (said, why_not, passes) in {"p1": ("x", "", 2), "d0": ("x", "", 5), "d1": ("", "a GPU", 0)}.items():
-        worker = router.reply.workers.add()
-        worker.CopyFrom(router.reply.workers[0])
-        worker.info.ref.worker_id, worker.info.determinism, worker.info.nondeterminism = name, said, why_not
-        worker.load.verify_passes, worker.load.rollbacks, worker.load.recomputed_tokens = passes, 1, 30
+        added = router.reply.workers.add()
+        added.CopyFrom(worker())
+        added.info.ref.worker_id, added.info.determinism, added.info.nondeterminism = name, said, why_not
+        added.load.verify_passes, added.load.rollbacks, added.load.recomputed_tokens = passes, 1, 30
     lines = [line for line in status(router).splitlines() if line.startswith("deterministic")]
     assert lines == [
         "deterministic requests: not on prefill-0: they do not say why",
@@ -83,18 +94,14 @@ def test_as_json_the_first_is_what_it_was(status):
 
 
 def test_one_that_does_not_answer_hides_no_other(status):
-    printed = status(None, FakeRouter("second"))
-    assert "router second" in printed
-    assert f"router at {NOBODY}: cannot be asked: " in printed
-
-
-def test_none_answers(status):
+    assert "router second" in status(None, FakeRouter("second"))
     with pytest.raises(NoWorker, match=NOBODY):
         status(None, None)
 
 
 def test_what_the_controller_says_is_shown(status):
     router = FakeRouter("one")
+    router.reply.workers[0].load.draining = True
     said = admin_pb2.Control(age_s=7, host="h", outlook="prefill: steady")
     said.plan.MergeFrom(admin_pb2.Plan(prefill=1, decode=2, generation=3, number=9, by="operator", reason="he said so"))
     said.slots.add(worker_id="prefill-0", role="prefill", state="ready", generation=3)
@@ -104,39 +111,153 @@ def test_what_the_controller_says_is_shown(status):
         said.decisions.add(age_s=10 - number, kind="start", text=f"number {number}")
     router.reply.control.CopyFrom(said)
     printed = status(router)
-    assert "plan 9: 1 prefill, 2 decode, by operator: he said so\n" in printed
-    assert "the controller on h has said nothing for 7 s" in printed
+    for part in (
+        "prefill-0@7.2  prefill  draining",
+        "plan 9: 1 prefill, 2 decode, by operator: he said so\n",
+        "the controller on h has said nothing for 7 s",
+        "decode-0: ready, generation 2 of 3\n",
+        "decode-1: failed, generation 3 of 3: no memory\n",
+        "autoscaler: prefill: steady",
+        "    15 s ago  start     number 2\n",
+    ):
+        assert part in printed
     assert "prefill-0: ready" not in printed, "all is well with it"
-    assert "decode-0: ready, generation 2 of 3\n" in printed
-    assert "decode-1: failed, generation 3 of 3: no memory\n" in printed
-    assert "autoscaler: prefill: steady" in printed
     assert "number 1" not in printed
-    assert "    15 s ago  start     number 2\n" in printed
     control = status(router, as_json=True)["control"]
     assert (control["plan"]["number"], len(control["decisions"]), control["slots"][2]["note"]) == (9, 7, "no memory")
 
 
-def test_a_worker_that_drains_is_not_just_connected(status):
-    router = FakeRouter("one")
-    router.reply.workers[0].load.draining = True
-    assert "prefill-0@7.2  prefill  draining" in status(router)
-
-
 def test_watching_goes_on_until_it_is_interrupted(capsys, monkeypatch):
-    pauses = iter([None, None, KeyboardInterrupt])
+    pauses, shown = iter([None, None, KeyboardInterrupt]), iter([None, NoWorker("being replaced"), None])
 
-    def pause(seconds):
-        if (end := next(pauses)) is not None:
-            raise end
-
-    shown = iter([None, NoWorker("being replaced"), None])
+    def step(outcomes):
+        if (error := next(outcomes)) is not None:
+            raise error
 
     def show():
         print("shown")
-        if (error := next(shown)) is not None:
-            raise error
+        step(shown)
 
-    monkeypatch.setattr(time, "sleep", pause)
+    monkeypatch.setattr(time, "sleep", lambda _: step(pauses))
     with pytest.raises(KeyboardInterrupt):
         command.watch(show)
     assert capsys.readouterr().out == "shown\nshown\nbeing replaced\nshown\n"
+
+
+# --- the census: what is unaccounted for
+
+D = WorkerRef("decode-0", Incarnation(7, 2), "127.0.0.1:2")
+
+
+def held(request, state="decoding", router="router-a", blocks=3):
+    return Held(HandoffId(request, 1), state, router, blocks, blocks)
+
+
+@pytest.mark.parametrize(
+    ("handoffs", "found"),
+    [
+        ([held("a"), held("b", "reserved")], []),
+        (
+            [held("a"), held("x", "pushing"), held("x", "queued", blocks=0)],
+            [
+                "x/1 is pushing with 3 blocks, and router-a does not run it",
+                "x/1 is queued with 0 blocks, and router-a does not run it",
+            ],
+        ),
+        (
+            [held("a", router="router-b", blocks=1), held("b", router="")],
+            [
+                "a/1 is decoding with 1 block, and router-b is not the router that was asked",
+                "b/1 is decoding with 3 blocks, and nobody wants it",
+            ],
+        ),
+    ],
+    ids=["what runs", "unknown requests, also without blocks", "whose router is gone"],
+)
+def test_what_is_held_belongs_to_a_request_that_runs(handoffs, found):
+    owned = sum(entry.counted for entry in handoffs)
+    census = Census(D, BlockCounts(owned + 10, free=10, owned=owned), handoffs)
+    assert [str(problem) for problem in problems([census], {"router-a": {"a", "b"}})] == [
+        f"{D}: {text}" for text in found
+    ]
+
+
+def test_blocks_that_nobody_holds():
+    lost = Census(D, BlockCounts(10, free=7, owned=2, reserved=1), (held("a", blocks=2),))
+    twice = Census(D, BlockCounts(10, free=9, owned=1), (held("a", blocks=2),))
+    assert [problem.text for problem in problems([lost, twice], {"router-a": {"a"}})] == [
+        "1 block that no handoff holds",
+        "1 block that a handoff holds and the ledger calls free",
+    ]
+
+
+def test_problems_are_the_same_if_they_are_about_the_same():
+    """So that what was only on its way is not reported: it is gone by the second look."""
+    assert Problem("w", HandoffId("a", 1), "with 3 blocks") == Problem("w", HandoffId("a", 1), "with 4 blocks")
+    assert Problem("w", HandoffId("a", 1), "") != Problem("w", HandoffId("a", 2), "")
+    assert Problem("w", None, "") != Problem("v", None, "")
+
+
+class Cluster(FakeRouter, worker_pb2_grpc.WorkerServicer):
+    """Each look at its worker takes the next list of what is held; the last one stays."""
+
+    def __init__(self):
+        super().__init__("router-a")
+        self.counts = BlockCounts(10, free=5, owned=5)
+        self.looks = [[Holding(HandoffId("a", 1), "decoding", [0, 1, 2, 3, 4], "router-a")]]
+
+    def Connect(self, requests, context):
+        raise NotImplementedError
+
+    def Census(self, request, context):
+        taken = self.looks.pop(0) if len(self.looks) > 1 else self.looks[0]
+        return to_pb(count(D, self.counts, taken))
+
+
+@pytest.fixture
+def cluster():
+    return Cluster()
+
+
+@pytest.fixture
+def census(cluster, monkeypatch, serve, capsys):
+    """Return the exit code of a census, and what was printed."""
+    monkeypatch.setattr(census_command, "PAUSE_S", 0.0)
+    address = serve(cluster)
+    cluster.reply.workers[0].CopyFrom(worker("decode-0", address))
+
+    def run(*, as_json=False):
+        try:
+            census_command.census(None, address, as_json=as_json)
+        except typer.Exit as ended:
+            return ended.exit_code, capsys.readouterr().out
+        return 0, capsys.readouterr().out
+
+    return run
+
+
+def test_all_is_accounted_for(cluster, census):
+    all_held = "decode-0@7.2: 5 of 10 blocks held: 1 decoding (5 blocks)\n"
+    assert census() == (0, all_held)
+    late = Holding(HandoffId("old", 1), "decoding", [], "router-a")
+    cluster.looks.insert(0, [*cluster.looks[0], late])
+    assert census() == (0, all_held), "a release that was on its way is no leak"
+    cluster.looks, cluster.counts = [[]], BlockCounts(10, free=4, cached=6)
+    assert census() == (0, "decode-0@7.2: 0 of 10 blocks held: by nobody\n")
+
+
+def test_what_is_unaccounted_for_is_printed_and_an_exit_code(cluster, census):
+    cluster.counts = BlockCounts(10, free=3, owned=7)
+    cluster.reply.workers.append(worker("decode-1", NOBODY))
+    code, printed = census()
+    assert code == 1
+    assert "decode-0@7.2: 2 blocks that no handoff holds\n" in printed
+    assert "decode-1: cannot be asked:" in printed
+
+
+def test_a_census_as_json(cluster, census):
+    cluster.running = []
+    code, printed = census(as_json=True)
+    found = json.loads(printed)
+    assert (code, found["workers"][0]["held"][0]["blocks"]) == (1, 5)
+    assert found["problems"] == ["decode-0@7.2: a/1 is decoding with 5 blocks, and router-a does not run it"]

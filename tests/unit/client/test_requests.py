@@ -15,10 +15,6 @@ from baton.rpc.v1 import common_pb2 as common
 from baton.rpc.v1 import inference_pb2 as inference
 
 
-def fields_of(error: InvalidRequest) -> list[str]:
-    return [violation.field for violation in error.violations]
-
-
 def options(given: Any) -> inference.GenerateRequest:
     return generate_request("x", given)
 
@@ -54,8 +50,7 @@ def test_only_what_is_given_is_sent():
 
 def test_all_kinds_of_options():
     request = generate_request(
-        [1, 2],
-        {"stop": "END", "stop_token_ids": (3,), "logit_bias": {4: -1.0}, "model": "m", "choices": ["a", "b"]},
+        [1, 2], {"stop": "END", "stop_token_ids": (3,), "logit_bias": {4: -1.0}, "model": "m", "choices": ["a", "b"]}
     )
     assert list(request.token_ids.ids) == [1, 2]
     assert list(request.sampling.stop) == ["END"]
@@ -106,7 +101,7 @@ CALL = ToolCall("1", "now", 7)  # type: ignore[arg-type]
 def test_what_the_wire_cannot_carry_is_named_but_not_shown(make: Any, given: Any, field: str):
     with pytest.raises(InvalidRequest) as caught:
         make(given)
-    assert fields_of(caught.value) == [field]
+    assert [violation.field for violation in caught.value.violations] == [field]
     assert make is not prompt or str(given) not in str(caught.value)
 
 
@@ -126,14 +121,15 @@ def test_chat_takes_tools_and_calls_of_them():
         {"role": "assistant", "content": None, "tool_calls": [call]},
         {"role": "tool", "content": "noon", "tool_call_id": "1"},
     ]
-    request = chat_request(mappings, {}, [tool])
-    assert json.loads(request.chat.tools) == [tool]
-    assert request.chat.messages[0] == inference.ChatMessage(
-        role="assistant", tool_calls=[inference.ToolCall(id="1", name="now", arguments="{}")]
-    )
-    assert request.chat.messages[1] == inference.ChatMessage(role="tool", content="noon", tool_call_id="1")
     same = [ChatMessage("assistant", "", [ToolCall("1", "now", "{}")]), ChatMessage("tool", "noon", tool_call_id="1")]
-    assert chat_request(same, {}, [tool]) == request
+    sent_call = inference.ToolCall(id="1", name="now", arguments="{}")
+    for messages in (mappings, same):
+        request = chat_request(messages, {}, [tool])
+        assert json.loads(request.chat.tools) == [tool]
+        assert list(request.chat.messages) == [
+            inference.ChatMessage(role="assistant", tool_calls=[sent_call]),
+            inference.ChatMessage(role="tool", content="noon", tool_call_id="1"),
+        ]
     assert not chat_request(same, {}).chat.HasField("tools")
 
 

@@ -34,9 +34,9 @@ def recovery(targets: int = 1) -> Recovery:
     return made
 
 
-def raised(broken: Recovery, error: BatonError, *, answered: bool, retries: int = 5) -> BatonError:
+def raised(broken: Recovery, error: BatonError, tries: Attempts | None = None, *, answered: bool) -> BatonError:
     with pytest.raises(BatonError) as caught:
-        broken.wait_after(error, attempts(retries), answered=answered)
+        broken.wait_after(error, tries or attempts(), answered=answered)
     return caught.value
 
 
@@ -76,13 +76,9 @@ def test_after_progress_everything_counts_anew():
 
 
 def test_a_resume_that_fails_is_tried_again_as_any_call():
-    broken, tries = recovery(), attempts(retries=3)
+    broken, tries, last, fault = recovery(), attempts(retries=3), NoWorker("y"), EngineFault("x")
     broken.wait_after(LOST, tries, answered=True)
     assert broken.wait_after(Overloaded("full", 2.0), tries, answered=False) == 2.5
     assert broken.wait_after(NoWorker("x"), tries, answered=False) == 1.0
-    last = NoWorker("y")
-    with pytest.raises(NoWorker) as caught:
-        broken.wait_after(last, tries, answered=False)
-    assert caught.value is last
-    fault = EngineFault("x")
+    assert raised(broken, last, tries, answered=False) is last
     assert raised(broken, fault, answered=False) is fault

@@ -6,7 +6,10 @@ import asyncio
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
+import pytest
+
 from baton.clock import Clock, FakeClock
+from baton.errors import Overloaded
 from router.admission import Admission, Bounds, ticket_for
 from tests.simulation.clock import VirtualLoop
 
@@ -71,6 +74,15 @@ class Gate:
         self.tasks.append(task)
         return task
 
+    async def enter_all(self, count: int, **kwargs: Any) -> list[Any]:
+        return [await self.enter(**kwargs) for _ in range(count)]
+
+    async def refuses(self, match: str | None = None, **kwargs: Any) -> float:
+        """A request is turned away at once. Return the delay that its client is told."""
+        with pytest.raises(Overloaded, match=match) as caught:
+            await self.enter(**kwargs)
+        return caught.value.retry_after_s
+
     async def drain(self, times: int, per_s: float) -> None:
         for _ in range(times):
             self.clock.advance(1 / per_s)  # type: ignore[attr-defined]
@@ -79,8 +91,7 @@ class Gate:
 
     async def measured(self, per_s: float = 10.0) -> None:
         """No request waits, and ten requests of ten tokens were served per second."""
-        for _ in range(21):
-            await self.enter()
+        await self.enter_all(21)
         await self.drain(21, per_s)
         assert self.admission.waiting == 0
 

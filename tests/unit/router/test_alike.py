@@ -2,6 +2,7 @@
 
 import asyncio
 from dataclasses import replace
+from functools import partial
 
 import pytest
 from hypothesis import given
@@ -148,14 +149,29 @@ class Gate:
         self.alike.changed()
         self.admission.changed()
 
-    def ask(self, wish, since=None, deadline_s=60.0):
+    def ask(self, wish, since=None, deadline_s=60.0, **admitted):
         self.tickets += 1
         ticket = (self.tickets, self.tickets)
-        return asyncio.create_task(
-            self.alike.admitted(
-                wish, lambda: self.admission.admit(ticket, 40, wish), deadline_s=deadline_s, since=since
-            )
-        )
+        admit = partial(self.admission.admit, ticket, 40, wish, **admitted)
+        return asyncio.create_task(self.alike.admitted(wish, admit, deadline_s=deadline_s, since=since))
+
+    async def waiting(self, wish, **facts):
+        """A request that waits now."""
+        task = self.ask(wish, **facts)
+        await turns()
+        assert not task.done()
+        return task
+
+
+def tell(pool, name, **facts):
+    """The worker is of this kind now."""
+    one = named(pool, name)
+    one.view.info = replace(one.info, **facts)
+
+
+def gate_of_one(prefill="x", decode="x", **facts):
+    """One pair of workers, which say this of their bits."""
+    return Gate(pool_with((P, "p0", prefill), (D, "d0", decode)), **facts)
 
 
 async def turns():
@@ -166,9 +182,7 @@ async def turns():
 async def test_who_waits_for_workers_that_are_not_there_is_in_nobodys_way():
     gate = Gate(pool_with(*MIXED))
     say(gate.pool, "d1", usable=False)
-    waits = gate.ask(DETERMINISTIC)
-    await turns()
-    assert not waits.done()
+    waits = await gate.waiting(DETERMINISTIC)
     assert gate.admission.waiting == 0
     assert (await gate.ask(Wish(spec=PLAIN))).decode.info.ref.worker_id == "d0"
     say(gate.pool, "d1", usable=True)
@@ -192,23 +206,21 @@ async def test_who_is_first_in_the_queue_when_its_workers_leave_lets_others_pass
 
 
 async def test_where_no_worker_can_it_is_refused_with_their_reasons():
-    gate = Gate(pool_with((P, "p0", ""), (D, "d0", "")))
-    for one, why in zip(gate.pool.links, ("a GPU", "sums as they come"), strict=True):
-        one.view.info = replace(one.info, nondeterminism=why)
-    with pytest.raises(
-        InvalidRequest, match="deterministic: no worker computes such requests: a GPU; sums as they come"
-    ):
+    gate = gate_of_one("", "")
+    for name, why in (("p0", "a GPU"), ("d0", "sums as they come")):
+        tell(gate.pool, name, nondeterminism=why)
+    refusal = "deterministic: no worker computes such requests: a GPU; sums as they come"
+    with pytest.raises(InvalidRequest, match=refusal):
         await gate.ask(DETERMINISTIC)
-    named(gate.pool, "d0").view.info = replace(named(gate.pool, "d0").info, determinism="x")
+    tell(gate.pool, "d0", determinism="x")
     assert (await gate.ask(DETERMINISTIC)).determinism == "x"
 
 
 @pytest.mark.parametrize("chunk", [8, 0])
 async def test_who_asks_for_thoughts_waits_until_a_model_is_known(chunk):
     gate = Gate(pool_of())
-    waits = gate.ask(THOUGHTS)
-    await turns()
-    assert (waits.done(), gate.admission.waiting) == (False, 0)
+    waits = await gate.waiting(THOUGHTS)
+    assert gate.admission.waiting == 0
     for one in (fakes.prefill("p0"), fakes.decode("d0")):
         one.view.info = replace(one.info, thinking_chunk=chunk)
         gate.pool._add(one)
@@ -221,9 +233,9 @@ async def test_who_asks_for_thoughts_waits_until_a_model_is_known(chunk):
 
 
 async def test_a_model_thinks_if_all_its_workers_say_so():
-    gate = Gate(pool_with((P, "p0", ""), (D, "d0", "")))
+    gate = gate_of_one("", "")
     assert gate.pool.thinking_chunk() == 0
-    named(gate.pool, "p0").view.info = replace(named(gate.pool, "p0").info, thinking_chunk=8)
+    tell(gate.pool, "p0", thinking_chunk=8)
     assert gate.pool.thinking_chunk() == 0
     with pytest.raises(InvalidRequest):
         await gate.ask(THOUGHTS)
@@ -243,16 +255,15 @@ async def test_a_model_thinks_if_all_its_workers_say_so():
 )
 async def test_it_waits_no_longer_than_others_do(wish, deadline_s, error, says):
     bits = "" if wish.determinism else "x"  # else it would be refused: what was begun is not
-    gate = Gate(pool_with((P, "p0", bits), (D, "d0", "")) if wish.deterministic else pool_of(), wait_s=0.01)
+    gate = gate_of_one(bits, "", wait_s=0.01) if wish.deterministic else Gate(pool_of(), wait_s=0.01)
     with pytest.raises(error, match=says):
         await gate.ask(wish, deadline_s=deadline_s)
     assert not gate.alike._waiting
 
 
 async def test_one_that_leaves_is_forgotten():
-    gate = Gate(pool_with((P, "p0", "x"), (D, "d0", "")))
-    waits = gate.ask(DETERMINISTIC)
-    await turns()
+    gate = gate_of_one("x", "")
+    waits = await gate.waiting(DETERMINISTIC)
     waits.cancel()
     await asyncio.wait([waits])
     assert not gate.alike._waiting
@@ -261,7 +272,7 @@ async def test_one_that_leaves_is_forgotten():
 
 
 async def test_who_came_first_is_let_in_first():
-    gate = Gate(pool_with((P, "p0", "x"), (D, "d0", "x")))
+    gate = gate_of_one()
     say(gate.pool, "d0", usable=False)
     asked, served = [gate.ask(DETERMINISTIC) for _ in range(30)], []
     for number, one in enumerate(asked):
@@ -279,14 +290,9 @@ async def test_who_came_first_is_let_in_first():
 
 async def test_time_in_the_queue_is_no_time_without_a_worker():
     """Of one that was accepted: it may have waited for room for longer than anybody waits for a worker."""
-    gate = Gate(pool_with((P, "p0", "x"), (D, "d0", "x")))
+    gate = gate_of_one()
     say(gate.pool, "d0", full=True)
-
-    def admit():
-        return gate.admission.admit((1, 1), 40, DETERMINISTIC, returning=True, accepted=True)
-
-    waits = asyncio.create_task(gate.alike.admitted(DETERMINISTIC, admit, deadline_s=600.0, since=None))
-    await turns()
+    waits = await gate.waiting(DETERMINISTIC, deadline_s=600.0, returning=True, accepted=True)
     gate.clock.advance(20.0)
     say(gate.pool, "d0", usable=False)
     await turns()
@@ -297,17 +303,16 @@ async def test_time_in_the_queue_is_no_time_without_a_worker():
 
 async def test_so_many_wait_and_a_newcomer_is_refused():
     """Who goes on with what was begun is not, nor is anybody who waits already."""
-    gate = Gate(pool_with((P, "p0", "x"), (D, "d0", "x")), most=2)
+    gate = gate_of_one(most=2)
     say(gate.pool, "d0", usable=False)
-    asked = [gate.ask(DETERMINISTIC, since=gate.clock.monotonic()) for _ in range(2)]
-    asked.append(gate.ask(DETERMINISTIC))
-    await turns()
+    newcomer = partial(gate.ask, DETERMINISTIC, since=gate.clock.monotonic())
+    asked = [newcomer(), newcomer(), await gate.waiting(DETERMINISTIC)]
     with pytest.raises(Overloaded, match="3 deterministic requests wait already") as caught:
-        await gate.ask(DETERMINISTIC, since=gate.clock.monotonic())
+        await newcomer()
     assert caught.value.retry_after_s == 10.0
     gate.changed()
     await turns()
     say(gate.pool, "d0", usable=True)
-    asked.append(gate.ask(DETERMINISTIC, since=gate.clock.monotonic()))
+    asked.append(newcomer())
     for one in asked:
         assert pair_of(await one) == ("p0", "d0")

@@ -1,7 +1,6 @@
 """Conversations as prompts. `transformers` renders the same templates beside: what it writes is right."""
 
 import json
-import threading
 from itertools import count
 from pathlib import Path
 
@@ -110,17 +109,12 @@ async def test_a_request_takes_a_conversation(tmp_path):
         await parse(pb.GenerateRequest(chat=chat(*ASKED)), tokenizer, "m", 100, Chats.of(tokenizer), seed=1)
 
 
-@pytest.mark.parametrize(
-    "asked",
-    [
-        chat(("user", "x"), tools='[{"x": "\\ud800"}]'),
-        chat(("user", "x"), pb.ChatMessage(role="assistant", tool_calls=[pb.ToolCall(arguments='{"x": "\\ud800"}')])),
-    ],
-)
-async def test_json_that_is_no_text_is_refused(tmp_path, asked):
+async def test_json_that_is_no_text_is_refused(tmp_path):
     tokenizer = model(tmp_path, TEXTS["qwen"])
-    with pytest.raises(InvalidRequest, match="chat: JSON in it has half a surrogate pair"):
-        await encode_chat(tokenizer, Chats.of(tokenizer), asked)
+    calling = pb.ChatMessage(role="assistant", tool_calls=[pb.ToolCall(arguments='{"x": "\\ud800"}')])
+    for asked in (chat(("user", "x"), tools='[{"x": "\\ud800"}]'), chat(("user", "x"), calling)):
+        with pytest.raises(InvalidRequest, match="chat: JSON in it has half a surrogate pair"):
+            await encode_chat(tokenizer, Chats.of(tokenizer), asked)
 
 
 async def test_the_oracle_has_a_plain_template():
@@ -177,6 +171,7 @@ async def test_a_model_without_a_template_says_so(tmp_path, template, words):
 
 
 DEEP = "[" * 100_000
+CALLS_NOTHING = chat(pb.ChatMessage(role="a", tool_calls=[CALL, pb.ToolCall(arguments="[]")]))
 WRONG_TURNS = [
     (chat(), "chat.messages", "1 to 10000, got 0"),
     (chat(("", "x")), "chat.messages[0].role", "1 to 64"),
@@ -192,12 +187,8 @@ WRONG_TURNS = [
     (chat(("user", "x"), template_kwargs='{"bos_token": "x"}'), "chat.template_kwargs", "'bos_token' is not"),
     (chat(("user", "x"), template_kwargs='{"range": 1}'), "chat.template_kwargs", "'range' is not"),
     (chat(pb.ChatMessage(role="a", tool_calls=[CALL])), "chat.messages[0].tool_calls", "no place"),
-    (
-        chat(pb.ChatMessage(role="a", tool_calls=[CALL, pb.ToolCall(arguments="[]")])),
-        "chat.messages[0].tool_calls[1].arguments",
-        "JSON object",
-    ),
-]  # fmt: skip
+    (CALLS_NOTHING, "chat.messages[0].tool_calls[1].arguments", "JSON object"),
+]
 
 
 @pytest.mark.parametrize(("asked", "field", "words"), WRONG_TURNS)
@@ -237,25 +228,14 @@ def test_a_template_can_take_only_so_much(template, words):
         Template(template, lambda: next(ticking)).render({"messages": [{"content": "ab"}]})
 
 
-@pytest.mark.parametrize(
-    "template",
-    [
-        "{% for a in b %}" * 25 + "{% endfor %}" * 25,
-        "{% break %}",
-        "{{ f(a=1, a=2) }}",
-        "{% macro f(a, a) %}{% endmacro %}",
-        "{{ " + "9" * 5000 + " }}",
-        "{{ " + "(" * 500 + "1" + ")" * 500 + " }}",
-    ],
-    ids=["loops", "break", "argument", "parameter", "number", "depth"],
-)
+LOOPS, DEPTH = "{% for a in b %}" * 25 + "{% endfor %}" * 25, "{{ " + "(" * 500 + "1" + ")" * 500 + " }}"
+NAMED_TWICE = ["{{ f(a=1, a=2) }}", "{% macro f(a, a) %}{% endmacro %}"]
+
+
+@pytest.mark.parametrize("template", [LOOPS, DEPTH, *NAMED_TWICE, "{% break %}", "{{ " + "9" * 5000 + " }}"])
 def test_what_jinja_reads_and_python_does_not_is_no_template(template):
     with pytest.raises(TemplateFailed):
         Template(template)
-
-
-def test_strftime_now_is_offered():
-    assert Template("{{ strftime_now('%Y') | int > 2000 }}").render({}) == "True"
 
 
 def test_variables_and_fields_of_a_template_are_known():
@@ -263,17 +243,5 @@ def test_variables_and_fields_of_a_template_are_known():
         "{% set a = 1 %}{{ a }}{{ b }}{{ m.tool_calls }}{{ m['x'] }}{{ strftime_now('%d') }}{{ namespace() }}"
     )
     assert template.variables == {"b", "m"}
+    assert Template("{{ strftime_now('%Y') | int > 2000 }}").render({}) == "True"
     assert [template.mentions(word) for word in ("b", "tool_calls", "x", "y")] == [True, True, True, False]
-
-
-class Slow(OracleTokenizer):
-    def encode(self, text: str) -> list[int]:
-        self.thread = threading.current_thread()
-        return [1]
-
-
-@pytest.mark.parametrize(("length", "elsewhere"), [(10, False), (5000, True)])
-async def test_long_conversations_go_to_a_thread(length, elsewhere):
-    encoder = Slow()
-    await encode_chat(encoder, Chats.of(encoder), chat(("user", "x" * length)))
-    assert (encoder.thread is not threading.main_thread()) is elsewhere

@@ -15,12 +15,8 @@ from router.operators import _sizes
 from router.policy import ALONE, POLICIES, Alone, alone, alone_ttft_s
 from router.snapshot import BLANK, Ask, Snapshot
 from tests.unit.router import fakes
-from tests.unit.router.fakes import pace
+from tests.unit.router.fakes import BUSY, pace
 
-BUSY = BLANK._replace(
-    able=1.0, requests=4.0, room=1e6, kv_tokens=1000.0, step_s=0.008, token_s=0.0005, context_s=1e-6,
-    queued_s=0.0002, prompt_step_s=0.002, prompt_token_s=0.0001, prompt_context_s=1e-7,
-)  # fmt: skip
 USUAL = 0.008 + 0.0005 * 5 + 1e-6 * 1600  # a step there with one of 600 tokens more
 
 
@@ -94,8 +90,7 @@ def test_those_that_decode_too_slowly_are_passed_by():
 
 @pytest.mark.parametrize("policy", ALONE.values(), ids=ALONE)
 def test_of_what_nothing_is_known_requests_are_spread(policy):
-    blank = BLANK._replace(able=1.0, room=1e6)
-    rows = [blank, blank, blank]
+    rows = [BLANK._replace(able=1.0, room=1e6)] * 3
     for turn in range(9):
         row = chosen(policy, *rows, turn=turn)
         rows[row] = rows[row]._replace(requests=rows[row].requests + 1)

@@ -29,11 +29,11 @@ class Client:
         self.under_way.append(asyncio.get_running_loop().create_future())
         await self.under_way[-1]
 
-    def takes(self, error=None):
-        if error is None:
-            self.under_way[-1].set_result(None)
-        else:
-            self.under_way[-1].set_exception(error)
+    def takes(self):
+        self.under_way[-1].set_result(None)
+
+    def fails(self, error):
+        self.under_way[-1].set_exception(error)
 
     @property
     def said(self):
@@ -53,11 +53,23 @@ class Reasons(list):
 
 
 async def opened(patience=None):
+    """A stream whose metadata are under way."""
     client, reasons = Client(), Reasons()
     stream = EventStream(cast("Any", client), "a", patience or Patience(30.0), reasons.add)
     stream.open(("baton-request-id", "a"), within_s=0)
     await breath()
     return client, stream, reasons
+
+
+async def begun(patience=None):
+    """A stream whose metadata are through."""
+    client, stream, reasons = await opened(patience)
+    client.takes()
+    return client, stream, reasons
+
+
+def token(stream, choice=0):
+    return asyncio.create_task(stream.tokens(choice, [Token(0, 7, "x")]))
 
 
 async def breath():
@@ -75,7 +87,7 @@ async def test_what_comes_first_is_not_waited_for_and_keeps_its_order():
     await accepting
     await breath()
     assert client.said == [(0, "accepted")], "under way, and nobody waits"
-    telling = [asyncio.create_task(stream.tokens(choice, [Token(0, 7, "x")])) for choice in range(2)]
+    telling = [token(stream, choice) for choice in range(2)]
     await breath()
     assert client.said == [(0, "accepted")]
     for _ in range(3):
@@ -87,8 +99,7 @@ async def test_what_comes_first_is_not_waited_for_and_keeps_its_order():
 
 
 async def test_a_tail_is_of_its_choice():
-    client, stream, _ = await opened()
-    client.takes()
+    client, stream, _ = await begun()
     ending = asyncio.create_task(stream.finished(1, Finish(FinishReason.LENGTH, tail="!"), 4))
     for _ in range(2):
         await breath()
@@ -101,11 +112,10 @@ async def test_a_tail_is_of_its_choice():
 
 
 async def test_what_was_begun_and_failed_is_told_by_the_next():
-    client, stream, _ = await opened()
-    client.takes()
+    client, stream, _ = await begun()
     await stream.accepted(3, 0)
     await breath()
-    client.takes(ConnectionError("gone"))
+    client.fails(ConnectionError("gone"))
     with pytest.raises(ConnectionError, match="gone"):
         await stream.tokens(0, [Token(0, 7, "x")])
 
@@ -123,23 +133,18 @@ async def test_the_status_waits_for_the_metadata_even_of_a_call_that_was_cancell
     await closing
 
 
-async def test_a_client_that_has_gone_does_not_keep_the_status():
-    for message in (None, "accepted", "tokens"):
-        client, stream, _ = await opened()
-        if message == "tokens":
-            client.takes()
-        writing = asyncio.create_task(write_to(stream, message))
-        await breath()
-        client.takes(aio.InternalError("the call is over"))
-        await writing
-        await stream.close()
-
-
-async def write_to(stream, message):
+@pytest.mark.parametrize("message", [None, "accepted", "tokens"])
+async def test_a_client_that_has_gone_does_not_keep_the_status(message):
     """Found by a choice that writes in a task of its own: gRPC cancels only that of the call."""
-    if message is not None:
+    client, stream, _ = await (begun() if message == "tokens" else opened())
+    writing = {"accepted": lambda: asyncio.create_task(stream.accepted(3, 0)), "tokens": lambda: token(stream)}
+    task = writing[message]() if message else None
+    await breath()
+    client.fails(aio.InternalError("the call is over"))
+    if task:
         with pytest.raises(Cancelled, match="the client has left"):
-            await (stream.accepted(3, 0) if message == "accepted" else stream.tokens(0, [Token(0, 7, "x")]))
+            await task
+    await stream.close()
 
 
 async def test_nor_does_one_that_takes_nothing():
@@ -151,9 +156,8 @@ def test_choices_that_wait_for_each_other_are_not_stalled():
     """Each message is taken in time, the last of them later than a message may take."""
 
     async def scenario():
-        client, stream, reasons = await opened(Patience(1.0))
-        client.takes()
-        writing = [asyncio.create_task(stream.tokens(choice, [Token(0, 5, "a")])) for choice in range(4)]
+        client, stream, reasons = await begun(Patience(1.0))
+        writing = [token(stream, choice) for choice in range(4)]
         for _ in writing:
             await asyncio.sleep(0.6)
             client.takes()
@@ -167,10 +171,8 @@ def test_choices_that_wait_for_each_other_are_not_stalled():
 def test_those_who_take_nothing_are_given_up_one_by_one_and_no_others():
     async def scenario():
         patience = Patience(0.05)
-        silent, quick = [await opened(patience) for _ in range(2)], await opened(patience)
-        for client, *_ in (*silent, quick):
-            client.takes()
-        writing = [asyncio.create_task(stream.tokens(0, [Token(0, 7, "x")])) for _, stream, _ in (*silent, quick)]
+        silent, quick = [await begun(patience) for _ in range(2)], await begun(patience)
+        writing = [token(stream) for _, stream, _ in (*silent, quick)]
         await breath()
         quick[0].takes()
         await asyncio.wait_for(silent[1][2].there.wait(), 5.0)
@@ -187,11 +189,9 @@ def test_those_who_take_nothing_are_given_up_one_by_one_and_no_others():
 
 def test_patience_begins_anew_with_each_message():
     async def scenario():
-        patience = Patience(0.3)
-        client, stream, reasons = await opened(patience)
-        client.takes()
+        client, stream, reasons = await begun(Patience(0.3))
         for _ in range(4):
-            writing = asyncio.create_task(stream.tokens(0, [Token(0, 7, "x")]))
+            writing = token(stream)
             await asyncio.sleep(0.2)
             client.takes()
             await writing

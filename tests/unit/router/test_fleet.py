@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
 from baton.core import Incarnation, Role, Sampling, SequenceSpec, WorkerRef
-from baton.ledger.prefix_map import Holder, PrefixMap
+from baton.ledger.prefix_map import PrefixMap
 from baton.load import BlockCounts, Channel, Load
 from router.cost import UNKNOWN
 from router.fleet import Fleet, facts_of
@@ -25,6 +25,12 @@ PROMPT = tuple(range(100))
 
 def spec(tokens=PROMPT, scope=""):
     return SequenceSpec(tokens, Sampling(), cache_scope=scope)
+
+
+def report(fleet, one, **load):
+    """The worker says this of its load."""
+    one.view.load = Load(**load)
+    fleet.touch(one.info.ref)
 
 
 def facts(fleet, one):
@@ -61,15 +67,12 @@ class Changes(RuleBasedStateMachine):
 
     @rule(one=links, data=st.data())
     def report(self, one, data):
-        numbers = [data.draw(st.integers(0, 50)) for _ in range(5)]
-        blocks = BlockCounts(sum(numbers[:3]), *numbers[:3])
+        *counts, running, queued = (data.draw(st.integers(0, 50)) for _ in range(5))
         step = one.view.load.step + data.draw(st.sampled_from([0, 1, 20]))
         done = pace(step, 10, 55, 0.01, 0.001)
-        one.view.load = Load(
-            step, numbers[3], 0, numbers[4], blocks=blocks, prefill_pace=done, decode_pace=done,
-            channels=(Channel("x", "shm", 1e9),),
-        )  # fmt: skip
-        self.fleet.touch(one.info.ref)
+        load = {"blocks": BlockCounts(sum(counts), *counts), "channels": (Channel("x", "shm", 1e9),)}
+        paces = {"prefill_pace": done, "decode_pace": done}
+        report(self.fleet, one, step=step, running=running, queued_tokens=queued, **load, **paces)
 
     @rule(one=links, field=st.sampled_from(["dispatched", "queued_tokens", "pending_blocks"]), value=st.integers(0, 9))
     def dispatch(self, one, field, value):
@@ -112,21 +115,18 @@ class Changes(RuleBasedStateMachine):
     @invariant()
     def equal_to_one_made_from_nothing(self):
         fresh = fleet_of(*self.here.values(), prefixes=self.prefixes)
+        both = self.fleet, fresh
         mine, other = self.fleet.snapshot(), fresh.snapshot()
         assert mine.groups == other.groups
-        asks = [one.ask(100, 0, None, spec()) for one in (self.fleet, fresh)]
-        for ref, one in self.here.items():
+        asks = [one.ask(100, 0, None, spec()) for one in both]
+        for one in self.here.values():
             assert facts(self.fleet, one)[:-7] == facts(fresh, one)[:-7]
             member = self.fleet._members[holder(one)]
             prompts = member.learned.prompts if one.info.role is Role.DECODE else UNKNOWN
             assert facts(self.fleet, one) == facts_of(one, member.order, member.group, member.learned.cost, prompts)
             cached = [
-                float(
-                    (ask.prefill_cached if one.info.role is Role.PREFILL else ask.decode_cached)[
-                        fleet._members[Holder(ref.worker_id, ref.incarnation)].row
-                    ]
-                )
-                for ask, fleet in zip(asks, (self.fleet, fresh), strict=True)
+                float((ask.prefill_cached if one.info.role is Role.PREFILL else ask.decode_cached)[row])
+                for ask, row in zip(asks, (fleet._members[holder(one)].row for fleet in both), strict=True)
             ]
             leading = self.prefixes.holders(block_names(PROMPT, 6, one.info.fingerprint)).get(holder(one), 0)
             assert cached == [16.0 * leading] * 2
@@ -147,8 +147,7 @@ def test_costs_are_fitted_to_what_came_since_the_last_report():
         tokens = rng.randint(10, 1000)
         more = pace(1, tokens, tokens * tokens // 2, 0.01, 0.001)
         done = done.plus(more.tokens, more.context, more.seconds)
-        one.view.load = Load(step=number, prefill_pace=done)
-        fleet.touch(one.info.ref)
+        report(fleet, one, step=number, prefill_pace=done)
     found = facts(fleet, one)
     assert abs(found.step_s + 500 * found.token_s + 125000 * found.context_s - 0.51) < 0.05
     assert found.queued_s > 0
@@ -162,8 +161,7 @@ def test_a_router_that_starts_goes_by_all_that_was_before_it():
 
 def test_a_new_worker_is_taken_to_be_like_the_others():
     fleet = fleet_of(prefill("old", pace=pace(1000, 100, 5050, 0.01, 0.001)), other := prefill("new"), decode())
-    other.view.load = Load()  # a beat
-    fleet.touch(other.info.ref)
+    report(fleet, other)  # a beat
     assert facts(fleet, other).token_s > 0
     stranger = prefill("stranger", "b")
     fleet.add(stranger)
@@ -174,8 +172,7 @@ def test_a_count_that_goes_back_is_no_observation():
     one = prefill(pace=pace(100, 100, 5050, 0.01))
     fleet = fleet_of(one)
     before = facts(fleet, one)
-    one.view.load = Load(step=200, prefill_pace=pace(50, 100, 5050, 90.0))
-    fleet.touch(one.info.ref)
+    report(fleet, one, step=200, prefill_pace=pace(50, 100, 5050, 90.0))
     assert np.allclose(facts(fleet, one)[-7:], before[-7:])
 
 
@@ -237,6 +234,5 @@ def test_a_worker_may_tell_its_address_in_other_words():
 def test_what_moving_costs_follows_the_channels():
     one = prefill()
     fleet = fleet_of(one)
-    one.view.load = Load(step=1, channels=(Channel("d", "shm", 4e9), Channel("e", "shm", 4e9)))
-    fleet.touch(one.info.ref)
+    report(fleet, one, step=1, channels=(Channel("d", "shm", 4e9), Channel("e", "shm", 4e9)))
     assert np.isclose(fleet.snapshot().byte_s, 1 / 4e9)

@@ -18,12 +18,7 @@ from baton.load import BlockCounts, Load, Pace
 from router.learned import Learned, Likes
 from router.policy import Alone, Pair, alone_s, predicted, sooner_alone
 from router.snapshot import BLANK, Ask, Snapshot
-from tests.unit.router.fakes import decode, fleet_of, pace, prefill
-
-BUSY = BLANK._replace(
-    able=1.0, requests=4.0, room=1e6, kv_tokens=1000.0, step_s=0.008, token_s=0.0005, context_s=1e-6,
-    queued_s=0.0002, prompt_step_s=0.002, prompt_token_s=0.0001, prompt_context_s=1e-7,
-)  # fmt: skip
+from tests.unit.router.fakes import BUSY, decode, fleet_of, pace, prefill
 
 
 def test_what_a_prompt_takes_there():
@@ -38,13 +33,13 @@ def test_what_a_prompt_takes_there():
     assert alone_s(BUSY._replace(prompt_step_s=0.0, prompt_token_s=0.0, prompt_context_s=0.0), 10, 0.0) == np.inf
 
 
-def offered(decodes, cached, ttft_s, tokens=100, slo=np.inf, keep=None, group=0.0):
+def offered(decodes, cached, ttft_s, slo=np.inf, keep=None, group=0.0):
     """What becomes of a pair with the first of these decode workers."""
     snapshot = Snapshot(groups=2, slo_itl_s=slo)
     for side, rows in ((snapshot.prefill, [BLANK._replace(group=group)]), (snapshot.decode, decodes)):
         for facts in rows:
             side.put(side.add(), facts)
-    return sooner_alone(snapshot, Ask(tokens, np.zeros(1), np.array(cached), keep=keep), Pair(0, 0, ttft_s))
+    return sooner_alone(snapshot, Ask(100, np.zeros(1), np.array(cached), keep=keep), Pair(0, 0, ttft_s))
 
 
 def test_near_equality_keeps_to_the_pair():
@@ -199,11 +194,10 @@ def test_prompts_that_turned_out_dear_are_tried_again_in_the_end():
 
 def test_steps_with_prompts_alone_tell_too():
     """Of a decode worker that decodes nothing at the moment."""
-    one, before = Learned(Role.DECODE, Likes()), Load()
+    one = Learned(Role.DECODE, Likes())
     for number in range(1, 60):
         only = pace(number, 100, 5050, 0.009, 0.0003)
-        before = replace(before, step=20 * number, decode_pace=pace(10 * number, 4, 400, 0.004, 0.0), prefill_pace=only)
-        assert one.told(before)
+        assert one.told(Load(step=20 * number, decode_pace=pace(10 * number, 4, 400, 0.004), prefill_pace=only))
     assert one.prompts.of(100, 5050) == pytest.approx(0.039 - one.cost.step_s, rel=0.05)
 
 

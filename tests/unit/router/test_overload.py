@@ -2,14 +2,13 @@
 
 import asyncio
 import random
-from dataclasses import dataclass, field
 
 import pytest
 
 from baton.errors import Overloaded
-from router.admission import Admission, Bounds, ticket_for
+from router.admission import ticket_for
 from tests.simulation.clock import START, LoopClock
-from tests.unit.router.gates import in_virtual_time
+from tests.unit.router.gates import Gate, in_virtual_time
 
 PREFILL_S = 0.2
 SLOTS = 16
@@ -18,32 +17,15 @@ CAPACITY = SLOTS / HELD_S
 WAIT_S = 0.5
 
 
-@dataclass
-class Pool:
+class Pool(Gate):
     """Slots, each held for some time; everything that arrives is noted."""
 
-    rng: random.Random
-    bounds: Bounds
-    weights: dict[str, float] = field(default_factory=dict)
-    free: int = SLOTS
-
-    def __post_init__(self):
-        give_back = self.release
-        self.admission = Admission(self.claim, give_back, lambda: True, LoopClock(), self.bounds, self.weights)
+    def __init__(self, wait_s, **bounds):
+        super().__init__(SLOTS, clock=LoopClock(), tokens=10**6, wait_s=wait_s, **bounds)
+        self.wait_s, self.rng = wait_s, random.Random(1)
         self.ttft: dict[str, list[float]] = {}
         self.refused: dict[str, list[float]] = {}
-        self.arrivals = 0
         self.ended_s = 0.0
-
-    def claim(self, tokens, keep):
-        if not self.free:
-            return None
-        self.free -= 1
-        return tokens
-
-    def release(self, _):
-        self.free += 1
-        self.admission.changed()
 
     async def request(self, retries=False, **kwargs):
         after_s = await self.attempt(**kwargs)
@@ -59,12 +41,12 @@ class Pool:
         try:
             claim = await self.admission.admit(ticket, tokens, tenant=tenant)
         except Overloaded as error:
-            assert asyncio.get_running_loop().time() - began <= self.bounds.wait_s + 1e-6
+            assert asyncio.get_running_loop().time() - began <= self.wait_s + 1e-6
             self.refused.setdefault(tenant, []).append(error.retry_after_s)
             return error.retry_after_s
         self.ttft.setdefault(tenant, []).append(asyncio.get_running_loop().time() - began + PREFILL_S)
         await asyncio.sleep(HELD_S * self.rng.uniform(0.5, 1.5))
-        self.release(claim)
+        self.give_back(claim)
         return None
 
     async def arrive(self, per_s, for_s, **kwargs):
@@ -77,15 +59,14 @@ class Pool:
         await asyncio.gather(*tasks)
 
 
-def simulate(*streams, for_s=120.0, weights=None, requests=1000, wait_s=WAIT_S):
+def simulate(*streams, for_s, wait_s=WAIT_S, **bounds):
     """Streams of requests: (multiple of the capacity, keyword arguments)."""
-    bounds = Bounds(requests, 10**6, wait_s)
 
     async def run():
-        pool = Pool(random.Random(1), bounds, weights or {})
+        pool = Pool(wait_s, **bounds)
         await asyncio.gather(*(pool.arrive(load * CAPACITY, for_s, **kwargs) for load, kwargs in streams))
         pool.ended_s = LoopClock().monotonic() - START
-        assert (pool.free, pool.admission.waiting, pool.admission.waiting_tokens) == (SLOTS, 0, 0)
+        assert (pool.room, pool.admission.waiting, pool.admission.waiting_tokens) == (SLOTS, 0, 0)
         return pool
 
     return in_virtual_time(run())

@@ -9,6 +9,7 @@ from baton.grammar import Grammars
 from baton.rpc.v1 import common_pb2
 from baton.rpc.v1 import inference_pb2 as pb
 from baton.tokenizer import OracleTokenizer
+from router.chat import Chats
 from router.parse import DEFAULT_MAX_TOKENS, check_received, parse
 
 LIMITS = ("demo", 100)
@@ -60,11 +61,7 @@ WORDS = pb.Constraint(choices=pb.Choices(texts=["in", "into"]))
         (message(constraint=pb.Constraint(json_schema='{"type": "x"}')), "constraint.json_schema", "Invalid type: x"),
         (message(constraint=pb.Constraint(choices=pb.Choices())), "constraint.choices", "1 to 256, got 0"),
         (message(constraint=WORDS, sampling={"min_tokens": 1}), "sampling.min_tokens", "cannot go with a constraint"),
-        (
-            message(constraint=WORDS, sampling={"ignore_eos": True}),
-            "sampling.ignore_eos",
-            "cannot go with a constraint",
-        ),
+        (message(constraint=WORDS, sampling={"ignore_eos": True}), "sampling.ignore_eos", "cannot go with a constr"),
         (message(chat=pb.ChatMessages()), "chat", "the model has no chat template"),
         (message(priority=-101), "priority", "between -100 and 100, got -101"),
         (message(cache_scope="x" * 257), "cache_scope", "at most 256 characters, got 257"),
@@ -76,11 +73,7 @@ WORDS = pb.Constraint(choices=pb.Choices(texts=["in", "into"]))
         (message(text=""), "text", "must not be empty"),
         (message(token_ids=ids()), "token_ids", "must not be empty"),
         (message(token_ids=ids(256, 257)), "token_ids", "token id 257 is outside the vocabulary of 257"),
-        (
-            message(token_ids=ids(*[1] * 100)),
-            "token_ids",
-            "100 tokens and one more do not fit the model's length of 100",
-        ),
+        (message(token_ids=ids(*[1] * 100)), "token_ids", "100 tokens and one more do not fit the model's length"),
         (message(text="x" * 1_000_001), "text", "at most 1000000 characters, got 1000001"),
         (message(client_tag="x" * 129), "client_tag", "at most 128 characters"),
         (message(logprobs=21), "sampling.logprobs", "between 0 and 20"),
@@ -169,7 +162,9 @@ class WhichThread(OracleTokenizer):
 
 
 @pytest.mark.parametrize(("length", "elsewhere"), [(10, False), (5000, True)])
-async def test_long_texts_are_tokenized_in_a_thread(length, elsewhere):
-    encoder = WhichThread()
-    await parse(message(text="x" * length), encoder, *LIMITS, seed=1)
+@pytest.mark.parametrize("kind", ["text", "chat"])
+async def test_long_texts_and_conversations_are_tokenized_in_a_thread(length, elsewhere, kind):
+    encoder, text = WhichThread(), "x" * length
+    chat = pb.ChatMessages(messages=[pb.ChatMessage(role="user", content=text)])
+    await parse(message(**{kind: {"text": text, "chat": chat}[kind]}), encoder, *LIMITS, Chats.of(encoder), seed=1)
     assert (encoder.thread is not threading.main_thread()) is elsewhere

@@ -1,5 +1,7 @@
 """When tokens are held back, and for how long: on a clock and a processor that move only when told."""
 
+from unittest.mock import Mock
+
 import pytest
 
 from router import rounds
@@ -27,14 +29,6 @@ class Machine:
         self.timers = [timer for timer in self.timers if timer[0] > self.now]
         for _, what in due:
             what()
-
-
-class Box:
-    def __init__(self):
-        self.woken = 0
-
-    def wake(self):
-        self.woken += 1
 
 
 @pytest.fixture
@@ -85,9 +79,13 @@ def test_after_a_silence_nothing_is_held_back(machine, paced):
     assert not paced.holds()
 
 
+def woken(boxes):
+    return [box.wake.call_count for box in boxes]
+
+
 def test_what_comes_within_a_round_is_woken_once_at_its_end_and_another_round_begins(machine, paced):
     after(machine, paced, 10, 1.0)
-    boxes = [Box(), Box()]
+    boxes = [Mock(), Mock()]
     machine.run(LONGEST_S, 1.0)
     assert not paced.holds()  # the last round is over: this leaves at once
     for _ in range(3):
@@ -95,28 +93,23 @@ def test_what_comes_within_a_round_is_woken_once_at_its_end_and_another_round_be
         assert paced.holds()
         for box in boxes:
             paced.later(box)
-    assert [box.woken for box in boxes] == [0, 0]
+    assert woken(boxes) == [0, 0]
     machine.run(LONGEST_S - 0.012, 1.0)
-    assert [box.woken for box in boxes] == [1, 1]
+    assert woken(boxes) == [1, 1]
     machine.run(0.001, 1.0)
     assert paced.holds()
     paced.later(boxes[0])
     machine.run(LONGEST_S, 1.0)
-    assert [box.woken for box in boxes] == [2, 1]
+    assert woken(boxes) == [2, 1]
     machine.run(LONGEST_S, 1.0)
     assert not paced.holds()
-    assert [box.woken for box in boxes] == [2, 1]
+    assert woken(boxes) == [2, 1]
 
 
 def test_the_processor_is_asked_now_and_then_only(machine):
-    asked = []
-
-    def cpu():
-        asked.append(1)
-        return 0.0
-
+    cpu = Mock(return_value=0.0)
     paced = Rounds(machine, cpu)
     for _ in range(1000):
         machine.run(0.001, 1.0)
         paced.holds()
-    assert len(asked) <= 1 + 1.0 / rounds._LOOK_S
+    assert cpu.call_count <= 1 + 1.0 / rounds._LOOK_S

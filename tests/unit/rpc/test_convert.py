@@ -1,4 +1,4 @@
-"""Each core value survives the wire, byte by byte; what is not valid is refused with the name of its field."""
+"""Each value survives the wire, byte by byte; what is not valid is refused with the name of its field, or not sent."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from baton import core, load
 from baton.constraint import Constraint
 from baton.errors import InvalidRequest
-from baton.limits import MAX_PRIORITY
+from baton.limits import INTERNAL_RECEIVE_BYTES, MAX_PRIORITY, MAX_PROMPT_IDS
 from baton.ranges import MAX_LOGPROBS
-from baton.rpc import convert, reports
+from baton.rpc import convert, reports, thinking
 from baton.rpc.constraint import constraint_from_pb, constraint_to_pb
 from baton.rpc.v1 import common_pb2 as common
 from baton.rpc.v1 import inference_pb2 as inference
@@ -25,6 +25,7 @@ from baton.rpc.v1 import worker_pb2 as worker
 u32 = st.integers(0, 2**32 - 1)
 i31 = st.integers(0, 2**31 - 1)
 u64 = st.integers(0, 2**64 - 1)
+ids = st.lists(u32, max_size=4).map(tuple)
 text = st.text(st.characters(codec="utf-8"), max_size=20)
 name = st.text(st.characters(codec="utf-8"), min_size=1, max_size=20)
 
@@ -70,6 +71,18 @@ layouts = st.builds(
     st.sampled_from(["float32", "bfloat16", "float16"]),
     st.lists(name, min_size=1, max_size=3).map(tuple),
 )
+thinking_states = st.builds(
+    core.ThinkingState,
+    thinker=name,
+    chunk=st.integers(3, 2**32 - 1),
+    offset=u32,
+    state=st.binary(min_size=1, max_size=64),
+    rows=st.binary(max_size=64),
+    thoughts=st.lists(ids, max_size=3).map(tuple),
+)
+thoughts = st.tuples(st.integers(0, 2**31), st.lists(ids, min_size=1, max_size=5)).map(
+    lambda drawn: [core.Thought(chunk, each) for chunk, each in enumerate(drawn[1], drawn[0])]
+)
 counts = st.tuples(*[st.integers(0, 2**28)] * 5).map(lambda states: load.BlockCounts(sum(states), *states))
 paces = st.builds(load.Pace, u64, u64, u64, st.floats(0, 1e9))
 LOADS = {
@@ -81,7 +94,7 @@ LOADS = {
     counts: ("blocks",),
 }  # fmt: skip
 INFOS = {
-    text: ("fingerprint", "model", "host", "determinism", "nondeterminism"),
+    text: ("fingerprint", "model", "host", "metrics", "determinism", "nondeterminism"),
     u32: ("max_model_len", "total_blocks", "pid", "protocol_version", "thinking_chunk"),
     refs: ("ref",), st.sampled_from(core.Role): ("role",), layouts: ("layout",),
 }  # fmt: skip
@@ -116,6 +129,8 @@ ROUND_TRIPS: dict[str, tuple[st.SearchStrategy[Any], Callable[[Any], Any], Calla
     "counts": (counts, reports.counts_to_pb, reports.counts_from_pb),
     "load": (loads, reports.load_to_pb, reports.load_from_pb),
     "info": (infos, convert.info_to_pb, convert.info_from_pb),
+    "thinking": (thinking_states, thinking.thinking_to_pb, thinking.thinking_from_pb),
+    "thoughts": (thoughts, thinking.thoughts_to_pb, thinking.thoughts_from_pb),
 }
 
 
@@ -130,7 +145,8 @@ def test_round_trip(kind: str, data: st.DataObject):
 
 
 def test_each_converter_is_tested():
-    pairs = {name.removesuffix("_from_pb") for name in {**vars(convert), **vars(reports)} if name.endswith("_from_pb")}
+    defined = {**vars(convert), **vars(reports), **vars(thinking)}
+    pairs = {name.removesuffix("_from_pb") for name in defined if name.endswith("_from_pb")}
     assert pairs - {"sampling", "finish_reason"} == set(ROUND_TRIPS)
 
 
@@ -167,8 +183,12 @@ def test_sampling_names_every_wrong_field():
 
 REF = core.WorkerRef("d0", core.Incarnation(1, 2), "127.0.0.1:1")
 LAYOUT = core.KVLayout(2, 2, 8, 16, "float32")
-INFO = core.WorkerInfo(REF, core.Role.DECODE, "f", "m", 64, 8, LAYOUT, metrics="127.0.0.1:9101")
+INFO = core.WorkerInfo(REF, core.Role.DECODE, "f", "m", 64, 8, LAYOUT)
 SPEC = core.SequenceSpec((1, 2), core.Sampling(seed=1))
+THINKING = core.ThinkingState("t", 2, 0, b"s", b"", ((), ()))
+
+
+THREE_THOUGHTS: dict[str, Any] = {"thinker": "t", "state": b"s", "thoughts": [common.TokenIds(ids=[1])] * 3}
 
 
 def changed(message: Any, **fields: Any) -> Any:
@@ -208,6 +228,10 @@ def changed(message: Any, **fields: Any) -> Any:
         (reports.load_from_pb, common.Load(decode_pace=common.Pace(seconds=-1.0)), "load.decode_pace.seconds"),
         (reports.load_from_pb, common.Load(prefill_pace=common.Pace(seconds=math.nan)), "load.prefill_pace.seconds"),
         (reports.load_from_pb, common.Load(joint_pace=common.Pace(seconds=math.inf)), "load.joint_pace.seconds"),
+        (thinking.thinking_from_pb, changed(thinking.thinking_to_pb(THINKING), thinker=""), "thinking.thinker"),
+        (thinking.thinking_from_pb, changed(thinking.thinking_to_pb(THINKING), state=b""), "thinking.state"),
+        (thinking.thinking_from_pb, worker.ThinkingState(**THREE_THOUGHTS, chunk=2), "thinking.thoughts"),
+        (thinking.thinking_from_pb, worker.ThinkingState(**THREE_THOUGHTS, chunk=0), "thinking.thoughts"),
         (convert.info_from_pb, changed(convert.info_to_pb(INFO), role="cook"), "info.role"),
         (convert.info_from_pb, changed(convert.info_to_pb(INFO), ref=None), "info.ref.worker_id"),
         (convert.info_from_pb, changed(convert.info_to_pb(INFO), layout=None), "layout.layers"),
@@ -232,5 +256,20 @@ def test_public_tokens_have_one_text():
     assert (message.choice, getattr(message, "from"), list(message.ids), message.text) == (1, 3, [7, 8], "ab")
 
 
-def test_what_a_worker_says_of_itself_comes_back_as_it_was():
-    assert convert.info_from_pb(convert.info_to_pb(INFO)) == INFO
+@pytest.mark.parametrize("chunks", [[], [1, 0], [0, 2], [3, 3], [-1, 0]])
+def test_thoughts_with_a_gap_are_not_sent(chunks: list[int]):
+    with pytest.raises(ValueError, match="not consecutive"):
+        thinking.thoughts_to_pb([core.Thought(chunk, (1,)) for chunk in chunks])
+
+
+@pytest.mark.parametrize(("chunk", "most"), [(4, 4), (16, 16), (16, 64)])
+def test_the_longest_prompt_and_all_thoughts_of_it_are_one_message(chunk: int, most: int):
+    """A large state is the smaller part: 64 rows of 16384 float32, twice. Thoughts of large ids take 3 bytes each."""
+    one, rows = tuple(200_000 + n for n in range(most)), bytes(64 * 16384 * 4)
+
+    def size(count: int) -> int:
+        state = core.ThinkingState("t" * 64, MAX_PROMPT_IDS // chunk, 0, rows, rows, (one,) * count)
+        return thinking.thinking_to_pb(state).ByteSize()  # type: ignore[union-attr]
+
+    all_thoughts = (size(1000) - size(0)) / 1000 * (MAX_PROMPT_IDS // chunk)
+    assert size(0) + all_thoughts + 3 * MAX_PROMPT_IDS < INTERNAL_RECEIVE_BYTES

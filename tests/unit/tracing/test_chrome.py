@@ -33,9 +33,7 @@ def check(trace) -> None:
     trace = json.loads(json.dumps(trace, allow_nan=False))
     for event in trace["traceEvents"]:
         assert event["ph"] in {"X", "M", "s", "f"}
-        assert isinstance(event["name"], str)
-        assert isinstance(event["pid"], int)
-        assert isinstance(event["tid"], int)
+        assert [type(event[key]) for key in ("name", "pid", "tid")] == [str, int, int]
         assert event["ts"] >= 0
     threads: dict[tuple[int, int], list] = {}
     for event in complete(trace):
@@ -72,20 +70,14 @@ def test_one_row_for_each_process_and_an_arrow_for_the_kv():
 def test_any_spans_make_a_file_that_can_be_read(seed):
     rng = random.Random(seed)
     for _ in range(50):
-        spans = [
-            Span(
-                rng.choice(["push", "receive", "decode", "x"]),
-                rng.choice(["a", "b"]),
-                rng.choice(["router", "prefill", "decode", "else"]),
-                AT + rng.random(),
-                rng.choice([0.0, rng.random()]),
-                {},
-                rng.randrange(3),
-                rng.randrange(3),
-            )
-            for _ in range(rng.randrange(30))
-        ]
-        check(chrome_trace(spans))
+        check(chrome_trace([any_span(rng) for _ in range(rng.randrange(30))]))
+
+
+def any_span(rng):
+    name, process = rng.choice(["push", "receive", "decode", "x"]), rng.choice(["a", "b"])
+    role = rng.choice(["router", "prefill", "decode", "else"])
+    times = AT + rng.random(), rng.choice([0.0, rng.random()])
+    return Span(name, process, role, *times, {}, rng.randrange(3), rng.randrange(3))
 
 
 def test_clocks_that_disagree_turn_no_arrow_round():
@@ -94,14 +86,8 @@ def test_clocks_that_disagree_turn_no_arrow_round():
     assert end["ts"] >= begin["ts"]
 
 
-def test_no_spans():
-    assert chrome_trace([])["traceEvents"] == []
-
-
-def test_processes_are_in_the_order_of_a_requests_way():
+def test_processes_are_in_the_order_of_a_requests_way_and_what_touches_does_not_overlap():
     assert processes(reversed(SPANS)) == [("router", "router-1"), ("prefill", "prefill-0"), ("decode", "decode-0")]
-
-
-def test_what_touches_does_not_overlap():
     assert [len(lane) for lane in lanes(SPANS[:5])] == [5]
     assert [len(lane) for lane in lanes(SPANS[5:8])] == [2, 1]
+    assert chrome_trace([])["traceEvents"] == []

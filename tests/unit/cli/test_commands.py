@@ -1,0 +1,171 @@
+"""Commands as somebody types them: exit codes, mistakes that are named before anything starts, and what is asked."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import psutil
+import pytest
+from typer.testing import CliRunner
+
+from baton import errors
+from baton.cli import app as app_module
+from baton.cli import demo, exit_code, main, operate
+from baton.cli.app import app
+from baton.cli.up import wait_ended
+from baton.cluster.processes import StartError
+from baton.errors import BatonError, ConfigError, InvalidRequest, Violation
+from baton.rpc.v1 import admin_pb2
+from tests.support.waiting import eventually
+
+CODES = {  # interfaces.md
+    "InvalidRequest": 2, "UnknownModel": 2, "ConfigError": 3, "CheckpointError": 3, "LedgerError": 4, "NoWorker": 4,
+    "Overloaded": 5, "Cancelled": 130,
+}  # fmt: skip
+KINDS = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, BatonError)]
+
+
+def ended_by(error, monkeypatch):
+    """The exit code of a command that raises this."""
+
+    def fail():
+        raise error
+
+    monkeypatch.setattr(app_module, "app", fail)
+    with pytest.raises(SystemExit) as ended:
+        main()
+    return ended.value.code
+
+
+@pytest.mark.parametrize("kind", [*KINDS, StartError], ids=lambda kind: kind.__name__)
+def test_every_error_has_its_exit_code_and_one_message(kind, monkeypatch, capsys):
+    error = InvalidRequest(Violation("a", "b")) if kind is InvalidRequest else kind("because")
+    assert ended_by(error, monkeypatch) == exit_code(error) == CODES.get(kind.__name__, 1)
+    assert capsys.readouterr().err == f"baton: {kind.__name__}: {error}\n"
+
+
+@pytest.mark.parametrize(
+    ("raised", "code"),
+    [(KeyboardInterrupt(), 130), (ModuleNotFoundError("no", name="ray"), "pip install 'baton-serve[server,local]'")],
+)
+def test_what_is_no_error_of_ours(raised, code, monkeypatch):
+    ended = ended_by(raised, monkeypatch)
+    assert ended == code or str(code) in str(ended)
+
+
+HELP = """
+import sys
+from baton.cli.app import app
+app(["--help"], standalone_mode=False)
+print([name for name in sys.argv[1:] if name in sys.modules])
+"""
+
+
+def test_help_needs_none_of_the_heavy_libraries():
+    heavy = ("torch", "ray", "grpc", "redis", "pydantic", "google.protobuf", "structlog")
+    done = subprocess.run([sys.executable, "-c", HELP, *heavy], capture_output=True, text=True, check=True)
+    assert "doctor" in done.stdout
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+# --- up, demo and down
+
+UNREAPED = "import subprocess, sys\nprint(subprocess.Popen([sys.executable, '-c', '']).pid, flush=True)\ninput()"
+
+
+@pytest.fixture
+def zombie() -> Iterator[psutil.Process]:
+    """A process that has ended and whose parent has not read its exit code."""
+    command = [sys.executable, "-c", UNREAPED]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        child = psutil.Process(int(parent.stdout.readline()))
+        eventually(lambda: child.status() == psutil.STATUS_ZOMBIE)
+        yield child
+        parent.communicate("\n")
+
+
+def test_a_zombie_has_ended_and_a_process_that_runs_on_is_returned(zombie):
+    """The timeout of the first is longer than a test may take."""
+    assert wait_ended([zombie], 3600.0) == []
+    running = psutil.Process(zombie.ppid())
+    assert wait_ended([zombie, running], 0.3) == [running]
+
+
+@pytest.mark.parametrize("command", [["up"], ["up", "--detach"], ["demo"]], ids=" ".join)
+def test_a_wrong_cpu_level_is_refused_before_anything_starts(monkeypatch, tmp_path, command):
+    monkeypatch.setenv("BATON_HOME", str(tmp_path))
+    monkeypatch.setenv("BATON_CPU_LEVEL", "avx9")
+    monkeypatch.setattr(demo, "configure_logging", lambda *_: None)  # it changes this process, in which others log
+    done = CliRunner().invoke(app, [*command, "-c", "configs/no-ray.yaml"])
+    assert isinstance(done.exception, ConfigError), done.output
+    assert str(done.exception) == "BATON_CPU_LEVEL (environment): must be native or none, got 'avx9'"
+    assert list(tmp_path.iterdir()) == []
+
+
+# --- scale, drain and restart; tests/integration/test_board.py has what they ask a router
+
+asked: list[object] = []
+
+
+class Said(operate.Operator):
+    """Notes what is asked."""
+
+    def scale(self, sizes):
+        asked.append(sizes)
+        return admin_pb2.Plan(prefill=sizes.get("prefill", 7), decode=sizes.get("decode", 8), number=3)
+
+    def restart(self):
+        return admin_pb2.Plan(generation=5, number=4)
+
+    def drain(self, worker_id):
+        return f"{worker_id}@1.2"
+
+    def wait_settled(self, number, seconds):
+        asked.append((number, seconds))
+
+    def wait_gone(self, process, seconds):
+        asked.append((process, seconds))
+
+
+@pytest.fixture
+def run(monkeypatch):
+    """Return the result of a command; `asked` is what it asked."""
+    monkeypatch.setattr(operate, "Operator", Said)
+
+    def invoke(words):
+        asked.clear()
+        return CliRunner().invoke(app, [*words.split(), "--target", "127.0.0.1:1"])
+
+    return invoke
+
+
+@pytest.mark.parametrize(
+    ("words", "sizes"), [("prefill=2", {"prefill": 2}), ("decode=3 prefill=1", {"decode": 3, "prefill": 1})]
+)
+def test_sizes_are_said(run, words, sizes):
+    result = run(f"scale {words}")
+    assert result.exit_code == 0, result.output
+    assert asked == [sizes]
+    assert " prefill, " in result.output
+    assert "baton status" in result.output
+
+
+@pytest.mark.parametrize("words", ["", "prefill", "prefill=x", "prefill=-1", "router=2", "decode=1 decode=2", "=1"])
+def test_what_is_no_size_is_named_and_nobody_is_asked(run, words):
+    result = run(f"scale {words}")
+    assert result.exit_code == 2
+    assert "prefill=N" in result.output or not words
+    assert asked == []
+
+
+def test_waiting_is_asked_for(run):
+    assert json.loads(run("scale prefill=2 --wait 30 --json").output) == {"prefill": 2, "decode": 8, "done": True}
+    assert asked == [{"prefill": 2}, (3, 30.0)]
+    assert "prefill-0@1.2 drains: done" in run("drain prefill-0 --wait 5").output
+    assert asked == [("prefill-0@1.2", 5.0)]
+    assert json.loads(run("restart --json").output) == {"generation": 5, "done": False}
+    assert asked == []
