@@ -4,13 +4,13 @@ import hashlib
 import hmac
 import os
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from structlog.testing import capture_logs
 
-from baton.errors import BatonError, Cancelled, ConfigError, Overloaded, Unauthenticated
+from baton.errors import Cancelled, ConfigError, Overloaded, Unauthenticated
 from router.access.limits import Concurrency
 from router.access.tokens import Grant, Limits, Right, read_tokens
 from router.access.watch import TokenFile
@@ -53,17 +53,12 @@ def test_anything_else_is_nobody(file, header):
 
 @pytest.mark.parametrize("token", [ALICE, BOB, "of-nobody-0123456789"])
 def test_every_entry_is_compared_in_constant_time(file, monkeypatch, token):
-    compared, real = [], hmac.compare_digest
-
-    def noted(a, b):
-        compared.append((a, b))
-        return real(a, b)
-
-    monkeypatch.setattr(hmac, "compare_digest", noted)
+    compare = Mock(wraps=hmac.compare_digest)
+    monkeypatch.setattr(hmac, "compare_digest", compare)
     with suppress(Unauthenticated):
         read_tokens(file).grant(f"Bearer {token}")
-    assert len(compared) == 2
-    assert all(len(a) == len(b) == 32 for a, b in compared), "digests, so that no length is told"
+    assert compare.call_count == 2
+    assert {len(side) for call in compare.call_args_list for side in call.args} == {32}, "digests hide the length"
 
 
 SECRET = "s3cret-s3cret-s3cret"
@@ -153,16 +148,9 @@ def test_nothing_secret_is_in_a_repr(file):
 # --- how many requests of a token run at once
 
 
-@dataclass(eq=False)
-class Call:
-    """The part of a `router.call.Call` that is read."""
-
-    grant: Grant | None
-    reason: BatonError | None = None
-
-
 def call(key: str = "a") -> Any:
-    return Call(Grant("tenant", Right.USER, Limits(max_concurrent=1), key))
+    """The part of a `router.call.Call` that is read."""
+    return Mock(grant=Grant("tenant", Right.USER, Limits(max_concurrent=1), key), reason=None)
 
 
 def test_each_token_has_its_own_places_and_they_come_back():
@@ -171,8 +159,7 @@ def test_each_token_has_its_own_places_and_they_come_back():
         with counted.one_more(call("a")), counted.one_more(call("b")):
             with pytest.raises(Overloaded, match="1 requests of this token"):
                 counted.one_more(call("a")).__enter__()
-            nobody: Any = Call(None)
-            with counted.one_more(nobody):
+            with counted.one_more(Mock(grant=None)):
                 pass
     assert counted._running == {}
 

@@ -124,7 +124,6 @@ def test_which_token_ids_are_drawn():
         ({"speed": 2}, "--speed: needs --arrivals trace"),
         ({"scale": 2}, "--scale: needs --trace"),
         ({"rate": 0}, "rate: must be requests per second, a number above 0, got 0"),
-        ({"rate": 1, "arrivals": "bursts"}, "arrivals: must be poisson, constant, or gamma:CV"),
         ({"prompt_tokens": "many"}, "prompt_tokens: must be N, fixed:N"),
     ],
 )

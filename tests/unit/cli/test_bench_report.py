@@ -97,15 +97,6 @@ def test_a_busy_load_generator_is_seen(cpu_share: float, lags_s: list[float], bu
     assert last.endswith(": TOO BUSY, latencies may be its own") == busy
 
 
-def test_the_table_names_goals_failures_and_what_was_cut():
-    own = Generator(1e9, 0.1, [], unfinished=2, clipped=5)
-    text = table(report(SAMPLES, Goals(ttft_ms=250, e2e_ms=600), {}, own))
-    assert "3 requests completed, 1 failed, 2 not finished, in 2.00 s" in text
-    assert "5 were cut to the length that the model has" in text
-    assert "50.0% of all, with TTFT <= 250 ms and end to end <= 600 ms" in text
-    assert "alone: 50.0% TTFT <= 250 ms, 50.0% end to end <= 600 ms" in text
-
-
 # comparisons
 
 

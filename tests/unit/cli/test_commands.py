@@ -143,17 +143,6 @@ def run(monkeypatch):
     return invoke
 
 
-@pytest.mark.parametrize(
-    ("words", "sizes"), [("prefill=2", {"prefill": 2}), ("decode=3 prefill=1", {"decode": 3, "prefill": 1})]
-)
-def test_sizes_are_said(run, words, sizes):
-    result = run(f"scale {words}")
-    assert result.exit_code == 0, result.output
-    assert asked == [sizes]
-    assert " prefill, " in result.output
-    assert "baton status" in result.output
-
-
 @pytest.mark.parametrize("words", ["", "prefill", "prefill=x", "prefill=-1", "router=2", "decode=1 decode=2", "=1"])
 def test_what_is_no_size_is_named_and_nobody_is_asked(run, words):
     result = run(f"scale {words}")
@@ -162,7 +151,10 @@ def test_what_is_no_size_is_named_and_nobody_is_asked(run, words):
     assert asked == []
 
 
-def test_waiting_is_asked_for(run):
+def test_sizes_are_said_and_waiting_is_asked_for(run):
+    result = run("scale decode=3 prefill=1")
+    assert (result.exit_code, asked) == (0, [{"decode": 3, "prefill": 1}])
+    assert "baton status" in result.output
     assert json.loads(run("scale prefill=2 --wait 30 --json").output) == {"prefill": 2, "decode": 8, "done": True}
     assert asked == [{"prefill": 2}, (3, 30.0)]
     assert "prefill-0@1.2 drains: done" in run("drain prefill-0 --wait 5").output

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from unittest.mock import Mock
 
 import pytest
 
+import baton
+import baton.client
 from baton.client import _wire_aio, _wire_sync
 from baton.errors import Cancelled
 from baton.rpc import channel
@@ -15,18 +18,15 @@ THREADS = 8
 
 
 def test_threads_that_come_first_together_share_a_channel(monkeypatch: pytest.MonkeyPatch):
-    made: list[str] = []
-    first = threading.Event()
+    real, start = channel.sync_channel, threading.Barrier(THREADS)
 
-    def connect(target: str, **more: object):
-        made.append(target)
-        first.wait(0.2)  # time for a second one, if there were nothing to stop it
-        return sync_channel(target)
+    def slowly(target: str, **more: object):
+        threading.Event().wait(0.2)  # time for a second one, if there were nothing to stop it
+        return real(target)
 
-    sync_channel = channel.sync_channel
+    connect = Mock(side_effect=slowly)
     monkeypatch.setattr(channel, "sync_channel", connect)
     stubs = _wire_sync.Stubs(None, "", proxy=False)
-    start = threading.Barrier(THREADS)
 
     def use(number: int) -> object:
         start.wait()
@@ -34,7 +34,7 @@ def test_threads_that_come_first_together_share_a_channel(monkeypatch: pytest.Mo
 
     with ThreadPoolExecutor(THREADS) as threads:
         found = set(threads.map(use, range(THREADS)))
-    assert (len(found), made) == (1, ["127.0.0.1:1"])
+    assert (len(found), connect.call_count) == (1, 1)
     stubs.close()
 
 
@@ -47,11 +47,16 @@ async def test_a_closed_client_makes_no_channel():
             stubs.of("127.0.0.1:1")
 
 
+def test_the_package_exports_the_clients():
+    assert (baton.Client, baton.AsyncClient) == (baton.client.Client, baton.client.AsyncClient)
+    with pytest.raises(AttributeError, match="Clinet"):
+        _ = baton.Clinet  # type: ignore[attr-defined]
+
+
 @pytest.mark.parametrize(("target", "proxy"), [("127.0.0.1:1", False), ("router.example:1", True)])
 def test_of_several_routers_only_those_elsewhere_are_behind_a_proxy(
     monkeypatch: pytest.MonkeyPatch, target: str, proxy: bool
 ):
-    seen: list[object] = []
-    monkeypatch.setattr(channel, "sync_channel", lambda target, **more: seen.append(more["proxy"]))
+    monkeypatch.setattr(channel, "sync_channel", connect := Mock())
     _wire_sync.Stubs(None, "", proxy=True).connect(target)
-    assert seen == [proxy]
+    assert connect.call_args.kwargs["proxy"] is proxy

@@ -62,30 +62,29 @@ def test_at_one_that_does_nothing_no_step_is_waited_for():
     assert alone_ttft_s(snapshot, ask)[0] == pytest.approx(0.008 + 0.0005 + 0.0006 + prompt_s(1, 600))
 
 
-def test_prompts_that_wait_count_however_few_they_are():
-    many_short, one_long = BUSY._replace(requests=6.0, backlog=50.0), BUSY._replace(requests=2.0, backlog=4000.0)
-    assert chosen(alone, one_long, many_short, chunk=256.0) == 1
-    assert chosen(ALONE["least_loaded"], one_long, many_short) == 0
+MANY_SHORT, ONE_LONG = BUSY._replace(requests=6.0, backlog=50.0), BUSY._replace(requests=2.0, backlog=4000.0)
+BEHIND, NEARLY = BUSY._replace(backlog=4000.0), BUSY._replace(requests=5.0)
+SLOW, LATE = BUSY._replace(kv_tokens=9e4, prompt_token_s=0.0, queued_s=0.0), BUSY._replace(backlog=5e4)
+CACHED = {"cached": [0.0, 560.0], "chunk": 128.0}
 
 
-def test_a_cached_prefix_draws_until_too_much_is_before_it():
-    cached = [0.0, 560.0]
-    assert chosen(alone, BUSY, BUSY, cached=cached, chunk=128.0) == 1
-    assert chosen(alone, BUSY, BUSY._replace(backlog=4000.0), cached=cached, chunk=128.0) == 0
-    assert chosen(ALONE["prefix"], BUSY, BUSY, cached=cached) == 1
-    assert chosen(ALONE["prefix"], BUSY, BUSY._replace(requests=20.0), cached=cached) == 0
-
-
-def test_near_equality_goes_to_whom_fewer_requests_are_on():
-    slower = BUSY._replace(step_s=0.012)
-    assert chosen(alone, slower, BUSY._replace(requests=5.0)) == 0
-    assert chosen(alone, BUSY._replace(step_s=0.1), BUSY._replace(requests=5.0)) == 1
-
-
-def test_those_that_decode_too_slowly_are_passed_by():
-    slow = BUSY._replace(kv_tokens=90_000.0, prompt_token_s=0.0, queued_s=0.0)
-    assert chosen(alone, slow, BUSY._replace(backlog=50_000.0), slo=0.11) == 0
-    assert chosen(alone, slow, BUSY._replace(backlog=50_000.0), slo=0.05) == 1
+@pytest.mark.parametrize(
+    ("policy", "rows", "facts", "row"),
+    [
+        ("predicted", (ONE_LONG, MANY_SHORT), {"chunk": 256.0}, 1),  # prompts that wait count however few they are
+        ("least_loaded", (ONE_LONG, MANY_SHORT), {}, 0),
+        ("predicted", (BUSY, BUSY), CACHED, 1),  # a cached prefix draws until too much is before it
+        ("predicted", (BUSY, BEHIND), CACHED, 0),
+        ("prefix", (BUSY, BUSY), CACHED, 1),
+        ("prefix", (BUSY, BUSY._replace(requests=20.0)), CACHED, 0),
+        ("predicted", (BUSY._replace(step_s=0.012), NEARLY), {}, 0),  # near equality goes to fewer requests
+        ("predicted", (BUSY._replace(step_s=0.1), NEARLY), {}, 1),
+        ("predicted", (SLOW, LATE), {"slo": 0.11}, 0),  # one that decodes too slowly is passed by
+        ("predicted", (SLOW, LATE), {"slo": 0.05}, 1),
+    ],
+)
+def test_who_is_chosen(policy, rows, facts, row):
+    assert chosen(ALONE[policy], *rows, **facts) == row
 
 
 @pytest.mark.parametrize("policy", ALONE.values(), ids=ALONE)

@@ -1,12 +1,18 @@
+"""Each token is delivered once and in order, and messages reach a client as fast as it reads."""
+
+import asyncio
 import random
+from typing import Any, cast
 
 import pytest
+from grpc import aio
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.core import Token
-from baton.errors import EngineFault
-from router.delivery import Delivery
+from baton.core import Finish, FinishReason, Token
+from baton.errors import Cancelled, EngineFault
+from router.delivery import Delivery, EventStream, Patience
+from tests.unit.router.gates import in_virtual_time
 
 
 def token(index: int, token_id: int | None = None) -> Token:
@@ -57,3 +63,184 @@ def test_a_new_attempt_starts_from_what_was_delivered():
     delivery.take([token(0), token(2, 5)])
     delivery.forget_early()
     assert [t.token_id for t in delivery.take([token(0), token(1), token(2, 6)])] == [101, 6]
+
+
+# --- on the way to a client
+
+
+class Client:
+    """A client's end of a stream, and gRPC between: what was sent is through when `takes` says so."""
+
+    def __init__(self):
+        self.sent = []
+        self.under_way = []
+
+    async def send_initial_metadata(self, metadata):
+        await self.put(dict(metadata))
+
+    async def write(self, message):
+        await self.put(message)
+
+    async def put(self, what):
+        assert all(each.done() for each in self.under_way), "gRPC takes one thing at a time"
+        self.sent.append(what)
+        self.under_way.append(asyncio.get_running_loop().create_future())
+        await self.under_way[-1]
+
+    def takes(self):
+        self.under_way[-1].set_result(None)
+
+    def fails(self, error):
+        self.under_way[-1].set_exception(error)
+
+    @property
+    def said(self):
+        return [(each.seq, each.WhichOneof("event")) for each in self.sent[1:]]
+
+
+async def opened(patience=None):
+    """A stream whose metadata are under way, and why its request was given up."""
+    client, reasons = Client(), list[BaseException]()
+    stream = EventStream(cast("Any", client), "a", patience or Patience(30.0), reasons.append)
+    stream.open(("baton-request-id", "a"), within_s=0)
+    await breath()
+    return client, stream, reasons
+
+
+async def begun(patience=None):
+    """A stream whose metadata are through."""
+    client, stream, reasons = await opened(patience)
+    client.takes()
+    return client, stream, reasons
+
+
+def writing_to(stream, choice=0):
+    return asyncio.create_task(stream.tokens(choice, [Token(0, 7, "x")]))
+
+
+async def breath():
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+async def test_what_comes_first_is_not_waited_for_and_keeps_its_order():
+    client, stream, _ = await opened()
+    assert client.sent == [{"baton-request-id": "a"}]
+    accepting = asyncio.create_task(stream.accepted(3, 0))
+    await breath()
+    assert not client.said, "the metadata are under way"
+    client.takes()
+    await accepting
+    await breath()
+    assert client.said == [(0, "accepted")], "under way, and nobody waits"
+    telling = [writing_to(stream, choice) for choice in range(2)]
+    await breath()
+    assert client.said == [(0, "accepted")]
+    for _ in range(3):
+        client.takes()
+        await breath()
+    await asyncio.gather(*telling)
+    assert client.said == [(0, "accepted"), (1, "tokens"), (2, "tokens")]
+    assert [each.tokens.choice for each in client.sent[2:]] == [0, 1]
+
+
+async def test_a_tail_is_of_its_choice():
+    client, stream, _ = await begun()
+    ending = asyncio.create_task(stream.finished(1, Finish(FinishReason.LENGTH, tail="!"), 4))
+    for _ in range(2):
+        await breath()
+        client.takes()
+    await ending
+    tail, finished = client.sent[1:]
+    assert (tail.tokens.choice, tail.tokens.text, list(tail.tokens.ids)) == (1, "!", [])
+    assert getattr(tail.tokens, "from") == 4
+    assert finished.finished.choice == 1
+
+
+async def test_what_was_begun_and_failed_is_told_by_the_next():
+    client, stream, _ = await begun()
+    await stream.accepted(3, 0)
+    await breath()
+    client.fails(ConnectionError("gone"))
+    with pytest.raises(ConnectionError, match="gone"):
+        await stream.tokens(0, [Token(0, 7, "x")])
+
+
+async def test_the_status_waits_for_the_metadata_even_of_a_call_that_was_cancelled():
+    client, stream, _ = await opened()
+    writing = asyncio.create_task(stream.accepted(3, 0))
+    await breath()
+    writing.cancel()
+    await asyncio.wait([writing])
+    closing = asyncio.create_task(stream.close())
+    await breath()
+    assert not closing.done()
+    client.takes()
+    await closing
+
+
+@pytest.mark.parametrize("message", [None, "accepted", "tokens"])
+async def test_a_client_that_has_gone_does_not_keep_the_status(message):
+    """Found by a choice that writes in a task of its own: gRPC cancels only that of the call."""
+    client, stream, _ = await (begun() if message == "tokens" else opened())
+    writing = {"accepted": lambda: asyncio.create_task(stream.accepted(3, 0)), "tokens": lambda: writing_to(stream)}
+    task = writing[message]() if message else None
+    await breath()
+    client.fails(aio.InternalError("the call is over"))
+    if task:
+        with pytest.raises(Cancelled, match="the client has left"):
+            await task
+    await stream.close()
+
+
+async def test_nor_does_one_that_takes_nothing():
+    _, stream, _ = await opened(Patience(0.01))
+    await asyncio.wait_for(stream.close(), 5.0)
+
+
+def test_choices_that_wait_for_each_other_are_not_stalled():
+    """Each message is taken in time, the last of them later than a message may take."""
+
+    async def scenario():
+        client, stream, reasons = await begun(Patience(1.0))
+        writing = [writing_to(stream, choice) for choice in range(4)]
+        for _ in writing:
+            await asyncio.sleep(0.6)
+            client.takes()
+        await asyncio.gather(*writing)
+        assert [(each.seq, each.tokens.choice) for each in client.sent[1:]] == [(0, 0), (1, 1), (2, 2), (3, 3)]
+        assert not reasons
+
+    in_virtual_time(scenario())
+
+
+def test_those_who_take_nothing_are_given_up_one_by_one_and_no_others():
+    async def scenario():
+        patience = Patience(0.05)
+        silent, quick = [await begun(patience) for _ in range(2)], await begun(patience)
+        writing = [writing_to(stream) for _, stream, _ in (*silent, quick)]
+        await breath()
+        quick[0].takes()
+        await asyncio.sleep(1.0)
+        for _, _, [reason] in silent:
+            assert isinstance(reason, Cancelled)
+            assert "did not read for 0.05 s" in str(reason)
+        assert not quick[2]
+        for task in writing:
+            task.cancel()
+        await asyncio.wait(writing)
+
+    in_virtual_time(scenario())
+
+
+def test_patience_begins_anew_with_each_message():
+    async def scenario():
+        client, stream, reasons = await begun(Patience(0.3))
+        for _ in range(4):
+            writing = writing_to(stream)
+            await asyncio.sleep(0.2)
+            client.takes()
+            await writing
+        assert not reasons
+
+    in_virtual_time(scenario())

@@ -1,18 +1,20 @@
 """What a router says of its demand: the predictions that it chooses workers by, and its queue."""
 
 import asyncio
+from itertools import cycle
 from typing import cast
+from unittest.mock import AsyncMock
 
 import pytest
 
 from baton.clock import FakeClock
 from baton.core import Role
 from baton.errors import LedgerError
-from baton.ledger.board import Board, RouterReport
 from baton.load import BlockCounts
 from router import demand
 from router.claim import NO_WISH
 from router.policy import itl_s, ttft_s
+from tests.support.waiting import until
 from tests.unit.router import fakes
 from tests.unit.router.fakes import floor_of, pace, say
 
@@ -136,32 +138,14 @@ def test_requests_are_counted_from_the_beginning():
     assert (report.arrived, report.refused, report.running) == (8, 2, 0)
 
 
-class Unsteady:
-    """A board that is away every other time."""
-
-    def __init__(self, until: int) -> None:
-        self.told: list[RouterReport] = []
-        self.failed = 0
-        self.enough = asyncio.Event()
-        self._until = until
-
-    async def put_router(self, report: RouterReport, lease_s: float) -> None:
-        assert lease_s > 2.0
-        if self.failed <= len(self.told):
-            self.failed += 1
-            raise LedgerError("away")
-        self.told.append(report)
-        if len(self.told) == self._until:
-            self.enough.set()
-
-
 async def test_a_board_that_is_away_is_told_when_it_is_back(monkeypatch):
     monkeypatch.setattr(demand, "_EVERY_S", 0.0)
-    board, floor = Unsteady(until=3), floor_of()
-    telling = asyncio.create_task(demand.tell(floor, cast("Board", board)))
-    async with asyncio.timeout(10):
-        await board.enough.wait()
+    board, floor = AsyncMock(), floor_of()
+    board.put_router.side_effect = cycle([LedgerError("away"), None])
+    telling = asyncio.create_task(demand.tell(floor, board))
+    await until(lambda: board.put_router.await_count >= 6)
     telling.cancel()
     await asyncio.wait([telling])
-    assert board.failed >= 3
-    assert {report.router_id for report in board.told} == {floor.router_id}
+    for asked in board.put_router.await_args_list:
+        report, lease_s = asked.args
+        assert (report.router_id, lease_s > 2.0) == (floor.router_id, True)

@@ -48,38 +48,38 @@ def test_what_was_told_first_counts():
     assert thoughts.tokens == 2
 
 
+def chunks(thoughts: Thoughts, *said: int) -> list[int]:
+    """The chunks that are handed on when a worker says these."""
+    return [thought.chunk for thought in thoughts.take(about(*said))]
+
+
 def test_other_choices_begin_behind_the_prompt():
     first, second = Thoughts(0), Thoughts(1)
     for each in (first, second):
         each.begin(9, 4, parked=False)
-    assert [thought.chunk for thought in first.take(about(0, 1, 2))] == [0, 1, 2]
-    assert [thought.chunk for thought in second.take(about(0, 1, 2))] == [2]
+    assert chunks(first, 0, 1, 2) == [0, 1, 2]
+    assert chunks(second, 0, 1, 2) == [2]
     second.begin(9, 4, parked=False)
-    assert second.take(about(0, 1, 2)) == []
+    assert chunks(second, 0, 1, 2) == []
 
 
 def test_what_another_router_began_may_begin_anywhere():
-    thoughts = Thoughts()
+    thoughts, other = Thoughts(), Thoughts(1)
     thoughts.begin(9, 4, parked=True)
-    assert [thought.chunk for thought in thoughts.take(about(3, 4))] == [3, 4]
-    assert thoughts.take(about(6)) == []
+    assert (chunks(thoughts, 3, 4), chunks(thoughts, 6)) == ([3, 4], [])
     thoughts.begin(9, 4, parked=False)
-    assert [thought.chunk for thought in thoughts.take(about(*range(7)))] == [5, 6]
-    other = Thoughts(1)
+    assert chunks(thoughts, *range(7)) == [5, 6]
     other.begin(9, 4, parked=True)
-    assert [thought.chunk for thought in other.take(about(0, 1, 2))] == [2]
+    assert chunks(other, 0, 1, 2) == [2]
 
 
 def test_a_gap_is_a_fault_if_somebody_asked():
-    for asked, tokens in ((SHOWN, None), (None, 2)):
-        thoughts = Thoughts(asked=asked)
-        assert thoughts.take(about(2)) == []
-        if tokens is None:
-            with pytest.raises(EngineFault, match="no thought about chunk 0 came, one about chunk 2 did"):
-                thoughts.complete()
-        else:
-            thoughts.complete()
-            assert thoughts.tokens == tokens
+    asked, unasked = Thoughts(asked=SHOWN), Thoughts()
+    assert (chunks(asked, 2), chunks(unasked, 2)) == ([], [])
+    with pytest.raises(EngineFault, match="no thought about chunk 0 came, one about chunk 2 did"):
+        asked.complete()
+    unasked.complete()
+    assert unasked.tokens == 2
 
 
 def test_a_model_that_does_not_think_is_told_nothing_of_it():

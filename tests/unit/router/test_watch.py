@@ -133,12 +133,8 @@ def test_refusals_under_load_leave_room_for_what_else_happens(clock):
     seen.ended(call, "refused", NoWorker("none is there"))
     seen.happenings.add("left", "a decode worker is gone", worker_id="d-0")
     assert seen.happenings.settle() == 3
-    told = [one.text for one in seen.happenings.since(0)]
-    assert told == [
-        "Overloaded: it would wait for about 0 s (400 times)",
-        "NoWorker: none is there",
-        "a decode worker is gone",
-    ]
+    refusals = ["Overloaded: it would wait for about 0 s (400 times)", "NoWorker: none is there"]
+    assert [one.text for one in seen.happenings.since(0)] == [*refusals, "a decode worker is gone"]
 
 
 def test_happenings_name_a_request_as_its_client_does(clock):
@@ -163,30 +159,25 @@ def test_a_prompt_counts_once_however_many_choices_it_has(clock):
     assert (window.prompt_tokens_per_s, window.tokens_per_s, window.ttft.count) == (100, 3, 3)
 
 
-class SetBack(FakeClock):
-    """Its wall clock is set back by an hour, once."""
-
-    back_s = 0.0
-
-    def wall(self):
-        return super().wall() - self.back_s
-
-
-def test_a_request_does_not_end_before_it_began_though_the_clock_was_set_back():
-    clock, ended = SetBack(5000), list[Ended]()
+@pytest.fixture
+def trace(clock):
+    """Of a request that has just come."""
     trace = Trace("x", TraceContext.new(), "router", clock.wall())
     trace.tracks.append(Track("router", 0, clock))
+    return trace
+
+
+def test_a_request_does_not_end_before_it_began_though_the_clock_was_set_back(clock, trace, monkeypatch):
+    ended, wall_s = list[Ended](), clock.wall()
     clock.advance(2)
-    clock.back_s = 3600
+    monkeypatch.setattr(clock, "wall", lambda: wall_s - 600)
     Traces(8, 1.0, clock, ended.append).ended(trace, "finished", "")
     assert ended[0].ended_s == ended[0].began_s + 2 == max(span.end_s for span in ended[0].spans())
 
 
 @pytest.mark.parametrize("left_s", [-1, 0, 0.02])
-async def test_nothing_is_waited_for_that_would_make_an_answer_late(clock, left_s):
-    trace = Trace("x", TraceContext.new(), "router", clock.wall())
-    trace.tracks.append(track := Track("router", 0, clock))
-    track.owe()
+async def test_nothing_is_waited_for_that_would_make_an_answer_late(trace, left_s):
+    trace.tracks[0].owe()
     async with asyncio.timeout(0.3):
         await trace.settled(left_s)
 
@@ -224,8 +215,5 @@ async def test_a_decision_is_told_once_and_without_the_end_of_a_log(clock):
     for _ in range(2):
         live._tell_decisions()
         assert seen.happenings.settle() == 3
-    assert [(one.time_s, one.text) for one in seen.happenings.since(0)] == [
-        (1, "replace: started"),
-        (2, "replace: ended"),
-        (2, "replace: at the same time"),
-    ]
+    told = [(one.time_s, one.text) for one in seen.happenings.since(0)]
+    assert told == [(1, "replace: started"), (2, "replace: ended"), (2, "replace: at the same time")]

@@ -26,18 +26,16 @@ def pool():
 
 
 def test_the_worker_that_holds_the_kv_is_taken_while_it_is_there(pool):
-    kept = named(pool, "prefill-1")
+    kept = Wish(named(pool, "prefill-1"))
     say(pool, "prefill-1", queued_tokens=1000)
     assert pair_of(pool.claim(10)) == ("prefill-0", "decode-0")
-    assert pair_of(pool.claim(10, Wish(kept))) == ("prefill-1", "decode-1")
-    say(pool, "prefill-1", usable=False)
-    assert pair_of(pool.claim(10, Wish(kept)))[0] == "prefill-0"
-
-
-def test_nobody_else_is_taken_when_it_finds_no_decode_worker(pool):
+    assert pair_of(pool.claim(10, kept)) == ("prefill-1", "decode-1")
     for name in ("decode-0", "decode-1"):
         say(pool, name, full=True)
-    assert pool.claim(10, Wish(named(pool, "prefill-1"))) is None
+    assert pool.claim(10, kept) is None, "it finds no decode worker, and no other is taken"
+    say(pool, "decode-0", full=False)
+    say(pool, "prefill-1", usable=False)
+    assert pair_of(pool.claim(10, kept))[0] == "prefill-0"
 
 
 def test_what_is_held_is_given_up_when_nobody_is_there_who_could_take_it():
@@ -86,8 +84,7 @@ def test_the_cached_part_of_a_prompt_is_no_backlog():
 def test_a_prediction_is_compared_with_what_came():
     clock = FakeClock()
     pool = workers(1, policy="predicted", clock=clock)
-    off: list[float] = []
-    pool.on_predicted = off.append
+    pool.on_predicted = (off := list[float]()).append
     unknown = pool.claim(100)
     assert unknown.predicted_ttft_s is None
     unknown.computed()
@@ -124,8 +121,7 @@ def test_a_decode_worker_is_asked_alone_where_that_is_sooner_and_allowed():
     assert pair_of(paired) == ("prefill-0", "decode-0")
     paired.release()
     pool.local_prefill = True
-    off: list[float] = []
-    pool.on_predicted = off.append
+    pool.on_predicted = (off := list[float]()).append
     claim = pool.claim(100)
     assert (claim.prefill, claim.decode.info.ref.worker_id) == (None, "decode-0")
     assert named(pool, "decode-0").view.queued_tokens == 100

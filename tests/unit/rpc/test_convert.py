@@ -151,20 +151,12 @@ def test_each_converter_is_tested():
 
 
 @pytest.mark.parametrize(
-    ("kind", "message"),
-    [
-        (core.Sampling, common.Sampling),
-        (core.KVLayout, common.KVLayout),
-        (load.BlockCounts, common.BlockCounts),
-        (load.Load, common.Load),
-        (core.WorkerInfo, common.WorkerInfo),
-        (core.WorkerRef, common.WorkerRef),
-        (core.HandoffId, common.HandoffId),
-    ],
+    "kind",
+    [core.Sampling, core.KVLayout, load.BlockCounts, load.Load, core.WorkerInfo, core.WorkerRef, core.HandoffId],
 )
-def test_fields_have_the_same_names_on_the_wire(kind: Any, message: Any):
+def test_fields_have_the_same_names_on_the_wire(kind: Any):
     ours = {field.name for field in dataclasses.fields(kind)} - ({"logprobs"} if kind is core.Sampling else set())
-    assert ours == set(message.DESCRIPTOR.fields_by_name)
+    assert ours == set(getattr(common, kind.__name__).DESCRIPTOR.fields_by_name)
 
 
 def test_a_field_that_is_set_to_zero_is_not_unset():
@@ -172,13 +164,6 @@ def test_a_field_that_is_set_to_zero_is_not_unset():
     assert (given_zero.temperature, given_zero.seed, given_zero.logprobs) == (0.0, 0, 0)
     assert convert.sampling_from_pb(common.Sampling()) == core.Sampling()
     assert not convert.sampling_to_pb(core.Sampling()).HasField("seed")
-
-
-def test_sampling_names_every_wrong_field():
-    with pytest.raises(InvalidRequest) as caught:
-        convert.sampling_from_pb(common.Sampling(max_tokens=0, temperature=float("nan"), stop=[""]))
-    fields = [violation.field for violation in caught.value.violations]
-    assert {"sampling.max_tokens", "sampling.temperature", "sampling.stop"} <= set(fields)
 
 
 REF = core.WorkerRef("d0", core.Incarnation(1, 2), "127.0.0.1:1")

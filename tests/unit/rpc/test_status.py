@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import grpc
 import pytest
 from google.rpc import error_details_pb2, status_pb2
+from grpc import aio
 
 from baton import errors
 from baton.errors import BatonError, InvalidRequest, Overloaded, Violation
@@ -17,26 +16,15 @@ Code = grpc.StatusCode
 DETAILS = "grpc-status-details-bin"
 
 
-class Failure(grpc.RpcError):
+def failure(code: Code, text: str | None, trailers: tuple[tuple[str, bytes], ...] = ()) -> aio.AioRpcError:
     """A failed call, as gRPC would raise it."""
-
-    def __init__(self, code: Code, text: str | None, trailers: tuple[tuple[str, bytes], ...] = ()) -> None:
-        self._code, self._text, self._trailers = code, text, trailers
-
-    def code(self) -> Code:
-        return self._code
-
-    def details(self) -> str | None:
-        return self._text
-
-    def trailing_metadata(self) -> Any:
-        return self._trailers
+    return aio.AioRpcError(code, aio.Metadata(), aio.Metadata(*trailers), text)
 
 
-def over_the_wire(error: BaseException, request_id: str = "") -> Failure:
+def over_the_wire(error: BaseException, request_id: str = "") -> aio.AioRpcError:
     status = to_rpc_status(error, request_id)
     code = next(code for code in Code if code.value[0] == status.code)
-    return Failure(code, status.message, ((DETAILS, status.SerializeToString()),))
+    return failure(code, status.message, ((DETAILS, status.SerializeToString()),))
 
 
 VISIBLE: list[tuple[BatonError, Code]] = [
@@ -80,9 +68,9 @@ def test_every_class_of_the_tree_is_here():
 
 @pytest.mark.parametrize(("error", "code"), VISIBLE, ids=lambda value: type(value).__name__)
 def test_an_error_survives_the_wire(error: BatonError, code: Code):
-    failure = over_the_wire(error)
-    back = from_rpc_error(failure)
-    assert failure.code() is code
+    failed = over_the_wire(error)
+    back = from_rpc_error(failed)
+    assert failed.code() is code
     assert (type(back), str(back), back.retryable) == (type(error), str(error), error.retryable)
     assert vars(back) == vars(error)  # violations, retry_after_s
 
@@ -103,7 +91,7 @@ def test_details_say_reason_domain_and_whether_a_retry_helps():
 @pytest.mark.parametrize("name", ["r-1", ""])
 def test_a_status_names_its_request(name: str):
     assert request_id_of(over_the_wire(errors.Overloaded("x", 1.0), name)) == name
-    assert request_id_of(Failure(Code.INTERNAL, "others")) == request_id_of(grpc.RpcError()) == ""
+    assert request_id_of(failure(Code.INTERNAL, "others")) == request_id_of(grpc.RpcError()) == ""
 
 
 @pytest.mark.parametrize(
@@ -129,34 +117,34 @@ def test_a_status_names_its_request(name: str):
     ],
 )
 def test_plain_statuses(code: Code, words: str | None, kind: type[BatonError]):
-    back = from_rpc_error(Failure(code, words))
+    back = from_rpc_error(failure(code, words))
     assert type(back) is kind
     assert (words or code.name) in str(back)
     assert isinstance(from_rpc_error(grpc.RpcError("odd")), errors.EngineFault), "not even a code"
 
 
 def test_unavailable_without_details_names_the_address():
-    away = Failure(Code.UNAVAILABLE, "Connection refused")
+    away = failure(Code.UNAVAILABLE, "Connection refused")
     before, after = from_rpc_error(away, "host:1"), from_rpc_error(away, "host:1", connected=True)
     assert (type(before), str(before)) == (errors.NoWorker, "cannot reach host:1: Connection refused")
     assert (type(after), str(after)) == (errors.WorkerLost, "the connection to host:1 was lost: Connection refused")
 
 
 def test_a_call_that_a_stopping_server_has_dropped_is_worth_a_retry():
-    dropped = Failure(Code.CANCELLED, "CANCELLED")
+    dropped = failure(Code.CANCELLED, "CANCELLED")
     assert type(from_rpc_error(dropped, "host:1")) is errors.NoWorker
     assert type(from_rpc_error(dropped, "host:1", connected=True)) is errors.WorkerLost
 
 
-def with_status(status: status_pb2.Status) -> Failure:
-    return Failure(Code.RESOURCE_EXHAUSTED, status.message, ((DETAILS, status.SerializeToString()),))
+def with_status(status: status_pb2.Status) -> aio.AioRpcError:
+    return failure(Code.RESOURCE_EXHAUSTED, status.message, ((DETAILS, status.SerializeToString()),))
 
 
 @pytest.mark.parametrize(
     "trailer", [b"\xff not protobuf", status_pb2.Status(code=5, message="other").SerializeToString()]
 )
 def test_details_that_do_not_belong_are_ignored(trailer: bytes):
-    back = from_rpc_error(Failure(Code.INTERNAL, "plain", ((DETAILS, trailer),)))
+    back = from_rpc_error(failure(Code.INTERNAL, "plain", ((DETAILS, trailer),)))
     assert (type(back), str(back)) == (errors.EngineFault, "plain")
 
 
