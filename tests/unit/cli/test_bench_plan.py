@@ -20,12 +20,16 @@ def asks(model: Model = MODEL, **options: Any) -> list[Any]:
     return list(Load.read(Plan(**{"prompt_tokens": "8", "max_tokens": "4", **options})).asks(model))
 
 
+def written(folder: Path, text: str) -> Path:
+    """The file of a trace."""
+    (file := folder / "t.jsonl").write_text(text)
+    return file
+
+
 @pytest.fixture
 def mooncake(tmp_path: Path) -> Path:
     """Half a second between two requests whose first half is the same."""
-    file = tmp_path / "t.jsonl"
-    file.write_text(MOONCAKE % (0, 1024, [0, 1]) + MOONCAKE % (500, 1024, [0, 2]))
-    return file
+    return written(tmp_path, MOONCAKE % (0, 1024, [0, 1]) + MOONCAKE % (500, 1024, [0, 2]))
 
 
 def test_the_same_seed_gives_the_same_requests():
@@ -37,8 +41,7 @@ def test_the_same_seed_gives_the_same_requests():
 
 
 def test_a_trace_is_repeated(tmp_path: Path):
-    file = tmp_path / "t.jsonl"
-    file.write_text('{"prompt": "a", "max_tokens": 2}\n\n{"prompt_tokens": 3}\n{"prompt": [1, 2]}\n')
+    file = written(tmp_path, '{"prompt": "a", "max_tokens": 2}\n\n{"prompt_tokens": 3}\n{"prompt": [1, 2]}\n')
     assert len(asks(trace=file)) == 3
     found = asks(trace=file, requests=4)
     lengths = [(ask.prompt if isinstance(ask.prompt, str) else len(ask.prompt), ask.max_tokens) for ask in found]
@@ -98,8 +101,7 @@ def test_lengths_that_the_model_cannot_have_are_refused_at_once_or_cut():
 
 @pytest.mark.parametrize("clip", [False, True])
 def test_prompts_that_are_written_out_are_checked_and_never_cut(tmp_path: Path, clip: bool):
-    file = tmp_path / "t.jsonl"
-    file.write_text(json.dumps({"prompt": [1] * 60, "max_tokens": 5}))
+    file = written(tmp_path, json.dumps({"prompt": [1] * 60, "max_tokens": 5}))
     with pytest.raises(InvalidRequest, match=r"1 of 1 requests .* written out \(1 of these\) stay as they are"):
         asks(trace=file, clip=clip)
     file.write_text(json.dumps({"prompt": [1] * 60, "max_tokens": 4}) + '\n{"prompt": "the server knows its length"}')
@@ -135,8 +137,7 @@ def test_options_that_contradict_each_other(options: dict[str, Any], says: str):
 def test_times_that_a_trace_does_not_have(tmp_path: Path, mooncake: Path):
     with pytest.raises(ConfigError, match=r"--speed: needs .* no --rate"):
         asks(trace=mooncake, arrivals="trace", rate=1, speed=2)
-    file = tmp_path / "untimed"
-    file.write_text('{"prompt": "a"}\n')
+    file = written(tmp_path, '{"prompt": "a"}\n')
     with pytest.raises(ConfigError, match="does not say when its requests came"):
         asks(trace=file, arrivals="trace")
     file.write_text(MOONCAKE % (3, 1024, [0, 1]) * 2)

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
+from unittest.mock import Mock, call
 
 import psutil
 import pytest
@@ -108,56 +109,39 @@ def test_a_wrong_cpu_level_is_refused_before_anything_starts(monkeypatch, tmp_pa
 
 # --- scale, drain and restart; tests/integration/test_board.py has what they ask a router
 
-asked: list[object] = []
-
-
-class Said(operate.Operator):
-    """Notes what is asked."""
-
-    def scale(self, sizes):
-        asked.append(sizes)
-        return admin_pb2.Plan(prefill=sizes.get("prefill", 7), decode=sizes.get("decode", 8), number=3)
-
-    def restart(self):
-        return admin_pb2.Plan(generation=5, number=4)
-
-    def drain(self, worker_id):
-        return f"{worker_id}@1.2"
-
-    def wait_settled(self, number, seconds):
-        asked.append((number, seconds))
-
-    def wait_gone(self, process, seconds):
-        asked.append((process, seconds))
-
 
 @pytest.fixture
-def run(monkeypatch):
-    """Return the result of a command; `asked` is what it asked."""
-    monkeypatch.setattr(operate, "Operator", Said)
+def operator(monkeypatch):
+    """Stands in for the operator that commands find."""
+    made = Mock(find=lambda *_: made)
+    made.scale.side_effect = lambda sizes: admin_pb2.Plan(**{"prefill": 7, "decode": 8, **sizes}, number=3)
+    made.restart.return_value = admin_pb2.Plan(generation=5, number=4)
+    made.drain.return_value = "prefill-0@1.2"
+    monkeypatch.setattr(operate, "Operator", made)
+    return made
 
-    def invoke(words):
-        asked.clear()
-        return CliRunner().invoke(app, [*words.split(), "--target", "127.0.0.1:1"])
 
-    return invoke
+def run(words):
+    return CliRunner().invoke(app, [*words.split(), "--target", "127.0.0.1:1"])
 
 
 @pytest.mark.parametrize("words", ["", "prefill", "prefill=x", "prefill=-1", "router=2", "decode=1 decode=2", "=1"])
-def test_what_is_no_size_is_named_and_nobody_is_asked(run, words):
+def test_what_is_no_size_is_named_and_nobody_is_asked(operator, words):
     result = run(f"scale {words}")
     assert result.exit_code == 2
     assert "prefill=N" in result.output or not words
-    assert asked == []
+    assert operator.mock_calls == []
 
 
-def test_sizes_are_said_and_waiting_is_asked_for(run):
+def test_sizes_are_said_and_waiting_is_asked_for(operator):
     result = run("scale decode=3 prefill=1")
-    assert (result.exit_code, asked) == (0, [{"decode": 3, "prefill": 1}])
-    assert "baton status" in result.output
+    assert (result.exit_code, "baton status" in result.output) == (0, True)
     assert json.loads(run("scale prefill=2 --wait 30 --json").output) == {"prefill": 2, "decode": 8, "done": True}
-    assert asked == [{"prefill": 2}, (3, 30.0)]
     assert "prefill-0@1.2 drains: done" in run("drain prefill-0 --wait 5").output
-    assert asked == [("prefill-0@1.2", 5.0)]
     assert json.loads(run("restart --json").output) == {"generation": 5, "done": False}
-    assert asked == []
+    assert operator.mock_calls == [
+        call.scale({"decode": 3, "prefill": 1}),
+        *(call.scale({"prefill": 2}), call.wait_settled(3, 30.0)),
+        *(call.drain("prefill-0"), call.wait_gone("prefill-0@1.2", 5.0)),
+        call.restart(),
+    ]

@@ -20,8 +20,7 @@ BASE = "model: {path: oracle}\nrouter: {grpc: '127.0.0.1:0', metrics: '127.0.0.1
 @pytest.fixture
 def examine(tmp_path):
     def look(text=BASE, *sets):
-        file = tmp_path / "c.yaml"
-        file.write_text(text)
+        (file := tmp_path / "c.yaml").write_text(text)
         return {finding.what: finding for finding in doctor.examine(file, sets)}
 
     return look
@@ -84,21 +83,16 @@ def test_what_the_network_of_this_host_has(examine, key, ray, wrong):
 
 @pytest.mark.parametrize("key", ["router.metrics", "router.http"])
 def test_a_port_in_use(examine, key):
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
+    with socket.create_server(("127.0.0.1", 0)) as taken:
         finding = examine(BASE, f"{key}=127.0.0.1:{taken.getsockname()[1]}")[key]
     assert finding.verdict == BAD
     assert f"--set {key}=127.0.0.1:0" in finding.remedy
 
 
-def test_a_config_that_is_none_ends_the_search(examine):
+def test_a_config_that_is_none_ends_the_search_and_a_folder_may_be_no_model(examine, tmp_path):
     found = examine("decode: {replics: 2}")
     assert (found["config"].verdict, "decode.replicas" in found["config"].found) == (BAD, True)
     assert "model" not in found
-
-
-def test_a_folder_that_is_no_model(examine, tmp_path):
     finding = examine(f"model: {{path: {tmp_path}}}")["model"]
     assert (finding.verdict, finding.remedy) == (BAD, "set model.path to a checkpoint folder")
 
@@ -122,8 +116,7 @@ def test_what_is_only_worth_a_note(examine, monkeypatch):
 
 
 def test_the_exit_code_and_json(tmp_path, capsys):
-    file = tmp_path / "c.yaml"
-    file.write_text(BASE)
+    (file := tmp_path / "c.yaml").write_text(BASE)
     doctor.doctor(file, [], as_json=True)
     assert {finding["verdict"] for finding in json.loads(capsys.readouterr().out)} <= {OK, WARN}
     with pytest.raises(typer.Exit) as ended:

@@ -53,16 +53,15 @@ def test_an_answer_without_a_token_has_no_ttft(ids, text):
 
 def completed(ids, **facts):
     """An answer of these tokens, which ended with these facts."""
-    stream = Thinking(*(Event(tokens=inference.Tokens(ids=[each])) for each in ids), *ended("EOS", **facts))
+    tokens = [Event(tokens=inference.Tokens(ids=[each])) for each in ids]
+    stream = Thinking(*tokens, *ended(common.FINISH_REASON_EOS, **facts))
     list(stream)
     return stream.collect()
 
 
 def ended(reason, **facts):
-    return (
-        Event(finished=inference.Finished(reason=f"FINISH_REASON_{reason}")),
-        Event(completed=inference.Completed(**facts)),
-    )
+    finished, completed = inference.Finished(reason=reason), inference.Completed(**facts)
+    return Event(finished=finished), Event(completed=completed)
 
 
 class Thinking(Fold):
@@ -93,12 +92,13 @@ class Thinking(Fold):
 
 
 def thinking() -> Thinking:
+    usage = inference.Usage(prompt_tokens=9, completion_tokens=1, thinking_tokens=2)
     return Thinking(
         Event(thought=inference.Thought(chunk=0, ids=[1, 2], text="a dog")),
         Event(thought=inference.Thought(chunk=1)),
         Event(tokens=inference.Tokens(ids=[7], text=" can")),
         Event(thought=inference.Thought(chunk=2, ids=[3, 4], text="")),
-        *ended("LENGTH", usage=inference.Usage(prompt_tokens=9, completion_tokens=1, thinking_tokens=2)),
+        *ended(common.FINISH_REASON_LENGTH, usage=usage),
     )
 
 
@@ -147,13 +147,17 @@ def clusters(tmp_path, monkeypatch):
 
     def add(name, grpc="127.0.0.1:1"):
         folder = StateFolder(name)
-        folder.logs.mkdir(parents=True)
+        folder.logs.mkdir(parents=True, exist_ok=True)
         folder.write_state(ClusterState(name, ProcessId.of(os.getpid()), grpc, grpc, grpc, "", "none"))
 
     return add
 
 
 def test_the_only_cluster_is_meant_when_none_is_named(clusters):
+    clusters("a", grpc="")
+    assert up.find_cluster(None, starting=True).name == "a"
+    with pytest.raises(NoWorker, match="'a' is still starting"):
+        up.find_cluster("a")
     clusters("a")
     assert up.find_cluster(None).name == "a"
     clusters("b")
@@ -162,10 +166,3 @@ def test_the_only_cluster_is_meant_when_none_is_named(clusters):
         up.find_cluster(None)
     with pytest.raises(NoWorker, match="no cluster named 'c'"):
         up.find_cluster("c")
-
-
-def test_a_cluster_that_starts_can_be_ended_but_not_asked(clusters):
-    clusters("a", grpc="")
-    with pytest.raises(NoWorker, match="'a' is still starting"):
-        up.find_cluster("a")
-    assert up.find_cluster(None, starting=True).name == "a"

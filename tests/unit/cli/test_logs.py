@@ -105,29 +105,21 @@ def test_what_is_no_event_is_as_old_as_the_event_before_it(tmp_path):
     said = json.loads(lines[2].as_json())
     assert (said["process"], said["event"], said["text"]) == ("decode-0", "output", trace[0])
     assert datetime.fromisoformat(said["timestamp"]).timestamp() == BEGIN + 5
-
-
-def test_a_file_of_nothing_but_such_lines_has_its_own_time(tmp_path):
     path = write(tmp_path / "redis.log", "no", "event")
     os.utime(path, (BEGIN, BEGIN))
-    assert [line.at for line in LogFile(path).last(Wanted().takes, 0.0, None)] == [BEGIN, BEGIN]
+    times = [line.at for line in LogFile(path).last(Wanted().takes, 0.0, None)]
+    assert times == [BEGIN, BEGIN], "where there is no event, that of the file"
+
+
+REDIS = "4242:M 22 Nov 2026 10:49:30.123 # Warning: 32 bit"
+RAY = "[2026-11-22 11:33:45,081 E 14856 14857] logging.cc:474: *** SIGABRT"
 
 
 @pytest.mark.parametrize(
     ("text", "level", "says", "at"),
     [
-        (
-            "4242:M 22 Nov 2026 10:49:30.123 # Warning: 32 bit",
-            "warning",
-            "Warning: 32 bit",
-            datetime(2026, 11, 22, 10, 49, 30, 123_000),
-        ),
-        (
-            "[2026-11-22 11:33:45,081 E 14856 14857] logging.cc:474: *** SIGABRT",
-            "error",
-            "logging.cc:474: *** SIGABRT",
-            datetime(2026, 11, 22, 11, 33, 45, 81_000),
-        ),
+        (REDIS, "warning", "Warning: 32 bit", datetime(2026, 11, 22, 10, 49, 30, 123_000)),
+        (RAY, "error", "logging.cc:474: *** SIGABRT", datetime(2026, 11, 22, 11, 33, 45, 81_000)),
     ],
     ids=["redis", "ray"],
 )

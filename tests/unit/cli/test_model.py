@@ -8,7 +8,6 @@ import sys
 import threading
 
 import pytest
-import typer
 
 from baton.cli import model
 from baton.cli.model import fetched, loading, shown_loading
@@ -42,13 +41,6 @@ def test_a_model_of_the_hub_is_pinned_to_its_commit_and_keeps_its_name(cache):
     found = fetched(config("hf:org/tiny"), Stop())
     assert (found.model.path, found.model.name) == (f"hf:org/tiny@{COMMIT}", "org/tiny")
     assert fetched(found, Stop()) == found
-
-
-def test_a_model_that_cannot_be_had_is_a_config_error(cache, capfd):
-    with pytest.raises(typer.Exit) as ended:
-        fetched(config("hf:org/tiny"), Stop())
-    assert ended.value.exit_code == 3
-    assert capfd.readouterr().err.startswith("baton: CheckpointError: model.path: hf:org/tiny: not in the cache")
 
 
 def test_a_download_ends_when_told_to(monkeypatch):

@@ -62,13 +62,16 @@ def status(tmp_path, monkeypatch, serve, capsys):
     return shown
 
 
-def test_each_router_is_shown(status):
+def test_each_router_is_shown_and_one_that_does_not_answer_hides_no_other(status):
     printed = status(FakeRouter("one"), FakeRouter("second", worker(state="lost")), None)
     assert "router one, up 0 s\nrequests: 3 running" in printed
     assert "router second, up 0 s\nrequests: 6 running" in printed
     assert printed.count("127.0.0.1:2 ") == 1, "one table"
     assert "prefill-0@7.2: lost, says router second" in printed
     assert f"router at {NOBODY}: cannot be asked: " in printed
+    assert "router second" in status(None, FakeRouter("second"))
+    with pytest.raises(NoWorker, match=NOBODY):
+        status(None, None)
 
 
 def test_who_takes_deterministic_requests_is_said_once(status):
@@ -91,12 +94,6 @@ def test_as_json_the_first_is_what_it_was(status):
     assert (found["router_id"], found["workers"][0]["state"]) == ("one", "connected")
     assert [router["router_id"] for router in found["other_routers"]] == ["second"]
     assert [router["admin"] for router in found["unreachable_routers"]] == [NOBODY]
-
-
-def test_one_that_does_not_answer_hides_no_other(status):
-    assert "router second" in status(None, FakeRouter("second"))
-    with pytest.raises(NoWorker, match=NOBODY):
-        status(None, None)
 
 
 def test_what_the_controller_says_is_shown(status):

@@ -152,9 +152,10 @@ def column(shown: Table, name: str) -> list[str]:
     return [str(cell) for cell in shown.get_column(name)]
 
 
-async def test_what_a_router_says_is_shown(router):
-    async with shown(router) as (app, _):
-        assert router.intervals == [0.5]
+async def test_what_a_router_says_is_shown_and_the_token_is_not(router):
+    async with shown(router, reach=Reach(token="marker-token-of-this-test")) as (app, _):
+        assert (router.intervals, router.tokens) == ([0.5], ["Bearer marker-token-of-this-test"])
+        assert "marker-token-of-this-test" not in app.export_screenshot()
         assert text(app, "head").startswith("local tiny  router r-1")
         assert "3 running, 0 queued  1,234 finished" in text(app, "head")
         assert "97% in SLO" in text(app, "head")
@@ -308,13 +309,6 @@ async def test_who_may_not_watch_is_told_so(router):
     async with app.run_test(size=SIZE):
         await until(lambda: app.return_value is not None)
     assert isinstance(app.return_value, Unauthenticated)
-
-
-async def test_the_token_is_sent_and_shown_to_nobody(router):
-    token = "marker-token-of-this-test"
-    async with shown(router, reach=Reach(token=token)) as (app, _):
-        assert router.tokens == [f"Bearer {token}"]
-        assert token not in app.export_screenshot()
 
 
 async def test_hostile_names_are_text(router):

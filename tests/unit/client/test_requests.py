@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,22 +14,6 @@ from baton.errors import EngineFault, InvalidRequest
 from baton.rpc.v1 import admin_pb2 as admin
 from baton.rpc.v1 import common_pb2 as common
 from baton.rpc.v1 import inference_pb2 as inference
-
-
-def options(given: Any) -> inference.GenerateRequest:
-    return generate_request("x", given)
-
-
-def prompt(given: Any) -> inference.GenerateRequest:
-    return generate_request(given, {})
-
-
-def tools(given: Any) -> inference.GenerateRequest:
-    return chat_request([], {}, given)
-
-
-def turn(given: Any) -> inference.GenerateRequest:
-    return chat_request([given], {})
 
 
 def test_each_option_is_a_field_of_the_wire_and_the_other_way_round():
@@ -46,6 +31,8 @@ def test_only_what_is_given_is_sent():
     )
     assert request.sampling.HasField("temperature")
     assert not request.sampling.HasField("seed")
+    for prompt, kind in (("", "text"), ([], "token_ids"), ((), "token_ids")):  # for the server to refuse
+        assert generate_request(prompt, {}).WhichOneof("prompt") == kind
 
 
 def test_all_kinds_of_options():
@@ -61,11 +48,6 @@ def test_all_kinds_of_options():
         assert generate_request("", {"json_schema": schema}).constraint.json_schema == sent
 
 
-@pytest.mark.parametrize(("prompt", "kind"), [("", "text"), ([], "token_ids"), ((), "token_ids")])
-def test_an_empty_prompt_is_sent_for_the_server_to_refuse(prompt, kind: str):
-    assert generate_request(prompt, {}).WhichOneof("prompt") == kind
-
-
 def test_an_unknown_option_names_the_nearest():
     with pytest.raises(TypeError, match="unknown option 'max_token'; did you mean 'max_tokens'"):
         generate_request("x", {"max_token": 3})  # type: ignore[typeddict-unknown-key]
@@ -76,33 +58,41 @@ def test_an_unknown_option_names_the_nearest():
 CALL = ToolCall("1", "now", 7)  # type: ignore[arg-type]
 
 
+REQUESTS: dict[str, Callable[[Any], inference.GenerateRequest]] = {
+    "options": lambda given: generate_request("x", given),
+    "prompt": lambda given: generate_request(given, {}),
+    "tools": lambda given: chat_request([], {}, given),
+    "turn": lambda given: chat_request([given], {}),
+}
+
+
 @pytest.mark.parametrize(
-    ("make", "given", "field"),
+    ("what", "given", "field"),
     [
-        (options, {"max_tokens": "5"}, "sampling.max_tokens"),
-        (options, {"max_tokens": 2**31}, "sampling.max_tokens"),
-        (options, {"seed": -1}, "sampling.seed"),
-        (options, {"stop": [1]}, "sampling.stop"),
-        (options, {"logit_bias": {-1: 1.0}}, "sampling.logit_bias"),
-        (options, {"n": -1}, "n"),
-        (options, {"choices": [1]}, "constraint.choices.texts"),
-        (options, {"regex": 1}, "constraint.regex"),
-        (options, {"json_schema": {"enum": {1, 2}}}, "constraint.json_schema"),
-        (options, {"json_schema": 1}, "constraint.json_schema"),
-        (prompt, "\ud800", "prompt.text"),
-        (prompt, [-1], "prompt.token_ids"),
-        (prompt, [2**32], "prompt.token_ids"),
-        (tools, [{"x": {1}}], "prompt.chat.tools"),
-        (turn, {"role": "user", "content": 1}, "prompt.chat[0].content"),
-        (turn, ChatMessage("assistant", "", [CALL]), "prompt.chat[0].tool_calls"),
-        (turn, ChatMessage("tool", "", tool_call_id=7), "prompt.chat[0].tool_call_id"),  # type: ignore[arg-type]
+        ("options", {"max_tokens": "5"}, "sampling.max_tokens"),
+        ("options", {"max_tokens": 2**31}, "sampling.max_tokens"),
+        ("options", {"seed": -1}, "sampling.seed"),
+        ("options", {"stop": [1]}, "sampling.stop"),
+        ("options", {"logit_bias": {-1: 1.0}}, "sampling.logit_bias"),
+        ("options", {"n": -1}, "n"),
+        ("options", {"choices": [1]}, "constraint.choices.texts"),
+        ("options", {"regex": 1}, "constraint.regex"),
+        ("options", {"json_schema": {"enum": {1, 2}}}, "constraint.json_schema"),
+        ("options", {"json_schema": 1}, "constraint.json_schema"),
+        ("prompt", "\ud800", "prompt.text"),
+        ("prompt", [-1], "prompt.token_ids"),
+        ("prompt", [2**32], "prompt.token_ids"),
+        ("tools", [{"x": {1}}], "prompt.chat.tools"),
+        ("turn", {"role": "user", "content": 1}, "prompt.chat[0].content"),
+        ("turn", ChatMessage("assistant", "", [CALL]), "prompt.chat[0].tool_calls"),
+        ("turn", ChatMessage("tool", "", tool_call_id=7), "prompt.chat[0].tool_call_id"),  # type: ignore[arg-type]
     ],
 )
-def test_what_the_wire_cannot_carry_is_named_but_not_shown(make: Any, given: Any, field: str):
+def test_what_the_wire_cannot_carry_is_named_but_not_shown(what: str, given: Any, field: str):
     with pytest.raises(InvalidRequest) as caught:
-        make(given)
+        REQUESTS[what](given)
     assert [violation.field for violation in caught.value.violations] == [field]
-    assert make is not prompt or str(given) not in str(caught.value)
+    assert what != "prompt" or str(given) not in str(caught.value)
 
 
 def test_chat_takes_messages_and_mappings():

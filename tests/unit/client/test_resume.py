@@ -4,24 +4,15 @@ from __future__ import annotations
 
 import pytest
 
+from baton import errors
 from baton.client._base import Attempts
 from baton.client._resume import Recovery
 from baton.clock import FakeClock
-from baton.errors import (
-    BatonError,
-    Cancelled,
-    DeadlineExceeded,
-    EngineFault,
-    InvalidRequest,
-    NoWorker,
-    Overloaded,
-    UnknownModel,
-    Unsupported,
-    WorkerLost,
-)
+from baton.errors import BatonError, EngineFault, InvalidRequest, NoWorker, Overloaded, WorkerLost
 
 LOST = WorkerLost("lost")
-REFUSALS = [Unsupported("x"), UnknownModel("x"), InvalidRequest.of("received", "more than there are")]
+ANSWERS = [EngineFault("x"), Overloaded("x"), errors.DeadlineExceeded("x"), errors.Cancelled("x")]
+REFUSALS = [errors.Unsupported("x"), errors.UnknownModel("x"), InvalidRequest.of("received", "more than there are")]
 
 
 def attempts(retries: int = 5) -> Attempts:
@@ -32,6 +23,13 @@ def recovery(targets: int = 1) -> Recovery:
     made = Recovery(targets)
     made.resumable = True
     return made
+
+
+def lost(targets: int = 1, retries: int = 5) -> tuple[Recovery, Attempts]:
+    """The recovery of a stream that was lost."""
+    broken, tries = recovery(targets), attempts(retries)
+    broken.wait_after(LOST, tries, answered=True)
+    return broken, tries
 
 
 def raised(broken: Recovery, error: BatonError, tries: Attempts | None = None, *, answered: bool) -> BatonError:
@@ -46,7 +44,7 @@ def test_a_loss_is_waited_after_if_the_stream_can_be_resumed(loss: BatonError):
     assert raised(Recovery(1), loss, answered=True) is loss
 
 
-@pytest.mark.parametrize("error", [EngineFault("x"), Overloaded("x"), DeadlineExceeded("x"), Cancelled("x"), *REFUSALS])
+@pytest.mark.parametrize("error", [*ANSWERS, *REFUSALS])
 def test_what_a_stream_with_events_says_is_the_answer(error: BatonError):
     broken = recovery()
     assert raised(broken, error, answered=True) is error
@@ -56,8 +54,7 @@ def test_what_a_stream_with_events_says_is_the_answer(error: BatonError):
 
 @pytest.mark.parametrize("refusal", REFUSALS)
 def test_each_router_may_refuse_once(refusal: BatonError):
-    broken, tries = recovery(targets=2), attempts()
-    broken.wait_after(LOST, tries, answered=True)
+    broken, tries = lost(targets=2)
     assert broken.wait_after(refusal, tries, answered=False) == 0.0
     for _ in range(2):
         given_up = raised(broken, refusal, answered=False)
@@ -65,8 +62,7 @@ def test_each_router_may_refuse_once(refusal: BatonError):
 
 
 def test_after_progress_everything_counts_anew():
-    broken, tries = recovery(targets=2), attempts()
-    broken.wait_after(LOST, tries, answered=True)
+    broken, tries = lost(targets=2)
     broken.wait_after(REFUSALS[0], tries, answered=False)
     broken.progressed()
     second = WorkerLost("again")
@@ -76,8 +72,7 @@ def test_after_progress_everything_counts_anew():
 
 
 def test_a_resume_that_fails_is_tried_again_as_any_call():
-    broken, tries, last, fault = recovery(), attempts(retries=3), NoWorker("y"), EngineFault("x")
-    broken.wait_after(LOST, tries, answered=True)
+    (broken, tries), last, fault = lost(retries=3), NoWorker("y"), EngineFault("x")
     assert broken.wait_after(Overloaded("full", 2.0), tries, answered=False) == 2.5
     assert broken.wait_after(NoWorker("x"), tries, answered=False) == 1.0
     assert raised(broken, last, tries, answered=False) is last

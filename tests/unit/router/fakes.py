@@ -49,16 +49,12 @@ def link(
     ref = WorkerRef(name, Incarnation(1, 1), "x:1")
     blocks = BlockCounts(100, free, 100 - free)
     pace = fields.pop("pace", Pace())
-    load = Load(
-        step=pace.steps,
-        running=running,
-        queued_tokens=reported,
-        blocks=blocks,
-        prefill_pace=pace if role is Role.PREFILL else Pace(),
-        decode_pace=pace if role is Role.DECODE else Pace(),
-        joint_pace=fields.pop("prompts", Pace()),
-        beside_pace=fields.pop("beside", Pace()),
-    )
+    paces = {
+        f"{role}_pace": pace,
+        "joint_pace": fields.pop("prompts", Pace()),
+        "beside_pace": fields.pop("beside", Pace()),
+    }
+    load = Load(step=pace.steps, running=running, queued_tokens=reported, blocks=blocks, **paces)
     info = WorkerInfo(ref, role, fingerprint, "m", 2048, 100, LAYOUT, determinism=bits)
     return FakeLink(WorkerView(info, load, **fields))
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+import functools
+from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 import pytest
@@ -22,6 +23,16 @@ def in_virtual_time(scenario: Coroutine[Any, Any, Result]) -> Result:
         return loop.run_until_complete(scenario)
     finally:
         loop.close()
+
+
+def virtual(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    """Mark a test that runs in virtual time."""
+
+    @functools.wraps(test)
+    def run(*args: Any, **kwargs: Any) -> None:
+        in_virtual_time(test(*args, **kwargs))
+
+    return run
 
 
 class Gate:

@@ -117,8 +117,10 @@ async def test_json_that_is_no_text_is_refused(tmp_path):
             await encode_chat(tokenizer, Chats.of(tokenizer), asked)
 
 
-async def test_the_oracle_has_a_plain_template():
+async def test_the_oracle_has_a_plain_template_and_the_demo_model_reads_what_was_said():
     assert await Chats.of(OracleTokenizer()).prompt(chat(("user", "hi"))) == "user: hi\nassistant:"
+    tokenizer = Tokenizer.load(DEMO)
+    assert await Chats.of(tokenizer).prompt(chat(("user", "A flute"), ("user", "is an"))) == "A flute is an"
 
 
 @pytest.mark.parametrize(
@@ -136,11 +138,6 @@ async def test_the_oracle_has_a_plain_template():
 )
 def test_forms_of_calls(source, form):
     assert Template(TEXTS.get(source, source)).tool_form == form
-
-
-async def test_the_demo_model_reads_what_was_said():
-    tokenizer = Tokenizer.load(DEMO)
-    assert await Chats.of(tokenizer).prompt(chat(("user", "A flute"), ("user", "is an"))) == "A flute is an"
 
 
 async def test_of_several_templates_the_one_for_tools_is_taken(tmp_path):

@@ -45,10 +45,14 @@ def test_what_is_predicted_is_what_workers_are_chosen_by():
     assert report.itl_s == pytest.approx(report.itl_alone_s)
 
 
-def test_nothing_is_predicted_of_workers_that_said_nothing_of_their_steps():
+def test_nothing_is_predicted_of_workers_that_are_unknown_or_take_nothing_new():
     report = demand.demand(floor_of(fakes.prefill(), fakes.decode()))
     assert (report.ttft_s, report.ttft_alone_s, report.itl_s, report.itl_alone_s) == (0, 0, 0, 0)
     assert demand.demand(floor_of()).workers == {}
+    left, right = pair()
+    left.usable = False
+    report = demand.demand(floor_of(left, right))
+    assert (list(report.workers), report.ttft_s) == (["d"], 0)
 
 
 def test_a_typical_prompt_is_a_mean_of_the_last_and_what_was_cached_costs_nothing():
@@ -78,14 +82,6 @@ def test_each_worker_says_what_it_has():
     assert (decode.role, decode.running, decode.waiting, decode.used, decode.reserved) == (Role.DECODE, 5, 2, 0.6, 0.1)
     assert decode.backlog_s == 0
     assert decode.step_s > 0.02
-
-
-def test_one_that_takes_nothing_new_is_not_there():
-    left, right = pair()
-    left.usable = False
-    report = demand.demand(floor_of(left, right))
-    assert list(report.workers) == ["d"]
-    assert report.ttft_s == 0
 
 
 def test_full_decode_workers_have_a_next_token_too():

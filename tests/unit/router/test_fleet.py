@@ -153,14 +153,11 @@ def test_costs_are_fitted_to_what_came_since_the_last_report():
     assert found.queued_s > 0
 
 
-def test_a_router_that_starts_goes_by_all_that_was_before_it():
-    one = prefill(pace=pace(1000, 100, 5050, 0.01, 0.001))
-    found = facts(fleet_of(one), one)
+def test_a_router_that_starts_goes_by_all_that_was_before_it_and_a_new_worker_is_like_the_others():
+    old, other = prefill("old", pace=pace(1000, 100, 5050, 0.01, 0.001)), prefill("new")
+    fleet = fleet_of(old, other, decode())
+    found = facts(fleet, old)
     assert abs(found.step_s + 100 * found.token_s + 5050 * found.context_s - 0.11) < 0.01
-
-
-def test_a_new_worker_is_taken_to_be_like_the_others():
-    fleet = fleet_of(prefill("old", pace=pace(1000, 100, 5050, 0.01, 0.001)), other := prefill("new"), decode())
     report(fleet, other)  # a beat
     assert facts(fleet, other).token_s > 0
     stranger = prefill("stranger", "b")
@@ -176,24 +173,19 @@ def test_a_count_that_goes_back_is_no_observation():
     assert np.allclose(facts(fleet, one)[-7:], before[-7:])
 
 
-def test_nothing_is_found_in_another_scope_or_of_another_model():
+def test_what_is_cached_is_found_by_its_name_in_its_scope_and_leaves_one_token_to_compute():
     prefixes, one, other = PrefixMap(), decode("1"), decode("2", "b")
     for each in (one, other):
         publish(prefixes, each, block_names(PROMPT, 6))
     fleet = fleet_of(one, other, prefixes=prefixes)
     fleet.snapshot()
-    assert list(fleet.ask(100, 0, None, spec()).decode_cached) == [96.0, 96.0], "by name alone; groups keep them apart"
-    assert not fleet.ask(100, 0, None, spec(scope="x")).decode_cached.any()
-    assert not fleet.ask(100, 0, None, None).decode_cached.any()
 
+    def cached(asked, tokens=100):
+        return list(fleet.ask(tokens, 0, None, asked).decode_cached)
 
-def test_one_token_at_least_is_left_to_compute():
-    prefixes, one = PrefixMap(), decode()
-    publish(prefixes, one, block_names(PROMPT, 6))
-    fleet = fleet_of(one, prefixes=prefixes)
-    fleet.snapshot()
-    cached = {n: fleet.ask(n, 0, None, spec(PROMPT[:n])).decode_cached[0] for n in (15, 16, 17, 96, 97)}
-    assert cached == {15: 0, 16: 0, 17: 16, 96: 80, 97: 96}
+    assert cached(spec()) == [96.0, 96.0], "by name alone; groups keep them apart"
+    assert cached(spec(scope="x")) == cached(None) == [0, 0]
+    assert [cached(spec(PROMPT[:n]), n)[0] for n in (15, 16, 17, 96, 97)] == [0, 0, 16, 80, 96]
 
 
 def test_what_is_known_of_an_idle_worker_ages():

@@ -44,8 +44,7 @@ def offered(decodes, cached, ttft_s, slo=np.inf, keep=None, group=0.0):
 
 def test_near_equality_keeps_to_the_pair():
     there = alone_s(BUSY, 100, 0.0)
-    for times in (0.5, 1.0, 1.1):
-        assert offered([BUSY], [0.0], there * times) is None
+    assert [offered([BUSY], [0.0], there * times) for times in (0.5, 1.0, 1.1)] == [None] * 3
     assert offered([BUSY], [0.0], there * 1.25) == Alone(0, there)
 
 

@@ -47,6 +47,7 @@ async def test_thinking_while_decoding(by_file, fields, thinks_on):
     assert spec.think_while_decoding is thinks_on
 
 
+NOTHING = {"n": 1, "priority": 0, "cache_scope": "", "resumable_s": 0.0, "idempotency_key": ""}
 WORDS = pb.Constraint(choices=pb.Choices(texts=["in", "into"]))
 
 
@@ -118,17 +119,13 @@ async def test_an_unknown_model_is_told_which_one_is_served():
         ({"constraint": WORDS}, {"constraint": Constraint("choices", ("in", "into"))}, {"constraint": None}),
         ({"logprobs": 0}, {"sampling.logprobs": 0}, {"sampling.logprobs": None}),
         ({"sampling": {"seed": 0}}, {"sampling.seed": 0}, {"sampling.seed": 4711}),
+        (NOTHING, {"prompt": tuple(b"Hello")}, {}),
     ],
 )
 async def test_what_is_asked_for_is_taken_over(fields, taken, unsaid):
     for request, expected in ((message(**fields), taken), (message(), unsaid)):
         spec = await parsed(request)
         assert {name: attrgetter(name)(spec) for name in expected} == expected
-
-
-async def test_what_asks_for_nothing_is_taken():
-    request = message(n=1, deterministic=False, priority=0, cache_scope="", resumable_s=0.0, idempotency_key="")
-    assert (await parsed(request)).prompt == tuple(b"Hello")
 
 
 @pytest.mark.parametrize(

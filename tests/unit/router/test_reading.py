@@ -1,5 +1,7 @@
 """How much is read at once."""
 
+from contextlib import suppress
+
 import pytest
 
 from baton.errors import Overloaded
@@ -17,12 +19,13 @@ def refused(reading, message):
     return caught.value.retry_after_s > 0
 
 
-def test_as_many_as_allowed_and_then_again():
+def test_as_many_as_allowed_and_then_again_also_after_one_that_failed():
     reading = Reading(at_once=2)
     for _ in range(2):
-        with reading.one_more(LARGE), reading.one_more(CONSTRAINED):
+        with suppress(ValueError), reading.one_more(LARGE), reading.one_more(CONSTRAINED):
             assert refused(reading, LARGE)
             assert refused(reading, CONSTRAINED)
+            raise ValueError
 
 
 def test_small_ones_are_always_welcome_and_take_no_place():
@@ -36,13 +39,5 @@ def test_bytes_count_too_but_one_alone_is_read_whatever_its_size():
     with reading.one_more(LARGE):
         assert refused(reading, LARGE)
         assert refused(reading, CONSTRAINED)
-    with reading.one_more(LARGE):
-        pass
-
-
-def test_one_that_fails_gives_its_place_back():
-    reading = Reading(at_once=1)
-    with pytest.raises(ValueError, match="broken"), reading.one_more(LARGE):
-        raise ValueError("broken")
     with reading.one_more(LARGE):
         pass

@@ -59,23 +59,19 @@ def test_who_has_time_to_spare_holds_nothing_back(machine, paced, busy):
     assert not machine.timers
 
 
-def test_rounds_grow_while_there_is_no_time_to_spare_up_to_the_longest(machine, paced):
+def test_rounds_grow_while_there_is_no_time_to_spare_up_to_the_longest_and_end_after_a_silence(machine, paced):
     lengths = after(machine, paced, 10, 1.0)
     assert lengths[:3] == pytest.approx([0.002, 0.004, 0.008])
     assert lengths[-1] == LONGEST_S
+    machine.run(60.0, 0.001)
+    assert not paced.holds()
+    assert not paced.holds()
 
 
 def test_rounds_stay_as_they_are_at_half_of_the_time_and_end_below_it(machine, paced):
     [*_, length] = after(machine, paced, 3, 1.0)
     assert after(machine, paced, 5, 0.5) == pytest.approx([length] * 5)
     assert after(machine, paced, 4, 0.2) == pytest.approx([length * 0.4, length * 0.16, 0.0, 0.0])
-    assert not paced.holds()
-
-
-def test_after_a_silence_nothing_is_held_back(machine, paced):
-    after(machine, paced, 10, 1.0)
-    machine.run(60.0, 0.001)
-    assert not paced.holds()
     assert not paced.holds()
 
 

@@ -101,12 +101,10 @@ def test_happenings_are_numbered_and_equal_ones_are_one(clock):
 
 def test_happenings_are_bounded(clock):
     happenings = Happenings(clock)
-    for number in range(3 * KEPT):
-        happenings.add("failed", f"in way {number}")
-    assert happenings.settle() == KEPT
-    for number in range(KEPT):
-        happenings.add("failed", f"in another way {number}")
-    assert happenings.settle() == 2 * KEPT
+    for times, (number, how) in enumerate(((3 * KEPT, "in way"), (KEPT, "in another way")), 1):
+        for each in range(number):
+            happenings.add("failed", f"{how} {each}")
+        assert happenings.settle() == times * KEPT
     assert len(happenings.since(0)) == KEPT == len(happenings.since(10))
     assert happenings.since(2 * KEPT - 1)[0].text == f"in another way {KEPT - 1}"
 

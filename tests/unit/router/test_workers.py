@@ -1,6 +1,7 @@
 """Claims on pairs of workers: who is taken, who is kept, and what they count as loaded with."""
 
 from collections import Counter
+from unittest.mock import AsyncMock
 
 import pytest
 
@@ -47,11 +48,14 @@ def test_what_is_held_is_given_up_when_nobody_is_there_who_could_take_it():
     assert pair_of(pool.claim(10, kept)) == ("prefill-b", "decode-b")
 
 
-def test_a_claim_counts_until_it_is_given_back(pool):
+def test_a_claim_counts_until_it_is_given_back_and_blocks_until_they_are_reserved(pool):
     claim = pool.claim(40, Wish(named(pool, "prefill-1")))
     prefill, decode = named(pool, "prefill-1").view, named(pool, "decode-0").view
     assert (prefill.dispatched, prefill.queued_tokens) == (1, 40)
     assert (decode.dispatched, decode.pending_blocks) == (1, 3)
+    assert pool._fleet.snapshot().decode.at.kv_tokens.sum() == 48
+    claim.reserved()
+    assert pool._fleet.snapshot().decode.at.kv_tokens.sum() == 0
     claim.release()
     assert (prefill.dispatched, prefill.queued_tokens, decode.dispatched, decode.pending_blocks) == (0, 0, 0, 0)
 
@@ -67,7 +71,8 @@ def test_requests_of_one_moment_spread(policy):
         assert Counter(pair_of(claim)[role] for claim in claims).most_common(1)[0][1] == 4
     for claim in claims:
         claim.release()
-    assert all((one.view.dispatched, one.view.queued_tokens) == (0, 0) for one in pool.links)
+    left = {(one.view.dispatched, one.view.queued_tokens, one.view.pending_blocks) for one in pool.links}
+    assert left == {(0, 0, 0)}
 
 
 def test_the_cached_part_of_a_prompt_is_no_backlog():
@@ -150,13 +155,6 @@ def test_who_does_it_all_has_one_request_more(pool):
     assert [view.dispatched for view in decodes] == [0, 0]
 
 
-def test_what_was_reserved_is_pending_no_more(pool):
-    claim = pool.claim(40)
-    assert pool._fleet.snapshot().decode.at.kv_tokens.sum() == 48
-    claim.reserved()
-    assert pool._fleet.snapshot().decode.at.kv_tokens.sum() == 0
-
-
 async def test_a_worker_without_a_lease_takes_nothing_new(pool):
     one = named(pool, "prefill-0")
     assert pair_of(pool.claim(10))[0] == "prefill-0"
@@ -172,14 +170,8 @@ async def test_a_worker_without_a_lease_takes_nothing_new(pool):
 @pytest.mark.parametrize("failed", [1, 3])
 async def test_a_ledger_that_comes_back_empty_ends_nothing_however_long_it_was_away(pool, failed):
     """The workers had no time yet to register again."""
-    away = [LedgerError("away")] * failed
-
-    async def source():
-        if away:
-            raise away.pop()
-        return []
-
-    pool._source, clock = source, pool._clock
+    clock = pool._clock
+    pool._source = AsyncMock(side_effect=[*[LedgerError("away")] * failed, []])
     pool._seen = {one.info.ref: clock.monotonic() for one in pool.links}
     for _ in range(failed):
         clock.advance(0.9)

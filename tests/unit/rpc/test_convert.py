@@ -71,14 +71,10 @@ layouts = st.builds(
     st.sampled_from(["float32", "bfloat16", "float16"]),
     st.lists(name, min_size=1, max_size=3).map(tuple),
 )
+some_bytes = st.binary(min_size=1, max_size=64)
+thought_ids = st.lists(ids, max_size=3).map(tuple)
 thinking_states = st.builds(
-    core.ThinkingState,
-    thinker=name,
-    chunk=st.integers(3, 2**32 - 1),
-    offset=u32,
-    state=st.binary(min_size=1, max_size=64),
-    rows=st.binary(max_size=64),
-    thoughts=st.lists(ids, max_size=3).map(tuple),
+    core.ThinkingState, name, st.integers(3, 2**32 - 1), u32, some_bytes, some_bytes, thought_ids
 )
 thoughts = st.tuples(st.integers(0, 2**31), st.lists(ids, min_size=1, max_size=5)).map(
     lambda drawn: [core.Thought(chunk, each) for chunk, each in enumerate(drawn[1], drawn[0])]

@@ -40,18 +40,13 @@ VISIBLE: list[tuple[BatonError, Code]] = [
     (errors.WorkerLost("d0 died"), Code.UNAVAILABLE),
     (errors.EngineFault("NaN"), Code.INTERNAL),
 ]
+FAULTS = [errors.ConfigError, errors.CheckpointError, errors.RankLost, BatonError, KeyError]
+HANDOFFS = [errors.HandoffError, errors.StaleAttempt, errors.OfferRefused]
+LOSSES = [*HANDOFFS, errors.DigestMismatch, errors.ChannelBroken]
 REPLACED: list[tuple[BaseException, type[BatonError]]] = [
-    (errors.ConfigError("secret.path: x"), errors.EngineFault),
-    (errors.CheckpointError("secret.path: x"), errors.EngineFault),
+    *((kind("secret"), errors.EngineFault) for kind in FAULTS),
+    *((kind("secret"), errors.WorkerLost) for kind in LOSSES),
     (errors.LedgerError("redis://:secret@host"), errors.NoWorker),
-    (errors.HandoffError("secret"), errors.WorkerLost),
-    (errors.StaleAttempt("secret"), errors.WorkerLost),
-    (errors.OfferRefused("secret"), errors.WorkerLost),
-    (errors.DigestMismatch("secret"), errors.WorkerLost),
-    (errors.ChannelBroken("secret"), errors.WorkerLost),
-    (errors.RankLost("secret"), errors.EngineFault),
-    (KeyError("secret"), errors.EngineFault),
-    (BatonError("secret"), errors.EngineFault),
 ]
 
 
@@ -82,14 +77,11 @@ def test_what_clients_must_not_see_is_replaced(error: BaseException, shown: type
     assert "secret" not in str(back)
 
 
-def test_details_say_reason_domain_and_whether_a_retry_helps():
+@pytest.mark.parametrize("name", ["r-1", ""])
+def test_details_say_reason_domain_request_and_whether_a_retry_helps(name: str):
     info = error_details_pb2.ErrorInfo()
     assert to_rpc_status(errors.WorkerLost("x")).details[0].Unpack(info)
     assert (info.reason, info.domain, dict(info.metadata)) == ("WorkerLost", "baton", {"retryable": "true"})
-
-
-@pytest.mark.parametrize("name", ["r-1", ""])
-def test_a_status_names_its_request(name: str):
     assert request_id_of(over_the_wire(errors.Overloaded("x", 1.0), name)) == name
     assert request_id_of(failure(Code.INTERNAL, "others")) == request_id_of(grpc.RpcError()) == ""
 
@@ -123,17 +115,16 @@ def test_plain_statuses(code: Code, words: str | None, kind: type[BatonError]):
     assert isinstance(from_rpc_error(grpc.RpcError("odd")), errors.EngineFault), "not even a code"
 
 
-def test_unavailable_without_details_names_the_address():
-    away = failure(Code.UNAVAILABLE, "Connection refused")
+@pytest.mark.parametrize(
+    ("code", "text"),
+    [(Code.UNAVAILABLE, "Connection refused"), (Code.CANCELLED, "CANCELLED")],
+    ids=["away", "dropped by a server that stops"],
+)
+def test_what_is_worth_a_retry_without_details_names_the_address(code: Code, text: str):
+    away = failure(code, text)
     before, after = from_rpc_error(away, "host:1"), from_rpc_error(away, "host:1", connected=True)
-    assert (type(before), str(before)) == (errors.NoWorker, "cannot reach host:1: Connection refused")
-    assert (type(after), str(after)) == (errors.WorkerLost, "the connection to host:1 was lost: Connection refused")
-
-
-def test_a_call_that_a_stopping_server_has_dropped_is_worth_a_retry():
-    dropped = failure(Code.CANCELLED, "CANCELLED")
-    assert type(from_rpc_error(dropped, "host:1")) is errors.NoWorker
-    assert type(from_rpc_error(dropped, "host:1", connected=True)) is errors.WorkerLost
+    assert (type(before), str(before)) == (errors.NoWorker, f"cannot reach host:1: {text}")
+    assert (type(after), str(after)) == (errors.WorkerLost, f"the connection to host:1 was lost: {text}")
 
 
 def with_status(status: status_pb2.Status) -> aio.AioRpcError:

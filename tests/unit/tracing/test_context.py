@@ -46,6 +46,5 @@ def test_the_caller_decides_and_else_the_share_does():
     assert TraceContext(TRACE, PARENT, sampled=True).exported(0.0)
     assert not TraceContext(TRACE, PARENT, sampled=False).exported(1.0)
     low, high = TraceContext("f" * 16 + "1" + "0" * 15), TraceContext("0" * 16 + "f" * 16)
-    assert (low.exported(0.5), high.exported(0.5)) == (True, False)
-    assert (low.exported(1.0), high.exported(1.0)) == (True, True)
-    assert (low.exported(0.0), high.exported(0.0)) == (False, False)
+    for share, exported in ((0.0, [False, False]), (0.5, [True, False]), (1.0, [True, True])):
+        assert [low.exported(share), high.exported(share)] == exported

@@ -10,11 +10,7 @@ from contextlib import contextmanager
 import grpc
 import pytest
 import structlog
-from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceResponse
-from opentelemetry.proto.collector.trace.v1.trace_service_pb2_grpc import (
-    TraceServiceServicer,
-    add_TraceServiceServicer_to_server,
-)
+from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
 
 from baton.tracing.context import TraceContext
 from baton.tracing.ended import Ended
@@ -26,7 +22,7 @@ TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 WAIT_S = scaled(20)
 
 
-class Collector(TraceServiceServicer):
+class Collector(trace_service_pb2_grpc.TraceServiceServicer):
     """Keeps what it gets, by service name and span name; `gate` holds its answers."""
 
     def __init__(self):
@@ -44,20 +40,16 @@ class Collector(TraceServiceServicer):
         self.got.release()
         self.gate.wait(WAIT_S)
         self.answered += 1
-        return ExportTraceServiceResponse()
+        return trace_service_pb2.ExportTraceServiceResponse()
 
     def named(self, service, name):
         return [span for resource, span in self.spans if (resource["service.name"], span.name) == (service, name)]
 
 
-def exporting(address, linger_s=0.0) -> Exporter:
-    return Exporter(address, "local", "1.2", linger_s=linger_s)
-
-
 @contextmanager
 def collectors():
     server, collector = grpc.server(ThreadPoolExecutor(2)), Collector()
-    add_TraceServiceServicer_to_server(collector, server)
+    trace_service_pb2_grpc.add_TraceServiceServicer_to_server(collector, server)
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()
     try:
@@ -65,6 +57,15 @@ def collectors():
     finally:
         collector.gate.set()
         server.stop(0).wait(WAIT_S)
+
+
+@contextmanager
+def exporting(linger_s=0.0):
+    """A collector, and an exporter to it that is closed in the end."""
+    with collectors() as (collector, address):
+        exporter = Exporter(address, "local", "1.2", linger_s=linger_s)
+        yield collector, exporter
+        exporter.close()
 
 
 def ended(context=None, spans=SPANS, error="", outcome="finished") -> Ended:
@@ -77,11 +78,9 @@ def facts(span) -> dict:
 
 
 def test_one_trace_through_all_processes():
-    with collectors() as (collector, address):
-        exporter = exporting(address)
+    with exporting() as (collector, exporter):
         exporter.put(ended())
         assert collector.got.acquire(timeout=WAIT_S)
-        exporter.close()
     instances = {(resource["service.name"], resource["service.instance.id"]) for resource, _ in collector.spans}
     assert instances == {("baton-router", "router-1"), ("baton-prefill", "prefill-0"), ("baton-decode", "decode-0")}
     assert {(one["service.namespace"], one["service.version"]) for one, _ in collector.spans} == {("local", "1.2")}
@@ -105,11 +104,9 @@ def test_one_trace_through_all_processes():
 def test_without_a_caller_there_is_no_parent_and_errors_are_seen():
     lost = [*SPANS[:3], *(one for one in SPANS if one.attempt == 2)]
     lost[2] = type(lost[2])("prefill", "router-1", "router", AT + 0.003, 0.01, {"error": "WorkerLost"}, 1)
-    with collectors() as (collector, address):
-        exporter = exporting(address)
+    with exporting() as (collector, exporter):
         exporter.put(ended(TraceContext.new(), lost, "WorkerLost", "failed"))
         exporter.put(ended(TraceContext.new(), [], "InvalidRequest", "refused"))
-        exporter.close()
     failed, refused = collector.named("baton-router", "request")
     assert not failed.parent_span_id
     assert (failed.status.code, failed.status.message) == (2, "WorkerLost")
@@ -120,12 +117,10 @@ def test_without_a_caller_there_is_no_parent_and_errors_are_seen():
 
 def test_it_waits_for_what_workers_say_late():
     spans = list(SPANS[:3])
-    with collectors() as (collector, address):
-        exporter = exporting(address, 0.2)
+    with exporting(0.2) as (collector, exporter):
         exporter.put(ended(spans=spans))
         spans.append(SPANS[7])
         assert collector.got.acquire(timeout=WAIT_S)
-        exporter.close()
     assert collector.named("baton-prefill", "push")
 
 
@@ -136,13 +131,11 @@ def test_one_trace_that_breaks_does_not_end_the_others():
         taken.set()
         raise RuntimeError("of this test")
 
-    with collectors() as (collector, address):
-        exporter = exporting(address)
+    with exporting() as (collector, exporter):
         exporter.put(Ended("r", "router-1", TraceContext.new(), AT, AT, "finished", "", broken))
         assert taken.wait(WAIT_S)
         exporter.put(ended())
         assert collector.got.acquire(timeout=WAIT_S)
-        exporter.close()
 
 
 def dead_port() -> str:
@@ -154,7 +147,7 @@ def dead_port() -> str:
 @pytest.mark.slow
 def test_a_collector_that_is_not_there_delays_nobody():
     """Most requests find no room, and none waits for one."""
-    exporter = exporting(dead_port())
+    exporter = Exporter(dead_port(), "local", linger_s=0)
     for _ in range(5000):
         exporter.put(ended())
     assert exporter.dropped >= 5000 - 2048 - 64
@@ -162,22 +155,22 @@ def test_a_collector_that_is_not_there_delays_nobody():
     exporter._thread.join(WAIT_S)  # it logs what was lost: not in the output of another test
 
 
-def held_up(collector, address):
-    """An exporter that waits for the answer to its first trace, and has no room for more."""
-    collector.gate.clear()
-    exporter = exporting(address)
-    exporter.put(ended())
-    assert collector.got.acquire(timeout=WAIT_S)
-    for _ in range(3000):
+@contextmanager
+def held_up():
+    """A collector, and an exporter that waits for its first answer, and has no room for more."""
+    with exporting() as (collector, exporter):
+        collector.gate.clear()
         exporter.put(ended())
-    assert exporter.dropped >= 3000 - 2048
-    return exporter
+        assert collector.got.acquire(timeout=WAIT_S)
+        for _ in range(3000):
+            exporter.put(ended())
+        assert exporter.dropped >= 3000 - 2048
+        yield collector, exporter
 
 
 @pytest.mark.slow
 def test_a_collector_that_does_not_answer_delays_nobody():
-    with collectors() as (collector, address):
-        exporter = held_up(collector, address)
+    with held_up() as (collector, exporter):
         exporter.close()
         assert collector.answered == 0
         collector.gate.set()
@@ -186,10 +179,8 @@ def test_a_collector_that_does_not_answer_delays_nobody():
 
 @pytest.mark.slow
 def test_what_found_no_room_is_told_though_the_collector_works():
-    with collectors() as (collector, address), structlog.testing.capture_logs() as logged:
-        exporter = held_up(collector, address)
+    with structlog.testing.capture_logs() as logged, held_up() as (collector, exporter):
         dropped = exporter.dropped
         collector.gate.set()
         assert collector.got.acquire(timeout=WAIT_S)  # another batch: the first one is done with
-        exporter.close()
     assert [one["dropped"] for one in logged if one["event"] == "traces_not_exported"] == [dropped]
