@@ -113,7 +113,8 @@ def test_a_wrong_cpu_level_is_refused_before_anything_starts(monkeypatch, tmp_pa
 @pytest.fixture
 def operator(monkeypatch):
     """Stands in for the operator that commands find."""
-    made = Mock(find=lambda *_: made)
+    made = Mock()
+    made.find = lambda *_: made
     made.scale.side_effect = lambda sizes: admin_pb2.Plan(**{"prefill": 7, "decode": 8, **sizes}, number=3)
     made.restart.return_value = admin_pb2.Plan(generation=5, number=4)
     made.drain.return_value = "prefill-0@1.2"

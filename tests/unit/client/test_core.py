@@ -32,7 +32,7 @@ def finished(choice: int = 0, reason: common.FinishReason.ValueType = common.FIN
 
 ACCEPTED = Event(accepted=inference.Accepted(prompt_tokens=4, system_fingerprint="x"))
 STAGES = ("queue_s", "route_s", "reserve_s", "prefill_s", "transfer_s", "commit_s", "decode_s", "ttft_s", "e2e_s")
-PLACED: dict[str, Any] = {"prefill_worker": "p0", "decode_worker": "d0", "kv_bytes": 10, "attempts": 1}
+PLACED: Any = {"prefill_worker": "p0", "decode_worker": "d0", "kv_bytes": 10, "transport": "gloo", "attempts": 1}
 COMPLETED = Event(
     completed=inference.Completed(
         usage=inference.Usage(prompt_tokens=4, completion_tokens=2, audit_digest="ab", thinking_tokens=3),

@@ -166,17 +166,18 @@ REF = core.WorkerRef("d0", core.Incarnation(1, 2), "127.0.0.1:1")
 LAYOUT = core.KVLayout(2, 2, 8, 16, "float32")
 INFO = core.WorkerInfo(REF, core.Role.DECODE, "f", "m", 64, 8, LAYOUT)
 SPEC = core.SequenceSpec((1, 2), core.Sampling(seed=1))
-THINKING = core.ThinkingState("t", 2, 0, b"s", b"", ((), ()))
 
 
-THREE_THOUGHTS: dict[str, Any] = {"thinker": "t", "state": b"s", "thoughts": [common.TokenIds(ids=[1])] * 3}
+THOUGHT, STATE = common.TokenIds(), worker.ThinkingState(thinker="t", chunk=2, state=b"s")
 
 
 def changed(message: Any, **fields: Any) -> Any:
+    copy = type(message)()
+    copy.CopyFrom(message)
     for field, value in fields.items():
-        message.ClearField(field)
-        message.MergeFrom(type(message)(**{field: value}))
-    return message
+        copy.ClearField(field)
+        copy.MergeFrom(type(message)(**{field: value}))
+    return copy
 
 
 @pytest.mark.parametrize(
@@ -209,10 +210,10 @@ def changed(message: Any, **fields: Any) -> Any:
         (reports.load_from_pb, common.Load(decode_pace=common.Pace(seconds=-1.0)), "load.decode_pace.seconds"),
         (reports.load_from_pb, common.Load(prefill_pace=common.Pace(seconds=math.nan)), "load.prefill_pace.seconds"),
         (reports.load_from_pb, common.Load(joint_pace=common.Pace(seconds=math.inf)), "load.joint_pace.seconds"),
-        (thinking.thinking_from_pb, changed(thinking.thinking_to_pb(THINKING), thinker=""), "thinking.thinker"),
-        (thinking.thinking_from_pb, changed(thinking.thinking_to_pb(THINKING), state=b""), "thinking.state"),
-        (thinking.thinking_from_pb, worker.ThinkingState(**THREE_THOUGHTS, chunk=2), "thinking.thoughts"),
-        (thinking.thinking_from_pb, worker.ThinkingState(**THREE_THOUGHTS, chunk=0), "thinking.thoughts"),
+        (thinking.thinking_from_pb, changed(STATE, thinker=""), "thinking.thinker"),
+        (thinking.thinking_from_pb, changed(STATE, state=b""), "thinking.state"),
+        (thinking.thinking_from_pb, changed(STATE, thoughts=[THOUGHT] * 3), "thinking.thoughts"),
+        (thinking.thinking_from_pb, changed(STATE, chunk=0, thoughts=[THOUGHT]), "thinking.thoughts"),
         (convert.info_from_pb, changed(convert.info_to_pb(INFO), role="cook"), "info.role"),
         (convert.info_from_pb, changed(convert.info_to_pb(INFO), ref=None), "info.ref.worker_id"),
         (convert.info_from_pb, changed(convert.info_to_pb(INFO), layout=None), "layout.layers"),
