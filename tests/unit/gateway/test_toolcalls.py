@@ -37,6 +37,29 @@ def read(form, *pieces):
     return found
 
 
+NO_CALLS = [
+    ("hermes", "Just text, <b>marked</b> <tool_call"),
+    ("hermes", "the tag <tool_call> opens, </tool_call> closes"),
+    ("hermes", f"<tool_call>{RAIN[:-1]}"),
+    ("hermes", "<tool_call>{'name': 'weather', 'arguments': {}}</tool_call>"),
+    ("hermes", '<tool_call>{"name": "delete", "arguments": {}}</tool_call>'),
+    ("hermes", '<tool_call>{"name": "now"}</tool_call>'),
+    ("hermes", '<tool_call>{"name": "now", "arguments": "x"}</tool_call>'),
+    ("hermes", '<tool_call>{"name": "now", "arguments": {"x": NaN}}</tool_call>'),
+    ("hermes", '<tool_call>{"name": "now", "arguments": {"x": "\\ud800"}}</tool_call>'),
+    ("hermes", '<tool_call>{"name": ["now"], "arguments": {}}</tool_call>'),
+    ("hermes", "<tool_call>{" + "[" * 10_000 + "]" * 10_000 + "}"),
+    ("hermes", f"[TOOL_CALLS][{RAIN}]"),
+    ("mistral", "[TOOL_CALLS] []"),
+    ("mistral", f"[TOOL_CALLS][{RAIN}, 1]"),
+    ("llama", f"So: {NOW}"),
+    ("json", '{"answer": {"name": "now"}} and so on\n'),
+    ("json", "[a list] {of} things "),
+    ("json", " \n"),
+    ("other", f"<tool_call>{RAIN}</tool_call>"),
+]
+
+
 @pytest.mark.parametrize(
     ("form", "text", "parts"),
     [
@@ -57,40 +80,12 @@ def read(form, *pieces):
          [Call("now", '{"a": "}]\\\\\\"{</tool_call>"}')]),
         ("json", '{"name": "now", "arguments": {"n": 123456789012345678901234567890}}',
          [Call("now", '{"n": 123456789012345678901234567890}')]),
+        *((form, text, [text]) for form, text in NO_CALLS),
     ],
 )  # fmt: skip
-def test_calls_are_found(form, text, parts):
+def test_calls_are_found_and_what_is_none_stays_text(form, text, parts):
     assert read(form, text) == parts
     assert read(form, *text) == parts, "a character at a time"
-
-
-@pytest.mark.parametrize(
-    ("form", "text"),
-    [
-        ("hermes", "Just text, <b>marked</b> <tool_call"),
-        ("hermes", "the tag <tool_call> opens, </tool_call> closes"),
-        ("hermes", f"<tool_call>{RAIN[:-1]}"),
-        ("hermes", "<tool_call>{'name': 'weather', 'arguments': {}}</tool_call>"),
-        ("hermes", '<tool_call>{"name": "delete", "arguments": {}}</tool_call>'),
-        ("hermes", '<tool_call>{"name": "now"}</tool_call>'),
-        ("hermes", '<tool_call>{"name": "now", "arguments": "x"}</tool_call>'),
-        ("hermes", '<tool_call>{"name": "now", "arguments": {"x": NaN}}</tool_call>'),
-        ("hermes", '<tool_call>{"name": "now", "arguments": {"x": "\\ud800"}}</tool_call>'),
-        ("hermes", '<tool_call>{"name": ["now"], "arguments": {}}</tool_call>'),
-        ("hermes", "<tool_call>{" + "[" * 10_000 + "]" * 10_000 + "}"),
-        ("hermes", f"[TOOL_CALLS][{RAIN}]"),
-        ("mistral", "[TOOL_CALLS] []"),
-        ("mistral", f"[TOOL_CALLS][{RAIN}, 1]"),
-        ("llama", f"So: {NOW}"),
-        ("json", '{"answer": {"name": "now"}} and so on\n'),
-        ("json", "[a list] {of} things "),
-        ("json", " \n"),
-        ("other", f"<tool_call>{RAIN}</tool_call>"),
-    ],
-)
-def test_what_is_no_call_stays_text(form, text):
-    assert read(form, text) == [text]
-    assert read(form, *text) == [text], "a character at a time"
 
 
 SCRAPS = st.sampled_from(

@@ -150,21 +150,14 @@ async def test_of_several_templates_the_one_for_tools_is_taken(tmp_path):
     assert [each.tool_form for each in (chats, Chats.of(OracleTokenizer()), NO_CHATS)] == ["hermes", "", ""]
 
 
-@pytest.mark.parametrize(
-    ("template", "words"),
-    [
-        (None, "the model has no chat template: send text or token_ids"),
-        ("{% for %}", "cannot be used: TemplateSyntaxError"),
-        ("x" * (MAX_TEMPLATE_CHARS + 1), "cannot be used: it has 262145 characters, of 262144 at most"),
-        ([{"name": "default"}], "cannot be used: chat_template must be a text, or a list"),
-        ([{"name": "tool_use", "template": "x"}], "the model's chat template has no default"),
-        (7, "chat_template must be a text"),
-    ],
-)
-async def test_a_model_without_a_template_says_so(tmp_path, template, words):
-    [(field, text)] = await refused(Chats.of(model(tmp_path, template)), chat(*ASKED))
-    assert field == "chat"
-    assert words in text
+UNUSABLE = [
+    (None, "the model has no chat template: send text or token_ids"),
+    ("{% for %}", "cannot be used: TemplateSyntaxError"),
+    ("x" * (MAX_TEMPLATE_CHARS + 1), "cannot be used: it has 262145 characters, of 262144 at most"),
+    ([{"name": "default"}], "cannot be used: chat_template must be a text, or a list"),
+    ([{"name": "tool_use", "template": "x"}], "the model's chat template has no default"),
+    (7, "chat_template must be a text"),
+]
 
 
 DEEP = "[" * 100_000
@@ -188,19 +181,22 @@ WRONG_TURNS = [
 ]
 
 
-@pytest.mark.parametrize(("asked", "field", "words"), WRONG_TURNS)
-async def test_wrong_conversations_are_refused_by_name(tmp_path, asked, field, words):
-    template = "{{ bos_token }}{% for i in range(x or 1) %}{{ messages[i].content }}{% endfor %}"
+X_TIMES = "{{ bos_token }}{% for i in range(x or 1) %}{{ messages[i].content }}{% endfor %}"
+ALTERNATE = "the model's chat template refuses it: Conversation roles must alternate"
+
+
+@pytest.mark.parametrize(
+    ("template", "asked", "field", "words"),
+    [
+        *((template, chat(*ASKED), "chat", words) for template, words in UNUSABLE),
+        *((X_TIMES, *wrong) for wrong in WRONG_TURNS),
+        (TEXTS["mistral"], chat(("assistant", "x")), "chat", ALTERNATE),
+    ],
+)
+async def test_what_no_prompt_can_be_made_of_is_refused_by_name(tmp_path, template, asked, field, words):
     [(found, text)] = await refused(Chats.of(model(tmp_path, template)), asked)
     assert found == field
     assert words in text
-
-
-async def test_what_the_template_says_is_told(tmp_path):
-    chats = Chats.of(model(tmp_path, TEXTS["mistral"]))
-    [(field, text)] = await refused(chats, chat(("assistant", "x")))
-    assert field == "chat"
-    assert "the model's chat template refuses it: Conversation roles must alternate" in text
 
 
 @pytest.mark.parametrize(
