@@ -65,21 +65,14 @@ def test_it_ends_while_nobody_is_there(pair, side, first, second):
     assert not third.handoffs
 
 
-@pytest.mark.parametrize("dies", [False, True])
-def test_what_has_ended_is_kept_until_it_is_released(pair, side, first, second, dies):
-    """Its router may die with the end that it was told."""
+def test_what_has_ended_is_kept_until_it_is_released(pair, side, first):
     begin(pair, first)
     side.run()
     assert (first.kinds()[-1], len(side.role.parking)) == ("finish", 1)
     assert (H, "router-a", "COMMITTED", "mine") in side.records.notes
-    if dies:
-        side.role.gone(first)
-        side.take(second, attach(known=1))
-        assert (second.ids(), second.kinds()[-1]) == (ANSWER[1:], "finish")
-    owner = second if dies else first
-    side.take(owner, release())
+    side.take(first, release())
     ends_free(side)
-    assert not owner.handoffs
+    assert not first.handoffs
 
 
 @pytest.mark.parametrize("state", ["decoding", "ended"])

@@ -88,9 +88,6 @@ def test_each_side_has_its_own_size_of_blocks(router, size):
     pair.ends_free()
 
 
-# --- what a prefill worker fetches of it
-
-
 @pytest.fixture
 def sender(pair):
     """The decode worker's own, towards its prefill workers."""

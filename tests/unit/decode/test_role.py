@@ -16,7 +16,6 @@ from tests.support.workers import STATES, DecodeSide, Pair
 
 @pytest.fixture
 def owner():
-    """Another router, whose handoff it is."""
     return FakeSession()
 
 
@@ -38,9 +37,7 @@ def test_a_handoff_from_reserve_to_finish(pair, side, owner):
     ("command", "reason"),
     [
         (reserve(fingerprint="other"), pb.REFUSAL_REASON_FINGERPRINT),
-        (reserve(known=0), pb.REFUSAL_REASON_TOO_LONG),
-        (reserve(known=65), pb.REFUSAL_REASON_TOO_LONG),
-        (reserve(known=2**32 - 1), pb.REFUSAL_REASON_TOO_LONG),
+        *((reserve(known=tokens), pb.REFUSAL_REASON_TOO_LONG) for tokens in (0, 65, 2**32 - 1)),
         (reserve(max_total=65), pb.REFUSAL_REASON_TOO_LONG),
     ],
 )
@@ -249,7 +246,6 @@ def test_a_commit_that_ends_with_its_first_token_only_finishes(side, router):
 
 
 def test_commits_and_fences_that_race_agree(side, router):
-    """Threads commit while the engine thread fences: each handoff has one outcome, and the events tell it."""
     handoffs = [HandoffId(f"h{n}", 1) for n in range(6)]
     for handoff in handoffs:
         side.receive(router, handoff)

@@ -140,7 +140,6 @@ class Call:
         self.stream.send(pb.PeerCommand(**command))
 
     def send(self, packet: bytes) -> None:
-        """By express."""
         assert self._express is not None
         self._express.send(packet)
 
@@ -157,7 +156,6 @@ class Call:
         return str(reply.WhichOneof("reply"))
 
     def refused(self, reason: str, detail: str = "") -> None:
-        """The session ends, for this reason."""
         reply = self.next()
         assert isinstance(reply, pb.PeerReply)
         assert reply.refused.reason == pb.HandoffRefusal.Value(f"HANDOFF_REFUSAL_{reason}"), reply

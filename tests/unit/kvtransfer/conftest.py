@@ -45,7 +45,6 @@ def plain(memory: MemoryTransport) -> Sequence[Transport]:
 
 
 def wrapped(wrap) -> Choice:
-    """A transport whose ends are wrapped."""
     return lambda memory: [Wrapped(memory, wrap)]
 
 
@@ -66,7 +65,6 @@ class Pair:
         return made
 
     def push(self, name: str, tokens: int, source: Sequence[int], target: Sequence[int], **job) -> HandoffId:
-        """A push all of whose KV is computed."""
         return hand_over(self.sender, self.reserve(name, tokens, target, **job), source, self.source.layout.layers)
 
     def complete(self, job: PushJob, blocks: Sequence[int], end: PushEnd | None = None) -> PushResult:
@@ -77,7 +75,6 @@ class Pair:
 
     @property
     def stream(self) -> LoopbackStream:
-        """The newest channel's."""
         return self.peer.streams[-1]
 
 
@@ -146,5 +143,4 @@ def pairs() -> Iterator[Pairs]:
 
 @pytest.fixture
 def pair(pairs: Pairs) -> Pair:
-    """With the settings that most tests need."""
     return pairs()

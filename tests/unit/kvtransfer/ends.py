@@ -24,8 +24,6 @@ class Wrapped:
 
 
 class WrappedEnd:
-    """Does what the end in it does."""
-
     def __init__(self, inner) -> None:
         self.inner = inner
 
@@ -70,7 +68,6 @@ class Gate:
         self._open.release(frames)
 
     def hold(self) -> None:
-        """From an end."""
         self._stopped.release()
         if not self._open.acquire(timeout=scaled(20)):
             raise ChannelBroken("the gate stayed shut")
@@ -103,7 +100,6 @@ class Stopped:
         setattr(owner, name, stopping)
 
     def wait(self) -> None:
-        """Until it was called."""
         assert self._entered.wait(scaled(10))
 
     def go_on(self) -> None:

@@ -171,9 +171,6 @@ def test_an_answer_is_overdue_at_its_deadline_although_the_wire_holds_the_link_u
     gate.let(1)
 
 
-# answers that make no sense
-
-
 @pytest.mark.parametrize(
     ("reply", "named"),
     [
@@ -194,16 +191,19 @@ def test_an_answer_that_makes_no_sense_breaks_the_link(pair, reply: pb.PeerReply
     pair.reports.failed(job.handoff, ChannelBroken, named)
 
 
-@pytest.mark.parametrize(("change", "named"), [({"credits": 0}, "no frames"), ({"frame_size": 7}, "7 bytes")])
-def test_a_welcome_that_grants_nothing_breaks_the_link(pairs, change: dict[str, int], named: str) -> None:
+@pytest.mark.parametrize(
+    ("field", "value", "named"),
+    [("credits", 0, "no frames"), ("frame_size", 7, "7 bytes"), ("transport", "gloo", "'gloo', not offered")],
+)
+def test_a_welcome_that_grants_nothing_or_what_was_not_offered_breaks_the_link(pairs, field, value, named) -> None:
     def heard(reply: pb.PeerReply) -> bool:
         if reply.HasField("welcome"):
-            for name, value in change.items():
-                setattr(reply.welcome, name, value)
+            setattr(reply.welcome, field, value)
         return True
 
-    pair = pairs(replace(SETTINGS, frame_deadline_s=scaled(0.4)), heard=heard)
+    pair = pairs(replace(SETTINGS, frame_deadline_s=scaled(0.3)), heard=heard)
     pair.reports.failed(pair.push("r", 3, [0], [1]), ChannelBroken, named)
+    assert not any(kind == "offer" for kind, _ in pair.table.events)
 
 
 def test_an_ack_of_what_is_unknown_is_nothing(pair) -> None:

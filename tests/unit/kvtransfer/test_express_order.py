@@ -21,7 +21,6 @@ def call() -> Iterator[Call]:
 
 
 def test_credits_and_the_acknowledgement_come_back_the_same_way(call: Call) -> None:
-    """A commit follows its frames at once."""
     call.arrived(range(2)).frame(2)
     call.receiver.end.arrive()
     call.commit()

@@ -113,27 +113,13 @@ def test_a_job_that_is_under_way_is_refused_and_goes_on(pair) -> None:
     pair.complete(job, [1, 2])
 
 
-def test_a_channel_is_built_and_the_handoff_offered_before_anything_is_computed(pairs) -> None:
-    pair, gate = pairs.gated(SMALL_FRAMES)
-    job = pair.reserve("r", 3, [1])
-    pair.sender.begin(job)
-    pair.table.wait_for(("offer", job.handoff))
-    gate.let(10)
-    pair.complete(job, [0])
-    assert gate.channels == 1
-
-
-# fetch: KV that the sender lacks, and the receiver has
-
-
 @pytest.mark.parametrize("verify", [False, True])
 def test_a_fetch_follows_the_offer(pair, verify: bool) -> None:
     pair.table.cached = 12
     job = replace(pair.reserve("r", 16, range(4), skip=12), fetch=(4, 12), verify=verify)
     pair.sender.begin(job)
     pair.table.wait_for(("fetch", job.handoff))
-    assert pair.table.fetches == [(job.handoff, P, 4, 12)]
-    assert pair.table.verified == [job.handoff] * verify
+    assert pair.table.fetches == [(job.handoff, P, 4, 12, verify)]
     assert [kind for kind, _ in pair.table.events] == ["offer", "fetch"]
     pair.complete(job, range(10, 14))
     assert pair.unfetched.empty()
@@ -157,9 +143,6 @@ def test_the_answer_to_a_fetch_is_committed_without_a_sequence(pair) -> None:
     assert (commit.spec, list(commit.first)) == (None, [])
     assert same_kv(pair.source, range(10, 13), pair.target, range(3), 12, 4)
     assert only_these(pair.target, range(3), 12, 4)
-
-
-# abort, in each state
 
 
 class Deaf:

@@ -16,7 +16,7 @@ from kvtransfer import probe
 from tests.support.waiting import eventually
 from tests.unit.kvtransfer.byhand import DIGESTS, JOB, SMALL, Call, Receiver, running, sessions
 from tests.unit.kvtransfer.ends import Stopped
-from tests.unit.kvtransfer.support import LAYER, LAYOUT, D, P, make_kv
+from tests.unit.kvtransfer.support import LAYER, LAYOUT, D, P, make_kv, same_kv
 
 ONES = torch.ones(LAYER, dtype=torch.uint8)
 
@@ -35,16 +35,15 @@ def call(request: pytest.FixtureRequest) -> Iterator[Call]:
 
 
 OTHER_LAYOUTS: dict[str, Any] = {"dtype": "bfloat16", "tensors": ("latent",), "head_dim": 16, "layers": 4}
+OTHER_HANDOFFS = [{"request_id": "other", "attempt": 1}, {"request_id": "r", "attempt": 2}]
+OTHER_TRANSPORTS = [[], [pb.TransportOffer(name="gloo", reach="here")], [pb.TransportOffer(name="by hand", reach="?")]]
 
 
 @pytest.mark.parametrize(
     ("change", "reason", "named"),
     [
-        ({"protocol_version": PROTOCOL_VERSION + 1}, "VERSION", str(PROTOCOL_VERSION)),
-        ({"protocol_version": PROTOCOL_VERSION - 1}, "VERSION", str(PROTOCOL_VERSION)),
-        ({"transports": [pb.TransportOffer(name="gloo", reach="here")]}, "VERSION", "by hand"),
-        ({"transports": [pb.TransportOffer(name="by hand", reach="elsewhere")]}, "VERSION", "by hand"),
-        ({"transports": []}, "VERSION", "by hand"),
+        *(({"protocol_version": PROTOCOL_VERSION + n}, "VERSION", str(PROTOCOL_VERSION)) for n in (-1, 1)),
+        *(({"transports": offers}, "VERSION", "by hand") for offers in OTHER_TRANSPORTS),
         ({"fingerprint": "other"}, "FINGERPRINT", "'other'"),
         *(
             ({"layout": convert.layout_to_pb(replace(LAYOUT, **{name: value}))}, "FINGERPRINT", repr(value))
@@ -77,21 +76,16 @@ def test_a_stream_begins_with_hello(receiver: Receiver) -> None:
 
 def test_a_stream_that_says_nothing_is_given_up() -> None:
     with running(Receiver(replace(SMALL, frame_deadline_s=0.2))) as receiver:
-        call = receiver.call()
-        call.refused("FRAME")
+        receiver.call().refused("FRAME")
 
 
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
         ({"fingerprint": "other"}, "FINGERPRINT"),
-        ({"known_tokens": 9}, "LENGTH"),
-        ({"known_tokens": 0}, "LENGTH"),
-        ({"skip": 8}, "LENGTH"),
-        ({"skip": 9}, "LENGTH"),
-        ({"known_tokens": 2**32 - 1}, "LENGTH"),
-        ({"handoff": {"request_id": "other", "attempt": 1}}, "STALE"),
-        ({"handoff": {"request_id": "r", "attempt": 2}}, "STALE"),
+        *(({"known_tokens": tokens}, "LENGTH") for tokens in (0, 9, 2**32 - 1)),
+        *(({"skip": tokens}, "LENGTH") for tokens in (8, 9)),
+        *(({"handoff": other}, "STALE") for other in OTHER_HANDOFFS),
     ],
 )
 def test_an_offer_that_does_not_fit_is_refused_and_the_channel_lives(receiver: Receiver, change, reason: str) -> None:
@@ -107,10 +101,7 @@ def test_an_offer_that_does_not_fit_is_refused_and_the_channel_lives(receiver: R
 @pytest.mark.parametrize(
     "change",
     [
-        {"nbytes": 1 << 30},
-        {"nbytes": LAYER + 1},
-        {"nbytes": LAYER - 1},
-        {"nbytes": 0},
+        *({"nbytes": nbytes} for nbytes in (1 << 30, LAYER + 1, LAYER - 1, 0)),
         {"sequence": 1},
         {"layer_end": 3, "nbytes": 3 * LAYER},  # it goes on, but is more than a slot holds
         {"layer_begin": 1},
@@ -119,8 +110,7 @@ def test_an_offer_that_does_not_fit_is_refused_and_the_channel_lives(receiver: R
         {"begin": 1, "nbytes": LAYER // 8 * 7},
         {"end": 9, "nbytes": LAYER // 8 * 9},
         {"begin": 8, "nbytes": 0},
-        {"handoff": {"request_id": "other", "attempt": 1}},
-        {"handoff": {"request_id": "r", "attempt": 2}},
+        *({"handoff": other} for other in OTHER_HANDOFFS),
         {"handoff": None},  # a piece of a probe, and it is not
         {"handoff": None, "layer_end": 0, "end": 0, "nbytes": LAYER - 1},
         {"handoff": None, "layer_end": 0, "end": 0, "sequence": probe.FRAMES},
@@ -184,13 +174,14 @@ def test_what_is_announced_is_expected_ahead_and_a_credit_follows_the_write() ->
         receiver.end.arrive(wire[1])
         receiver.end.arrive(wire[2])
         assert [call.hear(), call.hear()] == ["credit", "credit"]
-        assert torch.equal(receiver.kv.k[:, [11, 12]], data.k[:, [5, 6]])
-        assert torch.equal(receiver.kv.v[:, [11, 12]], data.v[:, [5, 6]])
+        assert same_kv(receiver.kv, [11, 12], data, [5, 6], 8)
 
 
-@pytest.mark.parametrize("frames", [0, 1, 2])
-def test_a_commit_before_its_last_frame_closes_the_channel(call: Call, frames: int) -> None:
-    call.arrived(range(frames)).commit()
+@pytest.mark.parametrize(("frames", "tokens"), [(0, 8), (1, 8), (2, 8), (3, 7), (3, 9)])
+def test_a_commit_before_its_last_frame_or_of_another_length_closes_the_channel(
+    call: Call, frames: int, tokens: int
+) -> None:
+    call.arrived(range(frames)).commit(tokens)
     call.refused("FRAME")
     assert not call.receiver.table.commits
 
@@ -207,13 +198,6 @@ def test_a_commit_counts_once(call: Call) -> None:
         call.commit()
         assert call.hear() == answer
     assert list(call.receiver.table.commits) == [JOB.handoff]
-
-
-@pytest.mark.parametrize("tokens", [7, 9])
-def test_a_commit_of_another_length_closes_the_channel(call: Call, tokens: int) -> None:
-    call.arrived().commit(tokens)
-    call.refused("FRAME")
-    assert not call.receiver.table.commits
 
 
 @pytest.mark.parametrize("digests", [[], [b"other"] * 3, [*DIGESTS, b"one too many"]])
@@ -250,17 +234,11 @@ def test_a_newer_generation_takes_over_and_an_older_one_is_refused(receiver: Rec
 
 
 @pytest.mark.parametrize("command", [{"abort": pb.AbortHandoff()}, {"hello": pb.PeerHello()}, {}])
-def test_messages_that_make_no_sense_end_the_stream(receiver: Receiver, command) -> None:
-    call = receiver.call().welcomed()
-    call.say(**command)
-    call.refused("FRAME")
-    assert receiver.table.events == [("lost", P)]
-
-
-def test_a_generation_is_over_for_good_when_its_channel_has_ended(receiver: Receiver) -> None:
+def test_messages_that_make_no_sense_end_the_stream_and_its_generation_for_good(receiver: Receiver, command) -> None:
     first = receiver.call().welcomed()
-    first.spoil()
+    first.say(**command)
     first.refused("FRAME")
+    assert receiver.table.events == [("lost", P)]
     for generation in (2, 3):
         old = receiver.call(generation=generation)
         old.hello()

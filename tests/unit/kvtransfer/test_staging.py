@@ -101,11 +101,7 @@ def test_a_push_that_meets_the_eviction_of_its_channel_is_not_lost(pairs, monkey
     pair.reports.done(jobs[2].handoff)
 
 
-# the receiver alone
-
-
 def offered(receiver: Receiver, sender, name: str) -> Call:
-    """A channel with a handoff under way."""
     job = make_job(name, 8)
     receiver.table.reserve(job.handoff, [11, 12])
     call = receiver.call(sender).welcomed()

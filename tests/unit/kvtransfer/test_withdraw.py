@@ -21,12 +21,10 @@ from tests.unit.kvtransfer.support import LAYOUT, put, rows
 
 @pytest.fixture
 def eager(pairs: Pairs) -> Pair:
-    """Whatever can leave leaves at once."""
     return pairs(EAGER, source=poisoned())
 
 
 def short(pair: Pair, name: str = "r") -> Prompt:
-    """Two blocks, begun."""
     return prompt(pair, name, 8, [0, 1], [10, 11]).begin()
 
 
@@ -66,7 +64,6 @@ def test_withdrawn_again_and_again_it_arrives_once(eager: Pair, seed: int) -> No
 
 @pytest.mark.parametrize("ended", [False, True])
 def test_withdraw_waits_for_a_read_under_way(eager: Pair, ended: bool) -> None:
-    """Also for one of a push that has ended meanwhile."""
     push, read = short(eager), Stopped(eager.source, "gather")
     push.layer(0, 0, 8)
     read.wait()

@@ -15,9 +15,6 @@ POSITION = LAYERS * BACKEND.layout.layer_token_bytes  # bytes of one position
 NEVER = 1 << 30
 
 
-# --- when it leaves
-
-
 def test_kv_leaves_layer_by_layer_while_the_prompt_is_computed(chunked, router):
     chunked.take(router, prefill())
     push = chunked.pusher.pushes[H]
@@ -87,9 +84,6 @@ def test_a_model_without_layers_to_tell_still_hands_over(side, router, monkeypat
     side.serve(router, prefill())
     assert side.pusher.pushes[H].told == [(2, 9)]
     assert side.pusher.pushes[H].end is not None
-
-
-# --- when its blocks go
 
 
 @pytest.mark.parametrize("how", ["release", "gone", "another router"])
@@ -170,9 +164,6 @@ def test_a_preempted_prompt_is_withdrawn_and_what_had_not_left_is_told_again(rou
     for handoff, spec in specs.items():
         assert router.ids(handoff) == expected(spec, 1)
     assert side.all_free
-
-
-# --- when it fails
 
 
 @pytest.mark.parametrize(

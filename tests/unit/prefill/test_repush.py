@@ -129,9 +129,6 @@ def test_a_new_push_that_is_not_taken_waits_like_any_other(side, router):
     assert side.all_free
 
 
-# --- what is refused
-
-
 @pytest.mark.parametrize("how", ["never", "released", "pushed", "mismatch", "too late"])
 def test_it_is_stale_when_nothing_is_held(side, router, how):
     if how != "never":

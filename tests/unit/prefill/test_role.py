@@ -10,21 +10,10 @@ from baton.errors import StaleAttempt
 from baton.worker.attempts import Attempts
 from kvtransfer.handoff import PushJob
 from tests.support.fake_pusher import CUT, done_of
-from tests.support.sessions import (
-    BLOCK,
-    GREEDY,
-    STALE,
-    D,
-    FakeSession,
-    H,
-    expected,
-    next_of,
-    prefill,
-    release,
-    repush,
-    spec_of,
-)
+from tests.support.sessions import GREEDY, STALE, D, FakeSession, H, expected, prefill, release, repush, spec_of
 from tests.support.workers import PrefillSide
+
+NEXT = HandoffId("r", 2)
 
 
 def test_a_prompt_becomes_a_token_and_a_push(side, router):
@@ -37,7 +26,7 @@ def test_a_prompt_becomes_a_token_and_a_push(side, router):
     assert router.ids() == first
     assert push.end.spec == SequenceSpec(spec_of().prompt, GREEDY, tuple(first))
     assert ([(t.index, t.token_id) for t in push.end.first], push.end.thinking) == ([(0, first[0])], None)
-    assert len(push.blocks) == -(-9 // BLOCK)
+    assert len(push.blocks) == side.engine.layout.blocks_for(9)
     assert side.counts.owned >= len(push.blocks)
 
 
@@ -49,7 +38,7 @@ def test_a_deterministic_prompt_is_pushed_with_a_digest_of_all_its_kv(router):
     assert side.pusher.pushes[H].end.spec.deterministic
     side.push_ends(H, CUT)
     side.take(router, repush(to=D))
-    assert side.pusher.pushes[next_of(H)].job == PushJob(next_of(H), D, 9, verify=True)
+    assert side.pusher.pushes[NEXT].job == PushJob(NEXT, D, 9, verify=True)
 
 
 def test_the_router_hears_what_was_cached_with_the_first_token_or_the_end(side, router):
@@ -150,5 +139,5 @@ def test_a_model_that_fails_fails_its_batch_and_frees_it(chunked, router, monkey
     assert router.kinds() == ["failed"]
     assert router.failure.kind == "EngineFault"
     assert (push.blocks, push.aborted, side.all_free) == ((), True, True)
-    side.serve(router, prefill(next_of(H)))
+    side.serve(router, prefill(NEXT))
     assert router.kinds() == ["failed", "tokens"]

@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -124,6 +126,17 @@ def test_a_silent_sender_is_seen_by_the_deadline_and_the_channel_is_closed(pairs
     broken(sender)
 
 
+@contextmanager
+def nothing_stays(before: tuple[int, int]) -> Iterator[None]:
+    """Although no garbage is collected."""
+    gc.disable()
+    try:
+        yield
+        given_back(before)
+    finally:
+        gc.enable()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("side", list(Side))
 @pytest.mark.usefixtures("collected")
@@ -131,16 +144,12 @@ def test_without_another_end_none_opens_and_nothing_stays(pairs: Pairs, side: Si
     pairs()[0].close()
     pairs.close()
     gc.collect()
-    before, started = held(), time.monotonic()
-    gc.disable()
-    try:
+    with nothing_stays(held()):
+        started = time.monotonic()
         with pytest.raises(ChannelBroken) as kept:
             pairs.sides[side].open(NAME, side, mute(), RING, 0.2)
         assert time.monotonic() - started > 0.15
-        given_back(before)
         assert kept.value.__context__ is None
-    finally:
-        gc.enable()
 
 
 def test_close_gives_back_threads_and_descriptors_and_can_be_repeated(pairs: Pairs, pool) -> None:
@@ -178,15 +187,11 @@ def test_a_kept_error_keeps_no_descriptor(pairs: Pairs, pool, waiting: bool) -> 
     else:
         sender.close()
         failed = pool.submit(receiver.finish, 0)
-    gc.disable()
-    try:
+    with nothing_stays(before):
         error = failed.exception(scaled(10))
         assert isinstance(error, ChannelBroken)
         assert error.__context__ is None
         del sender, receiver
-        given_back(before)
-    finally:
-        gc.enable()
 
 
 def test_keys_that_no_rendezvous_needs_are_refused() -> None:

@@ -4,24 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import AsyncIterator
 
 import pytest
 
-from baton.errors import ChannelBroken, ConfigError
+from baton.errors import ChannelBroken
 from baton.rpc.v1 import peer_pb2 as pb
 from kvtransfer.transport import KeyRelay, Ring, Side
 from kvtransfer.transports import grpc_bytes
-from kvtransfer.transports.gloo import GlooTransport
 from kvtransfer.transports.grpc_bytes import CHUNK_BYTES, GrpcTransport
 from kvtransfer.transports.memory import MemoryTransport
 from tests.support.time_factor import scaled
 from tests.support.waiting import eventually
 from tests.unit.kvtransfer.transports.pairs import NAME, PATIENT_S, RING, mute
 
-
-def test_gloo_refuses_a_foreign_address() -> None:
-    with pytest.raises(ConfigError, match=r"192\.0\.2\.1"):
-        GlooTransport("192.0.2.1")
+Chunks = asyncio.Queue[pb.DataChunk | None]
 
 
 def test_two_objects_of_memory_do_not_reach_each_other() -> None:
@@ -45,24 +42,18 @@ def test_a_memory_end_that_gave_up_is_not_met_later() -> None:
             memory.open(NAME, side, keys, RING, 0.05)
 
 
-class Chunks:
-    """The chunks of one call of Data, as the test says them; None ends the call."""
+async def chunks_of(queue: Chunks) -> AsyncIterator[pb.DataChunk]:
+    """One call of Data. None ends it."""
+    while (chunk := await queue.get()) is not None:
+        yield chunk
 
-    def __init__(self, *chunks: pb.DataChunk | None) -> None:
-        self.queue: asyncio.Queue[pb.DataChunk | None] = asyncio.Queue()
-        self.taken = 0
-        for chunk in chunks:
-            self.queue.put_nowait(chunk)
 
-    def __aiter__(self) -> Chunks:
-        return self
-
-    async def __anext__(self) -> pb.DataChunk:
-        chunk = await self.queue.get()
-        if chunk is None:
-            raise StopAsyncIteration
-        self.taken += 1
-        return chunk
+def call_of(*chunks: pb.DataChunk | None) -> AsyncIterator[pb.DataChunk]:
+    """A call that goes on after these chunks."""
+    queue: Chunks = asyncio.Queue()
+    for chunk in chunks:
+        queue.put_nowait(chunk)
+    return chunks_of(queue)
 
 
 class GrpcEnd:
@@ -82,7 +73,7 @@ class GrpcEnd:
         assert key is not None
         self.ticket, _, address = key[1].decode().partition(" ")
         assert address == "decode:1"
-        self.call = asyncio.create_task(self.transport.take(self.chunks))
+        self.call = asyncio.create_task(self.transport.take(chunks_of(self.chunks)))
         self.say(pb.DataChunk(ticket=self.ticket))
         self.end = await opening
         for number, nbytes in enumerate(expected):
@@ -90,7 +81,7 @@ class GrpcEnd:
 
     def say(self, *chunks: pb.DataChunk | bytes | None) -> None:
         for chunk in chunks:
-            self.chunks.queue.put_nowait(pb.DataChunk(data=chunk) if isinstance(chunk, bytes) else chunk)
+            self.chunks.put_nowait(pb.DataChunk(data=chunk) if isinstance(chunk, bytes) else chunk)
 
     def holds(self, number: int, data: bytes) -> bool:
         return bytes(self.end.slot(number)[: len(data)].tolist()) == data
@@ -131,12 +122,12 @@ async def test_a_chunk_waits_for_its_frame_and_holds_up_those_behind_it(channel:
     channel.end.slot(1).zero_()
     channel.say(b"ab", b"cd", b"ef")
     await turns()
-    assert channel.chunks.taken == 2  # the ticket, and one chunk in hand
+    assert channel.chunks.qsize() == 2  # the ticket was taken, and one chunk is in hand
     channel.end.start(0, 4)
     await channel.finish(0)
     assert channel.holds(0, b"abcd")
     await turns()
-    assert channel.chunks.taken == 4  # the next one is in hand, in no slot
+    assert channel.chunks.empty()  # the next one is in hand, in no slot
     assert channel.holds(1, bytes(2))
     channel.end.close()
     assert "closed" in await channel.ended()
@@ -183,7 +174,7 @@ async def test_an_unknown_ticket_ends_the_call_and_nothing_else(channel: GrpcEnd
     await channel.open(2)
     for named in (ticket, channel.ticket):  # one is good for one call
         with pytest.raises(ChannelBroken, match="ticket"):
-            await channel.transport.take(Chunks(pb.DataChunk(ticket=named, data=b"x" * 100)))
+            await channel.transport.take(call_of(pb.DataChunk(ticket=named, data=b"x" * 100)))
     channel.say(b"ok")
     await channel.finish(0)
     channel.end.close()
@@ -197,14 +188,14 @@ async def test_the_ticket_of_an_end_that_gave_up_is_unknown() -> None:
     key = told.receive(5.0)
     assert key is not None
     with pytest.raises(ChannelBroken, match="no channel here waits"):
-        await transport.take(Chunks(pb.DataChunk(ticket=key[1].decode().split()[0])))
+        await transport.take(call_of(pb.DataChunk(ticket=key[1].decode().split()[0])))
 
 
 async def test_a_call_without_a_ticket_ends(monkeypatch) -> None:
     monkeypatch.setattr(grpc_bytes, "_TICKET_S", 0.05)
-    for chunks in (Chunks(), Chunks(None)):  # silent, and empty
+    for call in (call_of(), call_of(None)):  # silent, and empty
         with pytest.raises(ChannelBroken, match="no ticket"):
-            await GrpcTransport("decode:1").take(chunks)
+            await GrpcTransport("decode:1").take(call)
 
 
 def test_a_sender_is_not_kept_by_an_address_where_nobody_is() -> None:

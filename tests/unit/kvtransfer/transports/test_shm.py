@@ -222,15 +222,6 @@ def test_a_receiver_refuses_another_notice_than_the_expected_one(pool, notice: b
         assert connected.recv(1) == b""
 
 
-def test_the_memory_cannot_change_its_size(pool) -> None:
-    with Stranger(pool).joined() as (connected, _):
-        file = given_memory(connected)
-        for nbytes in (0, RING.nbytes - 1, RING.nbytes + 1):
-            with pytest.raises(PermissionError):
-                os.ftruncate(file, nbytes)
-        os.close(file)
-
-
 def test_both_ends_see_the_same_memory_and_all_of_it_is_there(pairs: Pairs) -> None:
     sender, receiver = pairs()
     sender.slot(3)[-1] = 77
@@ -281,12 +272,6 @@ def test_reach_names_the_host_what_divides_it_and_the_user(monkeypatch) -> None:
     assert len({here, host_reach("pid"), host_reach("pid", "ipc")}) == 3
     monkeypatch.setattr(os, "geteuid", lambda: mine + 1)
     assert host_reach() != here
-
-
-def test_without_sealed_memory_it_cannot_be_had(monkeypatch) -> None:
-    monkeypatch.delattr(os, "memfd_create")
-    with pytest.raises(ConfigError, match="memfd_create"):
-        ShmTransport()
 
 
 def test_without_proc_it_cannot_be_had(monkeypatch, tmp_path: Path) -> None:
