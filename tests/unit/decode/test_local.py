@@ -17,9 +17,12 @@ def whole_answer():
     return list({token.index: token for token in session.tokens()}.values())  # of the first there are two witnesses
 
 
-def test_the_answer_is_that_of_a_handoff(side, router):
-    side.serve(router, reserve(), prefill(to=None))
-    assert router.tokens() == whole_answer()
+@pytest.mark.parametrize("known", [0, 3])
+def test_the_answer_is_that_of_a_handoff_and_what_is_known_is_not_sampled_again(side, router, known):
+    tokens = whole_answer()
+    spec = replace(spec_of(), known=tuple(token.token_id for token in tokens[:known]))
+    side.serve(router, reserve(known=9 + known), prefill(spec=spec, to=None))
+    assert router.tokens() == tokens[known:]
     assert router.kinds()[-1] == "finish"
     assert (side.all_free, len(side.role.reservations), router.handoffs) == (True, 0, set())
 
@@ -33,13 +36,6 @@ def test_nothing_of_it_was_handed_over_nor_was_to_be(side, router):
     other = replace(H, request_id="other")
     side.take(router, reserve(other), release(other))
     assert side.role.reservations.counts.handoffs["fenced"] == 1
-
-
-def test_what_is_known_is_not_sampled_again(side, router):
-    tokens = whole_answer()
-    known = tuple(token.token_id for token in tokens[:3])
-    side.serve(router, reserve(known=12), prefill(spec=replace(spec_of(), known=known), to=None))
-    assert router.tokens() == tokens[3:]
 
 
 def test_a_request_that_had_ended_already(side, router):

@@ -138,14 +138,6 @@ def test_a_second_frame_that_does_not_go_on_closes_the_channel(call: Call, secon
     assert call.receiver.end.expected == [(0, LAYER)]
 
 
-def test_what_was_skipped_is_not_accepted(receiver: Receiver) -> None:
-    call = receiver.call().welcomed()
-    call.offer(skip=4)
-    assert call.hear() == "offer_accepted"
-    call.frame(0)
-    call.refused("FRAME")
-
-
 def test_more_frames_than_credits_close_the_channel(receiver: Receiver) -> None:
     call = receiver.call().offered()
     for layer in range(3):

@@ -29,23 +29,17 @@ def test_kv_leaves_layer_by_layer_while_the_prompt_is_computed(chunked, router):
     assert push.end is not None
 
 
-@pytest.mark.parametrize(("less", "streams"), [(9 * POSITION - 1, True), (9 * POSITION, False)])
-def test_short_prompts_leave_when_they_are_computed(router, less, streams):
+@pytest.mark.parametrize(
+    ("less", "skip", "streams"),
+    [(9 * POSITION - 1, 0, True), (9 * POSITION, 0, False), (5 * POSITION, 3, True), (5 * POSITION, 4, False)],
+)
+def test_prompts_of_which_little_must_come_leave_when_they_are_computed(router, less, skip, streams):
     side = PrefillSide(coalesce_below=less, max_batched_tokens=4)
-    side.serve(router, prefill())
-    told = side.pusher.pushes[H].told
-    assert told[-1] == (LAYERS, 9)
-    assert (len(told) > 1) == streams
-
-
-def test_only_what_must_come_makes_a_prompt_long(router):
-    side = PrefillSide(coalesce_below=5 * POSITION)
-    for number, skip in enumerate((3, 4)):
-        handoff = HandoffId(f"r{number}", 1)
-        side.take(router, prefill(handoff, skip=skip))
-        assert side.pusher.pushes[handoff].job.skip == skip
-    side.run()
-    assert [len(push.told) > 1 for push in side.pusher.pushes.values()] == [True, False]
+    side.serve(router, prefill(skip=skip))
+    push = side.pusher.pushes[H]
+    assert push.job.skip == skip
+    assert push.told[-1] == (LAYERS, 9)
+    assert (len(push.told) > 1) == streams
 
 
 def test_what_was_in_the_prefix_cache_leaves_with_the_first_layer(side, router):

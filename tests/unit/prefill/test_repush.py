@@ -74,19 +74,6 @@ def test_the_first_token_is_said_again_with_all_that_was_said_of_it(router):
     assert new == old
 
 
-def test_again_and_again(side, router):
-    side.bring(router, "computed, waits")
-    names = [H]
-    for _ in range(3):
-        names.append(next_of(names[-1]))
-        side.serve(router, repush(names[-2], names[-1]))
-        side.push_ends(names[-1], CUT)
-    assert all(router.kinds(name) == ["tokens", "failed"] for name in names)
-    assert side.engine.counters.prefill_tokens == 9
-    side.take(router, release(names[-1]))
-    assert side.all_free
-
-
 @pytest.mark.parametrize("state", ["computing", "computed, waits"])
 def test_the_deadline_is_the_new_ones(side, router, state):
     side.bring(router, state)
@@ -125,6 +112,7 @@ def test_a_new_push_that_is_not_taken_waits_like_any_other(side, router):
     assert next(event for event in router.events if event.handoff.attempt == 2).failed.held
     side.pusher.refuse = None
     side.take(router, repush(H2, next_of(H2)))
+    assert side.engine.counters.prefill_tokens == 9
     side.push_ends(next_of(H2))
     assert side.all_free
 
