@@ -9,6 +9,8 @@ from tests.support.sessions import GREEDY, STALE, FakeSession, H, attach, expect
 
 LASTS_S = 30.0
 ANSWER = expected()
+SAMPLING = replace(GREEDY, seed=99)
+OTHERS = {"prompt": (9, 9, 9), "cache_scope": "x", "priority": 5, "think_while_decoding": True, "sampling": SAMPLING}
 
 
 @pytest.fixture
@@ -125,15 +127,11 @@ def test_what_is_not_resumable_ends_with_its_router(pair, side, first, second):
 @pytest.mark.parametrize(
     "asked",
     [
-        attach(1, replace(spec_of(), prompt=(9, 9, 9))),
-        attach(1, replace(spec_of(), cache_scope="other")),
-        attach(1, replace(spec_of(), priority=5)),
-        attach(1, replace(spec_of(), think_while_decoding=True)),
-        attach(1, replace(spec_of(), sampling=replace(GREEDY, seed=99))),
+        *(attach(1, replace(spec_of(), **{field: value})) for field, value in OTHERS.items()),
         attach(4),  # three are there
         attach(1, said=[ANSWER[0] + 1]),
     ],
-    ids=["prompt", "scope", "priority", "thinking", "sampling", "more than is there", "other tokens"],
+    ids=[*OTHERS, "more than is there", "other tokens"],
 )
 def test_only_the_same_request_with_tokens_that_were_told_is_attached(pair, side, first, second, asked):
     begin(pair, first)

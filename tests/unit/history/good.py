@@ -91,7 +91,6 @@ class Cluster:
         self.preempted("preempted")
         self.prefill_lost("fenced")
         self.decode_killed("repushed")
-        self.ends_at_first_token("short")
         self.cancelled("cancelled")
         self.fetches("fetched")
         self.refused("refused")
@@ -202,12 +201,6 @@ class Cluster:
             self.other.let_go(second)
             self.decode(second, self.other, 1, 1)
             self.other.note("finished", second)
-
-    def ends_at_first_token(self, name):
-        with self.request(name, count=1) as attempts:
-            handoff = self.to_first_token(attempts, name, self.d)
-            self.p.let_go(handoff, "aborted")
-            self._fence(handoff)
 
     def _fence(self, handoff):
         self.d.note("fenced", handoff)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import queue
 import socket
 import threading
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 
 import torch
@@ -231,6 +231,7 @@ class Call:
 
 class Receiver:
     def __init__(self, settings=SMALL, *, express: bool = False) -> None:
+        torch.set_num_threads(1)
         self.table, self.kv = RecordingTable(), make_kv(None)
         self.table.reserve(JOB.handoff, [11, 12])
         self.channels = HandMade(express=express)
@@ -245,23 +246,17 @@ class Receiver:
     def end(self) -> HandMadeEnd:
         return eventually(lambda: self.channels.ends)[-1]
 
-    def close(self) -> None:
+    def __enter__(self) -> Receiver:
+        return self
+
+    def __exit__(self, *_: object) -> None:
         for end in self.channels.ends:
             end.leave()
         self.peer.run(self.peer.service.close())  # first: a session that waits for hello would hold the streams up
         for call in self.calls:
             call.stream.close()
         self.peer.close()
-
-
-@contextmanager
-def running(receiver: Receiver) -> Iterator[Receiver]:
-    torch.set_num_threads(1)
-    try:
-        yield receiver
-    finally:
-        receiver.close()
-    eventually(lambda: not sessions())
+        eventually(lambda: not sessions())
 
 
 def sessions() -> list[str]:

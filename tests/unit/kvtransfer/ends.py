@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from typing import Any
 
 from baton.errors import ChannelBroken
@@ -24,8 +25,11 @@ class Wrapped:
 
 
 class WrappedEnd:
-    def __init__(self, inner) -> None:
+    """Does what the end in it does, but for methods that it is given instead."""
+
+    def __init__(self, inner, **instead: Callable[..., None]) -> None:
         self.inner = inner
+        vars(self).update(instead)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
@@ -58,8 +62,13 @@ class Gate:
         self._stopped, self._open = threading.Semaphore(0), threading.Semaphore(0)
 
     def __call__(self, inner) -> WrappedEnd:
+        def start(number: int, nbytes: int) -> None:
+            if number >= probe.FRAMES:
+                self._hold()
+            inner.start(number, nbytes)
+
         self.channels += 1
-        return GatedEnd(inner, self)
+        return WrappedEnd(inner, start=start)
 
     def wait_stopped(self) -> None:
         assert self._stopped.acquire(timeout=scaled(10))
@@ -67,21 +76,10 @@ class Gate:
     def let(self, frames: int) -> None:
         self._open.release(frames)
 
-    def hold(self) -> None:
+    def _hold(self) -> None:
         self._stopped.release()
         if not self._open.acquire(timeout=scaled(20)):
             raise ChannelBroken("the gate stayed shut")
-
-
-class GatedEnd(WrappedEnd):
-    def __init__(self, inner, gate: Gate) -> None:
-        super().__init__(inner)
-        self._gate = gate
-
-    def start(self, number: int, nbytes: int) -> None:
-        if number >= probe.FRAMES:
-            self._gate.hold()
-        self.inner.start(number, nbytes)
 
 
 class Stopped:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -35,7 +35,6 @@ class Prompt:
     pair: Pair
     job: PushJob
     blocks: Sequence[int]
-    calls: int = field(default=0)
 
     @property
     def tokens(self) -> int:
@@ -49,7 +48,6 @@ class Prompt:
         """Compute one layer of a chunk, and say so."""
         put(self.pair.source, self.blocks, layer, begin, end, rows(RIGHT, range(64), begin, end)[:, layer])
         self.pair.sender.computed(self.job.handoff, self.blocks, layer + 1, end)
-        self.calls += 1
 
     def chunk(self, begin: int, end: int, layers: int = LAYOUT.layers) -> None:
         for layer in range(layers):

@@ -11,12 +11,12 @@ import pytest
 
 from baton.rpc.v1 import peer_pb2 as pb
 from tests.support.waiting import eventually
-from tests.unit.kvtransfer.byhand import HANDOFF, JOB, Call, Receiver, announcement, commit_of, running, sessions
+from tests.unit.kvtransfer.byhand import HANDOFF, JOB, Call, Receiver, announcement, commit_of, sessions
 
 
 @pytest.fixture
 def call() -> Iterator[Call]:
-    with running(Receiver(express=True)) as receiver:
+    with Receiver(express=True) as receiver:
         yield receiver.call().offered()
 
 

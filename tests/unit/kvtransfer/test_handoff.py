@@ -4,29 +4,19 @@ from __future__ import annotations
 
 import threading
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
 from baton.core import HandoffId
 from baton.errors import DigestMismatch, StaleAttempt
-from baton.rpc.v1 import peer_pb2 as pb
 from kvtransfer import probe
 from kvtransfer.handoff import PushEnd
 from kvtransfer.messages import FingerprintRefused
 from tests.support.time_factor import scaled
 from tests.unit.kvtransfer.conftest import wrapped
 from tests.unit.kvtransfer.ends import FlippingEnd, Stopped
-from tests.unit.kvtransfer.support import (
-    LAYOUT,
-    SETTINGS,
-    SMALL_FRAMES,
-    P,
-    hand_over,
-    make_end,
-    make_job,
-    only_these,
-    same_kv,
-)
+from tests.unit.kvtransfer.support import LAYOUT, SETTINGS, SMALL_FRAMES, P, hand_over, make_end, only_these, same_kv
 
 
 @pytest.mark.parametrize("tokens", [1, 3, 4, 5, 16, 37])
@@ -76,8 +66,8 @@ def test_a_sender_that_does_not_fit_is_refused_by_name(pairs) -> None:
 
 
 def test_an_attempt_without_reservation_is_refused_and_the_channel_lives(pair) -> None:
-    job = make_job("r", 3, attempt=2)
-    pair.table.reserve(replace(job.handoff, attempt=3), [1])
+    newer = pair.reserve("r", 3, [1], attempt=3)
+    job = replace(newer, handoff=replace(newer.handoff, attempt=2))
     pair.reports.failed(hand_over(pair.sender, job, [0]), StaleAttempt)
     pair.reports.done(pair.push("s", 3, [0], [1]))
     assert ("aborted", job.handoff) not in pair.table.events
@@ -100,7 +90,7 @@ def test_a_handoff_fenced_between_frames_is_drained_and_dropped(pairs) -> None:
 @pytest.mark.parametrize(("tokens", "skip"), [(8, 8), (8, 9), (8, -1), (0, 0)])
 def test_a_job_that_contradicts_itself_is_refused_at_once(pair, tokens: int, skip: int) -> None:
     with pytest.raises(ValueError, match=f"{skip} of {tokens}"):
-        pair.sender.begin(make_job("r", tokens, skip=skip))
+        pair.sender.begin(pair.reserve("r", tokens, [1], skip=skip))
     assert not pair.peer.streams
     assert not pair.reports.outcomes
 
@@ -145,19 +135,6 @@ def test_the_answer_to_a_fetch_is_committed_without_a_sequence(pair) -> None:
     assert only_these(pair.target, range(3), 12, 4)
 
 
-class Deaf:
-    """A stream that nobody answers; `asked` after the first word."""
-
-    def __init__(self) -> None:
-        self.asked = threading.Event()
-
-    def send(self, command: pb.PeerCommand) -> None:
-        self.asked.set()
-
-    def close(self) -> None:
-        pass
-
-
 def aborted(pair, handoff: HandoffId) -> None:
     """Abort it: it is reported although nothing goes on."""
     pair.sender.abort(handoff)
@@ -165,10 +142,11 @@ def aborted(pair, handoff: HandoffId) -> None:
 
 
 def test_abort_before_the_link_is_up(pairs) -> None:
-    deaf = Deaf()
-    pair = pairs(connect=lambda address, on_reply, on_end: deaf)
+    asked = threading.Event()
+    deaf = SimpleNamespace(send=lambda command: asked.set(), close=lambda: None)
+    pair = pairs(connect=lambda *_: deaf)
     handoff = pair.push("r", 3, [0], [1])
-    assert deaf.asked.wait(scaled(5))
+    assert asked.wait(scaled(5))
     aborted(pair, handoff)
 
 

@@ -13,7 +13,7 @@ from baton.rpc.v1 import peer_pb2 as pb
 from kvtransfer import probe
 from kvtransfer.messages import VersionRefused
 from kvtransfer.transport import Ring
-from tests.unit.kvtransfer.byhand import SMALL, ZEROS, Call, Receiver, running
+from tests.unit.kvtransfer.byhand import SMALL, ZEROS, Call, Receiver
 from tests.unit.kvtransfer.conftest import wrapped
 from tests.unit.kvtransfer.ends import FlippingEnd, Wrapped
 from tests.unit.kvtransfer.support import SETTINGS, P, same_kv
@@ -71,7 +71,7 @@ def probed(call: Call, number: int, data: torch.Tensor) -> None:
 
 
 def test_a_receiver_answers_the_probe_once_and_takes_no_more_of_it() -> None:
-    with running(Receiver()) as receiver:
+    with Receiver() as receiver:
         call = receiver.call().welcomed()
         for number in range(probe.FRAMES):
             probed(call, number, probe.pattern(number, PROBE.nbytes))
@@ -96,7 +96,7 @@ def flipped(number: int) -> torch.Tensor:
     ids="flipped swapped stale".split(),
 )
 def test_a_channel_that_changes_bytes_is_refused_by_name(spoilt: Callable[[int], torch.Tensor], at: int) -> None:
-    with running(Receiver()) as receiver:
+    with Receiver() as receiver:
         call = receiver.call().welcomed()
         for number in range(at):
             probed(call, number, probe.pattern(number, PROBE.nbytes))

@@ -14,7 +14,7 @@ from baton.rpc import convert
 from baton.rpc.v1 import peer_pb2 as pb
 from kvtransfer import probe
 from tests.support.waiting import eventually
-from tests.unit.kvtransfer.byhand import DIGESTS, JOB, SMALL, Call, Receiver, running, sessions
+from tests.unit.kvtransfer.byhand import DIGESTS, JOB, SMALL, Call, Receiver, sessions
 from tests.unit.kvtransfer.ends import Stopped
 from tests.unit.kvtransfer.support import LAYER, LAYOUT, D, P, make_kv, same_kv
 
@@ -23,14 +23,14 @@ ONES = torch.ones(LAYER, dtype=torch.uint8)
 
 @pytest.fixture
 def receiver() -> Iterator[Receiver]:
-    with running(Receiver()) as receiver:
+    with Receiver() as receiver:
         yield receiver
 
 
 @pytest.fixture(params=["stream", "express"])
 def call(request: pytest.FixtureRequest) -> Iterator[Call]:
     """A handoff was accepted; its frames and its commit take this way."""
-    with running(Receiver(express=request.param == "express")) as receiver:
+    with Receiver(express=request.param == "express") as receiver:
         yield receiver.call().offered()
 
 
@@ -75,7 +75,7 @@ def test_a_stream_begins_with_hello(receiver: Receiver) -> None:
 
 
 def test_a_stream_that_says_nothing_is_given_up() -> None:
-    with running(Receiver(replace(SMALL, frame_deadline_s=0.2))) as receiver:
+    with Receiver(replace(SMALL, frame_deadline_s=0.2)) as receiver:
         receiver.call().refused("FRAME")
 
 
@@ -98,44 +98,37 @@ def test_an_offer_that_does_not_fit_is_refused_and_the_channel_lives(receiver: R
     assert call.hear() == "STALE"
 
 
+FIRST_FRAMES: list[dict[str, Any]] = [
+    *({"nbytes": nbytes} for nbytes in (1 << 30, LAYER + 1, LAYER - 1, 0)),
+    {"sequence": 1},
+    {"layer_end": 3, "nbytes": 3 * LAYER},  # it goes on, but is more than a slot holds
+    {"layer_begin": 1},
+    {"layer_begin": 3, "layer_end": 4},
+    {"layer_begin": 2**32 - 1},
+    {"begin": 1, "nbytes": LAYER // 8 * 7},
+    {"end": 9, "nbytes": LAYER // 8 * 9},
+    {"begin": 8, "nbytes": 0},
+    *({"handoff": other} for other in OTHER_HANDOFFS),
+    {"handoff": None},  # a piece of a probe, and it is not
+    {"handoff": None, "layer_end": 0, "end": 0, "nbytes": LAYER - 1},
+    {"handoff": None, "layer_end": 0, "end": 0, "sequence": probe.FRAMES},
+]
+SECOND_FRAMES: list[dict[str, Any]] = [
+    {"layer_begin": 0, "layer_end": 1},  # twice
+    {"layer_begin": 0, "layer_end": 1, "begin": 4, "nbytes": LAYER // 2},  # in part
+    {"sequence": 0},
+    {"sequence": 2},
+]
+
+
 @pytest.mark.parametrize(
-    "change",
-    [
-        *({"nbytes": nbytes} for nbytes in (1 << 30, LAYER + 1, LAYER - 1, 0)),
-        {"sequence": 1},
-        {"layer_end": 3, "nbytes": 3 * LAYER},  # it goes on, but is more than a slot holds
-        {"layer_begin": 1},
-        {"layer_begin": 3, "layer_end": 4},
-        {"layer_begin": 2**32 - 1},
-        {"begin": 1, "nbytes": LAYER // 8 * 7},
-        {"end": 9, "nbytes": LAYER // 8 * 9},
-        {"begin": 8, "nbytes": 0},
-        *({"handoff": other} for other in OTHER_HANDOFFS),
-        {"handoff": None},  # a piece of a probe, and it is not
-        {"handoff": None, "layer_end": 0, "end": 0, "nbytes": LAYER - 1},
-        {"handoff": None, "layer_end": 0, "end": 0, "sequence": probe.FRAMES},
-    ],
+    ("before", "change"), [*((0, each) for each in FIRST_FRAMES), *((1, each) for each in SECOND_FRAMES)]
 )
-def test_a_frame_that_does_not_go_on_closes_the_channel_before_a_receive(call: Call, change) -> None:
-    call.frame(**change)
+def test_a_frame_that_does_not_go_on_closes_the_channel_before_a_receive(call: Call, before: int, change) -> None:
+    call.arrived(range(before)).frame(before, **change)
     call.refused("FRAME")
-    assert not call.receiver.end.expected
+    assert call.receiver.end.expected == [(0, LAYER)] * before
     assert call.receiver.table.events[-1] == ("lost", P)
-
-
-@pytest.mark.parametrize(
-    "second",
-    [
-        {"layer_begin": 0, "layer_end": 1},  # twice
-        {"layer_begin": 0, "layer_end": 1, "begin": 4, "nbytes": LAYER // 2},  # in part
-        {"sequence": 0},
-        {"sequence": 2},
-    ],
-)
-def test_a_second_frame_that_does_not_go_on_closes_the_channel(call: Call, second) -> None:
-    call.arrived([0]).frame(1, **second)
-    call.refused("FRAME")
-    assert call.receiver.end.expected == [(0, LAYER)]
 
 
 def test_more_frames_than_credits_close_the_channel(receiver: Receiver) -> None:
@@ -149,7 +142,7 @@ def test_what_is_announced_is_expected_ahead_and_a_credit_follows_the_write() ->
     data, wire = make_kv(1), torch.empty(3, LAYER, dtype=torch.uint8)
     for layer in range(3):
         data.gather(range(layer, layer + 1), [5, 6], 0, 8, wire[layer])
-    with running(Receiver(replace(SMALL, credits=3))) as receiver:
+    with Receiver(replace(SMALL, credits=3)) as receiver:
         write = Stopped(receiver.table, "hold")
         call = receiver.call().offered()
         call.frame(0)

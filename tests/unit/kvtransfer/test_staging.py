@@ -14,7 +14,7 @@ from kvtransfer.outbox import Outbox
 from kvtransfer.transport import Ring
 from kvtransfer.transports.memory import MemoryTransport
 from tests.support.waiting import eventually
-from tests.unit.kvtransfer.byhand import SMALL, Call, Receiver, running
+from tests.unit.kvtransfer.byhand import SMALL, Call, Receiver
 from tests.unit.kvtransfer.support import LAYER, SETTINGS, D, P, hand_over, make_job, same_kv
 
 RING = Ring(SETTINGS.credits, SETTINGS.frame_size)
@@ -111,7 +111,7 @@ def offered(receiver: Receiver, sender, name: str) -> Call:
 
 
 def test_the_oldest_idle_channel_makes_room_for_a_new_one() -> None:
-    with running(Receiver(replace(SMALL, staging_memory=3 * SMALL.credits * LAYER))) as receiver:
+    with Receiver(replace(SMALL, staging_memory=3 * SMALL.credits * LAYER)) as receiver:
         busy = offered(receiver, OTHERS[0], "busy")
         idle, newer = receiver.call(OTHERS[1]).welcomed(), receiver.call(OTHERS[2]).welcomed()
         receiver.call(OTHERS[3]).welcomed()
@@ -122,7 +122,7 @@ def test_the_oldest_idle_channel_makes_room_for_a_new_one() -> None:
 
 
 def test_a_channel_is_refused_while_all_others_are_busy() -> None:
-    with running(Receiver(replace(SMALL, staging_memory=2 * SMALL.credits * LAYER))) as receiver:
+    with Receiver(replace(SMALL, staging_memory=2 * SMALL.credits * LAYER)) as receiver:
         first, second = (offered(receiver, OTHERS[n], f"r{n}") for n in range(2))
         refused = receiver.call(OTHERS[2])
         refused.hello()
@@ -135,7 +135,7 @@ def test_a_channel_is_refused_while_all_others_are_busy() -> None:
 
 
 def test_a_channel_with_a_frame_on_its_way_is_not_idle() -> None:
-    with running(Receiver(replace(SMALL, staging_memory=SMALL.credits * LAYER))) as receiver:
+    with Receiver(replace(SMALL, staging_memory=SMALL.credits * LAYER)) as receiver:
         call = receiver.call().offered()
         call.frame(0)
         call.abort()

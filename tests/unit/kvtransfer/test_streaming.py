@@ -118,7 +118,6 @@ def test_prompts_of_one_batch_leave_side_by_side(pairs, seed: int) -> None:
                 batch[n].finish()
     for push in batch:
         push.done()
-    assert sum(push.calls for push in batch) > 3 * 8
 
 
 @pytest.mark.parametrize(("skip", "begin"), [*((n, n) for n in (1, 3, 4, 5, 12, 15)), (9, 0)])

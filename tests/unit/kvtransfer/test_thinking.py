@@ -19,7 +19,7 @@ from kvtransfer.stream import GrpcPeerStream
 from kvtransfer.transports.express import MAX_PACKET
 from kvtransfer.transports.shm import ShmTransport
 from tests.support.transports import served
-from tests.unit.kvtransfer.byhand import JOB, Call, Receiver, running
+from tests.unit.kvtransfer.byhand import JOB, Call, Receiver
 from tests.unit.kvtransfer.support import make_end, same_kv
 
 TRANSPORTS = {"memory": lambda memory: [memory], "shm": lambda memory: [ShmTransport()]}
@@ -67,7 +67,7 @@ def test_what_a_commit_was_made_of() -> None:
 
 @pytest.fixture
 def call() -> Iterator[Call]:
-    with running(Receiver()) as receiver:
+    with Receiver() as receiver:
         yield receiver.call().offered().arrived()
 
 

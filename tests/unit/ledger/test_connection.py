@@ -32,9 +32,7 @@ BAD_URLS = [
     "",
     "redis://:secret@h?db=x",
     "redis://h:99999",
-    "redis://user:secret/secret@host/0",
-    "redis://user:secret?secret@host/0",
-    "redis://user:secret#secret@host/0",
+    *(f"redis://user:secret{sign}secret@host/0" for sign in "/?#"),
     "redis://user:secret@secret@host:x/0",
 ]
 

@@ -8,7 +8,7 @@ of their pushes. The pusher fails the run when blocks are let go that it may sti
 import functools
 
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
@@ -34,9 +34,7 @@ def spec_for(request):
     return SequenceSpec(prompt, sampling, priority=index // 2)
 
 
-@functools.cache
-def first_of(request):
-    return expected(spec_for(request), 1)
+first_of = functools.cache(lambda request: expected(spec_for(request), 1))
 
 
 class PrefillMachine(RuleBasedStateMachine):
@@ -217,10 +215,4 @@ class PrefillMachine(RuleBasedStateMachine):
 
 
 TestPrefill = pytest.mark.slow(PrefillMachine.TestCase)
-TestPrefill.settings = settings(
-    report_multiple_bugs=False,
-    max_examples=150,
-    stateful_step_count=50,
-    deadline=None,
-    suppress_health_check=[HealthCheck.too_slow],
-)
+TestPrefill.settings = settings(report_multiple_bugs=False, max_examples=150, stateful_step_count=50)

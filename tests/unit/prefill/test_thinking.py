@@ -4,18 +4,11 @@ import pytest
 
 from baton.core import HandoffId
 from baton.engine.sequence import Sequence
-from tests.support.sessions import BACKEND, H, next_of, prefill, release, spec_of
+from tests.support.sessions import BACKEND, H, prefill, release, spec_of
 from tests.support.workers import PrefillSide
 from tests.unit.worker.thinking import CHUNK, thinks, thought_about
 
-H2 = next_of(H)
 LAYERS = BACKEND.layout.layers
-
-
-@pytest.fixture
-def unsettled(monkeypatch):
-    """What a step writes may be rolled back."""
-    monkeypatch.setattr(Sequence, "settled", property(lambda sequence: False))
 
 
 def thinking_side(**options):
@@ -24,7 +17,9 @@ def thinking_side(**options):
     return side
 
 
-def test_kv_of_an_unsettled_prompt_leaves_when_the_step_is_over(router, unsettled):
+def test_kv_of_an_unsettled_prompt_leaves_when_the_step_is_over(router, monkeypatch):
+    """It may be rolled back before."""
+    monkeypatch.setattr(Sequence, "settled", property(lambda sequence: False))
     side = thinking_side(max_batched_tokens=4)
     side.take(router, prefill())
     push, told = side.pusher.pushes[H], []

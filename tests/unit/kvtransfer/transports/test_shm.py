@@ -124,14 +124,6 @@ def test_a_sender_connects_to_nothing_but_a_channel(tmp_path: Path) -> None:
             other.accept()
 
 
-def given_memory(connected: socket.socket) -> int:
-    """What a real receiver gives: the other half of its express, which is closed here, and its memory."""
-    (express,), (file,) = (socket.recv_fds(connected, 1, 1)[1] for _ in range(2))
-    assert os.fstat(express).st_size == 0
-    os.close(express)
-    return file
-
-
 def turned_away(connected: socket.socket) -> bool:
     """Whether the other end closes, without having sent memory."""
     try:
@@ -175,9 +167,10 @@ def test_a_receiver_turns_strangers_away_and_still_meets_its_sender(pool, monkey
         with stranger.connect(secret) as connected:
             assert turned_away(connected)
     with stranger.connect(None), stranger.connect(stranger.value[:16]) as right:  # the silent one is left after a while
-        file = given_memory(right)
-        assert os.fstat(file).st_size == RING.nbytes
-        os.close(file)
+        given = [file for _ in range(2) for file in socket.recv_fds(right, 1, 1)[1]]  # half of an express, and memory
+        assert [os.fstat(file).st_size for file in given] == [0, RING.nbytes]
+        for file in given:
+            os.close(file)
         stranger.opening.result(scaled(10)).close()
 
 
