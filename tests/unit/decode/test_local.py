@@ -5,24 +5,17 @@ from dataclasses import replace
 import pytest
 
 from baton.rpc.v1 import worker_pb2 as pb
-from tests.support.sessions import STALE, FakeSession, H, fence, prefill, release, reserve, spec_of
+from tests.support.sessions import STALE, FakeSession, H, expected, fence, prefill, release, reserve, spec_of
 from tests.support.workers import DecodeSide, Pair
 
-
-def whole_answer():
-    """What the same request gets where a prefill worker hands it over."""
-    pair, session = Pair(), FakeSession()
-    pair.hand_over(session)
-    pair.decode.run()
-    return list({token.index: token for token in session.tokens()}.values())  # of the first there are two witnesses
+ANSWER = expected()
 
 
 @pytest.mark.parametrize("known", [0, 3])
 def test_the_answer_is_that_of_a_handoff_and_what_is_known_is_not_sampled_again(side, router, known):
-    tokens = whole_answer()
-    spec = replace(spec_of(), known=tuple(token.token_id for token in tokens[:known]))
+    spec = replace(spec_of(), known=tuple(ANSWER[:known]))
     side.serve(router, reserve(known=9 + known), prefill(spec=spec, to=None))
-    assert router.tokens() == tokens[known:]
+    assert [(token.index, token.token_id) for token in router.tokens()] == list(enumerate(ANSWER))[known:]
     assert router.kinds()[-1] == "finish"
     assert (side.all_free, len(side.role.reservations), router.handoffs) == (True, 0, set())
 
@@ -40,7 +33,7 @@ def test_nothing_of_it_was_handed_over_nor_was_to_be(side, router):
 
 def test_a_request_that_had_ended_already(side, router):
     spec = spec_of()
-    known = tuple(token.token_id for token in whole_answer())
+    known = tuple(ANSWER)
     assert len(known) == spec.sampling.max_tokens
     side.take(router, reserve(known=len(spec) + len(known)), prefill(spec=replace(spec, known=known), to=None))
     assert router.kinds() == ["reserved", "finish"]

@@ -18,13 +18,6 @@ def first():
     return FakeSession("router-a")
 
 
-def begin(pair, session, tokens=3, resumable_s=LASTS_S):
-    """A stream of which `tokens` tokens are there."""
-    pair.adopt(session, resumable_s=resumable_s, stream="mine")
-    while len(session.ids()) < tokens:
-        pair.decode.step()
-
-
 def ends_free(side):
     side.run()
     assert side.all_free
@@ -34,8 +27,8 @@ def ends_free(side):
     assert not side.role.parking.nobody.handoffs
 
 
-def test_a_router_dies_and_another_goes_on(pair, side, first, second):
-    begin(pair, first)
+def test_a_router_dies_and_another_goes_on(begin, side, first, second):
+    begin(first)
     side.role.gone(first)
     assert not first.handoffs
     side.step()
@@ -51,8 +44,8 @@ def test_a_router_dies_and_another_goes_on(pair, side, first, second):
     ends_free(side)
 
 
-def test_it_ends_while_nobody_is_there(pair, side, first, second):
-    begin(pair, first)
+def test_it_ends_while_nobody_is_there(begin, side, first, second):
+    begin(first)
     side.role.gone(first)
     side.run()
     assert side.all_free, "what has ended holds no blocks"
@@ -67,8 +60,8 @@ def test_it_ends_while_nobody_is_there(pair, side, first, second):
     assert not third.handoffs
 
 
-def test_what_has_ended_is_kept_until_it_is_released(pair, side, first):
-    begin(pair, first)
+def test_what_has_ended_is_kept_until_it_is_released(begin, side, first):
+    begin(first)
     side.run()
     assert (first.kinds()[-1], len(side.role.parking)) == ("finish", 1)
     assert (H, "router-a", "COMMITTED", "mine") in side.records.notes
@@ -78,8 +71,8 @@ def test_what_has_ended_is_kept_until_it_is_released(pair, side, first):
 
 
 @pytest.mark.parametrize("state", ["decoding", "ended"])
-def test_nobody_comes(pair, side, first, second, state):
-    begin(pair, first)
+def test_nobody_comes(pair, begin, side, first, second, state):
+    begin(first)
     if state == "ended":
         side.run()
     side.role.gone(first)
@@ -93,8 +86,8 @@ def test_nobody_comes(pair, side, first, second, state):
     ends_free(side)
 
 
-def test_its_time_begins_anew(pair, side, first, second):
-    begin(pair, first)
+def test_its_time_begins_anew(pair, begin, side, first, second):
+    begin(first)
     side.role.gone(first)
     pair.clock.advance(LASTS_S - 1)
     side.take(second, attach(known=1))
@@ -116,8 +109,8 @@ def test_before_the_commit_there_is_nothing_to_park(pair, side, first, state):
     ends_free(side)
 
 
-def test_what_is_not_resumable_ends_with_its_router(pair, side, first, second):
-    begin(pair, first, resumable_s=0.0)
+def test_what_is_not_resumable_ends_with_its_router(begin, side, first, second):
+    begin(first, resumable_s=0.0)
     side.role.gone(first)
     side.take(second, attach(known=1))
     assert second.refusals == [STALE]
@@ -133,8 +126,8 @@ def test_what_is_not_resumable_ends_with_its_router(pair, side, first, second):
     ],
     ids=[*OTHERS, "more than is there", "other tokens"],
 )
-def test_only_the_same_request_with_tokens_that_were_told_is_attached(pair, side, first, second, asked):
-    begin(pair, first)
+def test_only_the_same_request_with_tokens_that_were_told_is_attached(begin, side, first, second, asked):
+    begin(first)
     side.role.gone(first)
     side.take(second, asked)
     assert (second.kinds(), second.refusals) == (["refused"], [STALE])
@@ -144,9 +137,9 @@ def test_only_the_same_request_with_tokens_that_were_told_is_attached(pair, side
     ends_free(side)
 
 
-def test_who_attaches_takes_it_from_whom_it_had(pair, side, first, second):
+def test_who_attaches_takes_it_from_whom_it_had(begin, side, first, second):
     """The older router lives, its client went away from it: it is told, and what it still sends changes nothing."""
-    begin(pair, first)
+    begin(first)
     side.take(second, attach(known=1))
     assert (first.failure.kind, first.failure.message) == ("Cancelled", "router router-b has taken over")
     side.take(first, release())
@@ -157,8 +150,8 @@ def test_who_attaches_takes_it_from_whom_it_had(pair, side, first, second):
     ends_free(side)
 
 
-def test_what_is_remembered_is_bounded(pair, side, first, second, monkeypatch):
-    begin(pair, first, tokens=2)
+def test_what_is_remembered_is_bounded(begin, side, first, second, monkeypatch):
+    begin(first, tokens=2)
     stream = side.role.parking._streams[H]
     monkeypatch.setattr(parking, "MOST_BYTES", 2 * stream.size)
     side.step(3)
@@ -171,8 +164,8 @@ def test_what_is_remembered_is_bounded(pair, side, first, second, monkeypatch):
     assert second.ids() == ANSWER[stream.first : len(stream.ids)]
 
 
-def test_who_says_more_alone_than_is_remembered_is_given_up(pair, side, first, monkeypatch):
-    begin(pair, first, tokens=1)
+def test_who_says_more_alone_than_is_remembered_is_given_up(begin, side, first, monkeypatch):
+    begin(first, tokens=1)
     side.role.gone(first)
     monkeypatch.setattr(parking, "MOST_BYTES", 1)
     side.step(2)

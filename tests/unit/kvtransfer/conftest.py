@@ -64,6 +64,12 @@ class Pair:
         self.table.reserve(made.handoff, target)
         return made
 
+    def begin(self, name: str, tokens: int, target: Sequence[int], **job) -> PushJob:
+        """A push that has begun."""
+        made = self.reserve(name, tokens, target, **job)
+        self.sender.begin(made)
+        return made
+
     def push(self, name: str, tokens: int, source: Sequence[int], target: Sequence[int], **job) -> HandoffId:
         return hand_over(self.sender, self.reserve(name, tokens, target, **job), source, self.source.layout.layers)
 

@@ -43,6 +43,7 @@ D = WorkerRef("decode-0", Incarnation(7, 2), "in-process")
 SETTINGS = TransferSettings(transport="memory", frame_size=1 << 16, frame_deadline_s=5.0)
 LAYER = 8 * LAYOUT.layer_token_bytes  # of 8 positions: two blocks
 SMALL_FRAMES = replace(SETTINGS, frame_size=LAYER)
+ALL = slice(None)
 
 
 def make_kv(seed: int | None, blocks: int = 64, layout: KVLayout = LAYOUT) -> KVCache:
@@ -66,13 +67,13 @@ def same_kv(a: KVCache, a_blocks: Sequence[int], b: KVCache, b_blocks: Sequence[
     return torch.equal(rows(a, a_blocks, skip, tokens), rows(b, b_blocks, skip, tokens))
 
 
-def put(kv: KVCache, blocks: Sequence[int], layer: int, begin: int, end: int, values: torch.Tensor | float) -> None:
-    """Positions [begin, end) of one layer become `values`: [tensors, positions, heads, dim], or a number."""
+def put(kv: KVCache, blocks: Sequence[int], begin: int, end: int, values: torch.Tensor | float, layers=ALL) -> None:
+    """Positions [begin, end) of these layers become `values`: as `rows` returns them, or a number."""
     size = kv.layout.block_size
     for position in range(begin, end):
         for n, tensor in enumerate(kv.tensors):
-            value = values if isinstance(values, float) else values[n, position - begin]
-            tensor[layer, blocks[position // size], position % size] = value
+            value = values if isinstance(values, float) else values[n, :, position - begin]
+            tensor[layers, blocks[position // size], position % size] = value
 
 
 def only_these(kv: KVCache, blocks: Sequence[int], tokens: int, skip: int = 0) -> bool:
@@ -80,13 +81,12 @@ def only_these(kv: KVCache, blocks: Sequence[int], tokens: int, skip: int = 0) -
     rest = make_kv(None, kv.total_blocks, kv.layout)
     for mine, theirs in zip(rest.tensors, kv.tensors, strict=True):
         mine.copy_(theirs)
-    for layer in range(kv.layout.layers):
-        put(rest, blocks, layer, skip, tokens, 0.0)
+    put(rest, blocks, skip, tokens, 0.0)
     return not any(tensor.any() for tensor in rest.tensors)
 
 
-def make_job(name: str, tokens: int, to: WorkerRef = D, *, attempt: int = 1, skip: int = 0) -> PushJob:
-    return PushJob(HandoffId(name, attempt), to, tokens, skip)
+def make_job(name: str, tokens: int, to: WorkerRef = D, *, attempt: int = 1, **fields: Any) -> PushJob:
+    return PushJob(HandoffId(name, attempt), to, tokens, **fields)
 
 
 def make_end(tokens: int) -> PushEnd:

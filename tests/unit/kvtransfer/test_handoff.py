@@ -96,8 +96,7 @@ def test_a_job_that_contradicts_itself_is_refused_at_once(pair, tokens: int, ski
 
 
 def test_a_job_that_is_under_way_is_refused_and_goes_on(pair) -> None:
-    job = pair.reserve("r", 8, [11, 12])
-    pair.sender.begin(job)
+    job = pair.begin("r", 8, [11, 12])
     with pytest.raises(ValueError, match="under way"):
         pair.sender.begin(job)
     pair.complete(job, [1, 2])
@@ -106,8 +105,7 @@ def test_a_job_that_is_under_way_is_refused_and_goes_on(pair) -> None:
 @pytest.mark.parametrize("verify", [False, True])
 def test_a_fetch_follows_the_offer(pair, verify: bool) -> None:
     pair.table.cached = 12
-    job = replace(pair.reserve("r", 16, range(4), skip=12), fetch=(4, 12), verify=verify)
-    pair.sender.begin(job)
+    job = pair.begin("r", 16, range(4), skip=12, fetch=(4, 12), verify=verify)
     pair.table.wait_for(("fetch", job.handoff))
     assert pair.table.fetches == [(job.handoff, P, 4, 12, verify)]
     assert [kind for kind, _ in pair.table.events] == ["offer", "fetch"]
@@ -117,8 +115,7 @@ def test_a_fetch_follows_the_offer(pair, verify: bool) -> None:
 
 def test_a_fetch_that_is_refused_is_told_and_the_push_goes_on(pair) -> None:
     pair.table.cached = 8
-    job = replace(pair.reserve("r", 16, range(4), skip=12), fetch=(4, 12))
-    pair.sender.begin(job)
+    job = pair.begin("r", 16, range(4), skip=12, fetch=(4, 12))
     assert pair.unfetched.get(timeout=scaled(5)) == job.handoff
     pair.complete(job, range(10, 14))
     assert pair.table.fetches == []
@@ -126,8 +123,7 @@ def test_a_fetch_that_is_refused_is_told_and_the_push_goes_on(pair) -> None:
 
 
 def test_the_answer_to_a_fetch_is_committed_without_a_sequence(pair) -> None:
-    job = pair.reserve("r", 12, range(3), skip=4)
-    pair.sender.begin(job)
+    job = pair.begin("r", 12, range(3), skip=4)
     pair.complete(job, range(10, 13), PushEnd())
     commit = pair.table.commits[job.handoff]
     assert (commit.spec, list(commit.first)) == (None, [])
@@ -162,8 +158,7 @@ def test_abort_while_offered(pair) -> None:
 
 
 def test_abort_while_accepted_and_nothing_is_computed(pair) -> None:
-    job = pair.reserve("r", 3, [1])
-    pair.sender.begin(job)
+    job = pair.begin("r", 3, [1])
     pair.table.wait_for(("offer", job.handoff))
     aborted(pair, job.handoff)
     pair.table.wait_for(("aborted", job.handoff))

@@ -124,15 +124,13 @@ def test_prompts_of_one_batch_leave_side_by_side(pairs, seed: int) -> None:
 def test_what_is_skipped_is_not_sent_and_not_touched(pairs, skip: int, begin: int) -> None:
     """The sender has it as well, or computes it from `begin` on. At the receiver it is poison here, to be told."""
     pair = pairs(EAGER, source=poisoned())
-    for layer in range(LAYOUT.layers):
-        put(pair.target, range(10, 14), layer, 0, skip, 7.0)
+    put(pair.target, range(10, 14), 0, skip, 7.0)
     push = prompt(pair, "r", 16, range(4), range(10, 14), skip=skip).begin()
     result = push.rest(begin, 5)
     assert bool((rows(pair.target, range(10, 14), 0, skip) == 7.0).all())
     assert all(first >= skip for *_, first, _ in announced(pair, push))
     assert pair.table.commits[push.job.handoff].kv_bytes == result.nbytes == (16 - skip) * LAYOUT.layers * TOKEN
-    for layer in range(LAYOUT.layers):
-        put(pair.target, range(10, 14), layer, 0, skip, 0.0)
+    put(pair.target, range(10, 14), 0, skip, 0.0)
     assert only_these(pair.target, range(10, 14), 16, skip)
 
 

@@ -51,8 +51,7 @@ def test_states_arrive_bit_for_bit_over_grpc(pairs, transport: str) -> None:
     with served(pair.peer) as address:
         where.append(address)
         for name, thinking in STATES.items():
-            job = pair.reserve(name, 8, [11, 12])
-            pair.sender.begin(job)
+            job = pair.begin(name, 8, [11, 12])
             pair.complete(job, [1, 2], replace(make_end(8), thinking=thinking))
             assert pair.table.commits[job.handoff].thinking == thinking, name
         assert same_kv(pair.source, [1, 2], pair.target, [11, 12], 8)
