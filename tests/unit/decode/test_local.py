@@ -36,9 +36,7 @@ def test_a_request_that_had_ended_already(side, router):
     known = tuple(ANSWER)
     assert len(known) == spec.sampling.max_tokens
     side.take(router, reserve(known=len(spec) + len(known)), prefill(spec=replace(spec, known=known), to=None))
-    assert router.kinds() == ["reserved", "finish"]
-    assert side.all_free
-    assert not router.handoffs
+    assert (router.kinds(), side.all_free, router.handoffs) == (["reserved", "finish"], True, set())
 
 
 def test_its_cache_is_used(router):
@@ -70,8 +68,7 @@ def test_it_can_be_given_up_at_any_time(side, router, steps, how):
     side.step(steps)
     side.give_up(router, how)
     side.run()
-    assert side.all_free
-    assert not router.handoffs
+    assert (side.all_free, router.handoffs) == (True, set())
 
 
 def test_what_can_never_be_computed_changes_nothing_and_its_deadline_still_counts(side, router):
@@ -81,8 +78,7 @@ def test_what_can_never_be_computed_changes_nothing_and_its_deadline_still_count
     assert len(side.role.reservations) == 1
     side.clock.advance(5.0)
     side.step()
-    assert side.all_free
-    assert not router.handoffs
+    assert (side.all_free, router.handoffs) == (True, set())
     assert side.records.notes[-1][2] == "RELEASED"
 
 
@@ -97,6 +93,5 @@ def test_one_that_has_all_that_the_model_can_take_has_ended(router):
     pair.prefill.take(router, prefill(spec=full))
     assert router.kinds() == ["reserved", "finish"]
     pair.decode.take(router, prefill(spec=full, to=None))
-    assert router.kinds() == ["reserved", "finish", "finish"]
-    assert pair.decode.all_free
+    assert (router.kinds(), pair.decode.all_free) == (["reserved", "finish", "finish"], True)
     assert pair.prefill.all_free

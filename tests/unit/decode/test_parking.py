@@ -20,8 +20,7 @@ def first():
 
 def ends_free(side):
     side.run()
-    assert side.all_free
-    assert len(side.role.parking) == 0
+    assert (side.all_free, len(side.role.parking)) == (True, 0)
     assert not side.role._sessions
     assert not side.role._adopted
     assert not side.role.parking.nobody.handoffs

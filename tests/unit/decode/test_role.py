@@ -43,8 +43,7 @@ def test_a_handoff_from_reserve_to_finish(pair, side, owner):
 )
 def test_a_reserve_that_never_fits_is_refused(side, router, command, reason):
     side.take(router, command)
-    assert router.refusals == [reason]
-    assert side.all_free
+    assert (router.refusals, side.all_free) == ([reason], True)
     side.take(router, reserve(max_total=64))  # the attempt is not used up
     assert router.kinds() == ["refused", "reserved"]
     assert side.counts.reserved == side.engine.layout.blocks_for(9 + 1)
@@ -153,8 +152,7 @@ def test_a_deadline_ends_what_is_not_committed(side, router, state):
         return
     assert router.failure.kind == "DeadlineExceeded"
     side.role.tick()
-    assert router.kinds() == ["reserved", "failed"]
-    assert side.all_free
+    assert (router.kinds(), side.all_free) == (["reserved", "failed"], True)
     with pytest.raises(StaleAttempt):
         side.commit()
 
@@ -208,8 +206,7 @@ def test_a_commit_that_contradicts_itself_is_refused_and_the_handoff_can_still_e
     side.run()
     assert router.kinds() == ["reserved"]
     side.take(router, fence())
-    assert router.kinds() == ["reserved", "fenced"]
-    assert side.all_free
+    assert (router.kinds(), side.all_free) == (["reserved", "fenced"], True)
 
 
 NOT_TAKEN = SequenceSpec((9999,) * 9, GREEDY, (65,))

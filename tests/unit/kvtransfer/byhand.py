@@ -163,16 +163,11 @@ class Call:
         assert self.hear() == "ended"
 
     def hello(self, **change) -> None:
-        hello = {
-            "protocol_version": PROTOCOL_VERSION,
-            "sender": convert.ref_to_pb(self._sender),
-            "receiver": convert.ref_to_pb(D),
-            "transports": [pb.TransportOffer(name="by hand", reach="here")],
-            "generation": self._generation,
-            "fingerprint": FINGERPRINT,
-            "layout": convert.layout_to_pb(LAYOUT),
-        }
-        self.say(hello=pb.PeerHello(**{**hello, **change}))
+        version = {"protocol_version": PROTOCOL_VERSION, "generation": self._generation}
+        ends = {"sender": convert.ref_to_pb(self._sender), "receiver": convert.ref_to_pb(D)}
+        model = {"fingerprint": FINGERPRINT, "layout": convert.layout_to_pb(LAYOUT)}
+        transports = {"transports": [pb.TransportOffer(name="by hand", reach="here")]}
+        self.say(hello=pb.PeerHello(**{**version, **ends, **model, **transports, **change}))
 
     def offer(self, **change) -> None:
         offer = {"handoff": HANDOFF, "fingerprint": FINGERPRINT, "known_tokens": 8, "skip": 0}
@@ -197,10 +192,6 @@ class Call:
         """Returns when the table has heard it."""
         self.say(abort=pb.AbortHandoff(handoff=HANDOFF), after=after)
         self.receiver.table.wait_for(("aborted", JOB.handoff))
-
-    def spoil(self) -> None:
-        """Say what makes no sense: it ends the session."""
-        self.say(abort=pb.AbortHandoff())
 
     def welcomed(self) -> Call:
         self.hello()

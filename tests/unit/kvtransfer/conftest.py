@@ -113,11 +113,7 @@ class Pairs:
         peer = LoopbackPeer(lambda: PeerService(target, D, FINGERPRINT, theirs, table, recv(memory)))
 
         def filtered(address, on_reply, on_end) -> LoopbackStream:
-            def hear(reply: pb.PeerReply) -> None:
-                if heard(reply):
-                    on_reply(reply)
-
-            return peer.connect(address, hear, on_end)
+            return peer.connect(address, lambda reply: heard(reply) and on_reply(reply), on_end)
 
         unfetched: queue.Queue[HandoffId] = queue.Queue()
         told: dict[str, Any] = {"on_unfetched": unfetched.put, "connect": connect or filtered}

@@ -171,12 +171,6 @@ def test_a_commit_before_its_last_frame_or_of_another_length_closes_the_channel(
     assert not call.receiver.table.commits
 
 
-def test_a_commit_of_what_was_not_offered_is_stale(receiver: Receiver) -> None:
-    call = receiver.call().welcomed()
-    call.commit()
-    assert call.hear() == "STALE"
-
-
 def test_a_commit_counts_once(call: Call) -> None:
     call.arrived()
     for answer in ("commit_ack", "STALE"):
@@ -236,7 +230,7 @@ def test_nothing_is_received_or_written_after_the_end(receiver: Receiver) -> Non
     call.frame(0)
     call.frame(1)
     eventually(lambda: receiver.end.waited == [0])
-    call.spoil()
+    call.say(abort=pb.AbortHandoff())  # it makes no sense: the session ends
     call.refused("FRAME")
     receiver.table.reserve(JOB.handoff, [11, 12])
     receiver.table.bound[JOB.handoff] = P  # as by a newer channel of the same sender

@@ -7,22 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.core import Incarnation, KVLayout, Role, WorkerInfo, WorkerRef
+from baton.core import Incarnation, Role, WorkerRef
 from baton.ledger.records import worker_from_json, worker_to_json
+from tests.support.redis_ledger import info_of
 
-INFO = WorkerInfo(
-    ref=WorkerRef("decode-0", Incarnation(1_790_000_000_000_000, 7), "127.0.0.1:4242"),
-    role=Role.DECODE,
-    fingerprint="f" * 64,
-    model="models/demo",
-    max_model_len=2048,
-    total_blocks=512,
-    layout=KVLayout(layers=2, kv_heads=2, head_dim=16, block_size=16, dtype="float32"),
-    pid=4711,
-    host="box",
-    determinism="a" * 24,
-    metrics="127.0.0.1:9101",
-)
+INFO = replace(info_of(Incarnation(1_790_000_000_000_000, 7)), determinism="a" * 24, metrics="127.0.0.1:9101")
 
 
 def changed(path: str, value: object) -> bytes:

@@ -61,8 +61,7 @@ def ends_well(side, router):
     side.run()
     assert router.ids() == expected(SPEC, 1)
     side.push_ends()
-    assert side.all_free
-    assert side.counts.reserved == 0
+    assert (side.all_free, side.counts.reserved) == (True, 0)
 
 
 def test_the_cheaper_way_is_taken_and_what_was_seen_counts():
@@ -211,8 +210,7 @@ def test_what_came_for_a_handoff_that_was_released_is_kept_in_the_cache(side, ro
     begun(side, router)
     came(side)
     side.serve(router, release())
-    assert side.all_free
-    assert len(side.engine.pool.find(names_of(SPEC.tokens))) == 3
+    assert (side.all_free, len(side.engine.pool.find(names_of(SPEC.tokens)))) == (True, 3)
 
 
 def test_the_end_waits_for_a_write_under_way_and_none_begins_after_it(side, router, monkeypatch):

@@ -192,8 +192,7 @@ def test_a_push_that_is_not_taken_waits_as_well_and_others_go_on(side, router, e
     assert list(side.pusher.pushes) == [other, next_of(H)]
     for handoff in list(side.pusher.pushes):
         side.push_ends(handoff)
-    assert router.kinds(next_of(H)) == ["tokens", "pushed"]
-    assert side.all_free
+    assert (router.kinds(next_of(H)), side.all_free) == (["tokens", "pushed"], True)
 
 
 def test_what_waits_may_still_fail_or_end_with_its_first_token(chunked, router, monkeypatch):
@@ -203,8 +202,7 @@ def test_what_waits_may_still_fail_or_end_with_its_first_token(chunked, router, 
     side.step()
     side.push_ends(ends, CUT)
     side.run()
-    assert router.kinds(ends) == ["failed", "tokens", "finish"]
-    assert side.all_free
+    assert (router.kinds(ends), side.all_free) == (["failed", "tokens", "finish"], True)
     side.take(router, prefill())
     side.step()
     side.push_ends(H, CUT)

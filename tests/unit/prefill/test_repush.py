@@ -37,12 +37,9 @@ def test_nothing_is_computed_twice_and_all_is_pushed_again(side, router, state):
     said = ["tokens"] * state.startswith("computed") + ["failed"] * state.endswith("waits")
     assert router.kinds(H) == said, "the old name ends without another word"
     assert router.kinds(H2) == ["tokens"]
-    assert [(t.index, t.token_id) for t in router.tokens(H2)] == [(0, FIRST[0])]
-    assert router.handoffs == {H2}
+    assert ([(t.index, t.token_id) for t in router.tokens(H2)], router.handoffs) == ([(0, FIRST[0])], {H2})
     side.push_ends(H2)
-    assert router.kinds(H2) == ["tokens", "pushed"]
-    assert side.all_free
-    assert router.handoffs == set()
+    assert (router.kinds(H2), side.all_free, router.handoffs) == (["tokens", "pushed"], True, set())
 
 
 @pytest.mark.parametrize("outcome", [done_of(), CUT, DigestMismatch("frame 3"), StaleAttempt("x")])
@@ -58,8 +55,7 @@ def test_the_end_of_the_old_push_is_no_end_of_the_new_one(side, router, state, o
     assert router.kinds(H2) == ["tokens"]
     assert side.counts.owned > 0
     side.push_ends(H2)
-    assert router.kinds(H2) == ["tokens", "pushed"]
-    assert side.all_free
+    assert (router.kinds(H2), side.all_free) == (["tokens", "pushed"], True)
 
 
 def test_the_first_token_is_said_again_with_all_that_was_said_of_it(router):
@@ -160,8 +156,7 @@ def test_attempts_may_be_left_out_and_older_ones_are_stale(side, router, attempt
     assert not side.pusher.pushes[held].aborted
     side.push_ends(held)
     assert router.kinds(held)[0] == "tokens"
-    assert router.kinds(held)[-1] == "pushed"
-    assert side.all_free
+    assert (router.kinds(held)[-1], side.all_free) == ("pushed", True)
 
 
 @pytest.mark.parametrize("skip", [9, 10, 2**31])

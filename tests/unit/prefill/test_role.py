@@ -55,8 +55,7 @@ def test_the_blocks_come_back_with_the_end_of_the_push(side, router):
     side.pusher.done(H, done_of())
     assert not side.all_free  # the engine thread has not heard yet
     side.run()
-    assert side.all_free
-    assert router.kinds() == ["tokens", "pushed"]
+    assert (side.all_free, router.kinds()) == (True, ["tokens", "pushed"])
     assert (side.role.transfer_bytes, side.role.transport, router.handoffs) == (64, "memory", set())
 
 
@@ -64,8 +63,7 @@ def test_the_blocks_come_back_with_the_end_of_the_push(side, router):
 def test_what_the_first_token_ends_is_not_handed_over(side, router, ends):
     side.serve(router, prefill(spec=spec_of(sampling=replace(GREEDY, ignore_eos=False, **ends))))
     assert router.kinds() == ["tokens", "finish"]
-    assert (side.pusher.pushes[H].aborted, side.pusher.pushes[H].end) == (True, None)
-    assert side.all_free
+    assert (side.pusher.pushes[H].aborted, side.pusher.pushes[H].end, side.all_free) == (True, None, True)
     side.push_ends(H, StaleAttempt("aborted"))
     assert router.kinds() == ["tokens", "finish"]
 
@@ -74,8 +72,7 @@ def test_what_was_known_to_have_ended_is_only_told(side, router):
     known = tuple(expected())
     side.serve(router, prefill(spec=SequenceSpec(spec_of().prompt, GREEDY, known)))
     assert router.kinds() == ["finish"]
-    assert side.pusher.pushes == {}
-    assert side.all_free
+    assert (side.pusher.pushes, side.all_free) == ({}, True)
     assert side.engine.counters.prefill_tokens == 0
     side.take(router, prefill(), repush())
     assert router.refusals == [STALE, STALE], "nothing is held"

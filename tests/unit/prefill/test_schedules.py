@@ -186,8 +186,7 @@ class PrefillMachine(RuleBasedStateMachine):
         for handoff, session in self.owners.items():
             kinds = session.kinds(handoff)
             assert set(kinds) & set(ENDS), f"{handoff} has not ended: {kinds}"
-        assert self.side.all_free
-        assert (self.side.counts.owned, self.side.counts.reserved) == (0, 0)
+        assert (self.side.all_free, self.side.counts.owned, self.side.counts.reserved) == (True, 0, 0)
         assert not self.side.role._work
         assert not self.side.engine._requests
         assert not any(session.handoffs for session in (*self.sessions, *self.former))
