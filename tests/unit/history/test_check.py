@@ -73,11 +73,11 @@ def test_a_history_of_too_little_fails(good, tmp_path, capsys):
     assert main([str(tmp_path / "nowhere.jsonl")]) == 2
 
 
-def insert(after, new, **facts):
-    """After the event `after` of request `fenced`, another one of its first attempt."""
+def insert(after, new, of="fenced", **facts):
+    """After the event `after` of the first attempt of a request, another one."""
 
     def change(events):
-        place = where(events, after, "fenced", 1)
+        place = where(events, after, of, 1)
         events.insert(place + 1, events[place] | {"event": new, "own": [], "shared": []} | facts)
 
     return change
@@ -97,6 +97,7 @@ def drop(name, request):
     return change
 
 
+THIEF = {"request": "thief", "own": [[0, 51]]}
 CHANGES = {
     "sharing what nobody has published": (P, drop("published", "plain"), "one_owner"),
     "a commit after the fence": (D, insert("fenced", "committed"), "order"),
@@ -106,6 +107,7 @@ CHANGES = {
     "an ending with too few tokens": (R, alter("ended", "plain", count=3), "tokens"),
     "an attempt that does not rise": (R, alter("attempt", "plain", attempt=2), "attempts"),
     "a reservation of an old attempt": (D, alter("reserved", "fenced", attempt=3), "attempts"),
+    "two owners of one block": (D, insert("reserved", "reserved", "plain", **THIEF), "one_owner"),
     "a block of somebody else": (D, alter("reserved", "shares", own=[[11, 9]], shared=[]), "let_go"),
     "an old generation": (P, alter("owned", "preempted", own=[[2, 1], [3, 1]]), "one_owner"),
     "sharing what is not published": (P, alter("owned", "preempted", own=[], shared=[[5, 1]]), "one_owner"),
@@ -136,16 +138,6 @@ def test_a_commit_of_one_attempt_at_two_workers(folder):
     copied = [event | there | (blocks if event["event"] == "reserved" else {}) for event in mine[begin:end]]
     write(folder, NEW_D, others[:2] + copied + others[2:])
     assert "one_commit" in rules(folder)
-
-
-def test_two_owners_of_one_block(folder):
-    """Two handoffs are given the same block, each in a generation of its own: the first still holds it."""
-    events = rows(folder, D)
-    place = where(events, "reserved", "plain")
-    index, generation = events[place]["own"][0]
-    events.insert(place + 1, events[place] | {"request": "thief", "own": [[index, generation + 50]]})
-    write(folder, D, events)
-    assert "one_owner" in rules(folder)
 
 
 def test_time_that_goes_back(folder):

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import torch
 
-from baton.core import PROTOCOL_VERSION
+from baton.core import PROTOCOL_VERSION, HandoffId
 from baton.errors import ChannelBroken
 from baton.rpc import convert
 from baton.rpc.v1 import peer_pb2 as pb
@@ -201,8 +201,9 @@ class Call:
             threading.Thread(target=self._listen, args=(self._express,), daemon=True).start()
         return self
 
-    def offered(self) -> Call:
-        self.welcomed().offer()
+    def offered(self, handoff: HandoffId = JOB.handoff) -> Call:
+        self.receiver.table.reserve(handoff, [11, 12])
+        self.welcomed().offer(handoff=convert.handoff_to_pb(handoff))
         assert self.hear() == "offer_accepted"
         return self
 

@@ -105,15 +105,13 @@ class Handoffs(RuleBasedStateMachine):
 
     @invariant()
     def both_know_what_is_there(self) -> None:
-        if hasattr(self, "sent"):
-            assert self.progress.complete == self.coverage.complete == (self.sent == self.due)
-            assert self.coverage.nbytes == len(self.sent) * self.layout.layer_token_bytes
+        assert self.progress.complete == self.coverage.complete == (self.sent == self.due)
+        assert self.coverage.nbytes == len(self.sent) * self.layout.layer_token_bytes
 
     @invariant()
     def what_is_there_can_leave(self) -> None:
-        if hasattr(self, "sent"):
-            waits = any(told > self.end_of(layer) for layer, told in enumerate(self.told))
-            assert waits == (self.progress.next(self.frame_size) is not None)
+        waits = any(told > self.end_of(layer) for layer, told in enumerate(self.told))
+        assert waits == (self.progress.next(self.frame_size) is not None)
 
     def teardown(self) -> None:
         """What is left is computed and sent."""

@@ -80,11 +80,6 @@ class Directory(RuleBasedStateMachine):
         self.position = 0
         self.reader = PrefixMap()
 
-    def publish(self, change: Change, names: set[bytes]) -> None:
-        self.stored[change.holder.worker_id] = (change.holder, change.seq, names)
-        self.history[change.holder, change.seq] = set(names)
-        self.events.append(change)
-
     def last(self, holder: Holder) -> int:
         return max((seq for one, seq in self.history if one == holder), default=0)
 
@@ -94,13 +89,14 @@ class Directory(RuleBasedStateMachine):
     @rule(worker=workers, added=some, removed=some)
     def change(self, worker: str, added: set[bytes], removed: set[bytes]) -> None:
         holder = self.holders[worker]
-        before = self.stored.get(worker)
         seq = self.last(holder) + 1
-        if before is None or before[:2] != (holder, seq - 1):
-            self.publish(Change(holder, seq, reset=True, added=added), added)
-        else:
-            after = before[2] - removed | added
-            self.publish(Change(holder, seq, added=added, removed=removed - added), after)
+        before, number, names = self.stored.get(worker, (holder, -1, set()))
+        reset = (before, number) != (holder, seq - 1)
+        if reset:
+            names, removed = set(), set()
+        self.history[holder, seq] = names - removed | added
+        self.stored[worker] = (holder, seq, self.history[holder, seq])
+        self.events.append(Change(holder, seq, reset=reset, added=added, removed=removed - added))
 
     @rule(worker=workers)
     def restart(self, worker: str) -> None:

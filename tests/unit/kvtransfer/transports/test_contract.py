@@ -19,7 +19,6 @@ from tests.unit.kvtransfer.transports.pairs import (
     NAME,
     PATIENT_S,
     RING,
-    Control,
     Pairs,
     broken,
     frames,
@@ -47,9 +46,9 @@ def test_frames_larger_than_any_buffer_of_the_system(pairs: Pairs, seed: int) ->
 
 def test_the_sender_starts_all_its_slots_before_the_receiver_takes_one(pairs: Pairs, seed: int) -> None:
     sender, receiver = pairs()
-    control, data = Control(RING.slots), frames(seed, RING.slots)
-    send(sender, control, data, RING.slots)  # in this very thread: none of it may wait for the receiver
-    assert all(map(torch.equal, receive(receiver, control, len(data), RING.slots), data))
+    credits, data = threading.Semaphore(RING.slots), frames(seed, RING.slots)
+    send(sender, credits, data, RING.slots)  # in this very thread: none of it may wait for the receiver
+    assert all(map(torch.equal, receive(receiver, credits, list(map(len, data)), RING.slots), data))
     for number in range(RING.slots):
         sender.finish(number)
 
@@ -59,7 +58,7 @@ def test_the_receiver_expects_frames_before_the_sender_has_them(pairs: Pairs, se
     data = frames(seed, RING.slots)
     for number, part in enumerate(data):
         receiver.start(number, len(part))
-    send(sender, Control(RING.slots), data, RING.slots)
+    send(sender, threading.Semaphore(RING.slots), data, RING.slots)
     for number, part in enumerate(data):
         receiver.finish(number)
         assert torch.equal(receiver.slot(number)[: len(part)], part)
