@@ -83,11 +83,10 @@ class Cluster:
         self.p = Process(self, "prefill-0", "prefill", "7.1")
         self.d = Process(self, "decode-0", "decode", "7.2")
         self.other = Process(self, "decode-1", "decode", "7.3")
-        self.names = [bytes([n]) * 32 for n in range(4)]
 
     def run(self):
         self.plain("plain")
-        self.plain("shares", digests=self.names[:2])
+        self.plain("shares")
         self.preempted("preempted")
         self.prefill_lost("fenced")
         self.decode_killed("repushed")
@@ -141,9 +140,9 @@ class Cluster:
 
     # --- requests ------------------------------------------------------------------------------------------------
 
-    def plain(self, name, digests=None):
-        """Two full blocks are published at P; D publishes them, too, and grows by one."""
-        digests = self.names[:2] if digests is None else digests
+    def plain(self, name):
+        """Two full blocks are published at P; D publishes them, too, and grows by one. The next one shares them."""
+        digests = [bytes([n]) * 32 for n in range(2)]
         with self.request(name, count=4) as attempts:
             handoff = self.to_first_token(attempts, name, self.d, 3, digests)
             already = self.d.pool.find(digests)

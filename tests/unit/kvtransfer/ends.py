@@ -41,17 +41,11 @@ class FlippingEnd(WrappedEnd):
     def __init__(self, inner, at: int) -> None:
         super().__init__(inner)
         self._at = at
-        self._nbytes = 0
-
-    def start(self, number: int, nbytes: int) -> None:
-        if number == self._at:
-            self._nbytes = nbytes
-        self.inner.start(number, nbytes)
 
     def finish(self, number: int) -> None:
         self.inner.finish(number)
         if number == self._at:
-            self.inner.slot(number)[self._nbytes // 2] ^= 1
+            self.inner.slot(number)[0] ^= 1
 
 
 class Gate:
