@@ -61,7 +61,7 @@ class GrpcEnd:
 
     ring = Ring(2, 4 << 20)
 
-    async def open(self, *expected: int, deadline_s: float = 5.0) -> None:
+    async def open(self, *expected: int, deadline_s: float = 5.0) -> GrpcEnd:
         """`expected`: bytes of the frames that it starts."""
         self.transport, self.chunks = GrpcTransport("decode:1"), Chunks()
         told = mute()
@@ -78,6 +78,7 @@ class GrpcEnd:
         self.end = await opening
         for number, nbytes in enumerate(expected):
             self.end.start(number, nbytes)
+        return self
 
     def say(self, *chunks: pb.DataChunk | bytes | None) -> None:
         for chunk in chunks:
@@ -95,19 +96,14 @@ class GrpcEnd:
         return str(failure or "")
 
 
-@pytest.fixture
-def channel() -> GrpcEnd:
-    return GrpcEnd()
-
-
 async def turns() -> None:
     """Whoever can go on in this loop does so."""
     for _ in range(20):
         await asyncio.sleep(0)
 
 
-async def test_chunks_land_where_they_belong(channel: GrpcEnd) -> None:
-    await channel.open(CHUNK_BYTES + 3, 2)
+async def test_chunks_land_where_they_belong() -> None:
+    channel = await GrpcEnd().open(CHUNK_BYTES + 3, 2)
     channel.say(b"a" * CHUNK_BYTES, b"bcd", b"ef", None)
     await channel.finish(0)
     await channel.finish(1)
@@ -117,8 +113,8 @@ async def test_chunks_land_where_they_belong(channel: GrpcEnd) -> None:
     channel.end.close()
 
 
-async def test_a_chunk_waits_for_its_frame_and_holds_up_those_behind_it(channel: GrpcEnd) -> None:
-    await channel.open()
+async def test_a_chunk_waits_for_its_frame_and_holds_up_those_behind_it() -> None:
+    channel = await GrpcEnd().open()
     channel.end.slot(1).zero_()
     channel.say(b"ab", b"cd", b"ef")
     await turns()
@@ -134,8 +130,8 @@ async def test_a_chunk_waits_for_its_frame_and_holds_up_those_behind_it(channel:
 
 
 @pytest.mark.parametrize("pieces", [[9], [5, 4], [CHUNK_BYTES + 1], [0]], ids="longer over large empty".split())
-async def test_what_is_no_part_of_the_expected_frame_breaks_the_channel(channel: GrpcEnd, pieces: list[int]) -> None:
-    await channel.open(8 if max(pieces) < CHUNK_BYTES else 2 * CHUNK_BYTES, deadline_s=PATIENT_S)
+async def test_what_is_no_part_of_the_expected_frame_breaks_the_channel(pieces: list[int]) -> None:
+    channel = await GrpcEnd().open(8 if max(pieces) < CHUNK_BYTES else 2 * CHUNK_BYTES, deadline_s=PATIENT_S)
     channel.say(*map(bytes, pieces))
     with pytest.raises(ChannelBroken, match="frame 0 of"):
         await channel.finish(0)
@@ -144,16 +140,16 @@ async def test_what_is_no_part_of_the_expected_frame_breaks_the_channel(channel:
         channel.end.start(1, 8)
 
 
-async def test_a_frame_that_stays_short_ends_by_the_deadline(channel: GrpcEnd) -> None:
-    await channel.open(8, deadline_s=0.2)
+async def test_a_frame_that_stays_short_ends_by_the_deadline() -> None:
+    channel = await GrpcEnd().open(8, deadline_s=0.2)
     channel.say(bytes(7))
     with pytest.raises(ChannelBroken, match="no progress"):
         await channel.finish(0)
     assert "closed" in await channel.ended()
 
 
-async def test_what_was_whole_before_the_stream_ended_is_had_and_no_more(channel: GrpcEnd) -> None:
-    await channel.open(2, 2)
+async def test_what_was_whole_before_the_stream_ended_is_had_and_no_more() -> None:
+    channel = await GrpcEnd().open(2, 2)
     channel.say(b"ab", b"c", None)
     assert await channel.ended() == ""
     channel.end.finish(0)
@@ -161,8 +157,8 @@ async def test_what_was_whole_before_the_stream_ended_is_had_and_no_more(channel
         channel.end.finish(1)
 
 
-async def test_a_cut_call_is_seen_at_once(channel: GrpcEnd) -> None:
-    await channel.open(2, deadline_s=PATIENT_S)
+async def test_a_cut_call_is_seen_at_once() -> None:
+    channel = await GrpcEnd().open(2, deadline_s=PATIENT_S)
     waiting = asyncio.create_task(channel.finish(0))
     channel.call.cancel()
     with pytest.raises(ChannelBroken, match="cut"):
@@ -170,8 +166,8 @@ async def test_a_cut_call_is_seen_at_once(channel: GrpcEnd) -> None:
 
 
 @pytest.mark.parametrize("ticket", ["", "of nobody"])
-async def test_an_unknown_ticket_ends_the_call_and_nothing_else(channel: GrpcEnd, ticket: str) -> None:
-    await channel.open(2)
+async def test_an_unknown_ticket_ends_the_call_and_nothing_else(ticket: str) -> None:
+    channel = await GrpcEnd().open(2)
     for named in (ticket, channel.ticket):  # one is good for one call
         with pytest.raises(ChannelBroken, match="ticket"):
             await channel.transport.take(call_of(pb.DataChunk(ticket=named, data=b"x" * 100)))
