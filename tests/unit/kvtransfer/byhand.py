@@ -95,7 +95,6 @@ class HandMadeEnd:
                 raise ChannelBroken("closed")
 
     def close(self) -> None:
-        """From the session's thread."""
         self.leave()
         if self.express is not None:
             self.express.close()
@@ -189,7 +188,6 @@ class Call:
         self._hurry(pb.PeerCommand(commit=commit_of(*args, **change), after=self._frames))
 
     def abort(self, after: int = 0) -> None:
-        """Returns when the table has heard it."""
         self.say(abort=pb.AbortHandoff(handoff=HANDOFF), after=after)
         self.receiver.table.wait_for(("aborted", JOB.handoff))
 

@@ -65,7 +65,6 @@ class Pair:
         return made
 
     def begin(self, name: str, tokens: int, target: Sequence[int], **job) -> PushJob:
-        """A push that has begun."""
         made = self.reserve(name, tokens, target, **job)
         self.sender.begin(made)
         return made

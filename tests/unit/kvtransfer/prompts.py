@@ -45,7 +45,6 @@ class Prompt:
         return self
 
     def layer(self, layer: int, begin: int, end: int) -> None:
-        """Compute one layer of a chunk, and say so."""
         values, layers = rows(RIGHT, range(64), begin, end), slice(layer, layer + 1)
         put(self.pair.source, self.blocks, begin, end, values[:, layers], layers)
         self.pair.sender.computed(self.job.handoff, self.blocks, layer + 1, end)

@@ -266,7 +266,6 @@ class LoopbackStream:
         self._put(command)
 
     def frames(self, handoff: HandoffId) -> list[FrameSpec]:
-        """What has been announced of it."""
         wanted = convert.handoff_to_pb(handoff)
         said = [frame for command in list(self.said) for frame in (command.frame, *command.more)]
         return [frame_of(frame) for frame in said if frame.HasField("handoff") and frame.handoff == wanted]

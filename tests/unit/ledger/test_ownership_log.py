@@ -18,6 +18,7 @@ from baton.ledger.ledger import Ledger
 from baton.ledger.ownership import OwnershipLog, OwnershipTable, RecordState
 from tests.support.redis_stub import StubConnection
 
+Note = tuple[str, int, RecordState]
 OWNER = WorkerRef("decode-0", Incarnation(5, 1), "127.0.0.1:1")
 RESERVED, PREPARED, COMMITTED, ABORTED, RELEASED = RecordState
 A, B, C = (("a", 1, RESERVED), ("b", 1, RESERVED), ("c", 1, RESERVED))
@@ -29,7 +30,7 @@ class Store(StubConnection):
 
     def __init__(self) -> None:
         super().__init__()
-        self.batches: list[list[tuple[str, int, RecordState]]] = []
+        self.batches: list[list[Note]] = []
         self.answer = 1
 
     async def run_many(self, script: Any, calls: Sequence[Any]) -> list[int | LedgerError]:
@@ -61,26 +62,24 @@ def identity(log: OwnershipLog) -> bool:
     return c.noted + c.repeated == ended + len(log._pending) + len(log._in_flight)
 
 
-def note(log: OwnershipLog, *notes: tuple[str, int, RecordState]) -> None:
+def note(log: OwnershipLog, *notes: Note) -> None:
     for request, attempt, state in notes:
         log.note(HandoffId(request, attempt), "router", state)
 
 
-async def written(log: OwnershipLog, *notes: tuple[str, int, RecordState]) -> None:
+async def written(log: OwnershipLog, *notes: Note) -> None:
     """Note them, each when the one before was written."""
     for one in notes:
         note(log, one)
         await log.flush()
 
 
-def noted_for(requests: range, state: RecordState = RESERVED) -> list[tuple[str, int, RecordState]]:
+def noted_for(requests: range, state: RecordState = RESERVED) -> list[Note]:
     return [(str(n), 1, state) for n in requests]
 
 
 @asynccontextmanager
-async def without_an_answer(
-    log: OwnershipLog, stub: Store, *notes: tuple[str, int, RecordState]
-) -> AsyncIterator[None]:
+async def without_an_answer(log: OwnershipLog, stub: Store, *notes: Note) -> AsyncIterator[None]:
     """While Redis has these and does not answer; in the end it fails, and all is written."""
     stub.lose_next = [False]
     stub.gate.clear()

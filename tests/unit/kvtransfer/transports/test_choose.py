@@ -22,8 +22,6 @@ def names(settings: TransferSettings, device: torch.device = CPU, grpc: GrpcTran
 
 
 class Made:
-    """Stands for a transport whose machine is not at hand."""
-
     def __init__(self, name: str) -> None:
         self.name = name
 
