@@ -26,7 +26,8 @@ from kvtransfer.receiver import PeerService
 from kvtransfer.sender import Sender
 from tests.support.time_factor import scaled
 
-OnReply, OnEnd = Callable[[pb.PeerReply], None], Callable[[str], None]
+OnReply = Callable[[pb.PeerReply], None]
+OnEnd = Callable[[str], None]
 FINGERPRINT = "feedbead"
 layouts = st.builds(
     KVLayout,

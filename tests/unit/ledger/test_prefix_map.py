@@ -29,14 +29,6 @@ def test_a_change_out_of_order_is_not_applied():
     assert prefixes.holders(NAMES[1:]) == {A: 2}
 
 
-def test_another_incarnation_is_another_holder():
-    prefixes, later = PrefixMap(), replace_incarnation(A)
-    prefixes.apply(Change(A, 7, reset=True, added=NAMES))
-    assert not prefixes.apply(Change(later, 8, added=NAMES))
-    assert prefixes.behind({later: 1}) == [later]
-    assert prefixes.holders(NAMES) == {}
-
-
 def test_a_chain_is_read_no_further_than_somebody_has_it():
     prefixes, asked = PrefixMap(), []
     prefixes.apply(Change(A, 1, reset=True, added=NAMES[:2]))

@@ -42,13 +42,6 @@ def test_prompts_of_which_little_must_come_leave_when_they_are_computed(router, 
     assert (len(push.told) > 1) == streams
 
 
-def test_what_was_in_the_prefix_cache_leaves_with_the_first_layer(side, router):
-    side.serve(router, prefill(HandoffId("before", 1), spec_of(H)))
-    side.serve(router, prefill())
-    assert side.pusher.pushes[H].told == [(2, 8), (1, 9), (2, 9), (2, 9)]
-    assert router.events[-1].cached_tokens == 8
-
-
 def test_the_first_token_leaves_before_the_last_of_its_kv():
     side = PrefillSide(coalesce_below=NEVER)
     told_before = []
