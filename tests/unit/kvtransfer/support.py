@@ -26,7 +26,7 @@ from kvtransfer.receiver import PeerService
 from kvtransfer.sender import Sender
 from tests.support.time_factor import scaled
 
-OnReply = Callable[[pb.PeerReply], None]
+OnReply = Callable[[pb.PeerReply], object]
 OnEnd = Callable[[str], None]
 FINGERPRINT = "feedbead"
 layouts = st.builds(

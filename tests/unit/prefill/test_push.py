@@ -77,49 +77,47 @@ def test_a_model_without_layers_to_tell_still_hands_over(side, router, monkeypat
 @pytest.mark.parametrize("state", PROMPT_STATES)
 def test_whatever_the_state_a_release_frees_at_once(chunked, router, state, how):
     """(The pusher fails the test if blocks are let go that it may still read.)"""
-    side = chunked
-    side.bring(router, state)
-    push, kinds = side.pusher.pushes.get(H), router.kinds()
-    computed = side.engine.counters.prefill_tokens
-    side.give_up(router, how)
-    assert side.all_free
+    chunked.bring(router, state)
+    push, kinds = chunked.pusher.pushes.get(H), router.kinds()
+    computed = chunked.engine.counters.prefill_tokens
+    chunked.give_up(router, how)
+    assert chunked.all_free
     if how == "another router":
         kinds.append("failed")  # its owner hears who did it
         assert router.failure.kind == "StaleAttempt"
     if push is not None:
         assert (push.blocks, push.aborted) == ((), True)
         if state != "queued":
-            assert side.pusher.log[-2:] == [("abort", H), ("withdraw", H)]
-        side.pusher.done(H, StaleAttempt("aborted"))
-        side.give_up(router, how)  # between the report and the turn of the engine thread
-    side.run()
-    side.give_up(router, how)
-    assert (router.kinds(), router.handoffs, side.all_free) == (kinds, set(), True)
-    assert (side.engine.has_work(), side.engine.counters.prefill_tokens) == (False, computed)
+            assert chunked.pusher.log[-2:] == [("abort", H), ("withdraw", H)]
+        chunked.pusher.done(H, StaleAttempt("aborted"))
+        chunked.give_up(router, how)  # between the report and the turn of the engine thread
+    chunked.run()
+    chunked.give_up(router, how)
+    assert (router.kinds(), router.handoffs, chunked.all_free) == (kinds, set(), True)
+    assert (chunked.engine.has_work(), chunked.engine.counters.prefill_tokens) == (False, computed)
 
 
 @pytest.mark.parametrize("state", PROMPT_STATES)
 def test_a_deadline_ends_what_is_not_computed_or_waits(chunked, router, state):
-    side = chunked
-    side.bring(router, state)
+    chunked.bring(router, state)
     kinds = router.kinds()
-    side.clock.advance(4.5)
-    side.role.tick()
-    assert (router.kinds(), side.all_free) == (kinds, "queued" in state)
-    side.clock.advance(0.5)
-    side.role.tick()
+    chunked.clock.advance(4.5)
+    chunked.role.tick()
+    assert (router.kinds(), chunked.all_free) == (kinds, "queued" in state)
+    chunked.clock.advance(0.5)
+    chunked.role.tick()
     if state in {"queued", "computing"}:
         kinds.append("failed")
         assert router.failure.kind == "DeadlineExceeded"
     if state == "computed":
-        side.clock.advance(50.0)
-        side.run()
+        chunked.clock.advance(50.0)
+        chunked.run()
         assert router.kinds() == ["tokens"], "a push has none"
-        side.push_ends()
+        chunked.push_ends()
         kinds.append("pushed")
-    assert side.all_free
-    side.run()
-    assert (router.kinds(), router.handoffs, side.engine.has_work()) == (kinds, set(), False)
+    assert chunked.all_free
+    chunked.run()
+    assert (router.kinds(), router.handoffs, chunked.engine.has_work()) == (kinds, set(), False)
 
 
 def test_a_preempted_prompt_is_withdrawn_and_what_had_not_left_is_told_again(router):
@@ -189,17 +187,16 @@ def test_a_push_that_is_not_taken_waits_as_well_and_others_go_on(side, router, e
 
 
 def test_what_waits_may_still_fail_or_end_with_its_first_token(chunked, router, monkeypatch):
-    side = chunked
     ends = HandoffId("ends", 1)
-    side.take(router, prefill(ends, spec_of(ends, sampling=Sampling(max_tokens=1, temperature=0.0))))
-    side.step()
-    side.push_ends(ends, CUT)
-    side.run()
-    assert (router.kinds(ends), side.all_free) == (["failed", "tokens", "finish"], True)
-    side.take(router, prefill())
-    side.step()
-    side.push_ends(H, CUT)
-    monkeypatch.setattr(side.engine.backend, "forward", lambda batch, kv: 1 / 0)
-    side.run()
+    chunked.take(router, prefill(ends, spec_of(ends, sampling=Sampling(max_tokens=1, temperature=0.0))))
+    chunked.step()
+    chunked.push_ends(ends, CUT)
+    chunked.run()
+    assert (router.kinds(ends), chunked.all_free) == (["failed", "tokens", "finish"], True)
+    chunked.take(router, prefill())
+    chunked.step()
+    chunked.push_ends(H, CUT)
+    monkeypatch.setattr(chunked.engine.backend, "forward", lambda batch, kv: 1 / 0)
+    chunked.run()
     assert [event.failed.held for event in router.events if event.HasField("failed")][-2:] == [True, False]
-    assert side.all_free
+    assert chunked.all_free

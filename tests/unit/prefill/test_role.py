@@ -126,15 +126,14 @@ def test_a_model_that_fails_fails_its_batch_and_frees_it(chunked, router, monkey
     def broken(batch, kv):
         raise RuntimeError("a kernel fault")
 
-    side = chunked
-    side.take(router, prefill())
-    side.step(steps)
-    push = side.pusher.pushes[H]
+    chunked.take(router, prefill())
+    chunked.step(steps)
+    push = chunked.pusher.pushes[H]
     with monkeypatch.context() as patch:
-        patch.setattr(side.engine.backend, "forward", broken)
-        side.run()
+        patch.setattr(chunked.engine.backend, "forward", broken)
+        chunked.run()
     assert router.kinds() == ["failed"]
     assert router.failure.kind == "EngineFault"
-    assert (push.blocks, push.aborted, side.all_free) == ((), True, True)
-    side.serve(router, prefill(NEXT))
+    assert (push.blocks, push.aborted, chunked.all_free) == ((), True, True)
+    chunked.serve(router, prefill(NEXT))
     assert router.kinds() == ["failed", "tokens"]
