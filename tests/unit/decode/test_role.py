@@ -133,23 +133,17 @@ def test_whatever_the_state_a_release_frees_at_once_and_what_was_shared_stays(ow
     pair.ends_free()
 
 
-@pytest.mark.parametrize("state", ["reserved", "receiving", "committed"])
+@pytest.mark.parametrize("state", ["reserved", "receiving"])
 def test_a_deadline_ends_what_is_not_committed(side, router, state):
     if state == "reserved":
         side.take(router, reserve(deadline_s=5.0))
     else:
         side.receive(router, deadline_s=5.0)
-    if state == "committed":
-        side.commit()
     side.clock.advance(4.5)
     side.role.tick()
     assert router.kinds() == ["reserved"]
     side.clock.advance(0.5)
     side.role.tick()
-    if state == "committed":
-        side.loop.drain()
-        assert router.kinds() == ["reserved", "committed", "tokens"]
-        return
     assert router.failure.kind == "DeadlineExceeded"
     side.role.tick()
     assert (router.kinds(), side.all_free) == (["reserved", "failed"], True)
@@ -157,14 +151,16 @@ def test_a_deadline_ends_what_is_not_committed(side, router, state):
         side.commit()
 
 
-@pytest.mark.parametrize("ends", [False, True])
-def test_a_commit_that_lands_while_its_deadline_passes_counts(side, router, monkeypatch, ends):
-    """It came, or all has even ended, between the look at the deadlines and the fence."""
-    side.receive(router)
+@pytest.mark.parametrize(("late", "ends"), [(False, False), (True, False), (True, True)])
+def test_a_commit_before_its_deadline_counts(side, router, monkeypatch, late, ends):
+    """`late`: it came, or all has even ended, between the look at the deadlines and the fence."""
+    side.receive(router, deadline_s=5.0)
     side.commit()
     if ends:
         side.run()
-    monkeypatch.setattr(side.role.reservations, "expired", lambda now: [H])
+    if late:
+        monkeypatch.setattr(side.role.reservations, "expired", lambda now: [H])
+    side.clock.advance(5.0)
     side.role.tick()
     side.loop.drain()
     assert router.kinds()[:3] == ["reserved", "committed", "tokens"]
