@@ -26,3 +26,15 @@ def router():
 @pytest.fixture
 def second():
     return FakeSession("router-b")
+
+
+@pytest.fixture
+def begin(pair):
+    """Begins a stream that may be resumed, of which `tokens` tokens are there."""
+
+    def begin(session, tokens=3, resumable_s=30.0):
+        pair.adopt(session, resumable_s=resumable_s, stream="mine")
+        while len(session.ids()) < tokens:
+            pair.decode.step()
+
+    return begin

@@ -5,21 +5,17 @@ from dataclasses import replace
 import pytest
 
 from baton.rpc.v1 import worker_pb2 as pb
-from tests.support.sessions import STALE, FakeSession, H, fence, prefill, release, reserve, spec_of
+from tests.support.sessions import STALE, FakeSession, H, expected, fence, prefill, release, reserve, spec_of
 from tests.support.workers import DecodeSide, Pair
 
-
-def whole_answer():
-    """What the same request gets where a prefill worker hands it over."""
-    pair, session = Pair(), FakeSession()
-    pair.hand_over(session)
-    pair.decode.run()
-    return list({token.index: token for token in session.tokens()}.values())  # of the first there are two witnesses
+ANSWER = expected()
 
 
-def test_the_answer_is_that_of_a_handoff(side, router):
-    side.serve(router, reserve(), prefill(to=None))
-    assert router.tokens() == whole_answer()
+@pytest.mark.parametrize("known", [0, 3])
+def test_the_answer_is_that_of_a_handoff_and_what_is_known_is_not_sampled_again(side, router, known):
+    spec = replace(spec_of(), known=tuple(ANSWER[:known]))
+    side.serve(router, reserve(known=9 + known), prefill(spec=spec, to=None))
+    assert [(token.index, token.token_id) for token in router.tokens()] == list(enumerate(ANSWER))[known:]
     assert router.kinds()[-1] == "finish"
     assert (side.all_free, len(side.role.reservations), router.handoffs) == (True, 0, set())
 
@@ -35,21 +31,12 @@ def test_nothing_of_it_was_handed_over_nor_was_to_be(side, router):
     assert side.role.reservations.counts.handoffs["fenced"] == 1
 
 
-def test_what_is_known_is_not_sampled_again(side, router):
-    tokens = whole_answer()
-    known = tuple(token.token_id for token in tokens[:3])
-    side.serve(router, reserve(known=12), prefill(spec=replace(spec_of(), known=known), to=None))
-    assert router.tokens() == tokens[3:]
-
-
 def test_a_request_that_had_ended_already(side, router):
     spec = spec_of()
-    known = tuple(token.token_id for token in whole_answer())
+    known = tuple(ANSWER)
     assert len(known) == spec.sampling.max_tokens
     side.take(router, reserve(known=len(spec) + len(known)), prefill(spec=replace(spec, known=known), to=None))
-    assert router.kinds() == ["reserved", "finish"]
-    assert side.all_free
-    assert not router.handoffs
+    assert (router.kinds(), side.all_free, router.handoffs) == (["reserved", "finish"], True, set())
 
 
 def test_its_cache_is_used(router):
@@ -81,8 +68,7 @@ def test_it_can_be_given_up_at_any_time(side, router, steps, how):
     side.step(steps)
     side.give_up(router, how)
     side.run()
-    assert side.all_free
-    assert not router.handoffs
+    assert (side.all_free, router.handoffs) == (True, set())
 
 
 def test_what_can_never_be_computed_changes_nothing_and_its_deadline_still_counts(side, router):
@@ -92,8 +78,7 @@ def test_what_can_never_be_computed_changes_nothing_and_its_deadline_still_count
     assert len(side.role.reservations) == 1
     side.clock.advance(5.0)
     side.step()
-    assert side.all_free
-    assert not router.handoffs
+    assert (side.all_free, router.handoffs) == (True, set())
     assert side.records.notes[-1][2] == "RELEASED"
 
 
@@ -108,6 +93,5 @@ def test_one_that_has_all_that_the_model_can_take_has_ended(router):
     pair.prefill.take(router, prefill(spec=full))
     assert router.kinds() == ["reserved", "finish"]
     pair.decode.take(router, prefill(spec=full, to=None))
-    assert router.kinds() == ["reserved", "finish", "finish"]
-    assert pair.decode.all_free
+    assert (router.kinds(), pair.decode.all_free) == (["reserved", "finish", "finish"], True)
     assert pair.prefill.all_free

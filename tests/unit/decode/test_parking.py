@@ -9,33 +9,22 @@ from tests.support.sessions import GREEDY, STALE, FakeSession, H, attach, expect
 
 LASTS_S = 30.0
 ANSWER = expected()
-
-
-@pytest.fixture
-def first():
-    return FakeSession("router-a")
-
-
-def begin(pair, session, tokens=3, resumable_s=LASTS_S):
-    """A stream of which `tokens` tokens are there."""
-    pair.adopt(session, resumable_s=resumable_s, stream="mine")
-    while len(session.ids()) < tokens:
-        pair.decode.step()
+SAMPLING = replace(GREEDY, seed=99)
+OTHERS = {"prompt": (9, 9, 9), "cache_scope": "x", "priority": 5, "think_while_decoding": True, "sampling": SAMPLING}
 
 
 def ends_free(side):
     side.run()
-    assert side.all_free
-    assert len(side.role.parking) == 0
+    assert (side.all_free, len(side.role.parking)) == (True, 0)
     assert not side.role._sessions
     assert not side.role._adopted
     assert not side.role.parking.nobody.handoffs
 
 
-def test_a_router_dies_and_another_goes_on(pair, side, first, second):
-    begin(pair, first)
-    side.role.gone(first)
-    assert not first.handoffs
+def test_a_router_dies_and_another_goes_on(begin, side, router, second):
+    begin(router)
+    side.role.gone(router)
+    assert not router.handoffs
     side.step()
     assert [held.state for held in side.role.holdings()] == ["parked"]
     side.take(second, attach(known=2))
@@ -49,9 +38,9 @@ def test_a_router_dies_and_another_goes_on(pair, side, first, second):
     ends_free(side)
 
 
-def test_it_ends_while_nobody_is_there(pair, side, first, second):
-    begin(pair, first)
-    side.role.gone(first)
+def test_it_ends_while_nobody_is_there(begin, side, router, second):
+    begin(router)
+    side.role.gone(router)
     side.run()
     assert side.all_free, "what has ended holds no blocks"
     side.take(second, attach(known=2))
@@ -65,29 +54,22 @@ def test_it_ends_while_nobody_is_there(pair, side, first, second):
     assert not third.handoffs
 
 
-@pytest.mark.parametrize("dies", [False, True])
-def test_what_has_ended_is_kept_until_it_is_released(pair, side, first, second, dies):
-    """Its router may die with the end that it was told."""
-    begin(pair, first)
+def test_what_has_ended_is_kept_until_it_is_released(begin, side, router):
+    begin(router)
     side.run()
-    assert (first.kinds()[-1], len(side.role.parking)) == ("finish", 1)
-    assert (H, "router-a", "COMMITTED", "mine") in side.records.notes
-    if dies:
-        side.role.gone(first)
-        side.take(second, attach(known=1))
-        assert (second.ids(), second.kinds()[-1]) == (ANSWER[1:], "finish")
-    owner = second if dies else first
-    side.take(owner, release())
+    assert (router.kinds()[-1], len(side.role.parking)) == ("finish", 1)
+    assert (H, "router-d", "COMMITTED", "mine") in side.records.notes
+    side.take(router, release())
     ends_free(side)
-    assert not owner.handoffs
+    assert not router.handoffs
 
 
 @pytest.mark.parametrize("state", ["decoding", "ended"])
-def test_nobody_comes(pair, side, first, second, state):
-    begin(pair, first)
+def test_nobody_comes(pair, begin, side, router, second, state):
+    begin(router)
     if state == "ended":
         side.run()
-    side.role.gone(first)
+    side.role.gone(router)
     pair.clock.advance(LASTS_S - 0.1)
     side.role.tick()
     assert len(side.role.parking) == 1
@@ -98,9 +80,9 @@ def test_nobody_comes(pair, side, first, second, state):
     ends_free(side)
 
 
-def test_its_time_begins_anew(pair, side, first, second):
-    begin(pair, first)
-    side.role.gone(first)
+def test_its_time_begins_anew(pair, begin, side, router, second):
+    begin(router)
+    side.role.gone(router)
     pair.clock.advance(LASTS_S - 1)
     side.take(second, attach(known=1))
     pair.clock.advance(LASTS_S)
@@ -113,17 +95,17 @@ def test_its_time_begins_anew(pair, side, first, second):
 
 
 @pytest.mark.parametrize("state", ["reserved", "computed"])
-def test_before_the_commit_there_is_nothing_to_park(pair, side, first, state):
-    side.take(first, reserve(resumable_s=LASTS_S))
+def test_before_the_commit_there_is_nothing_to_park(pair, side, router, state):
+    side.take(router, reserve(resumable_s=LASTS_S))
     if state == "computed":
-        pair.prefill.serve(first, prefill())
-    side.role.gone(first)
+        pair.prefill.serve(router, prefill())
+    side.role.gone(router)
     ends_free(side)
 
 
-def test_what_is_not_resumable_ends_with_its_router(pair, side, first, second):
-    begin(pair, first, resumable_s=0.0)
-    side.role.gone(first)
+def test_what_is_not_resumable_ends_with_its_router(begin, side, router, second):
+    begin(router, resumable_s=0.0)
+    side.role.gone(router)
     side.take(second, attach(known=1))
     assert second.refusals == [STALE]
     ends_free(side)
@@ -132,19 +114,15 @@ def test_what_is_not_resumable_ends_with_its_router(pair, side, first, second):
 @pytest.mark.parametrize(
     "asked",
     [
-        attach(1, replace(spec_of(), prompt=(9, 9, 9))),
-        attach(1, replace(spec_of(), cache_scope="other")),
-        attach(1, replace(spec_of(), priority=5)),
-        attach(1, replace(spec_of(), think_while_decoding=True)),
-        attach(1, replace(spec_of(), sampling=replace(GREEDY, seed=99))),
+        *(attach(1, replace(spec_of(), **{field: value})) for field, value in OTHERS.items()),
         attach(4),  # three are there
         attach(1, said=[ANSWER[0] + 1]),
     ],
-    ids=["prompt", "scope", "priority", "thinking", "sampling", "more than is there", "other tokens"],
+    ids=[*OTHERS, "more than is there", "other tokens"],
 )
-def test_only_the_same_request_with_tokens_that_were_told_is_attached(pair, side, first, second, asked):
-    begin(pair, first)
-    side.role.gone(first)
+def test_only_the_same_request_with_tokens_that_were_told_is_attached(begin, side, router, second, asked):
+    begin(router)
+    side.role.gone(router)
     side.take(second, asked)
     assert (second.kinds(), second.refusals) == (["refused"], [STALE])
     side.take(second, attach(1))
@@ -153,45 +131,45 @@ def test_only_the_same_request_with_tokens_that_were_told_is_attached(pair, side
     ends_free(side)
 
 
-def test_who_attaches_takes_it_from_whom_it_had(pair, side, first, second):
+def test_who_attaches_takes_it_from_whom_it_had(begin, side, router, second):
     """The older router lives, its client went away from it: it is told, and what it still sends changes nothing."""
-    begin(pair, first)
+    begin(router)
     side.take(second, attach(known=1))
-    assert (first.failure.kind, first.failure.message) == ("Cancelled", "router router-b has taken over")
-    side.take(first, release())
-    side.role.gone(first)
+    assert (router.failure.kind, router.failure.message) == ("Cancelled", "router router-b has taken over")
+    side.take(router, release())
+    side.role.gone(router)
     side.run()
     assert second.ids() == ANSWER[1:]
     side.take(second, release())
     ends_free(side)
 
 
-def test_what_is_remembered_is_bounded(pair, side, first, second, monkeypatch):
-    begin(pair, first, tokens=2)
+def test_what_is_remembered_is_bounded(begin, side, router, second, monkeypatch):
+    begin(router, tokens=2)
     stream = side.role.parking._streams[H]
     monkeypatch.setattr(parking, "MOST_BYTES", 2 * stream.size)
     side.step(3)
     assert stream.first > 0
     assert stream.size <= parking.MOST_BYTES
-    side.role.gone(first)
+    side.role.gone(router)
     side.take(second, attach(known=0))
     assert second.kinds() == ["refused"]
     side.take(second, attach(known=stream.first))
     assert second.ids() == ANSWER[stream.first : len(stream.ids)]
 
 
-def test_who_says_more_alone_than_is_remembered_is_given_up(pair, side, first, monkeypatch):
-    begin(pair, first, tokens=1)
-    side.role.gone(first)
+def test_who_says_more_alone_than_is_remembered_is_given_up(begin, side, router, monkeypatch):
+    begin(router, tokens=1)
+    side.role.gone(router)
     monkeypatch.setattr(parking, "MOST_BYTES", 1)
     side.step(2)
     ends_free(side)
 
 
-def test_a_prompt_that_is_computed_here_is_parked_too(side, first, second):
-    side.take(first, reserve(resumable_s=LASTS_S, stream="mine"), prefill(to=None))
-    while len(first.ids()) < 2:
+def test_a_prompt_that_is_computed_here_is_parked_too(side, router, second):
+    side.take(router, reserve(resumable_s=LASTS_S, stream="mine"), prefill(to=None))
+    while len(router.ids()) < 2:
         side.step()
-    side.role.gone(first)
+    side.role.gone(router)
     side.serve(second, attach(known=1))
     assert second.ids() == ANSWER[1:]

@@ -30,7 +30,10 @@ def test_a_reservation_says_how_much_is_here_but_the_last_position_always_comes(
     assert pair.decode.all_free
 
 
-def test_only_the_rest_comes_and_the_tokens_are_the_same(pair, router):
+@pytest.mark.parametrize("size", [2, BLOCK, 8])
+def test_only_the_rest_comes_and_the_tokens_are_the_same(router, size):
+    """Each side has its own size of blocks."""
+    pair = Pair(decode_block_size=size).warm()
     before = {block: pair.decode.engine.kv.k[:, block].view(torch.int32).clone() for block in pair.cached()}
     pair.hand_over(router, H, SPEC)
     [push] = pair.prefill.pusher.pushes.values()
@@ -76,19 +79,6 @@ def test_a_reservation_without_room_pins_nothing(router):
     pair.decode.take(router, reserve(known=31, prefix=NAMES))
     assert router.kinds(H) == ["refused"]
     assert (pair.decode.counts, pair.cached()) == (before, blocks)
-
-
-@pytest.mark.parametrize("size", [2, 8])
-def test_each_side_has_its_own_size_of_blocks(router, size):
-    pair = Pair(decode_block_size=size).warm()
-    pair.hand_over(router, H, SPEC)
-    assert router.cached_at(H) == 8
-    pair.decode.run()
-    assert router.ids()[1:] == expected(SPEC)
-    pair.ends_free()
-
-
-# --- what a prefill worker fetches of it
 
 
 @pytest.fixture
@@ -137,12 +127,3 @@ def test_what_is_in_doubt_since_it_was_reserved_is_not_sent(pair, router, sender
     assert sender.pushes == {}
     pair.decode.take(router, release())
     pair.ends_free()
-
-
-def test_a_commit_that_ends_a_shared_handoff_at_once_gives_all_back(pair, router):
-    pair.decode.receive(router, skip=8, prefix=NAMES)
-    pair.decode.commit(H, SequenceSpec((9999,) * 9, GREEDY, (65,)))
-    pair.decode.run()
-    assert router.kinds() == ["reserved", "failed"]
-    assert pair.decode.all_free
-    assert len(pair.cached()) == 2

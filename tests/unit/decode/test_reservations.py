@@ -1,8 +1,8 @@
 """The reservation table: one writer, one commit, no commit after a fence, no free while a write is running."""
 
+import contextlib
 import threading
-from dataclasses import dataclass, field
-from typing import Any
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import settings
@@ -20,31 +20,12 @@ P2 = WorkerRef("p1", Incarnation(1, 2), "127.0.0.1:1")  # same place, another li
 H = HandoffId("r", 1)
 
 
-@dataclass
-class FakeAllocation:
-    blocks: list[int]
-
-
-@dataclass
-class FakeReservation:
-    """Of blocks of 4 positions: `cached_tokens` of them are in shared blocks."""
-
-    cached_tokens: int = 0
-    blocks: list[int] = field(default_factory=lambda: [7, 8, 9])
-
-    @property
-    def shared(self):
-        return FakeAllocation(self.blocks[: self.cached_tokens // 4])
-
-
 def commit_of(known):
     spec = SequenceSpec(prompt=tuple(range(known)), sampling=Sampling(), known=(5,))
     return CommitState(spec, [Token(0, 5, "x")], 0.1, 0.1, 64, "memory")
 
 
 class Recording(Reservations):
-    """A table that remembers its commits."""
-
     def __init__(self):
         self.commits: list[HandoffId] = []
         self.fetches: list[PushJob] = []
@@ -60,9 +41,11 @@ def offer(known=6, fingerprint="fp", skip=0):
     return Offer(fingerprint=fingerprint, known_tokens=known, skip=skip)
 
 
-def opened(table, handoff=H, known=6, deadline=None, cached=0):
-    reservation: Any = FakeReservation(cached)
-    table.open(handoff, reservation, known, deadline)
+def opened(table, handoff=H, cached=0):
+    """Three blocks of 4 positions. `cached` positions are in shared ones."""
+    shared = SimpleNamespace(blocks=[7, 8, 9][: cached // 4])
+    reservation = SimpleNamespace(cached_tokens=cached, blocks=[7, 8, 9], shared=shared)
+    table.open(handoff, reservation, 6, None)
     return reservation
 
 
@@ -85,19 +68,10 @@ def test_a_handoff_from_reservation_to_adoption(table):
     assert len(table) == 0
 
 
-@pytest.mark.parametrize(
-    "stop",
-    [
-        lambda table: table.fence(H),
-        lambda table: table.take(H),
-        lambda table: table.aborted(H, P1),
-        lambda table: table.lost(P1),
-    ],
-    ids=["fence", "take", "aborted", "lost"],
-)
-def test_nothing_is_written_or_committed_after_the_end(table, stop):
+@pytest.mark.parametrize(("end", "args"), [("fence", [H]), ("take", [H]), ("aborted", [H, P1]), ("lost", [P1])])
+def test_nothing_is_written_or_committed_after_the_end(table, end, args):
     receiving(table)
-    stop(table)
+    getattr(table, end)(*args)
     with pytest.raises(StaleAttempt), table.writing(H, P1):
         raise AssertionError("must not get here")
     with pytest.raises(StaleAttempt):
@@ -202,8 +176,8 @@ class Machine(RuleBasedStateMachine):
 
     def __init__(self):
         super().__init__()
-        self.table = Reservations("fp", lambda handoff, commit: self.commits.append(handoff), lambda job: None)
-        self.commits: list[HandoffId] = []
+        self.table = Recording()
+        self.commits = self.table.commits
         self.ended = set()
         self.held = {}
         self.taken = []
@@ -219,12 +193,14 @@ class Machine(RuleBasedStateMachine):
 
     @rule(handoff=handoffs, sender=st.sampled_from([P1, P2]))
     def offer(self, handoff, sender):
-        self._try(lambda: self.table.offer(handoff, sender, offer()))
+        with contextlib.suppress(StaleAttempt, OfferRefused):
+            self.table.offer(handoff, sender, offer())
 
     @rule(handoff=handoffs, sender=st.sampled_from([P1, P2]))
     def commit(self, handoff, sender):
         before = len(self.commits)
-        self._try(lambda: self.table.commit(handoff, sender, commit_of(6)))
+        with contextlib.suppress(StaleAttempt, OfferRefused):
+            self.table.commit(handoff, sender, commit_of(6))
         if len(self.commits) > before:
             assert handoff not in self.ended
 
@@ -247,12 +223,6 @@ class Machine(RuleBasedStateMachine):
     @rule(sender=st.sampled_from([P1, P2]))
     def lose(self, sender):
         self.table.lost(sender)
-
-    def _try(self, action):
-        try:
-            action()
-        except (StaleAttempt, OfferRefused):
-            return
 
     @invariant()
     def one_commit_and_one_end_each(self):

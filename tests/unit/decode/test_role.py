@@ -9,14 +9,13 @@ from baton.core import HandoffId, Sampling, SequenceSpec, Token
 from baton.errors import OfferRefused, StaleAttempt
 from baton.rpc.v1 import worker_pb2 as pb
 from baton.worker.attempts import Attempts
-from tests.support.sessions import GREEDY, STALE, FakeSession, H, P, expected, fence, next_of, release, reserve, spec_of
+from tests.support.sessions import GREEDY, STALE, FakeSession, H, expected, fence, names_of, release, reserve, spec_of
 from tests.support.time_factor import scaled
 from tests.support.workers import STATES, DecodeSide, Pair
 
 
 @pytest.fixture
 def owner():
-    """Another router, whose handoff it is."""
     return FakeSession()
 
 
@@ -38,16 +37,13 @@ def test_a_handoff_from_reserve_to_finish(pair, side, owner):
     ("command", "reason"),
     [
         (reserve(fingerprint="other"), pb.REFUSAL_REASON_FINGERPRINT),
-        (reserve(known=0), pb.REFUSAL_REASON_TOO_LONG),
-        (reserve(known=65), pb.REFUSAL_REASON_TOO_LONG),
-        (reserve(known=2**32 - 1), pb.REFUSAL_REASON_TOO_LONG),
+        *((reserve(known=tokens), pb.REFUSAL_REASON_TOO_LONG) for tokens in (0, 65, 2**32 - 1)),
         (reserve(max_total=65), pb.REFUSAL_REASON_TOO_LONG),
     ],
 )
 def test_a_reserve_that_never_fits_is_refused(side, router, command, reason):
     side.take(router, command)
-    assert router.refusals == [reason]
-    assert side.all_free
+    assert (router.refusals, side.all_free) == ([reason], True)
     side.take(router, reserve(max_total=64))  # the attempt is not used up
     assert router.kinds() == ["refused", "reserved"]
     assert side.counts.reserved == side.engine.layout.blocks_for(9 + 1)
@@ -89,19 +85,6 @@ def test_a_reserve_is_stale_even_when_the_attempt_was_forgotten(pair, side, rout
 COMMITTED = {"committed", "adopted", "decoding"}
 
 
-@pytest.mark.parametrize("state", STATES)
-def test_in_every_state_shared_blocks_are_taken_by_nobody_else(owner, state):
-    pair = Pair().warm()
-    blocks = pair.cached()
-    pair.bring(owner, state)
-    assert pair.cached()[:2] == blocks
-    others = pair.decode.engine.pool.allocate(pair.decode.engine.pool.available)
-    assert (not set(blocks) & set(others.blocks)) == (state != "finished")
-    others.release()
-    pair.decode.role.gone(owner)
-    pair.ends_free()
-
-
 @pytest.mark.parametrize("by", ["owner", "another router"])
 @pytest.mark.parametrize("state", STATES)
 @pytest.mark.parametrize("shared", [0, 2])
@@ -133,6 +116,10 @@ def test_whatever_the_state_a_release_frees_at_once_and_what_was_shared_stays(ow
     side, blocks = pair.decode, pair.cached()
     pair.bring(owner, state)
     kinds = owner.kinds()
+    if state != "finished":
+        others = side.engine.pool.allocate(side.engine.pool.available)
+        assert set(blocks[:shared]).isdisjoint(others.blocks), "what is shared is taken by nobody else"
+        others.release()
     for _ in range(2):
         side.give_up(owner, how)
         assert (side.all_free, side.counts.reserved, side.counts.owned) == (True, 0, 0)
@@ -146,47 +133,34 @@ def test_whatever_the_state_a_release_frees_at_once_and_what_was_shared_stays(ow
     pair.ends_free()
 
 
-def test_a_fence_and_a_release_between_commit_and_adoption(side, router):
-    side.receive(router)
-    side.commit()
-    side.serve(router, fence(), release())
-    assert side.all_free
-    assert router.kinds() == ["reserved"]
-
-
-@pytest.mark.parametrize("state", ["reserved", "receiving", "committed"])
+@pytest.mark.parametrize("state", ["reserved", "receiving"])
 def test_a_deadline_ends_what_is_not_committed(side, router, state):
     if state == "reserved":
         side.take(router, reserve(deadline_s=5.0))
     else:
         side.receive(router, deadline_s=5.0)
-    if state == "committed":
-        side.commit()
     side.clock.advance(4.5)
     side.role.tick()
     assert router.kinds() == ["reserved"]
     side.clock.advance(0.5)
     side.role.tick()
-    if state == "committed":
-        side.loop.drain()
-        assert router.kinds() == ["reserved", "committed", "tokens"]
-        return
     assert router.failure.kind == "DeadlineExceeded"
     side.role.tick()
-    assert router.kinds() == ["reserved", "failed"]
-    assert side.all_free
-    with pytest.raises(StaleAttempt), side.role.reservations.writing(H, P):
-        raise AssertionError("must not get here")
+    assert (router.kinds(), side.all_free) == (["reserved", "failed"], True)
+    with pytest.raises(StaleAttempt):
+        side.commit()
 
 
-@pytest.mark.parametrize("ends", [False, True])
-def test_a_commit_that_lands_while_its_deadline_passes_counts(side, router, monkeypatch, ends):
-    """It came, or all has even ended, between the look at the deadlines and the fence."""
-    side.receive(router)
+@pytest.mark.parametrize(("late", "ends"), [(False, False), (True, False), (True, True)])
+def test_a_commit_before_its_deadline_counts(side, router, monkeypatch, late, ends):
+    """`late`: it came, or all has even ended, between the look at the deadlines and the fence."""
+    side.receive(router, deadline_s=5.0)
     side.commit()
     if ends:
         side.run()
-    monkeypatch.setattr(side.role.reservations, "expired", lambda now: [H])
+    if late:
+        monkeypatch.setattr(side.role.reservations, "expired", lambda now: [H])
+    side.clock.advance(5.0)
     side.role.tick()
     side.loop.drain()
     assert router.kinds()[:3] == ["reserved", "committed", "tokens"]
@@ -202,7 +176,7 @@ def test_what_does_not_fit_any_more_is_handed_back(router):
     pair.decode.run()
     assert (router.kinds(first)[-1], router.kinds(other)[-1]) == ("finish", "preempted")
     assert router.ids(first)[1:] == expected(spec_of(first, sampling=sampling))
-    again = next_of(other)
+    again = HandoffId("b", 2)
     pair.decode.take(router, reserve(again))
     assert router.kinds(again) == ["reserved"]
     pair.decode.take(router, release(again))
@@ -228,28 +202,29 @@ def test_a_commit_that_contradicts_itself_is_refused_and_the_handoff_can_still_e
     side.run()
     assert router.kinds() == ["reserved"]
     side.take(router, fence())
-    assert router.kinds() == ["reserved", "fenced"]
-    assert side.all_free
+    assert (router.kinds(), side.all_free) == (["reserved", "fenced"], True)
 
 
-def test_a_commit_that_the_engine_does_not_take_fails_that_handoff_alone(side, router):
-    side.receive(router)
-    side.commit(H, SequenceSpec((9999,) * 9, GREEDY, (65,)))
+NOT_TAKEN = SequenceSpec((9999,) * 9, GREEDY, (65,))
+ENDS_AT_ONCE = SequenceSpec(spec_of().prompt, Sampling(max_tokens=1, temperature=0.0), (65,))
+
+
+@pytest.mark.parametrize(
+    ("spec", "kinds"), [(NOT_TAKEN, ["failed"]), (ENDS_AT_ONCE, ["committed", "tokens", "finish"])], ids=["no", "ends"]
+)
+@pytest.mark.parametrize("shared", [0, 2])
+def test_a_commit_that_the_engine_does_not_take_or_that_ends_at_once(router, shared, spec, kinds):
+    pair = Pair().warm()
+    side, names = pair.decode, names_of(spec_of().tokens)[:shared]
+    side.receive(router, skip=4 * shared, prefix=names)
+    side.commit(H, spec)
     side.run()
-    assert (router.kinds(), side.all_free, router.handoffs) == (["reserved", "failed"], True, set())
+    assert (router.kinds(), side.all_free, router.handoffs) == (["reserved", *kinds], True, set())
     assert side.records.notes[-1][2] == "RELEASED"
-
-
-def test_a_commit_that_ends_with_its_first_token_only_finishes(side, router):
-    side.receive(router)
-    side.commit(H, SequenceSpec(spec_of().prompt, Sampling(max_tokens=1, temperature=0.0), (65,)))
-    side.run()
-    assert router.kinds() == ["reserved", "committed", "tokens", "finish"]
-    assert side.all_free
+    assert len(pair.cached()) == 2
 
 
 def test_commits_and_fences_that_race_agree(side, router):
-    """Threads commit while the engine thread fences: each handoff has one outcome, and the events tell it."""
     handoffs = [HandoffId(f"h{n}", 1) for n in range(6)]
     for handoff in handoffs:
         side.receive(router, handoff)

@@ -43,10 +43,8 @@ def test_a_prompt_that_is_computed_here_tells_its_thoughts_before_its_token(side
 
 
 @pytest.mark.parametrize("known", [0, 2, 3])
-def test_a_router_that_attaches_is_told_all_thoughts_first(pair, side, router, second, known):
-    pair.adopt(router, resumable_s=30.0, stream="mine")
-    while len(router.tokens()) < 3:
-        side.step()
+def test_a_router_that_attaches_is_told_all_thoughts_first(begin, side, router, second, known):
+    begin(router)
     later = Thought(2, (55,))
     result = side.engine.step()
     result.thoughts.append((H, [later]))
@@ -63,19 +61,17 @@ def test_a_router_that_attaches_is_told_all_thoughts_first(pair, side, router, s
     assert side.all_free
 
 
-def test_also_of_what_has_ended(pair, side, router, second):
-    pair.adopt(router, resumable_s=30.0, stream="mine")
+def test_also_of_what_has_ended(begin, side, router, second):
+    begin(router, tokens=1)
     side.role.gone(router)
     side.run()
     side.take(second, attach(len(ANSWER)))
     assert second.kinds() == ["attached", "thoughts", "finish"]
 
 
-def test_of_thoughts_so_much_is_remembered_and_tokens_are_as_they_were(pair, side, router, second, monkeypatch):
+def test_of_thoughts_so_much_is_remembered_and_tokens_are_as_they_were(begin, side, router, second, monkeypatch):
     monkeypatch.setattr(parking, "MOST_BYTES", 4096)
-    pair.adopt(router, resumable_s=30.0, stream="mine")
-    while len(router.tokens()) < 3:
-        side.step()
+    begin(router)
     result = side.engine.step()
     result.thoughts.append((H, [Thought(n, (1,) * 15) for n in range(2, 200)]))  # 64 bytes each
     side.role.stepped(result)

@@ -42,19 +42,16 @@ class Process:
         if role != "router":
             self.note("registered")
 
-    def reserve(self, handoff, blocks, digests=()):
+    def reserve(self, handoff, blocks, digests=(), event="reserved"):
+        """Take blocks. Return how many of them are shared."""
         shared = self.pool.find(digests)
-        allocation = taken(self.pool, blocks - len(shared), shared)
-        self.held[handoff] = allocation
-        self.history.blocks("reserved", handoff, allocation, shared=len(shared))
+        self.held[handoff] = taken(self.pool, blocks - len(shared), shared)
+        self.history.blocks(event, handoff, self.held[handoff], shared=len(shared))
+        return len(shared)
 
     def compute(self, handoff, blocks, digests=()):
-        """At a prefill worker: blocks are taken, the prompt is computed, full ones are published."""
-        shared = self.pool.find(digests)
-        allocation = taken(self.pool, blocks - len(shared), shared)
-        self.held[handoff] = allocation
-        self.history.blocks("owned", handoff, allocation, shared=len(shared))
-        self.publish(handoff, len(shared), digests)
+        """At a prefill worker: the prompt is computed, full blocks are published."""
+        self.publish(handoff, self.reserve(handoff, blocks, digests, "owned"), digests)
 
     def publish(self, handoff, first, digests):
         if digests[first:]:
@@ -67,10 +64,13 @@ class Process:
         assert allocation.grow(1)
         self.history.blocks("owned", handoff, allocation, before)
 
-    def let_go(self, handoff):
+    def let_go(self, handoff, then=""):
+        """The blocks go; then it notes `then`."""
         allocation = self.held.pop(handoff)
         self.history.blocks("let_go", handoff, allocation)
         allocation.release()
+        if then:
+            self.note(then, handoff)
 
 
 class Cluster:
@@ -83,15 +83,13 @@ class Cluster:
         self.p = Process(self, "prefill-0", "prefill", "7.1")
         self.d = Process(self, "decode-0", "decode", "7.2")
         self.other = Process(self, "decode-1", "decode", "7.3")
-        self.names = [bytes([n]) * 32 for n in range(4)]
 
     def run(self):
         self.plain("plain")
-        self.plain("shares", digests=self.names[:2])
+        self.plain("shares")
         self.preempted("preempted")
         self.prefill_lost("fenced")
         self.decode_killed("repushed")
-        self.ends_at_first_token("short")
         self.cancelled("cancelled")
         self.fetches("fetched")
         self.refused("refused")
@@ -104,12 +102,10 @@ class Cluster:
 
     @contextmanager
     def request(self, name, outcome="finished", count=0):
-        first = HandoffId(name, 0)
-        self.router.note("arrived", first)
         attempts: list[HandoffId] = []
+        self.router.note("arrived", HandoffId(name, 0))
         yield attempts
-        last = HandoffId(name, len(attempts))
-        self.router.note("ended", last, outcome=outcome, count=count)
+        self.router.note("ended", HandoffId(name, len(attempts)), outcome=outcome, count=count)
 
     def begin(self, attempts, name, decode):
         handoff = HandoffId(name, len(attempts) + 1)
@@ -121,14 +117,11 @@ class Cluster:
         """The first attempt, which all requests begin alike."""
         handoff = self.begin(attempts, name, decode)
         decode.reserve(handoff, blocks, digests)
-        self.accept(handoff)
+        self.router.note("accepted", handoff)
         self.p.note("prefill", handoff)
         self.p.compute(handoff, blocks, digests)
         self.first_token(handoff)
         return handoff
-
-    def accept(self, handoff):
-        self.router.note("accepted", handoff)
 
     def first_token(self, handoff, index=0, *, new=True):
         self.p.note("tokens", handoff, first=index, count=1)
@@ -139,21 +132,17 @@ class Cluster:
         decode.note("offered", handoff)
         decode.note("committed", handoff)
         decode.note("adopted", handoff, first=index, count=1)
-        self.p.let_go(handoff)
-        self.p.note("pushed", handoff)
+        self.p.let_go(handoff, "pushed")
 
     def decode(self, handoff, decode, first, count):
         decode.note("tokens", handoff, first=first, count=count)
         self.router.note("delivered", handoff, first=first, count=count)
 
-    def recovered(self, handoff, reason):
-        self.router.note("recovered", handoff, reason=reason)
-
     # --- requests ------------------------------------------------------------------------------------------------
 
-    def plain(self, name, digests=None):
-        """Two full blocks are published at P; D publishes them, too, and grows by one."""
-        digests = self.names[:2] if digests is None else digests
+    def plain(self, name):
+        """Two full blocks are published at P; D publishes them, too, and grows by one. The next one shares them."""
+        digests = [bytes([n]) * 32 for n in range(2)]
         with self.request(name, count=4) as attempts:
             handoff = self.to_first_token(attempts, name, self.d, 3, digests)
             already = self.d.pool.find(digests)
@@ -169,9 +158,8 @@ class Cluster:
         with self.request(name, count=3) as attempts:
             handoff = self.to_first_token(attempts, name, self.d)
             self.commit(handoff, self.d)
-            self.d.let_go(handoff)
-            self.d.note("preempted", handoff)
-            self.recovered(handoff, "preempted")
+            self.d.let_go(handoff, "preempted")
+            self.router.note("recovered", handoff, reason="preempted")
             self._again(attempts, name)
 
     def _again(self, attempts, name):
@@ -192,12 +180,9 @@ class Cluster:
             handoff = self.to_first_token(attempts, name, self.d)
             self.d.note("offered", handoff)
             self.p.note("failed", handoff, error="ChannelBroken", held=True)
-            self.d.note("fenced", handoff)
-            self.d.let_go(handoff)
-            self.d.note("released", handoff)
-            self.recovered(handoff, "prefill_lost")
-            self.p.let_go(handoff)
-            self.p.note("aborted", handoff)
+            self._fence(handoff)
+            self.router.note("recovered", handoff, reason="prefill_lost")
+            self.p.let_go(handoff, "aborted")
             self._again(attempts, name)
 
     def decode_killed(self, name):
@@ -205,7 +190,7 @@ class Cluster:
         with self.request(name, count=2) as attempts:
             first = self.to_first_token(attempts, name, self.other)
             self.other = Process(self, "decode-1", "decode", "7.4")
-            self.recovered(first, "decode_lost")
+            self.router.note("recovered", first, reason="decode_lost")
             second = self.begin(attempts, name, self.other)
             self.other.reserve(second, 2)
             self.p.note("repush", second, held=first.attempt)
@@ -216,17 +201,9 @@ class Cluster:
             self.decode(second, self.other, 1, 1)
             self.other.note("finished", second)
 
-    def ends_at_first_token(self, name):
-        with self.request(name, count=1) as attempts:
-            handoff = self.to_first_token(attempts, name, self.d)
-            self.p.let_go(handoff)
-            self.p.note("aborted", handoff)
-            self._drop(handoff)
-
-    def _drop(self, handoff):
+    def _fence(self, handoff):
         self.d.note("fenced", handoff)
-        self.d.let_go(handoff)
-        self.d.note("released", handoff)
+        self.d.let_go(handoff, "released")
 
     def cancelled(self, name):
         """While decoding. The router has said so before D has let go."""
@@ -234,8 +211,7 @@ class Cluster:
             handoff = self.to_first_token(attempts, name, self.d)
             self.commit(handoff, self.d)
             self.decode(handoff, self.d, 1, 1)
-        self.d.let_go(handoff)
-        self.d.note("released", handoff)
+        self.d.let_go(handoff, "released")
 
     def fetches(self, name):
         """D pins what it has of a prompt, and P fetches that before it computes the rest; then the client leaves."""
@@ -244,7 +220,7 @@ class Cluster:
         with self.request(name, "cancelled") as attempts:
             handoff = self.begin(attempts, name, self.d)
             self.d.reserve(handoff, 2, digests)
-            self.accept(handoff)
+            self.router.note("accepted", handoff)
             self.p.note("prefill", handoff)
             fetch = taken(self.p.pool, 1)
             pin = taken(self.d.pool, 0, self.d.pool.find(digests))
@@ -258,9 +234,8 @@ class Cluster:
             self.d.history.blocks("let_go", handoff, pin, part="pin")
             pin.release()
             self.p.compute(handoff, 2, digests)
-        self.p.let_go(handoff)
-        self.p.note("aborted", handoff)
-        self._drop(handoff)
+        self.p.let_go(handoff, "aborted")
+        self._fence(handoff)
 
     def _fill(self, digests):
         """An earlier turn leaves a block at D: P never had it."""
@@ -268,8 +243,7 @@ class Cluster:
             handoff = self.to_first_token(attempts, "earlier", self.d)
             self.commit(handoff, self.d)
             self.d.publish(handoff, 0, digests)
-            self.d.let_go(handoff)
-            self.d.note("finished", handoff)
+            self.d.let_go(handoff, "finished")
 
     def refused(self, name):
         with self.request(name, "refused"):

@@ -12,13 +12,8 @@ from tools.check_history import main
 from tools.history_check import check
 from tools.history_order import STEPS
 
-P, D, OLD_D, NEW_D, R = (
-    "prefill-0-7.1.jsonl",
-    "decode-0-7.2.jsonl",
-    "decode-1-7.3.jsonl",
-    "decode-1-7.4.jsonl",
-    "router-a.jsonl",
-)
+P, D, R = "prefill-0-7.1.jsonl", "decode-0-7.2.jsonl", "router-a.jsonl"
+OLD_D, NEW_D = "decode-1-7.3.jsonl", "decode-1-7.4.jsonl"
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +25,6 @@ def good(tmp_path_factory):
 
 @pytest.fixture
 def folder(good, tmp_path):
-    """A copy of it, to be changed."""
     return shutil.copytree(good, tmp_path / "history")
 
 
@@ -59,8 +53,8 @@ def rules(folder):
 def test_a_good_history_passes(good, capsys):
     report = check([good])
     assert [str(violation) for violation in report.violations] == []
-    assert report.outcomes == {"accepted": 9, "finished": 7, "cancelled": 2, "refused": 1}
-    assert main([str(good), "--at-least", "9"]) == 0
+    assert report.outcomes == {"accepted": 8, "finished": 6, "cancelled": 2, "refused": 1}
+    assert main([str(good), "--at-least", "8"]) == 0
     assert "0 violations" in capsys.readouterr().out
 
 
@@ -73,20 +67,17 @@ def test_violations_are_printed_with_file_and_line(folder, capsys):
 
 
 def test_a_history_of_too_little_fails(good, tmp_path, capsys):
-    assert main([str(good), "--at-least", "10"]) == 1
-    assert "at least 10" in capsys.readouterr().out
+    assert main([str(good), "--at-least", "9"]) == 1
+    assert "at least 9" in capsys.readouterr().out
     assert main([str(tmp_path)]) == 2
     assert main([str(tmp_path / "nowhere.jsonl")]) == 2
 
 
-# --- one mutation for each thing that must not happen ------------------------------------------------------------
-
-
-def insert(after, new, **facts):
-    """After the event `after` of request `fenced`, another one of its first attempt."""
+def insert(after, new, of="fenced", **facts):
+    """After the event `after` of the first attempt of a request, another one."""
 
     def change(events):
-        place = where(events, after, "fenced", 1)
+        place = where(events, after, of, 1)
         events.insert(place + 1, events[place] | {"event": new, "own": [], "shared": []} | facts)
 
     return change
@@ -106,6 +97,7 @@ def drop(name, request):
     return change
 
 
+THIEF = {"request": "thief", "own": [[0, 51]]}
 CHANGES = {
     "sharing what nobody has published": (P, drop("published", "plain"), "one_owner"),
     "a commit after the fence": (D, insert("fenced", "committed"), "order"),
@@ -115,6 +107,7 @@ CHANGES = {
     "an ending with too few tokens": (R, alter("ended", "plain", count=3), "tokens"),
     "an attempt that does not rise": (R, alter("attempt", "plain", attempt=2), "attempts"),
     "a reservation of an old attempt": (D, alter("reserved", "fenced", attempt=3), "attempts"),
+    "two owners of one block": (D, insert("reserved", "reserved", "plain", **THIEF), "one_owner"),
     "a block of somebody else": (D, alter("reserved", "shares", own=[[11, 9]], shared=[]), "let_go"),
     "an old generation": (P, alter("owned", "preempted", own=[[2, 1], [3, 1]]), "one_owner"),
     "sharing what is not published": (P, alter("owned", "preempted", own=[], shared=[[5, 1]]), "one_owner"),
@@ -147,16 +140,6 @@ def test_a_commit_of_one_attempt_at_two_workers(folder):
     assert "one_commit" in rules(folder)
 
 
-def test_two_owners_of_one_block(folder):
-    """Two handoffs are given the same block, each in a generation of its own: the first still holds it."""
-    events = rows(folder, D)
-    place = where(events, "reserved", "plain")
-    index, generation = events[place]["own"][0]
-    thief = events[place] | {"request": "thief", "own": [[index, generation + 50]]}
-    write(folder, D, [*events[: place + 1], thief, *events[place + 1 :]])
-    assert "one_owner" in rules(folder)
-
-
 def test_time_that_goes_back(folder):
     events = rows(folder, D)
     events[3]["monotonic"] -= 50
@@ -167,17 +150,13 @@ def test_time_that_goes_back(folder):
 def test_an_older_incarnation_takes_nothing_new(folder):
     """The one that was replaced wakes up, long after, and reserves."""
     old, new = rows(folder, OLD_D), rows(folder, NEW_D)
-    late = next(event for event in old if event["event"] == "reserved") | {"wall": new[1]["wall"] + 60, "attempt": 9}
-    late["monotonic"] = new[1]["monotonic"] + 60
-    late["own"] = [[7, 99]]
+    later = {"wall": new[1]["wall"] + 60, "monotonic": new[1]["monotonic"] + 60}
+    late = old[where(old, "reserved")] | later | {"attempt": 9, "own": [[7, 99]]}
     write(folder, OLD_D, [*old, late])
     assert "place" in rules(folder)
     late["wall"] = new[1]["wall"] + 1  # it had not heard yet
     write(folder, OLD_D, [*old, late])
     assert "place" not in rules(folder)
-
-
-# --- who is excused, and who is not ------------------------------------------------------------------------------
 
 
 def test_a_killed_process_is_excused_from_what_it_could_not_do(folder):
@@ -221,40 +200,36 @@ def test_a_router_that_was_killed_is_excused_and_one_that_stopped_is_not(folder)
     assert rules(folder) == set()
 
 
-# --- all of them -------------------------------------------------------------------------------------
-
 MAY_LACK = {"beat", "stopped", "published", "failed"}  # `published` is missed when the block is shared
 LEGAL_WITHOUT = {("offered", "fenced"), ("offered", "fetched"), ("accepted", "fetched")}  # given what follows
 MAY_REPEAT = {"beat"}
 
 
 def all_events(folder, without):
-    """Every event of the processes that lived to the end."""
+    """Every event of the processes that lived to the end, with all of its process."""
     for file in (P, D, NEW_D, R):
-        for place, event in enumerate(rows(folder, file)):
-            if event["event"] not in without:
-                yield file, place, event["event"]
+        events = rows(folder, file)
+        yield from ((file, events, place) for place, event in enumerate(events) if event["event"] not in without)
+
+
+def passes(folder, file, events, changed):
+    """Whether the checker finds nothing in `changed`. Puts `events` back."""
+    write(folder, file, changed)
+    found = rules(folder)
+    write(folder, file, events)
+    return not found
 
 
 def test_no_event_can_be_dropped(folder):
-    missed = []
-    for file, place, name in all_events(folder, MAY_LACK):
-        events = rows(folder, file)
-        write(folder, file, events[:place] + events[place + 1 :])
-        legal = (name, events[place].get("request")) in LEGAL_WITHOUT and events[place]["attempt"] == 1
-        missed += [] if rules(folder) or legal else [(file, place, name)]
-        write(folder, file, events)
-    assert missed == []
+    for file, events, place in all_events(folder, MAY_LACK):
+        event = events[place]
+        legal = (event["event"], event.get("request")) in LEGAL_WITHOUT and event["attempt"] == 1
+        assert legal or not passes(folder, file, events, events[:place] + events[place + 1 :]), (file, event)
 
 
 def test_no_event_can_come_twice(folder):
-    missed = []
-    for file, place, name in all_events(folder, MAY_REPEAT):
-        events = rows(folder, file)
-        write(folder, file, events[: place + 1] + events[place:])
-        missed += [] if rules(folder) else [(file, place, name)]
-        write(folder, file, events)
-    assert missed == []
+    for file, events, place in all_events(folder, MAY_REPEAT):
+        assert not passes(folder, file, events, events[: place + 1] + events[place:]), (file, events[place])
 
 
 LEGAL = {"tokens", "failed"}  # a push may break before the first token is there
@@ -269,16 +244,12 @@ def neighbours(folder):
             if any(event["event"] in steps for steps in STEPS.values()):
                 lives[event["request"], 0 if file == R else event["attempt"]].append(place)
         for places in lives.values():
-            yield from ((file, *pair) for pair in pairwise(places) if {events[n]["event"] for n in pair} != LEGAL)
+            pairs = (pair for pair in pairwise(places) if {events[n]["event"] for n in pair} != LEGAL)
+            yield from ((file, events, *pair) for pair in pairs)
 
 
 def test_neighbours_that_change_places_are_seen(folder):
-    missed = []
-    for file, one, other in list(neighbours(folder)):
-        events = rows(folder, file)
+    for file, events, one, other in neighbours(folder):
         swapped = list(events)
         swapped[one], swapped[other] = events[other], events[one]
-        write(folder, file, swapped)
-        missed += [] if rules(folder) else [(file, one, events[one]["event"], events[other]["event"])]
-        write(folder, file, events)
-    assert missed == []
+        assert not passes(folder, file, events, swapped), (file, events[one], events[other])

@@ -5,13 +5,13 @@ from __future__ import annotations
 import queue
 import socket
 import threading
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 
 import torch
 
-from baton.core import PROTOCOL_VERSION
+from baton.core import PROTOCOL_VERSION, HandoffId
 from baton.errors import ChannelBroken
 from baton.rpc import convert
 from baton.rpc.v1 import peer_pb2 as pb
@@ -64,7 +64,7 @@ class HandMadeEnd:
 
     def __init__(self, ring: Ring, *, express: bool) -> None:
         self._ring = local_ring(ring, torch.device("cpu"))
-        self._changed = threading.Condition()
+        self._there = threading.Semaphore(0)
         self._arrived = 0
         self.closed = False
         self.expected: list[tuple[int, int]] = []
@@ -76,10 +76,9 @@ class HandMadeEnd:
 
     def arrive(self, data: torch.Tensor = ZEROS) -> None:
         """The next frame is there, whether it was expected or not."""
-        with self._changed:
-            self.slot(self._arrived)[: len(data)].copy_(data)
-            self._arrived += 1
-            self._changed.notify_all()
+        self.slot(self._arrived)[: len(data)].copy_(data)
+        self._arrived += 1
+        self._there.release()
 
     def slot(self, number: int) -> torch.Tensor:
         return self._ring[number % len(self._ring)]
@@ -89,22 +88,19 @@ class HandMadeEnd:
 
     def finish(self, number: int) -> None:
         self.waited.append(number)
-        with self._changed:
-            assert self._changed.wait_for(lambda: self.closed or self._arrived > number, scaled(20))
-            if self.closed:
-                raise ChannelBroken("closed")
+        assert self.closed or self._there.acquire(timeout=scaled(20))
+        if self.closed:
+            raise ChannelBroken("closed")
 
     def close(self) -> None:
-        """From the session's thread."""
         self.leave()
         if self.express is not None:
             self.express.close()
 
     def leave(self) -> None:
         """As if the sender was gone."""
-        with self._changed:
-            self.closed = True
-            self._changed.notify_all()
+        self.closed = True
+        self._there.release()
         if self.ours is not None:
             self.ours.shutdown(socket.SHUT_RDWR)
 
@@ -140,7 +136,6 @@ class Call:
         self.stream.send(pb.PeerCommand(**command))
 
     def send(self, packet: bytes) -> None:
-        """By express."""
         assert self._express is not None
         self._express.send(packet)
 
@@ -157,7 +152,6 @@ class Call:
         return str(reply.WhichOneof("reply"))
 
     def refused(self, reason: str, detail: str = "") -> None:
-        """The session ends, for this reason."""
         reply = self.next()
         assert isinstance(reply, pb.PeerReply)
         assert reply.refused.reason == pb.HandoffRefusal.Value(f"HANDOFF_REFUSAL_{reason}"), reply
@@ -165,16 +159,11 @@ class Call:
         assert self.hear() == "ended"
 
     def hello(self, **change) -> None:
-        hello = {
-            "protocol_version": PROTOCOL_VERSION,
-            "sender": convert.ref_to_pb(self._sender),
-            "receiver": convert.ref_to_pb(D),
-            "transports": [pb.TransportOffer(name="by hand", reach="here")],
-            "generation": self._generation,
-            "fingerprint": FINGERPRINT,
-            "layout": convert.layout_to_pb(LAYOUT),
-        }
-        self.say(hello=pb.PeerHello(**{**hello, **change}))
+        version = {"protocol_version": PROTOCOL_VERSION, "generation": self._generation}
+        ends = {"sender": convert.ref_to_pb(self._sender), "receiver": convert.ref_to_pb(D)}
+        model = {"fingerprint": FINGERPRINT, "layout": convert.layout_to_pb(LAYOUT)}
+        transports = {"transports": [pb.TransportOffer(name="by hand", reach="here")]}
+        self.say(hello=pb.PeerHello(**{**version, **ends, **model, **transports, **change}))
 
     def offer(self, **change) -> None:
         offer = {"handoff": HANDOFF, "fingerprint": FINGERPRINT, "known_tokens": 8, "skip": 0}
@@ -196,13 +185,8 @@ class Call:
         self._hurry(pb.PeerCommand(commit=commit_of(*args, **change), after=self._frames))
 
     def abort(self, after: int = 0) -> None:
-        """Returns when the table has heard it."""
         self.say(abort=pb.AbortHandoff(handoff=HANDOFF), after=after)
         self.receiver.table.wait_for(("aborted", JOB.handoff))
-
-    def spoil(self) -> None:
-        """Say what makes no sense: it ends the session."""
-        self.say(abort=pb.AbortHandoff())
 
     def welcomed(self) -> Call:
         self.hello()
@@ -212,8 +196,9 @@ class Call:
             threading.Thread(target=self._listen, args=(self._express,), daemon=True).start()
         return self
 
-    def offered(self) -> Call:
-        self.welcomed().offer()
+    def offered(self, handoff: HandoffId = JOB.handoff) -> Call:
+        self.receiver.table.reserve(handoff, [11, 12])
+        self.welcomed().offer(handoff=convert.handoff_to_pb(handoff))
         assert self.hear() == "offer_accepted"
         return self
 
@@ -233,6 +218,7 @@ class Call:
 
 class Receiver:
     def __init__(self, settings=SMALL, *, express: bool = False) -> None:
+        torch.set_num_threads(1)
         self.table, self.kv = RecordingTable(), make_kv(None)
         self.table.reserve(JOB.handoff, [11, 12])
         self.channels = HandMade(express=express)
@@ -247,23 +233,17 @@ class Receiver:
     def end(self) -> HandMadeEnd:
         return eventually(lambda: self.channels.ends)[-1]
 
-    def close(self) -> None:
+    def __enter__(self) -> Receiver:
+        return self
+
+    def __exit__(self, *_: object) -> None:
         for end in self.channels.ends:
             end.leave()
         self.peer.run(self.peer.service.close())  # first: a session that waits for hello would hold the streams up
         for call in self.calls:
             call.stream.close()
         self.peer.close()
-
-
-@contextmanager
-def running(receiver: Receiver) -> Iterator[Receiver]:
-    torch.set_num_threads(1)
-    try:
-        yield receiver
-    finally:
-        receiver.close()
-    eventually(lambda: not sessions())
+        eventually(lambda: not sessions())
 
 
 def sessions() -> list[str]:

@@ -45,7 +45,6 @@ def plain(memory: MemoryTransport) -> Sequence[Transport]:
 
 
 def wrapped(wrap) -> Choice:
-    """A transport whose ends are wrapped."""
     return lambda memory: [Wrapped(memory, wrap)]
 
 
@@ -65,8 +64,12 @@ class Pair:
         self.table.reserve(made.handoff, target)
         return made
 
+    def begin(self, name: str, tokens: int, target: Sequence[int], **job) -> PushJob:
+        made = self.reserve(name, tokens, target, **job)
+        self.sender.begin(made)
+        return made
+
     def push(self, name: str, tokens: int, source: Sequence[int], target: Sequence[int], **job) -> HandoffId:
-        """A push all of whose KV is computed."""
         return hand_over(self.sender, self.reserve(name, tokens, target, **job), source, self.source.layout.layers)
 
     def complete(self, job: PushJob, blocks: Sequence[int], end: PushEnd | None = None) -> PushResult:
@@ -77,7 +80,6 @@ class Pair:
 
     @property
     def stream(self) -> LoopbackStream:
-        """The newest channel's."""
         return self.peer.streams[-1]
 
 
@@ -110,11 +112,7 @@ class Pairs:
         peer = LoopbackPeer(lambda: PeerService(target, D, FINGERPRINT, theirs, table, recv(memory)))
 
         def filtered(address, on_reply, on_end) -> LoopbackStream:
-            def hear(reply: pb.PeerReply) -> None:
-                if heard(reply):
-                    on_reply(reply)
-
-            return peer.connect(address, hear, on_end)
+            return peer.connect(address, lambda reply: heard(reply) and on_reply(reply), on_end)
 
         unfetched: queue.Queue[HandoffId] = queue.Queue()
         told: dict[str, Any] = {"on_unfetched": unfetched.put, "connect": connect or filtered}
@@ -146,5 +144,4 @@ def pairs() -> Iterator[Pairs]:
 
 @pytest.fixture
 def pair(pairs: Pairs) -> Pair:
-    """With the settings that most tests need."""
     return pairs()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from typing import Any
 
 from baton.errors import ChannelBroken
@@ -24,10 +25,11 @@ class Wrapped:
 
 
 class WrappedEnd:
-    """Does what the end in it does."""
+    """Does what the end in it does, but for methods that it is given instead."""
 
-    def __init__(self, inner) -> None:
+    def __init__(self, inner, **instead: Callable[..., None]) -> None:
         self.inner = inner
+        vars(self).update(instead)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
@@ -39,17 +41,11 @@ class FlippingEnd(WrappedEnd):
     def __init__(self, inner, at: int) -> None:
         super().__init__(inner)
         self._at = at
-        self._nbytes = 0
-
-    def start(self, number: int, nbytes: int) -> None:
-        if number == self._at:
-            self._nbytes = nbytes
-        self.inner.start(number, nbytes)
 
     def finish(self, number: int) -> None:
         self.inner.finish(number)
         if number == self._at:
-            self.inner.slot(number)[self._nbytes // 2] ^= 1
+            self.inner.slot(number)[0] ^= 1
 
 
 class Gate:
@@ -60,8 +56,13 @@ class Gate:
         self._stopped, self._open = threading.Semaphore(0), threading.Semaphore(0)
 
     def __call__(self, inner) -> WrappedEnd:
+        def start(number: int, nbytes: int) -> None:
+            if number >= probe.FRAMES:
+                self._hold()
+            inner.start(number, nbytes)
+
         self.channels += 1
-        return GatedEnd(inner, self)
+        return WrappedEnd(inner, start=start)
 
     def wait_stopped(self) -> None:
         assert self._stopped.acquire(timeout=scaled(10))
@@ -69,22 +70,10 @@ class Gate:
     def let(self, frames: int) -> None:
         self._open.release(frames)
 
-    def hold(self) -> None:
-        """From an end."""
+    def _hold(self) -> None:
         self._stopped.release()
         if not self._open.acquire(timeout=scaled(20)):
             raise ChannelBroken("the gate stayed shut")
-
-
-class GatedEnd(WrappedEnd):
-    def __init__(self, inner, gate: Gate) -> None:
-        super().__init__(inner)
-        self._gate = gate
-
-    def start(self, number: int, nbytes: int) -> None:
-        if number >= probe.FRAMES:
-            self._gate.hold()
-        self.inner.start(number, nbytes)
 
 
 class Stopped:
@@ -103,7 +92,6 @@ class Stopped:
         setattr(owner, name, stopping)
 
     def wait(self) -> None:
-        """Until it was called."""
         assert self._entered.wait(scaled(10))
 
     def go_on(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -35,7 +35,6 @@ class Prompt:
     pair: Pair
     job: PushJob
     blocks: Sequence[int]
-    calls: int = field(default=0)
 
     @property
     def tokens(self) -> int:
@@ -46,10 +45,9 @@ class Prompt:
         return self
 
     def layer(self, layer: int, begin: int, end: int) -> None:
-        """Compute one layer of a chunk, and say so."""
-        put(self.pair.source, self.blocks, layer, begin, end, rows(RIGHT, range(64), begin, end)[:, layer])
+        values, layers = rows(RIGHT, range(64), begin, end), slice(layer, layer + 1)
+        put(self.pair.source, self.blocks, begin, end, values[:, layers], layers)
         self.pair.sender.computed(self.job.handoff, self.blocks, layer + 1, end)
-        self.calls += 1
 
     def chunk(self, begin: int, end: int, layers: int = LAYOUT.layers) -> None:
         for layer in range(layers):
@@ -64,8 +62,7 @@ class Prompt:
     def withdraw(self) -> None:
         """The blocks are somebody else's from now on."""
         self.pair.sender.withdraw(self.job.handoff)
-        for layer in range(LAYOUT.layers):
-            put(self.pair.source, self.blocks, layer, 0, len(self.blocks) * LAYOUT.block_size, POISON)
+        put(self.pair.source, self.blocks, 0, len(self.blocks) * LAYOUT.block_size, POISON)
 
     def finish(self) -> None:
         self.pair.sender.finish(self.job.handoff, make_end(self.tokens))

@@ -26,6 +26,8 @@ from kvtransfer.receiver import PeerService
 from kvtransfer.sender import Sender
 from tests.support.time_factor import scaled
 
+OnReply = Callable[[pb.PeerReply], object]
+OnEnd = Callable[[str], None]
 FINGERPRINT = "feedbead"
 layouts = st.builds(
     KVLayout,
@@ -42,6 +44,7 @@ D = WorkerRef("decode-0", Incarnation(7, 2), "in-process")
 SETTINGS = TransferSettings(transport="memory", frame_size=1 << 16, frame_deadline_s=5.0)
 LAYER = 8 * LAYOUT.layer_token_bytes  # of 8 positions: two blocks
 SMALL_FRAMES = replace(SETTINGS, frame_size=LAYER)
+ALL = slice(None)
 
 
 def make_kv(seed: int | None, blocks: int = 64, layout: KVLayout = LAYOUT) -> KVCache:
@@ -65,13 +68,13 @@ def same_kv(a: KVCache, a_blocks: Sequence[int], b: KVCache, b_blocks: Sequence[
     return torch.equal(rows(a, a_blocks, skip, tokens), rows(b, b_blocks, skip, tokens))
 
 
-def put(kv: KVCache, blocks: Sequence[int], layer: int, begin: int, end: int, values: torch.Tensor | float) -> None:
-    """Positions [begin, end) of one layer become `values`: [tensors, positions, heads, dim], or a number."""
+def put(kv: KVCache, blocks: Sequence[int], begin: int, end: int, values: torch.Tensor | float, layers=ALL) -> None:
+    """Positions [begin, end) of these layers become `values`: as `rows` returns them, or a number."""
     size = kv.layout.block_size
     for position in range(begin, end):
         for n, tensor in enumerate(kv.tensors):
-            value = values if isinstance(values, float) else values[n, position - begin]
-            tensor[layer, blocks[position // size], position % size] = value
+            value = values if isinstance(values, float) else values[n, :, position - begin]
+            tensor[layers, blocks[position // size], position % size] = value
 
 
 def only_these(kv: KVCache, blocks: Sequence[int], tokens: int, skip: int = 0) -> bool:
@@ -79,13 +82,12 @@ def only_these(kv: KVCache, blocks: Sequence[int], tokens: int, skip: int = 0) -
     rest = make_kv(None, kv.total_blocks, kv.layout)
     for mine, theirs in zip(rest.tensors, kv.tensors, strict=True):
         mine.copy_(theirs)
-    for layer in range(kv.layout.layers):
-        put(rest, blocks, layer, skip, tokens, 0.0)
+    put(rest, blocks, skip, tokens, 0.0)
     return not any(tensor.any() for tensor in rest.tensors)
 
 
-def make_job(name: str, tokens: int, to: WorkerRef = D, *, attempt: int = 1, skip: int = 0) -> PushJob:
-    return PushJob(HandoffId(name, attempt), to, tokens, skip)
+def make_job(name: str, tokens: int, to: WorkerRef = D, *, attempt: int = 1, **fields: Any) -> PushJob:
+    return PushJob(HandoffId(name, attempt), to, tokens, **fields)
 
 
 def make_end(tokens: int) -> PushEnd:
@@ -94,7 +96,6 @@ def make_end(tokens: int) -> PushEnd:
 
 
 def hand_over(sender: Sender, job: PushJob, blocks: Sequence[int], layers: int = LAYOUT.layers) -> HandoffId:
-    """All is computed at once."""
     sender.begin(job)
     sender.computed(job.handoff, blocks, layers, job.known_tokens)
     sender.finish(job.handoff, make_end(job.known_tokens))
@@ -142,15 +143,13 @@ class RecordingTable:
 
     def __init__(self, layout: KVLayout = LAYOUT) -> None:
         self._layout = layout
-        self._lock = threading.RLock()
-        self._changed = threading.Condition(self._lock)
+        self._changed = threading.Condition()
         self.blocks: dict[HandoffId, list[int]] = {}
         self.bound: dict[HandoffId, WorkerRef] = {}
         self.commits: dict[HandoffId, CommitState] = {}
         self.written: Counter[HandoffId] = Counter()  # frames that are in their blocks
         self.cached = 0  # positions of any prompt that may be fetched here
-        self.fetches: list[tuple[HandoffId, WorkerRef, int, int]] = []
-        self.verified: list[HandoffId] = []  # those of them that are to come with a digest of the whole
+        self.fetches: list[tuple[HandoffId, WorkerRef, int, int, bool]] = []  # True: with a digest of the whole
         self.events: list[tuple[str, object]] = []
         self.hold: Callable[[], None] = lambda: None
 
@@ -158,12 +157,12 @@ class RecordingTable:
         self.blocks[handoff] = list(blocks)
 
     def fence(self, handoff: HandoffId) -> None:
-        with self._lock:
+        with self._changed:
             self.blocks.pop(handoff, None)
             self.bound.pop(handoff, None)
 
     def offer(self, handoff: HandoffId, sender: WorkerRef, offer: Offer) -> None:
-        with self._lock:
+        with self._changed:
             if handoff not in self.blocks or handoff in self.bound:
                 raise StaleAttempt(f"no reservation {handoff}")
             if self._layout.blocks_for(offer.known_tokens) > len(self.blocks[handoff]):
@@ -174,14 +173,14 @@ class RecordingTable:
     @contextmanager
     def writing(self, handoff: HandoffId, sender: WorkerRef) -> Iterator[Sequence[int]]:
         self.hold()
-        with self._lock:
+        with self._changed:
             self._check(handoff, sender)
             yield self.blocks[handoff]
             self.written[handoff] += 1
             self._changed.notify_all()
 
     def commit(self, handoff: HandoffId, sender: WorkerRef, commit: CommitState) -> None:
-        with self._lock:
+        with self._changed:
             self._check(handoff, sender)
             self.commits[handoff] = commit
             self._note("commit", handoff)
@@ -193,8 +192,7 @@ class RecordingTable:
     def fetch(self, handoff: HandoffId, sender: WorkerRef, begin: int, end: int, *, verify: bool = False) -> None:
         if end > self.cached:
             raise StaleAttempt(f"{self.cached} positions are here")
-        self.fetches.append((handoff, sender, begin, end))
-        self.verified += [handoff] * verify
+        self.fetches.append((handoff, sender, begin, end, verify))
         self._note("fetch", handoff)
 
     def aborted(self, handoff: HandoffId, sender: WorkerRef) -> None:
@@ -203,20 +201,20 @@ class RecordingTable:
         self._note("aborted", handoff)
 
     def lost(self, sender: WorkerRef) -> None:
-        with self._lock:
+        with self._changed:
             for handoff in [h for h, bound in self.bound.items() if bound == sender and h not in self.commits]:
                 self.fence(handoff)
             self._note("lost", sender)
 
-    def wait_for(self, event: tuple[str, object], timeout: float = 10.0) -> None:
-        self._wait(lambda: event in self.events, timeout)
+    def wait_for(self, event: tuple[str, object]) -> None:
+        self._wait(lambda: event in self.events)
 
     def wait_written(self, handoff: HandoffId, frames: int) -> None:
         self._wait(lambda: self.written[handoff] >= frames)
 
-    def _wait(self, ready: Callable[[], bool], timeout: float = 10.0) -> None:
+    def _wait(self, ready: Callable[[], bool]) -> None:
         with self._changed:
-            assert self._changed.wait_for(ready, scaled(timeout)), (self.events, self.written)
+            assert self._changed.wait_for(ready, scaled(10)), (self.events, self.written)
 
     def _note(self, kind: str, what: object) -> None:
         with self._changed:
@@ -228,21 +226,19 @@ class LoopbackPeer:
     """Runs a PeerService in an event loop of its own; `connect` is a sender's way in, without a network."""
 
     def __init__(self, service: Callable[[], PeerService]) -> None:
+        async def make() -> PeerService:
+            return service()
+
         self.loop = asyncio.new_event_loop()
         self.streams: list[LoopbackStream] = []
         self._thread = threading.Thread(target=self.loop.run_forever)
         self._thread.start()
-        self.service = self.run(self._make(service))
-
-    async def _make(self, service: Callable[[], PeerService]) -> PeerService:
-        return service()
+        self.service = self.run(make())
 
     def run(self, coroutine):
         return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(scaled(20))
 
-    def connect(
-        self, address: str, on_reply: Callable[[pb.PeerReply], None], on_end: Callable[[str], None]
-    ) -> LoopbackStream:
+    def connect(self, address: str, on_reply: OnReply, on_end: OnEnd) -> LoopbackStream:
         self.streams.append(LoopbackStream(self, on_reply, on_end))
         return self.streams[-1]
 
@@ -257,9 +253,7 @@ class LoopbackPeer:
 class LoopbackStream:
     """`said`: all commands so far. `alter` may change one on its way."""
 
-    def __init__(
-        self, peer: LoopbackPeer, on_reply: Callable[[pb.PeerReply], None], on_end: Callable[[str], None]
-    ) -> None:
+    def __init__(self, peer: LoopbackPeer, on_reply: OnReply, on_end: OnEnd) -> None:
         self._peer = peer
         self._on_end = on_end
         self._commands: asyncio.Queue[pb.PeerCommand | None] = asyncio.Queue()
@@ -273,7 +267,6 @@ class LoopbackStream:
         self._put(command)
 
     def frames(self, handoff: HandoffId) -> list[FrameSpec]:
-        """What has been announced of it."""
         wanted = convert.handoff_to_pb(handoff)
         said = [frame for command in list(self.said) for frame in (command.frame, *command.more)]
         return [frame_of(frame) for frame in said if frame.HasField("handoff") and frame.handoff == wanted]
@@ -287,7 +280,7 @@ class LoopbackStream:
         with suppress(RuntimeError):  # the receiver was ended first, and its loop with it
             self._peer.loop.call_soon_threadsafe(self._commands.put_nowait, command)
 
-    async def _serve(self, on_reply: Callable[[pb.PeerReply], None]) -> None:
+    async def _serve(self, on_reply: OnReply) -> None:
         async def write(reply: pb.PeerReply) -> None:
             on_reply(reply)
 

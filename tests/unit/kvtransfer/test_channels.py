@@ -24,8 +24,7 @@ from tests.unit.kvtransfer.support import LAYOUT, SETTINGS, SMALL_FRAMES, make_e
 def test_close_ends_every_push_with_channel_broken(pairs) -> None:
     pair, gate = pairs.gated(replace(SMALL_FRAMES, frame_deadline_s=2.0))
     handoffs = [pair.push(f"r{n}", 8, [1, 2], [11, 12]) for n in range(3)]
-    begun = pair.reserve("begun", 8, [13, 14])
-    pair.sender.begin(begun)
+    begun = pair.begin("begun", 8, [13, 14])
     gate.wait_stopped()
     gate.let(100)
     pair.sender.close()
@@ -53,8 +52,7 @@ def test_a_receiver_that_leaves_breaks_the_channel_and_the_next_push_builds_anot
 def test_what_is_computed_after_the_channel_broke_is_nobodys(pairs) -> None:
     """The engine learns of the end later than the sender; the same handoff may be begun again, on a new channel."""
     pair = pairs(SMALL_FRAMES)
-    job = pair.reserve("r", 8, [11, 12])
-    pair.sender.begin(job)
+    job = pair.begin("r", 8, [11, 12])
     pair.sender.computed(job.handoff, [1, 2], 1, 8)
     pair.table.wait_written(job.handoff, 1)
     pair.peer.run(pair.peer.service.close())
@@ -149,8 +147,7 @@ def test_time_in_the_queue_counts_against_nobody(pairs, clock: Clock) -> None:
 
 def test_time_spent_computing_counts_against_nobody(pairs, clock: Clock) -> None:
     pair = pairs(SMALL_FRAMES)
-    job = pair.reserve("slow", 8, [11, 12])
-    pair.sender.begin(job)
+    job = pair.begin("slow", 8, [11, 12])
     pair.sender.computed(job.handoff, [1, 2], 1, 8)
     pair.table.wait_written(job.handoff, 1)
     clock.add(10 * SETTINGS.frame_deadline_s)
@@ -171,9 +168,6 @@ def test_an_answer_is_overdue_at_its_deadline_although_the_wire_holds_the_link_u
     gate.let(1)
 
 
-# answers that make no sense
-
-
 @pytest.mark.parametrize(
     ("reply", "named"),
     [
@@ -185,8 +179,7 @@ def test_an_answer_is_overdue_at_its_deadline_although_the_wire_holds_the_link_u
     ],
 )
 def test_an_answer_that_makes_no_sense_breaks_the_link(pair, reply: pb.PeerReply, named: str) -> None:
-    job = pair.reserve("r", 3, [1])
-    pair.sender.begin(job)
+    job = pair.begin("r", 3, [1])
     outbox = pair.sender._links[0].outbox
     pair.table.wait_for(("offer", job.handoff))  # the probe is over
     eventually(lambda: outbox.window._credited == probe.FRAMES)
@@ -194,16 +187,19 @@ def test_an_answer_that_makes_no_sense_breaks_the_link(pair, reply: pb.PeerReply
     pair.reports.failed(job.handoff, ChannelBroken, named)
 
 
-@pytest.mark.parametrize(("change", "named"), [({"credits": 0}, "no frames"), ({"frame_size": 7}, "7 bytes")])
-def test_a_welcome_that_grants_nothing_breaks_the_link(pairs, change: dict[str, int], named: str) -> None:
+@pytest.mark.parametrize(
+    ("field", "value", "named"),
+    [("credits", 0, "no frames"), ("frame_size", 7, "7 bytes"), ("transport", "gloo", "'gloo', not offered")],
+)
+def test_a_welcome_that_grants_nothing_or_what_was_not_offered_breaks_the_link(pairs, field, value, named) -> None:
     def heard(reply: pb.PeerReply) -> bool:
         if reply.HasField("welcome"):
-            for name, value in change.items():
-                setattr(reply.welcome, name, value)
+            setattr(reply.welcome, field, value)
         return True
 
-    pair = pairs(replace(SETTINGS, frame_deadline_s=scaled(0.4)), heard=heard)
+    pair = pairs(replace(SETTINGS, frame_deadline_s=scaled(0.3)), heard=heard)
     pair.reports.failed(pair.push("r", 3, [0], [1]), ChannelBroken, named)
+    assert not any(kind == "offer" for kind, _ in pair.table.events)
 
 
 def test_an_ack_of_what_is_unknown_is_nothing(pair) -> None:

@@ -11,17 +11,16 @@ import pytest
 
 from baton.rpc.v1 import peer_pb2 as pb
 from tests.support.waiting import eventually
-from tests.unit.kvtransfer.byhand import HANDOFF, JOB, Call, Receiver, announcement, commit_of, running, sessions
+from tests.unit.kvtransfer.byhand import HANDOFF, JOB, Call, Receiver, announcement, commit_of, sessions
 
 
 @pytest.fixture
 def call() -> Iterator[Call]:
-    with running(Receiver(express=True)) as receiver:
+    with Receiver(express=True) as receiver:
         yield receiver.call().offered()
 
 
 def test_credits_and_the_acknowledgement_come_back_the_same_way(call: Call) -> None:
-    """A commit follows its frames at once."""
     call.arrived(range(2)).frame(2)
     call.receiver.end.arrive()
     call.commit()

@@ -4,29 +4,19 @@ from __future__ import annotations
 
 import threading
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
 from baton.core import HandoffId
 from baton.errors import DigestMismatch, StaleAttempt
-from baton.rpc.v1 import peer_pb2 as pb
 from kvtransfer import probe
 from kvtransfer.handoff import PushEnd
 from kvtransfer.messages import FingerprintRefused
 from tests.support.time_factor import scaled
 from tests.unit.kvtransfer.conftest import wrapped
 from tests.unit.kvtransfer.ends import FlippingEnd, Stopped
-from tests.unit.kvtransfer.support import (
-    LAYOUT,
-    SETTINGS,
-    SMALL_FRAMES,
-    P,
-    hand_over,
-    make_end,
-    make_job,
-    only_these,
-    same_kv,
-)
+from tests.unit.kvtransfer.support import LAYOUT, SETTINGS, SMALL_FRAMES, P, hand_over, make_end, only_these, same_kv
 
 
 @pytest.mark.parametrize("tokens", [1, 3, 4, 5, 16, 37])
@@ -76,8 +66,8 @@ def test_a_sender_that_does_not_fit_is_refused_by_name(pairs) -> None:
 
 
 def test_an_attempt_without_reservation_is_refused_and_the_channel_lives(pair) -> None:
-    job = make_job("r", 3, attempt=2)
-    pair.table.reserve(replace(job.handoff, attempt=3), [1])
+    newer = pair.reserve("r", 3, [1], attempt=3)
+    job = replace(newer, handoff=replace(newer.handoff, attempt=2))
     pair.reports.failed(hand_over(pair.sender, job, [0]), StaleAttempt)
     pair.reports.done(pair.push("s", 3, [0], [1]))
     assert ("aborted", job.handoff) not in pair.table.events
@@ -100,40 +90,24 @@ def test_a_handoff_fenced_between_frames_is_drained_and_dropped(pairs) -> None:
 @pytest.mark.parametrize(("tokens", "skip"), [(8, 8), (8, 9), (8, -1), (0, 0)])
 def test_a_job_that_contradicts_itself_is_refused_at_once(pair, tokens: int, skip: int) -> None:
     with pytest.raises(ValueError, match=f"{skip} of {tokens}"):
-        pair.sender.begin(make_job("r", tokens, skip=skip))
+        pair.sender.begin(pair.reserve("r", tokens, [1], skip=skip))
     assert not pair.peer.streams
     assert not pair.reports.outcomes
 
 
 def test_a_job_that_is_under_way_is_refused_and_goes_on(pair) -> None:
-    job = pair.reserve("r", 8, [11, 12])
-    pair.sender.begin(job)
+    job = pair.begin("r", 8, [11, 12])
     with pytest.raises(ValueError, match="under way"):
         pair.sender.begin(job)
     pair.complete(job, [1, 2])
 
 
-def test_a_channel_is_built_and_the_handoff_offered_before_anything_is_computed(pairs) -> None:
-    pair, gate = pairs.gated(SMALL_FRAMES)
-    job = pair.reserve("r", 3, [1])
-    pair.sender.begin(job)
-    pair.table.wait_for(("offer", job.handoff))
-    gate.let(10)
-    pair.complete(job, [0])
-    assert gate.channels == 1
-
-
-# fetch: KV that the sender lacks, and the receiver has
-
-
 @pytest.mark.parametrize("verify", [False, True])
 def test_a_fetch_follows_the_offer(pair, verify: bool) -> None:
     pair.table.cached = 12
-    job = replace(pair.reserve("r", 16, range(4), skip=12), fetch=(4, 12), verify=verify)
-    pair.sender.begin(job)
+    job = pair.begin("r", 16, range(4), skip=12, fetch=(4, 12), verify=verify)
     pair.table.wait_for(("fetch", job.handoff))
-    assert pair.table.fetches == [(job.handoff, P, 4, 12)]
-    assert pair.table.verified == [job.handoff] * verify
+    assert pair.table.fetches == [(job.handoff, P, 4, 12, verify)]
     assert [kind for kind, _ in pair.table.events] == ["offer", "fetch"]
     pair.complete(job, range(10, 14))
     assert pair.unfetched.empty()
@@ -141,8 +115,7 @@ def test_a_fetch_follows_the_offer(pair, verify: bool) -> None:
 
 def test_a_fetch_that_is_refused_is_told_and_the_push_goes_on(pair) -> None:
     pair.table.cached = 8
-    job = replace(pair.reserve("r", 16, range(4), skip=12), fetch=(4, 12))
-    pair.sender.begin(job)
+    job = pair.begin("r", 16, range(4), skip=12, fetch=(4, 12))
     assert pair.unfetched.get(timeout=scaled(5)) == job.handoff
     pair.complete(job, range(10, 14))
     assert pair.table.fetches == []
@@ -150,29 +123,12 @@ def test_a_fetch_that_is_refused_is_told_and_the_push_goes_on(pair) -> None:
 
 
 def test_the_answer_to_a_fetch_is_committed_without_a_sequence(pair) -> None:
-    job = pair.reserve("r", 12, range(3), skip=4)
-    pair.sender.begin(job)
+    job = pair.begin("r", 12, range(3), skip=4)
     pair.complete(job, range(10, 13), PushEnd())
     commit = pair.table.commits[job.handoff]
     assert (commit.spec, list(commit.first)) == (None, [])
     assert same_kv(pair.source, range(10, 13), pair.target, range(3), 12, 4)
     assert only_these(pair.target, range(3), 12, 4)
-
-
-# abort, in each state
-
-
-class Deaf:
-    """A stream that nobody answers; `asked` after the first word."""
-
-    def __init__(self) -> None:
-        self.asked = threading.Event()
-
-    def send(self, command: pb.PeerCommand) -> None:
-        self.asked.set()
-
-    def close(self) -> None:
-        pass
 
 
 def aborted(pair, handoff: HandoffId) -> None:
@@ -182,10 +138,11 @@ def aborted(pair, handoff: HandoffId) -> None:
 
 
 def test_abort_before_the_link_is_up(pairs) -> None:
-    deaf = Deaf()
-    pair = pairs(connect=lambda address, on_reply, on_end: deaf)
+    asked = threading.Event()
+    deaf = SimpleNamespace(send=lambda command: asked.set(), close=lambda: None)
+    pair = pairs(connect=lambda *_: deaf)
     handoff = pair.push("r", 3, [0], [1])
-    assert deaf.asked.wait(scaled(5))
+    assert asked.wait(scaled(5))
     aborted(pair, handoff)
 
 
@@ -201,8 +158,7 @@ def test_abort_while_offered(pair) -> None:
 
 
 def test_abort_while_accepted_and_nothing_is_computed(pair) -> None:
-    job = pair.reserve("r", 3, [1])
-    pair.sender.begin(job)
+    job = pair.begin("r", 3, [1])
     pair.table.wait_for(("offer", job.handoff))
     aborted(pair, job.handoff)
     pair.table.wait_for(("aborted", job.handoff))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -104,15 +105,13 @@ class Handoffs(RuleBasedStateMachine):
 
     @invariant()
     def both_know_what_is_there(self) -> None:
-        if hasattr(self, "sent"):
-            assert self.progress.complete == self.coverage.complete == (self.sent == self.due)
-            assert self.coverage.nbytes == len(self.sent) * self.layout.layer_token_bytes
+        assert self.progress.complete == self.coverage.complete == (self.sent == self.due)
+        assert self.coverage.nbytes == len(self.sent) * self.layout.layer_token_bytes
 
     @invariant()
     def what_is_there_can_leave(self) -> None:
-        if hasattr(self, "sent"):
-            waits = any(told > self.end_of(layer) for layer, told in enumerate(self.told))
-            assert waits == (self.progress.next(self.frame_size) is not None)
+        waits = any(told > self.end_of(layer) for layer, told in enumerate(self.told))
+        assert waits == (self.progress.next(self.frame_size) is not None)
 
     def teardown(self) -> None:
         """What is left is computed and sent."""
@@ -175,32 +174,23 @@ def test_what_leaves_as_layers_are_computed(most: int, least: int, steps: list[S
     assert progress.complete == (steps[-1][0] == LAYOUT.layers)
 
 
-GOOD = FrameSpec(0, 2, 3, 5, 4 * TOKEN)
+def frame_of(first: int, last: int, begin: int, end: int) -> FrameSpec:
+    return FrameSpec(first, last, begin, end, (last - first) * (end - begin) * TOKEN)
+
+
+GOOD = frame_of(0, 2, 3, 5)
+GAP, SKIPPED, BEHIND = [(0, 2, 4, 6)], [(0, 2, 2, 4), (0, 2, 0, 5)], [(0, 2, 3, 9)]
+NO_LAYERS = [(5, 7, 3, 5), (6, 7, 3, 5), (9, 8, 3, 5), (-1, 1, 3, 5), (2, 2, 3, 5)]
+NO_POSITIONS = [(0, 2, 3, 3), (0, 2, 5, 3)]
+WRONG_SIZES = [replace(GOOD, nbytes=nbytes) for nbytes in (4 * TOKEN - 1, 4 * TOKEN + 1, 0)]
+FIRST = [*WRONG_SIZES, *(frame_of(*each) for each in GAP + SKIPPED + BEHIND + NO_LAYERS + NO_POSITIONS)]
+TWICE, OVERLAPPING, LATER_GAP = [(0, 2, 3, 5)], [(0, 2, 4, 6), (1, 3, 3, 5)], [(0, 2, 6, 8)]
+ON_IN_ONE_LAYER_ONLY = [(1, 3, 5, 8)]
+SECOND = [frame_of(*each) for each in TWICE + OVERLAPPING + LATER_GAP + ON_IN_ONE_LAYER_ONLY]
 
 
 @pytest.mark.parametrize(
-    ("taken", "frame"),
-    [
-        (False, FrameSpec(0, 2, 4, 6, 4 * TOKEN)),  # a gap
-        (False, FrameSpec(0, 2, 2, 4, 4 * TOKEN)),  # of what was skipped
-        (False, FrameSpec(0, 2, 0, 5, 10 * TOKEN)),
-        (False, FrameSpec(0, 2, 3, 9, 12 * TOKEN)),  # behind the last position
-        (False, FrameSpec(5, 7, 3, 5, 4 * TOKEN)),  # below the last layer
-        (False, FrameSpec(6, 7, 3, 5, 2 * TOKEN)),
-        (False, FrameSpec(9, 8, 3, 5, -2 * TOKEN)),
-        (False, FrameSpec(2, 2, 3, 5, 0)),  # nothing
-        (False, FrameSpec(0, 2, 3, 3, 0)),
-        (False, FrameSpec(0, 2, 5, 3, -4 * TOKEN)),
-        (False, FrameSpec(-1, 1, 3, 5, 4 * TOKEN)),
-        (False, FrameSpec(0, 2, 3, 5, 4 * TOKEN - 1)),  # another size than it has
-        (False, FrameSpec(0, 2, 3, 5, 4 * TOKEN + 1)),
-        (False, FrameSpec(0, 2, 3, 5, 0)),
-        (True, GOOD),  # twice
-        (True, FrameSpec(0, 2, 4, 6, 4 * TOKEN)),  # overlaps
-        (True, FrameSpec(1, 3, 5, 8, 6 * TOKEN)),  # goes on in one layer, but not in the other
-        (True, FrameSpec(1, 3, 3, 5, 4 * TOKEN)),
-        (True, FrameSpec(0, 2, 6, 8, 4 * TOKEN)),  # a gap
-    ],
+    ("taken", "frame"), [*((False, frame) for frame in FIRST), *((True, frame) for frame in SECOND)]
 )
 def test_what_does_not_go_on_is_refused_and_counts_for_nothing(taken: bool, frame: FrameSpec) -> None:
     """Before or after a frame was taken: layers of a frame must have ended together."""

@@ -14,37 +14,36 @@ from baton.rpc import convert
 from baton.rpc.v1 import peer_pb2 as pb
 from kvtransfer import probe
 from tests.support.waiting import eventually
-from tests.unit.kvtransfer.byhand import DIGESTS, JOB, SMALL, Call, Receiver, running, sessions
+from tests.unit.kvtransfer.byhand import DIGESTS, JOB, SMALL, Call, Receiver, sessions
 from tests.unit.kvtransfer.ends import Stopped
-from tests.unit.kvtransfer.support import LAYER, LAYOUT, D, P, make_kv
+from tests.unit.kvtransfer.support import LAYER, LAYOUT, D, P, make_kv, same_kv
 
 ONES = torch.ones(LAYER, dtype=torch.uint8)
 
 
 @pytest.fixture
 def receiver() -> Iterator[Receiver]:
-    with running(Receiver()) as receiver:
+    with Receiver() as receiver:
         yield receiver
 
 
 @pytest.fixture(params=["stream", "express"])
 def call(request: pytest.FixtureRequest) -> Iterator[Call]:
     """A handoff was accepted; its frames and its commit take this way."""
-    with running(Receiver(express=request.param == "express")) as receiver:
+    with Receiver(express=request.param == "express") as receiver:
         yield receiver.call().offered()
 
 
 OTHER_LAYOUTS: dict[str, Any] = {"dtype": "bfloat16", "tensors": ("latent",), "head_dim": 16, "layers": 4}
+OTHER_HANDOFFS = [{"request_id": "other", "attempt": 1}, {"request_id": "r", "attempt": 2}]
+OTHER_TRANSPORTS = [[], [pb.TransportOffer(name="gloo", reach="here")], [pb.TransportOffer(name="by hand", reach="?")]]
 
 
 @pytest.mark.parametrize(
     ("change", "reason", "named"),
     [
-        ({"protocol_version": PROTOCOL_VERSION + 1}, "VERSION", str(PROTOCOL_VERSION)),
-        ({"protocol_version": PROTOCOL_VERSION - 1}, "VERSION", str(PROTOCOL_VERSION)),
-        ({"transports": [pb.TransportOffer(name="gloo", reach="here")]}, "VERSION", "by hand"),
-        ({"transports": [pb.TransportOffer(name="by hand", reach="elsewhere")]}, "VERSION", "by hand"),
-        ({"transports": []}, "VERSION", "by hand"),
+        *(({"protocol_version": PROTOCOL_VERSION + n}, "VERSION", str(PROTOCOL_VERSION)) for n in (-1, 1)),
+        *(({"transports": offers}, "VERSION", "by hand") for offers in OTHER_TRANSPORTS),
         ({"fingerprint": "other"}, "FINGERPRINT", "'other'"),
         *(
             ({"layout": convert.layout_to_pb(replace(LAYOUT, **{name: value}))}, "FINGERPRINT", repr(value))
@@ -76,22 +75,17 @@ def test_a_stream_begins_with_hello(receiver: Receiver) -> None:
 
 
 def test_a_stream_that_says_nothing_is_given_up() -> None:
-    with running(Receiver(replace(SMALL, frame_deadline_s=0.2))) as receiver:
-        call = receiver.call()
-        call.refused("FRAME")
+    with Receiver(replace(SMALL, frame_deadline_s=0.2)) as receiver:
+        receiver.call().refused("FRAME")
 
 
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
         ({"fingerprint": "other"}, "FINGERPRINT"),
-        ({"known_tokens": 9}, "LENGTH"),
-        ({"known_tokens": 0}, "LENGTH"),
-        ({"skip": 8}, "LENGTH"),
-        ({"skip": 9}, "LENGTH"),
-        ({"known_tokens": 2**32 - 1}, "LENGTH"),
-        ({"handoff": {"request_id": "other", "attempt": 1}}, "STALE"),
-        ({"handoff": {"request_id": "r", "attempt": 2}}, "STALE"),
+        *(({"known_tokens": tokens}, "LENGTH") for tokens in (0, 9, 2**32 - 1)),
+        *(({"skip": tokens}, "LENGTH") for tokens in (8, 9)),
+        *(({"handoff": other}, "STALE") for other in OTHER_HANDOFFS),
     ],
 )
 def test_an_offer_that_does_not_fit_is_refused_and_the_channel_lives(receiver: Receiver, change, reason: str) -> None:
@@ -104,56 +98,37 @@ def test_an_offer_that_does_not_fit_is_refused_and_the_channel_lives(receiver: R
     assert call.hear() == "STALE"
 
 
+FIRST_FRAMES: list[dict[str, Any]] = [
+    *({"nbytes": nbytes} for nbytes in (1 << 30, LAYER + 1, LAYER - 1, 0)),
+    {"sequence": 1},
+    {"layer_end": 3, "nbytes": 3 * LAYER},  # it goes on, but is more than a slot holds
+    {"layer_begin": 1},
+    {"layer_begin": 3, "layer_end": 4},
+    {"layer_begin": 2**32 - 1},
+    {"begin": 1, "nbytes": LAYER // 8 * 7},
+    {"end": 9, "nbytes": LAYER // 8 * 9},
+    {"begin": 8, "nbytes": 0},
+    *({"handoff": other} for other in OTHER_HANDOFFS),
+    {"handoff": None},  # a piece of a probe, and it is not
+    {"handoff": None, "layer_end": 0, "end": 0, "nbytes": LAYER - 1},
+    {"handoff": None, "layer_end": 0, "end": 0, "sequence": probe.FRAMES},
+]
+SECOND_FRAMES: list[dict[str, Any]] = [
+    {"layer_begin": 0, "layer_end": 1},  # twice
+    {"layer_begin": 0, "layer_end": 1, "begin": 4, "nbytes": LAYER // 2},  # in part
+    {"sequence": 0},
+    {"sequence": 2},
+]
+
+
 @pytest.mark.parametrize(
-    "change",
-    [
-        {"nbytes": 1 << 30},
-        {"nbytes": LAYER + 1},
-        {"nbytes": LAYER - 1},
-        {"nbytes": 0},
-        {"sequence": 1},
-        {"layer_end": 3, "nbytes": 3 * LAYER},  # it goes on, but is more than a slot holds
-        {"layer_begin": 1},
-        {"layer_begin": 3, "layer_end": 4},
-        {"layer_begin": 2**32 - 1},
-        {"begin": 1, "nbytes": LAYER // 8 * 7},
-        {"end": 9, "nbytes": LAYER // 8 * 9},
-        {"begin": 8, "nbytes": 0},
-        {"handoff": {"request_id": "other", "attempt": 1}},
-        {"handoff": {"request_id": "r", "attempt": 2}},
-        {"handoff": None},  # a piece of a probe, and it is not
-        {"handoff": None, "layer_end": 0, "end": 0, "nbytes": LAYER - 1},
-        {"handoff": None, "layer_end": 0, "end": 0, "sequence": probe.FRAMES},
-    ],
+    ("before", "change"), [*((0, each) for each in FIRST_FRAMES), *((1, each) for each in SECOND_FRAMES)]
 )
-def test_a_frame_that_does_not_go_on_closes_the_channel_before_a_receive(call: Call, change) -> None:
-    call.frame(**change)
+def test_a_frame_that_does_not_go_on_closes_the_channel_before_a_receive(call: Call, before: int, change) -> None:
+    call.arrived(range(before)).frame(before, **change)
     call.refused("FRAME")
-    assert not call.receiver.end.expected
+    assert call.receiver.end.expected == [(0, LAYER)] * before
     assert call.receiver.table.events[-1] == ("lost", P)
-
-
-@pytest.mark.parametrize(
-    "second",
-    [
-        {"layer_begin": 0, "layer_end": 1},  # twice
-        {"layer_begin": 0, "layer_end": 1, "begin": 4, "nbytes": LAYER // 2},  # in part
-        {"sequence": 0},
-        {"sequence": 2},
-    ],
-)
-def test_a_second_frame_that_does_not_go_on_closes_the_channel(call: Call, second) -> None:
-    call.arrived([0]).frame(1, **second)
-    call.refused("FRAME")
-    assert call.receiver.end.expected == [(0, LAYER)]
-
-
-def test_what_was_skipped_is_not_accepted(receiver: Receiver) -> None:
-    call = receiver.call().welcomed()
-    call.offer(skip=4)
-    assert call.hear() == "offer_accepted"
-    call.frame(0)
-    call.refused("FRAME")
 
 
 def test_more_frames_than_credits_close_the_channel(receiver: Receiver) -> None:
@@ -167,7 +142,7 @@ def test_what_is_announced_is_expected_ahead_and_a_credit_follows_the_write() ->
     data, wire = make_kv(1), torch.empty(3, LAYER, dtype=torch.uint8)
     for layer in range(3):
         data.gather(range(layer, layer + 1), [5, 6], 0, 8, wire[layer])
-    with running(Receiver(replace(SMALL, credits=3))) as receiver:
+    with Receiver(replace(SMALL, credits=3)) as receiver:
         write = Stopped(receiver.table, "hold")
         call = receiver.call().offered()
         call.frame(0)
@@ -184,21 +159,16 @@ def test_what_is_announced_is_expected_ahead_and_a_credit_follows_the_write() ->
         receiver.end.arrive(wire[1])
         receiver.end.arrive(wire[2])
         assert [call.hear(), call.hear()] == ["credit", "credit"]
-        assert torch.equal(receiver.kv.k[:, [11, 12]], data.k[:, [5, 6]])
-        assert torch.equal(receiver.kv.v[:, [11, 12]], data.v[:, [5, 6]])
+        assert same_kv(receiver.kv, [11, 12], data, [5, 6], 8)
 
 
-@pytest.mark.parametrize("frames", [0, 1, 2])
-def test_a_commit_before_its_last_frame_closes_the_channel(call: Call, frames: int) -> None:
-    call.arrived(range(frames)).commit()
+@pytest.mark.parametrize(("frames", "tokens"), [(0, 8), (1, 8), (2, 8), (3, 7), (3, 9)])
+def test_a_commit_before_its_last_frame_or_of_another_length_closes_the_channel(
+    call: Call, frames: int, tokens: int
+) -> None:
+    call.arrived(range(frames)).commit(tokens)
     call.refused("FRAME")
     assert not call.receiver.table.commits
-
-
-def test_a_commit_of_what_was_not_offered_is_stale(receiver: Receiver) -> None:
-    call = receiver.call().welcomed()
-    call.commit()
-    assert call.hear() == "STALE"
 
 
 def test_a_commit_counts_once(call: Call) -> None:
@@ -207,13 +177,6 @@ def test_a_commit_counts_once(call: Call) -> None:
         call.commit()
         assert call.hear() == answer
     assert list(call.receiver.table.commits) == [JOB.handoff]
-
-
-@pytest.mark.parametrize("tokens", [7, 9])
-def test_a_commit_of_another_length_closes_the_channel(call: Call, tokens: int) -> None:
-    call.arrived().commit(tokens)
-    call.refused("FRAME")
-    assert not call.receiver.table.commits
 
 
 @pytest.mark.parametrize("digests", [[], [b"other"] * 3, [*DIGESTS, b"one too many"]])
@@ -250,17 +213,11 @@ def test_a_newer_generation_takes_over_and_an_older_one_is_refused(receiver: Rec
 
 
 @pytest.mark.parametrize("command", [{"abort": pb.AbortHandoff()}, {"hello": pb.PeerHello()}, {}])
-def test_messages_that_make_no_sense_end_the_stream(receiver: Receiver, command) -> None:
-    call = receiver.call().welcomed()
-    call.say(**command)
-    call.refused("FRAME")
-    assert receiver.table.events == [("lost", P)]
-
-
-def test_a_generation_is_over_for_good_when_its_channel_has_ended(receiver: Receiver) -> None:
+def test_messages_that_make_no_sense_end_the_stream_and_its_generation_for_good(receiver: Receiver, command) -> None:
     first = receiver.call().welcomed()
-    first.spoil()
+    first.say(**command)
     first.refused("FRAME")
+    assert receiver.table.events == [("lost", P)]
     for generation in (2, 3):
         old = receiver.call(generation=generation)
         old.hello()
@@ -273,7 +230,7 @@ def test_nothing_is_received_or_written_after_the_end(receiver: Receiver) -> Non
     call.frame(0)
     call.frame(1)
     eventually(lambda: receiver.end.waited == [0])
-    call.spoil()
+    call.say(abort=pb.AbortHandoff())  # it makes no sense: the session ends
     call.refused("FRAME")
     receiver.table.reserve(JOB.handoff, [11, 12])
     receiver.table.bound[JOB.handoff] = P  # as by a newer channel of the same sender

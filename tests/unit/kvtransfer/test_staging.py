@@ -7,14 +7,14 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
-from baton.core import Incarnation
-from baton.rpc import convert
+from baton.core import HandoffId, Incarnation
+from baton.rpc.v1 import common_pb2 as pb_common
 from baton.rpc.v1 import peer_pb2 as pb
 from kvtransfer.outbox import Outbox
 from kvtransfer.transport import Ring
 from kvtransfer.transports.memory import MemoryTransport
 from tests.support.waiting import eventually
-from tests.unit.kvtransfer.byhand import SMALL, Call, Receiver, running
+from tests.unit.kvtransfer.byhand import SMALL, Receiver
 from tests.unit.kvtransfer.support import LAYER, SETTINGS, D, P, hand_over, make_job, same_kv
 
 RING = Ring(SETTINGS.credits, SETTINGS.frame_size)
@@ -101,22 +101,9 @@ def test_a_push_that_meets_the_eviction_of_its_channel_is_not_lost(pairs, monkey
     pair.reports.done(jobs[2].handoff)
 
 
-# the receiver alone
-
-
-def offered(receiver: Receiver, sender, name: str) -> Call:
-    """A channel with a handoff under way."""
-    job = make_job(name, 8)
-    receiver.table.reserve(job.handoff, [11, 12])
-    call = receiver.call(sender).welcomed()
-    call.offer(handoff=convert.handoff_to_pb(job.handoff))
-    assert call.hear() == "offer_accepted"
-    return call
-
-
 def test_the_oldest_idle_channel_makes_room_for_a_new_one() -> None:
-    with running(Receiver(replace(SMALL, staging_memory=3 * SMALL.credits * LAYER))) as receiver:
-        busy = offered(receiver, OTHERS[0], "busy")
+    with Receiver(replace(SMALL, staging_memory=3 * SMALL.credits * LAYER)) as receiver:
+        busy = receiver.call(OTHERS[0]).offered()
         idle, newer = receiver.call(OTHERS[1]).welcomed(), receiver.call(OTHERS[2]).welcomed()
         receiver.call(OTHERS[3]).welcomed()
         idle.refused("BROKEN", "idle")
@@ -126,20 +113,20 @@ def test_the_oldest_idle_channel_makes_room_for_a_new_one() -> None:
 
 
 def test_a_channel_is_refused_while_all_others_are_busy() -> None:
-    with running(Receiver(replace(SMALL, staging_memory=2 * SMALL.credits * LAYER))) as receiver:
-        first, second = (offered(receiver, OTHERS[n], f"r{n}") for n in range(2))
+    with Receiver(replace(SMALL, staging_memory=2 * SMALL.credits * LAYER)) as receiver:
+        first, second = receiver.call(OTHERS[0]).offered(), receiver.call(OTHERS[1]).offered(HandoffId("second", 1))
         refused = receiver.call(OTHERS[2])
         refused.hello()
         refused.refused("BROKEN", "all of them busy")
-        second.say(abort=pb.AbortHandoff(handoff=convert.handoff_to_pb(make_job("r1", 8).handoff)))
-        receiver.table.wait_for(("aborted", make_job("r1", 8).handoff))
+        second.say(abort=pb.AbortHandoff(handoff=pb_common.HandoffId(request_id="second", attempt=1)))
+        receiver.table.wait_for(("aborted", HandoffId("second", 1)))
         receiver.call(OTHERS[2]).welcomed()
         second.refused("BROKEN")
         assert first.replies.empty()
 
 
 def test_a_channel_with_a_frame_on_its_way_is_not_idle() -> None:
-    with running(Receiver(replace(SMALL, staging_memory=SMALL.credits * LAYER))) as receiver:
+    with Receiver(replace(SMALL, staging_memory=SMALL.credits * LAYER)) as receiver:
         call = receiver.call().offered()
         call.frame(0)
         call.abort()

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from baton.core import ThinkingState
-from baton.rpc.thinking import thinking_to_pb
 from baton.rpc.v1 import common_pb2 as common
 from baton.rpc.v1 import peer_pb2 as pb
 from baton.rpc.v1 import worker_pb2 as worker
@@ -20,11 +19,11 @@ from kvtransfer.stream import GrpcPeerStream
 from kvtransfer.transports.express import MAX_PACKET
 from kvtransfer.transports.shm import ShmTransport
 from tests.support.transports import served
-from tests.unit.kvtransfer.byhand import JOB, Call, Receiver, running
+from tests.unit.kvtransfer.byhand import JOB, Call, Receiver
 from tests.unit.kvtransfer.support import make_end, same_kv
 
 TRANSPORTS = {"memory": lambda memory: [memory], "shm": lambda memory: [ShmTransport()]}
-SMALL, LARGE = 4 * 64 * 4, 64 * 4096 * 4  # bytes of a state: beside the stream, where there is such a way, and over it
+SMALL, LARGE = MAX_PACKET // 32, MAX_PACKET * 32  # bytes of a state: beside the stream, if it can go there, and over it
 
 
 def state_of(nbytes: int, *, rows: int = 0, thoughts: int = 2) -> ThinkingState:
@@ -35,39 +34,28 @@ def state_of(nbytes: int, *, rows: int = 0, thoughts: int = 2) -> ThinkingState:
     return ThinkingState("t" * 64, thoughts, 3, bytes(range(256)) + noise[0][256:], noise[1], made)
 
 
+STATES = {
+    "none": None,
+    "small": state_of(SMALL),
+    "with rows": state_of(SMALL, rows=512, thoughts=0),
+    "large": state_of(LARGE),
+    "large with rows and thoughts": state_of(LARGE, rows=LARGE, thoughts=5000),
+}
+
+
 @pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize(
-    "state",
-    [
-        state_of(SMALL),
-        state_of(SMALL, rows=512, thoughts=0),
-        state_of(LARGE),
-        state_of(LARGE, rows=LARGE, thoughts=5000),
-    ],
-    ids=["small", "with rows", "large", "large with rows and thoughts"],
-)
-def test_a_state_arrives_bit_for_bit_over_grpc(pairs, transport: str, state: ThinkingState) -> None:
+def test_states_arrive_bit_for_bit_over_grpc(pairs, transport: str) -> None:
     where: list[str] = []
-    pair = pairs(
-        send=TRANSPORTS[transport],
-        recv=TRANSPORTS[transport],
-        connect=lambda address, on_reply, on_end: GrpcPeerStream(where[0], on_reply, on_end),
-    )
+    over = TRANSPORTS[transport]
+    pair = pairs(send=over, recv=over, connect=lambda address, *callbacks: GrpcPeerStream(where[0], *callbacks))
     with served(pair.peer) as address:
         where.append(address)
-        for name, thinking in (("without", None), ("with", state)):
-            job = pair.reserve(name, 8, [11, 12])
-            pair.sender.begin(job)
+        for name, thinking in STATES.items():
+            job = pair.begin(name, 8, [11, 12])
             pair.complete(job, [1, 2], replace(make_end(8), thinking=thinking))
-            assert pair.table.commits[job.handoff].thinking == thinking
+            assert pair.table.commits[job.handoff].thinking == thinking, name
         assert same_kv(pair.source, [1, 2], pair.target, [11, 12], 8)
         pair.sender.close()
-
-
-def test_both_ways_of_a_commit_are_tested() -> None:
-    for nbytes, beside in ((SMALL, True), (LARGE, False)):
-        commit = commit_of(JOB.handoff, replace(make_end(8), thinking=state_of(nbytes)), [], b"")
-        assert (pb.PeerCommand(commit=commit, after=1).ByteSize() <= MAX_PACKET) == beside
 
 
 def test_what_a_commit_was_made_of() -> None:
@@ -78,8 +66,7 @@ def test_what_a_commit_was_made_of() -> None:
 
 @pytest.fixture
 def call() -> Iterator[Call]:
-    """All frames have come."""
-    with running(Receiver()) as receiver:
+    with Receiver() as receiver:
         yield receiver.call().offered().arrived()
 
 
@@ -87,23 +74,17 @@ RIGHT: dict[str, Any] = {"thinker": "t", "chunk": 2, "offset": 0, "state": b"sta
 
 
 @pytest.mark.parametrize(
-    ("change", "named"),
+    ("change", "commit", "named"),
     [
-        ({"thinker": ""}, "thinking.thinker: must not be empty"),
-        ({"state": b""}, "thinking.state: must not be empty"),
-        ({"thoughts": [common.TokenIds(ids=[1])] * 3}, "thinking.thoughts: must be at most 2"),
+        ({"thinker": ""}, {}, "thinking.thinker: must not be empty"),
+        ({"state": b""}, {}, "thinking.state: must not be empty"),
+        ({"thoughts": [common.TokenIds(ids=[1])] * 3}, {}, "thinking.thoughts: must be at most 2"),
+        ({}, {"spec": None, "first": None}, "thinking: must not be set"),  # nobody decodes
     ],
 )
-def test_a_malformed_state_is_refused_by_name_and_ends_the_channel(call: Call, change, named: str) -> None:
-    """As any commit does that makes no sense."""
-    call.commit(thinking=worker.ThinkingState(**{**RIGHT, **change}))
+def test_a_state_that_makes_no_sense_is_refused_by_name_and_ends_the_channel(call: Call, change, commit, named) -> None:
+    call.commit(thinking=worker.ThinkingState(**{**RIGHT, **change}), **commit)
     call.refused("FRAME", named)
-    assert not call.receiver.table.commits
-
-
-def test_a_state_where_nobody_decodes_is_refused(call: Call) -> None:
-    call.commit(spec=None, first=None, thinking=thinking_to_pb(state_of(SMALL)))
-    call.refused("FRAME", "thinking: must not be set")
     assert not call.receiver.table.commits
 
 

@@ -21,12 +21,10 @@ from tests.unit.kvtransfer.support import LAYOUT, put, rows
 
 @pytest.fixture
 def eager(pairs: Pairs) -> Pair:
-    """Whatever can leave leaves at once."""
     return pairs(EAGER, source=poisoned())
 
 
 def short(pair: Pair, name: str = "r") -> Prompt:
-    """Two blocks, begun."""
     return prompt(pair, name, 8, [0, 1], [10, 11]).begin()
 
 
@@ -39,9 +37,7 @@ def test_what_was_withdrawn_is_computed_again_elsewhere(eager: Pair, layers: int
     push.chunk(12, 20, layers)
     push.withdraw()
     push.blocks = range(30, 38)
-    for layer in range(LAYOUT.layers):
-        values = rows(RIGHT, range(64), 0, again_from)[:, layer]
-        put(eager.source, push.blocks, layer, 0, again_from, values)
+    put(eager.source, push.blocks, 0, again_from, rows(RIGHT, range(64), 0, again_from))
     push.chunk(again_from, 17)
     push.rest(17)
 
@@ -59,14 +55,12 @@ def test_withdrawn_again_and_again_it_arrives_once(eager: Pair, seed: int) -> No
             push.withdraw()
             push.blocks = draw.choice([range(8), range(30, 38), range(45, 53)])
         push.rest(0)
-        for layer in range(LAYOUT.layers):
-            put(eager.source, push.blocks, layer, 0, 32, POISON)
-            put(eager.target, range(20, 28), layer, 0, 32, POISON)
+        put(eager.source, push.blocks, 0, 32, POISON)
+        put(eager.target, range(20, 28), 0, 32, POISON)
 
 
 @pytest.mark.parametrize("ended", [False, True])
 def test_withdraw_waits_for_a_read_under_way(eager: Pair, ended: bool) -> None:
-    """Also for one of a push that has ended meanwhile."""
     push, read = short(eager), Stopped(eager.source, "gather")
     push.layer(0, 0, 8)
     read.wait()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import threading
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -95,62 +95,53 @@ async def log(ledger):
     await made.close(0.1)
 
 
+async def written(log: DirectoryLog, added: Iterable[int], removed: Iterable[int] = ()) -> None:
+    log.note(list(map(digest, added)), list(map(digest, removed)))
+    await log.flush()
+
+
 async def test_the_first_write_starts_from_nothing_and_later_ones_tell_what_changed(log, stub):
-    log.note([digest(1), digest(2)])
-    await log.flush()
-    log.note([digest(3)], [digest(1)])
-    await log.flush()
+    await written(log, [1, 2])
+    await written(log, [3], [1])
     assert stub.calls == [("reset", 2, 0), ("delta", 1, 1)]
     assert stub.names == {name(2), name(3)}
-
-
-async def test_what_comes_and_goes_between_two_writes_is_not_written(log, stub):
-    log.note([digest(1)])
-    await log.flush()
-    log.note([digest(2)])
-    log.note([], [digest(1)])
-    log.note([digest(1)], [digest(2)])
-    log.note([digest(1), digest(1)], [digest(9)])
-    await log.flush()
-    assert stub.calls == [("reset", 1, 0)]
+    log.note([digest(4)])  # what comes and goes between two writes is not written
+    log.note([], [digest(3)])
+    log.note([digest(3)], [digest(4)])
+    await written(log, [3, 3], [9])
+    assert stub.calls[2:] == []
 
 
 async def test_many_are_written_in_pieces(log, stub, monkeypatch):
     monkeypatch.setattr(directory_log, "BATCH", 10)
-    log.note([digest(n) for n in range(35)])
-    await log.flush()
+    await written(log, range(35))
     assert stub.calls == [("reset", 10, 0), ("delta", 10, 0), ("delta", 10, 0), ("delta", 5, 0)]
     assert stub.names == {name(n) for n in range(35)}
 
 
 async def test_a_store_that_forgot_is_given_the_whole_set(log, stub, ledger):
-    log.note([digest(1), digest(2)])
-    await log.flush()
+    await written(log, [1, 2])
     stub.wipe()
     ledger._saw(2)
     await log.flush()
     assert stub.calls[1:] == [("touch", 0, 0), ("reset", 2, 0)]
     stub.wipe()
-    log.note([digest(3)])
-    await log.flush()
+    await written(log, [3])
     assert stub.calls[3:] == [("delta", 1, 0), ("reset", 3, 0)]
 
 
 async def test_a_lost_answer_costs_one_repetition_and_not_the_whole_set(log, stub):
-    log.note([digest(n) for n in range(5)])
-    await log.flush()
+    await written(log, range(5))
     for lost in (False, True):
         stub.lose_next = [lost]
-        log.note([digest(5 + lost)], [digest(0 + lost)])
-        await log.flush()
+        await written(log, [5 + lost], [0 + lost])
     assert stub.calls == [("reset", 5, 0), *[("delta", 1, 1)] * 4]
     assert stub.names == {name(n) for n in range(2, 7)}
 
 
 async def test_an_idle_worker_says_that_it_is_still_there(stub, ledger):
     log = DirectoryLog(ledger, OWNER, ttl_s=0.03)
-    log.note([digest(1)])
-    await log.flush()
+    await written(log, [1])
     stub.arrived.clear()
     await stub.arrived.wait()
     assert stub.calls[1] == ("touch", 0, 0)
@@ -168,8 +159,7 @@ async def test_a_worker_whose_place_is_not_its_own_yet_writes_later(log, stub):
 
 
 async def test_the_queue_is_bounded_by_what_is_held_and_was_written(log, stub):
-    log.note([digest(n) for n in range(10)])
-    await log.flush()
+    await written(log, range(10))
     stub.lose_next = [False] * 10**6
     for n in range(10, 5000):
         log.note([digest(n)], [digest(n - 10)])
@@ -191,23 +181,14 @@ async def test_note_from_many_threads(log, stub):
             log.note([digest(1000 * (thread + 1) + n)])
             log.note([], [digest(1000 * (thread + 1) + n - 50)])
 
-    threads = [threading.Thread(target=work, args=(t,)) for t in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        await asyncio.to_thread(thread.join)
+    await asyncio.gather(*(asyncio.to_thread(work, thread) for thread in range(4)))
     await log.flush()
     assert stub.names == {name(1000 * t + n) for t in range(1, 5) for n in range(150, 200)}
 
 
 NUMBERS = st.lists(st.integers(0, 7), max_size=5)
-STEPS = st.lists(
-    st.one_of(
-        st.tuples(NUMBERS, NUMBERS),
-        st.sampled_from(["lost before", "lost after", "wipe", "expire", "run", "flush"]),
-    ),
-    max_size=40,
-)
+TROUBLES = st.sampled_from(["lost before", "lost after", "wipe", "expire", "run", "flush"])
+STEPS = st.lists(st.one_of(st.tuples(NUMBERS, NUMBERS), TROUBLES), max_size=40)
 
 
 @given(STEPS, st.integers(1, 4))
@@ -237,7 +218,7 @@ async def trouble(steps: list[Any]) -> None:
             case "flush":
                 await log.flush()
             case (added, removed):
-                log.note([digest(n) for n in added], [digest(n) for n in removed])
+                log.note(list(map(digest, added)), list(map(digest, removed)))
                 held = held - set(removed) | set(added)
     log._refresh()  # as after a while: a key that expired is noticed at the latest then
     await log.flush()

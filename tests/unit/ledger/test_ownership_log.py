@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
@@ -19,8 +18,11 @@ from baton.ledger.ledger import Ledger
 from baton.ledger.ownership import OwnershipLog, OwnershipTable, RecordState
 from tests.support.redis_stub import StubConnection
 
+Note = tuple[str, int, RecordState]
 OWNER = WorkerRef("decode-0", Incarnation(5, 1), "127.0.0.1:1")
 RESERVED, PREPARED, COMMITTED, ABORTED, RELEASED = RecordState
+A, B, C = (("a", 1, RESERVED), ("b", 1, RESERVED), ("c", 1, RESERVED))
+B_COMMITTED, NEWER = ("b", 1, COMMITTED), ("a", 2, COMMITTED)
 
 
 class Store(StubConnection):
@@ -28,7 +30,7 @@ class Store(StubConnection):
 
     def __init__(self) -> None:
         super().__init__()
-        self.batches: list[list[tuple[str, int, RecordState]]] = []
+        self.batches: list[list[Note]] = []
         self.answer = 1
 
     async def run_many(self, script: Any, calls: Sequence[Any]) -> list[int | LedgerError]:
@@ -60,26 +62,24 @@ def identity(log: OwnershipLog) -> bool:
     return c.noted + c.repeated == ended + len(log._pending) + len(log._in_flight)
 
 
-def note(log: OwnershipLog, *notes: tuple[str, int, RecordState]) -> None:
+def note(log: OwnershipLog, *notes: Note) -> None:
     for request, attempt, state in notes:
         log.note(HandoffId(request, attempt), "router", state)
 
 
-async def written(log: OwnershipLog, *notes: tuple[str, int, RecordState]) -> None:
+async def written(log: OwnershipLog, *notes: Note) -> None:
     """Note them, each when the one before was written."""
     for one in notes:
         note(log, one)
         await log.flush()
 
 
-def noted_for(requests: range, state: RecordState = RESERVED) -> list[tuple[str, int, RecordState]]:
+def noted_for(requests: range, state: RecordState = RESERVED) -> list[Note]:
     return [(str(n), 1, state) for n in requests]
 
 
 @asynccontextmanager
-async def without_an_answer(
-    log: OwnershipLog, stub: Store, *notes: tuple[str, int, RecordState]
-) -> AsyncIterator[None]:
+async def without_an_answer(log: OwnershipLog, stub: Store, *notes: Note) -> AsyncIterator[None]:
     """While Redis has these and does not answer; in the end it fails, and all is written."""
     stub.lose_next = [False]
     stub.gate.clear()
@@ -96,10 +96,18 @@ async def test_notes_are_written_in_order(log, stub):
     assert (log.counters.written, log.counters.round_trips) == (3, 3)
 
 
-async def test_states_that_were_overtaken_are_not_written(log, stub):
-    note(log, ("a", 1, RESERVED), ("a", 1, COMMITTED), ("a", 1, RELEASED), ("b", 1, RESERVED))
+@pytest.mark.parametrize(
+    ("notes", "batch"),
+    [
+        ([("a", 1, RESERVED), ("a", 1, COMMITTED), ("a", 1, RELEASED), B], [("a", 1, RELEASED), B]),
+        ([("a", 2, RESERVED), ("a", 1, RELEASED), B_COMMITTED, B], [("a", 2, RESERVED), B_COMMITTED]),
+    ],
+    ids=["overtaken", "late"],
+)
+async def test_only_the_latest_state_of_a_request_is_written(log, stub, notes, batch):
+    note(log, *notes)
     await log.flush()
-    assert stub.batches == [[("a", 1, RELEASED), ("b", 1, RESERVED)]]
+    assert stub.batches == [batch]
     assert log.counters.coalesced == 2
     assert identity(log)
 
@@ -114,12 +122,6 @@ async def test_what_is_noted_during_a_round_trip_goes_with_the_next(log, stub):
     assert stub.batches == [[("a", 1, RESERVED)], [("a", 1, COMMITTED), ("b", 1, RESERVED)]]
 
 
-async def test_a_late_note_of_an_older_attempt_or_state_changes_nothing(log, stub):
-    note(log, ("a", 2, RESERVED), ("a", 1, RELEASED), ("b", 1, COMMITTED), ("b", 1, RESERVED))
-    await log.flush()
-    assert stub.batches == [[("a", 2, RESERVED), ("b", 1, COMMITTED)]]
-
-
 async def test_failed_writes_are_tried_again_at_their_latest_state(log, stub):
     async with without_an_answer(log, stub, ("a", 1, RESERVED), ("b", 1, RESERVED)):
         note(log, ("c", 1, RESERVED), ("a", 1, COMMITTED))
@@ -128,18 +130,26 @@ async def test_failed_writes_are_tried_again_at_their_latest_state(log, stub):
     assert identity(log)
 
 
-async def test_the_queue_is_bounded_and_counts_what_it_drops(log, stub):
+MANY = noted_for(range(1, 7))
+
+
+@pytest.mark.parametrize(
+    ("notes", "kept", "dropped", "last"),
+    [
+        (MANY, "3456", 3, dict.fromkeys("0123456", RESERVED)),
+        ([*MANY, ("6", 1, RELEASED)], "3456", 3, {**dict.fromkeys("012345", RESERVED), "6": RELEASED}),
+        (noted_for(range(5), RELEASED), "1234", 2, dict.fromkeys("1234", RELEASED)),  # "0" was under way
+    ],
+    ids=["held", "one is released", "all are released"],
+)
+async def test_the_queue_is_bounded_and_what_is_held_is_written_after_the_return(log, stub, notes, kept, dropped, last):
     async with without_an_answer(log, stub, ("0", 1, RESERVED)):
-        note(log, *noted_for(range(1, 7)))
-    assert [request for request, _, _ in stub.batches[1]] == ["3", "4", "5", "6"]
-    assert log.counters.dropped == 3
+        note(log, *notes)
+    assert [request for request, _, _ in stub.batches[1]] == list(kept)
+    assert log.counters.dropped == dropped
+    assert {request: state for batch in stub.batches[1:] for request, _, state in batch} == last
+    assert set(log._entries) == {request for request, state in last.items() if state is not RELEASED}
     assert identity(log)
-
-
-async def test_refused_writes_are_counted_and_not_repeated(log, stub):
-    stub.answer = 0
-    await written(log, ("a", 1, RESERVED))
-    assert (log.counters.refused, len(stub.batches)) == (1, 1)
 
 
 async def test_one_bad_record_does_not_hold_up_the_others(log, stub):
@@ -166,11 +176,7 @@ async def test_note_from_many_threads(stub):
             for state in (RESERVED, COMMITTED, RELEASED):
                 log.note(HandoffId(f"{thread}-{i}", 1), "router", state)
 
-    threads = [threading.Thread(target=work, args=(t,)) for t in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        await asyncio.to_thread(thread.join)
+    await asyncio.gather(*(asyncio.to_thread(work, thread) for thread in range(4)))
     await log.flush()
     last = {request: state for batch in stub.batches for request, _, state in batch}
     assert len(last) == 400
@@ -219,54 +225,26 @@ async def test_prepared_is_written_alone_when_it_lasts(log, stub, monkeypatch):
     assert stub.batches[1:] == [[("a", 1, PREPARED)]]
 
 
-async def test_a_store_that_forgot_is_told_again_what_is_held(log, stub, ledger):
+@pytest.mark.parametrize(
+    ("answer", "notes", "again"),
+    [
+        (1, [A, B, B_COMMITTED, C, ("c", 1, RELEASED)], [A, B_COMMITTED]),
+        (1, [A, NEWER, ("a", 1, RELEASED)], [NEWER]),
+        (0, [A], []),
+    ],
+    ids=["what is held", "the newer attempt", "nothing that was refused"],
+)
+async def test_a_store_that_forgot_is_told_again_once(log, stub, ledger, answer, notes, again):
     ledger._saw(5)
-    await written(log, ("a", 1, RESERVED), ("b", 1, RESERVED), ("b", 1, COMMITTED), ("c", 1, RESERVED))
-    await written(log, ("c", 1, RELEASED))
-    seen = len(stub.batches)
-    ledger._saw(6)
-    await log.flush()
-    assert stub.batches[seen:] == [[("a", 1, RESERVED), ("b", 1, COMMITTED)]]
-    assert log.counters.repeated == 2
-    ledger._saw(6)
-    ledger._saw(5)
-    await log.flush()
-    assert len(stub.batches) == seen + 1
-    assert identity(log)
-
-
-async def test_what_was_refused_is_not_told_again(log, stub, ledger):
-    ledger._saw(5)
-    stub.answer = 0
-    await written(log, ("a", 1, RESERVED))
-    stub.answer = 1
-    ledger._saw(6)
-    await log.flush()
-    assert len(stub.batches) == 1
-
-
-async def test_an_older_attempts_end_does_not_end_the_newer_one(log, stub, ledger):
-    ledger._saw(5)
-    await written(log, ("a", 1, RESERVED), ("a", 2, COMMITTED), ("a", 1, RELEASED))
-    ledger._saw(6)
-    await log.flush()
-    assert stub.batches[2:] == [[("a", 2, COMMITTED)]]
-
-
-async def test_what_the_queue_had_no_room_for_is_written_after_the_return_if_it_is_held(log, stub):
-    async with without_an_answer(log, stub, ("0", 1, RESERVED)):
-        note(log, *noted_for(range(1, 7)), ("6", 1, RELEASED))
-    last = {request: state for batch in stub.batches[1:] for request, _, state in batch}
-    assert last == {**{str(i): RESERVED for i in range(6)}, "6": RELEASED}
-    assert identity(log)
-
-
-async def test_a_release_that_found_no_room_is_forgotten_with_what_was_under_way(log, stub):
-    async with without_an_answer(log, stub, ("0", 1, RESERVED)):
-        note(log, *noted_for(range(5), RELEASED))
-    assert [request for request, _, _ in stub.batches[1]] == ["1", "2", "3", "4"]
-    assert log.counters.dropped == 2
-    assert log._entries == {}
+    stub.answer = answer
+    await written(log, *notes)
+    assert log.counters.refused == len(notes) * (not answer)
+    seen, stub.answer = len(stub.batches), 1
+    for epoch in (6, 6, 5):
+        ledger._saw(epoch)
+        await log.flush()
+        assert stub.batches[seen:] == [again] * bool(again)
+    assert log.counters.repeated == len(again)
     assert identity(log)
 
 

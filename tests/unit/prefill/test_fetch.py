@@ -32,8 +32,9 @@ def offer_of(begin=0, end=12):
     return Offer(BACKEND.fingerprint, end, begin)
 
 
-def begun(side, router, *, skip=12, handoff=H):
-    side.take(router, prefill(handoff, SPEC, skip=skip))
+def begun(side, router, *, skip=12, handoff=H, spec=SPEC):
+    """The positions that it asks for."""
+    side.take(router, prefill(handoff, spec, skip=skip))
     return side.pusher.pushes[handoff].job.fetch
 
 
@@ -52,20 +53,15 @@ def came(side, *, begin=0, end=12, handoff=H):
 
 
 def write(side, sender=D):
-    """The target of the sender's writes."""
     with side.role.fetches.writing(H, sender) as blocks:
         return blocks
 
 
-def ends_well(side, router, handoff=H):
+def ends_well(side, router):
     side.run()
-    assert router.ids(handoff) == expected(SPEC, 1)
-    side.push_ends(handoff)
-    assert side.all_free
-    assert side.counts.reserved == 0
-
-
-# --- what it costs
+    assert router.ids() == expected(SPEC, 1)
+    side.push_ends()
+    assert (side.all_free, side.counts.reserved) == (True, 0)
 
 
 def test_the_cheaper_way_is_taken_and_what_was_seen_counts():
@@ -88,9 +84,6 @@ def test_only_large_steps_tell_what_computing_costs(router, tokens, fetch):
     side.clock.advance(10.0)
     side.role.fetches.step_ended(tokens)
     assert begun(side, router) == fetch
-
-
-# --- what is fetched
 
 
 def test_what_came_is_not_computed(side, router):
@@ -127,9 +120,6 @@ def test_without_room_the_prompt_is_computed(router):
     assert side.engine.counters.prefill_tokens == len(SPEC)
 
 
-# --- what may be written
-
-
 def test_nothing_is_written_that_was_not_asked_for(side, router):
     fetches = side.role.fetches
     with pytest.raises(StaleAttempt, match="was asked of"):
@@ -153,15 +143,11 @@ def test_nothing_is_written_that_was_not_asked_for(side, router):
     fetches.commit(H, D, WHOLE)
 
 
-def by_sender(end):
+def by_sender(side, end):
     """It gives up, or is lost; another one does so before."""
-
-    def act(side, router):
-        end(side.role.fetches, OTHER)
-        assert not side.loop.jobs
-        end(side.role.fetches, D)
-
-    return act
+    end(OTHER)
+    assert not side.loop.jobs
+    end(D)
 
 
 ENDINGS = {
@@ -171,8 +157,8 @@ ENDINGS = {
     "push failed": lambda side, router: side.pusher.done(H, CUT),
     "refused": lambda side, router: side.role.fetch_ended(H),
     "late": lambda side, router: side.clock.advance(10.0),
-    "aborted": by_sender(lambda fetches, sender: fetches.aborted(H, sender)),
-    "lost": by_sender(lambda fetches, sender: fetches.lost(sender)),
+    "aborted": lambda side, router: by_sender(side, lambda sender: side.role.fetches.aborted(H, sender)),
+    "lost": lambda side, router: by_sender(side, side.role.fetches.lost),
 }
 
 
@@ -201,18 +187,11 @@ def test_a_fetch_that_ends_early_gives_its_blocks_back_and_the_prompt_goes_on(si
 
 
 def test_who_was_late_is_not_waited_for_again_for_a_while(side, router):
-    def asked_for(name):
+    for name, waits_s, fetch in (("first", 0.0, (0, 12)), ("next", 10.0, None), ("later", 60.0, (0, 12))):
+        side.clock.advance(waits_s)
+        side.run()
         handoff = HandoffId(name, 1)
-        side.take(router, prefill(handoff, spec_of(handoff, 14), skip=12))
-        return side.pusher.pushes[handoff].job.fetch
-
-    assert asked_for("first") == (0, 12)
-    side.clock.advance(10.0)
-    side.run()
-    assert asked_for("next") is None
-    side.clock.advance(60.0)
-    side.step()
-    assert asked_for("later") == (0, 12)
+        assert begun(side, router, handoff=handoff, spec=spec_of(handoff, 14)) == fetch
 
 
 def test_a_fetch_is_given_up_when_the_prompt_could_have_been_computed_meanwhile(router):
@@ -231,8 +210,7 @@ def test_what_came_for_a_handoff_that_was_released_is_kept_in_the_cache(side, ro
     begun(side, router)
     came(side)
     side.serve(router, release())
-    assert side.all_free
-    assert len(side.engine.pool.find(names_of(SPEC.tokens))) == 3
+    assert (side.all_free, len(side.engine.pool.find(names_of(SPEC.tokens)))) == (True, 3)
 
 
 def test_the_end_waits_for_a_write_under_way_and_none_begins_after_it(side, router, monkeypatch):

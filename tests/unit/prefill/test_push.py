@@ -15,9 +15,6 @@ POSITION = LAYERS * BACKEND.layout.layer_token_bytes  # bytes of one position
 NEVER = 1 << 30
 
 
-# --- when it leaves
-
-
 def test_kv_leaves_layer_by_layer_while_the_prompt_is_computed(chunked, router):
     chunked.take(router, prefill())
     push = chunked.pusher.pushes[H]
@@ -32,30 +29,17 @@ def test_kv_leaves_layer_by_layer_while_the_prompt_is_computed(chunked, router):
     assert push.end is not None
 
 
-@pytest.mark.parametrize(("less", "streams"), [(9 * POSITION - 1, True), (9 * POSITION, False)])
-def test_short_prompts_leave_when_they_are_computed(router, less, streams):
+@pytest.mark.parametrize(
+    ("less", "skip", "streams"),
+    [(9 * POSITION - 1, 0, True), (9 * POSITION, 0, False), (5 * POSITION, 3, True), (5 * POSITION, 4, False)],
+)
+def test_prompts_of_which_little_must_come_leave_when_they_are_computed(router, less, skip, streams):
     side = PrefillSide(coalesce_below=less, max_batched_tokens=4)
-    side.serve(router, prefill())
-    told = side.pusher.pushes[H].told
-    assert told[-1] == (LAYERS, 9)
-    assert (len(told) > 1) == streams
-
-
-def test_only_what_must_come_makes_a_prompt_long(router):
-    side = PrefillSide(coalesce_below=5 * POSITION)
-    for number, skip in enumerate((3, 4)):
-        handoff = HandoffId(f"r{number}", 1)
-        side.take(router, prefill(handoff, skip=skip))
-        assert side.pusher.pushes[handoff].job.skip == skip
-    side.run()
-    assert [len(push.told) > 1 for push in side.pusher.pushes.values()] == [True, False]
-
-
-def test_what_was_in_the_prefix_cache_leaves_with_the_first_layer(side, router):
-    side.serve(router, prefill(HandoffId("before", 1), spec_of(H)))
-    side.serve(router, prefill())
-    assert side.pusher.pushes[H].told == [(2, 8), (1, 9), (2, 9), (2, 9)]
-    assert router.events[-1].cached_tokens == 8
+    side.serve(router, prefill(skip=skip))
+    push = side.pusher.pushes[H]
+    assert push.job.skip == skip
+    assert push.told[-1] == (LAYERS, 9)
+    assert (len(push.told) > 1) == streams
 
 
 def test_the_first_token_leaves_before_the_last_of_its_kv():
@@ -89,56 +73,51 @@ def test_a_model_without_layers_to_tell_still_hands_over(side, router, monkeypat
     assert side.pusher.pushes[H].end is not None
 
 
-# --- when its blocks go
-
-
 @pytest.mark.parametrize("how", ["release", "gone", "another router"])
 @pytest.mark.parametrize("state", PROMPT_STATES)
 def test_whatever_the_state_a_release_frees_at_once(chunked, router, state, how):
     """(The pusher fails the test if blocks are let go that it may still read.)"""
-    side = chunked
-    side.bring(router, state)
-    push, kinds = side.pusher.pushes.get(H), router.kinds()
-    computed = side.engine.counters.prefill_tokens
-    side.give_up(router, how)
-    assert side.all_free
+    chunked.bring(router, state)
+    push, kinds = chunked.pusher.pushes.get(H), router.kinds()
+    computed = chunked.engine.counters.prefill_tokens
+    chunked.give_up(router, how)
+    assert chunked.all_free
     if how == "another router":
         kinds.append("failed")  # its owner hears who did it
         assert router.failure.kind == "StaleAttempt"
     if push is not None:
         assert (push.blocks, push.aborted) == ((), True)
         if state != "queued":
-            assert side.pusher.log[-2:] == [("abort", H), ("withdraw", H)]
-        side.pusher.done(H, StaleAttempt("aborted"))
-        side.give_up(router, how)  # between the report and the turn of the engine thread
-    side.run()
-    side.give_up(router, how)
-    assert (router.kinds(), router.handoffs, side.all_free) == (kinds, set(), True)
-    assert (side.engine.has_work(), side.engine.counters.prefill_tokens) == (False, computed)
+            assert chunked.pusher.log[-2:] == [("abort", H), ("withdraw", H)]
+        chunked.pusher.done(H, StaleAttempt("aborted"))
+        chunked.give_up(router, how)  # between the report and the turn of the engine thread
+    chunked.run()
+    chunked.give_up(router, how)
+    assert (router.kinds(), router.handoffs, chunked.all_free) == (kinds, set(), True)
+    assert (chunked.engine.has_work(), chunked.engine.counters.prefill_tokens) == (False, computed)
 
 
 @pytest.mark.parametrize("state", PROMPT_STATES)
 def test_a_deadline_ends_what_is_not_computed_or_waits(chunked, router, state):
-    side = chunked
-    side.bring(router, state)
+    chunked.bring(router, state)
     kinds = router.kinds()
-    side.clock.advance(4.5)
-    side.role.tick()
-    assert (router.kinds(), side.all_free) == (kinds, "queued" in state)
-    side.clock.advance(0.5)
-    side.role.tick()
+    chunked.clock.advance(4.5)
+    chunked.role.tick()
+    assert (router.kinds(), chunked.all_free) == (kinds, "queued" in state)
+    chunked.clock.advance(0.5)
+    chunked.role.tick()
     if state in {"queued", "computing"}:
         kinds.append("failed")
         assert router.failure.kind == "DeadlineExceeded"
     if state == "computed":
-        side.clock.advance(50.0)
-        side.run()
+        chunked.clock.advance(50.0)
+        chunked.run()
         assert router.kinds() == ["tokens"], "a push has none"
-        side.push_ends()
+        chunked.push_ends()
         kinds.append("pushed")
-    assert side.all_free
-    side.run()
-    assert (router.kinds(), router.handoffs, side.engine.has_work()) == (kinds, set(), False)
+    assert chunked.all_free
+    chunked.run()
+    assert (router.kinds(), router.handoffs, chunked.engine.has_work()) == (kinds, set(), False)
 
 
 def test_a_preempted_prompt_is_withdrawn_and_what_had_not_left_is_told_again(router):
@@ -170,9 +149,6 @@ def test_a_preempted_prompt_is_withdrawn_and_what_had_not_left_is_told_again(rou
     for handoff, spec in specs.items():
         assert router.ids(handoff) == expected(spec, 1)
     assert side.all_free
-
-
-# --- when it fails
 
 
 @pytest.mark.parametrize(
@@ -207,23 +183,20 @@ def test_a_push_that_is_not_taken_waits_as_well_and_others_go_on(side, router, e
     assert list(side.pusher.pushes) == [other, next_of(H)]
     for handoff in list(side.pusher.pushes):
         side.push_ends(handoff)
-    assert router.kinds(next_of(H)) == ["tokens", "pushed"]
-    assert side.all_free
+    assert (router.kinds(next_of(H)), side.all_free) == (["tokens", "pushed"], True)
 
 
 def test_what_waits_may_still_fail_or_end_with_its_first_token(chunked, router, monkeypatch):
-    side = chunked
     ends = HandoffId("ends", 1)
-    side.take(router, prefill(ends, spec_of(ends, sampling=Sampling(max_tokens=1, temperature=0.0))))
-    side.step()
-    side.push_ends(ends, CUT)
-    side.run()
-    assert router.kinds(ends) == ["failed", "tokens", "finish"]
-    assert side.all_free
-    side.take(router, prefill())
-    side.step()
-    side.push_ends(H, CUT)
-    monkeypatch.setattr(side.engine.backend, "forward", lambda batch, kv: 1 / 0)
-    side.run()
+    chunked.take(router, prefill(ends, spec_of(ends, sampling=Sampling(max_tokens=1, temperature=0.0))))
+    chunked.step()
+    chunked.push_ends(ends, CUT)
+    chunked.run()
+    assert (router.kinds(ends), chunked.all_free) == (["failed", "tokens", "finish"], True)
+    chunked.take(router, prefill())
+    chunked.step()
+    chunked.push_ends(H, CUT)
+    monkeypatch.setattr(chunked.engine.backend, "forward", lambda batch, kv: 1 / 0)
+    chunked.run()
     assert [event.failed.held for event in router.events if event.HasField("failed")][-2:] == [True, False]
-    assert side.all_free
+    assert chunked.all_free

@@ -37,12 +37,9 @@ def test_nothing_is_computed_twice_and_all_is_pushed_again(side, router, state):
     said = ["tokens"] * state.startswith("computed") + ["failed"] * state.endswith("waits")
     assert router.kinds(H) == said, "the old name ends without another word"
     assert router.kinds(H2) == ["tokens"]
-    assert [(t.index, t.token_id) for t in router.tokens(H2)] == [(0, FIRST[0])]
-    assert router.handoffs == {H2}
+    assert ([(t.index, t.token_id) for t in router.tokens(H2)], router.handoffs) == ([(0, FIRST[0])], {H2})
     side.push_ends(H2)
-    assert router.kinds(H2) == ["tokens", "pushed"]
-    assert side.all_free
-    assert router.handoffs == set()
+    assert (router.kinds(H2), side.all_free, router.handoffs) == (["tokens", "pushed"], True, set())
 
 
 @pytest.mark.parametrize("outcome", [done_of(), CUT, DigestMismatch("frame 3"), StaleAttempt("x")])
@@ -58,8 +55,7 @@ def test_the_end_of_the_old_push_is_no_end_of_the_new_one(side, router, state, o
     assert router.kinds(H2) == ["tokens"]
     assert side.counts.owned > 0
     side.push_ends(H2)
-    assert router.kinds(H2) == ["tokens", "pushed"]
-    assert side.all_free
+    assert (router.kinds(H2), side.all_free) == (["tokens", "pushed"], True)
 
 
 def test_the_first_token_is_said_again_with_all_that_was_said_of_it(router):
@@ -72,19 +68,6 @@ def test_the_first_token_is_said_again_with_all_that_was_said_of_it(router):
     assert old.cached_tokens == 8
     new.handoff.attempt = 1
     assert new == old
-
-
-def test_again_and_again(side, router):
-    side.bring(router, "computed, waits")
-    names = [H]
-    for _ in range(3):
-        names.append(next_of(names[-1]))
-        side.serve(router, repush(names[-2], names[-1]))
-        side.push_ends(names[-1], CUT)
-    assert all(router.kinds(name) == ["tokens", "failed"] for name in names)
-    assert side.engine.counters.prefill_tokens == 9
-    side.take(router, release(names[-1]))
-    assert side.all_free
 
 
 @pytest.mark.parametrize("state", ["computing", "computed, waits"])
@@ -125,11 +108,9 @@ def test_a_new_push_that_is_not_taken_waits_like_any_other(side, router):
     assert next(event for event in router.events if event.handoff.attempt == 2).failed.held
     side.pusher.refuse = None
     side.take(router, repush(H2, next_of(H2)))
+    assert side.engine.counters.prefill_tokens == 9
     side.push_ends(next_of(H2))
     assert side.all_free
-
-
-# --- what is refused
 
 
 @pytest.mark.parametrize("how", ["never", "released", "pushed", "mismatch", "too late"])
@@ -175,8 +156,7 @@ def test_attempts_may_be_left_out_and_older_ones_are_stale(side, router, attempt
     assert not side.pusher.pushes[held].aborted
     side.push_ends(held)
     assert router.kinds(held)[0] == "tokens"
-    assert router.kinds(held)[-1] == "pushed"
-    assert side.all_free
+    assert (router.kinds(held)[-1], side.all_free) == ("pushed", True)
 
 
 @pytest.mark.parametrize("skip", [9, 10, 2**31])

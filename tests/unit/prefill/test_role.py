@@ -10,21 +10,10 @@ from baton.errors import StaleAttempt
 from baton.worker.attempts import Attempts
 from kvtransfer.handoff import PushJob
 from tests.support.fake_pusher import CUT, done_of
-from tests.support.sessions import (
-    BLOCK,
-    GREEDY,
-    STALE,
-    D,
-    FakeSession,
-    H,
-    expected,
-    next_of,
-    prefill,
-    release,
-    repush,
-    spec_of,
-)
+from tests.support.sessions import GREEDY, STALE, D, FakeSession, H, expected, prefill, release, repush, spec_of
 from tests.support.workers import PrefillSide
+
+NEXT = HandoffId("r", 2)
 
 
 def test_a_prompt_becomes_a_token_and_a_push(side, router):
@@ -37,7 +26,7 @@ def test_a_prompt_becomes_a_token_and_a_push(side, router):
     assert router.ids() == first
     assert push.end.spec == SequenceSpec(spec_of().prompt, GREEDY, tuple(first))
     assert ([(t.index, t.token_id) for t in push.end.first], push.end.thinking) == ([(0, first[0])], None)
-    assert len(push.blocks) == -(-9 // BLOCK)
+    assert len(push.blocks) == side.engine.layout.blocks_for(9)
     assert side.counts.owned >= len(push.blocks)
 
 
@@ -49,7 +38,7 @@ def test_a_deterministic_prompt_is_pushed_with_a_digest_of_all_its_kv(router):
     assert side.pusher.pushes[H].end.spec.deterministic
     side.push_ends(H, CUT)
     side.take(router, repush(to=D))
-    assert side.pusher.pushes[next_of(H)].job == PushJob(next_of(H), D, 9, verify=True)
+    assert side.pusher.pushes[NEXT].job == PushJob(NEXT, D, 9, verify=True)
 
 
 def test_the_router_hears_what_was_cached_with_the_first_token_or_the_end(side, router):
@@ -66,8 +55,7 @@ def test_the_blocks_come_back_with_the_end_of_the_push(side, router):
     side.pusher.done(H, done_of())
     assert not side.all_free  # the engine thread has not heard yet
     side.run()
-    assert side.all_free
-    assert router.kinds() == ["tokens", "pushed"]
+    assert (side.all_free, router.kinds()) == (True, ["tokens", "pushed"])
     assert (side.role.transfer_bytes, side.role.transport, router.handoffs) == (64, "memory", set())
 
 
@@ -75,8 +63,7 @@ def test_the_blocks_come_back_with_the_end_of_the_push(side, router):
 def test_what_the_first_token_ends_is_not_handed_over(side, router, ends):
     side.serve(router, prefill(spec=spec_of(sampling=replace(GREEDY, ignore_eos=False, **ends))))
     assert router.kinds() == ["tokens", "finish"]
-    assert (side.pusher.pushes[H].aborted, side.pusher.pushes[H].end) == (True, None)
-    assert side.all_free
+    assert (side.pusher.pushes[H].aborted, side.pusher.pushes[H].end, side.all_free) == (True, None, True)
     side.push_ends(H, StaleAttempt("aborted"))
     assert router.kinds() == ["tokens", "finish"]
 
@@ -85,8 +72,7 @@ def test_what_was_known_to_have_ended_is_only_told(side, router):
     known = tuple(expected())
     side.serve(router, prefill(spec=SequenceSpec(spec_of().prompt, GREEDY, known)))
     assert router.kinds() == ["finish"]
-    assert side.pusher.pushes == {}
-    assert side.all_free
+    assert (side.pusher.pushes, side.all_free) == ({}, True)
     assert side.engine.counters.prefill_tokens == 0
     side.take(router, prefill(), repush())
     assert router.refusals == [STALE, STALE], "nothing is held"
@@ -140,15 +126,14 @@ def test_a_model_that_fails_fails_its_batch_and_frees_it(chunked, router, monkey
     def broken(batch, kv):
         raise RuntimeError("a kernel fault")
 
-    side = chunked
-    side.take(router, prefill())
-    side.step(steps)
-    push = side.pusher.pushes[H]
+    chunked.take(router, prefill())
+    chunked.step(steps)
+    push = chunked.pusher.pushes[H]
     with monkeypatch.context() as patch:
-        patch.setattr(side.engine.backend, "forward", broken)
-        side.run()
+        patch.setattr(chunked.engine.backend, "forward", broken)
+        chunked.run()
     assert router.kinds() == ["failed"]
     assert router.failure.kind == "EngineFault"
-    assert (push.blocks, push.aborted, side.all_free) == ((), True, True)
-    side.serve(router, prefill(next_of(H)))
+    assert (push.blocks, push.aborted, chunked.all_free) == ((), True, True)
+    chunked.serve(router, prefill(NEXT))
     assert router.kinds() == ["failed", "tokens"]

@@ -8,7 +8,7 @@ of their pushes. The pusher fails the run when blocks are let go that it may sti
 import functools
 
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
@@ -34,9 +34,7 @@ def spec_for(request):
     return SequenceSpec(prompt, sampling, priority=index // 2)
 
 
-@functools.cache
-def first_of(request):
-    return expected(spec_for(request), 1)
+first_of = functools.cache(lambda request: expected(spec_for(request), 1))
 
 
 class PrefillMachine(RuleBasedStateMachine):
@@ -188,8 +186,7 @@ class PrefillMachine(RuleBasedStateMachine):
         for handoff, session in self.owners.items():
             kinds = session.kinds(handoff)
             assert set(kinds) & set(ENDS), f"{handoff} has not ended: {kinds}"
-        assert self.side.all_free
-        assert (self.side.counts.owned, self.side.counts.reserved) == (0, 0)
+        assert (self.side.all_free, self.side.counts.owned, self.side.counts.reserved) == (True, 0, 0)
         assert not self.side.role._work
         assert not self.side.engine._requests
         assert not any(session.handoffs for session in (*self.sessions, *self.former))
@@ -217,10 +214,4 @@ class PrefillMachine(RuleBasedStateMachine):
 
 
 TestPrefill = pytest.mark.slow(PrefillMachine.TestCase)
-TestPrefill.settings = settings(
-    report_multiple_bugs=False,
-    max_examples=150,
-    stateful_step_count=50,
-    deadline=None,
-    suppress_health_check=[HealthCheck.too_slow],
-)
+TestPrefill.settings = settings(report_multiple_bugs=False, max_examples=150, stateful_step_count=50)

@@ -4,18 +4,11 @@ import pytest
 
 from baton.core import HandoffId
 from baton.engine.sequence import Sequence
-from tests.support.sessions import BACKEND, FakeSession, H, next_of, prefill, release, spec_of
+from tests.support.sessions import BACKEND, H, prefill, release, spec_of
 from tests.support.workers import PrefillSide
 from tests.unit.worker.thinking import CHUNK, thinks, thought_about
 
-H2 = next_of(H)
 LAYERS = BACKEND.layout.layers
-
-
-@pytest.fixture
-def unsettled(monkeypatch):
-    """What a step writes may be rolled back."""
-    monkeypatch.setattr(Sequence, "settled", property(lambda sequence: False))
 
 
 def thinking_side(**options):
@@ -24,10 +17,9 @@ def thinking_side(**options):
     return side
 
 
-# --- when KV leaves
-
-
-def test_kv_of_an_unsettled_prompt_leaves_when_the_step_is_over(router, unsettled):
+def test_kv_of_an_unsettled_prompt_leaves_when_the_step_is_over(router, monkeypatch):
+    """It may be rolled back before."""
+    monkeypatch.setattr(Sequence, "settled", property(lambda sequence: False))
     side = thinking_side(max_batched_tokens=4)
     side.take(router, prefill())
     push, told = side.pusher.pushes[H], []
@@ -50,9 +42,6 @@ def test_what_is_settled_leaves_as_ever_beside_it(router, monkeypatch):
     assert side.pusher.pushes[other].told == [*((n, 9) for n in range(1, LAYERS + 1)), (LAYERS, 9)]
 
 
-# --- what is said
-
-
 @pytest.mark.parametrize(
     ("budget", "messages", "thoughts"),
     [(2048, [["thoughts", "tokens"]], [[0, 1]]), (4, [["thoughts"], ["thoughts"], ["tokens"]], [[0], [1]])],
@@ -65,14 +54,6 @@ def test_thoughts_are_said_with_their_step_before_its_token(router, budget, mess
     assert router.thoughts() == [[thought_about(chunk) for chunk in chunks] for chunks in thoughts]
 
 
-def test_each_router_hears_its_own(router):
-    side, other = thinking_side(), FakeSession("router-b")
-    for session, name in ((router, "r"), (other, "s")):
-        side.take(session, prefill(HandoffId(name, 1)))
-    side.run()
-    assert [event.handoff.request_id for event in (*router.events, *other.events)] == ["r", "r", "s", "s"]
-
-
 def test_of_what_was_given_up_nothing_is_said(router):
     side = thinking_side(max_batched_tokens=4)
     side.take(router, prefill())
@@ -83,9 +64,6 @@ def test_of_what_was_given_up_nothing_is_said(router):
     assert router.kinds() == ["thoughts"]
     side.run()
     assert side.all_free
-
-
-# --- what is fetched
 
 
 @pytest.mark.parametrize(("chunk", "fetch"), [(0, (0, 12)), (CHUNK, None)])

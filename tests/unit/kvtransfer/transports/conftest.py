@@ -37,7 +37,6 @@ def kind(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def pairs(kind: str, pool: ThreadPoolExecutor) -> Iterator[Pairs]:
-    """Closed at the end."""
     with two(kind) as sides:
         pairs = Pairs(sides, pool)
         yield pairs

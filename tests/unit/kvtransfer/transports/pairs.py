@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import queue
 import random
 import threading
 from collections.abc import Callable, Iterator
@@ -104,30 +103,25 @@ class Pairs:
 
     def __call__(self, deadline_s: float = 5.0, ring: Ring = RING) -> tuple[ChannelEnd, ChannelEnd]:
         relays = relayed()
-        opening = [self.pool.submit(self._open, side, relays[side], ring, deadline_s) for side in Side]
-        sender, receiver = (end.result(scaled(10)) for end in opening)
-        return sender, receiver
+        sender, receiver = (self.alone(side, relays[side], deadline_s, ring) for side in Side)
+        self.opened += [sender.result(scaled(10)), receiver.result(scaled(10))]
+        return sender.result(), receiver.result()
 
-    def alone(self, side: Side, keys: KeyRelay, deadline_s: float = 5.0) -> Future[ChannelEnd]:
+    def alone(self, side: Side, keys: KeyRelay, deadline_s: float = 5.0, ring: Ring = RING) -> Future[ChannelEnd]:
         """An end whose other one is the test's."""
-        return self.pool.submit(self.sides[side].open, NAME, side, keys, RING, deadline_s)
+        return self.pool.submit(self.sides[side].open, NAME, side, keys, ring, deadline_s)
 
     def carry(self, ends: tuple[ChannelEnd, ChannelEnd], data: list[torch.Tensor], ahead: int, ring: Ring = RING):
         """Send these frames; what came. `ahead`: how many are started before the first of them is finished."""
-        control = Control(ring.slots)
-        sending = self.pool.submit(send, ends[0], control, data, ring.slots)
-        taken = receive(ends[1], control, len(data), ahead)
+        credits = threading.Semaphore(ring.slots)
+        sending = self.pool.submit(send, ends[0], credits, data, ring.slots)
+        taken = receive(ends[1], credits, list(map(len, data)), ahead)
         sending.result(scaled(10))
         return taken
 
     def close(self) -> None:
         for end in self.opened:
             end.close()
-
-    def _open(self, side: Side, keys: KeyRelay, ring: Ring, deadline_s: float) -> ChannelEnd:
-        end = self.sides[side].open(NAME, side, keys, ring, deadline_s)
-        self.opened.append(end)
-        return end
 
 
 def frames(seed: int, count: int, ring: Ring = RING) -> list[torch.Tensor]:
@@ -137,33 +131,23 @@ def frames(seed: int, count: int, ring: Ring = RING) -> list[torch.Tensor]:
     return [torch.frombuffer(bytearray(draw.randbytes(size)), dtype=torch.uint8) for size in sizes]
 
 
-class Control:
-    """What the Peer stream carries: announcements one way, credits the other."""
-
-    def __init__(self, slots: int) -> None:
-        self.announced: queue.Queue[tuple[int, int]] = queue.Queue()
-        self.credits = threading.Semaphore(slots)
-
-
-def send(end: ChannelEnd, control: Control, data: list[torch.Tensor], slots: int) -> None:
+def send(end: ChannelEnd, credits: threading.Semaphore, data: list[torch.Tensor], slots: int) -> None:
     for number, part in enumerate(data):
-        assert control.credits.acquire(timeout=scaled(10))
+        assert credits.acquire(timeout=scaled(10))
         end.slot(number)[: len(part)].copy_(part)
-        control.announced.put((number, len(part)))
         end.start(number, len(part))
         if number >= slots:
             end.finish(number - slots)
 
 
-def receive(end: ChannelEnd, control: Control, count: int, ahead: int) -> list[torch.Tensor]:
-    started, taken = list[tuple[int, int]](), list[torch.Tensor]()
-    while len(taken) < count:
-        while len(started) < ahead and len(started) + len(taken) < count:
-            started.append(control.announced.get(timeout=scaled(10)))
-            end.start(*started[-1])
-        number, nbytes = started.pop(0)
+def receive(end: ChannelEnd, credits: threading.Semaphore, sizes: list[int], ahead: int) -> list[torch.Tensor]:
+    started, taken = 0, list[torch.Tensor]()
+    for number, nbytes in enumerate(sizes):
+        while started < min(number + ahead, len(sizes)):
+            end.start(started, sizes[started])
+            started += 1
         end.finish(number)
         taken.append(end.slot(number)[:nbytes].clone())
         end.slot(number).zero_()  # what comes late, or is sent twice, is seen
-        control.credits.release()
+        credits.release()
     return taken

@@ -4,24 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import AsyncIterator
 
 import pytest
 
-from baton.errors import ChannelBroken, ConfigError
+from baton.errors import ChannelBroken
 from baton.rpc.v1 import peer_pb2 as pb
 from kvtransfer.transport import KeyRelay, Ring, Side
 from kvtransfer.transports import grpc_bytes
-from kvtransfer.transports.gloo import GlooTransport
 from kvtransfer.transports.grpc_bytes import CHUNK_BYTES, GrpcTransport
 from kvtransfer.transports.memory import MemoryTransport
 from tests.support.time_factor import scaled
 from tests.support.waiting import eventually
 from tests.unit.kvtransfer.transports.pairs import NAME, PATIENT_S, RING, mute
 
-
-def test_gloo_refuses_a_foreign_address() -> None:
-    with pytest.raises(ConfigError, match=r"192\.0\.2\.1"):
-        GlooTransport("192.0.2.1")
+Chunks = asyncio.Queue[pb.DataChunk | None]
 
 
 def test_two_objects_of_memory_do_not_reach_each_other() -> None:
@@ -45,24 +42,18 @@ def test_a_memory_end_that_gave_up_is_not_met_later() -> None:
             memory.open(NAME, side, keys, RING, 0.05)
 
 
-class Chunks:
-    """The chunks of one call of Data, as the test says them; None ends the call."""
+async def chunks_of(queue: Chunks) -> AsyncIterator[pb.DataChunk]:
+    """One call of Data. None ends it."""
+    while (chunk := await queue.get()) is not None:
+        yield chunk
 
-    def __init__(self, *chunks: pb.DataChunk | None) -> None:
-        self.queue: asyncio.Queue[pb.DataChunk | None] = asyncio.Queue()
-        self.taken = 0
-        for chunk in chunks:
-            self.queue.put_nowait(chunk)
 
-    def __aiter__(self) -> Chunks:
-        return self
-
-    async def __anext__(self) -> pb.DataChunk:
-        chunk = await self.queue.get()
-        if chunk is None:
-            raise StopAsyncIteration
-        self.taken += 1
-        return chunk
+def call_of(*chunks: pb.DataChunk | None) -> AsyncIterator[pb.DataChunk]:
+    """A call that goes on after these chunks."""
+    queue: Chunks = asyncio.Queue()
+    for chunk in chunks:
+        queue.put_nowait(chunk)
+    return chunks_of(queue)
 
 
 class GrpcEnd:
@@ -70,7 +61,7 @@ class GrpcEnd:
 
     ring = Ring(2, 4 << 20)
 
-    async def open(self, *expected: int, deadline_s: float = 5.0) -> None:
+    async def open(self, *expected: int, deadline_s: float = 5.0) -> GrpcEnd:
         """`expected`: bytes of the frames that it starts."""
         self.transport, self.chunks = GrpcTransport("decode:1"), Chunks()
         told = mute()
@@ -82,15 +73,16 @@ class GrpcEnd:
         assert key is not None
         self.ticket, _, address = key[1].decode().partition(" ")
         assert address == "decode:1"
-        self.call = asyncio.create_task(self.transport.take(self.chunks))
+        self.call = asyncio.create_task(self.transport.take(chunks_of(self.chunks)))
         self.say(pb.DataChunk(ticket=self.ticket))
         self.end = await opening
         for number, nbytes in enumerate(expected):
             self.end.start(number, nbytes)
+        return self
 
     def say(self, *chunks: pb.DataChunk | bytes | None) -> None:
         for chunk in chunks:
-            self.chunks.queue.put_nowait(pb.DataChunk(data=chunk) if isinstance(chunk, bytes) else chunk)
+            self.chunks.put_nowait(pb.DataChunk(data=chunk) if isinstance(chunk, bytes) else chunk)
 
     def holds(self, number: int, data: bytes) -> bool:
         return bytes(self.end.slot(number)[: len(data)].tolist()) == data
@@ -104,19 +96,14 @@ class GrpcEnd:
         return str(failure or "")
 
 
-@pytest.fixture
-def channel() -> GrpcEnd:
-    return GrpcEnd()
-
-
 async def turns() -> None:
     """Whoever can go on in this loop does so."""
     for _ in range(20):
         await asyncio.sleep(0)
 
 
-async def test_chunks_land_where_they_belong(channel: GrpcEnd) -> None:
-    await channel.open(CHUNK_BYTES + 3, 2)
+async def test_chunks_land_where_they_belong() -> None:
+    channel = await GrpcEnd().open(CHUNK_BYTES + 3, 2)
     channel.say(b"a" * CHUNK_BYTES, b"bcd", b"ef", None)
     await channel.finish(0)
     await channel.finish(1)
@@ -126,25 +113,25 @@ async def test_chunks_land_where_they_belong(channel: GrpcEnd) -> None:
     channel.end.close()
 
 
-async def test_a_chunk_waits_for_its_frame_and_holds_up_those_behind_it(channel: GrpcEnd) -> None:
-    await channel.open()
+async def test_a_chunk_waits_for_its_frame_and_holds_up_those_behind_it() -> None:
+    channel = await GrpcEnd().open()
     channel.end.slot(1).zero_()
     channel.say(b"ab", b"cd", b"ef")
     await turns()
-    assert channel.chunks.taken == 2  # the ticket, and one chunk in hand
+    assert channel.chunks.qsize() == 2  # the ticket was taken, and one chunk is in hand
     channel.end.start(0, 4)
     await channel.finish(0)
     assert channel.holds(0, b"abcd")
     await turns()
-    assert channel.chunks.taken == 4  # the next one is in hand, in no slot
+    assert channel.chunks.empty()  # the next one is in hand, in no slot
     assert channel.holds(1, bytes(2))
     channel.end.close()
     assert "closed" in await channel.ended()
 
 
 @pytest.mark.parametrize("pieces", [[9], [5, 4], [CHUNK_BYTES + 1], [0]], ids="longer over large empty".split())
-async def test_what_is_no_part_of_the_expected_frame_breaks_the_channel(channel: GrpcEnd, pieces: list[int]) -> None:
-    await channel.open(8 if max(pieces) < CHUNK_BYTES else 2 * CHUNK_BYTES, deadline_s=PATIENT_S)
+async def test_what_is_no_part_of_the_expected_frame_breaks_the_channel(pieces: list[int]) -> None:
+    channel = await GrpcEnd().open(8 if max(pieces) < CHUNK_BYTES else 2 * CHUNK_BYTES, deadline_s=PATIENT_S)
     channel.say(*map(bytes, pieces))
     with pytest.raises(ChannelBroken, match="frame 0 of"):
         await channel.finish(0)
@@ -153,16 +140,16 @@ async def test_what_is_no_part_of_the_expected_frame_breaks_the_channel(channel:
         channel.end.start(1, 8)
 
 
-async def test_a_frame_that_stays_short_ends_by_the_deadline(channel: GrpcEnd) -> None:
-    await channel.open(8, deadline_s=0.2)
+async def test_a_frame_that_stays_short_ends_by_the_deadline() -> None:
+    channel = await GrpcEnd().open(8, deadline_s=0.2)
     channel.say(bytes(7))
     with pytest.raises(ChannelBroken, match="no progress"):
         await channel.finish(0)
     assert "closed" in await channel.ended()
 
 
-async def test_what_was_whole_before_the_stream_ended_is_had_and_no_more(channel: GrpcEnd) -> None:
-    await channel.open(2, 2)
+async def test_what_was_whole_before_the_stream_ended_is_had_and_no_more() -> None:
+    channel = await GrpcEnd().open(2, 2)
     channel.say(b"ab", b"c", None)
     assert await channel.ended() == ""
     channel.end.finish(0)
@@ -170,8 +157,8 @@ async def test_what_was_whole_before_the_stream_ended_is_had_and_no_more(channel
         channel.end.finish(1)
 
 
-async def test_a_cut_call_is_seen_at_once(channel: GrpcEnd) -> None:
-    await channel.open(2, deadline_s=PATIENT_S)
+async def test_a_cut_call_is_seen_at_once() -> None:
+    channel = await GrpcEnd().open(2, deadline_s=PATIENT_S)
     waiting = asyncio.create_task(channel.finish(0))
     channel.call.cancel()
     with pytest.raises(ChannelBroken, match="cut"):
@@ -179,11 +166,11 @@ async def test_a_cut_call_is_seen_at_once(channel: GrpcEnd) -> None:
 
 
 @pytest.mark.parametrize("ticket", ["", "of nobody"])
-async def test_an_unknown_ticket_ends_the_call_and_nothing_else(channel: GrpcEnd, ticket: str) -> None:
-    await channel.open(2)
+async def test_an_unknown_ticket_ends_the_call_and_nothing_else(ticket: str) -> None:
+    channel = await GrpcEnd().open(2)
     for named in (ticket, channel.ticket):  # one is good for one call
         with pytest.raises(ChannelBroken, match="ticket"):
-            await channel.transport.take(Chunks(pb.DataChunk(ticket=named, data=b"x" * 100)))
+            await channel.transport.take(call_of(pb.DataChunk(ticket=named, data=b"x" * 100)))
     channel.say(b"ok")
     await channel.finish(0)
     channel.end.close()
@@ -197,14 +184,14 @@ async def test_the_ticket_of_an_end_that_gave_up_is_unknown() -> None:
     key = told.receive(5.0)
     assert key is not None
     with pytest.raises(ChannelBroken, match="no channel here waits"):
-        await transport.take(Chunks(pb.DataChunk(ticket=key[1].decode().split()[0])))
+        await transport.take(call_of(pb.DataChunk(ticket=key[1].decode().split()[0])))
 
 
 async def test_a_call_without_a_ticket_ends(monkeypatch) -> None:
     monkeypatch.setattr(grpc_bytes, "_TICKET_S", 0.05)
-    for chunks in (Chunks(), Chunks(None)):  # silent, and empty
+    for call in (call_of(), call_of(None)):  # silent, and empty
         with pytest.raises(ChannelBroken, match="no ticket"):
-            await GrpcTransport("decode:1").take(chunks)
+            await GrpcTransport("decode:1").take(call)
 
 
 def test_a_sender_is_not_kept_by_an_address_where_nobody_is() -> None:

@@ -124,14 +124,6 @@ def test_a_sender_connects_to_nothing_but_a_channel(tmp_path: Path) -> None:
             other.accept()
 
 
-def given_memory(connected: socket.socket) -> int:
-    """What a real receiver gives: the other half of its express, which is closed here, and its memory."""
-    (express,), (file,) = (socket.recv_fds(connected, 1, 1)[1] for _ in range(2))
-    assert os.fstat(express).st_size == 0
-    os.close(express)
-    return file
-
-
 def turned_away(connected: socket.socket) -> bool:
     """Whether the other end closes, without having sent memory."""
     try:
@@ -175,9 +167,10 @@ def test_a_receiver_turns_strangers_away_and_still_meets_its_sender(pool, monkey
         with stranger.connect(secret) as connected:
             assert turned_away(connected)
     with stranger.connect(None), stranger.connect(stranger.value[:16]) as right:  # the silent one is left after a while
-        file = given_memory(right)
-        assert os.fstat(file).st_size == RING.nbytes
-        os.close(file)
+        given = [file for _ in range(2) for file in socket.recv_fds(right, 1, 1)[1]]  # half of an express, and memory
+        assert [os.fstat(file).st_size for file in given] == [0, RING.nbytes]
+        for file in given:
+            os.close(file)
         stranger.opening.result(scaled(10)).close()
 
 
@@ -220,15 +213,6 @@ def test_a_receiver_refuses_another_notice_than_the_expected_one(pool, notice: b
             receiver.finish(0)
         assert connected.recv(2) == connected.recv(2) == b"\0"  # with the express, and with the memory
         assert connected.recv(1) == b""
-
-
-def test_the_memory_cannot_change_its_size(pool) -> None:
-    with Stranger(pool).joined() as (connected, _):
-        file = given_memory(connected)
-        for nbytes in (0, RING.nbytes - 1, RING.nbytes + 1):
-            with pytest.raises(PermissionError):
-                os.ftruncate(file, nbytes)
-        os.close(file)
 
 
 def test_both_ends_see_the_same_memory_and_all_of_it_is_there(pairs: Pairs) -> None:
@@ -281,12 +265,6 @@ def test_reach_names_the_host_what_divides_it_and_the_user(monkeypatch) -> None:
     assert len({here, host_reach("pid"), host_reach("pid", "ipc")}) == 3
     monkeypatch.setattr(os, "geteuid", lambda: mine + 1)
     assert host_reach() != here
-
-
-def test_without_sealed_memory_it_cannot_be_had(monkeypatch) -> None:
-    monkeypatch.delattr(os, "memfd_create")
-    with pytest.raises(ConfigError, match="memfd_create"):
-        ShmTransport()
 
 
 def test_without_proc_it_cannot_be_had(monkeypatch, tmp_path: Path) -> None:
