@@ -12,9 +12,8 @@ import psutil
 import pytest
 import torch
 
-from benchmarks.lib.protocol import ROOT, Child, ChildFailed, Setup
+from benchmarks.lib.protocol import Child, ChildFailed, Setup
 from benchmarks.lib.transfer_bare import SharedRing, ring_bytes
-from benchmarks.lib.transfer_partner import Partner
 from tests.support.waiting import eventually
 
 PROGRAM = """
@@ -65,21 +64,6 @@ def test_a_slow_one_is_ended_so_that_its_answer_is_never_mistaken(child: Child) 
         child.ask("hang", 0.05)
     assert not child.alive
     assert not psutil.pid_exists(child.pid)
-
-
-def test_a_partner_answers_fails_and_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "partner_under_test.py").write_text(PROGRAM)
-    monkeypatch.setenv("PYTHONPATH", f"{ROOT}{os.pathsep}{tmp_path}")
-    partner = Partner("partner_under_test", SETUP)
-    try:
-        assert partner.about["threads"] == 2
-        with pytest.raises(ChildFailed, match="KeyError"):
-            partner.ask("fail")
-        assert partner.ask("add", a=20, b=22) == {"sum": 42}
-    finally:
-        partner.close()
-    with pytest.raises((ChildFailed, ValueError, BrokenPipeError)):
-        partner.ask("add", a=1, b=1)
 
 
 def test_a_ring_moves_bytes_between_two_maps() -> None:

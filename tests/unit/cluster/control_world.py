@@ -95,60 +95,50 @@ class World:
     def forget(self, worker_id):
         assert self.processes.pop(worker_id).state == "ended"
 
-    # The ledger.
+    # The ledger and the board.
+
+    def _reach(self):
+        if self.away:
+            raise LedgerError("Redis at nowhere: gone")
+        return self
 
     def follow(self, forgotten):
         self.followers.append(forgotten)
 
     async def workers(self):
-        self._reach()
-        return [info for _, (info, until) in sorted(self.leases.items()) if until > self.clock.monotonic()]
-
-    # The board.
-
-    def _reach(self):
-        if self.away:
-            raise LedgerError("Redis at nowhere: gone")
+        leases = sorted(self._reach().leases.items())
+        return [info for _, (info, until) in leases if until > self.clock.monotonic()]
 
     async def plan(self):
-        self._reach()
-        return self.said
+        return self._reach().said
 
     async def put_plan(self, plan):
-        self._reach()
-        if self.said is not None and self.said.number >= plan.number:
+        if self._reach().said is not None and self.said.number >= plan.number:
             return False
         self.said = plan
         return True
 
     async def order(self, ref):
-        self._reach()
-        found = self.orders.get(ref.worker_id)
+        found = self._reach().orders.get(ref.worker_id)
         return found if found is not None and found.incarnation == str(ref.incarnation) else None
 
     async def put_order(self, worker_id, order):
-        self._reach()
-        self.orders[worker_id] = order
+        self._reach().orders[worker_id] = order
 
     async def drop_order(self, worker_id):
-        self._reach()
-        self.orders.pop(worker_id, None)
+        self._reach().orders.pop(worker_id, None)
 
     async def routers(self):
-        self._reach()
-        return self.routed
+        return self._reach().routed
 
     async def control(self):
-        self._reach()
-        return self.report
+        return self._reach().report
 
     async def put_control(self, report, lease_s):
-        self._reach()
-        self.report = report
+        self._reach().report = report
 
     async def drop_control(self):
-        self._reach()
-        self.report = None
+        self._reach().report = None
 
     # What happens.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -16,9 +16,9 @@ from baton.ledger.board import Plan, RouterReport, WorkerDemand
 UP_S, DOWN_S, SETTLE_S = 5.0, 60.0, 10.0
 
 
-@dataclass(frozen=True)
-class Here:
-    role: Role
+def here(sizes):
+    """So many workers of each role."""
+    return [SimpleNamespace(role=role) for role in Role for _ in range(sizes[role])]
 
 
 def config(prefill=(1, 8), decode=(1, 8), **scaling):
@@ -54,19 +54,20 @@ class Run:
         self._busy_s += busy
         return RouterReport(router_id="router-a", workers=workers, **fields)
 
-    def look(self, **fields):
-        """The plan that is decided, or None."""
+    def look(self, *others, says=True, **fields):
+        """The plan that is decided, or None. `others`: reports of other routers; `says`: this one reports, too."""
         self.now += 1.0
-        here = [Here(role) for role, count in self.here.items() for _ in range(count)]
-        new, self.outlook = self.autoscaler.look(self.plan, [self.report(**fields)], here, self.now)
+        reports = [*[self.report(**fields)] * says, *others]
+        new, self.outlook = self.autoscaler.look(self.plan, reports, here(self.here), self.now)
         if new is not None and self.obeys:
             self.plan = new
             self.here = {role: new.of(role) for role in Role}
         return new
 
-    def until(self, within_s, **fields):
+    def until(self, within_s, *others, **fields):
         """The first plan that is decided within so many seconds, or None."""
-        return next((new for _ in range(round(within_s)) if (new := self.look(**fields)) is not None), None)
+        looks = (self.look(*others, **fields) for _ in range(round(within_s)))
+        return next((new for new in looks if new is not None), None)
 
     def settled(self, **fields):
         """As long after the last change as nothing is decided."""
@@ -94,10 +95,7 @@ def test_pools_without_bounds_are_left_alone():
 
 def test_nothing_is_decided_while_no_router_says_anything():
     run = Run().settled(**SLOW)
-    here = [Here(role) for role in Role for _ in range(2)]
-    for _ in range(200):
-        run.now += 1
-        assert run.autoscaler.look(run.plan, [], here, run.now)[0] is None
+    assert run.until(200, says=False) is None
     assert run.until(UP_S - 1, **SLOW) is None  # what was before counts no more
     assert run.until(2, **SLOW) is not None
 
@@ -138,51 +136,40 @@ def test_a_moment_without_takes_time_off_and_does_not_begin_anew():
         assert run.look(**BUSY) is None
 
 
-@pytest.mark.parametrize(("times", "count"), [(1.1, 5), (1.3, 6), (1.9, 8), (9.0, 8)])
-def test_it_grows_in_proportion_at_most_to_twice_as_many(times, count):
-    run = Run(decode=4, cluster=config(decode=(1, 20))).settled(**BUSY)
-    assert sizes(run.until(9, used=0.9 * times, **BUSY)) == (2, count)
+CALM = RouterReport(router_id="router-b", ttft_s=0.1, ttft_alone_s=0.1, itl_s=0.02)
+WIDE = config(decode=(1, 20))
+MUCH = {"used": 3.0, **BUSY}
+KEPT = ("1 prefill to be decode (2 to 3): ITL 130 ms of 100 ms for 5 s; prefill with 2 is then at ",)
+DECISIONS = {
+    "in proportion": (Run(2, 4, WIDE), {"used": 0.99, **BUSY}, (2, 5)),
+    "half as many more": (Run(2, 4, WIDE), {"used": 1.17, **BUSY}, (2, 6)),
+    "twice as many": (Run(2, 4, WIDE), {"used": 1.71, **BUSY}, (2, 8)),
+    "never more than twice as many": (Run(2, 4, WIDE), {"used": 8.1, **BUSY}, (2, 8)),
+    "no more than the most": (Run(cluster=config(decode=(1, 3))), MUCH, (2, 3)),
+    "one is turned that the other pool can spare": (Run(prefill=3), {"busy": 0.2, **SLOW}, (2, 3), *KEPT),
+    "and the other way": (Run(decode=3), {"used": 0.3, **LATE}, (3, 2)),
+    "several are turned": (Run(6, 3, config(decode=(1, 9))), {"used": 1.8}, (3, 6)),
+    "a new one: turning is off": (Run(cluster=config(turn=False)), SLOW, (2, 3)),
+    "a new one: the other has its least": (Run(cluster=config(prefill=(2, 8))), SLOW, (2, 3)),
+    "a new one: the other is left alone": (Run(cluster=config(prefill=None)), SLOW, (2, 3)),
+    "a new one: the other could not do with fewer": (Run(), {"busy": 0.5, **SLOW}, (2, 3)),
+    "both grow": (Run(), SLOW | LATE, (3, 3), "prefill 2 to 3: TTFT", "decode 2 to 3: ITL"),
+}
+
+
+@pytest.mark.parametrize("case", DECISIONS)
+def test_a_pool_grows_by_new_workers_or_by_those_that_the_other_can_spare(case):
+    run, fields, after, *reasons = DECISIONS[case]
+    calm = {"busy": fields.get("busy", 0.0)}
+    new = run.settled(**calm).until(9, CALM, **fields)
+    assert sizes(new) == after
+    assert all(reason in new.reason for reason in reasons), new.reason
 
 
 def test_it_keeps_to_the_most_and_says_so():
-    cluster = config(decode=(1, 3))
-    run = Run(decode=2, cluster=cluster).settled(**BUSY)
-    assert sizes(run.until(9, used=3.0, **BUSY)) == (2, 3)
-    assert run.until(100, used=3.0, **BUSY) is None
+    run = Run(decode=3, cluster=config(decode=(1, 3))).settled(**BUSY)
+    assert run.until(100, **MUCH) is None
     assert run.outlook.endswith("decode has too much to do (KV 300% of 90%) and its most workers, 3")
-
-
-def test_a_worker_that_the_other_pool_can_spare_is_turned():
-    run = Run(prefill=3).settled(busy=0.2)
-    new = run.until(9, busy=0.2, **SLOW)
-    assert sizes(new) == (2, 3)
-    text = "1 prefill to be decode (2 to 3): ITL 130 ms of 100 ms for 5 s; prefill with 2 is then at "
-    assert new.reason.startswith(text)
-    run = Run(decode=3).settled()
-    assert sizes(run.until(9, used=0.3, **LATE)) == (3, 2)
-
-
-def test_several_are_turned_when_much_is_missing():
-    run = Run(prefill=6, decode=3, cluster=config(decode=(1, 9))).settled()
-    assert sizes(run.until(9, used=1.8)) == (3, 6)
-
-
-@pytest.mark.parametrize(
-    ("cluster", "busy"),
-    [(config(turn=False), 0.0), (config(prefill=(2, 8)), 0.0), (config(prefill=None), 0.0), (config(), 0.5)],
-    ids=["turning is off", "the other has its least", "the other is left alone", "the other could not do with fewer"],
-)
-def test_a_new_worker_comes_where_none_can_be_turned(cluster, busy):
-    run = Run(cluster=cluster).settled(busy=busy)
-    assert sizes(run.until(9, busy=busy, **SLOW)) == (2, 3)
-
-
-def test_both_grow_when_both_have_too_much():
-    run = Run().settled()
-    new = run.until(9, **SLOW, **LATE)
-    assert sizes(new) == (3, 3)
-    assert "prefill 2 to 3: TTFT" in new.reason
-    assert "decode 2 to 3: ITL" in new.reason
 
 
 def test_a_pool_shrinks_when_fewer_would_have_been_enough_for_long():
@@ -191,13 +178,9 @@ def test_a_pool_shrinks_when_fewer_would_have_been_enough_for_long():
     assert "fewer decode workers are enough for 59 s of 60 s" in run.outlook
     new = run.look(used=0.3)
     assert sizes(new) == (1, 2)
-    text = "decode 3 to 2: with 2 at 50% of its limits, fewer would have been enough for 60 s"
-    assert new.reason == text
-
-
-def test_one_busy_moment_keeps_it_from_shrinking():
+    assert new.reason == "decode 3 to 2: with 2 at 50% of its limits, fewer would have been enough for 60 s"
     run = Run(prefill=1, decode=3).settled()
-    for _ in range(5):
+    for _ in range(5):  # one busy moment keeps it from shrinking
         assert run.until(DOWN_S - 1, used=0.3) is None
         assert run.look(used=0.5) is None
 
@@ -235,18 +218,6 @@ def test_workers_are_not_added_for_what_takes_long_alone():
     assert run.until(200, ttft_s=3.5, ttft_alone_s=3.0, itl_s=0.35, itl_alone_s=0.3) is None
     assert "TTFT 3.50 s of 6.00 s" in run.outlook
     assert "ITL 350 ms of 600 ms" in run.outlook
-
-
-def test_the_worst_router_counts():
-    run = Run()
-    here = [Here(role) for role in Role for _ in range(2)]
-    for _ in range(20):
-        run.now += 1
-        calm = RouterReport(router_id="router-b", ttft_s=0.1, ttft_alone_s=0.1, itl_s=0.02)
-        new, _ = run.autoscaler.look(run.plan, [run.report(**SLOW, busy=0.7), calm], here, run.now)
-        if new:
-            break
-    assert sizes(new) == (2, 3)
 
 
 def test_nothing_is_decided_while_workers_come_and_for_a_while_after():
@@ -326,8 +297,7 @@ def test_whatever_is_reported_sizes_stay_within_bounds_and_every_plan_has_a_reas
     autoscaler, plan, now, changed = Autoscaler(cluster), Plan(prefill=prefills, decode=decodes), 0.0, -1e9
     for seen, passed, comes in looked:
         now += passed
-        here = [Here(role) for role in Role for _ in range(plan.of(role) if comes else 1)]
-        new, outlook = autoscaler.look(plan, seen, here, now)
+        new, outlook = autoscaler.look(plan, seen, here({role: plan.of(role) if comes else 1 for role in Role}), now)
         assert bool(outlook) == bool(prefill or decode)
         if new is None:
             continue

@@ -1,5 +1,7 @@
 """A cluster without a prefill pool: its controller, and what its autoscaler goes by."""
 
+from types import SimpleNamespace
+
 import pytest
 
 from baton.cluster.autoscaler import Autoscaler
@@ -64,16 +66,13 @@ def test_late_first_tokens_and_what_is_reserved_are_theirs():
     assert "KV 50% of 90%" in str(found[Role.DECODE])
 
 
-class Here:
-    role = Role.DECODE
-
-
 def test_it_grows_by_workers_of_that_kind_and_shrinks_again():
     scaler, plan = Autoscaler(CONFIG), Plan(prefill=0, decode=2)
     plans = []
     for now in range(40):
         fields = LATE if now < 12 else {}
-        new, outlook = scaler.look(plan, [report(plan.decode, used=0.01, **fields)], [Here()] * plan.decode, float(now))
+        here = [SimpleNamespace(role=Role.DECODE)] * plan.decode
+        new, outlook = scaler.look(plan, [report(plan.decode, used=0.01, **fields)], here, float(now))
         assert "prefill" not in outlook
         if new is not None:
             plan = new

@@ -2,6 +2,8 @@
 
 import asyncio
 from collections import Counter
+from itertools import pairwise
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -32,13 +34,14 @@ BOTH = tuple(Role)
 
 
 async def test_a_cluster_starts_as_its_file_says_and_says_so():
-    world = World(prefill=2, decode=1)
-    await begun(world)
+    world, controller = await started(prefill=2, decode=1)
     assert world.roles() == {"prefill-0": "prefill", "prefill-1": "prefill", "decode-0": "decode"}
     assert (world.said.prefill, world.said.decode, world.said.by, world.said.number) == (2, 1, "file", 0)
     assert states(world) == dict.fromkeys(world.roles(), "ready")
     assert kinds(world) == ["plan", "start", "start"]
     assert world.orders == {}
+    await controller.end()
+    assert world.report is None
 
 
 async def test_who_died_is_started_again():
@@ -51,7 +54,8 @@ async def test_who_died_is_started_again():
     assert "its cable was pulled" in world.report.decisions[-1].text
 
 
-async def test_who_dies_too_often_fails_and_is_tried_again_after_a_pause():
+@pytest.mark.parametrize("replanned", [False, True])
+async def test_who_dies_too_often_fails_and_is_tried_again_after_a_pause_or_by_another_plan(replanned):
     world, controller = await started(decode=2)
     world.broken = {"decode-1"}
     world.die("decode-1")
@@ -64,19 +68,9 @@ async def test_who_dies_too_often_fails_and_is_tried_again_after_a_pause():
     await run(world, controller, 5 * PAUSE_S)
     assert kinds(world).count("give_up") == 1, "each time it was tried in vain would fill the list"
     world.broken = set()
-    await run(world, controller, PAUSE_S + LOAD_S + 1)
-    assert controller.ready
-
-
-async def test_another_plan_gives_who_failed_another_chance_at_once():
-    world, controller = await started(decode=2)
-    world.broken = {"decode-1"}
-    world.die("decode-1")
-    await run(world, controller, 60)
-    assert states(world)["decode-1"] == "failed"
-    world.broken = set()
-    told(world, generation=1)
-    await run(world, controller, LOAD_S + 1)
+    if replanned:
+        told(world, generation=1)
+    await run(world, controller, LOAD_S + 1 if replanned else PAUSE_S + LOAD_S + 1)
     assert states(world)["decode-1"] == "ready"
 
 
@@ -199,20 +193,9 @@ async def test_one_that_does_not_obey_is_ended():
     assert controller.ready
 
 
-async def test_an_operator_drains_one_and_another_takes_its_place():
-    world, controller = await started()
-    ref = world.leases["decode-0"][0].ref
-    world.orders["decode-0"] = Order(incarnation=str(ref.incarnation), role=Role.DECODE, drain=True)
-    await run(world, controller, 1)
-    assert states(world) == {"decode-0": "draining", "decode-1": "starting", "prefill-0": "ready"}
-    await run(world, controller, 5)
-    assert world.roles() == {"prefill-0": "prefill", "decode-1": "decode"}
-    assert controller.ready
-
-
 def wish(world: World, worker_id: str) -> None:
-    ref, role = world.leases[worker_id][0].ref, world.leases[worker_id][0].role
-    world.orders[worker_id] = Order(incarnation=str(ref.incarnation), role=role, drain=True, wish=True)
+    info = world.leases[worker_id][0]
+    world.orders[worker_id] = Order(incarnation=str(info.ref.incarnation), role=info.role, drain=True, wish=True)
 
 
 async def test_the_last_worker_that_an_operator_wants_drained_stays_until_another_is_there():
@@ -276,16 +259,6 @@ async def test_where_a_successor_finds_no_room_the_old_one_goes_first_if_another
     assert {slot.generation for slot in world.report.slots} == {1}
 
 
-async def test_two_of_a_role_without_any_room_are_replaced_one_by_one():
-    world, controller = await started(prefill=2, decode=2, room=4)
-    told(world, generation=1)
-    for _ in range(12):
-        await run(world, controller, ROOM_S / 2)
-        assert all(world.ready(role) for role in BOTH)
-    assert controller.ready
-    assert {slot.generation for slot in world.report.slots} == {1}
-
-
 async def test_a_generation_that_cannot_start_leaves_the_old_one_at_work():
     world, controller = await started(prefill=1, decode=2)
     world.broken = {"*"}
@@ -297,82 +270,57 @@ async def test_a_generation_that_cannot_start_leaves_the_old_one_at_work():
     assert states(world)["prefill-1"] == "failed"
 
 
-async def test_a_controller_that_starts_takes_over_what_runs():
-    world = World(prefill=2)
-    first = await begun(world)
+@pytest.mark.parametrize("forgets", [False, True], ids=["in the middle", "the store forgot the report"])
+async def test_a_controller_that_starts_takes_over_what_runs(forgets):
+    world, first = await started(prefill=2)
     told(world, prefill=1, decode=2)
-    await run(world, first, 1)
-    world.die("decode-0")
+    await run(world, first, 10 if forgets else 1)
+    if forgets:
+        world.report = None
+    else:
+        world.die("decode-0")
     second = await again(world, 20)
     assert Counter(world.roles().values()) == {"prefill": 1, "decode": 2}
     assert world.roles()["prefill-1"] == "decode"
     assert second.ready
-    assert world.killed == []
+    assert (world.killed, len(world.started)) == ([], 3 if forgets else 4)
     assert "plan" in kinds(world)
-
-
-async def test_a_controller_takes_over_a_turned_worker_though_the_store_forgot_its_report():
-    world = World(prefill=2)
-    first = await begun(world)
-    told(world, prefill=1, decode=2)
-    await run(world, first, 10)
-    world.report = None
-    second = await again(world, 10)
-    assert second.ready
-    assert len(world.started) == 3
 
 
 @pytest.mark.parametrize(("by", "sizes"), [("operator", (1, 3)), ("autoscaler", (1, 3)), ("file", (1, 1))])
 async def test_another_file_counts_unless_somebody_said_otherwise_since(by, sizes):
-    world = World()
-    await begun(world)
+    world, _ = await started()
     world.said = Plan(prefill=1, decode=3, number=7, generation=2, by=by)
     second = await again(world, 20)
     assert (second.plan.prefill, second.plan.decode) == sizes
     assert second.plan.generation == 2
     assert world.said == second.plan
-
-
-async def test_a_cluster_that_starts_anew_is_as_its_file_says():
-    world = World()
-    world.said = Plan(prefill=1, decode=3, number=7, by="operator")
-    controller = await begun(world)
-    assert (controller.plan.decode, world.said.number) == (1, 8)
-
-
-class Scaler:
-    def __init__(self):
-        self.asked = []
-        self.wants = None
-
-    def look(self, plan, routers, workers, now):
-        self.asked.append((now, plan.number, len(routers), len(workers)))
-        return self.wants, "all is well"
+    anew = World()
+    anew.said = Plan(prefill=1, decode=3, number=7, by=by)
+    first = await begun(anew)
+    assert (first.plan.decode, anew.said.number) == (1, 8), "where nothing runs, the file counts"
 
 
 async def test_the_autoscaler_is_asked_each_second_and_its_plan_followed_when_nothing_is_under_way():
-    world, scaler = World(), Scaler()
+    world, scaler = World(), Mock()
+    scaler.look.return_value = (None, "all is well")
     world.routed = [RouterReport(router_id="r")]
     controller = await begun(world, world.controller(scaler))
     await run(world, controller, 10)
-    assert len(scaler.asked) >= 10
-    assert scaler.asked[-1][1:] == (0, 1, 2)
-    assert all(later[0] - earlier[0] >= 1 for earlier, later in zip(scaler.asked, scaler.asked[1:], strict=False))
+    asked = [call.args for call in scaler.look.call_args_list]
+    assert len(asked) >= 10
+    plan, routers, workers, _ = asked[-1]
+    assert (plan.number, len(routers), len(workers)) == (0, 1, 2)
+    assert all(later[3] - earlier[3] >= 1 for earlier, later in pairwise(asked))
     assert world.report.outlook == "all is well"
-    scaler.wants = Plan(prefill=1, decode=2, reason="so much to do")
+    scaler.look.return_value = (Plan(prefill=1, decode=2, reason="so much to do"), "")
     await run(world, controller, 2)
     assert (world.said.number, world.said.by, world.said.reason) == (1, "autoscaler", "so much to do")
-    scaler.wants = Plan(prefill=1, decode=3)
+    scaler.look.return_value = (Plan(prefill=1, decode=3), "")
     await run(world, controller, 1)
     assert world.said.number == 1, "a worker starts"
     await run(world, controller, 1 + LOAD_S)
     assert world.said.number == 2
-
-
-async def test_the_report_ends_with_the_controller():
-    world, controller = await started()
-    await controller.end()
-    assert world.report is None
 
 
 @pytest.mark.parametrize(

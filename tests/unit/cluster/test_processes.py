@@ -16,7 +16,7 @@ from baton.cluster.pool import ProcessPlacement
 from baton.cluster.processes import BACKOFF_S, Child, ProcessSpec, StartError, stop_all, tail
 from baton.cluster.stop import Stop
 from baton.core import Role
-from baton.errors import Cancelled, ConfigError, LedgerError
+from baton.errors import BatonError, Cancelled, ConfigError, LedgerError
 from tests.support.processes import READY, SILENT
 from tests.support.waiting import eventually
 
@@ -35,17 +35,19 @@ def child(tmp_path):
     stop_all(made, 0.0)
 
 
-def test_a_child_that_dies_at_start_is_reported_with_its_log(child):
-    it = child("import sys; print('cannot find the thing'); sys.exit(3)")
-    with pytest.raises(ConfigError, match=r"(?s)child ended with exit code 3.*cannot find the thing"):
+@pytest.mark.parametrize(
+    ("code", "says"),
+    [
+        ("import sys; print('cannot find the thing'); sys.exit(3)", r"(?s)exit code 3.*cannot find the thing"),
+        pytest.param(SILENT, r"was silent for 0\.2 s", marks=pytest.mark.slow),
+    ],
+    ids=["dead", "silent"],
+)
+def test_a_child_that_does_not_become_ready_is_reported(child, code, says):
+    it = child(code, ready_timeout_s=0.2 if code == SILENT else 60.0)
+    with pytest.raises(BatonError, match=says) as ended:
         it.wait_ready(Stop())
-
-
-@pytest.mark.slow
-def test_a_silent_child_is_reported(child):
-    it = child(SILENT, ready_timeout_s=0.2)
-    with pytest.raises(StartError, match=r"was silent for 0\.2 s"):
-        it.wait_ready(Stop())
+    assert type(ended.value) is (StartError if code == SILENT else ConfigError)
 
 
 def test_told_to_stop_while_a_child_starts(child):
@@ -180,8 +182,6 @@ def test_tail_of_a_log(tmp_path):
     assert tail(file) == "    baton: ConfigError: b\n    c"
 
 
-# --- workers as child processes
-
 DEAD = "import sys; print('no Redis here'); sys.exit(4)"
 
 
@@ -210,7 +210,7 @@ def test_each_is_seen_as_it_is(placed):
     assert placed.look()["decode-1"].state == "starting"
 
 
-def test_one_that_is_killed_is_not_started_again_by_itself(placed):
+def test_one_that_is_killed_is_not_started_again_by_itself_and_none_is_left_in_the_end(placed):
     placed.start("decode-0", Role.DECODE)
     before = seen(placed, "decode-0", "ready")
     placed.kill("decode-0")
@@ -219,7 +219,11 @@ def test_one_that_is_killed_is_not_started_again_by_itself(placed):
     placed.forget("decode-0")
     assert placed.look() == {}
     placed.start("decode-0", Role.DECODE)
+    placed.start("decode-1", Role.DECODE)
     assert seen(placed, "decode-0", "ready").pid != before.pid
+    pids = [one.pid for one in placed.look().values()]
+    placed.stop(0.0)
+    assert not any(psutil.pid_exists(pid) for pid in pids)
 
 
 def test_what_cannot_be_started_is_seen_as_ended(tmp_path):
@@ -227,14 +231,5 @@ def test_what_cannot_be_started_is_seen_as_ended(tmp_path):
     placement.start("decode-0", Role.DECODE)
     assert "was not started" in str(placement.look()["decode-0"].error)
     placement.kill("decode-0")
-    placement.stop(0.0)
     placement.forget("decode-0")
     assert placement.look() == {}
-
-
-def test_none_is_left_when_all_are_stopped(placed):
-    placed.start("decode-0", Role.DECODE)
-    placed.start("decode-1", Role.DECODE)
-    pids = [one.pid for one in placed.look().values()]
-    placed.stop(0.0)
-    assert not any(psutil.pid_exists(pid) for pid in pids)

@@ -18,9 +18,15 @@ def state(name="a", pid=None):
     )
 
 
-def test_state_round_trip_and_privacy(tmp_path):
-    folder = StateFolder("a", tmp_path)
-    folder.acquire()
+@pytest.fixture
+def folder(tmp_path):
+    """Of this process, which has the name."""
+    made = StateFolder("a", tmp_path)
+    made.acquire()
+    return made
+
+
+def test_state_round_trip_and_privacy(folder, tmp_path):
     folder.write_state(state())
     assert folder.read_state() == state()
     assert [found.name for found in running_clusters(tmp_path)] == ["a"]
@@ -31,20 +37,17 @@ def test_state_round_trip_and_privacy(tmp_path):
     assert sorted(path.name for path in (tmp_path / "a").iterdir()) == ["lock", "logs"]
 
 
-def test_a_name_is_taken_once(tmp_path):
-    first, second = StateFolder("a", tmp_path), StateFolder("a", tmp_path)
-    first.acquire()
+def test_a_name_is_taken_once(folder, tmp_path):
+    second = StateFolder("a", tmp_path)
     with pytest.raises(ConfigError, match="a cluster named 'a' is running"):
         second.acquire()
-    first.release()
+    folder.release()
     second.acquire()
     second.release()
 
 
-def test_the_state_of_a_dead_supervisor_does_not_count(tmp_path):
+def test_the_state_of_a_dead_supervisor_does_not_count(folder):
     process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    folder = StateFolder("a", tmp_path)
-    folder.acquire()
     folder.write_state(state(pid=process.pid))
     assert folder.read_state() is not None
     process.communicate(b"\n", timeout=10)
@@ -52,22 +55,17 @@ def test_the_state_of_a_dead_supervisor_does_not_count(tmp_path):
 
 
 @pytest.mark.parametrize("damage", ["", "{", "[]", '{"name": "a"}'])
-def test_a_damaged_state_file_is_no_cluster(tmp_path, damage):
-    folder = StateFolder("a", tmp_path)
-    folder.acquire()
+def test_a_damaged_state_file_is_no_cluster(folder, tmp_path, damage):
     (tmp_path / "a" / "state.json").write_text(damage)
     assert folder.read_state() is None
 
 
-def test_what_a_killed_cluster_left_goes_when_the_name_is_taken_again(tmp_path):
-    killed = StateFolder("a", tmp_path)
-    killed.acquire()
-    scratch = killed.scratch()
+def test_what_a_killed_cluster_left_goes_when_the_name_is_taken_again(folder, tmp_path):
+    scratch = folder.scratch()
     (scratch / "session").mkdir()
-    killed.write_state(state())
-    killed.write_private(killed.config, "redis: {url: secret}")
-    assert killed._lock is not None
-    killed._lock.close()  # the kernel does this for a killed process
+    folder.write_state(state())
+    folder.write_private(folder.config, "redis: {url: secret}")
+    folder._lock.close()  # the kernel does this for a killed process
     again = StateFolder("a", tmp_path)
     again.acquire()
     assert not scratch.exists()

@@ -125,6 +125,7 @@ def test_a_trace_gives_the_rate_and_lengths(fake, file, tmp_path):
         (("--rate", "1", "--trace", "/nowhere"), "--trace: cannot read /nowhere"),
         (("--trace", "TIMED", "--arrivals", "never"), "arrivals: must be poisson, .* got 'never'"),
         (("--trace", "TIMED", "--arrivals", "constant"), "--arrivals: must be left out with a trace that has times"),
+        (("--rate", "1", "--profile", "opt-14b"), "opt-13b-a100, .*'opt-14b'"),
         (("--trace", "TEXT"), r"--trace: must have prompt_tokens or token ids .* got text in .*TEXT"),
     ],
 )
@@ -148,18 +149,11 @@ def timed(path: Path, **more: object) -> Path:
 
 
 def test_that_the_files_own_layout_is_not_tried_is_said(fake, file, tmp_path):
-    cluster = tmp_path / "c.yaml"
-    cluster.write_text("model: {path: oracle}\ndecode: {tensor_parallel: 2}\n")
-    done = run("--profile", file, *LOAD, "-c", cluster)
+    (tmp_path / "c.yaml").write_text("model: {path: oracle}\ndecode: {tensor_parallel: 2}\n")
+    done = run("--profile", file, *LOAD, "-c", tmp_path / "c.yaml")
     assert "not tried: the file's own 1 prefill (tp 1) + 1 decode (tp 2), as profile easy has tp 1 only" in done.stderr
     assert "the file" not in done.stdout
-
-
-def test_usage_is_checked_by_the_command_line(fake):
-    assert run("--rate", "1").exit_code == 2  # no profile
-    assert run("--profile", "opt-13b-a100", "--rate", "x").exit_code == 2
-    assert run("--profile", "opt-13b-a100", "--rate", "1", "--gpus-at-most", "0").exit_code == 2
-    assert exit_code(run("--profile", "opt-14b", "--rate", "1").exception) == 3  # type: ignore[arg-type]
+    assert run("--rate", "1").exit_code == run("--profile", file, *LOAD, "--gpus-at-most", 0).exit_code == 2, "usage"
 
 
 def compared(apart: Shape, together: Shape, **facts: object) -> list[str]:

@@ -24,19 +24,10 @@ PROFILE = "opt-66b-a100"
 Row = dict[str, Any]
 
 
-@pytest.fixture(autouse=True)
-def _quiet(monkeypatch):
-    monkeypatch.setattr(command, "configure_logging", lambda *_: None)  # it is the process's, and others log here too
-
-
 def what_if(what: str, *args: object) -> dict[str, Any]:
     done = CliRunner().invoke(app, ["plan", *map(str, args), "--what-if", what, "--json"])
     assert done.exception is None, done.output
     return json.loads(done.stdout)
-
-
-def ended(report: dict[str, Any]) -> int:
-    return sum(report[outcome] for outcome in ("completed", "refused", "expired", "failed"))
 
 
 def conversations(draw: Random, turns: int) -> list[Row]:
@@ -56,7 +47,12 @@ def conversations(draw: Random, turns: int) -> list[Row]:
     return sorted(rows, key=lambda row: row["timestamp"])
 
 
-def test_every_row_of_a_trace_is_accounted_for(tmp_path: Path, seed):
+def ended(report: dict[str, Any]) -> int:
+    return sum(report[outcome] for outcome in ("completed", "refused", "expired", "failed"))
+
+
+def test_every_row_of_a_trace_is_accounted_for(monkeypatch, tmp_path: Path, seed):
+    monkeypatch.setattr(command, "configure_logging", lambda *_: None)  # it is the process's, and others log here too
     rows = conversations(Random(seed), 400)
     held = load_profile(PROFILE).layout(8).kv_tokens
     long: Row = {"timestamp": 60_000, "input_length": held + 1, "output_length": 5, "hash_ids": []}

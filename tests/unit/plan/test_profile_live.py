@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
-from typing import cast
-
 import pytest
-from rich.console import Console
 from typer.testing import CliRunner
 
 from baton.cli.app import app
 from baton.cli.profile_fitted import fitted
-from baton.cli.profile_live import Live, one_size
+from baton.cli.profile_live import one_size
 from baton.cli.profile_seen import Measured, Prompts, Seen, together
-from baton.client import AsyncClient
-from baton.client.types import Model
-from baton.clock import SystemClock
 from baton.config import ClusterConfig
 from baton.core import Role
 from baton.errors import ConfigError, NoWorker
@@ -32,19 +25,6 @@ SEEN = Measured(
     together={(1, 16): [Gaps(1, 40, (0.01, 0.011))], (2, 16): [Gaps(2, 80, (0.012,))]},
     busy=[Gaps(4, 160, (0.013,))],
 )
-
-
-class Short:
-    """A server of a model with few positions."""
-
-    async def __aenter__(self) -> Short:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        return
-
-    async def models(self) -> list[Model]:
-        return [Model("tiny", 207, 100)]
 
 
 def test_kv_is_that_of_the_whole_model_and_of_a_worker_that_decodes():
@@ -81,21 +61,11 @@ def test_workers_that_do_both_slow_each_other_as_much_as_one_alone_is_faster():
 
 
 def test_a_profile_is_of_one_size():
-    def config(**more: object) -> ClusterConfig:
-        given = {"model": {"path": "oracle"}, "decode": {"tensor_parallel": 2}} | more
-        return ClusterConfig.model_validate(given)
-
+    two = {"model": {"path": "oracle"}, "decode": {"tensor_parallel": 2}}
     with pytest.raises(ConfigError, match=r"prefill.tensor_parallel: must be .* which is 2: .* one size, got 1"):
-        one_size(config())
-    assert one_size(config(prefill={"tensor_parallel": 2})) == 2
-    assert one_size(config(mode="colocated")) == 2
-
-
-def test_a_model_that_is_too_short_is_named():
-    served = cast("AsyncClient", Short())
-    live = Live(served, served, SystemClock(), Console())
-    with pytest.raises(ConfigError, match=r"max_model_len: must be at least 208 .* got 207 of tiny"):
-        asyncio.run(live.whole(5.0, 1, "here"))
+        one_size(ClusterConfig.model_validate(two))
+    for more in ({"prefill": {"tensor_parallel": 2}}, {"mode": "colocated"}):
+        assert one_size(ClusterConfig.model_validate(two | more)) == 2
 
 
 @pytest.mark.parametrize(("args", "got"), [(("--set", "a=b"), "--set a=b"), (("-c", "x.yaml"), "-c x.yaml")])

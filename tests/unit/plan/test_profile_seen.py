@@ -19,6 +19,7 @@ from baton.client import AsyncClient
 from baton.client.types import ClusterStatus, Model
 from baton.clock import FakeClock
 from baton.core import Role
+from baton.errors import ConfigError
 from baton.load import Load, Pace
 from simulator.profile_fit import Gaps
 from tests.unit.plan.plan_support import cluster
@@ -80,8 +81,8 @@ def test_slow_is_what_is_far_slower_than_the_median_round(seconds, kept):
 class Served:
     """Two workers that do both: a clock that requests move, and prompts that go to the idle one, or never do."""
 
-    def __init__(self, *, to_the_idle: bool) -> None:
-        self.clock = FakeClock()
+    def __init__(self, *, to_the_idle: bool, model_len: int = LEAST_MODEL_LEN) -> None:
+        self.clock, self._model_len = FakeClock(), model_len
         self.paces, self.running = [Pace(), Pace()], [0, 0]
         self.beside_prompts = 0  # requests that decode meanwhile
         self._to_the_idle = to_the_idle
@@ -93,7 +94,7 @@ class Served:
         return
 
     async def models(self) -> list[Model]:
-        return [Model("tiny", LEAST_MODEL_LEN, 100)]
+        return [Model("tiny", self._model_len, 100)]
 
     async def cluster(self) -> ClusterStatus:
         return cluster(*PAIR, loads=[Load(prefill_pace=pace) for pace in self.paces])
@@ -128,6 +129,11 @@ def profiled(served: Served) -> tuple[Live, Any, str]:
     live = Live(both, both, served.clock, Console(file=said, width=200))
     found = asyncio.run(live.whole(0.0, 1, "here"))
     return live, found.layouts[0], said.getvalue()
+
+
+def test_a_model_that_is_too_short_is_named():
+    with pytest.raises(ConfigError, match=r"max_model_len: must be at least 208 .* got 207 of tiny"):
+        profiled(Served(to_the_idle=True, model_len=207))
 
 
 @pytest.mark.parametrize("to_the_idle", [True, False])

@@ -28,9 +28,9 @@ def test_a_layout_differs_from_the_files_in_what_is_named(text, shape):
 
 def test_so_many_workers_keep_the_shares_and_get_as_much_more_load():
     found = parse_what_if("prefill=1,decode=3,workers=10000", Shape(1, 1))
-    assert found.shape == Shape(7500, 2500)
-    assert found.scale == 2500
+    assert (found.shape, found.scale) == (Shape(7500, 2500), 2500)
     assert Shape(1, 9).of(2) == Shape(1, 1)
+    assert parse_what_if("prefill=2,prefill_tp=2", Shape(3, chunk=256)).shape == Shape(3, 2, 1, 2)
 
 
 def test_faults_are_of_three_kinds():
@@ -46,6 +46,7 @@ def test_faults_are_of_three_kinds():
         ("prefill=0", r"--what-if: prefill: must be a whole number above 0, got '0'"),
         ("decode=x", r"decode: must be a whole number"),
         ("prefill=2,chunk=256", r"chunk: must be left out without colocated workers, got 256"),
+        ("prefill_tp=2", r"prefill_tp: must be left out, colocated workers have decode_tp, got 2"),
         ("prefill=2,workers=1", r"workers: must be 2 or more, .* got 1"),
         ("colocated=1,prefill=2", r"colocated: there are no prefill and decode workers"),
         ("fault=death:@1", r"fault: must be death:WORKER@SECONDS.* got 'death:@1'"),
@@ -59,10 +60,4 @@ def test_faults_are_of_three_kinds():
 )
 def test_what_cannot_be_is_refused_by_key(text, says):
     with pytest.raises(ConfigError, match=says):
-        parse_what_if(text, OWN)
-
-
-def test_colocated_workers_have_one_size():
-    with pytest.raises(ConfigError, match=r"prefill_tp: must be left out, colocated workers have decode_tp, got 2"):
-        parse_what_if("prefill_tp=2", Shape(3, chunk=256))
-    assert parse_what_if("prefill=2,prefill_tp=2", Shape(3, chunk=256)).shape == Shape(3, 2, 1, 2)
+        parse_what_if(text, Shape(3, chunk=256) if text == "prefill_tp=2" else OWN)

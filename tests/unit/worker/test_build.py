@@ -1,5 +1,6 @@
 """From settings to an engine: devices that are not there, and counters that start at zero."""
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -87,19 +88,35 @@ def test_a_worker_tells_on_which_settings_its_bits_depend(settings):
     assert not any(info.nondeterminism for info in (preset, rows, blocks))
 
 
-def test_a_worker_is_told_how_kv_moves(settings):
-    sets = ("transfer.coalesce_below=8KiB", "transfer.staging_memory=64MiB", "transfer.frame_size=1MiB")
-    transfer = settings(*sets).transfer
-    assert (transfer.coalesce_below, transfer.staging_memory, transfer.frame_size) == (8 << 10, 64 << 20, 1 << 20)
-    assert [settings(*verify).transfer.verify_kv for verify in ((), ("transfer.verify=kv",))] == [False, True]
+KV = ("transfer.coalesce_below=8KiB", "transfer.staging_memory=64MiB", "transfer.frame_size=1MiB")
+SHAPE = ("determinism.rows=1", "determinism.window=96", "decode.max_running=7")
 
 
-def test_a_worker_is_told_the_shape_of_a_verify_pass(settings):
-    assert settings().shapes == FixedShapes(exact_rows=64)
-    assert settings("determinism.verify=always").shapes == FixedShapes()
-    assert settings("determinism.rows=4").shapes == FixedShapes(4, FixedShapes().tokens, exact_rows=64)
-    sets = ("determinism.rows=1", "determinism.window=96", "decode.max_running=7")
-    assert settings(*sets).shapes == FixedShapes(1, 96, exact_rows=7)
+@pytest.mark.parametrize(
+    ("sets", "told"),
+    [
+        (KV, {"coalesce_below": 8 << 10, "staging_memory": 64 << 20, "frame_size": 1 << 20, "verify_kv": False}),
+        (("transfer.verify=kv",), {"verify_kv": True}),
+        ((), {"shapes": FixedShapes(exact_rows=64), "thinking_prefill": "auto"}),
+        (("determinism.verify=always",), {"shapes": FixedShapes()}),
+        (("determinism.rows=4",), {"shapes": FixedShapes(4, FixedShapes().tokens, exact_rows=64)}),
+        (SHAPE, {"shapes": FixedShapes(1, 96, exact_rows=7)}),
+        *(((f"thinking.prefill={how}",), {"thinking_prefill": how}) for how in ("auto", "fast", "sequential", "off")),
+    ],
+)
+def test_a_worker_is_told_what_the_file_says(settings, sets, told):
+    """Of KV, of verify passes, and of thinking, where YAML takes "off" for a boolean."""
+    found = settings(*sets)
+    facts = asdict(found.transfer) | {"shapes": found.shapes, "thinking_prefill": found.thinking_prefill}
+    assert {name: facts[name] for name in told} == told
+
+
+@pytest.mark.parametrize(
+    "wrong", [*(f"thinking.prefill={how}" for how in ("on", "no thoughts", "0")), "prefill.attention_splits=some"]
+)
+def test_what_a_worker_cannot_be_told_is_refused_by_key(settings, wrong):
+    with pytest.raises(ConfigError, match=rf"{wrong.partition('=')[0]}: input should be 'auto', "):
+        settings(wrong)
 
 
 @pytest.mark.parametrize(
@@ -133,16 +150,9 @@ def test_a_worker_says_that_its_model_thinks_and_what_does_not_fit_is_refused_fi
             load_backend(settings(*sets, wrong))
 
 
-@pytest.mark.parametrize("how", ["auto", "fast", "sequential", "off"])
-def test_a_worker_is_told_how_to_think(settings, how):
-    assert settings(f"thinking.prefill={how}").thinking_prefill == how  # YAML takes one of them for a boolean
-    assert settings().thinking_prefill == "auto"
-    for wrong in ("on", "no thoughts", "0"):
-        with pytest.raises(ConfigError, match=r"thinking\.prefill: input should be 'auto', 'fast'"):
-            settings(f"thinking.prefill={wrong}")
-
-
-def test_too_little_memory_says_how_much_would_do(settings):
+def test_a_worker_looks_at_its_fixed_forwards_and_says_how_much_memory_would_do(settings):
+    sets = (f"model.path={DEMO}", "decode.kv_memory=4MiB", "decode.device=cpu", "model.max_model_len=512")
+    assert build_engine(settings(*sets)).backend.nondeterminism == ""
     with pytest.raises(ConfigError, match=r"give at least \d+ bytes"):
         build_engine(settings("decode.kv_memory=64KiB", "model.max_model_len=2048"))
 
@@ -189,10 +199,3 @@ def test_how_attention_is_split_reaches_the_kernels(settings, by):
     kernels = backend.model.kernels
     if kernels.name == "compiled":  # elsewhere it has no effect, and the log says so
         assert kernels.splits == by
-    with pytest.raises(ConfigError, match="attention_splits"):
-        settings("prefill.attention_splits=some")
-
-
-def test_a_worker_looks_at_its_fixed_forwards(settings):
-    sets = (f"model.path={DEMO}", "decode.kv_memory=4MiB", "decode.device=cpu", "model.max_model_len=512")
-    assert build_engine(settings(*sets)).backend.nondeterminism == ""

@@ -13,6 +13,7 @@ from tests.support.sessions import D
 from tests.support.workers import engine_of, info_of
 
 LEASE_S = 10.0
+INFO = info_of(D, Role.DECODE, engine_of(Role.DECODE, 10))
 
 
 class FakeLedger:
@@ -45,13 +46,9 @@ def clock():
     return FakeClock()
 
 
-def lease_of(ledger, clock):
-    return Lease(ledger, info_of(D, Role.DECODE, engine_of(Role.DECODE, 10)), LEASE_S, clock)
-
-
 @pytest.fixture
 def lease(ledger, clock):
-    return lease_of(ledger, clock)
+    return Lease(ledger, INFO, LEASE_S, clock)
 
 
 async def test_a_lease_that_is_renewed_in_time_is_kept(lease, ledger, clock):
@@ -115,7 +112,7 @@ async def test_a_redis_that_is_away_for_long_does_not_end_the_worker(lease, ledg
 
 def test_a_call_without_an_answer_is_given_up_before_the_lease_lapses(ledger):
     async def unanswered():
-        lease = lease_of(ledger, LoopClock())
+        lease = Lease(ledger, INFO, LEASE_S, LoopClock())
         await lease.take()
         for _ in range(4):
             ledger.renewals = [None]

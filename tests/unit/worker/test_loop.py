@@ -1,6 +1,7 @@
 """The engine thread: jobs in order between steps, idle without spinning, and a failure that says so."""
 
 import threading
+from contextlib import ExitStack
 from functools import partial
 
 import pytest
@@ -57,18 +58,16 @@ def listener():
 
 @pytest.fixture
 def started(engine, listener):
-    """Starts loops and stops them."""
-    loops = []
+    """Starts a loop, which is stopped at the end."""
+    with ExitStack() as loops:
 
-    def start(idle_s=60.0):
-        loop = EngineLoop(engine, idle_s=idle_s)
-        loops.append(loop)
-        loop.start(listener)
-        return loop
+        def start(idle_s=60.0):
+            loop = EngineLoop(engine, idle_s=idle_s)
+            loops.callback(loop.stop)
+            loop.start(listener)
+            return loop
 
-    yield start
-    for loop in loops:
-        loop.stop()
+        yield start
 
 
 def run_on(loop, job=lambda: None):

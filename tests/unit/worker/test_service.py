@@ -137,15 +137,12 @@ async def test_who_does_not_greet_properly_is_not_let_in(worker, first, code, na
     assert worker.role.heard.empty()
 
 
-async def test_who_says_nothing_is_not_waited_for():
+async def test_who_ends_or_waits_before_the_greeting_is_refused():
     async with Worker(hello_s=0.05) as worker:
         assert (await refusal(worker.call()))[0] is StatusCode.INVALID_ARGUMENT
-
-
-async def test_who_ends_before_the_greeting_is_refused(worker):
-    call = worker.call()
-    await call.done_writing()
-    assert (await refusal(call))[0] is StatusCode.INVALID_ARGUMENT
+        call = worker.call()
+        await call.done_writing()
+        assert (await refusal(call))[0] is StatusCode.INVALID_ARGUMENT
 
 
 async def test_commands_reach_the_role_in_order_on_the_engine_thread(worker):
@@ -172,7 +169,7 @@ async def test_each_router_has_a_session_of_its_own(worker):
         assert (len(message.events), message.load.step) == (0, 3)
 
 
-@pytest.mark.parametrize("how", ["cancel", "half close", "bytes that are no message", "channel"])
+@pytest.mark.parametrize("how", ["cancel", "half close", "bytes that are no message", "channel", "server"])
 async def test_the_end_of_the_stream_is_told_once_and_last(worker, how):
     if how == "bytes that are no message":
         raw = worker.channel.stream_stream(CONNECT, request_serializer=lambda data: data)
@@ -190,6 +187,10 @@ async def test_the_end_of_the_stream_is_told_once_and_last(worker, how):
         await call.done_writing()
     elif how == "channel":
         await worker.channel.close()
+    elif how == "server":
+        await worker.server.stop(None)
+        with pytest.raises(AioRpcError):
+            await call.read()
     assert await worker.role.next() == ("gone", session, None)
     assert worker.service.sessions == set()
     session.emit([events.fenced(H)])  # a step that was under way: harmless
@@ -228,11 +229,3 @@ async def test_close_tells_of_every_router_at_once_and_only_once(worker):
     for call in calls:
         assert (await refusal(call))[0] is StatusCode.OK
     assert worker.role.heard.empty()
-
-
-async def test_a_stop_of_the_server_ends_every_stream(worker):
-    call = await worker.joined()
-    await worker.server.stop(None)
-    with pytest.raises(AioRpcError):
-        await call.read()
-    assert (await worker.role.next())[0] == "gone"

@@ -19,15 +19,11 @@ def kept(thoughts, handoff=H):
     return [thought for event in events for thought in thoughts_from_pb(event.thoughts)]
 
 
-def test_nothing_is_said_of_nothing():
-    thoughts = Thoughts()
-    thoughts.add([])
-    assert thoughts.said(H) == []
-
-
 @pytest.mark.parametrize("handoff", [H, HandoffId("other", 3)])
 def test_all_is_said_in_one_event_under_any_name(handoff):
     thoughts = Thoughts()
+    thoughts.add([])
+    assert thoughts.said(handoff) == []
     thoughts.add(about(0, 1))
     thoughts.add([Thought(2, ())])
     thoughts.add(about(3))

@@ -5,12 +5,12 @@ from dataclasses import replace
 import pytest
 
 from baton.clock import FakeClock
-from baton.core import Sampling
+from baton.core import HandoffId, Sampling
 from baton.engine.fixed import FixedShapes
 from baton.worker.times import DecodeTimes, span
 from tests.support.fake_pusher import CUT, done_of
 from tests.support.sessions import H, next_of, prefill, repush, reserve, spec_of
-from tests.support.workers import DecodeSide, Pair, PrefillSide
+from tests.support.workers import DecodeSide, PrefillSide
 
 
 def said(session, kind, handoff=H):
@@ -20,8 +20,12 @@ def said(session, kind, handoff=H):
     return {one.name: one for one in spans}
 
 
-def test_a_prompt_that_is_computed_and_pushed(router):
-    side = PrefillSide()
+@pytest.fixture
+def side():
+    return PrefillSide()
+
+
+def test_a_prompt_that_is_computed_and_pushed(router, side):
     side.take(router, prefill())
     side.clock.advance(2)
     side.loop.step_began = side.clock.monotonic()
@@ -39,8 +43,7 @@ def test_a_prompt_that_is_computed_and_pushed(router):
     assert {(one.role, one.process, one.attempt) for one in spans.values()} == {("", "", 0)}, "the router knows"
 
 
-def test_a_push_that_failed_and_the_one_that_followed(router):
-    side = PrefillSide()
+def test_a_push_that_failed_and_the_one_that_followed(router, side):
     side.serve(router, prefill())
     side.push_ends(H, CUT)
     first = said(router, "failed")
@@ -55,24 +58,19 @@ def test_a_push_that_failed_and_the_one_that_followed(router):
     assert again["push"].duration_s == 1
 
 
-def test_a_prompt_that_ends_with_its_first_token(router):
-    side = PrefillSide()
-    side.serve(router, prefill(spec=spec_of(sampling=Sampling(max_tokens=1, temperature=0.0))))
-    assert list(said(router, "finish")) == ["wait", "compute"]
-
-
-def test_a_handoff_at_both_ends(router):
-    pair = Pair()
+def test_a_handoff_at_both_ends(router, pair, side):
     pair.hand_over(router, upto="reported")
     pair.prefill.run()
     pair.decode.run()
     assert list(said(router, "pushed")) == ["wait", "compute", "push"]
     assert list(said(router, "committed")) == ["receive", "commit"]
     spans = said(router, "finish")
+    made = str(len(router.tokens()) - 2)  # but the first, which comes from both
     assert list(spans) == ["decode"]
-    made = len(router.tokens()) - 2  # but the first, which comes from both
-    assert int(spans["decode"].attributes["tokens"]) == made
-    assert int(spans["decode"].attributes["steps"]) == made
+    assert (spans["decode"].attributes["tokens"], spans["decode"].attributes["steps"]) == (made, made)
+    other = HandoffId("one token", 1)
+    side.serve(router, prefill(other, spec_of(other, sampling=Sampling(max_tokens=1, temperature=0.0))))
+    assert list(said(router, "finish", other)) == ["wait", "compute"]
 
 
 def test_verify_passes_are_counted_for_those_that_were_part_of_them(router):
@@ -89,12 +87,10 @@ def test_verify_passes_are_counted_for_those_that_were_part_of_them(router):
 
 
 def test_what_was_released_is_forgotten():
-    clock = FakeClock()
-    times = DecodeTimes(clock, DecodeSide().engine.counters)
+    times = DecodeTimes(FakeClock(), DecodeSide().engine.counters)
     times.begin(H, [1, 2], alone=False)
     assert [one.name for one in times.ended(H)] == ["decode"]
-    assert times.ended(H) == []
-    assert times.verify_s(H) == 0
+    assert (times.ended(H), times.verify_s(H)) == ([], 0)
 
 
 def test_a_span_is_never_shorter_than_nothing():
