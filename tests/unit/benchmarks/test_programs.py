@@ -14,12 +14,13 @@ import pytest
 import torch
 
 from benchmarks import thinking
-from benchmarks.lib import report
+from benchmarks.lib import report, thinking_measure
 from benchmarks.lib.environments import PEERS, QUICKLY_INSTALLED, Unavailable, chosen, python_for
 from benchmarks.lib.lengths import read_trace
 from benchmarks.lib.protocol import ROOT
 from benchmarks.lib.report import fill
 from benchmarks.lib.thinking_measure import Plan
+from benchmarks.lib.thinking_prompts import Load
 from router.policy import POLICIES
 
 PROGRAMS = sorted((ROOT / "benchmarks").glob("*.py"))
@@ -123,6 +124,8 @@ def test_engine_has_all_figures_and_puts_runs_of_a_size_each_together(tmp_path: 
 def test_thinking_has_all_figures(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(thinking, "configure_logging", lambda *_: None)  # it is the process's, and others log here too
     monkeypatch.setattr(thinking, "LEAST", Plan(1, 2, 1, 1))
+    monkeypatch.setattr(thinking_measure, "LOADS", (Load(30, 1.0),))
+    monkeypatch.setattr(thinking_measure, "FLIPS", (20, 60, 100))
     thinking.main(["--least"])
     ratios = json.loads(capsys.readouterr().out.splitlines()[-1])["ratios"]
     for name in ("accuracy_20", "accuracy_60", "accuracy_100", "control_accuracy_60"):
@@ -132,6 +135,7 @@ def test_thinking_has_all_figures(monkeypatch: pytest.MonkeyPatch, capsys: pytes
     assert ratios["equal_fast"] == ratios["equal_auto"] == 2
 
 
+TRANSFER = ("--quick", "--tiny", "--rounds", "2")
 TRANSFER_KEYS = {
     *("gloo_vs_raw_64mb", "shm_vs_memcpy_64mb", "small_handoff_ms_over_raw"),
     *("exposed_share_512", "exposed_share_2048"),
@@ -141,10 +145,7 @@ TRANSFER_KEYS = {
 @slow
 @limited
 def test_transfer_has_all_figures(tmp_path: Path) -> None:
-    gpu = () if torch.cuda.is_available() else ("--gpu",)
-    options = ("--quick", "--tiny", "--rounds", "2", "--sizes", "1,64", "--prompts", "512,2048", *gpu)
-    text, last = run("transfer", *options, out=tmp_path)
-    assert ("- not measured: cuda_ipc, Baton: " in text) == bool(gpu)
+    text, last = run("transfer", *TRANSFER, "--sizes", "1,64", "--prompts", "512,2048", out=tmp_path)
     assert measured(last["ratios"]) == TRANSFER_KEYS
     assert min(last["ratios"]["gloo_vs_raw_64mb"], last["ratios"]["shm_vs_memcpy_64mb"]) > 0
     assert "the figures mean nothing" in text
@@ -154,6 +155,15 @@ def test_transfer_has_all_figures(tmp_path: Path) -> None:
     times = [[float(cell) for cell in line.split("|")[4:7]] for line in timeline[2:]]
     assert times
     assert all(ready <= sent <= landed for ready, sent, landed in times), times
+
+
+@slow
+@limited
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+def test_transfer_gives_null_and_a_reason_without_a_gpu(tmp_path: Path) -> None:
+    text, last = run("transfer", *TRANSFER, "--sizes", "1", "--gpu", out=tmp_path)
+    assert (set(last["ratios"]), measured(last["ratios"])) == (TRANSFER_KEYS, set())
+    assert "- not measured: cuda_ipc, Baton: " in text
 
 
 def test_a_program_ends_with_its_figures_and_fills_its_section(tmp_path: Path, monkeypatch, capsys) -> None:

@@ -118,8 +118,6 @@ async def test_a_stream_that_is_not_whole_fails_the_load(server, text):
 
 
 class Client:
-    """Ends each call as it is told."""
-
     def __init__(self, *ends):
         self.ends = list(ends)
 

@@ -163,6 +163,19 @@ class World:
             if p.state == "ready" and not p.frozen and p.role is role and p.busy_until is None
         ]
 
+    def tell(self, **change) -> None:
+        """An operator says another plan."""
+        self.said = self.said.model_copy(update=change | {"number": self.said.number + 1, "by": "operator"})
+
+    def slots(self) -> dict[str, Any]:
+        return {slot.worker_id: slot for slot in self.report.slots}
+
+    def states(self) -> dict[str, str]:
+        return {name: slot.state for name, slot in self.slots().items()}
+
+    def kinds(self) -> list[str]:
+        return [decision.kind for decision in self.report.decisions]
+
     def roles(self) -> dict[str, str]:
         return {p.worker_id: p.role.value for p in self.processes.values() if p.state != "ended"}
 
@@ -219,14 +232,12 @@ class World:
 
 
 async def run(world: World, controller: Controller, seconds: float, every_s: float = 0.5) -> None:
-    """Passes of the controller while time goes on."""
     for _ in range(round(seconds / every_s)):
         world.advance(every_s)
         await controller.poll()
 
 
 async def begun(world: World, controller: Controller | None = None) -> Controller:
-    """A controller whose workers are ready."""
     controller = controller or world.controller()
     await controller.begin()
     await controller.poll()
@@ -236,7 +247,6 @@ async def begun(world: World, controller: Controller | None = None) -> Controlle
 
 
 async def started(**sizes: Any) -> tuple[World, Controller]:
-    """A world of these sizes, and a controller whose workers are ready."""
     world = World(**sizes)
     return world, await begun(world)
 
@@ -247,20 +257,3 @@ async def again(world: World, seconds: float) -> Controller:
     await controller.begin()
     await run(world, controller, seconds)
     return controller
-
-
-def told(world: World, **change) -> None:
-    """An operator says another plan."""
-    world.said = world.said.model_copy(update=change | {"number": world.said.number + 1, "by": "operator"})
-
-
-def slot(world: World, worker_id: str) -> Any:
-    return next(one for one in world.report.slots if one.worker_id == worker_id)
-
-
-def states(world: World) -> dict[str, str]:
-    return {slot.worker_id: slot.state for slot in world.report.slots}
-
-
-def kinds(world: World) -> list[str]:
-    return [decision.kind for decision in world.report.decisions]

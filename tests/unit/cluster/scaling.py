@@ -101,7 +101,6 @@ class Cluster:
                 self._add(role, 0.0)
 
     def run(self, seconds: float, rate: float, tokens: int = 1, output: int = 1) -> None:
-        """`rate` requests a second; lengths are drawn around these."""
         for tick in range(round(seconds / TICK_S)):
             self.now += TICK_S
             if self._random.random() < rate * TICK_S:
@@ -164,7 +163,6 @@ class Cluster:
             self.done.append(request)
 
     def _control(self) -> None:
-        """What the controller does, and the look of the autoscaler."""
         waited = self.now - self._queue[0].came if self._queue else 0.0
         report = expected("router-a", [one.seen() for role in Role for one in self._here(role)], self._typical)
         ttft_s = report.ttft_s and report.ttft_s + waited

@@ -17,12 +17,10 @@ UP_S, DOWN_S, SETTLE_S = 5.0, 60.0, 10.0
 
 
 def here(sizes):
-    """So many workers of each role."""
     return [SimpleNamespace(role=role) for role in Role for _ in range(sizes[role])]
 
 
 def config(prefill=(1, 8), decode=(1, 8), **scaling):
-    """Bounds; None: the pool is left alone."""
     pools = {
         role: {"replicas": bounds[0], "autoscale": {"min": bounds[0], "max": bounds[1]}} if bounds else {}
         for role, bounds in (("prefill", prefill), ("decode", decode))
@@ -65,7 +63,6 @@ class Run:
         return new
 
     def until(self, within_s, *others, **fields):
-        """The first plan that is decided within so many seconds, or None."""
         looks = (self.look(*others, **fields) for _ in range(round(within_s)))
         return next((new for new in looks if new is not None), None)
 
@@ -111,7 +108,6 @@ def test_nothing_is_decided_while_no_router_says_anything():
     ],
 )
 def test_a_pool_with_too_much_to_do_grows(fields, role, says):
-    """The other one has nothing to spare."""
     fields = {"busy": 0.75, "used": 0.7} | fields
     run = Run().settled(**fields)
     assert run.until(UP_S - 1, **fields) is None
@@ -200,7 +196,6 @@ def test_what_is_not_known_presses_nothing():
 
 
 def test_kv_that_waits_for_prefill_workers_is_not_what_decode_workers_have_to_do():
-    """Decode workers are full of reservations for prompts that nobody computes: more of them would be full of them."""
     full = {"used": 0.98, "reserved": 0.9, "queue_s": 3.0, "ttft_s": 13.1, "ttft_alone_s": 0.1, "busy": 1.0}
     run = Run().settled(**full)
     new = run.until(9, **full)

@@ -12,16 +12,15 @@ TTFT_S, ITL_S = 1.0, 0.05
 SOON_S = 60.0  # after which a load is served as it should be
 
 
-def cluster(seed, most=4, blocks=3000, **scaling):
+def cluster(seed, blocks=3000):
     times = {"up_after_s": 3, "settle_s": 5, "down_after_s": 30}
-    pool = {"replicas": 2, "autoscale": {"min": 1, "max": most}}
+    pool = {"replicas": 2, "autoscale": {"min": 1, "max": 4}}
     slo = {"ttft_ms": TTFT_S * 1000, "itl_ms": ITL_S * 1000}
-    file = {"prefill": pool, "decode": pool, "scaling": times | scaling, "slo": slo}
+    file = {"prefill": pool, "decode": pool, "scaling": times, "slo": slo}
     return Cluster(ClusterConfig.model_validate(file), seed, blocks)
 
 
 def kept(done):
-    """The share of these requests that had what they should."""
     good = [one.first - one.came <= TTFT_S and one.itl_s <= ITL_S for one in done]
     return sum(good) / len(good)
 
@@ -43,14 +42,6 @@ def test_the_slo_is_kept_soon_after_the_load_has_changed(case, seed):
     assert all(1 <= size <= 4 for _, plan in run.plans for size in (plan.prefill, plan.decode))
 
 
-def test_without_it_the_slo_is_not_kept(seed):
-    """That these loads are more than the first sizes can do."""
-    run = cluster(seed, up_after_s=1e6, down_after_s=1e6)
-    run.run(180, **PROMPTS)
-    assert kept(run.done) < 0.7
-    assert not run.plans
-
-
 @pytest.mark.parametrize("period_s", [4, 10, 60])
 def test_a_load_that_swings_does_not_make_it_flap(period_s, seed):
     run = cluster(seed)
@@ -59,15 +50,6 @@ def test_a_load_that_swings_does_not_make_it_flap(period_s, seed):
         run.run(period_s / 2, **ANSWERS)
         assert run.now < 2000, turn
     assert len(run.plans) <= 30, run.plans  # one in 20 s; they may be 8 s apart
-
-
-def test_more_than_the_most_is_said_and_stays_still(seed):
-    run = cluster(seed, most=3)
-    run.run(120, rate=16, tokens=1500, output=300)
-    assert (run.plan.prefill, run.plan.decode) == (3, 3)
-    assert len(run.plans) <= 4
-    assert "too much to do" in run.outlook
-    assert "its most workers, 3" in run.outlook
 
 
 @pytest.mark.parametrize("case", range(3))

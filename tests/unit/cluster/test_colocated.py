@@ -9,7 +9,7 @@ from baton.cluster.pressure import Pressures
 from baton.config import ClusterConfig
 from baton.core import Role
 from baton.ledger.board import Plan, RouterReport, WorkerDemand
-from tests.unit.cluster.control_world import World, begun, run, told
+from tests.unit.cluster.control_world import World, begun, run
 
 SCALING = {"up_after_s": 2, "settle_s": 1, "down_after_s": 3}
 CONFIG = ClusterConfig.model_validate(
@@ -18,22 +18,15 @@ CONFIG = ClusterConfig.model_validate(
 LATE = {"ttft_s": 3.0, "ttft_alone_s": 0.2}
 
 
-class Colocated(World):
-    def controller(self, autoscaler=None, **config):
-        made = super().controller(autoscaler, mode="colocated", **config)
-        assert made.plan.prefill == self.prefill
-        return made
-
-
 async def test_all_workers_are_of_one_kind_and_their_number_changes():
-    world = Colocated(prefill=0, decode=2)
-    controller = await begun(world)
+    world = World(prefill=0, decode=2)
+    controller = await begun(world, world.controller(mode="colocated"))
     assert world.roles() == {"decode-0": "decode", "decode-1": "decode"}
     assert "2 colocated" in world.report.decisions[0].text
-    told(world, decode=3)
+    world.tell(decode=3)
     await run(world, controller, 10)
     assert sorted(world.roles()) == ["decode-0", "decode-1", "decode-2"]
-    told(world, decode=1)
+    world.tell(decode=1)
     await run(world, controller, 20)
     assert world.roles() == {"decode-0": "decode"}
     assert controller.ready
@@ -41,11 +34,11 @@ async def test_all_workers_are_of_one_kind_and_their_number_changes():
 
 @pytest.mark.parametrize(("before", "now"), [((1, 1), (0, 2)), ((0, 2), (1, 1))])
 async def test_an_operators_plan_for_the_other_mode_is_not_followed(before, now):
-    world = World(prefill=before[0], decode=before[1])
-    await begun(world, world.controller(mode="disaggregated" if before[0] else "colocated"))
-    told(world)
+    world, modes = World(*before), ("colocated", "disaggregated")
+    await begun(world, world.controller(mode=modes[before[0]]))
+    world.tell()
     world.prefill, world.decode = now
-    controller = world.controller(mode="disaggregated" if now[0] else "colocated")
+    controller = world.controller(mode=modes[now[0]])
     await controller.begin()
     assert (controller.plan.prefill, controller.plan.decode, controller.plan.by) == (*now, "file")
     await run(world, controller, 30)
@@ -54,8 +47,8 @@ async def test_an_operators_plan_for_the_other_mode_is_not_followed(before, now)
 
 
 def report(count=2, used=0.5, **fields):
-    workers = {f"decode-{n}": WorkerDemand(role=Role.DECODE, used=used, reserved=used, running=1) for n in range(count)}
-    return RouterReport(router_id="r", workers=workers, **fields)
+    demand = WorkerDemand(role=Role.DECODE, used=used, reserved=used, running=1)
+    return RouterReport(router_id="r", workers={f"decode-{n}": demand for n in range(count)}, **fields)
 
 
 def test_late_first_tokens_and_what_is_reserved_are_theirs():

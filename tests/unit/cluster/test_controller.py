@@ -15,20 +15,7 @@ from baton.cluster.units import MAX_IN_A_ROW, ROOM_S
 from baton.core import Role
 from baton.errors import BatonError
 from baton.ledger.board import Order, Plan, RouterReport
-from tests.unit.cluster.control_world import (
-    LEASE_S,
-    LOAD_S,
-    WORK_S,
-    World,
-    again,
-    begun,
-    kinds,
-    run,
-    slot,
-    started,
-    states,
-    told,
-)
+from tests.unit.cluster.control_world import LEASE_S, LOAD_S, WORK_S, World, again, begun, run, started
 
 BOTH = tuple(Role)
 
@@ -37,8 +24,8 @@ async def test_a_cluster_starts_as_its_file_says_and_says_so():
     world, controller = await started(prefill=2, decode=1)
     assert world.roles() == {"prefill-0": "prefill", "prefill-1": "prefill", "decode-0": "decode"}
     assert (world.said.prefill, world.said.decode, world.said.by, world.said.number) == (2, 1, "file", 0)
-    assert states(world) == dict.fromkeys(world.roles(), "ready")
-    assert kinds(world) == ["plan", "start", "start"]
+    assert world.states() == dict.fromkeys(world.roles(), "ready")
+    assert world.kinds() == ["plan", "start", "start"]
     assert world.orders == {}
     await controller.end()
     assert world.report is None
@@ -49,7 +36,7 @@ async def test_who_died_is_started_again():
     world.die("decode-0")
     await run(world, controller, 4)
     assert world.started == ["prefill-0", "decode-0", "decode-0"]
-    found = slot(world, "decode-0")
+    found = world.slots()["decode-0"]
     assert (found.state, found.restarts, found.note) == ("ready", 1, "")
     assert "its cable was pulled" in world.report.decisions[-1].text
 
@@ -60,18 +47,18 @@ async def test_who_dies_too_often_fails_and_is_tried_again_after_a_pause_or_by_a
     world.broken = {"decode-1"}
     world.die("decode-1")
     await run(world, controller, 100)
-    found = slot(world, "decode-1")
+    found = world.slots()["decode-1"]
     assert found.state == "failed"
     assert "no such model" in found.note
-    assert kinds(world)[-1] == "give_up"
+    assert world.kinds()[-1] == "give_up"
     assert world.started.count("decode-1") <= MAX_IN_A_ROW + 2
     await run(world, controller, 5 * PAUSE_S)
-    assert kinds(world).count("give_up") == 1, "each time it was tried in vain would fill the list"
+    assert world.kinds().count("give_up") == 1, "each time it was tried in vain would fill the list"
     world.broken = set()
     if replanned:
-        told(world, generation=1)
+        world.tell(generation=1)
     await run(world, controller, LOAD_S + 1 if replanned else PAUSE_S + LOAD_S + 1)
-    assert states(world)["decode-1"] == "ready"
+    assert world.states()["decode-1"] == "ready"
 
 
 async def test_a_frozen_worker_is_killed_and_replaced():
@@ -114,7 +101,7 @@ async def test_nobody_is_killed_because_redis_was_away_or_forgot(forgets):
 
 async def test_after_a_loss_workers_have_time_to_enter_again_before_anything_is_changed():
     world, controller = await started(decode=2)
-    told(world, decode=1)
+    world.tell(decode=1)
     said = world.said
     world.forget_store()
     world.said, world.cut = said, True
@@ -128,7 +115,7 @@ async def test_after_a_loss_workers_have_time_to_enter_again_before_anything_is_
 
 async def test_a_plan_that_the_store_forgot_is_said_again():
     world, controller = await started()
-    told(world, decode=2)
+    world.tell(decode=2)
     await run(world, controller, 1)
     world.forget_store()
     await run(world, controller, LEASE_S)
@@ -138,7 +125,7 @@ async def test_a_plan_that_the_store_forgot_is_said_again():
 
 async def test_a_pool_shrinks_by_draining_its_newest():
     world, controller = await started(decode=3)
-    told(world, decode=1)
+    world.tell(decode=1)
     await run(world, controller, 1)
     assert {name: (order.drain, order.grace_s) for name, order in world.orders.items()} == {
         "decode-1": (True, 60.0),
@@ -151,15 +138,15 @@ async def test_a_pool_shrinks_by_draining_its_newest():
 
 async def test_one_too_many_here_and_one_too_few_there_is_turned():
     world, controller = await started(prefill=2)
-    told(world, prefill=1, decode=2)
+    world.tell(prefill=1, decode=2)
     await run(world, controller, 1)
-    assert states(world)["prefill-1"] == "turning"
+    assert world.states()["prefill-1"] == "turning"
     await run(world, controller, WORK_S + 1)
     assert world.roles() == {"prefill-0": "prefill", "prefill-1": "decode", "decode-0": "decode"}
     assert controller.ready
     assert world.orders == {}
     assert len(world.started) == 3, "nobody was started anew"
-    told(world, prefill=2, decode=1)
+    world.tell(prefill=2, decode=1)
     await run(world, controller, WORK_S + 2)
     assert Counter(world.roles().values()) == {"prefill": 2, "decode": 1}
     assert len(world.started) == 3
@@ -170,22 +157,22 @@ async def test_where_none_may_be_turned_one_is_started_and_one_drained(config):
     world = World(prefill=2, turn=config.get("turn", True))
     two = {"decode": {"replicas": 1, "device": "cpu", "tensor_parallel": 2}}
     controller = await begun(world, world.controller(**two) if "parallel" in config else None)
-    told(world, prefill=1, decode=2)
+    world.tell(prefill=1, decode=2)
     await run(world, controller, 10)
     assert world.roles() == {"prefill-0": "prefill", "decode-0": "decode", "decode-1": "decode"}
 
 
 async def test_one_that_does_not_obey_is_ended():
     world, controller = await started(prefill=2, decode=2)
-    told(world, prefill=1, decode=3)
+    world.tell(prefill=1, decode=3)
     await run(world, controller, 1)
     world.freeze("prefill-1")
     await run(world, controller, 200)
     assert world.killed == ["prefill-1"]
     assert world.roles()["prefill-1"] == "decode"
-    told(world, decode=2)
+    world.tell(decode=2)
     await run(world, controller, 1)
-    going = next(name for name, state in states(world).items() if state == "draining")
+    going = next(name for name, state in world.states().items() if state == "draining")
     world.freeze(going)
     await run(world, controller, 200)
     assert world.killed == ["prefill-1", going]
@@ -230,12 +217,12 @@ async def test_a_wish_outlives_the_controller_and_ends_with_its_process():
 async def test_a_generation_is_replaced_one_by_one_with_never_fewer_than_planned():
     world, controller = await started(prefill=2, decode=2)
     before = {process.pid for process in world.processes.values()}
-    told(world, generation=1)
+    world.tell(generation=1)
     for _ in range(200):
         await run(world, controller, 0.5)
         assert all(len(world.ready(role)) >= 2 for role in BOTH)
         assert len(world.roles()) <= 6
-        leaving = [name for name, state in states(world).items() if state == "draining"]
+        leaving = [name for name, state in world.states().items() if state == "draining"]
         assert len(leaving) <= 1
     assert controller.ready
     assert not before & {process.pid for process in world.processes.values()}
@@ -245,7 +232,7 @@ async def test_a_generation_is_replaced_one_by_one_with_never_fewer_than_planned
 
 async def test_where_a_successor_finds_no_room_the_old_one_goes_first_if_another_is_ready():
     world, controller = await started(prefill=1, decode=2, room=3)
-    told(world, generation=1)
+    world.tell(generation=1)
     await run(world, controller, ROOM_S - 5)
     assert world.killed == []
     # There is no room beside the only prefill worker: it stays. One more host, and all is replaced.
@@ -262,18 +249,18 @@ async def test_where_a_successor_finds_no_room_the_old_one_goes_first_if_another
 async def test_a_generation_that_cannot_start_leaves_the_old_one_at_work():
     world, controller = await started(prefill=1, decode=2)
     world.broken = {"*"}
-    told(world, generation=1)
+    world.tell(generation=1)
     await run(world, controller, 300)
     assert world.killed == []
     assert set(world.ready(Role.DECODE)) == {"decode-0", "decode-1"}
     assert world.ready(Role.PREFILL) == ["prefill-0"]
-    assert states(world)["prefill-1"] == "failed"
+    assert world.states()["prefill-1"] == "failed"
 
 
 @pytest.mark.parametrize("forgets", [False, True], ids=["in the middle", "the store forgot the report"])
 async def test_a_controller_that_starts_takes_over_what_runs(forgets):
     world, first = await started(prefill=2)
-    told(world, prefill=1, decode=2)
+    world.tell(prefill=1, decode=2)
     await run(world, first, 10 if forgets else 1)
     if forgets:
         world.report = None
@@ -284,7 +271,7 @@ async def test_a_controller_that_starts_takes_over_what_runs(forgets):
     assert world.roles()["prefill-1"] == "decode"
     assert second.ready
     assert (world.killed, len(world.started)) == ([], 3 if forgets else 4)
-    assert "plan" in kinds(world)
+    assert "plan" in world.kinds()
 
 
 @pytest.mark.parametrize(("by", "sizes"), [("operator", (1, 3)), ("autoscaler", (1, 3)), ("file", (1, 1))])
@@ -372,7 +359,6 @@ class Story:
         assert self.orders() == []
 
     def orders(self):
-        """That somebody would obey."""
         alive = {str(process.incarnation) for process in self.world.processes.values()}
         return [order for order in self.world.orders.values() if order.incarnation in alive]
 
@@ -392,7 +378,7 @@ class Story:
             await self.controller.begin()
         elif kind in {"plan", "roll"} and world.said is not None:
             sizes = dict(zip(("prefill", "decode"), rest, strict=False))
-            told(world, **(sizes or {"generation": world.said.generation + 1}))
+            world.tell(**(sizes or {"generation": world.said.generation + 1}))
         elif kind in {"die", "freeze"} and alive:
             (world.die if kind == "die" else world.freeze)(alive[rest[0] % len(alive)])
         elif kind == "drain" and alive and not world.away:

@@ -7,7 +7,6 @@ import socket
 import stat
 import sys
 import threading
-import time
 
 import psutil
 import pytest
@@ -60,11 +59,8 @@ class FakeRedis:
 
 
 class FakeWorkers:
-    """Notes when it is asked for what, and what it finds then."""
-
     size = 3
     failure = None
-    holds = False  # never ready
     mode = url = redis_url = router_at_stop = None
 
     def __init__(self, folder):
@@ -82,9 +78,6 @@ class FakeWorkers:
         self.waiting.set()
         if self.failure:
             raise self.failure
-        while self.holds:
-            stop.check()
-            time.sleep(0.01)
 
     def poll(self):
         self.polled.set()
@@ -171,7 +164,6 @@ def test_start_and_stop_are_in_order_and_leave_only_logs(run):
 
 
 def ends(run, error):
-    """The start has failed with this error, and all has been stopped."""
     run.thread.join(scaled(30))
     assert not run.thread.is_alive()
     assert isinstance(run.error, error)
@@ -194,16 +186,6 @@ def test_a_router_that_finds_no_workers_is_a_failed_start(run, monkeypatch):
     assert "did not find all 3 workers" in str(run.error)
 
 
-def test_told_to_stop_while_workers_load(run):
-    run.workers.holds = True
-    run.start(until="waiting")
-    state = run.folder.read_state()
-    assert state is not None  # `baton down` finds it
-    assert (state.ready, state.supervisor.pid) == (False, os.getpid())
-    run.stop.drain.set()
-    ends(run, Cancelled)
-
-
 def test_told_to_stop_before_anything_starts(run):
     run.stop.drain.set()
     run.thread.start()
@@ -212,34 +194,20 @@ def test_told_to_stop_before_anything_starts(run):
     assert "workers start" not in log
 
 
-def killed_router(run):
-    """The state before the router was killed, and the first one with its successor."""
-    old = run.folder.read_state()
-    gone = old.processes["router"]
-    os.kill(gone.pid, signal.SIGKILL)
-
-    def replaced():
-        state = run.folder.read_state()
-        return state.processes.get("router") not in {None, gone} and state
-
-    return old, eventually(replaced, within_s=20)
-
-
-def test_a_router_that_died_comes_back_at_the_same_address(run):
-    run.start()
-    old, new = killed_router(run)
-    assert (new.grpc, new.admin, new.metrics) == (old.grpc, old.admin, old.metrics)
-    run.end()
-    assert run.error is None
-
-
 @pytest.mark.slow
-def test_a_router_that_fails_when_it_comes_back_is_tried_again(run):
+def test_a_router_that_died_comes_back_at_the_same_address_though_its_first_start_fails(run):
     marker, router = run.folder.config.with_name("router-fails-once"), run.start().supervisor._router
     marker.touch()
-    killed_router(run)
-    eventually(lambda: not marker.exists() and router.restarts == 2 and router.ready and router.pid)
-    assert run.thread.is_alive()
+    old = run.folder.read_state()
+    os.kill(old.processes["router"].pid, signal.SIGKILL)
+
+    def back():
+        state = run.folder.read_state()
+        found = state.processes.get("router")
+        return found and (router.restarts, router.pid) == (2, found.pid) and state
+
+    new = eventually(back, within_s=20)
+    assert (new.grpc, new.admin, new.metrics) == (old.grpc, old.admin, old.metrics)
     run.end()
     assert run.error is None
 
@@ -254,19 +222,11 @@ def kill(redis):
     eventually(lambda: redis.pid is None)
 
 
-@pytest.fixture
-def redis(tmp_path):
-    """Its clock, and a Redis that is kept."""
+@pytest.mark.slow
+def test_redis_is_started_again_at_the_same_address_until_its_port_is_somebody_elses_for_long(tmp_path, request):
     clock = FakeClock()
     kept = KeptRedis(tmp_path, clock)
-    yield clock, kept
-    kept.stop()
-    assert kept.pid is None
-
-
-@pytest.mark.slow
-def test_redis_is_started_again_at_the_same_address_until_its_port_is_somebody_elses_for_long(redis):
-    clock, kept = redis
+    request.addfinalizer(kept.stop)
     url, pid, port = kept.url, kept.pid, kept._server.port
     kept.poll()
     assert kept.pid == pid

@@ -36,7 +36,6 @@ def _planner(profile: Profile, slo: Slo, lengths: tuple[str, str], requests: int
 
 
 def _with(profile: Profile, **changes: object) -> Profile:
-    """Every layout changed."""
     layouts = tuple(Layout.model_validate(one.model_dump() | changes) for one in profile.layouts)
     return profile.model_copy(update={"layouts": layouts, "link": Link(bytes_per_s=1e15)})
 

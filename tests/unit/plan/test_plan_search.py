@@ -96,27 +96,21 @@ def test_workers_that_share_a_host_slow_each_other_down_in_each_layout():
 
 
 def _sized(*layouts: dict[str, object]) -> Profile:
-    """Layouts that differ in what is given from the first of `profile`."""
     return profile(layouts=[profile().layout(1).model_dump() | changes for changes in layouts])
 
 
-def test_batches_of_any_size_within_the_goal_are_thought_of():
+def test_batches_are_of_any_size_within_the_goal_and_no_larger_than_the_room_for_kv():
     """Three rows cost 1 ms each; from four on a step takes 1 s, which is beyond the goal."""
-    found, load = planner(Fake(1, 1, 1)), Lengths.parse("100", "11")
+    found, load = planner(Fake(1, 1, 1)), Workload(Lengths.parse("100", "11"))
     free = {"token_s": 0.0, "context_s": 0.0}
     decode = [{"rows_below": 4, "step_s": 0.003} | free, {"rows_below": 9, "step_s": 1.0} | free]
     site = replace(found.site, profile=_sized({"decode": [*decode, {"step_s": 1.0} | free]}))
-    assert least_decode(site, Workload(load), 500.0, 1) == 5
+    assert least_decode(site, load, 500.0, 1) == 5
     larger = replace(found.site, profile=_sized({"decode": [*decode, {"step_s": 0.0045} | free]}))
-    assert least_decode(larger, Workload(load), 5000.0, 1) == 4  # 64 rows at 4.5 ms
-
-
-def test_batches_are_no_larger_than_the_room_for_kv():
-    """Ten rows of 105.5 tokens, at 1.1 ms each."""
-    found = planner(Fake(1, 1, 1))
-    site = replace(found.site, profile=_sized({"kv_tokens": 1040}))
-    assert site.room(1) == 1040
-    assert least_decode(site, found.workload, 250.0, 1) == 3
+    assert least_decode(larger, load, 5000.0, 1) == 4  # 64 rows at 4.5 ms
+    small = replace(found.site, profile=_sized({"kv_tokens": 1040}))
+    assert small.room(1) == 1040
+    assert least_decode(small, found.workload, 250.0, 1) == 3  # ten rows of 105.5 tokens, at 1.1 ms each
 
 
 @pytest.mark.parametrize(("room", "size"), [(112, 1), (111, 2), (16, 2)])

@@ -11,6 +11,8 @@ from simulator.profile import Busy, Layout, load_profile, names
 from simulator.scenario import Contention, Pool, Slowed
 from tests.unit.plan.plan_support import EASY, profile
 
+LAYOUT = {"tensor_parallel": 1, "kv_tokens": 10, "prompt": EASY, "decode": [EASY]}
+
 
 @pytest.mark.parametrize("name", names())
 def test_each_profile_that_comes_along_names_its_source_and_all_that_it_says_costs_time(name):
@@ -35,14 +37,9 @@ def test_the_published_numbers_are_those_of_the_source():
     assert cost.seconds(0, 0, 95, 95 * 500) * 1e3 == pytest.approx(large_ms, rel=2e-3)
 
 
-def test_a_step_of_both_kinds_costs_what_was_measured_more():
-    layout = Layout.model_validate(
-        {"tensor_parallel": 1, "kv_tokens": 10, "prompt": EASY, "decode": [EASY], "joint_extra_s": 0.005}
-    )
+def test_a_step_of_both_kinds_costs_what_was_measured_more_and_a_pool_has_the_blocks_of_the_profile():
+    layout = Layout.model_validate(LAYOUT | {"joint_extra_s": 0.005})
     assert layout.cost().seconds(10, 55, 4, 40) == pytest.approx(0.01 + 0.005 + 10e-4 + 4e-4)
-
-
-def test_a_pool_has_the_blocks_of_the_profile_and_the_bounds_of_what_it_is_like():
     pool = profile().pool(3, 1, Pool(0, block_size=32, max_running=7))
     assert (pool.workers, pool.kv_blocks, pool.max_running) == (3, 100_000 // 32, 7)
 
@@ -98,8 +95,7 @@ def _decode(*pieces: tuple[int | None, float]) -> list[dict[str, float | None]]:
     ],
 )
 def test_costs_that_cannot_be_are_refused(changes, says):
-    layout = {"tensor_parallel": 1, "kv_tokens": 10, "prompt": EASY, "decode": [EASY]}
     with pytest.raises(ValueError, match=says):
-        Layout.model_validate(layout | changes)
-    falling = Layout.model_validate(layout | {"decode": _decode((9, 0.1), (None, -0.008))})
+        Layout.model_validate(LAYOUT | changes)
+    falling = Layout.model_validate(LAYOUT | {"decode": _decode((9, 0.1), (None, -0.008))})
     assert falling.cost().seconds(0, 0, 9, 9) == pytest.approx(0.001)

@@ -1,6 +1,4 @@
-"""What a simulated cluster does beside serving: faults come and go, workers report, gaps are kept, options are looked
-at.
-"""
+"""What a simulated cluster does beside serving: faults come and go, workers report, gaps are kept."""
 
 from __future__ import annotations
 
@@ -56,7 +54,6 @@ def test_workers_report_while_somebody_is_served_and_once_more(monkeypatch):
 @pytest.mark.parametrize("worker", ["prefill-0", "decode-0"])
 @pytest.mark.parametrize("local", [False, True], ids=["pairs", "local prefill"])
 def test_nothing_is_left_whenever_a_worker_dies(worker, noticed_s, local):
-    """A reservation once was, if its prefill worker died before the answer to the Reserve came: `run` says so."""
     router = replace(PATIENT, local_prefill=local)
     for at_s in (1.0 + 1e-4 * step for step in range(120)):
         faults = (Death(at_s, worker, back_after_s=1.0, noticed_s=noticed_s),)
@@ -64,16 +61,16 @@ def test_nothing_is_left_whenever_a_worker_dies(worker, noticed_s, local):
         assert report.completed == 1
 
 
-@pytest.mark.parametrize(
-    "of",
-    [
-        scene(2, 1, pool={"kv_blocks": 80}),
-        colocated(1, pool={"kv_blocks": 80, "max_running": 8}),
-        scene(2, 2, faults=DEATHS),
-        colocated(2, faults=DEATHS, pool={"spread": (0.5, 1.5)}),
-    ],
-    ids=["preempted", "colocated, preempted", "dead", "colocated, dead"],
-)
+MANY = {"kv_blocks": 80, "max_running": 8}
+MOVED = {
+    "preempted": scene(2, 1, pool={"kv_blocks": 80}),
+    "colocated, preempted": colocated(1, pool=MANY),
+    "dead": scene(2, 2, faults=DEATHS),
+    "colocated, dead": colocated(2, faults=DEATHS, pool={"spread": (0.5, 1.5)}),
+}
+
+
+@pytest.mark.parametrize("of", MOVED.values(), ids=MOVED)
 def test_gaps_of_rows_that_went_on_elsewhere_count(of, monkeypatch):
     """One fewer than tokens; steps in which a row had to wait count twice."""
     missing, completed = [], Tally.completed

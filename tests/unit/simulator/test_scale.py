@@ -18,7 +18,7 @@ from simulator import simulate
 from simulator.__main__ import _RATE, scale_load, scale_scenario
 from simulator.report import Report
 
-WORKERS, REQUESTS = 1000, 5000
+WORKERS, REQUESTS = 1000, 3000
 EACH = REQUESTS // WORKERS
 
 

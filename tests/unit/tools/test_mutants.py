@@ -32,7 +32,6 @@ SUITE = "tests/unit/worker/test_thoughts.py"
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
-    """A folder with `source.py`."""
     (tmp_path / "source.py").write_text(SOURCE)
     return tmp_path
 
@@ -91,6 +90,5 @@ def test_what_was_killed_before_must_be_killed_again(tmp_path: Path) -> None:
 
 
 def mutants(*options: str, out: Path) -> subprocess.CompletedProcess[str]:
-    """Run the program."""
     command = [sys.executable, "-m", "tools.mutants", str(out), "--jobs", "1", *options]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)

@@ -27,14 +27,15 @@ def test_shared_blocks_count_once():
     assert (found.worker, found.unaccounted) == (D, 0)
 
 
-@pytest.mark.parametrize(("owned", "unaccounted"), [(4, 2), (2, 0), (1, -1)])
-def test_what_nobody_holds_is_unaccounted(owned, unaccounted):
-    counts = BlockCounts(8, free=8 - owned, owned=owned)
+@pytest.mark.parametrize(
+    ("counts", "unaccounted"),
+    [
+        *((BlockCounts(8, free=8 - owned, owned=owned), owned - 2) for owned in (4, 2, 1)),
+        (BlockCounts(8, cached=5, quarantined=1, owned=2), 0),  # these need no holder
+    ],
+)
+def test_what_nobody_holds_is_unaccounted(counts, unaccounted):
     assert count(D, counts, [Holding(A, "decoding", [4, 5])]).unaccounted == unaccounted
-
-
-def test_cached_and_quarantined_blocks_need_no_holder():
-    assert count(D, BlockCounts(8, free=2, cached=5, quarantined=1), []).unaccounted == 0
 
 
 @pytest.fixture

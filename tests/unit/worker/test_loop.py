@@ -8,11 +8,14 @@ import pytest
 
 from baton.clock import FakeClock
 from baton.core import HandoffId
+from baton.engine.oracle import OracleBackend, oracle_layout
 from baton.engine.outcome import StepResult
 from baton.errors import EngineFault
 from baton.load import Load, Pace
 from baton.worker.loop import EngineLoop
+from tests.support.sessions import BLOCK, prefill, reserve
 from tests.support.time_factor import scaled
+from tests.support.workers import DecodeSide, PrefillSide
 
 
 class FakeEngine:
@@ -58,7 +61,6 @@ def listener():
 
 @pytest.fixture
 def started(engine, listener):
-    """Starts a loop, which is stopped at the end."""
     with ExitStack() as loops:
 
         def start(idle_s=60.0):
@@ -71,7 +73,6 @@ def started(engine, listener):
 
 
 def run_on(loop, job=lambda: None):
-    """Submit and wait."""
     done = threading.Event()
     loop.submit(job)
     loop.submit(done.set)
@@ -217,3 +218,36 @@ def test_who_hears_of_a_step_finds_what_it_took_and_telling_counts_with_the_next
     loop._step(listener)
     loop._step(listener)
     assert found == [Pace(1, 2, 200, 1.0), Pace(2, 4, 400, 2.25)]
+
+
+class SlowBackend(OracleBackend):
+    """Stops in the middle of a forward until it is told to go on."""
+
+    def __init__(self):
+        super().__init__(oracle_layout(block_size=BLOCK), max_model_len=64)
+        self.inside, self.go_on = threading.Event(), threading.Event()
+
+    def forward(self, batch, kv):
+        if batch.on_layer is not None:
+            batch.on_layer(0)
+        self.inside.set()
+        assert self.go_on.wait(scaled(10))
+        return super().forward(batch, kv)
+
+
+@pytest.mark.parametrize(
+    ("make", "commands"), [(PrefillSide, [prefill()]), (DecodeSide, [reserve(), prefill(to=None)])]
+)
+def test_each_layer_counts_as_progress(router, make, commands):
+    backend = SlowBackend()
+    side = make(backend=backend, loop=partial(EngineLoop, idle_s=60.0))
+    for command in commands:
+        side.loop.submit(partial(side.role.command, router, command))
+    side.loop.start(side.role)
+    try:
+        assert backend.inside.wait(scaled(10))
+        assert side.loop.iterations > 0, "the step has not ended, but its first layer has"
+    finally:
+        backend.go_on.set()
+        side.loop.stop()
+    assert side.loop.failure is None

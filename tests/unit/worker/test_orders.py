@@ -1,7 +1,7 @@
 """What a worker is told by the board, beside its lease: obeyed once it concerns it, and never in the lease's way."""
 
 import asyncio
-from typing import Any, cast
+from unittest.mock import AsyncMock, Mock
 
 import pytest
 
@@ -23,86 +23,60 @@ def order_of(role=Role.DECODE, **facts):
 DRAIN, TURN, STAY = order_of(drain=True), order_of(Role.PREFILL), order_of()
 
 
-class Parts:
-    """A lease, a loop, a service, a board and settings, of which each call is remembered."""
-
-    heartbeat_s, lease_s = 0.001, 0.06
-    failure = None
-
-    def __init__(self):
-        self.iterations, self.calls, self.jobs = 0, [], []
-        self.orders = []  # to come; an error is raised, "hangs" never answers, none left: None
-        self.at_beat = {}  # a function to call, by number
-
-    def check(self):
-        self.calls.append("check")
-
-    async def renew(self, progress):
-        self.calls.append("renew")
-
-    def beat(self):
-        self.iterations += 1
-        self.calls.append("beat")
-        self.at_beat.get(self.iterations, lambda: None)()
-
-    def submit(self, job):
-        self.jobs.append(job)
-
-    async def order(self, ref):
-        assert ref == D
-        self.calls.append("order")
-        found = self.orders.pop(0) if self.orders else None
-        if isinstance(found, Exception):
-            raise found
-        return await asyncio.sleep(60) if found == "hangs" else found
-
-    def drain(self):
-        self.calls.append("drain")
-
-
 @pytest.fixture
 def parts():
-    return Parts()
+    """A lease, a loop, a service, a board, a role and settings in one, of which each call is remembered."""
+    it = Mock(heartbeat_s=0.001, lease_s=0.06, failure=None, iterations=0)
+    it.renew, it.order = AsyncMock(), AsyncMock(return_value=None)
+
+    def beat():
+        it.iterations += 1
+
+    it.beat.side_effect = beat
+    return it
 
 
 @pytest.fixture
 def beats(parts):
-    it = cast("Any", parts)
-    return Beats(INFO, it, it, it, it, it, FakeClock())
+    return Beats(INFO, parts, parts, parts, parts, parts, FakeClock())
+
+
+def calls(parts):
+    return [name for name, _, _ in parts.mock_calls]
 
 
 @pytest.mark.parametrize("order", [DRAIN, TURN], ids=["drain", "turn"])
 async def test_an_order_is_returned_after_the_lease_was_renewed(parts, beats, order):
-    parts.orders = [None, STAY, order]
+    parts.order.side_effect = [None, STAY, order]
     assert await beats.run(asyncio.Event()) is order
-    assert parts.calls == ["check", "beat", "renew", "order"] * 3
+    assert calls(parts) == ["check", "beat", "renew", "order"] * 3
+    parts.order.assert_awaited_with(D)
 
 
-@pytest.mark.parametrize("trouble", [LedgerError("away"), "hangs"])
-async def test_a_board_that_cannot_be_read_endangers_no_lease(parts, beats, trouble):
-    parts.orders = [trouble, DRAIN]
+@pytest.mark.parametrize("seconds", [0, 60], ids=["away", "silent"])
+async def test_a_board_that_cannot_be_read_endangers_no_lease(parts, beats, seconds):
+    async def away(ref):
+        parts.order.side_effect = [DRAIN]
+        await asyncio.sleep(seconds)
+        raise LedgerError("away")
+
+    parts.order.side_effect = away
     assert await beats.run(asyncio.Event()) is DRAIN
-    assert parts.calls.count("renew") == 2
+    assert calls(parts).count("renew") == 2
 
 
 async def test_told_to_stop_it_has_no_order(parts, beats):
     stop = asyncio.Event()
-    parts.at_beat = {3: stop.set}
+    parts.check.side_effect = lambda: stop.set() if calls(parts).count("check") == 3 else None
     assert await beats.run(stop) is None
-    assert parts.calls.count("renew") == 3
+    assert calls(parts).count("check") == 3
 
 
 async def test_while_it_drains_it_keeps_its_lease_until_nothing_is_left(parts, beats):
-    looks = iter([False, False, True])
-
-    def drained():
-        parts.calls.append("look")
-        return next(looks)
-
-    await beats.drain(asyncio.Event(), 60.0, cast("Any", parts), drained)
-    assert parts.jobs == [parts.drain]
-    assert parts.calls.count("renew") == 3
-    assert parts.calls[-4:] == ["look", "check", "beat", "renew"], "routers hear that it drains before it goes"
+    parts.look.side_effect = [False, False, True]
+    await beats.drain(asyncio.Event(), 60.0, parts, parts.look)
+    parts.submit.assert_called_once_with(parts.drain)
+    assert calls(parts)[1:] == ["look", "check", "beat", "renew"] * 3, "routers hear that it drains before it goes"
 
 
 @pytest.mark.parametrize("how", ["stop", "grace"])
@@ -116,13 +90,13 @@ async def test_it_does_not_wait_for_ever(parts, beats, how):
             beats._clock.advance(31.0)
         return False
 
-    await beats.drain(stop, 30.0, cast("Any", parts), never)
-    assert parts.calls.count("renew") == 1
+    await beats.drain(stop, 30.0, parts, never)
+    assert calls(parts).count("renew") == 1
 
 
 @pytest.mark.parametrize("drains", [False, True])
 async def test_a_broken_engine_ends_it(parts, beats, drains):
     parts.failure = RuntimeError("broken")
     with pytest.raises(EngineFault, match="RuntimeError"):
-        await (beats.drain(asyncio.Event(), 60.0, cast("Any", parts), bool) if drains else beats.run(asyncio.Event()))
-    assert "renew" not in parts.calls
+        await (beats.drain(asyncio.Event(), 60.0, parts, bool) if drains else beats.run(asyncio.Event()))
+    assert "renew" not in calls(parts)

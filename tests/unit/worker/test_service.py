@@ -23,8 +23,6 @@ CONNECT = "/baton.v1.Worker/Connect"
 
 
 class FakeRole:
-    """Remembers, on the engine thread, and tells the test's event loop."""
-
     def __init__(self):
         self.loop = asyncio.get_running_loop()
         self.heard: asyncio.Queue[Any] = asyncio.Queue()
@@ -53,8 +51,6 @@ class FakeRole:
 
 
 class Worker:
-    """A listening worker."""
-
     def __init__(self, hello_s=10.0):
         engine = engine_of(Role.DECODE, 10)
         self.role = cast(Any, FakeRole())
@@ -113,7 +109,6 @@ def saying(*commands):
 
 
 async def refusal(call):
-    """The status with which the worker ends the call."""
     return await call.code(), await call.details()
 
 

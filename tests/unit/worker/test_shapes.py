@@ -22,7 +22,6 @@ MEASURED = Passes({32: 8.0, 64: 8.0, 128: 8.0, 256: 8.0}, steady=128)
 
 @pytest.fixture
 def settings(settings, tmp_path, monkeypatch):
-    """Settings of the demo model; measurements are kept in a folder of the test."""
     monkeypatch.setenv("BATON_HOME", str(tmp_path / "home"))
     return lambda *sets: settings(f"model.path={DEMO}", "decode.device=cpu", *sets)
 

@@ -1,9 +1,11 @@
-"""What is remembered of thoughts: consecutive chunks, the newest of what was made about each, so many bytes."""
+"""Thoughts and attempts that a worker remembers: the newest ones, up to a limit."""
 
 import pytest
 
 from baton.core import HandoffId, Thought
+from baton.errors import StaleAttempt
 from baton.rpc.thinking import thoughts_from_pb
+from baton.worker.attempts import Attempts
 from baton.worker.thoughts import Thoughts
 from tests.support.sessions import H
 
@@ -56,3 +58,20 @@ def test_the_oldest_are_forgotten_when_it_is_too_much():
     assert kept(thoughts) == []
     thoughts.add(about(5))
     assert kept(thoughts) == about(5)
+
+
+def test_the_latest_requests_are_remembered_up_to_the_limit():
+    attempts = Attempts(limit=2)
+    for request in ("a", "b", "c"):
+        attempts.saw(HandoffId(request, 2))
+    for request in ("b", "c"):
+        for attempt in (1, 2):
+            with pytest.raises(StaleAttempt, match="attempt 2 was seen here already"):
+                attempts.check_new(HandoffId(request, attempt))
+        attempts.check_new(HandoffId(request, 3))
+    attempts.check_new(HandoffId("a", 1))  # forgotten
+    attempts.saw(HandoffId("b", 1))  # an older attempt takes nothing back, and the request was seen last
+    attempts.saw(HandoffId("d", 1))
+    attempts.check_new(HandoffId("c", 1))
+    with pytest.raises(StaleAttempt, match="attempt 2"):
+        attempts.check_new(HandoffId("b", 2))

@@ -39,8 +39,6 @@ def exits():
 
 @pytest.fixture
 def hosted(exits, monkeypatch):
-    """A worker whose host does this instead of serving."""
-
     def start(serve):
         monkeypatch.setattr(host, "serve", lambda settings, factories, role, stop, ready: serve(stop, ready))
         return exits.worker(partial(run_worker, *NO_SETTINGS))

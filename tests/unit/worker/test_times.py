@@ -14,7 +14,6 @@ from tests.support.workers import DecodeSide, PrefillSide
 
 
 def said(session, kind, handoff=H):
-    """The spans that came with events of this kind, by name."""
     spans = [one for event in session.told(handoff) if event.HasField(kind) for one in event.spans]
     assert len({one.name for one in spans}) == len(spans)
     return {one.name: one for one in spans}

@@ -27,34 +27,28 @@ def both(tmp_path):
     return of
 
 
-def test_pools_that_differ_in_sizes_alone_share_the_weights(both):
-    settings = both("decode.max_running=5", "decode.prefix_cache=false", "prefill.max_batched_tokens=64")
-    assert reasons_to_load(settings[Role.PREFILL], settings[Role.DECODE]) == []
+SIZES = ("decode.max_running=5", "decode.prefix_cache=false", "prefill.max_batched_tokens=64")
 
 
 @pytest.mark.parametrize(
-    ("given", "reason"),
+    ("given", "reasons"),
     [
-        ("decode.device=cuda:1", "device: cpu, cuda:1"),
-        ("decode.threads=3", "threads: None, 3"),
-        ("decode.tensor_parallel=2", "tensor_parallel: 1, 2"),
-        ("decode.block_size=32", "block_size: 16, 32"),
-        ("decode.attention_splits=load", "attention_splits: auto, load"),
+        (SIZES, []),  # pools that differ in sizes alone share the weights
+        (["decode.device=cuda:1"], ["device: cpu, cuda:1"]),
+        (["decode.threads=3"], ["threads: None, 3"]),
+        (["decode.tensor_parallel=2"], ["tensor_parallel: 1, 2"]),
+        (["decode.block_size=32"], ["block_size: 16, 32"]),
+        (["decode.attention_splits=load"], ["attention_splits: auto, load"]),
     ],
 )
-def test_what_a_model_is_loaded_with_must_be_alike(both, given, reason):
-    settings = both(given)
-    assert reasons_to_load(settings[Role.PREFILL], settings[Role.DECODE]) == [reason]
-
-
-def test_so_must_its_numbers_and_its_thoughts(both):
-    before = both()[Role.DECODE]
-    after = replace(before, dtype="bfloat16", thinking_prefill="off")
-    assert reasons_to_load(before, after) == [f"dtype: {before.dtype}, bfloat16", "thinking_prefill: auto, off"]
+def test_what_a_model_is_loaded_with_must_be_alike(both, given, reasons):
+    before, after = both(*given).values()
+    assert reasons_to_load(before, after) == reasons
+    other = replace(before, dtype="bfloat16", thinking_prefill="off")
+    assert reasons_to_load(before, other) == [f"dtype: {before.dtype}, bfloat16", "thinking_prefill: auto, off"]
 
 
 def test_who_and_where_it_is_stays(both):
-    """The role changes, the place does not."""
     addresses = "prefill.listen=127.0.0.1:7001", "decode.listen=127.0.0.1:7002", "decode.advertise=d.example"
     for begins, (listen, advertise) in {
         Role.PREFILL: ("127.0.0.1:7001", None),

@@ -28,9 +28,6 @@ def test_times_have_the_rate_and_the_burstiness(text: str, cv: float):
 def test_times_that_are_none(text: str):
     with pytest.raises(ConfigError, match="arrivals: must be poisson, constant, or gamma:CV"):
         Times.parse(text, 1)
-
-
-def test_a_rate_that_is_none():
     with pytest.raises(ConfigError, match="rate: must be requests per second, a number above 0, got 0"):
         Times.parse("poisson", 0)
 

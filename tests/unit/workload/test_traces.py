@@ -54,15 +54,10 @@ def test_our_own(file: Path):
     assert [(one.at_s, one.prompt_tokens) for one in read_trace(file).arrivals] == [(0.0, 4), (0.5, 3)]
 
 
-def test_lengths_and_blocks_shrink_together(file: Path):
+def test_lengths_and_blocks_shrink_together_and_times_are_faster(file: Path):
     file.write_text(MOONCAKE % (0, 1536, 32, [1, 2, 3]) + MOONCAKE % (0, 513, 1, [1, 4]))
-    assert read_trace(file, scale=16).arrivals == (
-        Arrival(0.0, 96, 2, (1, 2, 3), 32),
-        Arrival(0.0, 32, 1, (1, 4), 32),
-    )
-
-
-def test_faster_and_only_the_first_ones(file: Path):
+    scaled = (Arrival(0.0, 96, 2, (1, 2, 3), 32), Arrival(0.0, 32, 1, (1, 4), 32))
+    assert read_trace(file, scale=16).arrivals == scaled
     file.write_text("".join(MOONCAKE % (at, 10, 1, []) for at in (0, 1000, 4000)) + "what comes later is not read")
     assert [one.at_s for one in read_trace(file, limit=3).faster(2).arrivals] == [0.0, 0.5, 2.0]
 
@@ -72,10 +67,7 @@ def test_faster_and_only_the_first_ones(file: Path):
     [
         ("{", ":1: not JSON"),
         ("time,tokens\n1,2\n", ":1: not JSON"),
-        (
-            '{"prompt": "a"}\n[]',
-            ":2: must be an object with prompt, prompt_tokens, max_tokens, timestamp and nothing",
-        ),
+        ('{"prompt": "a"}\n[]', ":2: must be an object with prompt, prompt_tokens, max_tokens, timestamp and nothing"),
         ('{"promt": "a"}', "and nothing else"),
         ('{"prompt": "a", "prompt_tokens": 3}', "one of prompt and prompt_tokens"),
         ('{"max_tokens": 3}', "one of prompt and prompt_tokens"),
