@@ -1,19 +1,15 @@
-"""The pipe between a program and a measured process, with real processes, and the memory that two of them share."""
+"""The pipe between a program and a measured process, with real processes."""
 
 from __future__ import annotations
 
-import os
 import sys
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
-import torch
 
 from benchmarks.lib.protocol import Child, ChildFailed, Setup
-from benchmarks.lib.transfer_bare import SharedRing, ring_bytes
 from tests.support.waiting import eventually
 
 PROGRAM = """
@@ -64,22 +60,3 @@ def test_a_slow_one_is_ended_so_that_its_answer_is_never_mistaken(child: Child) 
         child.ask("hang", 0.05)
     assert not child.alive
     assert not psutil.pid_exists(child.pid)
-
-
-def test_a_ring_moves_bytes_between_two_maps() -> None:
-    """Two maps of one file, in two threads: as between two processes."""
-    slots, size = 3, 4096
-    file = os.memfd_create("test-ring")
-    os.ftruncate(file, ring_bytes(slots, size))
-    writer, reader = SharedRing(file, slots, size), SharedRing(file, slots, size)
-    os.close(file)
-    sent = torch.arange(10 * size + 100, dtype=torch.int64).to(torch.uint8)
-    writer.reset()
-    for _ in range(2):
-        received = torch.zeros_like(sent)
-        reading = threading.Thread(target=reader.read, args=(received,))
-        reading.start()
-        writer.wait_reader()
-        writer.write(sent)
-        reading.join(10)
-        assert torch.equal(sent, received)

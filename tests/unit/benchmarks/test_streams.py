@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import random
-from typing import Any
 
 import grpc
 import pytest
 
-from baton.errors import EngineFault, Overloaded
 from baton.rpc.channel import aio_server, bind
 from baton.rpc.v1 import common_pb2
 from baton.rpc.v1 import inference_pb2 as pb
-from benchmarks import overload
 from benchmarks.lib import http2
 from benchmarks.lib.http2 import LoadFailed
 from benchmarks.lib.streams import drive
@@ -115,33 +112,3 @@ BROKEN = {
 async def test_a_stream_that_is_not_whole_fails_the_load(server, text):
     with pytest.raises(LoadFailed, match=text):
         await load(server)
-
-
-class Client:
-    def __init__(self, *ends):
-        self.ends = list(ends)
-
-    def stream(self, prompt, **options):
-        assert (len(prompt), options["max_tokens"]) == (overload.PROMPT, overload.ANSWER)
-        return self
-
-    async def __aenter__(self):
-        return self
-
-    async def __aexit__(self, *_):
-        pass
-
-    async def __aiter__(self):
-        yield "token"
-        if (end := self.ends.pop(0)) is not None:
-            raise end
-
-
-async def test_each_end_under_overload_is_counted_once():
-    seen, rng = overload.Phase(), random.Random(1)
-    client: Any = Client(None, Overloaded("full", 2.0), Overloaded("waited 1 s for room", 3.0), EngineFault("broke"))
-    for _ in range(4):
-        await overload.ask(client, seen, rng)
-    assert (seen.offered, seen.finished, seen.late, len(seen.failed)) == (4, 1, 1, 1)
-    assert seen.delays == [2.0, 3.0]
-    assert len(seen.ttft) == 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -81,13 +82,15 @@ def sizes(plan):
     return plan and (plan.prefill, plan.decode)
 
 
-def test_pools_without_bounds_are_left_alone():
+def test_pools_without_bounds_are_left_alone_and_what_is_not_known_presses_nothing():
     run = Run(cluster=config(prefill=None, decode=None))
-    assert run.until(200, **SLOW) is None
-    assert run.outlook == ""
+    assert (run.until(200, **SLOW), run.outlook) == (None, "")
     run = Run(cluster=config(prefill=None), prefill=3, decode=2)
     assert sizes(run.until(200, **SLOW)) == (3, 3)
     assert sizes(run.until(200)) == (3, 2)
+    run = Run()
+    assert run.until(DOWN_S, queue_s=0.0) is None
+    assert not any(name in run.outlook for name in ("TTFT", "ITL"))
 
 
 def test_nothing_is_decided_while_no_router_says_anything():
@@ -136,7 +139,7 @@ CALM = RouterReport(router_id="router-b", ttft_s=0.1, ttft_alone_s=0.1, itl_s=0.
 WIDE = config(decode=(1, 20))
 MUCH = {"used": 3.0, **BUSY}
 KEPT = ("1 prefill to be decode (2 to 3): ITL 130 ms of 100 ms for 5 s; prefill with 2 is then at ",)
-DECISIONS = {
+DECISIONS: dict[str, tuple[Any, ...]] = {
     "in proportion": (Run(2, 4, WIDE), {"used": 0.99, **BUSY}, (2, 5)),
     "half as many more": (Run(2, 4, WIDE), {"used": 1.17, **BUSY}, (2, 6)),
     "twice as many": (Run(2, 4, WIDE), {"used": 1.71, **BUSY}, (2, 8)),
@@ -186,13 +189,6 @@ def test_it_shrinks_to_no_more_than_half_at_once_and_to_the_least_in_the_end():
     found = [sizes(plan) for plan in (run.look() for _ in range(400)) if plan]
     assert found == [(2, 4), (1, 3)]
     assert run.outlook.endswith("steady")
-
-
-def test_what_is_not_known_presses_nothing():
-    run = Run()
-    assert run.until(DOWN_S, queue_s=0.0) is None
-    assert "TTFT" not in run.outlook
-    assert "ITL" not in run.outlook
 
 
 def test_kv_that_waits_for_prefill_workers_is_not_what_decode_workers_have_to_do():

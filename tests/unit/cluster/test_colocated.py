@@ -18,20 +18,6 @@ CONFIG = ClusterConfig.model_validate(
 LATE = {"ttft_s": 3.0, "ttft_alone_s": 0.2}
 
 
-async def test_all_workers_are_of_one_kind_and_their_number_changes():
-    world = World(prefill=0, decode=2)
-    controller = await begun(world, world.controller(mode="colocated"))
-    assert world.roles() == {"decode-0": "decode", "decode-1": "decode"}
-    assert "2 colocated" in world.report.decisions[0].text
-    world.tell(decode=3)
-    await run(world, controller, 10)
-    assert sorted(world.roles()) == ["decode-0", "decode-1", "decode-2"]
-    world.tell(decode=1)
-    await run(world, controller, 20)
-    assert world.roles() == {"decode-0": "decode"}
-    assert controller.ready
-
-
 @pytest.mark.parametrize(("before", "now"), [((1, 1), (0, 2)), ((0, 2), (1, 1))])
 async def test_an_operators_plan_for_the_other_mode_is_not_followed(before, now):
     world, modes = World(*before), ("colocated", "disaggregated")

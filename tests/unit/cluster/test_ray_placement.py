@@ -25,18 +25,7 @@ CONFIG = """{"name": "test", "ray": {"node_labels": {"rack": "r1"}},
  "decode": {"device": "cuda", "replicas": 1}}"""
 
 
-ENDING = """
-import signal, sys, time
-def end(*_):
-    if sys.argv[1:]:
-        time.sleep(0.2)  # as long as a worker takes: who is killed meanwhile leaves no mark
-        open(sys.argv[1], "x")
-        sys.exit()
-signal.signal(signal.SIGTERM, end)
-print(flush=True)
-while True:
-    signal.pause()
-"""
+ENDING = "import signal, sys, time; signal.signal(signal.SIGTERM, {}); print(flush=True); time.sleep(60)"
 
 
 class PlacingRay(FakeRay):
@@ -258,19 +247,22 @@ def test_at_the_end_all_are_asked_and_then_killed_and_ray_ends_though_its_head_d
         assert ray.killed == ["decode-0", "decode-0"]  # the second time in case that the first was not enough
 
 
-@pytest.mark.parametrize("ends", [True, False], ids=["it ends", "it is frozen"])
-def test_a_local_worker_is_killed_only_if_ray_does_not_end_it(ray, here, tmp_path, monkeypatch, ends):
+@pytest.mark.parametrize(
+    ("on_sigterm", "patience_s", "said"),
+    [("lambda *_: (time.sleep(0.2), print('ends'), sys.exit())", 30.0, b"ends\n"), ("signal.SIG_IGN", 0.05, b"")],
+    ids=["it ends", "it is frozen"],
+)
+def test_a_local_worker_is_killed_only_if_ray_does_not_end_it(ray, here, monkeypatch, on_sigterm, patience_s, said):
     """Ray prints of those whom we kill that they died of an error."""
-    monkeypatch.setattr("baton.cluster.ray_cluster.KIND_S", 30.0 if ends else 0.05)
-    mark = tmp_path / "ended"
-    arguments = [mark] if ends else []
-    with subprocess.Popen([sys.executable, "-c", ENDING, *arguments], stdout=subprocess.PIPE) as worker:
+    monkeypatch.setattr("baton.cluster.ray_cluster.KIND_S", patience_s)
+    command = [sys.executable, "-c", ENDING.format(on_sigterm)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as worker:
         assert worker.stdout is not None
         worker.stdout.readline()
         here.ready(worker.pid)
         ray.on_kill = worker.terminate
         here.it.stop(0.1)
-    assert mark.exists() == ends
+        assert worker.stdout.read() == said
 
 
 def test_a_local_ray_keeps_to_itself(ray, tmp_path):

@@ -61,19 +61,16 @@ def one(ensured):
     return ensured()
 
 
-def test_a_controller_is_made_once_and_stays_on_whatever_head_there_is(ensured, one):
+def test_a_controller_is_made_once_and_stays_on_whatever_head_there_is(ray, ensured, one):
     other_ports = CONFIG.model_copy(update={"router": CONFIG.router.model_copy(update={"grpc": "127.0.0.1:7"})})
     assert ensured(other_ports) is one
     wanted = {"lifetime": "detached", "max_restarts": -1, "max_task_retries": 0, "num_cpus": 0, "name": "controller"}
     assert wanted.items() <= one.options.items()
     assert one.options["resources"] == {"node:__internal_head__": 0.001}
     assert one.args[2] is True
-
-
-def test_a_controller_with_another_config_is_replaced(ray, ensured, one):
     two = ensured(CONFIG.model_copy(update={"slo": CONFIG.slo.model_copy(update={"itl_ms": 7.0})}))
-    assert two is not one
     assert ray.actors == {"controller": two}
+    assert two is not one, "with another config it is replaced"
 
 
 def test_a_frozen_controller_is_replaced_and_one_that_is_being_started_is_waited_for(ensured, one, clock):

@@ -23,6 +23,11 @@ def test_a_line_is_found_again():
     found = fit_line([_steps(length) for length in (16, 64, 256, 1024, 4096)])
     assert (found.step_s, found.token_s, found.context_s) == pytest.approx((0.002, 2e-5, 1e-8), rel=1e-6)
     assert seconds_of(fit_line([_steps(256)]), _steps(256)) == pytest.approx(_steps(256).seconds), "of one length"
+    # Chunks of 16: a last one of 4 tokens takes about as long.
+    chunks = [Steps(16, context, 0.012 + 1e-7 * context) for context in (136, 520, 2056)]
+    found = fit_line(chunks)
+    assert (found.step_s, found.token_s, found.context_s) == pytest.approx((0.012, 0.0, 1e-7), rel=1e-6)
+    assert fit_line([*chunks, Steps(4, 10, 0.006)]).token_s > 0, "where some had fewer, it is seen"
 
 
 def test_noise_makes_no_number_negative_and_predictions_stay_near(seed):
@@ -32,14 +37,6 @@ def test_noise_makes_no_number_negative_and_predictions_stay_near(seed):
     assert min(found.step_s, found.token_s, found.context_s) >= 0
     for length in (16, 100, 1024):
         assert seconds_of(found, _steps(length)) == pytest.approx(_steps(length).seconds, rel=0.15)
-
-
-def test_what_steps_of_as_many_tokens_take_is_no_cost_of_a_token():
-    """Chunks of 16: a last one of 4 tokens takes about as long."""
-    chunks = [Steps(16, context, 0.012 + 1e-7 * context) for context in (136, 520, 2056)]
-    found = fit_line(chunks)
-    assert (found.step_s, found.token_s, found.context_s) == pytest.approx((0.012, 0.0, 1e-7), rel=1e-6)
-    assert fit_line([*chunks, Steps(4, 10, 0.006)]).token_s > 0, "where some had fewer, it is seen"
 
 
 def test_decode_steps_go_through_what_was_measured_and_straight_between():

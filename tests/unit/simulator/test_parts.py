@@ -64,7 +64,8 @@ def test_flows_share_the_ways_of_both_ends():
 
 def test_a_flow_waits_for_what_is_not_ready_and_takes_no_share_meanwhile():
     kernel, ends, way = Kernel(), [], Way(10.0)
-    first, second = (Flow(kernel, way, Way(10.0), lambda n=n: ends.append((n, kernel.now))) for n in (1, 2))
+    first = Flow(kernel, way, Way(10.0), lambda: ends.append((1, kernel.now)))
+    second = Flow(kernel, way, Way(10.0), lambda: ends.append((2, kernel.now)))
     first.add(10.0)
     kernel.at(2.0, second.add, 10.0)
     kernel.at(2.0, second.close)

@@ -42,13 +42,10 @@ def test_a_prefill_worker(p, router):
     assert states(p) == [(B, "pushing", 2), (again, "pushing", 3)]
     p.role.gone(router)
     assert states(p) == []
-
-
-def test_a_prompt_that_is_computed_in_chunks(router):
-    side = PrefillSide(max_batched_tokens=4)
-    side.take(router, prefill(A))
-    side.step()
-    assert states(side) == [(A, "prefilling", 3)]
+    chunked = PrefillSide(max_batched_tokens=4)
+    chunked.take(router, prefill(A))
+    chunked.step()
+    assert states(chunked) == [(A, "prefilling", 3)]
 
 
 def test_a_fetch_holds_blocks_beside_the_prompt(p, router):

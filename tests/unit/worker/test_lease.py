@@ -47,12 +47,6 @@ async def test_a_lease_that_is_renewed_in_time_is_kept(lease, ledger, clock):
     assert ledger.mock_calls == [call.register(INFO), *(call.renew(D, progress) for progress in range(5))]
 
 
-async def test_a_place_that_is_taken_is_not_entered(lease, ledger):
-    ledger.register.return_value = False
-    with pytest.raises(EngineFault, match="taken by another incarnation"):
-        await lease.take()
-
-
 @pytest.mark.parametrize("redis", ["there", "away"])
 @pytest.mark.parametrize("how", ["check", "renew"])
 async def test_a_lease_that_lapsed_is_over_whatever_the_ledger_would_say(lease, ledger, clock, how, redis):
@@ -83,6 +77,8 @@ async def test_another_incarnation_in_the_place_ends_this_one(lease, ledger):
     ledger.renew.return_value = ledger.register.return_value = False
     with pytest.raises(EngineFault, match="fenced"):
         await lease.renew(1)
+    with pytest.raises(EngineFault, match="taken by another incarnation"):
+        await lease.take()
 
 
 async def test_a_redis_that_is_away_for_long_does_not_end_the_worker(lease, ledger, clock):
