@@ -134,13 +134,6 @@ def test_all_sides_get_the_same_load_and_other_lengths_come_at_the_same_moments(
     assert read[-1].at_s == pytest.approx(first[-1][0] - first[0][0], abs=1e-5)
 
 
-def test_lengths_that_cannot_be_are_refused(capsys):
-    for lengths in ("", "32,128,256", "32,128,256,1", "32,128,-256,32", "a,b,c,d"):
-        with pytest.raises(SystemExit):
-            disaggregation.main(["--lengths", lengths])
-        assert f"four numbers of tokens from 2 on, with commas, are allowed, not {lengths}" in capsys.readouterr().err
-
-
 def a_profile(**changes: Any) -> Profile:
     """A toy. `changes`: of its one layout."""
     decode = (Piece(step_s=0.004, token_s=1e-4, context_s=0.0),)
@@ -164,18 +157,6 @@ def test_the_simulator_gets_the_very_load_of_a_phase(side):
     assert (found["share"], found["ttft_p50"]) == (report.good / report.arrivals, report.ttft.p50)
     compared = simulator.Compared(side.name, 4.0, {**found, "goodput": found["goodput"] * 2}, found)
     assert [compared.error(figure) for figure in simulator.FIGURES] == pytest.approx([0, 0, 0, 0, 0.5])
-
-
-def test_the_simulator_is_as_fast_as_the_machine_was():
-    def gap(speed: float, usual_s: float, slo: Slo = SLO) -> Report:
-        return simulator.predict(a_profile(), replace(phase(SPLIT, 1.0, 3), speed=speed), slo, usual_s, 0)
-
-    assert gap(1.0, USUAL_S).itl.p50 == pytest.approx(USUAL_S, rel=0.02)
-    assert gap(2.0, USUAL_S).itl.p50 == pytest.approx(2 * USUAL_S, rel=0.03)
-    assert gap(1.0, 2 * USUAL_S).itl.p50 == pytest.approx(2 * USUAL_S, rel=0.03)
-    strict = Slo(1.0, 1.5 * USUAL_S)
-    stretched = gap(2.0, USUAL_S, strict)
-    assert (gap(1.0, 2 * USUAL_S, strict).good, stretched.good) == (0, stretched.arrivals)
 
 
 def test_goodput_is_compared_under_a_goal_and_routers_are_told_theirs(monkeypatch):

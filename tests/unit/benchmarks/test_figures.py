@@ -15,9 +15,8 @@ from benchmarks.lib.determinism_table import figures
 from benchmarks.lib.points import Point
 from benchmarks.lib.ratios import BATON, LIMIT, Measured, Sample, Setting, ratios
 from benchmarks.lib.shapes import SIZES, Shape
-from benchmarks.lib.thinking_figures import ALONE, OFF, THINKS, Agreement, Case, Prompts, Score, agreement
+from benchmarks.lib.thinking_figures import ALONE, OFF, THINKS, Agreement, Case, Prompts, Score
 from benchmarks.lib.thinking_prompts import Load
-from benchmarks.lib.thinking_run import Answer
 from benchmarks.lib.thinking_run import Took as Thought
 from benchmarks.lib.transfer_figures import GOAL_BYTES, OURS, RAW, WHOLE, Figures, Moved, Prompt, Way
 
@@ -134,15 +133,6 @@ def test_figures_of_thinking_are_medians_of_ratios_within_rounds() -> None:
     assert found["fast_prefill_speedup"] == 2.0  # of 2, 3 and 1
     assert found["30 flips, with filler, alone: fast to sequential"] == 0.5  # of 0.5, 0.6 and 0.5
     assert found["30 flips, with filler, alone: time of auto to off"] == 5.0
-
-
-def test_modes_of_thinking_agree_in_answers_and_predicted_forwards() -> None:
-    answers = first, _ = Answer([1], [(), (5,)]), Answer([1], [(), ()])
-    assert agreement(answers, answers, [(2, 2), (1, 1)]).full
-    assert agreement(answers, answers, [(2, 2), (2, 1)]) == Agreement(2, 1, 2)
-    assert not agreement(answers, [first, first]).full
-    thoughts: list[tuple[int, ...]] = [(5,), (), (5, 6), (7,)]
-    assert [thinking_figures.needed_rounds(thoughts, tokens, 2) for tokens in (9, 8)] == [4, 3]
 
 
 def took(seconds: float, ttft_s: list[float], recomputed: int = 0) -> Took:

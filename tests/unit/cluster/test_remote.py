@@ -18,6 +18,7 @@ from baton.config import ClusterConfig
 from baton.errors import Cancelled, ConfigError, LedgerError, NoWorker
 from tests.support.ray import Actor, ActorDiedError, FakeRay, RayError
 
+LOCAL = ("embedded", "unix:///tmp/r.sock", "redis://:secret@127.0.0.1:6379", "rediss://localhost")
 PARTS = Parts(object, {}, LocalControl)
 FILE = {"name": "test", "ray": {"address": "10.0.0.1:6379"}, "redis": {"url": "redis://redis.example:6379"}}
 CONFIG = ClusterConfig.model_validate(FILE)
@@ -165,9 +166,6 @@ def test_who_follows_ends_when_the_controller_is_lost(ray, one, clock):
     with pytest.raises(NoWorker, match="does not answer"):
         follow(ray, one, waits(clock), never, clock)
     assert clock.monotonic() - began > LOST_S
-
-
-LOCAL = ("embedded", "unix:///tmp/r.sock", "redis://:secret@127.0.0.1:6379", "rediss://localhost")
 
 
 @pytest.mark.parametrize("url", LOCAL)

@@ -84,7 +84,6 @@ WRONG = {
     "more bytes than there are": (f"prefill: {{kv_memory: {'9' * 400}GB}}", ["prefill.kv_memory", "1024TiB"]),
     "a long folder": (f"model: {{path: {'a' * 5000}}}", ["model.path", "no folder"]),
     "python object": ("name: !!python/object/apply:os.system [id]", ["not YAML"]),
-    "open listener": ("router: {grpc: '0.0.0.0:5'}", ["router.grpc", "allow_insecure"]),
     "open HTTP listener": ("router: {http: '0.0.0.0:5'}", ["router.http", "allow_insecure"]),
     "no port for HTTP": ("router: {http: localhost}", ["router.http", "host:port", "localhost"]),
     "not a size of a body": ("router: {http_body: 0}", ["router.http_body", "0"]),

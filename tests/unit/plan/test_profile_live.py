@@ -132,11 +132,6 @@ def profiled(served: Served) -> tuple[Live, Any, str]:
     return live, found.layouts[0], said.getvalue()
 
 
-def test_a_model_that_is_too_short_is_named():
-    with pytest.raises(ConfigError, match=r"max_model_len: must be at least 208 .* got 207 of tiny"):
-        profiled(Served(to_the_idle=True, model_len=207))
-
-
 @pytest.mark.parametrize("to_the_idle", [True, False])
 def test_prompts_count_where_another_worker_computes_them(to_the_idle):
     """A router that expects the idle worker to be slower than its SLO allows gives it none: the user is told, and what
@@ -195,7 +190,9 @@ def test_workers_that_do_both_slow_each_other_as_much_as_one_alone_is_faster():
     assert layout.joint_extra_s == pytest.approx(0.021 - new), "without what the other one cost it"
 
 
-def test_a_profile_is_of_one_size():
+def test_a_profile_is_of_one_size_and_of_a_model_that_is_long_enough():
+    with pytest.raises(ConfigError, match=r"max_model_len: must be at least 208 .* got 207 of tiny"):
+        profiled(Served(to_the_idle=True, model_len=207))
     two = {"model": {"path": "oracle"}, "decode": {"tensor_parallel": 2}}
     with pytest.raises(ConfigError, match=r"prefill.tensor_parallel: must be .* which is 2: .* one size, got 1"):
         one_size(ClusterConfig.model_validate(two))

@@ -168,7 +168,9 @@ def test_policies_differ():
     assert cached["prefix"] > 1.5 * cached["round_robin"]
     assert reports["prefix"].ttft.mean < reports["round_robin"].ttft.mean
     assert reports["prefix"].moved_bytes < reports["round_robin"].moved_bytes
-    assert all(report.completed == 600 for report in reports.values())
+    for report in reports.values():
+        assert report.completed == 600
+        assert report.prefill.prompt_tokens + report.prefill.cached_tokens == 600 * 1100, "each once"
     off = simulate(scene(4, 4, pool={"prefix_cache": False}), arrivals)
     assert off.prefill.cached_tokens == 0
 

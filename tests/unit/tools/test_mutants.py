@@ -27,7 +27,7 @@ class Range:
         return low <= self.value and self.value < high
 '''
 TARGETS = ("--targets", "baton/worker/thoughts.py")
-SUITE = "tests/unit/worker/test_thoughts.py"
+SUITE = "tests/unit/worker/test_times.py"
 
 
 @pytest.fixture

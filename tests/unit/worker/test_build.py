@@ -1,8 +1,9 @@
-"""From settings to an engine: devices that are not there, and counters that start at zero."""
+"""From settings to an engine, and from one role to the other: what is refused, what stays loaded, what is freed."""
 
-from dataclasses import asdict
+import weakref
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -14,13 +15,18 @@ from baton.engine.fixed import FixedShapes
 from baton.engine.oracle import OracleBackend
 from baton.errors import ConfigError, InvalidRequest
 from baton.tokenizer import OracleTokenizer
+from baton.worker import build, host
 from baton.worker.build import build_engine, check_thinking, load_backend, pick_device, warm_up
+from baton.worker.host import _Model, reasons_to_load
 from baton.worker.life import _info
-from baton.worker.settings import from_config, located
+from baton.worker.settings import from_config, located, of_both_roles
 from kvtransfer.transports.choose import make_transports
 from tests.unit.model.thinking import thinking_checkpoint
 
 DEMO = Path(__file__).parents[3] / "models/demo"
+KV = ("transfer.coalesce_below=8KiB", "transfer.staging_memory=64MiB", "transfer.frame_size=1MiB")
+SHAPE = ("determinism.rows=1", "determinism.window=96", "decode.max_running=7")
+SIZES = ("decode.max_running=5", "decode.prefix_cache=false", "prefill.max_batched_tokens=64")
 
 
 def info_of(settings, engine):
@@ -70,6 +76,8 @@ def test_what_is_not_exact_is_verified_and_its_passes_are_reported(settings, set
 
 
 def test_a_worker_whose_bits_vary_takes_no_deterministic_requests(monkeypatch, settings):
+    sets = (f"model.path={DEMO}", "decode.kv_memory=4MiB", "decode.device=cpu", "model.max_model_len=512")
+    assert build_engine(settings(*sets)).backend.nondeterminism == ""
     monkeypatch.setattr("baton.engine.selfcheck.check_fixed", lambda backend, shapes: f"{shapes.rows} rows vary")
     chosen = settings("decode.kv_memory=1MiB", "determinism.rows=4")
     engine = build_engine(chosen)
@@ -85,10 +93,6 @@ def test_a_worker_tells_on_which_settings_its_bits_depend(settings):
     preset, rows, blocks = (info_of(one, build_engine(one)) for one in chosen)
     assert preset.determinism == blocks.determinism != rows.determinism
     assert not any(info.nondeterminism for info in (preset, rows, blocks))
-
-
-KV = ("transfer.coalesce_below=8KiB", "transfer.staging_memory=64MiB", "transfer.frame_size=1MiB")
-SHAPE = ("determinism.rows=1", "determinism.window=96", "decode.max_running=7")
 
 
 @pytest.mark.parametrize(
@@ -149,11 +153,6 @@ def test_a_worker_says_that_its_model_thinks_and_what_does_not_fit_is_refused_fi
             load_backend(settings(*sets, wrong))
 
 
-def test_a_worker_looks_at_its_fixed_forwards(settings):
-    sets = (f"model.path={DEMO}", "decode.kv_memory=4MiB", "decode.device=cpu", "model.max_model_len=512")
-    assert build_engine(settings(*sets)).backend.nondeterminism == ""
-
-
 @pytest.mark.parametrize(
     ("sets", "message"),
     [
@@ -196,3 +195,70 @@ def test_how_attention_is_split_reaches_the_kernels(settings, by):
     kernels = backend.model.kernels
     if kernels.name == "compiled":  # elsewhere it has no effect, and the log says so
         assert kernels.splits == by
+
+
+FILE = "model: {path: oracle}\nprefill: {device: cpu, kv_memory: 1MiB}\ndecode: {device: cpu, kv_memory: 2MiB}\n"
+
+
+@pytest.fixture
+def both(tmp_path):
+    (tmp_path / "c.yaml").write_text(FILE)
+
+    def of(*sets, begins=Role.PREFILL):
+        return of_both_roles(load_config(tmp_path / "c.yaml", sets), "prefill-7", begins)
+
+    return of
+
+
+@pytest.mark.parametrize(
+    ("given", "reasons"),
+    [
+        (SIZES, []),  # pools that differ in sizes alone share the weights
+        (["decode.device=cuda:1"], ["device: cpu, cuda:1"]),
+        (["decode.threads=3"], ["threads: None, 3"]),
+        (["decode.tensor_parallel=2"], ["tensor_parallel: 1, 2"]),
+        (["decode.block_size=32"], ["block_size: 16, 32"]),
+        (["decode.attention_splits=load"], ["attention_splits: auto, load"]),
+    ],
+)
+def test_what_a_model_is_loaded_with_must_be_alike(both, given, reasons):
+    before, after = both(*given).values()
+    assert reasons_to_load(before, after) == reasons
+    other = replace(before, dtype="bfloat16", thinking_prefill="off")
+    assert reasons_to_load(before, other) == [f"dtype: {before.dtype}, bfloat16", "thinking_prefill: auto, off"]
+
+
+def test_who_and_where_it_is_stays(both):
+    addresses = "prefill.listen=127.0.0.1:7001", "decode.listen=127.0.0.1:7002", "decode.advertise=d.example"
+    for begins, (listen, advertise) in {
+        Role.PREFILL: ("127.0.0.1:7001", None),
+        Role.DECODE: ("127.0.0.1:7002", "d.example"),
+    }.items():
+        for role, settings in both(*addresses, begins=begins).items():
+            assert (settings.worker_id, settings.role) == ("prefill-7", role)
+            assert (settings.listen, settings.advertise) == (listen, advertise)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("again", [False, True])
+def test_the_old_pool_is_freed_before_the_next_one_is_made(both, monkeypatch, again):
+    """Also of an engine whose listeners refer to it, as those of roles do, and which was frozen for the collector."""
+    sets = [f"model.path={DEMO}", "model.max_model_len=64", *["decode.block_size=32"] * again]
+    alive: list[tuple[bool, bool]] = []
+    model, settings = _Model(), both(*sets)
+    engine = model.engine(settings[Role.PREFILL])
+    engine.watch(lambda work, layer: None, cast("Any", engine.release))
+    loaded, kv = weakref.ref(cast("Any", engine.backend).model), weakref.ref(engine.kv)
+
+    def build_engine(*given):
+        alive.append((loaded() is not None, kv() is not None))
+        return build.build_engine(*given)
+
+    monkeypatch.setattr(host, "build_engine", build_engine)
+    del engine
+    engine = model.engine(settings[Role.DECODE])
+    assert alive == [(not again, False)]
+    assert model._loaded is not None
+    assert engine.backend is model._loaded[1]
+    assert engine.pool.total > 0
+    model.close()

@@ -87,6 +87,13 @@ def test_jobs_run_in_order_on_the_engine_thread(started):
     assert seen == [(number, "engine") for number in range(50)]
 
 
+def test_ticks_come_though_nothing_happens(started, listener):
+    loop = started(idle_s=0.01)
+    for _ in range(5):
+        assert listener.ticks.acquire(timeout=scaled(10))
+    assert (loop.iterations >= 4, loop.failure) == (True, None)
+
+
 def test_jobs_run_between_steps(engine, listener, started):
     computed = StepResult(computed=1)
     engine.work, engine.bring = True, lambda: computed
@@ -98,14 +105,6 @@ def test_jobs_run_between_steps(engine, listener, started):
     log = listener.log
     for at in [i for i, what in enumerate(log) if what == "job"]:
         assert log[at - 1] in {"tick", "job"}  # never between a step and its tick
-
-
-def test_ticks_come_though_nothing_happens(started, listener):
-    loop = started(idle_s=0.01)
-    for _ in range(5):
-        assert listener.ticks.acquire(timeout=scaled(10))
-    assert loop.iterations >= 4
-    assert loop.failure is None
 
 
 @pytest.mark.parametrize("work", [False, True])

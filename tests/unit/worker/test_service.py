@@ -1,4 +1,4 @@
-"""Service Worker over real gRPC, with a role that only remembers: who is let in, what is said, and how it ends."""
+"""Service Worker over real gRPC: who is let in, what is said, and how it ends; malformed commands change nothing."""
 
 import asyncio
 import threading
@@ -13,11 +13,12 @@ from baton.errors import InvalidRequest
 from baton.rpc import convert
 from baton.rpc.channel import aio_channel, aio_server, bind
 from baton.rpc.v1 import common_pb2, worker_pb2, worker_pb2_grpc
+from baton.rpc.v1 import worker_pb2 as pb
 from baton.worker import events
 from baton.worker.loop import EngineLoop
 from baton.worker.service import WorkerService
-from tests.support.sessions import D, H, fence, release, reserve
-from tests.support.workers import engine_of, info_of
+from tests.support.sessions import D, H, fence, malformed, prefill, release, repush, reserve
+from tests.support.workers import DecodeSide, PrefillSide, engine_of, info_of
 
 CONNECT = "/baton.v1.Worker/Connect"
 
@@ -224,3 +225,30 @@ async def test_close_tells_of_every_router_at_once_and_only_once(worker):
     for call in calls:
         assert (await refusal(call))[0] is StatusCode.OK
     assert worker.role.heard.empty()
+
+
+FOREIGN = {PrefillSide: [reserve(), fence()], DecodeSide: [prefill(), repush()]}
+CASES = [
+    pytest.param(side, command, named, id=f"{side.__name__}: {name}")
+    for side, foreign in FOREIGN.items()
+    for name, command, named in (*malformed(), *(("of the other role", command, "command") for command in foreign))
+]
+
+
+@pytest.mark.parametrize(("make", "command", "named"), CASES)
+def test_a_malformed_command_is_refused_and_changes_nothing(router, make, command, named):
+    side, kind = make(), command.WhichOneof("command")
+    if (make, kind) == (DecodeSide, "prefill"):
+        named = f"{named}|to: a decode worker hands over to nobody"
+    elif kind in {one.WhichOneof("command") for one in FOREIGN[make]}:
+        named = "command"
+    with pytest.raises(InvalidRequest, match=named):
+        side.role.command(router, command)
+    side.serve(router, command)
+    assert (side.all_free, side.engine.has_work(), router.handoffs) == (True, False, set())
+    if kind in {None, "hello", "release"}:
+        assert router.events == [], "no request waits for an answer"
+    else:
+        (event,) = router.events
+        assert event.handoff == getattr(command, kind).handoff
+        assert event.refused.reason == pb.REFUSAL_REASON_INVALID

@@ -1,12 +1,16 @@
-"""What workers say of their time, with which events: once each, whatever becomes of a handoff."""
+"""What workers say of their time, once each, and what they remember of thoughts and attempts, up to a limit."""
 
 from dataclasses import replace
 
 import pytest
 
 from baton.clock import FakeClock
-from baton.core import HandoffId, Sampling
+from baton.core import HandoffId, Sampling, Thought
 from baton.engine.fixed import FixedShapes
+from baton.errors import StaleAttempt
+from baton.rpc.thinking import thoughts_from_pb
+from baton.worker.attempts import Attempts
+from baton.worker.thoughts import Thoughts
 from baton.worker.times import DecodeTimes, span
 from tests.support.fake_pusher import CUT, done_of
 from tests.support.sessions import H, next_of, prefill, repush, reserve, spec_of
@@ -97,3 +101,65 @@ def test_a_span_is_never_shorter_than_nothing():
     assert span("x", 4, 3, clock).duration_s == 0
     assert span("x", 4, 4.5, clock, tokens=3) == span("x", 4, 4.5, clock, tokens=3)
     assert span("x", 4, 4.5, clock).start_s == 4
+
+
+def about(*chunks, by=1):
+    return [Thought(chunk, (chunk, by)) for chunk in chunks]
+
+
+def kept(thoughts, handoff=H):
+    events = thoughts.said(handoff)
+    assert len(events) <= 1
+    assert all((e.handoff.request_id, e.handoff.attempt) == (handoff.request_id, handoff.attempt) for e in events)
+    return [thought for event in events for thought in thoughts_from_pb(event.thoughts)]
+
+
+@pytest.mark.parametrize("handoff", [H, HandoffId("other", 3)])
+def test_all_is_said_in_one_event_under_any_name(handoff):
+    thoughts = Thoughts()
+    thoughts.add([])
+    assert thoughts.said(handoff) == []
+    thoughts.add(about(0, 1))
+    thoughts.add([Thought(2, ())])
+    thoughts.add(about(3))
+    assert kept(thoughts, handoff) == [*about(0, 1), Thought(2, ()), *about(3)]
+    assert len(thoughts) == 4
+
+
+@pytest.mark.parametrize("begin", range(4))
+def test_what_started_over_counts_from_there(begin):
+    thoughts = Thoughts()
+    thoughts.add(about(0, 1, 2))
+    thoughts.add(about(begin, by=2))
+    assert kept(thoughts) == [*about(*range(begin)), *about(begin, by=2)]
+    thoughts.add(about(5, 6))
+    assert kept(thoughts) == about(5, 6), "what does not lead to the next is forgotten"
+
+
+def test_the_oldest_are_forgotten_when_it_is_too_much():
+    thoughts = Thoughts(most_bytes=30)  # each takes 12
+    thoughts.add(about(0, 1, 2, 3))
+    assert kept(thoughts) == about(2, 3)
+    thoughts.add(about(3, by=2))
+    assert kept(thoughts) == [*about(2), *about(3, by=2)]
+    thoughts.add([Thought(4, tuple(range(100)))])
+    assert kept(thoughts) == []
+    thoughts.add(about(5))
+    assert kept(thoughts) == about(5)
+
+
+def test_the_latest_requests_are_remembered_up_to_the_limit():
+    attempts = Attempts(limit=2)
+    for request in ("a", "b", "c"):
+        attempts.saw(HandoffId(request, 2))
+    for request in ("b", "c"):
+        for attempt in (1, 2):
+            with pytest.raises(StaleAttempt, match="attempt 2 was seen here already"):
+                attempts.check_new(HandoffId(request, attempt))
+        attempts.check_new(HandoffId(request, 3))
+    attempts.check_new(HandoffId("a", 1))  # forgotten
+    attempts.saw(HandoffId("b", 1))  # an older attempt takes nothing back, and the request was seen last
+    attempts.saw(HandoffId("d", 1))
+    attempts.check_new(HandoffId("c", 1))
+    with pytest.raises(StaleAttempt, match="attempt 2"):
+        attempts.check_new(HandoffId("b", 2))
