@@ -1,28 +1,21 @@
-"""The figures of benchmarks/disaggregation.py and benchmarks/simulator.py, and in which order they measure what."""
+"""The figures of benchmarks/disaggregation.py and benchmarks/simulator.py."""
 
 from __future__ import annotations
 
 import math
-import os
-import subprocess
-import sys
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from baton.cluster.state import ClusterState, ProcessId
 from baton.workload import Arrival, read_trace
 from benchmarks import disaggregation, simulator
 from benchmarks.lib.disagg_figures import Phase, Seen, Slo, attainment, goodput, keep, kept, phase_of
-from benchmarks.lib.disagg_goals import AIM, GOALS, aimed, goals, sides_of, tightest
-from benchmarks.lib.disagg_run import SPLIT, Side, Target, bind, colocated, vllm
-from benchmarks.lib.mixed_load import DOCUMENT, KINDS, STREAM, Kinds, arrivals, kinds_of, write_trace
+from benchmarks.lib.disagg_goals import GOALS, aimed, goals, sides_of, tightest
+from benchmarks.lib.disagg_run import SPLIT, Side, colocated
+from benchmarks.lib.mixed_load import DOCUMENT, KINDS, STREAM, arrivals, kinds_of, write_trace
 from simulator import simulate
-from simulator.profile import Beside, Layout, Line, Link, Piece, Profile
+from simulator.profile import Layout, Line, Link, Piece, Profile
 from simulator.report import Report
 from simulator.scenario import Scenario
 
@@ -141,13 +134,6 @@ def test_all_sides_get_the_same_load_and_other_lengths_come_at_the_same_moments(
     assert read[-1].at_s == pytest.approx(first[-1][0] - first[0][0], abs=1e-5)
 
 
-@pytest.mark.parametrize("lengths", ["", "32,128,256", "32,128,256,1", "32,128,-256,32", "a,b,c,d"])
-def test_lengths_that_cannot_be_are_refused(lengths, capsys):
-    with pytest.raises(SystemExit):
-        disaggregation.main(["--lengths", lengths])
-    assert f"four numbers of tokens from 2 on, with commas, are allowed, not {lengths}" in capsys.readouterr().err
-
-
 def a_profile(**changes: Any) -> Profile:
     """A toy. `changes`: of its one layout."""
     decode = (Piece(step_s=0.004, token_s=1e-4, context_s=0.0),)
@@ -157,8 +143,7 @@ def a_profile(**changes: Any) -> Profile:
     return Profile(**facts, link=Link(bytes_per_s=1e9), layouts=(layout,))  # type: ignore[arg-type]
 
 
-def profiles(*rounds: int) -> simulator.Profiles:
-    return {(side, number): a_profile() for side in (SPLIT, "colocated-128") for number in rounds}
+PROFILES: simulator.Profiles = {(side, 3): a_profile() for side in (SPLIT, "colocated-128")}
 
 
 @pytest.mark.parametrize("side", [Side(SPLIT), colocated(128)], ids=str)
@@ -168,22 +153,10 @@ def test_the_simulator_gets_the_very_load_of_a_phase(side):
     load = [kind for _, kind in arrivals(4.0, 10.0, 3)]
     assert report.completed == report.arrivals == len(load)
     assert report.output_tokens == sum(kind.max_tokens for kind in load)
-    found = simulator.simulated(profiles(3), [was], SLO, USUAL_S)
+    found = simulator.simulated(PROFILES, [was], SLO, USUAL_S)
     assert (found["share"], found["ttft_p50"]) == (report.good / report.arrivals, report.ttft.p50)
     compared = simulator.Compared(side.name, 4.0, {**found, "goodput": found["goodput"] * 2}, found)
     assert [compared.error(figure) for figure in simulator.FIGURES] == pytest.approx([0, 0, 0, 0, 0.5])
-
-
-def test_the_simulator_is_as_fast_as_the_machine_was():
-    def gap(speed: float, usual_s: float, slo: Slo = SLO) -> Report:
-        return simulator.predict(a_profile(), replace(phase(SPLIT, 1.0, 3), speed=speed), slo, usual_s, 0)
-
-    assert gap(1.0, USUAL_S).itl.p50 == pytest.approx(USUAL_S, rel=0.02)
-    assert gap(2.0, USUAL_S).itl.p50 == pytest.approx(2 * USUAL_S, rel=0.03)
-    assert gap(1.0, 2 * USUAL_S).itl.p50 == pytest.approx(2 * USUAL_S, rel=0.03)
-    strict = Slo(1.0, 1.5 * USUAL_S)
-    stretched = gap(2.0, USUAL_S, strict)
-    assert (gap(1.0, 2 * USUAL_S, strict).good, stretched.good) == (0, stretched.arrivals)
 
 
 def test_goodput_is_compared_under_a_goal_and_routers_are_told_theirs(monkeypatch):
@@ -194,100 +167,8 @@ def test_goodput_is_compared_under_a_goal_and_routers_are_told_theirs(monkeypatc
         told.add((scenario.router.slo_itl_s, scenario.slo.itl_s))
         return simulate(scenario, load)
 
-    monkeypatch.setattr("benchmarks.simulator.simulate", told_first)
+    monkeypatch.setattr(simulator, "simulate", told_first)
     was = [phase(SPLIT, 4.0, 3, (seen(0.01, 0.001),) * 40), phase("colocated-128", 4.0, 3, (seen(9.0, 9.0),) * 40)]
-    split, mixed = simulator.compared(profiles(3), [replace(one, told_s=0.123) for one in was], SLO, USUAL_S)
+    split, mixed = simulator.compared(PROFILES, [replace(one, told_s=0.123) for one in was], SLO, USUAL_S)
     assert (split.side, split.measured["goodput"], mixed.measured["goodput"]) == (SPLIT, 4.0, 0.0)
     assert told == {(math.inf, 1.0), (0.123, SLO.itl_s)}, "no goal for requests that are alone"
-
-
-def test_each_load_is_simulated_with_the_profile_of_its_round_and_side(tmp_path):
-    slow = a_profile().model_copy(update={"overheads": Beside(admit_s=0.5)})
-    loads = [phase(side, 4.0, number) for side in (SPLIT, MIXED, "colocated-32") for number in (1, 2)]
-    late = [True, False, False, True, True, True]
-    for one, is_late in zip(loads, late, strict=True):
-        own = slow if is_late else a_profile()
-        disaggregation.profile_file(tmp_path / "p.json", one.round, one.side).write_text(own.model_dump_json())
-    found = simulator.known(tmp_path / "p.json", [*loads, phase("vllm-64", 4.0, 1)])
-    assert [simulator.simulated(found, [one], SLO, USUAL_S)["ttft_p50"] > 0.5 for one in loads] == late
-
-
-@pytest.fixture
-def happened(monkeypatch) -> list[tuple[str, str]]:
-    """(side, "load N" or the profile's file) of all that a Lab does, on clusters that are none."""
-    found: list[tuple[str, str]] = []
-
-    @contextmanager
-    def running(side: Side, model: Path, itl_s: float, kinds: Kinds) -> Iterator[Target]:
-        yield Target((side.name,), kinds=kinds)
-
-    def loaded(target: Target, side: Side, rate: float, seconds: float, number: int, tried: int) -> Phase:
-        found.append((side.name, f"load {tried}"))
-        return phase(side.name, rate, number, (seen(0.1, 0.01),))
-
-    monkeypatch.setattr(disaggregation, "running", running)
-    monkeypatch.setattr(disaggregation, "loaded", loaded)
-    monkeypatch.setattr(disaggregation, "warm_up", lambda target: None)
-    monkeypatch.setattr(disaggregation, "profiled", lambda target, out, _: found.append((target.where[0], out.name)))
-    return found
-
-
-def test_profiles_are_measured_in_each_round_on_each_cluster_before_its_loads(happened, monkeypatch, tmp_path):
-    seeds: list[int] = []
-
-    def closed(target: Target, prompt_tokens: int, max_tokens: int, requests: int, seed: int) -> dict[str, Any]:
-        seeds.append(seed)
-        assert (prompt_tokens, max_tokens) == (32, 96)
-        gap_s = 0.05 * (1 + len(seeds) / 100)
-        return {"samples": [{"prompt_tokens": prompt_tokens, "ttft_s": 0.1, "gaps_s": [gap_s, gap_s, 9.0]}]}
-
-    monkeypatch.setattr(disaggregation, "closed", closed)
-    lab = disaggregation.Lab(tmp_path, 1.0, kinds=kinds_of("32,192,64,16"))
-    sides = [Side(SPLIT), colocated(64), colocated(128)]
-    lab.turns(sides, [1.0], range(1, 3), SLO, tmp_path / "here.json")
-    profiled = [one for one in happened if not one[1].startswith("load")]
-    assert sorted(profiled) == sorted((side.name, f"here-{n}-{side.name}.json") for side in sides for n in (1, 2))
-    assert all(happened[happened.index(one) + 1] == (one[0], "load 0") for one in profiled)
-    assert len(set(seeds)) == len(seeds) == 12, "no prefix cache has them"
-    happened.clear()
-    seeds.clear()
-    found = lab.turns([*sides, vllm(64)], [1.0], range(1, 2), SLO)
-    assert {what for _, what in happened} == {"load 0"}
-    assert [one.speed for one in found if not one.side.startswith("vllm")] == pytest.approx([1.015, 1.035, 1.055])
-    assert [one.speed for one in found if one.side.startswith("vllm")] == [1.0]
-    assert {one.told_s for one in found} == {SLO.itl_s * AIM}
-
-
-@pytest.mark.parametrize(
-    ("gaps_s", "speed", "wander", "tries"),
-    [
-        ((0.05, 0.054), 1.04, 1.08, 1),
-        ((0.05, 0.07, 0.072), 1.42, 0.072 / 0.07, 2),
-        ((0.05, 0.07, 0.058), 1.28, 0.07 / 0.058, 2),  # neither is steady: the second one is steadier
-        ((0.05, 0.06, 0.08), 1.1, 1.2, 2),  # and here the first one
-    ],
-)
-def test_a_load_is_given_again_where_the_machine_changed(happened, monkeypatch, tmp_path, gaps_s, speed, wander, tries):
-    coming, file = list(gaps_s), tmp_path / "kept.json"
-    monkeypatch.setattr(disaggregation.Lab, "_gap", lambda lab, target, side: coming.pop(0))
-    (found,) = disaggregation.Lab(tmp_path, 1.0, file).turns([Side(SPLIT)], [1.0], range(1, 2), SLO)
-    assert (found.speed, found.wander) == pytest.approx((speed, wander))
-    assert (found.tries, coming) == (tries, [])
-    assert happened == [(SPLIT, f"load {number}") for number in range(tries)], "each with prompts of its own"
-    assert kept(file) == (SLO, [found])
-
-
-def test_workers_have_a_core_each_and_all_else_has_all():
-    cores = os.sched_getaffinity(0)
-    command = [sys.executable, "-I", "-S", "-c", "import sys; sys.stdin.read()"]
-    with ExitStack() as stack:
-        started = {
-            name: stack.enter_context(subprocess.Popen(command, stdin=subprocess.PIPE)).pid
-            for name in ("router", "prefill-0", "decode-0", "redis")
-        }
-        processes = {name: ProcessId(pid, 0.0) for name, pid in started.items()}
-        bind(ClusterState("x", ProcessId(1, 0.0), "", "", "", "", "", processes))
-        found = {name: os.sched_getaffinity(pid) for name, pid in started.items()}
-    assert found["router"] == found["redis"] == cores
-    assert [len(found[name]) for name in ("prefill-0", "decode-0")] == [1, 1]
-    assert len(found["prefill-0"] | found["decode-0"]) == min(2, len(cores))

@@ -72,8 +72,6 @@ class World:
         this: Any = self
         return Controller(ClusterConfig.model_validate(file | config), this, this, this, self.clock, autoscaler)
 
-    # The placement.
-
     def open(self):
         pass
 
@@ -95,62 +93,48 @@ class World:
     def forget(self, worker_id):
         assert self.processes.pop(worker_id).state == "ended"
 
-    # The ledger.
+    def _reach(self):
+        if self.away:
+            raise LedgerError("Redis at nowhere: gone")
+        return self
 
     def follow(self, forgotten):
         self.followers.append(forgotten)
 
     async def workers(self):
-        self._reach()
-        return [info for _, (info, until) in sorted(self.leases.items()) if until > self.clock.monotonic()]
-
-    # The board.
-
-    def _reach(self):
-        if self.away:
-            raise LedgerError("Redis at nowhere: gone")
+        leases = sorted(self._reach().leases.items())
+        return [info for _, (info, until) in leases if until > self.clock.monotonic()]
 
     async def plan(self):
-        self._reach()
-        return self.said
+        return self._reach().said
 
     async def put_plan(self, plan):
-        self._reach()
-        if self.said is not None and self.said.number >= plan.number:
+        if self._reach().said is not None and self.said.number >= plan.number:
             return False
         self.said = plan
         return True
 
     async def order(self, ref):
-        self._reach()
-        found = self.orders.get(ref.worker_id)
+        found = self._reach().orders.get(ref.worker_id)
         return found if found is not None and found.incarnation == str(ref.incarnation) else None
 
     async def put_order(self, worker_id, order):
-        self._reach()
-        self.orders[worker_id] = order
+        self._reach().orders[worker_id] = order
 
     async def drop_order(self, worker_id):
-        self._reach()
-        self.orders.pop(worker_id, None)
+        self._reach().orders.pop(worker_id, None)
 
     async def routers(self):
-        self._reach()
-        return self.routed
+        return self._reach().routed
 
     async def control(self):
-        self._reach()
-        return self.report
+        return self._reach().report
 
     async def put_control(self, report, lease_s):
-        self._reach()
-        self.report = report
+        self._reach().report = report
 
     async def drop_control(self):
-        self._reach()
-        self.report = None
-
-    # What happens.
+        self._reach().report = None
 
     def die(self, worker_id, why="its cable was pulled"):
         process = self.processes[worker_id]
@@ -172,6 +156,18 @@ class World:
             for p in self.processes.values()
             if p.state == "ready" and not p.frozen and p.role is role and p.busy_until is None
         ]
+
+    def tell(self, **change) -> None:
+        self.said = self.said.model_copy(update=change | {"number": self.said.number + 1, "by": "operator"})
+
+    def slots(self) -> dict[str, Any]:
+        return {slot.worker_id: slot for slot in self.report.slots}
+
+    def states(self) -> dict[str, str]:
+        return {name: slot.state for name, slot in self.slots().items()}
+
+    def kinds(self) -> list[str]:
+        return [decision.kind for decision in self.report.decisions]
 
     def roles(self) -> dict[str, str]:
         return {p.worker_id: p.role.value for p in self.processes.values() if p.state != "ended"}
@@ -229,14 +225,12 @@ class World:
 
 
 async def run(world: World, controller: Controller, seconds: float, every_s: float = 0.5) -> None:
-    """Passes of the controller while time goes on."""
     for _ in range(round(seconds / every_s)):
         world.advance(every_s)
         await controller.poll()
 
 
 async def begun(world: World, controller: Controller | None = None) -> Controller:
-    """A controller whose workers are ready."""
     controller = controller or world.controller()
     await controller.begin()
     await controller.poll()
@@ -246,7 +240,6 @@ async def begun(world: World, controller: Controller | None = None) -> Controlle
 
 
 async def started(**sizes: Any) -> tuple[World, Controller]:
-    """A world of these sizes, and a controller whose workers are ready."""
     world = World(**sizes)
     return world, await begun(world)
 
@@ -257,20 +250,3 @@ async def again(world: World, seconds: float) -> Controller:
     await controller.begin()
     await run(world, controller, seconds)
     return controller
-
-
-def told(world: World, **change) -> None:
-    """An operator says another plan."""
-    world.said = world.said.model_copy(update=change | {"number": world.said.number + 1, "by": "operator"})
-
-
-def slot(world: World, worker_id: str) -> Any:
-    return next(one for one in world.report.slots if one.worker_id == worker_id)
-
-
-def states(world: World) -> dict[str, str]:
-    return {slot.worker_id: slot.state for slot in world.report.slots}
-
-
-def kinds(world: World) -> list[str]:
-    return [decision.kind for decision in world.report.decisions]

@@ -20,6 +20,7 @@ from router.view import WorkerView
 
 TICK_S = 0.05
 LOADS_S, TURNS_S = 4.0, 1.0
+BLOCKS = 3000  # of a worker
 LAYOUT = KVLayout(layers=1, kv_heads=1, head_dim=8, block_size=16, dtype="float32")
 PROMPTS = {"step_s": 0.004, "token_s": 2e-4, "context_s": 1e-8, "queued_s": 2e-4}
 STEPS = {"step_s": 0.010, "token_s": 8e-4, "context_s": 2e-7}
@@ -41,7 +42,6 @@ class Worker:
     name: str
     role: Role
     ready: float  # from when on it takes requests
-    blocks: int
     turns: bool = False
     leaves: bool = False
     prompts: deque[Request] = field(default_factory=deque)
@@ -67,9 +67,9 @@ class Worker:
 
     def seen(self) -> tuple[WorkerView, Facts[float]]:
         info = WorkerInfo(
-            WorkerRef(self.name, Incarnation(1, 1), "x:1"), self.role, "f" * 64, "m", 4096, self.blocks, LAYOUT
+            WorkerRef(self.name, Incarnation(1, 1), "x:1"), self.role, "f" * 64, "m", 4096, BLOCKS, LAYOUT
         )
-        counts = BlockCounts(self.blocks, self.blocks - self.reserved - self.owned, self.reserved, self.owned)
+        counts = BlockCounts(BLOCKS, BLOCKS - self.reserved - self.owned, self.reserved, self.owned)
         waiting = sum(one.tokens for one in self.prompts)
         pace = Pace(seconds=self.busy_s)
         load = Load(running=len(self.rows), queued_tokens=waiting, blocks=counts, prefill_pace=pace)
@@ -82,13 +82,12 @@ class Worker:
 class Cluster:
     """Runs at `rate` requests a second of `tokens` and `output` on average, for some time, from `seed` on."""
 
-    def __init__(self, config: ClusterConfig, seed: float, blocks: int = 3000) -> None:
+    def __init__(self, config: ClusterConfig, seed: float) -> None:
         self.autoscaler = Autoscaler(config)
         self.plan = Plan(prefill=config.prefill.replicas, decode=config.decode.replicas)
         self.plans: list[tuple[float, Plan]] = []
         self.outlook = ""
         self.most = 0  # workers at once
-        self.blocks = blocks  # of a worker
         self.now = 1000.0
         self.done: list[Request] = []
         self._random = random.Random(seed)
@@ -101,7 +100,6 @@ class Cluster:
                 self._add(role, 0.0)
 
     def run(self, seconds: float, rate: float, tokens: int = 1, output: int = 1) -> None:
-        """`rate` requests a second; lengths are drawn around these."""
         for tick in range(round(seconds / TICK_S)):
             self.now += TICK_S
             if self._random.random() < rate * TICK_S:
@@ -122,7 +120,7 @@ class Cluster:
             request = self._queue[0]
             decode = min(decodes, key=lambda one: one.reserved + one.owned)
             request.blocks = -(-(request.tokens + request.output) // 16)
-            if decode.reserved + decode.owned + request.blocks > self.blocks:
+            if decode.reserved + decode.owned + request.blocks > BLOCKS:
                 return
             self._queue.popleft()
             request.decode = decode
@@ -164,7 +162,6 @@ class Cluster:
             self.done.append(request)
 
     def _control(self) -> None:
-        """What the controller does, and the look of the autoscaler."""
         waited = self.now - self._queue[0].came if self._queue else 0.0
         report = expected("router-a", [one.seen() for role in Role for one in self._here(role)], self._typical)
         ttft_s = report.ttft_s and report.ttft_s + waited
@@ -196,7 +193,7 @@ class Cluster:
         self.most = max(self.most, len(self.workers))
 
     def _add(self, role: Role, takes_s: float) -> None:
-        self.workers.append(Worker(next(self._names), role, self.now + takes_s, self.blocks))
+        self.workers.append(Worker(next(self._names), role, self.now + takes_s))
 
 
 def _other(role: Role) -> Role:

@@ -2,6 +2,8 @@
 
 import asyncio
 from collections import Counter
+from itertools import pairwise
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -13,32 +15,18 @@ from baton.cluster.units import MAX_IN_A_ROW, ROOM_S
 from baton.core import Role
 from baton.errors import BatonError
 from baton.ledger.board import Order, Plan, RouterReport
-from tests.unit.cluster.control_world import (
-    LEASE_S,
-    LOAD_S,
-    WORK_S,
-    World,
-    again,
-    begun,
-    kinds,
-    run,
-    slot,
-    started,
-    states,
-    told,
-)
-
-BOTH = tuple(Role)
+from tests.unit.cluster.control_world import LEASE_S, LOAD_S, WORK_S, World, again, begun, run, started
 
 
 async def test_a_cluster_starts_as_its_file_says_and_says_so():
-    world = World(prefill=2, decode=1)
-    await begun(world)
+    world, controller = await started(prefill=2, decode=1)
     assert world.roles() == {"prefill-0": "prefill", "prefill-1": "prefill", "decode-0": "decode"}
     assert (world.said.prefill, world.said.decode, world.said.by, world.said.number) == (2, 1, "file", 0)
-    assert states(world) == dict.fromkeys(world.roles(), "ready")
-    assert kinds(world) == ["plan", "start", "start"]
+    assert world.states() == dict.fromkeys(world.roles(), "ready")
+    assert world.kinds() == ["plan", "start", "start"]
     assert world.orders == {}
+    await controller.end()
+    assert world.report is None
 
 
 async def test_who_died_is_started_again():
@@ -46,38 +34,29 @@ async def test_who_died_is_started_again():
     world.die("decode-0")
     await run(world, controller, 4)
     assert world.started == ["prefill-0", "decode-0", "decode-0"]
-    found = slot(world, "decode-0")
+    found = world.slots()["decode-0"]
     assert (found.state, found.restarts, found.note) == ("ready", 1, "")
     assert "its cable was pulled" in world.report.decisions[-1].text
 
 
-async def test_who_dies_too_often_fails_and_is_tried_again_after_a_pause():
+@pytest.mark.parametrize("replanned", [False, True])
+async def test_who_dies_too_often_fails_and_is_tried_again_after_a_pause_or_by_another_plan(replanned):
     world, controller = await started(decode=2)
     world.broken = {"decode-1"}
     world.die("decode-1")
     await run(world, controller, 100)
-    found = slot(world, "decode-1")
+    found = world.slots()["decode-1"]
     assert found.state == "failed"
     assert "no such model" in found.note
-    assert kinds(world)[-1] == "give_up"
+    assert world.kinds()[-1] == "give_up"
     assert world.started.count("decode-1") <= MAX_IN_A_ROW + 2
     await run(world, controller, 5 * PAUSE_S)
-    assert kinds(world).count("give_up") == 1, "each time it was tried in vain would fill the list"
+    assert world.kinds().count("give_up") == 1, "each time it was tried in vain would fill the list"
     world.broken = set()
-    await run(world, controller, PAUSE_S + LOAD_S + 1)
-    assert controller.ready
-
-
-async def test_another_plan_gives_who_failed_another_chance_at_once():
-    world, controller = await started(decode=2)
-    world.broken = {"decode-1"}
-    world.die("decode-1")
-    await run(world, controller, 60)
-    assert states(world)["decode-1"] == "failed"
-    world.broken = set()
-    told(world, generation=1)
-    await run(world, controller, LOAD_S + 1)
-    assert states(world)["decode-1"] == "ready"
+    if replanned:
+        world.tell(generation=1)
+    await run(world, controller, LOAD_S + 1 if replanned else PAUSE_S + LOAD_S + 1)
+    assert world.states()["decode-1"] == "ready"
 
 
 async def test_a_frozen_worker_is_killed_and_replaced():
@@ -120,7 +99,7 @@ async def test_nobody_is_killed_because_redis_was_away_or_forgot(forgets):
 
 async def test_after_a_loss_workers_have_time_to_enter_again_before_anything_is_changed():
     world, controller = await started(decode=2)
-    told(world, decode=1)
+    world.tell(decode=1)
     said = world.said
     world.forget_store()
     world.said, world.cut = said, True
@@ -134,7 +113,7 @@ async def test_after_a_loss_workers_have_time_to_enter_again_before_anything_is_
 
 async def test_a_plan_that_the_store_forgot_is_said_again():
     world, controller = await started()
-    told(world, decode=2)
+    world.tell(decode=2)
     await run(world, controller, 1)
     world.forget_store()
     await run(world, controller, LEASE_S)
@@ -144,7 +123,7 @@ async def test_a_plan_that_the_store_forgot_is_said_again():
 
 async def test_a_pool_shrinks_by_draining_its_newest():
     world, controller = await started(decode=3)
-    told(world, decode=1)
+    world.tell(decode=1)
     await run(world, controller, 1)
     assert {name: (order.drain, order.grace_s) for name, order in world.orders.items()} == {
         "decode-1": (True, 60.0),
@@ -157,15 +136,15 @@ async def test_a_pool_shrinks_by_draining_its_newest():
 
 async def test_one_too_many_here_and_one_too_few_there_is_turned():
     world, controller = await started(prefill=2)
-    told(world, prefill=1, decode=2)
+    world.tell(prefill=1, decode=2)
     await run(world, controller, 1)
-    assert states(world)["prefill-1"] == "turning"
+    assert world.states()["prefill-1"] == "turning"
     await run(world, controller, WORK_S + 1)
     assert world.roles() == {"prefill-0": "prefill", "prefill-1": "decode", "decode-0": "decode"}
     assert controller.ready
     assert world.orders == {}
     assert len(world.started) == 3, "nobody was started anew"
-    told(world, prefill=2, decode=1)
+    world.tell(prefill=2, decode=1)
     await run(world, controller, WORK_S + 2)
     assert Counter(world.roles().values()) == {"prefill": 2, "decode": 1}
     assert len(world.started) == 3
@@ -176,22 +155,22 @@ async def test_where_none_may_be_turned_one_is_started_and_one_drained(config):
     world = World(prefill=2, turn=config.get("turn", True))
     two = {"decode": {"replicas": 1, "device": "cpu", "tensor_parallel": 2}}
     controller = await begun(world, world.controller(**two) if "parallel" in config else None)
-    told(world, prefill=1, decode=2)
+    world.tell(prefill=1, decode=2)
     await run(world, controller, 10)
     assert world.roles() == {"prefill-0": "prefill", "decode-0": "decode", "decode-1": "decode"}
 
 
 async def test_one_that_does_not_obey_is_ended():
     world, controller = await started(prefill=2, decode=2)
-    told(world, prefill=1, decode=3)
+    world.tell(prefill=1, decode=3)
     await run(world, controller, 1)
     world.freeze("prefill-1")
     await run(world, controller, 200)
     assert world.killed == ["prefill-1"]
     assert world.roles()["prefill-1"] == "decode"
-    told(world, decode=2)
+    world.tell(decode=2)
     await run(world, controller, 1)
-    going = next(name for name, state in states(world).items() if state == "draining")
+    going = next(name for name, state in world.states().items() if state == "draining")
     world.freeze(going)
     await run(world, controller, 200)
     assert world.killed == ["prefill-1", going]
@@ -199,20 +178,9 @@ async def test_one_that_does_not_obey_is_ended():
     assert controller.ready
 
 
-async def test_an_operator_drains_one_and_another_takes_its_place():
-    world, controller = await started()
-    ref = world.leases["decode-0"][0].ref
-    world.orders["decode-0"] = Order(incarnation=str(ref.incarnation), role=Role.DECODE, drain=True)
-    await run(world, controller, 1)
-    assert states(world) == {"decode-0": "draining", "decode-1": "starting", "prefill-0": "ready"}
-    await run(world, controller, 5)
-    assert world.roles() == {"prefill-0": "prefill", "decode-1": "decode"}
-    assert controller.ready
-
-
 def wish(world: World, worker_id: str) -> None:
-    ref, role = world.leases[worker_id][0].ref, world.leases[worker_id][0].role
-    world.orders[worker_id] = Order(incarnation=str(ref.incarnation), role=role, drain=True, wish=True)
+    info = world.leases[worker_id][0]
+    world.orders[worker_id] = Order(incarnation=str(info.ref.incarnation), role=info.role, drain=True, wish=True)
 
 
 async def test_the_last_worker_that_an_operator_wants_drained_stays_until_another_is_there():
@@ -247,12 +215,12 @@ async def test_a_wish_outlives_the_controller_and_ends_with_its_process():
 async def test_a_generation_is_replaced_one_by_one_with_never_fewer_than_planned():
     world, controller = await started(prefill=2, decode=2)
     before = {process.pid for process in world.processes.values()}
-    told(world, generation=1)
+    world.tell(generation=1)
     for _ in range(200):
         await run(world, controller, 0.5)
-        assert all(len(world.ready(role)) >= 2 for role in BOTH)
+        assert all(len(world.ready(role)) >= 2 for role in Role)
         assert len(world.roles()) <= 6
-        leaving = [name for name, state in states(world).items() if state == "draining"]
+        leaving = [name for name, state in world.states().items() if state == "draining"]
         assert len(leaving) <= 1
     assert controller.ready
     assert not before & {process.pid for process in world.processes.values()}
@@ -262,7 +230,7 @@ async def test_a_generation_is_replaced_one_by_one_with_never_fewer_than_planned
 
 async def test_where_a_successor_finds_no_room_the_old_one_goes_first_if_another_is_ready():
     world, controller = await started(prefill=1, decode=2, room=3)
-    told(world, generation=1)
+    world.tell(generation=1)
     await run(world, controller, ROOM_S - 5)
     assert world.killed == []
     # There is no room beside the only prefill worker: it stays. One more host, and all is replaced.
@@ -276,103 +244,82 @@ async def test_where_a_successor_finds_no_room_the_old_one_goes_first_if_another
     assert {slot.generation for slot in world.report.slots} == {1}
 
 
-async def test_two_of_a_role_without_any_room_are_replaced_one_by_one():
-    world, controller = await started(prefill=2, decode=2, room=4)
-    told(world, generation=1)
-    for _ in range(12):
-        await run(world, controller, ROOM_S / 2)
-        assert all(world.ready(role) for role in BOTH)
-    assert controller.ready
-    assert {slot.generation for slot in world.report.slots} == {1}
-
-
 async def test_a_generation_that_cannot_start_leaves_the_old_one_at_work():
     world, controller = await started(prefill=1, decode=2)
     world.broken = {"*"}
-    told(world, generation=1)
+    world.tell(generation=1)
     await run(world, controller, 300)
     assert world.killed == []
     assert set(world.ready(Role.DECODE)) == {"decode-0", "decode-1"}
     assert world.ready(Role.PREFILL) == ["prefill-0"]
-    assert states(world)["prefill-1"] == "failed"
+    assert world.states()["prefill-1"] == "failed"
 
 
-async def test_a_controller_that_starts_takes_over_what_runs():
-    world = World(prefill=2)
-    first = await begun(world)
-    told(world, prefill=1, decode=2)
-    await run(world, first, 1)
-    world.die("decode-0")
+@pytest.mark.parametrize("forgets", [False, True], ids=["in the middle", "the store forgot the report"])
+async def test_a_controller_that_starts_takes_over_what_runs(forgets):
+    world, first = await started(prefill=2)
+    world.tell(prefill=1, decode=2)
+    await run(world, first, 10 if forgets else 1)
+    if forgets:
+        world.report = None
+    else:
+        world.die("decode-0")
     second = await again(world, 20)
     assert Counter(world.roles().values()) == {"prefill": 1, "decode": 2}
     assert world.roles()["prefill-1"] == "decode"
     assert second.ready
-    assert world.killed == []
-    assert "plan" in kinds(world)
-
-
-async def test_a_controller_takes_over_a_turned_worker_though_the_store_forgot_its_report():
-    world = World(prefill=2)
-    first = await begun(world)
-    told(world, prefill=1, decode=2)
-    await run(world, first, 10)
-    world.report = None
-    second = await again(world, 10)
-    assert second.ready
-    assert len(world.started) == 3
+    assert (world.killed, len(world.started)) == ([], 3 if forgets else 4)
+    assert "plan" in world.kinds()
 
 
 @pytest.mark.parametrize(("by", "sizes"), [("operator", (1, 3)), ("autoscaler", (1, 3)), ("file", (1, 1))])
 async def test_another_file_counts_unless_somebody_said_otherwise_since(by, sizes):
-    world = World()
-    await begun(world)
+    world, _ = await started()
     world.said = Plan(prefill=1, decode=3, number=7, generation=2, by=by)
     second = await again(world, 20)
     assert (second.plan.prefill, second.plan.decode) == sizes
     assert second.plan.generation == 2
     assert world.said == second.plan
+    anew = World()
+    anew.said = Plan(prefill=1, decode=3, number=7, by=by)
+    first = await begun(anew)
+    assert (first.plan.decode, anew.said.number) == (1, 8), "where nothing runs, the file counts"
 
 
-async def test_a_cluster_that_starts_anew_is_as_its_file_says():
-    world = World()
-    world.said = Plan(prefill=1, decode=3, number=7, by="operator")
-    controller = await begun(world)
-    assert (controller.plan.decode, world.said.number) == (1, 8)
-
-
-class Scaler:
-    def __init__(self):
-        self.asked = []
-        self.wants = None
-
-    def look(self, plan, routers, workers, now):
-        self.asked.append((now, plan.number, len(routers), len(workers)))
-        return self.wants, "all is well"
+@pytest.mark.parametrize(("before", "now"), [((1, 1), (0, 2)), ((0, 2), (1, 1))])
+async def test_an_operators_plan_for_the_other_mode_is_not_followed(before, now):
+    world, modes = World(*before), ("colocated", "disaggregated")
+    await begun(world, world.controller(mode=modes[before[0]]))
+    world.tell()
+    world.prefill, world.decode = now
+    controller = world.controller(mode=modes[now[0]])
+    await controller.begin()
+    assert (controller.plan.prefill, controller.plan.decode, controller.plan.by) == (*now, "file")
+    await run(world, controller, 30)
+    assert controller.ready
+    assert sorted(world.roles().values()) == ["decode"] * now[1] + ["prefill"] * now[0]
 
 
 async def test_the_autoscaler_is_asked_each_second_and_its_plan_followed_when_nothing_is_under_way():
-    world, scaler = World(), Scaler()
+    world, scaler = World(), Mock()
+    scaler.look.return_value = (None, "all is well")
     world.routed = [RouterReport(router_id="r")]
     controller = await begun(world, world.controller(scaler))
     await run(world, controller, 10)
-    assert len(scaler.asked) >= 10
-    assert scaler.asked[-1][1:] == (0, 1, 2)
-    assert all(later[0] - earlier[0] >= 1 for earlier, later in zip(scaler.asked, scaler.asked[1:], strict=False))
+    asked = [call.args for call in scaler.look.call_args_list]
+    assert len(asked) >= 10
+    plan, routers, workers, _ = asked[-1]
+    assert (plan.number, len(routers), len(workers)) == (0, 1, 2)
+    assert all(later[3] - earlier[3] >= 1 for earlier, later in pairwise(asked))
     assert world.report.outlook == "all is well"
-    scaler.wants = Plan(prefill=1, decode=2, reason="so much to do")
+    scaler.look.return_value = (Plan(prefill=1, decode=2, reason="so much to do"), "")
     await run(world, controller, 2)
     assert (world.said.number, world.said.by, world.said.reason) == (1, "autoscaler", "so much to do")
-    scaler.wants = Plan(prefill=1, decode=3)
+    scaler.look.return_value = (Plan(prefill=1, decode=3), "")
     await run(world, controller, 1)
     assert world.said.number == 1, "a worker starts"
     await run(world, controller, 1 + LOAD_S)
     assert world.said.number == 2
-
-
-async def test_the_report_ends_with_the_controller():
-    world, controller = await started()
-    await controller.end()
-    assert world.report is None
 
 
 @pytest.mark.parametrize(
@@ -424,7 +371,6 @@ class Story:
         assert self.orders() == []
 
     def orders(self):
-        """That somebody would obey."""
         alive = {str(process.incarnation) for process in self.world.processes.values()}
         return [order for order in self.world.orders.values() if order.incarnation in alive]
 
@@ -444,7 +390,7 @@ class Story:
             await self.controller.begin()
         elif kind in {"plan", "roll"} and world.said is not None:
             sizes = dict(zip(("prefill", "decode"), rest, strict=False))
-            told(world, **(sizes or {"generation": world.said.generation + 1}))
+            world.tell(**(sizes or {"generation": world.said.generation + 1}))
         elif kind in {"die", "freeze"} and alive:
             (world.die if kind == "die" else world.freeze)(alive[rest[0] % len(alive)])
         elif kind == "drain" and alive and not world.away:
@@ -457,9 +403,9 @@ class Story:
     async def go_on(self, seconds):
         for _ in range(seconds):
             self.world.advance(1)
-            before = {role: self.obeying(role) for role in BOTH}
+            before = {role: self.obeying(role) for role in Role}
             await self.controller.poll()
-            for role in BOTH:
+            for role in Role:
                 assert self.obeying(role) or not before[role], (role, self.world.report)
 
     def obeying(self, role):

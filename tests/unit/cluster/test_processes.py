@@ -1,10 +1,10 @@
-"""Supervision of real child processes: ready, silent, dead at start, dead later, stopped, orphaned; and of workers."""
+"""Supervision of real child processes, and of workers as such; signals; and the state folder of a cluster."""
 
 import os
 import signal
+import stat
 import subprocess
 import sys
-import textwrap
 import threading
 from pathlib import Path
 
@@ -14,9 +14,10 @@ import pytest
 from baton.clock import FakeClock
 from baton.cluster.pool import ProcessPlacement
 from baton.cluster.processes import BACKOFF_S, Child, ProcessSpec, StartError, stop_all, tail
-from baton.cluster.stop import Stop
+from baton.cluster.state import ClusterState, ProcessId, StateFolder, running_clusters
+from baton.cluster.stop import SIGNALS, Stop, stop_on_signals
 from baton.core import Role
-from baton.errors import Cancelled, ConfigError, LedgerError
+from baton.errors import BatonError, Cancelled, ConfigError, LedgerError
 from tests.support.processes import READY, SILENT
 from tests.support.waiting import eventually
 
@@ -35,17 +36,19 @@ def child(tmp_path):
     stop_all(made, 0.0)
 
 
-def test_a_child_that_dies_at_start_is_reported_with_its_log(child):
-    it = child("import sys; print('cannot find the thing'); sys.exit(3)")
-    with pytest.raises(ConfigError, match=r"(?s)child ended with exit code 3.*cannot find the thing"):
+@pytest.mark.parametrize(
+    ("code", "says"),
+    [
+        ("import sys; print('cannot find the thing'); sys.exit(3)", r"(?s)exit code 3.*cannot find the thing"),
+        pytest.param(SILENT, r"was silent for 0\.2 s", marks=pytest.mark.slow),
+    ],
+    ids=["dead", "silent"],
+)
+def test_a_child_that_does_not_become_ready_is_reported(child, code, says):
+    it = child(code, ready_timeout_s=0.2 if code == SILENT else 60.0)
+    with pytest.raises(BatonError, match=says) as ended:
         it.wait_ready(Stop())
-
-
-@pytest.mark.slow
-def test_a_silent_child_is_reported(child):
-    it = child(SILENT, ready_timeout_s=0.2)
-    with pytest.raises(StartError, match=r"was silent for 0\.2 s"):
-        it.wait_ready(Stop())
+    assert type(ended.value) is (StartError if code == SILENT else ConfigError)
 
 
 def test_told_to_stop_while_a_child_starts(child):
@@ -70,19 +73,22 @@ def test_a_child_says_when_it_is_ready_and_does_not_inherit_keys_of_the_cluster_
     assert it.pid is None
 
 
+def dies(it, clock):
+    os.kill(it.pid, signal.SIGKILL)
+    it._process.wait(10)
+    assert not it.poll()
+    clock.advance(BACKOFF_S[0])
+    assert it.poll()
+
+
 def test_a_dead_child_is_replaced_after_its_backoff(child):
     clock = FakeClock()
     it = child(READY, clock)
     it.wait_ready(Stop())
     first = it.pid
-    os.kill(first, signal.SIGKILL)
-    psutil.Process(first).wait(10)
-    assert not it.poll()
-    clock.advance(BACKOFF_S[0])
-    assert it.poll()
+    dies(it, clock)
     assert it.wait_ready(Stop()) == {"port": 5}
-    assert it.pid != first
-    assert it.restarts == 1
+    assert (it.pid != first, it.restarts) == (True, 1)
 
 
 @pytest.mark.parametrize("hangs", [True, False])
@@ -91,34 +97,26 @@ def test_a_replacement_that_hangs_as_it_starts_is_replaced_too(child, tmp_path, 
     code = f"import os, time; new = not os.path.exists({str(marker)!r}); open({str(marker)!r}, 'w').close()\n"
     it = child(code + f"if new or not {hangs}: exec({READY!r})\ntime.sleep(60)", clock, ready_timeout_s=20.0)
     it.wait_ready(Stop())
-    os.kill(it.pid, signal.SIGKILL)
-    it._process.wait(10)
-    it.poll()
-    clock.advance(BACKOFF_S[0])
-    assert it.poll()
+    dies(it, clock)
     second = it._process
     while not hangs and it._ready_fd is not None:
         it.poll()  # until it is ready
     clock.advance(20.1)
     assert not it.poll()
-    if hangs:
-        assert second.wait(10) == -signal.SIGKILL
-    else:
-        assert second.poll() is None
+    assert (second.wait(10) if hangs else second.poll()) == (-signal.SIGKILL if hangs else None)
 
 
 def test_too_many_deaths_in_a_row_are_an_error(child):
     clock = FakeClock()
     it = child("raise SystemExit(1)", clock, max_restarts=2)
 
-    def live_on():
-        for _ in range(10):
-            it._process.wait(10)
-            it.poll()
-            clock.advance(max(BACKOFF_S))
-
+    for _ in range(4):  # two restarts, each after its backoff
+        it._process.wait(10)
+        it.poll()
+        clock.advance(max(BACKOFF_S))
+    it._process.wait(10)
     with pytest.raises(StartError, match="died 3 times in a row"):
-        live_on()
+        it.poll()
 
 
 def test_a_child_that_cannot_be_started_again_is_tried_like_one_that_dies(child, tmp_path):
@@ -152,25 +150,6 @@ def test_a_child_that_ignores_sigterm_is_killed(child):
     assert not psutil.pid_exists(pid)
 
 
-@pytest.mark.slow
-def test_children_die_with_a_killed_supervisor(tmp_path):
-    inner = "from baton.cluster.processes import die_with_parent; die_with_parent()" + READY
-    outer = textwrap.dedent(f"""
-        import sys, time
-        from pathlib import Path
-        from baton.cluster.processes import Child, ProcessSpec; from baton.cluster.stop import Stop
-        child = Child(ProcessSpec("c", [sys.executable, "-c", {inner!r}], Path({str(tmp_path)!r}) / "c.log"))
-        child.start(); child.wait_ready(Stop()); print(child.pid, flush=True); time.sleep(60)
-    """)
-    with subprocess.Popen([sys.executable, "-c", outer], stdout=subprocess.PIPE, text=True) as supervisor:
-        assert supervisor.stdout is not None
-        child = psutil.Process(int(supervisor.stdout.readline()))
-        supervisor.kill()
-        supervisor.wait(10)
-    child.wait(10)
-    assert not child.is_running()
-
-
 def test_tail_of_a_log(tmp_path):
     file = tmp_path / "x.log"
     assert "no log" in tail(file)
@@ -179,8 +158,6 @@ def test_tail_of_a_log(tmp_path):
     file.write_text('{"event": "config"}\nbaton: ConfigError: a\nbaton: ConfigError: b\nc\n')
     assert tail(file) == "    baton: ConfigError: b\n    c"
 
-
-# --- workers as child processes
 
 DEAD = "import sys; print('no Redis here'); sys.exit(4)"
 
@@ -210,7 +187,7 @@ def test_each_is_seen_as_it_is(placed):
     assert placed.look()["decode-1"].state == "starting"
 
 
-def test_one_that_is_killed_is_not_started_again_by_itself(placed):
+def test_one_that_is_killed_is_not_started_again_by_itself_and_none_is_left_in_the_end(placed):
     placed.start("decode-0", Role.DECODE)
     before = seen(placed, "decode-0", "ready")
     placed.kill("decode-0")
@@ -219,7 +196,11 @@ def test_one_that_is_killed_is_not_started_again_by_itself(placed):
     placed.forget("decode-0")
     assert placed.look() == {}
     placed.start("decode-0", Role.DECODE)
+    placed.start("decode-1", Role.DECODE)
     assert seen(placed, "decode-0", "ready").pid != before.pid
+    pids = [one.pid for one in placed.look().values()]
+    placed.stop(0.0)
+    assert not any(psutil.pid_exists(pid) for pid in pids)
 
 
 def test_what_cannot_be_started_is_seen_as_ended(tmp_path):
@@ -227,14 +208,89 @@ def test_what_cannot_be_started_is_seen_as_ended(tmp_path):
     placement.start("decode-0", Role.DECODE)
     assert "was not started" in str(placement.look()["decode-0"].error)
     placement.kill("decode-0")
-    placement.stop(0.0)
     placement.forget("decode-0")
     assert placement.look() == {}
 
 
-def test_none_is_left_when_all_are_stopped(placed):
-    placed.start("decode-0", Role.DECODE)
-    placed.start("decode-1", Role.DECODE)
-    pids = [one.pid for one in placed.look().values()]
-    placed.stop(0.0)
-    assert not any(psutil.pid_exists(pid) for pid in pids)
+@pytest.fixture
+def handlers():
+    # Whoever runs the tests in the background may have told them to ignore some, and that is inherited.
+    before = {number: signal.signal(number, signal.SIG_DFL) for number in SIGNALS}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_the_first_signal_drains_and_the_second_does_not_wait(handlers, number):
+    stop = stop_on_signals()
+    stop.check()
+    os.kill(os.getpid(), number)
+    assert stop.drain.wait(5)
+    assert not stop.now.is_set()
+    with pytest.raises(Cancelled):  # what is not done yet
+        stop.check()
+    os.kill(os.getpid(), number)
+    assert stop.now.wait(5)
+
+
+def test_an_ignored_signal_stays_ignored(handlers):
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    stop = stop_on_signals()
+    os.kill(os.getpid(), signal.SIGHUP)
+    assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    assert not stop.drain.is_set()
+
+
+def state(name="a", pid=None):
+    me = ProcessId.of(pid or os.getpid())
+    return ClusterState(
+        name, me, "127.0.0.1:1", "127.0.0.1:2", "127.0.0.1:4", "redis://:secret@127.0.0.1:3/0", "none", {"router": me}
+    )
+
+
+@pytest.fixture
+def folder(tmp_path):
+    made = StateFolder("a", tmp_path)
+    made.acquire()
+    return made
+
+
+def test_state_round_trip_and_privacy(folder, tmp_path):
+    folder.write_state(state())
+    assert folder.read_state() == state()
+    assert [found.name for found in running_clusters(tmp_path)] == ["a"]
+    for file in (tmp_path / "a").glob("*.json"):
+        assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    folder.release()
+    assert folder.read_state() is None
+    assert sorted(path.name for path in (tmp_path / "a").iterdir()) == ["lock", "logs"]
+
+
+def test_the_state_of_a_dead_supervisor_does_not_count(folder):
+    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    folder.write_state(state(pid=process.pid))
+    assert folder.read_state() is not None
+    process.communicate(b"\n", timeout=10)
+    assert folder.read_state() is None
+
+
+@pytest.mark.parametrize("damage", ["", "{", "[]", '{"name": "a"}'])
+def test_a_damaged_state_file_is_no_cluster(folder, tmp_path, damage):
+    (tmp_path / "a" / "state.json").write_text(damage)
+    assert folder.read_state() is None
+
+
+def test_what_a_killed_cluster_left_goes_when_the_name_is_taken_again(folder, tmp_path):
+    scratch = folder.scratch()
+    (scratch / "session").mkdir()
+    folder.write_state(state())
+    folder.write_private(folder.config, "redis: {url: secret}")
+    folder._lock.close()  # the kernel does this for a killed process
+    again = StateFolder("a", tmp_path)
+    again.acquire()
+    assert not scratch.exists()
+    assert sorted(path.name for path in (tmp_path / "a").iterdir()) == ["lock", "logs"]
+    own = again.scratch()
+    again.release()
+    assert not own.exists()

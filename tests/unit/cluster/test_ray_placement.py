@@ -25,29 +25,14 @@ CONFIG = """{"name": "test", "ray": {"node_labels": {"rack": "r1"}},
  "decode": {"device": "cuda", "replicas": 1}}"""
 
 
-ENDING = """
-import signal, sys, time
-def end(*_):
-    if sys.argv[1:]:
-        time.sleep(0.2)  # as long as a worker takes: who is killed meanwhile leaves no mark
-        open(sys.argv[1], "x")
-        sys.exit()
-signal.signal(signal.SIGTERM, end)
-print(flush=True)
-while True:
-    signal.pause()
-"""
+ENDING = "import signal, sys, time; signal.signal(signal.SIGTERM, {}); print(flush=True); time.sleep(60)"
 
 
 class PlacingRay(FakeRay):
-    """With places for actors, and a start that may fail."""
-
     def __init__(self):
         super().__init__()
-        self.failure = None
-        self.options = {}
-        self.groups = {}
-        self.gpus = 0
+        self.failure, self.gpus = None, 0
+        self.options, self.groups = {}, {}
         strategies = SimpleNamespace(PlacementGroupSchedulingStrategy=lambda group: ("in", group))
         self.util = SimpleNamespace(
             placement_group=self._placement_group,
@@ -107,8 +92,6 @@ def ray(monkeypatch):
 
 
 class Place:
-    """A placement on that Ray, and what it sees of one worker."""
-
     def __init__(self, ray, logs=None):
         self.ray, self.clock = ray, FakeClock()
         place = RayPlace(logs, detached=logs is None)
@@ -134,13 +117,11 @@ class Place:
 
 @pytest.fixture
 def place(ray):
-    """With a Ray of many hosts."""
     return Place(ray)
 
 
 @pytest.fixture
 def here(ray, tmp_path):
-    """With a Ray of this process."""
     (tmp_path / "decode-0.log").write_text("a line of the log")
     return Place(ray, tmp_path)
 
@@ -151,16 +132,8 @@ def test_a_worker_of_another_host_has_a_place_of_its_own(ray, place):
     assert group["bundles"] == {0: {"CPU": 6, "GPU": 2}}
     assert group["bundle_label_selector"] == [{"rack": "r1", "pool": "p"}]
     assert (group["strategy"], group["lifetime"]) == ("STRICT_PACK", "detached")
-    wanted = {
-        "name": "prefill-0",
-        "namespace": "baton-test",
-        "lifetime": "detached",
-        "max_restarts": 0,
-        "max_task_retries": 0,
-        "num_cpus": 6,
-        "num_gpus": 2,
-        "scheduling_strategy": ("in", "baton:test:prefill-0:prefill"),
-    }
+    wanted = {"name": "prefill-0", "namespace": "baton-test", "lifetime": "detached", "num_cpus": 6, "num_gpus": 2}
+    wanted |= {"max_restarts": 0, "max_task_retries": 0, "scheduling_strategy": ("in", group["name"])}
     assert wanted.items() <= actor.options.items()
     assert actor.args[1:4] == ("prefill", "prefill-0", "")
 
@@ -174,12 +147,10 @@ def test_workers_of_one_machine_share_gpus_unless_there_is_one_for_each(ray, her
 
 def test_a_worker_is_seen_from_its_place_to_its_end(ray, place):
     actor = place.start()
-    assert place.look().state == "starting"
+    place.look()
     waits = place.look()
-    assert (waits.state, waits.pid) == ("starting", None)
-    assert "decode-0 waits for a node of the Ray with {'CPU': 1, 'GPU': 1} and the labels {'rack': 'r1'}" in str(
-        waits.error
-    )
+    said = "decode-0 waits for a node of the Ray with {'CPU': 1, 'GPU': 1} and the labels {'rack': 'r1'}"
+    assert (waits.state, waits.pid, said in str(waits.error)) == ("starting", None, True)
     ray.groups["baton:test:decode-0:decode"]["state"] = "CREATED"
     assert place.look().error is None
     actor.answers["pid"] = 7
@@ -236,20 +207,15 @@ def test_a_worker_whose_process_lives_but_did_not_start_is_ended(ray, place):
     assert ray.killed == ["decode-0"]
 
 
-def test_an_end_here_is_explained_by_the_log(here):
-    here.ready().answers["ready"] = ActorDiedError("words")
-    here.look()
-    assert "a line of the log" in str(here.look().error)
-
-
-def test_a_frozen_process_of_this_machine_is_killed(here, monkeypatch):
+def test_a_frozen_process_of_this_machine_is_killed_and_the_log_explains_its_end(here, monkeypatch):
     signals = []
     monkeypatch.setattr(os, "kill", lambda *told: signals.append(told))
-    here.ready(pid=7)
+    here.ready(pid=7).answers["ready"] = None
     here.it.kill("decode-0")
     assert (7, signal.SIGKILL) in signals
     here.look()
-    assert here.look().state == "ended"
+    ended = here.look()
+    assert (ended.state, "a line of the log" in str(ended.error)) == ("ended", True)
 
 
 def test_what_an_earlier_one_left_is_found_by_its_places(ray, place):
@@ -270,34 +236,33 @@ def test_what_an_earlier_one_left_is_found_by_its_places(ray, place):
     assert later.look("prefill-3").state == "ready", "who says nothing at all is judged by its lease"
 
 
-def test_at_the_end_all_are_asked_and_then_killed(ray, here):
+@pytest.mark.parametrize("away", [False, True])
+def test_at_the_end_all_are_asked_and_then_killed_and_ray_ends_though_its_head_died(ray, here, away):
     actor = here.ready(pid=2**22 + 7)
+    ray.away = away
     here.it.stop(0.1)
-    assert "stop" in actor.asked
-    assert ray.killed == ["decode-0", "decode-0"]  # the second time in case that the first was not enough
     assert ray.shut
+    if not away:
+        assert "stop" in actor.asked
+        assert ray.killed == ["decode-0", "decode-0"]  # the second time in case that the first was not enough
 
 
-@pytest.mark.parametrize("ends", [True, False], ids=["it ends", "it is frozen"])
-def test_a_local_worker_is_killed_only_if_ray_does_not_end_it(ray, here, tmp_path, monkeypatch, ends):
+@pytest.mark.parametrize(
+    ("on_sigterm", "patience_s", "said"),
+    [("lambda *_: (time.sleep(0.2), print('ends'), sys.exit())", 30.0, b"ends\n"), ("signal.SIG_IGN", 0.05, b"")],
+    ids=["it ends", "it is frozen"],
+)
+def test_a_local_worker_is_killed_only_if_ray_does_not_end_it(ray, here, monkeypatch, on_sigterm, patience_s, said):
     """Ray prints of those whom we kill that they died of an error."""
-    monkeypatch.setattr("baton.cluster.ray_cluster.KIND_S", 30.0 if ends else 0.05)
-    mark = tmp_path / "ended"
-    arguments = [mark] if ends else []
-    with subprocess.Popen([sys.executable, "-c", ENDING, *arguments], stdout=subprocess.PIPE) as worker:
+    monkeypatch.setattr("baton.cluster.ray_cluster.KIND_S", patience_s)
+    command = [sys.executable, "-c", ENDING.format(on_sigterm)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as worker:
         assert worker.stdout is not None
         worker.stdout.readline()
         here.ready(worker.pid)
         ray.on_kill = worker.terminate
         here.it.stop(0.1)
-    assert mark.exists() == ends
-
-
-def test_a_ray_that_died_does_not_keep_the_rest_from_ending(ray, here):
-    here.ready(pid=2**22 + 7)
-    ray.away = True
-    here.it.stop(0.1)
-    assert ray.shut
+        assert worker.stdout.read() == said
 
 
 def test_a_local_ray_keeps_to_itself(ray, tmp_path):
@@ -321,9 +286,3 @@ def test_a_ray_that_does_not_start_is_an_error_that_names_the_key(ray, tmp_path,
     ray.failure = failure
     with pytest.raises(error, match=r"ray\.address|Ray was starting"):
         begin(tmp_path)
-
-
-def test_a_ray_that_nobody_runs_is_named_at_once(ray):
-    with pytest.raises(NoWorker, match=r"ray\.address: nothing answers at 127\.0\.0\.1:1"):
-        connect("127.0.0.1:1", "test")
-    assert not ray.options

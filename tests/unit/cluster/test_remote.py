@@ -18,6 +18,7 @@ from baton.config import ClusterConfig
 from baton.errors import Cancelled, ConfigError, LedgerError, NoWorker
 from tests.support.ray import Actor, ActorDiedError, FakeRay, RayError
 
+LOCAL = ("embedded", "unix:///tmp/r.sock", "redis://:secret@127.0.0.1:6379", "rediss://localhost")
 PARTS = Parts(object, {}, LocalControl)
 FILE = {"name": "test", "ray": {"address": "10.0.0.1:6379"}, "redis": {"url": "redis://redis.example:6379"}}
 CONFIG = ClusterConfig.model_validate(FILE)
@@ -43,7 +44,6 @@ def ray():
 
 @pytest.fixture
 def clock(monkeypatch):
-    """Pauses take no time, and are counted."""
     clock = FakeClock()
     monkeypatch.setattr("baton.cluster.remote.time.sleep", clock.advance)
     return clock
@@ -51,52 +51,45 @@ def clock(monkeypatch):
 
 @pytest.fixture
 def ensured(ray, clock):
-    """A function: the controller of a cluster with this config."""
-
     def get(config=CONFIG, stop=None, *, detached=True):
         return ensure(ray, config, PARTS, stop or Stop(), detached=detached, clock=clock)
 
     return get
 
 
-def test_a_controller_is_made_once_and_stays_on_whatever_head_there_is(ensured):
-    one = ensured()
+@pytest.fixture
+def one(ensured):
+    return ensured()
+
+
+def test_a_controller_is_made_once_and_stays_on_whatever_head_there_is(ray, ensured, one):
     other_ports = CONFIG.model_copy(update={"router": CONFIG.router.model_copy(update={"grpc": "127.0.0.1:7"})})
     assert ensured(other_ports) is one
     wanted = {"lifetime": "detached", "max_restarts": -1, "max_task_retries": 0, "num_cpus": 0, "name": "controller"}
     assert wanted.items() <= one.options.items()
     assert one.options["resources"] == {"node:__internal_head__": 0.001}
     assert one.args[2] is True
-
-
-def test_a_controller_with_another_config_is_replaced(ray, ensured):
-    one = ensured()
     two = ensured(CONFIG.model_copy(update={"slo": CONFIG.slo.model_copy(update={"itl_ms": 7.0})}))
-    assert two is not one
     assert ray.actors == {"controller": two}
+    assert two is not one, "with another config it is replaced"
 
 
-def test_a_frozen_controller_is_replaced_and_one_that_is_being_started_is_waited_for(ensured, clock):
-    one = ensured()
+def test_a_frozen_controller_is_replaced_and_one_that_is_being_started_is_waited_for(ensured, one, clock):
     one.said = [RayError("unavailable"), RayError("unavailable"), True]
     assert ensured() is one
     one.said = [RayError("no answer")]
     began = clock.monotonic()
     assert ensured() is not one
     assert clock.monotonic() - began == pytest.approx(LOST_S, abs=2 * POLL_S)
-
-
-def test_a_controller_that_is_being_ended_is_not_waited_for(ensured, clock):
-    one = ensured()
-    one.said = [ActorDiedError("killed by somebody else")]
+    ended = ensured()
+    ended.said = [ActorDiedError("killed by somebody else")]
     began = clock.monotonic()
-    assert ensured() is not one
-    assert clock.monotonic() - began == pytest.approx(POLL_S)
+    assert ensured() is not ended
+    assert clock.monotonic() - began == pytest.approx(POLL_S), "one that is being ended is not waited for"
 
 
-def test_who_is_told_to_end_has_none_made(ray, ensured, monkeypatch):
+def test_who_is_told_to_end_has_none_made(ray, ensured, one, monkeypatch):
     stop = Stop()
-    one = ensured()
     one.said = [RayError("it is being ended")]
 
     def told_meanwhile(question, timeout, get=ray.get):
@@ -131,8 +124,6 @@ def test_a_controller_that_never_starts_is_an_error_with_rays_own_words(ray, ens
 
 
 class _Drain(threading.Event):
-    """Waits for it take no time; after so many of them it is set."""
-
     def __init__(self, clock, times):
         super().__init__()
         self._clock, self._left = clock, times
@@ -151,54 +142,39 @@ def never(state):
     pytest.fail(f"told of {state}")
 
 
-def test_who_follows_is_told_once_when_all_are_ready(ray, ensured, clock):
-    controller = ensured()
-    late = ConfigError("of a worker that was started later")
-    controller.said = [
-        ControlState(ready=False, workers=2),
-        ControlState(ready=True, workers=2),
-        ControlState(ready=False, workers=2, error=late),
-        ControlState(ready=True, workers=2),
-    ]
+def test_who_follows_is_told_once_when_all_are_ready(ray, one, clock):
+    late = ControlState(ready=False, workers=2, error=ConfigError("of a worker that was started later"))
+    ready = ControlState(ready=True, workers=2)
+    one.said = [ControlState(ready=False, workers=2), ready, late, ready]
     told: list[ControlState] = []
-    follow(ray, controller, waits(clock, 20), told.append, clock)
+    follow(ray, one, waits(clock, 20), told.append, clock)
     assert [state.workers for state in told] == [2]
 
 
-def test_who_follows_learns_why_a_worker_did_not_start(ray, ensured, clock):
-    controller = ensured()
-    controller.said = [ControlState(ready=False, workers=2, error=LedgerError("Redis is away"))]
+def test_who_follows_learns_why_a_worker_did_not_start(ray, one, clock):
+    one.said = [ControlState(ready=False, workers=2, error=LedgerError("Redis is away"))]
     with pytest.raises(LedgerError, match="Redis is away"):
-        follow(ray, controller, waits(clock), never, clock)
+        follow(ray, one, waits(clock), never, clock)
 
 
-def test_who_follows_ends_when_the_controller_is_lost(ray, ensured, clock):
-    controller = ensured()
-    controller.said = [
-        ControlState(ready=True, workers=2),
-        RayError("unavailable"),
-        ControlState(ready=True, workers=2),
-    ]
-    follow(ray, controller, waits(clock, 20), lambda state: None, clock)
+def test_who_follows_ends_when_the_controller_is_lost(ray, one, clock):
+    ready = ControlState(ready=True, workers=2)
+    one.said = [ready, RayError("unavailable"), ready]
+    follow(ray, one, waits(clock, 20), lambda state: None, clock)
     ray.silent = True
     began = clock.monotonic()
     with pytest.raises(NoWorker, match="does not answer"):
-        follow(ray, controller, waits(clock), never, clock)
+        follow(ray, one, waits(clock), never, clock)
     assert clock.monotonic() - began > LOST_S
 
 
-@pytest.mark.parametrize(
-    "url", ["embedded", "unix:///tmp/r.sock", "redis://:secret@127.0.0.1:6379", "rediss://localhost"]
-)
+@pytest.mark.parametrize("url", LOCAL)
 def test_a_ledger_that_only_this_machine_reaches_is_refused_with_hosts_elsewhere(url):
     check_ledger(url, ["127.0.0.1", "127.0.0.3"])
+    check_ledger("redis://redis.example:6379", ["192.0.2.77"])
     with pytest.raises(ConfigError, match=r"redis\.url: .*192\.0\.2\.77") as refused:
         check_ledger(url, ["127.0.0.1", "192.0.2.77"])
     assert "secret" not in str(refused.value)
-
-
-def test_a_ledger_that_others_reach_is_fine():
-    check_ledger("redis://redis.example:6379", ["192.0.2.77"])
 
 
 @pytest.mark.parametrize("address", ["local", "none"])
@@ -263,11 +239,3 @@ def test_the_children_of_a_remote_control(tmp_path, monkeypatch, url, bound):
     begun, ends, lets_go = f"--wait=5 --follow{bound}", "--wait=5 --stop", "lets go"
     assert said.read_text().splitlines() == ([begun, ends, lets_go] if bound else [begun, lets_go, ends])
     assert control.pids() == {}
-
-
-def test_a_ray_that_nobody_runs_is_named_before_anything_is_started(tmp_path):
-    config = ClusterConfig.model_validate(FILE | {"ray": {"address": "127.0.0.1:1"}})
-    control = RemoteControl(config, ["false"], tmp_path)
-    with pytest.raises(NoWorker, match=r"ray\.address: nothing answers at 127\.0\.0\.1:1"):
-        control.start("redis://somewhere")
-    control.stop(1.0)

@@ -7,7 +7,6 @@ import socket
 import stat
 import sys
 import threading
-import time
 
 import psutil
 import pytest
@@ -43,11 +42,13 @@ time.sleep(60)
 """
 
 
+log: list[str] = []
+
+
 class FakeRedis:
     url, pid = "redis://:secret@127.0.0.1:1/0", None
 
     def __init__(self, folder):
-        self.log = log
         log.append("redis starts")
 
     def poll(self):
@@ -57,23 +58,14 @@ class FakeRedis:
         log.append("redis stops")
 
 
-log: list[str] = []
-
-
 class FakeWorkers:
-    """Notes when it is asked for what, and what it finds then."""
+    size = 3
+    failure = None
+    mode = url = redis_url = router_at_stop = None
 
     def __init__(self, folder):
         self.folder = folder
-        self.failure = None
-        self.holds = False  # never ready
-        self.waiting = threading.Event()
-        self.polled = threading.Event()
-        self.mode = self.url = None
-        self.router_at_stop = None
-        self.redis_url = None
-
-    size = 3
+        self.waiting, self.polled = threading.Event(), threading.Event()
 
     def start(self, redis_url):
         log.append("workers start")
@@ -86,9 +78,6 @@ class FakeWorkers:
         self.waiting.set()
         if self.failure:
             raise self.failure
-        while self.holds:
-            stop.check()
-            time.sleep(0.01)
 
     def poll(self):
         self.polled.set()
@@ -111,8 +100,7 @@ class Run:
         self.workers = FakeWorkers(self.folder)
         self.stop = Stop()
         self.ready = threading.Event()
-        self.state = None
-        self.error = None
+        self.state = self.error = None
         router = {"grpc": "127.0.0.1:0", "admin": "127.0.0.1:0", "metrics": "127.0.0.1:0"}
         config = ClusterConfig.model_validate({"name": "test", "router": router, "decode": {"replicas": 2}})
         command = [sys.executable, "-c", ROUTER, str(self.folder.config)]
@@ -169,36 +157,33 @@ def test_start_and_stop_are_in_order_and_leave_only_logs(run):
     assert run.workers.polled.wait(10)
     run.end()
     assert run.error is None
-    assert log == [
-        "redis starts", "workers start", "workers ready", "ready", "workers stop", "redis stops",
-    ]  # fmt: skip
+    assert log == ["redis starts", "workers start", "workers ready", "ready", "workers stop", "redis stops"]
     assert run.workers.router_at_stop is None
     assert not router.is_running()
     assert left(run) == ["lock", "logs"]
 
 
-def test_a_worker_that_does_not_start_ends_all(run):
-    run.workers.failure = StartError("decode-0 ended")
-    run.start(until="waiting").thread.join(30)
-    assert isinstance(run.error, StartError)
+def ends(run, error):
+    run.thread.join(scaled(30))
+    assert not run.thread.is_alive()
+    assert isinstance(run.error, error)
+    assert not run.ready.is_set()
     assert log[-2:] == ["workers stop", "redis stops"]
     assert left(run) == ["lock", "logs"]
     run.folder.acquire()  # the name is free again
     run.folder.release()
 
 
-def test_told_to_stop_while_workers_load(run):
-    run.workers.holds = True
-    run.start(until="waiting")
-    state = run.folder.read_state()
-    assert state is not None  # `baton down` finds it
-    assert not state.ready
-    assert state.supervisor.pid == os.getpid()
-    run.end()
-    assert isinstance(run.error, Cancelled)
-    assert not run.ready.is_set()
-    assert log[-2:] == ["workers stop", "redis stops"]
-    assert left(run) == ["lock", "logs"]
+def test_a_worker_that_does_not_start_ends_all(run):
+    run.workers.failure = StartError("decode-0 ended")
+    ends(run.start(until="waiting"), StartError)
+
+
+def test_a_router_that_finds_no_workers_is_a_failed_start(run, monkeypatch):
+    monkeypatch.setattr(supervisor, "router_serves", lambda metrics, workers: False)
+    monkeypatch.setattr(supervisor, "SERVING_S", 0.1)
+    ends(run.start(until="waiting"), StartError)
+    assert "did not find all 3 workers" in str(run.error)
 
 
 def test_told_to_stop_before_anything_starts(run):
@@ -209,37 +194,20 @@ def test_told_to_stop_before_anything_starts(run):
     assert "workers start" not in log
 
 
-def killed_router(run):
-    """The state before the router was killed, and the first one with its successor."""
-    old = run.folder.read_state()
-    gone = old.processes["router"]
-    os.kill(gone.pid, signal.SIGKILL)
-
-    def replaced():
-        state = run.folder.read_state()
-        return state.processes.get("router") not in {None, gone} and state
-
-    return old, eventually(replaced, within_s=20)
-
-
-def test_a_router_that_died_comes_back_at_the_same_address(run):
-    run.start()
-    old, new = killed_router(run)
-    assert (new.grpc, new.admin, new.metrics) == (old.grpc, old.admin, old.metrics)
-    run.end()
-    assert run.error is None
-
-
 @pytest.mark.slow
-def test_a_router_that_fails_when_it_comes_back_is_tried_again(run):
-    run.start()
-    marker = run.folder.config.with_name("router-fails-once")
+def test_a_router_that_died_comes_back_at_the_same_address_though_its_first_start_fails(run):
+    marker, router = run.folder.config.with_name("router-fails-once"), run.start().supervisor._router
     marker.touch()
-    killed_router(run)
-    eventually(lambda: not marker.exists())
-    eventually(lambda: run.supervisor._router.restarts == 2)
-    eventually(lambda: run.supervisor._router.ready and run.supervisor._router.pid)
-    assert run.thread.is_alive()
+    old = run.folder.read_state()
+    os.kill(old.processes["router"].pid, signal.SIGKILL)
+
+    def back():
+        state = run.folder.read_state()
+        found = state.processes.get("router")
+        return found and (router.restarts, router.pid) == (2, found.pid) and state
+
+    new = eventually(back, within_s=20)
+    assert (new.grpc, new.admin, new.metrics) == (old.grpc, old.admin, old.metrics)
     run.end()
     assert run.error is None
 
@@ -254,19 +222,11 @@ def kill(redis):
     eventually(lambda: redis.pid is None)
 
 
-@pytest.fixture
-def redis(tmp_path):
-    """Its clock, and a Redis that is kept."""
+@pytest.mark.slow
+def test_redis_is_started_again_at_the_same_address_until_its_port_is_somebody_elses_for_long(tmp_path, request):
     clock = FakeClock()
     kept = KeptRedis(tmp_path, clock)
-    yield clock, kept
-    kept.stop()
-    assert kept.pid is None
-
-
-@pytest.mark.slow
-def test_redis_is_started_again_at_the_same_address_until_its_port_is_somebody_elses_for_long(redis):
-    clock, kept = redis
+    request.addfinalizer(kept.stop)
     url, pid, port = kept.url, kept.pid, kept._server.port
     kept.poll()
     assert kept.pid == pid
@@ -290,21 +250,6 @@ def test_redis_is_started_again_at_the_same_address_until_its_port_is_somebody_e
             kept.poll()
 
 
-def test_a_router_that_finds_no_workers_is_a_failed_start(run, monkeypatch):
-    monkeypatch.setattr(supervisor, "router_serves", lambda metrics, workers: False)
-    monkeypatch.setattr(supervisor, "SERVING_S", 0.1)
-    run.thread.start()
-    run.thread.join(30)
-    assert isinstance(run.error, StartError)
-    assert "did not find all 3 workers" in str(run.error)
-    assert not run.ready.is_set()
-    assert log[-2:] == ["workers stop", "redis stops"]
-
-
-def test_nobody_at_the_metrics_address_is_not_serving():
-    assert not supervisor.router_serves("127.0.0.1:1", 0)
-
-
 @pytest.mark.parametrize(("connected", "serves"), [(1, False), (2, True)])
 def test_a_router_serves_when_it_is_connected_to_all_workers(connected, serves):
     async def ask():
@@ -318,3 +263,4 @@ def test_a_router_serves_when_it_is_connected_to_all_workers(connected, serves):
             await server.stop()
 
     assert asyncio.run(ask()) is serves
+    assert not supervisor.router_serves("127.0.0.1:1", 0), "nothing listens there"

@@ -12,8 +12,6 @@ from baton.config import ClusterConfig, load_config
 
 @pytest.fixture
 def load(tmp_path: Path) -> Callable[..., ClusterConfig]:
-    """A function that loads a file with this text, and these overrides."""
-
     def load_text(text: str, *sets: str, env: dict[str, str] | None = None) -> ClusterConfig:
         file = tmp_path / "cluster.yaml"
         file.write_text(text)

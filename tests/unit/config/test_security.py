@@ -1,6 +1,7 @@
 """`security` in the cluster file: files that are checked, and which listeners need them."""
 
 import subprocess
+from shutil import copytree
 
 import pytest
 
@@ -33,17 +34,13 @@ def expired(folder, other):
     return other / "old.pem"
 
 
-def test_a_folder_is_three_files(load, made):
+def test_a_folder_is_three_files_and_all_are_found_beside_the_cluster_file(load, made, tmp_path):
     tls = load("security: {{tls: {folder}}}", folder=made / "a").security.tls
     assert (tls.cert, tls.key, tls.ca) == tuple(f"{made}/a/{part}.pem" for part in ("cert", "key", "ca"))
-
-
-def test_files_are_found_beside_the_cluster_file(load, tmp_path):
-    certs(tmp_path / "tls", [], 30)
+    copytree(made / "a", tmp_path / "tls")
     (tmp_path / "tokens.yaml").write_text("")
     security = load("security: {{tls: tls, tokens: tokens.yaml}}").security
-    assert security.tls.key == str(tmp_path / "tls" / "key.pem")
-    assert security.tokens == str(tmp_path / "tokens.yaml")
+    assert (security.tls.key, security.tokens) == (f"{tmp_path}/tls/key.pem", f"{tmp_path}/tokens.yaml")
 
 
 FILES = "security: {{tls: {{cert: {a}/cert.pem, key: {a}/key.pem, ca: {a}/ca.pem}}}}"
@@ -68,19 +65,15 @@ WRONG = {
 def test_a_mistake_is_named(load, made, tmp_path, case):
     text, expected = WRONG[case]
     (tmp_path / "junk.pem").write_text("junk")
-    (tmp_path / "locked.pem").write_text(
-        "-----BEGIN ENCRYPTED PRIVATE KEY-----\nx\n-----END ENCRYPTED PRIVATE KEY-----\n"
-    )
+    key = "ENCRYPTED PRIVATE KEY-----\n"
+    (tmp_path / "locked.pem").write_text(f"-----BEGIN {key}x\n-----END {key}")
     places = {"a": made / "a", "b": made / "b", "junk": tmp_path / "junk.pem", "locked": tmp_path / "locked.pem"}
     with pytest.raises(ConfigError) as caught:
         load(text, **places, old=expired(made / "a", tmp_path) if "{old}" in text else "")
     for part in ("cluster.yaml", *expected):
         assert part in str(caught.value)
-
-
-def test_a_name_for_all_processes(load, made):
-    text = FILES.replace("ca: ", "name: worker-0.example, ca: ")
-    assert load(text, a=made / "a").security.tls.name == "worker-0.example"
+    named = load(FILES.replace("ca: ", "name: worker-0.example, ca: "), a=made / "a")
+    assert named.security.tls.name == "worker-0.example"
 
 
 LISTENERS = {
@@ -126,6 +119,8 @@ def test_kv_in_the_clear_between_machines_is_said_so(load, made, transport):
         load(text % "")
     load(text % ", allow_insecure: [transfer.transport]")
     load(text.replace("10.0.0.1", "127.0.0.1") % "")
+    with pytest.raises(ConfigError, match=r"transfer\.transport .*security\.tls, and .*auto or grpc"):
+        load("decode: {{listen: '10.0.0.1:1'}}\nsecurity: {{allow_insecure: [decode.listen]}}")
 
 
 @pytest.mark.parametrize(
@@ -145,12 +140,7 @@ def test_auto_encrypts_kv_between_machines_where_there_are_certificates(load, ma
     assert config.kv_is_encrypted is encrypted
 
 
-def test_auto_without_certificates_is_kv_in_the_clear(load):
-    with pytest.raises(ConfigError, match=r"transfer\.transport .*security\.tls, and .*auto or grpc"):
-        load("decode: {{listen: '10.0.0.1:1'}}\nsecurity: {{allow_insecure: [decode.listen]}}")
-
-
-def test_certificates_are_renewed_by_the_same_ca(tmp_path, capsys):
+def test_certificates_are_renewed_by_the_same_ca_and_made_for_hosts_alone(tmp_path, capsys):
     certs(tmp_path / "tls", [], 30)
     first = {file.name: file.read_bytes() for file in (tmp_path / "tls").iterdir()}
     assert sorted(first) == ["ca-key.pem", "ca.pem", "cert.pem", "key.pem"]
@@ -158,12 +148,9 @@ def test_certificates_are_renewed_by_the_same_ca(tmp_path, capsys):
     second = {file.name: file.read_bytes() for file in (tmp_path / "tls").iterdir()}
     assert {name for name in first if first[name] == second[name]} == {"ca.pem", "ca-key.pem"}
     assert "host.example" in capsys.readouterr().out
+    for host in ("a,b", "host:1", "", "a\nb", "-x", "DNS:y"):
+        with pytest.raises(ConfigError, match="--host"):
+            certs(tmp_path / "none", [host], 30)
+    assert not (tmp_path / "none").exists()
     modes = {name: (tmp_path / "tls" / name).stat().st_mode & 0o777 for name in ("key.pem", "ca-key.pem")}
     assert modes == {"key.pem": 0o600, "ca-key.pem": 0o600}
-
-
-@pytest.mark.parametrize("host", ["a,b", "host:1", "", "a\nb", "-x", "DNS:y"])
-def test_what_is_no_host_gets_no_certificate(tmp_path, host):
-    with pytest.raises(ConfigError, match="--host"):
-        certs(tmp_path / "tls", [host], 30)
-    assert not (tmp_path / "tls").exists()

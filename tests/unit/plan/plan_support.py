@@ -70,7 +70,6 @@ def planner(fake: Fake, *, gpus: int = 16, name: str = "", times: str = "constan
 
 
 def cluster(*workers: tuple[Role, int], loads: Sequence[Load] = ()) -> ClusterStatus:
-    """Workers of these roles, with so many blocks each; idle ones, where no loads are given."""
     found = []
     for number, (role, blocks) in enumerate(workers):
         ref = WorkerRef(f"{role.value}-{number}", Incarnation(1, 1), "h:1")

@@ -1,15 +1,11 @@
 """What DistServe published, from the coefficients that it published, by this simulator.
 
-Figure 1 of the paper (OSDI 2024, arXiv 2401.09670) and the authors' article about it: a model of 13B on one A100-80GB,
-Poisson arrivals, prompts of 512 tokens and answers of 64, 90 % of requests within a TTFT of 0.4 s and a TPOT of 0.04 s:
-1.6 requests/s colocated, 5.6 by a worker that only prefills, 10 by one that only decodes; so 2 prefill and 1 decode
-workers have 10, which is 3.3 for each GPU and 2.1 times as much as colocated.
+Figure 1 of the paper (OSDI 2024, arXiv 2401.09670): a model of 13B on one A100-80GB, Poisson arrivals, prompts of 512
+tokens and answers of 64, 90 % within a TTFT of 0.4 s and a TPOT of 0.04 s. Requests per second: 1.6 colocated, 5.6 by a
+worker that only prefills, 10 by one that only decodes, 10 by 2 prefill and 1 decode workers.
 
-The figure is measured on real engines. Their published coefficients of OPT-13B (of steps alone, without what engines
-did between steps) carry about twice these rates, on all sides alike: not the rates are compared, but what the paper
-concludes from them, which are ratios. As in the figure, the colocated side is vLLM of 2023, which computed prompts and
-decoded in turns, never in one step; the two phases are DistServe's own engine. Both have their coefficients in
-simulator/profiles. What could not be established is which version of the engines the figure was measured with.
+Their coefficients of OPT-13B are of steps alone, without what engines did between steps, and carry about twice these
+rates on all sides. So ratios are compared. The colocated side is vLLM of 2023, which never did both in one step.
 
 The second test is of simulator against simulator, so rates are compared: the example in the README of simdistserve.
 """
@@ -40,7 +36,6 @@ def _planner(profile: Profile, slo: Slo, lengths: tuple[str, str], requests: int
 
 
 def _with(profile: Profile, **changes: object) -> Profile:
-    """Every layout changed."""
     layouts = tuple(Layout.model_validate(one.model_dump() | changes) for one in profile.layouts)
     return profile.model_copy(update={"layouts": layouts, "link": Link(bytes_per_s=1e15)})
 
@@ -60,10 +55,6 @@ def _rates() -> dict[str, float]:
 
 
 def test_splitting_carries_so_many_times_what_is_colocated():
-    """Published: each phase alone 5.6 / 1.6 = 3.5 and 10 / 1.6 = 6.25 times, within 35 %; 2 prefill and 1 decode
-    workers 3.3 / 1.6 = 2.1 times for each GPU, within 15 %, and decoding is what limits them. Nothing was fitted to the
-    figure: what engines did between steps is not in the coefficients, which carry about twice what was measured.
-    """
     rates = _rates()
     assert rates["prefill"] / rates["colocated"] == pytest.approx(5.6 / 1.6, rel=0.35)
     assert rates["decode"] / rates["colocated"] == pytest.approx(10 / 1.6, rel=0.35)

@@ -16,7 +16,9 @@ from baton.cli.plan import verdict
 from baton.errors import ConfigError
 from simulator.plan import Answer, Tried
 from simulator.plan_shape import Shape
+from simulator.plan_text import parse_what_if
 from simulator.report import Report
+from simulator.scenario import Death, Slow, SlowLink
 from tests.unit.plan.plan_support import Fake, profile
 
 LOAD = ("--rate", "20", "--prompt-tokens", "100", "--max-tokens", "11", "--arrivals", "constant", "--requests", "50")
@@ -112,19 +114,17 @@ def test_a_trace_gives_the_rate_and_lengths(fake, file, tmp_path):
     [
         (("--rate", "0"), "rate: must be requests per second, a number above 0, got 0"),
         ((), "--rate: must be given"),
-        (("--rate", "1", "--prompt-tokens", "many"), "prompt_tokens: must be .* got 'many'"),
         (("--rate", "1", "--max-tokens", "0"), "max_tokens: must be"),
         (("--rate", "1", "--attainment", "1.5"), "--attainment: must be a share .* got 1.5"),
         (("--rate", "1", "--ttft-ms", "-3"), "--ttft-ms: must be milliseconds, .* got -3"),
         (("--rate", "1", "--itl-ms", "nan"), "--itl-ms: must be milliseconds, .* got nan"),
-        (("--rate", "1", "--what-if", "x=1"), "--what-if: must be KEY=VALUE"),
         (("--rate", "1", "--what-if", "prefill=1,tp=3"), "tensor_parallel: profile easy has 1, got 3"),
-        (("--rate", "1", "--arrivals", "never"), "arrivals: must be poisson"),
         (("--rate", "1", "--set", "decode.replicas=2"), "--set: must be left out .* got 'decode.replicas=2'"),
         (("--rate", "1", "--scale", "2"), "--scale: must be left out without a trace, .* got 2"),
         (("--rate", "1", "--trace", "/nowhere"), "--trace: cannot read /nowhere"),
         (("--trace", "TIMED", "--arrivals", "never"), "arrivals: must be poisson, .* got 'never'"),
         (("--trace", "TIMED", "--arrivals", "constant"), "--arrivals: must be left out with a trace that has times"),
+        (("--rate", "1", "--profile", "opt-14b"), "opt-13b-a100, .*'opt-14b'"),
         (("--trace", "TEXT"), r"--trace: must have prompt_tokens or token ids .* got text in .*TEXT"),
     ],
 )
@@ -148,22 +148,14 @@ def timed(path: Path, **more: object) -> Path:
 
 
 def test_that_the_files_own_layout_is_not_tried_is_said(fake, file, tmp_path):
-    cluster = tmp_path / "c.yaml"
-    cluster.write_text("model: {path: oracle}\ndecode: {tensor_parallel: 2}\n")
-    done = run("--profile", file, *LOAD, "-c", cluster)
+    (tmp_path / "c.yaml").write_text("model: {path: oracle}\ndecode: {tensor_parallel: 2}\n")
+    done = run("--profile", file, *LOAD, "-c", tmp_path / "c.yaml")
     assert "not tried: the file's own 1 prefill (tp 1) + 1 decode (tp 2), as profile easy has tp 1 only" in done.stderr
     assert "the file" not in done.stdout
-
-
-def test_usage_is_checked_by_the_command_line(fake):
-    assert run("--rate", "1").exit_code == 2  # no profile
-    assert run("--profile", "opt-13b-a100", "--rate", "x").exit_code == 2
-    assert run("--profile", "opt-13b-a100", "--rate", "1", "--gpus-at-most", "0").exit_code == 2
-    assert exit_code(run("--profile", "opt-14b", "--rate", "1").exception) == 3  # type: ignore[arg-type]
+    assert run("--rate", "1").exit_code == run("--profile", file, *LOAD, "--gpus-at-most", 0).exit_code == 2, "usage"
 
 
 def compared(apart: Shape, together: Shape, **facts: object) -> list[str]:
-    """The verdict of layouts that both keep the goal."""
     report = Report(arrivals=1, good=1)
     tried = Tried(apart, 1.0, report, True, "pair"), Tried(together, 1.0, report, True, "colocated")
     answer = Answer(1.0, *tried, {"disaggregated": 1.5, "colocated": 2.0}, (), **facts)  # type: ignore[arg-type]
@@ -183,3 +175,55 @@ def test_a_goodput_without_a_limit_is_not_compared():
     assert lines[1].endswith("2 GPUs; up to 1.5 requests/s for each GPU")
     assert lines[2].endswith("1 GPUs; with so few requests no limit was found, at least 2 requests/s for each GPU")
     assert lines[3:] == ["disaggregation does not pay here: 2 GPUs against 1"]
+
+
+# --- what `--what-if` says
+
+OWN = Shape(3, 2, 4, 1)
+
+
+@pytest.mark.parametrize(
+    ("text", "shape"),
+    [
+        ("prefill=5", Shape(3, 5, 4, 1)),
+        ("decode=7,decode_tp=2", Shape(7, 2, 2, 1)),
+        ("prefill=1,decode=1,tp=2", Shape(1, 1, 2, 2)),
+        ("colocated=4,chunk=512", Shape(4, 0, 4, 1, 512)),
+        ("colocated=4,tp=1", Shape(4)),
+    ],
+)
+def test_a_layout_differs_from_the_files_in_what_is_named(text, shape):
+    assert parse_what_if(text, OWN).shape == shape
+
+
+def test_so_many_workers_keep_the_shares_and_get_as_much_more_load():
+    found = parse_what_if("prefill=1,decode=3,workers=10000", Shape(1, 1))
+    assert (found.shape, found.scale) == (Shape(7500, 2500), 2500)
+    assert Shape(1, 9).of(2) == Shape(1, 1)
+    assert parse_what_if("prefill=2,prefill_tp=2", Shape(3, chunk=256)).shape == Shape(3, 2, 1, 2)
+
+
+def test_faults_are_of_three_kinds():
+    found = parse_what_if("fault=death:prefill-0@10,fault=slow:decode-2@5-9.5x3,fault=link:@1-2x0.1", OWN)
+    assert found.faults == (Death(10, "prefill-0"), Slow(5, 9.5, "decode-2", 3), SlowLink(1, 2, "", 0.1))
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("prefil=2", r"--what-if: must be KEY=VALUE,\.\.\. with prefill, .* got 'prefil=2'"),
+        ("prefill=0", r"--what-if: prefill: must be a whole number above 0, got '0'"),
+        ("prefill=2,chunk=256", r"chunk: must be left out without colocated workers, got 256"),
+        ("prefill_tp=2", r"prefill_tp: must be left out, colocated workers have decode_tp, got 2"),
+        ("prefill=2,workers=1", r"workers: must be 2 or more, .* got 1"),
+        ("colocated=1,prefill=2", r"colocated: there are no prefill and decode workers"),
+        ("fault=death:@1", r"fault: must be death:WORKER@SECONDS.* got 'death:@1'"),
+        ("fault=death:decode-0@1-2x3", r"fault: must be"),
+        ("fault=slow:decode-0@5-4x2", r"fault: must be"),
+        ("fault=link:@1-2x0", r"fault: must be"),
+        ("fault=crash:decode-0@5", r"fault: must be"),
+    ],
+)
+def test_what_cannot_be_is_refused_by_key(text, says):
+    with pytest.raises(ConfigError, match=says):
+        parse_what_if(text, Shape(3, chunk=256) if text == "prefill_tp=2" else OWN)

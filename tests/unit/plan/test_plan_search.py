@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -15,34 +16,31 @@ from simulator.profile import Profile
 from tests.unit.plan.plan_support import Fake, planner, profile
 
 
+def plan(fake: Fake, rate: float, **options: Any) -> Any:
+    return planner(fake, **options).plan(rate)
+
+
 @pytest.mark.parametrize("rate", [1.0, 24.9, 39.9, 77.1])
 @pytest.mark.parametrize("fake", [Fake(10, 20, 4), Fake(7, 30, 12), Fake(30, 5, 6)])
 def test_the_fewest_workers_of_each_kind_are_found(fake, rate):
-    answer = planner(fake, gpus=64).plan(rate)
-    assert answer.disaggregated is not None
-    assert answer.colocated is not None
+    answer = plan(fake, rate, gpus=64)
     apart, together = answer.disaggregated.shape, answer.colocated.shape
     carried = (fake.prefill, fake.decode, fake.colocated)
     assert (apart.prefill, apart.decode, together.decode) == tuple(math.ceil(rate / each) for each in carried)
 
 
 def test_the_cheaper_one_is_the_best_and_goodput_is_for_each_gpu():
-    answer = planner(Fake(10, 20, 4)).plan(20.0)
+    answer = plan(Fake(10, 20, 4), 20.0)
     assert answer.best is answer.disaggregated
-    assert answer.disaggregated is not None
     assert answer.disaggregated.shape == Shape(1, 2)
-    assert answer.goodput["disaggregated"] == pytest.approx(20 / 3, rel=0.06)
-    assert answer.goodput["colocated"] == pytest.approx(4.0, rel=0.06)
-    other = planner(Fake(10, 20, 12)).plan(20.0)
+    assert answer.goodput == pytest.approx({"disaggregated": 20 / 3, "colocated": 4.0}, rel=0.06)
+    other = plan(Fake(10, 20, 12), 20.0)
     assert other.best is other.colocated, "they carry more"
-    assert other.best is not None
     assert kind(other.best.shape) == "colocated"
-
-
-def test_no_layout_within_the_gpus_is_said_and_none_beyond_is_tried():
+    sizes = plan(Fake(10, 20, 4), 9.0, gpus=8, name="opt-13b-a100")
+    assert sizes.disaggregated.shape == Shape(1, 1), "several sizes: these workers do not gain by more GPUs"
     fake = Fake(1, 1, 1)
-    answer = planner(fake, gpus=6).plan(100.0)
-    assert answer.best is None
+    assert plan(fake, 100.0, gpus=6).best is None
     assert all(scenario.prefill.workers <= 16 and scenario.decode.workers <= 16 for scenario in fake.asked)
 
 
@@ -50,10 +48,10 @@ def test_phases_are_looked_at_without_local_prefills_and_pairs_as_production_has
     fake = Fake(10, 20, 4)
     found = planner(fake)
     found.plan(20.0)
-    by = {tried.why: tried for tried in found.tried.values()}
-    assert {"prefill phase", "decode phase", "pair", "colocated", "goodput"} <= set(by)
+    reasons = [tried.why for tried in found.tried.values()]
+    assert {"prefill phase", "decode phase", "pair", "colocated", "goodput"} <= set(reasons)
     alone = [scenario for scenario in fake.asked if not scenario.router.local_prefill]
-    assert len(alone) == sum(tried.why.endswith("phase") for tried in found.tried.values())
+    assert len(alone) == sum(why.endswith("phase") for why in reasons)
 
 
 def test_the_search_is_short_and_simulates_nothing_twice():
@@ -61,12 +59,6 @@ def test_the_search_is_short_and_simulates_nothing_twice():
     found = planner(fake, gpus=256)
     found.plan(300.0)
     assert len(fake.asked) == len(found.tried) < 70
-
-
-def test_several_sizes_are_compared_by_gpus():
-    answer = planner(Fake(10, 20, 4), gpus=8, name="opt-13b-a100").plan(9.0)
-    assert answer.disaggregated is not None
-    assert answer.disaggregated.shape == Shape(1, 1)  # the fake's workers do not gain by more GPUs
 
 
 def test_the_least_is_a_bound_that_holds_work_at_full_use():
@@ -85,15 +77,14 @@ def test_a_goodput_that_does_not_exist_is_0():
 
 def test_a_rate_is_not_raised_until_all_requests_are_one_burst():
     """As with a tiny model: whatever comes at once is computed within the goal."""
-    answer = planner(Fake(math.inf, math.inf, 4)).plan(1.0)
+    answer = plan(Fake(math.inf, math.inf, 4), 1.0)
     assert answer.at_least == {"disaggregated"}
     assert 2 * answer.goodput["disaggregated"] == pytest.approx(512)  # 500 requests at most
     assert answer.goodput["colocated"] == pytest.approx(4.0, rel=0.06)
 
 
 def test_workers_that_share_a_host_slow_each_other_down_in_each_layout():
-    fake = Fake(10, 20, 4)
-    found = planner(fake)
+    found = planner(fake := Fake(10, 20, 4))
     busy = profile().layout(1).model_copy(update={"host_workers": 2, "busy_prompt": 2.0})
     found.site = replace(found.site, profile=profile().model_copy(update={"layouts": (busy,)}))
     for shape in (Shape(1, 1), Shape(1)):
@@ -105,27 +96,21 @@ def test_workers_that_share_a_host_slow_each_other_down_in_each_layout():
 
 
 def _sized(*layouts: dict[str, object]) -> Profile:
-    """Layouts that differ in what is given from the first of `profile`."""
     return profile(layouts=[profile().layout(1).model_dump() | changes for changes in layouts])
 
 
-def test_batches_of_any_size_within_the_goal_are_thought_of():
+def test_batches_are_of_any_size_within_the_goal_and_no_larger_than_the_room_for_kv():
     """Three rows cost 1 ms each; from four on a step takes 1 s, which is beyond the goal."""
-    found, load = planner(Fake(1, 1, 1)), Lengths.parse("100", "11")
+    found, load = planner(Fake(1, 1, 1)), Workload(Lengths.parse("100", "11"))
     free = {"token_s": 0.0, "context_s": 0.0}
     decode = [{"rows_below": 4, "step_s": 0.003} | free, {"rows_below": 9, "step_s": 1.0} | free]
     site = replace(found.site, profile=_sized({"decode": [*decode, {"step_s": 1.0} | free]}))
-    assert least_decode(site, Workload(load), 500.0, 1) == 5
+    assert least_decode(site, load, 500.0, 1) == 5
     larger = replace(found.site, profile=_sized({"decode": [*decode, {"step_s": 0.0045} | free]}))
-    assert least_decode(larger, Workload(load), 5000.0, 1) == 4  # 64 rows at 4.5 ms
-
-
-def test_batches_are_no_larger_than_the_room_for_kv():
-    """Ten rows of 105.5 tokens, at 1.1 ms each."""
-    found = planner(Fake(1, 1, 1))
-    site = replace(found.site, profile=_sized({"kv_tokens": 1040}))
-    assert site.room(1) == 1040
-    assert least_decode(site, found.workload, 250.0, 1) == 3
+    assert least_decode(larger, load, 5000.0, 1) == 4  # 64 rows at 4.5 ms
+    small = replace(found.site, profile=_sized({"kv_tokens": 1040}))
+    assert small.room(1) == 1040
+    assert least_decode(small, found.workload, 250.0, 1) == 3  # ten rows of 105.5 tokens, at 1.1 ms each
 
 
 @pytest.mark.parametrize(("room", "size"), [(112, 1), (111, 2), (16, 2)])

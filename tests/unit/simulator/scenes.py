@@ -19,7 +19,6 @@ PATIENT = Router(max_requests=10**6, max_tokens=10**9, max_wait_s=1e6, local_pre
 
 
 def poisson(requests: int, rate: float, prompt: int = 256, answer: int = 64, seed: int = 1) -> Iterator[Arrival]:
-    """Lengths vary by half."""
     draw, at_s = Random(seed), 0.0
     for _ in range(requests):
         at_s += draw.expovariate(rate)

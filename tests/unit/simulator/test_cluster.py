@@ -1,20 +1,36 @@
-"""What a simulated cluster does beside serving: faults come and go, workers report, gaps are kept, options are looked
-at.
+"""A simulated cluster beside serving: faults, reports, gaps, what production has, too, and what many workers cost.
+
+What a request costs is counted in events and in calls of functions, never in seconds: both are the same on any machine.
+The states of an attempt and its recovery: tests/simulation/test_simulator_recovers_alike.py.
 """
 
 from __future__ import annotations
 
+import json
 import sys
+from cProfile import Profile
 from dataclasses import replace
+from pstats import Stats
+from random import Random
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
+from baton.cli.plan import _pool, _router
+from baton.config import load_config
+from baton.core import HandoffId
 from baton.workload import Arrival
+from prefill_workers.work import spare
+from router.floor import RouterSettings
+from simulator import __main__ as program
 from simulator import simulate
-from simulator.__main__ import main
+from simulator.__main__ import _RATE, main, scale_load, scale_scenario
 from simulator.cluster import Cluster
-from simulator.scenario import Death, Slo, Slow, SlowLink
+from simulator.report import Report
+from simulator.scenario import Death, Network, Pool, Router, Slo, Slow, SlowLink
 from simulator.tally import Tally
+from simulator.worker_prefill import PrefillWorker
 from tests.unit.simulator.scenes import PATIENT, colocated, poisson, scene
 
 PERCENTILE = Slo(itl_percentile=99.0)
@@ -56,7 +72,6 @@ def test_workers_report_while_somebody_is_served_and_once_more(monkeypatch):
 @pytest.mark.parametrize("worker", ["prefill-0", "decode-0"])
 @pytest.mark.parametrize("local", [False, True], ids=["pairs", "local prefill"])
 def test_nothing_is_left_whenever_a_worker_dies(worker, noticed_s, local):
-    """A reservation once was, if its prefill worker died before the answer to the Reserve came: `run` says so."""
     router = replace(PATIENT, local_prefill=local)
     for at_s in (1.0 + 1e-4 * step for step in range(120)):
         faults = (Death(at_s, worker, back_after_s=1.0, noticed_s=noticed_s),)
@@ -64,16 +79,16 @@ def test_nothing_is_left_whenever_a_worker_dies(worker, noticed_s, local):
         assert report.completed == 1
 
 
-@pytest.mark.parametrize(
-    "of",
-    [
-        scene(2, 1, pool={"kv_blocks": 80}),
-        colocated(1, pool={"kv_blocks": 80, "max_running": 8}),
-        scene(2, 2, faults=DEATHS),
-        colocated(2, faults=DEATHS, pool={"spread": (0.5, 1.5)}),
-    ],
-    ids=["preempted", "colocated, preempted", "dead", "colocated, dead"],
-)
+MANY = {"kv_blocks": 80, "max_running": 8}
+MOVED = {
+    "preempted": scene(2, 1, pool={"kv_blocks": 80}),
+    "colocated, preempted": colocated(1, pool=MANY),
+    "dead": scene(2, 2, faults=DEATHS),
+    "colocated, dead": colocated(2, faults=DEATHS, pool={"spread": (0.5, 1.5)}),
+}
+
+
+@pytest.mark.parametrize("of", MOVED.values(), ids=MOVED)
 def test_gaps_of_rows_that_went_on_elsewhere_count(of, monkeypatch):
     """One fewer than tokens; steps in which a row had to wait count twice."""
     missing, completed = [], Tally.completed
@@ -93,7 +108,6 @@ def test_gaps_of_rows_that_went_on_elsewhere_count(of, monkeypatch):
     [
         (("--requests", "0"), "--requests: must be at least 1, got 0"),
         (("--rate", "0"), "--rate: must be requests per second and worker, a number above 0, got 0"),
-        (("--rate", "nan"), "above 0, got nan"),
         (("--workers", "1"), "--workers: must be at least 2, got 1"),
         (("--workers", "0", "--colocated"), "--workers: must be at least 1, got 0"),
     ],
@@ -104,3 +118,75 @@ def test_options_that_cannot_be_are_usage_errors(args, says, monkeypatch, capsys
         main()
     assert ended.value.code == 2
     assert says in capsys.readouterr().err
+
+
+def test_what_is_not_said_is_what_a_cluster_has_of_which_it_is_not_said(tmp_path):
+    path = tmp_path / "c.yaml"
+    path.write_text("model: {path: oracle}\n")
+    config = load_config(path, (), {})
+    assert _router(config) == Router()
+    assert Router().attempts == RouterSettings(name="", model="").attempts
+    assert _pool(config.decode) == Pool(0)
+    assert (config.slo.ttft_ms / 1e3, config.slo.itl_ms / 1e3) == (Slo().ttft_s, Slo().itl_s)
+    assert config.transfer.coalesce_below == Network().coalesce_below
+
+
+def test_the_same_kv_is_given_up_where_prompts_find_no_room(seed):
+    draw = Random(seed)
+    for _ in range(200):
+        likely = draw.choice((0.5, 0.9))
+        works = {
+            HandoffId(str(n), 1): (draw.random() < likely, draw.random() < likely) for n in range(draw.randrange(6))
+        }
+        theirs: Any = {
+            name: SimpleNamespace(first=computed or None, waits=waits) for name, (computed, waits) in works.items()
+        }
+        pushes = {name: SimpleNamespace(computed=computed, waits=waits) for name, (computed, waits) in works.items()}
+        spared: Any = PrefillWorker._spare(cast("Any", SimpleNamespace(pushes=pushes)))
+        assert spared == spare(theirs), works
+
+
+WORKERS, REQUESTS = 1000, 3000
+EACH = REQUESTS // WORKERS
+
+
+def run(workers: int, requests: int, *, colocated: bool = False, seed: int = 0) -> Report:
+    scenario = scale_scenario(workers, colocated=colocated, seed=seed)
+    return simulate(scenario, scale_load(requests, _RATE * workers, seed))
+
+
+@pytest.mark.slow
+def test_a_thousand_workers_serve_all_that_comes_twice_alike(monkeypatch, capsys, seed):
+    options = {"requests": REQUESTS, "workers": WORKERS, "seed": seed}
+    monkeypatch.setattr(sys, "argv", ["simulator", *(f"--{name}={value}" for name, value in options.items())])
+    monkeypatch.setattr(program, "configure_logging", lambda *_: None)  # it is the process's, and others log here too
+    program.main()
+    said, report = capsys.readouterr().out, run(WORKERS, REQUESTS, seed=seed)
+    figures = json.loads(said.splitlines()[-1])
+    assert (figures["requests"], figures["workers"], figures["events"]) == (REQUESTS, WORKERS, report.events)
+    assert said.startswith(report.table() + "\n"), "the very same"
+    lengths = list(scale_load(REQUESTS, _RATE * WORKERS, seed))
+    assert report.completed == report.arrivals == REQUESTS, "it is a load that the cluster takes"
+    assert report.output_tokens == sum(one.max_tokens for one in lengths)
+    assert report.prefill.prompt_tokens + report.decode.prompt_tokens == sum(one.prompt_tokens for one in lengths)
+    assert report.prefill.steps > WORKERS / 5, "all of them work"
+
+
+def cost(workers: int, *, colocated: bool) -> tuple[float, float]:
+    """Events and calls for each request, at the same load for each worker; starting the workers is among them."""
+    profile, requests = Profile(), EACH * workers
+    report = profile.runcall(run, workers, requests, colocated=colocated)
+    assert report.completed == requests
+    assert colocated or report.events < report.decode.steps / 2, "most steps have no event of their own"
+    calls = cast("int", Stats(profile).total_calls)  # type: ignore[attr-defined]
+    return report.events / requests, calls / requests
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("colocated", [False, True], ids=["pairs", "colocated"])
+def test_a_request_costs_as_much_among_many_workers_as_among_few(colocated):
+    """What each worker costs is shared by the requests that it has: ten times as many are no dearer for each."""
+    few, many = cost(50, colocated=colocated), cost(500, colocated=colocated)
+    assert many == pytest.approx(few, rel=0.15), "events and calls a request"
+    assert many[0] < 1.1 * few[0]
+    assert many[0] < 30, "events a request: steps in which nothing changes are one"

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 from random import Random
+from typing import Any
 
 import pytest
 
 from baton.workload import Arrival
 from simulator import simulate
 from simulator.cluster import hosts_of
-from simulator.scenario import Contention, Pool, Scenario, Slo, Slowed
+from simulator.scenario import Contention, Pool, Slo, Slowed
 from simulator.steps import Linear, line
 from simulator.timing import Host, Timing
 from tests.unit.simulator.scenes import AT_ONCE, NO_OVERHEADS, colocated, scene
@@ -21,8 +22,8 @@ POOL = Pool(1, COST, contention=BESIDE)
 KEPT = Slo(itl_percentile=50.0)
 
 
-def timings(*pools: Pool) -> list[Timing]:
-    host = Host()
+def timings(*pools: Pool, on: Host | None = None) -> list[Timing]:
+    host = on or Host()
     return [Timing(pool, Random(1), host) for pool in pools]
 
 
@@ -35,7 +36,7 @@ def decode(timing: Timing) -> float:
 
 
 def test_a_step_is_as_long_as_what_the_others_do_makes_it():
-    one, other = timings(POOL, POOL)
+    one, other = timings(POOL, POOL, on=(host := Host()))
     assert (prompt(one), decode(one)) == (0.1, 0.010)
     decode(other)
     assert (prompt(one), decode(one)) == pytest.approx((0.15, 0.020))
@@ -43,8 +44,12 @@ def test_a_step_is_as_long_as_what_the_others_do_makes_it():
     assert (prompt(one), decode(one)) == pytest.approx((0.15, 0.012))
     other.rest()
     assert (prompt(one), decode(one)) == (0.1, 0.010)
+    decode(other)
     other.leave()
     assert decode(one) == 0.010
+    (successor,) = timings(POOL, on=host)
+    decode(successor)
+    assert decode(one) == pytest.approx(0.020)
 
 
 def test_who_does_both_at_a_time_is_in_between():
@@ -91,27 +96,24 @@ def test_the_others_hear_of_what_changes_and_of_nothing_else():
     assert heard == ["other"] * 3
 
 
-def host(prefill: int = 1, decoding: int = 1) -> Scenario:
-    pool = {"cost": COST, "contention": BESIDE}
-    facts = {"network": AT_ONCE, "overheads": NO_OVERHEADS, "slo": KEPT}
-    return scene(prefill, decoding, pool=pool, **facts)
+FACTS: dict[str, Any] = {"network": AT_ONCE, "overheads": NO_OVERHEADS, "slo": KEPT}
+FACTS["pool"] = {"cost": COST, "contention": BESIDE}
 
 
 def test_what_decodes_is_slower_while_a_prompt_is_computed_and_no_longer():
     """101 tokens; the second prompt begins behind the step at whose end it finds room, and takes 0.15 s: as much as 12
     or 13 steps of 12 ms.
     """
-    alone = simulate(host(), [Arrival(0.0, 10, 101)])
+    alone = simulate(scene(1, 1, **FACTS), [Arrival(0.0, 10, 101)])
     assert (alone.itl.p50, alone.itl.max) == pytest.approx((0.010, 0.010), rel=0.01)
-    both = simulate(host(), [Arrival(0.0, 10, 101), Arrival(0.455, 10, 1)])
+    both = simulate(scene(1, 1, **FACTS), [Arrival(0.0, 10, 101), Arrival(0.455, 10, 1)])
     assert both.e2e.max == pytest.approx(0.1 + 100 * 0.010 + 12.5 * 0.002, abs=0.003)
     assert (both.itl.p50, both.itl.max) == pytest.approx((0.010, 0.012), rel=0.01)
     assert both.ttft.max == pytest.approx(0.005 + 0.150)
 
 
 def test_colocated_workers_slow_each_other_as_far_as_they_decode_at_the_same_time():
-    pool = {"cost": COST, "contention": BESIDE}
-    scenario = colocated(2, pool=pool, network=AT_ONCE, overheads=NO_OVERHEADS, slo=KEPT)
+    scenario = colocated(2, **FACTS)
     apart = simulate(scenario, [Arrival(0.0, 10, 51), Arrival(5.0, 10, 51)])
     assert (apart.itl.p50, apart.itl.max) == pytest.approx((0.010, 0.010), rel=0.01)
     together = simulate(scenario, [Arrival(0.0, 10, 51), Arrival(0.001, 10, 51)])
@@ -119,18 +121,8 @@ def test_colocated_workers_slow_each_other_as_far_as_they_decode_at_the_same_tim
 
 
 def test_a_host_has_as_many_workers_as_were_measured_together():
-    placed = hosts_of(host(3, 2))
+    placed = hosts_of(scene(3, 2, **FACTS))
     assert list(placed) == ["prefill-0", "prefill-1", "prefill-2", "decode-0", "decode-1"]
     hosts = [{name for name, one in placed.items() if one is host} for host in dict.fromkeys(placed.values())]
     assert hosts == [{"prefill-0", "decode-0"}, {"prefill-1", "decode-1"}, {"prefill-2"}]
     assert hosts_of(scene(3, 2)) == {}
-
-
-def test_who_died_slows_nobody_and_who_comes_in_its_place_does():
-    shared = Host()
-    one, other = (Timing(POOL, Random(seed), shared) for seed in (1, 2))
-    decode(other)
-    other.leave()
-    assert decode(one) == 0.010
-    decode(Timing(POOL, Random(3), shared))
-    assert decode(one) == pytest.approx(0.020)

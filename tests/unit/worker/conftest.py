@@ -23,7 +23,6 @@ def router():
 
 @pytest.fixture
 def settings(tmp_path):
-    """From a cluster file about the oracle, with what else is set."""
     file = tmp_path / "c.yaml"
     file.write_text("model: {path: oracle}\nredis: {url: 'redis://127.0.0.1:1/0'}\n")
     return lambda *sets: from_config(load_config(file, sets), Role.DECODE, "decode-0")

@@ -1,7 +1,9 @@
-"""From settings to an engine: devices that are not there, and counters that start at zero."""
+"""From settings to an engine, and from one role to the other: what is refused, what stays loaded, what is freed."""
 
+import weakref
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -13,13 +15,18 @@ from baton.engine.fixed import FixedShapes
 from baton.engine.oracle import OracleBackend
 from baton.errors import ConfigError, InvalidRequest
 from baton.tokenizer import OracleTokenizer
+from baton.worker import build, host
 from baton.worker.build import build_engine, check_thinking, load_backend, pick_device, warm_up
+from baton.worker.host import _Model, reasons_to_load
 from baton.worker.life import _info
-from baton.worker.settings import from_config, located
+from baton.worker.settings import from_config, located, of_both_roles
 from kvtransfer.transports.choose import make_transports
 from tests.unit.model.thinking import thinking_checkpoint
 
 DEMO = Path(__file__).parents[3] / "models/demo"
+KV = ("transfer.coalesce_below=8KiB", "transfer.staging_memory=64MiB", "transfer.frame_size=1MiB")
+SHAPE = ("determinism.rows=1", "determinism.window=96", "decode.max_running=7")
+SIZES = ("decode.max_running=5", "decode.prefix_cache=false", "prefill.max_batched_tokens=64")
 
 
 def info_of(settings, engine):
@@ -54,7 +61,6 @@ def test_a_new_engine_has_been_warmed_and_counts_from_zero(settings, monkeypatch
 
 @pytest.mark.parametrize(("sets", "verified"), [("determinism.verify=always", True), ("decode.max_running=5", False)])
 def test_what_is_not_exact_is_verified_and_its_passes_are_reported(settings, sets, verified):
-    """Those that it was warmed with are not counted."""
     engine = build_engine(settings("decode.kv_memory=1MiB", sets))
     spec = SequenceSpec((1, 2, 3), Sampling(max_tokens=40, temperature=0.0, ignore_eos=True), deterministic=True)
     handoffs = [HandoffId(f"r{number}", 1) for number in range(9)]
@@ -70,6 +76,8 @@ def test_what_is_not_exact_is_verified_and_its_passes_are_reported(settings, set
 
 
 def test_a_worker_whose_bits_vary_takes_no_deterministic_requests(monkeypatch, settings):
+    sets = (f"model.path={DEMO}", "decode.kv_memory=4MiB", "decode.device=cpu", "model.max_model_len=512")
+    assert build_engine(settings(*sets)).backend.nondeterminism == ""
     monkeypatch.setattr("baton.engine.selfcheck.check_fixed", lambda backend, shapes: f"{shapes.rows} rows vary")
     chosen = settings("decode.kv_memory=1MiB", "determinism.rows=4")
     engine = build_engine(chosen)
@@ -87,19 +95,31 @@ def test_a_worker_tells_on_which_settings_its_bits_depend(settings):
     assert not any(info.nondeterminism for info in (preset, rows, blocks))
 
 
-def test_a_worker_is_told_how_kv_moves(settings):
-    sets = ("transfer.coalesce_below=8KiB", "transfer.staging_memory=64MiB", "transfer.frame_size=1MiB")
-    transfer = settings(*sets).transfer
-    assert (transfer.coalesce_below, transfer.staging_memory, transfer.frame_size) == (8 << 10, 64 << 20, 1 << 20)
-    assert [settings(*verify).transfer.verify_kv for verify in ((), ("transfer.verify=kv",))] == [False, True]
+@pytest.mark.parametrize(
+    ("sets", "told"),
+    [
+        (KV, {"coalesce_below": 8 << 10, "staging_memory": 64 << 20, "frame_size": 1 << 20, "verify_kv": False}),
+        (("transfer.verify=kv",), {"verify_kv": True}),
+        ((), {"shapes": FixedShapes(exact_rows=64), "thinking_prefill": "auto"}),
+        (("determinism.verify=always",), {"shapes": FixedShapes()}),
+        (("determinism.rows=4",), {"shapes": FixedShapes(4, FixedShapes().tokens, exact_rows=64)}),
+        (SHAPE, {"shapes": FixedShapes(1, 96, exact_rows=7)}),
+        *(((f"thinking.prefill={how}",), {"thinking_prefill": how}) for how in ("auto", "fast", "sequential", "off")),
+    ],
+)
+def test_a_worker_is_told_what_the_file_says(settings, sets, told):
+    """Of KV, of verify passes, and of thinking, where YAML takes "off" for a boolean."""
+    found = settings(*sets)
+    facts = asdict(found.transfer) | {"shapes": found.shapes, "thinking_prefill": found.thinking_prefill}
+    assert {name: facts[name] for name in told} == told
 
 
-def test_a_worker_is_told_the_shape_of_a_verify_pass(settings):
-    assert settings().shapes == FixedShapes(exact_rows=64)
-    assert settings("determinism.verify=always").shapes == FixedShapes()
-    assert settings("determinism.rows=4").shapes == FixedShapes(4, FixedShapes().tokens, exact_rows=64)
-    sets = ("determinism.rows=1", "determinism.window=96", "decode.max_running=7")
-    assert settings(*sets).shapes == FixedShapes(1, 96, exact_rows=7)
+@pytest.mark.parametrize(
+    "wrong", [*(f"thinking.prefill={how}" for how in ("on", "no thoughts", "0")), "prefill.attention_splits=some"]
+)
+def test_what_a_worker_cannot_be_told_is_refused_by_key(settings, wrong):
+    with pytest.raises(ConfigError, match=rf"{wrong.partition('=')[0]}: input should be 'auto', "):
+        settings(wrong)
 
 
 @pytest.mark.parametrize(
@@ -131,20 +151,6 @@ def test_a_worker_says_that_its_model_thinks_and_what_does_not_fit_is_refused_fi
     for wrong in ("decode.block_size=6", "decode.tensor_parallel=2"):
         with pytest.raises(ConfigError, match=f"^{wrong.partition('=')[0]}: "):
             load_backend(settings(*sets, wrong))
-
-
-@pytest.mark.parametrize("how", ["auto", "fast", "sequential", "off"])
-def test_a_worker_is_told_how_to_think(settings, how):
-    assert settings(f"thinking.prefill={how}").thinking_prefill == how  # YAML takes one of them for a boolean
-    assert settings().thinking_prefill == "auto"
-    for wrong in ("on", "no thoughts", "0"):
-        with pytest.raises(ConfigError, match=r"thinking\.prefill: input should be 'auto', 'fast'"):
-            settings(f"thinking.prefill={wrong}")
-
-
-def test_too_little_memory_says_how_much_would_do(settings):
-    with pytest.raises(ConfigError, match=r"give at least \d+ bytes"):
-        build_engine(settings("decode.kv_memory=64KiB", "model.max_model_len=2048"))
 
 
 @pytest.mark.parametrize(
@@ -189,10 +195,70 @@ def test_how_attention_is_split_reaches_the_kernels(settings, by):
     kernels = backend.model.kernels
     if kernels.name == "compiled":  # elsewhere it has no effect, and the log says so
         assert kernels.splits == by
-    with pytest.raises(ConfigError, match="attention_splits"):
-        settings("prefill.attention_splits=some")
 
 
-def test_a_worker_looks_at_its_fixed_forwards(settings):
-    sets = (f"model.path={DEMO}", "decode.kv_memory=4MiB", "decode.device=cpu", "model.max_model_len=512")
-    assert build_engine(settings(*sets)).backend.nondeterminism == ""
+FILE = "model: {path: oracle}\nprefill: {device: cpu, kv_memory: 1MiB}\ndecode: {device: cpu, kv_memory: 2MiB}\n"
+
+
+@pytest.fixture
+def both(tmp_path):
+    (tmp_path / "c.yaml").write_text(FILE)
+
+    def of(*sets, begins=Role.PREFILL):
+        return of_both_roles(load_config(tmp_path / "c.yaml", sets), "prefill-7", begins)
+
+    return of
+
+
+@pytest.mark.parametrize(
+    ("given", "reasons"),
+    [
+        (SIZES, []),  # pools that differ in sizes alone share the weights
+        (["decode.device=cuda:1"], ["device: cpu, cuda:1"]),
+        (["decode.threads=3"], ["threads: None, 3"]),
+        (["decode.tensor_parallel=2"], ["tensor_parallel: 1, 2"]),
+        (["decode.block_size=32"], ["block_size: 16, 32"]),
+        (["decode.attention_splits=load"], ["attention_splits: auto, load"]),
+    ],
+)
+def test_what_a_model_is_loaded_with_must_be_alike(both, given, reasons):
+    before, after = both(*given).values()
+    assert reasons_to_load(before, after) == reasons
+    other = replace(before, dtype="bfloat16", thinking_prefill="off")
+    assert reasons_to_load(before, other) == [f"dtype: {before.dtype}, bfloat16", "thinking_prefill: auto, off"]
+
+
+def test_who_and_where_it_is_stays(both):
+    addresses = "prefill.listen=127.0.0.1:7001", "decode.listen=127.0.0.1:7002", "decode.advertise=d.example"
+    for begins, (listen, advertise) in {
+        Role.PREFILL: ("127.0.0.1:7001", None),
+        Role.DECODE: ("127.0.0.1:7002", "d.example"),
+    }.items():
+        for role, settings in both(*addresses, begins=begins).items():
+            assert (settings.worker_id, settings.role) == ("prefill-7", role)
+            assert (settings.listen, settings.advertise) == (listen, advertise)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("again", [False, True])
+def test_the_old_pool_is_freed_before_the_next_one_is_made(both, monkeypatch, again):
+    """Also of an engine whose listeners refer to it, as those of roles do, and which was frozen for the collector."""
+    sets = [f"model.path={DEMO}", "model.max_model_len=64", *["decode.block_size=32"] * again]
+    alive: list[tuple[bool, bool]] = []
+    model, settings = _Model(), both(*sets)
+    engine = model.engine(settings[Role.PREFILL])
+    engine.watch(lambda work, layer: None, cast("Any", engine.release))
+    loaded, kv = weakref.ref(cast("Any", engine.backend).model), weakref.ref(engine.kv)
+
+    def build_engine(*given):
+        alive.append((loaded() is not None, kv() is not None))
+        return build.build_engine(*given)
+
+    monkeypatch.setattr(host, "build_engine", build_engine)
+    del engine
+    engine = model.engine(settings[Role.DECODE])
+    assert alive == [(not again, False)]
+    assert model._loaded is not None
+    assert engine.backend is model._loaded[1]
+    assert engine.pool.total > 0
+    model.close()

@@ -23,8 +23,6 @@ ACTIONS = {
 
 
 class Schedule(TogetherMachine):
-    """Random events of a pair of workers; both keep their histories."""
-
     def run(self, folder, seed):
         choose, clock = random.Random(seed), TickingClock()
         self.start(choose.randint(7, 14), choose.randint(8, 14), 4, 2048)
@@ -48,7 +46,6 @@ class Schedule(TogetherMachine):
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    """The histories of all schedules."""
     made = tmp_path_factory.mktemp("histories")
     for seed in SEEDS:
         Schedule().run(made / str(seed), seed)

@@ -1,43 +1,33 @@
-"""A lease that has lapsed is never taken up again; a Redis that is away, or forgot, costs nobody anything."""
+"""A lapsed lease is never taken up again, a Redis that is away costs nobody anything, and orders are obeyed."""
 
 import asyncio
+from unittest.mock import AsyncMock, Mock, call
 
 import pytest
 
 from baton.clock import FakeClock
 from baton.core import Role
 from baton.errors import EngineFault, LedgerError
+from baton.ledger.board import Order
 from baton.worker.lease import Lease
+from baton.worker.life import Beats
 from tests.simulation.clock import LoopClock, VirtualLoop
 from tests.support.sessions import D
 from tests.support.workers import engine_of, info_of
 
 LEASE_S = 10.0
-
-
-class FakeLedger:
-    def __init__(self):
-        self.renewals, self.places = [], []  # answers to come; an exception is raised, none left: True
-        self.calls = []
-
-    async def renew(self, ref, progress):
-        self.calls.append(("renew", progress))
-        return await self._answer(self.renewals)
-
-    async def register(self, info):
-        self.calls.append("register")
-        return await self._answer(self.places)
-
-    async def _answer(self, answers):
-        answer = answers.pop(0) if answers else True
-        if isinstance(answer, Exception):
-            raise answer
-        return await asyncio.sleep(60) if answer is None else answer
+INFO = info_of(D, Role.DECODE, engine_of(Role.DECODE, 10))
 
 
 @pytest.fixture
 def ledger():
-    return FakeLedger()
+    it = Mock()
+    it.renew, it.register = AsyncMock(return_value=True), AsyncMock(return_value=True)
+    return it
+
+
+def calls(mock):
+    return [name for name, _, _ in mock.mock_calls]
 
 
 @pytest.fixture
@@ -45,13 +35,9 @@ def clock():
     return FakeClock()
 
 
-def lease_of(ledger, clock):
-    return Lease(ledger, info_of(D, Role.DECODE, engine_of(Role.DECODE, 10)), LEASE_S, clock)
-
-
 @pytest.fixture
 def lease(ledger, clock):
-    return lease_of(ledger, clock)
+    return Lease(ledger, INFO, LEASE_S, clock)
 
 
 async def test_a_lease_that_is_renewed_in_time_is_kept(lease, ledger, clock):
@@ -60,13 +46,7 @@ async def test_a_lease_that_is_renewed_in_time_is_kept(lease, ledger, clock):
         clock.advance(9.0)
         lease.check()
         await lease.renew(progress)
-    assert ledger.calls == ["register", *(("renew", progress) for progress in range(5))]
-
-
-async def test_a_place_that_is_taken_is_not_entered(lease, ledger):
-    ledger.places = [False]
-    with pytest.raises(EngineFault, match="taken by another incarnation"):
-        await lease.take()
+    assert ledger.mock_calls == [call.register(INFO), *(call.renew(D, progress) for progress in range(5))]
 
 
 @pytest.mark.parametrize("redis", ["there", "away"])
@@ -75,50 +55,54 @@ async def test_a_lease_that_lapsed_is_over_whatever_the_ledger_would_say(lease, 
     """An engine thread that was stuck, or a process that was frozen: the place may have been reclaimed."""
     await lease.take()
     if redis == "away":
-        ledger.renewals = [LedgerError("away")]
+        ledger.renew.side_effect = LedgerError("away")
         await lease.renew(1)
-    calls = list(ledger.calls)
+    before = calls(ledger)
     clock.advance(LEASE_S + 0.1)
     with pytest.raises(LedgerError, match="has lapsed"):
         await lease.renew(1) if how == "renew" else lease.check()
-    assert ledger.calls == calls
+    assert calls(ledger) == before
 
 
 async def test_a_redis_that_forgot_is_told_again(lease, ledger, clock):
     await lease.take()
     clock.advance(1.0)
-    ledger.renewals = [False]
+    ledger.renew.return_value = False
     await lease.renew(1)
-    assert ledger.calls[-1] == "register"
+    assert calls(ledger) == ["register", "renew", "register"]
     clock.advance(9.9)
     lease.check()
 
 
 async def test_another_incarnation_in_the_place_ends_this_one(lease, ledger):
     await lease.take()
-    ledger.renewals, ledger.places = [False], [False]
+    ledger.renew.return_value = ledger.register.return_value = False
     with pytest.raises(EngineFault, match="fenced"):
         await lease.renew(1)
+    with pytest.raises(EngineFault, match="taken by another incarnation"):
+        await lease.take()
 
 
 async def test_a_redis_that_is_away_for_long_does_not_end_the_worker(lease, ledger, clock):
     await lease.take()
-    ledger.renewals = [LedgerError("away")] * 20
+    ledger.renew.side_effect = [*[LedgerError("away")] * 20, False]
     for progress in range(20):
         clock.advance(5.0)
         lease.check()
         await lease.renew(progress)
-    ledger.renewals = [False]
     await lease.renew(21)
-    assert ledger.calls[-1] == "register"
+    assert calls(ledger)[-1] == "register"
 
 
 def test_a_call_without_an_answer_is_given_up_before_the_lease_lapses(ledger):
+    async def never(ref, progress):
+        await asyncio.sleep(60)
+
     async def unanswered():
-        lease = lease_of(ledger, LoopClock())
+        ledger.renew.side_effect = never
+        lease = Lease(ledger, INFO, LEASE_S, LoopClock())
         await lease.take()
         for _ in range(4):
-            ledger.renewals = [None]
             async with asyncio.timeout(LEASE_S):
                 await lease.renew(1)
             lease.check()
@@ -128,3 +112,85 @@ def test_a_call_without_an_answer_is_given_up_before_the_lease_lapses(ledger):
         loop.run_until_complete(unanswered())
     finally:
         loop.close()
+
+
+def order_of(role=Role.DECODE, **facts):
+    return Order(incarnation=str(D.incarnation), role=role, **facts)
+
+
+DRAIN, TURN, STAY = order_of(drain=True), order_of(Role.PREFILL), order_of()
+
+
+@pytest.fixture
+def parts():
+    """A lease, a loop, a service, a board, a role and settings in one, of which each call is remembered."""
+    it = Mock(heartbeat_s=0.001, lease_s=0.06, failure=None, iterations=0)
+    it.renew, it.order = AsyncMock(), AsyncMock(return_value=None)
+
+    def beat():
+        it.iterations += 1
+
+    it.beat.side_effect = beat
+    return it
+
+
+@pytest.fixture
+def beats(parts):
+    return Beats(INFO, parts, parts, parts, parts, parts, FakeClock())
+
+
+@pytest.mark.parametrize("order", [DRAIN, TURN], ids=["drain", "turn"])
+async def test_an_order_is_returned_after_the_lease_was_renewed(parts, beats, order):
+    parts.order.side_effect = [None, STAY, order]
+    assert await beats.run(asyncio.Event()) is order
+    assert calls(parts) == ["check", "beat", "renew", "order"] * 3
+    parts.order.assert_awaited_with(D)
+
+
+@pytest.mark.parametrize("seconds", [0, 60], ids=["away", "silent"])
+async def test_a_board_that_cannot_be_read_endangers_no_lease(parts, beats, seconds):
+    async def away(ref):
+        parts.order.side_effect = [DRAIN]
+        await asyncio.sleep(seconds)
+        raise LedgerError("away")
+
+    parts.order.side_effect = away
+    assert await beats.run(asyncio.Event()) is DRAIN
+    assert calls(parts).count("renew") == 2
+
+
+async def test_told_to_stop_it_has_no_order(parts, beats):
+    stop = asyncio.Event()
+    parts.check.side_effect = lambda: stop.set() if calls(parts).count("check") == 3 else None
+    assert await beats.run(stop) is None
+    assert calls(parts).count("check") == 3
+
+
+async def test_while_it_drains_it_keeps_its_lease_until_nothing_is_left(parts, beats):
+    parts.look.side_effect = [False, False, True]
+    await beats.drain(asyncio.Event(), 60.0, parts, parts.look)
+    parts.submit.assert_called_once_with(parts.drain)
+    assert calls(parts)[1:] == ["look", "check", "beat", "renew"] * 3, "routers hear that it drains before it goes"
+
+
+@pytest.mark.parametrize("how", ["stop", "grace"])
+async def test_it_does_not_wait_for_ever(parts, beats, how):
+    stop = asyncio.Event()
+
+    def never():
+        if how == "stop":
+            stop.set()
+        else:
+            beats._clock.advance(31.0)
+        return False
+
+    await beats.drain(stop, 30.0, parts, never)
+    assert calls(parts).count("renew") == 1
+
+
+@pytest.mark.parametrize("drains", [False, True])
+async def test_a_broken_engine_ends_it(parts, beats, drains):
+    parts.failure = RuntimeError("broken")
+    with pytest.raises(EngineFault, match="RuntimeError"):
+        await (beats.drain(asyncio.Event(), 60.0, parts, bool) if drains else beats.run(asyncio.Event()))
+    assert "renew" not in calls(parts)

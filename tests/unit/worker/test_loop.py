@@ -1,17 +1,21 @@
 """The engine thread: jobs in order between steps, idle without spinning, and a failure that says so."""
 
 import threading
+from contextlib import ExitStack
 from functools import partial
 
 import pytest
 
 from baton.clock import FakeClock
 from baton.core import HandoffId
+from baton.engine.oracle import OracleBackend, oracle_layout
 from baton.engine.outcome import StepResult
 from baton.errors import EngineFault
 from baton.load import Load, Pace
 from baton.worker.loop import EngineLoop
+from tests.support.sessions import BLOCK, prefill, reserve
 from tests.support.time_factor import scaled
+from tests.support.workers import DecodeSide, PrefillSide
 
 
 class FakeEngine:
@@ -57,22 +61,18 @@ def listener():
 
 @pytest.fixture
 def started(engine, listener):
-    """Starts loops and stops them."""
-    loops = []
+    with ExitStack() as loops:
 
-    def start(idle_s=60.0):
-        loop = EngineLoop(engine, idle_s=idle_s)
-        loops.append(loop)
-        loop.start(listener)
-        return loop
+        def start(idle_s=60.0):
+            loop = EngineLoop(engine, idle_s=idle_s)
+            loops.callback(loop.stop)
+            loop.start(listener)
+            return loop
 
-    yield start
-    for loop in loops:
-        loop.stop()
+        yield start
 
 
 def run_on(loop, job=lambda: None):
-    """Submit and wait."""
     done = threading.Event()
     loop.submit(job)
     loop.submit(done.set)
@@ -87,6 +87,13 @@ def test_jobs_run_in_order_on_the_engine_thread(started):
     assert seen == [(number, "engine") for number in range(50)]
 
 
+def test_ticks_come_though_nothing_happens(started, listener):
+    loop = started(idle_s=0.01)
+    for _ in range(5):
+        assert listener.ticks.acquire(timeout=scaled(10))
+    assert (loop.iterations >= 4, loop.failure) == (True, None)
+
+
 def test_jobs_run_between_steps(engine, listener, started):
     computed = StepResult(computed=1)
     engine.work, engine.bring = True, lambda: computed
@@ -98,14 +105,6 @@ def test_jobs_run_between_steps(engine, listener, started):
     log = listener.log
     for at in [i for i, what in enumerate(log) if what == "job"]:
         assert log[at - 1] in {"tick", "job"}  # never between a step and its tick
-
-
-def test_ticks_come_though_nothing_happens(started, listener):
-    loop = started(idle_s=0.01)
-    for _ in range(5):
-        assert listener.ticks.acquire(timeout=scaled(10))
-    assert loop.iterations >= 4
-    assert loop.failure is None
 
 
 @pytest.mark.parametrize("work", [False, True])
@@ -218,3 +217,36 @@ def test_who_hears_of_a_step_finds_what_it_took_and_telling_counts_with_the_next
     loop._step(listener)
     loop._step(listener)
     assert found == [Pace(1, 2, 200, 1.0), Pace(2, 4, 400, 2.25)]
+
+
+class SlowBackend(OracleBackend):
+    """Stops in the middle of a forward until it is told to go on."""
+
+    def __init__(self):
+        super().__init__(oracle_layout(block_size=BLOCK), max_model_len=64)
+        self.inside, self.go_on = threading.Event(), threading.Event()
+
+    def forward(self, batch, kv):
+        if batch.on_layer is not None:
+            batch.on_layer(0)
+        self.inside.set()
+        assert self.go_on.wait(scaled(10))
+        return super().forward(batch, kv)
+
+
+@pytest.mark.parametrize(
+    ("make", "commands"), [(PrefillSide, [prefill()]), (DecodeSide, [reserve(), prefill(to=None)])]
+)
+def test_each_layer_counts_as_progress(router, make, commands):
+    backend = SlowBackend()
+    side = make(backend=backend, loop=partial(EngineLoop, idle_s=60.0))
+    for command in commands:
+        side.loop.submit(partial(side.role.command, router, command))
+    side.loop.start(side.role)
+    try:
+        assert backend.inside.wait(scaled(10))
+        assert side.loop.iterations > 0, "the step has not ended, but its first layer has"
+    finally:
+        backend.go_on.set()
+        side.loop.stop()
+    assert side.loop.failure is None

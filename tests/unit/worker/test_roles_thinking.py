@@ -22,8 +22,6 @@ CHUNK, BLOCK, NEW = SETTINGS["chunk_size"], 8, 9
 
 @dataclass(frozen=True)
 class Model:
-    """A checkpoint as both workers load it, and the reference."""
-
     reference: Reference
     backends: dict[str, Any]
 

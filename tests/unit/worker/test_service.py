@@ -1,4 +1,4 @@
-"""Service Worker over real gRPC, with a role that only remembers: who is let in, what is said, and how it ends."""
+"""Service Worker over real gRPC: who is let in, what is said, and how it ends; malformed commands change nothing."""
 
 import asyncio
 import threading
@@ -13,18 +13,17 @@ from baton.errors import InvalidRequest
 from baton.rpc import convert
 from baton.rpc.channel import aio_channel, aio_server, bind
 from baton.rpc.v1 import common_pb2, worker_pb2, worker_pb2_grpc
+from baton.rpc.v1 import worker_pb2 as pb
 from baton.worker import events
 from baton.worker.loop import EngineLoop
 from baton.worker.service import WorkerService
-from tests.support.sessions import D, H, fence, release, reserve
-from tests.support.workers import engine_of, info_of
+from tests.support.sessions import D, H, fence, malformed, prefill, release, repush, reserve
+from tests.support.workers import DecodeSide, PrefillSide, engine_of, info_of
 
 CONNECT = "/baton.v1.Worker/Connect"
 
 
 class FakeRole:
-    """Remembers, on the engine thread, and tells the test's event loop."""
-
     def __init__(self):
         self.loop = asyncio.get_running_loop()
         self.heard: asyncio.Queue[Any] = asyncio.Queue()
@@ -53,8 +52,6 @@ class FakeRole:
 
 
 class Worker:
-    """A listening worker."""
-
     def __init__(self, hello_s=10.0):
         engine = engine_of(Role.DECODE, 10)
         self.role = cast(Any, FakeRole())
@@ -113,7 +110,6 @@ def saying(*commands):
 
 
 async def refusal(call):
-    """The status with which the worker ends the call."""
     return await call.code(), await call.details()
 
 
@@ -137,15 +133,12 @@ async def test_who_does_not_greet_properly_is_not_let_in(worker, first, code, na
     assert worker.role.heard.empty()
 
 
-async def test_who_says_nothing_is_not_waited_for():
+async def test_who_ends_or_waits_before_the_greeting_is_refused():
     async with Worker(hello_s=0.05) as worker:
         assert (await refusal(worker.call()))[0] is StatusCode.INVALID_ARGUMENT
-
-
-async def test_who_ends_before_the_greeting_is_refused(worker):
-    call = worker.call()
-    await call.done_writing()
-    assert (await refusal(call))[0] is StatusCode.INVALID_ARGUMENT
+        call = worker.call()
+        await call.done_writing()
+        assert (await refusal(call))[0] is StatusCode.INVALID_ARGUMENT
 
 
 async def test_commands_reach_the_role_in_order_on_the_engine_thread(worker):
@@ -172,7 +165,7 @@ async def test_each_router_has_a_session_of_its_own(worker):
         assert (len(message.events), message.load.step) == (0, 3)
 
 
-@pytest.mark.parametrize("how", ["cancel", "half close", "bytes that are no message", "channel"])
+@pytest.mark.parametrize("how", ["cancel", "half close", "bytes that are no message", "channel", "server"])
 async def test_the_end_of_the_stream_is_told_once_and_last(worker, how):
     if how == "bytes that are no message":
         raw = worker.channel.stream_stream(CONNECT, request_serializer=lambda data: data)
@@ -190,6 +183,10 @@ async def test_the_end_of_the_stream_is_told_once_and_last(worker, how):
         await call.done_writing()
     elif how == "channel":
         await worker.channel.close()
+    elif how == "server":
+        await worker.server.stop(None)
+        with pytest.raises(AioRpcError):
+            await call.read()
     assert await worker.role.next() == ("gone", session, None)
     assert worker.service.sessions == set()
     session.emit([events.fenced(H)])  # a step that was under way: harmless
@@ -230,9 +227,28 @@ async def test_close_tells_of_every_router_at_once_and_only_once(worker):
     assert worker.role.heard.empty()
 
 
-async def test_a_stop_of_the_server_ends_every_stream(worker):
-    call = await worker.joined()
-    await worker.server.stop(None)
-    with pytest.raises(AioRpcError):
-        await call.read()
-    assert (await worker.role.next())[0] == "gone"
+FOREIGN = {PrefillSide: [reserve(), fence()], DecodeSide: [prefill(), repush()]}
+CASES = [
+    pytest.param(side, command, named, id=f"{side.__name__}: {name}")
+    for side, foreign in FOREIGN.items()
+    for name, command, named in (*malformed(), *(("of the other role", command, "command") for command in foreign))
+]
+
+
+@pytest.mark.parametrize(("make", "command", "named"), CASES)
+def test_a_malformed_command_is_refused_and_changes_nothing(router, make, command, named):
+    side, kind = make(), command.WhichOneof("command")
+    if (make, kind) == (DecodeSide, "prefill"):
+        named = f"{named}|to: a decode worker hands over to nobody"
+    elif kind in {one.WhichOneof("command") for one in FOREIGN[make]}:
+        named = "command"
+    with pytest.raises(InvalidRequest, match=named):
+        side.role.command(router, command)
+    side.serve(router, command)
+    assert (side.all_free, side.engine.has_work(), router.handoffs) == (True, False, set())
+    if kind in {None, "hello", "release"}:
+        assert router.events == [], "no request waits for an answer"
+    else:
+        (event,) = router.events
+        assert event.handoff == getattr(command, kind).handoff
+        assert event.refused.reason == pb.REFUSAL_REASON_INVALID

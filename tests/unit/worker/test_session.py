@@ -25,33 +25,24 @@ def event(number, request="r"):
     return events.failed(HandoffId(request, number + 1), EngineFault("x"))
 
 
-async def test_the_events_of_one_step_leave_as_one_message_with_the_load(session):
+async def test_the_events_of_one_step_leave_as_one_message_with_the_load_of_that_moment():
+    steps = iter([3, 4, 5, 6])
+    session = made(lambda: common_pb2.Load(step=next(steps)))
     session.emit([event(0), event(1)])
     session.emit([event(2)])
     message = await session.next_message()
-    assert [e.handoff.attempt for e in message.events] == [1, 2, 3]
-    assert message.load.step == 3
+    assert ([e.handoff.attempt for e in message.events], message.load.step) == ([1, 2, 3], 3)
     session.emit([event(3)])
-    assert [e.handoff.attempt for e in (await session.next_message()).events] == [4]
-
-
-async def test_a_beat_is_a_load_report_without_events(session):
+    message = await session.next_message()
+    assert ([e.handoff.attempt for e in message.events], message.load.step) == ([4], 4)
     session.beat()
     message = await session.next_message()
-    assert (len(message.events), message.load.step) == (0, 3)
+    assert (len(message.events), message.load.step) == (0, 5), "a beat is a load report without events"
     waiting = asyncio.create_task(session.next_message())
     await asyncio.sleep(0)
     assert not waiting.done()
     session.beat()
-    assert (await waiting) is not None
-
-
-async def test_the_load_is_the_one_of_the_moment_it_leaves():
-    steps = iter([1, 2])
-    session = made(lambda: common_pb2.Load(step=next(steps)))
-    for step in (1, 2):
-        session.beat()
-        assert (await session.next_message()).load.step == step
+    assert (await waiting).load.step == 6
 
 
 async def test_close_ends_the_stream_and_drops_what_is_pending(session):

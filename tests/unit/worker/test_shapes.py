@@ -22,7 +22,6 @@ MEASURED = Passes({32: 8.0, 64: 8.0, 128: 8.0, 256: 8.0}, steady=128)
 
 @pytest.fixture
 def settings(settings, tmp_path, monkeypatch):
-    """Settings of the demo model; measurements are kept in a folder of the test."""
     monkeypatch.setenv("BATON_HOME", str(tmp_path / "home"))
     return lambda *sets: settings(f"model.path={DEMO}", "decode.device=cpu", *sets)
 
@@ -36,16 +35,31 @@ def chosen(found):
     return shapes.rows, shapes.tokens, line["source"]
 
 
-def test_without_a_measurement_it_is_the_preset(settings):
-    assert chosen(settings()) == (PRESET, 32, "preset")
-
-
-def test_what_was_measured_is_taken(settings):
-    save_passes(passes_path(settings()), MEASURED)
-    assert chosen(settings()) == (4, 32, "profile")  # the largest with which decode steps are exact
+@pytest.mark.parametrize("measured", ["", "{", MEASURED], ids=["nothing", "broken", "measured"])
+def test_without_a_measurement_it_is_the_preset(settings, measured):
+    path = passes_path(settings())
+    path.parent.mkdir(parents=True)
+    if measured is MEASURED:
+        save_passes(path, MEASURED)
+    elif measured:
+        path.write_text(measured)
+    here = measured is MEASURED
+    assert chosen(settings()) == ((4, 32, "profile") if here else (PRESET, 32, "preset"))  # 4: steps are exact with it
     assert settled(settings()).shapes.exact_rows == settings().shapes.exact_rows > 0
-    assert chosen(settings("determinism.verify=always")) == (8, 32, "profile")
-    assert chosen(settings("determinism.window=32")) == (4, 32, "profile")
+
+
+def test_the_cluster_file_comes_first(settings, tmp_path):
+    save_passes(passes_path(settings()), MEASURED)
+    for sets, expected in {
+        ("determinism.rows=1",): (1, 32, "config"),
+        ("determinism.rows=1", "determinism.window=64"): (1, 64, "config"),
+        ("determinism.window=64",): (PRESET, 64, "preset"),  # of which nothing was measured
+        ("determinism.window=32",): (4, 32, "profile"),
+        ("determinism.verify=always",): (8, 32, "profile"),
+        (f"model.path={tmp_path}",): (PRESET, 32, "preset"),  # no model is there: whoever loads it says so
+        ("model.path=oracle",): (PRESET, 32, "preset"),
+    }.items():
+        assert chosen(settings(*sets)) == expected, sets
 
 
 @pytest.mark.slow
@@ -65,25 +79,6 @@ async def test_a_worker_starts_with_it(settings, monkeypatch):
     with pytest.raises(ConfigError, match="enough"):
         await host.serve({Role.DECODE: settings()}, {Role.DECODE: no_engine}, Role.DECODE, asyncio.Event(), print)
     assert built == [4]
-
-
-def test_the_cluster_file_comes_first(settings):
-    save_passes(passes_path(settings()), MEASURED)
-    assert chosen(settings("determinism.rows=1")) == (1, 32, "config")
-    assert chosen(settings("determinism.rows=1", "determinism.window=64")) == (1, 64, "config")
-    assert chosen(settings("determinism.window=64")) == (PRESET, 64, "preset")  # of which nothing was measured
-
-
-def test_a_broken_measurement_is_none(settings):
-    path = passes_path(settings())
-    path.parent.mkdir(parents=True)
-    path.write_text("{")
-    assert chosen(settings()) == (PRESET, 32, "preset")
-
-
-def test_where_no_model_is_the_one_who_loads_it_says_so(settings, tmp_path):
-    assert chosen(settings(f"model.path={tmp_path}")) == (PRESET, 32, "preset")
-    assert chosen(settings("model.path=oracle")) == (PRESET, 32, "preset")
 
 
 def test_workers_of_one_kind_look_at_one_place(settings):

@@ -39,8 +39,6 @@ def exits():
 
 @pytest.fixture
 def hosted(exits, monkeypatch):
-    """A worker whose host does this instead of serving."""
-
     def start(serve):
         monkeypatch.setattr(host, "serve", lambda settings, factories, role, stop, ready: serve(stop, ready))
         return exits.worker(partial(run_worker, *NO_SETTINGS))
@@ -56,48 +54,29 @@ def test_what_kept_it_from_starting_is_raised_by_ready(exits):
     with pytest.raises(ConfigError, match=r"model\.path"):
         worker.ready()
     worker.stop()
-    assert exits.codes == []
-
-
-def test_a_stop_before_it_was_ready_is_cancelled(exits):
-    worker = exits.worker(lambda stop, ready: stop.wait(scaled(10)))
-    worker.stop()
+    stopped = exits.worker(lambda stop, ready: stop.wait(scaled(10)))
+    stopped.stop()
     with pytest.raises(Cancelled):
-        worker.ready()
+        stopped.ready()
     assert exits.codes == []
 
 
 @pytest.mark.parametrize("error", [EngineFault("the engine thread failed"), RuntimeError("a bug"), None])
-def test_a_worker_that_ends_by_itself_ends_the_process(exits, error):
-    go_on = threading.Event()
-
-    def run(stop, ready):
-        ready(D)
-        go_on.wait(scaled(10))
-        if error is not None:
-            raise error
-
-    worker = exits.worker(run)
-    worker.ready()
-    go_on.set()
-    assert exits.called.wait(scaled(10))
-    assert exits.codes == [0 if error is None else 1]  # 0: it has drained
-
-
-def test_so_does_a_host_that_fails(exits, hosted):
+def test_a_worker_that_ends_by_itself_ends_the_process(exits, hosted, error):
     """`run_worker` must not make its own end look like a stop that was asked for."""
     go_on = threading.Event()
 
     async def serve(stop, ready):
         ready(D)
         await asyncio.to_thread(go_on.wait, scaled(10))
-        raise EngineFault("the engine thread failed")
+        if error is not None:
+            raise error
 
     worker = hosted(serve)
     worker.ready()
     go_on.set()
     assert exits.called.wait(scaled(10))
-    assert exits.codes == [1]
+    assert exits.codes == [0 if error is None else 1]  # 0: it has drained
     worker.stop()
 
 

@@ -10,7 +10,6 @@ CHUNK = 4  # as many tokens as a block has
 
 
 def thought_about(chunk):
-    """About every other chunk, nothing."""
     return Thought(chunk, (100 + chunk, 7) if chunk % 2 == 0 else ())
 
 

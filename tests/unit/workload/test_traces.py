@@ -1,13 +1,16 @@
-"""Traces of three formats, and what is wrong with those that are none."""
+"""Loads: when requests come, how long they are, what is shared; traces of three formats, and what is wrong."""
 
 from __future__ import annotations
 
+from itertools import islice, pairwise
 from pathlib import Path
+from random import Random
+from statistics import mean, pstdev
 
 import pytest
 
 from baton.errors import ConfigError
-from baton.workload import Arrival, read_trace, summary
+from baton.workload import Arrival, Lengths, Prompts, Times, Trace, arrivals, read_trace, summary
 
 ROOT = Path(__file__).resolve().parents[3]
 MOONCAKE = '{"timestamp": %d, "input_length": %d, "output_length": %d, "hash_ids": %s}\n'
@@ -29,20 +32,14 @@ def file(tmp_path: Path) -> Path:
     return tmp_path / "trace"
 
 
-def test_mooncake(file: Path):
+def test_mooncake_and_azure_in_any_order_of_columns_and_times(file: Path):
     file.write_text(MOONCAKE % (500, 1000, 20, [7, 8]) + MOONCAKE % (2500, 513, 3, [7, 9]))
     found = read_trace(file)
     assert found.arrivals == (Arrival(0.0, 1000, 20, (7, 8), 512), Arrival(2.0, 513, 3, (7, 9), 512))
     assert (found.timed, found.period_s) == (True, 4.0)
-
-
-def test_azure_in_any_order_of_columns_and_times(file: Path):
-    rows = "3,2023-11-16 18:15:46.6805900,100,x\n4,2023-11-16 18:15:44.1805900,200,x\n"
+    rows = "3,2023-11-16 18:15:46.5000000,100,x\n4,2023-11-16 18:15:44.0000000,200,x\n"
     file.write_text("GeneratedTokens,TIMESTAMP,ContextTokens,Other\n" + rows)
-    first, second = read_trace(file).arrivals
-    assert first == Arrival(0.0, 200, 4)
-    assert (second.prompt_tokens, second.max_tokens) == (100, 3)
-    assert second.at_s == pytest.approx(2.5, abs=1e-5)
+    assert read_trace(file).arrivals == (Arrival(0.0, 200, 4), Arrival(2.5, 100, 3))
 
 
 def test_our_own(file: Path):
@@ -54,15 +51,10 @@ def test_our_own(file: Path):
     assert [(one.at_s, one.prompt_tokens) for one in read_trace(file).arrivals] == [(0.0, 4), (0.5, 3)]
 
 
-def test_lengths_and_blocks_shrink_together(file: Path):
+def test_lengths_and_blocks_shrink_together_and_times_are_faster(file: Path):
     file.write_text(MOONCAKE % (0, 1536, 32, [1, 2, 3]) + MOONCAKE % (0, 513, 1, [1, 4]))
-    assert read_trace(file, scale=16).arrivals == (
-        Arrival(0.0, 96, 2, (1, 2, 3), 32),
-        Arrival(0.0, 32, 1, (1, 4), 32),
-    )
-
-
-def test_faster_and_only_the_first_ones(file: Path):
+    scaled = (Arrival(0.0, 96, 2, (1, 2, 3), 32), Arrival(0.0, 32, 1, (1, 4), 32))
+    assert read_trace(file, scale=16).arrivals == scaled
     file.write_text("".join(MOONCAKE % (at, 10, 1, []) for at in (0, 1000, 4000)) + "what comes later is not read")
     assert [one.at_s for one in read_trace(file, limit=3).faster(2).arrivals] == [0.0, 0.5, 2.0]
 
@@ -72,10 +64,7 @@ def test_faster_and_only_the_first_ones(file: Path):
     [
         ("{", ":1: not JSON"),
         ("time,tokens\n1,2\n", ":1: not JSON"),
-        (
-            '{"prompt": "a"}\n[]',
-            ":2: must be an object with prompt, prompt_tokens, max_tokens, timestamp and nothing",
-        ),
+        ('{"prompt": "a"}\n[]', ":2: must be an object with prompt, prompt_tokens, max_tokens, timestamp and nothing"),
         ('{"promt": "a"}', "and nothing else"),
         ('{"prompt": "a", "prompt_tokens": 3}', "one of prompt and prompt_tokens"),
         ('{"max_tokens": 3}', "one of prompt and prompt_tokens"),
@@ -147,7 +136,136 @@ def test_published_traces_have_the_published_figures(
     assert (round(found.max_tokens / requests), round(found.shared, 2)) == (answer, shared)
 
 
-def test_what_is_shared_stays_shared_when_it_is_scaled():
-    path = published("synthetic_trace.jsonl")
-    whole, scaled = (summary(read_trace(path, scale=scale, limit=1000).arrivals).shared for scale in (1, 32))
-    assert scaled == pytest.approx(whole, abs=0.005)
+LENGTHS = Lengths.parse("uniform:1-9", "4")
+NO_TIMES = ("", "gamma", "gamma:0", "gamma:x", "gamma:1e-200", "gamma:1001", "gamma:inf", "poisson:2", "uniform")
+TRACE = Trace(Path("t"), (Arrival(0.0, 8, 2, (0, 1), 4), Arrival(1.0, 6, 0, (0, 2), 4), Arrival(1.0, 0, 3)), timed=True)
+
+
+@pytest.mark.parametrize(("text", "cv"), [("poisson", 1), ("constant", 0), ("gamma:0.5", 0.5), ("gamma:3", 3)])
+def test_times_have_the_rate_and_the_burstiness(text: str, cv: float):
+    times = list(islice(Times.parse(text, 5).seconds(seed=1), 40000))
+    gaps = [later - earlier for earlier, later in pairwise([0.0, *times])]
+    assert mean(gaps) == pytest.approx(0.2, rel=0.04)
+    assert pstdev(gaps) / mean(gaps) == pytest.approx(cv, rel=0.04, abs=1e-6)
+
+
+@pytest.mark.parametrize("text", NO_TIMES)
+def test_times_that_are_none(text: str):
+    with pytest.raises(ConfigError, match="arrivals: must be poisson, constant, or gamma:CV"):
+        Times.parse(text, 1)
+    with pytest.raises(ConfigError, match="rate: must be requests per second, a number above 0, got 0"):
+        Times.parse("poisson", 0)
+
+
+def test_the_same_seed_gives_the_same_load():
+    times = Times(10)
+    first, again, other = (list(islice(arrivals(LENGTHS, seed, times=times), 50)) for seed in (1, 1, 2))
+    assert first == again != other
+    assert all(one.at_s != two.at_s for one, two in zip(first, other, strict=True))
+    assert all(1 <= one.prompt_tokens <= 9 and one.max_tokens == 4 for one in first)
+
+
+def test_a_trace_goes_on_with_new_beginnings():
+    found = list(islice(arrivals(LENGTHS, 0, trace=TRACE), 6))
+    assert [one.at_s for one in found] == [0.0, 1.0, 1.0, 1.5, 2.5, 2.5]
+    assert [one.blocks for one in found] == [(0, 1), (0, 2), (), (3, 4), (3, 5), ()]
+    assert [one.max_tokens for one in found] == [2, 4, 3] * 2
+    assert found[2].prompt_tokens >= 1
+    assert [one.at_s for one in islice(arrivals(LENGTHS, 0, trace=TRACE, times=Times(2, 0)), 3)] == [0.5, 1.0, 1.5]
+
+
+def test_a_summary():
+    found = summary(TRACE.arrivals)
+    assert (found.requests, found.span_s, found.rate) == (3, 1.0, 2.0)
+    assert (found.prompt_tokens, found.max_tokens, found.longest) == (14, 5, 10)
+    assert found.shared == pytest.approx(4 / 14)
+    again = summary([TRACE.arrivals[1], TRACE.arrivals[1]])
+    assert again.shared == pytest.approx(0.5)  # its second block is cut short, and found as far as it goes
+
+
+def test_equal_blocks_are_equal_tokens_and_nothing_else_is():
+    prompts = Prompts(vocab_size=1000, seed=3)
+    first, second = (prompts.tokens(one, number) for number, one in enumerate(TRACE.arrivals[:2]))
+    assert (len(first), len(second)) == (8, 6)
+    assert first[:4] == second[:4]
+    assert first[4:6] != second[4:]
+    assert prompts.tokens(Arrival(0.0, 8, 2, (0, 2), 4), 5)[:6] == second
+    assert prompts.tokens(TRACE.arrivals[0], 9) == first
+    own = Arrival(0.0, 20, 1)
+    assert prompts.tokens(own, 0) == prompts.tokens(own, 0) != prompts.tokens(own, 1)
+    assert prompts.tokens(own, 0) != Prompts(1000, 4).tokens(own, 0)
+    behind = Arrival(0.0, 10, 1, (0, 1), 4)
+    assert prompts.tokens(behind, 0)[:8] == first
+    assert prompts.tokens(behind, 0)[8:] != prompts.tokens(behind, 1)[8:]
+    assert all(0 <= token < 1000 for token in first)
+
+
+@pytest.mark.parametrize(("most", "lengths"), [(20, (10, 4)), (14, (10, 4)), (9, (5, 4)), (4, (1, 3)), (2, (1, 1))])
+def test_within(most: int, lengths: tuple[int, int]):
+    one = Arrival(0.0, 10, 4)
+    cut = one.within(most)
+    assert (cut.prompt_tokens, cut.max_tokens) == lengths
+    assert (cut is one) == (lengths == (10, 4))
+    written = Arrival(0.0, 10, 4, prompt=(1,) * 10)
+    assert written.within(2) is written
+
+
+def drawn(prompt: str, answer: str | None = None, count: int = 20000) -> tuple[list[int], list[int]]:
+    lengths, draw = Lengths.parse(prompt, answer), Random(7)
+    pairs = [lengths.draw(draw) for _ in range(count)]
+    return [pair[0] for pair in pairs], [pair[1] for pair in pairs]
+
+
+def test_lengths_have_the_distribution_that_is_asked_for():
+    assert drawn("128", count=2) == ([128, 128], [64, 64])
+    assert drawn("fixed:5", "6", count=2) == ([5, 5], [6, 6])
+    prompts, answers = drawn("uniform:3-5", "uniform:7-7")
+    assert (set(prompts), set(answers)) == ({3, 4, 5}, {7})
+    assert mean(prompts) == pytest.approx(4, abs=0.03)
+    prompts, answers = drawn("lognormal:200,0.5", "lognormal:200,2,300")
+    assert mean(prompts) == pytest.approx(200, rel=0.02)
+    assert pstdev(prompts) / mean(prompts) == pytest.approx(0.5, rel=0.05)
+    assert (min(answers) >= 1, max(answers)) == (True, 300)
+    prompts, _ = drawn("zipf:1,4")
+    shares = [prompts.count(length) / len(prompts) for length in (1, 2, 3, 4)]
+    assert shares == pytest.approx([12 / 25, 6 / 25, 4 / 25, 3 / 25], abs=0.02)
+
+
+def test_pairs_of_a_file_stay_pairs_and_two_files_are_independent(tmp_path: Path):
+    pairs, file, other = tmp_path / "pairs", tmp_path / "a", tmp_path / "b"
+    pairs.write_text("1,10\n2 20\n\n3, 30\n")
+    prompts, answers = drawn(f"file:{pairs}")
+    assert set(zip(prompts, answers, strict=True)) == {(1, 10), (2, 20), (3, 30)}
+    with pytest.raises(ConfigError, match=r"max_tokens: .* has pairs, which say it already, got '5' too"):
+        Lengths.parse(f"file:{pairs}", "5")
+    file.write_text("1\n2\n")
+    other.write_text("3\n")
+    prompts, answers = drawn(f"file:{file}", f"file:{other}")
+    assert (set(prompts), set(answers)) == ({1, 2}, {3})
+    with pytest.raises(ConfigError, match=r"max_tokens: must have one length on each line, .* got 'file:.*/pairs'"):
+        Lengths.parse("5", f"file:{pairs}")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", "0", "-1", "x", "normal:3", "uniform:5-3", "uniform:5", "lognormal:1", "zipf:0,3"),
+        *("10000001", "zipf:1,1000001", "lognormal:9,1e200", "lognormal:9,1e-4", "lognormal:1e300,1"),
+    ],
+)
+def test_what_is_no_length_is_named(text: str):
+    with pytest.raises(ConfigError, match=f"max_tokens: must be N, fixed:N, uniform:LOW-HIGH, .*, got '{text}'"):
+        Lengths.parse("1", text)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [("1 2 3\n", ":1: must be one or two"), ("1\n0\n", ":2: .* got '0'"), ("1\n2 3\n", "on each line")],
+)
+def test_files_that_are_wrong(tmp_path: Path, text: str, says: str):
+    file = tmp_path / "lengths"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=says):
+        Lengths.parse(f"file:{file}", None)
+    with pytest.raises(ConfigError, match="prompt_tokens: cannot read"):
+        Lengths.parse(f"file:{file}s", None)
