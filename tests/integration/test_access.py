@@ -24,17 +24,8 @@ from baton.rpc.v1.inference_pb2_grpc import InferenceStub
 from router.access.rules import RULES, Need
 from router.floor import RouterSettings
 from router.server import serve
-from tests.integration.access_support import (
-    LISTENERS,
-    OTHERS,
-    ask,
-    baton_files,
-    bearer,
-    methods,
-    methods_of,
-    tls_of,
-    token_file,
-)
+from tests.integration import access_support as support
+from tests.integration.access_support import ask, bearer, methods_of, tls_of, token_file
 from tests.support.in_process_router import FakeWorker
 from tests.support.routers import ids_of
 from tests.support.waiting import until
@@ -72,7 +63,7 @@ async def ask_all(address, wire, *asked):
 
 
 def call(cluster, who, prompt=(1, 2, 3), max_tokens=None, **fields):
-    sampling = common_pb2.Sampling() if max_tokens is None else common_pb2.Sampling(max_tokens=max_tokens)
+    sampling = common_pb2.Sampling(max_tokens=max_tokens)  # None: it is left out
     request = pb.GenerateRequest(token_ids=common_pb2.TokenIds(ids=prompt), sampling=sampling, **fields)
     return cluster.stub.Generate(request, metadata=bearer(who))
 
@@ -82,8 +73,8 @@ async def generate(cluster, who, *args, **fields):
 
 
 def test_every_method_has_a_rule_or_is_a_worker_s():
-    known = methods(*baton_files(), *OTHERS)
-    assert {name.split("/")[1] for name in known} == {name for names in LISTENERS.values() for name in names}
+    known = support.methods(*support.baton_files(), *support.OTHERS)
+    assert {name.split("/")[1] for name in known} == {name for names in support.LISTENERS.values() for name in names}
     assert set(known) - set(methods_of("worker")) == set(RULES)
 
 

@@ -101,9 +101,10 @@ def test_a_flipped_byte_is_found(processes, prefill: Prefill) -> None:
     assert receiver.ask()["commits"] == ["good"]
 
 
-def test_an_address_without_a_listener(prefill: Prefill) -> None:
-    absent = WorkerRef("decode-0", Incarnation(7, 2), "127.0.0.1:1")
-    prefill.reports.failed(prefill.push("r", 4, [1], absent), ChannelBroken, "127.0.0.1:1")
+@pytest.mark.parametrize("address", ["127.0.0.1:1", "not an address"])
+def test_an_address_without_a_listener(prefill: Prefill, address: str) -> None:
+    absent = WorkerRef("decode-0", Incarnation(7, 2), address)
+    prefill.reports.failed(prefill.push("r", 4, [1], absent), ChannelBroken, address)
 
 
 def test_a_reply_that_no_stream_takes_ends_the_channel(receiver: Receiver) -> None:

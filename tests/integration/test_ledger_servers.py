@@ -177,7 +177,6 @@ async def test_over_tls_with_an_authority_of_ones_own(server, folder):
 
 
 async def test_over_a_unix_socket(binary, tmp_path):
-    """A redis-server that listens there too, beside what its configuration says."""
     socket_file, config, script = tmp_path / "s", tmp_path / "redis.conf", tmp_path / "redis-server"
     script.write_text(f"#!/bin/sh\n{{ cat; echo unixsocket {socket_file}; }} > {config}\nexec '{binary}' {config}\n")
     script.chmod(0o755)

@@ -83,8 +83,7 @@ async def test_series_are_bounded_whatever_clients_say(make):
     assert {"InvalidRequest", "UnknownModel"} <= outcomes
 
 
-async def test_an_exemplar_names_a_request(make):
-    cluster = await make()
+async def test_an_exemplar_names_a_request(cluster):
     (accepted, *_, last) = await cluster.generate()
     reader, writer = await asyncio.open_connection(*cluster.router.metrics.split(":"))
     writer.write(b"GET /metrics HTTP/1.1\r\nAccept: application/openmetrics-text\r\n\r\n")
@@ -107,8 +106,7 @@ async def test_an_exemplar_names_a_request(make):
     assert found == (("request_id", accepted.request_id), ("trace_id", last.completed.trace_id))
 
 
-async def test_what_requests_took_is_counted(make):
-    cluster = await make()
+async def test_what_requests_took_is_counted(cluster):
     cluster.prefill[0].cached = [2]
     one, two = await cluster.generate(max_tokens=5), await cluster.generate(max_tokens=3, n=2)
     read = cluster.router.floor.metrics.registry.get_sample_value

@@ -2,7 +2,7 @@
 
 import asyncio
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import grpc
 import pytest
@@ -32,8 +32,7 @@ async def test_a_refusal_says_over_grpc_when_to_come_back(make):
     with pytest.raises(grpc.aio.AioRpcError, match="1 requests wait already") as caught:
         await anext(aiter(cluster.call()))
     assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-    error: Any = caught.value
-    status: Any = rpc_status.from_call(error)
+    status: Any = rpc_status.from_call(cast("Any", caught.value))
     retry = error_details_pb2.RetryInfo()
     assert any(detail.Unpack(retry) for detail in status.details)
     assert 0.5 <= retry.retry_delay.ToTimedelta().total_seconds() <= 10

@@ -89,7 +89,6 @@ async def lost_while_decoding(make, queue_max_wait_s: float):
 
 
 async def test_after_the_death_of_its_worker_it_goes_on_with_one_of_its_kind_only(make):
-    """Meanwhile it is in nobody's way."""
     cluster, waits = await lost_while_decoding(make, 20.0)
     assert ids_of(await ask(cluster, deterministic=False)) == ANSWER, "another one is served by decode-1"
     assert not waits.done()

@@ -70,8 +70,7 @@ async def test_no_call_fails_while_one_of_two_drains(pair):
     assert not failed
 
 
-async def test_connections_are_told_to_go_before_the_end(make):
-    cluster = await make()
+async def test_connections_are_told_to_go_before_the_end(cluster):
     await at(cluster, "decoding")
     states: list[grpc.ChannelConnectivity] = []
     stopping = asyncio.create_task(cluster.router.stop(20.0))
@@ -85,8 +84,7 @@ async def test_connections_are_told_to_go_before_the_end(make):
     await stopping
 
 
-async def test_who_watches_the_health_holds_nothing_up(make):
-    cluster = await make()
+async def test_who_watches_the_health_holds_nothing_up(cluster):
     stub: Any = health_pb2_grpc.HealthStub(cluster.channel)
     watch = stub.Watch(health_pb2.HealthCheckRequest())
     seen = [await watch.read()]

@@ -33,8 +33,7 @@ async def test_a_request_of_several_choices_counts_once(make):
     assert await counted(cluster) == (1.0, 0.0)
 
 
-async def test_what_does_not_finish_does_not_count(make):
-    cluster = await make()
+async def test_what_does_not_finish_does_not_count(cluster):
     call = cluster.call()
     await anext(aiter(call))
     call.cancel()

@@ -144,7 +144,6 @@ async def test_no_more_than_so_many_watch(cluster):
 
 
 async def test_one_that_reads_nothing_holds_up_nobody(cluster):
-    """Views are made once for all; a slow watcher misses some."""
     slow = Watching(cluster)
     await slow.next()
     async with Watching(cluster) as watching:
