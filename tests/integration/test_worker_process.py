@@ -23,7 +23,6 @@ from baton.core import PROTOCOL_VERSION, HandoffId, Incarnation, Role, Sampling,
 from baton.engine.oracle import OracleBackend
 from baton.ledger.embedded import EmbeddedRedis
 from baton.ledger.ledger import Ledger
-from baton.ledger.ownership import OwnershipStore, RecordState
 from baton.load import Load
 from baton.rpc import convert, reports
 from baton.rpc.channel import aio_channel
@@ -78,25 +77,17 @@ class Process:
 
 
 class Workers:
-    """The processes; a role that has died is started again when it is asked for."""
+    """The processes, by role."""
 
     def __init__(self, folder, redis):
         self.folder, self.redis = folder, redis
-        self.children, self.numbers = {}, itertools.count()
+        self.numbers = itertools.count()
         self.config = folder / "workers.yaml"
         self.config.write_text(CONFIG + f"redis: {{url: '{redis.url}'}}\n")
+        self.children = {role: self.spawn(role) for role in Role}
 
     def spawn(self, role):
         return Process(role, self.config, self.folder / f"{role}-{next(self.numbers)}.log")
-
-    def child(self, role):
-        if role not in self.children or self.children[role].popen.poll() is not None:
-            self.children[role] = self.spawn(role)
-            self.children[role].wait_ready()
-        return self.children[role]
-
-    def ref(self, role):
-        return self.child(role).ref
 
     def close(self):
         for child in self.children.values():
@@ -110,7 +101,6 @@ def workers(tmp_path_factory):
     folder = tmp_path_factory.mktemp("workers")
     with EmbeddedRedis.start(folder) as redis:
         made = Workers(folder, redis)
-        made.children = {role: made.spawn(role) for role in Role}
         try:
             for child in made.children.values():
                 child.wait_ready()
@@ -184,7 +174,7 @@ class Router:
     """Streams to both workers."""
 
     def __init__(self, workers):
-        self.p, self.d = (Stream(workers.ref(role)) for role in Role)
+        self.p, self.d = (Stream(workers.children[role].ref) for role in Role)
         self._stack = contextlib.AsyncExitStack()
 
     async def __aenter__(self):
@@ -223,21 +213,9 @@ def handoff_of(request, attempt=1):
     return HandoffId(request, attempt)
 
 
-async def test_a_handoff_between_two_processes(workers):
-    async with Router(workers) as router:
-        handoff, spec = handoff_of("whole"), spec_of(sampling=SHORT)
-        await router.answer(handoff, spec)
-        assert router.p.ids(handoff) == router.d.ids(handoff)[:1]
-        assert router.d.kinds(handoff)[:3] == ["reserved", "committed", "tokens"]
-        await router.p.heard("pushed", handoff)
-        await router.all_free()
-        assert router.d.load.prefill_tokens == router.p.load.decode_steps == 0
-        assert [info.role for info in router.infos] == list(Role)
-
-
 async def test_a_router_that_leaves_during_a_push_gets_all_blocks_back(workers):
     """The decode worker is frozen, for less than its lease: the push waits, its blocks are free though."""
-    decode = psutil.Process(workers.child(Role.DECODE).pid)
+    decode = psutil.Process(workers.children[Role.DECODE].pid)
     handoff, spec = handoff_of("cut in push"), spec_of(length=400)
     async with Router(workers) as watcher, contextlib.AsyncExitStack() as leaving:
         router = await leaving.enter_async_context(Router(workers))
@@ -251,28 +229,22 @@ async def test_a_router_that_leaves_during_a_push_gets_all_blocks_back(workers):
         finally:
             decode.resume()
         await watcher.all_free()
-        assert workers.children[Role.DECODE].pid == decode.pid
         await watcher.answer(handoff_of("after push"), spec_of(sampling=SHORT))
 
 
-@contextlib.asynccontextmanager
-async def ledger_of(workers):
-    ledger = await Ledger.connect(workers.redis.url, "baton:workers", LEASE_S, SystemClock())
-    yield ledger
-    await ledger.close()
-
-
-async def registered(workers):
-    async with ledger_of(workers) as ledger:
-        return {info.ref for info in await ledger.workers()}
-
-
 async def test_a_worker_that_was_frozen_beyond_its_lease_comes_back_as_another(workers):
-    frozen = workers.child(Role.DECODE)
+    frozen = workers.children[Role.DECODE]
     old = frozen.ref
 
+    async def registered():
+        ledger = await Ledger.connect(workers.redis.url, "baton:workers", LEASE_S, SystemClock())
+        try:
+            return {info.ref for info in await ledger.workers()}
+        finally:
+            await ledger.close()
+
     async def lapsed():
-        return old not in await registered(workers)
+        return old not in await registered()
 
     async with Router(workers) as router:
         handoff, spec = handoff_of("frozen"), spec_of()
@@ -292,26 +264,9 @@ async def test_a_worker_that_was_frozen_beyond_its_lease_comes_back_as_another(w
         assert router.d.reader.done()
     new = replacement.ref
     assert (new.worker_id == old.worker_id, new.incarnation == old.incarnation) == (True, False)
-    assert {ref for ref in await registered(workers) if ref.worker_id == old.worker_id} == {new}
+    assert {ref for ref in await registered() if ref.worker_id == old.worker_id} == {new}
     async with Stream(new, old.incarnation) as stream, asyncio.timeout(scaled(10)):
         assert await stream.call.code() is StatusCode.FAILED_PRECONDITION
     async with Router(workers) as router:
         await router.all_free()
         await router.answer(handoff_of("after the freeze"), spec_of(sampling=SHORT))
-
-
-async def test_a_worker_that_is_stopped_leaves_the_ledger_clean(workers):
-    """SIGTERM with a reservation and a running request in hand: both records say that nothing is held any more."""
-    decode = workers.child(Role.DECODE)
-    held, running, spec = handoff_of("held"), handoff_of("running"), spec_of()
-    async with Router(workers) as router:
-        await router.reserve(held, spec)
-        await router.reserve(running, spec)
-        await router.prefill(running, spec)
-        await router.d.heard("committed", running)
-        decode.popen.terminate()
-        assert await decode.exit_code() == 0
-    async with ledger_of(workers) as ledger:
-        assert not [info for info in await ledger.workers() if info.role is Role.DECODE]
-        records = [await OwnershipStore(ledger.connection).read(h.request_id) for h in (held, running)]
-    assert [record and record.state for record in records] == [RecordState.RELEASED] * 2
