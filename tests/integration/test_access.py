@@ -15,7 +15,7 @@ from structlog.testing import capture_logs
 
 from baton.cli.certs import certs
 from baton.core import Role
-from baton.errors import Cancelled, ConfigError, InvalidRequest, Overloaded
+from baton.errors import ConfigError, InvalidRequest, Overloaded
 from baton.rpc.status import from_rpc_error
 from baton.rpc.tls import Wire, internal_channel
 from baton.rpc.v1 import common_pb2
@@ -184,22 +184,6 @@ async def test_a_token_has_so_many_requests_at_once(cluster):
     for running in (first, second):
         assert len(ids_of(await cluster.answer(running))) == 4
     assert len(ids_of(await generate(cluster, "alice", max_tokens=4))) == 4, "there is room again"
-
-
-@alice_may(max_concurrent=1)
-async def test_who_takes_over_has_the_place_of_the_older_one(cluster):
-    """Else both would end: the older one for the newer, and the newer for the older one's place."""
-    gate = cluster.decode[0].gates["decode"]
-    gate.clear()
-    older = call(cluster, "alice", max_tokens=4, idempotency_key="k")
-    await until(lambda: cluster.decode[0].committed, "decoding")
-    newer = call(cluster, "alice", max_tokens=4, idempotency_key="k")
-    with pytest.raises(Cancelled, match="another call has taken over"):
-        await cluster.answer(older)
-    with pytest.raises(Overloaded):
-        await generate(cluster, "alice")
-    gate.set()
-    assert len(ids_of(await cluster.answer(newer))) == 4
 
 
 @alice_may(max_concurrent=1)

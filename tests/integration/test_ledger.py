@@ -356,17 +356,6 @@ def test_redis_decides_as_the_pure_table_does(server):
         runner.run(shared.close())
 
 
-async def test_concurrent_writers_of_one_attempt_leave_one_owner(connect):
-    ledgers = [await connect() for _ in range(4)]
-    refs = [WorkerRef(f"decode-{n}", Incarnation(5, 1), "127.0.0.1:1") for n in range(4)]
-    stores = [OwnershipStore(ledger.connection) for ledger in ledgers]
-    for handoff in (HandoffId(f"r{number}", 1) for number in range(20)):
-        pairs = zip(stores, refs, strict=True)
-        decisions = await asyncio.gather(*(store.write(handoff, ref, "router", RESERVED) for store, ref in pairs))
-        assert decisions.count(True) == 1
-        assert (await read(stores[0], handoff.request_id)).owned_by(refs[decisions.index(True)])
-
-
 async def test_a_handoff_waits_for_redis_not_once_and_costs_four_round_trips_at_most(ledger, server):
     """`note` is no coroutine: nothing on the path of a token can wait for it. The rest is counted by Redis itself."""
     info, client = await registered(ledger), raw(server)

@@ -24,23 +24,18 @@ from tests.support.waiting import until
 CALLERS = 8
 
 
-@pytest.fixture
-async def pair(make):
+async def pair(make, **settings):
     """Two routers at one port, each with workers of its own, so that one sees who has served."""
-
-    async def build(**settings):
-        first = await make(share_port=True, **settings)
-        return first, await make(share_port=True, grpc=first.router.grpc, **settings)
-
-    return build
+    first = await make(share_port=True, **settings)
+    return first, await make(share_port=True, grpc=first.router.grpc, **settings)
 
 
 def inner(cluster):
     return cluster.router._gateway._upstream.target
 
 
-async def test_no_call_fails_while_one_of_two_drains(pair):
-    both = await pair()
+async def test_no_call_fails_while_one_of_two_drains(make):
+    both = await pair(make)
     failed: list[BatonError] = []
     over = asyncio.Event()
     async with AsyncClient(both[0].router.grpc) as client:
@@ -103,8 +98,8 @@ async def _next(call):
     return found if isinstance(found, health_pb2.HealthCheckResponse) else None
 
 
-async def test_a_gateway_asks_its_own_router(pair):
-    both = await pair(http="127.0.0.1:0")
+async def test_a_gateway_asks_its_own_router(make):
+    both = await pair(make, http="127.0.0.1:0")
     for cluster in both:
         status, _, _ = await raw(cluster.router.http, "POST", "/v1/completions", b'{"prompt": "x", "max_tokens": 1}')
         assert status == 200

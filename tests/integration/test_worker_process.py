@@ -6,21 +6,21 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
-import json
 import os
 import signal
-import subprocess
 import sys
+from functools import cached_property
 
 import psutil
 import pytest
 from grpc import StatusCode
 
 from baton.clock import SystemClock
-from baton.cluster.processes import PARENT, READY_FD
+from baton.cluster.processes import Child, ProcessSpec, stop_all
+from baton.cluster.stop import Stop
 from baton.core import PROTOCOL_VERSION, HandoffId, Incarnation, Role, Sampling, SequenceSpec, WorkerRef
 from baton.engine.oracle import OracleBackend
+from baton.errors import LedgerError
 from baton.ledger.embedded import EmbeddedRedis
 from baton.ledger.ledger import Ledger
 from baton.load import Load
@@ -47,33 +47,19 @@ LONG = Sampling(max_tokens=900, temperature=0.0, ignore_eos=True)
 SHORT = Sampling(max_tokens=40, temperature=0.7, seed=11, ignore_eos=True)
 
 
-class Process:
+class Process(Child):
     """A worker, started as its supervisor starts it; `ref` is what it said of itself when it was ready."""
 
-    def __init__(self, role, config, log):
-        self.log = log
-        read_fd, write_fd = os.pipe()
-        argv = [sys.executable, "-m", "baton", f"{role}-worker", "-c", str(config)]
-        env = {**os.environ, READY_FD: str(write_fd), PARENT: str(os.getpid())}
-        with log.open("wb") as output:
-            self.popen = subprocess.Popen(argv, stdout=output, stderr=output, env=env, pass_fds=(write_fd,))
-        os.close(write_fd)
-        self._ready = os.fdopen(read_fd)
+    def __init__(self, role, folder, number=0):
+        argv = [sys.executable, "-m", "baton", f"{role}-worker", "-c", str(folder / "workers.yaml")]
+        super().__init__(ProcessSpec(role.value, argv, folder / f"{role}-{number}.log"))
+        self.start()
 
-    @property
-    def pid(self):
-        return self.popen.pid
-
-    def wait_ready(self):
-        with self._ready as pipe:
-            line = pipe.readline()
-        assert line, self.log.read_text()
-        ready = json.loads(line)
+    @cached_property
+    def ref(self):
+        ready = self.wait_ready(Stop())
         worker_id, _, incarnation = ready["worker"].partition("@")
-        self.ref = WorkerRef(worker_id, Incarnation.parse(incarnation), ready["address"])
-
-    async def exit_code(self):
-        return await asyncio.to_thread(self.popen.wait, scaled(20))
+        return WorkerRef(worker_id, Incarnation.parse(incarnation), ready["address"])
 
 
 class Workers:
@@ -81,19 +67,21 @@ class Workers:
 
     def __init__(self, folder, redis):
         self.folder, self.redis = folder, redis
-        self.numbers = itertools.count()
-        self.config = folder / "workers.yaml"
-        self.config.write_text(CONFIG + f"redis: {{url: '{redis.url}'}}\n")
-        self.children = {role: self.spawn(role) for role in Role}
+        (folder / "workers.yaml").write_text(CONFIG + f"redis: {{url: '{redis.url}'}}\n")
+        self.children = {role: Process(role, folder) for role in Role}
 
-    def spawn(self, role):
-        return Process(role, self.config, self.folder / f"{role}-{next(self.numbers)}.log")
+    async def registered(self):
+        ledger = await Ledger.connect(self.redis.url, "baton:workers", LEASE_S, SystemClock())
+        try:
+            return {info.ref for info in await ledger.workers()}
+        finally:
+            await ledger.close()
 
-    def close(self):
-        for child in self.children.values():
-            child.popen.terminate()
-        for child in self.children.values():
-            child.popen.wait(scaled(20))
+    @contextlib.asynccontextmanager
+    async def router(self):
+        """Streams to both."""
+        async with Stream(self.children[Role.PREFILL].ref) as p, Stream(self.children[Role.DECODE].ref) as d:
+            yield Router(p, d, (await d.welcome()).fingerprint)
 
 
 @pytest.fixture(scope="module")
@@ -101,12 +89,8 @@ def workers(tmp_path_factory):
     folder = tmp_path_factory.mktemp("workers")
     with EmbeddedRedis.start(folder) as redis:
         made = Workers(folder, redis)
-        try:
-            for child in made.children.values():
-                child.wait_ready()
-            yield made
-        finally:
-            made.close()
+        yield made
+        stop_all(made.children.values(), scaled(20))
 
 
 class Stream(sessions.FakeSession):
@@ -173,21 +157,11 @@ class Stream(sessions.FakeSession):
 class Router:
     """Streams to both workers."""
 
-    def __init__(self, workers):
-        self.p, self.d = (Stream(workers.children[role].ref) for role in Role)
-        self._stack = contextlib.AsyncExitStack()
-
-    async def __aenter__(self):
-        for stream in (self.p, self.d):
-            await self._stack.enter_async_context(stream)
-        self.infos = [await stream.welcome() for stream in (self.p, self.d)]
-        return self
-
-    async def __aexit__(self, *_):
-        await self._stack.aclose()
+    def __init__(self, p, d, fingerprint):
+        self.p, self.d, self.fingerprint = p, d, fingerprint
 
     async def reserve(self, handoff, spec):
-        await self.d.say(sessions.reserve(handoff, len(spec), fingerprint=self.infos[1].fingerprint))
+        await self.d.say(sessions.reserve(handoff, len(spec), fingerprint=self.fingerprint))
         await self.d.heard("reserved", handoff)
 
     async def prefill(self, handoff, spec):
@@ -209,16 +183,16 @@ def spec_of(length=100, sampling=LONG):
     return SequenceSpec(tuple((3 * i + length) % 250 for i in range(length)), sampling)
 
 
-def handoff_of(request, attempt=1):
-    return HandoffId(request, attempt)
+def handoff_of(request):
+    return HandoffId(request, 1)
 
 
 async def test_a_router_that_leaves_during_a_push_gets_all_blocks_back(workers):
     """The decode worker is frozen, for less than its lease: the push waits, its blocks are free though."""
     decode = psutil.Process(workers.children[Role.DECODE].pid)
     handoff, spec = handoff_of("cut in push"), spec_of(length=400)
-    async with Router(workers) as watcher, contextlib.AsyncExitStack() as leaving:
-        router = await leaving.enter_async_context(Router(workers))
+    async with workers.router() as watcher, contextlib.AsyncExitStack() as leaving:
+        router = await leaving.enter_async_context(workers.router())
         await router.reserve(handoff, spec)
         decode.suspend()
         try:
@@ -236,17 +210,10 @@ async def test_a_worker_that_was_frozen_beyond_its_lease_comes_back_as_another(w
     frozen = workers.children[Role.DECODE]
     old = frozen.ref
 
-    async def registered():
-        ledger = await Ledger.connect(workers.redis.url, "baton:workers", LEASE_S, SystemClock())
-        try:
-            return {info.ref for info in await ledger.workers()}
-        finally:
-            await ledger.close()
-
     async def lapsed():
-        return old not in await registered()
+        return old not in await workers.registered()
 
-    async with Router(workers) as router:
+    async with workers.router() as router:
         handoff, spec = handoff_of("frozen"), spec_of()
         await router.reserve(handoff, spec)
         await router.prefill(handoff, spec)
@@ -254,19 +221,18 @@ async def test_a_worker_that_was_frozen_beyond_its_lease_comes_back_as_another(w
         os.kill(frozen.pid, signal.SIGSTOP)
         try:
             await until(lapsed, "its lease has lapsed", within_s=20, every_s=0.05)
-            replacement = workers.spawn(Role.DECODE)  # in the same place, while the old one sleeps
-            await asyncio.to_thread(replacement.wait_ready)
+            workers.children[Role.DECODE] = replacement = Process(Role.DECODE, workers.folder, 1)
+            new = await asyncio.to_thread(getattr, replacement, "ref")  # in the same place, while the old one sleeps
         finally:
             os.kill(frozen.pid, signal.SIGCONT)
-        workers.children[Role.DECODE] = replacement
-        assert await frozen.exit_code() == 4  # LedgerError
+        await asyncio.to_thread(frozen.wait, scaled(20))
+        assert isinstance(frozen.failure(), LedgerError)
         await asyncio.wait([router.d.reader], timeout=scaled(10))
         assert router.d.reader.done()
-    new = replacement.ref
     assert (new.worker_id == old.worker_id, new.incarnation == old.incarnation) == (True, False)
-    assert {ref for ref in await registered() if ref.worker_id == old.worker_id} == {new}
+    assert {ref for ref in await workers.registered() if ref.worker_id == old.worker_id} == {new}
     async with Stream(new, old.incarnation) as stream, asyncio.timeout(scaled(10)):
         assert await stream.call.code() is StatusCode.FAILED_PRECONDITION
-    async with Router(workers) as router:
+    async with workers.router() as router:
         await router.all_free()
         await router.answer(handoff_of("after the freeze"), spec_of(sampling=SHORT))

@@ -26,6 +26,7 @@ from baton.worker.host import serve
 from baton.worker.settings import of_both_roles
 from router.policy import POLICIES
 from router.workers import WorkerPool
+from tests.integration.gateway_support import raw
 from tests.integration.test_worker_process import LONG, SHORT, Stream, handoff_of, spec_of
 from tests.support import sessions
 from tests.support.waiting import until
@@ -157,12 +158,8 @@ async def test_what_is_left_is_given_back_when_its_time_is_up(worker, how):
         if how == "stop":
             worker.stop.set()
         await router.heard("refused", waits)
-        if how == "stop":
-            await worker.task
-            assert await worker.roles() == {}
-        else:
-            await worker.ready(3)
-            assert await worker.roles() == {"prefill-3": Role.PREFILL}
+    await (worker.task if how == "stop" else worker.ready(3))
+    assert await worker.roles() == ({} if how == "stop" else {"prefill-3": Role.PREFILL})
     records = [await OwnershipStore(worker.ledger.connection).read(each.request_id) for each in (waits, runs)]
     assert [record and record.state for record in records] == [RecordState.RELEASED] * 2
 
@@ -196,10 +193,7 @@ async def test_it_serves_its_metrics_where_it_says(worker):
             await worker.order(role)
             await worker.ready(incarnations)
         (info,) = await worker.ledger.workers()
-        reader, writer = await asyncio.open_connection(*info.metrics.split(":"))
-        writer.write(b"GET /metrics HTTP/1.1\r\n\r\n")
-        text = (await reader.read()).decode()
-        writer.close()
+        text = (await raw(info.metrics, "GET", "/metrics"))[2].decode()
         assert f'baton_worker_info{{fingerprint="{info.fingerprint[:12]}",model="oracle",role="{role.value}"' in text
         assert f'baton_kv_blocks{{role="{role.value}",state="free"}} {info.total_blocks}.0' in text
         assert 'baton_lease_seconds{worker="prefill-3"} 3.0' in text
