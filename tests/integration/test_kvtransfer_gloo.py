@@ -70,13 +70,9 @@ def prefills() -> Iterator[Callable[..., Prefill]]:
     eventually(lambda: set(threading.enumerate()) <= before)
 
 
-@pytest.fixture
-def prefill(prefills: Callable[..., Prefill]) -> Prefill:
-    return prefills()
-
-
-def test_kv_arrives_equal_also_in_blocks_of_another_size(start, prefill: Prefill) -> None:
+def test_kv_arrives_equal_also_in_blocks_of_another_size(start, prefills) -> None:
     """The receiver gets only what it lacks of each prompt, computed at once or in chunks of 48."""
+    prefill = prefills()
     receiver = start(Receiver, "--frame-size", "1500", "--verify-kv", layout=replace(LAYOUT, block_size=16))
     cases = {"one": (1, 0), "edge-1": (15, 0), "edge": (16, 3), "edge+1": (17, 16), "long": (130, 30)}
     target = {"one": [0], "edge-1": [1], "edge": [2], "edge+1": [4, 3], "long": list(range(13, 4, -1))}
@@ -95,8 +91,8 @@ def test_kv_arrives_equal_also_in_blocks_of_another_size(start, prefill: Prefill
     assert digests == {name: kv_digest(prefill.kv, source[name], *span) for name, span in cases.items()}
 
 
-def test_a_flipped_byte_is_found(start, prefill: Prefill) -> None:
-    receiver = start(Receiver, "--flip", "1", "--frame-size", "512")
+def test_a_flipped_byte_is_found(start, prefills) -> None:
+    prefill, receiver = prefills(), start(Receiver, "--flip", "1", "--frame-size", "512")
     receiver.ask(reserve={"bad": [1], "good": [2]})
     prefill.reports.failed(prefill.push("bad", 4, [1], receiver.ref), DigestMismatch)
     prefill.reports.done(prefill.push("good", 4, [1], receiver.ref))
@@ -104,8 +100,8 @@ def test_a_flipped_byte_is_found(start, prefill: Prefill) -> None:
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1:1", "not an address"])
-def test_an_address_without_a_listener(prefill: Prefill, address: str) -> None:
-    absent = WorkerRef("decode-0", Incarnation(7, 2), address)
+def test_an_address_without_a_listener(prefills, address: str) -> None:
+    prefill, absent = prefills(), WorkerRef("decode-0", Incarnation(7, 2), address)
     prefill.reports.failed(prefill.push("r", 4, [1], absent), ChannelBroken, address)
 
 

@@ -71,8 +71,11 @@ async def test_a_known_epoch_lifts_a_store_that_started_too_low(server, connect)
 async def test_register_renew_and_deregister(ledger, server):
     one, two = await registered(ledger, "decode-0"), await registered(ledger, "prefill-0")
     assert await ledger.workers() == [one, two]
+    client, key = raw(server), ledger.connection.key("worker", "decode-0")
+    client.pexpire(key, 5000)
     assert await ledger.renew(one.ref, 42)
-    assert raw(server).hget(ledger.connection.key("worker", "decode-0"), "progress") == b"42"
+    assert client.hget(key, "progress") == b"42"
+    assert 5000 < client.pttl(key) <= LONG_LEASE_S * 1000
     assert await ledger.deregister(one.ref)
     assert not await ledger.deregister(one.ref)
     assert not await ledger.renew(one.ref, 43)
@@ -89,13 +92,6 @@ async def test_a_lease_lapses_and_its_index_entry_goes(connect, server):
     await until(gone)
     assert not await ledger.renew(info.ref, 1)
     assert raw(server).smembers(ledger.connection.key("workers")) == set()
-
-
-async def test_renewing_prolongs_a_lease(ledger, server):
-    info, key = await registered(ledger), ledger.connection.key("worker", "decode-0")
-    raw(server).pexpire(key, 5000)
-    assert await ledger.renew(info.ref, 1)
-    assert 5000 < raw(server).pttl(key) <= LONG_LEASE_S * 1000
 
 
 async def test_a_newer_incarnation_replaces_and_the_old_one_is_fenced(ledger):

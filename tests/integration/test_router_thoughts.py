@@ -104,6 +104,8 @@ async def test_thoughts_do_not_wait_for_the_first_token(make):
     assert kinds(events) == ["accepted", *["thought"] * 3]
     cluster.prefill[0].open("first")
     assert ids_of(await cluster.answer(call)) == ANSWER
+    events = await ask(cluster, max_tokens=1)
+    assert (told(events), ids_of(events)) == ([0, 1, 2], ANSWER[:1])
 
 
 async def test_they_are_counted_and_not_told_unless_asked_for(make):
@@ -130,11 +132,6 @@ async def test_an_audit_digest_is_of_the_answer_alone(make):
     plain, aloud = await cluster.generate(PROMPT, **fields), await ask(cluster, **fields)
     assert told(aloud) == [0, 1, 2]
     assert plain[-1].completed.usage.audit_digest == aloud[-1].completed.usage.audit_digest != ""
-
-
-async def test_an_answer_of_one_token(make):
-    events = await ask(await make(thinks=C), max_tokens=1)
-    assert (told(events), ids_of(events)) == ([0, 1, 2], ANSWER[:1])
 
 
 @pytest.mark.parametrize("state", ["prefilling", "transferring"])

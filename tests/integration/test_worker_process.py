@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 from functools import cached_property
+from typing import Any
 
 import psutil
 import pytest
@@ -57,7 +58,7 @@ class Process(Child):
 
     @cached_property
     def ref(self):
-        ready = self.wait_ready(Stop())
+        ready: Any = self.wait_ready(Stop())
         worker_id, _, incarnation = ready["worker"].partition("@")
         return WorkerRef(worker_id, Incarnation.parse(incarnation), ready["address"])
 
@@ -90,7 +91,7 @@ def workers(tmp_path_factory):
     with EmbeddedRedis.start(folder) as redis:
         made = Workers(folder, redis)
         yield made
-        stop_all(made.children.values(), scaled(20))
+        stop_all(list(made.children.values()), scaled(20))
 
 
 class Stream(sessions.FakeSession):
