@@ -17,10 +17,9 @@ from baton.cli.certs import certs
 from baton.core import Role
 from baton.errors import ConfigError, InvalidRequest, Overloaded
 from baton.rpc.status import from_rpc_error
-from baton.rpc.tls import Wire, internal_channel
+from baton.rpc.tls import Wire
 from baton.rpc.v1 import common_pb2
 from baton.rpc.v1 import inference_pb2 as pb
-from baton.rpc.v1.inference_pb2_grpc import InferenceStub
 from router.access.rules import RULES, Need
 from router.floor import RouterSettings
 from router.server import serve
@@ -128,13 +127,6 @@ async def test_a_name_that_all_processes_bear(make, tmp_path, name, code):
     named = replace(Wire.of_path(tmp_path / "tls"), name=name)
     (answer,) = await ask_all(cluster.router.admin, named, ["/baton.v1.Admin/Status"])
     assert answer.code is code
-
-
-async def test_a_gateway_reaches_the_listener_of_its_own_router(encrypted):
-    port = encrypted.router.grpc.rpartition(":")[2]
-    async with internal_channel(f"0.0.0.0:{port}", encrypted.router.floor.wire) as channel:
-        reply = await InferenceStub(channel).ListModels(pb.ListModelsRequest(), metadata=bearer("alice"))
-    assert reply.models[0].id == "oracle"
 
 
 @pytest.fixture

@@ -1,6 +1,6 @@
 """The whole ledger against each redis-server that is here: 6.2 from the wheel, and 7 or later where one is installed.
 
-Four ways in: the password of all, a user limited to our keys and commands, TLS, and a unix socket.
+Three ways in beside the password of all: a user limited to our keys and commands, TLS, and a unix socket.
 """
 
 from __future__ import annotations
@@ -104,10 +104,6 @@ async def forgotten(ledger: Ledger) -> None:
     single = (key(name) for name in ("epoch", "counter", "workers", "block-events"))
     of_worker = (key(kind, "decode-0") for kind in ("worker", "place", "blocks"))
     await ledger.connection.call("DEL", *single, *of_worker, key("req", "live"), key("req", "over"))
-
-
-async def test_with_the_password(server):
-    await everything(server.url, next(support.PREFIXES))
 
 
 async def test_with_a_user_limited_to_the_prefix_and_the_listed_commands(server):

@@ -89,7 +89,7 @@ async def running() -> AsyncIterator[Resumable]:
         yield made
 
 
-server, other = pytest.fixture(running, name="server"), pytest.fixture(running, name="other")
+server, other = (pytest.fixture(running, name=name) for name in ("server", "other"))
 
 
 @pytest.fixture(params=KINDS)

@@ -81,8 +81,8 @@ def answers(backend, seed):
     """The tokens of nine requests at once: prompts in chunks, prefixes shared, more than the pool holds."""
     rng = random.Random(seed)
     engine = engine_of(backend, 18, max_batched_tokens=48, max_running=6)
-    prompts = [numbers(rng, rng.randint(10, 50)) for _ in range(9)]
-    prompts[::3] = [shared + prompt for shared, prompt in zip([numbers(rng, 20)] * 3, prompts[::3], strict=True)]
+    shared = numbers(rng, 20)
+    prompts = [(() if number % 3 else shared) + numbers(rng, rng.randint(10, 50)) for number in range(9)]
     tokens = run(engine, [spec_of(prompt, max_tokens=rng.randint(20, 40)) for prompt in prompts]).tokens
     assert engine.counters.preemptions > 0
     assert engine.counters.cached_tokens > 0
