@@ -24,6 +24,12 @@ async def make() -> AsyncIterator[Any]:
         yield build
 
 
+@pytest.fixture
+async def cluster(make: Callable[..., Awaitable[Any]]) -> Any:
+    """One prefill worker, one decode worker, and a router with default settings."""
+    return await make()
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Certificates of one cluster, as `baton certs` writes them."""

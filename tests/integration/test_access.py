@@ -15,26 +15,16 @@ from structlog.testing import capture_logs
 
 from baton.cli.certs import certs
 from baton.core import Role
-from baton.errors import Cancelled, ConfigError, InvalidRequest, Overloaded
+from baton.errors import ConfigError, InvalidRequest, Overloaded
 from baton.rpc.status import from_rpc_error
-from baton.rpc.tls import Wire, internal_channel
+from baton.rpc.tls import Wire
 from baton.rpc.v1 import common_pb2
 from baton.rpc.v1 import inference_pb2 as pb
-from baton.rpc.v1.inference_pb2_grpc import InferenceStub
 from router.access.rules import RULES, Need
 from router.floor import RouterSettings
 from router.server import serve
-from tests.integration.access_support import (
-    LISTENERS,
-    OTHERS,
-    ask,
-    baton_files,
-    bearer,
-    methods,
-    methods_of,
-    tls_of,
-    token_file,
-)
+from tests.integration import access_support as support
+from tests.integration.access_support import ask, bearer, methods_of, tls_of, token_file
 from tests.support.in_process_router import FakeWorker
 from tests.support.routers import ids_of
 from tests.support.waiting import until
@@ -72,7 +62,7 @@ async def ask_all(address, wire, *asked):
 
 
 def call(cluster, who, prompt=(1, 2, 3), max_tokens=None, **fields):
-    sampling = common_pb2.Sampling() if max_tokens is None else common_pb2.Sampling(max_tokens=max_tokens)
+    sampling = common_pb2.Sampling(max_tokens=max_tokens)  # None: it is left out
     request = pb.GenerateRequest(token_ids=common_pb2.TokenIds(ids=prompt), sampling=sampling, **fields)
     return cluster.stub.Generate(request, metadata=bearer(who))
 
@@ -82,8 +72,8 @@ async def generate(cluster, who, *args, **fields):
 
 
 def test_every_method_has_a_rule_or_is_a_worker_s():
-    known = methods(*baton_files(), *OTHERS)
-    assert {name.split("/")[1] for name in known} == {name for names in LISTENERS.values() for name in names}
+    known = support.methods(*support.baton_files(), *support.OTHERS)
+    assert {name.split("/")[1] for name in known} == {name for names in support.LISTENERS.values() for name in names}
     assert set(known) - set(methods_of("worker")) == set(RULES)
 
 
@@ -139,13 +129,6 @@ async def test_a_name_that_all_processes_bear(make, tmp_path, name, code):
     assert answer.code is code
 
 
-async def test_a_gateway_reaches_the_listener_of_its_own_router(encrypted):
-    port = encrypted.router.grpc.rpartition(":")[2]
-    async with internal_channel(f"0.0.0.0:{port}", encrypted.router.floor.wire) as channel:
-        reply = await InferenceStub(channel).ListModels(pb.ListModelsRequest(), metadata=bearer("alice"))
-    assert reply.models[0].id == "oracle"
-
-
 @pytest.fixture
 def no_rule_for_models(monkeypatch):
     left = {name: need for name, need in RULES.items() if not name.endswith("/ListModels")}
@@ -193,22 +176,6 @@ async def test_a_token_has_so_many_requests_at_once(cluster):
     for running in (first, second):
         assert len(ids_of(await cluster.answer(running))) == 4
     assert len(ids_of(await generate(cluster, "alice", max_tokens=4))) == 4, "there is room again"
-
-
-@alice_may(max_concurrent=1)
-async def test_who_takes_over_has_the_place_of_the_older_one(cluster):
-    """Else both would end: the older one for the newer, and the newer for the older one's place."""
-    gate = cluster.decode[0].gates["decode"]
-    gate.clear()
-    older = call(cluster, "alice", max_tokens=4, idempotency_key="k")
-    await until(lambda: cluster.decode[0].committed, "decoding")
-    newer = call(cluster, "alice", max_tokens=4, idempotency_key="k")
-    with pytest.raises(Cancelled, match="another call has taken over"):
-        await cluster.answer(older)
-    with pytest.raises(Overloaded):
-        await generate(cluster, "alice")
-    gate.set()
-    assert len(ids_of(await cluster.answer(newer))) == 4
 
 
 @alice_may(max_concurrent=1)

@@ -15,12 +15,12 @@ from baton.core import Incarnation, Role, WorkerInfo, WorkerRef
 from baton.errors import BatonError, DeadlineExceeded, InvalidRequest, LedgerError, NoWorker
 from baton.ledger.board import Board, ControlReport, Decision, Order, Plan, RouterReport, Slot, WorkerDemand
 from baton.ledger.connection import COMMANDS, Connection
-from baton.ledger.embedded import EmbeddedRedis
+from baton.ledger.ledger import Ledger
 from baton.tokenizer import OracleTokenizer
 from router.floor import RouterSettings
 from router.server import Router, serve
 from tests.support.in_process_router import FakeWorker
-from tests.support.redis_ledger import PREFIXES, raw
+from tests.support.redis_ledger import raw
 from tests.support.waiting import until
 
 HERE = WorkerRef("prefill-0", Incarnation(3, 4), "127.0.0.1:1")
@@ -29,15 +29,8 @@ call = asyncio.to_thread
 
 
 @pytest.fixture
-async def connection(server: EmbeddedRedis) -> AsyncIterator[Connection]:
-    opened = await Connection.open(server.url, next(PREFIXES))
-    yield opened
-    await opened.close()
-
-
-@pytest.fixture
-def board(connection: Connection) -> Board:
-    return Board(connection)
+def board(ledger: Ledger) -> Board:
+    return Board(ledger.connection)
 
 
 async def test_of_two_plans_the_later_number_stays(board):
@@ -55,8 +48,8 @@ async def test_of_many_who_plan_at_once_one_wins_each_number(board):
 
 
 @pytest.mark.parametrize("garbage", [b"", b"no json", b"[]", b'{"prefill": "many"}', b'{"number": "x"}', b"\xff"])
-async def test_a_damaged_plan_is_none_and_gives_way(board, connection, server, garbage):
-    raw(server).set(connection.key("plan"), garbage)
+async def test_a_damaged_plan_is_none_and_gives_way(board, ledger, server, garbage):
+    raw(server).set(ledger.connection.key("plan"), garbage)
     assert await board.plan() is None
     assert await board.put_plan(Plan(prefill=1, decode=1, number=0)), "nobody can read what was there"
 
@@ -71,20 +64,21 @@ async def test_an_order_is_for_one_incarnation_alone(board):
     assert await board.order(HERE) is None
 
 
-async def test_routers_that_say_nothing_more_are_forgotten(board, connection, server):
+async def test_routers_that_say_nothing_more_are_forgotten(board, ledger, server):
+    key = ledger.connection.key
     report = RouterReport(router_id="r1", queued=3, workers={"decode-0": WorkerDemand(role=Role.DECODE, used=0.5)})
     await board.put_router(report, 60.0)
     await board.put_router(RouterReport(router_id="r2"), 0.001)
-    await until(lambda: not raw(server).exists(connection.key("router", "r2")), "its lease is over")
+    await until(lambda: not raw(server).exists(key("router", "r2")), "its lease is over")
     assert await board.routers() == [report]
-    assert raw(server).smembers(connection.key("routers")) == {b"r1"}
+    assert raw(server).smembers(key("routers")) == {b"r1"}
     await board.drop_router("r1")
     assert await board.routers() == []
 
 
-async def test_what_a_newer_controller_says_more_is_passed_over(board, connection, server):
+async def test_what_a_newer_controller_says_more_is_passed_over(board, ledger, server):
     report = ControlReport(plan=Plan(prefill=1, decode=1), at=1.0, decisions=(Decision(at=1.0, kind="plan", text="x"),))
-    raw(server).set(connection.key("control"), report.model_dump_json()[:-1] + ', "mood": "good"}')
+    raw(server).set(ledger.connection.key("control"), report.model_dump_json()[:-1] + ', "mood": "good"}')
     assert await board.control() == report
     await board.drop_control()
     assert await board.control() is None
@@ -103,9 +97,6 @@ async def test_it_keeps_to_the_commands_that_the_documented_user_may(board, serv
         await dropped
     used = {name.removeprefix("cmdstat_") for name in client.info("commandstats")}
     assert used <= {*COMMANDS, "ping", "config|resetstat", "config", "info"}
-
-
-# --- through a router ------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -137,10 +128,8 @@ def operator(router: Router) -> Operator:
 
 async def controlled(board: Board, *slots: Slot, **plan: Any) -> None:
     """A controller is there, with this plan and these workers."""
-    found = ControlReport(
-        plan=Plan(prefill=1, decode=2, **plan), at=SystemClock().wall(), slots=slots, host="h", outlook="calm"
-    )
-    await board.put_control(found, 60.0)
+    planned, now = Plan(prefill=1, decode=2, **plan), SystemClock().wall()
+    await board.put_control(ControlReport(plan=planned, at=now, slots=slots, host="h", outlook="calm"), 60.0)
 
 
 READY = Slot(worker_id="prefill-0", role=Role.PREFILL, state="ready")
@@ -216,6 +205,23 @@ async def test_a_redis_that_is_away_costs_the_status_nothing_but_that(router, op
     assert (await call(operator.status)).control is None
     with pytest.raises(BatonError):
         await call(operator.restart)
+
+
+async def test_a_router_is_on_the_board_until_it_goes(router, board):
+    async def shown() -> bool:
+        return [report.router_id for report in await board.routers()] == [router.floor.router_id]
+
+    await until(shown)
+    await router.stop(0.0)
+    assert await board.routers() == []
+
+
+async def test_a_redis_that_never_answers_holds_no_router_up(router, monkeypatch):
+    async def never(*_: object) -> object:
+        return await asyncio.Event().wait()
+
+    monkeypatch.setattr(Connection, "call", never)
+    await router.stop(0.0)
 
 
 async def test_another_router_is_asked_when_one_is_away(router, board):

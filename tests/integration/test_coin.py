@@ -7,8 +7,8 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+import torch
 
-from baton.core import HandoffId, Sampling, SequenceSpec
 from baton.engine.engine import Engine
 from baton.engine.model.build import load_model
 from baton.engine.model.thinking import Mode
@@ -16,8 +16,14 @@ from baton.tokenizer import load_tokenizer
 from models import thinking_model
 from models.thinking_eval import phrasings, samples
 from models.thinking_text import SEED_SAMPLE
+from tests.support.engines import key_of, run, spec_of
 
 COIN = Path(__file__).parents[2] / "models" / "coin"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    torch.set_num_threads(1)
 
 
 @cache
@@ -35,18 +41,12 @@ def ids_of(text):
 
 def answers(engine, prompts, new=4):
     """Tokens and thoughts of each, some of them at once."""
-    tokens: list[list[int]] = [[] for _ in prompts]
-    thoughts: list[list[tuple[int, ...]]] = [[] for _ in prompts]
+    found = []
     for first in range(0, len(prompts), 16):
-        for number, prompt in enumerate(prompts[first : first + 16], first):
-            engine.submit(HandoffId(str(number), 1), SequenceSpec(prompt, Sampling(max_tokens=new, temperature=0.0)))
-        while engine.has_work():
-            result = engine.step()
-            for key, made in result.thoughts:
-                thoughts[int(key.request_id)] += [thought.token_ids for thought in made]
-            for output in result.outputs:
-                tokens[int(output.key.request_id)] += [token.token_id for token in output.tokens]
-    return list(zip(tokens, thoughts, strict=True))
+        some = prompts[first : first + 16]
+        streams = run(engine, [spec_of(prompt, max_tokens=new, ignore_eos=False) for prompt in some])
+        found += [(streams.ids(key_of(number)), streams.thoughts[key_of(number)]) for number in range(len(some))]
+    return found
 
 
 def prompts_of(count, rng):

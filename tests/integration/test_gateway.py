@@ -192,7 +192,6 @@ async def test_leaving_cancels(cluster, gateway, held, streamed):
 
 @cluster_with(queue_max_wait_s=0.1)
 async def test_error_within_a_stream(cluster, gateway, held):
-    """Nobody is left to go on with it."""
     found = await begun(gateway)
     await cluster.decode[0].kill()
     failed = await refused(openai.APIError, anext(found), "no decode worker is connected")

@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -35,20 +36,23 @@ FOREVER_S = 600.0  # longer than a test may take: a death itself is seen
 
 
 @pytest.fixture
-def processes() -> Iterator[list[Process]]:
-    """Those in it are killed at the end."""
+def start() -> Iterator[Callable[..., Any]]:
+    """Starts processes; all are killed at the end."""
     torch.set_num_threads(1)
     started: list[Process] = []
-    yield started
+
+    def one(kind: type[Process], *args, **options) -> Process:
+        started.append(kind(*args, **options))
+        return started[-1]
+
+    yield one
     for process in started:
         process.kill()
 
 
 @pytest.fixture
-def receiver(processes: list[Process]) -> Receiver:
-    started = Receiver()
-    processes.append(started)
-    return started
+def receiver(start: Callable[..., Any]) -> Receiver:
+    return start(Receiver)
 
 
 @pytest.fixture
@@ -66,15 +70,10 @@ def prefills() -> Iterator[Callable[..., Prefill]]:
     eventually(lambda: set(threading.enumerate()) <= before)
 
 
-@pytest.fixture
-def prefill(prefills: Callable[..., Prefill]) -> Prefill:
-    return prefills()
-
-
-def test_kv_arrives_equal_also_in_blocks_of_another_size(processes, prefill: Prefill) -> None:
+def test_kv_arrives_equal_also_in_blocks_of_another_size(start, prefills) -> None:
     """The receiver gets only what it lacks of each prompt, computed at once or in chunks of 48."""
-    receiver = Receiver("--frame-size", "1500", "--verify-kv", layout=replace(LAYOUT, block_size=16))
-    processes.append(receiver)
+    prefill = prefills()
+    receiver = start(Receiver, "--frame-size", "1500", "--verify-kv", layout=replace(LAYOUT, block_size=16))
     cases = {"one": (1, 0), "edge-1": (15, 0), "edge": (16, 3), "edge+1": (17, 16), "long": (130, 30)}
     target = {"one": [0], "edge-1": [1], "edge": [2], "edge+1": [4, 3], "long": list(range(13, 4, -1))}
     source = {name: [(7 * n + end) % 64 for n in range(LAYOUT.blocks_for(end))] for name, (end, _) in cases.items()}
@@ -92,18 +91,18 @@ def test_kv_arrives_equal_also_in_blocks_of_another_size(processes, prefill: Pre
     assert digests == {name: kv_digest(prefill.kv, source[name], *span) for name, span in cases.items()}
 
 
-def test_a_flipped_byte_is_found(processes, prefill: Prefill) -> None:
-    receiver = Receiver("--flip", "1", "--frame-size", "512")
-    processes.append(receiver)
+def test_a_flipped_byte_is_found(start, prefills) -> None:
+    prefill, receiver = prefills(), start(Receiver, "--flip", "1", "--frame-size", "512")
     receiver.ask(reserve={"bad": [1], "good": [2]})
     prefill.reports.failed(prefill.push("bad", 4, [1], receiver.ref), DigestMismatch)
     prefill.reports.done(prefill.push("good", 4, [1], receiver.ref))
     assert receiver.ask()["commits"] == ["good"]
 
 
-def test_an_address_without_a_listener(prefill: Prefill) -> None:
-    absent = WorkerRef("decode-0", Incarnation(7, 2), "127.0.0.1:1")
-    prefill.reports.failed(prefill.push("r", 4, [1], absent), ChannelBroken, "127.0.0.1:1")
+@pytest.mark.parametrize("address", ["127.0.0.1:1", "not an address"])
+def test_an_address_without_a_listener(prefills, address: str) -> None:
+    prefill, absent = prefills(), WorkerRef("decode-0", Incarnation(7, 2), address)
+    prefill.reports.failed(prefill.push("r", 4, [1], absent), ChannelBroken, address)
 
 
 def test_a_reply_that_no_stream_takes_ends_the_channel(receiver: Receiver) -> None:
@@ -122,10 +121,9 @@ def test_a_reply_that_no_stream_takes_ends_the_channel(receiver: Receiver) -> No
         sender.close()
 
 
-def test_a_receiver_killed_mid_push_and_its_successor(processes, prefills) -> None:
+def test_a_receiver_killed_mid_push_and_its_successor(start, prefills) -> None:
     wide = prefills(WIDE, deadline_s=FOREVER_S)
-    receiver = Receiver("--frame-size", str(WIDE.layer_block_bytes), layout=WIDE)
-    processes.append(receiver)
+    receiver = start(Receiver, "--frame-size", str(WIDE.layer_block_bytes), layout=WIDE)
     receiver.ask(reserve={f"r{n}": list(range(60)) for n in range(20)})
     handoffs = [wide.push(f"r{n}", 60 * 16, range(60), receiver.ref, chunk=256) for n in range(20)]
     wide.reports.done(handoffs[0])  # the others are under way
@@ -133,8 +131,7 @@ def test_a_receiver_killed_mid_push_and_its_successor(processes, prefills) -> No
     outcomes = [wide.reports.wait(handoff, 30) for handoff in handoffs]
     assert isinstance(outcomes[-1], ChannelBroken)
     assert all(isinstance(outcome, PushResult | ChannelBroken) for outcome in outcomes)
-    successor = Receiver(counter=3, layout=WIDE)
-    processes.append(successor)
+    successor = start(Receiver, counter=3, layout=WIDE)
     successor.ask(reserve={"again": [5, 6]})
     wide.reports.done(wide.push("again", 32, [8, 9], successor.ref))
     assert successor.ask(digest={"again": [[5, 6], 32]})["digests"]["again"] == kv_digest(wide.kv, [8, 9], 32)
@@ -151,7 +148,7 @@ def test_a_frozen_receiver_is_given_up_by_the_deadline(receiver: Receiver, prefi
     assert receiver.ask()["commits"] == ["r", "t"]
 
 
-async def test_a_sender_killed_mid_push(processes) -> None:
+async def test_a_sender_killed_mid_push(start) -> None:
     table, before = RecordingTable(WIDE), set(threading.enumerate())
     server = aio_server()
     me = WorkerRef("decode-0", Incarnation(7, 2), bind(server, "127.0.0.1:0"))
@@ -160,8 +157,7 @@ async def test_a_sender_killed_mid_push(processes) -> None:
     service = PeerService(make_kv(None, 64, WIDE), me, FINGERPRINT, settings, table, transports)
     add_PeerServicer_to_server(service, server)
     await server.start()
-    sender = Process("sender", "--to", me.address, layout=WIDE)
-    processes.append(sender)
+    sender = start(Process, "sender", "--to", me.address, layout=WIDE)
     writing, blocks = threading.Event(), list(range(60))
     table.hold = writing.set
     table.reserve(make_job("r", 60 * 16).handoff, blocks)

@@ -55,9 +55,6 @@ def grace_ends(server, monkeypatch):
     return without_sleep
 
 
-# --- epochs and grace ------------------------------------------------------------------------------------------------
-
-
 async def test_a_first_store_makes_nobody_wait(connect, server):
     ledgers = [await connect() for _ in range(3)]
     with structlog.testing.capture_logs() as logged:
@@ -68,15 +65,13 @@ async def test_a_first_store_makes_nobody_wait(connect, server):
     assert len({info.ref.incarnation.epoch for info in infos}) == 1
 
 
-async def test_looking_at_an_empty_store_starts_nothing(connect, server):
-    ledger = await connect()
+async def test_looking_at_an_empty_store_starts_nothing(ledger, server):
     assert await ledger.workers() == []
     assert raw(server).keys(ledger.connection.key("*")) == []
 
 
 @pytest.mark.parametrize("how", ["renew", "workers", "register", "mint"])
-async def test_whoever_knows_more_than_the_store_starts_the_next_epoch_and_its_grace(connect, server, grace_ends, how):
-    ledger = await connect()
+async def test_whoever_knows_more_than_the_store_starts_the_next_epoch_and_its_grace(ledger, server, grace_ends, how):
     info = await registered(ledger)
     wipe(server, ledger)
     slept = grace_ends(ledger)
@@ -160,9 +155,6 @@ async def test_a_grace_is_not_prolonged_by_those_who_enter_again(connect, server
     assert 0 < grace_ms(server, ledgers[0]) <= 5000
 
 
-# --- what is told again ----------------------------------------------------------------------------------------------
-
-
 async def test_records_and_blocks_of_the_living_are_back_after_a_kill(tmp_path):
     """kill -9, a new Redis without data, one heartbeat: the lease, every live record and the directory are there."""
     server = EmbeddedRedis.start(tmp_path)
@@ -198,11 +190,7 @@ async def test_records_and_blocks_of_the_living_are_back_after_a_kill(tmp_path):
     server.stop()
 
 
-# --- what a worker holds ---------------------------------------------------------------------------------------------
-
-
-async def test_records_of_a_worker_are_those_that_it_holds_now(connect, server):
-    ledger = await connect()
+async def test_records_of_a_worker_are_those_that_it_holds_now(ledger, server):
     one, other = await registered(ledger, "decode-0"), await registered(ledger, "decode-1")
     store = OwnershipStore(ledger.connection)
 
@@ -228,8 +216,7 @@ async def test_records_of_a_worker_are_those_that_it_holds_now(connect, server):
     assert await held(replaced) == {}
 
 
-async def test_nobody_is_told_what_a_worker_holds_while_the_grace_lasts(connect, server):
-    ledger = await connect()
+async def test_nobody_is_told_what_a_worker_holds_while_the_grace_lasts(ledger, server):
     info = await registered(ledger)
     store = OwnershipStore(ledger.connection)
     wipe(server, ledger)
@@ -240,8 +227,7 @@ async def test_nobody_is_told_what_a_worker_holds_while_the_grace_lasts(connect,
     assert await store.records_of("decode-0", info.ref.incarnation) == []
 
 
-async def test_what_a_worker_holds_does_not_grow_with_what_expired(connect, server):
-    ledger = await connect()
+async def test_what_a_worker_holds_does_not_grow_with_what_expired(ledger, server):
     info = await registered(ledger)
     store, key = OwnershipStore(ledger.connection), ledger.connection.key
     held = key("holds", "decode-0", str(info.ref.incarnation))
@@ -251,13 +237,9 @@ async def test_what_a_worker_holds_does_not_grow_with_what_expired(connect, serv
     assert raw(server).zrange(held, 0, -1) == [b"an hour is not over", b"new"]
 
 
-# --- what expires ----------------------------------------------------------------------------------------------------
-
-
-async def test_every_key_has_a_time_to_live_but_the_two_that_carry_the_order(connect, server):
+async def test_every_key_has_a_time_to_live_but_the_two_that_carry_the_order(ledger, server):
     """Without the epoch and the counter a store could mint an incarnation twice: two small numbers stay for ever."""
-    ledger, client = await connect(), raw(server)
-    info = await registered(ledger)
+    info, client = await registered(ledger), raw(server)
     await registered(ledger, "prefill-0")
     wipe(server, ledger)
     for _ in range(2):

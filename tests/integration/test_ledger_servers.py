@@ -1,6 +1,6 @@
 """The whole ledger against each redis-server that is here: 6.2 from the wheel, and 7 or later where one is installed.
 
-Four ways in: the password of all, a user limited to our keys and commands, TLS, and a unix socket.
+Three ways in beside the password of all: a user limited to our keys and commands, TLS, and a unix socket.
 """
 
 from __future__ import annotations
@@ -106,10 +106,6 @@ async def forgotten(ledger: Ledger) -> None:
     await ledger.connection.call("DEL", *single, *of_worker, key("req", "live"), key("req", "over"))
 
 
-async def test_with_the_password(server):
-    await everything(server.url, next(support.PREFIXES))
-
-
 async def test_with_a_user_limited_to_the_prefix_and_the_listed_commands(server):
     """The user is the one in the docstring of `connection`: who copies that has what is needed."""
     prefix = next(support.PREFIXES)
@@ -177,7 +173,6 @@ async def test_over_tls_with_an_authority_of_ones_own(server, folder):
 
 
 async def test_over_a_unix_socket(binary, tmp_path):
-    """A redis-server that listens there too, beside what its configuration says."""
     socket_file, config, script = tmp_path / "s", tmp_path / "redis.conf", tmp_path / "redis-server"
     script.write_text(f"#!/bin/sh\n{{ cat; echo unixsocket {socket_file}; }} > {config}\nexec '{binary}' {config}\n")
     script.chmod(0o755)

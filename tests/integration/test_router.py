@@ -15,39 +15,25 @@ from grpc import aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
+from baton import errors
 from baton.core import HandoffId, Incarnation, Role
-from baton.errors import (
-    Cancelled,
-    ConfigError,
-    DeadlineExceeded,
-    EngineFault,
-    InvalidRequest,
-    NoWorker,
-    UnknownModel,
-    WorkerLost,
-)
 from baton.rpc import convert
-from baton.rpc.v1 import common_pb2, worker_pb2
 from baton.rpc.v1 import inference_pb2 as pb
+from baton.rpc.v1 import worker_pb2
 from baton.rpc.v1.inference_pb2_grpc import InferenceStub
+from baton.stages import Stage
 from baton.tokenizer import OracleTokenizer
 from router.server import SERVICE, serve
-from tests.support.in_process_router import (
-    STATES,
-    FakeWorker,
-    InProcessCluster,
-    at,
-    event,
-    finish,
-    released,
-    token_at,
-)
+from tests.support.in_process_router import STATES, FakeWorker, InProcessCluster, at, event, finish, released, token_at
 from tests.support.routers import PROMPT, asked, ids_of, kinds, leave, refused, right, spied
 from tests.support.waiting import until
 
 
-async def test_one_request_from_accepted_to_completed(make):
-    cluster = await make()
+def refusal(reason: str) -> int:
+    return worker_pb2.RefusalReason.Value(f"REFUSAL_REASON_{reason}")
+
+
+async def test_one_request_from_accepted_to_completed(cluster):
     prompt = [5] * 40
     events = await cluster.generate(prompt, 8, client_tag="me")
     assert kinds(events)[0] == "accepted"
@@ -58,10 +44,9 @@ async def test_one_request_from_accepted_to_completed(make):
     assert (done.usage.prompt_tokens, done.usage.completion_tokens) == (40, 8)
     assert (done.placement.prefill_worker, done.placement.decode_worker) == ("prefill-0", "decode-0")
     assert (done.placement.kv_bytes, done.placement.transport, done.placement.attempts) == (100, "memory", 1)
-    t = done.timings
-    stages = (t.queue_s, t.route_s, t.reserve_s, t.prefill_s, t.transfer_s, t.commit_s, t.decode_s)
-    assert sum(stages) == t.e2e_s
-    assert 0 < t.ttft_s < t.e2e_s
+    times = done.timings
+    assert sum(getattr(times, f"{stage}_s") for stage in Stage) == times.e2e_s
+    assert 0 < times.ttft_s < times.e2e_s
     [spec] = cluster.prefill[0].specs
     assert list(spec.prompt) == prompt
     assert spec.sampling.HasField("seed")
@@ -69,8 +54,7 @@ async def test_one_request_from_accepted_to_completed(make):
     assert cluster.idle
 
 
-async def test_a_request_that_ends_with_its_first_token(make):
-    cluster = await make()
+async def test_a_request_that_ends_with_its_first_token(cluster):
     events = await cluster.generate(max_tokens=1)
     done = events[-1].completed
     assert len(ids_of(events)) == 1
@@ -79,19 +63,9 @@ async def test_a_request_that_ends_with_its_first_token(make):
     await released(cluster.decode[0])
 
 
-async def test_text_is_tokenized_and_the_request_id_is_in_the_metadata(make):
-    cluster = await make()
-    call = cluster.stub.Generate(pb.GenerateRequest(text="Aé", sampling=common_pb2.Sampling(max_tokens=2)))
-    request_id = dict(await call.initial_metadata())["baton-request-id"]
-    events = await cluster.answer(call)
-    assert events[0].request_id == request_id
-    assert list(cluster.prefill[0].specs[0].prompt) == list("Aé".encode())
-
-
-async def test_a_preempted_request_goes_on_at_the_same_index(make):
-    cluster = await make()
+async def test_a_preempted_request_goes_on_at_the_same_index(cluster):
     cluster.decode[0].preempt_at = [3, 6]
-    cluster.decode[0].refuse_once = [worker_pb2.REFUSAL_REASON_NO_ROOM]
+    cluster.decode[0].refuse_once = [refusal("NO_ROOM")]
     cluster.prefill[0].cached = [1, 2, 3]
     events = await cluster.generate([9, 9], 10)
     assert ids_of(events) == right([9, 9], 10)
@@ -103,48 +77,35 @@ async def test_a_preempted_request_goes_on_at_the_same_index(make):
     assert cluster.idle
 
 
-@pytest.mark.parametrize("reason", [worker_pb2.REFUSAL_REASON_NO_ROOM, worker_pb2.REFUSAL_REASON_DRAINING])
-async def test_a_refused_reservation_is_tried_again(make, reason):
-    cluster = await make()
-    cluster.decode[0].refuse_once = [reason, reason]
+@pytest.mark.parametrize("reason", ["NO_ROOM", "DRAINING"])
+async def test_a_refused_reservation_is_tried_again(cluster, reason):
+    cluster.decode[0].refuse_once = [refusal(reason)] * 2
     events = await cluster.generate(max_tokens=3)
     assert (ids_of(events), events[-1].completed.placement.attempts) == (right(PROMPT, 3), 3)
 
 
-@pytest.mark.parametrize(
-    ("reason", "error"),
-    [(worker_pb2.REFUSAL_REASON_TOO_LONG, InvalidRequest), (worker_pb2.REFUSAL_REASON_INVALID, EngineFault)],
-)
-async def test_a_refusal_that_the_next_attempt_would_meet_again_ends_the_request(make, reason, error):
-    cluster = await make()
-    cluster.decode[0].refuse_once = [reason]
+@pytest.mark.parametrize(("reason", "error"), [("TOO_LONG", errors.InvalidRequest), ("INVALID", errors.EngineFault)])
+async def test_a_refusal_that_the_next_attempt_would_meet_again_ends_the_request(cluster, reason, error):
+    cluster.decode[0].refuse_once = [refusal(reason)]
     with pytest.raises(error, match="full"):
         await cluster.generate()
     assert cluster.decode[0].count("reserve") == 1
     await cluster.nothing_is_left()
 
 
-@pytest.mark.parametrize(
-    ("reason", "error"),
-    [(worker_pb2.REFUSAL_REASON_FINGERPRINT, NoWorker), (worker_pb2.REFUSAL_REASON_STALE, WorkerLost)],
-)
-async def test_a_refusal_of_this_worker_alone_is_a_failure_like_its_loss(make, reason, error):
-    cluster = await make()
-    cluster.decode[0].refuse_once = [reason] * 2
+@pytest.mark.parametrize(("reason", "error"), [("FINGERPRINT", errors.NoWorker), ("STALE", errors.WorkerLost)])
+async def test_a_refusal_of_this_worker_alone_is_a_failure_like_its_loss(cluster, reason, error):
+    cluster.decode[0].refuse_once = [refusal(reason)] * 2
     events = await cluster.generate(max_tokens=3)
     assert (ids_of(events), events[-1].completed.placement.attempts) == (right(PROMPT, 3), 3)
     assert kinds(events)[:2] == ["accepted", "tokens"], "before it was accepted, there is nothing to recover"
-    cluster.decode[0].refuse_once = [reason] * 3
+    cluster.decode[0].refuse_once = [refusal(reason)] * 3
     with pytest.raises(error, match="full"):
         await cluster.generate()
     await cluster.nothing_is_left()
 
 
-# --- something dies
-
-
-async def test_a_fence_that_comes_after_the_commit_lets_the_request_go_on(make):
-    cluster = await make()
+async def test_a_fence_that_comes_after_the_commit_lets_the_request_go_on(cluster):
     prefill, decode = cluster.prefill[0], cluster.decode[0]
 
     def committed_already(handoff: HandoffId) -> None:
@@ -159,38 +120,32 @@ async def test_a_fence_that_comes_after_the_commit_lets_the_request_go_on(make):
     assert 'baton_transfer_bytes_total{transport="memory"} 100.0' in await cluster.http("/metrics")  # said twice, once
 
 
-@pytest.mark.parametrize(("kind", "error"), [("EngineFault", EngineFault), ("DeadlineExceeded", DeadlineExceeded)])
+@pytest.mark.parametrize("kind", ["EngineFault", "DeadlineExceeded"])
 @pytest.mark.parametrize("role", list(Role))
-async def test_a_failure_that_the_next_attempt_would_meet_again_ends_the_request(make, role, kind, error):
-    cluster = await make()
+async def test_a_failure_that_the_next_attempt_would_meet_again_ends_the_request(cluster, role, kind):
     call = await at(cluster, "transferring")
     worker = {Role.PREFILL: cluster.prefill[0], Role.DECODE: cluster.decode[0]}[role]
     worker.emit(event(worker.handoff, failed=worker_pb2.Failed(kind=kind, message="because")))
-    with pytest.raises(error, match="because"):
+    with pytest.raises(getattr(errors, kind), match="because"):
         await cluster.answer(call)
     assert cluster.decode[0].count("fence") == (role is Role.PREFILL)
     await released(*cluster.workers)
     await cluster.nothing_is_left()
 
 
-async def test_what_a_worker_says_after_the_end_is_no_failure(make):
-    """Its last words and the end of its stream may be heard in one breath."""
-    cluster = await make()
+async def test_what_a_worker_says_after_the_end_is_no_failure(cluster):
     call = await at(cluster, "decoding")
     handoff = cluster.decode[0].handoff
     tokens = convert.tokens_to_pb([token_at(PROMPT, index) for index in range(1, 8)])
-    last_words = (event(handoff, tokens=tokens), finish(handoff), WorkerLost("and gone"))
+    last_words = (event(handoff, tokens=tokens), finish(handoff), errors.WorkerLost("and gone"))
     cluster.hears(*((Role.DECODE, said) for said in last_words))
     assert len(ids_of(await cluster.answer(call))) == 8
 
 
-async def test_a_new_incarnation_takes_the_place_of_a_dead_one(make):
-    cluster = await make()
-    await cluster.decode[0].kill()
-    cluster.decode = []
+async def test_a_new_incarnation_takes_the_place_of_a_dead_one(cluster):
+    await cluster.decode.pop().kill()
     await cluster.joined(FakeWorker(Role.DECODE, "decode-0", 299))
-    events = await cluster.generate()
-    assert len(ids_of(events)) == 8
+    assert len(ids_of(await cluster.generate())) == 8
     assert [link.info.ref.incarnation.counter for link in cluster.links] == [100, 299]
 
 
@@ -198,13 +153,10 @@ async def test_another_incarnation_at_the_same_address_is_not_the_worker(make):
     cluster = await make(queue_max_wait_s=0.3)
     stale = replace(cluster.infos[1], ref=replace(cluster.infos[1].ref, incarnation=Incarnation(1, 1)))
     cluster.infos = [cluster.infos[0], stale]
-    await until(lambda: any(link.info.ref == stale.ref for link in cluster.links), "link")
-    link = next(link for link in cluster.links if link.info.ref == stale.ref)
-    await until(lambda: link.state == "lost", "refused")
+    await until(lambda: [link.state for link in cluster.links if link.info.ref == stale.ref] == ["lost"], "refused")
 
 
-async def test_an_unreachable_ledger_stops_nothing(make):
-    cluster = await make()
+async def test_an_unreachable_ledger_stops_nothing(cluster):
     cluster.ledger_down = True
     await cluster.router.floor.pool._follow()
     assert len(ids_of(await cluster.generate())) == 8
@@ -215,7 +167,7 @@ async def test_a_worker_without_a_lease_gets_nothing_new_but_finishes_what_it_ha
     call = await at(cluster, "decoding")
     cluster.infos = [cluster.prefill[0].info]
     await until(lambda: not cluster.router.floor.pool.has_pair(), "retired")
-    with pytest.raises(NoWorker):
+    with pytest.raises(errors.NoWorker):
         await cluster.generate()
     cluster.decode[0].open("decode")
     assert len(ids_of(await cluster.answer(call))) == 8
@@ -239,14 +191,13 @@ async def test_a_worker_that_talks_but_has_no_lease_is_lost_in_the_end(make):
     call = await at(cluster, "decoding")
     cluster.infos = [cluster.prefill[0].info]
     talking = asyncio.create_task(talk(cluster.workers))
-    with pytest.raises(NoWorker, match=r"waited 0\.2 s"):
+    with pytest.raises(errors.NoWorker, match=r"waited 0\.2 s"):
         await cluster.answer(call)
     assert [link.info.role for link in cluster.links] == [Role.PREFILL]
     talking.cancel()
 
 
-async def test_a_link_outlives_a_writer_that_breaks(make):
-    cluster = await make()
+async def test_a_link_outlives_a_writer_that_breaks(cluster):
     for link in cluster.links:
         link._commands.append("no command")
         link._wake.set()
@@ -317,28 +268,22 @@ async def test_a_failure_waits_for_no_round(make, monkeypatch):
     ],
     ids=["unreadable", "more than a request can produce"],
 )
-async def test_what_a_worker_cannot_mean_is_its_fault(make, said, times, words):
-    cluster = await make()
+async def test_what_a_worker_cannot_mean_is_its_fault(cluster, said, times, words):
     call = await at(cluster, "decoding")
     decode = cluster.decode[0]
     decode.emit(*[event(decode.handoff, **said)] * times)
-    with pytest.raises(EngineFault, match=words):
+    with pytest.raises(errors.EngineFault, match=words):
         await cluster.answer(call)
-
-
-# --- cancelling
 
 
 @pytest.mark.parametrize("state", STATES)
 @pytest.mark.parametrize("how", ["leave", "Cancel"])
-async def test_cancel_releases_both_workers_in_every_state(make, state, how):
-    cluster = await make()
+async def test_cancel_releases_both_workers_in_every_state(cluster, state, how):
     call = await at(cluster, state)
     await leave(cluster, call, how)
     await released(*cluster.workers)
     assert cluster.idle
     await until(lambda: cluster.router.floor.outcomes["cancelled"] == 1, "counted")
-    assert not cluster.router.floor.running
 
 
 async def test_cancel_while_queued_leaves_the_queue_and_touches_no_worker(make):
@@ -351,35 +296,23 @@ async def test_cancel_while_queued_leaves_the_queue_and_touches_no_worker(make):
     await until(lambda: cluster.idle, "the first one ends")
 
 
-async def test_cancel_of_an_unknown_request(make):
-    cluster = await make()
-    assert not (await cluster.stub.Cancel(pb.CancelRequest(request_id="none"))).found
-
-
 @pytest.mark.parametrize("state", STATES)
 async def test_the_callers_deadline_holds_in_every_state(make, state):
     cluster = await make(max_request_s=0.3)
-    call = await at(cluster, state)
-    with pytest.raises(DeadlineExceeded):
-        await cluster.answer(call)
+    with pytest.raises(errors.DeadlineExceeded):
+        await cluster.answer(await at(cluster, state))
     await released(*cluster.workers)
     assert cluster.idle
 
 
-async def test_a_grpc_deadline_is_carried(make):
-    cluster = await make()
+async def test_a_grpc_deadline_is_carried(cluster):
     cluster.decode[0].close("decode")
-    with pytest.raises(DeadlineExceeded):
+    with pytest.raises(errors.DeadlineExceeded):
         await cluster.generate(timeout=0.3)
-    await until(lambda: cluster.idle, "released")
-    await until(lambda: cluster.router.floor.outcomes["failed"] == 1, "counted as a deadline")
+    await until(lambda: cluster.idle and cluster.router.floor.outcomes["failed"] == 1, "released and counted")
 
 
-# --- witnesses
-
-
-async def test_the_decode_workers_message_may_overtake_the_prefill_workers(make):
-    cluster = await make()
+async def test_the_decode_workers_message_may_overtake_the_prefill_workers(cluster):
     cluster.prefill[0].close("first")
     cluster.prefill[0].commit_first = True
     events = await cluster.generate()
@@ -388,27 +321,11 @@ async def test_the_decode_workers_message_may_overtake_the_prefill_workers(make)
     assert len(ids_of(await cluster.generate())) == 8
 
 
-async def test_witnesses_that_contradict_each_other_are_a_fault(make):
-    cluster = await make()
+async def test_witnesses_that_contradict_each_other_are_a_fault(cluster):
     cluster.decode[0].corrupt_first = True
-    with pytest.raises(EngineFault, match="contradict each other on token 0"):
+    with pytest.raises(errors.EngineFault, match="contradict each other on token 0"):
         await cluster.generate()
     await released(*cluster.workers)
-
-
-# --- many
-
-
-async def test_a_hundred_requests_at_once(make):
-    cluster = await make(prefill=2, decode=2, blocks=60)
-    prompts = [[i % 200, *range(i % 37)] for i in range(100)]
-    answers = await asyncio.gather(*(cluster.generate(prompt, 12) for prompt in prompts))
-    for prompt, events in zip(prompts, answers, strict=True):
-        assert ids_of(events) == right(prompt, 12)
-    used = {(e[-1].completed.placement.prefill_worker, e[-1].completed.placement.decode_worker) for e in answers}
-    assert len(used) >= 2
-    assert cluster.idle
-    assert (await cluster.status()).finished == 100
 
 
 async def test_a_slow_reader_blocks_nobody_and_is_given_up(make):
@@ -424,51 +341,45 @@ async def test_a_slow_reader_blocks_nobody_and_is_given_up(make):
             assert len(ids_of(await cluster.generate(max_tokens=20))) == 20
         await until(lambda: cluster.router.floor.outcomes["cancelled"] == 1, "given up", 40)
         assert cluster.idle
-        with pytest.raises(Cancelled, match="did not read for 1 s"):
+        with pytest.raises(errors.Cancelled, match="did not read for 1 s"):
             await cluster.answer(slow)
 
 
 async def test_no_worker(make):
     cluster = await make(decode=0, queue_max_wait_s=0.1)
-    with pytest.raises(
-        NoWorker, match=r"waited 0\.1 s: no decode worker is connected, and prefill workers do not decode"
-    ):
+    why = r"waited 0\.1 s: no decode worker is connected, and prefill workers do not decode"
+    with pytest.raises(errors.NoWorker, match=why):
         await cluster.generate()
     assert (await cluster.status()).refused == 1
 
 
-# --- the rest of the service
-
-
-async def test_errors_are_named(make):
-    cluster = await make()
-    with pytest.raises(UnknownModel, match="'oracle' is"):
+async def test_errors_are_named(cluster):
+    with pytest.raises(errors.UnknownModel, match="'oracle' is"):
         await cluster.generate(model="gpt")
-    with pytest.raises(InvalidRequest, match="n: must be at least 1") as caught:
+    with pytest.raises(errors.InvalidRequest, match="n: must be at least 1") as caught:
         await cluster.generate(n=0, priority=101, max_tokens=0)
     assert [v.field for v in caught.value.violations] == ["n", "priority", "sampling.max_tokens"]
-    with pytest.raises(InvalidRequest, match="2048"):
+    with pytest.raises(errors.InvalidRequest, match="2048"):
         await cluster.generate([1] * 2048)
-    with pytest.raises(InvalidRequest, match="request: must be the original one"):
+    assert not (await cluster.stub.Cancel(pb.CancelRequest(request_id="none"))).found
+    with pytest.raises(errors.InvalidRequest, match="request: must be the original one"):
         await cluster.answer(cluster.stub.Resume(pb.ResumeRequest(request_id="x")))
-    with pytest.raises(InvalidRequest, match="too large"):
+    with pytest.raises(errors.InvalidRequest, match="too large"):
         await cluster.answer(cluster.stub.Generate(pb.GenerateRequest(text="x" * 10_000_000)))
 
 
-async def test_tokenize_detokenize_and_models(make):
-    cluster = await make()
+async def test_tokenize_detokenize_and_models(cluster):
     ids = (await cluster.stub.Tokenize(pb.TokenizeRequest(text="Zoë"))).ids
     assert (await cluster.stub.Detokenize(pb.DetokenizeRequest(ids=ids))).text == "Zoë"
     [model] = (await cluster.stub.ListModels(pb.ListModelsRequest())).models
     assert (model.id, model.max_model_len, model.vocab_size) == ("oracle", 2048, 257)
-    with refused(InvalidRequest):
+    with refused(errors.InvalidRequest):
         await cluster.stub.Detokenize(pb.DetokenizeRequest(ids=[999]))
-    with refused(UnknownModel):
+    with refused(errors.UnknownModel):
         await cluster.stub.Tokenize(pb.TokenizeRequest(text="x", model="gpt"))
 
 
-async def test_a_conversation_becomes_a_prompt(make):
-    cluster = await make()
+async def test_a_conversation_becomes_a_prompt(cluster):
     turns = pb.ChatMessages(messages=[pb.ChatMessage(role="user", content="Zoë?")])
     text = "user: Zoë?\nassistant:"
     assert bytes((await cluster.stub.Tokenize(pb.TokenizeRequest(chat=turns))).ids).decode() == text
@@ -477,7 +388,7 @@ async def test_a_conversation_becomes_a_prompt(make):
     [spec] = cluster.prefill[0].specs
     assert bytes(spec.prompt).decode() == text
     turns.messages[0].role = ""
-    with refused(InvalidRequest, r"chat.messages\[0\].role"):
+    with refused(errors.InvalidRequest, r"chat.messages\[0\].role"):
         await cluster.stub.Tokenize(pb.TokenizeRequest(chat=turns))
 
 
@@ -491,8 +402,7 @@ async def health_is(cluster: InProcessCluster, service: str, wanted: int):
     watch.cancel()
 
 
-async def test_health_reflection_status_and_metrics(make):
-    cluster = await make()
+async def test_health_reflection_status_and_metrics(cluster):
     await cluster.generate()
     for service in ("", SERVICE):
         await health_is(cluster, service, health_pb2.HealthCheckResponse.SERVING)
@@ -505,14 +415,12 @@ async def test_health_reflection_status_and_metrics(make):
     assert (status.name, status.accepted, status.finished, status.running) == ("test", 1, 1, 0)
     assert [worker.state for worker in status.workers] == ["connected", "connected"]
     metrics = await cluster.http("/metrics")
-    assert 'baton_requests_total{outcome="finished"} 1.0' in metrics
-    assert 'baton_kv_blocks{role="decode",state="free"} 4000.0' in metrics
-    assert 'baton_transfer_bytes_total{transport="memory"} 100.0' in metrics
+    for line in ('requests_total{outcome="finished"} 1.0', 'kv_blocks{role="decode",state="free"} 4000.0'):
+        assert f"baton_{line}" in metrics
     assert "200 OK" in await cluster.http("/ready")
 
 
-async def test_health_follows_the_workers(make):
-    cluster = await make()
+async def test_health_follows_the_workers(cluster):
     await cluster.decode[0].kill()
     await until(lambda: not cluster.router.floor.pool.serves(), "noticed")
     assert "503" in await cluster.http("/ready")
@@ -520,31 +428,17 @@ async def test_health_follows_the_workers(make):
     await health_is(cluster, SERVICE, health_pb2.HealthCheckResponse.NOT_SERVING)
 
 
-async def test_stop_lets_running_requests_finish(make):
-    cluster = await make()
-    call = await at(cluster, "decoding")
-    stopping = asyncio.create_task(cluster.router.stop(grace_s=20))
-    await until(lambda: not cluster.router.floor.accepting, "stopping")
-    with pytest.raises(NoWorker):
-        await cluster.generate()
-    cluster.decode[0].open("decode")
-    assert len(ids_of(await cluster.answer(call))) == 8
-    await stopping
-
-
-async def test_stop_ends_what_does_not_finish_within_the_grace(make):
-    cluster = await make()
+async def test_stop_ends_what_does_not_finish_within_the_grace(cluster):
     call = await at(cluster, "decoding")
     commands = spied(cluster)
     stopping = asyncio.create_task(cluster.router.stop(grace_s=0.05))
-    with pytest.raises(NoWorker, match="stopping"):
+    with pytest.raises(errors.NoWorker, match="stopping"):
         await cluster.answer(call)
     await stopping
     assert commands.count("decode-0 release") == 1
 
 
-async def test_what_is_wrong_with_the_settings_is_named(make):
-    cluster = await make()
+async def test_what_is_wrong_with_the_settings_is_named(cluster):
     good = cluster.settings
     for wrong, words in (
         (replace(good, policy="best"), "router.policy: 'best' is not one of"),
@@ -552,5 +446,5 @@ async def test_what_is_wrong_with_the_settings_is_named(make):
         (replace(good, admin=cluster.router.grpc), "cannot listen on .* in use"),
         (replace(good, metrics=cluster.router.metrics), "cannot listen for metrics"),
     ):
-        with pytest.raises(ConfigError, match=words):
+        with pytest.raises(errors.ConfigError, match=words):
             await serve(wrong, cluster.source, OracleTokenizer())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from baton.rpc.v1 import worker_pb2
+from baton.stages import Stage
 from tests.support.in_process_router import at
 from tests.support.routers import PROMPT, ids_of, kinds, right
 from tests.support.waiting import until
@@ -14,11 +15,17 @@ ANSWER = right(PROMPT)
 
 async def test_without_a_prefill_worker_a_decode_worker_does_it_all(make):
     cluster = await make(prefill=0)
+    cluster.decode[0].cached_here = 2
     events = await cluster.generate()
     assert ids_of(events) == ANSWER
     assert kinds(events)[0] == "accepted"
     assert cluster.decode[0].kinds == ["reserve", "prefill"]
-    placement = events[-1].completed.placement
+    done = events[-1].completed
+    assert sum(getattr(done.timings, f"{stage}_s") for stage in Stage) == pytest.approx(done.timings.e2e_s, abs=1e-9)
+    assert (done.timings.transfer_s, done.timings.commit_s) == (0, 0), "nothing is handed over"
+    assert 0.0 < done.timings.ttft_s < done.timings.e2e_s
+    assert done.usage.cached_tokens == 2
+    placement = done.placement
     assert (placement.prefill_worker, placement.decode_worker, placement.kv_bytes) == ("decode-0", "decode-0", 0)
     [worker] = (await cluster.status()).workers
     assert worker.note == "no prefill worker is there: it computes prompts itself"
@@ -26,21 +33,8 @@ async def test_without_a_prefill_worker_a_decode_worker_does_it_all(make):
     await cluster.nothing_is_left()
 
 
-async def test_its_stages_sum_up_and_its_cache_counts(make):
-    cluster = await make(prefill=0)
-    cluster.decode[0].cached_here = 2
-    done = (await cluster.generate())[-1].completed
-    stages = ("queue_s", "route_s", "reserve_s", "prefill_s", "transfer_s", "commit_s", "decode_s")
-    spent = sum(getattr(done.timings, stage) for stage in stages)
-    assert spent == pytest.approx(done.timings.e2e_s, abs=1e-9)
-    assert (done.timings.transfer_s, done.timings.commit_s) == (0, 0), "nothing is handed over"
-    assert 0.0 < done.timings.ttft_s < done.timings.e2e_s
-    assert done.usage.cached_tokens == 2
-
-
 @pytest.mark.parametrize("reason", ["NO_ROOM", "DRAINING", "STALE"])
 async def test_where_the_reserve_is_refused_so_is_the_prompt_and_nobody_minds(make, reason):
-    """Another worker is asked, or the same one again: it is told both, and says no to both."""
     cluster = await make(prefill=0, decode=2)
     for worker in cluster.decode:
         worker.refuse_once = [getattr(worker_pb2, f"REFUSAL_REASON_{reason}")]
@@ -51,8 +45,7 @@ async def test_where_the_reserve_is_refused_so_is_the_prompt_and_nobody_minds(ma
     await cluster.nothing_is_left()
 
 
-async def test_a_prefill_worker_that_dies_is_done_without(make):
-    cluster = await make()
+async def test_a_prefill_worker_that_dies_is_done_without(cluster):
     call = await at(cluster, "prefilling")
     await cluster.prefill[0].kill()
     cluster.decode[0].open(*cluster.decode[0].gates)
@@ -62,8 +55,7 @@ async def test_a_prefill_worker_that_dies_is_done_without(make):
     await cluster.nothing_is_left()
 
 
-async def test_one_that_comes_back_is_used_again(make):
-    cluster = await make()
+async def test_one_that_comes_back_is_used_again(cluster):
     cluster.infos = [cluster.decode[0].info]
     await until(lambda: not cluster.router.floor.pool.has_pair(), "retired")
     await cluster.generate()

@@ -60,9 +60,9 @@ class Second:
         return await self._cluster.resume(request, *received, name=name, fingerprint=fingerprint, at=self.stub)
 
 
-def record(cluster: InProcessCluster, handoff: HandoffId, worker: int = 0) -> OwnershipRecord:
-    ref = cluster.decode[worker].info.ref
-    return OwnershipRecord(handoff, RecordState.COMMITTED, ref.worker_id, ref.incarnation, "router-gone")
+def record(cluster: InProcessCluster, stream: str) -> OwnershipRecord:
+    ref = cluster.decode[0].info.ref
+    return OwnershipRecord(HandoffId(stream, 1), RecordState.COMMITTED, ref.worker_id, ref.incarnation, "router-gone")
 
 
 async def left(cluster: InProcessCluster, request: pb.GenerateRequest, n: int = 1) -> str:
@@ -87,21 +87,18 @@ async def moved(cluster: InProcessCluster, request: pb.GenerateRequest, *receive
     """A stream that its router leaves, and the rest of it as another router tells it."""
     name = await left(cluster, request, len(received))
     streams = [name, *(f"{name}.{choice}" for choice in range(1, len(received)))]
-    async with Second(cluster, {each: record(cluster, HandoffId(each, 1)) for each in streams}) as second:
+    async with Second(cluster, {each: record(cluster, each) for each in streams}) as second:
         cluster.decode[0].open("hold")
         events = await second.resume(name, request, *received, fingerprint=fingerprint)
         await until(lambda: cluster.decode[0].count("release"), "released")
     return events
 
 
-async def test_it_goes_on_where_it_is(make):
-    """Tokens which the first router had told nobody come from the decode worker; nothing is computed twice."""
-    cluster = await make()
+async def test_it_goes_on_where_it_is(cluster):
     name = await left(cluster, resumable())
     decode = cluster.decode[0]
     assert decode.count("release") == 0, "what may be resumed is left to its worker"
-    handoff = HandoffId(name, 1)
-    async with Second(cluster, {name: record(cluster, handoff)}) as second:
+    async with Second(cluster, {name: record(cluster, name)}) as second:
         decode.open("hold")
         events = await second.resume(name, resumable(), ANSWER[:SEEN])
         assert second.looked_for == [name]
@@ -109,7 +106,7 @@ async def test_it_goes_on_where_it_is(make):
     assert ids_of(events, SEEN) == ANSWER[SEEN:]
     assert kinds(events)[0] == "accepted"
     assert kinds(events)[-2:] == ["finished", "completed"]
-    assert [kind for kind, of in decode.commands if of == handoff] == ["reserve", "attach", "release"]
+    assert [kind for kind, of in decode.commands if of == HandoffId(name, 1)] == ["reserve", "attach", "release"]
     assert len(cluster.prefill[0].specs) == 1
     done = events[-1].completed
     assert (done.placement.prefill_worker, done.placement.decode_worker) == ("", "decode-0")
@@ -117,19 +114,17 @@ async def test_it_goes_on_where_it_is(make):
     assert done.timings.prefill_s == 0 or done.timings.prefill_s < done.timings.e2e_s
 
 
-async def test_what_has_ended_meanwhile_is_told_whole(make):
-    cluster = await make()
+async def test_what_has_ended_meanwhile_is_told_whole(cluster):
     name = await left(cluster, resumable())
     cluster.decode[0].open("hold")
     await until(lambda: cluster.decode[0].holds_nothing, "the stream has ended, without a router")
-    async with Second(cluster, {name: record(cluster, HandoffId(name, 1))}) as second:
+    async with Second(cluster, {name: record(cluster, name)}) as second:
         events = await second.resume(name, resumable(), ANSWER[:SEEN])
     assert ids_of(events, SEEN) == ANSWER[SEEN:]
     assert len(cluster.prefill[0].specs) == 1
 
 
-async def test_every_choice_is_found(make):
-    cluster = await make()
+async def test_every_choice_is_found(cluster):
     events = await moved(cluster, resumable(n=2), ANSWER[:SEEN], ANSWER[:1])
     assert (ids_of(events, SEEN), ids_of(events, 1, choice=1)) == (ANSWER[SEEN:], ANSWER[1:])
     assert cluster.decode[0].count("attach") == 2
@@ -137,7 +132,6 @@ async def test_every_choice_is_found(make):
 
 @pytest.mark.parametrize(("deterministic", "fingerprint"), [(True, "x"), (False, "x"), (False, "z"), (False, "")])
 async def test_a_worker_goes_on_if_its_bits_are_those_that_it_was_begun_with(make, deterministic, fingerprint):
-    """Bits of others do not count."""
     cluster = await make(bits={"prefill-0": "x", "decode-0": "x"})
     events = await moved(cluster, resumable(deterministic=deterministic), ANSWER[:SEEN], fingerprint=fingerprint)
     assert ids_of(events, SEEN) == ANSWER[SEEN:]
@@ -149,27 +143,27 @@ async def test_a_worker_goes_on_if_its_bits_are_those_that_it_was_begun_with(mak
 async def test_another_worker_than_it_was_begun_with_does_not_go_on(make):
     cluster = await make(bits={"prefill-0": "x", "decode-0": "x"}, queue_max_wait_s=0.1)
     name = await left(cluster, resumable(deterministic=True))
-    async with Second(cluster, {name: record(cluster, HandoffId(name, 1))}) as second:
+    async with Second(cluster, {name: record(cluster, name)}) as second:
         with pytest.raises(NoWorker, match="no decode worker with the system fingerprint z that computes"):
             await second.resume(name, resumable(deterministic=True), ANSWER[:SEEN], fingerprint="z")
     assert cluster.decode[0].count("attach") == 0
 
 
 @pytest.mark.parametrize("why", ["no record", "no ledger", "another worker", "refused", "not asked for"])
-async def test_else_it_is_computed_again(make, why):
+async def test_else_it_is_computed_again(cluster, why):
     """At the same index, and under a new name: workers may know attempts of the old one."""
-    cluster = await make()
     name = await left(cluster, resumable())
     decode = cluster.decode[0]
     request = resumable(resumable_s=0.0) if why == "not asked for" else resumable()
-    found: OwnershipRecord | LedgerError = record(cluster, HandoffId(name, 1))
-    if why == "no ledger":
-        found = LedgerError("away")
-    if why == "another worker":
-        found = replace(record(cluster, HandoffId(name, 1)), worker_id="decode-9")
+    found = record(cluster, name)
+    records: dict[str, Mapping[str, OwnershipRecord | LedgerError]] = {
+        "no record": {},
+        "no ledger": {name: LedgerError("away")},
+        "another worker": {name: replace(found, worker_id="decode-9")},
+    }
     if why == "refused":
         decode.refuse_once = [worker_pb2.REFUSAL_REASON_STALE]
-    async with Second(cluster, {} if why == "no record" else {name: found}) as second:
+    async with Second(cluster, records.get(why, {name: found})) as second:
         decode.open("hold")
         events = await second.resume(name, request, ANSWER[:SEEN])
         assert second.looked_for == ([] if why == "not asked for" else [name])
@@ -184,7 +178,7 @@ async def test_else_it_is_computed_again(make, why):
 async def test_the_worker_dies_after_all(make):
     cluster = await make(decode=2)
     name, first = await left(cluster, resumable()), cluster.decode[0]
-    async with Second(cluster, {name: record(cluster, HandoffId(name, 1))}) as second:
+    async with Second(cluster, {name: record(cluster, name)}) as second:
         resumed = asyncio.create_task(second.resume(name, resumable(), ANSWER[:SEEN]))
         await until(lambda: any(call.accepted for call in second.router.floor.running), "attached")
         await first.kill()
@@ -193,9 +187,7 @@ async def test_the_worker_dies_after_all(make):
     assert recovered(events) == [(2, "decode_lost")]
 
 
-async def test_a_router_that_is_left_by_its_stream_asks_for_nothing_else(make):
-    """The old router lives, another one took the stream: no second attempt, and no release of what is not its own."""
-    cluster = await make()
+async def test_a_router_that_is_left_by_its_stream_asks_for_nothing_else(cluster):
     decode = cluster.decode[0]
     decode.close("decode")
     call = cluster.stub.Generate(resumable())
@@ -210,8 +202,7 @@ async def test_a_router_that_is_left_by_its_stream_asks_for_nothing_else(make):
     decode._drop(HandoffId(name, 1))
 
 
-async def test_what_is_not_resumable_is_released_by_a_router_that_leaves(make):
-    cluster = await make()
+async def test_what_is_not_resumable_is_released_by_a_router_that_leaves(cluster):
     commands = spied(cluster)
     await left(cluster, resumable(resumable_s=0.0))
     assert commands.count("decode-0 release") == 1

@@ -24,23 +24,18 @@ from tests.support.waiting import until
 CALLERS = 8
 
 
-@pytest.fixture
-async def pair(make):
+async def pair(make, **settings):
     """Two routers at one port, each with workers of its own, so that one sees who has served."""
-
-    async def build(**settings):
-        first = await make(share_port=True, **settings)
-        return first, await make(share_port=True, grpc=first.router.grpc, **settings)
-
-    return build
+    first = await make(share_port=True, **settings)
+    return first, await make(share_port=True, grpc=first.router.grpc, **settings)
 
 
 def inner(cluster):
     return cluster.router._gateway._upstream.target
 
 
-async def test_no_call_fails_while_one_of_two_drains(pair):
-    both = await pair()
+async def test_no_call_fails_while_one_of_two_drains(make):
+    both = await pair(make)
     failed: list[BatonError] = []
     over = asyncio.Event()
     async with AsyncClient(both[0].router.grpc) as client:
@@ -70,8 +65,7 @@ async def test_no_call_fails_while_one_of_two_drains(pair):
     assert not failed
 
 
-async def test_connections_are_told_to_go_before_the_end(make):
-    cluster = await make()
+async def test_connections_are_told_to_go_before_the_end(cluster):
     await at(cluster, "decoding")
     states: list[grpc.ChannelConnectivity] = []
     stopping = asyncio.create_task(cluster.router.stop(20.0))
@@ -85,8 +79,7 @@ async def test_connections_are_told_to_go_before_the_end(make):
     await stopping
 
 
-async def test_who_watches_the_health_holds_nothing_up(make):
-    cluster = await make()
+async def test_who_watches_the_health_holds_nothing_up(cluster):
     stub: Any = health_pb2_grpc.HealthStub(cluster.channel)
     watch = stub.Watch(health_pb2.HealthCheckRequest())
     seen = [await watch.read()]
@@ -105,8 +98,8 @@ async def _next(call):
     return found if isinstance(found, health_pb2.HealthCheckResponse) else None
 
 
-async def test_a_gateway_asks_its_own_router(pair):
-    both = await pair(http="127.0.0.1:0")
+async def test_a_gateway_asks_its_own_router(make):
+    both = await pair(make, http="127.0.0.1:0")
     for cluster in both:
         status, _, _ = await raw(cluster.router.http, "POST", "/v1/completions", b'{"prompt": "x", "max_tokens": 1}')
         assert status == 200

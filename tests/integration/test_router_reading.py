@@ -4,24 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from contextlib import asynccontextmanager
 
 import pytest
 from grpc import aio
 
 from baton.errors import Overloaded
 from baton.limits import MAX_READ_AT_ONCE
-from baton.rpc.channel import aio_channel
 from baton.rpc.status import from_rpc_error
 from baton.rpc.v1 import inference_pb2 as pb
-from baton.rpc.v1.inference_pb2_grpc import InferenceStub
 from baton.tokenizer import OracleTokenizer
-from router.floor import RouterSettings
-from router.server import serve
 from tests.integration.access_support import bearer, token_file
 from tests.support.waiting import until
 
 LARGE = "x" * 5000
+HELD = pb.TokenizeRequest(text=LARGE)
 
 
 class HeldTokenizer(OracleTokenizer):
@@ -38,22 +34,13 @@ class HeldTokenizer(OracleTokenizer):
         return super().encode(text)
 
 
-async def nobody():
-    return []
-
-
-@asynccontextmanager
-async def alone(**settings):
-    """A router without workers: its service, its tokenizer, and the router itself."""
-    tokenizer, free = HeldTokenizer(), "127.0.0.1:0"
-    told = RouterSettings("test", "oracle", grpc=free, admin=free, metrics=free, **settings)
-    router = await serve(told, nobody, tokenizer)
-    try:
-        async with aio_channel(router.grpc) as channel:
-            yield InferenceStub(channel), tokenizer, router
-    finally:
-        tokenizer.go.set()
-        await router.stop(0.0)
+@pytest.fixture
+def tokenizer(monkeypatch):
+    """That of the test's router."""
+    made = HeldTokenizer()
+    monkeypatch.setattr("tests.support.in_process_router.OracleTokenizer", lambda: made)
+    yield made
+    made.go.set()
 
 
 async def refused(call):
@@ -65,25 +52,22 @@ async def refused(call):
     return str(error)
 
 
-def refusals(router):
-    return router.floor.metrics.registry.get_sample_value("baton_refusals_total", {"reason": "Overloaded"})
+def refusals(cluster):
+    return cluster.router.floor.metrics.registry.get_sample_value("baton_refusals_total", {"reason": "Overloaded"})
 
 
-async def test_one_too_many_is_refused_at_once_and_the_others_are_answered():
-    async with alone() as (stub, tokenizer, router):
-        calls = [stub.Tokenize(pb.TokenizeRequest(text=LARGE)) for _ in range(MAX_READ_AT_ONCE + 1)]
-        ends = [asyncio.ensure_future(_end(call)) for call in calls]
-        await until(lambda: any(end.done() for end in ends), "one is refused")
-        await refused(stub.Detokenize(pb.DetokenizeRequest(ids=[104] * 5000)))
-        await refused(stub.Generate(pb.GenerateRequest(text=LARGE)).read())
-        assert (await stub.Tokenize(pb.TokenizeRequest(text="hi"))).ids == [104, 105]
-        assert (await stub.Detokenize(pb.DetokenizeRequest(ids=[104, 105]))).text == "hi"
-        assert refusals(router) == 3
-        assert router.floor.outcomes["refused"] == 1
-        tokenizer.go.set()
-        found = await asyncio.gather(*ends)
-        assert sorted(found) == [0] + [len(LARGE)] * MAX_READ_AT_ONCE
-        assert len((await stub.Tokenize(pb.TokenizeRequest(text=LARGE))).ids) == len(LARGE)
+async def test_one_too_many_is_refused_at_once_and_the_others_are_answered(tokenizer, cluster):
+    stub = cluster.stub
+    ends = [asyncio.ensure_future(_end(stub.Tokenize(HELD))) for _ in range(MAX_READ_AT_ONCE + 1)]
+    await until(lambda: any(end.done() for end in ends), "one is refused")
+    await refused(stub.Detokenize(pb.DetokenizeRequest(ids=[104] * 5000)))
+    await refused(stub.Generate(pb.GenerateRequest(text=LARGE)).read())
+    assert (await stub.Tokenize(pb.TokenizeRequest(text="hi"))).ids == [104, 105]
+    assert (await stub.Detokenize(pb.DetokenizeRequest(ids=[104, 105]))).text == "hi"
+    assert (refusals(cluster), cluster.router.floor.outcomes["refused"]) == (3, 1)
+    tokenizer.go.set()
+    assert sorted(await asyncio.gather(*ends)) == [0] + [len(LARGE)] * MAX_READ_AT_ONCE
+    assert await _end(stub.Tokenize(HELD)) == len(LARGE)
 
 
 async def _end(call):
@@ -94,18 +78,18 @@ async def _end(call):
         return 0 if isinstance(from_rpc_error(error), Overloaded) else -1
 
 
-async def test_a_token_has_so_many_texts_at_once_beside_its_requests(tmp_path):
-    async with alone(tokens=token_file(tmp_path / "tokens", max_concurrent=1)) as (stub, tokenizer, router):
-        alice = {"metadata": bearer("alice")}
-        held = asyncio.ensure_future(stub.Generate(pb.GenerateRequest(text=LARGE), **alice).read())
-        await until(lambda: tokenizer.begun == 1, "the request is being read")
-        text = asyncio.ensure_future(_end(stub.Tokenize(pb.TokenizeRequest(text=LARGE), **alice)))
-        await until(lambda: tokenizer.begun == 2, "and a text beside it")
-        assert "1 requests of this token" in await refused(stub.Tokenize(pb.TokenizeRequest(text=LARGE), **alice))
-        assert (await stub.Detokenize(pb.DetokenizeRequest(ids=[104]), **alice)).text == "h"
-        others = asyncio.ensure_future(_end(stub.Tokenize(pb.TokenizeRequest(text=LARGE), metadata=bearer("bob"))))
-        await until(lambda: tokenizer.begun == 3, "one of another tenant")
-        assert refusals(router) == 1
-        tokenizer.go.set()
-        assert [await text, await others] == [len(LARGE)] * 2
-        held.cancel()
+async def test_a_token_has_so_many_texts_at_once_beside_its_requests(tokenizer, make, tmp_path):
+    cluster = await make(tokens=token_file(tmp_path / "tokens", max_concurrent=1))
+    stub, alice = cluster.stub, {"metadata": bearer("alice")}
+    held = asyncio.ensure_future(stub.Generate(pb.GenerateRequest(text=LARGE), **alice).read())
+    await until(lambda: tokenizer.begun == 1, "the request is being read")
+    text = asyncio.ensure_future(_end(stub.Tokenize(HELD, **alice)))
+    await until(lambda: tokenizer.begun == 2, "and a text beside it")
+    assert "1 requests of this token" in await refused(stub.Tokenize(HELD, **alice))
+    assert (await stub.Detokenize(pb.DetokenizeRequest(ids=[104]), **alice)).text == "h"
+    others = asyncio.ensure_future(_end(stub.Tokenize(HELD, metadata=bearer("bob"))))
+    await until(lambda: tokenizer.begun == 3, "one of another tenant")
+    assert refusals(cluster) == 1
+    tokenizer.go.set()
+    assert [await text, await others] == [len(LARGE)] * 2
+    held.cancel()

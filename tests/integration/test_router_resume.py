@@ -28,9 +28,6 @@ ANSWER = right(PROMPT, MOST)
 EDGE = LAYOUT.block_size - len(PROMPT)
 
 
-# --- a decode worker dies
-
-
 @pytest.mark.parametrize("index", [1, 2, EDGE, EDGE + 1, MOST - 1])
 async def test_the_stream_goes_on_at_the_same_index(make, index):
     cluster = await make(decode=2)
@@ -65,13 +62,8 @@ async def test_a_request_that_workers_die_of_is_stopped(make, attempts):
     await cluster.nothing_is_left()
 
 
-# --- a router dies
-
-
 @pytest.mark.parametrize("count", [0, 1, 2, EDGE, MOST - 1, MOST])
-async def test_a_router_that_never_saw_the_request_goes_on_with_it(make, count):
-    """Also for a client that has all but the end."""
-    cluster = await make()
+async def test_a_router_that_never_saw_the_request_goes_on_with_it(cluster, count):
     events = await cluster.resume(asked(max_tokens=MOST), ANSWER[:count])
     assert [kind for kind in kinds(events) if kind != "tokens"] == ["accepted", "finished", "completed"]
     assert events[0].request_id == "earlier"
@@ -81,18 +73,7 @@ async def test_a_router_that_never_saw_the_request_goes_on_with_it(make, count):
     await cluster.nothing_is_left()
 
 
-async def test_it_is_sampled_as_it_was(make):
-    cluster = await make()
-    call = cluster.call()
-    events = await cluster.answer(call)
-    name = events[0].request_id
-    await cluster.resume(asked(), ANSWER[:3], name=name)
-    first, second = (spec.sampling.seed for spec in cluster.prefill[0].specs)
-    assert first == second == seed_of(name)
-
-
-async def test_who_resumes_takes_over(make):
-    cluster = await make()
+async def test_who_resumes_takes_over_and_is_sampled_as_it_was(cluster):
     call = await at(cluster, "decoding")
     name = dict(await call.initial_metadata())["baton-request-id"]
     resumed = asyncio.create_task(cluster.resume(asked(), ANSWER[:1], name=name))
@@ -100,11 +81,12 @@ async def test_who_resumes_takes_over(make):
         await cluster.answer(call)
     cluster.decode[0].open("decode")
     assert ids_of(await resumed, 1) == ANSWER[1:8]
+    first, second = (spec.sampling.seed for spec in cluster.prefill[0].specs)
+    assert first == second == seed_of(name)
     await cluster.nothing_is_left()
 
 
-async def test_a_resumed_stream_is_cancelled_by_the_name_that_the_client_knows(make):
-    cluster = await make()
+async def test_a_resumed_stream_is_cancelled_by_the_name_that_the_client_knows(cluster):
     cluster.decode[0].close("decode")
     resumed = asyncio.create_task(cluster.resume(asked(), ANSWER[:1]))
     await until(lambda: cluster.decode[0].committed, "decoding")
@@ -122,37 +104,25 @@ async def test_a_resumed_stream_is_cancelled_by_the_name_that_the_client_knows(m
         ([[1], [2]], "received: of 1 choices at most, got 2"),
     ],
 )
-async def test_what_cannot_be_of_this_request(make, received, words):
-    cluster = await make()
+async def test_what_cannot_be_of_this_request(cluster, received, words):
     with pytest.raises(InvalidRequest, match=words):
         await cluster.resume(asked(max_tokens=MOST), *received)
     await cluster.nothing_is_left()
 
 
-@pytest.mark.parametrize("name", ["", "a b", "\x00", "\u00fc", "x" * 65, "a\n"])
-async def test_a_name_that_is_none(make, name):
-    cluster = await make()
-    with pytest.raises(InvalidRequest, match="request_id: must be that of the stream"):
+@pytest.mark.parametrize("name", ["", "a b", "\x00", "\u00fc", "x" * 65, "x" * 100_000, "a\n"], ids=range(7))
+async def test_a_name_that_is_none(cluster, name):
+    with capture_logs() as lines, pytest.raises(InvalidRequest, match="request_id: must be that of the stream"):
         await cluster.resume(asked(max_tokens=MOST), name=name)
     assert (await cluster.status()).refused == 1
     (kept,) = cluster.router.floor.traces._kept
-    assert kept != name, "operators are not shown what anybody may have written"
-
-
-async def test_what_is_no_name_is_not_logged(make):
-    cluster = await make()
-    with capture_logs() as lines, pytest.raises(InvalidRequest):
-        await cluster.resume(asked(max_tokens=MOST), name="x" * 100_000)
     (refused,) = (line for line in lines if line["event"] == "request_refused")
+    assert name not in (kept, refused["request_id"]), "operators are not shown what anybody may have written"
     assert len(refused["request_id"]) <= 64
     assert "xxx" not in str(refused)
 
 
-# --- several answers
-
-
-async def test_choices_are_numbered_and_the_first_one_computes_the_prompt(make):
-    cluster = await make()
+async def test_choices_are_numbered_and_the_first_one_computes_the_prompt(cluster):
     cluster.prefill[0].close("first")
     call = cluster.call(n=3)
     await until(lambda: cluster.prefill[0].specs, "the first choice")
@@ -171,8 +141,7 @@ async def test_choices_are_numbered_and_the_first_one_computes_the_prompt(make):
     await cluster.nothing_is_left()
 
 
-async def test_choices_that_are_resumed(make):
-    cluster = await make()
+async def test_choices_that_are_resumed(cluster):
     received = ANSWER[:2], ANSWER[:8], list[int]()
     events = await cluster.resume(asked(n=3), *received[:2])
     assert [ids_of(events, len(has), choice) for choice, has in enumerate(received)] == [ANSWER[2:8], [], ANSWER[:8]]
@@ -191,8 +160,7 @@ async def test_all_choices_end_with_one_of_them(make):
     await cluster.nothing_is_left()
 
 
-async def test_a_census_knows_all_choices(make):
-    cluster = await make()
+async def test_a_census_knows_all_choices(cluster):
     cluster.decode[0].close("decode")
     call = cluster.call(n=2)
     await until(lambda: len(cluster.decode[0].committed) == 2, "both are decoding")
@@ -201,9 +169,6 @@ async def test_a_census_knows_all_choices(make):
     assert {handoff.request_id for handoff in cluster.decode[0].committed} == set(reply.request_ids)
     cluster.decode[0].open("decode")
     await cluster.answer(call)
-
-
-# --- the same request again
 
 
 async def test_who_takes_over_may_be_gone_first(make):
@@ -225,8 +190,7 @@ async def test_who_takes_over_may_be_gone_first(make):
     assert (floor.named, floor.running) == ({}, set())
 
 
-async def test_who_comes_again_with_a_key_takes_over_and_is_sampled_alike(make):
-    cluster = await make()
+async def test_who_comes_again_with_a_key_takes_over_and_is_sampled_alike(cluster):
     cluster.decode[0].close("decode")
     older = cluster.call(idempotency_key="k")
     await until(lambda: cluster.decode[0].committed, "decoding")
@@ -240,9 +204,8 @@ async def test_who_comes_again_with_a_key_takes_over_and_is_sampled_alike(make):
     await cluster.nothing_is_left()
 
 
-async def test_however_many_come_at_once_with_a_key_all_of_them_end(make):
+async def test_however_many_come_at_once_with_a_key_all_of_them_end(cluster):
     """Each is taken over by the next one at whatever moment, also while gRPC sends its name."""
-    cluster = await make()
     calls = [cluster.call(max_tokens=2, idempotency_key="k") for _ in range(100)]
     ended = await asyncio.wait_for(asyncio.gather(*map(cluster.answer, calls), return_exceptions=True), 10)
     answers = [events for events in ended if not isinstance(events, BaseException)]

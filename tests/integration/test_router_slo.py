@@ -13,28 +13,22 @@ async def counted(cluster):
 
 
 @pytest.mark.parametrize(
-    ("slo", "tokens", "met"),
+    ("ttft_s", "itl_s", "asked", "met"),
     [
-        ({"slo_ttft_s": 100.0, "slo_itl_s": 100.0}, 6, True),
-        ({"slo_ttft_s": 1e-9, "slo_itl_s": 100.0}, 6, False),
-        ({"slo_ttft_s": 100.0, "slo_itl_s": 1e-9}, 6, False),
-        ({"slo_ttft_s": 100.0, "slo_itl_s": 1e-9}, 1, True),  # one token has nothing between
+        (100.0, 100.0, {"max_tokens": 6}, True),
+        (1e-9, 100.0, {"max_tokens": 6}, False),
+        (100.0, 1e-9, {"max_tokens": 6}, False),
+        (100.0, 1e-9, {"max_tokens": 1}, True),  # one token has nothing between
+        (100.0, 100.0, {"max_tokens": 4, "n": 3}, True),  # and a request of several choices counts once
     ],
 )
-async def test_both_bounds_count(make, slo, tokens, met):
-    cluster = await make(**slo)
-    await cluster.generate(max_tokens=tokens)
+async def test_both_bounds_count(make, ttft_s, itl_s, asked, met):
+    cluster = await make(slo_ttft_s=ttft_s, slo_itl_s=itl_s)
+    await cluster.generate(**asked)
     assert await counted(cluster) == (float(met), float(not met))
 
 
-async def test_a_request_of_several_choices_counts_once(make):
-    cluster = await make(slo_ttft_s=100.0, slo_itl_s=100.0)
-    await cluster.generate(n=3, max_tokens=4)
-    assert await counted(cluster) == (1.0, 0.0)
-
-
-async def test_what_does_not_finish_does_not_count(make):
-    cluster = await make()
+async def test_what_does_not_finish_does_not_count(cluster):
     call = cluster.call()
     await anext(aiter(call))
     call.cancel()

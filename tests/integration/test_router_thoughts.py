@@ -19,6 +19,7 @@ from tests.support.waiting import until
 C = 4
 PROMPT = list(range(1, 15))  # 3 chunks, and 2 tokens more
 ANSWER = right(PROMPT)
+BOTH = ["thoughts", "deterministic"]  # which the workers cannot do either
 ALL_X = dict.fromkeys(("prefill-0", "prefill-1", "decode-0", "decode-1"), "x")
 
 
@@ -49,28 +50,13 @@ async def begun(cluster: InProcessCluster, **fields):
     return call, events
 
 
-def fields_of(error: InvalidRequest) -> list[str]:
-    return [violation.field for violation in error.violations]
-
-
-# --- what is asked for
-
-
-async def test_a_model_that_does_not_think_refuses_by_name(make):
-    cluster = await make()
-    both = {"thoughts": True, "think_while_decoding": True}
-    for fields in ({"thoughts": True}, {"think_while_decoding": True}, both):
+async def test_a_model_that_does_not_think_refuses_by_name(cluster):
+    for fields in (["thoughts"], ["think_while_decoding"], ["thoughts", "think_while_decoding"], BOTH):
         with pytest.raises(InvalidRequest, match="the model that is served does not think") as caught:
-            await cluster.generate(PROMPT, **fields)
-        assert fields_of(caught.value) == list(fields)
+            await cluster.generate(PROMPT, **dict.fromkeys(fields, True))
+        assert [violation.field for violation in caught.value.violations] == fields
     assert ids_of(await cluster.generate(PROMPT, thoughts=False, think_while_decoding=False)) == ANSWER
     await cluster.nothing_is_left()
-
-
-async def test_both_that_workers_cannot_do_are_named(make):
-    with pytest.raises(InvalidRequest) as caught:
-        await ask(await make(), deterministic=True)
-    assert fields_of(caught.value) == ["thoughts", "deterministic"]
 
 
 @pytest.mark.parametrize(
@@ -91,15 +77,8 @@ async def test_what_the_file_says_is_nothing_to_a_model_that_does_not_think(make
     events = await cluster.generate(PROMPT)
     assert (ids_of(events), events[-1].completed.usage.thinking_tokens) == (ANSWER, 0)
     assert [spec.think_while_decoding for spec in cluster.prefill[0].specs] == [False]
-
-
-async def test_its_chunk_is_among_what_is_known_of_a_model(make):
-    for chunk in (0, C):
-        (model,) = (await (await make(thinks=chunk)).stub.ListModels(pb.ListModelsRequest())).models
-        assert model.thinking_chunk == chunk
-
-
-# --- what a client is told
+    (model,) = (await cluster.stub.ListModels(pb.ListModelsRequest())).models
+    assert model.thinking_chunk == 0
 
 
 async def test_each_comes_before_what_follows_it(make):
@@ -125,6 +104,8 @@ async def test_thoughts_do_not_wait_for_the_first_token(make):
     assert kinds(events) == ["accepted", *["thought"] * 3]
     cluster.prefill[0].open("first")
     assert ids_of(await cluster.answer(call)) == ANSWER
+    events = await ask(cluster, max_tokens=1)
+    assert (told(events), ids_of(events)) == ([0, 1, 2], ANSWER[:1])
 
 
 async def test_they_are_counted_and_not_told_unless_asked_for(make):
@@ -132,6 +113,8 @@ async def test_they_are_counted_and_not_told_unless_asked_for(make):
     events = await cluster.generate(PROMPT)
     assert "thought" not in kinds(events)
     assert events[-1].completed.usage.thinking_tokens == counted(0, 1, 2)
+    (model,) = (await cluster.stub.ListModels(pb.ListModelsRequest())).models
+    assert model.thinking_chunk == C
 
 
 async def test_choices_have_the_thoughts_of_the_prompt_in_common(make):
@@ -149,14 +132,6 @@ async def test_an_audit_digest_is_of_the_answer_alone(make):
     plain, aloud = await cluster.generate(PROMPT, **fields), await ask(cluster, **fields)
     assert told(aloud) == [0, 1, 2]
     assert plain[-1].completed.usage.audit_digest == aloud[-1].completed.usage.audit_digest != ""
-
-
-async def test_an_answer_of_one_token(make):
-    events = await ask(await make(thinks=C), max_tokens=1)
-    assert (told(events), ids_of(events)) == ([0, 1, 2], ANSWER[:1])
-
-
-# --- who says them again
 
 
 @pytest.mark.parametrize("state", ["prefilling", "transferring"])
@@ -217,9 +192,6 @@ async def test_a_worker_that_says_no_end_of_thoughts_is_at_fault(make):
     prefill.emit(*[said] * 100)
     with pytest.raises((EngineFault, WorkerLost), match="sent more than 34 messages"):
         await cluster.answer(call)
-
-
-# --- streams that are resumed
 
 
 @pytest.mark.parametrize("repeats", [True, False])

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 import sys
 import time
+from collections.abc import Callable
 from itertools import pairwise
+from typing import Any
 
 import grpc
 import pytest
 from grpc import aio
 
 from baton.clock import FakeClock
-from baton.core import Role, WorkerInfo
+from baton.core import Role
 from baton.errors import BatonError, ConfigError, InvalidRequest
 from baton.rpc.v1 import admin_pb2, common_pb2, worker_pb2
 from baton.rpc.v1 import inference_pb2 as pb
@@ -21,10 +22,8 @@ from baton.rpc.v1.admin_pb2_grpc import AdminStub
 from baton.stages import Stage
 from router.floor import Floor, RouterSettings
 from router.link import Mailbox
-from router.parse import parse
 from tests.support.in_process_router import FakeWorker, InProcessCluster, at
-from tests.support.routers import asked, ids_of
-from tests.support.time_factor import scaled
+from tests.support.routers import asked
 from tests.support.waiting import until
 from tests.unit.tracing.test_otlp import collectors
 
@@ -39,27 +38,34 @@ def span(name: str, seconds: float = 0.001, **figures) -> common_pb2.Span:
     return common_pb2.Span(name=name, start_s=time.time() - seconds, duration_s=seconds, attributes=attributes)
 
 
-def speaks(worker: FakeWorker, *others: FakeWorker, verify_s: float = 0.0) -> None:
-    """As real workers do, each says what its time went into."""
-    if others:
-        speaks(*others)
+def before_emit(worker: FakeWorker, change: Callable[[worker_pb2.WorkerEvent], None]) -> None:
+    """From now on each event of this worker is changed before it leaves."""
     emit = worker.emit
 
-    def with_spans(*events):
+    def changed(*events):
         for event in events:
-            kind = event.WhichOneof("event")
-            if kind == "pushed":
-                event.spans.extend([span("wait"), span("compute", tokens=3), span("push", kv_bytes=100)])
-            elif kind == "committed":
-                event.spans.extend([span("receive", kv_bytes=100), span("commit")])
-            elif kind in {"finish", "preempted"} and worker.info.role == "decode":
-                event.finish.verify_s = verify_s if kind == "finish" else 0.0
-                if kind == "preempted":
-                    event.preempted.SetInParent()
-                event.spans.extend([span("decode", tokens=7), span("verify", verify_s)])
+            change(event)
         emit(*events)
 
-    worker.emit = with_spans  # type: ignore[method-assign]
+    worker.emit = changed  # type: ignore[method-assign]
+
+
+def speaks(*workers: FakeWorker, verify_s: float = 0.0) -> None:
+    """As real workers do, each says what its time went into."""
+
+    def add_spans(event):
+        kind = event.WhichOneof("event")
+        if kind == "pushed":
+            event.spans.extend([span("wait"), span("compute", tokens=3), span("push", kv_bytes=100)])
+        elif kind == "committed":
+            event.spans.extend([span("receive", kv_bytes=100), span("commit")])
+        elif kind in {"finish", "preempted"}:
+            if kind == "finish":
+                event.finish.verify_s = verify_s
+            event.spans.extend([span("decode", tokens=7), span("verify", verify_s)])
+
+    for worker in workers:
+        before_emit(worker, add_spans)
 
 
 async def trace_of(cluster: InProcessCluster, request_id: str = "") -> admin_pb2.TraceReply:
@@ -85,8 +91,7 @@ def check_stages(said, timings: common_pb2.Timings | None = None) -> list[common
     return stages
 
 
-async def test_all_spans_of_a_request_come_with_its_answer_if_it_wants_them(make):
-    cluster = await make()
+async def test_all_spans_of_a_request_come_with_its_answer_if_it_wants_them(cluster):
     speaks(*cluster.workers)
     done = (await cluster.generate(trace=True))[-1].completed
     assert len(done.trace_id) == 32
@@ -99,20 +104,8 @@ async def test_all_spans_of_a_request_come_with_its_answer_if_it_wants_them(make
     assert {name: text.split("@")[0] for name, text in route.attributes.items()} == PLACED
     starts = [one.start_s for one in done.spans]
     assert starts == sorted(starts)
+    assert starts[0] == cluster.router.floor.traces.find("").began_s, "when it had arrived, and was not read yet"
     assert not (await cluster.generate())[-1].completed.spans, "nobody asked"
-
-
-async def test_a_request_has_arrived_before_it_was_read(make, monkeypatch):
-    async def long_prompt(*args, **options):
-        await asyncio.sleep(0.05)
-        return await parse(*args, **options)
-
-    monkeypatch.setattr("router.service.parse", long_prompt)
-    cluster = await make()
-    done = (await cluster.generate(trace=True))[-1].completed
-    check_stages(done, done.timings)
-    assert min(done.timings.queue_s, done.timings.ttft_s) >= 0.05
-    assert done.spans[0].start_s == cluster.router.floor.traces.find("").began_s
 
 
 @pytest.mark.parametrize("kept", [2, 0])
@@ -132,8 +125,7 @@ async def test_an_operator_asks_for_one_of_the_last(make, kept):
         assert failure.value.code() is grpc.StatusCode.NOT_FOUND
 
 
-async def test_refused_failed_cancelled_and_running_ones_too(make):
-    cluster = await make()
+async def test_refused_failed_cancelled_and_running_ones_too(cluster):
     with pytest.raises(InvalidRequest):
         await cluster.generate(max_tokens=0)
     refused = await trace_of(cluster)
@@ -161,8 +153,7 @@ async def test_a_worker_that_is_lost_shows_as_two_attempts(make):
     await holding.kill()
     for worker in cluster.decode:
         worker.open("decode")
-    events = await cluster.answer(call)
-    done = events[-1].completed
+    done = (await cluster.answer(call))[-1].completed
     assert done.placement.attempts == 2
     stages = check_stages(done, done.timings)
     first = [one for one in stages if one.attempt == 1]
@@ -176,8 +167,7 @@ async def test_a_worker_that_is_lost_shows_as_two_attempts(make):
     assert spans_of(done, "prefill", 1) == spans_of(done, "prefill", 2) == ["wait", "compute", "push"]
 
 
-async def test_verify_passes_are_a_stage_of_every_attempt(make):
-    cluster = await make()
+async def test_verify_passes_are_a_stage_of_every_attempt(cluster):
     speaks(cluster.decode[0], verify_s=0.003)
     cluster.decode[0].preempt_at = [3]
     cluster.decode[0].hold(2)
@@ -185,9 +175,7 @@ async def test_verify_passes_are_a_stage_of_every_attempt(make):
     await until(lambda: cluster.handed_over, "decoding")
     await asyncio.sleep(0.02)  # time that is taken from
     cluster.decode[0].open("hold")
-    events = await cluster.answer(call)
-    done = events[-1].completed
-    assert ids_of(events)
+    done = (await cluster.answer(call))[-1].completed
     check_stages(done, done.timings)
     assert done.timings.verify_s >= 0.003 - 1e-9, "of the first attempt, which ended by being preempted"
     assert done.timings.decode_s > 0
@@ -208,8 +196,7 @@ def holds_pushed(worker: FakeWorker) -> list[worker_pb2.WorkerEvent]:
     return late
 
 
-async def test_what_a_prefill_worker_says_after_the_end_is_not_lost(make):
-    cluster = await make()
+async def test_what_a_prefill_worker_says_after_the_end_is_not_lost(cluster):
     speaks(cluster.prefill[0])
     spoken, late = cluster.prefill[0].emit, holds_pushed(cluster.prefill[0])
     await cluster.generate()
@@ -226,8 +213,7 @@ async def test_what_a_prefill_worker_says_after_the_end_is_not_lost(make):
     assert len(spans_of(await trace_of(cluster, said.request_id), "prefill")) == 3
 
 
-async def test_what_a_prefill_worker_says_while_the_last_tokens_are_handed_on_is_not_lost(make, monkeypatch):
-    cluster = await make()
+async def test_what_a_prefill_worker_says_while_the_last_tokens_are_handed_on_is_not_lost(cluster, monkeypatch):
     late, drain = holds_pushed(cluster.prefill[0]), Mailbox.drain
 
     async def and_then(self):
@@ -242,19 +228,13 @@ async def test_what_a_prefill_worker_says_while_the_last_tokens_are_handed_on_is
     assert spans_of(await trace_of(cluster), "prefill", 1) == ["compute"]
 
 
-async def test_spans_that_cannot_be_are_left_out(make):
-    cluster = await make()
-    prefill = cluster.prefill[0]
-    emit = prefill.emit
+async def test_spans_that_cannot_be_are_left_out(cluster):
+    def nonsense(event):
+        if event.HasField("pushed"):
+            bad = [common_pb2.Span(name="x", start_s=float("nan")), common_pb2.Span(name="x", duration_s=-1.0)]
+            event.spans.extend([*bad, span("push"), *(span("many") for _ in range(1000))])
 
-    def nonsense(*events):
-        for event in events:
-            if event.HasField("pushed"):
-                bad = [common_pb2.Span(name="x", start_s=float("nan")), common_pb2.Span(name="x", duration_s=-1.0)]
-                event.spans.extend([*bad, span("push"), *(span("many") for _ in range(1000))])
-        emit(*events)
-
-    prefill.emit = nonsense
+    before_emit(cluster.prefill[0], nonsense)
     done = (await cluster.generate(trace=True))[-1].completed
     names = spans_of(done, "prefill")
     assert "x" not in names
@@ -263,9 +243,7 @@ async def test_spans_that_cannot_be_are_left_out(make):
 
 
 @pytest.mark.parametrize(("header", "goes_on"), [("{}-{}-01", True), ("{}-{}-00", True), ("{}-{}-01-00", False)])
-async def test_a_callers_trace_goes_on(make, header, goes_on):
-    """A file that is no trace is ignored."""
-    cluster = await make()
+async def test_a_callers_trace_goes_on(cluster, header, goes_on):
     metadata = (("traceparent", "00-" + header.format(TRACE, PARENT)),)
     done = (await cluster.answer(cluster.stub.Generate(asked(), metadata=metadata)))[-1].completed
     assert (done.trace_id == TRACE) == goes_on
@@ -293,30 +271,15 @@ async def test_a_collector_gets_one_trace_of_all_processes_and_none_of_the_text(
     assert "<0>" not in str(collector.spans), "nor what was answered"
 
 
-async def test_a_dead_collector_fails_nobody(make):
-    with socket.socket() as bound:
-        bound.bind(("127.0.0.1", 0))
-        cluster = await make(otlp=f"http://127.0.0.1:{bound.getsockname()[1]}")
-        for _ in range(20):
-            assert (await cluster.generate())[-1].HasField("completed")
-        async with asyncio.timeout(scaled(30)):
-            await cluster.router.stop(0)
-
-
 async def test_without_its_libraries_the_extra_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk.resources", None)
     monkeypatch.delitem(sys.modules, "baton.tracing.otlp")
-    settings = RouterSettings(name="test", model="oracle", otlp="http://127.0.0.1:1")
+    settings: Any = RouterSettings(name="test", model="oracle", otlp="http://127.0.0.1:1"), asyncio.Future, FakeClock()
     with pytest.raises(ConfigError, match=r"^tracing\.otlp: .* not installed: pip install 'baton-serve\[otel\]'"):
-        Floor(settings, nobody, FakeClock())
+        Floor(*settings)
 
 
-async def nobody() -> list[WorkerInfo]:
-    return []
-
-
-async def test_choices_have_tracks_of_their_own(make):
-    cluster = await make()
+async def test_choices_have_tracks_of_their_own(cluster):
     speaks(*cluster.workers)
     done = (await cluster.generate(trace=True, n=2))[-1].completed
     for choice in (0, 1):
@@ -327,16 +290,16 @@ async def test_choices_have_tracks_of_their_own(make):
     assert (await trace_of(cluster, f"{request_id}.1")).trace_id == done.trace_id, "as logs and tables call a choice"
 
 
-async def test_logs_name_the_trace(make, capsys):
-    cluster = await make()
+async def test_logs_name_the_trace(capsys, cluster):
+    def logged(event: str) -> list[str]:
+        return [line for line in "".join(capsys.readouterr()).splitlines() if event in line]
+
     done = (await cluster.generate(trace=True))[-1].completed
-    written = capsys.readouterr()
-    lines = [line for line in (written.out + written.err).splitlines() if done.trace_id in line]
+    lines = logged(done.trace_id)
     assert any("request_accepted" in line for line in lines)
     (finished,) = (line for line in lines if "request_finished" in line)
     assert "spans" not in finished
     with pytest.raises(BatonError):
         await cluster.generate(max_tokens=0)
-    written = capsys.readouterr()
-    (refused,) = (line for line in (written.out + written.err).splitlines() if "request_refused" in line)
+    (refused,) = logged("request_refused")
     assert "trace_id" in refused

@@ -18,11 +18,6 @@ from tests.support.time_factor import scaled
 from tests.support.waiting import until
 
 
-@pytest.fixture
-async def cluster(make):
-    return await make()
-
-
 class Watching:
     """What one watcher was told."""
 
@@ -57,10 +52,8 @@ async def test_a_request_is_shown_where_it_is(make, state):
     cluster = await make(blocks=1) if state == "queued" else await make()
     async with Watching(cluster) as watching:
         call = await at(cluster, state)
-        one = await watching.until(
-            lambda live: [each for each in live.requests if each.stage == STAGES.get(state, "queue")]
-        )
-        view = one[0]
+        stage = STAGES.get(state, "queue")
+        view, *_ = await watching.until(lambda live: [each for each in live.requests if each.stage == stage])
         placed = () if state == "queued" else tuple(w.info.ref.worker_id for w in cluster.workers)
         assert (view.prefill_worker, view.decode_worker) == (placed or ("", ""))
         assert view.prompt_tokens > 0
@@ -136,15 +129,12 @@ async def test_no_more_than_so_many_watch(cluster):
         await Watching(cluster).next()
     for one in watchers:
         await one.__aexit__()
-
-    left = cluster.router._admin.live
-    await until(lambda: left._watchers == 0, "all have left")
+    await until(lambda: cluster.router._admin.live._watchers == 0, "all have left")
     async with Watching(cluster) as watching:
         await watching.next()
 
 
 async def test_one_that_reads_nothing_holds_up_nobody(cluster):
-    """Views are made once for all; a slow watcher misses some."""
     slow = Watching(cluster)
     await slow.next()
     async with Watching(cluster) as watching:

@@ -60,8 +60,7 @@ async def test_an_answer_and_errors(modules: Path, make: Any):
     assert (await ended(await start(modules)))[0] == 2
 
 
-async def test_leaving_cancels_the_request(modules: Path, make: Any):
-    cluster = await make()
+async def test_leaving_cancels_the_request(modules: Path, cluster: Any):
     cluster.decode[0].gates["decode"].clear()
     process = await start(modules, cluster.router.grpc, "1 2 3", "4")
     assert process.stdout is not None

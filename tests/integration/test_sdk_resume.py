@@ -84,22 +84,17 @@ class Resumable(Scripted):
         await abort(context, self.losses.pop(0) if self.losses else WorkerLost(DIED))
 
 
-@pytest.fixture
-async def server() -> Resumable:
-    return Resumable()
+async def running() -> AsyncIterator[Resumable]:
+    async with serving(Resumable()) as made:
+        yield made
+
+
+server, other = (pytest.fixture(running, name=name) for name in ("server", "other"))
 
 
 @pytest.fixture(params=KINDS)
-async def world(request: pytest.FixtureRequest, server: Resumable) -> AsyncIterator[World]:
-    async with serving(server) as running:
-        yield World(request.param, running)
-
-
-@pytest.fixture
-async def other() -> AsyncIterator[Resumable]:
-    """One more router."""
-    async with serving(Resumable()) as made:
-        yield made
+def world(request: pytest.FixtureRequest, server: Resumable) -> World:
+    return World(request.param, server)
 
 
 async def read_all(client: Any, **options: Any) -> tuple[Any, list[Any], int]:
@@ -225,26 +220,18 @@ async def test_closing_before_a_resume_is_the_end(world: World, server: Resumabl
     assert server.resumes == []
 
 
-async def test_closing_during_a_resume_cancels_it(world: World, server: Resumable):
-    server.cuts, server.hangs = [3, 0], {1}
+@pytest.mark.parametrize("what", ["the stream, in a resume", "the client"])
+async def test_closing_ends_a_stream(world: World, server: Resumable, what: str):
+    server.cuts, server.hangs = ([3], {0}) if what == "the client" else ([3, 0], {1})
     async with world.client() as client, client.stream("x") as stream:
         reading = asyncio.create_task(all_of(stream))
         await soon(server.cut.wait())
-        await stream.close()
+        await (client("close") if what == "the client" else stream.close())
         with pytest.raises(errors.Cancelled):
             await soon(reading)
-
-
-async def test_closing_the_client_ends_its_streams(world: World, server: Resumable):
-    server.cuts, server.hangs = [3], {0}
-    async with world.client() as client, client.stream("x") as stream:
-        reading = asyncio.create_task(all_of(stream))
-        await soon(server.cut.wait())
-        await client("close")
-        with pytest.raises(errors.Cancelled):
-            await soon(reading)
-        with pytest.raises(errors.Cancelled, match="the client was closed"):
-            await soon(client("generate", "x"))
+        if what == "the client":
+            with pytest.raises(errors.Cancelled, match="the client was closed"):
+                await soon(client("generate", "x"))
 
 
 async def test_a_lost_connection_is_resumed(world: World, server: Resumable):
@@ -274,7 +261,6 @@ async def test_the_next_router_goes_on(world: World, server: Resumable, other: R
 
 
 async def test_refusals_are_counted_anew_after_progress(world: World, server: Resumable, other: Resumable):
-    """A router that refuses is not the last one."""
     server.cuts, other.cuts = [2, 2], [0, 0]
     other.losses = [errors.UnknownModel("no such request")] * 2
     async with world.client(f"{world.address},{other.address}") as client:

@@ -90,12 +90,3 @@ def test_a_frozen_sender_is_given_up_and_wakes_up_to_memory_of_its_own_generatio
     assert said is not None
     assert said["failed"].startswith("shm channel")
     assert all(successor.take(number) for number in range(6))
-
-
-def test_a_sender_does_not_wait_for_a_frozen_receiver(peers: Peers) -> None:
-    peer = peers(Side.SENDER)
-    peer.signal(signal.SIGSTOP)
-    for number in range(RING.slots):
-        peer.give(number)
-    peer.signal(signal.SIGCONT)
-    assert [peer.credit() for _ in range(RING.slots)] == list(range(RING.slots))

@@ -74,3 +74,4 @@ async def test_stages_are_the_time_that_the_client_waited_for_each(make, monkeyp
     spent = {stage: getattr(timings, f"{stage}_s") for stage in wanted}
     assert spent == pytest.approx(wanted)
     assert timings.e2e_s == pytest.approx(sum(HELD_S.values())), "and in no other stage"
+    assert timings.ttft_s == pytest.approx(sum(HELD_S[stage] for stage in ("queue", "reserve", "prefill")))

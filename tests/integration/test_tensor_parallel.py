@@ -15,16 +15,14 @@ import psutil
 import pytest
 import torch
 
-from baton.core import HandoffId, Sampling, SequenceSpec
-from baton.engine.engine import Engine
 from baton.engine.fixed import FixedShapes
 from baton.engine.generate import generate
 from baton.engine.model.build import load_model
 from baton.engine.selfcheck import check_fixed
 from baton.engine.tp.backend import Ranking, load_sharded
 from baton.engine.tp.ranks import memory_is_ordered
-from baton.errors import CheckpointError, ConfigError, RankLost
-from baton.tokenizer import OracleTokenizer
+from baton.errors import CheckpointError, RankLost
+from tests.support.engines import engine_of, key_of, numbers, run, spec_of
 from tests.support.time_factor import scaled
 from tests.unit.model.checkpoints import random_checkpoint
 from tests.unit.model.harness import greedy
@@ -82,18 +80,10 @@ def ranks_of(folder_of):
 def answers(backend, seed):
     """The tokens of nine requests at once: prompts in chunks, prefixes shared, more than the pool holds."""
     rng = random.Random(seed)
-    engine = Engine(backend, OracleTokenizer(), total_blocks=18, max_batched_tokens=48, max_running=6)
-    shared = [rng.randrange(1, 250) for _ in range(20)]
-    tokens = {HandoffId(f"r{i}", 0): list[int]() for i in range(9)}
-    for i, key in enumerate(tokens):
-        prompt = (shared if i % 3 == 0 else []) + [rng.randrange(1, 250) for _ in range(rng.randint(10, 50))]
-        sampling = Sampling(max_tokens=rng.randint(20, 40), temperature=0.0, ignore_eos=True)
-        engine.submit(key, SequenceSpec(tuple(prompt), sampling))
-    while engine.has_work():
-        result = engine.step()
-        assert not result.failed
-        for output in result.outputs:
-            tokens[output.key] += [token.token_id for token in output.tokens]
+    engine = engine_of(backend, 18, max_batched_tokens=48, max_running=6)
+    shared = numbers(rng, 20)
+    prompts = [(() if number % 3 else shared) + numbers(rng, rng.randint(10, 50)) for number in range(9)]
+    tokens = run(engine, [spec_of(prompt, max_tokens=rng.randint(20, 40)) for prompt in prompts]).tokens
     assert engine.counters.preemptions > 0
     assert engine.counters.cached_tokens > 0
     return tokens
@@ -127,9 +117,7 @@ def test_the_bits_do_not_depend_on_how_parts_travel(folder_of, ranks_of, seed):
 
 
 def test_a_new_engine_may_have_another_cache(ranks_of):
-    spec = SequenceSpec((5, 6, 7), Sampling(max_tokens=9, temperature=0.0, ignore_eos=True))
-    backend = ranks_of("qwen3", 2)
-    found = [generate(Engine(backend, OracleTokenizer(), total_blocks=n), spec).tokens for n in (4, 40, 8)]
+    found = [generate(engine_of(ranks_of("qwen3", 2), n), spec_of((5, 6, 7))).tokens for n in (4, 40, 8)]
     assert found[0] == found[1] == found[2]
 
 
@@ -141,9 +129,8 @@ def test_fixed_forwards_of_ranks_are_steady(folder_of, shared_memory):
 
 
 def busy(backend):
-    engine = Engine(backend, OracleTokenizer(), total_blocks=64)
-    sampling = Sampling(max_tokens=400, temperature=0.0, ignore_eos=True)
-    engine.submit(HandoffId("r", 0), SequenceSpec((1, 2, 3), sampling))
+    engine = engine_of(backend, 64)
+    engine.submit(key_of(), spec_of((1, 2, 3), max_tokens=400))
     steps(engine, 3)
     return engine
 
@@ -155,7 +142,6 @@ def steps(engine, count):
 
 @pytest.mark.parametrize(("size", "shared_memory"), [(4, None), (2, False)])
 def test_a_killed_rank_ends_the_step_and_the_others(folder_of, size, shared_memory):
-    """Long before it would be lost by its silence."""
     with ranks(folder_of("llama"), size, shared_memory=shared_memory, timeout_s=3600) as backend:
         engine = busy(backend)
         os.kill(backend.pids[-1], signal.SIGKILL)
@@ -193,7 +179,6 @@ time.sleep(600)
 
 
 def test_nobody_outlives_a_killed_rank_0(folder_of):
-    """Nor does a process that stands still."""
     command = [sys.executable, "-c", STARTED, str(folder_of("llama"))]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
@@ -202,13 +187,6 @@ def test_nobody_outlives_a_killed_rank_0(folder_of):
         process.kill()
     psutil.wait_procs([follower], timeout=scaled(5.0))
     assert not follower.is_running() or follower.status() == psutil.STATUS_ZOMBIE
-
-
-def test_heads_that_do_not_divide_start_nothing(folder_of):
-    before = psutil.Process().children()
-    with pytest.raises(ConfigError, match=r"prefill.tensor_parallel: 8 .*num_key_value_heads \(4\)"):
-        load_sharded(folder_of("llama"), Ranking(8, key="prefill.tensor_parallel"))
-    assert psutil.Process().children() == before
 
 
 def test_a_model_that_cannot_be_loaded_leaves_nobody(folder_of, tmp_path):

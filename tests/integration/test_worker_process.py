@@ -6,25 +6,24 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
-import json
 import os
 import signal
-import subprocess
 import sys
-from dataclasses import replace
+from functools import cached_property
+from typing import Any
 
 import psutil
 import pytest
 from grpc import StatusCode
 
 from baton.clock import SystemClock
-from baton.cluster.processes import PARENT, READY_FD
+from baton.cluster.processes import Child, ProcessSpec, stop_all
+from baton.cluster.stop import Stop
 from baton.core import PROTOCOL_VERSION, HandoffId, Incarnation, Role, Sampling, SequenceSpec, WorkerRef
 from baton.engine.oracle import OracleBackend
+from baton.errors import LedgerError
 from baton.ledger.embedded import EmbeddedRedis
 from baton.ledger.ledger import Ledger
-from baton.ledger.ownership import OwnershipStore, RecordState
 from baton.load import Load
 from baton.rpc import convert, reports
 from baton.rpc.channel import aio_channel
@@ -49,61 +48,41 @@ LONG = Sampling(max_tokens=900, temperature=0.0, ignore_eos=True)
 SHORT = Sampling(max_tokens=40, temperature=0.7, seed=11, ignore_eos=True)
 
 
-class Process:
+class Process(Child):
     """A worker, started as its supervisor starts it; `ref` is what it said of itself when it was ready."""
 
-    def __init__(self, role, config, log):
-        self.log = log
-        read_fd, write_fd = os.pipe()
-        argv = [sys.executable, "-m", "baton", f"{role}-worker", "-c", str(config)]
-        env = {**os.environ, READY_FD: str(write_fd), PARENT: str(os.getpid())}
-        with log.open("wb") as output:
-            self.popen = subprocess.Popen(argv, stdout=output, stderr=output, env=env, pass_fds=(write_fd,))
-        os.close(write_fd)
-        self._ready = os.fdopen(read_fd)
+    def __init__(self, role, folder, number=0):
+        argv = [sys.executable, "-m", "baton", f"{role}-worker", "-c", str(folder / "workers.yaml")]
+        super().__init__(ProcessSpec(role.value, argv, folder / f"{role}-{number}.log"))
+        self.start()
 
-    @property
-    def pid(self):
-        return self.popen.pid
-
-    def wait_ready(self):
-        with self._ready as pipe:
-            line = pipe.readline()
-        assert line, self.log.read_text()
-        ready = json.loads(line)
+    @cached_property
+    def ref(self):
+        ready: Any = self.wait_ready(Stop())
         worker_id, _, incarnation = ready["worker"].partition("@")
-        self.ref = WorkerRef(worker_id, Incarnation.parse(incarnation), ready["address"])
-
-    async def exit_code(self):
-        return await asyncio.to_thread(self.popen.wait, scaled(20))
+        return WorkerRef(worker_id, Incarnation.parse(incarnation), ready["address"])
 
 
 class Workers:
-    """The processes; a role that has died is started again when it is asked for."""
+    """The processes, by role."""
 
     def __init__(self, folder, redis):
         self.folder, self.redis = folder, redis
-        self.children, self.numbers = {}, itertools.count()
-        self.config = folder / "workers.yaml"
-        self.config.write_text(CONFIG + f"redis: {{url: '{redis.url}'}}\n")
+        (folder / "workers.yaml").write_text(CONFIG + f"redis: {{url: '{redis.url}'}}\n")
+        self.children = {role: Process(role, folder) for role in Role}
 
-    def spawn(self, role):
-        return Process(role, self.config, self.folder / f"{role}-{next(self.numbers)}.log")
+    async def registered(self):
+        ledger = await Ledger.connect(self.redis.url, "baton:workers", LEASE_S, SystemClock())
+        try:
+            return {info.ref for info in await ledger.workers()}
+        finally:
+            await ledger.close()
 
-    def child(self, role):
-        if role not in self.children or self.children[role].popen.poll() is not None:
-            self.children[role] = self.spawn(role)
-            self.children[role].wait_ready()
-        return self.children[role]
-
-    def ref(self, role):
-        return self.child(role).ref
-
-    def close(self):
-        for child in self.children.values():
-            child.popen.terminate()
-        for child in self.children.values():
-            child.popen.wait(scaled(20))
+    @contextlib.asynccontextmanager
+    async def router(self):
+        """Streams to both."""
+        async with Stream(self.children[Role.PREFILL].ref) as p, Stream(self.children[Role.DECODE].ref) as d:
+            yield Router(p, d, (await d.welcome()).fingerprint)
 
 
 @pytest.fixture(scope="module")
@@ -111,13 +90,8 @@ def workers(tmp_path_factory):
     folder = tmp_path_factory.mktemp("workers")
     with EmbeddedRedis.start(folder) as redis:
         made = Workers(folder, redis)
-        made.children = {role: made.spawn(role) for role in Role}
-        try:
-            for child in made.children.values():
-                child.wait_ready()
-            yield made
-        finally:
-            made.close()
+        yield made
+        stop_all(list(made.children.values()), scaled(20))
 
 
 class Stream(sessions.FakeSession):
@@ -184,25 +158,15 @@ class Stream(sessions.FakeSession):
 class Router:
     """Streams to both workers."""
 
-    def __init__(self, workers):
-        self.p, self.d = (Stream(workers.ref(role)) for role in Role)
-        self._stack = contextlib.AsyncExitStack()
-
-    async def __aenter__(self):
-        for stream in (self.p, self.d):
-            await self._stack.enter_async_context(stream)
-        self.infos = [await stream.welcome() for stream in (self.p, self.d)]
-        return self
-
-    async def __aexit__(self, *_):
-        await self._stack.aclose()
+    def __init__(self, p, d, fingerprint):
+        self.p, self.d, self.fingerprint = p, d, fingerprint
 
     async def reserve(self, handoff, spec):
-        await self.d.say(sessions.reserve(handoff, len(spec), fingerprint=self.infos[1].fingerprint))
+        await self.d.say(sessions.reserve(handoff, len(spec), fingerprint=self.fingerprint))
         await self.d.heard("reserved", handoff)
 
-    async def prefill(self, handoff, spec, to=None):
-        await self.p.say(sessions.prefill(handoff, spec, to or self.d.ref))
+    async def prefill(self, handoff, spec):
+        await self.p.say(sessions.prefill(handoff, spec, self.d.ref))
 
     async def answer(self, handoff, spec):
         """One request from Reserve to its last token, as the decode worker tells it: the right tokens."""
@@ -210,10 +174,6 @@ class Router:
         await self.prefill(handoff, spec)
         await self.d.heard("finish", handoff)
         assert self.d.ids(handoff) == OracleBackend().expected(spec)
-
-    async def release(self, handoff):
-        """At the prefill worker, where KV waits whose push failed."""
-        await self.p.say(sessions.release(handoff))
 
     async def all_free(self):
         for stream in (self.p, self.d):
@@ -224,52 +184,16 @@ def spec_of(length=100, sampling=LONG):
     return SequenceSpec(tuple((3 * i + length) % 250 for i in range(length)), sampling)
 
 
-def handoff_of(request, attempt=1):
-    return HandoffId(request, attempt)
-
-
-async def test_a_handoff_between_two_processes(workers):
-    async with Router(workers) as router:
-        handoff, spec = handoff_of("whole"), spec_of(sampling=SHORT)
-        await router.answer(handoff, spec)
-        assert router.p.ids(handoff) == router.d.ids(handoff)[:1]
-        assert router.d.kinds(handoff)[:3] == ["reserved", "committed", "tokens"]
-        await router.p.heard("pushed", handoff)
-        await router.all_free()
-        assert router.d.load.prefill_tokens == router.p.load.decode_steps == 0
-        assert [info.role for info in router.infos] == list(Role)
-
-
-async def cut(workers, state):
-    """A router that leaves in `state` without a word."""
-    handoff, spec = handoff_of(f"cut in {state}"), spec_of(length=900 if state == "prefilling" else 100)
-    async with Router(workers) as router:
-        await router.reserve(handoff, spec)
-        if state != "reserved":
-            await router.prefill(handoff, spec)
-        if state == "waiting":
-            other = handoff_of("waits for a repush")
-            await router.prefill(other, spec, replace(router.d.ref, address="127.0.0.1:1"))
-            assert (await failed_push(router, other)).held
-        if state == "decoding":
-            await router.d.until(lambda: len(router.d.ids(handoff)) > 20)
-        assert "finish" not in router.d.kinds(handoff)
-
-
-@pytest.mark.parametrize("state", ["reserved", "prefilling", "waiting", "decoding"])
-async def test_a_router_that_leaves_gets_all_blocks_back(workers, state):
-    async with Router(workers) as watcher:
-        await cut(workers, state)
-        await watcher.all_free()
-        await watcher.answer(handoff_of(f"after {state}"), spec_of(sampling=SHORT))
+def handoff_of(request):
+    return HandoffId(request, 1)
 
 
 async def test_a_router_that_leaves_during_a_push_gets_all_blocks_back(workers):
     """The decode worker is frozen, for less than its lease: the push waits, its blocks are free though."""
-    decode = psutil.Process(workers.child(Role.DECODE).pid)
+    decode = psutil.Process(workers.children[Role.DECODE].pid)
     handoff, spec = handoff_of("cut in push"), spec_of(length=400)
-    async with Router(workers) as watcher, contextlib.AsyncExitStack() as leaving:
-        router = await leaving.enter_async_context(Router(workers))
+    async with workers.router() as watcher, contextlib.AsyncExitStack() as leaving:
+        router = await leaving.enter_async_context(workers.router())
         await router.reserve(handoff, spec)
         decode.suspend()
         try:
@@ -280,125 +204,36 @@ async def test_a_router_that_leaves_during_a_push_gets_all_blocks_back(workers):
         finally:
             decode.resume()
         await watcher.all_free()
-        assert workers.children[Role.DECODE].pid == decode.pid
         await watcher.answer(handoff_of("after push"), spec_of(sampling=SHORT))
 
 
-@pytest.mark.parametrize("where", ["nonsense", "127.0.0.1:1", "itself", "another incarnation", "no reservation"])
-async def test_a_prefill_for_the_wrong_decode_worker_fails_alone(workers, where):
-    async with Router(workers) as router:
-        address = {"nonsense": "not an address", "127.0.0.1:1": where, "itself": router.p.ref.address}
-        to = replace(router.d.ref, address=address.get(where, router.d.ref.address))
-        if where == "another incarnation":
-            to = replace(to, incarnation=Incarnation(1, 1))
-        handoff, good, spec = handoff_of(f"to {where}"), handoff_of(f"beside {where}"), spec_of(sampling=SHORT)
-        if where != "no reservation":
-            await router.reserve(handoff, spec)
-        await router.prefill(handoff, spec, to)
-        await router.answer(good, spec)
-        failed = await failed_push(router, handoff)
-        stale = where in {"itself", "another incarnation", "no reservation"}
-        assert (failed.kind, failed.held) == ("StaleAttempt" if stale else "ChannelBroken", True)
-        await router.d.say(sessions.fence(handoff))
-        await router.d.heard("fenced", handoff)
-        await router.release(handoff)
-        await router.all_free()
-
-
-async def failed_push(router, handoff):
-    return (await router.p.heard("failed", handoff)).failed
-
-
-@pytest.mark.parametrize("computed", [False, True])
-async def test_what_was_computed_for_a_lost_decode_worker_goes_to_another_one(workers, computed):
-    """The first one is only a name at an address where nobody listens."""
-    name, length = f"lost, {computed}", 300 if computed else 900
-    spec = SequenceSpec((251 + computed, *spec_of(length).prompt), SHORT)  # which nobody has in a cache
-    first, second = handoff_of(name), handoff_of(name, 2)
-    async with Router(workers) as router:
-        before = (await router.p.report()).prefill_tokens
-        await router.prefill(first, spec, replace(router.d.ref, address="127.0.0.1:1"))
-        if computed:
-            await router.p.heard("tokens", first)
-            assert (await failed_push(router, first)).held
-        await router.reserve(second, spec)
-        await router.p.say(sessions.repush(first, second, router.d.ref))
-        await router.d.heard("finish", second)
-        assert router.d.ids(second) == OracleBackend().expected(spec)
-        await router.p.heard("pushed", second)
-        assert router.p.ids(second) == router.d.ids(second)[:1], "said again, under the new name"
-        assert (await router.p.report()).prefill_tokens == before + len(spec), "nothing is computed twice"
-        await router.all_free()
-
-
-async def refused(ref, incarnation):
-    async with Stream(ref, incarnation) as stream, asyncio.timeout(scaled(10)):
-        return await stream.call.code(), await stream.call.details()
-
-
-async def ledger_of(workers):
-    return await Ledger.connect(workers.redis.url, "baton:workers", LEASE_S, SystemClock())
-
-
-async def registered(workers):
-    ledger = await ledger_of(workers)
-    try:
-        return {info.ref for info in await ledger.workers()}
-    finally:
-        await ledger.close()
-
-
 async def test_a_worker_that_was_frozen_beyond_its_lease_comes_back_as_another(workers):
-    frozen = workers.child(Role.DECODE)
+    frozen = workers.children[Role.DECODE]
     old = frozen.ref
-    async with Router(workers) as router:
+
+    async def lapsed():
+        return old not in await workers.registered()
+
+    async with workers.router() as router:
         handoff, spec = handoff_of("frozen"), spec_of()
         await router.reserve(handoff, spec)
         await router.prefill(handoff, spec)
         await router.d.heard("committed", handoff)
         os.kill(frozen.pid, signal.SIGSTOP)
         try:
-            await until(lambda: lapsed(workers, old), "its lease has lapsed", within_s=20, every_s=0.05)
-            replacement = workers.spawn(Role.DECODE)  # in the same place, while the old one sleeps
-            await asyncio.to_thread(replacement.wait_ready)
+            await until(lapsed, "its lease has lapsed", within_s=20, every_s=0.05)
+            workers.children[Role.DECODE] = replacement = Process(Role.DECODE, workers.folder, 1)
+            new = await asyncio.to_thread(getattr, replacement, "ref")  # in the same place, while the old one sleeps
         finally:
             os.kill(frozen.pid, signal.SIGCONT)
-        workers.children[Role.DECODE] = replacement
-        assert await frozen.exit_code() == 4  # LedgerError
+        await asyncio.to_thread(frozen.wait, scaled(20))
+        assert isinstance(frozen.failure(), LedgerError)
         await asyncio.wait([router.d.reader], timeout=scaled(10))
         assert router.d.reader.done()
-    new = replacement.ref
-    assert new.worker_id == old.worker_id
-    assert new.incarnation != old.incarnation
-    assert {ref for ref in await registered(workers) if ref.worker_id == old.worker_id} == {new}
-    code, _ = await refused(new, old.incarnation)
-    assert code is StatusCode.FAILED_PRECONDITION
-    async with Router(workers) as router:
+    assert (new.worker_id == old.worker_id, new.incarnation == old.incarnation) == (True, False)
+    assert {ref for ref in await workers.registered() if ref.worker_id == old.worker_id} == {new}
+    async with Stream(new, old.incarnation) as stream, asyncio.timeout(scaled(10)):
+        assert await stream.call.code() is StatusCode.FAILED_PRECONDITION
+    async with workers.router() as router:
         await router.all_free()
         await router.answer(handoff_of("after the freeze"), spec_of(sampling=SHORT))
-
-
-async def lapsed(workers, ref):
-    return ref not in await registered(workers)
-
-
-async def test_a_worker_that_is_stopped_leaves_the_ledger_clean(workers):
-    """SIGTERM with a reservation and a running request in hand: both records say that nothing is held any more."""
-    decode = workers.child(Role.DECODE)
-    held, running, spec = handoff_of("held"), handoff_of("running"), spec_of()
-    async with Router(workers) as router:
-        await router.reserve(held, spec)
-        await router.reserve(running, spec)
-        await router.prefill(running, spec)
-        await router.d.heard("committed", running)
-        decode.popen.terminate()
-        assert await decode.exit_code() == 0
-    assert Role.DECODE not in {role_of(ref) for ref in await registered(workers)}
-    ledger = await ledger_of(workers)
-    records = [await OwnershipStore(ledger.connection).read(h.request_id) for h in (held, running)]
-    await ledger.close()
-    assert [record and record.state for record in records] == [RecordState.RELEASED] * 2
-
-
-def role_of(ref):
-    return Role(ref.worker_id.partition("-")[0])

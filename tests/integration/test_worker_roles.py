@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import weakref
+from dataclasses import replace
 from typing import Any
 
 import grpc
@@ -18,13 +19,15 @@ from baton.core import Role, WorkerRef
 from baton.engine.kv import KVCache
 from baton.ledger.board import Board, Order
 from baton.ledger.ledger import Ledger
+from baton.ledger.ownership import OwnershipStore, RecordState
 from baton.rpc.channel import aio_channel
 from baton.worker import build, host
 from baton.worker.host import serve
 from baton.worker.settings import of_both_roles
 from router.policy import POLICIES
 from router.workers import WorkerPool
-from tests.integration.test_worker_process import SHORT, Stream, handoff_of, spec_of
+from tests.integration.gateway_support import raw
+from tests.integration.test_worker_process import LONG, SHORT, Stream, handoff_of, spec_of
 from tests.support import sessions
 from tests.support.waiting import until
 
@@ -143,19 +146,22 @@ async def test_told_to_drain_it_ends_when_nothing_is_left(worker):
 
 @pytest.mark.parametrize("how", ["stop", "grace"])
 async def test_what_is_left_is_given_back_when_its_time_is_up(worker, how):
+    """And the ledger has no record of anything that is held."""
     await worker.order(Role.DECODE)
+    waits, runs = handoff_of("waits"), handoff_of("runs")
     async with reserved(await worker.ready(2)) as router:
+        await router.say(sessions.reserve(runs, 40, fingerprint=(await router.welcome()).fingerprint))
+        await router.say(sessions.prefill(runs, spec_of(length=40, sampling=replace(LONG, max_tokens=400)), to=None))
+        await router.heard("tokens", runs)
         await worker.order(Role.PREFILL, grace_s=60.0 if how == "stop" else 0.2)
         await router.until(lambda: router.load.draining)
         if how == "stop":
             worker.stop.set()
-        await router.heard("refused", handoff_of("waits"))
-        if how == "stop":
-            await worker.task
-            assert await worker.roles() == {}
-        else:
-            await worker.ready(3)
-            assert await worker.roles() == {"prefill-3": Role.PREFILL}
+        await router.heard("refused", waits)
+    await (worker.task if how == "stop" else worker.ready(3))
+    assert await worker.roles() == ({} if how == "stop" else {"prefill-3": Role.PREFILL})
+    records = [await OwnershipStore(worker.ledger.connection).read(each.request_id) for each in (waits, runs)]
+    assert [record and record.state for record in records] == [RecordState.RELEASED] * 2
 
 
 async def test_a_router_spares_who_drains_and_takes_who_has_turned(worker):
@@ -187,10 +193,7 @@ async def test_it_serves_its_metrics_where_it_says(worker):
             await worker.order(role)
             await worker.ready(incarnations)
         (info,) = await worker.ledger.workers()
-        reader, writer = await asyncio.open_connection(*info.metrics.split(":"))
-        writer.write(b"GET /metrics HTTP/1.1\r\n\r\n")
-        text = (await reader.read()).decode()
-        writer.close()
+        text = (await raw(info.metrics, "GET", "/metrics"))[2].decode()
         assert f'baton_worker_info{{fingerprint="{info.fingerprint[:12]}",model="oracle",role="{role.value}"' in text
         assert f'baton_kv_blocks{{role="{role.value}",state="free"}} {info.total_blocks}.0' in text
         assert 'baton_lease_seconds{worker="prefill-3"} 3.0' in text

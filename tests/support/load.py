@@ -158,10 +158,7 @@ class Streams:
 
     def _read(self, cluster: Any, number: int, prompt: Any) -> None:
         try:
-            with (
-                cluster.client(max_retries=self._retries) as client,
-                client.stream(prompt, **self._options) as stream,
-            ):
+            with cluster.client(max_retries=self._retries) as client, client.stream(prompt, **self._options) as stream:
                 while len(stream.tokens) < self._tokens:
                     next(stream)
                 self._under_way.wait()
