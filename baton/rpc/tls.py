@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import grpc
 
 from baton.errors import ConfigError
-from baton.rpc.channel import INTERNAL, Link, aio_channel, from_here, sync_channel
+from baton.rpc.channel import INTERNAL, Link, aio_channel, sync_channel
 
 if TYPE_CHECKING:
     from baton.config.security import TlsConfig
@@ -77,11 +77,6 @@ class Wire:
 
 
 IN_THE_CLEAR = Wire()
-
-
-def internal_channel(address: str, wire: Wire, *, link: Link = INTERNAL) -> grpc.aio.Channel:
-    """To a listener of this machine's own router, such as from its gateway. A token is still to be sent with calls."""
-    return wire.aio(from_here(address), link=link)
 
 
 def _read(key: str, path: str) -> bytes:

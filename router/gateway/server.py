@@ -14,6 +14,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from baton.errors import ConfigError
 from baton.limits import MAX_HTTP_HEADER_BYTES
+from baton.rpc.channel import from_here
 from baton.rpc.tls import Wire
 from router.gateway.app import Gateway, GatewaySettings
 from router.gateway.errors import HttpError, http_problem
@@ -21,7 +22,6 @@ from router.gateway.upstream import Upstream
 
 _KEEP_ALIVE_S = 75  # longer than what clients keep an idle connection for: then the client closes, and loses no request
 _BACKLOG = 2048
-_ANY = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]", "::": "[::1]"}
 log = structlog.get_logger(__name__)
 
 
@@ -59,7 +59,7 @@ class HttpServer:
         `wire`: how it is reached; None: by that of the settings.
         """
         tls = self._settings.tls
-        self._upstream = Upstream(reachable(target), Wire.of(tls) if wire is None else wire)
+        self._upstream = Upstream(from_here(target), Wire.of(tls) if wire is None else wire)
         app = Gateway(self._upstream, self._settings).app()
         config = uvicorn.Config(
             bounded(app),
@@ -105,12 +105,6 @@ def bounded(app: ASGIApp) -> ASGIApp:
         await http_problem(error).response()(scope, receive, send)
 
     return checked
-
-
-def reachable(address: str) -> str:
-    """Where a listener at `address` is reached from this machine."""
-    host, _, port = address.rpartition(":")
-    return f"{_ANY.get(host, host)}:{port}"
 
 
 def _bind(address: str, share_port: bool) -> socket.socket:

@@ -7,7 +7,6 @@ from baton import errors
 from baton.errors import BatonError, InvalidRequest, Overloaded, Violation
 from baton.rpc.status import CODES
 from router.gateway.errors import problem_of
-from router.gateway.server import reachable
 
 
 def every(kind):
@@ -35,11 +34,3 @@ def test_the_first_field_is_the_parameter():
     problem = problem_of(InvalidRequest(Violation("a", "unknown field"), Violation("b", "not supported")))
     assert (problem.param, problem.code) == ("a", "unknown_parameter")
     assert problem.message == "a: unknown field; b: not supported"
-
-
-@pytest.mark.parametrize(
-    ("bound", "target"),
-    [("127.0.0.1:5", "127.0.0.1:5"), ("0.0.0.0:5", "127.0.0.1:5"), ("[::]:5", "[::1]:5"), ("host:5", "host:5")],
-)
-def test_a_listener_on_all_addresses_is_reached_by_loopback(bound, target):
-    assert reachable(bound) == target
