@@ -62,16 +62,12 @@ def test_other_models_are_refused(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "name",
-    ["thinking.lm_head.weight", "thinking.block.mlp.up_proj.weight", "compression.block.self_attn.q_proj.weight"],
+    "name", ["thinking.lm_head", "thinking.block.mlp.up_proj", "compression.block.self_attn.q_proj"]
 )
 def test_weights_that_are_missing_or_of_another_shape(folder, name):
-    for change, message in (
-        (lambda t: t.update({name: torch.zeros(3, 5)}), "has shape"),
-        (lambda t: t.pop(name), "is missing"),
-    ):
-        edit_tensors(folder, change)
-        with pytest.raises(CheckpointError, match=f"{name} {message}"):
+    for value, message in ({f"{name}.weight": torch.zeros(3, 5)}, "has shape"), ({}, "is missing"):
+        edit_tensors(folder, lambda tensors, value=value: (tensors.pop(f"{name}.weight"), tensors.update(value)))
+        with pytest.raises(CheckpointError, match=f"{name}.weight {message}"):
             load_model(folder)
 
 
