@@ -9,12 +9,7 @@ from baton.engine.generate import generate
 from baton.engine.reservation import Reservation
 from baton.errors import EngineFault, InvalidRequest
 from baton.tokenizer import ORACLE_EOS
-from tests.support.engines import Faulty, Streams, engine_of, ids, key_of, numbers, oracle, reserved, run, spec_of
-
-
-@pytest.fixture(scope="module")
-def backend():
-    return oracle()
+from tests.support.engines import Faulty, Streams, engine_of, ids, key_of, numbers, reserved, run, spec_of
 
 
 def mixed_spec(rng, stems):

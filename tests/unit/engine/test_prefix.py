@@ -9,11 +9,6 @@ from tests.support import engines
 from tests.support.engines import BLOCK, Faulty, Streams, engine_of, ids, key_of, oracle, spec_of
 
 
-@pytest.fixture(scope="module")
-def backend():
-    return oracle()
-
-
 def tokens_of(engine, prompt, **options):
     before = engine.counters.cached_tokens
     found = generate(engine, spec_of(prompt, **options))

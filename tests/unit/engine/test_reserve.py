@@ -10,14 +10,9 @@ from baton.engine.blocks import BlockPool, BlockState
 from baton.engine.generate import generate
 from baton.engine.reservation import Reservation
 from tests.support import engines
-from tests.support.engines import BLOCK, block_names, engine_of, key_of, numbers, oracle, reserved, spec_of
+from tests.support.engines import BLOCK, block_names, engine_of, key_of, numbers, reserved, spec_of
 
 PROMPT = "what is the largest ocean?"  # 26 tokens: 6 full blocks
-
-
-@pytest.fixture(scope="module")
-def backend():
-    return oracle()
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,5 @@
 import random
+from types import SimpleNamespace
 
 import pytest
 import tokenizers
@@ -97,20 +98,10 @@ def test_nothing_given_out_is_taken_back_and_nothing_is_held_without_need(tokeni
             assert not held or any(s.startswith(held) and s != held for s in stop)
 
 
-class Pieces:
-    def __init__(self, *pieces):
-        self.pieces = pieces
-
-    def push(self, token_id):
-        return self.pieces[token_id]
-
-    def flush(self):
-        return ""
-
-
 @pytest.mark.parametrize(
     ("stop", "text", "matched"),
     [(["abcd", "bc"], "a", "bc"), (["bc", "abc"], "", "abc"), (["d", "ab"], "", "ab"), (["x", "cd"], "ab", "cd")],
 )
 def test_the_first_complete_match_wins_and_the_longest_of_those(stop, text, matched):
-    assert OutputText(Pieces("abcde"), stop).push(0) == (text, matched)
+    stream = SimpleNamespace(push=lambda token_id: "abcde", flush=lambda: "")
+    assert OutputText(stream, stop).push(0) == (text, matched)

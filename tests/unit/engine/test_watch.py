@@ -3,12 +3,7 @@
 import pytest
 import torch
 
-from tests.support.engines import Faulty, Streams, engine_of, key_of, oracle, spec_of
-
-
-@pytest.fixture(scope="module")
-def backend():
-    return oracle()
+from tests.support.engines import Faulty, Streams, engine_of, key_of, spec_of
 
 
 class Watcher:

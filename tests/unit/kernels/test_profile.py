@@ -5,13 +5,10 @@ from __future__ import annotations
 import json
 
 import pytest
-import torch
 
 from baton.engine.kernels.cpu import measure, profile
 from baton.engine.kernels.cpu.build import Machine
-from baton.engine.kernels.cpu.ops import CpuKernels
 from baton.engine.kernels.cpu.profile import FLAT_ROWS, Choice, Profile, load_profile, save_profile, static_choice
-from tests.support.compiled_kernels import compiled_or_skip
 
 K = 32
 STATIC = static_choice(K)
@@ -83,11 +80,3 @@ def test_another_torch_dtype_or_thread_count_has_another_profile(tmp_path):
         for key in (("bf16", 1, "2"), ("f32", 1, "2"), ("bf16", 2, "2"), ("bf16", 1, "3"))
     }
     assert len(paths) == 4
-
-
-def test_measuring_gives_a_time_for_each_candidate():
-    kernels = compiled_or_skip(lambda: CpuKernels(torch.float32, Profile()))
-    found = measure.measure_linear(kernels, 24, 16, rows=(1, 5))
-    assert [(p.width, p.k, p.rows) for p in found] == [(24, 16, 1), (24, 16, 5)]
-    assert min(min(p.flat_s, p.tall_s, p.torch_s) for p in found) > 0
-    assert len(measure.measure_attention(kernels, 4, 2, 16, context=40)) == 2
