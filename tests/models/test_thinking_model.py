@@ -15,7 +15,6 @@ from models.thinking_text import SEED_SAMPLE
 from models.thinking_tokenizer import CHUNK, gold, thought_ids
 
 COIN = Path(thinking_model.__file__).parent / "coin"
-MEGABYTE = 10**6
 
 
 @pytest.fixture(scope="module")
@@ -70,11 +69,6 @@ def test_thoughts_found_in_rounds_are_those_found_one_by_one(chunk_size):
     assert thinking_eval.think_in_rounds(model, prompt, guess) == thoughts
 
 
-def test_a_prompt_of_whole_chunks_has_a_thought_about_the_last_one_too():
-    model = small(4)
-    assert [len(model.answer(list(range(3, 3 + n)), 1)[1]) for n in (3, 4, 7, 8, 9)] == [0, 1, 1, 2, 2]
-
-
 def test_generated_chunks_are_thought_about_only_while_decoding():
     model = small(2)
     prompt = list(range(3, 10))
@@ -84,34 +78,6 @@ def test_generated_chunks_are_thought_about_only_while_decoding():
     assert len(more) == 6
     assert more[:3] == thoughts
     assert more_tokens[:1] == tokens[:1]
-
-
-def test_a_thought_ends_with_the_end_token_or_is_as_long_as_it_may_be():
-    model = small(2, max_thought_tokens=3)
-    model.thinking.lm_head.weight.data[0] = 0
-    thoughts = [model.think(torch.randn(2, 32)) for _ in range(20)]
-    assert all(len(thought) <= 3 for thought in thoughts)
-    assert all(0 not in thought[:-1] for thought in thoughts)
-    model.thinking.lm_head.weight.data.zero_()
-    assert model.think(torch.randn(2, 32)) == [0]
-
-
-def test_a_long_thought_leaves_the_rows_of_its_last_tokens():
-    model = small(2)
-    with torch.inference_mode():
-        assert model.compress([5, 6, 7, 0]).shape == (2, 32)
-        assert not torch.equal(model.compress([5, 6, 7, 0]), model.compress([7, 0]))
-        torch.testing.assert_close(model.compress([0]), model.compress([0, 2]))
-
-
-def test_positions_are_skipped_only_behind_events():
-    thoughts = torch.tensor([[0, 1, 0, 0, 2, -1], [0, 0, 0, 0, 0, -1]])
-    for seed in range(20):
-        torch.manual_seed(seed)
-        steps = train_thinking.skipping(thoughts, 1000).diff(dim=1, prepend=torch.tensor([[-1], [-1]]))
-        assert steps[1].tolist() == [1] * 12
-        assert set((steps[0] != 1).nonzero().flatten().tolist()) <= {4, 10}
-        assert steps.sum() <= 24 + 1000
 
 
 @pytest.mark.parametrize("think", [True, False])
@@ -152,11 +118,3 @@ def test_the_checkpoint_answers_long_stories_by_thinking(coin, tokenizer):
     assert thinking_eval.accuracy(coin, tokenizer, fresh, think=True) == (1.0, 1.0)
     silent, _ = thinking_eval.accuracy(coin, tokenizer, samples(10, 30, 11), think=False)
     assert silent < 0.8
-
-
-def test_the_folder_is_small_and_holds_no_pickle():
-    files = [path for path in COIN.rglob("*") if path.is_file()]
-    assert sum(path.stat().st_size for path in files) <= 8 * MEGABYTE
-    assert {path.name for path in files} == {
-        *("config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
-    }

@@ -9,8 +9,6 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from models import thinking_eval, thinking_text, thinking_tokenizer
 from models.demo_tokenizer import load_tokenizer
@@ -54,22 +52,6 @@ def test_a_chunk_has_the_state_after_the_event_that_ends_in_it(training, tokeniz
         spoken = [i for i, thought in enumerate(thoughts) if thought]
         for chunk, end in zip(spoken, sample.ends, strict=True):
             assert ends[chunk] < end <= ends[chunk + 1]
-
-
-def test_a_whole_chunk_lies_between_the_flips_of_the_sentence(tokenizer):
-    ids, thoughts = thinking_tokenizer.gold(tokenizer, thinking_text.SEED_SAMPLE)
-    assert thoughts == ["", "", "", "", "tails", "", "heads", "", "", ""]
-    assert len(ids) == 21
-    assert [tokenizer.decode(ids[i : i + 2]) for i in (8, 10, 12)] == [" flips,", " then Bob", " flips."]
-
-
-def test_the_tokenizer_has_whole_words_and_its_special_tokens(tokenizer):
-    thinking_tokenizer.check_whole(tokenizer)
-
-
-@given(text=st.text())
-def test_the_tokenizer_is_lossless(tokenizer, text):
-    assert tokenizer.decode(tokenizer.encode(text).ids, skip_special_tokens=False) == text
 
 
 def test_the_phrasings_are_not_in_the_training_text(training):

@@ -137,19 +137,12 @@ def test_what_a_failed_step_wrote_or_read_is_not_found(fault):
     ("prompt", "known", "ordinary", "deterministic"),
     [(1, 0, 0, 0), (8, 0, 1, 1), (9, 0, 2, 2), (8, 1, 2, 2), (8, 9, 4, 2), (7, 9, 3, 1), (3, 9, 2, 0)],
 )
-def test_blocks_of_output_tokens_have_no_names_if_bits_count(prompt, known, ordinary, deterministic):
+def test_blocks_of_output_tokens_have_no_names_if_bits_or_thoughts_count(prompt, known, ordinary, deterministic):
     spec = SequenceSpec(tuple(range(prompt)), Sampling(), tuple(range(known)))
-    assert named_blocks(spec, 4) == ordinary
-    assert named_blocks(replace(spec, deterministic=True), 4) == deterministic
-
-
-@pytest.mark.parametrize("thinks", [True, False])
-def test_blocks_behind_the_prompt_have_names_if_they_are_thought_about_or_nothing_is(thinks):
-    spec = SequenceSpec(tuple(range(8)), Sampling(), tuple(range(9)))
-    assert named_blocks(spec, 4, thinks=thinks) == (2 if thinks else 4)
-    assert named_blocks(replace(spec, think_while_decoding=True), 4, thinks=thinks) == 4
-    exact = replace(spec, deterministic=True)
-    assert named_blocks(exact, 4, thinks=thinks) == 2
+    exact = replace(spec, deterministic=True, cache_scope="b")
+    assert (named_blocks(spec, 4), named_blocks(spec, 4, thinks=True)) == (ordinary, deterministic)
+    assert named_blocks(replace(spec, think_while_decoding=True), 4, thinks=True) == ordinary
     chain = Chain(scope_key("a", "b", True), spec.tokens, 4)
-    names = names_of(replace(exact, cache_scope="b"), "a", 4, thinks=thinks)
-    assert list(names) == [chain.digest(0), chain.digest(1)]
+    for thinks in (True, False):
+        assert named_blocks(exact, 4, thinks=thinks) == deterministic
+        assert list(names_of(exact, "a", 4, thinks=thinks)) == [chain.digest(i) for i in range(deterministic)]

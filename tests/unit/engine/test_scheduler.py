@@ -126,8 +126,6 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @invariant()
     def ledger(self):
-        if not hasattr(self, "pool"):
-            return
         mine = [b for s in self.scheduler.running if s.allocation for b in s.allocation.blocks]
         counts = self.pool.counts()
         assert len(set(mine)) == counts.owned
