@@ -90,7 +90,12 @@ def test_a_copy_in_flight_is_not_written_over():
 
 def test_builds_take_the_stages_in_turn(monkeypatch):
     taken, push = list[int](), Mirror.push
-    monkeypatch.setattr(Mirror, "push", lambda self, n, stage: taken.append(stage) or push(self, n, stage))
+
+    def noted(self, n, stage):
+        taken.append(stage)
+        return push(self, n, stage)
+
+    monkeypatch.setattr(Mirror, "push", noted)
     inputs, work = inputs_of(staged=True), Work(Sequence(key_of(), 1, 5, 5, 0, BlockPool(9).allocate(2)), 5)
     each = []
     for _ in range(4):

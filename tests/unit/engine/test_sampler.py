@@ -2,6 +2,7 @@ import math
 import random
 from collections import Counter
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -338,7 +339,7 @@ def test_descending_puts_what_is_no_number_first_and_the_rest_in_order():
 @pytest.mark.parametrize("number", range(3))
 def test_one_sampler_follows_its_rows_through_joins_leaves_and_new_tokens(number):
     rng = random.Random(number)
-    some = {"max_tokens": 99, "min_tokens": 4, "frequency_penalty": 0.4, "repetition_penalty": 1.1}
+    some: dict[str, Any] = {"max_tokens": 99, "min_tokens": 4, "frequency_penalty": 0.4, "repetition_penalty": 1.1}
     options = Sampling(**some, logit_bias=((3, 2.0),))
     mix = [options, replace(options, temperature=0.0), replace(options, min_tokens=0, top_p=0.7, logprobs=2)]
     sampler, rows = Sampler(), list[Row]()

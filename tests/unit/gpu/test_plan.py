@@ -6,6 +6,7 @@ import inspect
 import subprocess
 import sys
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -56,7 +57,12 @@ def test_tiles_are_what_tensor_cores_and_shared_memory_take(dim, size):
 def batch_of(rows):
     batch = batch_over(torch.full((rows, 2), 5, dtype=torch.int32), [1] * rows, list(range(1, rows + 1)))
     numbers = torch.arange(rows)
-    named = {"token_ids": numbers + 40, "positions": numbers, "slot_mapping": numbers + 20, "logit_rows": numbers}
+    named: dict[str, Any] = {
+        "token_ids": numbers + 40,
+        "positions": numbers,
+        "slot_mapping": numbers + 20,
+        "logit_rows": numbers,
+    }
     return replace(batch, **named)
 
 

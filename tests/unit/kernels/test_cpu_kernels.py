@@ -168,15 +168,16 @@ WITHOUT_ROOM = [(2, 2, 10, 10), (2, 2, 640, 640), (2, 2, 32, 20)]  # for such he
 
 
 @pytest.mark.parametrize(
-    ("lengths", "heads", "window"),
+    ("lengths", "shape", "window"),
     [
         *product([LENGTHS], HEADS, (None, 1, 20, 64)),
         *product([[(1, 20), (7, 30)]], WITHOUT_ROOM, [None]),
         (MANY_TASKS, (4, 4, 16, 16), None),
     ],
 )
-def test_attention_equals_the_reference(kernels, dtype, seed, lengths, heads, window):
-    data = case(seed, lengths, *heads, dtype)
+def test_attention_equals_the_reference(kernels, dtype, seed, lengths, shape, window):
+    heads, kv_heads, dim, value_dim = shape
+    data = case(seed, lengths, heads, kv_heads, dim, value_dim, dtype)
     close(attend(kernels, data, window), reference(data, window), dtype)
 
 

@@ -60,10 +60,12 @@ def test_other_models_are_refused(tmp_path):
     "name", ["thinking.lm_head", "thinking.block.mlp.up_proj", "compression.block.self_attn.q_proj"]
 )
 def test_weights_that_are_missing_or_of_another_shape(folder, name):
-    for value, message in ({f"{name}.weight": torch.zeros(3, 5)}, "has shape"), ({}, "is missing"):
-        edit_tensors(folder, lambda tensors, value=value: (tensors.pop(f"{name}.weight"), tensors.update(value)))
-        with pytest.raises(CheckpointError, match=f"{name}.weight {message}"):
-            load_model(folder)
+    edit_tensors(folder, lambda tensors: tensors.update({f"{name}.weight": torch.zeros(3, 5)}))
+    with pytest.raises(CheckpointError, match=f"{name}.weight has shape"):
+        load_model(folder)
+    edit_tensors(folder, lambda tensors: tensors.pop(f"{name}.weight"))
+    with pytest.raises(CheckpointError, match=f"{name}.weight is missing"):
+        load_model(folder)
 
 
 def test_states_have_one_shape_and_are_kept(folder):
