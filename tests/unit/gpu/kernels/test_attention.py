@@ -53,7 +53,7 @@ def close(found, expected):
 @pytest.mark.parametrize("splits", [1, 2, 8])
 def test_decode_at_the_edges_of_blocks_tiles_and_splits(splits, device, dtype, seed):
     contexts = [1, 4, 5, 16, 17, 33]  # with 8 splits, most of them have empty ones
-    case = Drawn(seed, device, dtype, [1] * len(contexts), contexts, heads=2)
+    case = Drawn(seed, device, dtype, [1] * len(contexts), contexts, heads=2, kv_heads=1)
     found, pieces = decoded(case, splits)
     close(found, case.expected)
     empty = pieces.bases == float("-inf")
@@ -76,7 +76,7 @@ def test_groups_and_head_sizes(heads, kv_heads, dim, value_dim, device, dtype, s
 
 @pytest.mark.parametrize(("window", "splits"), [(1, 4), (5, 1), (5, 4), (16, 4), (1000, 1)])
 def test_decode_window(window, splits, device, dtype, seed):
-    case = Drawn(seed, device, dtype, [1] * 3, [1, 5, 37], heads=2, window=window)
+    case = Drawn(seed, device, dtype, [1] * 3, [1, 5, 37], heads=2, kv_heads=1, window=window)
     close(decoded(case, splits, window=window)[0], case.expected)
 
 
@@ -114,7 +114,7 @@ def test_without_the_fallback_the_loud_row_is_lost(device, seed):
 
 @pytest.mark.parametrize(("window", "rows"), [(None, 16), (None, 32), (1, 16), (5, 16), (5, 32), (1000, 32)])
 def test_prefill_over_a_prefix(window, rows, device, dtype, seed):
-    case = Drawn(seed, device, dtype, [2, 1, 7, 16, 33, 5], [2, 8, 7, 49, 40, 21], heads=2, window=window)
+    case = Drawn(seed, device, dtype, [2, 1, 7, 16, 33, 5], [2, 8, 7, 49, 40, 21], heads=2, kv_heads=1, window=window)
     found = prefilled(case, 33, window=window, tiles=TILES._replace(rows=rows))
     assert bool((found[2] == 7).all())  # the one new token is the decode kernel's
     found[2] = case.expected[2]

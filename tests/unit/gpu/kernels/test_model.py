@@ -30,12 +30,13 @@ if TYPE_CHECKING:
 
 SHAPE: dict[str, Any] = {"vocab_size": 97, "hidden_size": 48, "intermediate_size": 80, "max_position_embeddings": 256}
 SHAPE |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
-SMALLEST = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "hidden_size": 16}
-SMALLEST |= {"intermediate_size": 16, "vocab_size": 17, "max_position_embeddings": 100}
+ONE_GROUP = {"num_attention_heads": 2, "num_key_value_heads": 1}
+SMALLEST = ONE_GROUP | {"num_hidden_layers": 1, "hidden_size": 16, "intermediate_size": 16, "vocab_size": 17}
+SMALLEST |= {"max_position_embeddings": 100}
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"architectures": ["LlamaForCausalLM"], "tie_word_embeddings": True},
-    "mistral": {"architectures": ["MistralForCausalLM"], "sliding_window": 7},
-    "qwen3": {"architectures": ["Qwen3ForCausalLM"]},
+    "mistral": {"architectures": ["MistralForCausalLM"], "sliding_window": 7, **ONE_GROUP},
+    "qwen3": {"architectures": ["Qwen3ForCausalLM"], **ONE_GROUP},
 }
 
 
