@@ -1,13 +1,17 @@
-"""The coin model: its two ways to compute agree, a step of training learns, and the checkpoint answers."""
+"""The coin model: its two ways to compute agree, a step of training learns, the checkpoint answers. And its stories."""
 
 from __future__ import annotations
 
+import json
+import random
+import re
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
 
-from models import thinking_eval, thinking_model, train_thinking
+from models import thinking_eval, thinking_model, thinking_text, train_thinking
 from models.demo_model import Shape
 from models.demo_tokenizer import load_tokenizer
 from models.thinking_eval import samples
@@ -15,7 +19,7 @@ from models.thinking_text import SEED_SAMPLE
 from models.thinking_tokenizer import CHUNK, gold, thought_ids
 
 COIN = Path(thinking_model.__file__).parent / "coin"
-MEGABYTE = 10**6
+TURNED = ("flips", "flipped", "over", "flip")  # the words with which an event ends
 
 
 @pytest.fixture(scope="module")
@@ -70,11 +74,6 @@ def test_thoughts_found_in_rounds_are_those_found_one_by_one(chunk_size):
     assert thinking_eval.think_in_rounds(model, prompt, guess) == thoughts
 
 
-def test_a_prompt_of_whole_chunks_has_a_thought_about_the_last_one_too():
-    model = small(4)
-    assert [len(model.answer(list(range(3, 3 + n)), 1)[1]) for n in (3, 4, 7, 8, 9)] == [0, 1, 1, 2, 2]
-
-
 def test_generated_chunks_are_thought_about_only_while_decoding():
     model = small(2)
     prompt = list(range(3, 10))
@@ -84,34 +83,6 @@ def test_generated_chunks_are_thought_about_only_while_decoding():
     assert len(more) == 6
     assert more[:3] == thoughts
     assert more_tokens[:1] == tokens[:1]
-
-
-def test_a_thought_ends_with_the_end_token_or_is_as_long_as_it_may_be():
-    model = small(2, max_thought_tokens=3)
-    model.thinking.lm_head.weight.data[0] = 0
-    thoughts = [model.think(torch.randn(2, 32)) for _ in range(20)]
-    assert all(len(thought) <= 3 for thought in thoughts)
-    assert all(0 not in thought[:-1] for thought in thoughts)
-    model.thinking.lm_head.weight.data.zero_()
-    assert model.think(torch.randn(2, 32)) == [0]
-
-
-def test_a_long_thought_leaves_the_rows_of_its_last_tokens():
-    model = small(2)
-    with torch.inference_mode():
-        assert model.compress([5, 6, 7, 0]).shape == (2, 32)
-        assert not torch.equal(model.compress([5, 6, 7, 0]), model.compress([7, 0]))
-        torch.testing.assert_close(model.compress([0]), model.compress([0, 2]))
-
-
-def test_positions_are_skipped_only_behind_events():
-    thoughts = torch.tensor([[0, 1, 0, 0, 2, -1], [0, 0, 0, 0, 0, -1]])
-    for seed in range(20):
-        torch.manual_seed(seed)
-        steps = train_thinking.skipping(thoughts, 1000).diff(dim=1, prepend=torch.tensor([[-1], [-1]]))
-        assert steps[1].tolist() == [1] * 12
-        assert set((steps[0] != 1).nonzero().flatten().tolist()) <= {4, 10}
-        assert steps.sum() <= 24 + 1000
 
 
 @pytest.mark.parametrize("think", [True, False])
@@ -154,9 +125,53 @@ def test_the_checkpoint_answers_long_stories_by_thinking(coin, tokenizer):
     assert silent < 0.8
 
 
-def test_the_folder_is_small_and_holds_no_pickle():
-    files = [path for path in COIN.rglob("*") if path.is_file()]
-    assert sum(path.stat().st_size for path in files) <= 8 * MEGABYTE
-    assert {path.name for path in files} == {
-        *("config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
-    }
+@pytest.fixture(scope="module")
+def training():
+    rng = random.Random(5)
+    return [thinking_text.training_sample(rng, 70) for _ in range(3000)]
+
+
+def test_every_event_turns_the_coin(training):
+    for sample in training:
+        told = re.findall("heads|tails", sample.prompt.lower())[0]
+        sides = [told, *sample.thoughts]
+        assert sample.answer == f" {sides[-1]}."
+        assert all(left != right for left, right in pairwise(sides))
+        assert len(sample.thoughts) == len(sample.ends)
+        assert all(sample.prompt[:end].endswith(TURNED) for end in sample.ends)
+
+
+def test_training_stories_have_at_most_ten_flips_and_most_chunks_have_none(training, tokenizer):
+    assert {len(sample.thoughts) for sample in training} == set(range(11))
+    chunks = [thought for sample in training for thought in gold(tokenizer, sample)[1]]
+    assert 0.02 < sum(map(bool, chunks)) / len(chunks) < 0.2
+
+
+def test_a_chunk_has_the_state_after_the_event_that_ends_in_it(training, tokenizer):
+    for sample in training[:300]:
+        ids, thoughts = gold(tokenizer, sample)
+        assert tuple(filter(None, thoughts)) == sample.thoughts
+        ends = [len(tokenizer.decode(ids[: 2 * i])) for i in range(len(thoughts) + 1)]
+        spoken = [i for i, thought in enumerate(thoughts) if thought]
+        for chunk, end in zip(spoken, sample.ends, strict=True):
+            assert ends[chunk] < end <= ends[chunk + 1]
+
+
+def test_the_phrasings_are_not_in_the_training_text(training):
+    rows = [json.loads(line) for line in thinking_eval.PHRASINGS_FILE.read_text(encoding="utf-8").splitlines()]
+    texts = "\n".join(sample.prompt for sample in training)
+    assert len({row["prompt"] for row in rows}) >= 10
+    for row in rows:
+        assert row["new"] in row["prompt"]
+        assert row["new"] not in texts
+    names = set(re.findall(r"Priya|Yusuf|Ingrid|Omar|Keiko|Mateo|Fatima|Sven", " ".join(row["prompt"] for row in rows)))
+    assert len(names) == 8
+    assert not [name for name in names if name in texts]
+
+
+def test_fresh_stories_have_the_flips_that_were_asked_for():
+    fresh = samples(60, 20, 1, 0.5)
+    assert [len(sample.thoughts) for sample in fresh] == [60, 59] * 10
+    assert fresh == samples(60, 20, 1, 0.5)
+    assert fresh != samples(60, 20, 2, 0.5)
+    assert len({sample.answer for sample in fresh}) == 2

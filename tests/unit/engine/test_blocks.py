@@ -21,7 +21,7 @@ def has(*states):
 
 
 class PoolMachine(RuleBasedStateMachine):
-    """Random lives of allocations, against a model of what is written in each block, by whom, and who may find it.
+    """Random lives of allocations, against a model of what is written in each block, and which may be found.
 
     Each allocation writes one chain: its first `full` blocks hold the chain's first contents.
     """

@@ -21,12 +21,21 @@ from baton.tokenizer import ORACLE_EOS, OracleTokenizer
 from tests.support import engines
 from tests.support.engines import hand_over, ids, key_of, oracle, run
 
-PERSON = {
-    "type": "object",
-    "properties": {"name": {"type": "string", "maxLength": 8}, "age": {"type": "integer", "minimum": 0, "maximum": 99}},
-    "required": ["name", "age"],
-    "additionalProperties": False,
-}
+
+def integers(low, size):
+    return {"type": "integer", "minimum": low, "maximum": low + size}
+
+
+def arrays(items, low, more):
+    return {"type": "array", "items": items, "minItems": low, "maxItems": low + more}
+
+
+def objects(fields, required):
+    named = {"properties": fields, "required": sorted(fields)[:required], "additionalProperties": False}
+    return {"type": "object", **named}
+
+
+PERSON = objects({"age": integers(0, 99), "name": {"type": "string", "maxLength": 8}}, 2)
 KINDS = {
     "json": Constraint("json_schema", (json.dumps(PERSON),)),
     "regex": Constraint("regex", ("[a-f]{3,9}(-[0-9]{2}){2}",)),
@@ -78,7 +87,6 @@ def test_answers_match(backend, kind, variant):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_going_on_from_any_token_gives_the_same(backend, kind):
-    """As another attempt does, after a preemption or the loss of a worker."""
     engine = engine_of(backend)
     spec = spec_of(KINDS[kind], seed=11)
     whole = generate(engine, spec)
@@ -177,10 +185,6 @@ def test_rows_without_a_constraint_are_left_as_they_are():
     assert torch.equal(logits, before)
 
 
-def integers(low, size):
-    return {"type": "integer", "minimum": low, "maximum": low + size}
-
-
 # llguidance counts in 64-bit floats: beyond 2^53 it takes a neighbour.
 values = st.one_of(st.text(max_size=4), st.integers(-(2**53), 2**53), st.none())
 scalars = st.one_of(
@@ -193,21 +197,13 @@ scalars = st.one_of(
 
 
 def composed(inner):
-    arrays = st.builds(
-        lambda items, low, more: {"type": "array", "items": items, "minItems": low, "maxItems": low + more},
-        inner, st.integers(0, 2), st.integers(0, 2),
-    )  # fmt: skip
-    objects = st.builds(
-        lambda fields, some: {
-            "type": "object",
-            "properties": fields,
-            "required": sorted(fields)[: len(fields) if some is None else some],
-            "additionalProperties": False,
-        },
-        st.dictionaries(st.sampled_from(["a", "b", 'q"', "é"]), inner, max_size=3),
-        st.none() | st.integers(0, 3),
+    fields = st.dictionaries(st.sampled_from(["a", "b", 'q"', "é"]), inner, max_size=3)
+    few = st.integers(0, 2)
+    return st.one_of(
+        st.builds(arrays, inner, few, few),
+        st.builds(objects, fields, st.integers(0, 3)),
+        st.builds(lambda one, two: {"anyOf": [one, two]}, inner, inner),
     )
-    return st.one_of(arrays, objects, st.builds(lambda one, two: {"anyOf": [one, two]}, inner, inner))
 
 
 @given(st.recursive(scalars, composed, max_leaves=5), st.integers(0, 2**32), st.sampled_from([0.0, 1.0]))

@@ -78,7 +78,7 @@ def test_anything_that_bits_depend_on_changes_it(monkeypatch):
     assert len(set(names)) == len(names)
 
 
-def test_the_kernels_that_the_shapes_take_change_it_and_others_do_not(monkeypatch):
+def test_the_kernels_that_the_shapes_take_and_their_library_change_it_and_others_do_not(monkeypatch):
     flat = of(monkeypatch, kernels=compiled(Choice(300, tall=True)))
     assert flat == of(monkeypatch, kernels=compiled(Choice(400, tall=False)))  # no product has so many rows
     assert flat == of(monkeypatch, kernels=compiled(Choice(300, tall=True), splits="load"))  # of decode rows alone
@@ -91,23 +91,16 @@ def test_the_kernels_that_the_shapes_take_change_it_and_others_do_not(monkeypatc
     assert of(monkeypatch, kernels=TorchKernels()) not in {flat, *others}
     # Small forwards are pinned to one product, whatever is the fastest.
     assert others[0] == of(monkeypatch, kernels=compiled(Choice(8, tall=True)))
+    elsewhere = compiled(Choice(300, tall=True))
+    monkeypatch.setattr(elsewhere, "library", SimpleNamespace(_name="/elsewhere/f32-0123.so"))
+    assert of(monkeypatch, kernels=elsewhere) != flat
 
 
-def test_another_library_changes_it(monkeypatch):
-    kernels = compiled(Choice(300, tall=True))
-    before = of(monkeypatch, kernels=kernels)
-    monkeypatch.setattr(kernels, "library", SimpleNamespace(_name="/elsewhere/f32-0123.so"))
-    assert of(monkeypatch, kernels=kernels) != before
-
-
-def test_the_number_of_ranks_changes_it():
+def test_the_number_of_ranks_and_an_oracles_seed_change_it():
+    names = [bits_fingerprint(OracleBackend(seed=seed), SHAPES) for seed in (1, 1, 2)]
+    assert names[0] == names[1] != names[2]
     local, names = load_model(DEMO), [bits_fingerprint(load_model(DEMO), SHAPES)]
     for size in (2, 4):
         plan, none = cast("Any", SimpleNamespace(size=size, threads=1)), cast("Any", None)
         names.append(bits_fingerprint(ShardedBackend(plan, local, none, none, none), SHAPES))
     assert len(set(names)) == 3
-
-
-def test_oracles_of_one_seed_have_one_name():
-    names = [bits_fingerprint(OracleBackend(seed=seed), SHAPES) for seed in (1, 1, 2)]
-    assert names[0] == names[1] != names[2]

@@ -53,6 +53,11 @@ def answers(engine, specs):
     return [found.ids(key_of(number)) for number in range(len(specs))]
 
 
+def nothing_verified(engine):
+    counters = engine.counters
+    return (counters.verify_passes, counters.rollbacks, counters.recomputed_tokens) == (0, 0, 0)
+
+
 VARIETIES: dict[str, dict[str, Any]] = {
     "greedy": {},
     "sampled": {"temperature": 0.8},
@@ -65,11 +70,17 @@ VARIETIES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("variety", VARIETIES)
-@pytest.mark.parametrize("wrong", [(), range(400), range(0, 400, 3)], ids=["right", "all wrong", "some wrong"])
-def test_the_oracles_tokens_come_whatever_the_candidates_were(variety, wrong):
+@pytest.mark.parametrize(
+    ("wrong", "exact_rows"),
+    [((), 0), (range(400), 0), (range(0, 400, 3), 0), (range(400), 64)],
+    ids=["right", "all wrong", "some wrong", "exact steps"],
+)
+def test_the_oracles_tokens_come_whatever_the_candidates_were(variety, wrong, exact_rows):
     backend = Tampered(wrong)
-    asked = spec_of("a prompt of some length", **VARIETIES[variety])
-    assert answers(engine_of(backend), [asked]) == [backend.expected(asked)]
+    engine = engine_of(backend, shapes=replace(SHAPES, exact_rows=exact_rows))
+    asked = [spec_of(prompt, **VARIETIES[variety]) for prompt in ("a prompt of some length", "b")]
+    assert answers(engine, asked) == [backend.expected(each) for each in asked]
+    assert nothing_verified(engine) or not exact_rows
 
 
 @pytest.mark.parametrize("at", range(8))
@@ -93,8 +104,8 @@ def test_what_is_right_costs_no_rollback_and_one_pass_for_each_w_tokens():
 
 def test_verify_passes_have_one_shape_and_grid_chunks_depend_on_positions_alone():
     backend = Tampered(range(0, 700, 5))
-    lengths = (1, 63, 64, 65, 300, 600)
-    answers(engine_of(backend, total_blocks=512), [spec_of("x" * n, max_tokens=20 + n % 7) for n in lengths])
+    specs = [spec_of("x" * n, max_tokens=20 + n % 7) for n in (1, 63, 64, 65, 300, 600)]
+    answers(engine_of(backend, total_blocks=512), specs)
     verify = {shape for shape in backend.shapes if len(shape[0]) > 1}
     assert verify == {((8, 8, 8, 8), 32)}
     assert {shape[0] for shape in backend.shapes if len(shape[0]) == 1} == {(64,), (256,)}
@@ -132,11 +143,11 @@ def test_any_mix_with_little_room_and_any_mistakes(data):
 
 def test_an_end_that_a_candidate_invented_is_taken_back():
     """Positions whose candidates are wrong may end a request by a stop token that the right ones never draw."""
-    backend = Tampered(range(10, 60, 4))
-    options = {"max_tokens": 45, "temperature": 1.0}
-    wanted = backend.expected(spec_of("revive me", **options))
+    backend, asked = Tampered(range(10, 60, 4)), spec_of("revive me", max_tokens=45, temperature=1.0)
+    wanted = backend.expected(asked)
     stops = tuple(sorted(set(range(97, 123)) - set(wanted)))[:16]
-    assert answers(engine_of(backend), [spec_of("revive me", stop_token_ids=stops, **options)]) == [wanted]
+    ending = replace(asked, sampling=replace(asked.sampling, stop_token_ids=stops))
+    assert answers(engine_of(backend), [ending]) == [wanted]
 
 
 def test_a_stop_string_ends_it_where_verified_tokens_have_it():

@@ -4,15 +4,16 @@ import itertools
 import random
 from types import SimpleNamespace
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.core import HandoffId
-from baton.engine.blocks import Allocation, BlockPool
+from baton.engine.blocks import BlockPool
 from baton.engine.inputs import STAGES, Inputs, Mirror
 from baton.engine.oracle import oracle_layout
 from baton.engine.sequence import Sequence, Work
+from tests.support.engines import Streams, allocated, engine_of, key_of, numbers, oracle, spec_of
 from tests.unit.model.harness import Row, assert_same_batch, make_batch
 
 CPU = torch.device("cpu")
@@ -35,79 +36,32 @@ def from_nothing(work, tokens):
     return make_batch(rows, [item.count for item in work], wanted, BLOCK)
 
 
-class Traffic:
-    """Sequences that come, grow, are preempted and go. `tokens` by key."""
-
-    def __init__(self, rng):
-        self.rng, self.pool = rng, BlockPool(60)
-        self.running, self.tokens, self.arrivals = [], {}, 0
-
-    def shake(self):
-        rng = self.rng
-        if self.running and rng.random() < 0.15:
-            self.running.pop(rng.randrange(len(self.running))).allocation.release()
-        if self.running and rng.random() < 0.15:
-            victim = rng.choice(self.running)  # preempted and back at once, perhaps in the very same blocks
-            victim.allocation.release()
-            victim.computed = 0
-            victim.allocation = self.pool.allocate(-(-victim.known // BLOCK))
-        if rng.random() < 0.05:
-            rng.shuffle(self.running)
-        while len(self.running) < MAX_ROWS and (not self.running or rng.random() < 0.3):
-            self.join(rng.randint(1, 20))
-
-    def join(self, known):
-        self.arrivals += 1
-        key = HandoffId(str(self.arrivals), 1)
-        self.tokens[key] = [self.rng.randrange(1000) for _ in range(known)]
-        allocation = self.pool.allocate(-(-known // BLOCK) + self.rng.choice([0, 0, 3]))
-        self.running.append(Sequence(key, self.arrivals, known, known, allocation=allocation))
-
-    def work(self):
-        budget, work = MAX_TOKENS - MAX_ROWS, list[Work]()
-        for sequence in self.running:
-            if self.rng.random() < 0.1 and work:
-                continue
-            count = min(sequence.pending, self.rng.choice([1, 30, 30]), 1 + budget)
-            budget -= count - 1
-            missing = -(-(sequence.computed + count) // BLOCK) - len(sequence.allocation)
-            if missing > 0:
-                assert sequence.allocation.grow(missing)
-            work.append(Work(sequence, count))
-        return work
-
-    def advance(self, work):
-        for item in work:
-            sequence = item.sequence
-            sequence.computed += item.count
-            if sequence.pending == 0:
-                self.tokens[sequence.key].append(self.rng.randrange(1000))
-                sequence.known += 1
-            if sequence.known > MAX_LEN:
-                sequence.allocation.release()
-                self.running.remove(sequence)
-
-
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(st.integers(0, 2**32), st.booleans())
-def test_batches_equal_those_built_from_nothing(number, staged):
-    traffic, inputs = Traffic(random.Random(number)), inputs_of(staged)
-    for _ in range(40):
-        traffic.shake()
-        work = traffic.work()
-        tokens = [traffic.tokens[item.sequence.key] for item in work]
-        assert_same_batch(inputs.build(work, tokens), from_nothing(work, tokens))
-        traffic.advance(work)
+def test_batches_of_an_engine_equal_those_built_from_nothing(number, staged):
+    """Its sequences come, grow, are computed in chunks, are preempted and go."""
+    rng, own, build, found = random.Random(number), inputs_of(staged), Inputs.build, Streams()
 
+    def checked(self, work, tokens, *args, **options):
+        assert_same_batch(build(own, work, tokens), from_nothing(work, tokens))
+        return build(self, work, tokens, *args, **options)
 
-def held(sequence: Sequence) -> Allocation:
-    assert sequence.allocation is not None
-    return sequence.allocation
+    engine = engine_of(oracle(BLOCK), 24, max_batched_tokens=rng.choice([6, MAX_TOKENS]), max_running=MAX_ROWS)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Inputs, "build", checked)
+        for arrival in range(12):
+            some = {"max_tokens": rng.randint(1, 20), "priority": rng.choice([0, 0, 1])}
+            engine.submit(key_of(arrival), spec_of(numbers(rng, rng.randint(1, 20)), **some))
+            for _ in range(rng.choice([0, 1, 4])):
+                found.step(engine)
+        found.drain(engine)
+    assert len(found.finishes) == 12
 
 
 def test_steady_decoding_writes_no_row_of_the_table_again():
     pool, inputs = BlockPool(20), inputs_of(staged=False)
-    sequences = [Sequence(HandoffId(str(i), 1), i, 5, 5, 4, pool.allocate(2)) for i in range(3)]
+    held = [allocated(pool, 2) for _ in range(3)]
+    sequences = [Sequence(key_of(i), i, 5, 5, 4, held[i]) for i in range(3)]
     tokens = [[7] * 5 for _ in sequences]
     tables = inputs.build([Work(sequence, 1) for sequence in sequences], tokens).block_tables
     tables[1, 0] = 77  # a mark that a row written again would lose
@@ -116,11 +70,11 @@ def test_steady_decoding_writes_no_row_of_the_table_again():
             sequence.computed, sequence.known = step, step + 1
             known.append(step)
         if step == 8:
-            assert all(held(sequence).grow(1) for sequence in (sequences[1], sequences[0], sequences[2]))
+            assert all(held[i].grow(1) for i in (1, 0, 2))
         batch = inputs.build([Work(sequence, 1) for sequence in sequences], tokens)
         assert batch.block_tables[1, 0] == 77
         assert batch.positions.tolist() == [step] * 3
-    assert batch.block_tables[:, 2].tolist() == [held(sequence).blocks[2] for sequence in sequences]
+    assert batch.block_tables[:, 2].tolist() == [each.blocks[2] for each in held]
 
 
 def test_a_copy_in_flight_is_not_written_over():
@@ -135,20 +89,18 @@ def test_a_copy_in_flight_is_not_written_over():
 
 
 def test_builds_take_the_stages_in_turn(monkeypatch):
-    taken: list[int] = []
-    push = Mirror.push
+    taken, push = list[int](), Mirror.push
 
-    def noted(self: Mirror, n: int, stage: int) -> torch.Tensor:
+    def noted(self, n, stage):
         taken.append(stage)
         return push(self, n, stage)
 
     monkeypatch.setattr(Mirror, "push", noted)
-    inputs = inputs_of(staged=True)
-    sequence = Sequence(HandoffId("a", 1), 1, 5, 5, 0, BlockPool(9).allocate(2))
-    rounds = []
+    inputs, work = inputs_of(staged=True), Work(Sequence(key_of(), 1, 5, 5, 0, BlockPool(9).allocate(2)), 5)
+    each = []
     for _ in range(4):
+        inputs.build([work], [[3] * 5])
+        each.append(set(taken))
         taken.clear()
-        inputs.build([Work(sequence, 5)], [[3] * 5])
-        (only,) = set(taken)
-        rounds.append(only)
-    assert all(left != right for left, right in itertools.pairwise(rounds))
+    assert all(len(stages) == 1 for stages in each)
+    assert all(left != right for left, right in itertools.pairwise(each))

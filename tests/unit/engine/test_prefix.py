@@ -1,4 +1,3 @@
-import random
 from dataclasses import replace
 
 import pytest
@@ -6,25 +5,8 @@ import pytest
 from baton.core import Sampling, SequenceSpec
 from baton.engine.generate import generate
 from baton.engine.prefix import Chain, named_blocks, names_of, scope_key
-from tests.support.engines import (
-    BLOCK,
-    Faulty,
-    Streams,
-    block_names,
-    engine_of,
-    ids,
-    key_of,
-    kv_of,
-    numbers,
-    oracle,
-    reserved,
-    spec_of,
-)
-
-
-@pytest.fixture(scope="module")
-def backend():
-    return oracle()
+from tests.support import engines
+from tests.support.engines import BLOCK, Faulty, Streams, engine_of, ids, key_of, oracle, spec_of
 
 
 def tokens_of(engine, prompt, **options):
@@ -33,11 +15,8 @@ def tokens_of(engine, prompt, **options):
     return ids(found.tokens), engine.counters.cached_tokens - before
 
 
-# --- names
-
-
 def names(scope, tokens, size=BLOCK):
-    return block_names(oracle(), tokens, scope, size)
+    return engines.block_names(oracle(), tokens, scope, size)
 
 
 def test_a_name_says_all_tokens_up_to_its_end_in_its_scope():
@@ -51,6 +30,8 @@ def test_a_name_says_all_tokens_up_to_its_end_in_its_scope():
     assert not set(one) & set(names("me", tokens))
     assert not set(one) & set(names("", tokens, 2)) | set(names("", tokens)) & set(names("", tokens, 6))
     assert scope_key("a", "bc") != scope_key("ab", "c")
+    assert scope_key("a", "b", True) != scope_key("a", "b") == scope_key("a", "b", False)
+    assert scope_key("a", "b", True) != scope_key("a", "bdeterministic")
     assert len(set(names("", [7] * 40))) == 10
 
 
@@ -63,9 +44,6 @@ def test_a_chain_grows_with_its_tokens_and_never_names_half_a_block():
     assert [chain.digest(1), chain.digest(0)] == names("", [1, 2, 3, 4, 5, 6, 7, 8])[::-1]
     tokens += [9, 10, 11, 12]
     assert chain.digests(1, 3) == [chain.digest(1), chain.digest(2)]
-
-
-# --- what is found
 
 
 @pytest.mark.parametrize(("length", "hit"), [(3, 0), (4, 0), (5, 4), (8, 4), (9, 8), (30, 28)])
@@ -87,8 +65,8 @@ def test_what_decode_filled_is_found_by_the_next_turn(backend):
 
 def test_adopted_blocks_are_found_only_once_they_are_adopted(backend):
     receiver, spec = engine_of(backend), spec_of("what is the largest ocean?")
-    room = reserved(receiver, len(spec))
-    streams, kv = kv_of(engine_of(backend), spec)
+    room = engines.reserved(receiver, len(spec))
+    streams, kv = engines.kv_of(engine_of(backend), spec)
     receiver.kv.scatter(range(2), room.blocks, 0, len(spec), kv)
     assert tokens_of(receiver, spec.prompt)[1] == 0, "reserved blocks may still be written by a peer"
     receiver.pool.allocate(receiver.pool.available, reserved=True).release()  # evicts what that has left
@@ -134,7 +112,7 @@ def test_a_full_cache_gives_way_to_a_reservation_and_to_the_next_prompt(backend)
     engine = engine_of(backend, total_blocks=8)
     tokens_of(engine, range(20))
     assert engine.pool.counts().cached == 7
-    room = reserved(engine, 31)
+    room = engines.reserved(engine, 31)
     assert len(room.blocks) == 8
     room.release()
     assert engine.pool.counts().free == 8
@@ -155,72 +133,16 @@ def test_what_a_failed_step_wrote_or_read_is_not_found(fault):
     assert tokens_of(engine, prompt) == (backend.expected(spec_of(prompt)), 0)
 
 
-# --- the same tokens with and without
-
-
-def family(rng):
-    """Prompts of which many begin alike, in two scopes, some of them twice."""
-    stems = [numbers(rng, rng.randint(5, 40)) for _ in range(4)]
-    for _ in range(24):
-        stem = rng.choice(stems)
-        prompt = (*stem[: rng.randint(1, len(stem))], *numbers(rng, rng.choice([0, 0, 1, 9])))
-        sampling = {"max_tokens": rng.randint(1, 24), "temperature": rng.choice([0.0, 1.0]), "ignore_eos": False}
-        some = {"cache_scope": rng.choice(["", "me"]), "priority": rng.choice([0, 0, 1])}
-        yield spec_of(prompt, seed=rng.getrandbits(60), **sampling, **some)
-
-
-def answers(engine, specs, rng):
-    """The tokens of each, arriving at random times, two of them aborted by the way and sent again."""
-    streams, waiting, order = dict[int, list[int]](), list(enumerate(specs)), 0
-    while waiting or engine.has_work():
-        for number, spec in waiting[: rng.randint(0, 3)]:
-            engine.submit(key_of(number), spec)
-            waiting.remove((number, spec))
-            streams[number] = []
-        order += 1
-        for output in engine.step().outputs:
-            streams[int(output.key.request_id)] += ids(output.tokens)
-        if order in {5, 11}:
-            victim = rng.choice(list(streams))
-            engine.release(key_of(victim))
-            waiting.append((victim, specs[victim]))
-    assert engine.pool.available == engine.pool.total
-    return streams
-
-
-@pytest.mark.parametrize("number", range(4))
-@pytest.mark.parametrize(("total_blocks", "budget"), [(200, 2048), (22, 30), (18, 5)])
-def test_the_oracle_gives_the_same_tokens(backend, number, total_blocks, budget):
-    """Its logits depend on every byte of KV, so stale, torn or swapped blocks show."""
-    rng = random.Random(number)
-    specs = list(family(rng))
-    engine = engine_of(backend, total_blocks, max_batched_tokens=budget)
-    assert answers(engine, specs, rng) == {i: backend.expected(spec) for i, spec in enumerate(specs)}
-    assert engine.counters.cached_tokens > 0
-
-
-def test_deterministic_requests_have_names_of_their_own():
-    assert scope_key("a", "b", True) != scope_key("a", "b") == scope_key("a", "b", False)
-    assert scope_key("a", "b", True) != scope_key("a", "bdeterministic")
-
-
 @pytest.mark.parametrize(
     ("prompt", "known", "ordinary", "deterministic"),
     [(1, 0, 0, 0), (8, 0, 1, 1), (9, 0, 2, 2), (8, 1, 2, 2), (8, 9, 4, 2), (7, 9, 3, 1), (3, 9, 2, 0)],
 )
-def test_blocks_of_output_tokens_have_no_names_if_bits_count(prompt, known, ordinary, deterministic):
+def test_blocks_of_output_tokens_have_no_names_if_bits_or_thoughts_count(prompt, known, ordinary, deterministic):
     spec = SequenceSpec(tuple(range(prompt)), Sampling(), tuple(range(known)))
-    assert named_blocks(spec, 4) == ordinary
-    assert named_blocks(replace(spec, deterministic=True), 4) == deterministic
-
-
-@pytest.mark.parametrize("thinks", [True, False])
-def test_blocks_behind_the_prompt_have_names_if_they_are_thought_about_or_nothing_is(thinks):
-    spec = SequenceSpec(tuple(range(8)), Sampling(), tuple(range(9)))
-    assert named_blocks(spec, 4, thinks=thinks) == (2 if thinks else 4)
-    assert named_blocks(replace(spec, think_while_decoding=True), 4, thinks=thinks) == 4
-    exact = replace(spec, deterministic=True)
-    assert named_blocks(exact, 4, thinks=thinks) == 2
+    exact = replace(spec, deterministic=True, cache_scope="b")
+    assert (named_blocks(spec, 4), named_blocks(spec, 4, thinks=True)) == (ordinary, deterministic)
+    assert named_blocks(replace(spec, think_while_decoding=True), 4, thinks=True) == ordinary
     chain = Chain(scope_key("a", "b", True), spec.tokens, 4)
-    names = names_of(replace(exact, cache_scope="b"), "a", 4, thinks=thinks)
-    assert list(names) == [chain.digest(0), chain.digest(1)]
+    for thinks in (True, False):
+        assert named_blocks(exact, 4, thinks=thinks) == deterministic
+        assert list(names_of(exact, "a", 4, thinks=thinks)) == [chain.digest(i) for i in range(deterministic)]

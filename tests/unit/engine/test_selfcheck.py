@@ -75,24 +75,16 @@ def test_short_models_are_checked_too(length):
 
 
 def test_the_log_and_the_backend_are_told():
-    good, bad = OracleBackend(), Spoilt(by_slot)
+    good, bad, known = OracleBackend(), Spoilt(by_slot), OracleBackend()
+    known.nondeterminism = "known"
     with structlog.testing.capture_logs() as logs:
-        checked_shapes(good, SHAPES)
-        checked_shapes(bad, SHAPES)
-    assert good.nondeterminism == ""
+        for backend in (good, bad, known):
+            checked_shapes(backend, SHAPES)
+    assert (good.nondeterminism, known.nondeterminism) == ("", "known")
     assert "verify pass" in bad.nondeterminism
-    assert [(line["event"], line["log_level"]) for line in logs] == [
-        ("fixed_forwards_checked", "info"),
-        ("fixed_forwards_vary", "warning"),
-    ]
-    assert logs[1]["reason"] == bad.nondeterminism
-
-
-def test_what_is_known_already_is_kept():
-    backend = OracleBackend()
-    backend.nondeterminism = "known"
-    checked_shapes(backend, SHAPES)
-    assert backend.nondeterminism == "known"
+    told = [(line["event"], line["log_level"], line.get("reason")) for line in logs]
+    vary = [("fixed_forwards_vary", "warning", reason) for reason in (bad.nondeterminism, "known")]
+    assert told == [("fixed_forwards_checked", "info", None), *vary]
 
 
 def by_rows(batch, kv, logits):

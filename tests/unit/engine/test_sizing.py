@@ -14,11 +14,8 @@ def size(kv_memory, max_model_len, model_max_len=2048):
     return size_kv(LAYOUT, kv_memory=kv_memory, max_model_len=max_model_len, model_max_len=model_max_len, device=CPU)
 
 
-def test_bytes_become_whole_blocks():
+def test_bytes_become_whole_blocks_and_auto_length_is_the_least_of_model_and_pool():
     assert size(10 * LAYOUT.block_bytes + 1, 160) == Sizing(10, 160)
-
-
-def test_auto_length_is_the_least_of_model_and_pool():
     assert size(10 * LAYOUT.block_bytes, "auto") == Sizing(10, 160)
     assert size(10 * LAYOUT.block_bytes, "auto", 100) == Sizing(10, 100)
 
@@ -56,7 +53,6 @@ def test_a_containers_limit_counts(tmp_path, limit, used, wanted):
 
 
 def test_the_cache_of_files_in_a_container_gives_way(tmp_path):
-    """A checkpoint that was read has filled it: that is no reason to have no KV."""
     (tmp_path / "memory.max").write_text("5000\n")
     (tmp_path / "memory.current").write_text("5000\n")
     (tmp_path / "memory.stat").write_text("anon 1000\nfile 4000\ninactive_file 2500\nactive_file 1000\nshmem 500\n")

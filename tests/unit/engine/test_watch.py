@@ -3,12 +3,7 @@
 import pytest
 import torch
 
-from tests.support.engines import Faulty, Streams, engine_of, key_of, oracle, spec_of
-
-
-@pytest.fixture(scope="module")
-def backend():
-    return oracle()
+from tests.support.engines import Faulty, Streams, engine_of, key_of, spec_of
 
 
 class Watcher:
@@ -51,7 +46,7 @@ def test_kv_of_a_layer_is_written_when_it_is_told(backend):
     assert all(torch.equal(found, read(engine.held(key).blocks, layer)) for layer, found in enumerate(early))
 
 
-def test_who_reads_blocks_is_told_before_they_are_let_go_by_release(backend):
+def test_who_reads_blocks_is_told_before_release_preemption_or_a_failure_lets_them_go(backend):
     engine = engine_of(backend)
     watcher = Watcher(engine)
     for name, steps in (("waits", 0), ("runs", 1), ("held", 1)):
@@ -61,9 +56,6 @@ def test_who_reads_blocks_is_told_before_they_are_let_go_by_release(backend):
         engine.release(key)
         engine.release(key)
     assert watcher.freed == ["runs", "held"]
-
-
-def test_who_reads_blocks_is_told_before_they_are_let_go_by_preemption(backend):
     engine = engine_of(backend, total_blocks=8)
     watcher = Watcher(engine)
     for name, priority in (("low", 0), ("high", 1)):
@@ -72,10 +64,6 @@ def test_who_reads_blocks_is_told_before_they_are_let_go_by_preemption(backend):
     while "low" not in watcher.freed:
         engine.step()
     assert engine.counters.preemptions > 0
-    Streams().drain(engine)
-
-
-def test_who_reads_blocks_is_told_before_they_are_let_go_by_a_failure():
     engine = engine_of(Faulty("raise"))
     watcher = Watcher(engine)
     engine.submit(key_of(), spec_of((1,) * 9))

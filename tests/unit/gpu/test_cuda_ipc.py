@@ -7,6 +7,7 @@ None was at hand when this was written, so it has not been run. The protocol wit
 import signal
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 
 import pytest
 import torch
@@ -29,17 +30,15 @@ Start = Callable[..., Peer]
 @pytest.fixture
 def start() -> Iterator[Start]:
     """Starts the other end; in the end it is dead and this end is closed."""
-    started: list[Peer] = []
+    with ExitStack() as stack:
 
-    def start(side: Side, *flags: str, deadline_s: float = 20.0) -> Peer:
-        peer = Peer(side, *flags, transport="cuda_ipc", device="cuda:0", deadline_s=deadline_s)
-        started.append(peer)
-        return peer
+        def start(side: Side, *flags: str, deadline_s: float = 20.0) -> Peer:
+            peer = Peer(side, *flags, transport="cuda_ipc", device="cuda:0", deadline_s=deadline_s)
+            stack.callback(peer.end.close)
+            stack.callback(peer.stop)
+            return peer
 
-    yield start
-    for peer in started:
-        peer.stop()
-        peer.end.close()
+        yield start
 
 
 def free_bytes() -> int:

@@ -6,8 +6,7 @@ None was at hand when this was written, so it has not been run. The protocol wit
 
 import os
 import signal
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -63,13 +62,8 @@ def test_ranks_caches_on_gpus_are_one(layout, staging: str, seed: int) -> None:
     assert target.k.any()
 
 
-@contextmanager
-def sharded() -> Iterator[ShardedBackend]:
-    backend = load_sharded(DEMO, Ranking(2), device="cuda:0", dtype="float32")
-    try:
-        yield backend
-    finally:
-        backend.close()
+def sharded() -> closing[ShardedBackend]:
+    return closing(load_sharded(DEMO, Ranking(2), device="cuda:0", dtype="float32"))
 
 
 def engine(backend) -> Engine:

@@ -34,17 +34,9 @@ def random_checkpoint(
     The weights are large enough for attention, positions and biases to decide the tokens: with the usual initial
     values a model hardly looks back, and would be right with the wrong rotation.
     """
-    shape: dict[str, Any] = {
-        "vocab_size": VOCAB,
-        "hidden_size": HIDDEN,
-        "intermediate_size": 80,
-        "num_hidden_layers": 2,
-        "num_attention_heads": HEADS,
-        "num_key_value_heads": KV_HEADS,
-        "max_position_embeddings": POSITIONS,
-        "bos_token_id": None,
-        "eos_token_id": None,
-    }
+    shape: dict[str, Any] = {"hidden_size": HIDDEN, "intermediate_size": 80, "num_hidden_layers": 2}
+    shape |= {"num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS, "max_position_embeddings": POSITIONS}
+    shape |= {"vocab_size": VOCAB, "bos_token_id": None, "eos_token_id": None}
     model_class = CLASSES[family]
     config = model_class.config_class(**(shape | settings))
     config._attn_implementation = "eager"

@@ -6,8 +6,7 @@ oracle itself. Where it fails, another seed for the checkpoint will do.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,31 +18,17 @@ def routers(oracle: Any) -> list[Any]:
     return [module for module in oracle.modules() if type(module).__name__.lower().endswith("topkrouter")]
 
 
-@contextmanager
-def routers_watched(oracle: Any) -> Iterator[list[tuple[Any, torch.Tensor, torch.Tensor]]]:
-    """Collect (router, its logits [N, experts], the experts that it chose [N, k]) of every call."""
-    seen: list[tuple[Any, torch.Tensor, torch.Tensor]] = []
-    hooks = [
-        router.register_forward_hook(lambda module, _, result: seen.append((module, result[0].float(), result[2])))
-        for router in routers(oracle)
-    ]
-    try:
-        yield seen
-    finally:
-        for hook in hooks:
-            hook.remove()
-
-
 def assert_sure(oracle: Any, sequences: Sequence[Sequence[int]]) -> None:
     """No router has a near tie at any token of these; and it is no trivial one: most experts are chosen by some."""
-    with routers_watched(oracle) as seen:
-        for tokens in sequences:
-            oracle(torch.tensor([tokens]))
-    assert seen
-    assert min(float(margins(router, logits).min()) for router, logits, _ in seen) > SURE
-    for router in {router for router, _, _ in seen}:
-        chosen = torch.cat([experts.flatten() for module, _, experts in seen if module is router])
-        assert len(chosen.unique()) > 0.7 * router.weight.shape[0]
+    # Of each router: its logits [N, experts] and the experts that it chose [N, k], of every call.
+    seen: dict[Any, list[tuple[torch.Tensor, torch.Tensor]]] = {router: [] for router in routers(oracle)}
+    for router, calls in seen.items():
+        router.register_forward_hook(lambda _, __, found, calls=calls: calls.append((found[0].float(), found[2])))
+    for tokens in sequences:
+        oracle(torch.tensor([tokens]))
+    for router, calls in seen.items():
+        assert min(float(margins(router, logits).min()) for logits, _ in calls) > SURE
+        assert len(torch.cat([chosen.flatten() for _, chosen in calls]).unique()) > 0.7 * router.weight.shape[0]
 
 
 def margins(router: Any, logits: torch.Tensor) -> torch.Tensor:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import transformers
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import AutoConfig
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import yarn_apply_mscale
 
 from baton.engine.model.config import ModelConfig
@@ -18,6 +18,7 @@ from tests.unit.model.test_config import VALUES, parsed
 
 FAMILIES = ("mixtral", "qwen3_moe", "deepseek_v2", "deepseek_v3")
 V2 = {"num_experts_per_tok": 2}  # it has no default
+for_model = AutoConfig.for_model
 
 
 def experts(family: str, **settings: Any) -> ExpertsConfig:
@@ -32,37 +33,27 @@ def latent(family: str, **settings: Any) -> LatentConfig:
     return found
 
 
-def oracle_config(family: str) -> Any:
-    return transformers.AutoConfig.for_model(family)
-
-
 def test_dense_families_have_neither():
     assert (parsed("llama").experts, parsed("qwen3").latent) == (None, None)
     assert (parsed("qwen3_moe").latent, parsed("llama").kv_tensors) == (None, ("k", "v"))
 
 
-def test_defaults_of_mixtral():
-    theirs, config = oracle_config("mixtral"), parsed("mixtral", max_position_embeddings=...)
-    found = experts("mixtral")
-    assert (found.count, found.per_token) == (theirs.num_local_experts, theirs.num_experts_per_tok)
-    assert (found.inner, found.normalised, found.sparse) == (96, True, (True,) * 3)
-    assert config.rope.theta == theirs.rope_parameters["rope_theta"] == 1e6
-    assert config.norm_eps == theirs.rms_norm_eps == 1e-5
+@pytest.mark.parametrize(
+    ("family", "name", "inner"), [("mixtral", "num_local_experts", 96), ("qwen3_moe", "num_experts", 768)]
+)
+def test_defaults_of_mixtral_and_qwen3_moe(family: str, name: str, inner: int):
+    theirs, config, found = for_model(family), parsed(family, max_position_embeddings=...), experts(family)
+    assert (found.count, found.per_token) == (getattr(theirs, name), theirs.num_experts_per_tok)
+    assert (found.inner, found.sparse) == (inner, (True,) * 3)
+    assert found.normalised is getattr(theirs, "norm_topk_prob", True)
+    assert (config.rope.theta, config.norm_eps) == (theirs.rope_parameters["rope_theta"], theirs.rms_norm_eps)
     assert (config.max_positions, config.kv_heads) == (theirs.max_position_embeddings, theirs.num_key_value_heads)
-
-
-def test_defaults_of_qwen3_moe():
-    theirs, config = oracle_config("qwen3_moe"), parsed("qwen3_moe", max_position_embeddings=...)
-    found = experts("qwen3_moe")
-    assert (found.count, found.per_token) == (theirs.num_experts, theirs.num_experts_per_tok)
-    assert (found.inner, found.normalised) == (theirs.moe_intermediate_size, theirs.norm_topk_prob)
-    assert (config.max_positions, config.kv_heads) == (theirs.max_position_embeddings, theirs.num_key_value_heads)
-    assert (config.head_dim, config.qk_norm, config.norm_eps) == (8, True, theirs.rms_norm_eps)
+    assert (config.head_dim, config.qk_norm) == (8, family == "qwen3_moe")
 
 
 @pytest.mark.parametrize("family", ["deepseek_v2", "deepseek_v3"])
 def test_defaults_of_deepseek(family: str):
-    theirs, config = oracle_config(family), parsed(family, **V2, max_position_embeddings=..., n_group=1, topk_group=1)
+    theirs, config = for_model(family), parsed(family, **V2, max_position_embeddings=..., n_group=1, topk_group=1)
     found, widths = experts(family, **V2), latent(family)
     assert (found.count, found.inner) == (theirs.n_routed_experts, theirs.moe_intermediate_size)
     assert found.shared_inner == theirs.n_shared_experts * theirs.moe_intermediate_size
@@ -76,8 +67,7 @@ def test_defaults_of_deepseek(family: str):
 
 
 def test_groups_of_deepseek_v3():
-    theirs = oracle_config("deepseek_v3")
-    found = experts("deepseek_v3")
+    theirs, found = for_model("deepseek_v3"), experts("deepseek_v3")
     assert (found.groups, found.best_groups, found.per_token) == (8, 4, 8)
     assert (theirs.n_group, theirs.topk_group, theirs.num_experts_per_tok) == (8, 4, 8)
     assert (experts("deepseek_v2", **V2, n_group=8, topk_group=3).groups) == 1  # greedy has none

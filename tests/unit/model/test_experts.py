@@ -76,7 +76,6 @@ ROWS = 9
 
 
 def choices() -> dict[str, torch.Tensor]:
-    """Experts of each of 9 rows, out of 8."""
     generator = torch.Generator().manual_seed(3)
     every = torch.stack([torch.randperm(8, generator=generator)[:3] for _ in range(ROWS)])
     return {

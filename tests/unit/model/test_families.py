@@ -18,6 +18,11 @@ def rope(**parameters: Any) -> dict[str, Any]:
     return {"rope_parameters": {"rope_theta": 10000.0, **parameters}}
 
 
+def window(size: int) -> dict[str, Any]:
+    return {"use_sliding_window": True, "sliding_window": size}
+
+
+ALTERNATING = ["sliding_attention", "full_attention"]
 VARIANTS: dict[str, Variant] = {
     "llama": Variant("llama", {}),
     "llama-all-heads": Variant("llama", {"num_key_value_heads": 4, "rms_norm_eps": 1e-3, "hidden_act": "gelu"}),
@@ -35,19 +40,11 @@ VARIANTS: dict[str, Variant] = {
     "mistral-window-1": Variant("mistral", {"sliding_window": 1}),
     "mistral-no-window": Variant("mistral", {"sliding_window": None, "head_dim": 16}),
     "qwen2": Variant("qwen2", {}),
-    "qwen2-window": Variant("qwen2", {"use_sliding_window": True, "sliding_window": 40, "max_window_layers": 1}),
+    "qwen2-window": Variant("qwen2", {"max_window_layers": 1, **window(40)}),
     "qwen2-window-off": Variant("qwen2", {"use_sliding_window": False, "sliding_window": 40, "max_window_layers": 0}),
     "qwen3": Variant("qwen3", {"head_dim": 32}),
     "qwen3-biases": Variant("qwen3", {"head_dim": 16, "attention_bias": True, "tie_word_embeddings": True}),
-    "qwen3-layer-types": Variant(
-        "qwen3",
-        {
-            "head_dim": 16,
-            "use_sliding_window": True,
-            "sliding_window": 30,
-            "layer_types": ["sliding_attention", "full_attention"],
-        },
-    ),
+    "qwen3-layer-types": Variant("qwen3", {"head_dim": 16, "layer_types": ALTERNATING, **window(30)}),
 }
 
 

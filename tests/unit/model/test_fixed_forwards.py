@@ -13,7 +13,7 @@ from baton.engine.kernels.cpu.ops import CpuKernels
 from baton.engine.kernels.cpu.profile import Choice, Profile
 from baton.engine.kernels.paged import PagedAttention
 from baton.engine.kernels.plain import TorchKernels
-from baton.engine.model import build, moe
+from baton.engine.model import build
 from baton.engine.model.build import load_model
 from baton.engine.selfcheck import FixedRow, check_fixed, fixed_batch
 from tests.support.compiled_kernels import compiled_or_skip
@@ -26,18 +26,12 @@ from tests.unit.model.test_latent import VARIANTS as LATENT
 SHAPES = FixedShapes(2, 32)
 FIRST, LAST = 32, 180  # starts of passes
 FAMILIES = {
-    "llama": DENSE["llama"],
-    "llama-odd-heads": DENSE["llama-one-kv-head"],
+    **{name: DENSE[name] for name in ("llama", "llama-one-kv-head", "mistral", "mistral-window-1", "qwen3")},
     "llama-wide-heads": Variant("llama", {"head_dim": 128, "num_key_value_heads": 1}),
-    "mistral-window": DENSE["mistral"],
-    "mistral-window-1": DENSE["mistral-window-1"],
     "mistral-window-100": Variant("mistral", {"sliding_window": 100}),
-    "qwen3": DENSE["qwen3"],
     "qwen3-window": DENSE["qwen3-layer-types"],
-    "mixtral": SPARSE["mixtral"],
-    "qwen3_moe": SPARSE["qwen3_moe-many"],
-    "deepseek_v2": LATENT["v2"],
-    "deepseek_v3": LATENT["v3"],
+    **{name: SPARSE[name] for name in ("mixtral", "qwen3_moe-many")},
+    **{name: LATENT[name] for name in ("v2", "v3")},
 }
 PROFILES = {
     "flat": Profile(static=Choice(1 << 20, tall=True)),
@@ -106,22 +100,13 @@ def test_bits_depend_on_the_position_alone(family, dtype, kernels, threads, tmp_
         assert check_fixed(backend, shapes) == ""
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral-window"])
+@pytest.mark.parametrize("family", ["llama", "mistral"])
 def test_the_check_finds_attention_that_varies(family, tmp_path, monkeypatch, seed):
     backend = model(tmp_path, family, torch.float32, "torch", monkeypatch)
     assert check_fixed(backend, SHAPES) == ""
     monkeypatch.setattr(plain, "SteadyAttention", PagedAttention)
     assert differing(backend, seed)
     assert "in a verify pass that begins" in check_fixed(backend, SHAPES)
-
-
-def test_the_check_finds_experts_that_see_how_many_rows_chose_them(tmp_path, monkeypatch):
-    backend = model(tmp_path, "mixtral", torch.float32, "tall", monkeypatch)
-    assert check_fixed(backend, SHAPES) == ""
-    for layer in backend.model.layers:
-        assert isinstance(layer.feed_forward, moe.SparseMLP)
-        layer.feed_forward.experts.by_row = layer.feed_forward.experts.members
-    assert "have other" in check_fixed(backend, SHAPES)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -17,7 +17,9 @@ from baton.engine.kernels.base import BlockCopy
 from baton.engine.kernels.cpu.blocks import CompiledBlockCopy
 from baton.engine.kernels.cpu.build import load_library
 from baton.engine.kv import KVCache
+from baton.engine.tp.cache import ShardedCache
 from tests.support.compiled_kernels import compiled_or_skip
+from tests.unit.tp.support import GQA, poisoned
 
 Copier = Callable[[], BlockCopy | None]
 
@@ -61,14 +63,6 @@ def row_by_row(kv: KVCache, layers: range, blocks: list[int], begin: int, end: i
     return torch.cat(rows).view(torch.uint8)
 
 
-def test_shape_and_size():
-    kv = KVCache(LAYOUT, 7)
-    assert kv.k.shape == kv.v.shape == (3, 7, 5, 2, 4)
-    assert kv.k.dtype == torch.bfloat16
-    assert 7 * LAYOUT.block_bytes == 2 * kv.k.nbytes == 3 * 7 * 5 * LAYOUT.layer_token_bytes
-    assert kv.mark() is None  # nothing on a CPU is under way
-
-
 @st.composite
 def sequences(draw: st.DrawFn):
     layout = KVLayout(
@@ -85,7 +79,6 @@ def sequences(draw: st.DrawFn):
 
 
 def holding(data: st.DataObject, layout: KVLayout, copier: Copier, *, fill: bool) -> tuple[KVCache, list[int]]:
-    """A cache with blocks of any size, and room in it for TOTAL positions, scattered."""
     layout = replace(layout, block_size=data.draw(st.integers(1, TOTAL + 3), "block size"))
     due = layout.blocks_for(TOTAL)
     kv = numbered(layout, due + 2, copier()) if fill else KVCache(layout, due + 2, copy=copier())
@@ -129,43 +122,52 @@ def test_a_view_with_strides_is_gathered_as_its_elements(copier: Copier):
     assert torch.equal(whole.k[:, :, :, [0, 3]], others)
 
 
-@COPIES
-def test_no_layers_are_nothing(copier: Copier):
-    kv = numbered(copy=copier())
-    kv.gather(range(0), [1], 0, 5, torch.empty(0, dtype=torch.uint8))
-    kv.scatter(range(0), [1], 0, 5, torch.empty(0, dtype=torch.uint8))
+@pytest.fixture(params=["torch", "compiled", "ranks"])
+def any_kind(request: pytest.FixtureRequest) -> KVCache:
+    """A cache by torch, by the compiled kernel, or divided among ranks."""
+    if request.param == "ranks":
+        return poisoned(GQA, 4, 7)
+    return numbered(GQA, copy=compiled() if request.param == "compiled" else None)
+
+
+def bits(kv: KVCache) -> list[list[int]]:
+    caches = kv.ranks if isinstance(kv, ShardedCache) else [kv]
+    return [tensor.flatten().view(torch.int32).tolist() for cache in caches for tensor in cache.tensors]
 
 
 @pytest.mark.parametrize("data", [torch.empty(159, dtype=torch.uint8), torch.empty(160), torch.empty(0)])
-def test_wrong_buffer(data: torch.Tensor):
-    with pytest.raises(ValueError, match="need uint8"):
-        numbered().gather(range(1), [0], 0, 5, data)
-    with pytest.raises(ValueError, match="need uint8"):
-        numbered().scatter(range(1), [0], 0, 5, data)
+def test_wrong_buffer(any_kind: KVCache, data: torch.Tensor):
+    for call in (any_kind.gather, any_kind.scatter):
+        with pytest.raises(ValueError, match="need uint8"):
+            call(range(1), [0], 0, 4, data)
 
 
 @pytest.mark.parametrize(
     ("layers", "blocks", "begin", "end"),
     [
-        (range(2, 4), [0], 0, 5),
-        (range(-1, 1), [0], 0, 5),
-        (range(1), [7], 0, 5),
-        (range(1), [-1, 3], 4, 6),
-        (range(1), [3, -1], 4, 6),
-        (range(1), [0, 1], 5, 11),
+        (range(4, 6), [0], 0, 4),
+        (range(-1, 1), [0], 0, 4),
+        (range(1), [7], 0, 4),
+        (range(1), [-1, 3], 3, 5),
+        (range(1), [3, -1], 3, 5),
+        (range(1), [0, 1], 5, 9),
         (range(1), [0, 1], -1, 3),
         (range(1), [], 0, 1),
     ],
 )
-@COPIES
-def test_out_of_range(copier: Copier, layers: range, blocks: list[int], begin: int, end: int):
-    kv = numbered(copy=copier())
-    data = buffer(kv, layers, end - begin)
-    before = kv.k.clone()
-    for call in (kv.gather, kv.scatter):
+def test_out_of_range_touches_nothing(any_kind: KVCache, layers: range, blocks: list[int], begin: int, end: int):
+    data, before = buffer(any_kind, layers, end - begin), bits(any_kind)
+    for call in (any_kind.gather, any_kind.scatter):
         with pytest.raises(IndexError, match="out of range"):
             call(layers, blocks, begin, end, data)
-    assert torch.equal(kv.k, before)
+    assert bits(any_kind) == before
+
+
+def test_no_layers_are_nothing(any_kind):
+    before = bits(any_kind)
+    assert gathered(any_kind, range(2, 2), [1], 0, 4).numel() == 0
+    any_kind.scatter(range(0), [1], 0, 4, torch.empty(0, dtype=torch.uint8))
+    assert bits(any_kind) == before
 
 
 def test_blocks_that_hold_none_of_the_positions_need_not_be_there():

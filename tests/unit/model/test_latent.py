@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -14,32 +13,15 @@ from baton.engine.model.build import TransformerBackend, load_model
 from baton.engine.model.deepseek import LatentAttention
 from baton.errors import CheckpointError
 from kvtransfer.plan import Progress
+from tests.unit.model import harness
 from tests.unit.model.checkpoints import edit_tensors
-from tests.unit.model.harness import (
-    Row,
-    Variant,
-    check_bfloat16,
-    check_generate,
-    check_logits,
-    make_batch,
-    poisoned_cache,
-    prompts,
-)
+from tests.unit.model.harness import Row, Variant, make_batch, poisoned_cache, prompts
 
 NEW = 16
 LENGTHS = (1, 2, 16, 17, 33, 64, 90, 150)
-SHAPE = {
-    "num_key_value_heads": 4,
-    "kv_lora_rank": 32,
-    "qk_nope_head_dim": 12,
-    "qk_rope_head_dim": 8,
-    "v_head_dim": 16,
-    "num_hidden_layers": 3,
-    "moe_intermediate_size": 24,
-    "n_routed_experts": 8,
-    "num_experts_per_tok": 3,
-    "first_k_dense_replace": 1,
-}
+SHAPE = {"num_key_value_heads": 4, "kv_lora_rank": 32, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 16}
+SHAPE |= {"num_hidden_layers": 3, "moe_intermediate_size": 24, "n_routed_experts": 8, "num_experts_per_tok": 3}
+SHAPE |= {"first_k_dense_replace": 1}
 LITE = SHAPE | {"q_lora_rank": None}
 V2 = SHAPE | {"q_lora_rank": 20, "topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2}
 V3 = SHAPE | {"q_lora_rank": 20, "n_group": 4, "topk_group": 2}
@@ -70,17 +52,17 @@ VARIANTS: dict[str, Variant] = {
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_equals_transformers(variant: str, tmp_path: Path, seed: int):
-    check_logits(VARIANTS[variant], tmp_path, LENGTHS, NEW, seed)
+    harness.check_logits(VARIANTS[variant], tmp_path, LENGTHS, NEW, seed)
 
 
 @pytest.mark.parametrize("variant", ["v2-lite", "v2", "v3"])
 def test_equals_generate(variant: str, tmp_path: Path, seed: int):
-    check_generate(VARIANTS[variant], tmp_path, (16, 64), NEW, seed)
+    harness.check_generate(VARIANTS[variant], tmp_path, (16, 64), NEW, seed)
 
 
 @pytest.mark.parametrize("variant", ["v2-lite", "v2", "v3", "v3-dense"])
 def test_bfloat16_is_as_good_as_transformers(variant: str, tmp_path: Path, seed: int):
-    check_bfloat16(VARIANTS[variant], tmp_path, LENGTHS, NEW, seed)
+    harness.check_bfloat16(VARIANTS[variant], tmp_path, LENGTHS, NEW, seed)
 
 
 def test_one_vector_per_token_and_layer_is_cached(tmp_path: Path):
@@ -126,28 +108,22 @@ def test_handed_over(variant: str, frame_size: int, tmp_path: Path):
     assert here.tokens[len(prompt) :] == logits[len(prompt) - 1 : -1].argmax(-1).tolist()
 
 
-def test_expanded_and_absorbed_agree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_expanded_and_absorbed_agree(tmp_path: Path):
     """A prompt without a past is computed with keys and values per head, any other batch over latent rows."""
     VARIANTS["v3"].write(tmp_path)
-    backend, [prompt], used = load_model(tmp_path), prompts((64,)), list[str]()
-
-    def note(name: str, method: Callable[..., torch.Tensor]) -> None:
-        def noted(*args: Any) -> torch.Tensor:
-            used.append(name)
-            return method(*args)
-
-        monkeypatch.setattr(LatentAttention, name, noted)
-
-    note("_absorbed", LatentAttention._absorbed)
-    note("_expanded", LatentAttention._expanded)
-    kv = poisoned_cache(backend, 8)
-    whole = advance(backend, kv, Row(list(prompt), 0, blocks=[0, 1, 2, 3]), len(prompt))
-    assert set(used) == {"_expanded"}
-    used.clear()
-    row = Row(list(prompt), 0, blocks=[4, 5, 6, 7])
-    advance(backend, kv, row, 1)
-    pieces = advance(backend, kv, row, len(prompt) - 1)
-    assert set(used) == {"_absorbed"}
+    backend, [prompt] = load_model(tmp_path), prompts((64,))
+    kv, row = poisoned_cache(backend, 8), Row(list(prompt), 0, blocks=[4, 5, 6, 7])
+    absorbed, expanded = (
+        patch.object(LatentAttention, name, autospec=True, side_effect=getattr(LatentAttention, name))
+        for name in ("_absorbed", "_expanded")
+    )
+    with absorbed as other, expanded as used:
+        whole = advance(backend, kv, Row(list(prompt), 0, blocks=[0, 1, 2, 3]), len(prompt))
+        assert used.called > other.called
+    with absorbed as used, expanded as other:
+        advance(backend, kv, row, 1)
+        pieces = advance(backend, kv, row, len(prompt) - 1)
+        assert used.called > other.called
     torch.testing.assert_close(whole, pieces, atol=1e-4, rtol=0)
 
 

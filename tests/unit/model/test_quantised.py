@@ -74,10 +74,3 @@ def test_by_tensors(tensors: dict[str, torch.Tensor], method: str, tmp_path: Pat
 def test_others_are_not(dtype: str):
     names = ("model.norm.weight", "lm_head.weight", "model.layers.0.mlp.gate.e_score_correction_bias", "a.inv_freq")
     assert quantised_as(dict.fromkeys(names, dtype)) is None
-
-
-def test_gguf_is_named(tmp_path: Path):
-    folder_with(tmp_path, {"a": SCALE})
-    (tmp_path / "model.safetensors").rename(tmp_path / "tiny-Q4_K_M.gguf")
-    with pytest.raises(CheckpointError, match=r"tiny-Q4_K_M\.gguf: only safetensors are loaded \(GGUF: most are quant"):
-        load_model(tmp_path)

@@ -12,6 +12,8 @@ from baton.errors import CheckpointError
 from tests.unit.model.checkpoints import HIDDEN, VOCAB, edit_config, edit_tensors, random_checkpoint
 from tests.unit.model.thinking import SETTINGS, thinking_checkpoint
 
+WITHOUT_CHUNKS = {name: value for name, value in SETTINGS.items() if name != "chunk_size"}
+
 
 @pytest.fixture
 def folder(tmp_path):
@@ -27,30 +29,23 @@ def test_the_form(folder):
 
 
 @pytest.mark.parametrize(
-    ("changed", "named"),
+    ("settings", "named"),
     [
-        ({"chunk_size": 0}, "chunk_size must be a whole number from 1 to 1024, got 0"),
-        ({"chunk_size": ...}, "chunk_size is missing"),
-        ({"input_layer": 5}, "input_layer must be a whole number from 1 to 4, got 5"),
-        ({"input_layer": 3, "output_layer": 2}, "output_layer must be a whole number from 3 to 4, got 2"),
-        ({"max_thought_tokens": "8"}, "max_thought_tokens must be a whole number"),
-        ({"eos_token_id": VOCAB}, f"eos_token_id must be a whole number from 0 to {VOCAB - 1}"),
-        ({"bos_token_id": -1}, "bos_token_id"),
-        ({"chunksize": 4}, "chunksize is not known"),
+        (SETTINGS | {"chunk_size": 0}, "chunk_size must be a whole number from 1 to 1024, got 0"),
+        (WITHOUT_CHUNKS, "chunk_size is missing"),
+        (SETTINGS | {"input_layer": 5}, "input_layer must be a whole number from 1 to 4, got 5"),
+        (SETTINGS | {"input_layer": 3, "output_layer": 2}, "output_layer must be a whole number from 3 to 4, got 2"),
+        (SETTINGS | {"max_thought_tokens": "8"}, "max_thought_tokens must be a whole number"),
+        (SETTINGS | {"eos_token_id": VOCAB}, f"eos_token_id must be a whole number from 0 to {VOCAB - 1}"),
+        (SETTINGS | {"bos_token_id": -1}, "bos_token_id"),
+        (SETTINGS | {"chunksize": 4}, "chunksize is not known"),
+        (4, "thinking must be an object"),
+        (..., r"unexpected tensors: compression\.block"),
     ],
 )
-def test_wrong_settings(folder, changed, named):
-    edit_config(folder, thinking={name: value for name, value in (SETTINGS | changed).items() if value is not ...})
-    with pytest.raises(CheckpointError, match=f"thinking: {named}"):
-        load_model(folder)
-
-
-@pytest.mark.parametrize(
-    ("value", "message"), [(4, "thinking must be an object"), (..., r"unexpected tensors: compression\.block")]
-)
-def test_without_settings(folder, value, message):
-    edit_config(folder, thinking=value)
-    with pytest.raises(CheckpointError, match=message):
+def test_wrong_settings(folder, settings, named):
+    edit_config(folder, thinking=settings)
+    with pytest.raises(CheckpointError, match=named):
         load_model(folder)
 
 
@@ -62,17 +57,15 @@ def test_other_models_are_refused(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "name",
-    ["thinking.lm_head.weight", "thinking.block.mlp.up_proj.weight", "compression.block.self_attn.q_proj.weight"],
+    "name", ["thinking.lm_head", "thinking.block.mlp.up_proj", "compression.block.self_attn.q_proj"]
 )
 def test_weights_that_are_missing_or_of_another_shape(folder, name):
-    for change, message in (
-        (lambda t: t.update({name: torch.zeros(3, 5)}), "has shape"),
-        (lambda t: t.pop(name), "is missing"),
-    ):
-        edit_tensors(folder, change)
-        with pytest.raises(CheckpointError, match=f"{name} {message}"):
-            load_model(folder)
+    edit_tensors(folder, lambda tensors: tensors.update({f"{name}.weight": torch.zeros(3, 5)}))
+    with pytest.raises(CheckpointError, match=f"{name}.weight has shape"):
+        load_model(folder)
+    edit_tensors(folder, lambda tensors: tensors.pop(f"{name}.weight"))
+    with pytest.raises(CheckpointError, match=f"{name}.weight is missing"):
+        load_model(folder)
 
 
 def test_states_have_one_shape_and_are_kept(folder):

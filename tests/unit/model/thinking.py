@@ -13,15 +13,8 @@ from safetensors.torch import load_file, save_file
 from tests.unit.model.checkpoints import HIDDEN, VOCAB, edit_config, random_checkpoint
 
 LAYERS = 4
-SETTINGS: dict[str, int] = {
-    "chunk_size": 4,
-    "input_layer": 1,
-    "output_layer": 3,
-    "max_thought_tokens": 3,
-    "bos_token_id": 5,
-    "eos_token_id": 6,
-    "pad_token_id": 7,
-}
+SETTINGS: dict[str, int] = {"chunk_size": 4, "input_layer": 1, "output_layer": 3, "max_thought_tokens": 3}
+SETTINGS |= {"bos_token_id": 5, "eos_token_id": 6, "pad_token_id": 7}
 _BLOCKS = {LAYERS: "thinking.block", LAYERS + 1: "compression.block"}
 
 

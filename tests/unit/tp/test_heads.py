@@ -44,9 +44,7 @@ def test_what_each_rank_holds(kv_heads: int, size: int) -> None:
 
 @settings(max_examples=200)
 @given(sizes, sizes, st.integers(1, 40), st.sampled_from([LATENT, 2, 4, 8, 16, 24]))
-def test_each_head_of_each_layer_arrives_once_at_all_that_hold_it(
-    sender: int, receiver: int, layers: int, kv_heads: int
-) -> None:
+def test_each_head_of_each_layer_arrives_once_at_all_that_hold_it(sender, receiver, layers, kv_heads) -> None:
     moves = rectangles(layers, kv_heads, sender, receiver)
     arrived = Counter((move.receiver_rank, cell) for move in moves for cell in cells(move))
     held = {rank: held_by_definition(kv_heads, receiver, rank) for rank in range(receiver)}
@@ -59,17 +57,14 @@ def test_each_head_of_each_layer_arrives_once_at_all_that_hold_it(
 
 @settings(max_examples=200)
 @given(sizes, sizes, st.integers(1, 40), st.sampled_from([LATENT, 2, 4, 8]))
-def test_a_head_of_a_layer_is_read_once_whoever_takes_it(
-    sender: int, receiver: int, layers: int, kv_heads: int
-) -> None:
+def test_a_head_of_a_layer_is_read_once_whoever_takes_it(sender, receiver, layers, kv_heads) -> None:
     """The wire has it once: it is the composition of what the sender reads and of what the receiver writes."""
     reads, writes = rectangles(layers, kv_heads, sender, 1), rectangles(layers, kv_heads, 1, receiver)
     read = Counter(cell for move in reads for cell in cells(move))
     assert read == dict.fromkeys(itertools.product(range(layers), range(kv_heads)), 1)
     composed = {(a.sender_rank, b.receiver_rank): cells(a) & cells(b) for a, b in itertools.product(reads, writes)}
-    direct = {
-        (move.sender_rank, move.receiver_rank): cells(move) for move in rectangles(layers, kv_heads, sender, receiver)
-    }
+    moves = rectangles(layers, kv_heads, sender, receiver)
+    direct = {(move.sender_rank, move.receiver_rank): cells(move) for move in moves}
     assert direct == {pair: both for pair, both in composed.items() if both}
 
 
@@ -112,9 +107,10 @@ def test_replicas_share_the_layers_of_their_head(layers: int, kv_heads: int, siz
     ],
 )
 def test_what_no_ranks_can_hold_is_refused_with_both_numbers(kv_heads: int, size: int, why: str) -> None:
-    with pytest.raises(ConfigError, match=why):
-        Heads(kv_heads, size)
-    with pytest.raises(ConfigError, match=why):
-        rectangles(2, kv_heads, 1, size)
-    with pytest.raises(ConfigError, match=why):
-        rectangles(2, kv_heads, size, 1)
+    for call, *arguments in (
+        (Heads, kv_heads, size),
+        (rectangles, 2, kv_heads, 1, size),
+        (rectangles, 2, kv_heads, size, 1),
+    ):
+        with pytest.raises(ConfigError, match=why):
+            call(*arguments)

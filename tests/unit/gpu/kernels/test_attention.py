@@ -34,16 +34,14 @@ def decoded(case, splits, *, window=None, unified=None, safe_range=60.0, tiles=T
     pieces = Pieces.empty(len(case.places[2]), heads, splits, case.value_dim, case.out.device)
     for part in pieces:
         part.fill_(float("nan"))
-    options = {"scale": dim**-0.5, "window": window, "unified": unified, "safe_range": safe_range}
-    memory = (*case.places, case.out, pieces, tiles)
-    decode_attention(case.query, case.keys, case.values, *memory, **options)
+    memory = (case.keys, case.values, *case.places, case.out, pieces, tiles)
+    decode_attention(case.query, *memory, scale=dim**-0.5, window=window, unified=unified, safe_range=safe_range)
     return case.out, pieces
 
 
 def prefilled(case, longest, *, window=None, tiles=TILES):
-    options = {"longest_query": longest, "scale": case.query.shape[2] ** -0.5, "window": window}
-    memory = (*case.places, case.out, tiles)
-    prefill_attention(case.query, case.keys, case.values, *memory, **options)
+    memory = (case.keys, case.values, *case.places, case.out, tiles)
+    prefill_attention(case.query, *memory, longest_query=longest, scale=case.query.shape[2] ** -0.5, window=window)
     return case.out
 
 
@@ -55,7 +53,7 @@ def close(found, expected):
 @pytest.mark.parametrize("splits", [1, 2, 8])
 def test_decode_at_the_edges_of_blocks_tiles_and_splits(splits, device, dtype, seed):
     contexts = [1, 4, 5, 16, 17, 33]  # with 8 splits, most of them have empty ones
-    case = Drawn(seed, device, dtype, [1] * len(contexts), contexts, heads=2)
+    case = Drawn(seed, device, dtype, [1] * len(contexts), contexts, heads=2, kv_heads=1)
     found, pieces = decoded(case, splits)
     close(found, case.expected)
     empty = pieces.bases == float("-inf")
@@ -76,10 +74,9 @@ def test_groups_and_head_sizes(heads, kv_heads, dim, value_dim, device, dtype, s
     close(prefilled(chunk, 9), chunk.expected)
 
 
-@pytest.mark.parametrize("window", [1, 5, 16, 1000])
-@pytest.mark.parametrize("splits", [1, 4])
+@pytest.mark.parametrize(("window", "splits"), [(1, 4), (5, 1), (5, 4), (16, 4), (1000, 1)])
 def test_decode_window(window, splits, device, dtype, seed):
-    case = Drawn(seed, device, dtype, [1] * 3, [1, 5, 37], heads=2, window=window)
+    case = Drawn(seed, device, dtype, [1] * 3, [1, 5, 37], heads=2, kv_heads=1, window=window)
     close(decoded(case, splits, window=window)[0], case.expected)
 
 
@@ -115,10 +112,9 @@ def test_without_the_fallback_the_loud_row_is_lost(device, seed):
     assert not bool(torch.isfinite(found[1]).all())
 
 
-@pytest.mark.parametrize("window", [None, 1, 5, 1000])
-@pytest.mark.parametrize("rows", [16, 32])
+@pytest.mark.parametrize(("window", "rows"), [(None, 16), (None, 32), (1, 16), (5, 16), (5, 32), (1000, 32)])
 def test_prefill_over_a_prefix(window, rows, device, dtype, seed):
-    case = Drawn(seed, device, dtype, [2, 1, 7, 16, 33, 5], [2, 8, 7, 49, 40, 21], heads=2, window=window)
+    case = Drawn(seed, device, dtype, [2, 1, 7, 16, 33, 5], [2, 8, 7, 49, 40, 21], heads=2, kv_heads=1, window=window)
     found = prefilled(case, 33, window=window, tiles=TILES._replace(rows=rows))
     assert bool((found[2] == 7).all())  # the one new token is the decode kernel's
     found[2] = case.expected[2]

@@ -28,28 +28,19 @@ from tests.unit.model.thinking import thinking_checkpoint
 if TYPE_CHECKING:
     from baton.engine.backend import ModelBackend
 
-SHAPE: dict[str, Any] = {
-    "vocab_size": 97,
-    "hidden_size": 48,
-    "intermediate_size": 80,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 256,
-}
+SHAPE: dict[str, Any] = {"vocab_size": 97, "hidden_size": 48, "intermediate_size": 80, "max_position_embeddings": 256}
+SHAPE |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+ONE_GROUP = {"num_attention_heads": 2, "num_key_value_heads": 1}
+SMALLEST = ONE_GROUP | {"num_hidden_layers": 1, "hidden_size": 16, "intermediate_size": 16, "vocab_size": 17}
+SMALLEST |= {"max_position_embeddings": 100}
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"architectures": ["LlamaForCausalLM"], "tie_word_embeddings": True},
-    "mistral": {"architectures": ["MistralForCausalLM"], "sliding_window": 7},
-    "qwen3": {"architectures": ["Qwen3ForCausalLM"]},
+    "mistral": {"architectures": ["MistralForCausalLM"], "sliding_window": 7, **ONE_GROUP},
+    "qwen3": {"architectures": ["Qwen3ForCausalLM"], **ONE_GROUP},
 }
-
-
-SMALLEST: dict[str, Any] = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
 
 
 def both(family, device, **changed):
-    """The model on the reference kernels and on those under test, with equal weights."""
     kernels = GpuKernels.on(device) if device.type == "cuda" else GpuKernels(4)
     options = {"device": device, "dtype": "float32", "block_size": 4}
     return [
@@ -99,11 +90,18 @@ class Graphed:
         self.buckets: list[int | None] = []
 
     def make_cache(self, total_blocks):
-        kv = self.model.make_cache(total_blocks)
+        kv, scratch = self.model.make_cache(total_blocks), self.model.model.scratch
         self.graphs = DecodeGraphs(self.model, kv, max_rows=6, max_blocks=8)
-        self.graphs.capture(CudaCapture(kv.device) if kv.device.type == "cuda" else eager)
+        capture = CudaCapture(kv.device) if kv.device.type == "cuda" else eager
+
+        def watched(forward):
+            assert self.model.model.scratch is not scratch
+            return capture(forward)
+
+        self.graphs.capture(watched)
+        assert self.model.model.scratch is scratch
         assert bool((kv.k == 0).all())  # nothing is stored by capturing
-        self.backend = graphed(self.model, self.graphs)
+        self.kv, self.backend = kv, graphed(self.model, self.graphs)
         return kv
 
     def forward(self, batch, kv):
@@ -114,33 +112,17 @@ class Graphed:
 @pytest.mark.parametrize("sequences", [1, 3])
 def test_decode_steps_by_graphs(sequences, device, seed):
     """Batches that fill no bucket, in any order; what a padded row did would show as a NaN, or in another's KV."""
-    _, model = both("llama", device)
+    _, model = both("llama", device, **SMALLEST)
     prompts = [[7 + i] * (2 + 3 * i) for i in range(sequences)]
     with_graphs = Graphed(model)
     expected = greedy(model, prompts, 3, random.Random(seed))
     found = greedy(cast("ModelBackend", with_graphs), prompts, 3, random.Random(seed))
     assert set(with_graphs.buckets) & {1, 2, 4, 6}
     assert_equal_runs(found, expected, 1e-5)
-
-
-def test_scratch_of_the_graphs_is_not_the_models(device):
-    _, model = both("llama", device, **SMALLEST)
-    scratch = model.model.scratch
-    seen = []
-
-    def watched(forward):
-        seen.append(model.model.scratch)
-        return eager(forward)
-
-    kv = model.make_cache(4)
-    DecodeGraphs(model, kv, max_rows=2, max_blocks=4).capture(watched)
-    assert model.model.scratch is scratch
-    assert all(one is not scratch for one in seen)
-
-
-def test_without_a_gpu_there_are_no_graphs(device):
-    _, model = both("llama", torch.device("cpu")) if device.type == "cpu" else pytest.skip("there is a GPU")
-    assert graphs.with_graphs(model, model.make_cache(2), 2, 8) is model
+    batch = fixed_batch([FixedRow([1], 0, [0])], [0], 4, device)
+    assert with_graphs.graphs.bucket(batch, with_graphs.kv) is None, "a fixed batch takes no graph"
+    object.__setattr__(batch, "fixed", False)
+    assert with_graphs.graphs.bucket(batch, with_graphs.kv) == 1
 
 
 @pytest.mark.parametrize(("write", "captured"), [(random_checkpoint, True), (thinking_checkpoint, False)])
@@ -149,6 +131,7 @@ def test_a_model_that_thinks_is_not_captured(tmp_path, monkeypatch, write, captu
     write(tmp_path, "llama")
     model, made = load_model(tmp_path, block_size=8), Mock(return_value=Mock(sizes=()))
     kv = model.make_cache(2)
+    assert graphs.with_graphs(model, kv, 2, 8) is model, "not on a CPU"
     monkeypatch.setattr(model, "device", torch.device("cuda"))
     monkeypatch.setattr(type(model.model.kernels), "name", "triton")
     monkeypatch.setattr(graphs, "DecodeGraphs", made)
@@ -175,14 +158,3 @@ def test_what_attention_fixed_batches_take(window, device):
     assert isinstance(chosen, VarlenAttention) if window is None else chosen == attention._by_triton
     wide = torch.zeros(1, 256, 1, 576, dtype=torch.bfloat16, device=device)
     assert isinstance(attention._choose(wide, wide), SteadyAttention)
-
-
-def test_a_fixed_batch_takes_no_graph(device):
-    _, model = both("llama", device, **SMALLEST)
-    kv = model.make_cache(8)
-    graphs = DecodeGraphs(model, kv, max_rows=6, max_blocks=8)
-    graphs.capture(CudaCapture(kv.device) if kv.device.type == "cuda" else eager)
-    batch = fixed_batch([FixedRow([1], 0, [0])], [0], 4, device)
-    assert graphs.bucket(batch, kv) is None
-    object.__setattr__(batch, "fixed", False)
-    assert graphs.bucket(batch, kv) == 1
