@@ -21,10 +21,7 @@ from tests.support.waiting import eventually
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 CONFIG, SETS = "configs/local.yaml", (HANDED_OVER,)
 DEMO = Path(__file__).parents[2] / "models" / "demo"
-ANSWERS = {
-    "The color of dog": (4, " can vary widely", 3),
-    "What is the largest ocean?": (None, "Pacific Ocean", 2),
-}
+ANSWERS = {"The color of dog": (4, " can vary widely", 3), "What is the largest ocean?": (None, "Pacific Ocean", 2)}
 
 
 @pytest.fixture(scope="module")

@@ -13,10 +13,7 @@ from router.attempt import Attempt
 
 H = HandoffId("r", 1)
 FIRST, SECOND = Token(0, 5, ""), Token(1, 6, "")
-LAST_WORDS = {
-    "finish": events.finished(H, Finish(FinishReason.LENGTH)),
-    "preempted": events.preempted(H, "full"),
-}
+LAST_WORDS = {"finish": events.finished(H, Finish(FinishReason.LENGTH)), "preempted": events.preempted(H, "full")}
 
 
 @pytest.mark.parametrize("last", LAST_WORDS)
