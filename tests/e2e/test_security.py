@@ -63,23 +63,6 @@ def test_commands_bring_what_they_need(cluster, as_admin):
     assert json.loads(said.stdout)["usage"]["completion_tokens"] == 4
 
 
-@pytest.mark.parametrize("token", [None, TOKENS["alice"], WRONG_TOKEN])
-def test_status_is_for_admins(cluster, monkeypatch, token):
-    monkeypatch.delenv("BATON_TOKEN", raising=False)
-    if token:
-        monkeypatch.setenv("BATON_TOKEN", token)
-    done = cluster.home.baton("status", "--name", cluster.name)
-    assert done.returncode == 1
-    assert ("PermissionDenied" if token == TOKENS["alice"] else "Unauthenticated") in done.stderr
-
-
-def test_a_client_without_tls_or_with_another_ca(cluster, files):
-    for tls in (None, files / "other" / "ca.pem"):
-        client = Client(cluster.state().grpc, token=TOKENS["alice"], tls=tls, timeout=10.0, max_retries=0)
-        with client, pytest.raises(errors.NoWorker, match="cannot reach"):
-            client.models()
-
-
 @pytest.mark.parametrize("role", list(Role))
 def test_every_method_of_a_worker(cluster, files, role):
     """A certificate of the cluster's CA is all that it asks for, and nothing else gets anywhere."""
@@ -138,11 +121,3 @@ def test_the_life_of_a_request_is_in_the_logs(cluster, alice):
     whole = cluster.home.baton("logs", "--name", cluster.name, "--since", "10m", check=True).stdout.splitlines()
     processes = {json.loads(line)["process"] for line in whole}
     assert processes == {"supervisor", "redis", "router", "prefill-0", "decode-0"}
-
-
-def test_a_cluster_does_not_start_with_files_that_are_no_good(module_home, files):
-    sets = ("--set", "name=broken", "--set", f"security.tls={files / 'nowhere'}", "--set", "model.path=oracle")
-    done = module_home.baton("up", "-c", "configs/no-ray.yaml", *sets, "--detach")
-    assert done.returncode == 3
-    assert "security.tls.cert" in done.stderr
-    assert "cannot be read" in done.stderr

@@ -40,11 +40,8 @@ def test_a_file_loads_and_an_editor_finds_its_schema(file: Path, tmp_path: Path)
     assert problems(text) == []
 
 
-def test_the_schema_is_fresh_and_a_schema(tmp_path: Path):
+def test_the_schema_is_fresh_and_a_schema():
     assert not is_stale(), "run: make fmt"
-    (tmp_path / "schema.json").write_text(SCHEMA.read_text().replace("embedded", "enclosed", 1))
-    assert is_stale(tmp_path / "schema.json")
-    assert is_stale(tmp_path / "none.json")
     jsonschema.Draft7Validator.check_schema(tree)
     jsonschema.Draft202012Validator.check_schema(tree)
 

@@ -6,7 +6,7 @@ Pods are those that Kubernetes and KubeRay would make: KubeRay adds the labels t
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -121,9 +121,9 @@ def _probed(pod: Pod) -> Iterator[tuple[str, str | int]]:
             yield from ((kind, probe[how]["port"]) for how in ("grpc", "httpGet", "tcpSocket") if how in probe)
 
 
-def check_references(documents: list[Object], external: set[str]) -> Iterator[str]:
+def check_references(documents: list[Object], external: Collection[str] = ()) -> Iterator[str]:
     """What pods and scalers name is in the release, or `external`: `Secret/name` and the like."""
-    there = {who for who, _ in _named(documents)} | external
+    there = {*external, *(who for who, _ in _named(documents))}
     for pod in pods(documents):
         yield from (f"{pod.owner}: no {what}" for what in sorted(_needs(pod)) if what not in there)
         volumes = {volume["name"] for volume in pod.spec.get("volumes", [])}
@@ -197,3 +197,7 @@ def check_hardening(documents: list[Object]) -> Iterator[str]:
                 yield f"{who}: has no memory limit"
             if not re.search(r"@sha256:[0-9a-f]{64}$|:(?!latest$)[\w.-]+$", container["image"]):
                 yield f"{who}: the image {container['image']} is not pinned"
+
+
+Check = Callable[[list[Object]], Iterator[str]]
+CHECKS: tuple[Check, ...] = (check_selectors, check_ports, check_secrets, check_hardening)

@@ -65,78 +65,38 @@ def mutated(helm: Helm, tmp_path: Path) -> Callable[[str, str, str], Documents]:
 
     def render(file: str, right: str, wrong: str) -> Documents:
         chart = shutil.copytree(CHART, tmp_path / "chart")
-        text = (chart / file).read_text()
+        template = chart / "templates" / file
+        text = template.read_text()
         assert right in text, f"{file} has no {right!r} any more"
-        (chart / file).write_text(text.replace(right, wrong))
+        template.write_text(text.replace(right, wrong))
         return helm.render(CHART / "ci/autoscaling-values.yaml", chart=chart)
 
     return render
 
 
-def unreferenced(documents: Documents) -> Iterable[str]:
-    return check_references(documents, set())
+TEMPLATES: list[tuple[str, str, str, Callable[[Documents], Iterable[str]], str]] = [  # one of each check
+    ("router-services.yaml", '"component" "router"', '"component" "routers"', check_selectors, "selects no pod"),
+    ("raycluster.yaml", "grpc: {port: 50061}", "grpc: {port: 50062}", check_ports, "readinessProbe asks port 50062"),
+    ("redis.yaml", "kind: Secret", "kind: ConfigMap", check_references, "no Secret/one-baton-redis"),
+    ("_helpers.tpl", "$(REDIS_PASSWORD)", "hunter2", check_secrets, "a password in the clear: redis://:hunter2@"),
+    ("_pod.tpl", '(eq .component "head")', "true", check_hardening, "automountServiceAccountToken must be False"),
+    ("prometheusrule.yaml", "recoveries_total", "recovered_total", unknown_metrics, "baton_recovered_total"),
+]
 
 
-TEMPLATES: dict[str, tuple[str, str, str, Callable[[Documents], Iterable[str]], str]] = {  # one of each check
-    "selectors": (
-        "templates/router-services.yaml",
-        '"component" "router"',
-        '"component" "routers"',
-        check_selectors,
-        "Service/one-baton-router: selects no pod",
-    ),
-    "ports": (
-        "templates/raycluster.yaml",
-        "grpc: {port: 50061}",
-        "grpc: {port: 50062}",
-        check_ports,
-        "readinessProbe asks port 50062",
-    ),
-    "references": (
-        "templates/redis.yaml",
-        "kind: Secret",
-        "kind: ConfigMap",
-        unreferenced,
-        "no Secret/one-baton-redis",
-    ),
-    "secrets": (
-        "templates/_helpers.tpl",
-        "$(REDIS_PASSWORD)",
-        "hunter2",
-        check_secrets,
-        "a password in the clear: redis://:hunter2@",
-    ),
-    "hardening": (
-        "templates/_pod.tpl",
-        '(eq .component "head")',
-        "true",
-        check_hardening,
-        "automountServiceAccountToken must be False",
-    ),
-    "metrics": (
-        "templates/prometheusrule.yaml",
-        "baton_recoveries_total",
-        "baton_recovered_total",
-        unknown_metrics,
-        "baton_recovered_total",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", TEMPLATES)
-def test_mistakes_in_templates_are_caught(mutated, name: str):
-    file, right, wrong, check, says = TEMPLATES[name]
+@pytest.mark.parametrize(("file", "right", "wrong", "check", "says"), TEMPLATES, ids=[one[0] for one in TEMPLATES])
+def test_mistakes_in_templates_are_caught(mutated, file: str, right: str, wrong: str, check, says: str):
     found = list(check(mutated(file, right, wrong)))
     assert any(says in problem for problem in found), found
 
 
 def test_mistakes_in_fields_are_caught(mutated, schemas: Schemas):
-    documents = mutated("templates/raycluster.yaml", "readinessProbe:", "readynessProbe:")
+    documents = mutated("raycluster.yaml", "readinessProbe:", "readynessProbe:")
     found = [problem for document in documents for problem in schemas.problems(document)]
     assert any("'readynessProbe' was unexpected" in problem for problem in found), found
 
 
 def test_mistakes_in_the_cluster_file_are_caught(mutated, tmp_path: Path):
-    documents = mutated("templates/_config.tpl", 'listen: "0.0.0.0:50061"', 'listens: "0.0.0.0:50061"')
+    documents = mutated("_config.tpl", 'listen: "0.0.0.0:50061"', 'listens: "0.0.0.0:50061"')
     with pytest.raises(ConfigError, match=r"prefill\.listens"):
         load(documents, tmp_path)

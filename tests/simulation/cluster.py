@@ -240,9 +240,7 @@ class Cluster:
     def _allowed(self, client: Client) -> list[str]:
         """Whether the faults of the schedule can explain how a request ended."""
         struck, outcome = self.faults.struck, client.outcome
-        tight = (
-            self.plan.workers[0].transfer.staging_memory == 1
-        )  # a busy receiver refuses channels, at an attempt each
+        tight = self.plan.workers[0].transfer.staging_memory == 1  # a busy receiver refuses channels, an attempt each
         fine = {
             "finished": True,
             "left": client.ask.leaves_after is not None,

@@ -166,23 +166,10 @@ class WorkerHost:
         self._counter = counter
         self.process.run(self._build)
 
-    @property
-    def alive(self) -> bool:
-        return self.process.alive
-
     def _build(self) -> None:
         plan, clock, prefill = self.plan, LoopClock(), self.plan.role is Role.PREFILL
         ref = WorkerRef(plan.worker_id, Incarnation(1, self._counter), f"{plan.worker_id}:1")
-        self.engine = engine_of(
-            self.world,
-            self.name,
-            plan.blocks,
-            prefill=prefill,
-            batched=plan.batched,
-            running=plan.running,
-            shapes=plan.shapes,
-            strays=plan.strays,
-        )
+        self.engine = engine_of(self.world, self.name, plan)
         self.info = WorkerInfo(
             ref,
             plan.role,
