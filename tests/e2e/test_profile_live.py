@@ -16,7 +16,7 @@ ORACLE = ("model.path=oracle", "model.max_model_len=640")
 def test_a_running_cluster_becomes_a_profile_that_a_plan_is_made_with(home, tmp_path):
     file = tmp_path / "here.json"
     with home.cluster("configs/no-ray.yaml", *ORACLE) as running:
-        home.baton("profile", "--live", file, "--seconds", 1, check=True)
+        home.baton("profile", "--live", file, "--seconds", 5, check=True)
         info = running.status()["workers"][0]["info"]
     found = load_profile(str(file))
     (layout,) = found.layouts
@@ -38,7 +38,7 @@ def test_workers_that_do_both_show_what_they_cost_each_other(home, tmp_path):
     file = tmp_path / "here.json"
     with home.cluster("configs/no-ray.yaml", *ORACLE, "mode=colocated", "decode.replicas=1") as running:
         assert len(running.status()["workers"]) == 2
-        home.baton("profile", "--live", file, "--seconds", 1, check=True)
+        home.baton("profile", "--live", file, "--seconds", 5, check=True)
     (layout,) = load_profile(str(file)).layouts
     assert layout.host_workers == 2
     assert layout.beside_decode is not None

@@ -64,21 +64,21 @@ def test_every_key_is_in_the_schema_and_described():
     assert [key for key, is_described in found.items() if not is_described] == []
 
 
-RIGHT = [
-    "prefill: {kv_memory: auto}",
-    "prefill: {kv_memory: 64MiB}",
-    "decode: {kv_memory: 1.5 GB}",
-    "decode: {kv_memory: 4096}",
-    "model: {path: 'hf:Qwen/Qwen3-0.6B@main', max_model_len: auto}",
-    "model: {path: hfolder}",
-    "thinking: {prefill: off}",
-    "redis: {url: 'rediss://user:secret@host:6379/0'}",
-    "security: {allow_insecure: true}",
-    "security: {allow_insecure: [router.metrics]}",
-    "router: {http: null, tenants: {a: 2}}",
-    "prefill: {autoscale: {min: 1, max: 4}, node_labels: {pool: prefill}}",
-    "decode: {advertise: '[::1]'}",
-]
+RIGHT = """
+prefill: {kv_memory: auto, autoscale: {min: 1, max: 4}, node_labels: {pool: prefill}}
+decode: {kv_memory: 1.5 GB, advertise: '[::1]'}
+thinking: {prefill: off}
+security: {allow_insecure: true}
+---
+prefill: {kv_memory: 64MiB}
+decode: {kv_memory: 4096}
+model: {path: 'hf:Qwen/Qwen3-0.6B@main', max_model_len: auto}
+security: {allow_insecure: [router.metrics]}
+---
+model: {path: hfolder}
+redis: {url: 'rediss://user:secret@host:6379/0'}
+router: {http: null, tenants: {a: 2}}
+""".split("---")
 
 
 @pytest.mark.parametrize("text", RIGHT)

@@ -58,7 +58,6 @@ def test_the_builder_is_given_what_it_needs_and_no_more():
 
 
 def ask(linter: str, *args: str, text: str) -> str:
-    """What a linter says of `text`."""
     program = Path(sys.executable).parent / linter
     if not program.exists():
         pytest.skip(f"{linter} is not here; where it has a wheel, make setup installs it")

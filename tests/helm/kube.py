@@ -50,7 +50,6 @@ class Cluster:
     _revisions: itertools.count[int] = field(default_factory=lambda: itertools.count(1))
 
     def of_kind(self, kind: str) -> dict[str, Object]:
-        """By name."""
         return {name: found for (_, one, name), found in self.objects.items() if one == kind}
 
     def write(self, key: Key, new: Object, *, dry: bool) -> Object:
@@ -73,20 +72,17 @@ class Cluster:
         return new
 
     def delete(self, key: Key) -> Object:
-        """Raises RefusedError."""
         gone = self.get(key)
         del self.objects[key]
         self._tell("DELETED", gone)
         return gone
 
     def get(self, key: Key) -> Object:
-        """Raises RefusedError."""
         if key not in self.objects:
             raise RefusedError(404, "NotFound", f'{key[1]} "{key[2]}" not found')
         return self.objects[key]
 
     def close(self) -> None:
-        """End all watches."""
         with self.changed:
             self.closed = True
             self.changed.notify_all()
@@ -224,7 +220,6 @@ class ApiServer:
         self._thread.join(5.0)
 
     def kubeconfig(self) -> str:
-        """As YAML."""
         clusters = [{"name": "stub", "cluster": {"server": self.url}}]
         contexts = [{"name": "stub", "context": {"cluster": "stub", "user": "stub", "namespace": "serving"}}]
         users = [{"name": "stub", "user": {}}]

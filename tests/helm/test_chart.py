@@ -33,7 +33,6 @@ def of_kind(documents: Documents, kind: str) -> Documents:
 
 
 def groups_of(documents: Documents) -> dict[str, Object]:
-    """The worker groups of the RayCluster, by name."""
     (cluster,) = of_kind(documents, "RayCluster")
     return {group["groupName"]: group for group in cluster["spec"]["workerGroupSpecs"]}
 

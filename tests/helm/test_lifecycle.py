@@ -10,15 +10,13 @@ import dataclasses
 import json
 import subprocess
 from collections.abc import Iterator
-from functools import cache
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.helm.conftest import CHART, NAMESPACE, RELEASE, Helm
 from tests.helm.kube import ApiServer, Cluster
-from tests.helm.schemas import Schemas, find_folder
+from tests.helm.schemas import Schemas
 
 pytestmark = pytest.mark.slow
 Done = subprocess.CompletedProcess[str]
@@ -29,26 +27,14 @@ MONITORS = {f"PodMonitor/one-baton-{what}" for what in ("router", "worker", "ray
 
 
 @pytest.fixture
-def server() -> Iterator[ApiServer]:
-    with ApiServer(problems) as server:
+def server(known_schemas: Schemas | None) -> Iterator[ApiServer]:
+    """Without schemas, it takes objects of any form."""
+    with ApiServer(known_schemas.problems if known_schemas else lambda _: []) as server:
         yield server
-
-
-@cache
-def known_schemas() -> Schemas | None:
-    folder = find_folder()
-    return Schemas(folder) if folder else None
-
-
-def problems(document: dict[str, Any]) -> list[str]:
-    """Without schemas, objects of any form are taken."""
-    known = known_schemas()
-    return known.problems(document) if known else []
 
 
 @pytest.fixture
 def there(helm: Helm, server: ApiServer, tmp_path: Path) -> Helm:
-    """A helm that speaks to the server."""
     config = tmp_path / "kubeconfig"
     config.write_text(server.kubeconfig())
     return dataclasses.replace(helm, kubeconfig=config)

@@ -35,7 +35,6 @@ class Beside:
         self._thread.start()
 
     def run(self, work: Coroutine[Any, Any, Any]) -> Any:
-        """Its result, when it is there."""
         return asyncio.run_coroutine_threadsafe(work, self._loop).result(scaled(30))
 
     def soon(self, call: Any, *args: Any) -> None:

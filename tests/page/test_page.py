@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -181,16 +182,11 @@ def test_a_router_that_goes_away_and_comes_back(tab, cluster, beside):
     expect(page.locator("#status")).to_contain_text("asking again in")
 
     async def again():
-        settings = type(cluster.settings)(**{**vars_of(cluster.settings), "http": address})
-        cluster.router = await serve(settings, cluster.source, OracleTokenizer())
+        cluster.router = await serve(replace(cluster.settings, http=address), cluster.source, OracleTokenizer())
 
     beside.run(again())
     expect(page.locator("#status")).to_have_text("live")
     expect(page.locator("#happenings")).to_contain_text("another router")
-
-
-def vars_of(settings):
-    return {name: getattr(settings, name) for name in settings.__slots__}
 
 
 def test_a_lost_worker_and_where_its_request_went_on(tab, build, beside):

@@ -83,7 +83,6 @@ def test_in_a_hidden_tab_nothing_moves_and_no_dot_is_left(tab, cluster, beside):
 
 
 def of_eight(worker: dict[str, Any]) -> list[dict[str, Any]]:
-    """As many like it."""
     made = [deepcopy(worker) for _ in range(8)]
     for number, one in enumerate(made):
         one["info"]["ref"]["worker_id"] = f"{one['info']['role']}-{number}"

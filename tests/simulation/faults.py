@@ -46,7 +46,6 @@ def draw(rng: random.Random, lease_s: float, *, routers: int) -> list[Fault]:
 
 
 def orders(rng: random.Random) -> list[Fault]:
-    """One to four."""
     kinds = rng.choices(ORDERS, k=rng.randint(1, 4))
     return [Fault(kind, int(rng.expovariate(1 / 200.0)), rng.randrange(1000), 0.0) for kind in kinds]
 

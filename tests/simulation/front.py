@@ -66,7 +66,6 @@ class Ask:
 
     @property
     def spec(self) -> SequenceSpec:
-        """As an engine has it."""
         sampling = replace(self.sampling, logprobs=self.logprobs)
         return SequenceSpec(self.prompt, sampling, constraint=self.constraint, deterministic=self.deterministic)
 
