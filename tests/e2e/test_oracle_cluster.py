@@ -14,15 +14,10 @@ from tests.support.waiting import eventually
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 
-SETS = (
-    HANDED_OVER,
-    "model.path=oracle",
-    "model.max_model_len=512",
-    "decode.kv_memory=96KiB",
-    "prefill.kv_memory=96KiB",
-    "router.queue.max_wait_s=60",
-    "determinism.verify=always",
-)
+SETS = f"""
+    {HANDED_OVER} router.queue.max_wait_s=60 determinism.verify=always
+    model.path=oracle model.max_model_len=512 decode.kv_memory=96KiB prefill.kv_memory=96KiB
+""".split()
 CONSTRAINTS: list[dict[str, Any]] = [
     {"regex": "([a-z]{2,9} )+[0-9]{4}"},
     {"choices": ["yes", "yesterday", "no"]},
@@ -32,23 +27,19 @@ CONSTRAINTS: list[dict[str, Any]] = [
 
 def draw(rng):
     prompt = tuple(rng.randrange(256) for _ in range(rng.randrange(1, 300)))
-    options = {
-        "max_tokens": rng.randrange(1, 120),
+    options = {"max_tokens": rng.randrange(1, 120), "seed": rng.randrange(2**63), "ignore_eos": rng.random() < 0.5}
+    options |= {
         "temperature": rng.choice([0.0, 0.7, 1.3]),
         "top_k": rng.choice([0, 5]),
         "top_p": rng.choice([1.0, 0.8]),
-        "seed": rng.randrange(2**63),
-        "presence_penalty": rng.choice([0.0, 1.0]),
-        "repetition_penalty": rng.choice([1.0, 1.2]),
-        "ignore_eos": rng.random() < 0.5,
     }
+    options |= {"presence_penalty": rng.choice([0.0, 1.0]), "repetition_penalty": rng.choice([1.0, 1.2])}
     if rng.random() < 0.3:
         options |= rng.choice(CONSTRAINTS) | {"ignore_eos": False}
     return prompt, options
 
 
 def spec_of(prompt, options):
-    """What the oracle is asked to compute alone."""
     sampling = dict(options)
     constraint = None
     for kind in get_args(Kind):

@@ -47,13 +47,6 @@ def alice(cluster, files):
         yield client
 
 
-def test_answers_pass_every_connection(alice):
-    """From the client through router, prefill worker and, as its transport says, gRPC to the decode worker."""
-    answer = alice.generate(PROMPT, max_tokens=8, temperature=0)
-    assert len(answer.tokens) == 8
-    assert answer.placement.transport == "grpc"
-
-
 def test_commands_bring_what_they_need(cluster, as_admin):
     workers = cluster.status()["workers"]
     assert [worker["state"] for worker in workers] == ["connected"] * len(workers)
@@ -103,8 +96,10 @@ def test_no_secret_is_anywhere(cluster, files, alice, as_admin):
 
 
 def test_the_life_of_a_request_is_in_the_logs(cluster, alice):
-    """From all processes, by time, each step once."""
-    request_id = alice.generate(PROMPT, max_tokens=4, temperature=0).request_id
+    """From all processes, by time, each step once. KV, too, goes by gRPC with TLS."""
+    answer = alice.generate(PROMPT, max_tokens=4, temperature=0)
+    assert (len(answer.tokens), answer.placement.transport) == (4, "grpc")
+    request_id = answer.request_id
     said = cluster.home.baton("logs", "--name", cluster.name, "--request", request_id, check=True).stdout
     lines = [json.loads(line) for line in said.splitlines()]
     assert {line["request_id"] for line in lines} == {request_id}
