@@ -13,6 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from baton import Client
 from baton.client.types import Completion, Delta
+from tests.e2e.struck import struck
 from tests.support.cluster_process import ClusterProcess
 from tests.support.waiting import eventually
 
@@ -72,10 +73,9 @@ def begin(client: Client, kind, **more):
     return client.stream(**{**KINDS[kind], "deterministic": True, **more})
 
 
-def finish(stream, *before: Delta) -> Recorded:
-    """Read the rest of it; `before` was read already."""
+def finish(stream) -> Recorded:
     with stream:
-        return Recorded((*before, *stream), stream.collect())
+        return Recorded(tuple(stream), stream.collect())
 
 
 def ask(client: Client, kind, **more) -> Recorded:
@@ -101,7 +101,6 @@ def handed_back(cluster: ClusterProcess, answer: Completion):
 
 
 def metric(cluster: ClusterProcess, name, **labels):
-    """Its sum over what has these labels."""
     with urllib.request.urlopen(f"http://{cluster.state().metrics}/metrics", timeout=30) as page:
         families = list(text_string_to_metric_families(page.read().decode()))
     samples = [sample for family in families for sample in family.samples]
@@ -117,11 +116,17 @@ def found_exact(cluster: ClusterProcess):
 
 def survive(cluster: ClusterProcess, kind, rng, times):
     """Its decode worker is killed so many times, at any of its tokens, each time in another request."""
+
+    def once():
+        eventually(lambda: len(cluster.connected()) == 3, within_s=60)
+        found = struck(cluster, begin(client, kind, **LONGER), "decode", rng.randrange(1, 500))
+        return found if found and found[1].placement.attempts > 1 else None
+
     with cluster.client(timeout=120.0) as client:
         right = ask(client, kind, **LONGER).answer
         for _ in range(times):
-            recorded = eventually(lambda: struck(cluster, client, kind, rng.randrange(1, 500)), within_s=100)
-            assert recorded.check(right).placement.attempts == 2
+            deltas, answer = eventually(once, within_s=100)
+            assert Recorded(tuple(deltas), answer).check(right).placement.attempts == 2
 
 
 def pushed_out(cluster: ClusterProcess, client: Client, kind, right, rng):
@@ -131,18 +136,3 @@ def pushed_out(cluster: ClusterProcess, client: Client, kind, right, rng):
         assert all(len(stream.collect().tokens) >= 250 for stream in streams)
     print(reasons := handed_back(cluster, answer))
     return "preempted" in reasons
-
-
-def struck(cluster: ClusterProcess, client: Client, kind, after):
-    """It, its decode worker killed after so many tokens; None: it had ended before."""
-    eventually(lambda: len(cluster.connected()) == 3, within_s=60)
-    deltas = []
-    with begin(client, kind, **LONGER) as stream:
-        while len(stream.tokens) < after:
-            deltas.append(next(stream))
-        if not (name := cluster.busy("decode")):
-            return None
-        pid = cluster.kill(name)
-        recorded = finish(stream, *deltas)
-    cluster.wait_replaced(name, pid)
-    return recorded if recorded.answer.placement.attempts > 1 else None

@@ -13,6 +13,7 @@ import struct
 import threading
 from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import Any
 
 import psutil
 import redis
@@ -66,7 +67,7 @@ class Proxy:
     """Runs beside the block. `url`: of the ledger of the cluster of that name. Links are `failures_strikes.Links`."""
 
     def __init__(self, url, cluster="no-ray"):
-        self._ledger = redis.Redis.from_url(url)
+        self._ledger: Any = redis.Redis.from_url(url, decode_responses=True)
         self._keys = f"baton:{cluster}"
         self._pipes = set()
         self._servers = {}
@@ -111,7 +112,6 @@ class Proxy:
         asyncio.run_coroutine_threadsafe(run(), self._loop).result(30)
 
     async def _follow(self):
-        """Listen for each decode worker that the ledger knows of."""
         while True:
             with suppress(redis.RedisError):
                 for port in await asyncio.to_thread(self._ports) - self._servers.keys():
@@ -119,13 +119,8 @@ class Proxy:
             await asyncio.sleep(POLL_S)
 
     def _ports(self):
-        names = [
-            str(name, "utf-8") if isinstance(name, bytes) else name
-            for name in self._ledger.smembers(f"{self._keys}:workers")
-        ]
-        infos = [
-            self._ledger.hget(f"{self._keys}:worker:{name}", "info") for name in names if name.startswith("decode")
-        ]
+        names = [name for name in self._ledger.smembers(f"{self._keys}:workers") if name.startswith("decode")]
+        infos = [self._ledger.hget(f"{self._keys}:worker:{name}", "info") for name in names]
         return {int(json.loads(info)["address"].rpartition(":")[2]) for info in infos if info}
 
     async def _serve(self, reader, writer):

@@ -22,14 +22,8 @@ from baton.ledger.embedded import EmbeddedRedis
 from tests.support.load import until
 from tests.support.redis_ledger import killed_and_empty
 
-STATES = {
-    "prefill": "queued",
-    "reserved": "reserved",
-    "offered": "receiving",
-    "committed": "committed",
-    "fenced": "fenced",
-    "adopted": "decoding",
-}
+STATES = {"prefill": "queued", "reserved": "reserved", "offered": "receiving"}
+STATES |= {"committed": "committed", "fenced": "fenced", "adopted": "decoding"}
 OVER = ("pushed", "aborted", "finished", "preempted", "released", "failed")
 
 
@@ -113,7 +107,6 @@ class Diary:
         self._read = 0
 
     def states(self):
-        """Those that there are now."""
         self.read()
         return set(self._states.values())
 
@@ -194,7 +187,6 @@ class Field:
                     return
 
     def has_lease(self, life):
-        """Whether the ledger says so."""
         key = f"baton:{self.cluster.name}:worker:{life.worker}"
         return self._ledger.hget(key, "incarnation") == life.incarnation.encode()
 
@@ -216,7 +208,6 @@ class Links:
         self._before = self._failures()
 
     def failed(self):
-        """Whether a push has failed since."""
         return self._failures() > self._before
 
     def _failures(self):

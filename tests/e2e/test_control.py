@@ -1,10 +1,9 @@
-"""A cluster of plain processes that operators change, and whose workers freeze, under load: no request fails of it.
+"""A cluster of plain processes that operators change under load: no request fails of it.
 
 When it is down, the histories of all its processes are checked.
 """
 
 import random
-import signal
 
 import psutil
 import pytest
@@ -14,8 +13,8 @@ from tests.support.waiting import eventually
 from tools.history_check import check
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
-SETS = ("model.path=oracle", "model.max_model_len=512", "router.queue.max_wait_s=60", "prefill.replicas=2")
 QUICK = ("ledger.lease_s=3", "ledger.heartbeat_s=0.2")
+SETS = ("model.path=oracle", "model.max_model_len=512", "router.queue.max_wait_s=60", "prefill.replicas=2", *QUICK)
 SERVED = {"whole", "left"}
 WITHIN_S = "90"
 
@@ -23,7 +22,7 @@ WITHIN_S = "90"
 @pytest.fixture(scope="module")
 def cluster(module_home, tmp_path_factory):
     folder = tmp_path_factory.mktemp("history")
-    with module_home.cluster("configs/no-ray.yaml", *SETS, *QUICK, f"history={folder}") as running:
+    with module_home.cluster("configs/no-ray.yaml", *SETS, f"history={folder}") as running:
         yield running
         eventually(lambda: running.nothing_is_held(3))
     assert [str(violation) for violation in check([folder]).violations] == []
@@ -42,10 +41,6 @@ def roles(cluster):
         return {worker.info.ref.worker_id: worker.info.role.value for worker in client.cluster().workers}
 
 
-def only_decode(cluster):
-    return next(name for name, role in roles(cluster).items() if role == "decode")
-
-
 def operate(cluster, *what):
     cluster.home.baton(*what, "--name", cluster.name, "--wait", WITHIN_S, check=True)
 
@@ -57,14 +52,12 @@ def workers(cluster):
 def test_pools_change_their_sizes(cluster, load):
     before = workers(cluster)
     operate(cluster, "scale", "prefill=1", "decode=2")
-    turned = roles(cluster)
-    assert sorted(turned.values()) == ["decode", "decode", "prefill"]
+    assert sorted(roles(cluster).values()) == ["decode", "decode", "prefill"]
     assert workers(cluster) == before, "one was turned, and no process ended"
-    operate(cluster, "scale", "prefill=2", "decode=2")
-    assert sorted(roles(cluster).values()) == ["decode", "decode", "prefill", "prefill"]
     operate(cluster, "scale", "prefill=1", "decode=1")
     eventually(lambda: len(workers(cluster)) == 2)
     operate(cluster, "scale", "prefill=2", "decode=1")
+    assert sorted(roles(cluster).values()) == ["decode", "prefill", "prefill"]
     load.settle()
     assert set(load.outcomes) <= SERVED
 
@@ -76,24 +69,6 @@ def test_all_are_replaced_one_by_one(cluster, load):
     assert not set(before.values()) & set(workers(cluster).values())
     load.settle()
     assert set(load.outcomes) <= SERVED
-
-
-def test_one_that_drains_is_replaced(cluster, load):
-    only = only_decode(cluster)
-    pid = cluster.pid(only)
-    operate(cluster, "drain", only)
-    eventually(lambda: not psutil.pid_exists(pid))
-    eventually(lambda: sorted(roles(cluster).values()) == ["decode", "prefill", "prefill"], within_s=30)
-    load.settle()
-    assert set(load.outcomes) <= SERVED
-
-
-def test_a_frozen_one_is_replaced(cluster, load):
-    name = only_decode(cluster)
-    pid = cluster.kill(name, signal.SIGSTOP)
-    eventually(lambda: not psutil.pid_exists(pid), within_s=30)
-    cluster.wait_replaced(name, pid)
-    load.settle()
 
 
 def test_a_host_that_goes_away_drains_what_it_has(cluster, load):

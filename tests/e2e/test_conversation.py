@@ -11,7 +11,6 @@ FIRST = " ".join(f"word{number}" for number in range(400))
 
 
 def settled(cluster):
-    """All blocks are free or cached again."""
     return eventually(lambda: all(load.blocks.reserved + load.blocks.owned == 0 for load in cluster.loads().values()))
 
 

@@ -7,6 +7,7 @@ import pytest
 from openai import OpenAI
 
 from baton.errors import BatonError, NoWorker, WorkerLost
+from tests.e2e.struck import read
 from tests.support.cluster_process import FREE_PORTS, HANDED_OVER, ClusterProcess, is_zombie
 from tests.support.load import Streams
 from tests.support.time_factor import scaled
@@ -52,8 +53,7 @@ def test_a_stream_survives_its_router(cluster):
         expected = client.generate("a survivor", **LONG)
     http = cluster.state().http
     with cluster.client(max_retries=10) as client, client.stream("a survivor", **LONG) as stream:
-        while len(stream.tokens) < 50:
-            next(stream)
+        read(stream, 50)
         cluster.kill("router")
         answer = stream.collect()
     assert stream.resumed >= 1
@@ -73,8 +73,7 @@ def test_a_worker_that_is_told_to_stop_hands_over(cluster, name):
     with cluster.client() as client:
         expected = client.generate("handed over", **LONG)
     with cluster.client(max_retries=0) as client, client.stream("handed over", **LONG) as stream:
-        while len(stream.tokens) < 50:
-            next(stream)
+        read(stream, 50)
         pid = cluster.kill(name, signal.SIGTERM)
         answer = stream.collect()
     assert (answer.tokens, answer.text) == (expected.tokens, expected.text)

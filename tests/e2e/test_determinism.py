@@ -36,18 +36,10 @@ MODEL = (
 EXACT = "determinism.verify=auto"  # exact steps, where the kernels have them
 SETS = (*MODEL, "decode.replicas=2", "router.policy=round_robin")
 FRAME = 8192
-OTHERWISE = (
-    *MODEL,
-    "model.max_model_len=1024",
-    "decode.kv_memory=1MiB",  # of 1024 tokens in all: more than two or three long answers push the last one out
-    "decode.block_size=8",
-    "prefill.block_size=32",
-    "prefill.max_batched_tokens=96",
-    "transfer.transport=grpc",
-    f"transfer.frame_size={FRAME}",
-    "transfer.credits=2",
-    "transfer.coalesce_below=1",
-)
+# Room for 1024 tokens in all: more than two or three long answers push the last one out.
+ROOM = "model.max_model_len=1024 decode.kv_memory=1MiB decode.block_size=8 prefill.block_size=32"
+PIECES = f"transfer.transport=grpc transfer.frame_size={FRAME} transfer.credits=2 transfer.coalesce_below=1"
+OTHERWISE = (*MODEL, *ROOM.split(), "prefill.max_batched_tokens=96", *PIECES.split())
 LOADS = (0, 1, 3, 7, 31)
 
 often = pytest.mark.parametrize(
@@ -58,14 +50,14 @@ kinds = pytest.mark.parametrize("kind", KINDS)
 
 
 @pytest.fixture(scope="module")
-def otherwise(module_home, tmp_path_factory):
+def otherwise(module_home):
     """KV of other blocks in many small frames by another transport, to a decode worker with little room."""
     with module_home.cluster("configs/no-ray.yaml", *OTHERWISE, name="otherwise") as running:
         yield running
 
 
 @pytest.fixture(scope="module")
-def exactly(module_home, tmp_path_factory):
+def exactly(module_home):
     with module_home.cluster("configs/no-ray.yaml", *OTHERWISE, EXACT, name="exactly") as running:
         yield running
 

@@ -12,14 +12,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 
 def test_a_limited_user_is_enough_and_every_key_expires(home, tmp_path):
     with EmbeddedRedis.start(tmp_path / "redis") as server, redis.Redis.from_url(server.url) as admin:
-        admin.acl_setuser(
-            "baton",
-            enabled=True,
-            passwords=["+s3cret"],
-            keys=["baton:no-ray:*"],
-            categories=["-@all", "+@connection"],
-            commands=[f"+{name}" for name in COMMANDS],
-        )
+        may = {"categories": ["-@all", "+@connection"], "commands": [f"+{name}" for name in COMMANDS]}
+        admin.acl_setuser("baton", enabled=True, passwords=["+s3cret"], keys=["baton:no-ray:*"], **may)
         url = f"redis://baton:s3cret@127.0.0.1:{server.port}/0"
         with home.cluster("configs/no-ray.yaml", "model.path=oracle", f"redis.url={url}") as cluster:
             with cluster.client() as client:

@@ -24,24 +24,12 @@ pytestmark = [pytest.mark.chaos, pytest.mark.timeout(400)]  # five minutes in al
 LEASE_S = 2.0
 BRIEF_S = LEASE_S / 5
 # So that each state lasts: prompts are computed in many steps, few at a time, and leave in many small frames.
-SLOWLY = (
-    "model.path=oracle",
-    "model.max_model_len=512",
-    "prefill.replicas=2",
-    "prefill.max_batched_tokens=16",
-    "prefill.max_running=2",
-    "decode.replicas=2",
-    "decode.kv_memory=256KiB",
-    "transfer.frame_size=512",
-    "transfer.coalesce_below=512",
-    "transfer.credits=2",
-    "transfer.frame_deadline_s=2",
-    "transfer.verify=kv",
-    f"ledger.lease_s={LEASE_S}",
-    f"ledger.heartbeat_s={LEASE_S / 5}",
-    "router.queue.max_wait_s=30",
-    HANDED_OVER,
-)
+SLOWLY = f"""
+    {HANDED_OVER} router.queue.max_wait_s=30 ledger.lease_s={LEASE_S} ledger.heartbeat_s={LEASE_S / 5}
+    model.path=oracle model.max_model_len=512 decode.replicas=2 decode.kv_memory=256KiB
+    prefill.replicas=2 prefill.max_batched_tokens=16 prefill.max_running=2 transfer.verify=kv
+    transfer.frame_size=512 transfer.coalesce_below=512 transfer.credits=2 transfer.frame_deadline_s=2
+""".split()
 
 
 def shuffled(seed, *choices):

@@ -23,14 +23,8 @@ SETS = ("model.path=oracle", "model.max_model_len=256", "decode.kv_memory=1MiB",
 EXAMPLES = int(os.environ.get("BATON_FUZZ", "150"))
 PATIENCE_S = 5.0  # most that is asked for is refused; some of it may well take for ever
 # What a caller may get; anything else is a fault of the server's, or says nothing about what was wrong.
-FINE = {
-    grpc.StatusCode.OK,
-    grpc.StatusCode.INVALID_ARGUMENT,
-    grpc.StatusCode.NOT_FOUND,
-    grpc.StatusCode.RESOURCE_EXHAUSTED,
-    grpc.StatusCode.CANCELLED,
-    grpc.StatusCode.DEADLINE_EXCEEDED,
-}
+NAMES = "OK INVALID_ARGUMENT NOT_FOUND RESOURCE_EXHAUSTED CANCELLED DEADLINE_EXCEEDED"
+FINE = {grpc.StatusCode[name] for name in NAMES.split()}
 
 
 def called(channel: grpc.Channel, method, message) -> grpc.StatusCode:

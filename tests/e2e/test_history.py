@@ -12,7 +12,7 @@ from tools.history_check import check
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 AT_LEAST = 24  # requests before the first kill
-LONG = {"max_tokens": 1700, "temperature": 0, "ignore_eos": True}
+LONG = {"max_tokens": 1000, "temperature": 0, "ignore_eos": True}
 
 
 def under_load(cluster):

@@ -3,12 +3,9 @@
 Real processes: the oracle engine at each index that is special, the demo model in fp32, greedy and with a seed.
 """
 
-import os
-import signal
-from contextlib import contextmanager, suppress
-
 import pytest
 
+from tests.e2e.struck import struck
 from tests.support.cluster_process import HANDED_OVER
 from tests.support.waiting import eventually
 
@@ -32,53 +29,18 @@ def demo(module_home):
 
 
 def whole(cluster):
-    """Whether all workers are there and nothing is held."""
     return len(cluster.loads()) == 3 and cluster.all_free()
-
-
-@contextmanager
-def struck(pid, how):
-    """Kill the process, or freeze it until the end of the block. A frozen one may be replaced, and gone, by then."""
-    os.kill(pid, signal.SIGKILL if how == "kill" else signal.SIGSTOP)
-    try:
-        yield
-    finally:
-        if how == "freeze":
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGCONT)
 
 
 def recorded(cluster, options, after, victim, how):
     """The answer, and the indices of its tokens as they came; `victim` is struck after token number `after` came."""
-    indices: list[int] = []
-
-    def read(stream, most):
-        while len(indices) < most:
-            delta = next(stream)
-            indices.extend(range(delta.start, delta.start + len(delta.tokens)))
-
-    def follow(stream):
-        with stream:
-            read(stream, 1)
-            name = cluster.busy("decode") if victim == "decode" else victim
-            if not name:
-                return None  # it has ended already: the machine is slow
-            read(stream, after + 1)
-            pid = cluster.pid(name)
-            with struck(pid, how):
-                read(stream, options["max_tokens"])
-                answer = stream.collect()
-        if how == "freeze" and answer.placement.attempts == 1:
-            return None  # all of it was under way already: nobody has missed the worker
-        cluster.wait_replaced(name, pid)
-        return answer, indices
-
     with cluster.client(max_retries=20) as client:
         for _ in range(10):
-            indices.clear()
-            if (found := follow(client.stream(PROMPT, **options))) is not None:
-                return found
-        raise AssertionError("every stream had ended before it could be struck")
+            stream = client.stream(PROMPT, **options)
+            if found := struck(cluster, stream, victim, after + 1, freeze=how == "freeze"):
+                deltas, answer = found
+                return answer, [delta.start + n for delta in deltas for n in range(len(delta.tokens))]
+    raise AssertionError("every stream had ended before it could be struck")
 
 
 def holds(cluster, options, after, victim, how):
@@ -98,11 +60,7 @@ LAST = 799
 @pytest.mark.parametrize(
     ("after", "victim", "how"),
     [
-        (0, "decode", "kill"),
-        (1, "decode", "kill"),
-        (2, "decode", "kill"),
-        (EDGE, "decode", "kill"),
-        (LAST, "decode", "kill"),
+        *((after, "decode", "kill") for after in (0, 1, 2, EDGE, LAST)),
         (20, "prefill-0", "kill"),
         (20, "router", "kill"),
         (20, "decode", "freeze"),

@@ -15,6 +15,7 @@ from baton.core import HandoffId, Sampling, SequenceSpec
 from baton.engine.engine import Engine
 from baton.engine.model.build import load_model
 from baton.tokenizer import load_tokenizer
+from tests.e2e.struck import read, struck
 from tests.support.cluster_process import HANDED_OVER, ROOT
 from tests.support.waiting import eventually
 
@@ -121,27 +122,18 @@ def test_a_worker_dies_in_mid_answer(cluster, client, worker, while_decoding):
     options = {"max_tokens": 600, "ignore_eos": True, "think_while_decoding": while_decoding, **GREEDY}
     right = alone(prompt, 600, True, while_decoding)
 
-    def struck():
+    def once():
         after = rng.randrange(1, 300) if worker == "decode" else 0
-        thoughts, tokens = list[tuple[int, ...]](), list[int]()
-        with client.stream(prompt, **options) as stream:
-            while len(tokens) < after:
-                delta = next(stream)
-                thoughts += [thought.token_ids for thought in delta.thoughts]
-                tokens += delta.tokens
-            if not (name := cluster.busy(worker)):
-                return None  # it had ended before
-            pid = cluster.kill(name)
-            for delta in stream:
-                thoughts += [thought.token_ids for thought in delta.thoughts]
-                tokens += delta.tokens
-            answer = stream.collect()
-        cluster.wait_replaced(name, pid)
-        eventually(lambda: len(cluster.connected()) == 3, within_s=60)
+        if not (found := struck(cluster, client.stream(prompt, **options), worker, after)):
+            return None
+        deltas, answer = found
+        tokens = [token for delta in deltas for token in delta.tokens]
+        thoughts = [thought.token_ids for delta in deltas for thought in delta.thoughts]
         assert (tokens, thoughts) == right == said(answer)
+        eventually(lambda: len(cluster.connected()) == 3, within_s=60)
         return answer if answer.placement.attempts > 1 else None
 
-    assert eventually(struck, within_s=120).placement.attempts == 2
+    assert eventually(once, within_s=120).placement.attempts == 2
 
 
 def test_a_router_dies_in_mid_answer(cluster, client):
@@ -150,8 +142,7 @@ def test_a_router_dies_in_mid_answer(cluster, client):
     right = alone(prompt, 600, True, True)
     options = {"max_tokens": 600, "ignore_eos": True, "think_while_decoding": True, **GREEDY}
     with cluster.client(max_retries=10) as patient, patient.stream(prompt, **options) as stream:
-        while len(stream.tokens) < 5:
-            next(stream)
+        read(stream, 5)
         pid = cluster.kill("router")
         assert said(stream.collect()) == right
     cluster.wait_replaced("router", pid)

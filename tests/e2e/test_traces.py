@@ -14,7 +14,7 @@ from baton.rpc.v1.inference_pb2_grpc import InferenceStub
 from baton.stages import Stage
 from tests.support.cluster_process import HANDED_OVER
 from tests.unit.tracing.test_chrome import check, complete
-from tests.unit.tracing.test_otlp import PARENT, TRACE, WAIT_S, collectors, facts
+from tests.unit.tracing.test_otlp import PARENT, TRACE, WAIT_S, collectors
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 
@@ -24,17 +24,16 @@ STAGES = [stage.value for stage in Stage]
 
 @pytest.fixture(scope="module")
 def collected():
-    """An OpenTelemetry collector, and its address."""
+    """An OpenTelemetry collector, and its address. It is to get what a caller wants to be sampled, nothing else."""
     with collectors() as made:
         yield made
 
 
 @pytest.fixture(scope="module")
 def cluster(module_home, collected):
-    """Its collector is to get the requests that a caller wants to be sampled and nothing else."""
+    sets = (HANDED_OVER, "model.path=oracle", "model.max_model_len=2048", "determinism.verify=always")
     tracing = (f"tracing.otlp={collected[1]}", "tracing.sample=0")
-    sets = (*tracing, HANDED_OVER, "model.path=oracle", "model.max_model_len=2048", "determinism.verify=always")
-    with module_home.cluster("configs/no-ray.yaml", *sets) as running:
+    with module_home.cluster("configs/no-ray.yaml", *sets, *tracing) as running:
         yield running
 
 
@@ -71,23 +70,14 @@ def test_the_spans_of_all_processes_lie_within_each_other(cluster):
 
 
 def test_a_collector_gets_one_trace_of_all_processes(cluster, collected):
-    collector, _ = collected
+    request = pb.GenerateRequest(text="hello " * 20, sampling=common_pb2.Sampling(max_tokens=8))
     with grpc.insecure_channel(cluster.state().grpc) as channel:
         for traced in ((), (("traceparent", f"00-{TRACE}-{PARENT}-01"),)):
-            request = pb.GenerateRequest(text="hello " * 20, sampling=common_pb2.Sampling(max_tokens=8))
-            *_, last = InferenceStub(channel).Generate(request, metadata=traced, timeout=60)
-    assert collector.got.acquire(timeout=WAIT_S)
-    assert {span.trace_id.hex() for _, span in collector.spans} == {TRACE}, "others are sampled by tracing.sample"
-    assert {one["service.namespace"] for one, _ in collector.spans} == {cluster.name}
-    said_by = {one["service.name"]: one["service.instance.id"] for one, _ in collector.spans}
-    assert said_by.pop("baton-router").startswith("router-")
-    at = last.completed.placement
-    assert said_by == {"baton-prefill": at.prefill_worker, "baton-decode": at.decode_worker}
-    for service, name in (("prefill", "push"), ("decode", "receive")):
-        (found,) = (facts(span) for span in collector.named(f"baton-{service}", name))
-        assert (found["baton.kv_bytes"], found["baton.transport"]) == (at.kv_bytes, at.transport), (
-            "both ends of the link"
-        )
+            list(InferenceStub(channel).Generate(request, metadata=traced, timeout=60))
+    assert collected[0].got.acquire(timeout=WAIT_S)
+    assert {span.trace_id.hex() for _, span in collected[0].spans} == {TRACE}
+    names = {(one["service.namespace"], one["service.name"]) for one, _ in collected[0].spans}
+    assert names == {(cluster.name, f"baton-{part}") for part in ("router", "prefill", "decode")}
 
 
 def test_the_commands_show_it_and_write_files(cluster, tmp_path):

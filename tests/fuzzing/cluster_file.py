@@ -36,7 +36,6 @@ def from_text(text: str, sets: tuple[str, ...] = ()) -> None:
 
 
 def from_bytes(data: bytes) -> None:
-    """A file."""
     from_text(data.decode("utf-8", "replace"))
 
 

@@ -129,9 +129,7 @@ def _frames(draw: st.DrawFn) -> pb.PeerCommand:
 
 _OFFERS = st.builds(_offer, st.integers(0, 40), st.integers(0, 2))
 _COMMANDS = st.one_of(_OFFERS, _frames(), _frames(), _frames(), messages(pb.PeerCommand.DESCRIPTOR))
-_MESSAGES = st.sampled_from(READERS).flatmap(
-    lambda row: st.tuples(messages(row[0].DESCRIPTOR), st.just(row[1])),
-)
+_MESSAGES = st.sampled_from(READERS).flatmap(lambda row: st.tuples(messages(row[0].DESCRIPTOR), st.just(row[1])))
 
 
 @FREELY

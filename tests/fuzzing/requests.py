@@ -63,7 +63,6 @@ def requested(message: pb.GenerateRequest, number: int = 0) -> list[str]:
 
 
 def refused(error: InvalidRequest | UnknownModel) -> list[str]:
-    """As a caller sees it. Returns the fields."""
     status = to_rpc_status(error)
     assert status.message
     if isinstance(error, UnknownModel):

@@ -13,10 +13,4 @@ from tests.fuzzing.peers import PEER
 from tests.fuzzing.requests import GENERATE, HTTP
 from tests.fuzzing.templates import TEMPLATE
 
-TARGETS: dict[str, Target] = {
-    "generate": GENERATE,
-    "http": HTTP,
-    "template": TEMPLATE,
-    "config": CONFIG,
-    "peer": PEER,
-}
+TARGETS: dict[str, Target] = {"generate": GENERATE, "http": HTTP, "template": TEMPLATE, "config": CONFIG, "peer": PEER}

@@ -20,7 +20,6 @@ class Step(NamedTuple):
 
 
 def steps(text: str) -> list[Step]:
-    """All instructions, in their order."""
     lines = [line for line in text.splitlines() if line.strip() and not line.lstrip().startswith("#")]
     found = []
     for line in "\n".join(lines).replace("\\\n", " ").splitlines():

@@ -15,13 +15,8 @@ SHELLS = {"", "sh", "bash", "shell", "console"}  # the languages of fences that 
 FENCE = re.compile(r"^[ \t]*```(\w*)[^\n]*\n(.*?)^[ \t]*```[ \t]*$", re.MULTILINE | re.DOTALL)
 SPAN = re.compile(r"(?<!`)(`+)(?!`)((?:(?!\n\s*\n).)+?)(?<!`)\1(?!`)", re.DOTALL)
 LINE = re.compile(r"(?:.*\\\n)*.*")  # with those that a backslash adds to it
-LINKS = (
-    re.compile(r"\]\(\s*<?([^)\s>]+)>?(?:\s+\"[^\"]*\")?\s*\)"),
-    re.compile(r"^ {0,3}\[[^\]^]+\]:\s*(\S+)", re.MULTILINE),
-    re.compile(r"<(?:a|img|source)\b[^>]*?\b(?:href|src|srcset)=\"([^\"\s]+)"),
-)
+LINK = re.compile(r"\]\(\s*<?([^)\s>]+)>?(?:\s+\"[^\"]*\")?\s*\)")
 HEADING = re.compile(r"^#{1,6}[ \t]+(.+?)(?:[ \t]+#+)?[ \t]*$", re.MULTILINE)
-NAMED = re.compile(r"<\w+\b[^>]*?\b(?:id|name)=\"([^\"]+)\"")
 ELSEWHERE = re.compile(r"[a-z][a-z0-9+.-]*:|//", re.IGNORECASE)
 OPTIONAL = re.compile(r"\[[^][]*\]")
 BEFORE = re.compile(r"\$|[A-Z_]\w*=.*", re.DOTALL)  # a prompt, and what a command gets into its environment
@@ -58,21 +53,18 @@ class Document:
         yield from (self.said(span.start(), span[2].replace("\n", " ")) for span in SPAN.finditer(self.prose))
 
     def links(self) -> Iterator[Said]:
-        """Where its links and pictures lead to, other sites left out."""
-        plain = SPAN.sub(_blank, self.prose)
-        for found in (found for pattern in LINKS for found in pattern.finditer(plain)):
+        for found in LINK.finditer(SPAN.sub(_blank, self.prose)):
             if not ELSEWHERE.match(found[1]):
                 yield self.said(found.start(), found[1])
 
     def resolved(self, link: str) -> tuple[str, str]:
-        """The file and the anchor that `link` leads to."""
         path, _, anchor = link.partition("#")
         return posixpath.normpath(posixpath.join(posixpath.dirname(self.name), path)) if path else self.name, anchor
 
     def anchors(self) -> set[str]:
         """What may stand behind a `#`, as GitHub names headings."""
         seen: Counter[str] = Counter()
-        found = set(NAMED.findall(self.prose))
+        found = set[str]()
         for heading in HEADING.findall(self.prose):
             text = re.sub(r"!?\[([^\]]*)\]\([^)]*\)", r"\1", heading)
             slug = re.sub(r"[^\w\- ]", "", text.lower()).replace(" ", "-")

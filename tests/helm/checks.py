@@ -6,7 +6,7 @@ Pods are those that Kubernetes and KubeRay would make: KubeRay adds the labels t
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,7 @@ Object = dict[str, Any]
 PLAIN_PASSWORD = re.compile(r"://[^/@\s]*:([^@\s]+)@")
 SECRET_NAME = re.compile(r"PASSWORD|TOKEN|SECRET|_AUTH$")
 FROM_SECRET = "$(REDIS_PASSWORD)"
+WORKLOADS = ("Deployment", "StatefulSet")
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,6 @@ class Pod:
         return {port["name"] for port in ports} | {port["containerPort"] for port in ports}
 
     def matches(self, selector: Mapping[str, Any]) -> bool:
-        """As a LabelSelector means it."""
         exact = all(self.labels.get(key) == value for key, value in selector.get("matchLabels", {}).items())
         terms = selector.get("matchExpressions", [])
         assert all(term["operator"] == "In" for term in terms)
@@ -52,7 +52,7 @@ def _pods_of(document: Object) -> Iterator[Pod]:
     name, kind = document["metadata"]["name"], document["kind"]
     if kind == "Pod":
         yield Pod(f"Pod/{name}", document["metadata"]["labels"], document["spec"])
-    elif kind in {"Deployment", "StatefulSet"}:
+    elif kind in WORKLOADS:
         template = document["spec"]["template"]
         yield Pod(f"{kind}/{name}", template["metadata"]["labels"], template["spec"])
     elif kind == "RayCluster":
@@ -70,47 +70,44 @@ def _named(documents: list[Object]) -> Iterator[tuple[str, Object]]:
         yield f"{document['kind']}/{document['metadata']['name']}", document
 
 
+def _selector(document: Object) -> Mapping[str, Any] | None:
+    """By which it selects pods, if it does."""
+    kind, spec = document["kind"], document.get("spec", {})
+    if kind == "Service":
+        return {"matchLabels": spec["selector"]}
+    if kind == "NetworkPolicy":
+        return spec["podSelector"]
+    return spec["selector"] if kind in {"PodDisruptionBudget", "PodMonitor", *WORKLOADS} else None
+
+
+def _selected_ports(document: Object) -> list[str | int]:
+    """Those that it names of the pods that it selects."""
+    kind, spec = document["kind"], document.get("spec", {})
+    if kind == "Service":
+        return [port["targetPort"] for port in spec["ports"]]
+    if kind == "PodMonitor":
+        return [endpoint["port"] for endpoint in spec["podMetricsEndpoints"]]
+    rules = spec.get("ingress", []) if kind == "NetworkPolicy" else []
+    return [port["port"] for rule in rules for port in rule.get("ports", [])]
+
+
 def check_selectors(documents: list[Object]) -> Iterator[str]:
-    """Whatever selects pods finds some, and workloads their own."""
-    everything = pods(documents)
+    """Whatever selects pods finds some, with the ports that it names, and workloads their own."""
     for who, document in _named(documents):
-        spec = document.get("spec", {})
-        if document["kind"] == "Service":
-            selectors = [{"matchLabels": spec["selector"]}]
-        elif document["kind"] in {"PodDisruptionBudget", "PodMonitor", "Deployment", "StatefulSet"}:
-            selectors = [spec["selector"]]
-        elif document["kind"] == "NetworkPolicy":
-            selectors = [spec["podSelector"]]
-        else:
-            continue
-        for selector in selectors:
-            found = [pod.owner for pod in everything if pod.matches(selector)]
+        if (selector := _selector(document)) is not None:
+            found = [pod for pod in pods(documents) if pod.matches(selector)]
+            owners = [pod.owner for pod in found]
             if not found:
                 yield f"{who}: selects no pod: {selector}"
-            if document["kind"] in {"Deployment", "StatefulSet"} and found != [who]:
-                yield f"{who}: selects {found}"
+            if document["kind"] in WORKLOADS and owners != [who]:
+                yield f"{who}: selects {owners}"
+            wanted = [(pod, port) for pod in found for port in _selected_ports(document)]
+            yield from (f"{who}: {pod.owner} has no port {port}" for pod, port in wanted if port not in pod.ports)
 
 
-def check_ports(documents: list[Object]) -> Iterator[str]:
-    """Services, probes, policies and monitors name ports that the pods have."""
-    everything = pods(documents)
-    for who, document in _named(documents):
-        spec = document.get("spec", {})
-        wanted: list[tuple[object, Mapping[str, Any]]] = []
-        if document["kind"] == "Service":
-            wanted = [(port["targetPort"], {"matchLabels": spec["selector"]}) for port in spec["ports"]]
-        elif document["kind"] == "PodMonitor":
-            wanted = [(endpoint["port"], spec["selector"]) for endpoint in spec["podMetricsEndpoints"]]
-        elif document["kind"] == "NetworkPolicy":
-            rules = spec.get("ingress", [])
-            wanted = [(port["port"], spec["podSelector"]) for rule in rules for port in rule.get("ports", [])]
-        for port, selector in wanted:
-            yield from (
-                f"{who}: {pod.owner} has no port {port}"
-                for pod in everything
-                if pod.matches(selector) and port not in pod.ports
-            )
-    for pod in everything:
+def check_probes(documents: list[Object]) -> Iterator[str]:
+    """Probes name ports that their pods have."""
+    for pod in pods(documents):
         yield from (f"{pod.owner}: {kind} asks port {port}" for kind, port in _probed(pod) if port not in pod.ports)
 
 
@@ -121,9 +118,9 @@ def _probed(pod: Pod) -> Iterator[tuple[str, str | int]]:
             yield from ((kind, probe[how]["port"]) for how in ("grpc", "httpGet", "tcpSocket") if how in probe)
 
 
-def check_references(documents: list[Object], external: set[str]) -> Iterator[str]:
+def check_references(documents: list[Object], external: Collection[str] = ()) -> Iterator[str]:
     """What pods and scalers name is in the release, or `external`: `Secret/name` and the like."""
-    there = {who for who, _ in _named(documents)} | external
+    there = {*external, *(who for who, _ in _named(documents))}
     for pod in pods(documents):
         yield from (f"{pod.owner}: no {what}" for what in sorted(_needs(pod)) if what not in there)
         volumes = {volume["name"] for volume in pod.spec.get("volumes", [])}
@@ -197,3 +194,7 @@ def check_hardening(documents: list[Object]) -> Iterator[str]:
                 yield f"{who}: has no memory limit"
             if not re.search(r"@sha256:[0-9a-f]{64}$|:(?!latest$)[\w.-]+$", container["image"]):
                 yield f"{who}: the image {container['image']} is not pinned"
+
+
+Check = Callable[[list[Object]], Iterator[str]]
+CHECKS: tuple[Check, ...] = (check_selectors, check_probes, check_secrets, check_hardening)

@@ -45,7 +45,6 @@ class Helm:
         return done
 
     def render(self, *values: str | Path, sets: Sequence[str] = (), chart: Path = CHART) -> list[dict[str, Any]]:
-        """The objects of `helm template`."""
         done = self.run(*self._template(values, sets, chart))
         return [document for document in yaml.safe_load_all(done.stdout) if document]
 
@@ -61,7 +60,6 @@ class Helm:
 
 @pytest.fixture(scope="session", params=EACH)
 def helm(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Helm:
-    """Each of the two helms."""
     cache = request.config.cache
     assert cache is not None
     try:
@@ -72,12 +70,17 @@ def helm(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 @pytest.fixture(scope="session")
-def schemas() -> Schemas:
-    """Those of Kubernetes and of the CRDs."""
+def known_schemas() -> Schemas | None:
+    """Those of Kubernetes and of the CRDs, where they are here."""
     folder = find_folder()
-    if folder is None:
+    return Schemas(folder) if folder else None
+
+
+@pytest.fixture(scope="session")
+def schemas(known_schemas: Schemas | None) -> Schemas:
+    if known_schemas is None:
         pytest.skip("no schemas of Kubernetes: ../shared/data/k8s-schemas is not here")
-    return Schemas(folder)
+    return known_schemas
 
 
 @pytest.fixture(scope="session")

@@ -34,14 +34,8 @@ class RefusedError(Exception):
     def __init__(self, code: int, reason: str, message: str) -> None:
         super().__init__(message)
         self.code = code
-        self.status = {
-            "kind": "Status",
-            "apiVersion": "v1",
-            "status": "Failure",
-            "reason": reason,
-            "message": message,
-            "code": code,
-        }
+        kind = {"kind": "Status", "apiVersion": "v1", "status": "Failure"}
+        self.status: Object = {**kind, "reason": reason, "message": message, "code": code}
 
 
 @dataclass
@@ -56,7 +50,6 @@ class Cluster:
     _revisions: itertools.count[int] = field(default_factory=lambda: itertools.count(1))
 
     def of_kind(self, kind: str) -> dict[str, Object]:
-        """By name."""
         return {name: found for (_, one, name), found in self.objects.items() if one == kind}
 
     def write(self, key: Key, new: Object, *, dry: bool) -> Object:
@@ -79,20 +72,17 @@ class Cluster:
         return new
 
     def delete(self, key: Key) -> Object:
-        """Raises RefusedError."""
         gone = self.get(key)
         del self.objects[key]
         self._tell("DELETED", gone)
         return gone
 
     def get(self, key: Key) -> Object:
-        """Raises RefusedError."""
         if key not in self.objects:
             raise RefusedError(404, "NotFound", f'{key[1]} "{key[2]}" not found')
         return self.objects[key]
 
     def close(self) -> None:
-        """End all watches."""
         with self.changed:
             self.closed = True
             self.changed.notify_all()
@@ -131,20 +121,19 @@ class Handler(BaseHTTPRequestHandler):
 
     def _send(self, code: int, content: Object) -> None:
         body = json.dumps(content).encode()
+        self._head(("Content-Length", str(len(body))), code)
+        self.wfile.write(body)
+
+    def _head(self, header: tuple[str, str], code: int = 200) -> None:
         self.send_response(code)
         self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(body)))
+        self.send_header(*header)
         self.end_headers()
-        self.wfile.write(body)
 
     def _object(self, path: str, query: Mapping[str, str], raw: bytes) -> Object | None:
         if match := NAMESPACE_PATH.fullmatch(path):
-            return {
-                "apiVersion": "v1",
-                "kind": "Namespace",
-                "metadata": {"name": match["name"]},
-                "status": {"phase": "Active"},
-            }
+            named = {"metadata": {"name": match["name"]}, "status": {"phase": "Active"}}
+            return {"apiVersion": "v1", "kind": "Namespace", **named}
         parts = PATH.fullmatch(path)
         version = api_version(parts["group"] or "", parts["version"]) if parts else ""
         kind = PLURALS.get((version, parts["plural"])) if parts else None
@@ -176,43 +165,25 @@ class Handler(BaseHTTPRequestHandler):
             labels, metadata = found["metadata"].get("labels") or {}, found["metadata"]
             terms = [term.partition("=") for term in query.get("labelSelector", "").split(",") if term]
             name = query.get("fieldSelector", "").removeprefix("metadata.name=")
-            is_kind = (found["apiVersion"], found["kind"]) == (version, kind)
-            return (
-                is_kind and name in {"", metadata["name"]} and all(labels.get(key) == value for key, _, value in terms)
-            )
+            asked = (found["apiVersion"], found["kind"]) == (version, kind) and name in {"", metadata["name"]}
+            return asked and all(labels.get(key) == value for key, _, value in terms)
 
         with self.cluster.changed:
             items = [found for found in self.cluster.objects.values() if selected(found)]
             seen = len(self.cluster.events)
+        metadata: Object = {"resourceVersion": str(seen + 1)}
         if query.get("watch") not in {"1", "true"}:
-            return {
-                "kind": f"{kind}List",
-                "apiVersion": version,
-                "metadata": {"resourceVersion": str(seen + 1)},
-                "items": items,
-            }
-        self._watch(version, kind, items, seen, selected, initial="sendInitialEvents" in query)
-        return None
-
-    def _watch(
-        self,
-        version: str,
-        kind: str,
-        items: list[Object],
-        seen: int,
-        selected: Callable[[Object], bool],
-        *,
-        initial: bool,
-    ) -> None:
-        self.send_response(200)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Connection", "close")
-        self.end_headers()
+            return {"kind": f"{kind}List", "apiVersion": version, "metadata": metadata, "items": items}
+        self._head(("Connection", "close"))
         for item in items:
             self._event("ADDED", item)
-        if initial:
-            metadata = {"resourceVersion": str(seen + 1), "annotations": {"k8s.io/initial-events-end": "true"}}
+        if "sendInitialEvents" in query:
+            metadata["annotations"] = {"k8s.io/initial-events-end": "true"}
             self._event("BOOKMARK", {"apiVersion": version, "kind": kind, "metadata": metadata})
+        self._watch(seen, selected)
+        return None
+
+    def _watch(self, seen: int, selected: Callable[[Object], bool]) -> None:
         while not self.cluster.closed:
             with self.cluster.changed:
                 if len(self.cluster.events) == seen:
@@ -249,7 +220,6 @@ class ApiServer:
         self._thread.join(5.0)
 
     def kubeconfig(self) -> str:
-        """As YAML."""
         clusters = [{"name": "stub", "cluster": {"server": self.url}}]
         contexts = [{"name": "stub", "context": {"cluster": "stub", "user": "stub", "namespace": "serving"}}]
         users = [{"name": "stub", "user": {}}]

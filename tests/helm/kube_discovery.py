@@ -20,7 +20,6 @@ VERBS = ["create", "delete", "get", "list", "patch", "update", "watch"]
 
 
 def plural(kind: str) -> str:
-    """As in paths."""
     return kind.lower().removesuffix("y") + ("ies" if kind.endswith("y") else "s")
 
 

@@ -50,7 +50,6 @@ def problems(expression: str, known: Known) -> Iterator[str]:
 
 
 def nodes(tree: promql.Expr) -> list[promql.Expr]:
-    """An expression and all below it."""
     found: list[promql.Expr] = []
     promql.walk(tree, found.append)
     return found

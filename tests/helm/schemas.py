@@ -17,7 +17,6 @@ CORE = "core-v1.34-strict.json"
 
 
 def find_folder() -> Path | None:
-    """Where the schemas are; None if they are not here."""
     places = (base / "shared/data/k8s-schemas" for base in (ROOT, ROOT.parent))
     return next((place for place in places if (place / CORE).is_file()), None)
 

@@ -8,18 +8,18 @@ from __future__ import annotations
 import base64
 import dataclasses
 import json
+import subprocess
 from collections.abc import Iterator
-from functools import cache
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.helm.conftest import CHART, NAMESPACE, RELEASE, Helm
 from tests.helm.kube import ApiServer, Cluster
-from tests.helm.schemas import Schemas, find_folder
+from tests.helm.schemas import Schemas
 
 pytestmark = pytest.mark.slow
+Done = subprocess.CompletedProcess[str]
 MINIMAL = CHART / "ci/minimal-values.yaml"
 OF_HELM = "sh.helm.release.v1."
 # What null switches on: this API server knows these kinds, `helm template` does not.
@@ -27,37 +27,21 @@ MONITORS = {f"PodMonitor/one-baton-{what}" for what in ("router", "worker", "ray
 
 
 @pytest.fixture
-def server() -> Iterator[ApiServer]:
-    with ApiServer(problems) as server:
+def server(known_schemas: Schemas | None) -> Iterator[ApiServer]:
+    """Without schemas, it takes objects of any form."""
+    with ApiServer(known_schemas.problems if known_schemas else lambda _: []) as server:
         yield server
-
-
-@cache
-def known_schemas() -> Schemas | None:
-    folder = find_folder()
-    return Schemas(folder) if folder else None
-
-
-def problems(document: dict[str, Any]) -> list[str]:
-    """Without schemas, objects of any form are taken."""
-    known = known_schemas()
-    return known.problems(document) if known else []
 
 
 @pytest.fixture
 def there(helm: Helm, server: ApiServer, tmp_path: Path) -> Helm:
-    """A helm that speaks to the server."""
     config = tmp_path / "kubeconfig"
     config.write_text(server.kubeconfig())
     return dataclasses.replace(helm, kubeconfig=config)
 
 
-def install(helm: Helm, *more: str, values: Path = MINIMAL) -> None:
-    helm.run("install", RELEASE, str(CHART), "-n", NAMESPACE, "-f", str(values), *more)
-
-
-def upgrade(helm: Helm, *more: str) -> None:
-    helm.run("upgrade", RELEASE, str(CHART), "-n", NAMESPACE, "-f", str(MINIMAL), *more)
+def install(helm: Helm, *more: str, values: Path = MINIMAL, how: str = "install", check: bool = True) -> Done:
+    return helm.run(how, RELEASE, str(CHART), "-n", NAMESPACE, "-f", str(values), *more, check=check)
 
 
 def names(cluster: Cluster) -> set[str]:
@@ -82,7 +66,7 @@ def test_install_test_upgrade_rollback_uninstall(there: Helm, server: ApiServer)
     there.run("test", RELEASE, "-n", NAMESPACE, "--timeout", "20s")
     assert "Pod/one-baton-serves" not in names(cluster)  # its hook has succeeded, and it is gone
 
-    upgrade(there, "--set", "router.replicas=5", "--set", "decode.replicas=3", "--set", "router.http=false")
+    install(there, "--set=router.replicas=5,decode.replicas=3,router.http=false", how="upgrade")
     assert replicas(cluster) == (5, 3)
     ports = cluster.of_kind("Deployment")["one-baton-router"]["spec"]["template"]["spec"]["containers"][0]["ports"]
     assert [port["name"] for port in ports] == ["grpc", "admin", "metrics"]
@@ -103,7 +87,7 @@ def test_the_password_is_made_once(there: Helm, server: ApiServer):
     install(there)
     first = password()
     assert len(base64.b64decode(first)) == 40
-    upgrade(there, "--set", "router.replicas=3")
+    install(there, "--set=router.replicas=3", how="upgrade")
     assert password() == first
 
 
@@ -114,10 +98,7 @@ def test_the_model_survives(there: Helm, server: ApiServer):
 
 
 def test_notes_say_what_to_do_and_warn(there: Helm):
-    done = there.run(
-        "install", RELEASE, str(CHART), "-n", NAMESPACE, "-f", str(MINIMAL), "--set", "network.policy.enabled=false"
-    )
-    said = done.stdout
+    said = install(there, "--set=network.policy.enabled=false").stdout
     assert "one-baton-router.serving.svc:50051" in said
     assert "WARNING security.allowInsecure" in said
     assert "every pod of this Kubernetes cluster may use" in said
@@ -132,7 +113,6 @@ def test_nothing_is_installed_unsecured(there: Helm, server: ApiServer):
 
 def test_an_object_that_kubernetes_refuses_fails_the_install(there: Helm, schemas: Schemas):
     wrong = [{"apiVersion": "v1", "kind": "Service", "metadata": {"name": "a"}, "spec": {"port": 1}}]
-    arguments = ["install", RELEASE, str(CHART), "-n", NAMESPACE, "-f", str(MINIMAL), "--set-json"]
-    done = there.run(*arguments, f"extraObjects={json.dumps(wrong)}", check=False)
+    done = install(there, "--set-json", f"extraObjects={json.dumps(wrong)}", check=False)
     assert done.returncode != 0
     assert "'port' was unexpected" in done.stderr

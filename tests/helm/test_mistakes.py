@@ -10,31 +10,14 @@ from typing import Any
 import pytest
 
 from baton.errors import ConfigError
-from tests.helm.checks import check_hardening, check_ports, check_references, check_secrets, check_selectors
+from tests.helm.checks import check_hardening, check_probes, check_references, check_secrets, check_selectors
 from tests.helm.cluster_file import load
 from tests.helm.conftest import CHART, Helm
 from tests.helm.metric_names import unknown_metrics
 from tests.helm.schemas import Schemas
 
 MINIMAL = CHART / "ci/minimal-values.yaml"
-VALUES = {  # what `--set` is given, and how the refusal begins; the last six are refused by values.schema.json
-    "image.repository=": "image.repository: must be set",
-    "security.allowInsecure=false": "security: set security.tls.existingSecret and",
-    "security.allowInsecure=false,security.tls.existingSecret=a": "security: set security.tls.existingSecret and",
-    "security.tls.existingSecret=a,security.tokens.existingSecret=b": "security.allowInsecure: must be false",
-    "redis.external.host=other": 'redis.external.host: "other" contradicts redis.install: true',
-    "redis.install=false": "redis.external.host: must be set",
-    "redis.install=false,redis.external.host=a,redis.external.tls.existingSecret=ca": "existingSecret: needs",
-    "ray.gcsFaultTolerance.enabled=true": "ray.gcsFaultTolerance.enabled: needs redis.external",
-    "model.pvc.create=true,model.existingClaim=models": "model.pvc.create: must be false when model.existingClaim",
-    "prefill.replicas=0": "prefill.replicas: must be at least 1 but with config.mode: colocated, got 0",
-    "decode.replicas=0,prefill.replicas=0,config.mode=colocated": "decode.replicas: must be at least 1, got 0",
-    "decode.autoscale.enabled=true,decode.replicas=9": "decode.replicas: must be from decode.autoscale.min (1) to",
-    "ray.autoscaling.enabled=true": "ray.autoscaling.enabled: needs prefill.autoscale.enabled",
-    "config.router.grpc=a:1": "config.router.grpc: the chart says this itself; in its place: router.service.grpcPort",
-    "config.redis.url=redis://a": "config.redis: the chart says this itself; in its place: redis.external",
-    "config.decode.replicas=3": "config.decode.replicas: the chart says this itself; in its place: decode.replicas",
-    "decode.gpus=2,config.decode.tensor_parallel=4": "the chart says this itself; in its place: decode.gpus",
+FORM = {  # what `--set` is given, and how the refusal by values.schema.json begins
     "decode.replica=2": "replica",
     "config.decode.max_runing=2": "max_runing",
     "decode.sharedMemory=much": "sharedMemory",
@@ -42,17 +25,36 @@ VALUES = {  # what `--set` is given, and how the refusal begins; the last six ar
     "image.pullPolicy=Sometimes": "pullPolicy",
     "prefill.gpus=-1": "gpus",
 }
+MEANING = {  # the same of templates/validate.yaml
+    "image.repository=": "image.repository: must be set",
+    "redis.external.host=other": 'redis.external.host: "other" contradicts redis.install: true',
+    "model.pvc.create=true,model.existingClaim=models": "model.pvc.create: must be false when model.existingClaim",
+    "prefill.replicas=0": "prefill.replicas: must be at least 1 but with config.mode: colocated, got 0",
+    "config.router.grpc=a:1": "config.router.grpc: the chart says this itself; in its place: router.service.grpcPort",
+    "config.redis.url=redis://a": "config.redis: the chart says this itself; in its place: redis.external",
+    "config.decode.replicas=3": "config.decode.replicas: the chart says this itself; in its place: decode.replicas",
+    "decode.gpus=2,config.decode.tensor_parallel=4": "the chart says this itself; in its place: decode.gpus",
+}
+ALONE = {  # each in values of its own: they contradict each other
+    "security.allowInsecure=false": "security: set security.tls.existingSecret and",
+    "security.allowInsecure=false,security.tls.existingSecret=a": "security: set security.tls.existingSecret and",
+    "security.tls.existingSecret=a,security.tokens.existingSecret=b": "security.allowInsecure: must be false",
+    "redis.install=false": "redis.external.host: must be set",
+    "redis.install=false,redis.external.host=a,redis.external.tls.existingSecret=ca": "existingSecret: needs",
+    "ray.gcsFaultTolerance.enabled=true": "ray.gcsFaultTolerance.enabled: needs redis.external",
+    "decode.replicas=0,prefill.replicas=0,config.mode=colocated": "decode.replicas: must be at least 1, got 0",
+    "decode.autoscale.enabled=true,decode.replicas=9": "decode.replicas: must be from decode.autoscale.min (1) to",
+    "ray.autoscaling.enabled=true": "ray.autoscaling.enabled: needs prefill.autoscale.enabled",
+}
 Documents = list[dict[str, Any]]
 
 
-@pytest.mark.parametrize(("sets", "says"), VALUES.items(), ids=VALUES)
-def test_wrong_values_are_refused_by_name(helm: Helm, sets: str, says: str):
-    assert says in helm.refuses(MINIMAL, sets=[sets])
-
-
-def test_all_wrong_values_are_said_at_once(helm: Helm):
-    said = helm.refuses(MINIMAL, sets=["image.repository=", "redis.external.host=other", "config.name=mine"])
-    assert all(key in said for key in ("image.repository:", "redis.external.host:", "config.name:"))
+@pytest.mark.parametrize(
+    "wrong", [FORM, MEANING, *({sets: says} for sets, says in ALONE.items())], ids=["form", "meaning", *ALONE]
+)
+def test_wrong_values_are_refused_by_name_and_all_at_once(helm: Helm, wrong: dict[str, str]):
+    said = helm.refuses(MINIMAL, sets=list(wrong))
+    assert [each for each in wrong.values() if each not in said] == [], said
 
 
 def test_the_right_values_are_refused_by_none(helm: Helm):
@@ -65,78 +67,38 @@ def mutated(helm: Helm, tmp_path: Path) -> Callable[[str, str, str], Documents]:
 
     def render(file: str, right: str, wrong: str) -> Documents:
         chart = shutil.copytree(CHART, tmp_path / "chart")
-        text = (chart / file).read_text()
+        template = chart / "templates" / file
+        text = template.read_text()
         assert right in text, f"{file} has no {right!r} any more"
-        (chart / file).write_text(text.replace(right, wrong))
+        template.write_text(text.replace(right, wrong))
         return helm.render(CHART / "ci/autoscaling-values.yaml", chart=chart)
 
     return render
 
 
-def unreferenced(documents: Documents) -> Iterable[str]:
-    return check_references(documents, set())
+TEMPLATES: list[tuple[str, str, str, Callable[[Documents], Iterable[str]], str]] = [  # one of each check
+    ("router-services.yaml", '"component" "router"', '"component" "routers"', check_selectors, "selects no pod"),
+    ("raycluster.yaml", "grpc: {port: 50061}", "grpc: {port: 50062}", check_probes, "readinessProbe asks port 50062"),
+    ("redis.yaml", "kind: Secret", "kind: ConfigMap", check_references, "no Secret/one-baton-redis"),
+    ("_helpers.tpl", "$(REDIS_PASSWORD)", "hunter2", check_secrets, "a password in the clear: redis://:hunter2@"),
+    ("_pod.tpl", '(eq .component "head")', "true", check_hardening, "automountServiceAccountToken must be False"),
+    ("prometheusrule.yaml", "recoveries_total", "recovered_total", unknown_metrics, "baton_recovered_total"),
+]
 
 
-TEMPLATES: dict[str, tuple[str, str, str, Callable[[Documents], Iterable[str]], str]] = {  # one of each check
-    "selectors": (
-        "templates/router-services.yaml",
-        '"component" "router"',
-        '"component" "routers"',
-        check_selectors,
-        "Service/one-baton-router: selects no pod",
-    ),
-    "ports": (
-        "templates/raycluster.yaml",
-        "grpc: {port: 50061}",
-        "grpc: {port: 50062}",
-        check_ports,
-        "readinessProbe asks port 50062",
-    ),
-    "references": (
-        "templates/redis.yaml",
-        "kind: Secret",
-        "kind: ConfigMap",
-        unreferenced,
-        "no Secret/one-baton-redis",
-    ),
-    "secrets": (
-        "templates/_helpers.tpl",
-        "$(REDIS_PASSWORD)",
-        "hunter2",
-        check_secrets,
-        "a password in the clear: redis://:hunter2@",
-    ),
-    "hardening": (
-        "templates/_pod.tpl",
-        '(eq .component "head")',
-        "true",
-        check_hardening,
-        "automountServiceAccountToken must be False",
-    ),
-    "metrics": (
-        "templates/prometheusrule.yaml",
-        "baton_recoveries_total",
-        "baton_recovered_total",
-        unknown_metrics,
-        "baton_recovered_total",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", TEMPLATES)
-def test_mistakes_in_templates_are_caught(mutated, name: str):
-    file, right, wrong, check, says = TEMPLATES[name]
+@pytest.mark.parametrize(("file", "right", "wrong", "check", "says"), TEMPLATES, ids=[one[0] for one in TEMPLATES])
+def test_mistakes_in_templates_are_caught(mutated, file: str, right: str, wrong: str, check, says: str):
     found = list(check(mutated(file, right, wrong)))
     assert any(says in problem for problem in found), found
 
 
 def test_mistakes_in_fields_are_caught(mutated, schemas: Schemas):
-    documents = mutated("templates/raycluster.yaml", "readinessProbe:", "readynessProbe:")
+    documents = mutated("raycluster.yaml", "readinessProbe:", "readynessProbe:")
     found = [problem for document in documents for problem in schemas.problems(document)]
     assert any("'readynessProbe' was unexpected" in problem for problem in found), found
 
 
 def test_mistakes_in_the_cluster_file_are_caught(mutated, tmp_path: Path):
-    documents = mutated("templates/_config.tpl", 'listen: "0.0.0.0:50061"', 'listens: "0.0.0.0:50061"')
+    documents = mutated("_config.tpl", 'listen: "0.0.0.0:50061"', 'listens: "0.0.0.0:50061"')
     with pytest.raises(ConfigError, match=r"prefill\.listens"):
         load(documents, tmp_path)

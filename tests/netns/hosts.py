@@ -59,7 +59,6 @@ def sweep():
 
 
 def kill_all(namespace, within_s=10.0):
-    """Ends what runs in it."""
     deadline = time.monotonic() + within_s
     while found := [int(pid) for pid in command("ip", "netns", "pids", namespace, check=False).split()]:
         assert time.monotonic() < deadline, f"{found} do not end"
@@ -122,7 +121,6 @@ class Host:
         return Process(popen, os.fdopen(read_fd), log)
 
     def baton(self, *argv, log, **env):
-        """`baton ARGV` here."""
         return self.start([sys.executable, "-m", "baton", *argv], log, env)
 
     def cut(self):

@@ -6,8 +6,9 @@ Whatever a page does: it asks no other host for anything, and it breaks nowhere.
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -15,12 +16,12 @@ import pytest
 from playwright.sync_api import expect
 
 from router.gateway.job import as_json
-from tests.support.cluster_process import Home
 from tests.support.in_process_router import clusters
 from tests.support.time_factor import scaled
 from tools.browser import chromium, executable
 
 WITHIN_MS = 10_000
+EVERY_S = 20  # from one view that a test makes to the next
 expect.set_options(timeout=WITHIN_MS)
 HARMLESS = ("Failed to load resource",)  # what Chromium says of a status above 399; the tests look at those themselves
 
@@ -34,11 +35,15 @@ class Beside:
         self._thread.start()
 
     def run(self, work: Coroutine[Any, Any, Any]) -> Any:
-        """Its result, when it is there."""
         return asyncio.run_coroutine_threadsafe(work, self._loop).result(scaled(30))
 
     def soon(self, call: Any, *args: Any) -> None:
         self._loop.call_soon_threadsafe(call, *args)
+
+    def release(self, workers: Any) -> None:
+        """Let scripted workers do all that the test held."""
+        for gate in (gate for worker in workers for gate in worker.gates.values()):
+            self.soon(gate.set)
 
     def close(self) -> None:
         self._loop.call_soon_threadsafe(self._loop.stop)
@@ -54,12 +59,6 @@ def browser():
         pytest.skip("no Chromium here: none on PATH, and BATON_CHROMIUM names none")
     with chromium(path) as found:
         yield found
-
-
-@pytest.fixture
-def home(tmp_path):
-    with Home(tmp_path).swept() as home:
-        yield home
 
 
 @pytest.fixture
@@ -84,18 +83,26 @@ def cluster(build):
 
 
 @pytest.fixture
-def view(cluster, beside):
-    """`view()`: what the router says now, as a page gets it."""
+def fed(tab, cluster, beside):
+    """`fed(change, ...)`: a page that got one view after the other, each what the router says now with one change."""
 
-    async def one() -> Any:
+    async def now() -> Any:
         async for found in cluster.router._admin.live.watch(1):
             return found
 
-    def said() -> dict[str, Any]:
-        found, happenings = beside.run(one())
-        return {**as_json(found), "happenings": [as_json(one) for one in happenings]}
+    def opened(*changes: Callable[[dict[str, Any]], None]) -> Any:
+        page = tab(cluster.router.http)
+        (found, happenings), views = beside.run(now()), []
+        said = {**as_json(found), "happenings": [as_json(one) for one in happenings]}
+        for change in changes:
+            said["time_s"] += EVERY_S
+            change(said)
+            views.append(f"data: {json.dumps(said)}\n\n")
+        page.route("**/live?*", lambda route: route.fulfill(content_type="text/event-stream", body="".join(views)))
+        page.reload()
+        return page
 
-    return said
+    return opened
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -48,9 +49,7 @@ def test_a_request_is_drawn_where_it_is(tab, build, beside, state):
     page.locator("#requests summary").click()
     expect(page.locator("#requests tbody tr").filter(has_text=stage)).to_have_count(1)
     beside.soon(call.cancel)
-    for worker in cluster.workers:
-        for gate in worker.gates.values():
-            beside.soon(gate.set)
+    beside.release(cluster.workers)
     expect(page.locator("#flow-text")).to_have_text("nothing under way")
     expect(page.locator("circle.dot")).to_have_count(0)
 
@@ -90,6 +89,8 @@ def test_a_prompt_is_answered_as_it_comes_and_its_time_is_drawn(page, cluster, b
     page.locator("#timeline summary").click()
     for stage in ("queue", "prefill", "decode"):
         expect(page.locator("#timeline tbody tr").filter(has_text=f"router{stage}")).to_have_count(1)
+    expect(page.locator("#figures")).to_contain_text("1 finished")
+    expect(page.get_by_role("img", name="First token, lately: p50").first).to_be_visible()
 
 
 def test_a_prompt_can_be_stopped_and_a_refusal_is_shown(page, cluster, beside):
@@ -181,16 +182,11 @@ def test_a_router_that_goes_away_and_comes_back(tab, cluster, beside):
     expect(page.locator("#status")).to_contain_text("asking again in")
 
     async def again():
-        settings = type(cluster.settings)(**{**vars_of(cluster.settings), "http": address})
-        cluster.router = await serve(settings, cluster.source, OracleTokenizer())
+        cluster.router = await serve(replace(cluster.settings, http=address), cluster.source, OracleTokenizer())
 
     beside.run(again())
     expect(page.locator("#status")).to_have_text("live")
     expect(page.locator("#happenings")).to_contain_text("another router")
-
-
-def vars_of(settings):
-    return {name: getattr(settings, name) for name in settings.__slots__}
 
 
 def test_a_lost_worker_and_where_its_request_went_on(tab, build, beside):
@@ -248,21 +244,14 @@ def test_a_gateway_alone_says_so_and_still_answers(tab, beside):
         beside.run(held.__aexit__(None, None, None))
 
 
-def test_names_are_text_and_nothing_else(browser, cluster, beside, view):
+EVIL = "<img src=x onerror=alert(1)>"
+NAMES = r'("(?:name|model|router_id|text|note|request_id|worker_id|prefill_worker|decode_worker)": )"[^"]*"'
+
+
+def test_names_are_text_and_nothing_else(fed, cluster, beside):
     """Whatever a worker, a model or an error calls itself."""
-    evil = "<img src=x onerror=alert(1)>"
-    context = browser.new_context()
-    page = context.new_page()
-    page.on("dialog", lambda dialog: pytest.fail(f"a script ran: {dialog.message}"))
     beside.run(at(cluster, "decoding"))
-    text = re.sub(
-        r'("(?:name|model|router_id|text|note|request_id|worker_id|prefill_worker|decode_worker)": )"[^"]*"',
-        rf'\1"{evil}"',
-        json.dumps(view()),
-    )
-    page.route("**/live?*", lambda route: route.fulfill(content_type="text/event-stream", body=f"data: {text}\n\n"))
-    page.goto(f"http://{cluster.router.http}/")
-    expect(page.locator("#name")).to_have_text(evil)
-    expect(page.locator("article h3").first).to_have_text(evil)
+    page = fed(lambda said: said.update(json.loads(re.sub(NAMES, rf'\1"{EVIL}"', json.dumps(said)))))
+    expect(page.locator("#name")).to_have_text(EVIL)
+    expect(page.locator("article h3").first).to_have_text(EVIL)
     expect(page.locator("img")).to_have_count(1)
-    context.close()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import threading
 from copy import deepcopy
 from typing import Any
@@ -78,32 +77,28 @@ def test_in_a_hidden_tab_nothing_moves_and_no_dot_is_left(tab, cluster, beside):
     call = beside.run(at(cluster, "decoding"))
     expect(page.locator("circle.dot.decode")).to_have_count(1)
     beside.soon(call.cancel)
-    for worker in cluster.workers:
-        for gate in worker.gates.values():
-            beside.soon(gate.set)
+    beside.release(cluster.workers)
     expect(page.locator("circle.dot")).to_have_count(0)
     assert page.evaluate("moves") == 0
 
 
 def of_eight(worker: dict[str, Any]) -> list[dict[str, Any]]:
-    """As many like it."""
     made = [deepcopy(worker) for _ in range(8)]
     for number, one in enumerate(made):
         one["info"]["ref"]["worker_id"] = f"{one['info']['role']}-{number}"
     return made
 
 
-def test_the_workers_that_share_the_last_box_are_counted_by_role(tab, cluster, view):
-    said = view()
+def crowded(said: dict[str, Any]) -> None:
     said["status"]["workers"] = [one for worker in said["status"]["workers"] for one in of_eight(worker)]
     common = {"choice": 0, "prefill_worker": "prefill-7", "decode_worker": "decode-6", "prompt_tokens": 9, "tokens": 0}
     common |= {"age_s": 1.0, "attempt": 1, "deterministic": False}
     stages = ("prefill", "prefill", "decode")
     said["requests"] = [{**common, "request_id": f"r{n}", "stage": stage} for n, stage in enumerate(stages)]
-    page = tab(cluster.router.http)
-    body = f"data: {json.dumps(said)}\n\n"
-    page.route("**/live?*", lambda route: route.fulfill(content_type="text/event-stream", body=body))
-    page.reload()
+
+
+def test_the_workers_that_share_the_last_box_are_counted_by_role(fed):
+    page = fed(crowded)
     expect(page.locator("g.prefill text", has_text="3 others")).to_have_count(1)
     expect(page.locator("g.prefill .number")).to_have_text(["0"] * 5 + ["2"])
     expect(page.locator("g.decode .number")).to_have_text(["0"] * 5 + ["1"])

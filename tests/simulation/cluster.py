@@ -46,7 +46,6 @@ class Plan:
 
 
 def plan_of(rng: random.Random) -> Plan:
-    """A small cluster under strain."""
     transfer = TransferSettings(
         transport="auto",
         frame_size=rng.choice((64, 128, 256, 4096)),
@@ -56,17 +55,10 @@ def plan_of(rng: random.Random) -> Plan:
         staging_memory=rng.choice((1 << 30, 1 << 30, 1)),
         verify_kv=rng.random() < 0.3,
     )
-    step_s = rng.choice((0.001, 0.005, 0.02))
+    rest = transfer, LEASE_S, rng.choice((0.001, 0.005, 0.02))  # seconds of a step
     workers = [
         WorkerPlan(
-            role,
-            f"{role.value}-{number}",
-            blocks=rng.choice(blocks),
-            batched=rng.choice((4, 8, 64)),
-            running=rng.choice((2, 8)),
-            transfer=transfer,
-            lease_s=LEASE_S,
-            step_s=step_s,
+            role, f"{role.value}-{number}", rng.choice(blocks), rng.choice((4, 8, 64)), rng.choice((2, 8)), *rest
         )
         for role, blocks in ((Role.PREFILL, (16, 24, 40)), (Role.DECODE, (14, 14, 18, 30)))
         for number in range(rng.choice((1, 1, 2, 3)))
@@ -162,7 +154,6 @@ def _deterministic(ask: Ask, rng: random.Random) -> Ask:
 
 
 def _crowded(ask: Ask, rng: random.Random) -> Ask:
-    """With a short prompt and a long answer."""
     sampling = replace(ask.sampling, max_tokens=16)
     return replace(ask, prompt=ask.prompt[:20], sampling=sampling, at=0.05 * rng.random(), leaves_after=None)
 
@@ -221,7 +212,6 @@ class Cluster:
         self.world.loop.call_later(self.world.rng.choice((0.01, 0.5, 2.0)), self._start, host.next_plan)
 
     async def run(self) -> list[str]:
-        """What is wrong."""
         asked = [asyncio.create_task(client.run()) for client in self.clients]
         done, hung = await asyncio.wait(asked, timeout=BOUND_S)
         for task in done:
@@ -240,9 +230,7 @@ class Cluster:
     def _allowed(self, client: Client) -> list[str]:
         """Whether the faults of the schedule can explain how a request ended."""
         struck, outcome = self.faults.struck, client.outcome
-        tight = (
-            self.plan.workers[0].transfer.staging_memory == 1
-        )  # a busy receiver refuses channels, at an attempt each
+        tight = self.plan.workers[0].transfer.staging_memory == 1  # a busy receiver refuses channels, an attempt each
         fine = {
             "finished": True,
             "left": client.ask.leaves_after is not None,

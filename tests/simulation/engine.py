@@ -9,7 +9,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from baton.audit import Delivered, audit_digest
-from baton.core import HandoffId, SequenceSpec, ThinkingState, Token
+from baton.core import HandoffId, Role, SequenceSpec, ThinkingState, Token
 from baton.engine.engine import Engine
 from baton.engine.fixed import FixedShapes
 from baton.engine.oracle import OracleBackend
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from baton.engine.kv import KVCache
     from baton.engine.outcome import Output, StepResult
     from baton.engine.reservation import Reservation
+    from tests.simulation.worker import WorkerPlan
     from tests.simulation.world import World
 
 
@@ -117,33 +118,22 @@ class WatchedEngine(Engine):
         right = [*enumerate(wanted)][at : at + len(said)]
         ends = at + len(said) == len(wanted)
         if at < 0 or said != right or (output.finish is not None and not ends):
-            text = f"{self.name}: {output.key} says {said} and {output.finish} at {at} of {wanted}"
-            self.world.broken(text)
+            self.world.broken(f"{self.name}: {output.key} says {said} and {output.finish} at {at} of {wanted}")
         self._next[output.key] = -1 if output.finish else at + len(said)
 
 
-def engine_of(
-    world: World,
-    name: str,
-    total_blocks: int,
-    *,
-    prefill: bool,
-    batched: int,
-    running: int,
-    shapes: FixedShapes | None,
-    strays: float,
-) -> WatchedEngine:
+def engine_of(world: World, name: str, plan: WorkerPlan) -> WatchedEngine:
     """A real engine whose pool and cache are watched, too."""
     backend = copy(_STRAYING)
-    backend.rng, backend.rate = world.random_for(f"{name} strays"), strays
+    backend.rng, backend.rate = world.random_for(f"{name} strays"), plan.strays
     engine = WatchedEngine(
         backend,
         backend.tokenizer,
-        total_blocks=total_blocks,
-        max_batched_tokens=batched,
-        max_running=running,
-        recompute_preempted=prefill,
-        shapes=shapes,
+        total_blocks=plan.blocks,
+        max_batched_tokens=plan.batched,
+        max_running=plan.running,
+        recompute_preempted=plan.role is Role.PREFILL,
+        shapes=plan.shapes,
     )
     backend.engine, engine.world, engine.name = engine, world, name
     pool, kv = engine.pool, engine.kv

@@ -14,19 +14,8 @@ if TYPE_CHECKING:
     from tests.simulation.cluster import Cluster
     from tests.simulation.worker import WorkerHost
 
-KINDS = (
-    "crash prefill",
-    "crash decode",
-    "pause prefill",
-    "pause decode",
-    "cut worker",
-    "cut peer",
-    "break channel",
-    "flip",
-    "crash router",
-    "leave prefill",
-    "leave decode",
-)
+KINDS = [f"{what} {role}" for what in ("crash", "pause") for role in Role]
+KINDS += ["cut worker", "cut peer", "break channel", "flip", "crash router", "leave prefill", "leave decode"]
 WEIGHTS = (4, 4, 2, 2, 2, 3, 3, 3, 1, 1, 1)
 ORDERS = ("drain prefill", "drain decode", "turn prefill", "turn decode")
 """No faults: whatever is asked, nobody notices."""
@@ -57,7 +46,6 @@ def draw(rng: random.Random, lease_s: float, *, routers: int) -> list[Fault]:
 
 
 def orders(rng: random.Random) -> list[Fault]:
-    """One to four."""
     kinds = rng.choices(ORDERS, k=rng.randint(1, 4))
     return [Fault(kind, int(rng.expovariate(1 / 200.0)), rng.randrange(1000), 0.0) for kind in kinds]
 
@@ -119,7 +107,7 @@ class Faults:
         if len(routers) < 2:
             return ""
         router = routers[fault.number % len(routers)]
-        router.crash()
+        router.process.kill()
         return router.process.name
 
     def _cut(self, fault: Fault, whom: str) -> str:

@@ -38,9 +38,6 @@ class RouterHost:
         self.inference = Inference(self.floor, BACKEND.tokenizer)
         self.process.start(self.floor.pool.start(), "start")
 
-    def crash(self) -> None:
-        self.process.kill()
-
     def leftovers(self) -> list[str]:
         """What is counted here though no request runs."""
         views = [(link.info.ref, link.view) for link in self.floor.pool.links]
@@ -69,7 +66,6 @@ class Ask:
 
     @property
     def spec(self) -> SequenceSpec:
-        """As an engine has it."""
         sampling = replace(self.sampling, logprobs=self.logprobs)
         return SequenceSpec(self.prompt, sampling, constraint=self.constraint, deterministic=self.deterministic)
 
@@ -97,7 +93,7 @@ class Client:
             self.calls.append(self.call)
             await self._ask(self._resume())
         if not self.outcome:
-            self._end(self._why_gone())
+            self._end("left" if self.router.process.alive else "router crashed")
 
     def _another(self) -> RouterHost | None:
         living = [router for router in self._others if router.process.alive]
@@ -106,7 +102,7 @@ class Client:
     @property
     def _name(self) -> str:
         """What the router called it, once it did."""
-        return next((event.request_id for call in self.calls for event in call.events), "")
+        return next((event.request_id for event in self._events()), "")
 
     async def _ask(self, call: Coroutine[Any, Any, None]) -> None:
         task = self.router.process.spawn(call, self.ask.name)
@@ -115,9 +111,6 @@ class Client:
         if not task.done():
             task.cancel()
             await asyncio.wait([task])
-
-    def _why_gone(self) -> str:
-        return "left" if self.router.process.alive else "router crashed"
 
     def _leaves(self) -> bool:
         return self.ask.leaves_after is not None and len(self.call.events) >= self.ask.leaves_after
@@ -138,7 +131,7 @@ class Client:
         await self._to_its_end(self.router.inference.Generate(self._request(), cast("Any", self.call)))
 
     async def _resume(self) -> None:
-        received = [common_pb2.TokenIds(ids=self._ids())]
+        received = [common_pb2.TokenIds(ids=[token_id for tokens in self._tokens() for token_id in tokens.ids])]
         message = pb.ResumeRequest(request_id=self._name, request=self._request(), received=received)
         message.system_fingerprint = next(iter(self._bits()), "")
         self.resumed_with = len(received[0].ids)
@@ -146,13 +139,15 @@ class Client:
             self.world.met["deterministic resumed"] += 1
         await self._to_its_end(self.router.inference.Resume(message, cast("Any", self.call)))
 
-    def _ids(self) -> list[int]:
-        events = [event for call in self.calls for event in call.events if event.HasField("tokens")]
-        return [token_id for event in events for token_id in event.tokens.ids]
+    def _events(self) -> list[pb.GenerateEvent]:
+        return [event for call in self.calls for event in call.events]
+
+    def _tokens(self) -> list[Any]:
+        return [event.tokens for event in self._events() if event.HasField("tokens")]
 
     def _bits(self) -> set[str]:
         """What the answer's bits depend on, as the routers said it."""
-        events = [event for call in self.calls for event in call.events]
+        events = self._events()
         accepted = {event.accepted.system_fingerprint for event in events if event.HasField("accepted")}
         return accepted | {event.completed.system_fingerprint for event in events if event.HasField("completed")}
 
@@ -175,12 +170,11 @@ class Client:
         kinds = [event.WhichOneof("event") for event in self.call.events]
         ids: list[int] = []
         found: list[str] = []
-        for event in (event for call in self.calls for event in call.events):
-            if event.HasField("tokens"):
-                first = getattr(event.tokens, "from")
-                if first != len(ids):
-                    found.append(f"tokens from {first} after {len(ids)}")
-                ids += event.tokens.ids
+        for tokens in self._tokens():
+            first = getattr(tokens, "from")
+            if first != len(ids):
+                found.append(f"tokens from {first} after {len(ids)}")
+            ids += tokens.ids
         wanted = expected(self.ask.spec)
         if ids != wanted[: len(ids)]:
             found.append(f"tokens {ids} instead of {wanted}")
@@ -196,14 +190,10 @@ class Client:
 
     def _check_bits(self) -> list[str]:
         """Whether it is the answer of the same request that nothing disturbs, bit for bit, on workers of one kind."""
-        found = []
-        bits, said = (
-            self._bits(),
-            self.call.events[-1].completed.usage.audit_digest if self.outcome == "finished" else "",
-        )
-        if len(bits) > 1 or "" in bits:
-            found.append(f"its bits depend on {bits}")
+        bits = self._bits()
+        found = [f"its bits depend on {bits}"] if len(bits) > 1 or "" in bits else []
         if self.outcome == "finished":
+            said = self.call.events[-1].completed.usage.audit_digest
             unknown = self.ask.logprobs is not None and self.resumed_with
             if said != ("" if unknown else undisturbed(self.ask.spec)):
                 found.append(f"its digest is {said or 'none'}, undisturbed it is {undisturbed(self.ask.spec)}")

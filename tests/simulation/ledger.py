@@ -43,11 +43,9 @@ class SimLedger:
         return True
 
     async def workers(self) -> list[WorkerInfo]:
-        """Those with a lease."""
         return [info for info, until in self._entries.values() if until >= self._world.loop.time()]
 
     def note(self, handoff: HandoffId, owner: WorkerRef, router_id: str, state: RecordState, stream: str) -> None:
-        """As `OwnershipLog.note`."""
         self._owned.write(handoff, owner, router_id, state)
         if stream:
             self._streams[stream] = handoff.request_id

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
-from typing import Any, NamedTuple, cast
+from types import SimpleNamespace
+from typing import Any, cast
 
 import grpc
 from google.protobuf.message import Message
@@ -190,21 +191,6 @@ class ClientCall:
 
     def error(self) -> BatonError:
         """What the status says, as the SDK reads it."""
-        return from_rpc_error(cast("grpc.RpcError", Failure(*self.status)))
-
-
-class Failure(NamedTuple):
-    """A failed call."""
-
-    said_code: grpc.StatusCode
-    said: str
-    trailing: tuple[tuple[str, bytes], ...]
-
-    def code(self) -> grpc.StatusCode:
-        return self.said_code
-
-    def details(self) -> str:
-        return self.said
-
-    def trailing_metadata(self) -> tuple[tuple[str, bytes], ...]:
-        return self.trailing
+        code, details, trailing = self.status
+        failed = SimpleNamespace(code=lambda: code, details=lambda: details, trailing_metadata=lambda: trailing)
+        return from_rpc_error(cast("grpc.RpcError", failed))

@@ -13,10 +13,7 @@ from router.attempt import Attempt
 
 H = HandoffId("r", 1)
 FIRST, SECOND = Token(0, 5, ""), Token(1, 6, "")
-LAST_WORDS = {
-    "finish": events.finished(H, Finish(FinishReason.LENGTH)),
-    "preempted": events.preempted(H, "full"),
-}
+LAST_WORDS = {"finish": events.finished(H, Finish(FinishReason.LENGTH)), "preempted": events.preempted(H, "full")}
 
 
 @pytest.mark.parametrize("last", LAST_WORDS)
@@ -29,16 +26,10 @@ async def test_a_fence_that_meets_a_handoff_which_has_ended_is_no_failure(last):
     attempt._mailbox.put(Role.PREFILL, WorkerLost("it died"))
     heard = attempt.outputs()
     assert await anext(heard) == [FIRST]
-    for event in (
-        events.committed(H),
-        events.tokens(H, [FIRST]),
-        events.tokens(H, [SECOND]),
-        LAST_WORDS[last],
-        events.fenced(H),
-    ):
+    said = (events.tokens(H, [FIRST]), events.tokens(H, [SECOND]), LAST_WORDS[last])
+    for event in (events.committed(H), *said, events.fenced(H)):
         attempt._mailbox.put(Role.DECODE, event)
     assert [tokens async for tokens in heard] == [[FIRST, SECOND]]
     assert attempt.lost is None
-    assert (attempt.finish is not None, attempt.handed_back) == (
-        (True, "") if last == "finish" else (False, "preempted")
-    )
+    ended = (attempt.finish is not None, attempt.handed_back)
+    assert ended == ((True, "") if last == "finish" else (False, "preempted"))

@@ -17,13 +17,12 @@ More: `make chaos`, as many as BATON_SCHEDULES says. One: `BATON_SCHEDULE=<seed>
 from __future__ import annotations
 
 import os
-import time
 from collections import Counter
 
 import pytest
 
 from tests.simulation.patches import simulated
-from tests.simulation.schedule import Report, run
+from tests.simulation.schedule import run
 
 RANGES, EACH = 8, 50
 MANY = int(os.environ.get("BATON_SCHEDULES", "2000"))
@@ -38,15 +37,13 @@ REGRESSIONS = (30, 138, 627)
 def check(seeds: range | tuple[int, ...]) -> tuple[Counter[str], Counter[str]]:
     """Run them all; fail with the first that is not right. Return how their requests ended, and the steps they met."""
     outcomes, met = Counter[str](), Counter[str]()
-    started = time.perf_counter()
     with simulated():
         for seed in seeds:
             report = run(seed)
             assert not report.found, str(report)
             outcomes += report.outcomes
             met += report.met
-    rate = len(seeds) / (time.perf_counter() - started)
-    print(f"{len(seeds)} schedules, {rate:.0f} per second: {dict(sorted(outcomes.items()))}")
+    print(f"{len(seeds)} schedules: {dict(sorted(outcomes.items()))}")
     return outcomes, met
 
 
@@ -79,9 +76,4 @@ def test_one_schedule():
 
 def test_a_schedule_repeats_itself():
     with simulated():
-        first, again = _facts(run(7)), _facts(run(7))
-    assert first == again
-
-
-def _facts(report: Report) -> tuple[object, ...]:
-    return report.trace, report.outcomes, report.struck, report.steps
+        assert run(7) == run(7)

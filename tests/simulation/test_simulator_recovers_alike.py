@@ -25,7 +25,6 @@ TRIPLES = 60  # of 1000
 
 
 def alike(case: Case) -> Story:
-    """What both say of it."""
     production, simulator = told_by_production(case), told_by_simulator(case)
     said = f"{', '.join(map(str, case.strikes))}\nproduction: {production}\nsimulator: {simulator}"
     assert production == simulator, said

@@ -21,15 +21,7 @@ from tests.simulation.stories import BACK_S, BLOCKS, PROMPT, TOKENS, Case, Phase
 from tests.simulation.worker import WorkerHost, WorkerPlan
 from tests.simulation.world import World, in_virtual_time
 
-TRANSFER = TransferSettings(
-    transport="auto",
-    frame_size=64,
-    credits=2,
-    coalesce_below=0,
-    frame_deadline_s=2.0,
-    staging_memory=1 << 30,
-    verify_kv=False,
-)
+TRANSFER = TransferSettings("auto", frame_size=64, credits=2, coalesce_below=0, frame_deadline_s=2.0, verify_kv=False)
 _SHOWN = re.compile(r"(\w+)\((.+)/(\d+)\)")  # a command or an event, in the trace
 _HEARD = {
     ("R>W", "reserve"): Phase.RESERVING,

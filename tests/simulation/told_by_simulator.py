@@ -24,13 +24,8 @@ NETWORK = Network(token_bytes=1e6)
 ROUTER = Router(local_prefill=False)
 _LATER_S = {Phase.COMPUTING: 5e-3, Phase.PUSHING: 1e-3, Phase.DECODING: 0.07}  # in the middle of it
 _NOTICED_S = {Phase.RESERVING: 0.0}  # else what is on its way arrives before
-_PHASES = {
-    "reserve": Phase.RESERVING,
-    "reserved": Phase.RESERVED,
-    "prefill": Phase.COMPUTING,
-    "repush": Phase.COMPUTING,
-    "adopted": Phase.COMMITTED,
-}
+_PHASES = {"reserve": Phase.RESERVING, "reserved": Phase.RESERVED, "prefill": Phase.COMPUTING}
+_PHASES |= {"repush": Phase.COMPUTING, "adopted": Phase.COMMITTED}
 
 
 def told_by_simulator(case: Case) -> Story:

@@ -166,34 +166,13 @@ class WorkerHost:
         self._counter = counter
         self.process.run(self._build)
 
-    @property
-    def alive(self) -> bool:
-        return self.process.alive
-
     def _build(self) -> None:
         plan, clock, prefill = self.plan, LoopClock(), self.plan.role is Role.PREFILL
         ref = WorkerRef(plan.worker_id, Incarnation(1, self._counter), f"{plan.worker_id}:1")
-        self.engine = engine_of(
-            self.world,
-            self.name,
-            plan.blocks,
-            prefill=prefill,
-            batched=plan.batched,
-            running=plan.running,
-            shapes=plan.shapes,
-            strays=plan.strays,
-        )
-        self.info = WorkerInfo(
-            ref,
-            plan.role,
-            BACKEND.fingerprint,
-            "oracle",
-            self.engine.max_model_len,
-            self.engine.pool.total,
-            self.engine.layout,
-            determinism=plan.bits,
-            nondeterminism="" if plan.bits else "so it is planned",
-        )
+        self.engine = engine_of(self.world, self.name, plan)
+        bits: dict[str, Any] = {"determinism": plan.bits, "nondeterminism": "" if plan.bits else "so it is planned"}
+        sizes = self.engine.max_model_len, self.engine.pool.total, self.engine.layout
+        self.info = WorkerInfo(ref, plan.role, BACKEND.fingerprint, "oracle", *sizes, **bits)
         self.loop = SimEngineLoop(self)
         loop: Any = self.loop
         ends = self.engine.kv, ref, self.info.fingerprint, plan.transfer
@@ -226,7 +205,6 @@ class WorkerHost:
         await self.peers.Connect(requests, context)
 
     def note(self, handoff: HandoffId, router_id: str, state: RecordState, stream: str = "") -> None:
-        """The ownership log."""
         self._ledger.note(handoff, self.info.ref, router_id, state, stream)
 
     def leave(self) -> None:

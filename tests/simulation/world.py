@@ -53,7 +53,6 @@ class World:
         self._due.setdefault(step, []).append(act)
 
     def broken(self, what: str) -> None:
-        """A property does not hold."""
         self.note("VIOLATION", what)
         self.violations.append(what)
 
