@@ -3,6 +3,8 @@ SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
+# Where this is set, as in many images, each process that a test starts would compile all modules again.
+export PYTHONDONTWRITEBYTECODE :=
 
 PYTHON ?= python3
 TORCH_INDEX ?=

@@ -15,6 +15,7 @@ import sys
 import tokenize
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -67,16 +68,22 @@ class Source:
     @property
     def code(self) -> int:
         """Lines with a token of code on them: no blank lines, no comments, no docstrings."""
-        docs = {line for node in ast.walk(ast.parse(self.text)) for line in docstring_lines(node)}
-        tokens = tokenize.generate_tokens(io.StringIO(self.text).readline)
-        spans = (range(token.start[0], token.end[0] + 1) for token in tokens if token.type not in NOT_CODE)
-        return len({line for span in spans for line in span} - docs)
+        return code_lines(self.text)
 
     def functions(self) -> Iterator[tuple[str, int]]:
         """The name and the lines of each function, without those of its decorators."""
         for node in ast.walk(ast.parse(self.text)):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 yield node.name, (node.end_lineno or node.lineno) - node.lineno + 1
+
+
+@cache  # a file is in a part, in the core and in the whole tree
+def code_lines(text: str) -> int:
+    """Number of lines of a Python file that hold a token of code."""
+    docs = {line for node in ast.walk(ast.parse(text)) for line in docstring_lines(node)}
+    tokens = tokenize.generate_tokens(io.StringIO(text).readline)
+    spans = (range(token.start[0], token.end[0] + 1) for token in tokens if token.type not in NOT_CODE)
+    return len({line for span in spans for line in span} - docs)
 
 
 def docstring_lines(node: ast.AST) -> range:

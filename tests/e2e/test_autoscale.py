@@ -7,7 +7,7 @@ import pytest
 from tests.support.load import Load, draw_jobs
 from tests.support.waiting import eventually
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.slow
 # Decode workers have not enough room for all clients: some wait.
 SETS = """
     model.path=oracle model.max_model_len=512 router.queue.max_wait_s=60 decode.kv_memory=96KiB

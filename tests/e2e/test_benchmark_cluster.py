@@ -12,7 +12,7 @@ import pytest
 from tests.support.cluster_process import ROOT
 from tests.support.time_factor import scaled
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.slow
 PROGRAM = """
 import sys
 from benchmarks.lib.cluster import cluster

@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.load import oracle_answer
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.slow
 CHUNK = 48
 CONFIG = "configs/colocated.yaml"
 SETS = f"""

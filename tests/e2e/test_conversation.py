@@ -5,7 +5,7 @@ import pytest
 from tests.support.cluster_process import HANDED_OVER
 from tests.support.waiting import eventually
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.slow
 
 FIRST = " ".join(f"word{number}" for number in range(400))
 

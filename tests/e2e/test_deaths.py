@@ -13,7 +13,7 @@ from tests.support.load import Streams
 from tests.support.time_factor import scaled
 from tests.support.waiting import eventually
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.slow
 SETS = (HANDED_OVER, "model.path=oracle", "router.queue.max_wait_s=60")
 LONG = {"max_tokens": 1500, "temperature": 0, "ignore_eos": True}
 

@@ -19,7 +19,7 @@ from baton.tokenizer import load_tokenizer
 from tests.support.cluster_process import HANDED_OVER
 from tests.support.waiting import eventually
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.slow
 CONFIG, SETS = "configs/local.yaml", (HANDED_OVER,)
 DEMO = Path(__file__).parents[2] / "models" / "demo"
 ANSWERS = {"The color of dog": (" can vary widely", 3), "What is the largest ocean?": ("Pacific Ocean", 2)}

@@ -10,7 +10,7 @@ import pytest
 
 from tests.support.time_factor import scaled
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.slow
 
 ENOUGH = 5  # requests, beside the two prompts
 

@@ -25,7 +25,7 @@ from tests.e2e.determinism_support import (
 from tests.support.cluster_process import HANDED_OVER
 from tests.support.waiting import eventually
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(240), pytest.mark.xdist_group("determinism")]
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("determinism")]
 MODEL = (
     "model.path=models/demo",
     "model.dtype=bfloat16",

@@ -7,7 +7,7 @@ from baton.ledger.connection import COMMANDS
 from baton.ledger.embedded import EmbeddedRedis
 from tests.support.waiting import eventually
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.slow
 
 
 def test_a_limited_user_is_enough_and_every_key_expires(home, tmp_path):

@@ -17,7 +17,7 @@ from baton.rpc.v1 import inference_pb2 as pb
 from tests.fuzz import messages
 from tests.support.waiting import eventually
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.slow
 SERVICE = pb.DESCRIPTOR.services_by_name["Inference"]
 SETS = ("model.path=oracle", "model.max_model_len=256", "decode.kv_memory=1MiB", "prefill.kv_memory=1MiB")
 EXAMPLES = int(os.environ.get("BATON_FUZZ", "150"))

@@ -12,7 +12,7 @@ from tests.support.load import oracle_answer
 from tests.support.time_factor import scaled
 from tests.support.waiting import eventually
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(120), pytest.mark.xdist_group("oracle")]
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("oracle")]
 NOTHING = {"ignore_eos": True}
 
 

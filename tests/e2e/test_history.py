@@ -10,7 +10,7 @@ from tests.support.load import Load, Streams, draw_jobs
 from tests.support.waiting import eventually
 from tools.history_check import check
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.slow
 AT_LEAST = 24  # requests before the first kill
 LONG = {"max_tokens": 1000, "temperature": 0, "ignore_eos": True}
 

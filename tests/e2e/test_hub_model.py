@@ -8,7 +8,7 @@ import pytest
 
 from tests.unit.test_hub import COMMIT, snapshot
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.slow
 
 
 def test_a_model_of_the_hub(home, monkeypatch, tmp_path):

@@ -15,7 +15,7 @@ from tests.support.cluster_process import ROOT, Home
 from tests.support.time_factor import scaled
 from tests.support.waiting import eventually
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.slow
 CONFIG = "configs/no-ray.yaml"
 ORACLE = ("--set", "model.path=oracle")
 PORTS = tuple(part for name in ("grpc", "metrics", "http") for part in ("--set", f"router.{name}=127.0.0.1:0"))

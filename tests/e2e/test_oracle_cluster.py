@@ -12,7 +12,7 @@ from baton.engine.oracle import OracleBackend
 from tests.support.cluster_process import HANDED_OVER
 from tests.support.waiting import eventually
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.slow
 
 SETS = f"""
     {HANDED_OVER} router.queue.max_wait_s=60 determinism.verify=always

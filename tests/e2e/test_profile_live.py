@@ -9,7 +9,7 @@ import pytest
 from simulator.profile import load_profile
 from simulator.profile_fit import FACTORS
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.slow
 ORACLE = ("model.path=oracle", "model.max_model_len=640")
 
 

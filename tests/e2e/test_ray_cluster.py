@@ -18,7 +18,7 @@ from tests.support.load import Job, Load, oracle_answer
 from tests.support.time_factor import scaled
 from tests.support.waiting import eventually
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300), pytest.mark.xdist_group("ray")]
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ray")]
 
 
 @pytest.fixture(scope="module")

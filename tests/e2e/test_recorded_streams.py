@@ -9,7 +9,7 @@ from tests.e2e.struck import struck
 from tests.support.cluster_process import HANDED_OVER
 from tests.support.waiting import eventually
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.slow
 BLOCK = 16
 PROMPT = list(range(40, 50))
 EDGE = BLOCK - len(PROMPT)  # the token that fills the first block

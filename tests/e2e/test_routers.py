@@ -15,7 +15,7 @@ from baton.rpc.v1.inference_pb2_grpc import InferenceStub
 from tests.support.load import Load, Streams, draw_jobs
 from tests.support.waiting import eventually
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.slow
 SETS = ("model.path=oracle", "router.replicas=2")
 LONG = {"max_tokens": 800, "temperature": 0, "ignore_eos": True}
 STREAMS = 12

@@ -15,7 +15,7 @@ from baton.rpc.tls import Wire
 from tests.integration.access_support import TOKENS, WRONG_TOKEN, ask, bearer, methods_of, token_file
 from tests.support.cluster_process import HANDED_OVER
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.slow
 PROMPT = "zebra-quartz-7781"
 
 

@@ -13,7 +13,7 @@ from baton.tokenizer import load_tokenizer
 from tests.support.cluster_process import HANDED_OVER
 from tests.support.waiting import eventually
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.slow
 DEMO = Path(__file__).parents[2] / "models" / "demo"
 PROMPTS = ("The color of dog", "What is the largest ocean?", "The days of the week are " * 30)
 TOKENS = 24

@@ -19,7 +19,7 @@ from tests.e2e.struck import read, struck
 from tests.support.cluster_process import HANDED_OVER, ROOT
 from tests.support.waiting import eventually
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(240), pytest.mark.xdist_group("thinking")]
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("thinking")]
 COIN = ROOT / "models" / "coin"
 SENTENCE = "A coin's state is heads. Alice flips, then Bob flips. What's the state? A:"
 SETS = ("model.path=models/coin", "decode.replicas=2", "router.policy=round_robin", HANDED_OVER)

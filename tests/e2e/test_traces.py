@@ -16,7 +16,7 @@ from tests.support.cluster_process import HANDED_OVER
 from tests.unit.tracing.test_chrome import check, complete
 from tests.unit.tracing.test_otlp import PARENT, TRACE, WAIT_S, collectors
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.slow
 
 OFF_S = 0.002  # of two wall clocks that are read one after the other, on one host
 STAGES = [stage.value for stage in Stage]

@@ -19,7 +19,7 @@ from packaging.requirements import Requirement
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("baton", "router", "prefill_workers", "decode_workers", "kvtransfer", "simulator")
 SERVER_ONLY = ("torch", "ray", "pydantic", "typer", "redis", "numpy")
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(180), pytest.mark.xdist_group("distributions")]
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("distributions")]
 
 
 def run(*command: str | Path, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:

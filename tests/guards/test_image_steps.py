@@ -113,7 +113,7 @@ def files(folder: Path) -> dict[str, int]:
 @pytest.mark.parametrize(
     "borrows",
     [
-        pytest.param(True, id="borrowed", marks=[pytest.mark.slow, pytest.mark.timeout(180)]),
+        pytest.param(True, id="borrowed", marks=pytest.mark.slow),
         # A gigabyte from an index, and a minute or more: not in `make test`.
         pytest.param(False, id="fresh", marks=[pytest.mark.chaos, pytest.mark.timeout(1200)]),
     ],

@@ -73,7 +73,6 @@ def test_it_is_the_dense_reference():
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(120)
 def test_fast_is_sequential_for_random_prompts(seed):
     prompts = prompts_of(120, random.Random(seed))
     wanted = answers(engine_of("sequential"), prompts)

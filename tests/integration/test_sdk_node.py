@@ -17,7 +17,7 @@ from tests.support.waiting import until
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "node"
 INSTALL_S = 45
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")

@@ -27,7 +27,7 @@ from tests.support.time_factor import scaled
 from tests.unit.model.checkpoints import random_checkpoint
 from tests.unit.model.harness import greedy
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.slow
 BLOCK = 8
 SHAPES: dict[str, dict[str, Any]] = {
     "llama": {"tie_word_embeddings": True},

@@ -33,7 +33,7 @@ from tests.support import sessions
 from tests.support.time_factor import scaled
 from tests.support.waiting import until
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.slow
 LEASE_S = 2.5
 CONFIG = f"""
 name: workers

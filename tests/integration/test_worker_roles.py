@@ -31,7 +31,6 @@ from tests.integration.test_worker_process import LONG, SHORT, Stream, handoff_o
 from tests.support import sessions
 from tests.support.waiting import until
 
-pytestmark = pytest.mark.timeout(60)
 SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
 CONFIG = """
 name: turning

@@ -54,7 +54,6 @@ def test_no_heldout_prompt_occurs_in_the_training_text(epoch_seed: int) -> None:
     assert [prompt for prompt, _ in demo_text.read_heldout() if prompt in texts] == []
 
 
-@pytest.mark.timeout(120)
 def test_the_checkpoint_completes_heldout_prompts_and_the_seed_prompts() -> None:
     samples = demo_text.SEED_SAMPLES + demo_text.read_heldout()
     texts = complete([prompt for prompt, _ in samples])

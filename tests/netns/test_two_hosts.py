@@ -11,7 +11,7 @@ from tests.netns.hosts import Network
 from tests.netns.support import LEASE_S, Plain, census, draw_jobs
 from tests.support.load import Streams, until
 
-pytestmark = [pytest.mark.netns, pytest.mark.serial, pytest.mark.slow, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.netns, pytest.mark.serial, pytest.mark.slow]
 CAP_MBIT = 20
 MBIT = 1e6 / 8  # bytes each second
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from playwright.sync_api import expect
 
-pytestmark = [pytest.mark.xdist_group("page"), pytest.mark.timeout(90)]
+pytestmark = pytest.mark.xdist_group("page")
 BLOCKS = {"owned": 1, "reserved": 2, "cached": 3, "quarantined": 4, "free": 4_990, "total": 5_000}
 Change = Callable[[dict[str, Any]], None]
 

@@ -16,7 +16,7 @@ from tests.integration.access_support import TOKENS, WRONG_TOKEN, token_file
 from tests.integration.gateway_support import alone
 from tests.support.in_process_router import at
 
-pytestmark = [pytest.mark.xdist_group("page"), pytest.mark.timeout(90)]
+pytestmark = pytest.mark.xdist_group("page")
 CONTRAST = (Path(__file__).parent / "contrast.js").read_text()
 SETTLED = "Promise.allSettled(document.getAnimations().map((one) => one.finished)).then((all) => all.length)"
 STAGES = {"queued": "queue", "prefilling": "prefill", "transferring": "transfer", "decoding": "decode"}

@@ -12,7 +12,7 @@ from playwright.sync_api import expect
 from tests.integration.access_support import TOKENS, token_file
 from tests.support.in_process_router import at
 
-pytestmark = [pytest.mark.xdist_group("page"), pytest.mark.timeout(90)]
+pytestmark = pytest.mark.xdist_group("page")
 BLOCKED = """for (const name of ["sessionStorage", "localStorage"])
   Object.defineProperty(window, name, { get() { throw new DOMException("blocked", "SecurityError"); } });"""
 HIDDEN = """() => {

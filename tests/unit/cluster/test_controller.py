@@ -419,6 +419,7 @@ class Story:
         return [name for name in leased if name in alive and name not in going]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("turn", [True, False])
 @settings(max_examples=150, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 @given(events=st.lists(EVENTS, max_size=12))

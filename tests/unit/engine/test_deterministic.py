@@ -69,6 +69,7 @@ VARIETIES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variety", VARIETIES)
 @pytest.mark.parametrize(
     ("wrong", "exact_rows"),

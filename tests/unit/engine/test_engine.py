@@ -49,6 +49,7 @@ def solo(backend):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("total_blocks", "budget", "max_running"),
     [(400, 2048, 64), (400, 7, 64), (64, 16, 5), (24, 2048, 64), (18, 1, 3), (18, 33, 64), (20, 5, 64)],

@@ -114,6 +114,7 @@ def bits_of(engine, asked, others):
     return [(token.token_id, token.logprobs) for token in found.drain(engine).tokens[key_of(len(others))]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [{"temperature": 0.0}, {"temperature": 0.8, "top_p": 0.9, "logprobs": 2}])
 def test_real_bits_are_those_of_verify_passes(kind):
     backend = compiled_demo("bfloat16", attention_splits="load_bf16")

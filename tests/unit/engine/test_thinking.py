@@ -17,6 +17,8 @@ from tests.support.engines import key_of, numbers, run, spec_of
 from tests.unit.model.checkpoints import VOCAB
 from tests.unit.model.thinking import thinking_checkpoint
 
+pytestmark = pytest.mark.slow
+
 CHUNK, BLOCK = 4, 8
 MODES: tuple[Mode, ...] = ("auto", "fast", "sequential", "off")
 SHAPES = FixedShapes(2, 16)

@@ -21,7 +21,7 @@ from triton.compiler import ASTSource  # noqa: E402
 from baton.engine.kernels.gpu import triton_decode, triton_prefill, triton_rotary, triton_rows  # noqa: E402
 from baton.engine.kernels.gpu.plan import MAX_SPLITS, decode_tiles, prefill_tiles  # noqa: E402
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.slow
 SPILLED_BYTES = 128
 SHARED_BYTES = 99 << 10  # what a kernel may use on the smaller GPUs of these generations
 FLOATS = {"scale", "unified", "safe", "eps"}

@@ -21,7 +21,6 @@ from tests.integration.channel_peer import RING, Peer, frame
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU and torch built for CUDA"),
-    pytest.mark.timeout(120),
 ]
 FRAMES = 40
 Start = Callable[..., Peer]

@@ -14,7 +14,6 @@ HERE = Path(__file__).resolve().parent
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 @pytest.mark.skipif(
     find_spec("triton") is None, reason="triton is not installed (it is part of the dev extra on Linux)"
 )

@@ -28,7 +28,6 @@ GPUS = torch.cuda.device_count()
 DEMO = Path(__file__).parents[3] / "models" / "demo"
 PROMPTS = ("The color of dog", "What is the largest ocean?", "The days of the week are " * 30)
 TOKENS = 24
-pytestmark = pytest.mark.timeout(300)
 one_gpu = pytest.mark.skipif(GPUS < 1, reason="needs an NVIDIA GPU and torch built for CUDA")
 two_gpus = pytest.mark.skipif(GPUS < 2, reason=f"needs two NVIDIA GPUs and torch built for CUDA; {GPUS} here")
 

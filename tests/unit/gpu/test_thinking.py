@@ -16,7 +16,6 @@ from tests.support.engines import key_of, kv_of, run, spec_of
 COIN = Path(__file__).parents[3] / "models" / "coin"
 SENTENCE = "A coin's state is heads. Alice flips, then Bob flips. What's the state? A:"
 pytestmark = [
-    pytest.mark.timeout(300),
     pytest.mark.skipif(torch.cuda.device_count() < 1, reason="needs an NVIDIA GPU and torch built for CUDA"),
 ]
 

@@ -94,6 +94,7 @@ def test_the_processor_is_read_off_linux(tmp_path):
     assert machine(tmp_path / "absent").flags == frozenset()
 
 
+@pytest.mark.slow
 def test_a_program_that_has_not_loaded_torch_can_load_them():
     compiled_or_skip(lambda: load_library("f32"))
     program = "from baton.engine.kernels.cpu.build import load_library; load_library('f32')"

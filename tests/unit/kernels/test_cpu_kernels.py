@@ -22,6 +22,7 @@ BLOCK = 16
 
 # All of them on one thread and on two; single kernels are short enough to run beside other tests on two.
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.usefixtures("threads"),
     pytest.mark.parametrize("threads", [1, 2], ids=["one thread", "two threads"], indirect=True),
 ]

@@ -16,6 +16,8 @@ from baton.engine.model.moe import SparseMLP
 from tests.unit.model.checkpoints import random_checkpoint
 from tests.unit.model.harness import Variant, check_bfloat16, check_logits, greedy, prompts
 
+pytestmark = pytest.mark.slow
+
 NEW = 16
 LENGTHS = (1, 2, 16, 17, 33, 64, 90, 150)
 QWEN: dict[str, Any] = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "head_dim": 16}

@@ -23,6 +23,8 @@ from tests.unit.model.test_experts import VARIANTS as SPARSE
 from tests.unit.model.test_families import VARIANTS as DENSE
 from tests.unit.model.test_latent import VARIANTS as LATENT
 
+pytestmark = pytest.mark.slow
+
 SHAPES = FixedShapes(2, 32)
 FIRST, LAST = 32, 180  # starts of passes
 FAMILIES = {

@@ -17,6 +17,8 @@ from tests.unit.model import harness
 from tests.unit.model.checkpoints import edit_tensors
 from tests.unit.model.harness import Row, Variant, make_batch, poisoned_cache, prompts
 
+pytestmark = pytest.mark.slow
+
 NEW = 16
 LENGTHS = (1, 2, 16, 17, 33, 64, 90, 150)
 SHAPE = {"num_key_value_heads": 4, "kv_lora_rank": 32, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 16}

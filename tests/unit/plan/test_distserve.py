@@ -21,7 +21,7 @@ from simulator.plan_shape import Shape, Site, Workload
 from simulator.profile import Layout, Line, Link, Profile, load_profile
 from simulator.scenario import Pool, Router, Slo
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.slow
 
 FIGURE = Slo(ttft_s=0.4, itl_s=0.04)
 ALONE = Router(local_prefill=False, max_requests=100_000, max_tokens=10**9, max_wait_s=1e6)

@@ -73,7 +73,6 @@ def test_wrong_arguments_are_named_before_anything_runs(monkeypatch, capsys, tmp
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(180)
 def test_what_was_killed_before_must_be_killed_again(tmp_path: Path) -> None:
     before, again = tmp_path / "before.jsonl", tmp_path / "again.jsonl"
     drawn = mutants(*TARGETS, "--suites", SUITE, "--count", "8", out=before)

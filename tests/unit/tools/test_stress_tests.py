@@ -66,6 +66,7 @@ def finished(process: subprocess.Popen[str]) -> tuple[int, dict[str, Any], str]:
     return process.returncode, json.loads(said.splitlines()[-1]), said
 
 
+@pytest.mark.slow
 def test_green_rounds_have_seeds_of_their_own_that_another_run_repeats(folder):
     code, summary, said = finished(start(folder, "test_green.py", "--rounds", "2", "--seed", "7", *LOAD))
     assert (code, summary["rounds"], summary["green"], summary["failed"]) == (0, 2, 2, [])
@@ -77,12 +78,13 @@ def test_green_rounds_have_seeds_of_their_own_that_another_run_repeats(folder):
     assert (code, again["seeds"]) == (0, seeds[:1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "failed", "rounds"),
     [
         (("test_red.py", "test_green.py", *LOAD), ["test_red.py::test_it[a - b]", "test_red.py::test_broken"], 1),
-        pytest.param(NONE, ["no test was selected"], 2, marks=pytest.mark.slow),
-        pytest.param(LATE, ["test_waits.py: the budget of 0.5 s is spent"], 1, marks=pytest.mark.slow),
+        pytest.param(NONE, ["no test was selected"], 2),
+        pytest.param(LATE, ["test_waits.py: the budget of 0.5 s is spent"], 1),
     ],
     ids=["red", "no test, and it goes on", "no time left"],
 )

@@ -52,6 +52,7 @@ def folders(tmp_path_factory):
     return [made / str(seed) for seed in SEEDS]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", SEEDS)
 def test_random_schedules_keep_all_rules(folders, seed):
     assert [str(violation) for violation in check([folders[seed]]).violations] == []
