@@ -1,7 +1,7 @@
 """What all tests share: the seed, printed so that a failing run can be repeated, and hypothesis' settings.
 
-The time limit of a test is 300 s (`timeout` in pyproject.toml) and only ends what hangs; `@pytest.mark.timeout(600)` gives
-one more. Both are multiplied by how slow this machine is now (`tests/support/time_factor.py`).
+The time limit of a test is 300 s (`timeout` in pyproject.toml) and only ends what hangs. `@pytest.mark.timeout(600)`
+gives one more. Both are multiplied by how slow this machine is now (`tests/support/time_factor.py`).
 """
 
 from __future__ import annotations

@@ -83,8 +83,8 @@ def test_green_rounds_have_seeds_of_their_own_that_another_run_repeats(folder):
     ("arguments", "failed", "rounds"),
     [
         (("test_red.py", "test_green.py", *LOAD), ["test_red.py::test_it[a - b]", "test_red.py::test_broken"], 1),
-        pytest.param(NONE, ["no test was selected"], 2),
-        pytest.param(LATE, ["test_waits.py: the budget of 0.5 s is spent"], 1),
+        (NONE, ["no test was selected"], 2),
+        (LATE, ["test_waits.py: the budget of 0.5 s is spent"], 1),
     ],
     ids=["red", "no test, and it goes on", "no time left"],
 )
