@@ -27,7 +27,6 @@ PAGES = {
     "performance.md": ("engine", "transfer", "router", "overload", "local-prefill", "determinism", "simulator"),
 }
 slow = pytest.mark.slow
-limited = pytest.mark.timeout(300)  # thinking.py takes 64 s on an AMD EPYC with AVX2 alone
 
 
 def run(program: str, *options: str, out: Path | None = None) -> tuple[str, dict[str, Any]]:
@@ -56,7 +55,6 @@ def test_help(program: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
 
 
 @slow
-@limited
 def test_choose_has_a_figure_for_each_policy() -> None:
     _, last = run("choose", "--quick", "--workers", "100", "--blocks", "3000")
     assert min(last["ratios"].values()) > 0
@@ -64,7 +62,6 @@ def test_choose_has_a_figure_for_each_policy() -> None:
 
 
 @slow
-@limited
 def test_determinism_has_all_figures(tmp_path: Path) -> None:
     trace = tmp_path / "trace.csv"
     rows = [f"2023-11-16 18:15:46.68,{prompt},{10 + prompt % 7}\n" for prompt in range(20, 60)]
@@ -89,7 +86,6 @@ ENGINE_PEERS = {"vs_transformers_min", *(f"vs_best_peer_{size}_min" for size in 
 
 
 @slow
-@limited
 def test_engine_has_all_figures_and_puts_runs_of_a_size_each_together(tmp_path: Path) -> None:
     """Beside `M`, transformers is measured where it is installed."""
     points = {"L": ("P512", "B1@128"), "M": ("B16@128",)}
@@ -113,7 +109,6 @@ def test_engine_has_all_figures_and_puts_runs_of_a_size_each_together(tmp_path: 
 
 
 @slow
-@limited
 def test_thinking_has_all_figures(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(thinking, "configure_logging", lambda *_: None)  # it is the process's, and others log here too
     monkeypatch.setattr(thinking, "LEAST", Plan(1, 2, 1, 1))
@@ -136,7 +131,6 @@ TRANSFER_KEYS = {
 
 
 @slow
-@limited
 def test_transfer_has_all_figures(tmp_path: Path) -> None:
     text, last = run("transfer", *TRANSFER, "--sizes", "1,64", "--prompts", "512,2048", out=tmp_path)
     assert measured(last["ratios"]) == TRANSFER_KEYS
@@ -151,7 +145,6 @@ def test_transfer_has_all_figures(tmp_path: Path) -> None:
 
 
 @slow
-@limited
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
 def test_transfer_gives_null_and_a_reason_without_a_gpu(tmp_path: Path) -> None:
     text, last = run("transfer", *TRANSFER, "--sizes", "1", "--gpu", out=tmp_path)
