@@ -28,7 +28,7 @@ COMPILED_KERNELS_HERE := $(BIN)/python -c "from baton.engine.kernels.cpu.build i
 KERNEL_SUITES := tests/unit/kernels tests/unit/engine tests/unit/model tests/unit/worker/test_loading.py \
 	tests/integration/test_tensor_parallel.py tests/e2e/test_determinism.py
 
-.PHONY: help setup proto fmt check lint types layers budget fresh regenerate test without-kernels chaos stress mutants demo bench clean
+.PHONY: help setup proto fmt check fast lint types layers budget fresh regenerate test without-kernels chaos stress mutants demo bench clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 17
@@ -86,7 +86,10 @@ fresh: $(SETUP)
 	@$(BIN)/python -m tools.metric_docs --check
 
 check: $(SETUP)  ## format, lint, types, layers, budgets, fresh stubs, unit tests (goal: at most 90 s on 2 cores)
-	@$(MAKE) --no-print-directory -j 2 --output-sync=target types lint fresh budget layers
+	@$(MAKE) --no-print-directory -j 2 --output-sync=target lint fresh budget layers
+	@$(MAKE) --no-print-directory -j 2 types fast
+
+fast: $(SETUP)
 	@$(PYTEST) $(PARALLEL) -m "not chaos and not serial and not slow" tests/unit tests/guards
 
 regenerate: $(SETUP)
