@@ -89,7 +89,7 @@ class Life:
         self.track = Track(floor.router_id, choice, floor.clock, call.arrived)
         self.stages = self.track.stages
         call.trace.tracks.append(self.track)
-        self.delivery = Delivery(received)
+        self.delivery, self._received = Delivery(received), len(received)
         self.thoughts = Thoughts(choice, call.asked)
         self.attempts = self._failures = self._deaths = 0
         self.placed: Claim | None = None  # of the last attempt
@@ -239,7 +239,7 @@ class Life:
         settings, first, last = self._floor.settings, self._first_token_at, self._last_token_at
         if first is None or last is None:  # no token, no wait for one
             return True
-        itl_s = (last - first) / max(len(self.delivery.ids) - 1, 1)
+        itl_s = (last - first) / max(len(self.delivery.ids) - self._received - 1, 1)
         return self.stages.timings().ttft_s <= settings.slo_ttft_s and itl_s <= settings.slo_itl_s
 
     def computed(self, attempt: Attempt) -> None:

@@ -2,9 +2,20 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from tests.support.cluster_process import Home
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Run all tests that share a cluster of their module on one worker of xdist: it is started once."""
+    for item in items:
+        shares = isinstance(item, pytest.Function) and "module_home" in item.fixturenames
+        if shares and item.get_closest_marker("xdist_group") is None:
+            item.add_marker(pytest.mark.xdist_group(Path(item.path).stem))
 
 
 @pytest.fixture

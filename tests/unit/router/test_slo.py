@@ -1,0 +1,47 @@
+"""Which requests keep to the SLO, by times that the test sets."""
+
+from __future__ import annotations
+
+from unittest.mock import MagicMock
+
+import pytest
+
+from baton.clock import FakeClock
+from baton.core import Token
+from router.lifecycle import Life
+
+
+def life_of(clock: FakeClock, *, ttft_s: float, itl_s: float, received: list[int]) -> Life:
+    floor, call = MagicMock(clock=clock), MagicMock(arrived=(clock.monotonic(), clock.wall()))
+    floor.settings.slo_ttft_s, floor.settings.slo_itl_s = ttft_s, itl_s
+    return Life(floor, call, 0, received)
+
+
+def delivered(clock: FakeClock, life: Life, *waits_s: float) -> None:
+    """Deliver one token after each wait. The stage clock sees the first, as an attempt would report it."""
+    begin = len(life.delivery.ids)
+    for index, wait_s in enumerate(waits_s):
+        clock.advance(wait_s)
+        if index == 0:
+            life.stages.first_token()
+        life.deliver([Token(begin + index, 7, "")])
+
+
+@pytest.mark.parametrize("received", [[], [1, 2, 3]], ids=["new", "resumed"])
+@pytest.mark.parametrize(
+    ("waits_s", "met"),
+    [
+        ((), True),  # no token, no wait for one
+        ((1.0,), True),
+        ((1.5,), False),
+        ((1.0, 0.25), True),
+        ((1.0, 0.5), False),
+        ((1.0, 0.375, 0.125), True),  # on average
+        ((1.0, 0.125, 0.125, 0.75), False),
+    ],
+)
+def test_the_first_token_is_in_time_and_the_others_are_on_average(waits_s, met, received):
+    clock = FakeClock()
+    life = life_of(clock, ttft_s=1.0, itl_s=0.25, received=received)
+    delivered(clock, life, *waits_s)
+    assert life.met_slo() == met
