@@ -97,7 +97,7 @@ regenerate: $(SETUP)
 		else echo "the generator cannot be installed: not regenerated, digests compared"; $(MAKE) --no-print-directory fresh; fi
 
 # Of `make check test` the unit tests run once: `check` leaves out those that are slow, so these are what is left of them.
-test: regenerate  ## everything that needs no GPU (goal after check: at most 9 minutes on 2 cores)
+test: regenerate  ## everything that needs no GPU (18 minutes after check on 2 cores, goal 9)
 	@$(PYTEST) $(PARALLEL) -m "not chaos and not serial" $(if $(filter check,$(MAKECMDGOALS)),--after-check) --durations 30 --durations-min 4
 	@$(PYTEST) -m "serial and not chaos" $(NONE_IS_FINE)
 	@if $(COMPILED_KERNELS_HERE); then $(MAKE) --no-print-directory without-kernels; \
