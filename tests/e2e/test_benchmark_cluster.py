@@ -24,7 +24,7 @@ with cluster("ended") as state:
 
 
 def test_a_benchmark_that_is_ended_leaves_nothing():
-    """By SIGTERM: of ^C, Python makes an exception by itself."""
+    """SIGTERM ends it. Python already turns SIGINT into an exception."""
     command = [sys.executable, "-c", PROGRAM]
     with subprocess.Popen(command, cwd=ROOT, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as benchmark:
         assert benchmark.stdout is not None

@@ -71,7 +71,7 @@ def _named(documents: list[Object]) -> Iterator[tuple[str, Object]]:
 
 
 def _selector(document: Object) -> Mapping[str, Any] | None:
-    """By which it selects pods, if it does."""
+    """Label selector for the pods of `document`, or None if it selects none."""
     kind, spec = document["kind"], document.get("spec", {})
     if kind == "Service":
         return {"matchLabels": spec["selector"]}

@@ -1,4 +1,4 @@
-"""Commands as somebody types them: exit codes, mistakes that are named before anything starts, and what is asked."""
+"""Command lines: exit codes, mistakes that are named before anything starts, and requests that commands send."""
 
 from __future__ import annotations
 

@@ -126,7 +126,7 @@ async def shown(
 
 
 def without_the_first(at: float) -> admin_pb2.Live:
-    """What a router says later, when its first request has ended."""
+    """A later report of the router, after its first request has ended."""
     newer = live(at)
     del newer.requests[0]
     return newer

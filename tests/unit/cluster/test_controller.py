@@ -51,7 +51,7 @@ async def test_who_dies_too_often_fails_and_is_tried_again_after_a_pause_or_by_a
     assert world.kinds()[-1] == "give_up"
     assert world.started.count("decode-1") <= MAX_IN_A_ROW + 2
     await run(world, controller, 5 * PAUSE_S)
-    assert world.kinds().count("give_up") == 1, "each time it was tried in vain would fill the list"
+    assert world.kinds().count("give_up") == 1, "a line for each failed attempt would fill the list"
     world.broken = set()
     if replanned:
         world.tell(generation=1)

@@ -214,7 +214,7 @@ def test_what_cannot_be_started_is_seen_as_ended(tmp_path):
 
 @pytest.fixture
 def handlers():
-    # Whoever runs the tests in the background may have told them to ignore some, and that is inherited.
+    # A shell that runs the tests in the background may ignore some signals, and processes inherit that.
     before = {number: signal.signal(number, signal.SIG_DFL) for number in SIGNALS}
     yield
     for number, handler in before.items():

@@ -82,7 +82,7 @@ def test_a_frozen_controller_is_replaced_and_one_that_is_being_started_is_waited
     assert ensured() is not one
     assert clock.monotonic() - began == pytest.approx(LOST_S, abs=2 * POLL_S)
     ended = ensured()
-    ended.said = [ActorDiedError("killed by somebody else")]
+    ended.said = [ActorDiedError("killed from outside")]
     began = clock.monotonic()
     assert ensured() is not ended
     assert clock.monotonic() - began == pytest.approx(POLL_S), "one that is being ended is not waited for"

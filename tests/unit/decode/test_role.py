@@ -118,7 +118,7 @@ def test_whatever_the_state_a_release_frees_at_once_and_what_was_shared_stays(ow
     kinds = owner.kinds()
     if state != "finished":
         others = side.engine.pool.allocate(side.engine.pool.available)
-        assert set(blocks[:shared]).isdisjoint(others.blocks), "what is shared is taken by nobody else"
+        assert set(blocks[:shared]).isdisjoint(others.blocks), "no other allocation gets shared blocks"
         others.release()
     for _ in range(2):
         side.give_up(owner, how)

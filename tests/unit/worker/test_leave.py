@@ -80,10 +80,15 @@ def test_kv_that_waits_for_a_repush_is_waited_for(pair, router):
     ends_in_peace(pair.prefill)
 
 
+def park(side, router):
+    """Let a resumable request decode, and let its router go."""
+    side.take(router, reserve(resumable_s=30.0), prefill(to=None))
+    side.step()
+    side.role.gone(router)
+
+
 def test_so_is_what_decodes_for_nobody(pair, router):
-    pair.decode.take(router, reserve(resumable_s=30.0), prefill(to=None))
-    pair.decode.step()
-    pair.decode.role.gone(router)
+    park(pair.decode, router)
     pair.decode.role.drain()
     assert not pair.decode.role.idle
     pair.decode.run()
@@ -145,9 +150,7 @@ def test_a_commit_that_was_accepted_is_told_and_then_handed_back(pair, router):
 
 
 def test_what_is_parked_is_let_go(pair, router):
-    pair.decode.take(router, reserve(resumable_s=30.0), prefill(to=None))
-    pair.decode.step()
-    pair.decode.role.gone(router)
+    park(pair.decode, router)
     pair.decode.role.leave()
     assert len(pair.decode.role.parking) == 0
     ends_free(pair.decode)
