@@ -142,7 +142,7 @@ def from_here(address: str) -> str:
     Certificates are for the loopback's addresses, and never for 0.0.0.0.
     """
     host, _, port = address.rpartition(":")
-    return {"0.0.0.0": f"127.0.0.1:{port}", "[::]": f"[::1]:{port}"}.get(host, address)
+    return {"0.0.0.0": f"127.0.0.1:{port}", "[::]": f"[::1]:{port}", "::": f"[::1]:{port}"}.get(host, address)
 
 
 def _add_port(server: grpc.aio.Server, address: str, credentials: grpc.ServerCredentials | None) -> int:

@@ -22,7 +22,13 @@ def test_keepalive_notices_a_frozen_peer_and_a_server_bears_the_pings_of_our_cli
 
 @pytest.mark.parametrize(
     ("bound", "called"),
-    [("0.0.0.0:5", "127.0.0.1:5"), ("[::]:5", "[::1]:5"), ("10.0.0.1:5", "10.0.0.1:5"), ("localhost:5", "localhost:5")],
+    [
+        ("0.0.0.0:5", "127.0.0.1:5"),
+        ("[::]:5", "[::1]:5"),
+        (":::5", "[::1]:5"),
+        ("10.0.0.1:5", "10.0.0.1:5"),
+        ("localhost:5", "localhost:5"),
+    ],
 )
 def test_a_listener_on_all_addresses_is_called_by_the_loopback(bound, called):
     assert channel.from_here(bound) == called
