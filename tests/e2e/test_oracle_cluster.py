@@ -72,6 +72,16 @@ def test_roles_are_kept_apart(cluster):
     assert loads["decode-0"].decode_steps > 0
 
 
+def test_a_request_that_ends_with_its_first_token_is_not_handed_over(cluster):
+    options = {"max_tokens": 1, "temperature": 0, "ignore_eos": True, "cache_scope": "short"}
+    with cluster.client() as client:
+        answers = [client.generate("z" * 40, **options) for _ in range(2)]
+    assert [answer.usage.cached_tokens for answer in answers] == [0, 32]
+    for answer in answers:
+        assert (len(answer.tokens), answer.placement.decode_worker, answer.placement.kv_bytes) == (1, "", 0)
+    eventually(cluster.all_free)
+
+
 def test_a_prompt_is_computed_once_per_cache_scope(cluster):
     """216 tokens: 13 blocks of 16 and a rest."""
     with cluster.client() as client:

@@ -64,7 +64,9 @@ def test_the_spans_of_all_processes_lie_within_each_other(cluster):
     assert within(found["decode", "verify"], found["decode", "decode"])
     assert found["decode", "decode"].end_s <= stages[-1].end_s + OFF_S
     assert found["prefill", "compute"].end_s <= found["decode", "commit"].start_s + OFF_S
-    assert int(found["prefill", "push"].attributes["kv_bytes"]) == answer.placement.kv_bytes
+    for end in (found["prefill", "push"], found["decode", "receive"]):
+        moved = (int(end.attributes["kv_bytes"]), end.attributes["transport"])
+        assert moved == (answer.placement.kv_bytes, answer.placement.transport)
     worked_s = found["prefill", "compute"].duration_s + found["decode", "decode"].duration_s  # one after the other
     assert worked_s <= sum(span.duration_s for span in stages) <= wall_s, "by the clocks of workers and of the client"
 

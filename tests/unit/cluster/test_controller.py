@@ -286,6 +286,18 @@ async def test_another_file_counts_unless_somebody_said_otherwise_since(by, size
     assert (first.plan.decode, anew.said.number) == (1, 8), "where nothing runs, the file counts"
 
 
+async def test_colocated_workers_are_of_one_kind_and_their_number_follows_the_plan():
+    world = World(0, 2)
+    controller = await begun(world, world.controller(mode="colocated"))
+    assert world.roles() == {"decode-0": "decode", "decode-1": "decode"}
+    assert "2 colocated" in world.report.decisions[0].text
+    for decode, seconds in ((3, 10), (1, 20)):
+        world.tell(decode=decode)
+        await run(world, controller, seconds)
+        assert world.roles() == {f"decode-{number}": "decode" for number in range(decode)}
+        assert controller.ready
+
+
 @pytest.mark.parametrize(("before", "now"), [((1, 1), (0, 2)), ((0, 2), (1, 1))])
 async def test_an_operators_plan_for_the_other_mode_is_not_followed(before, now):
     world, modes = World(*before), ("colocated", "disaggregated")
