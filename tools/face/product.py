@@ -1,0 +1,87 @@
+"""The parts of the product that carry its public face. No other file of tools/face imports the product."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Mapping
+from types import ModuleType
+from typing import Any, cast
+
+import typer
+from google.protobuf.descriptor import FileDescriptor
+from pydantic import BaseModel
+from starlette.routing import Route
+
+import baton
+import baton.client
+import baton.client.types
+import baton.errors
+from baton.cli import exit_code
+from baton.cli.app import app
+from baton.config import ClusterConfig
+from baton.errors import BatonError, InvalidRequest
+from baton.rpc import v1
+from baton.rpc.status import to_rpc_status
+from router.gateway.app import Gateway, GatewaySettings
+from router.gateway.errors import Problem, problem_of
+from router.gateway.schema import ChatBody, CompletionBody
+from router.gateway.upstream import Upstream
+
+PACKAGES = ("baton", "router", "prefill_workers", "decode_workers", "kvtransfer", "simulator")
+EXPORTED = baton.__all__
+# The modules that users import names from, by the path that they write.
+MODULES: Mapping[str, ModuleType] = {
+    "baton.client": baton.client,
+    "baton.client.types": baton.client.types,
+    "baton.errors": baton.errors,
+}
+Error = BatonError
+
+
+def command() -> Any:
+    """The command `baton` with all commands below it. Not typed: typer carries a click of its own."""
+    return typer.main.get_command(app)
+
+
+def config_schema() -> dict[str, Any]:
+    """The JSON Schema of the cluster file."""
+    return ClusterConfig.model_json_schema()
+
+
+def body_schemas() -> dict[str, dict[str, Any]]:
+    """By path: the JSON Schema of the request body that the gateway accepts there."""
+    bodies: dict[str, type[BaseModel]] = {"/v1/completions": CompletionBody, "/v1/chat/completions": ChatBody}
+    return {path: body.model_json_schema() for path, body in bodies.items()}
+
+
+def routes() -> list[Route]:
+    """The gateway's routes. No request arrives, so there is no router behind it."""
+    gateway = Gateway(cast(Upstream, None), GatewaySettings())
+    return [route for route in gateway.app().routes if isinstance(route, Route)]
+
+
+def proto_files() -> list[FileDescriptor]:
+    """The descriptors of all files of the wire contract."""
+    names = sorted(module.name for module in pkgutil.iter_modules(v1.__path__) if module.name.endswith("_pb2"))
+    return [importlib.import_module(f"{v1.__name__}.{name}").DESCRIPTOR for name in names]
+
+
+def error_of(kind: type[BatonError]) -> BatonError:
+    """An error of this class."""
+    return InvalidRequest.of("field", "wrong") if issubclass(kind, InvalidRequest) else kind("wrong")
+
+
+def grpc_code(error: BatonError) -> int:
+    """The gRPC status that a client receives."""
+    return int(to_rpc_status(error).code)
+
+
+def http_problem(error: BatonError) -> Problem:
+    """The HTTP error that a client receives."""
+    return problem_of(error)
+
+
+def exit_status(error: BatonError) -> int:
+    """The exit code of the command line."""
+    return exit_code(error)
