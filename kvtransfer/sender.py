@@ -3,38 +3,100 @@
     begin, computed ..., finish -> Link (one per destination incarnation and generation) -> on_done
 A link is one channel: a Peer stream, a data channel, one thread, one queue. One that broke is never mended: the next
 push to that worker makes a new one, with the next generation.
+
+The sender's end of a Peer stream, as a small interface, and over gRPC.
+
+A blocking gRPC stream, not asyncio: the sender's thread blocks in the data plane anyway, and a reply reaches it without
+passing an event loop that serves others.
 """
 
 from __future__ import annotations
 
 import itertools
+import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
+import grpc
 import structlog
 
 from baton.core import PROTOCOL_VERSION, HandoffId, WorkerRef
 from baton.errors import ChannelBroken, HandoffError
 from baton.load import Channel
 from baton.rpc import convert
+from baton.rpc.channel import sync_channel
 from baton.rpc.v1 import peer_pb2 as pb
-from kvtransfer import probe
-from kvtransfer.digests import KVDigest, wire_digest
+from baton.rpc.v1.peer_pb2_grpc import PeerStub
+from kvtransfer import wire
+from kvtransfer.frames import FrameSpec, KVDigest, wire_digest
 from kvtransfer.handoff import PushEnd, PushJob, PushResult, Reports, TransferSettings
-from kvtransfer.outbox import Outbox
-from kvtransfer.plan import FrameSpec
-from kvtransfer.push import Push
-from kvtransfer.stream import Connect, GrpcPeerStream, PeerStream
-from kvtransfer.transport import ChannelEnd, ChannelName, Endpoint, KeyRelay, Ring, Side, Transport
+from kvtransfer.send_queue import Outbox, Push
+from kvtransfer.transports.base import ChannelEnd, ChannelName, Endpoint, KeyRelay, Ring, Side, Transport
 
 if TYPE_CHECKING:
     from baton.engine.kv import KVCache
 
+
 log = structlog.get_logger()
+
+OnReply = Callable[[pb.PeerReply], None]
+OnEnd = Callable[[str], None]
+
+
+class PeerStream(Protocol):
+    """Commands out; replies come by callback, in order, from a thread of the stream's."""
+
+    def send(self, command: pb.PeerCommand) -> None:
+        """Never blocks; what is sent after the end goes nowhere. Thread-safe, order is kept."""
+
+    def close(self) -> None:
+        """Idempotent. Returns when no callback will come any more; not to be called from a callback."""
+
+
+# Opens a stream to an address. OnEnd is called once, with the reason, after the last reply.
+Connect = Callable[[str, OnReply, OnEnd], PeerStream]
+
+
+class GrpcPeerStream:
+    """A connection and a stream of its own, so that closing it leaves nothing behind. `dial` makes the connection."""
+
+    def __init__(
+        self, address: str, on_reply: OnReply, on_end: OnEnd, dial: Callable[[str], grpc.Channel] = sync_channel
+    ) -> None:
+        self._on_reply = on_reply
+        self._on_end = on_end
+        self._commands: queue.SimpleQueue[pb.PeerCommand | None] = queue.SimpleQueue()
+        self._channel = dial(address)
+        self._call = PeerStub(self._channel).Connect(iter(self._commands.get, None))
+        self._reader = threading.Thread(target=self._read, name=f"kv-replies-{address}", daemon=True)
+        self._reader.start()
+
+    def send(self, command: pb.PeerCommand) -> None:
+        self._commands.put(command)
+
+    def close(self) -> None:
+        self._commands.put(None)  # ends gRPC's writer thread
+        self._call.cancel()
+        self._channel.close()
+        self._reader.join()
+
+    def _read(self) -> None:
+        reason = "the receiver ended the stream"
+        try:
+            for reply in self._call:
+                self._on_reply(reply)
+        except grpc.RpcError:
+            reason = f"stream failed: {self._call.code()}: {self._call.details()}"
+        except Exception as error:  # the boundary of this thread: nobody may wait for a stream that is deaf
+            reason = f"a reply could not be taken: {type(error).__name__}"
+            log.exception("channel_stream_failed")
+        self._on_end(reason)
+
+
 LOOKS = 16  # at the answers that are due, per deadline
 REASON_S = 0.2  # for the receiver's own reason to come, when the channel fails first
 
@@ -231,15 +293,15 @@ class Link:
 
     def _probe(self, channel: ChannelEnd, ring: Ring) -> float:
         """Send the known pattern, wait until it was seen. Bytes per second, with the receiver's look at it."""
-        frame = probe.frame(ring)
-        patterns = [probe.pattern(number, frame.nbytes) for number in range(probe.FRAMES)]
+        frame = wire.frame(ring)
+        patterns = [wire.pattern(number, frame.nbytes) for number in range(wire.FRAMES)]
         started = time.monotonic()
         for pattern in patterns:
             self.outbox.wait_credit()
             channel.slot(self.outbox.window.number)[: frame.nbytes].copy_(pattern)
             self._send(channel, ring, None, frame)
-        self.outbox.wait_probed(probe.FRAMES)
-        return probe.FRAMES * frame.nbytes / (time.monotonic() - started)
+        self.outbox.wait_probed(wire.FRAMES)
+        return wire.FRAMES * frame.nbytes / (time.monotonic() - started)
 
     def _hello(self) -> pb.PeerHello:
         return pb.PeerHello(

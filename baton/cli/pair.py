@@ -22,8 +22,8 @@ from baton.worker.build import pick_device
 from kvtransfer.handoff import PushJob, TransferSettings
 from kvtransfer.receiver import PeerService
 from kvtransfer.sender import Sender
-from kvtransfer.transports.choose import make_transports
-from kvtransfer.transports.grpc_bytes import GrpcTransport
+from kvtransfer.transports.grpc import GrpcTransport
+from kvtransfer.transports.select import make_transports
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING, Protocol
 
 from baton.rpc.v1 import peer_pb2_grpc
 from kvtransfer.receiver import PeerService
-from kvtransfer.sender import Sender
-from kvtransfer.stream import GrpcPeerStream
-from kvtransfer.transports.choose import make_transports
-from kvtransfer.transports.grpc_bytes import GrpcTransport
+from kvtransfer.sender import GrpcPeerStream, Sender
+from kvtransfer.transports.grpc import GrpcTransport
+from kvtransfer.transports.select import make_transports
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -13,10 +13,9 @@ from baton.core import HandoffId, Incarnation, Sampling, SequenceSpec, Token, Wo
 from baton.errors import HandoffError
 from benchmarks.lib.transfer_peer import FINGERPRINT
 from kvtransfer.handoff import PushEnd, PushJob, PushResult
-from kvtransfer.sender import Sender
-from kvtransfer.stream import GrpcPeerStream
-from kvtransfer.transports.choose import make_transports
-from kvtransfer.window import Window
+from kvtransfer.send_queue import Window
+from kvtransfer.sender import GrpcPeerStream, Sender
+from kvtransfer.transports.select import make_transports
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -25,9 +24,9 @@ if TYPE_CHECKING:
     from baton.rpc.v1 import peer_pb2 as pb
     from benchmarks.lib.protocol import Answer
     from benchmarks.lib.transfer_partner import Partner
+    from kvtransfer.frames import FrameSpec
     from kvtransfer.handoff import TransferSettings
-    from kvtransfer.plan import FrameSpec
-    from kvtransfer.stream import OnEnd, OnReply, PeerStream
+    from kvtransfer.sender import OnEnd, OnReply, PeerStream
 
 WAIT_S = 30.0
 LANES = count(1)  # each lane has an incarnation of its own, so its receiver knows one sender
@@ -78,7 +77,7 @@ class Lane:
         """One handoff with all of its KV there: seconds from `begin`, or from `computed`, until it is acknowledged."""
         handoff, tokens = self.new(), len(end.spec or ()) - 1
         told, began = self.told[handoff.request_id], time.monotonic()
-        with patch("kvtransfer.outbox.Window", self._window):  # a link that this makes is this lane's
+        with patch("kvtransfer.send_queue.Window", self._window):  # a link that this makes is this lane's
             self.sender.begin(PushJob(handoff, self.to, tokens))
         if not from_begin:
             told.accepted.wait(WAIT_S)  # as it is long before a prompt is computed

@@ -25,7 +25,7 @@ from benchmarks.lib.protocol import serve
 from benchmarks.lib.shapes import read_shape
 from kvtransfer.handoff import TransferSettings
 from kvtransfer.receiver import PeerService
-from kvtransfer.transports.choose import make_transports
+from kvtransfer.transports.select import make_transports
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine, Iterator, Mapping, Sequence

@@ -16,18 +16,17 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from baton.engine.kernels.gpu.cuda_driver import HANDLE_BYTES, CudaDevice, Device
-from kvtransfer.transport import Side
-from kvtransfer.transports import unix_pair
-from kvtransfer.transports.end import told
+from kvtransfer.transports import unix_socket
+from kvtransfer.transports.base import Side, told
 from kvtransfer.transports.rendezvous import awaited_key, host_reach
-from kvtransfer.transports.unix_pair import PairEnd, UnixPair
+from kvtransfer.transports.unix_socket import PairEnd, UnixPair
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     import torch
 
-    from kvtransfer.transport import ChannelName, KeyRelay, Ring
+    from kvtransfer.transports.base import ChannelName, KeyRelay, Ring
 
 _POLL_S = 0.00002
 _RING = "cuda-ring"  # the key: handles of the memory and of an event for each slot
@@ -65,7 +64,7 @@ class CudaIpcTransport:
         with ExitStack() as undo:
             address = self._gpu.allocate(ring.nbytes)
             undo.callback(self._gpu.free, address)
-            pair = unix_pair.connect(keys, deadline_s)
+            pair = unix_socket.connect(keys, deadline_s)
             undo.pop_all()
             let_go = partial(self._let_go, address, ring, pair)  # from here on, the receiver may have it open
             undo.callback(let_go)
@@ -78,7 +77,7 @@ class CudaIpcTransport:
 
     def _take(self, title: str, keys: KeyRelay, ring: Ring, deadline_s: float) -> PairEnd:
         with ExitStack() as held:
-            pair = unix_pair.accept(keys, deadline_s)
+            pair = unix_socket.accept(keys, deadline_s)
             held.callback(pair.close)  # after the memory: it is the proof for the sender
             said = awaited_key(keys, _RING, deadline_s)
             if len(said) != (1 + ring.slots) * HANDLE_BYTES:

@@ -10,13 +10,12 @@ from typing import TYPE_CHECKING
 import torch
 
 from baton.errors import ChannelBroken
-from kvtransfer.transport import Side, local_ring
-from kvtransfer.transports.end import RingEnd
+from kvtransfer.transports.base import RingEnd, Side, local_ring
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from kvtransfer.transport import ChannelName, KeyRelay, Ring
+    from kvtransfer.transports.base import ChannelName, KeyRelay, Ring
 
 
 class MemoryTransport:

@@ -16,7 +16,7 @@ from baton.hashing import fingerprint
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from kvtransfer.transport import ChannelName, KeyRelay
+    from kvtransfer.transports.base import ChannelName, KeyRelay
 
 _KEY_POLL_S = 0.0003  # a HashStore cannot be watched, only listed; polled while a pair is built, never later
 

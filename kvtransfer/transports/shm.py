@@ -16,16 +16,15 @@ from typing import TYPE_CHECKING
 import torch
 
 from baton.errors import ConfigError
-from kvtransfer.transport import Side
-from kvtransfer.transports import unix_pair
-from kvtransfer.transports.end import told
+from kvtransfer.transports import unix_socket
+from kvtransfer.transports.base import Side, told
 from kvtransfer.transports.rendezvous import host_reach
-from kvtransfer.transports.unix_pair import PairEnd, UnixPair
+from kvtransfer.transports.unix_socket import PairEnd, UnixPair
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from kvtransfer.transport import ChannelName, KeyRelay, Ring
+    from kvtransfer.transports.base import ChannelName, KeyRelay, Ring
 
 
 class ShmTransport:
@@ -57,7 +56,7 @@ def _give(name: ChannelName, keys: KeyRelay, ring: Ring, deadline_s: float) -> t
         file = _sealed(f"baton-kv-{name}", ring.nbytes)
         leaving.callback(os.close, file)
         staging = _mapped(file, ring)
-        pair = unix_pair.accept(keys, deadline_s)
+        pair = unix_socket.accept(keys, deadline_s)
         failing.callback(pair.close)
         socket.send_fds(pair.socket, [b"\0"], [file])
         failing.pop_all()
@@ -67,7 +66,7 @@ def _give(name: ChannelName, keys: KeyRelay, ring: Ring, deadline_s: float) -> t
 def _take(name: ChannelName, keys: KeyRelay, ring: Ring, deadline_s: float) -> tuple[UnixPair, Tensor]:
     """The sender's part. Raises OSError."""
     with ExitStack() as leaving, ExitStack() as failing:
-        pair = unix_pair.connect(keys, deadline_s)
+        pair = unix_socket.connect(keys, deadline_s)
         failing.callback(pair.close)
         _, files, _, _ = socket.recv_fds(pair.socket, 1, 1, socket.MSG_CMSG_CLOEXEC)
         if not files:

@@ -18,9 +18,8 @@ from baton.rpc.thinking import thinking_from_pb, thoughts_from_pb
 from baton.rpc.v1 import common_pb2, worker_pb2
 from baton.rpc.v1 import peer_pb2 as pb
 from kvtransfer.handoff import TransferSettings
-from kvtransfer.inbound import inbound_of
-from kvtransfer.intake import Intake
-from kvtransfer.messages import frame_of, refusal_from_pb, refusal_to_pb
+from kvtransfer.receive_loop import Intake, inbound_of
+from kvtransfer.wire import frame_of, refusal_from_pb, refusal_to_pb
 from tests.fuzz import messages
 from tests.fuzzing.common import FREELY, Target, outcome
 

@@ -26,8 +26,8 @@ from baton.core import Incarnation
 from baton.errors import ChannelBroken
 from baton.hashing import frame_digest
 from kvtransfer.handoff import TransferSettings
-from kvtransfer.transport import ChannelEnd, ChannelName, KeyRelay, Ring, Side
-from kvtransfer.transports.choose import make_transports
+from kvtransfer.transports.base import ChannelEnd, ChannelName, KeyRelay, Ring, Side
+from kvtransfer.transports.select import make_transports
 from tests.support.time_factor import scaled
 
 NAME = ChannelName(Incarnation(7, 1), Incarnation(7, 2), 1)

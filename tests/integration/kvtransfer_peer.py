@@ -23,12 +23,12 @@ from baton.engine.kv import KVCache
 from baton.hashing import frame_digest
 from baton.rpc.channel import aio_server, bind
 from baton.rpc.v1.peer_pb2_grpc import add_PeerServicer_to_server
-from kvtransfer import probe
+from kvtransfer import wire
 from kvtransfer.handoff import PushJob, TransferSettings
 from kvtransfer.receiver import PeerService
 from kvtransfer.sender import Sender
-from kvtransfer.transport import Transport
-from kvtransfer.transports.gloo import GlooTransport
+from kvtransfer.transports.base import Transport
+from kvtransfer.transports.torch_dist import GlooTransport
 from tests.support.time_factor import scaled
 from tests.unit.kvtransfer.ends import FlippingEnd, Wrapped
 from tests.unit.kvtransfer.support import (
@@ -148,7 +148,7 @@ async def receive(arguments: argparse.Namespace, settings: TransferSettings) -> 
     table, kv = RecordingTable(arguments.layout), make_kv(None, BLOCKS, arguments.layout)
     transport: Transport = GlooTransport(settings.bind_host)
     if arguments.flip >= 0:
-        transport = Wrapped(transport, lambda end: FlippingEnd(end, probe.FRAMES + arguments.flip))
+        transport = Wrapped(transport, lambda end: FlippingEnd(end, wire.FRAMES + arguments.flip))
     server = aio_server()
     me = WorkerRef("decode-0", Incarnation(7, arguments.counter), bind(server, "127.0.0.1:0"))
     service = PeerService(kv, me, FINGERPRINT, settings, table, [transport])

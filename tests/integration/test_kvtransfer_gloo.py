@@ -23,9 +23,8 @@ from baton.rpc.channel import aio_server, bind
 from baton.rpc.v1.peer_pb2_grpc import add_PeerServicer_to_server
 from kvtransfer.handoff import PushResult, TransferSettings
 from kvtransfer.receiver import PeerService
-from kvtransfer.sender import Sender
-from kvtransfer.stream import GrpcPeerStream
-from kvtransfer.transports.gloo import GlooTransport
+from kvtransfer.sender import GrpcPeerStream, Sender
+from kvtransfer.transports.torch_dist import GlooTransport
 from tests.integration.kvtransfer_peer import Prefill, Process, Receiver, kv_digest
 from tests.support.time_factor import scaled
 from tests.support.waiting import eventually

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from baton.errors import ChannelBroken
-from kvtransfer.transport import Side
+from kvtransfer.transports.base import Side
 from tests.integration.channel_peer import NAME, RING, Peer, frame
 from tests.support.waiting import eventually
 from tests.unit.kvtransfer.transports.pairs import PATIENT_S, breaks, descriptors

@@ -10,7 +10,7 @@ from baton.core import Role
 from tests.simulation.world import Process, Stream
 
 if TYPE_CHECKING:
-    from kvtransfer.transport import ChannelName
+    from kvtransfer.transports.base import ChannelName
     from tests.simulation.cluster import Cluster
     from tests.simulation.worker import WorkerHost
 

@@ -16,14 +16,10 @@ import baton.engine.engine
 import baton.engine.fixed
 import baton.tracing.context
 import baton.worker.service
-import kvtransfer.bell
-import kvtransfer.inbound
-import kvtransfer.intake
-import kvtransfer.outbox
-import kvtransfer.push
+import kvtransfer.receive_loop
 import kvtransfer.receiver
+import kvtransfer.send_queue
 import kvtransfer.sender
-import kvtransfer.session
 import prefill_workers.fetch
 import router.call
 import router.floor
@@ -86,14 +82,14 @@ def simulated() -> Iterator[None]:
         (baton.engine.fixed, {"SHORT": 8, "SHORT_UNTIL": 16}),  # else each prompt here were one chunk
         (baton.tracing.context, {"secrets": chance}),
         (baton.worker.service, {"Session": SimWorkerSession}),
-        (kvtransfer.bell, {"threading": plain}),
-        (kvtransfer.outbox, {"time": clock}),
-        (kvtransfer.push, {"time": clock}),
+        (kvtransfer.send_queue, {"threading": plain}),
+        (kvtransfer.send_queue, {"time": clock}),
+        (kvtransfer.send_queue, {"time": clock}),
         (kvtransfer.receiver, {"Session": SimSession}),
         (kvtransfer.sender, {"threading": plain, "time": clock, "ThreadPoolExecutor": SimExecutor, "Link": SimLink}),
-        (kvtransfer.inbound, {"queue": SimpleNamespace(SimpleQueue=SimQueue)}),
-        (kvtransfer.intake, {"time": clock}),
-        (kvtransfer.session, {"threading": plain}),
+        (kvtransfer.receive_loop, {"queue": SimpleNamespace(SimpleQueue=SimQueue)}),
+        (kvtransfer.receive_loop, {"time": clock}),
+        (kvtransfer.receiver, {"threading": plain}),
         (prefill_workers.fetch, {"CostModel": SimCost}),
         (router.floor, {"secrets": chance, "Metrics": cache(Metrics)}),  # nobody reads them
         (Metrics, dict.fromkeys(("watch_blocks", "watch_channels", "watch_verifying", "watch_queue"), _unwatched)),

@@ -131,7 +131,7 @@ async def _requests(stream: Stream, handler: asyncio.Task[Any]) -> AsyncIterator
 
 
 class SimPeerStream:
-    """`kvtransfer.stream.PeerStream`: replies come by callback."""
+    """`kvtransfer.sender.PeerStream`: replies come by callback."""
 
     def __init__(
         self, address: str, on_reply: Callable[[peer_pb2.PeerReply], None], on_end: Callable[[str], None]

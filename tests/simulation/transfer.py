@@ -19,12 +19,12 @@ from torch import Tensor
 
 from baton.errors import BatonError, ChannelBroken, HandoffError
 from baton.rpc.v1 import peer_pb2 as pb
-from kvtransfer import probe
-from kvtransfer.inbound import Ended, Frame
-from kvtransfer.outbox import Outbox
+from kvtransfer import wire
+from kvtransfer.receive_loop import Ended, Frame
+from kvtransfer.receiver import Session
+from kvtransfer.send_queue import Outbox
 from kvtransfer.sender import REASON_S, Link, Sender
-from kvtransfer.session import Session
-from kvtransfer.transport import ChannelEnd, ChannelName, KeyRelay, Ring, Side
+from kvtransfer.transports.base import ChannelEnd, ChannelName, KeyRelay, Ring, Side
 from tests.simulation.clock import SimCondition, SimQueue
 from tests.simulation.world import PROCESS, Process, World
 
@@ -137,7 +137,7 @@ class SimEnd:
     def start(self, number: int, nbytes: int) -> None:
         self._check()
         if self._side is Side.SENDER:
-            if number >= probe.FRAMES and self._transport.flips:
+            if number >= wire.FRAMES and self._transport.flips:
                 self._transport.flips -= 1
                 self._world.note("flip", number)
                 self.slot(number)[self._rng.randrange(nbytes)] ^= 1 << self._rng.randrange(8)
@@ -220,14 +220,14 @@ class SimLink(Link):
             self._send(channel, ring, push, frame)
 
     async def _prove(self, channel: ChannelEnd, ring: Ring) -> None:
-        outbox, frame = self.outbox, probe.frame(ring)
-        for number in range(probe.FRAMES):
+        outbox, frame = self.outbox, wire.frame(ring)
+        for number in range(wire.FRAMES):
             await self._slot(self._end.settings.frame_deadline_s)
-            channel.slot(outbox.window.number)[: frame.nbytes].copy_(probe.pattern(number, frame.nbytes))
+            channel.slot(outbox.window.number)[: frame.nbytes].copy_(wire.pattern(number, frame.nbytes))
             self._send(channel, ring, None, frame)
         outbox.window.flush()
-        await _until(outbox, lambda: outbox._probed >= probe.FRAMES, self._end.settings.frame_deadline_s)
-        outbox.wait_probed(probe.FRAMES)
+        await _until(outbox, lambda: outbox._probed >= wire.FRAMES, self._end.settings.frame_deadline_s)
+        outbox.wait_probed(wire.FRAMES)
 
 
 async def _until(outbox: Outbox, ready: Callable[[], Any], within_s: float | None) -> None:

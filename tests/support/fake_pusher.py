@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 import torch
 
 from baton.errors import ChannelBroken, HandoffError, StaleAttempt
+from kvtransfer.frames import Progress
 from kvtransfer.handoff import CommitState, Offer, PushEnd, PushJob, PushResult
-from kvtransfer.plan import Progress
 from tests.support.sessions import P
 
 FRAME = 1 << 16

@@ -15,8 +15,8 @@ import torch
 from baton.engine.kernels.gpu.cuda_driver import CudaDevice
 from baton.errors import ChannelBroken
 from kvtransfer.handoff import TransferSettings
-from kvtransfer.transport import Side
-from kvtransfer.transports.choose import make_transports
+from kvtransfer.transports.base import Side
+from kvtransfer.transports.select import make_transports
 from tests.integration.channel_peer import RING, Peer, frame
 
 pytestmark = [

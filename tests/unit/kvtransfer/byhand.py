@@ -15,10 +15,10 @@ from baton.core import PROTOCOL_VERSION, HandoffId
 from baton.errors import ChannelBroken
 from baton.rpc import convert
 from baton.rpc.v1 import peer_pb2 as pb
-from kvtransfer.digests import wire_digest
+from kvtransfer.frames import wire_digest
 from kvtransfer.receiver import PeerService
-from kvtransfer.transport import Ring, local_ring
-from kvtransfer.transports.express import Express
+from kvtransfer.transports.base import Ring, local_ring
+from kvtransfer.transports.unix_socket import Express
 from tests.support.time_factor import scaled
 from tests.support.waiting import eventually
 from tests.unit.kvtransfer.support import (

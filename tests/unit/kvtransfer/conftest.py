@@ -17,7 +17,7 @@ from baton.rpc.v1 import peer_pb2 as pb
 from kvtransfer.handoff import PushEnd, PushJob, PushResult, TransferSettings
 from kvtransfer.receiver import PeerService
 from kvtransfer.sender import Sender
-from kvtransfer.transport import Transport
+from kvtransfer.transports.base import Transport
 from kvtransfer.transports.memory import MemoryTransport
 from tests.support.waiting import eventually
 from tests.unit.kvtransfer.ends import Gate, Wrapped

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from baton.errors import ChannelBroken
-from kvtransfer import probe
+from kvtransfer import wire
 from tests.support.time_factor import scaled
 
 
@@ -57,7 +57,7 @@ class Gate:
 
     def __call__(self, inner) -> WrappedEnd:
         def start(number: int, nbytes: int) -> None:
-            if number >= probe.FRAMES:
+            if number >= wire.FRAMES:
                 self._hold()
             inner.start(number, nbytes)
 

@@ -19,11 +19,11 @@ from baton.engine.kv import KVCache
 from baton.errors import BatonError, HandoffError, OfferRefused, StaleAttempt
 from baton.rpc import convert
 from baton.rpc.v1 import peer_pb2 as pb
+from kvtransfer.frames import FrameSpec
 from kvtransfer.handoff import CommitState, Offer, PushEnd, PushJob, PushResult, TransferSettings
-from kvtransfer.messages import frame_of
-from kvtransfer.plan import FrameSpec
 from kvtransfer.receiver import PeerService
 from kvtransfer.sender import Sender
+from kvtransfer.wire import frame_of
 from tests.support.time_factor import scaled
 
 OnReply = Callable[[pb.PeerReply], object]

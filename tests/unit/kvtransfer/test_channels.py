@@ -12,10 +12,10 @@ from baton.core import HandoffId
 from baton.errors import ChannelBroken, HandoffError
 from baton.rpc.v1 import common_pb2 as pb_common
 from baton.rpc.v1 import peer_pb2 as pb
-from kvtransfer import outbox, probe
+from kvtransfer import send_queue, wire
 from kvtransfer.handoff import PushResult
-from kvtransfer.push import State
-from kvtransfer.transport import MAX_VALUE_BYTES
+from kvtransfer.send_queue import State
+from kvtransfer.transports.base import MAX_VALUE_BYTES
 from tests.support.time_factor import scaled
 from tests.support.waiting import eventually
 from tests.unit.kvtransfer.support import LAYOUT, SETTINGS, SMALL_FRAMES, make_end, make_job, same_kv
@@ -129,7 +129,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(outbox, "time", clock)
+    monkeypatch.setattr(send_queue, "time", clock)
     return clock
 
 
@@ -172,7 +172,7 @@ def test_an_answer_is_overdue_at_its_deadline_although_the_wire_holds_the_link_u
     ("reply", "named"),
     [
         (pb.PeerReply(welcome=pb.PeerWelcome(credits=4, frame_size=1 << 20)), "a second welcome"),
-        (pb.PeerReply(credit=pb.Credit(sequence=probe.FRAMES)), f"frame {probe.FRAMES}, with {probe.FRAMES} announced"),
+        (pb.PeerReply(credit=pb.Credit(sequence=wire.FRAMES)), f"frame {wire.FRAMES}, with {wire.FRAMES} announced"),
         (pb.PeerReply(credit=pb.Credit(sequence=0)), "credit for frame 0"),
         (pb.PeerReply(commit_ack=pb.CommitAck()), "handoff"),
         (pb.PeerReply(store_key=pb.StoreKey(key="k", value=b"." * (MAX_VALUE_BYTES + 1))), "rendezvous key"),
@@ -180,10 +180,10 @@ def test_an_answer_is_overdue_at_its_deadline_although_the_wire_holds_the_link_u
 )
 def test_an_answer_that_makes_no_sense_breaks_the_link(pair, reply: pb.PeerReply, named: str) -> None:
     job = pair.begin("r", 3, [1])
-    outbox = pair.sender._links[0].outbox
+    send_queue = pair.sender._links[0].outbox
     pair.table.wait_for(("offer", job.handoff))  # the probe is over
-    eventually(lambda: outbox.window._credited == probe.FRAMES)
-    outbox.take(reply)
+    eventually(lambda: send_queue.window._credited == wire.FRAMES)
+    send_queue.take(reply)
     pair.reports.failed(job.handoff, ChannelBroken, named)
 
 

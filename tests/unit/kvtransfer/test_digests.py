@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 from baton.core import HandoffId, KVLayout
 from baton.errors import DigestMismatch
 from baton.rpc.v1 import peer_pb2 as pb
-from kvtransfer.digests import KVDigest, wire_digest
-from kvtransfer.inbound import Inbound
-from kvtransfer.plan import Coverage, FrameSpec
+from kvtransfer.frames import Coverage, FrameSpec, KVDigest, wire_digest
+from kvtransfer.receive_loop import Inbound
 from tests.unit.kvtransfer.support import LAYOUT, SETTINGS, SMALL_FRAMES, hand_over, layouts, same_kv
 
 

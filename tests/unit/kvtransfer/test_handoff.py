@@ -10,9 +10,9 @@ import pytest
 
 from baton.core import HandoffId
 from baton.errors import DigestMismatch, StaleAttempt
-from kvtransfer import probe
+from kvtransfer import wire
 from kvtransfer.handoff import PushEnd
-from kvtransfer.messages import FingerprintRefused
+from kvtransfer.wire import FingerprintRefused
 from tests.support.time_factor import scaled
 from tests.unit.kvtransfer.conftest import wrapped
 from tests.unit.kvtransfer.ends import FlippingEnd, Stopped
@@ -51,7 +51,7 @@ def test_many_handoffs_share_a_channel(pairs) -> None:
 
 @pytest.mark.parametrize("frame", [0, 2])
 def test_a_flipped_byte_fails_the_handoff_and_no_other(pairs, frame: int) -> None:
-    pair = pairs(SMALL_FRAMES, recv=wrapped(lambda end: FlippingEnd(end, probe.FRAMES + frame)))
+    pair = pairs(SMALL_FRAMES, recv=wrapped(lambda end: FlippingEnd(end, wire.FRAMES + frame)))
     bad = pair.push("bad", 8, [1, 2], [11, 12])
     pair.reports.failed(bad, DigestMismatch, f"frames [{frame}] of 3")
     assert bad not in pair.table.commits

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from baton.core import KVLayout
-from kvtransfer.plan import Coverage, FrameSpec, Progress
+from kvtransfer.frames import Coverage, FrameSpec, Progress
 from tests.unit.kvtransfer.support import layouts
 
 

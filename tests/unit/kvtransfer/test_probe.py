@@ -10,9 +10,9 @@ import torch
 
 from baton.errors import ChannelBroken
 from baton.rpc.v1 import peer_pb2 as pb
-from kvtransfer import probe
-from kvtransfer.messages import VersionRefused
-from kvtransfer.transport import Ring
+from kvtransfer import wire
+from kvtransfer.transports.base import Ring
+from kvtransfer.wire import VersionRefused
 from tests.unit.kvtransfer.byhand import SMALL, ZEROS, Call, Receiver
 from tests.unit.kvtransfer.conftest import wrapped
 from tests.unit.kvtransfer.ends import FlippingEnd, Wrapped
@@ -23,18 +23,18 @@ from tests.unit.kvtransfer.support import SETTINGS, P, same_kv
 
 @pytest.mark.parametrize("nbytes", [1, 7, 8, 9, 64, 4097])
 def test_no_two_words_and_no_two_frames_are_alike(nbytes: int) -> None:
-    patterns = [probe.pattern(number, nbytes) for number in range(probe.FRAMES)]
+    patterns = [wire.pattern(number, nbytes) for number in range(wire.FRAMES)]
     assert all((pattern.dtype, pattern.shape) == (torch.uint8, (nbytes,)) for pattern in patterns)
     whole = nbytes // 8 * 8
     words = torch.cat([pattern[:whole].view(torch.int64) for pattern in patterns]).tolist()
     assert len(set(words)) == len(words)
-    assert nbytes < 8 or len({bytes(pattern.tolist()) for pattern in patterns}) == probe.FRAMES
+    assert nbytes < 8 or len({bytes(pattern.tolist()) for pattern in patterns}) == wire.FRAMES
 
 
 def test_a_frame_of_the_probe_is_a_rectangle_of_nothing_that_fills_a_slot_up_to_a_limit() -> None:
-    assert probe.frame(Ring(4, 1000)).nbytes == 1000
-    assert probe.frame(Ring(4, 1 << 30)).nbytes == 1 << 20
-    assert not probe.frame(Ring(4, 1000)).layers
+    assert wire.frame(Ring(4, 1000)).nbytes == 1000
+    assert wire.frame(Ring(4, 1 << 30)).nbytes == 1 << 20
+    assert not wire.frame(Ring(4, 1000)).layers
 
 
 @pytest.mark.parametrize("slots", [1, 2, 3, 4])
@@ -59,10 +59,10 @@ def test_the_probe_comes_before_the_first_offer_and_only_once(pair) -> None:
     frames = [frame for command in pair.stream.said for frame in (command.frame, *command.more) if frame.nbytes]
     assert [kind for kind in said if kind != "frame"] == ["hello", *["offer", "commit"] * 2]
     assert said.index("offer") > said.index("frame")
-    assert [frame.HasField("handoff") for frame in frames] == [False] * probe.FRAMES + [True] * 2
+    assert [frame.HasField("handoff") for frame in frames] == [False] * wire.FRAMES + [True] * 2
 
 
-PROBE = probe.frame(Ring(SMALL.credits, SMALL.frame_size))
+PROBE = wire.frame(Ring(SMALL.credits, SMALL.frame_size))
 
 
 def probed(call: Call, number: int, data: torch.Tensor) -> None:
@@ -73,33 +73,33 @@ def probed(call: Call, number: int, data: torch.Tensor) -> None:
 def test_a_receiver_answers_the_probe_once_and_takes_no_more_of_it() -> None:
     with Receiver() as receiver:
         call = receiver.call().welcomed()
-        for number in range(probe.FRAMES):
-            probed(call, number, probe.pattern(number, PROBE.nbytes))
-            if number == probe.FRAMES - 1:
+        for number in range(wire.FRAMES):
+            probed(call, number, wire.pattern(number, PROBE.nbytes))
+            if number == wire.FRAMES - 1:
                 assert call.hear() == "probed"
             assert call.hear() == "credit"
-        call.say(frame=pb.FrameAnnounce(sequence=probe.FRAMES, nbytes=PROBE.nbytes))
+        call.say(frame=pb.FrameAnnounce(sequence=wire.FRAMES, nbytes=PROBE.nbytes))
         call.refused("FRAME")
-        assert len(receiver.end.expected) == probe.FRAMES
+        assert len(receiver.end.expected) == wire.FRAMES
 
 
 def flipped(number: int) -> torch.Tensor:
-    pattern = probe.pattern(number, PROBE.nbytes)
+    pattern = wire.pattern(number, PROBE.nbytes)
     pattern[len(pattern) // 2] ^= 1
     return pattern
 
 
-@pytest.mark.parametrize("at", range(probe.FRAMES))
+@pytest.mark.parametrize("at", range(wire.FRAMES))
 @pytest.mark.parametrize(
     "spoilt",
-    [flipped, lambda number: probe.pattern(number + 1, PROBE.nbytes), lambda number: ZEROS],
+    [flipped, lambda number: wire.pattern(number + 1, PROBE.nbytes), lambda number: ZEROS],
     ids="flipped swapped stale".split(),
 )
 def test_a_channel_that_changes_bytes_is_refused_by_name(spoilt: Callable[[int], torch.Tensor], at: int) -> None:
     with Receiver() as receiver:
         call = receiver.call().welcomed()
         for number in range(at):
-            probed(call, number, probe.pattern(number, PROBE.nbytes))
+            probed(call, number, wire.pattern(number, PROBE.nbytes))
             assert call.hear() == "credit"
         probed(call, at, spoilt(at))
         call.refused("FRAME", f"the by hand channel changes bytes: frame {at}")

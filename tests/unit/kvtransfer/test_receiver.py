@@ -12,7 +12,7 @@ import torch
 from baton.core import PROTOCOL_VERSION, Incarnation, KVLayout
 from baton.rpc import convert
 from baton.rpc.v1 import peer_pb2 as pb
-from kvtransfer import probe
+from kvtransfer import wire as probe
 from tests.support.waiting import eventually
 from tests.unit.kvtransfer.byhand import DIGESTS, JOB, SMALL, Call, Receiver, sessions
 from tests.unit.kvtransfer.ends import Stopped

@@ -10,8 +10,8 @@ from dataclasses import replace
 from baton.core import HandoffId, Incarnation
 from baton.rpc.v1 import common_pb2 as pb_common
 from baton.rpc.v1 import peer_pb2 as pb
-from kvtransfer.outbox import Outbox
-from kvtransfer.transport import Ring
+from kvtransfer.send_queue import Outbox
+from kvtransfer.transports.base import Ring
 from kvtransfer.transports.memory import MemoryTransport
 from tests.support.waiting import eventually
 from tests.unit.kvtransfer.byhand import SMALL, Receiver

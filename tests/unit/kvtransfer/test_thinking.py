@@ -14,10 +14,10 @@ from baton.rpc.v1 import common_pb2 as common
 from baton.rpc.v1 import peer_pb2 as pb
 from baton.rpc.v1 import worker_pb2 as worker
 from kvtransfer.handoff import PushEnd
-from kvtransfer.messages import commit_of, end_of
-from kvtransfer.stream import GrpcPeerStream
-from kvtransfer.transports.express import MAX_PACKET
+from kvtransfer.sender import GrpcPeerStream
 from kvtransfer.transports.shm import ShmTransport
+from kvtransfer.transports.unix_socket import MAX_PACKET
+from kvtransfer.wire import commit_of, end_of
 from tests.support.transports import served
 from tests.unit.kvtransfer.byhand import JOB, Call, Receiver
 from tests.unit.kvtransfer.support import make_end, same_kv

@@ -11,7 +11,7 @@ import pytest
 
 from baton.core import HandoffId
 from baton.errors import StaleAttempt
-from kvtransfer.outbox import Outbox
+from kvtransfer.send_queue import Outbox
 from tests.support.time_factor import scaled
 from tests.unit.kvtransfer.conftest import Pair, Pairs
 from tests.unit.kvtransfer.ends import Stopped

@@ -12,7 +12,7 @@ from baton.engine.kv import KVCache
 from baton.engine.model.build import TransformerBackend, load_model
 from baton.engine.model.deepseek import LatentAttention
 from baton.errors import CheckpointError
-from kvtransfer.plan import Progress
+from kvtransfer.frames import Progress
 from tests.unit.model import harness
 from tests.unit.model.checkpoints import edit_tensors
 from tests.unit.model.harness import Row, Variant, make_batch, poisoned_cache, prompts

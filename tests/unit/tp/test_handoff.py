@@ -13,7 +13,7 @@ import torch
 from baton.engine.kv import KVCache
 from kvtransfer.receiver import PeerService
 from kvtransfer.sender import Sender
-from kvtransfer.transports.gloo import GlooTransport
+from kvtransfer.transports.torch_dist import GlooTransport
 from tests.unit.kvtransfer.support import (
     FINGERPRINT,
     SETTINGS,

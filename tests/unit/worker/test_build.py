@@ -20,7 +20,7 @@ from baton.worker.build import build_engine, check_thinking, load_backend, pick_
 from baton.worker.host import _Model, reasons_to_load
 from baton.worker.life import _info
 from baton.worker.settings import from_config, located, of_both_roles
-from kvtransfer.transports.choose import make_transports
+from kvtransfer.transports.select import make_transports
 from tests.unit.model.thinking import thinking_checkpoint
 
 DEMO = Path(__file__).parents[3] / "models/demo"

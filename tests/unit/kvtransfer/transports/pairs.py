@@ -16,12 +16,12 @@ import torch
 from baton.core import Incarnation
 from baton.errors import ChannelBroken
 from kvtransfer.receiver import PeerService
-from kvtransfer.transport import ChannelEnd, ChannelName, KeyRelay, Ring, Side, Transport
+from kvtransfer.transports.base import ChannelEnd, ChannelName, KeyRelay, Ring, Side, Transport
 from kvtransfer.transports.cuda_ipc import CudaIpcTransport
-from kvtransfer.transports.gloo import GlooTransport
-from kvtransfer.transports.grpc_bytes import GrpcTransport
+from kvtransfer.transports.grpc import GrpcTransport
 from kvtransfer.transports.memory import MemoryTransport
 from kvtransfer.transports.shm import ShmTransport
+from kvtransfer.transports.torch_dist import GlooTransport
 from tests.support.time_factor import scaled
 from tests.support.transports import MainMemory, served
 from tests.support.waiting import eventually

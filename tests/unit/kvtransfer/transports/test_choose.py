@@ -9,9 +9,9 @@ import torch
 
 from baton.errors import ConfigError
 from kvtransfer.handoff import TransferSettings
-from kvtransfer.transports import choose
-from kvtransfer.transports.choose import make_transports
-from kvtransfer.transports.grpc_bytes import GrpcTransport
+from kvtransfer.transports import select
+from kvtransfer.transports.grpc import GrpcTransport
+from kvtransfer.transports.select import make_transports
 from tests.unit.kvtransfer.transports.pairs import CPU
 
 CUDA = torch.device("cuda", 0)
@@ -38,7 +38,7 @@ def test_auto_on_a_cpu_is_shared_memory_and_then_gloo(grpc: GrpcTransport | None
 def test_auto_where_kv_must_be_encrypted_is_shared_memory_and_then_grpc(monkeypatch) -> None:
     mine, settings = GrpcTransport("decode:1"), TransferSettings(encrypted=True)
     assert names(settings, grpc=mine) == ["shm", "grpc"]
-    monkeypatch.setattr(choose, "CudaIpcTransport", lambda device: Made("cuda_ipc"))
+    monkeypatch.setattr(select, "CudaIpcTransport", lambda device: Made("cuda_ipc"))
     assert names(settings, CUDA, grpc=mine) == ["cuda_ipc", "grpc"]
     with pytest.raises(ConfigError, match="'grpc' cannot be had"):
         names(settings)
@@ -54,7 +54,7 @@ def test_auto_leaves_out_what_the_system_lacks_and_a_named_one_is_an_error(monke
 @pytest.mark.parametrize("lacks", [set(), {"cuda_ipc"}, {"nccl"}, {"cuda_ipc", "nccl"}])
 def test_auto_on_a_gpu(monkeypatch, lacks: set[str]) -> None:
     for name, maker in (("cuda_ipc", "CudaIpcTransport"), ("nccl", "NcclTransport")):
-        monkeypatch.setattr(choose, maker, refuse if name in lacks else lambda *_, name=name: Made(name))
+        monkeypatch.setattr(select, maker, refuse if name in lacks else lambda *_, name=name: Made(name))
     if len(lacks) < 2:
         assert names(TransferSettings(), CUDA) == [name for name in ("cuda_ipc", "nccl") if name not in lacks]
     else:

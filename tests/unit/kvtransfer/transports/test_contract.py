@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from baton.errors import ChannelBroken
-from kvtransfer.transport import ALIGNMENT, MAX_KEYS, Ring, Side
+from kvtransfer.transports.base import ALIGNMENT, MAX_KEYS, Ring, Side
 from tests.support.time_factor import scaled
 from tests.unit.kvtransfer.transports.pairs import (
     CPU,

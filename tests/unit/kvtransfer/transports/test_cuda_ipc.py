@@ -13,8 +13,8 @@ import torch
 
 from baton.engine.kernels.gpu.cuda_driver import HANDLE_BYTES
 from baton.errors import ChannelBroken
-from kvtransfer.transport import Side
-from kvtransfer.transports import unix_pair
+from kvtransfer.transports import unix_socket
+from kvtransfer.transports.base import Side
 from kvtransfer.transports.cuda_ipc import CudaIpcTransport
 from tests.support.time_factor import scaled
 from tests.support.transports import MainMemory
@@ -100,7 +100,7 @@ def test_a_ring_is_never_used_by_the_next_channel_while_the_receiver_may_have_it
 def test_a_receiver_refuses_handles_that_are_none(pairs: Pairs, handles: bytes) -> None:
     ours, theirs = relayed()
     opening = pairs.alone(Side.RECEIVER, theirs)
-    pair = unix_pair.connect(ours, 5.0)
+    pair = unix_socket.connect(ours, 5.0)
     ours.send("cuda-ring", handles)
     with pytest.raises(ChannelBroken, match=r"no handles|INVALID_VALUE"):
         opening.result(scaled(10))
@@ -111,7 +111,7 @@ def test_a_receiver_refuses_handles_that_are_none(pairs: Pairs, handles: bytes) 
 def test_a_sender_keeps_what_it_offered_until_the_receiver_is_gone(pairs: Pairs, gpu: MainMemory) -> None:
     ours, theirs = relayed()
     opening = pairs.alone(Side.SENDER, ours, 0.3)
-    pair = unix_pair.accept(theirs, 5.0)
+    pair = unix_socket.accept(theirs, 5.0)
     key = theirs.receive(5.0)
     assert key is not None
     address = gpu.open(key[1][:HANDLE_BYTES])  # and never says so

@@ -11,8 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from baton.errors import ChannelBroken
-from kvtransfer.transports.express import MAX_PACKET, Express
-from kvtransfer.transports.unix_pair import _EXPRESS_BYTES
+from kvtransfer.transports.unix_socket import _EXPRESS_BYTES, MAX_PACKET, Express
 from tests.support.time_factor import scaled
 
 

@@ -10,9 +10,9 @@ import pytest
 
 from baton.errors import ChannelBroken
 from baton.rpc.v1 import peer_pb2 as pb
-from kvtransfer.transport import KeyRelay, Ring, Side
-from kvtransfer.transports import grpc_bytes
-from kvtransfer.transports.grpc_bytes import CHUNK_BYTES, GrpcTransport
+from kvtransfer.transports import grpc
+from kvtransfer.transports.base import KeyRelay, Ring, Side
+from kvtransfer.transports.grpc import CHUNK_BYTES, GrpcTransport
 from kvtransfer.transports.memory import MemoryTransport
 from tests.support.time_factor import scaled
 from tests.support.waiting import eventually
@@ -188,7 +188,7 @@ async def test_the_ticket_of_an_end_that_gave_up_is_unknown() -> None:
 
 
 async def test_a_call_without_a_ticket_ends(monkeypatch) -> None:
-    monkeypatch.setattr(grpc_bytes, "_TICKET_S", 0.05)
+    monkeypatch.setattr(grpc, "_TICKET_S", 0.05)
     for call in (call_of(), call_of(None)):  # silent, and empty
         with pytest.raises(ChannelBroken, match="no ticket"):
             await GrpcTransport("decode:1").take(call)

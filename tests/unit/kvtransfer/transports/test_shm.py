@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 
 from baton.errors import ChannelBroken, ConfigError
-from kvtransfer.transport import ChannelEnd, KeyRelay, Side
-from kvtransfer.transports import unix_pair
+from kvtransfer.transports import unix_socket
+from kvtransfer.transports.base import ChannelEnd, KeyRelay, Side
 from kvtransfer.transports.rendezvous import host_reach
 from kvtransfer.transports.shm import ShmTransport
 from tests.support.time_factor import scaled
@@ -61,7 +61,7 @@ def mapped() -> int:
 @contextmanager
 def false_receiver(files: list[int]) -> Iterator[KeyRelay]:
     """Listens as a receiver would, and gives what is in `files` to who comes. Yields the sender's keys."""
-    name = unix_pair._PREFIX + secrets.token_hex(16).encode()
+    name = unix_socket._PREFIX + secrets.token_hex(16).encode()
     keys = mute()
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         listener.bind(name)
@@ -161,7 +161,7 @@ class Stranger:
 
 
 def test_a_receiver_turns_strangers_away_and_still_meets_its_sender(pool, monkeypatch) -> None:
-    monkeypatch.setattr(unix_pair, "_GREETING_S", 0.1)
+    monkeypatch.setattr(unix_socket, "_GREETING_S", 0.1)
     stranger = Stranger(pool)
     for secret in (bytes(16), b"", b"short", stranger.value[:16] + b"!", bytes(4000)):
         with stranger.connect(secret) as connected:
@@ -195,11 +195,11 @@ def test_neither_end_takes_one_of_another_user(pool, monkeypatch) -> None:
 
 
 NOTICES = {
-    "number": unix_pair._NOTICE.pack(1, 8),
-    "size": unix_pair._NOTICE.pack(0, 9),
-    "huge": unix_pair._NOTICE.pack(0, 1 << 63),
+    "number": unix_socket._NOTICE.pack(1, 8),
+    "size": unix_socket._NOTICE.pack(0, 9),
+    "huge": unix_socket._NOTICE.pack(0, 1 << 63),
     "short": b"short",
-    "long": unix_pair._NOTICE.pack(0, 8) + b"!",
+    "long": unix_socket._NOTICE.pack(0, 8) + b"!",
     "large": bytes(5000),
 }
 

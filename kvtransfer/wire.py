@@ -1,22 +1,31 @@
-"""What both ends of a Peer stream say in the same words: announcements, and refusals as exceptions and back."""
+"""What both ends of a Peer stream say in the same words: announcements, and refusals as exceptions and back.
+
+The probe of a channel when it is opened: a known pattern, and how fast it came through.
+"""
 
 from __future__ import annotations
 
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
+import numpy as np
+import torch
+
 from baton.errors import BatonError, ChannelBroken, DigestMismatch, HandoffError, OfferRefused, StaleAttempt
 from baton.rpc import convert
 from baton.rpc.thinking import thinking_from_pb, thinking_to_pb
 from baton.rpc.v1 import peer_pb2 as pb
+from kvtransfer.frames import FrameSpec
 from kvtransfer.handoff import PushEnd
-from kvtransfer.plan import FrameSpec
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from torch import Tensor
+
     from baton.core import HandoffId
     from kvtransfer.handoff import PushJob
+    from kvtransfer.transports.base import Ring
 
 
 class VersionRefused(OfferRefused):
@@ -100,3 +109,19 @@ def refusal_from_pb(refused: pb.HandoffRefused) -> HandoffError:
     """A reason that this version does not know is a plain HandoffError."""
     kind = dict(_REASONS).get(refused.reason, HandoffError)
     return kind(refused.detail)
+
+
+FRAMES = 4
+_MOST = 1 << 20  # bytes of a frame: enough to see the bandwidth, few enough not to be felt
+_STEP = np.uint64(0x9E3779B97F4A7C15)
+
+
+def frame(ring: Ring) -> FrameSpec:
+    """What is announced for each frame of the probe: a rectangle of nothing."""
+    return FrameSpec(0, 0, 0, 0, min(ring.size, _MOST))
+
+
+def pattern(number: int, nbytes: int) -> Tensor:
+    """What frame `number` of a channel holds: uint8 [nbytes], no two words of it alike, no two frames alike."""
+    words = np.arange(1, -(-nbytes // 8) + 1, dtype=np.uint64) * _STEP + np.uint64(number << 32)
+    return torch.from_numpy(words.view(np.uint8)[:nbytes])

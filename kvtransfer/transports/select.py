@@ -8,9 +8,8 @@ import structlog
 
 from baton.errors import ConfigError
 from kvtransfer.transports.cuda_ipc import CudaIpcTransport
-from kvtransfer.transports.gloo import GlooTransport
-from kvtransfer.transports.nccl import NcclTransport
 from kvtransfer.transports.shm import ShmTransport
+from kvtransfer.transports.torch_dist import GlooTransport, NcclTransport
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -18,8 +17,8 @@ if TYPE_CHECKING:
     import torch
 
     from kvtransfer.handoff import TransferSettings
-    from kvtransfer.transport import Transport
-    from kvtransfer.transports.grpc_bytes import GrpcTransport
+    from kvtransfer.transports.base import Transport
+    from kvtransfer.transports.grpc import GrpcTransport
 
     Makers = dict[str, Callable[[], Transport]]
 

@@ -23,8 +23,7 @@ from baton.errors import ChannelBroken
 from baton.rpc.channel import sync_channel
 from baton.rpc.v1 import peer_pb2 as pb
 from baton.rpc.v1.peer_pb2_grpc import PeerStub
-from kvtransfer.transport import ChannelName, KeyRelay, Ring, Side, local_ring
-from kvtransfer.transports.end import RingEnd, told
+from kvtransfer.transports.base import ChannelName, KeyRelay, Ring, RingEnd, Side, local_ring, told
 from kvtransfer.transports.rendezvous import awaited_key
 
 CHUNK_BYTES = 1 << 20

@@ -9,27 +9,150 @@ The engine thread says what is computed, and when that is all. The link's thread
 announces and commits; the rest comes from any thread, and `expire` from one that nothing holds up. Blocks are read only
 inside `reading`, into staging: a push that ends outside it is reported at once, whatever the wire does, one that ends
 inside when it is left; `withdraw` waits for that too.
+
+Where the thread of a link waits: for a change of its pushes, and where there is an express, for a packet too.
+
+One push under way, as the outbox keeps it and the link's thread works on it.
+
+The frames of a channel that are in flight: numbered, announced in batches, credited. No lock of its own.
 """
 
 from __future__ import annotations
 
+import enum
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TypeVar
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, TypeVar
 
 from baton.core import HandoffId
 from baton.errors import BatonError, ChannelBroken, HandoffError, StaleAttempt
 from baton.rpc import convert
 from baton.rpc.v1 import peer_pb2 as pb
-from kvtransfer import probe
-from kvtransfer.bell import Bell
-from kvtransfer.handoff import PushEnd, PushJob, Reports
-from kvtransfer.messages import commit_of, offer_of, refusal_from_pb
-from kvtransfer.plan import FrameSpec, Progress
-from kvtransfer.push import NEVER, Push, State
-from kvtransfer.transport import Endpoint, KeyRelay, Ring
-from kvtransfer.window import Window
+from kvtransfer import wire
+from kvtransfer.frames import FrameSpec, Progress
+from kvtransfer.handoff import PushEnd, PushJob, PushResult, Reports
+from kvtransfer.transports.base import Endpoint, KeyRelay, Ring
+from kvtransfer.wire import announcement, commit_of, offer_of, refusal_from_pb
+
+if TYPE_CHECKING:
+    from baton.engine.kv import Mark
+    from kvtransfer.frames import KVDigest
+    from kvtransfer.transports.unix_socket import Express
+
+
+class Bell:
+    """`changed` guards what is waited for; `express` is set by the thread that waits."""
+
+    def __init__(self) -> None:
+        self.changed = threading.Condition()
+        self.express: Express | None = None
+        self._listens = False
+
+    def ring(self) -> None:
+        """Something has changed. With the lock."""
+        self.changed.notify_all()
+        if self._listens and self.express is not None:
+            self.express.wake()
+
+    def wait(self, timeout_s: float | None) -> bytes | None:
+        """Until the next change, or the next packet, which is returned, or the time is over. With the lock, which is
+        let go meanwhile. Raises ChannelBroken: the other end is gone.
+        """
+        if self.express is None:
+            self.changed.wait(timeout_s)
+            return None
+        self._listens = True
+        self.changed.release()
+        try:
+            return self.express.receive(timeout_s)
+        finally:
+            self.changed.acquire()
+            self._listens = False
+
+
+NEVER = float("inf")
+
+
+class State(enum.Enum):
+    """Of a push; its life is drawn in `kvtransfer.send_queue`."""
+
+    WAITING = enum.auto()
+    OFFERED = enum.auto()
+    ACCEPTED = enum.auto()
+    COMMITTED = enum.auto()
+
+
+@dataclass(slots=True, eq=False)
+class Push:
+    """State under the outbox's lock; what stands below `outcome` is the link thread's own."""
+
+    job: PushJob
+    progress: Progress
+    state: State = State.WAITING
+    deadline: float = NEVER  # of the receiver's answer
+    blocks: Sequence[int] = ()  # of the pusher's cache, with all positions up to the last that was computed
+    mark: Mark | None = None  # on a GPU: what must be done before they are read
+    end: PushEnd | None = None
+    offered_at: float = 0.0
+    round_trip_s: float = 0.0
+    finished_at: float = 0.0
+    nbytes: int = 0
+    reading: bool = False
+    outcome: HandoffError | None = None  # decided while `reading`, reported after it
+    digests: list[bytes] = field(default_factory=list)
+    whole: KVDigest | None = None
+    filling_s: float = 0.0
+
+    def result(self, transport: str) -> PushResult:
+        """Acknowledged now."""
+        return PushResult(
+            nbytes=self.nbytes,
+            frames=len(self.digests),
+            exposed_s=time.monotonic() - self.finished_at,
+            round_trip_s=self.round_trip_s,
+            filling_s=self.filling_s,
+            transport=transport,
+        )
+
+
+class Window:
+    """`slots`: of the ring; 0 as long as they are not known. `batch`: announcements that may wait for each other."""
+
+    def __init__(self, say: Callable[[pb.PeerCommand], None]) -> None:
+        self.number = 0  # of the next frame
+        self.slots = 0
+        self.batch = 1
+        self._say = say
+        self._unsaid: list[pb.FrameAnnounce] = []
+        self._credited = 0
+
+    @property
+    def room(self) -> bool:
+        """Whether a slot is free."""
+        return self.number - self._credited < self.slots
+
+    def announce(self, handoff: HandoffId | None, frame: FrameSpec) -> None:
+        """It enters the channel now; said at the latest with the next `flush`."""
+        self._unsaid.append(announcement(handoff, self.number, frame))
+        self.number += 1
+        if len(self._unsaid) >= self.batch:
+            self.flush()
+
+    def flush(self) -> None:
+        """Say what was announced."""
+        said, self._unsaid = self._unsaid, []
+        if said:
+            self._say(pb.PeerCommand(frame=said[0], more=said[1:]))
+
+    def credited(self, sequence: int) -> None:
+        """The slots of all frames up to this one are free. Raises ChannelBroken if that cannot be."""
+        if not self._credited <= sequence < self.number:
+            raise ChannelBroken(f"credit for frame {sequence}, with {self.number} announced")
+        self._credited = sequence + 1
+
 
 T = TypeVar("T")
 
@@ -242,7 +365,7 @@ class Outbox:
         self._welcome, self.window.slots = welcome, welcome.credits
 
     def _offer(self, push: Push) -> None:
-        if self._probed < probe.FRAMES or push.state is not State.WAITING:
+        if self._probed < wire.FRAMES or push.state is not State.WAITING:
             return
         push.state, push.deadline = State.OFFERED, time.monotonic() + self._deadline_s
         push.offered_at = time.monotonic()
