@@ -9,7 +9,7 @@ from baton.ledger.ownership import OwnershipLog
 from baton.load import Load
 from baton.worker.hosted import HostParts
 from baton.worker.transfers import Transfers
-from decode_workers.role import DecodeRole
+from decode_workers.worker import DecodeRole
 
 
 class HostedDecode(DecodeRole):

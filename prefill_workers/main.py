@@ -12,7 +12,7 @@ from baton.telemetry.worker import Counts
 from baton.worker.hosted import HostParts
 from baton.worker.transfers import Transfers
 from kvtransfer.handoff import PushResult
-from prefill_workers.role import PrefillRole
+from prefill_workers.worker import PrefillRole
 
 
 class HostedPrefill(PrefillRole):

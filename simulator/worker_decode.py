@@ -31,7 +31,7 @@ class _Untold(History):
 
 
 class DecodeWorker(Worker):
-    """See `decode_workers.role`. Its reservation table is production's own."""
+    """See `decode_workers.worker`. Its reservation table is production's own."""
 
     role = Role.DECODE
 

@@ -30,7 +30,7 @@ class Push:
 
 
 class PrefillWorker(Worker):
-    """See `prefill_workers.role`. `pushes`: of the attempt that each is for, or was for last."""
+    """See `prefill_workers.worker`. `pushes`: of the attempt that each is for, or was for last."""
 
     role = Role.PREFILL
 
@@ -159,7 +159,7 @@ class PrefillWorker(Worker):
         super().turned()
 
     def _spare(self) -> Attempt | None:
-        """As `prefill_workers.work.spare`."""
+        """As `prefill_workers.worker.spare`."""
         computed = [(attempt, push.waits) for attempt, push in self.pushes.items() if push.computed]
         return computed[0][0] if computed and all(waits for _, waits in computed) else None
 

@@ -29,7 +29,7 @@ from benchmarks.lib.transfer_partner import Partner
 from benchmarks.lib.transfer_peer import DTYPES, FINGERPRINT
 from benchmarks.lib.transfer_watch import DECODE, NotedSender, Router, Steps
 from kvtransfer.handoff import TransferSettings
-from prefill_workers.role import PrefillRole
+from prefill_workers.worker import PrefillRole
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from baton.core import HandoffId
     from baton.engine.outcome import StepResult
     from kvtransfer.sender import Sender
-    from prefill_workers.role import PrefillRole
+    from prefill_workers.worker import PrefillRole
 
 LONG_S = 10 * WAIT_S
 DECODE = "decode"  # the request whose tokens are timed

@@ -20,7 +20,7 @@ import kvtransfer.receive_loop
 import kvtransfer.receiver
 import kvtransfer.send_queue
 import kvtransfer.sender
-import prefill_workers.fetch
+import prefill_workers.prefix_fetch
 import router.call
 import router.floor
 import router.link
@@ -90,7 +90,7 @@ def simulated() -> Iterator[None]:
         (kvtransfer.receive_loop, {"queue": SimpleNamespace(SimpleQueue=SimQueue)}),
         (kvtransfer.receive_loop, {"time": clock}),
         (kvtransfer.receiver, {"threading": plain}),
-        (prefill_workers.fetch, {"CostModel": SimCost}),
+        (prefill_workers.prefix_fetch, {"CostModel": SimCost}),
         (router.floor, {"secrets": chance, "Metrics": cache(Metrics)}),  # nobody reads them
         (Metrics, dict.fromkeys(("watch_blocks", "watch_channels", "watch_verifying", "watch_queue"), _unwatched)),
         (router.call, {"secrets": chance}),

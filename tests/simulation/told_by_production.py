@@ -10,7 +10,7 @@ import pytest
 
 from baton.core import HandoffId, Role, Sampling
 from kvtransfer.handoff import TransferSettings
-from prefill_workers.role import PrefillRole
+from prefill_workers.worker import PrefillRole
 from router.floor import RouterSettings
 from router.lifecycle import Life
 from router.link import WorkerLink

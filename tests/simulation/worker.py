@@ -18,11 +18,11 @@ from baton.worker.lease import Lease
 from baton.worker.life import _DRAIN_LOOK_S, LEAVE_S
 from baton.worker.service import WorkerService
 from baton.worker.session import Session
-from decode_workers.role import DecodeRole
+from decode_workers.worker import DecodeRole
 from kvtransfer.handoff import CommitState, TransferSettings
 from kvtransfer.receiver import PeerService
-from prefill_workers.fetch import CostModel
-from prefill_workers.role import PrefillRole
+from prefill_workers.prefix_fetch import CostModel
+from prefill_workers.worker import PrefillRole
 from tests.simulation.clock import LoopClock, OrderedSet
 from tests.simulation.engine import engine_of
 from tests.simulation.ledger import SimLedger

@@ -14,9 +14,9 @@ from baton.engine.oracle import OracleBackend, oracle_layout
 from baton.errors import InvalidRequest
 from baton.tokenizer import OracleTokenizer
 from baton.worker.commands import not_taken
-from decode_workers.role import DecodeRole
+from decode_workers.worker import DecodeRole
 from kvtransfer.handoff import Offer
-from prefill_workers.role import PrefillRole
+from prefill_workers.worker import PrefillRole
 from tests.support.fake_pusher import CUT, FakePusher, commit_of, done_of
 from tests.support.sessions import (
     BACKEND,

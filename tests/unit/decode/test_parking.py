@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from decode_workers import parking
+from decode_workers import detached_streams
 from tests.support.sessions import GREEDY, STALE, FakeSession, H, attach, expected, prefill, release, reserve, spec_of
 
 LASTS_S = 30.0
@@ -147,10 +147,10 @@ def test_who_attaches_takes_it_from_whom_it_had(begin, side, router, second):
 def test_what_is_remembered_is_bounded(begin, side, router, second, monkeypatch):
     begin(router, tokens=2)
     stream = side.role.parking._streams[H]
-    monkeypatch.setattr(parking, "MOST_BYTES", 2 * stream.size)
+    monkeypatch.setattr(detached_streams, "MOST_BYTES", 2 * stream.size)
     side.step(3)
     assert stream.first > 0
-    assert stream.size <= parking.MOST_BYTES
+    assert stream.size <= detached_streams.MOST_BYTES
     side.role.gone(router)
     side.take(second, attach(known=0))
     assert second.kinds() == ["refused"]
@@ -161,7 +161,7 @@ def test_what_is_remembered_is_bounded(begin, side, router, second, monkeypatch)
 def test_who_says_more_alone_than_is_remembered_is_given_up(begin, side, router, monkeypatch):
     begin(router, tokens=1)
     side.role.gone(router)
-    monkeypatch.setattr(parking, "MOST_BYTES", 1)
+    monkeypatch.setattr(detached_streams, "MOST_BYTES", 1)
     side.step(2)
     ends_free(side)
 

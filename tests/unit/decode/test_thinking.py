@@ -3,7 +3,7 @@
 import pytest
 
 from baton.core import Thought
-from decode_workers import parking
+from decode_workers import detached_streams
 from tests.support.sessions import H, attach, expected, prefill, release, reserve
 from tests.support.workers import Pair
 from tests.unit.worker.thinking import CHUNK, thinks, thoughts_about
@@ -70,7 +70,7 @@ def test_also_of_what_has_ended(begin, side, router, second):
 
 
 def test_of_thoughts_so_much_is_remembered_and_tokens_are_as_they_were(begin, side, router, second, monkeypatch):
-    monkeypatch.setattr(parking, "MOST_BYTES", 4096)
+    monkeypatch.setattr(detached_streams, "MOST_BYTES", 4096)
     begin(router)
     result = side.engine.step()
     result.thoughts.append((H, [Thought(n, (1,) * 15) for n in range(2, 200)]))  # 64 bytes each

@@ -9,7 +9,7 @@ import torch
 from baton.core import HandoffId, Incarnation, WorkerRef
 from baton.errors import OfferRefused, StaleAttempt
 from kvtransfer.handoff import CommitState, Offer
-from prefill_workers.fetch import CostModel
+from prefill_workers.prefix_fetch import CostModel
 from tests.support.fake_pusher import CUT
 from tests.support.sessions import BACKEND, D, H, expected, names_of, next_of, prefill, release, repush, spec_of
 from tests.support.time_factor import scaled

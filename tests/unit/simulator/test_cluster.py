@@ -21,7 +21,7 @@ from baton.cli.plan import _pool, _router
 from baton.config import load_config
 from baton.core import HandoffId
 from baton.workload import Arrival
-from prefill_workers.work import spare
+from prefill_workers.worker import spare
 from router.floor import RouterSettings
 from simulator import __main__ as program
 from simulator import simulate

@@ -1,12 +1,17 @@
 """What a prefill worker does: compute the prompt and the first token, push the KV meanwhile, forget.
 
 Every method runs on the engine thread, but `push_ended`, which the sender calls from a transfer thread.
+
+What a prefill worker tells routers of each step and of each push: events, with the time that it took.
+
+What a prefill worker knows of one handoff.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -20,20 +25,156 @@ from baton.worker import events
 from baton.worker.attempts import Attempts
 from baton.worker.census import Holding
 from baton.worker.commands import deadline_after
+from baton.worker.thoughts import Thoughts
 from baton.worker.times import PrefillTimes
-from kvtransfer.handoff import PushJob, PushResult
-from prefill_workers.fetch import Fetches
-from prefill_workers.telling import in_step, pushed, stepped
-from prefill_workers.work import Work, final, holdings, overdue, spare
+from kvtransfer.handoff import PushEnd, PushJob, PushResult
+from prefill_workers.prefix_fetch import Fetches
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
     from baton.clock import Clock
+    from baton.core import ThinkingState
     from baton.engine.engine import Engine
     from baton.engine.outcome import Output, StepResult
     from baton.engine.sequence import Work as StepWork
+    from baton.history import Blocks
     from baton.worker.loop import EngineLoop
     from baton.worker.session import Session
     from baton.worker.transfers import Pusher
+
+    Event = worker_pb2.WorkerEvent
+
+
+def in_step(step: Iterable[StepWork], works: Mapping[HandoffId, Work], began: float) -> None:
+    """The first layer of a step that began then is there."""
+    for item in step:
+        if (work := works.get(item.sequence.key)) is not None:
+            work.times.in_step(began, streams=work.streams)
+
+
+def stepped(result: StepResult, works: Mapping[HandoffId, Work]) -> Iterator[tuple[Work, list[worker_pb2.WorkerEvent]]]:
+    """In the order in which each router is to hear it. Those that failed are not forgotten yet."""
+    for key, thoughts in result.thoughts:
+        if (work := works.get(key)) is not None:
+            work.thoughts.add(thoughts)
+            yield work, [events.thoughts(key, thoughts)]
+    for item in result.outputs:
+        if (work := works.get(item.key)) is not None:
+            yield work, _output(item, work)
+    for key, error in result.failed:
+        if (work := works.get(key)) is not None:
+            yield work, [events.failed(key, error, spans=work.times.said())]
+
+
+def _output(item: Output, work: Work) -> list[worker_pb2.WorkerEvent]:
+    said = events.output(item)
+    work.times.computed(len(work.spec), item.cached_tokens)
+    if item.finish is not None:
+        said[-1].spans.extend(work.times.said())
+    return said
+
+
+def pushed(handoff: HandoffId, outcome: PushResult | HandoffError, work: Work) -> Event:
+    """A push ended."""
+    if isinstance(outcome, PushResult):
+        said = events.pushed(
+            handoff,
+            kv_bytes=outcome.nbytes,
+            exposed_s=outcome.exposed_s,
+            round_trip_s=outcome.round_trip_s,
+            frames=outcome.frames,
+        )
+        figures = {"kv_bytes": outcome.nbytes, "frames": outcome.frames, "exposed_s": f"{outcome.exposed_s:.6f}"}
+        work.times.pushed(**figures, transport=outcome.transport)
+    else:
+        said = events.failed(handoff, outcome, held=work.waits)
+        work.times.pushed(error=type(outcome).__name__)
+    said.spans.extend(work.times.said())
+    return said
+
+
+@dataclass(slots=True)
+class Work:
+    """One handoff here. `streams`: its KV leaves layer by layer, it is long. `first`: what was sampled, once it was.
+
+    `waits`: its push failed, and its KV waits for a Repush or a Release.
+    """
+
+    session: Session
+    spec: SequenceSpec
+    deadline: float | None
+    streams: bool
+    times: PrefillTimes
+    first: Output | None = None
+    waits: bool = False
+    thoughts: Thoughts = field(default_factory=Thoughts)
+
+    def said(self, handoff: HandoffId) -> list[worker_pb2.WorkerEvent]:
+        """All that its router was told of what came of it, under this name: nobody may listen to the older one."""
+        first = events.output(replace(self.first, key=handoff)) if self.first is not None else []
+        return self.thoughts.said(handoff) + first
+
+    def end(self, thinking: ThinkingState | None) -> PushEnd:
+        """What its push ends with, once its first token was sampled."""
+        tokens = self.first.tokens if self.first is not None else ()
+        known = (*self.spec.known, *(token.token_id for token in tokens))
+        return PushEnd(replace(self.spec, known=known), tokens, thinking)
+
+    @property
+    def state(self) -> str:
+        """Of one that has blocks."""
+        if self.waits:
+            return "waiting"
+        return "prefilling" if self.first is None else "pushing"
+
+
+def final(item: StepWork, layer: int, layers: int) -> Iterator[tuple[int, int]]:
+    """KV that may leave now that `layer` is written: (so many of `layers`, the first so many positions).
+
+    What was computed before the step is final, in all layers. So is what the step writes, but of a sequence that is not
+    settled: its end may be rolled back when the step ends.
+    """
+    sequence = item.sequence
+    if layer == 0 and sequence.computed:
+        yield layers, sequence.computed
+    if sequence.settled:
+        yield layer + 1, sequence.computed + item.count
+
+
+def overdue(works: Mapping[HandoffId, Work], now: float) -> list[tuple[HandoffId, Work]]:
+    """Whose deadline passed before they were computed, or while their KV waited for a Repush."""
+    late = [(handoff, work) for handoff, work in works.items() if work.deadline is not None and work.deadline <= now]
+    return [(handoff, work) for handoff, work in late if work.first is None or work.waits]
+
+
+def spare(works: Mapping[HandoffId, Work]) -> HandoffId | None:
+    """Whose KV to give up if prompts find no room: the oldest that waits for a Repush, unless a push is under way.
+
+    That one will free blocks by itself. KV that waits may do so for ever: who is to take it may have no room before one
+    of these prompts is computed.
+    """
+    computed = [(handoff, work.waits) for handoff, work in works.items() if work.first is not None]
+    return computed[0][0] if computed and all(waits for _, waits in computed) else None
+
+
+def holdings(
+    works: Mapping[HandoffId, Work],
+    fetched: Mapping[HandoffId, Blocks],
+    computed: Iterable[tuple[HandoffId, Blocks | None]],
+) -> Iterator[Holding]:
+    """Of each handoff what it holds, and by whose wish."""
+    for handoff, fetch in fetched.items():
+        yield _holding(works.get(handoff), handoff, "fetching", fetch)
+    for handoff, allocation in computed:
+        yield _holding(works.get(handoff), handoff, "", allocation)
+
+
+def _holding(work: Work | None, handoff: HandoffId, state: str, held: Blocks | None) -> Holding:
+    blocks = held.blocks if held else []
+    state = state or (work.state if work and blocks else "queued")
+    return Holding(handoff, state, blocks, work.session.router_id if work else "")
+
 
 log = structlog.get_logger(__name__)
 

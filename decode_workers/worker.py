@@ -1,18 +1,22 @@
 """What a decode worker does: reserve room, take over KV, stream the rest; or compute the prompt as well.
 
 Every method runs on the engine thread, but `committed`, which the reservation table calls from wherever a commit lands.
+
+What is looked up in a decode worker's tables: may this be reserved, and who holds what. Nothing is changed here.
+
+What a decode worker tells routers of a commit, and of each step: events, made of what came. Nothing is kept here.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Container, Iterable, Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING
 
 import structlog
 
-from baton.core import HandoffId, SequenceSpec, WorkerInfo
+from baton.core import HandoffId, SequenceSpec, Thought, WorkerInfo
 from baton.errors import Cancelled, DeadlineExceeded, HandoffError, InvalidRequest, StaleAttempt
 from baton.ledger.ownership_table import RecordState
 from baton.rpc import convert
@@ -21,24 +25,109 @@ from baton.worker import events
 from baton.worker.census import Holding
 from baton.worker.commands import deadline_after
 from baton.worker.times import DecodeTimes
-from decode_workers.parking import Nobody, Parking
-from decode_workers.pins import Pins
+from decode_workers.detached_streams import Nobody, Parking
+from decode_workers.fetch_pins import Pins
 from decode_workers.reservations import Reservations, State
-from decode_workers.reserving import holdings, refusal_of
-from decode_workers.telling import ended, stepped, taken_over
 
 if TYPE_CHECKING:
     from baton.clock import Clock
     from baton.engine.engine import Engine
     from baton.engine.outcome import StepResult
+    from baton.history import Blocks
     from baton.ledger.ownership import OwnershipLog
     from baton.worker.loop import EngineLoop
     from baton.worker.session import Session
     from baton.worker.transfers import Pusher
+    from decode_workers.reservations import Entry
     from kvtransfer.handoff import CommitState
 
+    Told = tuple[HandoffId, list[worker_pb2.WorkerEvent]]
     Owner = Session | Nobody
     Batches = dict[Owner, list[worker_pb2.WorkerEvent]]
+
+
+def refusal_of(
+    message: worker_pb2.Reserve,
+    handoff: HandoffId,
+    info: WorkerInfo,
+    reservations: Reservations,
+    here: Container[HandoffId],
+) -> worker_pb2.WorkerEvent | None:
+    """Why this can never be reserved here; None: it can, if there is room. `here`: what is under way."""
+    if message.fingerprint != info.fingerprint:
+        text = f"fingerprint: {message.fingerprint} asked, {info.fingerprint} is served here"
+        return events.refused(handoff, worker_pb2.REFUSAL_REASON_FINGERPRINT, text)
+    most = info.max_model_len
+    if not 1 <= message.known_tokens <= most or message.max_total > most:
+        text = f"{message.known_tokens} tokens, {message.max_total} with all that may follow, of {most} at most"
+        return events.refused(handoff, worker_pb2.REFUSAL_REASON_TOO_LONG, text)
+    if handoff in here:
+        return events.refused(handoff, worker_pb2.REFUSAL_REASON_STALE, f"{handoff} is here already")
+    try:
+        reservations.check_new(handoff)
+    except StaleAttempt as error:
+        return events.refused(handoff, worker_pb2.REFUSAL_REASON_STALE, str(error))
+    return None
+
+
+def holdings(
+    open_: Iterable[Entry],
+    decoding: Iterable[tuple[HandoffId, Blocks | None]],
+    fetched: Mapping[HandoffId, Blocks],
+    owners: Mapping[HandoffId, str],
+) -> Iterator[Holding]:
+    """Of each handoff what it holds, and by whose wish. `owners`: the routers, "" for one that is gone."""
+    for entry in open_:
+        yield _holding(entry.handoff, entry.state.name.lower(), entry.reservation, owners)
+    for handoff, allocation in decoding:
+        yield _holding(handoff, "parked" if owners.get(handoff) == "" else "decoding", allocation, owners)
+    for handoff, pin in fetched.items():
+        yield _holding(handoff, "fetched", pin, owners)
+
+
+def _holding(handoff: HandoffId, state: str, held: Blocks | None, owners: Mapping[HandoffId, str]) -> Holding:
+    return Holding(handoff, state, held.blocks if held else (), owners.get(handoff, ""))
+
+
+def taken_over(handoff: HandoffId, commit: CommitState, times: DecodeTimes) -> list[worker_pb2.WorkerEvent]:
+    """The commit counts; then the thoughts and the token, which the prefill worker may have died with."""
+    committed = events.committed(
+        handoff,
+        transfer_s=commit.transfer_s,
+        commit_s=commit.commit_s,
+        kv_bytes=commit.kv_bytes,
+        transport=commit.transport,
+        spans=times.taken_over(commit),
+    )
+    made = commit.thinking.thoughts if commit.thinking is not None else ()
+    thoughts = [Thought(chunk, token_ids) for chunk, token_ids in enumerate(made)]
+    again = [events.thoughts(handoff, thoughts)] if thoughts else []
+    return [committed, *again, events.tokens(handoff, commit.first)]
+
+
+def stepped(result: StepResult, times: DecodeTimes) -> Iterator[Told]:
+    """In the order in which each router is to hear it: thoughts, tokens, ends."""
+    times.verified(result)
+    for key, thoughts in result.thoughts:
+        yield key, [events.thoughts(key, thoughts)]
+    for item in result.outputs:
+        said = events.output(item)
+        if item.finish is not None:
+            said[-1].finish.verify_s = times.verify_s(item.key)
+            said[-1].spans.extend(times.ended(item.key))
+        yield item.key, said
+    for key in result.preempted:
+        yield key, [events.preempted(key, "the KV pool is full", times.ended(key))]
+    for key, error in result.failed:
+        yield key, [events.failed(key, error, spans=times.ended(key))]
+
+
+def ended(result: StepResult) -> Iterator[tuple[HandoffId, str]]:
+    """Of which nothing is held any more, and why."""
+    yield from ((item.key, "finished") for item in result.outputs if item.finish)
+    yield from ((key, "preempted") for key in result.preempted)
+    yield from ((key, "failed") for key, _ in result.failed)
+
 
 log = structlog.get_logger(__name__)
 
