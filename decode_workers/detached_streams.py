@@ -18,7 +18,7 @@ from baton.clock import Clock
 from baton.core import HandoffId, SequenceSpec
 from baton.rpc.thinking import thoughts_from_pb
 from baton.rpc.v1 import worker_pb2 as pb
-from baton.worker.thoughts import Thoughts
+from baton.worker.thought_log import Thoughts
 
 MOST_BYTES = 2**20  # of what is remembered of one stream: some ten thousand tokens without logprobs; of thoughts again
 _REPLAYED = frozenset({"tokens", "finish", "preempted", "failed"})  # what a router must know to go on

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
     from baton.engine.blocks import Allocation
     from baton.engine.engine import Engine
-    from baton.worker.loop import EngineLoop
-    from baton.worker.transfers import Pusher
+    from baton.worker.engine_loop import EngineLoop
+    from baton.worker.kv_endpoints import Pusher
 
 log = structlog.get_logger(__name__)
 

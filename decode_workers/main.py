@@ -7,8 +7,8 @@ from dataclasses import replace
 from baton.ledger.directory_log import DirectoryLog
 from baton.ledger.ownership import OwnershipLog
 from baton.load import Load
-from baton.worker.hosted import HostParts
-from baton.worker.transfers import Transfers
+from baton.worker.kv_endpoints import Transfers
+from baton.worker.role import HostParts
 from decode_workers.worker import DecodeRole
 
 

@@ -21,7 +21,7 @@ from baton.core import HandoffId, SequenceSpec, Token, WorkerRef
 from baton.errors import OfferRefused, StaleAttempt
 from baton.history import OFF, History
 from baton.telemetry.worker import Counts
-from baton.worker.attempts import Attempts
+from baton.worker.service import Attempts
 from kvtransfer.handoff import PushJob
 
 if TYPE_CHECKING:

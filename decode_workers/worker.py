@@ -22,9 +22,9 @@ from baton.ledger.ownership_table import RecordState
 from baton.rpc import convert
 from baton.rpc.v1 import worker_pb2
 from baton.worker import events
-from baton.worker.census import Holding
-from baton.worker.commands import deadline_after
-from baton.worker.times import DecodeTimes
+from baton.worker.block_census import Holding
+from baton.worker.handoff_timing import DecodeTimes
+from baton.worker.service import deadline_after
 from decode_workers.detached_streams import Nobody, Parking
 from decode_workers.fetch_pins import Pins
 from decode_workers.reservations import Reservations, State
@@ -35,9 +35,9 @@ if TYPE_CHECKING:
     from baton.engine.outcome import StepResult
     from baton.history import Blocks
     from baton.ledger.ownership import OwnershipLog
-    from baton.worker.loop import EngineLoop
-    from baton.worker.session import Session
-    from baton.worker.transfers import Pusher
+    from baton.worker.engine_loop import EngineLoop
+    from baton.worker.kv_endpoints import Pusher
+    from baton.worker.service import Session
     from decode_workers.reservations import Entry
     from kvtransfer.handoff import CommitState
 

@@ -9,8 +9,8 @@ from baton.errors import HandoffError, StaleAttempt
 from baton.ledger.directory_log import DirectoryLog
 from baton.load import Load
 from baton.telemetry.worker import Counts
-from baton.worker.hosted import HostParts
-from baton.worker.transfers import Transfers
+from baton.worker.kv_endpoints import Transfers
+from baton.worker.role import HostParts
 from kvtransfer.handoff import PushResult
 from prefill_workers.worker import PrefillRole
 

@@ -22,11 +22,10 @@ from baton.errors import DeadlineExceeded, DigestMismatch, HandoffError, Invalid
 from baton.rpc import convert
 from baton.rpc.v1 import worker_pb2
 from baton.worker import events
-from baton.worker.attempts import Attempts
-from baton.worker.census import Holding
-from baton.worker.commands import deadline_after
-from baton.worker.thoughts import Thoughts
-from baton.worker.times import PrefillTimes
+from baton.worker.block_census import Holding
+from baton.worker.handoff_timing import PrefillTimes
+from baton.worker.service import Attempts, deadline_after
+from baton.worker.thought_log import Thoughts
 from kvtransfer.handoff import PushEnd, PushJob, PushResult
 from prefill_workers.prefix_fetch import Fetches
 
@@ -39,9 +38,9 @@ if TYPE_CHECKING:
     from baton.engine.outcome import Output, StepResult
     from baton.engine.sequence import Work as StepWork
     from baton.history import Blocks
-    from baton.worker.loop import EngineLoop
-    from baton.worker.session import Session
-    from baton.worker.transfers import Pusher
+    from baton.worker.engine_loop import EngineLoop
+    from baton.worker.kv_endpoints import Pusher
+    from baton.worker.service import Session
 
     Event = worker_pb2.WorkerEvent
 

@@ -1,4 +1,4 @@
-"""What steps took, as a worker reports it: see `baton.worker.loop.Paces`."""
+"""What steps took, as a worker reports it: see `baton.worker.engine_loop.Paces`."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ from baton.rpc import convert, reports
 from baton.rpc.channel import from_here
 from baton.rpc.status import from_rpc_error
 from baton.rpc.v1 import admin_pb2, admin_pb2_grpc, worker_pb2, worker_pb2_grpc
-from baton.worker.census import Census, Held
+from baton.worker.block_census import Census, Held
 
 PAUSE_S = 1.0  # within which a release that is on its way has come
 TIMEOUT_S = 15.0

@@ -69,7 +69,7 @@ def parts() -> Parts:
     """What the actors are made of."""
     from baton.cli.roles import role_factories
     from baton.cluster.controller_actor import Parts
-    from baton.worker.actor import WorkerActor
+    from baton.worker.process import WorkerActor
 
     return Parts(WorkerActor, role_factories(), make_control)
 

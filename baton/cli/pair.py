@@ -18,7 +18,7 @@ from baton.load import Channel
 from baton.logs import configure_logging
 from baton.rpc import channel
 from baton.rpc.v1 import peer_pb2_grpc
-from baton.worker.build import pick_device
+from baton.worker.engine_factory import pick_device
 from kvtransfer.handoff import PushJob, TransferSettings
 from kvtransfer.receiver import PeerService
 from kvtransfer.sender import Sender

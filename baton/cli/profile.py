@@ -27,9 +27,8 @@ from baton.engine.passes import WINDOW, measure_passes, save_passes
 from baton.errors import ConfigError
 from baton.logs import configure_logging
 from baton.tokenizer import ORACLE_MODEL
-from baton.worker.build import load_backend, pick_device
+from baton.worker.engine_factory import load_backend, passes_path, pick_device
 from baton.worker.settings import from_config
-from baton.worker.shapes import passes_path
 
 if TYPE_CHECKING:
     from baton.worker.settings import WorkerSettings

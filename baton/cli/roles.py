@@ -24,7 +24,7 @@ from baton.errors import ConfigError
 from baton.logs import configure_logging, redirect_output
 
 if TYPE_CHECKING:
-    from baton.worker.hosted import RoleFactory
+    from baton.worker.role import RoleFactory
     from router.floor import RouterSettings
 
 GC_EVERY = 10_000  # new objects; a router makes and drops some dozens for each token, and hardly a cycle
@@ -49,7 +49,7 @@ def run_role(role: Role, file: Path, sets: Sequence[str], worker_id: str, log_fi
     config = _prepare(file, sets, log_file, worker_id)
     if role not in config.bounds:
         raise ConfigError(f"mode: {config.mode} has no {role.value} workers; start one of the other role")
-    from baton.worker.host import run_worker
+    from baton.worker.process import run_worker
     from baton.worker.settings import of_both_roles
 
     stop = threading.Event()

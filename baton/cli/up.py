@@ -78,7 +78,7 @@ def make_control(config: ClusterConfig, folder: StateFolder) -> Control:
         command = [sys.executable, "-m", "baton", "controller", "-c", str(folder.config)]
         return RemoteControl(config, command, folder.logs)
     from baton.cluster.ray_cluster import RayPlace, RayPlacement
-    from baton.worker.actor import WorkerActor
+    from baton.worker.process import WorkerActor
 
     start = partial(start_local, folder.scratch, config.name)
     given, place = partial(load_config, folder.config), RayPlace(folder.logs)

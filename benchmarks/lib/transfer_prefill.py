@@ -22,7 +22,7 @@ from baton.engine.model.build import load_model
 from baton.rpc import convert
 from baton.rpc.v1 import worker_pb2
 from baton.tokenizer import load_tokenizer
-from baton.worker.loop import EngineLoop
+from baton.worker.engine_loop import EngineLoop
 from benchmarks.lib.protocol import serve
 from benchmarks.lib.transfer_lane import Lane, end_of
 from benchmarks.lib.transfer_partner import Partner

@@ -8,7 +8,7 @@ import time
 from typing import TYPE_CHECKING
 
 from baton.rpc.v1 import common_pb2, worker_pb2
-from baton.worker.session import Session
+from baton.worker.service import Session
 from benchmarks.lib.transfer_lane import WAIT_S
 
 if TYPE_CHECKING:

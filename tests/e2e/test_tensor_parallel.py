@@ -7,9 +7,9 @@ import pytest
 
 from baton.core import Sampling, SequenceSpec
 from baton.engine.engine import Engine
-from baton.engine.generate import generate
 from baton.engine.model.build import load_model
 from baton.tokenizer import load_tokenizer
+from baton.worker.engine_factory import generate
 from tests.support.cluster_process import HANDED_OVER
 from tests.support.waiting import eventually
 

@@ -18,7 +18,7 @@ from baton.ledger.directory_log import DirectoryLog
 from baton.ledger.embedded import EmbeddedRedis
 from baton.ledger.ledger import Ledger
 from baton.ledger.ownership import OwnershipLog, OwnershipStore, RecordState
-from baton.worker.lease import Lease
+from baton.worker.lifecycle import Lease
 from tests.support import redis_ledger as support
 from tests.support.redis_ledger import LONG_LEASE_S, info_of, order, raw, registered
 

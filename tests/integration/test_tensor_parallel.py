@@ -16,12 +16,12 @@ import pytest
 import torch
 
 from baton.engine.fixed import FixedShapes
-from baton.engine.generate import generate
 from baton.engine.model.build import load_model
 from baton.engine.selfcheck import check_fixed
 from baton.engine.tp.backend import Ranking, load_sharded
 from baton.engine.tp.ranks import memory_is_ordered
 from baton.errors import CheckpointError, RankLost
+from baton.worker.engine_factory import generate
 from tests.support.engines import engine_of, key_of, numbers, run, spec_of
 from tests.support.time_factor import scaled
 from tests.unit.model.checkpoints import random_checkpoint

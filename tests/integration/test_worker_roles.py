@@ -21,8 +21,8 @@ from baton.ledger.board import Board, Order
 from baton.ledger.ledger import Ledger
 from baton.ledger.ownership import OwnershipStore, RecordState
 from baton.rpc.channel import aio_channel
-from baton.worker import build, host
-from baton.worker.host import serve
+from baton.worker import engine_factory, process
+from baton.worker.process import serve
 from baton.worker.settings import of_both_roles
 from router.policy import POLICIES
 from router.workers import WorkerPool
@@ -105,12 +105,12 @@ async def test_it_is_of_the_other_role_under_its_id_and_its_old_pool_is_gone(wor
     free: list[list[bool]] = []
 
     def build_engine(*given):
-        engine = build.build_engine(*given)
+        engine = engine_factory.build_engine(*given)
         free.append([pool() is None for pool in pools])
         pools.append(weakref.ref(engine.kv))
         return engine
 
-    monkeypatch.setattr(host, "build_engine", build_engine)
+    monkeypatch.setattr(process, "build_engine", build_engine)
     assert await health(worker.refs[0]) == SERVING
     for incarnations, role in enumerate((Role.DECODE, Role.PREFILL, Role.DECODE), 2):
         await worker.order(role)

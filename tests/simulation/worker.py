@@ -14,10 +14,8 @@ from baton.errors import EngineFault, LedgerError
 from baton.ledger.ownership_table import RecordState
 from baton.rpc import convert, reports
 from baton.rpc.v1 import worker_pb2
-from baton.worker.lease import Lease
-from baton.worker.life import _DRAIN_LOOK_S, LEAVE_S
-from baton.worker.service import WorkerService
-from baton.worker.session import Session
+from baton.worker.lifecycle import _DRAIN_LOOK_S, LEAVE_S, Lease
+from baton.worker.service import Session, WorkerService
 from decode_workers.worker import DecodeRole
 from kvtransfer.handoff import CommitState, TransferSettings
 from kvtransfer.receiver import PeerService
@@ -208,12 +206,12 @@ class WorkerHost:
         self._ledger.note(handoff, self.info.ref, router_id, state, stream)
 
     def leave(self) -> None:
-        """SIGTERM: as `baton.worker.host.serve` ends."""
+        """SIGTERM: as `baton.worker.process.serve` ends."""
         self.loop.submit(self.role.leave)
         self.world.loop.call_later(LEAVE_S, self.process.kill)
 
     def drain(self, *, turn: bool) -> None:
-        """An order: as `baton.worker.life.live` obeys it. The next incarnation may be of the other role."""
+        """An order: as `baton.worker.lifecycle.live` obeys it. The next incarnation may be of the other role."""
         self.told = True
         if turn:
             role = Role.DECODE if self.plan.role is Role.PREFILL else Role.PREFILL
@@ -239,7 +237,7 @@ class WorkerHost:
         self.drained = draining and self.role.idle
 
     async def _beat(self, clock: LoopClock) -> None:
-        """As `baton.worker.host._beat`: a process that has lost its lease ends."""
+        """As `baton.worker.process._beat`: a process that has lost its lease ends."""
         lease, seen = Lease(cast("Any", self._ledger), self.info, self.plan.lease_s, clock), -1
         try:
             await lease.take()

@@ -13,7 +13,7 @@ from baton.engine.engine import Engine
 from baton.engine.oracle import OracleBackend, oracle_layout
 from baton.errors import InvalidRequest
 from baton.tokenizer import OracleTokenizer
-from baton.worker.commands import not_taken
+from baton.worker.service import not_taken
 from decode_workers.worker import DecodeRole
 from kvtransfer.handoff import Offer
 from prefill_workers.worker import PrefillRole

@@ -18,8 +18,8 @@ from baton.engine.kernels.cpu.measure import measure_attention, measure_linear
 from baton.engine.kernels.cpu.profile import load_profile
 from baton.engine.passes import load_passes
 from baton.errors import ConfigError
+from baton.worker.engine_factory import settled
 from baton.worker.settings import from_config
-from baton.worker.shapes import settled
 from tests.support.compiled_kernels import compiled_or_skip
 
 DEMO = Path(__file__).parents[3] / "models" / "demo"

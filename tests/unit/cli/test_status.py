@@ -16,7 +16,7 @@ from baton.errors import NoWorker
 from baton.load import BlockCounts, Load
 from baton.rpc import convert, reports
 from baton.rpc.v1 import admin_pb2, worker_pb2_grpc
-from baton.worker.census import Census, Held, Holding, count, to_pb
+from baton.worker.block_census import Census, Held, Holding, count, to_pb
 from tests.quiet_admin import QuietAdmin
 from tests.support.sessions import BACKEND
 

@@ -8,7 +8,7 @@ import pytest
 from baton.core import HandoffId, Sampling, SequenceSpec, Token
 from baton.errors import OfferRefused, StaleAttempt
 from baton.rpc.v1 import worker_pb2 as pb
-from baton.worker.attempts import Attempts
+from baton.worker.service import Attempts
 from tests.support.sessions import GREEDY, STALE, FakeSession, H, expected, fence, names_of, release, reserve, spec_of
 from tests.support.time_factor import scaled
 from tests.support.workers import STATES, DecodeSide, Pair

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 
 from baton.constraint import Constraint
 from baton.core import FinishReason, Sampling
-from baton.engine.generate import generate
 from baton.engine.sampler import Row, Sampler
 from baton.errors import InvalidRequest
 from baton.grammar import Grammars
 from baton.tokenizer import ORACLE_EOS, OracleTokenizer
+from baton.worker.engine_factory import generate
 from tests.support import engines
 from tests.support.engines import hand_over, ids, key_of, oracle, run
 

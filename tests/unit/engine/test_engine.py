@@ -5,10 +5,10 @@ import pytest
 
 from baton.core import FinishReason, HandoffId
 from baton.engine.blocks import BlockState
-from baton.engine.generate import generate
 from baton.engine.reservation import Reservation
 from baton.errors import EngineFault, InvalidRequest
 from baton.tokenizer import ORACLE_EOS
+from baton.worker.engine_factory import generate
 from tests.support.engines import Faulty, Streams, engine_of, ids, key_of, numbers, reserved, run, spec_of
 
 

@@ -2,11 +2,11 @@ import pytest
 import torch
 
 from baton.core import KVLayout
-from baton.engine.generate import generate
 from baton.engine.inputs import Inputs
 from baton.engine.oracle import OracleBackend, oracle_layout
 from baton.engine.sequence import Sequence, Work
 from baton.errors import ConfigError
+from baton.worker.engine_factory import generate
 from tests.support import engines
 from tests.support.engines import engine_of, hand_over, ids, key_of, kv_of, oracle, reserved
 

@@ -3,8 +3,8 @@ from dataclasses import replace
 import pytest
 
 from baton.core import Sampling, SequenceSpec
-from baton.engine.generate import generate
 from baton.engine.prefix import Chain, named_blocks, names_of, scope_key
+from baton.worker.engine_factory import generate
 from tests.support import engines
 from tests.support.engines import BLOCK, Faulty, Streams, engine_of, ids, key_of, oracle, spec_of
 

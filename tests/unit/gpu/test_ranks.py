@@ -14,13 +14,13 @@ import pytest
 import torch
 
 from baton.engine.engine import Engine
-from baton.engine.generate import generate
 from baton.engine.kv import KVCache
 from baton.engine.model.build import load_model
 from baton.engine.tp.backend import Ranking, ShardedBackend, load_sharded
 from baton.engine.tp.cache import ShardedCache, rank_layout
 from baton.errors import RankLost
 from baton.tokenizer import load_tokenizer
+from baton.worker.engine_factory import generate
 from tests.support.engines import hand_over, ids, key_of, spec_of
 from tests.unit.tp.support import GQA, LATENT, poisoned, put, whole, wire_of
 

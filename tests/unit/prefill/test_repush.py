@@ -5,7 +5,7 @@ from structlog.testing import capture_logs
 
 from baton.core import HandoffId, Incarnation, SequenceSpec, WorkerRef
 from baton.errors import ChannelBroken, DigestMismatch, InvalidRequest, StaleAttempt
-from baton.worker.attempts import Attempts
+from baton.worker.service import Attempts
 from kvtransfer.handoff import PushJob
 from tests.support.fake_pusher import CUT, done_of
 from tests.support.sessions import GREEDY, STALE, FakeSession, H, expected, next_of, prefill, release, repush, spec_of

@@ -7,7 +7,7 @@ import pytest
 from baton.core import HandoffId, SequenceSpec
 from baton.engine.fixed import FixedShapes
 from baton.errors import StaleAttempt
-from baton.worker.attempts import Attempts
+from baton.worker.service import Attempts
 from kvtransfer.handoff import PushJob
 from tests.support.fake_pusher import CUT, done_of
 from tests.support.sessions import GREEDY, STALE, D, FakeSession, H, expected, prefill, release, repush, spec_of

@@ -21,7 +21,6 @@ import torch
 
 from baton.core import KVLayout
 from baton.engine.engine import Engine
-from baton.engine.generate import generate
 from baton.engine.model.build import load_model
 from baton.engine.tp.backend import ShardedBackend
 from baton.engine.tp.cache import ShardedCache
@@ -31,6 +30,7 @@ from baton.engine.tp.model import load_rank
 from baton.engine.tp.ranks import CACHE, END, Plan, Ranks
 from baton.errors import RankLost
 from baton.tokenizer import OracleTokenizer
+from baton.worker.engine_factory import generate
 from tests.support.engines import hand_over, ids, key_of, numbers, spec_of
 from tests.support.time_factor import scaled
 from tests.unit.model.checkpoints import random_checkpoint

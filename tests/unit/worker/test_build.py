@@ -15,10 +15,10 @@ from baton.engine.fixed import FixedShapes
 from baton.engine.oracle import OracleBackend
 from baton.errors import ConfigError, InvalidRequest
 from baton.tokenizer import OracleTokenizer
-from baton.worker import build, host
-from baton.worker.build import build_engine, check_thinking, load_backend, pick_device, warm_up
-from baton.worker.host import _Model, reasons_to_load
-from baton.worker.life import _info
+from baton.worker import engine_factory, process
+from baton.worker.engine_factory import build_engine, check_thinking, load_backend, pick_device, warm_up
+from baton.worker.lifecycle import _info
+from baton.worker.process import _Model, reasons_to_load
 from baton.worker.settings import from_config, located, of_both_roles
 from kvtransfer.transports.select import make_transports
 from tests.unit.model.thinking import thinking_checkpoint
@@ -51,7 +51,7 @@ def test_a_new_engine_has_been_warmed_and_counts_from_zero(settings, monkeypatch
         warmed.append(engine)
         warm_up(engine)
 
-    monkeypatch.setattr("baton.worker.build.warm_up", watched)
+    monkeypatch.setattr("baton.worker.engine_factory.warm_up", watched)
     engine = build_engine(settings("decode.kv_memory=1MiB", "decode.block_size=16"))
     assert warmed == [engine]
     load = engine.load()
@@ -140,7 +140,7 @@ def test_a_model_that_thinks_and_does_not_fit_is_refused_by_key(settings, sets, 
 
 def test_a_worker_says_that_its_model_thinks_and_what_does_not_fit_is_refused_first(settings, tmp_path, monkeypatch):
     thinking_checkpoint(tmp_path / "model", chunk_size=4)
-    monkeypatch.setattr("baton.worker.build.load_tokenizer", lambda path: OracleTokenizer())
+    monkeypatch.setattr("baton.worker.engine_factory.load_tokenizer", lambda path: OracleTokenizer())
     sets = (f"model.path={tmp_path / 'model'}", "decode.kv_memory=1MiB", "decode.device=cpu")
     fits = settings(*sets, "decode.block_size=8", "thinking.prefill=sequential")
     engine = build_engine(fits)
@@ -252,9 +252,9 @@ def test_the_old_pool_is_freed_before_the_next_one_is_made(both, monkeypatch, ag
 
     def build_engine(*given):
         alive.append((loaded() is not None, kv() is not None))
-        return build.build_engine(*given)
+        return engine_factory.build_engine(*given)
 
-    monkeypatch.setattr(host, "build_engine", build_engine)
+    monkeypatch.setattr(process, "build_engine", build_engine)
     del engine
     engine = model.engine(settings[Role.DECODE])
     assert alive == [(not again, False)]

@@ -8,8 +8,8 @@ import pytest
 from baton.core import HandoffId
 from baton.errors import DeadlineExceeded
 from baton.load import BlockCounts
-from baton.worker.census import Holding, count, take
-from baton.worker.loop import EngineLoop
+from baton.worker.block_census import Holding, count, take
+from baton.worker.engine_loop import EngineLoop
 from kvtransfer.handoff import Offer, PushJob
 from tests.support.fake_pusher import CUT
 from tests.support.sessions import BACKEND, BLOCK, D, P, fence, names_of, prefill, prompt_of, repush, reserve, spec_of

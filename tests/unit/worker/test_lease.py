@@ -9,8 +9,7 @@ from baton.clock import FakeClock
 from baton.core import Role
 from baton.errors import EngineFault, LedgerError
 from baton.ledger.board import Order
-from baton.worker.lease import Lease
-from baton.worker.life import Beats
+from baton.worker.lifecycle import Beats, Lease
 from tests.simulation.clock import LoopClock, VirtualLoop
 from tests.support.sessions import D
 from tests.support.workers import engine_of, info_of

@@ -12,8 +12,7 @@ from structlog.testing import capture_logs
 
 from baton.engine.model.loader import LoadProgress
 from baton.errors import ConfigError
-from baton.worker.build import load_backend
-from baton.worker.loading import LoadingLog
+from baton.worker.engine_factory import LoadingLog, load_backend
 
 DEMO = Path(__file__).resolve().parents[3] / "models/demo"
 

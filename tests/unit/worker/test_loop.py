@@ -12,7 +12,7 @@ from baton.engine.oracle import OracleBackend, oracle_layout
 from baton.engine.outcome import StepResult
 from baton.errors import EngineFault
 from baton.load import Load, Pace
-from baton.worker.loop import EngineLoop
+from baton.worker.engine_loop import EngineLoop
 from tests.support.sessions import BLOCK, prefill, reserve
 from tests.support.time_factor import scaled
 from tests.support.workers import DecodeSide, PrefillSide

@@ -15,7 +15,7 @@ from baton.rpc.channel import aio_channel, aio_server, bind
 from baton.rpc.v1 import common_pb2, worker_pb2, worker_pb2_grpc
 from baton.rpc.v1 import worker_pb2 as pb
 from baton.worker import events
-from baton.worker.loop import EngineLoop
+from baton.worker.engine_loop import EngineLoop
 from baton.worker.service import WorkerService
 from tests.support.sessions import D, H, fence, malformed, prefill, release, repush, reserve
 from tests.support.workers import DecodeSide, PrefillSide, engine_of, info_of

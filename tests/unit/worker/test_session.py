@@ -9,7 +9,7 @@ from baton.core import HandoffId
 from baton.errors import EngineFault
 from baton.rpc.v1 import common_pb2
 from baton.worker import events
-from baton.worker.session import Session
+from baton.worker.service import Session
 
 
 def made(load=lambda: common_pb2.Load(step=3)):

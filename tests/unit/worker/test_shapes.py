@@ -12,8 +12,8 @@ from baton.engine.fixed import FixedShapes
 from baton.engine.oracle import OracleBackend, oracle_layout
 from baton.engine.passes import Passes, save_passes
 from baton.errors import ConfigError
-from baton.worker import host
-from baton.worker.shapes import passes_path, settled
+from baton.worker import process
+from baton.worker.engine_factory import passes_path, settled
 
 DEMO = Path(__file__).parents[3] / "models/demo"
 PRESET = FixedShapes().rows
@@ -74,10 +74,10 @@ async def test_a_worker_starts_with_it(settings, monkeypatch):
         pytest.fail("no engine")
 
     save_passes(passes_path(settings()), MEASURED)
-    monkeypatch.setattr(host, "build_engine", build_engine)
-    monkeypatch.setattr(host, "load_backend", lambda found: OracleBackend(oracle_layout(4)))
+    monkeypatch.setattr(process, "build_engine", build_engine)
+    monkeypatch.setattr(process, "load_backend", lambda found: OracleBackend(oracle_layout(4)))
     with pytest.raises(ConfigError, match="enough"):
-        await host.serve({Role.DECODE: settings()}, {Role.DECODE: no_engine}, Role.DECODE, asyncio.Event(), print)
+        await process.serve({Role.DECODE: settings()}, {Role.DECODE: no_engine}, Role.DECODE, asyncio.Event(), print)
     assert built == [4]
 
 

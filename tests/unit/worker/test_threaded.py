@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 
 from baton.errors import Cancelled, ConfigError, EngineFault
-from baton.worker import host
-from baton.worker.host import run_worker
-from baton.worker.threaded import HostedWorker
+from baton.worker import process
+from baton.worker.process import HostedWorker, run_worker
 from tests.support.sessions import D
 from tests.support.time_factor import scaled
 
@@ -40,7 +39,7 @@ def exits():
 @pytest.fixture
 def hosted(exits, monkeypatch):
     def start(serve):
-        monkeypatch.setattr(host, "serve", lambda settings, factories, role, stop, ready: serve(stop, ready))
+        monkeypatch.setattr(process, "serve", lambda settings, factories, role, stop, ready: serve(stop, ready))
         return exits.worker(partial(run_worker, *NO_SETTINGS))
 
     return start

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from baton.core import HandoffId
     from baton.errors import HandoffError
-    from baton.worker.hosted import HostParts
+    from baton.worker.role import HostParts
     from kvtransfer.handoff import HandoffTable, PushEnd, PushJob, PushResult
 
 

@@ -2,6 +2,10 @@
 
 register ──> beat ──order──> drain ──nothing left, or its grace is over──> deregister ──> leave
                └────────────SIGTERM────────────┴────────────────────────────────^
+
+A worker's lease in the ledger, watched by its own clock too: one that has lapsed is never taken up again.
+
+A worker's metrics: where they are served, and how they ask what it does.
 """
 
 from __future__ import annotations
@@ -14,39 +18,135 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import structlog
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import aio as health_aio
 
+from baton import __version__
+from baton.addresses import called
 from baton.clock import Clock, SystemClock
 from baton.core import Incarnation, WorkerInfo, WorkerRef
 from baton.engine.determinism import bits_fingerprint
 from baton.errors import EngineFault, LedgerError
-from baton.history import History
+from baton.history import OFF, History
 from baton.ledger.board import Board, Order
 from baton.ledger.ledger import Ledger
 from baton.rpc import channel, reports
 from baton.rpc.tls import Wire
 from baton.rpc.v1 import worker_pb2_grpc
-from baton.worker.build import thinking_chunk
-from baton.worker.hosted import HostedRole, HostParts, RoleFactory
-from baton.worker.lease import Lease
-from baton.worker.loop import EngineLoop, Paces
-from baton.worker.measured import measured, watched
+from baton.telemetry.serve import MetricsServer
+from baton.telemetry.worker import Watched, WorkerMetrics
+from baton.worker.engine_factory import thinking_chunk
+from baton.worker.engine_loop import EngineLoop, Paces
+from baton.worker.role import HostedRole, HostParts, RoleFactory
 from baton.worker.service import WorkerService
 from baton.worker.settings import WorkerSettings
 
 if TYPE_CHECKING:
+    from contextlib import AsyncExitStack
+
     import grpc
 
     from baton.engine.engine import Engine
     from baton.engine.outcome import StepResult
     from baton.load import Load
-    from baton.telemetry.worker import WorkerMetrics
+
 
 log = structlog.get_logger(__name__)
+
+
+class Lease:
+    """Counts from the start of the last call that renewed it, or found Redis away.
+
+    A Redis that is back is asked whether somebody took the place meanwhile; one that forgot is told again, with the
+    same incarnation, and with that begins its next epoch (`baton.ledger.ledger`).
+    """
+
+    def __init__(self, ledger: Ledger, info: WorkerInfo, lease_s: float, clock: Clock, history: History = OFF) -> None:
+        self._ledger = ledger
+        self._info = info
+        self.lease_s = lease_s
+        self._clock = clock
+        self._history = history
+        self._kept = clock.monotonic()
+
+    @property
+    def age_s(self) -> float:
+        """Since it was last kept."""
+        return self._clock.monotonic() - self._kept
+
+    async def take(self) -> None:
+        """Register. Raises LedgerError without Redis, EngineFault if a newer incarnation has the place."""
+        self._kept = self._clock.monotonic()
+        if not await self._ledger.register(self._info):
+            self._lost()
+            raise EngineFault(f"{self._info.ref.worker_id} is taken by another incarnation: this one is fenced")
+
+    def check(self) -> None:
+        """Raises LedgerError once the lease must have lapsed, whatever kept this process from renewing it."""
+        elapsed = self.age_s
+        if elapsed > self.lease_s:
+            self._lost()
+            text = f"no progress for {elapsed:.1f} s, the lease of {self.lease_s:g} s has lapsed: starting again"
+            raise LedgerError(f"{self._info.ref}: {text}")
+
+    def _lost(self) -> None:
+        self._history.note("lease_lost")
+        log.error("lease_lost", worker=self._info.ref)
+
+    async def renew(self, progress: int) -> None:
+        """Renew, or enter again what a restarted Redis forgot. Raises EngineFault if another one has the place.
+
+        Without Redis the worker goes on: its streams are alive. A call may take so long that the next is in time.
+        """
+        self.check()
+        asked = self._clock.monotonic()
+        self._history.note("beat", progress=progress)
+        try:
+            async with asyncio.timeout(self.lease_s / 3):
+                if not await self._ledger.renew(self._info.ref, progress):
+                    await self.take()
+        except (LedgerError, TimeoutError) as error:
+            log.warning("ledger_away", error=str(error) or "no answer in time")
+        self._kept = asked
+
+
+class Stepping(Protocol):
+    """The engine thread's last words."""
+
+    load: Load
+
+    @property
+    def preemptions(self) -> int: ...
+
+
+async def measured(settings: WorkerSettings, leaving: AsyncExitStack) -> tuple[WorkerMetrics, str]:
+    """They are served until `leaving` ends, at the address that is returned; "": nowhere. Raises ConfigError."""
+    metrics = WorkerMetrics(settings.cluster, __version__)
+    if settings.metrics is None:
+        return metrics, ""
+    server = MetricsServer(metrics, metrics.ready, trouble=metrics.trouble)
+    bound = await server.start(settings.metrics)
+    leaving.push_async_callback(server.stop)
+    key = f"{settings.role.value}.interface"
+    return metrics, called(bound, settings.advertise, settings.interface, settings.redis_url, key)
+
+
+def watched(info: WorkerInfo, lease: Lease, stepping: Stepping, service: WorkerService, role: HostedRole) -> Watched:
+    """An incarnation, as its metrics are to see it."""
+    return Watched(
+        info,
+        lease.lease_s,
+        load=lambda: stepping.load,
+        preemptions=lambda: stepping.preemptions,
+        lease_age_s=lambda: lease.age_s,
+        routers=lambda: len(service.sessions),
+        counts=role.counts,
+    )
+
+
 Ready = Callable[[WorkerRef], None]
 SHUTDOWN_GRACE_S = 2.0
 LEAVE_S = 1.0

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from baton.ledger.ledger import Ledger
     from baton.load import Load
     from baton.telemetry.worker import Counts
-    from baton.worker.loop import EngineLoop
+    from baton.worker.engine_loop import EngineLoop
     from baton.worker.settings import WorkerSettings
 
 

@@ -1,31 +1,112 @@
-"""From settings to an engine: the model (or the oracle), its tokenizer, and as many KV blocks as fit."""
+"""From settings to an engine: the model (or the oracle), its tokenizer, and as many KV blocks as fit.
+
+One request in one process: the plain run that every distributed one must equal.
+
+What a worker's log says while it loads a model, and at the end.
+
+What the cluster file leaves to the host: addresses, and the shape of verify passes: as measured, else the preset.
+"""
 
 from __future__ import annotations
 
 import gc
+from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
+import psutil
+import structlog
 import torch
 
-from baton.core import Role, Sampling, SequenceSpec
+from baton.core import HandoffId, Role, Sampling, SequenceSpec
 from baton.engine.engine import Engine
-from baton.engine.generate import generate
+from baton.engine.kernels.cpu.build import machine, state_folder
 from baton.engine.kernels.gpu.memory import claim_activations
 from baton.engine.oracle import OracleBackend, oracle_layout
 from baton.engine.outcome import Counters
+from baton.engine.passes import WINDOW, load_passes
 from baton.engine.selfcheck import checked_shapes
 from baton.engine.sizing import size_kv
-from baton.errors import ConfigError
+from baton.errors import ConfigError, EngineFault
+from baton.hashing import fingerprint
 from baton.hub import model_folder
 from baton.tokenizer import ORACLE_MODEL, load_tokenizer
-from baton.worker.loading import LoadingLog
-from baton.worker.settings import WorkerSettings
+from baton.worker.settings import WorkerSettings, located
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
+    from baton.core import Finish, Token
     from baton.engine.backend import ModelBackend
+    from baton.engine.model.loader import LoadProgress
+
+
+class Generation(NamedTuple):
+    """New tokens, their text (tail included) and how the choice ended."""
+
+    tokens: list[Token]
+    text: str
+    finish: Finish
+
+
+def generate(engine: Engine, spec: SequenceSpec) -> Generation:
+    """Run `spec` to its end on an otherwise idle engine.
+
+    Raises InvalidRequest if it can never be computed, EngineFault if the engine failed on it or cannot go on.
+    """
+    key, tokens = HandoffId("generate", 0), list["Token"]()
+    engine.submit(key, spec)
+    while True:
+        result = engine.step()
+        if result.failed:
+            raise result.failed[0][1]
+        if not (result.computed or result.outputs):
+            engine.release(key)
+            raise EngineFault("no room in the block pool: other holders have it")
+        for output in result.outputs:
+            tokens += output.tokens
+            if output.finish is not None:
+                return Generation(tokens, "".join(t.text for t in tokens) + output.finish.tail, output.finish)
+
+
+log = structlog.get_logger(__name__)
+EVERY_S = 2.0
+GB = 1e9
+
+
+class LoadingLog:
+    """Logs `model_loading` at the start and then at most every 2 s, and `model_loaded` once."""
+
+    def __init__(self, model: str) -> None:
+        self._model = model
+        self._last: LoadProgress | None = None
+        self._next_s = 0.0
+
+    def __call__(self, progress: LoadProgress) -> None:
+        self._last = progress
+        if progress.seconds < self._next_s:
+            return
+        self._next_s = progress.seconds + EVERY_S
+        percent = int(100 * progress.bytes_done / progress.bytes_total)
+        done, total = round(progress.bytes_done / GB, 3), round(progress.bytes_total / GB, 3)
+        log.info("model_loading", model=self._model, percent=percent, gb=done, of_gb=total)
+
+    def finish(self, backend: ModelBackend) -> None:
+        """The model is there. `resident_gb` is this whole process's memory on the host."""
+        if (last := self._last) is None:
+            return
+        log.info(
+            "model_loaded",
+            model=self._model,
+            dtype=backend.layout.dtype,
+            device=str(backend.device),
+            tensors=last.tensors,
+            seconds=round(last.seconds, 2),
+            gb=round(last.bytes_done / GB, 3),
+            gb_per_s=round(last.bytes_done / GB / max(last.seconds, 1e-3), 2),
+            resident_gb=round(psutil.Process().memory_info().rss / GB, 3),
+        )
 
 
 def build_engine(settings: WorkerSettings, loaded: ModelBackend | None = None) -> Engine:
@@ -152,3 +233,37 @@ def pick_device(device: str) -> str:
     if device.startswith("cuda") and int(device.partition(":")[2] or 0) >= count:
         raise ConfigError(f"device: {device} is not here ({count} GPUs that torch {torch.__version__} can use)")
     return device
+
+
+def passes_path(settings: WorkerSettings) -> Path:
+    """Where the times of verify passes lie: another processor or GPU, torch, model shape, dtype, number of ranks or of
+    threads has others. What may differ between two workers of one kind is no part of it.
+
+    Raises CheckpointError or OSError where there is no model.
+    """
+    device, model = pick_device(settings.device), model_folder(settings.model_path, weights=False)
+    if device == "cpu":
+        threads = torch.get_num_threads() if settings.threads is None else settings.threads
+        here = machine().model, *sorted(machine().flags), f"{threads} threads"
+    else:
+        here = (torch.cuda.get_device_properties(torch.device(device)).name,)
+    facts = (model / "config.json").read_text(), settings.dtype, f"{settings.tensor_parallel} ranks"
+    return state_folder() / "profile" / f"{fingerprint((*facts, torch.__version__, *here))}-passes.json"
+
+
+def settled(settings: WorkerSettings) -> WorkerSettings:
+    """With the addresses, and the shape of verify passes, that a worker is to have here; tells the log which shape, and
+    where it is from. Raises ConfigError about an address.
+    """
+    settings = located(settings)
+    shapes, source = settings.shapes, "preset" if settings.auto_rows else "config"
+    if settings.auto_rows and shapes.tokens == WINDOW and settings.model_path != ORACLE_MODEL:
+        try:
+            passes = load_passes(passes_path(settings))
+        except OSError:  # whoever loads the model says it better
+            passes = None
+        if passes is not None:
+            source, total = "profile", passes.best(exact=shapes.exact_rows > 0)
+            shapes = replace(shapes, rows=total // WINDOW)
+    log.info("verify_passes", rows=shapes.rows, tokens=shapes.tokens, source=source)
+    return replace(settings, shapes=shapes)

@@ -19,7 +19,7 @@ from baton.rpc import convert, reports
 from baton.rpc.v1 import worker_pb2 as pb
 
 if TYPE_CHECKING:
-    from baton.worker.loop import EngineLoop
+    from baton.worker.engine_loop import EngineLoop
 
 
 @dataclass(frozen=True, slots=True)

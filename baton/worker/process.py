@@ -1,0 +1,194 @@
+"""The host process of a worker: one incarnation after the other, each of the role that it was told to be of.
+
+The weights stay loaded from one to the next if both roles want them alike. All else is built anew.
+
+A worker inside a process that somebody else owns (a Ray actor): on a thread of its own, ended by `stop`.
+
+When the worker ends by itself, the process ends too: with 0 if it was told to, and its supervisor sees that.
+
+What Ray makes an actor of: a worker of either role in a process of its own. Thin, without logic, and without Ray.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import threading
+from collections.abc import Callable, Mapping
+from functools import partial
+from operator import attrgetter
+from typing import TYPE_CHECKING
+
+import structlog
+
+from baton import __version__
+from baton.config import config_from_json
+from baton.core import Role, WorkerRef
+from baton.errors import BatonError, Cancelled
+from baton.logs import configure_logging, redirect_output
+from baton.worker.engine_factory import build_engine, free_memory, load_backend, settled, use_threads
+from baton.worker.lifecycle import Ready, live
+from baton.worker.role import RoleFactory
+from baton.worker.settings import of_both_roles
+
+if TYPE_CHECKING:
+    from baton.engine.backend import ModelBackend
+    from baton.engine.engine import Engine
+    from baton.worker.role import Factories
+    from baton.worker.settings import WorkerSettings
+
+
+log = structlog.get_logger(__name__)
+_LOADED = ("device", "dtype", "threads", "tensor_parallel", "block_size", "attention_splits", "thinking_prefill")
+_LOADED_OF = attrgetter(*_LOADED)
+
+
+async def serve(
+    both: Mapping[Role, WorkerSettings], factories: Factories, role: Role, stop: asyncio.Event, ready: Ready
+) -> None:
+    """Run a worker until `stop` is set, or until it is told to drain and end. `ready` is called for each incarnation.
+
+    Raises BatonError when it cannot start, or must not go on.
+    """
+    model = _Model()
+    with contextlib.closing(model):
+        while True:
+            settings = await asyncio.to_thread(settled, both[role])
+            engine = await asyncio.to_thread(model.engine, settings)
+            order = await live(settings, engine, factories[role], stop, ready)
+            del engine  # with its KV, before the next one's is made
+            if order is None or order.drain:
+                return
+            role = order.role
+
+
+class _Model:
+    """What is loaded, and for which settings."""
+
+    def __init__(self) -> None:
+        self._loaded: tuple[WorkerSettings, ModelBackend] | None = None
+
+    def engine(self, settings: WorkerSettings) -> Engine:
+        """A new one, of the loaded weights if they will do. Raises what loading raises."""
+        free_memory()
+        use_threads(settings)
+        if self._loaded is not None and (why := reasons_to_load(self._loaded[0], settings)):
+            log.info("model_loads_anew", worker=settings.worker_id, reasons=why)
+            self.close()
+        if self._loaded is None:
+            self._loaded = settings, load_backend(settings)
+        return build_engine(settings, self._loaded[1])
+
+    def close(self) -> None:
+        if self._loaded is not None:
+            self._loaded[1].close()
+            self._loaded = None
+            free_memory()
+
+
+def reasons_to_load(before: WorkerSettings, after: WorkerSettings) -> list[str]:
+    """What differs of that which a model is loaded with; nothing: the loaded one will do."""
+    found = zip(_LOADED, _LOADED_OF(before), _LOADED_OF(after), strict=True)
+    return [f"{name}: {left}, {right}" for name, left, right in found if left != right]
+
+
+def run_worker(
+    both: Mapping[Role, WorkerSettings], factories: Factories, role: Role, stop: threading.Event, ready: Ready
+) -> None:
+    """`serve` on an event loop of its own, until `stop` is set from any thread. Blocks."""
+
+    async def main() -> None:
+        leave = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        waiter = threading.Thread(target=_forward, args=(stop, loop, leave), daemon=True)
+        waiter.start()
+        await serve(both, factories, role, leave, ready)
+
+    asyncio.run(main())
+
+
+def _forward(stop: threading.Event, loop: asyncio.AbstractEventLoop, leave: asyncio.Event) -> None:
+    stop.wait()
+    with contextlib.suppress(RuntimeError):  # the loop has ended already
+        loop.call_soon_threadsafe(leave.set)
+
+
+Run = Callable[[threading.Event, Callable[[WorkerRef], None]], None]
+
+
+class HostedWorker:
+    """Runs `run(stop, ready)` on a thread."""
+
+    def __init__(self, run: Run, *, exit_process: Callable[[int], None] = os._exit) -> None:
+        self._run = run
+        self._exit_process = exit_process
+        self._stop = threading.Event()
+        self._settled = threading.Event()
+        self._failure: BaseException | None = None
+        self._ref: WorkerRef | None = None
+        self._thread = threading.Thread(target=self._main, name="worker", daemon=True)
+        self._thread.start()
+
+    def ready(self) -> WorkerRef:
+        """Wait until the worker is registered. Raises what kept it from starting, Cancelled if that was `stop`."""
+        self._settled.wait()
+        if self._failure is not None:
+            raise self._failure
+        if self._ref is None:
+            raise Cancelled("the worker was stopped before it was ready")
+        return self._ref
+
+    def stop(self, timeout_s: float = 10.0) -> None:
+        """End the worker and wait for it."""
+        self._stop.set()
+        self._thread.join(timeout_s)
+
+    def _ready(self, ref: WorkerRef) -> None:
+        self._ref = ref
+        self._settled.set()
+
+    def _main(self) -> None:
+        try:
+            self._run(self._stop, self._ready)
+        except Exception as error:
+            # The task boundary: whatever ended the worker is logged, then handed to `ready` or ends the process.
+            if isinstance(error, BatonError):
+                log.error("worker_failed", error=type(error).__name__, message=str(error))
+            else:
+                log.exception("worker_failed")
+            self._failure = error
+        was_ready = self._settled.is_set()
+        self._settled.set()
+        if was_ready and not self._stop.is_set():
+            self._exit_process(0 if self._failure is None else 1)  # 0: it has drained
+
+
+class WorkerActor:
+    """Constructed with plain values. When it is constructed again, that is a new incarnation of `worker_id`.
+
+    `config_json`: the whole `ClusterConfig`; `log_file`: where output goes (empty: stays Ray's). `factories` make its
+    role, now and whenever it is told to be of the other one.
+    """
+
+    def __init__(
+        self, config_json: str, role: str, worker_id: str, log_file: str, factories: dict[Role, RoleFactory]
+    ) -> None:
+        if log_file:
+            redirect_output(log_file)
+        config = config_from_json(config_json)
+        configure_logging(config.log.level, config.log.format, worker_id)
+        log.info("process_started", version=__version__, pid=os.getpid())
+        both, begins = of_both_roles(config, worker_id, Role(role)), Role(role)
+        self._worker = HostedWorker(partial(run_worker, both, factories, begins))
+
+    def ready(self) -> dict[str, object]:
+        """Wait until the worker is registered; then who and where it is."""
+        ref = self._worker.ready()
+        return {"worker": str(ref), "address": ref.address, "pid": os.getpid()}
+
+    def pid(self) -> int:
+        return os.getpid()
+
+    def stop(self) -> None:
+        self._worker.stop()
