@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for `python b
 
 from baton.core import Incarnation, KVLayout, Role, Sampling, SequenceSpec, WorkerInfo, WorkerRef
 from baton.engine.prefix import Chain, scope_key
-from baton.ledger.prefix_map import NAME_BYTES, Change, Holder, PrefixMap
+from baton.ledger.prefix_index import NAME_BYTES, Change, Holder, PrefixMap
 from baton.load import BlockCounts, Load, Pace
 from benchmarks.lib.machine import machine
 from benchmarks.lib.report import markdown

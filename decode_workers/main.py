@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from baton.ledger.directory_log import DirectoryLog
 from baton.ledger.ownership import OwnershipLog
+from baton.ledger.prefix_directory import DirectoryLog
 from baton.load import Load
 from baton.worker.kv_endpoints import Transfers
 from baton.worker.role import HostParts

@@ -18,7 +18,7 @@ import structlog
 
 from baton.core import HandoffId, SequenceSpec, Thought, WorkerInfo
 from baton.errors import Cancelled, DeadlineExceeded, HandoffError, InvalidRequest, StaleAttempt
-from baton.ledger.ownership_table import RecordState
+from baton.ledger.ownership import RecordState
 from baton.rpc import convert
 from baton.rpc.v1 import worker_pb2
 from baton.worker import events

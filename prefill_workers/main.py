@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from baton.core import HandoffId
 from baton.errors import HandoffError, StaleAttempt
-from baton.ledger.directory_log import DirectoryLog
+from baton.ledger.prefix_directory import DirectoryLog
 from baton.load import Load
 from baton.telemetry.worker import Counts
 from baton.worker.kv_endpoints import Transfers

@@ -10,7 +10,7 @@ import structlog
 
 from baton.core import Role
 from baton.errors import LedgerError
-from baton.ledger.board import Board, RouterReport, WorkerDemand
+from baton.ledger.control_state import Board, RouterReport, WorkerDemand
 from router.policy import chunked_s
 from router.snapshot import Facts
 from router.view import WorkerView

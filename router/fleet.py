@@ -13,7 +13,7 @@ import numpy as np
 
 from baton.core import Role, SequenceSpec, WorkerInfo, WorkerRef
 from baton.engine.prefix import names_of
-from baton.ledger.prefix_map import NAME_BYTES, Holder, PrefixMap
+from baton.ledger.prefix_index import NAME_BYTES, Holder, PrefixMap
 from baton.load import Channel
 from router.cost import UNKNOWN, Cost
 from router.learned import Learned, Likes

@@ -14,7 +14,7 @@ from baton.clock import Clock
 from baton.core import Role
 from baton.errors import ConfigError
 from baton.history import History
-from baton.ledger.prefix_map import PrefixMap
+from baton.ledger.prefix_index import PrefixMap
 from baton.rpc.tls import Wire
 from baton.telemetry import Metrics
 from router.access.watch import TokenFile
@@ -28,7 +28,7 @@ from router.workers import WorkerPool, WorkerSource
 
 if TYPE_CHECKING:
     from baton.config.security import TlsConfig
-    from baton.ledger.ownership_table import OwnershipRecord
+    from baton.ledger.ownership import OwnershipRecord
     from baton.tracing.otlp import Exporter
     from router.call import Call
 

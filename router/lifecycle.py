@@ -26,7 +26,7 @@ from router.thoughts import Thoughts, fitted
 from router.watch.traces import Track
 
 if TYPE_CHECKING:
-    from baton.ledger.ownership_table import OwnershipRecord
+    from baton.ledger.ownership import OwnershipRecord
     from router.call import Call
 
 log = structlog.get_logger(__name__)

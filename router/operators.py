@@ -11,7 +11,7 @@ from grpc import StatusCode
 
 from baton.core import Role
 from baton.errors import BatonError, InvalidRequest, NoWorker, Violation
-from baton.ledger.board import Board, ControlReport, Order, Plan
+from baton.ledger.control_state import Board, ControlReport, Order, Plan
 from baton.rpc.status import abort
 from baton.rpc.v1 import admin_pb2
 from baton.rpc.v1.admin_pb2_grpc import AdminServicer

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from baton.core import Role
 from baton.errors import LedgerError
-from baton.ledger.board import Board
+from baton.ledger.control_state import Board
 from baton.telemetry.serve import Target, target
 
 if TYPE_CHECKING:

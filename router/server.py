@@ -16,8 +16,8 @@ from grpc_reflection.v1alpha import reflection
 
 from baton.clock import Clock, SystemClock
 from baton.errors import ConfigError, LedgerError, NoWorker
-from baton.ledger.board import Board
-from baton.ledger.prefix_map import PrefixMap
+from baton.ledger.control_state import Board
+from baton.ledger.prefix_index import PrefixMap
 from baton.rpc import channel
 from baton.rpc.tls import IN_THE_CLEAR
 from baton.rpc.v1 import admin_pb2_grpc, inference_pb2_grpc

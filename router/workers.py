@@ -14,8 +14,8 @@ import structlog
 from baton.clock import Clock
 from baton.core import Incarnation, Role, WorkerInfo, WorkerRef
 from baton.errors import Violation
-from baton.ledger.board import RouterReport
-from baton.ledger.prefix_map import PrefixMap
+from baton.ledger.control_state import RouterReport
+from baton.ledger.prefix_index import PrefixMap
 from baton.load import BlockCounts, Channel, Load
 from baton.rpc.tls import IN_THE_CLEAR, Wire
 from router.alike import NobodyAlike

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, cast
 
 from baton.engine.blocks import Allocation, BlockPool, BlockState
 from baton.history import OFF
-from baton.ledger.prefix_map import NAME_BYTES
+from baton.ledger.prefix_index import NAME_BYTES
 from baton.load import BlockCounts
 
 if TYPE_CHECKING:
@@ -258,5 +258,5 @@ def told(names: Iterable[int]) -> list[bytes]:
 
 
 def directory_name(chain: int) -> bytes:
-    """As `baton.ledger.prefix_map` has names."""
+    """As `baton.ledger.prefix_index` has names."""
     return chain.to_bytes(NAME_BYTES, "big")

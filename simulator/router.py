@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from baton.core import Role, Sampling, SequenceSpec, WorkerInfo
-from baton.ledger.prefix_map import PrefixMap
+from baton.ledger.prefix_index import PrefixMap
 from router.admission import Admission, Bounds
 from router.claim import NO_WISH, Claim, Wish
 from router.link import WorkerLink

@@ -9,7 +9,7 @@ from random import Random
 from typing import TYPE_CHECKING, Any
 
 from baton.core import Incarnation, KVLayout, Role, WorkerInfo, WorkerRef
-from baton.ledger.prefix_map import Change, Holder
+from baton.ledger.prefix_index import Change, Holder
 from baton.load import Channel, Load
 from simulator.blocks import told
 from simulator.engine import Engine

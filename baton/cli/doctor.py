@@ -115,7 +115,7 @@ def _model(config: ClusterConfig) -> Finding:
 
 def _redis(config: ClusterConfig) -> Finding:
     from baton.cluster.redis import check_redis
-    from baton.ledger.embedded import server_binary
+    from baton.ledger.embedded_redis import server_binary
 
     try:
         if config.redis.url == "embedded":

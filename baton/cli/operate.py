@@ -22,8 +22,8 @@ from baton.clock import SystemClock
 from baton.config import ClusterConfig, load_config
 from baton.core import WorkerRef
 from baton.errors import BatonError, DeadlineExceeded, NoWorker
-from baton.ledger.board import Board, Order
-from baton.ledger.ledger import Ledger
+from baton.ledger.control_state import Board, Order
+from baton.ledger.registry import Ledger
 from baton.rpc.channel import from_here
 from baton.rpc.status import from_rpc_error
 from baton.rpc.v1 import admin_pb2

@@ -84,10 +84,10 @@ def run_router(file: Path, sets: Sequence[str], log_file: Path | None, index: in
 
 
 async def _route(config: ClusterConfig, index: int) -> None:
-    from baton.ledger.board import Board
-    from baton.ledger.directory_view import DirectoryView
-    from baton.ledger.ledger import Ledger
+    from baton.ledger.control_state import Board
     from baton.ledger.ownership import OwnershipStore
+    from baton.ledger.prefix_directory import DirectoryView
+    from baton.ledger.registry import Ledger
     from baton.tokenizer import load_tokenizer
     from router.server import serve
 

@@ -16,7 +16,7 @@ from typing import Protocol
 from baton.cluster.pressure import Pressure, Pressures
 from baton.config import ClusterConfig
 from baton.core import Role
-from baton.ledger.board import Plan, RouterReport
+from baton.ledger.control_state import Plan, RouterReport
 
 _ENOUGH = 0.6  # of what a pool can do: fewer workers that would have no more than that are enough
 _SPARE = 0.8  # and that much may be left to those who stay when others are turned

@@ -16,8 +16,8 @@ from baton.cluster.units import Step, Unit, free_id, next_step
 from baton.config import ClusterConfig
 from baton.core import Role, WorkerInfo, sizes_text
 from baton.errors import LedgerError
-from baton.ledger.board import Board, ControlReport, Plan, RouterReport, Slot
-from baton.ledger.ledger import Ledger
+from baton.ledger.control_state import Board, ControlReport, Plan, RouterReport, Slot
+from baton.ledger.registry import Ledger
 
 REPORT_S = 1.0
 REPORT_LEASE_S = 10.0

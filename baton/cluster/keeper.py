@@ -12,7 +12,7 @@ from baton.clock import Clock
 from baton.cluster.placement import Placement
 from baton.cluster.processes import BACKOFF_S, STABLE_S, START_TIMEOUT_S, StartError
 from baton.cluster.units import MAX_IN_A_ROW, Unit
-from baton.ledger.board import DECISIONS, Decision
+from baton.ledger.control_state import DECISIONS, Decision
 
 PAUSE_S = 60.0  # until what failed too often is tried once more
 OVERTIME_S = 60.0  # beyond its grace, until who was told to drain or to turn is ended

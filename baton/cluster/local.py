@@ -12,8 +12,8 @@ from baton.cluster.placement import Placement
 from baton.cluster.stop import Stop
 from baton.config import ClusterConfig
 from baton.errors import LedgerError
-from baton.ledger.board import Board
-from baton.ledger.ledger import Ledger
+from baton.ledger.control_state import Board
+from baton.ledger.registry import Ledger
 
 READY_POLL_S = 0.05
 

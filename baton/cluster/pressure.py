@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from baton.config import ClusterConfig
 from baton.core import Role
-from baton.ledger.board import RouterReport, WorkerDemand
+from baton.ledger.control_state import RouterReport, WorkerDemand
 
 _FULL = 0.9  # of the KV blocks of decode workers: what is decoded grows
 _SATURATED = 0.9  # of the time of prefill workers: beyond it, prompts wait long

@@ -10,8 +10,8 @@ import structlog
 
 from baton.clock import Clock, SystemClock
 from baton.errors import LedgerError
-from baton.ledger.embedded import EmbeddedRedis
-from baton.ledger.ledger import Ledger
+from baton.ledger.embedded_redis import EmbeddedRedis
+from baton.ledger.registry import Ledger
 
 log = structlog.get_logger(__name__)
 RETRY_S = 1.0

@@ -8,7 +8,7 @@ from typing import Literal
 
 from baton.cluster.placement import Seen
 from baton.core import Role, WorkerInfo
-from baton.ledger.board import Order, Plan, Slot
+from baton.ledger.control_state import Order, Plan, Slot
 
 MAX_IN_A_ROW = 10  # deaths, without STABLE_S of life between them
 ROOM_S = 60.0  # a successor that has no process after so long finds no room beside what it is to replace

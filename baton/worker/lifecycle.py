@@ -31,8 +31,8 @@ from baton.core import Incarnation, WorkerInfo, WorkerRef
 from baton.engine.determinism import bits_fingerprint
 from baton.errors import EngineFault, LedgerError
 from baton.history import OFF, History
-from baton.ledger.board import Board, Order
-from baton.ledger.ledger import Ledger
+from baton.ledger.control_state import Board, Order
+from baton.ledger.registry import Ledger
 from baton.rpc import channel, reports
 from baton.rpc.tls import Wire
 from baton.rpc.v1 import worker_pb2_grpc
@@ -61,7 +61,7 @@ class Lease:
     """Counts from the start of the last call that renewed it, or found Redis away.
 
     A Redis that is back is asked whether somebody took the place meanwhile; one that forgot is told again, with the
-    same incarnation, and with that begins its next epoch (`baton.ledger.ledger`).
+    same incarnation, and with that begins its next epoch (`baton.ledger.registry`).
     """
 
     def __init__(self, ledger: Ledger, info: WorkerInfo, lease_s: float, clock: Clock, history: History = OFF) -> None:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from baton.core import Role, WorkerInfo
     from baton.engine.engine import Engine
     from baton.engine.outcome import StepResult
-    from baton.ledger.ledger import Ledger
+    from baton.ledger.registry import Ledger
     from baton.load import Load
     from baton.telemetry.worker import Counts
     from baton.worker.engine_loop import EngineLoop

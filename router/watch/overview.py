@@ -5,7 +5,7 @@ from __future__ import annotations
 import structlog
 
 from baton.errors import LedgerError
-from baton.ledger.board import Board, ControlReport, Plan
+from baton.ledger.control_state import Board, ControlReport, Plan
 from baton.rpc import convert, reports
 from baton.rpc.v1 import admin_pb2
 from router.floor import Floor

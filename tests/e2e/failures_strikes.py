@@ -18,7 +18,7 @@ from pathlib import Path
 
 import redis
 
-from baton.ledger.embedded import EmbeddedRedis
+from baton.ledger.embedded_redis import EmbeddedRedis
 from tests.support.load import until
 from tests.support.redis_ledger import killed_and_empty
 

@@ -3,8 +3,8 @@
 import pytest
 import redis
 
-from baton.ledger.connection import COMMANDS
-from baton.ledger.embedded import EmbeddedRedis
+from baton.ledger.embedded_redis import EmbeddedRedis
+from baton.ledger.redis_client import COMMANDS
 from tests.support.waiting import eventually
 
 pytestmark = pytest.mark.slow

@@ -11,7 +11,7 @@ import sys
 import pytest
 import redis
 
-from baton.ledger.embedded import EmbeddedRedis
+from baton.ledger.embedded_redis import EmbeddedRedis
 from tests.e2e.ray_support import LoopbackNodes
 from tests.support.cluster_process import ROOT, ClusterProcess, is_zombie
 from tests.support.load import Job, Load, oracle_answer

@@ -10,9 +10,9 @@ import pytest
 
 from baton.cli.certs import certs
 from baton.clock import Clock, SystemClock
-from baton.ledger import directory_log
-from baton.ledger.embedded import EmbeddedRedis
-from baton.ledger.ledger import Ledger
+from baton.ledger import prefix_directory
+from baton.ledger.embedded_redis import EmbeddedRedis
+from baton.ledger.registry import Ledger
 from tests.support.in_process_router import clusters
 from tests.support.redis_ledger import LONG_LEASE_S, PREFIXES
 
@@ -68,4 +68,4 @@ async def ledger(connect: Callable[..., Awaitable[Ledger]]) -> Ledger:
 @pytest.fixture
 def without_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     """The prefix directory is written without a pause between two writes."""
-    monkeypatch.setattr(directory_log, "INTERVAL_S", 0.0)
+    monkeypatch.setattr(prefix_directory, "INTERVAL_S", 0.0)

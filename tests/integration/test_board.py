@@ -13,9 +13,9 @@ from baton.cli.operate import Operator
 from baton.clock import SystemClock
 from baton.core import Incarnation, Role, WorkerInfo, WorkerRef
 from baton.errors import BatonError, DeadlineExceeded, InvalidRequest, LedgerError, NoWorker
-from baton.ledger.board import Board, ControlReport, Decision, Order, Plan, RouterReport, Slot, WorkerDemand
-from baton.ledger.connection import COMMANDS, Connection
-from baton.ledger.ledger import Ledger
+from baton.ledger.control_state import Board, ControlReport, Decision, Order, Plan, RouterReport, Slot, WorkerDemand
+from baton.ledger.redis_client import COMMANDS, Connection
+from baton.ledger.registry import Ledger
 from baton.tokenizer import OracleTokenizer
 from router.floor import RouterSettings
 from router.server import Router, serve

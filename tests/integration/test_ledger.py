@@ -23,11 +23,11 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from baton.clock import FakeClock, SystemClock
 from baton.core import HandoffId, Incarnation, WorkerRef
 from baton.errors import LedgerError
-from baton.ledger import embedded
-from baton.ledger.connection import Connection
-from baton.ledger.embedded import EmbeddedRedis, server_binary
-from baton.ledger.ledger import Ledger
+from baton.ledger import embedded_redis
+from baton.ledger.embedded_redis import EmbeddedRedis, server_binary
 from baton.ledger.ownership import OwnershipLog, OwnershipRecord, OwnershipStore, OwnershipTable, RecordState, Write
+from baton.ledger.redis_client import Connection
+from baton.ledger.registry import Ledger
 from tests.support.redis_ledger import LONG_LEASE_S, PREFIXES, info_of, order, password_of, raw, registered
 from tests.support.time_factor import scaled
 from tests.support.waiting import until
@@ -134,7 +134,7 @@ async def test_a_damaged_or_foreign_record_is_left_out(ledger, server):
 @pytest.fixture
 def patient(monkeypatch):
     """No test lives as long as it takes until a connection is given up."""
-    monkeypatch.setattr("baton.ledger.connection.CONNECT_TIMEOUT_S", 600.0)
+    monkeypatch.setattr("baton.ledger.redis_client.CONNECT_TIMEOUT_S", 600.0)
 
 
 async def opened(url: str) -> Ledger:
@@ -158,7 +158,7 @@ async def test_nobody_listens():
 
 
 async def test_a_listener_that_never_answers(monkeypatch):
-    monkeypatch.setattr("baton.ledger.connection.CONNECT_TIMEOUT_S", 0.3)
+    monkeypatch.setattr("baton.ledger.redis_client.CONNECT_TIMEOUT_S", 0.3)
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
         silent.listen()
@@ -192,7 +192,7 @@ async def test_a_lost_redis_is_a_ledger_error_and_its_return_is_noticed(tmp_path
 
 async def test_a_frozen_redis_is_asked_once_and_answers_do_not_get_mixed_up(tmp_path, monkeypatch):
     """A call that is tried again opens another connection."""
-    monkeypatch.setattr("baton.ledger.connection.SOCKET_TIMEOUT_S", scaled(0.3))
+    monkeypatch.setattr("baton.ledger.redis_client.SOCKET_TIMEOUT_S", scaled(0.3))
     with EmbeddedRedis.start(tmp_path) as server:
         client = raw(server)
         ledger = await opened(server.url)
@@ -423,8 +423,8 @@ def test_a_named_port_in_use(tmp_path, server):
 
 def test_a_free_port_that_was_taken_in_between_is_replaced(tmp_path, server, monkeypatch):
     ports = iter([server.port, server.port])
-    free = embedded._free_port()
-    monkeypatch.setattr("baton.ledger.embedded._free_port", lambda: next(ports, free))
+    free = embedded_redis._free_port()
+    monkeypatch.setattr("baton.ledger.embedded_redis._free_port", lambda: next(ports, free))
     with EmbeddedRedis.start(tmp_path) as other:
         assert other.port == free
 
@@ -448,13 +448,13 @@ def test_a_server_that_ends_before_it_answers(tmp_path, text, status):
 
 def test_a_server_that_never_answers_is_ended(tmp_path, monkeypatch):
     spawned: list[subprocess.Popen[bytes]] = []
-    spawn = embedded._spawn
+    spawn = embedded_redis._spawn
 
     def kept(binary: Path, configuration: str) -> subprocess.Popen[bytes]:
         spawned.append(spawn(binary, configuration))
         return spawned[-1]
 
-    monkeypatch.setattr(embedded, "_spawn", kept)
+    monkeypatch.setattr(embedded_redis, "_spawn", kept)
     with pytest.raises(LedgerError, match="did not answer in time"):
         EmbeddedRedis.start(tmp_path, deadline_s=0.3, binary=program(tmp_path, "exec sleep 600"))
     assert [process.returncode for process in spawned] == [-signal.SIGTERM]
@@ -469,7 +469,7 @@ def test_a_missing_wheel_is_named(monkeypatch):
 def test_it_dies_with_its_parent(tmp_path):
     code = (
         "import sys, pathlib, time\n"
-        "from baton.ledger.embedded import EmbeddedRedis\n"
+        "from baton.ledger.embedded_redis import EmbeddedRedis\n"
         "server = EmbeddedRedis.start(pathlib.Path(sys.argv[1]))\n"
         "print(server.pid, flush=True)\n"
         "time.sleep(60)\n"

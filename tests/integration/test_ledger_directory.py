@@ -17,13 +17,11 @@ import structlog
 from baton.clock import SystemClock
 from baton.core import WorkerInfo
 from baton.errors import LedgerError
-from baton.ledger import directory_log, directory_view
-from baton.ledger.directory import DONE, GAP, REFUSED, DirectoryStore
-from baton.ledger.directory_log import DirectoryLog
-from baton.ledger.directory_view import DirectoryView
-from baton.ledger.embedded import EmbeddedRedis
-from baton.ledger.ledger import Ledger
-from baton.ledger.prefix_map import Change, Holder
+from baton.ledger import prefix_directory
+from baton.ledger.embedded_redis import EmbeddedRedis
+from baton.ledger.prefix_directory import DONE, GAP, REFUSED, DirectoryLog, DirectoryStore, DirectoryView
+from baton.ledger.prefix_index import Change, Holder
+from baton.ledger.registry import Ledger
 from tests.support.redis_ledger import LONG_LEASE_S, password_of, raw, registered
 from tests.support.waiting import until
 
@@ -129,7 +127,7 @@ async def test_the_script_takes_changes_in_order_once_and_from_the_holder_of_the
 async def test_the_stream_is_bounded_and_a_reader_that_was_away_longer_reads_the_sets(
     ledger, server, written, monkeypatch
 ):
-    monkeypatch.setattr("baton.ledger.directory.EVENTS", 100)
+    monkeypatch.setattr("baton.ledger.prefix_directory.EVENTS", 100)
     info, log, view = written
     for n in range(3, 500):
         log.note([DIGESTS[n]])
@@ -201,7 +199,7 @@ async def test_a_store_that_begins_anew_with_its_clock_behind_is_followed(ledger
 
 
 async def test_a_redis_that_is_killed_and_comes_back_empty(tmp_path, monkeypatch):
-    monkeypatch.setattr(directory_view, "RETRY_S", 0.02)
+    monkeypatch.setattr(prefix_directory, "RETRY_S", 0.02)
     server = EmbeddedRedis.start(tmp_path)
     ledger = await Ledger.connect(server.url, "baton:x", LONG_LEASE_S, SystemClock())
     info = await registered(ledger)
@@ -275,7 +273,7 @@ class Cluster:
 @pytest.mark.parametrize("seed", range(4))
 async def test_reader_and_store_agree_after_any_trouble(ledger, server, seed, monkeypatch):
     print(f"seed {seed}")
-    monkeypatch.setattr(directory_log, "BATCH", 7)
+    monkeypatch.setattr(prefix_directory, "BATCH", 7)
     cluster = Cluster(ledger, server, seed)
     for name in ("prefill-0", "decode-0"):
         await cluster.start(name)

@@ -14,10 +14,10 @@ import structlog
 from baton.clock import SystemClock
 from baton.core import HandoffId
 from baton.errors import LedgerError
-from baton.ledger.directory_log import DirectoryLog
-from baton.ledger.embedded import EmbeddedRedis
-from baton.ledger.ledger import Ledger
+from baton.ledger.embedded_redis import EmbeddedRedis
 from baton.ledger.ownership import OwnershipLog, OwnershipStore, RecordState
+from baton.ledger.prefix_directory import DirectoryLog
+from baton.ledger.registry import Ledger
 from baton.worker.lifecycle import Lease
 from tests.support import redis_ledger as support
 from tests.support.redis_ledger import LONG_LEASE_S, info_of, order, raw, registered
@@ -49,7 +49,7 @@ def grace_ends(server, monkeypatch):
                 await meanwhile
             raw(server).delete(ledger.connection.key("grace"))
 
-        monkeypatch.setattr("baton.ledger.ledger.asyncio", SimpleNamespace(sleep=sleep))
+        monkeypatch.setattr("baton.ledger.registry.asyncio", SimpleNamespace(sleep=sleep))
         return slept
 
     return without_sleep

@@ -16,13 +16,12 @@ import pytest
 from baton.clock import SystemClock
 from baton.core import HandoffId, Incarnation
 from baton.errors import LedgerError
-from baton.ledger import connection
-from baton.ledger.connection import COMMANDS, Connection
-from baton.ledger.directory_log import DirectoryLog
-from baton.ledger.directory_view import DirectoryView
-from baton.ledger.embedded import EmbeddedRedis, server_binary
-from baton.ledger.ledger import Ledger
+from baton.ledger import redis_client
+from baton.ledger.embedded_redis import EmbeddedRedis, server_binary
 from baton.ledger.ownership import OwnershipLog, OwnershipStore, RecordState
+from baton.ledger.prefix_directory import DirectoryLog, DirectoryView
+from baton.ledger.redis_client import COMMANDS, Connection
+from baton.ledger.registry import Ledger
 from tests.support import redis_ledger as support
 from tests.support.redis_ledger import info_of, password_of, raw, registered
 from tests.support.waiting import until
@@ -109,7 +108,7 @@ async def forgotten(ledger: Ledger) -> None:
 async def test_with_a_user_limited_to_the_prefix_and_the_listed_commands(server):
     """The user is the one in the docstring of `connection`: who copies that has what is needed."""
     prefix = next(support.PREFIXES)
-    text = " ".join((connection.__doc__ or "").partition("user baton ")[2].partition("\n\n")[0].split())
+    text = " ".join((redis_client.__doc__ or "").partition("user baton ")[2].partition("\n\n")[0].split())
     rules = text.replace("baton:NAME", prefix).replace("PASSWORD", "pw").split()
     assert {rule[1:] for rule in rules if rule.startswith("+") and "@" not in rule} == set(COMMANDS)
     raw(server).execute_command("ACL", "SETUSER", "limited", "reset", *rules)

@@ -12,7 +12,7 @@ from grpc import aio
 
 from baton.core import HandoffId
 from baton.errors import LedgerError, NoWorker
-from baton.ledger.ownership_table import OwnershipRecord, RecordState
+from baton.ledger.ownership import OwnershipRecord, RecordState
 from baton.rpc.v1 import common_pb2, worker_pb2
 from baton.rpc.v1 import inference_pb2 as pb
 from baton.rpc.v1.inference_pb2_grpc import InferenceStub

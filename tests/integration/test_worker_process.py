@@ -22,8 +22,8 @@ from baton.cluster.stop import Stop
 from baton.core import PROTOCOL_VERSION, HandoffId, Incarnation, Role, Sampling, SequenceSpec, WorkerRef
 from baton.engine.oracle import OracleBackend
 from baton.errors import LedgerError
-from baton.ledger.embedded import EmbeddedRedis
-from baton.ledger.ledger import Ledger
+from baton.ledger.embedded_redis import EmbeddedRedis
+from baton.ledger.registry import Ledger
 from baton.load import Load
 from baton.rpc import convert, reports
 from baton.rpc.channel import aio_channel

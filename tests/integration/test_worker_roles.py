@@ -17,9 +17,9 @@ from baton.clock import SystemClock
 from baton.config import load_config
 from baton.core import Role, WorkerRef
 from baton.engine.kv import KVCache
-from baton.ledger.board import Board, Order
-from baton.ledger.ledger import Ledger
+from baton.ledger.control_state import Board, Order
 from baton.ledger.ownership import OwnershipStore, RecordState
+from baton.ledger.registry import Ledger
 from baton.rpc.channel import aio_channel
 from baton.worker import engine_factory, process
 from baton.worker.process import serve

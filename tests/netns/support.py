@@ -10,7 +10,7 @@ from redis import Redis
 from redis.exceptions import RedisError
 
 from baton import Client
-from baton.ledger.embedded import server_binary
+from baton.ledger.embedded_redis import server_binary
 from tests.netns.hosts import ROOT, command
 from tests.support.load import PATIENCE_S, Job, until
 

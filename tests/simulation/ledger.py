@@ -6,7 +6,7 @@ import asyncio
 from typing import TYPE_CHECKING
 
 from baton.errors import LedgerError
-from baton.ledger.ownership_table import OwnershipRecord, OwnershipTable, RecordState
+from baton.ledger.ownership import OwnershipRecord, OwnershipTable, RecordState
 
 if TYPE_CHECKING:
     from baton.core import HandoffId, WorkerInfo, WorkerRef
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class SimLedger:
-    """The part of `baton.ledger.ledger.Ledger` that a lease and a router's worker pool use; never away.
+    """The part of `baton.ledger.registry.Ledger` that a lease and a router's worker pool use; never away.
 
     And the ownership log: what is noted is there at once, unless the schedule has it lost.
     """

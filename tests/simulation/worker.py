@@ -11,7 +11,7 @@ from typing import Any, cast
 from baton.core import HandoffId, Incarnation, Role, WorkerInfo, WorkerRef
 from baton.engine.fixed import FixedShapes
 from baton.errors import EngineFault, LedgerError
-from baton.ledger.ownership_table import RecordState
+from baton.ledger.ownership import RecordState
 from baton.rpc import convert, reports
 from baton.rpc.v1 import worker_pb2
 from baton.worker.lifecycle import _DRAIN_LOOK_S, LEAVE_S, Lease

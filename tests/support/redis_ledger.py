@@ -14,8 +14,8 @@ from urllib.parse import urlsplit
 import redis
 
 from baton.core import Incarnation, KVLayout, Role, WorkerInfo, WorkerRef
-from baton.ledger.embedded import EmbeddedRedis
-from baton.ledger.ledger import Ledger
+from baton.ledger.embedded_redis import EmbeddedRedis
+from baton.ledger.registry import Ledger
 
 PREFIXES = (f"baton:t{n}" for n in itertools.count())
 LONG_LEASE_S = 30.0

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from baton.cluster.autoscaler import Autoscaler
 from baton.config import ClusterConfig
 from baton.core import Incarnation, KVLayout, Role, WorkerInfo, WorkerRef
-from baton.ledger.board import Plan, RouterReport
+from baton.ledger.control_state import Plan, RouterReport
 from baton.load import BlockCounts, Load, Pace
 from router.demand import Typical, expected
 from router.snapshot import BLANK, Facts

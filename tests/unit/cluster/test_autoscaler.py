@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from baton.cluster.autoscaler import Autoscaler
 from baton.config import ClusterConfig
 from baton.core import Role
-from baton.ledger.board import Plan, RouterReport, WorkerDemand
+from baton.ledger.control_state import Plan, RouterReport, WorkerDemand
 from tests.unit.cluster.scaling import Cluster
 
 UP_S, DOWN_S, SETTLE_S = 5.0, 60.0, 10.0

@@ -14,7 +14,7 @@ from baton.cluster.processes import START_TIMEOUT_S
 from baton.cluster.units import MAX_IN_A_ROW, ROOM_S
 from baton.core import Role
 from baton.errors import BatonError
-from baton.ledger.board import Order, Plan, RouterReport
+from baton.ledger.control_state import Order, Plan, RouterReport
 from tests.unit.cluster.control_world import LEASE_S, LOAD_S, WORK_S, World, again, begun, run, started
 
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from baton.errors import ConfigError, LedgerError
-from baton.ledger.connection import Connection, address_of
+from baton.ledger.redis_client import Connection, address_of
 
 
 @pytest.mark.parametrize(

@@ -13,11 +13,10 @@ from hypothesis import strategies as st
 from baton.clock import FakeClock
 from baton.core import Incarnation, WorkerRef
 from baton.errors import LedgerError
-from baton.ledger import directory_log
-from baton.ledger.directory import DONE, GAP, REFUSED
-from baton.ledger.directory_log import DirectoryLog
-from baton.ledger.ledger import Ledger
-from baton.ledger.prefix_map import NAME_BYTES
+from baton.ledger import prefix_directory
+from baton.ledger.prefix_directory import DONE, GAP, REFUSED, DirectoryLog
+from baton.ledger.prefix_index import NAME_BYTES
+from baton.ledger.registry import Ledger
 from tests.support.redis_stub import StubConnection
 
 OWNER = WorkerRef("prefill-0", Incarnation(5, 1), "127.0.0.1:1")
@@ -72,8 +71,8 @@ def split(names: bytes) -> set[bytes]:
 
 @pytest.fixture(autouse=True)
 def without_pauses(monkeypatch):
-    monkeypatch.setattr(directory_log, "INTERVAL_S", 0.0)
-    monkeypatch.setattr("baton.ledger.beside.FIRST_DELAY_S", 0.0)
+    monkeypatch.setattr(prefix_directory, "INTERVAL_S", 0.0)
+    monkeypatch.setattr("baton.ledger.background_writer.FIRST_DELAY_S", 0.0)
 
 
 @pytest.fixture
@@ -113,7 +112,7 @@ async def test_the_first_write_starts_from_nothing_and_later_ones_tell_what_chan
 
 
 async def test_many_are_written_in_pieces(log, stub, monkeypatch):
-    monkeypatch.setattr(directory_log, "BATCH", 10)
+    monkeypatch.setattr(prefix_directory, "BATCH", 10)
     await written(log, range(35))
     assert stub.calls == [("reset", 10, 0), ("delta", 10, 0), ("delta", 10, 0), ("delta", 5, 0)]
     assert stub.names == {name(n) for n in range(35)}
@@ -194,7 +193,7 @@ STEPS = st.lists(st.one_of(st.tuples(NUMBERS, NUMBERS), TROUBLES), max_size=40)
 @given(STEPS, st.integers(1, 4))
 def test_after_any_trouble_the_store_has_the_set(steps, batch):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(directory_log, "BATCH", batch)
+        patch.setattr(prefix_directory, "BATCH", batch)
         asyncio.run(trouble(steps))
 
 

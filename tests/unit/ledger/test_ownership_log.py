@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from baton.clock import FakeClock
 from baton.core import HandoffId, Incarnation, WorkerRef
 from baton.errors import LedgerError
-from baton.ledger.ledger import Ledger
 from baton.ledger.ownership import OwnershipLog, OwnershipTable, RecordState
+from baton.ledger.registry import Ledger
 from tests.support.redis_stub import StubConnection
 
 Note = tuple[str, int, RecordState]
@@ -354,5 +354,5 @@ async def trouble(steps: list[Any]) -> None:
 @given(STEPS)
 def test_after_any_trouble_the_store_says_what_is_held(steps):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("baton.ledger.beside.FIRST_DELAY_S", 0.0)
+        patch.setattr("baton.ledger.background_writer.FIRST_DELAY_S", 0.0)
         asyncio.run(trouble(steps))

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from baton.core import Incarnation
-from baton.ledger.prefix_map import NAME_BYTES, Change, Holder, PrefixMap
+from baton.ledger.prefix_index import NAME_BYTES, Change, Holder, PrefixMap
 
 A, B = Holder("prefill-0", Incarnation(5, 1)), Holder("decode-0", Incarnation(5, 2))
 NAMES = [bytes([n]) * NAME_BYTES for n in range(6)]

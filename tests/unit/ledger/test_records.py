@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.core import Incarnation, Role, WorkerRef
-from baton.ledger.records import worker_from_json, worker_to_json
+from baton.ledger.registry import worker_from_json, worker_to_json
 from tests.support.redis_ledger import info_of
 
 INFO = replace(info_of(Incarnation(1_790_000_000_000_000, 7)), determinism="a" * 24, metrics="127.0.0.1:9101")

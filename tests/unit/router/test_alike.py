@@ -12,7 +12,7 @@ from baton.clock import FakeClock
 from baton.core import Role, Sampling, SequenceSpec
 from baton.engine.prefix import named_blocks
 from baton.errors import DeadlineExceeded, InvalidRequest, NoWorker, Overloaded
-from baton.ledger.prefix_map import PrefixMap
+from baton.ledger.prefix_index import PrefixMap
 from router.admission import Admission, Bounds
 from router.alike import Alike, NobodyAlike
 from router.claim import Claim, Wish

@@ -8,7 +8,7 @@ import pytest
 from baton.clock import FakeClock
 from baton.core import Role, Sampling, SequenceSpec
 from baton.errors import LedgerError
-from baton.ledger.prefix_map import PrefixMap
+from baton.ledger.prefix_index import PrefixMap
 from baton.load import BlockCounts
 from router.claim import Wish
 from router.policy import POLICIES

@@ -8,7 +8,7 @@ import pytest
 from baton.clock import FakeClock
 from baton.core import Role
 from baton.errors import EngineFault, LedgerError
-from baton.ledger.board import Order
+from baton.ledger.control_state import Order
 from baton.worker.lifecycle import Beats, Lease
 from tests.simulation.clock import LoopClock, VirtualLoop
 from tests.support.sessions import D

@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 import structlog
 
 from baton.errors import LedgerError
-from baton.ledger.ledger import Ledger
+from baton.ledger.registry import Ledger
 
 log = structlog.get_logger(__name__)
 

@@ -21,23 +21,179 @@ that knows nothing, in a store without an epoch, is granted at once: a new clust
 after all, the first live worker's heartbeat, or a router's look, says so, and the grace begins then; a worker that
 enters again after the grace begins another one. What was minted in between is unique like any other; should it be lower
 than the live holder of its own place, it is refused there.
+
+What a worker writes about itself, as JSON, and back. Whatever does not fit is refused, field by field.
+
+Unknown fields are ignored: a newer worker may say more than an older router understands.
+
+The scripts of `Ledger`, which tells the rules. Each is one decision in one round trip and answers {epoch, ...}.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from functools import partial
 from operator import itemgetter
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import structlog
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from baton.clock import Clock
-from baton.core import Incarnation, WorkerInfo, WorkerRef
-from baton.ledger import scripts
-from baton.ledger.connection import Arg, Connection, Script
-from baton.ledger.records import worker_from_json, worker_to_json
+from baton.core import Incarnation, KVLayout, Role, WorkerInfo, WorkerRef
+from baton.ledger.redis_client import Arg, Connection, Script
+from baton.limits import MAX_SYSTEM_FINGERPRINT_CHARS
+
+MAX_EPOCH = 2**53 - 1  # Lua counts in doubles
+
+_Count = Annotated[int, Field(ge=0, le=MAX_EPOCH)]
+_Size = Annotated[int, Field(ge=1, le=2**31 - 1)]
+_Name = Annotated[str, Field(min_length=1, max_length=256, pattern=r"^[^\x00-\x1f\x7f]*$")]
+
+
+class _Model(BaseModel):
+    model_config = ConfigDict(strict=True, frozen=True, extra="ignore")
+
+
+class _Incarnation(_Model):
+    epoch: Annotated[int, Field(ge=1, le=MAX_EPOCH)]
+    counter: Annotated[int, Field(ge=1, le=MAX_EPOCH)]
+
+
+class _Layout(_Model):
+    layers: _Size
+    kv_heads: _Size
+    head_dim: _Size
+    block_size: _Size
+    dtype: Literal["float32", "bfloat16", "float16"]
+    tensors: Annotated[tuple[_Name, ...], Field(min_length=1, max_length=8)]
+
+
+class _Worker(_Model):
+    worker_id: _Name
+    incarnation: _Incarnation
+    address: _Name
+    role: Literal["prefill", "decode"]
+    fingerprint: _Name
+    model: Annotated[str, Field(min_length=1, max_length=4096)]
+    max_model_len: _Size
+    total_blocks: _Size
+    layout: _Layout
+    pid: _Count
+    host: Annotated[str, Field(max_length=256)]
+    protocol_version: _Size
+    determinism: Annotated[str, Field(max_length=MAX_SYSTEM_FINGERPRINT_CHARS)] = ""  # older workers say neither
+    nondeterminism: Annotated[str, Field(max_length=1024)] = ""
+    thinking_chunk: _Count = 0
+    metrics: Annotated[str, Field(max_length=256)] = ""
+
+
+def worker_to_json(info: WorkerInfo) -> bytes:
+    """Raises ValueError naming each field that no reader would accept."""
+    fields = asdict(info)
+    try:
+        record = _Worker.model_validate(fields | fields.pop("ref") | {"role": info.role.value})
+    except ValidationError as error:
+        raise ValueError(_fields(error)) from None
+    return record.model_dump_json().encode()
+
+
+def worker_from_json(raw: bytes) -> WorkerInfo:
+    """Inverse of `worker_to_json`. Raises ValueError naming each wrong field, without its content."""
+    try:
+        record = _Worker.model_validate_json(raw)
+    except ValidationError as error:
+        raise ValueError(_fields(error)) from None
+    fields = record.model_dump()
+    who = (fields.pop("worker_id"), Incarnation(**fields.pop("incarnation")), fields.pop("address"))
+    role, layout = Role(fields.pop("role")), KVLayout(**fields.pop("layout"))
+    return WorkerInfo(ref=WorkerRef(*who), role=role, layout=layout, **fields)
+
+
+def _fields(error: ValidationError) -> str:
+    found = error.errors(include_url=False, include_input=False, include_context=False)
+    return "; ".join(f"{'.'.join(str(part) for part in item['loc']) or 'record'}: {item['msg']}" for item in found)
+
+
+# Begins every script here.
+# KEYS 1-3: epoch, counter, grace. ARGV 1-4: highest epoch and counter that the caller knows of, its wall clock in
+# microseconds, lease ms. Epochs are about 2e15, so tostring() would round them: format with %.0f.
+_EPOCH = """
+local epoch = tonumber(redis.call('GET', KEYS[1]) or '') or 0
+local counter = tonumber(redis.call('GET', KEYS[2]) or '') or 0
+local known, counted = tonumber(ARGV[1]), tonumber(ARGV[2])
+local function begin()
+  local now = redis.call('TIME')
+  epoch = math.max(known + 1, epoch + 1, tonumber(ARGV[3]), now[1] * 1000000 + now[2])
+  redis.call('SET', KEYS[1], string.format('%.0f', epoch))
+end
+if epoch < known or (epoch == known and counter < counted) then
+  begin()
+  redis.call('SET', KEYS[3], 1, 'PX', ARGV[4])
+end
+"""
+
+
+def _decision(text: str) -> Script:
+    return Script(_EPOCH + text)
+
+
+# KEYS 4: place, of no worker for a caller that names none. Answers the ms to wait, or 0 and the counter.
+MINT = _decision("""
+if epoch == 0 then begin() end
+local wait = redis.call('PTTL', KEYS[3])
+if wait > 0 and redis.call('EXISTS', KEYS[4]) == 0 then return {epoch, wait, 0} end
+return {epoch, 0, redis.call('INCR', KEYS[2])}
+""")
+
+# KEYS 4-6: place, worker, workers. ARGV 5-9: epoch, counter, worker id, info, place TTL ms.
+REGISTER = _decision("""
+local place = redis.call('GET', KEYS[4])
+local e, c = string.match(place or '', '^(%d+)%.(%d+)$')
+local mine, my_epoch = ARGV[5] .. '.' .. ARGV[6], tonumber(ARGV[5])
+e, c = tonumber(e or 0), tonumber(c or 0)
+if e > my_epoch or (e == my_epoch and c > tonumber(ARGV[6])) then return {epoch, 0} end
+if not place and my_epoch < epoch then redis.call('SET', KEYS[3], 1, 'PX', ARGV[4], 'NX') end
+redis.call('DEL', KEYS[5])
+redis.call('HSET', KEYS[5], 'incarnation', mine, 'info', ARGV[8], 'progress', 0)
+redis.call('PEXPIRE', KEYS[5], ARGV[4])
+redis.call('SET', KEYS[4], mine, 'PX', ARGV[9])
+redis.call('SADD', KEYS[6], ARGV[7])
+redis.call('PEXPIRE', KEYS[6], ARGV[9])
+return {epoch, 1}
+""")
+
+# KEYS 4-6: place, worker, workers. ARGV 5-7: incarnation, progress, place TTL ms.
+RENEW = _decision("""
+if redis.call('HGET', KEYS[5], 'incarnation') ~= ARGV[5] then return {epoch, 0} end
+redis.call('HSET', KEYS[5], 'progress', ARGV[6])
+redis.call('PEXPIRE', KEYS[5], ARGV[4])
+redis.call('PEXPIRE', KEYS[4], ARGV[7])
+redis.call('PEXPIRE', KEYS[6], ARGV[7])
+return {epoch, 1}
+""")
+
+# KEYS 4-6: place, worker, workers. ARGV 5-6: incarnation, worker id.
+DEREGISTER = _decision("""
+if redis.call('HGET', KEYS[5], 'incarnation') ~= ARGV[5] then return {epoch, 0} end
+redis.call('SREM', KEYS[6], ARGV[6])
+return {epoch, redis.call('DEL', KEYS[5])}
+""")
+
+# KEYS 4: workers. ARGV 5: the prefix of the workers' keys. An id without a key is forgotten, in the same moment.
+WORKERS = _decision("""
+local rows = {}
+for _, id in ipairs(redis.call('SMEMBERS', KEYS[4])) do
+  local row = redis.pcall('HMGET', ARGV[5] .. id, 'incarnation', 'info')
+  if row.err then row = {false, false} end
+  if redis.call('EXISTS', ARGV[5] .. id) == 0 then redis.call('SREM', KEYS[4], id)
+  else rows[#rows + 1] = {id, row[1], row[2]} end
+end
+return {epoch, rows}
+""")
+
 
 log = structlog.get_logger(__name__)
 
@@ -75,7 +231,7 @@ class Ledger:
         Waits while the store's grace lasts, unless `worker_id`, the place it is for, was registered in this epoch.
         """
         while True:
-            epoch, wait_ms, counter = await self._decide(scripts.MINT, [self.connection.key("place", worker_id)])
+            epoch, wait_ms, counter = await self._decide(MINT, [self.connection.key("place", worker_id)])
             if counter:
                 minted = Incarnation(epoch, counter)
                 self._learn(minted)
@@ -92,7 +248,7 @@ class Ledger:
         mine = info.ref.incarnation
         self._learn(mine)
         args = (mine.epoch, mine.counter, info.ref.worker_id, worker_to_json(info), self._place_ms)
-        return bool((await self._decide(scripts.REGISTER, self._keys(info.ref), *args))[1])
+        return bool((await self._decide(REGISTER, self._keys(info.ref), *args))[1])
 
     async def renew(self, ref: WorkerRef, progress: int) -> bool:
         """Extend the lease by `lease_s` from now. `progress` is a step count, for operators.
@@ -102,17 +258,17 @@ class Ledger:
         place, keeps its incarnation and registers again; `register` says whether somebody could.
         """
         args = (str(ref.incarnation), progress, self._place_ms)
-        return bool((await self._decide(scripts.RENEW, self._keys(ref), *args))[1])
+        return bool((await self._decide(RENEW, self._keys(ref), *args))[1])
 
     async def deregister(self, ref: WorkerRef) -> bool:
         """Give the lease back. False: it was not this incarnation's any more, and nothing was changed."""
         args = (str(ref.incarnation), ref.worker_id)
-        return bool((await self._decide(scripts.DEREGISTER, self._keys(ref), *args))[1])
+        return bool((await self._decide(DEREGISTER, self._keys(ref), *args))[1])
 
     async def workers(self) -> list[WorkerInfo]:
         """Those whose lease is live, by worker id. A damaged or foreign record is logged once and left out."""
         key = self.connection.key
-        rows = (await self._decide(scripts.WORKERS, [key("workers")], key("worker", "")))[1]
+        rows = (await self._decide(WORKERS, [key("workers")], key("worker", "")))[1]
         live = {row[0].decode(errors="replace"): row[1:] for row in sorted(rows, key=itemgetter(0))}
         self._read = {worker_id: (str(row), self._parse(worker_id, row)) for worker_id, row in live.items()}
         return [info for _, info in self._read.values() if info is not None]

@@ -18,7 +18,7 @@ import structlog
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from baton.core import Role, WorkerRef
-from baton.ledger.connection import Connection, Script
+from baton.ledger.redis_client import Connection, Script
 
 log = structlog.get_logger(__name__)
 
