@@ -2,17 +2,75 @@
 
 No torch, no gRPC, no I/O. A value that exists is valid: constructors of what comes from outside check themselves and
 raise `InvalidRequest` naming the field.
+
+What the whole text of an answer must match, as a client says it. What it means to a model: `baton.grammar`.
+
+What numbers a request may hold: the one table of bounds, both ends included.
+
+What a worker reports of itself with each step. Nothing here changes once it is made; to have that enforced would
+take several times as long as to make it.
 """
 
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass, replace
+import math
+from dataclasses import dataclass, field, replace
+from typing import Literal
 
-from baton.constraint import Constraint
 from baton.errors import InvalidRequest, Violation
-from baton.limits import MAX_LOGIT_BIAS, MAX_STOP_CHARS, MAX_STOP_STRINGS
-from baton.ranges import SAMPLING
+from baton.limits import (
+    MAX_CHOICE_CHARS,
+    MAX_CHOICE_TEXTS,
+    MAX_LOGIT_BIAS,
+    MAX_LOGPROBS,
+    MAX_REGEX_BYTES,
+    MAX_SCHEMA_BYTES,
+    MAX_STOP_CHARS,
+    MAX_STOP_STRINGS,
+)
+
+Kind = Literal["json_schema", "regex", "choices"]
+
+_MOST_BYTES = {"json_schema": MAX_SCHEMA_BYTES, "regex": MAX_REGEX_BYTES}
+
+
+@dataclass(frozen=True, slots=True)
+class Constraint:
+    """One JSON schema, one regular expression, or the texts of which the answer is one."""
+
+    kind: Kind
+    texts: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        size, most = sum(len(text.encode()) for text in self.texts), _MOST_BYTES.get(self.kind, 0)
+        if self.kind == "choices":
+            if not 1 <= len(self.texts) <= MAX_CHOICE_TEXTS:
+                raise self.refused(f"there must be 1 to {MAX_CHOICE_TEXTS}, got {len(self.texts)}")
+            if not all(1 <= len(text) <= MAX_CHOICE_CHARS for text in self.texts):
+                raise self.refused(f"each must have 1 to {MAX_CHOICE_CHARS} characters")
+        elif not 1 <= size <= most:
+            raise self.refused(f"must have 1 to {most} bytes, got {size}")
+
+    def refused(self, why: str) -> InvalidRequest:
+        """The error that names what is wrong with it."""
+        return InvalidRequest.of(f"constraint.{self.kind}", why)
+
+
+SAMPLING: tuple[tuple[str, float, float, str], ...] = (
+    ("max_tokens", 1, 2**31 - 1, "at least 1"),
+    ("min_tokens", 0, 2**31 - 1, "at least 0"),
+    ("temperature", 0.0, 100.0, "between 0 and 100"),
+    ("top_p", math.ulp(0.0), 1.0, "above 0 and at most 1"),
+    ("top_k", 0, 2**31 - 1, "at least 0 (0: off)"),
+    ("min_p", 0.0, 1.0, "between 0 and 1"),
+    ("seed", 0, 2**64 - 1, "between 0 and 2^64-1"),
+    ("repetition_penalty", math.ulp(0.0), 100.0, "above 0 and at most 100"),
+    ("presence_penalty", -2.0, 2.0, "between -2 and 2"),
+    ("frequency_penalty", -2.0, 2.0, "between -2 and 2"),
+    ("logprobs", 0, MAX_LOGPROBS, f"between 0 and {MAX_LOGPROBS}"),
+)
+
 
 PROTOCOL_VERSION = 2
 
@@ -284,3 +342,90 @@ class WorkerInfo:
     nondeterminism: str = ""
     thinking_chunk: int = 0
     metrics: str = ""  # host:port; empty: it serves none
+
+
+@dataclass(slots=True)
+class BlockCounts:
+    """The block ledger of one worker. `check` is the invariant: every block is in exactly one state."""
+
+    total: int
+    free: int = 0
+    reserved: int = 0
+    owned: int = 0
+    cached: int = 0
+    quarantined: int = 0
+
+    @property
+    def available(self) -> int:
+        """Blocks that can be allocated: what is only cached makes room when it is needed."""
+        return self.free + self.cached
+
+    def check(self) -> BlockCounts:
+        """Return self, or raise AssertionError with the counts: a block was lost or is owned twice."""
+        if self.free + self.reserved + self.owned + self.cached + self.quarantined != self.total:
+            raise AssertionError(f"block ledger does not add up: {self}")
+        return self
+
+
+@dataclass(frozen=True, slots=True)
+class Channel:
+    """A data channel that a worker sends on: to which worker, by what, and how fast its probe went through."""
+
+    peer: str
+    transport: str
+    bytes_per_s: float
+
+
+@dataclass(slots=True)
+class Pace:
+    """Steps of one kind since the process began, all together, and the seconds they took."""
+
+    steps: int = 0
+    tokens: int = 0  # computed
+    context: int = 0  # positions that these tokens attended to, summed
+    seconds: float = 0.0
+
+    def plus(self, tokens: int, context: int, seconds: float) -> Pace:
+        """After one more step."""
+        return Pace(self.steps + 1, self.tokens + tokens, self.context + context, self.seconds + seconds)
+
+    def since(self, before: Pace) -> Pace:
+        """What came after `before`."""
+        return Pace(
+            self.steps - before.steps,
+            self.tokens - before.tokens,
+            self.context - before.context,
+            self.seconds - before.seconds,
+        )
+
+
+@dataclass(slots=True)
+class Load:
+    """What a worker reports with each step: the router's live view of it, and what `baton status` shows."""
+
+    step: int = 0
+    running: int = 0
+    waiting: int = 0
+    queued_tokens: int = 0  # prompt tokens accepted and not computed yet
+    prefill_tokens: int = 0  # computed since the process began
+    cached_tokens: int = 0  # found in the prefix cache instead
+    decode_steps: int = 0
+    decode_tokens: int = 0
+    blocks: BlockCounts = field(default_factory=lambda: BlockCounts(0))
+    transfer_bytes: int = 0
+    transport: str = ""
+    fetched_tokens: int = 0  # whose KV came from a decode worker instead of being computed
+    channels: tuple[Channel, ...] = ()
+    prefill_pace: Pace = field(default_factory=Pace)  # of steps that only computed prompts
+    decode_pace: Pace = field(default_factory=Pace)  # of steps that only decoded
+    joint_pace: Pace = field(default_factory=Pace)  # of steps that did both: what they computed of prompts, and took
+    beside_pace: Pace = field(default_factory=Pace)  # what the same steps decoded, at no seconds
+    verify_passes: int = 0  # of deterministic requests
+    rollbacks: int = 0  # candidates that a verify pass did not agree with
+    recomputed_tokens: int = 0  # dropped with them, or behind them
+    draining: bool = False  # takes nothing new, finishes what it has
+
+    @property
+    def starved(self) -> bool:
+        """After a step: all that is here waits for blocks, which others have."""
+        return self.waiting > 0 and self.running == 0

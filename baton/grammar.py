@@ -16,7 +16,7 @@ from urllib.parse import unquote
 
 import numpy as np
 
-from baton.constraint import Constraint
+from baton.core import Constraint
 from baton.errors import InvalidRequest
 from baton.limits import MAX_SCHEMA_MULTIPLE, MAX_SCHEMA_PATTERNS
 from baton.tokenizer import Tokenizer

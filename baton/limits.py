@@ -1,6 +1,6 @@
 """Every cap on what comes from outside, in one table. `docs/limits.md` is this table, and a test holds it so.
 
-The bounds of numbers, such as a temperature, are in `baton.ranges`; what a token of a tenant may do is in its file.
+The bounds of numbers, such as a temperature, are in `baton.core`; what a token of a tenant may do is in its file.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 256
 MAX_STOP_TOKEN_IDS = 1024
 MAX_LOGIT_BIAS = 1024
+MAX_LOGPROBS = 20
 MAX_PRIORITY = 100
 MAX_RESUMABLE_S = 600
 MAX_SHOWN_MODEL_CHARS = 128
@@ -88,6 +89,7 @@ CAPS: tuple[Cap, ...] = (
     Cap("each of `sampling.stop`", MAX_STOP_CHARS, "characters", _REFUSED),
     Cap("`sampling.stop_token_ids`", MAX_STOP_TOKEN_IDS, "ids", _REFUSED),
     Cap("`sampling.logit_bias`", MAX_LOGIT_BIAS, "entries", _REFUSED),
+    Cap("`sampling.logprobs`", MAX_LOGPROBS, "tokens of each position", _REFUSED),
     Cap("`priority`, above and below 0", MAX_PRIORITY, "", _REFUSED),
     Cap("`resumable_s`", MAX_RESUMABLE_S, "seconds", _REFUSED),
     Cap("`chat`", MAX_CHAT_BYTES, "bytes", _REFUSED),

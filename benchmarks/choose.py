@@ -24,10 +24,20 @@ from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for `python benchmarks/choose.py`
 
-from baton.core import Incarnation, KVLayout, Role, Sampling, SequenceSpec, WorkerInfo, WorkerRef
+from baton.core import (
+    BlockCounts,
+    Incarnation,
+    KVLayout,
+    Load,
+    Pace,
+    Role,
+    Sampling,
+    SequenceSpec,
+    WorkerInfo,
+    WorkerRef,
+)
 from baton.engine.prefix import Chain, scope_key
 from baton.ledger.prefix_index import NAME_BYTES, Change, Holder, PrefixMap
-from baton.load import BlockCounts, Load, Pace
 from benchmarks.lib.machine import machine
 from benchmarks.lib.report import markdown
 from router.fleet import Fleet

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 
 from baton.clock import Clock
 from baton.core import HandoffId, SequenceSpec
-from baton.rpc.thinking import thoughts_from_pb
+from baton.rpc.convert import thoughts_from_pb
 from baton.rpc.v1 import worker_pb2 as pb
 from baton.worker.thought_log import Thoughts
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from baton.core import Load
 from baton.ledger.ownership import OwnershipLog
 from baton.ledger.prefix_directory import DirectoryLog
-from baton.load import Load
 from baton.worker.kv_endpoints import Transfers
 from baton.worker.role import HostParts
 from decode_workers.worker import DecodeRole

@@ -24,9 +24,8 @@ from typing import TYPE_CHECKING, Protocol
 import grpc
 import structlog
 
-from baton.core import PROTOCOL_VERSION, HandoffId, WorkerRef
+from baton.core import PROTOCOL_VERSION, Channel, HandoffId, WorkerRef
 from baton.errors import ChannelBroken, HandoffError
-from baton.load import Channel
 from baton.rpc import convert
 from baton.rpc.channel import sync_channel
 from baton.rpc.v1 import peer_pb2 as pb

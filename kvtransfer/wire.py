@@ -13,7 +13,7 @@ import torch
 
 from baton.errors import BatonError, ChannelBroken, DigestMismatch, HandoffError, OfferRefused, StaleAttempt
 from baton.rpc import convert
-from baton.rpc.thinking import thinking_from_pb, thinking_to_pb
+from baton.rpc.convert import thinking_from_pb, thinking_to_pb
 from baton.rpc.v1 import peer_pb2 as pb
 from kvtransfer.frames import FrameSpec
 from kvtransfer.handoff import PushEnd

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from baton.core import HandoffId
+from baton.core import HandoffId, Load
 from baton.errors import HandoffError, StaleAttempt
 from baton.ledger.prefix_directory import DirectoryLog
-from baton.load import Load
 from baton.telemetry.worker import Counts
 from baton.worker.kv_endpoints import Transfers
 from baton.worker.role import HostParts

@@ -23,7 +23,7 @@ from collections.abc import AsyncIterator
 from baton.core import Finish, HandoffId, Role, SequenceSpec, Thought, Token
 from baton.engine.prefix import names_of
 from baton.errors import BatonError, EngineFault, InvalidRequest, WorkerLost
-from baton.rpc import convert, thinking
+from baton.rpc import convert
 from baton.rpc.v1 import worker_pb2 as pb
 from baton.stages import Stage
 from baton.telemetry import Metrics
@@ -229,7 +229,7 @@ class Attempt:
             if item.HasField("tokens"):
                 self._on_tokens(source, convert.tokens_from_pb(item.tokens))
             elif item.HasField("thoughts"):
-                self.thoughts += thinking.thoughts_from_pb(item.thoughts)
+                self.thoughts += convert.thoughts_from_pb(item.thoughts)
             else:
                 self._on_finish(source, convert.finish_from_pb(item.finish))
         except InvalidRequest as error:  # its fault, and not the client's

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from baton.load import Pace
+from baton.core import Pace
 
 _FORGET = 0.97  # what an observation still counts after the next one,
 _HASTE = 10.0  # and less when predictions are off: this power more for each time that they are by themselves

@@ -11,10 +11,9 @@ from typing import Protocol
 
 import numpy as np
 
-from baton.core import Role, SequenceSpec, WorkerInfo, WorkerRef
+from baton.core import Channel, Role, SequenceSpec, WorkerInfo, WorkerRef
 from baton.engine.prefix import names_of
 from baton.ledger.prefix_index import NAME_BYTES, Holder, PrefixMap
-from baton.load import Channel
 from router.cost import UNKNOWN, Cost
 from router.learned import Learned, Likes
 from router.snapshot import Ask, Column, Facts, Loaded, Side, Snapshot, spread

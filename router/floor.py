@@ -15,7 +15,7 @@ from baton.core import Role
 from baton.errors import ConfigError
 from baton.history import History
 from baton.ledger.prefix_index import PrefixMap
-from baton.rpc.tls import Wire
+from baton.rpc.channel import Wire
 from baton.telemetry import Metrics
 from router.access.watch import TokenFile
 from router.admission import Admission, Bounds

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from baton.core import Role
-from baton.load import Load, Pace
+from baton.core import Load, Pace, Role
 from router.cost import Cost, StepFit
 
 _STEPS = 8  # that become one observation: a fit costs more than a report

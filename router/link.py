@@ -17,9 +17,8 @@ from grpc import aio
 
 from baton.core import PROTOCOL_VERSION, HandoffId, Role, WorkerInfo
 from baton.errors import BatonError, EngineFault, InvalidRequest, WorkerLost
-from baton.rpc import convert, reports
-from baton.rpc.channel import aio_channel
-from baton.rpc.tls import Wire
+from baton.rpc import convert
+from baton.rpc.channel import Wire, aio_channel
 from baton.rpc.v1 import common_pb2
 from baton.rpc.v1 import worker_pb2 as pb
 from baton.rpc.v1.worker_pb2_grpc import WorkerStub
@@ -245,7 +244,7 @@ class WorkerLink:
         report, self._report = self._report, None
         try:
             if report is not None:
-                self.view.load = reports.load_from_pb(report)
+                self.view.load = convert.load_from_pb(report)
         except InvalidRequest as error:
             self._fault = error
             self._wake.set()

@@ -15,8 +15,7 @@ import re
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 
-from baton.constraint import Constraint
-from baton.core import Sampling, SequenceSpec
+from baton.core import Constraint, Sampling, SequenceSpec
 from baton.errors import InvalidRequest, UnknownModel, Violation
 from baton.grammar import Grammars
 from baton.limits import (
@@ -33,7 +32,7 @@ from baton.limits import (
     MAX_TEXT_CHARS,
 )
 from baton.rpc import convert
-from baton.rpc.constraint import constraint_from_pb
+from baton.rpc.convert import constraint_from_pb
 from baton.rpc.v1 import inference_pb2 as pb
 from baton.tokenizer import Tokenizer
 from router.chat import NO_CHATS, Chats

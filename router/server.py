@@ -19,7 +19,7 @@ from baton.errors import ConfigError, LedgerError, NoWorker
 from baton.ledger.control_state import Board
 from baton.ledger.prefix_index import PrefixMap
 from baton.rpc import channel
-from baton.rpc.tls import IN_THE_CLEAR
+from baton.rpc.channel import IN_THE_CLEAR
 from baton.rpc.v1 import admin_pb2_grpc, inference_pb2_grpc
 from baton.telemetry import MetricsServer
 from baton.tokenizer import Tokenizer

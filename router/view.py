@@ -6,8 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from baton.core import WorkerInfo
-from baton.load import Load
+from baton.core import Load, WorkerInfo
 
 
 @dataclass(slots=True)

@@ -12,12 +12,11 @@ from functools import partial
 import structlog
 
 from baton.clock import Clock
-from baton.core import Incarnation, Role, WorkerInfo, WorkerRef
+from baton.core import BlockCounts, Channel, Incarnation, Load, Role, WorkerInfo, WorkerRef
 from baton.errors import Violation
 from baton.ledger.control_state import RouterReport
 from baton.ledger.prefix_index import PrefixMap
-from baton.load import BlockCounts, Channel, Load
-from baton.rpc.tls import IN_THE_CLEAR, Wire
+from baton.rpc.channel import IN_THE_CLEAR, Wire
 from router.alike import NobodyAlike
 from router.claim import NO_WISH, Claim, Wish
 from router.demand import Typical, expected

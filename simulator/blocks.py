@@ -13,10 +13,10 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, cast
 
+from baton.core import BlockCounts
 from baton.engine.blocks import Allocation, BlockPool, BlockState
 from baton.history import OFF
 from baton.ledger.prefix_index import NAME_BYTES
-from baton.load import BlockCounts
 
 if TYPE_CHECKING:
     from baton.engine.prefix import Chain

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from baton.load import Pace
+from baton.core import Pace
 
 
 class Paces:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from baton.load import Pace
+from baton.core import Pace
 from simulator.profile import Line, Piece
 
 LEAST = 0.1  # of a decode step: what is left of it without its context, however much that is thought to be

@@ -27,7 +27,7 @@ from router.workers import WorkerPool
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from baton.load import Load
+    from baton.core import Load
     from simulator.kernel import Kernel
     from simulator.scenario import Scenario
 

@@ -8,9 +8,8 @@ from collections.abc import Callable
 from random import Random
 from typing import TYPE_CHECKING, Any
 
-from baton.core import Incarnation, KVLayout, Role, WorkerInfo, WorkerRef
+from baton.core import Channel, Incarnation, KVLayout, Load, Role, WorkerInfo, WorkerRef
 from baton.ledger.prefix_index import Change, Holder
-from baton.load import Channel, Load
 from simulator.blocks import told
 from simulator.engine import Engine
 from simulator.links import Way

@@ -14,9 +14,8 @@ from prometheus_client import CollectorRegistry
 
 from baton import __version__
 from baton.clock import FakeClock
-from baton.core import Incarnation, KVLayout, Role, WorkerInfo, WorkerRef
+from baton.core import BlockCounts, Channel, Incarnation, KVLayout, Load, Role, WorkerInfo, WorkerRef
 from baton.errors import Overloaded
-from baton.load import BlockCounts, Channel, Load
 from baton.stages import Timings
 from baton.telemetry import Metrics
 from baton.telemetry.labels import LABELS, OF_METRIC, Values

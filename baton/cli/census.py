@@ -18,7 +18,7 @@ from baton.cli.access import NO_REACH, Reach, find_reach
 from baton.cli.up import find_cluster
 from baton.core import HandoffId
 from baton.errors import BatonError
-from baton.rpc import convert, reports
+from baton.rpc import convert
 from baton.rpc.channel import from_here
 from baton.rpc.status import from_rpc_error
 from baton.rpc.v1 import admin_pb2, admin_pb2_grpc, worker_pb2, worker_pb2_grpc
@@ -110,7 +110,7 @@ def _read(message: worker_pb2.CensusReply) -> Census:
         Held(convert.handoff_from_pb(entry.handoff), entry.state, entry.router_id, entry.blocks, entry.counted)
         for entry in message.holdings
     ]
-    return Census(convert.ref_from_pb(message.worker), reports.counts_from_pb(message.blocks), tuple(held))
+    return Census(convert.ref_from_pb(message.worker), convert.counts_from_pb(message.blocks), tuple(held))
 
 
 def _ask(address: str, reach: Reach, call: Callable[[grpc.Channel, Metadata], T]) -> T:

@@ -10,8 +10,7 @@ from baton.cli.access import find_reach
 from baton.cli.up import find_cluster
 from baton.client import AsyncClient, Client
 from baton.errors import ConfigError
-from baton.rpc.channel import from_here
-from baton.rpc.tls import Wire
+from baton.rpc.channel import Wire, from_here
 
 SYSTEM = Path("system")
 

@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from baton.core import HandoffId, Incarnation, KVLayout, WorkerRef
+from baton.core import Channel, HandoffId, Incarnation, KVLayout, WorkerRef
 from baton.engine.kv import KVCache
 from baton.errors import BatonError, ChannelBroken, OfferRefused, StaleAttempt
-from baton.load import Channel
 from baton.logs import configure_logging
 from baton.rpc import channel
 from baton.rpc.v1 import peer_pb2_grpc

@@ -8,9 +8,8 @@ from statistics import median_high
 from baton.cli.profile_decoding import merged, of_pools, of_workers_alike, piece_of
 from baton.cli.profile_seen import BESIDE, SHORT, Measured, summed
 from baton.client.types import ClusterStatus
-from baton.core import Role, WorkerInfo
+from baton.core import Pace, Role, WorkerInfo
 from baton.errors import NoWorker
-from baton.load import Pace
 from simulator.profile import Beside, Layout, Line, Link, Profile
 from simulator.profile_fit import Slower, Steps, fit_joint, fit_line, seconds_of
 

@@ -25,8 +25,8 @@ from baton.client import AsyncClient
 from baton.clock import Clock, SystemClock
 from baton.cluster.state import StateFolder
 from baton.config import ClusterConfig, load_config
+from baton.core import Load, Pace
 from baton.errors import ConfigError, NoWorker
-from baton.load import Load, Pace
 from baton.rpc.channel import from_here
 from simulator.profile import Profile
 from simulator.profile_fit import Gaps

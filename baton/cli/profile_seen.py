@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from statistics import median_low
 from typing import TypeVar
 
-from baton.load import Pace
+from baton.core import Pace
 from simulator.profile_fit import Gaps
 
 SHORT = 16  # tokens of a prompt

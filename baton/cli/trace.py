@@ -18,7 +18,7 @@ from baton.cli.operate import TIMEOUT_S
 from baton.cli.up import find_cluster
 from baton.errors import BatonError, ConfigError, InvalidRequest, NoWorker
 from baton.rpc.channel import from_here
-from baton.rpc.spans import span_from_pb
+from baton.rpc.convert import span_from_pb
 from baton.rpc.status import from_rpc_error
 from baton.rpc.v1 import admin_pb2
 from baton.rpc.v1.admin_pb2_grpc import AdminStub

@@ -11,7 +11,7 @@ import grpc
 
 from baton.clock import Clock, SystemClock
 from baton.errors import BatonError, ConfigError, Overloaded
-from baton.rpc.tls import Wire
+from baton.rpc.channel import Wire
 
 Tls: TypeAlias = str | Path | bytes | bool | Wire | None
 """CA certificates (PEM) as a path or as bytes; True: those of the system; None: no TLS.

@@ -9,7 +9,7 @@ from baton.client.types import Choice, Completion, Delta, Placement, Thought, Ti
 from baton.core import FinishReason, TokenLogprobs
 from baton.errors import EngineFault
 from baton.rpc import convert
-from baton.rpc.spans import span_from_pb
+from baton.rpc.convert import span_from_pb
 from baton.rpc.v1 import common_pb2 as common
 from baton.rpc.v1 import inference_pb2 as inference
 from baton.tracing.span import Span

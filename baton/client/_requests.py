@@ -23,7 +23,7 @@ from baton.client.types import (
     WorkerStatus,
 )
 from baton.errors import EngineFault, InvalidRequest
-from baton.rpc import convert, reports
+from baton.rpc import convert
 from baton.rpc.v1 import admin_pb2 as admin
 from baton.rpc.v1 import common_pb2 as common
 from baton.rpc.v1 import inference_pb2 as inference
@@ -124,7 +124,7 @@ def trusted(read: Callable[[M], T], message: M) -> T:
 def _worker_status(message: admin.WorkerStatus) -> WorkerStatus:
     return WorkerStatus(
         convert.info_from_pb(message.info),
-        reports.load_from_pb(message.load),
+        convert.load_from_pb(message.load),
         message.state,
         message.dispatched,
         message.note,

@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias, TypedDict
 
-from baton.core import FinishReason, TokenLogprobs, WorkerInfo
-from baton.load import Load
+from baton.core import FinishReason, Load, TokenLogprobs, WorkerInfo
 from baton.tracing.span import Span
 
 Prompt: TypeAlias = str | Sequence[int]

@@ -18,8 +18,8 @@ from collections import Counter, OrderedDict
 from itertools import chain
 from typing import TYPE_CHECKING
 
+from baton.core import BlockCounts
 from baton.history import OFF
-from baton.load import BlockCounts
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence

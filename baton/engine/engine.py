@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from collections.abc import Sequence as TokenSequence
 
-    from baton.core import Finish, HandoffId, SequenceSpec, ThinkingState
+    from baton.core import Finish, HandoffId, Load, SequenceSpec, ThinkingState
     from baton.engine.backend import ModelBackend
     from baton.engine.blocks import Allocation
     from baton.engine.fixed import FixedShapes
@@ -43,7 +43,6 @@ if TYPE_CHECKING:
     from baton.engine.sequence import Sequence, Work
     from baton.engine.verify import Taken
     from baton.engine.windows import Window
-    from baton.load import Load
     from baton.tokenizer import Tokenizer
 
     LayerListener = Callable[[list[Work], int], None]  # the work of a step; a layer whose K and V are written for it

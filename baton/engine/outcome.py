@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from baton.load import Load
+from baton.core import Load
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

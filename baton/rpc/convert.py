@@ -3,24 +3,41 @@
 Nothing else in Baton builds or takes apart messages of these types. Every `x_from_pb` raises `InvalidRequest` that
 names the field, whoever the sender was: on the internal services the caller ends the stream or refuses the handoff.
 Floats of `Sampling` and log-probabilities are 32 bit on the wire; all parties compute with what arrived there.
+
+`baton.core.Constraint` on the wire.
+
+What workers report, between protobuf and our types; see `baton.rpc.convert`.
+
+Spans between protobuf and our type; see `baton.rpc.convert`.
+
+Thoughts and thinking states on the wire, as `baton.rpc.convert` does for all else.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, fields
 from itertools import count
 from operator import attrgetter
+from typing import TYPE_CHECKING
 
 from baton.core import (
+    BlockCounts,
+    Channel,
+    Constraint,
     Finish,
     FinishReason,
     HandoffId,
     Incarnation,
     KVLayout,
+    Load,
+    Pace,
     Role,
     Sampling,
     SequenceSpec,
+    ThinkingState,
+    Thought,
     Token,
     TokenLogprobs,
     WorkerInfo,
@@ -28,10 +45,33 @@ from baton.core import (
 )
 from baton.errors import InvalidRequest
 from baton.limits import MAX_PRIORITY
-from baton.rpc.constraint import constraint_from_pb, constraint_to_pb
 from baton.rpc.v1 import common_pb2 as common
 from baton.rpc.v1 import inference_pb2 as inference
 from baton.rpc.v1 import worker_pb2 as worker
+from baton.tracing.span import Span
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+
+def constraint_to_pb(value: Constraint | None) -> inference.Constraint | None:
+    """None stays None: a field that is not set."""
+    if value is None:
+        return None
+    if value.kind == "choices":
+        return inference.Constraint(choices=inference.Choices(texts=value.texts))
+    return inference.Constraint(**{value.kind: value.texts[0]})  # type: ignore[arg-type]
+
+
+def constraint_from_pb(message: inference.Constraint) -> Constraint:
+    """Raises InvalidRequest: of no kind, or too large."""
+    kind = message.WhichOneof("kind")
+    if kind is None:
+        raise InvalidRequest.of("constraint", "one of json_schema, regex and choices must be set")
+    if kind == "choices":
+        return Constraint(kind, tuple(message.choices.texts))
+    return Constraint(kind, (message.json_schema if kind == "json_schema" else message.regex,))
+
 
 _REASONS = {
     FinishReason.EOS: common.FINISH_REASON_EOS,
@@ -284,3 +324,121 @@ def info_from_pb(message: common.WorkerInfo) -> WorkerInfo:
         thinking_chunk=message.thinking_chunk,
         metrics=message.metrics,
     )
+
+
+_NESTED_LOAD = {"blocks", "channels", "prefill_pace", "decode_pace", "joint_pace", "beside_pace"}
+_NO_PACE = Pace()
+_LOAD = tuple(field.name for field in fields(Load) if field.name not in _NESTED_LOAD)
+_PACE, _COUNTS = (tuple(field.name for field in fields(kind)) for kind in (Pace, BlockCounts))
+_LOAD_OF, _PACE_OF, _COUNTS_OF = attrgetter(*_LOAD), attrgetter(*_PACE), attrgetter(*_COUNTS)
+
+
+def counts_to_pb(value: BlockCounts) -> common.BlockCounts:
+    """Names are the same on both sides."""
+    return common.BlockCounts(**dict(zip(_COUNTS, _COUNTS_OF(value), strict=True)))
+
+
+def counts_from_pb(message: common.BlockCounts) -> BlockCounts:
+    """Raises InvalidRequest when the states do not add up to the total: the sender's ledger is broken."""
+    counts = BlockCounts(
+        message.total, message.free, message.reserved, message.owned, message.cached, message.quarantined
+    )
+    states = counts.free + counts.reserved + counts.owned + counts.cached + counts.quarantined
+    require(states == counts.total, "load.blocks", f"states add up to {states}, not to the total {counts.total}")
+    return counts
+
+
+def load_to_pb(value: Load) -> common.Load:
+    """Names are the same on both sides. With every step: `asdict` would take longer than all the rest of it."""
+    return common.Load(
+        blocks=counts_to_pb(value.blocks),
+        channels=[common.Channel(**asdict(channel)) for channel in value.channels],
+        prefill_pace=_pace_to_pb(value.prefill_pace),
+        decode_pace=_pace_to_pb(value.decode_pace),
+        joint_pace=_pace_to_pb(value.joint_pace),
+        beside_pace=_pace_to_pb(value.beside_pace),
+        **dict(zip(_LOAD, _LOAD_OF(value), strict=True)),
+    )
+
+
+def _pace_to_pb(value: Pace) -> common.Pace | None:
+    """None: no such step yet."""
+    return common.Pace(**dict(zip(_PACE, _PACE_OF(value), strict=True))) if value != _NO_PACE else None
+
+
+def load_from_pb(message: common.Load) -> Load:
+    """Raises InvalidRequest when the block ledger does not add up, or time does not."""
+    given = {field.name: value for field, value in message.ListFields() if field.name not in _NESTED_LOAD}
+    return Load(
+        blocks=counts_from_pb(message.blocks),
+        channels=tuple(Channel(c.peer, c.transport, c.bytes_per_s) for c in message.channels),
+        prefill_pace=_pace(message.prefill_pace, "load.prefill_pace"),
+        decode_pace=_pace(message.decode_pace, "load.decode_pace"),
+        joint_pace=_pace(message.joint_pace, "load.joint_pace"),
+        beside_pace=_pace(message.beside_pace, "load.beside_pace"),
+        **given,
+    )
+
+
+def _pace(message: common.Pace, field: str) -> Pace:
+    """Not set: no such step yet. `field` is what the caller calls it."""
+    require(0 <= message.seconds < math.inf, f"{field}.seconds", f"must be 0 or more, got {message.seconds}")
+    return Pace(message.steps, message.tokens, message.context, message.seconds)
+
+
+def span_from_pb(message: common.Span) -> Span:
+    """What a router says of a request."""
+    return Span(
+        message.name,
+        message.process,
+        message.role,
+        message.start_s,
+        message.duration_s,
+        dict(message.attributes),
+        message.attempt,
+        message.choice,
+    )
+
+
+def thinking_to_pb(value: ThinkingState | None) -> worker.ThinkingState | None:
+    """Names are the same on both sides."""
+    if value is None:
+        return None
+    return worker.ThinkingState(
+        thinker=value.thinker,
+        chunk=value.chunk,
+        offset=value.offset,
+        state=value.state,
+        rows=value.rows,
+        thoughts=_ids_to_pb(value.thoughts),
+    )
+
+
+def thinking_from_pb(message: worker.ThinkingState) -> ThinkingState:
+    """Raises InvalidRequest without a thinker or a state, or for more thoughts than chunks.
+
+    Whether the sizes are right is for who knows the model to say.
+    """
+    require(message.thinker, "thinking.thinker", "must not be empty")
+    require(message.state, "thinking.state", "must not be empty")
+    text = f"must be at most {message.chunk}, one for each chunk before the open one, got {len(message.thoughts)}"
+    require(len(message.thoughts) <= message.chunk, "thinking.thoughts", text)
+    thoughts = tuple(tuple(each.ids) for each in message.thoughts)
+    return ThinkingState(message.thinker, message.chunk, message.offset, message.state, message.rows, thoughts)
+
+
+def thoughts_to_pb(thoughts: Sequence[Thought]) -> worker.OutputThoughts:
+    """Thoughts about consecutive chunks, at least one. Raises ValueError for others."""
+    first = thoughts[0].chunk if thoughts else -1
+    if [thought.chunk for thought in thoughts] != list(range(first, first + len(thoughts))) or first < 0:
+        raise ValueError(f"chunks are not consecutive: {[thought.chunk for thought in thoughts]}")
+    return worker.OutputThoughts(chunk=first, thoughts=_ids_to_pb(thought.token_ids for thought in thoughts))
+
+
+def thoughts_from_pb(message: worker.OutputThoughts) -> list[Thought]:
+    """Any lists of ids are thoughts."""
+    return [Thought(chunk, tuple(each.ids)) for chunk, each in enumerate(message.thoughts, message.chunk)]
+
+
+def _ids_to_pb(thoughts: Iterable[Iterable[int]]) -> list[common.TokenIds]:
+    return [common.TokenIds(ids=ids) for ids in thoughts]

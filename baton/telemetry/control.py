@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter as Counts
 from collections.abc import Iterable, Mapping, Sequence
 
 from prometheus_client.metrics_core import Metric
@@ -17,7 +17,7 @@ class Controlled:
     def __init__(self) -> None:
         self._planned: Mapping[str, int] = {}
         self._slots: Sequence[tuple[str, str, int]] = ()
-        self._decided: Counter[str] = Counter(dict.fromkeys(DECISIONS, 0))
+        self._decided: Counts[str] = Counts(dict.fromkeys(DECISIONS, 0))
         self._seen: float | None = None  # the time of the last decision
 
     def nobody(self) -> None:

@@ -14,8 +14,7 @@ from prometheus_client.registry import Collector
 from prometheus_client.samples import Exemplar
 from prometheus_client.utils import floatToGoString
 
-from baton.core import Role
-from baton.load import BlockCounts, Load
+from baton.core import BlockCounts, Load, Role
 from baton.telemetry.labels import BLOCK_STATES
 
 Row = tuple[Sequence[str], float]

@@ -9,9 +9,8 @@ from dataclasses import asdict
 from prometheus_client import Counter, Gauge, Histogram
 from prometheus_client.metrics_core import Metric
 
-from baton.core import Role
+from baton.core import BlockCounts, Channel, Load, Role
 from baton.errors import BatonError
-from baton.load import BlockCounts, Channel, Load
 from baton.stages import Timings
 from baton.telemetry import vllm
 from baton.telemetry.control import Controlled

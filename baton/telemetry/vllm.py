@@ -13,8 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from baton.core import WorkerInfo
-from baton.load import Load
+from baton.core import Load, WorkerInfo
 from baton.telemetry.families import counter, gauge
 from baton.telemetry.labels import SUCCESS
 

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 
 from prometheus_client.metrics_core import InfoMetricFamily, Metric, SummaryMetricFamily
 
-from baton.core import Thought, WorkerInfo
-from baton.load import Load
+from baton.core import Load, Thought, WorkerInfo
 from baton.telemetry import vllm
 from baton.telemetry.families import Scraped, blocks, counter, gauge, new_registry, verifying
 from baton.telemetry.labels import HANDOFFS, TRANSPORTS, of

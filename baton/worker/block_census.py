@@ -12,10 +12,9 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from baton.core import HandoffId, WorkerRef
+from baton.core import BlockCounts, HandoffId, WorkerRef
 from baton.errors import DeadlineExceeded
-from baton.load import BlockCounts
-from baton.rpc import convert, reports
+from baton.rpc import convert
 from baton.rpc.v1 import worker_pb2 as pb
 
 if TYPE_CHECKING:
@@ -108,5 +107,5 @@ def to_pb(census: Census) -> pb.CensusReply:
         )
         for held in census.held
     ]
-    worker, blocks = convert.ref_to_pb(census.worker), reports.counts_to_pb(census.blocks)
+    worker, blocks = convert.ref_to_pb(census.worker), convert.counts_to_pb(census.blocks)
     return pb.CensusReply(worker=worker, blocks=blocks, holdings=holdings)

@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Protocol
 import structlog
 
 from baton.clock import SystemClock
-from baton.load import Pace
+from baton.core import Pace
 
 if TYPE_CHECKING:
     from baton.clock import Clock
+    from baton.core import Load
     from baton.engine.engine import Engine
     from baton.engine.outcome import StepResult
-    from baton.load import Load
 
 Job = Callable[[], object]
 log = structlog.get_logger(__name__)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from baton.core import Finish, HandoffId, Thought, Token
 from baton.errors import BatonError
 from baton.rpc import convert
-from baton.rpc.thinking import thoughts_to_pb
+from baton.rpc.convert import thoughts_to_pb
 from baton.rpc.v1 import common_pb2, worker_pb2
 
 if TYPE_CHECKING:

@@ -33,8 +33,8 @@ from baton.errors import EngineFault, LedgerError
 from baton.history import OFF, History
 from baton.ledger.control_state import Board, Order
 from baton.ledger.registry import Ledger
-from baton.rpc import channel, reports
-from baton.rpc.tls import Wire
+from baton.rpc import channel, convert
+from baton.rpc.channel import Wire
 from baton.rpc.v1 import worker_pb2_grpc
 from baton.telemetry.serve import MetricsServer
 from baton.telemetry.worker import Watched, WorkerMetrics
@@ -49,9 +49,9 @@ if TYPE_CHECKING:
 
     import grpc
 
+    from baton.core import Load
     from baton.engine.engine import Engine
     from baton.engine.outcome import StepResult
-    from baton.load import Load
 
 
 log = structlog.get_logger(__name__)
@@ -208,7 +208,7 @@ async def live(
         loop = EngineLoop(engine, clock=clock)
         role = factory(HostParts(settings, info, engine, loop, ledger, server, clock, wire))
         stepping = _Stepping(engine, role, loop.paces)
-        service = WorkerService(info, loop, role, lambda: reports.load_to_pb(stepping.load))
+        service = WorkerService(info, loop, role, lambda: convert.load_to_pb(stepping.load))
         health = _Health(server, metrics)
         worker_pb2_grpc.add_WorkerServicer_to_server(service, server)
         loop.start(stepping)

@@ -6,18 +6,17 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from baton.rpc.tls import IN_THE_CLEAR, Wire
+from baton.rpc.channel import IN_THE_CLEAR, Wire
 from baton.worker.service import RoleBehaviour
 
 if TYPE_CHECKING:
     import grpc
 
     from baton.clock import Clock
-    from baton.core import Role, WorkerInfo
+    from baton.core import Load, Role, WorkerInfo
     from baton.engine.engine import Engine
     from baton.engine.outcome import StepResult
     from baton.ledger.registry import Ledger
-    from baton.load import Load
     from baton.telemetry.worker import Counts
     from baton.worker.engine_loop import EngineLoop
     from baton.worker.settings import WorkerSettings

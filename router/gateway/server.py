@@ -14,8 +14,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from baton.errors import ConfigError
 from baton.limits import MAX_HTTP_HEADER_BYTES
-from baton.rpc.channel import from_here
-from baton.rpc.tls import Wire
+from baton.rpc.channel import Wire, from_here
 from router.gateway.app import Gateway, GatewaySettings
 from router.gateway.errors import HttpError, http_problem
 from router.gateway.upstream import Upstream

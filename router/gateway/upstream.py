@@ -12,8 +12,8 @@ from grpc import aio
 from grpc_health.v1 import health_pb2
 
 from baton.errors import BatonError, EngineFault, InvalidRequest, Unauthenticated, Violation
+from baton.rpc.channel import IN_THE_CLEAR, Wire
 from baton.rpc.status import from_rpc_error, request_id_of
-from baton.rpc.tls import IN_THE_CLEAR, Wire
 from baton.rpc.v1 import inference_pb2 as pb
 from baton.rpc.v1.inference_pb2_grpc import InferenceStub
 from baton.tracing.context import TRACEPARENT, TraceContext

@@ -6,7 +6,7 @@ import structlog
 
 from baton.errors import LedgerError
 from baton.ledger.control_state import Board, ControlReport, Plan
-from baton.rpc import convert, reports
+from baton.rpc import convert
 from baton.rpc.v1 import admin_pb2
 from router.floor import Floor
 from router.link import WorkerLink
@@ -82,7 +82,7 @@ def _report(report: ControlReport, wall: float) -> admin_pb2.Control:
 def _worker(link: WorkerLink, note: str) -> admin_pb2.WorkerStatus:
     return admin_pb2.WorkerStatus(
         info=convert.info_to_pb(link.info),
-        load=reports.load_to_pb(link.view.load),
+        load=convert.load_to_pb(link.view.load),
         state=link.state,
         dispatched=link.view.dispatched,
         note=note,

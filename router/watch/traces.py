@@ -13,7 +13,7 @@ from functools import partial
 
 from baton.clock import Clock
 from baton.core import Role
-from baton.rpc.spans import span_from_pb
+from baton.rpc.convert import span_from_pb
 from baton.rpc.v1 import admin_pb2, common_pb2, worker_pb2
 from baton.stages import Passage, Stage, StageClock
 from baton.tracing.context import TraceContext

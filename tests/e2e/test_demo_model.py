@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from baton.constraint import Constraint
-from baton.core import Sampling, SequenceSpec
+from baton.core import Constraint, Sampling, SequenceSpec
 from baton.engine.engine import Engine
 from baton.engine.model.build import load_model
 from baton.errors import BatonError

@@ -6,8 +6,7 @@ from typing import Any, get_args
 
 import pytest
 
-from baton.constraint import Constraint, Kind
-from baton.core import Sampling, SequenceSpec
+from baton.core import Constraint, Kind, Sampling, SequenceSpec
 from baton.engine.oracle import OracleBackend
 from tests.support.cluster_process import HANDED_OVER
 from tests.support.waiting import eventually

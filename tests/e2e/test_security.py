@@ -11,7 +11,7 @@ from grpc import StatusCode
 from baton import Client, errors
 from baton.cli.certs import certs
 from baton.core import Role
-from baton.rpc.tls import Wire
+from baton.rpc.channel import Wire
 from tests.integration.access_support import TOKENS, WRONG_TOKEN, ask, bearer, methods_of, token_file
 from tests.support.cluster_process import HANDED_OVER
 

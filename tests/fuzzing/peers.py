@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from baton.core import KVLayout
 from baton.errors import BatonError, HandoffError, InvalidRequest
-from baton.rpc import convert, reports
-from baton.rpc.thinking import thinking_from_pb, thoughts_from_pb
+from baton.rpc import convert
+from baton.rpc.convert import thinking_from_pb, thoughts_from_pb
 from baton.rpc.v1 import common_pb2, worker_pb2
 from baton.rpc.v1 import peer_pb2 as pb
 from kvtransfer.handoff import TransferSettings
@@ -34,7 +34,7 @@ READERS: list[tuple[Any, Callable[[Any], object]]] = [
     (common_pb2.HandoffId, convert.handoff_from_pb),
     (common_pb2.KVLayout, convert.layout_from_pb),
     (common_pb2.WorkerInfo, convert.info_from_pb),
-    (common_pb2.Load, reports.load_from_pb),
+    (common_pb2.Load, convert.load_from_pb),
     (worker_pb2.SequenceSpec, convert.spec_from_pb),
     (worker_pb2.OutputTokens, convert.tokens_from_pb),
     (worker_pb2.OutputFinish, convert.finish_from_pb),

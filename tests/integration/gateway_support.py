@@ -13,7 +13,7 @@ import openai
 import pytest
 from openai import AsyncOpenAI
 
-from baton.constraint import Constraint
+from baton.core import Constraint
 from baton.errors import BatonError, InvalidRequest
 from baton.grammar import Grammars
 from baton.rpc.status import abort

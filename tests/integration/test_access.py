@@ -16,8 +16,8 @@ from structlog.testing import capture_logs
 from baton.cli.certs import certs
 from baton.core import Role
 from baton.errors import ConfigError, InvalidRequest, Overloaded
+from baton.rpc.channel import Wire
 from baton.rpc.status import from_rpc_error
-from baton.rpc.tls import Wire
 from baton.rpc.v1 import common_pb2
 from baton.rpc.v1 import inference_pb2 as pb
 from router.access.rules import RULES, Need

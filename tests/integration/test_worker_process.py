@@ -19,13 +19,12 @@ from grpc import StatusCode
 from baton.clock import SystemClock
 from baton.cluster.processes import Child, ProcessSpec, stop_all
 from baton.cluster.stop import Stop
-from baton.core import PROTOCOL_VERSION, HandoffId, Incarnation, Role, Sampling, SequenceSpec, WorkerRef
+from baton.core import PROTOCOL_VERSION, HandoffId, Incarnation, Load, Role, Sampling, SequenceSpec, WorkerRef
 from baton.engine.oracle import OracleBackend
 from baton.errors import LedgerError
 from baton.ledger.embedded_redis import EmbeddedRedis
 from baton.ledger.registry import Ledger
-from baton.load import Load
-from baton.rpc import convert, reports
+from baton.rpc import convert
 from baton.rpc.channel import aio_channel
 from baton.rpc.v1 import worker_pb2 as pb
 from baton.rpc.v1.worker_pb2_grpc import WorkerStub
@@ -127,7 +126,7 @@ class Stream(sessions.FakeSession):
             async for message in self.call:
                 async with self._news:
                     self.emit(message.events)
-                    self.load = reports.load_from_pb(message.load)
+                    self.load = convert.load_from_pb(message.load)
                     self._news.notify_all()
 
     async def until(self, ready):

@@ -7,8 +7,7 @@ import random
 from dataclasses import dataclass, replace
 from typing import Any
 
-from baton.constraint import Constraint
-from baton.core import Role, Sampling
+from baton.core import Constraint, Role, Sampling
 from baton.engine.fixed import FixedShapes
 from kvtransfer.handoff import TransferSettings
 from router.floor import RouterSettings

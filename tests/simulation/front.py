@@ -7,10 +7,9 @@ from collections.abc import Coroutine
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
-from baton.constraint import Constraint
-from baton.core import Sampling, SequenceSpec
+from baton.core import Constraint, Sampling, SequenceSpec
 from baton.rpc import convert
-from baton.rpc.constraint import constraint_to_pb
+from baton.rpc.convert import constraint_to_pb
 from baton.rpc.v1 import common_pb2
 from baton.rpc.v1 import inference_pb2 as pb
 from router.floor import Floor, RouterSettings

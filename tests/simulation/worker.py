@@ -12,7 +12,7 @@ from baton.core import HandoffId, Incarnation, Role, WorkerInfo, WorkerRef
 from baton.engine.fixed import FixedShapes
 from baton.errors import EngineFault, LedgerError
 from baton.ledger.ownership import RecordState
-from baton.rpc import convert, reports
+from baton.rpc import convert
 from baton.rpc.v1 import worker_pb2
 from baton.worker.lifecycle import _DRAIN_LOOK_S, LEAVE_S, Lease
 from baton.worker.service import Session, WorkerService
@@ -188,7 +188,7 @@ class WorkerHost:
         )
         self.role.attach(self.sender)
         self.report()
-        self.service = WorkerService(self.info, loop, self.role, lambda: reports.load_to_pb(self._load))
+        self.service = WorkerService(self.info, loop, self.role, lambda: convert.load_to_pb(self._load))
         self.peers = PeerService(*ends, table, [self._transport])
         handlers = {"worker": serving(self._routers), "peer": serving(self._peers)}
         self.world.listening[ref.address] = Listener(self.process, handlers)

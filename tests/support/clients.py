@@ -11,9 +11,9 @@ from typing import Any, TypeVar
 import grpc
 
 import baton.client
-from baton import AsyncClient, Client, core, errors, load
+from baton import AsyncClient, Client, core, errors
 from baton.errors import NoWorker
-from baton.rpc import channel, convert, reports
+from baton.rpc import channel, convert
 from baton.rpc.status import abort
 from baton.rpc.v1 import admin_pb2 as admin
 from baton.rpc.v1 import admin_pb2_grpc, inference_pb2_grpc
@@ -24,7 +24,7 @@ from tests.support.time_factor import scaled
 
 KINDS = ["async", "sync"]
 PIECES = [(11, " can"), (12, " vary"), (13, " widely")]
-LOAD = load.Load(step=3, blocks=load.BlockCounts(8, free=8), transport="gloo")
+LOAD = core.Load(step=3, blocks=core.BlockCounts(8, free=8), transport="gloo")
 REF, LAYOUT = core.WorkerRef("d0", core.Incarnation(1, 2), "127.0.0.1:1"), core.KVLayout(2, 2, 8, 16, "float32")
 INFO = core.WorkerInfo(REF, core.Role.DECODE, "f", "m", 64, 8, LAYOUT)
 Event = inference.GenerateEvent
@@ -99,7 +99,7 @@ class Scripted(inference_pb2_grpc.InferenceServicer, QuietAdmin):
         return inference.ListModelsReply(models=[inference.Model(id="m", max_model_len=64, vocab_size=256)])
 
     async def Status(self, request: admin.StatusRequest, context: Any) -> admin.StatusReply:
-        load = reports.load_to_pb(LOAD)
+        load = convert.load_to_pb(LOAD)
         worker = admin.WorkerStatus(info=convert.info_to_pb(INFO), load=load, state="connected", dispatched=1)
         return admin.StatusReply(name="local", running=2, workers=[worker])
 

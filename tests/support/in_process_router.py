@@ -30,10 +30,9 @@ from baton.core import (
     WorkerRef,
 )
 from baton.errors import LedgerError
-from baton.rpc import convert, thinking
-from baton.rpc.channel import aio_channel, aio_server, bind
+from baton.rpc import convert
+from baton.rpc.channel import IN_THE_CLEAR, Wire, aio_channel, aio_server, bind
 from baton.rpc.status import from_rpc_error
-from baton.rpc.tls import IN_THE_CLEAR, Wire
 from baton.rpc.v1 import admin_pb2, common_pb2, worker_pb2
 from baton.rpc.v1 import inference_pb2 as pb
 from baton.rpc.v1.admin_pb2_grpc import AdminStub
@@ -292,7 +291,7 @@ class FakeWorker(WorkerServicer):
         about = thoughts_about(spec, self.info.thinking_chunk) if self.info.thinking_chunk else []
         for some in (about[:1], about[1:]):
             if some:
-                self.emit(event(handoff, thoughts=thinking.thoughts_to_pb(some)))
+                self.emit(event(handoff, thoughts=convert.thoughts_to_pb(some)))
 
     def _done(self, work: Work, *last: Event) -> None:
         del self._work[work.handoff]
@@ -380,7 +379,7 @@ class FakeWorker(WorkerServicer):
                 self._held.pop(handoff, None)
             said = event(handoff, tokens=convert.tokens_to_pb([token_at(prompt, at, scored=self.scored)]))
             new = self._thought_before(spec, len(prompt) + at)
-            before = [event(handoff, thoughts=thinking.thoughts_to_pb(new))] if new else []
+            before = [event(handoff, thoughts=convert.thoughts_to_pb(new))] if new else []
             self.emit(*before, said, *([finish(handoff)] if at == last else []))
             await asyncio.sleep(0)
 

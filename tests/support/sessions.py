@@ -8,7 +8,7 @@ from baton.core import HandoffId, Incarnation, Sampling, SequenceSpec, WorkerRef
 from baton.engine.oracle import OracleBackend, oracle_layout
 from baton.engine.prefix import Chain, scope_key
 from baton.rpc import convert
-from baton.rpc.thinking import thoughts_from_pb
+from baton.rpc.convert import thoughts_from_pb
 from baton.rpc.v1 import worker_pb2 as pb
 
 BLOCK = 4

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import tokenizers
 
-from baton.constraint import Constraint
+from baton.core import Constraint
 from baton.errors import InvalidRequest
 from baton.grammar import Grammars
 from baton.limits import MAX_CHOICE_CHARS, MAX_CHOICE_TEXTS, MAX_REGEX_BYTES, MAX_SCHEMA_BYTES

@@ -6,8 +6,7 @@ import asyncio
 from dataclasses import replace
 
 from baton import __version__
-from baton.core import Thought
-from baton.load import BlockCounts, Channel, Load, Pace
+from baton.core import BlockCounts, Channel, Load, Pace, Thought
 from baton.stages import Timings
 from baton.telemetry import Metrics, MetricsServer
 from baton.telemetry.labels import LABELS

@@ -7,9 +7,8 @@ import asyncio
 import pytest
 from prometheus_client import generate_latest
 
-from baton.core import Role
+from baton.core import BlockCounts, Load, Role
 from baton.errors import ConfigError, Overloaded
-from baton.load import BlockCounts, Load
 from baton.stages import Timings
 from baton.telemetry import Metrics, MetricsServer
 

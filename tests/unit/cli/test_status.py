@@ -11,10 +11,9 @@ from baton.cli import census as census_command
 from baton.cli import status as command
 from baton.cli.census import Problem, problems
 from baton.cluster.state import ClusterState, ProcessId
-from baton.core import HandoffId, Incarnation, Role, WorkerInfo, WorkerRef
+from baton.core import BlockCounts, HandoffId, Incarnation, Load, Role, WorkerInfo, WorkerRef
 from baton.errors import NoWorker
-from baton.load import BlockCounts, Load
-from baton.rpc import convert, reports
+from baton.rpc import convert
 from baton.rpc.v1 import admin_pb2, worker_pb2_grpc
 from baton.worker.block_census import Census, Held, Holding, count, to_pb
 from tests.quiet_admin import QuietAdmin
@@ -28,7 +27,7 @@ def worker(name="prefill-0", address="127.0.0.1:2", state="connected"):
     info = WorkerInfo(
         WorkerRef(name, Incarnation(7, 2), address), role, BACKEND.fingerprint, "oracle", 64, 10, BACKEND.layout
     )
-    load = reports.load_to_pb(Load(blocks=BlockCounts(10, free=10)))
+    load = convert.load_to_pb(Load(blocks=BlockCounts(10, free=10)))
     return admin_pb2.WorkerStatus(info=convert.info_to_pb(info), load=load, state=state)
 
 

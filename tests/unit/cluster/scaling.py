@@ -11,9 +11,8 @@ from dataclasses import dataclass, field
 
 from baton.cluster.autoscaler import Autoscaler
 from baton.config import ClusterConfig
-from baton.core import Incarnation, KVLayout, Role, WorkerInfo, WorkerRef
+from baton.core import BlockCounts, Incarnation, KVLayout, Load, Pace, Role, WorkerInfo, WorkerRef
 from baton.ledger.control_state import Plan, RouterReport
-from baton.load import BlockCounts, Load, Pace
 from router.demand import Typical, expected
 from router.snapshot import BLANK, Facts
 from router.view import WorkerView

@@ -20,9 +20,8 @@ from baton.cluster.state import StateFolder
 from baton.cluster.stop import Stop
 from baton.cluster.supervisor import Supervisor
 from baton.config import ClusterConfig
-from baton.core import Role
+from baton.core import BlockCounts, Role
 from baton.errors import BatonError, Cancelled, LedgerError
-from baton.load import BlockCounts
 from baton.telemetry import Metrics, MetricsServer
 from tests.support.time_factor import scaled
 from tests.support.waiting import eventually

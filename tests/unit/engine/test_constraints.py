@@ -11,8 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.constraint import Constraint
-from baton.core import FinishReason, Sampling
+from baton.core import Constraint, FinishReason, Sampling
 from baton.engine.sampler import Row, Sampler
 from baton.errors import InvalidRequest
 from baton.grammar import Grammars

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.constraint import Constraint
+from baton.core import Constraint
 from baton.errors import InvalidRequest
 from baton.grammar import Grammars
 from baton.tokenizer import OracleTokenizer

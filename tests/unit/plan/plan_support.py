@@ -6,8 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from baton.client.types import ClusterStatus, WorkerStatus
-from baton.core import Incarnation, KVLayout, Role, WorkerInfo, WorkerRef
-from baton.load import Load
+from baton.core import Incarnation, KVLayout, Load, Role, WorkerInfo, WorkerRef
 from baton.workload import Arrival, Lengths
 from simulator.plan import Planner
 from simulator.plan_shape import Site, Workload

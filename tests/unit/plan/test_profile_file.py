@@ -8,8 +8,8 @@ import random
 import numpy as np
 import pytest
 
+from baton.core import Pace
 from baton.errors import ConfigError
-from baton.load import Pace
 from simulator.profile import Busy, Layout, Line, Piece, load_profile, names
 from simulator.profile_fit import Gaps, Slower, Steps, fit_decode, fit_joint, fit_line, fit_spread, seconds_of
 from simulator.scenario import Contention, Pool, Slowed

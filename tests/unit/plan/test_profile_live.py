@@ -21,9 +21,8 @@ from baton.client import AsyncClient
 from baton.client.types import ClusterStatus, Model
 from baton.clock import FakeClock
 from baton.config import ClusterConfig
-from baton.core import Role
+from baton.core import Load, Pace, Role
 from baton.errors import ConfigError, NoWorker
-from baton.load import Load, Pace
 from simulator.profile_fit import Gaps, Steps, seconds_of
 from tests.unit.plan.plan_support import cluster
 

@@ -7,10 +7,9 @@ from dataclasses import dataclass, replace
 from typing import Any, cast
 
 from baton.clock import FakeClock
-from baton.core import Incarnation, KVLayout, Role, WorkerInfo, WorkerRef
+from baton.core import BlockCounts, Incarnation, KVLayout, Load, Pace, Role, WorkerInfo, WorkerRef
 from baton.engine.prefix import Chain, scope_key
 from baton.ledger.prefix_index import NAME_BYTES, Change, Holder, PrefixMap
-from baton.load import BlockCounts, Load, Pace
 from router.fleet import Fleet
 from router.floor import Floor, RouterSettings
 from router.link import WorkerLink

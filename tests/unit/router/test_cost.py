@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.load import Pace
+from baton.core import Pace
 from router.cost import UNKNOWN, StepFit
 
 TRUE = (0.004, 0.0003, 2e-8)

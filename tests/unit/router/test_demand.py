@@ -8,9 +8,8 @@ from unittest.mock import AsyncMock
 import pytest
 
 from baton.clock import FakeClock
-from baton.core import Role
+from baton.core import BlockCounts, Role
 from baton.errors import LedgerError
-from baton.load import BlockCounts
 from router import demand
 from router.claim import NO_WISH
 from router.policy import itl_s, ttft_s

@@ -10,9 +10,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
-from baton.core import Incarnation, Role, Sampling, SequenceSpec, WorkerRef
+from baton.core import BlockCounts, Channel, Incarnation, Load, Role, Sampling, SequenceSpec, WorkerRef
 from baton.ledger.prefix_index import PrefixMap
-from baton.load import BlockCounts, Channel, Load
 from router.cost import UNKNOWN
 from router.fleet import Fleet, facts_of
 from router.policy import predicted

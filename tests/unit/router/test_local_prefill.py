@@ -13,8 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.core import Role
-from baton.load import BlockCounts, Load, Pace
+from baton.core import BlockCounts, Load, Pace, Role
 from router.learned import Learned, Likes
 from router.policy import Alone, Pair, alone_s, predicted, sooner_alone
 from router.snapshot import BLANK, Ask, Snapshot

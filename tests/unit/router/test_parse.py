@@ -3,7 +3,7 @@ from operator import attrgetter
 
 import pytest
 
-from baton.constraint import Constraint
+from baton.core import Constraint
 from baton.errors import InvalidRequest, UnknownModel
 from baton.grammar import Grammars
 from baton.rpc.v1 import common_pb2

@@ -6,10 +6,9 @@ from unittest.mock import AsyncMock
 import pytest
 
 from baton.clock import FakeClock
-from baton.core import Role, Sampling, SequenceSpec
+from baton.core import BlockCounts, Role, Sampling, SequenceSpec
 from baton.errors import LedgerError
 from baton.ledger.prefix_index import PrefixMap
-from baton.load import BlockCounts
 from router.claim import Wish
 from router.policy import POLICIES
 from tests.unit.router import fakes

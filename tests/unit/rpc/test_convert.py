@@ -11,13 +11,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton import core, load
-from baton.constraint import Constraint
+from baton import core
+from baton.core import Constraint
 from baton.errors import InvalidRequest
-from baton.limits import INTERNAL_RECEIVE_BYTES, MAX_PRIORITY, MAX_PROMPT_IDS
-from baton.ranges import MAX_LOGPROBS
-from baton.rpc import convert, reports, thinking
-from baton.rpc.constraint import constraint_from_pb, constraint_to_pb
+from baton.limits import INTERNAL_RECEIVE_BYTES, MAX_LOGPROBS, MAX_PRIORITY, MAX_PROMPT_IDS
+from baton.rpc import convert
+from baton.rpc.convert import constraint_from_pb, constraint_to_pb
 from baton.rpc.v1 import common_pb2 as common
 from baton.rpc.v1 import inference_pb2 as inference
 from baton.rpc.v1 import worker_pb2 as worker
@@ -79,8 +78,8 @@ thinking_states = st.builds(
 thoughts = st.tuples(st.integers(0, 2**31), st.lists(ids, min_size=1, max_size=5)).map(
     lambda drawn: [core.Thought(chunk, each) for chunk, each in enumerate(drawn[1], drawn[0])]
 )
-counts = st.tuples(*[st.integers(0, 2**28)] * 5).map(lambda states: load.BlockCounts(sum(states), *states))
-paces = st.builds(load.Pace, u64, u64, u64, st.floats(0, 1e9))
+counts = st.tuples(*[st.integers(0, 2**28)] * 5).map(lambda states: core.BlockCounts(sum(states), *states))
+paces = st.builds(core.Pace, u64, u64, u64, st.floats(0, 1e9))
 LOADS = {
     text: ("transport",),
     u32: ("running", "waiting"),
@@ -100,7 +99,7 @@ def any_of(kind: Any, fields: dict[st.SearchStrategy[Any], tuple[str, ...]]) -> 
     return st.builds(kind, **{field: values for values, named in fields.items() for field in named})
 
 
-loads, infos = any_of(load.Load, LOADS), any_of(core.WorkerInfo, INFOS)
+loads, infos = any_of(core.Load, LOADS), any_of(core.WorkerInfo, INFOS)
 
 
 @st.composite
@@ -122,11 +121,11 @@ ROUND_TRIPS: dict[str, tuple[st.SearchStrategy[Any], Callable[[Any], Any], Calla
     "tokens": (token_lists(), convert.tokens_to_pb, convert.tokens_from_pb),
     "finish": (finishes, convert.finish_to_pb, convert.finish_from_pb),
     "layout": (layouts, convert.layout_to_pb, convert.layout_from_pb),
-    "counts": (counts, reports.counts_to_pb, reports.counts_from_pb),
-    "load": (loads, reports.load_to_pb, reports.load_from_pb),
+    "counts": (counts, convert.counts_to_pb, convert.counts_from_pb),
+    "load": (loads, convert.load_to_pb, convert.load_from_pb),
     "info": (infos, convert.info_to_pb, convert.info_from_pb),
-    "thinking": (thinking_states, thinking.thinking_to_pb, thinking.thinking_from_pb),
-    "thoughts": (thoughts, thinking.thoughts_to_pb, thinking.thoughts_from_pb),
+    "thinking": (thinking_states, convert.thinking_to_pb, convert.thinking_from_pb),
+    "thoughts": (thoughts, convert.thoughts_to_pb, convert.thoughts_from_pb),
 }
 
 
@@ -141,14 +140,14 @@ def test_round_trip(kind: str, data: st.DataObject):
 
 
 def test_each_converter_is_tested():
-    defined = {**vars(convert), **vars(reports), **vars(thinking)}
+    defined = vars(convert)
     pairs = {name.removesuffix("_from_pb") for name in defined if name.endswith("_from_pb")}
-    assert pairs - {"sampling", "finish_reason"} == set(ROUND_TRIPS)
+    assert pairs - {"sampling", "finish_reason", "span"} == set(ROUND_TRIPS)
 
 
 @pytest.mark.parametrize(
     "kind",
-    [core.Sampling, core.KVLayout, load.BlockCounts, load.Load, core.WorkerInfo, core.WorkerRef, core.HandoffId],
+    [core.Sampling, core.KVLayout, core.BlockCounts, core.Load, core.WorkerInfo, core.WorkerRef, core.HandoffId],
 )
 def test_fields_have_the_same_names_on_the_wire(kind: Any):
     ours = {field.name for field in dataclasses.fields(kind)} - ({"logprobs"} if kind is core.Sampling else set())
@@ -205,15 +204,15 @@ def changed(message: Any, **fields: Any) -> Any:
         (convert.layout_from_pb, changed(convert.layout_to_pb(LAYOUT), block_size=0), "layout.block_size"),
         (convert.layout_from_pb, changed(convert.layout_to_pb(LAYOUT), dtype="int7"), "layout.dtype"),
         (convert.layout_from_pb, changed(convert.layout_to_pb(LAYOUT), tensors=[]), "layout.tensors"),
-        (reports.counts_from_pb, common.BlockCounts(total=5, free=3, owned=1), "load.blocks"),
-        (reports.load_from_pb, common.Load(blocks=common.BlockCounts(total=1)), "load.blocks"),
-        (reports.load_from_pb, common.Load(decode_pace=common.Pace(seconds=-1.0)), "load.decode_pace.seconds"),
-        (reports.load_from_pb, common.Load(prefill_pace=common.Pace(seconds=math.nan)), "load.prefill_pace.seconds"),
-        (reports.load_from_pb, common.Load(joint_pace=common.Pace(seconds=math.inf)), "load.joint_pace.seconds"),
-        (thinking.thinking_from_pb, changed(STATE, thinker=""), "thinking.thinker"),
-        (thinking.thinking_from_pb, changed(STATE, state=b""), "thinking.state"),
-        (thinking.thinking_from_pb, changed(STATE, thoughts=[THOUGHT] * 3), "thinking.thoughts"),
-        (thinking.thinking_from_pb, changed(STATE, chunk=0, thoughts=[THOUGHT]), "thinking.thoughts"),
+        (convert.counts_from_pb, common.BlockCounts(total=5, free=3, owned=1), "load.blocks"),
+        (convert.load_from_pb, common.Load(blocks=common.BlockCounts(total=1)), "load.blocks"),
+        (convert.load_from_pb, common.Load(decode_pace=common.Pace(seconds=-1.0)), "load.decode_pace.seconds"),
+        (convert.load_from_pb, common.Load(prefill_pace=common.Pace(seconds=math.nan)), "load.prefill_pace.seconds"),
+        (convert.load_from_pb, common.Load(joint_pace=common.Pace(seconds=math.inf)), "load.joint_pace.seconds"),
+        (convert.thinking_from_pb, changed(STATE, thinker=""), "thinking.thinker"),
+        (convert.thinking_from_pb, changed(STATE, state=b""), "thinking.state"),
+        (convert.thinking_from_pb, changed(STATE, thoughts=[THOUGHT] * 3), "thinking.thoughts"),
+        (convert.thinking_from_pb, changed(STATE, chunk=0, thoughts=[THOUGHT]), "thinking.thoughts"),
         (convert.info_from_pb, changed(convert.info_to_pb(INFO), role="cook"), "info.role"),
         (convert.info_from_pb, changed(convert.info_to_pb(INFO), ref=None), "info.ref.worker_id"),
         (convert.info_from_pb, changed(convert.info_to_pb(INFO), layout=None), "layout.layers"),
@@ -241,7 +240,7 @@ def test_public_tokens_have_one_text():
 @pytest.mark.parametrize("chunks", [[], [1, 0], [0, 2], [3, 3], [-1, 0]])
 def test_thoughts_with_a_gap_are_not_sent(chunks: list[int]):
     with pytest.raises(ValueError, match="not consecutive"):
-        thinking.thoughts_to_pb([core.Thought(chunk, (1,)) for chunk in chunks])
+        convert.thoughts_to_pb([core.Thought(chunk, (1,)) for chunk in chunks])
 
 
 @pytest.mark.parametrize(("chunk", "most"), [(4, 4), (16, 16), (16, 64)])
@@ -251,7 +250,7 @@ def test_the_longest_prompt_and_all_thoughts_of_it_are_one_message(chunk: int, m
 
     def size(count: int) -> int:
         state = core.ThinkingState("t" * 64, MAX_PROMPT_IDS // chunk, 0, rows, rows, (one,) * count)
-        return thinking.thinking_to_pb(state).ByteSize()  # type: ignore[union-attr]
+        return convert.thinking_to_pb(state).ByteSize()  # type: ignore[union-attr]
 
     all_thoughts = (size(1000) - size(0)) / 1000 * (MAX_PROMPT_IDS // chunk)
     assert size(0) + all_thoughts + 3 * MAX_PROMPT_IDS < INTERNAL_RECEIVE_BYTES

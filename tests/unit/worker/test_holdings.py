@@ -5,9 +5,8 @@ from functools import partial
 
 import pytest
 
-from baton.core import HandoffId
+from baton.core import BlockCounts, HandoffId
 from baton.errors import DeadlineExceeded
-from baton.load import BlockCounts
 from baton.worker.block_census import Holding, count, take
 from baton.worker.engine_loop import EngineLoop
 from kvtransfer.handoff import Offer, PushJob

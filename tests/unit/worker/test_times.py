@@ -8,7 +8,7 @@ from baton.clock import FakeClock
 from baton.core import HandoffId, Sampling, Thought
 from baton.engine.fixed import FixedShapes
 from baton.errors import StaleAttempt
-from baton.rpc.thinking import thoughts_from_pb
+from baton.rpc.convert import thoughts_from_pb
 from baton.worker.handoff_timing import DecodeTimes, span
 from baton.worker.service import Attempts
 from baton.worker.thought_log import Thoughts
