@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from baton.core import HandoffId, SequenceSpec, Token, WorkerRef
 from baton.errors import OfferRefused, StaleAttempt
 from baton.history import OFF, History
-from baton.telemetry.worker import Counts
+from baton.metrics.worker import Counts
 from baton.worker.service import Attempts
 from kvtransfer.handoff import PushJob
 

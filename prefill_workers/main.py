@@ -7,7 +7,7 @@ from dataclasses import replace
 from baton.core import HandoffId, Load
 from baton.errors import HandoffError, StaleAttempt
 from baton.ledger.prefix_directory import DirectoryLog
-from baton.telemetry.worker import Counts
+from baton.metrics.worker import Counts
 from baton.worker.kv_endpoints import Transfers
 from baton.worker.role import HostParts
 from kvtransfer.handoff import PushResult

@@ -23,10 +23,10 @@ from collections.abc import AsyncIterator
 from baton.core import Finish, HandoffId, Role, SequenceSpec, Thought, Token
 from baton.engine.prefix import names_of
 from baton.errors import BatonError, EngineFault, InvalidRequest, WorkerLost
+from baton.metrics import Metrics
 from baton.rpc import convert
 from baton.rpc.v1 import worker_pb2 as pb
 from baton.stages import Stage
-from baton.telemetry import Metrics
 from router.claim import Claim
 from router.link import Item, Mailbox, WorkerLink
 from router.terms import FAILURES, MAY_FIT_LATER, REFUSALS, WORTH_ANOTHER, Lasting

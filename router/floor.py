@@ -15,8 +15,8 @@ from baton.core import Role
 from baton.errors import ConfigError
 from baton.history import History
 from baton.ledger.prefix_index import PrefixMap
+from baton.metrics import Metrics
 from baton.rpc.channel import Wire
-from baton.telemetry import Metrics
 from router.access.watch import TokenFile
 from router.admission import Admission, Bounds
 from router.alike import Alike

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from baton.core import Role
 from baton.errors import LedgerError
 from baton.ledger.control_state import Board
-from baton.telemetry.serve import Target, target
+from baton.metrics.http import Target, target
 
 if TYPE_CHECKING:
     from router.floor import Floor

@@ -18,10 +18,10 @@ from baton.clock import Clock, SystemClock
 from baton.errors import ConfigError, LedgerError, NoWorker
 from baton.ledger.control_state import Board
 from baton.ledger.prefix_index import PrefixMap
+from baton.metrics import MetricsServer
 from baton.rpc import channel
 from baton.rpc.channel import IN_THE_CLEAR
 from baton.rpc.v1 import admin_pb2_grpc, inference_pb2_grpc
-from baton.telemetry import MetricsServer
 from baton.tokenizer import Tokenizer
 from router import demand, scraped
 from router.access.interceptor import Guard

@@ -18,7 +18,7 @@ from baton.rpc.status import abort
 from baton.rpc.v1 import inference_pb2 as pb
 from baton.rpc.v1.inference_pb2_grpc import InferenceServicer
 from baton.tokenizer import Tokenizer
-from baton.tracing.context import TRACEPARENT, TraceContext
+from baton.tracing.trace import TRACEPARENT, TraceContext
 from router.access.interceptor import current_grant
 from router.access.limits import Concurrency, TextCall, limited, may_end
 from router.call import Call, answer, seed_of

@@ -16,10 +16,10 @@ from baton import __version__
 from baton.clock import FakeClock
 from baton.core import BlockCounts, Channel, Incarnation, KVLayout, Load, Role, WorkerInfo, WorkerRef
 from baton.errors import Overloaded
+from baton.metrics import Metrics
+from baton.metrics.base import LABELS, OF_METRIC, Values
+from baton.metrics.worker import Counts, Watched, WorkerMetrics
 from baton.stages import Timings
-from baton.telemetry import Metrics
-from baton.telemetry.labels import LABELS, OF_METRIC, Values
-from baton.telemetry.worker import Counts, Watched, WorkerMetrics
 from router.floor import Floor, RouterSettings
 
 DOCS = Path(__file__).resolve().parent.parent / "docs/metrics.md"

@@ -134,7 +134,7 @@ def run_gateway(file: Path, sets: Sequence[str], target: str | None, log_file: P
 
 
 async def _serve_http(config: ClusterConfig, address: str, target: str) -> None:
-    from baton.telemetry import Metrics
+    from baton.metrics import Metrics
     from router.gateway.app import GatewaySettings
     from router.gateway.respond import Patience
     from router.gateway.server import HttpServer

@@ -23,7 +23,7 @@ from baton.rpc.status import from_rpc_error
 from baton.rpc.v1 import admin_pb2
 from baton.rpc.v1.admin_pb2_grpc import AdminStub
 from baton.tracing.chrome import chrome_trace
-from baton.tracing.span import Span, processes
+from baton.tracing.trace import Span, processes
 
 COLOURS = {"router": "cyan", "prefill": "yellow", "decode": "green"}
 LEAST, MOST = 16, 60  # characters of the bars

@@ -19,4 +19,4 @@ from baton.client.types import Timings as Timings
 from baton.client.types import ToolCall as ToolCall
 from baton.client.types import Usage as Usage
 from baton.client.types import WorkerStatus as WorkerStatus
-from baton.tracing.span import Span as Span
+from baton.tracing.trace import Span as Span

@@ -12,7 +12,7 @@ from baton.rpc import convert
 from baton.rpc.convert import span_from_pb
 from baton.rpc.v1 import common_pb2 as common
 from baton.rpc.v1 import inference_pb2 as inference
-from baton.tracing.span import Span
+from baton.tracing.trace import Span
 
 
 @dataclass(slots=True)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TypeAlias, TypedDict
 
 from baton.core import FinishReason, Load, TokenLogprobs, WorkerInfo
-from baton.tracing.span import Span
+from baton.tracing.trace import Span
 
 Prompt: TypeAlias = str | Sequence[int]
 """Text, or token ids."""

@@ -48,7 +48,7 @@ from baton.limits import MAX_PRIORITY
 from baton.rpc.v1 import common_pb2 as common
 from baton.rpc.v1 import inference_pb2 as inference
 from baton.rpc.v1 import worker_pb2 as worker
-from baton.tracing.span import Span
+from baton.tracing.trace import Span
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import Any
 
-from baton.tracing.span import ROLES, Span, lanes, processes
+from baton.tracing.trace import ROLES, Span, lanes, processes
 
 Event = dict[str, Any]
 _LANES = 100  # numbers of one choice and attempt

@@ -21,8 +21,7 @@ from opentelemetry.sdk.trace.export import SpanExportResult
 from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 from opentelemetry.trace import SpanContext, SpanKind, Status, StatusCode, TraceFlags
 
-from baton.tracing.ended import Ended
-from baton.tracing.span import Span
+from baton.tracing.trace import Ended, Span
 
 LINGER_S = 1.0  # a prefill worker may have something to say of a request that is over
 _QUEUED = 2048  # requests

@@ -33,11 +33,11 @@ from baton.errors import EngineFault, LedgerError
 from baton.history import OFF, History
 from baton.ledger.control_state import Board, Order
 from baton.ledger.registry import Ledger
+from baton.metrics.http import MetricsServer
+from baton.metrics.worker import Watched, WorkerMetrics
 from baton.rpc import channel, convert
 from baton.rpc.channel import Wire
 from baton.rpc.v1 import worker_pb2_grpc
-from baton.telemetry.serve import MetricsServer
-from baton.telemetry.worker import Watched, WorkerMetrics
 from baton.worker.engine_factory import thinking_chunk
 from baton.worker.engine_loop import EngineLoop, Paces
 from baton.worker.role import HostedRole, HostParts, RoleFactory

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from baton.engine.engine import Engine
     from baton.engine.outcome import StepResult
     from baton.ledger.registry import Ledger
-    from baton.telemetry.worker import Counts
+    from baton.metrics.worker import Counts
     from baton.worker.engine_loop import EngineLoop
     from baton.worker.settings import WorkerSettings
 

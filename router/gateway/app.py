@@ -17,10 +17,10 @@ from starlette.routing import Route
 from baton.clock import SystemClock
 from baton.config.security import TlsConfig
 from baton.errors import BatonError, EngineFault, UnknownModel
+from baton.metrics import Metrics
+from baton.metrics.http import render
 from baton.rpc.v1 import inference_pb2 as pb
-from baton.telemetry import Metrics
-from baton.telemetry.serve import render
-from baton.tracing.context import TRACEPARENT
+from baton.tracing.trace import TRACEPARENT
 from router.gateway.answer import Answer
 from router.gateway.chat import chat_job
 from router.gateway.completions import completion_job

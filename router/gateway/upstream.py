@@ -16,7 +16,7 @@ from baton.rpc.channel import IN_THE_CLEAR, Wire
 from baton.rpc.status import from_rpc_error, request_id_of
 from baton.rpc.v1 import inference_pb2 as pb
 from baton.rpc.v1.inference_pb2_grpc import InferenceStub
-from baton.tracing.context import TRACEPARENT, TraceContext
+from baton.tracing.trace import TRACEPARENT, TraceContext
 
 UNARY_S = 10.0
 AT_ONCE = 16  # prompts of one HTTP request: a long list must not fill the router's queue

@@ -9,9 +9,9 @@ from types import TracebackType
 from baton import errors
 from baton.clock import Clock
 from baton.errors import BatonError, Cancelled
+from baton.metrics import Metrics
 from baton.rpc.v1 import common_pb2
 from baton.stages import Timings
-from baton.telemetry import Metrics
 
 _REFUSALS = (
     errors.InvalidRequest,

@@ -16,8 +16,7 @@ from baton.core import Role
 from baton.rpc.convert import span_from_pb
 from baton.rpc.v1 import admin_pb2, common_pb2, worker_pb2
 from baton.stages import Passage, Stage, StageClock
-from baton.tracing.context import TraceContext
-from baton.tracing.ended import Ended
+from baton.tracing.trace import Ended, TraceContext
 from router.link import Late
 
 _NS = 1e9

@@ -10,7 +10,7 @@ from typing import Any
 
 import promql_parser as promql
 
-from baton.telemetry.labels import values
+from baton.metrics.base import values
 from tests.helm.schemas import ROOT
 from tools.metric_docs import exported
 

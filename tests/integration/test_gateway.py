@@ -10,7 +10,7 @@ import pytest
 from openai import OpenAI
 
 from baton.errors import ConfigError
-from baton.telemetry.labels import STAGES
+from baton.metrics.base import STAGES
 from baton.tokenizer import OracleTokenizer
 from router.floor import RouterSettings
 from router.server import serve

@@ -10,9 +10,9 @@ import pytest
 
 from baton import errors
 from baton.errors import InvalidRequest, Overloaded
+from baton.metrics import Metrics
 from baton.rpc.v1 import common_pb2
 from baton.rpc.v1 import inference_pb2 as pb
-from baton.telemetry import Metrics
 from router.gateway.respond import Patience
 from tests.integration.gateway_support import HELLO, USAGE, alone, completed, finished, opened, refused, tokens
 from tests.support.waiting import until

@@ -16,8 +16,8 @@ from prometheus_client.parser import text_string_to_metric_families as parse_tex
 from baton.core import Role
 from baton.errors import BatonError
 from baton.ledger.control_state import Board, ControlReport, Decision, Plan, RouterReport, Slot
+from baton.metrics.base import LABELS, values
 from baton.rpc.v1 import inference_pb2 as pb
-from baton.telemetry.labels import LABELS, values
 from router import scraped
 from tests.integration.gateway_support import raw
 

@@ -14,7 +14,7 @@ import structlog
 
 import baton.engine.engine
 import baton.engine.fixed
-import baton.tracing.context
+import baton.tracing.trace
 import baton.worker.service
 import kvtransfer.receive_loop
 import kvtransfer.receiver
@@ -26,7 +26,7 @@ import router.floor
 import router.link
 import router.parse
 import router.workers
-from baton.telemetry import Metrics
+from baton.metrics import Metrics
 from tests.simulation.clock import LoopClock, SimCondition, SimQueue, SimThread
 from tests.simulation.memory import PoisonedPool
 from tests.simulation.rpc import SimStub, sim_channel
@@ -80,7 +80,7 @@ def simulated() -> Iterator[None]:
     stand_ins: list[tuple[Any, dict[str, Any]]] = [
         (baton.engine.engine, {"BlockPool": PoisonedPool}),
         (baton.engine.fixed, {"SHORT": 8, "SHORT_UNTIL": 16}),  # else each prompt here were one chunk
-        (baton.tracing.context, {"secrets": chance}),
+        (baton.tracing.trace, {"secrets": chance}),
         (baton.worker.service, {"Session": SimWorkerSession}),
         (kvtransfer.send_queue, {"threading": plain}),
         (kvtransfer.send_queue, {"time": clock}),

@@ -7,11 +7,11 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 
 from baton.errors import EngineFault
+from baton.metrics import Metrics, MetricsServer
+from baton.metrics.base import values
+from baton.metrics.http import render
+from baton.metrics.router import exemplar_of
 from baton.stages import Timings
-from baton.telemetry import Metrics, MetricsServer
-from baton.telemetry.labels import values
-from baton.telemetry.router import exemplar_of
-from baton.telemetry.serve import render
 from tests.unit.test_telemetry import ask
 from tools import metric_docs
 

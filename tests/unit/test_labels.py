@@ -6,7 +6,7 @@ from collections import defaultdict
 
 import pytest
 
-from baton.telemetry.labels import LABELS, OF_METRIC, values
+from baton.metrics.base import LABELS, OF_METRIC, values
 from tools import metric_docs
 
 # A refusal has its series from the first of its kind on; the others have all from the start.

@@ -7,10 +7,10 @@ from dataclasses import replace
 
 from baton import __version__
 from baton.core import BlockCounts, Channel, Load, Pace, Thought
+from baton.metrics import Metrics, MetricsServer
+from baton.metrics.base import LABELS
+from baton.metrics.worker import Counts, Watched, WorkerMetrics
 from baton.stages import Timings
-from baton.telemetry import Metrics, MetricsServer
-from baton.telemetry.labels import LABELS
-from baton.telemetry.worker import Counts, Watched, WorkerMetrics
 from tests.unit.test_telemetry import ask
 from tools import metric_docs
 

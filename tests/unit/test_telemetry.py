@@ -9,8 +9,8 @@ from prometheus_client import generate_latest
 
 from baton.core import BlockCounts, Load, Role
 from baton.errors import ConfigError, Overloaded
+from baton.metrics import Metrics, MetricsServer
 from baton.stages import Timings
-from baton.telemetry import Metrics, MetricsServer
 
 
 def test_an_answer_without_a_token_is_no_first_token_in_no_time():

@@ -22,7 +22,7 @@ from baton.cluster.supervisor import Supervisor
 from baton.config import ClusterConfig
 from baton.core import BlockCounts, Role
 from baton.errors import BatonError, Cancelled, LedgerError
-from baton.telemetry import Metrics, MetricsServer
+from baton.metrics import Metrics, MetricsServer
 from tests.support.time_factor import scaled
 from tests.support.waiting import eventually
 

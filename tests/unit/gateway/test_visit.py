@@ -6,8 +6,8 @@ import pytest
 
 from baton.clock import FakeClock
 from baton.errors import BatonError, NoWorker
+from baton.metrics import Metrics
 from baton.rpc.v1 import common_pb2
-from baton.telemetry import Metrics
 from router.gateway.visit import Visit
 
 

@@ -12,8 +12,7 @@ import pytest
 
 from baton.clock import FakeClock
 from baton.errors import NoWorker, Overloaded
-from baton.tracing.context import TraceContext
-from baton.tracing.ended import Ended
+from baton.tracing.trace import Ended, TraceContext
 from router.watch.happenings import KEPT, Happenings
 from router.watch.live import Live
 from router.watch.recent import Recent

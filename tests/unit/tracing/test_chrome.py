@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 
 from baton.tracing.chrome import chrome_trace
-from baton.tracing.span import Span, lanes, processes
+from baton.tracing.trace import Span, lanes, processes
 
 AT = 1_795_346_477.0
 SPANS = [

@@ -3,7 +3,7 @@
 import pytest
 
 from baton.errors import Unauthenticated
-from baton.tracing.context import TraceContext
+from baton.tracing.trace import TraceContext
 from router.gateway.upstream import metadata_of
 
 TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"

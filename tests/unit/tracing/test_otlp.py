@@ -12,9 +12,8 @@ import pytest
 import structlog
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
 
-from baton.tracing.context import TraceContext
-from baton.tracing.ended import Ended
 from baton.tracing.otlp import Exporter
+from baton.tracing.trace import Ended, TraceContext
 from tests.support.time_factor import scaled
 from tests.unit.tracing.test_chrome import AT, SPANS
 

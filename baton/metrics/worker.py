@@ -10,9 +10,8 @@ from dataclasses import dataclass
 from prometheus_client.metrics_core import InfoMetricFamily, Metric, SummaryMetricFamily
 
 from baton.core import Load, Thought, WorkerInfo
-from baton.telemetry import vllm
-from baton.telemetry.families import Scraped, blocks, counter, gauge, new_registry, verifying
-from baton.telemetry.labels import HANDOFFS, TRANSPORTS, of
+from baton.metrics import vllm_names
+from baton.metrics.base import HANDOFFS, TRANSPORTS, Scraped, blocks, counter, gauge, new_registry, of, verifying
 
 _LATE = 2 / 3  # of its lease, without progress: unhealthy, while there is time to look why
 _SHOWN = 12  # digits of a fingerprint
@@ -127,7 +126,7 @@ def families(watched: Watched) -> Iterable[Metric]:
         ("baton_thinking_tokens", "Tokens that were thought", watched.counts.thought_tokens),
     ):
         yield counter(name, text, ("worker",), [((worker,), count)])
-    yield from vllm.engine(info, load, preempted)
+    yield from vllm_names.engine(info, load, preempted)
 
 
 def _computing(worker: str, load: Load) -> Iterable[Metric]:

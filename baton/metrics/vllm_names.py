@@ -14,8 +14,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from baton.core import Load, WorkerInfo
-from baton.telemetry.families import counter, gauge
-from baton.telemetry.labels import SUCCESS
+from baton.metrics.base import SUCCESS, counter, gauge
 
 _NAMES = ("model_name", "engine")
 
